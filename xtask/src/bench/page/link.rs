@@ -213,7 +213,10 @@ pub(super) fn sharing(programs: &Programs, args: &PageArgs, scratch: &Path) -> R
     let mut columns = Columns::default();
     let delays = if args.quick { &DELAYS[1..2] } else { &DELAYS[..] };
     // Shares take a while to settle.
-    let seconds = args.seconds() * 3.0;
+    let seconds = match args.quick {
+        true => args.seconds() * 3.0,
+        false => args.seconds().max(2.0) * 3.0,
+    };
     let report = scratch.join("iperf.json");
     let two_listen = format!(
         "ip addr add 10.81.0.3/24 dev wire0; {} & {}",
