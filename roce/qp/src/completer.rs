@@ -144,6 +144,7 @@ impl QueuePair {
         req.timers.base = ctx.now;
         req.timers.interval = ctx.now;
         req.timers.backoff = 0;
+        req.rtt.on_progress();
         // A pause that the progress proves to be over.
         req.timers.rnr_until = None;
     }

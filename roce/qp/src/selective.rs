@@ -315,6 +315,7 @@ impl QueuePair {
         self.req.timers.base = ctx.now;
         self.req.timers.interval = ctx.now;
         self.req.timers.backoff = 0;
+        self.req.rtt.on_progress();
         self.req.cautious = None;
     }
 

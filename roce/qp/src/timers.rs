@@ -13,6 +13,8 @@ const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const MAX_PAUSE: Duration = Duration::from_secs(1);
 /// The shortest pause.
 const MIN_PAUSE: Duration = Duration::from_millis(1);
+/// Measurements in a row that silences may spoil until the round trip is taken for longer than is known.
+const SPOILT: u32 = 8;
 /// The shortest local ACK timeout that is honoured: rdma_rxe's one tick. Codes below this would only measure the scheduler.
 const MIN_ACK_TIMEOUT: Duration = Duration::from_millis(4);
 /// A peer that is a process on a busy machine may be silent for as long, and nobody answers in its stead …
@@ -28,8 +30,10 @@ pub(crate) struct Rtt {
     /// Smoothed distance of round trips from the smoothed one.
     variation: Duration,
     least: Option<Duration>,
-    /// Pauses that have passed since the last round trip was measured.
+    /// Pauses that have passed, and count for how long the next one is.
     silences: u32,
+    /// Times in a row that something came after a silence, and no round trip was measured before the next one.
+    spoilt: u32,
 }
 
 impl Rtt {
@@ -41,13 +45,22 @@ impl Rtt {
         };
         self.smoothed = Some((smoothed * 7 + rtt) / 8);
         self.least = Some(self.least.map_or(rtt, |l| l.min(rtt)));
-        self.silences = 0;
+        (self.silences, self.spoilt) = (0, 0);
     }
 
-    /// A pause has passed. The next one is twice as long, and they stay so until a round trip is measured (the second half of Karn's
-    /// rule, RFC 6298 (5.5) to (5.7)): on a path that takes longer than a pause every flight is probed, and a probe spoils the measurement.
+    /// A pause has passed. The next one is twice as long.
     pub(crate) fn on_silence(&mut self) {
         self.silences = self.silences.saturating_add(1);
+    }
+
+    /// Something has come. After a silence it may answer either transmission, and measures nothing (Karn's rule). Where a round trip takes
+    /// longer than a pause that is so for ever, unless pauses stay long until one is measured (RFC 6298 (5.5) to (5.7)): always so as
+    /// long as none is known; later on, where losses are a likelier reason, only if it comes about again and again.
+    pub(crate) fn on_progress(&mut self) {
+        if self.silences > 0 && self.smoothed.is_some() && self.spoilt < SPOILT {
+            self.spoilt += 1;
+            self.silences = 0;
+        }
     }
 
     /// The usual round trip; zero as long as there was none.
@@ -134,9 +147,20 @@ mod tests {
     #[test]
     fn pauses_stay_long_until_a_round_trip_is_measured() {
         let mut rtt = silent(Rtt::default(), 2);
+        rtt.on_progress();
         assert_eq!(rtt.pause(), FIRST_PAUSE * 4);
         rtt.sample(Duration::from_millis(30));
         assert_eq!(rtt.pause(), Duration::from_millis(90));
+        // A loss now and then makes them no longer …
+        for _ in 0..SPOILT {
+            rtt = silent(rtt, 1);
+            rtt.on_progress();
+            assert_eq!(rtt.pause(), Duration::from_millis(90));
+        }
+        // … but where nothing is measured any more, the path may have become longer.
+        rtt = silent(rtt, 1);
+        rtt.on_progress();
+        assert_eq!(rtt.pause(), Duration::from_millis(180));
     }
 
     #[test]
