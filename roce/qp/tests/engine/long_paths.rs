@@ -53,8 +53,9 @@ fn pair(load: Load) -> Pair {
     })
 }
 
-/// Transfers 8 MiB; of the packets that go to the peer those are lost whose numbers (from 0) `lost` has. Returns how long it takes.
-fn transfer(p: &mut Pair, load: Load, lost: &[usize]) -> Duration {
+/// Transfers 8 MiB; of the packets that go the way of the data those are lost whose numbers (from 0) `lost` has. Returns how many round
+/// trips it takes.
+fn transfer(p: &mut Pair, load: Load, lost: &[usize]) -> f64 {
     let (here, there) = (p.a.filled(LEN, 1), p.b.filled(LEN, 1));
     for i in 0..OPERATIONS {
         let op = match load.reads {
@@ -75,7 +76,7 @@ fn transfer(p: &mut Pair, load: Load, lost: &[usize]) -> Duration {
     let done = p.a.completions();
     assert_eq!(done.iter().filter(|c| c.is_ok()).count() as u64, OPERATIONS, "{load:?}");
     assert_eq!(p.a.window.in_flight(), 0);
-    p.now.saturating_since(begun)
+    p.now.saturating_since(begun).as_secs_f64() / (p.delay * 2).as_secs_f64()
 }
 
 #[test]
@@ -84,8 +85,7 @@ fn a_path_is_filled_however_long_it_is() {
         for one_way in [2, 6, 12, 25, 50, 100, 150] {
             let mut p = pair(load);
             p.delay = MS * one_way;
-            let took = transfer(&mut p, load, &[]);
-            let round_trips = took.as_secs_f64() / (MS * one_way * 2).as_secs_f64();
+            let round_trips = transfer(&mut p, load, &[]);
             let again = p.a.counters.retransmits;
             assert!(
                 round_trips < 16.0,
@@ -105,8 +105,7 @@ fn what_is_lost_before_the_round_trip_is_known_does_not_keep_the_window_small() 
             for lost in [vec![0], vec![15], vec![14, 15, 16], vec![20], vec![16, 17, 44, 45]] {
                 let mut p = pair(load);
                 p.delay = MS * one_way;
-                let took = transfer(&mut p, load, &lost);
-                let round_trips = took.as_secs_f64() / (MS * one_way * 2).as_secs_f64();
+                let round_trips = transfer(&mut p, load, &lost);
                 assert!(
                     round_trips < 40.0,
                     "{load:?}, {one_way} ms, {lost:?} lost: {round_trips} round trips"
@@ -124,8 +123,7 @@ fn a_path_that_becomes_longer_is_learnt_anew() {
         transfer(&mut p, load, &[]);
         p.delay = MS * 40;
         let before = p.a.counters.retransmits;
-        let took = transfer(&mut p, load, &[]);
-        let round_trips = took.as_secs_f64() / (MS * 80).as_secs_f64();
+        let round_trips = transfer(&mut p, load, &[]);
         let again = p.a.counters.retransmits - before;
         // It is taken for a queue at first, and the window kept small.
         assert!(
