@@ -139,12 +139,8 @@ impl QueuePair {
     /// Retries count from the last progress.
     fn made_progress(&mut self, ctx: &mut Ctx<'_>) {
         let req = &mut self.req;
-        req.retries_left = self.attr.retry_cnt.unwrap_or(0);
+        req.heard(ctx.now, self.attr.retry_cnt.unwrap_or(0));
         req.rnr_left = self.attr.rnr_retry.unwrap_or(0);
-        req.timers.base = ctx.now;
-        req.timers.interval = ctx.now;
-        req.timers.backoff = 0;
-        req.rtt.on_progress();
         // A pause that the progress proves to be over.
         req.timers.rnr_until = None;
     }

@@ -144,6 +144,15 @@ impl Requester {
         self.window_closed = true;
     }
 
+    /// Something has come back: silence and retries count from here.
+    pub(crate) fn heard(&mut self, now: Instant, retries: u8) {
+        self.retries_left = retries;
+        self.timers.base = now;
+        self.timers.interval = now;
+        self.timers.backoff = 0;
+        self.rtt.on_progress();
+    }
+
     /// The round trip that reaching `una` completes, if one was being measured.
     pub(crate) fn take_sample(&mut self, now: Instant) -> Option<core::time::Duration> {
         let (seq, sent) = self.sample?;

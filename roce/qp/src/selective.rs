@@ -311,11 +311,7 @@ impl QueuePair {
     /// Something has come back, beyond the oldest packet: what that waits for is another matter, RNR pauses and their count stay as they
     /// are.
     fn heard_beyond(&mut self, ctx: &Ctx<'_>) {
-        self.req.retries_left = self.attr.retry_cnt.unwrap_or(0);
-        self.req.timers.base = ctx.now;
-        self.req.timers.interval = ctx.now;
-        self.req.timers.backoff = 0;
-        self.req.rtt.on_progress();
+        self.req.heard(ctx.now, self.attr.retry_cnt.unwrap_or(0));
         self.req.cautious = None;
     }
 
