@@ -14,7 +14,7 @@ use roce_bth::{Class, Header, Packet};
 use crate::{sendq::packets_for, seq::Seq};
 
 /// Bytes that a queue pair's peer may have under way beyond the oldest gap …
-const BYTES: usize = 8 << 20;
+const BYTES: usize = 16 << 20;
 /// … and packets: a bit of a selective acknowledgement for each.
 pub(crate) const PACKETS: u64 = 4096;
 /// What a kept packet takes beside its payload.

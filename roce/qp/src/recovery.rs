@@ -5,7 +5,7 @@
 //! that was sent so many packets later has arrived. Unlike there, the distance grows with reordering that is seen, and a packet that was
 //! sent again counts by what was sent after that, for the first time or once more, so that it may be lost more than once.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 
 use crate::seq::Seq;
 
@@ -50,7 +50,9 @@ pub(crate) struct Recovery {
     base: Option<Seq>,
     /// From `base` on; those beyond are flying.
     marks: VecDeque<Mark>,
-    lost: BTreeSet<Seq>,
+    /// Taken for lost. By the order in which others have arrived: with the number that was sent for the first time next, when it was sent.
+    /// By a silence, say: nothing, and if it is there after all, that says nothing of reordering.
+    lost: BTreeMap<Seq, Option<Seq>>,
     /// Sent again.
     again: BTreeMap<Seq, Resent>,
     /// One past the highest number that has arrived.
@@ -142,21 +144,28 @@ impl Recovery {
         if from == to {
             return;
         }
-        match from {
-            Mark::Lost => drop(self.lost.remove(&seq)),
-            Mark::Again => {
-                let resent = self.again.remove(&seq);
-                resent
-                    .filter(|_| to != Mark::Lost)
-                    .into_iter()
-                    .for_each(|r| self.returned(r));
+        let resent = match from {
+            Mark::Lost => {
+                self.lost.remove(&seq);
+                None
             }
-            Mark::Flying | Mark::Arrived | Mark::Answered => {}
-        }
+            Mark::Again => self.again.remove(&seq),
+            Mark::Flying | Mark::Arrived | Mark::Answered => None,
+        };
         if to == Mark::Lost {
-            self.lost.insert(seq);
+            self.lost.insert(seq, Some(resent.map_or(seq, |r| r.after)));
+        } else {
+            resent.into_iter().for_each(|r| self.returned(r));
         }
         changed(Change { seq, from, to });
+    }
+
+    /// Takes a packet for lost for another reason than the order in which others have arrived.
+    fn give_up(&mut self, seq: Seq, changed: &mut impl FnMut(Change)) {
+        if self.mark(seq) != Mark::Lost {
+            self.set(seq, Mark::Lost, changed);
+            self.lost.entry(seq).and_modify(|sent| *sent = None);
+        }
     }
 
     /// Everything before `una` is acknowledged. To be called after the weight of that has been taken by [`Recovery::mark`].
@@ -204,8 +213,14 @@ impl Recovery {
                 let mark = self.mark(seq);
                 let missing = matches!(mark, Mark::Lost | Mark::Again) && !answered(seq);
                 // It was only late: packets come out of order by so much.
-                if missing && mark == Mark::Lost {
-                    late = late.max(high.since(seq));
+                if let Some(sent) = self
+                    .lost
+                    .get(&seq)
+                    .copied()
+                    .flatten()
+                    .filter(|sent| missing && *sent < high)
+                {
+                    late = late.max(high.since(sent));
                 }
                 if missing || mark == Mark::Flying {
                     self.set(seq, Mark::Arrived, &mut changed);
@@ -215,7 +230,7 @@ impl Recovery {
         }
         // It was there, but could not be executed: a receive is missing.
         if from >= una && from < next && self.mark(from) == Mark::Arrived {
-            self.set(from, Mark::Lost, &mut changed);
+            self.give_up(from, &mut changed);
         }
         self.high = Some(high);
         self.tolerance = tolerance.max(late).min(MAX_TOLERANCE);
@@ -319,12 +334,12 @@ impl Recovery {
     /// Takes a packet for lost, whatever is known of it.
     pub(crate) fn lose(&mut self, una: Seq, seq: Seq, mut changed: impl FnMut(Change)) {
         self.base.get_or_insert(una);
-        self.set(seq, Mark::Lost, &mut changed);
+        self.give_up(seq, &mut changed);
     }
 
     /// The oldest packet from a number on that is to be sent again.
     pub(crate) fn next_lost(&self, from: Seq) -> Option<Seq> {
-        self.lost.range(from..).next().copied()
+        self.lost.range(from..).next().map(|(seq, _)| *seq)
     }
 
     /// A packet was sent again, when `after` was the next one to be sent for the first time. `answered`: for its answer.
@@ -486,7 +501,7 @@ mod tests {
                 let has = self.has >> n & 1 == 1;
                 assert!(mark != Mark::Arrived || has, "{n} has not arrived: {}", self.key());
                 assert_eq!(
-                    self.recovery.lost.contains(&at(n)),
+                    self.recovery.lost.contains_key(&at(n)),
                     mark == Mark::Lost,
                     "{}",
                     self.key()
@@ -498,7 +513,7 @@ mod tests {
                     self.key()
                 );
             }
-            let known = self.recovery.lost.iter().chain(self.recovery.again.keys());
+            let known = self.recovery.lost.keys().chain(self.recovery.again.keys());
             assert!(known.into_iter().all(|seq| *seq >= at(self.una)), "{}", self.key());
         }
 
@@ -660,6 +675,43 @@ mod tests {
         r.resent(at(1), at(12), true);
         assert_eq!(r.mark(at(1)), Mark::Again);
         assert_eq!(r.mark(at(10)), Mark::Flying);
+    }
+
+    #[test]
+    fn what_a_silence_took_for_lost_tells_nothing_of_reordering() {
+        let mut r = Recovery::default();
+        for n in 0..50 {
+            r.lose(at(0), at(n), |_| ());
+        }
+        let mut has: Vec<u64> = (1..50).filter(|n| *n != 10).collect();
+        told(&mut r, 0, 100, 0, &has);
+        assert_eq!(
+            [0, 1, 10].map(|n| r.mark(at(n))),
+            [Mark::Lost, Mark::Arrived, Mark::Lost]
+        );
+        for n in [0, 10] {
+            r.resent(at(n), at(50), false);
+        }
+        // Lost once more: so many that were sent later are there.
+        has.extend(50..=53);
+        told(&mut r, 0, 100, 0, &has);
+        assert_eq!([0, 10].map(|n| r.mark(at(n))), [Mark::Lost, Mark::Lost]);
+    }
+
+    #[test]
+    fn a_packet_that_was_sent_again_and_came_late_is_late_by_what_was_sent_after_that() {
+        let mut r = Recovery::default();
+        let mut has: Vec<u64> = (1..=60).collect();
+        told(&mut r, 0, 200, 0, &has);
+        r.resent(at(0), at(61), false);
+        has.extend(61..=64);
+        told(&mut r, 0, 200, 0, &has);
+        assert_eq!(r.mark(at(0)), Mark::Lost);
+        // It was four packets late, not sixty.
+        told(&mut r, 0, 200, 66, &[]);
+        r.acked(at(66));
+        told(&mut r, 66, 200, 66, &(67..=71).collect::<Vec<_>>());
+        assert_eq!(r.mark(at(66)), Mark::Lost);
     }
 
     #[test]

@@ -549,7 +549,7 @@ impl QueuePair {
                 let read = wqe.kind() == Kind::Read;
                 self.req.read_in_pieces |= read && to < wqe.request_end(from);
                 if read {
-                    self.note_probed(from, to);
+                    self.note_probed(ctx, from, to);
                 }
                 self.req.probed = read.then_some(to);
                 self.req.asked_all = (!read).then_some(ctx.now);

@@ -261,15 +261,10 @@ impl QueuePair {
     }
 
     /// The oldest READ was asked for once more after a silence, from one number to another.
-    pub(crate) fn note_probed(&mut self, from: Seq, to: Seq) {
-        if !self.selective {
-            return;
-        }
-        let (una, next) = (self.req.una, self.req.next);
-        let mut seq = from;
-        while seq < to && counts(self.req.recovery.mark(seq), true) {
-            self.req.recovery.probed(una, seq, next);
-            seq = seq.plus(1);
+    pub(crate) fn note_probed(&mut self, ctx: &mut Ctx<'_>, from: Seq, to: Seq) {
+        if self.selective {
+            let to = self.first_answered(from, to);
+            self.book_again(ctx, from, to, true);
         }
     }
 
@@ -399,19 +394,22 @@ impl QueuePair {
         if self.req.in_flight == 0 {
             self.req.timers.base = ctx.now;
         }
-        self.book_resent(ctx, seq, to);
+        self.book_again(ctx, seq, to, false);
         Some(Step::Sent)
     }
 
-    /// Books that `from..to` is in flight once more.
-    fn book_resent(&mut self, ctx: &mut Ctx<'_>, from: Seq, to: Seq) {
-        let next = self.req.next;
+    /// Books that `from..to` is in flight once more. `probe`: because nothing had come for longer than anything takes.
+    fn book_again(&mut self, ctx: &mut Ctx<'_>, from: Seq, to: Seq, probe: bool) {
+        let (una, next) = (self.req.una, self.req.next);
         let (mut at, mut more) = (from, 0);
         while at < to {
             let (cost, answered) = self.weigh(at);
             let counted = counts(self.req.recovery.mark(at), answered);
             more += if counted { 0 } else { cost };
-            self.req.recovery.resent(at, next, answered);
+            match probe {
+                true => self.req.recovery.probed(una, at, next),
+                false => self.req.recovery.resent(at, next, answered),
+            }
             at = at.plus(1);
         }
         ctx.window.on_sent(more);
@@ -428,7 +426,7 @@ impl QueuePair {
     fn fail_lost(&mut self, ctx: &mut Ctx<'_>, index: usize, seq: Seq, status: WcStatus) {
         ctx.counters.send_err += 1;
         self.sq.wqes[index].progress = Progress::Failed(status);
-        self.book_resent(ctx, seq, seq.plus(1));
+        self.book_again(ctx, seq, seq.plus(1), false);
         self.reap(ctx);
     }
 

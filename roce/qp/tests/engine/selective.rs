@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, time::Duration};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use roce_bth::{Aeth, Class, Credits, Header, Msn, NakCode, Opcode, Packet, Psn, Syndrome};
-use roce_qp::TxKind;
+use roce_qp::{TxKind, WindowConfig};
 use roce_verbs::{Mtu, QpState, SendOp, WcStatus};
 
 use crate::harness::*;
@@ -282,5 +282,43 @@ fn a_read_whose_request_is_lost_has_lost_one_packet() {
     }
     // A third of the bytes would be more than a path loses at random.
     assert!(p.a.window.size() >= before, "{} of {before}", p.a.window.size());
+    assert_eq!((p.a.qp.in_flight(), p.a.window.in_flight()), (0, 0));
+}
+
+/// A lost request for more than the window holds keeps what is missing before it from being asked for: until the path has been silent.
+#[test]
+fn a_probe_that_is_answered_tells_of_all_answers_that_are_missing() {
+    const PACKET: usize = 256 + 512;
+    let mut p = Pair::new(Setup {
+        window: WindowConfig {
+            initial: 42 * PACKET,
+            min: 42 * PACKET,
+            max: 42 * PACKET,
+        },
+        ..keeping()
+    });
+    let lens = [256 * 40, 256 * 80];
+    let places = lens.map(|len| (p.b.filled(len, 1), p.a.region(len)));
+    for (id, ((src, dst), len)) in (0..).zip(places.iter().zip(lens)) {
+        p.a.send(id, SendOp::Read(at(src, 0)), &[sge(dst, 0, len)]);
+    }
+    let (mut requests, mut answers) = (0, 0);
+    p.run_with(LONG, |dir, _| {
+        let n = match dir {
+            Dir::AtoB => &mut requests,
+            Dir::BtoA => &mut answers,
+        };
+        *n += 1;
+        let lost = match dir {
+            Dir::AtoB => *n == 2,
+            Dir::BtoA => *n <= 36 && *n % 3 == 0,
+        };
+        if lost { Fate::Drop } else { Fate::Deliver }
+    });
+    assert_eq!(p.a.completions().len(), 2);
+    for ((src, dst), len) in places.iter().zip(lens) {
+        assert_eq!(bytes(dst, 0, len), bytes(src, 0, len));
+    }
+    assert_eq!((p.a.counters.tail_probes, p.a.counters.timeouts), (1, 0));
     assert_eq!((p.a.qp.in_flight(), p.a.window.in_flight()), (0, 0));
 }
