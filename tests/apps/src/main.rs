@@ -22,7 +22,11 @@ mod speed;
 mod storage;
 mod wheels;
 
-use std::{path::PathBuf, process::ExitCode};
+use std::{
+    io::{self, Write as _},
+    path::PathBuf,
+    process::ExitCode,
+};
 
 use clap::{Parser, ValueEnum};
 
@@ -130,6 +134,18 @@ fn setup(cli: &Cli) -> Result<Setup> {
     Setup::new(&ferroce, addrs, cli.user.as_deref())
 }
 
+/// Says which cases there are. A reader that has seen enough (`| head`) is no failure.
+fn list(cases: &[Case]) -> Result<()> {
+    let mut out = io::stdout().lock();
+    for case in cases {
+        match writeln!(out, "{:<40} {}", case.name, case.summary()) {
+            Err(e) if e.kind() == io::ErrorKind::BrokenPipe => break,
+            written => written.map_err(|e| format!("can't write the list: {e}"))?,
+        }
+    }
+    Ok(())
+}
+
 fn run(cli: &Cli) -> Result<bool> {
     if cli.speed {
         let setup = setup(cli)?;
@@ -139,10 +155,7 @@ fn run(cli: &Cli) -> Result<bool> {
     }
     let cases = chosen(cli);
     if cli.list {
-        for case in &cases {
-            println!("{:<40} {}", case.name, case.summary());
-        }
-        return Ok(true);
+        return list(&cases).map(|()| true);
     }
     let unknown = unknown(cli, &cases);
     if cases.is_empty() || !unknown.is_empty() {

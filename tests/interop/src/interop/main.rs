@@ -19,6 +19,7 @@ mod speed;
 
 use std::{
     fs,
+    io::{self, Write as _},
     net::IpAddr,
     path::{Path, PathBuf},
     process::ExitCode,
@@ -340,11 +341,7 @@ fn run_cli(cli: &Cli) -> Result<ExitCode, Error> {
     }
     let chosen = chosen(cli);
     if cli.list {
-        for s in &chosen {
-            let why = s.elsewhere.map(|why| format!(" (not run: {why})")).unwrap_or_default();
-            println!("{:<40} {}; {}{why}", s.name, s.direction.text(), s.setting());
-        }
-        return Ok(ExitCode::SUCCESS);
+        return list(&chosen);
     }
     if !cli.from.is_empty() {
         return summary(cli, &earlier(&cli.from)?);
@@ -360,6 +357,19 @@ fn run_cli(cli: &Cli) -> Result<ExitCode, Error> {
         return Ok(ExitCode::from(2));
     }
     summary(cli, &scenarios(cli, chosen)?)
+}
+
+/// Says which scenarios there are. A reader that has seen enough (`| head`) is no failure.
+fn list(chosen: &[Scenario]) -> Result<ExitCode, Error> {
+    let mut out = io::stdout().lock();
+    for s in chosen {
+        let why = s.elsewhere.map(|why| format!(" (not run: {why})")).unwrap_or_default();
+        match writeln!(out, "{:<40} {}; {}{why}", s.name, s.direction.text(), s.setting()) {
+            Err(e) if e.kind() == io::ErrorKind::BrokenPipe => break,
+            written => written.map_err(|e| format!("can't write the list: {e}"))?,
+        }
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Writes what was asked for, and says how it went.
