@@ -10,7 +10,7 @@ use roce_verbs::Instant;
 use crate::clock;
 
 /// Longest spinning that is tried by itself: what a wake-up costs at most, above all in virtual machines.
-const MOST: Duration = Duration::from_micros(50);
+const MOST: Duration = Duration::from_micros(100);
 /// Longest that can be asked for.
 const LONGEST: Duration = Duration::from_millis(10);
 /// Spins that are remembered, and how many of them, at least, are judged.
