@@ -50,8 +50,8 @@ pub(crate) struct Recovery {
     base: Option<Seq>,
     /// From `base` on; those beyond are flying.
     marks: VecDeque<Mark>,
-    /// Taken for lost. By the order in which others have arrived: with the number that was sent for the first time next, when it was sent.
-    /// By a silence, say: nothing, and if it is there after all, that says nothing of reordering.
+    /// Taken for lost because later ones have arrived: with the number that was next to be sent for the first time when it was sent.
+    /// `None`: for another reason, as a silence; that it is there after all says nothing of reordering then.
     lost: BTreeMap<Seq, Option<Seq>>,
     /// Sent again.
     again: BTreeMap<Seq, Resent>,
@@ -212,15 +212,10 @@ impl Recovery {
                 high = high.max(seq.plus(1));
                 let mark = self.mark(seq);
                 let missing = matches!(mark, Mark::Lost | Mark::Again) && !answered(seq);
-                // It was only late: packets come out of order by so much.
-                if let Some(sent) = self
-                    .lost
-                    .get(&seq)
-                    .copied()
-                    .flatten()
-                    .filter(|sent| missing && *sent < high)
-                {
-                    late = late.max(high.since(sent));
+                if missing && mark == Mark::Lost {
+                    // It was only late: packets come out of order by so much.
+                    let sent = self.lost.get(&seq).copied().flatten().filter(|sent| *sent < high);
+                    late = late.max(sent.map_or(0, |sent| high.since(sent)));
                 }
                 if missing || mark == Mark::Flying {
                     self.set(seq, Mark::Arrived, &mut changed);
