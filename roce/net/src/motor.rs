@@ -7,7 +7,10 @@ use roce_bth::{Qpn, ROCE_UDP_PORT};
 use roce_port::{Port, QpnRange, RxMeta, Steering, Train, TxBatch, TxConfig};
 use roce_verbs::Instant;
 
-use crate::datapath::{Burst, Datagram, Datapath, Received};
+use crate::{
+    clock,
+    datapath::{Burst, Datagram, Datapath, Received},
+};
 
 /// Full send batches of one flush: a bound for how long a caller can be held up by what its peers let it send.
 const SEND_ROUNDS: usize = 16;
@@ -106,6 +109,8 @@ pub(crate) struct Motor {
     sent: usize,
     /// Times in a row that packets waited while a timer was due.
     deferred: u32,
+    /// The latest time that the port was told.
+    latest: Instant,
     tap: Option<Box<dyn Tap>>,
     own: Option<Own>,
 }
@@ -134,6 +139,7 @@ impl Motor {
             batch,
             sent: 0,
             deferred: 0,
+            latest: Instant::ZERO,
             tap,
             own,
         }
@@ -148,8 +154,11 @@ impl Motor {
         budget: usize,
         stray: &dyn Fn(&RxMeta, &[u8]),
     ) -> Received {
-        let (tap, own) = (&mut self.tap, &self.own);
+        let (tap, own, latest) = (&mut self.tap, &self.own, &mut self.latest);
         self.path.receive(budget, &mut |d: &Datagram<'_>| {
+            // It may have come after `now`, when this thread did not run: it would seem to have been under way for less long than it was.
+            let now = clock::now().max(now);
+            *latest = now;
             if let Some(tap) = tap {
                 tap_datagram(tap.as_mut(), d);
             }
@@ -209,6 +218,7 @@ impl Motor {
 
     /// Runs timers that are due, unless packets wait (`more`) that could be what they wait for.
     pub(crate) fn run_timers(&mut self, port: &mut Port, now: Instant, more: bool) {
+        let now = now.max(self.latest);
         let due = port.is_timeout_due(now);
         self.deferred = if due && more { self.deferred + 1 } else { 0 };
         if due && (!more || self.deferred > MAX_DEFERRED) {
@@ -219,10 +229,15 @@ impl Motor {
 
     /// Sends what the port has to send.
     pub(crate) fn flush(&mut self, port: &mut Port, now: Instant) -> Flush {
-        for _ in 0..SEND_ROUNDS {
+        self.latest = self.latest.max(now);
+        for round in 0..SEND_ROUNDS {
             let mut more = true;
             if self.batch.is_empty() {
-                more = port.poll_transmit(now, &mut self.batch);
+                if round > 0 {
+                    // A batch takes long enough to seem to have been under way for longer than it was.
+                    self.latest = self.latest.max(clock::now());
+                }
+                more = port.poll_transmit(self.latest, &mut self.batch);
                 if self.batch.is_empty() {
                     return Flush::Done;
                 }

@@ -6,7 +6,7 @@ use std::{
     os::fd::BorrowedFd,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU32, Ordering},
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
     thread,
     time::{Duration, Instant},
@@ -59,6 +59,8 @@ enum Oddity {
     Narrow(u32),
     /// Has packets to hand over, but not yet, as often as it is told.
     Hesitant(Arc<AtomicU32>),
+    /// The thread does not run for a while before it looks. When it did, nanoseconds.
+    Suspended(Arc<AtomicU64>),
 }
 
 impl Datapath for Odd {
@@ -79,19 +81,21 @@ impl Datapath for Odd {
     }
 
     fn receive(&mut self, budget: usize, handle: &mut dyn FnMut(&Datagram<'_>)) -> Received {
-        let Oddity::Hesitant(times) = &self.oddity else {
-            return self.inner.receive(budget, handle);
-        };
-        match times.load(Ordering::Acquire) {
-            0 => self.inner.receive(budget, handle),
-            n => {
-                times.store(n - 1, Ordering::Release);
-                Received {
+        match &self.oddity {
+            Oddity::Hesitant(times) if times.load(Ordering::Acquire) > 0 => {
+                times.fetch_sub(1, Ordering::AcqRel);
+                return Received {
                     datagrams: 0,
                     more: true,
-                }
+                };
             }
+            Oddity::Suspended(looked) => {
+                thread::sleep(Duration::from_millis(2));
+                looked.store(roce_net::now().as_nanos(), Ordering::Release);
+            }
+            _ => {}
         }
+        self.inner.receive(budget, handle)
     }
 
     fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
@@ -273,6 +277,28 @@ fn a_timer_waits_until_the_packets_that_wait_are_handled() {
     let counters = a.driver.counters().0;
     assert!(counters.rx_packets > 0);
     assert_eq!((counters.transport.retransmits, counters.transport.timeouts), (0, 0));
+}
+
+#[test]
+fn what_comes_while_the_thread_is_suspended_is_not_taken_for_older() {
+    let looked = Arc::new(AtomicU64::new(0));
+    let config = DriverConfig {
+        background: false,
+        ..DriverConfig::default()
+    };
+    let a = host(Oddity::Suspended(looked.clone()), config);
+    let b = plain();
+    a.raise(&b);
+    b.raise(&a);
+    a.write(&b).unwrap();
+    let until = Instant::now() + PATIENCE;
+    let mut done = vec![];
+    while done.is_empty() {
+        assert!(Instant::now() < until, "nothing comes");
+        a.driver.empty_poll();
+        a.cq.poll(&mut done, 1).unwrap();
+    }
+    assert!(done[0].timestamp.as_nanos() >= looked.load(Ordering::Acquire));
 }
 
 struct Bomb;

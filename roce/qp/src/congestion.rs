@@ -142,8 +142,9 @@ pub struct DelayAware {
     /// The shortest round trips of this epoch and the one before.
     shortest: [Option<Duration>; 2],
     epoch: Instant,
-    /// What the last round has shown, and the last round trip.
+    /// What the last round has shown, and the one before, and the last round trip.
     queue: Queue,
+    queue_before: Queue,
     latest: Queue,
     /// How long a round takes.
     rtt: Duration,
@@ -185,6 +186,7 @@ impl DelayAware {
             shortest: [None; 2],
             epoch: Instant::ZERO,
             queue: Queue::Empty,
+            queue_before: Queue::Empty,
             latest: Queue::Empty,
             rtt: Duration::ZERO,
             company: Company::Polite,
@@ -242,6 +244,7 @@ impl DelayAware {
         };
         self.rtt = least;
         self.rounds = self.rounds.saturating_add(1);
+        self.queue_before = self.queue;
         self.queue = self.judge(least);
         let delay = least.saturating_sub(self.shortest_rtt().unwrap_or(least));
         let before = self.delays[0].min(self.delays[1]);
@@ -384,7 +387,7 @@ impl DelayAware {
     fn on_told(&mut self, now: Instant, bytes: usize) {
         self.told.1 = self.told.1.saturating_add(bytes);
         self.judge_told();
-        let queue = self.company == Company::Greedy || self.queue == Queue::Long;
+        let queue = self.company == Company::Greedy || self.is_long();
         if queue && now >= self.shrunk_until {
             self.shrunk_until = now + self.rtt;
             let less = self.size / 10 * 7;
@@ -394,6 +397,11 @@ impl DelayAware {
             let floor = self.floor().min(self.size);
             self.shrink_to(less.max(floor));
         }
+    }
+
+    /// Whether the queue has been long for two rounds: in one of them somebody may not have run who carries packets.
+    fn is_long(&self) -> bool {
+        self.queue == Queue::Long && self.queue_before == Queue::Long
     }
 
     fn judge_told(&mut self) {
@@ -609,6 +617,23 @@ mod tests {
             }
         }
         assert!(w.size() > CONFIG.max / 2, "{}", w.size());
+    }
+
+    #[test]
+    fn one_long_round_trip_makes_no_loss_count() {
+        // What a loss makes of a window after so many long rounds. All acknowledgements of a round but the first are the next one's.
+        let lossy = |long: u32| {
+            let mut w = Window::new(CONFIG);
+            let now = (0..8).fold(0, |now, _| round(&mut w, now, 2_000));
+            let now = (0..=long).fold(now, |now, _| round(&mut w, now, 7_000));
+            let size = w.size();
+            w.on_loss(at(now), Loss::Told, 4 * KB);
+            (size, w.size())
+        };
+        let (size, left) = lossy(1);
+        assert_eq!(left, size, "somebody who carries packets did not run for a while");
+        let (size, left) = lossy(2);
+        assert_eq!(left, size / 10 * 7, "there is a queue");
     }
 
     #[test]
