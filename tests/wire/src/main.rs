@@ -1,7 +1,7 @@
 //! `ferroce-wire`: two commands at the ends of a wire.
 
 use std::{
-    io,
+    io::{self, Write as _},
     process::{ExitCode, ExitStatus},
     sync::{
         Arc,
@@ -149,7 +149,11 @@ fn run(cli: &Cli, stop: &AtomicBool) -> io::Result<ExitCode> {
         line.insert("from".into(), if from == End::A { 1 } else { 2 }.into());
         line.extend(counters.named().map(|(name, n)| (name.to_owned(), Value::from(n))));
         line.insert("under_way".into(), json!(under_way));
-        println!("{}", Value::Object(line));
+        match writeln!(io::stdout(), "{}", Value::Object(line)) {
+            // Whoever reads it has seen enough.
+            Err(e) if e.kind() == io::ErrorKind::BrokenPipe => break,
+            result => result?,
+        }
     }
     let code = ended.map_or(Some(130), |status| status.code());
     Ok(code
