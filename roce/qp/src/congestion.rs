@@ -49,13 +49,16 @@ pub trait CongestionControl: fmt::Debug + Send {
 /// What each sender wants to have in the queue of the slowest link, bytes: it keeps the link busy, and all get the same share
 /// if all have as much in the queue.
 const SHARE: usize = 256 << 10;
-/// Growth per round trip towards a go-back-N peer that has lost something, and beside senders that fill the queue (about
-/// what CUBIC does there).
+/// Growth per round trip towards a go-back-N peer that has lost something. As many times more as the path is longer than this, up to
+/// [`LONG_PATH_MOST`] times.
 const STEP: usize = 16 << 10;
-const STEP_BESIDE: usize = 8 << 10;
-/// Steps are as much longer as the path is longer than this, up to [`LONG_PATH_MOST`] times.
 const LONG_PATH: Duration = Duration::from_millis(2);
 const LONG_PATH_MOST: u128 = 16;
+/// Growth per round trip beside senders that fill the queue (about what CUBIC does there), and as much more for each microsecond of the
+/// path up to a limit.
+const STEP_BESIDE: usize = 4 << 10;
+const STEP_BESIDE_PER_US: usize = 4;
+const STEP_BESIDE_MOST: usize = 128 << 10;
 /// The queue is empty as long as round trips take no more than one part in so many longer than the shortest one and
 /// [`SLACK`], which scheduling alone can take.
 const EMPTY: u32 = 16;
@@ -74,8 +77,9 @@ const LOOK_ROUNDS: u32 = 10;
 const LOOK_LASTS: u8 = 5;
 /// After so many looks in vain there is somebody else who fills the queue, and does not give way.
 const LOOKS: u8 = 4;
-/// How often to look whether that is still so.
+/// How often to look whether that is still so, or when the queue falls: somebody else may look.
 const LOOK_BESIDE: Duration = Duration::from_secs(1);
+const LOOK_ALONG: Duration = Duration::from_millis(250);
 /// For so long after that one look in vain is enough: who fills the queue lets it become empty now and then.
 const WARY: Duration = Duration::from_secs(5);
 /// Losing more than a window divided by this at once is heavy (15 %).
@@ -106,8 +110,9 @@ enum Company {
 #[derive(Clone, Copy, Debug, Default)]
 struct Round {
     begun: Instant,
-    /// The shortest round trip in it.
+    /// The shortest round trip in it, and the longest of it and the one before.
     least: Option<Duration>,
+    most: [Duration; 2],
     /// The most bytes in flight, and in the round before.
     peak: usize,
     peak_before: usize,
@@ -229,6 +234,7 @@ impl DelayAware {
         self.latest = self.judge(rtt);
         let least = self.round.least.map_or(rtt, |l| l.min(rtt));
         self.round.least = Some(least);
+        self.round.most[0] = self.round.most[0].max(rtt);
         // What has been acknowledged was sent in this round.
         if now.saturating_since(self.round.begun) >= rtt {
             self.end_round(now, least, used);
@@ -239,6 +245,7 @@ impl DelayAware {
         self.round = Round {
             begun: now,
             least: None,
+            most: [Duration::ZERO, self.round.most[0]],
             peak: 0,
             peak_before: self.round.peak,
         };
@@ -280,9 +287,10 @@ impl DelayAware {
 
     fn is_time_to_look(&self, now: Instant, falls: bool) -> bool {
         let rest = match (self.company, self.looks) {
-            // Somebody else looks: together it is found empty.
-            _ if falls => LOOK_AGAIN,
+            // Somebody else looks: together it is found empty. But it also falls when somebody greedy has lost something.
+            (Company::Greedy, _) if falls => LOOK_ALONG,
             (Company::Greedy, _) => LOOK_BESIDE,
+            _ if falls => LOOK_AGAIN,
             (Company::Polite, 0) if !self.learnt => LOOK,
             (Company::Polite, _) => LOOK_AGAIN,
         };
@@ -357,12 +365,22 @@ impl DelayAware {
     }
 
     fn step(&self) -> usize {
-        let shortest = self.shortest_rtt().unwrap_or_default().as_nanos();
-        let times = (shortest / LONG_PATH.as_nanos()).clamp(1, LONG_PATH_MOST) as usize;
+        let shortest = self.shortest_rtt().unwrap_or_default();
         match self.company {
-            Company::Polite => STEP * times,
-            Company::Greedy => STEP_BESIDE * times,
+            Company::Polite => {
+                let times = shortest.as_nanos() / LONG_PATH.as_nanos();
+                STEP * times.clamp(1, LONG_PATH_MOST) as usize
+            }
+            Company::Greedy => {
+                let more = (shortest.as_micros() as usize).saturating_mul(STEP_BESIDE_PER_US);
+                STEP_BESIDE.saturating_add(more).min(STEP_BESIDE_MOST)
+            }
         }
+    }
+
+    /// The size, or the one to return to from a look.
+    fn full(&self) -> usize {
+        self.look.map_or(self.size, |(_, back)| back)
     }
 
     fn shrink_to(&mut self, size: usize) {
@@ -377,26 +395,33 @@ impl DelayAware {
     fn on_gap(&mut self, bytes: usize) {
         self.strict = true;
         let run = core::mem::take(&mut self.run);
-        if run < self.size / 2 || bytes > self.size / HEAVY {
-            self.shrink_to(self.size / 4 * 3);
+        let full = self.full();
+        if run < full / 2 || bytes > full / HEAVY {
+            self.shrink_to(full / 4 * 3);
         }
         self.before = None;
-        self.threshold = self.size;
+        self.threshold = self.full();
     }
 
     fn on_told(&mut self, now: Instant, bytes: usize) {
         self.told.1 = self.told.1.saturating_add(bytes);
-        self.judge_told();
-        let queue = self.company == Company::Greedy || self.is_long();
-        if queue && now >= self.shrunk_until {
-            self.shrunk_until = now + self.rtt;
-            let less = self.size / 10 * 7;
-            if self.company == Company::Greedy {
-                self.beside = Some((now, less));
-            }
-            let floor = self.floor().min(self.size);
-            self.shrink_to(less.max(floor));
+        self.judge_told(now);
+        let greedy = self.company == Company::Greedy;
+        if now < self.shrunk_until || !(greedy || self.is_long()) {
+            return;
         }
+        let less = self.full() / 10 * 7;
+        if greedy {
+            self.beside = Some((now, less));
+        }
+        let floor = self.floor().min(self.full());
+        self.shrink_for(now, less.max(floor));
+    }
+
+    /// Shrinks for all that is lost of what was sent before now: that is told within a round trip.
+    fn shrink_for(&mut self, now: Instant, size: usize) {
+        self.shrunk_until = now + self.round.most[0].max(self.round.most[1]);
+        self.shrink_to(size);
     }
 
     /// Whether the queue has been long for two rounds: in one of them somebody may not have run who carries packets.
@@ -404,20 +429,22 @@ impl DelayAware {
         self.queue == Queue::Long && self.queue_before == Queue::Long
     }
 
-    fn judge_told(&mut self) {
+    fn judge_told(&mut self, now: Instant) {
         let (delivered, lost) = self.told;
         let all = delivered.saturating_add(lost);
-        if all < self.size.max(TOLD_LEAST) {
+        let full = self.full();
+        if all < full.max(TOLD_LEAST) {
             return;
         }
         self.told = (0, 0);
-        if lost > all / HEAVY_TOLD {
-            self.shrink_to(self.size / 4 * 3);
+        if lost > all / HEAVY_TOLD && now >= self.shrunk_until {
+            self.shrink_for(now, full / 4 * 3);
         }
     }
 
     fn on_timeout(&mut self) {
-        let size = self.look.take().map_or(self.size, |(_, back)| back);
+        let size = self.full();
+        self.look = None;
         // The queue pairs of a peer that is silent time out one after the other.
         if self.before.is_none() {
             self.before = Some((size, self.threshold));
@@ -455,7 +482,7 @@ impl CongestionControl for DelayAware {
         }
         self.run = self.run.saturating_add(bytes);
         self.told.0 = self.told.0.saturating_add(bytes);
-        self.judge_told();
+        self.judge_told(now);
         let used = self.round.peak.max(self.round.peak_before) >= self.size / 2;
         if let Some(rtt) = rtt {
             self.on_round_trip(now, rtt, used);
@@ -617,6 +644,38 @@ mod tests {
             }
         }
         assert!(w.size() > CONFIG.max / 2, "{}", w.size());
+    }
+
+    #[test]
+    fn what_one_overflow_loses_shrinks_it_once() {
+        let mut w = Window::new(CONFIG);
+        let mut now = round(&mut w, 0, 100);
+        while now < 2_000_000 {
+            now = round(&mut w, now, 8_000);
+        }
+        let size = w.size();
+        assert_eq!(size, CONFIG.max, "it does not give way any more");
+        // Heavy as it is, and told in pieces.
+        for i in 0..8 {
+            w.on_loss(at(now + i * 900), Loss::Told, 64 * KB);
+        }
+        assert!(w.size() > size * 2 / 3, "{} of {size}", w.size());
+        w.on_loss(at(now + 9_000), Loss::Told, KB);
+        assert!(w.size() < size / 2, "{} of {size}", w.size());
+    }
+
+    #[test]
+    fn a_loss_during_a_look_is_one_of_the_whole_window() {
+        let mut w = Window::new(CONFIG);
+        let mut now = round(&mut w, 0, 100);
+        let mut size = w.size();
+        // It looks when it is much smaller all of a sudden.
+        while w.size() > size / 2 || now < 2_000_000 {
+            size = w.size();
+            now = round(&mut w, now, 8_000);
+        }
+        w.on_loss(at(now), Loss::Told, KB);
+        assert!(w.size() > size * 2 / 3, "{} of {size}", w.size());
     }
 
     #[test]
