@@ -655,12 +655,13 @@ mod tests {
         }
         let size = w.size();
         assert_eq!(size, CONFIG.max, "it does not give way any more");
-        // Heavy as it is, and told in pieces.
+        // What came last has waited in the full queue for longer than the rest. Heavy as it is, and told in pieces.
+        w.on_acked(at(now), KB, Some(Duration::from_millis(30)));
         for i in 0..8 {
-            w.on_loss(at(now + i * 900), Loss::Told, 64 * KB);
+            w.on_loss(at(now + i * 3_000), Loss::Told, 64 * KB);
         }
         assert!(w.size() > size * 2 / 3, "{} of {size}", w.size());
-        w.on_loss(at(now + 9_000), Loss::Told, KB);
+        w.on_loss(at(now + 31_000), Loss::Told, KB);
         assert!(w.size() < size / 2, "{} of {size}", w.size());
     }
 
