@@ -109,8 +109,8 @@ pub(crate) struct Motor {
     sent: usize,
     /// Times in a row that packets waited while a timer was due.
     deferred: u32,
-    /// The latest time that the port was told.
-    latest: Instant,
+    /// When the last datagram was read: the port has been told that time.
+    read: Instant,
     tap: Option<Box<dyn Tap>>,
     own: Option<Own>,
 }
@@ -139,7 +139,7 @@ impl Motor {
             batch,
             sent: 0,
             deferred: 0,
-            latest: Instant::ZERO,
+            read: Instant::ZERO,
             tap,
             own,
         }
@@ -154,11 +154,11 @@ impl Motor {
         budget: usize,
         stray: &dyn Fn(&RxMeta, &[u8]),
     ) -> Received {
-        let (tap, own, latest) = (&mut self.tap, &self.own, &mut self.latest);
+        let (tap, own, read) = (&mut self.tap, &self.own, &mut self.read);
         self.path.receive(budget, &mut |d: &Datagram<'_>| {
             // It may have come after `now`, when this thread did not run: it would seem to have been under way for less long than it was.
             let now = clock::now().max(now);
-            *latest = now;
+            *read = now;
             if let Some(tap) = tap {
                 tap_datagram(tap.as_mut(), d);
             }
@@ -218,7 +218,7 @@ impl Motor {
 
     /// Runs timers that are due, unless packets wait (`more`) that could be what they wait for.
     pub(crate) fn run_timers(&mut self, port: &mut Port, now: Instant, more: bool) {
-        let now = now.max(self.latest);
+        let now = now.max(self.read);
         let due = port.is_timeout_due(now);
         self.deferred = if due && more { self.deferred + 1 } else { 0 };
         if due && (!more || self.deferred > MAX_DEFERRED) {
@@ -229,15 +229,15 @@ impl Motor {
 
     /// Sends what the port has to send.
     pub(crate) fn flush(&mut self, port: &mut Port, now: Instant) -> Flush {
-        self.latest = self.latest.max(now);
+        let mut now = now.max(self.read);
         for round in 0..SEND_ROUNDS {
             let mut more = true;
             if self.batch.is_empty() {
                 if round > 0 {
                     // A batch takes long enough to seem to have been under way for longer than it was.
-                    self.latest = self.latest.max(clock::now());
+                    now = clock::now().max(now);
                 }
-                more = port.poll_transmit(self.latest, &mut self.batch);
+                more = port.poll_transmit(now, &mut self.batch);
                 if self.batch.is_empty() {
                     return Flush::Done;
                 }

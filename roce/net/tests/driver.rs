@@ -161,6 +161,14 @@ fn plain() -> Host {
     host(Oddity::None, DriverConfig::default())
 }
 
+/// Of a device that nobody but the test advances.
+fn still() -> DriverConfig {
+    DriverConfig {
+        background: false,
+        ..DriverConfig::default()
+    }
+}
+
 impl Host {
     fn raise(&self, peer: &Self) {
         let way = ToRts {
@@ -227,10 +235,6 @@ fn a_full_send_buffer_delays_and_loses_nothing() {
 #[test]
 fn a_refusal_leaves_in_the_pass_that_brought_the_request() {
     const SERVICE: u16 = 7471;
-    let still = || DriverConfig {
-        background: false,
-        ..DriverConfig::default()
-    };
     let (a, b) = (host(Oddity::None, still()), host(Oddity::None, still()));
     let listening = b.driver.with(|port, _| port.cm_listen(None, SERVICE, 1));
     listening.unwrap().unwrap();
@@ -252,11 +256,7 @@ fn a_refusal_leaves_in_the_pass_that_brought_the_request() {
 #[test]
 fn a_timer_waits_until_the_packets_that_wait_are_handled() {
     let times = Arc::new(AtomicU32::new(0));
-    let config = DriverConfig {
-        background: false,
-        ..DriverConfig::default()
-    };
-    let a = host(Oddity::Hesitant(times.clone()), config);
+    let a = host(Oddity::Hesitant(times.clone()), still());
     let b = plain();
     a.raise(&b);
     b.raise(&a);
@@ -282,11 +282,7 @@ fn a_timer_waits_until_the_packets_that_wait_are_handled() {
 #[test]
 fn what_comes_while_the_thread_is_suspended_is_not_taken_for_older() {
     let looked = Arc::new(AtomicU64::new(0));
-    let config = DriverConfig {
-        background: false,
-        ..DriverConfig::default()
-    };
-    let a = host(Oddity::Suspended(looked.clone()), config);
+    let a = host(Oddity::Suspended(looked.clone()), still());
     let b = plain();
     a.raise(&b);
     b.raise(&a);

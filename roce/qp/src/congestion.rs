@@ -127,7 +127,7 @@ struct Round {
 /// when the queue overflows, as TCP's do, never let it become empty. Beside them the window grows by steps and shrinks with
 /// losses as theirs do, until the queue is found empty again (the modes of Copa, Arun and Balakrishnan, NSDI 2018).
 ///
-/// A peer that says what it lacks costs no more than the lost packets. Losses count only where the queue is long, beside
+/// A peer that says what it lacks costs no more than the lost packets. Losses count only where the queue was long in two rounds, beside
 /// greedy senders, or if they are heavy: a receive buffer overflows without a queue. Towards a go-back-N peer a loss counts if
 /// less than half a window was delivered since the loss before: a window much longer than the runs between losses is wasted
 /// anyway.
@@ -410,11 +410,12 @@ impl DelayAware {
         if now < self.shrunk_until || !(greedy || self.is_long()) {
             return;
         }
-        let less = self.full() / 10 * 7;
+        let full = self.full();
+        let less = full / 10 * 7;
         if greedy {
             self.beside = Some((now, less));
         }
-        let floor = self.floor().min(self.full());
+        let floor = self.floor().min(full);
         self.shrink_for(now, less.max(floor));
     }
 
@@ -606,15 +607,20 @@ mod tests {
         assert!((8..=11).contains(&looks), "{looks}");
     }
 
-    #[test]
-    fn losses_count_beside_senders_that_leave_no_queue_empty() {
+    /// A window that has never found the queue empty, and no longer gives way; and the time, microseconds.
+    fn beside_greedy() -> (Window, u64) {
         let mut w = Window::new(CONFIG);
-        let mut now = 0;
-        now = round(&mut w, now, 100);
+        let mut now = round(&mut w, 0, 100);
         while now < 2_000_000 {
             now = round(&mut w, now, 8_000);
         }
         assert_eq!(w.size(), CONFIG.max, "it does not give way any more");
+        (w, now)
+    }
+
+    #[test]
+    fn losses_count_beside_senders_that_leave_no_queue_empty() {
+        let (mut w, mut now) = beside_greedy();
         let size = w.size();
         for _ in 0..3 {
             // All of one round trip are one loss.
@@ -648,13 +654,8 @@ mod tests {
 
     #[test]
     fn what_one_overflow_loses_shrinks_it_once() {
-        let mut w = Window::new(CONFIG);
-        let mut now = round(&mut w, 0, 100);
-        while now < 2_000_000 {
-            now = round(&mut w, now, 8_000);
-        }
+        let (mut w, now) = beside_greedy();
         let size = w.size();
-        assert_eq!(size, CONFIG.max, "it does not give way any more");
         // What came last has waited in the full queue for longer than the rest. Heavy as it is, and told in pieces.
         w.on_acked(at(now), KB, Some(Duration::from_millis(30)));
         for i in 0..8 {
