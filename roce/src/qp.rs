@@ -5,7 +5,7 @@ use std::{net::IpAddr, sync::Arc};
 use parking_lot::Mutex;
 use roce_mem::PostedKey;
 use roce_net::Driver;
-use roce_port::QpInit as PortQpInit;
+use roce_port::{Port, QpInit as PortQpInit};
 use roce_qp::{CompletionQueue as Queue, NO_RECEIVE_QUEUE, ReceiveQueue};
 use roce_verbs::{
     AccessFlags, LKey, QpAttr, QpCaps, QpState, QpType, Qpn, RKey, RecvWr, SendFlags, SendOp, SendRequest, SendWr,
@@ -522,7 +522,12 @@ impl QueuePair for Qp {
     }
 
     fn modify(&self, attr: &QpAttr) -> Result<(), VerbsError> {
-        let done = self.0.driver().with(|port, now| port.modify_qp(now, self.0.qpn, attr));
+        let driver = self.0.driver();
+        let modify = |port: &mut Port, now| port.modify_qp(now, self.0.qpn, attr);
+        let done = match attr.state {
+            Some(QpState::Err | QpState::Reset) => driver.with_arrived(modify),
+            _ => driver.with(modify),
+        };
         done.map_err(closed)?
     }
 

@@ -177,13 +177,30 @@ impl Driver {
         })
     }
 
+    /// The same, but the port is given first what has arrived: for a call that stops a queue pair. Its acknowledgements may be
+    /// there already, and what they acknowledge has not failed.
+    ///
+    /// # Errors
+    /// When the device is closed.
+    pub fn with_arrived<R>(&self, call: impl FnOnce(&mut Port, Instant) -> R) -> Result<R, Closed> {
+        self.advance(|engine, now| {
+            let now = engine.catch_up(now);
+            engine.posting(now);
+            let result = call(&mut engine.port, now);
+            engine.settle_in_passing(now);
+            result
+        })
+    }
+
     /// Takes a datagram that reached the host by another socket (another process of the same address forwards it) as if
-    /// the network had brought it. All checks are made, the ICRC's as well.
+    /// the network had brought it: after what the own sockets have, which came before it. All checks are made, the ICRC's as
+    /// well.
     ///
     /// # Errors
     /// When the device is closed.
     pub fn inject(&self, datagram: &[u8], meta: &RxMeta) -> Result<(), Closed> {
         self.advance(|engine, now| {
+            let now = engine.catch_up(now);
             engine.take_datagram(now, datagram, meta);
             engine.settle_in_passing(now);
         })

@@ -6,6 +6,7 @@ use roce_port::{ConnChange, ConnId, Port, PortCmEvent, RxMeta};
 use roce_verbs::{AsyncEvent, Instant, PathMtus};
 
 use crate::{
+    clock,
     datapath::Received,
     handover::{Moves, Watch},
     inbox::Inbox,
@@ -18,6 +19,8 @@ use crate::{
 /// Packets, about, that are handled before they are answered, and before others may have the lock: eight merged buffers.
 /// More would leave a sender with a window of 1 MiB idle, less would cost it more acknowledgements.
 const BUDGET: usize = 128;
+/// Packets that may wait in a socket: more than a usual receive buffer has room for.
+const ALL_THAT_WAITS: usize = 4096;
 /// When to try again after the send buffer was full.
 const BLOCKED_RETRY: Duration = Duration::from_micros(200);
 
@@ -219,6 +222,12 @@ impl Engine {
         self.take_messages(now);
         self.motor.run_timers(&mut self.port, now, received.more);
         received
+    }
+
+    /// Receives what has arrived; there is a bound, as peers can send for ever. The time afterwards.
+    pub(crate) fn catch_up(&mut self, now: Instant) -> Instant {
+        self.take_in(now, ALL_THAT_WAITS);
+        clock::now().max(now)
     }
 
     /// Takes what other engines have.

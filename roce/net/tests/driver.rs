@@ -17,11 +17,11 @@ use roce_net::{
     Burst, Capabilities, Closed, Datagram, Datapath, DatapathCounters, Driver, DriverConfig, EventSink, Received, Sent,
     Tap, UdpConfig, UdpDatapath,
 };
-use roce_port::{Port, PortCmEvent, PortConfig, QpInit};
+use roce_port::{Port, PortCmEvent, PortConfig, QpInit, RxMeta};
 use roce_qp::CompletionQueue;
 use roce_verbs::{
-    AccessFlags, AddressVector, AsyncEvent, Completion, Mtu, Payload, Psn, QpCaps, QpType, Qpn, RemoteAddr, SendFlags,
-    SendOp, SendWr, Sge, ToRts, provider::ConnParams,
+    AccessFlags, AddressVector, AsyncEvent, Completion, Mtu, Payload, Psn, QpAttr, QpCaps, QpState, QpType, Qpn,
+    RemoteAddr, SendFlags, SendOp, SendWr, Sge, ToRts, provider::ConnParams,
 };
 
 const ALL: AccessFlags = AccessFlags::LOCAL_WRITE
@@ -184,9 +184,13 @@ impl Host {
     }
 
     fn write(&self, peer: &Self) -> Result<(), Closed> {
+        self.write_some(peer, 1 << 20)
+    }
+
+    fn write_some(&self, peer: &Self, length: u32) -> Result<(), Closed> {
         let sges = [Sge {
             addr: self.region.addr(),
-            length: 1 << 20,
+            length,
             lkey: self.region.lkey(),
         }];
         let wr = SendWr {
@@ -295,6 +299,41 @@ fn what_comes_while_the_thread_is_suspended_is_not_taken_for_older() {
         a.cq.poll(&mut done, 1).unwrap();
     }
     assert!(done[0].timestamp.as_nanos() >= looked.load(Ordering::Acquire));
+}
+
+/// One that nobody advances and that has sent a write, and its peer; the acknowledgement has come.
+fn acknowledged() -> (Host, Host) {
+    let (a, b) = (host(Oddity::None, still()), plain());
+    a.raise(&b);
+    b.raise(&a);
+    a.write_some(&b, 64).unwrap();
+    let until = Instant::now() + PATIENCE;
+    while b.driver.counters().0.tx_packets == 0 {
+        assert!(Instant::now() < until, "no answer");
+        thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(a.cq.len(), 0);
+    (a, b)
+}
+
+#[test]
+fn what_came_before_a_forwarded_datagram_is_handled_before_it() {
+    let (a, b) = acknowledged();
+    let meta = RxMeta::new(a.addr, SocketAddr::new(b.addr, 4791));
+    a.driver.inject(&[0; 40], &meta).unwrap();
+    assert!(a.completions(1)[0].is_ok());
+}
+
+#[test]
+fn a_queue_pair_that_a_program_stops_has_what_came_before() {
+    let (a, _b) = acknowledged();
+    let stop = QpAttr {
+        state: Some(QpState::Err),
+        ..QpAttr::default()
+    };
+    let stopped = a.driver.with_arrived(|port, now| port.modify_qp(now, a.qpn, &stop));
+    stopped.unwrap().unwrap();
+    assert!(a.completions(1)[0].is_ok());
 }
 
 struct Bomb;
