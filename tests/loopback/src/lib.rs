@@ -7,6 +7,7 @@
 pub mod tcp;
 
 use std::{
+    fs,
     io::ErrorKind,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket},
     sync::{Mutex, PoisonError},
@@ -85,11 +86,22 @@ pub fn addresses(count: u8) -> Ipv4Addr {
         let next = first + count;
         *ours = Some(Network { next, ..network });
         // A process that a test left behind may still have the port there.
-        let free = |host| UdpSocket::bind((Network::address(number, host), ROCE)).is_ok();
-        if (first..next).all(free) {
+        let taken = taken();
+        if (first..next).all(|host| !taken(Network::address(number, host))) {
             return Network::address(number, first);
         }
     }
+}
+
+/// Tells of an address whether somebody has RoCE's port there. To bind it to see would take it for longer than that: a program that
+/// another thread starts has every socket of this process until it runs.
+fn taken() -> impl Fn(Ipv4Addr) -> bool {
+    let table = fs::read_to_string("/proc/net/udp").expect("the kernel's table of sockets");
+    let is_bound = move |addr: Ipv4Addr| {
+        let words = u32::from_ne_bytes(addr.octets());
+        table.contains(&format!(" {words:08X}:{ROCE:04X} "))
+    };
+    move |addr| is_bound(addr) || is_bound(Ipv4Addr::UNSPECIFIED)
 }
 
 /// The right to the addresses that exist only once: `::1`, `::`, `0.0.0.0`.
