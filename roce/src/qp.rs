@@ -524,9 +524,9 @@ impl QueuePair for Qp {
     fn modify(&self, attr: &QpAttr) -> Result<(), VerbsError> {
         let driver = self.0.driver();
         let modify = |port: &mut Port, now| port.modify_qp(now, self.0.qpn, attr);
-        let done = match attr.state {
-            Some(QpState::Err | QpState::Reset) => driver.with_arrived(modify),
-            _ => driver.with(modify),
+        let done = match attr.stops() {
+            true => driver.with_arrived(modify),
+            false => driver.with(modify),
         };
         done.map_err(closed)?
     }

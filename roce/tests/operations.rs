@@ -2,10 +2,12 @@
 
 mod common;
 
+use std::time::Instant;
+
 use common::*;
 use roce::{
-    AccessFlags, CompletionQueue, Device, DeviceConfig, Grant, MemoryRegion, Mtu, Payload, QueuePair, RecvWr,
-    RemoteAddr, RevocableRegion, SendFlags, SendOp, SendWr, VerbsDevice, WcFlags, WcOpcode, WcStatus,
+    AccessFlags, CompletionQueue, Device, DeviceConfig, Grant, MemoryRegion, Mtu, Payload, QpAttr, QpState, QueuePair,
+    RecvWr, RemoteAddr, RevocableRegion, SendFlags, SendOp, SendWr, VerbsDevice, WcFlags, WcOpcode, WcStatus,
 };
 
 #[test]
@@ -82,6 +84,31 @@ fn without_a_background_thread_polling_moves_everything() {
     );
     let pair = connected(ca, cb);
     exercise(&pair);
+}
+
+#[test]
+fn a_send_that_is_acknowledged_when_its_queue_pair_stops_is_not_flushed() {
+    let still = DeviceConfig {
+        background: false,
+        ..config()
+    };
+    let pair = connected(still, config());
+    let (a, b) = (&pair.a, &pair.b);
+    let mb = b.mr(64);
+    recv(&pair.qb, 1, &[mb.sge(0, 64)]);
+    let before = b.device.stats().port.tx_packets;
+    post(&pair.qa, 2, SendOp::Send, Payload::Inline(b"x"));
+    b.good(1);
+    let until = Instant::now() + PATIENCE;
+    while b.device.stats().port.tx_packets == before {
+        assert!(Instant::now() < until, "no acknowledgement");
+    }
+    let stop = QpAttr {
+        state: Some(QpState::Err),
+        ..QpAttr::default()
+    };
+    pair.qa.modify(&stop).unwrap();
+    assert_eq!(a.good(1)[0].wr_id, 2);
 }
 
 #[test]

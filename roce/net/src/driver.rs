@@ -169,12 +169,7 @@ impl Driver {
     /// # Errors
     /// When the device is closed.
     pub fn with<R>(&self, call: impl FnOnce(&mut Port, Instant) -> R) -> Result<R, Closed> {
-        self.advance(|engine, now| {
-            engine.posting(now);
-            let result = call(&mut engine.port, now);
-            engine.settle_in_passing(now);
-            result
-        })
+        self.advance(|engine, now| engine.call(now, call))
     }
 
     /// The same, but the port is given first what has arrived: for a call that stops a queue pair. Its acknowledgements may be
@@ -185,10 +180,7 @@ impl Driver {
     pub fn with_arrived<R>(&self, call: impl FnOnce(&mut Port, Instant) -> R) -> Result<R, Closed> {
         self.advance(|engine, now| {
             let now = engine.catch_up(now);
-            engine.posting(now);
-            let result = call(&mut engine.port, now);
-            engine.settle_in_passing(now);
-            result
+            engine.call(now, call)
         })
     }
 

@@ -244,9 +244,12 @@ impl Engine {
         }
     }
 
-    /// A program is about to post something.
-    pub(crate) fn posting(&mut self, now: Instant) {
+    /// A call of a program, which may post something.
+    pub(crate) fn call<R>(&mut self, now: Instant, call: impl FnOnce(&mut Port, Instant) -> R) -> R {
         self.dialogue.answered(now);
+        let result = call(&mut self.port, now);
+        self.settle_in_passing(now);
+        result
     }
 
     /// Takes one datagram that did not come through the datapath.

@@ -12,6 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use roce_bth::ROCE_UDP_PORT;
 use roce_mem::{MemoryTable, PdHandle, Region};
 use roce_net::{
     Burst, Capabilities, Closed, Datagram, Datapath, DatapathCounters, Driver, DriverConfig, EventSink, Received, Sent,
@@ -157,6 +158,15 @@ fn host(oddity: Oddity, driver: DriverConfig) -> Host {
     }
 }
 
+/// Waits until that is so.
+fn wait_until(mut is_so: impl FnMut() -> bool) {
+    let until = Instant::now() + PATIENCE;
+    while !is_so() {
+        assert!(Instant::now() < until, "it does not come");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
 fn plain() -> Host {
     host(Oddity::None, DriverConfig::default())
 }
@@ -209,13 +219,11 @@ impl Host {
 
     /// Waits, without making a call, for completions.
     fn completions(&self, n: usize) -> Vec<Completion> {
-        let until = Instant::now() + PATIENCE;
         let mut out = vec![];
-        while out.len() < n {
-            assert!(Instant::now() < until, "{out:?}");
+        wait_until(|| {
             self.cq.poll(&mut out, n).unwrap();
-            thread::sleep(Duration::from_millis(1));
-        }
+            out.len() >= n
+        });
         out
     }
 }
@@ -248,11 +256,10 @@ fn a_refusal_leaves_in_the_pass_that_brought_the_request() {
         .with(|port, now| port.cm_connect(now, local, remote, a.qpn, ConnParams::default()));
     asked.unwrap().unwrap();
     let counters = || b.driver.counters().1;
-    let until = Instant::now() + PATIENCE;
-    while counters().rx_datagrams == 0 {
-        assert!(Instant::now() < until, "nothing comes");
+    wait_until(|| {
         b.driver.empty_poll();
-    }
+        counters().rx_datagrams > 0
+    });
     // The sink takes no request.
     assert_eq!(counters().tx_bursts, 1);
 }
@@ -266,11 +273,7 @@ fn a_timer_waits_until_the_packets_that_wait_are_handled() {
     b.raise(&a);
     a.write(&b).unwrap();
     let sent = a.driver.counters().0.tx_packets;
-    let until = Instant::now() + PATIENCE;
-    while b.driver.counters().0.rx_packets < sent {
-        assert!(Instant::now() < until);
-        thread::sleep(Duration::from_millis(1));
-    }
+    wait_until(|| b.driver.counters().0.rx_packets >= sent);
     // This process was busy with other things: acknowledgements of all of it wait, and the timer has run out.
     thread::sleep(Duration::from_millis(200));
     times.store(1, Ordering::Release);
@@ -291,13 +294,12 @@ fn what_comes_while_the_thread_is_suspended_is_not_taken_for_older() {
     a.raise(&b);
     b.raise(&a);
     a.write(&b).unwrap();
-    let until = Instant::now() + PATIENCE;
     let mut done = vec![];
-    while done.is_empty() {
-        assert!(Instant::now() < until, "nothing comes");
+    wait_until(|| {
         a.driver.empty_poll();
         a.cq.poll(&mut done, 1).unwrap();
-    }
+        !done.is_empty()
+    });
     assert!(done[0].timestamp.as_nanos() >= looked.load(Ordering::Acquire));
 }
 
@@ -307,11 +309,7 @@ fn acknowledged() -> (Host, Host) {
     a.raise(&b);
     b.raise(&a);
     a.write_some(&b, 64).unwrap();
-    let until = Instant::now() + PATIENCE;
-    while b.driver.counters().0.tx_packets == 0 {
-        assert!(Instant::now() < until, "no answer");
-        thread::sleep(Duration::from_millis(1));
-    }
+    wait_until(|| b.driver.counters().0.tx_packets > 0);
     assert_eq!(a.cq.len(), 0);
     (a, b)
 }
@@ -319,7 +317,7 @@ fn acknowledged() -> (Host, Host) {
 #[test]
 fn what_came_before_a_forwarded_datagram_is_handled_before_it() {
     let (a, b) = acknowledged();
-    let meta = RxMeta::new(a.addr, SocketAddr::new(b.addr, 4791));
+    let meta = RxMeta::new(a.addr, SocketAddr::new(b.addr, ROCE_UDP_PORT));
     a.driver.inject(&[0; 40], &meta).unwrap();
     assert!(a.completions(1)[0].is_ok());
 }
@@ -354,11 +352,7 @@ fn a_panic_in_the_background_thread_closes_the_device() {
     a.raise(&b);
     b.raise(&a);
     a.write(&b).unwrap();
-    let until = Instant::now() + PATIENCE;
-    while !b.sink.closed.load(Ordering::Acquire) {
-        assert!(Instant::now() < until);
-        thread::sleep(Duration::from_millis(1));
-    }
+    wait_until(|| b.sink.closed.load(Ordering::Acquire));
     assert!(b.driver.is_closed());
     assert_eq!(b.write(&a), Err(Closed));
     assert_eq!(b.driver.with_quiet(|_, _| ()), Err(Closed));

@@ -288,7 +288,7 @@ impl Port {
             let av = attr.av.or_else(|| self.qps[slot].qp.remote().map(|(av, _)| av));
             self.check_mtu(mtu, av.map(|av| av.local))?;
         }
-        if matches!(attr.state, Some(QpState::Reset | QpState::Err)) {
+        if attr.stops() {
             self.part(slot);
         }
         self.with_qp(now, slot, |qp, ctx| qp.modify(ctx, &attr))

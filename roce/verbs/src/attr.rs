@@ -350,6 +350,11 @@ pub struct QpAttr {
 }
 
 impl QpAttr {
+    /// Whether they stop the queue pair: what is under way is given up.
+    pub fn stops(&self) -> bool {
+        matches!(self.state, Some(QpState::Reset | QpState::Err))
+    }
+
     /// Which attributes are set.
     pub fn mask(&self) -> QpAttrMask {
         use QpAttrMask as M;
