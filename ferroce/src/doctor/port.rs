@@ -23,13 +23,14 @@ pub(super) fn check(addr: Option<IpAddr>) -> Check {
     let mut free = Vec::new();
     for addr in &addrs {
         let socket = SocketAddr::new(*addr, ROCE_UDP_PORT);
-        match state(socket) {
-            State::Free => free.push(socket.to_string()),
-            State::Shared(check) => return check,
-            State::Taken(holders) => return taken(*addr, &holders),
+        match bind(socket) {
+            Ok(_) => free.push(socket.to_string()),
+            Err((e, holders)) if e.kind() == io::ErrorKind::AddrInUse => {
+                return shared(*addr).unwrap_or_else(|| taken(*addr, &holders));
+            }
             // No IPv6 here is not in the way of IPv4.
-            State::Refused(_) if addr.is_ipv6() && addrs.len() > 1 => {}
-            State::Refused(e) => {
+            Err(_) if addr.is_ipv6() && addrs.len() > 1 => {}
+            Err((e, _)) => {
                 let advice = "use an address of this machine: `ip addr` lists them";
                 return Check::found(ID, Status::Fail, format!("can't bind {socket}: {e}"), advice);
             }
@@ -41,31 +42,21 @@ pub(super) fn check(addr: Option<IpAddr>) -> Check {
 /// So often a port is tried that is taken by nobody: who had it has let it go before the kernel's tables were read.
 const TRIES: u32 = 5;
 
-/// Who may have the port of an address.
-enum State {
-    Free,
-    /// By our own broker.
-    Shared(Check),
-    Taken(Vec<Holder>),
-    Refused(io::Error),
-}
-
-fn state(socket: SocketAddr) -> State {
-    for _ in 0..TRIES {
-        match UdpSocket::bind(socket) {
-            Ok(_) => return State::Free,
-            Err(e) if e.kind() == io::ErrorKind::AddrInUse => {}
-            Err(e) => return State::Refused(e),
-        }
-        if let Some(check) = shared(socket.ip()) {
-            return State::Shared(check);
-        }
+/// Takes the port, or says who has it.
+fn bind(socket: SocketAddr) -> Result<UdpSocket, (io::Error, Vec<Holder>)> {
+    let mut tries = 0;
+    loop {
+        let e = match UdpSocket::bind(socket) {
+            Ok(bound) => return Ok(bound),
+            Err(e) if e.kind() == io::ErrorKind::AddrInUse => e,
+            Err(e) => return Err((e, Vec::new())),
+        };
         let holders = holders(socket.ip());
-        if !holders.is_empty() {
-            return State::Taken(holders);
+        tries += 1;
+        if !holders.is_empty() || tries == TRIES {
+            return Err((e, holders));
         }
     }
-    State::Taken(Vec::new())
 }
 
 /// A socket on the port.

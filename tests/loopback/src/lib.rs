@@ -7,13 +7,14 @@
 pub mod tcp;
 
 use std::{
-    fs,
     io::ErrorKind,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket},
     sync::{Mutex, PoisonError},
     thread,
     time::{Duration, Instant},
 };
+
+use roce_net::holder;
 
 /// Port of the sockets that mark networks as taken.
 const MARK: u16 = 4792;
@@ -85,23 +86,15 @@ pub fn addresses(count: u8) -> Ipv4Addr {
         let (number, first) = (network.number, network.next);
         let next = first + count;
         *ours = Some(Network { next, ..network });
-        // A process that a test left behind may still have the port there.
-        let taken = taken();
-        if (first..next).all(|host| !taken(Network::address(number, host))) {
+        // A process that a test left behind may still have the port there. To bind it to see would take it for longer than that: a
+        // program that another thread starts has every socket of this process until it runs.
+        let taken = holder::bound_addresses(ROCE).expect("the kernel's tables of sockets");
+        let everywhere = taken.iter().any(IpAddr::is_unspecified);
+        let is_free = |host| !taken.contains(&Network::address(number, host).into());
+        if !everywhere && (first..next).all(is_free) {
             return Network::address(number, first);
         }
     }
-}
-
-/// Tells of an address whether somebody has RoCE's port there. To bind it to see would take it for longer than that: a program that
-/// another thread starts has every socket of this process until it runs.
-fn taken() -> impl Fn(Ipv4Addr) -> bool {
-    let table = fs::read_to_string("/proc/net/udp").expect("the kernel's table of sockets");
-    let is_bound = move |addr: Ipv4Addr| {
-        let words = u32::from_ne_bytes(addr.octets());
-        table.contains(&format!(" {words:08X}:{ROCE:04X} "))
-    };
-    move |addr| is_bound(addr) || is_bound(Ipv4Addr::UNSPECIFIED)
 }
 
 /// The right to the addresses that exist only once: `::1`, `::`, `0.0.0.0`.
