@@ -251,6 +251,8 @@ pub struct ConnectArgs {
     pub space: PortSpace,
     /// Transport of our queue pair.
     pub transport: ConnTransport,
+    /// UDP source port of our queue pair's packets, if it is fixed: peers of ours take no packets from another.
+    pub src_port: Option<u16>,
 }
 
 impl ConnectArgs {
@@ -267,6 +269,7 @@ impl ConnectArgs {
             srq: false,
             space: PortSpace::Tcp,
             transport: ConnTransport::Rc,
+            src_port: None,
         }
     }
 }
@@ -284,10 +287,12 @@ pub struct AcceptArgs {
     pub flow_control: bool,
     /// Our queue pair uses a shared receive queue.
     pub srq: bool,
+    /// UDP source port of our queue pair's packets, if it is fixed.
+    pub src_port: Option<u16>,
 }
 
 impl AcceptArgs {
-    /// No flow control, no shared receive queue.
+    /// No flow control, no shared receive queue, no fixed source port.
     pub const fn new(qpn: Qpn, start_psn: Psn, params: ConnParams) -> Self {
         Self {
             qpn,
@@ -295,6 +300,7 @@ impl AcceptArgs {
             params,
             flow_control: false,
             srq: false,
+            src_port: None,
         }
     }
 }
@@ -330,6 +336,8 @@ pub struct RemoteQp {
     pub srq: bool,
     /// The peer's adapter keeps packets beyond a gap and says which ([`guid`](crate::guid)).
     pub keeps_packets: bool,
+    /// UDP source port that all packets of the peer's queue pair come from, if it is one of ours and has named it.
+    pub src_port: Option<u16>,
 }
 
 /// What a manager reports. Per connection the order is: on the active side `Reply` or `Rejected` or `Unreachable`;

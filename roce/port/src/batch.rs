@@ -7,7 +7,7 @@ use roce_icrc::{Flow, IpPair};
 use roce_qp::{TxKind, TxSink};
 use roce_verbs::AddressVector;
 
-use crate::{config::PortConfig, gso::Staging, peer::Peers};
+use crate::{config::PortConfig, gso::Staging, peer::Peers, qpn::udp_source_port};
 
 /// `UDP_MAX_SEGMENTS` of Linux before 6.9: more segments than that in one send are refused.
 pub const MAX_SEGMENTS: usize = 64;
@@ -343,7 +343,9 @@ impl TxSink for QpSink<'_> {
     fn direct(&mut self, to: &AddressVector, dest: Qpn) -> bool {
         let Some(d) = self.directory else { return false };
         let Ok(av) = d.config.path(to) else { return false };
-        let Some(path) = d.config.tx_path(&av, d.qpn, dest) else {
+        let usual = || d.config.src_port(udp_source_port(d.qpn, dest));
+        let src_port = d.config.wished_port(&av).unwrap_or_else(usual);
+        let Some(path) = d.config.tx_path(&av, src_port) else {
             return false;
         };
         // Nothing tells whether trains of datagrams arrive: they go where they are known to.

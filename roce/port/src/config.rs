@@ -3,17 +3,14 @@
 use core::{net::IpAddr, num::NonZeroU64, time::Duration};
 use std::sync::Arc;
 
-use roce_bth::{Qpn, ROCE_UDP_PORT};
+use roce_bth::ROCE_UDP_PORT;
 use roce_cm::CmConfig;
 use roce_icrc::{Flow, IpPair};
 use roce_mem::PdHandle;
-use roce_qp::{CompletionQueue, FreePaces, SharedReceiveQueue, WindowConfig, XrcDomain};
+use roce_qp::{CompletionQueue, FreePaces, ReorderBudget, SharedReceiveQueue, WindowConfig, XrcDomain};
 use roce_verbs::{AddressVector, DeviceLimits, Mtu, PathMtus, QpCaps, QpType, RnrTimer, provider::VerbsError};
 
-use crate::{
-    batch::TxPath,
-    qpn::{QpnRange, udp_source_port},
-};
+use crate::{batch::TxPath, qpn::QpnRange};
 
 /// What a port is made with.
 #[derive(Clone, Debug)]
@@ -40,9 +37,11 @@ pub struct PortConfig {
     pub keeps_packets: bool,
     /// Packets that one queue pair may stage before it is the next one's turn.
     pub turn_packets: usize,
-    /// UDP source ports that the datapath can send from; the queue pair numbers (or the path's own wish) choose among
-    /// them. Empty: any port.
+    /// UDP source ports that the datapath can send from. Each connected queue pair draws one of them at random; datagrams go by
+    /// the queue pair numbers, and both by the path's own wish. Empty: any of RoCE's ports.
     pub src_ports: Vec<u16>,
+    /// Memory for packets beyond a gap: the process's, unless somebody wants to see what one port takes.
+    pub reorder_budget: Arc<ReorderBudget>,
 }
 
 impl PortConfig {
@@ -63,10 +62,11 @@ impl PortConfig {
             keeps_packets: true,
             turn_packets: 64,
             src_ports: Vec::new(),
+            reorder_budget: ReorderBudget::of_process(),
         }
     }
 
-    /// The source port to use where `wanted` would be the choice if every port could be had.
+    /// Returns the source port to use where `wanted` would be the choice if every port could be had.
     pub(crate) fn src_port(&self, wanted: u16) -> u16 {
         match self.src_ports.len() {
             0 => wanted,
@@ -106,17 +106,18 @@ impl PortConfig {
         Ok(av)
     }
 
-    /// How packets of a queue pair to another leave on a path.
-    pub(crate) fn tx_path(&self, av: &AddressVector, qpn: Qpn, dest: Qpn) -> Option<TxPath> {
+    /// Returns the UDP source port that a path asks for, if it does.
+    pub(crate) fn wished_port(&self, av: &AddressVector) -> Option<u16> {
+        (av.udp_sport != 0).then(|| self.src_port(av.udp_sport))
+    }
+
+    /// Returns how packets leave on a path.
+    pub(crate) fn tx_path(&self, av: &AddressVector, src_port: u16) -> Option<TxPath> {
         let ip = IpPair::try_from((av.local, av.remote)).ok()?;
-        let src_port = match av.udp_sport {
-            0 => udp_source_port(qpn, dest),
-            given => given,
-        };
         Some(TxPath {
             flow: Flow {
                 ip,
-                src_port: self.src_port(src_port),
+                src_port,
                 dst_port: ROCE_UDP_PORT,
             },
             tos: av.traffic_class,

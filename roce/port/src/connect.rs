@@ -12,7 +12,10 @@ use roce_verbs::{
     provider::{ConnParams, RejectReason, VerbsError},
 };
 
-use crate::port::{Port, invalid};
+use crate::{
+    handshake::Terms,
+    port::{Port, invalid},
+};
 
 /// What happened to a connection or on a listener.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -172,6 +175,7 @@ impl Port {
             params,
             srq,
             transport,
+            src_port: self.handshakes.promise(qpn),
             ..ConnectArgs::new(
                 SocketAddr::new(av.local, local.port()),
                 SocketAddr::new(av.remote, remote.port()),
@@ -208,6 +212,7 @@ impl Port {
             .and_then(|()| {
                 let args = AcceptArgs {
                     srq,
+                    src_port: self.handshakes.promise(qpn),
                     ..AcceptArgs::new(qpn, ours.rq_psn, params)
                 };
                 self.cm.accept(now, conn, &args).map_err(cm_error)
@@ -271,7 +276,7 @@ impl Port {
         self.now = now;
         self.fail_conn(now, conn);
         self.raw_conns.remove(&conn);
-        self.keepers.remove(conn);
+        self.handshakes.remove(conn);
         self.cm.destroy(now, conn);
         self.at_qp_of(conn, |port, _, slot| {
             let entry = &mut *port.qps[slot];
@@ -319,12 +324,10 @@ impl Port {
     fn on_cm_event(&mut self, now: Instant, event: Event) {
         if let Some(event) = self.as_raw(&event) {
             match &event {
-                PortCmEvent::Raw(Event::Request { conn, path, .. } | Event::Reply { conn, path, .. })
-                    if path.keeps_packets =>
-                {
-                    self.keepers.insert(*conn, (path.av.remote.to_canonical(), path.qpn));
+                PortCmEvent::Raw(Event::Request { conn, path, .. } | Event::Reply { conn, path, .. }) => {
+                    self.handshakes.insert(*conn, path);
                 }
-                PortCmEvent::Raw(Event::Disconnected { conn, .. }) => self.keepers.remove(*conn),
+                PortCmEvent::Raw(Event::Disconnected { conn, .. }) => self.handshakes.remove(*conn),
                 _ => {}
             }
             self.cm_events.push_back(event);
@@ -478,10 +481,8 @@ impl Port {
             ..ToRts::new(path.av, path.mtu, path.qpn)
         };
         self.modify_qp(now, qpn, &way.step(qp_type, QpState::Rtr))?;
-        if path.keeps_packets {
-            let slot = self.slot(qpn)?;
-            self.keep_packets(slot);
-        }
+        let slot = self.slot(qpn)?;
+        self.agree(slot, Terms::of(path));
         self.modify_qp(now, qpn, &way.step(qp_type, QpState::Rts))
     }
 

@@ -96,6 +96,8 @@ port_counters! {
     drop_not_connected,
     /// Dropped: not from the peer's address, or not to the path's local one.
     drop_peer_address,
+    /// Dropped: to a connected queue pair, off the expected PSN and not from the peer's UDP source port.
+    drop_stranger,
     /// Dropped: partition key other than the default partition's.
     drop_pkey,
     /// Dropped: wrong queue key on QP1.

@@ -1,6 +1,6 @@
 //! The port itself: its queue pairs, the verbs on them, and what follows every step of an engine.
 
-use core::net::IpAddr;
+use core::{net::IpAddr, ops::RangeInclusive};
 use std::{
     collections::{HashMap, HashSet, VecDeque},
     sync::Arc,
@@ -12,7 +12,7 @@ use roce_bth::{Psn, Qpn};
 use roce_cm::{ConnId, ListenId, Manager, guid};
 use roce_icrc::IdSolver;
 use roce_mem::MemoryTable;
-use roce_qp::{Ctx, FreePaces, KeptBudget, QpConfig, QueuePair, ReceiveQueue, WaitReason, Window};
+use roce_qp::{Ctx, FreePaces, QpConfig, QueuePair, ReceiveQueue, WaitReason, Window};
 use roce_verbs::{
     AddressVector, AsyncEvent, DeviceLimits, Instant, Mtu, PathMtus, QpAttr, QpCaps, QpState, QpType, RecvWr,
     SendRequest, SendWr, Target, provider::VerbsError, wr::PostError,
@@ -25,7 +25,7 @@ use crate::{
     config::{PortConfig, QpInit},
     connect::{Conn, PortCmEvent},
     counters::PortCounters,
-    keepers::Keepers,
+    handshake::{Handshakes, Terms},
     mcast::Groups,
     parting::Parting,
     peer::{PeerKey, Peers},
@@ -34,6 +34,9 @@ use crate::{
     siblings::Siblings,
     timers::TimerHeap,
 };
+
+/// UDP source ports that RoCEv2 uses for entropy (`IB_ROCE_UDP_ENCAP_VALID_PORT_MIN` and up).
+const SRC_PORTS: RangeInclusive<u16> = 0xc000..=u16::MAX;
 
 /// A queue pair and what the port keeps beside it.
 pub(crate) struct QpEntry {
@@ -85,14 +88,12 @@ pub struct Port {
     pub(crate) timers: TimerHeap,
     pub(crate) cm: Manager,
     pub(crate) conns: HashMap<ConnId, Conn>,
-    /// Peers' queue pairs that keep packets beyond a gap, of connections whose own are the program's affair.
-    pub(crate) keepers: Keepers,
+    /// UDP source ports of queue pairs here, and what peers have said of theirs.
+    pub(crate) handshakes: Handshakes,
     /// Ports that share our address, if their connections are here.
     pub(crate) siblings: Option<Arc<dyn Siblings>>,
     /// Connections of queue pairs here of which the port that has them is to be told.
     pub(crate) first_packets: VecDeque<ConnId>,
-    /// Memory for packets of ours.
-    pub(crate) kept: Arc<KeptBudget>,
     /// Listeners and connections whose queue pairs are the program's own affair.
     pub(crate) raw_listeners: HashSet<ListenId>,
     pub(crate) raw_conns: HashSet<ConnId>,
@@ -163,10 +164,9 @@ impl Port {
             timers: TimerHeap::default(),
             cm,
             conns: HashMap::new(),
-            keepers: Keepers::default(),
+            handshakes: Handshakes::default(),
             siblings: None,
             first_packets: VecDeque::new(),
-            kept: Arc::default(),
             raw_listeners: HashSet::new(),
             raw_conns: HashSet::new(),
             groups: Groups::default(),
@@ -245,6 +245,10 @@ impl Port {
             half_open: false,
         }));
         self.qpns.insert(qpn, slot);
+        if !init.qp_type.is_datagram() {
+            let drawn = self.rng.random_range(SRC_PORTS);
+            self.handshakes.add_source(qpn, self.config.src_port(drawn));
+        }
         Ok(qpn)
     }
 
@@ -260,6 +264,7 @@ impl Port {
         self.with_qp(now, slot, |qp, ctx| qp.destroy(ctx));
         self.groups.forget(qpn);
         self.qpns.remove(now, qpn);
+        self.handshakes.remove_source(qpn);
         let entry = self.qps.remove(slot);
         if let Some(path) = &entry.path {
             self.peers.leave(path.peer);
@@ -295,10 +300,11 @@ impl Port {
             .map_err(|e| VerbsError::State(e.to_string()))?;
         if attr.state == Some(QpState::Rtr) {
             if self.config.keeps_packets {
-                self.qps[slot].qp.keep_quietly(&self.kept);
+                self.qps[slot].qp.keep_quietly(&self.config.reorder_budget);
             }
-            if self.raw_peer_keeps_packets(slot) {
-                self.keep_packets(slot);
+            if let Some((av, peer)) = self.qps[slot].qp.remote() {
+                let terms = self.handshakes.terms((av.remote.to_canonical(), peer));
+                self.agree(slot, terms);
             }
         }
         self.follow_path(slot);
@@ -306,16 +312,14 @@ impl Port {
         Ok(())
     }
 
-    /// Whether the peer of a queue pair that a program connects itself has said that it keeps packets beyond a gap.
-    fn raw_peer_keeps_packets(&self, slot: usize) -> bool {
-        let remote = self.qps[slot].qp.remote();
-        remote.is_some_and(|(av, qpn)| self.keepers.has((av.remote.to_canonical(), qpn)))
-    }
-
-    /// The peer of a queue pair keeps packets beyond a gap; so does this one, if we say so.
-    pub(crate) fn keep_packets(&mut self, slot: usize) {
-        if guid::keeps_packets(self.config.cm.ca_guid) {
-            self.qps[slot].qp.keep_packets(&self.kept);
+    /// Holds a queue pair in RTR to the terms that its peer has announced.
+    pub(crate) fn agree(&mut self, slot: usize, terms: Terms) {
+        let qp = &mut self.qps[slot].qp;
+        if let Some(port) = terms.src_port {
+            qp.set_peer_source(port);
+        }
+        if terms.selective && guid::keeps_packets(self.config.cm.ca_guid) {
+            qp.keep_packets(&self.config.reorder_budget);
             self.heed_marks(slot);
         }
     }
@@ -674,7 +678,11 @@ impl Port {
         if entry.path.as_ref().is_some_and(|p| p.av == av && p.dest == dest) {
             return;
         }
-        let Some(tx) = self.config.tx_path(&av, entry.qp.qpn(), dest) else {
+        let wish = self.config.wished_port(&av);
+        let Some(src_port) = self.handshakes.source(entry.qp.qpn(), wish) else {
+            return;
+        };
+        let Some(tx) = self.config.tx_path(&av, src_port) else {
             return;
         };
         let peer = self.peers.join(av.remote);

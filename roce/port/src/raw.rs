@@ -41,6 +41,7 @@ impl Port {
         let args = ConnectArgs {
             local,
             remote,
+            src_port: self.handshakes.promise(args.qpn),
             ..args.clone()
         };
         let conn = self.cm.connect(now, &args).map_err(cm_error)?;
@@ -71,7 +72,11 @@ impl Port {
     /// When it does not wait any more or there is too much private data.
     pub fn cm_accept_raw(&mut self, now: Instant, conn: ConnId, args: &AcceptArgs) -> Result<(), VerbsError> {
         self.now = now;
-        self.cm.accept(now, conn, args).map_err(cm_error)
+        let args = AcceptArgs {
+            src_port: self.handshakes.promise(args.qpn),
+            ..args.clone()
+        };
+        self.cm.accept(now, conn, &args).map_err(cm_error)
     }
 
     /// Answers who asks for a queue pair.

@@ -4,7 +4,7 @@ use core::net::{IpAddr, SocketAddr};
 
 use roce_bth::{Class, Opcode, PKey, Packet, ParseError, QKey, Qpn, ROCE_UDP_PORT, Service};
 use roce_icrc::{Flow, IpPair, Recovery};
-use roce_qp::DatagramSource;
+use roce_qp::{DatagramSource, Origin};
 use roce_verbs::Instant;
 
 use crate::{
@@ -238,10 +238,20 @@ impl Port {
             return;
         }
         let key = path.peer;
+        let port = source.flow.src_port;
+        let origin = self.qps[slot].qp.origin(packet, port);
+        if origin == Origin::Stranger {
+            self.counters.drop_stranger += 1;
+            return;
+        }
         let hint = self.peers.get(key).ident.hint(index);
         let Some(ident) = self.check_icrc(source, index, bytes, hint) else {
             return;
         };
+        if origin == Origin::Unproven && !self.qps[slot].qp.learn_source(packet, port) {
+            self.counters.drop_stranger += 1;
+            return;
+        }
         if let Ident::Found(id) = ident
             && !self.judge_connected(now, slot, key, packet, id)
         {

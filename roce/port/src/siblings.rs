@@ -24,7 +24,7 @@ impl Port {
 
     /// This port's queue pairs have their connections at another, the first. Before there are any.
     pub fn follow(&mut self, first: &Self) {
-        self.keepers = first.keepers.clone();
+        self.handshakes = first.handshakes.clone();
     }
 
     /// Takes a connection whose queue pair is here and whose peer's first packet has come, if that is the first port's: it is to be told

@@ -10,8 +10,8 @@ use roce_mem::{FlushError, Span};
 
 use crate::{
     ctx::Ctx,
-    kept::Kept,
     qp::QueuePair,
+    reorder::BufferedPacket,
     responder::{Refusal, flush_rights},
     seq::Seq,
 };
@@ -37,7 +37,7 @@ impl PersistJob {
 #[derive(Debug)]
 pub(crate) struct Flushing {
     ticket: Arc<()>,
-    packet: Kept,
+    packet: BufferedPacket,
     /// What came last.
     last: Seq,
 }
@@ -92,14 +92,14 @@ impl QueuePair {
         let ticket = Arc::new(());
         self.resp.flushing = Some(Box::new(Flushing {
             ticket: ticket.clone(),
-            packet: Kept::of(packet),
+            packet: BufferedPacket::of(packet),
             last: seq,
         }));
         self.resp.persist_job = Some(PersistJob { span, ticket });
         Ok(true)
     }
 
-    /// A request that comes while a FLUSH is under way. It is kept, and if it can't be it comes again.
+    /// A request that comes while a FLUSH is under way. It is buffered; without room the peer sends it again.
     pub(crate) fn wait_for_flush(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
         let expected = self.resp.expected;
         let seq = expected.nearest(packet.header.bth.psn);
@@ -107,12 +107,12 @@ impl QueuePair {
             Ordering::Less => self.answer_duplicate(ctx, seq, packet),
             Ordering::Equal => ctx.counters.duplicate_request += 1,
             Ordering::Greater => {
-                let (expects, mtu) = (self.expects(packet), self.mtu);
+                let mtu = self.mtu;
                 if let Some(flushing) = &mut self.resp.flushing {
                     flushing.last = seq;
                 }
-                let kept = self.resp.kept.as_mut().filter(|_| expects);
-                if !kept.is_some_and(|kept| kept.keep(expected, seq, packet, mtu)) {
+                let buffer = self.resp.reorder.as_mut();
+                if !buffer.is_some_and(|buffer| buffer.insert(expected, seq, packet, mtu)) {
                     ctx.counters.dropped_requests += 1;
                 }
             }

@@ -13,13 +13,14 @@ use crate::{
     cq::CompletionQueue,
     ctx::{CreateError, Ctx, ModifyError, QpConfig},
     dcqcn::ReactionPoint,
-    kept::{KeptBudget, KeptPackets},
     recvq::ReceiveQueue,
+    reorder::{ReorderBudget, ReorderBuffer},
     replies::AckDue,
     requester::Requester,
     responder::Responder,
     sendq::{Checked, Kind, SendQueue, kind_of},
     seq::Seq,
+    source::Sources,
     state,
     tx::{Poll, Step, TxSink},
 };
@@ -56,6 +57,8 @@ pub struct QueuePair {
     pub(crate) overflowed: bool,
     /// Both sides keep packets beyond a gap and say which.
     pub(crate) selective: bool,
+    /// UDP source ports of the peer.
+    pub(crate) sources: Sources,
     /// The peer has notified it of congestion.
     notified: Option<Box<ReactionPoint>>,
     /// Nothing but acknowledgements before this, for that reason.
@@ -98,6 +101,7 @@ impl QueuePair {
             resp: Responder::new(first),
             overflowed: false,
             selective: false,
+            sources: Sources::default(),
             notified: None,
             slowed_until: None,
         })
@@ -105,7 +109,7 @@ impl QueuePair {
 
     /// The peer keeps packets beyond a gap and understands what says so (the connection manager's exchange has told): so do we from now
     /// on, in this memory. To be called in RTR; of reliable connections.
-    pub fn keep_packets(&mut self, budget: &Arc<KeptBudget>) {
+    pub fn keep_packets(&mut self, budget: &Arc<ReorderBudget>) {
         self.selective = self.config.qp_type == QpType::Rc && self.state == QpState::Rtr;
         if self.selective {
             self.keep_quietly(budget);
@@ -114,9 +118,9 @@ impl QueuePair {
 
     /// Keeps packets beyond a gap, in this memory, and does not tell: nothing is known of the peer, which goes back. What it loses
     /// once more, of what it sends again, does no harm if it was kept. To be called in RTR.
-    pub fn keep_quietly(&mut self, budget: &Arc<KeptBudget>) {
+    pub fn keep_quietly(&mut self, budget: &Arc<ReorderBudget>) {
         let keeps = self.reliable && self.state == QpState::Rtr;
-        self.resp.kept = keeps.then(|| Box::new(KeptPackets::new(budget.clone())));
+        self.resp.reorder = keeps.then(|| Box::new(ReorderBuffer::new(budget.clone())));
     }
 
     /// Whether both ends do, and tell.
@@ -237,6 +241,7 @@ impl QueuePair {
             }
             (_, QpState::Rtr) => {
                 self.selective = false;
+                self.sources = Sources::default();
                 self.resp = Responder::new(Seq::start(self.attr.rq_psn.unwrap_or_default()));
                 self.state = to;
             }
@@ -305,6 +310,7 @@ impl QueuePair {
         self.req = Requester::new(first);
         self.resp = Responder::new(first);
         self.overflowed = false;
+        self.sources = Sources::default();
         (self.notified, self.slowed_until) = (None, None);
         self.state = QpState::Reset;
         self.rq.follow(self.state);
@@ -338,7 +344,7 @@ impl QueuePair {
         if !self.resp.closing {
             self.resp.replies.clear();
         }
-        self.resp.kept = None;
+        self.resp.reorder = None;
         (self.resp.flushing, self.resp.persist_job) = (None, None);
         self.flush_sends(ctx);
         self.flush_receives(ctx);

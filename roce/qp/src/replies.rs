@@ -143,6 +143,11 @@ impl Replies {
         }
     }
 
+    /// One past the PSN that was acknowledged last.
+    pub(crate) fn acked(&self) -> Seq {
+        self.acked
+    }
+
     /// Makes room for one more resource; `false` when `max` are being answered for the first time.
     pub(crate) fn make_room(&mut self, max: usize) -> bool {
         while self.resources.len() >= max {
@@ -161,6 +166,8 @@ impl Replies {
 
     pub(crate) fn push(&mut self, resource: Resource) {
         self.first_pending = self.first_pending.min(self.resources.len());
+        // Its answer acknowledges everything before it.
+        self.acked = self.acked.max(resource.first);
         self.resources.push_back(resource);
     }
 
@@ -317,8 +324,8 @@ impl QueuePair {
         };
         // Behind a FLUSH that is under way there may be no gap at all.
         let tells = self.selective && self.resp.flushing.is_none();
-        let sent = match (syndrome, &self.resp.kept) {
-            (Syndrome::Ack(_), Some(kept)) if tells && !kept.is_empty() => {
+        let sent = match (syndrome, &self.resp.reorder) {
+            (Syndrome::Ack(_), Some(buffer)) if tells && !buffer.is_empty() => {
                 self.emit_selective(seq, Aeth { syndrome, msn }, tx)
             }
             _ => self.emit_ack(seq, Aeth { syndrome, msn }, tx),
@@ -355,9 +362,9 @@ impl QueuePair {
         let expected = self.resp.expected;
         let bits = self
             .resp
-            .kept
+            .reorder
             .as_ref()
-            .and_then(|kept| kept.bitmap(self.mtu - EXPECTED_LEN));
+            .and_then(|buffer| buffer.bitmap(self.mtu - EXPECTED_LEN));
         let (_, words) = bits.unwrap_or((expected, &[]));
         let mut header = Header::new(Bth::new(Opcode::SelectiveAck, self.peer, seq.psn()));
         header.aeth = Some(aeth);

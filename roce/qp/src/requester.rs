@@ -11,9 +11,9 @@ use roce_verbs::{AccessFlags, Instant, QpState, QpType, RemoteAddr, SendFlags, S
 use crate::{
     congestion::Loss,
     ctx::{Ctx, WaitReason},
-    kept::reach,
     qp::QueuePair,
     recovery::{Change, Recovery},
+    reorder::max_window,
     sendq::{Data, Kind, PACKET_OVERHEAD, Progress, SendWqe, resolve},
     seq::{MAX_OUTSTANDING, Seq},
     timers::{Rtt, Timers, attribute},
@@ -187,8 +187,11 @@ impl QueuePair {
                 false => WaitReason::Empty,
             });
         };
+        if !self.knows_responder() && self.req.una < self.req.next {
+            return Err(WaitReason::Acks);
+        }
         // What is further away the peer would not keep.
-        if self.req.recovery.is_active() && self.req.next.since(self.req.una) >= reach(self.mtu) {
+        if self.req.recovery.is_active() && self.req.next.since(self.req.una) >= max_window(self.mtu) {
             return Err(WaitReason::Psn);
         }
         match wqe.progress {
@@ -390,7 +393,7 @@ impl QueuePair {
         let closes = ctx.window.available().saturating_sub(cost) < self.mtu * 2;
         // Where losses are many, one lost answer must not mean silence.
         let lossy = again || ctx.window.size() < SMALL_WINDOW * (self.mtu + PACKET_OVERHEAD);
-        let ask = last || closes || lossy || self.req.unasked + 1 >= ACK_EVERY;
+        let ask = last || closes || lossy || !self.knows_responder() || self.req.unasked + 1 >= ACK_EVERY;
         let kind = if again { TxKind::Retransmission } else { TxKind::Request };
         self.emit_request(self.req.cur, seq, to, ask, kind, tx)?;
         self.sent(ctx, to, cost, ask, again);

@@ -10,10 +10,10 @@ use roce_verbs::{AccessFlags, AsyncEvent, Completion, QpState, RKey, WcFlags, Wc
 
 use crate::{
     ctx::Ctx,
-    kept::{Kept, KeptPackets},
     persist::{Flushing, PersistJob},
     qp::QueuePair,
     recvq::ActiveRecv,
+    reorder::{BufferedPacket, ReorderBuffer},
     replies::{AckDue, ReadReply, Replies, Resource, Work},
     sendq::{packets_for, resolve},
     seq::{MAX_OUTSTANDING, Seq},
@@ -62,7 +62,7 @@ pub(crate) struct Responder {
     pub(crate) closing: bool,
     pub(crate) replies: Replies,
     /// Packets beyond a gap, or behind a FLUSH that is under way.
-    pub(crate) kept: Option<Box<KeptPackets>>,
+    pub(crate) reorder: Option<Box<ReorderBuffer>>,
     /// A FLUSH that is under way: nothing behind it is executed.
     pub(crate) flushing: Option<Box<Flushing>>,
     /// Its job, until it is fetched.
@@ -92,7 +92,7 @@ impl Responder {
             established: false,
             closing: false,
             replies: Replies::new(first),
-            kept: None,
+            reorder: None,
             flushing: None,
             persist_job: None,
             persisted: None,
@@ -202,10 +202,10 @@ impl QueuePair {
         self.run_request(ctx, seq, packet, seq);
     }
 
-    /// Executes the expected packet, and what was kept behind it. `arrived`: what came last.
+    /// Executes the expected packet, and those buffered behind it. `arrived`: the packet that came last.
     pub(crate) fn run_request(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>, arrived: Seq) {
         match self.process(ctx, seq, packet) {
-            Ok(Processed::Done) => self.process_kept(ctx, arrived),
+            Ok(Processed::Done) => self.process_buffered(ctx, arrived),
             Ok(Processed::Begun) => {}
             Err(refusal) => self.refuse(ctx, seq, refusal),
         }
@@ -229,27 +229,29 @@ impl QueuePair {
         Ok(Processed::Done)
     }
 
-    /// Goes on with what was kept, if what has just been executed was what it waited for. `arrived`: what came last.
-    fn process_kept(&mut self, ctx: &mut Ctx<'_>, arrived: Seq) {
-        if self.resp.kept.as_ref().is_none_or(|kept| kept.is_empty()) {
+    /// Executes buffered packets if the packet just executed closed the gap. `arrived`: the packet that came last.
+    fn process_buffered(&mut self, ctx: &mut Ctx<'_>, arrived: Seq) {
+        self.note_outstanding();
+        if self.resp.reorder.as_ref().is_none_or(|buffer| buffer.is_empty()) {
             return;
         }
-        let refused = self.execute_kept(ctx);
+        let refused = self.execute_buffered(ctx);
+        self.note_outstanding();
         let expected = self.resp.expected;
-        let Some(all) = &mut self.resp.kept else { return };
+        let Some(buffer) = &mut self.resp.reorder else { return };
         match refused {
             // It comes again, and is refused in its turn.
             Some((Refusal::NoReceive, _)) if !self.selective => {}
-            Some((refusal, kept)) => {
+            Some((refusal, packet)) => {
                 if refusal == Refusal::NoReceive {
-                    all.put_back(expected, kept);
+                    buffer.put_back(expected, packet);
                 }
                 self.refuse(ctx, expected, refusal);
             }
             None => {}
         }
-        if let Some(kept) = &mut self.resp.kept {
-            kept.advance(expected);
+        if let Some(buffer) = &mut self.resp.reorder {
+            buffer.advance(expected);
         }
         let replies = &mut self.resp.replies;
         match (self.selective, replies.ack) {
@@ -263,13 +265,21 @@ impl QueuePair {
         }
     }
 
-    /// Executes what was kept up to the next gap, or to a packet that is refused; returns that.
-    fn execute_kept(&mut self, ctx: &mut Ctx<'_>) -> Option<(Refusal, Kept)> {
+    /// Tells the reorder buffer how many PSNs the peer has had outstanding.
+    fn note_outstanding(&mut self) {
+        let outstanding = self.resp.expected.since(self.resp.replies.acked());
+        if let Some(buffer) = &mut self.resp.reorder {
+            buffer.note_outstanding(outstanding);
+        }
+    }
+
+    /// Executes buffered packets up to the next gap, or to a packet that is refused; returns that.
+    fn execute_buffered(&mut self, ctx: &mut Ctx<'_>) -> Option<(Refusal, BufferedPacket)> {
         while self.takes_requests() && self.resp.flushing.is_none() {
             let expected = self.resp.expected;
-            let kept = self.resp.kept.as_mut()?.take(expected)?;
-            if let Err(refusal) = self.process(ctx, expected, &kept.packet()) {
-                return Some((refusal, kept));
+            let buffered = self.resp.reorder.as_mut()?.take(expected)?;
+            if let Err(refusal) = self.process(ctx, expected, &buffered.packet()) {
+                return Some((refusal, buffered));
             }
         }
         None
@@ -280,20 +290,19 @@ impl QueuePair {
         let (expected, mtu) = (self.resp.expected, self.mtu);
         // Answers to what the peer has yet to send again would be an acknowledgement that goes beyond that.
         let is_simple = matches!(packet.header.bth.opcode.info().class, Class::Send | Class::Write);
-        let takes = self.selective || (is_simple && self.expects(packet));
-        let Some(kept) = self.resp.kept.as_mut().filter(|_| takes) else {
+        let Some(buffer) = self.resp.reorder.as_mut().filter(|_| self.selective || is_simple) else {
             return false;
         };
         if !self.selective {
-            kept.keep(expected, seq, packet, mtu);
+            buffer.insert(expected, seq, packet, mtu);
             return false;
         }
-        match kept.keep(expected, seq, packet, mtu) {
+        match buffer.insert(expected, seq, packet, mtu) {
             true => ctx.counters.out_of_seq_request += 1,
             false => ctx.counters.dropped_requests += 1,
         }
         // A refusal that is due is about the packet that is expected, and says that it was not executed.
-        if !kept.is_empty() && !matches!(self.resp.replies.ack, AckDue::Refuse(..)) {
+        if !buffer.is_empty() && !matches!(self.resp.replies.ack, AckDue::Refuse(..)) {
             self.resp.replies.say_at_once(AckDue::Ack);
         }
         true

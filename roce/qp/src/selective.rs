@@ -6,9 +6,9 @@ use roce_verbs::{QpState, WcStatus};
 use crate::{
     congestion::Loss,
     ctx::Ctx,
-    kept::WORD,
     qp::QueuePair,
     recovery::{Change, Mark},
+    reorder::WORD,
     replies::EXPECTED_LEN,
     requester::{Back, Unsent},
     sendq::{Kind, PACKET_OVERHEAD, Progress, SendWqe},

@@ -355,6 +355,7 @@ fn path() -> RemoteQp {
         transport: ConnTransport::Rc,
         flow_control: true,
         keeps_packets: false,
+        src_port: None,
         srq: false,
     }
 }

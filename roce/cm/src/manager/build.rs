@@ -8,6 +8,7 @@ use roce_verbs::{PKey, Psn, Qpn, attr::ack_timeout, provider::RejectReason};
 use super::conn::Conn;
 use crate::{
     cma::{self, CmaHeader, REQ_PRIVATE_DATA, ServiceId},
+    guid,
     mad::{Drep, Dreq, Mra, Rej, Rep, Req, Rtu, Subject, Transport, pad},
     types::{AcceptArgs, CmConfig, CmError, ConnTransport, ConnectArgs},
 };
@@ -77,6 +78,7 @@ pub(super) fn req(config: &CmConfig, args: &ConnectArgs, comm_id: u32, src_port:
         local_comm_id: comm_id,
         service_id: ServiceId::new(args.space, args.remote.port()).0,
         local_ca_guid: config.ca_guid,
+        local_qkey: guid::source_qkey(args.src_port),
         local_qpn: args.qpn,
         responder_resources: if is_xrc { 0 } else { args.params.responder_resources },
         initiator_depth: args.params.initiator_depth,
@@ -109,6 +111,7 @@ pub(super) fn rep(config: &CmConfig, c: &Conn, args: &AcceptArgs, depths: (u8, u
         return Ok(Rep {
             local_comm_id: c.local_id,
             remote_comm_id: c.remote_id.unwrap_or(0),
+            local_qkey: guid::source_qkey(args.src_port),
             local_eecn: args.qpn.value(),
             starting_psn: args.start_psn,
             responder_resources: depths.0,
@@ -123,6 +126,7 @@ pub(super) fn rep(config: &CmConfig, c: &Conn, args: &AcceptArgs, depths: (u8, u
     Ok(Rep {
         local_comm_id: c.local_id,
         remote_comm_id: c.remote_id.unwrap_or(0),
+        local_qkey: guid::source_qkey(args.src_port),
         local_qpn: args.qpn,
         starting_psn: Psn::new(args.start_psn.value()),
         responder_resources: depths.0,

@@ -385,6 +385,7 @@ impl Manager {
             flow_control: rep.flow_control,
             srq: rep.srq,
             keeps_packets: guid::keeps_packets(rep.local_ca_guid),
+            src_port: guid::source_port(rep.local_ca_guid, rep.local_qkey),
         };
         c.remote_id = Some(rep.local_comm_id);
         c.remote_guid = rep.local_ca_guid;

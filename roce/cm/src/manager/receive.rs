@@ -309,6 +309,7 @@ impl Manager {
             flow_control: req.flow_control,
             srq: req.srq,
             keeps_packets: guid::keeps_packets(req.local_ca_guid),
+            src_port: guid::source_port(req.local_ca_guid, req.local_qkey),
         };
         // A service ID of a port space ends with the port.
         let port = req.service_id as u16;

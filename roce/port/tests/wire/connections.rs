@@ -63,6 +63,7 @@ fn established() -> (Host, Host, [Qpn; 2], [ConnId; 2]) {
 #[test]
 fn what_was_received_is_acknowledged_before_the_disconnect() {
     let (mut a, mut b, [qa, qb], [_, cb]) = established();
+    acquaint(&mut a, &mut b, qa, qb);
     let (src, dst) = (a.region(3000), b.region(3000));
     b.receive(qb, 7, &dst);
     a.send(qa, 1, SendOp::Send, &src, 3000);

@@ -181,14 +181,18 @@ dropped!(a_reliable_packet_to_qp1, drop_bad_mad, |a, b, _| sealed(
 fn a_peer_that_sends_zero_is_held_to_all_of_the_icrc() {
     let (mut a, mut b, qa, qb) = pair();
     let memory = b.region(64);
+    let mut peer = source(&a);
     for wr in 0..8 {
         b.receive(qb, wr, &memory);
         a.send(qa, wr, roce_verbs::SendOp::Send, &memory_of(&a), 4);
-        a.take().iter().for_each(|d| b.give(d));
+        let sent = a.take();
+        sent.iter().for_each(|d| b.give(d));
+        peer = sent[0].src;
+        exchange(&mut a, &mut b);
     }
     assert_eq!(b.completions().len(), 8);
     // Right, but for an Identification that this peer has never sent.
-    let mut d = sealed(source(&a), b.addr, &send_only(qb), b"data");
+    let mut d = sealed(peer, b.addr, &send_only(qb), b"data");
     let flow = Flow::try_from((d.src, SocketAddr::new(d.dst, ROCE))).unwrap();
     flow.seal(0x5555, &mut d.bytes);
     b.give(&d);
@@ -201,7 +205,8 @@ fn memory_of(host: &Host) -> Arc<Region> {
 
 #[test]
 fn a_damaged_packet_in_a_gro_buffer_spoils_only_itself() {
-    let (mut a, mut b, qa, _) = pair();
+    let (mut a, mut b, qa, qb) = pair();
+    acquaint(&mut a, &mut b, qa, qb);
     let (src, dst) = (a.region(10_240), b.region(10_240));
     src.write(0, &noise(10_240)).unwrap();
     a.send(qa, 1, roce_verbs::SendOp::Write(remote(&dst)), &src, 10_240);

@@ -7,6 +7,7 @@ mod drops;
 mod hostile;
 mod marks;
 mod parting;
+mod planted;
 mod segmentation;
 mod siblings;
 mod strangers;
@@ -168,7 +169,7 @@ impl Host {
         self.port.post_recv(self.now, qpn, &[wr]).unwrap();
     }
 
-    /// RESET to RTS towards a peer's queue pair.
+    /// Brings a queue pair from RESET to RTS towards a peer's.
     pub(crate) fn raise(&mut self, qpn: Qpn, peer: IpAddr, dest: Qpn) {
         self.raise_class(qpn, peer, dest, 0);
     }
@@ -219,6 +220,15 @@ pub(crate) fn exchange(a: &mut impl End, b: &mut impl End) {
         from_b.iter().for_each(|d| a.take_in(d));
     }
     panic!("the two never come to rest");
+}
+
+/// Lets two connected queue pairs learn each other's source ports: until then they send one packet at a time.
+pub(crate) fn acquaint(a: &mut Host, b: &mut Host, qa: Qpn, qb: Qpn) {
+    let (ra, rb) = (a.region(8), b.region(8));
+    a.send(qa, 0, SendOp::Write(remote(&rb)), &ra, 0);
+    b.send(qb, 0, SendOp::Write(remote(&ra)), &rb, 0);
+    exchange(a, b);
+    assert!(a.completions()[0].is_ok() && b.completions()[0].is_ok());
 }
 
 /// Two hosts with a connected queue pair each.

@@ -8,6 +8,7 @@ use crate::*;
 /// A message from `a` that `b` has got, and not acknowledged yet.
 fn received() -> (Host, Host, Qpn) {
     let (mut a, mut b, qa, qb) = pair();
+    acquaint(&mut a, &mut b, qa, qb);
     let (src, dst) = (a.region(3000), b.region(3000));
     b.receive(qb, 7, &dst);
     a.send(qa, 1, SendOp::Send, &src, 3000);

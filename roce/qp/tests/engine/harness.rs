@@ -10,7 +10,7 @@ use std::{
 use roce_bth::{Aeth, AtomicEth, Bth, Header, Opcode, Packet, Psn, Qpn, Reth, RnrTimer};
 use roce_mem::{MemoryTable, PdHandle, Region};
 use roce_qp::{
-    CompletionQueue, Counters, Ctx, DatagramSource, FreePaces, KeptBudget, PersistJob, Poll, QpConfig, QueuePair,
+    CompletionQueue, Counters, Ctx, DatagramSource, FreePaces, PersistJob, Poll, QpConfig, QueuePair, ReorderBudget,
     SharedReceiveQueue, SrqConfig, TxKind, TxSink, Window, WindowConfig,
 };
 use roce_verbs::{
@@ -180,6 +180,9 @@ impl Side {
 
     pub(crate) fn modify(&mut self, attr: &QpAttr) {
         self.qp.modify(ctx!(self), attr).unwrap();
+        if attr.state == Some(QpState::Rtr) {
+            self.qp.set_peer_source(PORT);
+        }
     }
 
     fn way(setup: &Setup, peer: u32, rq_psn: u32, sq_psn: u32) -> ToRts {
@@ -205,10 +208,10 @@ impl Side {
             self.modify(&way.step(self.qp.config().qp_type, to));
         }
         if setup.keeps {
-            self.qp.keep_packets(&Arc::new(KeptBudget::default()));
+            self.qp.keep_packets(&Arc::new(ReorderBudget::default()));
         }
         if setup.quiet {
-            self.qp.keep_quietly(&Arc::new(KeptBudget::default()));
+            self.qp.keep_quietly(&Arc::new(ReorderBudget::default()));
         }
     }
 
@@ -412,6 +415,8 @@ pub(crate) fn datagram(qpn: u32, qkey: u32) -> Target {
     })
 }
 
+/// UDP source port of every peer.
+pub(crate) const PORT: u16 = 0xc0de;
 pub(crate) const A: u32 = 0x11;
 pub(crate) const B: u32 = 0x22;
 

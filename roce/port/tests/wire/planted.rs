@@ -1,0 +1,308 @@
+//! Packets ahead of the expected PSN that are not the peer's: nothing of them gets into memory, ends anything or is answered.
+
+use std::sync::Arc;
+
+use roce_bth::{Aeth, Bth, Header, Msn, NakCode, Opcode, Reth, Syndrome};
+use roce_cm::guid;
+
+use crate::{drops::sealed, *};
+
+/// First PSN of both directions.
+const FIRST: u32 = 100;
+/// Bytes of the stranger.
+const FORGED: u8 = 0xee;
+/// Packets of the flood that planted bytes on a disk, each at another PSN.
+const FLOOD: u32 = 4208;
+
+/// A pair whose ports are agreed in REQ and REP, or are to be learned.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Ports {
+    Agreed,
+    Learned,
+}
+
+struct Pair {
+    a: Host,
+    b: Host,
+    qa: Qpn,
+    qb: Qpn,
+    /// PSN that B expects next.
+    next: u32,
+}
+
+/// A connected pair; the first packets of learned ones have been exchanged.
+fn pair_of(ports: Ports) -> Pair {
+    if ports == Ports::Learned {
+        let (mut a, mut b, qa, qb) = pair();
+        acquaint(&mut a, &mut b, qa, qb);
+        let next = FIRST + 1;
+        return Pair { a, b, qa, qb, next };
+    }
+    let host = |last: u8| Host::with(last, |c| c.cm.ca_guid = guid::keeping(last.into()));
+    let (mut a, mut b) = (host(1), host(2));
+    let (qa, qb) = (a.qp(), b.qp());
+    b.port.cm_listen(None, 7471, 4).unwrap();
+    let (from, to) = (SocketAddr::new(a.addr, 0), SocketAddr::new(b.addr, 7471));
+    a.port.cm_connect(a.now, from, to, qa, params(b"")).unwrap();
+    let mut psn = None;
+    for _ in 0..10 {
+        for d in a.take() {
+            b.give(&d);
+        }
+        for event in b.events() {
+            if let PortCmEvent::ConnectRequest { conn, .. } = event {
+                b.port.cm_accept(b.now, conn, qb, params(b"")).unwrap();
+                psn = b.port.query_qp(qb).unwrap().rq_psn;
+            }
+        }
+        for d in b.take() {
+            a.give(&d);
+        }
+    }
+    assert_eq!(b.port.qp_state(qb), Some(QpState::Rts));
+    let next = psn.unwrap().value();
+    Pair { a, b, qa, qb, next }
+}
+
+impl Pair {
+    /// A packet to B in A's name, from any port but the right one.
+    fn forge(&self, opcode: Opcode, psn: u32, change: impl FnOnce(&mut Header), payload: &[u8]) -> Datagram {
+        let mut header = Header::new(Bth::new(opcode, self.qb, Psn::new(psn & 0x00ff_ffff)));
+        header.bth.ack_req = true;
+        change(&mut header);
+        sealed(SocketAddr::new(self.a.addr, 4000), self.b.addr, &header, payload)
+    }
+
+    /// Gives B the flood: a packet at each PSN from the expected one on.
+    fn flood(&mut self, make: impl Fn(&Self, u32) -> Datagram) {
+        for n in 0..FLOOD {
+            let d = make(self, self.next + n);
+            self.b.give(&d);
+            assert!(self.b.take().is_empty(), "packet {n} is answered");
+        }
+    }
+
+    fn is_untouched(&self) {
+        assert_eq!(self.b.port.qp_state(self.qb), Some(QpState::Rts));
+        assert!(self.b.completions().is_empty());
+        assert_eq!(self.b.port.counters().drop_stranger, u64::from(FLOOD));
+        let t = self.b.port.counters().transport;
+        assert_eq!(
+            (t.out_of_seq_request, t.dropped_requests, t.dropped_responses),
+            (0, 0, 0)
+        );
+    }
+}
+
+#[test]
+fn writes_ahead_of_the_expected_psn_are_not_buffered() {
+    for ports in [Ports::Agreed, Ports::Learned] {
+        let mut p = pair_of(ports);
+        let (src, dst) = (p.a.region(8192), p.b.region(8192));
+        src.write(0, &noise(8192)).unwrap();
+        p.flood(|p, psn| {
+            let opcode = if psn % 2 == 0 {
+                Opcode::RcWriteMiddle
+            } else {
+                Opcode::RcWriteLast
+            };
+            p.forge(opcode, psn, |_| {}, &[FORGED; 1024])
+        });
+        p.is_untouched();
+        p.a.send(p.qa, 1, SendOp::Write(remote(&dst)), &src, 8192);
+        exchange(&mut p.a, &mut p.b);
+        assert!(p.a.completions()[0].is_ok(), "{ports:?}");
+        assert_eq!(contents(&dst), noise(8192), "{ports:?}");
+    }
+}
+
+#[test]
+fn what_would_be_refused_ends_nothing() {
+    for ports in [Ports::Agreed, Ports::Learned] {
+        let makes: [fn(&Pair, u32) -> Datagram; 3] = [
+            |p, psn| {
+                let wrong_key = |h: &mut Header| {
+                    h.reth = Some(Reth {
+                        dma_len: 4,
+                        ..Reth::default()
+                    })
+                };
+                p.forge(Opcode::RcWriteOnly, psn, wrong_key, b"data")
+            },
+            |p, psn| p.forge(Opcode::RcSendLast, psn, |_| {}, b""),
+            |p, psn| p.forge(Opcode::RcSendOnly, psn, |_| {}, b"data"),
+        ];
+        for make in makes {
+            let mut p = pair_of(ports);
+            let memory = p.b.region(64);
+            p.b.receive(p.qb, 1, &memory);
+            p.flood(make);
+            p.is_untouched();
+            assert_eq!(contents(&memory), [0; 64]);
+        }
+    }
+}
+
+#[test]
+fn responses_of_a_stranger_complete_nothing_and_stay_out_of_memory() {
+    let answers: [(Opcode, Option<u8>, usize); 5] = [
+        (Opcode::RcReadResponseMiddle, None, 1024),
+        (Opcode::RcReadResponseFirst, Some(0x1f), 1024),
+        (Opcode::RcAcknowledge, Some(0x1f), 0),
+        (
+            Opcode::RcAcknowledge,
+            Some(Syndrome::Nak(NakCode::InvalidRequest).to_byte()),
+            0,
+        ),
+        (
+            Opcode::RcAcknowledge,
+            Some(Syndrome::Nak(NakCode::PsnSequenceError).to_byte()),
+            0,
+        ),
+    ];
+    for ports in [Ports::Agreed, Ports::Learned] {
+        for (opcode, syndrome, len) in answers {
+            let mut p = pair_of(ports);
+            let (src, dst) = (p.a.region(20_480), p.b.region(20_480));
+            src.write(0, &noise(20_480)).unwrap();
+            // The victim asks; its PSNs are known to the stranger.
+            p.b.send(p.qb, 1, SendOp::Read(remote(&src)), &dst, 20_480);
+            let asked = p.b.take();
+            let psn = u32::from_be_bytes([0, asked[0].bytes[9], asked[0].bytes[10], asked[0].bytes[11]]);
+            for n in 0..20 {
+                let aeth = |h: &mut Header| {
+                    h.aeth = syndrome.map(|s| Aeth {
+                        syndrome: Syndrome::from_byte(s),
+                        msn: Msn::new(0),
+                    });
+                };
+                let d = p.forge(opcode, psn + n, aeth, &vec![FORGED; len]);
+                p.b.give(&d);
+                assert!(p.b.take().is_empty() && p.b.completions().is_empty(), "{opcode:?} {n}");
+            }
+            asked.iter().for_each(|d| p.a.give(d));
+            exchange(&mut p.a, &mut p.b);
+            assert!(p.b.completions()[0].is_ok(), "{ports:?} {opcode:?} {syndrome:?}");
+            assert_eq!(contents(&dst), noise(20_480), "{ports:?} {opcode:?}");
+            assert_eq!(p.b.port.counters().tx_retransmissions, 0);
+        }
+    }
+}
+
+/// Takes the source port of A's packets by letting B see one.
+fn port_of_a(p: &mut Pair) -> u16 {
+    let (src, dst) = (p.a.region(8), p.b.region(8));
+    p.a.send(p.qa, 9, SendOp::Write(remote(&dst)), &src, 8);
+    let sent = p.a.take();
+    sent.iter().for_each(|d| p.b.give(d));
+    exchange(&mut p.a, &mut p.b);
+    assert!(p.a.completions()[0].is_ok());
+    p.next += 1;
+    sent[0].src.port()
+}
+
+/// A copy of a packet as it is from another source port.
+fn from_port(d: &Datagram, port: u16) -> Datagram {
+    let mut d = d.clone();
+    d.src.set_port(port);
+    let flow = roce_icrc::Flow::try_from((d.src, SocketAddr::new(d.dst, ROCE))).unwrap();
+    flow.seal(0, &mut d.bytes);
+    d
+}
+
+#[test]
+fn a_peer_that_changes_its_port_is_believed_when_it_sends_again() {
+    for ports in [Ports::Agreed, Ports::Learned] {
+        let mut p = pair_of(ports);
+        let port = port_of_a(&mut p);
+        let (src, dst) = (p.a.region(8), p.b.region(8));
+        p.a.send(p.qa, 1, SendOp::Write(remote(&dst)), &src, 8);
+        let [sent] = &p.a.take()[..] else { panic!("one packet") };
+        let moved = from_port(sent, port ^ 1);
+        p.b.give(&moved);
+        assert!(
+            p.b.take().is_empty(),
+            "{ports:?}: an expected PSN is not enough at first"
+        );
+        p.b.give(&moved);
+        let answers = p.b.take().len();
+        // An agreed port is for ever.
+        assert_eq!(answers, if ports == Ports::Learned { 1 } else { 0 });
+        if ports == Ports::Learned {
+            // From now on it is the peer's: a gap is reported to it.
+            let ahead = p.forge(Opcode::RcSendOnly, p.next + 5, |_| {}, b"data");
+            p.b.give(&from_port(&ahead, port));
+            assert!(p.b.take().is_empty());
+            p.b.give(&from_port(&ahead, port ^ 1));
+            assert_eq!(p.b.take().len(), 1);
+        }
+    }
+}
+
+#[test]
+fn before_a_port_is_known_one_packet_is_outstanding_and_nothing_is_buffered() {
+    let (mut a, mut b, qa, qb) = pair();
+    let (src, dst) = (a.region(8192), b.region(8192));
+    src.write(0, &noise(8192)).unwrap();
+    a.send(qa, 1, SendOp::Write(remote(&dst)), &src, 8192);
+    let first = a.take();
+    assert_eq!(first.iter().map(|d| d.segments).sum::<usize>(), 1);
+    let ahead = sealed(
+        first[0].src,
+        b.addr,
+        &Header::new(Bth::new(Opcode::RcWriteMiddle, qb, Psn::new(FIRST + 1))),
+        &[FORGED; 1024],
+    );
+    b.give(&ahead);
+    assert!(b.take().is_empty(), "no NAK either");
+    assert_eq!(b.port.counters().drop_stranger, 1);
+    first.iter().for_each(|d| b.give(d));
+    exchange(&mut a, &mut b);
+    assert!(a.completions()[0].is_ok());
+    assert_eq!(contents(&dst), noise(8192));
+}
+
+/// Who has found the port out as well still can't put his bytes in the place of the peer's that arrive beside them.
+#[test]
+fn where_copies_of_a_packet_differ_neither_is_executed() {
+    let mut p = pair_of(Ports::Agreed);
+    let port = port_of_a(&mut p);
+    let (src, dst) = (p.a.region(8192), p.b.region(8192));
+    src.write(0, &noise(8192)).unwrap();
+    p.a.send(p.qa, 1, SendOp::Write(remote(&dst)), &src, 8192);
+    let trains = p.a.take();
+    let forged = p.forge(Opcode::RcWriteMiddle, p.next + 2, |_| {}, &[FORGED; 1024]);
+    p.b.give(&from_port(&forged, port));
+    // The first packet of the peer is lost; the others come.
+    for train in &trains {
+        for (i, bytes) in train.bytes.chunks(train.segment_len).enumerate() {
+            if bytes[9..12] == p.next.to_be_bytes()[1..] {
+                continue;
+            }
+            let meta = RxMeta {
+                identification: Some(i as u16),
+                ..RxMeta::new(train.dst, train.src)
+            };
+            p.b.port.handle_datagram(p.b.now, &meta, bytes);
+        }
+    }
+    let mut rounds = 0;
+    while p.a.completions().is_empty() {
+        exchange(&mut p.a, &mut p.b);
+        if let Some(t) = p.a.port.poll_timeout() {
+            p.a.now = t;
+            p.b.now = t;
+            p.a.port.handle_timeout(t);
+        }
+        rounds += 1;
+        assert!(rounds < 50);
+    }
+    assert_eq!(contents(&dst), noise(8192));
+}
+
+/// One client gets the memory of one budget, however many ports the process has.
+#[test]
+fn ports_of_a_process_share_one_budget() {
+    let config = |last| PortConfig::new(vec![ip(last)], Mtu::B1024, 1);
+    assert!(Arc::ptr_eq(&config(1).reorder_budget, &config(2).reorder_budget));
+}
