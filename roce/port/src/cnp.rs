@@ -1,10 +1,13 @@
-//! Congestion notification (IBTA Annex A17.9): who gets packets that a switch has marked tells the sender, once in a while, and who
-//! is told slows down.
+//! Congestion notification (IBTA Annex A17.9): the receiver of packets that a switch has marked notifies their sender, which
+//! slows down. Only peers of ours are believed: hardware sends notifications from another port and without a PSN, so that
+//! anybody could forge them.
+//!
+//! ConnectX's come from UDP port 0 (`tests/replay/src/made.rs`); towards cards the rate follows losses and round trips.
 
 use core::time::Duration;
 
 use roce_bth::{Bth, Class, Header, Opcode, Packet, Psn};
-use roce_qp::{TxKind, TxSink};
+use roce_qp::{Origin, TxKind, TxSink};
 use roce_verbs::Instant;
 
 use crate::{
@@ -24,11 +27,12 @@ const INTERVAL: Duration = Duration::from_micros(50);
 /// BTH, the 16 reserved bytes of a notification.
 const CNP_LEN: usize = 12 + 16;
 
-/// What a queue pair has notified its peer of.
+/// Congestion that a queue pair has notified its peer of.
 #[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct Notified {
     last: Option<Instant>,
-    due: bool,
+    /// PSN of the marked packet that the next notification is about.
+    due: Option<Psn>,
 }
 
 impl Port {
@@ -44,17 +48,16 @@ impl Port {
         }
     }
 
-    /// A connected queue pair's packet came with a mark. Only one with a PSN that the queue pair expects counts: others may be
-    /// forged. Acknowledgements don't fill queues.
+    /// Notes that a connected queue pair's packet came with a mark. Acknowledgements don't count: they don't fill queues.
     pub(crate) fn note_mark(&mut self, now: Instant, slot: usize, packet: &Packet<'_>) {
         let entry = &mut *self.qps[slot];
         let class = packet.header.bth.opcode.info().class;
         let is_data = !matches!(class, Class::Acknowledge | Class::SelectiveAcknowledge | Class::Cnp);
         let recently = |last: Instant| now.saturating_since(last) < INTERVAL;
-        if !is_data || entry.notifies.due || entry.notifies.last.is_some_and(recently) || !entry.qp.expects(packet) {
+        if !is_data || entry.notifies.due.is_some() || entry.notifies.last.is_some_and(recently) {
             return;
         }
-        entry.notifies.due = true;
+        entry.notifies.due = Some(packet.header.bth.psn);
         self.notifications.push_back(entry.qp.qpn());
     }
 
@@ -63,14 +66,16 @@ impl Port {
         let slot = self.notifications.pop_front().and_then(|qpn| self.qpns.get(qpn));
         let Some(slot) = slot else { return };
         let entry = &mut *self.qps[slot];
+        let psn = entry.notifies.due.unwrap_or_default();
         entry.notifies = Notified {
             last: Some(now),
-            due: false,
+            due: None,
         };
         let Some(path) = &entry.path else { return };
         let mut tx = path.tx;
         tx.tos = CNP_CLASS;
-        let mut header = Header::new(Bth::new(Opcode::Cnp, path.dest, Psn::new(0)));
+        // Only peers of ours look at the PSN: it proves that we have seen their packet.
+        let mut header = Header::new(Bth::new(Opcode::Cnp, path.dest, psn));
         header.bth.becn = true;
         let mut sink = QpSink::new(batch, &tx, path.dest, false, 1);
         let Some(bytes) = sink.reserve(TxKind::Ack, CNP_LEN) else {
@@ -83,11 +88,10 @@ impl Port {
         self.counters.count_staged(&staged);
     }
 
-    /// A notification came. It has no PSN, so anybody who can send from the peer's address can forge one: only queue pairs
-    /// whose packets may be marked heed it.
-    pub(crate) fn handle_notification(&mut self, now: Instant, slot: usize) {
+    /// Slows a queue pair after a notification that is its peer's ([`Origin::Peer`]), if its packets may be marked at all.
+    pub(crate) fn handle_notification(&mut self, now: Instant, slot: usize, origin: Origin) {
         let marked = self.qps[slot].path.as_ref().is_some_and(|p| p.tx.tos & ECN_BITS != 0);
-        if !marked {
+        if !marked || origin != Origin::Peer {
             self.counters.rp_cnp_ignored += 1;
             return;
         }

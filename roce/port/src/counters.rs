@@ -66,7 +66,8 @@ port_counters! {
     np_cnp_sent,
     /// Congestion notification packets received, which slow the queue pair.
     rp_cnp_handled,
-    /// The same of queue pairs whose packets no switch may mark: they change nothing.
+    /// Congestion notification packets of strangers, of peers that are not ferroce, and to queue pairs whose packets no switch
+    /// may mark: they change nothing.
     rp_cnp_ignored,
     /// For another process or loop that shares the address: packets that the kernel had merged behind ours.
     handed_over,

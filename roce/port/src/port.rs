@@ -312,6 +312,22 @@ impl Port {
         Ok(())
     }
 
+    /// Names the UDP source port of a queue pair's peer, of which the caller knows from elsewhere than the connection manager.
+    /// Packets from other ports are dropped from now on. To be called in RTR or later.
+    ///
+    /// # Errors
+    /// When the queue pair does not exist.
+    pub fn set_peer_source(&mut self, qpn: Qpn, port: u16) -> Result<(), VerbsError> {
+        let slot = self.slot(qpn)?;
+        self.qps[slot].qp.set_peer_source(port);
+        Ok(())
+    }
+
+    /// UDP source port of a connected queue pair's packets, to be named to its peer: it is fixed from now on.
+    pub fn promise_source(&mut self, qpn: Qpn) -> Option<u16> {
+        self.handshakes.promise(qpn)
+    }
+
     /// Holds a queue pair in RTR to the terms that its peer has announced.
     pub(crate) fn agree(&mut self, slot: usize, terms: Terms) {
         let qp = &mut self.qps[slot].qp;

@@ -240,7 +240,8 @@ impl Port {
         let key = path.peer;
         let port = source.flow.src_port;
         let origin = self.qps[slot].qp.origin(packet, port);
-        if origin == Origin::Stranger {
+        let class = packet.header.bth.opcode.info().class;
+        if origin == Origin::Stranger && class != Class::Cnp {
             self.counters.drop_stranger += 1;
             return;
         }
@@ -258,8 +259,8 @@ impl Port {
             self.counters.icrc_implausible += 1;
             return;
         }
-        if packet.header.bth.opcode.info().class == Class::Cnp {
-            self.handle_notification(now, slot);
+        if class == Class::Cnp {
+            self.handle_notification(now, slot, origin);
             return;
         }
         if source.tos & ECN_BITS == ECN_CE {

@@ -7,7 +7,10 @@
 use roce_bth::{Class, Packet};
 use roce_verbs::QpState;
 
-use crate::{qp::QueuePair, seq::Seq};
+use crate::{qp::QueuePair, reorder::PACKETS, seq::Seq};
+
+/// PSNs before the oldest outstanding one that a congestion notification may still be about.
+const RECENT_REQUESTS: u64 = 1024;
 
 /// Who a packet may be from, by its PSN and UDP source port alone.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -105,10 +108,11 @@ impl QueuePair {
     pub fn origin(&self, packet: &Packet<'_>, port: u16) -> Origin {
         let class = packet.header.bth.opcode.info().class;
         if class == Class::Cnp {
-            // It has no PSN.
-            let known = [Direction::Request, Direction::Response];
-            let known = known.into_iter().any(|d| self.sources.is_peers(port, d));
-            return if known { Origin::Peer } else { Origin::Stranger };
+            let known = matches!(self.sources.0, Known::Agreed(agreed) if agreed == port);
+            return match known && self.is_recent(packet) {
+                true => Origin::Peer,
+                false => Origin::Stranger,
+            };
         }
         let direction = Direction::of(class);
         if self.sources.is_peers(port, direction) {
@@ -121,6 +125,17 @@ impl QueuePair {
             _ if !self.reliable && !self.sources.knows(direction) => Origin::Peer,
             _ => Origin::Stranger,
         }
+    }
+
+    /// Whether the PSN of a congestion notification is that of a packet that has left here lately. Peers of ours put the
+    /// marked packet's there; in the specification a notification has none, and a guessed port would be enough to forge one.
+    fn is_recent(&self, packet: &Packet<'_>) -> bool {
+        let psn = packet.header.bth.psn;
+        let request = self.req.una.nearest(psn);
+        let response = self.resp.expected.nearest(psn);
+        let requested = request.plus(RECENT_REQUESTS) >= self.req.una && request < self.req.top;
+        let responded = response.plus(PACKETS) >= self.resp.expected && response < self.resp.expected;
+        requested || responded
     }
 
     /// Learns the port of an [`Origin::Unproven`] packet whose ICRC is right. `false`: the peer has used another port before;

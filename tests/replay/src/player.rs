@@ -318,6 +318,8 @@ impl<'a> Player<'a> {
             qp.modify(&mut ctx, &attr)
                 .map_err(|e| unsuitable("queue pair")(e.to_string()))?;
         }
+        // What the captured side sends does not depend on the peer's source port, which it never checks.
+        self.qp.set_peer_source(0);
         Ok(())
     }
 

@@ -1,8 +1,9 @@
-//! Congestion that switches mark: who tells whom of it, and who slows down.
+//! Congestion that switches mark: notifications, and who heeds them.
 
 use core::time::Duration;
 
 use roce_bth::{Class, Packet};
+use roce_icrc::Flow;
 use roce_port::RxMeta;
 use roce_verbs::{Qpn, SendOp};
 
@@ -43,6 +44,9 @@ fn heeding() -> (Host, Host, Qpn, Qpn) {
     let (qa, qb) = (a.qp(), b.qp());
     a.raise_class(qa, b.addr, qb, ECT);
     b.raise_class(qb, a.addr, qa, ECT);
+    let ports = [a.port.promise_source(qa), b.port.promise_source(qb)].map(Option::unwrap);
+    a.port.set_peer_source(qa, ports[1]).unwrap();
+    b.port.set_peer_source(qb, ports[0]).unwrap();
     (a, b, qa, qb)
 }
 
@@ -123,6 +127,37 @@ fn who_is_told_slows_down_and_recovers() {
     sent(&mut a, &mut b, qa, regions, ms(600), false);
     let again = sent(&mut a, &mut b, qa, regions, ms(5), false);
     assert!(again > free / 2, "{again} of {free}");
+}
+
+/// A notification has to come from the peer's port and be about a packet that has left lately.
+#[test]
+fn a_forged_notification_is_not_heeded() {
+    let (mut a, mut b, qa, _) = heeding();
+    let (src, dst) = (a.region(1000), b.region(1000));
+    a.send(qa, 1, SendOp::Write(remote(&dst)), &src, 1000);
+    give_marked(&mut b, &a.take());
+    let [told] = &notifications(&b.take())[..] else {
+        panic!("one")
+    };
+    let forge = |psn: u32, port: u16| {
+        let mut d = told.clone();
+        d.src.set_port(port);
+        d.bytes[9..12].copy_from_slice(&psn.to_be_bytes()[1..]);
+        let flow = Flow::try_from((d.src, SocketAddr::new(d.dst, ROCE))).unwrap();
+        flow.seal(0, &mut d.bytes);
+        d
+    };
+    let port = told.src.port();
+    // The PSN that cards put there, one far away, and the right one from another port.
+    for (psn, port) in [(0x80_0000, port), (100 + 4096, port), (100, port ^ 1), (100, 0)] {
+        a.give(&forge(psn, port));
+        assert_eq!(a.port.counters().rp_cnp_handled, 0, "{psn} {port}");
+    }
+    a.give(&forge(100, port));
+    assert_eq!(
+        (a.port.counters().rp_cnp_handled, a.port.counters().rp_cnp_ignored),
+        (1, 4)
+    );
 }
 
 #[test]
