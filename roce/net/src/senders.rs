@@ -70,6 +70,25 @@ mod tests {
 
     use super::*;
 
+    /// Peers take packets from this port for ours: nobody may send from it, whatever options his socket has.
+    #[test]
+    fn nobody_can_bind_beside_a_sender() {
+        let here = IpAddr::V4(Ipv4Addr::LOCALHOST);
+        for ours in [here, BOTH[0]] {
+            let (port, _sockets) = bind(&[ours]).unwrap();
+            for theirs in [here, BOTH[0], BOTH[1]] {
+                let socket = Socket::from(sys::udp_socket(theirs.is_ipv4()).unwrap());
+                socket.set_reuse_address(true).unwrap();
+                socket.set_reuse_port(true).unwrap();
+                if theirs.is_ipv6() {
+                    socket.set_only_v6(false).unwrap();
+                }
+                let refused = socket.bind(&iface::scoped(theirs, port).into()).unwrap_err();
+                assert_eq!(refused.kind(), io::ErrorKind::AddrInUse, "{ours} {theirs}");
+            }
+        }
+    }
+
     const BOTH: [IpAddr; 2] = [IpAddr::V4(Ipv4Addr::UNSPECIFIED), IpAddr::V6(Ipv6Addr::UNSPECIFIED)];
 
     #[test]

@@ -13,17 +13,18 @@ use crate::{
     persist::{Flushing, PersistJob},
     qp::QueuePair,
     recvq::ActiveRecv,
-    reorder::{BufferedPacket, ReorderBuffer},
+    reorder::{BufferedPacket, PACKETS, ReorderBuffer},
     replies::{AckDue, ReadReply, Replies, Resource, Work},
     sendq::{packets_for, resolve},
     seq::{MAX_OUTSTANDING, Seq},
     srq::SharedReceiveQueue,
 };
 
-/// A gap of so many PSNs is none: what a peer has outstanding is far less. A forged packet would have us ask the peer for
-/// all of it again. (The request of a READ of more packets than this, if it is lost, is not asked for: the peer's timer
-/// finds out.)
-const MAX_GAP: u64 = 1 << 16;
+/// Largest gap that is reported, PSNs. A forged packet further ahead would make the peer send all that it has outstanding
+/// again. (If the request of a READ of more packets is lost, the peer's timer finds out.)
+const MAX_GAP: u64 = PACKETS;
+/// PSNs before the expected one in which a SEND or WRITE is acknowledged again. A peer has far fewer outstanding.
+const RECENT: u64 = 1 << 14;
 
 /// The message that is coming in.
 #[derive(Debug)]
@@ -721,6 +722,7 @@ impl QueuePair {
         ctx.counters.duplicate_request += 1;
         match packet.header.bth.opcode.info().class {
             // It knows better than to wait for the acknowledgement of just that.
+            Class::Send | Class::Write if self.resp.expected.since(seq) > RECENT => ctx.counters.dropped_requests += 1,
             Class::Send | Class::Write if self.selective => self.resp.replies.ack_due(ctx, Duration::ZERO),
             Class::Send | Class::Write => self.resp.replies.ack_again(ctx, seq),
             Class::ReadRequest => self.duplicate_read(ctx, seq, packet),
