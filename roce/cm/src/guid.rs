@@ -1,32 +1,32 @@
-//! Abilities that adapters of ours announce in their GUID and in fields of REQ and REP that others don't use.
+//! Extensions that ferroce announces in its GUID and in unused fields of REQ and REP.
 
 use roce_verbs::QKey;
 
-/// First three bytes of our GUIDs: a locally administered prefix, which no manufacturer has.
-const OURS: u64 = 0x02_66_65 << 40;
-const MASK: u64 = 0xff_ff_ff << 40;
-/// Ability, in the fourth byte: buffers packets beyond a gap and reports them
-/// ([`SelectiveAck`](roce_bth::Opcode::SelectiveAck)).
-const KEEPS_PACKETS: u64 = 1 << 32;
+/// First three bytes of our GUIDs: locally administered, so no manufacturer has them.
+const PREFIX: u64 = 0x02_66_65 << 40;
+const PREFIX_MASK: u64 = 0xff_ff_ff << 40;
+/// Flag in the fourth byte: supports selective ACK ([`SelectiveAck`](roce_bth::Opcode::SelectiveAck)).
+const SELECTIVE_ACK: u64 = 1 << 32;
 
-/// Returns a GUID of an adapter of ours that buffers packets beyond a gap, with 32 bits of `any`.
+/// Returns a GUID that announces selective ACK, with the low 32 bits of `any`.
 pub const fn keeping(any: u64) -> u64 {
-    OURS | KEEPS_PACKETS | any & 0xffff_ffff
+    PREFIX | SELECTIVE_ACK | any & 0xffff_ffff
 }
 
-/// Whether an adapter with this GUID buffers packets beyond a gap and reports them.
+/// Returns whether an adapter with this GUID supports selective ACK: buffers packets beyond a gap and reports them.
 pub const fn keeps_packets(guid: u64) -> bool {
-    guid & MASK == OURS && guid & KEEPS_PACKETS != 0
+    guid & PREFIX_MASK == PREFIX && guid & SELECTIVE_ACK != 0
 }
 
-/// Returns the UDP source port that an adapter of ours names for a queue pair's packets, in the Q_Key of its REQ or REP: a
-/// field that connections don't use. Others leave it 0, or mean something else by it.
+/// Returns the UDP source port in the Q_Key of a ferroce peer's REQ or REP.
+///
+/// Connections don't use that field. Other peers leave it 0 or fill it otherwise.
 pub(crate) fn source_port(guid: u64, qkey: QKey) -> Option<u16> {
     let port = u16::try_from(qkey.0).ok().filter(|port| *port != 0);
     port.filter(|_| keeps_packets(guid))
 }
 
-/// The Q_Key that names a source port.
+/// Encodes a source port as the Q_Key of a REQ or REP.
 pub(crate) fn source_qkey(port: Option<u16>) -> QKey {
     QKey(port.unwrap_or(0).into())
 }
@@ -36,17 +36,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ours_are_told_from_others() {
+    fn ferroce_guids_are_recognized() {
         assert!(keeps_packets(keeping(0)) && keeps_packets(keeping(u64::MAX)));
         assert_ne!(keeping(1), keeping(2));
         let port = |guid, qkey| source_port(guid, QKey(qkey));
         assert_eq!(port(keeping(1), source_qkey(Some(0xc001)).0), Some(0xc001));
         assert_eq!(
-            [port(keeping(1), 0), port(keeping(1), 0x1_0001), port(OURS, 0xc001)],
+            [port(keeping(1), 0), port(keeping(1), 0x1_0001), port(PREFIX, 0xc001)],
             [None; 3]
         );
-        // rdma_rxe's begin with its MAC address, made an EUI-64.
-        for other in [0, u64::MAX, 0x5054_00ff_fe12_3456, OURS, 0x0266_64ff_ffff_ffff] {
+        // rdma_rxe uses the EUI-64 of its MAC address.
+        for other in [0, u64::MAX, 0x5054_00ff_fe12_3456, PREFIX, 0x0266_64ff_ffff_ffff] {
             assert!(!keeps_packets(other), "{other:#x}");
         }
     }

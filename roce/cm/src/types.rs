@@ -1,4 +1,4 @@
-//! What goes into a [`Manager`](crate::Manager) and comes out of it.
+//! Settings, arguments, events, errors and counters of a [`Manager`](crate::Manager).
 
 use core::{
     net::{IpAddr, SocketAddr},
@@ -16,101 +16,101 @@ use crate::{
     state::State,
 };
 
-/// A connection. Never reused within the life of a manager.
+/// Identifies a connection. A manager never reuses one.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct ConnId(pub u64);
 
-/// A listener. Never reused within the life of a manager.
+/// Identifies a listener. A manager never reuses one.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct ListenId(pub u64);
 
-/// What a manager keeps at a moment ([`Manager::usage`](crate::Manager::usage)). Each has its limit in [`CmConfig`].
+/// Current resource usage of a manager ([`Manager::usage`](crate::Manager::usage)). [`CmConfig`] limits each.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Usage {
-    /// Connections in all.
+    /// Connections, including half-open and lingering ones.
     pub connections: usize,
-    /// Half-open ones.
+    /// Half-open connections.
     pub half_open: usize,
-    /// The most of one peer (IPv6: of one /64).
+    /// Largest number of half-open connections of one peer address (IPv6: one /64).
     pub half_open_of_peer: usize,
-    /// Connections that are destroyed and linger.
+    /// Destroyed connections that linger to answer late MADs.
     pub lingering: usize,
-    /// Peers whose MADs are counted.
+    /// Peers whose MADs are rate-limited.
     pub rated_peers: usize,
-    /// MADs that wait to be polled.
+    /// Outgoing MADs not yet polled.
     pub queued_mads: usize,
 }
 
-/// A rate of MADs.
+/// Rate limit of MADs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RateLimit {
     /// MADs per second, at least 1.
     pub per_second: u32,
-    /// MADs at once after silence.
+    /// MADs accepted at once after an idle time.
     pub burst: u32,
 }
 
 /// Settings of a manager.
 #[derive(Clone, Debug)]
 pub struct CmConfig {
-    /// Our channel adapter's GUID, in every REQ and REP. Peers recognise duplicates and stale connections by it
-    /// together with communication IDs and queue pair numbers, so no two live devices may share one.
+    /// GUID of our channel adapter, in every REQ and REP. No two live devices may share one.
+    /// Peers recognise duplicates and stale connections by it, communication IDs and queue pair numbers.
     pub ca_guid: u64,
-    /// The largest path MTUs that we can do: a REQ with a larger one is rejected with reason 26 and our MTU as the
-    /// additional information.
+    /// Largest supported path MTUs. A REQ with a larger one is rejected with reason 26 and our MTU.
     pub mtus: PathMtus,
-    /// Code t of 4.096 us * 2^t that our REQs name as the CM response timeout of both sides, and the longest pause
-    /// between two of our retransmissions (plus two packet lifetimes). `CMA_CM_RESPONSE_TIMEOUT`: 20, 4.3 s.
+    /// CM response timeout of both sides in our REQs, code t: 4.096 us * 2^t. `CMA_CM_RESPONSE_TIMEOUT`: 20, 4.3 s.
+    /// Plus two packet lifetimes it is also the longest pause between two of our retransmissions.
     pub response_timeout: u8,
-    /// Retransmissions of a REQ, REP or DREQ, also the number that our REQs name. `CMA_MAX_CM_RETRIES`: 15.
+    /// Retransmissions of a REQ, REP or DREQ, also named in our REQs. `CMA_MAX_CM_RETRIES`: 15.
     pub max_retries: u8,
-    /// The pause before the first retransmission; it doubles each time. The kernel always waits the whole response
-    /// timeout; its answers to earlier duplicates are the same. A REP is never repeated sooner, whatever response timeout
-    /// the peer names.
+    /// Pause before the first retransmission; doubles each time.
+    ///
+    /// A REP is never repeated sooner, whatever response timeout the peer names. The kernel always waits the whole
+    /// response timeout, but answers earlier duplicates.
     pub first_retry: Duration,
-    /// How long a REQ (unless [`ConnParams::patience`] says), REP or DREQ may stay without any answer, whatever retries
-    /// are left. After an MRA it counts from the end of the service timeout. So long does a request of a peer's wait for
-    /// the consumer, too, unless the peer repeats it.
+    /// Time after which an unanswered REQ, REP or DREQ fails, even if retries are left.
+    ///
+    /// [`ConnParams::patience`] overrides it for a REQ. An MRA restarts it at the end of the service timeout. A peer's
+    /// request waits as long for the consumer, or longer if the peer repeats it.
     pub give_up: Duration,
-    /// Packet lifetime code of paths; the local ACK timeout that REQs name comes from it and from `ca_ack_delay`.
-    /// `CMA_IBOE_PACKET_LIFETIME`: 18.
+    /// Packet lifetime code of paths. `CMA_IBOE_PACKET_LIFETIME`: 18.
+    /// With `ca_ack_delay` it determines the local ACK timeout in REQs.
     pub packet_life_time: u8,
-    /// Code of the delay of our own ACKs, in REPs as the target ACK delay. `RXE_LOCAL_CA_ACK_DELAY`: 15.
+    /// Code of our ACK delay, in REPs as the target ACK delay. `RXE_LOCAL_CA_ACK_DELAY`: 15.
     pub ca_ack_delay: u8,
-    /// Code of the service timeout that our MRAs ask for. `CMA_CM_MRA_SETTING`: 24, 69 s.
+    /// Code of the service timeout in our MRAs. `CMA_CM_MRA_SETTING`: 24, 69 s.
     pub service_timeout: u8,
-    /// The longest service timeout that a peer's MRA is granted, as a code.
+    /// Code of the longest service timeout accepted from a peer's MRA. Longer ones are cut to it.
     pub max_service_timeout: u8,
-    /// The longest timewait, whatever ACK timeout the peer named.
+    /// Longest timewait, whatever ACK timeout the peer named.
     pub max_timewait: Duration,
-    /// Connections in all, half-open and lingering ones included.
+    /// Largest number of connections, including half-open and lingering ones.
     pub max_connections: usize,
-    /// Requests from peers that are not established yet (connections and questions apart). When there are more the
-    /// oldest gives way whose address has not shown that it receives what we send.
+    /// Largest number of half-open connections, and separately of unanswered SIDR requests.
+    /// Beyond it, the oldest whose peer address is unverified is evicted.
     pub max_half_open: usize,
-    /// The same for one peer address, for IPv6 one /64: there the oldest of that address gives way, if it is older than
-    /// `first_retry`.
+    /// `max_half_open` of one peer address (IPv6: one /64).
+    /// Beyond it, the oldest of that address is evicted if it is older than `first_retry`.
     pub max_half_open_per_peer: usize,
-    /// MADs that one peer address (IPv6: one /64) may have us process, those not counted that name a connection by its
-    /// communication ID or repeat a request that we know. More are dropped.
+    /// Rate of MADs processed for one peer address (IPv6: one /64). More are dropped.
+    /// Does not count MADs that name a connection by its communication ID or repeat a known request.
     pub mad_rate: RateLimit,
-    /// Addresses of which that is counted; of more, those that have sent least are forgotten.
+    /// Largest number of rate-limited addresses. Beyond it, those that have sent least are removed.
     pub max_rated_peers: usize,
-    /// Repetitions of one request that are answered.
+    /// Rate at which repetitions of one request are answered.
     pub repeat_rate: RateLimit,
-    /// Ended or destroyed connections that are still kept to answer late MADs; the oldest goes first.
+    /// Largest number of ended connections that linger to answer late MADs. Beyond it, the oldest is removed.
     pub max_lingering: usize,
-    /// MADs that wait to be polled; more are dropped (retransmission recovers them).
+    /// Largest number of outgoing MADs not yet polled. More are dropped; retransmission recovers them.
     pub max_queued_mads: usize,
-    /// The lowest and highest communication ID (and SIDR request ID) of ours; 0 is never used. One process of several
-    /// behind one address has a part of them.
+    /// Range of our communication and SIDR request IDs, without 0. Processes at one address have disjoint ranges.
     pub comm_ids: (u32, u32),
-    /// Keep [`ConnChange`]s, which must then be polled.
+    /// Queue [`ConnChange`]s, which must then be polled.
     pub report_changes: bool,
 }
 
 impl CmConfig {
-    /// The kernel's settings, for a device with this GUID and path MTU.
+    /// Returns the kernel's settings for a device with this GUID and path MTU.
     pub fn new(ca_guid: u64, mtu: Mtu) -> Self {
         Self {
             ca_guid,
@@ -126,15 +126,15 @@ impl CmConfig {
             max_timewait: Duration::from_secs(10),
             max_connections: 65_536,
             max_half_open: 4096,
-            // All processes of a host are one peer; what it may take up is about 2 MiB.
+            // All processes of a host are one peer, which may so occupy about 2 MiB.
             max_half_open_per_peer: 1024,
-            // All to all between 128 processes on either host, all at once; no program connects faster for long.
+            // Burst: 128 processes on each of two hosts connect all to all. No application sustains a higher rate.
             mad_rate: RateLimit {
                 per_second: 4096,
                 burst: 16_384,
             },
             max_rated_peers: 4096,
-            // Peers repeat after 0.2 s at the soonest; networks now and then.
+            // Peers repeat after 0.2 s at the earliest; networks duplicate packets occasionally.
             repeat_rate: RateLimit {
                 per_second: 16,
                 burst: 16,
@@ -147,15 +147,14 @@ impl CmConfig {
     }
 }
 
-/// A connection has been established, or is over: its peer has answered our DREQ, or ended it, or did not answer. Who ends
-/// connections of others that have died needs to know both.
+/// Start or end of a connection. A process that disconnects on behalf of dead ones needs both.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ConnChange {
-    /// Established, and not over.
+    /// Established; false: ended.
     pub established: bool,
     /// Our address.
     pub local: IpAddr,
-    /// The peer's.
+    /// The peer's address.
     pub remote: IpAddr,
     /// Our communication ID.
     pub local_id: u32,
@@ -168,33 +167,34 @@ pub struct ConnChange {
 /// Transport of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum ConnTransport {
-    /// Reliable.
+    /// Reliable connection.
     #[default]
     Rc,
-    /// Unreliable.
+    /// Unreliable connection.
     Uc,
-    /// Extended reliable: the initiator connects to the target (IBTA Annex A14).
+    /// Extended reliable connection: the initiator connects to the target (IBTA Annex A14).
     Xrc,
 }
 
-/// What to listen for.
+/// Arguments of a listener.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ListenArgs {
-    /// On this address, or (unspecified) on all of its IP version, or (`None`) on all.
+    /// Local address. Unspecified: all of its IP version; `None`: all.
     pub addr: Option<IpAddr>,
     /// Port space.
     pub space: PortSpace,
     /// Port.
     pub port: u16,
-    /// Requests for another transport are rejected; `None`: any will do. Not asked in a port space of datagrams.
+    /// Accepted transport; `None`: any. Requests for another are rejected. Ignored in a datagram port space.
     pub transport: Option<ConnTransport>,
-    /// So many requests (at least one), of one peer address three quarters of that, may wait for the consumer's answer;
-    /// more are dropped, and the peer repeats them. A request has its place until the consumer answers or destroys it,
-    /// also when its peer has given up meanwhile.
+    /// Largest number of requests that wait for the consumer's answer, at least 1.
+    ///
+    /// One peer address gets three quarters of it. More are dropped, and the peer repeats them. A request counts until
+    /// the consumer answers or destroys it, even if its peer has given up.
     pub backlog: u32,
 }
 
-/// Whether two listeners, or a listener and the address of a request, have an address in common. As [`ListenArgs::addr`].
+/// Returns whether two addresses, in the form of [`ListenArgs::addr`], overlap.
 pub fn overlap(a: Option<IpAddr>, b: Option<IpAddr>) -> bool {
     match (a, b) {
         (Some(a), Some(b)) => a == b || (a.is_ipv4() == b.is_ipv4() && (a.is_unspecified() || b.is_unspecified())),
@@ -202,12 +202,12 @@ pub fn overlap(a: Option<IpAddr>, b: Option<IpAddr>) -> bool {
     }
 }
 
-/// Which queue pair to ask for.
+/// Arguments of a SIDR request.
 #[derive(Clone, Debug)]
 pub struct ResolveArgs {
-    /// Our address; with port 0 an ephemeral one is chosen.
+    /// Our address and port; 0 for an ephemeral one.
     pub local: SocketAddr,
-    /// The listener: its address, same family, and port.
+    /// The listener's address and port, of the same family.
     pub remote: SocketAddr,
     /// Port space.
     pub space: PortSpace,
@@ -215,29 +215,29 @@ pub struct ResolveArgs {
     pub private_data: Vec<u8>,
 }
 
-/// The answer to who asks for a queue pair.
+/// Answer to a SIDR request.
 #[derive(Clone, Debug, Default)]
 pub struct SidrAnswer {
-    /// 0, or why not ([`sidr_status`](crate::mad::sidr_status)).
+    /// SIDR status ([`sidr_status`](crate::mad::sidr_status)); 0 on success.
     pub status: u8,
-    /// The queue pair that serves.
+    /// Queue pair of the service.
     pub qpn: Qpn,
-    /// Its Q_Key.
+    /// Q_Key of the queue pair.
     pub qkey: QKey,
     /// Private data, at most 136 bytes.
     pub private_data: Vec<u8>,
 }
 
-/// What to connect.
+/// Arguments of an active connection.
 #[derive(Clone, Debug)]
 pub struct ConnectArgs {
-    /// Our address; with port 0 an ephemeral one is chosen (it only shows in the REQ's header).
+    /// Our address and port; 0 for an ephemeral one. The port shows only in the REQ's header.
     pub local: SocketAddr,
-    /// The listener: its address, same family, and port in the RDMA_CM TCP port space.
+    /// The listener's address, of the same family, and port in `space`.
     pub remote: SocketAddr,
     /// Our queue pair.
     pub qpn: Qpn,
-    /// The first PSN that we expect (our RQ PSN); the peer starts to send with it (IBA 12.7.31).
+    /// First PSN that we expect: our RQ PSN, with which the peer starts sending (IBA 12.7.31).
     pub start_psn: Psn,
     /// Path MTU.
     pub mtu: Mtu,
@@ -251,12 +251,12 @@ pub struct ConnectArgs {
     pub space: PortSpace,
     /// Transport of our queue pair.
     pub transport: ConnTransport,
-    /// UDP source port of our queue pair's packets, if it is fixed: peers of ours take no packets from another.
+    /// UDP source port of our queue pair's packets, if fixed. A ferroce peer drops packets from any other.
     pub src_port: Option<u16>,
 }
 
 impl ConnectArgs {
-    /// RC in the TCP port space, default parameters, no flow control, no shared receive queue.
+    /// Creates arguments for RC in the TCP port space, without flow control or SRQ.
     pub fn new(local: SocketAddr, remote: SocketAddr, qpn: Qpn, start_psn: Psn, mtu: Mtu) -> Self {
         Self {
             local,
@@ -274,25 +274,25 @@ impl ConnectArgs {
     }
 }
 
-/// How to accept.
+/// Arguments of an accept.
 #[derive(Clone, Debug)]
 pub struct AcceptArgs {
-    /// Our queue pair, in RTS already (see [`Manager::accept_path`](crate::Manager::accept_path)).
+    /// Our queue pair, already in RTS (see [`Manager::accept_path`](crate::Manager::accept_path)).
     pub qpn: Qpn,
-    /// The first PSN that we expect (our RQ PSN); the peer starts to send with it (IBA 12.7.31).
+    /// First PSN that we expect: our RQ PSN, with which the peer starts sending (IBA 12.7.31).
     pub start_psn: Psn,
-    /// Private data (at most 196 bytes), depths, RNR retries and type of service. Depths are cut to what the REQ offered.
+    /// Private data (at most 196 bytes), depths, RNR retries and type of service. Depths are cut to the REQ's offer.
     pub params: ConnParams,
     /// Our queue pair honours end-to-end credits.
     pub flow_control: bool,
     /// Our queue pair uses a shared receive queue.
     pub srq: bool,
-    /// UDP source port of our queue pair's packets, if it is fixed.
+    /// UDP source port of our queue pair's packets, if fixed.
     pub src_port: Option<u16>,
 }
 
 impl AcceptArgs {
-    /// No flow control, no shared receive queue, no fixed source port.
+    /// Creates arguments without flow control, SRQ or fixed source port.
     pub const fn new(qpn: Qpn, start_psn: Psn, params: ConnParams) -> Self {
         Self {
             qpn,
@@ -305,28 +305,28 @@ impl AcceptArgs {
     }
 }
 
-/// All that the peer contributes to bringing our queue pair to RTR and RTS (`cm_init_qp_rtr_attr`,
-/// `cm_init_qp_rts_attr`). Our RQ PSN is the `start_psn` of [`ConnectArgs`] or [`AcceptArgs`].
+/// The peer's attributes for moving our queue pair to RTS (`cm_init_qp_rtr_attr`, `cm_init_qp_rts_attr`).
+///
+/// Our RQ PSN is the `start_psn` of [`ConnectArgs`] or [`AcceptArgs`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RemoteQp {
     /// Path to the peer.
     pub av: AddressVector,
     /// The peer's queue pair.
     pub qpn: Qpn,
-    /// The first PSN that the peer expects: our SQ PSN.
+    /// First PSN that the peer expects: our SQ PSN.
     pub sq_psn: Psn,
     /// Path MTU.
     pub mtu: Mtu,
-    /// READs and atomics that we answer at a time (`max_dest_rd_atomic`). In a request: the most that the peer
-    /// will send.
+    /// READs and atomics that we answer at a time (`max_dest_rd_atomic`). In a request: the most that the peer sends.
     pub responder_resources: u8,
     /// READs and atomics that we send at a time (`max_rd_atomic`). In a request: the most that the peer answers.
     pub initiator_depth: u8,
     /// Local ACK timeout code.
     pub timeout: u8,
-    /// Retries.
+    /// Retry count.
     pub retry_cnt: u8,
-    /// RNR retries, 7 = for ever.
+    /// RNR retry count; 7: unlimited.
     pub rnr_retry: u8,
     /// Transport.
     pub transport: ConnTransport,
@@ -334,20 +334,21 @@ pub struct RemoteQp {
     pub flow_control: bool,
     /// The peer's queue pair uses a shared receive queue.
     pub srq: bool,
-    /// The peer's adapter keeps packets beyond a gap and says which ([`guid`](crate::guid)).
+    /// The peer's adapter supports selective ACK ([`guid`](crate::guid)).
     pub keeps_packets: bool,
-    /// UDP source port that all packets of the peer's queue pair come from, if it is one of ours and has named it.
+    /// UDP source port of the peer's queue pair, if a ferroce peer has named it.
     pub src_port: Option<u16>,
 }
 
-/// What a manager reports. Per connection the order is: on the active side `Reply` or `Rejected` or `Unreachable`;
-/// on the passive side `Request`, then (after accept) `Established` or `Rejected` or `Unreachable`; once either
-/// side is established `Disconnected`, then `TimewaitExit`. Nothing comes after destroy.
+/// Event of a manager. None follows the destruction of a connection.
+///
+/// Order on the active side: `Reply`, `Rejected` or `Unreachable`. On the passive side: `Request`, then after accept
+/// `Established`, `Rejected` or `Unreachable`. Of an established connection: `Disconnected`, then `TimewaitExit`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Event {
-    /// Passive: somebody wants to connect. Answer with accept or reject.
+    /// Passive: a peer requests a connection. Answer with accept or reject.
     Request {
-        /// Where it arrived.
+        /// Listener that got the request.
         listener: ListenId,
         /// The new half-open connection.
         conn: ConnId,
@@ -360,9 +361,9 @@ pub enum Event {
         /// The peer's queue pair, and upper bounds for our depths.
         path: RemoteQp,
     },
-    /// Passive: somebody asks for a queue pair. Answer with [`Manager::answer`](crate::Manager::answer).
+    /// Passive: SIDR request of a peer. Answer with [`Manager::answer`](crate::Manager::answer).
     SidrRequest {
-        /// Where it arrived.
+        /// Listener that got the request.
         listener: ListenId,
         /// The new resolution.
         conn: ConnId,
@@ -375,23 +376,24 @@ pub enum Event {
         /// The consumer's private data: 180 bytes, zero-padded.
         private_data: Vec<u8>,
     },
-    /// Active: the answer to a resolution, which is over.
+    /// Active: answer to a resolution, which has ended.
     Resolved {
         /// The resolution.
         conn: ConnId,
-        /// 0, or why not ([`sidr_status`](crate::mad::sidr_status)).
+        /// SIDR status ([`sidr_status`](crate::mad::sidr_status)); 0 on success.
         status: u8,
-        /// The queue pair that serves, if the status is 0.
+        /// Queue pair of the service, if the status is 0.
         qpn: Qpn,
-        /// Its Q_Key.
+        /// Q_Key of the queue pair.
         qkey: QKey,
         /// Additional information as the status defines it, up to 72 bytes.
         info: Vec<u8>,
         /// The consumer's private data: 136 bytes, zero-padded.
         private_data: Vec<u8>,
     },
-    /// Active: the peer accepts. Bring the queue pair to RTS, then call `qp_ready` or `qp_failed`. No `Established`
-    /// follows on this side: the connection is established when `qp_ready` returns.
+    /// Active: the peer accepted. Move the queue pair to RTS, then call `qp_ready` or `qp_failed`.
+    ///
+    /// The connection is established when `qp_ready` returns; no `Established` follows.
     Reply {
         /// The connection.
         conn: ConnId,
@@ -400,38 +402,41 @@ pub enum Event {
         /// The consumer's private data: 196 bytes, zero-padded.
         private_data: Vec<u8>,
     },
-    /// Passive: the RTU came (or `communication_established` was called).
+    /// Passive: the RTU arrived, or `communication_established` was called.
     Established {
         /// The connection.
         conn: ConnId,
     },
-    /// The peer refused, or (passive) took its request back, or must have given up ([`RejectReason::TIMEOUT`]) or given way
-    /// to others while the request waited for the consumer. The connection is over.
+    /// The peer rejected or withdrew the connection, which has ended.
+    ///
+    /// Passive also: the request waited too long for the consumer ([`RejectReason::TIMEOUT`]) or was evicted.
     Rejected {
         /// The connection.
         conn: ConnId,
-        /// Why.
+        /// Reject reason.
         reason: RejectReason,
         /// Additional reject information as the reason defines it, up to 72 bytes (IBA table 109).
         info: Vec<u8>,
         /// The consumer's private data: 148 bytes, zero-padded.
         private_data: Vec<u8>,
     },
-    /// Our REQ (active) or REP (passive) was never answered, or the half-open connection (passive) gave way to newer ones.
-    /// The connection is over.
+    /// The peer never answered our REQ (active) or REP (passive). The connection has ended.
+    ///
+    /// Passive also: newer connections evicted the half-open one.
     Unreachable {
         /// The connection.
         conn: ConnId,
     },
-    /// An established connection ended: by the peer, or our own disconnect was answered or given up. Both sides'
-    /// queue pairs go to error.
+    /// An established connection has ended. Both sides' queue pairs enter the error state.
+    ///
+    /// The peer disconnected, answered our DREQ, or never answered it.
     Disconnected {
         /// The connection.
         conn: ConnId,
-        /// Our DREQ was never answered.
+        /// The peer never answered our DREQ.
         timed_out: bool,
     },
-    /// The queue pair's number may be used again (IBA 12.9.8.4).
+    /// Timewait has expired: the queue pair's number may be reused (IBA 12.9.8.4).
     TimewaitExit {
         /// The connection.
         conn: ConnId,
@@ -439,7 +444,7 @@ pub enum Event {
 }
 
 impl Event {
-    /// The connection that it is about.
+    /// Returns the connection of the event.
     pub const fn conn(&self) -> ConnId {
         match self {
             Self::Request { conn, .. }
@@ -455,7 +460,7 @@ impl Event {
     }
 }
 
-/// A MAD to send: UD SEND ONLY from QP1 to QP1, Q_Key 0x80010000, P_Key 0xffff.
+/// Outgoing MAD: UD SEND ONLY from QP1 to QP1, Q_Key 0x80010000, P_Key 0xffff.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct OutMad {
     /// Our address.
@@ -466,38 +471,38 @@ pub struct OutMad {
     pub mad: [u8; MAD_LEN],
 }
 
-/// Why a call was refused. Nothing changed.
+/// Error of a call, which changed nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum CmError {
-    /// Somebody listens on this port already.
+    /// Another listener has this address and port.
     #[error("address and port are in use")]
     AddressInUse,
-    /// Local and remote address are of different families, or one is unspecified or multicast.
-    #[error("addresses don't make a path")]
+    /// Local and remote address have different families, or one is unspecified or multicast.
+    #[error("local and remote address cannot be used together")]
     Address,
-    /// Too much private data.
+    /// Private data too long.
     #[error("{given} bytes of private data, at most {max}")]
     PrivateData {
         /// Bytes given.
         given: usize,
-        /// Bytes that the message holds.
+        /// Largest size in this message, bytes.
         max: usize,
     },
-    /// As many connections as configured.
+    /// [`CmConfig::max_connections`] reached.
     #[error("too many connections")]
     Limit,
-    /// Not a connection, or destroyed.
+    /// Unknown or destroyed connection.
     #[error("no such connection")]
     NoConnection,
-    /// The connection's state does not allow it.
-    #[error("the connection is in state {0:?}")]
+    /// The connection's state does not permit the call.
+    #[error("not possible in connection state {0:?}")]
     State(State),
-    /// The resolution does not wait for an answer.
-    #[error("the question is not open any more")]
+    /// The SIDR request is no longer pending.
+    #[error("SIDR request already answered")]
     Answered,
 }
 
-/// Why a MAD was dropped without effect.
+/// Reason why a MAD was dropped without effect.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(usize)]
 pub enum DropReason {
@@ -505,33 +510,33 @@ pub enum DropReason {
     Length,
     /// Not base version 1, class 7 (communication management), class version 2, method Send.
     Header,
-    /// An attribute that no CM message has, or that RoCE doesn't use (LAP, APR).
+    /// Attribute that no CM message has, or that RoCE doesn't use (LAP, APR).
     Attribute,
-    /// A field that can't have the value it has.
+    /// Field with an invalid value.
     Field,
-    /// Names a connection that we don't have.
+    /// Unknown connection.
     UnknownConnection,
-    /// Names a connection with another peer address than it came from.
+    /// Source address other than the connection's peer.
     WrongAddress,
-    /// A DREQ for another queue pair than the connection's.
+    /// DREQ for another queue pair than the connection's.
     WrongQp,
-    /// Not expected in the connection's state.
+    /// Unexpected in the connection's state.
     State,
-    /// A duplicate that needs no answer.
+    /// Duplicate that needs no answer.
     Duplicate,
-    /// A request beyond the listener's backlog.
+    /// Request beyond the listener's backlog.
     Backlog,
-    /// A request beyond one peer's share of the listener's backlog.
+    /// Request beyond one peer's part of the listener's backlog.
     BacklogPeer,
-    /// A request beyond the half-open connections allowed in all, none of which gives way.
+    /// Request beyond [`CmConfig::max_half_open`], and no connection can be evicted.
     HalfOpen,
-    /// A request beyond the half-open connections allowed to one peer, none of which gives way (yet).
+    /// Request beyond [`CmConfig::max_half_open_per_peer`], and no connection can be evicted (yet).
     HalfOpenPeer,
-    /// More MADs than one peer may send in a time, or repetitions of one request.
+    /// Beyond [`CmConfig::mad_rate`] or [`CmConfig::repeat_rate`].
     Rate,
-    /// A request beyond the connections allowed in all.
+    /// Request beyond [`CmConfig::max_connections`].
     Connections,
-    /// An answer that found the queue of outgoing MADs full.
+    /// Answer that did not fit into the queue of outgoing MADs.
     OutQueueFull,
 }
 
@@ -556,7 +561,7 @@ impl DropReason {
         Self::OutQueueFull,
     ];
 
-    /// A stable name for reports.
+    /// Returns a stable name for reports.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Length => "length",
@@ -579,59 +584,59 @@ impl DropReason {
     }
 }
 
-/// What a manager has counted.
+/// Counters of a manager.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Counters {
     received: [u64; Attribute::ALL.len()],
     sent: [u64; Attribute::ALL.len()],
     retried: [u64; Attribute::ALL.len()],
     dropped: [u64; DropReason::ALL.len()],
-    /// REJs sent, whatever the reason.
+    /// REJs sent, for any reason.
     pub rejects_sent: u64,
-    /// Old connections torn down because the peer used their queue pair or communication ID anew.
+    /// Stale connections ended because the peer reused their queue pair or communication ID.
     pub stale: u64,
     /// MRAs that extended a timer.
     pub extended: u64,
-    /// REQs, REPs and DREQs given up.
+    /// REQs, REPs and DREQs without an answer.
     pub timeouts: u64,
-    /// Lingering connections forgotten early to make room.
+    /// Lingering connections removed early to make room.
     pub forgotten: u64,
-    /// Half-open connections and questions that gave way to newer ones of other addresses.
+    /// Half-open connections and SIDR requests evicted for newer ones of other addresses.
     pub displaced: u64,
-    /// Half-open connections and questions that gave way to newer ones of the same address.
+    /// Half-open connections and SIDR requests evicted for newer ones of the same address.
     pub displaced_peer: u64,
-    /// Requests whose peer must have given up before the consumer answered.
+    /// Requests that expired before the consumer answered.
     pub expired: u64,
-    /// MADs not sent, for they would have gone to an address that has not shown that it receives what we send.
+    /// MADs not sent because the peer address is unverified.
     pub withheld: u64,
 }
 
 impl Counters {
-    /// MADs received with this attribute.
+    /// Returns the number of MADs received with this attribute.
     pub fn received(&self, a: Attribute) -> u64 {
         self.received[a.index()]
     }
 
-    /// MADs sent with this attribute, retransmissions included.
+    /// Returns the number of MADs sent with this attribute, including retransmissions.
     pub fn sent(&self, a: Attribute) -> u64 {
         self.sent[a.index()]
     }
 
-    /// MADs sent again after a timeout.
+    /// Returns the number of MADs with this attribute retransmitted after a timeout.
     pub fn retried(&self, a: Attribute) -> u64 {
         self.retried[a.index()]
     }
 
-    /// MADs dropped for this reason.
+    /// Returns the number of MADs dropped for this reason.
     pub fn dropped(&self, r: DropReason) -> u64 {
         self.dropped[r as usize]
     }
 
-    /// All, with stable names for reports.
+    /// Iterates over all counters with stable names for reports.
     pub fn named(&self) -> impl Iterator<Item = (String, u64)> {
-        let by_kind = |what: &'static str, n: [u64; Attribute::ALL.len()]| {
-            let kinds = Attribute::ALL.into_iter().zip(n);
-            kinds.map(move |(a, n)| (format!("cm_{what}_{}", a.name()), n))
+        let by_attribute = |prefix: &'static str, n: [u64; Attribute::ALL.len()]| {
+            let attributes = Attribute::ALL.into_iter().zip(n);
+            attributes.map(move |(a, n)| (format!("cm_{prefix}_{}", a.name()), n))
         };
         let dropped = DropReason::ALL.into_iter().zip(self.dropped);
         let others = [
@@ -645,14 +650,14 @@ impl Counters {
             ("expired", self.expired),
             ("withheld", self.withheld),
         ];
-        by_kind("received", self.received)
-            .chain(by_kind("sent", self.sent))
-            .chain(by_kind("retried", self.retried))
+        by_attribute("received", self.received)
+            .chain(by_attribute("sent", self.sent))
+            .chain(by_attribute("retried", self.retried))
             .chain(dropped.map(|(r, n)| (format!("cm_drop_{}", r.name()), n)))
             .chain(others.map(|(name, n)| (format!("cm_{name}"), n)))
     }
 
-    /// Adds what another manager has counted.
+    /// Adds another manager's counters.
     pub fn add(&mut self, other: &Self) {
         let tables = [
             (&mut self.received[..], &other.received[..]),

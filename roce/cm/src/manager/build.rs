@@ -1,5 +1,4 @@
-//! The messages that a manager sends, field by field as the kernel fills them (`cm_format_*`, `cma_connect_ib`,
-//! `cma_accept_ib`).
+//! Builds outgoing messages with the kernel's field values (`cm_format_*`, `cma_connect_ib`, `cma_accept_ib`).
 
 use core::time::Duration;
 
@@ -15,22 +14,21 @@ use crate::{
 
 /// Hop limit of paths, as in the kernel's REQs.
 pub(super) const HOP_LIMIT: u8 = 64;
-/// The LID that says "routed" (`IB_LID_PERMISSIVE`).
+/// LID of routed paths (`IB_LID_PERMISSIVE`).
 const LID_PERMISSIVE: u16 = 0xffff;
 
-/// Private data of a REP.
+/// Size of a REP's private data, bytes.
 const REP_PRIVATE_DATA: usize = 196;
 
-/// Extended transport type of a REQ: XRC (IBTA Annex A14).
+/// Extended transport type of an XRC REQ (IBTA Annex A14).
 pub(super) const EXTENDED_XRC: u8 = 1;
 
-/// The time that a code stands for; 0 is the shortest, unlike in a local ACK timeout.
+/// Returns the time of a code. 0 is the shortest; in a local ACK timeout it means infinite.
 pub(super) fn code_time(code: u8) -> Duration {
     ack_timeout(code).unwrap_or(Duration::from_nanos(4096))
 }
 
-/// The local ACK timeout code from the peer's ACK delay and the packet lifetime: the exponent of roughly
-/// delay + 2 * lifetime (IBA 12.7.34; `cm_ack_timeout`).
+/// Returns the local ACK timeout code, the exponent of about delay + 2 * lifetime (IBA 12.7.34; `cm_ack_timeout`).
 pub(super) fn ack_timeout_code(ack_delay: u8, packet_life_time: u8) -> u8 {
     let twice_life = packet_life_time + 1;
     let code = if twice_life >= ack_delay {
@@ -70,7 +68,7 @@ pub(super) fn req(config: &CmConfig, args: &ConnectArgs, comm_id: u32, src_port:
         ConnTransport::Uc => (Transport::Uc, 0),
         ConnTransport::Xrc => (Transport::Extended, EXTENDED_XRC),
     };
-    // An initiator answers nothing (`cm_format_req`).
+    // An XRC initiator answers no requests (`cm_format_req`).
     let is_xrc = args.transport == ConnTransport::Xrc;
     Ok(Req {
         transport,
@@ -107,7 +105,7 @@ pub(super) fn req(config: &CmConfig, args: &ConnectArgs, comm_id: u32, src_port:
 
 pub(super) fn rep(config: &CmConfig, c: &Conn, args: &AcceptArgs, depths: (u8, u8)) -> Result<Rep, CmError> {
     if c.offer.transport == ConnTransport::Xrc {
-        // The target's number has another place (`cm_format_rep`).
+        // An XRC target's QPN is in the EECN field (`cm_format_rep`).
         return Ok(Rep {
             local_comm_id: c.local_id,
             remote_comm_id: c.remote_id.unwrap_or(0),
@@ -141,7 +139,7 @@ pub(super) fn rep(config: &CmConfig, c: &Conn, args: &AcceptArgs, depths: (u8, u
     })
 }
 
-/// The queue pair that a REP names (`cm_rep_get_qpn`).
+/// Returns the queue pair named by a REP (`cm_rep_get_qpn`).
 pub(super) fn qpn_of(rep: &Rep, transport: ConnTransport) -> Qpn {
     match transport {
         ConnTransport::Xrc => Qpn::new(rep.local_eecn),
@@ -167,7 +165,7 @@ pub(super) fn mra(config: &CmConfig, c: &Conn, subject: Subject) -> Mra {
     }
 }
 
-/// A REJ of a connection. Additional information longer than 72 bytes is cut off.
+/// Builds the REJ of a connection. Truncates additional information to 72 bytes.
 pub(super) fn rej(c: &Conn, subject: Subject, reason: RejectReason, info: &[u8], data: [u8; 148]) -> Rej {
     let info = &info[..info.len().min(72)];
     Rej {
@@ -181,7 +179,7 @@ pub(super) fn rej(c: &Conn, subject: Subject, reason: RejectReason, info: &[u8],
     }
 }
 
-/// A REJ without a connection (`cm_issue_rej`).
+/// Builds a REJ without a connection (`cm_issue_rej`). Truncates additional information to 72 bytes.
 pub(super) fn bare_rej(local_id: u32, remote_id: u32, subject: Subject, reason: RejectReason, info: &[u8]) -> Rej {
     let info = &info[..info.len().min(72)];
     Rej {
