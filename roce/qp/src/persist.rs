@@ -1,5 +1,7 @@
-//! FLUSH to persistence (IBTA Annex A19). Making memory persistent may take long (`msync`), so whoever drives the queue pair does it,
-//! with no lock held ([`PersistJob`]); meanwhile the requests behind it wait.
+//! FLUSH to persistence (IBTA Annex A19).
+//!
+//! Making memory persistent may take long (`msync`). So the driver runs it as a [`PersistJob`] without holding a lock.
+//! Later requests wait for it.
 
 use std::sync::Arc;
 
@@ -16,7 +18,7 @@ use crate::{
     seq::Seq,
 };
 
-/// Memory that is to be made persistent.
+/// Pending request to make memory persistent.
 #[derive(Debug)]
 pub struct PersistJob {
     span: Span,
@@ -24,34 +26,35 @@ pub struct PersistJob {
 }
 
 impl PersistJob {
-    /// Does it.
+    /// Makes the memory persistent.
     ///
     /// # Errors
-    /// When the memory was taken back, or can't be made persistent.
+    /// The memory was revoked, or can't be made persistent.
     pub fn run(&self) -> Result<(), FlushError> {
         self.span.flush(true)
     }
 }
 
-/// A FLUSH whose job is under way.
+/// FLUSH whose job is in progress.
 #[derive(Debug)]
 pub(crate) struct Flushing {
+    /// Identifies the job.
     ticket: Arc<()>,
     packet: BufferedPacket,
-    /// What came last.
+    /// The packet received last.
     last: Seq,
 }
 
 impl QueuePair {
-    /// Takes what is to be made persistent; the queue pair goes on when it is told of the end ([`QueuePair::persisted`]).
+    /// Takes the pending job. Call [`QueuePair::persisted`] with its result to resume the queue pair.
     pub fn take_persist_job(&mut self) -> Option<PersistJob> {
         self.resp.persist_job.take()
     }
 
-    /// A job is done. One that the queue pair does not wait for any more is ignored.
+    /// Resumes after a job. Ignores a job that the queue pair no longer waits for.
     pub fn persisted(&mut self, ctx: &mut Ctx<'_>, job: &PersistJob, result: Result<(), FlushError>) {
-        let awaited = |f: &mut Box<Flushing>| Arc::ptr_eq(&f.ticket, &job.ticket);
-        let Some(flushing) = self.resp.flushing.take_if(awaited) else {
+        let is_current = |f: &mut Box<Flushing>| Arc::ptr_eq(&f.ticket, &job.ticket);
+        let Some(flushing) = self.resp.flushing.take_if(is_current) else {
             return;
         };
         if !self.takes_requests() {
@@ -63,9 +66,10 @@ impl QueuePair {
         self.resp.persisted = None;
     }
 
-    /// Executes a FLUSH, or begins to: what came before was executed in order and is in memory; this makes sure of its visibility and
-    /// persistence. True: its end is to be waited for.
-    pub(crate) fn begin_flush(&mut self, ctx: &Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<bool, Refusal> {
+    /// Executes a FLUSH or starts its job. Returns true if later requests must wait for the job.
+    ///
+    /// Earlier requests are already in memory. The FLUSH ensures their visibility and persistence.
+    pub(crate) fn start_flush(&mut self, ctx: &Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<bool, Refusal> {
         let failed = |e| match e {
             FlushError::Revoked(_) => Refusal::RKey,
             FlushError::Failed => Refusal::Persist,
@@ -99,7 +103,7 @@ impl QueuePair {
         Ok(true)
     }
 
-    /// A request that comes while a FLUSH is under way. It is buffered; without room the peer sends it again.
+    /// Buffers a request received during a FLUSH. Without room for it, the peer retransmits it.
     pub(crate) fn wait_for_flush(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
         let expected = self.resp.expected;
         let seq = expected.nearest(packet.header.bth.psn);

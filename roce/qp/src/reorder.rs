@@ -1,7 +1,7 @@
-//! Reorder buffer: request packets beyond a gap, until the gap is closed.
+//! Reorder buffer: holds request packets beyond a gap until the gap closes.
 //!
-//! Only packets from the peer's UDP source port get here ([`Origin`](crate::Origin)). Even who knows that port can't replace
-//! the peer's packet: where two copies of a packet differ neither is executed, and the peer has to send it again.
+//! Accepts packets from the peer's UDP source port only ([`Origin`](crate::Origin)). Even a forger that knows the port
+//! can't replace the peer's packet: if two copies differ, neither is executed and the peer has to resend the packet.
 
 use std::{
     collections::BTreeMap,
@@ -16,25 +16,25 @@ use roce_bth::{Class, Header, Packet};
 
 use crate::{sendq::packets_for, seq::Seq};
 
-/// Bytes that a queue pair's peer may have in flight beyond the oldest gap …
+/// Largest payload buffered per queue pair, bytes beyond the oldest gap.
 const BYTES: usize = 16 << 20;
-/// … and packets: one bit of a selective acknowledgement each.
+/// Largest number of packets beyond the oldest gap; each has a bit in a selective ACK.
 pub(crate) const PACKETS: u64 = 4096;
-/// PSNs without a packet that may lie between two buffered ones before the peer has had more outstanding.
+/// Initial reach beyond the newest buffered packet, PSNs. It grows with what the peer had outstanding.
 const INITIAL_REACH: u64 = 64;
-/// Memory of a buffered packet beside its payload, bytes.
+/// Memory of a buffered packet besides its payload, bytes.
 const OVERHEAD: usize = 256;
-/// Bits of a word of the bitmap.
+/// Bits in a word of the bitmap.
 pub(crate) const WORD: u64 = 64;
-/// Bytes that all queue pairs of a process may buffer.
+/// Memory for the buffered packets of all queue pairs in a process, bytes.
 const PROCESS_BYTES: usize = 256 << 20;
 
-/// Returns the largest window, PSNs beyond the oldest gap. A peer that selectively retransmits sends nothing beyond it.
+/// Returns the largest window, PSNs beyond the oldest gap. A selective ACK peer sends nothing beyond it.
 pub(crate) fn max_window(mtu: usize) -> u64 {
     ((BYTES / mtu) as u64).min(PACKETS)
 }
 
-/// Memory that queue pairs may buffer packets in.
+/// Memory limit for buffered packets, shared by queue pairs.
 #[derive(Debug)]
 pub struct ReorderBudget {
     max: usize,
@@ -51,13 +51,13 @@ impl Default for ReorderBudget {
 }
 
 impl ReorderBudget {
-    /// Returns the one budget of this process: a client of several loops gets no more than of one.
+    /// Returns this process's budget. All loops share it, so a client of several loops gets no more.
     pub fn of_process() -> Arc<Self> {
         static BUDGET: LazyLock<Arc<ReorderBudget>> = LazyLock::new(Arc::default);
         BUDGET.clone()
     }
 
-    /// Bytes in use.
+    /// Returns the bytes in use.
     pub fn used(&self) -> usize {
         self.used.load(Relaxed)
     }
@@ -66,12 +66,12 @@ impl ReorderBudget {
         let before = self.used.fetch_add(bytes, Relaxed);
         let fits = before + bytes <= self.max;
         if !fits {
-            self.give(bytes);
+            self.release(bytes);
         }
         fits
     }
 
-    fn give(&self, bytes: usize) {
+    fn release(&self, bytes: usize) {
         self.used.fetch_sub(bytes, Relaxed);
     }
 }
@@ -102,8 +102,9 @@ impl BufferedPacket {
         self.payload.len() + OVERHEAD
     }
 
-    /// Whether a copy would do the same. Flags may differ: a retransmission asks for an acknowledgement, and for the rest of a
-    /// READ.
+    /// Returns whether a copy has the same effect.
+    ///
+    /// Flags and the length of a READ may differ: a retransmission requests an acknowledgement, or the rest of a READ.
     fn is_same(&self, other: &Packet<'_>) -> bool {
         let (a, b) = (&self.header, &other.header);
         let is_read = a.bth.opcode.info().class == Class::ReadRequest;
@@ -115,11 +116,11 @@ impl BufferedPacket {
     }
 }
 
-/// State of a PSN beyond the gap.
+/// Slot of a PSN beyond the gap.
 #[derive(Debug)]
 enum Slot {
     Packet(BufferedPacket),
-    /// Two copies differed: one of them is forged.
+    /// Two copies differ: one of them is forged.
     Conflict,
 }
 
@@ -136,10 +137,11 @@ impl Slot {
 #[derive(Debug, Default)]
 pub(crate) struct ReorderBuffer {
     slots: BTreeMap<Seq, Slot>,
-    /// PSNs that have arrived, from `base` on, a multiple of [`WORD`]. Those before the oldest gap may be missing in it.
+    /// Bitmap of arrived PSNs from `base` on. Bits before the oldest gap may be clear.
     arrived: BitVec<u64, Lsb0>,
+    /// First PSN of the bitmap, a multiple of [`WORD`].
     base: Option<Seq>,
-    /// The most PSNs that the peer has been seen to have outstanding.
+    /// Largest number of PSNs that the peer is known to have had outstanding.
     outstanding: u64,
     budget: Arc<ReorderBudget>,
 }
@@ -155,20 +157,21 @@ impl ReorderBuffer {
         self.slots.is_empty()
     }
 
-    /// Notes that the peer has had so many PSNs outstanding, all executed by now.
+    /// Records how many PSNs the peer had outstanding, all executed by now.
     pub(crate) fn note_outstanding(&mut self, psns: u64) {
         self.outstanding = self.outstanding.max(psns);
     }
 
-    /// One past the last PSN that is buffered: no further beyond the newest packet than the peer has ever had outstanding.
+    /// Returns the end of the accepted PSNs: no further ahead than the peer ever had outstanding.
     fn limit(&self, expected: Seq, mtu: usize) -> Seq {
         let newest = self.slots.last_key_value().map_or(expected, |(seq, _)| *seq);
         let reach = self.outstanding.max(INITIAL_REACH);
         newest.max(expected).plus(reach).min(expected.plus(max_window(mtu)))
     }
 
-    /// Buffers a packet at `seq` while `expected` is missing. `false`: it is dropped, because it is too far ahead, there is
-    /// no memory, or it contradicts another copy.
+    /// Buffers a packet at `seq` while `expected` is missing.
+    ///
+    /// Returns false if it drops the packet: too far ahead, out of memory, or different from another copy.
     pub(crate) fn insert(&mut self, expected: Seq, seq: Seq, packet: &Packet<'_>, mtu: usize) -> bool {
         if seq >= self.limit(expected, mtu) || packet.payload.len() > mtu {
             return false;
@@ -192,15 +195,15 @@ impl ReorderBuffer {
         true
     }
 
-    /// Drops the copy of a packet that another contradicts, and takes back that it has arrived.
+    /// Drops a packet after a different copy arrived, and marks it as missing.
     fn reject_copies(&mut self, seq: Seq, mtu: usize) {
         if let Some(Slot::Packet(copy)) = self.slots.insert(seq, Slot::Conflict) {
-            self.budget.give(copy.bytes());
+            self.budget.release(copy.bytes());
             self.mark(seq, &copy.packet(), mtu, false);
         }
     }
 
-    /// Sets the bits of the PSNs that a packet takes.
+    /// Sets or clears the bits of a packet's PSNs.
     fn mark(&mut self, seq: Seq, packet: &Packet<'_>, mtu: usize, arrived: bool) {
         let Some(base) = self.base else { return };
         let count = match (packet.header.bth.opcode.info().class, packet.header.reth) {
@@ -208,7 +211,7 @@ impl ReorderBuffer {
             _ => 1,
         };
         let from = seq.since(base) as usize;
-        // A READ may ask for more than a bitmap holds; the rest of it is no request.
+        // The PSNs of a READ may exceed the bitmap; the peer has no requests there.
         let to = (seq.since(base) + count).min(PACKETS + 2 * WORD) as usize;
         if self.arrived.len() < to {
             self.arrived.resize(to.next_multiple_of(WORD as usize), false);
@@ -218,33 +221,33 @@ impl ReorderBuffer {
         }
     }
 
-    /// Removes the packet that is expected now.
+    /// Removes and returns the expected packet.
     pub(crate) fn take(&mut self, expected: Seq) -> Option<BufferedPacket> {
-        // Executed by a copy that came later.
+        // Earlier packets were executed from copies that arrived in order.
         while let Some(first) = self.slots.first_entry()
             && *first.key() < expected
         {
-            self.budget.give(first.remove().bytes());
+            self.budget.release(first.remove().bytes());
         }
         let slot = self.slots.remove(&expected)?;
-        self.budget.give(slot.bytes());
+        self.budget.release(slot.bytes());
         match slot {
             Slot::Packet(packet) => Some(packet),
             Slot::Conflict => None,
         }
     }
 
-    /// Returns a packet that was taken and can't be executed yet.
+    /// Buffers a taken packet again that can't be executed yet.
     pub(crate) fn put_back(&mut self, seq: Seq, packet: BufferedPacket) {
         if self.budget.take(packet.bytes()) {
             self.slots.insert(seq, Slot::Packet(packet));
         }
     }
 
-    /// Notes that everything before `expected` was executed.
+    /// Removes the bits of executed packets, those before `expected`.
     pub(crate) fn advance(&mut self, expected: Seq) {
         if self.slots.is_empty() {
-            self.forget();
+            self.clear_bitmap();
             return;
         }
         let Some(base) = self.base else { return };
@@ -256,19 +259,19 @@ impl ReorderBuffer {
         }
     }
 
-    fn forget(&mut self) {
+    fn clear_bitmap(&mut self) {
         self.base = None;
         self.arrived = BitVec::new();
     }
 
     pub(crate) fn clear(&mut self) {
         let bytes = self.slots.values().map(Slot::bytes).sum();
-        self.budget.give(bytes);
+        self.budget.release(bytes);
         self.slots.clear();
-        self.forget();
+        self.clear_bitmap();
     }
 
-    /// Returns the first PSN of the bitmap and a bit for each from there on, the lowest first, in at most `room` bytes.
+    /// Returns the bitmap's first PSN and at most `room` bytes, lowest PSN first.
     pub(crate) fn bitmap(&self, room: usize) -> Option<(Seq, &[u64])> {
         let words = self.arrived.as_raw_slice();
         let most = ((PACKETS / WORD) as usize + 1).min(room / size_of::<u64>());
@@ -307,14 +310,14 @@ mod tests {
         insert_filled(buffer, expected, seq, len, 7)
     }
 
-    /// A buffer whose peer has had as much outstanding as can be.
+    /// Creates a buffer whose peer has had a full window outstanding.
     fn wide(budget: &Arc<ReorderBudget>) -> ReorderBuffer {
         let mut buffer = ReorderBuffer::new(budget.clone());
         buffer.note_outstanding(PACKETS);
         buffer
     }
 
-    /// PSNs beyond `from` that the bitmap reports.
+    /// Returns the PSNs from `from` on that the bitmap reports.
     fn arrived(buffer: &ReorderBuffer, from: u64) -> Vec<u64> {
         let Some((base, words)) = buffer.bitmap(4096) else {
             return Vec::new();
@@ -341,7 +344,7 @@ mod tests {
         }
         buffer.advance(at(4));
         assert_eq!(arrived(&buffer, 4), [5, 200]);
-        // 4 to 150 come in their turn, 5 among them.
+        // 4 to 150 arrive in order, 5 among them.
         assert!(buffer.take(at(151)).is_none());
         buffer.advance(at(151));
         assert_eq!(arrived(&buffer, 151), [200]);
@@ -382,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn a_read_covers_the_numbers_of_its_answer() {
+    fn a_read_covers_the_psns_of_its_response() {
         let mut buffer = ReorderBuffer::default();
         let read = |dma_len| {
             let mut header = Header::new(Bth::new(Opcode::RcReadRequest, Qpn::new(5), Psn::new(0)));
@@ -394,15 +397,15 @@ mod tests {
         };
         assert!(buffer.insert(at(0), at(2), &read(3000), 1024));
         assert_eq!(arrived(&buffer, 0), [2, 3, 4]);
-        assert!(buffer.insert(at(0), at(2), &read(1000), 1024), "a part of it again");
+        assert!(buffer.insert(at(0), at(2), &read(1000), 1024), "a part again");
         assert!(buffer.insert(at(0), at(10), &read(u32::MAX), 1024));
         assert!(buffer.bitmap(4096).expect("bits").1.len() as u64 <= PACKETS / 64 + 1);
     }
 
     proptest! {
-        /// Whoever's copy is first: where two differ none comes out, and nothing says that it arrived.
+        /// If two copies differ, neither is returned nor reported in the bitmap.
         #[test]
-        fn contradicting_copies_are_executed_by_nobody(copies in proptest::collection::vec((1u64..8, 0u8..2), 0..24)) {
+        fn differing_copies_are_never_executed(copies in proptest::collection::vec((1u64..8, 0u8..2), 0..24)) {
             let budget = Arc::new(ReorderBudget::default());
             let mut buffer = ReorderBuffer::new(budget.clone());
             for (seq, fill) in &copies {
@@ -412,10 +415,10 @@ mod tests {
             for seq in 1..8 {
                 let mut fills: Vec<u8> = copies.iter().filter(|(s, _)| *s == seq).map(|(_, fill)| *fill).collect();
                 fills.dedup();
-                let promised = if let [fill] = fills[..] { Some(vec![fill; 16]) } else { None };
-                prop_assert_eq!(reported.contains(&seq), promised.is_some());
+                let expected = if let [fill] = fills[..] { Some(vec![fill; 16]) } else { None };
+                prop_assert_eq!(reported.contains(&seq), expected.is_some());
                 let out = buffer.take(at(seq)).map(|p| p.packet().payload.to_vec());
-                prop_assert_eq!(out, promised);
+                prop_assert_eq!(out, expected);
             }
             prop_assert_eq!(budget.used(), 0);
         }

@@ -1,4 +1,4 @@
-//! The responder: a request passes named stages, and leaves them executed or refused.
+//! Responder: takes each request through named stages until it is executed or refused.
 
 use core::{cmp::Ordering, time::Duration};
 
@@ -20,20 +20,22 @@ use crate::{
     srq::SharedReceiveQueue,
 };
 
-/// Largest gap that is reported, PSNs. A forged packet further ahead would make the peer send all that it has outstanding
-/// again. (If the request of a READ of more packets is lost, the peer's timer finds out.)
+/// Largest gap reported with a NAK, PSNs.
+///
+/// A forged packet further ahead would make the peer retransmit everything. If the request of a longer READ is lost,
+/// the peer's timeout recovers it.
 const MAX_GAP: u64 = PACKETS;
-/// PSNs before the expected one in which a SEND or WRITE is acknowledged again. A peer has far fewer outstanding.
+/// Age up to which a duplicate SEND or WRITE is acknowledged, PSNs. A peer has far fewer outstanding.
 const RECENT: u64 = 1 << 14;
 
-/// The message that is coming in.
+/// Message being received.
 #[derive(Debug)]
 pub(crate) enum Inbound {
     /// Between messages.
     Idle,
-    /// A SEND; bytes so far.
+    /// SEND; bytes received.
     Send(usize),
-    /// An RDMA WRITE: its memory (`None` for 0 bytes), bytes so far, and bytes in all.
+    /// RDMA WRITE: its memory (`None` for 0 bytes), bytes received and total length.
     Write {
         span: Option<Span>,
         received: u32,
@@ -41,43 +43,43 @@ pub(crate) enum Inbound {
     },
 }
 
-/// The responder's state.
+/// State of the responder.
 #[derive(Debug)]
 pub(crate) struct Responder {
-    /// The PSN expected next.
+    /// PSN expected next.
     pub(crate) expected: Seq,
     /// Messages completed.
     pub(crate) msn: Msn,
     pub(crate) inbound: Inbound,
-    /// The receive work request that the message has taken.
+    /// Receive work request of the current message.
     pub(crate) receive: Option<ActiveRecv>,
-    /// The shared receive queue that the message (or the last one) names: extended reliable connections.
+    /// Shared receive queue of the current or last XRC message.
     pub(crate) srq: Option<Arc<SharedReceiveQueue>>,
-    /// A gap or a missing receive was reported: what comes out of order is dropped until `expected` arrives.
+    /// A gap or a missing receive was reported: drop out-of-order packets until `expected` arrives.
     reported: bool,
-    /// The packet at hand is the one that a report asked for.
+    /// The current packet is the one that a report requested.
     resumed: bool,
-    /// A packet has arrived at its place since RTR.
+    /// An in-order packet has arrived since RTR.
     pub(crate) established: bool,
-    /// In error, with a refusal still to be sent.
+    /// In error, with a refusal still to send.
     pub(crate) closing: bool,
     pub(crate) replies: Replies,
-    /// Packets beyond a gap, or behind a FLUSH that is under way.
+    /// Packets beyond a gap, or behind a FLUSH in progress.
     pub(crate) reorder: Option<Box<ReorderBuffer>>,
-    /// A FLUSH that is under way: nothing behind it is executed.
+    /// FLUSH in progress: execute nothing behind it.
     pub(crate) flushing: Option<Box<Flushing>>,
-    /// Its job, until it is fetched.
+    /// Job of the FLUSH in progress, until the driver takes it.
     pub(crate) persist_job: Option<PersistJob>,
-    /// How it ended, for the FLUSH that goes on now.
+    /// Result of that job, for the FLUSH that now resumes.
     pub(crate) persisted: Option<Result<(), FlushError>>,
 }
 
-/// How far the processing of a request packet came.
+/// Progress of a request packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Processed {
     Done,
-    /// It is a FLUSH that is under way.
-    Begun,
+    /// FLUSH in progress.
+    Started,
 }
 
 impl Responder {
@@ -101,44 +103,44 @@ impl Responder {
     }
 }
 
-/// Why a request is not executed.
+/// Reason why a request is not executed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Refusal {
-    /// No receive work request waits.
+    /// No receive work request is posted.
     NoReceive,
-    /// A middle or last packet without a first.
+    /// Middle or last packet without a first.
     MissingFirst,
-    /// A new message before the last packet of the one before.
+    /// New message before the last packet of the previous one.
     MissingLast,
-    /// The queue pair does not let the peer do this.
+    /// The queue pair does not permit the operation.
     Operation,
-    /// More READs and atomics than agreed.
+    /// More READs and atomics than negotiated.
     TooManyRdAtomic,
-    /// The payload does not fit its place in the message.
+    /// Payload length wrong for its position in the message.
     Length,
     /// The message is longer than the receive work request.
     ReceiveTooShort,
-    /// Key, range or rights are wrong, or the memory was taken back.
+    /// Invalid key, range or access, or revoked memory.
     RKey,
-    /// An atomic on a word that is not aligned.
+    /// Misaligned atomic.
     Misaligned,
     /// The memory of the receive work request can't be written.
     LocalProtection,
-    /// The key that a SEND wanted to invalidate is not one that it may.
+    /// A SEND may not invalidate its key.
     Invalidate,
-    /// The message is for a shared receive queue that is not in the XRC domain.
+    /// The shared receive queue is not in the XRC domain.
     SharedQueue,
     /// Memory could not be made persistent.
     Persist,
 }
 
-/// What a refusal does on our side and on the peer's (IBA table 57 and 9.9.3; `rxe_resp.c`).
+/// Effects of a refusal on both sides (IBA table 57 and 9.9.3; `rxe_resp.c`).
 struct RefusalRow {
-    /// Told to the peer. `None`: the request is acknowledged, only our side fails (class J).
+    /// NAK for the peer. `None`: acknowledge the request, only our side fails (class J).
     nak: Option<NakCode>,
     /// Status of the receive work request, if the message has taken one.
     status: WcStatus,
-    /// Raised if it has not.
+    /// Event if it has taken none.
     event: fn(roce_verbs::Qpn) -> AsyncEvent,
 }
 
@@ -160,7 +162,7 @@ const fn refusal_row(refusal: Refusal) -> RefusalRow {
             status: WcStatus::LocalLengthError,
             ..invalid
         },
-        // The receive work request is one that an RDMA WRITE with immediate data has taken (IBA 11.6.2).
+        // The status concerns the receive of an RDMA WRITE with immediate data (IBA 11.6.2).
         Refusal::RKey => RefusalRow {
             nak: Some(NakCode::RemoteAccessError),
             status: WcStatus::LocalAccessError,
@@ -189,7 +191,7 @@ const fn refusal_row(refusal: Refusal) -> RefusalRow {
 }
 
 impl QueuePair {
-    /// GET_REQ: takes a request packet.
+    /// GET_REQ: processes a request packet.
     pub(crate) fn handle_request(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
         if !self.may_receive(ctx) {
             return;
@@ -203,17 +205,17 @@ impl QueuePair {
         self.run_request(ctx, seq, packet, seq);
     }
 
-    /// Executes the expected packet, and those buffered behind it. `arrived`: the packet that came last.
+    /// Executes the expected packet and those buffered behind it. `arrived`: the packet received last.
     pub(crate) fn run_request(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>, arrived: Seq) {
         match self.process(ctx, seq, packet) {
             Ok(Processed::Done) => self.process_buffered(ctx, arrived),
-            Ok(Processed::Begun) => {}
+            Ok(Processed::Started) => {}
             Err(refusal) => self.refuse(ctx, seq, refusal),
         }
         self.settle(ctx);
     }
 
-    /// The stages from CHK_OP_SEQ to ACKNOWLEDGE, of the expected packet.
+    /// Takes the expected packet through the stages from CHK_OP_SEQ to ACKNOWLEDGE.
     fn process(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<Processed, Refusal> {
         self.chk_op_seq(packet)?;
         self.chk_shared_queue(packet)?;
@@ -221,8 +223,8 @@ impl QueuePair {
         self.chk_resource(ctx, packet)?;
         self.chk_length(packet)?;
         self.chk_rkey(ctx, packet)?;
-        if packet.header.bth.opcode.info().class == Class::Flush && self.begin_flush(ctx, seq, packet)? {
-            return Ok(Processed::Begun);
+        if packet.header.bth.opcode.info().class == Class::Flush && self.start_flush(ctx, seq, packet)? {
+            return Ok(Processed::Started);
         }
         self.execute(ctx, seq, packet)?;
         self.complete(ctx, packet);
@@ -230,7 +232,7 @@ impl QueuePair {
         Ok(Processed::Done)
     }
 
-    /// Executes buffered packets if the packet just executed closed the gap. `arrived`: the packet that came last.
+    /// Executes buffered packets if the packet just executed closed the gap. `arrived`: the packet received last.
     fn process_buffered(&mut self, ctx: &mut Ctx<'_>, arrived: Seq) {
         self.note_outstanding();
         if self.resp.reorder.as_ref().is_none_or(|buffer| buffer.is_empty()) {
@@ -241,7 +243,7 @@ impl QueuePair {
         let expected = self.resp.expected;
         let Some(buffer) = &mut self.resp.reorder else { return };
         match refused {
-            // It comes again, and is refused in its turn.
+            // The peer resends the packet, which is refused then.
             Some((Refusal::NoReceive, _)) if !self.selective => {}
             Some((refusal, packet)) => {
                 if refusal == Refusal::NoReceive {
@@ -257,16 +259,16 @@ impl QueuePair {
         let replies = &mut self.resp.replies;
         match (self.selective, replies.ack) {
             (_, AckDue::Refuse(..)) => {}
-            // The peer waits for the word that the gap is closed, and where the next one is.
+            // The peer waits for a report that the gap is closed and where the next gap is.
             (true, _) => replies.ack_due(ctx, Duration::ZERO),
-            // It is told no more than it has sent again: rdma_rxe never completes a message that is acknowledged as a whole before all
-            // of it is sent again (specs/kernel.md).
+            // Acknowledge only what the peer has resent: rdma_rxe never completes a message that is acknowledged as a
+            // whole before it has resent all of it (specs/kernel.md).
             (false, AckDue::Ack) if replies.executed.0 > arrived.plus(1) => replies.say_at_once(AckDue::Again(arrived)),
             (false, _) => {}
         }
     }
 
-    /// Tells the reorder buffer how many PSNs the peer has had outstanding.
+    /// Updates the reorder buffer's record of PSNs that the peer had outstanding.
     fn note_outstanding(&mut self) {
         let outstanding = self.resp.expected.since(self.resp.replies.acked());
         if let Some(buffer) = &mut self.resp.reorder {
@@ -274,7 +276,7 @@ impl QueuePair {
         }
     }
 
-    /// Executes buffered packets up to the next gap, or to a packet that is refused; returns that.
+    /// Executes buffered packets up to the next gap or refusal. Returns the refused packet.
     fn execute_buffered(&mut self, ctx: &mut Ctx<'_>) -> Option<(Refusal, BufferedPacket)> {
         while self.takes_requests() && self.resp.flushing.is_none() {
             let expected = self.resp.expected;
@@ -286,10 +288,10 @@ impl QueuePair {
         None
     }
 
-    /// Keeps a packet beyond a gap. True: the peer knows of that, is told, and sends what is missing.
-    fn keep(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> bool {
+    /// Buffers a packet beyond a gap. Returns true if a selective ACK reports the gap, so that it needs no NAK.
+    fn buffer_ahead(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> bool {
         let (expected, mtu) = (self.resp.expected, self.mtu);
-        // Answers to what the peer has yet to send again would be an acknowledgement that goes beyond that.
+        // A response would implicitly acknowledge more than the peer has resent.
         let is_simple = matches!(packet.header.bth.opcode.info().class, Class::Send | Class::Write);
         let Some(buffer) = self.resp.reorder.as_mut().filter(|_| self.selective || is_simple) else {
             return false;
@@ -302,22 +304,23 @@ impl QueuePair {
             true => ctx.counters.out_of_seq_request += 1,
             false => ctx.counters.dropped_requests += 1,
         }
-        // A refusal that is due is about the packet that is expected, and says that it was not executed.
+        // Don't replace a pending refusal: it reports that the expected packet was not executed.
         if !buffer.is_empty() && !matches!(self.resp.replies.ack, AckDue::Refuse(..)) {
             self.resp.replies.say_at_once(AckDue::Ack);
         }
         true
     }
 
-    /// Whether the state takes requests.
+    /// Returns whether the state accepts requests; counts a dropped packet if not.
     pub(crate) fn may_receive(&self, ctx: &mut Ctx<'_>) -> bool {
         let may = self.takes_requests();
         ctx.counters.dropped_state += u64::from(!may);
         may
     }
 
-    /// The first packet of a connection is an event, if the program does not know yet that it stands. One that is not at
-    /// its place may be anybody's.
+    /// Reports the first packet of a connection in RTR as an event.
+    ///
+    /// Call only for packets at the expected PSN: others may be forged.
     pub(crate) fn note_established(&mut self, ctx: &mut Ctx<'_>) {
         if self.resp.established {
             return;
@@ -328,20 +331,20 @@ impl QueuePair {
         }
     }
 
-    /// CHK_PSN: only the expected packet goes on. A gap is reported once, a duplicate answered.
+    /// CHK_PSN: passes only the expected packet, reports a gap once and answers duplicates.
     fn chk_psn(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) -> Option<Seq> {
         let expected = self.resp.expected;
         let seq = expected.nearest(packet.header.bth.psn);
         match seq.cmp(&expected) {
             Ordering::Equal => {
                 self.resp.resumed = core::mem::take(&mut self.resp.reported);
-                // The gap is closed before its report went out. It may have stood for an acknowledgement.
+                // The gap closed before its NAK was sent. Send the acknowledgement that the NAK may have replaced.
                 if matches!(self.resp.replies.ack, AckDue::Refuse(..)) {
                     self.resp.replies.say_at_once(AckDue::Ack);
                 }
                 Some(seq)
             }
-            Ordering::Greater if self.keep(ctx, seq, packet) => None,
+            Ordering::Greater if self.buffer_ahead(ctx, seq, packet) => None,
             Ordering::Greater => {
                 if self.resp.reported || seq.since(expected) > MAX_GAP {
                     ctx.counters.dropped_requests += 1;
@@ -360,7 +363,7 @@ impl QueuePair {
         }
     }
 
-    /// CHK_OP_SEQ: messages are whole and don't overlap.
+    /// CHK_OP_SEQ: checks that messages are complete and don't overlap.
     fn chk_op_seq(&self, packet: &Packet<'_>) -> Result<(), Refusal> {
         let info = packet.header.bth.opcode.info();
         let starts = info.position.starts();
@@ -372,8 +375,7 @@ impl QueuePair {
         }
     }
 
-    /// The shared receive queue that a message names, and whose protection domain its keys are checked against (IBA
-    /// Annex A14).
+    /// Finds the shared receive queue that an XRC message names (IBA Annex A14). Its PD applies to keys.
     fn chk_shared_queue(&mut self, packet: &Packet<'_>) -> Result<(), Refusal> {
         if self.service != Service::Xrc || !packet.header.bth.opcode.info().position.starts() {
             return Ok(());
@@ -389,12 +391,12 @@ impl QueuePair {
         self.config.xrcd.as_ref()?.find(packet.header.xrceth?.srqn)
     }
 
-    /// The protection domain that peers' keys are checked against.
+    /// Returns the protection domain for checks of the peer's keys.
     pub(crate) fn key_domain(&self) -> PdHandle {
         self.resp.srq.as_ref().map_or(self.config.pd, |srq| srq.pd())
     }
 
-    /// CHK_OP_VALID: the queue pair lets the peer do this (IBA 9.7.4.1.3).
+    /// CHK_OP_VALID: checks that the queue pair permits the operation (IBA 9.7.4.1.3).
     pub(crate) fn chk_op_valid(&self, packet: &Packet<'_>) -> Result<(), Refusal> {
         let need = match packet.header.bth.opcode.info().class {
             Class::Flush => flush_rights(packet).ok_or(Refusal::Operation)?,
@@ -409,7 +411,7 @@ impl QueuePair {
         }
     }
 
-    /// CHK_RESOURCE: a receive work request for messages that consume one, a resource for those that are answered.
+    /// CHK_RESOURCE: takes a receive work request, or makes room for a response.
     fn chk_resource(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) -> Result<(), Refusal> {
         let info = packet.header.bth.opcode.info();
         match info.class {
@@ -450,7 +452,9 @@ impl QueuePair {
         if found { Ok(()) } else { Err(Refusal::LocalProtection) }
     }
 
-    /// CHK_LENGTH: all packets but the last are full, the last is not empty (IBA 9.7.4.1.6), and everything adds up.
+    /// CHK_LENGTH: checks packet and message lengths (IBA 9.7.4.1.6).
+    ///
+    /// All packets but the last are full, and the last of several is not empty.
     pub(crate) fn chk_length(&self, packet: &Packet<'_>) -> Result<(), Refusal> {
         let info = packet.header.bth.opcode.info();
         let len = packet.payload.len();
@@ -476,13 +480,13 @@ impl QueuePair {
                 }
             }
             Class::Write => {
-                let rest = match (&self.resp.inbound, packet.header.reth) {
+                let left = match (&self.resp.inbound, packet.header.reth) {
                     (Inbound::Write { received, len, .. }, _) => len - received,
                     (_, Some(reth)) if reth.dma_len <= self.config.max_msg_size => reth.dma_len,
                     _ => return Err(Refusal::Length),
                 } as usize;
-                // The last packet brings exactly what is left, every other one leaves some.
-                match if position.ends() { len == rest } else { len < rest } {
+                // The last packet completes the message, any other doesn't.
+                match if position.ends() { len == left } else { len < left } {
                     true => Ok(()),
                     false => Err(Refusal::Length),
                 }
@@ -516,7 +520,7 @@ impl QueuePair {
         span.map(Some).map_err(|_| Refusal::RKey)
     }
 
-    /// CHK_RKEY: the whole range of a message is checked with its first packet (IBA 9.7.4.1.5).
+    /// CHK_RKEY: checks the whole range of a message with its first packet (IBA 9.7.4.1.5).
     pub(crate) fn chk_rkey(&mut self, ctx: &Ctx<'_>, packet: &Packet<'_>) -> Result<(), Refusal> {
         let info = packet.header.bth.opcode.info();
         if info.class == Class::Write
@@ -538,7 +542,7 @@ impl QueuePair {
         Ok(())
     }
 
-    /// EXECUTE: moves the bytes, and the responder on to the next packet.
+    /// EXECUTE: copies the payload and advances the responder to the next packet.
     pub(crate) fn execute(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<(), Refusal> {
         let info = packet.header.bth.opcode.info();
         let mut packets = 1;
@@ -548,13 +552,13 @@ impl QueuePair {
             Class::ReadRequest => packets = self.execute_read(ctx, seq, packet)?,
             Class::Atomic => self.execute_atomic(ctx, seq, packet)?,
             Class::AtomicWrite => self.execute_atomic_write(ctx, seq, packet)?,
-            // It has been done (`begin_flush`).
+            // `start_flush` has executed it.
             Class::Flush => self.add_resource(ctx, seq, 1, Work::Done),
             _ => return Err(Refusal::Operation),
         }
         self.resp.expected = seq.plus(u64::from(packets));
         if info.position.ends() {
-            // A READ counts as soon as it is accepted (IBA C9-148), others when they are done.
+            // A READ counts when accepted (IBA C9-148), other messages when executed.
             self.resp.msn = self.resp.msn.next();
             self.resp.inbound = match (info.class, core::mem::replace(&mut self.resp.inbound, Inbound::Idle)) {
                 // COMPLETE still needs the length.
@@ -625,7 +629,7 @@ impl QueuePair {
 
     fn execute_atomic(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<(), Refusal> {
         let eth = packet.header.atomic_eth.unwrap_or_default();
-        // What makes the request invalid goes before what forbids it (IBA 9.7.4.1).
+        // An invalid request takes precedence over a forbidden one (IBA 9.7.4.1).
         if !eth.va.is_multiple_of(8) {
             return Err(Refusal::Misaligned);
         }
@@ -640,7 +644,7 @@ impl QueuePair {
         Ok(())
     }
 
-    /// 8 bytes at once (IBA Annex A19). Nothing is done twice: a duplicate only gets the answer again.
+    /// Writes 8 bytes atomically (IBA Annex A19). A duplicate only gets the response again.
     fn execute_atomic_write(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<(), Refusal> {
         let reth = packet.header.reth.unwrap_or_default();
         if !reth.va.is_multiple_of(8) {
@@ -666,7 +670,7 @@ impl QueuePair {
         });
     }
 
-    /// COMPLETE: the receive work request that the message has taken, at its end.
+    /// COMPLETE: completes the receive work request at the end of a message.
     pub(crate) fn complete(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
         let info = packet.header.bth.opcode.info();
         if !info.position.ends() {
@@ -700,14 +704,15 @@ impl QueuePair {
         self.push_recv(ctx, completion);
     }
 
-    /// ACKNOWLEDGE: READs and atomics are answered with data, the others on request, and when the peer goes on after a
-    /// report. rdma_rxe takes a retry off its count for every NAK and gives it back for acknowledgements only
-    /// (`rxe_comp.c`: `check_ack`): without this one, a long message fails on a lossy path although it advances.
+    /// ACKNOWLEDGE: acknowledges a SEND or WRITE on request, or when the peer resumes after a report.
+    ///
+    /// rdma_rxe decrements its retry count for every NAK and restores it only for acknowledgements (`rxe_comp.c`:
+    /// `check_ack`). Without the second case, a long message fails on a lossy path although it makes progress.
     fn acknowledge(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
         let class = packet.header.bth.opcode.info().class;
-        let wanted = packet.header.bth.ack_req || self.resp.resumed;
-        if matches!(class, Class::Send | Class::Write) && wanted {
-            // A requester that was told of a gap waits for the word that it may go on.
+        let needed = packet.header.bth.ack_req || self.resp.resumed;
+        if matches!(class, Class::Send | Class::Write) && needed {
+            // After a reported gap the requester waits for the acknowledgement before it sends more.
             let hold = match self.resp.resumed {
                 true => Duration::ZERO,
                 false => self.config.ack_hold,
@@ -716,19 +721,20 @@ impl QueuePair {
         }
     }
 
-    /// Answers a request that was received before (IBA 9.7.5.1.2): SEND and WRITE are acknowledged again, a READ is
-    /// done again, an atomic gets its saved result.
+    /// Answers a duplicate request (IBA 9.7.5.1.2).
+    ///
+    /// Acknowledges a SEND or WRITE again, repeats a READ, and replays the saved result of an atomic.
     pub(crate) fn answer_duplicate(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) {
         ctx.counters.duplicate_request += 1;
         match packet.header.bth.opcode.info().class {
-            // It knows better than to wait for the acknowledgement of just that.
+            // Too old: the peer can't be waiting for this acknowledgement.
             Class::Send | Class::Write if self.resp.expected.since(seq) > RECENT => ctx.counters.dropped_requests += 1,
             Class::Send | Class::Write if self.selective => self.resp.replies.ack_due(ctx, Duration::ZERO),
             Class::Send | Class::Write => self.resp.replies.ack_again(ctx, seq),
             Class::ReadRequest => self.duplicate_read(ctx, seq, packet),
             class @ (Class::Atomic | Class::AtomicWrite | Class::Flush) => {
-                let kept = self.resp.replies.find(seq);
-                match (class, kept.map(|r| &r.work)) {
+                let saved = self.resp.replies.find(seq);
+                match (class, saved.map(|r| &r.work)) {
                     (Class::Atomic, Some(Work::Atomic(_))) | (Class::AtomicWrite | Class::Flush, Some(Work::Done)) => {
                         self.resp.replies.replay(seq);
                     }
@@ -739,7 +745,7 @@ impl QueuePair {
         }
     }
 
-    /// A READ asked for again, whole or from some packet on: it must be a part of the READ that was asked for.
+    /// Answers a duplicate READ request, which must be all or part of the original.
     fn duplicate_read(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) {
         let mtu = self.mtu as u64;
         let reth = packet.header.reth.unwrap_or_default();
@@ -758,8 +764,8 @@ impl QueuePair {
             ctx.counters.dropped_requests += 1;
             return;
         }
-        // The peer's right to read is checked anew, as for a new request. But this may be a late copy of a READ that the
-        // peer has long got, and whose key it let us take back since: it is told, and ignores it then. No reason to fail.
+        // Check access again, but don't fail the queue pair: this may be a late copy of a completed READ whose key has
+        // been revoked since. The peer ignores the NAK then.
         let pd = match self.service {
             Service::Xrc => self.named_queue(packet).map(|srq| srq.pd()),
             _ => Some(self.config.pd),
@@ -776,15 +782,15 @@ impl QueuePair {
             }
             return;
         };
-        let keeps = self.selective;
+        let selective = self.selective;
         if let Some(Resource {
             work: Work::Read(read),
             pending,
             ..
         }) = self.resp.replies.find(seq)
         {
-            if keeps && *pending {
-                // Others of its parts are being sent.
+            if selective && *pending {
+                // Other parts of the READ are still being sent.
                 read.span = span;
                 let part = (offset as u32, offset as u32 + reth.dma_len);
                 ctx.counters.duplicate_parts += u64::from(read.add(part));
@@ -794,7 +800,7 @@ impl QueuePair {
             let silence = ctx.now.saturating_since(read.sent);
             let arrived = again.saturating_sub(read.begin) as usize;
             let lost = read.offset.saturating_sub(again) as usize;
-            if !keeps {
+            if !selective {
                 ctx.window.on_response_loss(ctx.now, silence, arrived, lost);
             }
             read.more.clear();
@@ -807,7 +813,7 @@ impl QueuePair {
         self.resp.replies.replay(seq);
     }
 
-    /// Refuses a request: for now if only the receive work request is missing, else for good.
+    /// Refuses a request: with an RNR NAK if only the receive work request is missing, else fatally.
     pub(crate) fn refuse(&mut self, ctx: &mut Ctx<'_>, seq: Seq, refusal: Refusal) {
         if refusal == Refusal::NoReceive {
             ctx.counters.send_rnr_err += 1;
@@ -850,7 +856,7 @@ impl QueuePair {
         self.push_recv(ctx, completion);
     }
 
-    /// Flushes the receive queue.
+    /// Completes the current and all posted receive work requests with a flush error.
     pub(crate) fn flush_receives(&mut self, ctx: &mut Ctx<'_>) {
         self.resp.inbound = Inbound::Idle;
         if let Some(receive) = self.resp.receive.take() {
@@ -870,7 +876,7 @@ fn atomic_refusal(e: AtomicError) -> Refusal {
     }
 }
 
-/// The rights that a FLUSH needs; `None` when it asks for nothing, or for what there is not.
+/// Returns the access flags that a FLUSH needs. `None`: its placement is empty or a field has a reserved value.
 pub(crate) fn flush_rights(packet: &Packet<'_>) -> Option<AccessFlags> {
     let feth = packet.header.feth?;
     let known = Placement::GLOBAL_VISIBILITY.union(Placement::PERSISTENT);

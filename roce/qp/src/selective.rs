@@ -1,4 +1,4 @@
-//! The requester towards a peer that keeps packets beyond a gap: what is missing is sent again, and nothing else.
+//! Requester's selective retransmission: resends only what a selective ACK peer is missing.
 
 use roce_bth::{Packet, Psn};
 use roce_verbs::{QpState, WcStatus};
@@ -16,7 +16,7 @@ use crate::{
     tx::{Step, TxKind, TxSink},
 };
 
-/// What a selective acknowledgement says has arrived: all before a number, and beyond that those with a bit.
+/// Contents of a selective ACK: all PSNs before `expected` have arrived, and those beyond with a bit.
 struct Arrivals<'a> {
     expected: Seq,
     base: Seq,
@@ -34,22 +34,22 @@ impl<'a> Arrivals<'a> {
         })
     }
 
-    /// One past the last number with a bit.
+    /// Returns the end of the bitmap.
     fn end(&self) -> Seq {
         self.base.plus(self.words.len() as u64 * 8).max(self.expected)
     }
 
     fn has(&self, seq: Seq) -> bool {
-        // Little-endian words: the bits of the bytes in a row.
+        // The words are little-endian, so bit order is byte order.
         let bit = seq.since(self.base);
         let byte = self.words.get((bit / 8) as usize).copied().unwrap_or(0);
-        // What is expected may be there, but waits for a receive: it is to be sent again.
+        // A bit for the expected packet means that it lacks a receive: it must be resent.
         seq > self.expected && byte >> (bit % 8) & 1 == 1
     }
 }
 
 impl QueuePair {
-    /// Takes an acknowledgement that says what has arrived beyond a gap.
+    /// Processes a selective ACK.
     pub(crate) fn handle_selective_ack(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
         if !self.is_sending() {
             ctx.counters.dropped_state += 1;
@@ -57,7 +57,7 @@ impl QueuePair {
         }
         let una = self.req.una;
         let acked = una.nearest(packet.header.bth.psn);
-        let Some(told) = Arrivals::parse(una, packet.payload).filter(|told| told.expected <= self.req.top) else {
+        let Some(arrivals) = Arrivals::parse(una, packet.payload).filter(|a| a.expected <= self.req.top) else {
             ctx.counters.dropped_responses += 1;
             return;
         };
@@ -73,13 +73,13 @@ impl QueuePair {
                 return;
             }
         }
-        // Else the sides have not heard the same of each other: what has been acknowledged is all that counts.
+        // Otherwise the sides disagree about selective ACK: only the cumulative part counts.
         if self.selective {
-            self.note_arrivals(ctx, &told);
+            self.note_arrivals(ctx, &arrivals);
         }
     }
 
-    fn note_arrivals(&mut self, ctx: &mut Ctx<'_>, told: &Arrivals<'_>) {
+    fn note_arrivals(&mut self, ctx: &mut Ctx<'_>, arrivals: &Arrivals<'_>) {
         let least = self.req.rtt.least();
         let probed = self.req.asked_all.filter(|at| ctx.now.saturating_since(*at) >= least);
         let sure = probed.is_some();
@@ -91,8 +91,8 @@ impl QueuePair {
         let mut recovery = core::mem::take(&mut self.req.recovery);
         recovery.told(
             outstanding,
-            (told.expected, told.end()),
-            |seq| told.has(seq),
+            (arrivals.expected, arrivals.end()),
+            |seq| arrivals.has(seq),
             |seq| self.weigh(seq).1,
             sure,
             |c| changes.push(c),
@@ -100,50 +100,49 @@ impl QueuePair {
         self.req.recovery = recovery;
         let arrived = changes.iter().any(|c| c.to == Mark::Arrived);
         self.take_selective_sample(ctx, &changes);
-        self.req.wanted = Some(told.expected);
+        self.req.wanted = Some(arrivals.expected);
         if self.req.timed_out && changes.iter().any(|c| (c.from, c.to) == (Mark::Lost, Mark::Arrived)) {
             self.req.timed_out = false;
             ctx.counters.spurious_timeouts += 1;
             ctx.window.on_spurious_timeout();
         }
-        self.book(ctx, changes, true);
+        self.account(ctx, changes, true);
         if arrived {
-            self.heard_beyond(ctx);
+            self.note_progress_beyond(ctx);
         }
-        // Something has come back.
         self.req.cautious = None;
     }
 
-    /// The round trip of a packet beyond the gap.
+    /// Samples the round trip of a packet beyond the gap.
     fn take_selective_sample(&mut self, ctx: &mut Ctx<'_>, changes: &[Change]) {
         let Some((seq, sent)) = self.req.sample else { return };
         let Some(change) = changes.iter().find(|c| c.seq.plus(1) == seq) else {
             return;
         };
         let (_, answered) = self.weigh(change.seq);
-        let back = match (change.from, change.to) {
-            // What is waited for is the answer.
+        let is_valid = match (change.from, change.to) {
+            // The round trip ends with the response.
             (Mark::Flying, Mark::Arrived) if answered => return,
             (Mark::Flying, Mark::Arrived) | (Mark::Flying | Mark::Arrived, Mark::Answered) => true,
-            // Sent more than once, nobody knows which transmission is meant (Karn's rule).
+            // After a retransmission the round trip is ambiguous (Karn's rule).
             _ => false,
         };
         self.req.sample = None;
-        if back {
+        if is_valid {
             let rtt = ctx.now.saturating_since(sent);
             self.req.rtt.sample(rtt);
             ctx.window.on_acked(ctx.now, 0, Some(rtt));
         }
     }
 
-    /// Index of the work request that a number belongs to.
+    /// Returns the index of the work request with this PSN.
     fn index_of(&self, seq: Seq) -> Option<usize> {
         let index = self.sq.wqes.partition_point(|w| w.end() <= seq);
         self.sq.wqes.get(index).filter(|w| w.first <= seq)?;
         Some(index)
     }
 
-    /// What a packet weighs, and whether its answer counts as in flight when it has arrived.
+    /// Returns a packet's cost in the window, and whether it has a response.
     fn weigh(&self, seq: Seq) -> (usize, bool) {
         let Some(index) = self.index_of(seq) else {
             return (0, false);
@@ -152,12 +151,12 @@ impl QueuePair {
         (wqe.cost(seq, seq.plus(1), self.mtu), wqe.has_response())
     }
 
-    /// What of `una..to` is counted as in flight.
+    /// Returns the cost of the packets of `una..to` in flight.
     pub(crate) fn weight_before(&self, to: Seq) -> usize {
         let (mut seq, mut weight) = (self.req.una, 0);
         while seq < to {
             let (cost, answered) = self.weigh(seq);
-            if counts(self.req.recovery.mark(seq), answered) {
+            if is_in_flight(self.req.recovery.mark(seq), answered) {
                 weight += cost;
             }
             seq = seq.plus(1);
@@ -165,43 +164,44 @@ impl QueuePair {
         weight
     }
 
-    /// Books what has become of packets, and keeps the memory of `changes`. `heed`: what is lost tells of the path.
-    fn book(&mut self, ctx: &mut Ctx<'_>, mut changes: Vec<Change>, heed: bool) {
-        let (mut acked, mut lost, mut back, mut unsent) = (0, 0, 0, 0);
+    /// Accounts for state changes of packets. `congested`: losses count as congestion.
+    fn account(&mut self, ctx: &mut Ctx<'_>, mut changes: Vec<Change>, congested: bool) {
+        let (mut acked, mut lost, mut resumed, mut unsent) = (0, 0, 0, 0);
         let mut unsent_upto = self.req.una;
         for change in changes.drain(..) {
             let (cost, answered) = self.weigh(change.seq);
-            match (counts(change.from, answered), counts(change.to, answered)) {
+            match (is_in_flight(change.from, answered), is_in_flight(change.to, answered)) {
                 (true, false) if change.to != Mark::Lost => acked += cost,
                 (true, false) if change.seq < unsent_upto => unsent += cost,
                 (true, false) => {
                     lost += cost;
                     unsent_upto = self.lost_request_end(change.seq).unwrap_or(unsent_upto);
                 }
-                (false, true) => back += cost,
+                (false, true) => resumed += cost,
                 _ => {}
             }
         }
         self.req.changes = changes;
-        self.req.in_flight = (self.req.in_flight + back).saturating_sub(acked + lost + unsent);
+        self.req.in_flight = (self.req.in_flight + resumed).saturating_sub(acked + lost + unsent);
         ctx.window.forget(unsent);
         if unsent > 0 {
-            // Requests behind it wait until it is there: that is no round trip.
+            // Later requests wait for the retransmission, so they don't measure a round trip.
             self.req.sample = None;
         }
-        ctx.window.on_sent(back);
+        ctx.window.on_sent(resumed);
         if acked > 0 {
             ctx.window.on_acked(ctx.now, acked, None);
         }
         match lost {
             0 => {}
-            _ if heed => ctx.window.on_loss(ctx.now, Loss::Told, lost),
+            _ if congested => ctx.window.on_loss(ctx.now, Loss::Told, lost),
             _ => ctx.window.forget(lost),
         }
     }
 
-    /// Where a READ that is missing as a whole ends, if a number is its first: it is the request that was lost, one packet, and none of
-    /// its answers has ever been under way.
+    /// Returns the end of a READ without any response, if `seq` is its first PSN.
+    ///
+    /// Then the request was lost, a single packet, and no response was ever sent.
     fn lost_request_end(&self, seq: Seq) -> Option<Seq> {
         let wqe = &self.sq.wqes[self.index_of(seq)?];
         let end = wqe.request_end(seq);
@@ -209,23 +209,25 @@ impl QueuePair {
         (is_whole && self.first_answered(seq, end) == end).then_some(end)
     }
 
-    /// The first number of `from..to` whose answer has not come.
+    /// Returns the first PSN of `from..to` without a response.
     pub(crate) fn first_unanswered(&self, from: Seq, to: Seq) -> Option<Seq> {
         let seq = self.req.recovery.run_end(from, to, |mark| mark == Mark::Answered);
         (seq < to).then_some(seq)
     }
 
-    /// The first number of `from..to` whose answer has come; else `to`.
+    /// Returns the first PSN of `from..to` with a response, or `to`.
     pub(crate) fn first_answered(&self, from: Seq, to: Seq) -> Seq {
         self.req.recovery.run_end(from, to, |mark| mark != Mark::Answered)
     }
 
-    /// Whether an answer comes before others that are missing, and is worth keeping.
+    /// Returns whether a response is beyond a gap and should be used.
     pub(crate) fn is_early(&self, seq: Seq) -> bool {
         self.selective && seq > self.req.una && self.response_before(seq).is_some()
     }
 
-    /// Takes an answer beyond a gap: its data goes to its place. What does not fit is dropped; it will come in its turn, or fail then.
+    /// Processes a response beyond a gap by writing its data to memory.
+    ///
+    /// Drops one that doesn't fit: it is resent in order, or fails then.
     pub(crate) fn take_early(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) {
         let missing = self.response_before(seq).unwrap_or(seq);
         self.req.implied = self.req.implied.max(seq);
@@ -241,13 +243,13 @@ impl QueuePair {
         recovery.responded(una, seq, |at| self.weigh(at).1, |c| changes.push(c));
         self.req.recovery = recovery;
         self.take_selective_sample(ctx, &changes);
-        self.book(ctx, changes, true);
+        self.account(ctx, changes, true);
         self.lose_overtaken(ctx);
         self.req.read_in_pieces = true;
-        self.heard_beyond(ctx);
+        self.note_progress_beyond(ctx);
     }
 
-    /// What was sent again later has come back: what was sent before that and has not is lost.
+    /// Declares packets lost that were sent before a retransmission that has been answered.
     pub(crate) fn lose_overtaken(&mut self, ctx: &mut Ctx<'_>) {
         if !self.req.recovery.has_returns() {
             return;
@@ -257,14 +259,14 @@ impl QueuePair {
         let mut recovery = core::mem::take(&mut self.req.recovery);
         recovery.overtaken(una, |at| self.weigh(at).1, |c| changes.push(c));
         self.req.recovery = recovery;
-        self.book(ctx, changes, true);
+        self.account(ctx, changes, true);
     }
 
-    /// The oldest READ was asked for once more after a silence, from one number to another.
+    /// Accounts for a probe: `from..to` of the oldest READ was requested again after a probe timeout.
     pub(crate) fn note_probed(&mut self, ctx: &mut Ctx<'_>, from: Seq, to: Seq) {
         if self.selective {
             let to = self.first_answered(from, to);
-            self.book_again(ctx, from, to, true);
+            self.account_resent(ctx, from, to, true);
         }
     }
 
@@ -286,7 +288,7 @@ impl QueuePair {
         }
     }
 
-    /// Goes past what has been answered and acknowledged already, when what was missing before it has come.
+    /// Advances past packets already acknowledged or answered, after the gap before them has closed.
     pub(crate) fn pass_answered(&mut self, ctx: &mut Ctx<'_>) {
         while self.is_sending() && self.req.recovery.is_active() {
             let una = self.req.una;
@@ -303,28 +305,27 @@ impl QueuePair {
         }
     }
 
-    /// Something has come back, beyond the oldest packet: what that waits for is another matter, RNR pauses and their count stay as they
-    /// are.
-    fn heard_beyond(&mut self, ctx: &Ctx<'_>) {
+    /// Records progress beyond the oldest packet: resets its retry count, but not the RNR timer and count.
+    fn note_progress_beyond(&mut self, ctx: &Ctx<'_>) {
         self.req.heard(ctx.now, self.attr.retry_cnt.unwrap_or(0));
         self.req.cautious = None;
     }
 
-    /// What [`QueuePair::go_back`] is towards such a peer.
+    /// Starts recovery towards a selective ACK peer, as [`QueuePair::go_back`] does towards others.
     pub(crate) fn go_on(&mut self, ctx: &mut Ctx<'_>, why: Back) {
         ctx.counters.completer_retry_err += u64::from(why != Back::Rnr);
         let (una, next) = (self.req.una, self.req.next);
         let mut changes = core::mem::take(&mut self.req.changes);
         match why {
-            // Whatever has been heard of it: it was not executed.
+            // Even if it arrived, the oldest packet was not executed.
             Back::Rnr | Back::Gap => self.req.recovery.lose(una, una, |c| changes.push(c)),
             Back::Silence | Back::Timeout => {
                 self.lose(una, next, &mut changes);
-                // It may have arrived, and the word of what came of it been lost.
+                // The oldest packet may have arrived and its response been lost.
                 self.req.recovery.lose(una, una, |c| changes.push(c));
             }
         }
-        self.book(ctx, changes, why == Back::Gap);
+        self.account(ctx, changes, why == Back::Gap);
         if why == Back::Timeout {
             ctx.window.on_loss(ctx.now, Loss::Timeout, 0);
         }
@@ -339,33 +340,33 @@ impl QueuePair {
         req.timers.base = ctx.now;
     }
 
-    /// Has the rest of the READ (or the atomic) that the oldest number belongs to sent again: its answer is missing.
+    /// Schedules the unanswered rest of the oldest READ or atomic for retransmission.
     pub(crate) fn ask_again(&mut self, ctx: &mut Ctx<'_>) {
         let una = self.req.una;
         let Some(index) = self.index_of(una) else { return };
         let end = self.sq.wqes[index].request_end(una).min(self.req.next);
         let mut changes = core::mem::take(&mut self.req.changes);
         self.lose(una, end, &mut changes);
-        self.book(ctx, changes, true);
+        self.account(ctx, changes, true);
         self.req.went_back = Some((una, ctx.now));
         self.req.sample = None;
         self.req.timers.base = ctx.now;
     }
 
-    /// Takes packets for lost that are in flight, and requests whose answers are.
+    /// Declares lost all packets of `from..to` that, or whose responses, are in flight.
     fn lose(&mut self, from: Seq, to: Seq, changes: &mut Vec<Change>) {
         let una = self.req.una;
         let mut seq = from;
         while seq < to {
             let (_, answered) = self.weigh(seq);
-            if counts(self.req.recovery.mark(seq), answered) {
+            if is_in_flight(self.req.recovery.mark(seq), answered) {
                 self.req.recovery.lose(una, seq, |c| changes.push(c));
             }
             seq = seq.plus(1);
         }
     }
 
-    /// Sends one packet that is missing at the peer. `None`: there is none.
+    /// Retransmits one lost packet. Returns `None` if there is none.
     pub(crate) fn transmit_lost(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Option<Step> {
         let open = matches!(self.state, QpState::Rts | QpState::Sqd) && self.req.timers.rnr_until.is_none();
         let (index, seq, to) = self.lost_request(ctx).filter(|_| open)?;
@@ -375,7 +376,7 @@ impl QueuePair {
         }
         let wqe = &self.sq.wqes[index];
         let (kind, cost) = (wqe.kind(), wqe.cost(seq, to, self.mtu));
-        // What closes the window may be answers to READs that the peer keeps until it has this.
+        // The packet that the peer waits for ignores the window: READ responses that fill it may wait for that packet.
         if !wanted && !self.fits(ctx, kind, cost) {
             self.req.note_window_closed();
             return Some(Step::Blocked);
@@ -394,17 +395,17 @@ impl QueuePair {
         if self.req.in_flight == 0 {
             self.req.timers.base = ctx.now;
         }
-        self.book_again(ctx, seq, to, false);
+        self.account_resent(ctx, seq, to, false);
         Some(Step::Sent)
     }
 
-    /// Books that `from..to` is in flight once more. `probe`: because nothing had come for longer than anything takes.
-    fn book_again(&mut self, ctx: &mut Ctx<'_>, from: Seq, to: Seq, probe: bool) {
+    /// Accounts for the retransmission of `from..to`. `probe`: sent after a probe timeout.
+    fn account_resent(&mut self, ctx: &mut Ctx<'_>, from: Seq, to: Seq, probe: bool) {
         let (una, next) = (self.req.una, self.req.next);
         let (mut at, mut more) = (from, 0);
         while at < to {
             let (cost, answered) = self.weigh(at);
-            let counted = counts(self.req.recovery.mark(at), answered);
+            let counted = is_in_flight(self.req.recovery.mark(at), answered);
             more += if counted { 0 } else { cost };
             match probe {
                 true => self.req.recovery.probed(una, at, next),
@@ -422,16 +423,17 @@ impl QueuePair {
         }
     }
 
-    /// The memory of a work request is gone: it fails in its turn.
+    /// Marks a work request as failed, to complete in order: its memory can't be read any more.
     fn fail_lost(&mut self, ctx: &mut Ctx<'_>, index: usize, seq: Seq, status: WcStatus) {
         ctx.counters.send_err += 1;
         self.sq.wqes[index].progress = Progress::Failed(status);
-        self.book_again(ctx, seq, seq.plus(1), false);
+        self.account_resent(ctx, seq, seq.plus(1), false);
         self.reap(ctx);
     }
 
-    /// The request packet that is to be sent again next, that which the peer waits for or the oldest: the index of its work request, and
-    /// its numbers.
+    /// Returns the next request packet to retransmit: the index of its work request and its PSNs.
+    ///
+    /// Prefers the packet that the peer waits for, else takes the oldest.
     fn lost_request(&self, ctx: &Ctx<'_>) -> Option<(usize, Seq, Seq)> {
         let recovery = &self.req.recovery;
         let wanted = self.req.wanted.filter(|seq| recovery.mark(*seq) == Mark::Lost);
@@ -445,7 +447,9 @@ impl QueuePair {
         Some((index, seq, to))
     }
 
-    /// How far a READ is asked for again from a number on: as it was, if the peer may never have seen it, else what is missing in a row.
+    /// Returns how far to request a READ again from `seq` on.
+    ///
+    /// Repeats the whole READ if the peer may never have seen it, else only consecutive lost packets.
     fn lost_run(&self, ctx: &Ctx<'_>, wqe: &SendWqe, seq: Seq) -> Seq {
         let recovery = &self.req.recovery;
         let end = wqe.request_end(seq);
@@ -458,7 +462,7 @@ impl QueuePair {
     }
 }
 
-/// Whether a packet is counted as in flight. Of a READ or atomic what counts is its answer.
-fn counts(mark: Mark, answered: bool) -> bool {
+/// Returns whether a packet is in flight. A READ or atomic is, until its response arrives.
+fn is_in_flight(mark: Mark, answered: bool) -> bool {
     mark.in_flight() || answered && mark == Mark::Arrived
 }

@@ -1,47 +1,47 @@
-//! UDP source ports of a connection's peer, which a sender of forged packets has to guess beside the PSN.
+//! UDP source ports of a connection's peer, which forgers must guess besides the PSN.
 //!
-//! RoCE has no authentication, but who can't see a connection's packets does not know the port they leave from, and who shares
-//! the peer's host can't bind it. So a packet off the expected PSN counts only if it comes from that port. Peers of ours name
-//! theirs in the REQ and REP; of others it is learned from packets at exactly the expected PSN (one forgery in 2^24).
+//! RoCE has no authentication. But a forger that can't see a connection's packets doesn't know their source port.
+//! Other processes on the peer's host can't bind it. So packets off the expected PSN are accepted only from that port.
+//! Ferroce peers name their port in the REQ and REP. That of others is learned from packets at exactly the expected
+//! PSN, which one forgery in 2^24 hits.
 
 use roce_bth::{Class, Packet};
 use roce_verbs::QpState;
 
 use crate::{qp::QueuePair, reorder::PACKETS, seq::Seq};
 
-/// PSNs before the oldest outstanding one that a congestion notification may still be about.
+/// PSNs before the oldest outstanding one that a congestion notification may name.
 const RECENT_REQUESTS: u64 = 1024;
 
-/// Who a packet may be from, by its PSN and UDP source port alone.
+/// Sender of a packet as far as its PSN and UDP source port show.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Origin {
-    /// The port is the peer's, or the service does not let one tell.
+    /// The port is the peer's, or the service permits no check.
     Peer,
-    /// The PSN is exactly the expected one, but the port is not known to be the peer's:
-    /// [`QueuePair::learn_source`] decides.
+    /// The PSN is the expected one, but the port is not known: [`QueuePair::learn_source`] decides.
     Unproven,
-    /// Neither is right: drop the packet without any trace but a counter.
+    /// Neither matches: count and drop the packet.
     Stranger,
 }
 
-/// Known ports of the peer.
+/// UDP source ports known of the peer.
 #[derive(Clone, Copy, Default, Debug)]
 enum Known {
     /// None yet.
     #[default]
     Nothing,
-    /// The port that the peer named in its REQ or REP; packets from any other are forged.
+    /// Port named in the peer's REQ or REP. Packets from any other are forged.
     Agreed(u16),
-    /// Ports of the peer's requests and of its responses, which hardware may tell apart.
+    /// Learned ports of the peer's requests and responses, which differ for some hardware.
     Learned {
-        /// By [`Direction`].
+        /// Indexed by [`Direction`].
         ports: [Option<u16>; 2],
-        /// Another port that was seen once at this expected PSN. A peer that changed its port sends the packet again.
+        /// Another port seen once at this expected PSN. A peer that changed its port resends the packet.
         rival: Option<(u16, Seq)>,
     },
 }
 
-/// Which of the peer's engines sent a packet.
+/// Direction of a packet: from the peer's requester or its responder.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Direction {
     Request,
@@ -59,7 +59,7 @@ impl Direction {
     }
 }
 
-/// Source ports from which this queue pair takes packets.
+/// Source ports from which a queue pair accepts packets.
 #[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct Sources(Known);
 
@@ -80,7 +80,7 @@ impl Sources {
         }
     }
 
-    /// Takes a port that was seen at the expected PSN. `false`: it is not believed yet.
+    /// Learns a port seen at the expected PSN. Returns false while the port is not trusted.
     fn learn(&mut self, port: u16, direction: Direction, at: Seq) -> bool {
         let (mut ports, rival) = match self.0 {
             Known::Agreed(agreed) => return agreed == port,
@@ -88,28 +88,28 @@ impl Sources {
             Known::Learned { ports, rival } => (ports, rival),
         };
         let known = &mut ports[direction as usize];
-        let believed = known.is_none_or(|known| known == port) || rival == Some((port, at));
-        if believed {
+        let trusted = known.is_none_or(|known| known == port) || rival == Some((port, at));
+        if trusted {
             *known = Some(port);
         }
-        let rival = (!believed).then_some((port, at));
+        let rival = (!trusted).then_some((port, at));
         self.0 = Known::Learned { ports, rival };
-        believed
+        trusted
     }
 }
 
 impl QueuePair {
-    /// Sets the port that the peer named for its packets. To be called in RTR.
+    /// Sets the port that the peer named in its REQ or REP. Call in RTR.
     pub fn set_peer_source(&mut self, port: u16) {
         self.sources = Sources(Known::Agreed(port));
     }
 
-    /// Judges a packet by its PSN and UDP source port. Nothing is changed, and nothing else of the packet looked at.
+    /// Classifies a packet by its opcode, PSN and UDP source port alone. Changes no state.
     pub fn origin(&self, packet: &Packet<'_>, port: u16) -> Origin {
         let class = packet.header.bth.opcode.info().class;
         if class == Class::Cnp {
-            let known = matches!(self.sources.0, Known::Agreed(agreed) if agreed == port);
-            return match known && self.is_recent(packet) {
+            let is_agreed = matches!(self.sources.0, Known::Agreed(agreed) if agreed == port);
+            return match is_agreed && self.is_recent(packet) {
                 true => Origin::Peer,
                 false => Origin::Stranger,
             };
@@ -121,14 +121,16 @@ impl QueuePair {
         match self.sources.0 {
             Known::Agreed(_) => Origin::Stranger,
             _ if self.exact(packet).is_some() => Origin::Unproven,
-            // A message of an unreliable connection may begin at any PSN (IBA 9.8.2): the first one may have been lost.
+            // A UC message may start at any PSN (IBA 9.8.2), because earlier packets may have been lost.
             _ if !self.reliable && !self.sources.knows(direction) => Origin::Peer,
             _ => Origin::Stranger,
         }
     }
 
-    /// Whether the PSN of a congestion notification is that of a packet that has left here lately. Peers of ours put the
-    /// marked packet's there; in the specification a notification has none, and a guessed port would be enough to forge one.
+    /// Returns whether a congestion notification's PSN is that of a recently sent packet.
+    ///
+    /// Ferroce peers put the marked packet's PSN there. In the specification a notification has none, so that a guessed
+    /// port would be enough to forge one.
     fn is_recent(&self, packet: &Packet<'_>) -> bool {
         let psn = packet.header.bth.psn;
         let request = self.req.una.nearest(psn);
@@ -138,21 +140,21 @@ impl QueuePair {
         requested || responded
     }
 
-    /// Learns the port of an [`Origin::Unproven`] packet whose ICRC is right. `false`: the peer has used another port before;
-    /// drop the packet, and believe its repetition.
+    /// Learns the port of an [`Origin::Unproven`] packet with a correct ICRC.
+    ///
+    /// Returns false if the peer used another port before. Drop the packet then: its retransmission is accepted.
     pub fn learn_source(&mut self, packet: &Packet<'_>, port: u16) -> bool {
         let direction = Direction::of(packet.header.bth.opcode.info().class);
         self.exact(packet)
             .is_some_and(|at| self.sources.learn(port, direction, at))
     }
 
-    /// Whether the port of responses is known. Until then one request packet is outstanding at a time, so that only one PSN is
-    /// answered.
+    /// Returns whether the port of responses is known. Until then only one request packet may be outstanding.
     pub(crate) fn knows_responder(&self) -> bool {
         !self.reliable || self.sources.knows(Direction::Response)
     }
 
-    /// The PSN of a packet that is exactly at the expected one: of a response, the oldest outstanding.
+    /// Returns a packet's PSN if it is exactly the expected one; of a response, the oldest outstanding.
     fn exact(&self, packet: &Packet<'_>) -> Option<Seq> {
         let bth = &packet.header.bth;
         match Direction::of(bth.opcode.info().class) {
