@@ -1,4 +1,4 @@
-//! What a port has to send: a staging slab of sealed packets, in trains that go out as one GSO send each.
+//! Send batch of a port: a staging slab of sealed packets, grouped into trains of one GSO send each.
 
 use core::net::{IpAddr, Ipv4Addr, SocketAddr};
 
@@ -9,23 +9,23 @@ use roce_verbs::AddressVector;
 
 use crate::{config::PortConfig, gso::Staging, peer::Peers, qpn::udp_source_port};
 
-/// `UDP_MAX_SEGMENTS` of Linux before 6.9: more segments than that in one send are refused.
+/// Largest number of segments in one GSO send: `UDP_MAX_SEGMENTS` of Linux before 6.9, which rejects more.
 pub const MAX_SEGMENTS: usize = 64;
-/// Payload bytes of the longest UDP datagram over IPv4; a GSO send is one until the last moment.
+/// Largest payload of a UDP datagram over IPv4, bytes. It also limits a whole GSO send.
 pub const MAX_TRAIN_BYTES: usize = 65_507;
-/// Room for at least one packet of any kind, generously.
+/// Smallest staging slab, bytes: holds at least one packet of any kind.
 const MIN_CAPACITY: usize = 8 << 10;
 
 /// Sizes of a [`TxBatch`].
 #[derive(Clone, Debug)]
 pub struct TxConfig {
-    /// Put several packets into one train. Off: every train is one packet.
+    /// Puts several packets into one train. Off: each train is one packet.
     pub gso: bool,
-    /// The most packets of a train; at most [`MAX_SEGMENTS`].
+    /// Largest number of packets in a train; at most [`MAX_SEGMENTS`].
     pub max_segments: usize,
-    /// The most bytes of a train; at most [`MAX_TRAIN_BYTES`].
+    /// Largest size of a train, bytes; at most [`MAX_TRAIN_BYTES`].
     pub max_train_bytes: usize,
-    /// Bytes of the staging slab. It should stay in the processor's cache.
+    /// Size of the staging slab, bytes. Should fit the processor's cache.
     pub capacity: usize,
 }
 
@@ -40,7 +40,7 @@ impl Default for TxConfig {
     }
 }
 
-/// Where a queue pair's packets go, with the flow that their ICRCs cover.
+/// Network path of a queue pair's packets, with the flow that their ICRCs cover.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TxPath {
     pub(crate) flow: Flow,
@@ -55,22 +55,24 @@ struct TrainRecord {
     len: usize,
     segment_len: usize,
     segments: usize,
-    /// Whether a packet of `segment_len` bytes or fewer may still follow.
+    /// Another packet of at most `segment_len` bytes may follow.
     open: bool,
 }
 
-/// A staging slab of sealed packets. Filled by [`crate::Port::poll_transmit`], sent and cleared by the datapath.
+/// Staging slab of sealed packets. [`crate::Port::poll_transmit`] fills it, the datapath sends and clears it.
 pub struct TxBatch {
     config: TxConfig,
     slab: Box<[u8]>,
     used: usize,
-    /// Where the packet staged last begins.
+    /// Offset of the last packet.
     last: usize,
     trains: Vec<TrainRecord>,
 }
 
-/// Packets of one queue pair, to be sent with one system call: all `segment_len` bytes long but the last, which may be
-/// shorter. Packet *i* is sealed with IPv4 Identification *i*, which is what Linux gives segment *i* of a GSO send.
+/// Packets of one queue pair for one system call.
+///
+/// All are `segment_len` bytes long but the last, which may be shorter. Packet *i* is sealed with IPv4 Identification
+/// *i*, because Linux numbers the segments of a GSO send so.
 #[derive(Clone, Copy, Debug)]
 pub struct Train<'a> {
     /// Our address.
@@ -85,14 +87,14 @@ pub struct Train<'a> {
     pub ttl: u8,
     /// Bytes of each packet but the last.
     pub segment_len: usize,
-    /// How many packets.
+    /// Number of packets.
     pub segments: usize,
-    /// The packets, one behind the other.
+    /// The packets back to back.
     pub bytes: &'a [u8],
 }
 
 impl<'a> Train<'a> {
-    /// The packets one by one, in the order of their Identifications.
+    /// Iterates over the packets in the order of their Identifications.
     pub fn packets(&self) -> impl Iterator<Item = &'a [u8]> + use<'a> {
         self.bytes.chunks(self.segment_len.max(1))
     }
@@ -108,7 +110,7 @@ impl core::fmt::Debug for TxBatch {
 }
 
 impl TxBatch {
-    /// An empty batch. Sizes beyond the limits of Linux are cut to them.
+    /// Creates an empty batch. Clamps sizes to the limits of Linux.
     pub fn new(mut config: TxConfig) -> Self {
         config.max_segments = config.max_segments.clamp(1, MAX_SEGMENTS);
         config.max_train_bytes = config.max_train_bytes.min(MAX_TRAIN_BYTES);
@@ -122,7 +124,7 @@ impl TxBatch {
         }
     }
 
-    /// What is to be sent, in order.
+    /// Iterates over the trains in sending order.
     pub fn trains(&self) -> impl ExactSizeIterator<Item = Train<'_>> {
         self.trains.iter().map(|t| Train {
             local: t.path.flow.ip.src(),
@@ -136,24 +138,24 @@ impl TxBatch {
         })
     }
 
-    /// Whether nothing is to be sent.
+    /// Returns whether no train is staged.
     pub fn is_empty(&self) -> bool {
         self.trains.is_empty()
     }
 
-    /// Forgets everything; the slab is used again.
+    /// Removes all trains; the slab is reused.
     pub fn clear(&mut self) {
         self.used = 0;
         self.last = 0;
         self.trains.clear();
     }
 
-    /// Sizes in use.
+    /// Returns the clamped sizes.
     pub fn config(&self) -> &TxConfig {
         &self.config
     }
 
-    /// Whether a packet of `len` bytes without its ICRC fits.
+    /// Returns whether a packet of `len` bytes without ICRC fits.
     pub(crate) fn has_room(&self, len: usize) -> bool {
         self.slab.len() - self.used >= len.saturating_add(ICRC_LEN)
     }
@@ -165,7 +167,7 @@ impl TxBatch {
         Some(&mut self.slab[self.used..self.used + len])
     }
 
-    /// Whether a packet of `total` bytes may go behind the train staged last.
+    /// Returns whether a packet of `total` bytes may join the last train.
     fn joins(&self, path: &TxPath, dest: Qpn, total: usize, alone: bool) -> bool {
         !alone
             && self.config.gso
@@ -181,25 +183,25 @@ impl TxBatch {
             })
     }
 
-    /// Whether a packet of `len` bytes without its ICRC should be staged still. A train that the end of the slab would
-    /// cut short is better begun in the next batch.
-    fn takes(&self, path: &TxPath, dest: Qpn, len: usize, alone: bool) -> bool {
-        let rest = self.slab.len() - self.used;
+    /// Returns whether this batch should accept a packet of `len` bytes without ICRC.
+    ///
+    /// Leaves a train that the end of the slab would cut short to the next batch.
+    fn accepts(&self, path: &TxPath, dest: Qpn, len: usize, alone: bool) -> bool {
+        let free = self.slab.len() - self.used;
         self.has_room(len)
             && (alone
                 || !self.config.gso
-                || rest >= self.config.max_train_bytes
+                || free >= self.config.max_train_bytes
                 || self.used < self.slab.len() / 2
                 || self.joins(path, dest, len + ICRC_LEN, alone))
     }
 
-    /// The packet staged last.
+    /// Returns the last packet.
     fn last(&self) -> &[u8] {
         &self.slab[self.last..self.used]
     }
 
-    /// Seals the `len` bytes staged last and puts them behind the open train if they may go there. Returns the packet's
-    /// place in its train.
+    /// Seals the `len` bytes just written and adds them to a train. Returns the packet's index in it.
     fn commit(&mut self, path: &TxPath, dest: Qpn, len: usize, alone: bool) -> usize {
         let total = len + ICRC_LEN;
         let start = self.used;
@@ -231,33 +233,33 @@ impl TxBatch {
     }
 }
 
-/// What a sink staged, for the port's statistics.
+/// Statistics of the packets that a sink staged.
 #[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct Staged {
     pub(crate) packets: u64,
     pub(crate) bytes: u64,
     pub(crate) retransmissions: u64,
-    /// What it tells of trains.
+    /// Statistics that show whether trains reach the peer.
     pub(crate) trains: Staging,
 }
 
-/// The sink of one queue pair for one turn.
+/// Packet sink of one queue pair for one turn.
 pub(crate) struct QpSink<'a> {
     batch: &'a mut TxBatch,
     path: TxPath,
     dest: Qpn,
-    /// Names receivers of datagrams; without it they can't change.
+    /// Resolves the receiver of each datagram. `None` for connected queue pairs.
     directory: Option<Directory<'a>>,
-    /// Trains of several packets towards this peer.
+    /// The peer receives trains of several packets.
     gso: bool,
-    /// Packets that this turn may still stage.
+    /// Packets left to stage in this turn.
     budget: usize,
     reserved: Option<(TxKind, usize)>,
     staged: Staged,
     full: bool,
 }
 
-/// Finds the way to the receivers of a datagram queue pair.
+/// Resolves the receivers of a datagram queue pair to paths.
 #[derive(Clone, Copy)]
 pub(crate) struct Directory<'a> {
     pub(crate) config: &'a PortConfig,
@@ -267,9 +269,9 @@ pub(crate) struct Directory<'a> {
 }
 
 impl<'a> QpSink<'a> {
-    /// For a datagram queue pair, which names the receiver of each packet.
+    /// Creates the sink of a datagram queue pair, which sets the receiver of each packet.
     pub(crate) fn directed(batch: &'a mut TxBatch, directory: Directory<'a>, budget: usize) -> Self {
-        let nowhere = TxPath {
+        let unset = TxPath {
             flow: Flow {
                 ip: IpPair::V4 {
                     src: Ipv4Addr::UNSPECIFIED,
@@ -283,7 +285,7 @@ impl<'a> QpSink<'a> {
         };
         Self {
             directory: Some(directory),
-            ..Self::new(batch, &nowhere, Qpn::default(), false, budget)
+            ..Self::new(batch, &unset, Qpn::default(), false, budget)
         }
     }
 
@@ -305,7 +307,7 @@ impl<'a> QpSink<'a> {
         self.staged
     }
 
-    /// Whether the slab (not the turn's budget) refused a packet.
+    /// Returns whether the slab, not the turn's budget, rejected a packet.
     pub(crate) fn is_full(&self) -> bool {
         self.full
     }
@@ -318,7 +320,7 @@ impl TxSink for QpSink<'_> {
             return None;
         }
         let alone = kind.is_again() || !self.gso;
-        if !self.batch.takes(&self.path, self.dest, len, alone) {
+        if !self.batch.accepts(&self.path, self.dest, len, alone) {
             self.full = true;
             return None;
         }
@@ -343,12 +345,12 @@ impl TxSink for QpSink<'_> {
     fn direct(&mut self, to: &AddressVector, dest: Qpn) -> bool {
         let Some(d) = self.directory else { return false };
         let Ok(av) = d.config.path(to) else { return false };
-        let usual = || d.config.src_port(udp_source_port(d.qpn, dest));
-        let src_port = d.config.wished_port(&av).unwrap_or_else(usual);
+        let default_port = || d.config.src_port(udp_source_port(d.qpn, dest));
+        let src_port = d.config.wished_port(&av).unwrap_or_else(default_port);
         let Some(path) = d.config.tx_path(&av, src_port) else {
             return false;
         };
-        // Nothing tells whether trains of datagrams arrive: they go where they are known to.
+        // UD has no acknowledgements that would reveal lost trains: send them only where they are known to arrive.
         self.gso = !av.is_multicast() && (d.config.stays_here(&av) || d.peers.gso_proven(av.remote));
         self.path = path;
         self.dest = dest;
@@ -388,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_packets_make_a_train_and_a_shorter_one_ends_it() {
+    fn equal_packets_form_a_train_and_a_shorter_one_ends_it() {
         let mut b = TxBatch::new(TxConfig::default());
         let p = path(2);
         for len in [96, 96, 96, 40, 40] {
@@ -417,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn retransmissions_go_alone() {
+    fn retransmissions_are_sent_alone() {
         let mut b = TxBatch::new(TxConfig::default());
         let p = path(2);
         for kind in [
@@ -432,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_of_a_train_and_of_the_slab_hold() {
+    fn limits_of_a_train_and_of_the_slab_are_enforced() {
         let mut b = TxBatch::new(TxConfig {
             gso: true,
             max_segments: 3,
@@ -450,7 +452,7 @@ mod tests {
         }
         assert!(sink.is_full());
         let total: usize = b.trains().map(|t| t.bytes.len()).sum();
-        // No train is begun that the slab's end would cut short.
+        // No train starts that the slab's end would cut short.
         assert!(
             total.is_multiple_of(200) && total + 250 + 200 > MIN_CAPACITY && total <= MIN_CAPACITY,
             "{total}"

@@ -1,8 +1,8 @@
-//! Congestion notification (IBTA Annex A17.9): the receiver of packets that a switch has marked notifies their sender, which
-//! slows down. Only peers of ours are believed: hardware sends notifications from another port and without a PSN, so that
-//! anybody could forge them.
+//! Congestion notification (IBTA Annex A17.9): the receiver of marked packets notifies the sender, which slows down.
 //!
-//! ConnectX's come from UDP port 0 (`tests/replay/src/made.rs`); towards cards the rate follows losses and round trips.
+//! Accepts notifications from ferroce peers only. Hardware sends them from another UDP port (ConnectX: 0,
+//! `tests/replay/src/made.rs`) and without a PSN, so anyone can forge them. For such peers the rate follows losses and
+//! round trips.
 
 use core::time::Duration;
 
@@ -15,40 +15,41 @@ use crate::{
     port::Port,
 };
 
-/// ECN bits of the traffic class when a switch has marked congestion (RFC 3168).
+/// ECN codepoint "congestion experienced", set by switches (RFC 3168).
 pub(crate) const ECN_CE: u8 = 3;
-/// The same of a sender that heeds marks.
+/// ECN codepoint of a sender that reacts to marks, ECT(0).
 const ECT: u8 = 2;
 pub(crate) const ECN_BITS: u8 = 3;
-/// Traffic class of notifications: DSCP 48, which ConnectX sends.
+/// Traffic class of notifications: DSCP 48, as ConnectX sends.
 const CNP_CLASS: u8 = 48 << 2;
-/// A queue pair notifies its peer no more often (the notification point of DCQCN).
+/// Shortest interval between two notifications of a queue pair (the notification point of DCQCN).
 const INTERVAL: Duration = Duration::from_micros(50);
-/// BTH, the 16 reserved bytes of a notification.
+/// Size of a notification, bytes: BTH and 16 reserved bytes.
 const CNP_LEN: usize = 12 + 16;
 
-/// Congestion that a queue pair has notified its peer of.
+/// Congestion notifications of a queue pair to its peer.
 #[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct Notified {
     last: Option<Instant>,
-    /// PSN of the marked packet that the next notification is about.
+    /// PSN of the marked packet to notify the peer of.
     due: Option<Psn>,
 }
 
 impl Port {
-    /// The traffic class of what a queue pair sends. Between two of ours marks are heeded, so switches may mark instead of
-    /// dropping; others get what the program says.
+    /// Sets the traffic class of a queue pair's packets: the application's, to a ferroce peer with ECT.
+    ///
+    /// ECT makes switches mark packets instead of dropping them.
     pub(crate) fn heed_marks(&mut self, slot: usize) {
         let entry = &mut *self.qps[slot];
-        let keeps = entry.qp.keeps_packets();
+        let to_ferroce = entry.qp.keeps_packets();
         let Some(path) = &mut entry.path else { return };
         path.tx.tos = path.av.traffic_class;
-        if keeps && path.tx.tos & ECN_BITS == 0 && !self.config.stays_here(&path.av) {
+        if to_ferroce && path.tx.tos & ECN_BITS == 0 && !self.config.stays_here(&path.av) {
             path.tx.tos |= ECT;
         }
     }
 
-    /// Notes that a connected queue pair's packet came with a mark. Acknowledgements don't count: they don't fill queues.
+    /// Schedules a notification for a marked packet. Ignores acknowledgements, which don't fill queues.
     pub(crate) fn note_mark(&mut self, now: Instant, slot: usize, packet: &Packet<'_>) {
         let entry = &mut *self.qps[slot];
         let class = packet.header.bth.opcode.info().class;
@@ -74,7 +75,7 @@ impl Port {
         let Some(path) = &entry.path else { return };
         let mut tx = path.tx;
         tx.tos = CNP_CLASS;
-        // Only peers of ours look at the PSN: it proves that we have seen their packet.
+        // Proves to a ferroce peer that we have received its packet; others ignore the PSN.
         let mut header = Header::new(Bth::new(Opcode::Cnp, path.dest, psn));
         header.bth.becn = true;
         let mut sink = QpSink::new(batch, &tx, path.dest, false, 1);
@@ -88,10 +89,10 @@ impl Port {
         self.counters.count_staged(&staged);
     }
 
-    /// Slows a queue pair after a notification that is its peer's ([`Origin::Peer`]), if its packets may be marked at all.
+    /// Slows down a queue pair that sends with ECT after its peer's notification ([`Origin::Peer`]).
     pub(crate) fn handle_notification(&mut self, now: Instant, slot: usize, origin: Origin) {
-        let marked = self.qps[slot].path.as_ref().is_some_and(|p| p.tx.tos & ECN_BITS != 0);
-        if !marked || origin != Origin::Peer {
+        let may_be_marked = self.qps[slot].path.as_ref().is_some_and(|p| p.tx.tos & ECN_BITS != 0);
+        if !may_be_marked || origin != Origin::Peer {
             self.counters.rp_cnp_ignored += 1;
             return;
         }

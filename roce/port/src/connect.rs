@@ -1,4 +1,4 @@
-//! Connections: the connection manager's events turned into queue pair transitions, and the program's calls into both.
+//! Managed connections: turns connection manager events and application calls into queue pair transitions.
 
 use core::net::{IpAddr, SocketAddr};
 
@@ -17,12 +17,12 @@ use crate::{
     port::{Port, invalid},
 };
 
-/// What happened to a connection or on a listener.
+/// Event of a connection or listener.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum PortCmEvent {
-    /// Somebody wants to connect. Answer with [`Port::cm_accept`] or [`Port::cm_reject`].
+    /// A peer requests a connection. Answer with [`Port::cm_accept`] or [`Port::cm_reject`].
     ConnectRequest {
-        /// Where it arrived.
+        /// Listener that got the request.
         listener: ListenId,
         /// The new half-open connection.
         conn: ConnId,
@@ -30,58 +30,59 @@ pub enum PortCmEvent {
         local: SocketAddr,
         /// The peer's address and (ephemeral) port.
         remote: SocketAddr,
-        /// The program's private data: 56 bytes, zero-padded.
+        /// The peer's private data: 56 bytes, zero-padded.
         private_data: Vec<u8>,
-        /// READs and atomics that the peer will answer at a time.
+        /// READs and atomics that the peer answers at a time.
         initiator_depth: u8,
-        /// READs and atomics that the peer will send at a time.
+        /// READs and atomics that the peer sends at a time.
         responder_resources: u8,
     },
-    /// The connection stands, its queue pair is in RTS.
+    /// The connection is established and its queue pair in RTS.
     Established {
         /// The connection.
         conn: ConnId,
-        /// On the active side the accept's private data: 196 bytes, zero-padded.
+        /// On the active side the peer's private data from the accept: 196 bytes, zero-padded.
         private_data: Vec<u8>,
     },
-    /// The peer refused. The queue pair is in error.
+    /// The peer rejected the connection. The queue pair is in error.
     Rejected {
         /// The connection.
         conn: ConnId,
-        /// Why.
+        /// Reject reason.
         reason: RejectReason,
-        /// The program's private data: 148 bytes, zero-padded.
+        /// The peer's private data: 148 bytes, zero-padded.
         private_data: Vec<u8>,
     },
-    /// No answer. The queue pair is in error.
+    /// The peer did not answer. The queue pair is in error.
     Unreachable {
         /// The connection.
         conn: ConnId,
     },
-    /// The peer accepted, but the queue pair could not be brought up.
+    /// The peer accepted, but the queue pair could not be moved to RTS.
     ConnectError {
         /// The connection.
         conn: ConnId,
-        /// What failed.
+        /// Error text.
         text: String,
     },
-    /// The connection is over. The queue pair is in error and flushed.
+    /// The connection has ended. The queue pair is in error and flushed.
     Disconnected {
         /// The connection.
         conn: ConnId,
     },
-    /// Nothing of the connection is on its way any more.
+    /// Timewait has expired: no packet of the connection is in the network any more.
     TimewaitExit {
         /// The connection.
         conn: ConnId,
     },
-    /// Whatever happened to a listener, connection or resolution whose queue pair is the program's own affair
-    /// ([`Port::cm_listen_raw`] and its like).
+    /// Event of a raw listener, connection or resolution ([`Port::cm_listen_raw`] and related calls).
+    ///
+    /// The application manages the queue pair.
     Raw(Event),
 }
 
 impl PortCmEvent {
-    /// The connection that it is about.
+    /// Returns the connection of the event.
     pub const fn conn(&self) -> ConnId {
         match self {
             Self::ConnectRequest { conn, .. }
@@ -95,7 +96,7 @@ impl PortCmEvent {
         }
     }
 
-    /// The listener and the new connection or resolution, when somebody asks for something.
+    /// Returns the listener and the new connection or resolution of a request.
     pub const fn request(&self) -> Option<(ListenId, ConnId)> {
         match self {
             Self::ConnectRequest { listener, conn, .. }
@@ -107,19 +108,18 @@ impl PortCmEvent {
     }
 }
 
-/// What the port keeps of a connection.
+/// State of a managed connection.
 #[derive(Debug, Default)]
 pub(crate) struct Conn {
-    /// Its queue pair, once it has one and as long as that lives.
+    /// Its queue pair. `None` before it has one and after that is destroyed.
     pub(crate) qpn: Option<Qpn>,
-    /// What its queue pair is brought up with.
-    ours: Ours,
+    terms: LocalTerms,
 }
 
-/// Our side's part in bringing a queue pair up.
+/// Local attributes for the transition to RTS.
 #[derive(Clone, Copy, Debug, Default)]
-struct Ours {
-    /// The first PSN that it expects.
+struct LocalTerms {
+    /// First PSN that the queue pair expects.
     rq_psn: Psn,
     min_rnr_timer: RnrTimer,
 }
@@ -134,10 +134,10 @@ pub(crate) fn cm_error(e: CmError) -> VerbsError {
 }
 
 impl Port {
-    /// Listens on a port of the RDMA_CM TCP port space, on one address or on all.
+    /// Listens on a port of the RDMA_CM TCP port space. `addr`: `None` or unspecified for all addresses.
     ///
     /// # Errors
-    /// When the port is taken or the address is not ours.
+    /// The port is in use, or the address is not local.
     pub fn cm_listen(&mut self, addr: Option<IpAddr>, port: u16, backlog: u32) -> Result<ListenId, VerbsError> {
         let addr = addr.map(|a| a.to_canonical()).filter(|a| !a.is_unspecified());
         if let Some(addr) = addr.filter(|a| !self.config.is_local(*a)) {
@@ -146,18 +146,18 @@ impl Port {
         self.cm.listen(addr, port, backlog).map_err(cm_error)
     }
 
-    /// Stops listening. Requests already reported stay.
+    /// Stops listening. Requests already reported remain valid.
     pub fn cm_unlisten(&mut self, id: ListenId) {
         self.cm.unlisten(id);
         self.raw_listeners.remove(&id);
     }
 
-    /// Starts to connect a queue pair in RESET or INIT. It is in RTS when [`PortCmEvent::Established`] comes.
+    /// Starts to connect a queue pair in RESET or INIT. [`PortCmEvent::Established`] reports it in RTS.
     ///
-    /// `local` may be unspecified if the port has one address of the family, and its UDP-like port 0 (any).
+    /// `local` may be unspecified if the port has a single address of the family. Its port may be 0 (any).
     ///
     /// # Errors
-    /// When the queue pair can't be used or an argument is wrong.
+    /// The queue pair can't be used, or an argument is invalid.
     pub fn cm_connect(
         &mut self,
         now: Instant,
@@ -170,7 +170,7 @@ impl Port {
         let (transport, srq) = self.at(qpn, |port| port.check_free(qpn, QpType::XrcIni))??;
         let av = self.check_av(&roce_verbs::AddressVector::new(local.ip(), remote.ip()))?;
         self.at(qpn, |port| port.init_qp(now, qpn))??;
-        let ours = self.ours(&params);
+        let terms = self.local_terms(&params);
         let args = ConnectArgs {
             params,
             srq,
@@ -180,57 +180,57 @@ impl Port {
                 SocketAddr::new(av.local, local.port()),
                 SocketAddr::new(av.remote, remote.port()),
                 qpn,
-                ours.rq_psn,
+                terms.rq_psn,
                 self.config.mtus.of(av.local),
             )
         };
         let conn = self.cm.connect(now, &args).map_err(cm_error)?;
-        self.bind(conn, qpn, ours, false);
+        self.bind(conn, qpn, terms, false);
         Ok(conn)
     }
 
-    /// Accepts a connect request with a queue pair in RESET or INIT, which is brought to RTS at once: the peer's first
-    /// packet may come before its RTU. [`PortCmEvent::Established`] follows.
+    /// Accepts a connect request with a queue pair in RESET or INIT. [`PortCmEvent::Established`] follows.
+    ///
+    /// Moves the queue pair to RTS at once, because the peer's first packet may overtake its RTU.
     ///
     /// # Errors
-    /// When there is no such request or the queue pair can't be used. The request then still waits; the queue pair may
-    /// be in error.
+    /// There is no such request, or the queue pair can't be used and may now be in error. The request stays open.
     pub fn cm_accept(&mut self, now: Instant, conn: ConnId, qpn: Qpn, params: ConnParams) -> Result<(), VerbsError> {
         self.now = now;
         let (transport, srq) = self.at(qpn, |port| port.check_free(qpn, QpType::XrcTgt))??;
         let path = self.cm.accept_path(conn, &params).map_err(cm_error)?;
         if path.transport != transport {
             return Err(invalid(format_args!(
-                "the peer asks for {:?}, not for {transport:?}",
+                "the peer requests transport {:?}, the queue pair has {transport:?}",
                 path.transport
             )));
         }
-        let ours = self.ours(&params);
-        let raised = self
-            .at(qpn, |port| port.raise(now, qpn, &path, ours))
+        let terms = self.local_terms(&params);
+        let accepted = self
+            .at(qpn, |port| port.bring_to_rts(now, qpn, &path, terms))
             .flatten()
             .and_then(|()| {
                 let args = AcceptArgs {
                     srq,
                     src_port: self.handshakes.promise(qpn),
-                    ..AcceptArgs::new(qpn, ours.rq_psn, params)
+                    ..AcceptArgs::new(qpn, terms.rq_psn, params)
                 };
                 self.cm.accept(now, conn, &args).map_err(cm_error)
             });
-        if let Err(e) = raised {
-            // If its port is closed there is nothing left to fail.
+        if let Err(e) = accepted {
+            // An error here means that the port is closed, and its queue pairs with it.
             let _ = self.at(qpn, |port| port.fail_qp(now, qpn));
             return Err(e);
         }
-        self.bind(conn, qpn, ours, true);
+        self.bind(conn, qpn, terms, true);
         self.pump_cm(now);
         Ok(())
     }
 
-    /// Refuses a connect request, or (`RejectReason`) says why it can't be served. The connection is gone after it.
+    /// Rejects a connect request and destroys the connection.
     ///
     /// # Errors
-    /// When there is no such request or the data is too long.
+    /// There is no such request, or the private data is too long.
     pub fn cm_reject(
         &mut self,
         now: Instant,
@@ -244,8 +244,9 @@ impl Port {
         Ok(())
     }
 
-    /// Moves the connection's queue pair to error and tells the peer. [`PortCmEvent::Disconnected`] follows, at the
-    /// latest when the peer does not answer. A second call does nothing.
+    /// Moves the connection's queue pair to error and sends a DREQ. A second call does nothing.
+    ///
+    /// [`PortCmEvent::Disconnected`] follows when the peer answers, or after the DREQ's last retry.
     pub fn cm_disconnect(&mut self, now: Instant, conn: ConnId) {
         self.now = now;
         self.fail_conn(now, conn);
@@ -253,25 +254,25 @@ impl Port {
         self.pump_cm(now);
     }
 
-    /// The DREQ of a connection that waits for its DREP, for [`Port::cm_send_farewell`].
+    /// Returns the DREQ of a connection that waits for its DREP, for [`Port::cm_send_farewell`].
     pub fn cm_farewell(&self, conn: ConnId) -> Option<Mad> {
         self.cm.farewell(conn)
     }
 
-    /// Sends a DREQ, perhaps another port's, by the way of a connection of this port that stands.
+    /// Sends a DREQ, possibly of another port's connection, over the path of connection `by`.
     ///
-    /// False if that is not established: its peer's address may be anybody's.
+    /// Returns false unless `by` is established: before that its peer's address is unverified.
     pub fn cm_send_farewell(&mut self, now: Instant, by: ConnId, dreq: &Mad) -> bool {
         self.now = now;
-        let stands = self.cm.state(by) == Some(State::Established);
-        let Some((local, remote)) = self.cm.addresses(by).filter(|_| stands) else {
+        let established = self.cm.state(by) == Some(State::Established);
+        let Some((local, remote)) = self.cm.addresses(by).filter(|_| established) else {
             return false;
         };
         self.cm.send_farewell(now, local.ip(), remote.ip(), dreq);
         true
     }
 
-    /// Disconnects if need be and forgets the connection; no more events of it come. Its queue pair stays.
+    /// Disconnects if necessary and destroys the connection. Reports no more of its events; the queue pair remains.
     pub fn cm_destroy(&mut self, now: Instant, conn: ConnId) {
         self.now = now;
         self.fail_conn(now, conn);
@@ -287,10 +288,10 @@ impl Port {
         self.pump_cm(now);
     }
 
-    /// Takes one event of a connection or listener.
+    /// Returns the next event of a connection or listener.
     pub fn poll_cm_event(&mut self) -> Option<PortCmEvent> {
         while let Some(event) = self.cm_events.pop_front() {
-            // Nothing comes after destroy, not even what had happened before.
+            // Drop queued events of destroyed connections.
             let conn = event.conn();
             if self.conns.contains_key(&conn) || self.raw_conns.contains(&conn) {
                 return Some(event);
@@ -299,22 +300,22 @@ impl Port {
         None
     }
 
-    /// Takes one change of a connection that [`roce_cm::CmConfig::report_changes`] asks for.
+    /// Returns the next connection change ([`roce_cm::CmConfig::report_changes`]).
     pub fn poll_conn_change(&mut self) -> Option<ConnChange> {
         self.cm.poll_change()
     }
 
-    /// The connection manager's state of a connection, for diagnosis.
+    /// Returns the connection manager's state of a connection, for diagnosis.
     pub fn cm_state(&self, conn: ConnId) -> Option<roce_cm::state::State> {
         self.cm.state(conn)
     }
 
-    /// What the connection manager keeps, for diagnosis.
+    /// Returns how much the connection manager holds, for diagnosis.
     pub fn cm_usage(&self) -> roce_cm::Usage {
         self.cm.usage()
     }
 
-    /// Works off what the connection manager reports.
+    /// Processes the connection manager's pending events.
     pub(crate) fn pump_cm(&mut self, now: Instant) {
         while let Some(event) = self.cm.poll_event() {
             self.on_cm_event(now, event);
@@ -388,7 +389,7 @@ impl Port {
             Event::Unreachable { conn } => PortCmEvent::Unreachable { conn },
             Event::Disconnected { conn, .. } => PortCmEvent::Disconnected { conn },
             Event::TimewaitExit { conn } => PortCmEvent::TimewaitExit { conn },
-            // Only what is raw has those.
+            // Datagram services exist only as raw ones.
             Event::SidrRequest { conn, .. } | Event::Resolved { conn, .. } => {
                 self.cm.destroy(now, conn);
                 return;
@@ -397,22 +398,23 @@ impl Port {
         self.cm_events.push_back(event);
     }
 
-    /// The peer accepted: the queue pair goes to RTS, then the RTU may leave.
+    /// Moves the queue pair to RTS after the peer accepted, then sends the RTU.
     fn on_reply(&mut self, now: Instant, conn: ConnId, path: &RemoteQp) -> Result<(), VerbsError> {
-        let ours = self.conns.get(&conn).map(|c| c.ours).unwrap_or_default();
-        let raised = self.at_qp_of(conn, |port, qpn, _| port.raise(now, qpn, path, ours));
-        match raised.unwrap_or_else(|| Err(VerbsError::State("its queue pair is gone".into()))) {
+        let terms = self.conns.get(&conn).map(|c| c.terms).unwrap_or_default();
+        let done = self.at_qp_of(conn, |port, qpn, _| port.bring_to_rts(now, qpn, path, terms));
+        match done.unwrap_or_else(|| Err(VerbsError::State("the connection's queue pair was destroyed".into()))) {
             Ok(()) => self.cm.qp_ready(now, conn).map_err(cm_error),
             Err(e) => {
-                // If the peer has ended it meanwhile there is nothing to tell it.
+                // An error here means that the peer has ended the connection and needs no REJ.
                 let _ = self.cm.qp_failed(now, conn, RejectReason::NO_QP);
                 Err(e)
             }
         }
     }
 
-    /// Whether a queue pair can be connected; its transport, and whether it shares its receives. Of extended reliable
-    /// connections each side has its own type.
+    /// Checks that a queue pair can be connected; returns its transport and whether it uses an SRQ.
+    ///
+    /// `xrc` is the type for XRC connections, which differs between the active and the passive side.
     fn check_free(&self, qpn: Qpn, xrc: QpType) -> Result<(ConnTransport, bool), VerbsError> {
         let entry = &self.qps[self.slot(qpn)?];
         let config = entry.qp.config();
@@ -420,37 +422,41 @@ impl Port {
             QpType::Rc => ConnTransport::Rc,
             QpType::Uc => ConnTransport::Uc,
             t if t == xrc => ConnTransport::Xrc,
-            t => return Err(invalid(format_args!("a queue pair of type {t:?} is not connected so"))),
+            t => {
+                return Err(invalid(format_args!(
+                    "queue pair type {t:?} can't be used on this side of a connection"
+                )));
+            }
         };
         match entry.qp.state() {
-            _ if entry.conn.is_some() => Err(VerbsError::Busy("the queue pair has a connection")),
+            _ if entry.conn.is_some() => Err(VerbsError::Busy("the queue pair already has a connection")),
             QpState::Reset | QpState::Init => Ok((transport, config.srq.is_some())),
             state => Err(VerbsError::State(format!(
-                "the queue pair is in {state:?}, not in RESET or INIT"
+                "the queue pair is in state {state:?}, expected RESET or INIT"
             ))),
         }
     }
 
-    /// A queue pair has a connection from now on; `half_open`: that waits for the RTU.
-    fn bind(&mut self, conn: ConnId, qpn: Qpn, ours: Ours, half_open: bool) {
+    /// Assigns a queue pair to a connection. `half_open`: the connection waits for the RTU.
+    fn bind(&mut self, conn: ConnId, qpn: Qpn, terms: LocalTerms, half_open: bool) {
         let bound = self.at(qpn, |port| {
             let entry = &mut *port.qps[port.qpns.get(qpn)?];
             (entry.conn, entry.half_open) = (Some(conn), half_open);
             Some(())
         });
         let qpn = bound.ok().flatten().map(|()| qpn);
-        self.conns.insert(conn, Conn { qpn, ours });
+        self.conns.insert(conn, Conn { qpn, terms });
     }
 
-    fn ours(&mut self, params: &ConnParams) -> Ours {
+    fn local_terms(&mut self, params: &ConnParams) -> LocalTerms {
         use rand::Rng;
-        Ours {
+        LocalTerms {
             rq_psn: Psn::new(self.rng.random()),
             min_rnr_timer: params.min_rnr_timer.unwrap_or(self.config.min_rnr_timer),
         }
     }
 
-    /// RESET to INIT, with the rights that rdma_cm gives (`cm_init_qp_init_attr`). In INIT already: left alone.
+    /// Moves a queue pair from RESET to INIT, with rdma_cm's access flags (`cm_init_qp_init_attr`).
     fn init_qp(&mut self, now: Instant, qpn: Qpn) -> Result<(), VerbsError> {
         if self.qp_state(qpn) != Some(QpState::Reset) {
             return Ok(());
@@ -465,25 +471,25 @@ impl Port {
         self.modify_qp(now, qpn, &attr)
     }
 
-    /// Brings a queue pair to RTS (`cm_init_qp_rtr_attr`, `cm_init_qp_rts_attr`).
-    fn raise(&mut self, now: Instant, qpn: Qpn, path: &RemoteQp, ours: Ours) -> Result<(), VerbsError> {
+    /// Moves a queue pair to RTS (`cm_init_qp_rtr_attr`, `cm_init_qp_rts_attr`).
+    fn bring_to_rts(&mut self, now: Instant, qpn: Qpn, path: &RemoteQp, terms: LocalTerms) -> Result<(), VerbsError> {
         self.init_qp(now, qpn)?;
         let qp_type = self.qps[self.slot(qpn)?].qp.config().qp_type;
-        let way = ToRts {
-            rq_psn: ours.rq_psn,
+        let steps = ToRts {
+            rq_psn: terms.rq_psn,
             sq_psn: path.sq_psn,
             max_dest_rd_atomic: path.responder_resources,
             max_rd_atomic: path.initiator_depth,
-            min_rnr_timer: ours.min_rnr_timer,
+            min_rnr_timer: terms.min_rnr_timer,
             timeout: path.timeout,
             retry_cnt: path.retry_cnt,
             rnr_retry: path.rnr_retry,
             ..ToRts::new(path.av, path.mtu, path.qpn)
         };
-        self.modify_qp(now, qpn, &way.step(qp_type, QpState::Rtr))?;
+        self.modify_qp(now, qpn, &steps.step(qp_type, QpState::Rtr))?;
         let slot = self.slot(qpn)?;
         self.agree(slot, Terms::of(path));
-        self.modify_qp(now, qpn, &way.step(qp_type, QpState::Rts))
+        self.modify_qp(now, qpn, &steps.step(qp_type, QpState::Rts))
     }
 
     /// Moves a connection's queue pair to error.
@@ -500,7 +506,7 @@ impl Port {
             ..QpAttr::default()
         };
         if let Err(e) = self.modify_qp(now, qpn, &attr) {
-            tracing::error!(%qpn, error = %e, "a queue pair could not be moved to error");
+            tracing::error!(%qpn, error = %e, "queue pair could not be moved to the error state");
         }
     }
 }

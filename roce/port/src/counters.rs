@@ -6,36 +6,37 @@ use crate::batch::Staged;
 
 macro_rules! port_counters {
     ($( $(#[$doc:meta])* $name:ident, )*) => {
-        /// What a port has counted since it was made. Every packet that comes in is counted once in `rx_packets`, and if
-        /// it goes no further, once more under its reason.
+        /// Counters of a port since its creation.
+        ///
+        /// Each received packet counts in `rx_packets`, a dropped packet also in the counter of its reason.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         pub struct PortCounters {
-            /// What the queue pairs counted.
+            /// Counters of the queue pairs.
             pub transport: Counters,
-            /// What the connection manager counted.
+            /// Counters of the connection manager.
             pub cm: roce_cm::Counters,
             $( $(#[$doc])* pub $name: u64, )*
         }
 
         impl PortCounters {
-            /// Packets with a partition key other than ours, as port attributes tell it (`bad_pkey_cntr`).
+            /// Returns the packets with a wrong partition key, as in port attributes (`bad_pkey_cntr`).
             pub fn pkey_violations(&self) -> u16 {
                 u16::try_from(self.drop_pkey).unwrap_or(u16::MAX)
             }
 
-            /// Datagrams with a queue key other than their queue pair's (`qkey_viol_cntr`).
+            /// Returns the datagrams with a wrong queue key, as in port attributes (`qkey_viol_cntr`).
             pub fn qkey_violations(&self) -> u16 {
                 u16::try_from(self.drop_qkey + self.transport.qkey_violations).unwrap_or(u16::MAX)
             }
 
-            /// Adds what another port has counted.
+            /// Adds another port's counters.
             pub fn add(&mut self, other: &Self) {
                 self.transport.add(&other.transport);
                 self.cm.add(&other.cm);
                 $( self.$name += other.$name; )*
             }
 
-            /// The port's own counters (without `transport` and `cm`) by name.
+            /// Returns the port's own counters by name, without `transport` and `cm`.
             pub fn named(&self) -> impl Iterator<Item = (&'static str, u64)> {
                 [ $( (stringify!($name), self.$name), )* ].into_iter()
             }
@@ -46,32 +47,31 @@ macro_rules! port_counters {
 port_counters! {
     /// Packets received, before any check.
     rx_packets,
-    /// Their bytes from the BTH to the ICRC.
+    /// Bytes received, from the BTH to the ICRC.
     rx_bytes,
     /// Datagrams or GRO buffers received.
     rx_datagrams,
     /// Packets staged for sending.
     tx_packets,
-    /// Their bytes from the BTH to the ICRC.
+    /// Bytes staged for sending, from the BTH to the ICRC.
     tx_bytes,
-    /// Packets staged once more.
+    /// Packets retransmitted.
     tx_retransmissions,
-    /// Management datagrams received that reached the connection manager.
+    /// Management datagrams received and passed to the connection manager.
     rx_mads,
     /// Management datagrams sent.
     tx_mads,
-    /// Received packets that a switch had marked as having met congestion (ECN CE).
+    /// Packets received with a congestion mark (ECN CE) from a switch.
     np_ecn_marked_roce_packets,
-    /// Congestion notification packets sent, as received ones were marked.
+    /// Congestion notification packets sent for received packets with a mark.
     np_cnp_sent,
-    /// Congestion notification packets received, which slow the queue pair.
+    /// Congestion notification packets received that slowed down a queue pair.
     rp_cnp_handled,
-    /// Congestion notification packets of strangers, of peers that are not ferroce, and to queue pairs whose packets no switch
-    /// may mark: they change nothing.
+    /// Congestion notification packets ignored: not from a ferroce peer, or the queue pair sends without ECT.
     rp_cnp_ignored,
-    /// For another process or loop that shares the address: packets that the kernel had merged behind ours.
+    /// Packets forwarded to another process or loop that shares the address.
     handed_over,
-    /// Dropped: for another loop that shares the address, for which too much waits already.
+    /// Dropped: for another loop that shares the address, whose inbox is full.
     drop_handed_over,
     /// Dropped: too short, or headers cut off.
     drop_truncated,
@@ -79,42 +79,42 @@ port_counters! {
     drop_opcode,
     /// Dropped: transport header version not 0.
     drop_version,
-    /// Dropped: payload and pad do not fit together or to the opcode.
+    /// Dropped: payload and pad are inconsistent, or don't fit the opcode.
     drop_malformed,
-    /// Dropped: not to an address of ours, or sender and receiver of different IP versions.
+    /// Dropped: destination address not local, or source and destination of different IP versions.
     drop_local_address,
     /// Dropped: to QP0.
     drop_qp0,
-    /// Packets received that went to the members of a multicast group.
+    /// Packets delivered to the members of a multicast group.
     rx_multicast,
-    /// Dropped: to the multicast queue pair, but no group's packet, or of a group without members.
+    /// Dropped: multicast QP with a unicast address, or group without members.
     drop_multicast,
-    /// Dropped: no such queue pair.
+    /// Dropped: unknown destination QP.
     drop_no_qp,
-    /// Dropped: of another transport service than the queue pair's.
+    /// Dropped: transport service other than the queue pair's.
     drop_service,
     /// Dropped: the queue pair has no path yet.
     drop_not_connected,
-    /// Dropped: not from the peer's address, or not to the path's local one.
+    /// Dropped: addresses other than those of the queue pair's path.
     drop_peer_address,
-    /// Dropped: to a connected queue pair, off the expected PSN and not from the peer's UDP source port.
+    /// Dropped: neither the expected PSN nor the peer's UDP source port on a connected queue pair.
     drop_stranger,
     /// Dropped: partition key other than the default partition's.
     drop_pkey,
     /// Dropped: wrong queue key on QP1.
     drop_qkey,
-    /// Dropped: on QP1, but not a datagram of 256 bytes from QP1.
+    /// Dropped: to QP1, but not a datagram of 256 bytes from QP1.
     drop_bad_mad,
     /// Dropped: ICRC wrong.
     icrc_errors,
-    /// Dropped: ICRC right only with an IPv4 Identification that this peer would not send.
+    /// Dropped: ICRC correct only for an IPv4 Identification that the peer would not send.
     icrc_implausible,
-    /// Peers towards which GSO was switched off because of trains only the first packets came through.
+    /// Peers for which GSO was disabled: they received only the first segment of sends.
     gso_switched_off,
 }
 
 impl PortCounters {
-    /// Counts what a sink has staged.
+    /// Adds the packets that a sink has staged.
     pub(crate) fn count_staged(&mut self, staged: &Staged) {
         self.tx_packets += staged.packets;
         self.tx_bytes += staged.bytes;

@@ -1,4 +1,4 @@
-//! Terms that REQ and REP exchange beside a connection's own parameters: UDP source ports and selective acknowledgement.
+//! Extra terms exchanged in REQ and REP: UDP source ports and selective acknowledgement.
 
 use core::net::IpAddr;
 use std::{collections::HashMap, sync::Arc};
@@ -13,9 +13,9 @@ type PeerQp = (IpAddr, Qpn);
 /// Terms that a peer has announced for its queue pair.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub(crate) struct Terms {
-    /// It buffers packets beyond a gap and reports them.
+    /// The peer buffers packets beyond a gap and reports them.
     pub(crate) selective: bool,
-    /// UDP source port of all its packets.
+    /// UDP source port of all the peer's packets.
     pub(crate) src_port: Option<u16>,
 }
 
@@ -32,7 +32,7 @@ impl Terms {
 #[derive(Clone, Copy, Debug)]
 struct Source {
     port: u16,
-    /// The peer has been told, and drops packets from any other.
+    /// A REQ or REP has named the port: the peer drops packets from any other.
     promised: bool,
 }
 
@@ -55,12 +55,12 @@ impl State {
     }
 }
 
-/// Terms of both sides. Ports that share an address share them: the connection may be another's. Leaf lock.
+/// Terms of both sides, shared by all ports at an address. Leaf lock.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Handshakes(Arc<Mutex<State>>);
 
 impl Handshakes {
-    /// Sets the source port of a new queue pair of ours.
+    /// Sets the source port of a new local queue pair.
     pub(crate) fn add_source(&self, qpn: Qpn, port: u16) {
         let source = Source { port, promised: false };
         self.0.lock().sources.insert(qpn, source);
@@ -70,18 +70,17 @@ impl Handshakes {
         self.0.lock().sources.remove(&qpn);
     }
 
-    /// Returns the source port of a queue pair of ours after a program has asked for another, which it gets unless a peer has
-    /// been told.
-    pub(crate) fn source(&self, qpn: Qpn, wish: Option<u16>) -> Option<u16> {
+    /// Returns the source port of a local queue pair. Changes it to `requested` first, unless it is promised.
+    pub(crate) fn source(&self, qpn: Qpn, requested: Option<u16>) -> Option<u16> {
         let mut state = self.0.lock();
         let source = state.sources.get_mut(&qpn)?;
-        if let Some(port) = wish.filter(|_| !source.promised) {
+        if let Some(port) = requested.filter(|_| !source.promised) {
             source.port = port;
         }
         Some(source.port)
     }
 
-    /// Returns the source port of a queue pair of ours to tell a peer: it is fixed from now on.
+    /// Fixes and returns a local queue pair's source port for a REQ or REP.
     pub(crate) fn promise(&self, qpn: Qpn) -> Option<u16> {
         let mut state = self.0.lock();
         let source = state.sources.get_mut(&qpn)?;
@@ -89,7 +88,7 @@ impl Handshakes {
         Some(source.port)
     }
 
-    /// Notes the terms of a connection whose queue pair the program brings up.
+    /// Records the terms of a connection whose queue pair the application modifies.
     pub(crate) fn insert(&self, conn: ConnId, path: &RemoteQp) {
         let peer = (path.av.remote.to_canonical(), path.qpn);
         let mut state = self.0.lock();
@@ -102,8 +101,7 @@ impl Handshakes {
         self.0.lock().remove(conn);
     }
 
-    /// Returns the terms of a peer's queue pair. Where connections contradict each other, one of them may be forged: there are
-    /// none then.
+    /// Returns the terms of a peer's queue pair. If connections contradict each other, one may be forged: returns none.
     pub(crate) fn terms(&self, peer: PeerQp) -> Terms {
         let state = self.0.lock();
         let Some([(_, first), others @ ..]) = state.by_peer.get(&peer).map(Vec::as_slice) else {
@@ -148,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn contradicting_terms_are_none() {
+    fn contradicting_terms_are_ignored() {
         let (known, peer) = (Handshakes::default(), (HERE, Qpn::new(9)));
         let [a, b] = [ConnId(1), ConnId(2)];
         known.insert(a, &path(Some(1)));

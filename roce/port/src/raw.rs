@@ -1,5 +1,6 @@
-//! The connection manager without queue pairs: for programs that make and move those themselves (librdmacm's), and for
-//! datagram services. What happens is told as it is, in [`PortCmEvent::Raw`].
+//! Raw connections and datagram services: the application creates and modifies queue pairs itself, as with librdmacm.
+//!
+//! [`PortCmEvent::Raw`] passes the connection manager's events on unchanged.
 
 use core::net::SocketAddr;
 
@@ -15,10 +16,10 @@ use crate::{
 };
 
 impl Port {
-    /// Listens; requests come as [`Event::Request`] or, in a port space of datagrams, [`Event::SidrRequest`].
+    /// Listens. [`Event::Request`] reports requests, [`Event::SidrRequest`] those in a datagram port space.
     ///
     /// # Errors
-    /// When the port is taken or the address is not ours.
+    /// The port is in use, or the address is not local.
     pub fn cm_listen_raw(&mut self, args: &ListenArgs) -> Result<ListenId, VerbsError> {
         let addr = args.addr.map(|a| a.to_canonical());
         if let Some(addr) = addr.filter(|a| !a.is_unspecified() && !self.config.is_local(*a)) {
@@ -29,11 +30,12 @@ impl Port {
         Ok(id)
     }
 
-    /// Sends a REQ. [`Event::Reply`] (then call [`Port::cm_establish`]), [`Event::Rejected`] or [`Event::Unreachable`]
-    /// follows.
+    /// Sends a REQ. [`Event::Reply`], [`Event::Rejected`] or [`Event::Unreachable`] follows.
+    ///
+    /// After [`Event::Reply`] call [`Port::cm_establish`].
     ///
     /// # Errors
-    /// When an argument is wrong or a limit is reached.
+    /// An argument is invalid, or a limit is reached.
     pub fn cm_connect_raw(&mut self, now: Instant, args: &ConnectArgs) -> Result<ConnId, VerbsError> {
         self.now = now;
         let (local, remote) = self.endpoints(args.local, args.remote)?;
@@ -49,10 +51,10 @@ impl Port {
         Ok(conn)
     }
 
-    /// Asks which queue pair serves a port by datagrams. [`Event::Resolved`] or [`Event::Unreachable`] follows.
+    /// Resolves the queue pair of a datagram service. [`Event::Resolved`] or [`Event::Unreachable`] follows.
     ///
     /// # Errors
-    /// When an argument is wrong or a limit is reached.
+    /// An argument is invalid, or a limit is reached.
     pub fn cm_resolve(&mut self, now: Instant, args: &ResolveArgs) -> Result<ConnId, VerbsError> {
         self.now = now;
         let (local, remote) = self.endpoints(args.local, args.remote)?;
@@ -66,10 +68,10 @@ impl Port {
         Ok(conn)
     }
 
-    /// Accepts a request with a queue pair that is in RTS. [`Event::Established`] follows.
+    /// Accepts a request with a queue pair in RTS. [`Event::Established`] follows.
     ///
     /// # Errors
-    /// When it does not wait any more or there is too much private data.
+    /// The request is no longer pending, or the private data is too long.
     pub fn cm_accept_raw(&mut self, now: Instant, conn: ConnId, args: &AcceptArgs) -> Result<(), VerbsError> {
         self.now = now;
         let args = AcceptArgs {
@@ -79,28 +81,28 @@ impl Port {
         self.cm.accept(now, conn, &args).map_err(cm_error)
     }
 
-    /// Answers who asks for a queue pair.
+    /// Answers an [`Event::SidrRequest`].
     ///
     /// # Errors
-    /// When the question is not open any more or there is too much private data.
+    /// The request is no longer pending, or the private data is too long.
     pub fn cm_answer(&mut self, now: Instant, conn: ConnId, answer: &SidrAnswer) -> Result<(), VerbsError> {
         self.now = now;
         self.cm.answer(now, conn, answer).map_err(cm_error)
     }
 
-    /// After [`Event::Reply`]: our queue pair is in RTS, the peer is told (RTU) and the connection stands.
+    /// Sends the RTU after [`Event::Reply`]: the queue pair is in RTS and the connection established.
     ///
     /// # Errors
-    /// When the connection does not wait for it.
+    /// The connection is in another state.
     pub fn cm_establish(&mut self, now: Instant, conn: ConnId) -> Result<(), VerbsError> {
         self.now = now;
         self.cm.qp_ready(now, conn).map_err(cm_error)
     }
 
-    /// Refuses a request or a reply. The connection is over, and remains to be destroyed.
+    /// Rejects a request or a reply. The connection ends, but the caller must still destroy it.
     ///
     /// # Errors
-    /// When there is nothing to refuse or there is too much private data.
+    /// There is no request or reply to reject, or the private data is too long.
     pub fn cm_reject_raw(
         &mut self,
         now: Instant,
@@ -116,15 +118,16 @@ impl Port {
         done.map_err(cm_error)
     }
 
-    /// A packet came on the queue pair of a connection that waits for the RTU, which is as good
-    /// (`rdma_notify`). Harmless at any other time.
+    /// Treats a packet received on a connection's queue pair as its RTU (`rdma_notify`).
+    ///
+    /// Has no effect unless the connection waits for the RTU.
     pub fn cm_notify(&mut self, now: Instant, conn: ConnId) {
         self.now = now;
         self.cm.communication_established(now, conn);
         self.pump_cm(now);
     }
 
-    /// Both ends in the form in which the connection manager takes them, the local address filled in if it is clear.
+    /// Returns both addresses in canonical form, with an unspecified local address resolved.
     fn endpoints(&self, local: SocketAddr, remote: SocketAddr) -> Result<(SocketAddr, SocketAddr), VerbsError> {
         let av = self.check_av(&AddressVector::new(local.ip(), remote.ip()))?;
         Ok((
@@ -133,7 +136,7 @@ impl Port {
         ))
     }
 
-    /// The event as it is, if it is about something raw.
+    /// Wraps the event of a raw listener, connection or resolution.
     pub(crate) fn as_raw(&mut self, event: &Event) -> Option<PortCmEvent> {
         let conn = event.conn();
         if let Event::Request { listener, .. } | Event::SidrRequest { listener, .. } = event {

@@ -1,4 +1,4 @@
-//! From datagrams to queue pairs: every check between a socket and an engine.
+//! Receive path: every check between a UDP datagram and a queue pair.
 
 use core::net::{IpAddr, SocketAddr};
 
@@ -13,30 +13,30 @@ use crate::{
     port::Port,
 };
 
-/// Bytes of a management datagram (IBA 13.4.2).
+/// Size of a management datagram, bytes (IBA 13.4.2).
 const MAD_LEN: usize = 256;
 /// Management class of communication management, the second byte of a MAD.
 const CM_CLASS: u8 = roce_cm::mad::CLASS;
 
-/// What the driver knows of a datagram besides its bytes.
+/// Metadata of a received datagram.
 #[derive(Clone, Copy, Debug)]
 pub struct RxMeta {
-    /// The address that it was sent to (`IP_PKTINFO`).
+    /// Destination address (`IP_PKTINFO`).
     pub local: IpAddr,
-    /// The sender's address and UDP port.
+    /// Sender's address and UDP port.
     pub remote: SocketAddr,
-    /// The IPv4 Identification of its first packet, if the driver sees the IP header. UDP sockets don't.
+    /// IPv4 Identification of the first packet. `None` from a UDP socket, which hides the IP header.
     pub identification: Option<u16>,
-    /// Bytes of each packet but the last when this is a GRO buffer (`UDP_GRO`); 0 when it is a single packet.
+    /// Bytes of each packet but the last in a GRO buffer (`UDP_GRO`); 0 for a single packet.
     pub segment_len: usize,
-    /// TOS or traffic class (`IP_RECVTOS`), 0 if not known.
+    /// TOS or traffic class (`IP_RECVTOS`), 0 if unknown.
     pub tos: u8,
-    /// TTL or hop limit (`IP_RECVTTL`), 0 if not known.
+    /// TTL or hop limit (`IP_RECVTTL`), 0 if unknown.
     pub hop_limit: u8,
 }
 
 impl RxMeta {
-    /// A single datagram of which nothing else is known.
+    /// Creates the metadata of a single datagram with only its addresses known.
     pub const fn new(local: IpAddr, remote: SocketAddr) -> Self {
         Self {
             local,
@@ -49,7 +49,7 @@ impl RxMeta {
     }
 }
 
-/// Where a datagram came from, in the form in which queue pairs keep it.
+/// Network header of a received datagram.
 struct Source {
     flow: Flow,
     identification: Option<u16>,
@@ -58,31 +58,31 @@ struct Source {
 }
 
 impl Source {
-    /// The network header of a datagram with this Identification.
+    /// Returns the network header that queue pairs get, with this Identification.
     fn header(&self, identification: u16) -> DatagramSource {
-        let usual = DatagramSource::new(self.flow.ip.src(), self.flow.ip.dst());
+        let default = DatagramSource::new(self.flow.ip.src(), self.flow.ip.dst());
         DatagramSource {
             traffic_class: self.tos,
             identification,
             hop_limit: match self.hop_limit {
-                0 => usual.hop_limit,
+                0 => default.hop_limit,
                 given => given,
             },
-            ..usual
+            ..default
         }
     }
 }
 
-/// The IPv4 Identification with which a packet's ICRC is right.
+/// IPv4 Identification for which a packet's ICRC is correct.
 enum Ident {
-    /// Known before, or there is none (IPv6: 0): the ICRC proves the packet whole.
-    Given(u16),
-    /// Found because the ICRC is right with it: the peer must be one that sends it.
-    Found(u16),
+    /// Known in advance, or absent (IPv6: 0). The ICRC alone proves the packet intact.
+    Known(u16),
+    /// Recovered from the ICRC. The packet counts only if the peer would send this value.
+    Recovered(u16),
 }
 
 impl Port {
-    /// Takes one UDP payload, or a GRO buffer of several packets of one sender. Any bytes are safe to pass.
+    /// Processes one UDP payload, or a GRO buffer of several packets from one sender. Accepts any bytes.
     pub fn handle_datagram(&mut self, now: Instant, meta: &RxMeta, bytes: &[u8]) {
         self.now = now;
         self.counters.rx_datagrams += 1;
@@ -117,25 +117,25 @@ impl Port {
             hop_limit: meta.hop_limit,
         };
         for (index, packet) in bytes.chunks(step).enumerate() {
-            // No buffer holds 2^16 packets: it has at most 2^16 bytes. Were it longer, hints would be wrong, no more.
+            // Can't truncate: a buffer has at most 2^16 bytes. A wrong index would only be a wrong hint.
             self.handle_packet(now, &source, index as u16, packet);
         }
         self.settle_steps();
     }
 
-    /// Takes note of a packet for another process that shares the address: the driver hands it over.
+    /// Counts a packet received for another process that shares the address. The driver forwards it.
     pub fn count_stray(&mut self, len: usize) {
         self.counters.rx_packets += 1;
         self.counters.rx_bytes += len as u64;
         self.counters.handed_over += 1;
     }
 
-    /// Packets that came to this shard are others': they are handed over, and counted as received there.
+    /// Counts packets forwarded to another shard, which counts them as received.
     pub fn count_handed_over(&mut self, packets: u64) {
         self.counters.handed_over += packets;
     }
 
-    /// A packet of `len` bytes that came to this shard is another's, for which too much waits already.
+    /// Counts a packet of `len` bytes dropped because its shard's inbox is full.
     pub fn count_lost(&mut self, len: usize) {
         self.counters.rx_packets += 1;
         self.counters.rx_bytes += len as u64;
@@ -163,7 +163,7 @@ impl Port {
         if !to_group && qpn.value() > Qpn::GSI.value() && qpn != Qpn::MULTICAST {
             return self.handle_unicast(now, source, index, bytes, qpn, &packet);
         }
-        // It may be about the queue pair whose packets came before.
+        // The packet may concern the queue pair of the packets before it: finish those first.
         self.settle_steps();
         match qpn {
             Qpn::MULTICAST if to_group => self.handle_multicast(now, source, index, bytes, &packet),
@@ -174,7 +174,7 @@ impl Port {
         }
     }
 
-    /// A packet to a queue pair of the program's.
+    /// Processes a packet to an application's queue pair.
     fn handle_unicast(
         &mut self,
         now: Instant,
@@ -214,7 +214,7 @@ impl Port {
         self.with_qp(now, slot, |qp, ctx| qp.handle_datagram(ctx, packet, header));
     }
 
-    /// A packet to a connected queue pair.
+    /// Processes a packet to a connected queue pair.
     fn handle_connected(
         &mut self,
         now: Instant,
@@ -253,7 +253,7 @@ impl Port {
             self.counters.drop_stranger += 1;
             return;
         }
-        if let Ident::Found(id) = ident
+        if let Ident::Recovered(id) = ident
             && !self.judge_connected(now, slot, key, packet, id)
         {
             self.counters.icrc_implausible += 1;
@@ -273,8 +273,9 @@ impl Port {
         }
     }
 
-    /// Whether the peer of a connected queue pair would send a packet with this Identification. Only a packet with a PSN
-    /// that the queue pair expects may teach what the peer does: from anywhere else it may be forged.
+    /// Returns whether a connected queue pair's peer would send this Identification.
+    ///
+    /// Learns the peer's numbering only from packets with an expected PSN: others may be forged.
     #[inline]
     fn judge_connected(&mut self, now: Instant, slot: usize, key: PeerKey, packet: &Packet<'_>, id: u16) -> bool {
         let ident = &mut self.peers.get_mut(key).ident;
@@ -292,8 +293,9 @@ impl Port {
         true
     }
 
-    /// A packet to the members of a multicast group (IBA 10.5.2; `rxe_rcv_mcast_pkt`): each gets it, and one that can't
-    /// take it does not keep it from the others. The sender, if it is a member, gets it as well.
+    /// Delivers a packet to every member of a multicast group, a sender included (IBA 10.5.2; `rxe_rcv_mcast_pkt`).
+    ///
+    /// A member that can't accept the packet does not affect the others.
     fn handle_multicast(&mut self, now: Instant, source: &Source, index: u16, bytes: &[u8], packet: &Packet<'_>) {
         let members = self.groups.members(source.flow.ip.dst()).to_vec();
         if members.is_empty() {
@@ -322,7 +324,7 @@ impl Port {
         }
     }
 
-    /// A packet to QP1: a management datagram of a connection manager, or for the program's own QP1.
+    /// Processes a packet to QP1, for the connection manager or the application's own QP1.
     fn handle_gsi(&mut self, now: Instant, source: &Source, index: u16, bytes: &[u8], packet: &Packet<'_>) {
         let bth = &packet.header.bth;
         let Some(deth) = packet.header.deth.filter(|_| bth.opcode == Opcode::UdSendOnly) else {
@@ -357,14 +359,15 @@ impl Port {
         self.pump_cm(now);
     }
 
-    /// Verifies the ICRC of a packet that may come from anybody; returns its Identification. What is known of the peer at
-    /// its address it does not change. Of an address without queue pairs nothing is known.
+    /// Verifies the ICRC of a packet from an unauthenticated sender; returns its Identification.
+    ///
+    /// Never changes the state of the peer at that address, which exists only with queue pairs.
     fn check_stranger(&mut self, now: Instant, source: &Source, index: u16, bytes: &[u8]) -> Option<u16> {
         let known = self.peers.find(source.flow.ip.src());
         let hint = known.map_or(index, |key| self.peers.get(key).ident.hint(index));
         let id = match (self.check_icrc(source, index, bytes, hint)?, known) {
-            (Ident::Given(id), _) | (Ident::Found(id), None) => return Some(id),
-            (Ident::Found(id), Some(key)) => {
+            (Ident::Known(id), _) | (Ident::Recovered(id), None) => return Some(id),
+            (Ident::Recovered(id), Some(key)) => {
                 let peer = self.peers.get_mut(key);
                 (peer.ident.judge(now, id) || peer.strangers.admit(now)).then_some(id)
             }
@@ -373,26 +376,27 @@ impl Port {
         id
     }
 
-    /// Verifies a packet's ICRC, finding the IPv4 Identification first where the driver does not know it; `hint` is tried
-    /// before others.
+    /// Verifies a packet's ICRC. Recovers an unknown IPv4 Identification, trying `hint` first.
     fn check_icrc(&mut self, source: &Source, index: u16, bytes: &[u8], hint: u16) -> Option<Ident> {
         let flow = &source.flow;
         let is_v6 = matches!(flow.ip, IpPair::V6 { .. });
-        let sound = if let Some(id) = source.identification.or(is_v6.then_some(0)) {
+        let ident = if let Some(id) = source.identification.or(is_v6.then_some(0)) {
             let id = id.wrapping_add(index);
-            flow.verify(id, bytes).then_some(Ident::Given(id))
+            flow.verify(id, bytes).then_some(Ident::Known(id))
         } else {
             match flow.recover_with(&mut self.solver, bytes, hint) {
-                Recovery::Exact(id) => Some(Ident::Found(id)),
+                Recovery::Exact(id) => Some(Ident::Recovered(id)),
                 Recovery::Corrupt => None,
             }
         };
-        self.counters.icrc_errors += u64::from(sound.is_none());
-        sound
+        self.counters.icrc_errors += u64::from(ident.is_none());
+        ident
     }
 }
 
-/// Whether a partition key is the default partition's, whatever the membership of the sender: ours is full (IBA 10.9.3).
+/// Returns whether a partition key is the default partition's.
+///
+/// The sender may be a full or a limited member, because we are a full member (IBA 10.9.3).
 fn pkey_matches(pkey: PKey) -> bool {
     pkey.0 & 0x7fff == PKey::DEFAULT.0 & 0x7fff
 }

@@ -1,6 +1,8 @@
-//! Several ports at one address, each with queue pairs of its own. The first has the connection manager of all: management datagrams
-//! don't say whose queue pair they are about. What it does to a queue pair of another goes through [`Siblings`]; the way back is
-//! [`Port::poll_first_packet`], as whoever has a sibling's lock must not wait for the first's.
+//! Several ports at one address, each with its own queue pairs.
+//!
+//! The first port has the connection manager of all, because management datagrams don't name the queue pair's port.
+//! It reaches queue pairs of other ports through [`Siblings`]. They report back through [`Port::poll_first_packet`],
+//! because a thread that holds a sibling's lock must not acquire the first port's.
 
 use std::sync::Arc;
 
@@ -10,33 +12,34 @@ use roce_verbs::{Instant, provider::VerbsError};
 
 use crate::port::Port;
 
-/// The way from the first port to the others.
+/// Access of the first port to the others.
 pub trait Siblings: Send + Sync {
-    /// Calls the port that has this queue pair number, once; not at all if there is none any more.
+    /// Runs `call` once on the port with this queue pair number; not at all if that port is closed.
     fn call(&self, qpn: Qpn, call: &mut dyn FnMut(&mut Port));
 }
 
 impl Port {
-    /// This port is the first: connections of queue pairs with numbers that are not its own are these ports'.
+    /// Makes this the first port. Queue pair numbers outside its own range belong to `siblings`.
     pub fn set_siblings(&mut self, siblings: Arc<dyn Siblings>) {
         self.siblings = Some(siblings);
     }
 
-    /// This port's queue pairs have their connections at another, the first. Before there are any.
+    /// Makes this port a sibling of `first`, which has its connections. Call before creating queue pairs.
     pub fn follow(&mut self, first: &Self) {
         self.handshakes = first.handshakes.clone();
     }
 
-    /// Takes a connection whose queue pair is here and whose peer's first packet has come, if that is the first port's: it is to be told
-    /// ([`Port::cm_notify`]).
+    /// Returns the next of the first port's connections whose peer sent a first packet.
+    ///
+    /// Pass it to the first port's [`Port::cm_notify`].
     pub fn poll_first_packet(&mut self) -> Option<ConnId> {
         self.first_packets.pop_front()
     }
 
-    /// Does something where a queue pair is.
+    /// Runs `call` on the port that owns a queue pair.
     ///
     /// # Errors
-    /// When that port is closed.
+    /// That port is closed.
     pub(crate) fn at<R>(&mut self, qpn: Qpn, call: impl FnOnce(&mut Self) -> R) -> Result<R, VerbsError> {
         let elsewhere = self.siblings.as_ref().filter(|_| !self.qpns.includes(qpn));
         let Some(siblings) = elsewhere.cloned() else {
@@ -47,18 +50,18 @@ impl Port {
         result.ok_or(VerbsError::Closed)
     }
 
-    /// Does something where a connection's queue pair is, with its number and its place there, if it has one that lives.
+    /// Runs `call` on the port of a connection's queue pair; `None` without queue pair.
     pub(crate) fn at_qp_of<R>(&mut self, conn: ConnId, call: impl FnOnce(&mut Self, Qpn, usize) -> R) -> Option<R> {
         let qpn = self.conns.get(&conn)?.qpn?;
         let done = self.at(qpn, |port| {
-            // The number may be another's by now.
+            // Another queue pair may have the number by now.
             let slot = port.qpns.get(qpn).filter(|slot| port.qps[*slot].conn == Some(conn))?;
             Some(call(port, qpn, slot))
         });
         done.ok()?
     }
 
-    /// A packet of the peer on a queue pair whose connection waits for the RTU says as much as the RTU.
+    /// Treats the peer's first packet on a half-open connection as its RTU.
     pub(crate) fn on_first_packet(&mut self, now: Instant, slot: usize) {
         let entry = &mut *self.qps[slot];
         entry.half_open = false;
