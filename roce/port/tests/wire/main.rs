@@ -1,4 +1,4 @@
-//! Two ports and a wire that a test holds in its hands.
+//! Tests of two ports that exchange packets under the control of the test.
 
 mod amplification;
 mod connections;
@@ -40,7 +40,7 @@ pub(crate) fn ip(last: u8) -> IpAddr {
     IpAddr::from([192, 0, 2, last])
 }
 
-/// A UDP payload on the wire, or a GSO train that stayed together.
+/// UDP payload on the wire, or an unsplit GSO train.
 #[derive(Clone, Debug)]
 pub(crate) struct Datagram {
     pub(crate) src: SocketAddr,
@@ -105,7 +105,7 @@ impl Host {
         self.mem.alloc_region(self.pd, len, RIGHTS).unwrap()
     }
 
-    /// Everything that the port wants to send.
+    /// Returns everything that the port sends now.
     pub(crate) fn take(&mut self) -> Vec<Datagram> {
         let mut out = Vec::new();
         loop {
@@ -125,7 +125,7 @@ impl Host {
         }
     }
 
-    /// Delivers a datagram as a UDP socket with GRO does.
+    /// Delivers a datagram like a UDP socket with GRO.
     pub(crate) fn give(&mut self, d: &Datagram) {
         let meta = RxMeta {
             segment_len: d.segment_len,
@@ -169,31 +169,31 @@ impl Host {
         self.port.post_recv(self.now, qpn, &[wr]).unwrap();
     }
 
-    /// Brings a queue pair from RESET to RTS towards a peer's.
+    /// Moves a queue pair from RESET to RTS, connected to a peer's.
     pub(crate) fn raise(&mut self, qpn: Qpn, peer: IpAddr, dest: Qpn) {
         self.raise_class(qpn, peer, dest, 0);
     }
 
-    /// The same with a traffic class.
+    /// Moves a queue pair from RESET to RTS with a traffic class.
     pub(crate) fn raise_class(&mut self, qpn: Qpn, peer: IpAddr, dest: Qpn, traffic_class: u8) {
         let av = AddressVector {
             traffic_class,
             ..AddressVector::new(self.addr, peer)
         };
-        let way = ToRts {
+        let steps = ToRts {
             access: RIGHTS,
             rq_psn: Psn::new(100),
             sq_psn: Psn::new(100),
             min_rnr_timer: RnrTimer::new(1),
             ..ToRts::new(av, Mtu::B1024, dest)
         };
-        for attr in way.steps(QpType::Rc) {
+        for attr in steps.steps(QpType::Rc) {
             self.port.modify_qp(self.now, qpn, &attr).unwrap();
         }
     }
 }
 
-/// One end of the wire.
+/// End of the wire.
 pub(crate) trait End {
     fn take_all(&mut self) -> Vec<Datagram>;
     fn take_in(&mut self, d: &Datagram);
@@ -209,7 +209,7 @@ impl End for Host {
     }
 }
 
-/// Carries everything there and back until nothing moves.
+/// Exchanges packets until neither end sends any.
 pub(crate) fn exchange(a: &mut impl End, b: &mut impl End) {
     for _ in 0..1000 {
         let (from_a, from_b) = (a.take_all(), b.take_all());
@@ -219,10 +219,10 @@ pub(crate) fn exchange(a: &mut impl End, b: &mut impl End) {
         from_a.iter().for_each(|d| b.take_in(d));
         from_b.iter().for_each(|d| a.take_in(d));
     }
-    panic!("the two never come to rest");
+    panic!("still exchanging packets after 1000 rounds");
 }
 
-/// Lets two connected queue pairs learn each other's source ports: until then they send one packet at a time.
+/// Makes two connected queue pairs learn each other's source ports. Before that they send single packets.
 pub(crate) fn acquaint(a: &mut Host, b: &mut Host, qa: Qpn, qb: Qpn) {
     let (ra, rb) = (a.region(8), b.region(8));
     a.send(qa, 0, SendOp::Write(remote(&rb)), &ra, 0);
@@ -231,7 +231,7 @@ pub(crate) fn acquaint(a: &mut Host, b: &mut Host, qa: Qpn, qb: Qpn) {
     assert!(a.completions()[0].is_ok() && b.completions()[0].is_ok());
 }
 
-/// Two hosts with a connected queue pair each.
+/// Creates two hosts with a connected queue pair each.
 pub(crate) fn pair() -> (Host, Host, Qpn, Qpn) {
     let (mut a, mut b) = (Host::new(1), Host::new(2));
     let (qa, qb) = (a.qp(), b.qp());

@@ -1,4 +1,4 @@
-//! Congestion that switches mark: notifications, and who heeds them.
+//! Congestion marks of switches: notifications and the reaction to them.
 
 use core::time::Duration;
 
@@ -12,7 +12,7 @@ use crate::*;
 const CE: u8 = 3;
 const ECT: u8 = 2;
 
-/// Delivers datagrams that a switch has marked.
+/// Delivers datagrams with a congestion mark.
 fn give_marked(to: &mut Host, trains: &[Datagram]) {
     for d in trains {
         let meta = RxMeta {
@@ -38,8 +38,8 @@ fn notifications(trains: &[Datagram]) -> Vec<Datagram> {
     trains.iter().filter(|d| class(d) == Class::Cnp).cloned().collect()
 }
 
-/// Two hosts whose queue pairs may be marked.
-fn heeding() -> (Host, Host, Qpn, Qpn) {
+/// Creates two hosts with connected queue pairs that send with ECT.
+fn ect_pair() -> (Host, Host, Qpn, Qpn) {
     let (mut a, mut b) = (Host::new(1), Host::new(2));
     let (qa, qb) = (a.qp(), b.qp());
     a.raise_class(qa, b.addr, qb, ECT);
@@ -58,17 +58,17 @@ fn advance(hosts: [&mut Host; 2], by: Duration) {
 }
 
 #[test]
-fn marks_are_told_to_the_sender_once_in_a_while() {
-    let (mut a, mut b, qa, qb) = heeding();
+fn notifications_of_marks_are_rate_limited() {
+    let (mut a, mut b, qa, qb) = ect_pair();
     let (src, dst) = (a.region(1 << 20), b.region(1 << 20));
     for i in 0..4 {
         a.send(qa, i, SendOp::Write(remote(&dst)), &src, 16_000);
         give_marked(&mut b, &a.take());
         let out = b.take();
         out.iter().filter(|d| class(d) != Class::Cnp).for_each(|d| a.give(d));
-        let told = notifications(&out);
-        assert_eq!(told.len(), usize::from(i % 2 == 0), "{i}");
-        for d in &told {
+        let cnps = notifications(&out);
+        assert_eq!(cnps.len(), usize::from(i % 2 == 0), "{i}");
+        for d in &cnps {
             let packet = Packet::parse(&d.bytes).unwrap();
             assert_eq!((packet.header.bth.dest_qp, packet.header.bth.becn), (qa, true));
             assert_eq!((d.segments, d.dst, d.tos), (1, a.addr, 48 << 2));
@@ -79,7 +79,7 @@ fn marks_are_told_to_the_sender_once_in_a_while() {
     }
     let c = b.port.counters();
     assert_eq!((c.np_cnp_sent, c.np_ecn_marked_roce_packets), (2, 64));
-    // What marks acknowledgements is no sender's business, and nobody believes a mark on a guess.
+    // Marked acknowledgements cause no notification.
     b.send(qb, 1, SendOp::Write(remote(&src)), &dst, 100);
     advance([&mut a, &mut b], Duration::from_micros(51));
     let data = b.take();
@@ -89,7 +89,7 @@ fn marks_are_told_to_the_sender_once_in_a_while() {
     assert!(b.completions().iter().all(|c| c.is_ok()));
 }
 
-/// Bytes that a sends in so much time, acknowledged at once.
+/// Returns the bytes that A sends in `time`, acknowledged at once.
 fn sent(a: &mut Host, b: &mut Host, qa: Qpn, (src, dst): (&Region, &Region), time: Duration, marked: bool) -> usize {
     let end = a.now + time;
     let mut bytes = 0;
@@ -110,8 +110,8 @@ fn sent(a: &mut Host, b: &mut Host, qa: Qpn, (src, dst): (&Region, &Region), tim
 }
 
 #[test]
-fn who_is_told_slows_down_and_recovers() {
-    let (mut a, mut b, qa, _) = heeding();
+fn a_notified_sender_slows_down_and_recovers() {
+    let (mut a, mut b, qa, _) = ect_pair();
     let (src, dst) = (a.region(1 << 20), b.region(1 << 20));
     let regions = (&*src, &*dst);
     for i in 0..4 {
@@ -129,26 +129,26 @@ fn who_is_told_slows_down_and_recovers() {
     assert!(again > free / 2, "{again} of {free}");
 }
 
-/// A notification has to come from the peer's port and be about a packet that has left lately.
+/// A notification counts only from the peer's port and for a recently sent packet.
 #[test]
-fn a_forged_notification_is_not_heeded() {
-    let (mut a, mut b, qa, _) = heeding();
+fn a_forged_notification_is_ignored() {
+    let (mut a, mut b, qa, _) = ect_pair();
     let (src, dst) = (a.region(1000), b.region(1000));
     a.send(qa, 1, SendOp::Write(remote(&dst)), &src, 1000);
     give_marked(&mut b, &a.take());
-    let [told] = &notifications(&b.take())[..] else {
-        panic!("one")
+    let [cnp] = &notifications(&b.take())[..] else {
+        panic!("expected one notification")
     };
     let forge = |psn: u32, port: u16| {
-        let mut d = told.clone();
+        let mut d = cnp.clone();
         d.src.set_port(port);
         d.bytes[9..12].copy_from_slice(&psn.to_be_bytes()[1..]);
         let flow = Flow::try_from((d.src, SocketAddr::new(d.dst, ROCE))).unwrap();
         flow.seal(0, &mut d.bytes);
         d
     };
-    let port = told.src.port();
-    // The PSN that cards put there, one far away, and the right one from another port.
+    let port = cnp.src.port();
+    // A hardware peer's PSN, a distant one, and the right one from other ports.
     for (psn, port) in [(0x80_0000, port), (100 + 4096, port), (100, port ^ 1), (100, 0)] {
         a.give(&forge(psn, port));
         assert_eq!(a.port.counters().rp_cnp_handled, 0, "{psn} {port}");
@@ -161,15 +161,15 @@ fn a_forged_notification_is_not_heeded() {
 }
 
 #[test]
-fn notifications_change_nothing_where_nothing_may_be_marked() {
+fn notifications_change_nothing_without_ect() {
     let (mut a, mut b, qa, _) = pair();
     let (src, dst) = (a.region(1 << 20), b.region(1 << 20));
     let regions = (&*src, &*dst);
     a.send(qa, 1, SendOp::Write(remote(&dst)), &src, 50_000);
     let ms = Duration::from_millis;
     let free = sent(&mut a, &mut b, qa, regions, ms(5), false);
-    let told = sent(&mut a, &mut b, qa, regions, ms(5), true);
-    assert!(told > free * 9 / 10, "{told} of {free}");
+    let marked = sent(&mut a, &mut b, qa, regions, ms(5), true);
+    assert!(marked > free * 9 / 10, "{marked} of {free}");
     let c = a.port.counters();
     assert!(c.rp_cnp_handled == 0 && c.rp_cnp_ignored > 20);
 }

@@ -1,11 +1,11 @@
-//! What a queue pair owes its peer when it stops: work that one end has completed does not fail at the other.
+//! Final acknowledgements of a stopping queue pair: work completed at one end does not fail at the other.
 
 use roce_port::Port;
 use roce_verbs::SendOp;
 
 use crate::*;
 
-/// A message from `a` that `b` has got, and not acknowledged yet.
+/// Creates two hosts; B has received a message from A without acknowledging it.
 fn received() -> (Host, Host, Qpn) {
     let (mut a, mut b, qa, qb) = pair();
     acquaint(&mut a, &mut b, qa, qb);
@@ -17,7 +17,7 @@ fn received() -> (Host, Host, Qpn) {
     (a, b, qb)
 }
 
-/// A way of stopping.
+/// Action that stops a queue pair.
 type Stop<'a> = &'a dyn Fn(&mut Port, Instant, Qpn);
 
 fn to_state(state: QpState) -> impl Fn(&mut Port, Instant, Qpn) {
@@ -31,33 +31,32 @@ fn to_state(state: QpState) -> impl Fn(&mut Port, Instant, Qpn) {
 }
 
 #[test]
-fn what_was_received_is_acknowledged_however_the_queue_pair_stops() {
+fn received_messages_are_acknowledged_however_the_queue_pair_stops() {
     let destroy = |port: &mut Port, now, qpn| port.destroy_qp(now, qpn).unwrap();
     let error_and_destroy = |port: &mut Port, now, qpn| {
         to_state(QpState::Err)(port, now, qpn);
         destroy(port, now, qpn);
     };
-    let ways: [(&str, Stop<'_>); 4] = [
+    let stops: [(&str, Stop<'_>); 4] = [
         ("destroyed", &destroy),
         ("reset", &to_state(QpState::Reset)),
         ("error", &to_state(QpState::Err)),
         ("error and destroyed", &error_and_destroy),
     ];
-    for (name, stop) in ways {
+    for (name, stop) in stops {
         let (mut a, mut b, qb) = received();
         stop(&mut b.port, b.now, qb);
-        let said = b.take();
-        assert_eq!(said.iter().map(|d| d.segments).sum::<usize>(), 1, "{name}");
-        said.iter().for_each(|d| a.give(d));
+        let acks = b.take();
+        assert_eq!(acks.iter().map(|d| d.segments).sum::<usize>(), 1, "{name}");
+        acks.iter().for_each(|d| a.give(d));
         let done = a.completions();
-        assert!(matches!(&done[..], [one] if one.is_ok()), "{name}: {done:?}");
-        // Nothing was due any more.
+        assert!(matches!(&done[..], [c] if c.is_ok()), "{name}: {done:?}");
         assert!(b.take().is_empty(), "{name}");
     }
 }
 
 #[test]
-fn a_queue_pair_that_owes_nothing_says_nothing() {
+fn a_queue_pair_without_unacknowledged_messages_sends_nothing() {
     let (mut a, mut b, qb) = received();
     exchange(&mut a, &mut b);
     assert!(a.completions()[0].is_ok());
@@ -66,7 +65,7 @@ fn a_queue_pair_that_owes_nothing_says_nothing() {
 }
 
 #[test]
-fn a_read_that_is_not_answered_yet_is_not_acknowledged_either() {
+fn an_unanswered_read_is_not_acknowledged() {
     let (mut a, mut b, qa, qb) = pair();
     let (src, dst) = (a.region(3000), b.region(3000));
     a.send(qa, 1, SendOp::Read(remote(&dst)), &src, 3000);

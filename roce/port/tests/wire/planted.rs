@@ -1,4 +1,4 @@
-//! Packets ahead of the expected PSN that are not the peer's: nothing of them gets into memory, ends anything or is answered.
+//! Forged packets ahead of the expected PSN: they never reach memory, end a connection or get an answer.
 
 use std::sync::Arc;
 
@@ -9,12 +9,12 @@ use crate::{drops::sealed, *};
 
 /// First PSN of both directions.
 const FIRST: u32 = 100;
-/// Bytes of the stranger.
+/// Payload byte of forged packets.
 const FORGED: u8 = 0xee;
-/// Packets of the flood that planted bytes on a disk, each at another PSN.
+/// Packets in a flood, each with its own PSN. So many once wrote forged bytes to a disk.
 const FLOOD: u32 = 4208;
 
-/// A pair whose ports are agreed in REQ and REP, or are to be learned.
+/// Source of the UDP ports of a pair: named in REQ and REP, or learned.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Ports {
     Agreed,
@@ -30,7 +30,7 @@ struct Pair {
     next: u32,
 }
 
-/// A connected pair; the first packets of learned ones have been exchanged.
+/// Creates a connected pair that knows each other's ports.
 fn pair_of(ports: Ports) -> Pair {
     if ports == Ports::Learned {
         let (mut a, mut b, qa, qb) = pair();
@@ -65,7 +65,7 @@ fn pair_of(ports: Ports) -> Pair {
 }
 
 impl Pair {
-    /// A packet to B in A's name, from any port but the right one.
+    /// Forges a packet from A to B with a wrong source port.
     fn forge(&self, opcode: Opcode, psn: u32, change: impl FnOnce(&mut Header), payload: &[u8]) -> Datagram {
         let mut header = Header::new(Bth::new(opcode, self.qb, Psn::new(psn & 0x00ff_ffff)));
         header.bth.ack_req = true;
@@ -73,7 +73,7 @@ impl Pair {
         sealed(SocketAddr::new(self.a.addr, 4000), self.b.addr, &header, payload)
     }
 
-    /// Gives B the flood: a packet at each PSN from the expected one on.
+    /// Sends B a flood: a packet at each PSN from the expected one on.
     fn flood(&mut self, make: impl Fn(&Self, u32) -> Datagram) {
         for n in 0..FLOOD {
             let d = make(self, self.next + n);
@@ -82,7 +82,7 @@ impl Pair {
         }
     }
 
-    fn is_untouched(&self) {
+    fn assert_untouched(&self) {
         assert_eq!(self.b.port.qp_state(self.qb), Some(QpState::Rts));
         assert!(self.b.completions().is_empty());
         assert_eq!(self.b.port.counters().drop_stranger, u64::from(FLOOD));
@@ -108,7 +108,7 @@ fn writes_ahead_of_the_expected_psn_are_not_buffered() {
             };
             p.forge(opcode, psn, |_| {}, &[FORGED; 1024])
         });
-        p.is_untouched();
+        p.assert_untouched();
         p.a.send(p.qa, 1, SendOp::Write(remote(&dst)), &src, 8192);
         exchange(&mut p.a, &mut p.b);
         assert!(p.a.completions()[0].is_ok(), "{ports:?}");
@@ -117,7 +117,7 @@ fn writes_ahead_of_the_expected_psn_are_not_buffered() {
 }
 
 #[test]
-fn what_would_be_refused_ends_nothing() {
+fn forged_requests_that_would_be_refused_do_not_end_the_connection() {
     for ports in [Ports::Agreed, Ports::Learned] {
         let makes: [fn(&Pair, u32) -> Datagram; 3] = [
             |p, psn| {
@@ -137,15 +137,15 @@ fn what_would_be_refused_ends_nothing() {
             let memory = p.b.region(64);
             p.b.receive(p.qb, 1, &memory);
             p.flood(make);
-            p.is_untouched();
+            p.assert_untouched();
             assert_eq!(contents(&memory), [0; 64]);
         }
     }
 }
 
 #[test]
-fn responses_of_a_stranger_complete_nothing_and_stay_out_of_memory() {
-    let answers: [(Opcode, Option<u8>, usize); 5] = [
+fn forged_responses_complete_nothing_and_stay_out_of_memory() {
+    let responses: [(Opcode, Option<u8>, usize); 5] = [
         (Opcode::RcReadResponseMiddle, None, 1024),
         (Opcode::RcReadResponseFirst, Some(0x1f), 1024),
         (Opcode::RcAcknowledge, Some(0x1f), 0),
@@ -161,14 +161,14 @@ fn responses_of_a_stranger_complete_nothing_and_stay_out_of_memory() {
         ),
     ];
     for ports in [Ports::Agreed, Ports::Learned] {
-        for (opcode, syndrome, len) in answers {
+        for (opcode, syndrome, len) in responses {
             let mut p = pair_of(ports);
             let (src, dst) = (p.a.region(20_480), p.b.region(20_480));
             src.write(0, &noise(20_480)).unwrap();
-            // The victim asks; its PSNs are known to the stranger.
+            // The forger knows the PSNs of B's READ.
             p.b.send(p.qb, 1, SendOp::Read(remote(&src)), &dst, 20_480);
-            let asked = p.b.take();
-            let psn = u32::from_be_bytes([0, asked[0].bytes[9], asked[0].bytes[10], asked[0].bytes[11]]);
+            let requests = p.b.take();
+            let psn = u32::from_be_bytes([0, requests[0].bytes[9], requests[0].bytes[10], requests[0].bytes[11]]);
             for n in 0..20 {
                 let aeth = |h: &mut Header| {
                     h.aeth = syndrome.map(|s| Aeth {
@@ -180,7 +180,7 @@ fn responses_of_a_stranger_complete_nothing_and_stay_out_of_memory() {
                 p.b.give(&d);
                 assert!(p.b.take().is_empty() && p.b.completions().is_empty(), "{opcode:?} {n}");
             }
-            asked.iter().for_each(|d| p.a.give(d));
+            requests.iter().for_each(|d| p.a.give(d));
             exchange(&mut p.a, &mut p.b);
             assert!(p.b.completions()[0].is_ok(), "{ports:?} {opcode:?} {syndrome:?}");
             assert_eq!(contents(&dst), noise(20_480), "{ports:?} {opcode:?}");
@@ -189,7 +189,7 @@ fn responses_of_a_stranger_complete_nothing_and_stay_out_of_memory() {
     }
 }
 
-/// Takes the source port of A's packets by letting B see one.
+/// Returns the source port of A's packets after a WRITE to B.
 fn port_of_a(p: &mut Pair) -> u16 {
     let (src, dst) = (p.a.region(8), p.b.region(8));
     p.a.send(p.qa, 9, SendOp::Write(remote(&dst)), &src, 8);
@@ -201,7 +201,7 @@ fn port_of_a(p: &mut Pair) -> u16 {
     sent[0].src.port()
 }
 
-/// A copy of a packet as it is from another source port.
+/// Copies a packet with another source port.
 fn from_port(d: &Datagram, port: u16) -> Datagram {
     let mut d = d.clone();
     d.src.set_port(port);
@@ -211,7 +211,7 @@ fn from_port(d: &Datagram, port: u16) -> Datagram {
 }
 
 #[test]
-fn a_peer_that_changes_its_port_is_believed_when_it_sends_again() {
+fn a_peer_s_new_port_is_accepted_on_retransmission() {
     for ports in [Ports::Agreed, Ports::Learned] {
         let mut p = pair_of(ports);
         let port = port_of_a(&mut p);
@@ -220,16 +220,13 @@ fn a_peer_that_changes_its_port_is_believed_when_it_sends_again() {
         let [sent] = &p.a.take()[..] else { panic!("one packet") };
         let moved = from_port(sent, port ^ 1);
         p.b.give(&moved);
-        assert!(
-            p.b.take().is_empty(),
-            "{ports:?}: an expected PSN is not enough at first"
-        );
+        assert!(p.b.take().is_empty(), "{ports:?}: an expected PSN alone is not enough");
         p.b.give(&moved);
         let answers = p.b.take().len();
-        // An agreed port is for ever.
+        // An agreed port never changes.
         assert_eq!(answers, if ports == Ports::Learned { 1 } else { 0 });
         if ports == Ports::Learned {
-            // From now on it is the peer's: a gap is reported to it.
+            // The new port is the peer's now: a gap is reported to it only.
             let ahead = p.forge(Opcode::RcSendOnly, p.next + 5, |_| {}, b"data");
             p.b.give(&from_port(&ahead, port));
             assert!(p.b.take().is_empty());
@@ -262,9 +259,9 @@ fn before_a_port_is_known_one_packet_is_outstanding_and_nothing_is_buffered() {
     assert_eq!(contents(&dst), noise(8192));
 }
 
-/// Who has found the port out as well still can't put his bytes in the place of the peer's that arrive beside them.
+/// A forger that knows the port can't replace bytes of a packet that also arrives.
 #[test]
-fn where_copies_of_a_packet_differ_neither_is_executed() {
+fn if_copies_of_a_packet_differ_neither_is_executed() {
     let mut p = pair_of(Ports::Agreed);
     let port = port_of_a(&mut p);
     let (src, dst) = (p.a.region(8192), p.b.region(8192));
@@ -273,7 +270,7 @@ fn where_copies_of_a_packet_differ_neither_is_executed() {
     let trains = p.a.take();
     let forged = p.forge(Opcode::RcWriteMiddle, p.next + 2, |_| {}, &[FORGED; 1024]);
     p.b.give(&from_port(&forged, port));
-    // The first packet of the peer is lost; the others come.
+    // The peer's first packet is lost, the others arrive.
     for train in &trains {
         for (i, bytes) in train.bytes.chunks(train.segment_len).enumerate() {
             if bytes[9..12] == p.next.to_be_bytes()[1..] {
@@ -300,7 +297,7 @@ fn where_copies_of_a_packet_differ_neither_is_executed() {
     assert_eq!(contents(&dst), noise(8192));
 }
 
-/// One client gets the memory of one budget, however many ports the process has.
+/// A client of several ports can't exceed the memory limit of the process.
 #[test]
 fn ports_of_a_process_share_one_budget() {
     let config = |last| PortConfig::new(vec![ip(last)], Mtu::B1024, 1);

@@ -1,5 +1,6 @@
-//! Packets from the peer's address that are not the peer's: forged management datagrams, datagrams, and packets with
-//! guessed PSNs. For nothing of that are the peer's own packets refused; nor is what a peer may do that looks like it.
+//! Forged packets from the peer's address: management datagrams, datagrams, and packets with guessed PSNs.
+//!
+//! They never cause the peer's own packets to be dropped. Legitimate changes of a peer's behaviour are accepted.
 
 use core::time::Duration;
 
@@ -15,16 +16,16 @@ use crate::{
     *,
 };
 
-/// IPv4 Identifications of a peer.
+/// IPv4 Identifications of a peer's packets.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Ids {
-    /// The place in a train, as ferroce; hardware sends each packet with 0.
+    /// Index in a train, as ferroce; hardware sends each packet with 0.
     Index,
-    /// A counter over everything it sends, as rdma_rxe.
+    /// Counter over all packets, as rdma_rxe.
     Counter(u16),
 }
 
-/// IPv4 Identifications of a forger.
+/// IPv4 Identifications of forged packets.
 #[derive(Clone, Copy, Debug)]
 enum Forged {
     Counter(u16),
@@ -68,7 +69,7 @@ enum Kind {
     Cnp,
 }
 
-/// A packet that is right with this Identification.
+/// Builds a packet whose ICRC is correct for an Identification.
 fn sealed(id: u16, src: SocketAddr, dst: IpAddr, header: &Header, payload: &[u8]) -> Datagram {
     let mut d = crate::drops::sealed(src, dst, header, payload);
     reseal(&mut d, id);
@@ -80,7 +81,7 @@ fn reseal(d: &mut Datagram, id: u16) {
     flow.seal(id, &mut d.bytes);
 }
 
-/// Returns packets of a host as its peer gets them.
+/// Returns a host's packets as its peer receives them.
 fn sent(from: &mut Host, ids: &mut Ids) -> Vec<Datagram> {
     let trains = from.take();
     let Ids::Counter(next) = ids else { return trains };
@@ -101,10 +102,10 @@ fn sent(from: &mut Host, ids: &mut Ids) -> Vec<Datagram> {
     out
 }
 
-/// Carries everything there and back until nothing moves; returns how many packets of the peer were refused.
+/// Exchanges packets until neither host sends any. Returns how many were dropped.
 fn carry(a: &mut Host, b: &mut Host, ids: &mut [Ids; 2]) -> u64 {
-    let refused = |a: &Host, b: &Host| a.port.counters().icrc_implausible + b.port.counters().icrc_implausible;
-    let before = refused(a, b);
+    let dropped = |a: &Host, b: &Host| a.port.counters().icrc_implausible + b.port.counters().icrc_implausible;
+    let before = dropped(a, b);
     for _ in 0..100 {
         let (from_a, from_b) = (sent(a, &mut ids[0]), sent(b, &mut ids[1]));
         if from_a.is_empty() && from_b.is_empty() {
@@ -113,10 +114,10 @@ fn carry(a: &mut Host, b: &mut Host, ids: &mut [Ids; 2]) -> u64 {
         from_a.iter().for_each(|d| b.give(d));
         from_b.iter().for_each(|d| a.give(d));
     }
-    refused(a, b) - before
+    dropped(a, b) - before
 }
 
-fn pass(a: &mut Host, b: &mut Host, time: Duration) {
+fn advance(a: &mut Host, b: &mut Host, time: Duration) {
     a.now = a.now + time;
     b.now = a.now;
     for host in [a, b] {
@@ -124,7 +125,7 @@ fn pass(a: &mut Host, b: &mut Host, time: Duration) {
     }
 }
 
-/// A message of three packets from A, one from B, and their acknowledgements; how many packets were refused.
+/// Sends a message of three packets from A and one from B. Returns how many packets were dropped.
 fn talk(a: &mut Host, b: &mut Host, qps: [Qpn; 2], ids: &mut [Ids; 2]) -> u64 {
     let (mine, theirs) = (a.region(3000), b.region(3000));
     a.send(qps[0], 1, SendOp::Write(remote(&theirs)), &mine, 3000);
@@ -132,14 +133,14 @@ fn talk(a: &mut Host, b: &mut Host, qps: [Qpn; 2], ids: &mut [Ids; 2]) -> u64 {
     carry(a, b, ids)
 }
 
-/// Both are done with what `talk` posted.
+/// Returns whether both hosts have completed the message of `talk`.
 fn is_done(a: &Host, b: &Host) -> bool {
     [a, b]
         .into_iter()
         .all(|h| matches!(&h.completions()[..], [c] if c.is_ok()))
 }
 
-/// Two hosts that have talked already, each with a datagram queue pair in a multicast group.
+/// Creates two hosts that have exchanged messages, with datagram queue pairs in a multicast group.
 fn acquainted(ids: &mut [Ids; 2]) -> (Host, Host, [Qpn; 2], [Qpn; 2]) {
     let (mut a, mut b, qa, qb) = pair();
     let datagram = [&mut a, &mut b].map(|h| {
@@ -154,11 +155,11 @@ fn acquainted(ids: &mut [Ids; 2]) -> (Host, Host, [Qpn; 2], [Qpn; 2]) {
     (a, b, [qa, qb], datagram)
 }
 
-/// A packet from the address of a host's peer. `psn`: what its queue pair expects, or waits for an answer to.
+/// Forges a packet from the peer's address. `psn`: the one that the queue pair expects or waits for.
 fn forge(kind: Kind, id: u16, from: &Host, to: &Host, qps: [Qpn; 2], psn: Psn, rng: &mut ChaCha8Rng) -> Datagram {
     let [connected, unconnected] = qps;
     let src = SocketAddr::new(from.addr, rng.random());
-    // Around the live ones, these included.
+    // Around the current PSN.
     let guess = psn.add(rng.random_range(0..6000)).add((1 << 24) - 3000);
     let unicast = |header: Header, payload: &[u8]| sealed(id, src, to.addr, &header, payload);
     match kind {
@@ -182,28 +183,27 @@ fn forge(kind: Kind, id: u16, from: &Host, to: &Host, qps: [Qpn; 2], psn: Psn, r
     }
 }
 
-/// Fifty rounds of forged packets to both sides and the peers' own; nothing of the latter is refused, and next to
-/// nothing sent again.
-fn holds(kind: Kind, mut forged: Forged, peers: Ids) {
+/// Sends fifty rounds of forged packets to both hosts among their own. Checks that no own packet is dropped or resent.
+fn check_forgery(kind: Kind, mut forged: Forged, peers: Ids) {
     let mut ids = [peers; 2];
     let (mut a, mut b, qps, datagram) = acquainted(&mut ids);
     let mut rng = ChaCha8Rng::seed_from_u64(7);
     for round in 0..50u32 {
         for _ in 0..20 {
             let id = forged.next(&mut rng);
-            // A sends three packets a round and B one, both from 100 on; eight rounds were before.
+            // A sends three packets a round and B one, both from PSN 100 on. `acquainted` ran eight rounds.
             let (psn_a, psn_b) = (Psn::new(108 + round), Psn::new(124 + 3 * round));
             let d = forge(kind, id, &a, &b, [qps[1], datagram[1]], psn_b, &mut rng);
             b.give(&d);
             let d = forge(kind, id, &b, &a, [qps[0], datagram[0]], psn_a, &mut rng);
             a.give(&d);
         }
-        let refused = talk(&mut a, &mut b, qps, &mut ids);
-        assert_eq!(refused, 0, "{kind:?} {forged:?} {peers:?} round {round}");
+        let dropped = talk(&mut a, &mut b, qps, &mut ids);
+        assert_eq!(dropped, 0, "{kind:?} {forged:?} {peers:?} round {round}");
         assert!(is_done(&a, &b), "{kind:?} {forged:?} {peers:?} round {round}");
-        pass(&mut a, &mut b, Duration::from_millis(1));
+        advance(&mut a, &mut b, Duration::from_millis(1));
     }
-    // All that they leave is a count.
+    // Forged packets change nothing but a counter.
     let connected = matches!(kind, Kind::Request | Kind::Acknowledge);
     for host in [&a, &b] {
         let c = host.port.counters();
@@ -224,7 +224,7 @@ fn holds(kind: Kind, mut forged: Forged, peers: Ids) {
         let mut dropped = c
             .named()
             .filter(|(name, _)| name.starts_with("drop_") && *name != "drop_stranger" || *name == "icrc_errors");
-        assert!(dropped.all(|(_, n)| n == 0), "the forged ones are right: {c:?}");
+        assert!(dropped.all(|(_, n)| n == 0), "forged packets are well-formed: {c:?}");
     }
 }
 
@@ -234,7 +234,7 @@ macro_rules! teach_nothing {
         fn $test() {
             for forged in Forged::ALL {
                 for peers in [Ids::Index, Ids::Counter(20_000), Ids::Counter(65_000)] {
-                    holds(Kind::$kind, forged, peers);
+                    check_forgery(Kind::$kind, forged, peers);
                 }
             }
         }
@@ -250,10 +250,9 @@ teach_nothing! {
     forged_congestion_notifications_teach_nothing: Cnp;
 }
 
-/// A stranger who knows a queue pair's number gets no answer to guessed PSNs; with the peer's port too, one packet at most for
-/// each.
+/// A guessed PSN gets no answer; from the peer's port, at most one packet.
 #[test]
-fn a_guessed_psn_is_answered_to_the_peer_s_port_alone() {
+fn a_guessed_psn_is_answered_only_to_the_peer_s_port() {
     let mut ids = [Ids::Index; 2];
     let (mut a, mut b, qps, datagram) = acquainted(&mut ids);
     let port = source_port(&mut a, &mut b, qps);
@@ -271,12 +270,12 @@ fn a_guessed_psn_is_answered_to_the_peer_s_port_alone() {
         assert!(out.iter().all(|answer| answer.bytes.len() <= d.bytes.len()));
         answers[n % 2] += out.len();
     }
-    // Duplicates are answered.
+    // From the peer's port duplicates are answered.
     assert_eq!(answers[0], 0);
     assert!((150..350).contains(&answers[1]), "{answers:?}");
 }
 
-/// The port that the packets of A's queue pair leave from.
+/// Returns the UDP source port of A's queue pair.
 fn source_port(a: &mut Host, b: &mut Host, qps: [Qpn; 2]) -> u16 {
     let (mine, theirs) = (a.region(8), b.region(8));
     a.send(qps[0], 1, SendOp::Write(remote(&theirs)), &mine, 8);
@@ -288,8 +287,8 @@ fn source_port(a: &mut Host, b: &mut Host, qps: [Qpn; 2]) -> u16 {
 }
 
 #[test]
-fn a_peer_may_change_its_way_of_counting() {
-    let ways = [
+fn a_peer_may_change_its_identifications() {
+    let sequence = [
         Ids::Index,
         Ids::Counter(9000),
         Ids::Counter(40_000),
@@ -298,35 +297,35 @@ fn a_peer_may_change_its_way_of_counting() {
     ];
     let mut ids = [Ids::Index; 2];
     let (mut a, mut b, qps, _) = acquainted(&mut ids);
-    for way in ways {
-        // At once, while nothing is idle.
-        ids = [way; 2];
-        let mut refused = talk(&mut a, &mut b, qps, &mut ids);
+    for new in sequence {
+        // At once, without an idle time before.
+        ids = [new; 2];
+        let mut dropped = talk(&mut a, &mut b, qps, &mut ids);
         let mut done = [a.completions().len(), b.completions().len()];
         for _ in 0..100 {
             if done == [1, 1] {
                 break;
             }
             let next = [&mut a, &mut b].map(|h| h.port.poll_timeout());
-            let next = next.into_iter().flatten().min().expect("something is outstanding");
+            let next = next.into_iter().flatten().min().expect("a timer is set");
             let time = next.saturating_since(a.now);
-            pass(&mut a, &mut b, time);
-            refused += carry(&mut a, &mut b, &mut ids);
+            advance(&mut a, &mut b, time);
+            dropped += carry(&mut a, &mut b, &mut ids);
             done = [done[0] + a.completions().len(), done[1] + b.completions().len()];
         }
-        assert_eq!(done, [1, 1], "{way:?}");
-        assert!(refused <= 6, "{way:?}: three in each direction, not {refused}");
+        assert_eq!(done, [1, 1], "{new:?}");
+        assert!(dropped <= 6, "{new:?}: three in each direction, not {dropped}");
         assert_eq!(b.port.qp_state(qps[1]), Some(QpState::Rts));
         for _ in 0..8 {
-            assert_eq!(talk(&mut a, &mut b, qps, &mut ids), 0, "{way:?}");
+            assert_eq!(talk(&mut a, &mut b, qps, &mut ids), 0, "{new:?}");
             assert!(is_done(&a, &b));
         }
     }
 }
 
-/// rdma_rxe has one counter for all that it sends to an address: data, management, datagrams of other queue pairs.
+/// rdma_rxe has one counter for all packets to an address: data, management, and other queue pairs' datagrams.
 #[test]
-fn a_counter_is_shared_with_what_teaches_nothing() {
+fn a_counter_also_counts_unauthenticated_packets() {
     let mut ids = [Ids::Counter(500); 2];
     let (mut a, mut b, qps, datagram) = acquainted(&mut ids);
     let mut rng = ChaCha8Rng::seed_from_u64(1);
@@ -334,8 +333,8 @@ fn a_counter_is_shared_with_what_teaches_nothing() {
         let Ids::Counter(next) = &mut ids[0] else {
             unreachable!()
         };
-        // Half a million packets a second, of which those to B are datagrams and now and then a MAD.
-        pass(&mut a, &mut b, Duration::from_millis(10));
+        // Half a million packets a second. B receives a MAD and two datagrams of them.
+        advance(&mut a, &mut b, Duration::from_millis(10));
         *next = next.wrapping_add(5000);
         for kind in [Kind::Mad, Kind::Datagram, Kind::Multicast] {
             let d = forge(kind, *next, &a, &b, [qps[1], datagram[1]], Psn::new(0), &mut rng);
@@ -353,7 +352,7 @@ fn an_idle_counter_may_be_anywhere() {
     let mut ids = [Ids::Counter(500); 2];
     let (mut a, mut b, qps, _) = acquainted(&mut ids);
     for step in [1100, 1500, 5000, 60_000] {
-        pass(&mut a, &mut b, Duration::from_millis(step));
+        advance(&mut a, &mut b, Duration::from_millis(step));
         for ids in &mut ids {
             let Ids::Counter(next) = ids else { unreachable!() };
             *next = next.wrapping_add(33_333);
@@ -364,7 +363,7 @@ fn an_idle_counter_may_be_anywhere() {
 }
 
 #[test]
-fn strangers_of_unknown_addresses_are_believed() {
+fn management_datagrams_of_unknown_addresses_are_accepted() {
     let mut b = Host::new(2);
     let mut rng = ChaCha8Rng::seed_from_u64(5);
     for n in 0..100 {
@@ -375,16 +374,17 @@ fn strangers_of_unknown_addresses_are_believed() {
     assert_eq!((c.rx_mads, c.icrc_implausible), (100, 0));
 }
 
-/// A peer has started anew, perhaps with another kernel, and wants to connect; we still hold its former queue pairs. That
-/// must work even while somebody forges MADs of its.
+/// A peer can connect again after a restart, perhaps with another kernel.
+///
+/// Our queue pairs of its previous connections still exist, and its MADs may be forged.
 #[test]
-fn a_reborn_peer_s_mads_get_in() {
+fn a_restarted_peer_s_mads_are_accepted() {
     for forged in Forged::ALL.into_iter().map(Some).chain([None]) {
         let mut ids = [Ids::Index; 2];
         let (a, mut b, qps, datagram) = acquainted(&mut ids);
         let mut rng = ChaCha8Rng::seed_from_u64(9);
         let mut own = 30_000;
-        let mut let_in = 0;
+        let mut accepted = 0;
         for _ in 0..4 {
             b.now = b.now + Duration::from_secs(4);
             if let Some(mut forged) = forged {
@@ -404,48 +404,48 @@ fn a_reborn_peer_s_mads_get_in() {
             let before = b.port.counters().rx_mads;
             b.give(&sealed(own, source(&a), b.addr, &mad(QKey::GSI, Qpn::GSI), &[0; 256]));
             own += 2;
-            let_in += b.port.counters().rx_mads - before;
+            accepted += b.port.counters().rx_mads - before;
         }
         assert!(
-            let_in >= 3,
-            "{forged:?}: only the first may be taken for damage, not {}",
-            4 - let_in
+            accepted >= 3,
+            "{forged:?}: only the first may count as corrupt, not {}",
+            4 - accepted
         );
     }
 }
 
-/// And its first packets on the new connection, too.
+/// The first packets of a restarted peer on a new connection are accepted.
 #[test]
-fn a_reborn_peer_s_first_packets_are_believed() {
+fn a_restarted_peer_s_first_packets_are_accepted() {
     let mut ids = [Ids::Index; 2];
     let (mut a, mut b, _, _) = acquainted(&mut ids);
-    for way in [Ids::Counter(30_000), Ids::Index, Ids::Counter(60_000)] {
+    for new in [Ids::Counter(30_000), Ids::Index, Ids::Counter(60_000)] {
         let qps = [a.qp(), b.qp()];
         a.raise(qps[0], b.addr, qps[1]);
         b.raise(qps[1], a.addr, qps[0]);
-        ids = [way; 2];
+        ids = [new; 2];
         for _ in 0..8 {
-            assert_eq!(talk(&mut a, &mut b, qps, &mut ids), 0, "{way:?}");
+            assert_eq!(talk(&mut a, &mut b, qps, &mut ids), 0, "{new:?}");
             assert!(is_done(&a, &b));
         }
     }
 }
 
-/// Packets of an unreliable connection teach as well, where they follow one another.
+/// Identifications are also learned from an unreliable connection, if the PSNs are consecutive.
 #[test]
-fn an_unreliable_connection_s_peer_is_learnt() {
+fn an_unreliable_connection_s_identifications_are_learned() {
     let (mut a, mut b) = (Host::new(1), Host::new(2));
     let init = QpInit {
         qp_type: QpType::Uc,
         ..b.init()
     };
     let qb = b.port.create_qp(init).unwrap();
-    let way = ToRts {
+    let steps = ToRts {
         access: RIGHTS,
         rq_psn: Psn::new(100),
         ..ToRts::new(AddressVector::new(b.addr, a.addr), Mtu::B1024, Qpn::new(9))
     };
-    for attr in way.steps(QpType::Uc) {
+    for attr in steps.steps(QpType::Uc) {
         b.port.modify_qp(b.now, qb, &attr).unwrap();
     }
     let give = |b: &mut Host, a: &mut Host, psn: u32, id: u16| {
@@ -458,7 +458,7 @@ fn an_unreliable_connection_s_peer_is_learnt() {
         assert_eq!(give(&mut b, &mut a, psn, 0), 0);
     }
     assert_eq!(give(&mut b, &mut a, 110, 30_000), 1);
-    // From guessed PSNs nothing is learnt.
+    // Guessed PSNs are not learned from.
     for n in 1..10u32 {
         assert_eq!(
             give(&mut b, &mut a, 110 + n * 100_000, 30_000 + n as u16),

@@ -1,4 +1,4 @@
-//! Data between two ports: trains, GRO buffers, turns, timers, limits.
+//! Data transfer between two ports: trains, GRO buffers, turns, timers, limits.
 
 use roce_port::{QpnSlot, RxMeta};
 use roce_qp::{SharedReceiveQueue, SrqConfig, WindowConfig};
@@ -10,7 +10,7 @@ use roce_verbs::{
 use crate::*;
 
 #[test]
-fn a_write_goes_out_in_trains_and_lands_whole() {
+fn a_write_is_sent_in_trains_and_arrives_complete() {
     let (mut a, mut b, qa, qb) = pair();
     acquaint(&mut a, &mut b, qa, qb);
     let (src, dst) = (a.region(100_000), b.region(100_000));
@@ -33,14 +33,14 @@ fn a_write_goes_out_in_trains_and_lands_whole() {
 }
 
 #[test]
-fn packets_of_a_train_may_also_come_one_by_one() {
+fn packets_of_a_train_may_arrive_one_by_one() {
     let (mut a, mut b, qa, _) = pair();
     let (src, dst) = (a.region(20_000), b.region(20_000));
     src.write(0, &noise(20_000)).unwrap();
     a.send(qa, 1, SendOp::Write(remote(&dst)), &src, 20_000);
     for train in a.take() {
         for (i, packet) in train.bytes.chunks(train.segment_len).enumerate() {
-            // As a raw socket sees them: with the Identification that Linux gives each segment.
+            // Every other one as from a raw socket, with the Identification that Linux gives the segment.
             let meta = RxMeta {
                 identification: (i % 2 == 0).then_some(i as u16),
                 ..RxMeta::new(train.dst, train.src)
@@ -74,7 +74,7 @@ fn a_train_never_mixes_queue_pairs() {
 }
 
 #[test]
-fn one_acknowledgement_stands_for_a_drained_batch() {
+fn one_acknowledgement_covers_a_drained_batch() {
     let (mut a, mut b, qa, qb) = pair();
     acquaint(&mut a, &mut b, qa, qb);
     let (src, dst) = (a.region(64), b.region(64));
@@ -90,7 +90,7 @@ fn one_acknowledgement_stands_for_a_drained_batch() {
 }
 
 #[test]
-fn a_lost_packet_is_sent_again_when_the_timer_says_so_and_then_all_is_quiet() {
+fn a_lost_packet_is_resent_on_timeout_and_no_timer_remains() {
     let (mut a, mut b, qa, _) = pair();
     let (src, dst) = (a.region(500), b.region(500));
     src.write(0, &noise(500)).unwrap();
@@ -98,7 +98,7 @@ fn a_lost_packet_is_sent_again_when_the_timer_says_so_and_then_all_is_quiet() {
     assert_eq!(a.take().len(), 1);
     let mut runs = 0;
     while a.completions().is_empty() {
-        a.now = a.port.poll_timeout().expect("something is outstanding");
+        a.now = a.port.poll_timeout().expect("a timer is set");
         a.port.handle_timeout(a.now);
         assert!(a.port.poll_timeout().is_none_or(|t| t > a.now), "a timer must not spin");
         exchange(&mut a, &mut b);
@@ -107,7 +107,7 @@ fn a_lost_packet_is_sent_again_when_the_timer_says_so_and_then_all_is_quiet() {
     }
     assert_eq!(contents(&dst), noise(500));
     assert!(a.port.counters().tx_retransmissions >= 1);
-    // What is left in the heap is found to be void.
+    // Timers left in the heap are stale and send nothing.
     for host in [&mut a, &mut b] {
         for _ in 0..5 {
             let Some(t) = host.port.poll_timeout() else { break };
@@ -149,7 +149,7 @@ fn queue_pairs_take_turns() {
     );
 }
 
-/// A new queue pair that is connected to a new one of `to`, and knows it.
+/// Creates a queue pair connected to a new one of `to`, with source ports learned.
 fn connected(a: &mut Host, to: &mut Host) -> Qpn {
     let (qa, qb) = (a.qp(), to.qp());
     a.raise(qa, to.addr, qb);
@@ -196,7 +196,7 @@ fn bytes_in_flight_follow_a_queue_pair_to_its_new_path() {
 }
 
 #[test]
-fn queue_pairs_that_waited_for_a_former_peer_s_window_are_woken_by_their_new_one() {
+fn queue_pairs_blocked_by_their_old_peer_s_window_are_woken_by_their_new_peer_s() {
     let window = WindowConfig {
         initial: 16 << 10,
         min: 16 << 10,
@@ -220,7 +220,7 @@ fn queue_pairs_that_waited_for_a_former_peer_s_window_are_woken_by_their_new_one
     for q in &moving {
         a.port.modify_qp(a.now, *q, &reset).unwrap();
     }
-    // The next peer's window is filled by somebody else.
+    // Another queue pair fills the new peer's window.
     write(&mut a, &b, other, fill << 10);
     let filling = a.take();
     let (src, dst) = (a.region(2 << 10), b.region(2 << 10));
@@ -236,7 +236,7 @@ fn queue_pairs_that_waited_for_a_former_peer_s_window_are_woken_by_their_new_one
     assert_eq!(packets(&a.take()), 3);
     filling.iter().for_each(|t| b.give(t));
     b.take().iter().for_each(|t| a.give(t));
-    assert_eq!(packets(&a.take()), 3, "all go on");
+    assert_eq!(packets(&a.take()), 3, "all resume");
 }
 
 #[test]
@@ -259,16 +259,16 @@ fn limits_of_the_device_hold() {
     assert_eq!(a.port.queue_pairs(), 3);
 }
 
-/// With the numbers of one process of several, and in no time: none has rested.
+/// Processes that share an address never run out of QPNs, even with all in quarantine.
 #[test]
 fn queue_pairs_are_made_and_ended_a_million_times() {
     let numbers = QpnSlot { bits: 11, slot: 77 }.qpns();
     let mut a = Host::with(1, |c| c.qpns = numbers);
-    let kept = a.qp();
+    let permanent = a.qp();
     for i in 0..1_000_000 {
         let q = a.qp();
         assert!(
-            q != kept && (numbers.first..=numbers.last).contains(&q.value()),
+            q != permanent && (numbers.first..=numbers.last).contains(&q.value()),
             "{i}: {q}"
         );
         a.port.destroy_qp(a.now, q).unwrap();
@@ -280,7 +280,7 @@ fn queue_pairs_are_made_and_ended_a_million_times() {
 }
 
 #[test]
-fn a_path_must_be_one_of_this_port() {
+fn a_path_must_fit_this_port() {
     let (mut a, b) = (Host::new(1), Host::new(2));
     let q = a.qp();
     let init = QpAttr {
@@ -311,9 +311,8 @@ fn a_path_must_be_one_of_this_port() {
     }
     let attr = rtr(AddressVector::new(a.addr, b.addr), Mtu::B4096);
     assert!(matches!(a.port.modify_qp(a.now, q, &attr), Err(VerbsError::Invalid(_))));
-    // The only local address need not be named; a mapped address is the IPv4 address.
+    // An unspecified local address means the only one, a mapped address the IPv4 address, hop limit 0 the default.
     let mapped = "::ffff:192.0.2.2".parse().unwrap();
-    // Hop limit 0, which nothing can be sent with, leaves the choice to us.
     let path = AddressVector {
         hop_limit: 0,
         ..AddressVector::new(any, mapped)
@@ -324,7 +323,7 @@ fn a_path_must_be_one_of_this_port() {
 }
 
 #[test]
-fn a_late_copy_of_a_read_whose_memory_is_gone_since_is_no_reason_to_fail() {
+fn a_late_copy_of_a_read_of_revoked_memory_does_not_fail_the_queue_pair() {
     let (mut a, mut b, qa, qb) = pair();
     let (into, from) = (a.region(64), b.region(64));
     a.send(qa, 1, SendOp::Read(remote(&from)), &into, 64);
@@ -333,12 +332,13 @@ fn a_late_copy_of_a_read_whose_memory_is_gone_since_is_no_reason_to_fail() {
     exchange(&mut a, &mut b);
     assert!(a.completions()[0].is_ok());
     b.mem.deregister(&from).unwrap();
-    // The network delivers the request once more; then as the memory goes while the answer waits.
+    // The network duplicates the request after the memory was deregistered.
     request.iter().for_each(|d| b.give(d));
     exchange(&mut a, &mut b);
     assert_eq!(b.port.qp_state(qb), Some(QpState::Rts));
     assert_eq!(a.port.qp_state(qa), Some(QpState::Rts));
 
+    // The memory is deregistered while the response to a duplicate waits.
     let from = b.region(64);
     a.send(qa, 2, SendOp::Read(remote(&from)), &into, 64);
     let request = a.take();
@@ -349,14 +349,14 @@ fn a_late_copy_of_a_read_whose_memory_is_gone_since_is_no_reason_to_fail() {
     exchange(&mut a, &mut b);
     assert!(a.completions()[0].is_ok());
     assert_eq!(b.port.qp_state(qb), Some(QpState::Rts));
-    // What is outstanding and can't be answered is refused all the same.
+    // An outstanding READ of revoked memory is still refused.
     a.send(qa, 3, SendOp::Read(remote(&from)), &into, 64);
     exchange(&mut a, &mut b);
     assert_eq!(a.completions()[0].status, roce_verbs::WcStatus::RemoteAccessError);
 }
 
 #[test]
-fn a_batch_is_posted_whole_or_not_at_all() {
+fn a_batch_is_posted_completely_or_not_at_all() {
     let (mut a, mut b, qa, _) = pair();
     let (src, dst) = (a.region(64), b.region(64));
     let sges = [Sge {
@@ -394,7 +394,7 @@ fn a_batch_is_posted_whole_or_not_at_all() {
     a.port.post_batch(a.now, qa, &many[..room]).unwrap();
     exchange(&mut a, &mut b);
     assert_eq!(a.completions().len(), room);
-    // In the error state nothing takes room.
+    // In the error state work requests complete at once and take no room.
     let err = QpAttr {
         state: Some(QpState::Err),
         ..QpAttr::default()
@@ -405,7 +405,7 @@ fn a_batch_is_posted_whole_or_not_at_all() {
 }
 
 #[test]
-fn sizes_of_a_receive_queue_that_is_not_there_are_ignored() {
+fn sizes_of_an_absent_receive_queue_are_ignored() {
     let mut a = Host::new(1);
     let srq = SharedReceiveQueue::new(SrqConfig {
         handle: 5,
