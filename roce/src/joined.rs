@@ -17,7 +17,7 @@ use roce_verbs::provider::VerbsError;
 
 use crate::{
     device::{DeviceConfig, Services},
-    shards::{Doors, Letter},
+    shards::{Endpoints, HandedOver},
     shared::{Listeners, join_error},
 };
 
@@ -35,21 +35,21 @@ struct Answers {
 
 /// Takes what the broker has for a loop.
 struct Post {
-    doors: Arc<Doors>,
+    endpoints: Arc<Endpoints>,
     answers: Arc<Answers>,
 }
 
 impl roce_broker::Inbox for Post {
     fn datagram(&self, meta: &RxMeta, bytes: &[u8]) {
-        if let Some(door) = self.doors.of(meta.local.to_canonical()) {
-            door.inbox().send_or_lose(Letter::forwarded(meta, bytes));
+        if let Some(endpoint) = self.endpoints.of(meta.local.to_canonical()) {
+            endpoint.inbox().send_or_lose(HandedOver::forwarded(meta, bytes));
         }
     }
 
     fn report(&self) -> Option<Report> {
         let mut last = self.answers.last.lock();
         self.answers.wanted.store(true, SeqCst);
-        if !self.doors.ring() {
+        if !self.endpoints.wake() {
             return None;
         }
         self.answers.told.wait_for(&mut last, PATIENCE);
@@ -119,16 +119,16 @@ impl Joining {
         self.membership.set_inbox(inbox);
     }
 
-    /// The loop has its devices: what comes for an address goes through its door.
-    pub(crate) fn joined(self, doors: Arc<Doors>) -> Joined {
+    /// The loop has its devices: packets for an address go to its endpoint.
+    pub(crate) fn joined(self, endpoints: Arc<Endpoints>) -> Joined {
         let answers = Arc::<Answers>::default();
         self.membership.set_inbox(Arc::new(Post {
-            doors: doors.clone(),
+            endpoints: endpoints.clone(),
             answers: answers.clone(),
         }));
         Joined {
             membership: self.membership,
-            doors,
+            endpoints,
             answers,
         }
     }
@@ -137,14 +137,14 @@ impl Joining {
 /// The membership of a loop.
 pub(crate) struct Joined {
     membership: Arc<Membership>,
-    doors: Arc<Doors>,
+    endpoints: Arc<Endpoints>,
     answers: Arc<Answers>,
 }
 
 impl Joined {
     /// The loop's addresses.
-    pub(crate) fn doors(&self) -> &Arc<Doors> {
-        &self.doors
+    pub(crate) fn endpoints(&self) -> &Arc<Endpoints> {
+        &self.endpoints
     }
 
     /// Whether the broker wants a report.

@@ -19,7 +19,7 @@ use crate::{
     member::{Member, Opened},
     open,
     opener::{NewDevice, Opener},
-    shards::{Doors, Placement},
+    shards::{Endpoints, Placement},
     shared::{self, join_error},
     tap::SharedTap,
 };
@@ -282,9 +282,9 @@ impl LocalDevice {
     /// That of a loop that joins.
     fn of_member(opened: Vec<Opened>, joining: Joining, opener: Opener) -> Self {
         let mut this = Self::of(opened, opener);
-        let doors = Arc::<Doors>::default();
-        this.members().iter_mut().for_each(|member| member.enter(&doors));
-        this.joined = Some(joining.joined(doors));
+        let endpoints = Arc::<Endpoints>::default();
+        this.members().iter_mut().for_each(|member| member.enter(&endpoints));
+        this.joined = Some(joining.joined(endpoints));
         this
     }
 
@@ -298,7 +298,7 @@ impl LocalDevice {
     pub fn attach(&mut self, new: NewDevice) -> DeviceIx {
         let (mut member, (limits, addrs)) = new.into_opened();
         if let Some(joined) = &self.joined {
-            member.enter(joined.doors());
+            member.enter(joined.endpoints());
         }
         self.fabric.ports().0.push(member);
         self.fabric.add_device(limits, addrs)

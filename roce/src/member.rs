@@ -11,7 +11,7 @@ use crate::{
     device::DeviceConfig,
     joined::Joining,
     open::{self, Parts},
-    shards::{Arrival, Doors, Placement, Shard},
+    shards::{Arrival, Endpoints, Placement, Shard},
     tap::SharedTap,
 };
 
@@ -127,9 +127,9 @@ impl Member {
     }
 
     /// It is one of the addresses of a loop that other processes may have too.
-    pub(crate) fn enter(&mut self, doors: &Arc<Doors>) {
+    pub(crate) fn enter(&mut self, endpoints: &Arc<Endpoints>) {
         if let Some(shard) = &mut self.shard {
-            shard.beside(self.addr, doors);
+            shard.add_address(self.addr, endpoints);
         }
     }
 

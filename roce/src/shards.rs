@@ -1,9 +1,8 @@
-//! A loop that shares its address, with other loops, other processes, or both: each has a part of it, and what reaches one for another
-//! is handed over. Loops that have several addresses have a part of each.
+//! Loops that share addresses with other loops, other processes, or both. Each loop owns a shard of every address: a range of
+//! queue pair numbers and communication IDs. A packet that reaches one loop's socket for another shard is handed over.
 
 use std::{
     cell::{Cell, RefCell},
-    collections::{HashMap, VecDeque},
     net::IpAddr,
     os::fd::{AsFd, BorrowedFd},
     sync::Arc,
@@ -11,11 +10,13 @@ use std::{
 };
 
 use parking_lot::RwLock;
-use roce_bth::{Packet, Qpn};
+use roce_broker::{RequestLimits, Requests};
+use roce_bth::{Packet, Qpn, ROCE_UDP_PORT};
 use roce_cm::{
     cma::{HEADER_LEN, ServiceId},
     mad::{Mad, Message, Req},
 };
+use roce_icrc::{Flow, IdSolver, IpPair, Recovery};
 use roce_net::LocalDriver;
 use roce_port::{ConnChange, QpnSlot, RxMeta, Steering};
 use roce_verbs::{Instant, provider::VerbsError};
@@ -25,40 +26,39 @@ use crate::{
     open::serves,
 };
 
-/// Connect requests of which is remembered where they went, and for how long: RDMA_CM repeats them for a minute.
-const MAX_REMEMBERED: usize = 4096;
+/// Time for which the loop of a connect request is remembered: RDMA_CM repeats requests for a minute.
 const REMEMBERED: Duration = Duration::from_secs(90);
 
-/// A connect request, of which nothing is verified: anybody may send one, with any source address.
+/// Connect request with a sound ICRC. Nothing else of it is verified: anybody may send one, with any source address.
 #[derive(Clone, Copy, Debug)]
 pub struct Arrival<'a> {
     /// Our address.
     pub local: IpAddr,
-    /// Whose it says it is.
+    /// Source address.
     pub remote: IpAddr,
-    /// What is wanted.
+    /// Requested service.
     pub service: ServiceId,
-    /// What the peer's program says: 56 bytes, zero-padded.
+    /// Private data of the peer's program: 56 bytes, zero-padded.
     pub private_data: &'a [u8],
 }
 
-/// Says which loop is to have a connection.
+/// Chooses the loop of each connection.
 pub trait Placement: Send + Sync {
-    /// The number of the shard that a connect request is for; one that does not exist stands for the first. It is asked in the
-    /// first loop's thread, once for a request however often that is repeated, and must not wait.
+    /// Returns the shard that a connect request is for; a number out of range means the first. Called in the first loop's
+    /// thread, once for a request and its repetitions, after ICRC and per-host limit. It must not block.
     fn place(&self, arrival: &Arrival<'_>) -> usize;
 }
 
-/// A packet.
-pub(crate) struct Letter {
+/// Packet on its way to another loop.
+pub(crate) struct HandedOver {
     meta: RxMeta,
     bytes: Vec<u8>,
-    /// It came by a socket of one of the loops, so that their capture has it.
+    /// A socket of one of the loops received it, so their capture has it already.
     captured: bool,
 }
 
-impl Letter {
-    /// A packet that another process has received.
+impl HandedOver {
+    /// Wraps a packet that another process has received.
     pub(crate) fn forwarded(meta: &RxMeta, bytes: &[u8]) -> Self {
         Self {
             meta: *meta,
@@ -68,25 +68,22 @@ impl Letter {
     }
 }
 
-/// What others have for a loop's part of an address.
-pub(crate) type Inbox = roce_net::Inbox<Letter>;
+/// Queue of packets that others hand over to a loop.
+pub(crate) type Inbox = roce_net::Inbox<HandedOver>;
 
-/// Who sent a connect request, as its repetitions say it again: address and communication ID.
-type Sender = (IpAddr, u32);
-
-/// Where a request went.
+/// Loop that a connect request was placed on.
 struct Placed {
-    /// The sender's channel adapter.
+    /// GUID of the sender's channel adapter.
     guid: u64,
     shard: usize,
 }
 
-/// Which numbers the loops of an address have.
+/// Queue pair numbers and communication IDs of an address's loops.
 #[derive(Clone)]
 pub(crate) enum Numbers {
-    /// Together all. What is nobody's is the first loop's.
+    /// The loops have all numbers. Those of no shard belong to the first loop.
     All(Steering),
-    /// Those of these places; others are other processes'.
+    /// The loops have these places; all other numbers belong to other processes.
     Places(Arc<[QpnSlot]>),
 }
 
@@ -98,7 +95,7 @@ impl Numbers {
         }
     }
 
-    /// Which loop has a queue pair number.
+    /// Returns the loop that has a queue pair number.
     pub(crate) fn of_qpn(&self, qpn: Qpn) -> Option<usize> {
         let has = |slot: &QpnSlot| (slot.qpns().first..=slot.qpns().last).contains(&qpn.value());
         match self {
@@ -107,7 +104,7 @@ impl Numbers {
         }
     }
 
-    /// Which loop a management datagram with one of our communication IDs is for. What is nobody's is the first loop's, which counts it.
+    /// Returns the loop that has a communication ID of ours. Unknown ones go to the first loop, which counts them.
     fn of_comm_id(&self, id: u32) -> usize {
         let has = |slot: &QpnSlot| {
             let (first, last) = slot.comm_ids();
@@ -120,12 +117,12 @@ impl Numbers {
     }
 }
 
-/// Which loop a management datagram is for.
+/// Routes management datagrams to loops.
 struct Router {
     numbers: Numbers,
     placement: Arc<dyn Placement>,
-    remembered: HashMap<Sender, Placed>,
-    order: VecDeque<(Instant, Sender)>,
+    placed: Requests<Placed>,
+    solver: IdSolver,
 }
 
 impl Router {
@@ -133,22 +130,28 @@ impl Router {
         Self {
             numbers,
             placement,
-            remembered: HashMap::new(),
-            order: VecDeque::new(),
+            placed: Requests::new(RequestLimits::new(REMEMBERED)),
+            solver: IdSolver::default(),
         }
     }
 
-    /// What can't be read is the first loop's, which counts it.
-    fn route(&mut self, now: Instant, meta: &RxMeta, bytes: &[u8]) -> usize {
-        let Ok(packet) = Packet::parse(bytes) else { return 0 };
-        let Ok(mad) = Mad::parse(packet.payload) else { return 0 };
-        let by_id = |id: u32| self.numbers.of_comm_id(id);
+    /// Returns the loop that a management datagram is for, or none if it is refused. What can't be read and what has a wrong
+    /// ICRC is the first loop's, whose port counts it.
+    fn route(&mut self, now: Instant, meta: &RxMeta, bytes: &[u8]) -> Option<usize> {
+        let Ok(packet) = Packet::parse(bytes) else {
+            return Some(0);
+        };
+        let Ok(mad) = Mad::parse(packet.payload) else {
+            return Some(0);
+        };
+        let by_id = |id: u32| Some(self.numbers.of_comm_id(id));
         match &mad.message {
+            Message::Req(_) if !is_sound(&mut self.solver, meta, bytes) => Some(0),
             Message::Req(m) => self.place(now, meta, m),
-            // It may have given up a request before it was answered.
+            // The peer may withdraw a request before we answer it.
             Message::Rej(m) if m.remote_comm_id == 0 => {
-                let sender = (meta.remote.ip().to_canonical(), m.local_comm_id);
-                self.remembered.get(&sender).map_or(0, |placed| placed.shard)
+                let key = (meta.remote.ip().to_canonical(), m.local_comm_id);
+                Some(self.placed.get(now, key).map_or(0, |placed| placed.shard))
             }
             Message::Rej(m) => by_id(m.remote_comm_id),
             Message::Mra(m) => by_id(m.remote_comm_id),
@@ -157,17 +160,20 @@ impl Router {
             Message::Dreq(m) => by_id(m.remote_comm_id),
             Message::Drep(m) => by_id(m.remote_comm_id),
             Message::SidrRep(m) => by_id(m.request_id),
-            Message::SidrReq(_) => 0,
+            Message::SidrReq(_) => Some(0),
         }
     }
 
-    fn place(&mut self, now: Instant, meta: &RxMeta, req: &Req) -> usize {
-        self.forget(now);
+    /// Returns the loop of a connect request: the same one for each repetition. None: its host is at its limit.
+    fn place(&mut self, now: Instant, meta: &RxMeta, req: &Req) -> Option<usize> {
         let remote = meta.remote.ip().to_canonical();
-        let (sender, guid) = ((remote, req.local_comm_id), req.local_ca_guid);
-        if let Some(placed) = self.remembered.get(&sender).filter(|placed| placed.guid == guid) {
-            return placed.shard;
+        let (key, guid) = ((remote, req.local_comm_id), req.local_ca_guid);
+        if let Some(placed) = self.placed.get(now, key).filter(|placed| placed.guid == guid) {
+            return Some(placed.shard);
         }
+        // Another adapter's request with the same key takes the place of the first.
+        self.placed.remove(key);
+        self.placed.admit(now, remote).ok()?;
         let arrival = Arrival {
             local: meta.local.to_canonical(),
             remote,
@@ -176,111 +182,115 @@ impl Router {
         };
         let shard = self.placement.place(&arrival);
         let shard = if shard < self.numbers.loops() { shard } else { 0 };
-        if self.remembered.insert(sender, Placed { guid, shard }).is_none() {
-            self.order.push_back((now, sender));
-        }
-        shard
-    }
-
-    /// Makes room for one more.
-    fn forget(&mut self, now: Instant) {
-        while let Some((since, sender)) = self.order.front() {
-            if self.order.len() < MAX_REMEMBERED && now.saturating_since(*since) < REMEMBERED {
-                return;
-            }
-            self.remembered.remove(sender);
-            self.order.pop_front();
-        }
+        self.placed.insert(now, key, Placed { guid, shard }).ok()?;
+        Some(shard)
     }
 }
 
-/// Whose a packet is.
+/// Checks a packet's ICRC. IPv4 Identifications that the socket does not show are recovered.
+fn is_sound(solver: &mut IdSolver, meta: &RxMeta, bytes: &[u8]) -> bool {
+    let Ok(ip) = IpPair::try_from((meta.remote.ip(), meta.local)) else {
+        return false;
+    };
+    let flow = Flow {
+        ip,
+        src_port: meta.remote.port(),
+        dst_port: ROCE_UDP_PORT,
+    };
+    match meta.identification {
+        Some(id) => flow.verify(id, bytes),
+        None => matches!(flow.recover_with(solver, bytes, 0), Recovery::Exact(_)),
+    }
+}
+
+/// Receiver of a packet.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Whose {
-    /// A loop's of this process.
+enum Receiver {
+    /// A loop of this process.
     Loop(usize),
-    /// Another process's.
+    /// Another process.
     Elsewhere,
+    /// None: a connect request beyond its host's limit.
+    Refused,
 }
 
-/// Where packets to one address go.
+/// One address of a loop, and the inboxes of the loops that share it.
 #[derive(Clone)]
-pub(crate) struct Door {
+pub(crate) struct Endpoint {
     pub(crate) addr: IpAddr,
-    /// Of all loops.
     inboxes: Arc<[Inbox]>,
-    /// Of these the loop's.
+    /// The loop's own place among the inboxes.
     index: usize,
 }
 
-impl Door {
+impl Endpoint {
     pub(crate) fn inbox(&self) -> &Inbox {
         &self.inboxes[self.index]
     }
 }
 
-/// A loop's addresses. Others may come while it runs.
+/// Addresses of a loop; more may be added while it runs.
 #[derive(Default)]
-pub(crate) struct Doors(RwLock<Vec<Door>>);
+pub(crate) struct Endpoints(RwLock<Vec<Endpoint>>);
 
-impl Doors {
-    fn add(&self, door: Door) {
-        self.0.write().push(door);
+impl Endpoints {
+    fn add(&self, endpoint: Endpoint) {
+        self.0.write().push(endpoint);
     }
 
-    fn first(&self) -> Option<Door> {
+    fn first(&self) -> Option<Endpoint> {
         self.0.read().first().cloned()
     }
 
-    /// That of an address itself.
-    fn at(&self, addr: IpAddr) -> Option<Door> {
-        self.0.read().iter().find(|door| door.addr == addr).cloned()
+    /// Returns the endpoint at exactly this address.
+    fn at(&self, addr: IpAddr) -> Option<Endpoint> {
+        self.0.read().iter().find(|endpoint| endpoint.addr == addr).cloned()
     }
 
-    /// The one that a packet to an address is for.
-    pub(crate) fn of(&self, local: IpAddr) -> Option<Door> {
-        let has = |door: &&Door| door.addr.is_unspecified() && serves(door.addr, local);
+    /// Returns the endpoint that takes packets to an address: its own, or that of all addresses.
+    pub(crate) fn of(&self, local: IpAddr) -> Option<Endpoint> {
+        let has = |endpoint: &&Endpoint| endpoint.addr.is_unspecified() && serves(endpoint.addr, local);
         self.at(local).or_else(|| self.0.read().iter().find(has).cloned())
     }
 
-    /// Has the loop take a turn. False: it has no address.
-    pub(crate) fn ring(&self) -> bool {
+    /// Wakes the loop up. Returns false if it has no address.
+    pub(crate) fn wake(&self) -> bool {
         let first = self.first();
-        first.iter().for_each(|door| door.inbox().ring());
+        first.iter().for_each(|endpoint| endpoint.inbox().ring());
         first.is_some()
     }
 }
 
-/// A loop's part in an address that it shares with others.
+/// A loop's share of an address that others have, too.
 pub(crate) struct Shard {
-    /// The loop's addresses, this one and others, if other processes may have them too.
-    doors: Arc<Doors>,
-    /// This one, likewise.
+    /// All addresses of the loop, if it shares them with other processes.
+    endpoints: Arc<Endpoints>,
+    /// The shard's address, if the loop shares it with other processes.
     addr: Option<IpAddr>,
     numbers: Numbers,
     index: usize,
-    /// Of all loops of this process.
+    /// Inboxes of all loops of this process.
     inboxes: Arc<[Inbox]>,
-    /// Of the first loop, if there are others.
+    /// Present in the first of several loops.
     router: Option<RefCell<Router>>,
     /// Other processes at the address.
     processes: Option<Arc<dyn Services>>,
 }
 
-/// Inboxes for so many loops.
+/// Creates an inbox for each loop.
 fn inboxes(loops: usize) -> Result<Arc<[Inbox]>, VerbsError> {
     let inboxes = (0..loops).map(|_| Inbox::new().map_err(io_error("making an event descriptor")));
     Ok(inboxes.collect::<Result<Vec<_>, _>>()?.into())
 }
 
 impl Shard {
-    /// One for each of several loops, which have the address for themselves.
+    /// Creates the shards of loops that have an address for themselves.
     pub(crate) fn all(steering: Steering, placement: Arc<dyn Placement>) -> Result<Vec<Self>, VerbsError> {
-        let nobody = (0..steering.shards()).map(|_| None).collect();
-        Self::several(&Numbers::All(steering), nobody, placement)
+        let processes = (0..steering.shards()).map(|_| None).collect();
+        Self::several(&Numbers::All(steering), processes, placement)
     }
 
-    /// One for each of the loops that have these places; `placement` is asked if there are several.
+    /// Creates the shards of the loops that have these places. `placement` is asked if there are several loops.
     pub(crate) fn of_places(
         places: &[(QpnSlot, Arc<dyn Services>)],
         placement: Arc<dyn Placement>,
@@ -299,7 +309,7 @@ impl Shard {
         let inboxes = inboxes(loops)?;
         let mut router = (loops > 1).then(|| RefCell::new(Router::new(numbers.clone(), placement)));
         let shards = processes.into_iter().enumerate().map(|(index, processes)| Self {
-            doors: Arc::default(),
+            endpoints: Arc::default(),
             addr: None,
             numbers: numbers.clone(),
             index,
@@ -310,63 +320,65 @@ impl Shard {
         Ok(shards.collect())
     }
 
-    /// Readable when there is something for this loop.
+    /// Returns a descriptor that is readable when packets have been handed over to this loop.
     pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
         self.inboxes[self.index].as_fd()
     }
 
-    /// It is at this address, where what others have for the loop comes, and what comes here for one of the loop's others goes through
-    /// the door of that. Other processes may have opened all addresses before: then one socket brings what is for each.
-    pub(crate) fn beside(&mut self, addr: IpAddr, doors: &Arc<Doors>) {
-        doors.add(Door {
+    /// Adds the shard's address to the loop's endpoints. Packets that come here for another of them are handed over to that:
+    /// where other processes have opened all addresses, one socket receives what is for each.
+    pub(crate) fn add_address(&mut self, addr: IpAddr, endpoints: &Arc<Endpoints>) {
+        endpoints.add(Endpoint {
             addr,
             inboxes: self.inboxes.clone(),
             index: self.index,
         });
-        (self.addr, self.doors) = (Some(addr), doors.clone());
+        (self.addr, self.endpoints) = (Some(addr), endpoints.clone());
     }
 
-    /// The loop's other address that a packet is for.
-    fn other_door(&self, local: IpAddr) -> Option<Door> {
+    /// Returns the loop's other endpoint that a packet is for.
+    fn other_endpoint(&self, local: IpAddr) -> Option<Endpoint> {
         let local = local.to_canonical();
         self.addr.filter(|addr| *addr != local)?;
-        self.doors.at(local)
+        self.endpoints.at(local)
     }
 
-    /// The other processes, to be told of the services that connections are taken for: the first loop gets the requests of all.
+    /// Returns the registry of services that is shared with other processes. Only the first loop has it: it gets all requests.
     pub(crate) fn registry(&self) -> Option<&dyn Services> {
         self.processes.as_deref().filter(|_| self.index == 0)
     }
 
-    /// A connection of this loop has been established, or is over.
+    /// Reports that a connection of this loop was established or closed.
     pub(crate) fn conn_change(&self, change: ConnChange) {
         if let Some(processes) = &self.processes {
             processes.conn_change(change);
         }
     }
 
-    /// Receives about `budget` packets, and what others have for this loop. True: more is waiting.
+    /// Receives about `budget` packets, and those that others hand over to this loop. Returns true if more are waiting.
     pub(crate) fn receive(&self, driver: &mut LocalDriver, now: Instant, budget: usize) -> bool {
-        // What the sockets bring is not this loop's alone, and the port is in use meanwhile.
-        let (mine, lost) = (RefCell::new(Vec::new()), RefCell::new(Vec::new()));
+        // Some packets are for other loops, and the port is borrowed while the driver receives.
+        let mine = RefCell::new(Vec::new());
+        let (lost, refused) = (RefCell::new(Vec::new()), RefCell::new(Vec::new()));
         let (handed_over, strays) = (Cell::new(0), RefCell::new(Vec::new()));
         let pass_on = |meta: &RxMeta, bytes: &[u8]| {
-            let (whose, management) = self.whose(now, meta, bytes);
-            let letter = || Letter {
+            let (receiver, management) = self.receiver(now, meta, bytes);
+            let packet = || HandedOver {
                 meta: *meta,
                 bytes: bytes.to_vec(),
                 captured: true,
             };
-            match whose {
-                Whose::Loop(target) if target == self.index => match self.other_door(meta.local) {
-                    None => mine.borrow_mut().push(letter()),
-                    Some(door) if door.inbox().send(letter()) => handed_over.set(handed_over.get() + 1),
+            match receiver {
+                Receiver::Loop(target) if target == self.index => match self.other_endpoint(meta.local) {
+                    None => mine.borrow_mut().push(packet()),
+                    Some(endpoint) if endpoint.inbox().send(packet()) => handed_over.set(handed_over.get() + 1),
                     Some(_) => lost.borrow_mut().push(bytes.len()),
                 },
-                Whose::Loop(target) if !self.inboxes[target].send(letter()) => lost.borrow_mut().push(bytes.len()),
-                Whose::Loop(_) if management => {}
-                Whose::Loop(_) => handed_over.set(handed_over.get() + 1),
-                Whose::Elsewhere => {
+                Receiver::Loop(target) if !self.inboxes[target].send(packet()) => lost.borrow_mut().push(bytes.len()),
+                Receiver::Loop(_) if management => {}
+                Receiver::Refused => refused.borrow_mut().push(bytes.len()),
+                Receiver::Loop(_) => handed_over.set(handed_over.get() + 1),
+                Receiver::Elsewhere => {
                     strays.borrow_mut().push(bytes.len());
                     if let Some(processes) = &self.processes {
                         processes.hand_over(meta, bytes);
@@ -376,47 +388,57 @@ impl Shard {
         };
         let more = driver.receive(now, budget, &pass_on);
         let inbox = &self.inboxes[self.index];
-        let letters = inbox.take();
-        for letter in mine.into_inner().into_iter().chain(letters) {
-            self.take(driver, now, letter);
+        let handed = inbox.take();
+        for packet in mine.into_inner().into_iter().chain(handed) {
+            self.take(driver, now, packet);
         }
         let port = driver.port();
         port.count_handed_over(handed_over.get());
         strays.into_inner().into_iter().for_each(|len| port.count_stray(len));
         lost.into_inner().into_iter().for_each(|len| port.count_lost(len));
-        // Of those only the number is known.
+        refused.into_inner().into_iter().for_each(|len| port.count_refused(len));
+        // Only the number of these is known.
         (0..inbox.take_lost()).for_each(|_| port.count_lost(0));
         more
     }
 
-    /// Whose a packet is that a socket brought, and whether it is a management datagram that the first loop passes on.
-    fn whose(&self, now: Instant, meta: &RxMeta, bytes: &[u8]) -> (Whose, bool) {
+    /// Returns the receiver of a packet from a socket, and whether it is a management datagram that the first loop passes on.
+    fn receiver(&self, now: Instant, meta: &RxMeta, bytes: &[u8]) -> (Receiver, bool) {
         let qpn = qpn_of(bytes);
         match (&self.router, &self.processes) {
-            _ if qpn != Qpn::GSI => (self.numbers.of_qpn(qpn).map_or(Whose::Elsewhere, Whose::Loop), false),
-            // QP1 is the broker's, who looks at a datagram before anybody is given it.
-            (_, Some(_)) => (Whose::Elsewhere, false),
-            (Some(router), None) => (Whose::Loop(router.borrow_mut().route(now, meta, bytes)), true),
-            (None, None) => (Whose::Loop(0), false),
+            _ if qpn != Qpn::GSI => (
+                self.numbers.of_qpn(qpn).map_or(Receiver::Elsewhere, Receiver::Loop),
+                false,
+            ),
+            // QP1 belongs to the broker, which checks datagrams and forwards them.
+            (_, Some(_)) => (Receiver::Elsewhere, false),
+            (Some(router), None) => {
+                let target = router.borrow_mut().route(now, meta, bytes);
+                (target.map_or(Receiver::Refused, Receiver::Loop), true)
+            }
+            (None, None) => (Receiver::Loop(0), false),
         }
     }
 
-    /// Takes what another loop has handed over, or another process. That a management datagram came by another's socket, merged
-    /// behind something else, is possible: the first loop says whose it is.
-    fn take(&self, driver: &mut LocalDriver, now: Instant, letter: Letter) {
-        let Letter { meta, bytes, captured } = &letter;
+    /// Processes a packet that another loop or process has handed over. It may be a management datagram that the kernel merged
+    /// behind a packet for another loop's socket: the first loop routes that.
+    fn take(&self, driver: &mut LocalDriver, now: Instant, packet: HandedOver) {
+        let HandedOver { meta, bytes, captured } = &packet;
         let target = match &self.router {
             Some(router) if qpn_of(bytes) == Qpn::GSI => router.borrow_mut().route(now, meta, bytes),
-            _ => self.index,
+            _ => Some(self.index),
         };
-        let door = self.other_door(meta.local);
-        let other = match &door {
-            Some(door) => Some(door.inbox()),
+        let Some(target) = target else {
+            return driver.port().count_refused(bytes.len());
+        };
+        let endpoint = self.other_endpoint(meta.local);
+        let other = match &endpoint {
+            Some(endpoint) => Some(endpoint.inbox()),
             None => (target != self.index).then(|| &self.inboxes[target]),
         };
         if let Some(inbox) = other {
             let len = bytes.len();
-            if !inbox.send(letter) {
+            if !inbox.send(packet) {
                 driver.port().count_lost(len);
             }
         } else if *captured {
@@ -427,7 +449,7 @@ impl Shard {
     }
 }
 
-/// The destination of a packet; QP0, which nobody has, of what is too short to be one.
+/// Returns a packet's destination queue pair; QP0, which no loop has, if it is too short.
 pub(crate) fn qpn_of(packet: &[u8]) -> Qpn {
     match packet.first_chunk() {
         Some([_, _, _, _, _, a, b, c]) => Qpn::new(u32::from_be_bytes([0, *a, *b, *c])),
@@ -437,11 +459,16 @@ pub(crate) fn qpn_of(packet: &[u8]) -> Qpn {
 
 #[cfg(test)]
 mod tests {
-    use std::net::SocketAddr;
+    use std::{
+        net::SocketAddr,
+        sync::atomic::{AtomicUsize, Ordering::Relaxed},
+    };
+
+    use roce_bth::{Bth, Deth, Header, Opcode, Psn, QKey};
 
     use super::*;
 
-    /// Everything is the second loop's.
+    /// Places everything on the second loop.
     struct Second;
 
     impl Placement for Second {
@@ -461,6 +488,92 @@ mod tests {
         fn release(&self, _: u64, _: Option<IpAddr>) {}
     }
 
+    /// Counts the requests that it is asked to place.
+    #[derive(Default)]
+    struct Counting(AtomicUsize);
+
+    impl Placement for Counting {
+        fn place(&self, _: &Arrival<'_>) -> usize {
+            self.0.fetch_add(1, Relaxed);
+            1
+        }
+    }
+
+    /// Routes a REQ from an address and returns its loop. `sound`: its ICRC is right.
+    fn request(router: &mut Router, now: Instant, remote: IpAddr, id: u32, sound: bool) -> Option<usize> {
+        let req = Req {
+            local_comm_id: id,
+            ..Req::default()
+        };
+        let mad = Mad::new(1, Message::from(req));
+        let mut header = Header::new(Bth::new(Opcode::UdSendOnly, Qpn::GSI, Psn::new(1)));
+        header.deth = Some(Deth {
+            qkey: QKey::GSI,
+            reserved: 0,
+            src_qp: Qpn::GSI,
+        });
+        let mut bytes = vec![0; roce_bth::MAX_HEADER_LEN];
+        let at = header.emit(&mut bytes);
+        bytes.truncate(at);
+        bytes.extend(mad.emit());
+        bytes.extend([0; roce_bth::ICRC_LEN]);
+        let local = match remote {
+            IpAddr::V4(_) => IpAddr::from([192, 0, 2, 1]),
+            IpAddr::V6(_) => std::net::Ipv6Addr::LOCALHOST.into(),
+        };
+        let meta = RxMeta::new(local, SocketAddr::new(remote, 50_000));
+        let flow = Flow::try_from((meta.remote, SocketAddr::new(local, ROCE_UDP_PORT))).unwrap();
+        flow.seal(0, &mut bytes);
+        if !sound {
+            // The length of the packet decides which Identifications may explain a difference: two bits can't.
+            let last = bytes.len() - 1;
+            bytes[last] ^= 0x81;
+        }
+        router.route(now, &meta, &bytes)
+    }
+
+    fn router() -> (Router, Arc<Counting>) {
+        let counting = Arc::<Counting>::default();
+        let numbers = Numbers::All(Steering::new(2).unwrap());
+        (Router::new(numbers, counting.clone()), counting)
+    }
+
+    #[test]
+    fn requests_with_a_wrong_icrc_are_neither_placed_nor_remembered() {
+        let (mut router, counting) = router();
+        let peer = IpAddr::from([192, 0, 2, 2]);
+        for id in 0..100 {
+            assert_eq!(request(&mut router, Instant::ZERO, peer, id, false), Some(0));
+        }
+        assert_eq!((counting.0.load(Relaxed), router.placed.len()), (0, 0));
+        assert_eq!(request(&mut router, Instant::ZERO, peer, 1, true), Some(1));
+        assert_eq!(request(&mut router, Instant::ZERO, peer, 1, true), Some(1), "again");
+        assert_eq!((counting.0.load(Relaxed), router.placed.len()), (1, 1));
+    }
+
+    #[test]
+    fn one_host_does_not_push_out_the_requests_of_another() {
+        let networks = [0x2001_0db8_0000_0001_u128, 0x2001_0db8_0000_0002].map(|n| n << 64);
+        let v6 = |network: u128, low: u32| IpAddr::from(std::net::Ipv6Addr::from_bits(network | u128::from(low)));
+        let v4 = |low: u32| IpAddr::from(std::net::Ipv4Addr::from_bits(0xc000_0200 | low));
+        for (peer, flooding) in [
+            (v4(2), vec![v4(3)]),
+            (v6(networks[0], 2), (3..100).map(|n| v6(networks[1], n)).collect()),
+        ] {
+            let (mut router, counting) = router();
+            assert_eq!(request(&mut router, Instant::ZERO, peer, 1, true), Some(1));
+            let mut refused = 0;
+            for id in 0..20_000 {
+                let from = flooding[id as usize % flooding.len()];
+                refused += u32::from(request(&mut router, Instant::ZERO, from, id, true).is_none());
+            }
+            let placed = counting.0.load(Relaxed);
+            assert_eq!((placed, refused), (1025, 20_000 - 1024), "refused ones are not placed");
+            assert_eq!(request(&mut router, Instant::ZERO, peer, 1, true), Some(1));
+            assert_eq!(counting.0.load(Relaxed), placed, "the peer's request is still known");
+        }
+    }
+
     fn to(qpn: u32) -> [u8; 12] {
         let [_, a, b, c] = qpn.to_be_bytes();
         [0x64, 0, 0xff, 0xff, 0, a, b, c, 0, 0, 0, 0]
@@ -471,8 +584,8 @@ mod tests {
         RxMeta::new(addr, SocketAddr::new(addr, 4791))
     }
 
-    fn whose(shard: &Shard, qpn: Qpn) -> Whose {
-        shard.whose(roce_net::now(), &meta(), &to(qpn.value())).0
+    fn receiver(shard: &Shard, qpn: Qpn) -> Receiver {
+        shard.receiver(roce_net::now(), &meta(), &to(qpn.value())).0
     }
 
     #[test]
@@ -482,15 +595,19 @@ mod tests {
         for shard in &shards {
             for (n, (slot, _)) in places.iter().enumerate() {
                 for qpn in [slot.qpns().first, slot.qpns().last] {
-                    assert!(whose(shard, Qpn::new(qpn)) == Whose::Loop(n), "{qpn:#x}");
+                    assert!(receiver(shard, Qpn::new(qpn)) == Receiver::Loop(n), "{qpn:#x}");
                 }
             }
             let elsewhere = [Qpn::new(places[0].0.qpns().last + 1), Qpn::SMI, Qpn::GSI];
-            assert!(elsewhere.map(|qpn| whose(shard, qpn)) == [Whose::Elsewhere; 3]);
+            assert!(elsewhere.map(|qpn| receiver(shard, qpn)) == [Receiver::Elsewhere; 3]);
         }
         let steering = Steering::new(2).unwrap();
         let shards = Shard::all(steering, Arc::new(Second)).unwrap();
-        assert!(shards.iter().all(|shard| whose(shard, Qpn::GSI) == Whose::Loop(0)));
+        assert!(
+            shards
+                .iter()
+                .all(|shard| receiver(shard, Qpn::GSI) == Receiver::Loop(0))
+        );
     }
 
     #[test]
@@ -501,7 +618,7 @@ mod tests {
             let (first, last) = slot.comm_ids();
             assert_eq!([first, last].map(|id| numbers.of_comm_id(id)), [n; 2]);
         }
-        assert_eq!(numbers.of_comm_id(0), 0, "it counts what nobody has");
+        assert_eq!(numbers.of_comm_id(0), 0, "it counts unknown ones");
     }
 
     #[test]

@@ -6,7 +6,10 @@ use std::{
     io::ErrorKind,
     net::{IpAddr, SocketAddr, UdpSocket},
     os::fd::AsRawFd,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
     time::{Duration, Instant},
 };
 
@@ -19,6 +22,9 @@ use roce::{
     RejectReason, RemoteAddr, SendOp, VerbsError,
     verbs::provider::{CmKind, CmRef, CqId, DeviceIx, Event, MrInfo, PdId, QpSpec, Registration},
 };
+use roce_bth::{Bth, Deth, Header, MAX_HEADER_LEN, Opcode, Psn, QKey, Qpn};
+use roce_cm::mad::{Mad, Message, Req};
+use roce_icrc::Flow;
 
 const RC_SEND_ONLY: u8 = 0x04;
 const UD_SEND_ONLY: u8 = 0x64;
@@ -396,6 +402,77 @@ fn packet(opcode: u8, qpn: u32) -> [u8; 64] {
     bytes[2..4].copy_from_slice(&[0xff, 0xff]);
     bytes[5..8].copy_from_slice(&qpn.to_be_bytes()[1..]);
     bytes
+}
+
+/// Places everything on the second loop and counts how often it is asked.
+#[derive(Default)]
+struct Counting(AtomicUsize);
+
+impl Placement for Counting {
+    fn place(&self, _: &Arrival<'_>) -> usize {
+        self.0.fetch_add(1, Relaxed);
+        1
+    }
+}
+
+/// Sends a REQ with this communication ID. `flip`: bits to change in its ICRC.
+fn send_request(from: &UdpSocket, to: IpAddr, id: u32, flip: u8) {
+    let req = Req {
+        local_comm_id: id,
+        ..Req::default()
+    };
+    let mut header = Header::new(Bth::new(Opcode::UdSendOnly, Qpn::GSI, Psn::new(id)));
+    header.deth = Some(Deth {
+        qkey: QKey::GSI,
+        reserved: 0,
+        src_qp: Qpn::GSI,
+    });
+    let mut bytes = vec![0; MAX_HEADER_LEN];
+    let at = header.emit(&mut bytes);
+    bytes.truncate(at);
+    bytes.extend(Mad::new(id.into(), Message::from(req)).emit());
+    bytes.extend([0; 4]);
+    let to = SocketAddr::new(to, PORT);
+    Flow::try_from((from.local_addr().unwrap(), to))
+        .unwrap()
+        .seal(0, &mut bytes);
+    *bytes.last_mut().unwrap() ^= flip;
+    from.send_to(&bytes, to).unwrap();
+}
+
+#[test]
+fn forged_requests_are_not_placed_and_push_out_no_others() {
+    let (addr, placement) = (address(), Arc::<Counting>::default());
+    let opened = LocalDevice::open_shards(&[DeviceConfig::new(addr)], 2, placement.clone()).unwrap();
+    let mut l: Vec<Loop> = opened.into_iter().map(|device| Loop::of(device, addr)).collect();
+    let [peer, flooding] = [address(), address()].map(|at| UdpSocket::bind((at, 0)).unwrap());
+    let placed = || placement.0.load(Relaxed);
+    for id in 0..50 {
+        send_request(&peer, addr, id, 0x81);
+    }
+    let end = Instant::now() + PATIENCE;
+    while counters(&mut l[0]).icrc_errors + counters(&mut l[1]).icrc_errors < 50 {
+        assert!(Instant::now() < end, "packets with a wrong ICRC are not counted");
+        turn(&mut [&mut l]);
+    }
+    assert_eq!(placed(), 0, "a request with a wrong ICRC was placed");
+    send_request(&peer, addr, 1, 0);
+    until(&mut [&mut l], "a request", |_| placed() == 1);
+    for id in 0..6000 {
+        send_request(&flooding, addr, id, 0);
+        if id % 32 == 0 {
+            turn(&mut [&mut l]);
+        }
+    }
+    let calm = Instant::now() + Duration::from_millis(200);
+    until(&mut [&mut l], "the flood", |_| Instant::now() > calm);
+    let before = placed();
+    send_request(&peer, addr, 1, 0);
+    let calm = Instant::now() + Duration::from_millis(200);
+    until(&mut [&mut l], "its repetition", |_| Instant::now() > calm);
+    println!("{} of 6000 requests of one host were placed", before - 1);
+    assert_eq!(placed(), before, "the peer's request was forgotten for another host's");
+    assert!(before > 100);
 }
 
 #[test]

@@ -22,6 +22,7 @@ mod client;
 pub mod fuzz;
 pub mod group;
 pub mod proto;
+mod requests;
 pub mod server;
 mod start;
 mod sys;
@@ -30,4 +31,5 @@ mod wire;
 
 pub use client::{Inbox, JoinConfig, JoinError, Membership, exits, join, running_broker, statistics};
 pub use proto::{Ended, Isolation, Place, ProcessReport, Report, Statistics};
+pub use requests::{HostLimit, RequestKey, RequestLimits, Requests, host};
 pub use start::{StartError, make_home, runtime_dir};

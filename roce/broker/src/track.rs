@@ -1,127 +1,91 @@
-//! Connections of members, which these tell of themselves, and requests for one that are on their way: whose a peer's message
-//! is that does not name our communication ID, and what is to be ended when a process dies.
+//! Connections of members, as members report them, and connect requests in flight. They tell which member a peer's message
+//! is for that does not carry our communication ID, and what to end when a process dies.
 //!
-//! Packets make no connections, as anybody may send them. A request is remembered for a while, because its peer may repeat it
-//! or take it back; so are only so many.
+//! Packets create no connections, since anybody may send them.
 
 use std::{
-    collections::{HashMap, VecDeque, hash_map::Entry},
-    net::{IpAddr, Ipv6Addr},
+    collections::{HashMap, hash_map::Entry},
+    net::IpAddr,
     time::Duration,
 };
 
 use roce_cm::mad::{Message, Subject};
 use roce_verbs::Instant;
 
-use crate::proto::{Connection, Place};
+pub(crate) use crate::requests::host;
+use crate::{
+    proto::{Connection, Place},
+    requests::{HostLimit, RequestKey, RequestLimits, Requests},
+};
 
-/// Requests that are remembered: in all (the oldest gives way), and of one host.
-pub(crate) const MAX_REQUESTS: usize = 4096;
-pub(crate) const MAX_REQUESTS_PER_HOST: usize = 64;
-/// How long a request is remembered.
+/// Time for which a request is remembered.
 const REQUEST_TIME: Duration = Duration::from_secs(30);
 
-/// The peer's name for a connection.
-type RemoteKey = (IpAddr, u32);
-
-/// What counts as one host: an IPv4 address, or a /64 of IPv6, which is what a host has at least.
-pub(crate) fn host(ip: IpAddr) -> IpAddr {
-    match ip {
-        IpAddr::V6(ip) => Ipv6Addr::from_bits(ip.to_bits() & !u128::from(u64::MAX)).into(),
-        v4 => v4,
-    }
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Asked {
-    place: Place,
-    at: Instant,
-    /// Tells it from others with the same key.
-    serial: u64,
-}
-
-/// See the module.
-#[derive(Debug, Default)]
+/// Members' connections and requests.
+#[derive(Debug)]
 pub(crate) struct Tracker {
     /// By our communication ID, which names the place.
     established: HashMap<u32, Connection>,
-    by_remote: HashMap<RemoteKey, u32>,
+    by_remote: HashMap<RequestKey, u32>,
     counts: HashMap<Place, usize>,
-    requests: HashMap<RemoteKey, Asked>,
-    /// In the order of their coming. They may be forgotten since.
-    order: VecDeque<(RemoteKey, u64)>,
-    by_host: HashMap<IpAddr, usize>,
-    serial: u64,
+    /// Requests that were forwarded, and to which place.
+    requests: Requests<Place>,
+}
+
+impl Default for Tracker {
+    fn default() -> Self {
+        Self {
+            established: HashMap::new(),
+            by_remote: HashMap::new(),
+            counts: HashMap::new(),
+            requests: Requests::new(RequestLimits::new(REQUEST_TIME)),
+        }
+    }
 }
 
 impl Tracker {
-    /// A member at `place` is sent a peer's message.
+    /// Checks the per-host limit of a peer's message before anything else is done with it. Only new requests count.
+    ///
+    /// # Errors
+    /// When the peer's host has too many recent requests.
+    pub(crate) fn admit(&mut self, now: Instant, remote: IpAddr, message: &Message) -> Result<(), HostLimit> {
+        match message {
+            Message::Req(_) if self.owner(now, remote, message).is_none() => self.requests.admit(now, remote),
+            _ => Ok(()),
+        }
+    }
+
+    /// Notes that a peer's message is forwarded to the member at `place`.
     pub(crate) fn forwarded(&mut self, now: Instant, place: Place, remote: IpAddr, message: &Message) {
         match message {
-            Message::Req(m) => self.remember(now, place, (remote, m.local_comm_id)),
-            Message::Rej(m) => self.forget_request((remote, m.local_comm_id)),
+            Message::Req(m) => {
+                let key = (remote, m.local_comm_id);
+                if self.requests.get(now, key).is_none() && !self.by_remote.contains_key(&key) {
+                    // Beyond the limit it was not admitted.
+                    let _ = self.requests.insert(now, key, place);
+                }
+            }
+            Message::Rej(m) => drop(self.requests.remove((remote, m.local_comm_id))),
             _ => {}
         }
     }
 
-    fn remember(&mut self, now: Instant, place: Place, key: RemoteKey) {
-        while let Some((first, serial)) = self.order.front().copied() {
-            let known = self.requests.get(&first).filter(|r| r.serial == serial);
-            if known.is_some_and(|r| r.at + REQUEST_TIME > now) && self.requests.len() < MAX_REQUESTS {
-                break;
-            }
-            self.order.pop_front();
-            if known.is_some() {
-                self.forget_request(first);
-            }
-        }
-        if self.requests.contains_key(&key) || self.by_remote.contains_key(&key) {
-            return;
-        }
-        let count = self.by_host.entry(host(key.0)).or_default();
-        if *count >= MAX_REQUESTS_PER_HOST {
-            return;
-        }
-        *count += 1;
-        self.serial += 1;
-        let serial = self.serial;
-        self.requests.insert(key, Asked { place, at: now, serial });
-        // Those that are forgotten early leave their entry here.
-        if self.order.len() >= 2 * MAX_REQUESTS {
-            let requests = &self.requests;
-            self.order
-                .retain(|(k, s)| requests.get(k).is_some_and(|r| r.serial == *s));
-        }
-        self.order.push_back((key, serial));
-    }
-
-    fn forget_request(&mut self, key: RemoteKey) {
-        if self.requests.remove(&key).is_some()
-            && let Entry::Occupied(mut count) = self.by_host.entry(host(key.0))
-        {
-            *count.get_mut() -= 1;
-            if *count.get() == 0 {
-                count.remove();
-            }
-        }
-    }
-
-    /// A member has established a connection. False: it is not its own, by its communication ID.
+    /// Records a connection that a member has established. Returns false if its communication ID is not the member's.
     pub(crate) fn establish(&mut self, place: Place, conn: Connection) -> bool {
         if !place.covers(Place::of_comm_id(conn.local_id)) {
             return false;
         }
         self.over(place, conn.local_id);
         let key = (conn.remote, conn.remote_id);
-        self.forget_request(key);
-        // Two members can't have the same; who is first has it.
+        self.requests.remove(key);
+        // Two members can't have the same key: the first keeps it.
         self.by_remote.entry(key).or_insert(conn.local_id);
         self.established.insert(conn.local_id, conn);
         *self.counts.entry(place).or_default() += 1;
         true
     }
 
-    /// A connection of a member is over.
+    /// Forgets a connection that a member has closed.
     pub(crate) fn over(&mut self, place: Place, local_id: u32) {
         if !place.covers(Place::of_comm_id(local_id)) {
             return;
@@ -146,7 +110,7 @@ impl Tracker {
         self.established.contains_key(&local_id)
     }
 
-    /// Whose a message is that names its connection by the peer's communication ID only: his place, or a generation of it.
+    /// Returns the place that a message is for which names its connection by the peer's communication ID only.
     pub(crate) fn owner(&self, now: Instant, remote: IpAddr, message: &Message) -> Option<Place> {
         let id = match message {
             Message::Req(m) => m.local_comm_id,
@@ -154,12 +118,11 @@ impl Tracker {
             _ => return None,
         };
         let key = (remote, id);
-        let asked = || self.requests.get(&key).filter(|r| r.at + REQUEST_TIME > now);
         let established = self.by_remote.get(&key).map(|id| Place::of_comm_id(*id));
-        established.or_else(|| asked().map(|r| r.place))
+        established.or_else(|| self.requests.get(now, key).copied())
     }
 
-    /// How many connections of a member are known.
+    /// Returns the number of a member's connections.
     pub(crate) fn count(&self, place: Place) -> usize {
         self.counts.get(&place).copied().unwrap_or(0)
     }
@@ -174,9 +137,7 @@ impl Tracker {
         for conn in &all {
             self.over(place, conn.local_id);
         }
-        let asked = self.requests.iter().filter(|(_, r)| r.place == place);
-        let keys: Vec<RemoteKey> = asked.map(|(key, _)| *key).collect();
-        keys.into_iter().for_each(|key| self.forget_request(key));
+        self.requests.retain(|of| *of != place);
         all
     }
 }
@@ -232,7 +193,7 @@ mod tests {
         assert_eq!(t.owner(ZERO, ip(2), &req(9)), None);
         t.forwarded(ZERO, HERE, ip(2), &req(10));
         assert_eq!(t.owner(ZERO + REQUEST_TIME, ip(2), &req(10)), None, "it was long ago");
-        assert!(t.by_host.len() == 1 && t.take(HERE).is_empty() && t.by_host.is_empty() && t.requests.is_empty());
+        assert!(t.take(HERE).is_empty() && t.requests.is_empty());
     }
 
     #[test]
@@ -280,36 +241,26 @@ mod tests {
     }
 
     #[test]
-    fn requests_are_bounded_by_host_and_in_all_and_connections_outlast_them() {
+    fn a_hosts_requests_are_refused_beyond_its_limit_and_others_are_not() {
         let mut t = Tracker::default();
-        assert!(t.establish(HERE, connection(HERE, 1, 1)));
+        let conn = connection(HERE, 1, 1);
+        assert!(t.establish(HERE, conn));
+        let mut admitted = 0;
         for id in 10..10_000 {
-            t.forwarded(ZERO, HERE, ip(2), &req(id));
+            if t.admit(ZERO, ip(2), &req(id)).is_ok() {
+                admitted += 1;
+                t.forwarded(ZERO, HERE, ip(2), &req(id));
+            }
         }
-        assert_eq!(t.requests.len(), MAX_REQUESTS_PER_HOST);
-        let of = |n: u32, low: u64| IpAddr::from(Ipv6Addr::from_bits((u128::from(n) << 64) | u128::from(low)));
-        for low in 0..1000 {
-            t.forwarded(ZERO, HERE, of(1, low), &req(low as u32));
+        assert_eq!((admitted, t.requests.len()), (1024, 1024));
+        assert!(t.admit(ZERO, ip(2), &req(10)).is_ok(), "it repeats an earlier one");
+        assert!(t.admit(ZERO, ip(2), &req(1)).is_ok(), "it is of a connection");
+        assert!(t.admit(ZERO, ip(2), &taken_back(20_000)).is_ok(), "it is no request");
+        assert!(t.admit(ZERO, ip(3), &req(10_000)).is_ok());
+        for n in 0..100_000 {
+            t.forwarded(ZERO, HERE, ip(3), &req(n));
+            t.forwarded(ZERO, HERE, ip(3), &taken_back(n));
         }
-        assert_eq!(t.requests.len(), 2 * MAX_REQUESTS_PER_HOST, "a /64 is one host");
-        for n in 2..20_000 {
-            t.forwarded(ZERO, HERE, of(n, 1), &req(n));
-        }
-        assert_eq!(t.requests.len(), MAX_REQUESTS);
-        assert!(t.order.len() <= 2 * MAX_REQUESTS && t.by_host.len() <= MAX_REQUESTS);
-        assert_eq!(
-            t.owner(ZERO, of(19_999, 1), &req(19_999)),
-            Some(HERE),
-            "the oldest made room"
-        );
-        assert_eq!(t.owner(ZERO, ip(2), &req(1)), Some(HERE));
-        // And in time they go.
-        t.forwarded(ZERO + REQUEST_TIME, HERE, ip(2), &req(5));
-        assert_eq!((t.requests.len(), t.by_host.len()), (1, 1));
-        for id in 0..100_000 {
-            t.forwarded(ZERO + REQUEST_TIME, HERE, ip(2), &req(id));
-            t.forwarded(ZERO + REQUEST_TIME, HERE, ip(2), &taken_back(id));
-        }
-        assert!(t.order.len() <= 2 * MAX_REQUESTS);
+        assert_eq!(t.requests.len(), 1024, "what was taken back is forgotten");
     }
 }

@@ -73,6 +73,8 @@ port_counters! {
     handed_over,
     /// Dropped: for another loop that shares the address, whose inbox is full.
     drop_handed_over,
+    /// Dropped: a connect request of a host that has sent too many (IPv6: a /64), before a loop was chosen for it.
+    drop_requests,
     /// Dropped: too short, or headers cut off.
     drop_truncated,
     /// Dropped: opcode not in the table.

@@ -142,6 +142,13 @@ impl Port {
         self.counters.drop_handed_over += 1;
     }
 
+    /// Counts a connect request of `len` bytes that was refused because of its host's limit.
+    pub fn count_refused(&mut self, len: usize) {
+        self.counters.rx_packets += 1;
+        self.counters.rx_bytes += len as u64;
+        self.counters.drop_requests += 1;
+    }
+
     fn handle_packet(&mut self, now: Instant, source: &Source, index: u16, bytes: &[u8]) {
         let packet = match Packet::parse(bytes) {
             Ok(packet) => packet,

@@ -539,6 +539,9 @@ impl Broker {
         let message = parsed.message;
         self.count("rx_mads");
         let remote = meta.remote.ip();
+        if self.tracker.admit(now(), remote, &message).is_err() {
+            return self.count("drop_requests");
+        }
         if let Some(place) = self.owner(meta, &message).and_then(|p| self.member_at(p)) {
             self.tracker.forwarded(now(), place, remote, &message);
             return self.forward(place, meta, bytes);
