@@ -19,7 +19,7 @@ use rtrs::{
 use zerocopy::IntoBytes;
 
 use crate::{
-    rng::Dice,
+    rng::Rng,
     scenario::{MS, SEC},
     world::{Check, Event, LISTEN_PORT, World},
 };
@@ -69,10 +69,10 @@ pub(crate) struct Gate {
 }
 
 impl Gate {
-    pub(crate) fn new(dice: &mut Dice, hosts: usize) -> Self {
-        let client = |dice: &mut Dice| Client {
-            host: dice.range(1, hosts as u64 - 1) as usize,
-            uuid: uuid(dice),
+    pub(crate) fn new(rng: &mut Rng, hosts: usize) -> Self {
+        let client = |rng: &mut Rng| Client {
+            host: rng.range(1, hosts as u64 - 1) as usize,
+            uuid: uuid(rng),
             begun: 0,
             attempts: 0,
             conns: Vec::new(),
@@ -81,8 +81,8 @@ impl Gate {
             is_in: false,
         };
         let limits = Limits {
-            half_open: dice.pick(&[64, 256]),
-            half_open_per_client: dice.pick(&[8, 32]),
+            half_open: rng.pick(&[64, 256]),
+            half_open_per_client: rng.pick(&[8, 32]),
             handshake: core::time::Duration::from_secs(3),
             ..Limits::default()
         };
@@ -91,7 +91,7 @@ impl Gate {
             paths: BTreeMap::new(),
             by_conn: BTreeMap::new(),
             allocated: BTreeSet::new(),
-            clients: (0..dice.range(1, 6)).map(|_| client(dice)).collect(),
+            clients: (0..rng.range(1, 6)).map(|_| client(rng)).collect(),
         }
     }
 
@@ -119,9 +119,9 @@ impl Gate {
 }
 
 /// A session or path of anybody.
-pub(crate) fn uuid(dice: &mut Dice) -> Uuid {
+pub(crate) fn uuid(rng: &mut Rng) -> Uuid {
     let mut bytes = [0; 16];
-    bytes.copy_from_slice(&dice.bytes(16));
+    bytes.copy_from_slice(&rng.bytes(16));
     Uuid(bytes)
 }
 

@@ -14,9 +14,9 @@ impl World {
         if self.quiet {
             return Ok(());
         }
-        let conn = self.chaos_dice.index(self.conns.len());
-        let end = self.chaos_dice.index(2);
-        let kind = self.chaos_dice.index(9);
+        let conn = self.chaos_rng.index(self.conns.len());
+        let end = self.chaos_rng.index(2);
+        let kind = self.chaos_rng.index(9);
         self.stats.disturbances += 1;
         self.trace
             .note(self.now, || format!("disturbance {kind}, conn {conn}, end {end}"));
@@ -34,10 +34,10 @@ impl World {
     }
 
     fn partition(&mut self) {
-        let a = self.chaos_dice.index(self.hosts.len());
+        let a = self.chaos_rng.index(self.hosts.len());
         let b = (a + 1) % self.hosts.len();
-        let duration = self.chaos_dice.pick(&[MS, 10 * MS, 50 * MS, 200 * MS]);
-        let both = self.chaos_dice.chance(0.5);
+        let duration = self.chaos_rng.pick(&[MS, 10 * MS, 50 * MS, 200 * MS]);
+        let both = self.chaos_rng.chance(0.5);
         self.link(a, b).cut = true;
         self.link(b, a).cut |= both;
         for c in &mut self.conns {
@@ -55,12 +55,12 @@ impl World {
     }
 
     fn kill_some(&mut self) {
-        let host = self.chaos_dice.index(self.hosts.len());
+        let host = self.chaos_rng.index(self.hosts.len());
         if !self.hosts[host].alive {
             return;
         }
         self.kill(host);
-        let down = self.chaos_dice.pick(&[MS, 20 * MS, 100 * MS]);
+        let down = self.chaos_rng.pick(&[MS, 20 * MS, 100 * MS]);
         self.schedule(down, Event::Boot { host });
     }
 
@@ -86,7 +86,7 @@ impl World {
             c.repair_scheduled = true;
             let life = c.life;
             // Long enough, mostly, for the peer to notice by itself.
-            let after = self.chaos_dice.pick(&[100 * US, 50 * MS, 500 * MS]);
+            let after = self.chaos_rng.pick(&[100 * US, 50 * MS, 500 * MS]);
             self.schedule(after, Event::Repair { conn, life });
         }
     }

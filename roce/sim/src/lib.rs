@@ -67,6 +67,8 @@ pub(crate) enum Class {
     Admission,
     /// Connections over a network without faults: what gets through, with somebody like that or without.
     Goodput { attacked: bool },
+    /// As `Plain`, with forged packets to connected queue pairs alone or without: both runs are the same.
+    Strangers { attacked: bool },
 }
 
 impl Class {
@@ -88,6 +90,8 @@ pub struct SimConfig {
     pub observer: bool,
     /// Only pairs of runs that compare goodput.
     pub goodput: bool,
+    /// Only pairs of runs with and without forged packets to connected queue pairs.
+    pub strangers: bool,
     /// About how many work requests each direction of a connection carries.
     pub scale: u32,
     /// The network has no faults but narrow links and queues that overflow, and nothing else goes wrong.
@@ -109,6 +113,7 @@ impl SimConfig {
             admission: false,
             observer: false,
             goodput: false,
+            strangers: false,
             scale: 150,
             bottleneck: false,
             pcap_dir: None,
@@ -165,8 +170,24 @@ pub fn run(config: &SimConfig) -> Result<Stats, Failure> {
         (stats.alone_ns, stats.attacked_ns) = (before, under);
         (stats.alone_bytes, stats.attacked_bytes) = (alone.work_bytes, attacked.work_bytes);
     }
+    if plan.strangers {
+        stats.add(&run_strangers(config)?);
+    }
     stats.runs = 1;
     Ok(stats)
+}
+
+/// Runs a seed with and without forged packets to connected queue pairs. They change nothing, to the nanosecond.
+fn run_strangers(config: &SimConfig) -> Result<Stats, Failure> {
+    let capture = config.capture.clone().filter(|_| config.strangers);
+    let pair = [(false, None), (true, capture)];
+    let [alone, attacked] = pair.map(|(attacked, to)| run_class(config, Class::Strangers { attacked }, to));
+    let (alone, attacked) = (alone?, attacked?);
+    if alone.trace_hash != attacked.trace_hash {
+        let text = format!("packets of strangers changed a run: {attacked:?} instead of {alone:?}");
+        return Err(failure(config, text, None));
+    }
+    Ok(attacked)
 }
 
 /// The share of its goodput that work keeps under attack, over [`MANY_PAIRS`] of runs or more.
@@ -188,15 +209,16 @@ struct Plan {
     observed: bool,
     admission: bool,
     goodput: bool,
+    strangers: bool,
 }
 
 impl Plan {
     fn draw(config: &SimConfig) -> Self {
-        let mut dice = rng::Dice::new(config.seed, PLAN);
+        let mut rng = rng::Rng::new(config.seed, PLAN);
         let mut chance = |drawn: f64, always: f64| match config.adversary {
             Adversary::Never => false,
-            Adversary::Drawn => dice.chance(drawn),
-            Adversary::Always => dice.chance(always),
+            Adversary::Drawn => rng.chance(drawn),
+            Adversary::Always => rng.chance(always),
         };
         let only = |main: Option<Class>, goodput: bool| Self {
             main,
@@ -207,11 +229,16 @@ impl Plan {
             SimConfig { observer: true, .. } => only(Some(Class::Observed), false),
             SimConfig { admission: true, .. } => only(Some(Class::Admission), false),
             SimConfig { goodput: true, .. } => only(None, true),
+            SimConfig { strangers: true, .. } => Self {
+                strangers: true,
+                ..Self::default()
+            },
             _ => Self {
                 main: Some(if chance(0.25, 1.0) { Class::Blind } else { Class::Plain }),
                 goodput: chance(0.04, 0.3),
                 admission: chance(0.05, 0.1),
                 observed: chance(0.05, 0.0),
+                strangers: chance(0.1, 0.5),
             },
         }
     }
@@ -224,6 +251,7 @@ fn failure(config: &SimConfig, text: String, pcap: Option<PathBuf>) -> Failure {
             _ if config.observer => " --observer",
             _ if config.admission => " -- --admission",
             _ if config.goodput => " -- --goodput",
+            _ if config.strangers => " -- --strangers",
             (Adversary::Always, _) => " --adversary",
             (_, true) => " -- --bottleneck",
             _ => "",

@@ -68,7 +68,7 @@ impl World {
             up: false,
             failed: false,
             draining: false,
-            cq: self.dice.index(CQS),
+            cq: self.rng.index(CQS),
             target: alloc(TARGET, RIGHTS | AccessFlags::LOCAL_WRITE | zero | bind),
             local: alloc(LOCAL, AccessFlags::LOCAL_WRITE | zero),
             recv: alloc(RECV, AccessFlags::LOCAL_WRITE | zero),
@@ -181,6 +181,7 @@ impl World {
             None => self.new_qp(conn, end)?,
         };
         self.conns[conn].ends[end].qpn = Some(qpn);
+        self.forget_genuine(self.conns[conn].ends[end].host, qpn);
         let init = QpAttr {
             state: Some(QpState::Init),
             pkey_index: Some(0),
@@ -206,7 +207,7 @@ impl World {
         let qpns = [self.ready_qp(conn, 0)?, self.ready_qp(conn, 1)?];
         self.raise(conn, 0, qpns[1])?;
         let life = self.conns[conn].life;
-        let after = self.dice.range(0, 200 * US);
+        let after = self.rng.range(0, 200 * US);
         self.schedule(after, Event::Raise { conn, life });
         let host = self.conns[conn].ends[0].host;
         self.service(host)
@@ -391,7 +392,7 @@ impl World {
         if twice && !self.is_victim(conn) {
             return Err(format!("conn {conn}: one connect made two requests"));
         }
-        if !wanted || (!self.quiet && self.chaos_dice.chance(0.05)) {
+        if !wanted || (!self.quiet && self.chaos_rng.chance(0.05)) {
             return self.refuse(h, id, RejectReason::CONSUMER);
         }
         let params = ConnParams {
@@ -423,7 +424,7 @@ impl World {
         c.repair_scheduled = true;
         c.phase = Phase::Broken;
         let life = c.life;
-        let after = self.dice.pick(&[0, 100 * US, 30 * MS]);
+        let after = self.rng.pick(&[0, 100 * US, 30 * MS]);
         self.schedule(after, Event::Repair { conn, life });
     }
 
@@ -447,7 +448,7 @@ impl World {
         for end in [0, 1] {
             self.settle(conn, end)?;
         }
-        let keep = !self.conns[conn].plan.via_cm && self.dice.chance(0.5);
+        let keep = !self.conns[conn].plan.via_cm && self.rng.chance(0.5);
         for end in [0, 1] {
             self.release_end(conn, end, keep)?;
         }
@@ -456,7 +457,7 @@ impl World {
         // Completions seen on the way asked for another one.
         c.repair_scheduled = false;
         self.stats.repairs += 1;
-        let after = self.dice.range(0, 20 * MS);
+        let after = self.rng.range(0, 20 * MS);
         self.schedule(after, Event::Connect { conn });
         Ok(())
     }
@@ -471,7 +472,7 @@ impl World {
             return Ok(());
         };
         let state = self.hosts[host].port.qp_state(qpn);
-        let flushes = self.dice.chance(0.7) && state != Some(QpState::Reset);
+        let flushes = self.rng.chance(0.7) && state != Some(QpState::Reset);
         if let Some(id) = cm.filter(|_| flushes) {
             self.hosts[host].port.cm_disconnect(now, id);
         }
@@ -615,9 +616,9 @@ impl World {
             return Ok(());
         }
         self.trace.note(self.now, || format!("host {host} boots"));
-        let mut dice = self.seed_dice.clone();
-        self.hosts[host].restart(host, &mut dice);
-        self.seed_dice = dice;
+        let mut rng = self.seed_rng.clone();
+        self.hosts[host].restart(host, &mut rng);
+        self.seed_rng = rng;
         self.renew_services(host);
         for conn in 0..self.conns.len() {
             for end in [0, 1] {
@@ -661,7 +662,7 @@ impl World {
                 c.phase = Phase::Broken;
                 c.repair_scheduled = true;
                 let life = c.life;
-                let after = self.dice.range(0, 300 * MS);
+                let after = self.rng.range(0, 300 * MS);
                 self.schedule(after, Event::Repair { conn, life });
             }
         }

@@ -325,11 +325,11 @@ mod tests {
     fn ranges_of_a_ring_never_overlap() {
         let mut ring = Ring::new(100);
         let mut live: VecDeque<Range<usize>> = VecDeque::new();
-        let mut dice = crate::rng::Dice::new(7, 0);
+        let mut rng = crate::rng::Rng::new(7, 0);
         let mut taken = 0;
         for _ in 0..5000 {
-            if dice.chance(0.5) {
-                if let Some(r) = ring.take(dice.range(0, 40) as usize) {
+            if rng.chance(0.5) {
+                if let Some(r) = ring.take(rng.range(0, 40) as usize) {
                     assert!(r.end <= 100 && !r.is_empty());
                     assert!(
                         live.iter().all(|l| l.end <= r.start || r.end <= l.start),

@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use roce_icrc::{Flow, Recovery};
 
-use crate::rng::Dice;
+use crate::rng::Rng;
 
 /// What a link does to packets.
 #[derive(Clone, Copy, Debug)]
@@ -97,7 +97,7 @@ impl Link {
         now: u64,
         frame: Frame,
         sees_headers: bool,
-        dice: &mut Dice,
+        rng: &mut Rng,
         stats: &mut NetStats,
         mut arrive: impl FnMut(u64, Frame),
     ) {
@@ -110,24 +110,24 @@ impl Link {
         }
         let departure = self.busy_until.max(now) + len * 1_000_000_000 / f.bandwidth;
         self.busy_until = departure;
-        if self.cut || dice.chance(f.loss) {
+        if self.cut || rng.chance(f.loss) {
             stats.lost += 1;
             return;
         }
-        let copies = 1 + u64::from(dice.chance(f.duplicate));
+        let copies = 1 + u64::from(rng.chance(f.duplicate));
         stats.duplicated += copies - 1;
         for _ in 0..copies {
             let mut frame = frame.clone();
-            if dice.chance(f.corrupt) {
+            if rng.chance(f.corrupt) {
                 stats.corrupted += 1;
-                if !corrupt(&mut frame, sees_headers, dice) {
+                if !corrupt(&mut frame, sees_headers, rng) {
                     continue;
                 }
             }
-            let mut at = departure + f.delay + self.lag + if f.jitter > 0 { dice.range(0, f.jitter) } else { 0 };
-            if dice.chance(f.reorder) {
+            let mut at = departure + f.delay + self.lag + if f.jitter > 0 { rng.range(0, f.jitter) } else { 0 };
+            if rng.chance(f.reorder) {
                 stats.reordered += 1;
-                at += dice.range(1, 4 * f.delay + 4 * f.jitter + 20_000);
+                at += rng.range(1, 4 * f.delay + 4 * f.jitter + 20_000);
             } else {
                 at = at.max(self.last_arrival);
                 self.last_arrival = at;
@@ -139,37 +139,37 @@ impl Link {
 
 /// Damages a frame. False when the damage can't be seen by anybody: an ICRC that is right with another Identification
 /// happens once in 2^16 and proves nothing against the receiver.
-fn corrupt(frame: &mut Frame, sees_headers: bool, dice: &mut Dice) -> bool {
+fn corrupt(frame: &mut Frame, sees_headers: bool, rng: &mut Rng) -> bool {
     let len = frame.bytes.len();
-    match dice.index(20) {
+    match rng.index(20) {
         0 => {
-            let port = frame.src.port() ^ 1 << dice.index(16);
+            let port = frame.src.port() ^ 1 << rng.index(16);
             frame.src.set_port(port);
         }
         1 => {
             let ip = match frame.src.ip() {
-                IpAddr::V4(a) => IpAddr::from((u32::from(a) ^ 1 << dice.index(32)).to_be_bytes()),
-                IpAddr::V6(a) => IpAddr::from((u128::from(a) ^ 1 << dice.index(128)).to_be_bytes()),
+                IpAddr::V4(a) => IpAddr::from((u32::from(a) ^ 1 << rng.index(32)).to_be_bytes()),
+                IpAddr::V6(a) => IpAddr::from((u128::from(a) ^ 1 << rng.index(128)).to_be_bytes()),
             };
             frame.src.set_ip(ip);
         }
-        2 => frame.bytes.truncate(dice.index(len)),
+        2 => frame.bytes.truncate(rng.index(len)),
         3 => {
-            let extra = dice.range(1, 64) as usize;
-            let tail = dice.bytes(extra);
+            let extra = rng.range(1, 64) as usize;
+            let tail = rng.bytes(extra);
             frame.bytes.extend_from_slice(&tail);
         }
-        4 if sees_headers && frame.src.is_ipv4() => frame.identification ^= 1 << dice.index(16),
+        4 if sees_headers && frame.src.is_ipv4() => frame.identification ^= 1 << rng.index(16),
         5 => {
             // FECN, BECN and reserved bits: not covered, and without meaning to the receiver.
-            frame.bytes[4] ^= dice.range(1, 255) as u8;
+            frame.bytes[4] ^= rng.range(1, 255) as u8;
             return true;
         }
         _ => {
-            let first = dice.index(len);
-            for _ in 0..dice.range(1, 8) {
-                let near = (first + dice.index(12)).min(len - 1);
-                frame.bytes[if near == 4 { 5 } else { near }] ^= 1 << dice.index(8);
+            let first = rng.index(len);
+            for _ in 0..rng.range(1, 8) {
+                let near = (first + rng.index(12)).min(len - 1);
+                frame.bytes[if near == 4 { 5 } else { near }] ^= 1 << rng.index(8);
             }
         }
     }

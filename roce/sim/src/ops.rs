@@ -71,7 +71,7 @@ impl World {
             e.app_scheduled = true;
             // A program that has waited for long need not look as often.
             let rest = if e.looks_in_vain > MANY_LOOKS { 64 } else { 1 };
-            let after = self.dice.range(0, think * rest);
+            let after = self.rng.range(0, think * rest);
             self.schedule(after, Event::Send { conn, end, life });
         }
     }
@@ -99,7 +99,7 @@ impl World {
             return Ok(());
         }
         let mut posted = false;
-        for _ in 0..self.dice.range(1, 8) {
+        for _ in 0..self.rng.range(1, 8) {
             if !self.post_one(conn, end)? {
                 break;
             }
@@ -119,7 +119,7 @@ impl World {
         if e.operations_left == 0 || e.failed || e.sent.len() + 1 >= c.plan.caps.max_send_wr as usize {
             return Ok(false);
         }
-        let bad = !self.quiet && self.dice.chance(self.conns[conn].plan.bad_operations);
+        let bad = !self.quiet && self.rng.chance(self.conns[conn].plan.bad_operations);
         let draft = if bad {
             self.draft_fault(conn, end)
         } else {
@@ -133,7 +133,7 @@ impl World {
     }
 
     fn draft(&mut self, conn: usize, end: usize) -> Option<Draft> {
-        let roll = self.dice.range(0, 99);
+        let roll = self.rng.range(0, 99);
         match roll {
             88..=90 if self.scenario.extended => self.draft_atomic_write(conn, end),
             91..=93 if self.scenario.extended => self.draft_flush(conn, end),
@@ -148,16 +148,16 @@ impl World {
     fn size(&mut self, conn: usize) -> usize {
         let p = &self.conns[conn].plan;
         let (mtu, largest) = (p.mtu.bytes(), p.largest);
-        let size = match self.dice.index(10) {
+        let size = match self.rng.index(10) {
             0 => 0,
             1 => 1,
-            2 => self.dice.range(1, 64) as usize,
+            2 => self.rng.range(1, 64) as usize,
             3 => mtu - 1,
             4 => mtu,
             5 => mtu + 1,
-            6 => mtu * self.dice.range(2, 6) as usize + self.dice.range(0, 2) as usize - 1,
-            7 => self.dice.range(0, mtu as u64) as usize,
-            _ => self.dice.range(0, largest as u64) as usize,
+            6 => mtu * self.rng.range(2, 6) as usize + self.rng.range(0, 2) as usize - 1,
+            7 => self.rng.range(0, mtu as u64) as usize,
+            _ => self.rng.range(0, largest as u64) as usize,
         };
         size.min(largest)
     }
@@ -165,22 +165,22 @@ impl World {
     /// A range of a ring cut into at most `most` pieces, in any order and with gaps.
     fn cut(&mut self, range: Range<usize>, len: usize, most: u32) -> Pieces {
         let mut parts = Vec::new();
-        let n = self.dice.range(1, u64::from(most.max(1))) as usize;
+        let n = self.rng.range(1, u64::from(most.max(1))) as usize;
         let spare = range.len() - len;
-        let mut at = range.start + self.dice.range(0, spare as u64) as usize;
+        let mut at = range.start + self.rng.range(0, spare as u64) as usize;
         let mut left = len;
         for i in 0..n {
             let take = if i + 1 == n {
                 left
             } else {
-                self.dice.range(0, left as u64) as usize
+                self.rng.range(0, left as u64) as usize
             };
             parts.push((at, take));
             at += take;
             left -= take;
         }
         for i in (1..parts.len()).rev() {
-            let j = self.dice.index(i + 1);
+            let j = self.rng.index(i + 1);
             parts.swap(i, j);
         }
         Pieces { range, parts }
@@ -188,7 +188,7 @@ impl World {
 
     /// Room in an end's local region for `len` bytes, filled with noise.
     fn local_pieces(&mut self, conn: usize, end: usize, len: usize) -> Option<Pieces> {
-        let gap = self.dice.pick(&[0, 0, 1, 37]);
+        let gap = self.rng.pick(&[0, 0, 1, 37]);
         let e = &mut self.conns[conn].ends[end];
         let range = e.local_ring.take((len + gap).min(LOCAL))?;
         let most = self.conns[conn].plan.caps.max_send_sge;
@@ -222,15 +222,15 @@ impl World {
     /// The payload of a SEND or WRITE: noise, inline or in registered memory.
     fn payload(&mut self, conn: usize, end: usize, data: &[u8], draft: &mut Draft) -> Option<()> {
         let inline_most = self.conns[conn].plan.caps.max_inline_data as usize;
-        if data.len() <= inline_most && self.dice.chance(0.4) {
+        if data.len() <= inline_most && self.rng.chance(0.4) {
             draft.inline = Some(data.to_vec());
             return Some(());
         }
-        if data.is_empty() && self.dice.chance(0.5) {
+        if data.is_empty() && self.rng.chance(0.5) {
             return Some(());
         }
         let pieces = self.local_pieces(conn, end, data.len())?;
-        let mut image = self.dice.bytes(pieces.range.len());
+        let mut image = self.rng.bytes(pieces.range.len());
         pieces.lay(data, &mut image);
         let e = &self.conns[conn].ends[end];
         e.local.write(pieces.range.start, &image).ok()?;
@@ -256,8 +256,8 @@ impl World {
         if let Some(most) = self.conns[conn].ends[1 - end].promised.front() {
             len = len.min(*most);
         }
-        let data = self.dice.bytes(len);
-        let imm = (invalidates.is_none() && self.dice.chance(0.3)).then(|| self.dice.next() as u32);
+        let data = self.rng.bytes(len);
+        let imm = (invalidates.is_none() && self.rng.chance(0.3)).then(|| self.rng.next() as u32);
         let op = match (invalidates, imm) {
             (Some(key), _) => SendOp::SendWithInv(key),
             (None, Some(imm)) => SendOp::SendWithImm(imm),
@@ -266,7 +266,7 @@ impl World {
         let sent = self.blank(conn, end, "SEND", WcOpcode::Send);
         let mut draft = self.new_draft(sent, op);
         self.payload(conn, end, &data, &mut draft)?;
-        draft.solicited = self.dice.chance(0.3);
+        draft.solicited = self.rng.chance(0.3);
         draft.message = Some(Message {
             len,
             data: Some(data),
@@ -286,28 +286,28 @@ impl World {
         let (base, rkey) = (peer.target.addr(), peer.target.rkey());
         if let FastKey::Open(key) = fast_key
             && len + align <= fast_len
-            && self.dice.chance(0.6)
+            && self.rng.chance(0.6)
         {
-            let offset = self.dice.range(0, (fast_len - len - align + 1) as u64) as usize / align * align;
+            let offset = self.rng.range(0, (fast_len - len - align + 1) as u64) as usize / align * align;
             let addr = fast_iova + offset as u64;
             return (fast_at + offset, RemoteAddr { addr, rkey: key }, true);
         }
         // Most of the traffic meets in a small area, so that order matters.
-        let area = if self.dice.chance(0.7) {
+        let area = if self.rng.chance(0.7) {
             (len + 2048).min(TARGET)
         } else {
             TARGET
         };
-        let at = self.dice.range(0, (area - len) as u64) as usize / align * align;
+        let at = self.rng.range(0, (area - len) as u64) as usize / align * align;
         let addr = base + at as u64;
         (at, RemoteAddr { addr, rkey }, false)
     }
 
     fn draft_write(&mut self, conn: usize, end: usize) -> Option<Draft> {
         let len = self.size(conn);
-        let data = self.dice.bytes(len);
+        let data = self.rng.bytes(len);
         let (at, remote, uses_fast) = self.place(conn, end, len, 1);
-        let imm = self.dice.chance(0.25).then(|| self.dice.next() as u32);
+        let imm = self.rng.chance(0.25).then(|| self.rng.next() as u32);
         let op = imm.map_or(SendOp::Write(remote), |imm| SendOp::WriteWithImm(remote, imm));
         let mut sent = self.blank(conn, end, "WRITE", WcOpcode::RdmaWrite);
         sent.uses_fast = uses_fast;
@@ -318,7 +318,7 @@ impl World {
         });
         let mut draft = self.new_draft(sent, op);
         self.payload(conn, end, &data, &mut draft)?;
-        draft.solicited = imm.is_some() && self.dice.chance(0.3);
+        draft.solicited = imm.is_some() && self.rng.chance(0.3);
         draft.message = imm.map(|imm| Message {
             data: None,
             len,
@@ -356,7 +356,7 @@ impl World {
         sent.byte_len = expected.len() as u32;
         let mut draft = self.new_draft(sent, op);
         let pieces = self.local_pieces(conn, end, expected.len())?;
-        let mut image = self.dice.bytes(pieces.range.len());
+        let mut image = self.rng.bytes(pieces.range.len());
         let e = &self.conns[conn].ends[end];
         e.local.write(pieces.range.start, &image).ok()?;
         pieces.lay(expected, &mut image);
@@ -370,17 +370,17 @@ impl World {
         let (at, remote, uses_fast) = self.place(conn, end, 8, 8);
         let bytes: [u8; 8] = self.conns[conn].ends[1 - end].shadow[at..at + 8].try_into().ok()?;
         let old = u64::from_ne_bytes(bytes);
-        let (op, new, opcode) = if self.dice.chance(0.5) {
-            let add = self.dice.next();
+        let (op, new, opcode) = if self.rng.chance(0.5) {
+            let add = self.rng.next();
             (
                 SendOp::FetchAdd { remote, add },
                 old.wrapping_add(add),
                 WcOpcode::FetchAdd,
             )
         } else {
-            let hits = self.dice.chance(0.7);
+            let hits = self.rng.chance(0.7);
             let compare = if hits { old } else { old.wrapping_add(1) };
-            let swap = self.dice.next();
+            let swap = self.rng.next();
             let op = SendOp::CompareSwap { remote, compare, swap };
             (op, if hits { swap } else { old }, WcOpcode::CompareSwap)
         };
@@ -395,7 +395,7 @@ impl World {
     }
 
     fn draft_atomic_write(&mut self, conn: usize, end: usize) -> Option<Draft> {
-        let data = self.dice.bytes(8);
+        let data = self.rng.bytes(8);
         let (at, remote, uses_fast) = self.place(conn, end, 8, 8);
         let mut sent = self.blank(conn, end, "ATOMIC WRITE", WcOpcode::AtomicWrite);
         (sent.uses_fast, sent.rd_atomic, sent.byte_len) = (uses_fast, true, 8);
@@ -412,7 +412,7 @@ impl World {
     fn draft_flush(&mut self, conn: usize, end: usize) -> Option<Draft> {
         let len = self.size(conn);
         let (_, remote, uses_fast) = self.place(conn, end, len, 1);
-        let whole = self.dice.chance(0.3);
+        let whole = self.rng.chance(0.3);
         let mut sent = self.blank(conn, end, "FLUSH", WcOpcode::Flush);
         (sent.uses_fast, sent.rd_atomic) = (uses_fast, true);
         let flush = Flush {
@@ -452,11 +452,11 @@ impl World {
     }
 
     fn draft_register(&mut self, conn: usize, end: usize) -> Option<Draft> {
-        let len = self.dice.range(16, (TARGET / 2) as u64) as usize;
-        let at = self.dice.range(0, (TARGET - len) as u64) as usize & !7;
-        let iova = (self.dice.next() & 0x7fff_ffff_0000) + 4096;
-        let wants_window = !self.conns[conn].plan.zero_based && self.dice.chance(0.5);
-        let (key_byte, host) = (self.dice.next() as u8, self.conns[conn].ends[end].host);
+        let len = self.rng.range(16, (TARGET / 2) as u64) as usize;
+        let at = self.rng.range(0, (TARGET - len) as u64) as usize & !7;
+        let iova = (self.rng.next() & 0x7fff_ffff_0000) + 4096;
+        let wants_window = !self.conns[conn].plan.zero_based && self.rng.chance(0.5);
+        let (key_byte, host) = (self.rng.next() as u8, self.conns[conn].ends[end].host);
         let h = &self.hosts[host];
         let e = &mut self.conns[conn].ends[end];
         let pd = e.pd;
@@ -514,21 +514,21 @@ impl World {
 
     /// A work request that must fail.
     fn draft_fault(&mut self, conn: usize, end: usize) -> Option<Draft> {
-        let fault = self.dice.pick(&FAULTS);
+        let fault = self.rng.pick(&FAULTS);
         let mut draft = match fault {
             Fault::TooLong => {
                 let most = *self.conns[conn].ends[1 - end].promised.front()?;
                 return self.draft_too_long(conn, end, most);
             }
             Fault::Invalidate => return self.draft_bad_invalidation(conn, end),
-            Fault::Misaligned if self.scenario.extended && self.dice.chance(0.3) => {
+            Fault::Misaligned if self.scenario.extended && self.rng.chance(0.3) => {
                 self.draft_atomic_write(conn, end)?
             }
             Fault::Misaligned => self.draft_atomic(conn, end)?,
             Fault::LocalKey => self.draft_read(conn, end)?,
-            _ if self.scenario.extended && self.dice.chance(0.1) => self.draft_atomic_write(conn, end)?,
-            _ if self.dice.chance(0.4) => self.draft_atomic(conn, end)?,
-            _ if self.dice.chance(0.5) => self.draft_read(conn, end)?,
+            _ if self.scenario.extended && self.rng.chance(0.1) => self.draft_atomic_write(conn, end)?,
+            _ if self.rng.chance(0.4) => self.draft_atomic(conn, end)?,
+            _ if self.rng.chance(0.5) => self.draft_read(conn, end)?,
             _ => self.draft_write(conn, end)?,
         };
         let peer = &self.conns[conn].ends[1 - end];
@@ -554,7 +554,7 @@ impl World {
         }
         let target = (peer.target.addr(), peer.target.rkey());
         let closed = (peer.local.addr(), peer.local.rkey());
-        let shift = self.dice.range(1, 7);
+        let shift = self.rng.range(1, 7);
         if let Some(remote) = remote_of(&mut draft.op) {
             match fault {
                 Fault::RemoteKey => remote.rkey = RKey(target.1.0 ^ 0x00a5_5a00),
@@ -608,8 +608,8 @@ impl World {
 
     /// A SEND that its receive can't take.
     fn draft_too_long(&mut self, conn: usize, end: usize, most: usize) -> Option<Draft> {
-        let len = most + self.dice.pick(&[1, 2, 5000]);
-        let data = self.dice.bytes(len);
+        let len = most + self.rng.pick(&[1, 2, 5000]);
+        let data = self.rng.bytes(len);
         let sent = self.blank(conn, end, "SEND", WcOpcode::Send);
         let mut draft = self.new_draft(sent, SendOp::Send);
         self.payload(conn, end, &data, &mut draft)?;
@@ -649,7 +649,7 @@ impl World {
                 || draft.sent.expect != Expect::Success
         };
         let changes_fast = draft.sent.fast.is_some();
-        let signaled = must_signal || changes_fast || self.dice.chance(0.6);
+        let signaled = must_signal || changes_fast || self.rng.chance(0.6);
         draft.sent.signaled = signaled || self.conns[conn].plan.signal_all;
         let writes = draft.sent.effect.as_ref().map(Effect::range);
         let hazard = |s: &Sent| match (&s.reads, &writes) {
@@ -658,7 +658,7 @@ impl World {
         };
         let e = &self.conns[conn].ends[end];
         draft.fence |= e.sent.iter().any(hazard);
-        let fence = draft.fence || self.dice.chance(0.05);
+        let fence = draft.fence || self.rng.chance(0.05);
         let mut flags = SendFlags::empty();
         flags.set(SendFlags::FENCE, fence);
         flags.set(SendFlags::SIGNALED, signaled);
@@ -766,7 +766,7 @@ impl World {
         let lag = if self.quiet { 20 * US } else { c.plan.recv_lag };
         if !c.ends[end].recv_scheduled {
             c.ends[end].recv_scheduled = true;
-            let after = self.dice.range(0, lag);
+            let after = self.rng.range(0, lag);
             self.schedule(after, Event::Recv { conn, end, life });
         }
     }
@@ -808,14 +808,14 @@ impl World {
                 return Ok(());
             }
             let size = match e.unclaimed.front() {
-                Some(len) => *len + self.dice.pick(&[0, 0, 3, 500]),
+                Some(len) => *len + self.rng.pick(&[0, 0, 3, 500]),
                 None => self.size(conn),
             };
             let Some(range) = self.conns[conn].ends[end].recv_ring.take(size.min(RECV)) else {
                 return Ok(());
             };
             let pieces = self.cut(range, size, sges);
-            let before = self.dice.bytes(pieces.range.len());
+            let before = self.rng.bytes(pieces.range.len());
             let life = self.conns[conn].life;
             let e = &mut self.conns[conn].ends[end];
             e.recv.write(pieces.range.start, &before).map_err(|e| e.to_string())?;

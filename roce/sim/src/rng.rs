@@ -1,13 +1,13 @@
 //! Random choices of a run, all from its seed.
 
-use rand::{Rng, RngCore, SeedableRng};
+use rand::{Rng as _, RngCore as _, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
 
 /// One stream of choices. Separate concerns have separate streams, so that a change to one leaves the others alone.
 #[derive(Clone, Debug)]
-pub(crate) struct Dice(ChaCha8Rng);
+pub(crate) struct Rng(ChaCha8Rng);
 
-impl Dice {
+impl Rng {
     pub(crate) fn new(seed: u64, stream: u64) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         rng.set_stream(stream);

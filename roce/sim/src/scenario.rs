@@ -9,7 +9,7 @@ use roce_port::TxConfig;
 use roce_qp::WindowConfig;
 use roce_verbs::{Mtu, Psn, QpCaps, RnrTimer};
 
-use crate::{net::Faults, rng::Dice};
+use crate::{net::Faults, rng::Rng};
 
 /// The stream of [`hold_acks`].
 const HOLD: u64 = 30;
@@ -99,48 +99,48 @@ fn addr(i: usize, v6: bool) -> IpAddr {
     }
 }
 
-fn faults(dice: &mut Dice) -> Faults {
-    let loss = match dice.index(5) {
+fn faults(rng: &mut Rng) -> Faults {
+    let loss = match rng.index(5) {
         0 => 0.0,
         1 => 0.001,
         2 => 0.01,
         3 => 0.04,
         _ => 0.12,
     };
-    let some = |dice: &mut Dice, p: f64| if dice.chance(0.6) { dice.unit() * p } else { 0.0 };
-    let bandwidth = dice.pick(&[20_000_000, 125_000_000, 1_250_000_000, 5_000_000_000]);
+    let some = |rng: &mut Rng, p: f64| if rng.chance(0.6) { rng.unit() * p } else { 0.0 };
+    let bandwidth = rng.pick(&[20_000_000, 125_000_000, 1_250_000_000, 5_000_000_000]);
     Faults {
-        loss: loss * dice.unit(),
-        duplicate: some(dice, 0.05),
-        reorder: some(dice, 0.05),
-        corrupt: some(dice, 0.03),
-        delay: dice.pick(&[US, 5 * US, 30 * US, 200 * US]),
-        jitter: dice.pick(&[0, 0, 2 * US, 50 * US]),
+        loss: loss * rng.unit(),
+        duplicate: some(rng, 0.05),
+        reorder: some(rng, 0.05),
+        corrupt: some(rng, 0.03),
+        delay: rng.pick(&[US, 5 * US, 30 * US, 200 * US]),
+        jitter: rng.pick(&[0, 0, 2 * US, 50 * US]),
         bandwidth,
-        queue: dice.pick(&[24 << 10, 100 << 10, 64 << 20, 64 << 20]),
+        queue: rng.pick(&[24 << 10, 100 << 10, 64 << 20, 64 << 20]),
     }
 }
 
 /// Which hosts keep acknowledgements back for a while. Nothing that others draw depends on it.
 pub(crate) fn hold_acks<'a>(seed: u64, hosts: impl Iterator<Item = &'a mut HostPlan>) {
-    let mut dice = Dice::new(seed, HOLD);
+    let mut rng = Rng::new(seed, HOLD);
     for host in hosts {
-        host.ack_hold = Duration::from_micros(dice.pick(&[0, 0, 50, 400]));
+        host.ack_hold = Duration::from_micros(rng.pick(&[0, 0, 50, 400]));
     }
 }
 
-pub(crate) fn host(i: usize, v6: bool, dice: &mut Dice) -> HostPlan {
-    let mtu = dice.pick(&[Mtu::B256, Mtu::B1024, Mtu::B1024, Mtu::B2048, Mtu::B4096, Mtu::B4096]);
-    let max = dice.pick(&[32 << 10, 256 << 10, 4 << 20]);
+pub(crate) fn host(i: usize, v6: bool, rng: &mut Rng) -> HostPlan {
+    let mtu = rng.pick(&[Mtu::B256, Mtu::B1024, Mtu::B1024, Mtu::B2048, Mtu::B4096, Mtu::B4096]);
+    let max = rng.pick(&[32 << 10, 256 << 10, 4 << 20]);
     HostPlan {
         addr: addr(i, v6),
         mtu,
-        gro: dice.chance(0.5),
-        sees_headers: dice.chance(0.3),
-        counts_up: !v6 && dice.chance(0.3),
+        gro: rng.chance(0.5),
+        sees_headers: rng.chance(0.3),
+        counts_up: !v6 && rng.chance(0.3),
         tx: TxConfig {
-            gso: dice.chance(0.7),
-            capacity: dice.pick(&[8 << 10, 64 << 10, 256 << 10]),
+            gso: rng.chance(0.7),
+            capacity: rng.pick(&[8 << 10, 64 << 10, 256 << 10]),
             ..TxConfig::default()
         },
         window: WindowConfig {
@@ -148,111 +148,111 @@ pub(crate) fn host(i: usize, v6: bool, dice: &mut Dice) -> HostPlan {
             min: 16 << 10,
             max,
         },
-        rx_buffer: dice.pick(&[32 << 10, 208 << 10, 4 << 20]),
-        latency: dice.pick(&[0, 2 * US, 20 * US, 100 * US]),
-        turn_packets: dice.pick(&[1, 4, 16, 64]),
+        rx_buffer: rng.pick(&[32 << 10, 208 << 10, 4 << 20]),
+        latency: rng.pick(&[0, 2 * US, 20 * US, 100 * US]),
+        turn_packets: rng.pick(&[1, 4, 16, 64]),
         ack_hold: Duration::ZERO,
         tight: false,
-        keeps: dice.chance(0.7),
+        keeps: rng.chance(0.7),
     }
 }
 
-fn conn(hosts: &[HostPlan], calm: bool, scale: u32, dice: &mut Dice) -> ConnPlan {
-    let mut a = dice.index(hosts.len());
+fn conn(hosts: &[HostPlan], calm: bool, scale: u32, rng: &mut Rng) -> ConnPlan {
+    let mut a = rng.index(hosts.len());
     // Now and then a host talks to itself.
-    let mut b = if dice.chance(0.05) {
+    let mut b = if rng.chance(0.05) {
         a
     } else {
-        (a + 1 + dice.index(hosts.len() - 1)) % hosts.len()
+        (a + 1 + rng.index(hosts.len() - 1)) % hosts.len()
     };
-    let via_cm = dice.chance(0.5);
+    let via_cm = rng.chance(0.5);
     let most = hosts[a].mtu.min(hosts[b].mtu);
     let fitting: Vec<Mtu> = Mtu::ALL.into_iter().filter(|m| *m <= most).collect();
-    let mtu = if via_cm || dice.chance(0.5) {
+    let mtu = if via_cm || rng.chance(0.5) {
         most
     } else {
-        dice.pick(&fitting)
+        rng.pick(&fitting)
     };
     if via_cm && hosts[a].mtu > hosts[b].mtu {
         // The connect request names the active side's MTU, and is refused if the passive side can't do it.
         (a, b) = (b, a);
     }
-    let near_wrap = |dice: &mut Dice| {
-        if dice.chance(0.6) {
-            Psn::new(0u32.wrapping_sub(dice.range(0, 300) as u32))
+    let near_wrap = |rng: &mut Rng| {
+        if rng.chance(0.6) {
+            Psn::new(0u32.wrapping_sub(rng.range(0, 300) as u32))
         } else {
-            Psn::new(dice.next() as u32)
+            Psn::new(rng.next() as u32)
         }
     };
-    let strict = dice.chance(0.85);
-    let queue = dice.range(4, 64) as u32;
+    let strict = rng.chance(0.85);
+    let queue = rng.range(4, 64) as u32;
     ConnPlan {
         hosts: [a, b],
         via_cm,
         mtu,
         caps: QpCaps {
             max_send_wr: queue,
-            max_recv_wr: dice.range(4, 64) as u32,
-            max_send_sge: dice.range(1, 6) as u32,
-            max_recv_sge: dice.range(1, 6) as u32,
-            max_inline_data: dice.pick(&[0, 64, 256, 512]),
+            max_recv_wr: rng.range(4, 64) as u32,
+            max_send_sge: rng.range(1, 6) as u32,
+            max_recv_sge: rng.range(1, 6) as u32,
+            max_inline_data: rng.pick(&[0, 64, 256, 512]),
         },
-        signal_all: dice.chance(0.2),
-        timeout: dice.pick(&[0, 12, 14, 14, 16]),
-        retry_cnt: if strict { 7 } else { dice.range(0, 3) as u8 },
-        rnr_retry: if strict { 7 } else { dice.range(0, 4) as u8 },
-        min_rnr_timer: RnrTimer::new(dice.range(1, 14) as u8),
-        rd_atomic: dice.pick(&[1, 2, 4, 16]),
-        psn: [near_wrap(dice), near_wrap(dice)],
+        signal_all: rng.chance(0.2),
+        timeout: rng.pick(&[0, 12, 14, 14, 16]),
+        retry_cnt: if strict { 7 } else { rng.range(0, 3) as u8 },
+        rnr_retry: if strict { 7 } else { rng.range(0, 4) as u8 },
+        min_rnr_timer: RnrTimer::new(rng.range(1, 14) as u8),
+        rd_atomic: rng.pick(&[1, 2, 4, 16]),
+        psn: [near_wrap(rng), near_wrap(rng)],
         operations: [
-            dice.range(10, u64::from(scale)) as u32,
-            if dice.chance(0.8) {
-                dice.range(5, u64::from(scale)) as u32
+            rng.range(10, u64::from(scale)) as u32,
+            if rng.chance(0.8) {
+                rng.range(5, u64::from(scale)) as u32
             } else {
                 0
             },
         ],
-        think: dice.pick(&[US, 50 * US, 500 * US]),
-        recv_lag: dice.pick(&[0, 0, 5 * US, 500 * US, 3 * MS]),
-        recv_ahead: dice.range(0, 16) as u32,
+        think: rng.pick(&[US, 50 * US, 500 * US]),
+        recv_lag: rng.pick(&[0, 0, 5 * US, 500 * US, 3 * MS]),
+        recv_ahead: rng.range(0, 16) as u32,
         bad_operations: if calm { 0.0 } else { 0.02 },
-        zero_based: dice.chance(0.5),
-        largest: dice.pick(&[mtu.bytes(), 8 * mtu.bytes() + 1, 48 << 10]),
+        zero_based: rng.chance(0.5),
+        largest: rng.pick(&[mtu.bytes(), 8 * mtu.bytes() + 1, 48 << 10]),
     }
 }
 
 impl Scenario {
     /// Draws a run. `scale` is about how many work requests each direction of a connection carries.
-    pub(crate) fn draw(scale: u32, dice: &mut Dice) -> Self {
-        let v6 = dice.chance(0.25);
-        let count = dice.pick(&[2, 2, 2, 3, 4]);
-        let hosts: Vec<HostPlan> = (0..count).map(|i| host(i, v6, dice)).collect();
+    pub(crate) fn draw(scale: u32, rng: &mut Rng) -> Self {
+        let v6 = rng.chance(0.25);
+        let count = rng.pick(&[2, 2, 2, 3, 4]);
+        let hosts: Vec<HostPlan> = (0..count).map(|i| host(i, v6, rng)).collect();
         // In calm runs nothing but the network is at fault, so every error is one too many.
-        let calm = dice.chance(0.4);
-        let connections = dice.range(1, 5);
+        let calm = rng.chance(0.4);
+        let connections = rng.range(1, 5);
         Self {
             conns: (0..connections)
-                .map(|_| conn(&hosts, calm, scale.max(10), dice))
+                .map(|_| conn(&hosts, calm, scale.max(10), rng))
                 .collect(),
             hosts,
-            faults: faults(dice),
-            chaos_end: dice.pick(&[20 * MS, 100 * MS, 400 * MS]),
-            disturbances: if calm { 0 } else { dice.range(0, 6) as u32 },
+            faults: faults(rng),
+            chaos_end: rng.pick(&[20 * MS, 100 * MS, 400 * MS]),
+            disturbances: if calm { 0 } else { rng.range(0, 6) as u32 },
             extended: false,
         }
     }
 
     /// Leaves no faults but narrow links and queues that overflow.
-    pub(crate) fn narrow(&mut self, dice: &mut Dice) {
+    pub(crate) fn narrow(&mut self, rng: &mut Rng) {
         self.faults = Faults {
             loss: 0.0,
             duplicate: 0.0,
             reorder: 0.0,
             corrupt: 0.0,
-            bandwidth: dice.pick(&[20_000_000, 125_000_000, 1_250_000_000]),
-            queue: dice.pick(&[48 << 10, 100 << 10, 256 << 10]),
+            bandwidth: rng.pick(&[20_000_000, 125_000_000, 1_250_000_000]),
+            queue: rng.pick(&[48 << 10, 100 << 10, 256 << 10]),
             // Longer than the first pause before a probe, too.
-            delay: dice.pick(&[US, 30 * US, 200 * US, 200 * US, 2 * MS, 20 * MS]),
+            delay: rng.pick(&[US, 30 * US, 200 * US, 200 * US, 2 * MS, 20 * MS]),
             ..self.faults
         };
         self.disturbances = 0;
@@ -276,13 +276,13 @@ impl Scenario {
     }
 
     /// Leaves no faults at all, and enough work to see what is got through.
-    pub(crate) fn clear(&mut self, dice: &mut Dice) {
+    pub(crate) fn clear(&mut self, rng: &mut Rng) {
         self.faults = Faults {
             loss: 0.0,
             duplicate: 0.0,
             reorder: 0.0,
             corrupt: 0.0,
-            bandwidth: dice.pick(&[125_000_000, 1_250_000_000]),
+            bandwidth: rng.pick(&[125_000_000, 1_250_000_000]),
             queue: 64 << 20,
             ..self.faults
         };
@@ -296,21 +296,21 @@ impl Scenario {
             conn.bad_operations = 0.0;
             conn.recv_lag = 0;
             conn.recv_ahead = 16;
-            conn.think = dice.pick(&[20 * US, 200 * US, MS]);
+            conn.think = rng.pick(&[20 * US, 200 * US, MS]);
             conn.operations = conn.operations.map(|n| n.max(150));
             (conn.retry_cnt, conn.rnr_retry) = (7, 7);
         }
     }
 
     /// The faults of one link: the run's, weakened at random.
-    pub(crate) fn link(&self, dice: &mut Dice) -> Faults {
+    pub(crate) fn link(&self, rng: &mut Rng) -> Faults {
         let f = self.faults;
-        let share = |dice: &mut Dice, p: f64| p * dice.pick(&[0.0, 0.5, 1.0, 1.0]);
+        let share = |rng: &mut Rng, p: f64| p * rng.pick(&[0.0, 0.5, 1.0, 1.0]);
         Faults {
-            loss: share(dice, f.loss),
-            duplicate: share(dice, f.duplicate),
-            reorder: share(dice, f.reorder),
-            corrupt: share(dice, f.corrupt),
+            loss: share(rng, f.loss),
+            duplicate: share(rng, f.duplicate),
+            reorder: share(rng, f.reorder),
+            corrupt: share(rng, f.corrupt),
             ..f
         }
     }

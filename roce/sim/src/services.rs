@@ -18,7 +18,7 @@ use roce_verbs::{
 
 use crate::{
     SimConfig,
-    rng::Dice,
+    rng::Rng,
     scenario::{MS, US},
     world::{Check, Event, World},
 };
@@ -111,14 +111,14 @@ struct Shared {
 
 /// All of it.
 pub(crate) struct Services {
-    dice: Dice,
+    rng: Rng,
     flows: Vec<Flow>,
     hosts: Vec<Shared>,
 }
 
 /// The bytes of a message: nobody else's.
 fn content(flow: usize, seq: usize, len: usize) -> Vec<u8> {
-    Dice::new((flow as u64) << 32 | seq as u64, 9).bytes(len)
+    Rng::new((flow as u64) << 32 | seq as u64, 9).bytes(len)
 }
 
 fn pieces(region: &Region, at: usize, len: usize) -> Sge {
@@ -175,22 +175,22 @@ impl World {
         if !self.scenario.extended {
             return Ok(());
         }
-        let mut dice = Dice::new(config.seed, 5);
+        let mut rng = Rng::new(config.seed, 5);
         let hosts = (0..self.hosts.len()).map(|h| self.shared(h)).collect();
         self.services = Some(Services {
             flows: Vec::new(),
             hosts,
-            dice: dice.clone(),
+            rng: rng.clone(),
         });
-        for _ in 0..dice.range(1, 6) {
-            self.begin_flow(&mut dice, config.scale)?;
+        for _ in 0..rng.range(1, 6) {
+            self.begin_flow(&mut rng, config.scale)?;
         }
         let flows = self.services().flows.len();
         for flow in 0..flows {
-            let after = dice.range(0, 5 * MS);
+            let after = rng.range(0, 5 * MS);
             self.schedule(after, Event::Serve { flow });
         }
-        self.services().dice = dice;
+        self.services().rng = rng;
         for h in 0..self.hosts.len() {
             self.want_buffers(h);
         }
@@ -242,10 +242,10 @@ impl World {
         }
     }
 
-    fn begin_flow(&mut self, dice: &mut Dice, scale: u32) -> Check {
-        let from = dice.index(self.hosts.len());
-        let to = (from + 1 + dice.index(self.hosts.len() - 1)) % self.hosts.len();
-        let qp_type = dice.pick(&[
+    fn begin_flow(&mut self, rng: &mut Rng, scale: u32) -> Check {
+        let from = rng.index(self.hosts.len());
+        let to = (from + 1 + rng.index(self.hosts.len() - 1)) % self.hosts.len();
+        let qp_type = rng.pick(&[
             QpType::Uc,
             QpType::Uc,
             QpType::Ud,
@@ -261,10 +261,10 @@ impl World {
         let shared = match qp_type {
             QpType::Rc => true,
             QpType::XrcIni => false,
-            _ => dice.chance(0.5),
+            _ => rng.chance(0.5),
         };
         let mtu = self.hosts[from].plan.mtu.min(self.hosts[to].plan.mtu);
-        let messages = self.draw_messages(qp_type, mtu, from, dice, scale);
+        let messages = self.draw_messages(qp_type, mtu, from, rng, scale);
         let n = messages.len();
         let alloc = |w: &Self, h: usize| {
             let host = &w.hosts[h];
@@ -281,7 +281,7 @@ impl World {
             self.service_qp(from, qp_type, false)?,
             self.service_qp(to, peer_type, shared)?,
         ];
-        let psn = Psn::new(dice.next() as u32);
+        let psn = Psn::new(rng.next() as u32);
         for (end, h, peer) in [(1, to, from), (0, from, to)] {
             let qp_type = [qp_type, peer_type][end];
             self.bring_up(
@@ -315,19 +315,19 @@ impl World {
         }
     }
 
-    fn draw_messages(&self, qp_type: QpType, mtu: Mtu, from: usize, dice: &mut Dice, scale: u32) -> Vec<Message> {
+    fn draw_messages(&self, qp_type: QpType, mtu: Mtu, from: usize, rng: &mut Rng, scale: u32) -> Vec<Message> {
         let (mtu, own) = (mtu.bytes(), self.hosts[from].plan.mtu.bytes());
         let datagrams = qp_type == QpType::Ud;
-        let n = dice.range(5, u64::from(scale.clamp(6, 60)));
-        let message = |dice: &mut Dice| {
-            let len = match dice.index(4) {
-                0 => dice.range(0, 64) as usize,
-                1 => mtu - dice.index(2),
-                _ if datagrams => dice.range(0, mtu as u64) as usize,
+        let n = rng.range(5, u64::from(scale.clamp(6, 60)));
+        let message = |rng: &mut Rng| {
+            let len = match rng.index(4) {
+                0 => rng.range(0, 64) as usize,
+                1 => mtu - rng.index(2),
+                _ if datagrams => rng.range(0, mtu as u64) as usize,
                 2 => mtu + 1,
-                _ => dice.range(0, SLOT as u64 - GRH_LEN as u64) as usize,
+                _ => rng.range(0, SLOT as u64 - GRH_LEN as u64) as usize,
             };
-            let what = match dice.index(8) {
+            let what = match rng.index(8) {
                 0 if datagrams => What::WrongKey,
                 1 if datagrams => What::TooLong,
                 2..=4 if !datagrams => What::Write,
@@ -340,10 +340,10 @@ impl World {
                 } else {
                     len.min(SLOT - GRH_LEN)
                 },
-                queue: 1 + dice.index(2),
+                queue: 1 + rng.index(2),
             }
         };
-        (0..n).map(|_| message(dice)).collect()
+        (0..n).map(|_| message(rng)).collect()
     }
 
     fn service_qp(&mut self, h: usize, qp_type: QpType, shared: bool) -> Result<Qpn, String> {
@@ -369,6 +369,22 @@ impl World {
         let flows = self.services.iter().flat_map(|s| &s.flows);
         let to = flows.filter(|f| !f.dead && f.to == h && f.qp_type == QpType::Ud);
         to.map(|f| f.qpns[1]).collect()
+    }
+
+    /// Queue pairs of reliable flows: host, number, the peer's host, type and path MTU of each end.
+    pub(crate) fn reliable_flows(&self) -> impl Iterator<Item = (usize, Qpn, usize, QpType, Mtu)> {
+        let flows = self
+            .services
+            .iter()
+            .flat_map(|s| &s.flows)
+            .filter(|f| !f.dead && f.is_reliable());
+        flows.flat_map(|f| {
+            let mtu = self.hosts[f.from].plan.mtu.min(self.hosts[f.to].plan.mtu);
+            [
+                (f.from, f.qpns[0], f.to, f.qp_type, mtu),
+                (f.to, f.qpns[1], f.from, f.qp_type, mtu),
+            ]
+        })
     }
 
     /// RESET to RTS, with what each step needs.
@@ -460,7 +476,7 @@ impl World {
         let s = self.services();
         if !s.hosts[h].scheduled {
             s.hosts[h].scheduled = true;
-            let after = s.dice.range(0, lag);
+            let after = s.rng.range(0, lag);
             self.schedule(after, Event::Replenish { host: h, boot });
         }
     }
@@ -470,11 +486,11 @@ impl World {
         if self.hosts[h].boot != boot || !self.hosts[h].alive {
             return Ok(());
         }
-        let Services { dice, hosts, .. } = self.services();
+        let Services { rng, hosts, .. } = self.services();
         let s = &mut hosts[h];
         s.scheduled = false;
         for (i, queue) in s.queues.iter().enumerate() {
-            let wanted = dice.range(1, 8) as usize;
+            let wanted = rng.range(1, 8) as usize;
             while queue.len() < wanted
                 && let Some(slot) = s.free.pop()
             {
@@ -485,8 +501,8 @@ impl World {
                 posted.map_err(|e| format!("host {h}: shared receive refused: {e}"))?;
                 s.outstanding.insert(wr_id, slot);
             }
-            if dice.chance(0.3) {
-                let limit = dice.range(0, SHARED as u64) as u32;
+            if rng.chance(0.3) {
+                let limit = rng.range(0, SHARED as u64) as u32;
                 let armed = queue.modify(&SrqModify {
                     max_wr: None,
                     limit: Some(limit),
@@ -525,8 +541,8 @@ impl World {
         let Some(services) = &mut self.services else {
             return Ok(());
         };
-        let burst = services.dice.range(1, 5);
-        let pause = services.dice.range(US, 2 * MS);
+        let burst = services.rng.range(1, 5);
+        let pause = services.rng.range(US, 2 * MS);
         let f = &mut services.flows[flow];
         if f.dead {
             return Ok(());

@@ -48,6 +48,12 @@ pub struct Stats {
     /// Packets of adversaries, and what they caused to addresses that belong to nobody.
     pub forged: u64,
     pub reflected: u64,
+    /// Forged packets to connected queue pairs, at and around the PSNs in use.
+    pub at_live: u64,
+    /// Guesses of adversaries that were redrawn because they hit the peer's source port, or the exact PSN where ports are
+    /// learned: what only the peer knows.
+    pub port_hits: u64,
+    pub psn_hits: u64,
     /// Clients that got in under a flood of requests, and how long the slowest needed.
     pub admitted: u64,
     pub longest_admission_ns: u64,
@@ -81,7 +87,7 @@ impl Stats {
         }
         sum!(runs simulated_ns events timer_runs packets trains lost duplicated reordered corrupted overflowed
              icrc_errors retransmissions rnr_naks operations faulty_operations succeeded receives messages service_messages completions
-             connections repairs disturbances drains cm_events work_ns work_bytes forged reflected meddled admitted pairs alone_bytes alone_ns attacked_bytes
+             connections repairs disturbances drains cm_events work_ns work_bytes forged reflected at_live port_hits psn_hits meddled admitted pairs alone_bytes alone_ns attacked_bytes
              attacked_ns);
         self.trace_hash ^= other.trace_hash;
         self.longest_admission_ns = self.longest_admission_ns.max(other.longest_admission_ns);
@@ -103,6 +109,8 @@ impl World {
         self.stats.overflowed = self.net_stats.overflowed;
         if let Some(blind) = &self.blind {
             (self.stats.forged, self.stats.reflected) = (blind.forged, blind.reflected);
+            self.stats.at_live = blind.at_live;
+            [self.stats.port_hits, self.stats.psn_hits] = blind.redrawn;
         }
         if let Some(observer) = &self.observer {
             self.stats.meddled = observer.sent;

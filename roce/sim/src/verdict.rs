@@ -237,7 +237,7 @@ impl World {
         }
         self.stats.drains += 1;
         let life = c.life;
-        let after = self.dice.range(0, 1_000_000);
+        let after = self.rng.range(0, 1_000_000);
         self.schedule(after, crate::world::Event::Resume { conn, end, life });
         Ok(())
     }

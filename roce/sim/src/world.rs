@@ -21,7 +21,7 @@ use crate::{
     adversary::{Blind, Effort, Observer},
     model::{Conn, Phase},
     net::{Frame, Link, NetStats},
-    rng::Dice,
+    rng::Rng,
     scenario::{HostPlan, MS, SEC, Scenario, hold_acks},
     services::Services,
     trace::Trace,
@@ -181,10 +181,10 @@ pub(crate) struct World {
     queue: BinaryHeap<Reverse<Timed>>,
     seq: u64,
     /// Choices of the network, of the programs, of the disturber.
-    pub(crate) net_dice: Dice,
-    pub(crate) dice: Dice,
-    pub(crate) chaos_dice: Dice,
-    pub(crate) seed_dice: Dice,
+    pub(crate) net_rng: Rng,
+    pub(crate) rng: Rng,
+    pub(crate) chaos_rng: Rng,
+    pub(crate) seed_rng: Rng,
     pub(crate) net_stats: NetStats,
     pub(crate) stats: Stats,
     pub(crate) trace: Trace,
@@ -207,12 +207,7 @@ pub(crate) fn guid_of(host: usize, boot: u32, keeps: bool) -> u64 {
     if keeps { roce_cm::guid::keeping(guid) } else { guid }
 }
 
-fn make_port(
-    plan: &HostPlan,
-    index: usize,
-    boot: u32,
-    dice: &mut Dice,
-) -> (Port, CmConfig, Arc<MemoryTable>, PdHandle) {
+fn make_port(plan: &HostPlan, index: usize, boot: u32, rng: &mut Rng) -> (Port, CmConfig, Arc<MemoryTable>, PdHandle) {
     let mut config = PortConfig::new(vec![plan.addr], plan.mtu, guid_of(index, boot, plan.keeps));
     config.window = plan.window;
     config.turn_packets = plan.turn_packets;
@@ -223,8 +218,8 @@ fn make_port(
         narrow(&mut config.cm);
     }
     let cm = config.cm.clone();
-    let mem = Arc::new(MemoryTable::new(dice.seed(), &config.limits));
-    let port = Port::new(config, mem.clone(), dice.seed());
+    let mem = Arc::new(MemoryTable::new(rng.seed(), &config.limits));
+    let port = Port::new(config, mem.clone(), rng.seed());
     let pd = mem.alloc_pd().expect("a protection domain");
     (port, cm, mem, pd)
 }
@@ -246,8 +241,8 @@ fn make_cqs() -> Vec<Arc<CompletionQueue>> {
 }
 
 impl Host {
-    fn new(plan: HostPlan, index: usize, dice: &mut Dice) -> Self {
-        let (port, cm, mem, pd) = make_port(&plan, index, 0, dice);
+    fn new(plan: HostPlan, index: usize, rng: &mut Rng) -> Self {
+        let (port, cm, mem, pd) = make_port(&plan, index, 0, rng);
         let mut host = Self {
             cm,
             batch: Some(TxBatch::new(plan.tx.clone())),
@@ -261,7 +256,7 @@ impl Host {
             rx_bytes: 0,
             run_scheduled: false,
             wake_at: None,
-            next_identification: dice.next() as u16,
+            next_identification: rng.next() as u16,
             plan,
         };
         host.listen();
@@ -286,9 +281,9 @@ impl Host {
     }
 
     /// Starts anew without any memory of the past.
-    pub(crate) fn restart(&mut self, index: usize, dice: &mut Dice) {
+    pub(crate) fn restart(&mut self, index: usize, rng: &mut Rng) {
         self.boot += 1;
-        (self.port, self.cm, self.mem, self.pd) = make_port(&self.plan, index, self.boot, dice);
+        (self.port, self.cm, self.mem, self.pd) = make_port(&self.plan, index, self.boot, rng);
         self.cqs = make_cqs();
         self.rx.clear();
         self.rx_bytes = 0;
@@ -321,16 +316,16 @@ fn check_train(train: &roce_port::Train<'_>, flow: &Flow) -> Check {
 impl World {
     pub(crate) fn new(config: &SimConfig, class: Class, trace: Trace) -> Self {
         let seed = config.seed;
-        let mut plan_dice = Dice::new(seed, 0);
-        let mut scenario = Scenario::draw(config.scale, &mut plan_dice);
+        let mut plan_rng = Rng::new(seed, 0);
+        let mut scenario = Scenario::draw(config.scale, &mut plan_rng);
         if config.bottleneck {
-            scenario.narrow(&mut plan_dice);
+            scenario.narrow(&mut plan_rng);
         } else {
             // Before narrow places nothing would slow services without acknowledgements down.
-            scenario.extended = Dice::new(seed, EXTENDED).chance(0.5);
+            scenario.extended = Rng::new(seed, EXTENDED).chance(0.5);
         }
         if class.is_goodput() || class == Class::Admission {
-            scenario.clear(&mut plan_dice);
+            scenario.clear(&mut plan_rng);
         }
         if class == Class::Admission {
             scenario.conns.clear();
@@ -344,16 +339,16 @@ impl World {
             // The seed's parity: nothing that others draw depends on it.
             scenario.hosts.iter_mut().for_each(|h| h.tight = seed % 2 == 1);
         }
-        let mut seed_dice = Dice::new(seed, 1);
-        let mut net_dice = Dice::new(seed, 2);
+        let mut seed_rng = Rng::new(seed, 1);
+        let mut net_rng = Rng::new(seed, 2);
         let hosts: Vec<Host> = scenario
             .hosts
             .iter()
             .enumerate()
-            .map(|(i, plan)| Host::new(plan.clone(), i, &mut seed_dice))
+            .map(|(i, plan)| Host::new(plan.clone(), i, &mut seed_rng))
             .collect();
         let links = (0..hosts.len() * hosts.len())
-            .map(|_| Link::new(scenario.link(&mut net_dice)))
+            .map(|_| Link::new(scenario.link(&mut net_rng)))
             .collect();
         let mut world = Self {
             now: 0,
@@ -362,10 +357,10 @@ impl World {
             links,
             queue: BinaryHeap::new(),
             seq: 0,
-            net_dice,
-            dice: Dice::new(seed, 3),
-            chaos_dice: Dice::new(seed, 4),
-            seed_dice,
+            net_rng,
+            rng: Rng::new(seed, 3),
+            chaos_rng: Rng::new(seed, 4),
+            seed_rng,
             net_stats: NetStats::default(),
             stats: Stats::default(),
             trace,
@@ -386,11 +381,11 @@ impl World {
             world.conns.push(conn);
         }
         for conn in 0..world.conns.len() {
-            let at = world.dice.range(0, 100_000);
+            let at = world.rng.range(0, 100_000);
             world.schedule(at, Event::Connect { conn });
         }
         for _ in 0..world.scenario.disturbances {
-            let at = world.chaos_dice.range(0, world.scenario.chaos_end);
+            let at = world.chaos_rng.range(0, world.scenario.chaos_end);
             world.schedule(at, Event::Disturb);
         }
         world.schedule(world.scenario.chaos_end, Event::Quiet);
@@ -400,36 +395,39 @@ impl World {
 
     /// Brings in whoever attacks.
     fn invite(&mut self) {
-        let mut dice = Dice::new(self.seed, ADVERSARY);
+        let mut rng = Rng::new(self.seed, ADVERSARY);
         let effort = match self.class {
-            Class::Blind => Effort::draw(&mut dice, self.scenario.chaos_end),
+            Class::Blind => Effort::draw(&mut rng, self.scenario.chaos_end),
             Class::Observed => {
-                let victim = dice.index(self.conns.len());
+                let victim = rng.index(self.conns.len());
                 let plan = &mut self.conns[victim].plan;
                 // What it makes wait for ever must give up, and soon enough for a run.
                 plan.timeout = plan.timeout.clamp(12, 16);
                 plan.retry_cnt = plan.retry_cnt.max(1);
-                let observer = Observer::new(dice, victim, self.scenario.chaos_end);
+                let observer = Observer::new(rng, victim, self.scenario.chaos_end);
                 self.observer = Some(Box::new(observer));
                 return;
             }
             Class::Admission => {
-                let gate = Gate::new(&mut dice, self.hosts.len());
+                let gate = Gate::new(&mut rng, self.hosts.len());
                 for n in 0..gate.clients() {
-                    let after = dice.range(0, 500 * MS);
+                    let after = rng.range(0, 500 * MS);
                     self.schedule(after, Event::Client { n });
                 }
                 self.gate = Some(Box::new(gate));
                 self.unleash(0);
-                Effort::flood(&mut dice)
+                Effort::flood(&mut rng)
             }
-            Class::Goodput { attacked: true } => Effort::throughout(&mut dice),
-            Class::Plain | Class::Goodput { attacked: false } => return,
+            Class::Goodput { attacked: true } => Effort::throughout(&mut rng),
+            Class::Strangers { attacked: true } => Effort::strangers(&mut rng, self.scenario.chaos_end),
+            Class::Plain | Class::Goodput { attacked: false } | Class::Strangers { attacked: false } => return,
         };
-        let after = dice.range(0, self.scenario.chaos_end / 2);
-        self.blind = Some(Box::new(Blind::new(dice, effort)));
-        if self.class == Class::Blind {
-            self.unleash(after);
+        let after = rng.range(0, self.scenario.chaos_end / 2);
+        self.blind = Some(Box::new(Blind::new(rng, effort)));
+        match self.class {
+            Class::Blind => self.unleash(after),
+            Class::Strangers { .. } => self.unleash(0),
+            _ => {}
         }
     }
 
@@ -574,7 +572,7 @@ impl World {
         if !host.run_scheduled {
             host.run_scheduled = true;
             let (boot, most) = (host.boot, host.plan.latency);
-            let after = self.net_dice.range(0, most);
+            let after = self.net_rng.range(0, most);
             self.schedule(after, Event::Run { host: h, boot });
         }
     }
@@ -726,13 +724,15 @@ impl World {
             return self.reflect(h, train);
         };
         if self.blind.is_some() {
-            train.packets().for_each(|packet| self.note_live(to, packet));
+            train
+                .packets()
+                .for_each(|packet| self.note_genuine(to, train.src_port, packet));
         }
         let whole = self.hosts[to].plan.gro
             && !self.hosts[to].plan.sees_headers
             && !self.hosts[h].plan.counts_up
             && train.segments > 1
-            && self.net_dice.chance(0.7);
+            && self.net_rng.chance(0.7);
         if whole {
             if self.observer.is_some() {
                 for (i, packet) in train.packets().enumerate() {
@@ -768,7 +768,7 @@ impl World {
             self.now,
             frame,
             sees,
-            &mut self.net_dice,
+            &mut self.net_rng,
             &mut self.net_stats,
             |at, f| {
                 if let Some(slot) = arrivals.get_mut(count) {

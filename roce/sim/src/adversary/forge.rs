@@ -2,7 +2,10 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use roce_bth::{Aeth, Bth, Deth, Header, Msn, Opcode, Psn, QKey, Qpn, RKey, ROCE_UDP_PORT, Reth, Syndrome};
+use roce_bth::{
+    Aeth, AtomicEth, Bth, Class, Deth, Header, Msn, Opcode, Position, Psn, QKey, Qpn, RKey, ROCE_UDP_PORT, Reth, Srqn,
+    Syndrome, XrcEth,
+};
 use roce_cm::{
     RejectReason,
     cma::{CmaHeader, HEADER_LEN, PortSpace, ServiceId},
@@ -13,7 +16,8 @@ use roce_icrc::Flow;
 use rtrs::proto::ConnReq;
 use zerocopy::IntoBytes;
 
-use crate::{admission::uuid, rng::Dice, world::LISTEN_PORT};
+use super::live::{Direction, Target};
+use crate::{admission::uuid, rng::Rng, world::LISTEN_PORT};
 
 /// Whom a packet pretends to come from or goes to.
 #[derive(Clone, Debug)]
@@ -24,17 +28,7 @@ pub(super) struct Place {
     /// Queue pairs that take datagrams: whoever asks (SIDR) is told their numbers, but not their queue keys.
     pub(super) datagram_qpns: Vec<Qpn>,
     /// Connected queue pairs.
-    pub(super) connected: Vec<Guessed>,
-}
-
-/// A queue pair whose number was guessed: 2^24 packets make sure of it.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Guessed {
-    pub(super) peer: IpAddr,
-    pub(super) qpn: Qpn,
-    /// The last PSNs of requests and of answers to it. Guesses stay away from them: each hits a window of some hundred PSNs
-    /// once in 2^16 times, and who hits it may do what the peer may.
-    pub(super) live: [u32; 2],
+    pub(super) connected: Vec<Target>,
 }
 
 /// The packets of a campaign.
@@ -44,7 +38,7 @@ pub(super) enum What {
     Mads(Option<Attribute>),
     /// Any opcode to any queue pair.
     Opcodes,
-    /// Any opcode to a connected queue pair, in its peer's name, with a guessed PSN.
+    /// Any opcode to a connected queue pair, in its peer's name, at or around a PSN in use.
     Connected,
     /// To QP1, but no management datagram.
     Gsi,
@@ -74,75 +68,75 @@ const KINDS: [What; 8] = [
 ];
 
 impl What {
-    pub(super) fn draw(dice: &mut Dice) -> Self {
-        match dice.index(12) {
+    pub(super) fn draw(rng: &mut Rng) -> Self {
+        match rng.index(12) {
             0 | 1 => Self::Mads(Some(Attribute::Req)),
-            2 => Self::Mads(Some(dice.pick(&Attribute::ALL))),
+            2 => Self::Mads(Some(rng.pick(&Attribute::ALL))),
             3 | 4 => Self::Mads(None),
             5 => Self::Everything,
             6 => Self::Connected,
-            _ => dice.pick(&KINDS),
+            _ => rng.pick(&KINDS),
         }
     }
 }
 
 /// One packet without its ICRC (four bytes are left for it).
-pub(super) fn packet(what: What, from: &Place, to: &Place, dice: &mut Dice) -> Vec<u8> {
+pub(super) fn packet(what: What, from: &Place, to: &Place, rng: &mut Rng) -> Vec<u8> {
     match what {
         What::Mads(kind) => {
-            let kind = kind.unwrap_or_else(|| dice.pick(&Attribute::ALL));
-            let mut mad = Mad::new(dice.next(), message(kind, from, to, dice));
-            if dice.chance(0.05) {
-                mad.attribute_modifier = dice.next() as u32;
+            let kind = kind.unwrap_or_else(|| rng.pick(&Attribute::ALL));
+            let mut mad = Mad::new(rng.next(), message(kind, from, to, rng));
+            if rng.chance(0.05) {
+                mad.attribute_modifier = rng.next() as u32;
             }
-            to_gsi(&mad.emit(), dice)
+            to_gsi(&mad.emit(), rng)
         }
         What::Sessions => {
-            let mad = Mad::new(dice.next(), session(from, to, dice));
-            to_gsi(&mad.emit(), dice)
+            let mad = Mad::new(rng.next(), session(from, to, rng));
+            to_gsi(&mad.emit(), rng)
         }
         What::Opcodes => {
-            let opcode = dice.pick(Opcode::ALL);
-            any_opcode(opcode, Qpn::new(dice.next() as u32), dice)
+            let opcode = rng.pick(Opcode::ALL);
+            any_opcode(opcode, Qpn::new(rng.next() as u32), rng)
         }
-        What::Connected => guess(from, to, dice),
-        What::Gsi => match dice.index(4) {
-            0 => any_opcode(dice.pick(Opcode::ALL), Qpn::GSI, dice),
-            1 => datagram(Qpn::GSI, QKey(dice.next() as u32), 256, dice),
+        What::Connected => connected(from, to, rng),
+        What::Gsi => match rng.index(4) {
+            0 => any_opcode(rng.pick(Opcode::ALL), Qpn::GSI, rng),
+            1 => datagram(Qpn::GSI, QKey(rng.next() as u32), 256, rng),
             2 => {
-                let len = dice.range(0, 80) as usize * 4;
-                datagram(Qpn::GSI, QKey::GSI, len, dice)
+                let len = rng.range(0, 80) as usize * 4;
+                datagram(Qpn::GSI, QKey::GSI, len, rng)
             }
-            _ => datagram(Qpn::GSI, QKey::GSI, 256, dice),
+            _ => datagram(Qpn::GSI, QKey::GSI, 256, rng),
         },
         What::Datagrams => {
             let qpn = match to.datagram_qpns.as_slice() {
-                [] => Qpn::new(dice.next() as u32),
-                known => dice.pick(known),
+                [] => Qpn::new(rng.next() as u32),
+                known => rng.pick(known),
             };
             // Bit 31 is set in no program's key, so no guess is right.
-            let qkey = QKey(dice.next() as u32 | 1 << 31);
-            let len = dice.range(0, 256) as usize * 4;
-            datagram(qpn, qkey, len, dice)
+            let qkey = QKey(rng.next() as u32 | 1 << 31);
+            let len = rng.range(0, 256) as usize * 4;
+            datagram(qpn, qkey, len, rng)
         }
         What::Multicast => {
-            let len = dice.range(0, 64) as usize * 4;
-            datagram(Qpn::MULTICAST, QKey(dice.next() as u32), len, dice)
+            let len = rng.range(0, 64) as usize * 4;
+            datagram(Qpn::MULTICAST, QKey(rng.next() as u32), len, rng)
         }
-        What::Cnps => any_opcode(Opcode::Cnp, Qpn::new(dice.next() as u32), dice),
+        What::Cnps => any_opcode(Opcode::Cnp, Qpn::new(rng.next() as u32), rng),
         What::Garbage => {
-            if dice.chance(0.5) {
-                let len = dice.range(0, 400) as usize;
-                return dice.bytes(len);
+            if rng.chance(0.5) {
+                let len = rng.range(0, 400) as usize;
+                return rng.bytes(len);
             }
-            let mut whole = packet(What::Mads(None), from, to, dice);
-            let keep = dice.index(whole.len());
+            let mut whole = packet(What::Mads(None), from, to, rng);
+            let keep = rng.index(whole.len());
             whole.truncate(keep);
             whole
         }
         What::Everything => {
-            let kind = dice.pick(&KINDS);
-            packet(kind, from, to, dice)
+            let kind = rng.pick(&KINDS);
+            packet(kind, from, to, rng)
         }
     }
 }
@@ -162,8 +156,8 @@ pub(super) fn with_payload(header: &Header, payload: &[u8]) -> Vec<u8> {
 }
 
 /// A UD SEND with the right keys for QP1.
-pub(super) fn to_gsi(mad: &[u8], dice: &mut Dice) -> Vec<u8> {
-    let mut header = Header::new(Bth::new(Opcode::UdSendOnly, Qpn::GSI, Psn::new(dice.next() as u32)));
+pub(super) fn to_gsi(mad: &[u8], rng: &mut Rng) -> Vec<u8> {
+    let mut header = Header::new(Bth::new(Opcode::UdSendOnly, Qpn::GSI, Psn::new(rng.next() as u32)));
     header.deth = Some(Deth {
         qkey: QKey::GSI,
         reserved: 0,
@@ -172,107 +166,226 @@ pub(super) fn to_gsi(mad: &[u8], dice: &mut Dice) -> Vec<u8> {
     with_payload(&header, mad)
 }
 
-fn datagram(qpn: Qpn, qkey: QKey, len: usize, dice: &mut Dice) -> Vec<u8> {
-    let opcode = dice.pick(&[Opcode::UdSendOnly, Opcode::UdSendOnlyImm]);
-    let mut header = Header::new(Bth::new(opcode, qpn, Psn::new(dice.next() as u32)));
-    header.bth.solicited = dice.chance(0.3);
+fn datagram(qpn: Qpn, qkey: QKey, len: usize, rng: &mut Rng) -> Vec<u8> {
+    let opcode = rng.pick(&[Opcode::UdSendOnly, Opcode::UdSendOnlyImm]);
+    let mut header = Header::new(Bth::new(opcode, qpn, Psn::new(rng.next() as u32)));
+    header.bth.solicited = rng.chance(0.3);
     header.deth = Some(Deth {
         qkey,
         reserved: 0,
-        src_qp: dice.pick(&[Qpn::GSI, Qpn::new(dice.clone().next() as u32)]),
+        src_qp: rng.pick(&[Qpn::GSI, Qpn::new(rng.clone().next() as u32)]),
     });
-    with_payload(&header, &dice.bytes(len))
+    with_payload(&header, &rng.bytes(len))
 }
 
-/// A well-formed packet of an opcode with fields that mean something, as far as one can guess.
-pub(super) fn any_opcode(opcode: Opcode, qpn: Qpn, dice: &mut Dice) -> Vec<u8> {
-    let mut header = Header::new(Bth::new(opcode, qpn, Psn::new(dice.next() as u32)));
-    header.bth.ack_req = dice.chance(0.5);
-    header.bth.becn = dice.chance(0.1);
+/// Draws the headers of a well-formed packet: fields that mean something, as far as one can guess.
+fn any_header(opcode: Opcode, qpn: Qpn, rng: &mut Rng) -> Header {
+    let mut header = Header::new(Bth::new(opcode, qpn, Psn::new(rng.next() as u32)));
+    header.bth.ack_req = rng.chance(0.5);
+    header.bth.becn = rng.chance(0.1);
     header.reth = Some(Reth {
-        va: dice.next(),
-        rkey: RKey(dice.next() as u32),
-        dma_len: dice.pick(&[0, 1024, u32::MAX]),
+        va: rng.next(),
+        rkey: RKey(rng.next() as u32),
+        dma_len: rng.pick(&[0, 1024, u32::MAX]),
     });
     header.aeth = Some(Aeth {
-        syndrome: Syndrome::from_byte(dice.pick(&[0x1f, 0x21, 0x60, 0x61, 0x62, 0x63, 0xff])),
-        msn: Msn::new(dice.next() as u32),
+        syndrome: Syndrome::from_byte(rng.pick(&[0x1f, 0x21, 0x60, 0x61, 0x62, 0x63, 0xff])),
+        msn: Msn::new(rng.next() as u32),
     });
     header.deth = Some(Deth {
-        qkey: QKey(dice.next() as u32 | 1 << 31),
+        qkey: QKey(rng.next() as u32 | 1 << 31),
         reserved: 0,
-        src_qp: Qpn::new(dice.next() as u32),
+        src_qp: Qpn::new(rng.next() as u32),
     });
-    let len = match opcode.info().payload {
-        true => dice.pick(&[0, 4, 256, 1024]),
-        false => 0,
-    };
-    with_payload(&header, &dice.bytes(len))
+    header
 }
 
-/// How far guessed PSNs are from the live ones.
-const FAR: u32 = 1 << 17;
-
-fn guess(from: &Place, to: &Place, dice: &mut Dice) -> Vec<u8> {
-    let opcode = dice.pick(Opcode::ALL);
-    let known: Vec<Guessed> = to.connected.iter().copied().filter(|g| g.peer == from.addr).collect();
-    if known.is_empty() {
-        return any_opcode(opcode, Qpn::new(dice.next() as u32), dice);
-    }
-    let target = dice.pick(&known);
-    let mut bytes = any_opcode(opcode, target.qpn, dice);
-    let psn = loop {
-        let psn = dice.next() as u32 & 0x00ff_ffff;
-        let far = |live: u32| {
-            let distance = psn.wrapping_sub(live) & 0x00ff_ffff;
-            (FAR..(1 << 24) - FAR).contains(&distance)
-        };
-        if target.live.into_iter().all(far) {
-            break psn;
-        }
+/// Forges a well-formed packet of an opcode.
+pub(super) fn any_opcode(opcode: Opcode, qpn: Qpn, rng: &mut Rng) -> Vec<u8> {
+    let header = any_header(opcode, qpn, rng);
+    let len = match opcode.info().payload {
+        true => rng.pick(&[0, 4, 256, 1024]),
+        false => 0,
     };
-    bytes[9..12].copy_from_slice(&psn.to_be_bytes()[1..]);
-    bytes
+    with_payload(&header, &rng.bytes(len))
+}
+
+/// Byte that fills forged payloads. No program writes eight of them in a row.
+pub(crate) const MARK: u8 = 0x5a;
+
+/// How far guesses are from a live PSN, mostly.
+const NEAR: u64 = 5000;
+
+const SENDS: [Opcode; 7] = [
+    Opcode::RcSendFirst,
+    Opcode::RcSendMiddle,
+    Opcode::RcSendLast,
+    Opcode::RcSendLastImm,
+    Opcode::RcSendOnly,
+    Opcode::RcSendOnlyImm,
+    Opcode::RcSendOnlyInv,
+];
+const WRITES: [Opcode; 6] = [
+    Opcode::RcWriteFirst,
+    Opcode::RcWriteMiddle,
+    Opcode::RcWriteLast,
+    Opcode::RcWriteLastImm,
+    Opcode::RcWriteOnly,
+    Opcode::RcWriteOnlyImm,
+];
+const READ_RESPONSES: [Opcode; 4] = [
+    Opcode::RcReadResponseFirst,
+    Opcode::RcReadResponseMiddle,
+    Opcode::RcReadResponseLast,
+    Opcode::RcReadResponseOnly,
+];
+const OTHER_REQUESTS: [Opcode; 5] = [
+    Opcode::RcReadRequest,
+    Opcode::RcCompareSwap,
+    Opcode::RcFetchAdd,
+    Opcode::RcFlush,
+    Opcode::RcAtomicWrite,
+];
+
+/// Draws the opcode of a packet to a connected queue pair.
+fn connected_opcode(xrc: bool, rng: &mut Rng) -> Opcode {
+    let opcode = match rng.index(20) {
+        0..=3 => rng.pick(&SENDS),
+        4..=7 => rng.pick(&WRITES),
+        8 | 9 => rng.pick(&OTHER_REQUESTS),
+        10..=12 => rng.pick(&READ_RESPONSES),
+        13..=15 => Opcode::RcAcknowledge,
+        16 => Opcode::RcAtomicAcknowledge,
+        17 => return Opcode::SelectiveAck,
+        18 => return Opcode::Cnp,
+        _ => return rng.pick(Opcode::ALL),
+    };
+    // The services differ in the top bits.
+    Opcode::from_byte(opcode as u8 | 0xa0).filter(|_| xrc).unwrap_or(opcode)
+}
+
+/// Draws a PSN at or around a live one.
+fn guess_psn(live: Psn, rng: &mut Rng) -> Psn {
+    match rng.index(10) {
+        0 => live,
+        1 => live.next(),
+        2..=4 => live.add(rng.range(1, 64) as u32),
+        5 | 6 => live.add(rng.range(1, NEAR) as u32),
+        7 => live.sub(rng.range(1, NEAR) as u32),
+        8 => live.add(rng.range(64, 4200) as u32),
+        _ => Psn::new(rng.next() as u32),
+    }
+}
+
+/// Forges a packet to a connected queue pair in its peer's name, at or around the PSNs that are in use.
+fn connected(from: &Place, to: &Place, rng: &mut Rng) -> Vec<u8> {
+    let known: Vec<Target> = to.connected.iter().copied().filter(|t| t.peer == from.addr).collect();
+    if known.is_empty() {
+        return any_opcode(rng.pick(Opcode::ALL), Qpn::new(rng.next() as u32), rng);
+    }
+    let target = rng.pick(&known);
+    let opcode = connected_opcode(target.xrc, rng);
+    let direction = Direction::of(opcode) as usize;
+    let live = target.last[direction]
+        .or(target.last[1 - direction])
+        .unwrap_or_default();
+    let psn = guess_psn(live, rng);
+    let payload = connected_payload(opcode, psn, target.mtu, rng);
+    let mut header = any_header(opcode, target.qpn, rng);
+    header.bth.psn = psn;
+    header.bth.ack_req = rng.chance(0.5);
+    header.bth.becn = false;
+    header.bth.pad = payload.len().wrapping_neg() as u8 & 3;
+    if let Some((va, rkey)) = target.memory.filter(|_| rng.chance(0.7)) {
+        let at = va + 8 * rng.range(0, 100);
+        header.reth = Some(Reth {
+            va: at,
+            rkey,
+            dma_len: match opcode.info().position {
+                Position::Only if opcode.info().payload => payload.len() as u32,
+                _ => rng.pick(&[8, target.mtu, 2 * target.mtu, 4 * target.mtu]) as u32,
+            },
+        });
+        header.atomic_eth = Some(AtomicEth {
+            va: at,
+            rkey,
+            swap_add: u64::from_ne_bytes([MARK; 8]),
+            compare: 0,
+        });
+        header.ieth = Some(rkey);
+    }
+    header.imm = Some(u32::from_ne_bytes([MARK; 4]));
+    header.xrceth = Some(XrcEth {
+        reserved: 0,
+        srqn: Srqn::new(100 + rng.range(0, 2) as u32),
+    });
+    let mut padded = payload;
+    padded.resize(padded.len().next_multiple_of(4), 0);
+    with_payload(&header, &padded)
+}
+
+/// Draws a payload of a length that goes with the opcode: of marks, or for selective acknowledgements a bitmap.
+fn connected_payload(opcode: Opcode, psn: Psn, mtu: usize, rng: &mut Rng) -> Vec<u8> {
+    let info = opcode.info();
+    if !info.payload {
+        return Vec::new();
+    }
+    if info.class == Class::SelectiveAcknowledge {
+        let expected = psn.add(rng.range(0, 64) as u32);
+        let mut payload = expected.value().to_be_bytes().to_vec();
+        for _ in 0..rng.range(0, 4) {
+            payload.extend(rng.pick(&[u64::MAX, 1 << 63, u64::MAX << 32]).to_le_bytes());
+        }
+        return payload;
+    }
+    let len = match info.position {
+        Position::First | Position::Middle if rng.chance(0.9) => mtu,
+        Position::Last => rng.range(1, mtu as u64) as usize,
+        // Four bytes are the shortest payload, with which a packet has 20.
+        _ if info.class == Class::AtomicWrite => 8,
+        _ => rng.pick(&[0, 4, 8, 64, mtu - 1, mtu]),
+    };
+    vec![MARK; len]
 }
 
 /// A communication ID: peers draw theirs at random, so no guess is better than another.
-fn comm_id(dice: &mut Dice) -> u32 {
-    let small = dice.range(0, 64) as u32;
-    let any = dice.next() as u32;
-    if dice.chance(0.2) { small } else { any }
+fn comm_id(rng: &mut Rng) -> u32 {
+    let small = rng.range(0, 64) as u32;
+    let any = rng.next() as u32;
+    if rng.chance(0.2) { small } else { any }
 }
 
-fn guid(of: &Place, dice: &mut Dice) -> u64 {
-    let any = dice.next();
-    if dice.chance(0.5) { of.guid } else { any }
+fn guid(of: &Place, rng: &mut Rng) -> u64 {
+    let any = rng.next();
+    if rng.chance(0.5) { of.guid } else { any }
 }
 
-fn subject(dice: &mut Dice) -> Subject {
-    dice.pick(&[Subject::Req, Subject::Rep, Subject::Other])
+fn subject(rng: &mut Rng) -> Subject {
+    rng.pick(&[Subject::Req, Subject::Rep, Subject::Other])
 }
 
-fn message(kind: Attribute, from: &Place, to: &Place, dice: &mut Dice) -> Message {
-    let (local_comm_id, remote_comm_id) = (comm_id(dice), comm_id(dice));
-    let qpn = Qpn::new(dice.next() as u32);
+fn message(kind: Attribute, from: &Place, to: &Place, rng: &mut Rng) -> Message {
+    let (local_comm_id, remote_comm_id) = (comm_id(rng), comm_id(rng));
+    let qpn = Qpn::new(rng.next() as u32);
     match kind {
-        Attribute::Req => req(from, to, dice).into(),
+        Attribute::Req => req(from, to, rng).into(),
         Attribute::Mra => Mra {
             local_comm_id,
             remote_comm_id,
-            subject: subject(dice),
-            service_timeout: dice.pick(&[0, 20, 31]),
+            subject: subject(rng),
+            service_timeout: rng.pick(&[0, 20, 31]),
             ..Mra::default()
         }
         .into(),
         Attribute::Rej => {
             let mut info = [0; 72];
-            info[..8].copy_from_slice(&guid(from, dice).to_be_bytes());
+            info[..8].copy_from_slice(&guid(from, rng).to_be_bytes());
             Rej {
                 local_comm_id,
                 remote_comm_id,
-                subject: subject(dice),
-                info_length: dice.pick(&[0, 8, 72]),
-                reason: dice.pick(&[RejectReason::TIMEOUT.0, RejectReason::CONSUMER.0, 6, 10, 0xffff]),
+                subject: subject(rng),
+                info_length: rng.pick(&[0, 8, 72]),
+                reason: rng.pick(&[RejectReason::TIMEOUT.0, RejectReason::CONSUMER.0, 6, 10, 0xffff]),
                 info,
                 ..Rej::default()
             }
@@ -282,8 +395,8 @@ fn message(kind: Attribute, from: &Place, to: &Place, dice: &mut Dice) -> Messag
             local_comm_id,
             remote_comm_id,
             local_qpn: qpn,
-            starting_psn: Psn::new(dice.next() as u32),
-            local_ca_guid: guid(from, dice),
+            starting_psn: Psn::new(rng.next() as u32),
+            local_ca_guid: guid(from, rng),
             ..Rep::default()
         }
         .into(),
@@ -307,9 +420,9 @@ fn message(kind: Attribute, from: &Place, to: &Place, dice: &mut Dice) -> Messag
         }
         .into(),
         Attribute::SidrReq => {
-            let space = dice.pick(&[PortSpace::Udp, PortSpace::Ipoib, PortSpace::Ib, PortSpace::Tcp]);
+            let space = rng.pick(&[PortSpace::Udp, PortSpace::Ipoib, PortSpace::Ib, PortSpace::Tcp]);
             let mut private_data = [0; 216];
-            private_data[..HEADER_LEN].copy_from_slice(&cma_header(from, to, dice));
+            private_data[..HEADER_LEN].copy_from_slice(&cma_header(from, to, rng));
             SidrReq {
                 request_id: local_comm_id,
                 service_id: ServiceId::new(space, LISTEN_PORT).0,
@@ -327,9 +440,9 @@ fn message(kind: Attribute, from: &Place, to: &Place, dice: &mut Dice) -> Messag
     }
 }
 
-fn cma_header(from: &Place, to: &Place, dice: &mut Dice) -> [u8; HEADER_LEN] {
+fn cma_header(from: &Place, to: &Place, rng: &mut Rng) -> [u8; HEADER_LEN] {
     CmaHeader {
-        port: dice.next() as u16,
+        port: rng.next() as u16,
         src: from.addr,
         dst: to.addr,
     }
@@ -337,43 +450,43 @@ fn cma_header(from: &Place, to: &Place, dice: &mut Dice) -> [u8; HEADER_LEN] {
 }
 
 /// A request to connect that looks like a client's, mostly, and asks for as much patience as the fields hold.
-pub(super) fn req(from: &Place, to: &Place, dice: &mut Dice) -> Req {
+pub(super) fn req(from: &Place, to: &Place, rng: &mut Rng) -> Req {
     let mut private_data = [0; 92];
-    private_data[..HEADER_LEN].copy_from_slice(&cma_header(from, to, dice));
+    private_data[..HEADER_LEN].copy_from_slice(&cma_header(from, to, rng));
     // What the simulator's programs send: small numbers, as session messages are.
-    let (conn, life) = (dice.range(0, 4) as u32, dice.range(1, 6) as u32);
+    let (conn, life) = (rng.range(0, 4) as u32, rng.range(1, 6) as u32);
     private_data[HEADER_LEN..HEADER_LEN + 4].copy_from_slice(&conn.to_be_bytes());
     private_data[HEADER_LEN + 4..HEADER_LEN + 8].copy_from_slice(&life.to_be_bytes());
-    if dice.chance(0.5) {
-        let noise = dice.bytes(40);
+    if rng.chance(0.5) {
+        let noise = rng.bytes(40);
         private_data[HEADER_LEN + 8..HEADER_LEN + 48].copy_from_slice(&noise);
     }
-    let (stranger, heard) = (dice.next(), dice.chance(0.9));
+    let (stranger, heard) = (rng.next(), rng.chance(0.9));
     Req {
-        local_comm_id: comm_id(dice),
+        local_comm_id: comm_id(rng),
         service_id: if heard {
             ServiceId::new(PortSpace::Tcp, LISTEN_PORT).0
         } else {
             stranger
         },
-        local_ca_guid: guid(from, dice),
-        local_qpn: Qpn::new(dice.next() as u32),
-        responder_resources: dice.next() as u8,
-        initiator_depth: dice.next() as u8,
-        remote_cm_response_timeout: dice.pick(&[0, 1, 20, 31]),
-        transport: dice.pick(&[Transport::Rc, Transport::Rc, Transport::Rc, Transport::Uc]),
-        flow_control: dice.chance(0.5),
-        starting_psn: Psn::new(dice.next() as u32),
-        local_cm_response_timeout: dice.pick(&[0, 0, 1, 8, 20, 31]),
-        retry_count: dice.range(0, 7) as u8,
-        path_mtu: dice.pick(&[1, 1, 2, 3, 5, 0]),
-        rnr_retry_count: dice.range(0, 7) as u8,
-        max_cm_retries: dice.pick(&[0, 1, 15, 15]),
-        srq: dice.chance(0.2),
+        local_ca_guid: guid(from, rng),
+        local_qpn: Qpn::new(rng.next() as u32),
+        responder_resources: rng.next() as u8,
+        initiator_depth: rng.next() as u8,
+        remote_cm_response_timeout: rng.pick(&[0, 1, 20, 31]),
+        transport: rng.pick(&[Transport::Rc, Transport::Rc, Transport::Rc, Transport::Uc]),
+        flow_control: rng.chance(0.5),
+        starting_psn: Psn::new(rng.next() as u32),
+        local_cm_response_timeout: rng.pick(&[0, 0, 1, 8, 20, 31]),
+        retry_count: rng.range(0, 7) as u8,
+        path_mtu: rng.pick(&[1, 1, 2, 3, 5, 0]),
+        rnr_retry_count: rng.range(0, 7) as u8,
+        max_cm_retries: rng.pick(&[0, 1, 15, 15]),
+        srq: rng.chance(0.2),
         primary_local_gid: from.addr.into(),
         primary_remote_gid: to.addr.into(),
-        primary_ack_timeout: dice.range(0, 31) as u8,
-        primary_traffic_class: dice.next() as u8,
+        primary_ack_timeout: rng.range(0, 31) as u8,
+        primary_traffic_class: rng.next() as u8,
         primary_hop_limit: 64,
         private_data,
         ..Req::default()
@@ -381,14 +494,14 @@ pub(super) fn req(from: &Place, to: &Place, dice: &mut Dice) -> Req {
 }
 
 /// A request for a session's first connection, or another one, as RTRS clients send it.
-fn session(from: &Place, to: &Place, dice: &mut Dice) -> Req {
-    let (path, session) = (uuid(dice), uuid(dice));
-    let cid = dice.pick(&[0, 0, 0, 1]);
-    let hello = ConnReq::new(cid, dice.pick(&[3, 3, 2, 65]), 0, path, session, true);
-    let mut asked = req(from, to, dice);
+fn session(from: &Place, to: &Place, rng: &mut Rng) -> Req {
+    let (path, session) = (uuid(rng), uuid(rng));
+    let cid = rng.pick(&[0, 0, 0, 1]);
+    let hello = ConnReq::new(cid, rng.pick(&[3, 3, 2, 65]), 0, path, session, true);
+    let mut asked = req(from, to, rng);
     asked.private_data[HEADER_LEN..].copy_from_slice(hello.as_bytes());
     Req {
-        local_comm_id: dice.next() as u32 | 1,
+        local_comm_id: rng.next() as u32 | 1,
         service_id: ServiceId::new(PortSpace::Tcp, LISTEN_PORT).0,
         path_mtu: 1,
         transport: Transport::Rc,
@@ -409,28 +522,28 @@ pub(super) enum Idents {
 }
 
 impl Idents {
-    pub(super) fn draw(dice: &mut Dice) -> Self {
-        match dice.index(10) {
+    pub(super) fn draw(rng: &mut Rng) -> Self {
+        match rng.index(10) {
             0 | 1 => Self::Zero,
             2 => Self::Small,
-            3 => Self::Fixed(dice.next() as u16),
-            4..=6 => Self::Counter(dice.next() as u16),
+            3 => Self::Fixed(rng.next() as u16),
+            4..=6 => Self::Counter(rng.next() as u16),
             7 | 8 => Self::Random,
             _ => Self::Unsealed,
         }
     }
 
     /// The next packet's, `None` if it is not sealed.
-    pub(super) fn next(&mut self, dice: &mut Dice) -> Option<u16> {
+    pub(super) fn next(&mut self, rng: &mut Rng) -> Option<u16> {
         match self {
             Self::Zero => Some(0),
-            Self::Small => Some(dice.range(0, 127) as u16),
+            Self::Small => Some(rng.range(0, 127) as u16),
             Self::Fixed(id) => Some(*id),
             Self::Counter(next) => {
-                *next = next.wrapping_add(dice.range(1, 3) as u16);
+                *next = next.wrapping_add(rng.range(1, 3) as u16);
                 Some(*next)
             }
-            Self::Random => Some(dice.next() as u16),
+            Self::Random => Some(rng.next() as u16),
             Self::Unsealed => None,
         }
     }

@@ -6,6 +6,7 @@
 //! to the nanosecond.
 
 mod forge;
+mod live;
 mod observer;
 mod strays;
 
@@ -14,15 +15,18 @@ use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
 };
 
-use roce_bth::{Class, Opcode, Qpn, ROCE_UDP_PORT};
+use roce_bth::{Qpn, ROCE_UDP_PORT};
 use roce_cm::mad::Attribute;
 use roce_port::ConnId;
 
-use self::forge::{Guessed, Idents, Place, What};
+use self::{
+    forge::{Idents, Place, What},
+    live::{Hit, Live},
+};
 pub(crate) use self::{observer::Observer, strays::Stray};
 use crate::{
     net::Frame,
-    rng::Dice,
+    rng::Rng,
     scenario::{MS, SEC, US},
     world::{Check, Event, World, guid_of},
 };
@@ -49,54 +53,58 @@ pub(crate) struct Effort {
     obstinate: Option<(What, Idents)>,
     /// All that it sends is requests for sessions to the first host, in the name of so many addresses that belong to nobody.
     flood: Option<u32>,
+    /// All that it sends goes to connected queue pairs, in their peers' names, at and around the PSNs in use.
+    strangers: bool,
 }
 
 impl Effort {
     /// Beside the chaos of a usual run and somewhat beyond.
-    pub(crate) fn draw(dice: &mut Dice, chaos_end: u64) -> Self {
-        if dice.chance(0.3) {
+    pub(crate) fn draw(rng: &mut Rng, chaos_end: u64) -> Self {
+        if rng.chance(0.3) {
             return Self {
                 packets: 3000,
                 until: chaos_end + 10 * SEC,
-                ..Self::obstinate(dice, &[100 * US, MS, 10 * MS])
+                ..Self::obstinate(rng, &[100 * US, MS, 10 * MS])
             };
         }
         Self {
             obstinate: None,
             flood: None,
-            packets: dice.pick(&[100, 500, 1500, 3000]),
-            until: chaos_end + dice.pick(&[0, 50 * MS, 400 * MS, 4 * SEC]),
-            rest: dice.pick(&[10 * US, MS, 10 * MS]),
+            strangers: false,
+            packets: rng.pick(&[100, 500, 1500, 3000]),
+            until: chaos_end + rng.pick(&[0, 50 * MS, 400 * MS, 4 * SEC]),
+            rest: rng.pick(&[10 * US, MS, 10 * MS]),
         }
     }
 
     /// From when all connections are up until everything is done.
-    pub(crate) fn throughout(dice: &mut Dice) -> Self {
+    pub(crate) fn throughout(rng: &mut Rng) -> Self {
         let mixed = Self {
             packets: 5000,
             until: 20 * SEC,
-            rest: dice.pick(&[10 * US, 200 * US]),
+            rest: rng.pick(&[10 * US, 200 * US]),
             obstinate: None,
             flood: None,
+            strangers: false,
         };
-        match dice.chance(0.5) {
+        match rng.chance(0.5) {
             true => Self {
                 packets: 5000,
                 until: 20 * SEC,
-                ..Self::obstinate(dice, &[20 * US, 100 * US, 400 * US])
+                ..Self::obstinate(rng, &[20 * US, 100 * US, 400 * US])
             },
             false => mixed,
         }
     }
 
-    fn obstinate(dice: &mut Dice, rests: &[u64]) -> Self {
-        let what = dice.pick(&[
+    fn obstinate(rng: &mut Rng, rests: &[u64]) -> Self {
+        let what = rng.pick(&[
             What::Mads(None),
             What::Mads(Some(Attribute::Dreq)),
             What::Datagrams,
             What::Connected,
         ]);
-        let idents = dice.pick(&[
+        let idents = rng.pick(&[
             Idents::Zero,
             Idents::Fixed(1000),
             Idents::Counter(20_000),
@@ -106,20 +114,34 @@ impl Effort {
         Self {
             packets: 0,
             until: 0,
-            rest: dice.pick(rests),
+            rest: rng.pick(rests),
             obstinate: Some((what, idents)),
             flood: None,
+            strangers: false,
         }
     }
 
     /// Up to some ten thousand requests for sessions a second.
-    pub(crate) fn flood(dice: &mut Dice) -> Self {
+    pub(crate) fn flood(rng: &mut Rng) -> Self {
         Self {
-            packets: dice.pick(&[16, 64, 512, 1536, 4000]),
+            packets: rng.pick(&[16, 64, 512, 1536, 4000]),
             until: 20 * SEC,
-            rest: dice.pick(&[100 * US, MS, 10 * MS]),
+            rest: rng.pick(&[100 * US, MS, 10 * MS]),
             obstinate: None,
-            flood: Some(dice.pick(&[1, 20, 400, 10_000])),
+            flood: Some(rng.pick(&[1, 20, 400, 10_000])),
+            strangers: false,
+        }
+    }
+
+    /// Packets to connected queue pairs alone, as long as there may be traffic.
+    pub(crate) fn strangers(rng: &mut Rng, chaos_end: u64) -> Self {
+        Self {
+            packets: rng.pick(&[500, 2000, 5000]),
+            until: chaos_end + rng.pick(&[0, 50 * MS, 400 * MS]),
+            rest: rng.pick(&[10 * US, 100 * US, MS]),
+            obstinate: None,
+            flood: None,
+            strangers: true,
         }
     }
 }
@@ -148,83 +170,106 @@ struct Account {
 
 /// The adversary and what is kept about it.
 pub(crate) struct Blind {
-    pub(crate) dice: Dice,
+    pub(crate) rng: Rng,
     effort: Effort,
     campaign: Option<Campaign>,
     /// Of addresses that belong to nobody.
     accounts: BTreeMap<IpAddr, Account>,
-    /// The last PSNs of requests and of answers to each queue pair.
-    live: BTreeMap<(usize, Qpn), [Option<u32>; 2]>,
+    live: Live,
     /// What programs made of its requests.
     pub(crate) strays: Vec<Stray>,
     /// Requests that programs have just answered: what happened to them meanwhile may still be told.
     pub(crate) answered: Vec<(u64, usize, ConnId)>,
     pub(crate) forged: u64,
+    /// Of these those to connected queue pairs that it knows.
+    pub(crate) at_live: u64,
+    /// Guesses that were redrawn because they hit the peer's port, or the exact PSN where ports are learned.
+    pub(crate) redrawn: [u64; 2],
     pub(crate) reflected: u64,
 }
 
 impl Blind {
-    pub(crate) fn new(dice: Dice, effort: Effort) -> Self {
+    pub(crate) fn new(rng: Rng, effort: Effort) -> Self {
         Self {
-            dice,
+            rng,
             effort,
             campaign: None,
             accounts: BTreeMap::new(),
-            live: BTreeMap::new(),
+            live: Live::default(),
             strays: Vec::new(),
             answered: Vec::new(),
             forged: 0,
+            at_live: 0,
+            redrawn: [0; 2],
             reflected: 0,
         }
     }
 
-    /// The next campaign: mostly in the name of a host that the victim knows.
+    /// Draws a campaign against one of these connected hosts, in its peer's name.
+    fn plan_at_live(&mut self, connected: &[(usize, IpAddr)]) -> Option<Campaign> {
+        let rng = &mut self.rng;
+        let (to, src) = *connected.get(rng.index(connected.len()))?;
+        Some(Campaign {
+            src,
+            to,
+            what: What::Connected,
+            idents: match rng.chance(0.8) {
+                true => Idents::Zero,
+                false => Idents::draw(rng),
+            },
+            left: rng.pick(&[1, 3, 10, 50, 200]),
+            burst: rng.pick(&[1, 1, 4, 32]),
+            pause: rng.pick(&[US, 20 * US, 200 * US]),
+        })
+    }
+
+    /// Draws the next campaign: mostly in the name of a host that the victim knows.
     fn plan(&mut self, hosts: &[IpAddr]) -> Campaign {
-        let dice = &mut self.dice;
-        let to = dice.index(hosts.len());
+        let rng = &mut self.rng;
+        let to = rng.index(hosts.len());
         if let Some(addresses) = self.effort.flood {
-            let mut name = Dice::new(dice.range(1, u64::from(addresses)), 0);
+            let mut name = Rng::new(rng.range(1, u64::from(addresses)), 0);
             return Campaign {
                 src: stranger(hosts[0].is_ipv6(), &mut name),
                 to: 0,
                 what: What::Sessions,
                 idents: Idents::Zero,
-                left: dice.pick(&[1, 2, 8]),
+                left: rng.pick(&[1, 2, 8]),
                 burst: 8,
                 pause: 1,
             };
         }
         if let Some((what, idents)) = self.effort.obstinate {
             return Campaign {
-                src: hosts[(to + 1 + dice.index(hosts.len() - 1)) % hosts.len()],
+                src: hosts[(to + 1 + rng.index(hosts.len() - 1)) % hosts.len()],
                 to,
                 what,
                 idents,
-                left: dice.pick(&[1, 4, 8]),
+                left: rng.pick(&[1, 4, 8]),
                 burst: 4,
-                pause: dice.pick(&[US, 200 * US]),
+                pause: rng.pick(&[US, 200 * US]),
             };
         }
-        let src = match dice.index(10) {
-            0..=5 => hosts[(to + 1 + dice.index(hosts.len() - 1)) % hosts.len()],
+        let src = match rng.index(10) {
+            0..=5 => hosts[(to + 1 + rng.index(hosts.len() - 1)) % hosts.len()],
             6 => hosts[to],
-            _ => stranger(hosts[0].is_ipv6(), dice),
+            _ => stranger(hosts[0].is_ipv6(), rng),
         };
         Campaign {
             src,
             to,
-            what: What::draw(dice),
-            idents: Idents::draw(dice),
-            left: dice.pick(&[1, 3, 10, 50, 200]),
-            burst: dice.pick(&[1, 1, 4, 32, 256]),
-            pause: dice.pick(&[US, 20 * US, 200 * US, 2 * MS, 20 * MS]),
+            what: What::draw(rng),
+            idents: Idents::draw(rng),
+            left: rng.pick(&[1, 3, 10, 50, 200]),
+            burst: rng.pick(&[1, 1, 4, 32, 256]),
+            pause: rng.pick(&[US, 20 * US, 200 * US, 2 * MS, 20 * MS]),
         }
     }
 }
 
 /// An address that belongs to nobody.
-fn stranger(v6: bool, dice: &mut Dice) -> IpAddr {
-    let [a, b, c, d, ..] = dice.next().to_be_bytes().map(u16::from);
+fn stranger(v6: bool, rng: &mut Rng) -> IpAddr {
+    let [a, b, c, d, ..] = rng.next().to_be_bytes().map(u16::from);
     match v6 {
         true => Ipv6Addr::new(0xfd66, 0, 0, a, b, c, d, 1).into(),
         false => Ipv4Addr::new(10, 66, a as u8, b as u8).into(),
@@ -237,54 +282,36 @@ impl World {
         self.schedule(after, Event::Attack);
     }
 
+    /// Returns a host's current GUID.
+    fn guid(&self, h: usize) -> u64 {
+        guid_of(h, self.hosts[h].boot, self.hosts[h].plan.keeps)
+    }
+
     fn place_of(&self, blind: &Blind, addr: IpAddr) -> Place {
         let host = self.hosts.iter().position(|h| h.plan.addr == addr);
         Place {
             addr,
-            guid: host.map_or(0, |h| guid_of(h, self.hosts[h].boot, self.hosts[h].plan.keeps)),
+            guid: host.map_or(0, |h| self.guid(h)),
             datagram_qpns: host.map_or(Vec::new(), |h| self.datagram_qpns(h)),
-            connected: host.map_or(Vec::new(), |h| self.connected(blind, h)),
+            connected: host.map_or(Vec::new(), |h| self.targets(&blind.live, h)),
         }
     }
 
-    /// Queue pairs of a host that have been sent requests and answers.
-    fn connected(&self, blind: &Blind, h: usize) -> Vec<Guessed> {
-        let ends = self
-            .conns
-            .iter()
-            .flat_map(|c| [(&c.ends[0], &c.ends[1]), (&c.ends[1], &c.ends[0])]);
-        let known = ends.filter(|(own, _)| own.host == h).filter_map(|(own, peer)| {
-            let qpn = own.qpn?;
-            let [Some(request), Some(answer)] = *blind.live.get(&(h, qpn))? else {
-                return None;
-            };
-            Some(Guessed {
-                peer: self.hosts[peer.host].plan.addr,
-                qpn,
-                live: [request, answer],
-            })
-        });
-        known.collect()
+    /// Notes a genuine packet to a host, from which the adversary learns.
+    pub(crate) fn note_genuine(&mut self, to: usize, src_port: u16, packet: &[u8]) {
+        let Some(mut blind) = self.blind.take() else { return };
+        blind.live.note(to, src_port, packet, |qpn| self.path_mtu(to, qpn));
+        self.blind = Some(blind);
     }
 
-    /// Notes the PSN of a genuine packet, which the adversary's guesses keep away from.
-    pub(crate) fn note_live(&mut self, to: usize, packet: &[u8]) {
-        let Some(blind) = &mut self.blind else { return };
-        let (Some([opcode, ..]), Some(bytes)) = (packet.first_chunk::<12>(), packet.get(4..12)) else {
-            return;
-        };
-        let word = |at: usize| u32::from_be_bytes([0, bytes[at], bytes[at + 1], bytes[at + 2]]);
-        let is_answer = Opcode::from_byte(*opcode).is_some_and(|o| {
-            matches!(
-                o.info().class,
-                Class::Acknowledge | Class::AtomicAcknowledge | Class::ReadResponse
-            )
-        });
-        let live = blind.live.entry((to, Qpn::new(word(1)))).or_default();
-        live[usize::from(is_answer)] = Some(word(5));
+    /// Forgets what was sent to a queue pair that is made, or starts again.
+    pub(crate) fn forget_genuine(&mut self, host: usize, qpn: Qpn) {
+        if let Some(blind) = &mut self.blind {
+            blind.live.forget(host, qpn);
+        }
     }
 
-    /// One burst.
+    /// Sends one burst.
     pub(crate) fn attack(&mut self) -> Check {
         let Some(mut blind) = self.blind.take() else {
             return Ok(());
@@ -296,17 +323,29 @@ impl World {
             return Ok(());
         }
         let addrs: Vec<IpAddr> = self.hosts.iter().map(|h| h.plan.addr).collect();
-        let mut campaign = match blind.campaign.take() {
-            Some(campaign) => campaign,
-            None => blind.plan(&addrs),
+        let planned = match blind.campaign.take() {
+            Some(campaign) => Some(campaign),
+            None if effort.strangers => {
+                let connected: Vec<_> = (0..addrs.len())
+                    .flat_map(|h| self.targets(&blind.live, h).into_iter().map(move |t| (h, t.peer)))
+                    .collect();
+                blind.plan_at_live(&connected)
+            }
+            None => Some(blind.plan(&addrs)),
+        };
+        let Some(mut campaign) = planned else {
+            // Nothing is connected yet.
+            self.blind = Some(blind);
+            self.schedule(100 * US, Event::Attack);
+            return Ok(());
         };
         let host = campaign.to;
         let n = campaign.burst.min(campaign.left);
         campaign.left -= n;
         let frames: Vec<Frame> = (0..n).map(|_| self.forge(&mut blind, &mut campaign)).collect();
         let after = match campaign.left {
-            0 => blind.dice.range(0, effort.rest),
-            _ => blind.dice.range(1, campaign.pause),
+            0 => blind.rng.range(0, effort.rest),
+            _ => blind.rng.range(1, campaign.pause),
         };
         blind.campaign = (campaign.left > 0).then_some(campaign);
         self.blind = Some(blind);
@@ -327,27 +366,36 @@ impl World {
     fn forge(&self, blind: &mut Blind, campaign: &mut Campaign) -> Frame {
         let host = &self.hosts[campaign.to].plan;
         let (from, to) = (self.place_of(blind, campaign.src), self.place_of(blind, host.addr));
-        let dice = &mut blind.dice;
-        let port = dice.pick(&[ROCE_UDP_PORT, 49_152, 50_000 + dice.clone().next() as u16 % 10_000]);
+        let rng = &mut blind.rng;
+        let (port, mut bytes) = loop {
+            let port = match rng.index(4) {
+                0 => ROCE_UDP_PORT,
+                _ => 0xc000 | rng.next() as u16,
+            };
+            let bytes = forge::packet(campaign.what, &from, &to, rng);
+            match self.hit(&blind.live, campaign.to, port, &bytes) {
+                None => break (port, bytes),
+                Some(hit) => blind.redrawn[usize::from(hit == Hit::Psn)] += 1,
+            }
+        };
         let src = SocketAddr::new(campaign.src, port);
-        let copies = match host.gro && !host.sees_headers && dice.chance(0.1) {
-            true => dice.range(2, 12),
+        let copies = match host.gro && !host.sees_headers && rng.chance(0.1) {
+            true => rng.range(2, 12),
             false => 1,
         };
-        let mut bytes = forge::packet(campaign.what, &from, &to, dice);
         let segment_len = if copies > 1 && !bytes.is_empty() {
             bytes.len()
         } else {
             0
         };
-        let identification = campaign.idents.next(dice);
+        let identification = campaign.idents.next(rng);
         let first = bytes.clone();
         if let Some(id) = identification {
             forge::seal(src, host.addr, id, &mut bytes);
         }
         for i in 1..copies {
             let mut copy = first.clone();
-            if let Some(id) = campaign.idents.next(dice).or(identification) {
+            if let Some(id) = campaign.idents.next(rng).or(identification) {
                 forge::seal(
                     src,
                     host.addr,
@@ -358,13 +406,18 @@ impl World {
             bytes.extend_from_slice(&copy);
         }
         blind.forged += copies;
+        blind.at_live += if to.connected.iter().any(|t| t.is_addressed(&bytes)) {
+            copies
+        } else {
+            0
+        };
         if self.is_stranger(campaign.src) {
             let account = blind.accounts.entry(campaign.src).or_default();
             account.forged += copies;
             account.forged_bytes += bytes.len() as u64 + copies * HEADERS;
         }
         // Routers have nothing to deliver groups' packets here, but a neighbour may send them.
-        let to_group = campaign.what == What::Multicast && host.addr.is_ipv4() && dice.chance(0.5);
+        let to_group = campaign.what == What::Multicast && host.addr.is_ipv4() && rng.chance(0.5);
         Frame {
             src,
             dst: if to_group {
@@ -372,7 +425,7 @@ impl World {
             } else {
                 host.addr
             },
-            tos: dice.pick(&[0, 0, 0, 1, 3]),
+            tos: rng.pick(&[0, 0, 0, 1, 3]),
             identification: identification.unwrap_or_default(),
             segment_len,
             bytes,

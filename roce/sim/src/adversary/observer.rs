@@ -19,7 +19,7 @@ use super::forge;
 use crate::{
     life::RIGHTS,
     net::Frame,
-    rng::Dice,
+    rng::Rng,
     scenario::{MS, US},
     world::{Check, Event, World},
 };
@@ -40,7 +40,7 @@ struct Seen {
 
 /// The observer.
 pub(crate) struct Observer {
-    dice: Dice,
+    rng: Rng,
     pub(crate) victim: usize,
     left: u32,
     until: u64,
@@ -58,19 +58,19 @@ pub(crate) struct Observer {
 }
 
 impl Observer {
-    pub(crate) fn new(mut dice: Dice, victim: usize, chaos_end: u64) -> Self {
+    pub(crate) fn new(mut rng: Rng, victim: usize, chaos_end: u64) -> Self {
         Self {
             victim,
-            left: dice.pick(&[5, 50, 300]),
-            until: chaos_end + dice.pick(&[0, 20 * MS, 200 * MS]),
-            zeal: dice.pick(&[0.01, 0.1, 0.5]),
+            left: rng.pick(&[5, 50, 300]),
+            until: chaos_end + rng.pick(&[0, 20 * MS, 200 * MS]),
+            zeal: rng.pick(&[0.01, 0.1, 0.5]),
             seen: VecDeque::new(),
             keys: VecDeque::new(),
             others: VecDeque::new(),
             ids: [0; 2],
             guards: Vec::new(),
             sent: 0,
-            dice,
+            rng,
         }
     }
 }
@@ -82,8 +82,8 @@ fn remember<T>(list: &mut VecDeque<T>, item: T) {
     list.push_back(item);
 }
 
-fn pick<T: Clone>(list: &VecDeque<T>, dice: &mut Dice) -> Option<T> {
-    list.get(dice.index(list.len())).cloned()
+fn pick<T: Clone>(list: &VecDeque<T>, rng: &mut Rng) -> Option<T> {
+    list.get(rng.index(list.len())).cloned()
 }
 
 fn header_of(bytes: &[u8]) -> Option<Header> {
@@ -108,7 +108,7 @@ impl World {
                 .mem
                 .alloc_region(e.pd, GUARD, RIGHTS | roce_verbs::AccessFlags::LOCAL_WRITE);
             let region = region.map_err(|e| e.to_string())?;
-            let content = Dice::new(self.seed, 99 + end as u64).bytes(GUARD);
+            let content = Rng::new(self.seed, 99 + end as u64).bytes(GUARD);
             region.write(0, &content).map_err(|e| e.to_string())?;
             let guard = (e.host, h.boot, region, content);
             if let Some(o) = &mut self.observer {
@@ -166,9 +166,9 @@ impl World {
             bytes: frame.bytes.clone(),
         };
         remember(&mut o.seen, seen);
-        if o.left > 0 && self.now < o.until && o.dice.chance(o.zeal) {
+        if o.left > 0 && self.now < o.until && o.rng.chance(o.zeal) {
             o.left -= 1;
-            let after = o.dice.pick(&[0, 0, US, 50 * US, MS]);
+            let after = o.rng.pick(&[0, 0, US, 50 * US, MS]);
             self.schedule(after, Event::Meddle);
         }
     }
@@ -194,42 +194,42 @@ impl World {
 
     fn mischief(&self, o: &mut Observer) -> Option<(usize, Frame)> {
         let victim = &self.conns[o.victim];
-        let dice = &mut o.dice;
-        let seen = pick(&o.seen, dice)?;
+        let rng = &mut o.rng;
+        let seen = pick(&o.seen, rng)?;
         let dst = self.hosts[seen.to].plan.addr;
         let mut bytes = seen.bytes.clone();
         let mut src = seen.src;
-        match dice.index(10) {
+        match rng.index(10) {
             0 => {}
-            1 => shift_psn(&mut bytes, dice),
+            1 => shift_psn(&mut bytes, rng),
             2 => {
                 // Anywhere behind the queue pair number.
-                let at = dice.range(8, bytes.len() as u64 - 1) as usize;
-                bytes[at] ^= 1 << dice.index(8);
+                let at = rng.range(8, bytes.len() as u64 - 1) as usize;
+                bytes[at] ^= 1 << rng.index(8);
             }
             3 => {
-                let keep = dice.range(BTH_LEN as u64, bytes.len() as u64) as usize;
+                let keep = rng.range(BTH_LEN as u64, bytes.len() as u64) as usize;
                 bytes.truncate(keep);
             }
             4 | 5 => {
-                let end = dice.index(2);
+                let end = rng.index(2);
                 let [own, peer] = [end, 1 - end].map(|e| &victim.ends[e]);
                 src = SocketAddr::new(self.hosts[peer.host].plan.addr, ROCE_UDP_PORT);
-                let mad = end_of(end, o.ids, own.qpn?, dice);
-                bytes = forge::to_gsi(&mad.emit(), dice);
+                let mad = end_of(end, o.ids, own.qpn?, rng);
+                bytes = forge::to_gsi(&mad.emit(), rng);
                 let dst = self.hosts[own.host].plan.addr;
-                return Some((own.host, sealed(src, dst, seen.identification, bytes, dice)));
+                return Some((own.host, sealed(src, dst, seen.identification, bytes, rng)));
             }
             _ => {
                 let header = header_of(&bytes)?;
-                let place = match dice.chance(0.1) {
-                    true => pick(&o.others, dice),
-                    false => pick(&o.keys, dice),
+                let place = match rng.chance(0.1) {
+                    true => pick(&o.others, rng),
+                    false => pick(&o.keys, rng),
                 };
-                bytes = forged(&header.bth, place, dice);
+                bytes = forged(&header.bth, place, rng);
             }
         }
-        Some((seen.to, sealed(src, dst, seen.identification, bytes, dice)))
+        Some((seen.to, sealed(src, dst, seen.identification, bytes, rng)))
     }
 }
 
@@ -250,9 +250,9 @@ fn learn_ids(ids: &mut [u32; 2], qpns: [Option<Qpn>; 2], bytes: &[u8]) -> bool {
 }
 
 /// A message that ends the connection, or keeps it waiting, to one of its ends.
-fn end_of(end: usize, ids: [u32; 2], qpn: Qpn, dice: &mut Dice) -> Mad {
+fn end_of(end: usize, ids: [u32; 2], qpn: Qpn, rng: &mut Rng) -> Mad {
     let (local_comm_id, remote_comm_id) = (ids[1 - end], ids[end]);
-    let message: Message = match dice.index(5) {
+    let message: Message = match rng.index(5) {
         0 => Drep {
             local_comm_id,
             remote_comm_id,
@@ -262,7 +262,7 @@ fn end_of(end: usize, ids: [u32; 2], qpn: Qpn, dice: &mut Dice) -> Mad {
         1 => Rej {
             local_comm_id,
             remote_comm_id,
-            subject: dice.pick(&[Subject::Req, Subject::Rep, Subject::Other]),
+            subject: rng.pick(&[Subject::Req, Subject::Rep, Subject::Other]),
             reason: 28,
             ..Rej::default()
         }
@@ -277,7 +277,7 @@ fn end_of(end: usize, ids: [u32; 2], qpn: Qpn, dice: &mut Dice) -> Mad {
             local_comm_id,
             remote_comm_id,
             subject: Subject::Rep,
-            service_timeout: dice.pick(&[0, 10, 31]),
+            service_timeout: rng.pick(&[0, 10, 31]),
             ..Mra::default()
         }
         .into(),
@@ -289,65 +289,65 @@ fn end_of(end: usize, ids: [u32; 2], qpn: Qpn, dice: &mut Dice) -> Mad {
         }
         .into(),
     };
-    Mad::new(dice.next(), message)
+    Mad::new(rng.next(), message)
 }
 
-fn shift_psn(bytes: &mut [u8], dice: &mut Dice) {
+fn shift_psn(bytes: &mut [u8], rng: &mut Rng) {
     let Some(psn) = bytes.get_mut(9..12) else { return };
     let old = u32::from_be_bytes([0, psn[0], psn[1], psn[2]]);
-    let by = dice.range(0, 12) as u32;
+    let by = rng.range(0, 12) as u32;
     let new = old.wrapping_add(by).wrapping_sub(3).to_be_bytes();
     psn.copy_from_slice(&new[1..]);
 }
 
 /// A packet of any opcode of the victim's service, near its PSN, with a key that it has seen.
-fn forged(like: &Bth, place: Option<(u64, RKey)>, dice: &mut Dice) -> Vec<u8> {
+fn forged(like: &Bth, place: Option<(u64, RKey)>, rng: &mut Rng) -> Vec<u8> {
     let of_service: Vec<Opcode> = Opcode::ALL
         .iter()
         .copied()
         .filter(|o| o.info().service == Service::Rc)
         .collect();
-    let opcode = dice.pick(&of_service);
-    let near = like.psn.value().wrapping_add(dice.range(0, 8) as u32).wrapping_sub(2);
+    let opcode = rng.pick(&of_service);
+    let near = like.psn.value().wrapping_add(rng.range(0, 8) as u32).wrapping_sub(2);
     let mut header = Header::new(Bth::new(opcode, like.dest_qp, Psn::new(near)));
-    header.bth.ack_req = dice.chance(0.5);
-    let (va, rkey) = place.unwrap_or((dice.next(), RKey(dice.next() as u32)));
+    header.bth.ack_req = rng.chance(0.5);
+    let (va, rkey) = place.unwrap_or((rng.next(), RKey(rng.next() as u32)));
     let info = opcode.info();
     let len = if info.payload {
-        dice.pick(&[0, 4, 64, 256, 1024])
+        rng.pick(&[0, 4, 64, 256, 1024])
     } else {
         0
     };
     let va = va
-        .wrapping_add(dice.pick(&[0, 0, 8, 4096, 1 << 20]))
-        .wrapping_sub(dice.pick(&[0, 0, 64]));
+        .wrapping_add(rng.pick(&[0, 0, 8, 4096, 1 << 20]))
+        .wrapping_sub(rng.pick(&[0, 0, 64]));
     header.reth = Some(Reth {
         va,
         rkey,
-        dma_len: dice.pick(&[len as u32, len as u32, 8, 4096, u32::MAX]),
+        dma_len: rng.pick(&[len as u32, len as u32, 8, 4096, u32::MAX]),
     });
     header.atomic_eth = Some(AtomicEth {
         va: va & !7,
         rkey,
-        swap_add: dice.next(),
-        compare: dice.next(),
+        swap_add: rng.next(),
+        compare: rng.next(),
     });
     header.aeth = Some(Aeth {
-        syndrome: Syndrome::from_byte(dice.pick(&[0x1f, 0x1f, 0x00, 0x21, 0x60, 0x61, 0x62, 0x63, 0x64, 0xff])),
-        msn: Msn::new(dice.next() as u32),
+        syndrome: Syndrome::from_byte(rng.pick(&[0x1f, 0x1f, 0x00, 0x21, 0x60, 0x61, 0x62, 0x63, 0x64, 0xff])),
+        msn: Msn::new(rng.next() as u32),
     });
-    header.imm = Some(dice.next() as u32);
+    header.imm = Some(rng.next() as u32);
     header.ieth = Some(rkey);
-    forge::with_payload(&header, &dice.bytes(len))
+    forge::with_payload(&header, &rng.bytes(len))
 }
 
 /// With an Identification as the genuine packet had it, mostly.
-fn sealed(src: SocketAddr, dst: std::net::IpAddr, like: u16, mut bytes: Vec<u8>, dice: &mut Dice) -> Frame {
-    let identification = match dice.index(10) {
-        0 => dice.next() as u16,
-        _ => like.wrapping_add(dice.range(0, 1) as u16),
+fn sealed(src: SocketAddr, dst: std::net::IpAddr, like: u16, mut bytes: Vec<u8>, rng: &mut Rng) -> Frame {
+    let identification = match rng.index(10) {
+        0 => rng.next() as u16,
+        _ => like.wrapping_add(rng.range(0, 1) as u16),
     };
-    if dice.chance(0.95) && bytes.len() > ICRC_LEN {
+    if rng.chance(0.95) && bytes.len() > ICRC_LEN {
         forge::seal(src, dst, identification, &mut bytes);
     }
     Frame {

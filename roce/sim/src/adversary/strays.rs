@@ -40,15 +40,15 @@ impl World {
         blind.answered.retain(|(at, ..)| *at == self.now);
         blind.answered.push((self.now, h, id));
         let held = blind.strays.iter().filter(|s| s.host == h).count();
-        let choice = if held >= MOST { 0 } else { blind.dice.index(4) };
-        let patience = blind.dice.pick(&[0, 100 * MS, 2 * SEC]);
+        let choice = if held >= MOST { 0 } else { blind.rng.index(4) };
+        let patience = blind.rng.pick(&[0, 100 * MS, 2 * SEC]);
         let params = ConnParams {
             responder_resources: 4,
             initiator_depth: 4,
             ..ConnParams::default()
         };
         if choice == 0 {
-            let reason = blind.dice.pick(&[RejectReason::CONSUMER, RejectReason::NO_QP]);
+            let reason = blind.rng.pick(&[RejectReason::CONSUMER, RejectReason::NO_QP]);
             self.blind = Some(blind);
             return self.refuse(h, id, reason);
         }

@@ -20,7 +20,7 @@ use rtrs::{
 };
 
 use crate::{
-    rng::Dice,
+    rng::Rng,
     scenario::{MS, SEC},
     storage::{
         disk::SimDisk,
@@ -91,7 +91,7 @@ impl ClientPlan {
 pub(crate) struct Bench<'a> {
     pub(crate) ledger: &'a mut Ledger,
     pub(crate) disks: &'a [SimDisk],
-    pub(crate) dice: &'a mut Dice,
+    pub(crate) rng: &'a mut Rng,
     pub(crate) coverage: &'a mut Coverage,
 }
 
@@ -399,7 +399,7 @@ impl ClientSide {
                 return Ok(());
             }
             self.wake_at(until);
-            if !self.quiet && bench.dice.chance(self.plan.commands) {
+            if !self.quiet && bench.rng.chance(self.plan.commands) {
                 self.administer(cx, session, bench);
             }
             // What is held may come while there is no path.
@@ -487,7 +487,7 @@ impl ClientSide {
                 self.app = App::Idle;
                 self.commanded.clear();
                 let rest = if self.quiet { 20 * MS } else { 500 * MS };
-                self.wake_at(now + bench.dice.range(MS, rest));
+                self.wake_at(now + bench.rng.range(MS, rest));
             }
             Output::Path { path, news, .. } => self.path_told(*path, news, bench)?,
             Output::Done { .. } => {}
@@ -501,7 +501,7 @@ impl ClientSide {
     }
 
     fn device_told(&mut self, now: u64, output: DeviceOutput, bench: &mut Bench<'_>) -> Check {
-        let again = now + bench.dice.range(MS, 200 * MS);
+        let again = now + bench.rng.range(MS, 200 * MS);
         match output {
             DeviceOutput::Mapped(device, _) => {
                 bench.coverage.note("device opened");
@@ -540,13 +540,13 @@ impl ClientSide {
             DeviceOutput::Done { user, result, data, .. } => {
                 self.done(now, user, result, data.as_ref(), bench)?;
                 if let (Some(session), Some(data)) = (self.session, data) {
-                    self.give_back(now, session, data, bench.dice)?;
+                    self.give_back(now, session, data, bench.rng)?;
                 }
-                self.wake_at(now + bench.dice.range(0, self.plan.think));
+                self.wake_at(now + bench.rng.range(0, self.plan.think));
             }
             DeviceOutput::Status { user, result, .. } => {
                 self.state_told(now, user, result, bench)?;
-                self.wake_at(now + bench.dice.range(0, self.plan.think));
+                self.wake_at(now + bench.rng.range(0, self.plan.think));
             }
             DeviceOutput::State(device, DeviceState::Mapped) => {
                 bench.coverage.note("device opened after reconnecting");
@@ -574,15 +574,15 @@ impl ClientSide {
     }
 
     /// A buffer goes back, or is watched for a while.
-    fn give_back(&mut self, now: u64, session: SessionId, buffer: Buffer, dice: &mut Dice) -> Check {
-        let watch = self.watched.len() < WATCHED && dice.chance(0.5);
+    fn give_back(&mut self, now: u64, session: SessionId, buffer: Buffer, rng: &mut Rng) -> Check {
+        let watch = self.watched.len() < WATCHED && rng.chance(0.5);
         let Some(buffers) = self.rtrs.buffers(session).filter(|_| watch) else {
             self.rtrs.give_buffer(session, buffer);
             return Ok(());
         };
         let filled = buffers.write(&buffer, 0, &vec![UNTOUCHED; buffer.len()]);
         filled.map_err(|e| e.to_string())?;
-        let until = now + dice.pick(&[MS / 10, 5 * MS, SEC]);
+        let until = now + rng.pick(&[MS / 10, 5 * MS, SEC]);
         self.watched.push(Watched { session, buffer, until });
         self.wake_at(until);
         Ok(())

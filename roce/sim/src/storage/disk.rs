@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::rng::Dice;
+use crate::rng::Rng;
 
 /// Bytes of a block.
 pub(crate) const BLOCK: usize = 512;
@@ -45,11 +45,11 @@ pub(crate) struct DiskFaults {
 
 impl DiskFaults {
     /// How long an operation takes.
-    pub(crate) fn duration(&self, dice: &mut Dice) -> u64 {
+    pub(crate) fn duration(&self, rng: &mut Rng) -> u64 {
         let [least, most] = self.delay;
         let (chance, longer) = self.stall;
-        let stall = if dice.chance(chance) { dice.range(0, longer) } else { 0 };
-        dice.range(least, most) + stall
+        let stall = if rng.chance(chance) { rng.range(0, longer) } else { 0 };
+        rng.range(least, most) + stall
     }
 }
 
@@ -152,9 +152,9 @@ impl SimDisk {
     }
 
     /// Of what was not flushed anything may be there or not, block by block.
-    pub(crate) fn lose_power(&mut self, dice: &mut Dice) {
+    pub(crate) fn lose_power(&mut self, rng: &mut Rng) {
         for (lba, list) in core::mem::take(&mut self.cache) {
-            let left = dice.index(list.len() + 1);
+            let left = rng.index(list.len() + 1);
             if let Some(cached) = left.checked_sub(1).and_then(|i| list.get(i)) {
                 self.durable[lba as usize] = cached.content;
             }
@@ -199,7 +199,7 @@ mod tests {
             disk.write(1, &[30]);
             disk.end_flush(mark);
             assert_eq!(disk.read(0, 4), [0, 30, 11, 0]);
-            disk.lose_power(&mut Dice::new(seed, 0));
+            disk.lose_power(&mut Rng::new(seed, 0));
             assert_eq!(disk.read(2, 1), [11]);
             seen.insert(disk.read(1, 1)[0]);
         }
@@ -226,7 +226,7 @@ mod tests {
         disk.write(3, &[5, 6]);
         disk.force(3, 1);
         for seed in 0..16 {
-            disk.lose_power(&mut Dice::new(seed, 0));
+            disk.lose_power(&mut Rng::new(seed, 0));
             assert_eq!(disk.read(3, 1), [5]);
         }
     }

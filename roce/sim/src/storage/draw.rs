@@ -9,7 +9,7 @@ use rtrs::{addr::PathAddr, client::SessionConfig, heartbeat::HeartbeatConfig, se
 
 use crate::{
     net::Faults,
-    rng::Dice,
+    rng::Rng,
     scenario::{HostPlan, MS, SEC, Scenario, US, host},
     storage::{
         client::ClientPlan, disk::DiskFaults, late::LagPlan, raw::RawPlan, server::ServerPlan, tally::Coverage,
@@ -35,8 +35,8 @@ pub(crate) struct Draw {
     pub(crate) wide: Option<Wide>,
 }
 
-fn keys(dice: &mut Dice) -> FabricConfig {
-    let (instant_keys, fast_registration, windows) = dice.pick(&[
+fn keys(rng: &mut Rng) -> FabricConfig {
+    let (instant_keys, fast_registration, windows) = rng.pick(&[
         (true, true, true),
         (true, true, true),
         (true, false, true),
@@ -49,102 +49,102 @@ fn keys(dice: &mut Dice) -> FabricConfig {
         instant_keys,
         fast_registration,
         windows,
-        tells_invalidated: dice.chance(0.8),
+        tells_invalidated: rng.chance(0.8),
     }
 }
 
-fn lag(dice: &mut Dice) -> LagPlan {
+fn lag(rng: &mut Rng) -> LagPlan {
     LagPlan {
-        most: dice.pick(&[0, 0, 20 * US, MS, 20 * MS]),
-        type_1_only: dice.chance(0.3),
+        most: rng.pick(&[0, 0, 20 * US, MS, 20 * MS]),
+        type_1_only: rng.chance(0.3),
     }
 }
 
-fn heartbeat(dice: &mut Dice) -> HeartbeatConfig {
+fn heartbeat(rng: &mut Rng) -> HeartbeatConfig {
     HeartbeatConfig {
-        interval: Duration::from_nanos(dice.pick(&[50 * MS, 200 * MS, SEC])),
+        interval: Duration::from_nanos(rng.pick(&[50 * MS, 200 * MS, SEC])),
         max_missed: 5,
     }
 }
 
-fn server_config(addr: IpAddr, dice: &mut Dice) -> ServerConfig {
+fn server_config(addr: IpAddr, rng: &mut Rng) -> ServerConfig {
     ServerConfig {
         addr,
-        queue_depth: dice.pick(&[1, 2, 4, 16, 32]),
-        max_chunk_size: dice.pick(&[8 << 10, 16 << 10, 32 << 10]),
-        always_invalidate: dice.chance(0.7),
-        heartbeat: heartbeat(dice),
+        queue_depth: rng.pick(&[1, 2, 4, 16, 32]),
+        max_chunk_size: rng.pick(&[8 << 10, 16 << 10, 32 << 10]),
+        always_invalidate: rng.chance(0.7),
+        heartbeat: heartbeat(rng),
         ..ServerConfig::default()
     }
 }
 
-fn server_plan(calm: bool, dice: &mut Dice) -> ServerPlan {
-    let no_memory = dice.pick(&[0.0, 0.0, 0.2]);
+fn server_plan(calm: bool, rng: &mut Rng) -> ServerPlan {
+    let no_memory = rng.pick(&[0.0, 0.0, 0.2]);
     ServerPlan {
         limits: QueueLimits {
-            slots: dice.pick(&[1, 3, 16, 256]),
-            slow: dice.pick(&[1, 4]),
+            slots: rng.pick(&[1, 3, 16, 256]),
+            slow: rng.pick(&[1, 4]),
             quantum: 128 << 10,
         },
         no_memory: if calm { 0.0 } else { no_memory },
-        zeroes: dice.chance(0.7),
-        longest: dice.pick(&[8, 64, 1 << 20]),
+        zeroes: rng.chance(0.7),
+        longest: rng.pick(&[8, 64, 1 << 20]),
         garbage: true,
     }
 }
 
-fn client_plan(server: IpAddr, devices: usize, client: usize, scale: u32, dice: &mut Dice) -> ClientPlan {
+fn client_plan(server: IpAddr, devices: usize, client: usize, scale: u32, rng: &mut Rng) -> ClientPlan {
     let mut config = SessionConfig::new("client", PathAddr::to(SocketAddr::new(server, 1234)));
-    config.connections = dice.pick(&[1, 1, 2, 3]);
-    config.invalidate_reads = dice.chance(0.7);
-    config.heartbeat = heartbeat(dice);
-    config.connect_timeout = Duration::from_secs(dice.pick(&[2, 5, 30]));
-    config.buffer_bytes = dice.chance(0.3).then_some(1 << 20);
-    config.max_reconnects = dice.pick(&[0, 5, 100]);
-    config.reconnect_delay = Duration::from_nanos(dice.pick(&[MS, 50 * MS, SEC]));
+    config.connections = rng.pick(&[1, 1, 2, 3]);
+    config.invalidate_reads = rng.chance(0.7);
+    config.heartbeat = heartbeat(rng);
+    config.connect_timeout = Duration::from_secs(rng.pick(&[2, 5, 30]));
+    config.buffer_bytes = rng.chance(0.3).then_some(1 << 20);
+    config.max_reconnects = rng.pick(&[0, 5, 100]);
+    config.reconnect_delay = Duration::from_nanos(rng.pick(&[MS, 50 * MS, SEC]));
     let first = client % devices;
     // Others read along, or wait until the device is free.
-    let writes = client < devices || dice.chance(0.4);
+    let writes = client < devices || rng.chance(0.4);
     let mode = if writes {
         AccessMode::ReadWrite
     } else {
         AccessMode::ReadOnly
     };
     let mut opens = vec![(first, mode)];
-    if devices > 1 && dice.chance(0.4) {
-        let mode = dice.pick(&[AccessMode::ReadWrite, AccessMode::ReadOnly]);
+    if devices > 1 && rng.chance(0.4) {
+        let mode = rng.pick(&[AccessMode::ReadWrite, AccessMode::ReadOnly]);
         opens.push(((first + 1) % devices, mode));
     }
     ClientPlan {
         config,
         devices: opens,
-        depth: dice.pick(&[1, 2, 8, 40]),
-        operations: dice.range(1, u64::from(scale)) as u32,
-        think: dice.pick(&[0, 0, MS, 10 * MS]),
-        leaves: dice.pick(&[0.0, 0.0, 0.01]),
-        unmaps: dice.pick(&[0.0, 0.0, 0.01]),
-        patience: dice.pick(&[SEC, 8 * SEC, 20 * SEC]),
+        depth: rng.pick(&[1, 2, 8, 40]),
+        operations: rng.range(1, u64::from(scale)) as u32,
+        think: rng.pick(&[0, 0, MS, 10 * MS]),
+        leaves: rng.pick(&[0.0, 0.0, 0.01]),
+        unmaps: rng.pick(&[0.0, 0.0, 0.01]),
+        patience: rng.pick(&[SEC, 8 * SEC, 20 * SEC]),
         ways: Vec::new(),
         commands: 0.0,
         on_loss: OnLoss::Error,
     }
 }
 
-fn disk_faults(calm: bool, dice: &mut Dice) -> DiskFaults {
-    let rare = |dice: &mut Dice, p: f64| if dice.chance(0.3) && !calm { p } else { 0.0 };
+fn disk_faults(calm: bool, rng: &mut Rng) -> DiskFaults {
+    let rare = |rng: &mut Rng, p: f64| if rng.chance(0.3) && !calm { p } else { 0.0 };
     DiskFaults {
-        delay: dice.pick(&[[0, 0], [1_000, 20_000], [50_000, 3 * MS]]),
-        stall: (rare(dice, 0.03), dice.pick(&[100 * MS, 2 * SEC, 8 * SEC])),
-        read_error: rare(dice, 0.02),
-        write_error: rare(dice, 0.03),
-        flush_error: rare(dice, 0.05),
+        delay: rng.pick(&[[0, 0], [1_000, 20_000], [50_000, 3 * MS]]),
+        stall: (rare(rng, 0.03), rng.pick(&[100 * MS, 2 * SEC, 8 * SEC])),
+        read_error: rare(rng, 0.02),
+        write_error: rare(rng, 0.03),
+        flush_error: rare(rng, 0.05),
     }
 }
 
 /// It is slow at most.
-fn slow(faults: DiskFaults, dice: &mut Dice) -> DiskFaults {
+fn slow(faults: DiskFaults, rng: &mut Rng) -> DiskFaults {
     DiskFaults {
-        stall: dice.pick(&[(0.0, 0), (0.3, 50 * MS), (0.3, 2 * SEC)]),
+        stall: rng.pick(&[(0.0, 0), (0.3, 50 * MS), (0.3, 2 * SEC)]),
         read_error: 0.0,
         write_error: 0.0,
         flush_error: 0.0,
@@ -152,33 +152,33 @@ fn slow(faults: DiskFaults, dice: &mut Dice) -> DiskFaults {
     }
 }
 
-fn raw_plan(server: IpAddr, device: usize, dice: &mut Dice) -> RawPlan {
+fn raw_plan(server: IpAddr, device: usize, rng: &mut Rng) -> RawPlan {
     let mut config = SessionConfig::new("raw", PathAddr::to(SocketAddr::new(server, 1234)));
-    config.connections = dice.pick(&[1, 2]);
-    config.heartbeat = heartbeat(dice);
+    config.connections = rng.pick(&[1, 2]);
+    config.heartbeat = heartbeat(rng);
     config.connect_timeout = Duration::from_secs(5);
     let mut other = config.clone();
-    other.invalidate_reads = dice.chance(0.7);
+    other.invalidate_reads = rng.chance(0.7);
     RawPlan {
         configs: [config, other],
         device,
-        steps: dice.range(3, 25) as u32,
-        moves: dice.chance(0.5),
+        steps: rng.range(3, 25) as u32,
+        moves: rng.chance(0.5),
     }
 }
 
 impl Draw {
     /// `wide` draws what clients with several paths are like, and whether there are any.
-    pub(crate) fn new(scale: u32, dice: &mut Dice, wide: &mut Dice) -> Self {
-        let calm = dice.chance(0.25);
-        let mut scenario = Scenario::draw(scale, dice);
+    pub(crate) fn new(scale: u32, rng: &mut Rng, wide: &mut Rng) -> Self {
+        let calm = rng.chance(0.25);
+        let mut scenario = Scenario::draw(scale, rng);
         if calm {
             mild(&mut scenario.faults);
         }
-        let (clients, devices, v6) = (1 + dice.index(3), 1 + dice.index(2), dice.chance(0.3));
-        let raw = dice.chance(0.3);
+        let (clients, devices, v6) = (1 + rng.index(3), 1 + rng.index(2), rng.chance(0.3));
+        let raw = rng.chance(0.3);
         let count = 1 + clients + if raw { 2 } else { 0 };
-        let mut hosts: Vec<_> = (0..count).map(|i| (host(i, v6, dice), keys(dice), lag(dice))).collect();
+        let mut hosts: Vec<_> = (0..count).map(|i| (host(i, v6, rng), keys(rng), lag(rng))).collect();
         // A server refuses a client with a larger path MTU than its own.
         let most = hosts[0].0.mtu;
         for (host, ..) in &mut hosts {
@@ -186,21 +186,21 @@ impl Draw {
         }
         let server = hosts[0].0.addr;
         let mut disks: Vec<_> = (0..devices)
-            .map(|_| (dice.pick(&[16, 64, 200]), disk_faults(calm, dice)))
+            .map(|_| (rng.pick(&[16, 64, 200]), disk_faults(calm, rng)))
             .collect();
         if raw {
-            disks.push((dice.pick(&[8, 32]), slow(disk_faults(calm, dice), dice)));
+            disks.push((rng.pick(&[8, 32]), slow(disk_faults(calm, rng), rng)));
         }
         let mut draw = Self {
             calm,
             disks,
-            server_config: server_config(server, dice),
-            server: server_plan(calm, dice),
+            server_config: server_config(server, rng),
+            server: server_plan(calm, rng),
             clients: (0..clients)
-                .map(|i| client_plan(server, devices, i, scale, dice))
+                .map(|i| client_plan(server, devices, i, scale, rng))
                 .collect(),
-            raw: raw.then(|| raw_plan(server, devices, dice)),
-            troubles: if calm { 0 } else { dice.pick(&[0, 1, 3, 6]) },
+            raw: raw.then(|| raw_plan(server, devices, rng)),
+            troubles: if calm { 0 } else { rng.pick(&[0, 1, 3, 6]) },
             scenario,
             hosts,
             wide: None,

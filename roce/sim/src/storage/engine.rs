@@ -18,7 +18,7 @@ use roce_mem::Pages;
 use rtrs::server::request::SessionKey;
 
 use crate::{
-    rng::Dice,
+    rng::Rng,
     storage::{
         disk::{BLOCK, SimDisk, bytes, contents},
         ledger::Ledger,
@@ -173,7 +173,7 @@ impl Engine {
     pub(crate) fn pump(
         &mut self,
         disks: &[SimDisk],
-        dice: &mut Dice,
+        rng: &mut Rng,
         mut plan: impl FnMut(u64, RunId),
     ) -> Result<(), String> {
         while let Some(Begun { under_way, op, memory }) = self.schedule.begin() {
@@ -182,7 +182,7 @@ impl Engine {
             };
             let disk = &disks[store.device];
             let early = match &memory {
-                Some(memory) if matches!(op.op, BlockOp::Write { .. }) && dice.chance(0.5) => Some(taken(memory, &op)?),
+                Some(memory) if matches!(op.op, BlockOp::Write { .. }) && rng.chance(0.5) => Some(taken(memory, &op)?),
                 _ => None,
             };
             let checked = store.sync.check(op.op);
@@ -191,7 +191,7 @@ impl Engine {
             }
             let id = RunId(self.next_run);
             self.next_run += 1;
-            plan(disk.faults.duration(dice), id);
+            plan(disk.faults.duration(rng), id);
             let mark = disk.begin_flush();
             self.running.insert(
                 id,
@@ -216,7 +216,7 @@ impl Engine {
         id: RunId,
         disks: &mut [SimDisk],
         ledger: &Ledger,
-        dice: &mut Dice,
+        rng: &mut Rng,
         coverage: &mut Coverage,
     ) -> Result<Vec<Ended>, String> {
         let Some(running) = self.running.remove(&id) else {
@@ -231,7 +231,7 @@ impl Engine {
             return Err("an operation on a device that was closed under it".into());
         };
         let result = match checked {
-            Ok(()) => operate(&work, store, &mut disks[store.device], ledger, dice)?,
+            Ok(()) => operate(&work, store, &mut disks[store.device], ledger, rng)?,
             Err(e) => Err(e),
         };
         let result = result.and_then(|()| store.sync.check(work.op.op));
@@ -255,7 +255,7 @@ fn operate(
     store: &Store,
     disk: &mut SimDisk,
     ledger: &Ledger,
-    dice: &mut Dice,
+    rng: &mut Rng,
 ) -> Result<Result<(), Errno>, String> {
     let (op, device) = (&work.op, store.device);
     let (lba, count) = (op.offset / BLOCK as u64, op.len / BLOCK as u64);
@@ -267,7 +267,7 @@ fn operate(
     }
     match op.op {
         BlockOp::Read => {
-            if dice.chance(disk.faults.read_error) {
+            if rng.chance(disk.faults.read_error) {
                 return Ok(Err(Errno::EIO));
             }
             if let Some(memory) = &work.memory {
@@ -287,9 +287,9 @@ fn operate(
             for (lba, content) in (lba..).zip(&new) {
                 ledger.allow(device, lba, *content)?;
             }
-            if dice.chance(disk.faults.write_error) {
+            if rng.chance(disk.faults.write_error) {
                 // Some of it may be there.
-                disk.write(lba, &new[..dice.index(new.len() + 1)]);
+                disk.write(lba, &new[..rng.index(new.len() + 1)]);
                 if fua {
                     store.sync.durable_write_failed(Errno::EIO);
                     disk.fail_sync();
@@ -302,7 +302,7 @@ fn operate(
             }
         }
         BlockOp::Flush => {
-            if dice.chance(disk.faults.flush_error) {
+            if rng.chance(disk.faults.flush_error) {
                 store.sync.sync_failed();
                 disk.fail_sync();
                 return Ok(Err(Errno::EIO));
@@ -312,7 +312,7 @@ fn operate(
         BlockOp::Discard => {
             ledger.allow_zeroes(device, lba, count)?;
             for lba in lba..lba + count {
-                if dice.chance(0.5) {
+                if rng.chance(0.5) {
                     disk.write(lba, &[0]);
                 }
             }
@@ -325,7 +325,7 @@ fn operate(
             }
         }
         BlockOp::BlockStatus { most } => {
-            if dice.chance(disk.faults.read_error) {
+            if rng.chance(disk.faults.read_error) {
                 return Ok(Err(Errno::EIO));
             }
             if let Some(memory) = &work.memory {

@@ -14,7 +14,7 @@ use roce_verbs::{DeviceLimits, Instant, provider::Provider as _};
 
 use crate::{
     net::{Frame, Link, NetStats},
-    rng::Dice,
+    rng::Rng,
     scenario::HostPlan,
     storage::late::{Lag, LagPlan, Late},
     trace::Trace,
@@ -47,14 +47,14 @@ pub(crate) fn address(addr: IpAddr, network: usize) -> IpAddr {
     }
 }
 
-fn fabric(plan: &HostPlan, addrs: &[IpAddr], keys: FabricConfig, guid: u64, dice: &mut Dice) -> Fabric<Single> {
+fn fabric(plan: &HostPlan, addrs: &[IpAddr], keys: FabricConfig, guid: u64, rng: &mut Rng) -> Fabric<Single> {
     let guid = if plan.keeps { roce_cm::guid::keeping(guid) } else { guid };
     let mut config = PortConfig::new(addrs.to_vec(), plan.mtu, guid);
     config.window = plan.window;
     config.turn_packets = plan.turn_packets;
     config.ack_hold = plan.ack_hold;
-    let mem = Arc::new(MemoryTable::new(dice.seed(), &config.limits));
-    let port = Port::new(config, mem.clone(), dice.seed());
+    let mem = Arc::new(MemoryTable::new(rng.seed(), &config.limits));
+    let port = Port::new(config, mem.clone(), rng.seed());
     let devices = vec![(DeviceLimits::software(guid), addrs.to_vec())];
     Fabric::new(Single::new(port, mem, addrs.to_vec()), keys, devices)
 }
@@ -111,7 +111,7 @@ pub(crate) struct Lan<E> {
     pub(crate) nodes: Vec<Node>,
     networks: usize,
     links: Vec<Link>,
-    dice: Dice,
+    rng: Rng,
     pub(crate) stats: NetStats,
     pub(crate) packets: u64,
     queue: BinaryHeap<Reverse<(u64, u64)>>,
@@ -127,8 +127,8 @@ impl<E> Lan<E> {
     pub(crate) fn new(
         plans: &[(HostPlan, FabricConfig, LagPlan)],
         networks: usize,
-        mut link: impl FnMut(&mut Dice) -> Link,
-        mut dice: Dice,
+        mut link: impl FnMut(&mut Rng) -> Link,
+        mut rng: Rng,
         trace: Trace,
     ) -> Self {
         let nodes: Vec<Node> = plans
@@ -136,9 +136,9 @@ impl<E> Lan<E> {
             .enumerate()
             .map(|(i, (plan, keys, lag))| {
                 let addrs: Vec<IpAddr> = (0..networks).map(|n| address(plan.addr, n)).collect();
-                let fabric = fabric(plan, &addrs, *keys, Node::guid(i, 0), &mut dice);
+                let fabric = fabric(plan, &addrs, *keys, Node::guid(i, 0), &mut rng);
                 Node {
-                    lag: Lag::new(*lag, fabric.devices(), Dice::from_seed(dice.seed())),
+                    lag: Lag::new(*lag, fabric.devices(), Rng::from_seed(rng.seed())),
                     fabric,
                     batch: Some(TxBatch::new(plan.tx.clone())),
                     plan: plan.clone(),
@@ -154,13 +154,13 @@ impl<E> Lan<E> {
             })
             .collect();
         let ends = nodes.len() * networks;
-        let links = (0..ends * ends).map(|_| link(&mut dice)).collect();
+        let links = (0..ends * ends).map(|_| link(&mut rng)).collect();
         Self {
             now: 0,
             nodes,
             networks,
             links,
-            dice,
+            rng,
             stats: NetStats::default(),
             packets: 0,
             queue: BinaryHeap::new(),
@@ -266,7 +266,7 @@ impl<E> Lan<E> {
         host.rx_bytes += frame.bytes.len();
         host.rx.push_back(frame);
         let latency = host.plan.latency;
-        let at = self.now + self.dice.range(0, latency);
+        let at = self.now + self.rng.range(0, latency);
         self.want_turn(node, at);
     }
 
@@ -327,7 +327,7 @@ impl<E> Lan<E> {
         };
         let to = self.find(train.remote.ip());
         let whole = to.is_some_and(|[to, _]| self.nodes[to].plan.gro && !self.nodes[to].plan.sees_headers);
-        if whole && train.segments > 1 && self.dice.chance(0.7) {
+        if whole && train.segments > 1 && self.rng.chance(0.7) {
             return vec![frame(train.bytes, 0, train.segment_len)];
         }
         let packets = train.packets().enumerate();
@@ -350,7 +350,7 @@ impl<E> Lan<E> {
         let link = self.link([from, own.unwrap_or(0)], [to, network]);
         let sees = self.nodes[to].plan.sees_headers;
         let mut arrivals = Vec::new();
-        self.links[link].send(self.now, frame, sees, &mut self.dice, &mut self.stats, |at, frame| {
+        self.links[link].send(self.now, frame, sees, &mut self.rng, &mut self.stats, |at, frame| {
             arrivals.push((at, frame))
         });
         for (at, frame) in arrivals {
@@ -375,7 +375,7 @@ impl<E> Lan<E> {
         host.boot += 1;
         host.alive = true;
         let guid = Node::guid(node, host.boot);
-        host.fabric = fabric(&host.plan, &host.addrs, host.keys, guid, &mut self.dice);
+        host.fabric = fabric(&host.plan, &host.addrs, host.keys, guid, &mut self.rng);
         host.fabric.set_now(Instant::from_nanos(self.now));
     }
 }

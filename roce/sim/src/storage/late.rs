@@ -14,7 +14,7 @@ use roce_verbs::{
     wr::PostError,
 };
 
-use crate::{rng::Dice, world::Check};
+use crate::{rng::Rng, world::Check};
 
 /// What was asked for, and is not done yet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -37,7 +37,7 @@ pub(crate) struct LagPlan {
 pub(crate) struct Lag {
     most: u64,
     caps: Vec<DeviceCaps>,
-    dice: Dice,
+    rng: Rng,
     waiting: Vec<(Instant, Later)>,
     /// Completions that nobody sees before their time; of a send queue in their order.
     held: VecDeque<(Instant, QpId, Completion)>,
@@ -48,7 +48,7 @@ pub(crate) struct Lag {
 }
 
 impl Lag {
-    pub(crate) fn new(plan: LagPlan, devices: &[DeviceCaps], dice: Dice) -> Self {
+    pub(crate) fn new(plan: LagPlan, devices: &[DeviceCaps], rng: Rng) -> Self {
         let mut caps = devices.to_vec();
         for caps in &mut caps {
             caps.window_2 &= !plan.type_1_only;
@@ -56,7 +56,7 @@ impl Lag {
         Self {
             most: plan.most,
             caps,
-            dice,
+            rng,
             waiting: Vec::new(),
             held: VecDeque::new(),
             overtaken: 0,
@@ -83,7 +83,7 @@ impl Lag {
 
     fn hold(&mut self, now: Instant, qp: QpId, wc: Completion) {
         let takes_back = wc.is_ok() && matches!(wc.opcode, WcOpcode::LocalInvalidate | WcOpcode::BindWindow);
-        let after = if takes_back { self.dice.range(0, self.most) } else { 0 };
+        let after = if takes_back { self.rng.range(0, self.most) } else { 0 };
         let at = Instant::from_nanos(now.as_nanos() + after);
         let before = self.held.iter().rfind(|(_, of, wc)| *of == qp && !is_receive(wc));
         let at = match before {
@@ -101,7 +101,7 @@ impl Lag {
     }
 
     fn add(&mut self, now: Instant, what: Later) {
-        let after = self.dice.range(0, self.most);
+        let after = self.rng.range(0, self.most);
         // Not before what was asked for earlier.
         let at = Instant::from_nanos(now.as_nanos() + after);
         let at = self.waiting.iter().map(|(at, _)| *at).chain([at]).max().unwrap_or(at);

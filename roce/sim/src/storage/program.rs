@@ -11,7 +11,7 @@ use rtrs::{
 };
 
 use crate::{
-    rng::Dice,
+    rng::Rng,
     scenario::MS,
     storage::{
         client::{App, Bench, ClientSide, Op, Place},
@@ -51,7 +51,7 @@ impl ClientSide {
     /// Sends operations as far as the depth allows.
     pub(super) fn operate(&mut self, cx: &mut Cx<'_>, session: SessionId, bench: &mut Bench<'_>) -> Check {
         while self.in_flight.len() < self.plan.depth {
-            let Some((slot, op, lba, count)) = self.next_op(bench.dice) else {
+            let Some((slot, op, lba, count)) = self.next_op(bench.rng) else {
                 return Ok(());
             };
             if !self.send(cx, session, slot, op, lba, count, bench) {
@@ -61,23 +61,23 @@ impl ClientSide {
             if self.quiet || self.left == 0 {
                 continue;
             }
-            if bench.dice.chance(self.plan.leaves) {
+            if bench.rng.chance(self.plan.leaves) {
                 bench.coverage.note("session closed by its user");
                 self.close(cx, session);
                 return Ok(());
             }
-            if bench.dice.chance(self.plan.unmaps)
+            if bench.rng.chance(self.plan.unmaps)
                 && let Place::Up(key) = self.slots[slot].place
             {
                 self.slots[slot].place = Place::Unmapping(key);
-                let how = match bench.dice.chance(0.5) && !self.plan.ways.is_empty() {
+                let how = match bench.rng.chance(0.5) && !self.plan.ways.is_empty() {
                     true => Unmap::Force,
                     false => Unmap::Normal { in_use: false },
                 };
                 bench.coverage.note_if("unmapped by force", how == Unmap::Force);
                 let _ = self.rnbd.unmap(key, how);
             }
-            if bench.dice.chance(self.plan.commands) {
+            if bench.rng.chance(self.plan.commands) {
                 self.administer(cx, session, bench);
             }
         }
@@ -85,7 +85,7 @@ impl ClientSide {
     }
 
     /// What the program does next; `None` when it has to wait, or is done.
-    fn next_op(&mut self, dice: &mut Dice) -> Option<(usize, BlockOp, u64, u64)> {
+    fn next_op(&mut self, rng: &mut Rng) -> Option<(usize, BlockOp, u64, u64)> {
         let up: Vec<(usize, Geometry)> = (0..self.slots.len())
             .filter_map(|i| match self.slots[i].place {
                 Place::Up(key) if !self.slots[i].finished => Some((i, self.rnbd.geometry(key)?)),
@@ -99,14 +99,14 @@ impl ClientSide {
         if up.is_empty() {
             return None;
         }
-        let (slot, geometry) = up[dice.index(up.len())];
+        let (slot, geometry) = up[rng.index(up.len())];
         let (blocks, most) = (geometry.size / BLOCK as u64, most(&geometry));
-        let count = dice.range(1, most.min(blocks));
-        let lba = dice.range(0, blocks - count);
-        let long = dice.range(1, blocks - lba);
-        let fua = dice.chance(0.2);
-        let may_unmap = dice.chance(0.5);
-        let (op, count) = match dice.index(20) {
+        let count = rng.range(1, most.min(blocks));
+        let lba = rng.range(0, blocks - count);
+        let long = rng.range(1, blocks - lba);
+        let fua = rng.chance(0.2);
+        let may_unmap = rng.chance(0.5);
+        let (op, count) = match rng.index(20) {
             0 => (
                 BlockOp::BlockStatus {
                     most: 1 + (lba % 4) as u32,

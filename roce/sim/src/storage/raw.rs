@@ -16,7 +16,7 @@ use rtrs::{
 use zerocopy::IntoBytes;
 
 use crate::{
-    rng::Dice,
+    rng::Rng,
     scenario::{MS, SEC},
     storage::{
         client::{Bench, honest},
@@ -213,7 +213,7 @@ impl RawSide {
             self.told(cx, path, output, bench)?;
         }
         if self.paths[path].session.is_none() && self.stage == Stage::Connecting && self.active.contains(&path) {
-            self.open(cx, path, bench.dice);
+            self.open(cx, path, bench.rng);
         }
         if self.leaves.take_if(|(of, at)| *of == path && *at <= now).is_some() {
             self.leave(cx, path);
@@ -247,20 +247,20 @@ impl RawSide {
         self.stage = Stage::Connecting;
     }
 
-    fn open(&mut self, cx: &mut Cx<'_>, path: usize, dice: &mut Dice) {
+    fn open(&mut self, cx: &mut Cx<'_>, path: usize, rng: &mut Rng) {
         let mut config = self.plan.configs[path].clone();
         config.name = format!("c{NUMBER}-{}", self.life.life);
         // Both draw the same session, and each a path of its own.
-        let mut of_session = Dice::new(self.life.life.into(), 99);
-        let mut own = Dice::from_seed(dice.seed());
+        let mut of_session = Rng::new(self.life.life.into(), 99);
+        let mut own = Rng::from_seed(rng.seed());
         let mut first = true;
         let mut random = |out: &mut [u8]| {
-            let dice = if core::mem::take(&mut first) {
+            let rng = if core::mem::take(&mut first) {
                 &mut of_session
             } else {
                 &mut own
             };
-            out.copy_from_slice(&dice.bytes(out.len()));
+            out.copy_from_slice(&rng.bytes(out.len()));
         };
         let mut cx = Cx {
             now: cx.now,
@@ -327,7 +327,7 @@ impl RawSide {
         match self.stage {
             Stage::Closing if gone => {
                 self.stage = Stage::Idle;
-                self.again_at = now + bench.dice.range(MS, 50 * MS);
+                self.again_at = now + bench.rng.range(MS, 50 * MS);
                 if let Some(writing) = self.writing.take() {
                     bench.ledger.lose(now, writing.id, 0);
                 }
@@ -411,17 +411,17 @@ impl RawSide {
             return;
         }
         self.left -= 1;
-        let count = bench.dice.range(1, 4.min(self.blocks));
-        let lba = bench.dice.range(0, self.blocks - count);
+        let count = bench.rng.range(1, 4.min(self.blocks));
+        let lba = bench.rng.range(0, self.blocks - count);
         if let Some((lba, count)) = self.hot.take() {
             // What comes late of the path that was left must not get into this.
             return self.write(now, device, lba, count, &[first], Kind::Write, bench);
         }
-        match bench.dice.index(10) {
+        match bench.rng.index(10) {
             0..5 if self.plan.moves => {
                 self.write(now, device, lba, count, &[first], Kind::Left, bench);
                 self.hot = Some((lba, count));
-                self.leaves = Some((first, now + bench.dice.range(0, 3 * MS)));
+                self.leaves = Some((first, now + bench.rng.range(0, 3 * MS)));
             }
             0..5 => {
                 bench.coverage.note("write by two paths");
@@ -429,12 +429,12 @@ impl RawSide {
             }
             5..7 => {
                 bench.coverage.note("short read");
-                let more = bench.dice.range(1, 4);
+                let more = bench.rng.range(1, 4);
                 self.read(now, device, lba, count, more);
             }
             7 => {
                 bench.coverage.note("nonsense");
-                let mut header = bench.dice.bytes(24);
+                let mut header = bench.rng.bytes(24);
                 // A type that RNBD does not have.
                 header[1] |= 0x80;
                 self.ask(now, first, Kind::Nonsense, &header);
@@ -481,12 +481,12 @@ impl RawSide {
             count,
         };
         let (id, new) = bench.ledger.write(begin, self.life, change);
-        let (preflush, fua) = (bench.dice.chance(0.3), bench.dice.chance(0.3));
+        let (preflush, fua) = (bench.rng.chance(0.3), bench.rng.chance(0.3));
         let rw = Rw {
             preflush,
             fua,
             // A flush that brings data is the same.
-            ..Rw::new(if preflush && bench.dice.chance(0.5) {
+            ..Rw::new(if preflush && bench.rng.chance(0.5) {
                 IoOp::Flush
             } else {
                 IoOp::Write

@@ -24,7 +24,7 @@ use rtrs::{
 };
 
 use crate::{
-    rng::Dice,
+    rng::Rng,
     storage::{
         client::honest,
         disk::{BLOCK, SimDisk},
@@ -66,7 +66,7 @@ pub(crate) struct ServerPlan {
 pub(crate) struct Ground<'a> {
     pub(crate) disks: &'a mut [SimDisk],
     pub(crate) ledger: &'a mut Ledger,
-    pub(crate) dice: &'a mut Dice,
+    pub(crate) rng: &'a mut Rng,
     pub(crate) coverage: &'a mut Coverage,
     pub(crate) plan: Vec<Planned>,
 }
@@ -132,9 +132,9 @@ impl ServerSide {
                 break;
             }
         }
-        let Ground { disks, dice, plan, .. } = ground;
+        let Ground { disks, rng, plan, .. } = ground;
         self.engine
-            .pump(disks, dice, |after, id| plan.push((after, Job::Io(id))))
+            .pump(disks, rng, |after, id| plan.push((after, Job::Io(id))))
     }
 
     fn told(&mut self, now: Instant, output: Output, ground: &mut Ground<'_>) -> Check {
@@ -172,7 +172,7 @@ impl ServerSide {
             _ => {}
         }
         if let Some(Output::Allocate { ticket, bytes }) = self.rnbd.rtrs(now, output) {
-            let after = ground.dice.range(1_000, 3_000_000);
+            let after = ground.rng.range(1_000, 3_000_000);
             ground.plan.push((after, Job::Allocate(ticket, bytes)));
         }
         Ok(())
@@ -205,12 +205,12 @@ impl ServerSide {
             }
             Action::Zero { request, from, len } => self.write(request, from, &vec![0; len])?,
             Action::Open { ticket, name, mode, .. } => {
-                let after = ground.dice.range(1_000, 20_000_000);
+                let after = ground.rng.range(1_000, 20_000_000);
                 ground.plan.push((after, Job::Open(ticket, name, mode)));
             }
             Action::Close { ticket, store } => {
                 self.engine.begin_close(store)?;
-                let after = ground.dice.range(1_000, 20_000_000);
+                let after = ground.rng.range(1_000, 20_000_000);
                 ground.plan.push((after, Job::Close(ticket, store)));
             }
             Action::TakeOver { .. } => return Err("a device is taken over where there is one share".into()),
@@ -250,7 +250,7 @@ impl ServerSide {
     pub(crate) fn finish(&mut self, cx: &mut Cx<'_>, job: Job, ground: &mut Ground<'_>) -> Check {
         match job {
             Job::Allocate(ticket, bytes) => {
-                let none = ground.dice.chance(self.plan.no_memory);
+                let none = ground.rng.chance(self.plan.no_memory);
                 ground.coverage.note_if("no memory", none);
                 let memory = match none {
                     true => Err(MemError::Limit("memory")),
@@ -270,11 +270,11 @@ impl ServerSide {
                 let Ground {
                     disks,
                     ledger,
-                    dice,
+                    rng,
                     coverage,
                     ..
                 } = ground;
-                for (ticket, result) in self.engine.finish(id, disks, ledger, dice, coverage)? {
+                for (ticket, result) in self.engine.finish(id, disks, ledger, rng, coverage)? {
                     self.rnbd.io_done(ticket, result);
                 }
             }
@@ -319,23 +319,23 @@ impl ServerSide {
     }
 
     /// The server's operator ends a session. False: there is none.
-    pub(crate) fn end_a_session(&mut self, cx: &mut Cx<'_>, dice: &mut Dice) -> bool {
+    pub(crate) fn end_a_session(&mut self, cx: &mut Cx<'_>, rng: &mut Rng) -> bool {
         let keys: Vec<SessionKey> = self.sessions.keys().copied().collect();
         if !keys.is_empty() {
-            self.rtrs.close_session(cx, keys[dice.index(keys.len())]);
+            self.rtrs.close_session(cx, keys[rng.index(keys.len())]);
         }
         !keys.is_empty()
     }
 
     /// The server's operator ends a path. False: there is none.
-    pub(crate) fn end_a_path(&mut self, cx: &mut Cx<'_>, dice: &mut Dice) -> bool {
+    pub(crate) fn end_a_path(&mut self, cx: &mut Cx<'_>, rng: &mut Rng) -> bool {
         let listing = self.rtrs.listing();
         let paths = listing.iter().flat_map(|s| s.paths.iter().map(|p| (s.session, p.path)));
         let paths: Vec<_> = paths.collect();
         match paths.is_empty() {
             true => false,
             false => {
-                let (session, path) = paths[dice.index(paths.len())];
+                let (session, path) = paths[rng.index(paths.len())];
                 self.rtrs.close_path(cx, session, path)
             }
         }

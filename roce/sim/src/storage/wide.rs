@@ -13,7 +13,7 @@ use rtrs::{
 };
 
 use crate::{
-    rng::Dice,
+    rng::Rng,
     scenario::{MS, SEC},
     storage::{
         client::{Bench, ClientPlan, ClientSide, honest},
@@ -37,10 +37,10 @@ pub(crate) struct Wide {
 
 impl Draw {
     /// Makes it a run with several networks.
-    pub(super) fn widen(&mut self, dice: &mut Dice) {
+    pub(super) fn widen(&mut self, rng: &mut Rng) {
         let mut wide = Wide {
-            networks: dice.pick(&[2, 2, 3]),
-            storms: !self.calm && dice.chance(0.4),
+            networks: rng.pick(&[2, 2, 3]),
+            storms: !self.calm && rng.chance(0.4),
             lag: 0,
         };
         let server = self.hosts[0].0.addr;
@@ -50,43 +50,43 @@ impl Draw {
         };
         if wide.storms {
             // Chunks are soon used again.
-            self.server_config.queue_depth = dice.pick(&[1, 2, 4]);
+            self.server_config.queue_depth = rng.pick(&[1, 2, 4]);
         }
         for (client, plan) in self.clients.iter_mut().enumerate() {
             let own = self.hosts[1 + client].0.addr;
-            several_paths(plan, own, server, wide.networks, dice);
+            several_paths(plan, own, server, wide.networks, rng);
         }
         if !self.calm {
             self.troubles = if wide.storms {
-                dice.range(4, 14) as u32
+                rng.range(4, 14) as u32
             } else {
-                dice.pick(&[1, 4, 8])
+                rng.pick(&[1, 4, 8])
             };
         }
-        if !self.calm && dice.chance(0.4) {
-            wide.lag = dice.pick(&[50 * MS, 150 * MS, 250 * MS]);
-            self.slow_down(dice);
+        if !self.calm && rng.chance(0.4) {
+            wide.lag = rng.pick(&[50 * MS, 150 * MS, 250 * MS]);
+            self.slow_down(rng);
         }
         self.wide = Some(wide);
     }
 
     /// Work lasts for as long as delays jump. Disks don't stall, so that a repetition is done long before what was sent first arrives.
-    fn slow_down(&mut self, dice: &mut Dice) {
-        self.troubles = dice.range(4, 14) as u32;
+    fn slow_down(&mut self, rng: &mut Rng) {
+        self.troubles = rng.range(4, 14) as u32;
         // The late copy of a read is done while the answer of its repetition may be read from the same chunk: the same blocks.
         self.server.garbage = false;
         for (_, faults) in &mut self.disks {
             faults.stall = (0.0, 0);
         }
         for plan in &mut self.clients {
-            plan.think = dice.pick(&[MS, 5 * MS, 20 * MS]);
-            plan.operations = dice.range(50, 300) as u32;
-            plan.commands = dice.pick(&[0.0, 0.02, 0.1]);
+            plan.think = rng.pick(&[MS, 5 * MS, 20 * MS]);
+            plan.operations = rng.range(50, 300) as u32;
+            plan.commands = rng.pick(&[0.0, 0.02, 0.1]);
         }
     }
 }
 
-fn several_paths(plan: &mut ClientPlan, own: IpAddr, server: IpAddr, networks: usize, dice: &mut Dice) {
+fn several_paths(plan: &mut ClientPlan, own: IpAddr, server: IpAddr, networks: usize, rng: &mut Rng) {
     let port = plan.config.paths[0].dst.port();
     let path = |from: usize, to: usize| PathAddr {
         src: Some(address(own, from)),
@@ -97,50 +97,50 @@ fn several_paths(plan: &mut ClientPlan, own: IpAddr, server: IpAddr, networks: u
     let across = (0..networks).map(|n| path(n, (n + 1) % networks));
     let ways: Vec<PathAddr> = straight.chain(across).collect();
     let config = &mut plan.config;
-    let count = dice.pick(&[1, 2, 2, networks, 4]).min(ways.len());
+    let count = rng.pick(&[1, 2, 2, networks, 4]).min(ways.len());
     config.paths = ways[..count].to_vec();
     plan.ways = ways;
-    config.policy = dice.pick(&Policy::ALL);
-    config.connect_any = dice.chance(0.4);
-    config.max_reconnects = dice.pick(&[0, 5, 100, SessionConfig::FOREVER, SessionConfig::FOREVER]);
-    config.reconnect_delay = Duration::from_nanos(dice.pick(&[MS, 50 * MS, SEC]));
-    plan.commands = dice.pick(&[0.0, 0.02, 0.1]);
-    plan.on_loss = dice.pick(&[
+    config.policy = rng.pick(&Policy::ALL);
+    config.connect_any = rng.chance(0.4);
+    config.max_reconnects = rng.pick(&[0, 5, 100, SessionConfig::FOREVER, SessionConfig::FOREVER]);
+    config.reconnect_delay = Duration::from_nanos(rng.pick(&[MS, 50 * MS, SEC]));
+    plan.commands = rng.pick(&[0.0, 0.02, 0.1]);
+    plan.on_loss = rng.pick(&[
         OnLoss::Error,
         OnLoss::Error,
         OnLoss::Queue(None),
         OnLoss::Queue(Some(Duration::from_secs(2))),
     ]);
-    plan.unmaps = dice.pick(&[0.0, 0.01]);
+    plan.unmaps = rng.pick(&[0.0, 0.01]);
 }
 
 /// The server that follows one that died may be another one.
-pub(super) fn another_server(config: &mut ServerConfig, dice: &mut Dice) {
-    if dice.chance(0.5) {
-        config.queue_depth = dice.pick(&[1, 2, 4, 16, 32]);
-        config.max_chunk_size = dice.pick(&[8 << 10, 16 << 10, 32 << 10]);
-        config.always_invalidate = dice.chance(0.7);
+pub(super) fn another_server(config: &mut ServerConfig, rng: &mut Rng) {
+    if rng.chance(0.5) {
+        config.queue_depth = rng.pick(&[1, 2, 4, 16, 32]);
+        config.max_chunk_size = rng.pick(&[8 << 10, 16 << 10, 32 << 10]);
+        config.always_invalidate = rng.chance(0.7);
     }
 }
 
 impl ClientSide {
     /// Its user does something with the paths.
     pub(super) fn administer(&mut self, cx: &mut Cx<'_>, session: SessionId, bench: &mut Bench<'_>) {
-        let (dice, paths) = (&mut *bench.dice, self.rtrs.paths(session));
-        match dice.index(8) {
+        let (rng, paths) = (&mut *bench.rng, self.rtrs.paths(session));
+        match rng.index(8) {
             0 => {
-                let policy = dice.pick(&Policy::ALL);
+                let policy = rng.pick(&Policy::ALL);
                 let set = self.rtrs.set_policy(cx, session, policy);
                 bench.coverage.note_if("policy changed", set.is_ok());
             }
             1 => {
-                let attempts = dice.pick(&[0, 1, 100, SessionConfig::FOREVER]);
-                let delay = Duration::from_nanos(dice.pick(&[MS, 50 * MS, SEC]));
+                let attempts = rng.pick(&[0, 1, 100, SessionConfig::FOREVER]);
+                let delay = Duration::from_nanos(rng.pick(&[MS, 50 * MS, SEC]));
                 // A session that is gone needs none.
                 let _ = self.rtrs.set_reconnects(cx, session, attempts, delay);
             }
             2 | 3 => {
-                let way = dice.pick(&self.plan.ways);
+                let way = rng.pick(&self.plan.ways);
                 if let Ok(path) = self.rtrs.add_path(cx, session, way) {
                     bench.coverage.note("path added");
                     self.commanded.push((path, PathCommand::Add));
@@ -148,8 +148,8 @@ impl ClientSide {
             }
             _ if paths.is_empty() => {}
             _ => {
-                let path = &paths[dice.index(paths.len())];
-                let (command, what) = dice.pick(&[
+                let path = &paths[rng.index(paths.len())];
+                let (command, what) = rng.pick(&[
                     (PathCommand::Remove, "path removed"),
                     (PathCommand::Disconnect, "path disconnected"),
                     (PathCommand::Reconnect, "path reconnected by hand"),
@@ -173,7 +173,7 @@ impl ClientSide {
             return;
         };
         let over = |addr: &PathAddr| addr.src == way.src || addr.dst == way.dst;
-        let command = bench.dice.pick(&[PathCommand::Disconnect, PathCommand::Reconnect]);
+        let command = bench.rng.pick(&[PathCommand::Disconnect, PathCommand::Reconnect]);
         let paths = self.rtrs.paths(session);
         // Not the last one: what a lost session had in the chunks is another matter.
         let up = |other: bool| {

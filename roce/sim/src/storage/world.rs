@@ -6,7 +6,7 @@ use rtrs::{cx::Cx, server::ServerConfig};
 
 use crate::{
     net::{Faults, Link},
-    rng::Dice,
+    rng::Rng,
     scenario::{MS, SEC, hold_acks},
     storage::{
         client::{Bench, ClientSide},
@@ -168,21 +168,21 @@ pub(crate) struct World {
     empty: Vec<Usage>,
     ledger: Ledger,
     coverage: Coverage,
-    dice: Dice,
-    chaos: Dice,
+    rng: Rng,
+    chaos: Rng,
     quiet: bool,
 }
 
 impl World {
     pub(crate) fn new(seed: u64, scale: u32, trace: Trace) -> Self {
-        let mut draw = Draw::new(scale, &mut Dice::new(seed, 40), &mut Dice::new(seed, 44));
+        let mut draw = Draw::new(scale, &mut Rng::new(seed, 40), &mut Rng::new(seed, 44));
         hold_acks(seed, draw.hosts.iter_mut().map(|(host, ..)| host));
         let mut coverage = Coverage::default();
         draw.note(&mut coverage);
         let scenario = &draw.scenario;
-        let link = |dice: &mut Dice| Link::new(scenario.link(dice));
+        let link = |rng: &mut Rng| Link::new(scenario.link(rng));
         let networks = draw.wide.map_or(1, |wide| wide.networks);
-        let lan = Lan::new(&draw.hosts, networks, link, Dice::new(seed, 41), trace);
+        let lan = Lan::new(&draw.hosts, networks, link, Rng::new(seed, 41), trace);
         let disks: Vec<SimDisk> = draw
             .disks
             .iter()
@@ -203,8 +203,8 @@ impl World {
             wide: draw.wide,
             disks,
             coverage,
-            dice: Dice::new(seed, 42),
-            chaos: Dice::new(seed, 43),
+            rng: Rng::new(seed, 42),
+            chaos: Rng::new(seed, 43),
             quiet: false,
         };
         for (i, client) in world.clients.iter().enumerate() {
@@ -271,7 +271,7 @@ impl World {
             plan.no_memory = 0.0;
         }
         let (notes, now) = (self.lan.trace.notes(), self.lan.instant());
-        let mut random = random(&mut self.dice);
+        let mut random = random(&mut self.rng);
         let mut provider = self.lan.nodes[SERVER].provider(now);
         let mut cx = Cx {
             now,
@@ -406,7 +406,7 @@ impl World {
         let Some(server) = &mut self.server else {
             return Ok(None);
         };
-        let mut random = random(&mut self.dice);
+        let mut random = random(&mut self.rng);
         let node = &mut self.lan.nodes[SERVER];
         let boot = node.boot;
         let mut machines = ServerTurn {
@@ -415,7 +415,7 @@ impl World {
             ground: Ground {
                 disks: &mut self.disks,
                 ledger: &mut self.ledger,
-                dice: &mut self.dice,
+                rng: &mut self.rng,
                 coverage: &mut self.coverage,
                 plan: Vec::new(),
             },
@@ -428,13 +428,13 @@ impl World {
     }
 
     fn client_turn(&mut self, now: Instant, node: usize) -> Result<Option<Instant>, String> {
-        let mut random = random(&mut self.dice);
+        let mut random = random(&mut self.rng);
         let mut machines = ClientTurn {
             client: &mut self.clients[node - 1],
             bench: Bench {
                 ledger: &mut self.ledger,
                 disks: &self.disks,
-                dice: &mut self.dice,
+                rng: &mut self.rng,
                 coverage: &mut self.coverage,
             },
         };
@@ -445,7 +445,7 @@ impl World {
         let first = 1 + self.clients.len();
         let (path, other) = (node - first, 2 * first + 1 - node);
         let Some(raw) = &mut self.raw else { return Ok(None) };
-        let mut random = random(&mut self.dice);
+        let mut random = random(&mut self.rng);
         let mut machines = RawTurn {
             raw,
             path,
@@ -453,13 +453,13 @@ impl World {
             bench: Bench {
                 ledger: &mut self.ledger,
                 disks: &self.disks,
-                dice: &mut self.dice,
+                rng: &mut self.rng,
                 coverage: &mut self.coverage,
             },
         };
         let next = take_turn(&mut self.lan.nodes[node], now, &mut random, &mut machines)?;
         if machines.wakes {
-            let after = self.dice.range(1, 2 * MS);
+            let after = self.rng.range(1, 2 * MS);
             self.lan.want_turn(other, now.as_nanos() + after);
         }
         Ok(next)
@@ -620,7 +620,7 @@ impl World {
     }
 
     /// The server's operator ends something.
-    fn end(&mut self, what: fn(&mut ServerSide, &mut Cx<'_>, &mut Dice) -> bool) -> Result<bool, String> {
+    fn end(&mut self, what: fn(&mut ServerSide, &mut Cx<'_>, &mut Rng) -> bool) -> Result<bool, String> {
         let now = self.lan.instant();
         if self.lan.is_stopped(SERVER) {
             return Ok(false);
@@ -628,7 +628,7 @@ impl World {
         let Some(server) = &mut self.server else {
             return Ok(false);
         };
-        let mut random = random(&mut self.dice);
+        let mut random = random(&mut self.rng);
         let mut provider = self.lan.nodes[SERVER].provider(now);
         let mut cx = Cx {
             now,
@@ -676,9 +676,9 @@ impl World {
 }
 
 /// Bytes that machines draw.
-fn random(dice: &mut Dice) -> impl FnMut(&mut [u8]) + use<> {
-    let mut dice = Dice::from_seed(dice.seed());
-    move |out: &mut [u8]| out.copy_from_slice(&dice.bytes(out.len()))
+fn random(rng: &mut Rng) -> impl FnMut(&mut [u8]) + use<> {
+    let mut rng = Rng::from_seed(rng.seed());
+    move |out: &mut [u8]| out.copy_from_slice(&rng.bytes(out.len()))
 }
 
 /// A turn of a host's machines. Returns when the next is due.
