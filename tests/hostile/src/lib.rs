@@ -9,3 +9,4 @@ pub mod attack;
 pub mod forge;
 pub mod load;
 pub mod origin;
+pub mod planted;
