@@ -67,6 +67,8 @@ pub(crate) enum Class {
     Admission,
     /// Connections over a network without faults: what gets through, with somebody like that or without.
     Goodput { attacked: bool },
+    /// As `Plain`, with forged copies ahead of packets beyond a gap, from the right source ports.
+    Copies,
     /// As `Plain`, with forged packets to connected queue pairs alone or without: both runs are the same.
     Strangers { attacked: bool },
 }
@@ -90,6 +92,8 @@ pub struct SimConfig {
     pub observer: bool,
     /// Only pairs of runs that compare goodput.
     pub goodput: bool,
+    /// Only runs with forged copies of packets beyond a gap.
+    pub copies: bool,
     /// Only pairs of runs with and without forged packets to connected queue pairs.
     pub strangers: bool,
     /// About how many work requests each direction of a connection carries.
@@ -113,6 +117,7 @@ impl SimConfig {
             admission: false,
             observer: false,
             goodput: false,
+            copies: false,
             strangers: false,
             scale: 150,
             bottleneck: false,
@@ -147,7 +152,11 @@ pub fn run(config: &SimConfig) -> Result<Stats, Failure> {
         Some(class) => run_class(config, class, config.capture.clone())?,
         None => Stats::default(),
     };
-    for (class, wanted) in [(Class::Observed, plan.observed), (Class::Admission, plan.admission)] {
+    for (class, wanted) in [
+        (Class::Observed, plan.observed),
+        (Class::Admission, plan.admission),
+        (Class::Copies, plan.copies),
+    ] {
         if wanted {
             stats.add(&run_class(config, class, None)?);
         }
@@ -210,6 +219,7 @@ struct Plan {
     admission: bool,
     goodput: bool,
     strangers: bool,
+    copies: bool,
 }
 
 impl Plan {
@@ -229,6 +239,7 @@ impl Plan {
             SimConfig { observer: true, .. } => only(Some(Class::Observed), false),
             SimConfig { admission: true, .. } => only(Some(Class::Admission), false),
             SimConfig { goodput: true, .. } => only(None, true),
+            SimConfig { copies: true, .. } => only(Some(Class::Copies), false),
             SimConfig { strangers: true, .. } => Self {
                 strangers: true,
                 ..Self::default()
@@ -239,6 +250,7 @@ impl Plan {
                 admission: chance(0.05, 0.1),
                 observed: chance(0.05, 0.0),
                 strangers: chance(0.1, 0.5),
+                copies: chance(0.05, 0.1),
             },
         }
     }
@@ -252,6 +264,7 @@ fn failure(config: &SimConfig, text: String, pcap: Option<PathBuf>) -> Failure {
             _ if config.admission => " -- --admission",
             _ if config.goodput => " -- --goodput",
             _ if config.strangers => " -- --strangers",
+            _ if config.copies => " -- --copies",
             (Adversary::Always, _) => " --adversary",
             (_, true) => " -- --bottleneck",
             _ => "",

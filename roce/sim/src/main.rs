@@ -43,6 +43,9 @@ struct Cli {
     /// Only pairs of runs with and without forged packets to connected queue pairs, at and around the PSNs in use
     #[arg(long, conflicts_with_all = ["adversary", "observer", "goodput", "admission"])]
     strangers: bool,
+    /// Only runs with forged copies of packets beyond a gap, which come before the genuine ones from the right source ports
+    #[arg(long, conflicts_with_all = ["adversary", "observer", "goodput", "admission", "strangers"])]
+    copies: bool,
     /// Runs of servers and clients with RTRS, RNBD and disks
     #[arg(long, conflicts_with_all = ["adversary", "observer", "goodput", "admission", "bottleneck"])]
     storage: bool,
@@ -72,6 +75,7 @@ fn main() -> ExitCode {
         goodput: cli.goodput,
         observer: cli.observer,
         strangers: cli.strangers,
+        copies: cli.copies,
         admission: cli.admission,
         adversary: match (cli.adversary, cli.peaceful || cli.bottleneck) {
             (true, _) => Adversary::Always,
@@ -134,9 +138,9 @@ fn main() -> ExitCode {
     let errors: Vec<String> = total.errors.iter().map(|(status, n)| format!("{status} {n}")).collect();
     let goodput = total.goodput();
     println!(
-        "{} forged packets, {} of them to queue pairs at live PSNs ({} guesses redrawn that hit the port, {} the PSN), {} of observers; {} packets to addresses that they were forged in the name of; goodput under attack: {goodput:.3} \
+        "{} forged packets, {} of them to queue pairs at live PSNs ({} guesses redrawn that hit the port, {} the PSN), {} of observers, {} copies beyond gaps; {} packets to addresses that they were forged in the name of; goodput under attack: {goodput:.3} \
          of that without ({} pairs of runs)",
-        total.forged, total.at_live, total.port_hits, total.psn_hits, total.meddled, total.reflected, total.pairs
+        total.forged, total.at_live, total.port_hits, total.psn_hits, total.meddled, total.copies, total.reflected, total.pairs
     );
     println!(
         "{} clients let in under a flood of requests, the slowest after {:.1} ms",

@@ -67,6 +67,19 @@ pub(crate) struct Frame {
     /// 0: one packet.
     pub(crate) segment_len: usize,
     pub(crate) bytes: Vec<u8>,
+    /// The network has changed it.
+    pub(crate) damaged: bool,
+}
+
+impl Frame {
+    /// Returns the packets.
+    pub(crate) fn packets(&self) -> impl Iterator<Item = &[u8]> {
+        let step = match self.segment_len {
+            0 => self.bytes.len().max(1),
+            len => len,
+        };
+        self.bytes.chunks(step)
+    }
 }
 
 /// What the network has done.
@@ -120,6 +133,7 @@ impl Link {
             let mut frame = frame.clone();
             if rng.chance(f.corrupt) {
                 stats.corrupted += 1;
+                frame.damaged = true;
                 if !corrupt(&mut frame, sees_headers, rng) {
                     continue;
                 }

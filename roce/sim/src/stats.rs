@@ -59,6 +59,8 @@ pub struct Stats {
     pub longest_admission_ns: u64,
     /// Packets of observers.
     pub meddled: u64,
+    /// Forged copies of packets beyond a gap.
+    pub copies: u64,
     /// Runs with and without an adversary, and bytes and nanoseconds of the work in either.
     pub pairs: u64,
     pub alone_bytes: u64,
@@ -87,7 +89,7 @@ impl Stats {
         }
         sum!(runs simulated_ns events timer_runs packets trains lost duplicated reordered corrupted overflowed
              icrc_errors retransmissions rnr_naks operations faulty_operations succeeded receives messages service_messages completions
-             connections repairs disturbances drains cm_events work_ns work_bytes forged reflected at_live port_hits psn_hits meddled admitted pairs alone_bytes alone_ns attacked_bytes
+             connections repairs disturbances drains cm_events work_ns work_bytes forged reflected at_live port_hits psn_hits meddled copies admitted pairs alone_bytes alone_ns attacked_bytes
              attacked_ns);
         self.trace_hash ^= other.trace_hash;
         self.longest_admission_ns = self.longest_admission_ns.max(other.longest_admission_ns);
@@ -111,6 +113,9 @@ impl World {
             (self.stats.forged, self.stats.reflected) = (blind.forged, blind.reflected);
             self.stats.at_live = blind.at_live;
             [self.stats.port_hits, self.stats.psn_hits] = blind.redrawn;
+        }
+        if let Some(copies) = &self.copies {
+            self.stats.copies = copies.sent;
         }
         if let Some(observer) = &self.observer {
             self.stats.meddled = observer.sent;

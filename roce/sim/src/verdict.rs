@@ -3,6 +3,7 @@
 use roce_verbs::{Completion, Qpn, WcFlags, WcOpcode, WcStatus};
 
 use crate::{
+    adversary::MARK,
     model::{Expect, FastKey, Message, Phase, Posted, Sent, TARGET, wr_owner},
     world::{Check, World},
 };
@@ -280,6 +281,7 @@ impl World {
                 return Err(format!("conn {conn} is {:?} at the end", self.conns[conn].phase));
             }
         }
+        self.check_marks()?;
         self.check_services()?;
         self.check_guards()?;
         for (h, host) in self.hosts.iter().enumerate() {
@@ -287,6 +289,29 @@ impl World {
                 return Err(format!(
                     "host {h}: {bytes} bytes count as in flight to {addr}, but nothing is"
                 ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that no forged payload is in any connection's memory.
+    fn check_marks(&self) -> Check {
+        if self.blind.is_none() && self.copies.is_none() {
+            return Ok(());
+        }
+        let mut bytes = Vec::new();
+        for (conn, c) in self.conns.iter().enumerate() {
+            for (end, e) in c.ends.iter().enumerate() {
+                for (name, region) in [("target", &e.target), ("local", &e.local), ("recv", &e.recv)] {
+                    bytes.resize(region.len(), 0);
+                    // Memory that was deregistered may be gone.
+                    let is_read = region.read(0, &mut bytes).is_ok();
+                    if is_read && let Some(at) = find_mark(&bytes) {
+                        return Err(format!(
+                            "conn {conn} end {end}: bytes of a stranger are in its memory ({name}, up to {at})"
+                        ));
+                    }
+                }
             }
         }
         Ok(())
@@ -361,6 +386,15 @@ fn check_message(message: &Message, posted: &Posted, wc: &Completion, actual: &[
     }
 }
 
+/// Finds eight marks of forged payloads in a row.
+fn find_mark(bytes: &[u8]) -> Option<usize> {
+    let mut run = 0;
+    bytes.iter().position(|byte| {
+        run = if *byte == MARK { run + 1 } else { 0 };
+        run == 8
+    })
+}
+
 /// Where two byte strings differ.
 fn difference(actual: &[u8], expected: &[u8]) -> Option<String> {
     if actual == expected {
@@ -368,8 +402,9 @@ fn difference(actual: &[u8], expected: &[u8]) -> Option<String> {
     }
     let wrong: Vec<usize> = (0..actual.len()).filter(|i| actual[*i] != expected[*i]).collect();
     let (first, last) = (wrong.first()?, wrong.last()?);
+    let whose = find_mark(actual).map_or("", |_| ", some of them a stranger's");
     Some(format!(
-        "{} of {} bytes differ, between {first} and {last}",
+        "{} of {} bytes differ, between {first} and {last}{whose}",
         wrong.len(),
         actual.len()
     ))

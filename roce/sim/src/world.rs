@@ -18,7 +18,7 @@ use roce_verbs::{AsyncEvent, Completion, Instant};
 use crate::{
     Class, SimConfig, Stats,
     admission::Gate,
-    adversary::{Blind, Effort, Observer},
+    adversary::{Blind, Copies, Effort, Observer},
     model::{Conn, Phase},
     net::{Frame, Link, NetStats},
     rng::Rng,
@@ -196,6 +196,7 @@ pub(crate) struct World {
     pub(crate) seed: u64,
     pub(crate) blind: Option<Box<Blind>>,
     pub(crate) observer: Option<Box<Observer>>,
+    pub(crate) copies: Option<Box<Copies>>,
     pub(crate) gate: Option<Box<Gate>>,
     /// When the last of the connections came up for the first time.
     pub(crate) all_up: Option<u64>,
@@ -335,6 +336,10 @@ impl World {
         if !class.is_goodput() {
             hold_acks(seed, scenario.hosts.iter_mut());
         }
+        if class == Class::Copies {
+            // Each copy costs a packet, as a loss does.
+            scenario.conns.iter_mut().for_each(|c| c.retry_cnt = 7);
+        }
         if class == Class::Blind {
             // The seed's parity: nothing that others draw depends on it.
             scenario.hosts.iter_mut().for_each(|h| h.tight = seed % 2 == 1);
@@ -372,6 +377,7 @@ impl World {
             seed,
             blind: None,
             observer: None,
+            copies: None,
             gate: None,
             all_up: None,
             scenario,
@@ -406,6 +412,10 @@ impl World {
                 plan.retry_cnt = plan.retry_cnt.max(1);
                 let observer = Observer::new(rng, victim, self.scenario.chaos_end);
                 self.observer = Some(Box::new(observer));
+                return;
+            }
+            Class::Copies => {
+                self.copies = Some(Box::new(Copies::new(rng)));
                 return;
             }
             Class::Admission => {
@@ -578,16 +588,15 @@ impl World {
     }
 
     fn run_host(&mut self, h: usize, boot: u32) -> Check {
-        let now = self.instant();
         let host = &mut self.hosts[h];
         if !host.alive || host.boot != boot {
             return Ok(());
         }
         host.run_scheduled = false;
-        while let Some(frame) = host.rx.pop_front() {
-            host.rx_bytes -= frame.bytes.len();
+        while let Some(frame) = self.hosts[h].rx.pop_front() {
+            self.hosts[h].rx_bytes -= frame.bytes.len();
             self.trace.received(self.now, h, &frame);
-            host.take(now, &frame);
+            self.take_after_copy(h, &frame);
         }
         self.service(h)
     }
@@ -715,6 +724,7 @@ impl World {
             identification,
             segment_len,
             bytes: bytes.to_vec(),
+            damaged: false,
         };
         let Ok(flow) = flow else {
             return Err(format!("host {h} sends from {} to {remote}", train.local));
@@ -723,6 +733,11 @@ impl World {
         let Some(to) = to else {
             return self.reflect(h, train);
         };
+        if self.copies.is_some() {
+            train
+                .packets()
+                .for_each(|packet| self.note_for_copies(to, train.src_port, packet));
+        }
         if self.blind.is_some() {
             train
                 .packets()

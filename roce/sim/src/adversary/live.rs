@@ -40,6 +40,10 @@ struct Genuine {
     /// PSNs of each direction at which the queue pair may expect its next packet exactly: those that were sent, and those
     /// that follow them.
     exact: [BTreeSet<u32>; 2],
+    /// Newest PSN of a request.
+    newest: Option<Psn>,
+    /// PSNs of requests that have not arrived.
+    missing: BTreeSet<u32>,
 }
 
 /// Genuine packets by the host and number of the queue pair that they are sent to.
@@ -87,12 +91,37 @@ impl Live {
             return;
         }
         genuine.last[direction as usize] = Some(bth.psn);
+        // A retransmitted READ may begin within one that has arrived: only new PSNs are missing.
+        if direction == Direction::Request && genuine.newest.is_none_or(|newest| bth.psn.diff(newest) > 0) {
+            genuine.newest = Some(bth.psn);
+            genuine.missing.insert(bth.psn.value());
+        }
         let responses = match (bth.opcode.info().class, packet.header.reth) {
             (Class::ReadRequest, Some(reth)) => reth.dma_len.div_ceil(mtu(bth.dest_qp) as u32).max(1),
             _ => 1,
         };
         let exact = &mut genuine.exact[direction as usize];
         exact.extend([bth.psn, bth.psn.add(responses)].map(Psn::value));
+    }
+
+    /// Notes that a genuine packet has arrived, whether or not it was damaged.
+    pub(super) fn deliver(&mut self, to: usize, bytes: &[u8]) {
+        let Ok(packet) = Packet::parse(bytes) else { return };
+        let bth = packet.header.bth;
+        if Direction::of(bth.opcode) == Direction::Request
+            && let Some(genuine) = self.0.get_mut(&(to, bth.dest_qp))
+        {
+            genuine.missing.remove(&bth.psn.value());
+        }
+    }
+
+    /// Whether a request arrives for the first time, and one before it has not arrived.
+    pub(super) fn is_beyond_gap(&self, to: usize, qpn: Qpn, psn: Psn) -> bool {
+        let Some(genuine) = self.0.get(&(to, qpn)) else {
+            return false;
+        };
+        let mut missing = genuine.missing.iter().map(|missing| psn.diff(Psn::new(*missing)));
+        genuine.missing.contains(&psn.value()) && missing.any(|distance| distance > 0)
     }
 
     /// Forgets a queue pair that is made, or starts again.
@@ -148,7 +177,7 @@ impl World {
     }
 
     /// Whether both ends of a queue pair's connection agree on source ports: no PSN makes up for a wrong one then.
-    fn agrees_on_ports(&self, h: usize, qpn: Qpn) -> bool {
+    pub(super) fn agrees_on_ports(&self, h: usize, qpn: Qpn) -> bool {
         let mut conns = self.conns.iter().filter(|c| c.plan.via_cm);
         conns.any(|c| {
             let own = c.ends.iter().any(|e| e.host == h && e.qpn == Some(qpn));

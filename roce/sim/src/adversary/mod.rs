@@ -5,6 +5,7 @@
 //! does to a network is no question to the ports. So a run in which its packets do nothing is the same run as without it,
 //! to the nanosecond.
 
+mod copies;
 mod forge;
 mod live;
 mod observer;
@@ -23,7 +24,7 @@ use self::{
     forge::{Idents, Place, What},
     live::{Hit, Live},
 };
-pub(crate) use self::{observer::Observer, strays::Stray};
+pub(crate) use self::{copies::Copies, forge::MARK, observer::Observer, strays::Stray};
 use crate::{
     net::Frame,
     rng::Rng,
@@ -306,6 +307,7 @@ impl World {
 
     /// Forgets what was sent to a queue pair that is made, or starts again.
     pub(crate) fn forget_genuine(&mut self, host: usize, qpn: Qpn) {
+        self.forget_copies(host, qpn);
         if let Some(blind) = &mut self.blind {
             blind.live.forget(host, qpn);
         }
@@ -429,6 +431,7 @@ impl World {
             identification: identification.unwrap_or_default(),
             segment_len,
             bytes,
+            damaged: false,
         }
     }
 

@@ -357,5 +357,6 @@ fn sealed(src: SocketAddr, dst: std::net::IpAddr, like: u16, mut bytes: Vec<u8>,
         identification,
         segment_len: 0,
         bytes,
+        damaged: false,
     }
 }

@@ -324,6 +324,7 @@ impl<E> Lan<E> {
             identification,
             segment_len,
             bytes: bytes.to_vec(),
+            damaged: false,
         };
         let to = self.find(train.remote.ip());
         let whole = to.is_some_and(|[to, _]| self.nodes[to].plan.gro && !self.nodes[to].plan.sees_headers);
