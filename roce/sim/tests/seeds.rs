@@ -146,6 +146,29 @@ fn an_adversary_that_sees_nothing_changes_nothing() {
     let (total, failures) = run_many(1..=16, 2, &base, |_, _| {});
     assert!(failures.is_empty(), "{}", failed(&failures));
     assert!(total.forged > 1000 && total.reflected > 0, "{total:?}");
+    assert!(total.at_live > 1000, "{total:?}");
+}
+
+#[test]
+fn packets_of_strangers_at_live_psns_change_nothing() {
+    let base = SimConfig {
+        strangers: true,
+        ..small(0)
+    };
+    let (total, failures) = run_many(1..=30, 2, &base, |_, _| {});
+    assert!(failures.is_empty(), "{}", failed(&failures));
+    assert!(total.at_live > 10_000, "{total:?}");
+}
+
+#[test]
+fn copies_of_packets_beyond_a_gap_are_not_executed() {
+    let base = SimConfig {
+        copies: true,
+        ..small(0)
+    };
+    let (total, failures) = run_many(1..=30, 2, &base, |_, _| {});
+    assert!(failures.is_empty(), "{}", failed(&failures));
+    assert!(total.copies > 20, "{total:?}");
 }
 
 #[test]
