@@ -54,14 +54,14 @@ pub enum Adversary {
     Always,
 }
 
-/// What a run is, besides what its seed draws.
+/// Kind of run, beside the choices that its seed draws.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Class {
     /// The network's faults and the hosts' misfortunes.
     Plain,
-    /// With somebody who knows addresses and sees nothing.
+    /// With an off-path attacker.
     Blind,
-    /// With somebody who sees all packets, and meddles with one connection.
+    /// With an on-path attacker that sees all packets and attacks one connection.
     Observed,
     /// Clients of a server that verifies before it allocates, and a flood of requests.
     Admission,
@@ -79,7 +79,7 @@ impl Class {
     }
 }
 
-/// What to run.
+/// Options of a run.
 #[derive(Clone, Debug)]
 pub struct SimConfig {
     /// Decides everything.
@@ -100,16 +100,16 @@ pub struct SimConfig {
     pub scale: u32,
     /// The network has no faults but narrow links and queues that overflow, and nothing else goes wrong.
     pub bottleneck: bool,
-    /// Where a capture of a failing run goes; `None`: the system's directory for temporary files.
+    /// Directory for captures of failing runs; `None`: the system's for temporary files.
     pub pcap_dir: Option<PathBuf>,
-    /// Where to write a capture of the run, whether it fails or not.
+    /// File for a capture of the run, whether it fails or not.
     pub capture: Option<PathBuf>,
     /// Print every packet, completion and event of connections.
     pub log: bool,
 }
 
 impl SimConfig {
-    /// A seed's run in usual size.
+    /// Returns the options of a seed's run in usual size.
     pub const fn new(seed: u64) -> Self {
         Self {
             seed,
@@ -128,7 +128,7 @@ impl SimConfig {
     }
 }
 
-/// A run that broke a rule.
+/// Run that broke a rule.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("seed {seed}: {text}\n  again: cargo xtask sim --seed {seed} --seeds 1{options}{}", .pcap.as_ref().map(|p| format!("\n  capture: {}", p.display())).unwrap_or_default())]
 pub struct Failure {
@@ -138,7 +138,7 @@ pub struct Failure {
     pub options: &'static str,
     /// The rule and what was seen, with the virtual time.
     pub text: String,
-    /// What the ports sent, if it could be written.
+    /// Capture of the packets sent, if it could be written.
     pub pcap: Option<PathBuf>,
 }
 
@@ -201,12 +201,12 @@ fn run_strangers(config: &SimConfig) -> Result<Stats, Failure> {
 
 /// The share of its goodput that work keeps under attack, over [`MANY_PAIRS`] of runs or more.
 pub const LEAST_GOODPUT: f64 = 0.7;
-/// Of so many pairs the sum says something. Depending on when the last connection ends, 14 of 1000 pairs are below
+/// Number of pairs from which on their sum is significant. Depending on when the last connection ends, 14 of 1000 pairs are below
 /// [`LEAST_GOODPUT`], and less than one of 10,000 sums of five.
 pub const MANY_PAIRS: u64 = 5;
 /// In a single pair. Most are over within 20 ms, and end with whichever connection happens to be last.
 const LEAST_OF_A_PAIR: f64 = 0.5;
-/// What a pair may take longer at any rate, nanoseconds.
+/// Time that any pair may take longer, nanoseconds.
 const SHORT_NS: f64 = 10e6;
 /// The stream that decides which runs have an adversary.
 const PLAN: u64 = 24;
@@ -290,7 +290,7 @@ fn run_class(config: &SimConfig, class: Class, capture: Option<PathBuf>) -> Resu
     Err(failure(config, text, pcap.then_some(path)))
 }
 
-/// What runs with storage have done.
+/// Counts of runs with storage.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct StorageStats {
     /// Runs.
@@ -301,13 +301,13 @@ pub struct StorageStats {
     pub lost: u64,
     /// Block operations that ended.
     pub operations: u64,
-    /// Of these, with success.
+    /// Block operations that succeeded.
     pub succeeded: u64,
     /// Virtual time, nanoseconds.
     pub simulated_ns: u64,
     /// Fingerprint of the run: times and headers of all packets received, and how operations ended. Of several runs: combined.
     pub trace_hash: u64,
-    /// What has happened: in how many runs, and how often.
+    /// Number of runs with each event, and of the events.
     pub coverage: BTreeMap<&'static str, [u64; 2]>,
 }
 

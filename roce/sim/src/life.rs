@@ -174,7 +174,7 @@ impl World {
         qpn.map_err(|e| format!("conn {conn}: no queue pair: {e}"))
     }
 
-    /// A queue pair in INIT with its first receives.
+    /// Brings a queue pair to INIT and posts its first receives.
     fn ready_qp(&mut self, conn: usize, end: usize) -> Result<Qpn, String> {
         let qpn = match self.conns[conn].ends[end].qpn {
             Some(qpn) => qpn,
@@ -285,7 +285,7 @@ impl World {
         self.service(host)
     }
 
-    /// What tells this model, but no program, a genuine request from a forged one.
+    /// Returns the token by which this model, but no program, distinguishes genuine requests from forged ones.
     fn token(&self, conn: usize, life: u32) -> u64 {
         let mixed = self.seed ^ (conn as u64) << 32 ^ u64::from(life);
         mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x6a09_e667_f3bc_c908
@@ -415,7 +415,7 @@ impl World {
         Ok(())
     }
 
-    /// Something ended a connection: after a while its rests are cleared away.
+    /// Schedules the cleanup of a broken connection.
     pub(crate) fn break_later(&mut self, conn: usize) {
         let c = &mut self.conns[conn];
         if c.phase == Phase::Down || c.repair_scheduled {
@@ -511,7 +511,7 @@ impl World {
         e.posted.clear();
     }
 
-    /// Whatever of the peer's unfinished work requests was executed: the target must show a state that they lead through
+    /// Checks that an end's memory shows a state that the peer's unfinished work requests lead through
     /// in order, packet by packet. From there the next life goes on.
     fn settle(&mut self, conn: usize, end: usize) -> Check {
         let victim = self.is_victim(conn);
@@ -610,7 +610,7 @@ impl World {
         Ok(())
     }
 
-    /// A host is back, with nothing in its memory.
+    /// Boots a host, with nothing in its memory.
     pub(crate) fn boot(&mut self, host: usize) -> Check {
         if self.hosts[host].alive {
             return Ok(());
@@ -632,7 +632,7 @@ impl World {
         self.service(host)
     }
 
-    /// A host vanishes with all that it has. Its peers learn of it from silence.
+    /// Kills a host with all its state. Its peers notice by timeouts.
     pub(crate) fn kill(&mut self, host: usize) {
         self.hosts[host].alive = false;
         self.end_services(host);

@@ -140,7 +140,14 @@ fn main() -> ExitCode {
     println!(
         "{} forged packets, {} of them to queue pairs at live PSNs ({} guesses redrawn that hit the port, {} the PSN), {} of observers, {} copies beyond gaps; {} packets to addresses that they were forged in the name of; goodput under attack: {goodput:.3} \
          of that without ({} pairs of runs)",
-        total.forged, total.at_live, total.port_hits, total.psn_hits, total.meddled, total.copies, total.reflected, total.pairs
+        total.forged,
+        total.at_live,
+        total.port_hits,
+        total.psn_hits,
+        total.meddled,
+        total.copies,
+        total.reflected,
+        total.pairs
     );
     println!(
         "{} clients let in under a flood of requests, the slowest after {:.1} ms",

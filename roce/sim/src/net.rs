@@ -7,7 +7,7 @@ use roce_icrc::{Flow, Recovery};
 
 use crate::rng::Rng;
 
-/// What a link does to packets.
+/// Faults of a link.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Faults {
     pub(crate) loss: f64,
@@ -56,7 +56,7 @@ pub(crate) struct Link {
     last_arrival: u64,
 }
 
-/// A datagram on its way: a packet, or several of one GSO train that stayed together.
+/// Datagram in flight: a packet, or several of one GSO train that stayed together.
 #[derive(Clone, Debug)]
 pub(crate) struct Frame {
     pub(crate) src: SocketAddr,
@@ -67,7 +67,7 @@ pub(crate) struct Frame {
     /// 0: one packet.
     pub(crate) segment_len: usize,
     pub(crate) bytes: Vec<u8>,
-    /// The network has changed it.
+    /// Whether the network has changed the bytes.
     pub(crate) damaged: bool,
 }
 
@@ -82,7 +82,7 @@ impl Frame {
     }
 }
 
-/// What the network has done.
+/// Counts of the network's faults.
 #[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct NetStats {
     pub(crate) lost: u64,

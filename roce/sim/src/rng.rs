@@ -14,7 +14,7 @@ impl Rng {
         Self(rng)
     }
 
-    /// A stream of its own for somebody who gets it.
+    /// Creates a stream from a seed of its own.
     pub(crate) fn from_seed(seed: [u8; 32]) -> Self {
         Self(ChaCha8Rng::from_seed(seed))
     }
@@ -24,7 +24,7 @@ impl Rng {
         p > 0.0 && self.0.random::<f64>() < p
     }
 
-    /// A number from `low` to `high`, both included.
+    /// Draws a number from `low` to `high`, both included.
     pub(crate) fn range(&mut self, low: u64, high: u64) -> u64 {
         self.0.random_range(low..=high.max(low))
     }

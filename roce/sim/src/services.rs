@@ -33,15 +33,15 @@ const QKEY: QKey = QKey(0x1234_5678);
 /// Marks receives among work request ids.
 const RECV: u64 = 1 << 63;
 
-/// What a message is.
+/// Kind of message.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum What {
     Send,
     /// RDMA WRITE with immediate data, into a place of its own.
     Write,
-    /// A datagram with a queue key that is not the receiver's.
+    /// Datagram with a queue key that is not the receiver's.
     WrongKey,
-    /// A datagram longer than the sender's MTU, which is never sent.
+    /// Datagram longer than the sender's MTU, which is never sent.
     TooLong,
 }
 
@@ -64,9 +64,9 @@ struct Flow {
     shared: bool,
     messages: Vec<Message>,
     source: Arc<Region>,
-    /// Where WRITEs land: a place per message.
+    /// Target of WRITEs: a place per message.
     target: Arc<Region>,
-    /// Where its own receives land: a place per message.
+    /// Buffers of its own receives: a place per message.
     buffers: Arc<Region>,
     posted: usize,
     completed: usize,
@@ -80,7 +80,7 @@ impl Flow {
         matches!(self.qp_type, QpType::Rc | QpType::XrcIni)
     }
 
-    /// How many of its messages can arrive.
+    /// Returns the number of messages that can arrive.
     fn expected(&self) -> usize {
         let can = |m: &&Message| matches!(m.what, What::Send | What::Write);
         self.messages.iter().filter(can).count()
@@ -92,7 +92,7 @@ impl Flow {
     }
 }
 
-/// What the flows to a host share.
+/// State shared by the flows to a host.
 struct Shared {
     cq: Arc<CompletionQueue>,
     queues: Vec<Arc<SharedReceiveQueue>>,
@@ -139,7 +139,7 @@ fn caps() -> QpCaps {
 }
 
 impl Services {
-    /// Where everything stands, for reports.
+    /// Returns a summary of the state, for reports.
     pub(crate) fn situation(&self) -> String {
         let mut out = String::new();
         for (h, s) in self.hosts.iter().enumerate() {
@@ -531,7 +531,7 @@ impl World {
         }
     }
 
-    /// A flow's program posts some of its messages.
+    /// Posts some of a flow's messages.
     pub(crate) fn serve(&mut self, flow: usize) -> Check {
         let now = self.instant();
         let [a, b] = [0, 1].map(|end| {
@@ -707,7 +707,7 @@ impl World {
         f.duplicate == 0.0 && f.reorder == 0.0
     }
 
-    /// A host dies: the flows from and to it end.
+    /// Ends the flows from and to a host that dies.
     pub(crate) fn end_services(&mut self, dying: usize) {
         let now = self.instant();
         let Some(services) = &mut self.services else { return };
@@ -725,7 +725,7 @@ impl World {
         }
     }
 
-    /// A host is back: its shared queues are new.
+    /// Makes new shared queues for a host that is back.
     pub(crate) fn renew_services(&mut self, h: usize) {
         if self.services.is_some() {
             let fresh = self.shared(h);

@@ -1,4 +1,4 @@
-//! What runs have done.
+//! Counts of runs.
 
 use std::collections::BTreeMap;
 
@@ -14,9 +14,9 @@ pub struct Stats {
     /// Fingerprint of the run: times, headers of all packets received, completions. Of several runs: combined.
     pub trace_hash: u64,
     pub simulated_ns: u64,
-    /// From the end of the faults until everything was done; of several runs the longest.
+    /// Time from the end of the faults until all work was done; of several runs the longest.
     pub longest_quiet_ns: u64,
-    /// From the last connection's being up until everything was done.
+    /// Time from the last connection's being up until all work was done.
     pub work_ns: u64,
     /// Payload bytes of the connections' work requests.
     pub work_bytes: u64,
@@ -37,7 +37,7 @@ pub struct Stats {
     pub succeeded: u64,
     pub receives: u64,
     pub messages: u64,
-    /// Of them those of UC, UD, XRC and shared receive queues.
+    /// Messages of UC, UD, XRC and shared receive queues.
     pub service_messages: u64,
     pub completions: u64,
     pub connections: u64,

@@ -1,4 +1,4 @@
-//! Whether what the ports report may be so.
+//! Checks of everything that the ports report.
 
 use roce_verbs::{Completion, Qpn, WcFlags, WcOpcode, WcStatus};
 
@@ -317,7 +317,7 @@ impl World {
         Ok(())
     }
 
-    /// Where everything stands, for reports.
+    /// Returns a summary of the run's state, for reports.
     pub(crate) fn situation(&self) -> String {
         let mut out = format!("at {:.6} s, quiet: {}", self.now as f64 / 1e9, self.quiet);
         for (h, host) in self.hosts.iter().enumerate() {
@@ -395,7 +395,7 @@ fn find_mark(bytes: &[u8]) -> Option<usize> {
     })
 }
 
-/// Where two byte strings differ.
+/// Returns how two byte strings differ.
 fn difference(actual: &[u8], expected: &[u8]) -> Option<String> {
     if actual == expected {
         return None;

@@ -42,7 +42,7 @@ pub(crate) const CQS: usize = 3;
 
 pub(crate) type Check = Result<(), String>;
 
-/// What happens at a point in time.
+/// Event at a point in time.
 #[derive(Debug)]
 pub(crate) enum Event {
     Arrive {
@@ -59,13 +59,13 @@ pub(crate) enum Event {
         host: usize,
         boot: u32,
     },
-    /// A program posts sends.
+    /// Program of an end posts sends.
     Send {
         conn: usize,
         end: usize,
         life: u32,
     },
-    /// A program posts receives.
+    /// Program of an end posts receives.
     Recv {
         conn: usize,
         end: usize,
@@ -79,7 +79,7 @@ pub(crate) enum Event {
         conn: usize,
         life: u32,
     },
-    /// A drained send queue goes on.
+    /// Drained send queue resumes.
     Resume {
         conn: usize,
         end: usize,
@@ -97,11 +97,11 @@ pub(crate) enum Event {
     Boot {
         host: usize,
     },
-    /// A flow of the other services posts messages.
+    /// Flow of the other services posts messages.
     Serve {
         flow: usize,
     },
-    /// A host gives buffers to its shared receive queues.
+    /// Host posts buffers to its shared receive queues.
     Replenish {
         host: usize,
         boot: u32,
@@ -110,13 +110,13 @@ pub(crate) enum Event {
     Attack,
     /// The observer sends a packet.
     Meddle,
-    /// A client of the server that verifies connects.
+    /// Client of the server that verifies connects.
     Client {
         n: usize,
     },
-    /// A handshake of that server's takes too long.
+    /// Handshake of that server times out.
     Deadline,
-    /// A program gives a request up that nobody confirms.
+    /// Program gives up a request that is never confirmed.
     Dismiss {
         host: usize,
         conn: ConnId,
@@ -162,7 +162,7 @@ pub(crate) struct Host {
     /// Counts restarts.
     pub(crate) boot: u32,
     pub(crate) alive: bool,
-    /// Only gone while it is being filled.
+    /// None while it is being filled.
     batch: Option<TxBatch>,
     rx: VecDeque<Frame>,
     rx_bytes: usize,
@@ -171,7 +171,7 @@ pub(crate) struct Host {
     next_identification: u16,
 }
 
-/// Everything.
+/// State of a run.
 pub(crate) struct World {
     pub(crate) scenario: Scenario,
     pub(crate) now: u64,
@@ -399,7 +399,7 @@ impl World {
         world
     }
 
-    /// Brings in whoever attacks.
+    /// Creates the run's attacker.
     fn invite(&mut self) {
         let mut rng = Rng::new(self.seed, ADVERSARY);
         let effort = match self.class {
@@ -510,7 +510,7 @@ impl World {
                 .all(|(i, c)| c.phase == Phase::Up && !c.repair_scheduled && self.is_done(i))
     }
 
-    /// Everything is done. Late copies and the answers to them pass, then nothing much may happen any more.
+    /// Runs on when all work is done: late copies and answers to them pass, then hardly an event may occur.
     fn linger(&mut self) -> Check {
         let calm = self.now + self.adversary_rest();
         let (rest, end) = (calm + 10 * SEC, calm + 30 * SEC);

@@ -1,4 +1,4 @@
-//! Packets to connected queue pairs in their peers' names, from somebody who knows the queue pair numbers and nothing else.
+//! Packets to connected queue pairs in their peers' names, from an attacker that knows the queue pair numbers alone.
 
 use std::{collections::BTreeMap, io, net::IpAddr, path::Path, thread, time::Duration};
 
@@ -17,13 +17,13 @@ const BURST: u32 = 32;
 /// Connected queue pair that a capture has packets to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct QueuePair {
-    /// Its address.
+    /// Address of the queue pair.
     pub local: IpAddr,
-    /// Its peer's.
+    /// Address of its peer.
     pub peer: IpAddr,
-    /// Its number.
+    /// Queue pair number.
     pub qpn: Qpn,
-    /// Packets that went there.
+    /// Packets to it.
     pub packets: u64,
     /// Bytes of the longest payload, which is the path MTU where there is bulk data.
     pub longest: usize,
@@ -67,21 +67,21 @@ pub fn queue_pairs(capture: &Path) -> io::Result<Vec<QueuePair>> {
 /// Kind of planted packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Plant {
-    /// The middle of a long RDMA WRITE, which needs no key.
+    /// Middle of a long RDMA WRITE, which needs no key.
     WriteMiddle,
-    /// The same with four bytes, where a middle packet is as long as the MTU: 20 bytes in all.
+    /// Middle of an RDMA WRITE with four bytes instead of an MTU's: 20 bytes in all.
     Short,
-    /// A whole RDMA WRITE with a key that opens nothing.
+    /// Whole RDMA WRITE with an invalid key.
     WrongKey,
-    /// A whole SEND.
+    /// Whole SEND.
     Send,
-    /// The middle of an answer to an RDMA READ.
+    /// Middle of an answer to an RDMA READ.
     ReadResponse,
-    /// A negative acknowledgement.
+    /// Negative acknowledgement.
     Nak,
-    /// An acknowledgement.
+    /// Acknowledgement.
     Acknowledge,
-    /// A congestion notification.
+    /// Congestion notification.
     Notification,
 }
 

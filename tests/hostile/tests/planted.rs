@@ -1,6 +1,6 @@
-//! What strangers achieve who know the queue pair numbers of a session of `ferroce serve` and `ferroce map`, and send packets
-//! to them from ordinary sockets on the hosts' addresses: nothing of theirs is stored or read, the session goes on, and the
-//! address that they use is not refused.
+//! Attackers that know the queue pair numbers of a session of `ferroce serve` and `ferroce map`, and send packets to them from
+//! ordinary sockets on the hosts' addresses. Nothing of theirs is stored or read, the session goes on, and the address that
+//! they use is not refused.
 
 use std::{
     fs,
@@ -26,7 +26,7 @@ fn nothing_comes_of(at_server: &[Plant], at_client: &[Plant]) {
     let capture = dir.path().join("seen.pcap");
     let pair = Pair::start(&vec![0; DISK], "", &["--pcap", &capture.display().to_string()], &[]);
     let load = Load::start(&pair.socket, 2).unwrap();
-    // Queue pair numbers are no secret between processes of a host; here a capture gives them.
+    // Queue pair numbers are no secret. Here a capture shows them.
     let bulk = |qp: &&QueuePair| qp.longest >= BULK && qp.packets > 64;
     let until = Instant::now() + Duration::from_secs(20);
     let known = loop {
@@ -65,7 +65,7 @@ fn nothing_comes_of(at_server: &[Plant], at_client: &[Plant]) {
     assert!(moved > 0);
     let stopped = pair.map.stop();
     assert_eq!(stopped.code, Some(0), "{}", stopped.stderr);
-    // Whoever caused what, the address is not refused.
+    // No penalty for the address.
     let again = pair.dir.path().join("again.sock");
     let (again, _) = map(pair.client, &pair.server.to_string(), &again, &["--session", "again"]);
     assert_eq!(again.stop().code, Some(0));

@@ -10,11 +10,7 @@ use super::{
     forge::MARK,
     live::{Direction, Live},
 };
-use crate::{
-    net::Frame,
-    rng::Rng,
-    world::World,
-};
+use crate::{net::Frame, rng::Rng, world::World};
 
 /// The attacker and what it has seen.
 pub(crate) struct Copies {
@@ -89,7 +85,9 @@ impl World {
         let mut forged = bytes.to_vec();
         forged[start..start + packet.payload.len()].fill(MARK);
         let to = SocketAddr::new(frame.dst, ROCE_UDP_PORT);
-        Flow::try_from((frame.src, to)).ok()?.seal(frame.identification, &mut forged);
+        Flow::try_from((frame.src, to))
+            .ok()?
+            .seal(frame.identification, &mut forged);
         Some(Frame {
             segment_len: 0,
             bytes: forged,

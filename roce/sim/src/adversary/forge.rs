@@ -1,4 +1,4 @@
-//! What somebody who only knows addresses and the protocol can put into a packet.
+//! Packets that an off-path attacker can make.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -19,19 +19,19 @@ use zerocopy::IntoBytes;
 use super::live::{Direction, Target};
 use crate::{admission::uuid, rng::Rng, world::LISTEN_PORT};
 
-/// Whom a packet pretends to come from or goes to.
+/// Claimed sender or receiver of a packet, as the attacker knows it.
 #[derive(Clone, Debug)]
 pub(super) struct Place {
     pub(super) addr: IpAddr,
-    /// The adapter's GUID: made of its MAC address, so anybody may know it.
+    /// GUID of the adapter: made of its MAC address, so it is no secret.
     pub(super) guid: u64,
-    /// Queue pairs that take datagrams: whoever asks (SIDR) is told their numbers, but not their queue keys.
+    /// Queue pairs that take datagrams. SIDR gives anybody their numbers, but not their queue keys.
     pub(super) datagram_qpns: Vec<Qpn>,
     /// Connected queue pairs.
     pub(super) connected: Vec<Target>,
 }
 
-/// The packets of a campaign.
+/// Kind of packets of a campaign.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum What {
     /// Management datagrams of this kind, or of any.
@@ -40,19 +40,19 @@ pub(super) enum What {
     Opcodes,
     /// Any opcode to a connected queue pair, in its peer's name, at or around a PSN in use.
     Connected,
-    /// To QP1, but no management datagram.
+    /// Packets to QP1 that are no management datagrams.
     Gsi,
     /// Datagrams with a queue key that is not the receiver's.
     Datagrams,
-    /// To the multicast queue pair.
+    /// Packets to the multicast queue pair.
     Multicast,
     /// Congestion notifications.
     Cnps,
-    /// Whole packets cut off, and noise.
+    /// Truncated packets, and noise.
     Garbage,
     /// Requests for sessions that look like a real client's.
     Sessions,
-    /// One after the other of all of these.
+    /// All of these in turns.
     Everything,
 }
 
@@ -80,7 +80,7 @@ impl What {
     }
 }
 
-/// One packet without its ICRC (four bytes are left for it).
+/// Forges one packet, with four bytes for its ICRC.
 pub(super) fn packet(what: What, from: &Place, to: &Place, rng: &mut Rng) -> Vec<u8> {
     match what {
         What::Mads(kind) => {
@@ -141,7 +141,7 @@ pub(super) fn packet(what: What, from: &Place, to: &Place, rng: &mut Rng) -> Vec
     }
 }
 
-/// Writes the ICRC as it is right with this Identification.
+/// Writes the ICRC that is right with this Identification.
 pub(super) fn seal(src: SocketAddr, dst: IpAddr, identification: u16, packet: &mut [u8]) {
     if let Ok(flow) = Flow::try_from((src, SocketAddr::new(dst, ROCE_UDP_PORT))) {
         flow.seal(identification, packet);
@@ -155,7 +155,7 @@ pub(super) fn with_payload(header: &Header, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// A UD SEND with the right keys for QP1.
+/// Wraps a MAD into a UD SEND with the right keys for QP1.
 pub(super) fn to_gsi(mad: &[u8], rng: &mut Rng) -> Vec<u8> {
     let mut header = Header::new(Bth::new(Opcode::UdSendOnly, Qpn::GSI, Psn::new(rng.next() as u32)));
     header.deth = Some(Deth {
@@ -213,7 +213,7 @@ pub(super) fn any_opcode(opcode: Opcode, qpn: Qpn, rng: &mut Rng) -> Vec<u8> {
 /// Byte that fills forged payloads. No program writes eight of them in a row.
 pub(crate) const MARK: u8 = 0x5a;
 
-/// How far guesses are from a live PSN, mostly.
+/// Distance of most guesses from a PSN in use.
 const NEAR: u64 = 5000;
 
 const SENDS: [Opcode; 7] = [
@@ -348,7 +348,7 @@ fn connected_payload(opcode: Opcode, psn: Psn, mtu: usize, rng: &mut Rng) -> Vec
     vec![MARK; len]
 }
 
-/// A communication ID: peers draw theirs at random, so no guess is better than another.
+/// Draws a communication ID. Peers draw theirs at random, so no guess is better than another.
 fn comm_id(rng: &mut Rng) -> u32 {
     let small = rng.range(0, 64) as u32;
     let any = rng.next() as u32;
@@ -449,11 +449,11 @@ fn cma_header(from: &Place, to: &Place, rng: &mut Rng) -> [u8; HEADER_LEN] {
     .emit()
 }
 
-/// A request to connect that looks like a client's, mostly, and asks for as much patience as the fields hold.
+/// Forges a request to connect that mostly looks like a client's, with timeouts up to the largest.
 pub(super) fn req(from: &Place, to: &Place, rng: &mut Rng) -> Req {
     let mut private_data = [0; 92];
     private_data[..HEADER_LEN].copy_from_slice(&cma_header(from, to, rng));
-    // What the simulator's programs send: small numbers, as session messages are.
+    // Small numbers, as the simulator's programs send them.
     let (conn, life) = (rng.range(0, 4) as u32, rng.range(1, 6) as u32);
     private_data[HEADER_LEN..HEADER_LEN + 4].copy_from_slice(&conn.to_be_bytes());
     private_data[HEADER_LEN + 4..HEADER_LEN + 8].copy_from_slice(&life.to_be_bytes());
@@ -461,13 +461,13 @@ pub(super) fn req(from: &Place, to: &Place, rng: &mut Rng) -> Req {
         let noise = rng.bytes(40);
         private_data[HEADER_LEN + 8..HEADER_LEN + 48].copy_from_slice(&noise);
     }
-    let (stranger, heard) = (rng.next(), rng.chance(0.9));
+    let (unknown, listening) = (rng.next(), rng.chance(0.9));
     Req {
         local_comm_id: comm_id(rng),
-        service_id: if heard {
+        service_id: if listening {
             ServiceId::new(PortSpace::Tcp, LISTEN_PORT).0
         } else {
-            stranger
+            unknown
         },
         local_ca_guid: guid(from, rng),
         local_qpn: Qpn::new(rng.next() as u32),
@@ -493,7 +493,7 @@ pub(super) fn req(from: &Place, to: &Place, rng: &mut Rng) -> Req {
     }
 }
 
-/// A request for a session's first connection, or another one, as RTRS clients send it.
+/// Forges a request for a session's first or further connection, as RTRS clients send it.
 fn session(from: &Place, to: &Place, rng: &mut Rng) -> Req {
     let (path, session) = (uuid(rng), uuid(rng));
     let cid = rng.pick(&[0, 0, 0, 1]);
@@ -509,7 +509,7 @@ fn session(from: &Place, to: &Place, rng: &mut Rng) -> Req {
     }
 }
 
-/// Which IPv4 Identifications a campaign's packets are sealed with: what peers are known to send, near and far from it.
+/// IPv4 Identifications that a campaign's packets are sealed with: near and far from those that peers send.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Idents {
     Zero,
@@ -517,7 +517,7 @@ pub(super) enum Idents {
     Fixed(u16),
     Counter(u16),
     Random,
-    /// No ICRC is right.
+    /// All ICRCs are wrong.
     Unsealed,
 }
 
@@ -533,7 +533,7 @@ impl Idents {
         }
     }
 
-    /// The next packet's, `None` if it is not sealed.
+    /// Returns the next packet's, or `None` if it is not sealed.
     pub(super) fn next(&mut self, rng: &mut Rng) -> Option<u16> {
         match self {
             Self::Zero => Some(0),

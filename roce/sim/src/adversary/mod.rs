@@ -1,9 +1,9 @@
-//! An adversary of the first kind: it knows the addresses of all hosts, their programs' port and the protocol. It sees
-//! nothing, and may send any packet from any address to any of them, as often as it likes.
+//! Off-path attacker: it knows the addresses of all hosts, their programs' port, the numbers of connected queue pairs, where
+//! their PSN streams are, and the protocol. It receives nothing, and may send any packet from any address at any rate.
 //!
-//! Its packets take no room on links and in sockets' buffers, and each burst is processed as it comes: what volume alone
-//! does to a network is no question to the ports. So a run in which its packets do nothing is the same run as without it,
-//! to the nanosecond.
+//! Its packets take no room on links and in socket buffers, and the port processes each burst at once: the ports are under
+//! test, not the network's capacity. A run in which its packets have no effect is the same run as without it, to the
+//! nanosecond.
 
 mod copies;
 mod forge;
@@ -20,11 +20,11 @@ use roce_bth::{Qpn, ROCE_UDP_PORT};
 use roce_cm::mad::Attribute;
 use roce_port::ConnId;
 
+pub(crate) use self::{copies::Copies, forge::MARK, observer::Observer, strays::Stray};
 use self::{
     forge::{Idents, Place, What},
     live::{Hit, Live},
 };
-pub(crate) use self::{copies::Copies, forge::MARK, observer::Observer, strays::Stray};
 use crate::{
     net::Frame,
     rng::Rng,
@@ -32,34 +32,33 @@ use crate::{
     world::{Check, Event, World, guid_of},
 };
 
-/// Packets and bytes that an address which never sent anything genuine may be sent for one that was sent in its name.
+/// Largest amplification: packets and bytes sent to an address without genuine traffic, for each forged in its name.
 const MOST_ANSWERS: u64 = 5;
 const MOST_BYTES: u64 = 3;
-/// For a single packet in its name no more than an answer and what the program says may go there within this time: a
-/// message is not repeated sooner, whatever patience the forged one told of.
-const PAUSE: u64 = 200 * MS;
+/// Least time between a first answer to a single forged packet and its repetition, whatever timeout the packet claims.
+const REPEAT_TIME: u64 = 200 * MS;
 /// Bytes of IP and UDP header.
 const HEADERS: u64 = 28;
 
-/// How hard it tries.
+/// Strategy and limits of an attacker.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Effort {
     /// Packets in all.
     pub(crate) packets: u32,
-    /// It stops at this time, nanoseconds.
+    /// End of the attack, nanoseconds.
     pub(crate) until: u64,
     /// Longest pause between two campaigns, nanoseconds.
     pub(crate) rest: u64,
-    /// It tries one thing only, on each pair of hosts in turn: what they believe of each other.
+    /// A single kind of packet, between hosts that know each other, to teach them false Identifications.
     obstinate: Option<(What, Idents)>,
-    /// All that it sends is requests for sessions to the first host, in the name of so many addresses that belong to nobody.
+    /// Requests for sessions to the first host alone, in the name of this many unused addresses.
     flood: Option<u32>,
-    /// All that it sends goes to connected queue pairs, in their peers' names, at and around the PSNs in use.
+    /// Packets to connected queue pairs alone, in their peers' names, at and around the PSNs in use.
     strangers: bool,
 }
 
 impl Effort {
-    /// Beside the chaos of a usual run and somewhat beyond.
+    /// Draws an attack that lasts for the chaos of a usual run and somewhat longer.
     pub(crate) fn draw(rng: &mut Rng, chaos_end: u64) -> Self {
         if rng.chance(0.3) {
             return Self {
@@ -78,7 +77,7 @@ impl Effort {
         }
     }
 
-    /// From when all connections are up until everything is done.
+    /// Draws an attack from when all connections are up until everything is done.
     pub(crate) fn throughout(rng: &mut Rng) -> Self {
         let mixed = Self {
             packets: 5000,
@@ -122,7 +121,7 @@ impl Effort {
         }
     }
 
-    /// Up to some ten thousand requests for sessions a second.
+    /// Draws a flood of up to some ten thousand requests for sessions a second.
     pub(crate) fn flood(rng: &mut Rng) -> Self {
         Self {
             packets: rng.pick(&[16, 64, 512, 1536, 4000]),
@@ -134,7 +133,7 @@ impl Effort {
         }
     }
 
-    /// Packets to connected queue pairs alone, as long as there may be traffic.
+    /// Draws an attack on connected queue pairs that lasts as long as there may be traffic.
     pub(crate) fn strangers(rng: &mut Rng, chaos_end: u64) -> Self {
         Self {
             packets: rng.pick(&[500, 2000, 5000]),
@@ -158,31 +157,31 @@ struct Campaign {
     pause: u64,
 }
 
-/// What went in an address's name, and what went to it.
+/// Packets forged in an address's name, and packets sent to it.
 #[derive(Clone, Copy, Default, Debug)]
 struct Account {
     forged: u64,
     forged_bytes: u64,
     answers: u64,
     answer_bytes: u64,
-    /// When the last two answers went, the later one first.
+    /// Times of the last two answers, the later one first.
     last: [Option<u64>; 2],
 }
 
-/// The adversary and what is kept about it.
+/// The attacker's state and statistics.
 pub(crate) struct Blind {
     pub(crate) rng: Rng,
     effort: Effort,
     campaign: Option<Campaign>,
-    /// Of addresses that belong to nobody.
+    /// By unused address.
     accounts: BTreeMap<IpAddr, Account>,
     live: Live,
-    /// What programs made of its requests.
+    /// Forged requests that programs hold.
     pub(crate) strays: Vec<Stray>,
-    /// Requests that programs have just answered: what happened to them meanwhile may still be told.
+    /// Requests that programs have just answered: events of theirs may still be queued.
     pub(crate) answered: Vec<(u64, usize, ConnId)>,
     pub(crate) forged: u64,
-    /// Of these those to connected queue pairs that it knows.
+    /// Forged packets to connected queue pairs that it knows.
     pub(crate) at_live: u64,
     /// Guesses that were redrawn because they hit the peer's port, or the exact PSN where ports are learned.
     pub(crate) redrawn: [u64; 2],
@@ -268,7 +267,7 @@ impl Blind {
     }
 }
 
-/// An address that belongs to nobody.
+/// Draws an unused address.
 fn stranger(v6: bool, rng: &mut Rng) -> IpAddr {
     let [a, b, c, d, ..] = rng.next().to_be_bytes().map(u16::from);
     match v6 {
@@ -278,7 +277,7 @@ fn stranger(v6: bool, rng: &mut Rng) -> IpAddr {
 }
 
 impl World {
-    /// Lets the adversary begin after a pause.
+    /// Starts the attack after a pause.
     pub(crate) fn unleash(&mut self, after: u64) {
         self.schedule(after, Event::Attack);
     }
@@ -298,7 +297,7 @@ impl World {
         }
     }
 
-    /// Notes a genuine packet to a host, from which the adversary learns.
+    /// Notes a genuine packet to a host, from which the attacker learns.
     pub(crate) fn note_genuine(&mut self, to: usize, src_port: u16, packet: &[u8]) {
         let Some(mut blind) = self.blind.take() else { return };
         blind.live.note(to, src_port, packet, |qpn| self.path_mtu(to, qpn));
@@ -364,7 +363,7 @@ impl World {
         self.check_bounds(host)
     }
 
-    /// The next packet of a campaign, or several that the kernel has merged (GRO).
+    /// Forges the next packet of a campaign, or several that the kernel has merged (GRO).
     fn forge(&self, blind: &mut Blind, campaign: &mut Campaign) -> Frame {
         let host = &self.hosts[campaign.to].plan;
         let (from, to) = (self.place_of(blind, campaign.src), self.place_of(blind, host.addr));
@@ -439,7 +438,7 @@ impl World {
         self.hosts.iter().all(|h| h.plan.addr != addr)
     }
 
-    /// A host sends to an address that belongs to nobody: somebody else has to bear it.
+    /// Checks a train that a host sends to an unused address: only answers are allowed, and no amplification.
     pub(crate) fn reflect(&mut self, h: usize, train: &roce_port::Train<'_>) -> Check {
         let remote = train.remote.ip();
         let account = self.blind.as_mut().and_then(|b| {
@@ -447,11 +446,11 @@ impl World {
             b.accounts.get_mut(&remote)
         });
         let Some(a) = account else {
-            return Err(format!("host {h} sends to {remote}, which nobody asked for"));
+            return Err(format!("host {h} sends to {remote}, an address without traffic"));
         };
         a.answers += train.segments as u64;
         a.answer_bytes += train.bytes.len() as u64 + train.segments as u64 * HEADERS;
-        let crowded = a.last[1].is_some_and(|at| self.now < at + PAUSE);
+        let crowded = a.last[1].is_some_and(|at| self.now < at + REPEAT_TIME);
         a.last = [Some(self.now), a.last[0]];
         if a.forged == 1 && crowded {
             return Err(format!(
@@ -466,7 +465,7 @@ impl World {
         Ok(())
     }
 
-    /// Whatever is kept about peers stays within what is configured.
+    /// Checks that the state kept about peers stays within its limits.
     pub(crate) fn check_bounds(&self, h: usize) -> Check {
         let (usage, limits) = (self.hosts[h].port.cm_usage(), &self.hosts[h].cm);
         let bounds = [
@@ -483,7 +482,7 @@ impl World {
         }
     }
 
-    /// The adversary's requests leave nothing behind.
+    /// Checks that forged requests leave no state behind.
     pub(crate) fn check_strays(&self) -> Check {
         match self.blind.as_ref().map_or(0, |b| b.strays.len()) {
             0 => Ok(()),
@@ -491,7 +490,7 @@ impl World {
         }
     }
 
-    /// When the last of an adversary's doings has been forgotten.
+    /// Returns the time until all state of the attack has expired.
     pub(crate) fn adversary_rest(&self) -> u64 {
         let begun = self.blind.as_ref().map_or(0, |b| b.effort.until);
         begun.saturating_sub(self.now) + if begun > 0 { 15 * SEC } else { 0 }

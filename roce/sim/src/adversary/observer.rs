@@ -29,7 +29,7 @@ const MEMORY: usize = 64;
 /// Bytes of a region that it must not reach.
 const GUARD: usize = 4096;
 
-/// A packet of the victim's.
+/// Packet of the victim.
 #[derive(Clone, Debug)]
 struct Seen {
     to: usize,
@@ -44,7 +44,7 @@ pub(crate) struct Observer {
     pub(crate) victim: usize,
     left: u32,
     until: u64,
-    /// How many of the packets that it sees make it send one.
+    /// Share of the packets it sees after which it sends one.
     zeal: f64,
     seen: VecDeque<Seen>,
     /// Places that keys open, of the victim or of others: address and key.
@@ -249,7 +249,7 @@ fn learn_ids(ids: &mut [u32; 2], qpns: [Option<Qpn>; 2], bytes: &[u8]) -> bool {
     true
 }
 
-/// A message that ends the connection, or keeps it waiting, to one of its ends.
+/// Draws a message that closes the connection, or delays it, to one of its ends.
 fn end_of(end: usize, ids: [u32; 2], qpn: Qpn, rng: &mut Rng) -> Mad {
     let (local_comm_id, remote_comm_id) = (ids[1 - end], ids[end]);
     let message: Message = match rng.index(5) {
@@ -300,7 +300,7 @@ fn shift_psn(bytes: &mut [u8], rng: &mut Rng) {
     psn.copy_from_slice(&new[1..]);
 }
 
-/// A packet of any opcode of the victim's service, near its PSN, with a key that it has seen.
+/// Forges a packet of any opcode of the victim's service, near its PSN, with a key that was seen.
 fn forged(like: &Bth, place: Option<(u64, RKey)>, rng: &mut Rng) -> Vec<u8> {
     let of_service: Vec<Opcode> = Opcode::ALL
         .iter()
@@ -341,7 +341,7 @@ fn forged(like: &Bth, place: Option<(u64, RKey)>, rng: &mut Rng) -> Vec<u8> {
     forge::with_payload(&header, &rng.bytes(len))
 }
 
-/// With an Identification as the genuine packet had it, mostly.
+/// Seals a packet, mostly with the genuine packet's Identification.
 fn sealed(src: SocketAddr, dst: std::net::IpAddr, like: u16, mut bytes: Vec<u8>, rng: &mut Rng) -> Frame {
     let identification = match rng.index(10) {
         0 => rng.next() as u16,

@@ -1,5 +1,5 @@
-//! What programs do with requests to connect that none of their peers has made. They can't tell: they accept, refuse or
-//! take their time, and clear up when nobody confirms.
+//! Programs' handling of forged connect requests. They can't distinguish them: they accept, refuse or delay them, and clean
+//! up when the request is never confirmed.
 
 use roce_port::{ConnId, PortCmEvent, QpInit};
 use roce_verbs::{
@@ -12,7 +12,7 @@ use crate::{
     world::{Check, Event, World},
 };
 
-/// A forged request that a program has not refused.
+/// Forged request that a program has not refused.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Stray {
     host: usize,
@@ -26,7 +26,7 @@ pub(crate) struct Stray {
 const MOST: usize = 16;
 
 impl World {
-    /// A request to connect that nobody has made.
+    /// Handles a connect request that no peer has made.
     pub(crate) fn on_stray(&mut self, h: usize, id: ConnId) -> Check {
         let now = self.instant();
         if self.observer.is_some() {
@@ -73,7 +73,7 @@ impl World {
         Ok(())
     }
 
-    /// A queue pair for whoever wants to connect.
+    /// Creates a queue pair for a request.
     pub(crate) fn spare_qp(&mut self, h: usize) -> Result<Qpn, String> {
         let host = &mut self.hosts[h];
         let cq = host.cqs[0].clone();
