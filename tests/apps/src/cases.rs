@@ -42,6 +42,8 @@ pub(crate) enum Plan {
     Python(&'static [&'static str]),
     /// One side is killed.
     Kill(Kill),
+    /// As [`Plan::Programs`]; in the captures that they leave, each answer comes after the acknowledgement of what it answers.
+    Captured,
     /// A virtual machine moves from one QEMU to another.
     Migrate(Migration),
 }

@@ -17,6 +17,8 @@ pub(crate) fn all() -> Vec<Case> {
     out.push(strangers());
     out.push(channels());
     out.push(signals());
+    out.extend(progress());
+    out.push(answers());
     out.push(unloaded());
     out.push(carrier());
     out.push(linked());
@@ -94,6 +96,41 @@ fn signals() -> Case {
     of_c("signals of the program", "signals", "-libverbs -lrdmacm", "{addr}")
         .says("the signals are the program's")
         .ci()
+}
+
+/// What a peer sees of a process that has polled and now computes or sleeps.
+fn progress() -> impl Iterator<Item = Case> {
+    ["order", "computing", "timewait", "rnr"].into_iter().map(|check| {
+        let arguments = format!("claims {{addr}} {check}");
+        of_c(
+            &format!("progress without polls: {check}"),
+            "progress",
+            "-libverbs -lrdmacm",
+            &arguments,
+        )
+        .says("the device is never deaf")
+        .ci()
+    })
+}
+
+/// A long ping-pong of this many rounds, of messages (`pingpong`) or of datagrams (`udp`), which prints its slowest rounds.
+pub(crate) fn long_pingpong(kind: &str, rounds: u32) -> Case {
+    let arguments = format!("{kind} {{addr}} {rounds}");
+    of_c(kind, "progress", "-libverbs -lrdmacm", &arguments).says("the device is never deaf")
+}
+
+/// perftest destroys its queue pair once it has the last answer, and arms queues that hold one completion.
+fn answers() -> Case {
+    let script = "for i in $(seq 20); do \
+         ib_send_lat -F -e -n 100 -p {port} >server & \
+         until grep -q \"$(printf :%04X {port}) .* 0A \" /proc/net/tcp; do sleep 0.02; done; \
+         timeout 30 ib_send_lat -F -e -n 100 -p {port} {addr} >client && wait $! || { cat server client; exit 1; }; done";
+    Case {
+        plan: Plan::Captured,
+        ..Case::script("ib_send_lat -e, 20 times, captured", PERFTEST, script)
+    }
+    .with("FERROCE_PCAP", "%p.pcap")
+    .ci()
 }
 
 /// A library that closes what it has opened as it is unloaded.

@@ -1,6 +1,7 @@
 //! Programs of others that were written for libibverbs and librdmacm, run as they are under `ferroce run`, both sides on
 //! this host and at one address. `cargo xtask apps` builds what this needs and runs it.
 
+mod capture;
 mod cases;
 mod collectives;
 mod crates;
@@ -19,6 +20,7 @@ mod report;
 mod rsocket;
 mod site;
 mod speed;
+mod stalls;
 mod storage;
 mod wheels;
 
@@ -92,6 +94,16 @@ struct Cli {
     /// With --speed: not pinned
     #[arg(long, requires = "speed")]
     unpinned: bool,
+    /// Run long ping-pongs of messages (captured) and of UDP datagrams in turns for so many minutes next to busy processors, and explain
+    /// the slowest rounds of each. Captures go to $TMPDIR, of which they take some 60 MB: best in memory
+    #[arg(long, value_name = "MINUTES", conflicts_with_all = ["list", "only", "set", "directory", "speed"])]
+    stalls: Option<f64>,
+    /// With --stalls: rounds of each ping-pong
+    #[arg(long, requires = "stalls", default_value_t = 40_000, value_parser = clap::value_parser!(u32).range(1000..=200_000))]
+    rounds: u32,
+    /// With --stalls: threads that keep processors busy
+    #[arg(long, requires = "stalls", default_value_t = 4)]
+    load: usize,
     /// Say what failing programs printed, in full
     #[arg(long, short)]
     verbose: bool,
@@ -150,6 +162,12 @@ fn run(cli: &Cli) -> Result<bool> {
     if cli.speed {
         let setup = setup(cli)?;
         let done = speed::run(&setup, cli.turns, !cli.unpinned, cli.json.as_deref());
+        setup.finish();
+        return done.map(|()| true);
+    }
+    if let Some(minutes) = cli.stalls {
+        let setup = setup(cli)?;
+        let done = stalls::run(&setup, minutes, cli.rounds, cli.load);
         setup.finish();
         return done.map(|()| true);
     }

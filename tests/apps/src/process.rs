@@ -28,7 +28,7 @@ use signal_hook::{
 use tempfile::TempDir;
 
 use crate::{
-    Result,
+    Result, capture,
     cases::{Case, Plan, Ready, ServerEnd},
     crates::Crates,
     killed, memcheck, migration, python,
@@ -278,6 +278,10 @@ impl Setup {
     fn once(&self, case: &Case, dir: &Path) -> Result<()> {
         match case.plan {
             Plan::Programs => self.attempt(case, dir).map(drop),
+            Plan::Captured => {
+                self.attempt(case, dir)?;
+                capture::check_order(dir)
+            }
             Plan::Python(only) => python::run(self, case, dir, only),
             Plan::Kill(kill) => killed::run(self, case, dir, kill),
             Plan::Migrate(how) => migration::run(self, case, dir, how),
