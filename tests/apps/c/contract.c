@@ -164,6 +164,19 @@ static void too_much_is_invalid(void)
 	MUST(!ibv_create_srq(pd, &how) && errno == EINVAL);
 }
 
+/* A completion queue holds as many completions as `cqe` says, which is at least the number that the program asked for. */
+static void completion_queues_are_rounded_up(void)
+{
+	struct ibv_cq *queue;
+
+	for (int asked = 1; asked < 20; asked++) {
+		MUST((queue = ibv_create_cq(context, asked, NULL, NULL, 0)) && queue->cqe >= asked);
+		MUST(queue->cqe < 2 * asked + 1 && !(queue->cqe & (queue->cqe + 1)));
+		MUST(!ibv_resize_cq(queue, 2 * asked) && queue->cqe >= 2 * asked && !(queue->cqe & (queue->cqe + 1)));
+		MUST(!ibv_destroy_cq(queue));
+	}
+}
+
 /* One structure for everything: the list of a write is still there when the operation has no data. */
 static void bindings_ignore_leftover_lists(void)
 {
@@ -755,6 +768,7 @@ int main(int argc, char **argv)
 		CHECK(all_memory_is_no_region),
 		CHECK(memory_of_other_devices_is_no_region),
 		CHECK(too_much_is_invalid),
+		CHECK(completion_queues_are_rounded_up),
 		CHECK(operations_fit_the_service),
 		CHECK(completions_know_the_time),
 		CHECK(thread_domains_are_in_use_until_their_parents_end),

@@ -1,11 +1,11 @@
 /*
- * Progress without polls: what a peer sees of a process that has polled and now computes, or sleeps.
+ * Progress without polls: what the peer of a process observes after that process polled and then computes or sleeps.
  *
- *     progress claims ADDR CHECK          order, computing, timewait or rnr
- *     progress ack|one-sided ADDR SECONDS print the latency of each load, beside that of a thread that sleeps in epoll
- *     progress pingpong|udp ADDR ROUNDS   print the slowest rounds of a long ping-pong, and which side waited for a processor
+ *     progress claims ADDR CHECK            checks by the order of events: order, computing, timewait or rnr
+ *     progress ack|one-sided ADDR SECONDS   prints latencies, each next to that of a UDP echo by a thread asleep in epoll
+ *     progress pingpong|udp ADDR ROUNDS     prints the slowest rounds of a long ping-pong, and how long each side did not poll
  *
- * Two processes share a page: the peer, whose view counts, and the target. ADDR is the device's address.
+ * The parent is the peer, the child the target. They share a page. ADDR is the device's address.
  */
 #define _GNU_SOURCE
 #include "common.h"
@@ -24,39 +24,39 @@
 #include <sys/prctl.h>
 #include <sys/socket.h>
 
-enum { BYTES = 64, DEPTH = 64, SAMPLES = 1 << 18, WORST = 3, ABSENCES = 1 << 14 };
+enum { BYTES = 64, DEPTH = 64, SAMPLES = 1 << 18, WORST = 3, GAPS = 1 << 14 };
 enum load { ACK, WRITE, READ, ECHO, ASLEEP, END };
 
-/* A time in which a polling thread did not run its loop, microseconds since 1970, and how much of it the scheduler let it wait. */
-struct absence { double begin, end, waited; };
+/* A period without a poll, in microseconds since 1970, and the part of it that the thread was runnable but not running. */
+struct gap { double begin, end, waited; };
 
 struct side {
 	atomic_int arrived;
 	uint32_t number, key;
 	uint64_t address;
 	struct sockaddr_in udp;
-	int absences;
-	struct absence absence[ABSENCES];
+	int gaps;
+	struct gap gap[GAPS];
 };
 
 static struct shared {
 	struct side sides[2];
-	/* The next round, and what the target does in it. */
+	/* The current round, and what the target does in it. */
 	atomic_int round;
 	enum load load;
 	double compute;
-	/* Rounds whose computing has begun, and ended; whose operation has completed. */
+	/* The last round whose computation began, whose computation ended, whose operation completed. */
 	atomic_int begun, ended, completed;
 } *shared;
 
-static struct side *here, *there;
+static struct side *local, *remote;
 static const char *address;
 static char *buffer;
 static struct ibv_mr *mr;
 static struct ibv_qp *qp;
 static int udp, schedstat, timeout = 14, retries = 7;
 static double latency[SAMPLES];
-/* Completions. */
+/* Completions that await() has not consumed. */
 static int sent, received;
 
 static double now(void)
@@ -67,12 +67,12 @@ static double now(void)
 	return t.tv_sec * 1e6 + t.tv_nsec / 1e3;
 }
 
-/* Waits for the other process. */
-static void meet(void)
+/* Waits until the other process arrives too. */
+static void barrier(void)
 {
-	int mine = ++here->arrived;
+	int mine = ++local->arrived;
 
-	while (there->arrived < mine)
+	while (remote->arrived < mine)
 		usleep(50);
 }
 
@@ -87,7 +87,7 @@ static struct ibv_qp *create(struct ibv_cq *queue)
 	return made;
 }
 
-/* A refusal for want of a receive holds for 655 ms (timer 0). */
+/* Connects a queue pair. Its RNR timer is the longest, 655 ms (code 0). */
 static void connect_to(struct ibv_qp *of, uint32_t number)
 {
 	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_INIT, .port_num = 1,
@@ -118,11 +118,12 @@ static void post(struct ibv_qp *of, enum ibv_wr_opcode opcode)
 {
 	struct ibv_sge from = { (uintptr_t)buffer, BYTES, mr->lkey };
 	struct ibv_send_wr wr = { .sg_list = &from, .num_sge = 1, .opcode = opcode,
-				  .wr.rdma = { there->address + BYTES, there->key } }, *bad;
+				  .wr.rdma = { remote->address + BYTES, remote->key } }, *bad;
 
 	MUST(!ibv_post_send(of, &wr, &bad));
 }
 
+/* Polls once and counts the completion. */
 static void poll_once(void)
 {
 	struct ibv_wc wc;
@@ -137,7 +138,7 @@ static void poll_once(void)
 		++*(wc.opcode & IBV_WC_RECV ? &received : &sent);
 }
 
-/* Polls until so many sends and receives have completed, which then count no more. */
+/* Polls until that many sends and receives have completed, and consumes them. */
 static void await(int sends, int receives)
 {
 	while (sent < sends || received < receives)
@@ -146,31 +147,31 @@ static void await(int sends, int receives)
 	received -= receives;
 }
 
-/* A device, a connected queue pair and a connected socket, with the like of which the other process begins too. */
+/* Opens the device, a queue pair and a socket, and connects them to those of the other process. */
 static void begin(void)
 {
-	socklen_t length = sizeof(here->udp);
+	socklen_t length = sizeof(local->udp);
 
 	set_up();
 	MUST(!posix_memalign((void **)&buffer, 4096, 4096));
 	memset(buffer, 0, 4096);
 	MUST(mr = ibv_reg_mr(pd, buffer, 4096, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ));
 	qp = create(cq);
-	here->number = qp->qp_num;
-	here->key = mr->rkey;
-	here->address = (uintptr_t)buffer;
-	here->udp = (struct sockaddr_in){ .sin_family = AF_INET, .sin_addr.s_addr = inet_addr(address) };
-	MUST((udp = socket(AF_INET, SOCK_DGRAM, 0)) >= 0 && !bind(udp, (void *)&here->udp, sizeof(here->udp)));
-	MUST(!getsockname(udp, (void *)&here->udp, &length));
-	meet();
-	connect_to(qp, there->number);
-	MUST(!connect(udp, (void *)&there->udp, sizeof(there->udp)));
+	local->number = qp->qp_num;
+	local->key = mr->rkey;
+	local->address = (uintptr_t)buffer;
+	local->udp = (struct sockaddr_in){ .sin_family = AF_INET, .sin_addr.s_addr = inet_addr(address) };
+	MUST((udp = socket(AF_INET, SOCK_DGRAM, 0)) >= 0 && !bind(udp, (void *)&local->udp, sizeof(local->udp)));
+	MUST(!getsockname(udp, (void *)&local->udp, &length));
+	barrier();
+	connect_to(qp, remote->number);
+	MUST(!connect(udp, (void *)&remote->udp, sizeof(remote->udp)));
 	for (int i = 0; i < DEPTH; i++)
 		post_recv();
-	meet();
+	barrier();
 }
 
-/* Sends datagrams back, asleep in epoll in between. */
+/* Echoes datagrams; sleeps in epoll. */
 static void *echo(void *unused)
 {
 	int epoll = epoll_create1(0), n;
@@ -195,7 +196,7 @@ static void compute(int round)
 	shared->ended = round;
 }
 
-/* The target: does what each round asks for, until one that is the last. */
+/* Runs the target's side of each round until END. */
 static void serve(void)
 {
 	static int round;
@@ -233,7 +234,7 @@ static void serve(void)
 	}
 }
 
-/* Begins a round; one whose operation comes once the target computes waits for that. */
+/* Starts a round. Waits until the target computes or sleeps, unless it has to receive a SEND first. */
 static int start(enum load load, double compute_us)
 {
 	int round = shared->round + 1;
@@ -246,8 +247,8 @@ static int start(enum load load, double compute_us)
 	return round;
 }
 
-/* One round. Its latency, microseconds; whether the operation completed before the target had computed. */
-static double play(enum load load, double compute_us, int *in_time)
+/* Runs a round. Returns the operation's latency in microseconds, and whether it completed before the computation ended. */
+static double run_round(enum load load, double compute_us, int *in_time)
 {
 	int round = start(load, compute_us);
 	char datagram[BYTES] = { 0 };
@@ -273,13 +274,13 @@ static double play(enum load load, double compute_us, int *in_time)
 	return took;
 }
 
-/* What makes a driver attentive: a ping-pong. */
-static void warm_up(void)
+/* Plays ping-pong, to which a driver may adapt. */
+static void warm_up(int rounds)
 {
 	int in_time;
 
-	for (int i = 0; i < 1000; i++)
-		play(ACK, 0, &in_time);
+	for (int i = 0; i < rounds; i++)
+		run_round(ACK, 0, &in_time);
 }
 
 static int ascending(const void *a, const void *b)
@@ -294,18 +295,18 @@ static void measure(const char *name, enum load load, double compute_us, double 
 	int n = 0, in_time;
 	double end;
 
-	warm_up();
+	warm_up(1000);
 	end = now() + seconds * 1e6;
 	while (n < SAMPLES && (n < 20 || now() < end))
-		latency[n++] = play(load, compute_us, &in_time);
+		latency[n++] = run_round(load, compute_us, &in_time);
 	qsort(latency, n, sizeof(*latency), ascending);
 	printf("{\"name\": \"%s\", \"rounds\": %d, \"p50\": %.1f, \"p99\": %.1f}\n", name, n, latency[n / 2],
 	       latency[n * 99 / 100]);
 	fflush(stdout);
 }
 
-/* A SEND that waits for a receive for as long as the process lives. */
-static void wait_for_a_receive(void)
+/* Leaves a queue pair waiting for an RNR timer until the process exits. */
+static void leave_in_rnr_wait(void)
 {
 	struct ibv_cq *queue = ibv_create_cq(context, 16, NULL, NULL, 0);
 	struct ibv_qp *a, *b;
@@ -319,8 +320,8 @@ static void wait_for_a_receive(void)
 	usleep(50000);
 }
 
-/* A connection between both processes that the target ends, which leaves it in timewait there. */
-static void connection(int target)
+/* Connects both processes by RDMA_CM. The target disconnects, which leaves its connection in timewait. */
+static void leave_in_timewait(int target)
 {
 	struct ibv_qp_init_attr init = { .qp_type = IBV_QPT_RC, .cap = { .max_send_wr = 1, .max_recv_wr = 1,
 					 .max_send_sge = 1, .max_recv_sge = 1 } };
@@ -328,32 +329,32 @@ static void connection(int target)
 	struct rdma_cm_id *id, *listener;
 
 	if (target)
-		meet();
+		barrier();
 	MUST(!rdma_getaddrinfo(address, "7991", &hints, &found) && !rdma_create_ep(&id, found, NULL, &init));
 	if (target) {
 		MUST(!rdma_connect(id, NULL) && !rdma_disconnect(id));
 		usleep(400000);
 	} else {
 		MUST(!rdma_listen(listener = id, 1));
-		meet();
+		barrier();
 		MUST(!rdma_get_request(listener, &id) && !rdma_accept(id, NULL));
 	}
-	meet();
+	barrier();
 }
 
-/* The operation completes while the target computes, at least half as often as a datagram comes back from a thread in epoll. A
- * machine on which few datagrams do proves nothing. */
-static void completes_meanwhile(const char *what, enum load load)
+/* Checks that the operation completes while the target computes, at least half as often as a UDP echo returns. Repeats on a machine
+ * that is too busy for the echo. */
+static void completes_while_computing(const char *what, enum load load)
 {
 	int in_time, possible = 0, done = 0;
 
-	for (int tries = 0; tries < 20 && possible < 50; tries++) {
-		warm_up();
+	for (int tries = 0; tries < 3 && possible < 50; tries++) {
+		warm_up(200);
 		possible = done = 0;
 		for (int i = 0; i < 100; i++)
-			play(load, 300, &in_time), done += in_time;
+			run_round(load, 300, &in_time), done += in_time;
 		for (int i = 0; i < 100; i++)
-			play(ECHO, 300, &in_time), possible += in_time;
+			run_round(ECHO, 300, &in_time), possible += in_time;
 	}
 	if (possible >= 50 && 2 * done < possible) {
 		fprintf(stderr, "while its target computed a %s completed %d times, a datagram came back %d times\n", what, done,
@@ -362,8 +363,8 @@ static void completes_meanwhile(const char *what, enum load load)
 	}
 }
 
-/* Programs take an answer as proof that their send is done, and a queue for one completion as long enough. */
-static void an_answer_comes_after_the_acknowledgement(void)
+/* Checks that no answer overtakes the acknowledgement of what it answers: programs take it as proof that their SEND completed. */
+static void acknowledgements_precede_answers(void)
 {
 	for (int i = 0; i < 2000; i++) {
 		start(ACK, 0);
@@ -378,35 +379,36 @@ static void an_answer_comes_after_the_acknowledgement(void)
 	}
 }
 
-static void a_read_is_answered_whatever_timer_runs(void)
+static void reads_complete_with_a_timer_pending(void)
 {
 	int in_time;
 
 	for (int i = 0; i < 5; i++)
-		play(ASLEEP, 0, &in_time);
+		run_round(ASLEEP, 0, &in_time);
 }
 
 static void check_computing(void)
 {
-	completes_meanwhile("SEND", ACK);
-	completes_meanwhile("WRITE", WRITE);
-	completes_meanwhile("READ", READ);
+	warm_up(1000);
+	completes_while_computing("SEND", ACK);
+	completes_while_computing("WRITE", WRITE);
+	completes_while_computing("READ", READ);
 }
 
 static void claims(int target, const char *check)
 {
 	static const struct { const char *name; void (*of)(void); } checks[] = {
-		{ "order", an_answer_comes_after_the_acknowledgement },
+		{ "order", acknowledgements_precede_answers },
 		{ "computing", check_computing },
-		{ "timewait", a_read_is_answered_whatever_timer_runs },
-		{ "rnr", a_read_is_answered_whatever_timer_runs },
+		{ "timewait", reads_complete_with_a_timer_pending },
+		{ "rnr", reads_complete_with_a_timer_pending },
 	};
 
 	if (!strcmp(check, "timewait"))
-		connection(target);
+		leave_in_timewait(target);
 	if (!strcmp(check, "rnr") && target)
-		wait_for_a_receive();
-	meet();
+		leave_in_rnr_wait();
+	barrier();
 	if (target)
 		return serve();
 	for (int i = 0; i < COUNT(checks); i++)
@@ -432,8 +434,8 @@ static void figures(int target, int one_sided, double seconds)
 {
 	if (target) {
 		serve();
-		wait_for_a_receive();
-		meet();
+		leave_in_rnr_wait();
+		barrier();
 		return serve();
 	}
 	if (one_sided) {
@@ -445,14 +447,14 @@ static void figures(int target, int one_sided, double seconds)
 		acknowledgements(seconds);
 	}
 	start(END, 0);
-	meet();
+	barrier();
 	if (one_sided)
 		measure("READ, asleep, timer", ASLEEP, 0, seconds);
 	start(END, 0);
 }
 
-/* How long this thread has waited for a processor, microseconds. */
-static double waited(void)
+/* Returns how long this thread has been runnable but not running, in microseconds. */
+static double run_delay(void)
 {
 	char text[64] = "";
 	unsigned long long ran, waits = 0;
@@ -461,13 +463,13 @@ static double waited(void)
 	return waits / 1e3;
 }
 
-/* How much of a time a side was not in its loop, and how much of that it waited for a processor. */
-static double away(const struct side *side, double begin, double end, double *waits)
+/* Returns how long a side did not poll in a period, and how much of that it was runnable but not running. */
+static double time_away(const struct side *side, double begin, double end, double *waits)
 {
 	double all = *waits = 0;
 
-	for (int i = 0; i < side->absences; i++) {
-		const struct absence *a = &side->absence[i];
+	for (int i = 0; i < side->gaps; i++) {
+		const struct gap *a = &side->gap[i];
 		double from = a->begin > begin ? a->begin : begin, to = a->end < end ? a->end : end;
 
 		if (to > from) {
@@ -478,8 +480,8 @@ static double away(const struct side *side, double begin, double end, double *wa
 	return all;
 }
 
-/* Waits for a message. A millisecond between two looks is an absence. */
-static void look(int bare)
+/* Waits for a message. Records a gap when a millisecond passes between two polls. */
+static void await_message(int bare)
 {
 	static double last, before;
 	char datagram[BYTES];
@@ -487,10 +489,10 @@ static void look(int bare)
 	while (!received) {
 		double at = now();
 
-		if (last && at - last > 1000 && here->absences < ABSENCES) {
-			double by = waited();
+		if (last && at - last > 1000 && local->gaps < GAPS) {
+			double by = run_delay();
 
-			here->absence[here->absences++] = (struct absence){ last, at, by - before < at - last ? by - before : at - last };
+			local->gap[local->gaps++] = (struct gap){ last, at, by - before < at - last ? by - before : at - last };
 			before = by;
 		}
 		last = at;
@@ -502,7 +504,7 @@ static void look(int bare)
 	received = 0;
 }
 
-static void hit(int bare)
+static void send_message(int bare)
 {
 	char datagram[BYTES] = { 0 };
 
@@ -522,12 +524,12 @@ static void pingpong(int target, int bare, int rounds)
 		int n = WORST;
 
 		if (!target)
-			hit(bare);
-		look(bare);
+			send_message(bare);
+		await_message(bare);
 		if (!bare)
 			post_recv();
 		if (target)
-			hit(bare);
+			send_message(bare);
 		took = now() - begin;
 		while (n > 0 && took > worst[n - 1].took)
 			n--;
@@ -540,25 +542,25 @@ static void pingpong(int target, int bare, int rounds)
 	}
 	if (!bare)
 		await(rounds, 0);
-	meet();
+	barrier();
 	for (int i = 0; i < WORST && !target; i++) {
-		double waits[2], begin = worst[i].begin, end = begin + worst[i].took, mine = away(here, begin, end, &waits[0]),
-		       its = away(there, begin, end, &waits[1]);
+		double waits[2], begin = worst[i].begin, end = begin + worst[i].took, mine = time_away(local, begin, end, &waits[0]),
+		       its = time_away(remote, begin, end, &waits[1]);
 
 		printf("{\"round\": %d, \"begin\": %.1f, \"took\": %.1f, \"away\": [%.1f, %.1f], \"waited\": [%.1f, %.1f]}\n",
 		       worst[i].round, begin, worst[i].took, mine, its, waits[0], waits[1]);
 	}
 }
 
-static pid_t child;
+static pid_t target_pid;
 
-/* The target has ended. If it failed, so does all. */
+/* Exits if the target failed. */
 static void ended(int signal)
 {
 	int status;
 
 	(void)signal;
-	if (waitpid(child, &status, WNOHANG) == child && status)
+	if (waitpid(target_pid, &status, WNOHANG) == target_pid && status)
 		_exit(1);
 }
 
@@ -571,18 +573,18 @@ int main(int argc, char **argv)
 	address = argv[2];
 	claim = !strcmp(argv[1], "claims");
 	bare = !strcmp(argv[1], "udp");
-	/* Four times 34 ms without an answer and the peer counts as dead. */
+	/* RETRY_EXC after four timeouts of 34 ms. */
 	if (claim)
 		timeout = 13, retries = 3;
 	shared = mmap(NULL, sizeof(*shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 	MUST(shared != MAP_FAILED);
 	signal(SIGCHLD, ended);
-	MUST((child = fork()) >= 0);
-	target = !child;
+	MUST((target_pid = fork()) >= 0);
+	target = !target_pid;
 	if (target)
 		prctl(PR_SET_PDEATHSIG, SIGKILL);
-	here = &shared->sides[target];
-	there = &shared->sides[!target];
+	local = &shared->sides[target];
+	remote = &shared->sides[!target];
 	begin();
 	if (bare || !strcmp(argv[1], "pingpong")) {
 		pingpong(target, bare, atoi(argv[3]));
@@ -590,10 +592,10 @@ int main(int argc, char **argv)
 		MUST(!target || !pthread_create(&thread, NULL, echo, NULL));
 		claim ? claims(target, argv[3]) : figures(target, !strcmp(argv[1], "one-sided"), atof(argv[3]));
 	}
-	meet();
+	barrier();
 	if (target)
 		_exit(0);
 	MUST(!ibv_destroy_qp(qp) && !ibv_dereg_mr(mr));
-	tear_down("the device is never deaf");
+	tear_down("progress is made without polls");
 	return 0;
 }

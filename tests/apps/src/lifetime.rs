@@ -98,7 +98,7 @@ fn signals() -> Case {
         .ci()
 }
 
-/// What a peer sees of a process that has polled and now computes or sleeps.
+/// Acknowledgements and one-sided operations of a process that polled and then computes or sleeps.
 fn progress() -> impl Iterator<Item = Case> {
     ["order", "computing", "timewait", "rnr"].into_iter().map(|check| {
         let arguments = format!("claims {{addr}} {check}");
@@ -108,18 +108,19 @@ fn progress() -> impl Iterator<Item = Case> {
             "-libverbs -lrdmacm",
             &arguments,
         )
-        .says("the device is never deaf")
+        .says("progress is made without polls")
+        .within(600)
         .ci()
     })
 }
 
-/// A long ping-pong of this many rounds, of messages (`pingpong`) or of datagrams (`udp`), which prints its slowest rounds.
+/// A long ping-pong of SENDs (`pingpong`) or of UDP datagrams (`udp`), which prints its slowest rounds.
 pub(crate) fn long_pingpong(kind: &str, rounds: u32) -> Case {
     let arguments = format!("{kind} {{addr}} {rounds}");
-    of_c(kind, "progress", "-libverbs -lrdmacm", &arguments).says("the device is never deaf")
+    of_c(kind, "progress", "-libverbs -lrdmacm", &arguments).says("progress is made without polls")
 }
 
-/// perftest destroys its queue pair once it has the last answer, and arms queues that hold one completion.
+/// `ib_send_lat -e` takes an answer as proof that its SEND completed, and sizes its completion queue for that.
 fn answers() -> Case {
     let script = "for i in $(seq 20); do \
          ib_send_lat -F -e -n 100 -p {port} >server & \
