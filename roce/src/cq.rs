@@ -60,10 +60,11 @@ impl core::fmt::Debug for Cq {
     }
 }
 
-/// Checks how many completions a queue shall hold (`rxe_cq_chk_attr`).
-fn check_entries(entries: u32, max: u32) -> Result<(), VerbsError> {
+/// Returns how many entries a queue gets when a program asks for `entries`: one less than a power of two, as mlx5 and rdma_rxe grant,
+/// and at most `max`. Programs count on what hardware gives beyond their request.
+fn granted_entries(entries: u32, max: u32) -> Result<u32, VerbsError> {
     match (1..=max).contains(&entries) {
-        true => Ok(()),
+        true => Ok((u32::MAX >> entries.leading_zeros()).min(max)),
         false => Err(VerbsError::Invalid(format!(
             "a completion queue of {entries} entries: 1 to {max} are possible"
         ))),
@@ -86,7 +87,7 @@ impl Cq {
 
     fn notifying(device: &Device, entries: u32, notify: Option<Arc<dyn Notify>>) -> Result<Self, VerbsError> {
         let limits = &device.0.limits;
-        check_entries(entries, limits.max_cqe)?;
+        let entries = granted_entries(entries, limits.max_cqe)?;
         if device.0.cqs.fetch_add(1, Ordering::Relaxed) >= limits.max_cq {
             device.0.cqs.fetch_sub(1, Ordering::Relaxed);
             return Err(VerbsError::Limit("completion queues"));
@@ -120,15 +121,20 @@ impl Cq {
         self.0.queue.capacity()
     }
 
-    /// Changes how many completions it has room for (`ibv_resize_cq`); what waits in it stays.
+    /// Changes the capacity to at least `entries` (`ibv_resize_cq`). The queue keeps its completions.
     ///
     /// # Errors
-    /// When it holds more, or at the device's limit.
+    /// When the queue holds more than `entries` completions, or at the device's limit.
     pub fn resize(&self, entries: u32) -> Result<(), VerbsError> {
-        check_entries(entries, self.0.device.limits.max_cqe)?;
+        let granted = granted_entries(entries, self.0.device.limits.max_cqe)?;
+        let held = self.len() as u32;
+        if entries < held {
+            let asked = entries;
+            return Err(VerbsError::Invalid(roce_qp::CqResizeError { held, asked }.to_string()));
+        }
         self.0
             .queue
-            .resize(entries)
+            .resize(granted)
             .map_err(|e| VerbsError::Invalid(e.to_string()))
     }
 

@@ -114,7 +114,7 @@ impl Cq {
             channel: init.channel,
             cq_context: init.cookie,
             handle,
-            cqe: init.entries as c_int,
+            cqe: inner.capacity() as c_int,
             mutex: libc::PTHREAD_MUTEX_INITIALIZER,
             cond: libc::PTHREAD_COND_INITIALIZER,
             comp_events_completed: 0,
@@ -229,7 +229,7 @@ unsafe extern "C" fn ibv_resize_cq(cq: *mut ibv_cq, entries: c_int) -> c_int {
         let count = u32::try_from(entries).ok().filter(|n| *n > 0).ok_or(Errno::INVAL)?;
         this.inner.resize(count)?;
         // SAFETY: the public part's field.
-        unsafe { (&raw mut (*cq).cqe).write(entries) };
+        unsafe { (&raw mut (*cq).cqe).write(this.inner.capacity() as c_int) };
         Ok(())
     })
 }
