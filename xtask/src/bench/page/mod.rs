@@ -4,6 +4,7 @@ mod figure;
 mod inner;
 mod link;
 mod plot;
+mod progress;
 mod shards;
 mod tcp;
 mod transport;
@@ -44,8 +45,8 @@ pub(crate) struct PageArgs {
     /// Seconds of each measurement [default: 2; with --quick 0.5]
     #[arg(long, value_parser = seconds)]
     seconds: Option<f64>,
-    /// Only parts with this name; several times: these. They are bulk, latency, programs, operations, tcp, loss, sharing,
-    /// scale, shards, block, rxe and instructions
+    /// Only parts with this name; several times: these. They are bulk, latency, ack, one-sided, programs, operations, tcp,
+    /// loss, sharing, scale, shards, block, rxe and instructions
     #[arg(long, value_name = "PART")]
     only: Vec<String>,
     /// Write all figures of all rounds to a file
@@ -85,7 +86,7 @@ impl PageArgs {
 }
 
 /// What is measured: name, title and description of each part.
-const PARTS: [(&str, &str, &str); 12] = [
+const PARTS: [(&str, &str, &str); 14] = [
     (
         "bulk",
         "Bandwidth",
@@ -98,6 +99,20 @@ const PARTS: [(&str, &str, &str); 12] = [
         "Round trips of 64 bytes on loopback, both sides polling, beside a bare UDP ping-pong of the same size (`ferroce bench latency`); \
          and both sides waiting for events, beside one that sleeps in epoll: ours
          looks for packets for up to 50 us, as long as that pays, before it sleeps. Less is better.",
+    ),
+    (
+        "ack",
+        "Acknowledgements while computing",
+        "A process under `ferroce run` polls, receives a SEND of 64 bytes, and computes for so long before it answers and polls again: how long \
+         its peer waits for the SEND's completion. Beside it what the machine takes to wake a thread: a UDP echo by a thread of the same \
+         process, asleep in epoll while the process computes. 99th percentiles are beside the echo's and 50 us more. Less is better.",
+    ),
+    (
+        "one-sided",
+        "One-sided operations to a computing target",
+        "64 bytes to a process under `ferroce run` that found its completion queue empty 500 times and computes for 3 ms, beside the same UDP \
+         echo; and READs to one that found it empty 20 times and sleeps, with a queue pair that waits for an RNR timer beside \
+         the same without. 99th percentiles are beside the other's and 200 us more. Less is better.",
     ),
     (
         "programs",
@@ -226,6 +241,8 @@ fn measure(name: &str, programs: &link::Programs, args: &PageArgs, scratch: &Pat
         "scale" => transport::scale(ferroce, args),
         "block" => block(args),
         "programs" => transport::programs(args, scratch),
+        "ack" => progress::acknowledgements(args, scratch),
+        "one-sided" => progress::one_sided(args, scratch),
         "instructions" => inner::instructions(args, scratch),
         _ if !tools::may_make_namespaces() => Err("needs network namespaces: run it as root".into()),
         "rxe" => inner::rxe(args, scratch),
