@@ -61,9 +61,6 @@ fn mtu(text: &str) -> Result<Mtu, String> {
         .ok_or_else(|| format!("{bytes} is no RoCE path MTU: 256, 512, 1024, 2048 or 4096"))
 }
 
-/// RTRS waits for answers, which the next request can acknowledge.
-const ACK_HOLD: Duration = Duration::from_micros(400);
-
 impl TransportArgs {
     fn config(&self, addr: IpAddr) -> DeviceConfig {
         let usual = DeviceConfig::new(addr);
@@ -73,7 +70,6 @@ impl TransportArgs {
             gso: !self.no_gso,
             gro: !self.no_gro,
             pcap: self.pcap.clone(),
-            ack_hold: ACK_HOLD,
             ..usual
         }
     }

@@ -7,7 +7,7 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use roce_net::{Attendance, Driver, Spin};
+use roce_net::{Driver, Spin, Waiter};
 use roce_qp::{CompletionQueue as Queue, Notify};
 use roce_verbs::{
     Completion, Qpn,
@@ -188,11 +188,8 @@ impl CompletionQueue for Cq {
             if engines.is_closed() {
                 return Err(VerbsError::Closed);
             }
-            engines.of(&self.0.served).for_each(Driver::empty_poll);
+            engines.of(&self.0.served).for_each(Driver::poll);
             taken = self.take(out, max)?;
-        }
-        if taken > 0 {
-            engines.of(&self.0.served).for_each(Driver::found);
         }
         Ok(taken)
     }
@@ -203,7 +200,7 @@ impl CompletionQueue for Cq {
         }
         self.0.queue.arm(solicited_only);
         let engines = &self.0.device.engines;
-        engines.of(&self.0.served).for_each(Driver::leave_poll);
+        engines.of(&self.0.served).for_each(Driver::stop_polling);
         Ok(())
     }
 }
@@ -245,14 +242,14 @@ impl Channel {
     }
 
     /// Looks for packets, and an event that comes of them, for a while, if that pays.
-    fn spin(&self, until: Option<Instant>, ports: &mut [Attendance<'_>]) -> Result<Option<u64>, VerbsError> {
+    fn spin(&self, until: Option<Instant>, ports: &mut [Waiter<'_>]) -> Result<Option<u64>, VerbsError> {
         let left = until.map(|at| at.saturating_duration_since(Instant::now()));
         let Some(spinning) = self.spin.lock().begin(left) else {
             return Ok(None);
         };
         let event = loop {
-            let attending = ports.iter_mut().fold(false, |any, port| port.look() | any);
-            if !attending {
+            let owns = ports.iter_mut().fold(false, |any, port| port.advance() | any);
+            if !owns {
                 return Ok(None);
             }
             let event = self.events.pop()?;
@@ -278,7 +275,7 @@ impl CompletionChannel for Channel {
             return Ok(Some(event));
         }
         let until = deadline(timeout);
-        let mut ports = self.device.engines.attend();
+        let mut ports = self.device.engines.begin_wait();
         if let Some(event) = self.spin(until, &mut ports)? {
             return Ok(Some(event));
         }
@@ -311,7 +308,7 @@ pub(crate) fn wait<Q, E>(
         }
         return take();
     }
-    device.engines.leave_poll();
+    device.engines.stop_polling();
     let until = deadline(timeout);
     loop {
         if !device.background {

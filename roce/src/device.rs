@@ -1,6 +1,5 @@
 //! The device.
 
-use core::time::Duration;
 use std::{
     net::IpAddr,
     num::NonZeroU64,
@@ -51,10 +50,6 @@ pub struct DeviceConfig {
     pub window: Option<WindowConfig>,
     /// Bytes per second towards one address of the services that nobody acknowledges (UC, UD); `None`: no limit.
     pub unreliable_rate: Option<NonZeroU64>,
-    /// How long an acknowledgement may wait for a request of ours to go with, which saves the peer a wake-up. Zero, the
-    /// default: it goes at once. For those who wait for answers rather than for completions of what they send; a tenth of
-    /// a millisecond is well below the shortest time that a peer waits before it asks.
-    pub ack_hold: Duration,
     /// Write all packets sent and received to this file.
     pub pcap: Option<PathBuf>,
     /// Identifies the device to connection managers; `None`: random. No two live devices may share one, unless they
@@ -115,7 +110,6 @@ impl Default for DeviceConfig {
             spin: SpinMode::default(),
             window: None,
             unreliable_rate: FreePaces::USUAL,
-            ack_hold: Duration::ZERO,
             pcap: None,
             guid: None,
             sockets: None,

@@ -11,7 +11,7 @@ use std::sync::{
 
 use roce_bth::Qpn;
 use roce_net::{
-    Attendance, Closed, Driver, DriverConfig, EventSink, Inbox, Message, Own,
+    Closed, Driver, DriverConfig, EventSink, Inbox, Message, Own, Waiter,
     links::{LinkChange, LinkWatch},
 };
 use roce_port::{ConnChange, ConnId, Port, PortCmEvent, QpnSlot, RxMeta, Siblings, Steering};
@@ -238,17 +238,17 @@ impl Engines {
 
     /// The calling thread advances them.
     pub(crate) fn progress(&self) {
-        self.drivers.iter().for_each(Driver::empty_poll);
+        self.drivers.iter().for_each(Driver::poll);
     }
 
     /// The application goes to sleep: packets wake the background threads again.
-    pub(crate) fn leave_poll(&self) {
-        self.drivers.iter().for_each(Driver::leave_poll);
+    pub(crate) fn stop_polling(&self) {
+        self.drivers.iter().for_each(Driver::stop_polling);
     }
 
     /// The calling thread is about to sleep for completions.
-    pub(crate) fn attend(&self) -> Vec<Attendance<'_>> {
-        self.drivers.iter().map(Driver::attend).collect()
+    pub(crate) fn begin_wait(&self) -> Vec<Waiter<'_>> {
+        self.drivers.iter().map(Driver::begin_wait).collect()
     }
 
     /// Memory that was taken back before is used by nobody after it ([`Driver::pass_lock`]).

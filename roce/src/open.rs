@@ -215,7 +215,6 @@ impl Parts {
             }
         });
         port.unreliable_rate = config.unreliable_rate;
-        port.ack_hold = config.ack_hold;
         let mem = match mem {
             Some(mem) => mem,
             None => Arc::new(MemoryTable::new(random()?, &limits)),

@@ -8,7 +8,7 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use roce_net::{Attendance, EventFd, wait_readable};
+use roce_net::{EventFd, Waiter, wait_readable};
 use roce_verbs::provider::VerbsError;
 
 struct State<T> {
@@ -96,13 +96,9 @@ impl<T> EventQueue<T> {
     }
 
     /// The same, and takes packets of the ports that come meanwhile.
-    pub(crate) fn sleep_beside(
-        &self,
-        deadline: Option<Instant>,
-        ports: &mut [Attendance<'_>],
-    ) -> Result<bool, VerbsError> {
+    pub(crate) fn sleep_beside(&self, deadline: Option<Instant>, ports: &mut [Waiter<'_>]) -> Result<bool, VerbsError> {
         let Some(left) = left(deadline) else { return Ok(false) };
-        roce_net::sleep(self.fd.as_fd(), ports, left).map_err(waiting)?;
+        roce_net::wait(self.fd.as_fd(), ports, left).map_err(waiting)?;
         Ok(true)
     }
 }

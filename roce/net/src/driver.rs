@@ -1,7 +1,7 @@
-//! A port that threads share: a lock, and a thread in the background. Which of them advances it is the [`Handover`]'s.
+//! Drives one port from several threads: a mutex around the port plus a progress thread. [`Progress`] decides which thread advances it.
 //!
-//! **Lock order.** The port's lock comes first. Below it, each on its own: the memory table, a completion queue, a receive queue, and
-//! the locks inside of an [`EventSink`] or a notifier. Whoever holds one of those calls nothing of the driver. Of ports with siblings
+//! **Lock order.** The port's lock comes first. Leaf locks below it: the memory table, a completion queue, a receive queue, and the
+//! locks inside an [`EventSink`] or a notifier. A thread that holds one of those calls nothing of the driver. Of ports with siblings
 //! ([`roce_port::Siblings`]) the first one's lock comes before the others'.
 
 use std::{
@@ -19,38 +19,38 @@ use roce_port::{Port, PortCounters, RxMeta};
 use roce_verbs::Instant;
 
 use crate::{
-    attend::Attendance,
     clock,
     datapath::{Datapath, DatapathCounters},
     engine::{Engine, EventSink, Message},
-    handover::{Closed, Handover, Moves, Surroundings, Watch},
     inbox::Inbox,
     links::LinkWatch,
     motor::{Motor, Own, Tap},
     persist::{Persister, Report},
+    progress::{Advance, Closed, Environment, Progress},
     spin::{Spin, SpinMode},
     sys,
+    wait::Waiter,
     wake::{TOKEN_INBOX, TOKEN_LINKS, TOKEN_SOCKETS, TOKEN_TIMER, Wake},
 };
 
-/// How a port is driven.
+/// Configuration of a [`Driver`].
 pub struct DriverConfig {
-    /// Run a background thread. Without one the port advances only while the application posts and polls.
+    /// Run a progress thread. Without one the port advances only while the program posts and polls.
     pub background: bool,
-    /// How long the background thread looks for packets before it sleeps. [`SpinMode::Auto`]: it does not, because it would do so beside
-    /// threads of the program, of which nothing is known, and those that bring it packets.
+    /// Time for which the progress thread polls the sockets before it sleeps. [`SpinMode::Auto`]: none, because it would take a processor
+    /// from the program's threads.
     pub spin: SpinMode,
-    /// Bytes of the staging slab: what is sent with one round of system calls.
+    /// Bytes of the staging slab, which one round of system calls sends.
     pub batch_bytes: usize,
-    /// Sees all packets.
+    /// Capture of all packets.
     pub tap: Option<Box<dyn Tap>>,
-    /// Names the background thread.
+    /// Name of the progress thread.
     pub name: String,
-    /// Changes of interfaces, which the background thread brings to the event sink.
+    /// Changes of interfaces, which the progress thread reports to the event sink.
     pub links: Option<LinkWatch>,
-    /// Which packets are for this port, when others share the address: those for them are strays.
+    /// Packets that are for this port, if others share the address: the rest are strays.
     pub own: Option<Own>,
-    /// What other ports of the device have for this one.
+    /// Messages of other engines of the device.
     pub inbox: Option<Arc<Inbox<Message>>>,
 }
 
@@ -69,33 +69,29 @@ impl Default for DriverConfig {
     }
 }
 
-/// What a port that is shared is in.
-pub(crate) struct Around {
+/// Clock, wake-ups and event sink of a [`Driver`].
+pub(crate) struct Runtime {
     pub(crate) wake: Arc<Wake>,
     sink: Arc<dyn EventSink>,
-    /// The process that it was made in ([`sys::generation`]).
+    /// Process that made it ([`sys::generation`]).
     born: u32,
 }
 
-impl Surroundings for Around {
+impl Environment for Runtime {
     fn now(&self) -> Instant {
         clock::now()
     }
 
-    fn watch(&self, what: Watch) {
-        self.wake.watch(what);
+    fn watch_sockets(&self, on: bool) {
+        self.wake.watch(on);
     }
 
-    fn watching(&self) -> Watch {
-        self.wake.watching()
+    fn watches_sockets(&self) -> bool {
+        self.wake.is_watching()
     }
 
-    fn set_alarm(&self, now: Instant, at: Instant) {
-        self.wake.set_alarm(now, at);
-    }
-
-    fn postpone(&self, now: Instant, at: Instant) {
-        self.wake.postpone(now, at);
+    fn wake_by(&self, now: Instant, at: Instant) {
+        self.wake.wake_by(now, at);
     }
 
     fn is_inherited(&self) -> bool {
@@ -107,9 +103,9 @@ impl Surroundings for Around {
     }
 }
 
-pub(crate) type Shared = Handover<Engine, Around>;
+pub(crate) type Shared = Progress<Engine, Runtime>;
 
-/// A port in motion. Shared by reference between threads; dropping it stops the background thread.
+/// Port that several threads drive. Dropping it stops the progress thread.
 pub struct Driver {
     pub(crate) shared: Arc<Shared>,
     persister: Arc<Persister>,
@@ -118,7 +114,7 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// Sets a port in motion.
+    /// Starts driving a port.
     ///
     /// # Errors
     /// When the system has no descriptor or thread left.
@@ -132,7 +128,7 @@ impl Driver {
         let poll = config.background.then(Poll::new).transpose()?;
         let wake = Arc::new(match &poll {
             Some(poll) => Wake::new(poll, &path.descriptors())?,
-            None => Wake::nobody(),
+            None => Wake::without_thread(),
         });
         if let (Some(poll), Some(links)) = (&poll, &links) {
             Wake::also(poll, links.as_fd(), TOKEN_LINKS)?;
@@ -143,17 +139,17 @@ impl Driver {
         let motor = Motor::new(path, tap, config.batch_bytes, config.own);
         let persister = Arc::<Persister>::default();
         let engine = Engine::new(port, motor, sink.clone(), wake.clone(), persister.clone(), config.inbox);
-        let around = Around {
+        let runtime = Runtime {
             wake,
             sink,
             born: sys::generation(),
         };
-        let shared = Arc::new(Shared::new(engine, around));
-        shared.lock_anyway().report = Some(reporter(&shared));
+        let shared = Arc::new(Shared::new(engine, runtime));
+        shared.with_closed(|engine| engine.report = Some(reporter(&shared)));
         let theirs = shared.clone();
         let start = |poll| {
             let sleep = Sleep::new(poll, config.spin);
-            sys::Thread::start(config.name, move || background(&theirs, sleep, links))
+            sys::Thread::start(config.name, move || run(&theirs, sleep, links))
         };
         let thread = poll.map(start).transpose()?;
         Ok(Self {
@@ -164,7 +160,7 @@ impl Driver {
         })
     }
 
-    /// Calls the port, then sends what came of it.
+    /// Calls the port, then sends all that is due.
     ///
     /// # Errors
     /// When the device is closed.
@@ -172,8 +168,8 @@ impl Driver {
         self.advance(|engine, now| engine.call(now, call))
     }
 
-    /// The same, but the port is given first what has arrived: for a call that stops a queue pair. Its acknowledgements may be
-    /// there already, and what they acknowledge has not failed.
+    /// Receives, then calls the port: for a call that stops a queue pair. Its acknowledgements may have arrived, and what they
+    /// acknowledge has not failed.
     ///
     /// # Errors
     /// When the device is closed.
@@ -184,9 +180,8 @@ impl Driver {
         })
     }
 
-    /// Takes a datagram that reached the host by another socket (another process of the same address forwards it) as if
-    /// the network had brought it: after what the own sockets have, which came before it. All checks are made, the ICRC's as
-    /// well.
+    /// Takes a datagram that another process of the same address forwards, as if the network had brought it. The own sockets come first:
+    /// what they hold is older. All checks are made, that of the ICRC too.
     ///
     /// # Errors
     /// When the device is closed.
@@ -194,120 +189,110 @@ impl Driver {
         self.advance(|engine, now| {
             let now = engine.catch_up(now);
             engine.take_datagram(now, datagram, meta);
-            engine.settle_in_passing(now);
+            engine.flush_once(now);
         })
     }
 
-    /// Calls the port for something that gives it nothing to send.
+    /// Calls the port for something that leaves nothing to send.
     ///
     /// # Errors
     /// When the device is closed.
     pub fn with_quiet<R>(&self, call: impl FnOnce(&mut Port, Instant) -> R) -> Result<R, Closed> {
         self.advance(|engine, now| {
             let result = call(&mut engine.port, now);
-            engine.settle_quietly(now);
+            engine.report_only(now);
             result
         })
     }
 
     fn advance<R>(&self, call: impl FnOnce(&mut Engine, Instant) -> R) -> Result<R, Closed> {
-        let mut guard = self.shared.lock()?;
-        let result = call(&mut guard, clock::now());
-        drop(guard);
-        self.shared.serve_wanted();
-        Ok(result)
+        self.shared.with(|engine| call(engine, clock::now()))
     }
 
-    /// The application found a completion queue empty: its thread advances the port, unless another does already.
-    pub fn empty_poll(&self) {
-        self.shared.empty_poll();
+    /// Advances the port after a poll of an empty completion queue, unless another thread does already.
+    pub fn poll(&self) {
+        self.shared.poll();
     }
 
-    /// The application found completions: it may not come back for long, so that packets wake the background thread again, unless it is
-    /// one that polls on.
-    pub fn found(&self) {
+    /// Hands the port to the progress thread: the program is about to sleep.
+    pub fn stop_polling(&self) {
         if !self.is_inherited() {
-            self.shared.found();
+            self.shared.stop_polling();
         }
     }
 
-    /// The application goes to sleep: packets wake the background thread again.
-    pub fn leave_poll(&self) {
-        if !self.is_inherited() {
-            self.shared.leave_poll();
-        }
-    }
-
-    /// The calling thread is about to sleep for completions: until the result is dropped it may have to sleep for packets too.
-    pub fn attend(&self) -> Attendance<'_> {
-        let counted = !self.is_inherited() && self.shared.around().wake.has_thread();
-        Attendance {
+    /// Begins a wait for an event, which ends when the result is dropped.
+    pub fn begin_wait(&self) -> Waiter<'_> {
+        let counted = !self.is_inherited() && self.shared.env().wake.has_thread();
+        Waiter {
             driver: self,
             counted,
-            attending: counted && self.shared.attend(),
+            owns: counted && self.shared.begin_wait(),
             more: false,
         }
     }
 
-    /// Returns when nobody who held the port's lock at the time of the call holds it any more, and what was being made persistent
-    /// then is. So memory that was taken back before is used by nobody.
+    /// Returns when every current holder of the port's lock has released it, and the persister has finished its current job. No thread
+    /// uses memory any more that was deregistered before the call.
     pub fn pass_lock(&self) {
         if !self.is_inherited() {
-            drop(self.shared.lock_anyway());
+            self.shared.with_closed(|_| ());
             self.persister.pass();
         }
     }
 
-    /// Whether this process was forked from the one that made the driver. Every call fails here, and touches neither locks
-    /// nor the wire.
+    /// Returns whether this process is a fork of the one that made the driver. Every call fails here, and touches neither locks nor the
+    /// wire.
     pub fn is_inherited(&self) -> bool {
-        self.shared.around().is_inherited()
+        self.shared.env().is_inherited()
     }
 
-    /// Receives what is sent to a multicast group on the interface that has the local address, until as many
-    /// [`Driver::leave`]s.
+    /// Joins a multicast group on the interface that has the local address, until as many [`Driver::leave`]s.
     ///
     /// # Errors
     /// When the system refuses, or the datapath can't.
     pub fn join(&self, group: IpAddr, local: IpAddr) -> io::Result<()> {
         self.check_inherited()?;
-        let mut engine = self.shared.lock_anyway();
-        engine.motor.path.join(group, local)?;
-        let done = self.shared.around().wake.follow(&engine.motor.path.descriptors());
-        if done.is_err() {
-            engine.motor.path.leave(group, local);
-        }
-        done
+        self.shared.with_closed(|engine| {
+            engine.motor.path.join(group, local)?;
+            let done = self.shared.env().wake.follow(&engine.motor.path.descriptors());
+            if done.is_err() {
+                engine.motor.path.leave(group, local);
+            }
+            done
+        })
     }
 
-    /// Takes back one [`Driver::join`].
+    /// Undoes one [`Driver::join`].
     pub fn leave(&self, group: IpAddr, local: IpAddr) {
         if self.is_inherited() {
             return;
         }
-        let mut engine = self.shared.lock_anyway();
-        engine.motor.path.leave(group, local);
-        if let Err(e) = self.shared.around().wake.follow(&engine.motor.path.descriptors()) {
-            tracing::error!("watching the sockets failed: {e}");
-        }
+        self.shared.with_closed(|engine| {
+            engine.motor.path.leave(group, local);
+            if let Err(e) = self.shared.env().wake.follow(&engine.motor.path.descriptors()) {
+                tracing::error!("epoll_ctl of the progress thread's sockets failed: {e}");
+            }
+        });
     }
 
-    /// What the port and its datapath have counted.
+    /// Returns the counters of the port and its datapath.
     pub fn counters(&self) -> (PortCounters, DatapathCounters) {
         if self.is_inherited() {
             return Default::default();
         }
-        let engine = self.shared.lock_anyway();
-        (engine.port.counters(), engine.motor.path.counters())
+        self.shared
+            .with_closed(|engine| (engine.port.counters(), engine.motor.path.counters()))
     }
 
-    /// Sets the receive buffer, bytes, and returns what was granted.
+    /// Sets the receive buffer, bytes, and returns the size that the system granted.
     ///
     /// # Errors
     /// When the system refuses.
     pub fn set_receive_buffer(&self, bytes: usize) -> io::Result<usize> {
         self.check_inherited()?;
-        self.shared.lock_anyway().motor.path.set_receive_buffer(bytes)
+        self.shared
+            .with_closed(|engine| engine.motor.path.set_receive_buffer(bytes))
     }
 
     fn check_inherited(&self) -> io::Result<()> {
@@ -317,30 +302,31 @@ impl Driver {
         }
     }
 
-    /// Whether it has stopped, or is another process's.
+    /// Returns whether it has stopped, or is another process's.
     pub fn is_closed(&self) -> bool {
         self.shared.is_closed() || self.is_inherited()
     }
 
-    /// Lets every later call fail, and sends nothing any more. It waits for nobody.
+    /// Lets every later call fail, and sends nothing any more. Does not block.
     pub fn stop(&self) {
         if !self.is_inherited() {
             self.shared.close();
-            self.shared.around().wake.stop();
+            self.shared.env().wake.stop();
         }
     }
 
-    /// Stops: sends what is still to be sent, ends the background thread, and lets every later call fail.
+    /// Stops: sends what is still to be sent, ends the progress thread, and lets every later call fail.
     pub fn close(&self) {
         if self.is_inherited() {
-            // The thread is not there to be joined either.
+            // A fork has no progress thread to join.
             return;
         }
-        if let Ok(mut guard) = self.shared.lock() {
-            guard.pass(clock::now());
-            guard.settle(clock::now());
-            guard.motor.end_tap();
-        }
+        // Closed already: a thread panicked under the lock.
+        let _ = self.shared.with(|engine| {
+            engine.pass(clock::now());
+            engine.flush(clock::now());
+            engine.motor.end_tap();
+        });
         self.stop();
         self.persister.close();
         if self.thread_id == Some(thread::current().id()) {
@@ -349,7 +335,7 @@ impl Driver {
         if let Some(thread) = self.thread.lock().take()
             && !thread.finish()
         {
-            tracing::error!("the background thread had panicked, or does not end");
+            tracing::error!("the progress thread panicked, or does not end");
         }
     }
 }
@@ -360,31 +346,30 @@ impl Drop for Driver {
     }
 }
 
-/// Brings the port what was made persistent.
+/// Returns the callback that reports finished jobs of the persister to the port.
 fn reporter(shared: &Arc<Shared>) -> Arc<Report> {
     let shared = Arc::downgrade(shared);
     Arc::new(move |done| {
         let Some(shared) = shared.upgrade() else { return false };
-        let Ok(mut guard) = shared.lock() else { return false };
-        let now = clock::now();
-        guard.port.persisted(now, done);
-        guard.settle_in_passing(now);
-        drop(guard);
-        shared.serve_wanted();
-        true
+        let reported = shared.with(|engine| {
+            let now = clock::now();
+            engine.port.persisted(now, done);
+            engine.flush_once(now);
+        });
+        reported.is_ok()
     })
 }
 
-/// As many datagrams, at most, come at once to programs that exchange messages, and not to those that move bulk data.
+/// Datagrams of one wake-up, at most, after which spinning may pay: bulk data arrives in more.
 const FEW: u64 = 4;
 
-/// How the background thread waits.
+/// Sleep of the progress thread.
 struct Sleep {
     poll: Poll,
     events: Events,
     spin: Spin,
-    /// Datagrams that came last.
-    brought: u64,
+    /// Datagrams that the last wake-up brought.
+    received: u64,
 }
 
 impl Sleep {
@@ -397,23 +382,22 @@ impl Sleep {
             poll,
             events: Events::with_capacity(16),
             spin: Spin::new(spin),
-            brought: 0,
+            received: 0,
         }
     }
 
-    /// Waits until something happens.
+    /// Waits for an event.
     fn wait(&mut self, shared: &Shared) -> io::Result<()> {
-        // Packets that don't wake it are nothing to look for, and where many come at once they had better come together. A program that
-        // waits by polling has one processor already.
-        let looks =
-            (1..=FEW).contains(&self.brought) && shared.around().watching() == Watch::All && !shared.polled_lately();
-        if looks && self.spin()? {
+        // A parked thread has no packets to poll for, and bulk data is cheaper in large batches.
+        let spins = (1..=FEW).contains(&self.received) && shared.env().watches_sockets();
+        if spins && self.spin()? {
             return Ok(());
         }
+        shared.env().wake.before_sleep();
         self.poll.poll(&mut self.events, None)
     }
 
-    /// Looks for packets for a while, if that pays. True: something has happened.
+    /// Polls for a while, if that pays. True: an event has come.
     fn spin(&mut self) -> io::Result<bool> {
         let Some(spinning) = self.spin.begin(None) else {
             return Ok(false);
@@ -430,34 +414,36 @@ impl Sleep {
     }
 }
 
-/// The background thread.
-fn background(shared: &Shared, mut sleep: Sleep, mut links: Option<LinkWatch>) {
+/// Runs the progress thread.
+fn run(shared: &Shared, mut sleep: Sleep, mut links: Option<LinkWatch>) {
+    sys::shorten_slice();
     loop {
         if let Err(e) = sleep.wait(shared)
             && e.kind() != io::ErrorKind::Interrupted
         {
-            tracing::error!("waiting for packets failed: {e}");
+            tracing::error!("epoll_wait of the progress thread failed: {e}");
             shared.close();
         }
         let events = &sleep.events;
-        if events.iter().any(|e| e.token() == TOKEN_TIMER) {
-            shared.around().wake.alarm_rang();
-        }
+        shared
+            .env()
+            .wake
+            .after_sleep(events.iter().any(|e| e.token() == TOKEN_TIMER));
         if events.iter().any(|e| e.token() == TOKEN_LINKS)
             && let Some(links) = &mut links
         {
             match links.take() {
                 Ok(changes) if changes.is_empty() => {}
                 Ok(changes) => {
-                    let carried = shared.around().sink.links(changes);
-                    if let (Some(mtus), Ok(mut guard)) = (carried, shared.lock()) {
-                        guard.port.set_path_mtus(mtus);
+                    if let Some(mtus) = shared.env().sink.links(changes) {
+                        // Closed: no call needs them any more.
+                        let _ = shared.with(|engine| engine.port.set_path_mtus(mtus));
                     }
                 }
-                Err(e) => tracing::warn!("looking at the interfaces failed: {e}"),
+                Err(e) => tracing::warn!("reading changes of interfaces failed: {e}"),
             }
         }
-        sleep.brought = shared.woken();
+        sleep.received = shared.woken();
         if shared.is_closed() {
             return;
         }

@@ -1,8 +1,6 @@
-//! What puts a port in motion: a [`Datapath`], which is UDP sockets today (raw IP and AF_PACKET fit behind the same trait), and
-//! what drives both. [`Driver`] shares a port between threads, with a lock and a thread in the background; [`LocalDriver`] is for one
-//! loop, and has neither.
+//! Datapath and drivers of a port. A [`Datapath`] is UDP sockets today; raw IP and AF_PACKET fit behind the same trait. [`Driver`]
+//! shares a port between threads, with a lock and a progress thread; [`LocalDriver`] is for one loop, and has neither.
 
-mod attend;
 mod clock;
 mod datapath;
 mod driver;
@@ -10,7 +8,6 @@ mod engine;
 pub mod environment;
 pub mod gids;
 mod group;
-mod handover;
 pub mod holder;
 pub mod iface;
 mod inbox;
@@ -18,6 +15,7 @@ pub mod links;
 mod local;
 mod motor;
 mod persist;
+mod progress;
 mod senders;
 mod spin;
 mod steer;
@@ -25,18 +23,19 @@ mod sync;
 mod sys;
 mod udp;
 mod unsegmented;
+mod wait;
 mod wake;
 
-pub use attend::{Attendance, sleep};
 pub use clock::now;
 pub use datapath::{Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, DatapathCounters, Received, Sent};
 pub use driver::{Driver, DriverConfig};
 pub use engine::{EventSink, Message};
-pub use handover::{Closed, TAKEOVER};
 pub use inbox::Inbox;
 pub use local::{LocalConfig, LocalDriver};
 pub use motor::{Flush, Own, Tap};
+pub use progress::Closed;
 pub use spin::{Spin, SpinMode, Spinning};
 pub use steer::steer_group;
 pub use sys::{EventFd, Thread, start_thread, udp_socket, wait_readable};
 pub use udp::{OpenError, OpenSockets, UdpConfig, UdpDatapath};
+pub use wait::{Waiter, wait};

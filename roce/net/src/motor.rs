@@ -217,7 +217,8 @@ impl Motor {
     }
 
     /// Runs timers that are due, unless packets wait (`more`) that could be what they wait for.
-    pub(crate) fn run_timers(&mut self, port: &mut Port, now: Instant, more: bool) {
+    /// True: one was due.
+    pub(crate) fn run_timers(&mut self, port: &mut Port, now: Instant, more: bool) -> bool {
         let now = now.max(self.read);
         let due = port.is_timeout_due(now);
         self.deferred = if due && more { self.deferred + 1 } else { 0 };
@@ -225,6 +226,7 @@ impl Motor {
             self.deferred = 0;
             port.handle_timeout(now);
         }
+        due
     }
 
     /// Sends what the port has to send.

@@ -1,9 +1,9 @@
-//! What wakes the background thread: arriving packets, unless it stands back, and an alarm clock.
+//! Wakes the progress thread: by arriving packets, unless it is parked, and by a timer.
 
 use std::{
     io,
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
-    sync::atomic::{AtomicU8, Ordering},
+    sync::atomic::{AtomicBool, Ordering},
 };
 
 use mio::{Interest, Poll, Token, unix::SourceFd};
@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use roce_verbs::Instant;
 
 use crate::{
-    handover::Watch,
+    clock,
     sys::{self, EventFd, TimerFd},
 };
 
@@ -21,50 +21,64 @@ const TOKEN_STOP: Token = Token(1);
 pub(crate) const TOKEN_LINKS: Token = Token(2);
 /// Messages of other engines.
 pub(crate) const TOKEN_INBOX: Token = Token(3);
-/// The first of the datapath's descriptors.
+/// Token of the datapath's first descriptor.
 pub(crate) const TOKEN_SOCKETS: usize = 16;
 
 struct Descriptors {
-    /// The epoll instance that the thread waits in.
+    /// Epoll instance in which the thread waits.
     epoll: OwnedFd,
     timer: TimerFd,
     stop: EventFd,
 }
 
 struct State {
-    /// The datapath's.
+    /// Descriptors of the datapath.
     sockets: Vec<RawFd>,
-    /// What wakes the thread.
-    watching: Watch,
-    /// When the alarm clock rings.
-    alarm: Option<Instant>,
+    /// Expiry of the timer, if it is armed.
+    timer: Option<Instant>,
+    /// Whether the thread is awake: it arms the timer before it sleeps, for all wishes at once.
+    awake: bool,
+    /// Earliest wish since it woke up.
+    wanted: Option<Instant>,
 }
 
-/// See the module. The lock in it is the last in the order: nothing is called under it.
+impl State {
+    fn arm(&mut self, timer: &TimerFd, now: Instant, at: Instant) {
+        if self.timer.is_some_and(|expiry| expiry <= at) {
+            return;
+        }
+        match timer.set(at.saturating_since(now)) {
+            Ok(()) => self.timer = Some(at),
+            Err(e) => tracing::error!("timerfd_settime failed: {e}"),
+        }
+    }
+}
+
+/// Epoll registrations and timer of the progress thread.
 pub(crate) struct Wake {
     descriptors: Option<Descriptors>,
+    /// Leaf lock: acquire no other lock while holding it.
     state: Mutex<State>,
-    /// [`State::watching`], to be read without the lock.
-    watching: AtomicU8,
+    /// Whether packets wake the thread. Written under the lock.
+    watching: AtomicBool,
 }
 
 impl Wake {
-    /// For a driver without a background thread: does nothing.
-    pub(crate) fn nobody() -> Self {
+    /// Makes one for a driver without a progress thread: it does nothing.
+    pub(crate) fn without_thread() -> Self {
         Self::of(None, vec![])
     }
 
     fn of(descriptors: Option<Descriptors>, sockets: Vec<RawFd>) -> Self {
-        // Nothing to change where nobody is woken.
-        let watching = Watch::All;
         Self {
             state: Mutex::new(State {
                 sockets,
-                watching,
-                alarm: None,
+                timer: None,
+                awake: false,
+                wanted: None,
             }),
             descriptors,
-            watching: AtomicU8::new(watching as u8),
+            watching: AtomicBool::new(true),
         }
     }
 
@@ -85,13 +99,13 @@ impl Wake {
         Ok(Self::of(Some(descriptors), sockets))
     }
 
-    /// Also lets this descriptor wake the thread, always.
+    /// Registers a descriptor that always wakes the thread.
     pub(crate) fn also(poll: &Poll, fd: BorrowedFd<'_>, token: Token) -> io::Result<()> {
         poll.registry()
             .register(&mut SourceFd(&fd.as_raw_fd()), token, Interest::READABLE)
     }
 
-    /// The datapath has other descriptors than before. Those that are gone are closed already.
+    /// Follows a change of the datapath's descriptors. Those that are gone are closed already.
     ///
     /// # Errors
     /// When a new one can't be watched.
@@ -101,88 +115,72 @@ impl Wake {
         let now: Vec<RawFd> = sockets.iter().map(|s| s.as_raw_fd()).collect();
         for (i, fd) in now.iter().enumerate() {
             if !state.sockets.contains(fd) {
-                sys::epoll_add(d.epoll.as_fd(), *fd, TOKEN_SOCKETS + i, state.watching == Watch::All)?;
+                sys::epoll_add(d.epoll.as_fd(), *fd, TOKEN_SOCKETS + i, self.is_watching())?;
             }
         }
         state.sockets = now;
         Ok(())
     }
 
-    /// What is to wake the thread. Packets that wait already wake it at once.
-    pub(crate) fn watch(&self, what: Watch) {
+    /// Lets packets wake the thread, or not. Packets that are waiting wake it at once.
+    pub(crate) fn watch(&self, on: bool) {
         let Some(d) = &self.descriptors else { return };
-        let mut state = self.state.lock();
-        let before = std::mem::replace(&mut state.watching, what);
-        self.watching.store(what as u8, Ordering::Release);
-        let packets = what == Watch::All;
-        if packets == (before == Watch::All) {
+        let state = self.state.lock();
+        if self.watching.swap(on, Ordering::AcqRel) == on {
             return;
         }
         for (i, fd) in state.sockets.iter().enumerate() {
-            match sys::epoll_watch(d.epoll.as_fd(), *fd, TOKEN_SOCKETS + i, packets) {
-                // A group's socket that was closed a moment ago: `follow` comes next.
+            match sys::epoll_watch(d.epoll.as_fd(), *fd, TOKEN_SOCKETS + i, on) {
+                // Socket of a multicast group, closed a moment ago: `follow` comes next.
                 Err(e) if matches!(e.raw_os_error(), Some(libc::EBADF | libc::ENOENT)) => {}
-                Err(e) => tracing::error!("changing what the background thread waits for failed: {e}"),
+                Err(e) => tracing::error!("epoll_ctl of the progress thread's sockets failed: {e}"),
                 Ok(()) => {}
             }
         }
     }
 
-    pub(crate) fn watching(&self) -> Watch {
-        const ALL: u8 = Watch::All as u8;
-        const TIMERS: u8 = Watch::Timers as u8;
-        match self.watching.load(Ordering::Acquire) {
-            ALL => Watch::All,
-            TIMERS => Watch::Timers,
-            _ => Watch::Nothing,
-        }
+    pub(crate) fn is_watching(&self) -> bool {
+        self.watching.load(Ordering::Acquire)
     }
 
-    /// Whether there is a thread to be woken.
+    /// Returns whether there is a thread to be woken.
     pub(crate) fn has_thread(&self) -> bool {
         self.descriptors.is_some()
     }
 
-    /// The datapath's descriptors.
+    /// Adds the datapath's descriptors to a list.
     pub(crate) fn sockets(&self, add: &mut Vec<RawFd>) {
         add.extend_from_slice(&self.state.lock().sockets);
     }
 
-    /// The thread is to wake up no later than `at`.
-    pub(crate) fn set_alarm(&self, now: Instant, at: Instant) {
+    /// Wakes the thread no later than `at`.
+    pub(crate) fn wake_by(&self, now: Instant, at: Instant) {
         let Some(d) = &self.descriptors else { return };
         let mut state = self.state.lock();
-        // While the thread stands back the program runs timers, and if it stays away the alarm that there is rings soon enough.
-        if state
-            .alarm
-            .is_some_and(|set| set <= at || state.watching == Watch::Nothing)
-        {
-            return;
-        }
-        match d.timer.set(at.saturating_since(now)) {
-            Ok(()) => state.alarm = Some(at),
-            Err(e) => tracing::error!("setting a timer failed: {e}"),
+        if state.awake {
+            state.wanted = Some(state.wanted.map_or(at, |wanted| wanted.min(at)));
+        } else {
+            state.arm(&d.timer, now, at);
         }
     }
 
-    /// While the thread stands back: the program has polled again, so that nobody need look before `at`. The clock is set again only
-    /// when half of that time is over.
-    pub(crate) fn postpone(&self, now: Instant, at: Instant) {
+    /// Arms the timer for a thread that is about to sleep.
+    pub(crate) fn before_sleep(&self) {
         let Some(d) = &self.descriptors else { return };
         let mut state = self.state.lock();
-        let soon = |set: Instant| set.saturating_since(now) < at.saturating_since(now) / 2;
-        if state.watching != Watch::Nothing || !state.alarm.is_some_and(soon) {
-            return;
-        }
-        match d.timer.set(at.saturating_since(now)) {
-            Ok(()) => state.alarm = Some(at),
-            Err(e) => tracing::error!("setting a timer failed: {e}"),
+        state.awake = false;
+        if let Some(at) = state.wanted.take() {
+            state.arm(&d.timer, clock::now(), at);
         }
     }
 
-    /// The alarm clock has rung.
-    pub(crate) fn alarm_rang(&self) {
-        self.state.lock().alarm = None;
+    /// Notes that the thread has woken up. `expired`: by the timer.
+    pub(crate) fn after_sleep(&self, expired: bool) {
+        let mut state = self.state.lock();
+        state.awake = true;
+        if expired {
+            state.timer = None;
+        }
     }
 
     /// Wakes the thread to end.

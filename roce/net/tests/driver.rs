@@ -257,7 +257,7 @@ fn a_refusal_leaves_in_the_pass_that_brought_the_request() {
     asked.unwrap().unwrap();
     let counters = || b.driver.counters().1;
     wait_until(|| {
-        b.driver.empty_poll();
+        b.driver.poll();
         counters().rx_datagrams > 0
     });
     // The sink takes no request.
@@ -277,10 +277,10 @@ fn a_timer_waits_until_the_packets_that_wait_are_handled() {
     // This process was busy with other things: acknowledgements of all of it wait, and the timer has run out.
     thread::sleep(Duration::from_millis(200));
     times.store(1, Ordering::Release);
-    a.driver.empty_poll();
+    a.driver.poll();
     assert_eq!(times.load(Ordering::Acquire), 0);
     assert_eq!(a.driver.counters().0.transport.retransmits, 0);
-    a.driver.empty_poll();
+    a.driver.poll();
     let counters = a.driver.counters().0;
     assert!(counters.rx_packets > 0);
     assert_eq!((counters.transport.retransmits, counters.transport.timeouts), (0, 0));
@@ -296,7 +296,7 @@ fn what_comes_while_the_thread_is_suspended_is_not_taken_for_older() {
     a.write(&b).unwrap();
     let mut done = vec![];
     wait_until(|| {
-        a.driver.empty_poll();
+        a.driver.poll();
         a.cq.poll(&mut done, 1).unwrap();
         !done.is_empty()
     });
@@ -356,7 +356,7 @@ fn a_panic_in_the_background_thread_closes_the_device() {
     assert!(b.driver.is_closed());
     assert_eq!(b.write(&a), Err(Closed));
     assert_eq!(b.driver.with_quiet(|_, _| ()), Err(Closed));
-    b.driver.empty_poll();
+    b.driver.poll();
     b.driver.close();
 }
 
@@ -383,17 +383,65 @@ fn a_panic_of_the_program_elsewhere_leaves_the_device_open() {
     assert_eq!(a.driver.with_quiet(|_, _| ()), Ok(()));
 }
 
+/// Longest time from a peer's request to its completion: the lease of a poller, and wake-ups of a loaded machine.
+const TAKE_OVER: Duration = Duration::from_millis(20);
+
+/// Times writes to a program that polls an empty completion queue and then makes no call. Returns the median.
+fn write_after_polls(a: &Host, b: &Host, polls: u32) -> Duration {
+    let mut times: Vec<Duration> = (0..21)
+        .map(|_| {
+            (0..polls).for_each(|_| b.driver.poll());
+            let start = Instant::now();
+            a.write(b).unwrap();
+            assert!(a.completions(1)[0].is_ok());
+            start.elapsed()
+        })
+        .collect();
+    times.sort();
+    times[times.len() / 2]
+}
+
 #[test]
-fn a_program_that_stops_polling_is_taken_over() {
+fn the_progress_thread_takes_over_from_a_program_that_stops_polling() {
     let (a, b) = (plain(), plain());
     a.raise(&b);
     b.raise(&a);
-    for _ in 0..20 {
-        // Until the target's background thread stands back; then the target makes no call.
-        for _ in 0..100 {
-            b.driver.empty_poll();
-        }
-        a.write(&b).unwrap();
+    for polls in [1, 20, 100] {
+        let time = write_after_polls(&a, &b, polls);
+        assert!(time < TAKE_OVER, "{time:?} after {polls} polls");
+    }
+}
+
+#[test]
+fn it_takes_over_as_soon_while_a_timer_is_pending() {
+    let (a, b) = (plain(), plain());
+    a.raise(&b);
+    b.raise(&a);
+    // An unanswered connect request is repeated after seconds.
+    let nobody = SocketAddr::new(ferroce_loopback::address().into(), 7471);
+    let local = SocketAddr::new(b.addr, 0);
+    let asked = b
+        .driver
+        .with(|port, now| port.cm_connect(now, local, nobody, b.qpn, ConnParams::default()));
+    asked.unwrap().unwrap();
+    thread::sleep(Duration::from_millis(50));
+    let time = write_after_polls(&a, &b, 20);
+    assert!(time < TAKE_OVER, "{time:?}");
+}
+
+#[test]
+fn acknowledgements_leave_in_the_pass_that_received() {
+    let (a, b) = (plain(), host(Oddity::None, still()));
+    a.raise(&b);
+    b.raise(&a);
+    for _ in 0..40 {
+        a.write_some(&b, 64).unwrap();
+        let before = b.driver.counters().0;
+        wait_until(|| {
+            b.driver.poll();
+            b.driver.counters().0.rx_packets > before.rx_packets
+        });
+        assert_eq!(b.driver.counters().0.tx_packets, before.tx_packets + 1);
         assert!(a.completions(1)[0].is_ok());
     }
 }

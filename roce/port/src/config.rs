@@ -1,6 +1,6 @@
 //! What a port and a queue pair are made with.
 
-use core::{net::IpAddr, num::NonZeroU64, time::Duration};
+use core::{net::IpAddr, num::NonZeroU64};
 use std::sync::Arc;
 
 use roce_bth::ROCE_UDP_PORT;
@@ -31,8 +31,6 @@ pub struct PortConfig {
     pub qpns: QpnRange,
     /// Waiting time that connections made by the connection manager ask for in RNR NAKs.
     pub min_rnr_timer: RnrTimer,
-    /// How long a queue pair's acknowledgement may wait for a request that it can go with. Zero: it goes at once.
-    pub ack_hold: Duration,
     /// Keep packets beyond a gap also of peers that do not know of it.
     pub keeps_packets: bool,
     /// Packets that one queue pair may stage before it is the next one's turn.
@@ -58,7 +56,6 @@ impl PortConfig {
             qpns: QpnRange::default(),
             // 0.64 ms: the receiver is a program that is late, not one that is away.
             min_rnr_timer: RnrTimer::new(12),
-            ack_hold: Duration::ZERO,
             keeps_packets: true,
             turn_packets: 64,
             src_ports: Vec::new(),

@@ -223,7 +223,6 @@ impl Port {
             // What a datagram's own path carries is looked at when it is posted.
             port_mtu: Mtu::B4096,
             srq: init.srq,
-            ack_hold: self.config.ack_hold,
             xrcd: init.xrcd,
         });
         let qp = match qp {
@@ -489,17 +488,6 @@ impl Port {
         self.timers.peek().is_some_and(|(at, _)| is_due(at)) || self.cm.next_timeout().is_some_and(is_due)
     }
 
-    /// Whether all that there is to send are acknowledgements of what few queue pairs were sent.
-    pub fn owes_only_acknowledgements(&self) -> bool {
-        const FEW: usize = 4;
-        let owes = |qpn: &Qpn| {
-            self.qpns
-                .get(*qpn)
-                .is_none_or(|slot| self.qps[slot].qp.owes_only_acknowledgement())
-        };
-        (1..=FEW).contains(&self.ready.len()) && self.ready.iter().all(owes)
-    }
-
     /// Lets every timer that is due run. Calling early or late is harmless.
     pub fn handle_timeout(&mut self, now: Instant) {
         self.now = now;
@@ -541,11 +529,6 @@ impl Port {
             cm: *self.cm.counters(),
             ..self.counters
         }
-    }
-
-    /// Packets that came in so far.
-    pub fn received(&self) -> u64 {
-        self.counters.rx_packets
     }
 
     /// How many queue pairs there are.

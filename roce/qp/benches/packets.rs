@@ -71,7 +71,6 @@ impl World {
             max_msg_size: 1 << 31,
             port_mtu: Mtu::B4096,
             srq: None,
-            ack_hold: core::time::Duration::ZERO,
             xrcd: None,
         });
         let open = WindowConfig {

@@ -1,6 +1,5 @@
 //! What calls bring with them, and what can go wrong with them.
 
-use core::time::Duration;
 use std::sync::Arc;
 
 use roce_mem::{MemoryTable, PdHandle};
@@ -54,9 +53,6 @@ pub struct QpConfig {
     pub port_mtu: Mtu,
     /// Where its receives come from, instead of a queue of its own.
     pub srq: Option<Arc<SharedReceiveQueue>>,
-    /// How long an acknowledgement may wait for a request of ours that it can go with. Zero: it goes at once. What the peer
-    /// has sent since the last one is bounded, so its window stays open.
-    pub ack_hold: Duration,
     /// Where an XRC target finds the shared receive queues that its messages name; nobody else has one.
     pub xrcd: Option<Arc<XrcDomain>>,
 }

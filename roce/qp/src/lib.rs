@@ -6,6 +6,7 @@
 //! ([`QueuePair::next_timeout`]). Nothing here knows sockets, clocks, threads or random numbers.
 #![forbid(unsafe_code)]
 
+mod ack_policy;
 mod completer;
 mod congestion;
 mod counters;

@@ -3,8 +3,7 @@
 use roce_bth::{Class, Opcode, Packet, Psn, Service};
 use roce_verbs::{
     AccessFlags, AddressVector, AsyncEvent, Completion, Instant, PathMigState, Payload, Placement, QpAttr, QpAttrMask,
-    QpState, QpType, Qpn, RecvWr, Selectivity, SendFlags, SendOp, SendWr, SrqType, Target, WcStatus, legal,
-    wr::PostError,
+    QpState, QpType, Qpn, RecvWr, Selectivity, SendOp, SendWr, SrqType, Target, WcStatus, legal, wr::PostError,
 };
 
 use std::sync::Arc;
@@ -403,11 +402,7 @@ impl QueuePair {
         longest: usize,
     ) -> Result<(), PostError> {
         let checked = self.checked(wr, &target, 0)?;
-        if wr.flags.contains(SendFlags::ACK_FIRST) {
-            // It goes at the beginning of the next turn.
-            self.resp.replies.held_until = None;
-            self.resp.replies.goes_first = self.resp.replies.ack == AckDue::Ack;
-        }
+        self.resp.replies.policy.on_posted(ctx.now);
         match self.config.qp_type {
             QpType::Rc | QpType::Uc => self.sq.push(wr, checked, self.mtu),
             _ => {
@@ -571,9 +566,7 @@ impl QueuePair {
 
     /// Sends what may be sent, up to a budget that keeps one queue pair from starving the others.
     pub fn poll_transmit(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Poll {
-        // What is no mere acknowledgement tells the peer what to do next.
-        let urgent = self.resp.replies.ack != AckDue::Ack || self.resp.replies.goes_first;
-        if urgent && self.transmit_ack(tx) == Step::Full || self.transmit_probe(ctx, tx) == Step::Full {
+        if self.transmit_ack(tx) == Step::Full || self.transmit_probe(ctx, tx) == Step::Full {
             return Poll::More;
         }
         let mut budget = TURN;
@@ -590,21 +583,20 @@ impl QueuePair {
             if requests {
                 let before = budget;
                 let step = self.run(&mut budget, |qp| qp.transmit_request(ctx, tx));
+                if step == Step::Full {
+                    return Poll::More;
+                }
                 if budget < before {
-                    // An acknowledgement that has waited for a request follows it: the peer is woken by what it has to work on.
+                    // An acknowledgement that has waited for this request goes now.
                     self.resp.replies.held_until = None;
                 }
-                match step {
-                    Step::Full => return Poll::More,
-                    step => {
-                        requests = step == Step::Sent;
-                        blocked = step == Step::Blocked;
-                    }
-                }
-                // Data first: it is what the peer has to work on.
                 if self.transmit_ack(tx) == Step::Full {
                     return Poll::More;
                 }
+                // A request that waits for an acknowledgement is tried again after each run of responses.
+                let waits = step == Step::Idle && self.resp.replies.ack != AckDue::No && !self.resp.replies.is_held();
+                requests = step == Step::Sent || (waits && replies);
+                blocked = step == Step::Blocked;
             }
             if budget == 0 {
                 return Poll::More;

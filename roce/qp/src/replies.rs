@@ -8,6 +8,7 @@ use roce_mem::Span;
 use roce_verbs::{Instant, RKey};
 
 use crate::{
+    ack_policy::AckPolicy,
     ctx::Ctx,
     qp::{QueuePair, in_service},
     responder::Refusal,
@@ -119,8 +120,7 @@ pub(crate) struct Replies {
     pub(crate) ack: AckDue,
     /// An acknowledgement that is due waits until then for a request to go with.
     pub(crate) held_until: Option<Instant>,
-    /// A request wants it to go before (`SendFlags::ACK_FIRST`).
-    pub(crate) goes_first: bool,
+    pub(crate) policy: AckPolicy,
     /// One past what was acknowledged last.
     acked: Seq,
     /// READ responses wait for this: they are to go out at the peer's pace.
@@ -136,7 +136,7 @@ impl Replies {
             first_pending: 0,
             ack: AckDue::No,
             held_until: None,
-            goes_first: false,
+            policy: AckPolicy::default(),
             acked: first,
             paced_until: None,
             executed: (first, Msn::new(0)),
@@ -193,12 +193,6 @@ impl Replies {
         }
     }
 
-    /// Whether an ordinary acknowledgement is due, and nothing else.
-    fn only_acknowledges(&self) -> bool {
-        let answers = self.resources.range(self.first_pending.min(self.resources.len())..);
-        self.ack == AckDue::Ack && answers.into_iter().all(|resource| !resource.pending)
-    }
-
     /// The oldest resource with something to send.
     fn next_pending(&mut self) -> Option<&mut Resource> {
         while !self.resources.get(self.first_pending)?.pending {
@@ -228,7 +222,7 @@ impl Replies {
     }
 
     /// Whether the acknowledgement that is due waits.
-    fn is_held(&self) -> bool {
+    pub(crate) fn is_held(&self) -> bool {
         self.held_until.is_some() && self.ack == AckDue::Ack
     }
 
@@ -296,11 +290,6 @@ impl QueuePair {
         matches!(self.state, Rtr | Rts | Sqd | Sqe) || (self.state == Err && self.resp.closing)
     }
 
-    /// Whether an acknowledgement is all that it has to send.
-    pub fn owes_only_acknowledgement(&self) -> bool {
-        self.resp.replies.only_acknowledges() && !self.may_request()
-    }
-
     /// Sends the acknowledgement that is due even if it waits: the queue pair is about to stop, and the peer is not to send again, and
     /// give up in the end, what has been completed here.
     pub fn acknowledge_at_last(&mut self, tx: &mut impl TxSink) {
@@ -335,13 +324,29 @@ impl QueuePair {
         }
         self.resp.replies.ack = AckDue::No;
         self.resp.replies.held_until = None;
-        self.resp.replies.goes_first = false;
         self.resp.replies.acked = self.resp.replies.executed.0;
         if self.resp.closing {
             self.resp.closing = false;
             self.resp.replies.clear();
         }
         Step::Sent
+    }
+
+    /// Sends the acknowledgement that is due ahead of a request: programs take an answer as proof that what it answers is done. `Some`:
+    /// the request must wait. A message that the peer's program does not see complete may go ahead of one that waits: both then leave as
+    /// one GSO train.
+    pub(crate) fn acknowledge_before(&mut self, completes: bool, tx: &mut impl TxSink) -> Option<Step> {
+        let replies = &mut self.resp.replies;
+        if replies.ack == AckDue::No || (replies.is_held() && !completes) {
+            return None;
+        }
+        replies.held_until = None;
+        match self.transmit_ack(tx) {
+            Step::Full => Some(Step::Full),
+            // Responses that go before it are still to be sent.
+            _ if self.resp.replies.ack != AckDue::No => Some(Step::Idle),
+            _ => None,
+        }
     }
 
     /// `false`: there is no room.

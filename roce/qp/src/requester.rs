@@ -239,11 +239,6 @@ impl QueuePair {
         Ok(())
     }
 
-    /// Whether there is a request that may be sent, or is to be sent again.
-    pub(crate) fn may_request(&self) -> bool {
-        self.gate().is_ok() || self.req.probe_due || self.req.recovery.next_lost(self.req.una).is_some()
-    }
-
     /// Why the requester is not sending.
     pub fn wait_reason(&self) -> WaitReason {
         match self.gate() {
@@ -278,6 +273,10 @@ impl QueuePair {
                     continue;
                 }
                 Progress::Started | Progress::Failed(_) => {}
+            }
+            let completes = self.sq.wqes[self.req.cur].completes_receive();
+            if let Some(step) = self.acknowledge_before(completes, tx) {
+                return step;
             }
             let to = self.next_end(ctx);
             let wqe = &self.sq.wqes[self.req.cur];

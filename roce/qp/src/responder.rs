@@ -713,10 +713,8 @@ impl QueuePair {
         let needed = packet.header.bth.ack_req || self.resp.resumed;
         if matches!(class, Class::Send | Class::Write) && needed {
             // After a reported gap the requester waits for the acknowledgement before it sends more.
-            let hold = match self.resp.resumed {
-                true => Duration::ZERO,
-                false => self.config.ack_hold,
-            };
+            let hold = self.resp.replies.policy.on_received(ctx.now);
+            let hold = if self.resp.resumed { Duration::ZERO } else { hold };
             self.resp.replies.ack_due(ctx, hold);
         }
     }

@@ -200,6 +200,11 @@ impl SendWqe {
         answered && self.fault.is_none()
     }
 
+    /// Whether it completes a receive of the peer.
+    pub(crate) fn completes_receive(&self) -> bool {
+        self.kind() == Kind::Send || matches!(self.op, SendOp::WriteWithImm(..))
+    }
+
     /// Whether the answer's data is written to local memory.
     pub(crate) fn is_answered_with_data(&self) -> bool {
         matches!(self.kind(), Kind::Read | Kind::Atomic)

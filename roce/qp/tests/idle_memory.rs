@@ -157,7 +157,6 @@ fn an_idle_connection_is_small_and_a_packet_allocates_nothing() {
             max_msg_size: 1 << 31,
             port_mtu: Mtu::B1024,
             srq: None,
-            ack_hold: core::time::Duration::ZERO,
             xrcd: None,
         })
         .unwrap(),

@@ -11,9 +11,6 @@ use roce_verbs::{Mtu, Psn, QpCaps, RnrTimer};
 
 use crate::{net::Faults, rng::Rng};
 
-/// The stream of [`hold_acks`].
-const HOLD: u64 = 30;
-
 pub(crate) const US: u64 = 1_000;
 pub(crate) const MS: u64 = 1_000_000;
 pub(crate) const SEC: u64 = 1_000_000_000;
@@ -36,8 +33,6 @@ pub(crate) struct HostPlan {
     /// From a packet's arrival to its processing, at most, nanoseconds.
     pub(crate) latency: u64,
     pub(crate) turn_packets: usize,
-    /// Acknowledgements wait so long for a request.
-    pub(crate) ack_hold: Duration,
     /// Its connection manager has low limits.
     pub(crate) tight: bool,
     /// Keeps packets beyond a gap, and says so; else it is as hardware and rdma_rxe are.
@@ -121,14 +116,6 @@ fn faults(rng: &mut Rng) -> Faults {
     }
 }
 
-/// Which hosts keep acknowledgements back for a while. Nothing that others draw depends on it.
-pub(crate) fn hold_acks<'a>(seed: u64, hosts: impl Iterator<Item = &'a mut HostPlan>) {
-    let mut rng = Rng::new(seed, HOLD);
-    for host in hosts {
-        host.ack_hold = Duration::from_micros(rng.pick(&[0, 0, 50, 400]));
-    }
-}
-
 pub(crate) fn host(i: usize, v6: bool, rng: &mut Rng) -> HostPlan {
     let mtu = rng.pick(&[Mtu::B256, Mtu::B1024, Mtu::B1024, Mtu::B2048, Mtu::B4096, Mtu::B4096]);
     let max = rng.pick(&[32 << 10, 256 << 10, 4 << 20]);
@@ -151,7 +138,6 @@ pub(crate) fn host(i: usize, v6: bool, rng: &mut Rng) -> HostPlan {
         rx_buffer: rng.pick(&[32 << 10, 208 << 10, 4 << 20]),
         latency: rng.pick(&[0, 2 * US, 20 * US, 100 * US]),
         turn_packets: rng.pick(&[1, 4, 16, 64]),
-        ack_hold: Duration::ZERO,
         tight: false,
         keeps: rng.chance(0.7),
     }

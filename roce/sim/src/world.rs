@@ -22,7 +22,7 @@ use crate::{
     model::{Conn, Phase},
     net::{Frame, Link, NetStats},
     rng::Rng,
-    scenario::{HostPlan, MS, SEC, Scenario, hold_acks},
+    scenario::{HostPlan, MS, SEC, Scenario},
     services::Services,
     trace::Trace,
 };
@@ -212,7 +212,6 @@ fn make_port(plan: &HostPlan, index: usize, boot: u32, rng: &mut Rng) -> (Port, 
     let mut config = PortConfig::new(vec![plan.addr], plan.mtu, guid_of(index, boot, plan.keeps));
     config.window = plan.window;
     config.turn_packets = plan.turn_packets;
-    config.ack_hold = plan.ack_hold;
     // Of those that don't tell some keep packets all the same.
     config.keeps_packets = plan.keeps || index % 2 == 1;
     if plan.tight {
@@ -332,9 +331,6 @@ impl World {
             scenario.conns.clear();
             let mtu = scenario.hosts[0].mtu;
             scenario.hosts.iter_mut().for_each(|h| h.mtu = mtu);
-        }
-        if !class.is_goodput() {
-            hold_acks(seed, scenario.hosts.iter_mut());
         }
         if class == Class::Copies {
             // Each copy costs a packet, as a loss does.

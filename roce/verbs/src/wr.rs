@@ -39,9 +39,6 @@ bitflags! {
         const SIGNALED = 1 << 1;
         /// Ask for a solicited event at the receiver.
         const SOLICITED = 1 << 2;
-        /// Acknowledge what the peer has sent before this is sent; an acknowledgement that waits for a request usually follows it.
-        /// The verbs have no such flag: hardware acknowledges in its own time.
-        const ACK_FIRST = 1 << 31;
     }
 }
 

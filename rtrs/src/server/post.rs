@@ -523,15 +523,10 @@ impl Batch {
             Last::Reply(index) => {
                 let reply = self.replies.get(*index)?;
                 let imm = reply.answer.imm();
-                let mut wr = match &reply.message {
+                match &reply.message {
                     Some(message) => wr(SendOp::SendWithImm(imm), Payload::Inline(message.as_bytes())),
                     None => wr(SendOp::WriteWithImm(nowhere, imm), EMPTY),
-                };
-                if reply.answer.errno != 0 {
-                    // The client of Linux 6.1 would take a write for done (`specs/kernel.md`).
-                    wr.flags |= SendFlags::ACK_FIRST;
                 }
-                wr
             }
         })
     }

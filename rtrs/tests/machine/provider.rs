@@ -70,8 +70,6 @@ pub(crate) enum Posted {
         op: SendOp,
         /// It makes a completion.
         signaled: bool,
-        /// What the peer has sent is acknowledged before.
-        ack_first: bool,
         /// The bytes as they were when it was posted.
         data: Vec<u8>,
     },
@@ -483,7 +481,6 @@ impl Scripted {
             wr_id: wr.wr_id,
             op: wr.op,
             signaled,
-            ack_first: wr.flags.contains(SendFlags::ACK_FIRST),
             data,
         };
         self.log.push((id, posted));

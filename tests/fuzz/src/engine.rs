@@ -122,7 +122,6 @@ pub fn run(data: &[u8]) {
         max_msg_size: 1 << 20,
         port_mtu: Mtu::B1024,
         srq: None,
-        ack_hold: core::time::Duration::ZERO,
         xrcd: (qp_type == QpType::XrcTgt).then_some(domain),
     };
     let Ok(mut qp) = QueuePair::new(config) else { return };

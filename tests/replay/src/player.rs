@@ -220,7 +220,6 @@ impl<'a> Player<'a> {
             max_msg_size: 1 << 31,
             port_mtu: roce_verbs::Mtu::B4096,
             srq: None,
-            ack_hold: core::time::Duration::ZERO,
             xrcd: None,
         })
         .map_err(|e| Error::Unsuitable(e.to_string()))?;

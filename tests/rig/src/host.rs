@@ -275,11 +275,7 @@ impl Host {
     /// # Panics
     /// When the system refuses.
     pub fn open_all(addrs: &[IpAddr]) -> Self {
-        let config = |addr: &IpAddr| DeviceConfig {
-            ack_hold: core::time::Duration::from_micros(100),
-            ..DeviceConfig::new(*addr)
-        };
-        let configs: Vec<_> = addrs.iter().map(config).collect();
+        let configs: Vec<_> = addrs.iter().map(|addr| DeviceConfig::new(*addr)).collect();
         Self::with_configs(&configs)
     }
 

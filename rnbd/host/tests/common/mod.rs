@@ -36,10 +36,7 @@ pub(crate) const MIB: u64 = 1 << 20;
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 fn device_config(addr: IpAddr) -> DeviceConfig {
-    DeviceConfig {
-        ack_hold: Duration::from_micros(100),
-        ..DeviceConfig::new(addr)
-    }
+    DeviceConfig::new(addr)
 }
 
 pub(crate) fn device(addr: IpAddr) -> LocalDevice {

@@ -309,8 +309,6 @@ fn atomic(to: &RemoteAddr, compare_add: u64, swap: u64) -> wr_t {
 }
 
 fn blank(wr_id: u64, opcode: WrOpcode, flags: SendFlags) -> ibv_send_wr {
-    // The verbs have no ACK_FIRST.
-    let flags = flags - SendFlags::ACK_FIRST;
     // SAFETY: plain data; null pointers are none.
     let mut raw: ibv_send_wr = unsafe { mem::zeroed() };
     (raw.wr_id, raw.opcode, raw.send_flags) = (wr_id, opcode as u32, flags.bits());

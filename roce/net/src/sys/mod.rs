@@ -20,6 +20,7 @@ use std::{
 use libc::{c_int, c_void, socklen_t};
 
 pub(crate) use msg::{Origin, RecvRing, SendQueue};
+pub(crate) use threads::shorten_slice;
 pub use threads::{Thread, start_thread};
 
 /// `linux/in6.h`; not in `libc`.

@@ -157,7 +157,6 @@ impl Side {
             max_msg_size: setup.max_msg_size,
             port_mtu: setup.mtu,
             srq: None,
-            ack_hold: core::time::Duration::ZERO,
             xrcd: None,
         };
         adjust(&mut config);

@@ -293,7 +293,6 @@ fn type_shared_queue_and_domain_must_go_together() {
                 let config = QpConfig {
                     qp_type,
                     srq: srq.clone(),
-                    ack_hold: core::time::Duration::ZERO,
                     xrcd,
                     ..side.qp.config().clone()
                 };

@@ -276,16 +276,31 @@ fn one_acknowledgement_stands_for_a_batch() {
     assert_eq!(p.b.counters.ack_deferred, 19);
 }
 
-/// The right side keeps acknowledgements for so long.
-fn holding(hold: Duration) -> Pair {
-    holding_at(Mtu::B1024, hold)
-}
+/// The longest wait of an acknowledgement.
+const HOLD: Duration = Duration::from_micros(20);
 
-fn holding_at(mtu: Mtu, hold: Duration) -> Pair {
+/// Prompt answers in a row that let acknowledgements wait.
+const PROMPT: u32 = 16;
+
+/// Connects two sides; the right one has answered [`PROMPT`] messages promptly, so that its acknowledgements wait for its answers.
+fn ping_pong(mtu: Mtu) -> Pair {
     let setup = setup(mtu);
-    let a = Side::new(A, &setup);
-    let b = Side::with(B, &setup, |config| config.ack_hold = hold);
-    Pair::up(setup, a, b)
+    let mut p = Pair::up(setup.clone(), Side::new(A, &setup), Side::new(B, &setup));
+    let (src, dst) = (p.a.filled(64, 1), p.b.region(64));
+    let (back, there) = (p.b.filled(64, 1), p.a.region(64));
+    for _ in 0..PROMPT {
+        write_from_a(&mut p, &src, &dst, 1);
+        p.b.send(0, SendOp::Write(at(&there, 0)), &[sge(&back, 0, 64)]);
+        for (_, packet) in p.b.drain() {
+            p.a.handle(&packet);
+        }
+        for (_, packet) in p.a.drain() {
+            p.b.handle(&packet);
+        }
+    }
+    p.a.completions();
+    p.b.completions();
+    p
 }
 
 fn write_from_a(p: &mut Pair, src: &Region, dst: &Region, n: u64) {
@@ -297,59 +312,83 @@ fn write_from_a(p: &mut Pair, src: &Region, dst: &Region, n: u64) {
     }
 }
 
-#[test]
-fn an_acknowledgement_waits_for_a_request_to_go_with() {
-    let hold = Duration::from_micros(100);
-    let mut p = holding(hold);
-    let (src, dst) = (p.a.filled(64, 1), p.b.region(64));
-    write_from_a(&mut p, &src, &dst, 1);
-    assert!(p.b.headers().is_empty());
-    assert_eq!(p.b.qp.next_timeout(), Some(p.b.now + hold));
-    let (back, there) = (p.b.filled(64, 1), p.a.region(64));
-    p.b.send(1, SendOp::Write(at(&there, 0)), &[sge(&back, 0, 64)]);
-    let classes: Vec<Class> = p.b.headers().iter().map(|h| h.bth.opcode.info().class).collect();
-    assert_eq!(
-        classes,
-        [Class::Write, Class::Acknowledge],
-        "the peer is woken by what it has to work on"
-    );
+fn classes(p: &mut Pair) -> Vec<Class> {
+    p.b.headers().iter().map(|h| h.bth.opcode.info().class).collect()
 }
 
 #[test]
-fn an_acknowledgement_goes_before_a_request_that_wants_it() {
-    let mut p = holding(Duration::from_micros(100));
+fn an_acknowledgement_leaves_at_once_unless_answers_are_prompt() {
+    let mut p = Pair::new(Setup::default());
     let (src, dst) = (p.a.filled(64, 1), p.b.region(64));
     write_from_a(&mut p, &src, &dst, 1);
+    assert_eq!(classes(&mut p), [Class::Acknowledge]);
+}
+
+#[test]
+fn an_acknowledgement_waits_for_a_write_and_follows_it_in_one_train() {
+    let mut p = ping_pong(Mtu::B1024);
+    let (src, dst) = (p.a.filled(64, 1), p.b.region(64));
+    write_from_a(&mut p, &src, &dst, 1);
+    assert!(p.b.headers().is_empty());
+    assert_eq!(p.b.qp.next_timeout(), Some(p.b.now + HOLD));
     let (back, there) = (p.b.filled(64, 1), p.a.region(64));
-    let write = SendOp::Write(at(&there, 0));
-    p.b.send(1, write, &[sge(&back, 0, 64)]);
-    p.b.send_flags(2, write, &[sge(&back, 0, 64)], SendFlags::ACK_FIRST);
-    let classes: Vec<Class> = p.b.headers().iter().map(|h| h.bth.opcode.info().class).collect();
-    assert_eq!(classes, [Class::Acknowledge, Class::Write, Class::Write]);
-    assert_eq!(p.b.qp.next_timeout().filter(|at| *at <= p.b.now), None);
+    p.b.send(1, SendOp::Write(at(&there, 0)), &[sge(&back, 0, 64)]);
+    assert_eq!(classes(&mut p), [Class::Write, Class::Acknowledge]);
+}
+
+/// Programs take an answer as proof that what it answers is done.
+#[test]
+fn an_acknowledgement_leaves_ahead_of_an_answer_that_completes_a_receive() {
+    for op in [SendOp::Send, SendOp::SendWithImm(7)] {
+        for mut p in [Pair::new(Setup::default()), ping_pong(Mtu::B1024)] {
+            let (src, dst) = (p.a.filled(64, 1), p.b.region(64));
+            let back = p.b.filled(64, 1);
+            p.a.send(1, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, 64)]);
+            for (_, packet) in p.a.drain() {
+                p.b.handle(&packet);
+            }
+            p.b.send(1, op.clone(), &[sge(&back, 0, 64)]);
+            assert_eq!(classes(&mut p), [Class::Acknowledge, Class::Send]);
+        }
+    }
+}
+
+#[test]
+fn an_answer_waits_until_responses_ahead_of_its_acknowledgement_are_sent() {
+    let mut p = Pair::new(Setup::default());
+    let (big, there) = (p.b.filled(20 * 1024, 1), p.a.region(20 * 1024));
+    let (src, dst) = (p.a.filled(64, 1), p.b.region(64));
+    p.a.send(1, SendOp::Read(at(&big, 0)), &[sge(&there, 0, 20 * 1024)]);
+    p.a.send(2, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, 64)]);
+    for (_, packet) in p.a.drain() {
+        p.b.handle(&packet);
+    }
+    p.b.send(1, SendOp::Send, &[sge(&src, 0, 0)]);
+    let sent = classes(&mut p);
+    assert_eq!(sent[sent.len() - 2..], [Class::Acknowledge, Class::Send]);
+    assert!(sent[..sent.len() - 2].iter().all(|class| *class == Class::ReadResponse));
 }
 
 #[test]
 fn an_acknowledgement_waits_for_its_time_at_most() {
-    let hold = Duration::from_micros(100);
-    let mut p = holding(hold);
+    let mut p = ping_pong(Mtu::B1024);
     let (src, dst) = (p.a.filled(64, 1), p.b.region(64));
     write_from_a(&mut p, &src, &dst, 1);
-    p.b.now = p.b.now + hold / 2;
+    p.b.now = p.b.now + HOLD / 2;
     write_from_a(&mut p, &src, &dst, 1);
     p.b.timeout();
     assert!(p.b.headers().is_empty());
-    p.b.now = p.b.now + hold / 2;
+    p.b.now = p.b.now + HOLD / 2;
     p.b.timeout();
     let acks = p.b.headers();
     assert_eq!(acks.len(), 1, "the second does not make the first wait longer");
-    assert_eq!(acks[0].aeth.unwrap().msn.value(), 2);
+    assert_eq!(acks[0].aeth.unwrap().msn.value(), PROMPT + 2);
     assert_eq!(p.b.qp.next_timeout(), None);
 }
 
 #[test]
 fn the_peers_window_is_not_kept_closed() {
-    let mut p = holding(Duration::from_micros(100));
+    let mut p = ping_pong(Mtu::B1024);
     let (src, dst) = (p.a.filled(64, 1), p.b.region(64));
     write_from_a(&mut p, &src, &dst, 7);
     assert!(p.b.headers().is_empty());
@@ -361,7 +400,7 @@ fn the_peers_window_is_not_kept_closed() {
 
 #[test]
 fn who_was_told_of_a_gap_hears_at_once() {
-    let mut p = holding(Duration::from_micros(100));
+    let mut p = ping_pong(Mtu::B1024);
     let (src, dst) = (p.a.filled(64, 1), p.b.region(64));
     for i in 0..2 {
         p.a.send(i, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, 64)]);
@@ -376,7 +415,7 @@ fn who_was_told_of_a_gap_hears_at_once() {
 
 #[test]
 fn who_is_refused_hears_at_once() {
-    let mut p = holding(Duration::from_micros(100));
+    let mut p = ping_pong(Mtu::B1024);
     let (src, dst) = (p.a.filled(64, 1), p.b.region(64));
     write_from_a(&mut p, &src, &dst, 1);
     assert!(p.b.headers().is_empty(), "it is held");
@@ -395,7 +434,7 @@ fn who_is_refused_hears_at_once() {
     let aeth = told[0].aeth.unwrap();
     assert_eq!(
         (aeth.msn.value(), told[0].bth.psn),
-        (2, roce_bth::Packet::parse(&sent[0].1).unwrap().header.bth.psn)
+        (PROMPT + 2, roce_bth::Packet::parse(&sent[0].1).unwrap().header.bth.psn)
     );
     assert!(matches!(aeth.syndrome, Syndrome::Ack(_)));
 }
@@ -404,8 +443,7 @@ fn who_is_refused_hears_at_once() {
 fn an_acknowledgement_follows_close_behind_its_request() {
     // A full turn, and a sink that has room for the request alone.
     for (len, room) in [(128 * 256, None), (64, Some(1))] {
-        let hold = Duration::from_micros(100);
-        let mut p = holding_at(Mtu::B256, hold);
+        let mut p = ping_pong(Mtu::B256);
         let (src, dst) = (p.a.filled(64, 1), p.b.region(64));
         write_from_a(&mut p, &src, &dst, 1);
         assert!(p.b.headers().is_empty(), "it is held");

@@ -52,7 +52,6 @@ fn fabric(plan: &HostPlan, addrs: &[IpAddr], keys: FabricConfig, guid: u64, rng:
     let mut config = PortConfig::new(addrs.to_vec(), plan.mtu, guid);
     config.window = plan.window;
     config.turn_packets = plan.turn_packets;
-    config.ack_hold = plan.ack_hold;
     let mem = Arc::new(MemoryTable::new(rng.seed(), &config.limits));
     let port = Port::new(config, mem.clone(), rng.seed());
     let devices = vec![(DeviceLimits::software(guid), addrs.to_vec())];

@@ -7,7 +7,7 @@ use rtrs::{cx::Cx, server::ServerConfig};
 use crate::{
     net::{Faults, Link},
     rng::Rng,
-    scenario::{MS, SEC, hold_acks},
+    scenario::{MS, SEC},
     storage::{
         client::{Bench, ClientSide},
         disk::SimDisk,
@@ -176,7 +176,6 @@ pub(crate) struct World {
 impl World {
     pub(crate) fn new(seed: u64, scale: u32, trace: Trace) -> Self {
         let mut draw = Draw::new(scale, &mut Rng::new(seed, 40), &mut Rng::new(seed, 44));
-        hold_acks(seed, draw.hosts.iter_mut().map(|(host, ..)| host));
         let mut coverage = Coverage::default();
         draw.note(&mut coverage);
         let scenario = &draw.scenario;

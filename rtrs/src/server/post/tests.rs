@@ -192,35 +192,6 @@ fn keys_that_are_work_requests_come_between_the_data_and_the_answers() {
 
 /// The client of Linux 6.1 takes a write that has failed for done, if it has the answer before the acknowledgement.
 #[test]
-fn requests_are_acknowledged_before_an_answer_says_that_one_has_failed() {
-    for device in [Keys::INSTANT, Keys::QUEUED, Keys::STATIC] {
-        let mut bed = Bed::new(device, 64);
-        bed.answer(0, 0, None);
-        bed.answer(1, 5, None);
-        bed.answer(2, 0, Some((100, true)));
-        bed.post();
-        let answers = bed
-            .provider
-            .take_log()
-            .into_iter()
-            .filter_map(|(_, posted)| match posted {
-                Posted::Send {
-                    op: SendOp::SendWithImm(imm) | SendOp::WriteWithImm(_, imm),
-                    ack_first,
-                    ..
-                } => Some((Imm::decode(imm).unwrap(), ack_first)),
-                _ => None,
-            });
-        let answers: Vec<_> = answers.collect();
-        assert_eq!(answers.len(), 3);
-        for (imm, ack_first) in answers {
-            let Imm::IoRsp(reply) = imm else { panic!("{imm:?}") };
-            assert_eq!(ack_first, reply.errno != 0, "{device:?}: {reply:?}");
-        }
-    }
-}
-
-#[test]
 fn without_keys_an_answer_is_an_empty_write() {
     let mut bed = Bed::new(Keys::STATIC, 64);
     let expected = ["|", "write", "write", "inv", "inv", "imm", "imm", "imm", "imm", "imm"];

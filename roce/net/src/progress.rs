@@ -1,0 +1,356 @@
+//! Decides which thread advances a port.
+//!
+//! A port is state behind a lock. One thread at a time *owns* it: packets concern that thread only.
+//!
+//! - A *poller* owns it for a lease after each poll of an empty completion queue. Meanwhile the progress thread is *parked*: packets do
+//!   not wake it, and a timer does when the lease ends. It parks itself when it wakes during a lease, so that polls cost no system call
+//!   for it.
+//! - A *waiter*, a thread that sleeps for an event, owns it while it sleeps and for a lease afterwards.
+//! - The progress thread owns it at all other times, and sleeps in epoll on the sockets.
+//!
+//! A lease lasts [`LEASE`]: a packet waits no longer, and a wake-up, after the program stops polling. Where timers are expensive (24 us in
+//! some virtual machines) a wake-up every 100 us would cost a poller a third of its processor. So leases of a program that has kept
+//! [`KEPT`] of them in a row last [`LONG_LEASE`], until a packet has waited for one of them to end.
+//!
+//! Every pass is whole: it receives, runs timers that are due, and sends all that is due.
+//!
+//! A call of the program takes the lock and sends at once. The progress thread does not wait for the lock: it sets `wanted`, and the
+//! holder makes a pass in its stead ([`Progress::serve_wanted`]).
+//!
+//! The port and its environment are traits, and locks and atomics come from `crate::sync`: `tests/progress.rs` compiles this file with
+//! shuttle's.
+
+use std::{thread, time::Duration};
+
+use roce_verbs::Instant;
+
+use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering, fence, yield_now};
+
+/// Time for which a thread of the program owns the port after its last poll.
+pub(crate) const LEASE: Duration = Duration::from_micros(100);
+/// The same for a program that has kept its leases.
+const LONG_LEASE: Duration = Duration::from_millis(1);
+/// Leases in a row at whose end the program still polled: 10 ms.
+const KEPT: u32 = 100;
+/// Empty polls from one `sched_yield` to the next: the peer may need this processor.
+const POLLS_PER_YIELD: u32 = 64;
+
+/// Port that threads advance under the lock.
+pub(crate) trait Advance {
+    /// Receives, runs timers that are due, and sends all that is due. True: there is more to do, now or very soon.
+    fn pass(&mut self, now: Instant) -> bool;
+    /// Returns the number of datagrams received so far.
+    fn datagrams(&self) -> u64;
+}
+
+/// Clock and wake-ups of the progress thread.
+pub(crate) trait Environment {
+    /// Returns the time.
+    fn now(&self) -> Instant;
+    /// Lets packets wake the progress thread, or not. Packets that are waiting wake it at once.
+    fn watch_sockets(&self, on: bool);
+    /// Returns whether packets wake the progress thread.
+    fn watches_sockets(&self) -> bool;
+    /// Wakes the progress thread no later than `at`, whatever timer is pending.
+    fn wake_by(&self, now: Instant, at: Instant);
+    /// Returns whether this process is a fork of the one that made the port. Locks may be held for ever here.
+    fn is_inherited(&self) -> bool;
+    /// Reports that the port is closed. Called once.
+    fn closed(&self);
+}
+
+/// The device has stopped.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("the device is closed")]
+pub struct Closed;
+
+/// Port behind its lock, and the state that decides who advances it.
+pub(crate) struct Progress<P: Advance, E: Environment> {
+    port: Mutex<P>,
+    env: E,
+    closed: AtomicBool,
+    /// Set by the progress thread when it finds the lock taken.
+    wanted: AtomicBool,
+    /// Time of the last empty poll, nanoseconds; 0 when the program has said that it stops polling. Written under the lock.
+    last_poll: AtomicU64,
+    /// Time when a waiter last woke up, nanoseconds.
+    last_wait: AtomicU64,
+    /// Whether a waiter owns the port.
+    waiting: AtomicBool,
+    /// Threads that sleep for events.
+    sleepers: AtomicU32,
+    /// Empty polls so far.
+    polls: AtomicU32,
+    /// Leases that the program has kept in a row.
+    kept: AtomicU32,
+}
+
+/// Lock guard that closes the port when its holder panics: the port may be in any state then.
+struct Guard<'a, P: Advance, E: Environment> {
+    port: MutexGuard<'a, P>,
+    progress: &'a Progress<P, E>,
+    /// The thread panicked before it took the lock: the port is sound.
+    unwinding: bool,
+}
+
+impl<P: Advance, E: Environment> Drop for Guard<'_, P, E> {
+    fn drop(&mut self) {
+        if thread::panicking() && !self.unwinding {
+            self.progress.close();
+        }
+    }
+}
+
+impl<P: Advance, E: Environment> Guard<'_, P, E> {
+    /// Releases the lock to the thread that has waited longest.
+    fn release(mut self) {
+        MutexGuard::bump(&mut self.port);
+    }
+}
+
+impl<P: Advance, E: Environment> Progress<P, E> {
+    pub(crate) fn new(port: P, env: E) -> Self {
+        Self {
+            port: Mutex::new(port),
+            env,
+            closed: AtomicBool::new(false),
+            wanted: AtomicBool::new(false),
+            last_poll: AtomicU64::new(0),
+            last_wait: AtomicU64::new(0),
+            waiting: AtomicBool::new(false),
+            sleepers: AtomicU32::new(0),
+            polls: AtomicU32::new(0),
+            kept: AtomicU32::new(0),
+        }
+    }
+
+    pub(crate) fn env(&self) -> &E {
+        &self.env
+    }
+
+    /// Lets every later call fail.
+    pub(crate) fn close(&self) {
+        if !self.closed.swap(true, Ordering::AcqRel) {
+            self.env.closed();
+        }
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    fn guard<'a>(&'a self, port: MutexGuard<'a, P>) -> Option<Guard<'a, P, E>> {
+        let guard = Guard {
+            port,
+            progress: self,
+            unwinding: thread::panicking(),
+        };
+        (!self.is_closed()).then_some(guard)
+    }
+
+    fn try_lock(&self) -> Option<Guard<'_, P, E>> {
+        if self.is_closed() || self.env.is_inherited() {
+            return None;
+        }
+        self.guard(self.port.try_lock()?)
+    }
+
+    /// Calls the port under the lock.
+    ///
+    /// # Errors
+    /// When the port is closed, or another process's.
+    pub(crate) fn with<R>(&self, call: impl FnOnce(&mut P) -> R) -> Result<R, Closed> {
+        if self.is_closed() || self.env.is_inherited() {
+            return Err(Closed);
+        }
+        let mut guard = self.guard(self.port.lock()).ok_or(Closed)?;
+        let result = call(&mut guard.port);
+        drop(guard);
+        self.serve_wanted();
+        Ok(result)
+    }
+
+    /// Calls the port under the lock even if it is closed: for reading, and for clean-up.
+    pub(crate) fn with_closed<R>(&self, call: impl FnOnce(&mut P) -> R) -> R {
+        let result = call(&mut self.port.lock());
+        self.serve_wanted();
+        result
+    }
+
+    /// Makes a pass for the progress thread if it found the lock taken. Called after each release of the lock.
+    fn serve_wanted(&self) {
+        loop {
+            // Pairs with the fence in `lock_or_ask`: either this thread sees the flag, or that one the free lock.
+            fence(Ordering::SeqCst);
+            if !self.wanted.load(Ordering::Relaxed) {
+                return;
+            }
+            // The next holder serves, if there is one.
+            let Some(mut guard) = self.try_lock() else { return };
+            self.wanted.store(false, Ordering::Relaxed);
+            let now = self.env.now();
+            if guard.port.pass(now) {
+                self.env.wake_by(now, now);
+            }
+        }
+    }
+
+    /// Takes the lock for the progress thread, or asks its holder to make the pass.
+    fn lock_or_ask(&self) -> Option<Guard<'_, P, E>> {
+        let guard = self.try_lock().or_else(|| {
+            self.wanted.store(true, Ordering::Relaxed);
+            fence(Ordering::SeqCst);
+            self.try_lock()
+        })?;
+        self.wanted.store(false, Ordering::Relaxed);
+        Some(guard)
+    }
+
+    /// Returns the end of the program's lease.
+    fn lease_end(&self) -> Instant {
+        let last = self
+            .last_poll
+            .load(Ordering::Acquire)
+            .max(self.last_wait.load(Ordering::Acquire));
+        match last {
+            0 => Instant::ZERO,
+            last => Instant::from_nanos(last) + self.lease(),
+        }
+    }
+
+    /// Returns the length of a lease.
+    fn lease(&self) -> Duration {
+        match self.kept.load(Ordering::Relaxed) >= KEPT {
+            true => LONG_LEASE,
+            false => LEASE,
+        }
+    }
+
+    fn keep_lease(&self) {
+        let kept = self.kept.load(Ordering::Relaxed);
+        self.kept.store(kept.saturating_add(1), Ordering::Relaxed);
+    }
+
+    /// Advances the port in a thread that found a completion queue empty, unless another thread holds the lock.
+    pub(crate) fn poll(&self) {
+        let Some(mut guard) = self.try_lock() else {
+            // The holder may need this processor.
+            yield_now();
+            return;
+        };
+        let now = self.env.now();
+        self.last_poll.store(now.as_nanos(), Ordering::Release);
+        let more = guard.port.pass(now);
+        drop(guard);
+        if more {
+            self.env.wake_by(now, now + self.lease());
+        }
+        self.serve_wanted();
+        if self
+            .polls
+            .fetch_add(1, Ordering::Relaxed)
+            .is_multiple_of(POLLS_PER_YIELD)
+        {
+            yield_now();
+        }
+    }
+
+    /// Ends the program's lease: it is about to sleep outside of this crate.
+    pub(crate) fn stop_polling(&self) {
+        self.last_poll.store(0, Ordering::Release);
+        if self.env.watches_sockets() || self.waiting.load(Ordering::Acquire) {
+            return;
+        }
+        // A program that has just waited here is about to do so again.
+        if self.env.now() >= self.lease_end() {
+            self.env.watch_sockets(true);
+        }
+    }
+
+    /// Begins a wait for an event. True: packets wake the calling thread until [`Progress::end_wait`].
+    pub(crate) fn begin_wait(&self) -> bool {
+        let first = self.sleepers.fetch_add(1, Ordering::AcqRel) == 0;
+        if first {
+            self.last_poll.store(0, Ordering::Release);
+            self.waiting.store(true, Ordering::Release);
+            if self.env.watches_sockets() {
+                self.env.watch_sockets(false);
+            }
+        }
+        first
+    }
+
+    /// Advances the port in the waiter, woken by packets. True: there is more to do. `None`: another thread polls, and packets concern
+    /// the waiter no more.
+    pub(crate) fn advance_waiter(&self) -> Option<bool> {
+        let now = self.env.now();
+        let polled = self.last_poll.load(Ordering::Acquire);
+        if polled > 0 && now < Instant::from_nanos(polled) + LEASE {
+            self.waiting.store(false, Ordering::Release);
+            self.env.wake_by(now, now + LEASE);
+            return None;
+        }
+        self.with(|port| port.pass(now)).ok()
+    }
+
+    /// Ends a wait. `owns`: packets woke the calling thread. `more`: its last pass left something to do.
+    pub(crate) fn end_wait(&self, owns: bool, more: bool) {
+        let others = self.sleepers.fetch_sub(1, Ordering::AcqRel) > 1;
+        if !owns {
+            return;
+        }
+        let now = self.env.now();
+        if others {
+            self.waiting.store(false, Ordering::Release);
+            self.env.watch_sockets(true);
+        } else {
+            self.last_wait.store(now.as_nanos(), Ordering::Release);
+            self.waiting.store(false, Ordering::Release);
+        }
+        let at = if more && others { now } else { now + self.lease() };
+        self.env.wake_by(now, at);
+    }
+
+    /// Parks the progress thread if a thread of the program owns the port.
+    fn parks(&self) -> bool {
+        let (now, until) = (self.env.now(), self.lease_end());
+        let leased = now < until;
+        if leased {
+            self.env.watch_sockets(false);
+            self.env.wake_by(now, until);
+        }
+        leased
+    }
+
+    /// Does what the progress thread was woken for. Returns the number of datagrams that it received.
+    pub(crate) fn woken(&self) -> u64 {
+        if self.parks() {
+            self.keep_lease();
+            return 0;
+        }
+        let (waits, parked) = (self.waiting.load(Ordering::Acquire), !self.env.watches_sockets());
+        if waits {
+            self.keep_lease();
+        }
+        // A waiter has the packets, but not the timers. Before the pass: packets that come after its last look wake this thread.
+        self.env.watch_sockets(!waits);
+        let mut received = 0;
+        while let Some(mut guard) = self.lock_or_ask() {
+            if self.parks() {
+                break;
+            }
+            let before = guard.port.datagrams();
+            let more = guard.port.pass(self.env.now());
+            received += guard.port.datagrams() - before;
+            if parked && !waits && received > 0 {
+                self.kept.store(0, Ordering::Relaxed);
+            }
+            guard.release();
+            if !more || self.is_closed() {
+                break;
+            }
+            yield_now();
+        }
+        received
+    }
+}
