@@ -2,6 +2,7 @@
 
 #[macro_use]
 mod harness;
+mod answers;
 mod connections;
 mod datagrams;
 mod expected;
