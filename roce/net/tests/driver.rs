@@ -118,6 +118,8 @@ struct Host {
     region: Arc<Region>,
     cq: Arc<CompletionQueue>,
     qpn: Qpn,
+    /// Queue pair in RESET.
+    spare: Qpn,
     sink: Arc<Sink>,
 }
 
@@ -135,7 +137,7 @@ fn host(oddity: Oddity, driver: DriverConfig) -> Host {
     let region = mem.alloc_region(pd, 1 << 20, ALL).unwrap();
     let cq = CompletionQueue::new(1, 64, None);
     let mut port = Port::new(config, mem, [5; 32]);
-    let init = QpInit {
+    let init = || QpInit {
         pd,
         qp_type: QpType::Rc,
         send_cq: cq.clone(),
@@ -145,7 +147,7 @@ fn host(oddity: Oddity, driver: DriverConfig) -> Host {
         srq: None,
         xrcd: None,
     };
-    let qpn = port.create_qp(init).unwrap();
+    let [qpn, spare] = [(); 2].map(|()| port.create_qp(init()).unwrap());
     let sink = Arc::new(Sink::default());
     let path = Odd { inner: udp, oddity };
     Host {
@@ -154,6 +156,7 @@ fn host(oddity: Oddity, driver: DriverConfig) -> Host {
         region,
         cq,
         qpn,
+        spare,
         sink,
     }
 }
@@ -422,7 +425,7 @@ fn it_takes_over_as_soon_while_a_timer_is_pending() {
     let local = SocketAddr::new(b.addr, 0);
     let asked = b
         .driver
-        .with(|port, now| port.cm_connect(now, local, nobody, b.qpn, ConnParams::default()));
+        .with(|port, now| port.cm_connect(now, local, nobody, b.spare, ConnParams::default()));
     asked.unwrap().unwrap();
     thread::sleep(Duration::from_millis(50));
     let time = write_after_polls(&a, &b, 20);

@@ -47,7 +47,11 @@ impl Order {
         if matches!(info.class, Class::Send) && is_after(psn, self.sent) {
             self.sent = Some(psn);
             let overtakes = self.received.is_some_and(|r| is_after(r, self.acknowledged));
-            assert!(!overtakes, "seed {seed}: {psn:?} overtakes the acknowledgement of {:?}", self.received);
+            assert!(
+                !overtakes,
+                "seed {seed}: {psn:?} overtakes the acknowledgement of {:?}",
+                self.received
+            );
         }
     }
 }

@@ -347,7 +347,7 @@ fn an_acknowledgement_leaves_ahead_of_an_answer_that_completes_a_receive() {
             for (_, packet) in p.a.drain() {
                 p.b.handle(&packet);
             }
-            p.b.send(1, op.clone(), &[sge(&back, 0, 64)]);
+            p.b.send(1, op, &[sge(&back, 0, 64)]);
             assert_eq!(classes(&mut p), [Class::Acknowledge, Class::Send]);
         }
     }
