@@ -1,9 +1,6 @@
 //! What a run is made of, drawn from its seed: hosts, links, connections, and what may go wrong.
 
-use std::{
-    net::{IpAddr, Ipv4Addr, Ipv6Addr},
-    time::Duration,
-};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use roce_port::TxConfig;
 use roce_qp::WindowConfig;

@@ -175,7 +175,7 @@ pub(crate) struct World {
 
 impl World {
     pub(crate) fn new(seed: u64, scale: u32, trace: Trace) -> Self {
-        let mut draw = Draw::new(scale, &mut Rng::new(seed, 40), &mut Rng::new(seed, 44));
+        let draw = Draw::new(scale, &mut Rng::new(seed, 40), &mut Rng::new(seed, 44));
         let mut coverage = Coverage::default();
         draw.note(&mut coverage);
         let scenario = &draw.scenario;
