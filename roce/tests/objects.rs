@@ -59,7 +59,7 @@ fn completion_queues_are_resized_and_looked_into() {
         assert!(std::time::Instant::now() < until);
         p.a.device.progress();
     }
-    assert_eq!((p.a.cq.peek(2), p.a.cq.capacity()), (2, 4096));
+    assert_eq!((p.a.cq.peek(2), p.a.cq.capacity()), (2, 8191));
     assert!(p.a.cq.resize(2).is_err());
     p.a.cq.resize(3).unwrap();
     assert_eq!(p.a.cq.capacity(), 3);
