@@ -1,4 +1,4 @@
-//! Captures that programs leave (`FERROCE_PCAP`).
+//! Reads the captures of programs (`FERROCE_PCAP`) and checks the order of their packets.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,12 +18,12 @@ pub(crate) struct Seen {
     pub(crate) at: f64,
     pub(crate) opcode: Opcode,
     pub(crate) psn: u32,
-    /// Queue pair that it goes to.
+    /// Destination queue pair number.
     pub(crate) to: u32,
 }
 
 impl Seen {
-    /// What tells it from others, but for a retransmission.
+    /// Identifies the packet; a retransmission has the same key.
     pub(crate) fn key(&self) -> (u32, u32, u8) {
         (self.to, self.psn, self.opcode as u8)
     }
@@ -39,7 +39,7 @@ impl fmt::Display for Seen {
     }
 }
 
-/// The captures in a directory.
+/// Lists the captures in a directory.
 pub(crate) fn files(dir: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(dir).into_iter().flatten().flatten().map(|e| e.path());
     entries.filter(|p| p.extension().is_some_and(|e| e == "pcap")).collect()
@@ -71,7 +71,7 @@ pub(crate) fn read(file: &Path) -> Result<Vec<Seen>> {
     Ok(all)
 }
 
-/// The first SEND of a ping-pong that comes before the acknowledgement of the SEND that it answers.
+/// Finds the first SEND of a ping-pong that precedes the acknowledgement of the SEND that it answers.
 fn answer_without_acknowledgement(packets: &[Seen]) -> Option<Seen> {
     let (mut asked, mut acknowledged) = (BTreeMap::new(), BTreeMap::new());
     let mut known = BTreeSet::new();
@@ -79,7 +79,7 @@ fn answer_without_acknowledgement(packets: &[Seen]) -> Option<Seen> {
         if p.opcode.info().class == Class::Acknowledge {
             acknowledged.insert(p.to, p.psn);
         } else if p.is_send() && known.insert(p.key()) {
-            // There are two queue pairs, so the question went to the other one.
+            // A ping-pong has two queue pairs: the answered SEND went to the other one.
             let question = asked.iter().find(|(to, _)| **to != p.to).map(|(_, psn)| psn);
             if question.is_some() && question != acknowledged.get(&p.to) {
                 return Some(*p);

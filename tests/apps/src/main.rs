@@ -94,8 +94,8 @@ struct Cli {
     /// With --speed: not pinned
     #[arg(long, requires = "speed")]
     unpinned: bool,
-    /// Run long ping-pongs of messages (captured) and of UDP datagrams in turns for so many minutes next to busy processors, and explain
-    /// the slowest rounds of each. Captures go to $TMPDIR, of which they take some 60 MB: best in memory
+    /// For that many minutes run long ping-pongs of SENDs (captured) and of UDP datagrams in turns on busy processors, and explain
+    /// the slowest rounds. Captures go to $TMPDIR, of which they take some 60 MB: best in memory
     #[arg(long, value_name = "MINUTES", conflicts_with_all = ["list", "only", "set", "directory", "speed"])]
     stalls: Option<f64>,
     /// With --stalls: rounds of each ping-pong

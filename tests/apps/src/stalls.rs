@@ -1,4 +1,4 @@
-//! Long ping-pongs on busy processors: how slow the slowest rounds are, of messages and of UDP datagrams in turns, and why.
+//! Long ping-pongs on busy processors, of SENDs and of UDP datagrams in turns: finds the slowest rounds and their causes.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -20,20 +20,20 @@ use crate::{
 
 const SIDES: [&str; 2] = ["client", "target"];
 
-/// A slow round, as the program prints it. Times are microseconds.
+/// A slow round as `progress.c` prints it. Times are in microseconds.
 #[derive(Deserialize, Clone, Debug)]
 struct Slow {
     round: u32,
     /// Since 1970.
     begin: f64,
     took: f64,
-    /// How long the polling thread of each side was out of its loop, …
+    /// Time without a poll, of each side.
     away: [f64; 2],
-    /// … and how much of that it was runnable and waited for a processor.
+    /// Part of it in which the polling thread was runnable but not running.
     waited: [f64; 2],
 }
 
-/// Whose packet, and which way, in the capture of one side.
+/// A packet in the capture of one side.
 #[derive(Clone, Copy, PartialEq, Debug)]
 struct Event {
     side: usize,
@@ -48,7 +48,7 @@ impl Event {
     }
 }
 
-/// Both captures as one sequence.
+/// Merges both captures in the order of time.
 fn merge(mut captures: [Vec<Seen>; 2]) -> Vec<Event> {
     // The first message is the client's, and is in its capture first.
     let first = captures
@@ -76,16 +76,16 @@ fn merge(mut captures: [Vec<Seen>; 2]) -> Vec<Event> {
     all
 }
 
-/// Why a round was slow.
+/// Cause of a slow round.
 #[derive(Clone, PartialEq, Debug)]
 enum Cause {
-    /// A polling thread did not run.
+    /// A polling thread did not run for half of the round.
     NotScheduled,
     /// A packet was sent and never received.
     Lost(String),
-    /// A packet lay in a socket although its side ran.
+    /// A packet stayed in a socket while its receiver ran.
     NotRead(String),
-    /// A side had a packet and ran, and sent nothing.
+    /// A side received a packet, ran, and sent nothing.
     Withheld(String),
 }
 
@@ -153,7 +153,7 @@ fn cause(slow: &Slow, events: &[Event]) -> Cause {
     }
 }
 
-/// Keeps processors busy until it is dropped.
+/// Stops the busy threads when dropped.
 struct Busy<'a>(&'a AtomicBool);
 
 impl Drop for Busy<'_> {
@@ -168,7 +168,7 @@ fn burn(done: &AtomicBool) {
     }
 }
 
-/// The slowest rounds of one ping-pong.
+/// Runs one ping-pong and returns its slowest rounds.
 fn play(setup: &Setup, kind: &str, rounds: u32, dir: &Path) -> Result<Vec<Slow>> {
     let case = long_pingpong(kind, rounds).with("FERROCE_PCAP", "%p.pcap").within(600);
     let text = setup.attempt(&case, dir)?;
@@ -194,7 +194,7 @@ fn print(kind: &str, slow: &Slow, cause: &Cause) {
     );
 }
 
-/// Plays in turns for so long, next to `load` busy threads, and prints what came of it.
+/// Runs ping-pongs in turns next to `load` busy threads, and prints the slowest rounds with their causes.
 ///
 /// # Errors
 /// When a ping-pong fails.

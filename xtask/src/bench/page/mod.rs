@@ -103,16 +103,16 @@ const PARTS: [(&str, &str, &str); 14] = [
     (
         "ack",
         "Acknowledgements while computing",
-        "A process under `ferroce run` polls, receives a SEND of 64 bytes, and computes for so long before it answers and polls again: how long \
-         its peer waits for the SEND's completion. Beside it what the machine takes to wake a thread: a UDP echo by a thread of the same \
-         process, asleep in epoll while the process computes. 99th percentiles are beside the echo's and 50 us more. Less is better.",
+        "A process under `ferroce run` polls, receives a SEND of 64 bytes, and computes for the given time before it answers and polls again. \
+         Measured is the time until the SEND completes at its peer, compared with the time that the machine takes to wake a thread: a UDP echo \
+         by a thread of the same process that sleeps in epoll. 99th percentiles are compared with the echo's plus 50 us. Less is better.",
     ),
     (
         "one-sided",
         "One-sided operations to a computing target",
-        "64 bytes to a process under `ferroce run` that found its completion queue empty 500 times and computes for 3 ms, beside the same UDP \
-         echo; and READs to one that found it empty 20 times and sleeps, with a queue pair that waits for an RNR timer beside \
-         the same without. 99th percentiles are beside the other's and 200 us more. Less is better.",
+        "WRITEs and READs of 64 bytes to a process under `ferroce run` that polled an empty completion queue 500 times and then computes for \
+         3 ms, compared with the same UDP echo. And READs to a process that polled 20 times and then sleeps: with a queue pair in an \
+         RNR wait, compared with none. 99th percentiles are compared with the other's plus 200 us. Less is better.",
     ),
     (
         "programs",
