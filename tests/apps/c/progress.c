@@ -342,25 +342,27 @@ static void leave_in_timewait(int target)
 	barrier();
 }
 
-/* Checks that the operation completes while the target computes, at least half as often as a UDP echo returns. Repeats on a machine
- * that is too busy for the echo. */
+/* Checks that the operation completes while the target computes, at least half as often as a UDP echo returns. A try proves nothing on a
+ * machine that is too busy for the echo; three others without a success are no coincidence. */
 static void completes_while_computing(const char *what, enum load load)
 {
-	int in_time, possible = 0, done = 0;
+	int in_time, possible, done, failed = 0;
 
-	for (int tries = 0; tries < 3 && possible < 50; tries++) {
-		warm_up(200);
+	for (int tries = 0; tries < 10 && failed < 3; tries++) {
 		possible = done = 0;
+		warm_up(200);
 		for (int i = 0; i < 100; i++)
 			run_round(load, 300, &in_time), done += in_time;
 		for (int i = 0; i < 100; i++)
 			run_round(ECHO, 300, &in_time), possible += in_time;
+		if (possible >= 50 && 2 * done >= possible)
+			return;
+		failed += possible >= 50;
 	}
-	if (possible >= 50 && 2 * done < possible) {
-		fprintf(stderr, "while its target computed a %s completed %d times, a datagram came back %d times\n", what, done,
-			possible);
-		exit(1);
-	}
+	if (failed < 3)
+		return;
+	fprintf(stderr, "while its target computed a %s completed %d times, a datagram came back %d times\n", what, done, possible);
+	exit(1);
 }
 
 /* Checks that no answer overtakes the acknowledgement of what it answers: programs take it as proof that their SEND completed. */
