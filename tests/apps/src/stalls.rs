@@ -87,6 +87,8 @@ enum Cause {
     NotRead(String),
     /// A side received a packet, ran, and sent nothing.
     Withheld(String),
+    /// There is no packet of it in a capture.
+    Unknown,
 }
 
 impl Cause {
@@ -96,12 +98,13 @@ impl Cause {
             Self::Lost(_) => "lost",
             Self::NotRead(_) => "not read",
             Self::Withheld(_) => "withheld",
+            Self::Unknown => "unknown",
         }
     }
 
     fn detail(&self) -> &str {
         match self {
-            Self::NotScheduled => "",
+            Self::NotScheduled | Self::Unknown => "",
             Self::Lost(text) | Self::NotRead(text) | Self::Withheld(text) => text,
         }
     }
@@ -141,7 +144,7 @@ fn cause(slow: &Slow, events: &[Event]) -> Cause {
         .map(|(e, next)| (next - e.packet.at, *e));
     let longest = gaps.max_by(|a, b| a.0.total_cmp(&b.0));
     match longest {
-        None => Cause::Withheld("no packet at all".into()),
+        None => Cause::Unknown,
         Some((gap, before)) => {
             let text = format!("{:.1} ms after {}, {again} sent again", gap / 1e3, before.text());
             if before.sent {
