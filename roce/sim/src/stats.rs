@@ -50,8 +50,10 @@ pub struct Stats {
     pub reflected: u64,
     /// Forged packets to connected queue pairs, at and around the PSNs in use.
     pub at_live: u64,
-    /// Guesses of adversaries that were redrawn because they hit the peer's source port, or the exact PSN where ports are
-    /// learned: what only the peer knows.
+    /// Of these, those at the exact PSN where another port has been learned: each PSN once from a port.
+    pub exact: u64,
+    /// Guesses of adversaries that were redrawn because they hit the peer's source port, or the exact PSN where that would be
+    /// believed: what only the peer knows.
     pub port_hits: u64,
     pub psn_hits: u64,
     /// Clients that got in under a flood of requests, and how long the slowest needed.
@@ -89,7 +91,7 @@ impl Stats {
         }
         sum!(runs simulated_ns events timer_runs packets trains lost duplicated reordered corrupted overflowed
              icrc_errors retransmissions rnr_naks operations faulty_operations succeeded receives messages service_messages completions
-             connections repairs disturbances drains cm_events work_ns work_bytes forged reflected at_live port_hits psn_hits meddled copies admitted pairs alone_bytes alone_ns attacked_bytes
+             connections repairs disturbances drains cm_events work_ns work_bytes forged reflected at_live exact port_hits psn_hits meddled copies admitted pairs alone_bytes alone_ns attacked_bytes
              attacked_ns);
         self.trace_hash ^= other.trace_hash;
         self.longest_admission_ns = self.longest_admission_ns.max(other.longest_admission_ns);
@@ -112,6 +114,7 @@ impl World {
         if let Some(blind) = &self.blind {
             (self.stats.forged, self.stats.reflected) = (blind.forged, blind.reflected);
             self.stats.at_live = blind.at_live;
+            self.stats.exact = blind.exact;
             [self.stats.port_hits, self.stats.psn_hits] = blind.redrawn;
         }
         if let Some(copies) = &self.copies {

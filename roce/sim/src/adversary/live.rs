@@ -1,6 +1,6 @@
 //! Connected queue pairs as the off-path attacker knows them: their numbers, their peers' addresses and where both PSN
-//! streams are. Source ports it has to guess, and so it has the exact PSN of a connection whose ports are learned: the
-//! simulator redraws the guesses that hit one of these, and counts them.
+//! streams are. It has to guess source ports; where these are learned from packets at the exact PSN, it may hit that once
+//! from a port. The simulator redraws the guesses that go beyond, and counts them.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -40,8 +40,9 @@ struct Genuine {
     /// PSNs of each direction at which the queue pair may expect its next packet exactly: those that were sent, and those
     /// that follow them.
     exact: [BTreeSet<u32>; 2],
-    /// Newest PSN of a request.
+    /// Newest PSN of a request, and how many new ones there were.
     newest: Option<Psn>,
+    new_requests: u32,
     /// PSNs of requests that have not arrived.
     missing: BTreeSet<u32>,
 }
@@ -94,6 +95,7 @@ impl Live {
         // A retransmitted READ may begin within one that has arrived: only new PSNs are missing.
         if direction == Direction::Request && genuine.newest.is_none_or(|newest| bth.psn.diff(newest) > 0) {
             genuine.newest = Some(bth.psn);
+            genuine.new_requests += 1;
             genuine.missing.insert(bth.psn.value());
         }
         let responses = match (bth.opcode.info().class, packet.header.reth) {
@@ -182,6 +184,23 @@ impl World {
         conns.any(|c| {
             let own = c.ends.iter().any(|e| e.host == h && e.qpn == Some(qpn));
             own && c.ends.iter().all(|e| roce_cm::guid::keeps_packets(self.guid(e.host)))
+        })
+    }
+
+    /// Whether a queue pair has learned its peer's port in a packet's direction: it has answered a request, or sent one after the
+    /// first was answered.
+    pub(super) fn has_learned(&self, live: &Live, h: usize, bytes: &[u8]) -> bool {
+        let Ok(packet) = Packet::parse(bytes) else { return false };
+        let bth = packet.header.bth;
+        let ends = self
+            .conns
+            .iter()
+            .flat_map(|c| [(&c.ends[0], &c.ends[1]), (&c.ends[1], &c.ends[0])]);
+        let peer = ends.filter(|(own, _)| own.host == h && own.qpn == Some(bth.dest_qp));
+        let mut sent = peer.filter_map(|(_, peer)| live.0.get(&(peer.host, peer.qpn?)));
+        sent.any(|sent| match Direction::of(bth.opcode) {
+            Direction::Request => sent.last[Direction::Response as usize].is_some(),
+            Direction::Response => sent.new_requests >= 2,
         })
     }
 

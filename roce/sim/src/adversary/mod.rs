@@ -12,7 +12,7 @@ mod observer;
 mod strays;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
 };
 
@@ -185,6 +185,9 @@ pub(crate) struct Blind {
     pub(crate) at_live: u64,
     /// Guesses that were redrawn because they hit the peer's port, or the exact PSN where ports are learned.
     pub(crate) redrawn: [u64; 2],
+    /// Packets at the exact PSN of a connection that has learned another port. Only a second one would be believed.
+    once: BTreeSet<(usize, u16, [u8; 8])>,
+    pub(crate) exact: u64,
     pub(crate) reflected: u64,
 }
 
@@ -201,6 +204,8 @@ impl Blind {
             forged: 0,
             at_live: 0,
             redrawn: [0; 2],
+            once: BTreeSet::new(),
+            exact: 0,
             reflected: 0,
         }
     }
@@ -265,6 +270,14 @@ impl Blind {
             pause: rng.pick(&[US, 20 * US, 200 * US, 2 * MS, 20 * MS]),
         }
     }
+}
+
+/// Names a forged packet by host, source port, queue pair and PSN.
+fn key(to: usize, port: u16, bytes: &[u8]) -> (usize, u16, [u8; 8]) {
+    let mut numbers = [0; 8];
+    numbers.copy_from_slice(&bytes[4..12]);
+    [numbers[0], numbers[4]] = [0; 2];
+    (to, port, numbers)
 }
 
 /// Draws an unused address.
@@ -368,19 +381,26 @@ impl World {
         let host = &self.hosts[campaign.to].plan;
         let (from, to) = (self.place_of(blind, campaign.src), self.place_of(blind, host.addr));
         let rng = &mut blind.rng;
-        let (port, mut bytes) = loop {
+        let (port, mut bytes, single) = loop {
             let port = match rng.index(4) {
                 0 => ROCE_UDP_PORT,
                 _ => 0xc000 | rng.next() as u16,
             };
             let bytes = forge::packet(campaign.what, &from, &to, rng);
             match self.hit(&blind.live, campaign.to, port, &bytes) {
-                None => break (port, bytes),
+                None => break (port, bytes, false),
+                Some(Hit::Psn)
+                    if self.has_learned(&blind.live, campaign.to, &bytes)
+                        && blind.once.insert(key(campaign.to, port, &bytes)) =>
+                {
+                    blind.exact += 1;
+                    break (port, bytes, true);
+                }
                 Some(hit) => blind.redrawn[usize::from(hit == Hit::Psn)] += 1,
             }
         };
         let src = SocketAddr::new(campaign.src, port);
-        let copies = match host.gro && !host.sees_headers && rng.chance(0.1) {
+        let copies = match host.gro && !host.sees_headers && !single && rng.chance(0.1) {
             true => rng.range(2, 12),
             false => 1,
         };
