@@ -4,6 +4,7 @@
 
 use std::{
     fs,
+    sync::{Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -22,6 +23,8 @@ const BULK: usize = 1024;
 
 /// Runs a session with a load, plants packets with its server and its client, and checks that nothing came of it.
 fn nothing_comes_of(at_server: &[Plant], at_client: &[Plant]) {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let dir = tempfile::tempdir().unwrap();
     let capture = dir.path().join("seen.pcap");
     let pair = Pair::start(&vec![0; DISK], "", &["--pcap", &capture.display().to_string()], &[]);
