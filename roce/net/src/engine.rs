@@ -12,7 +12,7 @@ use crate::{
     links::LinkChange,
     motor::{Flush, Motor},
     persist::{Persister, Report},
-    progress::{Advance, LEASE},
+    progress::{Advance, LEASE, Work},
     wake::Wake,
 };
 
@@ -78,12 +78,16 @@ pub(crate) struct Engine {
 }
 
 impl Advance for Engine {
-    fn pass(&mut self, now: Instant) -> bool {
+    fn pass(&mut self, now: Instant) -> Work {
         let received = self.take_in(now, BUDGET);
         let idle = received.datagrams == 0 && !self.unsent && !self.worked;
         let unsent = if idle { false } else { self.flush(now) };
         let soon = self.arm_timer(now);
-        received.more || unsent || soon
+        match (received.more || unsent, soon) {
+            (true, _) => Work::More,
+            (false, true) => Work::Soon,
+            (false, false) => Work::None,
+        }
     }
 
     fn datagrams(&self) -> u64 {

@@ -35,10 +35,21 @@ const KEPT: u32 = 100;
 /// Empty polls from one `sched_yield` to the next: the peer may need this processor.
 const POLLS_PER_YIELD: u32 = 64;
 
+/// Work that a pass leaves.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Work {
+    /// Nothing.
+    None,
+    /// A timer expires so soon that waiting awake costs less than a sleep.
+    Soon,
+    /// There is more to receive or to send.
+    More,
+}
+
 /// Port that threads advance under the lock.
 pub(crate) trait Advance {
-    /// Receives, runs timers that are due, and sends all that is due. True: there is more to do, now or very soon.
-    fn pass(&mut self, now: Instant) -> bool;
+    /// Receives, runs timers that are due, and sends all that is due.
+    fn pass(&mut self, now: Instant) -> Work;
     /// Returns the number of datagrams received so far.
     fn datagrams(&self) -> u64;
 }
@@ -189,7 +200,7 @@ impl<P: Advance, E: Environment> Progress<P, E> {
             let Some(mut guard) = self.try_lock() else { return };
             self.wanted.store(false, Ordering::Relaxed);
             let now = self.env.now();
-            if guard.port.pass(now) {
+            if guard.port.pass(now) != Work::None {
                 self.env.wake_by(now, now);
             }
         }
@@ -240,9 +251,9 @@ impl<P: Advance, E: Environment> Progress<P, E> {
         };
         let now = self.env.now();
         self.last_poll.store(now.as_nanos(), Ordering::Release);
-        let more = guard.port.pass(now);
+        let work = guard.port.pass(now);
         drop(guard);
-        if more {
+        if work != Work::None {
             self.env.wake_by(now, now + self.lease());
         }
         self.serve_wanted();
@@ -290,7 +301,7 @@ impl<P: Advance, E: Environment> Progress<P, E> {
             self.env.wake_by(now, now + LEASE);
             return None;
         }
-        self.with(|port| port.pass(now)).ok()
+        self.with(|port| port.pass(now) != Work::None).ok()
     }
 
     /// Ends a wait. `owns`: packets woke the calling thread. `more`: its last pass left something to do.
@@ -334,22 +345,26 @@ impl<P: Advance, E: Environment> Progress<P, E> {
         }
         // A waiter has the packets, but not the timers. Before the pass: packets that come after its last look wake this thread.
         self.env.watch_sockets(!waits);
-        let mut received = 0;
+        let (mut received, mut yielded) = (0, false);
         while let Some(mut guard) = self.lock_or_ask() {
             if self.parks() {
                 break;
             }
             let before = guard.port.datagrams();
-            let more = guard.port.pass(self.env.now());
+            let work = guard.port.pass(self.env.now());
             received += guard.port.datagrams() - before;
             if parked && !waits && received > 0 {
                 self.kept.store(0, Ordering::Relaxed);
             }
             guard.release();
-            if !more || self.is_closed() {
+            if work == Work::None || self.is_closed() {
                 break;
             }
-            yield_now();
+            // Once: the program may need this processor to answer. Each yield costs this thread its next wake-up's priority.
+            if work == Work::Soon && !yielded {
+                yielded = true;
+                yield_now();
+            }
         }
         received
     }

@@ -75,7 +75,7 @@ use std::{
     time::Duration,
 };
 
-use progress::{Advance, Environment, LEASE, Progress};
+use progress::{Advance, Environment, LEASE, Progress, Work};
 use roce_verbs::Instant;
 use shuttle::{
     sync::{Arc, Condvar, Mutex},
@@ -264,7 +264,7 @@ impl Environment for Arc<Outside> {
 struct Port(Arc<Outside>);
 
 impl Advance for Port {
-    fn pass(&mut self, now: Instant) -> bool {
+    fn pass(&mut self, now: Instant) -> Work {
         let me = thread::current().id();
         let more = self.0.change(|s| {
             if s.pollers.contains(&me) {
@@ -283,7 +283,7 @@ impl Advance for Port {
             more
         });
         self.0.wake_by(now, now + PORT_TIMER);
-        more
+        if more { Work::More } else { Work::None }
     }
 
     fn datagrams(&self) -> u64 {
