@@ -94,6 +94,10 @@ impl Environment for Runtime {
         self.wake.wake_by(now, at);
     }
 
+    fn timer_cost(&self) -> Duration {
+        self.wake.timer_cost()
+    }
+
     fn is_inherited(&self) -> bool {
         self.born != sys::generation_now()
     }

@@ -8,9 +8,10 @@
 //! - A *waiter*, a thread that sleeps for an event, owns it while it sleeps and for a lease afterwards.
 //! - The progress thread owns it at all other times, and sleeps in epoll on the sockets.
 //!
-//! A lease lasts [`LEASE`]: a packet waits no longer, and a wake-up, after the program stops polling. Where timers are expensive (24 us in
-//! some virtual machines) a wake-up every 100 us would cost a poller a third of its processor. So leases of a program that has kept
-//! [`KEPT`] of them in a row last [`LONG_LEASE`], until a packet has waited for one of them to end.
+//! A lease lasts [`LEASE`]: a packet waits no longer, and a wake-up, after the program stops polling. Arming a timer takes a microsecond
+//! on most machines, but 24 us in some virtual ones, where a wake-up every 100 us would cost a poller a quarter of its processor. There
+//! the leases of a program that has kept [`KEPT`] of them in a row are longer, until a packet has waited for one of them to end:
+//! [`TIMER_SHARE`] times what arming takes, at most [`LONGEST_LEASE`].
 //!
 //! Every pass is whole: it receives, runs timers that are due, and sends all that is due.
 //!
@@ -28,8 +29,10 @@ use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering,
 
 /// Time for which a thread of the program owns the port after its last poll.
 pub(crate) const LEASE: Duration = Duration::from_micros(100);
-/// The same for a program that has kept its leases.
-const LONG_LEASE: Duration = Duration::from_millis(1);
+/// Longest lease.
+const LONGEST_LEASE: Duration = Duration::from_millis(1);
+/// Arming timers takes one part in so many of the time of a program that keeps its leases: 2.5 %.
+const TIMER_SHARE: u32 = 40;
 /// Leases in a row at whose end the program still polled: 10 ms.
 const KEPT: u32 = 100;
 /// Empty polls from one `sched_yield` to the next: the peer may need this processor.
@@ -64,6 +67,8 @@ pub(crate) trait Environment {
     fn watches_sockets(&self) -> bool;
     /// Wakes the progress thread no later than `at`, whatever timer is pending.
     fn wake_by(&self, now: Instant, at: Instant);
+    /// Returns how long it takes to arm the timer behind that.
+    fn timer_cost(&self) -> Duration;
     /// Returns whether this process is a fork of the one that made the port. Locks may be held for ever here.
     fn is_inherited(&self) -> bool;
     /// Reports that the port is closed. Called once.
@@ -232,7 +237,7 @@ impl<P: Advance, E: Environment> Progress<P, E> {
     /// Returns the length of a lease.
     fn lease(&self) -> Duration {
         match self.kept.load(Ordering::Relaxed) >= KEPT {
-            true => LONG_LEASE,
+            true => (self.env.timer_cost() * TIMER_SHARE).clamp(LEASE, LONGEST_LEASE),
             false => LEASE,
         }
     }

@@ -3,7 +3,8 @@
 use std::{
     io,
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
-    sync::atomic::{AtomicBool, Ordering},
+    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+    time::Duration,
 };
 
 use mio::{Interest, Poll, Token, unix::SourceFd};
@@ -43,14 +44,17 @@ struct State {
 }
 
 impl State {
-    fn arm(&mut self, timer: &TimerFd, now: Instant, at: Instant) {
+    /// Arms the timer unless it expires earlier. Returns how long that took.
+    fn arm(&mut self, timer: &TimerFd, now: Instant, at: Instant) -> Option<Duration> {
         if self.timer.is_some_and(|expiry| expiry <= at) {
-            return;
+            return None;
         }
+        let begin = clock::now();
         match timer.set(at.saturating_since(now)) {
             Ok(()) => self.timer = Some(at),
             Err(e) => tracing::error!("timerfd_settime failed: {e}"),
         }
+        Some(clock::now().saturating_since(begin))
     }
 }
 
@@ -61,6 +65,8 @@ pub(crate) struct Wake {
     state: Mutex<State>,
     /// Whether packets wake the thread. Written under the lock.
     watching: AtomicBool,
+    /// Usual time to arm the timer, nanoseconds. Written under the lock.
+    timer_cost: AtomicU64,
 }
 
 impl Wake {
@@ -79,6 +85,7 @@ impl Wake {
             }),
             descriptors,
             watching: AtomicBool::new(true),
+            timer_cost: AtomicU64::new(0),
         }
     }
 
@@ -160,8 +167,24 @@ impl Wake {
         if state.awake {
             state.wanted = Some(state.wanted.map_or(at, |wanted| wanted.min(at)));
         } else {
-            state.arm(&d.timer, now, at);
+            self.note_cost(state.arm(&d.timer, now, at));
         }
+    }
+
+    /// Averages the time that arming the timer takes. Samples that a preemption made long count little.
+    fn note_cost(&self, sample: Option<Duration>) {
+        const MOST: u64 = 50_000;
+        let Some(sample) = sample else { return };
+        let (known, sample) = (
+            self.timer_cost.load(Ordering::Relaxed),
+            (sample.as_nanos() as u64).min(MOST),
+        );
+        self.timer_cost.store((known * 15 + sample) / 16, Ordering::Relaxed);
+    }
+
+    /// Returns how long it usually takes to arm the timer.
+    pub(crate) fn timer_cost(&self) -> Duration {
+        Duration::from_nanos(self.timer_cost.load(Ordering::Relaxed))
     }
 
     /// Arms the timer for a thread that is about to sleep.
@@ -170,7 +193,7 @@ impl Wake {
         let mut state = self.state.lock();
         state.awake = false;
         if let Some(at) = state.wanted.take() {
-            state.arm(&d.timer, clock::now(), at);
+            self.note_cost(state.arm(&d.timer, clock::now(), at));
         }
     }
 

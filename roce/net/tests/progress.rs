@@ -244,6 +244,10 @@ impl Environment for Arc<Outside> {
         self.state.lock().expect("state").watching
     }
 
+    fn timer_cost(&self) -> Duration {
+        Duration::ZERO
+    }
+
     fn wake_by(&self, _now: Instant, at: Instant) {
         self.change(|s| {
             let stays = |set: Instant| set <= at || s.bug == Bug::LateTimer;

@@ -19,6 +19,10 @@ use crate::{
 
 /// Bytes of the expected PSN in a selective acknowledgement.
 pub(crate) const EXPECTED_LEN: usize = 4;
+/// BTH, AETH and the expected PSN: the shortest selective acknowledgement, bytes.
+const SELECTIVE_ACK_LEN: usize = 12 + 4 + EXPECTED_LEN;
+/// Longest acknowledgement that is padded to the length of the request that follows it, bytes.
+const LONGEST_PADDED_ACK: usize = 256;
 /// Packets since the last acknowledgement: the next one that is asked for does not wait.
 const HELD_PACKETS: u64 = 8;
 
@@ -299,6 +303,11 @@ impl QueuePair {
 
     /// Sends the acknowledgement that is due, unless it waits.
     pub(crate) fn transmit_ack(&mut self, tx: &mut impl TxSink) -> Step {
+        self.transmit_padded_ack(0, tx)
+    }
+
+    /// The same, as a packet of `len` bytes without its ICRC if the peer takes one of that length.
+    fn transmit_padded_ack(&mut self, len: usize, tx: &mut impl TxSink) -> Step {
         if self.resp.replies.ack == AckDue::No || self.resp.replies.is_held() || !self.may_reply() {
             return Step::Idle;
         }
@@ -314,8 +323,8 @@ impl QueuePair {
         // Behind a FLUSH that is under way there may be no gap at all.
         let tells = self.selective && self.resp.flushing.is_none();
         let sent = match (syndrome, &self.resp.reorder) {
-            (Syndrome::Ack(_), Some(buffer)) if tells && !buffer.is_empty() => {
-                self.emit_selective(seq, Aeth { syndrome, msn }, tx)
+            (Syndrome::Ack(_), Some(buffer)) if tells && (!buffer.is_empty() || len >= SELECTIVE_ACK_LEN) => {
+                self.emit_selective(seq, Aeth { syndrome, msn }, len, tx)
             }
             _ => self.emit_ack(seq, Aeth { syndrome, msn }, tx),
         };
@@ -335,13 +344,16 @@ impl QueuePair {
     /// Sends the acknowledgement that is due ahead of a request: programs take an answer as proof that what it answers is done. `Some`:
     /// the request must wait. A message that the peer's program does not see complete may go ahead of one that waits: both then leave as
     /// one GSO train.
-    pub(crate) fn acknowledge_before(&mut self, completes: bool, tx: &mut impl TxSink) -> Option<Step> {
+    pub(crate) fn acknowledge_before(&mut self, index: usize, tx: &mut impl TxSink) -> Option<Step> {
+        let completes = self.sq.wqes[index].completes_receive();
         let replies = &mut self.resp.replies;
         if replies.ack == AckDue::No || (replies.is_held() && !completes) {
             return None;
         }
         replies.held_until = None;
-        match self.transmit_ack(tx) {
+        // Packets of one length leave as one GSO train.
+        let len = self.next_len().filter(|len| *len <= LONGEST_PADDED_ACK);
+        match self.transmit_padded_ack(len.unwrap_or(0), tx) {
             Step::Full => Some(Step::Full),
             // Responses that go before it are still to be sent.
             _ if self.resp.replies.ack != AckDue::No => Some(Step::Idle),
@@ -363,7 +375,7 @@ impl QueuePair {
     }
 
     /// An acknowledgement that says what has arrived beyond a gap ([`Opcode::SelectiveAck`]). `false`: there is no room.
-    fn emit_selective(&self, seq: Seq, aeth: Aeth, tx: &mut impl TxSink) -> bool {
+    fn emit_selective(&self, seq: Seq, aeth: Aeth, len: usize, tx: &mut impl TxSink) -> bool {
         let expected = self.resp.expected;
         let bits = self
             .resp
@@ -374,10 +386,12 @@ impl QueuePair {
         let mut header = Header::new(Bth::new(Opcode::SelectiveAck, self.peer, seq.psn()));
         header.aeth = Some(aeth);
         let head = header.wire_len();
-        let Some(out) = tx.reserve(TxKind::Ack, head + EXPECTED_LEN + size_of_val(words)) else {
+        let len = len.max(head + EXPECTED_LEN + size_of_val(words));
+        let Some(out) = tx.reserve(TxKind::Ack, len) else {
             return false;
         };
         header.emit(out);
+        out[head..].fill(0);
         out[head..head + EXPECTED_LEN].copy_from_slice(&expected.psn().value().to_be_bytes());
         for (out, word) in out[head + EXPECTED_LEN..].chunks_exact_mut(size_of::<u64>()).zip(words) {
             out.copy_from_slice(&word.to_le_bytes());

@@ -274,8 +274,7 @@ impl QueuePair {
                 }
                 Progress::Started | Progress::Failed(_) => {}
             }
-            let completes = self.sq.wqes[self.req.cur].completes_receive();
-            if let Some(step) = self.acknowledge_before(completes, tx) {
+            if let Some(step) = self.acknowledge_before(self.req.cur, tx) {
                 return step;
             }
             let to = self.next_end(ctx);
@@ -304,6 +303,14 @@ impl QueuePair {
                 }
             }
         }
+    }
+
+    /// Returns the length of the next request packet without its ICRC.
+    pub(crate) fn next_len(&self) -> Option<usize> {
+        let wqe = self.sq.wqes.get(self.req.cur)?;
+        let index = self.req.next.since(wqe.first);
+        let (_, len) = wqe.payload(index, self.mtu);
+        Some(self.wire(wqe.opcode(index)).info().header_len + len.next_multiple_of(4))
     }
 
     /// Begins the current work request: checks its memory, or executes it if it is local.
