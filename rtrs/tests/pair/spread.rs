@@ -371,7 +371,13 @@ impl Spread {
             .far
             .drain(now, |meta, bytes| packets.push((*meta, bytes.to_vec())));
         for (meta, bytes) in &packets {
-            let share = share_of(self.steering, bytes);
+            // Packets of a train are all for one queue pair.
+            let first = bytes.chunks(if meta.segment_len == 0 {
+                bytes.len().max(1)
+            } else {
+                meta.segment_len
+            });
+            let share = share_of(self.steering, first.into_iter().next().unwrap_or_default());
             if self.cut.contains(&share) || self.pair.cut_off.contains(&meta.local) {
                 continue;
             }
