@@ -1,6 +1,6 @@
 //! A peer that numbers its Identifications in some way, and an adversary that has its address.
 //!
-//! The adversary knows all addresses and queue pair numbers, not the PSNs. Whatever it sends, every packet of a peer that
+//! The adversary knows all addresses, queue pair numbers and PSNs, not the peer's source port. Whatever it sends, every packet of a peer that
 //! keeps its way of numbering Identifications is believed, and of one that changes it all but three.
 
 use core::{
@@ -26,7 +26,9 @@ const PEER: IpAddr = IpAddr::V4(core::net::Ipv4Addr::new(192, 0, 2, 1));
 const GROUP: IpAddr = IpAddr::V4(core::net::Ipv4Addr::new(239, 0, 0, 1));
 /// The PSNs that both sides start with.
 const FIRST: u32 = 0xff_fff0;
-/// More than a queue pair expects packets from, in either direction.
+/// UDP source port of the peer.
+const PORT: u16 = 0xc000;
+/// PSNs before the expected one at which a copy teaches nothing.
 const FAR: u32 = 2000;
 /// A peer that changes its numbering is refused so many packets in a row.
 const REFUSED: u32 = 3;
@@ -102,6 +104,7 @@ impl World {
         let connections = [(); 2].map(|()| {
             let qpn = port.create_qp(init(QpType::Rc)).expect("within limits");
             raise(&mut port, qpn, QpType::Rc);
+            port.set_peer_source(qpn, PORT).expect("it exists");
             let first = Psn::new(FIRST);
             Connection {
                 qpn,
@@ -157,8 +160,8 @@ impl World {
 
     /// A packet that the peer sends where it is expected. False: it was refused.
     fn at_its_place(&mut self, header: &Header, id: u16) -> bool {
-        let bytes = Self::sealed(0xc000, HERE, header, 0, id);
-        let refused = self.deliver(0xc000, HERE, &bytes) > 0;
+        let bytes = Self::sealed(PORT, HERE, header, 0, id);
+        let refused = self.deliver(PORT, HERE, &bytes) > 0;
         self.refused = if refused { self.refused + 1 } else { 0 };
         let most = if self.steady { 0 } else { REFUSED };
         assert!(self.refused <= most, "Identification {id} of the peer's was refused");
@@ -170,8 +173,8 @@ impl World {
     fn elsewhere(&mut self, dst: IpAddr, header: &Header, payload: usize) {
         let id = self.next_id();
         self.skipped += 1;
-        let bytes = Self::sealed(0xc000, dst, header, payload, id);
-        let refused = self.deliver(0xc000, dst, &bytes);
+        let bytes = Self::sealed(PORT, dst, header, payload, id);
+        let refused = self.deliver(PORT, dst, &bytes);
         assert!(
             !self.steady || refused == 0,
             "Identification {id} of a stranger's was refused"
@@ -246,7 +249,7 @@ impl World {
         }
     }
 
-    /// The adversary sends packets that are right but for a PSN that it does not know.
+    /// The adversary sends packets that are right but for the source port.
     fn forge(&mut self, input: &mut Input<'_>) {
         let kind = input.byte();
         let (mut id, step, n) = (
@@ -254,10 +257,13 @@ impl World {
             input.number_or_zeros(2) as u16,
             1 + input.byte() % 32,
         );
-        let src_port = input.number_or_zeros(2) as u16;
+        let src_port = match input.number_or_zeros(2) as u16 {
+            PORT => PORT + 1,
+            other => other,
+        };
         for _ in 0..n {
             let c = &self.connections[usize::from(kind >> 7)];
-            let ahead = FAR + ((input.number_or_zeros(2) as u32) << 8) % ((1 << 24) - 2 * FAR);
+            let ahead = input.number_or_zeros(2) as u32 % 64;
             let (dst, header, payload) = match kind & 7 {
                 0 | 1 => (HERE, datagram(Qpn::GSI), 256),
                 2 => (HERE, datagram(self.datagram), 8),
@@ -265,7 +271,7 @@ impl World {
                 4 => (HERE, write(c.qpn, c.request.add(ahead)), 0),
                 5 => (HERE, ack(c.qpn, c.oldest.add(ahead)), 0),
                 6 => (HERE, Header::new(Bth::new(Opcode::Cnp, c.qpn, c.request)), 0),
-                _ => (HERE, ack(c.qpn, c.oldest.sub(FAR)), 0),
+                _ => (HERE, ack(c.qpn, c.oldest.sub(ahead)), 0),
             };
             let bytes = Self::sealed(src_port, dst, &header, payload, id);
             self.deliver(src_port, dst, &bytes);
@@ -277,15 +283,15 @@ impl World {
     /// A packet at its place that was damaged on its way.
     fn damage(&mut self, input: &mut Input<'_>) {
         let Connection { qpn, request, .. } = self.connections[0];
-        let mut bytes = Self::sealed(0xc000, HERE, &write(qpn, request), 0, 0);
+        let mut bytes = Self::sealed(PORT, HERE, &write(qpn, request), 0, 0);
         // Not the reserved byte that the ICRC leaves out, nor what says where to and what it is.
         let at = 12 + usize::from(input.byte()) % (bytes.len() - 12);
         bytes[at] ^= input.byte().max(1);
-        if flow(0xc000, HERE).recover(&bytes, 0) != Recovery::Corrupt {
+        if flow(PORT, HERE).recover(&bytes, 0) != Recovery::Corrupt {
             return;
         }
         let before = self.port.counters().icrc_errors;
-        self.deliver(0xc000, HERE, &bytes);
+        self.deliver(PORT, HERE, &bytes);
         assert_eq!(self.port.counters().icrc_errors, before + 1, "whatever the hint was");
     }
 
