@@ -36,9 +36,13 @@ impl QueuePair {
             return;
         }
         let seq = self.req.una.nearest(packet.header.bth.psn);
-        if place(seq, self.req.una, self.req.top) != Ordering::Equal {
-            // Old news, or a ghost: an answer to what was never asked.
+        let order = place(seq, self.req.una, self.req.top);
+        if order != Ordering::Equal {
+            // Stale, or a response to a request that was never sent.
             ctx.counters.dropped_responses += 1;
+            if order == Ordering::Less {
+                self.req.rtt.on_duplicate();
+            }
             return;
         }
         self.resp.established = true;

@@ -13,6 +13,8 @@ const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const MAX_PAUSE: Duration = Duration::from_secs(1);
 /// The shortest pause.
 const MIN_PAUSE: Duration = Duration::from_millis(1);
+/// Doublings of that at most, 16 ms, where probes were needless: a peer that is a process may not be scheduled for milliseconds.
+const MAX_DOUBLINGS: u32 = 4;
 /// Measurements in a row that silences may spoil until the round trip is taken for longer than is known.
 const SPOILT: u32 = 8;
 /// The shortest local ACK timeout that is honoured: rdma_rxe's one tick. Codes below this would only measure the scheduler.
@@ -34,6 +36,10 @@ pub(crate) struct Rtt {
     silences: u32,
     /// Times in a row that something came after a silence, and no round trip was measured before the next one.
     spoilt: u32,
+    /// Doublings of the shortest pause.
+    doublings: u32,
+    /// The last probe has brought no duplicate answer so far: it was needed, as far as is known.
+    needed: bool,
 }
 
 impl Rtt {
@@ -48,8 +54,18 @@ impl Rtt {
         (self.silences, self.spoilt) = (0, 0);
     }
 
-    /// A pause has passed. The next one is twice as long.
+    /// Notes an answer to a packet that was acknowledged before: the probe that it answers was needless.
+    pub(crate) fn on_duplicate(&mut self) {
+        if core::mem::take(&mut self.needed) {
+            self.doublings = (self.doublings + 1).min(MAX_DOUBLINGS);
+        }
+    }
+
+    /// Notes that a pause has passed: a probe is sent, and the next pause is twice as long.
     pub(crate) fn on_silence(&mut self) {
+        if core::mem::replace(&mut self.needed, true) {
+            self.doublings = self.doublings.saturating_sub(1);
+        }
         self.silences = self.silences.saturating_add(1);
     }
 
@@ -81,7 +97,7 @@ impl Rtt {
     /// How long to bear silence.
     pub(crate) fn pause(&self) -> Duration {
         let first = match self.smoothed {
-            Some(s) => (s + (self.variation * 4).max(s)).max(MIN_PAUSE),
+            Some(s) => (s + (self.variation * 4).max(s)).max(MIN_PAUSE * (1 << self.doublings)),
             None => FIRST_PAUSE,
         };
         first
@@ -142,6 +158,26 @@ mod tests {
         }
         assert!(rtt.pause() > Duration::from_millis(95));
         assert_eq!(rtt.least(), Duration::from_micros(100));
+    }
+
+    #[test]
+    fn needless_probes_make_the_shortest_pause_longer_and_needed_ones_shorter() {
+        let mut rtt = Rtt::default();
+        rtt.sample(Duration::from_micros(100));
+        let probe = |rtt: &mut Rtt, needless: bool| {
+            rtt.on_silence();
+            rtt.sample(Duration::from_micros(100));
+            // Only the first copy counts.
+            (0..2).filter(|_| needless).for_each(|_| rtt.on_duplicate());
+            rtt.pause().as_millis()
+        };
+        let longer: Vec<u128> = (0..6).map(|_| probe(&mut rtt, true)).collect();
+        assert_eq!(longer, [2, 4, 8, 16, 16, 16]);
+        // That a probe was needed is known at the next one.
+        let shorter: Vec<u128> = (0..6).map(|_| probe(&mut rtt, false)).collect();
+        assert_eq!(shorter, [16, 8, 4, 2, 1, 1]);
+        rtt.on_duplicate();
+        assert_eq!(rtt.pause().as_millis(), 2);
     }
 
     #[test]
