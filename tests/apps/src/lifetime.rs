@@ -123,9 +123,9 @@ pub(crate) fn long_pingpong(kind: &str, rounds: u32) -> Case {
 /// `ib_send_lat -e` takes an answer as proof that its SEND completed, and sizes its completion queue for that.
 fn answers() -> Case {
     let script = "for i in $(seq 20); do \
-         ib_send_lat -F -e -n 100 -p {port} >server & \
+         ib_send_lat -F -e -n 100 -p {port} >lat-server & \
          until grep -q \"$(printf :%04X {port}) .* 0A \" /proc/net/tcp; do sleep 0.02; done; \
-         timeout 30 ib_send_lat -F -e -n 100 -p {port} {addr} >client && wait $! || { cat server client; exit 1; }; done";
+         timeout 30 ib_send_lat -F -e -n 100 -p {port} {addr} >lat-client && wait $! || { cat lat-server lat-client; exit 1; }; done";
     Case {
         plan: Plan::Captured,
         ..Case::script("ib_send_lat -e, 20 times, captured", PERFTEST, script)
