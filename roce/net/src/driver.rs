@@ -94,6 +94,10 @@ impl Environment for Runtime {
         self.wake.wake_by(now, at);
     }
 
+    fn park(&self, on: bool) -> bool {
+        self.wake.park(on)
+    }
+
     fn timer_cost(&self) -> Duration {
         self.wake.timer_cost()
     }

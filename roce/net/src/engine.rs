@@ -73,21 +73,29 @@ pub(crate) struct Engine {
     unsent: bool,
     /// Whether messages or timers of this pass may have left something to send.
     worked: bool,
+    /// Whether a timer expires too soon to be armed.
+    soon: bool,
     /// Datagrams received so far; merged packets count once.
     datagrams: u64,
 }
 
 impl Advance for Engine {
     fn pass(&mut self, now: Instant) -> Work {
-        let received = self.take_in(now, BUDGET);
-        let idle = received.datagrams == 0 && !self.unsent && !self.worked;
-        let unsent = if idle { false } else { self.flush(now) };
-        let soon = self.arm_timer(now);
-        match (received.more || unsent, soon) {
-            (true, _) => Work::More,
-            (false, true) => Work::Soon,
-            (false, false) => Work::None,
+        let (work, _) = self.receive_and_send(now);
+        self.soon = self.arm_timer(now);
+        self.with_timer(work)
+    }
+
+    fn poll(&mut self, now: Instant) -> Work {
+        let (work, idle) = self.receive_and_send(now);
+        if !idle {
+            self.soon = self.arm_timer(now);
         }
+        self.with_timer(work)
+    }
+
+    fn arm(&mut self, now: Instant) {
+        self.wake_soon(now);
     }
 
     fn datagrams(&self) -> u64 {
@@ -114,7 +122,28 @@ impl Engine {
             inbox,
             unsent: false,
             worked: false,
+            soon: false,
             datagrams: 0,
+        }
+    }
+
+    /// Makes a pass but for arming the timer. Returns the work that is left, and whether there was nothing to do.
+    fn receive_and_send(&mut self, now: Instant) -> (Work, bool) {
+        let received = self.take_in(now, BUDGET);
+        let idle = received.datagrams == 0 && !self.unsent && !self.worked;
+        let unsent = !idle && self.flush(now);
+        let work = if received.more || unsent {
+            Work::More
+        } else {
+            Work::None
+        };
+        (work, idle)
+    }
+
+    fn with_timer(&self, work: Work) -> Work {
+        match (work, self.soon) {
+            (Work::None, true) => Work::Soon,
+            (work, _) => work,
         }
     }
 
@@ -203,6 +232,10 @@ impl Engine {
     /// Wakes the progress thread for the port's next timer. While it is parked it wakes up at the end of the lease anyway. True: the timer
     /// expires so soon that waiting for it costs less than arming it.
     fn arm_timer(&mut self, now: Instant) -> bool {
+        // The thread looks at the timers when it wakes at the end of the lease.
+        if self.wake.is_parked() {
+            return false;
+        }
         let Some(at) = self.port.poll_timeout() else {
             return false;
         };

@@ -10,8 +10,7 @@
 //!
 //! A lease lasts [`LEASE`]: a packet waits no longer, and a wake-up, after the program stops polling. Arming a timer takes a microsecond
 //! on most machines, but 24 us in some virtual ones, where a wake-up every 100 us would cost a poller a quarter of its processor. There
-//! the leases of a program that has kept [`KEPT`] of them in a row are longer, until a packet has waited for one of them to end:
-//! [`TIMER_SHARE`] times what arming takes, at most [`LONGEST_LEASE`].
+//! a lease lasts a [`STREAK_SHARE`]th of the time that the program has polled without a pause, at most [`LONGEST_LEASE`].
 //!
 //! Every pass is whole: it receives, runs timers that are due, and sends all that is due.
 //!
@@ -29,12 +28,11 @@ use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering,
 
 /// Time for which a thread of the program owns the port after its last poll.
 pub(crate) const LEASE: Duration = Duration::from_micros(100);
-/// Longest lease.
-const LONGEST_LEASE: Duration = Duration::from_millis(1);
-/// Arming timers takes one part in so many of the time of a program that keeps its leases: 2.5 %.
-const TIMER_SHARE: u32 = 40;
-/// Leases in a row at whose end the program still polled: 10 ms.
-const KEPT: u32 = 100;
+/// Longest lease, where arming a timer takes [`EXPENSIVE_TIMER`].
+const LONGEST_LEASE: Duration = Duration::from_millis(8);
+const EXPENSIVE_TIMER: Duration = Duration::from_micros(4);
+/// Part of the time for which a program has polled that its peers may wait, once, when it stops.
+const STREAK_SHARE: u32 = 32;
 /// Empty polls from one `sched_yield` to the next: the peer may need this processor.
 const POLLS_PER_YIELD: u32 = 64;
 
@@ -53,6 +51,10 @@ pub(crate) enum Work {
 pub(crate) trait Advance {
     /// Receives, runs timers that are due, and sends all that is due.
     fn pass(&mut self, now: Instant) -> Work;
+    /// Does the same in a poller, which calls again soon: timers that the last pass left are still armed.
+    fn poll(&mut self, now: Instant) -> Work;
+    /// Wakes the progress thread for the next timer.
+    fn arm(&mut self, now: Instant);
     /// Returns the number of datagrams received so far.
     fn datagrams(&self) -> u64;
 }
@@ -67,6 +69,9 @@ pub(crate) trait Environment {
     fn watches_sockets(&self) -> bool;
     /// Wakes the progress thread no later than `at`, whatever timer is pending.
     fn wake_by(&self, now: Instant, at: Instant);
+    /// Notes whether the progress thread is parked: then it wakes at the end of the lease, and timers of the port wait for that.
+    /// Returns whether it was.
+    fn park(&self, on: bool) -> bool;
     /// Returns how long it takes to arm the timer behind that.
     fn timer_cost(&self) -> Duration;
     /// Returns whether this process is a fork of the one that made the port. Locks may be held for ever here.
@@ -95,10 +100,10 @@ pub(crate) struct Progress<P: Advance, E: Environment> {
     waiting: AtomicBool,
     /// Threads that sleep for events.
     sleepers: AtomicU32,
-    /// Empty polls so far.
+    /// Polls since packets came last.
     polls: AtomicU32,
-    /// Leases that the program has kept in a row.
-    kept: AtomicU32,
+    /// Begin of the time in which no lease has ended without a poll or a wait, nanoseconds; 0 after one has.
+    streak: AtomicU64,
 }
 
 /// Lock guard that closes the port when its holder panics: the port may be in any state then.
@@ -136,7 +141,7 @@ impl<P: Advance, E: Environment> Progress<P, E> {
             waiting: AtomicBool::new(false),
             sleepers: AtomicU32::new(0),
             polls: AtomicU32::new(0),
-            kept: AtomicU32::new(0),
+            streak: AtomicU64::new(0),
         }
     }
 
@@ -230,21 +235,24 @@ impl<P: Advance, E: Environment> Progress<P, E> {
             .max(self.last_wait.load(Ordering::Acquire));
         match last {
             0 => Instant::ZERO,
-            last => Instant::from_nanos(last) + self.lease(),
+            last => Instant::from_nanos(last) + self.lease(Instant::from_nanos(last)),
         }
     }
 
-    /// Returns the length of a lease.
-    fn lease(&self) -> Duration {
-        match self.kept.load(Ordering::Relaxed) >= KEPT {
-            true => (self.env.timer_cost() * TIMER_SHARE).clamp(LEASE, LONGEST_LEASE),
-            false => LEASE,
+    /// Returns the length of a lease that begins at `now`.
+    fn lease(&self, now: Instant) -> Duration {
+        match self.streak.load(Ordering::Relaxed) {
+            0 => LEASE,
+            _ if self.env.timer_cost() < EXPENSIVE_TIMER => LEASE,
+            begin => (now.saturating_since(Instant::from_nanos(begin)) / STREAK_SHARE).clamp(LEASE, LONGEST_LEASE),
         }
     }
 
-    fn keep_lease(&self) {
-        let kept = self.kept.load(Ordering::Relaxed);
-        self.kept.store(kept.saturating_add(1), Ordering::Relaxed);
+    /// Notes that the program polled or waits at the end of its lease.
+    fn continue_streak(&self, now: Instant) {
+        if self.streak.load(Ordering::Relaxed) == 0 {
+            self.streak.store(now.as_nanos(), Ordering::Relaxed);
+        }
     }
 
     /// Advances the port in a thread that found a completion queue empty, unless another thread holds the lock.
@@ -256,24 +264,41 @@ impl<P: Advance, E: Environment> Progress<P, E> {
         };
         let now = self.env.now();
         self.last_poll.store(now.as_nanos(), Ordering::Release);
-        let work = guard.port.pass(now);
+        let before = guard.port.datagrams();
+        let work = guard.port.poll(now);
+        let received = guard.port.datagrams() != before;
         drop(guard);
         if work != Work::None {
-            self.env.wake_by(now, now + self.lease());
+            self.env.wake_by(now, now + self.lease(now));
         }
         self.serve_wanted();
-        if self
-            .polls
-            .fetch_add(1, Ordering::Relaxed)
-            .is_multiple_of(POLLS_PER_YIELD)
-        {
+        let polls = if received {
+            0
+        } else {
+            self.polls.load(Ordering::Relaxed).wrapping_add(1)
+        };
+        self.polls.store(polls, Ordering::Relaxed);
+        if polls % POLLS_PER_YIELD == POLLS_PER_YIELD - 1 {
             yield_now();
+        }
+    }
+
+    /// Leaves the port's timers to the progress thread: the program is about to sleep.
+    fn unpark(&self) {
+        // Whoever has the lock arms the timer before it releases it.
+        if self.env.park(false)
+            && let Some(mut guard) = self.try_lock()
+        {
+            guard.port.arm(self.env.now());
+            drop(guard);
+            self.serve_wanted();
         }
     }
 
     /// Ends the program's lease: it is about to sleep outside of this crate.
     pub(crate) fn stop_polling(&self) {
         self.last_poll.store(0, Ordering::Release);
+        self.unpark();
         if self.env.watches_sockets() || self.waiting.load(Ordering::Acquire) {
             return;
         }
@@ -292,6 +317,7 @@ impl<P: Advance, E: Environment> Progress<P, E> {
             if self.env.watches_sockets() {
                 self.env.watch_sockets(false);
             }
+            self.unpark();
         }
         first
     }
@@ -323,7 +349,7 @@ impl<P: Advance, E: Environment> Progress<P, E> {
             self.last_wait.store(now.as_nanos(), Ordering::Release);
             self.waiting.store(false, Ordering::Release);
         }
-        let at = if more && others { now } else { now + self.lease() };
+        let at = if more && others { now } else { now + self.lease(now) };
         self.env.wake_by(now, at);
     }
 
@@ -332,6 +358,8 @@ impl<P: Advance, E: Environment> Progress<P, E> {
         let (now, until) = (self.env.now(), self.lease_end());
         let leased = now < until;
         if leased {
+            self.continue_streak(now);
+            self.env.park(true);
             self.env.watch_sockets(false);
             self.env.wake_by(now, until);
         }
@@ -341,12 +369,12 @@ impl<P: Advance, E: Environment> Progress<P, E> {
     /// Does what the progress thread was woken for. Returns the number of datagrams that it received.
     pub(crate) fn woken(&self) -> u64 {
         if self.parks() {
-            self.keep_lease();
             return 0;
         }
-        let (waits, parked) = (self.waiting.load(Ordering::Acquire), !self.env.watches_sockets());
-        if waits {
-            self.keep_lease();
+        self.env.park(false);
+        let waits = self.waiting.load(Ordering::Acquire);
+        if !waits {
+            self.streak.store(0, Ordering::Relaxed);
         }
         // A waiter has the packets, but not the timers. Before the pass: packets that come after its last look wake this thread.
         self.env.watch_sockets(!waits);
@@ -358,9 +386,6 @@ impl<P: Advance, E: Environment> Progress<P, E> {
             let before = guard.port.datagrams();
             let work = guard.port.pass(self.env.now());
             received += guard.port.datagrams() - before;
-            if parked && !waits && received > 0 {
-                self.kept.store(0, Ordering::Relaxed);
-            }
             guard.release();
             if work == Work::None || self.is_closed() {
                 break;

@@ -65,6 +65,8 @@ pub(crate) struct Wake {
     state: Mutex<State>,
     /// Whether packets wake the thread. Written under the lock.
     watching: AtomicBool,
+    /// Whether the thread is parked: its timer expires at the end of the lease.
+    parked: AtomicBool,
     /// Usual time to arm the timer, nanoseconds. Written under the lock.
     timer_cost: AtomicU64,
 }
@@ -85,6 +87,7 @@ impl Wake {
             }),
             descriptors,
             watching: AtomicBool::new(true),
+            parked: AtomicBool::new(false),
             timer_cost: AtomicU64::new(0),
         }
     }
@@ -148,6 +151,15 @@ impl Wake {
 
     pub(crate) fn is_watching(&self) -> bool {
         self.watching.load(Ordering::Acquire)
+    }
+
+    /// Notes whether the thread is parked. Returns whether it was.
+    pub(crate) fn park(&self, on: bool) -> bool {
+        self.parked.load(Ordering::Acquire) != on && self.parked.swap(on, Ordering::AcqRel)
+    }
+
+    pub(crate) fn is_parked(&self) -> bool {
+        self.parked.load(Ordering::Acquire)
     }
 
     /// Returns whether there is a thread to be woken.

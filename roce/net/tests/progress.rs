@@ -244,6 +244,10 @@ impl Environment for Arc<Outside> {
         self.state.lock().expect("state").watching
     }
 
+    fn park(&self, _on: bool) -> bool {
+        false
+    }
+
     fn timer_cost(&self) -> Duration {
         Duration::ZERO
     }
@@ -289,6 +293,12 @@ impl Advance for Port {
         self.0.wake_by(now, now + PORT_TIMER);
         if more { Work::More } else { Work::None }
     }
+
+    fn poll(&mut self, now: Instant) -> Work {
+        self.pass(now)
+    }
+
+    fn arm(&mut self, _now: Instant) {}
 
     fn datagrams(&self) -> u64 {
         self.0.handled()
