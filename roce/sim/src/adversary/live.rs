@@ -92,16 +92,16 @@ impl Live {
             return;
         }
         genuine.last[direction as usize] = Some(bth.psn);
-        // A retransmitted READ may begin within one that has arrived: only new PSNs are missing.
-        if direction == Direction::Request && genuine.newest.is_none_or(|newest| bth.psn.diff(newest) > 0) {
-            genuine.newest = Some(bth.psn);
-            genuine.new_requests += 1;
-            genuine.missing.insert(bth.psn.value());
-        }
         let responses = match (bth.opcode.info().class, packet.header.reth) {
             (Class::ReadRequest, Some(reth)) => reth.dma_len.div_ceil(mtu(bth.dest_qp) as u32).max(1),
             _ => 1,
         };
+        // A retransmitted READ may begin within one that has arrived: only PSNs beyond that are new, and missing.
+        if direction == Direction::Request && genuine.newest.is_none_or(|newest| bth.psn.diff(newest) > 0) {
+            genuine.newest = Some(bth.psn.add(responses - 1));
+            genuine.new_requests += 1;
+            genuine.missing.insert(bth.psn.value());
+        }
         let exact = &mut genuine.exact[direction as usize];
         exact.extend([bth.psn, bth.psn.add(responses)].map(Psn::value));
     }
