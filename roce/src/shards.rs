@@ -11,12 +11,12 @@ use std::{
 
 use parking_lot::RwLock;
 use roce_broker::{RequestLimits, Requests};
-use roce_bth::{Packet, Qpn, ROCE_UDP_PORT};
+use roce_bth::{Packet, Qpn};
 use roce_cm::{
     cma::{HEADER_LEN, ServiceId},
     mad::{Mad, Message, Req},
 };
-use roce_icrc::{Flow, IdSolver, IpPair, Recovery};
+use roce_icrc::IdSolver;
 use roce_net::LocalDriver;
 use roce_port::{ConnChange, QpnSlot, RxMeta, Steering};
 use roce_verbs::{Instant, provider::VerbsError};
@@ -146,7 +146,7 @@ impl Router {
         };
         let by_id = |id: u32| Some(self.numbers.of_comm_id(id));
         match &mad.message {
-            Message::Req(_) if !is_sound(&mut self.solver, meta, bytes) => Some(0),
+            Message::Req(_) if !meta.is_sound(&mut self.solver, bytes) => Some(0),
             Message::Req(m) => self.place(now, meta, m),
             // The peer may withdraw a request before we answer it.
             Message::Rej(m) if m.remote_comm_id == 0 => {
@@ -184,22 +184,6 @@ impl Router {
         let shard = if shard < self.numbers.loops() { shard } else { 0 };
         self.placed.insert(now, key, Placed { guid, shard }).ok()?;
         Some(shard)
-    }
-}
-
-/// Checks a packet's ICRC. IPv4 Identifications that the socket does not show are recovered.
-fn is_sound(solver: &mut IdSolver, meta: &RxMeta, bytes: &[u8]) -> bool {
-    let Ok(ip) = IpPair::try_from((meta.remote.ip(), meta.local)) else {
-        return false;
-    };
-    let flow = Flow {
-        ip,
-        src_port: meta.remote.port(),
-        dst_port: ROCE_UDP_PORT,
-    };
-    match meta.identification {
-        Some(id) => flow.verify(id, bytes),
-        None => matches!(flow.recover_with(solver, bytes, 0), Recovery::Exact(_)),
     }
 }
 
@@ -464,7 +448,8 @@ mod tests {
         sync::atomic::{AtomicUsize, Ordering::Relaxed},
     };
 
-    use roce_bth::{Bth, Deth, Header, Opcode, Psn, QKey};
+    use roce_bth::{Bth, Deth, Header, Opcode, Psn, QKey, ROCE_UDP_PORT};
+    use roce_icrc::Flow;
 
     use super::*;
 

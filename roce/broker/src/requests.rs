@@ -1,5 +1,5 @@
 //! Bounded memory of connect requests. A REQ proves nothing about its sender, and its peer repeats it or takes it back, so
-//! whoever passes requests on must remember where each went without letting one host push out the others.
+//! a forwarder must remember where each went without letting one host push out the others.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},

@@ -37,7 +37,7 @@ pub use connect::PortCmEvent;
 pub use counters::PortCounters;
 pub use persist::{Persisted, Persisting};
 pub use port::Port;
-pub use qpn::{QpnRange, QpnSlot, udp_source_port};
+pub use qpn::{QpnRange, QpnSlot};
 pub use roce_cm::{
     AcceptArgs, CmConfig, ConnChange, ConnId, ConnTransport, ConnectArgs, Event as RawCmEvent, ListenArgs, ListenId,
     RemoteQp, ResolveArgs, SidrAnswer,

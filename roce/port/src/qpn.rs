@@ -184,7 +184,7 @@ impl QpnTable {
 
 /// The UDP source port that a pair of queue pair numbers stands for when none is given: the fold that
 /// `rdma_get_udp_sport` (`rdma/ib_verbs.h`) makes, the same on both sides, in 0xC000 to 0xFFFF.
-pub fn udp_source_port(local: Qpn, remote: Qpn) -> u16 {
+pub(crate) fn udp_source_port(local: Qpn, remote: Qpn) -> u16 {
     let mut v = u64::from(local.value()) * u64::from(remote.value());
     v ^= v >> 20;
     v ^= v >> 40;

@@ -3,7 +3,7 @@
 use core::net::{IpAddr, SocketAddr};
 
 use roce_bth::{Class, Opcode, PKey, Packet, ParseError, QKey, Qpn, ROCE_UDP_PORT, Service};
-use roce_icrc::{Flow, IpPair, Recovery};
+use roce_icrc::{Flow, IdSolver, IpPair, Recovery};
 use roce_qp::{DatagramSource, Origin};
 use roce_verbs::Instant;
 
@@ -45,6 +45,22 @@ impl RxMeta {
             segment_len: 0,
             tos: 0,
             hop_limit: 0,
+        }
+    }
+
+    /// Returns whether the ICRC of a single packet is right. IPv4 Identifications that the socket does not show are recovered.
+    pub fn is_sound(&self, solver: &mut IdSolver, bytes: &[u8]) -> bool {
+        let Ok(ip) = IpPair::try_from((self.remote.ip(), self.local)) else {
+            return false;
+        };
+        let flow = Flow {
+            ip,
+            src_port: self.remote.port(),
+            dst_port: ROCE_UDP_PORT,
+        };
+        match self.identification {
+            Some(id) => flow.verify(id, bytes),
+            None => matches!(flow.recover_with(solver, bytes, 0), Recovery::Exact(_)),
         }
     }
 }

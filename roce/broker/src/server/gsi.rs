@@ -8,8 +8,9 @@ use std::{
 
 use roce_bth::{Bth, Deth, Header, ICRC_LEN, Opcode, PKey, Packet, Psn, QKey, Qpn, ROCE_UDP_PORT};
 use roce_cm::{CmConfig, Manager, OutMad, mad};
-use roce_icrc::{Flow, IdSolver, IpPair, Recovery};
+use roce_icrc::{Flow, IdSolver, IpPair};
 use roce_net::{Burst, DEFAULT_HOP_LIMIT, Datagram, Datapath, OpenError, OpenSockets, UdpConfig, UdpDatapath};
+use roce_port::RxMeta;
 use roce_verbs::{Instant, Mtu};
 
 use crate::{
@@ -145,15 +146,7 @@ impl Gsi {
 
     /// Whether a packet's ICRC is right, with whatever IPv4 Identification.
     pub(super) fn is_sound(&mut self, meta: &Meta, bytes: &[u8]) -> bool {
-        let Ok(ip) = IpPair::try_from((meta.remote.ip(), meta.local)) else {
-            return false;
-        };
-        let flow = Flow {
-            ip,
-            src_port: meta.remote.port(),
-            dst_port: ROCE_UDP_PORT,
-        };
-        matches!(flow.recover_with(&mut self.solver, bytes, 0), Recovery::Exact(_))
+        RxMeta::from(meta).is_sound(&mut self.solver, bytes)
     }
 
     /// Answers a management datagram that concerns no member (any more).
