@@ -3,6 +3,7 @@
 use core::{
     cmp::Ordering,
     net::{IpAddr, Ipv4Addr},
+    ops::RangeInclusive,
 };
 
 use roce_bth::{AtomicEth, Bth, Deth, Feth, Header, QKey, Reth, XrcEth};
@@ -20,8 +21,10 @@ use crate::{
     tx::{Step, TxKind, TxSink},
 };
 
-/// The most packets in a row without asking for an acknowledgement.
-const ACK_EVERY: u32 = 16;
+/// Acknowledgements asked for in each window. Each costs both sides a system call.
+const ACKS_PER_WINDOW: usize = 4;
+/// Bounds for the packets from one that asks for an acknowledgement to the next. rdma_rxe asks every 64 packets.
+const ACK_INTERVAL: RangeInclusive<usize> = 16..=64;
 
 /// A window of fewer packets has every one acknowledged.
 const SMALL_WINDOW: usize = 8;
@@ -399,11 +402,17 @@ impl QueuePair {
         let closes = ctx.window.available().saturating_sub(cost) < self.mtu * 2;
         // Where losses are many, one lost answer must not mean silence.
         let lossy = again || ctx.window.size() < SMALL_WINDOW * (self.mtu + PACKET_OVERHEAD);
-        let ask = last || closes || lossy || !self.knows_responder() || self.req.unasked + 1 >= ACK_EVERY;
+        let ask = last || closes || lossy || !self.knows_responder() || self.req.unasked + 1 >= self.ack_interval(ctx);
         let kind = if again { TxKind::Retransmission } else { TxKind::Request };
         self.emit_request(self.req.cur, seq, to, ask, kind, tx)?;
         self.sent(ctx, to, cost, ask, again);
         Ok(())
+    }
+
+    /// Packets from one that asks for an acknowledgement to the next.
+    fn ack_interval(&self, ctx: &Ctx<'_>) -> u32 {
+        let window = ctx.window.size() / (self.mtu + PACKET_OVERHEAD);
+        (window / ACKS_PER_WINDOW).clamp(*ACK_INTERVAL.start(), *ACK_INTERVAL.end()) as u32
     }
 
     /// The address that the current work request's packets go to.
