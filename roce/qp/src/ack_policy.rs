@@ -10,11 +10,13 @@ const HOLD: Duration = Duration::from_micros(20);
 const PROMPT: Duration = Duration::from_micros(50);
 /// Prompt answers in a row that switch waiting on.
 const ANSWERS: u32 = 16;
+/// Prompt answers in a row after which a late one may be the scheduler's doing: then waiting is off until the next prompt one.
+const MANY_ANSWERS: u32 = 64;
 
 /// Tells ping-pong from other traffic by how fast the program answers what it receives.
 ///
 /// In a ping-pong an acknowledgement that waits for the answer saves a system call at each end. In other traffic it would only delay the
-/// peer, so that one late answer switches waiting off.
+/// peer, so that a late answer switches waiting off.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct AckPolicy {
     /// Arrival of the oldest message that the program has not answered.
@@ -28,10 +30,8 @@ impl AckPolicy {
     pub(crate) fn on_received(&mut self, now: Instant) -> Duration {
         let since = *self.unanswered.get_or_insert(now);
         if now.saturating_since(since) > PROMPT {
-            *self = Self {
-                unanswered: Some(now),
-                prompt: 0,
-            };
+            self.unanswered = Some(now);
+            self.on_late();
         }
         match self.prompt >= ANSWERS {
             true => HOLD,
@@ -42,9 +42,15 @@ impl AckPolicy {
     /// Records a request that the program posts.
     pub(crate) fn on_posted(&mut self, now: Instant) {
         if let Some(since) = self.unanswered.take() {
-            let is_prompt = now.saturating_since(since) <= PROMPT;
-            self.prompt = if is_prompt { self.prompt.saturating_add(1) } else { 0 };
+            match now.saturating_since(since) <= PROMPT {
+                true => self.prompt = self.prompt.saturating_add(1),
+                false => self.on_late(),
+            }
         }
+    }
+
+    fn on_late(&mut self) {
+        self.prompt = if self.prompt >= MANY_ANSWERS { ANSWERS - 1 } else { 0 };
     }
 }
 
@@ -78,6 +84,26 @@ mod tests {
         policy.on_received(us(2000));
         policy.on_posted(us(2051));
         assert_eq!(policy.on_received(us(2060)), Duration::ZERO);
+    }
+
+    #[test]
+    fn after_many_prompt_answers_the_next_prompt_one_switches_waiting_on_again() {
+        for (times, hold) in [(MANY_ANSWERS - 1, Duration::ZERO), (MANY_ANSWERS, HOLD)] {
+            let mut policy = after(times);
+            policy.on_received(us(2000));
+            policy.on_posted(us(2051));
+            assert_eq!(policy.on_received(us(2060)), Duration::ZERO);
+            policy.on_posted(us(2070));
+            assert_eq!(policy.on_received(us(2080)), hold);
+        }
+        let mut policy = after(MANY_ANSWERS);
+        for at in [2000, 3000] {
+            policy.on_received(us(at));
+            policy.on_posted(us(at + 51));
+        }
+        policy.on_received(us(4000));
+        policy.on_posted(us(4001));
+        assert_eq!(policy.on_received(us(4010)), Duration::ZERO, "late twice in a row");
     }
 
     #[test]
