@@ -488,9 +488,10 @@ impl Port {
         self.timers.peek().is_some_and(|(at, _)| is_due(at)) || self.cm.next_timeout().is_some_and(is_due)
     }
 
-    /// Lets every timer that is due run. Calling early or late is harmless.
-    pub fn handle_timeout(&mut self, now: Instant) {
+    /// Runs every timer that is due. Calling early or late is harmless. Returns whether one was due.
+    pub fn handle_timeout(&mut self, now: Instant) -> bool {
         self.now = now;
+        let mut any = false;
         // Each queue pair at most once, even if it were to set its timer to the past.
         let mut due = Vec::new();
         while let Some((at, qpn)) = self.timers.peek().filter(|(at, _)| *at <= now) {
@@ -505,17 +506,22 @@ impl Port {
             }
         }
         for slot in due {
-            let expired = self.qps[slot].qp.next_timeout().is_some_and(|at| at <= now);
-            if expired {
+            let entry = &mut self.qps[slot];
+            let deadline = entry.qp.next_timeout();
+            if deadline.is_some_and(|at| at <= now) {
                 self.with_qp(now, slot, |qp, ctx| qp.handle_timeout(ctx));
+                any = true;
             } else {
-                self.after_step(slot, 0);
+                let qpn = entry.qp.qpn();
+                self.timers.update(qpn, &mut entry.armed, deadline);
             }
         }
         if self.cm.next_timeout().is_some_and(|at| at <= now) {
             self.cm.handle_timeout(now);
             self.pump_cm(now);
+            any = true;
         }
+        any
     }
 
     /// Takes one asynchronous event.
@@ -603,7 +609,7 @@ impl Port {
     pub(crate) fn after_step(&mut self, slot: usize, room: usize) {
         let entry = &mut *self.qps[slot];
         let qpn = entry.qp.qpn();
-        if !entry.queued {
+        if !entry.queued && !entry.qp.is_idle() {
             entry.queued = true;
             self.ready.push_back(qpn);
         }

@@ -203,6 +203,12 @@ impl QueuePair {
         self.attr.max_dest_rd_atomic.unwrap_or(0)
     }
 
+    /// Whether [`QueuePair::poll_transmit`] has nothing to do: no send work request has to be completed, and nothing answered but what
+    /// may wait.
+    pub fn is_idle(&self) -> bool {
+        self.sq.wqes.is_empty() && self.resp.replies.is_idle()
+    }
+
     /// Send work requests that have not completed.
     pub fn send_queue_len(&self) -> usize {
         self.sq.wqes.len()

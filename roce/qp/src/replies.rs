@@ -225,6 +225,12 @@ impl Replies {
         self.held_until = None;
     }
 
+    /// Whether nothing is to be sent now.
+    pub(crate) fn is_idle(&self) -> bool {
+        let pending = self.resources.iter().skip(self.first_pending).any(|r| r.pending);
+        (self.ack == AckDue::No || self.is_held()) && !pending
+    }
+
     /// Whether the acknowledgement that is due waits.
     pub(crate) fn is_held(&self) -> bool {
         self.held_until.is_some() && self.ack == AckDue::Ack
