@@ -94,8 +94,16 @@ impl Environment for Runtime {
         self.wake.wake_by(now, at);
     }
 
+    fn set_lease(&self, now: Instant, end: Instant) {
+        self.wake.set_lease(now, end);
+    }
+
     fn park(&self, on: bool) -> bool {
         self.wake.park(on)
+    }
+
+    fn is_parked(&self) -> bool {
+        self.wake.is_parked()
     }
 
     fn timer_cost(&self) -> Duration {

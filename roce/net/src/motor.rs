@@ -216,17 +216,16 @@ impl Motor {
         port.handle_datagram(now, meta, bytes);
     }
 
-    /// Runs timers that are due, unless packets wait (`more`) that could be what they wait for.
-    /// True: one was due.
+    /// Runs timers that are due, unless packets wait (`more`) that could be what they wait for. Returns whether one was run.
     pub(crate) fn run_timers(&mut self, port: &mut Port, now: Instant, more: bool) -> bool {
         let now = now.max(self.read);
         let due = port.is_timeout_due(now);
         self.deferred = if due && more { self.deferred + 1 } else { 0 };
-        if due && (!more || self.deferred > MAX_DEFERRED) {
-            self.deferred = 0;
-            port.handle_timeout(now);
+        if !due || (more && self.deferred <= MAX_DEFERRED) {
+            return false;
         }
-        due
+        self.deferred = 0;
+        port.handle_timeout(now)
     }
 
     /// Sends what the port has to send.

@@ -2,15 +2,16 @@
 //!
 //! A port is state behind a lock. One thread at a time *owns* it: packets concern that thread only.
 //!
-//! - A *poller* owns it for a lease after each poll of an empty completion queue. Meanwhile the progress thread is *parked*: packets do
-//!   not wake it, and a timer does when the lease ends. It parks itself when it wakes during a lease, so that polls cost no system call
-//!   for it.
+//! - A *poller* owns it during each poll of an empty completion queue, and for a lease afterwards. Meanwhile the progress thread is
+//!   *parked*: packets do not wake it, and a timer does when the lease ends. It parks itself when it wakes during a lease, so that most
+//!   polls cost no system call for it. Polls in the second half of the lease put the timer off.
 //! - A *waiter*, a thread that sleeps for an event, owns it while it sleeps and for a lease afterwards.
 //! - The progress thread owns it at all other times, and sleeps in epoll on the sockets.
 //!
 //! A lease lasts [`LEASE`]: a packet waits no longer, and a wake-up, after the program stops polling. Arming a timer takes a microsecond
-//! on most machines, but 24 us in some virtual ones, where a wake-up every 100 us would cost a poller a quarter of its processor. There
-//! a lease lasts a [`STREAK_SHARE`]th of the time that the program has polled without a pause, at most [`LONGEST_LEASE`].
+//! on most machines, but 20 to 50 us in some virtual ones, unless it is further away than the kernel's next tick; there leases of 100 us
+//! would cost a poller half of its processor. In those a lease lasts a [`STREAK_SHARE`]th of the time that the program has polled without
+//! a pause, at most [`LONGEST_LEASE`].
 //!
 //! Every pass is whole: it receives, runs timers that are due, and sends all that is due.
 //!
@@ -28,7 +29,7 @@ use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering,
 
 /// Time for which a thread of the program owns the port after its last poll.
 pub(crate) const LEASE: Duration = Duration::from_micros(100);
-/// Longest lease, where arming a timer takes [`EXPENSIVE_TIMER`].
+/// Longest lease, where arming a near timer takes [`EXPENSIVE_TIMER`]. Half of it is still beyond the next tick of most kernels.
 const LONGEST_LEASE: Duration = Duration::from_millis(8);
 const EXPENSIVE_TIMER: Duration = Duration::from_micros(4);
 /// Part of the time for which a program has polled that its peers may wait, once, when it stops.
@@ -69,10 +70,14 @@ pub(crate) trait Environment {
     fn watches_sockets(&self) -> bool;
     /// Wakes the progress thread no later than `at`, whatever timer is pending.
     fn wake_by(&self, now: Instant, at: Instant);
+    /// Wakes the progress thread at the end of the program's lease, in place of the end set before.
+    fn set_lease(&self, now: Instant, end: Instant);
     /// Notes whether the progress thread is parked: then it wakes at the end of the lease, and timers of the port wait for that.
     /// Returns whether it was.
     fn park(&self, on: bool) -> bool;
-    /// Returns how long it takes to arm the timer behind that.
+    /// Returns whether the progress thread is parked.
+    fn is_parked(&self) -> bool;
+    /// Returns how long it takes to arm the timer behind these two, if it is near.
     fn timer_cost(&self) -> Duration;
     /// Returns whether this process is a fork of the one that made the port. Locks may be held for ever here.
     fn is_inherited(&self) -> bool;
@@ -92,7 +97,9 @@ pub(crate) struct Progress<P: Advance, E: Environment> {
     closed: AtomicBool,
     /// Set by the progress thread when it finds the lock taken.
     wanted: AtomicBool,
-    /// Time of the last empty poll, nanoseconds; 0 when the program has said that it stops polling. Written under the lock.
+    /// Whether a poller makes a pass. Written under the lock.
+    polling: AtomicBool,
+    /// Time of the last empty poll, nanoseconds; 0 when the program has said that it stops polling.
     last_poll: AtomicU64,
     /// Time when a waiter last woke up, nanoseconds.
     last_wait: AtomicU64,
@@ -102,6 +109,8 @@ pub(crate) struct Progress<P: Advance, E: Environment> {
     sleepers: AtomicU32,
     /// Polls since packets came last.
     polls: AtomicU32,
+    /// End of the lease that the progress thread wakes at, nanoseconds.
+    lease_set: AtomicU64,
     /// Begin of the time in which no lease has ended without a poll or a wait, nanoseconds; 0 after one has.
     streak: AtomicU64,
 }
@@ -136,11 +145,13 @@ impl<P: Advance, E: Environment> Progress<P, E> {
             env,
             closed: AtomicBool::new(false),
             wanted: AtomicBool::new(false),
+            polling: AtomicBool::new(false),
             last_poll: AtomicU64::new(0),
             last_wait: AtomicU64::new(0),
             waiting: AtomicBool::new(false),
             sleepers: AtomicU32::new(0),
             polls: AtomicU32::new(0),
+            lease_set: AtomicU64::new(0),
             streak: AtomicU64::new(0),
         }
     }
@@ -248,6 +259,23 @@ impl<P: Advance, E: Environment> Progress<P, E> {
         }
     }
 
+    /// Parks the progress thread until the end of the lease.
+    fn set_lease(&self, now: Instant, end: Instant) {
+        self.lease_set.store(end.as_nanos(), Ordering::Relaxed);
+        self.env.set_lease(now, end);
+    }
+
+    /// Puts the end of the lease off when a poll at `now` comes in its second half: that costs less than to wake the progress thread.
+    fn extend_lease(&self, now: Instant) {
+        let (lease, end) = (
+            self.lease(now),
+            Instant::from_nanos(self.lease_set.load(Ordering::Relaxed)),
+        );
+        if self.env.is_parked() && now < end && end.saturating_since(now) < lease / 2 {
+            self.set_lease(now, now + lease);
+        }
+    }
+
     /// Notes that the program polled or waits at the end of its lease.
     fn continue_streak(&self, now: Instant) {
         if self.streak.load(Ordering::Relaxed) == 0 {
@@ -263,12 +291,18 @@ impl<P: Advance, E: Environment> Progress<P, E> {
             return;
         };
         let now = self.env.now();
-        self.last_poll.store(now.as_nanos(), Ordering::Release);
+        self.polling.store(true, Ordering::Release);
+        self.extend_lease(now);
         let before = guard.port.datagrams();
         let work = guard.port.poll(now);
         let received = guard.port.datagrams() != before;
+        // A pass of bulk data takes longer than a lease.
+        let end = if received { self.env.now() } else { now };
+        self.last_poll.store(end.as_nanos(), Ordering::Release);
+        self.polling.store(false, Ordering::Release);
         drop(guard);
-        if work != Work::None {
+        // A parked progress thread looks at the end of the lease.
+        if work != Work::None && !self.env.is_parked() {
             self.env.wake_by(now, now + self.lease(now));
         }
         self.serve_wanted();
@@ -355,13 +389,18 @@ impl<P: Advance, E: Environment> Progress<P, E> {
 
     /// Parks the progress thread if a thread of the program owns the port.
     fn parks(&self) -> bool {
-        let (now, until) = (self.env.now(), self.lease_end());
+        let polling = self.polling.load(Ordering::Acquire);
+        let now = self.env.now();
+        let until = match polling {
+            true => now + self.lease(now),
+            false => self.lease_end(),
+        };
         let leased = now < until;
         if leased {
             self.continue_streak(now);
             self.env.park(true);
             self.env.watch_sockets(false);
-            self.env.wake_by(now, until);
+            self.set_lease(now, until);
         }
         leased
     }

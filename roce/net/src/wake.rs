@@ -25,6 +25,9 @@ pub(crate) const TOKEN_INBOX: Token = Token(3);
 /// Token of the datapath's first descriptor.
 pub(crate) const TOKEN_SOCKETS: usize = 16;
 
+/// Timers that expire earlier do so before the kernel's next tick, which is a millisecond to ten away.
+const NEAR: Duration = Duration::from_millis(1);
+
 struct Descriptors {
     /// Epoll instance in which the thread waits.
     epoll: OwnedFd,
@@ -39,14 +42,18 @@ struct State {
     timer: Option<Instant>,
     /// Whether the thread is awake: it arms the timer before it sleeps, for all wishes at once.
     awake: bool,
-    /// Earliest wish since it woke up.
-    wanted: Option<Instant>,
+    /// Earliest wish since the timer expired last.
+    wish: Option<Instant>,
+    /// End of the program's lease.
+    lease: Option<Instant>,
 }
 
 impl State {
-    /// Arms the timer unless it expires earlier. Returns how long that took.
-    fn arm(&mut self, timer: &TimerFd, now: Instant, at: Instant) -> Option<Duration> {
-        if self.timer.is_some_and(|expiry| expiry <= at) {
+    /// Arms the timer for the wish or the end of the lease, whichever is earlier. Returns how long that took if it is near: only then
+    /// the processor's timer has to be set.
+    fn arm(&mut self, timer: &TimerFd, now: Instant) -> Option<Duration> {
+        let at = self.wish.into_iter().chain(self.lease).min()?;
+        if self.timer == Some(at) {
             return None;
         }
         let begin = clock::now();
@@ -54,7 +61,8 @@ impl State {
             Ok(()) => self.timer = Some(at),
             Err(e) => tracing::error!("timerfd_settime failed: {e}"),
         }
-        Some(clock::now().saturating_since(begin))
+        let took = clock::now().saturating_since(begin);
+        (at < now + NEAR).then_some(took)
     }
 }
 
@@ -67,7 +75,7 @@ pub(crate) struct Wake {
     watching: AtomicBool,
     /// Whether the thread is parked: its timer expires at the end of the lease.
     parked: AtomicBool,
-    /// Usual time to arm the timer, nanoseconds. Written under the lock.
+    /// Usual time to arm a near timer, nanoseconds. Written under the lock.
     timer_cost: AtomicU64,
 }
 
@@ -83,7 +91,8 @@ impl Wake {
                 sockets,
                 timer: None,
                 awake: false,
-                wanted: None,
+                wish: None,
+                lease: None,
             }),
             descriptors,
             watching: AtomicBool::new(true),
@@ -174,12 +183,22 @@ impl Wake {
 
     /// Wakes the thread no later than `at`.
     pub(crate) fn wake_by(&self, now: Instant, at: Instant) {
+        self.change(now, |state| {
+            state.wish = Some(state.wish.map_or(at, |wish| wish.min(at)))
+        });
+    }
+
+    /// Wakes the thread at the end of the program's lease, in place of the end set before.
+    pub(crate) fn set_lease(&self, now: Instant, end: Instant) {
+        self.change(now, |state| state.lease = Some(end));
+    }
+
+    fn change(&self, now: Instant, change: impl FnOnce(&mut State)) {
         let Some(d) = &self.descriptors else { return };
         let mut state = self.state.lock();
-        if state.awake {
-            state.wanted = Some(state.wanted.map_or(at, |wanted| wanted.min(at)));
-        } else {
-            self.note_cost(state.arm(&d.timer, now, at));
+        change(&mut state);
+        if !state.awake {
+            self.note_cost(state.arm(&d.timer, now));
         }
     }
 
@@ -194,7 +213,7 @@ impl Wake {
         self.timer_cost.store((known * 15 + sample) / 16, Ordering::Relaxed);
     }
 
-    /// Returns how long it usually takes to arm the timer.
+    /// Returns how long it usually takes to arm a near timer.
     pub(crate) fn timer_cost(&self) -> Duration {
         Duration::from_nanos(self.timer_cost.load(Ordering::Relaxed))
     }
@@ -204,9 +223,7 @@ impl Wake {
         let Some(d) = &self.descriptors else { return };
         let mut state = self.state.lock();
         state.awake = false;
-        if let Some(at) = state.wanted.take() {
-            self.note_cost(state.arm(&d.timer, clock::now(), at));
-        }
+        self.note_cost(state.arm(&d.timer, clock::now()));
     }
 
     /// Notes that the thread has woken up. `expired`: by the timer.
@@ -214,7 +231,7 @@ impl Wake {
         let mut state = self.state.lock();
         state.awake = true;
         if expired {
-            state.timer = None;
+            (state.timer, state.wish, state.lease) = (None, None, None);
         }
     }
 

@@ -108,7 +108,10 @@ struct State {
     /// Whether packets wake the progress thread, and whether some have and were not noticed yet.
     watching: bool,
     edge: bool,
-    timer: Option<Instant>,
+    /// Earliest time at which the progress thread is to wake, and the end of the program's lease.
+    wish: Option<Instant>,
+    lease: Option<Instant>,
+    parked: bool,
     clock: Instant,
     /// Time since which a packet has waited without a pass.
     unattended: Option<Instant>,
@@ -126,6 +129,12 @@ struct State {
     over: bool,
 }
 
+impl State {
+    fn timer(&self) -> Option<Instant> {
+        self.wish.into_iter().chain(self.lease).min()
+    }
+}
+
 /// Sockets, timer and clock.
 struct Outside {
     state: Mutex<State>,
@@ -141,7 +150,9 @@ impl Outside {
             handled: 0,
             watching: true,
             edge: false,
-            timer: Some(clock + PORT_TIMER),
+            wish: Some(clock + PORT_TIMER),
+            lease: None,
+            parked: false,
             clock,
             unattended: None,
             polled: None,
@@ -202,10 +213,10 @@ impl Outside {
             }
             // A thread that can run takes no time to do so.
             let waiter_runs = state.owners > 0 && state.arrived > state.handled;
-            if let Some(at) = state.timer.filter(|_| state.calls == 0 && !waiter_runs) {
+            if let Some(at) = state.timer().filter(|_| state.calls == 0 && !waiter_runs) {
                 state.clock = state.clock.max(at);
                 drop(state);
-                self.change(|s| s.timer = None);
+                self.change(|s| (s.wish, s.lease) = (None, None));
                 return true;
             }
             state = self.changed.wait(state).expect("state");
@@ -244,8 +255,12 @@ impl Environment for Arc<Outside> {
         self.state.lock().expect("state").watching
     }
 
-    fn park(&self, _on: bool) -> bool {
-        false
+    fn park(&self, on: bool) -> bool {
+        self.change(|s| std::mem::replace(&mut s.parked, on))
+    }
+
+    fn is_parked(&self) -> bool {
+        self.state.lock().expect("state").parked
     }
 
     fn timer_cost(&self) -> Duration {
@@ -254,9 +269,16 @@ impl Environment for Arc<Outside> {
 
     fn wake_by(&self, _now: Instant, at: Instant) {
         self.change(|s| {
-            let stays = |set: Instant| set <= at || s.bug == Bug::LateTimer;
-            if !s.timer.is_some_and(stays) {
-                s.timer = Some(at);
+            if s.timer().is_none() || s.bug != Bug::LateTimer {
+                s.wish = Some(s.wish.map_or(at, |wish| wish.min(at)));
+            }
+        });
+    }
+
+    fn set_lease(&self, _now: Instant, end: Instant) {
+        self.change(|s| {
+            if s.timer().is_none() || s.bug != Bug::LateTimer {
+                s.lease = Some(end);
             }
         });
     }
