@@ -41,7 +41,7 @@ impl Port {
     /// ECT makes switches mark packets instead of dropping them.
     pub(crate) fn heed_marks(&mut self, slot: usize) {
         let entry = &mut *self.qps[slot];
-        let to_ferroce = entry.qp.keeps_packets();
+        let to_ferroce = entry.qp.uses_selective_ack();
         let Some(path) = &mut entry.path else { return };
         path.tx.tos = path.av.traffic_class;
         if to_ferroce && path.tx.tos & ECN_BITS == 0 && !self.config.stays_here(&path.av) {

@@ -45,7 +45,7 @@ impl Port {
         let entry = &mut *self.qps[slot];
         let Some(path) = &entry.path else { return };
         let mut last = One::default();
-        entry.qp.acknowledge_at_last(&mut last);
+        entry.qp.flush_ack(&mut last);
         if last.is_sealed {
             self.partings.push_back(Parting {
                 path: path.tx,

@@ -299,7 +299,7 @@ impl Port {
             .map_err(|e| VerbsError::State(e.to_string()))?;
         if attr.state == Some(QpState::Rtr) {
             if self.config.keeps_packets {
-                self.qps[slot].qp.keep_quietly(&self.config.reorder_budget);
+                self.qps[slot].qp.enable_reorder(&self.config.reorder_budget);
             }
             if let Some((av, peer)) = self.qps[slot].qp.remote() {
                 let terms = self.handshakes.terms((av.remote.to_canonical(), peer));
@@ -334,7 +334,7 @@ impl Port {
             qp.set_peer_source(port);
         }
         if terms.selective && guid::keeps_packets(self.config.cm.ca_guid) {
-            qp.keep_packets(&self.config.reorder_budget);
+            qp.enable_selective_ack(&self.config.reorder_budget);
             self.heed_marks(slot);
         }
     }

@@ -8,7 +8,7 @@ use roce_verbs::{AsyncEvent, Completion, QpState, SendFlags, WcFlags, WcStatus};
 use crate::{
     ctx::Ctx,
     qp::QueuePair,
-    requester::{Back, place},
+    requester::{GoBack, compare_outstanding},
     sendq::{Kind, Progress, SendWqe},
     seq::Seq,
 };
@@ -36,7 +36,7 @@ impl QueuePair {
             return;
         }
         let seq = self.req.una.nearest(packet.header.bth.psn);
-        let order = place(seq, self.req.una, self.req.top);
+        let order = compare_outstanding(seq, self.req.una, self.req.top);
         if order != Ordering::Equal {
             // Stale, or a response to a request that was never sent.
             ctx.counters.dropped_responses += 1;
@@ -143,7 +143,7 @@ impl QueuePair {
     /// Retries count from the last progress.
     fn made_progress(&mut self, ctx: &mut Ctx<'_>) {
         let req = &mut self.req;
-        req.heard(ctx.now, self.attr.retry_cnt.unwrap_or(0));
+        req.on_progress(ctx.now, self.attr.retry_cnt.unwrap_or(0));
         req.rnr_left = self.attr.rnr_retry.unwrap_or(0);
         // A pause that the progress proves to be over.
         req.timers.rnr_until = None;
@@ -167,7 +167,7 @@ impl QueuePair {
             }
         }
         self.check_drained(ctx);
-        self.settle(ctx);
+        self.fail_on_overflow(ctx);
     }
 
     /// Reports a drained send queue, once.
@@ -224,7 +224,7 @@ impl QueuePair {
             };
             self.req.rnr_left = left;
         }
-        self.go_back(ctx, Back::Rnr);
+        self.go_back(ctx, GoBack::Rnr);
         self.req.timers.rnr_until = Some(ctx.now + timer.duration());
     }
 
@@ -235,7 +235,7 @@ impl QueuePair {
             // Meant for what was sent before: the retransmission can't have been answered yet.
             return;
         }
-        self.go_back(ctx, Back::Gap);
+        self.go_back(ctx, GoBack::Gap);
     }
 
     /// A response is missing. More of the stream behind it may be under way; it must not make us ask again and again.
@@ -250,13 +250,13 @@ impl QueuePair {
         }
         match self.selective {
             true => self.ask_again(ctx),
-            false => self.go_back(ctx, Back::Gap),
+            false => self.go_back(ctx, GoBack::Gap),
         }
     }
 
     fn went_back_within(&self, ctx: &Ctx<'_>, time: core::time::Duration) -> bool {
         self.req
-            .went_back
+            .last_go_back
             .is_some_and(|(at, when)| at == self.req.una && ctx.now.saturating_since(when) < time)
     }
 
@@ -297,7 +297,7 @@ impl QueuePair {
         let position = packet.header.bth.opcode.info().position;
         // A stream may begin anew at any packet that was asked for again, or go on (rdma_rxe), and end early: it may have
         // been asked for in pieces.
-        let again = self.req.read_in_pieces;
+        let again = self.req.read_in_parts;
         let fits = wqe.expects(packet.header.bth.opcode.info().class)
             && packet.payload.len() == len
             && (position.ends() || !last)

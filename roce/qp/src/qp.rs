@@ -1,4 +1,4 @@
-//! The queue pair: its attributes and life, posting, and the turn that it takes at sending.
+//! Queue pair: attributes, states, posting and the order in which packets are sent.
 
 use roce_bth::{Class, Opcode, Packet, Psn, Service};
 use roce_verbs::{
@@ -24,14 +24,14 @@ use crate::{
     tx::{Poll, Step, TxSink},
 };
 
-/// Packets that one turn at sending may take.
-const TURN: u32 = 128;
-/// Packets of one kind (requests or responses) before the other kind gets its share; a train's length, so that
-/// fairness does not cut trains.
-const RUN: u32 = 16;
-/// What an operation that a service lacks fails with.
-const LACKING: WcStatus = WcStatus::LocalQpOperationError;
-/// The most READs and atomics outstanding that an attribute may ask for.
+/// Largest number of packets per call of [`QueuePair::poll_transmit`].
+const POLL_BUDGET: u32 = 128;
+/// Packets of one kind (requests or responses) sent before the other kind, so that neither starves. A GSO train is no
+/// longer, so that alternating does not split trains.
+const BURST: u32 = 16;
+/// Completion status of an operation that the service does not have.
+const UNSUPPORTED: WcStatus = WcStatus::LocalQpOperationError;
+/// Largest `max_rd_atomic` and `max_dest_rd_atomic`.
 const MAX_RD_ATOMIC: u8 = 128;
 
 /// A queue pair.
@@ -40,38 +40,38 @@ pub struct QueuePair {
     pub(crate) config: QpConfig,
     pub(crate) state: QpState,
     pub(crate) attr: QpAttr,
-    /// Copies of attributes that every packet needs.
+    /// Path MTU, bytes. This and the next two fields are copies of attributes needed for every packet.
     pub(crate) mtu: usize,
     pub(crate) peer: Qpn,
     pub(crate) access: AccessFlags,
-    /// The service of its packets.
+    /// Transport service of the packets.
     pub(crate) service: Service,
-    /// Whether its packets are acknowledged.
+    /// The service acknowledges packets.
     pub(crate) reliable: bool,
     pub(crate) sq: SendQueue,
     pub(crate) req: Requester,
     pub(crate) rq: Arc<ReceiveQueue>,
     pub(crate) resp: Responder,
-    /// A completion was lost: the queue pair can't go on.
+    /// A completion was lost because its queue was full: the queue pair must fail.
     pub(crate) overflowed: bool,
-    /// Both sides keep packets beyond a gap and say which.
+    /// Both sides buffer packets beyond a gap and report them in selective ACKs.
     pub(crate) selective: bool,
     /// UDP source ports of the peer.
     pub(crate) sources: Sources,
-    /// The peer has notified it of congestion.
-    notified: Option<Box<ReactionPoint>>,
-    /// Nothing but acknowledgements before this, for that reason.
+    /// DCQCN state after a congestion notification. `None`: sending is not limited.
+    reaction_point: Option<Box<ReactionPoint>>,
+    /// DCQCN permits only acknowledgements before this time.
     pub(crate) slowed_until: Option<Instant>,
 }
 
-/// Why receives are refused by a queue pair that takes them from elsewhere, or takes none.
+/// Error of a receive posted to a queue pair with a shared receive queue, or with none.
 pub const NO_RECEIVE_QUEUE: PostError = PostError::Invalid("the queue pair has no receive queue of its own");
 
 impl QueuePair {
-    /// A queue pair in RESET.
+    /// Creates a queue pair in RESET.
     ///
     /// # Errors
-    /// When type, shared receive queue and XRC domain don't go together.
+    /// If the type doesn't permit the shared receive queue or XRC domain, or requires one that is missing.
     pub fn new(config: QpConfig) -> Result<Self, CreateError> {
         let qp_type = config.qp_type;
         let shares = |srq: &crate::SharedReceiveQueue| qp_type.receives() && srq.config().srq_type == SrqType::Basic;
@@ -101,47 +101,49 @@ impl QueuePair {
             overflowed: false,
             selective: false,
             sources: Sources::default(),
-            notified: None,
+            reaction_point: None,
             slowed_until: None,
         })
     }
 
-    /// The peer keeps packets beyond a gap and understands what says so (the connection manager's exchange has told): so do we from now
-    /// on, in this memory. To be called in RTR; of reliable connections.
-    pub fn keep_packets(&mut self, budget: &Arc<ReorderBudget>) {
+    /// Buffers packets beyond a gap and reports them in selective ACKs, which the peer announced in its REQ or REP.
+    ///
+    /// Call in RTR; only RC queue pairs do it. `budget` limits the memory.
+    pub fn enable_selective_ack(&mut self, budget: &Arc<ReorderBudget>) {
         self.selective = self.config.qp_type == QpType::Rc && self.state == QpState::Rtr;
         if self.selective {
-            self.keep_quietly(budget);
+            self.enable_reorder(budget);
         }
     }
 
-    /// Keeps packets beyond a gap, in this memory, and does not tell: nothing is known of the peer, which goes back. What it loses
-    /// once more, of what it sends again, does no harm if it was kept. To be called in RTR.
-    pub fn keep_quietly(&mut self, budget: &Arc<ReorderBudget>) {
-        let keeps = self.reliable && self.state == QpState::Rtr;
-        self.resp.reorder = keeps.then(|| Box::new(ReorderBuffer::new(budget.clone())));
+    /// Buffers packets beyond a gap without reporting them, for a peer that only goes back.
+    ///
+    /// If a retransmitted packet is lost again, its buffered copy is used. Call in RTR. `budget` limits the memory.
+    pub fn enable_reorder(&mut self, budget: &Arc<ReorderBudget>) {
+        let enabled = self.reliable && self.state == QpState::Rtr;
+        self.resp.reorder = enabled.then(|| Box::new(ReorderBuffer::new(budget.clone())));
     }
 
-    /// Whether both ends do, and tell.
-    pub fn keeps_packets(&self) -> bool {
+    /// Returns whether both sides report buffered packets in selective ACKs.
+    pub fn uses_selective_ack(&self) -> bool {
         self.selective
     }
 
-    /// A congestion notification packet came from the peer: a switch has marked what this queue pair sends.
+    /// Processes a congestion notification packet: a switch has ECN-marked packets that this queue pair sent.
     pub fn handle_notification(&mut self, now: Instant) {
-        match &mut self.notified {
+        match &mut self.reaction_point {
             Some(point) => point.on_notified(now, self.req.rtt.smoothed()),
-            None => self.notified = Some(Box::new(ReactionPoint::new(now))),
+            None => self.reaction_point = Some(Box::new(ReactionPoint::new(now))),
         }
     }
 
-    /// Whether it has to wait because of notifications.
+    /// Returns whether DCQCN forbids sending now, and sets `slowed_until` then.
     fn is_slowed(&mut self, now: Instant) -> bool {
-        let Some(point) = &mut self.notified else {
+        let Some(point) = &mut self.reaction_point else {
             return false;
         };
         if point.is_over(now) {
-            self.notified = None;
+            self.reaction_point = None;
         } else if let Err(at) = point.may_send(now) {
             self.slowed_until = Some(at);
             return true;
@@ -149,34 +151,34 @@ impl QueuePair {
         false
     }
 
-    /// Packets with data went out.
+    /// Counts sent bytes against the DCQCN rate.
     pub(crate) fn note_sent(&mut self, bytes: usize) {
-        if let Some(point) = &mut self.notified {
+        if let Some(point) = &mut self.reaction_point {
             point.on_sent(bytes);
         }
     }
 
-    /// Its number.
+    /// Returns the queue pair number.
     pub fn qpn(&self) -> Qpn {
         self.config.qpn
     }
 
-    /// What it was made with.
+    /// Returns the configuration passed to [`QueuePair::new`].
     pub fn config(&self) -> &QpConfig {
         &self.config
     }
 
-    /// Its state.
+    /// Returns the state.
     pub fn state(&self) -> QpState {
         self.state
     }
 
-    /// Path and number of the peer, once they are set.
+    /// Returns path and number of the peer, once they are set.
     pub fn remote(&self) -> Option<(AddressVector, Qpn)> {
         Some((self.attr.av?, self.attr.dest_qpn?))
     }
 
-    /// The attributes as they are.
+    /// Returns the current attributes (`ibv_query_qp`).
     pub fn query(&self) -> QpAttr {
         QpAttr {
             state: Some(self.state),
@@ -187,48 +189,51 @@ impl QueuePair {
         }
     }
 
-    /// Its bytes in the window towards its peer.
+    /// Returns the bytes in flight towards the peer, as counted in the window.
     pub fn in_flight(&self) -> usize {
         self.req.in_flight
     }
 
-    /// The oldest PSN that the peer has not acknowledged (of a READ: whose response has not come). `None` unless it sends and
-    /// is answered.
+    /// Returns the oldest PSN that is not acknowledged; of a READ, whose response has not arrived.
+    ///
+    /// `None` if the state does not permit sending or the service has no acknowledgements.
     pub fn acknowledged(&self) -> Option<Psn> {
         (self.reliable && self.is_sending()).then(|| self.req.una.psn())
     }
 
-    /// The READs and atomics that the peer may have outstanding here.
+    /// Returns the number of READs and atomics that the peer may have outstanding (`max_dest_rd_atomic`).
     pub fn max_reads(&self) -> u8 {
         self.attr.max_dest_rd_atomic.unwrap_or(0)
     }
 
-    /// Whether [`QueuePair::poll_transmit`] has nothing to do: no send work request has to be completed, and nothing answered but what
-    /// may wait.
+    /// Returns whether [`QueuePair::poll_transmit`] has nothing to do.
+    ///
+    /// Then the send queue is empty and no response or acknowledgement is due now. One may be due later
+    /// ([`QueuePair::next_timeout`]).
     pub fn is_idle(&self) -> bool {
         self.sq.wqes.is_empty() && self.resp.replies.is_idle()
     }
 
-    /// Send work requests that have not completed.
+    /// Returns the number of send work requests that have not completed.
     pub fn send_queue_len(&self) -> usize {
         self.sq.wqes.len()
     }
 
-    /// Its receive queue, unless it takes from a shared one or receives nothing.
+    /// Returns the receive queue. `None` if the queue pair has a shared one or receives nothing.
     pub fn receive_queue(&self) -> Option<&Arc<ReceiveQueue>> {
         let own = self.config.srq.is_none() && self.config.qp_type.receives();
         own.then_some(&self.rq)
     }
 
-    /// Receive work requests that no message has taken.
+    /// Returns the number of receive work requests that no message has consumed.
     pub fn recv_queue_len(&self) -> usize {
         self.rq.len()
     }
 
-    /// Changes attributes and state.
+    /// Changes attributes and state (`ibv_modify_qp`).
     ///
     /// # Errors
-    /// When the transition or an attribute is not allowed; then nothing changes.
+    /// If the transition or an attribute is not permitted. Then nothing changes.
     pub fn modify(&mut self, ctx: &mut Ctx<'_>, attr: &QpAttr) -> Result<(), ModifyError> {
         let to = attr.state.unwrap_or(self.state);
         if attr.cur_state.is_some_and(|s| s != self.state) {
@@ -272,13 +277,13 @@ impl QueuePair {
         Ok(())
     }
 
-    /// Takes over the attributes that are set.
+    /// Stores the attributes that are set.
     fn apply(&mut self, attr: &QpAttr) {
-        let mine = &mut self.attr;
-        macro_rules! take {
-            ($($field:ident),*) => { $( if attr.$field.is_some() { mine.$field = attr.$field; } )* };
+        let current = &mut self.attr;
+        macro_rules! store {
+            ($($field:ident),*) => { $( if attr.$field.is_some() { current.$field = attr.$field; } )* };
         }
-        take!(
+        store!(
             en_sqd_async_notify,
             access,
             pkey_index,
@@ -290,7 +295,7 @@ impl QueuePair {
             retry_cnt,
             rnr_retry
         );
-        take!(
+        store!(
             rq_psn,
             max_rd_atomic,
             min_rnr_timer,
@@ -298,15 +303,15 @@ impl QueuePair {
             max_dest_rd_atomic,
             dest_qpn
         );
-        self.mtu = mine.path_mtu.map_or(self.mtu, |m| m.bytes());
-        self.peer = mine.dest_qpn.unwrap_or_default();
-        self.access = mine.access.unwrap_or_default();
-        // In SQD they count at once, also for what waits for an acknowledgement.
+        self.mtu = current.path_mtu.map_or(self.mtu, |m| m.bytes());
+        self.peer = current.dest_qpn.unwrap_or_default();
+        self.access = current.access.unwrap_or_default();
+        // Set in SQD, the retry limits apply at once, also to outstanding requests.
         self.req.retries_left = attr.retry_cnt.unwrap_or(self.req.retries_left);
         self.req.rnr_left = attr.rnr_retry.unwrap_or(self.req.rnr_left);
     }
 
-    /// Back to the beginning. Nothing is completed; completions that wait in their queues stay there.
+    /// Returns to RESET without completing work requests. Completions already in the completion queues stay there.
     fn reset(&mut self, ctx: &mut Ctx<'_>) {
         ctx.window.forget(self.req.in_flight);
         let first = Seq::start(Psn::new(0));
@@ -316,23 +321,24 @@ impl QueuePair {
         self.resp = Responder::new(first);
         self.overflowed = false;
         self.sources = Sources::default();
-        (self.notified, self.slowed_until) = (None, None);
+        (self.reaction_point, self.slowed_until) = (None, None);
         self.state = QpState::Reset;
         self.rq.follow(self.state);
     }
 
-    /// Ends the queue pair: its bytes in flight return to the window, its windows close. Nothing is completed.
+    /// Destroys the queue pair without completing work requests.
+    ///
+    /// Returns its bytes in flight to the congestion window and invalidates its memory windows.
     pub fn destroy(&mut self, ctx: &mut Ctx<'_>) {
         ctx.mem.forget_qp(self.config.qpn);
         self.reset(ctx);
     }
 
-    /// Moves the send queue to error (services without acknowledgements, IBA 10.3.1): what waits in it is flushed, what
-    /// comes in goes on.
+    /// Moves to SQE (IBA 10.3.1): flushes the send queue and goes on receiving. For unacknowledged services only.
     pub(crate) fn enter_send_error(&mut self, ctx: &mut Ctx<'_>) {
         self.state = QpState::Sqe;
         self.flush_sends(ctx);
-        self.settle(ctx);
+        self.fail_on_overflow(ctx);
     }
 
     fn flush_sends(&mut self, ctx: &mut Ctx<'_>) {
@@ -355,13 +361,13 @@ impl QueuePair {
         self.flush_receives(ctx);
         self.overflowed = false;
         if self.config.srq.is_some() {
-            // It takes no more from the shared queue, and what it had taken is flushed (IBA 10.2.9).
+            // IBA 10.2.9: the queue pair takes no more work requests from the shared queue. Those it took are flushed.
             ctx.events.push(AsyncEvent::LastWqeReached(self.config.qpn));
         }
     }
 
-    /// Acts on a lost completion: the queue pair fails (IBA 11.6.3.2, class G).
-    pub(crate) fn settle(&mut self, ctx: &mut Ctx<'_>) {
+    /// Moves to the error state if a completion was lost (IBA 11.6.3.2, class G).
+    pub(crate) fn fail_on_overflow(&mut self, ctx: &mut Ctx<'_>) {
         if self.overflowed && self.state != QpState::Err {
             ctx.events.push(AsyncEvent::QpFatal(self.config.qpn));
             self.enter_error(ctx);
@@ -373,7 +379,7 @@ impl QueuePair {
     }
 
     pub(crate) fn push_recv(&mut self, ctx: &mut Ctx<'_>, completion: Completion) {
-        // An extended reliable connection's receives complete where their shared queue's do.
+        // XRC receives complete into the completion queue of their shared receive queue.
         let shared = self.resp.srq.as_ref().and_then(|srq| srq.config().cq.as_ref());
         let cq = shared.unwrap_or(&self.config.recv_cq);
         self.overflowed |= !push(cq, ctx, completion);
@@ -382,30 +388,31 @@ impl QueuePair {
     /// Queues a send work request to the peer. In the error states it is flushed at once.
     ///
     /// # Errors
-    /// When it can't be queued; then nothing was.
+    /// If it is invalid or the queue is full. Then nothing is queued.
     pub fn post_send(&mut self, ctx: &mut Ctx<'_>, wr: &SendWr<'_>) -> Result<(), PostError> {
         self.post_send_to(ctx, wr, Target::Peer)
     }
 
-    /// Queues a send work request: a datagram to its receiver, an XRC message to a queue of the peer.
+    /// Queues a send work request with its target: a datagram's destination, or an XRC message's shared receive queue.
     ///
     /// # Errors
-    /// When it can't be queued; then nothing was.
+    /// If it is invalid or the queue is full. Then nothing is queued.
     pub fn post_send_to(&mut self, ctx: &mut Ctx<'_>, wr: &SendWr<'_>, target: Target) -> Result<(), PostError> {
         self.post_send_within(ctx, wr, target, self.mtu)
     }
 
-    /// Like [`QueuePair::post_send_to`]; `longest` is what the path of a datagram carries at most, bytes. Nothing is
-    /// sent of what is longer, and no error told (IBA C10-93.1.1).
+    /// Queues a send work request like [`QueuePair::post_send_to`], with the path MTU of a datagram, bytes.
+    ///
+    /// A longer datagram is not sent, without an error (IBA C10-93.1.1).
     ///
     /// # Errors
-    /// When it can't be queued; then nothing was.
+    /// If it is invalid or the queue is full. Then nothing is queued.
     pub fn post_send_within(
         &mut self,
         ctx: &mut Ctx<'_>,
         wr: &SendWr<'_>,
         target: Target,
-        longest: usize,
+        path_mtu: usize,
     ) -> Result<(), PostError> {
         let checked = self.checked(wr, &target, 0)?;
         self.resp.replies.policy.on_posted(ctx.now);
@@ -413,7 +420,7 @@ impl QueuePair {
             QpType::Rc | QpType::Uc => self.sq.push(wr, checked, self.mtu),
             _ => {
                 let mtu = match target {
-                    Target::Datagram(_) => longest.min(self.mtu),
+                    Target::Datagram(_) => path_mtu.min(self.mtu),
                     _ => self.mtu,
                 };
                 self.sq.push_to(wr, target, checked, mtu);
@@ -422,17 +429,17 @@ impl QueuePair {
         if matches!(self.state, QpState::Err | QpState::Sqe)
             && let Some(wqe) = self.sq.pop()
         {
-            // It has taken no packet number.
+            // A flushed work request consumes no PSN.
             self.sq.tail = wqe.first;
             self.complete_send(ctx, &wqe, WcStatus::FlushError);
         }
         Ok(())
     }
 
-    /// Whether a send work request can be queued after `ahead` others that are not queued yet.
+    /// Checks whether a send work request can be queued after `ahead` others that are not queued yet.
     ///
     /// # Errors
-    /// Why not.
+    /// The error that posting it would return.
     pub fn check_post(&self, wr: &SendWr<'_>, target: &Target, ahead: usize) -> Result<(), PostError> {
         self.checked(wr, target, ahead).map(drop)
     }
@@ -440,7 +447,7 @@ impl QueuePair {
     fn checked(&self, wr: &SendWr<'_>, target: &Target, ahead: usize) -> Result<Checked, PostError> {
         let ahead = match self.state {
             QpState::Reset | QpState::Init | QpState::Rtr => return Err(PostError::State(self.state)),
-            // They are flushed at once and take no room.
+            // Work requests are flushed at once and occupy no entry.
             QpState::Err | QpState::Sqe => 0,
             QpState::Rts | QpState::Sqd => ahead,
         };
@@ -448,20 +455,22 @@ impl QueuePair {
             return Err(PostError::QueueFull);
         }
         let checked = self.check_send(wr)?;
-        if checked.fault != Some(LACKING) {
+        if checked.fault != Some(UNSUPPORTED) {
             self.check_target(kind_of(&wr.op), target)?;
         }
         Ok(checked)
     }
 
-    /// Checks a work request's arguments. Like hardware it takes operations that the service lacks, and atomics that are not
-    /// of 8 bytes, and fails them in their turn (IBA 11.6.2).
+    /// Checks a work request's arguments.
+    ///
+    /// Like hardware it accepts operations that the service does not have, and atomics of other than 8 bytes. These
+    /// complete with an error in their turn (IBA 11.6.2).
     fn check_send(&self, wr: &SendWr<'_>) -> Result<Checked, PostError> {
         let kind = kind_of(&wr.op);
         let row = legal::operation(wr.op.code());
-        let lacks = !row.services.contains(&self.config.qp_type);
+        let unsupported = !row.services.contains(&self.config.qp_type);
         let binds = matches!(wr.op, SendOp::BindWindow(_) | SendOp::FastRegister(_));
-        if lacks && (binds || self.config.qp_type == QpType::XrcTgt) {
+        if unsupported && (binds || self.config.qp_type == QpType::XrcTgt) {
             return Err(PostError::Invalid("this transport service does not have the operation"));
         }
         let caps = &self.config.caps;
@@ -499,26 +508,28 @@ impl QueuePair {
             ));
         }
         let answered = matches!(kind, Kind::Read | Kind::Atomic | Kind::AtomicWrite | Kind::Flush);
-        if answered && !lacks && self.attr.max_rd_atomic.unwrap_or(0) == 0 {
+        if answered && !unsupported && self.attr.max_rd_atomic.unwrap_or(0) == 0 {
             return Err(PostError::Invalid("max_rd_atomic is 0"));
         }
         let word = matches!(kind, Kind::Atomic | Kind::AtomicWrite);
-        let fault = match lacks {
-            true => Some(LACKING),
+        let fault = match unsupported {
+            true => Some(UNSUPPORTED),
             false => (word && len != 8).then_some(WcStatus::LocalLengthError),
         };
         let len = len as u32;
         Ok(Checked { len, fault })
     }
 
-    /// Whether a work request of this kind can go there.
+    /// Checks that the service sends work requests of this kind to such a target.
     fn check_target(&self, kind: Kind, target: &Target) -> Result<(), PostError> {
         let fits = match (self.config.qp_type, target) {
             (QpType::Rc | QpType::Uc, Target::Peer) => true,
             (QpType::Ud | QpType::Gsi, Target::Datagram(to)) => {
                 let av = &to.av;
                 if av.remote.is_unspecified() || av.local.is_ipv4() != av.remote.is_ipv4() {
-                    return Err(PostError::Invalid("the datagram's path leads nowhere"));
+                    return Err(PostError::Invalid(
+                        "the datagram's remote address is unspecified or of another IP version than the local one",
+                    ));
                 }
                 true
             }
@@ -537,7 +548,8 @@ impl QueuePair {
     /// Queues a receive work request. In the error state it is flushed at once.
     ///
     /// # Errors
-    /// When it can't be queued; then nothing was.
+    /// If the queue pair has no receive queue, the work request is invalid, or the queue is full. Then nothing is
+    /// queued.
     pub fn post_recv(&mut self, ctx: &mut Ctx<'_>, wr: &RecvWr<'_>) -> Result<(), PostError> {
         let queue = self.receive_queue().ok_or(NO_RECEIVE_QUEUE)?;
         let queued = queue.post(core::slice::from_ref(wr)).map_err(|(_, e)| e)?;
@@ -547,7 +559,7 @@ impl QueuePair {
         Ok(())
     }
 
-    /// Takes a packet that was sent to this queue pair. The caller has checked its ICRC and both its addresses.
+    /// Processes a packet to this queue pair. The caller has checked its ICRC and both addresses.
     pub fn handle_packet(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
         let info = packet.header.bth.opcode.info();
         let is_response = matches!(
@@ -560,46 +572,48 @@ impl QueuePair {
             (QpType::Rc | QpType::XrcIni, true) => self.handle_response(ctx, packet),
             (QpType::Rc | QpType::XrcTgt, false) => self.handle_request(ctx, packet),
             (QpType::Uc, false) => self.handle_unacknowledged(ctx, packet),
-            // Datagrams come with their network header: `handle_datagram`.
+            // `handle_datagram` takes datagrams, because it also needs their network header.
             _ => ctx.counters.dropped_opcode += 1,
         }
     }
 
-    /// An operation's packet opcode in this queue pair's service.
+    /// Returns an RC opcode's equivalent in this queue pair's service.
     pub(crate) fn wire(&self, opcode: Opcode) -> Opcode {
         in_service(opcode, self.service)
     }
 
-    /// Sends what may be sent, up to a budget that keeps one queue pair from starving the others.
+    /// Writes packets that are due into `tx`: acknowledgements, then responses and requests in turn.
+    ///
+    /// Writes at most 128 requests and responses, so that one queue pair can't starve the others.
     pub fn poll_transmit(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Poll {
         if self.transmit_ack(tx) == Step::Full || self.transmit_probe(ctx, tx) == Step::Full {
             return Poll::More;
         }
-        let mut budget = TURN;
+        let mut budget = POLL_BUDGET;
         let mut blocked = false;
         let (mut replies, mut requests) = (true, true);
         self.slowed_until = None;
         while (replies || requests) && !self.is_slowed(ctx.now) {
             if replies {
-                match self.run(&mut budget, |qp| qp.transmit_reply(ctx, tx)) {
+                match self.transmit_burst(&mut budget, |qp| qp.transmit_reply(ctx, tx)) {
                     Step::Full => return Poll::More,
                     step => replies = step == Step::Sent,
                 }
             }
             if requests {
                 let before = budget;
-                let step = self.run(&mut budget, |qp| qp.transmit_request(ctx, tx));
+                let step = self.transmit_burst(&mut budget, |qp| qp.transmit_request(ctx, tx));
                 if step == Step::Full {
                     return Poll::More;
                 }
                 if budget < before {
-                    // An acknowledgement that has waited for this request goes now.
+                    // A delayed acknowledgement waits for this request: send both in one train.
                     self.resp.replies.held_until = None;
                 }
                 if self.transmit_ack(tx) == Step::Full {
                     return Poll::More;
                 }
-                // A request that waits for an acknowledgement is tried again after each run of responses.
+                // A request may have to wait for an acknowledgement, which waits for responses: retry after each burst.
                 let waits = step == Step::Idle && self.resp.replies.ack != AckDue::No && !self.resp.replies.is_held();
                 requests = step == Step::Sent || (waits && replies);
                 blocked = step == Step::Blocked;
@@ -608,16 +622,16 @@ impl QueuePair {
                 return Poll::More;
             }
         }
-        // What was answered may have been in an acknowledgement's way.
+        // The acknowledgement may have waited for the responses just sent.
         if self.transmit_ack(tx) == Step::Full {
             return Poll::More;
         }
         if blocked { Poll::Blocked } else { Poll::Idle }
     }
 
-    /// Sends packets of one kind for a while. `Sent`: there may be more.
-    fn run(&mut self, budget: &mut u32, mut send: impl FnMut(&mut Self) -> Step) -> Step {
-        for _ in 0..RUN.min(*budget) {
+    /// Sends up to [`BURST`] packets of one kind. Returns `Sent` if more may follow.
+    fn transmit_burst(&mut self, budget: &mut u32, mut send: impl FnMut(&mut Self) -> Step) -> Step {
+        for _ in 0..BURST.min(*budget) {
             match send(self) {
                 Step::Sent => *budget -= 1,
                 other => return other,
@@ -627,7 +641,7 @@ impl QueuePair {
     }
 }
 
-/// Puts a completion in its queue; `false` when it is lost.
+/// Adds a completion to its queue. Returns false if the queue was full and the completion is lost.
 fn push(cq: &CompletionQueue, ctx: &mut Ctx<'_>, mut completion: Completion) -> bool {
     completion.timestamp = ctx.now;
     match cq.push(completion) {
@@ -642,7 +656,7 @@ fn push(cq: &CompletionQueue, ctx: &mut Ctx<'_>, mut completion: Completion) -> 
     }
 }
 
-/// The opcode of a reliable connection's packet in another service, which has been found to have it.
+/// Returns an RC opcode's equivalent in `service`, which must have the operation.
 pub(crate) fn in_service(opcode: Opcode, service: Service) -> Opcode {
     match service {
         Service::Rc => opcode,
@@ -650,7 +664,7 @@ pub(crate) fn in_service(opcode: Opcode, service: Service) -> Opcode {
     }
 }
 
-/// Checks attributes' values.
+/// Checks the values of attributes.
 fn check_values(attr: &QpAttr) -> Result<(), ModifyError> {
     use QpAttrMask as M;
     let checks = [

@@ -1,4 +1,4 @@
-//! What the responder still has to send: READ responses, atomic results, and one acknowledgement.
+//! Responses still to be sent: READ data, atomic results and at most one acknowledgement.
 
 use core::time::Duration;
 use std::collections::VecDeque;
@@ -23,52 +23,54 @@ pub(crate) const EXPECTED_LEN: usize = 4;
 const SELECTIVE_ACK_LEN: usize = 12 + 4 + EXPECTED_LEN;
 /// Longest acknowledgement that is padded to the length of the request that follows it, bytes.
 const LONGEST_PADDED_ACK: usize = 256;
-/// Packets since the last acknowledgement: the next one that is asked for does not wait.
+/// Largest number of executed packets whose acknowledgement may be delayed.
 const HELD_PACKETS: u64 = 8;
 
-/// A READ as it was asked for, and how far its answer has come.
+/// READ request with the progress of its responses.
 #[derive(Clone, Debug)]
 pub(crate) struct ReadReply {
-    /// Where the message starts in our memory, in the peer's terms.
+    /// Virtual address, key and length (bytes) in the first request's RETH.
     pub(crate) va: u64,
     pub(crate) rkey: RKey,
     pub(crate) len: u32,
-    /// The memory; `None` for 0 bytes.
+    /// Memory read; `None` for 0 bytes.
     pub(crate) span: Option<Span>,
-    /// Bytes from the message's start to where what was asked for last begins.
+    /// Start of the part requested last, bytes from the start of the message.
     pub(crate) begin: u32,
-    /// Bytes from the message's start to the next response's payload.
+    /// Start of the next response's payload, bytes from the start of the message.
     pub(crate) offset: u32,
-    /// Bytes from the message's start to the end of what was asked for last.
+    /// End of the part requested last, bytes from the start of the message.
     pub(crate) end: u32,
-    /// When the last response was sent.
+    /// Time when the last response was sent.
     pub(crate) sent: Instant,
-    /// The next response opens the stream.
+    /// The next response is the first of the part (`First` or `Only`).
     pub(crate) opens: bool,
-    /// Further parts that were asked for again meanwhile, as [`ReadReply::offset`] and [`ReadReply::end`] are.
+    /// Start and end of further parts requested again, bytes from the start of the message.
     pub(crate) more: VecDeque<(u32, u32)>,
 }
 
-/// Parts of a READ that wait to be sent again, at most.
-const PARTS: usize = 256;
+/// Largest number of parts of a READ queued to be sent again. Requests beyond it are dropped.
+const MAX_PARTS: usize = 256;
 
 impl ReadReply {
-    /// What was asked for last has been sent.
+    /// Returns whether the current part has been sent.
     fn is_sent(&self) -> bool {
         !self.opens && self.offset >= self.end
     }
 
-    /// Answers a part once more, when what is being sent has been. `false`: that brings it anyway, or there are too many.
+    /// Queues a part to be sent again after the current one.
+    ///
+    /// Returns false if the current part still covers it, or if [`MAX_PARTS`] are queued.
     pub(crate) fn add(&mut self, part: (u32, u32)) -> bool {
-        let coming = part.0 >= self.offset && part.1 <= self.end;
-        if coming || self.more.len() >= PARTS {
+        let covered = part.0 >= self.offset && part.1 <= self.end;
+        if covered || self.more.len() >= MAX_PARTS {
             return false;
         }
         self.more.push_back(part);
         true
     }
 
-    /// Goes on with a further part. `false`: there is none.
+    /// Makes the next queued part the current one. Returns false if none is queued.
     fn next_part(&mut self) -> bool {
         let Some((begin, end)) = self.more.pop_front() else {
             return false;
@@ -78,58 +80,59 @@ impl ReadReply {
     }
 }
 
-/// What a request left behind.
+/// Result of a request, from which its response is built.
 #[derive(Clone, Debug)]
 pub(crate) enum Work {
     Read(ReadReply),
-    /// The former value.
+    /// Value before the atomic.
     Atomic(u64),
-    /// FLUSH or ATOMIC WRITE: it is done.
+    /// FLUSH or ATOMIC WRITE that has been executed.
     Done,
 }
 
-/// A READ or atomic that was accepted: kept after its answer, to answer duplicates (IBA 9.7.5.1.2).
+/// Responder resource of an accepted READ or atomic. It outlives the response, to answer duplicates (IBA 9.7.5.1.2).
 #[derive(Clone, Debug)]
 pub(crate) struct Resource {
     pub(crate) first: Seq,
     pub(crate) packets: u32,
     pub(crate) msn: Msn,
     pub(crate) work: Work,
-    /// The answer is still to be sent (again).
+    /// The response must be sent, or sent again.
     pub(crate) pending: bool,
-    /// It was answered before.
+    /// The response was sent before.
     pub(crate) replay: bool,
 }
 
-/// An acknowledgement to send when everything before it is sent.
+/// Acknowledgement to send after the responses to all requests before it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum AckDue {
     No,
-    /// Acknowledge what was executed.
+    /// Acknowledge all executed requests.
     Ack,
-    /// Acknowledge a duplicate, and what the peer sent before it. The specification would let it jump to all that was
-    /// executed, but rdma_rxe, when it is acknowledged beyond what it has resent, waits for ever if that
-    /// acknowledgement is the last (`rxe_comp.c`: nothing to retry while `req.psn` is not after `comp.psn`).
-    Again(Seq),
-    /// Refuse the request at this number.
+    /// Acknowledge a duplicate and all packets before it.
+    ///
+    /// The specification also permits acknowledging everything executed. But rdma_rxe hangs if the last acknowledgement
+    /// goes beyond what it has resent (`rxe_comp.c`: nothing to retry while `req.psn` is not after `comp.psn`).
+    Duplicate(Seq),
+    /// Refuse the request with this PSN.
     Refuse(Seq, Syndrome),
 }
 
-/// The responder's outgoing side.
+/// Outgoing side of the responder.
 #[derive(Debug)]
 pub(crate) struct Replies {
     resources: VecDeque<Resource>,
-    /// No resource before this index is pending.
+    /// Index before which no resource is pending.
     first_pending: usize,
     pub(crate) ack: AckDue,
-    /// An acknowledgement that is due waits until then for a request to go with.
+    /// Time until which the acknowledgement is delayed, to be sent with a request.
     pub(crate) held_until: Option<Instant>,
     pub(crate) policy: AckPolicy,
-    /// One past what was acknowledged last.
+    /// One past the PSN acknowledged last.
     acked: Seq,
-    /// READ responses wait for this: they are to go out at the peer's pace.
+    /// Time before which no READ response is sent: they are paced by the peer's window.
     pub(crate) paced_until: Option<Instant>,
-    /// One past the last SEND, WRITE or atomic executed, and the MSN then: what an acknowledgement says.
+    /// One past the last PSN of the last SEND, WRITE or atomic executed, and the MSN for its acknowledgement.
     pub(crate) executed: (Seq, Msn),
 }
 
@@ -147,16 +150,16 @@ impl Replies {
         }
     }
 
-    /// One past the PSN that was acknowledged last.
+    /// Returns one past the PSN acknowledged last.
     pub(crate) fn acked(&self) -> Seq {
         self.acked
     }
 
-    /// Makes room for one more resource; `false` when `max` are being answered for the first time.
+    /// Evicts old resources until another one fits. Returns false if the oldest of `max` has not been answered yet.
     pub(crate) fn make_room(&mut self, max: usize) -> bool {
         while self.resources.len() >= max {
             match self.resources.front() {
-                // Its requester has not got the answer, so it must not ask for more.
+                // The peer exceeds the negotiated limit: it can't have the response to this one.
                 Some(r) if r.pending && !r.replay => return false,
                 None => return false,
                 Some(_) => {
@@ -170,7 +173,7 @@ impl Replies {
 
     pub(crate) fn push(&mut self, resource: Resource) {
         self.first_pending = self.first_pending.min(self.resources.len());
-        // Its answer acknowledges everything before it.
+        // The response acknowledges everything before it.
         self.acked = self.acked.max(resource.first);
         self.resources.push_back(resource);
     }
@@ -186,7 +189,7 @@ impl Replies {
             .position(|r| r.first <= seq && seq.since(r.first) < u64::from(r.packets))
     }
 
-    /// Marks the resource at a number as to be answered again.
+    /// Marks the resource with this PSN as pending again.
     pub(crate) fn replay(&mut self, seq: Seq) {
         if let Some(index) = self.index_of(seq)
             && let Some(resource) = self.resources.get_mut(index)
@@ -197,7 +200,7 @@ impl Replies {
         }
     }
 
-    /// The oldest resource with something to send.
+    /// Returns the oldest pending resource.
     fn next_pending(&mut self) -> Option<&mut Resource> {
         while !self.resources.get(self.first_pending)?.pending {
             self.first_pending += 1;
@@ -205,7 +208,7 @@ impl Replies {
         self.resources.get_mut(self.first_pending)
     }
 
-    /// Asks for an acknowledgement, which may wait for so long; one stands for all before it.
+    /// Schedules an acknowledgement of everything executed, delayed by at most `hold`.
     pub(crate) fn ack_due(&mut self, ctx: &mut Ctx<'_>, hold: Duration) {
         let first = self.ack == AckDue::No;
         if !first {
@@ -219,36 +222,36 @@ impl Replies {
         }
     }
 
-    /// Asks for something that does not wait, in the place of what was due.
-    pub(crate) fn say_at_once(&mut self, what: AckDue) {
-        self.ack = what;
+    /// Schedules `ack` without delay, in place of the acknowledgement due before.
+    pub(crate) fn ack_now(&mut self, ack: AckDue) {
+        self.ack = ack;
         self.held_until = None;
     }
 
-    /// Whether nothing is to be sent now.
+    /// Returns whether nothing is due now.
     pub(crate) fn is_idle(&self) -> bool {
         let pending = self.resources.iter().skip(self.first_pending).any(|r| r.pending);
         (self.ack == AckDue::No || self.is_held()) && !pending
     }
 
-    /// Whether the acknowledgement that is due waits.
+    /// Returns whether the acknowledgement is delayed.
     pub(crate) fn is_held(&self) -> bool {
         self.held_until.is_some() && self.ack == AckDue::Ack
     }
 
-    /// Asks for the acknowledgement of a duplicate. What is due already says the same and more.
-    pub(crate) fn ack_again(&mut self, ctx: &mut Ctx<'_>, seq: Seq) {
+    /// Schedules the acknowledgement of a duplicate. Any other acknowledgement that is due covers it.
+    pub(crate) fn ack_duplicate(&mut self, ctx: &mut Ctx<'_>, seq: Seq) {
         self.ack = match self.ack {
-            AckDue::No => AckDue::Again(seq),
-            AckDue::Again(before) => {
+            AckDue::No => AckDue::Duplicate(seq),
+            AckDue::Duplicate(before) => {
                 ctx.counters.ack_deferred += 1;
-                AckDue::Again(before.max(seq))
+                AckDue::Duplicate(before.max(seq))
             }
             due => due,
         };
     }
 
-    /// A READ response or atomic result is coming, which acknowledges everything before it.
+    /// Cancels the acknowledgement, because a READ response or atomic result will acknowledge everything before it.
     pub(crate) fn ack_implied(&mut self, ctx: &mut Ctx<'_>) {
         if self.ack != AckDue::No {
             ctx.counters.ack_deferred += 1;
@@ -257,7 +260,7 @@ impl Replies {
         }
     }
 
-    /// Drops what is waiting to be sent.
+    /// Drops all responses and acknowledgements to be sent.
     pub(crate) fn clear(&mut self) {
         self.resources = VecDeque::new();
         self.first_pending = 0;
@@ -265,7 +268,7 @@ impl Replies {
         self.held_until = None;
     }
 
-    /// The acknowledgement to send now, if one is due and nothing goes before it.
+    /// Returns PSN, syndrome and MSN of the acknowledgement that is due. `None` if responses must be sent before it.
     fn ack_ready(&mut self) -> Option<(Seq, Syndrome, Msn)> {
         let (before, packet) = match self.ack {
             AckDue::No => return None,
@@ -273,7 +276,7 @@ impl Replies {
                 let (end, msn) = self.executed;
                 (end, (end.prev(), Syndrome::Ack(Credits::INVALID), msn))
             }
-            AckDue::Again(seq) => (seq.plus(1), (seq, Syndrome::Ack(Credits::INVALID), self.executed.1)),
+            AckDue::Duplicate(seq) => (seq.plus(1), (seq, Syndrome::Ack(Credits::INVALID), self.executed.1)),
             AckDue::Refuse(seq, syndrome) => (seq, (seq, syndrome, self.executed.1)),
         };
         match self.next_pending() {
@@ -283,7 +286,7 @@ impl Replies {
     }
 }
 
-/// The opcode of a READ response.
+/// Returns the opcode of a READ response that is the first (`opens`) or last (`closes`) of its part.
 const fn read_opcode(opens: bool, closes: bool) -> Opcode {
     match (opens, closes) {
         (true, true) => Opcode::RcReadResponseOnly,
@@ -294,25 +297,28 @@ const fn read_opcode(opens: bool, closes: bool) -> Opcode {
 }
 
 impl QueuePair {
-    /// Whether the responder may send: also a queue pair in error finishes what leads up to the refusal it owes.
+    /// Returns whether the responder may send. In the error state it may until a pending NAK is sent.
     pub(crate) fn may_reply(&self) -> bool {
         use roce_verbs::QpState::{Err, Rtr, Rts, Sqd, Sqe};
         matches!(self.state, Rtr | Rts | Sqd | Sqe) || (self.state == Err && self.resp.closing)
     }
 
-    /// Sends the acknowledgement that is due even if it waits: the queue pair is about to stop, and the peer is not to send again, and
-    /// give up in the end, what has been completed here.
-    pub fn acknowledge_at_last(&mut self, tx: &mut impl TxSink) {
+    /// Sends the acknowledgement that is due, even if it is delayed.
+    ///
+    /// Call before the queue pair stops. Otherwise the peer would retry requests completed here until it fails.
+    pub fn flush_ack(&mut self, tx: &mut impl TxSink) {
         self.resp.replies.held_until = None;
         self.transmit_ack(tx);
     }
 
-    /// Sends the acknowledgement that is due, unless it waits.
+    /// Sends the acknowledgement that is due, unless it is delayed.
     pub(crate) fn transmit_ack(&mut self, tx: &mut impl TxSink) -> Step {
         self.transmit_padded_ack(0, tx)
     }
 
-    /// The same, as a packet of `len` bytes without its ICRC if the peer takes one of that length.
+    /// Sends the acknowledgement that is due, unless it is delayed.
+    ///
+    /// A selective ACK is padded to `len` bytes without ICRC; other peers accept no padding.
     fn transmit_padded_ack(&mut self, len: usize, tx: &mut impl TxSink) -> Step {
         if self.resp.replies.ack == AckDue::No || self.resp.replies.is_held() || !self.may_reply() {
             return Step::Idle;
@@ -320,16 +326,16 @@ impl QueuePair {
         let Some((seq, syndrome, msn)) = self.resp.replies.ack_ready() else {
             return Step::Idle;
         };
-        // A refusal comes before the message that it refuses is counted.
+        // A NAK carries the MSN without the refused message.
         let msn = if matches!(syndrome, Syndrome::Ack(_)) {
             msn
         } else {
             self.resp.msn
         };
-        // Behind a FLUSH that is under way there may be no gap at all.
-        let tells = self.selective && self.resp.flushing.is_none();
+        // During a FLUSH all packets behind it are buffered, although there may be no gap.
+        let selective = self.selective && self.resp.flushing.is_none();
         let sent = match (syndrome, &self.resp.reorder) {
-            (Syndrome::Ack(_), Some(buffer)) if tells && (!buffer.is_empty() || len >= SELECTIVE_ACK_LEN) => {
+            (Syndrome::Ack(_), Some(buffer)) if selective && (!buffer.is_empty() || len >= SELECTIVE_ACK_LEN) => {
                 self.emit_selective(seq, Aeth { syndrome, msn }, len, tx)
             }
             _ => self.emit_ack(seq, Aeth { syndrome, msn }, tx),
@@ -347,9 +353,10 @@ impl QueuePair {
         Step::Sent
     }
 
-    /// Sends the acknowledgement that is due ahead of a request: programs take an answer as proof that what it answers is done. `Some`:
-    /// the request must wait. A message that the peer's program does not see complete may go ahead of one that waits: both then leave as
-    /// one GSO train.
+    /// Sends the acknowledgement that is due ahead of the request at `index` of the send queue.
+    ///
+    /// Programs take an answer as proof that the request it answers has completed. Returns `Some` if the request must
+    /// wait. A request that does not complete a receive may be sent ahead of a delayed acknowledgement.
     pub(crate) fn acknowledge_before(&mut self, index: usize, tx: &mut impl TxSink) -> Option<Step> {
         let completes = self.sq.wqes[index].completes_receive();
         let replies = &mut self.resp.replies;
@@ -357,17 +364,17 @@ impl QueuePair {
             return None;
         }
         replies.held_until = None;
-        // Packets of one length leave as one GSO train.
+        // Only packets of one length form a GSO train.
         let len = self.next_len().filter(|len| *len <= LONGEST_PADDED_ACK);
         match self.transmit_padded_ack(len.unwrap_or(0), tx) {
             Step::Full => Some(Step::Full),
-            // Responses that go before it are still to be sent.
+            // Responses must be sent before the acknowledgement.
             _ if self.resp.replies.ack != AckDue::No => Some(Step::Idle),
             _ => None,
         }
     }
 
-    /// `false`: there is no room.
+    /// Writes an ACK or NAK. Returns false if `tx` is full.
     fn emit_ack(&self, seq: Seq, aeth: Aeth, tx: &mut impl TxSink) -> bool {
         let opcode = self.wire(Opcode::RcAcknowledge);
         let mut header = Header::new(Bth::new(opcode, self.peer, seq.psn()));
@@ -380,7 +387,9 @@ impl QueuePair {
         true
     }
 
-    /// An acknowledgement that says what has arrived beyond a gap ([`Opcode::SelectiveAck`]). `false`: there is no room.
+    /// Writes an [`Opcode::SelectiveAck`] with a bitmap of the packets buffered beyond the gap, `len` bytes or longer.
+    ///
+    /// Returns false if `tx` is full.
     fn emit_selective(&self, seq: Seq, aeth: Aeth, len: usize, tx: &mut impl TxSink) -> bool {
         let expected = self.resp.expected;
         let bits = self
@@ -431,7 +440,7 @@ impl QueuePair {
             Work::Atomic(_) | Work::Done => {
                 let (opcode, value) = match resource.work {
                     Work::Atomic(value) => (Opcode::RcAtomicAcknowledge, Some(value)),
-                    // An answer without data (IBA Annex A19).
+                    // FLUSH and ATOMIC WRITE are answered by a READ response without data (IBA Annex A19).
                     _ => (Opcode::RcReadResponseOnly, None),
                 };
                 let opcode = in_service(opcode, service);
@@ -458,7 +467,7 @@ impl QueuePair {
                         resource.replay |= more;
                         resource.pending = more || !read.opens && read.offset < read.end;
                         if !resource.pending {
-                            // A duplicate looks its memory up anew; until then it may be freed.
+                            // Don't keep the memory alive: a duplicate looks it up again.
                             read.span = None;
                         }
                         read.sent = ctx.now;
@@ -468,12 +477,12 @@ impl QueuePair {
                     }
                     Ok(other) => return other,
                     Err(_) if resource.replay => {
-                        // As in `duplicate_read`: perhaps the peer has long got it, and let us take the key back.
+                        // The peer may have had the data before the key was revoked, as in `duplicate_read`.
                         resource.pending = false;
                         if self.resp.replies.ack == AckDue::No {
                             ctx.counters.naks_sent += 1;
                             let nak = Syndrome::Nak(NakCode::RemoteAccessError);
-                            self.resp.replies.say_at_once(AckDue::Refuse(seq, nak));
+                            self.resp.replies.ack_now(AckDue::Refuse(seq, nak));
                         }
                         Ok(())
                     }
@@ -486,7 +495,7 @@ impl QueuePair {
             Ok(()) if kind == TxKind::Repetition => ctx.counters.retransmits += 1,
             Ok(()) => {}
             Err((seq, refusal)) => {
-                // The memory went away while it was read: nothing after this point is answered.
+                // The memory was revoked during the READ: answer nothing after this point.
                 self.resp.replies.clear();
                 self.refuse(ctx, seq, refusal);
             }
@@ -502,7 +511,7 @@ fn ack_header(msn: Msn) -> Aeth {
     }
 }
 
-/// Sends one READ response with bytes as they are in memory now.
+/// Writes one READ response with the current contents of memory.
 fn emit_read(
     read: &mut ReadReply,
     mut bth: Bth,

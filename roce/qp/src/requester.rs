@@ -1,4 +1,4 @@
-//! The requester: turns work requests into request packets.
+//! Requester: turns send work requests into request packets, and retransmits them.
 
 use core::{
     cmp::Ordering,
@@ -21,88 +21,91 @@ use crate::{
     tx::{Step, TxKind, TxSink},
 };
 
-/// Acknowledgements asked for in each window. Each costs both sides a system call.
+/// Acknowledgements requested per window. Each costs both sides a system call.
 const ACKS_PER_WINDOW: usize = 4;
-/// Bounds for the packets from one that asks for an acknowledgement to the next. rdma_rxe asks every 64 packets.
+/// Bounds of the distance between acknowledgement requests, packets. rdma_rxe requests one every 64 packets.
 const ACK_INTERVAL: RangeInclusive<usize> = 16..=64;
 
-/// A window of fewer packets has every one acknowledged.
+/// Window, packets, below which every packet requests an acknowledgement.
 const SMALL_WINDOW: usize = 8;
-/// READ responses asked for again in one piece are not more than this, bytes, as long as nobody answers.
+/// Largest part of a READ requested again after a probe timeout, bytes.
 const READ_PROBE: usize = 64 << 10;
-/// Asking for more than that again waits for so many pauses: the peer may just be slow. One that keeps packets is left alone for fewer:
-/// it has told of all that it has, so that what is asked for again is missing.
-const READ_PATIENCE: u32 = 3;
-const SELECTIVE_READ_PATIENCE: u32 = 0;
+/// Last stage of probe timeouts, counted from 0, that leaves a READ longer than [`READ_PROBE`] alone.
+///
+/// The responder may only be slow, and would send all of it twice.
+const LAST_IDLE_READ_STAGE: u32 = 3;
+/// The same limit with selective ACKs, where the responder has reported all packets that it has: the rest is missing.
+const LAST_IDLE_SELECTIVE_READ_STAGE: u32 = 0;
 
-/// Where the requester and the completer are in the packet sequence, and what they wait for.
+/// PSN state, timers and recovery state of the requester and completer.
 #[derive(Debug)]
 pub(crate) struct Requester {
-    /// The oldest PSN that is not acknowledged (READ: whose response has not come).
+    /// Oldest PSN that is not acknowledged; of a READ, whose response has not arrived.
     pub(crate) una: Seq,
-    /// The PSN to send next; goes back to `una` to retransmit.
+    /// PSN to send next. Set back to `una` to retransmit.
     pub(crate) next: Seq,
     /// One past the highest PSN ever sent.
     pub(crate) top: Seq,
     /// Index in the send queue of the work request that `next` belongs to.
     pub(crate) cur: usize,
-    /// Weight of `una..next` in the window.
+    /// Bytes of `una..next` counted in the window.
     pub(crate) in_flight: usize,
     /// READ and atomic requests sent and not answered.
     pub(crate) rd_outstanding: u32,
-    /// Packets since the last one that asked for an acknowledgement.
-    unasked: u32,
+    /// Packets since the last acknowledgement request.
+    since_ack_req: u32,
     /// Retries left before the work request fails.
     pub(crate) retries_left: u8,
     /// RNR retries left.
     pub(crate) rnr_left: u8,
     pub(crate) timers: Timers,
     pub(crate) rtt: Rtt,
-    /// A packet whose round trip is being measured: done when `una` reaches the number.
+    /// Round trip being measured: one past the PSN of the packet, and the time it was sent.
     pub(crate) sample: Option<(Seq, Instant)>,
-    /// Where and when the requester went back last.
-    pub(crate) went_back: Option<(Seq, Instant)>,
-    /// A packet shall be sent once more, see [`QueuePair::transmit_probe`].
+    /// PSN and time of the last go-back.
+    pub(crate) last_go_back: Option<(Seq, Instant)>,
+    /// A probe must be sent, see [`QueuePair::transmit_probe`].
     probe_due: bool,
-    /// Where the READ that was asked for again last ends. Silence again there: the others were lost, too.
+    /// End of the READ part that the last probe requested. If a probe timeout follows at that PSN, the rest is also lost.
     probed: Option<Seq>,
-    /// After a silence, and when the peer was not ready, one packet goes out at a time, until something comes back. Up to
-    /// this number everything was sent and may well have arrived.
+    /// One packet is sent at a time until the peer answers, after a probe timeout or RNR NAK.
+    ///
+    /// All packets before this PSN were sent before and may have arrived.
     pub(crate) cautious: Option<Seq>,
-    /// Responses behind a gap were dropped since everything from there was asked for again: they don't come again.
+    /// Responses beyond a gap were dropped since the last go-back. They must be requested again.
     pub(crate) skipped: bool,
-    /// The silence before was a timeout.
+    /// The last go-back was due to a timeout.
     pub(crate) timed_out: bool,
-    /// READs were asked for again in pieces, so that responses may end anywhere.
-    pub(crate) read_in_pieces: bool,
-    /// The last attempt to send found the window closed.
+    /// READs were requested again in parts, so that responses may end at any packet.
+    pub(crate) read_in_parts: bool,
+    /// The window was closed at the last attempt to send.
     window_closed: bool,
     /// The drained send queue was reported.
     pub(crate) drained: bool,
-    /// Packets without acknowledgement wait for this.
+    /// Time before which pacing permits no unacknowledged packet.
     paced_until: Option<Instant>,
-    /// What has become of packets in flight, towards a peer that tells.
+    /// State of the packets in flight, if the peer sends selective ACKs.
     pub(crate) recovery: Recovery,
-    /// When the newest packet was sent once more, to be told of all before it.
-    pub(crate) asked_all: Option<Instant>,
-    /// What the peer has said last that it waits for, until that is sent again.
+    /// Time when the newest packet was sent again, so that the peer reports all packets before it.
+    pub(crate) tail_probe_sent: Option<Instant>,
+    /// Expected PSN in the peer's last selective ACK, until it is sent again.
     pub(crate) wanted: Option<Seq>,
-    /// Requests before this have been executed: an acknowledgement or answer has said so.
+    /// PSN before which all requests were executed, as an acknowledgement or response implies.
     pub(crate) implied: Seq,
-    /// Memory for what [`Recovery`] changes.
+    /// Reused buffer for the changes that [`Recovery`] makes.
     pub(crate) changes: Vec<Change>,
 }
 
-/// Why the requester goes back.
+/// Reason to go back to the oldest unacknowledged PSN.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Back {
-    /// The peer saw a gap, or we saw one in its responses.
+pub(crate) enum GoBack {
+    /// The peer reported a gap, or responses have one.
     Gap,
-    /// Nothing came back for a while.
-    Silence,
-    /// Nothing came back for too long.
+    /// No answer within the probe timeout: packets may only be late.
+    ProbeTimeout,
+    /// No answer within the retransmission timeout or the queue pair's `timeout` attribute: packets count as lost.
     Timeout,
-    /// The peer had no receive work request.
+    /// RNR NAK: the peer had no receive work request.
     Rnr,
 }
 
@@ -115,24 +118,24 @@ impl Requester {
             cur: 0,
             in_flight: 0,
             rd_outstanding: 0,
-            unasked: 0,
+            since_ack_req: 0,
             retries_left: 0,
             rnr_left: 0,
             timers: Timers::default(),
             rtt: Rtt::default(),
             sample: None,
-            went_back: None,
+            last_go_back: None,
             probe_due: false,
             probed: None,
             cautious: None,
             skipped: false,
             timed_out: false,
-            read_in_pieces: false,
+            read_in_parts: false,
             window_closed: false,
             drained: false,
             paced_until: None,
             recovery: Recovery::default(),
-            asked_all: None,
+            tail_probe_sent: None,
             wanted: None,
             implied: first,
             changes: Vec::new(),
@@ -147,8 +150,8 @@ impl Requester {
         self.window_closed = true;
     }
 
-    /// Something has come back: silence and retries count from here.
-    pub(crate) fn heard(&mut self, now: Instant, retries: u8) {
+    /// Restarts timers and retry count after an answer that makes progress.
+    pub(crate) fn on_progress(&mut self, now: Instant, retries: u8) {
         self.retries_left = retries;
         self.timers.base = now;
         self.timers.interval = now;
@@ -156,7 +159,7 @@ impl Requester {
         self.rtt.on_progress();
     }
 
-    /// The round trip that reaching `una` completes, if one was being measured.
+    /// Completes the round-trip measurement if `una` has reached its packet. Returns the round trip.
     pub(crate) fn take_sample(&mut self, now: Instant) -> Option<core::time::Duration> {
         let (seq, sent) = self.sample?;
         if self.una < seq {
@@ -169,15 +172,15 @@ impl Requester {
     }
 }
 
-/// Why a packet was not built.
+/// Reason why a packet was not built: no space, or an error that completes the work request.
 pub(crate) enum Unsent {
     Full,
     Fault(WcStatus),
 }
 
 impl QueuePair {
-    /// Whether the requester may go on with the current work request, as far as that depends on nothing shared.
-    fn gate(&self) -> Result<(), WaitReason> {
+    /// Checks whether the requester may send the next packet, except for window and pacing.
+    fn check_transmit(&self) -> Result<(), WaitReason> {
         if !matches!(self.state, QpState::Rts | QpState::Sqd) {
             return Err(WaitReason::State(self.state));
         }
@@ -193,20 +196,21 @@ impl QueuePair {
         if !self.knows_responder() && self.req.una < self.req.next {
             return Err(WaitReason::Acks);
         }
-        // What is further away the peer would not keep.
+        // The peer's reorder buffer drops packets further ahead.
         if self.req.recovery.is_active() && self.req.next.since(self.req.una) >= max_window(self.mtu) {
             return Err(WaitReason::Psn);
         }
         match wqe.progress {
             Progress::Failed(_) => Err(WaitReason::Local),
             Progress::Executed => Ok(()),
-            Progress::Started => self.gate_next(wqe),
+            Progress::Started => self.check_continue(wqe),
             Progress::Posted if self.state == QpState::Sqd => Err(WaitReason::Draining),
-            Progress::Posted => self.gate_start(wqe),
+            Progress::Posted => self.check_start(wqe),
         }
     }
 
-    fn gate_next(&self, wqe: &SendWqe) -> Result<(), WaitReason> {
+    /// Checks whether the started work request may send its next packet.
+    fn check_continue(&self, wqe: &SendWqe) -> Result<(), WaitReason> {
         let req = &self.req;
         if req.cautious.is_some() && req.in_flight > 0 {
             return Err(WaitReason::Acks);
@@ -217,18 +221,19 @@ impl QueuePair {
         if req.next >= req.top && req.rd_outstanding >= u32::from(self.attr.max_rd_atomic.unwrap_or(0)) {
             return Err(WaitReason::RdAtomic);
         }
-        // The rest of what one request has asked for already is asked for piece by piece.
+        // Parts of one READ request are requested again one at a time.
         if req.next > req.una && req.next > wqe.request_start(req.next) {
             return Err(WaitReason::Acks);
         }
         Ok(())
     }
 
-    fn gate_start(&self, wqe: &SendWqe) -> Result<(), WaitReason> {
+    /// Checks whether the work request may start: fence, READs and atomics outstanding, and PSNs outstanding.
+    fn check_start(&self, wqe: &SendWqe) -> Result<(), WaitReason> {
         if wqe.flags.contains(SendFlags::FENCE) && self.req.rd_outstanding > 0 {
             return Err(WaitReason::Fence);
         }
-        // What was sent through the key may have to be read again (the local invalidate fence, IBA 10.6.5.1).
+        // Retransmissions of earlier requests still need the key (local invalidate fence, IBA 10.6.5.1).
         let local_fence = wqe.flags.contains(SendFlags::FENCE) && matches!(wqe.op, SendOp::LocalInvalidate(_));
         if local_fence && self.req.cur > 0 {
             return Err(WaitReason::Local);
@@ -242,9 +247,9 @@ impl QueuePair {
         Ok(())
     }
 
-    /// Why the requester is not sending.
+    /// Returns the reason why the requester is not sending.
     pub fn wait_reason(&self) -> WaitReason {
-        match self.gate() {
+        match self.check_transmit() {
             Err(reason) => reason,
             Ok(()) if self.req.paced_until.is_some() || self.slowed_until.is_some() => WaitReason::Pace,
             Ok(()) if self.req.window_closed => WaitReason::Window,
@@ -262,7 +267,7 @@ impl QueuePair {
             return step;
         }
         loop {
-            if self.gate().is_err() {
+            if self.check_transmit().is_err() {
                 return Step::Idle;
             }
             match self.sq.wqes[self.req.cur].progress {
@@ -316,7 +321,7 @@ impl QueuePair {
         Some(self.wire(wqe.opcode(index)).info().header_len + len.next_multiple_of(4))
     }
 
-    /// Begins the current work request: checks its memory, or executes it if it is local.
+    /// Starts the current work request: checks its memory, or executes it if it is local.
     fn start(&mut self, ctx: &mut Ctx<'_>) {
         let (pd, qpn) = (self.config.pd, self.config.qpn);
         let wqe = &mut self.sq.wqes[self.req.cur];
@@ -357,8 +362,10 @@ impl QueuePair {
         };
     }
 
-    /// Whether the window has room. A queue pair may always have one packet in flight. What a READ asks for may go
-    /// beyond the window, by one request at a time: else it would wait for ever while others send.
+    /// Returns whether the window permits sending `cost` bytes.
+    ///
+    /// A queue pair may always have one packet in flight. A READ may exceed the window by one request, because a large
+    /// one would otherwise never fit while other queue pairs send.
     pub(crate) fn fits(&self, ctx: &Ctx<'_>, kind: Kind, cost: usize) -> bool {
         let room = ctx.window.available();
         let packet = self.mtu + PACKET_OVERHEAD;
@@ -366,7 +373,7 @@ impl QueuePair {
         room >= cost || alone || (kind == Kind::Read && room >= packet)
     }
 
-    /// One past the last PSN that the next packet takes: for a READ, those of all responses that it asks for.
+    /// Returns one past the last PSN of the next packet; of a READ, of all responses that it requests.
     fn next_end(&self, ctx: &Ctx<'_>) -> Seq {
         let wqe = &self.sq.wqes[self.req.cur];
         match wqe.kind() {
@@ -375,17 +382,18 @@ impl QueuePair {
         }
     }
 
-    /// How far a READ request from `seq` on asks. As long as no response has come, the peer may never have seen the
-    /// request: then it must be repeated as it was.
+    /// Returns one past the last PSN that a READ request from `seq` on covers.
+    ///
+    /// Until a response has arrived, the request itself may have been lost: it is repeated unchanged then.
     pub(crate) fn read_end(&self, ctx: &Ctx<'_>, wqe: &SendWqe, seq: Seq) -> Seq {
         let all = wqe.request_end(seq);
-        // The peer has seen the request if anything behind it was answered: then only what is missing is asked for.
+        // An answer to something later shows that the request arrived: request only what is missing.
         let end = self.first_answered(seq, all);
         if seq == wqe.request_start(seq) && end == all {
             return end;
         }
         let bytes = match self.req.timers.backoff {
-            // Pieces go one by one.
+            // Parts are requested one at a time.
             0 => ctx.window.piece_limit(),
             _ => ctx.window.read_limit().min(READ_PROBE),
         };
@@ -396,26 +404,27 @@ impl QueuePair {
     fn emit_next(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink, to: Seq, cost: usize) -> Result<(), Unsent> {
         let seq = self.req.next;
         let wqe = &self.sq.wqes[self.req.cur];
-        let again = seq < self.req.top;
+        let retry = seq < self.req.top;
         let last = wqe.kind() == Kind::Read || to == wqe.end();
-        // The peer must answer the packet that closes the window, or nothing would open it again.
+        // Without an answer to the packet that closes the window, it would stay closed until a timeout.
         let closes = ctx.window.available().saturating_sub(cost) < self.mtu * 2;
-        // Where losses are many, one lost answer must not mean silence.
-        let lossy = again || ctx.window.size() < SMALL_WINDOW * (self.mtu + PACKET_OVERHEAD);
-        let ask = last || closes || lossy || !self.knows_responder() || self.req.unasked + 1 >= self.ack_interval(ctx);
-        let kind = if again { TxKind::Retransmission } else { TxKind::Request };
-        self.emit_request(self.req.cur, seq, to, ask, kind, tx)?;
-        self.sent(ctx, to, cost, ask, again);
+        // On a lossy path one lost acknowledgement must not cause a timeout.
+        let lossy = retry || ctx.window.size() < SMALL_WINDOW * (self.mtu + PACKET_OVERHEAD);
+        let interval_over = self.req.since_ack_req + 1 >= self.ack_interval(ctx);
+        let ack_req = last || closes || lossy || !self.knows_responder() || interval_over;
+        let kind = if retry { TxKind::Retransmission } else { TxKind::Request };
+        self.emit_request(self.req.cur, seq, to, ack_req, kind, tx)?;
+        self.on_sent(ctx, to, cost, ack_req, retry);
         Ok(())
     }
 
-    /// Packets from one that asks for an acknowledgement to the next.
+    /// Returns the distance between acknowledgement requests, packets.
     fn ack_interval(&self, ctx: &Ctx<'_>) -> u32 {
         let window = ctx.window.size() / (self.mtu + PACKET_OVERHEAD);
         (window / ACKS_PER_WINDOW).clamp(*ACK_INTERVAL.start(), *ACK_INTERVAL.end()) as u32
     }
 
-    /// The address that the current work request's packets go to.
+    /// Returns the destination address of the current work request.
     fn destination(&self) -> IpAddr {
         match self.sq.target(self.req.cur) {
             Target::Datagram(to) => to.av.remote,
@@ -423,7 +432,7 @@ impl QueuePair {
         }
     }
 
-    /// Sends the next packet of a service without acknowledgements: what is sent is done.
+    /// Sends the next packet of an unacknowledged service. It is complete when sent.
     fn emit_unacknowledged(
         &mut self,
         ctx: &mut Ctx<'_>,
@@ -442,11 +451,11 @@ impl QueuePair {
         Ok(())
     }
 
-    /// Books a packet that went out.
-    fn sent(&mut self, ctx: &mut Ctx<'_>, to: Seq, cost: usize, asked: bool, again: bool) {
+    /// Updates timers, counters and window after a packet was sent.
+    fn on_sent(&mut self, ctx: &mut Ctx<'_>, to: Seq, cost: usize, ack_req: bool, retry: bool) {
         let req = &mut self.req;
         let wqe = &self.sq.wqes[req.cur];
-        let asks = wqe.kind() == Kind::Read;
+        let is_read = wqe.kind() == Kind::Read;
         if req.una == req.next {
             req.timers.base = ctx.now;
         }
@@ -455,35 +464,35 @@ impl QueuePair {
             req.timers.backoff = 0;
             req.skipped = false;
         }
-        if again {
+        if retry {
             ctx.counters.retransmits += 1;
-            req.read_in_pieces |= wqe.kind() == Kind::Read && to < wqe.request_end(req.next);
+            req.read_in_parts |= wqe.kind() == Kind::Read && to < wqe.request_end(req.next);
         } else {
             req.rd_outstanding += u32::from(wqe.has_response());
         }
-        // After a reported gap it is clear which transmission is answered, after a silence it is not (Karn's rule).
-        if asked && req.sample.is_none() && req.timers.backoff == 0 {
+        // After a timeout the answer may be to either transmission (Karn's rule); after a reported gap it can't.
+        if ack_req && req.sample.is_none() && req.timers.backoff == 0 {
             req.sample = Some((req.next.plus(1), ctx.now));
         }
-        req.unasked = if asked { 0 } else { req.unasked + 1 };
+        req.since_ack_req = if ack_req { 0 } else { req.since_ack_req + 1 };
         ctx.window.on_sent(cost);
         req.in_flight += cost;
         req.next = to;
         req.cur += usize::from(to == wqe.end());
         req.top = req.top.max(req.next);
-        // What a READ asks for is the peer's to send.
-        if !asks {
+        // The data of a READ counts against the peer's DCQCN rate.
+        if !is_read {
             self.note_sent(cost);
         }
     }
 
-    /// Builds the request packet for the PSNs `seq..to` of the work request at an index.
+    /// Writes the request packet for the PSNs `seq..to` of the work request at `index` of the send queue.
     pub(crate) fn emit_request(
         &self,
         index: usize,
         seq: Seq,
         to: Seq,
-        ask: bool,
+        ack_req: bool,
         kind: TxKind,
         tx: &mut impl TxSink,
     ) -> Result<(), Unsent> {
@@ -502,7 +511,7 @@ impl QueuePair {
             }
         }
         let mut bth = Bth::new(opcode, peer, seq.psn());
-        bth.ack_req = ask;
+        bth.ack_req = ack_req;
         bth.pad = pad as u8;
         bth.solicited =
             wqe.flags.contains(SendFlags::SOLICITED) && info.position.ends() && (wqe.kind() == Kind::Send || info.imm);
@@ -521,7 +530,7 @@ impl QueuePair {
         Ok(())
     }
 
-    /// Fills the headers that say where a message goes behind the destination queue pair.
+    /// Fills the DETH of a datagram or the XRCETH of an XRC message.
     fn fill_target(&self, header: &mut Header, target: &Target) {
         match *target {
             Target::Peer => {}
@@ -536,7 +545,7 @@ impl QueuePair {
         }
     }
 
-    /// The key that datagrams to this queue pair must have.
+    /// Returns the Q_Key that datagrams to this queue pair must have.
     pub(crate) fn qkey(&self) -> QKey {
         match self.config.qp_type {
             QpType::Gsi => QKey::GSI,
@@ -544,7 +553,9 @@ impl QueuePair {
         }
     }
 
-    /// Sends the newest packet once more: the peer acknowledges everything, or reports a gap. Of READs it is the oldest.
+    /// Sends the newest packet again, so that the peer acknowledges all packets or reports a gap.
+    ///
+    /// If the oldest outstanding request is a READ, its next part is requested instead.
     pub(crate) fn transmit_probe(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Step {
         let due = core::mem::take(&mut self.req.probe_due);
         if !due || self.req.una >= self.req.next || self.req.timers.rnr_until.is_some() {
@@ -558,25 +569,25 @@ impl QueuePair {
                 self.req.probe_due = true;
                 return Step::Full;
             }
-            // Memory is gone: the next retransmission finds out.
+            // The memory was deregistered: the next retransmission fails the work request.
             Err(Unsent::Fault(_)) => {}
             Ok(()) => {
                 ctx.counters.tail_probes += 1;
                 ctx.counters.retransmits += 1;
                 let wqe = &self.sq.wqes[index];
                 let read = wqe.kind() == Kind::Read;
-                self.req.read_in_pieces |= read && to < wqe.request_end(from);
+                self.req.read_in_parts |= read && to < wqe.request_end(from);
                 if read {
                     self.note_probed(ctx, from, to);
                 }
                 self.req.probed = read.then_some(to);
-                self.req.asked_all = (!read).then_some(ctx.now);
+                self.req.tail_probe_sent = (!read).then_some(ctx.now);
             }
         }
         Step::Sent
     }
 
-    /// What a probe sends: the index of the work request, and the PSNs of the packet.
+    /// Returns the packet that a probe sends: index of the work request, first PSN and one past the last PSN.
     fn probe_target(&self, ctx: &Ctx<'_>) -> Option<(usize, Seq, Seq)> {
         if let Some((index, wqe)) = self.oldest_read() {
             return Some((index, self.req.una, self.read_end(ctx, wqe, self.req.una)));
@@ -585,51 +596,51 @@ impl QueuePair {
         let upto = self.req.cur.saturating_add(1).min(self.sq.wqes.len());
         let is_last = |w: &SendWqe| w.packets > 0 && w.first <= last && last < w.end();
         let index = (0..upto).rev().find(|i| is_last(&self.sq.wqes[*i]))?;
-        // A READ that is not the oldest would be answered in vain.
+        // Responses to a READ that is not the oldest would be dropped.
         (self.sq.wqes[index].kind() != Kind::Read).then_some((index, last, last.plus(1)))
     }
 
-    /// Starts over from the oldest unacknowledged PSN.
-    pub(crate) fn go_back(&mut self, ctx: &mut Ctx<'_>, why: Back) {
+    /// Goes back to the oldest unacknowledged PSN (Go-Back-N), or starts selective recovery.
+    pub(crate) fn go_back(&mut self, ctx: &mut Ctx<'_>, reason: GoBack) {
         if self.selective {
-            return self.go_on(ctx, why);
+            return self.go_on(ctx, reason);
         }
-        ctx.counters.completer_retry_err += u64::from(why != Back::Rnr);
+        ctx.counters.completer_retry_err += u64::from(reason != GoBack::Rnr);
         let weight = core::mem::take(&mut self.req.in_flight);
-        let silent = matches!(why, Back::Silence | Back::Timeout);
-        match why {
-            Back::Rnr | Back::Silence => ctx.window.forget(weight),
-            Back::Timeout => {
+        let unanswered = matches!(reason, GoBack::ProbeTimeout | GoBack::Timeout);
+        match reason {
+            GoBack::Rnr | GoBack::ProbeTimeout => ctx.window.forget(weight),
+            GoBack::Timeout => {
                 ctx.window.forget(weight);
                 ctx.window.on_loss(ctx.now, Loss::Timeout, 0);
             }
-            Back::Gap => {
-                // One packet is known to be lost; the receiver dropped what came after it on purpose.
+            GoBack::Gap => {
+                // Only one packet is known to be lost: the receiver drops all packets after a gap.
                 let lost = weight.min(self.mtu);
                 ctx.window.forget(weight - lost);
                 ctx.window.on_loss(ctx.now, Loss::Gap, lost);
             }
         }
         let req = &mut self.req;
-        req.cautious = match why {
-            // It dropped all that came behind, and may not be ready yet.
-            Back::Rnr => Some(req.una),
-            Back::Gap => None,
-            Back::Silence | Back::Timeout if req.skipped => Some(req.una),
-            Back::Silence | Back::Timeout => req.cautious.or(Some(req.next)),
+        req.cautious = match reason {
+            // The peer dropped all later packets, and may still have no receive work request.
+            GoBack::Rnr => Some(req.una),
+            GoBack::Gap => None,
+            GoBack::ProbeTimeout | GoBack::Timeout if req.skipped => Some(req.una),
+            GoBack::ProbeTimeout | GoBack::Timeout => req.cautious.or(Some(req.next)),
         };
-        req.skipped &= silent;
-        req.timed_out = silent && (req.timed_out || why == Back::Timeout);
+        req.skipped &= unanswered;
+        req.timed_out = unanswered && (req.timed_out || reason == GoBack::Timeout);
         req.next = req.una;
         req.cur = 0;
-        req.unasked = 0;
+        req.since_ack_req = 0;
         req.sample = None;
         req.probe_due = false;
-        req.went_back = Some((req.una, ctx.now));
+        req.last_go_back = Some((req.una, ctx.now));
         req.timers.base = ctx.now;
     }
 
-    /// When [`QueuePair::handle_timeout`] wants to be called next.
+    /// Returns the time when [`QueuePair::handle_timeout`] must be called next.
     pub fn next_timeout(&self) -> Option<Instant> {
         let replies = &self.resp.replies;
         let reply = [replies.paced_until, replies.held_until].into_iter().flatten().min();
@@ -661,13 +672,14 @@ impl QueuePair {
         Some(retry.map_or(pause, |r| r.min(pause)))
     }
 
-    /// Whether what was sent last was a retransmission that nothing has come of yet. The peer reports a gap only once,
-    /// so it will not tell when the retransmission is lost as well.
+    /// Returns whether the oldest unacknowledged packet was already retransmitted.
+    ///
+    /// The peer reports a gap only once, so it does not report the loss of the retransmission.
     fn is_recovering(&self) -> bool {
-        self.req.went_back.is_some_and(|(at, _)| at == self.req.una)
+        self.req.last_go_back.is_some_and(|(at, _)| at == self.req.una)
     }
 
-    /// Lets timers run out that are due. Calling it early does no harm.
+    /// Runs the timers that are due. Calling it early is harmless.
     pub fn handle_timeout(&mut self, ctx: &mut Ctx<'_>) {
         if self.resp.replies.paced_until.is_some_and(|at| at <= ctx.now) {
             self.resp.replies.paced_until = None;
@@ -699,33 +711,34 @@ impl QueuePair {
             self.req.timers.interval = ctx.now;
             timeout = true;
         }
-        self.handle_silence(ctx, timeout);
+        self.handle_probe_timeout(ctx, timeout);
     }
 
-    /// Silence has stages: the newest packet once more; everything anew, carefully; and when it lasts as long as nothing
-    /// that is only late would, everything is taken for lost.
-    fn handle_silence(&mut self, ctx: &mut Ctx<'_>, timeout: bool) {
+    /// Handles a probe timeout in stages: sends a probe, then goes back with one packet at a time.
+    ///
+    /// With `timeout` the wait was longer than packets can be late: all count as lost.
+    fn handle_probe_timeout(&mut self, ctx: &mut Ctx<'_>, timeout: bool) {
         let stage = self.req.timers.backoff;
         self.req.timers.backoff += 1;
         self.req.rtt.on_silence();
         self.req.timers.base = ctx.now;
-        // What comes now may be the answer to what is sent again (Karn's rule).
+        // The next answer may be to either transmission (Karn's rule).
         self.req.sample = None;
         if timeout {
             ctx.counters.timeouts += 1;
-            self.go_back(ctx, Back::Timeout);
+            self.go_back(ctx, GoBack::Timeout);
         } else if self.is_recovering() {
-            self.go_back(ctx, Back::Silence);
-        } else if self.asks_much(ctx) && stage <= self.read_patience() {
-            // If it is on its way, all of it would come twice.
+            self.go_back(ctx, GoBack::ProbeTimeout);
+        } else if self.oldest_is_long_read(ctx) && stage <= self.last_idle_read_stage() {
+            // The responses may only be late, and all of them would be sent twice.
         } else if stage == 0 && self.req.probed != Some(self.req.una) {
             self.req.probe_due = true;
         } else {
-            self.go_back(ctx, Back::Silence);
+            self.go_back(ctx, GoBack::ProbeTimeout);
         }
     }
 
-    /// The work request that the oldest outstanding PSN belongs to, if it is a READ.
+    /// Returns index and work request of the oldest outstanding PSN, if it is a READ.
     fn oldest_read(&self) -> Option<(usize, &SendWqe)> {
         let una = self.req.una;
         let mut wqes = self.sq.wqes.iter().enumerate();
@@ -733,22 +746,24 @@ impl QueuePair {
         oldest.filter(|(_, w)| w.kind() == Kind::Read)
     }
 
-    fn read_patience(&self) -> u32 {
+    fn last_idle_read_stage(&self) -> u32 {
         match self.selective {
-            true => SELECTIVE_READ_PATIENCE,
-            false => READ_PATIENCE,
+            true => LAST_IDLE_SELECTIVE_READ_STAGE,
+            false => LAST_IDLE_READ_STAGE,
         }
     }
 
-    /// Whether sending the oldest packet means to ask for a long READ.
-    fn asks_much(&self, ctx: &Ctx<'_>) -> bool {
+    /// Returns whether retransmitting the oldest packet would request more than [`READ_PROBE`] bytes of a READ.
+    fn oldest_is_long_read(&self, ctx: &Ctx<'_>) -> bool {
         let una = self.req.una;
         let cost = |w: &SendWqe| w.cost(una, self.read_end(ctx, w, una), self.mtu);
         self.oldest_read().is_some_and(|(_, w)| cost(w) > READ_PROBE)
     }
 
-    /// Something came back after a silence. When it acknowledges more than was sent since, the first transmission was not
-    /// lost but late, and need not be repeated (the idea of F-RTO, RFC 5682).
+    /// Ends sending one packet at a time, after an answer.
+    ///
+    /// If it acknowledges more than was retransmitted, the first transmission was only late: the rest is not
+    /// retransmitted (as in F-RTO, RFC 5682).
     pub(crate) fn end_caution(&mut self, ctx: &mut Ctx<'_>, acknowledged: Seq, resent: Seq) {
         let Some(sent) = self.req.cautious.take() else {
             return;
@@ -774,16 +789,16 @@ impl QueuePair {
         req.in_flight += weight;
         req.next = sent;
         req.cur = self.sq.wqes.iter().take_while(|w| is_sent(w, sent)).count();
-        req.went_back = None;
+        req.last_go_back = None;
     }
 }
 
-/// Whether all of a work request was done or sent, when everything before `to` was.
+/// Returns whether a work request is entirely sent or executed if all PSNs before `to` are.
 fn is_sent(wqe: &SendWqe, to: Seq) -> bool {
     matches!(wqe.progress, Progress::Started | Progress::Executed) && wqe.end() <= to
 }
 
-/// Fills the extended headers of a request. `offset` and `end` are the part of the message that a READ asks for.
+/// Fills the extended headers of a request. `offset..end` is the part of the message that a READ requests, bytes.
 fn fill_extended(header: &mut Header, wqe: &SendWqe, offset: usize, end: usize) {
     let info = header.bth.opcode.info();
     if info.reth {
@@ -832,8 +847,8 @@ fn fill_extended(header: &mut Header, wqe: &SendWqe, offset: usize, end: usize) 
     }
 }
 
-/// Where a number lies relative to what is outstanding.
-pub(crate) fn place(seq: Seq, una: Seq, top: Seq) -> Ordering {
+/// Compares a PSN with the outstanding ones, `una..top`. `Equal`: it is one of them.
+pub(crate) fn compare_outstanding(seq: Seq, una: Seq, top: Seq) -> Ordering {
     if seq < una {
         Ordering::Less
     } else if seq >= top {

@@ -212,7 +212,7 @@ impl QueuePair {
             Ok(Processed::Started) => {}
             Err(refusal) => self.refuse(ctx, seq, refusal),
         }
-        self.settle(ctx);
+        self.fail_on_overflow(ctx);
     }
 
     /// Takes the expected packet through the stages from CHK_OP_SEQ to ACKNOWLEDGE.
@@ -263,7 +263,7 @@ impl QueuePair {
             (true, _) => replies.ack_due(ctx, Duration::ZERO),
             // Acknowledge only what the peer has resent: rdma_rxe never completes a message that is acknowledged as a
             // whole before it has resent all of it (specs/kernel.md).
-            (false, AckDue::Ack) if replies.executed.0 > arrived.plus(1) => replies.say_at_once(AckDue::Again(arrived)),
+            (false, AckDue::Ack) if replies.executed.0 > arrived.plus(1) => replies.ack_now(AckDue::Duplicate(arrived)),
             (false, _) => {}
         }
     }
@@ -306,7 +306,7 @@ impl QueuePair {
         }
         // Don't replace a pending refusal: it reports that the expected packet was not executed.
         if !buffer.is_empty() && !matches!(self.resp.replies.ack, AckDue::Refuse(..)) {
-            self.resp.replies.say_at_once(AckDue::Ack);
+            self.resp.replies.ack_now(AckDue::Ack);
         }
         true
     }
@@ -340,7 +340,7 @@ impl QueuePair {
                 self.resp.resumed = core::mem::take(&mut self.resp.reported);
                 // The gap closed before its NAK was sent. Send the acknowledgement that the NAK may have replaced.
                 if matches!(self.resp.replies.ack, AckDue::Refuse(..)) {
-                    self.resp.replies.say_at_once(AckDue::Ack);
+                    self.resp.replies.ack_now(AckDue::Ack);
                 }
                 Some(seq)
             }
@@ -352,7 +352,7 @@ impl QueuePair {
                     ctx.counters.out_of_seq_request += 1;
                     self.resp.reported = true;
                     let nak = Syndrome::Nak(NakCode::PsnSequenceError);
-                    self.resp.replies.say_at_once(AckDue::Refuse(expected, nak));
+                    self.resp.replies.ack_now(AckDue::Refuse(expected, nak));
                 }
                 None
             }
@@ -728,7 +728,7 @@ impl QueuePair {
             // Too old: the peer can't be waiting for this acknowledgement.
             Class::Send | Class::Write if self.resp.expected.since(seq) > RECENT => ctx.counters.dropped_requests += 1,
             Class::Send | Class::Write if self.selective => self.resp.replies.ack_due(ctx, Duration::ZERO),
-            Class::Send | Class::Write => self.resp.replies.ack_again(ctx, seq),
+            Class::Send | Class::Write => self.resp.replies.ack_duplicate(ctx, seq),
             Class::ReadRequest => self.duplicate_read(ctx, seq, packet),
             class @ (Class::Atomic | Class::AtomicWrite | Class::Flush) => {
                 let saved = self.resp.replies.find(seq);
@@ -776,7 +776,7 @@ impl QueuePair {
             ctx.counters.naks_sent += 1;
             if self.resp.replies.ack == AckDue::No {
                 let nak = Syndrome::Nak(NakCode::RemoteAccessError);
-                self.resp.replies.say_at_once(AckDue::Refuse(seq, nak));
+                self.resp.replies.ack_now(AckDue::Refuse(seq, nak));
             }
             return;
         };
@@ -817,7 +817,7 @@ impl QueuePair {
             ctx.counters.send_rnr_err += 1;
             self.resp.reported = true;
             let timer: RnrTimer = self.attr.min_rnr_timer.unwrap_or_default();
-            self.resp.replies.say_at_once(AckDue::Refuse(seq, Syndrome::Rnr(timer)));
+            self.resp.replies.ack_now(AckDue::Refuse(seq, Syndrome::Rnr(timer)));
             return;
         }
         let row = refusal_row(refusal);
@@ -839,7 +839,7 @@ impl QueuePair {
                 AckDue::Ack
             }
         };
-        self.resp.replies.say_at_once(last);
+        self.resp.replies.ack_now(last);
         self.enter_error(ctx);
     }
 

@@ -10,7 +10,7 @@ use crate::{
     recovery::{Change, Mark},
     reorder::WORD,
     replies::EXPECTED_LEN,
-    requester::{Back, Unsent},
+    requester::{GoBack, Unsent},
     sendq::{Kind, PACKET_OVERHEAD, Progress, SendWqe},
     seq::Seq,
     tx::{Step, TxKind, TxSink},
@@ -81,10 +81,13 @@ impl QueuePair {
 
     fn note_arrivals(&mut self, ctx: &mut Ctx<'_>, arrivals: &Arrivals<'_>) {
         let least = self.req.rtt.least();
-        let probed = self.req.asked_all.filter(|at| ctx.now.saturating_since(*at) >= least);
+        let probed = self
+            .req
+            .tail_probe_sent
+            .filter(|at| ctx.now.saturating_since(*at) >= least);
         let sure = probed.is_some();
         if sure {
-            self.req.asked_all = None;
+            self.req.tail_probe_sent = None;
         }
         let outstanding = (self.req.una, self.req.next);
         let mut changes = core::mem::take(&mut self.req.changes);
@@ -245,7 +248,7 @@ impl QueuePair {
         self.take_selective_sample(ctx, &changes);
         self.account(ctx, changes, true);
         self.lose_overtaken(ctx);
-        self.req.read_in_pieces = true;
+        self.req.read_in_parts = true;
         self.note_progress_beyond(ctx);
     }
 
@@ -307,35 +310,35 @@ impl QueuePair {
 
     /// Records progress beyond the oldest packet: resets its retry count, but not the RNR timer and count.
     fn note_progress_beyond(&mut self, ctx: &Ctx<'_>) {
-        self.req.heard(ctx.now, self.attr.retry_cnt.unwrap_or(0));
+        self.req.on_progress(ctx.now, self.attr.retry_cnt.unwrap_or(0));
         self.req.cautious = None;
     }
 
     /// Starts recovery towards a selective ACK peer, as [`QueuePair::go_back`] does towards others.
-    pub(crate) fn go_on(&mut self, ctx: &mut Ctx<'_>, why: Back) {
-        ctx.counters.completer_retry_err += u64::from(why != Back::Rnr);
+    pub(crate) fn go_on(&mut self, ctx: &mut Ctx<'_>, why: GoBack) {
+        ctx.counters.completer_retry_err += u64::from(why != GoBack::Rnr);
         let (una, next) = (self.req.una, self.req.next);
         let mut changes = core::mem::take(&mut self.req.changes);
         match why {
             // Even if it arrived, the oldest packet was not executed.
-            Back::Rnr | Back::Gap => self.req.recovery.lose(una, una, |c| changes.push(c)),
-            Back::Silence | Back::Timeout => {
+            GoBack::Rnr | GoBack::Gap => self.req.recovery.lose(una, una, |c| changes.push(c)),
+            GoBack::ProbeTimeout | GoBack::Timeout => {
                 self.lose(una, next, &mut changes);
                 // The oldest packet may have arrived and its response been lost.
                 self.req.recovery.lose(una, una, |c| changes.push(c));
             }
         }
-        self.account(ctx, changes, why == Back::Gap);
-        if why == Back::Timeout {
+        self.account(ctx, changes, why == GoBack::Gap);
+        if why == GoBack::Timeout {
             ctx.window.on_loss(ctx.now, Loss::Timeout, 0);
         }
         let req = &mut self.req;
-        if matches!(why, Back::Silence | Back::Timeout) {
+        if matches!(why, GoBack::ProbeTimeout | GoBack::Timeout) {
             req.cautious = Some(next);
-            req.timed_out |= why == Back::Timeout;
+            req.timed_out |= why == GoBack::Timeout;
         }
         req.sample = None;
-        req.asked_all = None;
+        req.tail_probe_sent = None;
         req.forget_probe();
         req.timers.base = ctx.now;
     }
@@ -348,7 +351,7 @@ impl QueuePair {
         let mut changes = core::mem::take(&mut self.req.changes);
         self.lose(una, end, &mut changes);
         self.account(ctx, changes, true);
-        self.req.went_back = Some((una, ctx.now));
+        self.req.last_go_back = Some((una, ctx.now));
         self.req.sample = None;
         self.req.timers.base = ctx.now;
     }
@@ -391,7 +394,7 @@ impl QueuePair {
         }
         ctx.counters.retransmits += 1;
         self.req.wanted = self.req.wanted.filter(|_| !wanted);
-        self.req.read_in_pieces |= kind == Kind::Read && to < self.sq.wqes[index].request_end(seq);
+        self.req.read_in_parts |= kind == Kind::Read && to < self.sq.wqes[index].request_end(seq);
         if self.req.in_flight == 0 {
             self.req.timers.base = ctx.now;
         }

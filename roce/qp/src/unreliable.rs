@@ -43,7 +43,7 @@ impl QueuePair {
         if let Err(refusal) = self.take_unacknowledged(ctx, seq, packet) {
             self.refuse_silently(ctx, refusal);
         }
-        self.settle(ctx);
+        self.fail_on_overflow(ctx);
     }
 
     fn note_gap(&mut self, ctx: &mut Ctx<'_>, seq: Seq) {
@@ -160,7 +160,7 @@ impl QueuePair {
             }
             Err(refusal) => self.refuse_silently(ctx, refusal),
         }
-        self.settle(ctx);
+        self.fail_on_overflow(ctx);
     }
 
     /// Network header and data into the next receive work request; returns how many bytes that are.

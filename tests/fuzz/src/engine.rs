@@ -145,7 +145,7 @@ pub fn run(data: &[u8]) {
             qp.modify(&mut ctx, &attributes(t.required, t.to))
                 .expect("the table's own attributes");
             if t.to == QpState::Rtr && *first & KEEPS != 0 {
-                qp.keep_packets(&Arc::default());
+                qp.enable_selective_ack(&Arc::default());
             }
         }
     }

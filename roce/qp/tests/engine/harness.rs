@@ -207,10 +207,10 @@ impl Side {
             self.modify(&way.step(self.qp.config().qp_type, to));
         }
         if setup.keeps {
-            self.qp.keep_packets(&Arc::new(ReorderBudget::default()));
+            self.qp.enable_selective_ack(&Arc::new(ReorderBudget::default()));
         }
         if setup.quiet {
-            self.qp.keep_quietly(&Arc::new(ReorderBudget::default()));
+            self.qp.enable_reorder(&Arc::new(ReorderBudget::default()));
         }
     }
 
