@@ -346,12 +346,12 @@ impl TxSink for QpSink<'_> {
         let Some(d) = self.directory else { return false };
         let Ok(av) = d.config.path(to) else { return false };
         let default_port = || d.config.src_port(udp_source_port(d.qpn, dest));
-        let src_port = d.config.wished_port(&av).unwrap_or_else(default_port);
+        let src_port = d.config.requested_port(&av).unwrap_or_else(default_port);
         let Some(path) = d.config.tx_path(&av, src_port) else {
             return false;
         };
         // UD has no acknowledgements that would reveal lost trains: send them only where they are known to arrive.
-        self.gso = !av.is_multicast() && (d.config.stays_here(&av) || d.peers.gso_proven(av.remote));
+        self.gso = !av.is_multicast() && (d.config.is_on_host(&av) || d.peers.gso_proven(av.remote));
         self.path = path;
         self.dest = dest;
         true

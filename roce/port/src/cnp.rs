@@ -44,7 +44,7 @@ impl Port {
         let to_ferroce = entry.qp.uses_selective_ack();
         let Some(path) = &mut entry.path else { return };
         path.tx.tos = path.av.traffic_class;
-        if to_ferroce && path.tx.tos & ECN_BITS == 0 && !self.config.stays_here(&path.av) {
+        if to_ferroce && path.tx.tos & ECN_BITS == 0 && !self.config.is_on_host(&path.av) {
             path.tx.tos |= ECT;
         }
     }

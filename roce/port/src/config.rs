@@ -1,4 +1,4 @@
-//! What a port and a queue pair are made with.
+//! Configuration of a port, and the attributes of a new queue pair.
 
 use core::{net::IpAddr, num::NonZeroU64};
 use std::sync::Arc;
@@ -12,39 +12,42 @@ use roce_verbs::{AddressVector, DeviceLimits, Mtu, PathMtus, QpCaps, QpType, Rnr
 
 use crate::{batch::TxPath, qpn::QpnRange};
 
-/// What a port is made with.
+/// Configuration of a [`Port`](crate::Port).
 #[derive(Clone, Debug)]
 pub struct PortConfig {
-    /// Our addresses. Empty: packets to any address are taken, and every path must name its local address.
+    /// Local addresses. Empty: packets to any address are accepted, and every path must name its local address.
     pub local: Vec<IpAddr>,
-    /// The largest path MTU that the interfaces carry.
+    /// Largest path MTU of each interface.
     pub mtus: PathMtus,
-    /// The connection manager's settings: our GUID, limits, times.
+    /// Connection manager: node GUID, limits and timeouts.
     pub cm: CmConfig,
-    /// What the device can do.
+    /// Limits and capabilities that the device reports.
     pub limits: DeviceLimits,
     /// Bounds of the bytes in flight towards one peer.
     pub window: WindowConfig,
-    /// Bytes per second of the services that nobody acknowledges (UC, UD), towards one address; `None`: no limit.
+    /// Rate limit of UC and UD, which have no flow control, bytes per second to one address. `None`: no limit.
     pub unreliable_rate: Option<NonZeroU64>,
-    /// Where the queue pair numbers come from.
+    /// Queue pair numbers that this port assigns.
     pub qpns: QpnRange,
-    /// Waiting time that connections made by the connection manager ask for in RNR NAKs.
+    /// Timer in the RNR NAKs of connections set up by the connection manager.
     pub min_rnr_timer: RnrTimer,
-    /// Keep packets beyond a gap also of peers that do not know of it.
-    pub keeps_packets: bool,
-    /// Packets that one queue pair may stage before it is the next one's turn.
+    /// Buffers packets beyond a gap also for peers without selective ACKs.
+    pub reorder: bool,
+    /// Largest number of packets that a queue pair stages in one turn.
     pub turn_packets: usize,
-    /// UDP source ports that the datapath can send from. Each connected queue pair draws one of them at random; datagrams go by
-    /// the queue pair numbers, and both by the path's own wish. Empty: any of RoCE's ports.
+    /// UDP source ports that the datapath can send from. Empty: all RoCE ports.
+    ///
+    /// A connected queue pair uses a random one, a datagram one chosen by the queue pair numbers. A path may request
+    /// another with `udp_sport`.
     pub src_ports: Vec<u16>,
-    /// Memory for packets beyond a gap: the process's, unless somebody wants to see what one port takes.
+    /// Memory limit for packets beyond a gap. By default all ports of the process share one.
     pub reorder_budget: Arc<ReorderBudget>,
 }
 
 impl PortConfig {
-    /// A port with the given addresses and otherwise usual values. `ca_guid` identifies the device to connection
-    /// managers: no two live devices may share one.
+    /// Creates a configuration with these addresses and default values.
+    ///
+    /// `ca_guid` identifies the device to connection managers: no two devices may have the same at one time.
     pub fn new(local: Vec<IpAddr>, mtu: Mtu, ca_guid: u64) -> Self {
         Self {
             local,
@@ -54,45 +57,58 @@ impl PortConfig {
             window: WindowConfig::default(),
             unreliable_rate: FreePaces::USUAL,
             qpns: QpnRange::default(),
-            // 0.64 ms: the receiver is a program that is late, not one that is away.
+            // 0.64 ms: a receiver without a receive work request is usually a program that is briefly behind.
             min_rnr_timer: RnrTimer::new(12),
-            keeps_packets: true,
+            reorder: true,
             turn_packets: 64,
             src_ports: Vec::new(),
             reorder_budget: ReorderBudget::of_process(),
         }
     }
 
-    /// Returns the source port to use where `wanted` would be the choice if every port could be had.
-    pub(crate) fn src_port(&self, wanted: u16) -> u16 {
+    /// Maps `preferred` to a UDP source port that the datapath can send from.
+    pub(crate) fn src_port(&self, preferred: u16) -> u16 {
         match self.src_ports.len() {
-            0 => wanted,
-            n => self.src_ports[usize::from(wanted) % n],
+            0 => preferred,
+            n => self.src_ports[usize::from(preferred) % n],
         }
     }
 
-    /// A path as the port uses it: plain IPv4 instead of mapped addresses, the local address filled in if it is clear.
+    /// Returns a path in normal form: IPv4-mapped addresses as IPv4, defaults for local address and hop limit.
+    ///
+    /// An unspecified local address is filled in if the port has only one of the remote address's IP version.
     pub(crate) fn path(&self, av: &AddressVector) -> Result<AddressVector, VerbsError> {
         let mut av = *av;
         av.local = av.local.to_canonical();
         av.remote = av.remote.to_canonical();
         if av.hop_limit == 0 {
-            // Many programs leave it at 0; the kernel takes the route's then. No socket sends with it.
+            // Many programs leave it at 0, for which the kernel uses the route's. A socket can't send with 0.
             av.hop_limit = AddressVector::new(av.local, av.remote).hop_limit;
         }
         if av.local.is_unspecified() {
             let mut fitting = self.local.iter().filter(|a| a.is_ipv4() == av.remote.is_ipv4());
             match (fitting.next(), fitting.next()) {
                 (Some(only), None) => av.local = *only,
-                _ => return Err(VerbsError::Address("the path does not name its local address".into())),
+                _ => {
+                    return Err(VerbsError::Address(format!(
+                        "no local address for the path to {}: name one, because this port does not have exactly one of \
+                         that IP version",
+                        av.remote
+                    )));
+                }
             }
         }
         if av.remote.is_unspecified() {
-            return Err(VerbsError::Address(format!("{} is not a peer's address", av.remote)));
+            return Err(VerbsError::Address(format!(
+                "remote address {} is unspecified: name the peer's address",
+                av.remote
+            )));
         }
         if av.local.is_ipv4() != av.remote.is_ipv4() {
             let (local, remote) = (av.local, av.remote);
-            return Err(VerbsError::Address(format!("no path from {local} to {remote}")));
+            return Err(VerbsError::Address(format!(
+                "no path from {local} to {remote}: the IP versions differ"
+            )));
         }
         if !self.is_local(av.local) {
             return Err(VerbsError::Address(format!(
@@ -103,12 +119,12 @@ impl PortConfig {
         Ok(av)
     }
 
-    /// Returns the UDP source port that a path asks for, if it does.
-    pub(crate) fn wished_port(&self, av: &AddressVector) -> Option<u16> {
+    /// Returns the UDP source port that a path requests, if any.
+    pub(crate) fn requested_port(&self, av: &AddressVector) -> Option<u16> {
         (av.udp_sport != 0).then(|| self.src_port(av.udp_sport))
     }
 
-    /// Returns how packets leave on a path.
+    /// Returns flow, traffic class and TTL of a path's packets. `None` if the IP versions differ.
     pub(crate) fn tx_path(&self, av: &AddressVector, src_port: u16) -> Option<TxPath> {
         let ip = IpPair::try_from((av.local, av.remote)).ok()?;
         Some(TxPath {
@@ -122,34 +138,34 @@ impl PortConfig {
         })
     }
 
-    /// Whether a path stays on this host, where segmentation numbers the Identifications as they were sealed.
-    pub(crate) fn stays_here(&self, av: &AddressVector) -> bool {
+    /// Returns whether a path stays on this host. There GSO always numbers IPv4 Identifications as packets were sealed.
+    pub(crate) fn is_on_host(&self, av: &AddressVector) -> bool {
         av.remote.is_loopback() || av.remote == av.local || self.local.contains(&av.remote)
     }
 
-    /// Whether packets may come to and leave from this address.
+    /// Returns whether this is an address of the port.
     pub(crate) fn is_local(&self, addr: IpAddr) -> bool {
         self.local.is_empty() || self.local.contains(&addr)
     }
 }
 
-/// What a queue pair is made with.
+/// Attributes of a new queue pair (`ibv_qp_init_attr`).
 #[derive(Clone, Debug)]
 pub struct QpInit {
     /// Protection domain.
     pub pd: PdHandle,
     /// Transport service.
     pub qp_type: QpType,
-    /// Completions of sends.
+    /// Completion queue of sends.
     pub send_cq: Arc<CompletionQueue>,
-    /// Completions of receives.
+    /// Completion queue of receives.
     pub recv_cq: Arc<CompletionQueue>,
     /// Queue sizes.
     pub caps: QpCaps,
-    /// Every send makes a completion.
+    /// Every send work request generates a completion (`sq_sig_all`).
     pub signal_all: bool,
-    /// Where its receives come from, instead of a queue of its own.
+    /// Shared receive queue, instead of a receive queue of its own.
     pub srq: Option<Arc<SharedReceiveQueue>>,
-    /// Where an XRC target finds the shared receive queues that its messages name; nobody else has one.
+    /// XRC domain with the shared receive queues that messages name. Required for an XRC target, an error otherwise.
     pub xrcd: Option<Arc<XrcDomain>>,
 }

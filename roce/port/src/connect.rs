@@ -488,7 +488,7 @@ impl Port {
         };
         self.modify_qp(now, qpn, &steps.step(qp_type, QpState::Rtr))?;
         let slot = self.slot(qpn)?;
-        self.agree(slot, Terms::of(path));
+        self.apply_terms(slot, Terms::of(path));
         self.modify_qp(now, qpn, &steps.step(qp_type, QpState::Rts))
     }
 

@@ -1,4 +1,4 @@
-//! The port itself: its queue pairs, the verbs on them, and what follows every step of an engine.
+//! RoCE port: its queue pairs, the verbs on them, their timers and the list of those that have packets to send.
 
 use core::{net::IpAddr, ops::RangeInclusive};
 use std::{
@@ -35,29 +35,29 @@ use crate::{
     timers::TimerHeap,
 };
 
-/// UDP source ports that RoCEv2 uses for entropy (`IB_ROCE_UDP_ENCAP_VALID_PORT_MIN` and up).
+/// UDP source ports that RoCEv2 uses for entropy (`IB_ROCE_UDP_ENCAP_VALID_PORT_MIN` to the maximum).
 const SRC_PORTS: RangeInclusive<u16> = 0xc000..=u16::MAX;
 
-/// A queue pair and what the port keeps beside it.
+/// Queue pair with the port's own state of it.
 pub(crate) struct QpEntry {
     pub(crate) qp: QueuePair,
     pub(crate) pd: roce_mem::PdHandle,
     pub(crate) path: Option<QpPath>,
-    /// It is in the ready list.
+    /// In the ready list.
     pub(crate) queued: bool,
-    /// It is in its peer's list of those that wait for the window.
+    /// In its peer's list of queue pairs that wait for the window.
     pub(crate) blocked: bool,
-    /// The earliest entry of the timer heap that stands for it.
+    /// Time of the queue pair's earliest entry in the timer heap.
     pub(crate) armed: Option<Instant>,
-    /// The connection that it belongs to.
+    /// Connection of the queue pair.
     pub(crate) conn: Option<ConnId>,
-    /// Congestion that it tells its peer of.
+    /// Congestion notifications to the peer.
     pub(crate) notifies: Notified,
-    /// Its connection waits for the RTU; a packet of the peer does as well.
+    /// The connection waits for the RTU, or for any packet of the peer instead.
     pub(crate) half_open: bool,
 }
 
-/// Where a connected queue pair's packets go to and come from.
+/// Network path of a connected queue pair.
 pub(crate) struct QpPath {
     pub(crate) peer: PeerKey,
     pub(crate) av: AddressVector,
@@ -65,7 +65,7 @@ pub(crate) struct QpPath {
     pub(crate) dest: Qpn,
 }
 
-/// One RoCE port. See the crate's documentation for how it is driven.
+/// RoCE port, sans-IO. The crate's documentation describes how to drive it.
 pub struct Port {
     pub(crate) config: PortConfig,
     pub(crate) mem: Arc<MemoryTable>,
@@ -73,28 +73,28 @@ pub struct Port {
     pub(crate) qpns: QpnTable,
     pub(crate) qps: Slab<Box<QpEntry>>,
     pub(crate) peers: Peers,
-    /// The window of queue pairs that have no path: they send nothing.
+    /// Window passed to queue pairs without a path, which send nothing.
     pub(crate) spare_window: Window,
-    /// What nobody acknowledges.
+    /// Pacing of UC and UD, which have no flow control.
     pub(crate) paces: FreePaces,
-    /// Queue pairs that have to tell their peers of congestion.
+    /// Queue pairs with a congestion notification to send.
     pub(crate) notifications: VecDeque<Qpn>,
-    /// What is to be made persistent.
+    /// FLUSH jobs for the driver.
     pub(crate) persists: VecDeque<Persisting>,
-    /// What queue pairs that stopped have left to say.
+    /// Last acknowledgements of stopped queue pairs.
     pub(crate) partings: VecDeque<Parting>,
-    /// Queue pairs that may have something to send, next one first.
+    /// Queue pairs that may have packets to send, in the order of their turns.
     pub(crate) ready: VecDeque<Qpn>,
     pub(crate) timers: TimerHeap,
     pub(crate) cm: Manager,
     pub(crate) conns: HashMap<ConnId, Conn>,
-    /// UDP source ports of queue pairs here, and what peers have said of theirs.
+    /// UDP source ports of local queue pairs, and the terms that peers announced in REQ and REP.
     pub(crate) handshakes: Handshakes,
-    /// Ports that share our address, if their connections are here.
+    /// Other ports at this address, if this port owns their connections.
     pub(crate) siblings: Option<Arc<dyn Siblings>>,
-    /// Connections of queue pairs here of which the port that has them is to be told.
+    /// Connections owned by another port whose first packet arrived at a queue pair here. That port is notified.
     pub(crate) first_packets: VecDeque<ConnId>,
-    /// Listeners and connections whose queue pairs are the program's own affair.
+    /// Listeners and connections whose queue pairs the program modifies itself.
     pub(crate) raw_listeners: HashSet<ListenId>,
     pub(crate) raw_conns: HashSet<ConnId>,
     pub(crate) groups: Groups,
@@ -103,9 +103,9 @@ pub struct Port {
     pub(crate) events: Vec<AsyncEvent>,
     pub(crate) counters: PortCounters,
     pub(crate) solver: IdSolver,
-    /// A queue pair that has taken packets of the datagram at hand, and the room that there was in its peer's window before.
+    /// Slot of the queue pair that is receiving a train, and the room in its peer's window before, bytes.
     pub(crate) stepped: Option<(usize, usize)>,
-    /// The latest time that the driver told.
+    /// Time of the driver's last call.
     pub(crate) now: Instant,
 }
 
@@ -123,7 +123,7 @@ pub(crate) fn invalid(what: impl core::fmt::Display) -> VerbsError {
     VerbsError::Invalid(what.to_string())
 }
 
-/// Checks the sizes of a queue pair's queues (`rxe_qp_chk_cap`).
+/// Checks the sizes of a queue pair's queues against the device's limits (`rxe_qp_chk_cap`).
 fn check_caps(caps: &QpCaps, limits: &DeviceLimits) -> Result<(), VerbsError> {
     let checks = [
         (caps.max_send_wr, limits.max_qp_wr, "send work requests"),
@@ -136,15 +136,19 @@ fn check_caps(caps: &QpCaps, limits: &DeviceLimits) -> Result<(), VerbsError> {
         ),
         (caps.max_inline_data, limits.max_inline_data, "bytes of inline data"),
     ];
-    match checks.into_iter().find(|(asked, most, _)| asked > most) {
-        Some((asked, most, what)) => Err(invalid(format_args!("{asked} {what}: {most} are possible"))),
+    match checks.into_iter().find(|(requested, max, _)| requested > max) {
+        Some((requested, max, what)) => Err(invalid(format_args!(
+            "{requested} {what} requested: the device's limit is {max}"
+        ))),
         None => Ok(()),
     }
 }
 
 impl Port {
-    /// A port without queue pairs. `seed` must come from the system's random number generator (a simulation's own
-    /// choice there): queue pair numbers, PSNs and communication ids are drawn from it.
+    /// Creates a port without queue pairs.
+    ///
+    /// `seed` must come from the system's random number generator, except in a simulation: queue pair numbers, PSNs and
+    /// communication IDs must be hard to guess.
     pub fn new(config: PortConfig, mem: Arc<MemoryTable>, seed: [u8; 32]) -> Self {
         let mut rng = ChaCha12Rng::from_seed(seed);
         let mut cm_config = config.cm.clone();
@@ -182,16 +186,15 @@ impl Port {
         }
     }
 
-    /// Tells what time it is, for calls that do not take it.
+    /// Sets the time for calls without a time argument.
     pub fn set_now(&mut self, now: Instant) {
         self.now = now;
     }
 
-    /// Makes a queue pair in state RESET. Numbers of queue pairs that are gone rest for a while, by the time that
-    /// the port knows.
+    /// Creates a queue pair in RESET. Numbers of destroyed queue pairs are quarantined for a while.
     ///
     /// # Errors
-    /// At the device's limits, or for a transport that is not there.
+    /// If a limit of the device is reached, or the attributes don't fit the transport.
     pub fn create_qp(&mut self, init: QpInit) -> Result<Qpn, VerbsError> {
         let limits = &self.config.limits;
         if self.qpns.len() >= limits.max_qp as usize {
@@ -220,7 +223,7 @@ impl Port {
             caps,
             signal_all: init.signal_all,
             max_msg_size: limits.max_msg_size,
-            // What a datagram's own path carries is looked at when it is posted.
+            // The path MTU of a datagram is checked when it is posted.
             port_mtu: Mtu::B4096,
             srq: init.srq,
             xrcd: init.xrcd,
@@ -251,11 +254,10 @@ impl Port {
         Ok(qpn)
     }
 
-    /// Ends a queue pair. Work requests that it still has vanish without completions; its connection, if any, is
-    /// left to [`Port::cm_destroy`].
+    /// Destroys a queue pair. Its work requests do not complete. [`Port::cm_destroy`] ends its connection, if any.
     ///
     /// # Errors
-    /// When it does not exist.
+    /// If the queue pair does not exist.
     pub fn destroy_qp(&mut self, now: Instant, qpn: Qpn) -> Result<(), VerbsError> {
         self.now = now;
         let slot = self.slot(qpn)?;
@@ -276,10 +278,10 @@ impl Port {
         Ok(())
     }
 
-    /// Changes attributes of a queue pair.
+    /// Changes attributes and state of a queue pair (`ibv_modify_qp`).
     ///
     /// # Errors
-    /// When the transition or an attribute is not legal; nothing is changed then.
+    /// If the queue pair does not exist, or the transition or an attribute is not permitted. Then nothing changes.
     pub fn modify_qp(&mut self, now: Instant, qpn: Qpn, attr: &QpAttr) -> Result<(), VerbsError> {
         self.now = now;
         let slot = self.slot(qpn)?;
@@ -288,7 +290,7 @@ impl Port {
             *av = self.check_av(av)?;
         }
         if let Some(mtu) = attr.path_mtu {
-            // A queue pair gets its path together with its path MTU; later it may get one of them alone.
+            // The first modify sets both path and path MTU; later ones may set only one of them.
             let av = attr.av.or_else(|| self.qps[slot].qp.remote().map(|(av, _)| av));
             self.check_mtu(mtu, av.map(|av| av.local))?;
         }
@@ -298,12 +300,12 @@ impl Port {
         self.with_qp(now, slot, |qp, ctx| qp.modify(ctx, &attr))
             .map_err(|e| VerbsError::State(e.to_string()))?;
         if attr.state == Some(QpState::Rtr) {
-            if self.config.keeps_packets {
+            if self.config.reorder {
                 self.qps[slot].qp.enable_reorder(&self.config.reorder_budget);
             }
             if let Some((av, peer)) = self.qps[slot].qp.remote() {
                 let terms = self.handshakes.terms((av.remote.to_canonical(), peer));
-                self.agree(slot, terms);
+                self.apply_terms(slot, terms);
             }
         }
         self.follow_path(slot);
@@ -311,24 +313,25 @@ impl Port {
         Ok(())
     }
 
-    /// Names the UDP source port of a queue pair's peer, of which the caller knows from elsewhere than the connection manager.
-    /// Packets from other ports are dropped from now on. To be called in RTR or later.
+    /// Sets the UDP source port of a queue pair's peer, learned by other means than the connection manager.
+    ///
+    /// Packets from other ports are dropped from now on. Call in RTR or later.
     ///
     /// # Errors
-    /// When the queue pair does not exist.
+    /// If the queue pair does not exist.
     pub fn set_peer_source(&mut self, qpn: Qpn, port: u16) -> Result<(), VerbsError> {
         let slot = self.slot(qpn)?;
         self.qps[slot].qp.set_peer_source(port);
         Ok(())
     }
 
-    /// UDP source port of a connected queue pair's packets, to be named to its peer: it is fixed from now on.
+    /// Fixes and returns the UDP source port of a connected queue pair, to be announced to its peer.
     pub fn promise_source(&mut self, qpn: Qpn) -> Option<u16> {
         self.handshakes.promise(qpn)
     }
 
-    /// Holds a queue pair in RTR to the terms that its peer has announced.
-    pub(crate) fn agree(&mut self, slot: usize, terms: Terms) {
+    /// Applies the terms that the peer announced to a queue pair in RTR.
+    pub(crate) fn apply_terms(&mut self, slot: usize, terms: Terms) {
         let qp = &mut self.qps[slot].qp;
         if let Some(port) = terms.src_port {
             qp.set_peer_source(port);
@@ -339,73 +342,74 @@ impl Port {
         }
     }
 
-    /// Whether paths from a local address (`None`: any) carry packets of this size.
+    /// Checks that paths from a local address (`None`: any) have at least this path MTU.
     pub(crate) fn check_mtu(&self, mtu: Mtu, local: Option<IpAddr>) -> Result<(), VerbsError> {
-        let most = local.map_or(self.config.mtus.usual(), |ip| self.config.mtus.of(ip));
-        if mtu <= most {
+        let max = local.map_or(self.config.mtus.usual(), |ip| self.config.mtus.of(ip));
+        if mtu <= max {
             return Ok(());
         }
-        let (want, can) = (mtu.bytes(), most.bytes());
+        let (requested, max) = (mtu.bytes(), max.bytes());
         Err(invalid(format_args!(
-            "path MTU {want}: the interface carries {can} at most"
+            "path MTU {requested} requested: the interface's largest is {max}"
         )))
     }
 
-    /// What the interfaces carry from now on. Connections that exist keep their path MTU.
+    /// Sets the path MTUs of the interfaces. Existing connections keep their path MTU.
     pub fn set_path_mtus(&mut self, mtus: PathMtus) {
         self.cm.set_path_mtus(mtus.clone());
         self.config.mtus = mtus;
     }
 
-    /// The largest path MTU from a local address.
+    /// Returns the largest path MTU from a local address.
     pub fn path_mtu(&self, local: IpAddr) -> Mtu {
         self.config.mtus.of(local)
     }
 
-    /// Attributes of a queue pair.
+    /// Returns the attributes of a queue pair (`ibv_query_qp`).
     ///
     /// # Errors
-    /// When it does not exist.
+    /// If the queue pair does not exist.
     pub fn query_qp(&self, qpn: Qpn) -> Result<QpAttr, VerbsError> {
         Ok(self.qps[self.slot(qpn)?].qp.query())
     }
 
-    /// State of a queue pair; `None` when it does not exist.
+    /// Returns the state of a queue pair. `None` if it does not exist.
     pub fn qp_state(&self, qpn: Qpn) -> Option<QpState> {
         Some(self.qps[self.qpns.get(qpn)?].qp.state())
     }
 
-    /// Why a queue pair's requester is not sending; `None` when there is no such queue pair.
+    /// Returns the reason why a queue pair's requester is not sending. `None` if the queue pair does not exist.
     pub fn wait_reason(&self, qpn: Qpn) -> Option<WaitReason> {
         Some(self.qps[self.qpns.get(qpn)?].qp.wait_reason())
     }
 
-    /// Posts sends in order; stops at the first that is refused.
+    /// Posts send work requests in order, up to the first invalid one.
     ///
     /// # Errors
-    /// The refusal, with the number of requests accepted before it.
+    /// The number of work requests posted, and the error of the next one.
     pub fn post_send(&mut self, now: Instant, qpn: Qpn, wrs: &[SendWr<'_>]) -> Result<(), (usize, PostError)> {
         self.post(now, qpn, wrs, |qp, ctx, wr| qp.post_send(ctx, wr))
     }
 
-    /// A queue pair's receive queue, to which threads may post without the port; see
-    /// [`ReceiveQueue::post`](roce_qp::ReceiveQueue::post). None: it has none of its own, or does not exist.
+    /// Returns a queue pair's receive queue. `None` if it has none of its own, or does not exist.
+    ///
+    /// Threads may post to it without the port, see [`ReceiveQueue::post`](roce_qp::ReceiveQueue::post).
     pub fn receive_queue(&self, qpn: Qpn) -> Option<Arc<ReceiveQueue>> {
         self.qps[self.qpns.get(qpn)?].qp.receive_queue().cloned()
     }
 
-    /// Posts receives in order; stops at the first that is refused.
+    /// Posts receive work requests in order, up to the first invalid one.
     ///
     /// # Errors
-    /// The refusal, with the number of requests accepted before it.
+    /// The number of work requests posted, and the error of the next one.
     pub fn post_recv(&mut self, now: Instant, qpn: Qpn, wrs: &[RecvWr<'_>]) -> Result<(), (usize, PostError)> {
         self.post(now, qpn, wrs, |qp, ctx, wr| qp.post_recv(ctx, wr))
     }
 
-    /// Like [`Port::post_send`], each with its own target: datagrams, and messages of XRC initiators.
+    /// Posts send work requests with a target each: datagrams, and messages of XRC initiators.
     ///
     /// # Errors
-    /// The refusal, with the number of requests accepted before it.
+    /// The number of work requests posted, and the error of the next one.
     pub fn post_requests(
         &mut self,
         now: Instant,
@@ -419,10 +423,10 @@ impl Port {
         })
     }
 
-    /// Like [`Port::post_requests`], but all of them or none: what `ibv_wr_complete` promises.
+    /// Posts send work requests with a target each, all or none (`ibv_wr_complete`).
     ///
     /// # Errors
-    /// The first refusal, with the number of requests before it; nothing was posted.
+    /// The index of the first invalid work request, and its error. Then nothing is posted.
     pub fn post_batch(
         &mut self,
         now: Instant,
@@ -437,7 +441,7 @@ impl Port {
         self.post_requests(now, qpn, requests)
     }
 
-    /// Has an event reported that was found outside of the port.
+    /// Queues an asynchronous event that was detected outside of the port.
     pub fn push_event(&mut self, event: AsyncEvent) {
         self.events.push(event);
     }
@@ -459,7 +463,7 @@ impl Port {
         })
     }
 
-    /// When [`Port::handle_timeout`] is due next.
+    /// Returns the time when [`Port::handle_timeout`] must be called next.
     pub fn poll_timeout(&mut self) -> Option<Instant> {
         let cm = self.cm.next_timeout();
         loop {
@@ -482,17 +486,17 @@ impl Port {
         }
     }
 
-    /// Whether [`Port::handle_timeout`] may have something to do: cheaper than asking when.
+    /// Returns whether [`Port::handle_timeout`] may have a timer to run. Cheaper than [`Port::poll_timeout`].
     pub fn is_timeout_due(&self, now: Instant) -> bool {
         let is_due = |at: Instant| at <= now;
         self.timers.peek().is_some_and(|(at, _)| is_due(at)) || self.cm.next_timeout().is_some_and(is_due)
     }
 
-    /// Runs every timer that is due. Calling early or late is harmless. Returns whether one was due.
+    /// Runs every timer that is due. Returns whether one was. Calling it early or late is harmless.
     pub fn handle_timeout(&mut self, now: Instant) -> bool {
         self.now = now;
         let mut any = false;
-        // Each queue pair at most once, even if it were to set its timer to the past.
+        // Each queue pair runs once, so that a timer set to the past can't loop forever.
         let mut due = Vec::new();
         while let Some((at, qpn)) = self.timers.peek().filter(|(at, _)| *at <= now) {
             self.timers.pop();
@@ -524,12 +528,12 @@ impl Port {
         any
     }
 
-    /// Takes one asynchronous event.
+    /// Returns the next asynchronous event, if any.
     pub fn poll_async_event(&mut self) -> Option<AsyncEvent> {
         (!self.events.is_empty()).then(|| self.events.remove(0))
     }
 
-    /// What was counted so far.
+    /// Returns the counters.
     pub fn counters(&self) -> PortCounters {
         PortCounters {
             cm: *self.cm.counters(),
@@ -537,17 +541,17 @@ impl Port {
         }
     }
 
-    /// How many queue pairs there are.
+    /// Returns the number of queue pairs.
     pub fn queue_pairs(&self) -> usize {
         self.qps.len()
     }
 
-    /// Bytes in flight towards each peer address.
+    /// Iterates over the peer addresses with the bytes in flight towards each.
     pub fn in_flight(&self) -> impl Iterator<Item = (IpAddr, usize)> {
         self.peers.iter().map(|p| (p.addr, p.window.in_flight()))
     }
 
-    /// Runs one step of an engine, and what has to follow.
+    /// Runs a step of a queue pair and then [`Port::after_step`].
     pub(crate) fn with_qp<R>(
         &mut self,
         now: Instant,
@@ -559,7 +563,7 @@ impl Port {
         result
     }
 
-    /// The same, but what has to follow does so once for all packets of a train ([`Port::settle_steps`]).
+    /// Runs a step of a queue pair. [`Port::finish_steps`] runs [`Port::after_step`] once for all packets of a train.
     pub(crate) fn with_qp_of_train(
         &mut self,
         now: Instant,
@@ -567,20 +571,20 @@ impl Port {
         step: impl FnOnce(&mut QueuePair, &mut Ctx<'_>),
     ) {
         if self.stepped.is_some_and(|(other, _)| other != slot) {
-            self.settle_steps();
+            self.finish_steps();
         }
         let ((), room) = self.run_step(now, slot, step);
         self.stepped.get_or_insert((slot, room));
     }
 
-    /// After the last packet of a train, or before anything else happens.
-    pub(crate) fn settle_steps(&mut self) {
+    /// Runs [`Port::after_step`] for the steps of a train. Call after its last packet, or before any other step.
+    pub(crate) fn finish_steps(&mut self) {
         if let Some((slot, room)) = self.stepped.take() {
             self.after_step(slot, room);
         }
     }
 
-    /// Only the step, and the room that there was in its peer's window before.
+    /// Runs a step of a queue pair. Returns its result and the room in the peer's window before, bytes.
     fn run_step<R>(
         &mut self,
         now: Instant,
@@ -604,8 +608,9 @@ impl Port {
         (step(&mut entry.qp, &mut ctx), room)
     }
 
-    /// After an engine's step: it may have something to send, its deadline may have moved, and it may have made room in
-    /// its peer's window, which had `room` bytes before.
+    /// Updates the ready list, the timer and the waiting queue pairs of the peer after a step of a queue pair.
+    ///
+    /// `room` is the room in the peer's window before the step, bytes.
     pub(crate) fn after_step(&mut self, slot: usize, room: usize) {
         let entry = &mut *self.qps[slot];
         let qpn = entry.qp.qpn();
@@ -628,7 +633,7 @@ impl Port {
         }
     }
 
-    /// Lets the queue pair that has waited longest for this peer's window try again.
+    /// Makes the queue pair ready that has waited longest for this peer's window.
     pub(crate) fn wake_blocked(&mut self, key: PeerKey) {
         while let Some(qpn) = self.peers.get_mut(key).blocked.pop_front() {
             let Some(slot) = self.qpns.get(qpn) else {
@@ -641,7 +646,7 @@ impl Port {
             entry.blocked = false;
             if !entry.queued {
                 entry.queued = true;
-                // Before the one whose packets made room, or that would take it all.
+                // In front of the queue pair that made the room: it would use it up again.
                 self.ready.push_front(qpn);
                 return;
             }
@@ -652,28 +657,31 @@ impl Port {
         self.qpns.get(qpn).ok_or(VerbsError::Post(PostError::NoQueuePair))
     }
 
-    /// The path to one peer as the port uses it.
+    /// Returns a queue pair's path in normal form, see [`PortConfig::path`]. Multicast addresses are errors.
     pub(crate) fn check_av(&self, av: &AddressVector) -> Result<AddressVector, VerbsError> {
         let av = self.config.path(av)?;
         match av.is_multicast() {
-            true => Err(VerbsError::Address(format!("{} is not a peer's address", av.remote))),
+            true => Err(VerbsError::Address(format!(
+                "remote address {} is multicast: a connection needs a unicast address",
+                av.remote
+            ))),
             false => Ok(av),
         }
     }
 
-    /// A path as an address handle holds it: also to a multicast group.
+    /// Returns an address handle's path in normal form; the remote address may be a multicast group.
     ///
     /// # Errors
-    /// When it leads nowhere, or does not start at an address of this port.
+    /// If the remote address is unspecified or of another IP version, or the local address is not one of this port's.
     pub fn path(&self, av: &AddressVector) -> Result<AddressVector, VerbsError> {
         self.config.path(av)
     }
 
-    /// Brings the port's copy of a queue pair's path in line with the engine's after a modify.
+    /// Updates the port's copy of a queue pair's path after a modify.
     fn follow_path(&mut self, slot: usize) {
         let entry = &mut *self.qps[slot];
         let Some((av, dest)) = entry.qp.remote() else {
-            // Whatever list it waits in is not that of its next peer.
+            // The queue pair may still be in this peer's waiting list: its entry there is now stale.
             entry.blocked = false;
             if let Some(path) = entry.path.take() {
                 self.peers.leave(path.peer);
@@ -683,8 +691,8 @@ impl Port {
         if entry.path.as_ref().is_some_and(|p| p.av == av && p.dest == dest) {
             return;
         }
-        let wish = self.config.wished_port(&av);
-        let Some(src_port) = self.handshakes.source(entry.qp.qpn(), wish) else {
+        let requested = self.config.requested_port(&av);
+        let Some(src_port) = self.handshakes.source(entry.qp.qpn(), requested) else {
             return;
         };
         let Some(tx) = self.config.tx_path(&av, src_port) else {
@@ -694,7 +702,7 @@ impl Port {
         entry.blocked &= entry.path.as_ref().is_some_and(|p| p.peer == peer);
         let former = entry.path.replace(QpPath { peer, av, tx, dest });
         if let Some(former) = former {
-            // What is in flight will be acknowledged, or sent again, on the new path.
+            // Packets in flight will be acknowledged or retransmitted on the new path.
             let bytes = entry.qp.in_flight();
             self.peers.get_mut(former.peer).window.forget(bytes);
             self.peers.get_mut(peer).window.on_sent(bytes);

@@ -136,7 +136,7 @@ impl Port {
             // Can't truncate: a buffer has at most 2^16 bytes. A wrong index would only be a wrong hint.
             self.handle_packet(now, &source, index as u16, packet);
         }
-        self.settle_steps();
+        self.finish_steps();
     }
 
     /// Counts a packet received for another process that shares the address. The driver forwards it.
@@ -187,7 +187,7 @@ impl Port {
             return self.handle_unicast(now, source, index, bytes, qpn, &packet);
         }
         // The packet may concern the queue pair of the packets before it: finish those first.
-        self.settle_steps();
+        self.finish_steps();
         match qpn {
             Qpn::MULTICAST if to_group => self.handle_multicast(now, source, index, bytes, &packet),
             Qpn::MULTICAST => self.counters.drop_multicast += 1,
@@ -291,7 +291,7 @@ impl Port {
         }
         self.with_qp_of_train(now, slot, |qp, ctx| qp.handle_packet(ctx, packet));
         if self.qps[slot].half_open && self.qps[slot].qp.heard() {
-            self.settle_steps();
+            self.finish_steps();
             self.on_first_packet(now, slot);
         }
     }

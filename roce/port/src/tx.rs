@@ -98,7 +98,7 @@ impl Port {
         let reliable = entry.qp.config().qp_type.is_reliable();
         let gso = match reliable {
             true => peer.gso.may_send(),
-            false => peer.gso.is_proven() || self.config.stays_here(&path.av),
+            false => peer.gso.is_proven() || self.config.is_on_host(&path.av),
         };
         let mut ctx = roce_qp::Ctx {
             now,

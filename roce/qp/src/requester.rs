@@ -66,7 +66,7 @@ pub(crate) struct Requester {
     pub(crate) last_go_back: Option<(Seq, Instant)>,
     /// A probe must be sent, see [`QueuePair::transmit_probe`].
     probe_due: bool,
-    /// End of the READ part that the last probe requested. If a probe timeout follows at that PSN, the rest is also lost.
+    /// End of the READ part that the last probe requested. A further probe timeout at that PSN means the rest is lost.
     probed: Option<Seq>,
     /// One packet is sent at a time until the peer answers, after a probe timeout or RNR NAK.
     ///

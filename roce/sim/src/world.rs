@@ -213,7 +213,7 @@ fn make_port(plan: &HostPlan, index: usize, boot: u32, rng: &mut Rng) -> (Port, 
     config.window = plan.window;
     config.turn_packets = plan.turn_packets;
     // Of those that don't tell some keep packets all the same.
-    config.keeps_packets = plan.keeps || index % 2 == 1;
+    config.reorder = plan.keeps || index % 2 == 1;
     if plan.tight {
         narrow(&mut config.cm);
     }
