@@ -16,14 +16,14 @@ use roce_verbs::{
 
 use crate::{
     device::{Device, DeviceInner, io_error},
-    engines::Served,
+    engines::EngineSet,
     queue::{EventQueue, deadline},
 };
 
-/// How long a wait sleeps at a time when no background thread advances the device.
-const SLICE: Duration = Duration::from_micros(200);
+/// Interval at which a waiting thread polls the ports of a device without a background thread.
+const POLL_INTERVAL: Duration = Duration::from_micros(200);
 
-/// A completion queue.
+/// Completion queue.
 #[derive(Clone)]
 pub struct Cq(Arc<CqInner>);
 
@@ -31,8 +31,8 @@ struct CqInner {
     queue: Arc<Queue>,
     device: Arc<DeviceInner>,
     has_channel: bool,
-    /// Whose queue pairs complete into it.
-    served: Served,
+    /// Engines whose queue pairs complete into the queue.
+    engine_set: EngineSet,
 }
 
 impl Drop for CqInner {
@@ -41,7 +41,7 @@ impl Drop for CqInner {
     }
 }
 
-/// Puts a completion queue's cookie into its channel.
+/// Pushes a completion queue's cookie to its channel.
 struct ChannelNotify {
     events: Arc<EventQueue<u64>>,
     cookie: u64,
@@ -49,7 +49,7 @@ struct ChannelNotify {
 
 impl Notify for ChannelNotify {
     fn notify(&self, _handle: u32) {
-        // A channel that is closed has nobody who waits.
+        // Ignore a closed channel: no thread waits for its events.
         let _ = self.events.push(self.cookie);
     }
 }
@@ -60,13 +60,14 @@ impl core::fmt::Debug for Cq {
     }
 }
 
-/// Returns how many entries a queue gets when a program asks for `entries`: one less than a power of two, as mlx5 and rdma_rxe grant,
-/// and at most `max`. Programs count on what hardware gives beyond their request.
+/// Rounds requested entries up to one less than a power of two, at most `max`, as mlx5 and rdma_rxe do.
+///
+/// Programs rely on the entries that hardware grants beyond their request.
 fn granted_entries(entries: u32, max: u32) -> Result<u32, VerbsError> {
     match (1..=max).contains(&entries) {
         true => Ok((u32::MAX >> entries.leading_zeros()).min(max)),
         false => Err(VerbsError::Invalid(format!(
-            "a completion queue of {entries} entries: 1 to {max} are possible"
+            "completion queue of {entries} entries requested: 1 to {max} are possible"
         ))),
     }
 }
@@ -97,26 +98,26 @@ impl Cq {
             queue: Queue::new(device.0.new_cq_handle(), entries, notify),
             device: device.0.clone(),
             has_channel,
-            served: Served::default(),
+            engine_set: EngineSet::default(),
         })))
     }
 
-    /// The number that names it in asynchronous events.
+    /// Returns the handle that identifies the queue in asynchronous events.
     pub fn handle(&self) -> u32 {
         self.0.queue.handle()
     }
 
-    /// Completions waiting.
+    /// Returns the number of completions in the queue.
     pub fn len(&self) -> usize {
         self.0.queue.len()
     }
 
-    /// Whether none waits.
+    /// Returns whether the queue is empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// How many completions it has room for.
+    /// Returns the number of completions that fit into the queue.
     pub fn capacity(&self) -> u32 {
         self.0.queue.capacity()
     }
@@ -124,7 +125,7 @@ impl Cq {
     /// Changes the capacity to at least `entries` (`ibv_resize_cq`). The queue keeps its completions.
     ///
     /// # Errors
-    /// When the queue holds more than `entries` completions, or at the device's limit.
+    /// If the queue holds more than `entries` completions, or `entries` is 0 or exceeds the device's limit.
     pub fn resize(&self, entries: u32) -> Result<(), VerbsError> {
         let granted = granted_entries(entries, self.0.device.limits.max_cqe)?;
         let held = self.len() as u32;
@@ -138,13 +139,14 @@ impl Cq {
             .map_err(|e| VerbsError::Invalid(e.to_string()))
     }
 
-    /// How many completions wait, counted no further than `max`. Takes none.
+    /// Returns the number of completions in the queue, counted up to `max`. Removes none.
     pub fn peek(&self, max: usize) -> usize {
         self.0.queue.peek(max)
     }
 
-    /// Drops the completions of a queue pair, which is about to begin anew from RESET: what it was told before would be
-    /// taken for what it does then.
+    /// Drops the completions of a queue pair that moves to RESET.
+    ///
+    /// Otherwise the program would take them for completions of later work requests.
     pub fn forget(&self, qpn: Qpn) {
         self.0.queue.forget(qpn);
     }
@@ -152,15 +154,17 @@ impl Cq {
     pub(crate) fn check(&self, device: &Arc<DeviceInner>) -> Result<(), VerbsError> {
         match Arc::ptr_eq(&self.0.device, device) {
             true => Ok(()),
-            false => Err(VerbsError::Invalid("the completion queue is another device's".into())),
+            false => Err(VerbsError::Invalid(
+                "the completion queue belongs to another device".into(),
+            )),
         }
     }
 
-    pub(crate) fn served(&self) -> &Served {
-        &self.0.served
+    pub(crate) fn engine_set(&self) -> &EngineSet {
+        &self.0.engine_set
     }
 
-    /// Nobody is told when something is in it.
+    /// Returns whether the queue has no channel, so that the program must poll it.
     pub(crate) fn is_polled(&self) -> bool {
         !self.0.has_channel
     }
@@ -173,7 +177,7 @@ impl Cq {
         self.0
             .queue
             .poll(out, max)
-            .map_err(|e| VerbsError::State(format!("{e}: it was made too small for what was posted")))
+            .map_err(|e| VerbsError::State(format!("{e}: create it with more entries")))
     }
 }
 
@@ -188,7 +192,7 @@ impl CompletionQueue for Cq {
             if engines.is_closed() {
                 return Err(VerbsError::Closed);
             }
-            engines.of(&self.0.served).for_each(Driver::poll);
+            engines.of(&self.0.engine_set).for_each(Driver::poll);
             taken = self.take(out, max)?;
         }
         Ok(taken)
@@ -196,27 +200,30 @@ impl CompletionQueue for Cq {
 
     fn arm(&self, solicited_only: bool) -> Result<(), VerbsError> {
         if !self.0.has_channel {
-            return Err(VerbsError::State("the completion queue has no channel".into()));
+            return Err(VerbsError::State(
+                "the completion queue has no channel: create it with one to arm it".into(),
+            ));
         }
         self.0.queue.arm(solicited_only);
         let engines = &self.0.device.engines;
-        engines.of(&self.0.served).for_each(Driver::stop_polling);
+        engines.of(&self.0.engine_set).for_each(Driver::stop_polling);
         Ok(())
     }
 }
 
 impl Device {
-    /// Makes a completion queue that calls `notify` instead of raising a channel, for programs with event queues of their
-    /// own. It is called under the device's lock and must neither block nor call verbs.
+    /// Creates a completion queue that calls `notify` for events, for programs with their own event queues.
+    ///
+    /// `notify` is called under the device's lock and must neither block nor call verbs.
     ///
     /// # Errors
-    /// At the device's limit.
+    /// If a limit of the device is reached.
     pub fn create_cq_notifying(&self, entries: u32, notify: Option<Arc<dyn Notify>>) -> Result<Cq, VerbsError> {
         Cq::notifying(self, entries, notify)
     }
 }
 
-/// A completion channel.
+/// Completion channel.
 #[derive(Clone)]
 pub struct Channel {
     events: Arc<EventQueue<u64>>,
@@ -241,7 +248,9 @@ impl Channel {
         })
     }
 
-    /// Looks for packets, and an event that comes of them, for a while, if that pays.
+    /// Polls the ports and the channel before the thread sleeps, for as long as [`Spin`] permits.
+    ///
+    /// Returns the event received, if any.
     fn spin(&self, until: Option<Instant>, ports: &mut [Waiter<'_>]) -> Result<Option<u64>, VerbsError> {
         let left = until.map(|at| at.saturating_duration_since(Instant::now()));
         let Some(spinning) = self.spin.lock().begin(left) else {
@@ -288,7 +297,7 @@ impl CompletionChannel for Channel {
     }
 }
 
-/// Takes an event, sleeping for it if need be.
+/// Waits for an event that `take` returns, up to `timeout`.
 pub(crate) fn wait<Q, E>(
     device: &DeviceInner,
     queue: &EventQueue<Q>,
@@ -302,7 +311,7 @@ pub(crate) fn wait<Q, E>(
         return Ok(Some(event));
     }
     if timeout == Some(Duration::ZERO) {
-        // It does not sleep, and who polls the device goes on with that.
+        // A zero timeout polls once and does not count as waiting.
         if !device.background {
             device.engines.progress();
         }
@@ -317,7 +326,7 @@ pub(crate) fn wait<Q, E>(
         if let Some(event) = take()? {
             return Ok(Some(event));
         }
-        if !queue.sleep(until, (!device.background).then_some(SLICE))? {
+        if !queue.sleep(until, (!device.background).then_some(POLL_INTERVAL))? {
             return take();
         }
     }

@@ -1,8 +1,9 @@
-//! The engines of a device: ports with queue pairs of their own at one address, each with a lock and a thread. The first one has the
-//! connections, and all queue pairs that are not reliable connected ones.
+//! Engines of a device: ports at one address, each with its own queue pairs, lock and thread.
 //!
-//! **Lock order.** Whoever has the lock of the first engine may wait for that of another, when a connection's queue pair is there
-//! ([`Siblings`]); the other way there are only messages.
+//! The first engine owns the connections, and all queue pairs other than RC and XRC initiators.
+//!
+//! **Lock order.** A thread that holds the first engine's lock may acquire another engine's, for the queue pair of a
+//! connection ([`Siblings`]). The other engines reach the first one by messages only.
 
 use std::sync::{
     Arc, OnceLock, Weak,
@@ -24,48 +25,48 @@ use crate::{
     shards::{Numbers, qpn_of},
 };
 
-/// What an engine is made of: the device's configuration, with what is this engine's own in it, and its port.
+/// Configuration and port of an engine.
 pub(crate) type EngineParts = (DeviceConfig, Parts);
 
-/// What engines know of each other.
-struct Between {
-    /// Once they are there, and as long as they are.
+/// State shared by the engines of a device.
+struct EngineGroup {
+    /// Set when all engines are started.
     engines: OnceLock<Weak<Engines>>,
-    /// Of all of them; none if there is one.
+    /// Inbox of each engine. Empty if there is only one engine.
     inboxes: Box<[Arc<Inbox<Message>>]>,
     numbers: Numbers,
-    /// They are being closed, one after the other.
+    /// [`Engines::close`] is closing the engines one after the other.
     closing: AtomicBool,
 }
 
-impl Between {
+impl EngineGroup {
     fn engines(&self) -> Option<Arc<Engines>> {
         self.engines.get()?.upgrade()
     }
 
-    /// The inbox of the engine that has a queue pair number, if it is not this one.
+    /// Returns the inbox of the engine with a queue pair number. `None` if that is engine `this`.
     fn inbox_of(&self, qpn: Qpn, this: usize) -> Option<&Inbox<Message>> {
         let index = self.numbers.of_qpn(qpn).filter(|index| *index != this)?;
         self.inboxes.get(index).map(|inbox| &**inbox)
     }
 }
 
-impl Siblings for Between {
+impl Siblings for EngineGroup {
     fn call(&self, qpn: Qpn, call: &mut dyn FnMut(&mut Port)) {
         let others = self.numbers.of_qpn(qpn).filter(|index| *index > 0);
         if let (Some(index), Some(engines)) = (others, self.engines()) {
-            // Closed: nothing is there any more.
+            // A closed engine has no queue pairs.
             let _ = engines.drivers[index].with(|port, _| call(port));
         }
     }
 }
 
-/// Hears what one of the engines has to tell.
+/// Event sink of an engine.
 struct Sink {
     index: usize,
     router: Arc<Router>,
     services: Option<Arc<dyn Services>>,
-    between: Arc<Between>,
+    group: Arc<EngineGroup>,
 }
 
 impl EventSink for Sink {
@@ -77,13 +78,13 @@ impl EventSink for Sink {
         self.router.async_event(event);
     }
 
-    /// One that has failed takes the others with it: half a device would be of no use to anybody.
+    /// Stops all engines when one has failed, because the device can't work with only some of them.
     fn closed(&self) {
         self.router.closed();
-        if self.between.closing.load(Relaxed) {
+        if self.group.closing.load(Relaxed) {
             return;
         }
-        if let Some(engines) = self.between.engines() {
+        if let Some(engines) = self.group.engines() {
             engines.drivers.iter().for_each(Driver::stop);
         }
     }
@@ -95,7 +96,7 @@ impl EventSink for Sink {
     }
 
     fn stray(&self, meta: &RxMeta, bytes: &[u8]) {
-        match (self.between.inbox_of(qpn_of(bytes), self.index), &self.services) {
+        match (self.group.inbox_of(qpn_of(bytes), self.index), &self.services) {
             (Some(inbox), _) => inbox.send_or_lose(Message::Packet(*meta, bytes.to_vec())),
             (None, Some(services)) => services.hand_over(meta, bytes),
             (None, None) => {}
@@ -103,49 +104,49 @@ impl EventSink for Sink {
     }
 
     fn first_packet(&self, conn: ConnId) {
-        if let Some(first) = self.between.inboxes.first() {
-            // If there is no room the RTU tells it.
+        if let Some(first) = self.group.inboxes.first() {
+            // If the inbox is full, the RTU establishes the connection.
             first.send(Message::FirstPacket(conn));
         }
     }
 
     fn links(&self, changes: Vec<(String, LinkChange)>) -> Option<PathMtus> {
         let mtus = self.router.links(&changes)?;
-        let engines = self.between.engines();
+        let engines = self.group.engines();
         for driver in engines.iter().flat_map(|engines| &engines.drivers[1..]) {
-            // Closed: nothing is there any more.
+            // A closed engine has no connections.
             let _ = driver.with_quiet(|port, _| port.set_path_mtus(mtus.clone()));
         }
         Some(mtus)
     }
 }
 
-/// See the module.
+/// Engines of a device. The module documentation describes them.
 pub(crate) struct Engines {
     drivers: Vec<Driver>,
-    /// Queue pairs of each.
+    /// Number of queue pairs of each engine.
     loads: Vec<AtomicU32>,
-    /// Of those that are members of a broker's.
+    /// Registry of services of each engine, if it is a member of the broker.
     services: Vec<Option<Arc<dyn Services>>>,
-    between: Arc<Between>,
+    group: Arc<EngineGroup>,
 }
 
 impl Engines {
-    /// Sets them in motion.
+    /// Starts the engines.
     pub(crate) fn start(mut all: Vec<EngineParts>, router: &Arc<Router>) -> Result<Arc<Self>, VerbsError> {
         let several = all.len() > 1;
         let inboxes = (0..all.len()).filter(|_| several).map(|_| Inbox::new().map(Arc::new));
         let inboxes = inboxes.collect::<Result<_, _>>();
-        let between = Arc::new(Between {
+        let group = Arc::new(EngineGroup {
             engines: OnceLock::new(),
-            inboxes: inboxes.map_err(io_error("making an event descriptor"))?,
+            inboxes: inboxes.map_err(io_error("creating an event descriptor"))?,
             numbers: numbers(&all),
             closing: AtomicBool::new(false),
         });
         if let [first, others @ ..] = &mut *all
             && several
         {
-            first.1.port.set_siblings(between.clone());
+            first.1.port.set_siblings(group.clone());
             others
                 .iter_mut()
                 .for_each(|(_, parts)| parts.port.follow(&first.1.port));
@@ -153,24 +154,24 @@ impl Engines {
         let services = all.iter().map(|(config, _)| config.services.clone()).collect();
         let loads = all.iter().map(|_| AtomicU32::new(0)).collect();
         let drivers = all.into_iter().enumerate();
-        let drivers = drivers.map(|(index, one)| drive(index, one, router, &between));
+        let drivers = drivers.map(|(index, one)| drive(index, one, router, &group));
         let engines = Arc::new(Self {
             drivers: drivers.collect::<Result<_, _>>()?,
             loads,
             services,
-            between: between.clone(),
+            group: group.clone(),
         });
-        // It was empty.
-        let _ = between.engines.set(Arc::downgrade(&engines));
+        // This is the only call of `set`.
+        let _ = group.engines.set(Arc::downgrade(&engines));
         Ok(engines)
     }
 
-    /// The one that has the connections.
+    /// Returns the engine that owns the connections.
     pub(crate) fn first(&self) -> &Driver {
         &self.drivers[0]
     }
 
-    /// One of them.
+    /// Returns the engine with an index.
     pub(crate) fn get(&self, index: usize) -> &Driver {
         &self.drivers[index]
     }
@@ -179,15 +180,15 @@ impl Engines {
         &self.drivers
     }
 
-    /// Whom each tells what other processes must know.
+    /// Iterates over the engines that are members of the broker: index and registry of services.
     pub(crate) fn services(&self) -> impl Iterator<Item = (usize, &Arc<dyn Services>)> {
         let all = self.services.iter().enumerate();
         all.filter_map(|(index, services)| Some((index, services.as_ref()?)))
     }
 
-    /// Those that have put completions into a queue, or may.
-    pub(crate) fn of(&self, served: &Served) -> impl Iterator<Item = &Driver> {
-        let set = served.0.load(Relaxed).max(1);
+    /// Iterates over the engines in a set; of an empty one, over the first engine.
+    pub(crate) fn of(&self, set: &EngineSet) -> impl Iterator<Item = &Driver> {
+        let set = set.0.load(Relaxed).max(1);
         self.drivers
             .iter()
             .enumerate()
@@ -195,13 +196,15 @@ impl Engines {
             .map(|(_, driver)| driver)
     }
 
-    /// The engine of a new queue pair. Threads that poll a queue advance the engines that it is of, so that its queue pairs are all in
-    /// one; those of queues that are waited for are spread.
-    pub(crate) fn place(&self, qp_type: QpType, cqs: &[&Served], polled: bool) -> usize {
+    /// Chooses the engine of a new queue pair that completes into these queues.
+    ///
+    /// All queue pairs of a polled queue are on one engine, because a thread that polls it drives every engine in its
+    /// set. Others go to the engine with the fewest queue pairs.
+    pub(crate) fn place(&self, qp_type: QpType, cqs: &[&EngineSet], polled: bool) -> usize {
         if self.drivers.len() == 1 || !matches!(qp_type, QpType::Rc | QpType::XrcIni) {
             return 0;
         }
-        let known = cqs.iter().map(|served| served.0.load(Relaxed)).find(|set| *set != 0);
+        let known = cqs.iter().map(|set| set.0.load(Relaxed)).find(|set| *set != 0);
         match known.filter(|_| polled) {
             Some(set) => set.trailing_zeros() as usize,
             None => {
@@ -211,23 +214,23 @@ impl Engines {
         }
     }
 
-    /// It has one more queue pair, which completes into these.
-    pub(crate) fn joined(&self, index: usize, cqs: &[&Served]) {
+    /// Counts a queue pair of an engine that completes into these queues.
+    pub(crate) fn add_queue_pair(&self, index: usize, cqs: &[&EngineSet]) {
         self.loads[index].fetch_add(1, Relaxed);
-        cqs.iter().for_each(|served| served.by(index));
+        cqs.iter().for_each(|set| set.insert(index));
     }
 
-    /// It has one less.
-    pub(crate) fn left(&self, index: usize) {
+    /// Removes a queue pair of an engine from its count.
+    pub(crate) fn remove_queue_pair(&self, index: usize) {
         self.loads[index].fetch_sub(1, Relaxed);
     }
 
-    /// Queue pairs of all.
+    /// Returns the number of queue pairs of all engines.
     pub(crate) fn queue_pairs(&self) -> u32 {
         self.loads.iter().map(|load| load.load(Relaxed)).sum()
     }
 
-    /// Whether this process was forked from the one that has them.
+    /// Returns whether this process is a fork of the one that opened the device.
     pub(crate) fn is_inherited(&self) -> bool {
         self.first().is_inherited()
     }
@@ -236,40 +239,40 @@ impl Engines {
         self.drivers.iter().any(Driver::is_closed)
     }
 
-    /// The calling thread advances them.
+    /// Makes progress on all engines in the calling thread.
     pub(crate) fn progress(&self) {
         self.drivers.iter().for_each(Driver::poll);
     }
 
-    /// The application goes to sleep: packets wake the background threads again.
+    /// Hands progress back to the background threads, because the program stops polling.
     pub(crate) fn stop_polling(&self) {
         self.drivers.iter().for_each(Driver::stop_polling);
     }
 
-    /// The calling thread is about to sleep for completions.
+    /// Starts waiting for completions in the calling thread. Returns a waiter for each engine.
     pub(crate) fn begin_wait(&self) -> Vec<Waiter<'_>> {
         self.drivers.iter().map(Driver::begin_wait).collect()
     }
 
-    /// Memory that was taken back before is used by nobody after it ([`Driver::pass_lock`]).
+    /// Waits until no thread uses memory that was deregistered before the call ([`Driver::pass_lock`]).
     pub(crate) fn pass_locks(&self) {
         self.drivers.iter().for_each(Driver::pass_lock);
     }
 
-    /// Brings a packet to the engine that it is for.
+    /// Processes a datagram at the engine with its destination queue pair.
     pub(crate) fn inject(&self, datagram: &[u8], meta: &RxMeta) -> Result<(), Closed> {
-        let index = self.between.numbers.of_qpn(qpn_of(datagram)).unwrap_or(0);
+        let index = self.group.numbers.of_qpn(qpn_of(datagram)).unwrap_or(0);
         self.drivers[index].inject(datagram, meta)
     }
 
-    /// Stops all of them, each when it has sent what it still had to send.
+    /// Closes all engines. Each sends its pending packets first.
     pub(crate) fn close(&self) {
-        self.between.closing.store(true, Relaxed);
+        self.group.closing.store(true, Relaxed);
         self.drivers.iter().for_each(Driver::close);
     }
 }
 
-/// Whose queue pair numbers are whose.
+/// Returns the assignment of queue pair numbers to engines.
 fn numbers(all: &[EngineParts]) -> Numbers {
     match Steering::new(all.len()).filter(|_| all[0].0.services.is_none()) {
         Some(steering) => Numbers::All(steering),
@@ -281,11 +284,11 @@ fn drive(
     index: usize,
     (config, parts): EngineParts,
     router: &Arc<Router>,
-    between: &Arc<Between>,
+    group: &Arc<EngineGroup>,
 ) -> Result<Driver, VerbsError> {
     let links = match config.background && index == 0 {
         true => LinkWatch::new()
-            .map_err(|e| tracing::info!("changes of interfaces are not seen: {e}"))
+            .map_err(|e| tracing::info!("can't watch interfaces: changes of MTU and carrier are not noticed: {e}"))
             .ok(),
         false => None,
     };
@@ -293,9 +296,9 @@ fn drive(
         index,
         router: router.clone(),
         services: config.services.clone(),
-        between: between.clone(),
+        group: group.clone(),
     });
-    let own = match &between.numbers {
+    let own = match &group.numbers {
         Numbers::All(steering) => Some(Own::Engine(*steering, index)),
         Numbers::Places(_) => config.qpn_slot.map(QpnSlot::qpns).map(Own::Process),
     };
@@ -310,19 +313,18 @@ fn drive(
         background: config.background,
         spin: config.spin,
         tap: parts.tap,
-        inbox: between.inboxes.get(index).cloned(),
+        inbox: group.inboxes.get(index).cloned(),
         ..DriverConfig::default()
     };
     Driver::new(parts.port, Box::new(parts.path), sink, driver).map_err(io_error("starting the device's thread"))
 }
 
-/// The engines whose queue pairs complete into a queue: a bit for each.
+/// Set of engines whose queue pairs complete into a queue: bit *i* stands for engine *i*.
 #[derive(Debug, Default)]
-pub(crate) struct Served(AtomicU64);
+pub(crate) struct EngineSet(AtomicU64);
 
-impl Served {
-    /// This one's do.
-    pub(crate) fn by(&self, index: usize) {
+impl EngineSet {
+    pub(crate) fn insert(&self, index: usize) {
         self.0.fetch_or(1 << index, Relaxed);
     }
 }
@@ -336,7 +338,7 @@ mod tests {
     use super::*;
     use crate::{port::PortView, queue::EventQueue};
 
-    /// Another process, which gets what is handed over.
+    /// Records packets handed over to other processes.
     #[derive(Debug, Default)]
     struct Broker(Mutex<Vec<Vec<u8>>>);
 
@@ -357,19 +359,19 @@ mod tests {
         vec![0x64, 0, 0xff, 0xff, 0, a, b, c, 0, 0, 0, 0]
     }
 
-    fn taken(between: &Between, index: usize) -> Vec<Vec<u8>> {
-        let messages = between.inboxes[index].take().into_iter();
+    fn received(group: &EngineGroup, index: usize) -> Vec<Vec<u8>> {
+        let messages = group.inboxes[index].take().into_iter();
         let bytes = messages.map(|message| match message {
             Message::Packet(_, bytes) => bytes,
-            other => panic!("no packet: {other:?}"),
+            other => panic!("expected a packet, found {other:?}"),
         });
         bytes.collect()
     }
 
     #[test]
-    fn packets_that_came_astray_go_to_the_engine_or_the_process_that_has_their_number() {
+    fn stray_packets_go_to_the_engine_or_process_with_their_queue_pair_number() {
         let slots = [3, 9].map(|slot| QpnSlot { bits: 7, slot });
-        let between = Arc::new(Between {
+        let group = Arc::new(EngineGroup {
             engines: OnceLock::new(),
             inboxes: slots.iter().map(|_| Arc::new(Inbox::new().unwrap())).collect(),
             numbers: Numbers::Places(slots.into()),
@@ -381,18 +383,18 @@ mod tests {
             index: 1,
             router: Arc::new(Router::new(EventQueue::new().unwrap(), PortView::new(addr, None))),
             services: Some(broker.clone()),
-            between: between.clone(),
+            group: group.clone(),
         };
         let meta = RxMeta::new(addr, SocketAddr::new(addr, 4791));
         let [of_first, of_others] = [slots[0].qpns().last, slots[0].qpns().last + 1].map(packet);
         for bytes in [&of_first, &of_others, &vec![0; 3]] {
             sink.stray(&meta, bytes);
         }
-        assert_eq!(taken(&between, 0), [of_first]);
-        assert!(taken(&between, 1).is_empty());
+        assert_eq!(received(&group, 0), [of_first]);
+        assert!(received(&group, 1).is_empty());
         assert_eq!(*broker.0.lock(), [of_others, vec![0; 3]]);
         sink.first_packet(ConnId(7));
-        let told = between.inboxes[0].take();
-        assert!(matches!(told.front(), Some(Message::FirstPacket(ConnId(7)))));
+        let messages = group.inboxes[0].take();
+        assert!(matches!(messages.front(), Some(Message::FirstPacket(ConnId(7)))));
     }
 }

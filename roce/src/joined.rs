@@ -1,4 +1,4 @@
-//! Loops whose addresses are shared with other processes, through a broker (`roce_broker`): each loop is a member.
+//! Membership of a loop in the broker (`roce_broker`), which shares addresses among processes.
 
 use std::{
     net::IpAddr,
@@ -21,25 +21,25 @@ use crate::{
     shared::{Listeners, join_error},
 };
 
-/// How long the broker's question waits for a loop that is at work, before it is told what the loop said last.
-const PATIENCE: Duration = Duration::from_millis(200);
+/// Time that a busy loop has to report. After that its previous report is sent.
+const REPORT_TIMEOUT: Duration = Duration::from_millis(200);
 
-/// What a loop tells about itself when it is asked.
+/// Status reports of a loop to the broker.
 #[derive(Default)]
-struct Answers {
-    wanted: AtomicBool,
-    /// The last one.
+struct Reports {
+    requested: AtomicBool,
     last: Mutex<Option<Report>>,
-    told: Condvar,
+    /// Signaled when `last` changes.
+    updated: Condvar,
 }
 
-/// Takes what the broker has for a loop.
-struct Post {
+/// Receives the broker's messages for a loop.
+struct LoopInbox {
     endpoints: Arc<Endpoints>,
-    answers: Arc<Answers>,
+    reports: Arc<Reports>,
 }
 
-impl roce_broker::Inbox for Post {
+impl roce_broker::Inbox for LoopInbox {
     fn datagram(&self, meta: &RxMeta, bytes: &[u8]) {
         if let Some(endpoint) = self.endpoints.of(meta.local.to_canonical()) {
             endpoint.inbox().send_or_lose(HandedOver::forwarded(meta, bytes));
@@ -47,63 +47,63 @@ impl roce_broker::Inbox for Post {
     }
 
     fn report(&self) -> Option<Report> {
-        let mut last = self.answers.last.lock();
-        self.answers.wanted.store(true, SeqCst);
+        let mut last = self.reports.last.lock();
+        self.reports.requested.store(true, SeqCst);
         if !self.endpoints.wake() {
             return None;
         }
-        self.answers.told.wait_for(&mut last, PATIENCE);
+        self.reports.updated.wait_for(&mut last, REPORT_TIMEOUT);
         last.clone()
     }
 }
 
-/// A loop's membership, for who opens devices for the loop.
+/// Membership of a loop whose devices are not open yet.
 pub(crate) struct Joining {
     membership: Arc<Membership>,
 }
 
-/// The same, which keeps nothing alive.
+/// Weak reference to a loop's membership.
 pub(crate) struct WeakJoining(Weak<Membership>);
 
 impl WeakJoining {
-    /// `None`: the loop has ended.
-    pub(crate) fn get(&self) -> Option<Joining> {
+    /// Returns the membership. `None` if the loop was dropped.
+    pub(crate) fn upgrade(&self) -> Option<Joining> {
         let membership = self.0.upgrade()?;
         Some(Joining { membership })
     }
 }
 
 impl Joining {
-    /// Becomes a member of the broker's, which is started if none runs.
+    /// Joins the broker, which is started if none runs.
     ///
     /// # Errors
-    /// When there is none and none can be started, or it refuses.
-    pub(crate) fn join(how: &JoinConfig) -> Result<Self, VerbsError> {
-        let membership = roce_broker::join(how).map_err(join_error)?;
+    /// If the broker refuses, or none runs and none can be started.
+    pub(crate) fn join(config: &JoinConfig) -> Result<Self, VerbsError> {
+        let membership = roce_broker::join(config).map_err(join_error)?;
         Ok(Self {
             membership: Arc::new(membership),
         })
     }
 
-    /// For who opens devices later.
-    pub(crate) fn later(&self) -> WeakJoining {
+    /// Returns a weak reference, to open devices later.
+    pub(crate) fn downgrade(&self) -> WeakJoining {
         WeakJoining(Arc::downgrade(&self.membership))
     }
 
-    /// The numbers that are the loop's at all of its addresses, and whom it tells what others must know.
+    /// Returns the loop's range of queue pair numbers, which holds at all its addresses, and the registry of services.
     pub(crate) fn place(&self) -> (QpnSlot, Arc<dyn Services>) {
         (self.membership.numbers(), Arc::new(Listeners(self.membership.clone())))
     }
 
-    /// The sockets that the loop gets for an address. It may take as long as the broker takes to answer.
+    /// Requests the loop's sockets for an address from the broker. Blocks until it answers.
     ///
     /// # Errors
-    /// When the address is not ours, or somebody has its port who is no member.
+    /// If the address is not local, or a process that is no member uses its port.
     pub(crate) fn sockets(&self, addr: IpAddr) -> Result<OpenSockets, JoinError> {
         self.membership.open(addr)
     }
 
-    /// A device's configuration, with these sockets.
+    /// Returns a device's configuration with these sockets and this membership.
     pub(crate) fn config(&self, config: &DeviceConfig, sockets: OpenSockets) -> DeviceConfig {
         let (slot, services) = self.place();
         DeviceConfig {
@@ -114,54 +114,54 @@ impl Joining {
         }
     }
 
-    /// What comes for it is this one's.
-    pub(crate) fn deliver(&self, inbox: Arc<dyn roce_broker::Inbox>) {
+    /// Sets the receiver of the broker's messages.
+    pub(crate) fn set_inbox(&self, inbox: Arc<dyn roce_broker::Inbox>) {
         self.membership.set_inbox(inbox);
     }
 
-    /// The loop has its devices: packets for an address go to its endpoint.
+    /// Completes joining: from now on the endpoint of an address receives its packets from the broker.
     pub(crate) fn joined(self, endpoints: Arc<Endpoints>) -> Joined {
-        let answers = Arc::<Answers>::default();
-        self.membership.set_inbox(Arc::new(Post {
+        let reports = Arc::<Reports>::default();
+        self.membership.set_inbox(Arc::new(LoopInbox {
             endpoints: endpoints.clone(),
-            answers: answers.clone(),
+            reports: reports.clone(),
         }));
         Joined {
             membership: self.membership,
             endpoints,
-            answers,
+            reports,
         }
     }
 }
 
-/// The membership of a loop.
+/// Membership of a loop with its endpoints.
 pub(crate) struct Joined {
     membership: Arc<Membership>,
     endpoints: Arc<Endpoints>,
-    answers: Arc<Answers>,
+    reports: Arc<Reports>,
 }
 
 impl Joined {
-    /// The loop's addresses.
+    /// Returns the endpoints of the loop's addresses.
     pub(crate) fn endpoints(&self) -> &Arc<Endpoints> {
         &self.endpoints
     }
 
-    /// Whether the broker wants a report.
-    pub(crate) fn is_asked(&self) -> bool {
-        self.answers.wanted.load(SeqCst)
+    /// Returns whether the broker has requested a report.
+    pub(crate) fn is_report_requested(&self) -> bool {
+        self.reports.requested.load(SeqCst)
     }
 
-    /// Answers the broker.
-    pub(crate) fn tell(&self, report: Report) {
-        self.answers.wanted.store(false, SeqCst);
-        *self.answers.last.lock() = Some(report);
-        self.answers.told.notify_all();
+    /// Stores the report that the broker requested.
+    pub(crate) fn report(&self, report: Report) {
+        self.reports.requested.store(false, SeqCst);
+        *self.reports.last.lock() = Some(report);
+        self.reports.updated.notify_all();
     }
 
-    /// The loop ends, and this is what it has counted.
+    /// Leaves the broker with a last report.
     pub(crate) fn leave(&self, report: Report) {
-        self.tell(report.clone());
+        self.report(report.clone());
         self.membership.report_last(report);
     }
 }

@@ -1,4 +1,4 @@
-//! A device that its owner's loop drives.
+//! Devices driven by the caller's event loop, without a thread or lock.
 
 use std::{io, net::IpAddr, os::fd::BorrowedFd, sync::Arc, time::Duration};
 
@@ -24,7 +24,7 @@ use crate::{
     tap::SharedTap,
 };
 
-/// The members of each of several loops.
+/// Members of each of several loops.
 struct Loops(Vec<Vec<Opened>>);
 
 impl Loops {
@@ -32,7 +32,7 @@ impl Loops {
         Self((0..loops).map(|_| Vec::new()).collect())
     }
 
-    /// Those at one more address.
+    /// Adds the members at another address, one for each loop.
     fn add(&mut self, members: Vec<Opened>) {
         for (of_loop, member) in self.0.iter_mut().zip(members) {
             of_loop.push(member);
@@ -40,16 +40,16 @@ impl Loops {
     }
 }
 
-/// All addresses of a loop.
+/// Addresses of a loop.
 struct Members(Vec<Member>);
 
 impl Members {
-    /// Whom to tell of the services that this loop takes requests for at an address.
+    /// Returns the registry of services at an address, if other processes share it.
     fn registry(&self, index: usize) -> Option<&dyn Services> {
         self.0[index].shard.as_ref()?.registry()
     }
 
-    /// What other processes may know.
+    /// Returns counters and addresses for the broker's status report.
     fn report(&mut self) -> Report {
         let mut all = DeviceStats::default();
         let mut queue_pairs = 0;
@@ -59,7 +59,7 @@ impl Members {
         }
         let addrs: Vec<_> = self.0.iter().map(|m| m.addr).collect();
         let mtu = self.0.iter().map(|m| m.mtu).max().unwrap_or(Mtu::B256);
-        // A loop does not watch its interfaces.
+        // `link_downed` is 0, because a loop does not watch its interfaces.
         shared::report(&addrs, mtu, queue_pairs, all.hw_counters(0))
     }
 }
@@ -78,7 +78,7 @@ impl Ports for Members {
     }
 
     fn route(&self, src: Option<IpAddr>, dst: IpAddr) -> Result<(usize, IpAddr), VerbsError> {
-        let no_way = |e: io::Error| VerbsError::Address(format!("no way to {dst}: {e}"));
+        let no_route = |e: io::Error| VerbsError::Address(format!("no route to {dst}: {e}"));
         let has = |addr: IpAddr| self.0.iter().position(|m| m.addr == addr);
         let any = || {
             self.0
@@ -96,11 +96,13 @@ impl Ports for Members {
         if let Some(one) = one {
             return Ok((0, one.addr));
         }
-        let local = iface::route_to(dst).map_err(no_way)?;
+        let local = iface::route_to(dst).map_err(no_route)?;
         let found = has(local).or_else(any);
-        found
-            .map(|index| (index, local))
-            .ok_or_else(|| VerbsError::Address(format!("the way to {dst} leads from {local}, which is no device's")))
+        found.map(|index| (index, local)).ok_or_else(|| {
+            VerbsError::Address(format!(
+                "the route to {dst} has source address {local}, which is no device's: open a device at it"
+            ))
+        })
     }
 
     fn claim(&mut self, index: usize, addr: Option<IpAddr>, port: u16) -> Result<(), VerbsError> {
@@ -123,19 +125,21 @@ impl Ports for Members {
     }
 }
 
-/// Devices without a thread or a lock: the caller's loop receives, runs timers and sends, and between that uses them as a
-/// [`Provider`]. Nothing is sent but by [`flush`](Self::flush), so that what a turn of the loop posts leaves together.
+/// Devices without a thread or lock, driven by the caller's event loop.
 ///
-/// The turns of such a loop (`examples/own_loop.rs` is a whole one):
+/// The loop receives, runs timers and sends; in between it uses the devices as a [`Provider`]. Only
+/// [`flush`](Self::flush) sends, so that all requests posted in an iteration are sent together.
+///
+/// A sketch of the loop; `examples/own_loop.rs` has a complete one:
 ///
 /// ```no_run
 /// # use roce::{DeviceConfig, Flush, LocalDevice, VerbsError, verbs::provider::Provider};
-/// /// Takes what there is; true if there was something.
-/// fn hand_on(provider: &mut dyn Provider) -> Result<bool, VerbsError> {
+/// /// Processes completions and events. Returns whether there were any.
+/// fn dispatch(provider: &mut dyn Provider) -> Result<bool, VerbsError> {
 ///     let (mut any, mut completions) = (false, Vec::new());
 ///     while provider.poll_completions(&mut completions, 1024)? > 0 {
 ///         for (_qp, _completion) in completions.drain(..) {
-///             // Post what follows of it.
+///             // Post the next requests.
 ///         }
 ///         any = true;
 ///     }
@@ -150,20 +154,20 @@ impl Ports for Members {
 /// loop {
 ///     let more = device.receive(roce::now(), 128);
 ///     device.run_timers(roce::now(), more);
-///     let mut busy = hand_on(device.provider())?;
+///     let mut busy = dispatch(device.provider())?;
 ///     let flushed = device.flush(roce::now());
 ///     // Sending can complete work requests, with an error for example.
-///     busy |= hand_on(device.provider())?;
+///     busy |= dispatch(device.provider())?;
 ///     if !more && !busy && flushed != Flush::More {
-///         let _wait = device.next_timeout(roce::now());
-///         // Wait for device.descriptors(), to write too if it is Flush::Blocked, and no longer than that.
+///         let _timeout = device.next_timeout(roce::now());
+///         // Poll device.descriptors() with this timeout, for writing too after Flush::Blocked.
 ///     }
 /// }
 /// # }
 /// ```
 pub struct LocalDevice {
     fabric: Fabric<Members>,
-    /// With the broker of its addresses.
+    /// Membership of the broker, if other processes share the addresses.
     joined: Option<Joined>,
     opener: Opener,
 }
@@ -185,11 +189,11 @@ impl core::fmt::Debug for LocalDevice {
 }
 
 impl LocalDevice {
-    /// Opens devices, one for each of these; `background` says nothing here. Those that name the same file have one capture.
+    /// Opens a device for each configuration. Ignores `background`. Devices with the same `pcap` file share a capture.
     ///
     /// # Errors
-    /// When a port is taken (the text says by whom), an address is not ours, two devices would have the same, or the system
-    /// refuses.
+    /// If a UDP port is in use (the text names the process), an address is not local, two devices have the same one, or
+    /// a system call fails.
     pub fn open(configs: &[DeviceConfig]) -> Result<Self, VerbsError> {
         open::check_apart(configs)?;
         let paths = configs
@@ -199,23 +203,27 @@ impl LocalDevice {
         let taps = SharedTap::of(configs)?;
         let opener = Opener::of_one(configs, &taps);
         let members = configs.iter().zip(paths).zip(taps);
-        let members = members.map(|((config, path), tap)| Member::whole(config, path, tap));
+        let members = members.map(|((config, path), tap)| Member::single(config, path, tap));
         Ok(Self::of(members.collect::<Result<_, _>>()?, opener))
     }
 
-    /// Opens devices for several loops, each of which has a *shard* of every one: an address is theirs together, and so is its table
-    /// of memory, by which one's provider can lend to another's ([`Provider::lend_pd`]); each has sockets, queue pairs and
-    /// connections of its own. A device has the same number in each loop.
+    /// Opens devices for several loops. Each loop has a *shard* of every device.
     ///
-    /// The kernel gives a packet to the shard whose queue pair it is for; connect requests come to the first loop, which passes them
-    /// on as `placement` says, and so it does with what follows. Each loop has to listen for the services that it is to be given
-    /// connections of.
+    /// The shards of a device share its address and memory table, so that one loop's provider can share memory with
+    /// another's ([`Provider::lend_pd`]). Each has its own sockets, queue pairs and connections. A device has the same
+    /// index in each loop.
     ///
-    /// All of them have to be driven: what waits for a shard that is not is lost. With one, this is [`open`](Self::open).
+    /// The kernel delivers a packet to the shard of its queue pair. Connect requests arrive at the first loop. It
+    /// forwards them, and the messages that follow, to the shard that `placement` chooses. Each loop must listen for
+    /// the services of which it accepts connections.
+    ///
+    /// Every loop must be driven: packets for a shard whose loop does not run are lost. With one shard this is
+    /// [`open`](Self::open).
     ///
     /// # Errors
-    /// As [`open`](Self::open); for more than 64 shards; when the configuration says that an address is shared with other processes
-    /// ([`DeviceConfig::sockets`], [`DeviceConfig::qpn_slot`], [`DeviceConfig::services`]): see [`open_shared`](Self::open_shared).
+    /// As [`open`](Self::open). Also for more than 64 shards, or if the configuration shares an address with other
+    /// processes ([`DeviceConfig::sockets`], [`DeviceConfig::qpn_slot`], [`DeviceConfig::services`]): use
+    /// [`open_shared`](Self::open_shared) then.
     pub fn open_shards(
         configs: &[DeviceConfig],
         shards: usize,
@@ -239,20 +247,21 @@ impl LocalDevice {
         Ok(loops.map(|members| Self::of(members, opener.clone())).collect())
     }
 
-    /// Opens devices whose addresses other processes may use at the same time, for one loop or several as
-    /// [`open_shards`](Self::open_shards) does: each loop becomes a member of the broker's, which is started if none runs. Connect
-    /// requests come to the first loop, by whichever address and for whichever service the loops listen.
+    /// Opens devices whose addresses other processes may use at the same time, for one or several loops.
+    ///
+    /// Each loop becomes a member of the broker, which is started if none runs. Connect requests to any address and
+    /// service of the loops arrive at the first loop, as with [`open_shards`](Self::open_shards).
     ///
     /// # Errors
-    /// As [`open_shards`](Self::open_shards), when there is no broker and none can be started, and when it refuses.
+    /// As [`open_shards`](Self::open_shards). Also if the broker refuses, or none runs and none can be started.
     pub fn open_shared(
         configs: &[DeviceConfig],
         loops: usize,
         placement: Arc<dyn Placement>,
-        how: &JoinConfig,
+        join: &JoinConfig,
     ) -> Result<Vec<Self>, VerbsError> {
         open::check_apart(configs)?;
-        let joining = (0..loops.max(1)).map(|_| Joining::join(how));
+        let joining = (0..loops.max(1)).map(|_| Joining::join(join));
         let joining = joining.collect::<Result<Vec<_>, _>>()?;
         let taps = SharedTap::of(configs)?;
         let opener = Opener::of_members(configs, &taps, &joining, &placement);
@@ -279,26 +288,28 @@ impl LocalDevice {
         }
     }
 
-    /// That of a loop that joins.
+    /// Creates the devices of a loop that is a member of the broker.
     fn of_member(opened: Vec<Opened>, joining: Joining, opener: Opener) -> Self {
         let mut this = Self::of(opened, opener);
         let endpoints = Arc::<Endpoints>::default();
-        this.members().iter_mut().for_each(|member| member.enter(&endpoints));
+        this.members().iter_mut().for_each(|member| member.register(&endpoints));
         this.joined = Some(joining.joined(endpoints));
         this
     }
 
-    /// Opens further addresses for this loop and the others that it was opened with.
+    /// Returns an opener of further addresses for this loop and those opened with it.
     pub fn opener(&self) -> Opener {
         self.opener.clone()
     }
 
-    /// The loop gets one more device, which has been [opened](Opener::open) for it; the next turn has its
-    /// [descriptors](Self::descriptors) too. Listeners at all addresses that are there already are not at this one.
+    /// Adds a device that was [opened](Opener::open) for this loop. Returns its index.
+    ///
+    /// Its [descriptors](Self::descriptors) must be polled from the next iteration on. Existing listeners at all
+    /// addresses do not include its address.
     pub fn attach(&mut self, new: NewDevice) -> DeviceIx {
         let (mut member, (limits, addrs)) = new.into_opened();
         if let Some(joined) = &self.joined {
-            member.enter(joined.endpoints());
+            member.register(joined.endpoints());
         }
         self.fabric.ports().0.push(member);
         self.fabric.add_device(limits, addrs)
@@ -308,50 +319,50 @@ impl LocalDevice {
         &mut self.fabric.ports().0
     }
 
-    /// What a loop's state machines are given.
+    /// Returns the verbs provider of these devices.
     pub fn provider(&mut self) -> &mut dyn Provider {
         &mut self.fabric
     }
 
-    /// The same, to ask only.
+    /// Returns the verbs provider of these devices, for queries only.
     pub fn shared_provider(&self) -> &dyn Provider {
         &self.fabric
     }
 
-    /// Path MTU at most of connections from an address that is a device's, or of which a device has all.
+    /// Returns the largest path MTU of connections from a device's address. `None` if no device has that address.
     pub fn mtu_of(&mut self, addr: IpAddr) -> Option<Mtu> {
         let found = self.members().iter().find(|m| m.addr == addr);
         found.map(|m| m.mtu)
     }
 
-    /// Limits of a device.
+    /// Returns the limits of a device.
     pub fn limits(&self, index: usize) -> Option<&DeviceLimits> {
         self.fabric.devices().get(index).map(|caps| &caps.limits)
     }
 
-    /// Receives about `budget` packets of each device. True: more is waiting.
+    /// Receives about `budget` packets at each device. Returns whether more are waiting.
     pub fn receive(&mut self, now: Instant, budget: usize) -> bool {
         self.fabric.set_now(now);
         let mut more = false;
         for member in self.members() {
             more |= member.receive(now, budget);
         }
-        if self.joined.as_ref().is_some_and(Joined::is_asked) {
+        if self.joined.as_ref().is_some_and(Joined::is_report_requested) {
             let report = self.fabric.ports().report();
-            self.joined.iter().for_each(|joined| joined.tell(report.clone()));
+            self.joined.iter().for_each(|joined| joined.report(report.clone()));
         }
         more
     }
 
-    /// Takes a datagram that reached the host by another socket as if the network had brought it to a device. All checks are
-    /// made.
+    /// Processes a datagram received by other means as if a device's socket had received it, with all checks.
     pub fn inject(&mut self, now: Instant, index: usize, datagram: &[u8], meta: &RxMeta) {
         if let Some(member) = self.members().get_mut(index) {
             member.driver.inject(now, datagram, meta);
         }
     }
 
-    /// Runs timers that are due, unless packets wait (`more`) that could be what they wait for.
+    /// Runs timers that are due. With `more`, received packets are waiting that timers may be waiting for: then they are
+    /// postponed.
     pub fn run_timers(&mut self, now: Instant, more: bool) {
         self.fabric.set_now(now);
         for member in self.members() {
@@ -359,7 +370,7 @@ impl LocalDevice {
         }
     }
 
-    /// Sends what there is to send. After [`Flush::Blocked`] it is to be called again when a descriptor is writable.
+    /// Sends the packets that are due. After [`Flush::Blocked`], call it again when a descriptor is writable.
     pub fn flush(&mut self, now: Instant) -> Flush {
         let mut all = Flush::Done;
         for member in self.members() {
@@ -372,29 +383,29 @@ impl LocalDevice {
         all
     }
 
-    /// How long the loop may wait; `None`: for ever.
+    /// Returns the time until the next timer expires. `None`: no timer is armed.
     pub fn next_timeout(&mut self, now: Instant) -> Option<Duration> {
         let next = self.members().iter_mut().filter_map(|m| m.driver.next_timeout()).min();
         next.map(|at| at.saturating_since(now))
     }
 
-    /// What to watch for packets, and for room to send after [`Flush::Blocked`].
+    /// Returns the descriptors to poll for reading, and after [`Flush::Blocked`] for writing.
     pub fn descriptors(&mut self) -> Vec<BorrowedFd<'_>> {
         self.fabric.ports().0.iter().flat_map(Member::descriptors).collect()
     }
 
-    /// What a device has counted.
+    /// Returns the counters of a device.
     pub fn stats(&mut self, index: usize) -> Option<DeviceStats> {
         Some(self.members().get(index)?.driver.counters().into())
     }
 
-    /// What each device has counted, with its address as it was given.
+    /// Returns the counters of each device, with the address it was opened with.
     pub fn all_stats(&mut self) -> Vec<(IpAddr, DeviceStats)> {
         let of = |member: &mut Member| (member.addr, member.driver.counters().into());
         self.members().iter_mut().map(of).collect()
     }
 
-    /// How many objects there are.
+    /// Returns the number of objects.
     pub fn usage(&self) -> Usage {
         self.fabric.usage()
     }

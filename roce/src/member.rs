@@ -1,4 +1,4 @@
-//! One address of a loop.
+//! Device of a loop: the loop's shard of one address.
 
 use std::{net::IpAddr, os::fd::BorrowedFd, sync::Arc};
 
@@ -15,17 +15,17 @@ use crate::{
     tap::SharedTap,
 };
 
-/// What a loop has of one address.
+/// Driver, memory and shard of one address of a loop.
 pub(crate) struct Member {
     pub(crate) driver: LocalDriver,
     pub(crate) mem: Arc<MemoryTable>,
     pub(crate) addr: IpAddr,
     pub(crate) mtu: Mtu,
-    /// What it has of an address that others share: loops of this process, or other processes.
+    /// Shard of an address used by several loops or processes.
     pub(crate) shard: Option<Shard>,
 }
 
-/// A member, and what state machines are told of it.
+/// Member with its limits and addresses.
 pub(crate) type Opened = (Member, (DeviceLimits, Vec<IpAddr>));
 
 impl Member {
@@ -46,14 +46,14 @@ impl Member {
         (member, (parts.limits, addresses(addr)))
     }
 
-    /// That of a single loop, which nobody shares the address with but whom the configuration names.
-    pub(crate) fn whole(
+    /// Creates the member of a single loop. Other processes share the address only if the configuration says so.
+    pub(crate) fn single(
         config: &DeviceConfig,
         path: UdpDatapath,
         tap: Option<SharedTap>,
     ) -> Result<Opened, VerbsError> {
         let places: Vec<_> = config.qpn_slot.zip(config.services.clone()).into_iter().collect();
-        let shard = Shard::of_places(&places, Arc::new(OnlyOne))?.pop();
+        let shard = Shard::of_places(&places, Arc::new(SingleLoop))?.pop();
         let own = |qpns| {
             if shard.is_some() {
                 Own::Loop(qpns, None)
@@ -66,7 +66,7 @@ impl Member {
         Ok(Self::new(config, parts, own, shard))
     }
 
-    /// Those of several loops, which have the address for themselves.
+    /// Creates the members of several loops that share the address with no other process.
     pub(crate) fn shards(
         config: &DeviceConfig,
         paths: Vec<UdpDatapath>,
@@ -82,10 +82,10 @@ impl Member {
             };
             (config, path, Own::Shard(steering, index), shard)
         });
-        Self::several(parts, tap)
+        Self::sharing_memory(parts, tap)
     }
 
-    /// Those of loops that are members of the broker's, which has given each its sockets.
+    /// Creates the members of loops that have joined the broker, with the sockets that it handed out.
     pub(crate) fn joined(
         config: &DeviceConfig,
         joining: &[Joining],
@@ -99,16 +99,16 @@ impl Member {
         for ((joining, shard), sockets) in joining.iter().zip(shards).zip(sockets) {
             let config = joining.config(config, sockets);
             let path = open::datapath(&config)?.map_err(open::error)?;
-            // The loop may get another address at any time.
+            // Another address may be opened for the loop later: the shard's packets are filtered by address.
             let addr = Some(config.addr.to_canonical()).filter(|addr| !addr.is_unspecified());
             let own = Own::Loop(joining.place().0.qpns(), addr);
             parts.push((config, path, own, shard));
         }
-        Self::several(parts.into_iter(), tap)
+        Self::sharing_memory(parts.into_iter(), tap)
     }
 
-    /// Those of several loops, which have a table of memory in common. Each has its configuration.
-    fn several(
+    /// Creates the members of several loops with one memory table.
+    fn sharing_memory(
         loops: impl Iterator<Item = (DeviceConfig, UdpDatapath, Own, Shard)>,
         tap: Option<&SharedTap>,
     ) -> Result<Vec<Opened>, VerbsError> {
@@ -126,14 +126,14 @@ impl Member {
         Ok(members.collect())
     }
 
-    /// It is one of the addresses of a loop that other processes may have too.
-    pub(crate) fn enter(&mut self, endpoints: &Arc<Endpoints>) {
+    /// Registers the address for packets that the broker forwards.
+    pub(crate) fn register(&mut self, endpoints: &Arc<Endpoints>) {
         if let Some(shard) = &mut self.shard {
             shard.add_address(self.addr, endpoints);
         }
     }
 
-    /// Receives about `budget` packets. True: more is waiting.
+    /// Receives about `budget` packets. Returns whether more are waiting.
     pub(crate) fn receive(&mut self, now: Instant, budget: usize) -> bool {
         let driver = &mut self.driver;
         match &self.shard {
@@ -142,23 +142,23 @@ impl Member {
         }
     }
 
-    /// What to watch.
+    /// Returns the descriptors to poll.
     pub(crate) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let shard = self.shard.as_ref().map(Shard::descriptor);
         self.driver.descriptors().into_iter().chain(shard)
     }
 }
 
-/// Where there is one loop, it gets everything.
-struct OnlyOne;
+/// Placement with a single loop.
+struct SingleLoop;
 
-impl Placement for OnlyOne {
+impl Placement for SingleLoop {
     fn place(&self, _: &Arrival<'_>) -> usize {
         0
     }
 }
 
-/// The addresses that a device has now.
+/// Returns a device's addresses: none if it is open at the unspecified address.
 fn addresses(addr: IpAddr) -> Vec<IpAddr> {
     match addr.is_unspecified() {
         true => Vec::new(),

@@ -111,7 +111,7 @@ impl Opener {
         joining: &[Joining],
         placement: &Arc<dyn Placement>,
     ) -> Self {
-        let joining = joining.iter().map(Joining::later).collect();
+        let joining = joining.iter().map(Joining::downgrade).collect();
         Self::new(configs, taps, How::Members(joining, placement.clone()))
     }
 
@@ -188,12 +188,12 @@ impl Opener {
         let opened = match &self.0.how {
             How::One => open::datapath(config)
                 .and_then(|path| path.map_err(open::error))
-                .and_then(|path| Ok(vec![Member::whole(config, path, tap)?])),
+                .and_then(|path| Ok(vec![Member::single(config, path, tap)?])),
             How::Shards(steering, placement) => open::shard_datapaths(config, *steering)
                 .and_then(|paths| paths.map_err(open::error))
                 .and_then(|paths| Member::shards(config, paths, *steering, placement, tap.as_ref())),
             How::Members(joining, placement) => {
-                let joining: Option<Vec<_>> = joining.iter().map(WeakJoining::get).collect();
+                let joining: Option<Vec<_>> = joining.iter().map(WeakJoining::upgrade).collect();
                 let joining = joining.ok_or(VerbsError::Closed)?;
                 let sockets = self.sockets(addr, &joining)?;
                 let opened = Member::joined(config, &joining, sockets.clone(), placement, tap.as_ref());

@@ -81,7 +81,7 @@ impl Drop for QpInner {
             // On a closed device there is nothing left to end.
             Err(_) => router.forget_qp(self.qpn),
         }
-        self.device.engines.left(self.engine);
+        self.device.engines.remove_queue_pair(self.engine);
     }
 }
 
@@ -213,15 +213,15 @@ impl Qp {
             return Err(VerbsError::Limit("queue pairs"));
         }
         let cqs: Vec<_> = [options.send_cq, options.recv_cq].into_iter().flatten().collect();
-        let served: Vec<_> = cqs.iter().map(|cq| cq.served()).collect();
-        let engine = engines.place(qp_type, &served, cqs.iter().all(|cq| cq.is_polled()));
+        let engine_sets: Vec<_> = cqs.iter().map(|cq| cq.engine_set()).collect();
+        let engine = engines.place(qp_type, &engine_sets, cqs.iter().all(|cq| cq.is_polled()));
         let made = engines.get(engine).with_quiet(|port, now| -> Result<_, VerbsError> {
             port.set_now(now);
             let qpn = port.create_qp(args)?;
             Ok((qpn, port.receive_queue(qpn)))
         });
         let (qpn, receives) = made.map_err(closed)??;
-        engines.joined(engine, &served);
+        engines.add_queue_pair(engine, &engine_sets);
         Ok(Self(Arc::new(QpInner {
             qpn,
             receives,

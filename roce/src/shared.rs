@@ -135,7 +135,7 @@ impl Device {
         let device = Self::start(opened.collect::<Result<_, VerbsError>>()?)?;
         for (index, joining) in joining.iter().enumerate() {
             let device = Arc::downgrade(&device.0);
-            joining.deliver(Arc::new(Post { device, index }));
+            joining.set_inbox(Arc::new(Post { device, index }));
         }
         Ok(device)
     }

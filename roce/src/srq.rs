@@ -195,7 +195,7 @@ impl Device {
             xrcd.pd().check(&self.0)?;
             cq.check(&self.0)?;
             // The first engine has the targets of extended reliable connections.
-            cq.served().by(0);
+            cq.engine_set().insert(0);
         }
         if self.0.srqs.fetch_add(1, Ordering::Relaxed) >= limits.max_srq {
             self.0.srqs.fetch_sub(1, Ordering::Relaxed);
