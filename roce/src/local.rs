@@ -361,8 +361,8 @@ impl LocalDevice {
         }
     }
 
-    /// Runs timers that are due. With `more`, received packets are waiting that timers may be waiting for: then they are
-    /// postponed.
+    /// Runs timers that are due. With `more`, packets are waiting to be received, which may stop timers: then they are
+    /// postponed, a limited number of times.
     pub fn run_timers(&mut self, now: Instant, more: bool) {
         self.fabric.set_now(now);
         for member in self.members() {

@@ -62,7 +62,7 @@ impl Broker {
             match present.map_or_else(|| self.open_group(*one, uid), Ok) {
                 Ok(key) => groups.push(key),
                 // Sockets that came with a request do not wait with it.
-                Err(GroupError::Taken(_)) if self.is_settling(now()) && sockets.is_empty() => {
+                Err(GroupError::Taken(_)) if self.is_rejoining(now()) && sockets.is_empty() => {
                     return Outcome::Later;
                 }
                 // A host without IPv6 still has the other half of the unspecified address.
@@ -186,13 +186,13 @@ impl Broker {
     }
 
     fn open_group(&mut self, addr: IpAddr, uid: u32) -> Result<usize, GroupError> {
-        let kept = self.kept.iter().position(|g| g.addr() == addr);
+        let kept = self.restored.iter().position(|g| g.addr() == addr);
         let group = match kept {
-            Some(index) => self.kept.swap_remove(index),
+            Some(index) => self.restored.swap_remove(index),
             None => {
                 let beside: Vec<IpAddr> = self.groups.iter().map(|(_, g)| g.group.addr()).collect();
                 let group = Group::open(addr, self.steering, &beside)?;
-                self.deposit(&group);
+                self.store_vault(&group);
                 group
             }
         };

@@ -1,4 +1,4 @@
-//! The broker's event loop, and what it does with packets.
+//! Event loop of the broker, and its routing of packets to members.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -23,7 +23,7 @@ use super::{
     orphans::Orphans,
     ports::Ports,
     quota::{MAX_NAMELESS, Quotas, Throttle},
-    requests::{Deferred, Question},
+    requests::{Deferred, StatisticsQuery},
     slots::Slots,
     state::{self, Life, StateFile, boot_time},
     systemd::Notify,
@@ -37,34 +37,34 @@ use crate::{
     wire::{MAX_RECORD, Record, RecvError},
 };
 
-/// Where management datagrams have their class, method and transaction ID (IBA 13.4.3).
+/// Offsets of management class, method and transaction ID in a MAD, bytes (IBA 13.4.3).
 const MAD_CLASS: usize = 1;
 const MAD_METHOD: usize = 3;
 const MAD_TRANSACTION: usize = 8;
-/// The method is an answer.
+/// Response bit of a MAD's method.
 const METHOD_RESPONSE: u8 = 0x80;
-/// Records of one client in a row.
+/// Largest number of records read from a client before other sources are served.
 pub(super) const CLIENT_BUDGET: usize = 128;
-/// Records of one whose process has ended: more than its socket holds.
+/// Largest number of records read from a client whose process has exited. Its socket holds fewer.
 const LAST_BUDGET: usize = 4096;
-/// How long members of a former broker are waited for.
-const SETTLE: Duration = Duration::from_secs(5);
-/// How long groups stay open for members of a former broker that live and do not come back.
-const ABSENCE: Duration = Duration::from_secs(60);
-/// Who has connected may be about to join for so long.
-const NEWCOMER: Duration = Duration::from_secs(2);
-/// How often a steering program is attached anew at most.
-const STEER: Duration = Duration::from_secs(1);
-/// How often is looked after what no event tells.
+/// Time that members of a former broker have to rejoin after a start.
+const REJOIN_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time after a start for which groups stay open for living members of a former broker that have not rejoined.
+const ABSENT_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time that a new connection has to join. Until then it keeps the broker running.
+const JOIN_TIMEOUT: Duration = Duration::from_secs(2);
+/// Shortest interval between two attempts to attach the steering programs again.
+const REATTACH_INTERVAL: Duration = Duration::from_secs(1);
+/// Poll interval while there is work for which no event arrives.
 const TICK: Duration = Duration::from_millis(100);
 
-/// What a token of the poll stands for.
+/// Event source; encoded in the poll's tokens.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 enum Source {
     Client(usize),
     Process(usize),
     Gsi(usize),
-    /// The last: a new client may get the key of one that is removed before, of which there may be more events.
+    /// Served last: a new client may reuse the key of one removed in this round, which may have further events.
     Listener,
 }
 
@@ -88,51 +88,52 @@ impl Source {
     }
 }
 
-/// See the module.
+/// Broker: clients, groups (addresses), slots and connections of exited processes.
 pub(super) struct Broker {
     poll: Poll,
     listener: OwnedFd,
-    /// Network namespace of the sockets that it hands out.
+    /// Network namespace of the sockets that the broker hands out.
     pub(super) network: Option<u64>,
     pub(super) notify: Notify,
     state: StateFile,
+    /// Time after which an unused broker exits. `None`: it never does.
     linger: Option<Duration>,
-    /// How long a group stays open that nobody uses.
+    /// Time after which an unused group is closed.
     idle: Duration,
     shared: bool,
     pub(super) steering: Steering,
     pub(super) isolation: Isolation,
     pub(super) quotas: Quotas,
     throttle: Throttle,
-    /// When steering programs were attached anew last.
-    steered: Instant,
+    /// Time when the steering programs were last attached again.
+    last_reattached: Instant,
     pub(super) clients: Slab<Client>,
     pub(super) by_place: HashMap<Place, usize>,
     pub(super) groups: Slab<Gsi>,
-    /// Vaults that systemd kept, until their address is asked for.
-    pub(super) kept: Vec<Group>,
+    /// Groups restored from systemd's file descriptor store whose address no member has requested yet.
+    pub(super) restored: Vec<Group>,
     pub(super) slots: Slots,
     pub(super) ports: Ports,
     pub(super) tracker: Tracker,
     orphans: Orphans,
     pub(super) deferred: Vec<Deferred>,
     pub(super) contested: Vec<Deferred>,
-    /// Becomes `contested` after this round.
-    pub(super) asked_now: Vec<Deferred>,
-    pub(super) questions: Vec<Question>,
+    /// Requests of this round that become `contested` after it.
+    pub(super) newly_contested: Vec<Deferred>,
+    pub(super) queries: Vec<StatisticsQuery>,
     pub(super) gone: Gone,
     pub(super) counters: BTreeMap<&'static str, u64>,
     pub(super) started: Instant,
-    /// Since when there was nothing to do.
+    /// Time since when the broker is unused.
     unused_since: Instant,
-    /// Sources with more to read, although the poll does not tell again.
-    again: Vec<Source>,
-    /// Connections wait that could not be accepted.
+    /// Sources with more to read. The poll is edge-triggered and does not report them again.
+    ready: Vec<Source>,
+    /// Accepting failed: connections are pending for which no further event arrives.
     stalled: bool,
     buffer: Vec<u8>,
 }
 
-/// Bytes from the system's random number generator.
+/// Returns bytes from the system's random number generator.
 pub(super) fn random<const N: usize>() -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes).map_err(|e| io::Error::other(e.to_string()))?;
@@ -140,7 +141,7 @@ pub(super) fn random<const N: usize>() -> io::Result<[u8; N]> {
 }
 
 impl Broker {
-    pub(super) fn new(config: &Config, listener: OwnedFd, kept: Vec<OwnedFd>, notify: Notify) -> io::Result<Self> {
+    pub(super) fn new(config: &Config, listener: OwnedFd, vaults: Vec<OwnedFd>, notify: Notify) -> io::Result<Self> {
         let poll = Poll::new()?;
         watch(&poll, listener.as_raw_fd(), Source::Listener, Interest::READABLE)?;
         let state = StateFile::new(&config.dir);
@@ -150,15 +151,15 @@ impl Broker {
         };
         slots.inherit(boot_time(), state::namespace(), state::is_alive);
         let (steering, isolation) = steering(config);
-        let kept = kept.into_iter().filter_map(|vault| Group::adopt(vault).ok());
-        let kept = kept.filter(|group| group.steering() == steering).collect();
+        let restored = vaults.into_iter().filter_map(|vault| Group::adopt(vault).ok());
+        let restored = restored.filter(|group| group.steering() == steering).collect();
         let time = now();
         Ok(Self {
             steering,
             isolation,
             quotas: config.quotas,
             throttle: Throttle::default(),
-            steered: time,
+            last_reattached: time,
             idle: config.idle,
             poll,
             network: sys::network(listener.as_fd()),
@@ -170,33 +171,33 @@ impl Broker {
             clients: Slab::new(),
             by_place: HashMap::new(),
             groups: Slab::new(),
-            kept,
+            restored,
             slots,
             ports: Ports::default(),
             tracker: Tracker::default(),
             orphans: Orphans::default(),
             deferred: Vec::new(),
             contested: Vec::new(),
-            asked_now: Vec::new(),
-            questions: Vec::new(),
+            newly_contested: Vec::new(),
+            queries: Vec::new(),
             gone: Gone::default(),
             counters: BTreeMap::new(),
             started: time,
             unused_since: time,
-            again: Vec::new(),
+            ready: Vec::new(),
             stalled: false,
             buffer: vec![0; MAX_RECORD],
         })
     }
 
-    /// Tells systemd.
-    pub(super) fn ready(&self) {
+    /// Notifies systemd that the broker is ready.
+    pub(super) fn notify_ready(&self) {
         if let Err(e) = self.notify.say("READY=1", &[]) {
-            tracing::warn!("systemd can't be told that the broker is ready: {e}");
+            tracing::warn!("can't notify systemd that the broker is ready: {e}");
         }
     }
 
-    /// Serves until nobody needs it.
+    /// Runs the event loop until the broker has been unused for `linger`.
     pub(super) fn run(&mut self) -> io::Result<()> {
         let mut events = Events::with_capacity(256);
         loop {
@@ -206,7 +207,7 @@ impl Broker {
             {
                 return Err(e);
             }
-            let mut sources = std::mem::take(&mut self.again);
+            let mut sources = std::mem::take(&mut self.ready);
             sources.extend(events.iter().map(|event| Source::of(event.token())));
             sources.sort_unstable();
             sources.dedup();
@@ -220,20 +221,20 @@ impl Broker {
     }
 
     fn timeout(&self, now: Instant) -> Option<Duration> {
-        if !self.again.is_empty() || !self.contested.is_empty() {
+        if !self.ready.is_empty() || !self.contested.is_empty() {
             return Some(Duration::ZERO);
         }
-        let restless = self.stalled
+        let needs_tick = self.stalled
             || !self.deferred.is_empty()
-            || !self.questions.is_empty()
+            || !self.queries.is_empty()
             || !self.slots.absent().is_empty()
             || self.clients.iter().any(|(_, c)| c.place.is_none())
             || self.groups.iter().any(|(_, g)| g.idle_since.is_some())
-            || !self.kept.is_empty()
+            || !self.restored.is_empty()
             || self.is_unused();
-        let tick = restless.then_some(TICK);
-        let orphan = self.orphans.next().map(|at| at.saturating_since(now));
-        tick.into_iter().chain(orphan).min()
+        let tick = needs_tick.then_some(TICK);
+        let next_dreq = self.orphans.next().map(|at| at.saturating_since(now));
+        tick.into_iter().chain(next_dreq).min()
     }
 
     fn serve(&mut self, source: Source) {
@@ -243,13 +244,13 @@ impl Broker {
                 self.flush(key);
                 self.serve_client(key, CLIENT_BUDGET);
             }
-            Source::Process(key) => self.lose(key),
+            Source::Process(key) => self.on_process_exit(key),
             Source::Gsi(key) => {
                 let mut arrivals = Vec::new();
                 if let Some(gsi) = self.groups.get_mut(key)
                     && gsi.receive(&mut arrivals)
                 {
-                    self.again.push(source);
+                    self.ready.push(source);
                 }
                 for arrival in arrivals {
                     self.check_steering(&arrival.bytes);
@@ -263,11 +264,11 @@ impl Broker {
         *self.counters.entry(name).or_default() += 1;
     }
 
-    /// Counts something, and writes one line of it in a while.
+    /// Increments a counter and logs a warning, at a limited rate per counter.
     pub(super) fn report(&mut self, counter: &'static str, text: impl FnOnce() -> String) {
         self.count(counter);
-        if let Some(left_out) = self.throttle.pass(now(), counter) {
-            tracing::warn!(counter, left_out, "{}", text());
+        if let Some(suppressed) = self.throttle.pass(now(), counter) {
+            tracing::warn!(counter, suppressed, "{}", text());
         }
     }
 
@@ -282,7 +283,7 @@ impl Broker {
                     return;
                 }
                 Err(e) => {
-                    // The poll does not tell again of those that wait.
+                    // The poll is edge-triggered: retry at each tick, but warn once.
                     if !std::mem::replace(&mut self.stalled, true) {
                         tracing::warn!("a connection can't be accepted: {e}");
                     }
@@ -290,7 +291,7 @@ impl Broker {
                 }
             };
             if let Err(e) = self.add_client(socket) {
-                tracing::warn!("a new connection is given up: {e}");
+                tracing::warn!("a new connection is closed: {e}");
             }
         }
     }
@@ -300,13 +301,17 @@ impl Broker {
         if !client.trusted && !self.shared && client.uid != 0 {
             return Err(io::Error::new(
                 io::ErrorKind::PermissionDenied,
-                format!("it is user {}'s", client.uid),
+                format!(
+                    "it belongs to user {}, and this broker serves one user only",
+                    client.uid
+                ),
             ));
         }
         let uid = client.uid;
         let nameless = |(_, c): &(usize, &Client)| c.uid == uid && c.place.is_none();
         if self.shared && self.clients.iter().filter(nameless).count() >= MAX_NAMELESS {
-            let text = || format!("user {uid} has {MAX_NAMELESS} connections without a place: no more are taken");
+            let text =
+                || format!("user {uid} has {MAX_NAMELESS} connections without a place, the limit: closing a new one");
             self.report("refused_connects", text);
             return Ok(());
         }
@@ -339,22 +344,21 @@ impl Broker {
                 Err(RecvError::Malformed(text)) => {
                     tracing::warn!(
                         pid = client.process.pid,
-                        "a process is given up, as it sends garbage: {text}"
+                        "disconnecting a process that sent an invalid record: {text}"
                     );
                     self.count("protocol_errors");
                     return self.remove(key, false);
                 }
             }
         }
-        self.again.push(Source::Client(key));
+        self.ready.push(Source::Client(key));
     }
 
     fn take_record(&mut self, key: usize, record: Record<ToBroker>) {
         match record.message {
             ToBroker::Request { seq, request } => self.on_request(key, seq, request, record.fds),
             ToBroker::Datagram(meta) => {
-                // Only members hand packets over, and only such that came to an address of theirs. Who sent them can't be
-                // verified.
+                // Only members may hand packets over, and only for their own addresses. The source is not verified.
                 if self.has_opened(key, meta.local) {
                     self.count("handed_over");
                     self.route(Arrival {
@@ -370,7 +374,7 @@ impl Broker {
         }
     }
 
-    /// A member tells what has become of its connections.
+    /// Records the connections that a member reports as established or ended.
     pub(super) fn on_connections(&mut self, key: usize, up: &[Connection], down: &[u32]) {
         let Some((place, uid)) = self.clients.get(key).and_then(|c| Some((c.place?, c.uid))) else {
             return;
@@ -382,26 +386,28 @@ impl Broker {
         for conn in up {
             let known = self.tracker.knows(conn.local_id);
             if !known && used >= self.quotas.connections {
-                let most = self.quotas.connections;
-                let text = || format!("user {uid} has {most} connections: more are not recorded (--max-connections)");
+                let max = self.quotas.connections;
+                let text = || {
+                    format!("user {uid} has {max} connections, the limit: not recording another (--max-connections)")
+                };
                 self.report("refused_connections", text);
             } else if self.has_opened(key, conn.local) && self.tracker.establish(place, *conn) {
                 used += usize::from(!known);
             } else {
                 self.report("refused_foreign_connections", || {
-                    format!("user {uid} tells of a connection that is not its process's")
+                    format!("a process of user {uid} reports a connection that is not its own")
                 });
             }
         }
     }
 
-    /// The places of a user's members.
+    /// Returns the places of a user's members.
     pub(super) fn of_user(&self, uid: u32) -> impl Iterator<Item = Place> {
         let of_user = self.clients.iter().filter(move |(_, c)| c.uid == uid);
         of_user.filter_map(|(_, c)| c.place)
     }
 
-    /// Whether a client has a socket that packets to an address arrive at.
+    /// Returns whether a client has a socket that receives packets to an address.
     fn has_opened(&self, key: usize, addr: IpAddr) -> bool {
         let opened = |c: &Client| {
             c.opened
@@ -411,13 +417,13 @@ impl Broker {
         self.clients.get(key).is_some_and(|c| c.place.is_some() && opened(c))
     }
 
-    /// The process at the other end of a connection has ended. What it had said before is heard.
-    pub(super) fn lose(&mut self, key: usize) {
+    /// Removes a client whose process has exited, after processing the records that it had sent.
+    pub(super) fn on_process_exit(&mut self, key: usize) {
         self.serve_client(key, LAST_BUDGET);
         self.remove(key, false);
     }
 
-    /// A connection has ended.
+    /// Removes a client. `clean`: it has said goodbye.
     pub(super) fn remove(&mut self, key: usize, clean: bool) {
         let Some(client) = self.clients.try_remove(key) else {
             return;
@@ -426,7 +432,7 @@ impl Broker {
         if let Some(pidfd) = &client.pidfd {
             self.unwatch(pidfd.as_raw_fd());
         }
-        self.forget_questions(key);
+        self.forget_queries(key);
         let Some(place) = client.place else { return };
         tracing::info!(pid = client.process.pid, name = client.name, clean, "a process leaves");
         match clean {
@@ -436,41 +442,41 @@ impl Broker {
         self.by_place.remove(&place);
         self.slots.release(boot_time(), place, clean);
         self.ports.remove_all(place);
-        self.bury(place);
+        self.release_place(place);
         self.save();
     }
 
-    /// What is to be done for a place whose process is gone.
-    fn bury(&mut self, place: Place) {
+    /// Disconnects the connections of an exited process and takes its sockets back.
+    fn release_place(&mut self, place: Place) {
         let now = now();
         for conn in self.tracker.take(place) {
             if !self.orphans.add(now, conn) {
                 self.report("ends_not_told", || {
-                    "too many connections end at once: not all peers are told".into()
+                    "too many connections of exited processes at once: some peers get no DREQ".into()
                 });
             }
         }
         for (_, gsi) in &self.groups {
             if let Err(e) = gsi.group.put_back(place.slot) {
-                tracing::warn!("the socket of a process that left can't be emptied: {e}");
+                tracing::warn!("can't empty the socket of an exited process: {e}");
             }
         }
     }
 
-    /// Writes down who has which place.
+    /// Writes the owners of the places to the state file.
     pub(super) fn save(&mut self) {
         if let Err(e) = self.state.write(&self.slots) {
-            tracing::warn!("the state can't be written: {e}");
+            tracing::warn!("can't write the state file: {e}");
         }
     }
 
-    /// Whether members of a former broker may still come back, or tell what they had.
-    pub(super) fn is_settling(&self, now: Instant) -> bool {
+    /// Returns whether members of a former broker may still rejoin or report their connections.
+    pub(super) fn is_rejoining(&self, now: Instant) -> bool {
         let waiting = !self.slots.absent().is_empty() || self.clients.iter().any(|(_, c)| c.restoring);
-        waiting && now < self.started + SETTLE
+        waiting && now < self.started + REJOIN_TIMEOUT
     }
 
-    /// Adds a group whose vault came from somewhere, or that was just opened. `owner`: whose user's process wanted it.
+    /// Adds a new or restored group. `owner` is the user of the process that requested the address.
     pub(super) fn add_group(&mut self, group: Group, owner: u32) -> io::Result<()> {
         let gsi = Gsi::new(group, owner, random()?).map_err(|e| io::Error::other(e.to_string()))?;
         let key = self.groups.vacant_key();
@@ -478,37 +484,39 @@ impl Broker {
             watch(&self.poll, fd, Source::Gsi(key), Interest::READABLE)?;
         }
         self.groups.insert(gsi);
-        // What waits since before it was watched is told now.
-        self.again.push(Source::Gsi(key));
+        // Packets that arrived before the sockets were registered cause no event.
+        self.ready.push(Source::Gsi(key));
         Ok(())
     }
 
     fn unwatch(&self, fd: RawFd) {
-        // It is closed right after.
+        // An error is harmless: the descriptor is closed next.
         let _ = self.poll.registry().deregister(&mut SourceFd(&fd));
     }
 
-    /// A packet that is a member's came to slot 0. It may have been merged behind one for QP1; or a member has detached the
-    /// steering program, and all packets go anywhere.
+    /// Attaches the steering programs again if slot 0 received a packet for a member.
+    ///
+    /// A member may have detached the program; then packets arrive at any socket. Or GRO merged the packet behind one
+    /// for QP1.
     fn check_steering(&mut self, bytes: &[u8]) {
         if self.steering == Steering::Array && matches!(target(bytes), Target::Member(_)) {
-            self.steer_again(now());
+            self.reattach_steering(now());
         }
     }
 
-    fn steer_again(&mut self, now: Instant) {
-        if now < self.steered + STEER {
+    fn reattach_steering(&mut self, now: Instant) {
+        if now < self.last_reattached + REATTACH_INTERVAL {
             return;
         }
-        self.steered = now;
+        self.last_reattached = now;
         for (_, gsi) in &self.groups {
             if let Err(e) = gsi.group.steer_again() {
-                tracing::warn!("the steering program can't be attached: {e}");
+                tracing::warn!("can't attach the steering program: {e}");
             }
         }
     }
 
-    /// A packet that slot 0 received or that a member handed over.
+    /// Routes a packet that slot 0 received or a member handed over.
     fn route(&mut self, arrival: Arrival) {
         let Arrival { meta, bytes } = arrival;
         match target(&bytes) {
@@ -550,8 +558,8 @@ impl Broker {
             return;
         }
         let now = now();
-        if self.is_settling(now) {
-            // It may be for a member that has not come back, or not said yet what it had. The peer asks again.
+        if self.is_rejoining(now) {
+            // It may be for a member that has not rejoined or reported its connections. The peer retries.
             return self.count("drop_settling");
         }
         if let Some(gsi) = self.groups.get_mut(group) {
@@ -560,7 +568,7 @@ impl Broker {
         self.count("answered_mads");
     }
 
-    /// Whose a message of the connection manager is.
+    /// Returns the place that a connection manager message is for.
     fn owner(&self, meta: &Meta, message: &Message) -> Option<Place> {
         let by_id = |id: u32| Some(Place::of_comm_id(id)).filter(|p| p.is_valid());
         let by_service = |service: u64| {
@@ -583,13 +591,13 @@ impl Broker {
         }
     }
 
-    /// The place of the member whose numbers those of `place` are.
+    /// Returns the place of the member that owns the numbers of `place`: that generation, or its whole slot.
     fn member_at(&self, place: Place) -> Option<Place> {
         let candidates = [place, Place::whole(place.slot)];
         candidates.into_iter().find(|p| self.by_place.contains_key(p))
     }
 
-    /// Passes a packet on to the process that it is for.
+    /// Forwards a packet to the member at a place.
     fn forward(&mut self, place: Place, meta: &Meta, bytes: &[u8]) {
         let key = self.member_at(place).and_then(|place| self.by_place.get(&place));
         let Some(client) = key.and_then(|key| self.clients.get(*key)) else {
@@ -599,20 +607,22 @@ impl Broker {
         self.count(if sent { "forwarded" } else { "drop_process_busy" });
     }
 
-    /// No member is there, nor was a moment ago, and nobody is left to be told anything. Who only asks does not keep the broker.
+    /// Returns whether the broker has no members, no absent members, and no DREQs to send.
+    ///
+    /// Clients that only request statistics don't count.
     fn is_unused(&self) -> bool {
         self.by_place.is_empty() && self.orphans.is_empty() && self.slots.absent().is_empty()
     }
 
-    /// What no event tells. True: the broker is not needed any more.
+    /// Runs timers and retries. Returns whether the broker must exit because it is unused.
     fn housekeeping(&mut self, now: Instant) -> bool {
         if self.stalled {
             self.accept();
         }
-        self.settle_absent(now);
+        self.expire_absent(now);
         self.retry_deferred(now);
-        self.end_questions(now);
-        self.give_up_silent(now);
+        self.end_queries(now);
+        self.remove_silent(now);
         for out in self.orphans.poll(now) {
             if let Some(gsi) = self.group_of(out.local).and_then(|key| self.groups.get_mut(key)) {
                 gsi.send(&out);
@@ -622,42 +632,44 @@ impl Broker {
                 .and_modify(|n| *n += 1)
                 .or_insert(1);
         }
-        self.steer_again(now);
+        self.reattach_steering(now);
         self.close_idle_groups(now);
         if !self.is_unused() {
             self.unused_since = now;
         }
         let over = self.linger.is_some_and(|linger| now >= self.unused_since + linger);
-        over && !self.awaits_newcomer(now)
+        over && !self.awaits_join(now)
     }
 
-    /// Somebody has connected and may be about to join.
-    fn awaits_newcomer(&self, now: Instant) -> bool {
-        let joins = |c: &Client| c.place.is_none() && !c.observes && now < c.since + NEWCOMER;
+    /// Returns whether a new connection may be about to join.
+    fn awaits_join(&self, now: Instant) -> bool {
+        let joins = |c: &Client| c.place.is_none() && !c.observes && now < c.since + JOIN_TIMEOUT;
         self.clients.iter().any(|(_, c)| joins(c))
     }
 
-    fn settle_absent(&mut self, now: Instant) {
+    /// Releases the places of members of a former broker that have exited or, if unknown, did not rejoin in time.
+    fn expire_absent(&mut self, now: Instant) {
         if self.slots.absent().is_empty() {
             return;
         }
-        let settled = now >= self.started + SETTLE;
-        // Of a process that can't be seen only its coming back tells that it lives.
+        let expired = now >= self.started + REJOIN_TIMEOUT;
+        // A process in another PID namespace can't be looked up: only rejoining proves that it lives.
         let alive = |p| match state::life(p) {
             Life::Alive => true,
             Life::Dead => false,
-            Life::Unknown => !settled,
+            Life::Unknown => !expired,
         };
         let dead = self.slots.bury(boot_time(), alive);
         for place in &dead {
-            self.bury(*place);
+            self.release_place(*place);
         }
         if !dead.is_empty() {
             self.save();
         }
     }
 
-    pub(super) fn give_up_silent(&mut self, now: Instant) {
+    /// Disconnects clients that have not joined within [`FIRST_WORD`].
+    pub(super) fn remove_silent(&mut self, now: Instant) {
         let silent = |c: &Client| c.place.is_none() && now >= c.since + FIRST_WORD;
         let keys: Vec<usize> = self.clients.iter().filter(|(_, c)| silent(c)).map(|(k, _)| k).collect();
         for key in keys {
@@ -665,9 +677,9 @@ impl Broker {
         }
     }
 
-    /// A group that nobody uses is closed, so that a program may have the port alone.
+    /// Closes groups unused for `idle`, so that a program without the broker can bind the port.
     fn close_idle_groups(&mut self, now: Instant) {
-        let absent = !self.slots.absent().is_empty() && now < self.started + ABSENCE;
+        let absent = !self.slots.absent().is_empty() && now < self.started + ABSENT_TIMEOUT;
         let idle: Vec<(usize, bool)> = self
             .groups
             .iter()
@@ -680,31 +692,33 @@ impl Broker {
         let over = |g: &Gsi| g.idle_since.is_some_and(|since| now >= since + self.idle);
         let keys: Vec<usize> = self.groups.iter().filter(|(_, g)| over(g)).map(|(k, _)| k).collect();
         keys.into_iter().for_each(|key| self.close_group(key));
-        // What systemd kept is of use while those may come back that had it.
-        if !absent && !self.is_settling(now) && now >= self.started + self.idle {
-            for group in std::mem::take(&mut self.kept) {
-                self.withdraw(group.addr());
+        // Restored groups are useful only as long as their former members may rejoin.
+        if !absent && !self.is_rejoining(now) && now >= self.started + self.idle {
+            for group in std::mem::take(&mut self.restored) {
+                self.remove_vault(group.addr());
             }
         }
     }
 
-    /// Whether nobody uses a group.
+    /// Returns whether no client has sockets of a group and no DREQ must be sent from it.
     fn is_idle(&self, key: usize) -> bool {
         let used = self.clients.iter().any(|(_, c)| c.opened.contains(&key));
-        let owed = |g: &Gsi| self.orphans.needs(|local| g.covers(local));
-        !used && !self.groups.get(key).is_some_and(owed)
+        let has_dreqs = |g: &Gsi| self.orphans.needs(|local| g.covers(local));
+        !used && !self.groups.get(key).is_some_and(has_dreqs)
     }
 
     fn close_group(&mut self, key: usize) {
         let Some(gsi) = self.groups.try_remove(key) else { return };
-        tracing::info!(addr = %gsi.group.addr(), "an address is closed");
+        tracing::info!(addr = %gsi.group.addr(), "closing an address");
         for fd in gsi.descriptors() {
             self.unwatch(fd);
         }
-        self.withdraw(gsi.group.addr());
+        self.remove_vault(gsi.group.addr());
     }
 
-    /// Closes at once those of the groups that nobody uses. What is asked for goes before what might be.
+    /// Closes the selected groups that are unused, to make room for a requested one.
+    ///
+    /// Closes none while members of a former broker may rejoin.
     pub(super) fn close_unused(&mut self, which: impl Fn(&Gsi) -> bool) {
         if !self.slots.absent().is_empty() {
             return;
@@ -714,21 +728,24 @@ impl Broker {
         keys.into_iter().for_each(|key| self.close_group(key));
     }
 
-    /// How many addresses are open for a user: it uses them, or had them opened and nobody uses them.
+    /// Returns the number of groups that count for a user: those it uses, and unused ones that it requested.
     pub(super) fn groups_of(&self, uid: u32) -> usize {
         let uses = |key: &usize| self.clients.iter().any(|(_, c)| c.uid == uid && c.opened.contains(key));
         let counts = |(key, g): &(usize, &Gsi)| uses(key) || (g.owner == uid && self.is_idle(*key));
         self.groups.iter().filter(counts).count()
     }
 
-    /// Makes room for another group of a user. The refusal's counter and text, if there is none.
+    /// Makes room for another group of a user by closing unused ones.
+    ///
+    /// # Errors
+    /// Counter and text of the refusal, if the user's quota or the broker's limit is exhausted.
     pub(super) fn make_room(&mut self, uid: u32) -> Result<(), (&'static str, String)> {
         if self.groups_of(uid) >= self.quotas.addresses {
             self.close_unused(|g| g.owner == uid);
         }
         if self.groups_of(uid) >= self.quotas.addresses {
-            let most = self.quotas.addresses;
-            let text = format!("user {uid} has {most} addresses open, and may not have more (--max-addresses)");
+            let max = self.quotas.addresses;
+            let text = format!("user {uid} has {max} addresses open, which is its limit (--max-addresses)");
             return Err(("refused_addresses", text));
         }
         if self.groups.len() >= MAX_GROUPS {
@@ -738,53 +755,55 @@ impl Broker {
             true => Ok(()),
             false => Err((
                 "refused_addresses",
-                format!("the broker has {MAX_GROUPS} addresses open"),
+                format!("the broker has {MAX_GROUPS} addresses open, which is its limit"),
             )),
         }
     }
 
-    /// Keeps a group's vault with systemd.
-    pub(super) fn deposit(&self, group: &Group) {
+    /// Stores a group's vault in systemd's file descriptor store.
+    pub(super) fn store_vault(&self, group: &Group) {
         if let Err(e) = self.notify.keep(group.addr(), group.vault()) {
-            tracing::warn!("systemd does not keep the sockets: {e}");
+            tracing::warn!("can't store the sockets with systemd: {e}");
         }
     }
 
-    /// Has systemd drop it.
-    fn withdraw(&self, addr: IpAddr) {
+    /// Removes a group's vault from systemd's file descriptor store.
+    fn remove_vault(&self, addr: IpAddr) {
         if let Err(e) = self.notify.drop_kept(addr) {
-            tracing::warn!("systemd is not told that sockets are closed: {e}");
+            tracing::warn!("can't remove closed sockets from systemd's store: {e}");
         }
     }
 }
 
-/// How packets are steered, and whom members trust with that. Between users only the array keeps them apart.
+/// Chooses the steering program, and with it how members of different users are isolated: only the array isolates them.
 fn steering(config: &Config) -> (Steering, Isolation) {
     if config.shared.is_none() {
         return (Steering::Index, Isolation::OneUser);
     }
     match bpf::probe() {
         Ok(()) if config.isolate => {
-            tracing::info!("members are isolated: none can receive what is another's");
+            tracing::info!("members are isolated: none can receive packets of another");
             (Steering::Array, Isolation::Isolated)
         }
         probed => {
-            let why = probed.map_or_else(|e| format!("{e}: it takes CAP_BPF"), |()| "so it was asked for".into());
+            let why = probed.map_or_else(
+                |e| format!("can't load the BPF program, which requires CAP_BPF: {e}"),
+                |()| "isolation is disabled by --trust-domain".into(),
+            );
             tracing::warn!(
-                "whoever may use this broker can read the packets of all others: it can't load the program that keeps them \
-                 apart ({why})"
+                "members are not isolated: every user of this broker can read the packets of all others ({why})"
             );
             (Steering::Index, Isolation::TrustDomain)
         }
     }
 }
 
-/// Whose an answer of a management class other than communication management is.
+/// Returns the place that a response of another management class is for, by its transaction ID. `None` for requests.
 fn transaction_owner(mad: &[u8]) -> Option<Place> {
     let high: &[u8; 4] = mad.get(MAD_TRANSACTION..)?.first_chunk()?;
-    let answer = mad.get(MAD_METHOD)? & METHOD_RESPONSE != 0;
+    let is_response = mad.get(MAD_METHOD)? & METHOD_RESPONSE != 0;
     let place = Place::of_comm_id(u32::from_be_bytes(*high));
-    (answer && place.is_valid()).then_some(place)
+    (is_response && place.is_valid()).then_some(place)
 }
 
 fn watch(poll: &Poll, fd: RawFd, source: Source, interest: Interest) -> io::Result<()> {

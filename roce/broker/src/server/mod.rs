@@ -145,7 +145,7 @@ fn serve(config: &Config, kept: Vec<OwnedFd>) -> Result<(), BrokerError> {
     let listener = listen(config).map_err(context("making the socket"))?;
     let notify = systemd::Notify::from_env();
     let mut broker = broker::Broker::new(config, listener, kept, notify).map_err(context("starting"))?;
-    broker.ready();
+    broker.notify_ready();
     if config.announce {
         announce().map_err(context("telling that it is ready"))?;
     }

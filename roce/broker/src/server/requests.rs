@@ -30,7 +30,7 @@ pub(super) struct Deferred {
 }
 
 /// Statistics that are being collected.
-pub(super) struct Question {
+pub(super) struct StatisticsQuery {
     client: usize,
     seq: u64,
     token: u64,
@@ -72,14 +72,14 @@ fn port_text(service: u64, addr: Option<IpAddr>) -> String {
 impl Broker {
     pub(super) fn on_request(&mut self, client: usize, seq: u64, request: Request, fds: Vec<OwnedFd>) {
         let outcome = self.handle(client, seq, &request, fds);
-        let waiting = || self.deferred.iter().chain(&self.contested).chain(&self.asked_now);
+        let waiting = || self.deferred.iter().chain(&self.contested).chain(&self.newly_contested);
         match outcome {
             Outcome::InUse(..) | Outcome::Later if waiting().filter(|d| d.client == client).count() >= MAX_DEFERRED => {
                 let text = format!("{MAX_DEFERRED} requests of this process wait already");
                 let why = Refusal::Internal;
                 self.reply(client, seq, Reply::Refused { why, text }, vec![]);
             }
-            Outcome::InUse(..) => self.asked_now.push(Deferred { client, seq, request }),
+            Outcome::InUse(..) => self.newly_contested.push(Deferred { client, seq, request }),
             other => self.conclude(client, seq, request, other),
         }
     }
@@ -111,8 +111,8 @@ impl Broker {
             self.on_request(d.client, d.seq, d.request, vec![]);
         }
         // What was sent before a request was is read by the next round at the latest.
-        let asked_now = std::mem::take(&mut self.asked_now);
-        let contested = std::mem::replace(&mut self.contested, asked_now);
+        let newly_contested = std::mem::take(&mut self.newly_contested);
+        let contested = std::mem::replace(&mut self.contested, newly_contested);
         if !contested.is_empty() {
             self.remove_dead();
         }
@@ -127,7 +127,7 @@ impl Broker {
         let dead = self.clients.iter().filter(|(_, c)| !state::is_alive(c.process));
         let keys: Vec<usize> = dead.map(|(key, _)| key).collect();
         for key in keys {
-            self.lose(key);
+            self.on_process_exit(key);
         }
     }
 
@@ -272,7 +272,7 @@ impl Broker {
     }
 
     fn bind(&mut self, client: usize, place: Place, service: u64, addr: Option<IpAddr>, reuse: bool) -> Outcome {
-        if self.is_settling(now()) {
+        if self.is_rejoining(now()) {
             return Outcome::Later;
         }
         let Some(process) = self.clients.get(client).map(|c| c.process) else {
@@ -292,7 +292,7 @@ impl Broker {
     }
 
     fn listen(&mut self, client: usize, place: Place, service: u64, addr: Option<IpAddr>) -> Outcome {
-        if self.is_settling(now()) {
+        if self.is_rejoining(now()) {
             return Outcome::Later;
         }
         let Some(process) = self.clients.get(client).map(|c| c.process) else {
@@ -308,7 +308,7 @@ impl Broker {
     }
 
     fn ask(&mut self, client: usize, seq: u64) -> Outcome {
-        if self.questions.iter().any(|q| q.client == client) {
+        if self.queries.iter().any(|q| q.client == client) {
             return refused(Refusal::Invalid, "the answer to the last question is not there yet");
         }
         let token = match random() {
@@ -319,7 +319,7 @@ impl Broker {
         let members = self.by_place.values().copied();
         let asked = members.filter(|key| self.clients.get(*key).is_some_and(|c| c.try_send(&query, &[])));
         let waiting: BTreeSet<usize> = asked.collect();
-        self.questions.push(Question {
+        self.queries.push(StatisticsQuery {
             client,
             seq,
             token,
@@ -337,7 +337,7 @@ impl Broker {
         if let Some(report) = report {
             c.last = Some(report.bounded());
         }
-        for q in self.questions.iter_mut().filter(|q| q.token == token) {
+        for q in self.queries.iter_mut().filter(|q| q.token == token) {
             if q.waiting.remove(&client) {
                 q.answered.insert(client);
             }
@@ -353,21 +353,21 @@ impl Broker {
     }
 
     /// A client is gone: it neither answers nor asks.
-    pub(super) fn forget_questions(&mut self, client: usize) {
-        self.questions.retain(|q| q.client != client);
-        for q in &mut self.questions {
+    pub(super) fn forget_queries(&mut self, client: usize) {
+        self.queries.retain(|q| q.client != client);
+        for q in &mut self.queries {
             q.waiting.remove(&client);
             q.answered.remove(&client);
         }
         self.deferred.retain(|d| d.client != client);
         self.contested.retain(|d| d.client != client);
-        self.asked_now.retain(|d| d.client != client);
+        self.newly_contested.retain(|d| d.client != client);
     }
 
-    pub(super) fn end_questions(&mut self, now: Instant) {
-        let all = std::mem::take(&mut self.questions);
+    pub(super) fn end_queries(&mut self, now: Instant) {
+        let all = std::mem::take(&mut self.queries);
         let (over, waiting) = all.into_iter().partition(|q| q.waiting.is_empty() || now >= q.until);
-        self.questions = waiting;
+        self.queries = waiting;
         for q in over {
             let mut parts = self.statistics(&q).parts().into_iter().peekable();
             while let Some(part) = parts.next() {
@@ -377,7 +377,7 @@ impl Broker {
         }
     }
 
-    fn statistics(&self, q: &Question) -> Statistics {
+    fn statistics(&self, q: &StatisticsQuery) -> Statistics {
         let mut processes: Vec<ProcessReport> = self
             .by_place
             .iter()

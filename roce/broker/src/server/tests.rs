@@ -255,10 +255,10 @@ fn a_process_has_one_question_and_one_turn() {
         asking.ask(&mut broker, Request::Statistics),
         Refusal::Invalid
     ));
-    assert_eq!(broker.questions.len(), 1);
-    broker.end_questions(roce_net::now() + Duration::from_secs(60));
+    assert_eq!(broker.queries.len(), 1);
+    broker.end_queries(roce_net::now() + Duration::from_secs(60));
     assert!(matches!(asking.answer(), Some(Reply::Statistics { .. })));
-    assert!(broker.questions.is_empty());
+    assert!(broker.queries.is_empty());
 
     let (eager, place) = Peer::member(&mut broker);
     let report = |n| ToBroker::Report {
@@ -280,7 +280,7 @@ fn a_process_has_one_question_and_one_turn() {
     for n in 0..CLIENT_BUDGET as u64 + 9 {
         eager.say(&report(n));
     }
-    broker.lose(eager.key);
+    broker.on_process_exit(eager.key);
     assert!(!broker.by_place.contains_key(&place));
     let last = broker.gone.returns(place).unwrap();
     assert_eq!(last.queue_pairs, CLIENT_BUDGET as u64 + 8);
@@ -298,9 +298,9 @@ fn who_says_nothing_is_given_up_and_names_are_cut() {
         format!("a[31m{}", "b".repeat(MAX_NAME - 5))
     );
     let start = roce_net::now();
-    broker.give_up_silent(start);
+    broker.remove_silent(start);
     assert!(broker.clients.contains(silent.key));
-    broker.give_up_silent(start + FIRST_WORD);
+    broker.remove_silent(start + FIRST_WORD);
     assert!(!broker.clients.contains(silent.key) && broker.clients.contains(named.key));
 }
 
