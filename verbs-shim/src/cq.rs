@@ -1,4 +1,4 @@
-//! Completion queues.
+//! Completion queues (`ibv_create_cq` and the calls on its result).
 
 use std::{
     cell::UnsafeCell,
@@ -25,23 +25,25 @@ use crate::{
     ret::{self, Errno, Result},
 };
 
-/// What turns completions into events of a channel.
+/// Event state of a completion queue, shared with its channel.
 pub(crate) struct CqEvents {
     channel: Option<Arc<EventQueue<CompEvent>>>,
+    /// Address of the `ibv_cq`.
     cq: AtomicUsize,
-    /// It is being destroyed. Written and read under the channel's lock.
+    /// The queue is being destroyed. Written and read under the channel's lock.
     dead: AtomicBool,
-    /// Completion events.
+    /// Acknowledgements of completion events.
     pub(crate) acks: Acks,
 }
 
 impl CqEvents {
+    /// Returns the queue as the program knows it.
     pub(crate) fn address(&self) -> *mut ibv_cq {
         ptr::with_exposed_provenance_mut(self.cq.load(Ordering::Acquire))
     }
 }
 
-/// Called by the transport.
+/// Pushes a completion event to the channel when the transport notifies the queue.
 struct Notifier(Arc<CqEvents>);
 
 impl Notify for Notifier {
@@ -52,7 +54,7 @@ impl Notify for Notifier {
     }
 }
 
-/// A completion queue; always the extended structure, whichever call made it.
+/// Completion queue. Always has the extended structure, even if created by `ibv_create_cq`.
 #[repr(C)]
 pub(crate) struct Cq {
     abi: UnsafeCell<ibv_cq_ex>,
@@ -65,7 +67,7 @@ pub(crate) struct Cq {
     pub(crate) poll: cqex::Poll,
 }
 
-/// How to make one.
+/// Attributes of a new completion queue.
 pub(crate) struct CqInit {
     pub(crate) entries: u32,
     pub(crate) cookie: *mut c_void,
@@ -89,10 +91,15 @@ impl Cq {
         self.events.acks.acknowledged(count);
     }
 
+    /// Creates a completion queue.
+    ///
+    /// # Errors
+    /// EINVAL for a number of entries, vector or channel that is not valid for the context.
+    ///
     /// # Safety
-    /// `context` is open and `init.channel` is null or a channel of ours.
+    /// `context` is open, and `init.channel` is null or a channel created by this library.
     pub(crate) unsafe fn create(context: *mut ibv_context, init: &CqInit) -> Result<*mut ibv_cq> {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let (core, channel) = unsafe { (Context::of(context)?.core(), Channel::given(init.channel)?) };
         channel.map_or(Ok(()), |channel| core.same(&channel.core))?;
         let engine = core.engine()?;
@@ -137,12 +144,15 @@ impl Cq {
         Ok(ptr::with_exposed_provenance_mut(address))
     }
 
-    /// Takes completions. Errors: after a fork, or when the queue has overflowed.
+    /// Removes up to `max` completions and passes each to `each`. Returns their number.
+    ///
+    /// # Errors
+    /// In a forked child, or if the queue has overflowed.
     fn take(&self, max: usize, mut each: impl FnMut(&Completion)) -> Result<usize> {
         self.core.alive()?;
         let mut own;
         let mut shared;
-        // Threads that poll one queue at a time do not wait for each other's buffer.
+        // A thread that finds the shared buffer in use allocates one instead of waiting.
         let buffer: &mut Vec<Completion> = match self.scratch.try_lock() {
             Some(guard) => {
                 shared = guard;
@@ -159,7 +169,7 @@ impl Cq {
         Ok(count)
     }
 
-    /// Takes one completion.
+    /// Removes the oldest completion, if any.
     pub(crate) fn take_one(&self) -> Result<Option<Completion>> {
         let mut out = None;
         self.take(1, |c| out = Some(*c))?;
@@ -167,7 +177,7 @@ impl Cq {
     }
 }
 
-/// A completion in C's form.
+/// Converts a completion to `ibv_wc`.
 fn wc(c: &Completion) -> ibv_wc {
     ibv_wc {
         wr_id: c.wr_id,
@@ -186,7 +196,7 @@ fn wc(c: &Completion) -> ibv_wc {
     }
 }
 
-/// The field that is immediate data in network byte order, or the invalidated key.
+/// Returns the immediate data in network byte order, or the invalidated key (`imm_data` or `invalidated_rkey`).
 pub(crate) fn imm_or_key(c: &Completion) -> u32 {
     match c.flags.contains(WcFlags::WITH_INV) {
         true => c.invalidated.0,
@@ -196,12 +206,12 @@ pub(crate) fn imm_or_key(c: &Completion) -> u32 {
 
 pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, max: c_int, out: *mut ibv_wc) -> c_int {
     ret::minus_one(|| {
-        // SAFETY: the program passes a queue of ours.
+        // SAFETY: the program passes a completion queue created by this library.
         let cq = unsafe { Cq::hot(cq)? };
         let max = usize::try_from(max).map_err(|_| Errno::INVAL)?;
         let mut at = out;
         let count = cq.take(max, |c| {
-            // SAFETY: the program has room for `max` completions, and no more are taken.
+            // SAFETY: `out` has room for `max` completions, and `take` returns at most `max`.
             unsafe {
                 at.write_unaligned(wc(c));
                 at = at.add(1);
@@ -213,7 +223,7 @@ pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, max: c_int, out: *mut i
 
 pub(crate) unsafe extern "C" fn req_notify_cq(cq: *mut ibv_cq, solicited_only: c_int) -> c_int {
     ret::code(|| {
-        // SAFETY: the program passes a queue of ours.
+        // SAFETY: the program passes a completion queue created by this library.
         let cq = unsafe { Cq::hot(cq)? };
         cq.core.alive()?;
         Ok(cq.inner.arm(solicited_only != 0)?)
@@ -223,23 +233,23 @@ pub(crate) unsafe extern "C" fn req_notify_cq(cq: *mut ibv_cq, solicited_only: c
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_resize_cq(cq: *mut ibv_cq, entries: c_int) -> c_int {
     ret::code(|| {
-        // SAFETY: the program passes a queue of ours.
+        // SAFETY: the program passes a completion queue created by this library.
         let this = unsafe { Cq::of(cq)? };
         this.core.alive()?;
         let count = u32::try_from(entries).ok().filter(|n| *n > 0).ok_or(Errno::INVAL)?;
         this.inner.resize(count)?;
-        // SAFETY: the public part's field.
+        // SAFETY: `Cq::of` has checked that `cq` points to a live queue.
         unsafe { (&raw mut (*cq).cqe).write(this.inner.capacity() as c_int) };
         Ok(())
     })
 }
 
-/// Moderation: events are never held back, which any wish for fewer allows.
+/// Moderates completion events (`ibv_modify_cq`). Accepts only an empty mask, because events are never delayed.
 pub(crate) unsafe extern "C" fn modify_cq(cq: *mut ibv_cq, attr: *mut ibv_modify_cq_attr) -> c_int {
     ret::code(|| {
-        // SAFETY: the program passes a queue of ours.
+        // SAFETY: the program passes a completion queue created by this library.
         unsafe { Cq::of(cq)? };
-        // SAFETY: the program passes attributes.
+        // SAFETY: the program passes a pointer to attributes.
         match unsafe { (&raw const (*attr).attr_mask).read_unaligned() } {
             0 => Ok(()),
             _ => Err(Errno::NOTSUP),
@@ -263,7 +273,7 @@ unsafe extern "C" fn ibv_create_cq(
             vector,
             single_threaded: false,
         };
-        // SAFETY: the program passes an open context and a channel or null.
+        // SAFETY: the program passes an open context, and a channel created by this library or null.
         unsafe { Cq::create(context, &init) }
     })
 }
@@ -273,7 +283,7 @@ unsafe extern "C" fn ibv_destroy_cq(cq: *mut ibv_cq) -> c_int {
     ret::code(|| {
         let this = Cq::claim(cq)?;
         let Ok(engine) = this.core.engine() else {
-            // A forked child's copy. Its transport is the parent's.
+            // In a forked child: the transport belongs to the parent.
             this.forget();
             return Ok(());
         };
