@@ -1,6 +1,6 @@
 /*
- * What the manual pages and the kernel promise, and programs seldom try: sizes that are ignored, work requests that are
- * used again for another operation, batches of ibv_wr_* with a bad one, memory that can't be written, error numbers.
+ * Checks guarantees of the manual pages and the kernel that programs seldom use: ignored sizes, work requests reused for
+ * another operation, batches of ibv_wr_* with an invalid request, memory that is not writable, error numbers.
  *
  *     contract [--each [BUT …]]
  */
@@ -47,6 +47,7 @@ static void connect(struct ibv_qp *qp)
 				       IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC));
 }
 
+/* Waits up to 60 s for the next completion, which must have this wr_id and status. */
 static void completes(uint64_t id, enum ibv_wc_status status)
 {
 	time_t end = time(NULL) + 60;
@@ -62,7 +63,7 @@ static void completes(uint64_t id, enum ibv_wc_status status)
 	}
 }
 
-/* Longer than any list may be. */
+/* Scatter/gather list longer than max_sge. */
 static struct ibv_sge many[256];
 
 static struct ibv_qp *connected(void)
@@ -94,6 +95,7 @@ static struct ibv_send_wr invalidation(uint32_t key)
 				     .invalidate_rkey = key };
 }
 
+/* Posts a work request, which must succeed. */
 static void done(struct ibv_qp *qp, struct ibv_send_wr wr)
 {
 	struct ibv_send_wr *bad;
@@ -102,6 +104,7 @@ static void done(struct ibv_qp *qp, struct ibv_send_wr wr)
 	completes(wr.wr_id, IBV_WC_SUCCESS);
 }
 
+/* Posts a work request, which must fail with EINVAL. */
 static void refused(struct ibv_qp *qp, struct ibv_send_wr wr)
 {
 	struct ibv_send_wr *bad = NULL;
@@ -109,12 +112,12 @@ static void refused(struct ibv_qp *qp, struct ibv_send_wr wr)
 	MUST(ibv_post_send(qp, &wr, &bad) == EINVAL && bad == &wr);
 }
 
-/* With a shared receive queue the sizes of a receive queue may be anything: there is none. */
-static void sizes_of_no_queue_are_ignored(void)
+/* With a shared receive queue, max_recv_wr and max_recv_sge are ignored. */
+static void sizes_of_absent_queues_are_ignored(void)
 {
-	struct ibv_srq_init_attr how = { .attr = { .max_wr = 4, .max_sge = 1 } };
-	struct ibv_srq *srq = ibv_create_srq(pd, &how);
-	struct ibv_qp_init_attr init = sizes(IBV_QPT_RC), told;
+	struct ibv_srq_init_attr srq_init = { .attr = { .max_wr = 4, .max_sge = 1 } };
+	struct ibv_srq *srq = ibv_create_srq(pd, &srq_init);
+	struct ibv_qp_init_attr init = sizes(IBV_QPT_RC), queried;
 	struct ibv_qp_attr attr;
 	struct ibv_qp *qp;
 
@@ -122,12 +125,12 @@ static void sizes_of_no_queue_are_ignored(void)
 	init.srq = srq;
 	init.cap.max_recv_wr = init.cap.max_recv_sge = 0xa5a5a5a5;
 	MUST(qp = ibv_create_qp(pd, &init));
-	MUST(!ibv_query_qp(qp, &attr, IBV_QP_CAP, &told));
+	MUST(!ibv_query_qp(qp, &attr, IBV_QP_CAP, &queried));
 	MUST(!attr.cap.max_recv_wr && !attr.cap.max_recv_sge && attr.cap.max_send_wr >= 4);
 	MUST(!ibv_destroy_qp(qp) && !ibv_destroy_srq(srq));
 }
 
-/* Nor has the sending side of XRC a receive queue. */
+/* An XRC initiator has no receive queue either. */
 static void sizes_of_xrc_senders_are_ignored(void)
 {
 	struct ibv_qp_init_attr_ex xrc = { .send_cq = cq, .qp_type = IBV_QPT_XRC_SEND, .pd = pd,
@@ -140,10 +143,10 @@ static void sizes_of_xrc_senders_are_ignored(void)
 	MUST(!ibv_destroy_qp(qp));
 }
 
-/* rdma_rxe's error numbers: what no device could do is invalid. */
+/* Sizes beyond the device's limits are EINVAL, as with rdma_rxe. */
 static void too_much_is_invalid(void)
 {
-	struct ibv_srq_init_attr how = { .attr = { .max_wr = 4, .max_sge = 1 } };
+	struct ibv_srq_init_attr srq_init = { .attr = { .max_wr = 4, .max_sge = 1 } };
 	struct ibv_qp_init_attr init;
 
 #define TOO_MUCH(field, value) do { \
@@ -158,26 +161,26 @@ static void too_much_is_invalid(void)
 	TOO_MUCH(max_inline_data, 1 << 20);
 	MUST(!ibv_create_cq(context, limits.max_cqe + 1, NULL, NULL, 0) && errno == EINVAL);
 	MUST(ibv_resize_cq(cq, limits.max_cqe + 1) == EINVAL);
-	how.attr.max_wr = limits.max_srq_wr + 1;
-	MUST(!ibv_create_srq(pd, &how) && errno == EINVAL);
-	how.attr = (struct ibv_srq_attr){ .max_wr = 4, .max_sge = limits.max_srq_sge + 1 };
-	MUST(!ibv_create_srq(pd, &how) && errno == EINVAL);
+	srq_init.attr.max_wr = limits.max_srq_wr + 1;
+	MUST(!ibv_create_srq(pd, &srq_init) && errno == EINVAL);
+	srq_init.attr = (struct ibv_srq_attr){ .max_wr = 4, .max_sge = limits.max_srq_sge + 1 };
+	MUST(!ibv_create_srq(pd, &srq_init) && errno == EINVAL);
 }
 
-/* A completion queue holds as many completions as `cqe` says, which is at least the number that the program asked for. */
+/* `cqe` is at least the number of entries requested, and one less than a power of two. */
 static void completion_queues_are_rounded_up(void)
 {
 	struct ibv_cq *queue;
 
-	for (int asked = 1; asked < 20; asked++) {
-		MUST((queue = ibv_create_cq(context, asked, NULL, NULL, 0)) && queue->cqe >= asked);
-		MUST(queue->cqe < 2 * asked + 1 && !(queue->cqe & (queue->cqe + 1)));
-		MUST(!ibv_resize_cq(queue, 2 * asked) && queue->cqe >= 2 * asked && !(queue->cqe & (queue->cqe + 1)));
+	for (int entries = 1; entries < 20; entries++) {
+		MUST((queue = ibv_create_cq(context, entries, NULL, NULL, 0)) && queue->cqe >= entries);
+		MUST(queue->cqe < 2 * entries + 1 && !(queue->cqe & (queue->cqe + 1)));
+		MUST(!ibv_resize_cq(queue, 2 * entries) && queue->cqe >= 2 * entries && !(queue->cqe & (queue->cqe + 1)));
 		MUST(!ibv_destroy_cq(queue));
 	}
 }
 
-/* One structure for everything: the list of a write is still there when the operation has no data. */
+/* Programs reuse a work request with its list for operations without data, which ignore the list. */
 static void bindings_ignore_leftover_lists(void)
 {
 	struct ibv_qp *qp = connected();
@@ -210,8 +213,8 @@ static void invalidations_ignore_leftover_lists(void)
 	MUST(!ibv_dealloc_mw(window) && !ibv_destroy_qp(qp));
 }
 
-/* But the number of elements counts, as rdma_rxe checks it. */
-static void lists_of_no_data_are_counted(void)
+/* But the number of elements is checked, as in rdma_rxe. */
+static void lists_of_invalidations_are_limited(void)
 {
 	struct ibv_qp *qp = connected();
 	struct ibv_send_wr wr = invalidation(mr->rkey);
@@ -222,7 +225,7 @@ static void lists_of_no_data_are_counted(void)
 	MUST(!ibv_destroy_qp(qp));
 }
 
-static void no_window_is_not_bound(void)
+static void null_windows_are_refused(void)
 {
 	struct ibv_qp *qp = connected();
 
@@ -230,8 +233,8 @@ static void no_window_is_not_bound(void)
 	MUST(!ibv_destroy_qp(qp));
 }
 
-/* Of the new key the program chooses the last byte, and nothing else. */
-static void windows_keep_their_place(void)
+/* The program chooses only the last byte of the new key. The index in the upper bytes stays the window's own. */
+static void windows_keep_their_index(void)
 {
 	struct ibv_qp *qp = connected();
 	struct ibv_mw *one = ibv_alloc_mw(pd, IBV_MW_TYPE_1), *two = ibv_alloc_mw(pd, IBV_MW_TYPE_2);
@@ -265,13 +268,13 @@ static struct ibv_qp_ex *batching(void)
 	return ex;
 }
 
-/* How many requests there is room for. */
+/* Returns the number of requests that fit into the send queue. */
 static int room(struct ibv_qp_ex *ex)
 {
-	struct ibv_qp_init_attr told;
+	struct ibv_qp_init_attr init;
 	struct ibv_qp_attr attr;
 
-	MUST(!ibv_query_qp(&ex->qp_base, &attr, IBV_QP_CAP, &told) && attr.cap.max_send_wr < 64);
+	MUST(!ibv_query_qp(&ex->qp_base, &attr, IBV_QP_CAP, &init) && attr.cap.max_send_wr < 64);
 	return attr.cap.max_send_wr;
 }
 
@@ -285,22 +288,22 @@ static int batch(struct ibv_qp_ex *ex, int first, int count)
 	return ibv_wr_complete(ex);
 }
 
-/* ibv_wr_post(3): what complete refuses has not been done, not even in part. */
-static void batches_are_whole(void)
+/* ibv_wr_post(3): if ibv_wr_complete fails, none of the requests is posted. */
+static void batches_are_atomic(void)
 {
 	struct ibv_qp_ex *ex = batching();
-	int most = room(ex);
+	int max = room(ex);
 	struct ibv_wc wc;
 
-	MUST(batch(ex, 10, most + 1));
-	MUST(!batch(ex, 100, most));
-	for (int i = 0; i < most; i++)
+	MUST(batch(ex, 10, max + 1));
+	MUST(!batch(ex, 100, max));
+	for (int i = 0; i < max; i++)
 		completes(100 + i, IBV_WC_SUCCESS);
 	MUST(!ibv_poll_cq(cq, 1, &wc));
 	MUST(!ibv_destroy_qp(&ex->qp_base));
 }
 
-static void batches_that_do_not_fit_lack_memory(void)
+static void oversized_batches_are_enomem(void)
 {
 	struct ibv_qp_ex *ex = batching();
 
@@ -325,7 +328,7 @@ static void batches_with_a_bad_request_are_refused(void)
 	MUST(!ibv_destroy_qp(&ex->qp_base));
 }
 
-static void operations_fit_the_service(void)
+static void operations_must_match_the_service(void)
 {
 	struct ibv_qp *qp;
 
@@ -338,9 +341,9 @@ static void operations_fit_the_service(void)
 	MUST(!ibv_destroy_qp(qp));
 }
 
-#define EVERYTHING (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ)
+#define ALL_ACCESS (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ)
 
-/* Four pages: one as usual, one that can only be read, one that can't be touched, and nothing. */
+/* Returns four pages: read-write, read-only, PROT_NONE and unmapped. */
 static char *four_pages(size_t page)
 {
 	char *at = mmap(NULL, 4 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -351,22 +354,22 @@ static char *four_pages(size_t page)
 	return at;
 }
 
-/* Registration pins, for writing if anybody may write. */
-static void memory_must_be_writable_if_anybody_writes(void)
+/* Registration pins memory, for writing if the access flags permit writing. */
+static void memory_must_be_writable_for_write_access(void)
 {
 	size_t page = sysconf(_SC_PAGESIZE);
 	char *at = four_pages(page);
 	struct ibv_mr *other;
 
-	MUST(other = ibv_reg_mr(pd, at + 8, page - 8, EVERYTHING));
+	MUST(other = ibv_reg_mr(pd, at + 8, page - 8, ALL_ACCESS));
 	MUST(!ibv_dereg_mr(other));
-	MUST(!ibv_reg_mr(pd, at, 2 * page, EVERYTHING) && errno == EFAULT);
+	MUST(!ibv_reg_mr(pd, at, 2 * page, ALL_ACCESS) && errno == EFAULT);
 	MUST(!ibv_reg_mr(pd, at + page, 1, IBV_ACCESS_LOCAL_WRITE) && errno == EFAULT);
 	MUST(other = ibv_reg_mr(pd, at, 2 * page, IBV_ACCESS_REMOTE_READ));
 	MUST(!ibv_dereg_mr(other) && !munmap(at, 3 * page));
 }
 
-static void memory_must_be_there(void)
+static void memory_must_be_mapped(void)
 {
 	size_t page = sysconf(_SC_PAGESIZE);
 	char *at = four_pages(page);
@@ -385,14 +388,14 @@ static void memory_must_be_readable(void)
 	MUST(!munmap(at, 3 * page));
 }
 
-/* It becomes writable only if all of it is. */
-static void memory_must_allow_what_is_asked_anew(void)
+/* Reregistration with write access fails unless all of the memory is writable. */
+static void reregistered_memory_must_be_writable(void)
 {
 	size_t page = sysconf(_SC_PAGESIZE);
 	char *at = four_pages(page);
 	struct ibv_mr *other;
 
-	MUST(other = ibv_reg_mr(pd, at + 8, page - 8, EVERYTHING));
+	MUST(other = ibv_reg_mr(pd, at + 8, page - 8, ALL_ACCESS));
 	MUST(ibv_rereg_mr(other, IBV_REREG_MR_CHANGE_TRANSLATION, NULL, at, 2 * page, 0) && errno == EFAULT);
 	MUST(!ibv_dereg_mr(other));
 	MUST(other = ibv_reg_mr(pd, at, 2 * page, IBV_ACCESS_REMOTE_READ));
@@ -400,8 +403,8 @@ static void memory_must_allow_what_is_asked_anew(void)
 	MUST(!ibv_dereg_mr(other) && !munmap(at, 3 * page));
 }
 
-/* A list of one element, behind which there is no memory. */
-static struct ibv_sge *lonely(void)
+/* Returns a list of one element at the end of a page, followed by an unmapped one. */
+static struct ibv_sge *list_before_unmapped(void)
 {
 	size_t page = sysconf(_SC_PAGESIZE);
 	char *at = mmap(NULL, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -412,11 +415,11 @@ static struct ibv_sge *lonely(void)
 	return last;
 }
 
-/* The number of elements is checked before any of them is looked at. */
+/* The number of elements is checked before any of them is read. */
 static void lists_too_long_are_not_read(void)
 {
 	struct ibv_qp *qp = connected();
-	struct ibv_send_wr wr = write_of(1, lonely());
+	struct ibv_send_wr wr = write_of(1, list_before_unmapped());
 
 	wr.num_sge = limits.max_sge + 1;
 	refused(qp, wr);
@@ -427,10 +430,10 @@ static void lists_too_long_are_not_read(void)
 
 static void receive_lists_too_long_are_not_read(void)
 {
-	struct ibv_srq_init_attr how = { .attr = { .max_wr = 4, .max_sge = 1 } };
-	struct ibv_srq *srq = ibv_create_srq(pd, &how);
+	struct ibv_srq_init_attr init = { .attr = { .max_wr = 4, .max_sge = 1 } };
+	struct ibv_srq *srq = ibv_create_srq(pd, &init);
 	struct ibv_qp *qp = connected();
-	struct ibv_recv_wr wr = { .sg_list = lonely(), .num_sge = limits.max_sge + 1 }, *bad = NULL;
+	struct ibv_recv_wr wr = { .sg_list = list_before_unmapped(), .num_sge = limits.max_sge + 1 }, *bad = NULL;
 
 	MUST(srq);
 	MUST(ibv_post_recv(qp, &wr, &bad) == EINVAL && bad == &wr);
@@ -441,8 +444,10 @@ static void receive_lists_too_long_are_not_read(void)
 	MUST(!ibv_destroy_qp(qp) && !ibv_destroy_srq(srq));
 }
 
-/* What is refused has not begun: neither it nor what follows is done, and what came before is. */
-static void refused_in_a_list(void (*spoil)(struct ibv_send_wr *, int max_inline))
+/*
+ * Posts three work requests of which `corrupt` makes the second one invalid. Only the first one may execute.
+ */
+static void refused_in_a_list(void (*corrupt)(struct ibv_send_wr *, int max_inline))
 {
 	struct ibv_qp_init_attr init = sizes(IBV_QPT_RC);
 	struct ibv_qp *qp = ibv_create_qp(pd, &init);
@@ -460,13 +465,13 @@ static void refused_in_a_list(void (*spoil)(struct ibv_send_wr *, int max_inline
 		wr[i].next = i < 2 ? &wr[i + 1] : NULL;
 	}
 	wr[1].opcode = IBV_WR_SEND;
-	spoil(&wr[1], init.cap.max_inline_data);
+	corrupt(&wr[1], init.cap.max_inline_data);
 	MUST(ibv_post_send(qp, wr, &bad) == EINVAL && bad == &wr[1]);
 	completes(0, IBV_WC_SUCCESS);
-	/* Had the second one gone, it would come before this. */
+	/* If the second one had been posted, it would complete before this one. */
 	wr[0].next = NULL;
 	done(qp, wr[0]);
-	/* The receive is still there, for a message of the greatest length. */
+	/* The receive is still posted: it takes an inline message of the maximum length. */
 	wr[1] = (struct ibv_send_wr){ .wr_id = 1, .sg_list = &out, .num_sge = 1, .opcode = IBV_WR_SEND,
 				      .send_flags = IBV_SEND_INLINE };
 	MUST(!ibv_post_send(qp, &wr[1], &bad));
@@ -488,7 +493,7 @@ static void too_many_elements(struct ibv_send_wr *wr, int max_inline)
 	wr->num_sge = limits.max_sge + 1;
 }
 
-static void fewer_elements_than_none(struct ibv_send_wr *wr, int max_inline)
+static void negative_elements(struct ibv_send_wr *wr, int max_inline)
 {
 	wr->num_sge = -1;
 }
@@ -498,7 +503,7 @@ static void an_unknown_operation(struct ibv_send_wr *wr, int max_inline)
 	wr->opcode = 0x7f;
 }
 
-/* Windows of type 1 are bound by ibv_bind_mw only. */
+/* Only ibv_bind_mw binds windows of type 1. */
 static struct ibv_mw *type_1;
 
 static void a_binding_of_type_1(struct ibv_send_wr *wr, int max_inline)
@@ -509,7 +514,7 @@ static void a_binding_of_type_1(struct ibv_send_wr *wr, int max_inline)
 	wr->next = next;
 }
 
-/* The device has none, and does not say that it has. */
+/* Checksum offload: the device does not report the capability. */
 static void checksums(struct ibv_send_wr *wr, int max_inline)
 {
 	wr->send_flags |= IBV_SEND_IP_CSUM;
@@ -525,9 +530,9 @@ static void lists_too_long_are_refused(void)
 	refused_in_a_list(too_many_elements);
 }
 
-static void lists_of_less_than_nothing_are_refused(void)
+static void negative_list_lengths_are_refused(void)
 {
-	refused_in_a_list(fewer_elements_than_none);
+	refused_in_a_list(negative_elements);
 }
 
 static void unknown_operations_are_refused(void)
@@ -547,11 +552,11 @@ static void checksums_are_refused(void)
 	refused_in_a_list(checksums);
 }
 
-/* Receives: those before the refused one are posted, the others are not. */
-static void refused_receives(void)
+/* Receive work requests before an invalid one are posted, the others are not. */
+static void receives_before_an_invalid_one_are_posted(void)
 {
-	struct ibv_srq_init_attr how = { .attr = { .max_wr = 8, .max_sge = 1 } };
-	struct ibv_srq *srq = ibv_create_srq(pd, &how);
+	struct ibv_srq_init_attr srq_init = { .attr = { .max_wr = 8, .max_sge = 1 } };
+	struct ibv_srq *srq = ibv_create_srq(pd, &srq_init);
 	struct ibv_qp_init_attr init = sizes(IBV_QPT_RC);
 	struct ibv_qp *qp = ibv_create_qp(pd, &init);
 	struct ibv_qp_attr error = { .qp_state = IBV_QPS_ERR };
@@ -575,8 +580,8 @@ static void refused_receives(void)
 #define REREG(why, number, ...) \
 	MUST(ibv_rereg_mr(other, __VA_ARGS__) == (why) && errno == (number) && !memcmp(&before, other, sizeof(before)))
 
-/* ibv_rereg_mr(3): what libibverbs refuses; the region is as it was. */
-static void reregistering_must_make_sense(void)
+/* ibv_rereg_mr(3): libibverbs refuses invalid arguments, and the region stays as it was. */
+static void reregistering_checks_arguments(void)
 {
 	struct ibv_mr *other = ibv_reg_mr(pd, memory, 64, IBV_ACCESS_LOCAL_WRITE), before;
 
@@ -589,8 +594,8 @@ static void reregistering_must_make_sense(void)
 	MUST(!ibv_dereg_mr(other));
 }
 
-/* And what the kernel refuses. */
-static void reregistering_says_who_refused(void)
+/* The kernel's errors are reported with IBV_REREG_MR_ERR_CMD, and the region stays as it was. */
+static void reregistering_reports_kernel_errors(void)
 {
 	struct ibv_mr *other = ibv_reg_mr(pd, memory, 64, IBV_ACCESS_LOCAL_WRITE), before;
 	const int all = IBV_REREG_MR_CHANGE_TRANSLATION | IBV_REREG_MR_CHANGE_PD | IBV_REREG_MR_CHANGE_ACCESS;
@@ -608,8 +613,8 @@ static void reregistering_says_who_refused(void)
 	MUST(!ibv_dereg_mr(other));
 }
 
-/* Rights that ask for nothing that has to be done. */
-static void rights_that_cost_nothing(void)
+/* Access flags that require no action of the device. */
+static void optional_access_flags_are_accepted(void)
 {
 	const int rights[] = { IBV_ACCESS_RELAXED_ORDERING, IBV_ACCESS_HUGETLB };
 	struct ibv_mr *other;
@@ -620,8 +625,8 @@ static void rights_that_cost_nothing(void)
 	}
 }
 
-/* Nothing is pinned, and so all memory is on demand, although the device does not say so. */
-static void memory_on_demand_costs_nothing(void)
+/* All memory is on demand, because none is pinned. But the device does not report the capability. */
+static void on_demand_access_is_accepted(void)
 {
 	struct ibv_device_attr_ex attr;
 	struct ibv_mr *other;
@@ -631,13 +636,13 @@ static void memory_on_demand_costs_nothing(void)
 	MUST(!ibv_dereg_mr(other));
 }
 
-/* But not all memory there is. */
-static void all_memory_is_no_region(void)
+/* Implicit on-demand regions, which cover the whole address space, are not supported. */
+static void implicit_on_demand_regions_are_refused(void)
 {
 	MUST(!ibv_reg_mr(pd, NULL, SIZE_MAX, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_ON_DEMAND) && errno == EOPNOTSUPP);
 }
 
-static void memory_of_other_devices_is_no_region(void)
+static void dma_bufs_are_refused(void)
 {
 	MUST(!ibv_reg_dmabuf_mr(pd, 0, 64, 0, 0, IBV_ACCESS_LOCAL_WRITE) && errno == EOPNOTSUPP);
 }
@@ -655,43 +660,43 @@ static uint64_t raw_clock(void)
 	return nanoseconds(values.raw_clock);
 }
 
-/* Completions are stamped with the clock that ibv_query_rt_values_ex reads, and with the wall's. */
-static void completions_know_the_time(void)
+/* Completions have timestamps of the raw clock (ibv_query_rt_values_ex) and of the wall clock. */
+static void completions_have_timestamps(void)
 {
 	const uint64_t minute = 60000000000ull;
-	struct ibv_cq_init_attr_ex how = { .cqe = 4, .wc_flags = IBV_WC_EX_WITH_COMPLETION_TIMESTAMP |
-								 IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK };
+	struct ibv_cq_init_attr_ex cq_init = { .cqe = 4, .wc_flags = IBV_WC_EX_WITH_COMPLETION_TIMESTAMP |
+								     IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK };
 	struct ibv_cq_ex *stamped;
 	struct ibv_qp_init_attr init = sizes(IBV_QPT_RC);
 	struct ibv_sge sge = { (uintptr_t)memory, 8, mr->lkey };
 	struct ibv_send_wr wr = { .sg_list = &sge, .num_sge = 1, .opcode = IBV_WR_RDMA_WRITE,
 				  .send_flags = IBV_SEND_SIGNALED, .wr.rdma = { (uintptr_t)memory + 64, mr->rkey } }, *bad;
 	struct ibv_poll_cq_attr poll = { 0 };
-	time_t give_up = time(NULL) + 60;
+	time_t deadline = time(NULL) + 60;
 	uint64_t before, wall;
 	struct timespec now;
 	struct ibv_qp *qp;
 	int got;
 
-	MUST(stamped = ibv_create_cq_ex(context, &how));
+	MUST(stamped = ibv_create_cq_ex(context, &cq_init));
 	init.send_cq = init.recv_cq = ibv_cq_ex_to_cq(stamped);
 	MUST(qp = ibv_create_qp(pd, &init));
 	connect(qp);
 	before = raw_clock();
 	MUST(!ibv_post_send(qp, &wr, &bad));
 	while ((got = ibv_start_poll(stamped, &poll)) == ENOENT)
-		MUST(time(NULL) < give_up);
+		MUST(time(NULL) < deadline);
 	MUST(!got && stamped->status == IBV_WC_SUCCESS);
 	MUST(before <= ibv_wc_read_completion_ts(stamped) && ibv_wc_read_completion_ts(stamped) <= raw_clock());
 	wall = ibv_wc_read_completion_wallclock_ns(stamped);
 	MUST(!clock_gettime(CLOCK_REALTIME, &now));
-	/* Somebody may be setting that clock, but not by much. */
+	/* The wall clock may be adjusted meanwhile, by less than a minute. */
 	MUST(nanoseconds(now) - minute < wall && wall < nanoseconds(now) + minute);
 	ibv_end_poll(stamped);
 	MUST(!ibv_destroy_qp(qp) && !ibv_destroy_cq(ibv_cq_ex_to_cq(stamped)));
 }
 
-static void thread_domains_are_in_use_until_their_parents_end(void)
+static void thread_domains_are_busy_under_a_parent_domain(void)
 {
 	struct ibv_td_init_attr none = { 0 };
 	struct ibv_parent_domain_init_attr with = { .pd = pd };
@@ -703,7 +708,7 @@ static void thread_domains_are_in_use_until_their_parents_end(void)
 	MUST(!ibv_dealloc_pd(parent) && !ibv_dealloc_td(with.td));
 }
 
-static void small_print(void)
+static void other_error_numbers(void)
 {
 	struct ibv_ah_attr nowhere = { .is_global = 1, .port_num = 0, .grh = { .dgid = own } };
 	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_INIT, .port_num = 1, .cap = { .max_send_wr = 8 } };
@@ -715,7 +720,7 @@ static void small_print(void)
 	MUST(ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS | IBV_QP_CAP) ==
 	     EINVAL);
 	MUST(!ibv_destroy_qp(qp));
-	/* Rates that are no multiple of 2.5 Gbit/s, and none at all. */
+	/* Rates that are not a multiple of 2.5 Gbit/s, and unknown rates. */
 	MUST(ibv_rate_to_mult(IBV_RATE_14_GBPS) == -1 && mult_to_ibv_rate(5) == IBV_RATE_MAX);
 	MUST(mult_to_ibv_rate(-1) == IBV_RATE_MAX && ibv_rate_to_mult(IBV_RATE_28_GBPS) == 11);
 	MUST(!strcmp(ibv_port_state_str(6), "unknown"));
@@ -732,47 +737,47 @@ static void begin(void)
 static void end(void)
 {
 	MUST(!ibv_dereg_mr(mr));
-	tear_down("the contract holds");
+	tear_down("all contract checks passed");
 }
 
 int main(int argc, char **argv)
 {
 	static const struct check checks[] = {
-		CHECK(sizes_of_no_queue_are_ignored),
+		CHECK(sizes_of_absent_queues_are_ignored),
 		CHECK(sizes_of_xrc_senders_are_ignored),
 		CHECK(bindings_ignore_leftover_lists),
 		CHECK(invalidations_ignore_leftover_lists),
-		CHECK(lists_of_no_data_are_counted),
-		CHECK(no_window_is_not_bound),
-		CHECK(windows_keep_their_place),
-		CHECK(batches_are_whole),
-		CHECK(batches_that_do_not_fit_lack_memory),
+		CHECK(lists_of_invalidations_are_limited),
+		CHECK(null_windows_are_refused),
+		CHECK(windows_keep_their_index),
+		CHECK(batches_are_atomic),
+		CHECK(oversized_batches_are_enomem),
 		CHECK(batches_with_a_bad_request_are_refused),
-		CHECK(memory_must_be_writable_if_anybody_writes),
-		CHECK(memory_must_be_there),
+		CHECK(memory_must_be_writable_for_write_access),
+		CHECK(memory_must_be_mapped),
 		CHECK(memory_must_be_readable),
-		CHECK(memory_must_allow_what_is_asked_anew),
+		CHECK(reregistered_memory_must_be_writable),
 		CHECK(lists_too_long_are_not_read),
 		CHECK(receive_lists_too_long_are_not_read),
 		CHECK(too_much_inline_data_is_refused),
 		CHECK(lists_too_long_are_refused),
-		CHECK(lists_of_less_than_nothing_are_refused),
+		CHECK(negative_list_lengths_are_refused),
 		CHECK(unknown_operations_are_refused),
 		CHECK(bindings_of_type_1_are_refused),
 		CHECK(checksums_are_refused),
-		CHECK(refused_receives),
-		CHECK(reregistering_must_make_sense),
-		CHECK(reregistering_says_who_refused),
-		CHECK(rights_that_cost_nothing),
-		CHECK(memory_on_demand_costs_nothing),
-		CHECK(all_memory_is_no_region),
-		CHECK(memory_of_other_devices_is_no_region),
+		CHECK(receives_before_an_invalid_one_are_posted),
+		CHECK(reregistering_checks_arguments),
+		CHECK(reregistering_reports_kernel_errors),
+		CHECK(optional_access_flags_are_accepted),
+		CHECK(on_demand_access_is_accepted),
+		CHECK(implicit_on_demand_regions_are_refused),
+		CHECK(dma_bufs_are_refused),
 		CHECK(too_much_is_invalid),
 		CHECK(completion_queues_are_rounded_up),
-		CHECK(operations_fit_the_service),
-		CHECK(completions_know_the_time),
-		CHECK(thread_domains_are_in_use_until_their_parents_end),
-		CHECK(small_print),
+		CHECK(operations_must_match_the_service),
+		CHECK(completions_have_timestamps),
+		CHECK(thread_domains_are_busy_under_a_parent_domain),
+		CHECK(other_error_numbers),
 	};
 
 	return run(each(argv), checks, COUNT(checks), begin, end);

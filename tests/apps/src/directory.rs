@@ -27,7 +27,7 @@ const ALSO: [&str; 23] = [
     "ibverbs of PyPI",
     "mooncake transfer engine",
     "sideway of crates.io",
-    "a library that comes and goes",
+    "loading and unloading a library",
 ];
 /// What can be had by preloading alone: sysfs for programs that have nothing to do with verbs (cat, ls, python), and programs with
 /// a libibverbs of their own, of another name.

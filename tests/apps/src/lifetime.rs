@@ -1,4 +1,4 @@
-//! Cases about what is left: memcheck, objects made and destroyed again and again, and sides that are killed.
+//! Cases about object lifetimes and API contracts: memcheck, repeated creation, invalid use, killed peers.
 
 use crate::{
     cases::{Case, Plan, Ready},
@@ -26,7 +26,7 @@ pub(crate) fn all() -> Vec<Case> {
     out
 }
 
-/// A program of `c/`, which is compiled first.
+/// Creates a case that compiles and runs a program of `c/`.
 fn of_c(name: &str, program: &str, libraries: &str, arguments: &str) -> Case {
     let source = format!(concat!(env!("CARGO_MANIFEST_DIR"), "/c/{}.c"), program);
     let package = match libraries.contains("rdmacm") {
@@ -38,8 +38,9 @@ fn of_c(name: &str, program: &str, libraries: &str, arguments: &str) -> Case {
     Case::script(name, package, &script)
 }
 
-/// Every object, made and destroyed 1,000 times. What the C library keeps for a thread's next allocation counts as in use, so
-/// it is told to keep nothing.
+/// Creates and destroys every kind of object 1,000 times, and checks for leaks.
+///
+/// Disables malloc's per-thread cache, whose chunks count as in use.
 fn cycles() -> Case {
     let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/cycles.c");
     let script = format!(
@@ -51,49 +52,49 @@ fn cycles() -> Case {
         .within(1800)
 }
 
-/// NULL objects, shared target queue pairs, headers of datagrams.
+/// Edge cases of verbs: NULL objects, shared XRC target queue pairs, headers of datagrams.
 fn edges() -> Case {
-    of_c("edges of the interface", "edges", "-libverbs", "")
+    of_c("edge cases of verbs", "edges", "-libverbs", "")
         .says("the edges hold")
         .ci()
 }
 
-/// Sizes, error numbers, batches and memory as the manual pages have them.
+/// Sizes, error numbers, batches and memory access, as documented in the manual pages.
 fn contract() -> Case {
-    of_c("what the manuals promise", "contract", "-libverbs", "")
-        .says("the contract holds")
+    of_c("manual page contract", "contract", "-libverbs", "")
+        .says("all contract checks passed")
         .ci()
 }
 
-/// What the device says of itself: that much, and no more.
+/// Limits that the device reports: usable up to the limit, refused beyond it.
 fn limits(name: &str) -> Case {
     of_c(name, "limits", "-libverbs", "").says("the limits hold")
 }
 
-/// What posting takes and how it completes, and memory windows.
+/// Which work requests can be posted and how they complete, and memory windows.
 fn posting() -> Case {
-    of_c("what posting takes", "posting", "-libverbs", "")
+    of_c("posting of work requests", "posting", "-libverbs", "")
         .says("work requests end as on hardware")
         .ci()
 }
 
-/// Handles that were changed, objects of two contexts, objects that are gone: for every object and every call.
+/// Changed handles, objects of another context and destroyed objects, for every kind of object and every call.
 fn strangers() -> Case {
-    of_c("objects that are not what they say", "strangers", "-libverbs", "")
+    of_c("invalid object pointers", "strangers", "-libverbs", "")
         .says("no stranger gets in")
         .ci()
 }
 
-/// Descriptors of events in poll, select and epoll.
+/// Event channel descriptors in poll, select and epoll.
 fn channels() -> Case {
-    of_c("descriptors of events", "channels", "-libverbs -lrdmacm", "{addr}")
+    of_c("event channel descriptors", "channels", "-libverbs -lrdmacm", "{addr}")
         .says("events come as they should")
         .ci()
 }
 
-/// Signals that a program takes by signalfd.
+/// Signals that a program receives with signalfd.
 fn signals() -> Case {
-    of_c("signals of the program", "signals", "-libverbs -lrdmacm", "{addr}")
+    of_c("signals of a program", "signals", "-libverbs -lrdmacm", "{addr}")
         .says("the signals are the program's")
         .ci()
 }
@@ -114,7 +115,7 @@ fn progress() -> impl Iterator<Item = Case> {
     })
 }
 
-/// A long ping-pong of SENDs (`pingpong`) or of UDP datagrams (`udp`), which prints its slowest rounds.
+/// Creates a long ping-pong of SENDs (`pingpong`) or UDP datagrams (`udp`) that prints its slowest rounds.
 pub(crate) fn long_pingpong(kind: &str, rounds: u32) -> Case {
     let arguments = format!("{kind} {{addr}} {rounds}");
     of_c(kind, "progress", "-libverbs -lrdmacm", &arguments).says("progress is made without polls")
@@ -134,7 +135,7 @@ fn answers() -> Case {
     .ci()
 }
 
-/// A library that closes what it has opened as it is unloaded.
+/// Library that opens a device when loaded and closes it when unloaded.
 fn unloaded() -> Case {
     let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/unloaded.c");
     let build = "cc -Wall -Werror -O1 -o {dir}/unloaded";
@@ -142,12 +143,12 @@ fn unloaded() -> Case {
         "{build}.so -shared -fPIC -DLIBRARY {source} -libverbs -lrdmacm && {build} {source} && \
          exec {{dir}}/unloaded {{dir}}/unloaded.so {{addr}}"
     );
-    Case::script("a library that comes and goes", "gcc, librdmacm-dev", &script)
+    Case::script("loading and unloading a library", "gcc, librdmacm-dev", &script)
         .says("it came and went")
         .ci()
 }
 
-/// The port of an interface that is up, without and with a carrier, in a network of its own.
+/// Port state of an interface without and with a carrier, in its own network namespace.
 fn carrier() -> Case {
     let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/carrier.c");
     let script = format!(
@@ -155,13 +156,16 @@ fn carrier() -> Case {
          ip link add here type veth peer name there; ip addr add 198.51.100.1/24 dev here; ip link set here up; \
          {{dir}}/carrier down; ip link set there up; {{dir}}/carrier up'"
     );
-    Case::script("a port follows its carrier", "gcc, libibverbs-dev, iproute2", &script)
-        .says("the link is up")
-        .ci()
+    Case::script(
+        "port state follows the carrier",
+        "gcc, libibverbs-dev, iproute2",
+        &script,
+    )
+    .says("the link is up")
+    .ci()
 }
 
-/// A program that is built with the header, library and pkg-config file as `cargo xtask install` puts them, and runs without
-/// anything preloaded.
+/// Program linked with the files that `cargo xtask install` installs (header, library, pkg-config), without LD_PRELOAD.
 fn linked() -> Case {
     let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../../verbs-shim");
     let script = format!(
@@ -191,7 +195,7 @@ fn memcheck() -> Vec<Case> {
     let cm = |name: &str, server: &str, client: &str| Case::pair(name, RDMACM, server, client).ready(Ready::Retry);
     let python = matrix::python().within(3600);
     let part = Case {
-        // What is quick under valgrind: one test or a few of each kind of object.
+        // Tests that are quick under valgrind, at least one for each kind of object.
         plan: Plan::Python(&[
             "test_addr.",
             "test_cq.",
@@ -199,7 +203,7 @@ fn memcheck() -> Vec<Case> {
             "test_mr.",
             "test_qpex.QpExTestCase.test_qp_ex_rc_send",
         ]),
-        name: "pyverbs, a part".into(),
+        name: "pyverbs, quick tests".into(),
         ..python.clone()
     };
     let all = [
@@ -228,30 +232,33 @@ fn memcheck() -> Vec<Case> {
         name: format!("memcheck {}", case.name).trim().to_owned(),
         memcheck: true,
         seconds: case.seconds.max(600),
-        // Python's own allocator hides what is done with its memory.
+        // Python's own allocator hides invalid accesses from valgrind.
         ..case.with("PYTHONMALLOC", "malloc")
     };
     all.into_iter().map(under).collect()
 }
 
-/// A program that runs for as long as it is let, and how its survivors tell of the other's death.
+/// Long-running program whose server or client is killed.
 struct Victim {
     name: &'static str,
     case: Case,
-    /// What each side prints when data begins to flow, if that goes on until it is stopped.
+    /// Text that each side prints when the data transfer starts, if it runs until killed.
     flowing: Option<&'static str>,
-    /// What both print at the end of it, if it ends.
+    /// Text that both sides print at the end of the transfer, if it ends.
     ending: Option<&'static str>,
-    /// The side that has nothing under way once it is connected, and only waits for the other's first message, looking at
-    /// nothing else: on no hardware it would learn that none will come.
-    deaf: Option<Side>,
-    /// What either side says when the other is gone.
+    /// Side that, once connected, only waits for its peer's first message, with nothing outstanding.
+    ///
+    /// Its peer is not killed while connecting, because no hardware would report that to this side.
+    passive: Option<Side>,
+    /// Texts of which a side prints one when its peer is gone.
     says: &'static [&'static str],
 }
 
-/// Events that tell of a connection's end. Programs print them and may go on waiting (rping's server does when a client goes
-/// before it is established).
-const HEARD: &[&str] = &["DISCONNECT", "UNREACHABLE", "REJECTED"];
+/// Events that report the end of a connection.
+///
+/// Programs may print one and continue waiting, as rping's server does if the client exits before the connection is
+/// established.
+const DISCONNECT_EVENTS: &[&str] = &["DISCONNECT", "UNREACHABLE", "REJECTED"];
 
 fn victims() -> [Victim; 4] {
     let cm = |name, server, client| Case::pair(name, RDMACM, server, client).ready(Ready::Retry);
@@ -266,7 +273,7 @@ fn victims() -> [Victim; 4] {
             ),
             flowing: Some("remote address"),
             ending: None,
-            deaf: Some(Side::Server),
+            passive: Some(Side::Server),
             says: &["transport retry counter exceeded"],
         },
         Victim {
@@ -279,8 +286,8 @@ fn victims() -> [Victim; 4] {
             ),
             flowing: Some("#bytes"),
             ending: None,
-            deaf: None,
-            // The server of a write test learns of it by the TCP connection.
+            passive: None,
+            // The server of a write test detects it by the TCP connection.
             says: &[
                 "Completion with error",
                 "Failed",
@@ -299,7 +306,7 @@ fn victims() -> [Victim; 4] {
             ),
             flowing: Some("ping data"),
             ending: None,
-            deaf: None,
+            passive: None,
             says: &["DISCONNECT", "disconnect", "cq completion failed"],
         },
         Victim {
@@ -311,7 +318,7 @@ fn victims() -> [Victim; 4] {
             ),
             flowing: None,
             ending: Some("data transfers complete"),
-            deaf: Some(Side::Client),
+            passive: Some(Side::Client),
             says: &[],
         },
     ]
@@ -330,8 +337,8 @@ fn killed() -> Vec<Case> {
         };
         add("before it connects", Side::Server, Moment::BeforeConnect, &[]);
         for victim in [Side::Server, Side::Client] {
-            if v.deaf.is_none_or(|deaf| deaf == victim) {
-                add("while it connects", victim, Moment::Connecting, HEARD);
+            if v.passive.is_none_or(|passive| passive == victim) {
+                add("while it connects", victim, Moment::Connecting, DISCONNECT_EVENTS);
             }
             if let Some(text) = v.flowing {
                 add("while data flows", victim, Moment::Says(text), v.says);

@@ -1,5 +1,6 @@
-//! Programs of others that were written for libibverbs and librdmacm, run as they are under `ferroce run`, both sides on
-//! this host and at one address. `cargo xtask apps` builds what this needs and runs it.
+//! Runs unmodified programs written for libibverbs and librdmacm under `ferroce run`, both sides on this host.
+//!
+//! `cargo xtask apps` builds everything needed and runs it.
 
 mod capture;
 mod cases;
@@ -38,14 +39,14 @@ use crate::{
     report::{Outcome, Report},
 };
 
-/// Any failure, with the text that the user shall read.
+/// Result with an error text for the user.
 pub(crate) type Result<T, E = String> = std::result::Result<T, E>;
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Set {
-    /// Each service, operation and kind of program once: what each change has to pass
+    /// Every service, operation and kind of program once; run for each change
     Ci,
-    /// Everything
+    /// All cases
     Full,
 }
 
@@ -54,62 +55,63 @@ enum Set {
     name = "cargo xtask apps",
     bin_name = "cargo xtask apps",
     about = "Runs unmodified RDMA programs over ferroce, both sides on this host",
-    after_help = "Exit status: 0 all that could be run passed, 1 something failed, 2 wrong usage. Cases whose program is not \
-                  installed are listed as not run, with Debian's or PyPI's package."
+    after_help = "Exit status: 0 all cases that could be run passed, 1 a case failed, 2 usage error. Cases whose program \
+                  is not installed are listed as not run, with the Debian or PyPI package to install."
 )]
 struct Cli {
-    /// List the cases and stop
+    /// List the cases and exit
     #[arg(long)]
     list: bool,
-    /// Only cases whose name contains this; several times: any of them
+    /// Run only cases whose name contains this; may be repeated
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
-    /// How many cases
+    /// Set of cases
     #[arg(long, value_enum, default_value_t = Set::Full)]
     set: Set,
-    /// Write the outcomes to a file
+    /// Write the outcomes to a JSON file
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// The program `ferroce`, with libferroce_verbs.so beside it
+    /// Path of `ferroce`, with libferroce_verbs.so in the same directory [default: next to this program]
     #[arg(long, value_name = "PROGRAM")]
     ferroce: Option<PathBuf>,
-    /// Address of both sides
+    /// IPv4 address of both sides
     #[arg(long, default_value = "127.0.0.1")]
     addr: std::net::Ipv4Addr,
-    /// Address of both sides, of the cases of IPv6
+    /// Address of both sides in IPv6 cases
     #[arg(long, default_value = "::1")]
     addr6: std::net::Ipv6Addr,
-    /// Run the programs as this user; only root can choose, and takes `nobody` unless it says `--user root`
+    /// Run the programs as this user; requires root, for which the default is `nobody`
     #[arg(long, value_name = "NAME")]
     user: Option<String>,
-    /// Run the programs without `ferroce run`, with LD_LIBRARY_PATH alone
+    /// Run the programs with LD_LIBRARY_PATH instead of `ferroce run`
     #[arg(long)]
     directory: bool,
-    /// Measure speed instead: ib_send_lat, ib_write_lat and ib_write_bw beside `ferroce bench`, pinned and unpinned
+    /// Measure speed instead: ib_send_lat, ib_write_lat and ib_write_bw compared with `ferroce bench`, pinned and not
     #[arg(long, conflicts_with_all = ["list", "only", "set", "directory"])]
     speed: bool,
-    /// With --speed: how often each is measured; the median counts
+    /// With --speed: measurements of each program, of which the median is reported
     #[arg(long, requires = "speed", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     turns: u32,
-    /// With --speed: not pinned
+    /// With --speed: don't pin the programs to processors
     #[arg(long, requires = "speed")]
     unpinned: bool,
-    /// For that many minutes run long ping-pongs of SENDs (captured) and of UDP datagrams in turns on busy processors, and explain
-    /// the slowest rounds. Captures go to $TMPDIR, of which they take some 60 MB: best in memory
+    /// Look for stalls instead: for this many minutes, run ping-pongs of SENDs (captured) and of UDP datagrams
+    /// alternately on busy processors, and explain the slowest rounds. Captures take about 60 MB of $TMPDIR, preferably
+    /// in memory
     #[arg(long, value_name = "MINUTES", conflicts_with_all = ["list", "only", "set", "directory", "speed"])]
     stalls: Option<f64>,
     /// With --stalls: rounds of each ping-pong
     #[arg(long, requires = "stalls", default_value_t = 40_000, value_parser = clap::value_parser!(u32).range(1000..=200_000))]
     rounds: u32,
-    /// With --stalls: threads that keep processors busy
+    /// With --stalls: number of threads that keep processors busy
     #[arg(long, requires = "stalls", default_value_t = 4)]
     load: usize,
-    /// Say what failing programs printed, in full
+    /// Print the whole output of failed programs
     #[arg(long, short)]
     verbose: bool,
 }
 
-fn chosen(cli: &Cli) -> Vec<Case> {
+fn selected(cli: &Cli) -> Vec<Case> {
     let mut all = matrix::all();
     all.retain(|case| cli.set == Set::Full || case.ci);
     if cli.directory {
@@ -120,33 +122,33 @@ fn chosen(cli: &Cli) -> Vec<Case> {
     all
 }
 
-/// Names that no case has: whoever gives one shall not take the others' success for its.
+/// Returns the `--only` texts that match no case, so that a typo is not taken for success.
 fn unknown<'a>(cli: &'a Cli, cases: &[Case]) -> Vec<&'a str> {
     let has = |name: &str| cases.iter().any(|case| case.name.contains(name));
     cli.only.iter().map(String::as_str).filter(|name| !has(name)).collect()
 }
 
-/// `ferroce` beside this program.
-fn beside() -> Result<PathBuf> {
+/// Returns `ferroce` in the directory of this program.
+fn default_ferroce() -> Result<PathBuf> {
     let own = std::env::current_exe().map_err(|e| format!("finding this program: {e}"))?;
     let found = own.with_file_name("ferroce");
     match found.is_file() {
         true => Ok(found),
         false => Err(format!(
-            "{} is not there: build it, or name it with --ferroce",
+            "{} does not exist: build it, or give its path with --ferroce",
             found.display()
         )),
     }
 }
 
 fn setup(cli: &Cli) -> Result<Setup> {
-    let ferroce = cli.ferroce.clone().map_or_else(beside, Ok)?;
+    let ferroce = cli.ferroce.clone().map_or_else(default_ferroce, Ok)?;
     process::catch_signals()?;
     let addrs = [cli.addr.into(), cli.addr6.into()];
     Setup::new(&ferroce, addrs, cli.user.as_deref())
 }
 
-/// Says which cases there are. A reader that has seen enough (`| head`) is no failure.
+/// Prints the cases. A closed pipe (`| head`) is no error.
 fn list(cases: &[Case]) -> Result<()> {
     let mut out = io::stdout().lock();
     for case in cases {
@@ -171,16 +173,13 @@ fn run(cli: &Cli) -> Result<bool> {
         setup.finish();
         return done.map(|()| true);
     }
-    let cases = chosen(cli);
+    let cases = selected(cli);
     if cli.list {
         return list(&cases).map(|()| true);
     }
     let unknown = unknown(cli, &cases);
     if cases.is_empty() || !unknown.is_empty() {
-        return Err(format!(
-            "no case has that name: {}; --list shows all",
-            unknown.join(", ")
-        ));
+        return Err(format!("no case name contains {}: see --list", unknown.join(", ")));
     }
     let setup = setup(cli)?;
     let mut report = Report::default();
@@ -219,18 +218,18 @@ fn main() -> ExitCode {
 mod tests {
     use clap::Parser as _;
 
-    use super::{Cli, chosen, unknown};
+    use super::{Cli, selected, unknown};
 
     #[test]
-    fn each_name_that_is_asked_for_has_to_be_one() {
+    fn each_requested_name_must_match_a_case() {
         let cli = Cli::try_parse_from(["apps", "--only", "pingpong", "--only", "no-such-thing"])
             .unwrap_or_else(|e| panic!("{e}"));
-        assert_eq!(unknown(&cli, &chosen(&cli)), ["no-such-thing"]);
+        assert_eq!(unknown(&cli, &selected(&cli)), ["no-such-thing"]);
     }
 
     #[test]
-    fn the_sets_are_named_as_those_of_the_other_suites() {
-        let of = |set| chosen(&Cli::try_parse_from(["apps", "--set", set]).unwrap_or_else(|e| panic!("{e}"))).len();
+    fn the_sets_have_the_names_of_other_suites() {
+        let of = |set| selected(&Cli::try_parse_from(["apps", "--set", set]).unwrap_or_else(|e| panic!("{e}"))).len();
         let (ci, full) = (of("ci"), of("full"));
         assert!(0 < ci && ci < full, "{ci} {full}");
     }
