@@ -1,4 +1,4 @@
-//! `cargo xtask bench`: the page of benchmarks, BENCHMARKS.md with its plots.
+//! `cargo xtask bench`: measures all benchmarks and writes BENCHMARKS.md with its plots.
 
 mod figure;
 mod inner;
@@ -27,32 +27,32 @@ use crate::{
 };
 use figure::{Aim, Columns, Figure, Part, Spread};
 
-/// Of the JSON. It changes when a reader would have to.
+/// Version of the JSON schema. Incremented by changes that break readers.
 const SCHEMA: u32 = 1;
 const PAGE: &str = "BENCHMARKS.md";
 const PLOTS: &str = "docs/bench";
-/// What was found out about figures that are not as they should be, written by hand.
+/// Handwritten notes on the figures below target.
 const NOTES: &str = "docs/bench/notes.md";
 
 #[derive(Args)]
 pub(crate) struct PageArgs {
-    /// Two rounds and short measurements: to see that all of it works. Writes no page unless --page is given
+    /// Two rounds of short measurements, to check that everything works. Writes no page unless --page is given
     #[arg(long)]
     pub(super) quick: bool,
-    /// Each figure is the median of so many rounds [default: 5; with --quick 2]
+    /// Rounds; each figure is the median of them [default: 5; with --quick 2]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: Option<u32>,
-    /// Seconds of each measurement [default: 2; with --quick 0.5]
+    /// Duration of each measurement, seconds [default: 2; with --quick 0.5]
     #[arg(long, value_parser = seconds)]
     seconds: Option<f64>,
-    /// Only parts with this name; several times: these. They are bulk, latency, ack, one-sided, programs, operations, tcp,
-    /// loss, sharing, scale, shards, block, rxe and instructions
+    /// Measure only this part; may be repeated. Parts: bulk, latency, ack, one-sided, programs, operations, tcp, loss,
+    /// sharing, scale, shards, block, rxe, instructions
     #[arg(long, value_name = "PART")]
     only: Vec<String>,
-    /// Write all figures of all rounds to a file
+    /// Write the figures of all rounds to a JSON file
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Folder to write BENCHMARKS.md and docs/bench into [default: this repository, if all is measured at full length]
+    /// Directory of BENCHMARKS.md and docs/bench [default: this repository, if all parts are measured without --quick]
     #[arg(long, value_name = "DIR")]
     page: Option<PathBuf>,
 }
@@ -61,7 +61,7 @@ fn seconds(text: &str) -> Result<f64> {
     let value: f64 = text.parse().map_err(|e| format!("{e}"))?;
     match value.is_finite() && value > 0.0 {
         true => Ok(value),
-        false => Err("more than nothing".into()),
+        false => Err("must be a finite number greater than 0".into()),
     }
 }
 
@@ -78,113 +78,118 @@ impl PageArgs {
         self.only.is_empty() || self.only.iter().any(|o| o == part)
     }
 
-    /// Where the page goes, if anywhere.
+    /// Returns the directory to write the page into, if any.
     fn target(&self) -> Option<PathBuf> {
         let whole = !self.quick && self.only.is_empty();
         self.page.clone().or_else(|| whole.then(cargo::workspace_root))
     }
 }
 
-/// What is measured: name, title and description of each part.
+/// Name, title and description of each part.
 const PARTS: [(&str, &str, &str); 14] = [
     (
         "bulk",
         "Bandwidth",
-        "1 MiB operations on loopback, both sides in one process, beside the ceiling: the same packets through the same sockets, with \
-         ICRC and copies but without a protocol (`ferroce bench`).",
+        "1 MiB operations on loopback, both sides in one process, compared with the ceiling: the same packets through \
+         the same sockets, with ICRC and copies but without a protocol (`ferroce bench`).",
     ),
     (
         "latency",
         "Latency",
-        "Round trips of 64 bytes on loopback, both sides polling, beside a bare UDP ping-pong of the same size (`ferroce bench latency`); \
-         and both sides waiting for events, beside one that sleeps in epoll: ours
-         looks for packets for up to 50 us, as long as that pays, before it sleeps. Less is better.",
+        "Round trips of 64 bytes on loopback. Both sides polling are compared with a raw UDP ping-pong of the same \
+         size (`ferroce bench latency`), and both sides waiting for events with one that sleeps in epoll. Before it \
+         sleeps, ferroce polls for up to 50 us as long as that finds packets. Less is better.",
     ),
     (
         "ack",
         "Acknowledgements while computing",
-        "A process under `ferroce run` polls, receives a SEND of 64 bytes, and computes for the given time before it answers and polls again. \
-         Measured is the time until the SEND completes at its peer, compared with the time that the machine takes to wake a thread: a UDP echo \
-         by a thread of the same process that sleeps in epoll. 99th percentiles are compared with the echo's plus 50 us. Less is better.",
+        "A process under `ferroce run` polls, receives a SEND of 64 bytes, and computes for the given time before it \
+         answers and polls again. The time until the SEND completes at its peer is compared with the time to wake a \
+         thread: a UDP echo by a thread of the same process that sleeps in epoll. The 99th percentile is compared \
+         with the echo's plus 50 us. Less is better.",
     ),
     (
         "one-sided",
         "One-sided operations to a computing target",
-        "WRITEs and READs of 64 bytes to a process under `ferroce run` that polled an empty completion queue 500 times and then computes for \
-         3 ms, compared with the same UDP echo. And READs to a process that polled 20 times and then sleeps: with a queue pair in an \
-         RNR wait, compared with none. 99th percentiles are compared with the other's plus 200 us. Less is better.",
+        "WRITEs and READs of 64 bytes to a process under `ferroce run` that polled an empty completion queue 500 \
+         times and then computes for 3 ms, compared with the same UDP echo. READs to a process that polled 20 times \
+         and then sleeps: with a queue pair in an RNR wait, compared with none. The 99th percentile is compared with \
+         the other's plus 200 us. Less is better.",
     ),
     (
         "programs",
         "Unmodified programs",
-        "perftest under `ferroce run`, 64 bytes, and 1 MiB with 16 outstanding, on loopback, beside `ferroce bench` in two processes. \
-         Half a round trip, of which less is better, and bandwidth.",
+        "perftest under `ferroce run`, 64 bytes, and 1 MiB with 16 outstanding, on loopback, compared with `ferroce \
+         bench` in two processes. Half a round trip, of which less is better, and bandwidth.",
     ),
     (
         "operations",
         "Operations by size and depth",
-        "Millions of operations per second of one queue pair on loopback. Beside most of them is the ceiling for messages of that size.",
+        "Millions of operations per second of one queue pair on loopback. Most are compared with the ceiling for \
+         messages of that size.",
     ),
     (
         "tcp",
         "UCX and libfabric over TCP",
-        "On loopback: 1 MiB WRITEs beside `ucx_perftest -t ucp_put_bw` with `UCX_TLS=tcp`, and SENDs back and forth beside `fi_pingpong -p tcp`, \
-         of which less is better.",
+        "On loopback: 1 MiB WRITEs compared with `ucx_perftest -t ucp_put_bw` with `UCX_TLS=tcp`, and a ping-pong of \
+         SENDs compared with `fi_pingpong -p tcp`, of which less is better.",
     ),
     (
         "loss",
         "Loss",
-        "Goodput of 1 MiB WRITEs, and of READs at 2 ms, between two network namespaces on a link of 2 Gb/s with a queue of 2 MB that loses packets at random \
-         (`ferroce-wire`), beside that without loss; packets that were sent again beside those that were lost. And `ferroce map \
-         --nbd` on one of 5 Gb/s beside nbdkit over TCP, to which fio speaks itself, and behind a second nbdkit, which is a chain like \
-         ours.",
+        "Goodput of 1 MiB WRITEs, and of READs at 2 ms, between two network namespaces on a link of 2 Gb/s with a \
+         queue of 2 MB and random loss (`ferroce-wire`), compared with the link without loss; retransmitted packets \
+         compared with lost ones. `ferroce map --nbd` on a link of 5 Gb/s compared with nbdkit over TCP: with fio as \
+         its client, and behind a second nbdkit, which is the same number of hops as ferroce's.",
     ),
     (
         "sharing",
         "Sharing a link",
-        "The same link without random losses. The slower of two of ours beside the faster, and one of ours beside what it and a TCP flow \
-         (iperf3, the kernel's default congestion control) get together.",
+        "The same link without random loss. The slower of two ferroce flows compared with the faster, and one ferroce \
+         flow compared with the sum of it and a TCP flow (iperf3, the kernel's default congestion control).",
     ),
     (
         "scale",
         "Queue pairs",
-        "64-byte WRITEs with 512 outstanding in all, on so many queue pairs, beside one queue pair; and on 64 of 10,000 that are connected. And what one \
-         of these takes, with its connection.",
+        "64-byte WRITEs with 512 outstanding in all, on several queue pairs, compared with one queue pair; and on 64 \
+         of 10,000 connected ones. Memory of one of these with its connection.",
     ),
     (
         "shards",
         "Engines and loops",
-        "On loopback, both ends of a kind. Two engines of a program's device beside one, by one thread and by two with a queue pair and a \
-         completion queue each, 64 outstanding, or 16 of 1 MiB (`ferroce bench --shards --threads`). And two loops of `ferroce map --nbd` and `ferroce serve` beside one, with 32 reads \
-         outstanding of each client.",
+        "On loopback, with both sides alike. Two engines of a device compared with one, driven by one thread and by \
+         two with a queue pair and a completion queue each, 64 outstanding, or 16 of 1 MiB (`ferroce bench --shards \
+         --threads`). Two loops of `ferroce map --nbd` and `ferroce serve` compared with one, with 32 outstanding \
+         reads of each client.",
     ),
     (
         "block",
         "Block device",
-        "`ferroce map --nbd` in front of `ferroce serve` beside nbdkit over TCP in two hops, a chain like ours (`cargo xtask bench block` \
-         has more of it).",
+        "`ferroce map --nbd` in front of `ferroce serve` compared with nbdkit over TCP in two hops, the same number \
+         (`cargo xtask bench block` measures more loads).",
     ),
     (
         "rxe",
         "rdma_rxe",
-        "perftest between two virtual machines with one processor each (emulated: compare nothing here with what is above), over \
-         the kernel's rdma_rxe and over ours under `ferroce run`; the client first (`cargo xtask interop speed`). Packets are lost in both \
-         directions.",
+        "perftest between two emulated virtual machines with one processor each: don't compare with the parts above. \
+         Over the kernel's rdma_rxe and over ferroce under `ferroce run`; the client is named first (`cargo xtask \
+         interop speed`). Packets are lost in both directions.",
     ),
     (
         "instructions",
         "Instructions",
-        "What both ends take together, without sockets, under callgrind: of an operation with 16 outstanding, and of a packet with its \
-         part of the acknowledgements. Beside it two copies of the payload and two ICRCs.",
+        "Instructions of both sides together, without sockets, under callgrind: per operation with 16 outstanding, \
+         and per packet with its share of the acknowledgements. Compared with two copies of the payload and two \
+         ICRCs.",
     ),
 ];
 
-/// Measures all parts and writes what came of it.
+/// Measures the selected parts, prints the figures and writes the page.
 pub(super) fn run(args: &PageArgs) -> Result<()> {
     let unknown = args.only.iter().find(|o| PARTS.iter().all(|(name, ..)| name != o));
     if let Some(unknown) = unknown {
         let names = PARTS.map(|(name, ..)| name).join(", ");
-        return Err(format!("no part is called {unknown}; there are: {names}"));
+        return Err(format!("unknown part {unknown}: expected one of {names}"));
     }
     let programs = link::Programs {
         ferroce: cargo::build("ferroce", "ferroce", Profile::Release)?,
@@ -205,7 +210,7 @@ pub(super) fn run(args: &PageArgs) -> Result<()> {
             about,
             figures,
         };
-        tell(&part);
+        print(&part);
         parts.push(part);
     }
     if let Some(file) = &args.json {
@@ -214,13 +219,13 @@ pub(super) fn run(args: &PageArgs) -> Result<()> {
     }
     if let Some(dir) = args.target() {
         write_page(&dir, args, &parts)?;
-        println!("\n{} and its plots are written", dir.join(PAGE).display());
+        println!("\nwrote {} and its plots", dir.join(PAGE).display());
     }
     let not_run = parts.iter().filter(|p| p.figures.is_err()).count();
     let figures = parts.iter().filter_map(|p| p.figures.as_ref().ok()).flatten();
-    let missed = figures.clone().filter(|f| !f.is_reached()).count();
+    let below = figures.clone().filter(|f| !f.is_reached()).count();
     println!(
-        "\n{} figures, {missed} not as meant, {not_run} parts not run",
+        "\n{} figures, {below} below target, {not_run} parts not run",
         figures.count()
     );
     Ok(())
@@ -255,7 +260,7 @@ fn measure(name: &str, programs: &link::Programs, args: &PageArgs, scratch: &Pat
     }
 }
 
-/// The loads of `cargo xtask bench block` that tell most.
+/// Measures the most significant loads of `cargo xtask bench block`.
 fn block(args: &PageArgs) -> Result<Vec<Figure>> {
     let only = [
         "4K randread, depth 1",
@@ -286,24 +291,29 @@ fn block(args: &PageArgs) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-fn tell(part: &Part) {
+/// Prints the figures of a part.
+fn print(part: &Part) {
     match &part.figures {
         Err(reason) => println!("  not run: {reason}"),
         Ok(figures) => figures.iter().for_each(|f| {
             let (ours, other, ratio) = (Spread::of(&f.ours), Spread::of(&f.beside.values), f.ratio());
-            let verdict = if f.is_reached() { "" } else { "  (missed)" };
-            let aim = f.aim.text();
-            let aim = if aim.is_empty() { aim } else { format!(", meant: {aim}") };
+            let verdict = if f.is_reached() { "" } else { "  (below target)" };
+            let target = f.aim.text();
+            let target = if target.is_empty() {
+                target
+            } else {
+                format!(", target: {target}")
+            };
             println!(
-                "  {:<36} {:>9.3} {}  {}: {:.3}  ratio {:.2} ({:.2} to {:.2}){aim}{verdict}",
+                "  {:<36} {:>9.3} {}  {}: {:.3}  ratio {:.2} ({:.2} to {:.2}){target}{verdict}",
                 f.name, ours.median, f.unit, f.beside.name, other.median, ratio.median, ratio.least, ratio.most
             );
         }),
     }
 }
 
-/// The machine and the commit.
-fn surroundings() -> Value {
+/// Returns commit, date, kernel and processor of the measurement.
+fn environment() -> Value {
     let line = |program: &str, args: &[&str]| {
         let output = process::capture(
             program,
@@ -338,7 +348,7 @@ fn to_json(args: &PageArgs, parts: &[Part]) -> Value {
     };
     json!({
         "schema": SCHEMA,
-        "surroundings": surroundings(),
+        "surroundings": environment(),
         "rounds": args.rounds(),
         "seconds": args.seconds(),
         "parts": parts.iter().map(part).collect::<Vec<_>>(),
@@ -353,22 +363,22 @@ fn write_page(dir: &Path, args: &PageArgs, parts: &[Part]) -> Result<()> {
     }
     let notes = fs::read_to_string(cargo::workspace_root().join(NOTES)).unwrap_or_default();
     let page = dir.join(PAGE);
-    let text = markdown(&surroundings(), (args.rounds(), args.seconds()), parts, &notes);
+    let text = markdown(&environment(), (args.rounds(), args.seconds()), parts, &notes);
     fs::write(&page, text).map_err(|e| format!("{}: {e}", page.display()))
 }
 
-fn markdown(at: &Value, (rounds, seconds): (u32, f64), parts: &[Part], notes: &str) -> String {
+fn markdown(environment: &Value, (rounds, seconds): (u32, f64), parts: &[Part], notes: &str) -> String {
     let mut page = String::new();
-    let of = |key: &str| at[key].as_str().unwrap_or_default().to_owned();
+    let of = |key: &str| environment[key].as_str().unwrap_or_default().to_owned();
     let _ = write!(
         page,
-        "# Benchmarks\n\nWritten by `cargo xtask bench` on {} at commit {}: {} ({} processors), {}. Machines and their load differ, so each \
-         figure is beside another that was measured in the same rounds, in turns: {rounds} rounds of {seconds} s. A ratio is the median \
-         of those of the rounds, with the least and the most.\n",
+        "# Benchmarks\n\nWritten by `cargo xtask bench` on {} at commit {}: {} ({} processors), {}. Machines and their \
+         load differ, so each figure is compared with another one measured alternately: {rounds} rounds of {seconds} s. \
+         A ratio is the median over the rounds, with minimum and maximum.\n",
         of("date"),
         of("commit"),
         of("processor"),
-        at["processors"],
+        environment["processors"],
         of("kernel"),
     );
     for part in parts {
@@ -383,14 +393,15 @@ fn markdown(at: &Value, (rounds, seconds): (u32, f64), parts: &[Part], notes: &s
         let (name, title) = (part.name, part.title);
         let _ = write!(
             page,
-            "\n![{title}]({PLOTS}/{name}.svg)\n\n| | ours | beside it | | ratio | meant |\n| --- | --: | --- | --: | --: | --- |\n"
+            "\n![{title}]({PLOTS}/{name}.svg)\n\n| | ferroce | compared with | | ratio | target |\n\
+             | --- | --: | --- | --: | --: | --- |\n"
         );
         for f in figures {
             let (ours, other, ratio) = (Spread::of(&f.ours), Spread::of(&f.beside.values), f.ratio());
-            let missed = if f.is_reached() { "" } else { ", **missed**" };
+            let verdict = if f.is_reached() { "" } else { ", **below target**" };
             let _ = writeln!(
                 page,
-                "| {} | {:.3} {unit} | {} | {:.3} {unit} | {:.2} ({:.2} to {:.2}) | {}{missed} |",
+                "| {} | {:.3} {unit} | {} | {:.3} {unit} | {:.2} ({:.2} to {:.2}) | {}{verdict} |",
                 f.name,
                 ours.median,
                 f.beside.name,
@@ -445,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_says_what_is_missed_and_what_was_not_run() {
+    fn the_page_marks_figures_below_target_and_parts_not_run() {
         let text = markdown(
             &json!({ "commit": "abc", "processors": 2 }),
             (3, 1.0),
@@ -454,7 +465,7 @@ mod tests {
         );
         assert!(
             text.contains(
-                "| WRITE | 0.900 GB/s | ceiling | 1.000 GB/s | 0.80 (0.75 to 0.95) | at least 0.9, **missed** |"
+                "| WRITE | 0.900 GB/s | ceiling | 1.000 GB/s | 0.80 (0.75 to 0.95) | at least 0.9, **below target** |"
             ),
             "{text}"
         );
