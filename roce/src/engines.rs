@@ -186,7 +186,7 @@ impl Engines {
         all.filter_map(|(index, services)| Some((index, services.as_ref()?)))
     }
 
-    /// Iterates over the engines in a set; of an empty one, over the first engine.
+    /// Iterates over the engines in a set. If it is empty, returns only the first engine.
     pub(crate) fn of(&self, set: &EngineSet) -> impl Iterator<Item = &Driver> {
         let set = set.0.load(Relaxed).max(1);
         self.drivers

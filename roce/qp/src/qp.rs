@@ -34,7 +34,7 @@ const UNSUPPORTED: WcStatus = WcStatus::LocalQpOperationError;
 /// Largest `max_rd_atomic` and `max_dest_rd_atomic`.
 const MAX_RD_ATOMIC: u8 = 128;
 
-/// A queue pair.
+/// Queue pair of any service: send queue, receive queue, requester and responder.
 #[derive(Debug)]
 pub struct QueuePair {
     pub(crate) config: QpConfig,

@@ -34,7 +34,7 @@ const READ_PROBE: usize = 64 << 10;
 ///
 /// The responder may only be slow, and would send all of it twice.
 const LAST_IDLE_READ_STAGE: u32 = 3;
-/// The same limit with selective ACKs, where the responder has reported all packets that it has: the rest is missing.
+/// [`LAST_IDLE_READ_STAGE`] with selective ACKs. The responder has reported its buffered packets: the rest is missing.
 const LAST_IDLE_SELECTIVE_READ_STAGE: u32 = 0;
 
 /// PSN state, timers and recovery state of the requester and completer.

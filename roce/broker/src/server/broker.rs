@@ -423,7 +423,7 @@ impl Broker {
         self.remove(key, false);
     }
 
-    /// Removes a client. `clean`: it has said goodbye.
+    /// Removes a client. `clean`: it has sent a Goodbye message.
     pub(super) fn remove(&mut self, key: usize, clean: bool) {
         let Some(client) = self.clients.try_remove(key) else {
             return;
