@@ -304,7 +304,9 @@ impl Port {
                 self.qps[slot].qp.enable_reorder(&self.config.reorder_budget);
             }
             if let Some((av, peer)) = self.qps[slot].qp.remote() {
-                let terms = self.handshakes.terms((av.remote.to_canonical(), peer));
+                let mut terms = self.handshakes.terms((av.remote.to_canonical(), peer));
+                // Packets to our own address come to our own sockets.
+                terms.selective |= av.remote == av.local;
                 self.apply_terms(slot, terms);
             }
         }

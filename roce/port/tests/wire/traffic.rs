@@ -1,5 +1,7 @@
 //! Data transfer between two ports: trains, GRO buffers, turns, timers, limits.
 
+use roce_bth::{Opcode, Packet};
+use roce_cm::guid;
 use roce_port::{QpnSlot, RxMeta};
 use roce_qp::{SharedReceiveQueue, SrqConfig, WindowConfig};
 use roce_verbs::{
@@ -441,4 +443,51 @@ fn sizes_of_an_absent_receive_queue_are_ignored() {
         ..a.init()
     };
     a.port.create_qp(init).unwrap();
+}
+
+/// Delivers everything that a host sends to its own address, but for the packet at an index. Returns the opcodes.
+fn exchange_alone(host: &mut Host, mut lost: Option<usize>) -> Vec<Opcode> {
+    let mut opcodes = Vec::new();
+    loop {
+        let sent = host.take();
+        if sent.is_empty() {
+            return opcodes;
+        }
+        for d in sent {
+            for bytes in d.bytes.chunks(d.segment_len) {
+                let packet = Packet::parse(bytes).unwrap();
+                let lose = lost == Some(opcodes.len());
+                opcodes.push(packet.header.bth.opcode);
+                if lose {
+                    lost = None;
+                    continue;
+                }
+                host.give(&Datagram {
+                    segment_len: 0,
+                    bytes: bytes.to_vec(),
+                    ..d.clone()
+                });
+            }
+        }
+    }
+}
+
+/// Packets to our own address come to our own sockets: the peer is ferroce, although no REQ or REP says so.
+#[test]
+fn queue_pairs_of_one_address_acknowledge_selectively() {
+    let mut host = Host::with(1, |config| config.cm.ca_guid = guid::keeping(1));
+    let (q1, q2) = (host.qp(), host.qp());
+    let addr = host.addr;
+    host.raise(q1, addr, q2);
+    host.raise(q2, addr, q1);
+    let region = host.region(8 * 1024);
+    for qpn in [q1, q2] {
+        host.send(qpn, 0, SendOp::Write(remote(&region)), &region, 0);
+    }
+    exchange_alone(&mut host, None);
+    host.send(q1, 1, SendOp::Write(remote(&region)), &region, 8 * 1024);
+    let opcodes = exchange_alone(&mut host, Some(1));
+    assert!(opcodes.contains(&Opcode::SelectiveAck), "{opcodes:?}");
+    let ok = host.completions().iter().filter(|c| c.is_ok()).count();
+    assert_eq!(ok, 3, "no timer is needed: {opcodes:?}");
 }
