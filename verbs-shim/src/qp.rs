@@ -374,7 +374,7 @@ unsafe extern "C" fn ibv_modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr, mask
         // SAFETY: the program passes a queue pair of ours and attributes.
         let (this, attr) = unsafe { (Qp::of(qp)?, attr.read_unaligned()) };
         this.alive()?;
-        let change = qpattr::from_c(&this.core, &attr, mask as u32)?;
+        let change = qpattr::from_c(&this.core, this.kind(), &attr, mask as u32)?;
         this.inner.modify(&change)?;
         if change.av.is_some() {
             *this.path.lock() = Some(attr.ah_attr);

@@ -1,4 +1,4 @@
-//! Queue pair attributes between C's form and the transport's.
+//! Converts queue pair attributes between `ibv_qp_attr` and the transport's `QpAttr`.
 
 use roce::{
     AccessFlags, Mtu, Psn, QpAttr, QpState, Qpn, RnrTimer,
@@ -6,14 +6,14 @@ use roce::{
 };
 
 use crate::{
-    abi::{c_enum, ibv_qp_attr},
+    abi::{IBV_QPT_XRC_RECV, IBV_QPT_XRC_SEND, c_enum, ibv_qp_attr},
     ah,
     context::Core,
     gids, mr,
     ret::{Errno, Result},
 };
 
-/// `ibv_qp_state` that the transport has.
+/// Returns the transport's state for an `ibv_qp_state`, or EINVAL.
 fn state(value: c_enum) -> Result<QpState> {
     use QpState::{Err, Init, Reset, Rtr, Rts, Sqd, Sqe};
     [Reset, Init, Rtr, Rts, Sqd, Sqe, Err]
@@ -22,18 +22,31 @@ fn state(value: c_enum) -> Result<QpState> {
         .ok_or(Errno::INVAL)
 }
 
-/// Attributes that exist only where RoCE has no use for them: an alternate path, a rate (`IB_QP_ATTR_STANDARD_BITS`).
-const NOT_HERE: u32 = M::ALT_PATH.bits() | 1 << 25;
+/// Attributes that this device does not have: an alternate path, a rate limit (`IBV_QP_RATE_LIMIT`).
+const UNSUPPORTED: u32 = M::ALT_PATH.bits() | 1 << 25;
 
-/// What `ibv_modify_qp` was given.
+/// Removes the attributes that uverbs ignores for a type of queue pair (`modify_qp_mask`).
+///
+/// Each half of an XRC connection ignores attributes of the other half; perftest sets both.
+fn without_ignored(kind: c_enum, mask: u32) -> u32 {
+    let ignored = match kind {
+        IBV_QPT_XRC_SEND => M::MAX_DEST_RD_ATOMIC | M::MIN_RNR_TIMER,
+        IBV_QPT_XRC_RECV => M::MAX_RD_ATOMIC | M::RETRY_CNT | M::RNR_RETRY,
+        _ => M::empty(),
+    };
+    mask & !ignored.bits()
+}
+
+/// Converts the arguments of `ibv_modify_qp` for a queue pair of type `kind`.
 ///
 /// # Errors
 /// EINVAL for values out of range, EOPNOTSUPP for attributes that this device does not have.
-pub(crate) fn from_c(core: &Core, a: &ibv_qp_attr, mask: u32) -> Result<QpAttr> {
-    if mask & NOT_HERE != 0 {
+pub(crate) fn from_c(core: &Core, kind: c_enum, a: &ibv_qp_attr, mask: u32) -> Result<QpAttr> {
+    if mask & UNSUPPORTED != 0 {
         return Err(Errno::NOTSUP);
     }
-    // No transition takes other queue sizes (`qp_state_table`).
+    let mask = without_ignored(kind, mask);
+    // No state transition changes queue sizes (`qp_state_table`).
     let mask = M::from_bits(mask).filter(|m| !m.contains(M::CAP)).ok_or(Errno::INVAL)?;
     let mut out = QpAttr::default();
     let has = |bit: M| mask.contains(bit);
@@ -75,7 +88,7 @@ pub(crate) fn from_c(core: &Core, a: &ibv_qp_attr, mask: u32) -> Result<QpAttr> 
     Ok(out)
 }
 
-/// What `ibv_query_qp` tells.
+/// Converts attributes to what `ibv_query_qp` reports.
 pub(crate) fn to_c(core: &Core, q: &QpAttr) -> ibv_qp_attr {
     let state = q.state.unwrap_or_default() as c_enum;
     let mut a = ibv_qp_attr {
@@ -115,4 +128,20 @@ pub(crate) fn to_c(core: &Core, q: &QpAttr) -> ibv_qp_attr {
     }
     a.ah_attr.port_num = a.port_num;
     a
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::abi::IBV_QPT_RC;
+
+    #[test]
+    fn xrc_ignores_attributes_of_the_other_half() {
+        let receive = M::MAX_DEST_RD_ATOMIC | M::MIN_RNR_TIMER;
+        let send = M::MAX_RD_ATOMIC | M::RETRY_CNT | M::RNR_RETRY;
+        let all = M::all().bits();
+        assert_eq!(without_ignored(IBV_QPT_XRC_SEND, all), all & !receive.bits());
+        assert_eq!(without_ignored(IBV_QPT_XRC_RECV, all), all & !send.bits());
+        assert_eq!(without_ignored(IBV_QPT_RC, all), all);
+    }
 }

@@ -1,6 +1,6 @@
 /*
- * What programs do that is not in any manual, and what few of them do: objects that were never made, target queue pairs of
- * an XRC domain that are opened once more, hop limits of datagrams.
+ * Checks calls that no manual describes or few programs make: calls with NULL, XRC target queue pairs that are opened again,
+ * attributes that XRC ignores, hop limits of datagrams.
  *
  *     edges [--each [BUT …]]
  */
@@ -8,7 +8,7 @@
 
 #include <fcntl.h>
 
-/* qperf destroys queue pairs that it has not got, and others will do likewise. */
+/* qperf destroys queue pairs that it has not created. */
 static void nothing_is_no_object(void)
 {
 	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_RESET };
@@ -32,7 +32,7 @@ static void nothing_is_no_object(void)
 	MUST(!ibv_create_qp(pd, &init) && errno == EINVAL);
 }
 
-/* Tests of programs have devices of their own, which no list has. */
+/* Test suites of programs make device structures of their own, which are in no list. */
 static void a_name_is_what_its_structure_has(void)
 {
 	struct ibv_device mine = { .name = "mine" };
@@ -81,7 +81,7 @@ static void xrc_is_shared(void)
 	MUST(second = target_again(b, first->qp_num, &attr));
 	MUST(second->qp_num == first->qp_num && second->qp_context == &attr);
 	MUST(!ibv_modify_qp(first, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS));
-	/* It lives until its last object is gone. */
+	/* It exists until its last object is destroyed. */
 	MUST(!ibv_destroy_qp(first));
 	MUST(!ibv_query_qp(second, &attr, IBV_QP_STATE, &told) && attr.qp_state == IBV_QPS_INIT);
 	MUST(ibv_close_xrcd(b) == EBUSY);
@@ -89,6 +89,48 @@ static void xrc_is_shared(void)
 	MUST(!ibv_close_xrcd(a) && !ibv_close_xrcd(b) && !ibv_close_xrcd(other));
 	MUST(!domain(file, 0) && errno == EAGAIN);
 	close(file);
+}
+
+static struct ibv_qp_attr path_to(uint32_t number)
+{
+	return (struct ibv_qp_attr){ .qp_state = IBV_QPS_RTR, .path_mtu = IBV_MTU_1024, .dest_qp_num = number,
+				     .max_dest_rd_atomic = 1, .min_rnr_timer = 12,
+				     .ah_attr = { .is_global = 1, .port_num = 1,
+						  .grh = { .dgid = own, .sgid_index = own_index, .hop_limit = 64 } } };
+}
+
+/* Programs set the attributes of both halves; each half ignores those of the other. */
+static void xrc_halves_ignore_attributes_of_the_other(void)
+{
+	struct ibv_qp_init_attr_ex of_target = { .qp_type = IBV_QPT_XRC_RECV, .comp_mask = IBV_QP_INIT_ATTR_XRCD };
+	struct ibv_qp_init_attr_ex of_sender = { .qp_type = IBV_QPT_XRC_SEND, .send_cq = cq, .pd = pd,
+						 .comp_mask = IBV_QP_INIT_ATTR_PD,
+						 .cap = { .max_send_wr = 4, .max_send_sge = 1 } };
+	struct ibv_qp_attr init = { .qp_state = IBV_QPS_INIT, .port_num = 1 };
+	struct ibv_qp_attr rts = { .qp_state = IBV_QPS_RTS, .timeout = 14, .retry_cnt = 7, .rnr_retry = 7,
+				   .max_rd_atomic = 1 };
+	struct ibv_qp_attr timer = { .min_rnr_timer = 5 }, retries = { .retry_cnt = 5, .rnr_retry = 5 }, rtr;
+	struct ibv_xrcd *in = domain(-1, O_CREAT);
+	struct ibv_qp *sender, *target, *halves[2];
+
+	MUST(in);
+	of_target.xrcd = in;
+	MUST(target = ibv_create_qp_ex(context, &of_target));
+	MUST(sender = ibv_create_qp_ex(context, &of_sender));
+	halves[0] = sender;
+	halves[1] = target;
+	for (int i = 0; i < 2; i++) {
+		rtr = path_to(halves[!i]->qp_num);
+		MUST(!ibv_modify_qp(halves[i], &init,
+				    IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS));
+		MUST(!ibv_modify_qp(halves[i], &rtr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN |
+						     IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER));
+		MUST(!ibv_modify_qp(halves[i], &rts, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT |
+						     IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC));
+	}
+	MUST(!ibv_modify_qp(sender, &timer, IBV_QP_MIN_RNR_TIMER));
+	MUST(!ibv_modify_qp(target, &retries, IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY));
+	MUST(!ibv_destroy_qp(sender) && !ibv_destroy_qp(target) && !ibv_close_xrcd(in));
 }
 
 static struct ibv_qp *datagrams(void)
@@ -107,7 +149,7 @@ static struct ibv_qp *datagrams(void)
 	return qp;
 }
 
-/* The header before a datagram is the one that came: with the sender's hop limit and traffic class. */
+/* Checks that the network header in front of a datagram has the sender's hop limit and traffic class. */
 static void headers_are_real(int hops, int wanted, int class)
 {
 	static char memory[256];
@@ -142,7 +184,7 @@ static void headers_are_real(int hops, int wanted, int class)
 	MUST(!ibv_destroy_ah(ah) && !ibv_destroy_qp(qp) && !ibv_dereg_mr(mr));
 }
 
-/* Of what is below the route's, the route's is taken, as the kernel does. */
+/* The route's hop limit replaces a lower one, as in the kernel. */
 static void low_hop_limits_are_the_routes(void)
 {
 	headers_are_real(0, 64, 0);
@@ -165,6 +207,7 @@ int main(int argc, char **argv)
 		CHECK(nothing_is_no_object),
 		CHECK(a_name_is_what_its_structure_has),
 		CHECK(xrc_is_shared),
+		CHECK(xrc_halves_ignore_attributes_of_the_other),
 		CHECK(low_hop_limits_are_the_routes),
 		CHECK(hop_limits_and_classes_arrive),
 	};

@@ -118,7 +118,7 @@ const OPERATIONS: [Operation; 4] = [
         events: true,
         sizes: true,
         inline: true,
-        services: &["UC", "UD"],
+        services: &["UC", "UD", "XRC"],
         srq: true,
     },
     Operation {
@@ -126,7 +126,7 @@ const OPERATIONS: [Operation; 4] = [
         events: false,
         sizes: true,
         inline: true,
-        services: &["UC"],
+        services: &["UC", "XRC"],
         srq: false,
     },
     Operation {
@@ -134,7 +134,7 @@ const OPERATIONS: [Operation; 4] = [
         events: true,
         sizes: true,
         inline: false,
-        services: &[],
+        services: &["XRC"],
         srq: false,
     },
     Operation {
@@ -142,7 +142,7 @@ const OPERATIONS: [Operation; 4] = [
         events: true,
         sizes: false,
         inline: false,
-        services: &[],
+        services: &["XRC"],
         srq: false,
     },
 ];

@@ -50,6 +50,12 @@ pub(super) const DIFFERENCES: &[Difference] = &[
     ),
     differs(
         "edges",
+        "xrc_halves_ignore_attributes_of_the_other",
+        "in: Operation not supported",
+        "rdma_rxe has no XRC",
+    ),
+    differs(
+        "edges",
         "hop_limits_and_classes_arrive",
         "hop limit 64, not 77",
         "the kernel takes the hop limit of the route",
