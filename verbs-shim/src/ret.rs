@@ -1,4 +1,4 @@
-//! How verbs return: errno styles, and the wall against unwinding into C.
+//! The frame around every entry point: what it must leave as it was, how it reports errors, and what becomes of a panic.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -7,7 +7,7 @@ use roce::{PostError, VerbsError};
 
 use crate::config;
 
-/// An error number.
+/// An error number of `errno.h`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Errno(pub(crate) c_int);
 
@@ -24,13 +24,14 @@ impl Errno {
     pub(crate) const NODEV: Self = Self(libc::ENODEV);
     pub(crate) const NODATA: Self = Self(libc::ENODATA);
 
-    /// What the system said last on this thread.
+    /// Returns the calling thread's errno.
     pub(crate) fn last() -> Self {
         Self(std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO))
     }
 
+    /// Sets the calling thread's errno.
     pub(crate) fn set(self) {
-        // SAFETY: the location is this thread's own.
+        // SAFETY: the location belongs to the calling thread.
         unsafe { *libc::__errno_location() = self.0 }
     }
 }
@@ -66,9 +67,36 @@ impl From<std::io::Error> for Errno {
     }
 }
 
-/// Runs something that must not unwind into C. A panic is our fault, and the user is told of it: the program sees no more
-/// than EIO.
+/// State of the calling thread that an entry point restores when it returns.
+///
+/// System calls within an entry point change errno. Programs expect it unchanged after success: librdmacm reports the errno
+/// of a command that failed after it has called `ibv_modify_qp`.
+struct Caller {
+    errno: c_int,
+}
+
+impl Caller {
+    #[inline(always)]
+    fn enter() -> Self {
+        Self {
+            // SAFETY: the location belongs to the calling thread.
+            errno: unsafe { *libc::__errno_location() },
+        }
+    }
+}
+
+impl Drop for Caller {
+    #[inline(always)]
+    fn drop(&mut self) {
+        Errno(self.errno).set();
+    }
+}
+
+/// Runs the body of an entry point: errno stays as it was, and a panic does not unwind into C.
+///
+/// Returns None after a panic, which is a bug of ferroce; the user is told.
 pub(crate) fn guard<T>(body: impl FnOnce() -> T) -> Option<T> {
+    let _caller = Caller::enter();
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(done) => Some(done),
         Err(payload) => {
@@ -89,7 +117,7 @@ pub(crate) fn run<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
     guard(body).unwrap_or(Err(Errno::IO))
 }
 
-/// A verb that returns an object, or NULL with errno.
+/// Runs a verb that returns an object, or NULL and sets errno.
 pub(crate) fn pointer<T>(body: impl FnOnce() -> Result<*mut T>) -> *mut T {
     run(body).unwrap_or_else(|e| {
         e.set();
@@ -97,7 +125,7 @@ pub(crate) fn pointer<T>(body: impl FnOnce() -> Result<*mut T>) -> *mut T {
     })
 }
 
-/// A verb that returns 0 or a positive error number. It sets errno too, as the kernel's path does.
+/// Runs a verb that returns 0 or a positive error number. It sets errno too, as system calls do.
 pub(crate) fn code(body: impl FnOnce() -> Result<()>) -> c_int {
     match run(body) {
         Ok(()) => 0,
@@ -108,7 +136,7 @@ pub(crate) fn code(body: impl FnOnce() -> Result<()>) -> c_int {
     }
 }
 
-/// A verb that returns a number, or -1 with errno.
+/// Runs a verb that returns a number, or -1 and sets errno.
 pub(crate) fn minus_one(body: impl FnOnce() -> Result<c_int>) -> c_int {
     run(body).unwrap_or_else(|e| {
         e.set();
@@ -116,7 +144,36 @@ pub(crate) fn minus_one(body: impl FnOnce() -> Result<c_int>) -> c_int {
     })
 }
 
-/// A verb that returns a value and can't fail; `fallback` after a panic.
+/// Runs a verb that can't fail; returns `fallback` after a panic.
 pub(crate) fn value<T>(fallback: T, body: impl FnOnce() -> T) -> T {
     guard(body).unwrap_or(fallback)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errno_changes_with_failures_only() {
+        let calls_the_system = || Errno::AGAIN.set();
+        let before = Errno(12345);
+        before.set();
+        assert_eq!(
+            code(|| {
+                calls_the_system();
+                Ok(())
+            }),
+            0
+        );
+        value((), calls_the_system);
+        assert_eq!(Errno::last(), before);
+        assert_eq!(
+            minus_one(|| {
+                calls_the_system();
+                Err(Errno::INVAL)
+            }),
+            -1
+        );
+        assert_eq!(Errno::last(), Errno::INVAL);
+    }
 }

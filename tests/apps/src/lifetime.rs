@@ -16,6 +16,7 @@ pub(crate) fn all() -> Vec<Case> {
     out.push(posting());
     out.push(strangers());
     out.push(channels());
+    out.push(errno());
     out.push(signals());
     out.extend(progress());
     out.push(answers());
@@ -89,6 +90,13 @@ fn strangers() -> Case {
 fn channels() -> Case {
     of_c("event channel descriptors", "channels", "-libverbs -lrdmacm", "{addr}")
         .says("events come as they should")
+        .ci()
+}
+
+/// Calls that succeed and leave errno as it was.
+fn errno() -> Case {
+    of_c("calls that succeed keep errno", "errno", "-libverbs -lrdmacm", "{addr}")
+        .says("errno is kept")
         .ci()
 }
 

@@ -29,6 +29,7 @@ use crate::{
     engine::Engine,
     fork::{self, Own},
     interpose::{Call, Next},
+    ret,
 };
 
 /// `struct rdma_event_channel`.
@@ -132,12 +133,9 @@ fn is_channel(fd: RawFd) -> bool {
     CHANNELS.contains(fd) && OWNER.load(Ordering::Relaxed) == own_pid()
 }
 
-/// Whether what is written to a descriptor is for an event channel. One that the program has closed in a way that we did not
-/// see (`dup2`, `close_range`) is forgotten.
+/// Whether the descriptor of an event channel still is that channel's. A channel that the program has closed by `dup2` or
+/// `close_range` is destroyed.
 fn takes_commands(fd: RawFd) -> bool {
-    if !is_channel(fd) {
-        return false;
-    }
     let lost = is_lost(fd);
     if lost && !CLOSING.contains(fd) {
         forget_channel(fd);
@@ -223,7 +221,7 @@ fn open_channel() -> Result<*mut RdmaEventChannel> {
 /// Makes an event channel, or returns NULL with errno: ENODEV without devices.
 #[unsafe(no_mangle)]
 extern "C" fn rdma_create_event_channel() -> *mut RdmaEventChannel {
-    crate::ret::pointer(open_channel)
+    ret::pointer(open_channel)
 }
 
 /// Destroys an event channel and what is left on it.
@@ -235,23 +233,25 @@ unsafe extern "C" fn rdma_destroy_event_channel(channel: *mut RdmaEventChannel) 
     if channel.is_null() {
         return;
     }
-    // SAFETY: the caller's promise.
-    let fd = unsafe { (*channel).fd };
-    let lost = CHANNELS.contains(fd) && is_lost(fd);
-    forget_channel(fd);
-    // SAFETY: the channel's own descriptor and memory, by the caller's promise.
-    unsafe {
-        if !lost {
-            libc_close(fd);
+    ret::value((), || {
+        // SAFETY: the caller's promise.
+        let fd = unsafe { (*channel).fd };
+        let lost = CHANNELS.contains(fd) && is_lost(fd);
+        forget_channel(fd);
+        // SAFETY: the channel's own descriptor and memory, by the caller's promise.
+        unsafe {
+            if !lost {
+                libc_close(fd);
+            }
+            libc::free(channel.cast());
         }
-        libc::free(channel.cast());
-    }
+    });
 }
 
 /// Ends what is left on a channel whose descriptor is about to be closed.
 fn forget_channel(fd: RawFd) {
     if CHANNELS.contains(fd) && !CLOSING.contains(fd) && CLOSING.insert(fd).is_ok() {
-        crate::ret::guard(|| {
+        ret::guard(|| {
             let link = with(|ucma| {
                 ucma.close_channel(fd);
                 ucma.is_idle().then(|| ucma.backend.close()).flatten()
@@ -284,7 +284,7 @@ unsafe extern "C-unwind" fn close(fd: c_int) -> c_int {
 /// As the C library's. A command's addresses are the program's, for as many bytes as the command says.
 #[unsafe(no_mangle)]
 unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: usize) -> isize {
-    if !takes_commands(fd) {
+    if !is_channel(fd) || !ret::value(false, || takes_commands(fd)) {
         // SAFETY: the caller's.
         let written = unsafe { next_write(fd, buf, len) };
         // SAFETY: likewise.
@@ -311,7 +311,7 @@ unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: usize) -> 
         if unsafe { libc_read(fd, (&raw mut count).cast(), 8) } < 0 {
             return -1;
         }
-        with(|ucma| ucma.was_read(fd));
+        ret::value((), || with(|ucma| ucma.was_read(fd)));
         if !CHANNELS.contains(fd) {
             sleep_on();
         }
@@ -354,7 +354,7 @@ impl From<Result<Self>> for Outcome {
 }
 
 fn guarded(body: impl FnOnce() -> Result<Outcome>) -> Outcome {
-    crate::ret::run(body).into()
+    ret::run(body).into()
 }
 
 /// Reads the program's memory.

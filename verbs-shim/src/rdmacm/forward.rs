@@ -1,5 +1,4 @@
-//! What librdmacm.so.1 of our directory has no function of its own for: the system's librdmacm, which is loaded when the first
-//! of them is called.
+//! Forwards calls of librdmacm.so.1 in ferroce's directory to the system's librdmacm, which is loaded at the first of them.
 
 use std::{
     ffi::{CString, OsStr, c_void},
@@ -13,14 +12,19 @@ use std::{
     },
 };
 
+use libc::c_int;
 use roce::environment;
 
-use crate::{config, rebind, ret::Errno, table::SYSTEM};
+use crate::{
+    config, rebind,
+    ret::{self, Errno},
+    table::SYSTEM,
+};
 
 const LIBRARY: &str = "librdmacm.so.1";
 /// Has the path of every library that the dynamic linker finds by itself, between zeroes (ldconfig(8)).
 const CACHE: &str = "/etc/ld.so.cache";
-/// Where it looks beside them, on the systems that there are.
+/// Directories that the dynamic linker searches as well.
 const FOLDERS: [&str; 6] = [
     "/usr/lib/x86_64-linux-gnu",
     "/usr/lib/aarch64-linux-gnu",
@@ -37,16 +41,17 @@ const ZERO: [&str; 4] = [
     "rdma_get_src_port",
 ];
 
-/// The library, and its functions as they are asked for. No lock: whoever comes at the same time finds the same, and a fork
-/// in between leaves nothing half done.
+/// The library and its functions, looked up at their first call. No lock: threads that race find the same address, and a fork
+/// interrupts no update.
 static HANDLE: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
 static FOUND: [AtomicPtr<c_void>; SYSTEM.len()] = [const { AtomicPtr::new(ptr::null_mut()) }; SYSTEM.len()];
 
-/// Any function of librdmacm. All have integers and pointers alone, six at most; the calling conventions of 64-bit machines
-/// don't mind how many are passed. A thread may be cancelled in it, which unwinds.
+/// Any function of librdmacm. All take at most six integers or pointers; the calling conventions of 64-bit machines allow
+/// passing more than a function takes. A thread may be cancelled in it, which unwinds.
 type Function = unsafe extern "C-unwind" fn(usize, usize, usize, usize, usize, usize) -> usize;
 
-/// Function number `N` of [`SYSTEM`]; ENOSYS without a librdmacm, as its man pages have no such case.
+/// Function number `N` of [`SYSTEM`]; ENOSYS without a librdmacm, as its man pages have no such case. Success leaves errno as
+/// it was.
 ///
 /// # Safety
 /// As that function.
@@ -58,17 +63,30 @@ pub(crate) unsafe extern "C-unwind" fn call<const N: usize>(
     e: usize,
     f: usize,
 ) -> usize {
-    let function = function(N);
+    let function = ret::value(ptr::null_mut(), || function(N));
     if function.is_null() {
         Errno(libc::ENOSYS).set();
-        let zero = SYSTEM[N].to_str().is_ok_and(|name| ZERO.contains(&name));
-        return if zero { 0 } else { usize::MAX };
+        return if fails_with_zero(N) { 0 } else { usize::MAX };
     }
+    let before = Errno::last();
     // SAFETY: the function of this name, with what the program passed to it.
-    unsafe {
+    let result = unsafe {
         let function = std::mem::transmute::<*mut c_void, Function>(function);
         function(a, b, c, d, e, f)
+    };
+    let failed = match fails_with_zero(N) {
+        true => result == 0,
+        // An int or a long; error codes of rdma_getaddrinfo are negative, too.
+        false => (result as c_int) < 0,
+    };
+    if !failed {
+        before.set();
     }
+    result
+}
+
+fn fails_with_zero(number: usize) -> bool {
+    SYSTEM[number].to_str().is_ok_and(|name| ZERO.contains(&name))
 }
 
 fn function(number: usize) -> *mut c_void {
@@ -92,7 +110,7 @@ fn function(number: usize) -> *mut c_void {
     found
 }
 
-/// The system's librdmacm, or null when there is none, of which the user is told.
+/// Returns the system's librdmacm, or null and an error message on stderr.
 fn library() -> *mut c_void {
     let known = HANDLE.load(Ordering::Acquire);
     if !known.is_null() {
@@ -117,14 +135,14 @@ fn library() -> *mut c_void {
         });
         return handle;
     }
-    // What it writes to event channels comes to us.
+    // Its writes to event channels become commands.
     rebind::run();
     rebind::librdmacm(handle);
     HANDLE.store(handle, Ordering::Release);
     handle
 }
 
-/// Opens a library by its path, so that ours, of the same SONAME, is not taken for it.
+/// Opens a library by its path: by name, dlopen would return the stub with the same SONAME.
 fn open(path: &Path) -> Result<*mut c_void, String> {
     let name = CString::new(path.as_os_str().as_bytes()).map_err(|e| e.to_string())?;
     // SAFETY: a C string.
@@ -140,7 +158,7 @@ fn open(path: &Path) -> Result<*mut c_void, String> {
     Err(text.unwrap_or_else(|| path.display().to_string()))
 }
 
-/// Where it may be; beside a stub of ours is the library itself.
+/// Paths at which it may be. A directory with libferroce_verbs.so has the stub.
 fn places() -> Vec<PathBuf> {
     let asked = environment::var_os("LD_LIBRARY_PATH").unwrap_or_default();
     let asked = std::env::split_paths(&asked).filter(|dir| dir.is_absolute());
