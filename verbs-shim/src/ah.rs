@@ -69,7 +69,7 @@ pub(crate) fn address_vector(core: &Core, attr: &ibv_ah_attr) -> Result<AddressV
 unsafe extern "C" fn ibv_create_ah(pd: *mut ibv_pd, attr: *mut ibv_ah_attr) -> *mut ibv_ah {
     ret::pointer(|| {
         // SAFETY: the program passes a domain of ours and attributes.
-        let (domain, attr) = unsafe { (Pd::of(pd)?, attr.read_unaligned()) };
+        let (domain, attr) = unsafe { (Pd::lookup(pd)?, attr.read_unaligned()) };
         let device = &domain.engine()?.device;
         let inner = device.create_ah(&domain.inner, &address_vector(&domain.core, &attr)?)?;
         let ah = Ah {
@@ -151,7 +151,7 @@ unsafe extern "C" fn ibv_create_ah_from_wc(
 ) -> *mut ibv_ah {
     let attr = ret::pointer(|| {
         // SAFETY: the program passes a domain of ours and a completion.
-        let attr = unsafe { reply_to(&Pd::of(pd)?.core, port, &wc.read_unaligned(), grh)? };
+        let attr = unsafe { reply_to(&Pd::lookup(pd)?.core, port, &wc.read_unaligned(), grh)? };
         Ok(Box::into_raw(Box::new(attr)))
     });
     if attr.is_null() {

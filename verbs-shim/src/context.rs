@@ -45,10 +45,18 @@ impl Core {
         fork::check(self.born)
     }
 
-    /// Objects can only be used with those of their own context: the kernel has a table for each.
+    /// Checks that an object from which another one is made is in this context's table: the kernel has a table for each.
     ///
     /// # Errors
-    /// EINVAL for another context.
+    /// ENOENT for an object of another context.
+    pub(crate) fn finds(&self, other: &Self) -> Result<()> {
+        self.same(other).map_err(|_| Errno::NOENT)
+    }
+
+    /// Checks that an object is of this context, without which it can't be used.
+    ///
+    /// # Errors
+    /// EINVAL for an object of another context.
     pub(crate) fn same(&self, other: &Self) -> Result<()> {
         match ptr::eq(self, other) {
             true => Ok(()),
@@ -212,7 +220,8 @@ unsafe extern "C" fn ibv_open_device(device: *mut ibv_device) -> *mut ibv_contex
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_close_device(context: *mut ibv_context) -> c_int {
     ret::minus_one(|| {
-        let context = Context::claim(context)?;
+        // A context has no handle: the kernel finds it by the descriptor.
+        let context = Context::claim(context).map_err(|_| Errno::INVAL)?;
         // SAFETY: made with the context.
         unsafe { libc::close(context.abi.context.cmd_fd) };
         match context.core.alive() {

@@ -94,14 +94,20 @@ impl Cq {
     /// Creates a completion queue.
     ///
     /// # Errors
-    /// EINVAL for a number of entries, vector or channel that is not valid for the context.
+    /// EINVAL for a number of entries or a vector out of range, EBADF for a channel that the context does not have.
     ///
     /// # Safety
     /// `context` is open, and `init.channel` is null or a channel created by this library.
     pub(crate) unsafe fn create(context: *mut ibv_context, init: &CqInit) -> Result<*mut ibv_cq> {
+        // A channel is looked up by its descriptor.
+        let other = |_| Errno::BADF;
         // SAFETY: guaranteed by the caller.
-        let (core, channel) = unsafe { (Context::of(context)?.core(), Channel::given(init.channel)?) };
-        channel.map_or(Ok(()), |channel| core.same(&channel.core))?;
+        let core = unsafe { Context::of(context)? }.core();
+        // SAFETY: likewise.
+        let channel = unsafe { Channel::given(init.channel) }.map_err(other)?;
+        channel
+            .map_or(Ok(()), |channel| core.same(&channel.core))
+            .map_err(other)?;
         let engine = core.engine()?;
         if init.entries == 0 || !(0..COMP_VECTORS).contains(&init.vector) {
             return Err(Errno::INVAL);

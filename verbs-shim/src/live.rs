@@ -1,13 +1,15 @@
-//! Where the objects live that programs hold pointers to, and which of them are alive.
+//! Memory of the objects that programs hold pointers to, and the state of each.
 //!
-//! A program may pass any pointer: to an object that it has destroyed, of another kind, or to nothing at all. So that each of
-//! them can be told from an object, the memory of a kind is used for this kind alone and never given back, as kernels do with
-//! their type-safe slabs; whether a place in it is taken stands beside the object. Most pointers are looked up, which reads
-//! nothing at the pointer itself before it is known to be a place of the kind. Those of calls that libibverbs defines inline
-//! have been followed by the program, through its table of verbs, before we see them: [`Object::hot`] takes them for a place.
+//! A program may pass any pointer: to an object that it has destroyed, to an object of another kind, to anything else. The
+//! memory of each kind of object is used for this kind alone and never freed, like the kernel's SLAB_TYPESAFE_BY_RCU; the
+//! state of a slot is next to the object. Most pointers are looked up: nothing is read at the pointer before it is known to be
+//! a slot of the kind. Pointers of calls that libibverbs defines inline have been followed by the program before, through its
+//! table of verbs: [`Object::hot`] and [`Object::posting`] take them for a slot.
 //!
-//! An object's `context` and `handle` are what the kernel would find it by. A program that has changed them means another
-//! object, or none: that is EINVAL, too.
+//! The kernel finds an object by its `context` and `handle`. A program that has changed them names another object, or none.
+//! Calls that destroy objects, and calls that make objects from others, report that as uverbs' lookup does
+//! (`rdma_lookup_get_uobject`): ENOENT. Other calls report EINVAL, as uverbs before Linux 6.15. Calls that post work compare
+//! neither, as providers do.
 
 use std::{
     alloc::{Layout, alloc_zeroed},
@@ -23,7 +25,7 @@ use std::{
 
 use crate::ret::{Errno, Result};
 
-/// What an object is found by: the address of its context, and its handle where it has one.
+/// Key that an object is found by: the address of its context, and its handle if it has one.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Name(pub(crate) usize, pub(crate) u32);
 
@@ -34,13 +36,13 @@ pub(crate) struct Name(pub(crate) usize, pub(crate) u32);
 pub(crate) unsafe trait Object: Sized + 'static {
     /// The public part.
     type Abi;
-    /// Where the public part begins.
+    /// Offset of the public part.
     const AT: usize = 0;
 
-    /// Where all of this kind live.
+    /// Memory of all objects of this kind.
     fn arena() -> &'static Arena<Self>;
 
-    /// What the public part says that it is.
+    /// Reads the key in the public part.
     ///
     /// # Safety
     /// `abi` can be read.
@@ -54,30 +56,72 @@ pub(crate) unsafe trait Object: Sized + 'static {
         Self::arena().put(self)
     }
 
-    /// The object of a pointer that the program passes.
+    /// The object of a pointer that the program passes to change or query it.
     ///
     /// # Errors
-    /// EINVAL for whatever is no object of this kind, NULL included, and for one whose context or handle was changed.
+    /// EINVAL for a pointer that is no object of this kind, NULL included, and for an object whose context or handle was
+    /// changed.
     ///
     /// # Safety
     /// The program does not destroy it while the reference lives.
     unsafe fn of<'a>(abi: *mut Self::Abi) -> Result<&'a Self> {
         let slot = Self::arena().slot(abi).ok_or(Errno::INVAL)?;
-        slot.check(LIVE)?;
+        slot.check()?;
         // SAFETY: it is alive, and stays so by the caller's promise.
         Ok(unsafe { slot.value() })
     }
 
-    /// The object of a pointer that may be NULL.
+    /// The object of a pointer from which another object is made.
     ///
     /// # Errors
-    /// As for [`Object::of`], but for NULL.
+    /// As for [`Object::claim`].
+    ///
+    /// # Safety
+    /// As for [`Object::of`].
+    unsafe fn lookup<'a>(abi: *mut Self::Abi) -> Result<&'a Self> {
+        // SAFETY: the caller's promise.
+        unsafe { Self::of(abi) }.map_err(|_| not_found(abi))
+    }
+
+    /// Like [`Object::lookup`], for a pointer that may be NULL.
+    ///
+    /// # Errors
+    /// ENOENT as for [`Object::lookup`].
     ///
     /// # Safety
     /// As for [`Object::of`].
     unsafe fn given<'a>(abi: *mut Self::Abi) -> Result<Option<&'a Self>> {
         // SAFETY: the caller's promise.
-        (!abi.is_null()).then(|| unsafe { Self::of(abi) }).transpose()
+        (!abi.is_null()).then(|| unsafe { Self::lookup(abi) }).transpose()
+    }
+
+    /// The object that a work request names. Its context and handle are not compared.
+    ///
+    /// # Errors
+    /// EINVAL for a pointer that is no object of this kind.
+    ///
+    /// # Safety
+    /// As for [`Object::of`].
+    unsafe fn named<'a>(abi: *mut Self::Abi) -> Result<&'a Self> {
+        let slot = Self::arena().slot(abi).ok_or(Errno::INVAL)?;
+        slot.check_state()?;
+        // SAFETY: as in `of`.
+        Ok(unsafe { slot.value() })
+    }
+
+    /// The object that work is posted to: neither is the pointer looked up, nor are context and handle compared.
+    ///
+    /// # Errors
+    /// EINVAL for an object that was destroyed.
+    ///
+    /// # Safety
+    /// As for [`Object::hot`].
+    unsafe fn posting<'a>(abi: *mut Self::Abi) -> Result<&'a Self> {
+        // SAFETY: the caller's promise; the memory of a kind is never freed.
+        let slot = unsafe { &*abi.byte_sub(Self::AT).cast::<Slot<Self>>() };
+        slot.check_state()?;
+        // SAFETY: as in `of`.
+        Ok(unsafe { slot.value() })
     }
 
     /// Like [`Object::of`], without looking the pointer up.
@@ -88,9 +132,9 @@ pub(crate) unsafe trait Object: Sized + 'static {
     /// # Safety
     /// As for [`Object::of`]; the pointer is from [`Object::publish`].
     unsafe fn hot<'a>(abi: *mut Self::Abi) -> Result<&'a Self> {
-        // SAFETY: the caller's promise; such memory stays what it is.
+        // SAFETY: the caller's promise; the memory of a kind is never freed.
         let slot = unsafe { &*abi.byte_sub(Self::AT).cast::<Slot<Self>>() };
-        slot.check(LIVE)?;
+        slot.check()?;
         // SAFETY: as in `of`.
         Ok(unsafe { slot.value() })
     }
@@ -106,18 +150,24 @@ pub(crate) unsafe trait Object: Sized + 'static {
         there.then(|| unsafe { slot.value() })
     }
 
-    /// Takes an object to destroy it: nobody else finds it meanwhile.
+    /// Takes an object to destroy it: no other call finds it from now on.
     ///
     /// # Errors
-    /// As for [`Object::of`].
+    /// ENOENT for a pointer that is no object of this kind, and for an object whose context or handle was changed; EINVAL
+    /// for NULL.
     fn claim(abi: *mut Self::Abi) -> Result<Claim<Self>> {
-        let slot = Self::arena().slot(abi).ok_or(Errno::INVAL)?;
-        slot.check(LIVE)?;
+        let slot = Self::arena().slot(abi).ok_or_else(|| not_found(abi))?;
+        slot.check().map_err(|_| Errno::NOENT)?;
         let won = slot
             .state
             .compare_exchange(LIVE, GOING, Ordering::AcqRel, Ordering::Acquire);
-        won.map(|_| Claim { slot }).map_err(|_| Errno::INVAL)
+        won.map(|_| Claim { slot }).map_err(|_| Errno::NOENT)
     }
+}
+
+/// Error of a lookup that has found nothing. NULL has no handle that could be looked up.
+fn not_found<T>(abi: *mut T) -> Errno {
+    if abi.is_null() { Errno::INVAL } else { Errno::NOENT }
 }
 
 /// Makes a structure an [`Object`]: `AT` bytes into it is the C structure, whose context and handle are named.
@@ -143,19 +193,19 @@ macro_rules! object {
 }
 pub(crate) use object;
 
-/// A place that nothing is in; also what memory begins with.
+/// State of an empty slot, and of new memory.
 const FREE: u32 = 0;
-/// An object is in it.
+/// State of a slot with an object.
 const LIVE: u32 = 0x6c69_7665;
-/// An object is in it that is being destroyed.
+/// State of a slot whose object is being destroyed.
 const GOING: u32 = 1;
 
-/// Room for an object.
+/// Memory of one object.
 #[repr(C)]
 struct Slot<T> {
     value: UnsafeCell<MaybeUninit<T>>,
     state: AtomicU32,
-    /// As it was made.
+    /// Key that the object was made with.
     name: UnsafeCell<Name>,
     next: AtomicPtr<Self>,
 }
@@ -166,10 +216,16 @@ impl<T: Object> Slot<T> {
     }
 
     #[inline(always)]
-    fn check(&self, state: u32) -> Result<()> {
-        if self.state.load(Ordering::Acquire) != state {
-            return Err(Errno::INVAL);
+    fn check_state(&self) -> Result<()> {
+        match self.state.load(Ordering::Acquire) {
+            LIVE => Ok(()),
+            _ => Err(Errno::INVAL),
         }
+    }
+
+    #[inline(always)]
+    fn check(&self) -> Result<()> {
+        self.check_state()?;
         // SAFETY: written before the state said that it is alive. The public part is the program's to read and write.
         match unsafe { *self.name.get() == T::name(self.abi()) } {
             true => Ok(()),
@@ -180,33 +236,33 @@ impl<T: Object> Slot<T> {
     /// # Safety
     /// An object is in it, and stays there while the reference lives.
     unsafe fn value<'a>(&self) -> &'a T {
-        // SAFETY: the caller's promise; places are for ever.
+        // SAFETY: the caller's promise; slots are never freed.
         unsafe { (*self.value.get()).assume_init_ref() }
     }
 }
 
-/// Places of the first piece of memory of a kind; each other piece has twice as many as the one before.
+/// Slots of the first piece of memory of a kind; each other piece has twice as many as the one before.
 const FIRST: usize = 32;
 const PIECES: usize = 24;
 
-/// Held to make or give back any place, and over a fork.
-static PLACES: Mutex<()> = Mutex::new(());
+/// Held while a slot is taken or freed, and during a fork.
+static SLOTS: Mutex<()> = Mutex::new(());
 
 /// Before a fork.
 pub(crate) fn hold() -> MutexGuard<'static, ()> {
-    PLACES.lock().unwrap_or_else(PoisonError::into_inner)
+    SLOTS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A handle that no other object of this process has had for long.
+/// Returns a new handle; they repeat after 2^32.
 pub(crate) fn handle() -> u32 {
     static NEXT: AtomicU32 = AtomicU32::new(1);
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
-/// All objects of a kind.
+/// Memory of all objects of a kind.
 pub(crate) struct Arena<T> {
     pieces: [AtomicPtr<Slot<T>>; PIECES],
-    /// The first of the free places. Changes under [`PLACES`].
+    /// The first free slot. Changes under [`SLOTS`].
     free: AtomicPtr<Slot<T>>,
 }
 
@@ -218,7 +274,7 @@ impl<T: Object> Arena<T> {
         }
     }
 
-    /// The place that a pointer is for.
+    /// The slot of a pointer.
     fn slot(&self, abi: *mut T::Abi) -> Option<&'static Slot<T>> {
         let at = abi.addr().wrapping_sub(T::AT);
         for (i, piece) in self.pieces.iter().enumerate() {
@@ -229,14 +285,14 @@ impl<T: Object> Arena<T> {
             }
             if offset < (FIRST << i) * size_of::<Slot<T>>() {
                 let whole = offset.is_multiple_of(size_of::<Slot<T>>());
-                // SAFETY: a place within the piece, which is never freed.
+                // SAFETY: a slot within the piece, which is never freed.
                 return whole.then(|| unsafe { &*base.byte_add(offset) });
             }
         }
         None
     }
 
-    /// Adds a piece of memory. Called with [`PLACES`] locked.
+    /// Adds a piece of memory. Called with [`SLOTS`] locked.
     fn grow(&self) -> Result<()> {
         let found = self
             .pieces
@@ -252,13 +308,13 @@ impl<T: Object> Arena<T> {
         }
         piece.store(base, Ordering::Release);
         for n in (0..FIRST << i).rev() {
-            // SAFETY: within the new memory; zeroes are a free place.
+            // SAFETY: within the new memory; zeroes are a free slot.
             self.give_back(unsafe { &*base.add(n) });
         }
         Ok(())
     }
 
-    /// Called with [`PLACES`] locked.
+    /// Called with [`SLOTS`] locked.
     fn give_back(&self, slot: &'static Slot<T>) {
         slot.next.store(self.free.load(Ordering::Relaxed), Ordering::Relaxed);
         self.free.store(ptr::from_ref(slot).cast_mut(), Ordering::Relaxed);
@@ -269,11 +325,11 @@ impl<T: Object> Arena<T> {
         if self.free.load(Ordering::Relaxed).is_null() {
             self.grow()?;
         }
-        // SAFETY: a place, which is free.
+        // SAFETY: a free slot.
         let slot = unsafe { &*self.free.load(Ordering::Relaxed) };
         self.free.store(slot.next.load(Ordering::Relaxed), Ordering::Relaxed);
         drop(locked);
-        // SAFETY: the place is this thread's alone until the state says otherwise.
+        // SAFETY: the slot is this thread's alone until its state is LIVE.
         unsafe {
             slot.value.get().write(MaybeUninit::new(value));
             slot.name.get().write(T::name(slot.abi()));
@@ -293,13 +349,13 @@ impl<T: Object> Claim<T> {
     pub(crate) fn free(self) {
         let slot = ManuallyDrop::new(self).slot;
         slot.state.store(FREE, Ordering::Release);
-        // SAFETY: nobody else finds it, and it is not used again. Its public part stays readable: inline calls follow it to us.
+        // SAFETY: no other call finds it, and it is not used again. Its public part stays readable for inline calls.
         unsafe { (*slot.value.get()).assume_init_drop() };
         let _locked = hold();
         T::arena().give_back(slot);
     }
 
-    /// Forgets an object that is another process's: a forked child has nothing to free.
+    /// Forgets an object of the parent process: a forked child has nothing to free.
     pub(crate) fn forget(self) {
         ManuallyDrop::new(self).slot.state.store(FREE, Ordering::Release);
     }
@@ -356,27 +412,33 @@ mod tests {
     }
 
     #[test]
-    fn only_what_lives_is_found() {
+    fn only_live_objects_are_found() {
         let held = Arc::new(());
         let all: Vec<_> = (0..100)
             .map(|n| thing(n, &held).publish().unwrap_or(ptr::null_mut()))
             .collect();
         assert!(all.iter().all(|abi| found(*abi)) && Arc::strong_count(&held) == 101);
         let mut elsewhere = Abi { context: 7, handle: 1 };
-        let strangers = [
+        let others = [
             ptr::null_mut(),
             &raw mut elsewhere,
             all[3].wrapping_byte_add(8),
             ptr::dangling_mut(),
         ];
-        for stranger in strangers {
-            assert!(!found(stranger) && Thing::claim(stranger).is_err());
+        for other in others {
+            assert!(!found(other) && Thing::claim(other).is_err());
         }
         let one = all[40];
         // SAFETY: the public part may be written.
         unsafe {
             (*one).handle ^= 1;
-            assert!(!found(one) && Thing::claim(one).is_err() && Thing::hot(one).is_err() && Thing::any(one).is_some());
+            assert!(!found(one) && Thing::hot(one).is_err() && Thing::any(one).is_some());
+            assert_eq!(Thing::claim(one).err(), Some(Errno::NOENT));
+            assert_eq!(Thing::lookup(one).err(), Some(Errno::NOENT));
+            assert!(
+                Thing::named(one).is_ok() && Thing::posting(one).is_ok(),
+                "posting compares nothing"
+            );
             (*one).handle ^= 1;
             (*one).context = 8;
             assert!(!found(one) && Thing::claim(one).is_err());
@@ -391,9 +453,11 @@ mod tests {
         // SAFETY: a pointer from before, whose memory is there for ever.
         unsafe {
             assert!(Thing::hot(one).is_err() && Thing::any(one).is_none());
+            assert!(Thing::named(one).is_err() && Thing::posting(one).is_err());
+            assert_eq!(Thing::lookup(ptr::null_mut()).err(), Some(Errno::INVAL));
             assert_eq!(((*one).context, (*one).handle), (7, 40), "inline calls read it");
         }
-        assert_eq!(thing(1000, &held).publish(), Ok(one), "its place is used again");
+        assert_eq!(thing(1000, &held).publish(), Ok(one), "its slot is used again");
         for abi in all {
             Thing::claim(abi).unwrap_or_else(|e| panic!("{e:?}")).free();
         }

@@ -73,7 +73,7 @@ fn register(pd: &Pd, range: Range, flags: u32) -> Result<roce::Mr> {
 
 fn reg(pd: *mut ibv_pd, range: Range, flags: u32) -> Result<*mut ibv_mr> {
     // SAFETY: the program passes a domain of ours.
-    let domain = unsafe { Pd::of(pd)? };
+    let domain = unsafe { Pd::lookup(pd)? };
     domain.core.alive()?;
     let inner = register(domain, range, flags)?;
     let mr = Mr {
@@ -188,7 +188,7 @@ impl Change {
 /// The program uses neither the region nor the domain otherwise meanwhile, and leaves the memory until it deregisters.
 unsafe fn reregister(mr: *mut ibv_mr, wanted: &Change) -> Result<()> {
     // SAFETY: the caller's promise.
-    let this = unsafe { Mr::of(mr)? };
+    let this = unsafe { Mr::lookup(mr)? };
     this.core.alive()?;
     if wanted.what == 0 {
         return Err(Errno::INVAL);
@@ -292,9 +292,10 @@ pub(crate) unsafe extern "C" fn advise_mr(
 /// # Safety
 /// The program does not deregister it meanwhile.
 pub(crate) unsafe fn key_of(core: &Core, mr: *mut ibv_mr) -> Result<u32> {
-    // SAFETY: the caller's promise.
-    let Some(mr) = (unsafe { Mr::given(mr)? }) else {
-        return Ok(0);
+    let mr = match mr.is_null() {
+        true => return Ok(0),
+        // SAFETY: the caller's promise.
+        false => unsafe { Mr::named(mr)? },
     };
     core.same(&mr.core)?;
     Ok(mr.state.lock().inner.lkey().0)

@@ -36,7 +36,7 @@ pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, kind: c_enum) -> *mut 
             _ => return Err(Errno::INVAL),
         };
         // SAFETY: the program passes a domain of ours.
-        let domain = unsafe { Pd::of(pd)? };
+        let domain = unsafe { Pd::lookup(pd)? };
         let inner = domain.engine()?.device.alloc_window(&domain.inner, window)?;
         let mw = Mw {
             abi: ibv_mw {
@@ -70,7 +70,7 @@ pub(crate) unsafe extern "C" fn dealloc_mw(mw: *mut ibv_mw) -> c_int {
 pub(crate) unsafe extern "C" fn bind_mw(qp: *mut ibv_qp, mw: *mut ibv_mw, bind: *mut ibv_mw_bind) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a queue pair and a window of ours, and a binding.
-        let (this, window, bind, key) = unsafe { (Qp::of(qp)?, Mw::of(mw)?, bind.read_unaligned(), (*mw).rkey) };
+        let (this, window, bind, key) = unsafe { (Qp::named(qp)?, Mw::named(mw)?, bind.read_unaligned(), (*mw).rkey) };
         this.alive()?;
         this.core().same(&window.core)?;
         if window.kind != IBV_MW_TYPE_1 {

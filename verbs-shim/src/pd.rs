@@ -101,9 +101,9 @@ pub(crate) unsafe extern "C" fn alloc_parent_domain(
             return Err(Errno::INVAL);
         }
         // SAFETY: the program destroys neither meanwhile.
-        let (of, td) = unsafe { (Pd::of(attr.pd)?, Td::given(attr.td)?) };
-        core.same(&of.core)?;
-        td.map_or(Ok(()), |td| core.same(&td.core))?;
+        let (of, td) = unsafe { (Pd::lookup(attr.pd)?, Td::given(attr.td)?) };
+        core.finds(&of.core)?;
+        td.map_or(Ok(()), |td| core.finds(&td.core))?;
         let uses = [Some(of.user()), td.map(|td| td.users.clone())];
         let uses = uses.into_iter().flatten().collect();
         Pd::make(context, core, of.inner.clone(), uses)

@@ -50,7 +50,7 @@ pub(crate) unsafe fn bind(qp: &Qp, rkey: u32, info: &ibv_mw_bind_info) -> Result
 /// The program destroys neither the window nor the region meanwhile.
 pub(crate) unsafe fn bind_type2(qp: &Qp, mw: *mut ibv_mw, rkey: u32, info: &ibv_mw_bind_info) -> Result<SendOp> {
     // SAFETY: the caller's promise.
-    let mw = unsafe { Mw::of(mw)? };
+    let mw = unsafe { Mw::named(mw)? };
     qp.core().same(&mw.core)?;
     if mw.kind != IBV_MW_TYPE_2 {
         return Err(Errno::INVAL);
@@ -128,7 +128,7 @@ unsafe fn target(qp: &Qp, wr: &ibv_send_wr) -> Result<Target> {
 /// The program does not destroy the address handle meanwhile.
 pub(crate) unsafe fn datagram(qp: &Qp, ah: *mut crate::abi::ibv_ah, qpn: u32, qkey: u32) -> Result<Target> {
     // SAFETY: the caller's promise.
-    let ah = unsafe { Ah::of(ah)? };
+    let ah = unsafe { Ah::named(ah)? };
     qp.core().same(&ah.core)?;
     Ok(Target::Datagram(ah.inner.to(Qpn::new(qpn), QKey(qkey))))
 }
@@ -178,7 +178,7 @@ pub(crate) unsafe extern "C" fn post_send(qp: *mut ibv_qp, wr: *mut ibv_send_wr,
     ret::code(|| {
         let mut first = wr;
         // SAFETY: the program passes a queue pair of ours.
-        let done = unsafe { Qp::hot(qp) }.and_then(|this| {
+        let done = unsafe { Qp::posting(qp) }.and_then(|this| {
             this.alive()?;
             let mut batch = Batch::default();
             let mut next = wr;
@@ -265,7 +265,7 @@ pub(crate) unsafe extern "C" fn post_recv(qp: *mut ibv_qp, wr: *mut ibv_recv_wr,
     ret::code(|| {
         // SAFETY: the program passes a queue pair of ours, a list of receives, and room for the pointer.
         unsafe {
-            let this = Qp::hot(qp).and_then(|qp| qp.alive().map(|()| qp));
+            let this = Qp::posting(qp).and_then(|qp| qp.alive().map(|()| qp));
             let this = this.inspect_err(|_| bad.write_unaligned(wr))?;
             each_recv(wr, bad, this.max_recv_sge(), |wrs| this.inner().post_recv(wrs))
         }

@@ -165,7 +165,7 @@ unsafe fn create(init: &ibv_qp_init_attr, extra: &Extra) -> Result<*mut ibv_qp> 
         send_cq.map(|c| &c.core),
         recv_cq.map(|c| &c.core),
     ];
-    cores.into_iter().flatten().try_for_each(|other| core.same(other))?;
+    cores.into_iter().flatten().try_for_each(|other| core.finds(other))?;
     if domain.is_none() && xrcd.is_none() {
         return Err(Errno::INVAL);
     }
@@ -283,8 +283,8 @@ pub(crate) unsafe extern "C" fn open_qp(context: *mut ibv_context, attr: *mut ib
             return Err(Errno::INVAL);
         }
         // SAFETY: a domain of ours.
-        let xrcd = unsafe { Xrcd::of(attr.xrcd)? };
-        core.same(&xrcd.core)?;
+        let xrcd = unsafe { Xrcd::lookup(attr.xrcd)? };
+        core.finds(&xrcd.core)?;
         let engine = core.engine()?;
         let inner = match engine.objects().targets.get(&attr.qp_num) {
             Some(target) if target.xrcd.is(&xrcd.inner) => target.qp.clone(),
@@ -316,7 +316,7 @@ unsafe extern "C" fn ibv_create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init_attr)
         // SAFETY: the program passes a domain of ours and attributes with objects of ours, which get the sizes granted.
         unsafe {
             let extra = Extra {
-                context: Pd::of(pd)?.context(),
+                context: Pd::lookup(pd)?.context(),
                 pd,
                 xrcd: ptr::null_mut(),
                 extended: false,

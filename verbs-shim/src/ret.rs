@@ -23,6 +23,8 @@ impl Errno {
     pub(crate) const AGAIN: Self = Self(libc::EAGAIN);
     pub(crate) const NODEV: Self = Self(libc::ENODEV);
     pub(crate) const NODATA: Self = Self(libc::ENODATA);
+    pub(crate) const NOENT: Self = Self(libc::ENOENT);
+    pub(crate) const BADF: Self = Self(libc::EBADF);
 
     /// Returns the calling thread's errno.
     pub(crate) fn last() -> Self {

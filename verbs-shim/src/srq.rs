@@ -62,10 +62,10 @@ unsafe fn create(
     xrc: Option<(&Xrcd, &Cq)>,
 ) -> Result<*mut ibv_srq> {
     // SAFETY: the caller's promise.
-    let domain = unsafe { Pd::of(pd)? };
+    let domain = unsafe { Pd::lookup(pd)? };
     if let Some((xrcd, cq)) = xrc {
-        domain.core.same(&xrcd.core)?;
-        domain.core.same(&cq.core)?;
+        domain.core.finds(&xrcd.core)?;
+        domain.core.finds(&cq.core)?;
     }
     let engine = domain.engine()?;
     let init = SrqInit {
@@ -142,11 +142,11 @@ pub(crate) unsafe extern "C" fn create_srq_ex(
         let pd = if has(srq_init::PD) { init.pd } else { ptr::null_mut() };
         // SAFETY: the program destroys none of the objects meanwhile.
         unsafe {
-            core.same(&Pd::of(pd)?.core)?;
+            core.finds(&Pd::lookup(pd)?.core)?;
             let srq = match kind {
                 IBV_SRQT_BASIC => create(pd, init.srq_context, &mut init.attr, None),
                 IBV_SRQT_XRC if has(srq_init::XRCD) && has(srq_init::CQ) => {
-                    let xrc = (Xrcd::of(init.xrcd)?, Cq::of(init.cq)?);
+                    let xrc = (Xrcd::lookup(init.xrcd)?, Cq::lookup(init.cq)?);
                     create(pd, init.srq_context, &mut init.attr, Some(xrc))
                 }
                 IBV_SRQT_XRC => Err(Errno::INVAL),
@@ -166,7 +166,7 @@ pub(crate) unsafe extern "C" fn post_srq_recv(
     ret::code(|| {
         // SAFETY: the program passes a queue of ours, a list of receives, and room for the pointer.
         unsafe {
-            let this = Srq::hot(srq).and_then(|srq| srq.core.alive().map(|()| srq));
+            let this = Srq::posting(srq).and_then(|srq| srq.core.alive().map(|()| srq));
             let this = this.inspect_err(|_| bad.write_unaligned(wr))?;
             post::each_recv(wr, bad, this.max_sge, |wrs| this.inner.post_recv(wrs))
         }

@@ -269,7 +269,7 @@ unsafe extern "C" fn wr_start(qp: *mut ibv_qp_ex) {
         let work = unsafe { &mut *this.builder().work.get() };
         work.batch.clear();
         // SAFETY: as above.
-        work.error = unsafe { Qp::hot(qp.cast()) }.err();
+        work.error = unsafe { Qp::posting(qp.cast()) }.err();
     });
 }
 
@@ -281,8 +281,8 @@ unsafe extern "C" fn wr_complete(qp: *mut ibv_qp_ex) -> c_int {
         // SAFETY: locked by start.
         let work = unsafe { &mut *this.builder().work.get() };
         // SAFETY: as above.
-        let changed = unsafe { Qp::hot(qp.cast()) }.err();
-        let done = match work.error.take().or(changed) {
+        let gone = unsafe { Qp::posting(qp.cast()) }.err();
+        let done = match work.error.take().or(gone) {
             Some(e) => Err(e),
             None => work.batch.submit_all(this),
         };

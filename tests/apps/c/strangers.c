@@ -1,7 +1,8 @@
 /*
- * Objects that are not what they say: handles and contexts that were changed, objects of another context, objects that were
- * destroyed, pointers to nothing. Whatever is called with them fails with EINVAL, and nothing is freed or used: afterwards
- * everything still works, and can be destroyed.
+ * Calls with objects whose handle or context was changed, objects of another context, objects that were destroyed, and
+ * pointers to no object. Calls that destroy one, or make something from one, fail with ENOENT as uverbs' lookup does; others
+ * fail with EINVAL. Nothing is freed or used: afterwards everything still works, and can be destroyed. Posting does not compare
+ * handles.
  *
  *     strangers [--each [BUT …]]
  */
@@ -10,7 +11,7 @@
 #include <fcntl.h>
 #include <stddef.h>
 
-/* With the same objects in both, so that their handles are the same as well. */
+/* Both have the same objects, so that their handles are equal. */
 static struct ibv_context *first_context, *other_context;
 static char memory[4096];
 
@@ -32,22 +33,29 @@ struct set {
 
 /* Of the first context, and of the other one. */
 static struct set one, two;
+/* Error of calls that look up an object to destroy it, or to make something from it. */
+static int missing = ENOENT;
+/* The objects were destroyed: posting fails, too. */
+static int gone;
 
-#define REFUSED(call) do { \
+#define FAILS(call, wanted) do { \
 		errno = 0; \
 		int got_ = (call); \
-		if (got_ != EINVAL && !(got_ == -1 && errno == EINVAL)) { \
+		if (got_ != (wanted) && !(got_ == -1 && errno == (wanted))) { \
 			fprintf(stderr, "line %d: %s is %d, errno %d, with %s\n", __LINE__, #call, got_, errno, what); \
 			exit(1); \
 		} \
 	} while (0)
-#define NONE(call) do { \
+#define REFUSED(call) FAILS(call, EINVAL)
+#define MISSING(call) FAILS(call, missing)
+#define NO_OBJECT(call, wanted) do { \
 		errno = 0; \
-		if ((call) || errno != EINVAL) { \
+		if ((call) || errno != (wanted)) { \
 			fprintf(stderr, "line %d: %s: errno %d, with %s\n", __LINE__, #call, errno, what); \
 			exit(1); \
 		} \
 	} while (0)
+#define NONE(call) NO_OBJECT(call, missing)
 
 static struct ibv_qp_init_attr how(const struct set *s, enum ibv_qp_type type)
 {
@@ -61,7 +69,7 @@ static struct ibv_ah_attr where(void)
 	return (struct ibv_ah_attr){ .is_global = 1, .port_num = 1, .grh = { .dgid = own, .sgid_index = own_index, .hop_limit = 64 } };
 }
 
-/* Without XRC and thread domains on a device that has none. */
+/* Makes an object of each kind that the device has. */
 static struct set make(struct ibv_context *in)
 {
 	struct set s = { .context = in };
@@ -104,7 +112,7 @@ static struct set make(struct ibv_context *in)
 	return s;
 }
 
-/* All of it is there, and goes. */
+/* Destroys all of them, each of which must exist. */
 static void unmake(struct set *s)
 {
 	MUST(!ibv_destroy_ah(s->ah) && !ibv_dealloc_mw(s->mw) && !ibv_dealloc_mw(s->mw2) && !ibv_dereg_mr(s->mr));
@@ -123,7 +131,7 @@ static int rereg_to(struct ibv_mr *mr, struct ibv_pd *to)
 	return ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_PD, to, NULL, 0, 0) == wanted ? errno : 0;
 }
 
-/* Everything that takes a protection domain to make something in it; not what its context's table is called for. */
+/* Calls that make something in a protection domain, but for those of its context's table. */
 static void no_domain(struct set *s, struct ibv_pd *pd, const char *what)
 {
 	struct ibv_srq_init_attr srq = { .attr = { .max_wr = 4, .max_sge = 1 } };
@@ -144,7 +152,7 @@ static void no_domain(struct set *s, struct ibv_pd *pd, const char *what)
 	NONE(ibv_alloc_parent_domain(s->context, &parent));
 	NONE(ibv_create_qp_ex(s->context, &ex));
 	REFUSED(rereg_to(s->mr, pd));
-	REFUSED(ibv_dealloc_pd(pd));
+	MISSING(ibv_dealloc_pd(pd));
 }
 
 static void no_queue_pair(struct set *s, struct ibv_qp *qp, struct ibv_qp *ex, const char *what)
@@ -161,19 +169,21 @@ static void no_queue_pair(struct set *s, struct ibv_qp *qp, struct ibv_qp *ex, c
 	REFUSED(ibv_query_qp(qp, &attr, IBV_QP_STATE, &init));
 	REFUSED(ibv_attach_mcast(qp, &group, 0));
 	REFUSED(ibv_detach_mcast(qp, &group, 0));
-	REFUSED(s->context->ops.post_send(qp, &send, &bad_send));
-	MUST(bad_send == &send);
-	REFUSED(s->context->ops.post_recv(qp, &recv, &bad_recv));
-	MUST(bad_recv == &recv);
-	REFUSED(s->context->ops.bind_mw(qp, s->mw, &bind));
 	MUST(!ibv_qp_to_qp_ex(ex));
-	ibv_wr_start(wr);
-	ibv_wr_send(wr);
-	ibv_wr_set_sge(wr, s->mr->lkey, (uintptr_t)memory, 8);
-	REFUSED(ibv_wr_complete(wr));
-	ibv_wr_start(wr);
-	ibv_wr_abort(wr);
-	REFUSED(ibv_destroy_qp(qp));
+	if (gone) {
+		REFUSED(s->context->ops.post_send(qp, &send, &bad_send));
+		MUST(bad_send == &send);
+		REFUSED(s->context->ops.post_recv(qp, &recv, &bad_recv));
+		MUST(bad_recv == &recv);
+		REFUSED(s->context->ops.bind_mw(qp, s->mw, &bind));
+		ibv_wr_start(wr);
+		ibv_wr_send(wr);
+		ibv_wr_set_sge(wr, s->mr->lkey, (uintptr_t)memory, 8);
+		REFUSED(ibv_wr_complete(wr));
+		ibv_wr_start(wr);
+		ibv_wr_abort(wr);
+	}
+	MISSING(ibv_destroy_qp(qp));
 }
 
 static void no_queue(struct set *s, struct ibv_cq *cq, struct ibv_cq_ex *ex, const char *what)
@@ -198,7 +208,7 @@ static void no_queue(struct set *s, struct ibv_cq *cq, struct ibv_cq_ex *ex, con
 	REFUSED(s->context->ops.poll_cq(cq, 1, &wc));
 	REFUSED(verbs_get_ctx(s->context)->modify_cq(cq, &moderate));
 	REFUSED(ibv_start_poll(ex, &poll));
-	REFUSED(ibv_destroy_cq(cq));
+	MISSING(ibv_destroy_cq(cq));
 }
 
 static void no_shared_queue(struct set *s, struct ibv_srq *srq, const char *what)
@@ -213,18 +223,21 @@ static void no_shared_queue(struct set *s, struct ibv_srq *srq, const char *what
 	REFUSED(ibv_modify_srq(srq, &attr, IBV_SRQ_LIMIT));
 	REFUSED(ibv_query_srq(srq, &attr));
 	REFUSED(verbs_get_ctx(s->context)->get_srq_num(srq, &number));
-	REFUSED(s->context->ops.post_srq_recv(srq, &recv, &bad));
-	MUST(bad == &recv);
-	REFUSED(ibv_destroy_srq(srq));
+	if (gone) {
+		REFUSED(s->context->ops.post_srq_recv(srq, &recv, &bad));
+		MUST(bad == &recv);
+	}
+	MISSING(ibv_destroy_srq(srq));
 }
 
 static void no_region(struct set *s, struct ibv_mr *mr, const char *what)
 {
 	struct ibv_mw_bind bind = { .bind_info = { mr, (uintptr_t)memory, 64, 0 } };
 
-	REFUSED(rereg_to(mr, s->pd));
-	REFUSED(s->context->ops.bind_mw(s->qp, s->mw, &bind));
-	REFUSED(ibv_dereg_mr(mr));
+	MISSING(rereg_to(mr, s->pd));
+	if (gone)
+		REFUSED(s->context->ops.bind_mw(s->qp, s->mw, &bind));
+	MISSING(ibv_dereg_mr(mr));
 }
 
 static void no_window(struct set *s, struct ibv_mw *mw, struct ibv_mw *mw2, const char *what)
@@ -232,20 +245,24 @@ static void no_window(struct set *s, struct ibv_mw *mw, struct ibv_mw *mw2, cons
 	struct ibv_mw_bind bind = { .bind_info = { s->mr, (uintptr_t)memory, 64, 0 } };
 	struct ibv_send_wr wr = { .opcode = IBV_WR_BIND_MW, .bind_mw = { .mw = mw2, .bind_info = bind.bind_info } }, *bad = NULL;
 
-	REFUSED(s->context->ops.bind_mw(s->qp, mw, &bind));
-	REFUSED(ibv_post_send(s->qp, &wr, &bad));
-	MUST(bad == &wr);
-	REFUSED(s->context->ops.dealloc_mw(mw));
-	REFUSED(s->context->ops.dealloc_mw(mw2));
+	if (gone) {
+		REFUSED(s->context->ops.bind_mw(s->qp, mw, &bind));
+		REFUSED(ibv_post_send(s->qp, &wr, &bad));
+		MUST(bad == &wr);
+	}
+	MISSING(s->context->ops.dealloc_mw(mw));
+	MISSING(s->context->ops.dealloc_mw(mw2));
 }
 
 static void no_handle(struct set *s, struct ibv_ah *ah, const char *what)
 {
 	struct ibv_send_wr wr = { .opcode = IBV_WR_SEND, .wr.ud = { ah, 1, 1 } }, *bad = NULL;
 
-	REFUSED(ibv_post_send(s->ud, &wr, &bad));
-	MUST(bad == &wr);
-	REFUSED(ibv_destroy_ah(ah));
+	if (gone) {
+		REFUSED(ibv_post_send(s->ud, &wr, &bad));
+		MUST(bad == &wr);
+	}
+	MISSING(ibv_destroy_ah(ah));
 }
 
 static void no_xrc_domain(struct set *s, struct ibv_xrcd *xrcd, const char *what)
@@ -261,7 +278,7 @@ static void no_xrc_domain(struct set *s, struct ibv_xrcd *xrcd, const char *what
 	NONE(ibv_create_qp_ex(s->context, &init));
 	NONE(ibv_open_qp(s->context, &open));
 	NONE(ibv_create_srq_ex(s->context, &xsrq));
-	REFUSED(verbs_get_ctx(s->context)->close_xrcd(xrcd));
+	MISSING(verbs_get_ctx(s->context)->close_xrcd(xrcd));
 }
 
 static void no_channel(struct set *s, struct ibv_comp_channel *channel, const char *what)
@@ -270,10 +287,11 @@ static void no_channel(struct set *s, struct ibv_comp_channel *channel, const ch
 	struct ibv_cq *cq;
 	void *cookie;
 
-	NONE(ibv_create_cq(s->context, 16, NULL, channel, 0));
-	NONE(ibv_create_cq_ex(s->context, &ex));
+	/* A channel is looked up by its descriptor. */
+	NO_OBJECT(ibv_create_cq(s->context, 16, NULL, channel, 0), EBADF);
+	NO_OBJECT(ibv_create_cq_ex(s->context, &ex), EBADF);
 	REFUSED(ibv_get_cq_event(channel, &cq, &cookie));
-	REFUSED(ibv_destroy_comp_channel(channel));
+	MISSING(ibv_destroy_comp_channel(channel));
 }
 
 static void no_thread_domain(struct set *s, struct ibv_td *td, const char *what)
@@ -281,7 +299,7 @@ static void no_thread_domain(struct set *s, struct ibv_td *td, const char *what)
 	struct ibv_parent_domain_init_attr parent = { .pd = s->pd, .td = td };
 
 	NONE(ibv_alloc_parent_domain(s->context, &parent));
-	REFUSED(verbs_get_ctx(s->context)->dealloc_td(td));
+	MISSING(verbs_get_ctx(s->context)->dealloc_td(td));
 }
 
 static void no_context(struct ibv_context *c, const char *what)
@@ -311,15 +329,15 @@ static void no_context(struct ibv_context *c, const char *what)
 	REFUSED(ibv_query_pkey(c, 1, 0, &pkey));
 	REFUSED(ibv_get_pkey_index(c, 1, 0xffff));
 	REFUSED(ibv_get_async_event(c, &event));
-	NONE(ibv_alloc_pd(c));
-	NONE(table->alloc_td(c, &td));
-	NONE(table->alloc_parent_domain(c, &parent));
-	NONE(ibv_create_comp_channel(c));
-	NONE((ibv_create_cq)(c, 16, NULL, NULL, 0));
-	NONE(table->create_cq_ex(c, &cq_ex));
-	NONE(table->create_srq_ex(c, &srq));
-	NONE(table->create_qp_ex(c, &qp));
-	NONE(table->open_xrcd(c, &xrcd));
+	NO_OBJECT(ibv_alloc_pd(c), EINVAL);
+	NO_OBJECT(table->alloc_td(c, &td), EINVAL);
+	NO_OBJECT(table->alloc_parent_domain(c, &parent), EINVAL);
+	NO_OBJECT(ibv_create_comp_channel(c), EINVAL);
+	NO_OBJECT((ibv_create_cq)(c, 16, NULL, NULL, 0), EINVAL);
+	NO_OBJECT(table->create_cq_ex(c, &cq_ex), EINVAL);
+	NO_OBJECT(table->create_srq_ex(c, &srq), EINVAL);
+	NO_OBJECT(table->create_qp_ex(c, &qp), EINVAL);
+	NO_OBJECT(table->open_xrcd(c, &xrcd), EINVAL);
 	REFUSED(ibv_close_device(c));
 }
 
@@ -344,7 +362,7 @@ static void no_context(struct ibv_context *c, const char *what)
 
 #define NOBODY 0x7fffff77
 
-/* By the calls that ask the kernel, where there is one. */
+/* By the calls that ask the kernel, where it drives the device. */
 static void handles_that_nobody_has_are_refused(void)
 {
 	const char *what = "a handle that nobody has";
@@ -389,13 +407,13 @@ static void what_nobody_has_is_not_destroyed(void)
 	const char *what = "a handle that nobody has";
 	struct set *s = &one;
 
-	CHANGED(s->pd, handle, NOBODY, REFUSED(ibv_dealloc_pd(s->pd)));
-	CHANGED(s->qp, handle, NOBODY, REFUSED(ibv_destroy_qp(s->qp)));
-	CHANGED(s->cq, handle, NOBODY, REFUSED(ibv_destroy_cq(s->cq)));
-	CHANGED(s->srq, handle, NOBODY, REFUSED(ibv_destroy_srq(s->srq)));
-	CHANGED(s->mr, handle, NOBODY, REFUSED(ibv_dereg_mr(s->mr)));
-	CHANGED(s->mw, handle, NOBODY, REFUSED(ibv_dealloc_mw(s->mw)));
-	CHANGED(s->ah, handle, NOBODY, REFUSED(ibv_destroy_ah(s->ah)));
+	CHANGED(s->pd, handle, NOBODY, MISSING(ibv_dealloc_pd(s->pd)));
+	CHANGED(s->qp, handle, NOBODY, MISSING(ibv_destroy_qp(s->qp)));
+	CHANGED(s->cq, handle, NOBODY, MISSING(ibv_destroy_cq(s->cq)));
+	CHANGED(s->srq, handle, NOBODY, MISSING(ibv_destroy_srq(s->srq)));
+	CHANGED(s->mr, handle, NOBODY, MISSING(ibv_dereg_mr(s->mr)));
+	CHANGED(s->mw, handle, NOBODY, MISSING(ibv_dealloc_mw(s->mw)));
+	CHANGED(s->ah, handle, NOBODY, MISSING(ibv_destroy_ah(s->ah)));
 }
 
 /* Each kind by each call. */
@@ -428,7 +446,7 @@ static void objects_that_were_changed_are_refused(void)
 	CHANGED(s->context, device, NULL, no_context(s->context, what));
 }
 
-/* What is another context's is no object of this one; it is whole, and so can be destroyed by itself. */
+/* A context does not find objects of another one. */
 static void objects_of_two_contexts_are_refused(void)
 {
 	const char *what = "objects of two contexts";
@@ -470,7 +488,7 @@ static void objects_of_two_contexts_are_refused(void)
 	xsrq.cq = s->cq;
 	xsrq.xrcd = o->xrcd;
 	NONE(ibv_create_srq_ex(s->context, &xsrq));
-	NONE(ibv_create_cq(s->context, 16, NULL, o->channel, 0));
+	NO_OBJECT(ibv_create_cq(s->context, 16, NULL, o->channel, 0), EBADF);
 	NONE(ibv_alloc_parent_domain(s->context, &parent));
 	parent.pd = s->pd;
 	parent.td = o->td;
@@ -483,7 +501,7 @@ static void objects_of_two_contexts_are_refused(void)
 	REFUSED(ibv_post_send(s->ud, &send, &bad));
 }
 
-/* Pointers to the wrong kind, into the middle of an object, to nothing of ours. */
+/* Pointers to an object of another kind, into the middle of an object, and to no object. */
 static void nothing_of_ours_is_refused(void)
 {
 	static uint64_t zeroes[128];
@@ -494,39 +512,95 @@ static void nothing_of_ours_is_refused(void)
 	for (int i = 0; i < 4; i++) {
 		void *p = pointers[i];
 
+		missing = p ? ENOENT : EINVAL;
 		no_domain(s, p, what);
-		REFUSED(ibv_destroy_qp(p));
-		REFUSED(ibv_destroy_cq(p));
-		REFUSED(ibv_destroy_srq(p));
-		REFUSED(ibv_dereg_mr(p));
-		REFUSED(ibv_destroy_ah(p));
-		REFUSED(ibv_destroy_comp_channel(p));
-		REFUSED(s->context->ops.dealloc_mw(p));
-		REFUSED(verbs_get_ctx(s->context)->close_xrcd(p));
+		MISSING(ibv_destroy_qp(p));
+		MISSING(ibv_destroy_cq(p));
+		MISSING(ibv_destroy_srq(p));
+		MISSING(ibv_dereg_mr(p));
+		MISSING(ibv_destroy_ah(p));
+		MISSING(ibv_destroy_comp_channel(p));
+		MISSING(s->context->ops.dealloc_mw(p));
+		MISSING(verbs_get_ctx(s->context)->close_xrcd(p));
 		REFUSED(ibv_close_device(p));
-		NONE(ibv_open_device(p));
+		NO_OBJECT(ibv_open_device(p), EINVAL);
 		MUST(!ibv_qp_to_qp_ex(p));
 		if (p)
 			no_thread_domain(s, i == 2 ? (void *)s->pd : p, what);
 	}
+	missing = ENOENT;
 }
 
 static void what_was_destroyed_is_refused(void)
 {
 	const char *what = "what was destroyed";
-	struct set *s = &one, gone = make(first_context);
+	struct set *s = &one, was = make(first_context);
 
-	unmake(&gone);
-	no_domain(s, gone.pd, what);
-	no_queue_pair(s, gone.qp, gone.ex, what);
-	no_queue(s, gone.cq, gone.cq_ex, what);
-	no_shared_queue(s, gone.srq, what);
-	no_region(s, gone.mr, what);
-	no_window(s, gone.mw, gone.mw2, what);
-	no_handle(s, gone.ah, what);
-	no_xrc_domain(s, gone.xrcd, what);
-	no_channel(s, gone.channel, what);
-	no_thread_domain(s, gone.td, what);
+	unmake(&was);
+	gone = 1;
+	no_domain(s, was.pd, what);
+	no_queue_pair(s, was.qp, was.ex, what);
+	no_queue(s, was.cq, was.cq_ex, what);
+	no_shared_queue(s, was.srq, what);
+	no_region(s, was.mr, what);
+	no_window(s, was.mw, was.mw2, what);
+	no_handle(s, was.ah, what);
+	no_xrc_domain(s, was.xrcd, what);
+	no_channel(s, was.channel, what);
+	no_thread_domain(s, was.td, what);
+	gone = 0;
+}
+
+/* Takes a queue pair to RTS: of UD, or of RC connected with itself. */
+static void to_rts(struct ibv_qp *qp)
+{
+	int ud = qp->qp_type == IBV_QPT_UD;
+	struct ibv_qp_attr init = { .qp_state = IBV_QPS_INIT, .port_num = 1, .qkey = 0x11111111 };
+	struct ibv_qp_attr rtr = { .qp_state = IBV_QPS_RTR, .path_mtu = IBV_MTU_1024, .dest_qp_num = qp->qp_num,
+				   .max_dest_rd_atomic = 1, .ah_attr = where() };
+	struct ibv_qp_attr rts = { .qp_state = IBV_QPS_RTS, .timeout = 14, .retry_cnt = 7, .rnr_retry = 7,
+				   .max_rd_atomic = 1 };
+
+	MUST(!ibv_modify_qp(qp, &init, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT |
+				       (ud ? IBV_QP_QKEY : IBV_QP_ACCESS_FLAGS)));
+	MUST(!ibv_modify_qp(qp, &rtr, IBV_QP_STATE | (ud ? 0 : IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+							       IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER)));
+	MUST(!ibv_modify_qp(qp, &rts, IBV_QP_STATE | IBV_QP_SQ_PSN | (ud ? 0 : IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT |
+							       IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC)));
+}
+
+static void completes(struct ibv_cq *on)
+{
+	time_t end = time(NULL) + 60;
+	struct ibv_wc wc = { 0 };
+
+	while (!ibv_poll_cq(on, 1, &wc))
+		MUST(time(NULL) < end);
+	MUST(wc.status == IBV_WC_SUCCESS);
+}
+
+/* No provider compares the handles of what is posted. rdma_rxe's doorbell alone names a queue pair by its handle. */
+static void posting_compares_no_handles(void)
+{
+	struct set s = make(first_context);
+	struct ibv_mw_bind bind = { .send_flags = IBV_SEND_SIGNALED, .bind_info = { s.mr, (uintptr_t)memory, 64, 0 } };
+	struct ibv_send_wr send = { .opcode = IBV_WR_SEND, .send_flags = IBV_SEND_SIGNALED,
+				    .wr.ud = { s.ah, s.ud->qp_num, 0x11111111 } }, *bad;
+	struct ibv_send_wr second = { .opcode = IBV_WR_BIND_MW, .send_flags = IBV_SEND_SIGNALED,
+				      .bind_mw = { .mw = s.mw2, .rkey = s.mw2->rkey + 1, .bind_info = bind.bind_info } };
+	struct ibv_recv_wr recv = { 0 }, *bad_recv;
+
+	to_rts(s.ud);
+	to_rts(s.qp);
+	CHANGED(s.ah, handle, NOBODY, MUST(!ibv_post_send(s.ud, &send, &bad)));
+	completes(s.cq);
+	CHANGED(s.mw, handle, NOBODY, CHANGED(s.mr, handle, NOBODY, MUST(!s.context->ops.bind_mw(s.qp, s.mw, &bind))));
+	completes(s.cq);
+	CHANGED(s.mw2, handle, NOBODY, MUST(!ibv_post_send(s.qp, &second, &bad)));
+	completes(s.cq);
+	CHANGED(s.qp, handle, NOBODY, MUST(!ibv_post_recv(s.qp, &recv, &bad_recv)));
+	CHANGED(s.srq, handle, NOBODY, MUST(!ibv_post_srq_recv(s.srq, &recv, &bad_recv)));
+	unmake(&s);
 }
 
 /* Refused requests of a list leave no trace, and what came before them is done. */
@@ -585,6 +659,7 @@ int main(int argc, char **argv)
 		CHECK(objects_of_two_contexts_are_refused),
 		CHECK(nothing_of_ours_is_refused),
 		CHECK(what_was_destroyed_is_refused),
+		CHECK(posting_compares_no_handles),
 		CHECK(contexts_that_were_closed_are_refused),
 	};
 
