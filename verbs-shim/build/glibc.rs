@@ -16,6 +16,8 @@ const MOVED: [Library; 2] = [
         "libpthread.so",
         "libpthread.so.0",
         &[
+            ("_pthread_cleanup_pop", OLD),
+            ("_pthread_cleanup_push", OLD),
             ("pthread_attr_getguardsize", OLD),
             ("pthread_attr_getstack", OLD),
             ("pthread_attr_setstacksize", OLD),
@@ -31,6 +33,7 @@ const MOVED: [Library; 2] = [
             ("pthread_setname_np", "GLIBC_2.12"),
             ("pthread_setspecific", OLD),
             ("pthread_sigmask", OLD),
+            ("pthread_testcancel", OLD),
         ],
     ),
     (

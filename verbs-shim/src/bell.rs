@@ -1,10 +1,10 @@
 //! The descriptor of an event channel: readable while there are events, and never writable, as the kernel's are.
 //!
-//! It is a timer that never expires. The kernel lets its count be set (`TFD_IOC_SET_TICKS`), which wakes who polls it, each
-//! time anew, so that each event is an edge; it reports POLLIN and nothing else; a read takes the count, and waits for one as
-//! O_NONBLOCK and signals say. Programs may close the descriptor behind our back, in ways that nobody sees (`dup2`,
-//! `close_range`), and have another file under its number. The period of the timer, which is different for each, tells: such
-//! a file is neither rung nor read.
+//! It is a timer that never expires. The kernel lets its count be set (`TFD_IOC_SET_TICKS`), which wakes each poller every
+//! time, so that each event is an edge; it reports POLLIN and nothing else; a read takes the count, and waits for one as
+//! O_NONBLOCK and signals say. Programs may close the descriptor in ways that are not seen here (`dup2`, `close_range`), and
+//! have another file under its number. Each timer has a different period, by which it is recognised: another file is neither
+//! rung nor read.
 
 use std::{
     mem::{self, ManuallyDrop},
@@ -72,7 +72,7 @@ impl Bell {
         got == 0 && now.it_interval.tv_sec == PERIOD && now.it_interval.tv_nsec == self.mark
     }
 
-    /// Makes the descriptor readable, and wakes who waits for that, even if it was readable before.
+    /// Makes the descriptor readable, and wakes pollers even if it was readable before.
     pub(crate) fn ring(&self) {
         if !self.is_there() {
             return;
@@ -89,22 +89,6 @@ impl Bell {
     pub(crate) fn silence(&self) {
         if self.is_there() {
             let _ = self.set(NEVER);
-        }
-    }
-
-    /// Waits until it is rung, as the program has set the descriptor, and takes that.
-    ///
-    /// # Errors
-    /// EAGAIN, EINTR; EBADF if the descriptor is gone.
-    pub(crate) fn wait(&self) -> Result<()> {
-        if !self.is_there() {
-            return Err(Errno(libc::EBADF));
-        }
-        let mut count = 0u64;
-        // SAFETY: reads eight bytes into a local.
-        match unsafe { libc::read(self.fd, (&raw mut count).cast(), 8) } {
-            8 => Ok(()),
-            _ => Err(Errno::last()),
         }
     }
 
@@ -167,6 +151,16 @@ mod tests {
         (count == 1).then_some(got.events)
     }
 
+    /// Takes the count, as readers do.
+    fn take(bell: &Bell) -> Result<()> {
+        let mut count = 0u64;
+        // SAFETY: reads eight bytes into a local.
+        match unsafe { libc::read(bell.fd, (&raw mut count).cast(), 8) } {
+            8 => Ok(()),
+            _ => Err(Errno::last()),
+        }
+    }
+
     #[test]
     fn it_is_readable_when_rung_and_never_writable() {
         let b = bell();
@@ -178,11 +172,11 @@ mod tests {
         b.silence();
         assert_eq!(ready(b.fd()), 0);
         b.ring();
-        assert_eq!(b.wait(), Ok(()));
+        assert_eq!(take(&b), Ok(()));
         assert_eq!(ready(b.fd()), 0);
         // SAFETY: sets a flag.
         unsafe { libc::fcntl(b.fd(), libc::F_SETFL, libc::O_NONBLOCK) };
-        assert_eq!(b.wait(), Err(Errno::AGAIN));
+        assert_eq!(take(&b), Err(Errno::AGAIN));
     }
 
     #[test]
@@ -202,7 +196,7 @@ mod tests {
     fn a_timer_that_expired_long_ago_does_as_well() {
         let b = bell();
         b.set(0).unwrap_or_else(|e| panic!("{e:?}"));
-        assert!(b.wait() == Ok(()) && b.is_there() && ready(b.fd()) == 0);
+        assert!(take(&b) == Ok(()) && b.is_there() && ready(b.fd()) == 0);
     }
 
     #[test]
@@ -216,7 +210,6 @@ mod tests {
         other.ring();
         b.silence();
         assert_eq!(ready(other.fd()), libc::POLLIN);
-        assert_eq!(b.wait(), Err(Errno(libc::EBADF)));
         let number = b.fd();
         drop(b);
         assert_eq!(ready(number), libc::POLLIN, "it is not closed");

@@ -6,6 +6,7 @@ use libc::c_int;
 
 use crate::{
     abi::{ibv_comp_channel, ibv_context, ibv_cq},
+    cancel,
     context::{Context, Core},
     cq::{Cq, CqEvents},
     live::{self, Object as _},
@@ -77,23 +78,26 @@ unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut ibv_comp_channel) ->
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_get_cq_event(
+unsafe extern "C-unwind" fn ibv_get_cq_event(
     channel: *mut ibv_comp_channel,
     cq: *mut *mut ibv_cq,
     cookie: *mut *mut c_void,
 ) -> c_int {
-    ret::minus_one(|| {
+    cancel::blocking(|waited| {
         // SAFETY: a channel of ours.
         let this = unsafe { Channel::of(channel)? };
         this.core.alive()?;
-        let event = this.events.take(|event| event.cq.acks.delivered())?;
+        let event = match this.events.take(waited, |event| event.cq.acks.delivered())? {
+            Ok(event) => event,
+            Err(wait) => return Ok(Some(wait)),
+        };
         // SAFETY: the queue lives until the event is acknowledged. The program passes room for both pointers.
         unsafe {
             let queue = event.cq.address();
             cq.write_unaligned(queue);
             cookie.write_unaligned((*queue).cq_context);
         }
-        Ok(0)
+        Ok(None)
     })
 }
 

@@ -7,6 +7,7 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::{
     abi::{c_enum, event, ibv_async_event, ibv_context, ibv_cq, ibv_qp, ibv_srq},
+    cancel,
     context::{Context, Core},
     cq::Cq,
     live::Object as _,
@@ -104,23 +105,27 @@ impl Target {
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_get_async_event(context: *mut ibv_context, event: *mut ibv_async_event) -> c_int {
-    ret::minus_one(|| {
+unsafe extern "C-unwind" fn ibv_get_async_event(context: *mut ibv_context, event: *mut ibv_async_event) -> c_int {
+    cancel::blocking(|waited| {
         // SAFETY: the program passes an open context.
         let core = unsafe { Context::of(context)? }.core();
         core.alive()?;
-        let entry = core.events.take(|entry| {
+        let delivered = |entry: &Entry| {
             if let Some(acks) = &entry.acks {
                 acks.delivered();
             }
-        })?;
+        };
+        let entry = match core.events.take(waited, delivered)? {
+            Ok(entry) => entry,
+            Err(wait) => return Ok(Some(wait)),
+        };
         let out = ibv_async_event {
             element: entry.element,
             event_type: entry.kind,
         };
         // SAFETY: the program passes room for an event.
         unsafe { event.write_unaligned(out) };
-        Ok(0)
+        Ok(None)
     })
 }
 

@@ -10,7 +10,11 @@ use std::{
 
 use libc::{DIR, FILE, c_char, c_int, c_void, mode_t, size_t, ssize_t};
 
-use crate::{attributes, rebind, sysfs};
+use crate::{
+    attributes, rebind,
+    ret::{self, Errno},
+    sysfs,
+};
 
 /// The next definition of a function, looked up once.
 pub(crate) struct Next {
@@ -99,25 +103,30 @@ impl Returned for *mut c_char {
 macro_rules! forward {
     ($($name:ident($($before:ident: $bty:ty,)* ; $lead:ident $(, $after:ident: $aty:ty)*) -> $ret:ty, $fail:expr;)*) => {$(
         #[unsafe(no_mangle)]
-        unsafe extern "C" fn $name($($before: $bty,)* path: *const c_char $(, $after: $aty)*) -> $ret {
+        unsafe extern "C-unwind" fn $name($($before: $bty,)* path: *const c_char $(, $after: $aty)*) -> $ret {
+            type Real = unsafe extern "C-unwind" fn($($bty,)* *const c_char $(, $aty)*) -> $ret;
             static NEXT: Next = Next::new(unsafe {
                 // SAFETY: ends with the zero that is put there.
                 CStr::from_bytes_with_nul_unchecked(concat!(stringify!($name), "\0").as_bytes())
             });
-            let real = NEXT.get();
-            if real.is_null() {
-                crate::ret::Errno(libc::ENOSYS).set();
+            // SAFETY: libc's function of this name has this signature, or there is none.
+            let real = unsafe { std::mem::transmute::<*mut c_void, Option<Real>>(NEXT.get()) };
+            let Some(real) = real else {
+                Errno(libc::ENOSYS).set();
                 return $fail;
+            };
+            // SAFETY: the arguments are the program's. A thread is not cancelled while there is a path to drop.
+            let elsewhere = ret::guard(|| unsafe {
+                let other = target(path, sysfs::$lead)?;
+                let done = Returned::under_sys(real($($before,)* other.path.as_ptr() $(, $after)*), &other);
+                Some((done, Errno::last()))
+            });
+            if let Some(Some((done, errno))) = elsewhere {
+                errno.set();
+                return done;
             }
-            // SAFETY: libc's function of this name has this signature; the arguments are the program's.
-            unsafe {
-                type Real = unsafe extern "C" fn($($bty,)* *const c_char $(, $aty)*) -> $ret;
-                let real = std::mem::transmute::<*mut c_void, Real>(real);
-                match target(path, sysfs::$lead) {
-                    None => real($($before,)* path $(, $after)*),
-                    Some(other) => Returned::under_sys(real($($before,)* other.path.as_ptr() $(, $after)*), &other),
-                }
-            }
+            // SAFETY: likewise. This frame has nothing to drop if the thread is cancelled.
+            unsafe { real($($before,)* path $(, $after)*) }
         }
     )*
 

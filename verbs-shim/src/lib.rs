@@ -2,11 +2,12 @@
 //! the stubs of libibverbs.so.1 and librdmacm.so.1 that `build.rs` makes (`table`).
 //!
 //! Programs call the exported functions and the function tables that `context` fills. Objects are structures that begin with
-//! the public C structure, in memory of their kind (`live`); behind it are handles of the `roce` crate. One transport per process (`engine`)
+//! the public C structure, in memory of their kind (`live`); it is followed by handles of the `roce` crate. One transport per process (`engine`)
 //! serves all devices; a device is an interface, and its table of GIDs the interface's addresses.
 //!
-//! `unsafe` here is the boundary itself: objects that are none are refused, but lists, buffers and attributes that the
-//! program passes are what libibverbs' documentation demands, or it crashes, as it would with libibverbs. No function unwinds into C (`ret`).
+//! `unsafe` here is the boundary itself: pointers to no object are refused, but lists, buffers and attributes that the program
+//! passes are what libibverbs' documentation demands, or it crashes, as it would with libibverbs. No panic unwinds into C
+//! (`ret`), and no cancelled thread unwinds through frames with destructors (`cancel`).
 #![cfg(target_os = "linux")]
 
 mod abi;
@@ -14,6 +15,7 @@ mod ah;
 mod attributes;
 mod batch;
 mod bell;
+mod cancel;
 mod channel;
 mod config;
 mod context;

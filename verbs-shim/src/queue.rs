@@ -1,15 +1,19 @@
 //! Queues of events behind a descriptor that programs poll, read flags of, and block on.
 
-use std::{collections::VecDeque, os::fd::RawFd};
+use std::{collections::VecDeque, ffi::c_void, os::fd::RawFd, ptr};
 
 use parking_lot::Mutex;
 
-use crate::{bell::Bell, ret::Result};
+use crate::{
+    bell::Bell,
+    cancel::Wait,
+    ret::{self, Errno, Result},
+};
 
 /// Events and a descriptor that is readable while there are some.
 ///
-/// The descriptor may be set to O_NONBLOCK by the program. A blocking take really reads the descriptor, so that signals
-/// behave as with the kernel's: with SA_RESTART it goes on, else it ends with EINTR.
+/// The program may set the descriptor to O_NONBLOCK. A blocking call reads the descriptor, so that signals behave as with the
+/// kernel's: with SA_RESTART it goes on, else it ends with EINTR.
 pub(crate) struct EventQueue<T> {
     items: Mutex<VecDeque<T>>,
     bell: Bell,
@@ -42,34 +46,42 @@ impl<T> EventQueue<T> {
         self.push_unless(item, || false);
     }
 
-    /// Takes the oldest event if there is one; `taken` runs under the queue's lock.
-    pub(crate) fn try_take(&self, taken: impl FnOnce(&T)) -> Option<T> {
-        let mut items = self.items.lock();
-        let item = items.pop_front()?;
-        taken(&item);
-        if items.is_empty() {
-            self.bell.silence();
-        }
-        Some(item)
-    }
-
-    /// Takes the oldest event, waiting as the descriptor's flags say.
+    /// Takes the oldest event, or returns the descriptor to wait for; `taken` runs under the queue's lock.
     ///
     /// # Errors
-    /// EAGAIN when the descriptor is non-blocking and nothing is there; EINTR; EBADF when nothing is there and the program
-    /// has closed it.
-    pub(crate) fn take(&self, mut taken: impl FnMut(&T)) -> Result<T> {
-        loop {
-            if let Some(item) = self.try_take(&mut taken) {
-                return Ok(item);
-            }
-            self.bell.wait()?;
-            // Several may wait: what was read stands for all that is there.
-            let items = self.items.lock();
-            if !items.is_empty() {
-                self.bell.ring();
-            }
+    /// EBADF when there is no event and the program has closed the descriptor.
+    pub(crate) fn take(&self, waited: bool, taken: impl FnOnce(&T)) -> Result<std::result::Result<T, Wait>> {
+        let mut items = self.items.lock();
+        let Some(item) = items.pop_front() else {
+            drop(items);
+            return match self.bell.is_there() {
+                true => Ok(Err(self.wait())),
+                false => Err(Errno::BADF),
+            };
+        };
+        taken(&item);
+        match items.is_empty() {
+            true => self.bell.silence(),
+            // The count that was read stood for all events, and other threads may wait.
+            false if waited => self.bell.ring(),
+            false => {}
         }
+        Ok(Ok(item))
+    }
+
+    fn wait(&self) -> Wait {
+        extern "C" fn rearm<T>(queue: *mut c_void) {
+            ret::value((), || {
+                // SAFETY: the queue's address, by `wait`.
+                let queue = unsafe { &*queue.cast::<EventQueue<T>>() };
+                let items = queue.items.lock();
+                if !items.is_empty() {
+                    queue.bell.ring();
+                }
+            });
+        }
+        // SAFETY: the program does not destroy the queue's object while it waits for it.
+        unsafe { Wait::new(self.bell.fd(), rearm::<T>, ptr::from_ref(self).cast_mut().cast()) }
     }
 
     /// Removes events; `first` runs before, under the queue's lock.

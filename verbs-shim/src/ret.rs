@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use libc::c_int;
 use roce::{PostError, VerbsError};
 
-use crate::config;
+use crate::{cancel::Disabled, config};
 
 /// An error number of `errno.h`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -72,9 +72,10 @@ impl From<std::io::Error> for Errno {
 /// State of the calling thread that an entry point restores when it returns.
 ///
 /// System calls within an entry point change errno. Programs expect it unchanged after success: librdmacm reports the errno
-/// of a command that failed after it has called `ibv_modify_qp`.
+/// of a command that failed after it has called `ibv_modify_qp`. Many of them are cancellation points, too.
 struct Caller {
     errno: c_int,
+    _cancellation: Disabled,
 }
 
 impl Caller {
@@ -83,6 +84,7 @@ impl Caller {
         Self {
             // SAFETY: the location belongs to the calling thread.
             errno: unsafe { *libc::__errno_location() },
+            _cancellation: Disabled::new(),
         }
     }
 }
@@ -94,14 +96,20 @@ impl Drop for Caller {
     }
 }
 
-/// Runs the body of an entry point: errno stays as it was, and a panic does not unwind into C.
+/// Runs the body of an entry point: errno stays as it was, the thread is not cancelled, and a panic does not unwind into C.
 ///
 /// Returns None after a panic, which is a bug of ferroce; the user is told.
 pub(crate) fn guard<T>(body: impl FnOnce() -> T) -> Option<T> {
     let _caller = Caller::enter();
+    caught(body)
+}
+
+/// Runs something; a panic does not unwind into C.
+fn caught<T>(body: impl FnOnce() -> T) -> Option<T> {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(done) => Some(done),
         Err(payload) => {
+            let _caller = Caller::enter();
             let text = payload.downcast_ref::<String>().map(String::as_str);
             let text = text
                 .or_else(|| payload.downcast_ref::<&str>().copied())
@@ -149,6 +157,11 @@ pub(crate) fn minus_one(body: impl FnOnce() -> Result<c_int>) -> c_int {
 /// Runs a verb that can't fail; returns `fallback` after a panic.
 pub(crate) fn value<T>(fallback: T, body: impl FnOnce() -> T) -> T {
     guard(body).unwrap_or(fallback)
+}
+
+/// Runs a verb that makes no system call and can't fail; returns `fallback` after a panic.
+pub(crate) fn leaf<T>(fallback: T, body: impl FnOnce() -> T) -> T {
+    caught(body).unwrap_or(fallback)
 }
 
 #[cfg(test)]

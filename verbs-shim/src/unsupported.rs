@@ -1,5 +1,5 @@
-//! Verbs that this device does not have, as it should be: EOPNOTSUPP, and no crash. The lists in `symbols` say which of
-//! these answers what else libibverbs exports.
+//! Verbs that this device does not have: they report EOPNOTSUPP. The lists in `symbols` say which function here stands for
+//! each other symbol of libibverbs.
 
 use std::sync::Once;
 
@@ -8,7 +8,7 @@ use libc::{c_char, c_int, c_void};
 use crate::{
     abi::{ibv_context, ibv_ece, ibv_mr, ibv_pd, ibv_qp, ibv_srq},
     config,
-    ret::Errno,
+    ret::{self, Errno},
 };
 
 /// A verb that returns an error number.
@@ -29,22 +29,23 @@ pub(crate) unsafe extern "C" fn minus_one() -> c_int {
     -1
 }
 
-/// A number of things, of which there are none.
+/// A function that returns a number of objects, of which there are none.
 pub(crate) unsafe extern "C" fn zero() -> c_int {
     0
 }
 
-/// What can't fail, and has nothing to do: a provider announces itself, a log line, an object that was never made.
+/// A function that has nothing to do: registering a provider, logging, freeing an object that can't exist.
 pub(crate) unsafe extern "C" fn nothing() {}
 
-/// Tells, once, why a program of libibverbs 1.0 (2006) finds nothing: its structures are not those of 1.1, and whoever would
-/// get a 1.0 device, the root of all objects, gets none.
+/// Reports once why a program of libibverbs 1.0 (2006) finds no device: its structures are not those of 1.1.
 fn obsolete() {
-    static TOLD: Once = Once::new();
-    TOLD.call_once(|| {
-        config::complain(format_args!(
-            "this program was built for libibverbs 1.0, before IBVERBS_1.1: build it again with a later one"
-        ));
+    static REPORTED: Once = Once::new();
+    ret::value((), || {
+        REPORTED.call_once(|| {
+            config::complain(format_args!(
+                "this program was built for libibverbs 1.0, before IBVERBS_1.1: build it again with a later one"
+            ));
+        });
     });
     Errno(libc::ENOSYS).set();
 }
@@ -62,19 +63,19 @@ pub(crate) unsafe extern "C" fn list_1_0(count: *mut c_int) -> *mut c_void {
     std::ptr::null_mut()
 }
 
-/// What returned an object, a name or a number in 1.0, without a device.
+/// A function of 1.0 that returned an object, a name or a number.
 pub(crate) unsafe extern "C" fn null_1_0() -> *mut c_void {
     obsolete();
     std::ptr::null_mut()
 }
 
-/// What returned an error number in 1.0.
+/// A function of 1.0 that returned an error number.
 pub(crate) unsafe extern "C" fn code_1_0() -> c_int {
     obsolete();
     libc::ENOSYS
 }
 
-/// What returned -1 in 1.0.
+/// A function of 1.0 that returned -1 when it failed.
 pub(crate) unsafe extern "C" fn minus_one_1_0() -> c_int {
     obsolete();
     -1

@@ -80,7 +80,7 @@ pub(crate) fn public(qp_base: ibv_qp) -> ibv_qp_ex {
 /// # Safety
 /// `qp` is a queue pair of ours on which this thread has called start.
 unsafe fn with(qp: *mut ibv_qp_ex, body: impl FnOnce(&Qp, &mut Batch) -> Result<()>) {
-    ret::value((), || {
+    ret::leaf((), || {
         // SAFETY: the caller's promise.
         let Some(this) = (unsafe { Qp::any(qp.cast()) }) else {
             return;

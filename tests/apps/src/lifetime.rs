@@ -17,6 +17,7 @@ pub(crate) fn all() -> Vec<Case> {
     out.push(strangers());
     out.push(channels());
     out.push(errno());
+    out.push(cancelled());
     out.push(signals());
     out.extend(progress());
     out.push(answers());
@@ -98,6 +99,19 @@ fn errno() -> Case {
     of_c("calls that succeed keep errno", "errno", "-libverbs -lrdmacm", "{addr}")
         .says("errno is kept")
         .ci()
+}
+
+/// Threads that are cancelled 1,000 times in each kind of call.
+fn cancelled() -> Case {
+    of_c(
+        "cancelled threads",
+        "cancel",
+        "-libverbs -lrdmacm -lpthread",
+        "{addr} 1000",
+    )
+    .says("cancelled threads leave a working device")
+    .within(600)
+    .ci()
 }
 
 /// Signals that a program receives with signalfd.

@@ -25,6 +25,7 @@ use super::{
 use roce::broker;
 
 use crate::{
+    cancel::{self, Wait},
     device,
     engine::Engine,
     fork::{self, Own},
@@ -44,8 +45,6 @@ unsafe extern "C-unwind" {
     fn libc_write(fd: c_int, buf: *const c_void, len: usize) -> isize;
     #[link_name = "__close"]
     fn libc_close(fd: c_int) -> c_int;
-    #[link_name = "__read"]
-    fn libc_read(fd: c_int, buf: *mut c_void, len: usize) -> isize;
     fn pause() -> c_int;
 }
 
@@ -293,8 +292,12 @@ unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: usize) -> 
         }
         return written;
     }
+    // SAFETY: the caller passes `len` readable bytes.
+    if ret::value(false, || unsafe { asks_event(fd, buf, len) }) {
+        cancel::point();
+    }
     loop {
-        // SAFETY: the caller passes `len` readable bytes, and addresses in them that are its own.
+        // SAFETY: likewise, and addresses in them that are its own.
         match unsafe { command(fd, buf, len) } {
             Outcome::Done => return len as isize,
             Outcome::Failed(e) => {
@@ -304,18 +307,33 @@ unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: usize) -> 
             Outcome::Closed => sleep_on(),
             Outcome::Wait => {}
         }
-        // Waiting for an event: a real read, so that signals and O_NONBLOCK do what they do with the kernel's
-        // descriptor. Nothing here needs to be dropped if the thread is cancelled meanwhile.
-        let mut count = 0u64;
-        // SAFETY: eight bytes into a local.
-        if unsafe { libc_read(fd, (&raw mut count).cast(), 8) } < 0 {
+        let number = ptr::without_provenance_mut(fd as usize);
+        // SAFETY: a plain function that takes a number.
+        let wait = unsafe { Wait::new(fd, rearm, number) };
+        // Signals and O_NONBLOCK behave as with the kernel's descriptor. This frame has nothing to drop if the thread is
+        // cancelled.
+        if !wait.read() {
             return -1;
         }
-        ret::value((), || with(|ucma| ucma.was_read(fd)));
+        rearm(number);
         if !CHANNELS.contains(fd) {
             sleep_on();
         }
     }
+}
+
+/// Makes the descriptor of an event channel readable again if events are left after its count was read.
+extern "C" fn rearm(number: *mut c_void) {
+    ret::value((), || with(|ucma| ucma.was_read(number.addr() as RawFd)));
+}
+
+/// Whether a command asks for an event, and thus may block.
+///
+/// # Safety
+/// As for [`write`].
+unsafe fn asks_event(fd: RawFd, buf: *const c_void, len: usize) -> bool {
+    // SAFETY: the caller's promise.
+    unsafe { parse(fd, buf, len) }.is_ok_and(|c| c.cmd == Cmd::GetEvent)
 }
 
 /// Whether a write that failed was a reader's whose channel the program has closed just before it called `exit()`. That takes
@@ -326,7 +344,7 @@ unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: usize) -> 
 unsafe fn asks_closed_channel(fd: RawFd, buf: *const c_void, len: usize) -> bool {
     let closed = io::Error::last_os_error().raw_os_error() == Some(libc::EBADF);
     // SAFETY: the caller's promise.
-    closed && unsafe { parse(fd, buf, len) }.is_ok_and(|c| c.cmd == Cmd::GetEvent)
+    closed && unsafe { asks_event(fd, buf, len) }
 }
 
 /// What a reader does whose channel is closed meanwhile: the kernel's readers sleep on, and programs close channels that a
