@@ -1,39 +1,47 @@
-//! Whether what was written to an open device can still be made durable.
+//! Tracks whether the writes to an open device are durable, and whether they still can become so.
 
 use std::sync::{
     Arc,
-    atomic::{AtomicBool, Ordering::SeqCst},
+    atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
 };
 
 use crate::{block::BlockOp, errno::Errno};
 
-/// What has become of the writes of an open device. Whoever works on the device asks before each operation and after it, and says
-/// what has failed.
+/// Durability of the writes to an open device. The disk calls [`check`](Self::check) before and after each operation, and reports
+/// changes, syncs and failures.
 ///
-/// A system drops what it could not write, and its next sync reports success, so a failed sync is remembered: what would have to make
-/// data durable fails from then on.
+/// A system drops pages that it could not write, and its next sync reports success. So a failed sync is remembered: every later
+/// operation that must make data durable fails.
 #[derive(Debug, Default)]
 pub struct SyncState {
-    /// Something was written.
-    dirty: AtomicBool,
-    /// Data was lost after its write was acknowledged: of all who have the file open.
+    /// Changes begun; those that were durable when they ended are taken off again.
+    begun: AtomicU64,
+    /// Changes ended that only a sync makes durable.
+    ended: AtomicU64,
+    /// Changes covered by a sync: the highest [`Covered`] of all syncs that succeeded.
+    synced: AtomicU64,
+    /// Acknowledged data was lost. Shared by all who have the file open.
     failed: Arc<AtomicBool>,
 }
 
+/// Changes that a sync makes durable: those that had ended when it began.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Covered(u64);
+
 impl SyncState {
-    /// Nothing was written; whether a sync has failed is shared with others of the same file or device.
+    /// State without writes that shares the failure flag with other handles of the same file or device.
     pub fn sharing(failed: Arc<AtomicBool>) -> Self {
         Self {
-            dirty: AtomicBool::new(false),
             failed,
+            ..Self::default()
         }
     }
 
-    /// Before an operation, and after it has succeeded: a system tells of lost data once, perhaps to another operation that was under
-    /// way at the same time.
+    /// Checks an operation before it starts and after it has succeeded. The second check is needed because a system reports lost data
+    /// once, possibly to another operation in flight.
     ///
     /// # Errors
-    /// EIO if it makes data durable, and data was lost.
+    /// EIO if the operation makes data durable, and data was lost.
     pub fn check(&self, op: BlockOp) -> Result<(), Errno> {
         match op.makes_durable() && self.failed.load(SeqCst) {
             true => Err(Errno::EIO),
@@ -41,27 +49,46 @@ impl SyncState {
         }
     }
 
-    /// A change begins.
-    pub fn changed(&self) {
-        self.dirty.store(true, SeqCst);
+    /// Records the start of a change.
+    pub fn change_begins(&self) {
+        self.begun.fetch_add(1, SeqCst);
     }
 
-    /// A sync has failed.
+    /// Records the end of a change, successful or not: a sync that begins later covers it.
+    pub fn change_ends(&self) {
+        self.ended.fetch_add(1, SeqCst);
+    }
+
+    /// Records the end of a change that is durable without a sync. Replaces [`change_ends`](Self::change_ends).
+    pub fn change_is_durable(&self) {
+        self.begun.fetch_sub(1, SeqCst);
+    }
+
+    /// Returns the changes that a sync covers if it begins now.
+    pub fn sync_begins(&self) -> Covered {
+        Covered(self.ended.load(SeqCst))
+    }
+
+    /// Records the success of a sync.
+    pub fn sync_ends(&self, covered: Covered) {
+        self.synced.fetch_max(covered.0, SeqCst);
+    }
+
+    /// Records the failure of a sync.
     pub fn sync_failed(&self) {
         self.failed.store(true, SeqCst);
     }
 
-    /// A write that is durable when it ends has failed with this error. It can have been its sync that failed, and with it other
-    /// data.
+    /// Records the failure of a write that would have been durable. EIO counts as a failed sync: other data may be lost with it.
     pub fn durable_write_failed(&self, e: Errno) {
         if e == Errno::EIO {
             self.sync_failed();
         }
     }
 
-    /// Whether a sync is due when the device is closed: nobody may be able to flush its writes later.
+    /// Whether the device must be synced when it is closed: a change is not covered by a sync, and no client may be left to flush it.
     pub fn wants_sync(&self) -> bool {
-        self.dirty.load(SeqCst) && !self.failed.load(SeqCst)
+        self.begun.load(SeqCst) > self.synced.load(SeqCst) && !self.failed.load(SeqCst)
     }
 }
 
@@ -78,7 +105,7 @@ mod tests {
     };
 
     #[test]
-    fn after_lost_data_nothing_is_promised_any_more() {
+    fn after_data_loss_no_operation_is_durable() {
         let state = SyncState::default();
         assert!([FLUSH, PLAIN, FORCED, ZEROES].iter().all(|op| state.check(*op).is_ok()));
         state.sync_failed();
@@ -91,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_can_have_been_the_sync_counts_as_one() {
+    fn only_eio_of_a_durable_write_counts_as_a_failed_sync() {
         let state = SyncState::default();
         state.durable_write_failed(Errno::ENOSPC);
         assert_eq!(state.check(FLUSH), Ok(()));
@@ -100,12 +127,42 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_is_synced_at_the_end_unless_it_is_lost() {
+    fn a_change_wants_a_sync_unless_data_is_lost() {
         let state = SyncState::default();
         assert!(!state.wants_sync());
-        state.changed();
+        state.change_begins();
+        assert!(state.wants_sync());
+        state.change_ends();
         assert!(state.wants_sync());
         state.sync_failed();
         assert!(!state.wants_sync());
+    }
+
+    #[test]
+    fn a_sync_covers_changes_that_ended_before_it_began() {
+        let state = SyncState::default();
+        state.change_begins();
+        state.change_begins();
+        state.change_ends();
+        let first = state.sync_begins();
+        state.change_ends();
+        state.sync_ends(first);
+        assert!(state.wants_sync(), "one change was in flight when the sync began");
+        let second = state.sync_begins();
+        state.sync_ends(second);
+        state.sync_ends(first);
+        assert!(!state.wants_sync());
+    }
+
+    #[test]
+    fn a_durable_change_needs_no_sync_and_covers_no_other() {
+        let state = SyncState::default();
+        state.change_begins();
+        state.change_is_durable();
+        assert!(!state.wants_sync());
+        state.change_begins();
+        state.change_begins();
+        state.change_is_durable();
+        assert!(state.wants_sync());
     }
 }

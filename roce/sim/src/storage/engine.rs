@@ -11,7 +11,7 @@ use rnbd::{
         disk::{DiskOp, IoTicket, StoreId},
         queue::QueueLimits,
         schedule::{Begun, Ended, Schedule, UnderWay},
-        sync::SyncState,
+        sync::{Covered, SyncState},
     },
 };
 use roce_mem::Pages;
@@ -48,8 +48,10 @@ struct Work {
     memory: Option<Arc<Pages>>,
     /// The bytes of a write, if they were taken at its start.
     early: Option<Vec<u8>>,
-    /// What a flush covers.
+    /// Blocks that a flush covers.
     mark: u64,
+    /// Changes that a flush covers.
+    covers: Covered,
 }
 
 /// A device that a session has open.
@@ -187,12 +189,12 @@ impl Engine {
             };
             let checked = store.sync.check(op.op);
             if op.op.writes() {
-                store.sync.changed();
+                store.sync.change_begins();
             }
             let id = RunId(self.next_run);
             self.next_run += 1;
             plan(disk.faults.duration(rng), id);
-            let mark = disk.begin_flush();
+            let (mark, covers) = (disk.begin_flush(), store.sync.sync_begins());
             self.running.insert(
                 id,
                 Running {
@@ -202,6 +204,7 @@ impl Engine {
                         memory,
                         early,
                         mark,
+                        covers,
                     },
                     checked,
                 },
@@ -234,6 +237,12 @@ impl Engine {
             Ok(()) => operate(&work, store, &mut disks[store.device], ledger, rng)?,
             Err(e) => Err(e),
         };
+        match (work.op.op, &result) {
+            (BlockOp::Flush, Ok(())) => store.sync.sync_ends(work.covers),
+            (op, Ok(())) if op.writes() && op.makes_durable() => store.sync.change_is_durable(),
+            (op, _) if op.writes() => store.sync.change_ends(),
+            _ => {}
+        }
         let result = result.and_then(|()| store.sync.check(work.op.op));
         if result.is_err() {
             coverage.note("disk error");
