@@ -14,6 +14,7 @@ mod nbd;
 mod output;
 mod pcap;
 mod place;
+mod printer;
 mod rdma;
 mod report;
 mod run;

@@ -8,6 +8,7 @@ use rnbd_host::{control::map::MapControl, tls::Tls};
 use crate::{
     control::{Control, ControlArgs, Roster},
     output::Failure,
+    printer::Printer,
     report::{ReportArgs, Reporter},
     signals::Stop,
 };
@@ -44,7 +45,7 @@ pub(crate) fn foreground(
     // It ends after what it is asked about, which answers.
     let control = Control::start(control)?;
     let roster = control.roster();
-    run(Place {
+    let outcome = run(Place {
         sockets: None,
         stop,
         roster: roster.clone(),
@@ -53,5 +54,8 @@ pub(crate) fn foreground(
             Stage::Mapping(_, Some(tls)) => roster.renewable(tls),
             Stage::Mapping(..) | Stage::Serving(_) | Stage::Up => {}
         },
-    })
+    });
+    // The end of `control` waits for answers, which wait for room.
+    let finished = Printer::stdout().finish();
+    outcome.and(finished)
 }

@@ -1,4 +1,4 @@
-//! What `serve` and `map` report while they run: lines for people, or events as JSON.
+//! Events of `serve`, `map` and `daemon`: lines for people, or JSON.
 
 use std::{
     borrow::Cow,
@@ -13,12 +13,13 @@ use serde_json::{Map, Value, json};
 
 use crate::{
     control::Events,
-    output::{self, Failure},
+    output::{self, Failure, escape_json},
+    printer::{Format, Printer},
     transport::{packets_json, stats_json},
     units::seconds,
 };
 
-/// What to report, and how.
+/// Options of reports.
 #[derive(Clone, Args)]
 pub(crate) struct ReportArgs {
     /// Print statistics this often
@@ -30,41 +31,44 @@ pub(crate) struct ReportArgs {
 }
 
 impl ReportArgs {
-    /// Starts a run's report.
-    /// It also tells those who have subscribed to `events`.
+    /// Starts the report of a run, which also goes to the subscribers of `events`.
     pub(crate) fn reporter(&self, events: Events) -> Reporter {
         let now = Instant::now();
         Reporter {
             json: self.json,
             task: None,
             events,
+            printer: Printer::stdout(),
             started: now,
             every: self.stats_interval,
             last: (now, Moved::default()),
         }
     }
 
-    /// Reports how the run ended, if it failed.
+    /// Reports the error of a run that failed, and waits until the report is written.
     pub(crate) fn end(&self, outcome: Result<(), Failure>) -> Result<(), Failure> {
+        let printer = Printer::stdout();
         if let (true, Err(failure)) = (self.json, &outcome)
             && let Some(text) = failure.text()
         {
-            output::json(&json!({ "event": "error", "message": text }))?;
+            let error = json!({ "event": "error", "message": text }).to_string();
+            printer.event(escape_json(&error).into_owned(), Format::Json)?;
         }
-        outcome
+        let finished = printer.finish();
+        outcome.and(finished)
     }
 }
 
-/// Bytes and requests that users of devices have moved.
+/// Bytes and requests of the users of devices.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub(crate) struct Moved {
     pub(crate) bytes_read: u64,
     pub(crate) bytes_written: u64,
-    /// Answered, whatever the answer.
+    /// Requests answered, errors included.
     pub(crate) requests: u64,
-    /// Of these, with an error.
+    /// Requests answered with an error.
     pub(crate) failed: u64,
-    /// What was turned away, by name.
+    /// Counts of rejected clients and requests, by name.
     pub(crate) refused: Vec<(&'static str, u64)>,
 }
 
@@ -83,20 +87,21 @@ impl Moved {
     }
 }
 
-/// Prints events.
+/// Reports the events of a run.
 pub(crate) struct Reporter {
     json: bool,
-    /// Of a daemon.
+    /// Name of the daemon's task that runs.
     task: Option<String>,
     events: Events,
+    printer: Printer,
     started: Instant,
     every: Option<Duration>,
-    /// When statistics were last printed, and what had been moved then.
+    /// Time of the last statistics, and their counts.
     last: (Instant, Moved),
 }
 
 impl Reporter {
-    /// That of a daemon's task.
+    /// Names the daemon's task in each event.
     pub(crate) fn of_task(self, task: String) -> Self {
         Self {
             task: Some(task),
@@ -104,7 +109,10 @@ impl Reporter {
         }
     }
 
-    /// Something happened: `fields` is an object of the event's members.
+    /// Reports an event; `fields` is an object of its members. Never waits for the reader of standard output.
+    ///
+    /// # Errors
+    /// When standard output could not be written.
     pub(crate) fn event(&self, name: &str, fields: Value, text: &str) -> Result<(), Failure> {
         let mut event = Map::new();
         event.insert("event".into(), name.into());
@@ -118,19 +126,26 @@ impl Reporter {
         }
         self.events.publish(&event, &text);
         match self.json {
-            true => output::json(&event),
-            false => output::line(&text),
+            true => {
+                let line = Value::from(event).to_string();
+                self.printer.event(escape_json(&line).into_owned(), Format::Json)
+            }
+            false => self.printer.event(text.into_owned(), Format::Text),
         }
     }
 
-    /// How long a caller may wait until the next [`Reporter::tick`].
+    /// Time until the next [`Reporter::tick`] is due.
     pub(crate) fn patience(&self) -> Duration {
         const LOOK: Duration = Duration::from_millis(100);
         self.every.map_or(LOOK, |every| every.min(LOOK))
     }
 
-    /// Prints statistics when it is time; `counted` gives them.
+    /// Reports statistics, which `counted` returns, when they are due.
+    ///
+    /// # Errors
+    /// When standard output could not be written.
     pub(crate) fn tick(&mut self, counted: impl FnOnce() -> (LoopStats, Moved)) -> Result<(), Failure> {
+        self.printer.check()?;
         let now = Instant::now();
         let then = self.last.0;
         if self.every.is_none_or(|every| now.duration_since(then) < every) {
@@ -149,7 +164,7 @@ impl Reporter {
         self.event("stats", self.numbers(&stats, &moved), &text)
     }
 
-    /// The statistics of the whole run.
+    /// Reports the statistics of the whole run.
     pub(crate) fn summary(&self, stats: &LoopStats, moved: &Moved) -> Result<(), Failure> {
         let mut text = format!(
             "{:.1} s: read {}, written {}, {} requests ({} failed); {}",

@@ -12,7 +12,7 @@
 //! `hello`. After `subscribe` events come in between.
 
 use std::{
-    io::{self, BufRead, BufReader, Read, Write},
+    io::{self, BufRead, BufReader, Read},
     sync::{Arc, mpsc::SyncSender},
     thread,
     time::{Duration, Instant},
@@ -28,6 +28,7 @@ use super::{
     events::{Subscription, as_line},
     ops,
 };
+use crate::printer::Printer;
 
 /// Bytes of a request at most.
 pub(crate) const MAX_REQUEST: usize = 64 << 10;
@@ -50,10 +51,7 @@ impl Output {
     fn answer(&self, text: String) {
         // Who asked may have gone.
         match self {
-            Self::Stdout => {
-                let mut out = io::stdout().lock();
-                let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
-            }
+            Self::Stdout => Printer::stdout().answer(text.trim_end_matches('\n').to_owned()),
             Self::Lines(lines) => drop(lines.send(text)),
         }
     }

@@ -30,6 +30,7 @@ use self::{
 use crate::{
     control::{Control, ControlArgs, Supervisor},
     output::Failure,
+    printer::Printer,
     report::ReportArgs,
     signals::Stop,
 };
@@ -164,7 +165,8 @@ fn daemon(args: &DaemonArgs) -> Result<(), Failure> {
     }
     manager.stopping();
     tasks.end();
-    Ok(())
+    // The end of `control` waits for answers, which wait for room.
+    Printer::stdout().finish()
 }
 
 /// In a thread of its own, as mappings may take long to change.
