@@ -83,6 +83,11 @@ fn shown(news: &MapNews) -> (&'static str, Value, String) {
             };
             ("unmapped", json!({ "device": device, "why": why }), text)
         }
+        MapNews::EventsLost(events) => (
+            "events_lost",
+            json!({ "events": events }),
+            format!("{events} events were lost"),
+        ),
     }
 }
 

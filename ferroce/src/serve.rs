@@ -330,6 +330,10 @@ fn tell(reporter: &Reporter, event: &ServeEvent) -> Result<(), Failure> {
             fields["why"] = why.to_string().into();
             reporter.event("path_down", fields, &text)
         }
+        ServeEvent::Lost(events) => {
+            let text = format!("{events} events were lost");
+            reporter.event("events_lost", json!({ "events": events }), &text)
+        }
         ServeEvent::Stopped(Some(why)) => Err(Failure::failed(format!("the server has stopped: {why}"))),
         ServeEvent::Stopped(None) => Ok(()),
     }

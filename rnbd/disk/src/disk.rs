@@ -4,7 +4,7 @@ use std::{
     collections::{BTreeMap, VecDeque},
     fmt, io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{Arc, atomic::Ordering::Relaxed},
+    sync::{Arc, Weak, atomic::Ordering::Relaxed},
 };
 
 use rnbd::{
@@ -22,7 +22,8 @@ use slab::Slab;
 
 use crate::{
     exports::OpenExport,
-    image::Look,
+    file_system::FileSystem,
+    image::{Image, Look},
     job::{Job, Outcome},
     pool::Pool,
     probe::{Way, Ways},
@@ -320,18 +321,23 @@ impl Disk {
         !self.stores.is_empty()
     }
 
-    /// Looks at the sizes of all open devices, with a system call for each.
-    pub fn look_at_sizes(&mut self) {
+    /// The images of all open devices, for a thread that [looks at their sizes](Image::look_at_size).
+    pub fn images(&self) -> impl Iterator<Item = (FileSystem, Weak<Image>)> {
+        let image = |store: &Store| (store.export.file_system(), Arc::downgrade(store.export.share()));
+        self.stores.values().map(image)
+    }
+
+    /// Notes the devices that have another size since it was last looked at. Makes no system call.
+    pub fn note_sizes(&mut self) {
         for (id, store) in &mut self.stores {
-            store.export.image().look_at_size();
             if store.is_resized() {
                 self.resized.push(*id);
             }
         }
     }
 
-    /// A device that has another size than was known, and its size in bytes. That is found out by operations beyond the end as it was,
-    /// and by [`look_at_sizes`](Self::look_at_sizes).
+    /// A device that has another size than was known, and its size in bytes. It is found by operations beyond the old end, and by
+    /// [`note_sizes`](Self::note_sizes).
     pub fn poll_resized(&mut self) -> Option<(StoreId, u64)> {
         while let Some(id) = self.resized.pop() {
             if let Some(store) = self.stores.get(&id) {
@@ -543,7 +549,7 @@ impl Disk {
                 RingState::Unopened | RingState::Missing => self.config.threads,
             };
             let pool = Pool::new(threads)?;
-            sys::watch(&self.epoll, pool.bell())?;
+            sys::watch(&self.epoll, pool.eventfd())?;
             self.pool = Some(pool);
         }
         self.pool.as_mut().ok_or(Errno::ENOMEM)

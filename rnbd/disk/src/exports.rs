@@ -26,8 +26,10 @@ use rnbd::{
 };
 
 use crate::{
+    file_system::FileSystem,
     image::{Caching, Image},
     lookup, sys,
+    writers::{DeviceKey, Refused, WriterSlot, WriterTable},
 };
 
 /// `%SESSNAME%` in a folder: everything from there on is replaced by the session's name, as in the kernel server's
@@ -147,6 +149,7 @@ struct Folder {
     path: PathBuf,
     per_session: bool,
     access: Access,
+    file_system: FileSystem,
 }
 
 impl Folder {
@@ -160,8 +163,10 @@ impl Folder {
             Some(at) => PathBuf::from(OsString::from_vec(bytes[..at].to_vec())),
             None => spec.path.clone(),
         };
+        let dir = lookup::open_dir(&path)?;
         Ok(Self {
-            dir: lookup::open_dir(&path)?,
+            file_system: FileSystem::of(&dir)?,
+            dir,
             path,
             per_session: mark.is_some(),
             access: Access {
@@ -180,9 +185,6 @@ impl Folder {
         lookup::open_beneath(sub.as_fd(), name)
     }
 }
-
-/// What a device is, whatever name it was opened by: inode of an image file, or number of a block device.
-type DeviceKey = (u32, u64, u64);
 
 /// Which export a name stands for, however it is spelled. Two names of the table are two exports, also when they have the
 /// same file behind them: what they allow may differ. In the folder every link to a file is that file.
@@ -224,49 +226,40 @@ impl Found {
 /// The exports of a server.
 #[derive(Debug)]
 pub struct Exports {
-    named: RwLock<BTreeMap<Vec<u8>, ExportSpec>>,
+    named: RwLock<Table>,
     folder: Option<Folder>,
     caching: Caching,
-    writers: Mutex<HashMap<DeviceKey, Writers>>,
+    writers: Arc<WriterTable>,
     /// Of the files and devices that are open: whether a sync has failed.
     failures: Mutex<HashMap<DeviceKey, Weak<AtomicBool>>>,
 }
 
-/// Who writes to a device.
-#[derive(Debug)]
-struct Writers {
-    count: u32,
-    /// All of them came by exports that let a second one in.
-    migrate: bool,
-    /// Holds a lock against other servers' writers.
-    _lock: Option<File>,
+/// Why a device was not opened.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum OpenError {
+    /// As [`Exports::open`].
+    Errno(Errno),
+    /// A writer of the device is being closed; see [`Exports::when_closed`].
+    Closing(Closing),
 }
 
-/// The right to write, returned when dropped.
-#[derive(Debug)]
-struct WriterSlot {
-    exports: Arc<Exports>,
-    key: DeviceKey,
-}
-
-impl Drop for WriterSlot {
-    fn drop(&mut self) {
-        let mut w = self.exports.writers.lock();
-        if let Some(n) = w.get_mut(&self.key) {
-            n.count -= 1;
-            if n.count == 0 {
-                w.remove(&self.key);
-            }
-        }
+impl From<Errno> for OpenError {
+    fn from(e: Errno) -> Self {
+        Self::Errno(e)
     }
 }
 
-/// An export that is open. Dropping it makes its writes durable, then lets the next writer in; this waits for the disk.
+/// A device whose writer is being closed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Closing(DeviceKey);
+
+/// An open export. [Closing](Self::close) it, or dropping it, makes its writes durable, then admits the next writer; this waits for the
+/// disk.
 #[derive(Debug)]
 pub struct OpenExport {
-    // Dropped in this order. Whoever does I/O has a share of the image until it is over.
+    // Dropped in this order. Operations in flight keep the image.
     image: Arc<Image>,
-    _writer: Option<WriterSlot>,
+    writer: Option<WriterSlot>,
 }
 
 impl OpenExport {
@@ -279,13 +272,30 @@ impl OpenExport {
         &self.image
     }
 
+    /// The file system that closing it may wait for.
+    pub fn file_system(&self) -> FileSystem {
+        self.image.file_system()
+    }
+
+    /// Announces that it is about to be closed: clients that want to write wait for that instead of being refused. Never waits.
+    pub fn begin_close(&mut self) {
+        if let Some(writer) = &mut self.writer {
+            writer.begin_close();
+        }
+    }
+
+    /// Makes what was written durable, closes it, and admits the next writer. Waits for the disk.
+    pub fn close(self) {
+        self.image.make_durable();
+    }
+
     /// The same open file for another loop's disks: what is written by any of them, flushed, or lost is that of all. The right to
     /// write stays here, so that parts are to be dropped first.
     pub fn part(&self) -> Self {
         self.image.shared.store(true, SeqCst);
         Self {
             image: self.image.clone(),
-            _writer: None,
+            writer: None,
         }
     }
 }
@@ -295,22 +305,32 @@ impl From<Image> for OpenExport {
     fn from(image: Image) -> Self {
         Self {
             image: Arc::new(image),
-            _writer: None,
+            writer: None,
         }
     }
 }
 
-/// A table of names, of which every path can be opened as asked.
-fn table(named: impl IntoIterator<Item = ExportSpec>, caching: Caching) -> io::Result<BTreeMap<Vec<u8>, ExportSpec>> {
-    let mut table = BTreeMap::new();
+/// The exports with names of their own.
+type Table = BTreeMap<Vec<u8>, Named>;
+
+#[derive(Debug)]
+struct Named {
+    spec: ExportSpec,
+    file_system: FileSystem,
+}
+
+/// Makes a table of names; every path can be opened as its export says.
+fn table(named: impl IntoIterator<Item = ExportSpec>, caching: Caching) -> io::Result<Table> {
+    let mut table = Table::new();
     for mut spec in named {
         // The process may change its folder later.
         spec.path = std::path::absolute(&spec.path)?;
-        Image::open(&spec.path, !spec.read_only, caching)
+        let image = Image::open(&spec.path, !spec.read_only, caching)
             .map_err(|e| named_error(&format!("export {} = {}", spec.name, spec.path.display()), e))?;
+        let file_system = image.file_system();
         let name = key_of(spec.name.as_bytes()).map_err(|e| named_error(&spec.name, e))?;
-        if let Some(other) = table.insert(name, spec) {
-            let e = format!("export {} is there twice", other.name);
+        if let Some(other) = table.insert(name, Named { spec, file_system }) {
+            let e = format!("export {} is there twice", other.spec.name);
             return Err(io::Error::new(io::ErrorKind::AlreadyExists, e));
         }
     }
@@ -335,14 +355,14 @@ impl Exports {
             named: RwLock::new(table),
             folder,
             caching,
-            writers: Mutex::default(),
+            writers: Arc::default(),
             failures: Mutex::default(),
         }))
     }
 
     /// The table of names.
     pub fn named(&self) -> Vec<ExportSpec> {
-        self.named.read().values().cloned().collect()
+        self.named.read().values().map(|named| named.spec.clone()).collect()
     }
 
     /// Makes another table of names the one that devices are opened by from now on. Who has a device open keeps it as it is.
@@ -370,7 +390,7 @@ impl Exports {
     /// EINVAL for a bad name, ENOENT when there is none, EXDEV when it leads out of the folder, and those of `open`.
     pub fn find(&self, session: &str, name: &[u8]) -> Result<Found, Errno> {
         let key = key_of(name)?;
-        let named = self.named.read().get(&key).cloned();
+        let named = self.named.read().get(&key).map(|named| named.spec.clone());
         if let Some(spec) = named {
             return Ok(Found {
                 id: ExportId(Id::Named(key)),
@@ -393,21 +413,58 @@ impl Exports {
         })
     }
 
+    /// The file system that opening this name may wait for; files of the folder count as the folder's. Never waits.
+    pub fn file_system(&self, name: &[u8]) -> FileSystem {
+        let named = key_of(name).ok().and_then(|key| {
+            let named = self.named.read();
+            named.get(&key).map(|named| named.file_system)
+        });
+        let folder = || self.folder.as_ref().map(|folder| folder.file_system);
+        named.or_else(folder).unwrap_or_default()
+    }
+
     /// Opens what was found.
     ///
     /// # Errors
-    /// As [`open`](Self::open).
+    /// As [`open`](Self::open); EPERM also while a writer is being closed.
     pub fn open_found(self: &Arc<Self>, found: Found, mode: AccessMode) -> Result<OpenExport, Errno> {
+        self.try_open(found, mode).map_err(|e| match e {
+            OpenError::Errno(e) => e,
+            OpenError::Closing(_) => Errno::EPERM,
+        })
+    }
+
+    /// Opens what was found, unless it has to wait for a writer that is being closed.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open), and [`OpenError::Closing`].
+    pub fn try_open(&self, found: Found, mode: AccessMode) -> Result<OpenExport, OpenError> {
         if found.access.read_only && mode.writable() {
-            return Err(Errno::EACCES);
+            return Err(Errno::EACCES.into());
         }
-        let writer = mode.writable().then(|| self.admit_writer(&found, mode)).transpose()?;
-        let failure = self.failure(device_key(&found.handle)?);
+        let key = device_key(&found.handle)?;
+        let writer = mode
+            .writable()
+            .then(|| {
+                let lock = || lock_out_others(&found.handle);
+                self.writers.admit(key, found.access.migrate, mode, lock)
+            })
+            .transpose()
+            .map_err(|refused| match refused {
+                Refused::Errno(e) => OpenError::Errno(e),
+                Refused::Closing(key) => OpenError::Closing(Closing(key)),
+            })?;
+        let failure = self.failure(key);
         let image = Image::from_handle(&found.handle, mode.writable(), self.caching, found.label)?;
         Ok(OpenExport {
             image: Arc::new(image.sharing(failure)),
-            _writer: writer,
+            writer,
         })
+    }
+
+    /// Calls `retry` when the writer has been closed: in the thread that closes it, or at once if it is closed by now.
+    pub fn when_closed(&self, closing: Closing, retry: impl FnOnce() + Send + 'static) {
+        self.writers.when_closed(closing.0, Box::new(retry));
     }
 
     /// Whether a sync of this device has failed: known to all who have it open, as long as one of them has.
@@ -420,29 +477,6 @@ impl Exports {
         let failure = Arc::default();
         failures.insert(key, Arc::downgrade(&failure));
         failure
-    }
-
-    fn admit_writer(self: &Arc<Self>, found: &Found, mode: AccessMode) -> Result<WriterSlot, Errno> {
-        let key = device_key(&found.handle)?;
-        let migrate = found.access.migrate;
-        let second = migrate && mode == AccessMode::Migration;
-        let mut w = self.writers.lock();
-        match w.get_mut(&key) {
-            Some(n) if second && n.migrate && n.count < 2 => n.count += 1,
-            Some(_) => return Err(Errno::EPERM),
-            None => {
-                let writers = Writers {
-                    count: 1,
-                    migrate,
-                    _lock: lock_out_others(&found.handle)?,
-                };
-                w.insert(key, writers);
-            }
-        }
-        Ok(WriterSlot {
-            exports: self.clone(),
-            key,
-        })
     }
 }
 
@@ -483,273 +517,4 @@ fn named_error(what: &str, e: Errno) -> io::Error {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::fs;
-
-    use rnbd::block::BlockOp;
-
-    use super::*;
-
-    fn exports(named: impl IntoIterator<Item = ExportSpec>, folder: Option<&FolderSpec>) -> io::Result<Arc<Exports>> {
-        Exports::new(named, folder, Caching::PageCache)
-    }
-
-    fn image(path: &Path, len: u64) {
-        fs::File::create(path).unwrap().set_len(len).unwrap();
-    }
-
-    fn spec(name: &str, path: &Path, read_only: bool) -> ExportSpec {
-        ExportSpec {
-            name: name.into(),
-            path: path.into(),
-            read_only,
-            migrate: false,
-        }
-    }
-
-    fn migrating(name: &str, path: &Path) -> ExportSpec {
-        ExportSpec {
-            migrate: true,
-            ..spec(name, path, false)
-        }
-    }
-
-    #[test]
-    fn specs_parse() {
-        let s: ExportSpec = "disk=/a/b=c.img,ro".parse().unwrap();
-        assert_eq!(s, spec("disk", Path::new("/a/b=c.img"), true));
-        assert_eq!(
-            "d=x,rw".parse::<ExportSpec>().unwrap(),
-            spec("d", Path::new("x"), false)
-        );
-        for text in ["d=x,migrate", "d=x,rw,migrate", "d=x,migrate,rw"] {
-            assert_eq!(
-                text.parse::<ExportSpec>().unwrap(),
-                migrating("d", Path::new("x")),
-                "{text}"
-            );
-        }
-        assert_eq!(
-            "d=a,,b,,,ro".parse::<ExportSpec>().unwrap(),
-            spec("d", Path::new("a,b,"), true)
-        );
-        for bad in [
-            "disk",
-            "=x",
-            "disk=",
-            "a..b=x",
-            "d=,ro",
-            "d=x,ro,migrate",
-            "d=x,ro,rw",
-            "d=x,",
-        ] {
-            assert!(bad.parse::<ExportSpec>().is_err(), "{bad}");
-        }
-        let e = "d=x,ro,exclusive".parse::<ExportSpec>().unwrap_err();
-        assert!(e.contains("\"exclusive\"") && e.contains("migrate"), "{e}");
-        let folder: FolderSpec = "/images,migrate".parse().unwrap();
-        assert!(folder.migrate && !folder.read_only && folder.path == Path::new("/images"));
-        assert!("/images,migrate,ro".parse::<FolderSpec>().is_err());
-        assert!("/images,x".parse::<FolderSpec>().is_err() && ",ro".parse::<FolderSpec>().is_err());
-    }
-
-    /// The second writer, in mode "migration" beside one in mode `first`.
-    fn second_writer(first: AccessMode, migrate: [bool; 2]) -> Result<(), Errno> {
-        let t = tempfile::tempdir().unwrap();
-        let path = t.path().join("i");
-        image(&path, 4096);
-        let [a, b] = [("a", migrate[0]), ("b", migrate[1])].map(|(name, migrate)| ExportSpec {
-            migrate,
-            ..spec(name, &path, false)
-        });
-        let ex = exports([a, b], None).unwrap();
-        let w = ex.open("s", b"a", first).unwrap();
-        let second = ex.open("t", b"b", AccessMode::Migration).map(drop);
-        assert_eq!(ex.open("t", b"b", AccessMode::ReadWrite).unwrap_err(), Errno::EPERM);
-        drop(w);
-        ex.open("t", b"b", AccessMode::Migration)
-            .expect("alone it is read-write");
-        second
-    }
-
-    #[test]
-    fn a_second_writer_needs_an_export_that_migrates() {
-        for first in [AccessMode::ReadWrite, AccessMode::Migration] {
-            assert_eq!(second_writer(first, [false, false]), Err(Errno::EPERM));
-            assert_eq!(second_writer(first, [true, true]), Ok(()));
-            // Both names of the file have to allow it.
-            assert_eq!(second_writer(first, [true, false]), Err(Errno::EPERM));
-            assert_eq!(second_writer(first, [false, true]), Err(Errno::EPERM));
-        }
-    }
-
-    #[test]
-    fn all_spellings_are_one_export() {
-        let t = tempfile::tempdir().unwrap();
-        let path = t.path().join("disk");
-        image(&path, 4096);
-        fs::hard_link(&path, t.path().join("link")).unwrap();
-        std::os::unix::fs::symlink(".", t.path().join("self")).unwrap();
-        let folder = FolderSpec {
-            path: t.path().into(),
-            ..FolderSpec::default()
-        };
-        let id = |ex: &Exports, name: &str| ex.find("s", name.as_bytes()).unwrap().id().clone();
-        let ex = exports([], Some(&folder)).unwrap();
-        let spellings = [
-            "disk",
-            "/disk",
-            "//disk",
-            "./disk",
-            "disk/",
-            "disk/.",
-            "link",
-            "self/self/disk",
-        ];
-        for name in spellings {
-            assert_eq!(id(&ex, name), id(&ex, "disk"), "{name}");
-        }
-        assert_eq!(ex.find("s", b"a/../disk").unwrap_err(), Errno::EINVAL);
-        let ex = exports([spec("disk", &path, false), spec("other", &path, true)], Some(&folder)).unwrap();
-        assert_eq!(id(&ex, "//disk"), id(&ex, "disk"));
-        assert_ne!(id(&ex, "disk"), id(&ex, "other"), "what they allow differs");
-    }
-
-    #[test]
-    fn one_writer_many_readers_two_for_migration() {
-        let t = tempfile::tempdir().unwrap();
-        let path = t.path().join("i");
-        image(&path, 1 << 20);
-        fs::hard_link(&path, t.path().join("j")).unwrap();
-        let folder = FolderSpec {
-            path: t.path().into(),
-            migrate: true,
-            ..FolderSpec::default()
-        };
-        let ex = exports([migrating("disk", &path)], Some(&folder)).unwrap();
-        let w = ex.open("s", b"disk", AccessMode::ReadWrite).unwrap();
-        assert_eq!(w.image().geometry().size, 1 << 20);
-        for same in [&b"disk"[..], b"/disk", b"i", b"j"] {
-            assert_eq!(ex.open("t", same, AccessMode::ReadWrite).unwrap_err(), Errno::EPERM);
-            ex.open("t", same, AccessMode::ReadOnly).unwrap();
-        }
-        let m = ex.open("t", b"j", AccessMode::Migration).unwrap();
-        assert_eq!(ex.open("u", b"disk", AccessMode::Migration).unwrap_err(), Errno::EPERM);
-        drop(w);
-        assert_eq!(ex.open("u", b"disk", AccessMode::ReadWrite).unwrap_err(), Errno::EPERM);
-        drop(m);
-        ex.open("u", b"disk", AccessMode::ReadWrite).unwrap();
-        assert!(ex.writers.lock().is_empty());
-    }
-
-    #[test]
-    fn a_failed_sync_is_known_to_all_who_have_the_file_open() {
-        let t = tempfile::tempdir().unwrap();
-        let (path, other) = (t.path().join("i"), t.path().join("o"));
-        image(&path, 4096);
-        image(&other, 4096);
-        let ex = exports(
-            [
-                migrating("disk", &path),
-                spec("same", &path, true),
-                spec("other", &other, false),
-            ],
-            None,
-        )
-        .unwrap();
-        let writer = ex.open("s", b"disk", AccessMode::ReadWrite).unwrap();
-        let second = ex.open("t", b"disk", AccessMode::Migration).unwrap();
-        let elsewhere = ex.open("t", b"other", AccessMode::ReadWrite).unwrap();
-        second.image().sync().sync_failed();
-        for open in [&writer, &second, &ex.open("u", b"same", AccessMode::ReadOnly).unwrap()] {
-            assert_eq!(open.image().sync().check(BlockOp::Flush), Err(Errno::EIO));
-        }
-        assert_eq!(elsewhere.image().sync().check(BlockOp::Flush), Ok(()));
-        // Who comes next, while one of them is there, can't rely on what was written either.
-        drop(second);
-        let next = ex.open("t", b"disk", AccessMode::Migration).unwrap();
-        assert_eq!(next.image().sync().check(BlockOp::Flush), Err(Errno::EIO));
-        drop((writer, next));
-        let anew = ex.open("t", b"disk", AccessMode::ReadWrite).unwrap();
-        assert_eq!(anew.image().sync().check(BlockOp::Flush), Ok(()));
-    }
-
-    #[test]
-    fn two_servers_do_not_write_to_one_image() {
-        let t = tempfile::tempdir().unwrap();
-        let path = t.path().join("i");
-        image(&path, 4096);
-        let [a, b] = [(); 2].map(|()| exports([migrating("disk", &path)], None).unwrap());
-        let w = a.open("s", b"disk", AccessMode::ReadWrite).unwrap();
-        let m = a.open("s", b"disk", AccessMode::Migration).unwrap();
-        drop(w);
-        assert_eq!(b.open("s", b"disk", AccessMode::ReadWrite).unwrap_err(), Errno::EBUSY);
-        b.open("s", b"disk", AccessMode::ReadOnly).unwrap();
-        drop(m);
-        b.open("s", b"disk", AccessMode::ReadWrite).unwrap();
-    }
-
-    #[test]
-    fn read_only_exports_and_folders() {
-        let t = tempfile::tempdir().unwrap();
-        let path = t.path().join("i");
-        image(&path, 4096);
-        let folder = FolderSpec {
-            path: t.path().into(),
-            read_only: true,
-            ..FolderSpec::default()
-        };
-        let ex = exports([spec("disk", &path, true)], Some(&folder)).unwrap();
-        for name in [&b"disk"[..], b"i"] {
-            assert_eq!(ex.open("s", name, AccessMode::ReadWrite).unwrap_err(), Errno::EACCES);
-            assert_eq!(ex.open("s", name, AccessMode::Migration).unwrap_err(), Errno::EACCES);
-            assert!(
-                ex.open("s", name, AccessMode::ReadOnly)
-                    .unwrap()
-                    .image()
-                    .geometry()
-                    .read_only
-            );
-        }
-        assert_eq!(ex.open("s", b"other", AccessMode::ReadOnly).unwrap_err(), Errno::ENOENT);
-        assert_eq!(ex.open("s", b"..", AccessMode::ReadOnly).unwrap_err(), Errno::EINVAL);
-    }
-
-    #[test]
-    fn each_session_sees_its_own_folder() {
-        let t = tempfile::tempdir().unwrap();
-        for s in ["a", "b"] {
-            fs::create_dir(t.path().join(s)).unwrap();
-        }
-        image(&t.path().join("a/disk"), 4096);
-        std::os::unix::fs::symlink("../a/disk", t.path().join("b/theirs")).unwrap();
-        let folder = FolderSpec {
-            path: t.path().join("%SESSNAME%/ignored"),
-            ..FolderSpec::default()
-        };
-        let ex = exports([], Some(&folder)).unwrap();
-        ex.open("a", b"/disk", AccessMode::ReadOnly).unwrap();
-        assert_eq!(ex.open("b", b"disk", AccessMode::ReadOnly).unwrap_err(), Errno::ENOENT);
-        assert!(ex.open("b", b"theirs", AccessMode::ReadOnly).is_err());
-        for bad in ["..", ".", "a/../a", "", "a/"] {
-            assert_eq!(
-                ex.open(bad, b"disk", AccessMode::ReadOnly).unwrap_err(),
-                Errno::EINVAL,
-                "{bad}"
-            );
-        }
-    }
-
-    #[test]
-    fn a_missing_image_is_told_at_start() {
-        let e = exports([spec("d", Path::new("/nonexistent/i"), false)], None).unwrap_err();
-        assert!(e.to_string().contains("/nonexistent/i"), "{e}");
-        let e = exports([spec("d", Path::new("/dev/null"), false)], None).unwrap_err();
-        assert!(e.to_string().contains("/dev/null: neither an image"), "{e}");
-        let f = FolderSpec {
-            path: "/nonexistent".into(),
-            ..FolderSpec::default()
-        };
-        assert!(exports([], Some(&f)).is_err());
-    }
-}
+mod tests;

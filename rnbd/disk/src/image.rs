@@ -16,6 +16,7 @@ use std::{
 use rnbd::{Errno, block::Geometry, server::sync::SyncState};
 
 use crate::{
+    file_system::FileSystem,
     geometry::{self, Alignment, Kind},
     lookup,
     probe::Traits,
@@ -63,6 +64,7 @@ pub struct Image {
     traits: Traits,
     direct: Option<Alignment>,
     label: String,
+    file_system: FileSystem,
     geometry: Geometry,
     /// Bytes. Looked at again when a request reaches beyond, and now and then: a device may grow and shrink while it is open.
     size: AtomicU64,
@@ -140,6 +142,7 @@ impl Image {
         }
         Ok(Self {
             traits: Traits::of(&file, kind == Kind::File, direct.is_some()),
+            file_system: FileSystem::of(&file)?,
             file,
             kind,
             direct,
@@ -168,6 +171,11 @@ impl Image {
             size: self.size.load(Relaxed),
             ..self.geometry
         }
+    }
+
+    /// The file system that its calls may wait for.
+    pub fn file_system(&self) -> FileSystem {
+        self.file_system
     }
 
     /// Where it came from, for messages.
@@ -237,8 +245,8 @@ impl Image {
         self.geometry()
     }
 
-    /// Looks at the size.
-    pub(crate) fn look_at_size(&self) {
+    /// Looks at the size. Waits for the file system.
+    pub fn look_at_size(&self) {
         self.resized(&mut Look::default());
     }
 
@@ -260,6 +268,18 @@ impl Image {
         &self.sync
     }
 
+    /// Syncs what no flush has covered, as the kernel does at the last close of a block device. Waits for the disk.
+    pub(crate) fn make_durable(&self) {
+        while self.sync.wants_sync() {
+            let covered = self.sync.sync_begins();
+            match sys::sync(self.file.as_raw_fd()) {
+                Err(Errno::EINTR) => {}
+                Err(e) => return self.sync_has_failed(e),
+                Ok(()) => return self.sync.sync_ends(covered),
+            }
+        }
+    }
+
     /// A sync has failed.
     pub(crate) fn sync_has_failed(&self, e: Errno) {
         self.sync.sync_failed();
@@ -269,17 +289,7 @@ impl Image {
 
 impl Drop for Image {
     fn drop(&mut self) {
-        // As the kernel does at the last close of a block device.
-        if !self.sync.wants_sync() {
-            return;
-        }
-        loop {
-            match sys::sync(self.file.as_raw_fd()) {
-                Err(Errno::EINTR) => {}
-                Err(e) => return self.sync_has_failed(e),
-                Ok(()) => return,
-            }
-        }
+        self.make_durable();
     }
 }
 

@@ -111,7 +111,7 @@ fn another_size_is_seen_without_an_operation() {
         for size in [2 * MIB, MIB / 2, MIB] {
             file.set_len(size).unwrap();
             assert_eq!(i.disk.poll_resized(), None);
-            i.disk.look_at_sizes();
+            i.look_at_sizes();
             assert_eq!(i.disk.poll_resized(), Some((i.store, size)));
             assert_eq!((i.disk.poll_resized(), i.geometry().size), (None, size));
             i.write(size - 512, &[7; 512], false).unwrap();
@@ -121,7 +121,7 @@ fn another_size_is_seen_without_an_operation() {
             }
             assert_eq!(fs::metadata(case.path()).unwrap().len(), size);
         }
-        i.disk.look_at_sizes();
+        i.look_at_sizes();
         assert_eq!(i.disk.poll_resized(), None, "nothing has changed");
         // Between two looks a file that was cut ends where it ends.
         file.set_len(4096).unwrap();

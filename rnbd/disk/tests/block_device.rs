@@ -137,7 +137,7 @@ fn a_block_device_that_is_open_has_the_size_that_it_has() {
             let mut i = Rig::new(way, open(l.path(), caching));
             for size in [12 * MIB, 4 * MIB, 6 * MIB] {
                 l.resize(size);
-                i.disk.look_at_sizes();
+                i.look_at_sizes();
                 assert_eq!(i.disk.poll_resized(), Some((i.store, size)));
                 i.write(size - 512, &[1; 512], true).unwrap();
                 assert_eq!(i.read(size - 512, 512).unwrap(), vec![1; 512]);

@@ -7,9 +7,10 @@
 //!   encrypted with;
 //! - [`control`]: what can be asked of either while it runs.
 //!
-//! Each starts a thread for the loop, which does all I/O, on a [`LocalDevice`](roce::LocalDevice), or one for each shard of a device. The thread that has the handle hears
-//! what happens: it calls [`serve::Serving::next`] or [`map::Mapping::next`] again and again. Within the former it also does what may
-//! wait for the system, opening and closing files and allocating memory for sessions; clients wait for that as long as it is not called.
+//! Each starts a thread for the loop, which does all I/O, on a [`LocalDevice`](roce::LocalDevice), or one for each shard of a device. The
+//! thread that has the handle reads events by [`serve::Serving::next`] or [`map::Mapping::next`]; events that it does not read in time are
+//! dropped and counted. What may wait for the system, such as opening and closing files and allocating memory for sessions, is done by
+//! further threads.
 //!
 //! ```no_run
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -47,9 +48,11 @@ mod caught;
 pub mod control;
 mod dice;
 mod entrance;
+mod events;
 pub mod gate;
 mod images;
 mod iov;
+mod jobs;
 pub mod listen;
 pub mod map;
 mod mapper;

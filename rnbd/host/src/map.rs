@@ -7,7 +7,7 @@ use std::{
     path::PathBuf,
     sync::{
         Arc,
-        mpsc::{Receiver, RecvTimeoutError, Sender, channel},
+        mpsc::{Receiver, RecvTimeoutError, channel},
     },
     thread::{Builder, JoinHandle},
 };
@@ -31,6 +31,7 @@ use crate::{
     addresses::Addresses,
     caught::caught,
     control::map::MapControl,
+    events::{EventReceiver, EventSender, queue},
     listen::{Listen, NbdAddress},
     mapper::{Command, Place, Service},
     stats::LoopStats,
@@ -273,6 +274,8 @@ pub enum MapNews {
         /// What went wrong at that.
         why: Option<String>,
     },
+    /// So many events were dropped, as [`Mapping::next`] was not called.
+    EventsLost(u64),
 }
 
 /// What a mapping has done so far.
@@ -364,7 +367,7 @@ pub struct Mapping {
     loops: Vec<Turning>,
     addresses: Arc<Addresses>,
     helper: Helper<()>,
-    events: Receiver<MapEvent>,
+    events: EventReceiver<MapEvent>,
     /// Loops that have not said that they have ended.
     running: usize,
     /// Why one of them ended.
@@ -394,7 +397,7 @@ impl Mapping {
         check.map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
         let (reactors, helper) = Reactor::<Service>::several(config.reactor, devices.len())?;
         let handles: Arc<[_]> = reactors.iter().map(Reactor::handle).collect();
-        let (tell, events) = channel();
+        let (tell, events) = queue(|lost| MapEvent::News(MapNews::EventsLost(lost)));
         let mut this = Self {
             loops: Vec::new(),
             addresses: Arc::new(Addresses::new(opener, handles.clone())),
@@ -419,8 +422,7 @@ impl Mapping {
                 let place = Place { index, loops };
                 let run = || Ok::<_, Infallible>(Service::run(reactor, device, place, config, tell));
                 caught(run).unwrap_or_else(|e| {
-                    // Nobody listens any more when the program ends.
-                    let _ = told.send(MapEvent::Ended(Err(MapFailure::Loop(e))));
+                    told.send(MapEvent::Ended(Err(MapFailure::Loop(e))));
                     MapStats::default()
                 })
             });
@@ -434,7 +436,7 @@ impl Mapping {
 
     /// The next event, or `None` after this time.
     pub fn next(&mut self, time: Duration) -> Option<MapEvent> {
-        match self.events.recv_timeout(time).ok()? {
+        match self.events.next(time)? {
             MapEvent::Ended(result) => self.ended(result),
             event => Some(event),
         }
@@ -497,7 +499,7 @@ impl Drop for Mapping {
 }
 
 /// Where the loops report to.
-pub(crate) type Tell = Sender<MapEvent>;
+pub(crate) type Tell = EventSender<MapEvent>;
 
 #[cfg(test)]
 mod tests {

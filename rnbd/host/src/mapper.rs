@@ -228,7 +228,7 @@ impl Service {
     ) -> MapStats {
         let ended = tell.clone();
         let fail = |e: String| {
-            let _ = ended.send(MapEvent::Ended(Err(MapFailure::Loop(e))));
+            ended.send(MapEvent::Ended(Err(MapFailure::Loop(e))));
             MapStats::default()
         };
         let dice = match Dice::new() {
@@ -252,7 +252,7 @@ impl Service {
                 let (failure, last) = (service.failure.take(), core::mem::take(&mut service.last));
                 // With it the socket file goes: who is told of the end may make one in its place.
                 drop(service);
-                let _ = ended.send(MapEvent::Ended(failure.map_or(Ok(()), Err)));
+                ended.send(MapEvent::Ended(failure.map_or(Ok(()), Err)));
                 last
             }
             Err(e) => fail(e.to_string()),
@@ -342,7 +342,7 @@ impl Service {
     /// Home tells its user.
     fn tell(&self, news: MapNews) {
         if self.place.is_home() && self.phase != Phase::Ended {
-            let _ = self.tell.send(MapEvent::News(news));
+            self.tell.report(MapEvent::News(news));
         }
     }
 
@@ -363,7 +363,7 @@ impl Service {
             }
             PathNews::Down(why) => self.tell(MapNews::PathDown { path, why }),
             PathNews::TookOver(requests) => {
-                let _ = self.tell.send(MapEvent::News(MapNews::TookOver { path, requests }));
+                self.tell.report(MapEvent::News(MapNews::TookOver { path, requests }));
             }
             PathNews::AttemptFailed(error) => self.tell(MapNews::AttemptFailed { path, error }),
             PathNews::Closed(why) => {
@@ -409,7 +409,7 @@ impl Service {
         let opened = fronts.and_then(|()| self.entrance.open(&self.config.listen, &turn.sockets, LISTENER));
         match opened {
             Ok(addresses) => {
-                let _ = self.tell.send(MapEvent::Listening(addresses));
+                self.tell.send(MapEvent::Listening(addresses));
                 self.devices.iter().for_each(|device| self.tell_mapped(device.key));
             }
             Err(e) => {

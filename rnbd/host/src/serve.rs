@@ -6,16 +6,17 @@ use std::{
     net::{IpAddr, SocketAddr},
     sync::{
         Arc,
-        mpsc::{Receiver, RecvTimeoutError, Sender, channel},
+        mpsc::{Receiver, RecvTimeoutError, channel},
     },
     thread::{Builder, JoinHandle},
+    time::Instant,
 };
 
 use rnbd::server::{Limits, ServerCounters};
 use rnbd_disk::{DiskConfig, Exports};
 use roce::verbs::provider::VerbsError;
 use roce_devices::Devices;
-use roce_reactor::{Handle, Helper, Reactor, ReactorConfig, ReactorError};
+use roce_reactor::{Handle, Reactor, ReactorConfig, ReactorError};
 use rtrs::{
     PathError,
     addr::PathAddr,
@@ -25,9 +26,11 @@ use rtrs::{
 use crate::{
     caught::caught,
     control::serve::ServeControl,
+    events::{EventReceiver, queue},
     gate::Gate,
     images::Images,
-    server::{Command, Done, Place, Plan, Service},
+    jobs::{Done, Workers},
+    server::{Command, Place, Plan, Service},
     stats::LoopStats,
 };
 
@@ -59,6 +62,8 @@ pub enum ServeEvent {
     PathUp(ServedPath),
     /// A path is gone, and why. A session is over after its last one.
     PathDown(ServedPath, PathError),
+    /// So many events were dropped, as [`Serving::next`] was not called.
+    Lost(u64),
     /// All loops have ended; or, with an error, one that nobody asked to. Then the others end as well.
     Stopped(Option<String>),
 }
@@ -143,8 +148,7 @@ struct Turning {
 #[derive(Debug)]
 pub struct Serving {
     loops: Vec<Turning>,
-    helper: Helper<Done>,
-    events: Receiver<ServeEvent>,
+    events: EventReceiver<ServeEvent>,
     local: SocketAddr,
     /// Loops that have not said that they have ended.
     running: usize,
@@ -177,18 +181,19 @@ impl Serving {
     }
 
     fn run(devices: Vec<Devices>, config: ServeConfig, gate: Option<&Arc<Gate>>) -> Result<Self, StartError> {
-        let (reactors, helper) = Reactor::<Service>::several(config.reactor, devices.len())?;
+        // Jobs are done by the workers.
+        let (reactors, _) = Reactor::<Service>::several(config.reactor, devices.len())?;
+        let workers = Workers::new()?;
         let handles: Arc<[_]> = reactors.iter().map(Reactor::handle).collect();
         let images = Images::default();
         if let Some(gate) = gate {
             let handles = handles.clone();
             gate.tell_by(move |index, path| handles[index].command(Command::GaveWay(path)));
         }
-        let (tell, events) = channel();
+        let (send, events) = queue(ServeEvent::Lost);
         let (ready, started) = channel();
         let mut this = Self {
             loops: Vec::new(),
-            helper,
             events,
             local: config.rtrs.listen_addr(),
             running: 0,
@@ -201,11 +206,12 @@ impl Serving {
                     index,
                     loops: handles.clone(),
                     images: images.clone(),
+                    workers: workers.clone(),
                 },
-                tell: tell.clone(),
+                events: send.clone(),
             };
             let handle = handles[index].clone();
-            let (told, ready) = (tell.clone(), ready.clone());
+            let (send, ready) = (send.clone(), ready.clone());
             let name = match index {
                 0 => "ferroce-io".to_owned(),
                 _ => format!("ferroce-io-{index}"),
@@ -213,8 +219,7 @@ impl Serving {
             // Those that run already are stopped when this is dropped.
             let thread = Builder::new().name(name).spawn(move || {
                 let ended = caught(|| Service::run(reactor, device, plan, ready));
-                // Nobody listens any more when the program ends.
-                let _ = told.send(ServeEvent::Stopped(ended.err()));
+                send.send(ServeEvent::Stopped(ended.err()));
             });
             let thread = thread.inspect_err(|_| this.quit())?;
             this.loops.push(Turning { handle, thread });
@@ -236,19 +241,11 @@ impl Serving {
         self.local
     }
 
-    /// The next event, or `None` after this time. Meanwhile files are opened and closed.
+    /// The next event, or `None` after this time.
     pub fn next(&mut self, time: Duration) -> Option<ServeEvent> {
-        if let Some(event) = self.heard() {
-            return Some(event);
-        }
-        self.helper.run_for(time);
-        self.heard()
-    }
-
-    /// The next event that has come.
-    fn heard(&mut self) -> Option<ServeEvent> {
+        let until = Instant::now() + time;
         loop {
-            let event = self.events.try_recv().ok()?;
+            let event = self.events.next(until.saturating_duration_since(Instant::now()))?;
             let ServeEvent::Stopped(why) = &event else {
                 return Some(event);
             };
@@ -305,8 +302,6 @@ impl Serving {
                 None => {}
             }
         }
-        // Files that are still to be closed.
-        while self.helper.run_for(Duration::ZERO) {}
         for turning in self.loops.drain(..) {
             let _ = turning.thread.join();
         }
@@ -340,12 +335,9 @@ impl Drop for Serving {
     }
 }
 
-/// Where the loops report to.
-pub(crate) type Tell = Sender<ServeEvent>;
-
 #[cfg(test)]
 mod tests {
-    use std::{thread, time::Instant};
+    use std::thread;
 
     use ferroce_rig::{Host, Session};
     use rnbd_disk::Caching;
@@ -405,7 +397,7 @@ mod tests {
                     break why.expect("nobody asked it to end");
                 }
             };
-            assert!(why.contains("as it is to be"), "{why}");
+            assert!(why.contains("as intended"), "{why}");
             while server.loops.iter().any(|turning| !turning.thread.is_finished()) {
                 assert!(Instant::now() < deadline);
                 server.next(Duration::from_millis(10));

@@ -2,7 +2,7 @@
 
 use core::time::Duration;
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
     sync::{Arc, mpsc::Sender},
 };
@@ -10,19 +10,20 @@ use std::{
 use mio::{Interest, Token};
 use rnbd::{
     Errno,
-    proto::AccessMode,
     server::{
         Server as Rnbd,
-        action::{Action, Identity, OpenRefused, Opened, Ticket},
+        action::{Action, Opened, Ticket},
         disk::StoreId,
         parts::Letter as RnbdLetter,
     },
 };
-use rnbd_disk::{Budget, Disk, Ended, Exports, OpenExport};
+use rnbd_disk::{Budget, Disk, Ended, Exports, FileSystem};
 use roce::Completion;
 use roce_devices::Devices;
 use roce_mem::{MemError, Pages};
-use roce_reactor::{Handle, JobResult, JobTicket, Reactor, ReactorError, Readiness, Service as Loop, TurnCx};
+use roce_reactor::{
+    Handle, JobResult, JobTicket, Reactor, ReactorError, Readiness, Service as Loop, StartedJob, TurnCx,
+};
 use roce_verbs::{
     Instant,
     provider::{Event, QpId},
@@ -33,7 +34,7 @@ use rtrs::{
     server::{
         Server as Rtrs, Share,
         letter::Letter as RtrsLetter,
-        request::{Output, SessionKey, SessionOpened, Ticket as MemoryTicket},
+        request::{Output, SessionKey, SessionOpened},
     },
 };
 
@@ -43,9 +44,11 @@ use crate::{
         serve::{ServeAnswer, ServeRequest},
     },
     dice::Dice,
+    events::EventSender,
     gate::{Door, SharedPlaces},
     images::Images,
-    serve::{ServeConfig, ServeEvent, ServeStats, ServedPath, StartError, Tell},
+    jobs::{Done, Job, Opening, Queue, Workers, look_at_sizes},
+    serve::{ServeConfig, ServeEvent, ServeStats, ServedPath, StartError},
     stats::LoopStats,
 };
 
@@ -84,6 +87,7 @@ pub(crate) struct Place {
     pub(crate) index: usize,
     pub(crate) loops: Arc<[Handle<Command, Done>]>,
     pub(crate) images: Images,
+    pub(crate) workers: Workers,
 }
 
 impl Place {
@@ -98,32 +102,11 @@ impl Place {
     }
 }
 
-/// What opening an export gave.
-type OpenResult = Result<(Identity, Box<OpenExport>), OpenRefused>;
-
-/// What jobs return.
-pub(crate) enum Done {
-    Memory(MemoryTicket, Result<Arc<Pages>, MemError>),
-    Opened(Ticket, OpenResult),
-    Closed(Ticket),
-    Nothing,
-}
-
 /// What a turn does on disks: what is larger leaves the processor's cache before it is sent.
 const TURN: Budget = Budget {
     bytes: 256 << 10,
     operations: 64,
 };
-
-/// What a job is for.
-#[derive(Clone, Copy, Debug)]
-enum Job {
-    Memory(MemoryTicket),
-    Open(Ticket),
-    Close(Ticket),
-    /// Nobody waits for it.
-    Nothing,
-}
 
 /// What a loop is given.
 pub(crate) struct Plan {
@@ -131,7 +114,7 @@ pub(crate) struct Plan {
     /// Of a loop of several.
     pub(crate) shared: Option<(Door, SharedPlaces)>,
     pub(crate) place: Place,
-    pub(crate) tell: Tell,
+    pub(crate) events: EventSender<ServeEvent>,
 }
 
 /// A server on a loop, or one loop's part of it.
@@ -144,17 +127,19 @@ pub(crate) struct Service {
     budget: Budget,
     exports: Arc<Exports>,
     dice: Dice,
-    tell: Tell,
+    events: EventSender<ServeEvent>,
     /// Sessions whose home this is, and that were reported as opened.
     sessions: BTreeMap<SessionKey, SessionOpened>,
     /// Operations that have ended.
     ended: Vec<Ended>,
-    /// Jobs that are under way, for one that panics.
+    /// Jobs in flight.
     jobs: BTreeMap<u64, Job>,
     next_job: u64,
     grace: Duration,
     /// When the sizes of open devices are looked at next.
     sizes_at: Option<Instant>,
+    /// File systems of which that is in flight.
+    looking: BTreeSet<FileSystem>,
     /// It stops, and at that time at the latest.
     stop_at: Option<Instant>,
     /// It stops, and waits for nobody.
@@ -214,7 +199,7 @@ impl Service {
             config,
             shared,
             place,
-            tell,
+            events,
         } = plan;
         let share = Share::new(place.index, place.loops.len()).unwrap_or(Share::WHOLE);
         let mut dice = Dice::new()?;
@@ -240,13 +225,14 @@ impl Service {
             budget: TURN,
             exports: config.exports,
             dice,
-            tell,
+            events,
             sessions: BTreeMap::new(),
             ended: Vec::new(),
             jobs: BTreeMap::new(),
             next_job: 0,
             grace: config.grace,
             sizes_at: None,
+            looking: BTreeSet::new(),
             stop_at: None,
             quits: false,
             told_idle: false,
@@ -262,19 +248,19 @@ impl Service {
         match &output {
             Output::SessionOpened(opened) if self.is_home(opened.session) => {
                 self.sessions.insert(opened.session, opened.clone());
-                let _ = self.tell.send(ServeEvent::SessionOpened(opened.clone()));
+                self.events.report(ServeEvent::SessionOpened(opened.clone()));
             }
             Output::SessionClosed { session, why } => {
                 self.disk.forget(*session);
                 if let Some(opened) = self.sessions.remove(session) {
-                    let _ = self.tell.send(ServeEvent::SessionClosed(opened, why.clone()));
+                    self.events.report(ServeEvent::SessionClosed(opened, why.clone()));
                 }
             }
             Output::PathUp {
                 session, peer, local, ..
             } => {
                 if let Some(path) = self.path(*session, *peer, *local) {
-                    let _ = self.tell.send(ServeEvent::PathUp(path));
+                    self.events.report(ServeEvent::PathUp(path));
                 }
             }
             Output::PathDown {
@@ -284,24 +270,21 @@ impl Service {
                 why,
             } => {
                 if let Some(path) = self.path(*session, *peer, *local) {
-                    let _ = self.tell.send(ServeEvent::PathDown(path, why.clone()));
+                    self.events.report(ServeEvent::PathDown(path, why.clone()));
                 }
             }
             _ => {}
         }
         match self.rnbd.rtrs(turn.now, output) {
             Some(Output::Allocate { ticket, bytes }) => {
-                let job = move || Done::Memory(ticket, Pages::allocate(bytes));
-                if !self.start(turn, Job::Memory(ticket), job) {
-                    let full = Err(MemError::Limit("jobs"));
-                    self.rtrs.ready(cx!(turn, self.dice), ticket, full);
-                }
+                self.start(turn, Job::Memory(ticket), Queue::Memory, move || {
+                    Done::Memory(ticket, Pages::allocate(bytes))
+                });
             }
             Some(Output::Free(pages)) => {
-                // If too much waits, they go here.
-                self.start(turn, Job::Nothing, move || {
+                self.start(turn, Job::Free, Queue::Memory, move || {
                     drop(pages);
-                    Done::Nothing
+                    Done::Freed
                 });
             }
             _ => {}
@@ -317,17 +300,24 @@ impl Service {
         })
     }
 
-    /// False when too much waits already.
-    fn start(&mut self, turn: &TurnCx<'_, Done>, job: Job, work: impl FnOnce() -> Done + Send + 'static) -> bool {
-        self.next_job += 1;
-        let started = turn.jobs.start(JobTicket(self.next_job), work).is_ok();
-        if started {
-            self.jobs.insert(self.next_job, job);
-        }
-        started
+    /// Starts a job in the threads of its queue. Never waits.
+    fn start(&mut self, turn: &TurnCx<'_, Done>, job: Job, queue: Queue, work: impl FnOnce() -> Done + Send + 'static) {
+        let started = self.begin(turn, job);
+        self.place.workers.start(queue, move || started.finish(work()));
     }
 
-    /// A job has panicked; that is in the log.
+    fn begin(&mut self, turn: &TurnCx<'_, Done>, job: Job) -> StartedJob<Done> {
+        self.next_job += 1;
+        self.jobs.insert(self.next_job, job);
+        turn.jobs.begin(JobTicket(self.next_job))
+    }
+
+    /// Whether jobs are in flight that the end waits for.
+    fn has_jobs(&self) -> bool {
+        self.jobs.values().any(|job| !matches!(job, Job::Sizes(_)))
+    }
+
+    /// Completes a job that panicked, which is in the log.
     fn job_failed(&mut self, turn: &mut TurnCx<'_, Done>, job: Job) {
         match job {
             Job::Memory(ticket) => {
@@ -336,7 +326,10 @@ impl Service {
             }
             Job::Open(ticket) => self.rnbd.opened(turn.now, ticket, Err(Errno::EIO.into())),
             Job::Close(ticket) => self.rnbd.closed(turn.now, ticket),
-            Job::Nothing => {}
+            Job::Sizes(file_system) => {
+                self.looking.remove(&file_system);
+            }
+            Job::Free => {}
         }
     }
 
@@ -360,11 +353,16 @@ impl Service {
                 name,
                 mode,
             } => {
-                let exports = self.exports.clone();
-                let job = move || Done::Opened(ticket, open(&exports, &session_name, &name, mode));
-                if !self.start(turn, Job::Open(ticket), job) {
-                    self.rnbd.opened(turn.now, ticket, Err(Errno::ENFILE.into()));
-                }
+                let opening = Opening {
+                    exports: self.exports.clone(),
+                    workers: self.place.workers.clone(),
+                    started: self.begin(turn, Job::Open(ticket)),
+                    ticket,
+                    session_name,
+                    name,
+                    mode,
+                };
+                opening.start();
             }
             Action::Close { ticket, store } => self.close(turn, ticket, store),
             Action::TakeOver { ticket, home, store } => {
@@ -379,13 +377,24 @@ impl Service {
         }
     }
 
-    /// Devices may grow and shrink while they are open.
-    fn look_at_sizes(&mut self, now: Instant) {
-        if self.sizes_at.is_some_and(|at| at <= now) {
-            self.disk.look_at_sizes();
-            self.tell_sizes();
-            self.sizes_at = self.disk.has_stores().then_some(now + SIZES);
+    /// Has the sizes of open devices looked at, as devices may grow and shrink. A file system that has not answered is left out.
+    fn look_at_sizes(&mut self, turn: &TurnCx<'_, Done>) {
+        if self.sizes_at.is_none_or(|at| at > turn.now) {
+            return;
         }
+        let mut images = BTreeMap::<FileSystem, Vec<_>>::new();
+        for (file_system, image) in self.disk.images() {
+            images.entry(file_system).or_default().push(image);
+        }
+        for (file_system, images) in images {
+            if self.looking.insert(file_system) {
+                self.start(turn, Job::Sizes(file_system), Queue::Sizes(file_system), move || {
+                    look_at_sizes(&images);
+                    Done::Sizes(file_system)
+                });
+            }
+        }
+        self.sizes_at = self.disk.has_stores().then_some(turn.now + SIZES);
     }
 
     /// Clients that open a device again are told of another size.
@@ -395,39 +404,36 @@ impl Service {
         }
     }
 
-    /// Closing makes durable what was written, which takes its time.
+    /// Has a device closed, which makes durable what was written.
     fn close(&mut self, turn: &mut TurnCx<'_, Done>, ticket: Ticket, store: StoreId) {
-        let Some(export) = self.disk.take(store) else {
+        let Some(mut export) = self.disk.take(store) else {
             return self.rnbd.closed(turn.now, ticket);
         };
         if self.place.others() > 0 {
             self.place.images.withdraw(self.place.index, store);
         }
-        let export = Box::new(export);
-        let job = move || {
-            drop(export);
+        export.begin_close();
+        let queue = Queue::Close(export.file_system());
+        self.start(turn, Job::Close(ticket), queue, move || {
+            export.close();
             Done::Closed(ticket)
-        };
-        if !self.start(turn, Job::Close(ticket), job) {
-            // Too much waits: it has been closed here, when the job was dropped.
-            self.rnbd.closed(turn.now, ticket);
-        }
+        });
     }
 
     /// Whether anything of a session is left.
-    fn is_idle(&self, turn: &TurnCx<'_, Done>) -> bool {
-        self.rtrs.is_idle() && self.rnbd.is_idle() && !self.disk.is_busy() && turn.jobs.under_way() == 0
+    fn is_idle(&self) -> bool {
+        self.rtrs.is_idle() && self.rnbd.is_idle() && !self.disk.is_busy() && !self.has_jobs()
     }
 
     /// A loop that stops is needed by others as long as they let clients in, and have sessions.
     fn look_stopped(&mut self, turn: &mut TurnCx<'_, Done>) {
         let Some(at) = self.stop_at else { return };
-        let idle = self.is_idle(turn);
+        let idle = self.is_idle();
         if idle && !core::mem::replace(&mut self.told_idle, true) {
             let others = (0..=self.place.others()).filter(|other| *other != self.place.index);
             others.for_each(|other| self.place.tell(other, Letter::Idle));
         }
-        let quits = self.quits && !self.disk.is_busy() && turn.jobs.under_way() == 0;
+        let quits = self.quits && !self.disk.is_busy() && !self.has_jobs();
         if quits || (idle && self.busy_others == 0) {
             turn.stop();
         } else if at <= turn.now {
@@ -521,7 +527,7 @@ impl Loop for Service {
             }
             Command::GaveWay(path) => self.rtrs.gave_way(cx!(turn, self.dice), path),
             #[cfg(test)]
-            Command::Panic => panic!("as it is to be"),
+            Command::Panic => panic!("as intended"),
             Command::Letter(from, letter) => self.letter(turn, from, letter),
             Command::Stop => self.stop(turn),
             Command::Quit => {
@@ -568,7 +574,12 @@ impl Loop for Service {
                 self.rnbd.opened(turn.now, ticket, opened);
             }
             Ok(Done::Closed(ticket)) => self.rnbd.closed(turn.now, ticket),
-            Ok(Done::Nothing) => {}
+            Ok(Done::Sizes(file_system)) => {
+                self.looking.remove(&file_system);
+                self.disk.note_sizes();
+                self.tell_sizes();
+            }
+            Ok(Done::Freed) => {}
             Err(_) => {
                 if let Some(job) = job {
                     self.job_failed(turn, job);
@@ -579,7 +590,7 @@ impl Loop for Service {
 
     fn timeout(&mut self, turn: &mut TurnCx<'_, Done>) {
         self.rtrs.timeout(cx!(turn, self.dice));
-        self.look_at_sizes(turn.now);
+        self.look_at_sizes(turn);
         self.look_stopped(turn);
     }
 
@@ -617,19 +628,6 @@ impl Loop for Service {
     fn next_timeout(&self) -> Option<Instant> {
         let all = [self.rtrs.next_timeout(), self.stop_at, self.sizes_at];
         all.into_iter().flatten().min()
-    }
-}
-
-/// Opens an export. Waits for the file system.
-fn open(exports: &Arc<Exports>, session: &str, name: &[u8], mode: AccessMode) -> OpenResult {
-    let found = exports.find(session, name)?;
-    let identity = found.id().identity();
-    match exports.open_found(found, mode) {
-        Ok(export) => Ok((identity, Box::new(export))),
-        Err(errno) => Err(OpenRefused {
-            errno,
-            identity: Some(identity),
-        }),
     }
 }
 

@@ -1,4 +1,4 @@
-//! Work that waits for the system, done by a thread beside the loop.
+//! Work that waits for the system, done by other threads than the loop's.
 
 use std::{
     fmt,
@@ -11,75 +11,110 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Jobs that may be asked for and not done at a time.
+/// Jobs of a loop that may wait for the [`Helper`]; [`Jobs::start`] refuses further ones.
 pub const MAX_JOBS: usize = 64;
 
-/// Names a job to who asked for it.
+/// Identifies a job to the service that started it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct JobTicket(pub u64);
 
-/// The job panicked; what it had is gone.
+/// The job panicked; its data is gone.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("the job panicked")]
 pub struct Panicked;
 
-/// What has become of a job.
+/// Result of a job.
 #[derive(Debug)]
 pub struct JobResult<R> {
-    /// Which one.
+    /// The job.
     pub ticket: JobTicket,
-    /// What it returned.
+    /// Its return value.
     pub result: Result<R, Panicked>,
 }
 
-/// Why a job is not taken.
+/// Why a job is not accepted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum JobError {
     /// [`MAX_JOBS`] are not done.
     #[error("too many jobs wait")]
     Full,
-    /// Nobody does jobs any more.
+    /// The helper was dropped.
     #[error("the helper is gone")]
     Gone,
 }
 
 type Work<R> = Box<dyn FnOnce() -> R + Send>;
 
-/// Whose a job is.
+/// The loop that starts jobs.
 struct Asker<R> {
     under_way: AtomicUsize,
     deliver: Box<dyn Fn(JobResult<R>) + Send + Sync>,
 }
 
 struct Job<R> {
-    ticket: JobTicket,
     work: Work<R>,
-    asker: Arc<Asker<R>>,
+    started: StartedJob<R>,
 }
 
-/// Where a loop asks for jobs. They are done one after the other; each result comes to
-/// [`Service::job_done`](crate::Service::job_done).
+/// A job that was started and is not done. Dropping it without a result, as a panic does, reports [`Panicked`].
+pub struct StartedJob<R> {
+    ticket: JobTicket,
+    /// `None` after the result was delivered.
+    asker: Option<Arc<Asker<R>>>,
+}
+
+impl<R> StartedJob<R> {
+    /// Delivers the result to the loop that started the job.
+    pub fn finish(mut self, result: R) {
+        self.deliver(Ok(result));
+    }
+
+    fn deliver(&mut self, result: Result<R, Panicked>) {
+        if let Some(asker) = self.asker.take() {
+            asker.under_way.fetch_sub(1, SeqCst);
+            let ticket = self.ticket;
+            (asker.deliver)(JobResult { ticket, result });
+        }
+    }
+}
+
+impl<R> Drop for StartedJob<R> {
+    fn drop(&mut self) {
+        self.deliver(Err(Panicked));
+    }
+}
+
+impl<R> fmt::Debug for StartedJob<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StartedJob")
+            .field("ticket", &self.ticket)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A loop's jobs. The [`Helper`] does them one after the other, or the service has them [done elsewhere](Self::begin); each result comes
+/// to [`Service::job_done`](crate::Service::job_done).
 pub struct Jobs<R> {
     line: Sender<Job<R>>,
     asker: Arc<Asker<R>>,
 }
 
-/// The other end: whoever runs it does the jobs.
+/// Does the jobs of loops, in the thread that runs it.
 pub struct Helper<R> {
     line: Receiver<Job<R>>,
 }
 
-/// Where loops line up for a helper.
+/// The loops' end of the queue to a helper.
 pub(crate) struct Line<R>(Sender<Job<R>>);
 
-/// Both ends, for any number of loops.
+/// A helper, and the queue to it for any number of loops.
 pub(crate) fn line<R>() -> (Line<R>, Helper<R>) {
     let (sender, receiver) = channel();
     (Line(sender), Helper { line: receiver })
 }
 
 impl<R> Line<R> {
-    /// For one loop. `deliver` is given the results, in the helper's thread.
+    /// The jobs of a loop. `deliver` gets the results, in the thread that did the job.
     pub(crate) fn jobs(&self, deliver: impl Fn(JobResult<R>) + Send + Sync + 'static) -> Jobs<R> {
         Jobs {
             line: self.0.clone(),
@@ -92,23 +127,33 @@ impl<R> Line<R> {
 }
 
 impl<R> Jobs<R> {
-    /// Asks for a job. It never waits.
+    /// Starts a job in the helper. Never waits.
     ///
     /// # Errors
-    /// When too many are under way, or the helper is gone; the job is dropped.
+    /// When [`MAX_JOBS`] are in flight, or the helper is gone; the job is dropped here.
     pub fn start(&self, ticket: JobTicket, work: impl FnOnce() -> R + Send + 'static) -> Result<(), JobError> {
-        let one_more = |n| (n < MAX_JOBS).then_some(n + 1);
-        let room = self.asker.under_way.fetch_update(SeqCst, SeqCst, one_more);
-        room.map_err(|_| JobError::Full)?;
+        if self.under_way() >= MAX_JOBS {
+            return Err(JobError::Full);
+        }
         let job = Job {
-            ticket,
             work: Box::new(work),
-            asker: self.asker.clone(),
+            started: self.begin(ticket),
         };
-        self.line.send(job).map_err(|_| {
+        self.line.send(job).map_err(|refused| {
+            let mut started = refused.0.started;
+            started.asker = None;
             self.asker.under_way.fetch_sub(1, SeqCst);
             JobError::Gone
         })
+    }
+
+    /// Starts a job that another thread does, which [delivers](StartedJob::finish) its result. There is no limit.
+    pub fn begin(&self, ticket: JobTicket) -> StartedJob<R> {
+        self.asker.under_way.fetch_add(1, SeqCst);
+        StartedJob {
+            ticket,
+            asker: Some(self.asker.clone()),
+        }
     }
 
     /// Jobs that are not done.
@@ -118,15 +163,14 @@ impl<R> Jobs<R> {
 }
 
 impl<R> Helper<R> {
-    /// Does jobs until the loops that ask for them are gone.
+    /// Does jobs until the loops are gone.
     pub fn run(&self) {
         while let Ok(job) = self.line.recv() {
             self.work(job);
         }
     }
 
-    /// Does jobs for so long, for a thread that has something else to do now and then. False: the loops that ask for them are
-    /// gone.
+    /// Does jobs for so long, for a thread with other duties. False: the loops are gone.
     pub fn run_for(&self, time: Duration) -> bool {
         let until = Instant::now() + time;
         loop {
@@ -139,13 +183,12 @@ impl<R> Helper<R> {
     }
 
     fn work(&self, job: Job<R>) {
-        let Job { ticket, work, asker } = job;
-        let result = catch_unwind(AssertUnwindSafe(work)).map_err(|_| {
-            tracing::error!("a job panicked");
-            Panicked
-        });
-        asker.under_way.fetch_sub(1, SeqCst);
-        (asker.deliver)(JobResult { ticket, result });
+        let Job { work, started } = job;
+        match catch_unwind(AssertUnwindSafe(work)) {
+            Ok(result) => started.finish(result),
+            // Dropping it reports the panic.
+            Err(_) => tracing::error!("a job panicked"),
+        }
     }
 }
 
@@ -192,7 +235,7 @@ mod tests {
         let all: Vec<_> = delivered.try_iter().collect();
         assert_eq!(all, [("second", 7, Ok(1)), ("first", 7, Ok(2))]);
         drop((line, loops));
-        assert!(!helper.run_for(Duration::ZERO), "nobody asks any more");
+        assert!(!helper.run_for(Duration::ZERO), "the loops are gone");
     }
 
     #[test]
@@ -201,7 +244,7 @@ mod tests {
         let (jobs, helper) = jobs(move |r| results.send(r).unwrap());
         let thread = thread::spawn(move || helper.run());
         jobs.start(JobTicket(1), || 7).unwrap();
-        jobs.start(JobTicket(2), || panic!("as it is to be")).unwrap();
+        jobs.start(JobTicket(2), || panic!("as intended")).unwrap();
         jobs.start(JobTicket(3), || 8).unwrap();
         let all: Vec<_> = delivered.iter().take(3).map(|r| (r.ticket.0, r.result)).collect();
         assert_eq!(all, [(1, Ok(7)), (2, Err(Panicked)), (3, Ok(8))]);
@@ -217,7 +260,7 @@ mod tests {
             jobs.start(JobTicket(n), move || n).unwrap();
         }
         assert_eq!(jobs.start(JobTicket(99), || 0), Err(JobError::Full));
-        assert!(helper.run_for(Duration::ZERO), "it does what waits");
+        assert!(helper.run_for(Duration::ZERO), "there are jobs");
         while jobs.under_way() > 0 {
             helper.run_for(Duration::from_millis(1));
         }
@@ -225,5 +268,23 @@ mod tests {
         jobs.start(JobTicket(100), || 0).unwrap();
         drop(helper);
         assert_eq!(jobs.start(JobTicket(101), || 0), Err(JobError::Gone));
+    }
+
+    #[test]
+    fn jobs_of_other_threads_have_no_limit() {
+        let (results, delivered) = mpsc::channel();
+        let (jobs, helper) = jobs(move |r| results.send(r).unwrap());
+        let started: Vec<_> = (0..=MAX_JOBS as u64).map(|n| jobs.begin(JobTicket(n))).collect();
+        assert_eq!(jobs.under_way(), MAX_JOBS + 1);
+        drop(helper);
+        for (n, job) in started.into_iter().enumerate() {
+            if n > 0 {
+                job.finish(n);
+            }
+        }
+        assert_eq!(jobs.under_way(), 0);
+        let all: Vec<_> = delivered.try_iter().map(|r| r.result).collect();
+        assert_eq!(all[0], Err(Panicked), "it was dropped");
+        assert_eq!(all[MAX_JOBS], Ok(MAX_JOBS));
     }
 }

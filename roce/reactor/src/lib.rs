@@ -76,7 +76,7 @@ mod service;
 mod turn;
 
 pub use counters::Counters;
-pub use jobs::{Helper, JobError, JobResult, JobTicket, Jobs, MAX_JOBS, Panicked};
+pub use jobs::{Helper, JobError, JobResult, JobTicket, Jobs, MAX_JOBS, Panicked, StartedJob};
 pub use mailbox::Mailbox;
 pub use mio::{Interest, Token};
 pub use roce::{Spin, SpinMode};

@@ -88,6 +88,13 @@ pub(crate) struct Rig {
 }
 
 impl Rig {
+    /// Looks at the sizes of all images, as a server's job does.
+    pub(crate) fn look_at_sizes(&mut self) {
+        let images: Vec<_> = self.disk.images().filter_map(|(_, image)| image.upgrade()).collect();
+        images.iter().for_each(|image| image.look_at_size());
+        self.disk.note_sizes();
+    }
+
     pub(crate) fn new(way: Way, image: Image) -> Self {
         Self::with(config(way), image)
     }

@@ -10,10 +10,7 @@ use rtrs::{
 };
 
 use super::{Pending, Refused, answer};
-use crate::{
-    serve::ServeStats,
-    server::{Command, Done},
-};
+use crate::{jobs::Done, serve::ServeStats, server::Command};
 
 /// What can be asked of a server. Refused with ENOENT when there is no such session, path or device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -174,7 +174,7 @@ impl Service {
             && let Some(geometry) = device.geometry
         {
             let device = device.what.clone();
-            let _ = self.tell.send(MapEvent::Mapped { device, geometry, info });
+            self.tell.send(MapEvent::Mapped { device, geometry, info });
         }
     }
 
