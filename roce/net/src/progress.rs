@@ -11,7 +11,7 @@
 //! A lease lasts [`LEASE`]: a packet waits no longer, and a wake-up, after the program stops polling. Arming a timer takes a microsecond
 //! on most machines, but 20 to 50 us in some virtual ones, unless it is further away than the kernel's next tick; there leases of 100 us
 //! would cost a poller half of its processor. In those a lease lasts a [`STREAK_SHARE`]th of the time that the program has polled without
-//! a pause, at most [`LONGEST_LEASE`].
+//! a pause, at most [`LONGEST_LEASE`]; a pause divides that by [`KEPT_SHARE`].
 //!
 //! Every pass is whole: it receives, runs timers that are due, and sends all that is due.
 //!
@@ -34,6 +34,10 @@ const LONGEST_LEASE: Duration = Duration::from_millis(8);
 const EXPENSIVE_TIMER: Duration = Duration::from_micros(4);
 /// Part of the time for which a program has polled that its peers may wait, once, when it stops.
 const STREAK_SHARE: u32 = 32;
+/// Time without a poll that counts as a pause: longer than most preemptions.
+const PAUSE: Duration = Duration::from_micros(250);
+/// Part of its streak that a program keeps after a pause.
+const KEPT_SHARE: u32 = 4;
 /// Empty polls from one `sched_yield` to the next: the peer may need this processor.
 const POLLS_PER_YIELD: u32 = 64;
 
@@ -265,6 +269,22 @@ impl<P: Advance, E: Environment> Progress<P, E> {
         self.env.set_lease(now, end);
     }
 
+    /// Shortens the lease of a program that polls again after a pause: the progress thread may have slept through it.
+    fn note_pause(&self, now: Instant) {
+        let last = self.last_poll.load(Ordering::Relaxed);
+        let begin = self.streak.load(Ordering::Relaxed);
+        if last == 0 || begin == 0 || now.saturating_since(Instant::from_nanos(last)) < PAUSE {
+            return;
+        }
+        let kept = now.saturating_since(Instant::from_nanos(begin)) / KEPT_SHARE;
+        self.streak
+            .store(now.as_nanos().saturating_sub(kept.as_nanos() as u64), Ordering::Relaxed);
+        let end = now + self.lease(now);
+        if self.env.is_parked() && end < Instant::from_nanos(self.lease_set.load(Ordering::Relaxed)) {
+            self.set_lease(now, end);
+        }
+    }
+
     /// Puts the end of the lease off when a poll at `now` comes in its second half: that costs less than to wake the progress thread.
     fn extend_lease(&self, now: Instant) {
         let (lease, end) = (
@@ -292,6 +312,7 @@ impl<P: Advance, E: Environment> Progress<P, E> {
         };
         let now = self.env.now();
         self.polling.store(true, Ordering::Release);
+        self.note_pause(now);
         self.extend_lease(now);
         let before = guard.port.datagrams();
         let work = guard.port.poll(now);
