@@ -342,9 +342,9 @@ static void leave_in_timewait(int target)
 	barrier();
 }
 
-/* Checks that the operation completes while the target computes, at least half as often as a UDP echo returns. A try proves nothing on a
+/* Checks that the operation completes while the target computes, at least a quarter as often as a UDP echo returns. A try proves nothing on a
  * machine that is too busy for the echo; three others without a success are no coincidence. */
-static void completes_while_computing(const char *what, enum load load)
+static void completes_while_computing(const char *what, enum load load, double compute_us)
 {
 	int in_time, possible, done, failed = 0;
 
@@ -352,10 +352,10 @@ static void completes_while_computing(const char *what, enum load load)
 		possible = done = 0;
 		warm_up(200);
 		for (int i = 0; i < 100; i++)
-			run_round(load, 300, &in_time), done += in_time;
+			run_round(load, compute_us, &in_time), done += in_time;
 		for (int i = 0; i < 100; i++)
-			run_round(ECHO, 300, &in_time), possible += in_time;
-		if (possible >= 50 && 2 * done >= possible)
+			run_round(ECHO, compute_us, &in_time), possible += in_time;
+		if (possible >= 50 && 4 * done >= possible)
 			return;
 		failed += possible >= 50;
 	}
@@ -392,9 +392,10 @@ static void reads_complete_with_a_timer_pending(void)
 static void check_computing(void)
 {
 	warm_up(1000);
-	completes_while_computing("SEND", ACK);
-	completes_while_computing("WRITE", WRITE);
-	completes_while_computing("READ", READ);
+	completes_while_computing("SEND", ACK, 300);
+	/* The progress thread takes over within 150 us, and has to be woken, for which a busy machine needs as long again. */
+	completes_while_computing("WRITE", WRITE, 800);
+	completes_while_computing("READ", READ, 800);
 }
 
 static void claims(int target, const char *check)
