@@ -271,7 +271,7 @@ fn held(process: &mut Running) -> Held {
     }
 }
 
-/// Returns the number of threads once those that are started on demand have ended: for a request, and for jobs.
+/// Returns the number of threads once the one has ended that has answered. Those for jobs and io_uring's exit when they are idle.
 fn threads(folder: &Path) -> usize {
     let end = Instant::now() + PATIENCE;
     loop {
@@ -279,11 +279,11 @@ fn threads(folder: &Path) -> usize {
         // A thread may end in between.
         let names = tasks.filter_map(|task| fs::read_to_string(task.unwrap().path().join("comm")).ok());
         let names: Vec<String> = names.collect();
-        let on_demand = |name: &String| name.trim() == "ferroce-ctl" || name.starts_with("ferroce-job-");
-        if !names.iter().any(on_demand) {
-            return names.len();
+        if names.iter().all(|name| name.trim() != "ferroce-ctl") {
+            let on_demand = |name: &&String| name.starts_with("ferroce-job-") || name.starts_with("iou-wrk");
+            return names.len() - names.iter().filter(on_demand).count();
         }
-        assert!(Instant::now() < end, "threads have not ended: {names:?}");
+        assert!(Instant::now() < end, "a request is not over: {names:?}");
         thread::sleep(Duration::from_millis(5));
     }
 }
