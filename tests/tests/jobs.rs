@@ -1,4 +1,4 @@
-//! What may wait keeps nobody else waiting: slow files, and a reader of standard output that does not read.
+//! A slow file, or a reader of standard output that does not read, blocks no other client.
 
 use std::{
     fs::{self, File, OpenOptions},

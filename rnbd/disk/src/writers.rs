@@ -28,12 +28,12 @@ pub(crate) struct WriterTable(Mutex<HashMap<DeviceKey, Writers>>);
 #[derive(Default)]
 struct Writers {
     count: u32,
-    /// Those of them that are being closed; the file lock counts as one while it is released.
+    /// Writers being closed; the file lock counts as one while it is released.
     closing: u32,
     /// All of them came by exports that admit a second writer.
     migrate: bool,
     lock: Arc<FileLock>,
-    /// Those that wait for a writer that is being closed.
+    /// Callbacks to run when a writer has been closed.
     waiting: Vec<Released>,
 }
 

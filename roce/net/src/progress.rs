@@ -269,7 +269,7 @@ impl<P: Advance, E: Environment> Progress<P, E> {
         self.env.set_lease(now, end);
     }
 
-    /// Shortens the lease of a program that polls again after a pause: the progress thread may have slept through it.
+    /// Shortens the leases of a program that polls again after a pause: the progress thread may have slept through it.
     fn note_pause(&self, now: Instant) {
         let last = self.last_poll.load(Ordering::Relaxed);
         let begin = self.streak.load(Ordering::Relaxed);
@@ -279,19 +279,14 @@ impl<P: Advance, E: Environment> Progress<P, E> {
         let kept = now.saturating_since(Instant::from_nanos(begin)) / KEPT_SHARE;
         self.streak
             .store(now.as_nanos().saturating_sub(kept.as_nanos() as u64), Ordering::Relaxed);
-        let end = now + self.lease(now);
-        if self.env.is_parked() && end < Instant::from_nanos(self.lease_set.load(Ordering::Relaxed)) {
-            self.set_lease(now, end);
-        }
     }
 
-    /// Puts the end of the lease off when a poll at `now` comes in its second half: that costs less than to wake the progress thread.
-    fn extend_lease(&self, now: Instant) {
-        let (lease, end) = (
-            self.lease(now),
-            Instant::from_nanos(self.lease_set.load(Ordering::Relaxed)),
-        );
-        if self.env.is_parked() && now < end && end.saturating_since(now) < lease / 2 {
+    /// Sets the end of the lease anew when a poll at `now` comes in its second half, which costs less than to wake the progress thread,
+    /// or when the end is further away than a lease.
+    fn renew_lease(&self, now: Instant) {
+        let lease = self.lease(now);
+        let left = Instant::from_nanos(self.lease_set.load(Ordering::Relaxed)).saturating_since(now);
+        if self.env.is_parked() && !left.is_zero() && !(lease / 2..=lease).contains(&left) {
             self.set_lease(now, now + lease);
         }
     }
@@ -313,7 +308,7 @@ impl<P: Advance, E: Environment> Progress<P, E> {
         let now = self.env.now();
         self.polling.store(true, Ordering::Release);
         self.note_pause(now);
-        self.extend_lease(now);
+        self.renew_lease(now);
         let before = guard.port.datagrams();
         let work = guard.port.poll(now);
         let received = guard.port.datagrams() != before;

@@ -184,8 +184,8 @@ fn a_failed_sync_is_known_to_all_who_have_the_file_open() {
     let next = ex.open("t", b"disk", AccessMode::Migration).unwrap();
     assert_eq!(next.image().sync().check(BlockOp::Flush), Err(Errno::EIO));
     drop((writer, next));
-    let anew = ex.open("t", b"disk", AccessMode::ReadWrite).unwrap();
-    assert_eq!(anew.image().sync().check(BlockOp::Flush), Ok(()));
+    let reopened = ex.open("t", b"disk", AccessMode::ReadWrite).unwrap();
+    assert_eq!(reopened.image().sync().check(BlockOp::Flush), Ok(()));
 }
 
 #[test]
