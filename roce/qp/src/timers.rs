@@ -15,6 +15,8 @@ const MAX_PAUSE: Duration = Duration::from_secs(1);
 const MIN_PAUSE: Duration = Duration::from_millis(1);
 /// Doublings of that at most, 16 ms, where probes were needless: a peer that is a process may not be scheduled for milliseconds.
 const MAX_DOUBLINGS: u32 = 4;
+/// Doublings at first, 4 ms: as long as a process is often preempted on a quiet machine. Losses make pauses shorter.
+const FIRST_DOUBLINGS: u32 = 2;
 /// Measurements in a row that silences may spoil until the round trip is taken for longer than is known.
 const SPOILT: u32 = 8;
 /// The shortest local ACK timeout that is honoured: rdma_rxe's one tick. Codes below this would only measure the scheduler.
@@ -26,7 +28,7 @@ const BUSY: Duration = Duration::from_millis(250);
 const LENIENCE: u32 = 4;
 
 /// Smoothed round trip.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Rtt {
     smoothed: Option<Duration>,
     /// Smoothed distance of round trips from the smoothed one.
@@ -40,6 +42,20 @@ pub(crate) struct Rtt {
     doublings: u32,
     /// The last probe has brought no duplicate answer so far: it was needed, as far as is known.
     needed: bool,
+}
+
+impl Default for Rtt {
+    fn default() -> Self {
+        Self {
+            smoothed: None,
+            variation: Duration::ZERO,
+            least: None,
+            silences: 0,
+            spoilt: 0,
+            doublings: FIRST_DOUBLINGS,
+            needed: false,
+        }
+    }
 }
 
 impl Rtt {
@@ -151,7 +167,9 @@ mod tests {
         let mut rtt = Rtt::default();
         assert_eq!(rtt.pause(), FIRST_PAUSE);
         rtt.sample(Duration::from_micros(100));
-        assert_eq!((rtt.pause(), silent(rtt, 3).pause()), (MIN_PAUSE, MIN_PAUSE * 8));
+        // Silences first undo the doublings.
+        let pauses: Vec<u128> = (0..6).map(|n| silent(rtt, n).pause().as_millis()).collect();
+        assert_eq!(pauses, [4, 8, 8, 8, 16, 32]);
         assert_eq!(silent(rtt, 30).pause(), MAX_PAUSE);
         for _ in 0..100 {
             rtt.sample(Duration::from_millis(50));
@@ -172,7 +190,7 @@ mod tests {
             rtt.pause().as_millis()
         };
         let longer: Vec<u128> = (0..6).map(|_| probe(&mut rtt, true)).collect();
-        assert_eq!(longer, [2, 4, 8, 16, 16, 16]);
+        assert_eq!(longer, [8, 16, 16, 16, 16, 16]);
         // That a probe was needed is known at the next one.
         let shorter: Vec<u128> = (0..6).map(|_| probe(&mut rtt, false)).collect();
         assert_eq!(shorter, [16, 8, 4, 2, 1, 1]);

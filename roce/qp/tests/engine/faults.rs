@@ -328,7 +328,7 @@ fn a_lost_tail_is_probed_before_the_timeout() {
     p.run_with(LONG, drop_nth(9, |d, _| d == Dir::AtoB));
     assert!(p.a.completions()[0].is_ok());
     assert_eq!((p.a.counters.tail_probes, p.a.counters.timeouts), (1, 0));
-    assert!(p.now.saturating_since(start) < Duration::from_millis(3));
+    assert!(p.now.saturating_since(start) < Duration::from_millis(6));
     assert_eq!(p.a.counters.retransmits, 1);
 }
 
@@ -717,7 +717,7 @@ fn a_retransmission_that_is_lost_too_is_repeated_before_the_timeout() {
     assert_eq!(p.a.completions().len(), 2);
     // The peer reported the gap only once.
     assert_eq!((p.a.counters.rcvd_seq_err, p.a.counters.timeouts), (1, 0));
-    assert!(p.now.saturating_since(start) < Duration::from_millis(2));
+    assert!(p.now.saturating_since(start) < Duration::from_millis(6));
 }
 
 /// What is posted in a random test, with enough to check it.
