@@ -4,7 +4,7 @@
 //!
 //! - A *poller* owns it during each poll of an empty completion queue, and for a lease afterwards. Meanwhile the progress thread is
 //!   *parked*: packets do not wake it, and a timer does when the lease ends. It parks itself when it wakes during a lease, so that most
-//!   polls cost no system call for it. Polls in the second half of the lease put the timer off.
+//!   polls cost no system call for it. Polls in the last quarter of the lease put the timer off.
 //! - A *waiter*, a thread that sleeps for an event, owns it while it sleeps and for a lease afterwards.
 //! - The progress thread owns it at all other times, and sleeps in epoll on the sockets.
 //!
@@ -33,7 +33,7 @@ pub(crate) const LEASE: Duration = Duration::from_micros(100);
 const LONGEST_LEASE: Duration = Duration::from_millis(8);
 const EXPENSIVE_TIMER: Duration = Duration::from_micros(4);
 /// Part of the time for which a program has polled that its peers may wait, once, when it stops.
-const STREAK_SHARE: u32 = 32;
+const STREAK_SHARE: u32 = 16;
 /// Time without a poll that counts as a pause: longer than most preemptions.
 const PAUSE: Duration = Duration::from_micros(250);
 /// Part of its streak that a program keeps after a pause.
@@ -276,17 +276,17 @@ impl<P: Advance, E: Environment> Progress<P, E> {
         if last == 0 || begin == 0 || now.saturating_since(Instant::from_nanos(last)) < PAUSE {
             return;
         }
-        let kept = now.saturating_since(Instant::from_nanos(begin)) / KEPT_SHARE;
+        let kept = Instant::from_nanos(last).saturating_since(Instant::from_nanos(begin)) / KEPT_SHARE;
         self.streak
             .store(now.as_nanos().saturating_sub(kept.as_nanos() as u64), Ordering::Relaxed);
     }
 
-    /// Sets the end of the lease anew when a poll at `now` comes in its second half, which costs less than to wake the progress thread,
+    /// Sets the end of the lease anew when a poll at `now` comes in its last quarter, which costs less than to wake the progress thread,
     /// or when the end is further away than a lease.
     fn renew_lease(&self, now: Instant) {
         let lease = self.lease(now);
         let left = Instant::from_nanos(self.lease_set.load(Ordering::Relaxed)).saturating_since(now);
-        if self.env.is_parked() && !left.is_zero() && !(lease / 2..=lease).contains(&left) {
+        if self.env.is_parked() && !left.is_zero() && !(lease / 4..=lease).contains(&left) {
             self.set_lease(now, now + lease);
         }
     }
