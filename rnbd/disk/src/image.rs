@@ -52,7 +52,7 @@ pub(crate) struct Missing {
     pub(crate) punch: AtomicBool,
 }
 
-/// A file's size, looked at when it is first wanted.
+/// A file's size, looked at when it is first wanted, without waiting for its file system.
 #[derive(Debug, Default)]
 pub(crate) struct Look(Option<Result<u64, Errno>>);
 
@@ -221,7 +221,7 @@ impl Image {
     /// Bytes of the file or the device, as of the look.
     fn bytes(&self, look: &mut Look) -> Result<u64, Errno> {
         let measure = || match self.kind {
-            Kind::File => sys::stat(&self.file).map(|st| u64::try_from(st.st_size).unwrap_or(0)),
+            Kind::File => sys::known_size(&self.file),
             Kind::Block => sys::get_ioctl(&self.file, sys::BLKGETSIZE64),
         };
         *look.0.get_or_insert_with(measure)
@@ -247,7 +247,8 @@ impl Image {
 
     /// Looks at the size. Waits for the file system.
     pub fn look_at_size(&self) {
-        self.resized(&mut Look::default());
+        let asked = (self.kind == Kind::File).then(|| sys::stat(&self.file).map(|st| st.st_size.unsigned_abs()));
+        self.resized(&mut Look(asked));
     }
 
     /// Before a change: allowed, inside the device, and the file still reaches that far. A write beyond the end of a

@@ -1,6 +1,9 @@
 //! Which way operations on a file take.
 
-use std::{fs::File, os::fd::AsRawFd};
+use std::{
+    fs::{self, File},
+    os::fd::AsRawFd,
+};
 
 use rnbd::Errno;
 
@@ -9,7 +12,7 @@ use crate::sys;
 /// How an operation is done.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Way {
-    /// By a system call in the loop: for file systems in memory, where it waits for nothing.
+    /// By a system call in the loop: for file systems in memory that is not swapped, where it waits for nothing.
     InPlace,
     /// What is in the page cache by a system call in the loop (`RWF_NOWAIT`), the rest by the ring, or the pool where there is
     /// none.
@@ -41,7 +44,7 @@ const HUGETLBFS: u32 = 0x9584_58f6;
 /// What a file is like, as far as its way depends on it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Traits {
-    /// Its bytes are in memory and nowhere else.
+    /// Its bytes are in memory, and stay there.
     pub(crate) memory: bool,
     /// Reads can be told not to wait. tmpfs can't: io_uring hands every one of its requests to a worker thread.
     pub(crate) nowait: bool,
@@ -53,7 +56,7 @@ impl Traits {
     /// Looks at an open file. `regular`: it is no device. A device's file system is the one of its name, which says nothing.
     pub(crate) fn of(file: &File, regular: bool, direct: bool) -> Self {
         Self {
-            memory: regular && is_in_memory(file),
+            memory: regular && is_in_memory(file) && !may_be_swapped(file),
             nowait: !direct && can_refuse_to_wait(file),
             direct,
         }
@@ -63,6 +66,17 @@ impl Traits {
 /// Whether a regular file's bytes are in memory and nowhere else.
 pub(crate) fn is_in_memory(file: &impl AsRawFd) -> bool {
     sys::file_system(file).is_ok_and(|magic| matches!(magic, TMPFS | RAMFS | HUGETLBFS))
+}
+
+/// Whether reads and writes of a file in memory may wait for a swap device. hugetlbfs and ramfs are never swapped.
+fn may_be_swapped(file: &impl AsRawFd) -> bool {
+    sys::file_system(file).is_ok_and(|magic| magic == TMPFS)
+        && has_swap(&fs::read_to_string("/proc/swaps").unwrap_or_default())
+}
+
+/// Whether there is swap space, by the text of `/proc/swaps`: a line of headings, and one for each.
+fn has_swap(swaps: &str) -> bool {
+    swaps.lines().nth(1).is_some()
 }
 
 /// Asked with a block: a read of nothing succeeds everywhere.
@@ -165,10 +179,18 @@ mod tests {
     #[test]
     fn files_in_memory_are_told_from_others() {
         let shm = tempfile::tempfile_in("/dev/shm").unwrap();
-        assert!(Traits::of(&shm, true, false).memory);
+        assert!(is_in_memory(&shm));
+        assert_eq!(Traits::of(&shm, true, false).memory, !may_be_swapped(&shm));
         let device = File::open("/dev/null").unwrap();
         assert!(!Traits::of(&device, false, false).memory, "its name lies in a tmpfs");
         let proc = File::open("/proc/self/status").unwrap();
         assert!(!Traits::of(&proc, true, false).memory);
+    }
+
+    #[test]
+    fn memory_may_be_swapped_where_there_is_swap_space() {
+        let none = "Filename\t\t\t\tType\t\tSize\t\tUsed\t\tPriority\n";
+        assert!(!has_swap(none) && !has_swap(""));
+        assert!(has_swap(&format!("{none}/dev/dm-1 partition\t8388604\t\t0\t\t-2\n")));
     }
 }

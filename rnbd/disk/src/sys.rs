@@ -55,21 +55,22 @@ pub(crate) fn file_system(fd: &impl AsRawFd) -> Result<u32, Errno> {
 /// What direct I/O on a file has to be aligned to: memory, and offsets and lengths; (0, 0): it has none. `None` where the
 /// system does not say (Linux before 6.1, and file systems that it has not reached).
 pub(crate) fn direct_alignment(fd: &impl AsRawFd) -> Option<(u32, u32)> {
-    let mut st = MaybeUninit::<libc::statx>::zeroed();
-    // SAFETY: the path is NUL-terminated, and `st` is writable and of the right type.
-    let done = unsafe {
-        libc::statx(
-            fd.as_raw_fd(),
-            c"".as_ptr(),
-            libc::AT_EMPTY_PATH,
-            libc::STATX_DIOALIGN,
-            st.as_mut_ptr(),
-        )
-    };
-    checked(done).ok()?;
-    // SAFETY: all-zero is a valid `statx`, and the call has filled it.
-    let st = unsafe { st.assume_init() };
+    let st = statx(fd, 0, libc::STATX_DIOALIGN).ok()?;
     (st.stx_mask & libc::STATX_DIOALIGN != 0).then_some((st.stx_dio_mem_align, st.stx_dio_offset_align))
+}
+
+/// A file's size as this machine knows it, bytes: a network file system does not ask its server.
+pub(crate) fn known_size(fd: &impl AsRawFd) -> Result<u64, Errno> {
+    statx(fd, libc::AT_STATX_DONT_SYNC, libc::STATX_SIZE).map(|st| st.stx_size)
+}
+
+fn statx(fd: &impl AsRawFd, flags: libc::c_int, mask: libc::c_uint) -> Result<libc::statx, Errno> {
+    let mut st = MaybeUninit::<libc::statx>::zeroed();
+    let flags = flags | libc::AT_EMPTY_PATH;
+    // SAFETY: the path is NUL-terminated, and `st` is writable and of the right type.
+    checked(unsafe { libc::statx(fd.as_raw_fd(), c"".as_ptr(), flags, mask, st.as_mut_ptr()) })?;
+    // SAFETY: all-zero is a valid `statx`, and the call has filled it.
+    Ok(unsafe { st.assume_init() })
 }
 
 /// A request that stores a number.
