@@ -260,9 +260,10 @@ impl HwDevice {
         }
     }
 
-    /// The same, at once: there is no such thing but giving the window up.
+    /// The same, at once: there is no such thing but giving the window up. The work request that was to take the key back may have been
+    /// flushed.
     pub(crate) fn shut_key(&mut self, id: KeyId) {
-        if let Some(key) = self.keys.get_mut(id).filter(|key| key.granted) {
+        if let Some(key) = self.keys.get_mut(id).filter(|key| key.mr.is_some()) {
             self.opened.remove(&key.key.0);
             key.renew();
         }

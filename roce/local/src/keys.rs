@@ -238,13 +238,11 @@ impl<P: Ports> Fabric<P> {
         open.is_ok_and(|span| !span.is_empty())
     }
 
-    /// Closes a key whatever has become of the queue pair that it was granted through.
+    /// Closes a key whatever has become of the queue pair that it was granted through. The work request that was to take it back may
+    /// have been flushed.
     pub(crate) fn shut_key(&mut self, id: KeyId) {
         let Some(key) = self.keys.get_mut(id) else { return };
         key.refresh();
-        if !key.posted.granted {
-            return;
-        }
         let Some(key) = self.keys.get(id) else { return };
         let Ok((device, pd)) = self.pd(key.pd) else { return };
         let mem = self.ports.memory(device).clone();
@@ -252,7 +250,7 @@ impl<P: Ports> Fabric<P> {
         let Some(key) = self.keys.get_mut(id) else { return };
         let next = key.posted.next(&mem);
         match key.close(next) {
-            // Of a queue pair that is gone a type 2 window is closed already.
+            // It may be closed already, as a type 2 window is when its queue pair is gone.
             SendOp::LocalInvalidate(rkey) => drop(mem.invalidate(pd, qpn, rkey)),
             SendOp::BindWindow(args) if mem.bind_window(pd, qpn, &args).is_ok() => key.posted.key = next,
             _ => {}

@@ -471,26 +471,35 @@ fn keys_open_and_close_however_the_device_does_it() {
     }
 }
 
+/// Also where the queue pair ends before it executes the work request that takes the key back.
 #[test]
 fn a_key_of_a_connection_that_is_gone_is_closed() {
-    for kind in [KeyKind::FastRegistration, KeyKind::Window1, KeyKind::Window2] {
-        let (mut a, mut b) = (
-            Host::new(&[1], FabricConfig::default()),
-            Host::new(&[2], FabricConfig::default()),
-        );
-        let ((_, _), (_, first, listener)) = connect(&mut a, &mut b, 2);
+    let kinds = [KeyKind::FastRegistration, KeyKind::Window1, KeyKind::Window2];
+    let ways = [(true, false), (false, false), (false, true)];
+    for (kind, (instant_keys, revoked)) in kinds.into_iter().flat_map(|kind| ways.map(|way| (kind, way))) {
+        let case = format!("{kind:?}, instant: {instant_keys}, revoked: {revoked}");
+        let config = FabricConfig {
+            instant_keys,
+            ..FabricConfig::default()
+        };
+        let (mut a, mut b) = (Host::new(&[1], config), Host::new(&[2], config));
+        let (_, (_, first, listener)) = connect(&mut a, &mut b, 2);
         let key = b.fabric.alloc_key(b.pd, kind).unwrap();
         let rkey = open(&mut b, first, key);
+        settle(&mut a, &mut b);
+        if revoked {
+            assert_eq!(b.fabric.revoke(first, key, 2).unwrap(), Revoked::Queued);
+        }
         b.fabric.drain(first);
-        b.fabric.destroy_qp(first);
         b.fabric.close_key(key);
+        b.fabric.destroy_qp(first);
         b.fabric.cm_destroy(listener);
         let ((_, qp), _) = connect(&mut a, &mut b, 2);
         let addr = b.mr.addr + 1024;
         a.write(qp, RemoteAddr { addr, rkey }, &[9; 8]);
         settle(&mut a, &mut b);
-        assert!(a.completions().iter().any(|(_, wc)| !wc.is_ok()), "{kind:?}");
-        assert_eq!(b.bytes(1024, 8), [0; 8], "{kind:?}");
+        assert!(a.completions().iter().any(|(_, wc)| !wc.is_ok()), "{case}");
+        assert_eq!(b.bytes(1024, 8), [0; 8], "{case}");
     }
 }
 
