@@ -22,7 +22,7 @@ impl World {
             .note(self.now, || format!("disturbance {kind}, conn {conn}, end {end}"));
         match kind {
             0 | 1 => self.partition(),
-            2 => self.kill_some(),
+            2 => self.kill_some()?,
             3 => self.force_state(conn, end, QpState::Err)?,
             4 => self.force_state(conn, end, QpState::Reset)?,
             5 => self.disconnect(conn, end)?,
@@ -54,14 +54,21 @@ impl World {
         self.schedule(duration, Event::Heal { a, b });
     }
 
-    fn kill_some(&mut self) {
+    fn kill_some(&mut self) -> Check {
         let host = self.chaos_rng.index(self.hosts.len());
         if !self.hosts[host].alive {
-            return;
+            return Ok(());
         }
         self.kill(host);
         let down = self.chaos_rng.pick(&[MS, 20 * MS, 100 * MS]);
         self.schedule(down, Event::Boot { host });
+        // Services of others that end make room for what waits to be sent.
+        for other in 0..self.hosts.len() {
+            if self.hosts[other].alive {
+                self.service(other)?;
+            }
+        }
+        Ok(())
     }
 
     /// Whether a connection's end can be meddled with.

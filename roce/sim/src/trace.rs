@@ -67,6 +67,20 @@ impl Trace {
         }
     }
 
+    /// A train is sent: for the log only.
+    pub(crate) fn leaves(&self, now: u64, host: usize, train: &roce_port::Train<'_>) {
+        if !self.log {
+            return;
+        }
+        for packet in train.packets().filter_map(|bytes| roce_bth::Packet::parse(bytes).ok()) {
+            let b = &packet.header.bth;
+            eprintln!(
+                "{now:>12} host {host} sends {:?} to {} psn {}",
+                b.opcode, b.dest_qp, b.psn
+            );
+        }
+    }
+
     /// A forged packet is processed. It has no part in the fingerprint.
     pub(crate) fn forged(&mut self, now: u64, host: usize, frame: &Frame) {
         if self.log {

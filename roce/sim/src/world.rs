@@ -739,6 +739,7 @@ impl World {
                 .packets()
                 .for_each(|packet| self.note_genuine(to, train.src_port, packet));
         }
+        self.trace.leaves(self.now, h, train);
         let whole = self.hosts[to].plan.gro
             && !self.hosts[to].plan.sees_headers
             && !self.hosts[h].plan.counts_up
