@@ -100,10 +100,11 @@ const MOUNTING: [&str; 7] = [
 ];
 
 /// Ignored tests that only root can run, as they need several users or a set-uid program: package and file.
-const SEVERAL_USERS: [(&str, &str); 3] = [
+const SEVERAL_USERS: [(&str, &str); 4] = [
     ("roce-broker", "isolation"),
     ("roce-broker", "environment"),
     ("roce-net", "environment"),
+    ("roce-net", "socket_file"),
 ];
 
 /// Ignored tests of whether the lab leaves nothing behind.

@@ -31,8 +31,8 @@ use nix::{
     unistd::geteuid,
 };
 use rnbd_admin::{Names, Registry};
-use rnbd_host::socket_file::{Access, SocketFile};
 use rnbd_sysfs::{MountError, Mounted};
+use roce_net::socket_file::{Access, Kind, SocketFile};
 use roce_verbs::shown;
 
 pub(crate) use events::Events;
@@ -197,8 +197,8 @@ impl Control {
     }
 
     fn listen(&mut self, path: &Path, group: Option<u32>) -> io::Result<()> {
-        let file = SocketFile::bind(path, Access::Group(group))?;
-        let listener = file.listener.try_clone()?;
+        let file = SocketFile::bind(path, Kind::Stream, Access::Group(group))?;
+        let listener = file.listener().try_clone()?;
         let (shared, door) = (self.shared.clone(), Door::new(group));
         let acceptor = Acceptor::unix(listener, shared.clone(), move |stream| door.let_in(&shared, stream))?;
         self.acceptors.push(acceptor);

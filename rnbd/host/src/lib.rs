@@ -59,7 +59,6 @@ mod mapper;
 mod nbd;
 pub mod serve;
 mod server;
-pub mod socket_file;
 mod stats;
 pub mod tls;
 mod vhost;

@@ -9,9 +9,8 @@ use std::{
     time::Duration,
 };
 
+use roce_net::socket_file::{Access, Kind, SocketFile};
 use socket2::{Domain, Protocol, SockAddr, SockRef, Socket, TcpKeepalive, Type};
-
-use crate::socket_file::{Access, SocketFile};
 
 /// Clients that wait to be let in.
 const BACKLOG: i32 = 64;
@@ -113,7 +112,7 @@ enum Source {
 impl AsFd for Source {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
-            Self::File(file) => file.listener.as_fd(),
+            Self::File(file) => file.as_fd(),
             Self::Socket(socket) => socket.as_fd(),
         }
     }
@@ -135,7 +134,7 @@ impl Listener {
         let (source, address) = match way {
             // As it was given.
             Listen::Unix(path) => (
-                Source::File(SocketFile::bind(path, Access::Owner)?),
+                Source::File(SocketFile::bind(path, Kind::Stream, Access::Owner)?),
                 Some(NbdAddress::Unix(path.clone())),
             ),
             Listen::Tcp(at) => {

@@ -548,7 +548,7 @@ fn without_the_right_to_load_programs_the_broker_says_that_members_must_trust_ea
 #[ignore = "needs root"]
 fn the_right_to_load_programs_is_enough_to_isolate() {
     let dir = tempfile::tempdir().unwrap();
-    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o1777)).unwrap();
     let program = dir.path().join("broker");
     assert!(Command::new("cp").arg(BROKER).arg(&program).status().unwrap().success());
     let run = dir.path().join("run");

@@ -17,6 +17,7 @@ mod motor;
 mod persist;
 mod progress;
 mod senders;
+pub mod socket_file;
 mod spin;
 mod steer;
 mod sync;

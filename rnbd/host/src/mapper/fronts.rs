@@ -12,6 +12,7 @@ use std::{
 use mio::{Interest, Token};
 use rnbd::{Errno, block::Geometry, client::output::DeviceKey};
 use roce_mem::Pages;
+use roce_net::socket_file::{Access, Kind, SocketFile};
 use roce_reactor::{Readiness, Sockets, TurnCx};
 use rtrs::{
     client::{Client as Rtrs, LentId, SessionId},
@@ -23,7 +24,6 @@ use super::{FIRST_DOOR, FIRST_FRONT, HOME, Letter, Service, Whose, devices::Stag
 use crate::{
     dice::Dice,
     map::VhostSocket,
-    socket_file::{Access, SocketFile},
     vhost::{Front, FrontRequest, Lender, Surroundings, Watched},
 };
 
@@ -57,10 +57,10 @@ impl Fronts {
     /// Those of [`SocketFile::bind`], and of the loop's descriptors.
     pub(super) fn open(&mut self, sockets: &Sockets<'_>, all: &[VhostSocket]) -> io::Result<()> {
         for (index, socket) in all.iter().enumerate() {
-            let file = SocketFile::bind(&socket.path, Access::Owner)?;
-            file.listener.set_nonblocking(true)?;
+            let file = SocketFile::bind(&socket.path, Kind::Stream, Access::Owner)?;
+            file.listener().set_nonblocking(true)?;
             let token = Token(FIRST_DOOR + index);
-            sockets.register(file.listener.as_fd(), token, Interest::READABLE)?;
+            sockets.register(file.as_fd(), token, Interest::READABLE)?;
             self.doors.push(Door {
                 file,
                 device: socket.device.clone(),
@@ -74,7 +74,7 @@ impl Fronts {
     /// Lets nobody in any more.
     pub(super) fn close(&mut self, sockets: &Sockets<'_>) {
         for door in self.doors.drain(..) {
-            let _ = sockets.deregister(door.file.listener.as_fd());
+            let _ = sockets.deregister(door.file.as_fd());
         }
     }
 
@@ -102,7 +102,7 @@ impl Fronts {
     fn next_comer(&mut self) -> Option<(usize, UnixStream)> {
         for (index, door) in self.doors.iter_mut().enumerate().filter(|(_, door)| !door.taken) {
             while door.accepts {
-                match door.file.listener.accept() {
+                match door.file.listener().accept() {
                     Ok((stream, _)) => {
                         door.taken = true;
                         return Some((index, stream));

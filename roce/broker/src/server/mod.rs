@@ -25,19 +25,14 @@ use std::{
     ffi::{OsStr, OsString},
     fs, io,
     io::Write,
-    os::{
-        fd::{AsFd, OwnedFd},
-        unix::fs::PermissionsExt,
-    },
+    os::fd::{AsFd, OwnedFd},
     path::PathBuf,
     process::{Command, ExitCode, Stdio},
     time::{Duration, Instant},
 };
 
-use rustix::{
-    net::SocketAddrUnix,
-    process::{Resource, Rlimit, getrlimit, setrlimit},
-};
+use roce_net::socket_file::{Access, Kind, SocketFile};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::{
     start::{self, LIFE_LOCK, Lock, PRIVATE, READY, RUNS_ALREADY, SHARED, SOCKET, StartError},
@@ -142,7 +137,11 @@ fn serve(config: &Config, kept: Vec<OwnedFd>) -> Result<(), BrokerError> {
     };
     start::sweep(&config.dir);
     raise_limits();
-    let listener = listen(config).map_err(context("making the socket"))?;
+    let file = listen(config).map_err(context("making the socket"))?;
+    let listener = file
+        .as_fd()
+        .try_clone_to_owned()
+        .map_err(context("making the socket"))?;
     let notify = systemd::Notify::from_env();
     let mut broker = broker::Broker::new(config, listener, kept, notify).map_err(context("starting"))?;
     broker.notify_ready();
@@ -152,7 +151,7 @@ fn serve(config: &Config, kept: Vec<OwnedFd>) -> Result<(), BrokerError> {
     tracing::info!(dir = %config.dir.display(), "the broker is ready");
     let outcome = broker.run().map_err(context("waiting for events"));
     // Before the lock goes: the next one's socket must stay.
-    let _ = fs::remove_file(config.dir.join(SOCKET));
+    drop(file);
     drop(broker);
     drop(lock);
     outcome
@@ -195,20 +194,12 @@ fn raise_limits() {
     }
 }
 
-fn listen(config: &Config) -> io::Result<OwnedFd> {
-    let path = config.dir.join(SOCKET);
-    // The lock says that its owner is dead.
-    match fs::remove_file(&path) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-        _ => {}
-    }
-    let socket = start::new_socket()?;
-    rustix::net::bind(&socket, &SocketAddrUnix::new(&path)?)?;
-    let mode = config.shared.unwrap_or(0o600);
-    fs::set_permissions(&path, fs::Permissions::from_mode(mode))?;
-    rustix::net::listen(&socket, 1024)?;
-    rustix::io::ioctl_fionbio(socket.as_fd(), true)?;
-    Ok(socket)
+/// A socket that a dead broker has left is replaced.
+fn listen(config: &Config) -> io::Result<SocketFile> {
+    let access = config.shared.map_or(Access::Owner, Access::Mode);
+    let file = SocketFile::bind(&config.dir.join(SOCKET), Kind::Records, access)?;
+    file.listener().set_nonblocking(true)?;
+    Ok(file)
 }
 
 /// Tells whoever waits for it, which ends its waiting.
