@@ -12,6 +12,7 @@ pub mod perftest;
 pub mod process;
 pub mod signals;
 pub mod usage;
+pub mod user;
 pub mod vhost;
 
 use std::{
@@ -23,6 +24,7 @@ use std::{
 };
 
 pub use ferroce_loopback::address as fresh_address;
+pub use user::as_user;
 
 /// The repository.
 pub fn root() -> &'static Path {

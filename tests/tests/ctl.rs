@@ -10,9 +10,12 @@ use std::{
     },
     path::{Path, PathBuf},
     process::Command,
+    thread,
+    time::{Duration, Instant},
 };
 
 use ferroce_tests::{
+    as_user,
     device::{image, map, serve},
     eventually, fresh_address,
     nbd::Client,
@@ -29,6 +32,7 @@ const EBUSY: i32 = 16;
 const EINVAL: i32 = 22;
 const EMSGSIZE: i32 = 90;
 const EOPNOTSUPP: i32 = 95;
+const ETIMEDOUT: i32 = 110;
 
 /// A server of two devices, of which one is mapped, each with a control socket.
 struct Lab {
@@ -691,19 +695,81 @@ fn who_says_nothing_and_who_reads_nothing_holds_up_nobody() {
     let request = format!("{}{}\n", json!({ "do": "metrics" }), " ".repeat(1000));
     let taken = (0..100_000).position(|_| deaf.stream.get_mut().write_all(request.as_bytes()).is_err());
     assert!(taken.is_some(), "all was read");
+    // Many that never say hello.
+    let silent: Vec<Line> = (0..100).map(|_| lab.connect("map")).collect();
+    assert_eq!(lab.try_ctl("map", &["list"]).code, Some(0));
+    drop(silent);
     // As many as may come, and one more.
-    let silent: Vec<Line> = (0..31).map(|_| lab.connect("map")).collect();
+    let open: Vec<Line> = (0..31).map(|_| lab.connect("map").hello()).collect();
     let mut line = lab.connect("map");
     let answer = line.next();
     assert_eq!(answer["errno"], EBUSY, "{answer}");
-    lab.refused("map", &["list"], 1, "32 are connected already");
-    drop(silent);
+    lab.refused("map", &["list"], 1, "32 connections are open already");
+    drop(open);
     eventually("there is room again", || lab.try_ctl("map", &["list"]).code == Some(0));
     let mut client = lab.nbd();
     client.write(0, &pattern(1, BLOCK)).unwrap();
     client.disconnect().unwrap();
     lab.end();
     drop(deaf);
+}
+
+#[test]
+fn hello_has_a_deadline_whatever_is_said_instead() {
+    let lab = Lab::new();
+    let mut line = lab.connect("map");
+    let begin = Instant::now();
+    // A byte now and then, as of a long line.
+    while line.stream.get_mut().write_all(b" ").is_ok() {
+        thread::sleep(Duration::from_millis(200));
+        assert!(begin.elapsed() < Duration::from_secs(40), "it is still connected");
+    }
+    assert_eq!(line.next()["errno"], ETIMEDOUT);
+    assert_eq!(line.next(), Value::Null);
+    lab.end();
+}
+
+#[test]
+#[ignore = "needs root, to be other users"]
+fn one_member_of_the_group_does_not_hold_the_places_of_others() {
+    const GROUP: u32 = 54321;
+    let lab = Lab::with(&["--control-group", &GROUP.to_string()], &[]);
+    fs::set_permissions(lab.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let socket = lab.socket("serve");
+    let connect = |user: u32, count: usize| -> Vec<Line> {
+        let connect = || (0..count).map(|_| Line::to(&socket)).collect();
+        as_user(user, GROUP, connect)
+    };
+    let is_served = |line: Line| line.hello();
+    // Neither by saying nothing,
+    let silent = connect(65533, 100);
+    let mut held: Vec<Line> = connect(65532, 1).into_iter().map(is_served).collect();
+    // nor by saying hello.
+    let greeted: Vec<Value> = (0..20)
+        .flat_map(|_| connect(65533, 1))
+        .map(|mut line| {
+            let answer = line.ask(json!({ "do": "hello", "version": 1 }));
+            held.push(line);
+            answer
+        })
+        .collect();
+    assert_eq!(greeted.iter().filter(|answer| answer["ok"] == true).count(), 8);
+    let refused = greeted.iter().find(|answer| answer["ok"] == false).unwrap();
+    assert_eq!(refused["errno"], EBUSY);
+    let why = refused["error"].as_str().unwrap();
+    assert!(why.contains("user 65533 has 8 connections open already"), "{why}");
+    held.extend(connect(65532, 1).into_iter().map(is_served));
+    // All members together leave places for root.
+    for user in 65500..65510 {
+        held.extend((0..8).flat_map(|_| connect(user, 1)).map(|mut line| {
+            line.ask(json!({ "do": "hello", "version": 1 }));
+            line
+        }));
+    }
+    let root: Vec<Line> = (0..7).map(|_| lab.connect("serve").hello()).collect();
+    assert_eq!(lab.try_ctl("serve", &["list"]).code, Some(0));
+    drop((silent, held, root));
+    lab.end();
 }
 
 #[test]
@@ -904,11 +970,15 @@ fn statistics_are_told_to_prometheus() {
     assert!(head.contains(&format!("Content-Length: {}", body.len())), "{head}");
     assert!(body.contains("\nferroce_server_written_bytes_total 4096\n"), "{body}");
     assert!(http(port, "GET / HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404 "));
-    // Who says nothing holds up nobody.
-    let _silent: Vec<_> = (0..8)
-        .map(|_| TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap())
-        .collect();
-    assert!(http(port, "HEAD /metrics HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 200 "));
+    // Connections that say nothing hold up no scrape, also if whoever has them makes more of them.
+    let mut silent = Vec::new();
+    for scrape in 0..50 {
+        silent.extend((0..64).map(|_| TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap()));
+        silent.drain(..silent.len().saturating_sub(256));
+        let answer = http(port, "HEAD /metrics HTTP/1.1\r\n\r\n");
+        assert!(answer.starts_with("HTTP/1.1 200 "), "scrape {scrape}: {answer}");
+    }
+    drop(silent);
 
     let body = lab.ctl("map", &["metrics"]);
     let path = lab.path();

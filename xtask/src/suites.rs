@@ -66,8 +66,8 @@ const ALONE: [(&str, &str); 5] = [
 
 /// Ignored tests that need programs of others, or rights: packages.
 const CLIENTS_OF: [&str; 4] = ["rnbd-disk", "rnbd-host", "ferroce-tests", "ferroce-wire"];
-/// Those of them that make a namespace, mount a file system or set up a loop device.
-const PRIVILEGED: [&str; 18] = [
+/// Those of them that make a namespace, mount a file system, set up a loop device or are several users.
+const PRIVILEGED: [&str; 20] = [
     "a_block_device_has_its_own_geometry",
     "a_block_device_is_written_discarded_and_zeroed",
     "a_cut_network_is_left_for_the_other_and_taken_again",
@@ -78,12 +78,14 @@ const PRIVILEGED: [&str; 18] = [
     "a_lossy_wire_loses_what_it_counts",
     "a_program_that_takes_all_addresses_comes_beside_those_that_have_some",
     "a_read_only_block_device_is_not_opened_for_writing",
+    "a_socket_is_its_owners_and_its_groups",
     "a_storage_host_comes_beside_a_program_that_has_all_addresses",
     "addresses_of_both_ip_versions_come_and_go_at_several_loops",
     "closing_an_image_file_makes_it_durable",
     "flaps_leave_nothing_behind",
     "flush_and_fua_leave_nothing_behind_in_memory",
     "flush_and_fua_reach_the_servers_device",
+    "one_member_of_the_group_does_not_hold_the_places_of_others",
     "two_names_of_one_block_device_have_one_writer",
     "what_goes_into_a_wire_comes_out_on_the_same_network",
 ];

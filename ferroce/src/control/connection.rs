@@ -8,14 +8,13 @@
 //! {"event": "answer", "id": 2, "ok": false, "errno": 17, "error": "the session has the path ... already"}
 //! ```
 //!
-//! Each request has one answer, which comes when it is done: those that take long may be overtaken. On a socket the first one is
-//! `hello`. After `subscribe` events come in between.
+//! Each request has one answer, sent when it is done: fast requests overtake slow ones. On a socket the first request is `hello`.
+//! After `subscribe` events come in between.
 
 use std::{
     io::{self, BufRead, BufReader, Read},
     sync::{Arc, mpsc::SyncSender},
     thread,
-    time::{Duration, Instant},
 };
 
 use parking_lot::{Condvar, Mutex};
@@ -27,15 +26,14 @@ use super::{
     Shared, VERSION,
     events::{Subscription, as_line},
     ops,
+    sockets::Place,
 };
 use crate::printer::Printer;
 
 /// Bytes of a request at most.
 pub(crate) const MAX_REQUEST: usize = 64 << 10;
-/// Requests of a connection that may be under way together; further ones wait to be read.
+/// Requests of a connection that may be in progress together; further ones wait to be read.
 pub(crate) const MAX_OPEN: usize = 16;
-/// What is to be said in that time by who has connected.
-pub(crate) const HELLO_TIME: Duration = Duration::from_secs(10);
 
 /// Where answers go.
 #[derive(Clone)]
@@ -49,7 +47,7 @@ pub(crate) enum Output {
 impl Output {
     /// An answer waits for room.
     fn answer(&self, text: String) {
-        // Who asked may have gone.
+        // The peer may have gone.
         match self {
             Self::Stdout => Printer::stdout().answer(text.trim_end_matches('\n').to_owned()),
             Self::Lines(lines) => drop(lines.send(text)),
@@ -57,21 +55,21 @@ impl Output {
     }
 }
 
-/// Whether the other side has to say first that it speaks our version.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Greeting {
-    /// It has, or it has started us.
+/// Whether the peer has to agree on a version first.
+#[derive(Clone, Copy)]
+pub(super) enum Greeting<'a> {
+    /// It has, or it has started this process.
     Done,
-    /// It has to say hello until then.
-    Until(Instant),
+    /// Its first request has to be `hello`. Until then its place is half-open.
+    Wanted(&'a Place),
 }
 
-/// What has been asked by a connection.
+/// The requests of a connection.
 #[derive(Clone)]
 pub(crate) struct Requests {
     shared: Arc<Shared>,
     output: Output,
-    /// Requests that are not answered.
+    /// Requests that are not answered yet.
     open: Arc<(Mutex<usize>, Condvar)>,
     subscription: Arc<Mutex<Option<Subscription>>>,
 }
@@ -79,9 +77,9 @@ pub(crate) struct Requests {
 /// What was read.
 enum Input {
     Line(String),
-    /// The other side has said all.
+    /// The peer sends no more.
     End,
-    /// What can't be understood, so that what follows can't be either.
+    /// No request; where the next one begins is unknown.
     Wrong(Refused),
 }
 
@@ -95,11 +93,11 @@ impl Requests {
         }
     }
 
-    /// Reads requests until there are no more, or what is read makes no sense. It does not wait for the answers.
-    pub(crate) fn read(&self, input: impl Read, mut greeting: Greeting) {
+    /// Reads requests until there are no more, or one is malformed. Does not wait for the answers.
+    pub(super) fn read(&self, input: impl Read, mut greeting: Greeting<'_>) {
         let mut input = BufReader::new(input);
         loop {
-            let text = match read_line(&mut input, greeting) {
+            let text = match read_line(&mut input) {
                 Ok(Input::Line(text)) => text,
                 Ok(Input::End) | Err(_) => return,
                 Ok(Input::Wrong(refused)) => return self.answer(&Value::Null, Err(refused)),
@@ -113,11 +111,16 @@ impl Requests {
                 Err(e) => return self.answer(&Value::Null, Err(wrong(format!("a request is a line of JSON: {e}")))),
             };
             match (&greeting, request["do"].as_str()) {
-                (_, Some("hello")) => match self.greet(&request) {
-                    Ok(()) => greeting = Greeting::Done,
+                (_, Some("hello")) => match self.hello(&request) {
+                    // Evicted a moment ago.
+                    Ok(_) if matches!(greeting, Greeting::Wanted(place) if !place.opened()) => return,
+                    Ok(hello) => {
+                        greeting = Greeting::Done;
+                        self.answer(&request["id"], Ok(hello));
+                    }
                     Err(refused) => return self.answer(&request["id"], Err(refused)),
                 },
-                (Greeting::Until(_), _) => {
+                (Greeting::Wanted(_), _) => {
                     let text = format!("the first request is {}", json!({ "do": "hello", "version": VERSION }));
                     return self.answer(&request["id"], Err(wrong(text)));
                 }
@@ -130,25 +133,24 @@ impl Requests {
         }
     }
 
-    fn greet(&self, request: &Value) -> Result<(), Refused> {
+    /// The answer to `hello`.
+    fn hello(&self, request: &Value) -> ops::Outcome {
         let version = &request["version"];
         if *version != VERSION {
             return Err(wrong(format!("version {version} is not spoken here, but {VERSION}")));
         }
         let (maps, serves) = self.shared.roster.kinds();
-        let hello = json!({
+        Ok(ops::fields(json!({
             "version": VERSION,
             "program": concat!("ferroce ", env!("CARGO_PKG_VERSION")),
             "pid": std::process::id(),
             "maps": maps,
             "serves": serves,
             "sysfs": self.shared.sysfs(),
-        });
-        self.answer(&request["id"], Ok(ops::fields(hello)));
-        Ok(())
+        })))
     }
 
-    /// From here on events are told as well.
+    /// Sends events from here on.
     fn subscribe(&self, id: &Value) {
         match &self.output {
             Output::Lines(lines) => {
@@ -161,36 +163,36 @@ impl Requests {
         }
     }
 
-    /// In a thread of its own: it may take long.
+    /// Runs the request in its own thread, as it may take long.
     fn comply(&self, request: Value) {
-        self.take_place();
+        self.begin_one();
         let this = self.clone();
         let begun = thread::Builder::new().name("ferroce-ctl".into()).spawn(move || {
             let outcome = ops::comply(&this.shared, &request);
             this.answer(&request["id"], outcome);
-            this.leave_place();
+            this.end_one();
         });
         if let Err(e) = begun {
-            self.leave_place();
+            self.end_one();
             let refused = Refused::new(Errno::EAGAIN, format!("no thread: {e}"));
             self.answer(&Value::Null, Err(refused));
         }
     }
 
-    fn take_place(&self) {
+    fn begin_one(&self) {
         let (open, changed) = &*self.open;
         let mut open = open.lock();
         changed.wait_while(&mut open, |open| *open >= MAX_OPEN);
         *open += 1;
     }
 
-    fn leave_place(&self) {
+    fn end_one(&self) {
         let (open, changed) = &*self.open;
         *open.lock() -= 1;
         changed.notify_all();
     }
 
-    /// Waits until all is answered; events are not told any more.
+    /// Waits until all requests are answered; no events are sent any more.
     pub(crate) fn end(self) {
         let (open, changed) = &*self.open;
         changed.wait_while(&mut open.lock(), |open| *open > 0);
@@ -214,7 +216,7 @@ impl Requests {
     }
 }
 
-/// A line as a message that something is wrong, for who has not come so far that he could ask.
+/// A refusal of the connection, before any request.
 pub(super) fn refusal(refused: &Refused) -> String {
     as_line(&json!({
         "event": "answer",
@@ -229,21 +231,11 @@ fn wrong(text: impl Into<String>) -> Refused {
     Refused::new(Errno::EINVAL, text)
 }
 
-/// Reads a line that is not longer than it may be. The stream wakes up now and then while somebody has to say hello.
-fn read_line(input: &mut impl BufRead, greeting: Greeting) -> io::Result<Input> {
+/// Reads a line that is not longer than it may be.
+fn read_line(input: &mut impl BufRead) -> io::Result<Input> {
     let mut bytes = Vec::new();
-    loop {
-        let room = (MAX_REQUEST + 1 - bytes.len()) as u64;
-        match input.by_ref().take(room).read_until(b'\n', &mut bytes) {
-            Ok(_) => break,
-            Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {}
-            Err(e) => return Err(e),
-        }
-        if matches!(greeting, Greeting::Until(until) if Instant::now() >= until) {
-            let text = format!("nothing was said for {} s", HELLO_TIME.as_secs());
-            return Ok(Input::Wrong(Refused::new(Errno::ETIMEDOUT, text)));
-        }
-    }
+    let limit = MAX_REQUEST as u64 + 1;
+    input.by_ref().take(limit).read_until(b'\n', &mut bytes)?;
     Ok(match bytes.pop() {
         None => Input::End,
         Some(b'\n') => match String::from_utf8(bytes) {
@@ -263,7 +255,7 @@ mod tests {
     use super::*;
 
     fn read(bytes: &[u8]) -> Input {
-        read_line(&mut BufReader::new(bytes), Greeting::Done).unwrap()
+        read_line(&mut BufReader::new(bytes)).unwrap()
     }
 
     #[test]
@@ -283,15 +275,5 @@ mod tests {
                 "{errno}"
             );
         }
-    }
-
-    #[test]
-    fn hello_is_waited_for_so_long() {
-        let (ours, _theirs) = std::os::unix::net::UnixStream::pair().unwrap();
-        ours.set_read_timeout(Some(Duration::from_millis(1))).unwrap();
-        let until = Instant::now() + Duration::from_millis(20);
-        let read = read_line(&mut BufReader::new(&ours), Greeting::Until(until)).unwrap();
-        assert!(matches!(read, Input::Wrong(refused) if refused.errno == Errno::ETIMEDOUT));
-        assert!(Instant::now() >= until);
     }
 }

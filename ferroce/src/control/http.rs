@@ -1,33 +1,75 @@
 //! Metrics by HTTP: `GET /metrics`, one request a connection.
 
 use std::{
-    io::{self, Read, Write},
+    io::{self, Read},
     net::TcpStream,
-    time::{Duration, Instant},
+    sync::Arc,
+    time::Duration,
 };
 
-use super::{Shared, metrics};
+use super::{
+    Shared, metrics,
+    places::{Full, Identity, Limits, Peer},
+    sockets::{Place, Service, write_within},
+};
 
 /// Bytes of a request at most.
 const MAX_REQUEST: usize = 8 << 10;
-/// A request and its answer take no longer.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// To whom there is no room for.
-pub(super) const BUSY: &str = "HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
+/// Time for a request to arrive, and again for its answer to be taken.
+const TIME: Duration = Duration::from_secs(5);
 
-/// Answers a request.
-pub(super) fn answer(shared: &Shared, mut stream: &TcpStream) {
-    // A client that is too slow, or has gone, has no answer.
-    let _ = read_request(stream).and_then(|request| {
-        let answer = answer_to(request.as_deref(), || metrics::text(&shared.roster));
-        stream.set_write_timeout(Some(PATIENCE))?;
-        stream.write_all(answer.as_bytes())
-    });
+/// The metrics of what runs in this process.
+#[derive(Clone)]
+pub(super) struct Metrics(pub(super) Arc<Shared>);
+
+impl Service<TcpStream> for Metrics {
+    /// So many that a request arrives before whoever connects again and again has got its place.
+    const LIMITS: Limits = Limits {
+        all: 128,
+        reserved: 0,
+        each: 64,
+        first_request: TIME,
+    };
+
+    fn identify(&self, stream: &TcpStream) -> Result<Peer, String> {
+        // A peer that has gone needs no answer.
+        let addr = stream.peer_addr().map_err(|_| String::new())?;
+        Ok(Peer {
+            identity: Identity::host(addr.ip()),
+            trusted: false,
+        })
+    }
+
+    fn serve(&self, stream: &TcpStream, place: &Place) {
+        // A client that is too slow, or has gone, gets no answer.
+        let _ = read_request(stream).and_then(|request| {
+            if !place.opened() {
+                return Ok(());
+            }
+            let answer = answer_to(request.as_deref(), || metrics::text(&self.0.roster));
+            write_within(stream, answer.as_bytes(), TIME)
+        });
+    }
+
+    fn full(&self, _full: &Full) -> String {
+        empty("503 Service Unavailable")
+    }
+
+    fn late(&self) -> String {
+        empty("408 Request Timeout")
+    }
+
+    fn evicted(&self) -> String {
+        empty("503 Service Unavailable")
+    }
 }
 
-/// The first line of a request whose head is complete; `None`: it is too long.
+fn empty(status: &str) -> String {
+    format!("HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+}
+
+/// The first line of a request whose head is complete; `None`: it is too long. Until the deadline of its place.
 fn read_request(mut stream: &TcpStream) -> io::Result<Option<String>> {
-    let end = Instant::now() + PATIENCE;
     let mut head = Vec::new();
     let mut part = [0; 1024];
     loop {
@@ -37,11 +79,6 @@ fn read_request(mut stream: &TcpStream) -> io::Result<Option<String>> {
         if head.len() > MAX_REQUEST {
             return Ok(None);
         }
-        let left = end.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(io::ErrorKind::TimedOut.into());
-        }
-        stream.set_read_timeout(Some(left))?;
         match stream.read(&mut part)? {
             0 => return Err(io::ErrorKind::UnexpectedEof.into()),
             n => head.extend(&part[..n]),

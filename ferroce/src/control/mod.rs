@@ -1,5 +1,5 @@
-//! What a running `serve` or `map` can be looked at and steered by: its control socket, a mounted tree of its attributes, and
-//! metrics by HTTP.
+//! Administration of a running `serve`, `map` or `daemon`: its control socket, a mounted tree of its attributes, and metrics by
+//! HTTP.
 
 pub(crate) mod address;
 pub(crate) mod connection;
@@ -8,6 +8,7 @@ mod http;
 mod metrics;
 mod ops;
 mod peer;
+mod places;
 mod roster;
 mod show;
 mod sockets;
@@ -23,6 +24,7 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     thread,
+    time::Duration,
 };
 
 use clap::Args;
@@ -30,7 +32,9 @@ use nix::{
     sys::socket::{getsockopt, sockopt::PeerCredentials},
     unistd::geteuid,
 };
+use rnbd::Errno;
 use rnbd_admin::{Names, Registry};
+use rnbd_host::control::Refused;
 use rnbd_sysfs::{MountError, Mounted};
 use roce_net::socket_file::{Access, Kind, SocketFile};
 use roce_verbs::shown;
@@ -39,9 +43,11 @@ pub(crate) use events::Events;
 pub(crate) use roster::{Roster, Served, Supervisor, not_renewed};
 
 use self::{
-    connection::{Greeting, Output},
-    peer::Door,
-    sockets::Acceptor,
+    connection::{Greeting, Output, refusal},
+    http::Metrics,
+    peer::AccessControl,
+    places::{Full, Limits, Peer},
+    sockets::{Acceptor, Place, Service, converse},
 };
 use crate::output::Failure;
 
@@ -50,6 +56,8 @@ pub(crate) const VERSION: u32 = 1;
 
 /// What stands for standard input and output.
 const STDIO: &str = "-";
+/// Time for a connection to say hello.
+const HELLO_TIME: Duration = Duration::from_secs(10);
 
 #[derive(Clone, Args)]
 #[command(next_help_heading = "Administration")]
@@ -198,9 +206,11 @@ impl Control {
 
     fn listen(&mut self, path: &Path, group: Option<u32>) -> io::Result<()> {
         let file = SocketFile::bind(path, Kind::Stream, Access::Group(group))?;
-        let listener = file.listener().try_clone()?;
-        let (shared, door) = (self.shared.clone(), Door::new(group));
-        let acceptor = Acceptor::unix(listener, shared.clone(), move |stream| door.let_in(&shared, stream))?;
+        let service = Administration {
+            shared: self.shared.clone(),
+            access: AccessControl::new(group),
+        };
+        let acceptor = Acceptor::start(file.listener().try_clone()?, self.shared.clone(), service)?;
         self.acceptors.push(acceptor);
         self._files.push(file);
         Ok(())
@@ -208,7 +218,7 @@ impl Control {
 
     fn mount(&mut self, dir: &Path, names: Names, group: Option<u32>) -> Result<(), MountError> {
         let registry = self.shared.registry.with_names(names);
-        let mounted = Mounted::mount(dir, registry, Door::new(group))?;
+        let mounted = Mounted::mount(dir, registry, AccessControl::new(group))?;
         let _ = self.shared.sysfs.set(mounted.dir().to_owned());
         self.sysfs = Some(mounted);
         Ok(())
@@ -216,8 +226,7 @@ impl Control {
 
     fn serve_metrics(&mut self, addr: SocketAddr) -> io::Result<()> {
         let listener = TcpListener::bind(addr)?;
-        let shared = self.shared.clone();
-        let acceptor = Acceptor::tcp(listener, shared.clone(), move |stream| http::answer(&shared, stream))?;
+        let acceptor = Acceptor::start(listener, self.shared.clone(), Metrics(self.shared.clone()))?;
         self.acceptors.push(acceptor);
         Ok(())
     }
@@ -228,6 +237,47 @@ impl Control {
         // It is not waited for: nothing ends a read of standard input.
         thread::spawn(move || reading.read(io::stdin().lock(), Greeting::Done));
         self.stdio = Some(requests);
+    }
+}
+
+/// What a control socket serves.
+#[derive(Clone)]
+struct Administration {
+    shared: Arc<Shared>,
+    access: AccessControl,
+}
+
+impl Service<UnixStream> for Administration {
+    const LIMITS: Limits = Limits {
+        all: 32,
+        reserved: 8,
+        each: 8,
+        first_request: HELLO_TIME,
+    };
+
+    fn identify(&self, stream: &UnixStream) -> Result<Peer, String> {
+        self.access.identify(stream).map_err(|refused| {
+            tracing::warn!("control socket: {refused}");
+            refusal(&refused)
+        })
+    }
+
+    fn serve(&self, stream: &UnixStream, place: &Place) {
+        converse(&self.shared, stream, place);
+    }
+
+    fn full(&self, full: &Full) -> String {
+        refusal(&Refused::new(Errno::EBUSY, full.to_string()))
+    }
+
+    fn late(&self) -> String {
+        let text = format!("no hello within {} s", HELLO_TIME.as_secs());
+        refusal(&Refused::new(Errno::ETIMEDOUT, text))
+    }
+
+    fn evicted(&self) -> String {
+        let text = "no hello yet, and other connections need the place";
+        refusal(&Refused::new(Errno::EBUSY, text))
     }
 }
 

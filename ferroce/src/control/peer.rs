@@ -1,11 +1,10 @@
-//! Who may use a control socket and a mounted tree: root, its owner, and the members of its group.
+//! Access control of control sockets and mounted trees: root, the owner, and the members of a group.
 //!
-//! The file's mode says the same, and the system holds to it; whoever has got around it, as by a changed mode, is told here.
+//! The mode of the file says the same. The check here holds also when somebody has changed that mode.
 
 use std::{
-    io::{self, Write},
+    io,
     os::{fd::AsRawFd, unix::net::UnixStream},
-    sync::Arc,
 };
 
 use nix::{
@@ -16,7 +15,7 @@ use rnbd::Errno;
 use rnbd_host::control::Refused;
 use rnbd_sysfs::{Admission, Caller};
 
-use super::{Shared, connection, sockets};
+use super::places::{Identity, Peer};
 use crate::output::Failure;
 
 /// Groups of a process at most, as of Linux (`NGROUPS_MAX`).
@@ -34,15 +33,16 @@ pub(super) fn group(text: &str) -> Result<u32, Failure> {
     }
 }
 
-/// A user with his groups.
+/// A user with its groups.
 #[derive(Clone, PartialEq, Eq, Debug)]
-struct Peer {
+struct Credentials {
     user: u32,
     group: u32,
     further: Vec<u32>,
 }
 
-impl Peer {
+impl Credentials {
+    /// Those of the process that has connected, at that time.
     fn of(stream: &UnixStream) -> io::Result<Self> {
         let credentials = getsockopt(stream, PeerCredentials)?;
         Ok(Self {
@@ -81,15 +81,15 @@ fn further_groups(stream: &UnixStream) -> io::Result<Vec<u32>> {
     }
 }
 
-/// Who is let in at a socket.
+/// Who may use a socket or a tree.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Door {
+pub(super) struct AccessControl {
     owner: u32,
     group: u32,
 }
 
-impl Door {
-    /// For us, and for this group or our own.
+impl AccessControl {
+    /// Root, the user of this process, and the members of this group, or else of its own.
     pub(super) fn new(group: Option<u32>) -> Self {
         Self {
             owner: geteuid().as_raw(),
@@ -97,13 +97,21 @@ impl Door {
         }
     }
 
-    fn lets_in(&self, user: u32, group: u32, further: impl FnOnce() -> Vec<u32>) -> bool {
-        user == 0 || user == self.owner || group == self.group || further().contains(&self.group)
+    /// Root and the owner, who can do what this process does without asking it.
+    const fn trusts(&self, user: u32) -> bool {
+        user == 0 || user == self.owner
     }
 
-    fn admits(&self, peer: &Peer) -> Result<(), Refused> {
-        if self.lets_in(peer.user, peer.group, || peer.further.clone()) {
-            return Ok(());
+    fn allows(&self, user: u32, group: u32, further: impl FnOnce() -> Vec<u32>) -> bool {
+        self.trusts(user) || group == self.group || further().contains(&self.group)
+    }
+
+    fn check(&self, peer: &Credentials) -> Result<Peer, Refused> {
+        if self.allows(peer.user, peer.group, || peer.further.clone()) {
+            return Ok(Peer {
+                identity: Identity::User(peer.user),
+                trusted: self.trusts(peer.user),
+            });
         }
         let text = format!(
             "user {} is neither root, nor the owner (user {}), nor a member of group {}",
@@ -112,25 +120,18 @@ impl Door {
         Err(Refused::new(Errno::EACCES, text))
     }
 
-    /// Serves who has connected, if he may be; to the end of the connection.
-    pub(super) fn let_in(&self, shared: &Arc<Shared>, mut stream: &UnixStream) {
-        let admitted = Peer::of(stream)
-            .map_err(|e| Refused::new(Errno::EIO, format!("who are you? {e}")))
-            .and_then(|peer| self.admits(&peer));
-        match admitted {
-            Ok(()) => sockets::converse(shared, stream),
-            Err(refused) => {
-                tracing::warn!("control socket: {refused}");
-                // A new socket has room for a line.
-                let _ = stream.write_all(connection::refusal(&refused).as_bytes());
-            }
-        }
+    /// The peer of a connection, if it may use the socket.
+    pub(super) fn identify(&self, stream: &UnixStream) -> Result<Peer, Refused> {
+        let credentials = Credentials::of(stream);
+        let credentials =
+            credentials.map_err(|e| Refused::new(Errno::EIO, format!("the user who connects is unknown: {e}")))?;
+        self.check(&credentials)
     }
 }
 
-impl Admission for Door {
+impl Admission for AccessControl {
     fn admits(&self, caller: &Caller) -> bool {
-        self.lets_in(caller.user, caller.group, || caller.further_groups())
+        self.allows(caller.user, caller.group, || caller.further_groups())
     }
 
     fn group(&self) -> u32 {
@@ -143,25 +144,31 @@ mod tests {
     use super::*;
 
     #[test]
-    fn root_the_owner_and_members_of_the_group_are_let_in() {
-        let door = Door { owner: 7, group: 70 };
-        let peer = |user, group, further: &[u32]| Peer {
+    fn root_the_owner_and_members_of_the_group_are_allowed() {
+        let access = AccessControl { owner: 7, group: 70 };
+        let peer = |user, group, further: &[u32]| Credentials {
             user,
             group,
             further: further.to_vec(),
         };
-        for let_in in [peer(0, 0, &[]), peer(7, 1, &[]), peer(8, 70, &[]), peer(8, 1, &[2, 70])] {
-            assert_eq!(door.admits(&let_in), Ok(()), "{let_in:?}");
+        for (allowed, trusted) in [
+            (peer(0, 0, &[]), true),
+            (peer(7, 1, &[]), true),
+            (peer(8, 70, &[]), false),
+            (peer(8, 1, &[2, 70]), false),
+        ] {
+            let identity = Identity::User(allowed.user);
+            assert_eq!(access.check(&allowed), Ok(Peer { identity, trusted }), "{allowed:?}");
         }
         for not in [peer(8, 7, &[]), peer(70, 71, &[0, 7])] {
-            assert_eq!(door.admits(&not).unwrap_err().errno, Errno::EACCES, "{not:?}");
+            assert_eq!(access.check(&not).unwrap_err().errno, Errno::EACCES, "{not:?}");
         }
     }
 
     #[test]
-    fn we_are_who_we_are() {
+    fn our_own_credentials_are_found() {
         let (a, _b) = UnixStream::pair().unwrap();
-        let peer = Peer::of(&a).unwrap();
+        let peer = Credentials::of(&a).unwrap();
         assert_eq!((peer.user, peer.group), (geteuid().as_raw(), getegid().as_raw()));
         let mut ours: Vec<u32> = nix::unistd::getgroups().unwrap().iter().map(|g| g.as_raw()).collect();
         let mut told = peer.further;

@@ -1,4 +1,4 @@
-//! Sockets that are listened on, and the threads of those who have connected.
+//! Listening sockets, and a thread for each accepted connection.
 
 use std::{
     io::{self, Write},
@@ -14,186 +14,294 @@ use std::{
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use parking_lot::Mutex;
-use rnbd::Errno;
-use rnbd_host::control::Refused;
 
 use super::{
     Shared,
-    connection::{Greeting, HELLO_TIME, Output, Requests, refusal},
+    connection::{Greeting, Output, Requests},
+    places::{Entered, Full, Limits, Peer, Places},
 };
 
-/// Connections of a socket at a time.
-const MAX_CONNECTIONS: usize = 32;
-/// Lines that wait for who reads slowly.
+/// Lines that may wait for a connection that reads slowly.
 const MAX_LINES: usize = 64;
-/// Who takes nothing for that long is cut off.
+/// A connection that does not take a line within this time is closed.
 const WRITE_TIME: Duration = Duration::from_secs(30);
-/// What is still to be said at the end gets that long.
+/// How long the end waits for answers to be taken.
 const LAST_WORDS: Duration = Duration::from_secs(2);
-/// After a failure to accept.
+/// Pause after a failure to accept.
 const PAUSE: Duration = Duration::from_millis(500);
 
 /// A stream of either kind.
-pub(super) trait Stream: AsFd + Write + Send + Sized + 'static {
+pub(super) trait Stream: Send + Sync + Sized + 'static {
+    fn write(&self, bytes: &[u8]) -> io::Result<usize>;
     fn try_clone(&self) -> io::Result<Self>;
     fn shutdown(&self, how: Shutdown) -> io::Result<()>;
+    fn set_write_timeout(&self, time: Option<Duration>) -> io::Result<()>;
 }
 
-impl Stream for UnixStream {
-    fn try_clone(&self) -> io::Result<Self> {
-        Self::try_clone(self)
-    }
-
-    fn shutdown(&self, how: Shutdown) -> io::Result<()> {
-        Self::shutdown(self, how)
-    }
+/// A listener of either kind.
+pub(super) trait Listener: AsFd + Send + 'static {
+    type Stream: Stream;
+    /// The next connection, whose reads and writes block.
+    fn next(&self) -> io::Result<Self::Stream>;
+    fn set_nonblocking(&self) -> io::Result<()>;
 }
 
-impl Stream for TcpStream {
-    fn try_clone(&self) -> io::Result<Self> {
-        Self::try_clone(self)
-    }
+macro_rules! sockets {
+    ($listener:ty, $stream:ty) => {
+        impl Stream for $stream {
+            fn write(&self, bytes: &[u8]) -> io::Result<usize> {
+                let mut this = self;
+                Write::write(&mut this, bytes)
+            }
 
-    fn shutdown(&self, how: Shutdown) -> io::Result<()> {
-        Self::shutdown(self, how)
+            fn try_clone(&self) -> io::Result<Self> {
+                Self::try_clone(self)
+            }
+
+            fn shutdown(&self, how: Shutdown) -> io::Result<()> {
+                Self::shutdown(self, how)
+            }
+
+            fn set_write_timeout(&self, time: Option<Duration>) -> io::Result<()> {
+                Self::set_write_timeout(self, time)
+            }
+        }
+
+        impl Listener for $listener {
+            type Stream = $stream;
+
+            fn next(&self) -> io::Result<$stream> {
+                let (stream, _) = self.accept()?;
+                stream.set_nonblocking(false)?;
+                Ok(stream)
+            }
+
+            fn set_nonblocking(&self) -> io::Result<()> {
+                Self::set_nonblocking(self, true)
+            }
+        }
+    };
+}
+
+sockets!(UnixListener, UnixStream);
+sockets!(TcpListener, TcpStream);
+
+/// Writes all of it, or fails after this time, however little the peer takes at a time.
+pub(super) fn write_within(stream: &impl Stream, mut bytes: &[u8], time: Duration) -> io::Result<()> {
+    let end = Instant::now() + time;
+    while !bytes.is_empty() {
+        let left = end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        stream.set_write_timeout(Some(left))?;
+        match stream.write(bytes) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(written) => bytes = &bytes[written..],
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
     }
+    Ok(())
+}
+
+/// What a listener's protocol does with its connections.
+pub(super) trait Service<S>: Clone + Send + 'static {
+    const LIMITS: Limits;
+    /// The peer of a new connection; an error has what it is told.
+    fn identify(&self, stream: &S) -> Result<Peer, String>;
+    /// Serves a connection to its end.
+    fn serve(&self, stream: &S, place: &Place);
+    /// What a connection is told that gets no place.
+    fn full(&self, full: &Full) -> String;
+    /// What a connection is told whose first request has not arrived in time.
+    fn late(&self) -> String;
+    /// What a half-open connection is told that has to leave for another.
+    fn evicted(&self) -> String;
 }
 
 /// A listening socket's thread.
 pub(super) struct Acceptor {
-    /// Wakes it up when it is closed.
+    /// Closed to wake it up.
     wake: UnixStream,
     thread: JoinHandle<()>,
-    ends: Ends,
+    connections: Arc<Mutex<Connections>>,
 }
 
-/// Somebody who has connected.
-struct Guest {
+/// The thread of a connection.
+struct Connection {
+    id: u64,
     thread: JoinHandle<()>,
-    end: Box<dyn Fn(Shutdown) + Send>,
+    end: End,
 }
 
-type Ends = Arc<Mutex<Vec<Guest>>>;
+/// Writes a last line, and shuts the connection down.
+type End = Box<dyn Fn(&str, Shutdown) + Send>;
+
+struct Connections {
+    places: Places,
+    threads: Vec<Connection>,
+}
+
+impl Connections {
+    fn end(&self, ids: &[u64], text: &str) {
+        let those = self.threads.iter().filter(|c| ids.contains(&c.id));
+        those.for_each(|connection| (connection.end)(text, Shutdown::Both));
+    }
+}
+
+/// The place of a connection, until it is dropped.
+pub(super) struct Place {
+    connections: Arc<Mutex<Connections>>,
+    id: u64,
+}
+
+impl Place {
+    /// The first request has arrived: no deadline any more, and no eviction. False: the connection has been evicted before.
+    pub(super) fn opened(&self) -> bool {
+        self.connections.lock().places.open(self.id)
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.connections.lock().places.leave(self.id);
+    }
+}
 
 impl Acceptor {
-    pub(super) fn unix(
-        listener: UnixListener,
-        shared: Arc<Shared>,
-        serve: impl Fn(&UnixStream) + Clone + Send + 'static,
-    ) -> io::Result<Self> {
-        listener.set_nonblocking(true)?;
-        let too_many = Refused::new(Errno::EBUSY, format!("{MAX_CONNECTIONS} are connected already"));
-        let accept = move |listener: &UnixListener| {
-            let (stream, _) = listener.accept()?;
-            stream.set_nonblocking(false)?;
-            Ok(stream)
-        };
-        Self::start(listener, shared, accept, serve, refusal(&too_many))
-    }
-
-    pub(super) fn tcp(
-        listener: TcpListener,
-        shared: Arc<Shared>,
-        serve: impl Fn(&TcpStream) + Clone + Send + 'static,
-    ) -> io::Result<Self> {
-        listener.set_nonblocking(true)?;
-        let accept = move |listener: &TcpListener| {
-            let (stream, _) = listener.accept()?;
-            stream.set_nonblocking(false)?;
-            Ok(stream)
-        };
-        Self::start(listener, shared, accept, serve, super::http::BUSY.to_owned())
-    }
-
-    fn start<L: AsFd + Send + 'static, S: Stream>(
+    pub(super) fn start<L: Listener, V: Service<L::Stream>>(
         listener: L,
         shared: Arc<Shared>,
-        accept: impl Fn(&L) -> io::Result<S> + Send + 'static,
-        serve: impl Fn(&S) + Clone + Send + 'static,
-        too_many: String,
+        service: V,
     ) -> io::Result<Self> {
+        listener.set_nonblocking()?;
         let (wake, woken) = UnixStream::pair()?;
-        let ends = Ends::default();
-        let guests = ends.clone();
+        let connections = Arc::new(Mutex::new(Connections {
+            places: Places::new(V::LIMITS),
+            threads: Vec::new(),
+        }));
+        let all = connections.clone();
         let thread = thread::Builder::new().name("ferroce-accept".into()).spawn(move || {
-            while wait(&listener, &woken) && !shared.is_ending() {
-                match accept(&listener) {
-                    Ok(stream) => admit(&guests, stream, serve.clone(), &too_many),
+            loop {
+                let deadline = all.lock().places.deadline();
+                if !wait(&listener, &woken, deadline) || shared.is_ending() {
+                    break;
+                }
+                expire(&all, &service);
+                match listener.next() {
+                    Ok(stream) => admit(&all, stream, &service),
                     Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
                     Err(e) => {
-                        // Such as too many open files: those who leave make room.
+                        // Such as too many open files: connections that end make room.
                         tracing::warn!("a connection could not be accepted: {e}");
                         thread::sleep(PAUSE);
                     }
                 }
             }
         })?;
-        Ok(Self { wake, thread, ends })
+        Ok(Self {
+            wake,
+            thread,
+            connections,
+        })
     }
 
-    /// Takes nobody more, has all answered, and waits until all have gone.
+    /// Accepts no more, has all requests answered, and waits until all connections have ended.
     pub(super) fn end(self) {
         drop(self.wake);
         let _ = self.thread.join();
-        let guests = std::mem::take(&mut *self.ends.lock());
-        guests.iter().for_each(|guest| (guest.end)(Shutdown::Read));
+        let threads = std::mem::take(&mut self.connections.lock().threads);
+        threads
+            .iter()
+            .for_each(|connection| (connection.end)("", Shutdown::Read));
         let end = Instant::now() + LAST_WORDS;
-        for guest in guests {
-            while !guest.thread.is_finished() && Instant::now() < end {
+        for connection in threads {
+            while !connection.thread.is_finished() && Instant::now() < end {
                 thread::sleep(Duration::from_millis(5));
             }
-            (guest.end)(Shutdown::Both);
-            let _ = guest.thread.join();
+            (connection.end)("", Shutdown::Both);
+            let _ = connection.thread.join();
         }
     }
 }
 
-/// Waits for somebody to come; false when nobody is wanted any more.
-fn wait(listener: &impl AsFd, woken: &UnixStream) -> bool {
+/// Waits for a connection or a deadline; false when it is to end.
+fn wait(listener: &impl AsFd, woken: &UnixStream, deadline: Option<Instant>) -> bool {
     let mut fds = [
         PollFd::new(listener.as_fd(), PollFlags::POLLIN),
         PollFd::new(woken.as_fd(), PollFlags::POLLIN),
     ];
-    // Interrupted, it is simply tried again.
-    let _ = poll(&mut fds, PollTimeout::NONE);
+    let left = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
+    // Rounded up, so that the deadline has passed afterwards.
+    let timeout = deadline.map(|at| PollTimeout::try_from(left(at).as_millis() + 1).unwrap_or(PollTimeout::MAX));
+    // When it is interrupted it is tried again.
+    let _ = poll(&mut fds, timeout.unwrap_or(PollTimeout::NONE));
     fds[1].any() != Some(true)
 }
 
-fn admit<S: Stream>(guests: &Ends, mut stream: S, serve: impl Fn(&S) + Send + 'static, too_many: &str) {
-    let mut guests = guests.lock();
-    guests.retain(|guest| !guest.thread.is_finished());
-    if guests.len() >= MAX_CONNECTIONS {
-        // A new socket has room for a line.
-        let _ = stream.write_all(too_many.as_bytes());
-        return;
+fn expire<S>(all: &Mutex<Connections>, service: &impl Service<S>) {
+    let mut all = all.lock();
+    let late = all.places.expire(Instant::now());
+    if !late.is_empty() {
+        all.end(&late, &service.late());
     }
-    let Ok(other) = stream.try_clone() else { return };
-    let thread = thread::Builder::new().name("ferroce-ctl".into()).spawn(move || {
-        serve(&stream);
-        // It is open here still.
-        let _ = stream.shutdown(Shutdown::Both);
+}
+
+fn admit<S: Stream>(all: &Arc<Mutex<Connections>>, stream: S, service: &impl Service<S>) {
+    let mut connections = all.lock();
+    connections
+        .threads
+        .retain(|connection| !connection.thread.is_finished());
+    let entered = service.identify(&stream).and_then(|peer| {
+        let entered = connections.places.enter(peer, Instant::now());
+        entered.map_err(|full| service.full(&full))
     });
-    match thread {
-        Ok(thread) => guests.push(Guest {
+    let Entered { id, evicted } = match entered {
+        Ok(entered) => entered,
+        Err(text) => {
+            // A new socket has room for a line.
+            let _ = stream.write(text.as_bytes());
+            return;
+        }
+    };
+    if let Some(evicted) = evicted {
+        connections.end(&[evicted], &service.evicted());
+    }
+    let (service, all) = (service.clone(), all.clone());
+    let spawned = stream.try_clone().and_then(|other| {
+        let thread = thread::Builder::new().name("ferroce-ctl".into()).spawn(move || {
+            let place = Place { connections: all, id };
+            service.serve(&stream, &place);
+            // A clone of it is still open.
+            let _ = stream.shutdown(Shutdown::Both);
+        })?;
+        Ok((thread, other))
+    });
+    match spawned {
+        Ok((thread, other)) => connections.threads.push(Connection {
+            id,
             thread,
-            end: Box::new(move |how| drop(other.shutdown(how))),
+            end: Box::new(move |text, how| {
+                // Nothing has been written to a half-open connection: it has room for a line.
+                let _ = other.write(text.as_bytes());
+                let _ = other.shutdown(how);
+            }),
         }),
-        Err(e) => tracing::warn!("no thread for a connection: {e}"),
+        Err(e) => {
+            connections.places.leave(id);
+            tracing::warn!("no thread for a connection: {e}");
+        }
     }
 }
 
 /// Requests and answers, to the end of the connection.
-pub(super) fn converse(shared: &Arc<Shared>, stream: &UnixStream) {
-    let writing = stream.try_clone();
-    let set = stream.set_read_timeout(Some(HELLO_TIME));
-    let (Ok(mut writing), Ok(())) = (writing, set) else {
-        return;
-    };
+pub(super) fn converse(shared: &Arc<Shared>, stream: &UnixStream, place: &Place) {
+    let Ok(writing) = stream.try_clone() else { return };
     let (lines, to_write) = sync_channel::<String>(MAX_LINES);
     let writer = thread::Builder::new().name("ferroce-ctl".into()).spawn(move || {
-        let _ = writing.set_write_timeout(Some(WRITE_TIME));
         for line in to_write {
-            if writing.write_all(line.as_bytes()).is_err() {
+            if write_within(&writing, line.as_bytes(), WRITE_TIME).is_err() {
                 break;
             }
         }
@@ -201,7 +309,7 @@ pub(super) fn converse(shared: &Arc<Shared>, stream: &UnixStream) {
         let _ = writing.shutdown(Shutdown::Both);
     });
     let requests = Requests::new(shared.clone(), Output::Lines(lines));
-    requests.read(stream, Greeting::Until(Instant::now() + HELLO_TIME));
+    requests.read(stream, Greeting::Wanted(place));
     requests.end();
     if let Ok(writer) = writer {
         let _ = writer.join();
