@@ -15,12 +15,16 @@ use std::{
 };
 
 use ferroce_tests::{
+    as_user,
     attributes::{Names, ROOTS, TAKEN, WRITES, is_known, without_numbers},
     device::image,
     eventually, ferroce, fresh_address,
     process::{PATIENCE, Running},
 };
-use nix::sys::signal::{Signal, kill};
+use nix::sys::{
+    resource::{Resource, getrlimit, setrlimit},
+    signal::{Signal, kill},
+};
 use serde_json::{Value, json};
 
 const EACCES: i32 = 13;
@@ -509,6 +513,36 @@ fn a_tree_is_its_owners_and_its_groups() {
         assert!(member.status.success(), "{program:?}: {}", said(&member));
     }
     assert_eq!(fs::read_to_string(&file).unwrap(), "round-robin (RR: 0)\n");
+    lab.end(daemon);
+}
+
+#[test]
+#[ignore = "needs root and /dev/fuse"]
+fn one_member_leaves_open_files_for_others() {
+    const GROUP: u32 = 54321;
+    let lab = Lab::new();
+    let daemon = lab.daemon(&["--control-group", &GROUP.to_string()]);
+    fs::set_permissions(lab.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let file = lab.tree("class/rtrs-client/test/mpath_policy");
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, hard.min(16_384), hard).unwrap();
+    let open = |user: u32, count: usize| {
+        let open = || (0..count).map(|_| fs::File::open(&file)).collect::<Vec<_>>();
+        as_user(user, GROUP, open)
+    };
+    let held = open(65533, 4096);
+    assert_eq!(held.iter().filter(|opened| opened.is_ok()).count(), 1024);
+    assert_eq!(
+        held.last().unwrap().as_ref().unwrap_err().raw_os_error(),
+        Some(24),
+        "EMFILE"
+    );
+    assert!(open(65532, 1).iter().all(Result::is_ok), "another member");
+    // All members together leave some for root.
+    let all: Vec<_> = (65500..65504).map(|user| open(user, 1024)).collect();
+    assert_eq!(fs::read_to_string(&file).unwrap(), "min-inflight (MI: 1)\n");
+    drop((held, all));
+    eventually("they come back", || open(65533, 1024).iter().all(Result::is_ok));
     lab.end(daemon);
 }
 

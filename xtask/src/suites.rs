@@ -91,9 +91,10 @@ const PRIVILEGED: [&str; 20] = [
 ];
 
 /// Those of them that mount a file system of their own program (FUSE).
-const MOUNTING: [&str; 7] = [
+const MOUNTING: [&str; 8] = [
     "a_tree_is_its_owners_and_its_groups",
     "a_write_that_waits_holds_up_nobody_and_can_be_interrupted",
+    "one_member_leaves_open_files_for_others",
     "programs_find_the_tree_under_sys",
     "the_mounted_tree_is_the_kernels",
     "the_mounted_tree_is_what_ctl_shows",

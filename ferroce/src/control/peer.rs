@@ -134,6 +134,10 @@ impl Admission for AccessControl {
         self.allows(caller.user, caller.group, || caller.further_groups())
     }
 
+    fn trusts(&self, user: u32) -> bool {
+        Self::trusts(self, user)
+    }
+
     fn group(&self) -> u32 {
         self.group
     }

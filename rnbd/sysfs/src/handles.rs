@@ -5,8 +5,14 @@ use std::{collections::HashMap, sync::Arc};
 use fuser::FileType;
 use parking_lot::Mutex;
 
-/// Open files and directories at most.
-const MAX_OPEN: usize = 4096;
+use crate::quota::{Full, Limits, Quota, User};
+
+/// Open files and directories.
+const LIMITS: Limits = Limits {
+    all: 4096,
+    reserved: 1024,
+    each: 1024,
+};
 
 /// A name in a directory that is read.
 pub(crate) struct Name {
@@ -18,6 +24,7 @@ pub(crate) struct Name {
 /// An open file or directory.
 pub(crate) struct Open {
     pub(crate) path: Arc<str>,
+    user: User,
     /// A file's text, since somebody began to read it.
     pub(crate) text: Mutex<Option<Arc<str>>>,
     /// What a directory had in it when somebody began to read it.
@@ -25,26 +32,35 @@ pub(crate) struct Open {
 }
 
 /// All of them.
-#[derive(Default)]
 pub(crate) struct Handles {
     last: u64,
     open: HashMap<u64, Arc<Open>>,
+    quota: Quota,
+}
+
+impl Default for Handles {
+    fn default() -> Self {
+        Self {
+            last: 0,
+            open: HashMap::new(),
+            quota: Quota::new(LIMITS),
+        }
+    }
 }
 
 impl Handles {
-    /// A handle of what is at this path; `None` if there are too many.
-    pub(crate) fn open(&mut self, path: Arc<str>) -> Option<u64> {
-        if self.open.len() >= MAX_OPEN {
-            return None;
-        }
+    /// A handle of what is at this path, for this user.
+    pub(crate) fn open(&mut self, user: User, path: Arc<str>) -> Result<u64, Full> {
+        self.quota.take(user)?;
         self.last += 1;
         let open = Open {
             path,
+            user,
             text: Mutex::default(),
             names: Mutex::new([].into()),
         };
         self.open.insert(self.last, Arc::new(open));
-        Some(self.last)
+        Ok(self.last)
     }
 
     pub(crate) fn get(&self, handle: u64) -> Option<Arc<Open>> {
@@ -52,7 +68,9 @@ impl Handles {
     }
 
     pub(crate) fn close(&mut self, handle: u64) {
-        self.open.remove(&handle);
+        if let Some(open) = self.open.remove(&handle) {
+            self.quota.give_back(open.user);
+        }
     }
 }
 
@@ -63,12 +81,18 @@ mod tests {
     #[test]
     fn handles_are_bounded_and_come_back() {
         let mut handles = Handles::default();
-        let all: Vec<u64> = (0..MAX_OPEN).map(|_| handles.open("x".into()).unwrap()).collect();
-        assert_eq!(handles.open("x".into()), None);
+        let [root, one] = [true, false].map(|trusted| User { id: 1, trusted });
+        let all: Vec<u64> = (0..LIMITS.each)
+            .map(|_| handles.open(one, "x".into()).unwrap())
+            .collect();
+        assert_eq!(handles.open(one, "x".into()), Err(Full::User));
+        assert!(handles.open(root, "x".into()).is_ok());
+        handles.close(all[0]);
         handles.close(all[0]);
         assert!(handles.get(all[0]).is_none());
-        let next = handles.open("y".into()).unwrap();
+        let next = handles.open(one, "y".into()).unwrap();
         assert!(!all.contains(&next), "a number is not given twice");
         assert_eq!(&*handles.get(next).unwrap().path, "y");
+        assert_eq!(handles.open(one, "x".into()), Err(Full::User));
     }
 }

@@ -10,6 +10,7 @@ mod caller;
 mod handles;
 mod inodes;
 mod mount;
+mod quota;
 mod tree;
 mod writes;
 
@@ -19,8 +20,11 @@ pub use rnbd_admin::Registry;
 
 /// Who may use a tree.
 pub trait Admission: Send + Sync + 'static {
-    /// Whether this one may look at everything and change everything; who may not has EACCES.
+    /// Whether this caller may see and change everything; others get EACCES.
     fn admits(&self, caller: &Caller) -> bool;
+
+    /// Whether this user, of those, gets what is reserved: root and the owner.
+    fn trusts(&self, user: u32) -> bool;
 
     /// Group of the files.
     fn group(&self) -> u32;

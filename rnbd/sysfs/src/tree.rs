@@ -23,6 +23,7 @@ use crate::{
     caller::Caller,
     handles::{Handles, Name, Open},
     inodes::Inodes,
+    quota::{Full, User},
     writes::Writes,
 };
 
@@ -138,8 +139,20 @@ impl Tree {
         }
     }
 
-    fn open_at(&self, path: Arc<str>) -> Answer<FileHandle> {
-        self.handles.lock().open(path).map(FileHandle).ok_or(Errno::ENFILE)
+    fn user(&self, request: &Request) -> User {
+        let id = request.uid();
+        User {
+            id,
+            trusted: self.admission.trusts(id),
+        }
+    }
+
+    fn open_at(&self, request: &Request, path: Arc<str>) -> Answer<FileHandle> {
+        let opened = self.handles.lock().open(self.user(request), path);
+        opened.map(FileHandle).map_err(|full| match full {
+            Full::User => Errno::EMFILE,
+            Full::All => Errno::ENFILE,
+        })
     }
 
     /// A text is made for who begins to read, and kept until he begins again (`seq_read`).
@@ -287,7 +300,7 @@ impl Filesystem for Tree {
         let writes = flags.acc_mode() != OpenAccMode::O_RDONLY;
         let opened = self
             .allow(request, inode, writes, false)
-            .and_then(|path| self.open_at(path));
+            .and_then(|path| self.open_at(request, path));
         let how = FopenFlags::FOPEN_DIRECT_IO | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES;
         match opened {
             Ok(handle) => reply.opened(handle, how),
@@ -333,11 +346,12 @@ impl Filesystem for Tree {
             Err(errno) => return reply.error(errno),
         };
         let (registry, data) = (self.registry.clone(), data.to_vec());
-        self.writes.start(Caller::of(request), reply, move || {
-            let written = registry.write(&open.path, &data);
-            written.map_err(|why| gone(&registry, &open.path, why))?;
-            Ok(data.len() as u32)
-        });
+        self.writes
+            .start(Caller::of(request), self.user(request), reply, move || {
+                let written = registry.write(&open.path, &data);
+                written.map_err(|why| gone(&registry, &open.path, why))?;
+                Ok(data.len() as u32)
+            });
     }
 
     fn release(
@@ -357,7 +371,7 @@ impl Filesystem for Tree {
     fn opendir(&self, request: &Request, inode: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
         let opened = self
             .allow(request, inode, false, false)
-            .and_then(|path| self.open_at(path));
+            .and_then(|path| self.open_at(request, path));
         match opened {
             Ok(handle) => reply.opened(handle, FopenFlags::empty()),
             Err(errno) => reply.error(errno),

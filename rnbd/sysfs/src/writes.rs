@@ -1,4 +1,4 @@
-//! Writes, each in a thread of its own as it may take as long as connecting does, and their interruption.
+//! Writes, each in its own thread, as one may take as long as connecting does, and their interruption.
 
 use std::{
     sync::{
@@ -12,16 +12,24 @@ use std::{
 use fuser::{Errno, ReplyWrite};
 use parking_lot::{Condvar, Mutex};
 
-use crate::caller::Caller;
+use crate::{
+    caller::Caller,
+    quota::{Full, Limits, Quota, User},
+};
 
-/// Writes under way at most.
-const MAX_WRITES: usize = 32;
-/// How often it is looked whether who waits is interrupted.
+/// Writes in progress.
+const LIMITS: Limits = Limits {
+    all: 32,
+    reserved: 8,
+    each: 8,
+};
+/// How often callers are checked for signals.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// A write under way.
+/// A write in progress.
 struct Waiting {
     caller: Caller,
+    user: User,
     /// Until it is answered.
     reply: Mutex<Option<ReplyWrite>>,
     /// A signal was pending when it was last looked at. One that another thread of the process takes is gone by the next time.
@@ -38,50 +46,66 @@ impl Waiting {
     }
 }
 
-#[derive(Default)]
-struct UnderWay {
+struct InProgress {
     writes: Vec<Arc<Waiting>>,
+    quota: Quota,
     ended: bool,
 }
 
-/// Writes under way. The thread that looks after them ends when this is dropped.
+type Shared = (Mutex<InProgress>, Condvar);
+
+/// Writes in progress. The thread that watches them ends when this is dropped.
 pub(crate) struct Writes {
-    under_way: Arc<(Mutex<UnderWay>, Condvar)>,
+    shared: Arc<Shared>,
 }
 
 impl Writes {
-    /// The kernel asks for interruptions by requests that fuser does not pass on, so it is looked at the callers themselves.
+    /// The kernel asks for interruptions by requests that fuser does not pass on, so the callers themselves are checked.
     pub(crate) fn new() -> std::io::Result<Self> {
-        let under_way = Arc::<(Mutex<UnderWay>, Condvar)>::default();
-        let watched = under_way.clone();
+        let in_progress = InProgress {
+            writes: Vec::new(),
+            quota: Quota::new(LIMITS),
+            ended: false,
+        };
+        let shared = Arc::new((Mutex::new(in_progress), Condvar::new()));
+        let watched = shared.clone();
         let thread = thread::Builder::new().name("ferroce-sysfs".into());
         thread.spawn(move || watch(&watched))?;
-        Ok(Self { under_way })
+        Ok(Self { shared })
     }
 
     /// Answers with what this gives: the bytes written, or why not.
     pub(crate) fn start(
         &self,
         caller: Caller,
+        user: User,
         reply: ReplyWrite,
         write: impl FnOnce() -> Result<u32, Errno> + Send + 'static,
     ) {
-        let (lock, some) = &*self.under_way;
-        let mut under_way = lock.lock();
-        if under_way.writes.len() >= MAX_WRITES {
-            drop(under_way);
-            tracing::warn!("{MAX_WRITES} writes to attributes are under way; no further one is taken");
+        let (lock, some) = &*self.shared;
+        let mut in_progress = lock.lock();
+        if let Err(full) = in_progress.quota.take(user) {
+            drop(in_progress);
+            let limit = match full {
+                Full::User => LIMITS.each,
+                Full::All => LIMITS.all,
+            };
+            tracing::warn!(
+                user = user.id,
+                "a write to an attribute is refused: {limit} are in progress"
+            );
             return reply.error(Errno::EBUSY);
         }
         let waiting = Arc::new(Waiting {
             caller,
+            user,
             reply: Mutex::new(Some(reply)),
             signal: AtomicBool::new(false),
         });
-        under_way.writes.push(waiting.clone());
-        drop(under_way);
+        in_progress.writes.push(waiting.clone());
+        drop(in_progress);
         some.notify_all();
-        let (all, own) = (self.under_way.clone(), waiting.clone());
+        let (all, own) = (self.shared.clone(), waiting.clone());
         let thread = thread::Builder::new().name("ferroce-write".into());
         let started = thread.spawn(move || {
             own.answer(write());
@@ -90,32 +114,34 @@ impl Writes {
         if let Err(e) = started {
             tracing::warn!("no thread for a write to an attribute: {e}");
             waiting.answer(Err(Errno::EAGAIN));
-            end(&self.under_way, &waiting);
+            end(&self.shared, &waiting);
         }
     }
 }
 
 impl Drop for Writes {
     fn drop(&mut self) {
-        let (lock, some) = &*self.under_way;
+        let (lock, some) = &*self.shared;
         lock.lock().ended = true;
         some.notify_all();
     }
 }
 
-fn end(under_way: &(Mutex<UnderWay>, Condvar), own: &Arc<Waiting>) {
-    under_way.0.lock().writes.retain(|other| !Arc::ptr_eq(own, other));
+fn end(shared: &Shared, own: &Arc<Waiting>) {
+    let mut in_progress = shared.0.lock();
+    in_progress.writes.retain(|other| !Arc::ptr_eq(own, other));
+    in_progress.quota.give_back(own.user);
 }
 
-fn watch((lock, some): &(Mutex<UnderWay>, Condvar)) {
-    let mut under_way = lock.lock();
-    while !under_way.ended {
-        if under_way.writes.iter().all(|write| write.reply.lock().is_none()) {
-            some.wait(&mut under_way);
+fn watch((lock, some): &Shared) {
+    let mut in_progress = lock.lock();
+    while !in_progress.ended {
+        if in_progress.writes.iter().all(|write| write.reply.lock().is_none()) {
+            some.wait(&mut in_progress);
             continue;
         }
-        some.wait_for(&mut under_way, LOOK);
-        for write in &under_way.writes {
+        some.wait_for(&mut in_progress, LOOK);
+        for write in &in_progress.writes {
             let signal = write.caller.is_interrupted();
             if write.signal.swap(signal, Ordering::Relaxed) && signal {
                 write.answer(Err(Errno::EINTR));
