@@ -6,7 +6,7 @@ use std::{
     net::{Ipv4Addr, TcpListener, TcpStream},
     os::unix::{
         fs::{MetadataExt, PermissionsExt},
-        net::UnixStream,
+        net::{UnixListener, UnixStream},
     },
     path::{Path, PathBuf},
     process::Command,
@@ -820,6 +820,38 @@ fn a_socket_is_its_owners_and_its_groups() {
     assert!(refused.stderr.contains(why), "{}", refused.stderr);
     assert_eq!(by(&member, "serve").code, Some(0));
     lab.end();
+}
+
+#[test]
+#[ignore = "needs root, to be another user"]
+fn a_socket_that_another_user_serves_is_not_used() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o1777)).unwrap();
+    let socket = dir.path().join("ctl");
+    let listener = as_user(65533, 65533, || UnixListener::bind(&socket).unwrap());
+    let by = |args: &[&str]| {
+        let mut command = Command::new(ferroce_tests::ferroce());
+        command.args(args).env("FERROCE_CONTROL", &socket);
+        Running::start_command(command, format!("ferroce {args:?}")).end()
+    };
+    let why = "user 65533 serves it, who is neither root, nor you (user 0), nor the owner of its folder (user 0)";
+    for (args, code) in [(&["ctl", "list"][..], 1), (&["run", "--", "true"], 0)] {
+        let done = by(args);
+        assert_eq!(done.code, Some(code), "{}", done.stderr);
+        assert!(done.stderr.contains(why), "{args:?}: {}", done.stderr);
+        let mut asked = Vec::new();
+        listener.accept().unwrap().0.read_to_end(&mut asked).unwrap();
+        assert_eq!(asked, b"", "{args:?}");
+    }
+    // In its own folder it is that user's, for those who name it.
+    nix::unistd::chown(dir.path(), Some(65533.into()), None).unwrap();
+    let answers = thread::spawn(move || {
+        let mut line = BufReader::new(listener.accept().unwrap().0);
+        line.read_line(&mut String::new()).unwrap();
+    });
+    let done = by(&["ctl", "list"]);
+    assert!(done.stderr.contains("ended the connection"), "{}", done.stderr);
+    answers.join().unwrap();
 }
 
 #[test]

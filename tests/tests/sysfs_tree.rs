@@ -614,7 +614,7 @@ fn programs_find_the_tree_under_sys() {
 
     // Without a tree it is said once, and only to who looks for it.
     let nothing = [("FERROCE_CONTROL", &*control), ("XDG_RUNTIME_DIR", &*own)];
-    if !Path::new("/run/ferroce/sys/class").exists() && !Path::new(policy).exists() {
+    if !Path::new("/run/ferroce-daemon/sys/class").exists() && !Path::new(policy).exists() {
         let out = under_run(&nothing, &["cat", policy, policy]);
         let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
         assert_eq!(

@@ -53,7 +53,7 @@ fn complain() {
     static SAID: AtomicBool = AtomicBool::new(false);
     if !SAID.swap(true, Ordering::Relaxed) {
         let text = "no attributes of ferroce are mounted: start `ferroce serve`, `map` or `daemon` with --sysfs DIR, and name another \
-                    DIR than /run/ferroce/sys with FERROCE_SYS";
+                    DIR than /run/ferroce-daemon/sys with FERROCE_SYS";
         config::complain(format_args!("{text}"));
     }
 }

@@ -67,7 +67,7 @@ const ALONE: [(&str, &str); 5] = [
 /// Ignored tests that need programs of others, or rights: packages.
 const CLIENTS_OF: [&str; 4] = ["rnbd-disk", "rnbd-host", "ferroce-tests", "ferroce-wire"];
 /// Those of them that make a namespace, mount a file system, set up a loop device or are several users.
-const PRIVILEGED: [&str; 20] = [
+const PRIVILEGED: [&str; 21] = [
     "a_block_device_has_its_own_geometry",
     "a_block_device_is_written_discarded_and_zeroed",
     "a_cut_network_is_left_for_the_other_and_taken_again",
@@ -79,6 +79,7 @@ const PRIVILEGED: [&str; 20] = [
     "a_program_that_takes_all_addresses_comes_beside_those_that_have_some",
     "a_read_only_block_device_is_not_opened_for_writing",
     "a_socket_is_its_owners_and_its_groups",
+    "a_socket_that_another_user_serves_is_not_used",
     "a_storage_host_comes_beside_a_program_that_has_all_addresses",
     "addresses_of_both_ip_versions_come_and_go_at_several_loops",
     "closing_an_image_file_makes_it_durable",

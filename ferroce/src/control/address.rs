@@ -1,14 +1,21 @@
-//! Where control sockets are if nobody says otherwise.
+//! Where control sockets are by default, and connecting to one.
 
-use std::path::{Path, PathBuf};
+use std::{
+    fs, io,
+    os::unix::{fs::MetadataExt, net::UnixStream},
+    path::{Path, PathBuf},
+};
 
-use nix::unistd::geteuid;
+use nix::{
+    sys::socket::{getsockopt, sockopt::PeerCredentials},
+    unistd::geteuid,
+};
 use roce::environment;
 
 /// The environment variable with the socket.
 const VARIABLE: &str = "FERROCE_CONTROL";
-/// The folder of root's daemon.
-const SYSTEM: &str = "/run/ferroce";
+/// The folder of the system's daemon.
+pub(crate) const SYSTEM: &str = "/run/ferroce-daemon";
 const NAME: &str = "control.sock";
 
 fn named() -> Option<PathBuf> {
@@ -17,23 +24,47 @@ fn named() -> Option<PathBuf> {
         .map(PathBuf::from)
 }
 
-/// In the user's own folder.
+/// The folder of the user's own daemon. `None` where the environment is another user's, as after `su`.
+pub(crate) fn own_folder() -> Option<PathBuf> {
+    let dir = environment::var_os("XDG_RUNTIME_DIR").map(PathBuf::from)?;
+    let is_ours = fs::metadata(&dir).is_ok_and(|meta| meta.uid() == geteuid().as_raw());
+    is_ours.then(|| dir.join("ferroce"))
+}
+
 fn own() -> Option<PathBuf> {
-    environment::var_os("XDG_RUNTIME_DIR").map(|dir| Path::new(&dir).join("ferroce").join(NAME))
+    own_folder().map(|dir| dir.join(NAME))
 }
 
 fn of_system() -> PathBuf {
     Path::new(SYSTEM).join(NAME)
 }
 
-/// The socket to connect to: the user's own daemon's, or else root's.
+/// The socket to connect to: that of the user's own daemon, or else the system's.
 pub(crate) fn usual_place() -> PathBuf {
     let own = || own().filter(|own| own.exists());
     named().or_else(own).unwrap_or_else(of_system)
 }
 
-/// The socket that a daemon makes; `None`: a user who has no folder for it.
+/// The socket that a daemon creates; `None`: a user who has no folder for it.
 pub(super) fn place_of_daemon() -> Option<PathBuf> {
     let usual = || if geteuid().is_root() { Some(of_system()) } else { own() };
     named().or_else(usual)
+}
+
+/// Connects to a control socket that is served by a user who is trusted with it: root, this user, or the owner of its folder.
+///
+/// # Errors
+/// Those of `connect`, and when another user serves the socket.
+pub(crate) fn connect(path: &Path) -> io::Result<UnixStream> {
+    let stream = UnixStream::connect(path)?;
+    let (server, own) = (getsockopt(&stream, PeerCredentials)?.uid(), geteuid().as_raw());
+    let folder = path.parent().filter(|dir| !dir.as_os_str().is_empty());
+    let owner = fs::metadata(folder.unwrap_or(Path::new(".")))?.uid();
+    match [0, own, owner].contains(&server) {
+        true => Ok(stream),
+        false => Err(io::Error::other(format!(
+            "user {server} serves it, who is neither root, nor you (user {own}), nor the owner of its folder (user {owner}): do not use it, and \
+             remove it"
+        ))),
+    }
 }

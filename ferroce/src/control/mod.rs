@@ -75,7 +75,7 @@ pub(crate) struct ControlArgs {
     #[arg(long, value_name = "[ADDR:]PORT", value_parser = metrics_address)]
     metrics: Option<SocketAddr>,
     /// Mount the attributes there as a file system (FUSE), with the paths, texts and modes that Linux has under /sys, until the end;
-    /// who may use the control socket may use it. In /run/ferroce/sys `ferroce run -- TOOL` finds it without being told
+    /// who may use the control socket may use it. In /run/ferroce-daemon/sys `ferroce run -- TOOL` finds it without being told
     #[arg(long, value_name = "DIR")]
     sysfs: Option<PathBuf>,
     /// Only names of the kernel's code there, without those that only its documents have

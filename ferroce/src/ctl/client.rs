@@ -14,7 +14,10 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::{
-    control::{VERSION, address::usual_place},
+    control::{
+        VERSION,
+        address::{connect, usual_place},
+    },
     output::Failure,
     signals::Stop,
 };
@@ -112,7 +115,7 @@ impl Client {
     /// Connects to this socket, or to the one that there usually is.
     pub(super) fn connect(socket: Option<&Path>) -> Result<Self, Failure> {
         let path = socket.map_or_else(usual_place, Path::to_owned);
-        let stream = UnixStream::connect(&path).map_err(|e| not_connected(&path, &e))?;
+        let stream = connect(&path).map_err(|e| not_connected(&path, &e))?;
         let set = stream.set_read_timeout(Some(LOOK));
         set.map_err(|e| Failure::failed(format!("{}: {e}", path.display())))?;
         let mut this = Self {

@@ -34,7 +34,7 @@ Examples:
   ferroce ctl events --json
   ferroce ctl cat class/rtrs-client/two/mpath_policy
 
-Without --socket and FERROCE_CONTROL the socket is control.sock in $XDG_RUNTIME_DIR/ferroce if there is one, else in /run/ferroce.
+Without --socket and FERROCE_CONTROL the socket is control.sock in $XDG_RUNTIME_DIR/ferroce if there is one, else in /run/ferroce-daemon.
 
 A device is called by its name at the server, as DEVICE@SESSION if several sessions have one of that name, or rnbdN as in the tree of \
 `ls`. A path is called as `list` shows it, SRC,DST, or DST alone if there is only one to there. A SESSION need not be named if there is only one.

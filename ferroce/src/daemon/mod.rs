@@ -28,7 +28,7 @@ use self::{
     tasks::Tasks,
 };
 use crate::{
-    control::{Control, ControlArgs, Supervisor},
+    control::{Control, ControlArgs, Supervisor, address::SYSTEM},
     output::Failure,
     printer::Printer,
     report::ReportArgs,
@@ -50,7 +50,7 @@ The file is TOML. It has a table for each server and each mapping, whose keys ar
   [map.db]                         # the session is called db, unless there is a `session`
   path = [\"192.0.2.1,192.0.2.8\", \"198.51.100.1,198.51.100.8\"]
   device = [\"data\", \"log\"]
-  nbd = \"/run/ferroce/db.sock\"
+  nbd = \"/run/ferroce-daemon/db.sock\"
   on-loss = \"queue\"
 
 An option without a value is true or false, one that may be given several times has an array, and `on|off` is true or false, too.
@@ -67,7 +67,7 @@ pub(crate) struct DaemonArgs {
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Folder of the NBD sockets of sessions that are opened by `ferroce ctl map`: SESSION.sock
-    #[arg(long, value_name = "DIR", default_value = "/run/ferroce")]
+    #[arg(long, value_name = "DIR", default_value = SYSTEM)]
     nbd_dir: PathBuf,
     #[command(flatten)]
     control: ControlArgs,

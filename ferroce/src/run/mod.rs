@@ -53,7 +53,7 @@ serve and map, with or without --addr here.
 
 Tools for rtrs and rnbd of Linux find what `ferroce serve`, `map` and `daemon` have mounted with --sysfs: paths below /sys/class/rnbd-client, \
 rnbd-server, rtrs-client and rtrs-server, /sys/module/rnbd_server and rtrs_server, and /sys/block/DEVICE lead there. It is looked for where the \
-process behind the control socket says ($FERROCE_CONTROL, or a daemon's), then in /run/ferroce/sys and $XDG_RUNTIME_DIR/ferroce/sys.
+process behind the control socket says ($FERROCE_CONTROL, or a daemon's), then in /run/ferroce-daemon/sys and $XDG_RUNTIME_DIR/ferroce/sys.
 
 Environment, also for programs that load the library on their own, but for those with rights that their user hasn't \
 (set-uid, capabilities):

@@ -2,40 +2,47 @@
 
 use std::{
     fs,
-    io::{BufRead, BufReader, Read, Write},
-    os::unix::{fs::MetadataExt, net::UnixStream},
+    io::{self, BufRead, BufReader, Read, Write},
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     time::Duration,
 };
 
-use roce::environment;
 use serde_json::{Value, json};
 
-use crate::control::{VERSION, address::usual_place};
+use crate::control::{
+    VERSION,
+    address::{SYSTEM, connect, own_folder, usual_place},
+};
 
-/// Places that `--sysfs` is suggested for: root's, and in the user's own folder.
-const SYSTEM: &str = "/run/ferroce/sys";
-const OWN: &str = "ferroce/sys";
-/// A process that does not say hello in that time is not waited for.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// The name that is suggested for --sysfs, in the folder of the system's daemon and in the user's own.
+const NAME: &str = "sys";
+/// A process that does not answer within this time is ignored.
+const TIME: Duration = Duration::from_secs(2);
 /// Bytes of its answer at most.
 const MAX_ANSWER: u64 = 64 << 10;
 
 /// The tree of the process at the control socket, or one in a usual place.
 pub(super) fn find() -> Option<PathBuf> {
-    let own = || environment::var_os("XDG_RUNTIME_DIR").map(|dir| Path::new(&dir).join(OWN));
     told(&usual_place()).or_else(|| {
-        [Some(SYSTEM.into()), own()]
-            .into_iter()
-            .flatten()
-            .find(|dir| is_mounted(dir))
+        let folders = [Some(SYSTEM.into()), own_folder()].into_iter().flatten();
+        folders.map(|dir| dir.join(NAME)).find(|dir| is_mounted(dir))
     })
 }
 
-/// What the process there says.
+/// The tree that the process there has mounted.
 fn told(socket: &Path) -> Option<PathBuf> {
-    let mut stream = UnixStream::connect(socket).ok()?;
-    stream.set_read_timeout(Some(PATIENCE)).ok()?;
+    let mut stream = match connect(socket) {
+        Ok(stream) => stream,
+        Err(e) => {
+            // Mostly there is none, or it is not for this user.
+            if e.kind() == io::ErrorKind::Other {
+                tracing::warn!("control socket {}: {e}", socket.display());
+            }
+            return None;
+        }
+    };
+    stream.set_read_timeout(Some(TIME)).ok()?;
     let hello = json!({ "id": 1, "do": "hello", "version": VERSION });
     stream.write_all(format!("{hello}\n").as_bytes()).ok()?;
     let mut line = String::new();
