@@ -2,6 +2,7 @@
 
 use std::{
     net::{IpAddr, SocketAddr},
+    path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -158,6 +159,26 @@ impl MapArgs {
             mode: device.mode.unwrap_or(mode),
         };
         self.devices.iter().map(device).collect()
+    }
+
+    /// The options of NBD clients.
+    pub(crate) fn nbd(&self) -> &NbdArgs {
+        &self.nbd
+    }
+
+    /// The socket files that it creates.
+    pub(crate) fn socket_files(&self) -> Result<Vec<PathBuf>, Failure> {
+        let vhost = self.vhost.sockets(&self.map_devices())?;
+        let nbd = self.nbd.socket_file().map(Path::to_owned);
+        Ok(nbd
+            .into_iter()
+            .chain(vhost.into_iter().map(|socket| socket.path))
+            .collect())
+    }
+
+    /// The capture file.
+    pub(crate) fn capture(&self) -> Option<&Path> {
+        self.transport.capture()
     }
 
     /// The server, as it is called in messages.

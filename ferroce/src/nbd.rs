@@ -2,7 +2,7 @@
 
 use std::{
     net::{IpAddr, SocketAddr},
-    path::PathBuf,
+    path::{Path, PathBuf},
 };
 
 use clap::{Args, ValueEnum};
@@ -64,6 +64,21 @@ impl NbdArgs {
     /// Whether there is a socket on the command line.
     pub(crate) fn is_named(&self) -> bool {
         self.nbd.is_some() || !self.nbd_listen.is_empty()
+    }
+
+    /// The file of the Unix socket.
+    pub(crate) fn socket_file(&self) -> Option<&Path> {
+        self.nbd.as_deref()
+    }
+
+    /// Whether it listens at TCP addresses.
+    pub(crate) fn has_tcp(&self) -> bool {
+        !self.nbd_listen.is_empty()
+    }
+
+    /// The folder of the certificates.
+    pub(crate) fn certificates(&self) -> Option<&Path> {
+        self.tls_certificates.as_deref()
     }
 
     /// The sockets of the command line, or these that are there.

@@ -2,6 +2,7 @@
 
 use std::{
     net::{IpAddr, SocketAddr},
+    path::{Path, PathBuf},
     time::Duration,
 };
 
@@ -9,7 +10,7 @@ use clap::{ArgAction, Args};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use rnbd::server::Limits;
 use rnbd_admin::Parameters;
-use rnbd_disk::{Caching, DiskConfig, ExportSpec, Exports, FolderSpec, Image};
+use rnbd_disk::{Caching, DiskConfig, ExportSpec, Exports, FolderSpec};
 use rnbd_host::{
     LoopStats,
     gate::Gate,
@@ -75,6 +76,10 @@ pub(crate) struct ServeArgs {
     /// Options as those of --export
     #[arg(long, value_name = "DIR[,ro][,migrate]")]
     export_dir: Option<FolderSpec>,
+    /// Folder that --export and --export-dir must not lead out of, by whatever links; or a file or block device that is all of it. `ro`: nobody
+    /// may write. Several times: as many [default: anywhere]
+    #[arg(long, value_name = "PATH[,ro]", value_parser = root)]
+    export_within: Vec<FolderSpec>,
     /// Who may connect; may be given several times [default: everybody]. With NAME: a session of that name only from there,
     /// its further paths too, while a name without a rule is for the addresses without a name
     #[arg(long, value_name = "[NAME=]CIDR")]
@@ -138,6 +143,15 @@ fn listen(text: &str) -> Result<SocketAddr, String> {
     }
 }
 
+/// A root of exports.
+pub(crate) fn root(text: &str) -> Result<FolderSpec, String> {
+    let root: FolderSpec = text.parse()?;
+    match root.migrate {
+        true => Err("`migrate` is of an export".to_owned()),
+        false => Ok(root),
+    }
+}
+
 pub(crate) fn on_off(text: &str) -> Result<bool, String> {
     match text {
         "on" => Ok(true),
@@ -153,8 +167,73 @@ impl ServeArgs {
     }
 
     /// What is offered by name.
-    pub(crate) fn exports(&self) -> &[ExportSpec] {
-        &self.exports
+    pub(crate) fn exports(&self) -> Result<Vec<ExportSpec>, Failure> {
+        let named = self.exports.iter().map(|export| {
+            let path = absolute(&export.path)?;
+            Ok(match self.root(&path)? {
+                None => export.clone(),
+                Some(root) => ExportSpec {
+                    path,
+                    read_only: export.read_only || root.read_only,
+                    migrate: export.migrate && !root.read_only,
+                    within: Some(root.path),
+                    ..export.clone()
+                },
+            })
+        });
+        named.collect()
+    }
+
+    /// What is offered by name, as it was given.
+    pub(crate) fn named_paths(&self) -> impl Iterator<Item = &Path> {
+        self.exports.iter().map(|export| &*export.path)
+    }
+
+    /// The folder whose files are offered, as it was given.
+    pub(crate) fn folder_path(&self) -> Option<&Path> {
+        self.export_dir.as_ref().map(|folder| &*folder.path)
+    }
+
+    /// The folder whose files are offered.
+    fn folder(&self) -> Result<Option<FolderSpec>, Failure> {
+        let Some(folder) = &self.export_dir else {
+            return Ok(None);
+        };
+        let path = absolute(&folder.path)?;
+        Ok(Some(match self.root(&path)? {
+            None => folder.clone(),
+            Some(root) => FolderSpec {
+                path,
+                read_only: folder.read_only || root.read_only,
+                migrate: folder.migrate && !root.read_only,
+                within: Some(root.path),
+            },
+        }))
+    }
+
+    /// The root that a path is below; `None`: it may be anywhere.
+    fn root(&self, path: &Path) -> Result<Option<FolderSpec>, Failure> {
+        if self.export_within.is_empty() {
+            return Ok(None);
+        }
+        for root in &self.export_within {
+            let root = FolderSpec {
+                path: absolute(&root.path)?,
+                ..root.clone()
+            };
+            if path.starts_with(&root.path) {
+                return Ok(Some(root));
+            }
+        }
+        Err(Failure::usage(format!(
+            "{} is not below --export-within",
+            path.display()
+        )))
+    }
+
+    /// The capture file.
+    pub(crate) fn capture(&self) -> Option<&Path> {
+        self.transport.capture()
     }
 
     /// The addresses of its devices.
@@ -225,6 +304,10 @@ impl ServeArgs {
     }
 }
 
+fn absolute(path: &Path) -> Result<PathBuf, Failure> {
+    std::path::absolute(path).map_err(|e| Failure::failed(format!("{}: {e}", path.display())))
+}
+
 /// Every open device takes a descriptor or two, and the usual limit (1024) is one for programs that call `select`.
 fn raise_open_files() {
     let raised = getrlimit(Resource::RLIMIT_NOFILE)
@@ -250,7 +333,7 @@ pub(crate) fn serve(args: &ServeArgs, place: Place<'_>) -> Result<(), Failure> {
         tell: told_to,
         ..
     } = place;
-    let exports = Exports::new(args.exports.iter().cloned(), args.export_dir.as_ref(), args.caching())
+    let exports = Exports::new(args.exports()?, args.folder()?.as_ref(), args.caching())
         .map_err(|e| Failure::failed(e.to_string()))?;
     let config = ServeConfig {
         rtrs: args.config(),
@@ -375,8 +458,10 @@ fn announce(args: &ServeArgs, reporter: &Reporter, mtus: &[(IpAddr, Mtu)]) -> Re
             "path_mtu": mtu(listen),
         })
     });
-    for export in &args.exports {
-        let size = Image::open(&export.path, false, args.caching()).map_or(0, |image| image.geometry().size);
+    for export in args.exports()? {
+        let size = export
+            .open(false, args.caching())
+            .map_or(0, |image| image.geometry().size);
         exports.push(json!({
             "name": export.name,
             "path": export.path.display().to_string(),

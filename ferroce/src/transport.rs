@@ -1,6 +1,11 @@
 //! Options and statistics of the RoCE device.
 
-use std::{net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    net::IpAddr,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
 use clap::Args;
 use roce::{DeviceConfig, DeviceStats, JoinConfig, LocalDevice, Mtu, Placement, broker::running_broker};
@@ -72,6 +77,11 @@ impl TransportArgs {
             pcap: self.pcap.clone(),
             ..usual
         }
+    }
+
+    /// The capture file.
+    pub(crate) fn capture(&self) -> Option<&Path> {
+        self.pcap.as_deref()
     }
 
     fn configs(&self, addrs: &[IpAddr]) -> Vec<DeviceConfig> {

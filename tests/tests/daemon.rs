@@ -1,8 +1,12 @@
-//! `ferroce daemon`, and who steers it.
+//! `ferroce daemon`, and who controls it.
 
 use std::{
     fs,
-    os::unix::net::{UnixDatagram, UnixStream},
+    io::{BufRead, BufReader, ErrorKind, Write},
+    os::unix::{
+        fs::{PermissionsExt, symlink},
+        net::{UnixDatagram, UnixStream},
+    },
     path::{Path, PathBuf},
     process::Command,
     time::Duration,
@@ -10,6 +14,7 @@ use std::{
 
 use ferroce_rig::certificates::Authority;
 use ferroce_tests::{
+    as_user,
     device::{image, serve},
     eventually, ferroce, fresh_address,
     nbd::Client,
@@ -20,6 +25,8 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 const MIB: usize = 1 << 20;
+const EACCES: i32 = 13;
+const EINVAL: i32 = 22;
 
 /// A daemon with a server and what it maps of that.
 struct Lab {
@@ -134,6 +141,110 @@ impl Lab {
 fn reads(socket: &Path, name: &str) {
     let mut client = Client::connect_to(socket, name, PATIENCE).unwrap();
     assert!(client.read(0, MIB).unwrap() == pattern(7, MIB), "{name}");
+}
+
+/// Asks for something over a new connection.
+fn ask(socket: &Path, request: &Value) -> Value {
+    let mut stream = BufReader::new(UnixStream::connect(socket).unwrap());
+    let mut answer = String::new();
+    for request in [&json!({ "do": "hello", "version": 1 }), request] {
+        writeln!(stream.get_mut(), "{request}").unwrap();
+        answer.clear();
+        stream.read_line(&mut answer).unwrap();
+    }
+    serde_json::from_str(&answer).unwrap()
+}
+
+#[test]
+#[ignore = "needs root, to be another user"]
+fn members_of_the_group_start_what_the_file_allows() {
+    const GROUP: u32 = 54321;
+    const OF_THE_BROKER: u32 = 54320;
+    let lab = Lab::new();
+    fs::set_permissions(lab.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let [images, captures, secret] = ["images", "captures", "secret"].map(|name| lab.path(name));
+    for folder in [&images, &captures] {
+        fs::create_dir(folder).unwrap();
+    }
+    fs::write(&secret, pattern(1, MIB)).unwrap();
+    image(&images, "disk", &pattern(7, MIB));
+    symlink(&secret, images.join("link")).unwrap();
+    lab.write(&[]);
+    let mut command = lab.command();
+    command.args(["--control-group", &GROUP.to_string()]);
+    let daemon = Running::start_command(command, "ferroce daemon".into());
+    lab.is_listening();
+    let control = lab.path("ctl");
+    let start = |task: &str, options: &[&str]| {
+        let request = json!({ "do": "start", "task": task, "options": options });
+        as_user(65533, GROUP, || ask(&control, &request))
+    };
+    let denied = |task: &str, options: &[&str], remedy: &str| {
+        let answer = start(task, options);
+        assert_eq!(answer["errno"], EACCES, "{options:?}: {answer}");
+        let text = answer["error"].as_str().unwrap();
+        assert!(text.contains(remedy), "{options:?}: {text}");
+        assert!(fs::read(&secret).unwrap() == pattern(1, MIB), "{options:?}");
+    };
+    let shown = |path: &Path| path.display().to_string();
+    let listen = format!("--listen={}", lab.server);
+    let [disk, link, of_secret, all] = [
+        format!("--export=disk={}", shown(&images.join("disk"))),
+        format!("--export=disk={}", shown(&images.join("link"))),
+        format!("--export=disk={}", shown(&secret)),
+        "--export-dir=/".to_owned(),
+    ];
+    let emptied = format!("--pcap={}", shown(&secret));
+    let mapping = ["--session=s", "--path=192.0.2.7", "--device=d"];
+    let elsewhere = format!("--nbd={}", shown(&captures.join("s")));
+
+    // Nothing of the daemon's user, while the file is silent.
+    for export in [&disk, &of_secret, &all] {
+        denied("serve.x", &[&listen, export], "add `export = [\"");
+    }
+    denied(
+        "map.x",
+        &[&mapping[..], &[&elsewhere]].concat(),
+        "--nbd-dir of the daemon",
+    );
+    denied(
+        "map.x",
+        &[&mapping[..], &["--nbd-listen=127.0.0.1"]].concat(),
+        "add `nbd-listen = true`",
+    );
+    let order = json!({ "do": "map", "device": "d", "session": "../escape", "paths": ["192.0.2.7"] });
+    let answer = as_user(65533, GROUP, || ask(&control, &order));
+    assert_eq!(answer["errno"], EINVAL, "{answer}");
+    // The group of the broker is another one.
+    let other = as_user(65532, OF_THE_BROKER, || UnixStream::connect(&control).map(drop));
+    assert_eq!(other.unwrap_err().kind(), ErrorKind::PermissionDenied);
+
+    // What it allows, and no more.
+    let allow = format!(
+        "[control]\nexport = \"{}\"\npcap = \"{}\"\n",
+        shown(&images),
+        shown(&captures)
+    );
+    lab.write(&[allow]);
+    lab.ctl(&["reload"]);
+    for more in [&of_secret, &all] {
+        denied("serve.x", &[&listen, more], "add `export = [\"");
+    }
+    denied("serve.x", &[&listen, &disk, &emptied], "add `pcap = [\"");
+    assert_eq!(start("serve.link", &[&listen, &link])["ok"], true);
+    eventually("the link is not followed", || {
+        lab.state("serve.link").as_deref() == Some("failed")
+    });
+    lab.ctl(&["stop", "serve.link"]);
+    let capture = format!("--pcap={}", shown(&captures.join("x.pcap")));
+    assert_eq!(start("serve.x", &[&listen, &disk, &capture])["ok"], true);
+    lab.is_up("serve.x");
+    assert!(captures.join("x.pcap").exists());
+    lab.ctl(&["stop", "serve.x"]);
+    // Root needs no file.
+    let done = lab.run(&["serve", "--daemon", &listen, &of_secret]);
+    assert_eq!(done.code, Some(0), "{}", done.stderr);
+    assert_eq!(daemon.stop().code, Some(0));
 }
 
 #[test]

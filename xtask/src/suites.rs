@@ -67,7 +67,7 @@ const ALONE: [(&str, &str); 5] = [
 /// Ignored tests that need programs of others, or rights: packages.
 const CLIENTS_OF: [&str; 4] = ["rnbd-disk", "rnbd-host", "ferroce-tests", "ferroce-wire"];
 /// Those of them that make a namespace, mount a file system, set up a loop device or are several users.
-const PRIVILEGED: [&str; 21] = [
+const PRIVILEGED: [&str; 22] = [
     "a_block_device_has_its_own_geometry",
     "a_block_device_is_written_discarded_and_zeroed",
     "a_cut_network_is_left_for_the_other_and_taken_again",
@@ -86,6 +86,7 @@ const PRIVILEGED: [&str; 21] = [
     "flaps_leave_nothing_behind",
     "flush_and_fua_leave_nothing_behind_in_memory",
     "flush_and_fua_reach_the_servers_device",
+    "members_of_the_group_start_what_the_file_allows",
     "one_member_of_the_group_does_not_hold_the_places_of_others",
     "two_names_of_one_block_device_have_one_writer",
     "what_goes_into_a_wire_comes_out_on_the_same_network",

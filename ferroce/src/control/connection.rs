@@ -26,6 +26,7 @@ use super::{
     Shared, VERSION,
     events::{Subscription, as_line},
     ops,
+    peer::Authority,
     sockets::Place,
 };
 use crate::printer::Printer;
@@ -69,6 +70,7 @@ pub(super) enum Greeting<'a> {
 pub(crate) struct Requests {
     shared: Arc<Shared>,
     output: Output,
+    authority: Authority,
     /// Requests that are not answered yet.
     open: Arc<(Mutex<usize>, Condvar)>,
     subscription: Arc<Mutex<Option<Subscription>>>,
@@ -84,10 +86,11 @@ enum Input {
 }
 
 impl Requests {
-    pub(crate) fn new(shared: Arc<Shared>, output: Output) -> Self {
+    pub(crate) fn new(shared: Arc<Shared>, output: Output, authority: Authority) -> Self {
         Self {
             shared,
             output,
+            authority,
             open: Arc::default(),
             subscription: Arc::default(),
         }
@@ -168,7 +171,7 @@ impl Requests {
         self.begin_one();
         let this = self.clone();
         let begun = thread::Builder::new().name("ferroce-ctl".into()).spawn(move || {
-            let outcome = ops::comply(&this.shared, &request);
+            let outcome = ops::comply(&this.shared, &request, this.authority);
             this.answer(&request["id"], outcome);
             this.end_one();
         });

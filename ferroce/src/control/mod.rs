@@ -40,6 +40,7 @@ use roce_net::socket_file::{Access, Kind, SocketFile};
 use roce_verbs::shown;
 
 pub(crate) use events::Events;
+pub(crate) use peer::Authority;
 pub(crate) use roster::{Roster, Served, Supervisor, not_renewed};
 
 use self::{
@@ -232,7 +233,7 @@ impl Control {
     }
 
     fn listen_on_stdio(&mut self) {
-        let requests = connection::Requests::new(self.shared.clone(), Output::Stdout);
+        let requests = connection::Requests::new(self.shared.clone(), Output::Stdout, Authority::Full);
         let reading = requests.clone();
         // It is not waited for: nothing ends a read of standard input.
         thread::spawn(move || reading.read(io::stdin().lock(), Greeting::Done));

@@ -8,7 +8,7 @@
 //! | `mappings` | |
 //! | `reload` | of a daemon, or of a mapping with TLS |
 //! | `tasks` | of a daemon |
-//! | `start` | `task`: `map.NAME` or `serve.NAME`; `options`: the command's arguments, each in one string |
+//! | `start` | `task`: `map.NAME` or `serve.NAME`; `options`: the command's arguments, each in one string. A peer of limited [`Authority`] starts only what the daemon's configuration allows |
 //! | `stop` | `task` |
 //!
 //! and, of a mapping (`session`: its session, if there are several), what [`client`] has, and of a server what [`server`] has. What both
@@ -22,13 +22,13 @@ use rnbd_admin::{Host, Kind, Names, Stat};
 use rnbd_host::control::Refused;
 use serde_json::{Map, Value, json};
 
-use super::{Shared, metrics, show};
+use super::{Shared, metrics, peer::Authority, show};
 
 /// How a request ended: what there is to tell, or why not.
 pub(super) type Outcome = Result<Map<String, Value>, Refused>;
 
 /// Complies with a request, and waits until that is done.
-pub(super) fn comply(shared: &Shared, request: &Value) -> Outcome {
+pub(super) fn comply(shared: &Shared, request: &Value, authority: Authority) -> Outcome {
     let verb = text(request, "do")?;
     if let Some(outcome) = of_tree(shared, verb, request) {
         return outcome;
@@ -43,7 +43,7 @@ pub(super) fn comply(shared: &Shared, request: &Value) -> Outcome {
             .supervisor()?
             .stop(text(request, "task")?)
             .map(|()| Map::new()),
-        "start" => start(shared, request),
+        "start" => start(shared, request, authority),
         // Of whatever runs.
         "stats" | "reset_path_stats" if request["of"] == "server" || !shared.roster.kinds().0 => {
             server::comply(shared, verb, request)
@@ -71,14 +71,15 @@ fn mappings(shared: &Shared) -> Outcome {
     Ok(fields(json!({ "mappings": all })))
 }
 
-fn start(shared: &Shared, request: &Value) -> Outcome {
+fn start(shared: &Shared, request: &Value, authority: Authority) -> Outcome {
     let supervisor = shared.roster.supervisor()?;
     let words = request["options"].as_array().into_iter().flatten();
     let words = words.map(|word| word.as_str().map(str::to_owned));
     let words = words
         .collect::<Option<Vec<_>>>()
         .ok_or_else(|| wrong("options are strings"))?;
-    supervisor.start(text(request, "task")?, words).map(|()| Map::new())
+    let started = supervisor.start(text(request, "task")?, words, authority);
+    started.map(|()| Map::new())
 }
 
 fn of_tree(shared: &Shared, verb: &str, request: &Value) -> Option<Outcome> {
@@ -230,7 +231,7 @@ mod tests {
                     request[key] = value.clone();
                     // Another one of them odd as well.
                     request[keys[(n * 7 + key.len()) % keys.len()]] = odd[(n + 5) % odd.len()].clone();
-                    if let Err(refused) = comply(&shared, &request) {
+                    if let Err(refused) = comply(&shared, &request, Authority::Full) {
                         assert!(!refused.text.is_empty(), "{request}");
                     }
                 }
@@ -241,13 +242,17 @@ mod tests {
     #[test]
     fn what_is_of_a_server_needs_one() {
         let shared = shared();
-        assert!(comply(&shared, &json!({ "do": "stats" })).is_ok());
+        assert!(comply(&shared, &json!({ "do": "stats" }), Authority::Full).is_ok());
         for request in [json!({ "do": "stats", "of": "server" }), json!({ "do": "sessions" })] {
-            assert_eq!(comply(&shared, &request).unwrap_err().errno, Errno::ENODEV, "{request}");
+            assert_eq!(
+                comply(&shared, &request, Authority::Full).unwrap_err().errno,
+                Errno::ENODEV,
+                "{request}"
+            );
         }
         let reset = json!({ "do": "reset_path_stats", "path": "127.0.0.1" });
-        assert!(comply(&shared, &reset).is_ok());
-        let other = comply(&shared, &json!({ "do": "list", "session": "t" }));
+        assert!(comply(&shared, &reset, Authority::Full).is_ok());
+        let other = comply(&shared, &json!({ "do": "list", "session": "t" }), Authority::Full);
         assert_eq!(other.unwrap_err().errno, Errno::ENOENT);
     }
 }

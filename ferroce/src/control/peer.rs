@@ -81,6 +81,15 @@ fn further_groups(stream: &UnixStream) -> io::Result<Vec<u32>> {
     }
 }
 
+/// What a peer may have this process do.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Authority {
+    /// Whatever the process can: root, its own user, and who has started it.
+    Full,
+    /// Of what touches files of this user as much as its configuration allows: members of the group.
+    Limited,
+}
+
 /// Who may use a socket or a tree.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct AccessControl {

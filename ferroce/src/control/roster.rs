@@ -18,6 +18,7 @@ use rnbd_host::{
 
 use serde_json::{Map, Value, json};
 
+use super::peer::Authority;
 use crate::sharing::link;
 
 /// Why certificates are not other ones now.
@@ -47,8 +48,8 @@ pub(crate) trait Supervisor: Send + Sync {
     fn reload(&self) -> Result<Map<String, Value>, Refused>;
     /// What there is.
     fn tasks(&self) -> Map<String, Value>;
-    /// Begins one more: `map.NAME` or `serve.NAME`, with the arguments of the command.
-    fn start(&self, name: &str, words: Vec<String>) -> Result<(), Refused>;
+    /// Begins one more, as far as this authority goes: `map.NAME` or `serve.NAME`, with the arguments of the command.
+    fn start(&self, name: &str, words: Vec<String>, authority: Authority) -> Result<(), Refused>;
     /// Ends one.
     fn stop(&self, name: &str) -> Result<(), Refused>;
     /// Opens a session and a device over it.

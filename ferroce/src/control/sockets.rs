@@ -18,6 +18,7 @@ use parking_lot::Mutex;
 use super::{
     Shared,
     connection::{Greeting, Output, Requests},
+    peer::Authority,
     places::{Entered, Full, Limits, Peer, Places},
 };
 
@@ -154,9 +155,17 @@ impl Connections {
 pub(super) struct Place {
     connections: Arc<Mutex<Connections>>,
     id: u64,
+    peer: Peer,
 }
 
 impl Place {
+    pub(super) fn authority(&self) -> Authority {
+        match self.peer.trusted {
+            true => Authority::Full,
+            false => Authority::Limited,
+        }
+    }
+
     /// The first request has arrived: no deadline any more, and no eviction. False: the connection has been evicted before.
     pub(super) fn opened(&self) -> bool {
         self.connections.lock().places.open(self.id)
@@ -255,9 +264,11 @@ fn admit<S: Stream>(all: &Arc<Mutex<Connections>>, stream: S, service: &impl Ser
         .retain(|connection| !connection.thread.is_finished());
     let entered = service.identify(&stream).and_then(|peer| {
         let entered = connections.places.enter(peer, Instant::now());
-        entered.map_err(|full| service.full(&full))
+        entered
+            .map(|entered| (entered, peer))
+            .map_err(|full| service.full(&full))
     });
-    let Entered { id, evicted } = match entered {
+    let (Entered { id, evicted }, peer) = match entered {
         Ok(entered) => entered,
         Err(text) => {
             // A new socket has room for a line.
@@ -271,7 +282,11 @@ fn admit<S: Stream>(all: &Arc<Mutex<Connections>>, stream: S, service: &impl Ser
     let (service, all) = (service.clone(), all.clone());
     let spawned = stream.try_clone().and_then(|other| {
         let thread = thread::Builder::new().name("ferroce-ctl".into()).spawn(move || {
-            let place = Place { connections: all, id };
+            let place = Place {
+                connections: all,
+                id,
+                peer,
+            };
             service.serve(&stream, &place);
             // A clone of it is still open.
             let _ = stream.shutdown(Shutdown::Both);
@@ -308,7 +323,7 @@ pub(super) fn converse(shared: &Arc<Shared>, stream: &UnixStream, place: &Place)
         // The reader is not to wait for more either.
         let _ = writing.shutdown(Shutdown::Both);
     });
-    let requests = Requests::new(shared.clone(), Output::Lines(lines));
+    let requests = Requests::new(shared.clone(), Output::Lines(lines), place.authority());
     requests.read(stream, Greeting::Wanted(place));
     requests.end();
     if let Ok(writer) = writer {

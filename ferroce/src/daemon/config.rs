@@ -8,12 +8,18 @@ use std::{
 };
 
 use clap::{ArgAction, Args, Command, FromArgMatches, error::ContextKind};
+use rnbd_disk::FolderSpec;
 use toml::{
     Spanned,
     de::{DeTable, DeValue},
 };
 
-use crate::{map::MapArgs, output::Failure, serve::ServeArgs};
+use super::allow::{self, Allowed};
+use crate::{
+    map::MapArgs,
+    output::Failure,
+    serve::{self, ServeArgs},
+};
 
 /// Options that are the daemon's own.
 const NOT_KEYS: [&str; 9] = [
@@ -27,6 +33,9 @@ const NOT_KEYS: [&str; 9] = [
     "sysfs",
     "sysfs-strict",
 ];
+
+/// The table of what members of the control socket's group may start.
+const CONTROL: &str = "control";
 
 /// What is wrong with a file, and where.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -73,7 +82,7 @@ impl Kind {
         })
     }
 
-    fn command(&self) -> Command {
+    pub(super) fn command(&self) -> Command {
         let command = Command::new(self.name()).no_binary_name(true);
         match self {
             Self::Serve => ServeArgs::augment_args(command),
@@ -108,7 +117,7 @@ impl Task {
     /// When they are not the command's arguments.
     pub(crate) fn job(&self, kind: &Kind) -> Result<Job, Failure> {
         let job = kind.parse(kind.command(), &self.words);
-        job.map_err(|e| Failure::usage(said(&e)))
+        job.map_err(|e| failure(&e))
     }
 
     /// The arguments but for those of these options.
@@ -124,6 +133,11 @@ pub(crate) enum Job {
     Map(Box<MapArgs>),
 }
 
+/// What is wrong with arguments, as a failure.
+pub(super) fn failure(e: &clap::Error) -> Failure {
+    Failure::usage(said(e))
+}
+
 /// What is wrong with arguments.
 fn said(e: &clap::Error) -> String {
     let text = e.to_string();
@@ -135,6 +149,8 @@ fn said(e: &clap::Error) -> String {
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub(crate) struct Config {
     pub(crate) tasks: BTreeMap<TaskName, Task>,
+    /// What members of the control socket's group may start besides.
+    pub(crate) allowed: Allowed,
 }
 
 /// A file while it is read.
@@ -162,9 +178,13 @@ impl Source<'_> {
     fn config(&self, root: &DeTable<'_>) -> Result<Config, ConfigError> {
         let mut config = Config::default();
         for (name, value) in root {
+            if name.as_ref() == CONTROL {
+                config.allowed = self.allowed(value)?;
+                continue;
+            }
             let Some(kind) = Kind::named(name.as_ref()) else {
                 let text = format!(
-                    "unknown table `{}`: there are [serve.NAME] and [map.NAME]",
+                    "unknown table `{}`: there are [serve.NAME], [map.NAME] and [{CONTROL}]",
                     name.as_ref()
                 );
                 return Err(self.error(name.span().start, text));
@@ -182,6 +202,52 @@ impl Source<'_> {
             }
         }
         Ok(config)
+    }
+
+    /// The table `[control]`.
+    fn allowed(&self, value: &Spanned<DeValue<'_>>) -> Result<Allowed, ConfigError> {
+        let DeValue::Table(table) = value.as_ref() else {
+            return Err(self.error(value.span().start, format!("a table is wanted: [{CONTROL}]")));
+        };
+        let mut allowed = Allowed::default();
+        for (name, value) in table {
+            match &**name.as_ref() {
+                allow::EXPORT => allowed.export = self.each(value, root)?,
+                allow::PCAP => allowed.pcap = self.each(value, folder)?,
+                allow::TLS_CERTIFICATES => allowed.tls_certificates = self.each(value, folder)?,
+                allow::NBD_LISTEN => match value.as_ref() {
+                    DeValue::Boolean(on) => allowed.nbd_listen = *on,
+                    _ => return Err(self.error(value.span().start, format!("`{}` is true or false", name.as_ref()))),
+                },
+                other => {
+                    let text = format!(
+                        "unknown key `{other}` of [{CONTROL}]: there are {}, {}, {} and {}",
+                        allow::EXPORT,
+                        allow::PCAP,
+                        allow::TLS_CERTIFICATES,
+                        allow::NBD_LISTEN
+                    );
+                    return Err(self.error(name.span().start, text));
+                }
+            }
+        }
+        Ok(allowed)
+    }
+
+    /// One or several strings.
+    fn each<T>(
+        &self,
+        value: &Spanned<DeValue<'_>>,
+        read: impl Fn(&str) -> Result<T, String>,
+    ) -> Result<Vec<T>, ConfigError> {
+        let one = |value: &Spanned<DeValue<'_>>| match value.as_ref() {
+            DeValue::String(text) => read(text).map_err(|e| self.error(value.span().start, e)),
+            _ => Err(self.error(value.span().start, "a path is wanted")),
+        };
+        match value.as_ref() {
+            DeValue::Array(values) => values.iter().map(one).collect(),
+            _ => one(value).map(|one| vec![one]),
+        }
     }
 
     fn table<'t, 'i>(&self, kind: &Kind, value: &'t Spanned<DeValue<'i>>) -> Result<&'t DeTable<'i>, ConfigError> {
@@ -281,6 +347,21 @@ impl Source<'_> {
     }
 }
 
+/// A folder of the table `[control]`.
+fn folder(text: &str) -> Result<PathBuf, String> {
+    let path = PathBuf::from(text);
+    match path.is_absolute() {
+        true => Ok(path),
+        false => Err(format!("{text:?} is no absolute path")),
+    }
+}
+
+/// What exports may be, in the table `[control]`.
+fn root(text: &str) -> Result<FolderSpec, String> {
+    let root = serve::root(text)?;
+    folder(&root.path.to_string_lossy()).map(|_| root)
+}
+
 impl Config {
     /// Reads what a file says.
     ///
@@ -339,6 +420,20 @@ mod tests {
     }
 
     #[test]
+    fn what_may_be_started_is_a_table_of_its_own() {
+        assert_eq!(parse("").unwrap().allowed, Allowed::default());
+        let text = "[control]\nexport = ['/images', '/dev/sdb,ro']\npcap = '/captures'\nnbd-listen = true\n";
+        let allowed = parse(text).unwrap().allowed;
+        let roots: Vec<_> = allowed
+            .export
+            .iter()
+            .map(|root| (&*root.path, root.read_only))
+            .collect();
+        assert_eq!(roots, [(Path::new("/images"), false), (Path::new("/dev/sdb"), true)]);
+        assert_eq!((allowed.pcap, allowed.nbd_listen), (vec!["/captures".into()], true));
+    }
+
+    #[test]
     fn what_is_wrong_is_named_with_its_line() {
         let map = "[map.a]\npath = '192.0.2.7'\nnbd = '/s'\n";
         for (text, line, word) in [
@@ -362,6 +457,12 @@ mod tests {
             (format!("{map}device = 'd'\npolicy = 'none'"), 5, "none"),
             (map.to_owned(), 1, "device"),
             (format!("{map}device = 'd'\nnbd = '/t'"), 5, ""),
+            ("control = 1".to_owned(), 1, "[control]"),
+            ("[control]\nexports = '/a'".to_owned(), 2, "unknown key `exports`"),
+            ("[control]\nexport = ['/a', 'b']".to_owned(), 2, "no absolute path"),
+            ("[control]\nexport = '/a,migrate'".to_owned(), 2, "migrate"),
+            ("[control]\npcap = true".to_owned(), 2, "a path"),
+            ("[control]\nnbd-listen = 'x'".to_owned(), 2, "true or false"),
         ] {
             let e = parse(&text).expect_err(&text);
             assert!(e.starts_with(&format!("f.toml:{line}: ")), "{e}\n{text}");

@@ -54,7 +54,7 @@ fn from_root(long: &str, value: &str) -> Result<String, Failure> {
             .map_err(|path| Failure::usage(format!("{} is no UTF-8", path.display())))
     };
     match (long, value.split_once('=')) {
-        ("nbd" | "pcap" | "export-dir" | "tls-certificates", _) => absolute(value),
+        ("nbd" | "pcap" | "export-dir" | "export-within" | "tls-certificates", _) => absolute(value),
         ("vhost-user", None) => absolute(value),
         ("export" | "vhost-user", Some((name, path))) => Ok(format!("{name}={}", absolute(path)?)),
         _ => Ok(value.to_owned()),

@@ -1,5 +1,6 @@
 //! `ferroce daemon`: any number of servers and mappings in one process.
 
+mod allow;
 mod change;
 mod config;
 mod handover;
@@ -15,20 +16,22 @@ use std::{
 };
 
 use clap::Args;
+use parking_lot::Mutex;
 use rnbd::{Errno, proto::AccessMode};
 use rnbd_admin::MapOrder;
 use rnbd_host::control::Refused;
 use rtrs::addr::PathAddr;
 use serde_json::{Map, Value};
 
-pub(crate) use self::{config::Kind, handover::hand_over};
 use self::{
-    config::{Config, TaskName},
+    allow::Allowed,
+    config::{Config, Task, TaskName},
     notify::Manager,
     tasks::Tasks,
 };
+pub(crate) use self::{config::Kind, handover::hand_over};
 use crate::{
-    control::{Control, ControlArgs, Supervisor, address::SYSTEM},
+    control::{Authority, Control, ControlArgs, Supervisor, address::SYSTEM},
     output::Failure,
     printer::Printer,
     report::ReportArgs,
@@ -56,6 +59,17 @@ The file is TOML. It has a table for each server and each mapping, whose keys ar
 An option without a value is true or false, one that may be given several times has an array, and `on|off` is true or false, too.
 `json`, `stats-interval`, `control`, `metrics` and `sysfs` are the daemon's own options.
 
+Members of the control socket's group start tasks (`ferroce serve --daemon`, `map --daemon`) with no more of the rights of the daemon's user than \
+the file allows. Without this table they export no file, write no capture and let no NBD client in by TCP:
+
+  [control]
+  export = [\"/images\", \"/dev/sdb,ro\"]   # exports are one of these, or below it
+  pcap = \"/var/lib/ferroce-daemon\"      # captures are files in this folder
+  tls-certificates = \"/etc/pki/nbd\"     # this folder of certificates may be used
+  nbd-listen = true                     # NBD clients may come by TCP
+
+Sockets of their tasks are in --nbd-dir. Root and the daemon's own user may start anything.
+
 SIGHUP, or `ferroce ctl reload`, has the file read again. What is the same goes on untouched; of a mapping, devices, paths, policy, reconnects and \
 --on-loss change while it runs, of a server its exports, which stay for who has them open; what else has changed begins anew. A file with a mistake \
 changes nothing.
@@ -66,7 +80,8 @@ pub(crate) struct DaemonArgs {
     /// What to serve and to map; without it nothing, until `ferroce serve` and `map --daemon` bring something
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Folder of the NBD sockets of sessions that are opened by `ferroce ctl map`: SESSION.sock
+    /// Folder of the NBD sockets of sessions that are opened by `ferroce ctl map` (SESSION.sock), and of all sockets of tasks that members of
+    /// the control socket's group start
     #[arg(long, value_name = "DIR", default_value = SYSTEM)]
     nbd_dir: PathBuf,
     #[command(flatten)]
@@ -85,6 +100,7 @@ fn read(file: Option<&Path>) -> Result<Config, Failure> {
 struct Orders {
     tasks: Arc<Tasks>,
     config: Option<PathBuf>,
+    allowed: Mutex<Allowed>,
     nbd_dir: PathBuf,
 }
 
@@ -92,6 +108,7 @@ impl Supervisor for Orders {
     fn reload(&self) -> Result<Map<String, Value>, Refused> {
         let config = read(self.config.as_deref());
         let config = config.map_err(|e| Refused::new(Errno::EINVAL, e.text().unwrap_or_default()))?;
+        *self.allowed.lock() = config.allowed.clone();
         Ok(self.tasks.reload(config))
     }
 
@@ -99,8 +116,13 @@ impl Supervisor for Orders {
         self.tasks.list()
     }
 
-    fn start(&self, name: &str, words: Vec<String>) -> Result<(), Refused> {
-        self.tasks.start(Tasks::name(name)?, words)
+    fn start(&self, name: &str, words: Vec<String>, authority: Authority) -> Result<(), Refused> {
+        let name = Tasks::name(name)?;
+        let task = match authority {
+            Authority::Full => Task { words },
+            Authority::Limited => self.allowed.lock().task(&name.kind, words, &self.nbd_dir)?,
+        };
+        self.tasks.start(name, task)
     }
 
     fn stop(&self, name: &str) -> Result<(), Refused> {
@@ -108,6 +130,11 @@ impl Supervisor for Orders {
     }
 
     fn open(&self, order: &MapOrder) -> Result<(), Refused> {
+        if order.session.contains(['/', '\0']) {
+            let text =
+                "a session with a slash in its name can't be opened so: its socket SESSION.sock is a file of --nbd-dir";
+            return Err(Refused::new(Errno::EINVAL, text));
+        }
         let mode = match order.mode {
             AccessMode::ReadWrite => String::new(),
             mode => format!(",{mode}"),
@@ -125,7 +152,7 @@ impl Supervisor for Orders {
             kind: Kind::Map,
             name: order.session.clone(),
         };
-        self.tasks.open(name, words)
+        self.tasks.open(name, Task { words })
     }
 }
 
@@ -150,7 +177,9 @@ fn daemon(args: &DaemonArgs) -> Result<(), Failure> {
     let orders = Arc::new(Orders {
         tasks: tasks.clone(),
         config: args.config.clone(),
-        nbd_dir: args.nbd_dir.clone(),
+        allowed: Mutex::new(config.allowed.clone()),
+        nbd_dir: std::path::absolute(&args.nbd_dir)
+            .map_err(|e| Failure::usage(format!("--nbd-dir {}: {e}", args.nbd_dir.display())))?,
     });
     control.roster().supervise(orders.clone());
     tasks.load(config);

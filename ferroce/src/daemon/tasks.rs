@@ -45,6 +45,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 const SERVERS_FIRST: Duration = Duration::from_secs(5);
 /// The order in which tasks end: a mapping may be of one of our servers, and needs it until what was written is durable.
 const ENDING: [Kind; 2] = [Kind::Map, Kind::Serve];
+/// Tasks that are not in the file, at a time.
+const MAX_ORDERED: usize = 64;
 /// A task that ran for so long had not failed in a row.
 const LASTED: Duration = Duration::from_secs(60);
 
@@ -479,7 +481,10 @@ impl Tasks {
                 self.renew(name).and_then(|_| comply(&control, requests))
             }
             (Change::Exports, Some(Live::Serve(exports))) => match new.job(&name.kind) {
-                Ok(Job::Serve(args)) => exports.set_named(args.exports().to_vec()).map_err(|e| e.to_string()),
+                Ok(Job::Serve(args)) => args
+                    .exports()
+                    .map_err(|e| e.text().unwrap_or_default().to_owned())
+                    .and_then(|named| exports.set_named(named).map_err(|e| e.to_string())),
                 _ => Err("it is no server".to_owned()),
             },
             _ => {
@@ -514,14 +519,19 @@ impl Tasks {
         if entries.contains_key(&name) {
             return Err(Refused::new(Errno::EEXIST, format!("there is a task {name} already")));
         }
+        let ordered = entries.values().filter(|entry| entry.origin == Origin::Order).count();
+        if origin == Origin::Order && ordered >= MAX_ORDERED {
+            let text =
+                format!("{MAX_ORDERED} tasks were started over the control socket, as many as there may be: stop one");
+            return Err(Refused::new(Errno::EBUSY, text));
+        }
         let entry = self.begin(&name, task, origin, 0);
         entries.insert(name, entry);
         Ok(())
     }
 
     /// Begins a task that is not in the file; it ends with the daemon.
-    pub(super) fn start(&self, name: TaskName, words: Vec<String>) -> Result<(), Refused> {
-        let task = Task { words };
+    pub(super) fn start(&self, name: TaskName, task: Task) -> Result<(), Refused> {
         let job = task.job(&name.kind);
         job.map_err(|e| Refused::new(Errno::EINVAL, e.text().unwrap_or_default()))?;
         self.add(name, task, Origin::Order)
@@ -559,8 +569,8 @@ impl Tasks {
     }
 
     /// Begins a mapping, and waits until it has come up or failed: then it is gone again.
-    pub(super) fn open(&self, name: TaskName, words: Vec<String>) -> Result<(), Refused> {
-        self.start(name.clone(), words)?;
+    pub(super) fn open(&self, name: TaskName, task: Task) -> Result<(), Refused> {
+        self.start(name.clone(), task)?;
         loop {
             match self.come_up(&name) {
                 Some(Ok(())) => return Ok(()),

@@ -47,6 +47,35 @@ pub struct ExportSpec {
     pub read_only: bool,
     /// Beside a writer, a second one gets in with [`AccessMode::Migration`]. Without it that mode is read-write.
     pub migrate: bool,
+    /// The path is this one or below it, whatever links are in it.
+    pub within: Option<PathBuf>,
+}
+
+impl ExportSpec {
+    /// Opens the file, without taking it from other writers.
+    ///
+    /// # Errors
+    /// EXDEV when it is not where it has to be, and those of [`Image::open`].
+    pub fn open(&self, writable: bool, caching: Caching) -> Result<Image, Errno> {
+        let label = self.path.display().to_string();
+        Image::from_handle(&self.handle()?, writable, caching, label)
+    }
+
+    fn handle(&self) -> Result<OwnedFd, Errno> {
+        match &self.within {
+            Some(root) => open_within(root, &self.path),
+            None => lookup::open_path(&self.path),
+        }
+    }
+}
+
+/// Opens a path that leads to nothing but this root and what is below it.
+fn open_within(root: &Path, path: &Path) -> Result<OwnedFd, Errno> {
+    match path.strip_prefix(root) {
+        Err(_) => Err(Errno::EXDEV),
+        Ok(rest) if rest.as_os_str().is_empty() => lookup::open_path(root),
+        Ok(rest) => lookup::open_beneath(lookup::open_dir(root)?.as_fd(), rest.as_os_str().as_bytes()),
+    }
 }
 
 impl FromStr for ExportSpec {
@@ -69,6 +98,7 @@ impl FromStr for ExportSpec {
             path,
             read_only: access.read_only,
             migrate: access.migrate,
+            within: None,
         })
     }
 }
@@ -82,6 +112,8 @@ pub struct FolderSpec {
     pub read_only: bool,
     /// As in [`ExportSpec::migrate`], for all of them.
     pub migrate: bool,
+    /// As in [`ExportSpec::within`].
+    pub within: Option<PathBuf>,
 }
 
 impl FromStr for FolderSpec {
@@ -96,6 +128,7 @@ impl FromStr for FolderSpec {
             path,
             read_only: access.read_only,
             migrate: access.migrate,
+            within: None,
         })
     }
 }
@@ -163,7 +196,13 @@ impl Folder {
             Some(at) => PathBuf::from(OsString::from_vec(bytes[..at].to_vec())),
             None => spec.path.clone(),
         };
-        let dir = lookup::open_dir(&path)?;
+        let dir = match &spec.within {
+            Some(root) => open_within(root, &path).map_err(described)?,
+            None => lookup::open_dir(&path)?,
+        };
+        if lookup::file_type(&dir)? != libc::S_IFDIR {
+            return Err(Errno::ENOTDIR.into());
+        }
         Ok(Self {
             file_system: FileSystem::of(&dir)?,
             dir,
@@ -325,7 +364,8 @@ fn table(named: impl IntoIterator<Item = ExportSpec>, caching: Caching) -> io::R
     for mut spec in named {
         // The process may change its folder later.
         spec.path = std::path::absolute(&spec.path)?;
-        let image = Image::open(&spec.path, !spec.read_only, caching)
+        let image = spec
+            .open(!spec.read_only, caching)
             .map_err(|e| named_error(&format!("export {} = {}", spec.name, spec.path.display()), e))?;
         let file_system = image.file_system();
         let name = key_of(spec.name.as_bytes()).map_err(|e| named_error(&spec.name, e))?;
@@ -394,7 +434,7 @@ impl Exports {
         if let Some(spec) = named {
             return Ok(Found {
                 id: ExportId(Id::Named(key)),
-                handle: lookup::open_path(&spec.path)?,
+                handle: spec.handle()?,
                 access: Access {
                     read_only: spec.read_only,
                     migrate: spec.migrate,
@@ -508,12 +548,18 @@ fn key_of(name: &[u8]) -> Result<Vec<u8>, Errno> {
 }
 
 fn named_error(what: &str, e: Errno) -> io::Error {
+    let io = described(e);
+    io::Error::new(io.kind(), format!("{what}: {io}"))
+}
+
+fn described(e: Errno) -> io::Error {
     let io = io::Error::from(e);
     let text = match e {
-        Errno::ENOTBLK => "neither an image file nor a block device".to_owned(),
-        _ => io.to_string(),
+        Errno::ENOTBLK => "neither an image file nor a block device",
+        Errno::EXDEV => "it leads out of the folder that it has to be in",
+        _ => return io,
     };
-    io::Error::new(io.kind(), format!("{what}: {text}"))
+    io::Error::new(io.kind(), text)
 }
 
 #[cfg(test)]

@@ -18,6 +18,7 @@ fn spec(name: &str, path: &Path, read_only: bool) -> ExportSpec {
         path: path.into(),
         read_only,
         migrate: false,
+        within: None,
     }
 }
 
@@ -95,6 +96,51 @@ fn a_second_writer_needs_an_export_that_migrates() {
         assert_eq!(second_writer(first, [true, false]), Err(Errno::EPERM));
         assert_eq!(second_writer(first, [false, true]), Err(Errno::EPERM));
     }
+}
+
+#[test]
+fn what_has_to_be_within_a_folder_leads_out_of_it_by_no_link() {
+    let t = tempfile::tempdir().unwrap();
+    let [root, secret, inside, out] = ["root", "secret", "root/inside", "root/out"].map(|name| t.path().join(name));
+    fs::create_dir(&root).unwrap();
+    image(&secret, 4096);
+    image(&inside, 4096);
+    std::os::unix::fs::symlink("../secret", &out).unwrap();
+    std::os::unix::fs::symlink("inside", root.join("link")).unwrap();
+    let within = |path: PathBuf, root: &Path| ExportSpec {
+        within: Some(root.into()),
+        ..spec("disk", &path, false)
+    };
+    for path in [&inside, &root.join("link"), &root.join("./link")] {
+        exports([within(path.clone(), &root)], None).unwrap();
+    }
+    exports([within(secret.clone(), &secret)], None).unwrap();
+    for path in [&secret, &out, &root.join("../secret"), &root.join("link/../../secret")] {
+        assert!(
+            exports([within(path.clone(), &root)], None).is_err(),
+            "{}",
+            path.display()
+        );
+    }
+    // Nor by one that is put there later.
+    let ex = exports([within(inside.clone(), &root)], None).unwrap();
+    fs::rename(&out, &inside).unwrap();
+    assert_eq!(ex.find("s", b"disk").unwrap_err(), Errno::EXDEV);
+    std::os::unix::fs::symlink("..", root.join("up")).unwrap();
+    for path in [root.join("up"), t.path().into(), inside.clone()] {
+        let folder = FolderSpec {
+            path,
+            within: Some(root.clone()),
+            ..FolderSpec::default()
+        };
+        assert!(exports([], Some(&folder)).is_err(), "{}", folder.path.display());
+    }
+    let folder = FolderSpec {
+        path: root.clone(),
+        within: Some(root.clone()),
+        ..FolderSpec::default()
+    };
+    exports([], Some(&folder)).unwrap();
 }
 
 #[test]

@@ -100,6 +100,7 @@ impl Lab {
                 path,
                 read_only: name == "ro",
                 migrate: name == "second",
+                within: None,
             });
         }
         specs.extend(extra.map(|path| ExportSpec {
