@@ -4,7 +4,7 @@ use std::{
     fs,
     io::{BufRead, BufReader, ErrorKind, Write},
     os::unix::{
-        fs::{PermissionsExt, symlink},
+        fs::{PermissionsExt, chown, symlink},
         net::{UnixDatagram, UnixStream},
     },
     path::{Path, PathBuf},
@@ -244,6 +244,86 @@ fn members_of_the_group_start_what_the_file_allows() {
     // Root needs no file.
     let done = lab.run(&["serve", "--daemon", &listen, &of_secret]);
     assert_eq!(done.code, Some(0), "{}", done.stderr);
+    assert_eq!(daemon.stop().code, Some(0));
+}
+
+/// As its unit has it: with the user's own files and no capabilities.
+#[test]
+#[ignore = "needs root, to be other users"]
+fn the_daemon_runs_as_a_user_of_its_own() {
+    const USER: u32 = 64998;
+    const ADMINS: u32 = 54321;
+    const OF_THE_BROKER: u32 = 54320;
+    let lab = Lab::new();
+    fs::set_permissions(lab.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let [run, program] = ["run", "ferroce"].map(|name| lab.path(name));
+    // The program may be where only root may look.
+    fs::copy(ferroce(), &program).unwrap();
+    fs::create_dir(&run).unwrap();
+    chown(&run, Some(USER), Some(USER)).unwrap();
+    // One image is the user's, one a group's of it, one root's.
+    chown(lab.path("one"), Some(USER), None).unwrap();
+    chown(lab.path("two"), None, Some(USER)).unwrap();
+    for (name, mode) in [("one", 0o600), ("two", 0o660), ("three", 0o600)] {
+        fs::set_permissions(lab.path(name), fs::Permissions::from_mode(mode)).unwrap();
+    }
+    let theirs = format!(
+        "[serve.theirs]\nlisten = \"{}\"\nexport = \"three={}\"\n",
+        fresh_address(),
+        lab.path("three").display()
+    );
+    let maps = lab.maps("a", &["one", "two"]).replace("a.sock", "run/a.sock");
+    lab.write(&[lab.serves(&["one", "two"]), theirs, maps]);
+    let control = run.join("control.sock");
+    let mut command = Command::new("setpriv");
+    let (user, admins) = (USER.to_string(), ADMINS.to_string());
+    command.args(["--reuid", &user, "--regid", &user, "--groups", &admins]);
+    command.args(["--no-new-privs", "--bounding-set", "-all", "env"]);
+    command.arg(format!("FERROCE_BROKER={}", program.display()));
+    command.arg(&program).args(["daemon", "--json", "--config"]);
+    command.arg(lab.path("ferroce.toml")).arg("--control").arg(&control);
+    command.args(["--control-group", &admins, "--nbd-dir"]).arg(&run);
+    command.env("XDG_RUNTIME_DIR", &run);
+    let daemon = Running::start_command(command, "ferroce daemon".into());
+    eventually("a control socket", || UnixStream::connect(&control).is_ok());
+    let state = |task: &str| {
+        let tasks = as_user(65533, ADMINS, || ask(&control, &json!({ "do": "tasks" })));
+        let found = tasks["tasks"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .find(|t| t["task"] == task)
+            .cloned();
+        found.map(|task| (task["state"].as_str().unwrap().to_owned(), task["why"].to_string()))
+    };
+    eventually("the mapping", || state("map.a").is_some_and(|(state, _)| state == "up"));
+    reads(&run.join("a.sock"), "two");
+    let (state, why) = state("serve.theirs").unwrap();
+    assert!(state == "failed" && why.contains("Permission denied"), "{state}: {why}");
+    // Root's ctl and a member's trust it, as the folder is its own.
+    let ctl = |groups: &[&str]| {
+        let mut command = Command::new("setpriv");
+        command.args(["--reuid", "65533", "--regid", "65533"]).args(groups);
+        command
+            .arg(&program)
+            .args(["ctl", "--socket"])
+            .arg(&control)
+            .arg("tasks");
+        Running::start_command(command, format!("ferroce ctl of {groups:?}")).end()
+    };
+    assert_eq!(
+        lab.run(&["ctl", "--socket", &control.display().to_string(), "tasks"])
+            .code,
+        Some(0)
+    );
+    let member = ctl(&["--groups", &admins]);
+    assert_eq!(member.code, Some(0), "{}", member.stderr);
+    let other = ctl(&["--groups", &OF_THE_BROKER.to_string()]);
+    assert!(
+        other.code == Some(1) && other.stderr.contains("Permission denied"),
+        "{}",
+        other.stderr
+    );
     assert_eq!(daemon.stop().code, Some(0));
 }
 

@@ -24,8 +24,8 @@ const LINKS: [(&str, &str, &str); 3] = [
 ];
 const HEADER: &str = "verbs-shim/include/ferroce_verbs.h";
 const PKG_CONFIG: &str = "verbs-shim/ferroce-verbs.pc.in";
-/// Units of systemd.
-const UNITS: [&str; 2] = ["ferroce-broker.service", "ferroce.service"];
+/// Units of systemd, and their users.
+const UNITS: [&str; 3] = ["ferroce-broker.service", "ferroce.service", "ferroce.sysusers"];
 const UNITS_FOLDER: &str = "ferroce/dist";
 
 #[derive(Args)]

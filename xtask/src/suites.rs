@@ -67,7 +67,7 @@ const ALONE: [(&str, &str); 5] = [
 /// Ignored tests that need programs of others, or rights: packages.
 const CLIENTS_OF: [&str; 4] = ["rnbd-disk", "rnbd-host", "ferroce-tests", "ferroce-wire"];
 /// Those of them that make a namespace, mount a file system, set up a loop device or are several users.
-const PRIVILEGED: [&str; 22] = [
+const PRIVILEGED: [&str; 23] = [
     "a_block_device_has_its_own_geometry",
     "a_block_device_is_written_discarded_and_zeroed",
     "a_cut_network_is_left_for_the_other_and_taken_again",
@@ -88,6 +88,7 @@ const PRIVILEGED: [&str; 22] = [
     "flush_and_fua_reach_the_servers_device",
     "members_of_the_group_start_what_the_file_allows",
     "one_member_of_the_group_does_not_hold_the_places_of_others",
+    "the_daemon_runs_as_a_user_of_its_own",
     "two_names_of_one_block_device_have_one_writer",
     "what_goes_into_a_wire_comes_out_on_the_same_network",
 ];
@@ -103,6 +104,9 @@ const MOUNTING: [&str; 8] = [
     "the_place_is_taken_over_from_the_dead_and_from_nobody_else",
     "writes_are_orders_and_nothing_can_be_made",
 ];
+
+/// Those of them that look at units of systemd.
+const OF_UNITS: [&str; 1] = ["units_are_hardened"];
 
 /// Ignored tests that only root can run, as they need several users or a set-uid program: package and file.
 const SEVERAL_USERS: [(&str, &str); 4] = [
@@ -499,9 +503,10 @@ impl<'a> Stage<'a> {
             return Ok(Tally::not_run(why));
         }
         let mut jobs = Vec::new();
-        let rights: [(&[&str], bool, &str); 2] = [
+        let rights: [(&[&str], bool, &str); 3] = [
             (&PRIVILEGED, tools::may_make_namespaces(), tools::NO_NAMESPACES),
             (&MOUNTING, tools::may_mount_fuse(), tools::NO_FUSE),
+            (&OF_UNITS, tools::may_analyze_units(), tools::NO_SYSTEMD),
         ];
         let mut present = Vec::new();
         for program in self.tests.iter().filter(|t| CLIENTS_OF.contains(&t.package.as_str())) {

@@ -105,6 +105,21 @@ pub(crate) fn may_mount_fuse() -> bool {
     may_make_namespaces() && Path::new("/dev/fuse").exists()
 }
 
+/// Why units of systemd are not looked at.
+pub(crate) const NO_SYSTEMD: &str = "no systemd-analyze of systemd 252 or later";
+
+/// Whether systemd can say how exposed a unit is, without running it.
+pub(crate) fn may_analyze_units() -> bool {
+    let mut command = Command::new("systemd-analyze");
+    command.arg("--version");
+    let Ok(out) = process::capture("systemd-analyze", &mut command) else {
+        return false;
+    };
+    let said = String::from_utf8_lossy(&out.stdout);
+    let version = said.split_whitespace().nth(1).and_then(|word| word.parse::<u32>().ok());
+    version.is_some_and(|version| version >= 252)
+}
+
 /// The packages of what is missing.
 fn missing(tools: &[Tool]) -> Vec<&'static str> {
     let lacking = tools.iter().filter(|t| find(t.program).is_none());
