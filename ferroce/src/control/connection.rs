@@ -13,8 +13,14 @@
 
 use std::{
     io::{self, BufRead, BufReader, Read},
-    sync::{Arc, mpsc::SyncSender},
+    net::Shutdown,
+    os::unix::net::UnixStream,
+    sync::{
+        Arc,
+        mpsc::{SyncSender, sync_channel},
+    },
     thread,
+    time::Duration,
 };
 
 use parking_lot::{Condvar, Mutex};
@@ -27,7 +33,7 @@ use super::{
     events::{Subscription, as_line},
     ops,
     peer::Authority,
-    sockets::Place,
+    sockets::{Place, write_within},
 };
 use crate::printer::Printer;
 
@@ -35,6 +41,10 @@ use crate::printer::Printer;
 pub(crate) const MAX_REQUEST: usize = 64 << 10;
 /// Requests of a connection that may be in progress together; further ones wait to be read.
 pub(crate) const MAX_OPEN: usize = 16;
+/// Lines that may wait for a connection that reads slowly.
+const MAX_LINES: usize = 64;
+/// A connection that does not take a line within this time is closed.
+const WRITE_TIME: Duration = Duration::from_secs(30);
 
 /// Where answers go.
 #[derive(Clone)]
@@ -58,7 +68,7 @@ impl Output {
 
 /// Whether the peer has to agree on a version first.
 #[derive(Clone, Copy)]
-pub(super) enum Greeting<'a> {
+enum Greeting<'a> {
     /// It has, or it has started this process.
     Done,
     /// Its first request has to be `hello`. Until then its place is half-open.
@@ -97,7 +107,7 @@ impl Requests {
     }
 
     /// Reads requests until there are no more, or one is malformed. Does not wait for the answers.
-    pub(super) fn read(&self, input: impl Read, mut greeting: Greeting<'_>) {
+    fn read(&self, input: impl Read, mut greeting: Greeting<'_>) {
         let mut input = BufReader::new(input);
         loop {
             let text = match read_line(&mut input) {
@@ -217,6 +227,36 @@ impl Requests {
         }
         self.output.answer(as_line(&fields.into()));
     }
+}
+
+/// Requests and answers, to the end of the connection.
+pub(super) fn converse(shared: &Arc<Shared>, stream: &UnixStream, place: &Place) {
+    let Ok(writing) = stream.try_clone() else { return };
+    let (lines, to_write) = sync_channel::<String>(MAX_LINES);
+    let writer = thread::Builder::new().name("ferroce-ctl".into()).spawn(move || {
+        for line in to_write {
+            if write_within(&writing, line.as_bytes(), WRITE_TIME).is_err() {
+                break;
+            }
+        }
+        // The reader is not to wait for more either.
+        let _ = writing.shutdown(Shutdown::Both);
+    });
+    let requests = Requests::new(shared.clone(), Output::Lines(lines), place.authority());
+    requests.read(stream, Greeting::Wanted(place));
+    requests.end();
+    if let Ok(writer) = writer {
+        let _ = writer.join();
+    }
+}
+
+/// Answers requests of standard input on standard output, for the program that has started this one.
+pub(super) fn converse_on_stdio(shared: &Arc<Shared>) -> Requests {
+    let requests = Requests::new(shared.clone(), Output::Stdout, Authority::Full);
+    let reading = requests.clone();
+    // It is not joined: nothing ends a read of standard input.
+    thread::spawn(move || reading.read(io::stdin().lock(), Greeting::Done));
+    requests
 }
 
 /// A refusal of the connection, before any request.

@@ -23,7 +23,6 @@ use std::{
         Arc, OnceLock,
         atomic::{AtomicBool, Ordering},
     },
-    thread,
     time::Duration,
 };
 
@@ -44,11 +43,11 @@ pub(crate) use peer::Authority;
 pub(crate) use roster::{Roster, Served, Supervisor, not_renewed};
 
 use self::{
-    connection::{Greeting, Output, refusal},
+    connection::{converse, converse_on_stdio, refusal},
     http::Metrics,
     peer::AccessControl,
     places::{Full, Limits, Peer},
-    sockets::{Acceptor, Place, Service, converse},
+    sockets::{Acceptor, Place, Service},
 };
 use crate::output::Failure;
 
@@ -233,11 +232,7 @@ impl Control {
     }
 
     fn listen_on_stdio(&mut self) {
-        let requests = connection::Requests::new(self.shared.clone(), Output::Stdout, Authority::Full);
-        let reading = requests.clone();
-        // It is not waited for: nothing ends a read of standard input.
-        thread::spawn(move || reading.read(io::stdin().lock(), Greeting::Done));
-        self.stdio = Some(requests);
+        self.stdio = Some(converse_on_stdio(&self.shared));
     }
 }
 

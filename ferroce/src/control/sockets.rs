@@ -7,7 +7,7 @@ use std::{
         fd::AsFd,
         unix::net::{UnixListener, UnixStream},
     },
-    sync::{Arc, mpsc::sync_channel},
+    sync::Arc,
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
@@ -17,15 +17,10 @@ use parking_lot::Mutex;
 
 use super::{
     Shared,
-    connection::{Greeting, Output, Requests},
     peer::Authority,
     places::{Entered, Full, Limits, Peer, Places},
 };
 
-/// Lines that may wait for a connection that reads slowly.
-const MAX_LINES: usize = 64;
-/// A connection that does not take a line within this time is closed.
-const WRITE_TIME: Duration = Duration::from_secs(30);
 /// How long the end waits for answers to be taken.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 /// Pause after a failure to accept.
@@ -307,26 +302,5 @@ fn admit<S: Stream>(all: &Arc<Mutex<Connections>>, stream: S, service: &impl Ser
             connections.places.leave(id);
             tracing::warn!("no thread for a connection: {e}");
         }
-    }
-}
-
-/// Requests and answers, to the end of the connection.
-pub(super) fn converse(shared: &Arc<Shared>, stream: &UnixStream, place: &Place) {
-    let Ok(writing) = stream.try_clone() else { return };
-    let (lines, to_write) = sync_channel::<String>(MAX_LINES);
-    let writer = thread::Builder::new().name("ferroce-ctl".into()).spawn(move || {
-        for line in to_write {
-            if write_within(&writing, line.as_bytes(), WRITE_TIME).is_err() {
-                break;
-            }
-        }
-        // The reader is not to wait for more either.
-        let _ = writing.shutdown(Shutdown::Both);
-    });
-    let requests = Requests::new(shared.clone(), Output::Lines(lines), place.authority());
-    requests.read(stream, Greeting::Wanted(place));
-    requests.end();
-    if let Ok(writer) = writer {
-        let _ = writer.join();
     }
 }

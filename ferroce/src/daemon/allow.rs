@@ -3,13 +3,12 @@
 
 use std::path::{Component, Path, PathBuf};
 
-use clap::parser::ValueSource;
 use rnbd::Errno;
 use rnbd_disk::FolderSpec;
 use rnbd_host::control::Refused;
 
-use super::config::{Job, Kind, Task};
-use crate::{map::MapArgs, serve::ServeArgs};
+use super::task::{Job, Kind, Task};
+use crate::{map::MapArgs, output::Failure, serve::ServeArgs};
 
 /// Options that touch no file and open nothing but what sessions of RTRS need.
 const FREE: [&str; 36] = [
@@ -98,7 +97,7 @@ impl Allowed {
     pub(super) fn task(&self, kind: &Kind, mut words: Vec<String>, sockets: &Path) -> Result<Task, Refused> {
         self.check_options(kind, &words)?;
         let task = Task { words: words.clone() };
-        let invalid = |e: crate::output::Failure| Refused::new(Errno::EINVAL, e.text().unwrap_or_default());
+        let invalid = |e: Failure| Refused::new(Errno::EINVAL, e.text().unwrap_or_default());
         match task.job(kind).map_err(invalid)? {
             Job::Serve(args) => {
                 self.check_server(&args)?;
@@ -194,20 +193,6 @@ fn is_below(path: &Path, root: &Path) -> bool {
 /// In the folder itself, whose owner alone can put links there.
 fn is_child(path: &Path, folder: &Path) -> bool {
     is_plain(path) && path.file_name().is_some() && path.parent() == Some(folder)
-}
-
-impl Kind {
-    /// The options that arguments name.
-    fn given(&self, words: &[String]) -> Result<Vec<String>, crate::output::Failure> {
-        let command = self.command();
-        let matches = command.clone().try_get_matches_from(words);
-        let matches = matches.map_err(|e| super::config::failure(&e))?;
-        let named = command.get_arguments().filter(|arg| {
-            let id = arg.get_id().as_str();
-            matches.try_contains_id(id).is_ok() && matches.value_source(id) == Some(ValueSource::CommandLine)
-        });
-        Ok(named.map(|arg| arg.get_long().unwrap_or("").to_owned()).collect())
-    }
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use rnbd_host::{control::map::MapRequest, map::MapDevice};
 
-use super::config::{Job, Kind, Task};
+use super::task::{Job, Kind, Task};
 use crate::{
     map::{Changeable, MapArgs},
     output::Failure,

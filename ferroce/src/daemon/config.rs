@@ -7,19 +7,18 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use clap::{ArgAction, Args, Command, FromArgMatches, error::ContextKind};
+use clap::{ArgAction, Command, error::ContextKind};
 use rnbd_disk::FolderSpec;
 use toml::{
     Spanned,
     de::{DeTable, DeValue},
 };
 
-use super::allow::{self, Allowed};
-use crate::{
-    map::MapArgs,
-    output::Failure,
-    serve::{self, ServeArgs},
+use super::{
+    allow::{self, Allowed},
+    task::{Kind, Task, TaskName, described},
 };
+use crate::serve;
 
 /// Options that are the daemon's own.
 const NOT_KEYS: [&str; 9] = [
@@ -49,100 +48,6 @@ impl fmt::Display for ConfigError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:{}: {}", self.file.display(), self.line, self.text)
     }
-}
-
-/// Something to do.
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(crate) enum Kind {
-    Serve,
-    Map,
-}
-
-impl Kind {
-    const ALL: [Self; 2] = [Self::Serve, Self::Map];
-
-    /// As the command and the table are called.
-    pub(crate) const fn name(&self) -> &'static str {
-        match self {
-            Self::Serve => "serve",
-            Self::Map => "map",
-        }
-    }
-
-    /// The one that is called so.
-    pub(crate) fn named(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|kind| kind.name() == name)
-    }
-
-    fn parse(&self, command: Command, words: &[String]) -> Result<Job, clap::Error> {
-        let matches = command.try_get_matches_from(words)?;
-        Ok(match self {
-            Self::Serve => Job::Serve(Box::new(ServeArgs::from_arg_matches(&matches)?)),
-            Self::Map => Job::Map(Box::new(MapArgs::from_arg_matches(&matches)?)),
-        })
-    }
-
-    pub(super) fn command(&self) -> Command {
-        let command = Command::new(self.name()).no_binary_name(true);
-        match self {
-            Self::Serve => ServeArgs::augment_args(command),
-            Self::Map => MapArgs::augment_args(command),
-        }
-    }
-}
-
-/// A task's name: its kind and what the file calls it.
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(crate) struct TaskName {
-    pub(crate) kind: Kind,
-    pub(crate) name: String,
-}
-
-impl fmt::Display for TaskName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{}", self.kind.name(), self.name)
-    }
-}
-
-/// A task, as arguments of its command, each in one word. Two with equal arguments are the same.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) struct Task {
-    pub(crate) words: Vec<String>,
-}
-
-impl Task {
-    /// What it is.
-    ///
-    /// # Errors
-    /// When they are not the command's arguments.
-    pub(crate) fn job(&self, kind: &Kind) -> Result<Job, Failure> {
-        let job = kind.parse(kind.command(), &self.words);
-        job.map_err(|e| failure(&e))
-    }
-
-    /// The arguments but for those of these options.
-    pub(crate) fn without(&self, options: &[&str]) -> Vec<&str> {
-        let is = |word: &str| options.iter().any(|option| word.starts_with(&format!("--{option}=")));
-        self.words.iter().map(String::as_str).filter(|word| !is(word)).collect()
-    }
-}
-
-/// Arguments that were read.
-pub(crate) enum Job {
-    Serve(Box<ServeArgs>),
-    Map(Box<MapArgs>),
-}
-
-/// What is wrong with arguments, as a failure.
-pub(super) fn failure(e: &clap::Error) -> Failure {
-    Failure::usage(said(e))
-}
-
-/// What is wrong with arguments.
-fn said(e: &clap::Error) -> String {
-    let text = e.to_string();
-    let said = text.split("\n\n").next().unwrap_or(&text);
-    said.strip_prefix("error: ").unwrap_or(said).to_owned()
 }
 
 /// What a file says.
@@ -342,7 +247,7 @@ impl Source<'_> {
             let rest = about.strip_prefix("--").and_then(|about| about.strip_prefix(&key.name));
             rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(' '))
         });
-        let said = said(&e).replace("--", "");
+        let said = described(&e).replace("--", "");
         Err(self.error(key.map_or(at, |key| key.at), format!("{task}: {said}")))
     }
 }

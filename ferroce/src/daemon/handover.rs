@@ -4,7 +4,7 @@ use std::path::Path;
 
 use clap::{ArgAction, ArgMatches, Command, parser::ValueSource};
 
-use super::config::Kind;
+use super::task::Kind;
 use crate::{ctl, output::Failure};
 
 /// What is not handed over.

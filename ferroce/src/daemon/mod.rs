@@ -5,6 +5,7 @@ mod change;
 mod config;
 mod handover;
 mod notify;
+mod task;
 mod tasks;
 
 use std::{
@@ -25,11 +26,12 @@ use serde_json::{Map, Value};
 
 use self::{
     allow::Allowed,
-    config::{Config, Task, TaskName},
+    config::Config,
     notify::Manager,
+    task::{Task, TaskName},
     tasks::Tasks,
 };
-pub(crate) use self::{config::Kind, handover::hand_over};
+pub(crate) use self::{handover::hand_over, task::Kind};
 use crate::{
     control::{Authority, Control, ControlArgs, Supervisor, address::SYSTEM},
     output::Failure,

@@ -25,7 +25,8 @@ use serde_json::{Map, Value, json};
 
 use super::{
     change::{Change, change, still_to_do},
-    config::{Config, Job, Kind, Task, TaskName},
+    config::Config,
+    task::{Job, Kind, Task, TaskName},
 };
 use crate::{
     control::{Control, Events, Roster, not_renewed},

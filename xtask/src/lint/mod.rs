@@ -1,4 +1,5 @@
-//! Formatting, clippy, documentation, dependencies, the rule that engine and state machines are sans-IO, imports and lengths.
+//! Formatting, clippy, documentation, dependencies, the rules that engine and state machines are sans-IO and that socket files are created
+//! in one way, imports and lengths.
 
 use std::{
     fs,
@@ -43,6 +44,12 @@ const FORBIDDEN_TO_MACHINES: [&str; 14] = [
 ];
 /// Crates whose files don't import each other.
 const ACYCLIC: [&str; 3] = ["roce/local", "rtrs", "rnbd"];
+/// What is installed.
+const PRODUCT: [&str; 5] = ["roce", "rtrs", "rnbd", "verbs-shim", "ferroce"];
+/// The only file that creates socket files: elsewhere the owner of a folder could redirect them, and their modes.
+const SOCKET_FILES: &str = "roce/net/src/socket_file.rs";
+/// What only that file may do.
+const BY_PATH: [&str; 2] = ["UnixListener::bind", "fs::set_permissions"];
 /// Lines that a file may have.
 const LONGEST: usize = 1000;
 /// What they must not mention.
@@ -61,7 +68,15 @@ const FORBIDDEN: [&str; 9] = [
 /// All lints but clippy; every one is run.
 pub(crate) fn beside_clippy() -> Tally {
     let mut tally = Tally::default();
-    for lint in [format, documentation, fuzz, sans_io, import_cycles, lengths] {
+    for lint in [
+        format,
+        documentation,
+        fuzz,
+        sans_io,
+        socket_files,
+        import_cycles,
+        lengths,
+    ] {
         tally.expect(lint());
     }
     tally.add(hardware());
@@ -137,19 +152,14 @@ fn sans_io() -> Result<()> {
         for file in rust_files(&Path::new(krate).join("src"))? {
             let text = fs::read_to_string(&file).map_err(|e| format!("{}: {e}", file.display()))?;
             // A test may have threads: that of what several loops share needs them.
-            let tests = text
-                .lines()
-                .position(|line| line.trim_start_matches("pub(crate) ") == "mod tests {");
-            let lines = text.lines().take(tests.unwrap_or(usize::MAX));
-            for (number, line) in lines.enumerate() {
-                let code = line.split("//").next().unwrap_or_default();
+            for (number, code) in code_lines(&text) {
                 let machine = if MACHINES.contains(&krate) {
                     &FORBIDDEN_TO_MACHINES[..]
                 } else {
                     &[]
                 };
                 if let Some(word) = FORBIDDEN.iter().chain(machine).find(|w| code.contains(**w)) {
-                    findings.push(format!("{}:{}: {word} in a sans-IO crate", file.display(), number + 1));
+                    findings.push(format!("{}:{number}: {word} in a sans-IO crate", file.display()));
                 }
             }
         }
@@ -159,6 +169,37 @@ fn sans_io() -> Result<()> {
     } else {
         Err(findings.join("\n"))
     }
+}
+
+/// Socket files are created in one way.
+fn socket_files() -> Result<()> {
+    let mut findings = Vec::new();
+    for folder in PRODUCT {
+        for file in rust_files(Path::new(folder))? {
+            let has = |name: &str| file.components().any(|part| part.as_os_str() == name);
+            if file == Path::new(SOCKET_FILES) || !has("src") || has("tests") || has("tests.rs") {
+                continue;
+            }
+            let text = fs::read_to_string(&file).map_err(|e| format!("{}: {e}", file.display()))?;
+            for (number, code) in code_lines(&text) {
+                if let Some(word) = BY_PATH.iter().find(|word| code.contains(**word)) {
+                    findings.push(format!("{}:{number}: {word}: {SOCKET_FILES} does it", file.display()));
+                }
+            }
+        }
+    }
+    none(&findings)
+}
+
+/// The lines before the tests, with their numbers and without comments.
+fn code_lines(text: &str) -> impl Iterator<Item = (usize, &str)> {
+    let tests = text
+        .lines()
+        .position(|line| line.trim_start_matches("pub(crate) ") == "mod tests {");
+    let lines = text.lines().take(tests.unwrap_or(usize::MAX));
+    lines
+        .enumerate()
+        .map(|(index, line)| (index + 1, line.split("//").next().unwrap_or_default()))
 }
 
 fn rust_files(dir: &Path) -> Result<Vec<PathBuf>> {

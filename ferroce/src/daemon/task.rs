@@ -1,0 +1,113 @@
+//! A task of the daemon: a server or a mapping, as arguments of its command.
+
+use std::fmt;
+
+use clap::{Args, Command, FromArgMatches, parser::ValueSource};
+
+use crate::{map::MapArgs, output::Failure, serve::ServeArgs};
+
+/// Kind of a task: its command.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(crate) enum Kind {
+    Serve,
+    Map,
+}
+
+impl Kind {
+    const ALL: [Self; 2] = [Self::Serve, Self::Map];
+
+    /// As the command and the table are called.
+    pub(crate) const fn name(&self) -> &'static str {
+        match self {
+            Self::Serve => "serve",
+            Self::Map => "map",
+        }
+    }
+
+    /// The one that is called so.
+    pub(crate) fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.name() == name)
+    }
+
+    pub(super) fn parse(&self, command: Command, words: &[String]) -> Result<Job, clap::Error> {
+        let matches = command.try_get_matches_from(words)?;
+        Ok(match self {
+            Self::Serve => Job::Serve(Box::new(ServeArgs::from_arg_matches(&matches)?)),
+            Self::Map => Job::Map(Box::new(MapArgs::from_arg_matches(&matches)?)),
+        })
+    }
+
+    pub(super) fn command(&self) -> Command {
+        let command = Command::new(self.name()).no_binary_name(true);
+        match self {
+            Self::Serve => ServeArgs::augment_args(command),
+            Self::Map => MapArgs::augment_args(command),
+        }
+    }
+
+    /// The options that arguments name.
+    pub(super) fn given(&self, words: &[String]) -> Result<Vec<String>, Failure> {
+        let command = self.command();
+        let matches = command.clone().try_get_matches_from(words);
+        let matches = matches.map_err(|e| failure(&e))?;
+        let named = command.get_arguments().filter(|arg| {
+            let id = arg.get_id().as_str();
+            matches.try_contains_id(id).is_ok() && matches.value_source(id) == Some(ValueSource::CommandLine)
+        });
+        Ok(named.map(|arg| arg.get_long().unwrap_or("").to_owned()).collect())
+    }
+}
+
+/// A task's name: its kind and what the file calls it.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(crate) struct TaskName {
+    pub(crate) kind: Kind,
+    pub(crate) name: String,
+}
+
+impl fmt::Display for TaskName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.kind.name(), self.name)
+    }
+}
+
+/// A task, as arguments of its command, each in one word. Two with equal arguments are the same.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Task {
+    pub(crate) words: Vec<String>,
+}
+
+impl Task {
+    /// What it is.
+    ///
+    /// # Errors
+    /// When they are not the command's arguments.
+    pub(crate) fn job(&self, kind: &Kind) -> Result<Job, Failure> {
+        let job = kind.parse(kind.command(), &self.words);
+        job.map_err(|e| failure(&e))
+    }
+
+    /// The arguments but for those of these options.
+    pub(crate) fn without(&self, options: &[&str]) -> Vec<&str> {
+        let is = |word: &str| options.iter().any(|option| word.starts_with(&format!("--{option}=")));
+        self.words.iter().map(String::as_str).filter(|word| !is(word)).collect()
+    }
+}
+
+/// Arguments that were read.
+pub(crate) enum Job {
+    Serve(Box<ServeArgs>),
+    Map(Box<MapArgs>),
+}
+
+/// What is wrong with arguments, as a failure.
+fn failure(e: &clap::Error) -> Failure {
+    Failure::usage(described(e))
+}
+
+/// What is wrong with arguments.
+pub(super) fn described(e: &clap::Error) -> String {
+    let text = e.to_string();
+    let said = text.split("\n\n").next().unwrap_or(&text);
+    said.strip_prefix("error: ").unwrap_or(said).to_owned()
+}
