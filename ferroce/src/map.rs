@@ -305,7 +305,7 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
     let Place {
         sockets,
         stop,
-        roster,
+        services,
         mut reporter,
         tell,
     } = place;
@@ -318,7 +318,7 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
     config.check_devices().map_err(|e| Failure::usage(e.to_string()))?;
     let started = Mapping::start_shards(args.devices(&ways)?, config);
     let mut mapping = started.map_err(|e| Failure::failed(e.to_string()))?;
-    let _listed = roster.add_client(mapping.control());
+    let _listed = services.add_client(mapping.control());
     tell(Stage::Mapping(mapping.control(), tls));
     let begun = Instant::now();
     let (mut mapped, mut told, mut stopping) = (false, false, false);

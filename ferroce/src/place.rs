@@ -6,7 +6,7 @@ use rnbd_disk::Exports;
 use rnbd_host::{control::map::MapControl, tls::Tls};
 
 use crate::{
-    control::{Control, ControlArgs, Roster},
+    control::{Control, ControlArgs, ServiceRegistry},
     output::Failure,
     printer::Printer,
     report::{ReportArgs, Reporter},
@@ -29,7 +29,7 @@ pub(crate) struct Place<'a> {
     pub(crate) sockets: Option<String>,
     /// When it is to end.
     pub(crate) stop: Stop,
-    pub(crate) roster: Arc<Roster>,
+    pub(crate) services: Arc<ServiceRegistry>,
     pub(crate) reporter: Reporter,
     /// Is told how far it is.
     pub(crate) tell: &'a dyn Fn(Stage),
@@ -44,14 +44,14 @@ pub(crate) fn foreground(
     let stop = Stop::on_signals()?;
     // It ends after what it is asked about, which answers.
     let control = Control::start(control)?;
-    let roster = control.roster();
+    let services = control.services();
     let outcome = run(Place {
         sockets: None,
         stop,
-        roster: roster.clone(),
+        services: services.clone(),
         reporter: report.reporter(control.events()),
         tell: &|stage| match stage {
-            Stage::Mapping(_, Some(tls)) => roster.renewable(tls),
+            Stage::Mapping(_, Some(tls)) => services.renewable(tls),
             Stage::Mapping(..) | Stage::Serving(_) | Stage::Up => {}
         },
     });

@@ -328,7 +328,7 @@ pub(crate) fn serve(args: &ServeArgs, place: Place<'_>) -> Result<(), Failure> {
     raise_open_files();
     let Place {
         stop,
-        roster,
+        services,
         mut reporter,
         tell: told_to,
         ..
@@ -344,7 +344,7 @@ pub(crate) fn serve(args: &ServeArgs, place: Place<'_>) -> Result<(), Failure> {
         grace: GRACE,
     };
     let (mut server, mtus) = start(args, config)?;
-    let _listed = roster.add_server(Served {
+    let _listed = services.add_server(Served {
         control: server.control(),
         parameters: args.parameters(),
     });

@@ -152,7 +152,7 @@ impl Requests {
         if *version != VERSION {
             return Err(wrong(format!("version {version} is not spoken here, but {VERSION}")));
         }
-        let (maps, serves) = self.shared.roster.kinds();
+        let (maps, serves) = self.shared.services.kinds();
         Ok(ops::fields(json!({
             "version": VERSION,
             "program": concat!("ferroce ", env!("CARGO_PKG_VERSION")),

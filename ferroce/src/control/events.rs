@@ -1,4 +1,4 @@
-//! Events of a process, for those who have asked for them.
+//! Events of a process, for its subscribers.
 
 use std::sync::{
     Arc,
@@ -10,18 +10,18 @@ use serde_json::{Map, Value, json};
 
 use crate::output::escape_json;
 
-/// Who has subscribed.
+/// The subscribers.
 #[derive(Clone, Default)]
 pub(crate) struct Events(Arc<Mutex<Subscribers>>);
 
 #[derive(Default)]
 struct Subscribers {
     all: Vec<Subscriber>,
-    /// There have been so many.
+    /// Subscriptions so far.
     count: u64,
 }
 
-/// Ends when it is dropped.
+/// A subscription, until it is dropped.
 pub(crate) struct Subscription {
     events: Events,
     number: u64,
@@ -36,12 +36,12 @@ impl Drop for Subscription {
 struct Subscriber {
     number: u64,
     lines: SyncSender<String>,
-    /// Events that there was no room for since it was told of the last.
+    /// Events without room since the last notice of that.
     lost: u64,
 }
 
 impl Events {
-    /// Tells all events from now on, as lines. Whoever does not read them loses some, and is told how many.
+    /// Sends all events from now on, as lines. A subscriber that does not read them loses some, and gets their number.
     pub(crate) fn subscribe(&self, lines: SyncSender<String>) -> Subscription {
         let mut subscribers = self.0.lock();
         subscribers.count += 1;
@@ -54,7 +54,7 @@ impl Events {
         }
     }
 
-    /// Something has happened; `text` says it for people.
+    /// Sends an event to all subscribers; `text` describes it for people.
     pub(crate) fn publish(&self, event: &Map<String, Value>, text: &str) {
         let subscribers = &mut self.0.lock().all;
         if subscribers.is_empty() {
@@ -63,13 +63,13 @@ impl Events {
         let mut event = event.clone();
         event.insert("text".into(), text.into());
         let line = as_line(&event.into());
-        subscribers.retain_mut(|subscriber| subscriber.tell(&line));
+        subscribers.retain_mut(|subscriber| subscriber.send(&line));
     }
 }
 
 impl Subscriber {
-    /// False when nobody is there any more.
-    fn tell(&mut self, line: &str) -> bool {
+    /// False when the subscriber has gone.
+    fn send(&mut self, line: &str) -> bool {
         if self.lost > 0 {
             let text = format!("{} events were lost, as they were not read", self.lost);
             let notice = as_line(&json!({ "event": "events_lost", "events": self.lost, "text": text }));
@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_does_not_read_is_told_how_many_were_lost() {
+    fn a_subscriber_that_does_not_read_gets_the_number_of_lost_events() {
         let events = Events::default();
         let (send, receive) = sync_channel(2);
         let subscription = events.subscribe(send);

@@ -23,7 +23,7 @@ const TIME: Duration = Duration::from_secs(5);
 pub(super) struct Metrics(pub(super) Arc<Shared>);
 
 impl Service<TcpStream> for Metrics {
-    /// So many that a request arrives before whoever connects again and again has got its place.
+    /// Many enough that a request arrives before a peer that connects again and again has evicted its connection.
     const LIMITS: Limits = Limits {
         all: 128,
         reserved: 0,
@@ -46,7 +46,7 @@ impl Service<TcpStream> for Metrics {
             if !place.opened() {
                 return Ok(());
             }
-            let answer = answer_to(request.as_deref(), || metrics::text(&self.0.roster));
+            let answer = answer_to(request.as_deref(), || metrics::text(&self.0.services));
             write_within(stream, answer.as_bytes(), TIME)
         });
     }

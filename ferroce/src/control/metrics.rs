@@ -14,15 +14,15 @@ use rnbd_host::{
 use rtrs::client::state::PathState;
 use serde_json::Value;
 
-use super::roster::Roster;
+use super::registry::ServiceRegistry;
 use crate::transport::stats_json;
 
-/// All of what runs. What ends meanwhile is left out.
-pub(super) fn text(roster: &Roster) -> String {
+/// The metrics of all mappings and servers, but for those that end in between.
+pub(super) fn text(services: &ServiceRegistry) -> String {
     let mut out = Metrics::default();
     out.gauge("ferroce_info", "What this is.");
     out.value(&[("version", &env!("CARGO_PKG_VERSION"))], 1);
-    let clients = roster.clients();
+    let clients = services.clients();
     let listings: Vec<MapListing> = clients.iter().filter_map(|c| c.listing().ok()).collect();
     if !listings.is_empty() {
         sessions(&mut out, &listings);
@@ -35,7 +35,7 @@ pub(super) fn text(roster: &Roster) -> String {
             loops.push(stats.turns);
         }
     }
-    for server in roster.servers() {
+    for server in services.servers() {
         served(&mut out, &*server, &mut loops);
     }
     packets(&mut out, &loops);
@@ -60,7 +60,7 @@ impl Metrics {
         name.clone_into(&mut self.1);
     }
 
-    /// A value of what was begun last.
+    /// A value of the metric that was begun last.
     fn value(&mut self, labels: &[(&str, &dyn Display)], value: impl Display) {
         let labels: Vec<_> = labels
             .iter()

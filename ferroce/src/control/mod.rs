@@ -9,7 +9,7 @@ mod metrics;
 mod ops;
 mod peer;
 mod places;
-mod roster;
+mod registry;
 mod show;
 mod sockets;
 
@@ -40,7 +40,7 @@ use roce_verbs::shown;
 
 pub(crate) use events::Events;
 pub(crate) use peer::Authority;
-pub(crate) use roster::{Roster, Served, Supervisor, not_renewed};
+pub(crate) use registry::{Served, ServiceRegistry, Supervisor, not_renewed};
 
 use self::{
     connection::{converse, converse_on_stdio, refusal},
@@ -62,8 +62,8 @@ const HELLO_TIME: Duration = Duration::from_secs(10);
 #[derive(Clone, Args)]
 #[command(next_help_heading = "Administration")]
 pub(crate) struct ControlArgs {
-    /// Unix socket to make for `ferroce ctl` (mode 0660, removed at the end): root, the owner and the members of its group may look at
-    /// everything and change it. Several times: as many sockets. `-`: requests are read from standard input and answered on standard
+    /// Unix socket to create for `ferroce ctl` (mode 0660, removed at the end), in a folder that others can't write to: root, the owner and the
+    /// members of its group may see and change what runs. Several times: as many sockets. `-`: requests are read from standard input and answered on standard
     /// output
     #[arg(long, value_name = "SOCKET")]
     control: Vec<PathBuf>,
@@ -75,7 +75,7 @@ pub(crate) struct ControlArgs {
     #[arg(long, value_name = "[ADDR:]PORT", value_parser = metrics_address)]
     metrics: Option<SocketAddr>,
     /// Mount the attributes there as a file system (FUSE), with the paths, texts and modes that Linux has under /sys, until the end;
-    /// who may use the control socket may use it. In /run/ferroce-daemon/sys `ferroce run -- TOOL` finds it without being told
+    /// those who may use the control socket may use it. `ferroce run -- TOOL` finds it in /run/ferroce-daemon/sys by itself
     #[arg(long, value_name = "DIR")]
     sysfs: Option<PathBuf>,
     /// Only names of the kernel's code there, without those that only its documents have
@@ -93,12 +93,12 @@ fn metrics_address(text: &str) -> Result<SocketAddr, String> {
 
 /// What all views of a process share.
 pub(crate) struct Shared {
-    pub(crate) roster: Arc<Roster>,
+    pub(crate) services: Arc<ServiceRegistry>,
     pub(crate) registry: Registry,
     pub(crate) events: Events,
     /// Where the attributes are mounted.
     sysfs: OnceLock<PathBuf>,
-    /// It ends: what was asked for is answered, and nothing more is taken.
+    /// The process ends: requests in progress are answered, further ones refused.
     ending: AtomicBool,
 }
 
@@ -113,11 +113,11 @@ impl Shared {
     }
 }
 
-/// The views of a process, while it is there. Dropping it answers what was asked for, so what is asked has to have ended.
+/// The views of a process. Dropping it answers the requests in progress, so what they ask has to have ended before.
 pub(crate) struct Control {
     shared: Arc<Shared>,
     acceptors: Vec<Acceptor>,
-    /// Removed at the end, after those who have connected are told.
+    /// Removed at the end, after the connections.
     _files: Vec<SocketFile>,
     stdio: Option<connection::Requests>,
     /// Unmounted at the end.
@@ -127,14 +127,14 @@ pub(crate) struct Control {
 impl Control {
     /// Makes the sockets, and listens.
     pub(crate) fn start(args: &ControlArgs) -> Result<Self, Failure> {
-        Self::with(args, Roster::default())
+        Self::with(args, ServiceRegistry::default())
     }
 
-    fn with(args: &ControlArgs, roster: Roster) -> Result<Self, Failure> {
-        let roster = Arc::new(roster);
+    fn with(args: &ControlArgs, services: ServiceRegistry) -> Result<Self, Failure> {
+        let services = Arc::new(services);
         let shared = Arc::new(Shared {
-            registry: Registry::new(roster.clone(), Names::All),
-            roster,
+            registry: Registry::new(services.clone(), Names::All),
+            services,
             events: Events::default(),
             sysfs: OnceLock::new(),
             ending: AtomicBool::new(false),
@@ -152,7 +152,7 @@ impl Control {
             ));
         }
         let group = args.control_group.as_deref().map(peer::group).transpose()?;
-        // First of all, so that who has found the socket is told of it.
+        // First, as the answer to hello on the socket names it.
         if let Some(dir) = &args.sysfs {
             let names = if args.sysfs_strict { Names::Mainline } else { Names::All };
             let mounted = this.mount(dir, names, group);
@@ -173,16 +173,16 @@ impl Control {
         Ok(this)
     }
 
-    /// Those of the daemon, which has a socket where `ferroce ctl` looks if nobody says otherwise.
+    /// The views of a daemon, whose socket is by default where `ferroce ctl` looks.
     pub(crate) fn of_daemon(args: &ControlArgs) -> Result<Self, Failure> {
         if !args.control.is_empty() {
-            return Self::with(args, Roster::of_daemon());
+            return Self::with(args, ServiceRegistry::of_daemon());
         }
         let path = address::place_of_daemon().ok_or_else(|| {
-            Failure::usage("say with --control where the control socket is to be: there is no XDG_RUNTIME_DIR")
+            Failure::usage("there is no XDG_RUNTIME_DIR of this user: name the control socket with --control")
         })?;
         if let Some(dir) = path.parent() {
-            // Others are let in by the socket's own mode.
+            // The socket's own mode decides who may connect.
             let mode = if geteuid().is_root() { 0o755 } else { 0o700 };
             let made = DirBuilder::new().recursive(true).mode(mode).create(dir);
             made.map_err(|e| Failure::failed(format!("{}: {e}", dir.display())))?;
@@ -191,15 +191,15 @@ impl Control {
             control: vec![path],
             ..args.clone()
         };
-        Self::with(&args, Roster::of_daemon())
+        Self::with(&args, ServiceRegistry::of_daemon())
     }
 
-    /// What runs in this process.
-    pub(crate) fn roster(&self) -> &Arc<Roster> {
-        &self.shared.roster
+    /// The mappings and servers of this process.
+    pub(crate) fn services(&self) -> &Arc<ServiceRegistry> {
+        &self.shared.services
     }
 
-    /// Where events are told.
+    /// The subscribers of events.
     pub(crate) fn events(&self) -> Events {
         self.shared.events.clone()
     }
@@ -290,7 +290,7 @@ impl Drop for Control {
     }
 }
 
-/// Who has a socket that somebody listens on.
+/// The process that listens on a socket.
 fn holder(path: &Path) -> String {
     let credentials = UnixStream::connect(path).and_then(|stream| Ok(getsockopt(&stream, PeerCredentials)?));
     let Ok(credentials) = credentials else {

@@ -1,4 +1,4 @@
-//! What can be asked for, by its `do`:
+//! The requests, by their `do`:
 //!
 //! | `do` | with |
 //! | --- | --- |
@@ -24,28 +24,28 @@ use serde_json::{Map, Value, json};
 
 use super::{Shared, metrics, peer::Authority, show};
 
-/// How a request ended: what there is to tell, or why not.
+/// The outcome of a request: the fields of its answer, or why it was refused.
 pub(super) type Outcome = Result<Map<String, Value>, Refused>;
 
-/// Complies with a request, and waits until that is done.
+/// Executes a request, and returns when it is done.
 pub(super) fn comply(shared: &Shared, request: &Value, authority: Authority) -> Outcome {
     let verb = text(request, "do")?;
     if let Some(outcome) = of_tree(shared, verb, request) {
         return outcome;
     }
     match verb {
-        "metrics" => Ok(fields(json!({ "text": metrics::text(&shared.roster) }))),
+        "metrics" => Ok(fields(json!({ "text": metrics::text(&shared.services) }))),
         "mappings" => mappings(shared),
-        "reload" => shared.roster.reload(),
-        "tasks" => Ok(shared.roster.supervisor()?.tasks()),
+        "reload" => shared.services.reload(),
+        "tasks" => Ok(shared.services.supervisor()?.tasks()),
         "stop" => shared
-            .roster
+            .services
             .supervisor()?
             .stop(text(request, "task")?)
             .map(|()| Map::new()),
         "start" => start(shared, request, authority),
-        // Of whatever runs.
-        "stats" | "reset_path_stats" if request["of"] == "server" || !shared.roster.kinds().0 => {
+        // Of a mapping or a server, whichever runs.
+        "stats" | "reset_path_stats" if request["of"] == "server" || !shared.services.kinds().0 => {
             server::comply(shared, verb, request)
         }
         _ if client::VERBS.contains(&verb) => client::comply(shared, verb, request),
@@ -56,7 +56,7 @@ pub(super) fn comply(shared: &Shared, request: &Value, authority: Authority) -> 
 
 /// All of them, with the names of their block devices in the tree.
 fn mappings(shared: &Shared) -> Outcome {
-    let clients = shared.roster.clients();
+    let clients = shared.services.clients();
     let listings = clients.iter().filter_map(|client| client.listing().ok());
     let mut all: Vec<Value> = listings.map(|listing| show::mapping(&listing)).collect();
     let numbers = shared.registry.block_devices()?;
@@ -72,7 +72,7 @@ fn mappings(shared: &Shared) -> Outcome {
 }
 
 fn start(shared: &Shared, request: &Value, authority: Authority) -> Outcome {
-    let supervisor = shared.roster.supervisor()?;
+    let supervisor = shared.services.supervisor()?;
     let words = request["options"].as_array().into_iter().flatten();
     let words = words.map(|word| word.as_str().map(str::to_owned));
     let words = words
@@ -124,14 +124,14 @@ fn stat_shown(stat: &Stat) -> Map<String, Value> {
     shown
 }
 
-/// A request that makes no sense.
+/// Refuses a malformed request.
 fn wrong(text: impl Into<String>) -> Refused {
     Refused::new(Errno::EINVAL, text)
 }
 
 fn text<'a>(request: &'a Value, name: &str) -> Result<&'a str, Refused> {
     let found = request[name].as_str();
-    found.ok_or_else(|| wrong(format!("{name:?} is to be a string")))
+    found.ok_or_else(|| wrong(format!("{name:?} has to be a string")))
 }
 
 /// A string that need not be there.
@@ -144,7 +144,7 @@ fn maybe_text<'a>(request: &'a Value, name: &str) -> Result<Option<&'a str>, Ref
 
 fn number(request: &Value, name: &str) -> Result<u64, Refused> {
     let found = request[name].as_u64();
-    found.ok_or_else(|| wrong(format!("{name:?} is to be a number")))
+    found.ok_or_else(|| wrong(format!("{name:?} has to be a number")))
 }
 
 /// The members of an object.
@@ -164,7 +164,7 @@ mod tests {
     use rtrs::client::Policy;
 
     use super::*;
-    use crate::control::{Events, Roster};
+    use crate::control::{Events, ServiceRegistry};
 
     /// A mapping that does whatever it is asked for.
     struct Willing;
@@ -189,12 +189,12 @@ mod tests {
     }
 
     fn shared() -> Shared {
-        let roster = std::sync::Arc::new(Roster::default());
+        let services = std::sync::Arc::new(ServiceRegistry::default());
         // It is there for good.
-        std::mem::forget(roster.add_client(Willing));
+        std::mem::forget(services.add_client(Willing));
         Shared {
-            registry: Registry::new(roster.clone(), Names::All),
-            roster,
+            registry: Registry::new(services.clone(), Names::All),
+            services,
             events: Events::default(),
             sysfs: std::sync::OnceLock::new(),
             ending: AtomicBool::new(false),

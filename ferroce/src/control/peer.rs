@@ -1,6 +1,6 @@
 //! Access control of control sockets and mounted trees: root, the owner, and the members of a group.
 //!
-//! The mode of the file says the same. The check here holds also when somebody has changed that mode.
+//! The mode of the file says the same. The check here holds also when that mode has been changed.
 
 use std::{
     io,
@@ -84,13 +84,13 @@ fn further_groups(stream: &UnixStream) -> io::Result<Vec<u32>> {
 /// What a peer may have this process do.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Authority {
-    /// Whatever the process can: root, its own user, and who has started it.
+    /// All that the process can do: root, its own user, and the program that has started it.
     Full,
-    /// Of what touches files of this user as much as its configuration allows: members of the group.
+    /// Of what touches files of this user, only what its configuration allows: members of the group.
     Limited,
 }
 
-/// Who may use a socket or a tree.
+/// The users of a socket or a tree.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct AccessControl {
     owner: u32,

@@ -19,7 +19,7 @@ pub(super) struct Limits {
     pub(super) first_request: Duration,
 }
 
-/// What peers are told apart by.
+/// What distinguishes peers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Identity {
     /// A user of this host.
@@ -72,7 +72,7 @@ struct Place {
 #[derive(PartialEq, Eq, Debug)]
 pub(super) struct Entered {
     pub(super) id: u64,
-    /// The half-open connection that had to leave for it.
+    /// The half-open connection that was evicted for it.
     pub(super) evicted: Option<u64>,
 }
 
@@ -115,8 +115,8 @@ impl Places {
         self.taken.iter().filter(|place| of(place)).count()
     }
 
-    /// Gives a connection a place. Where the limit of its peer, or of all, is reached, the oldest half-open connection leaves: of this
-    /// peer, or of the peer that has the most.
+    /// Gives a connection a place. Where the limit of its peer, or of all, is reached, the oldest half-open connection is evicted: of
+    /// this peer, or of the peer that has the most.
     pub(super) fn enter(&mut self, peer: Peer, now: Instant) -> Result<Entered, Full> {
         let Limits {
             all,

@@ -104,15 +104,15 @@ pub(super) fn write_within(stream: &impl Stream, mut bytes: &[u8], time: Duratio
 /// What a listener's protocol does with its connections.
 pub(super) trait Service<S>: Clone + Send + 'static {
     const LIMITS: Limits;
-    /// The peer of a new connection; an error has what it is told.
+    /// The peer of a new connection; an error is the line that it gets.
     fn identify(&self, stream: &S) -> Result<Peer, String>;
     /// Serves a connection to its end.
     fn serve(&self, stream: &S, place: &Place);
-    /// What a connection is told that gets no place.
+    /// The last line of a connection that gets no place.
     fn full(&self, full: &Full) -> String;
-    /// What a connection is told whose first request has not arrived in time.
+    /// The last line of a connection whose first request has not arrived in time.
     fn late(&self) -> String;
-    /// What a half-open connection is told that has to leave for another.
+    /// The last line of a half-open connection that is evicted.
     fn evicted(&self) -> String;
 }
 

@@ -1,4 +1,4 @@
-//! The other end of a control socket.
+//! The client of a control socket.
 
 use std::{
     io::{self, BufRead, BufReader, IsTerminal, Read, Write},
@@ -22,9 +22,9 @@ use crate::{
     signals::Stop,
 };
 
-/// How often a wait looks whether the user wants to end.
+/// How often a wait checks whether the user wants to end.
 const LOOK: Duration = Duration::from_millis(100);
-/// After that time a user is shown that we still wait.
+/// After this time the user is shown that the answer is awaited.
 const SILENCE: Duration = Duration::from_secs(1);
 /// Bytes of an answer at most.
 const MAX_ANSWER: u64 = 256 << 20;
@@ -60,8 +60,8 @@ impl From<NotDone> for Failure {
 struct Progress {
     since: Instant,
     bar: Option<ProgressBar>,
-    /// What has happened last meanwhile.
-    news: String,
+    /// The last event.
+    event: String,
 }
 
 impl Progress {
@@ -69,17 +69,17 @@ impl Progress {
         Self {
             since: Instant::now(),
             bar: None,
-            news: String::new(),
+            event: String::new(),
         }
     }
 
     fn hear(&mut self, event: &Value) {
         if let Some(line) = event["text"].as_str().and_then(|text| text.lines().next()) {
-            self.news = format!(", {}", shown(line));
+            self.event = format!(", {}", shown(line));
         }
     }
 
-    /// Where nobody looks nothing is shown.
+    /// Shown on a terminal only.
     fn show(&mut self) {
         if self.bar.is_none() && self.since.elapsed() >= SILENCE && io::stderr().is_terminal() {
             let style =
@@ -88,7 +88,7 @@ impl Progress {
             self.bar = Some(style.map_or(bar.clone(), |style| bar.with_style(style)));
         }
         if let Some(bar) = &self.bar {
-            bar.set_message(self.news.clone());
+            bar.set_message(self.event.clone());
             bar.tick();
         }
     }
@@ -129,7 +129,7 @@ impl Client {
         Ok(this)
     }
 
-    /// Hears of what happens, to show it to a user who waits.
+    /// Subscribes to events, to show them while a request takes long.
     pub(super) fn follow(&mut self) -> Result<(), Failure> {
         match io::stderr().is_terminal() {
             true => self.ask(json!({ "do": "subscribe" })).map(drop),
@@ -146,7 +146,7 @@ impl Client {
     pub(super) fn try_ask(&mut self, mut request: Value) -> Result<Result<Value, NotDone>, Failure> {
         self.asked += 1;
         request["id"] = self.asked.into();
-        // Who has refused us has said why, though it takes no more.
+        // A process that has refused the connection has said why, though it reads no more.
         let sent = self.stream.get_mut().write_all(format!("{request}\n").as_bytes());
         let mut progress = Progress::new();
         loop {

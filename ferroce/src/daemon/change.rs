@@ -1,4 +1,4 @@
-//! What becomes of a task that is to be another one: as much as can be is changed while it runs.
+//! Changes of a task by a reload: as much as possible is changed while it runs.
 
 use rnbd_host::{control::map::MapRequest, map::MapDevice};
 
@@ -11,11 +11,11 @@ use crate::{
 /// How a task becomes another.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Change {
-    /// The mapping is asked for these, one after the other.
+    /// The mapping gets these requests, one after the other.
     Map(Vec<MapRequest>),
     /// The server gets another table of exports.
     Exports,
-    /// It ends, and begins anew.
+    /// It ends and starts again.
     Restart,
 }
 
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_t_be_changed_begins_anew() {
+    fn what_can_t_be_changed_is_restarted() {
         let mut other = MAP;
         other[1] = "--nbd=/t";
         assert_eq!(to(&other), Change::Restart);

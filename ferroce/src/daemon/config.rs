@@ -54,7 +54,7 @@ impl fmt::Display for ConfigError {
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub(crate) struct Config {
     pub(crate) tasks: BTreeMap<TaskName, Task>,
-    /// What members of the control socket's group may start besides.
+    /// What members of the control socket's group may start.
     pub(crate) allowed: Allowed,
 }
 

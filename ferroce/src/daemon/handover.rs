@@ -7,7 +7,7 @@ use clap::{ArgAction, ArgMatches, Command, parser::ValueSource};
 use super::task::Kind;
 use crate::{ctl, output::Failure};
 
-/// What is not handed over.
+/// Options that are not handed over.
 const OWN: [&str; 3] = ["daemon", "verbose", "quiet"];
 
 /// Hands what the command line says to the daemon, as a task of this name.

@@ -40,7 +40,7 @@ use crate::{
     signals::Stop,
 };
 
-/// How often tasks are looked after, and signals taken.
+/// How often tasks are checked, and signals taken.
 const LOOK: Duration = Duration::from_millis(50);
 
 #[derive(Args)]
@@ -72,14 +72,14 @@ the file allows. Without this table they export no file, write no capture and le
 
 Sockets of their tasks are in --nbd-dir. Root and the daemon's own user may start anything.
 
-SIGHUP, or `ferroce ctl reload`, has the file read again. What is the same goes on untouched; of a mapping, devices, paths, policy, reconnects and \
---on-loss change while it runs, of a server its exports, which stay for who has them open; what else has changed begins anew. A file with a mistake \
+SIGHUP, or `ferroce ctl reload`, has the file read again. Tasks that are the same go on; of a mapping, devices, paths, policy, reconnects and \
+--on-loss change while it runs, of a server its exports, which stay for clients that have them open; tasks that have changed otherwise are restarted. A file with a mistake \
 changes nothing.
 
-A task that fails begins anew, after a second at first and half a minute at last. Runs until SIGINT or SIGTERM, then ends all tasks as \
+A task that fails is restarted, after a second at first and half a minute at last. Runs until SIGINT or SIGTERM, then ends all tasks as \
 `serve` and `map` end. Started by systemd (Type=notify) it says when all tasks have come up or failed once, and feeds the watchdog.")]
 pub(crate) struct DaemonArgs {
-    /// What to serve and to map; without it nothing, until `ferroce serve` and `map --daemon` bring something
+    /// What to serve and to map; without it nothing, until `ferroce serve --daemon` or `map --daemon` starts a task
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Folder of the NBD sockets of sessions that are opened by `ferroce ctl map` (SESSION.sock), and of all sockets of tasks that members of
@@ -99,14 +99,14 @@ fn read(file: Option<&Path>) -> Result<Config, Failure> {
 }
 
 /// What the control socket can ask a daemon for.
-struct Orders {
+struct Requests {
     tasks: Arc<Tasks>,
     config: Option<PathBuf>,
     allowed: Mutex<Allowed>,
     nbd_dir: PathBuf,
 }
 
-impl Supervisor for Orders {
+impl Supervisor for Requests {
     fn reload(&self) -> Result<Map<String, Value>, Refused> {
         let config = read(self.config.as_deref());
         let config = config.map_err(|e| Refused::new(Errno::EINVAL, e.text().unwrap_or_default()))?;
@@ -176,14 +176,14 @@ fn daemon(args: &DaemonArgs) -> Result<(), Failure> {
     let config = read(args.config.as_deref())?;
     let control = Control::of_daemon(&args.control)?;
     let tasks = Arc::new(Tasks::new(&control, &args.report));
-    let orders = Arc::new(Orders {
+    let orders = Arc::new(Requests {
         tasks: tasks.clone(),
         config: args.config.clone(),
         allowed: Mutex::new(config.allowed.clone()),
         nbd_dir: std::path::absolute(&args.nbd_dir)
             .map_err(|e| Failure::usage(format!("--nbd-dir {}: {e}", args.nbd_dir.display())))?,
     });
-    control.roster().supervise(orders.clone());
+    control.services().supervise(orders.clone());
     tasks.load(config);
     let mut manager = Manager::from_env();
     while !stop.requested() {
@@ -201,7 +201,7 @@ fn daemon(args: &DaemonArgs) -> Result<(), Failure> {
 }
 
 /// In a thread of its own, as mappings may take long to change.
-fn reload(orders: &Arc<Orders>) {
+fn reload(orders: &Arc<Requests>) {
     let orders = orders.clone();
     let begun = thread::Builder::new().name("ferroce-reload".into()).spawn(move || {
         if let Err(refused) = orders.reload() {

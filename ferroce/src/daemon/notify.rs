@@ -1,4 +1,4 @@
-//! What a service manager is told: that all is up, that the daemon lives, that it ends (`sd_notify(3)`).
+//! Notifications of the service manager: ready, alive, stopping (`sd_notify(3)`).
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ pub(super) struct Manager {
 }
 
 impl Manager {
-    /// The one that the environment names.
+    /// The service manager that the environment names.
     pub(super) fn from_env() -> Self {
         let number = |name| environment::var(name).and_then(|text| text.parse::<u64>().ok());
         let ours = number("WATCHDOG_PID").is_none_or(|pid| pid == u64::from(std::process::id()));
@@ -29,11 +29,11 @@ impl Manager {
 
     fn say(&self, text: &str) {
         if let Err(e) = self.notify.say(text, &[]) {
-            tracing::warn!("the service manager is not told {text:?}: {e}");
+            tracing::warn!("the service manager is not notified of {text:?}: {e}");
         }
     }
 
-    /// Now and then; `settled`: all tasks are up, or have failed.
+    /// Notifies it of what is due; `settled`: all tasks are up, or have failed.
     pub(super) fn turn(&mut self, settled: bool) {
         if settled && !std::mem::replace(&mut self.ready, true) {
             self.say("READY=1");
@@ -47,7 +47,7 @@ impl Manager {
         }
     }
 
-    /// It ends.
+    /// The daemon ends.
     pub(super) fn stopping(&self) {
         self.say("STOPPING=1");
     }

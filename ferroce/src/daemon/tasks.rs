@@ -1,4 +1,4 @@
-//! The daemon's tasks: what runs, what is to run again, and what ends.
+//! The daemon's tasks: those that run, wait to be restarted, and end.
 
 use std::{
     collections::BTreeMap,
@@ -29,7 +29,7 @@ use super::{
     task::{Job, Kind, Task, TaskName},
 };
 use crate::{
-    control::{Control, Events, Roster, not_renewed},
+    control::{Control, Events, ServiceRegistry, not_renewed},
     map,
     output::Failure,
     place::{Place, Stage},
@@ -38,7 +38,7 @@ use crate::{
     signals::Stop,
 };
 
-/// Time before a task that has failed is begun anew, the first time; it doubles with each failure in a row.
+/// Time before a task that has failed is restarted, the first time; it doubles with each failure in a row.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 /// The longest.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
@@ -47,17 +47,17 @@ const SERVERS_FIRST: Duration = Duration::from_secs(5);
 /// The order in which tasks end: a mapping may be of one of our servers, and needs it until what was written is durable.
 const ENDING: [Kind; 2] = [Kind::Map, Kind::Serve];
 /// Tasks that are not in the file, at a time.
-const MAX_ORDERED: usize = 64;
+const MAX_REQUESTED: usize = 64;
 /// A task that ran for so long had not failed in a row.
 const LASTED: Duration = Duration::from_secs(60);
 
-/// Who has said that there is to be a task.
+/// Where a task comes from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Origin {
     /// The configuration file.
     File,
-    /// Somebody at the control socket.
-    Order,
+    /// A request over the control socket.
+    Request,
 }
 
 /// How a running task is reached.
@@ -68,9 +68,9 @@ enum Live {
     Serve(Arc<Exports>),
 }
 
-/// What a task's thread tells.
+/// What a task's thread reports.
 #[derive(Default)]
-struct Told {
+struct Reported {
     live: Mutex<Option<Live>>,
     up: AtomicBool,
 }
@@ -78,7 +78,7 @@ struct Told {
 /// A task that has a thread.
 struct Running {
     stop: Stop,
-    told: Arc<Told>,
+    told: Arc<Reported>,
     begun: Instant,
     thread: JoinHandle<Result<(), Failure>>,
 }
@@ -86,7 +86,7 @@ struct Running {
 /// How a task is.
 enum State {
     Running(Running),
-    /// It has failed, and begins anew then.
+    /// It has failed, and is restarted then.
     Waiting {
         until: Instant,
         why: Refused,
@@ -101,12 +101,12 @@ struct Entry {
     state: State,
     /// Failures in a row.
     failures: u32,
-    /// It is to go; or to be this instead, once it has ended.
+    /// What follows once it has ended.
     next: Option<Next>,
 }
 
 impl Entry {
-    /// Asks it to end, if it runs.
+    /// Requests its end, if it runs.
     fn stop(&self) {
         if let State::Running(running) = &self.state {
             running.stop.request();
@@ -160,7 +160,7 @@ impl Reloaded {
     }
 }
 
-/// Has a mapping become what its file says. What is so already, as after a reload that has failed half-way, is left alone.
+/// Makes a mapping what its file says. What is so already, as after a reload that has failed half-way, is left alone.
 fn comply(control: &MapControl, requests: Vec<MapRequest>) -> Result<(), String> {
     let requests = match control.ask(MapRequest::List) {
         Ok(MapAnswer::Listing(listing)) => {
@@ -187,7 +187,7 @@ fn comply(control: &MapControl, requests: Vec<MapRequest>) -> Result<(), String>
     Ok(())
 }
 
-/// Why a task has failed, for those who wait for it.
+/// Why a task has failed, as the answer to a request.
 fn refused(failure: &Failure) -> Refused {
     Refused::new(failure.errno(), failure.text().unwrap_or("it can't report"))
 }
@@ -197,7 +197,7 @@ pub(super) struct Tasks {
     entries: Mutex<BTreeMap<TaskName, Entry>>,
     /// One reload at a time.
     reloading: Mutex<()>,
-    roster: Arc<Roster>,
+    services: Arc<ServiceRegistry>,
     events: Events,
     report: ReportArgs,
     reporter: Reporter,
@@ -209,7 +209,7 @@ impl Tasks {
         Self {
             entries: Mutex::default(),
             reloading: Mutex::default(),
-            roster: control.roster().clone(),
+            services: control.services().clone(),
             events: control.events(),
             report: report.clone(),
             reporter: report.reporter(control.events()),
@@ -219,22 +219,22 @@ impl Tasks {
 
     fn tell(&self, name: &str, fields: Value, text: &str) {
         if let Err(e) = self.reporter.event(name, fields, text) {
-            tracing::debug!("nobody reads what the daemon reports: {e:?}");
+            tracing::debug!("the daemon's report is not read: {e:?}");
         }
     }
 
     fn spawn(&self, name: &TaskName, task: &Task) -> Result<Running, Failure> {
         let job = task.job(&name.kind)?;
-        let (stop, told) = (Stop::by_request(), Arc::<Told>::default());
-        let place = (name.name.clone(), stop.clone(), self.roster.clone());
+        let (stop, told) = (Stop::by_request(), Arc::<Reported>::default());
+        let place = (name.name.clone(), stop.clone(), self.services.clone());
         let reporter = self.report.reporter(self.events.clone()).of_task(name.to_string());
         let tell = told.clone();
         let run = move || {
-            let (sockets, stop, roster) = place;
+            let (sockets, stop, services) = place;
             let place = Place {
                 sockets: Some(sockets),
                 stop,
-                roster,
+                services,
                 reporter,
                 tell: &|stage| match stage {
                     Stage::Mapping(control, tls) => *tell.live.lock() = Some(Live::Map(control, tls)),
@@ -284,7 +284,7 @@ impl Tasks {
     fn pause(&self, name: &TaskName, failures: u32, why: Refused) -> State {
         let pause = FIRST_PAUSE.saturating_mul(1 << failures.min(8)).min(LONGEST_PAUSE);
         let fields = json!({ "task": name.to_string(), "why": why.text, "again_in": pause.as_secs_f64() });
-        let text = format!("{name} has failed, and begins anew in {} s: {why}", pause.as_secs());
+        let text = format!("{name} has failed, and is restarted in {} s: {why}", pause.as_secs());
         self.tell("task_failed", fields, &text);
         State::Waiting {
             until: Instant::now() + pause,
@@ -292,7 +292,7 @@ impl Tasks {
         }
     }
 
-    /// Looks after what has ended and what is to begin anew.
+    /// Removes the tasks that have ended, and restarts those whose time has come.
     pub(super) fn tend(&self) {
         let mut entries = self.entries.lock();
         let names: Vec<TaskName> = entries.keys().cloned().collect();
@@ -304,7 +304,7 @@ impl Tasks {
         }
     }
 
-    /// What becomes of a task; `None`: it is gone.
+    /// The next state of a task; `None`: it is gone.
     fn tended(&self, name: &TaskName, entry: Entry) -> Option<Entry> {
         match entry.state {
             State::Running(running) if running.thread.is_finished() => {
@@ -385,7 +385,7 @@ impl Tasks {
         self.ending.load(Ordering::Acquire)
     }
 
-    /// Asks all to end, and waits for that.
+    /// Stops all tasks, and waits for that.
     pub(super) fn end(&self) {
         self.ending.store(true, Ordering::Release);
         for kind in ENDING {
@@ -520,10 +520,11 @@ impl Tasks {
         if entries.contains_key(&name) {
             return Err(Refused::new(Errno::EEXIST, format!("there is a task {name} already")));
         }
-        let ordered = entries.values().filter(|entry| entry.origin == Origin::Order).count();
-        if origin == Origin::Order && ordered >= MAX_ORDERED {
-            let text =
-                format!("{MAX_ORDERED} tasks were started over the control socket, as many as there may be: stop one");
+        let requested = entries.values().filter(|entry| entry.origin == Origin::Request).count();
+        if origin == Origin::Request && requested >= MAX_REQUESTED {
+            let text = format!(
+                "{MAX_REQUESTED} tasks were started over the control socket, as many as there may be: stop one"
+            );
             return Err(Refused::new(Errno::EBUSY, text));
         }
         let entry = self.begin(&name, task, origin, 0);
@@ -535,7 +536,7 @@ impl Tasks {
     pub(super) fn start(&self, name: TaskName, task: Task) -> Result<(), Refused> {
         let job = task.job(&name.kind);
         job.map_err(|e| Refused::new(Errno::EINVAL, e.text().unwrap_or_default()))?;
-        self.add(name, task, Origin::Order)
+        self.add(name, task, Origin::Request)
     }
 
     /// Ends a task, and waits for that. One of the file begins again with the next reload.

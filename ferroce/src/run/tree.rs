@@ -24,14 +24,14 @@ const MAX_ANSWER: u64 = 64 << 10;
 
 /// The tree of the process at the control socket, or one in a usual place.
 pub(super) fn find() -> Option<PathBuf> {
-    told(&usual_place()).or_else(|| {
+    reported(&usual_place()).or_else(|| {
         let folders = [Some(SYSTEM.into()), own_folder()].into_iter().flatten();
         folders.map(|dir| dir.join(NAME)).find(|dir| is_mounted(dir))
     })
 }
 
 /// The tree that the process there has mounted.
-fn told(socket: &Path) -> Option<PathBuf> {
+fn reported(socket: &Path) -> Option<PathBuf> {
     let mut stream = match connect(socket) {
         Ok(stream) => stream,
         Err(e) => {
@@ -64,10 +64,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_tells_where_its_tree_is() {
+    fn a_process_reports_where_its_tree_is() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("ctl");
-        assert_eq!(told(&socket), None, "nobody there");
+        assert_eq!(reported(&socket), None, "no listener");
         let listener = UnixListener::bind(&socket).unwrap();
         let process = thread::spawn(move || {
             for answer in [
@@ -82,8 +82,8 @@ mod tests {
                 (&stream).write_all(format!("{answer}\n").as_bytes()).unwrap();
             }
         });
-        assert_eq!(told(&socket), Some("/run/x".into()));
-        assert_eq!((told(&socket), told(&socket)), (None, None));
+        assert_eq!(reported(&socket), Some("/run/x".into()));
+        assert_eq!((reported(&socket), reported(&socket)), (None, None));
         process.join().unwrap();
         assert!(!is_mounted(dir.path()));
     }

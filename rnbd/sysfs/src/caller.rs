@@ -1,8 +1,8 @@
-//! Who asks, as far as the kernel says it.
+//! The process that a request comes from, as far as the kernel reports it.
 
 use std::fs;
 
-/// Whoever a request of the file system is from.
+/// The process that a request of the file system comes from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Caller {
     /// The user.

@@ -1,4 +1,4 @@
-//! What is open.
+//! Open files and directories.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -14,7 +14,7 @@ const LIMITS: Limits = Limits {
     each: 1024,
 };
 
-/// A name in a directory that is read.
+/// An entry of a directory that is read.
 pub(crate) struct Name {
     pub(crate) number: u64,
     pub(crate) kind: FileType,
@@ -25,9 +25,9 @@ pub(crate) struct Name {
 pub(crate) struct Open {
     pub(crate) path: Arc<str>,
     user: User,
-    /// A file's text, since somebody began to read it.
+    /// A file's text, from the first read on.
     pub(crate) text: Mutex<Option<Arc<str>>>,
-    /// What a directory had in it when somebody began to read it.
+    /// The entries of a directory at the first read.
     pub(crate) names: Mutex<Arc<[Name]>>,
 }
 

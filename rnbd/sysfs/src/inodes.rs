@@ -11,11 +11,11 @@ pub(crate) const ROOT: u64 = 1;
 
 struct Known {
     path: Arc<str>,
-    /// How often the kernel was told of it.
+    /// How often the kernel has looked it up.
     lookups: u64,
 }
 
-/// What the kernel knows: as many as it has not forgotten.
+/// The inodes that the kernel knows: those it has not forgotten.
 pub(crate) struct Inodes(HashMap<u64, Known>);
 
 impl Default for Inodes {
@@ -44,7 +44,7 @@ impl Inodes {
         number
     }
 
-    /// The number of a path that the kernel is told of.
+    /// The number of a path that the kernel looks up.
     pub(crate) fn look_up(&mut self, path: &str) -> u64 {
         let number = self.number(path);
         let known = self.0.entry(number).or_insert_with(|| Known {
@@ -55,12 +55,12 @@ impl Inodes {
         number
     }
 
-    /// The path of a number that the kernel was told.
+    /// The path of a number that the kernel has looked up.
     pub(crate) fn path(&self, number: u64) -> Option<Arc<str>> {
         self.0.get(&number).map(|known| known.path.clone())
     }
 
-    /// The kernel has forgotten what it was told so often.
+    /// The kernel has forgotten so many look-ups of it.
     pub(crate) fn forget(&mut self, number: u64, lookups: u64) {
         if number == ROOT {
             return;
@@ -89,7 +89,11 @@ mod tests {
         assert_eq!(inodes.path(number).as_deref(), Some("class/rtrs-client"));
         inodes.forget(number, 1);
         assert_eq!(inodes.path(number), None);
-        assert_eq!(inodes.look_up("class/rtrs-client"), number, "also when it is told anew");
+        assert_eq!(
+            inodes.look_up("class/rtrs-client"),
+            number,
+            "also when it is looked up again"
+        );
         inodes.forget(ROOT, 7);
         inodes.forget(99, 1);
         assert_eq!(inodes.0.len(), 3);

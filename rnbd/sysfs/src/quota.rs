@@ -1,4 +1,4 @@
-//! What users may have at a time.
+//! Limits of what each user may have at a time.
 
 use std::collections::HashMap;
 
@@ -8,11 +8,11 @@ pub(crate) struct Limits {
     pub(crate) all: usize,
     /// Of these, what only root and the owner get.
     pub(crate) reserved: usize,
-    /// What each other user gets.
+    /// What each other user gets at most.
     pub(crate) each: usize,
 }
 
-/// A user who takes something.
+/// The user of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct User {
     pub(crate) id: u32,
@@ -90,7 +90,7 @@ mod tests {
         assert_eq!((takes(0, 3), takes(0, 1)), (Ok(()), Err(Full::All)));
         quota.give_back(user(7));
         assert_eq!((quota.take(user(8)), quota.take(user(7))), (Ok(()), Err(Full::All)));
-        // Nobody is remembered who has nothing.
+        // A user who has nothing is forgotten.
         (0..4).for_each(|_| quota.give_back(user(8)));
         assert!(!quota.taken.contains_key(&user(8)));
         quota.give_back(user(8));

@@ -94,7 +94,7 @@ impl Tree {
             crtime: self.mounted,
             kind,
             perm: stat.mode as u16,
-            // Of a directory: who walks a tree is not to conclude from it how many directories are in it.
+            // Of a directory: programs that walk a tree must not take it for the number of directories in it.
             nlink: 1,
             uid: self.owner,
             gid: self.admission.group(),
@@ -155,7 +155,7 @@ impl Tree {
         })
     }
 
-    /// A text is made for who begins to read, and kept until he begins again (`seq_read`).
+    /// The text is made at the first read, and kept until the file is read from its start again (`seq_read`).
     fn text(&self, handle: FileHandle, from: u64, size: u32) -> Answer<Arc<str>> {
         let open = self.opened(handle)?;
         let kept = open.text.lock().clone().filter(|_| from > 0 || size == 0);
@@ -168,7 +168,7 @@ impl Tree {
         Ok(text)
     }
 
-    /// What is in a directory, since somebody began to read it.
+    /// The entries of a directory, as of the first read.
     fn names(&self, handle: FileHandle, from: u64) -> Answer<Arc<[Name]>> {
         let open = self.opened(handle)?;
         if from == 0 {
@@ -218,7 +218,7 @@ fn refused(refused: Refused) -> Errno {
     Errno::from_i32(refused.errno.raw())
 }
 
-/// Of an open file: one whose directory is gone has no device (`kernfs_get_active`). ENOENT may also be what an order came to.
+/// Of an open file: one whose directory is gone has no device (`kernfs_get_active`). ENOENT may also be the outcome of a request.
 fn gone(registry: &Registry, path: &str, why: Refused) -> Errno {
     match refused(why) {
         Errno::ENOENT if registry.stat(path).is_err() => Errno::ENODEV,

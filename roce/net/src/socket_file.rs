@@ -33,7 +33,7 @@ use nix::{
 const OVERFLOW_USER: u32 = 65534;
 const STICKY: u32 = 0o1000;
 
-/// Who may connect.
+/// The users who may connect.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Access {
     /// The owner: mode 0600.
@@ -92,7 +92,7 @@ pub struct SocketFile {
 }
 
 impl SocketFile {
-    /// Creates the file and listens. A socket file on which nobody listens any more is replaced.
+    /// Creates the file and listens. A socket file without a listener is replaced.
     ///
     /// # Errors
     /// `AddrInUse` when another process listens there, `AlreadyExists` when the file is no socket, `PermissionDenied` when another user
@@ -136,7 +136,7 @@ impl SocketFile {
             name: name.to_owned(),
             id: (file.st_dev, file.st_ino),
         };
-        // Nobody can connect before it listens.
+        // No client can connect before it listens.
         this.admit(access)?;
         listen(&this.listener, Backlog::new(kind.backlog())?)?;
         Ok(this)
@@ -202,7 +202,7 @@ fn is_socket(file: &FileStat) -> bool {
     SFlag::from_bits_truncate(file.st_mode & SFlag::S_IFMT.bits()) == SFlag::S_IFSOCK
 }
 
-/// The file that was bound. Its path may lead elsewhere by now, but nobody else can put a socket of ours into this folder.
+/// The file that was bound. Its path may lead elsewhere by now, but no other user can put a socket of this user into this folder.
 fn own_socket(folder: &File, name: &OsStr) -> io::Result<FileStat> {
     match look_at(folder, name) {
         Ok(file) if is_socket(&file) && file.st_uid == geteuid().as_raw() => Ok(file),

@@ -55,7 +55,7 @@ pub(super) fn comply(shared: &Shared, verb: &str, request: &Value) -> Outcome {
     if let ("map", Some(session)) = (verb, session) {
         return shared.registry.map(&order(session, request)?).map(|()| Map::new());
     }
-    let client = shared.roster.client(session)?;
+    let client = shared.services.client(session)?;
     match client.ask(read(&*client, verb, request)?)? {
         MapAnswer::Done => Ok(Map::new()),
         MapAnswer::Listing(listing) => Ok(fields(show::mapping(&listing))),
@@ -70,7 +70,7 @@ fn order(session: &str, request: &Value) -> Result<MapOrder, Refused> {
             .iter()
             .map(|path| read_path(path.as_str().unwrap_or_default()))
             .collect::<Result<_, _>>()?,
-        _ => return Err(wrong("\"paths\" is to be an array")),
+        _ => return Err(wrong("\"paths\" has to be an array")),
     };
     Ok(MapOrder {
         session: session.into(),
@@ -107,7 +107,7 @@ fn counters(request: &Value) -> Result<PathCounters, Refused> {
 
 fn seconds(request: &Value, name: &str) -> Result<Duration, Refused> {
     let seconds = request[name].as_f64().and_then(|s| Duration::try_from_secs_f64(s).ok());
-    seconds.ok_or_else(|| wrong(format!("{name:?} is to be seconds")))
+    seconds.ok_or_else(|| wrong(format!("{name:?} has to be a number of seconds")))
 }
 
 /// What is left out stays as it is.
@@ -119,7 +119,7 @@ fn reconnects(client: &dyn Client, request: &Value) -> Result<MapRequest, Refuse
             Some(-1) => SessionConfig::FOREVER,
             attempts => attempts
                 .and_then(|n| u32::try_from(n).ok())
-                .ok_or_else(|| wrong("\"attempts\" is to be a number"))?,
+                .ok_or_else(|| wrong("\"attempts\" has to be a number"))?,
         },
     };
     let delay = match &request["delay"] {

@@ -36,7 +36,7 @@ pub(super) fn comply(shared: &Shared, verb: &str, request: &Value) -> Outcome {
     match verb {
         "sessions" | "devices" => of_all(shared, verb),
         _ => {
-            let server = shared.roster.server(place(request)?)?;
+            let server = shared.services.server(place(request)?)?;
             match server.ask(read(&*server, verb, request)?)? {
                 ServeAnswer::Stats(stats) => Ok(fields(show::loops(&stats.turns))),
                 _ => Ok(Map::new()),
@@ -56,9 +56,9 @@ fn place(request: &Value) -> Result<Option<usize>, Refused> {
 /// What all servers have, each with the server's place.
 fn of_all(shared: &Shared, what: &str) -> Outcome {
     // That there is one.
-    shared.roster.server(Some(0))?;
+    shared.services.server(Some(0))?;
     let mut all = Vec::new();
-    for (place, server) in shared.roster.servers().into_iter().enumerate() {
+    for (place, server) in shared.services.servers().into_iter().enumerate() {
         let mut shown: Vec<Value> = match what {
             "sessions" => server.sessions()?.iter().map(show::session).collect(),
             _ => server.devices()?.iter().map(show::open_device).collect(),

@@ -1,4 +1,4 @@
-//! What runs in this process, for those who look at it and steer it.
+//! The mappings and servers of this process, for its administration.
 
 use std::{
     net::IpAddr,
@@ -21,7 +21,7 @@ use serde_json::{Map, Value, json};
 use super::peer::Authority;
 use crate::sharing::link;
 
-/// Why certificates are not other ones now.
+/// Text of a failure to load other certificates.
 pub(crate) fn not_renewed(e: &TlsError) -> String {
     format!("TLS: {e}; the certificates of before stay in use")
 }
@@ -42,25 +42,25 @@ impl Server for Served {
     }
 }
 
-/// Who has several tasks in this process: the daemon.
+/// Runs several tasks in this process: the daemon.
 pub(crate) trait Supervisor: Send + Sync {
-    /// Reads the configuration again; what was done.
+    /// Reads the configuration again; returns what was done.
     fn reload(&self) -> Result<Map<String, Value>, Refused>;
-    /// What there is.
+    /// Lists the tasks.
     fn tasks(&self) -> Map<String, Value>;
-    /// Begins one more, as far as this authority goes: `map.NAME` or `serve.NAME`, with the arguments of the command.
+    /// Starts a task, as far as this authority goes: `map.NAME` or `serve.NAME`, with the arguments of the command.
     fn start(&self, name: &str, words: Vec<String>, authority: Authority) -> Result<(), Refused>;
-    /// Ends one.
+    /// Stops a task.
     fn stop(&self, name: &str) -> Result<(), Refused>;
     /// Opens a session and a device over it.
     fn open(&self, order: &MapOrder) -> Result<(), Refused>;
 }
 
-/// Mappings and servers.
+/// The mappings and servers that run.
 #[derive(Default)]
-pub(crate) struct Roster {
+pub(crate) struct ServiceRegistry {
     supervisor: OnceLock<Arc<dyn Supervisor>>,
-    /// There is a supervisor, or will be at once.
+    /// Whether there is a supervisor, or will be at once.
     supervised: bool,
     /// The TLS of a mapping in the foreground.
     tls: OnceLock<Tls>,
@@ -68,9 +68,9 @@ pub(crate) struct Roster {
     servers: RwLock<Vec<Arc<dyn Server>>>,
 }
 
-/// A mapping or a server is in a roster until this is dropped.
+/// The entry of a mapping or a server, until it is dropped.
 pub(crate) struct Listed {
-    roster: Arc<Roster>,
+    services: Arc<ServiceRegistry>,
     what: What,
 }
 
@@ -82,14 +82,14 @@ enum What {
 impl Drop for Listed {
     fn drop(&mut self) {
         match &self.what {
-            What::Client(this) => self.roster.clients.write().retain(|other| !Arc::ptr_eq(this, other)),
-            What::Server(this) => self.roster.servers.write().retain(|other| !Arc::ptr_eq(this, other)),
+            What::Client(this) => self.services.clients.write().retain(|other| !Arc::ptr_eq(this, other)),
+            What::Server(this) => self.services.servers.write().retain(|other| !Arc::ptr_eq(this, other)),
         }
     }
 }
 
-impl Roster {
-    /// That of a daemon. Until [`supervise`](Self::supervise) is called whoever asks for what only a daemon has waits.
+impl ServiceRegistry {
+    /// The registry of a daemon. Requests for its supervisor wait until [`supervise`](Self::supervise) is called.
     pub(crate) fn of_daemon() -> Self {
         Self {
             supervised: true,
@@ -97,7 +97,7 @@ impl Roster {
         }
     }
 
-    /// Who has several tasks.
+    /// Sets the supervisor.
     pub(crate) fn supervise(&self, supervisor: Arc<dyn Supervisor>) {
         let _ = self.supervisor.set(supervisor);
     }
@@ -110,12 +110,12 @@ impl Roster {
         }
     }
 
-    /// The certificates of a mapping in the foreground, for [`reload`](Self::reload).
+    /// Sets the certificates of a mapping in the foreground, for [`reload`](Self::reload).
     pub(crate) fn renewable(&self, tls: Tls) {
         let _ = self.tls.set(tls);
     }
 
-    /// Has a daemon read its configuration again, a mapping in the foreground its certificates; what was done.
+    /// Has a daemon read its configuration again, or a mapping in the foreground its certificates; returns what was done.
     pub(crate) fn reload(&self) -> Result<Map<String, Value>, Refused> {
         if let Ok(supervisor) = self.supervisor() {
             return supervisor.reload();
@@ -142,8 +142,8 @@ impl Roster {
     }
 
     fn listed(self: &Arc<Self>, what: What) -> Listed {
-        let roster = self.clone();
-        Listed { roster, what }
+        let services = self.clone();
+        Listed { services, what }
     }
 
     /// Whether there are mappings, and servers.
@@ -188,7 +188,7 @@ impl Roster {
     }
 }
 
-impl Host for Roster {
+impl Host for ServiceRegistry {
     fn clients(&self) -> Vec<Arc<dyn Client>> {
         self.clients.read().clone()
     }
