@@ -19,7 +19,7 @@ const PORT: u16 = 10809;
 #[derive(Args)]
 #[command(next_help_heading = "NBD")]
 pub(crate) struct NbdArgs {
-    /// Unix socket to make for NBD clients (mode 0600, removed at the end)
+    /// Unix socket to create for NBD clients (mode 0600, removed at the end), in a folder that others can't write to
     #[arg(long, value_name = "SOCKET")]
     nbd: Option<PathBuf>,
     /// TCP address to listen at for NBD clients, [::] and 0.0.0.0 for all of that kind. Whoever reaches it can use the devices, unless

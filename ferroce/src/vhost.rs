@@ -10,7 +10,7 @@ use crate::output::Failure;
 #[derive(Args)]
 pub(crate) struct VhostArgs {
     /// Unix socket to make for a virtual machine's front end, such as QEMU's vhost-user-blk-pci, which finds a device there as a disk
-    /// (mode 0600, removed at the end). With several devices it says of which: DEVICE=SOCKET. Several times: as many sockets
+    /// (mode 0600, removed at the end; in a folder that others can't write to). With several devices it says of which: DEVICE=SOCKET. Several times: as many sockets
     #[arg(long = "vhost-user", value_name = "[DEVICE=]SOCKET", value_parser = VhostArg::parse)]
     vhost_user: Vec<VhostArg>,
 }
