@@ -281,6 +281,17 @@ impl RawId {
         done.map_err(closed)?
     }
 
+    /// Takes an unanswered request out of its listener's backlog, as the kernel does when a program fetches the event.
+    ///
+    /// # Errors
+    /// When the device is closed.
+    pub fn leave_backlog(&self) -> Result<(), VerbsError> {
+        self.with(|port, _, conn| {
+            port.cm_leave_backlog(conn);
+            Ok(())
+        })
+    }
+
     /// Accepts a request with a queue pair that is in RTS. [`RawCmEvent::Established`] follows.
     ///
     /// # Errors

@@ -187,10 +187,11 @@ pub struct ListenArgs {
     pub port: u16,
     /// Accepted transport; `None`: any. Requests for another are rejected. Ignored in a datagram port space.
     pub transport: Option<ConnTransport>,
-    /// Largest number of requests that wait for the consumer's answer, at least 1.
+    /// Largest number of requests of one peer address (IPv6: one /64) that wait for the consumer, at least 1.
     ///
-    /// One peer address gets three quarters of it. More are dropped, and the peer repeats them. A request counts until
-    /// the consumer answers or destroys it, even if its peer has given up.
+    /// All addresses together get a quarter more. Requests beyond that are dropped, and the peers repeat them. A request
+    /// counts until the consumer answers it, destroys it or takes it over
+    /// ([`Manager::leave_backlog`](crate::Manager::leave_backlog)), even if its peer has given up.
     pub backlog: u32,
 }
 
@@ -524,9 +525,9 @@ pub enum DropReason {
     State,
     /// Duplicate that needs no answer.
     Duplicate,
-    /// Request beyond the listener's backlog.
+    /// Request beyond the listener's backlog and the quarter more of all addresses together.
     Backlog,
-    /// Request beyond one peer's part of the listener's backlog.
+    /// Request beyond the listener's backlog, which its peer address fills alone.
     BacklogPeer,
     /// Request beyond [`CmConfig::max_half_open`], and no connection can be evicted.
     HalfOpen,

@@ -325,7 +325,11 @@ fn strangers_that_have_given_up_do_not_keep_the_backlog_nor_fill_the_events() {
         timers(&mut w, Duration::from_secs(1));
     }
     let told = ends(&mut w);
-    assert_eq!(told.len(), 16, "8 requests, and that they have ended");
+    assert_eq!(
+        told.len(),
+        20,
+        "8 requests and a quarter more, and that they have ended"
+    );
     // As soon as it turns to them there is room for others.
     for e in told {
         if let Event::Request { conn, .. } = e {
@@ -337,15 +341,44 @@ fn strangers_that_have_given_up_do_not_keep_the_backlog_nor_fill_the_events() {
 }
 
 #[test]
-fn one_address_does_not_get_the_whole_backlog() {
-    let (mut w, _) = listening();
-    for n in 0..20 {
-        give(&mut w, &forged(stranger(1), n));
+fn one_address_fills_the_backlog_and_leaves_the_reserve_to_others() {
+    for backlog in [1, 4, 8, 32, 128] {
+        let mut w = World::new(1, config);
+        w.m[S].listen(None, PORT, backlog).unwrap();
+        for n in 0..backlog + 20 {
+            give(&mut w, &forged(stranger(1), n));
+        }
+        assert_eq!(ends(&mut w).len(), backlog as usize);
+        assert_eq!(w.m[S].counters().dropped(DropReason::BacklogPeer), 20);
+        give(&mut w, &forged(CLIENT, 500));
+        request(&mut w);
     }
-    assert_eq!(ends(&mut w).len(), 6);
-    assert_eq!(w.m[S].counters().dropped(DropReason::BacklogPeer), 14);
-    give(&mut w, &forged(CLIENT, 50));
+}
+
+/// As in the kernel, where a request leaves the backlog when the program fetches it (`ucma_get_event`).
+#[test]
+fn requests_that_the_consumer_takes_over_leave_the_backlog() {
+    let mut w = World::new(1, config);
+    w.m[S].listen(None, PORT, 1).unwrap();
+    let mut taken = Vec::new();
+    for n in 0..40 {
+        let req = forged(stranger(1), n);
+        give(&mut w, &req);
+        let (s, _) = request(&mut w);
+        give(&mut w, &forged(stranger(1), 100 + n));
+        assert_eq!(w.m[S].counters().dropped(DropReason::BacklogPeer), u64::from(n) + 1);
+        w.m[S].leave_backlog(s);
+        w.m[S].leave_backlog(s);
+        taken.push(s);
+    }
+    for s in taken {
+        w.m[S].accept(w.now, s, &accept_args(0x1000 + s.0 as u32)).unwrap();
+    }
+    // Each of them counted once: the backlog is not below zero.
+    give(&mut w, &forged(stranger(1), 200));
     request(&mut w);
+    give(&mut w, &forged(stranger(1), 201));
+    assert_eq!(w.m[S].counters().dropped(DropReason::BacklogPeer), 41);
 }
 
 fn slow_rate() -> World {

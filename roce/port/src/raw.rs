@@ -30,6 +30,11 @@ impl Port {
         Ok(id)
     }
 
+    /// Takes an unanswered request out of its listener's backlog ([`roce_cm::Manager::leave_backlog`]).
+    pub fn cm_leave_backlog(&mut self, conn: ConnId) {
+        self.cm.leave_backlog(conn);
+    }
+
     /// Sends a REQ. [`Event::Reply`], [`Event::Rejected`] or [`Event::Unreachable`] follows.
     ///
     /// After [`Event::Reply`] call [`Port::cm_establish`].

@@ -17,6 +17,7 @@ pub(crate) fn all() -> Vec<Case> {
     out.push(strangers());
     out.push(channels());
     out.push(errno());
+    out.push(backlog());
     out.push(cancelled());
     out.push(signals());
     out.extend(progress());
@@ -98,6 +99,13 @@ fn channels() -> Case {
 fn errno() -> Case {
     of_c("calls that succeed keep errno", "errno", "-libverbs -lrdmacm", "{addr}")
         .says("errno is kept")
+        .ci()
+}
+
+/// Connect requests of one host that fill a listener's backlog, or are collected before any is answered.
+fn backlog() -> Case {
+    of_c("backlogs of listeners", "backlog", "-libverbs -lrdmacm", "{addr}")
+        .says("every request has arrived")
         .ci()
 }
 

@@ -69,6 +69,8 @@ pub(crate) trait Backend: Send {
     /// # Errors
     /// As for `connect`.
     fn resolve(&mut self, args: &ResolveArgs) -> Result<Self::Handle>;
+    /// Takes a request out of its listener's backlog: the program has fetched its event.
+    fn leave_backlog(&mut self, conn: &Self::Handle);
     /// Answers a request with a queue pair that is in RTS.
     ///
     /// # Errors

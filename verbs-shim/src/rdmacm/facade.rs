@@ -280,6 +280,11 @@ impl Backend for Facade {
         Ok(Id(self.cm()?.resolve(args)?))
     }
 
+    fn leave_backlog(&mut self, conn: &Id) {
+        // A closed device has no backlog.
+        let _ = conn.0.leave_backlog();
+    }
+
     fn accept(&mut self, conn: &Id, args: &AcceptArgs) -> Result<()> {
         Ok(conn.0.accept(args)?)
     }

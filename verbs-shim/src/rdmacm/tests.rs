@@ -145,6 +145,10 @@ impl Backend for Fake {
         self.thing(format!("resolve {} {:?}", args.remote, args.space))
     }
 
+    fn leave_backlog(&mut self, conn: &Thing) {
+        self.log.note(format!("out of the backlog {}", conn.key));
+    }
+
     fn accept(&mut self, conn: &Thing, args: &AcceptArgs) -> Result<()> {
         self.say(format!("accept {} {:?}", conn.key, args.qpn))
     }
@@ -438,7 +442,9 @@ fn a_request_is_nobodys_until_it_is_accepted() {
     let mut p = Program::new();
     let (listener, key) = p.listener(0xb0, PortSpace::Tcp);
     let conn = p.request(key);
+    p.log.take();
     let event = p.expect(EventType::ConnectRequest);
+    assert_eq!(p.log.take(), [format!("out of the backlog {conn}")]);
     let id = event.id;
     assert_eq!(event.uid, 0xb0, "the listener's");
     assert_ne!(id, listener);

@@ -289,6 +289,12 @@ impl<B: Backend> Ucma<B> {
         if let Some(member) = event.member.and_then(|m| self.members.get_mut(&m)) {
             member.reported += 1;
         }
+        // The backlog counts requests that the program has not fetched (`ucma_get_event`).
+        if let Some((ctx, backend)) = event.request.and_then(|request| self.parts(request))
+            && let Some(handle) = &ctx.handle
+        {
+            backend.leave_backlog(handle);
+        }
         Some(event.resp)
     }
 

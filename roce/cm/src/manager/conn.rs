@@ -55,8 +55,8 @@ pub(super) struct Conn {
     pub(super) end_told: bool,
     /// Where the request arrived (passive).
     pub(super) listener: Option<ListenId>,
-    /// The request has a place there.
-    pub(super) waits: bool,
+    /// The request counts towards the listener's backlog.
+    pub(super) in_backlog: bool,
     pub(super) local: SocketAddr,
     pub(super) remote: SocketAddr,
     pub(super) local_id: u32,
@@ -181,13 +181,13 @@ impl Connections {
         self.half_open.room_for(peer, listener, backlog, config)
     }
 
-    /// The consumer has dealt with the request.
-    pub(super) fn free_place(&mut self, id: ConnId) {
+    /// The request does not wait for the consumer any more.
+    pub(super) fn leave_backlog(&mut self, id: ConnId) {
         let Some(c) = self.conns.get_mut(&id) else { return };
-        if core::mem::take(&mut c.waits)
+        if core::mem::take(&mut c.in_backlog)
             && let Some(listener) = c.listener
         {
-            self.half_open.places.free(listener, c.group());
+            self.half_open.backlogs.free(listener, c.group());
         }
     }
 
@@ -239,8 +239,8 @@ impl Connections {
         let id = self.fresh_id();
         self.by_local_id.insert(conn.local_id, id);
         let state = conn.state;
-        if let Some(listener) = conn.listener.filter(|_| conn.waits) {
-            self.half_open.places.take(listener, conn.group());
+        if let Some(listener) = conn.listener.filter(|_| conn.in_backlog) {
+            self.half_open.backlogs.take(listener, conn.group());
         }
         self.conns.insert(id, conn);
         self.index_remote(id);
@@ -331,7 +331,7 @@ impl Connections {
         };
         self.note(id, state, None);
         self.count(id, state, false);
-        self.free_place(id);
+        self.leave_backlog(id);
         self.set_timer(id, None);
         self.forget_qp(id);
         self.forget_ids(id);

@@ -5,9 +5,10 @@
 //! client needs one round trip, and survives if the table turns over slower than that. (Within one address connections
 //! that are younger than our first pause stay: so many of a busy host are delayed rather than broken.)
 //!
-//! Places at a listener are another matter. They bound what the consumer has been told and has not answered, and are only
-//! free again when it has dealt with the request, dead or alive: its queue of events can't grow. One address gets three
-//! quarters of them at most; more requests are dropped, and come again.
+//! A listener's backlog is another matter. It bounds the requests that are reported and wait for the consumer, which
+//! frees a place by answering the request or by taking it from its queue, even if its peer has given up: the consumer's
+//! queue of events can't grow. One address can fill the backlog, as in the kernel. A quarter more is reserved for other
+//! addresses, so that none keeps them out. Further requests are dropped, and their peers repeat them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -23,8 +24,8 @@ struct Group {
 /// What is half-open. IDs count up, so the lowest is the oldest.
 #[derive(Default)]
 pub(super) struct HalfOpen {
-    /// At listeners.
-    pub(super) places: Places,
+    /// Requests in the listeners' backlogs.
+    pub(super) backlogs: Backlogs,
     count: usize,
     unproven: BTreeSet<ConnId>,
     groups: BTreeMap<PeerGroup, Group>,
@@ -86,7 +87,7 @@ impl HalfOpen {
         backlog: u32,
         config: &CmConfig,
     ) -> Result<Displaced, DropReason> {
-        self.places.check(listener, peer, backlog)?;
+        self.backlogs.check(listener, peer, backlog)?;
         self.displaced_by(peer, config.max_half_open, config.max_half_open_per_peer)
     }
 
@@ -108,23 +109,23 @@ impl HalfOpen {
     }
 }
 
-/// Places of requests that the consumer has been told of.
+/// Requests reported to each listener's consumer that wait for it, in all and of each address.
 #[derive(Default)]
-pub(super) struct Places {
+pub(super) struct Backlogs {
     at: BTreeMap<ListenId, usize>,
     of: BTreeMap<(ListenId, PeerGroup), usize>,
 }
 
-impl Places {
-    /// Whether there is a place for a request of `peer`.
+impl Backlogs {
+    /// Checks that a request of `peer` fits into the listener's backlog.
     fn check(&self, listener: ListenId, peer: PeerGroup, backlog: u32) -> Result<(), DropReason> {
         let backlog = backlog as usize;
-        if self.at.get(&listener).is_some_and(|n| *n >= backlog) {
+        let reserve = (backlog / 4).max(1);
+        if self.at.get(&listener).is_some_and(|n| *n >= backlog + reserve) {
             return Err(DropReason::Backlog);
         }
-        let share = backlog - backlog / 4;
         match self.of.get(&(listener, peer)) {
-            Some(n) if *n >= share => Err(DropReason::BacklogPeer),
+            Some(n) if *n >= backlog => Err(DropReason::BacklogPeer),
             _ => Ok(()),
         }
     }
@@ -182,22 +183,25 @@ mod tests {
     }
 
     #[test]
-    fn one_address_gets_three_quarters_of_the_places() {
+    fn one_address_can_fill_the_backlog_and_leaves_the_reserve_to_others() {
         let l = ListenId(1);
-        for (backlog, share) in [(1, 1), (2, 2), (3, 3), (4, 3), (8, 6), (64, 48)] {
-            let mut p = Places::default();
-            while p.check(l, peer(1), backlog).is_ok() {
-                p.take(l, peer(1));
+        for (backlog, in_all) in [(1, 2), (2, 3), (4, 5), (8, 10), (64, 80), (1024, 1280)] {
+            let mut b = Backlogs::default();
+            while b.check(l, peer(1), backlog).is_ok() {
+                b.take(l, peer(1));
             }
-            assert_eq!(p.at[&l], share, "of {backlog}");
-            while p.check(l, peer(2), backlog).is_ok() {
-                p.take(l, peer(2));
+            assert_eq!(b.at[&l], backlog as usize);
+            assert_eq!(b.check(l, peer(1), backlog), Err(DropReason::BacklogPeer));
+            while b.check(l, peer(2), backlog).is_ok() {
+                b.take(l, peer(2));
             }
-            assert_eq!(p.at[&l], backlog as usize);
-            for _ in 0..share {
-                p.free(l, peer(1));
+            assert_eq!(b.at[&l], in_all, "with a backlog of {backlog}");
+            assert_eq!(b.check(l, peer(3), backlog), Err(DropReason::Backlog));
+            for _ in 0..backlog {
+                b.free(l, peer(1));
             }
-            assert!(!p.of.contains_key(&(l, peer(1))));
+            assert!(!b.of.contains_key(&(l, peer(1))));
+            assert_eq!(b.check(l, peer(3), backlog), Ok(()));
         }
     }
 }

@@ -143,8 +143,8 @@ impl Manager {
         self.config.mtus = mtus;
     }
 
-    /// Listens on a port of the RDMA_CM TCP port space, on one address or on all. Up to `backlog` requests (at least
-    /// one) may wait for accept or reject; more are dropped, and the peer repeats them.
+    /// Listens on a port of the RDMA_CM TCP port space, on one address or on all. [`ListenArgs::backlog`] tells what
+    /// happens beyond `backlog` pending requests.
     ///
     /// # Errors
     /// When a listener has the port on this address already.
@@ -233,7 +233,7 @@ impl Manager {
             detached: None,
             end_told: false,
             listener: None,
-            waits: false,
+            in_backlog: false,
             local: SocketAddr::new(l, port),
             remote: args.remote,
             local_id,
@@ -272,7 +272,7 @@ impl Manager {
     /// for nothing.
     pub fn accept_path(&mut self, conn: ConnId, params: &ConnParams) -> Result<RemoteQp, CmError> {
         build::check_accept_data(&params.private_data)?;
-        self.free_place_of_answered(conn);
+        self.leave_backlog_if_answered(conn);
         let c = self
             .table
             .get(conn)
@@ -290,6 +290,14 @@ impl Manager {
             }),
             (state, _) => Err(CmError::State(state)),
         }
+    }
+
+    /// Takes an unanswered request out of its listener's backlog: the consumer keeps it in a place of its own.
+    ///
+    /// For programs that collect requests before they answer any. The number of half-open connections bounds those.
+    pub fn leave_backlog(&mut self, conn: ConnId) {
+        self.table.leave_backlog(conn);
+        self.sidr.leave_backlog(conn);
     }
 
     /// Accepts a request: sends the REP. The queue pair must be in RTS (the peer's first packet may come before its
@@ -383,7 +391,7 @@ impl Manager {
             self.table.remove(conn);
             return;
         }
-        self.table.free_place(conn);
+        self.table.leave_backlog(conn);
         self.table.detach(conn);
         let _ = self.step(now, conn, Input::Disconnect, Detail::None);
         while let Some(oldest) = self.table.excess_detached(self.config.max_lingering) {
@@ -484,14 +492,14 @@ impl Manager {
             return Err(CmError::NoConnection);
         }
         let done = self.step(now, id, input, detail);
-        self.free_place_of_answered(id);
+        self.leave_backlog_if_answered(id);
         done.map_err(CmError::State)
     }
 
-    /// The consumer has turned to a request: if it does not wait any more, whatever ended it, others may.
-    fn free_place_of_answered(&mut self, id: ConnId) {
+    /// The consumer has turned to a request, which leaves the backlog unless it still waits.
+    fn leave_backlog_if_answered(&mut self, id: ConnId) {
         if self.table.get(id).is_some_and(|c| c.state != State::ReqReceived) {
-            self.table.free_place(id);
+            self.table.leave_backlog(id);
         }
     }
 

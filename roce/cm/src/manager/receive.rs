@@ -76,7 +76,7 @@ impl Manager {
             use DropReason as R;
             if matches!(
                 reason,
-                R::HalfOpen | R::HalfOpenPeer | R::BacklogPeer | R::Connections | R::Rate
+                R::HalfOpen | R::HalfOpenPeer | R::Backlog | R::BacklogPeer | R::Connections | R::Rate
             ) {
                 self.tell_limit(now, remote, reason.name());
             }
@@ -322,7 +322,7 @@ impl Manager {
             detached: None,
             end_told: false,
             listener: Some(listener),
-            waits: true,
+            in_backlog: true,
             local,
             remote,
             local_id,

@@ -54,8 +54,8 @@ struct Sidr {
     request_id: u32,
     transaction_id: u64,
     service_id: u64,
-    /// The question has a place at the listener.
-    waits: bool,
+    /// The question counts towards the listener's backlog.
+    in_backlog: bool,
     /// Repetitions of the question that are answered.
     repeats: TokenBucket,
     /// Destroyed by the consumer.
@@ -120,7 +120,7 @@ impl Resolutions {
         self.theirs.insert(s.key(), id);
         self.waiting.enter(id, s.group(), false);
         if let Some(listener) = s.listener {
-            self.waiting.places.take(listener, s.group());
+            self.waiting.backlogs.take(listener, s.group());
         }
         self.table.insert(id, s);
     }
@@ -133,13 +133,13 @@ impl Resolutions {
         }
     }
 
-    /// The consumer has dealt with the question.
-    fn free_place(&mut self, id: ConnId) {
+    /// The question does not wait for the consumer any more.
+    pub(super) fn leave_backlog(&mut self, id: ConnId) {
         let Some(s) = self.table.get_mut(&id) else { return };
-        if core::mem::take(&mut s.waits)
+        if core::mem::take(&mut s.in_backlog)
             && let Some(listener) = s.listener
         {
-            self.waiting.places.free(listener, s.group());
+            self.waiting.backlogs.free(listener, s.group());
         }
     }
 
@@ -167,7 +167,7 @@ impl Resolutions {
     fn remove(&mut self, id: ConnId) {
         self.set_timer(id, None);
         self.settle(id, Stage::Over);
-        self.free_place(id);
+        self.leave_backlog(id);
         self.lingering.remove(&id);
         let Some(s) = self.table.remove(&id) else { return };
         if self.asked.get(&s.request_id) == Some(&id) {
@@ -249,7 +249,7 @@ impl Manager {
                 request_id,
                 transaction_id,
                 service_id,
-                waits: false,
+                in_backlog: false,
                 repeats: TokenBucket::default(),
                 detached: false,
                 timer: None,
@@ -285,7 +285,7 @@ impl Manager {
         let mad = Mad::new(s.transaction_id, rep).emit();
         let (local, remote) = (s.local.ip(), s.remote.ip());
         self.sidr.settle(id, Stage::Answered(Box::new(mad)));
-        self.sidr.free_place(id);
+        self.sidr.leave_backlog(id);
         self.sidr.set_timer(id, Some(now + LINGER));
         self.send_to(local, remote, Attribute::SidrRep, mad);
         Ok(())
@@ -405,7 +405,7 @@ impl Manager {
             request_id: req.request_id,
             transaction_id: tid,
             service_id: req.service_id,
-            waits: true,
+            in_backlog: true,
             repeats: TokenBucket::default(),
             detached: false,
             timer: None,
