@@ -58,7 +58,8 @@ pub use roce_broker::{self as broker, JoinConfig};
 pub use roce_local::Usage;
 pub use roce_mem::{Pages, Persist, WindowKind};
 pub use roce_net::{
-    DatapathCounters, Flush, OpenSockets, Spin, SpinMode, Thread, environment, gids, iface, links, now,
+    DatapathCounters, EventFd, Flush, OpenSockets, Spin, SpinMode, Thread, environment, gids, iface, links, neighbours,
+    now,
 };
 pub use roce_port::{
     AcceptArgs, ConnTransport, ConnectArgs, ListenArgs, PortCounters, PortSpace, QpnSlot, RawCmEvent, RemoteQp,

@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, Weak},
 };
 
-use roce_broker::{Inbox, JoinConfig, JoinError, Membership, Report};
+use roce_broker::{Inbox, JoinConfig, JoinError, Membership, Report, StartError};
 use roce_port::{ConnChange, RxMeta};
 use roce_verbs::{Mtu, provider::VerbsError};
 
@@ -21,6 +21,7 @@ pub(crate) fn join_error(e: JoinError) -> VerbsError {
             context: context.into(),
             source,
         },
+        JoinError::Start(StartError::Io { context, source }) => VerbsError::Io { context, source },
         other => VerbsError::Address(other.to_string()),
     }
 }

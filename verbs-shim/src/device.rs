@@ -1,6 +1,6 @@
 //! The list of devices: one for each interface that has an address.
 
-use std::{fs, net::IpAddr, ptr, sync::atomic::AtomicU64};
+use std::{fs, io, net::IpAddr, ptr, sync::atomic::AtomicU64};
 
 use libc::{c_char, c_int};
 use roce::{LinkState, gids::device_names, iface};
@@ -9,7 +9,8 @@ use crate::{
     abi::{IBV_NODE_CA, IBV_TRANSPORT_IB, ibv_device},
     config, engine, fork,
     gids::GidTable,
-    rebind, ret,
+    rebind,
+    ret::{self, Result},
 };
 
 /// Room behind the public part: providers' libraries (libmlx5) look at fields of the private structure around it, and
@@ -114,40 +115,60 @@ impl VerbsDevice {
     }
 }
 
+/// The interface that has an address now, if any.
+///
+/// # Errors
+/// When the system can't tell, as without a descriptor left.
+pub(crate) fn interface_of(ip: IpAddr) -> Result<Option<String>> {
+    match iface::interface_of(ip) {
+        Ok((name, _)) => Ok(Some(name)),
+        Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => Ok(None),
+        Err(e) => Err(e.into()),
+    }
+}
+
 /// The addresses that the devices are restricted to, which exist; empty: no restriction.
-pub(crate) fn selected() -> Vec<IpAddr> {
-    let mut asked = config::addresses();
-    asked.retain(|ip| iface::interface_of(*ip).is_ok());
-    asked
+///
+/// # Errors
+/// When the system can't tell.
+pub(crate) fn selected() -> Result<Vec<IpAddr>> {
+    let mut out = Vec::new();
+    for ip in config::addresses() {
+        out.extend(interface_of(ip)?.map(|_| ip));
+    }
+    Ok(out)
 }
 
 /// The interfaces to make devices of, with the addresses that each is restricted to.
-fn interfaces() -> Vec<(String, Vec<IpAddr>)> {
+fn interfaces() -> Result<Vec<(String, Vec<IpAddr>)>> {
     let mut out: Vec<(String, Vec<IpAddr>)> = Vec::new();
     let asked = config::addresses();
     for ip in &asked {
-        match iface::interface_of(*ip) {
-            Ok((name, _)) => match out.iter_mut().find(|(n, _)| *n == name) {
+        match interface_of(*ip)? {
+            Some(name) => match out.iter_mut().find(|(n, _)| *n == name) {
                 Some((_, ips)) => ips.push(*ip),
                 None => out.push((name, vec![*ip])),
             },
-            Err(_) => config::complain(format_args!("{}: no interface has the address {ip}", config::ADDR)),
+            None => config::complain(format_args!("{}: no interface has the address {ip}", config::ADDR)),
         }
     }
     if asked.is_empty() {
-        let all = iface::interface_addresses().unwrap_or_default();
+        let all = iface::interface_addresses()?;
         let names = device_names(&all).into_iter();
         out.extend(names.map(|name| (name.to_owned(), Vec::new())));
     }
-    out
+    Ok(out)
 }
 
 /// The devices that there are now.
-pub(crate) fn list() -> Vec<&'static VerbsDevice> {
+///
+/// # Errors
+/// When the system can't tell: EMFILE without a descriptor left.
+pub(crate) fn list() -> Result<Vec<&'static VerbsDevice>> {
     fork::watch();
     // Whoever looks for devices is about to look at their files.
     rebind::run();
-    let wanted = interfaces();
+    let wanted = interfaces()?;
     let mut known = engine::devices();
     let mut out = Vec::new();
     for (interface, only) in wanted {
@@ -159,13 +180,13 @@ pub(crate) fn list() -> Vec<&'static VerbsDevice> {
         });
         out.push(device);
     }
-    out
+    Ok(out)
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_get_device_list(count: *mut c_int) -> *mut *mut ibv_device {
     ret::pointer(|| {
-        let mut devices: Vec<*mut ibv_device> = list().into_iter().map(VerbsDevice::as_abi).collect();
+        let mut devices: Vec<*mut ibv_device> = list()?.into_iter().map(VerbsDevice::as_abi).collect();
         if !count.is_null() {
             // SAFETY: the program passes room for the number.
             unsafe { count.write_unaligned(devices.len() as c_int) };

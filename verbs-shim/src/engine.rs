@@ -22,7 +22,7 @@ use crate::{
     qp::SharedTarget,
     rebind,
     ret::{self, Errno, Result},
-    worker::Worker,
+    worker::{Next, Worker},
 };
 
 /// The transport, and the thread that hands its events to the contexts.
@@ -167,11 +167,11 @@ pub(crate) fn links() -> Option<Arc<Links>> {
 }
 
 /// The address to bind: the only one, or all.
-fn bind_address() -> IpAddr {
-    match device::selected().as_slice() {
+fn bind_address() -> Result<IpAddr> {
+    Ok(match device::selected()?.as_slice() {
         [one] => *one,
         _ => Ipv6Addr::UNSPECIFIED.into(),
-    }
+    })
 }
 
 /// The program `ferroce` that this library was installed with, or built with: `ferroce run` names it, other ways of loading
@@ -214,7 +214,7 @@ impl Engine {
     }
 
     fn open() -> Result<Arc<Self>> {
-        let mut wanted = DeviceConfig::new(bind_address());
+        let mut wanted = DeviceConfig::new(bind_address()?);
         wanted.mtu = config::mtu();
         wanted.pcap = config::pcap();
         if let Some(rate) = config::unreliable_rate() {
@@ -238,7 +238,10 @@ impl Engine {
         });
         let weak = Arc::downgrade(&engine);
         let worker = Worker::start("ferroce events", events, move || {
-            weak.upgrade().is_some_and(|engine| engine.hand_out())
+            match weak.upgrade().is_some_and(|engine| engine.hand_out()) {
+                true => Next::Ready,
+                false => Next::End,
+            }
         })?;
         *engine.worker.lock().unwrap_or_else(PoisonError::into_inner) = Some(worker);
         Ok(engine)

@@ -7,9 +7,9 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use roce::{gids, iface};
+use roce::gids;
 
-use crate::abi::ibv_gid;
+use crate::{abi::ibv_gid, device};
 
 /// Entries of the table (`gid_tbl_len`).
 pub(crate) const TABLE_LEN: usize = 128;
@@ -54,7 +54,7 @@ impl GidTable {
         }
     }
 
-    /// The addresses that the device has now.
+    /// The addresses that the device has now; `None` if the system can't tell.
     fn current(&self) -> Option<Vec<IpAddr>> {
         let mut have = match self.only.is_empty() {
             true => match gids::GidTable::addresses(&self.interface) {
@@ -64,8 +64,10 @@ impl GidTable {
                 Err(_) => return None,
             },
             false => {
-                let mut only = self.only.clone();
-                only.retain(|ip| iface::interface_of(*ip).is_ok());
+                let mut only = Vec::new();
+                for ip in &self.only {
+                    only.extend(device::interface_of(*ip).ok()?.map(|_| *ip));
+                }
                 only.sort_by_key(IpAddr::is_ipv6);
                 only
             }

@@ -14,7 +14,7 @@ use crate::{
     engine,
     events::Entry,
     ret::Result,
-    worker::Worker,
+    worker::{Next, Worker},
 };
 
 /// The watch of a process.
@@ -45,7 +45,10 @@ impl Links {
         });
         let weak = Arc::downgrade(&links);
         let worker = Worker::start("ferroce links", watched, move || {
-            weak.upgrade().inspect(|links| links.look()).is_some()
+            match weak.upgrade().inspect(|links| links.look()) {
+                Some(_) => Next::Ready,
+                None => Next::End,
+            }
         })?;
         *links.worker.lock().unwrap_or_else(PoisonError::into_inner) = Some(worker);
         Ok(links)

@@ -1,44 +1,72 @@
 //! Threads that wait for a descriptor.
 
 use std::{
-    os::fd::{AsRawFd, FromRawFd, OwnedFd},
-    sync::{Mutex, PoisonError},
+    os::fd::{AsFd, AsRawFd, OwnedFd},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Instant,
 };
 
-use roce::Thread;
+use roce::{EventFd, Thread};
 
-use crate::ret::{Errno, Result};
+use crate::ret::Result;
+
+/// When a worker works again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Next {
+    /// When its descriptor is readable or somebody wakes it.
+    Ready,
+    /// The same, and at this time at the latest.
+    At(Instant),
+    /// Never.
+    End,
+}
+
+/// What a worker's thread shares with its owner.
+struct Control {
+    /// Readable when there is something to look at besides the descriptor.
+    wake: EventFd,
+    ends: AtomicBool,
+}
 
 /// A thread that works whenever a descriptor is readable. It ends with this.
 pub(crate) struct Worker {
-    stop: OwnedFd,
+    control: Arc<Control>,
     thread: Mutex<Option<Thread>>,
 }
 
 impl Worker {
-    /// `work` returns whether to go on.
-    pub(crate) fn start(name: &str, watched: OwnedFd, mut work: impl FnMut() -> bool + Send + 'static) -> Result<Self> {
-        // SAFETY: makes a descriptor, or fails.
-        let stop = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
-        if stop < 0 {
-            return Err(Errno::last());
-        }
-        // SAFETY: just made and ours alone.
-        let stop = unsafe { OwnedFd::from_raw_fd(stop) };
-        let end = stop.try_clone()?;
-        let thread = Thread::start(name, move || while wait(&watched, &end) && work() {})?;
+    /// `work` returns when to go on.
+    pub(crate) fn start(name: &str, watched: OwnedFd, mut work: impl FnMut() -> Next + Send + 'static) -> Result<Self> {
+        let control = Arc::new(Control {
+            wake: EventFd::new()?,
+            ends: AtomicBool::new(false),
+        });
+        let shared = Arc::clone(&control);
+        let thread = Thread::start(name, move || {
+            let mut next = Next::Ready;
+            while wait(&watched, &shared, next) {
+                next = work();
+            }
+        })?;
         Ok(Self {
-            stop,
+            control,
             thread: Mutex::new(Some(thread)),
         })
+    }
+
+    /// Makes it work soon.
+    pub(crate) fn wake(&self) {
+        self.control.wake.raise();
     }
 }
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        let one = 1u64;
-        // SAFETY: writes eight bytes of a local.
-        unsafe { libc::write(self.stop.as_raw_fd(), (&raw const one).cast(), 8) };
+        self.control.ends.store(true, Ordering::Release);
+        self.wake();
         let thread = self.thread.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(thread) = thread {
             let _ = thread.finish();
@@ -47,14 +75,23 @@ impl Drop for Worker {
 }
 
 /// Sleeps until there is something to do. False: it shall end.
-fn wait(watched: &OwnedFd, stop: &OwnedFd) -> bool {
-    let entry = |fd: &OwnedFd| libc::pollfd {
+fn wait(watched: &OwnedFd, control: &Control, next: Next) -> bool {
+    let timeout = match next {
+        Next::End => return false,
+        Next::Ready => -1,
+        Next::At(at) => {
+            let left = at.saturating_duration_since(Instant::now()).as_millis() + 1;
+            i32::try_from(left).unwrap_or(i32::MAX)
+        }
+    };
+    let entry = |fd: std::os::fd::BorrowedFd<'_>| libc::pollfd {
         fd: fd.as_raw_fd(),
         events: libc::POLLIN,
         revents: 0,
     };
-    let mut fds = [entry(watched), entry(stop)];
+    let mut fds = [entry(watched.as_fd()), entry(control.wake.as_fd())];
     // SAFETY: two entries on the stack.
-    let got = unsafe { libc::poll(fds.as_mut_ptr(), 2, -1) };
-    got < 0 || fds[1].revents == 0
+    unsafe { libc::poll(fds.as_mut_ptr(), 2, timeout) };
+    control.wake.clear();
+    !control.ends.load(Ordering::Acquire)
 }

@@ -276,12 +276,14 @@ fn answer(link: &OwnedFd, other: &mut dyn FnMut(Record<ToClient>)) -> Result<Rec
             Ok(Record {
                 message: ToClient::Reply { seq: SEQ, reply },
                 fds,
+                lacks_fds,
                 ..
             }) => {
                 return accepted(Record {
                     message: reply,
                     payload: vec![],
                     fds,
+                    lacks_fds,
                 });
             }
             Ok(record) => other(record),
@@ -297,6 +299,9 @@ fn answer(link: &OwnedFd, other: &mut dyn FnMut(Record<ToClient>)) -> Result<Rec
 fn accepted(record: Record<Reply>) -> Result<Record<Reply>, JoinError> {
     match record.message {
         Reply::Refused { why, text } => Err(JoinError::Refused { why, text }),
+        _ if record.lacks_fds => Err(context("receiving sockets of the broker")(
+            io::Error::from_raw_os_error(rustix::io::Errno::MFILE.raw_os_error()),
+        )),
         _ => Ok(record),
     }
 }
@@ -660,10 +665,11 @@ impl Shared {
                     message: reply,
                     payload: vec![],
                     fds: record.fds,
+                    lacks_fds: record.lacks_fds,
                 };
                 let mut state = self.state.lock();
                 let asked = state.awaited.get(&seq).or_else(|| state.given_up.get(&seq)).cloned();
-                if let Some(Request::Open { addr, .. }) = asked {
+                if let (Some(Request::Open { addr, .. }), false) = (asked, record.lacks_fds) {
                     // Whether somebody waits for it or not: the broker has noted that this member has the address.
                     state.open(addr, &record.message, std::mem::take(&mut record.fds));
                 }

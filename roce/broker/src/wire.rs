@@ -24,6 +24,8 @@ pub(crate) struct Record<T> {
     pub(crate) message: T,
     pub(crate) payload: Vec<u8>,
     pub(crate) fds: Vec<OwnedFd>,
+    /// Descriptors are missing: this process can have no more.
+    pub(crate) lacks_fds: bool,
 }
 
 /// Why a receive gave no record.
@@ -105,12 +107,17 @@ pub(crate) fn receive<T: DeserializeOwned>(
     if got.bytes == 0 {
         return Err(RecvError::Closed);
     }
-    if got.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
+    if got.flags.contains(ReturnFlags::TRUNC) {
         return Err(RecvError::Malformed("a record too long".into()));
     }
     let bytes = buffer.get(..got.bytes).unwrap_or_default();
     let (message, payload) = decode(bytes).map_err(RecvError::Malformed)?;
-    Ok(Record { message, payload, fds })
+    Ok(Record {
+        message,
+        payload,
+        fds,
+        lacks_fds: got.flags.contains(ReturnFlags::CTRUNC),
+    })
 }
 
 fn received_fds(control: &mut RecvAncillaryBuffer<'_>) -> Vec<OwnedFd> {
@@ -183,6 +190,19 @@ mod tests {
             receive::<u8>(b.as_fd(), &mut buffer, false),
             Err(RecvError::Closed)
         ));
+    }
+
+    #[test]
+    fn descriptors_that_do_not_fit_are_missed() {
+        let (a, b) = pair();
+        let many = vec![a.as_fd(); MAX_FDS + 8];
+        let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS + 8))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(control.push(SendAncillaryMessage::ScmRights(&many)));
+        let bytes = encode(&7, &[]).unwrap();
+        rustix::net::sendmsg(&a, &[IoSlice::new(&bytes)], &mut control, SendFlags::empty()).unwrap();
+        let record: Record<u8> = receive(b.as_fd(), &mut vec![0; MAX_RECORD], true).unwrap();
+        assert!(record.lacks_fds && record.message == 7);
     }
 
     #[test]

@@ -38,7 +38,7 @@ static void find_own(void)
 	MUST(!ibv_query_gid(context, 1, 0, &own));
 }
 
-static void set_up(void)
+static inline void set_up(void)
 {
 	struct ibv_device **list = ibv_get_device_list(NULL);
 
@@ -50,7 +50,7 @@ static void set_up(void)
 	MUST(cq = ibv_create_cq(context, 64, NULL, NULL, 0));
 }
 
-static void tear_down(const char *says)
+static inline void tear_down(const char *says)
 {
 	MUST(!ibv_destroy_cq(cq) && !ibv_dealloc_pd(pd));
 	MUST(!ibv_close_device(context));

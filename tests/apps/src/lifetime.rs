@@ -18,6 +18,8 @@ pub(crate) fn all() -> Vec<Case> {
     out.push(channels());
     out.push(errno());
     out.push(backlog());
+    out.push(resolve());
+    out.push(nofile());
     out.push(cancelled());
     out.push(signals());
     out.extend(progress());
@@ -106,6 +108,31 @@ fn errno() -> Case {
 fn backlog() -> Case {
     of_c("backlogs of listeners", "backlog", "-libverbs -lrdmacm", "{addr}")
         .says("every request has arrived")
+        .ci()
+}
+
+/// Address resolution of hosts that exist, do not exist and come later, in two network namespaces of its own.
+fn resolve() -> Case {
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/c/resolve.c");
+    let script = format!(
+        "cc -Wall -Werror -O1 -o {{dir}}/resolve {source} -libverbs -lrdmacm && \
+         exec env -u FERROCE_ADDR -u FERROCE_BROKER_DIR XDG_RUNTIME_DIR={{dir}} unshare -rn sh -ec '\
+         unshare -n sleep 300 & peer=$!; trap \"kill $peer\" EXIT; \
+         until ! [ /proc/$peer/ns/net -ef /proc/self/ns/net ]; do sleep 0.02; done; \
+         ip link add here type veth peer name there netns $peer; \
+         ip addr add 198.51.100.1/24 dev here; ip link set here up; \
+         there=\"nsenter -t $peer -n ip\"; $there addr add 198.51.100.2/24 dev there; $there link set there up; \
+         {{dir}}/resolve 198.51.100.2 198.51.100.77 198.51.100.3 \"$there addr add 198.51.100.3/24 dev there\"'"
+    );
+    Case::script("address resolution", "gcc, librdmacm-dev, iproute2", &script)
+        .says("addresses are resolved in time")
+        .ci()
+}
+
+/// Errors of a program that has too few file descriptors.
+fn nofile() -> Case {
+    of_c("too few descriptors", "nofile", "-libverbs -lrdmacm", "{addr}")
+        .says("descriptors are enough, and fewer are EMFILE")
         .ci()
 }
 

@@ -1,6 +1,9 @@
 //! What RDMA_CM needs of the transport. [`super::facade`] is the real one; tests have their own.
 
-use std::net::{IpAddr, SocketAddr};
+use std::{
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
 
 use roce::{Mtu, RejectReason};
 use roce_cm::{AcceptArgs, ConnectArgs, ListenArgs, RemoteQp, ResolveArgs, SidrAnswer, cma::PortSpace};
@@ -31,6 +34,8 @@ pub(crate) trait Handle: Send {
 pub(crate) trait Backend: Send {
     /// Connections, resolutions and listeners.
     type Handle: Handle;
+    /// Address resolution of a next hop; dropping it cancels it.
+    type Query: Send;
     /// Membership in a multicast group; dropping it leaves.
     type Member: Send;
     /// A port kept from other processes; dropping it gives it back.
@@ -48,6 +53,17 @@ pub(crate) trait Backend: Send {
     fn source_for(&mut self, remote: SocketAddr) -> Result<IpAddr>;
     /// An address of some device, for programs that name none.
     fn some_address(&mut self, v6: bool) -> Option<IpAddr>;
+    /// Resolves the next hop from a local address to a peer. `None`: it is resolved already; else [`News::Neighbour`] with this
+    /// ticket follows, within the timeout (`None`: there is none). Does not wait.
+    ///
+    /// # Errors
+    /// ENETUNREACH and the like when there is no route.
+    fn resolve_neighbour(
+        &mut self,
+        ticket: u64,
+        way: (IpAddr, SocketAddr),
+        timeout: Option<Duration>,
+    ) -> Result<Option<Self::Query>>;
     /// Keeps a port from other processes, on one address or all; port 0: any that is free. Returns the port too: 0 when
     /// nobody else minds.
     ///
@@ -127,6 +143,8 @@ pub(crate) enum News<H> {
         remote: SocketAddr,
         private_data: Vec<u8>,
     },
+    /// The next hop of a query is resolved, or its time is up.
+    Neighbour { ticket: u64, resolved: bool },
     /// The peer accepts.
     Reply {
         key: u64,

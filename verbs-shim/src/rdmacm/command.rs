@@ -1,6 +1,6 @@
 //! Commands: from what librdmacm wrote to what it gets back.
 
-use std::os::fd::RawFd;
+use std::{os::fd::RawFd, time::Duration};
 
 use roce_cm::{ConnTransport, cma::PortSpace};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
@@ -80,6 +80,12 @@ impl<'a> Command<'a> {
     fn number(&self, to: u64, n: u32) -> Answer {
         self.answer(to, &Number(n))
     }
+}
+
+/// The time that an address resolution may take; negative: any (`msecs_to_jiffies`).
+fn timeout(ms: u32) -> Option<Duration> {
+    let ms = u64::try_from(ms.cast_signed()).ok()?;
+    Some(Duration::from_millis(ms))
 }
 
 fn done(result: Result<()>) -> Result<Answer> {
@@ -171,7 +177,7 @@ impl<B: Backend> Ucma<B> {
             0 => None,
             _ => Some(Addr::parse(&cmd.src)?),
         };
-        done(self.resolve_addr(c.fd, cmd.id, src, Addr::parse(&cmd.dst)?))
+        done(self.resolve_addr(c.fd, cmd.id, (src, Addr::parse(&cmd.dst)?), timeout(cmd.timeout_ms)))
     }
 
     fn resolve_sized(&mut self, c: &Command<'_>) -> Result<Answer> {
@@ -181,7 +187,7 @@ impl<B: Backend> Ucma<B> {
             size => Some(Addr::parse_sized(&cmd.src, size)?),
         };
         let dst = Addr::parse_sized(&cmd.dst, cmd.dst_size)?;
-        done(self.resolve_addr(c.fd, cmd.id, src, dst))
+        done(self.resolve_addr(c.fd, cmd.id, (src, dst), timeout(cmd.timeout_ms)))
     }
 
     fn connection_command(&mut self, c: &Command<'_>) -> Result<()> {

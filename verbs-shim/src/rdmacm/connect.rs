@@ -303,6 +303,7 @@ impl<B: Backend> Ucma<B> {
                 remote,
                 private_data,
             } => self.on_request(listener, conn, (local, remote), None, private_data),
+            News::Neighbour { ticket, resolved } => self.on_neighbour(ticket, resolved),
             News::Reply {
                 key,
                 path,

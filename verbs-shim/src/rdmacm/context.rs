@@ -82,6 +82,19 @@ pub(crate) struct Again {
     pub(crate) until: Instant,
 }
 
+/// Address resolution that an id waits for, and what it sets.
+pub(crate) struct Resolution<B: Backend> {
+    /// The query's name.
+    pub(crate) ticket: u64,
+    /// Dropping it cancels the query.
+    pub(crate) _query: B::Query,
+    /// The addresses as they are once the peer's is resolved.
+    pub(crate) local: SocketAddr,
+    pub(crate) remote: SocketAddr,
+    /// The device of the local one.
+    pub(crate) place: Place,
+}
+
 /// An id: `struct ucma_context` and the `rdma_cm_id` behind it.
 pub(crate) struct Context<B: Backend> {
     /// The event channel that its events go to.
@@ -99,6 +112,8 @@ pub(crate) struct Context<B: Backend> {
     pub(crate) hold: Option<B::Hold>,
     /// The device, once the local address is known.
     pub(crate) place: Option<Place>,
+    /// The address resolution that it waits for.
+    pub(crate) resolution: Option<Resolution<B>>,
     /// Its listener, connection or resolution.
     pub(crate) handle: Option<B::Handle>,
     /// The first PSN that our queue pair expects.
@@ -136,6 +151,7 @@ impl<B: Backend> Context<B> {
             bound: false,
             hold: None,
             place: None,
+            resolution: None,
             handle: None,
             psn: random() & 0x00ff_ffff,
             qpn: 0,

@@ -15,6 +15,7 @@ use super::{
     Errno, Result,
     backend::{Backend, Handle, News, Place},
     ffi,
+    resolver::{self, Resolver, Started},
 };
 use crate::{config, device, engine::Engine};
 
@@ -40,6 +41,22 @@ impl Link {
     }
 }
 
+/// What a process without channels has left, to be ended.
+pub(crate) struct Ending {
+    link: Option<Link>,
+    resolver: Option<Resolver>,
+}
+
+impl Ending {
+    /// Ends all of it. Not to be called with a lock that its threads take.
+    pub(crate) fn end(self) {
+        drop(self.resolver);
+        if let Some(link) = self.link {
+            link.end();
+        }
+    }
+}
+
 /// How long what is known of an address is believed.
 const FRESH: Duration = Duration::from_millis(500);
 
@@ -47,13 +64,15 @@ const FRESH: Duration = Duration::from_millis(500);
 #[derive(Default)]
 pub(crate) struct Facade {
     link: Option<Link>,
+    /// Started with the first address that has to be resolved.
+    resolver: Option<Resolver>,
     /// What a caller has opened for the link, or why it could not: opening takes too long for the lock that this is under.
     offered: Option<Result<Arc<Engine>>>,
     /// Devices of addresses that were asked for lately.
     places: HashMap<IpAddr, (Instant, Place)>,
 }
 
-/// Says what a thing of the transport is called.
+/// A connection, resolution or listener.
 pub(crate) struct Id(RawId);
 
 impl Handle for Id {
@@ -75,9 +94,12 @@ impl Facade {
         self.link.as_ref().map(|l| &*l.cm).ok_or(Errno::IO)
     }
 
-    /// Gives up the link, which is to be ended.
-    pub(crate) fn close(&mut self) -> Option<Link> {
-        self.link.take()
+    /// Gives up the link and the resolver, which the caller ends.
+    pub(crate) fn close(&mut self) -> Ending {
+        Ending {
+            link: self.link.take(),
+            resolver: self.resolver.take(),
+        }
     }
 
     /// Whether the next command that needs the transport has to open it.
@@ -205,6 +227,7 @@ fn path_mtu(device: &device::VerbsDevice) -> Result<Mtu> {
 
 impl Backend for Facade {
     type Handle = Id;
+    type Query = Started;
     /// None for who only sends.
     type Member = Option<Membership>;
     type Hold = PortHold;
@@ -214,11 +237,11 @@ impl Backend for Facade {
         if let Some((_, place)) = self.places.get(&local) {
             return Ok(*place);
         }
-        let found = device::list().into_iter().find_map(|d| Some((d, d.gids.find(local)?)));
+        let found = device::list()?.into_iter().find_map(|d| Some((d, d.gids.find(local)?)));
         let Some((device, index)) = found else {
-            return Err(match iface::interface_of(local) {
-                Ok(_) => Errno::NODEV,
-                Err(_) => Errno(libc::EADDRNOTAVAIL),
+            return Err(match device::interface_of(local)? {
+                Some(_) => Errno::NODEV,
+                None => Errno(libc::EADDRNOTAVAIL),
             });
         };
         let place = Place {
@@ -239,7 +262,7 @@ impl Backend for Facade {
         // The program is confined to other addresses than the one that the system would take: one of the same
         // interface serves as well.
         let interface = iface::interface_of(usual)?.0;
-        let beside = device::list().into_iter().find(|d| d.interface == interface);
+        let beside = device::list()?.into_iter().find(|d| d.interface == interface);
         let own = beside.and_then(|d| {
             d.gids
                 .entries()
@@ -250,10 +273,29 @@ impl Backend for Facade {
     }
 
     fn some_address(&mut self, v6: bool) -> Option<IpAddr> {
-        let all = device::list().into_iter().flat_map(|d| d.gids.entries());
+        let all = device::list()
+            .unwrap_or_default()
+            .into_iter()
+            .flat_map(|d| d.gids.entries());
         let mut fits: Vec<IpAddr> = all.map(|(_, ip)| ip).filter(|ip| ip.is_ipv6() == v6).collect();
         fits.sort_by_key(|ip| !ip.is_loopback());
         fits.first().copied()
+    }
+
+    fn resolve_neighbour(
+        &mut self,
+        ticket: u64,
+        way: (IpAddr, SocketAddr),
+        timeout: Option<Duration>,
+    ) -> Result<Option<Started>> {
+        if resolver::is_resolved(way.0, way.1)? {
+            return Ok(None);
+        }
+        let resolver = match self.resolver.take() {
+            Some(resolver) => resolver,
+            None => Resolver::start()?,
+        };
+        Ok(Some(self.resolver.insert(resolver).query(ticket, way, timeout)))
     }
 
     fn reserve(&mut self, space: PortSpace, port: u16, addr: Option<IpAddr>, reuse: bool) -> Result<(u16, PortHold)> {

@@ -186,7 +186,7 @@ pub(crate) fn tend() -> Option<Instant> {
 
 fn open_channel() -> Result<*mut RdmaEventChannel> {
     watch_forks();
-    if device::list().is_empty() {
+    if device::list()?.is_empty() {
         return Err(Errno::NODEV);
     }
     // SAFETY: plain allocation; freed in rdma_destroy_event_channel, or by librdmacm's own free().
@@ -251,12 +251,12 @@ unsafe extern "C" fn rdma_destroy_event_channel(channel: *mut RdmaEventChannel) 
 fn forget_channel(fd: RawFd) {
     if CHANNELS.contains(fd) && !CLOSING.contains(fd) && CLOSING.insert(fd).is_ok() {
         ret::guard(|| {
-            let link = with(|ucma| {
+            let ending = with(|ucma| {
                 ucma.close_channel(fd);
-                ucma.is_idle().then(|| ucma.backend.close()).flatten()
+                ucma.is_idle().then(|| ucma.backend.close())
             });
-            if let Some(link) = link {
-                link.end();
+            if let Some(ending) = ending {
+                ending.end();
             }
         });
         CHANNELS.remove(fd);

@@ -17,7 +17,7 @@ use roce::environment;
 
 use crate::{
     config, rebind,
-    ret::{self, Errno},
+    ret::{self, Errno, Result},
     table::SYSTEM,
 };
 
@@ -41,6 +41,9 @@ const ZERO: [&str; 4] = [
     "rdma_get_src_port",
 ];
 
+/// Without a librdmacm of the system.
+const MISSING: Errno = Errno(libc::ENOSYS);
+
 /// The library and its functions, looked up at their first call. No lock: threads that race find the same address, and a fork
 /// interrupts no update.
 static HANDLE: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
@@ -50,8 +53,8 @@ static FOUND: [AtomicPtr<c_void>; SYSTEM.len()] = [const { AtomicPtr::new(ptr::n
 /// passing more than a function takes. A thread may be cancelled in it, which unwinds.
 type Function = unsafe extern "C-unwind" fn(usize, usize, usize, usize, usize, usize) -> usize;
 
-/// Function number `N` of [`SYSTEM`]; ENOSYS without a librdmacm, as its man pages have no such case. Success leaves errno as
-/// it was.
+/// Function number `N` of [`SYSTEM`]; ENOSYS without a librdmacm, as its man pages have no such case, or EMFILE without a
+/// descriptor to load it with. Success leaves errno as it was.
 ///
 /// # Safety
 /// As that function.
@@ -63,11 +66,13 @@ pub(crate) unsafe extern "C-unwind" fn call<const N: usize>(
     e: usize,
     f: usize,
 ) -> usize {
-    let function = ret::value(ptr::null_mut(), || function(N));
-    if function.is_null() {
-        Errno(libc::ENOSYS).set();
-        return if fails_with_zero(N) { 0 } else { usize::MAX };
-    }
+    let function = match ret::run(|| function(N)) {
+        Ok(function) => function,
+        Err(e) => {
+            e.set();
+            return if fails_with_zero(N) { 0 } else { usize::MAX };
+        }
+    };
     let before = Errno::last();
     // SAFETY: the function of this name, with what the program passed to it.
     let result = unsafe {
@@ -89,15 +94,12 @@ fn fails_with_zero(number: usize) -> bool {
     SYSTEM[number].to_str().is_ok_and(|name| ZERO.contains(&name))
 }
 
-fn function(number: usize) -> *mut c_void {
+fn function(number: usize) -> Result<*mut c_void> {
     let known = FOUND[number].load(Ordering::Relaxed);
     if !known.is_null() {
-        return known;
+        return Ok(known);
     }
-    let library = library();
-    if library.is_null() {
-        return library;
-    }
+    let library = library()?;
     // SAFETY: a handle that is never closed, and a C string.
     let found = unsafe { libc::dlsym(library, SYSTEM[number].as_ptr()) };
     if found.is_null() {
@@ -105,16 +107,20 @@ fn function(number: usize) -> *mut c_void {
             "the system's {LIBRARY} has no function {}",
             SYSTEM[number].to_string_lossy()
         ));
+        return Err(MISSING);
     }
     FOUND[number].store(found, Ordering::Relaxed);
-    found
+    Ok(found)
 }
 
-/// Returns the system's librdmacm, or null and an error message on stderr.
-fn library() -> *mut c_void {
+/// Returns the system's librdmacm.
+///
+/// # Errors
+/// ENOSYS and a message on stderr where there is none; EMFILE when the process can have no more descriptors.
+fn library() -> Result<*mut c_void> {
     let known = HANDLE.load(Ordering::Acquire);
     if !known.is_null() {
-        return known;
+        return Ok(known);
     }
     let (mut handle, mut reason) = (ptr::null_mut(), String::new());
     for path in places() {
@@ -123,7 +129,8 @@ fn library() -> *mut c_void {
                 handle = opened;
                 break;
             }
-            Err(text) => reason = format!(": {text}"),
+            Err((e @ Errno(libc::EMFILE | libc::ENFILE), _)) => return Err(e),
+            Err((_, text)) => reason = format!(": {text}"),
         }
     }
     if handle.is_null() {
@@ -133,29 +140,31 @@ fn library() -> *mut c_void {
                 "RDMA_CM needs {LIBRARY} of this system, which is not found (Debian: librdmacm1, Fedora: librdmacm){reason}"
             ));
         });
-        return handle;
+        return Err(MISSING);
     }
     // Its writes to event channels become commands.
     rebind::run();
     rebind::librdmacm(handle);
     HANDLE.store(handle, Ordering::Release);
-    handle
+    Ok(handle)
 }
 
 /// Opens a library by its path: by name, dlopen would return the stub with the same SONAME.
-fn open(path: &Path) -> Result<*mut c_void, String> {
-    let name = CString::new(path.as_os_str().as_bytes()).map_err(|e| e.to_string())?;
+fn open(path: &Path) -> std::result::Result<*mut c_void, (Errno, String)> {
+    let name = CString::new(path.as_os_str().as_bytes()).map_err(|e| (MISSING, e.to_string()))?;
     // SAFETY: a C string.
     let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
     if !handle.is_null() {
         return Ok(handle);
     }
+    // dlopen does not say with what error.
+    let errno = fs::File::open(path).map_or_else(Errno::from, |_| MISSING);
     // SAFETY: the text lives until the next call of this thread.
     let text = unsafe {
         let text = libc::dlerror();
         (!text.is_null()).then(|| std::ffi::CStr::from_ptr(text).to_string_lossy().into_owned())
     };
-    Err(text.unwrap_or_else(|| path.display().to_string()))
+    Err((errno, text.unwrap_or_else(|| path.display().to_string())))
 }
 
 /// Paths at which it may be. A directory with libferroce_verbs.so has the stub.

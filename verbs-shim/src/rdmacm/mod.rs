@@ -22,6 +22,7 @@ mod ports;
 mod qp_attr;
 mod query;
 mod reach;
+mod resolver;
 mod state;
 #[cfg(test)]
 mod tests;

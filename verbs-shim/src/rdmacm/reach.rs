@@ -4,6 +4,7 @@ use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     os::fd::RawFd,
     sync::OnceLock,
+    time::Duration,
 };
 
 use roce_cm::cma::{PortSpace, ServiceId};
@@ -12,7 +13,8 @@ use super::{
     Errno, Result,
     abi::EventType,
     addr::Addr,
-    backend::Backend,
+    backend::{Backend, Place},
+    context::Resolution,
     event::Event,
     ports::Owner,
     state::{Op, State},
@@ -119,11 +121,18 @@ impl<B: Backend> Ucma<B> {
         }
     }
 
-    /// Finds the way to a peer (`rdma_resolve_addr`). ADDR_RESOLVED or ADDR_ERROR follows.
+    /// Finds the way to a peer (`rdma_resolve_addr`). ADDR_RESOLVED or ADDR_ERROR follows, within the timeout (`None`: there is
+    /// none).
     ///
     /// # Errors
     /// ENETUNREACH and the like when there is no route; EINVAL when the id's state or address does not fit.
-    pub(crate) fn resolve_addr(&mut self, fd: RawFd, id: u32, src: Option<Addr>, dst: Addr) -> Result<()> {
+    pub(crate) fn resolve_addr(
+        &mut self,
+        fd: RawFd,
+        id: u32,
+        (src, dst): (Option<Addr>, Addr),
+        timeout: Option<Duration>,
+    ) -> Result<()> {
         let ctx = self.get(fd, id)?;
         ctx.check(Op::ResolveAddr)?;
         let Addr::Ip(mut remote) = dst else {
@@ -158,16 +167,63 @@ impl<B: Backend> Ucma<B> {
             backend.source_for(remote)?;
         }
         match backend.place_of(local.ip()) {
-            Ok(place) => {
-                ctx.place = Some(place);
-                (ctx.local, ctx.remote) = (Addr::Ip(local), Addr::Ip(remote));
-                ctx.step(Op::ResolveAddr)?;
-                self.update_owner(id);
-                self.tell(id, &Event::new(EventType::AddrResolved));
+            Ok(place) => self.resolve_neighbour(id, (local, remote), place, timeout),
+            Err(e) => {
+                self.tell(id, &Event::failed(EventType::AddrError, -e.0));
+                Ok(())
             }
-            Err(e) => self.tell(id, &Event::failed(EventType::AddrError, -e.0)),
+        }
+    }
+
+    fn resolve_neighbour(
+        &mut self,
+        id: u32,
+        (local, remote): (SocketAddr, SocketAddr),
+        place: Place,
+        timeout: Option<Duration>,
+    ) -> Result<()> {
+        let ticket = self.ticket();
+        let (ctx, backend) = self.parts(id).ok_or(Errno(libc::ENOENT))?;
+        let query = backend.resolve_neighbour(ticket, (local.ip(), remote), timeout)?;
+        ctx.step(Op::ResolveAddr)?;
+        match query {
+            None => self.on_addr_resolved(id, (local, remote), place),
+            Some(query) => {
+                ctx.resolution = Some(Resolution {
+                    ticket,
+                    _query: query,
+                    local,
+                    remote,
+                    place,
+                });
+            }
         }
         Ok(())
+    }
+
+    fn on_addr_resolved(&mut self, id: u32, (local, remote): (SocketAddr, SocketAddr), place: Place) {
+        let Some((ctx, _)) = self.parts(id) else { return };
+        if ctx.step(Op::AddrResolved).is_err() {
+            return;
+        }
+        ctx.place = Some(place);
+        (ctx.local, ctx.remote) = (Addr::Ip(local), Addr::Ip(remote));
+        self.update_owner(id);
+        self.tell(id, &Event::new(EventType::AddrResolved));
+    }
+
+    /// An address resolution has ended. Unless it succeeded its id is as before, and may try again.
+    pub(crate) fn on_neighbour(&mut self, ticket: u64, resolved: bool) {
+        let Some(id) = self.by_ticket(ticket) else { return };
+        let Some((ctx, _)) = self.parts(id) else { return };
+        let Some(ended) = ctx.resolution.take() else { return };
+        match resolved {
+            true => self.on_addr_resolved(id, (ended.local, ended.remote), ended.place),
+            false if ctx.step(Op::AddrFailed).is_ok() => {
+                self.tell(id, &Event::failed(EventType::AddrError, -libc::ETIMEDOUT));
+            }
+            false => {}
+        }
     }
 
     /// Makes the path (`rdma_resolve_route`). ROUTE_RESOLVED follows.

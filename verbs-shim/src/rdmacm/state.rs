@@ -1,7 +1,6 @@
 //! States of an id (`enum rdma_cm_state`) and what may be done in each.
 
-/// State of an id. Addresses and routes are resolved within the call here, so the kernel's states of waiting for them
-/// do not exist.
+/// State of an id. Routes are resolved within the call here, so the kernel's state of waiting for one does not exist.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) enum State {
     /// Just created.
@@ -9,6 +8,8 @@ pub(crate) enum State {
     Idle,
     /// Has a local address or at least a port.
     AddrBound,
+    /// Waits for the address resolution of the next hop towards the peer.
+    AddrQuery,
     /// Knows the peer's address and the way there.
     AddrResolved,
     /// Has a path.
@@ -26,6 +27,10 @@ pub(crate) enum State {
 pub(crate) enum Op {
     Bind,
     ResolveAddr,
+    /// Address resolution has succeeded.
+    AddrResolved,
+    /// Address resolution has failed.
+    AddrFailed,
     ResolveRoute,
     Connect,
     Listen,
@@ -40,9 +45,11 @@ pub(crate) enum Op {
 }
 
 /// What is legal: the operation, the states it may be done in, and the state after it.
-const LEGAL: [(Op, &[State], State); 11] = [
+const LEGAL: [(Op, &[State], State); 13] = [
     (Op::Bind, &[State::Idle], State::AddrBound),
-    (Op::ResolveAddr, &[State::Idle, State::AddrBound], State::AddrResolved),
+    (Op::ResolveAddr, &[State::Idle, State::AddrBound], State::AddrQuery),
+    (Op::AddrResolved, &[State::AddrQuery], State::AddrResolved),
+    (Op::AddrFailed, &[State::AddrQuery], State::AddrBound),
     (Op::ResolveRoute, &[State::AddrResolved], State::RouteResolved),
     (Op::Connect, &[State::RouteResolved], State::Connect),
     (Op::Listen, &[State::Idle, State::AddrBound], State::Listen),
@@ -57,9 +64,10 @@ const LEGAL: [(Op, &[State], State); 11] = [
 impl State {
     /// All states.
     #[cfg(test)]
-    pub(crate) const ALL: [Self; 7] = [
+    pub(crate) const ALL: [Self; 8] = [
         Self::Idle,
         Self::AddrBound,
+        Self::AddrQuery,
         Self::AddrResolved,
         Self::RouteResolved,
         Self::Connect,
@@ -86,6 +94,9 @@ mod tests {
         let way = [
             Op::Bind,
             Op::ResolveAddr,
+            Op::AddrFailed,
+            Op::ResolveAddr,
+            Op::AddrResolved,
             Op::ResolveRoute,
             Op::Connect,
             Op::Disconnected,

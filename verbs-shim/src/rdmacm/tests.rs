@@ -91,6 +91,7 @@ impl Fake {
 
 impl Backend for Fake {
     type Handle = Thing;
+    type Query = Thing;
     type Member = Thing;
     type Hold = Thing;
 
@@ -115,6 +116,18 @@ impl Backend for Fake {
             "10.0.1.2" => Ok("10.0.1.1".parse().unwrap()),
             _ if remote.is_ipv6() => Ok("fd00::1".parse().unwrap()),
             _ => Ok(self.address),
+        }
+    }
+
+    fn resolve_neighbour(
+        &mut self,
+        ticket: u64,
+        way: (IpAddr, SocketAddr),
+        timeout: Option<Duration>,
+    ) -> Result<Option<Thing>> {
+        match way.1.ip().to_string().as_str() {
+            "10.0.0.77" => self.thing(format!("resolve {ticket} {timeout:?}")).map(Some),
+            _ => Ok(None),
         }
     }
 
@@ -827,6 +840,39 @@ fn addresses_without_device_or_route() {
         Err(Errno::INVAL),
         "no scope"
     );
+}
+
+#[test]
+fn a_peer_is_resolved_when_its_next_hop_is() {
+    let mut p = Program::new();
+    let id = p.create(7, PortSpace::Tcp);
+    p.log.take();
+    let neighbour = |p: &mut Program, ticket, resolved| p.ucma.on_news(News::Neighbour { ticket, resolved });
+    p.resolve(id, "10.0.0.77:7471").unwrap();
+    assert_eq!(p.log.take(), ["resolve 1 Some(2s)".to_owned() + " -> 1"]);
+    assert!(p.event().is_none());
+    let again = p.resolve(id, "10.0.0.77:7471").unwrap_err();
+    assert_eq!(again, Errno::INVAL, "it is being resolved");
+    assert_eq!(p.simple(Cmd::ResolveRoute, id, 2000).unwrap_err(), Errno::INVAL);
+    neighbour(&mut p, 5, true);
+    assert!(p.event().is_none(), "another query's");
+    neighbour(&mut p, 1, false);
+    assert_eq!(p.log.take(), ["end 1"]);
+    assert_eq!(p.expect(EventType::AddrError).status.cast_signed(), -libc::ETIMEDOUT);
+    p.resolve(id, "10.0.0.77:7471").unwrap();
+    neighbour(&mut p, 1, true);
+    assert!(p.event().is_none(), "the former query's");
+    neighbour(&mut p, 2, true);
+    p.expect(EventType::AddrResolved);
+    p.simple(Cmd::ResolveRoute, id, 2000).unwrap();
+    let other = p.create(8, PortSpace::Tcp);
+    p.resolve(other, "10.0.0.77:7471").unwrap();
+    p.log.take();
+    p.destroy(other);
+    assert_eq!(p.log.take(), ["end 3"], "it is cancelled");
+    neighbour(&mut p, 3, true);
+    p.expect(EventType::RouteResolved);
+    assert!(p.event().is_none());
 }
 
 #[test]

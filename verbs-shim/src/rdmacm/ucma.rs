@@ -29,6 +29,8 @@ pub(crate) struct Ucma<B: Backend> {
     pub(crate) ports: Ports,
     /// Ids whose question is to be asked again, and when.
     pub(crate) later: Vec<(Instant, u32)>,
+    /// The name of the next address resolution.
+    next_ticket: u64,
     id_numbers: Numbers,
     member_numbers: Numbers,
 }
@@ -66,6 +68,7 @@ impl<B: Backend> Ucma<B> {
             members: HashMap::new(),
             ports: Ports::default(),
             later: Vec::new(),
+            next_ticket: 0,
             id_numbers: Numbers::default(),
             member_numbers: Numbers::default(),
         }
@@ -160,6 +163,18 @@ impl<B: Backend> Ucma<B> {
     /// The id of a connection of the transport.
     pub(crate) fn by_key(&self, key: u64) -> Option<u32> {
         self.keys.get(&key).copied()
+    }
+
+    /// A name for an address resolution.
+    pub(crate) fn ticket(&mut self) -> u64 {
+        self.next_ticket += 1;
+        self.next_ticket
+    }
+
+    /// The id that waits for an address resolution.
+    pub(crate) fn by_ticket(&self, ticket: u64) -> Option<u32> {
+        let waits = |ctx: &Context<B>| ctx.resolution.as_ref().is_some_and(|r| r.ticket == ticket);
+        self.all().find(|(_, ctx)| waits(ctx)).map(|(id, _)| id)
     }
 
     /// All ids.

@@ -38,7 +38,13 @@ fn asked(broker: &OwnedFd, wait: bool) -> Option<(u64, String)> {
 
 fn reply(seq: u64, reply: Reply, fds: Vec<OwnedFd>) -> Record<ToClient> {
     let (message, payload) = (ToClient::Reply { seq, reply }, vec![]);
-    Record { message, payload, fds }
+    let lacks_fds = false;
+    Record {
+        message,
+        payload,
+        fds,
+        lacks_fds,
+    }
 }
 
 fn refused() -> Reply {

@@ -75,7 +75,11 @@ impl Client {
     }
 
     pub(super) fn receive(&self, buffer: &mut [u8]) -> Result<Record<ToBroker>, RecvError> {
-        wire::receive(self.socket.as_fd(), buffer, false)
+        let record: Record<ToBroker> = wire::receive(self.socket.as_fd(), buffer, false)?;
+        match record.lacks_fds {
+            true => Err(RecvError::Malformed("more descriptors than the broker can take".into())),
+            false => Ok(record),
+        }
     }
 
     /// Answers, now or when the client has room.

@@ -3,6 +3,7 @@
 //! Pointers handed to the kernel point either at locals or at memory borrowed for the length of the call.
 
 mod msg;
+mod netlink;
 mod threads;
 
 use std::{
@@ -20,6 +21,7 @@ use std::{
 use libc::{c_int, c_void, socklen_t};
 
 pub(crate) use msg::{Origin, RecvRing, SendQueue};
+pub(crate) use netlink::{Rtnetlink, drain, watch_links, watch_neighbours};
 pub(crate) use threads::shorten_slice;
 pub use threads::{Thread, start_thread};
 
@@ -393,43 +395,6 @@ unsafe fn link_of(addr: *const libc::sockaddr) -> Option<(u32, [u8; 6])> {
         let link = addr.cast::<libc::sockaddr_ll>().read_unaligned();
         let mac = std::array::from_fn(|i| link.sll_addr[i]);
         Some((u32::try_from(link.sll_ifindex).ok()?, mac))
-    }
-}
-
-/// A netlink socket that becomes readable when a link or an address of this network namespace changes.
-pub(crate) fn watch_links() -> io::Result<OwnedFd> {
-    let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-    // SAFETY: no memory is passed.
-    let fd = check(unsafe { libc::socket(libc::AF_NETLINK, kind, libc::NETLINK_ROUTE) })?;
-    // SAFETY: the descriptor is new and nobody else's.
-    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-    // SAFETY: plain data, for which zero is a value.
-    let mut addr: libc::sockaddr_nl = unsafe { std::mem::zeroed() };
-    addr.nl_family = libc::AF_NETLINK as _;
-    addr.nl_groups = (libc::RTMGRP_LINK | libc::RTMGRP_IPV4_IFADDR | libc::RTMGRP_IPV6_IFADDR) as u32;
-    let len = size_of::<libc::sockaddr_nl>() as socklen_t;
-    // SAFETY: the address lives on the stack and `len` is its size.
-    check(unsafe { libc::bind(fd.as_raw_fd(), (&raw const addr).cast::<libc::sockaddr>(), len) })?;
-    Ok(fd)
-}
-
-/// Takes everything out of a socket, and says whether there was something. What the messages are does not matter: a
-/// socket that overflowed (`ENOBUFS`) has lost some anyway.
-pub(crate) fn drain(fd: BorrowedFd<'_>) -> bool {
-    let mut scratch = [0u8; 8192];
-    let mut any = false;
-    loop {
-        // SAFETY: at most the length of `scratch` is written to it.
-        let got = unsafe { libc::recv(fd.as_raw_fd(), scratch.as_mut_ptr().cast::<c_void>(), scratch.len(), 0) };
-        if got >= 0 {
-            any = true;
-            continue;
-        }
-        match io::Error::last_os_error().raw_os_error() {
-            Some(libc::EINTR) => {}
-            Some(libc::ENOBUFS) => any = true,
-            _ => return any,
-        }
     }
 }
 
