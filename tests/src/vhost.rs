@@ -5,7 +5,7 @@ use std::{
     fs::File,
     io,
     os::{
-        fd::{AsFd, AsRawFd, FromRawFd},
+        fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd},
         unix::net::UnixStream,
     },
     path::Path,
@@ -17,7 +17,7 @@ use vhost::{
     VhostBackend as _, VhostUserMemoryRegionInfo, VringConfigData,
     vhost_user::{
         Frontend, VhostUserFrontend as _, VhostUserProtocolFeatures,
-        message::{VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserInflight},
+        message::{FrontendReq, VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserInflight},
     },
 };
 use vm_memory::{Bytes as _, FileOffset, GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap};
@@ -373,6 +373,21 @@ impl Guest {
     /// When it can't be told.
     pub fn kick(&self, ring: usize) {
         self.rings[ring].kick.write(1).expect("kick");
+    }
+
+    /// Takes the descriptor that tells of requests in a ring away from the device, which polls the ring from then on.
+    ///
+    /// # Panics
+    /// When it can't be told.
+    pub fn poll(&self, ring: usize) {
+        const VERSION: u32 = 1;
+        const NO_DESCRIPTOR: u64 = 0x100;
+        let body = (ring as u64 | NO_DESCRIPTOR).to_ne_bytes();
+        let header = [FrontendReq::SET_VRING_KICK.into(), VERSION, body.len() as u32];
+        let message = [header.map(u32::to_ne_bytes).concat(), body.to_vec()].concat();
+        // SAFETY: the front end has its socket open as long as it lives, which is longer than this call.
+        let socket = unsafe { BorrowedFd::borrow_raw(self.front.as_raw_fd()) };
+        assert_eq!(nix::unistd::write(socket, &message), Ok(message.len()));
     }
 
     /// Makes a request available: a header, data, room for data, and a status. Returns the head.

@@ -394,6 +394,47 @@ fn memory_and_rings_are_taken_away_when_nothing_is_under_way() {
 }
 
 #[test]
+fn rings_without_a_descriptor_are_polled() {
+    let lab = Lab::new(&[]);
+    let mut guest = lab.guest();
+    assert_eq!(guest.start(), 1);
+    let run = |guest: &mut Guest, kind, sector| {
+        let buffer = [(BUFFERS, 4096)];
+        let (output, input) = match kind {
+            kind::OUT => (&buffer[..], &[][..]),
+            _ => (&[][..], &buffer[..]),
+        };
+        let head = guest.submit(0, kind, sector, output, input);
+        let ended = guest.wait(0);
+        assert_eq!((ended.head, guest.status(0, head)), (head, OK));
+    };
+    guest.poll(0);
+    for n in 0..20 {
+        let bytes = pattern(n, 4096);
+        guest.put(BUFFERS, &bytes);
+        run(&mut guest, kind::OUT, 8 * n);
+        guest.put(BUFFERS, &[0; 4096]);
+        run(&mut guest, kind::IN, 8 * n);
+        assert!(guest.get(BUFFERS, 4096) == bytes);
+    }
+    // One that has been idle for long, and many at once beside a ring with a descriptor.
+    thread::sleep(A_MOMENT);
+    run(&mut guest, kind::IN, 0);
+    for n in 0..40 {
+        guest.submit(0, kind::IN, 8 * n, &[], &[(BUFFERS, 4096)]);
+    }
+    assert!(guest.read(1, 0, &[(BUFFERS, 4096)]) == pattern(0, 4096));
+    for _ in 0..40 {
+        guest.wait(0);
+    }
+    // It gets a descriptor again.
+    let base = guest.stop(0);
+    guest.restart(0, base);
+    assert!(guest.read(0, 0, &[(BUFFERS, 4096)]) == pattern(0, 4096));
+    lab.end();
+}
+
+#[test]
 fn one_front_end_at_a_time_and_the_next_when_it_has_left() {
     let mut lab = Lab::patient();
     let mut guest = lab.guest();

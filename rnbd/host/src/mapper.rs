@@ -664,6 +664,7 @@ impl Loop for Service {
             self.rnbd.next_timeout(),
             clients,
             self.entrance.next_timeout(),
+            self.fronts.next_timeout(),
         ]
         .into_iter()
         .flatten()

@@ -14,6 +14,7 @@ use rnbd::{Errno, block::Geometry, client::output::DeviceKey};
 use roce_mem::Pages;
 use roce_net::socket_file::{Access, Kind, SocketFile};
 use roce_reactor::{Readiness, Sockets, TurnCx};
+use roce_verbs::Instant;
 use rtrs::{
     client::{Client as Rtrs, LentId, SessionId},
     cx::Cx,
@@ -138,6 +139,11 @@ impl Fronts {
     /// Whether one could go on at once.
     pub(super) fn has_work(&self) -> bool {
         self.all.iter().any(|(_, front)| front.has_work())
+    }
+
+    /// When to work at the latest, for the sake of rings that are polled.
+    pub(super) fn next_timeout(&self) -> Option<Instant> {
+        self.all.iter().filter_map(|(_, front)| front.next_timeout()).min()
     }
 
     /// Requests that made no sense.
@@ -293,7 +299,8 @@ impl Service {
             let Some(front) = self.fronts.all.get_mut(index) else {
                 continue;
             };
-            worked |= front.work(around!(self, turn, index));
+            let now = turn.now;
+            worked |= front.work(around!(self, turn, index), now);
             let device = front.device;
             while let Some(request) = self.fronts.all.get_mut(index).and_then(Front::next_request) {
                 worked = true;

@@ -15,6 +15,7 @@ use rnbd::{
     client::output::DeviceKey,
     virtio_blk::{self, feature},
 };
+use roce_verbs::Instant;
 use vhost::vhost_user::message::{FrontendReq, VhostUserProtocolFeatures, VhostUserVringState};
 
 use super::{
@@ -224,8 +225,15 @@ impl Front {
         goes_on || !self.out.is_empty() || self.is_over()
     }
 
+    /// When to work at the latest, for the sake of rings that are polled.
+    pub(crate) fn next_timeout(&self) -> Option<Instant> {
+        let looks = self.phase == Phase::Serving && self.waits.is_none();
+        let rings = self.rings.iter().filter(|_| looks);
+        rings.filter_map(Ring::next_look).min()
+    }
+
     /// Reads messages, and takes requests. Returns whether there was something.
-    pub(crate) fn work(&mut self, around: &mut dyn Surroundings) -> bool {
+    pub(crate) fn work(&mut self, around: &mut dyn Surroundings, now: Instant) -> bool {
         if self.phase != Phase::Serving {
             return false;
         }
@@ -240,7 +248,7 @@ impl Front {
                 }
             }
         }
-        worked | self.take()
+        worked | self.take(now)
     }
 
     fn cut(&mut self, why: &FrontError) {
@@ -300,24 +308,33 @@ impl Front {
     }
 
     /// Takes requests from rings.
-    fn take(&mut self) -> bool {
+    fn take(&mut self, now: Instant) -> bool {
         if self.waits.is_some() {
             return false;
         }
         let mut worked = false;
         for index in 0..self.rings.len() {
-            for _ in 0..ROUND {
-                if !self.rings[index].has_work() {
-                    break;
+            self.rings[index].begin_look();
+            let found = self.take_of(index);
+            self.rings[index].end_look(now, found);
+            worked |= found;
+        }
+        worked
+    }
+
+    fn take_of(&mut self, ring: usize) -> bool {
+        let mut worked = false;
+        for _ in 0..ROUND {
+            if !self.rings[ring].has_work() {
+                break;
+            }
+            match self.rings[ring].next(self.memory.view()) {
+                Ok(Some((head, chain))) => {
+                    worked = true;
+                    self.begin(ring, head, chain);
                 }
-                match self.rings[index].next(self.memory.view()) {
-                    Ok(Some((head, chain))) => {
-                        worked = true;
-                        self.begin(index, head, chain);
-                    }
-                    Ok(None) => break,
-                    Err(e) => self.broken(index, &e),
-                }
+                Ok(None) => break,
+                Err(e) => self.broken(ring, &e),
             }
         }
         worked

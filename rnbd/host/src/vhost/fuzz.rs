@@ -8,11 +8,12 @@ use std::{
         unix::net::UnixStream,
     },
     sync::Arc,
+    time::Duration,
 };
 
 use rnbd::{Errno, block::Geometry, client::output::DeviceKey, virtio_blk};
 use roce_mem::Pages;
-use roce_verbs::provider::Memory;
+use roce_verbs::{Instant, provider::Memory};
 use rtrs::client::{Buffer, LentId};
 use rustix::{
     event::EventfdFlags,
@@ -224,7 +225,7 @@ pub fn run(bytes: &[u8], memories: &mut dyn Memories) -> usize {
         available: 0,
     };
     player.set_up();
-    let mut ended = 0;
+    let (mut ended, mut now) = (0, Instant::ZERO);
     let mut under_way: VecDeque<FrontRequest> = VecDeque::new();
     while !input.0.is_empty() {
         match input.next() % 8 {
@@ -247,7 +248,8 @@ pub fn run(bytes: &[u8], memories: &mut dyn Memories) -> usize {
             _ => {
                 front.ready(Watched::Socket);
                 front.ready(Watched::Kick(0));
-                front.work(&mut around);
+                now = now + Duration::from_millis(1);
+                front.work(&mut around, now);
                 front.notify();
             }
         }

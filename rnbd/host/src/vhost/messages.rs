@@ -189,17 +189,17 @@ impl Front {
 
     fn set_kick(&mut self, around: &mut dyn Surroundings, message: &mut Message) -> Result<(), FrontError> {
         let request = message.request;
-        let (index, fd) = event(message)?;
-        // A ring that would have to be looked at all the time is not served.
-        let kick = fd.ok_or(WireError::Descriptors(request))?;
+        // Without a descriptor the ring is polled.
+        let (index, kick) = event(message)?;
         let negotiated = self.features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() != 0;
         let size = self.ring(index)?.size();
         let inflight = self.inflight.as_ref();
         let inflight = inflight.and_then(|inflight| inflight.of_ring(index as u16, size));
-        let what = Watched::Kick(index as u16);
-        around
-            .watch(kick.as_fd(), what)
-            .map_err(|e| FrontError::Io(request, e))?;
+        if let Some(kick) = &kick {
+            around
+                .watch(kick.as_fd(), Watched::Kick(index as u16))
+                .map_err(|e| FrontError::Io(request, e))?;
+        }
         let memory = self.memory.view();
         let ring = &mut self.rings[index as usize];
         let (former, started) = ring.start(memory, kick, inflight);

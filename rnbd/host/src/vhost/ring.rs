@@ -4,7 +4,10 @@ use std::{
     io,
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     sync::{Arc, atomic::Ordering},
+    time::Duration,
 };
+
+use roce_verbs::Instant;
 
 use virtio_queue::{Queue, QueueOwnedT as _, QueueT as _};
 use vm_memory::{Address as _, Bytes as _, GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap, GuestRegionMmap};
@@ -23,6 +26,25 @@ enum State {
     /// The guest has made nonsense of it.
     Broken,
 }
+
+/// How a ring is told of requests.
+#[derive(Debug)]
+enum Kick {
+    Nothing,
+    /// It becomes readable.
+    Event(OwnedFd),
+    /// The ring is looked at in each turn of the loop, and at times when there is none.
+    Polled {
+        /// From one of these times to the next.
+        pause: Duration,
+        next: Instant,
+    },
+}
+
+/// The pause of a polled ring after a request. It doubles with each look that finds none.
+const SHORTEST_PAUSE: Duration = Duration::from_micros(50);
+/// The longest pause: what a request to an idle ring may wait, and 1000 looks a second.
+const LONGEST_PAUSE: Duration = Duration::from_millis(1);
 
 /// Why a ring can't go on.
 #[derive(Debug, thiserror::Error)]
@@ -45,7 +67,7 @@ pub(crate) struct Ring {
     enabled: bool,
     /// There may be requests.
     kicked: bool,
-    kick: Option<OwnedFd>,
+    kick: Kick,
     call: Option<OwnedFd>,
     err: Option<OwnedFd>,
     /// Requests that are under way, by head.
@@ -67,7 +89,7 @@ impl Ring {
             state: State::Stopped,
             enabled: false,
             kicked: false,
-            kick: None,
+            kick: Kick::Nothing,
             call: None,
             err: None,
             heads: Vec::new(),
@@ -129,17 +151,24 @@ impl Ring {
         self.kicked = true;
     }
 
-    /// Takes another descriptor to be told by; the former comes back. The ring begins with what lies in it.
+    /// Takes another descriptor to be told by, or none: then the ring is polled. The former comes back. The ring begins with what
+    /// lies in it.
     ///
     /// # Errors
     /// When the ring can't begin. It is stopped then.
     pub(crate) fn start(
         &mut self,
         memory: &GuestMemoryMmap,
-        kick: OwnedFd,
+        kick: Option<OwnedFd>,
         inflight: Option<RingInflight>,
     ) -> (Option<OwnedFd>, Result<(), RingError>) {
-        let former = self.kick.replace(kick);
+        let former = self.replace_kick(kick.map_or(
+            Kick::Polled {
+                pause: SHORTEST_PAUSE,
+                next: Instant::ZERO,
+            },
+            Kick::Event,
+        ));
         let begun = match self.state {
             State::Started => Ok(()),
             State::Stopped | State::Broken => self.begin(memory, inflight),
@@ -169,11 +198,47 @@ impl Ring {
         Ok(())
     }
 
+    fn replace_kick(&mut self, kick: Kick) -> Option<OwnedFd> {
+        match core::mem::replace(&mut self.kick, kick) {
+            Kick::Event(fd) => Some(fd),
+            Kick::Nothing | Kick::Polled { .. } => None,
+        }
+    }
+
     /// No more requests are taken. Its descriptor comes back.
     pub(crate) fn stop(&mut self) -> Option<OwnedFd> {
         self.state = State::Stopped;
         self.queue.set_ready(false);
-        self.kick.take()
+        self.replace_kick(Kick::Nothing)
+    }
+
+    /// When to look at a polled ring at the latest.
+    pub(crate) fn next_look(&self) -> Option<Instant> {
+        match self.kick {
+            Kick::Polled { next, .. } if self.state == State::Started && self.enabled => Some(next),
+            _ => None,
+        }
+    }
+
+    /// Looks at a polled ring as if it had been kicked.
+    pub(crate) fn begin_look(&mut self) {
+        self.kicked |= matches!(self.kick, Kick::Polled { .. });
+    }
+
+    /// All requests of a polled ring, or as many as there is room for, have been taken: whether there were some.
+    pub(crate) fn end_look(&mut self, now: Instant, found: bool) {
+        let Kick::Polled { pause, next } = &mut self.kick else {
+            return;
+        };
+        if found {
+            *pause = SHORTEST_PAUSE;
+        } else if *next <= now {
+            *pause = (2 * *pause).min(LONGEST_PAUSE);
+        } else {
+            // A look of another turn in between.
+            return;
+        }
+        *next = now + *pause;
     }
 
     /// The guest has made nonsense of the ring: it is told, and nothing more is taken or answered.
@@ -232,6 +297,9 @@ impl Ring {
                 return Ok(Some((chain.head_index(), Chain::read(chain))));
             }
             self.kicked = false;
+            if matches!(self.kick, Kick::Polled { .. }) {
+                return Ok(None);
+            }
             if !self.queue.enable_notification(memory)? {
                 return Ok(None);
             }
