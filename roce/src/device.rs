@@ -13,7 +13,7 @@ use std::{
 use roce_broker::Report;
 use roce_mem::{MemError, MemoryTable};
 use roce_net::{Closed, DatapathCounters, OpenError, OpenSockets, SpinMode, UdpConfig, UdpDatapath, iface};
-use roce_port::{ConnChange, PortCounters, QpnSlot, RxMeta, Steering};
+use roce_port::{PortChange, PortCounters, QpnParts, QpnSlot, RxMeta, Steering};
 use roce_qp::{FreePaces, WindowConfig};
 use roce_verbs::{AsyncEvent, DeviceLimits, Mtu, provider::VerbsError};
 
@@ -63,6 +63,8 @@ pub struct DeviceConfig {
     pub shards: usize,
     /// Our part of the queue pair numbers and communication IDs, when several processes share the address.
     pub qpn_slot: Option<QpnSlot>,
+    /// Which of them are drawn from, if the slot is a whole one.
+    pub qpn_parts: Option<QpnParts>,
     /// Told of the services that this device listens for, when several processes share the address.
     pub services: Option<Arc<dyn Services>>,
 }
@@ -91,8 +93,8 @@ pub trait Services: Send + Sync + core::fmt::Debug {
     /// A packet for another of the processes, which came merged behind one for this one. Called under the lock of the
     /// device, so it must not wait.
     fn hand_over(&self, _meta: &RxMeta, _bytes: &[u8]) {}
-    /// A connection has been established or is over. Called under the lock of the device, so it must not wait.
-    fn conn_change(&self, _change: ConnChange) {}
+    /// The port has changed for the others. Called under the lock of the device, so it must not wait.
+    fn port_change(&self, _change: PortChange) {}
     /// The device has closed, and this is what it has counted. Called with no lock of the device held.
     fn closing(&self, _report: Report) {}
 }
@@ -115,6 +117,7 @@ impl Default for DeviceConfig {
             sockets: None,
             shards: 1,
             qpn_slot: None,
+            qpn_parts: None,
             services: None,
         }
     }

@@ -15,7 +15,7 @@ use roce_net::{
     Closed, Driver, DriverConfig, EventSink, Inbox, Message, Own, Waiter,
     links::{LinkChange, LinkWatch},
 };
-use roce_port::{ConnChange, ConnId, Port, PortCmEvent, QpnSlot, RxMeta, Siblings, Steering};
+use roce_port::{ConnId, Port, PortChange, PortCmEvent, QpnSlot, RxMeta, Siblings, Steering};
 use roce_verbs::{AsyncEvent, PathMtus, QpType, provider::VerbsError};
 
 use crate::{
@@ -89,9 +89,9 @@ impl EventSink for Sink {
         }
     }
 
-    fn conn_change(&self, change: ConnChange) {
+    fn port_change(&self, change: PortChange) {
         if let Some(services) = &self.services {
-            services.conn_change(change);
+            services.port_change(change);
         }
     }
 

@@ -109,6 +109,7 @@ impl Joining {
         DeviceConfig {
             sockets: Some(sockets),
             qpn_slot: Some(slot),
+            qpn_parts: self.membership.parts(),
             services: Some(services),
             ..config.clone()
         }

@@ -62,8 +62,8 @@ pub use roce_net::{
     now,
 };
 pub use roce_port::{
-    AcceptArgs, ConnTransport, ConnectArgs, ListenArgs, PortCounters, PortSpace, QpnSlot, RawCmEvent, RemoteQp,
-    ResolveArgs, RxMeta, ServiceId, SidrAnswer,
+    AcceptArgs, ConnTransport, ConnectArgs, ListenArgs, PortCounters, PortSpace, QpnParts, QpnSlot, RawCmEvent,
+    RemoteQp, ResolveArgs, RxMeta, ServiceId, SidrAnswer,
 };
 pub use roce_qp::{Notify, WindowConfig};
 pub use roce_verbs as verbs;

@@ -6,7 +6,7 @@ use roce_broker::{JoinConfig, Report};
 use roce_local::{Fabric, FabricConfig, Ports, Usage};
 use roce_mem::MemoryTable;
 use roce_net::{Flush, iface};
-use roce_port::{ConnChange, Port, RxMeta};
+use roce_port::{Port, PortChange, RxMeta};
 use roce_verbs::{
     DeviceLimits, Instant, Mtu,
     provider::{DeviceIx, Provider, VerbsError},
@@ -118,9 +118,9 @@ impl Ports for Members {
         }
     }
 
-    fn conn_change(&mut self, index: usize, change: ConnChange) {
+    fn port_change(&mut self, index: usize, change: PortChange) {
         if let Some(shard) = &self.0[index].shard {
-            shard.conn_change(change);
+            shard.port_change(change);
         }
     }
 }

@@ -200,9 +200,11 @@ impl Parts {
         port.mtus = mtus;
         port.src_ports = caps.src_ports;
         if let Some(slot) = config.qpn_slot {
-            port.qpns = slot.qpns();
-            port.limits.max_qp = port.limits.max_qp.min(port.qpns.count());
-            port.cm.comm_ids = slot.comm_ids();
+            (port.qpns, port.qpn_parts) = (slot.qpns(), config.qpn_parts);
+            let count = port.qpn_parts.map_or(port.qpns.count(), |parts| parts.count(port.qpns));
+            port.limits.max_qp = port.limits.max_qp.min(count);
+            // One part has enough of these.
+            port.cm.comm_ids = config.qpn_parts.map_or(slot, |parts| slot.part(parts.home)).comm_ids();
         }
         port.cm.report_changes = config.services.is_some();
         let limits = port.limits.clone();

@@ -121,6 +121,7 @@ impl Opener {
             guid: None,
             sockets: None,
             qpn_slot: None,
+            qpn_parts: None,
             services: None,
             ..configs.first().cloned().unwrap_or_default()
         };

@@ -18,7 +18,7 @@ use roce_cm::{
 };
 use roce_icrc::IdSolver;
 use roce_net::LocalDriver;
-use roce_port::{ConnChange, QpnSlot, RxMeta, Steering};
+use roce_port::{PortChange, QpnSlot, RxMeta, Steering};
 use roce_verbs::{Instant, provider::VerbsError};
 
 use crate::{
@@ -332,10 +332,10 @@ impl Shard {
         self.processes.as_deref().filter(|_| self.index == 0)
     }
 
-    /// Reports that a connection of this loop was established or closed.
-    pub(crate) fn conn_change(&self, change: ConnChange) {
+    /// Reports a change that other processes at the address have to know.
+    pub(crate) fn port_change(&self, change: PortChange) {
         if let Some(processes) = &self.processes {
-            processes.conn_change(change);
+            processes.port_change(change);
         }
     }
 

@@ -6,7 +6,7 @@ use std::{
 };
 
 use roce_broker::{Inbox, JoinConfig, JoinError, Membership, Report, StartError};
-use roce_port::{ConnChange, RxMeta};
+use roce_port::{PortChange, RxMeta};
 use roce_verbs::{Mtu, provider::VerbsError};
 
 use crate::{
@@ -55,8 +55,8 @@ impl Services for Listeners {
         self.0.report_last(report);
     }
 
-    fn conn_change(&self, change: ConnChange) {
-        self.0.conn_change(&change);
+    fn port_change(&self, change: PortChange) {
+        self.0.port_change(&change);
     }
 
     fn hand_over(&self, meta: &RxMeta, bytes: &[u8]) {

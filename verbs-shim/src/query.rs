@@ -3,7 +3,7 @@
 use std::{ptr, time::Duration};
 
 use libc::{c_char, c_int, c_void, size_t};
-use roce::{DeviceLimits, Mtu, VerbsDevice as _};
+use roce::{DeviceLimits, JoinConfig, Mtu, VerbsDevice as _};
 
 use crate::{
     abi::{
@@ -25,12 +25,18 @@ const PKEY: u16 = 0xffff;
 const VENDOR_ID: u32 = 0x00ff_ffff;
 
 fn limits(core: &Core) -> DeviceLimits {
-    // Without a transport yet the attributes are what it will have, at most: how many queue pair numbers there are for it, the
-    // broker says later.
-    match core.opened() {
-        Some(engine) => engine.device.limits(),
-        None => DeviceLimits::software(0),
-    }
+    // Without a transport yet the attributes are what it is sure to have.
+    core.opened().map_or_else(
+        || {
+            let limits = DeviceLimits::software(0);
+            let numbers = JoinConfig::from_env().map_or(u32::MAX, |how| how.sure_numbers());
+            DeviceLimits {
+                max_qp: limits.max_qp.min(numbers),
+                ..limits
+            }
+        },
+        |engine| engine.device.limits(),
+    )
 }
 
 fn guid(device: &VerbsDevice) -> u64 {

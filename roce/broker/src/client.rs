@@ -18,14 +18,14 @@ use std::{
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use roce_net::{OpenSockets, environment};
-use roce_port::{ConnChange, QpnSlot, RxMeta};
+use roce_port::{PortChange, QpnParts, QpnSlot, RxMeta};
 
 use self::links::Links;
 use crate::{
     group,
     proto::{
-        Binding, Connection, Place, Refusal, Rejoin, Reply, Report, Request, Statistics, ToBroker, ToClient, UNASKED,
-        VERSION,
+        Binding, Connection, Parts, Place, Refusal, Rejoin, Reply, Report, Request, Statistics, ToBroker, ToClient,
+        UNASKED, VERSION,
     },
     start::{self, StartError},
     sys,
@@ -99,6 +99,16 @@ pub struct JoinConfig {
 }
 
 impl JoinConfig {
+    /// How many queue pairs a process is sure to be able to have, as far as can be told before it joins.
+    pub fn sure_numbers(&self) -> u32 {
+        let place = match start::is_of_others(&self.dir) {
+            // A broker of several users gives a process a generation at least.
+            true => Place { slot: 1, generation: 0 },
+            false => Place::whole(1),
+        };
+        place.numbers().qpns().count()
+    }
+
     /// By the environment: `FERROCE_BROKER` (a program, or `off`) and `FERROCE_BROKER_DIR`, neither of which a program with
     /// rights that its user hasn't believes. `None` when it is switched off.
     pub fn from_env() -> Option<Self> {
@@ -166,6 +176,7 @@ struct Shared {
     place: Place,
     /// Gets the place again from the next broker.
     token: u64,
+    parts: Parts,
     state: Mutex<State>,
     changed: Condvar,
     inbox: OnceLock<Arc<dyn Inbox>>,
@@ -313,7 +324,7 @@ fn say_hello(link: &OwnedFd, name: &str, rejoin: Option<Rejoin>) -> Result<Rejoi
         rejoin,
     };
     match ask(link, hello, &[], &mut |_| {})?.message {
-        Reply::Welcome { place, token } if place.is_valid() => Ok(Rejoin { place, token }),
+        Reply::Welcome { place, token, parts } if place.is_valid() => Ok(Rejoin { place, token, parts }),
         _ => Err(JoinError::Protocol),
     }
 }
@@ -355,6 +366,12 @@ impl Membership {
     /// The part of all queue pair numbers and communication IDs that is this member's.
     pub fn numbers(&self) -> QpnSlot {
         self.shared.place.numbers()
+    }
+
+    /// Which of these numbers the member draws from, if it has a whole slot.
+    pub fn parts(&self) -> Option<QpnParts> {
+        let Parts { home, resting, .. } = self.shared.parts;
+        self.shared.place.is_whole().then_some(QpnParts { home, resting })
     }
 
     /// Who takes what the broker has for this member. Only the first call counts; what came before it is lost, as in a
@@ -432,8 +449,8 @@ impl Membership {
         self.shared.tell(Request::Unlisten { service, addr })
     }
 
-    /// A connection has been established, or is over. Doesn't wait: what the broker has no room for now it is told later.
-    pub fn conn_change(&self, change: &ConnChange) {
+    /// The member's port has changed. Doesn't wait: what the broker has no room for now it is told later.
+    pub fn port_change(&self, change: &PortChange) {
         if self.shared.is_ours() {
             self.shared.links.change(change);
         }
@@ -493,6 +510,7 @@ impl Shared {
             pid: std::process::id(),
             place: given.place,
             token: given.token,
+            parts: given.parts,
             state: Mutex::new(State {
                 link: Some(link),
                 ..State::default()
@@ -775,6 +793,10 @@ impl Shared {
         let rejoin = Rejoin {
             place: self.place,
             token: self.token,
+            parts: Parts {
+                spread: self.links.is_spread(),
+                ..self.parts
+            },
         };
         say_hello(&link, &self.config.name, Some(rejoin))?;
         let (opened, bindings) = {

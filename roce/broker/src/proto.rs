@@ -15,7 +15,7 @@ use roce_port::{QpnSlot, RxMeta};
 use serde::{Deserialize, Serialize};
 
 /// Version of this protocol. Broker and members of other versions refuse each other.
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 /// The token of reports that nobody waits for.
 pub const UNASKED: u64 = 0;
 /// Counters of a [`Report`] that are kept, and those of all that have ended at an address.
@@ -118,6 +118,36 @@ impl Place {
     }
 }
 
+/// What a member may use of its place, and what it uses. Of a whole slot it uses one generation, until it has more queue pairs than that
+/// has numbers: only what has been used must rest when the member is gone.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Parts {
+    /// The generation that it uses first.
+    pub home: u8,
+    /// Generations that it may not use, a bit for each: numbers of former owners rest.
+    pub resting: u16,
+    /// It uses all others.
+    pub spread: bool,
+}
+
+impl Parts {
+    /// The generations of a place that may be used, a bit for each.
+    pub const fn usable(self, place: Place) -> u16 {
+        match place.is_whole() {
+            true => !self.resting,
+            false => 1 << (place.generation & (GENERATIONS as u8 - 1)),
+        }
+    }
+
+    /// Those that are used.
+    pub const fn used(self, place: Place) -> u16 {
+        match place.is_whole() && !self.spread {
+            true => 1 << (self.home & (GENERATIONS as u8 - 1)),
+            false => self.usable(place),
+        }
+    }
+}
+
 /// A port of a port space that a member has.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Binding {
@@ -213,6 +243,8 @@ pub enum ToBroker {
     /// The process is about to exit with its device open, and wants a [`ToClient::Query`] of [`UNASKED`]: what it answers
     /// is the last that the broker hears of its counters.
     Exiting,
+    /// From now on the member uses all that it may of its place ([`Parts::spread`]).
+    Spread,
     /// The member leaves, having ended its connections itself.
     Goodbye,
 }
@@ -224,6 +256,8 @@ pub struct Rejoin {
     pub place: Place,
     /// What came with it in [`Reply::Welcome`]: shows that the place was this member's.
     pub token: u64,
+    /// What it uses of it.
+    pub parts: Parts,
 }
 
 /// What a member may ask for.
@@ -318,6 +352,8 @@ pub enum Reply {
         place: Place,
         /// See [`Rejoin`]. Nobody else knows it.
         token: u64,
+        /// What the member may use of the place.
+        parts: Parts,
     },
     /// The sockets of an address: for each IP version the member's socket, unless it has that already, and the vault if
     /// `vault`.

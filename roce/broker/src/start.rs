@@ -102,6 +102,11 @@ pub fn runtime_dir() -> PathBuf {
     home().join(network())
 }
 
+/// Whether the directory of a broker belongs to another user, who runs it for several.
+pub(crate) fn is_of_others(dir: &Path) -> bool {
+    fs::metadata(dir).is_ok_and(|m| m.uid() != geteuid().as_raw())
+}
+
 fn home() -> PathBuf {
     let own = geteuid().as_raw();
     let is_ours = |dir: &Path| fs::metadata(dir).is_ok_and(|m| m.is_dir() && m.uid() == own);

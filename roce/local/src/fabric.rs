@@ -8,7 +8,7 @@ use std::{
 };
 
 use roce_mem::{MemError, MemoryTable, PdHandle, Region};
-use roce_port::{ConnChange, ConnId, ListenId, Port, QpInit};
+use roce_port::{ConnId, ListenId, Port, PortChange, QpInit};
 use roce_qp::CompletionQueue;
 use roce_verbs::{
     AccessFlags, AsyncEvent, Completion, DeviceLimits, Instant, NumberHasher, QpAttr, QpState, QpType, Qpn, RecvWr,
@@ -48,8 +48,8 @@ pub trait Ports {
     }
     /// They are not taken any more.
     fn release(&mut self, _index: usize, _addr: Option<IpAddr>, _port: u16) {}
-    /// A connection of a port has been established, or is over.
-    fn conn_change(&mut self, _index: usize, _change: ConnChange) {}
+    /// A port has changed for the processes that share its address.
+    fn port_change(&mut self, _index: usize, _change: PortChange) {}
 }
 
 /// How a fabric handles keys.
@@ -544,8 +544,8 @@ impl<P: Ports> Provider for Fabric<P> {
             return Some(event);
         }
         for device in 0..self.devices.len() {
-            while let Some(change) = self.ports.port(device).poll_conn_change() {
-                self.ports.conn_change(device, change);
+            while let Some(change) = self.ports.port(device).poll_change() {
+                self.ports.port_change(device, change);
             }
             while let Some(event) = self.ports.port(device).poll_cm_event() {
                 if let Some(event) = self.cm_event(device, event) {

@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use roce_port::{ConnChange, ConnId, Port, PortCmEvent, RxMeta};
+use roce_port::{ConnId, Port, PortChange, PortCmEvent, RxMeta};
 use roce_verbs::{AsyncEvent, Instant, PathMtus};
 
 use crate::{
@@ -48,8 +48,8 @@ pub trait EventSink: Send + Sync {
     fn async_event(&self, event: AsyncEvent);
     /// Wakes all waiting threads: the device has stopped.
     fn closed(&self);
-    /// Reports that a connection has been established or has ended, if the port is configured so. Comes before the event of it.
-    fn conn_change(&self, _change: ConnChange) {}
+    /// Reports a change that other processes at the address have to know, if the port is configured so. Comes before the event of it.
+    fn port_change(&self, _change: PortChange) {}
     /// Takes a packet for another process that shares the address.
     fn stray(&self, _meta: &RxMeta, _bytes: &[u8]) {}
     /// Takes a first packet for the engine that has the connections ([`Message::FirstPacket`]).
@@ -269,8 +269,8 @@ impl Engine {
     }
 
     fn report(&mut self, now: Instant) {
-        while let Some(change) = self.port.poll_conn_change() {
-            self.sink.conn_change(change);
+        while let Some(change) = self.port.poll_change() {
+            self.sink.port_change(change);
         }
         while let Some(event) = self.port.poll_cm_event() {
             let request = event.request();

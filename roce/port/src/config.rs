@@ -10,7 +10,10 @@ use roce_mem::PdHandle;
 use roce_qp::{CompletionQueue, FreePaces, ReorderBudget, SharedReceiveQueue, WindowConfig, XrcDomain};
 use roce_verbs::{AddressVector, DeviceLimits, Mtu, PathMtus, QpCaps, QpType, RnrTimer, provider::VerbsError};
 
-use crate::{batch::TxPath, qpn::QpnRange};
+use crate::{
+    batch::TxPath,
+    qpn::{QpnParts, QpnRange},
+};
 
 /// Configuration of a [`Port`](crate::Port).
 #[derive(Clone, Debug)]
@@ -29,6 +32,9 @@ pub struct PortConfig {
     pub unreliable_rate: Option<NonZeroU64>,
     /// Queue pair numbers that this port assigns.
     pub qpns: QpnRange,
+    /// Which of them it draws from, if they are a whole slot's. It reports when that is more than one part
+    /// ([`PortChange::Spread`](crate::PortChange::Spread)).
+    pub qpn_parts: Option<QpnParts>,
     /// Timer in the RNR NAKs of connections set up by the connection manager.
     pub min_rnr_timer: RnrTimer,
     /// Buffers packets beyond a gap also for peers without selective ACKs.
@@ -57,6 +63,7 @@ impl PortConfig {
             window: WindowConfig::default(),
             unreliable_rate: FreePaces::USUAL,
             qpns: QpnRange::default(),
+            qpn_parts: None,
             // 0.64 ms: a receiver without a receive work request is usually a program that is briefly behind.
             min_rnr_timer: RnrTimer::new(12),
             reorder: true,

@@ -81,6 +81,15 @@ pub enum PortCmEvent {
     Raw(Event),
 }
 
+/// Change of a port that processes which share its address have to know.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum PortChange {
+    /// A connection has been established or has ended.
+    Connection(ConnChange),
+    /// Queue pairs have numbers of all [parts](crate::QpnParts) from now on.
+    Spread,
+}
+
 impl PortCmEvent {
     /// Returns the connection of the event.
     pub const fn conn(&self) -> ConnId {
@@ -300,9 +309,12 @@ impl Port {
         None
     }
 
-    /// Returns the next connection change ([`roce_cm::CmConfig::report_changes`]).
-    pub fn poll_conn_change(&mut self) -> Option<ConnChange> {
-        self.cm.poll_change()
+    /// Returns the next change for the processes that share the address ([`roce_cm::CmConfig::report_changes`]).
+    pub fn poll_change(&mut self) -> Option<PortChange> {
+        match self.qpns.take_spread() {
+            true => Some(PortChange::Spread),
+            false => self.cm.poll_change().map(PortChange::Connection),
+        }
     }
 
     /// Returns the connection manager's state of a connection, for diagnosis.

@@ -33,11 +33,11 @@ mod tx;
 
 pub use batch::{MAX_SEGMENTS, MAX_TRAIN_BYTES, Train, TxBatch, TxConfig};
 pub use config::{PortConfig, QpInit};
-pub use connect::PortCmEvent;
+pub use connect::{PortChange, PortCmEvent};
 pub use counters::PortCounters;
 pub use persist::{Persisted, Persisting};
 pub use port::Port;
-pub use qpn::{QpnRange, QpnSlot};
+pub use qpn::{QpnParts, QpnRange, QpnSlot};
 pub use roce_cm::{
     AcceptArgs, CmConfig, ConnChange, ConnId, ConnTransport, ConnectArgs, Event as RawCmEvent, ListenArgs, ListenId,
     RemoteQp, ResolveArgs, SidrAnswer,

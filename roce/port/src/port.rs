@@ -156,7 +156,7 @@ impl Port {
         let cm = Manager::new(cm_config, rng.random());
         Self {
             mem,
-            qpns: QpnTable::new(config.qpns),
+            qpns: QpnTable::new(config.qpns, config.qpn_parts),
             qps: Slab::new(),
             peers: Peers::new(config.window),
             spare_window: Window::new(config.window),

@@ -36,6 +36,16 @@ impl QpnRange {
         (last + 1).saturating_sub(first)
     }
 
+    /// One of the parts of the range.
+    const fn part(&self, index: u32) -> Self {
+        let len = (self.last + 1 - self.first) / QpnParts::COUNT;
+        let first = self.first + index * len;
+        Self {
+            first,
+            last: first + (len - 1),
+        }
+    }
+
     const fn usable(&self) -> Self {
         let most = Qpn::MULTICAST.value() - 1;
         Self {
@@ -51,6 +61,27 @@ impl Default for QpnRange {
             first: 2,
             last: Qpn::MULTICAST.value() - 1,
         }
+    }
+}
+
+/// Which parts of a [`QpnRange`] of a whole slot are drawn from. A process that ends leaves numbers behind that peers may still send to;
+/// they are those of one part, unless it has had very many queue pairs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct QpnParts {
+    /// The part of the first numbers. The others are used when none of it is left.
+    pub home: u8,
+    /// Parts that are not used, a bit for each: peers may send to the queue pairs that had their numbers.
+    pub resting: u16,
+}
+
+impl QpnParts {
+    /// Parts of a range.
+    pub const COUNT: u32 = u16::BITS;
+
+    /// How many numbers of a range can be had.
+    pub fn count(self, range: QpnRange) -> u32 {
+        let parts = (0..Self::COUNT).filter(|part| self.resting & (1 << part) == 0);
+        parts.map(|part| range.part(part).count()).sum()
     }
 }
 
@@ -80,6 +111,15 @@ impl QpnSlot {
         }
     }
 
+    /// One of the [parts](QpnParts) of its numbers. It must not have more than 8 bits.
+    pub const fn part(self, index: u8) -> Self {
+        let bits = QpnParts::COUNT.trailing_zeros() as u8;
+        Self {
+            bits: self.bits + bits,
+            slot: (self.slot << bits) | index as u16,
+        }
+    }
+
     /// Its communication IDs and SIDR request IDs, first and last: the top bits of 32.
     pub const fn comm_ids(self) -> (u32, u32) {
         let low = 32 - self.bits as u32;
@@ -94,14 +134,85 @@ pub(crate) struct QpnTable {
     used: HashMap<u32, usize, BuildHasherDefault<NumberHasher>>,
     resting: HashMap<u32, (), BuildHasherDefault<NumberHasher>>,
     order: VecDeque<(Instant, u32)>,
+    /// All numbers of the port.
     range: QpnRange,
+    parts: Option<Parts>,
+}
+
+/// The parts of a range, and how far they are used.
+struct Parts {
+    /// Of the whole range.
+    whole: QpnRange,
+    which: QpnParts,
+    use_: Use,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Use {
+    /// The first part is enough.
+    Home,
+    /// All are used, which nobody has been told yet.
+    Spreading,
+    Spread,
+}
+
+impl Parts {
+    fn rests(&self, n: u32) -> bool {
+        let mut resting = (0..QpnParts::COUNT).filter(|part| self.which.resting & (1 << part) != 0);
+        resting.any(|part| {
+            let QpnRange { first, last } = self.whole.part(part);
+            (first..=last).contains(&n)
+        })
+    }
 }
 
 impl QpnTable {
-    pub(crate) fn new(range: QpnRange) -> Self {
+    /// A range that is a whole slot's may be divided into parts.
+    pub(crate) fn new(range: QpnRange, parts: Option<QpnParts>) -> Self {
         Self {
             range: range.usable(),
+            parts: parts.map(|which| Parts {
+                whole: range,
+                which,
+                use_: Use::Home,
+            }),
             ..Self::default()
+        }
+    }
+
+    /// Whether numbers of all parts are used from now on. True once.
+    pub(crate) fn take_spread(&mut self) -> bool {
+        match &mut self.parts {
+            Some(parts) if parts.use_ == Use::Spreading => {
+                parts.use_ = Use::Spread;
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Uses all parts. False: they are used already.
+    fn spread(&mut self) -> bool {
+        match &mut self.parts {
+            Some(parts) if parts.use_ == Use::Home => {
+                parts.use_ = Use::Spreading;
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// The numbers to draw from, and how many of them can be had.
+    fn drawn_from(&self) -> (QpnRange, u32) {
+        match &self.parts {
+            None => (self.range, self.range.count()),
+            Some(Parts { whole, which, use_ }) => match use_ {
+                Use::Home => {
+                    let home = whole.part(which.home.into()).usable();
+                    (home, home.count())
+                }
+                Use::Spreading | Use::Spread => (self.range, which.count(*whole)),
+            },
         }
     }
 
@@ -123,8 +234,11 @@ impl QpnTable {
     /// queue pair and to the new one. `None` when all are in use.
     pub(crate) fn draw(&mut self, now: Instant, rng: &mut ChaCha12Rng) -> Option<Qpn> {
         self.wake(now);
-        let QpnRange { first, last } = self.range;
-        if first > last || self.used.len() + self.resting.len() >= self.range.count() as usize {
+        let (QpnRange { first, last }, count) = self.drawn_from();
+        if first > last || self.used.len() + self.resting.len() >= count as usize {
+            if self.spread() {
+                return self.draw(now, rng);
+            }
             return self.wake_oldest().or_else(|| self.search(rng)).map(Qpn::new);
         }
         let mut draws = (0..DRAWS).map(|_| rng.random_range(first..=last));
@@ -136,12 +250,13 @@ impl QpnTable {
     }
 
     fn is_free(&self, n: u32) -> bool {
-        !self.used.contains_key(&n) && !self.resting.contains_key(&n)
+        let rests = self.parts.as_ref().is_some_and(|parts| parts.rests(n));
+        !rests && !self.used.contains_key(&n) && !self.resting.contains_key(&n)
     }
 
     /// One process of several has a small part of the space, which may be in use up to its last number.
     fn search(&self, rng: &mut ChaCha12Rng) -> Option<u32> {
-        let QpnRange { first, last } = self.range;
+        let (QpnRange { first, last }, _) = self.drawn_from();
         if first > last || last - first >= SEARCHED {
             return None;
         }
@@ -201,7 +316,7 @@ mod tests {
     #[test]
     fn numbers_are_distinct_never_special_and_rest() {
         let mut rng = ChaCha12Rng::seed_from_u64(1);
-        let mut t = QpnTable::new(QpnRange { first: 0, last: 33 });
+        let mut t = QpnTable::new(QpnRange { first: 0, last: 33 }, None);
         let now = Instant::ZERO;
         let mut seen = Vec::new();
         while let Some(q) = t.draw(now, &mut rng) {
@@ -226,7 +341,7 @@ mod tests {
         let first = QpnRange { first: 0, last: 33 };
         assert_eq!(first.count(), 32);
         let mut rng = ChaCha12Rng::seed_from_u64(3);
-        let mut t = QpnTable::new(last);
+        let mut t = QpnTable::new(last, None);
         for i in 0..last.count() {
             let qpn = t.draw(Instant::ZERO, &mut rng).unwrap();
             t.insert(qpn, i as usize);
@@ -241,7 +356,7 @@ mod tests {
             first: 8192,
             last: 8999,
         };
-        let mut t = QpnTable::new(range);
+        let mut t = QpnTable::new(range, None);
         let now = Instant::ZERO;
         let all: Vec<Qpn> = (range.first..=range.last)
             .map(|_| {
@@ -265,10 +380,11 @@ mod tests {
     #[test]
     fn numbers_rest_as_long_as_there_are_others() {
         let mut rng = ChaCha12Rng::seed_from_u64(3);
-        let mut t = QpnTable::new(QpnRange {
+        let range = QpnRange {
             first: 1 << 13,
             last: (2 << 13) - 1,
-        });
+        };
+        let mut t = QpnTable::new(range, None);
         let mut now = Instant::ZERO;
         let mut last_drawn: HashMap<Qpn, usize> = HashMap::new();
         for cycle in 0..30_000 {
@@ -283,10 +399,42 @@ mod tests {
     }
 
     #[test]
+    fn a_slot_is_used_part_by_part_without_those_that_rest() {
+        let mut rng = ChaCha12Rng::seed_from_u64(5);
+        let slot = QpnSlot { bits: 7, slot: 9 };
+        let (parts, now) = (
+            QpnParts {
+                home: 3,
+                resting: 0b1010_0000_0000_0110,
+            },
+            Instant::ZERO,
+        );
+        let part_of = |qpn: Qpn| (qpn.value() >> 13) & 15;
+        let mut t = QpnTable::new(slot.qpns(), Some(parts));
+        assert_eq!(parts.count(slot.qpns()), 12 << 13);
+        for n in 0..1 << 13 {
+            let q = t.draw(now, &mut rng).unwrap();
+            assert_eq!(part_of(q), 3);
+            assert!(t.includes(q) && slot.part(3).qpns().first <= q.value());
+            t.insert(q, n);
+        }
+        assert!(!t.take_spread());
+        for n in 1 << 13..12 << 13 {
+            let q = t.draw(now, &mut rng).unwrap();
+            assert_eq!(parts.resting & (1 << part_of(q)), 0, "{q}");
+            t.insert(q, n);
+        }
+        assert!(t.take_spread() && !t.take_spread(), "told once");
+        assert_eq!(t.draw(now, &mut rng), None);
+        let lent = t.remove(now, Qpn::new(slot.part(15).qpns().first));
+        assert!(lent.is_none(), "a part that rests has no queue pair");
+    }
+
+    #[test]
     fn the_management_queue_pairs_number_is_never_drawn() {
         let mut rng = ChaCha12Rng::seed_from_u64(4);
         let now = Instant::ZERO;
-        let mut t = QpnTable::new(QpnRange { first: 0, last: 3 });
+        let mut t = QpnTable::new(QpnRange { first: 0, last: 3 }, None);
         t.insert(Qpn::GSI, 0);
         assert_eq!(t.remove(now, Qpn::GSI), Some(0));
         for _ in 0..100 {

@@ -11,7 +11,7 @@ use std::{
 
 use parking_lot::Mutex;
 use roce_net::EventFd;
-use roce_port::ConnChange;
+use roce_port::{ConnChange, PortChange};
 
 use crate::{
     proto::{Connection, ToBroker},
@@ -30,6 +30,9 @@ struct State {
     established: HashMap<u32, Connection>,
     /// What the broker has not been told of, by our communication IDs.
     untold: BTreeSet<u32>,
+    /// The member uses all parts of its place, and whether the broker has been told.
+    spread: bool,
+    spread_told: bool,
     /// There is a broker that has to be told of changes.
     telling: bool,
     /// It had no room: the thread tells it when it has.
@@ -67,6 +70,7 @@ impl Links {
         let mut state = self.state.lock();
         if link.is_none() {
             state.telling = false;
+            state.spread_told = false;
             state.untold.clear();
         }
         state.link = link;
@@ -84,25 +88,19 @@ impl Links {
         state.established.values().copied().collect()
     }
 
-    /// A connection has been established or is over.
-    pub(super) fn change(&self, change: &ConnChange) {
+    /// Whether the member uses all parts of its place.
+    pub(super) fn is_spread(&self) -> bool {
+        self.state.lock().spread
+    }
+
+    /// The port has changed.
+    pub(super) fn change(&self, change: &PortChange) {
         let mut state = self.state.lock();
-        let conn = Connection {
-            local: change.local,
-            remote: change.remote,
-            local_id: change.local_id,
-            remote_id: change.remote_id,
-            remote_qpn: change.remote_qpn.value(),
-        };
-        match change.established {
-            true => state.established.insert(conn.local_id, conn),
-            false => state.established.remove(&conn.local_id),
-        };
-        if !state.telling {
-            return;
+        match change {
+            PortChange::Connection(change) => state.note(change),
+            PortChange::Spread => state.spread = true,
         }
-        state.untold.insert(conn.local_id);
-        if !state.no_room && !state.tell() {
+        if state.telling && !state.no_room && !state.tell() {
             self.stuck.raise();
         }
     }
@@ -119,9 +117,39 @@ impl Links {
 }
 
 impl State {
+    /// A connection has been established or is over.
+    fn note(&mut self, change: &ConnChange) {
+        let conn = Connection {
+            local: change.local,
+            remote: change.remote,
+            local_id: change.local_id,
+            remote_id: change.remote_id,
+            remote_qpn: change.remote_qpn.value(),
+        };
+        match change.established {
+            true => self.established.insert(conn.local_id, conn),
+            false => self.established.remove(&conn.local_id),
+        };
+        if self.telling {
+            self.untold.insert(conn.local_id);
+        }
+    }
+
     /// Tells the broker what it has not been told. False: it has no room for all of it.
     fn tell(&mut self) -> bool {
         let Some(link) = &self.link else { return true };
+        if self.spread && !self.spread_told {
+            let record = wire::encode(&ToBroker::Spread, &[]);
+            match record.and_then(|bytes| wire::send(link.as_fd(), &bytes, &[], false)) {
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                    self.no_room = true;
+                    return false;
+                }
+                // It is gone; the next one is told all.
+                Err(_) => return true,
+                Ok(()) => self.spread_told = true,
+            }
+        }
         while !self.untold.is_empty() {
             let batch: Vec<u32> = self.untold.iter().take(BATCH).copied().collect();
             let (mut up, mut down) = (vec![], vec![]);
@@ -159,15 +187,15 @@ mod tests {
     use super::*;
     use crate::wire::{MAX_RECORD, Record};
 
-    fn change(local_id: u32, established: bool) -> ConnChange {
-        ConnChange {
+    fn change(local_id: u32, established: bool) -> PortChange {
+        PortChange::Connection(ConnChange {
             established,
             local: [127, 0, 0, 1].into(),
             remote: [127, 0, 0, 2].into(),
             local_id,
             remote_id: local_id + 1,
             remote_qpn: roce_bth::Qpn::new(7),
-        }
+        })
     }
 
     fn links() -> (Links, Arc<OwnedFd>, OwnedFd) {

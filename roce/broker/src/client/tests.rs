@@ -20,6 +20,7 @@ fn member_in(dir: PathBuf) -> (Arc<Shared>, Arc<OwnedFd>, OwnedFd) {
     let given = Rejoin {
         place: Place { slot: 3, generation: 1 },
         token: 7,
+        parts: Parts::default(),
     };
     let shared = Shared::new(config, given, link.clone(), vec![]).unwrap();
     (Arc::new(shared), link, broker)
@@ -227,8 +228,8 @@ fn what_is_given_back_while_a_broker_is_told_is_told_before_anybody_goes_on() {
     let member = shared.clone();
     thread::spawn(move || member.reconnect());
     let broker = rustix::net::accept(&listener).unwrap();
-    let (place, token) = (shared.place, shared.token);
-    answered(&broker, Reply::Welcome { place, token });
+    let (place, token, parts) = (shared.place, shared.token, shared.parts);
+    answered(&broker, Reply::Welcome { place, token, parts });
     assert!(answered(&broker, Reply::Done).contains("service: 7"));
     let (back, is_back) = std::sync::mpsc::channel();
     thread::spawn(move || {

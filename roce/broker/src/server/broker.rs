@@ -370,6 +370,7 @@ impl Broker {
             ToBroker::Connections { up, down } => self.on_connections(key, &up, &down),
             ToBroker::Report { token, report } => self.on_report(key, token, report),
             ToBroker::Exiting => self.on_exiting(key),
+            ToBroker::Spread => self.on_spread(key),
             ToBroker::Goodbye => self.remove(key, true),
         }
     }
@@ -398,6 +399,15 @@ impl Broker {
                     format!("a process of user {uid} reports a connection that is not its own")
                 });
             }
+        }
+    }
+
+    /// A member uses all that it may of its place.
+    fn on_spread(&mut self, key: usize) {
+        if let Some(place) = self.clients.get(key).and_then(|c| c.place)
+            && self.slots.spread(place)
+        {
+            self.save();
         }
     }
 

@@ -200,12 +200,13 @@ impl Broker {
         // A broker that has lost its state takes the word of its own user's processes.
         let unknown = trusted && self.isolation == Isolation::OneUser;
         let place = match rejoin {
-            Some(rejoin) => Some(rejoin.place).filter(|p| self.slots.reclaim(*p, tenant, unknown)),
+            Some(rejoin) => Some((rejoin.place, rejoin.parts))
+                .filter(|(place, parts)| self.slots.reclaim(*place, tenant, *parts, unknown)),
             None => self
                 .slots
                 .allocate(boot_time(), tenant, self.quotas.whole(self.isolation)),
         };
-        let Some(place) = place else {
+        let Some((place, parts)) = place else {
             return match rejoin {
                 Some(_) => refused(
                     Refusal::PlaceTaken,
@@ -235,7 +236,7 @@ impl Broker {
         }
         self.by_place.insert(place, client);
         self.save();
-        Outcome::Reply(Reply::Welcome { place, token }, vec![])
+        Outcome::Reply(Reply::Welcome { place, token, parts }, vec![])
     }
 
     fn restore(&mut self, client: usize, place: Place, bindings: &[Binding], connections: &[Connection]) {

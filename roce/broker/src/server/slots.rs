@@ -1,21 +1,21 @@
-//! Who has which place.
+//! Owners of places.
 //!
-//! While few share the numbers a process gets a whole slot, later ones one generation of a slot. When a process ends, its place
-//! rests: peers may still send to its queue pairs. A slot of which only some generations rest may have another owner at once, of
-//! another generation. Places of processes that said goodbye may be used again early when nothing else is free.
+//! A process gets a whole slot, or one generation of a slot where its user may not have more whole ones or too much rests. When it ends,
+//! the generations that it has used rest: peers may still send to its queue pairs. Of a whole slot that is one, unless the process had very
+//! many queue pairs. A slot of which some generations rest may have another owner at once, who uses others. Those of processes that said
+//! goodbye may be used again early when nothing else is free.
 
-use std::{collections::BTreeSet, ops::Range};
+use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-use crate::proto::{ALL_GENERATIONS, GENERATIONS, Place, SLOTS};
+use crate::proto::{GENERATIONS, Parts, Place, SLOTS};
 
 /// How long a place rests, milliseconds: longer than packets live and than peers retry (8 times 4.3 s) in general.
 pub(super) const REST: u64 = 60_000;
 
-/// Slots that are free and without a generation at rest, of which none is given away whole: so there is room for many processes,
-/// also right after some were killed.
-const SPARE: usize = 96;
+/// Generations that the owner of a whole slot can use at least: as many queue pairs as a device can have.
+const ENOUGH: usize = GENERATIONS / 2;
 
 /// A process, told apart from later ones with the same id.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -41,12 +41,38 @@ pub(super) struct Tenant {
 enum Owner {
     Nobody,
     /// A member that is connected.
-    Member(u8, Tenant),
+    Member(Holding),
     /// A member of a former broker that has not come back yet.
-    Absent(u8, Tenant),
+    Absent(Holding),
 }
 
-/// A place that rests.
+/// What an owner has of a slot.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+struct Holding {
+    generation: u8,
+    tenant: Tenant,
+    parts: Parts,
+}
+
+impl Holding {
+    const fn place(&self, slot: usize) -> Place {
+        Place {
+            slot: slot as u8,
+            generation: self.generation,
+        }
+    }
+}
+
+impl Owner {
+    fn holding(&self) -> Option<&Holding> {
+        match self {
+            Self::Nobody => None,
+            Self::Member(holding) | Self::Absent(holding) => Some(holding),
+        }
+    }
+}
+
+/// A generation that rests.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 struct Rest {
     until: u64,
@@ -88,21 +114,29 @@ impl Slots {
         self.owners.len() == SLOTS && self.rests.len() == SLOTS * GENERATIONS
     }
 
-    /// The generations of a place, if any: an entry each.
-    fn rests_of(&mut self, place: Place) -> &mut [Option<Rest>] {
-        let Range { start, end } = place.generations();
-        let slot = usize::from(place.slot) * GENERATIONS;
-        self.rests.get_mut(slot + start..slot + end).unwrap_or_default()
+    /// The generations of a slot, an entry each.
+    fn rests_of(&mut self, slot: u8) -> &mut [Option<Rest>] {
+        let start = usize::from(slot) * GENERATIONS;
+        self.rests.get_mut(start..start + GENERATIONS).unwrap_or_default()
     }
 
-    /// A place for a new member, a whole slot if its user has less than `whole` of them; `None` when all are taken or rest.
-    pub(super) fn allocate(&mut self, now: u64, tenant: Tenant, whole: usize) -> Option<Place> {
-        let place = self
+    /// Those of a set of generations.
+    fn rests_in(&mut self, slot: u8, set: u16) -> impl Iterator<Item = &mut Option<Rest>> {
+        let all = self.rests_of(slot).iter_mut().enumerate();
+        all.filter(move |(generation, _)| set & (1 << generation) != 0)
+            .map(|(_, rest)| rest)
+    }
+
+    /// A place for a new member, a whole slot if its user has less than `whole` of them, and what the member may use of it; `None` when
+    /// all are taken or rest.
+    pub(super) fn allocate(&mut self, now: u64, tenant: Tenant, whole: usize) -> Option<(Place, Parts)> {
+        let one = |place| (place, Parts::default());
+        let (place, parts) = self
             .find_whole(now, tenant.uid, whole)
-            .or_else(|| self.find_rested(now))
-            .or_else(|| self.find_clean())?;
-        self.give(place, tenant);
-        Some(place)
+            .or_else(|| self.find_rested(now).map(one))
+            .or_else(|| self.find_clean().map(one))?;
+        self.give(place, tenant, parts);
+        Some((place, parts))
     }
 
     /// The rests of each slot but the broker's, with who has it.
@@ -112,29 +146,35 @@ impl Slots {
         all.map(|(slot, (owner, rests))| (slot as u8, owner, rests))
     }
 
-    fn find_whole(&mut self, now: u64, uid: u32, most: usize) -> Option<Place> {
-        let rested = |r: &Option<Rest>| r.is_none_or(|r| r.is_over(now));
-        let (mut has, mut free) = (0, vec![]);
-        for (slot, owner, rests) in self.by_slot() {
-            has += usize::from(match owner {
-                Owner::Member(generation, t) | Owner::Absent(generation, t) => {
-                    *generation == ALL_GENERATIONS && t.uid == uid
-                }
-                Owner::Nobody => rests.iter().all(|r| r.is_some_and(|r| r.uid == uid && !r.is_over(now))),
-            });
-            if *owner == Owner::Nobody && rests.iter().all(rested) {
-                free.push(slot);
+    /// Whole slots that a user has, or that nobody can have because of what its processes have used.
+    fn whole_of(&self, now: u64, uid: u32) -> usize {
+        let taken = |(_, owner, rests): &(u8, &Owner, &[Option<Rest>])| match owner.holding() {
+            Some(h) => h.tenant.uid == uid && h.place(0).is_whole(),
+            None => {
+                let its = rests.iter().flatten().filter(|r| r.uid == uid && !r.is_over(now));
+                its.count() > GENERATIONS - ENOUGH
             }
-        }
-        if has >= most || free.len() <= SPARE {
+        };
+        self.by_slot().filter(taken).count()
+    }
+
+    fn find_whole(&mut self, now: u64, uid: u32, most: usize) -> Option<(Place, Parts)> {
+        if self.whole_of(now, uid) >= most {
             return None;
         }
-        // The next one in turn, as below.
-        let slots = (SLOTS - 1) as u32;
-        let start = self.next % slots;
-        let slot = *free.iter().find(|slot| u32::from(**slot) > start).or(free.first())?;
-        self.next = self.next - start + u32::from(slot);
-        Some(Place::whole(slot))
+        // What was left cleanly is used again early only if there is no other way.
+        [false, true].into_iter().find_map(|early| {
+            let usable = self.by_slot().filter(|(_, owner, _)| **owner == Owner::Nobody);
+            let usable = usable.filter_map(|(slot, _, rests)| Some((slot, usable_parts(now, rests, early)?)));
+            let free: Vec<(u8, Parts)> = usable.collect();
+            // The next one in turn, as below.
+            let slots = (SLOTS - 1) as u32;
+            let start = self.next % slots;
+            let after = free.iter().find(|(slot, _)| u32::from(*slot) > start);
+            let (slot, parts) = *after.or(free.first())?;
+            self.next = self.next - start + u32::from(slot);
+            Some((Place::whole(slot), parts))
+        })
     }
 
     fn find_rested(&mut self, now: u64) -> Option<Place> {
@@ -149,8 +189,8 @@ impl Slots {
                 generation: (n / slots) as u8,
             };
             let free = self.owners.get(usize::from(place.slot)) == Some(&Owner::Nobody);
-            let rested = |r: &Option<Rest>| r.is_none_or(|r| r.is_over(now));
-            if free && self.rests_of(place).iter().all(rested) {
+            let rested = |r: &mut Option<Rest>| r.is_none_or(|r| r.is_over(now));
+            if free && self.rests_in(place.slot, 1 << place.generation).all(rested) {
                 return Some(place);
             }
         }
@@ -168,33 +208,52 @@ impl Slots {
             })
     }
 
-    fn give(&mut self, place: Place, tenant: Tenant) {
-        self.rests_of(place).fill(None);
+    fn give(&mut self, place: Place, tenant: Tenant, parts: Parts) {
+        self.rests_in(place.slot, parts.usable(place))
+            .for_each(|rest| *rest = None);
         if let Some(owner) = self.owners.get_mut(usize::from(place.slot)) {
-            *owner = Owner::Member(place.generation, tenant);
+            *owner = Owner::Member(Holding {
+                generation: place.generation,
+                tenant,
+                parts,
+            });
+        }
+    }
+
+    /// A member uses all that it may of its place. False: that is known.
+    pub(super) fn spread(&mut self, place: Place) -> bool {
+        match self.owners.get_mut(usize::from(place.slot)) {
+            Some(Owner::Member(holding)) => !std::mem::replace(&mut holding.parts.spread, true),
+            _ => false,
         }
     }
 
     /// A member of a former broker wants its place again. False: it is another's. `unknown`: it may have one that nobody is
     /// known to have, which a broker says that has lost its state and has members of its own user only.
-    pub(super) fn reclaim(&mut self, place: Place, tenant: Tenant, unknown: bool) -> bool {
+    pub(super) fn reclaim(&mut self, place: Place, tenant: Tenant, parts: Parts, unknown: bool) -> bool {
         if !place.is_valid() {
             return false;
         }
-        // It was taken for dead, or nobody is known to have had it.
-        let mut rests = self.rests_of(place).iter();
-        let rests_for = rests.all(|r| r.map_or(unknown, |r| (r.uid, r.token) == (tenant.uid, tenant.token)));
-        let right = match self.owners.get(usize::from(place.slot)) {
-            Some(Owner::Absent(generation, t)) => {
-                *generation == place.generation && (t.uid, t.token) == (tenant.uid, tenant.token)
+        let same = |t: &Tenant| (t.uid, t.token) == (tenant.uid, tenant.token);
+        let parts = match self.owners.get(usize::from(place.slot)) {
+            Some(Owner::Absent(h)) if h.generation == place.generation && same(&h.tenant) => Parts {
+                spread: h.parts.spread || parts.spread,
+                ..h.parts
+            },
+            // It was taken for dead, or nobody is known to have had it.
+            Some(Owner::Nobody) => {
+                let own = |r: &mut Option<Rest>| r.is_none_or(|r| (r.uid, r.token) == (tenant.uid, tenant.token));
+                let known = |r: &mut Option<Rest>| r.is_some() || unknown;
+                let is_free = self.rests_in(place.slot, parts.usable(place)).all(own);
+                if !is_free || !self.rests_in(place.slot, parts.used(place)).all(known) {
+                    return false;
+                }
+                parts
             }
-            Some(Owner::Nobody) => rests_for,
-            _ => false,
+            _ => return false,
         };
-        if right {
-            self.give(place, tenant);
-        }
-        right
+        self.give(place, tenant, parts);
+        true
     }
 
     /// A member is gone.
@@ -202,22 +261,23 @@ impl Slots {
         let Some(owner) = self.owners.get_mut(usize::from(place.slot)) else {
             return;
         };
-        let (Owner::Member(_, Tenant { uid, token, .. }) | Owner::Absent(_, Tenant { uid, token, .. })) = *owner else {
+        let Some(Holding { tenant, parts, .. }) = owner.holding().copied() else {
             return;
         };
         *owner = Owner::Nobody;
-        let until = now + REST;
-        self.rests_of(place).fill(Some(Rest {
-            until,
+        let rest = Rest {
+            until: now + REST,
             clean,
-            uid,
-            token,
-        }));
+            uid: tenant.uid,
+            token: tenant.token,
+        };
+        self.rests_in(place.slot, parts.used(place))
+            .for_each(|entry| *entry = Some(rest));
     }
 
     /// How many places a user has, and how many rest that its processes left without a goodbye.
     pub(super) fn of_user(&self, now: u64, uid: u32) -> (usize, usize) {
-        let has = |o: &&Owner| matches!(o, Owner::Member(_, t) | Owner::Absent(_, t) if t.uid == uid);
+        let has = |o: &&Owner| o.holding().is_some_and(|h| h.tenant.uid == uid);
         let rests = |r: &&Rest| r.uid == uid && !r.clean && !r.is_over(now);
         let resting = self.by_slot().map(|(_, _, rests_of_slot)| {
             // Those of a whole slot are one.
@@ -233,11 +293,11 @@ impl Slots {
     pub(super) fn inherit(&mut self, now: u64, namespace: u64, is_alive: impl Fn(Process) -> bool) {
         let foreign = std::mem::replace(&mut self.namespace, namespace) != namespace;
         for owner in &mut self.owners {
-            if let Owner::Member(generation, mut tenant) | Owner::Absent(generation, mut tenant) = *owner {
+            if let Some(mut holding) = owner.holding().copied() {
                 if foreign {
-                    tenant.process.pid = 0;
+                    holding.tenant.process.pid = 0;
                 }
-                *owner = Owner::Absent(generation, tenant);
+                *owner = Owner::Absent(holding);
             }
         }
         self.bury(now, is_alive);
@@ -261,17 +321,32 @@ impl Slots {
     pub(super) fn absent(&self) -> Vec<(Place, Process)> {
         let all = self.owners.iter().enumerate();
         all.filter_map(|(slot, owner)| match owner {
-            Owner::Absent(generation, tenant) => {
-                let place = Place {
-                    slot: slot as u8,
-                    generation: *generation,
-                };
-                Some((place, tenant.process))
-            }
+            Owner::Absent(holding) => Some((holding.place(slot), holding.tenant.process)),
             _ => None,
         })
         .collect()
     }
+}
+
+/// What the owner of a whole slot may use of it, if that is enough. `early`: of what was left cleanly as much as is needed for that, too,
+/// the longest first.
+fn usable_parts(now: u64, rests: &[Option<Rest>], early: bool) -> Option<Parts> {
+    let ends = |r: Option<Rest>| match r.filter(|r| !r.is_over(now)) {
+        None => Some(0),
+        Some(r) => Some(r.until).filter(|_| early && r.clean),
+    };
+    let ends = rests.iter().enumerate().filter_map(|(n, r)| Some((ends(*r)?, n)));
+    let mut ends: Vec<(u64, usize)> = ends.collect();
+    ends.sort_unstable();
+    let rested = ends.iter().take_while(|(end, _)| *end == 0).count();
+    ends.truncate(rested.max(ENOUGH));
+    let usable = ends.iter().fold(0u16, |set, (_, n)| set | (1 << n));
+    let home = ends.first().filter(|_| ends.len() >= ENOUGH)?.1;
+    Some(Parts {
+        home: home as u8,
+        resting: !usable,
+        spread: false,
+    })
 }
 
 #[cfg(test)]
@@ -292,6 +367,14 @@ mod tests {
         }
     }
 
+    fn one(slots: &mut Slots, now: u64, tenant: Tenant, whole: usize) -> Option<Place> {
+        slots.allocate(now, tenant, whole).map(|(place, _)| place)
+    }
+
+    fn again(slots: &mut Slots, place: Place, tenant: Tenant, unknown: bool) -> bool {
+        slots.reclaim(place, tenant, Parts::default(), unknown)
+    }
+
     /// Its name changes with every connection, as that of a process which the broker can't see.
     #[test]
     fn a_member_is_known_by_its_token_whatever_its_process_is_called() {
@@ -301,22 +384,22 @@ mod tests {
             uid: 1000,
             token,
         };
-        let a = slots.allocate(0, unseen(1, 70), 0).unwrap();
+        let a = one(&mut slots, 0, unseen(1, 70), 0).unwrap();
         slots.inherit(1, 1, |_| true);
-        assert!(!slots.reclaim(a, unseen(2, 71), true));
-        assert!(slots.reclaim(a, unseen(2, 70), true));
+        assert!(!again(&mut slots, a, unseen(2, 71), true));
+        assert!(again(&mut slots, a, unseen(2, 70), true));
         slots.release(2, a, false);
-        assert!(!slots.reclaim(a, unseen(3, 71), true), "it rests");
-        assert!(slots.reclaim(a, unseen(3, 70), true), "it was only taken for dead");
+        assert!(!again(&mut slots, a, unseen(3, 71), true), "it rests");
+        assert!(again(&mut slots, a, unseen(3, 70), true), "it was only taken for dead");
     }
 
     #[test]
     fn process_ids_of_another_namespace_say_nothing() {
         let mut slots = Slots::new(0, 1);
-        let a = slots.allocate(0, tenant(5), 0).unwrap();
+        let a = one(&mut slots, 0, tenant(5), 0).unwrap();
         slots.inherit(1, 2, |p| p.pid == 0);
         assert_eq!(slots.absent(), [(a, Process { pid: 0, start: 7 })]);
-        assert!(slots.reclaim(a, tenant(5), true));
+        assert!(again(&mut slots, a, tenant(5), true));
     }
 
     #[test]
@@ -324,24 +407,24 @@ mod tests {
         let mut slots = Slots::new(0, 1);
         let place = Place { slot: 9, generation: 3 };
         assert!(
-            !slots.reclaim(place, tenant(1), false),
+            !again(&mut slots, place, tenant(1), false),
             "nobody is known to have had it"
         );
-        let a = slots.allocate(0, tenant(1), 0).unwrap();
+        let a = one(&mut slots, 0, tenant(1), 0).unwrap();
         slots.inherit(1, 1, |_| true);
         let thief = Tenant { uid: 1001, ..tenant(1) };
-        assert!(!slots.reclaim(a, thief, true));
+        assert!(!again(&mut slots, a, thief, true));
         slots.release(2, a, false);
-        assert!(!slots.reclaim(a, thief, true));
-        assert!(slots.reclaim(a, tenant(1), false));
+        assert!(!again(&mut slots, a, thief, true));
+        assert!(again(&mut slots, a, tenant(1), false));
     }
 
     #[test]
     fn places_are_counted_by_user() {
         let mut slots = Slots::new(0, 1);
         let other = |pid| Tenant { uid: 7, ..tenant(pid) };
-        let all: Vec<Place> = (0..6).map(|pid| slots.allocate(0, tenant(pid), 0).unwrap()).collect();
-        slots.allocate(0, other(9), 0).unwrap();
+        let all: Vec<Place> = (0..6).map(|pid| one(&mut slots, 0, tenant(pid), 0).unwrap()).collect();
+        one(&mut slots, 0, other(9), 0).unwrap();
         slots.inherit(0, 1, |_| true);
         assert_eq!(
             (slots.of_user(0, 1000), slots.of_user(0, 7), slots.of_user(0, 8)),
@@ -358,70 +441,127 @@ mod tests {
     #[test]
     fn every_slot_can_be_had_once() {
         let mut slots = Slots::new(12345, 1);
-        let places: Vec<Place> = (0..127).map(|i| slots.allocate(0, tenant(i), 0).unwrap()).collect();
+        let places: Vec<Place> = (0..127).map(|i| one(&mut slots, 0, tenant(i), 0).unwrap()).collect();
         let distinct: HashSet<u8> = places.iter().map(|p| p.slot).collect();
         assert_eq!(distinct.len(), 127);
         assert!(places.iter().all(|p| p.is_valid()));
-        assert_eq!(slots.allocate(0, tenant(999), 0), None);
+        assert_eq!(one(&mut slots, 0, tenant(999), 0), None);
     }
 
     #[test]
-    fn while_few_share_the_numbers_they_have_whole_slots() {
-        const MOST: usize = 127 - SPARE;
+    fn every_process_has_a_whole_slot_unless_too_much_rests() {
         let mut slots = Slots::new(77, 1);
         let mut used = HashSet::new();
         let places: Vec<Place> = (0..127)
             .map(|pid| {
-                let place = slots.allocate(0, tenant(pid), usize::MAX).unwrap();
+                let place = one(&mut slots, 0, tenant(pid), usize::MAX).unwrap();
                 assert!(place.is_valid() && used.insert(place.slot), "{place:?}");
                 place
             })
             .collect();
-        assert!(places[..MOST].iter().all(|p| p.is_whole()));
-        assert!(places[MOST..].iter().all(|p| !p.is_whole()));
+        assert!(places.iter().all(|p| p.is_whole()));
         assert_eq!(
-            slots.allocate(0, tenant(999), usize::MAX),
+            one(&mut slots, 0, tenant(999), usize::MAX),
             None,
             "all slots have an owner"
         );
-        // Numbers of a whole slot rest, all of them.
-        let whole = places[3];
-        slots.release(10, whole, false);
-        assert_eq!(slots.allocate(11, tenant(999), usize::MAX), None);
-        let next = slots.allocate(10 + REST, tenant(999), usize::MAX).unwrap();
-        assert_eq!((next.slot, next.is_whole()), (whole.slot, false));
+        // What was used of a whole slot rests.
+        slots.release(10, places[3], false);
+        let (next, parts) = slots.allocate(11, tenant(999), usize::MAX).unwrap();
+        assert_eq!((next, parts.resting, parts.home), (places[3], 1, 1));
+        assert!(slots.spread(places[4]) && !slots.spread(places[4]));
+        slots.release(10, places[4], false);
+        assert_eq!(one(&mut slots, 11, tenant(999), usize::MAX), None, "all of it");
+        assert_eq!(one(&mut slots, 10 + REST, tenant(999), usize::MAX), Some(places[4]));
+        // With less than half of a slot the next one gets a generation.
+        for _ in 0..9 {
+            slots.release(20 + REST, places[5], false);
+            assert_eq!(
+                one(&mut slots, 20 + REST, tenant(5), usize::MAX).map(|p| p.slot),
+                Some(places[5].slot)
+            );
+        }
+        slots.release(20 + REST, places[5], false);
+        assert!(!one(&mut slots, 20 + REST, tenant(5), usize::MAX).unwrap().is_whole());
+    }
+
+    /// Each has as many numbers as a device can have queue pairs.
+    #[test]
+    fn many_short_processes_get_whole_slots() {
+        for clean in [true, false] {
+            let mut slots = Slots::new(5, 1);
+            let mut used: HashSet<(u8, u8)> = HashSet::new();
+            // A server that stays, and 16 processes a second.
+            assert!(one(&mut slots, 0, tenant(0), usize::MAX).unwrap().is_whole());
+            for n in 1..if clean { 3000 } else { 900 } {
+                let now = 1000 * u64::from(n) / 16;
+                let (place, parts) = slots.allocate(now, tenant(n), usize::MAX).unwrap();
+                assert!(place.is_whole(), "process {n}, clean {clean}");
+                assert!(parts.usable(place).count_ones() as usize >= ENOUGH);
+                assert_ne!(parts.usable(place) & parts.used(place), 0);
+                if now < REST {
+                    assert!(
+                        used.insert((place.slot, parts.home)),
+                        "process {n} has numbers that rest"
+                    );
+                }
+                slots.release(now, place, clean);
+            }
+        }
+    }
+
+    #[test]
+    fn what_was_left_cleanly_is_used_early_before_slots_are_divided() {
+        let mut slots = Slots::new(5, 1);
+        for n in 0..3000 {
+            let (place, parts) = slots.allocate(1, tenant(n), usize::MAX).unwrap();
+            assert!(place.is_whole() && parts.usable(place).count_ones() as usize >= ENOUGH);
+            slots.release(1, place, true);
+        }
+        // Not so the numbers of killed processes.
+        let mut slots = Slots::new(5, 1);
+        let mut divided = 0;
+        for n in 0..2000 {
+            let Some((place, _)) = slots.allocate(1, tenant(n), usize::MAX) else {
+                break;
+            };
+            divided += usize::from(!place.is_whole());
+            slots.release(1, place, false);
+        }
+        assert!(divided > 0);
     }
 
     #[test]
     fn one_user_of_several_has_so_many_whole_slots_and_killed_processes_count() {
         let mut slots = Slots::new(0, 1);
-        let a = slots.allocate(0, tenant(1), 2).unwrap();
-        let b = slots.allocate(0, tenant(2), 2).unwrap();
+        let a = one(&mut slots, 0, tenant(1), 2).unwrap();
+        let b = one(&mut slots, 0, tenant(2), 2).unwrap();
         assert!(a.is_whole() && b.is_whole());
+        slots.spread(a);
         slots.release(1, a, true);
-        assert!(!slots.allocate(2, tenant(3), 2).unwrap().is_whole());
+        assert!(!one(&mut slots, 2, tenant(3), 2).unwrap().is_whole());
         let other = Tenant { uid: 7, ..tenant(4) };
-        assert!(slots.allocate(2, other, 2).unwrap().is_whole());
-        assert!(slots.allocate(1 + REST, tenant(5), 2).unwrap().is_whole());
+        assert!(one(&mut slots, 2, other, 2).unwrap().is_whole());
+        assert!(one(&mut slots, 1 + REST, tenant(5), 2).unwrap().is_whole());
     }
 
     #[test]
     fn a_whole_slot_is_one_place_of_its_user_and_is_got_again_whole() {
         let mut slots = Slots::new(0, 1);
-        let a = slots.allocate(0, tenant(1), 9).unwrap();
+        let a = one(&mut slots, 0, tenant(1), 9).unwrap();
         slots.inherit(1, 1, |_| true);
-        assert!(!slots.reclaim(Place { generation: 0, ..a }, tenant(1), false));
-        assert!(slots.reclaim(a, tenant(1), false));
+        assert!(!again(&mut slots, Place { generation: 0, ..a }, tenant(1), false));
+        assert!(again(&mut slots, a, tenant(1), false));
         slots.release(2, a, false);
         assert_eq!(slots.of_user(3, 1000), (0, 1));
-        assert!(!slots.reclaim(a, tenant(2), true), "it rests");
-        assert!(slots.reclaim(a, tenant(1), false), "it was only taken for dead");
+        assert!(!again(&mut slots, a, tenant(2), true), "it rests");
+        assert!(again(&mut slots, a, tenant(1), false), "it was only taken for dead");
         // Somebody else has had a part of it since.
         slots.release(3, a, true);
-        slots.rests_of(Place { generation: 5, ..a }).fill(None);
-        slots.give(Place { generation: 5, ..a }, tenant(2));
-        slots.release(4, Place { generation: 5, ..a }, true);
-        assert!(!slots.reclaim(a, tenant(1), true));
+        let part = Place { generation: 5, ..a };
+        slots.give(part, tenant(2), Parts::default());
+        slots.release(4, part, true);
+        assert!(!again(&mut slots, a, tenant(1), true));
     }
 
     #[test]
@@ -430,48 +570,49 @@ mod tests {
         let mut used = HashSet::new();
         let mut now = 0;
         for pid in 0..(127 * GENERATIONS as u32) {
-            let place = slots.allocate(now, tenant(pid), 0).unwrap();
+            let place = one(&mut slots, now, tenant(pid), 0).unwrap();
             assert!(used.insert(place), "{place:?} came back at {now}");
             slots.release(now, place, false);
             now += 1;
         }
-        assert_eq!(slots.allocate(now, tenant(1), 0), None, "all rest");
-        assert!(slots.allocate(REST, tenant(1), 0).is_some(), "the first has rested");
+        assert_eq!(one(&mut slots, now, tenant(1), 0), None, "all rest");
+        assert!(one(&mut slots, REST, tenant(1), 0).is_some(), "the first has rested");
     }
 
     #[test]
     fn a_place_left_cleanly_comes_back_early_when_nothing_else_is_free() {
         let mut slots = Slots::new(0, 1);
-        let first = slots.allocate(0, tenant(0), 0).unwrap();
+        let first = one(&mut slots, 0, tenant(0), 0).unwrap();
         slots.release(5, first, true);
         for pid in 1..(127 * GENERATIONS as u32) {
-            let place = slots.allocate(10, tenant(pid), 0).unwrap();
+            let place = one(&mut slots, 10, tenant(pid), 0).unwrap();
             assert_ne!(place, first);
             slots.release(10, place, false);
         }
-        assert_eq!(slots.allocate(11, tenant(1), 0), Some(first));
-        assert_eq!(slots.allocate(11, tenant(1), 0), None);
+        assert_eq!(one(&mut slots, 11, tenant(1), 0), Some(first));
+        assert_eq!(one(&mut slots, 11, tenant(1), 0), None);
     }
 
     #[test]
     fn members_of_a_former_broker_get_their_places_again_and_nobody_else_does() {
         let mut slots = Slots::new(0, 1);
-        let a = slots.allocate(0, tenant(1), 0).unwrap();
-        let b = slots.allocate(0, tenant(2), 0).unwrap();
+        let a = one(&mut slots, 0, tenant(1), 0).unwrap();
+        let b = one(&mut slots, 0, tenant(2), 0).unwrap();
         let text = serde_json::to_string(&slots).unwrap();
         let mut slots: Slots = serde_json::from_str(&text).unwrap();
         assert!(slots.is_sound());
         slots.inherit(100, 1, |p| p.pid == 1);
         assert_eq!(slots.absent(), [(a, process(1))]);
-        assert!(!slots.reclaim(a, tenant(9), true));
-        assert!(slots.reclaim(a, tenant(1), true));
-        assert!(!slots.reclaim(a, tenant(1), true), "it has it");
+        assert!(!again(&mut slots, a, tenant(9), true));
+        assert!(again(&mut slots, a, tenant(1), true));
+        assert!(!again(&mut slots, a, tenant(1), true), "it has it");
         for pid in 10..136 {
-            let place = slots.allocate(200, tenant(pid), 0).unwrap();
+            let place = one(&mut slots, 200, tenant(pid), 0).unwrap();
             assert!(place != a && place != b, "one is in use, the other rests");
         }
-        assert!(!slots.reclaim(Place { slot: 0, generation: 0 }, tenant(1), true));
-        assert!(!slots.reclaim(
+        assert!(!again(&mut slots, Place { slot: 0, generation: 0 }, tenant(1), true));
+        assert!(!again(
+            &mut slots,
             Place {
                 slot: 200,
                 generation: 0

@@ -165,7 +165,7 @@ fn requests_that_wait_for_a_former_member_are_bounded_and_go_with_their_process(
         uid: 0,
         token: 7,
     };
-    let absent = slots.allocate(boot_time(), tenant, 0).unwrap();
+    let (absent, _) = slots.allocate(boot_time(), tenant, 0).unwrap();
     StateFile::new(dir.path()).write(&slots).unwrap();
     let mut broker = broker(dir.path());
     // However long this takes.

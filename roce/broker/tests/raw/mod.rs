@@ -69,7 +69,7 @@ impl Raw {
         };
         self.say(&ToBroker::Request { seq: 1, request });
         match self.reply() {
-            Reply::Welcome { place, token } => Rejoin { place, token },
+            Reply::Welcome { place, token, parts } => Rejoin { place, token, parts },
             other => panic!("{other:?}"),
         }
     }
