@@ -348,6 +348,35 @@ fn a_member_can_not_receive_what_is_anothers() {
     assert_eq!(place.statistics().isolation, Isolation::Isolated);
 }
 
+/// Whatever arrives: packets that go to the socket of the member that did it tell nobody.
+#[test]
+#[ignore = "needs root"]
+fn a_member_that_detaches_the_program_stops_others_for_a_moment() {
+    let addr: IpAddr = [127, 45, 3, 8].into();
+    let place = Place::new(&["env"]);
+    let (mut victim, mut thief) = (Member::start(&place, ONE, addr), Member::start(&place, OTHER, addr));
+    let mut packet = [0; 64];
+    packet[5..8].copy_from_slice(&victim.number.numbers().qpns().first.to_be_bytes()[1..]);
+    let (mut stopped, mut longest) = (0, Duration::ZERO);
+    // The kernel gives the packets of a sender to one socket then, by its port.
+    for _ in 0..16 {
+        let sender = UdpSocket::bind((addr, 0)).unwrap();
+        let mut reaches = || {
+            sender.send_to(&packet, (addr, 4791)).unwrap();
+            victim.received() > 0
+        };
+        wait_until("the victim receives", &mut reaches);
+        assert_eq!(thief.ask("detach"), "0");
+        let since = Instant::now();
+        stopped += usize::from(!reaches());
+        wait_until("the victim receives again", &mut reaches);
+        longest = longest.max(since.elapsed());
+    }
+    eprintln!("{stopped} of 16 senders were stopped, for {longest:?} at most");
+    assert!(stopped > 0);
+    assert!(longest < Duration::from_secs(2), "{longest:?}");
+}
+
 #[test]
 #[ignore = "needs root"]
 fn a_former_member_that_keeps_its_socket_receives_nothing_of_the_next_owners() {

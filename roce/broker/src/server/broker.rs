@@ -53,8 +53,8 @@ const REJOIN_TIMEOUT: Duration = Duration::from_secs(5);
 const ABSENT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time that a new connection has to join. Until then it keeps the broker running.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(2);
-/// Shortest interval between two attempts to attach the steering programs again.
-const REATTACH_INTERVAL: Duration = Duration::from_secs(1);
+/// Interval at which the steering programs are attached again. A member that detaches one stops the others for so long.
+const REATTACH_INTERVAL: Duration = Duration::from_millis(250);
 /// Poll interval while there is work for which no event arrives.
 const TICK: Duration = Duration::from_millis(100);
 
@@ -234,7 +234,8 @@ impl Broker {
             || self.is_unused();
         let tick = needs_tick.then_some(TICK);
         let next_dreq = self.orphans.next().map(|at| at.saturating_since(now));
-        tick.into_iter().chain(next_dreq).min()
+        let next_reattach = self.next_reattach().map(|at| at.saturating_since(now));
+        [tick, next_dreq, next_reattach].into_iter().flatten().min()
     }
 
     fn serve(&mut self, source: Source) {
@@ -253,7 +254,6 @@ impl Broker {
                     self.ready.push(source);
                 }
                 for arrival in arrivals {
-                    self.check_steering(&arrival.bytes);
                     self.route(arrival);
                 }
             }
@@ -504,18 +504,18 @@ impl Broker {
         let _ = self.poll.registry().deregister(&mut SourceFd(&fd));
     }
 
-    /// Attaches the steering programs again if slot 0 received a packet for a member.
-    ///
-    /// A member may have detached the program; then packets arrive at any socket. Or GRO merged the packet behind one
-    /// for QP1.
-    fn check_steering(&mut self, bytes: &[u8]) {
-        if self.steering == Steering::Array && matches!(target(bytes), Target::Member(_)) {
-            self.reattach_steering(now());
-        }
+    /// Returns when to attach the steering programs again, if a member can detach one.
+    fn next_reattach(&self) -> Option<Instant> {
+        let detachable = self.steering == Steering::Array && self.clients.iter().any(|(_, c)| !c.opened.is_empty());
+        detachable.then(|| self.last_reattached + REATTACH_INTERVAL)
     }
 
+    /// Attaches the steering programs again.
+    ///
+    /// A member may have detached one. Nothing tells of that: packets then arrive at any socket of the group, of which those
+    /// of members drop them.
     fn reattach_steering(&mut self, now: Instant) {
-        if now < self.last_reattached + REATTACH_INTERVAL {
+        if self.next_reattach().is_none_or(|at| now < at) {
             return;
         }
         self.last_reattached = now;
