@@ -11,6 +11,7 @@ use std::{
 };
 
 use roce_broker::Report;
+use roce_cm::DropReason;
 use roce_mem::{MemError, MemoryTable};
 use roce_net::{Closed, DatapathCounters, OpenError, OpenSockets, SpinMode, UdpConfig, UdpDatapath, iface};
 use roce_port::{PortChange, PortCounters, QpnParts, QpnSlot, RxMeta, Steering};
@@ -180,6 +181,13 @@ impl DeviceStats {
             ("rdma_sends", t.rdma_sends),
             ("rdma_recvs", t.rdma_recvs),
         ]
+    }
+
+    /// What other processes may know: the hardware counters, and connect requests that were dropped because a listener's backlog was full.
+    pub(crate) fn reported(&self, link_downed: u64) -> impl Iterator<Item = (&'static str, u64)> {
+        let full = [DropReason::Backlog, DropReason::BacklogPeer].map(|reason| self.port.cm.dropped(reason));
+        let more = [("cm_drop_backlog", full.iter().sum())];
+        self.hw_counters(link_downed).into_iter().chain(more)
     }
 
     /// Packets that were sent more than once.

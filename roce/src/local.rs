@@ -60,7 +60,7 @@ impl Members {
         let addrs: Vec<_> = self.0.iter().map(|m| m.addr).collect();
         let mtu = self.0.iter().map(|m| m.mtu).max().unwrap_or(Mtu::B256);
         // `link_downed` is 0, because a loop does not watch its interfaces.
-        shared::report(&addrs, mtu, queue_pairs, all.hw_counters(0))
+        shared::report(&addrs, mtu, queue_pairs, all.reported(0))
     }
 }
 

@@ -85,9 +85,14 @@ impl Inbox for Post {
 }
 
 /// A report of these addresses.
-pub(crate) fn report(addrs: &[IpAddr], mtu: Mtu, queue_pairs: usize, counters: [(&str, u64); 15]) -> Report {
+pub(crate) fn report(
+    addrs: &[IpAddr],
+    mtu: Mtu,
+    queue_pairs: usize,
+    counters: impl Iterator<Item = (&'static str, u64)>,
+) -> Report {
     let addrs = addrs.iter().filter(|a| !a.is_unspecified());
-    let counters = counters.into_iter().map(|(name, value)| (name.to_owned(), value));
+    let counters = counters.map(|(name, value)| (name.to_owned(), value));
     Report {
         addrs: addrs.copied().collect(),
         mtu: mtu.bytes() as u32,
@@ -103,8 +108,8 @@ impl DeviceInner {
         // A process that ends is asked for its last report: with this call goes what its queue pairs owe.
         let queue_pairs = driver.with(|port, _| port.queue_pairs()).unwrap_or(0);
         let link_downed = if index == 0 { self.link_downed() } else { 0 };
-        let counters = DeviceStats::from(driver.counters()).hw_counters(link_downed);
-        report(&[self.addr], self.mtu, queue_pairs, counters)
+        let stats = DeviceStats::from(driver.counters());
+        report(&[self.addr], self.mtu, queue_pairs, stats.reported(link_downed))
     }
 }
 
