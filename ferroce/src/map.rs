@@ -64,7 +64,7 @@ A socket for virtual machines takes one front end at a time.
 
 Runs until SIGINT or SIGTERM, or until no path is left that is tried again. With --json, one event per line on standard output: \
 `mapped` (for each device), `stats` (with --stats-interval), `path_up`, `path_down`, `failover`, `reconnect_failed`, `path_closed`, `session_lost`, \
-`session_back`, `remapped`, `not_remapped`, `resized`, `unmapped`, `error`, and at the end `summary`.")]
+`session_back`, `remapped`, `not_remapped`, `writes_lost`, `resized`, `unmapped`, `error`, and at the end `summary`.")]
 pub(crate) struct MapArgs {
     /// Name of the session: the server tells its clients apart by it
     #[arg(long, value_name = "NAME")]

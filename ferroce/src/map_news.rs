@@ -66,6 +66,11 @@ fn shown(news: &MapNews) -> (&'static str, Value, String) {
             json!({ "device": device, "why": error.to_string() }),
             format!("the server has not opened {device} again: {error}"),
         ),
+        MapNews::WritesLost { device, writes, cause } => (
+            "writes_lost",
+            json!({ "device": device, "writes": writes, "why": cause.name() }),
+            format!("{writes} writes to {device} may be lost, the next flush fails: {cause}"),
+        ),
         MapNews::Changed { device, geometry } => (
             "resized",
             json!({
@@ -132,6 +137,12 @@ pub(crate) struct PathArgs {
     #[arg(long, value_name = "N", value_parser = attempts, default_value = "-1", allow_negative_numbers = true)]
     pub(crate) max_reconnects: u32,
     /// What becomes of requests while no path is up: they fail at once, as with the kernel's client, or wait, for so long at most
+    ///
+    /// Requests without an answer are sent again. Writes that were acknowledged before are safe if only paths were lost, or the
+    /// server's process restarted. If the server's machine restarts, those since the last flush are lost, as with any disk that has
+    /// a write cache: the next flush and the next FUA write of each user of the device fail with EIO, and `writes_lost` is
+    /// reported. With `error` it is the same. A kernel's server does not say whether its machine has restarted: there they fail each
+    /// time that all paths were lost, unless its device has no write cache
     #[arg(long, value_name = "error|queue[=SECONDS]", value_parser = on_loss, default_value = "error")]
     pub(crate) on_loss: OnLoss,
 }

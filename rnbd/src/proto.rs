@@ -1,7 +1,7 @@
 //! RNBD protocol 2.0 messages (`drivers/block/rnbd/rnbd-proto.h`): little-endian, natural alignment of the kernel's
 //! structs written out as reserved fields. Reserved bytes are sent as zero and not looked at: the kernel's client
-//! leaves stack bytes in them, its server what the chunk held before. Some of them belong to [`status`], an extension between a
-//! client and a server of ours, and count only where it says so.
+//! leaves stack bytes in them, its server what the chunk held before. Some of them belong to [`status`] and [`instance`], extensions
+//! between a client and a server of ours, and count only where these say so.
 
 use zerocopy::{
     FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned,
@@ -9,7 +9,9 @@ use zerocopy::{
 };
 
 use crate::errno::Errno;
+use instance::Instance;
 
+pub mod instance;
 pub mod status;
 
 /// Major protocol version; what goes into the one-byte version fields.
@@ -363,7 +365,8 @@ pub struct MsgOpenRsp {
     obsolete_rotational: u8,
     /// [`CACHE_FUA`] and [`CACHE_WRITEBACK`].
     pub cache_policy: u8,
-    reserved: [u8; 2],
+    /// Of a server of ours the upper half of the [instance](Instance); the lower one is in the header's reserved bytes.
+    instance_high: U16,
     /// [`STATUS_MAGIC`] of a server of ours; whatever it may be of others.
     extension: [u8; 8],
 }
@@ -385,6 +388,19 @@ impl MsgOpenRsp {
     /// Whether the server says so. A kernel's may have the bytes lying there by accident.
     pub fn offers_block_status(&self) -> bool {
         self.extension == STATUS_MAGIC
+    }
+
+    /// Names the device's instance, which a client believes together with the [offer](Self::offer_block_status).
+    pub fn set_instance(&mut self, instance: Option<Instance>) {
+        let number = instance.map_or(0, Instance::to_wire);
+        self.hdr.reserved.set(number as u16);
+        self.instance_high.set((number >> 16) as u16);
+    }
+
+    /// The device's instance. `None`: the server does not know it, is an older one of ours, or not ours.
+    pub fn instance(&self) -> Option<Instance> {
+        let number = u32::from(self.instance_high.get()) << 16 | u32::from(self.hdr.reserved.get());
+        Instance::from_wire(number).filter(|_| self.offers_block_status())
     }
 }
 

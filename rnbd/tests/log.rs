@@ -102,6 +102,7 @@ impl Bench {
                         geometry: GEOMETRY,
                         identity: Identity(name.clone()),
                         label: "/images/disk".into(),
+                        instance: None,
                     };
                     let result = if name == b"disk" {
                         Ok(found)

@@ -7,7 +7,9 @@ use rnbd::{
     block::{self, Extent},
     proto::{
         AccessMode, CACHE_FUA, CACHE_WRITEBACK, ClientMsg, IoOp, MsgClose, MsgIo, MsgOpen, MsgOpenRsp, MsgSessInfo,
-        ProtoError, Rw, STATUS_MAGIC, parse_open_rsp, parse_sess_info_rsp,
+        ProtoError, Rw, STATUS_MAGIC,
+        instance::Instance,
+        parse_open_rsp, parse_sess_info_rsp,
         status::{self, StatusError},
     },
 };
@@ -104,6 +106,23 @@ proptest! {
             prop_assert!(extents.windows(2).all(|pair| !pair[0].is_like(&pair[1])));
         }
     }
+}
+
+#[test]
+fn an_instance_has_its_place_in_the_answer_to_an_open() {
+    let instance = Instance::from_wire(0x0102_0304);
+    let mut rsp = MsgOpenRsp::new();
+    rsp.set_instance(instance);
+    assert_eq!(
+        (&rsp.as_bytes()[..4], &rsp.as_bytes()[46..48]),
+        (&[3, 0, 4, 3][..], &[2, 1][..])
+    );
+    assert!(rsp.as_bytes()[4..46].iter().all(|byte| *byte == 0));
+    assert_eq!(rsp.instance(), None, "the kernel's server leaves anything there");
+    rsp.offer_block_status();
+    assert_eq!(rsp.instance(), instance);
+    rsp.set_instance(None);
+    assert_eq!(rsp.instance(), None);
 }
 
 #[test]

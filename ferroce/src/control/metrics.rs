@@ -151,7 +151,7 @@ fn paths(out: &mut Metrics, listings: &[MapListing]) {
 
 fn devices(out: &mut Metrics, listings: &[MapListing]) {
     type Get = fn(&rnbd_host::control::map::MappedDevice) -> u64;
-    let counters: [(&str, &str, Get); 7] = [
+    let counters: [(&str, &str, Get); 8] = [
         ("requests", "Requests answered.", |d| d.counters.completed),
         ("failed", "Of these, with an error.", |d| d.counters.failed),
         ("reads", "Reads done.", |d| d.counters.reads),
@@ -161,6 +161,11 @@ fn devices(out: &mut Metrics, listings: &[MapListing]) {
         ("repeated", "Requests that had to be sent again.", |d| {
             d.counters.repeated
         }),
+        (
+            "writes_lost",
+            "Acknowledged writes that the server may have lost.",
+            |d| d.counters.lost,
+        ),
     ];
     let gauges: [(&str, &str, Get); 4] = [
         ("up", "Whether the server has the device open.", |d| {

@@ -54,6 +54,7 @@ fn device(device: &MappedDevice) -> Value {
         "writes": device.counters.writes,
         "written_bytes": device.counters.written_bytes,
         "repeated": device.counters.repeated,
+        "lost": device.counters.lost,
         "waiting": device.waiting,
         "clients": device.clients,
     })

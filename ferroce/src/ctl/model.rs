@@ -80,6 +80,7 @@ pub(super) struct Device {
     pub(super) writes: u64,
     pub(super) written_bytes: u64,
     pub(super) repeated: u64,
+    pub(super) lost: u64,
     pub(super) waiting: u64,
     pub(super) clients: u64,
 }

@@ -342,6 +342,7 @@ fn device_facts(mapping: &Mapping, device: &Device) -> Facts {
             format!("{} ({})", device.writes, output::bytes(device.written_bytes)),
         ),
         ("sent again", device.repeated.to_string()),
+        ("writes lost", device.lost.to_string()),
         ("waiting", device.waiting.to_string()),
     ]
 }

@@ -1,7 +1,7 @@
 //! Which names a server offers, and who has them open for writing.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::BTreeMap,
     ffi::OsString,
     fs::{File, TryLockError},
     io,
@@ -11,21 +11,20 @@ use std::{
     },
     path::{Path, PathBuf},
     str::FromStr,
-    sync::{
-        Arc, Weak,
-        atomic::{AtomicBool, Ordering::SeqCst},
-    },
+    sync::{Arc, atomic::Ordering::SeqCst},
 };
 
-use parking_lot::{Mutex, RwLock};
+use parking_lot::RwLock;
 
 use rnbd::{
     Errno,
-    proto::{AccessMode, NAME_MAX},
+    proto::{AccessMode, NAME_MAX, instance::Instance},
     server::action::Identity,
 };
 
 use crate::{
+    boot::Boot,
+    failures::SyncFailures,
     file_system::FileSystem,
     image::{Caching, Image},
     lookup, sys,
@@ -269,8 +268,7 @@ pub struct Exports {
     folder: Option<Folder>,
     caching: Caching,
     writers: Arc<WriterTable>,
-    /// Of the files and devices that are open: whether a sync has failed.
-    failures: Mutex<HashMap<DeviceKey, Weak<AtomicBool>>>,
+    boot: Boot,
 }
 
 /// Why a device was not opened.
@@ -299,12 +297,18 @@ pub struct OpenExport {
     // Dropped in this order. Operations in flight keep the image.
     image: Arc<Image>,
     writer: Option<WriterSlot>,
+    instance: Option<Instance>,
 }
 
 impl OpenExport {
     /// The bytes.
     pub fn image(&self) -> &Image {
         &self.image
+    }
+
+    /// Where acknowledged writes lie until a flush: equal for as long as nothing is lost of them. `None` if that is not known.
+    pub fn instance(&self) -> Option<Instance> {
+        self.instance
     }
 
     pub(crate) fn share(&self) -> &Arc<Image> {
@@ -335,6 +339,7 @@ impl OpenExport {
         Self {
             image: self.image.clone(),
             writer: None,
+            instance: self.instance,
         }
     }
 }
@@ -345,6 +350,7 @@ impl From<Image> for OpenExport {
         Self {
             image: Arc::new(image),
             writer: None,
+            instance: None,
         }
     }
 }
@@ -387,6 +393,19 @@ impl Exports {
         folder: Option<&FolderSpec>,
         caching: Caching,
     ) -> io::Result<Arc<Self>> {
+        Self::on(Boot::of_system(), named, folder, caching)
+    }
+
+    /// The same on a machine that was booted then.
+    ///
+    /// # Errors
+    /// As of [`new`](Self::new).
+    pub fn on(
+        boot: Boot,
+        named: impl IntoIterator<Item = ExportSpec>,
+        folder: Option<&FolderSpec>,
+        caching: Caching,
+    ) -> io::Result<Arc<Self>> {
         let table = table(named, caching)?;
         let folder = folder
             .map(|f| Folder::new(f).map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", f.path.display()))))
@@ -396,7 +415,7 @@ impl Exports {
             folder,
             caching,
             writers: Arc::default(),
-            failures: Mutex::default(),
+            boot,
         }))
     }
 
@@ -494,10 +513,11 @@ impl Exports {
                 Refused::Errno(e) => OpenError::Errno(e),
                 Refused::Closing(key) => OpenError::Closing(Closing(key)),
             })?;
-        let failure = self.failure(key);
+        let (failed, failures) = SyncFailures::of_process().open(key);
         let image = Image::from_handle(&found.handle, mode.writable(), self.caching, found.label)?;
         Ok(OpenExport {
-            image: Arc::new(image.sharing(failure)),
+            instance: image.instance(&self.boot, failures),
+            image: Arc::new(image.sharing(failed)),
             writer,
         })
     }
@@ -505,18 +525,6 @@ impl Exports {
     /// Calls `retry` when the writer has been closed: in the thread that closes it, or at once if it is closed by now.
     pub fn when_closed(&self, closing: Closing, retry: impl FnOnce() + Send + 'static) {
         self.writers.when_closed(closing.0, Box::new(retry));
-    }
-
-    /// Whether a sync of this device has failed: known to all who have it open, as long as one of them has.
-    fn failure(&self, key: DeviceKey) -> Arc<AtomicBool> {
-        let mut failures = self.failures.lock();
-        if let Some(known) = failures.get(&key).and_then(Weak::upgrade) {
-            return known;
-        }
-        failures.retain(|_, failure| failure.strong_count() > 0);
-        let failure = Arc::default();
-        failures.insert(key, Arc::downgrade(&failure));
-        failure
     }
 }
 

@@ -1,21 +1,23 @@
 //! An image file or a block device that is open, and what has become of it.
 
 use std::{
-    fs::File,
+    fs::{File, Metadata},
     os::{
         fd::{AsRawFd, OwnedFd, RawFd},
-        unix::fs::FileTypeExt,
+        unix::fs::{FileTypeExt, MetadataExt},
     },
     path::Path,
     sync::{
         Arc, LazyLock,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
+    time::UNIX_EPOCH,
 };
 
-use rnbd::{Errno, block::Geometry, server::sync::SyncState};
+use rnbd::{Errno, block::Geometry, proto::instance::Instance, server::sync::SyncState};
 
 use crate::{
+    boot::Boot,
     file_system::FileSystem,
     geometry::{self, Alignment, Kind},
     lookup,
@@ -165,6 +167,26 @@ impl Image {
         self
     }
 
+    /// Names where its acknowledged writes lie until a sync: in the caches of this boot, for this file or this attachment of a device,
+    /// after so many failed syncs.
+    pub(crate) fn instance(&self, boot: &Boot, failures: u64) -> Option<Instance> {
+        let boot = boot.id()?;
+        let meta = self.file.metadata().ok()?;
+        let (device, number, since) = match self.kind {
+            // A number of a device is used again, its sequence number is not (Linux 5.15; before that there is none).
+            Kind::Block => (
+                meta.rdev(),
+                0,
+                sys::get_ioctl(&self.file, sys::BLKGETDISKSEQ).unwrap_or(0),
+            ),
+            // That of a file is, too; not every file system knows since when.
+            Kind::File => (meta.dev(), meta.ino(), created(&meta)),
+        };
+        let numbers = [u64::from(self.is_block()), device, number, since, failures];
+        let numbers = numbers.map(u64::to_le_bytes);
+        Some(Instance::of([boot, numbers.as_flattened()]))
+    }
+
     /// Size, limits, abilities.
     pub fn geometry(&self) -> Geometry {
         Geometry {
@@ -292,6 +314,12 @@ impl Drop for Image {
     fn drop(&mut self) {
         self.make_durable();
     }
+}
+
+/// When a file was created, nanoseconds; 0: not known.
+fn created(meta: &Metadata) -> u64 {
+    let since = meta.created().ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok());
+    since.map_or(0, |since| since.as_nanos() as u64)
 }
 
 fn kind_of(file: &File) -> Result<Kind, Errno> {

@@ -11,10 +11,12 @@
 //! Between the two halves stands the operation as a row of system calls (`task.rs`), which says what is checked, what follows
 //! of each result, and what is remembered of a file: the same whichever way the calls are made.
 
+mod boot;
 mod call;
 mod disk;
 mod exports;
 mod extents;
+mod failures;
 mod file_system;
 mod geometry;
 mod image;
@@ -31,6 +33,7 @@ mod workers;
 mod writers;
 mod writing;
 
+pub use boot::Boot;
 pub use disk::{Budget, Disk, DiskConfig, DiskCounters};
 pub use exports::{Closing, ExportId, ExportSpec, Exports, FolderSpec, Found, OpenError, OpenExport};
 pub use file_system::FileSystem;

@@ -16,6 +16,7 @@ pub(crate) const BLKDISCARD: u64 = 0x1277;
 pub(crate) const BLKPBSZGET: u64 = 0x127b;
 pub(crate) const BLKZEROOUT: u64 = 0x127f;
 pub(crate) const BLKGETSIZE64: u64 = 0x8008_1272;
+pub(crate) const BLKGETDISKSEQ: u64 = 0x8008_1280;
 
 /// The last error of a system call on this thread.
 pub(crate) fn last() -> Errno {

@@ -15,7 +15,7 @@ use std::{
 use rnbd::{
     Errno,
     block::Geometry,
-    client::{OnLoss, device::DeviceCounters, error::MapError},
+    client::{OnLoss, device::DeviceCounters, error::MapError, output::LossCause},
     proto::AccessMode,
 };
 use roce::{Arrival, Placement};
@@ -259,6 +259,16 @@ pub enum MapNews {
         device: String,
         /// Why.
         error: MapError,
+    },
+    /// The server may have lost writes that it had acknowledged and no flush had made durable: the next flush of each NBD client and
+    /// virtual machine fails.
+    WritesLost {
+        /// The device.
+        device: String,
+        /// Requests that wrote.
+        writes: u64,
+        /// How that is known.
+        cause: LossCause,
     },
     /// A device has another size, or other limits.
     Changed {

@@ -11,7 +11,7 @@ use std::{
 use mio::Interest;
 use rnbd::{
     block::Geometry,
-    client::output::DeviceKey,
+    client::{Opener, output::DeviceKey},
     nbd::{self, BufferCopy, Connection, End, Export, Exports, NbdRequest, Phase, TlsMode, Want},
 };
 use roce_reactor::Readiness;
@@ -49,8 +49,8 @@ pub(crate) struct NbdSocket {
     pub(crate) starved: bool,
     /// The devices behind its exports, by their numbers.
     devices: Vec<DeviceKey>,
-    /// The device that it is counted as a user of.
-    pub(crate) counted: Option<DeviceKey>,
+    /// The device that it has chosen, once home knows: it is a user of that.
+    pub(crate) opener: Option<Opener>,
     /// It is let go, and cut off then.
     until: Option<Instant>,
     /// It was.
@@ -88,7 +88,7 @@ impl NbdSocket {
             closed: false,
             starved: false,
             devices,
-            counted: None,
+            opener: None,
             until: None,
             is_cut: false,
             is_broken: false,
@@ -212,10 +212,10 @@ impl NbdSocket {
         }
     }
 
-    /// The next request, and the device that it is for.
-    pub(crate) fn next_request(&mut self) -> Option<(DeviceKey, NbdRequest)> {
-        let device = self.device()?;
-        Some((device, self.connection.poll_request()?))
+    /// The next request, and the user of the device that it is for.
+    pub(crate) fn next_request(&mut self) -> Option<(&Opener, NbdRequest)> {
+        let opener = self.opener.as_ref()?;
+        Some((opener, self.connection.poll_request()?))
     }
 
     pub(crate) fn next_free(&mut self) -> Option<Buffer> {

@@ -558,6 +558,7 @@ impl Loop for Service {
             Ok(Done::Opened(ticket, opened)) => {
                 let opened = opened.map(|(identity, export)| {
                     let (geometry, label) = (export.image().geometry(), export.image().label().to_owned());
+                    let instance = export.instance();
                     let part = (self.place.others() > 0).then(|| export.part());
                     let store = self.disk.add(*export);
                     self.sizes_at.get_or_insert(turn.now + SIZES);
@@ -569,6 +570,7 @@ impl Loop for Service {
                         geometry,
                         identity,
                         label,
+                        instance,
                     }
                 });
                 self.rnbd.opened(turn.now, ticket, opened);

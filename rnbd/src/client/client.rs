@@ -18,6 +18,7 @@ use super::{
     error::MapError,
     flight::{Flight, Message},
     letter::{Letter, Word},
+    losses::{Opener, Stake},
     memory::{self, SessionBuffers},
     operation::{Operation, Span},
     output::{DeviceKey, Output},
@@ -368,10 +369,15 @@ impl Client {
             DeviceAction::SendClose => self.send(key, Message::Close(key)),
             DeviceAction::TakeOpen => {
                 let session = self.sessions.get(&device.session);
-                if let (News::Opened(rsp), Some(session)) = (news, session)
-                    && let Some(geometry) = device.take_open(rsp, &session.info)
-                {
-                    self.outputs.push_back(Output::Geometry(key, geometry));
+                if let (News::Opened(rsp), Some(session)) = (news, session) {
+                    let lost = device.lose_unflushed(rsp);
+                    let geometry = device.take_open(rsp, &session.info);
+                    self.outputs.extend(lost.map(|(writes, cause)| Output::WritesLost {
+                        device: key,
+                        writes,
+                        cause,
+                    }));
+                    self.outputs.extend(geometry.map(|g| Output::Geometry(key, g)));
                 }
             }
             DeviceAction::Share => {
@@ -433,6 +439,11 @@ impl Client {
 
 /// Operations.
 impl Client {
+    /// A new user of a device, who is told of losses from here on, and of those of which nobody has been told.
+    pub fn opener(&self, key: DeviceKey) -> Opener {
+        Opener::new(key, self.devices.get(key.0).map(|device| &*device.losses))
+    }
+
     /// Starts an operation on `len` bytes from `offset`: ends with [`Output::Done`], which brings `data` back. Reads and writes
     /// need a buffer of the device's session with just `len` bytes; others have none. Data of more than
     /// [`Geometry::max_transfer`] moves part by part; what is in a buffer of the session's own after a write is no matter of interest then. Pieces of
@@ -441,10 +452,12 @@ impl Client {
     ///
     /// A [block status](BlockOp::BlockStatus) ends with [`Output::Status`] instead. Of a server that does not answer it, or not as it
     /// should, the whole range is data.
+    ///
+    /// What makes writes durable fails with EIO if the server has [lost](Output::WritesLost) some of which the opener has not been told.
     #[expect(clippy::too_many_arguments, reason = "an operation as it is")]
     pub fn submit(
         &mut self,
-        key: DeviceKey,
+        opener: &Opener,
         user: u64,
         op: BlockOp,
         offset: u64,
@@ -452,6 +465,7 @@ impl Client {
         data: Option<Buffer>,
         hint: usize,
     ) {
+        let key = opener.device();
         let bytes = data.as_ref().map(Buffer::len);
         let device = match self.admit(key, op, offset, len, bytes) {
             Ok(device) => device,
@@ -486,6 +500,7 @@ impl Client {
             spare: Vec::new(),
             extents: Vec::new(),
             queued: false,
+            stake: Stake::of(opener, op),
         };
         self.work.add(operation);
         self.finish();
@@ -537,6 +552,8 @@ impl Client {
     pub(super) fn finish(&mut self) {
         while let Some((operation, result)) = self.work.poll_ended() {
             let (device, user) = (operation.device, operation.user);
+            let losses = self.devices.get(device.0).map(|d| &d.losses);
+            let result = losses.map_or(result, |losses| operation.stake.verdict(operation.op, result, losses));
             self.outputs.push_back(match operation.op {
                 BlockOp::BlockStatus { .. } => Output::Status {
                     device,

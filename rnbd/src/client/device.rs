@@ -1,6 +1,6 @@
 //! A mapped device.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, sync::Arc};
 
 use rtrs::{
     IoError, PathError,
@@ -10,15 +10,16 @@ use zerocopy::little_endian::U32;
 
 use super::{
     flight::{Admission, Fate, FlightPart},
+    losses::Losses,
     operation::Operation,
-    output::DeviceKey,
+    output::{DeviceKey, LossCause},
     patience::{Alarm, Patience},
     state::DeviceState,
 };
 use crate::{
     block::{BlockOp, Geometry},
     errno::Errno,
-    proto::{AccessMode, CACHE_FUA, CACHE_WRITEBACK, IoOp, MsgOpenRsp, Rw, SECTOR, status},
+    proto::{AccessMode, CACHE_FUA, CACHE_WRITEBACK, IoOp, MsgOpenRsp, Rw, SECTOR, instance::Instance, status},
 };
 
 /// Most bytes that one request without data can cover: its length field has 32 bits, sectors have 512 bytes.
@@ -41,6 +42,8 @@ pub struct DeviceCounters {
     pub written_bytes: u64,
     /// Requests that had to be sent again. They are counted above when they are answered.
     pub repeated: u64,
+    /// Writes that the server may have [lost](super::output::Output::WritesLost).
+    pub lost: u64,
 }
 
 impl DeviceCounters {
@@ -70,6 +73,7 @@ impl DeviceCounters {
         self.writes += other.writes;
         self.written_bytes += other.written_bytes;
         self.repeated += other.repeated;
+        self.lost += other.lost;
     }
 
     /// A request could not be sent.
@@ -96,6 +100,10 @@ pub(super) struct Device {
     pub(super) geometry: Option<Geometry>,
     /// The server that has it open answers block status, as far as is known.
     pub(super) answers_status: bool,
+    /// At home: where the server keeps what no flush has covered, as far as it says.
+    pub(super) instance: Option<Instance>,
+    /// What no flush has covered, and what was lost of that.
+    pub(super) losses: Arc<Losses>,
     /// How often it has been opened.
     pub(super) opened: u32,
     /// Operations under way.
@@ -129,6 +137,8 @@ impl Device {
             id: None,
             geometry: None,
             answers_status: false,
+            instance: None,
+            losses: Arc::default(),
             opened: 0,
             operations: 0,
             message: None,
@@ -151,6 +161,36 @@ impl Device {
         self.opened = self.opened.wrapping_add(1);
         self.lost = None;
         before.filter(|b| *b != geometry).map(|_| geometry)
+    }
+
+    /// The server is about to [have opened](Self::take_open) it: what it had acknowledged before may be lost. Returns how many writes,
+    /// at home, where all shards' are counted.
+    pub(super) fn lose_unflushed(&mut self, rsp: &MsgOpenRsp) -> Option<(u64, LossCause)> {
+        let before = core::mem::replace(&mut self.instance, rsp.instance());
+        let cause = match (before, self.instance) {
+            _ if self.home.is_some() => return None,
+            (Some(before), Some(now)) if before == now => return None,
+            (Some(_), Some(_)) => LossCause::AnotherInstance,
+            _ => LossCause::Unknown,
+        };
+        let writes = self.losses.lose();
+        self.counters.lost += writes;
+        (writes > 0).then_some((writes, cause))
+    }
+
+    /// A part of an operation has succeeded.
+    pub(super) fn part_succeeded(&self, flight: &FlightPart, operation: &mut Operation) {
+        match operation.op {
+            BlockOp::Flush => self.losses.flush_ends(flight.covers),
+            op if self.leaves_volatile(op) => operation.stake.acknowledged(&self.losses),
+            _ => {}
+        }
+    }
+
+    /// Whether only a flush makes durable what an operation does. What a discard leaves is nothing to be lost.
+    fn leaves_volatile(&self, op: BlockOp) -> bool {
+        let cached = self.geometry.is_some_and(|g| g.write_cache);
+        cached && op.writes() && op != BlockOp::Discard && !op.makes_durable()
     }
 
     /// Another size, in bytes. Returns the geometry if that is a change.
@@ -208,6 +248,10 @@ impl Device {
         let data = operation.data.as_ref().map(|_| operation.len as usize);
         if let Err(e) = self.check(operation.op, operation.offset, operation.len, data) {
             return Admission::Never(e);
+        }
+        // Else it fails when the rest is done.
+        if operation.stake.is_torn(&self.losses) && operation.span.restart() {
+            operation.stake.restart();
         }
         operation.opened = self.opened;
         operation.zeroes = self.zeroes_as_data(operation.op);

@@ -37,6 +37,8 @@ pub(super) struct FlightPart {
     pub(super) part: Part,
     /// How often its device had been opened.
     pub(super) opened: u32,
+    /// Of a flush: the acknowledged writes that it covers.
+    pub(super) covers: u64,
 }
 
 impl Flight {

@@ -1,8 +1,10 @@
 //! What the clients of several loops tell one another of the devices that they share.
 
+use std::sync::Arc;
+
 use rtrs::client::request::SessionId;
 
-use super::{output::DeviceKey, patience::OnLoss};
+use super::{losses::Losses, output::DeviceKey, patience::OnLoss};
 use crate::proto::{AccessMode, MsgOpenRsp};
 
 /// From one share of a client to another: to be handed to [`Client::letter`](super::Client::letter) there, at any later time, but
@@ -33,6 +35,8 @@ pub(super) struct Opening {
     pub(super) name: String,
     pub(super) mode: AccessMode,
     pub(super) on_loss: OnLoss,
+    /// Of all shards together.
+    pub(super) losses: Arc<Losses>,
     /// The server's answer: its number for the device, and what that is like.
     pub(super) answer: MsgOpenRsp,
 }

@@ -7,6 +7,7 @@ pub mod error;
 mod flight;
 mod hold;
 pub mod letter;
+mod losses;
 pub mod memory;
 mod messages;
 mod operation;
@@ -20,4 +21,5 @@ mod work;
 
 pub use client::{Client, Unmap};
 pub use letter::Letter;
+pub use losses::Opener;
 pub use patience::OnLoss;

@@ -4,6 +4,7 @@ use rtrs::client::{buffers::Buffer, request::SessionId};
 use smallvec::SmallVec;
 
 use super::{
+    losses::Stake,
     memory::{self, SessionBuffers},
     output::DeviceKey,
 };
@@ -137,6 +138,16 @@ impl Span {
         }
     }
 
+    /// Begins with all of it again. False: its data is not as it was.
+    pub(super) fn restart(&mut self) -> bool {
+        let restarts = self.order == Order::Any && self.parts == 0;
+        if restarts {
+            self.next = self.begin;
+            self.again.clear();
+        }
+        restarts
+    }
+
     /// A part has ended.
     pub(super) fn ended(&mut self, result: Result<(), Errno>) {
         self.parts = self.parts.saturating_sub(1);
@@ -197,6 +208,8 @@ pub(super) struct Operation {
     pub(super) extents: Vec<Extent>,
     /// It stands in a queue.
     pub(super) queued: bool,
+    /// What lost writes mean to it.
+    pub(super) stake: Stake,
 }
 
 impl Operation {

@@ -1,5 +1,7 @@
 //! What a client tells its user.
 
+use std::fmt;
+
 use rtrs::{IoError, client::buffers::Buffer};
 
 use super::{error::MapError, state::DeviceState};
@@ -11,6 +13,37 @@ use crate::{
 /// A device of a [`Client`](super::Client). No other has had the number; the default is none's.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct DeviceKey(pub(super) u64);
+
+/// Why acknowledged writes count as lost.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum LossCause {
+    /// The server names another [instance](crate::proto::instance) than before: its machine has restarted, another machine or file has
+    /// taken the place, or a sync has failed.
+    AnotherInstance,
+    /// The server names none, as the kernel's does, so that nobody knows whether its machine has restarted.
+    Unknown,
+}
+
+impl LossCause {
+    /// For programs.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::AnotherInstance => "another_instance",
+            Self::Unknown => "unknown",
+        }
+    }
+}
+
+impl fmt::Display for LossCause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::AnotherInstance => {
+                "the server's machine has restarted, another machine or file has taken the place, or a sync there has failed"
+            }
+            Self::Unknown => "the session was lost, and the server does not say whether its machine has restarted",
+        })
+    }
+}
 
 /// What a client tells its user.
 #[derive(Debug)]
@@ -40,6 +73,17 @@ pub enum Output {
         /// What the range is like, from its beginning on: one extent at least, no two neighbours alike. They may end before the range
         /// does.
         result: Result<Vec<Extent>, Errno>,
+    },
+    /// The device was opened again, at home, and the server may have lost writes that it had acknowledged: as many as this, of which
+    /// no flush that succeeded covers any. The next flush of each [`Opener`](super::Opener) fails with EIO, and so does
+    /// its next write with FUA.
+    WritesLost {
+        /// The device.
+        device: DeviceKey,
+        /// Requests that wrote.
+        writes: u64,
+        /// How that is known.
+        cause: LossCause,
     },
     /// The device was opened again and is not what it was. Its [state](Output::State) follows.
     Geometry(DeviceKey, Geometry),

@@ -22,8 +22,8 @@ pub(super) const RETRY: Duration = Duration::from_secs(1);
 ///
 /// A flush that was lost has to be repeated, since its writes may be durable or not. What was written and answered before the loss
 /// needs nothing: it was in the page cache of the server's system, or in the device's cache, where it outlives the server's process;
-/// a later flush covers it. It does not outlive the server's *system*: whose machine breaks down and comes back has lost what was not
-/// flushed, as a disk with a volatile cache has without power, but nobody tells those who go on.
+/// a later flush covers it. It does not outlive the server's *system*: that it may be gone is
+/// [told](super::output::Output::WritesLost), whatever operations do meanwhile.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum OnLoss {
     /// They fail at once, as with the kernel's client.

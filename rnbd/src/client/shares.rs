@@ -78,6 +78,7 @@ impl Client {
             name: device.name.clone(),
             mode: device.mode,
             on_loss: device.patience.on_loss(),
+            losses: device.losses.clone(),
             answer,
         };
         for share in 1..=self.others {
@@ -103,6 +104,7 @@ impl Client {
         let key = self.here(home).unwrap_or_else(|| {
             let device = Device {
                 home: Some(home),
+                losses: opening.losses,
                 ..Device::new(id, opening.name, opening.mode)
             };
             DeviceKey(self.devices.insert(device))

@@ -196,6 +196,7 @@ impl Work {
             op: request.op,
             part,
             opened: device.opened,
+            covers: device.losses.flush_begins(),
         };
         Turn::Send(session, request.with_tag(flights.insert(Flight::Part(flight))))
     }
@@ -225,6 +226,7 @@ impl Work {
                     op: IoOp::BlockStatus,
                     part,
                     opened: device.opened,
+                    covers: 0,
                 };
                 let tag = flights.insert(Flight::Part(flight));
                 Turn::Send(device.session, Submission { tag, ..submission })
@@ -290,6 +292,9 @@ impl Work {
         match fate {
             Fate::Over(result) => {
                 let result = result.and(moved);
+                if result.is_ok() {
+                    device.part_succeeded(&flight, operation);
+                }
                 device.counters.count(flight.op, flight.part.1 as u32, result);
                 operation.span.ended(result);
             }

@@ -4,7 +4,11 @@ use rtrs::server::request::{RequestKey, SessionKey};
 use smallvec::SmallVec;
 
 use super::disk::{DiskOp, IoTicket, StoreId};
-use crate::{block::Geometry, errno::Errno, proto::AccessMode};
+use crate::{
+    block::Geometry,
+    errno::Errno,
+    proto::{AccessMode, instance::Instance},
+};
 
 /// Names a device that is being opened or closed, until the loop says how that went.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -26,6 +30,8 @@ pub struct Opened {
     pub identity: Identity,
     /// Where its bytes are, for messages.
     pub label: String,
+    /// Where acknowledged writes lie until a flush; `None`: nobody knows, so that clients have to take them for lost.
+    pub instance: Option<Instance>,
 }
 
 /// Why a device was not opened.

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     block::Geometry,
-    proto::{AccessMode, CACHE_FUA, CACHE_WRITEBACK, MsgOpenRsp, SECTOR},
+    proto::{AccessMode, CACHE_FUA, CACHE_WRITEBACK, MsgOpenRsp, SECTOR, instance::Instance},
 };
 
 /// Whether a device takes requests.
@@ -41,6 +41,8 @@ pub(super) struct Device {
     pub(super) label: String,
     /// What it is like.
     pub(super) geometry: Geometry,
+    /// Where its acknowledged writes lie.
+    instance: Option<Instance>,
     /// How it was opened,
     pub(super) mode: AccessMode,
     /// and by a session of which name.
@@ -63,6 +65,7 @@ impl Device {
             identity: opened.identity,
             label: opened.label,
             geometry: opened.geometry,
+            instance: opened.instance,
             requests: 0,
             life: Life::Open,
             parts: Parts::default(),
@@ -77,6 +80,7 @@ impl Device {
             geometry,
             identity: Identity(Vec::new()),
             label: String::new(),
+            instance: None,
         };
         Self {
             part_of: Some(of),
@@ -149,6 +153,7 @@ impl Device {
             rsp.cache_policy |= CACHE_FUA;
         }
         rsp.offer_block_status();
+        rsp.set_instance(self.instance);
         rsp
     }
 }

@@ -23,7 +23,7 @@ use rtrs::{
 use zerocopy::IntoBytes;
 
 use crate::{
-    bench::{MAX_IO, MIB, Pools, session_info, with_cx},
+    bench::{MAX_IO, MIB, session_info, with_cx},
     client_bench::{Bench, FLAGS, RW, S, io, lost, message, open_rsp, zeroes},
 };
 
@@ -576,12 +576,7 @@ fn answers_that_come_after_the_loss_are_of_no_interest() {
 #[test]
 fn messages_wait_for_buffers() {
     // One slab of the largest buffers, all lent to others.
-    let mut bench = Bench {
-        client: Client::new(),
-        pools: Pools::default(),
-        user: 0,
-        now: roce_verbs::Instant::ZERO,
-    };
+    let mut bench = Bench::of(Client::new());
     bench.pools.0.insert(S, Buffers::new(256 << 10));
     let held: Vec<_> = (0..2).map(|_| bench.buffer(128 << 10)).collect();
     bench.tell(RtrsOutput::Opened(S, session_info()));

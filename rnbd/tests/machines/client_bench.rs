@@ -1,17 +1,18 @@
 //! A client and what it is told, for its tests.
 
-use std::time::Duration;
+use std::{collections::BTreeMap, time::Duration};
 
 use rnbd::{
     Errno,
     block::BlockOp,
     client::{
-        Client, Unmap,
+        Client, Opener, Unmap,
         error::MapError,
         output::{DeviceKey, Output},
     },
     proto::{
         AccessMode, CACHE_FUA, CACHE_WRITEBACK, ClientMsg, F_FUA, F_NO_UNMAP, F_SYNC, MsgIo, MsgOpenRsp, MsgSessInfo,
+        instance::Instance,
     },
 };
 use roce_verbs::Instant;
@@ -35,6 +36,7 @@ pub(crate) struct Bench {
     pub(crate) client: Client,
     pub(crate) pools: Pools,
     pub(crate) user: u64,
+    openers: BTreeMap<DeviceKey, Opener>,
     pub(crate) now: Instant,
 }
 
@@ -47,6 +49,7 @@ impl Bench {
             client,
             pools,
             user: 0,
+            openers: BTreeMap::new(),
             now: Instant::ZERO,
         }
     }
@@ -199,8 +202,27 @@ impl Bench {
         len: u64,
         data: Option<Buffer>,
     ) -> u64 {
+        let opener = self.opener(device);
+        self.submit_by(&opener, op, offset, len, data)
+    }
+
+    /// The user whose operations those are that name no other.
+    fn opener(&mut self, device: DeviceKey) -> Opener {
+        let client = &self.client;
+        let opener = self.openers.entry(device).or_insert_with(|| client.opener(device));
+        opener.clone()
+    }
+
+    pub(crate) fn submit_by(
+        &mut self,
+        opener: &Opener,
+        op: BlockOp,
+        offset: u64,
+        len: u64,
+        data: Option<Buffer>,
+    ) -> u64 {
         self.user += 1;
-        self.client.submit(device, self.user, op, offset, len, data, 5);
+        self.client.submit(opener, self.user, op, offset, len, data, 5);
         self.user
     }
 
@@ -247,6 +269,14 @@ pub(crate) fn open_rsp(id: u32) -> MsgOpenRsp {
     rsp.max_write_zeroes_sectors.set(1024);
     rsp.discard_granularity.set(4096);
     rsp.cache_policy = CACHE_FUA | CACHE_WRITEBACK;
+    rsp
+}
+
+/// The same of a server of ours, on a machine that has been booted this time.
+pub(crate) fn open_rsp_of(id: u32, boot: &str) -> MsgOpenRsp {
+    let mut rsp = open_rsp(id);
+    rsp.offer_block_status();
+    rsp.set_instance(Some(Instance::of([boot.as_bytes()])));
     rsp
 }
 

@@ -79,7 +79,7 @@ impl Bench {
                     self.give(data);
                     ends.push((user, result));
                 }
-                Output::State(..) | Output::Geometry(..) => {}
+                Output::State(..) | Output::Geometry(..) | Output::WritesLost { .. } => {}
                 other => panic!("{other:?}"),
             }
         }

@@ -40,7 +40,7 @@ fn info(share: usize) -> SessionInfo {
 }
 
 /// The shares of a client, and letters that arrive at once.
-struct Three([Bench; SHARES as usize]);
+pub(crate) struct Three(pub(crate) [Bench; SHARES as usize]);
 
 impl Three {
     /// A session that is up, and its version agreed on.
@@ -52,8 +52,12 @@ impl Three {
     }
 
     fn mapped() -> (Self, [DeviceKey; SHARES as usize]) {
+        Self::mapped_as(&open_rsp(7))
+    }
+
+    pub(crate) fn mapped_as(rsp: &MsgOpenRsp) -> (Self, [DeviceKey; SHARES as usize]) {
         let mut three = Self::up();
-        let home = three.0[0].map("disk", &open_rsp(7));
+        let home = three.0[0].map("disk", rsp);
         three.post();
         let keys = [1, 2].map(|n: usize| match three.0[n].output() {
             Output::Mapped(key, _) => key,
@@ -68,12 +72,18 @@ impl Three {
         }
     }
 
-    fn lose(&mut self) {
+    pub(crate) fn lose(&mut self) {
         self.tell_all(|_| RtrsOutput::Down(S, PathError::PeerDisconnected));
     }
 
+    /// The session is up again, and its version agreed on.
+    pub(crate) fn back(&mut self) {
+        self.tell_all(|n| RtrsOutput::Up(S, info(n)));
+        self.0[0].agree();
+    }
+
     /// Delivers letters until there are none.
-    fn post(&mut self) {
+    pub(crate) fn post(&mut self) {
         while let Some((from, to, letter)) = self.next_letter() {
             self.0[to].client.letter(from, letter);
         }
@@ -202,8 +212,7 @@ fn a_device_that_has_grown_has_at_each_share() {
     assert!(three.0[2].sent().is_empty(), "it was meant for the device as it was");
     assert_eq!(three.0[2].done(unsent), Err(Errno::ECONNABORTED));
 
-    three.tell_all(|n| RtrsOutput::Up(S, info(n)));
-    three.0[0].agree();
+    three.back();
     let open = three.0[0].sent_one();
     assert!(three.0[1].sent().is_empty() && three.0[2].sent().is_empty());
     assert_eq!(three.0[1].refused(one, READ, 0, 512), Errno::ECONNABORTED);
@@ -243,8 +252,7 @@ fn a_share_that_lost_the_path_first_waits_for_the_next() {
         three.0[n].lose();
         three.0[n].outputs();
     }
-    three.tell_all(|n| RtrsOutput::Up(S, info(n)));
-    three.0[0].agree();
+    three.back();
     let open = three.0[0].sent_one();
     three.0[0].answer_with(open, open_rsp(8).as_bytes());
     three.post();
@@ -313,8 +321,7 @@ fn operations_of_each_share_wait_for_their_device() {
         ));
         three.0[n].wait(Duration::from_secs(8));
     }
-    three.tell_all(|n| RtrsOutput::Up(S, info(n)));
-    three.0[0].agree();
+    three.back();
     let open = three.0[0].sent_one();
     three.0[0].answer_with(open, open_rsp(31).as_bytes());
     three.post();

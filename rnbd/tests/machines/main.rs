@@ -7,6 +7,7 @@ mod client_bench;
 mod client_lent;
 mod client_loss;
 mod client_shares;
+mod lost;
 #[path = "../../../rtrs/tests/machine/provider.rs"]
 mod provider;
 mod server;

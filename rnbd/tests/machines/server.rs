@@ -8,7 +8,7 @@ use rnbd::{
     block::{BlockOp, Geometry},
     proto::{
         AccessMode, F_FUA, F_NO_UNMAP, F_PREFLUSH, IoOp, MsgClose, MsgIo, MsgOpen, MsgOpenRsp, MsgSessInfo, Rw,
-        parse_open_rsp,
+        instance::Instance, parse_open_rsp,
     },
     server::{
         Limits, Server, ServerCounters,
@@ -129,6 +129,7 @@ impl Bench {
             geometry,
             identity: Identity(identity.into()),
             label: format!("/{identity}"),
+            instance: Some(Instance::of([identity.as_bytes()])),
         };
         self.server.opened(self.now, ticket, Ok(opened));
         store

@@ -207,6 +207,7 @@ impl World {
                     geometry: geometry(8 * MIB),
                     identity: Identity(name),
                     label: "/x".into(),
+                    instance: None,
                 };
                 self.loops[index].server.opened(NOW, ticket, Ok(opened));
             }

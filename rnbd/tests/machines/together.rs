@@ -7,7 +7,7 @@ use rnbd::{
     Errno,
     block::{self, BlockOp, Extent, Geometry},
     client::{Client, OnLoss, Unmap, output::Output as ClientOutput},
-    proto::{AccessMode, status},
+    proto::{AccessMode, instance::Instance, status},
     server::{
         Limits, Server,
         action::{Action, Identity, Opened},
@@ -250,6 +250,7 @@ impl World {
                     geometry: self.geometry,
                     identity: Identity(name),
                     label: "disk".into(),
+                    instance: Some(Instance::of([b"disk".as_slice()])),
                 };
                 self.server.opened(Instant::ZERO, ticket, Ok(opened));
             }
@@ -336,7 +337,8 @@ proptest! {
                 pool.write(&buffer, 0, &pattern(*fill, len as usize)).unwrap();
                 buffer
             });
-            world.client.submit(device, n as u64, op, offset, len, data, n);
+            let opener = world.client.opener(device);
+            world.client.submit(&opener, n as u64, op, offset, len, data, n);
         }
         world.settle();
         let mut lost = false;

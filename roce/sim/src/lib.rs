@@ -96,6 +96,8 @@ pub struct SimConfig {
     pub copies: bool,
     /// Only pairs of runs with and without forged packets to connected queue pairs.
     pub strangers: bool,
+    /// Servers with storage hide power failures, which the rules must find.
+    pub hidden_losses: bool,
     /// About how many work requests each direction of a connection carries.
     pub scale: u32,
     /// The network has no faults but narrow links and queues that overflow, and nothing else goes wrong.
@@ -119,6 +121,7 @@ impl SimConfig {
             goodput: false,
             copies: false,
             strangers: false,
+            hidden_losses: false,
             scale: 150,
             bottleneck: false,
             pcap_dir: None,
@@ -356,7 +359,7 @@ pub fn run_storage(config: &SimConfig) -> Result<StorageStats, Failure> {
 
 fn attempt_storage(config: &SimConfig, pcap: Option<PathBuf>, log: bool) -> Result<storage::Tally, String> {
     let trace = Trace::new(pcap.as_deref(), log).map_err(|e| format!("no capture file: {e}"))?;
-    let mut world = storage::World::new(config.seed, config.scale, trace);
+    let mut world = storage::World::new(config.seed, config.scale, config.hidden_losses, trace);
     let outcome = catch_unwind(AssertUnwindSafe(|| world.run()));
     let at = world.now() as f64 / 1e9;
     match outcome {

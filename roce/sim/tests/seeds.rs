@@ -288,9 +288,24 @@ fn some_servers_with_disks() {
         "write with PREFLUSH",
         "write zeroes",
         "zeroes as data",
+        "server names no instance",
+        "writes reported lost",
+        "lost writes told",
     ] {
         assert!(total.coverage.contains_key(what), "no {what} in 60 runs: {total:?}");
     }
+}
+
+#[test]
+fn a_flush_that_succeeds_over_lost_writes_is_found() {
+    let base = SimConfig {
+        hidden_losses: true,
+        ..SimConfig::new(0)
+    };
+    let (_, failures) = run_many_storage(1..=60, 2, &base, |_, _| {});
+    let found = |f: &&roce_sim::Failure| f.text.contains("succeeds over acknowledged writes that are lost");
+    assert!(failures.iter().any(|f| found(&f)), "{}", failed(&failures));
+    assert!(failures.iter().all(|f| found(&f)), "{}", failed(&failures));
 }
 
 #[test]

@@ -155,6 +155,7 @@ impl Backend {
         Ok(Opened {
             geometry: export.image().geometry(),
             label: export.image().label().to_owned(),
+            instance: export.instance(),
             identity,
             store: self.disk.add(export),
         })

@@ -234,6 +234,68 @@ fn a_failed_sync_is_known_to_all_who_have_the_file_open() {
     assert_eq!(reopened.image().sync().check(BlockOp::Flush), Ok(()));
 }
 
+/// Where a server on a machine with this boot ID keeps what was written to an image and not flushed.
+fn instance(boot: &Boot, path: &Path) -> Option<Instance> {
+    let ex = Exports::on(boot.clone(), [spec("disk", path, false)], None, Caching::PageCache).unwrap();
+    let open = ex.open("s", b"disk", AccessMode::ReadWrite).unwrap();
+    assert_eq!(open.part().instance(), open.instance());
+    open.instance()
+}
+
+#[test]
+fn an_instance_is_a_file_in_one_boot() {
+    let t = tempfile::tempdir().unwrap();
+    let (path, other) = (t.path().join("i"), t.path().join("o"));
+    image(&path, 4096);
+    image(&other, 4096);
+    let [one, two] = ["1", "2"].map(Boot::named);
+    let known = instance(&one, &path);
+    assert!(known.is_some());
+    // Another process, and another size: nothing is lost.
+    File::options().write(true).open(&path).unwrap().set_len(8192).unwrap();
+    assert_eq!(instance(&one, &path), known);
+    assert_ne!(instance(&two, &path), known, "another boot, or another machine");
+    assert_ne!(instance(&one, &other), known, "another file");
+    // The file keeps its identity under another name; one in its place has another, though it may have the same number.
+    let moved = t.path().join("m");
+    fs::rename(&path, &moved).unwrap();
+    assert_eq!(instance(&one, &moved), known);
+    fs::remove_file(&moved).unwrap();
+    image(&path, 8192);
+    assert_ne!(instance(&one, &path), known);
+    let system = Boot::of_system();
+    assert_eq!(
+        (system.clone(), instance(&system, &path)),
+        (Boot::of_system(), instance(&system, &path))
+    );
+    assert!(instance(&system, &path).is_some());
+}
+
+#[test]
+fn without_a_boot_there_is_no_instance() {
+    let t = tempfile::tempdir().unwrap();
+    let path = t.path().join("i");
+    image(&path, 4096);
+    assert_eq!(instance(&Boot::named(""), &path), None);
+}
+
+/// It may be at its close that a sync fails, when no client is left who could be told.
+#[test]
+fn a_failed_sync_makes_another_instance() {
+    let t = tempfile::tempdir().unwrap();
+    let path = t.path().join("i");
+    image(&path, 4096);
+    let boot = Boot::named("1");
+    let before = instance(&boot, &path);
+    let ex = exports([spec("disk", &path, false)], None).unwrap();
+    let open = ex.open("s", b"disk", AccessMode::ReadWrite).unwrap();
+    open.image().sync().sync_failed();
+    open.close();
+    let after = instance(&boot, &path);
+    assert_ne!(after, before);
+    assert_eq!(instance(&boot, &path), after);
+}
+
 #[test]
 fn two_servers_do_not_write_to_one_image() {
     let t = tempfile::tempdir().unwrap();

@@ -86,11 +86,11 @@ impl Service {
 
     /// Home gets to know what a client has chosen.
     fn look_chosen(&mut self, index: usize) {
-        let Some(client) = self.clients.get_mut(index).filter(|c| c.counted.is_none()) else {
+        let Some(client) = self.clients.get_mut(index).filter(|c| c.opener.is_none()) else {
             return;
         };
         let Some(key) = client.device() else { return };
-        client.counted = Some(key);
+        client.opener = Some(self.rnbd.opener(key));
         if let Some(name) = self.name_of(key) {
             match self.place.is_home() {
                 true => self.chosen(&name),
@@ -214,11 +214,11 @@ impl Service {
                     }
                 }
             }
-            while let Some((device, request)) = client.next_request() {
+            while let Some((opener, request)) = client.next_request() {
                 moved = true;
                 let user = self.operations.insert(Whose::Client(index, request.key)) as u64;
                 self.rnbd.submit(
-                    device,
+                    opener,
                     user,
                     request.op,
                     request.offset,
@@ -280,7 +280,7 @@ impl Service {
         }
         match client.connection.ended() {
             // That is for its operator to know, or for ours.
-            Some(End::Tls(why)) if client.counted.is_none() => {
+            Some(End::Tls(why)) if client.opener.is_none() => {
                 let origin = client.origin();
                 self.turn_away(turn.now, &io::Error::other(format!("{origin}TLS: {why}")));
             }
@@ -289,7 +289,7 @@ impl Service {
         }
         self.starved.retain(|waits| *waits != index);
         let _ = turn.sockets.deregister(client.descriptor());
-        self.left(client.counted);
+        self.left(client.opener.map(|opener| opener.device()));
     }
 
     /// Clients that found no buffer ask again, in their order.

@@ -7,7 +7,7 @@ use rnbd::{
         OnLoss, Unmap,
         device::DeviceCounters,
         error::MapError,
-        output::{DeviceKey, Output},
+        output::{DeviceKey, LossCause, Output},
         state::DeviceState,
     },
 };
@@ -125,6 +125,7 @@ impl Service {
             Output::MapFailed(key, error) => self.device_refused(turn, key, error),
             Output::Done { user, result, data, .. } => self.done(turn, user, result, data),
             Output::Status { user, result, .. } => self.status(turn.now, user, result),
+            Output::WritesLost { device, writes, cause } => self.writes_lost(device, writes, cause),
             Output::Geometry(key, geometry) => self.device_changed(key, geometry),
             Output::State(key, DeviceState::Mapped) => {
                 self.orders.remapped(key, &Ok(()));
@@ -191,6 +192,16 @@ impl Service {
         let name = device.what.name;
         self.failure.get_or_insert(MapFailure::Map { device: name, error });
         self.close_session(turn);
+    }
+
+    fn writes_lost(&mut self, key: DeviceKey, writes: u64, cause: LossCause) {
+        let Some(device) = self.name_of(key) else { return };
+        tracing::error!(
+            device,
+            writes,
+            "acknowledged writes may be lost, the next flush of each client fails: {cause}"
+        );
+        self.tell(MapNews::WritesLost { device, writes, cause });
     }
 
     fn device_changed(&mut self, key: DeviceKey, geometry: Geometry) {
@@ -299,7 +310,8 @@ impl Service {
         }
         device.stage = Stage::Flushing;
         let user = self.operations.insert(Whose::Flush(key)) as u64;
-        self.rnbd.submit(key, user, BlockOp::Flush, 0, 0, None, 0);
+        let opener = self.rnbd.opener(key);
+        self.rnbd.submit(&opener, user, BlockOp::Flush, 0, 0, None, 0);
     }
 
     pub(super) fn flushed(&mut self, turn: &mut TurnCx<'_, ()>, key: DeviceKey, result: Result<(), Errno>) {

@@ -10,7 +10,11 @@ use std::{
 };
 
 use mio::{Interest, Token};
-use rnbd::{Errno, block::Geometry, client::output::DeviceKey};
+use rnbd::{
+    Errno,
+    block::Geometry,
+    client::{Opener, output::DeviceKey},
+};
 use roce_mem::Pages;
 use roce_net::socket_file::{Access, Kind, SocketFile};
 use roce_reactor::{Readiness, Sockets, TurnCx};
@@ -133,7 +137,7 @@ impl Fronts {
 
     /// Whether a device is in use by one.
     pub(super) fn uses(&self, device: DeviceKey) -> bool {
-        self.all.iter().any(|(_, front)| front.device == device)
+        self.all.iter().any(|(_, front)| front.opener.device() == device)
     }
 
     /// Whether one could go on at once.
@@ -154,7 +158,7 @@ impl Fronts {
     /// All of them go, or those of a device.
     pub(super) fn let_go(&mut self, of: Option<DeviceKey>) {
         for (_, front) in &mut self.all {
-            if of.is_none_or(|device| device == front.device) {
+            if of.is_none_or(|device| device == front.opener.device()) {
                 front.let_go();
             }
         }
@@ -162,7 +166,7 @@ impl Fronts {
 
     /// A device is another one than it was.
     pub(super) fn set_geometry(&mut self, device: DeviceKey, geometry: Geometry) {
-        for (_, front) in self.all.iter_mut().filter(|(_, front)| front.device == device) {
+        for (_, front) in self.all.iter_mut().filter(|(_, front)| front.opener.device() == device) {
             front.set_geometry(geometry);
         }
     }
@@ -250,7 +254,7 @@ impl Service {
     pub(super) fn admit_front(&mut self, turn: &mut TurnCx<'_, ()>, stream: UnixStream, door: usize, device: &str) {
         let open = |d: &&super::Device| d.what.name == device && d.stage == Stage::Open;
         let found = self.devices.iter().find(open);
-        let found = found.and_then(|d| Some((d.key, d.what.name.clone(), d.geometry?)));
+        let found = found.and_then(|d| Some((self.rnbd.opener(d.key), d.what.name.clone(), d.geometry?)));
         let begun = match found {
             Some(found) => {
                 let index = self.fronts.all.vacant_key();
@@ -301,10 +305,10 @@ impl Service {
             };
             let now = turn.now;
             worked |= front.work(around!(self, turn, index), now);
-            let device = front.device;
+            let opener = front.opener.clone();
             while let Some(request) = self.fronts.all.get_mut(index).and_then(Front::next_request) {
                 worked = true;
-                self.submit_for_front(index, device, request);
+                self.submit_for_front(index, &opener, request);
             }
             if self.fronts.all.get(index).is_some_and(Front::is_over) {
                 over.push(index);
@@ -322,7 +326,7 @@ impl Service {
         worked
     }
 
-    fn submit_for_front(&mut self, index: usize, device: DeviceKey, request: FrontRequest) {
+    fn submit_for_front(&mut self, index: usize, opener: &Opener, request: FrontRequest) {
         let FrontRequest {
             slot,
             op,
@@ -332,6 +336,6 @@ impl Service {
             ring,
         } = request;
         let user = self.operations.insert(Whose::Front(index, slot)) as u64;
-        self.rnbd.submit(device, user, op, offset, len, data, index + ring);
+        self.rnbd.submit(opener, user, op, offset, len, data, index + ring);
     }
 }

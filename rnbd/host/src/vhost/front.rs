@@ -12,7 +12,7 @@ use std::{
 use rnbd::{
     Errno,
     block::Geometry,
-    client::output::DeviceKey,
+    client::Opener,
     virtio_blk::{self, feature},
 };
 use roce_verbs::Instant;
@@ -100,7 +100,7 @@ enum Phase {
 #[derive(Debug)]
 pub(crate) struct Front {
     pub(super) wire: Wire,
-    pub(crate) device: DeviceKey,
+    pub(crate) opener: Opener,
     /// The socket that it came by.
     pub(crate) door: usize,
     name: String,
@@ -141,14 +141,14 @@ impl Front {
         around: &mut dyn Surroundings,
         stream: UnixStream,
         door: usize,
-        device: (DeviceKey, String, Geometry),
+        device: (Opener, String, Geometry),
     ) -> io::Result<Self> {
         let wire = Wire::new(stream)?;
         around.watch(wire.descriptor(), Watched::Socket)?;
-        let (device, name, geometry) = device;
+        let (opener, name, geometry) = device;
         Ok(Self {
             wire,
-            device,
+            opener,
             door,
             name,
             geometry,

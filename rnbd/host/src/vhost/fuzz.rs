@@ -11,7 +11,12 @@ use std::{
     time::Duration,
 };
 
-use rnbd::{Errno, block::Geometry, client::output::DeviceKey, virtio_blk};
+use rnbd::{
+    Errno,
+    block::Geometry,
+    client::{Client, output::DeviceKey},
+    virtio_blk,
+};
 use roce_mem::Pages;
 use roce_verbs::{Instant, provider::Memory};
 use rtrs::client::{Buffer, LentId};
@@ -215,7 +220,7 @@ pub fn run(bytes: &[u8], memories: &mut dyn Memories) -> usize {
     let memory = Pages::of(&memory).expect("memory");
     let mut around = Around { memories, lent: 0 };
     let geometry = geometry(input.next());
-    let device = (DeviceKey::default(), "disk".to_owned(), geometry);
+    let device = (Client::new().opener(DeviceKey::default()), "disk".to_owned(), geometry);
     let mut front = Front::new(&mut around, ours, 0, device).expect("a front end");
     let mut player = Player {
         stream,

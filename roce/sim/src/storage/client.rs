@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use rnbd::{
     block::BlockOp,
     client::{
-        Client as Rnbd, OnLoss, Unmap,
+        Client as Rnbd, OnLoss, Opener, Unmap,
         output::{DeviceKey, Output as DeviceOutput},
         state::DeviceState,
     },
@@ -25,6 +25,7 @@ use crate::{
     storage::{
         disk::SimDisk,
         ledger::{Ledger, Life},
+        losses::{Known, Unflushed},
         tally::Coverage,
     },
     trace::Notes,
@@ -93,6 +94,8 @@ pub(crate) struct Bench<'a> {
     pub(crate) disks: &'a [SimDisk],
     pub(crate) rng: &'a mut Rng,
     pub(crate) coverage: &'a mut Coverage,
+    /// The server does not say whether it has lost writes.
+    pub(crate) silent: bool,
 }
 
 /// Where its program is.
@@ -136,6 +139,10 @@ pub(super) struct Slot {
     again_at: u64,
     /// A flush has failed since the device was opened.
     pub(super) flush_failed: bool,
+    /// Its user, since it was mapped.
+    pub(super) opener: Option<Opener>,
+    /// What that has not flushed.
+    pub(super) unflushed: Unflushed,
     /// The blocks up to here have been read at the end; `None` before that.
     pub(super) read_back: Option<u64>,
     /// All has been read.
@@ -154,6 +161,10 @@ pub(super) struct Op {
     pub(super) change: Option<u64>,
     /// A flush had failed before it was sent.
     pub(super) after_error: bool,
+    /// The losses that it need not tell.
+    pub(super) known: Known,
+    /// The acknowledged writes that it covers.
+    pub(super) covers: u64,
 }
 
 /// A buffer of an operation that has ended: nothing may touch it.
@@ -204,6 +215,8 @@ impl ClientSide {
             place: Place::Closed,
             again_at: 0,
             flush_failed: false,
+            opener: None,
+            unflushed: Unflushed::default(),
             read_back: None,
             finished: false,
         });
@@ -274,6 +287,11 @@ impl ClientSide {
         if old.app == App::Done {
             self.app = App::Done;
         }
+    }
+
+    /// The server has lost power.
+    pub(crate) fn power_fails(&mut self) {
+        self.slots.iter_mut().for_each(|slot| slot.unflushed.power_fails());
     }
 
     /// When its program, or what it works with, wants to go on.
@@ -505,8 +523,10 @@ impl ClientSide {
         match output {
             DeviceOutput::Mapped(device, _) => {
                 bench.coverage.note("device opened");
-                self.slot(device)?.place = Place::Up(device);
-                self.slot(device)?.flush_failed = false;
+                let opener = self.rnbd.opener(device);
+                let slot = self.slot(device)?;
+                (slot.place, slot.flush_failed) = (Place::Up(device), false);
+                (slot.opener, slot.unflushed) = (Some(opener), Unflushed::default());
                 self.wake_at(now);
             }
             DeviceOutput::MapFailed(device, why) => {
@@ -552,6 +572,7 @@ impl ClientSide {
                 bench.coverage.note("device opened after reconnecting");
                 let slot = self.slot(device)?;
                 (slot.place, slot.flush_failed) = (Place::Up(device), false);
+                slot.unflushed.reopened();
                 let slots = &self.slots;
                 let held = self.in_flight.values_mut();
                 // What has failed before says nothing any more.
@@ -562,6 +583,12 @@ impl ClientSide {
             DeviceOutput::State(device, DeviceState::MappedDisconnected) => {
                 let slot = self.slot(device)?;
                 (slot.place, slot.again_at) = (Place::Lost(device), u64::MAX);
+            }
+            DeviceOutput::WritesLost { device, .. } => {
+                bench.coverage.note("writes reported lost");
+                let client = self.life.client;
+                let reported = self.slot(device)?.unflushed.reported(bench.silent);
+                reported.map_err(|e| format!("client {client}: {e}"))?;
             }
             DeviceOutput::State(..) | DeviceOutput::Geometry(..) => {}
         }

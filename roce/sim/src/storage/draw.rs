@@ -12,7 +12,12 @@ use crate::{
     rng::Rng,
     scenario::{HostPlan, MS, SEC, Scenario, US, host},
     storage::{
-        client::ClientPlan, disk::DiskFaults, late::LagPlan, raw::RawPlan, server::ServerPlan, tally::Coverage,
+        client::ClientPlan,
+        disk::DiskFaults,
+        late::LagPlan,
+        raw::RawPlan,
+        server::{Names, ServerPlan},
+        tally::Coverage,
         wide::Wide,
     },
 };
@@ -90,6 +95,7 @@ fn server_plan(calm: bool, rng: &mut Rng) -> ServerPlan {
         zeroes: rng.chance(0.7),
         longest: rng.pick(&[8, 64, 1 << 20]),
         garbage: true,
+        names: Names::Boot(0),
     }
 }
 
@@ -231,6 +237,7 @@ impl Draw {
         );
         coverage.note_if("always_invalidate", self.server_config.always_invalidate);
         coverage.note_if("no always_invalidate", !self.server_config.always_invalidate);
+        coverage.note_if("server names no instance", self.server.names == Names::None);
         coverage.note_if("zeroes as data", !self.server.zeroes);
         coverage.note_if("raw client", self.raw.is_some());
         let any = |which: fn(&ClientPlan) -> bool| self.clients.iter().any(which);

@@ -14,6 +14,7 @@ mod history;
 mod lan;
 mod late;
 mod ledger;
+mod losses;
 mod program;
 mod raw;
 mod server;

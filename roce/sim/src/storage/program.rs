@@ -27,7 +27,7 @@ const UNREAD: u8 = 0xa5;
 const LONGEST: u64 = 16;
 
 /// Whether its success says that it is durable.
-fn is_forced(op: BlockOp) -> bool {
+pub(super) fn is_forced(op: BlockOp) -> bool {
     matches!(
         op,
         BlockOp::Write { fua: true } | BlockOp::WriteZeroes { fua: true, .. }
@@ -162,7 +162,8 @@ impl ClientSide {
         bench: &mut Bench<'_>,
     ) -> bool {
         let (now, len) = (cx.now.as_nanos(), count as usize * BLOCK);
-        let (Place::Up(device) | Place::Lost(device)) = self.slots[slot].place else {
+        let (Place::Up(_) | Place::Lost(_), Some(opener)) = (self.slots[slot].place, self.slots[slot].opener.clone())
+        else {
             return false;
         };
         let data = match op {
@@ -201,6 +202,7 @@ impl ClientSide {
         let user = self.next_user;
         self.next_user += 1;
         let after_error = self.slots[slot].flush_failed;
+        let (known, covers) = self.slots[slot].unflushed.begin(op);
         self.in_flight.insert(
             user,
             Op {
@@ -211,10 +213,12 @@ impl ClientSide {
                 begin: now,
                 change,
                 after_error,
+                known,
+                covers,
             },
         );
         let (offset, len) = (lba * BLOCK as u64, count * BLOCK as u64);
-        self.rnbd.submit(device, user, op, offset, len, data, user as usize);
+        self.rnbd.submit(&opener, user, op, offset, len, data, user as usize);
         true
     }
 
@@ -250,6 +254,17 @@ impl ClientSide {
                 op.op
             ));
         }
+        let unflushed = &mut self.slots[op.slot].unflushed;
+        let told = match result {
+            Ok(()) => {
+                let good = unflushed.succeeded(op.op, op.known, op.covers);
+                good.map_err(|e| format!("client {client}: {e}"))?;
+                false
+            }
+            Err(Errno::EIO) => unflushed.failed(op.op, op.known),
+            Err(_) => false,
+        };
+        bench.coverage.note_if("lost writes told", told);
         match (op.op, result) {
             (BlockOp::Read, Ok(())) => self.check_read(now, op, data, bench)?,
             (BlockOp::Flush, Ok(())) => {
@@ -259,10 +274,10 @@ impl ClientSide {
             }
             (BlockOp::Flush, Err(_)) => {
                 bench.coverage.note("flush failed");
-                self.slots[op.slot].flush_failed |= !lost;
+                self.slots[op.slot].flush_failed |= !lost && !told;
             }
             // Its sync can have failed, and with it other data.
-            (BlockOp::Write { fua: true }, Err(Errno::EIO)) => {
+            (BlockOp::Write { fua: true }, Err(Errno::EIO)) if !told => {
                 bench.coverage.note("forced write failed");
                 self.slots[op.slot].flush_failed = true;
             }

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use rnbd::{
     Errno,
     block::Geometry,
-    proto::{AccessMode, ClientMsg},
+    proto::{AccessMode, ClientMsg, instance::Instance},
     server::{
         Limits, Server as Rnbd,
         action::{Action, Identity, OpenRefused, Opened, Ticket},
@@ -60,6 +60,40 @@ pub(crate) struct ServerPlan {
     pub(crate) longest: u64,
     /// Memory holds garbage while its disks read into it.
     pub(crate) garbage: bool,
+    /// What it tells clients of where it keeps their writes.
+    pub(crate) names: Names,
+}
+
+/// Which instance a server names: where it keeps what was acknowledged and not flushed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Names {
+    /// None, as the kernel's server.
+    None,
+    /// That of this boot: another one after each power failure.
+    Boot(u32),
+    /// The same after a power failure, for a test of the rules.
+    Same,
+}
+
+impl Names {
+    /// Its power has failed.
+    pub(crate) fn boot_again(&mut self) {
+        if let Self::Boot(boot) = self {
+            *boot += 1;
+        }
+    }
+
+    fn instance(self, device: usize) -> Option<Instance> {
+        let boot = match self {
+            Self::None => return None,
+            Self::Boot(boot) => boot,
+            Self::Same => 0,
+        };
+        Some(Instance::of([
+            boot.to_le_bytes().as_slice(),
+            (device as u64).to_le_bytes().as_slice(),
+        ]))
+    }
 }
 
 /// What server and world work with.
@@ -315,6 +349,7 @@ impl ServerSide {
             },
             identity,
             label: format!("disk {device}"),
+            instance: self.plan.names.instance(device),
         })
     }
 

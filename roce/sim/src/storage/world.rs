@@ -15,7 +15,7 @@ use crate::{
         lan::{Lan, Node, Way, What},
         ledger::Ledger,
         raw::RawSide,
-        server::{Ground, Job, ServerPlan, ServerSide},
+        server::{Ground, Job, Names, ServerPlan, ServerSide},
         tally::{Coverage, Tally},
         turn::{self, ClientTurn, Machines, RawTurn, ServerTurn},
         wide::{Wide, another_server},
@@ -174,8 +174,14 @@ pub(crate) struct World {
 }
 
 impl World {
-    pub(crate) fn new(seed: u64, scale: u32, trace: Trace) -> Self {
-        let draw = Draw::new(scale, &mut Rng::new(seed, 40), &mut Rng::new(seed, 44));
+    /// `hides`: the server says nothing of power failures.
+    pub(crate) fn new(seed: u64, scale: u32, hides: bool, trace: Trace) -> Self {
+        let mut draw = Draw::new(scale, &mut Rng::new(seed, 40), &mut Rng::new(seed, 44));
+        if hides {
+            draw.server.names = Names::Same;
+        } else if Rng::new(seed, 45).chance(0.15) {
+            draw.server.names = Names::None;
+        }
         let mut coverage = Coverage::default();
         draw.note(&mut coverage);
         let scenario = &draw.scenario;
@@ -435,6 +441,7 @@ impl World {
                 disks: &self.disks,
                 rng: &mut self.rng,
                 coverage: &mut self.coverage,
+                silent: self.server_plan.names == Names::None,
             },
         };
         take_turn(&mut self.lan.nodes[node], now, &mut random, &mut machines)
@@ -454,6 +461,7 @@ impl World {
                 disks: &self.disks,
                 rng: &mut self.rng,
                 coverage: &mut self.coverage,
+                silent: self.server_plan.names == Names::None,
             },
         };
         let next = take_turn(&mut self.lan.nodes[node], now, &mut random, &mut machines)?;
@@ -483,6 +491,8 @@ impl World {
                     disk.lose_power(&mut self.chaos);
                 }
                 self.ledger.lose_power(now);
+                self.server_plan.names.boot_again();
+                self.clients.iter_mut().for_each(ClientSide::power_fails);
                 dies
             }
             Trouble::ClientDies => self.client_dies(client, pause),

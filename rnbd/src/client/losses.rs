@@ -1,0 +1,253 @@
+//! Acknowledged writes that no flush has made durable, and who has to be told that they were lost.
+//!
+//! Works as `errseq_t` and open files do in Linux: a loss has a number, and each [`Opener`] knows up to which it has been told. A flush
+//! fails that began before it was. So does a write with FUA, for which it is told apart: a program may take the error of a write for
+//! that of this write alone, and would then believe its next flush.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering::SeqCst},
+};
+
+use super::output::DeviceKey;
+use crate::{block::BlockOp, errno::Errno};
+
+/// Counts of a device. Shared by all shards that have it, since a flush of one covers the writes of all.
+#[derive(Debug, Default)]
+pub(super) struct Losses {
+    /// Writes acknowledged that only a flush makes durable.
+    acknowledged: AtomicU64,
+    /// Of these, so many are covered by a flush that succeeded, or are lost.
+    covered: AtomicU64,
+    /// How often some were lost.
+    lost: AtomicU64,
+    /// The last loss that an opener was told of by a flush.
+    told: AtomicU64,
+}
+
+/// The last loss that an opener was told of: by a flush, and by a write with FUA.
+type Told = [AtomicU64; 2];
+
+/// Which of both it is for an operation that makes writes durable.
+fn kind(op: BlockOp) -> usize {
+    usize::from(op != BlockOp::Flush)
+}
+
+impl Losses {
+    /// Counts an acknowledged write. Call it before its user can know of it.
+    pub(super) fn acknowledge(&self) {
+        self.acknowledged.fetch_add(1, SeqCst);
+    }
+
+    /// What a flush covers that is sent now.
+    pub(super) fn flush_begins(&self) -> u64 {
+        self.acknowledged.load(SeqCst)
+    }
+
+    /// A flush that covers so many has succeeded.
+    pub(super) fn flush_ends(&self, covers: u64) {
+        self.covered.fetch_max(covers, SeqCst);
+    }
+
+    /// The server has none of what no flush has covered. Returns how many writes that were.
+    pub(super) fn lose(&self) -> u64 {
+        let acknowledged = self.acknowledged.load(SeqCst);
+        let covered = self.covered.fetch_max(acknowledged, SeqCst);
+        let writes = acknowledged.saturating_sub(covered);
+        if writes > 0 {
+            self.lost.fetch_add(1, SeqCst);
+        }
+        writes
+    }
+
+    /// How often writes were lost.
+    pub(super) fn count(&self) -> u64 {
+        self.lost.load(SeqCst)
+    }
+}
+
+/// A user of a device that is told once of each loss, as an open file of Linux is: an NBD client, a virtual machine. One that comes
+/// after a loss of which nobody has been told is told of it.
+#[derive(Clone, Debug)]
+pub struct Opener {
+    device: DeviceKey,
+    told: Arc<Told>,
+}
+
+impl Opener {
+    pub(super) fn new(device: DeviceKey, losses: Option<&Losses>) -> Self {
+        let told = losses.map_or(0, |losses| losses.told.load(SeqCst));
+        Self {
+            device,
+            told: Arc::new([told, told].map(AtomicU64::new)),
+        }
+    }
+
+    /// The device.
+    pub fn device(&self) -> DeviceKey {
+        self.device
+    }
+}
+
+/// What an operation has to do with losses.
+#[derive(Debug)]
+pub(super) struct Stake {
+    /// What its opener had been told when it began.
+    known: u64,
+    /// What tells its opener, if it makes writes durable.
+    tells: Option<Arc<Told>>,
+    /// The losses so far when its first part was acknowledged that only a flush makes durable.
+    volatile_since: Option<u64>,
+}
+
+impl Stake {
+    pub(super) fn of(opener: &Opener, op: BlockOp) -> Self {
+        Self {
+            known: opener.told[kind(op)].load(SeqCst),
+            tells: op.makes_durable().then(|| opener.told.clone()),
+            volatile_since: None,
+        }
+    }
+
+    /// A part of it was acknowledged that only a flush makes durable.
+    pub(super) fn acknowledged(&mut self, losses: &Losses) {
+        self.volatile_since.get_or_insert(losses.count());
+        losses.acknowledge();
+    }
+
+    /// Whether such a part is lost.
+    pub(super) fn is_torn(&self, losses: &Losses) -> bool {
+        self.volatile_since.is_some_and(|since| since < losses.count())
+    }
+
+    /// All of its parts are done again.
+    pub(super) fn restart(&mut self) {
+        self.volatile_since = None;
+    }
+
+    /// How an operation ends that ended like this at the server.
+    ///
+    /// # Errors
+    /// The server's; EIO if it would make durable what was lost, or if parts of it are among that.
+    pub(super) fn verdict(&self, op: BlockOp, result: Result<(), Errno>, losses: &Losses) -> Result<(), Errno> {
+        if result.is_err_and(|e| e != Errno::EIO) {
+            return result;
+        }
+        let lost = losses.count();
+        let tells = self.tells.as_ref().filter(|_| self.known < lost);
+        if let Some(told) = tells {
+            told[kind(op)].fetch_max(lost, SeqCst);
+            if op == BlockOp::Flush {
+                losses.told.fetch_max(lost, SeqCst);
+            }
+        }
+        match self.is_torn(losses) || tells.is_some() {
+            true => Err(Errno::EIO),
+            false => result,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WRITE: BlockOp = BlockOp::Write { fua: false };
+    const FORCED: BlockOp = BlockOp::Write { fua: true };
+
+    fn opener(losses: &Losses) -> Opener {
+        Opener::new(DeviceKey(1), Some(losses))
+    }
+
+    fn ends(losses: &Losses, opener: &Opener, op: BlockOp) -> bool {
+        Stake::of(opener, op).verdict(op, Ok(()), losses).is_ok()
+    }
+
+    #[test]
+    fn only_what_no_flush_has_covered_is_lost() {
+        let losses = Losses::default();
+        assert_eq!(losses.lose(), 0);
+        losses.acknowledge();
+        let covers = losses.flush_begins();
+        losses.acknowledge();
+        losses.acknowledge();
+        losses.flush_ends(covers);
+        assert_eq!((losses.lose(), losses.count()), (2, 1));
+        assert_eq!((losses.lose(), losses.count()), (0, 1), "once");
+        losses.acknowledge();
+        losses.flush_ends(losses.flush_begins());
+        losses.flush_ends(covers);
+        assert_eq!((losses.lose(), losses.count()), (0, 1));
+    }
+
+    #[test]
+    fn each_opener_is_told_once_by_a_flush() {
+        let losses = Losses::default();
+        let (one, two) = (opener(&losses), opener(&losses));
+        let early = Stake::of(&one, BlockOp::Flush);
+        losses.acknowledge();
+        losses.lose();
+        assert!(!ends(&losses, &one, FORCED) && ends(&losses, &one, FORCED));
+        assert!(
+            [BlockOp::Read, WRITE, BlockOp::Discard]
+                .iter()
+                .all(|op| ends(&losses, &one, *op))
+        );
+        assert!(
+            !ends(&losses, &one, BlockOp::Flush),
+            "the error of a write is no flush's"
+        );
+        assert!(ends(&losses, &one, BlockOp::Flush));
+        assert!(
+            early.verdict(BlockOp::Flush, Ok(()), &losses).is_err(),
+            "it began before the loss was told"
+        );
+        assert!(!ends(&losses, &two, BlockOp::Flush) && ends(&losses, &two, BlockOp::Flush));
+        assert!(ends(&losses, &opener(&losses), BlockOp::Flush), "others know");
+    }
+
+    #[test]
+    fn who_comes_is_told_of_what_nobody_knows() {
+        let losses = Losses::default();
+        losses.acknowledge();
+        losses.lose();
+        let (one, two) = (opener(&losses), opener(&losses));
+        assert!(!ends(&losses, &one, BlockOp::Flush) && !ends(&losses, &two, BlockOp::Flush));
+        losses.acknowledge();
+        losses.lose();
+        assert!(!ends(&losses, &opener(&losses), BlockOp::Flush));
+        assert!(!ends(&losses, &one, BlockOp::Flush) && ends(&losses, &one, BlockOp::Flush));
+    }
+
+    #[test]
+    fn an_error_of_the_server_tells_as_well_but_not_that_there_is_no_server() {
+        let losses = Losses::default();
+        let opener = opener(&losses);
+        losses.acknowledge();
+        losses.lose();
+        for e in [Errno::ECONNABORTED, Errno::EIO] {
+            let flush = Stake::of(&opener, BlockOp::Flush);
+            assert!(flush.verdict(BlockOp::Flush, Ok(()), &Losses::default()).is_ok());
+            assert_eq!(flush.verdict(BlockOp::Flush, Err(e), &losses), Err(e));
+        }
+        assert!(ends(&losses, &opener, BlockOp::Flush));
+    }
+
+    #[test]
+    fn an_operation_fails_that_has_lost_a_part() {
+        let losses = Losses::default();
+        let opener = opener(&losses);
+        let mut stake = Stake::of(&opener, WRITE);
+        stake.acknowledged(&losses);
+        assert_eq!(stake.verdict(WRITE, Ok(()), &losses), Ok(()));
+        losses.lose();
+        stake.acknowledged(&losses);
+        assert_eq!(stake.verdict(WRITE, Ok(()), &losses), Err(Errno::EIO));
+        stake.restart();
+        stake.acknowledged(&losses);
+        assert_eq!(stake.verdict(WRITE, Ok(()), &losses), Ok(()));
+        let mut later = Stake::of(&opener, WRITE);
+        later.acknowledged(&losses);
+        assert_eq!(later.verdict(WRITE, Ok(()), &losses), Ok(()));
+    }
+}
