@@ -686,10 +686,10 @@ fn results_that_nobody_waits_for_do_no_harm() {
     let q = c.held.pop_front().unwrap();
     let buffer = q.data.expect("a buffer");
     // The session is gone, and the buffer with it.
-    c.conn.done(world.now, q.key, Ok(()), None);
+    c.conn.done(world.now, q.key, Ok(()), None, 0);
     c.settle(world);
     assert_eq!(c.reply(), (EIO, lost));
-    c.conn.done(world.now, q.key, Ok(()), Some(buffer));
+    c.conn.done(world.now, q.key, Ok(()), Some(buffer), 0);
     c.poll(world);
     assert_eq!(world.memory.lent(), 0, "it comes back all the same");
     let spare = world.memory.take().unwrap();
@@ -701,7 +701,7 @@ fn results_that_nobody_waits_for_do_no_harm() {
     // The slot has another request by now: an old key does not end it.
     let flush = c.request(cmd::FLUSH, 0, 0, 0, &[]);
     c.settle(world);
-    c.conn.done(world.now, q.key, Err(Errno::EIO), None);
+    c.conn.done(world.now, q.key, Err(Errno::EIO), None, 0);
     assert!(!c.conn.has_output());
     c.finish_one(world);
     c.settle(world);

@@ -419,13 +419,20 @@ impl Service {
         }
     }
 
-    fn done(&mut self, turn: &mut TurnCx<'_, ()>, user: u64, result: Result<(), Errno>, data: Option<Buffer>) {
+    fn done(
+        &mut self,
+        turn: &mut TurnCx<'_, ()>,
+        user: u64,
+        result: Result<(), Errno>,
+        data: Option<Buffer>,
+        losses: u64,
+    ) {
         let whose = self.operations.try_remove(user as usize);
         match whose {
             Some(Whose::Client(client, key)) => {
                 let free = match self.clients.get_mut(client) {
                     Some(client) => {
-                        client.connection.done(turn.now, key, result, data);
+                        client.connection.done(turn.now, key, result, data, losses);
                         None
                     }
                     None => data,
@@ -433,7 +440,7 @@ impl Service {
                 self.give(free);
             }
             // Its data is the guest's own.
-            Some(Whose::Front(front, slot)) => self.fronts.done(front, slot, result),
+            Some(Whose::Front(front, slot)) => self.fronts.done(front, slot, result, losses),
             Some(Whose::Flush(device)) => {
                 self.give(data);
                 self.flushed(turn, device, result);

@@ -481,6 +481,7 @@ impl Client {
                         user,
                         result: Err(e),
                         data,
+                        losses: 0,
                     },
                 });
             }
@@ -553,7 +554,8 @@ impl Client {
         while let Some((operation, result)) = self.work.poll_ended() {
             let (device, user) = (operation.device, operation.user);
             let losses = self.devices.get(device.0).map(|d| &d.losses);
-            let result = losses.map_or(result, |losses| operation.stake.verdict(operation.op, result, losses));
+            let count = losses.map_or(0, |losses| losses.count());
+            let result = losses.map_or(result, |losses| operation.stake.verdict(result, losses));
             self.outputs.push_back(match operation.op {
                 BlockOp::BlockStatus { .. } => Output::Status {
                     device,
@@ -565,6 +567,7 @@ impl Client {
                     user,
                     result,
                     data: operation.data,
+                    losses: count,
                 },
             });
             if let Some(d) = self.devices.get_mut(device.0) {

@@ -28,10 +28,9 @@ pub(super) struct Losses {
 /// The last loss that an opener was told of: by a flush, and by a write with FUA.
 type Told = [AtomicU64; 2];
 
-/// Which of both it is for an operation that makes writes durable.
-fn kind(op: BlockOp) -> usize {
-    usize::from(op != BlockOp::Flush)
-}
+/// Which of both it is.
+const BY_FLUSH: usize = 0;
+const BY_WRITE: usize = 1;
 
 impl Losses {
     /// Counts an acknowledged write. Call it before its user can know of it.
@@ -72,6 +71,8 @@ impl Losses {
 pub struct Opener {
     device: DeviceKey,
     told: Arc<Told>,
+    /// Its flushes are parts of writes.
+    forces: bool,
 }
 
 impl Opener {
@@ -80,6 +81,15 @@ impl Opener {
         Self {
             device,
             told: Arc::new([told, told].map(AtomicU64::new)),
+            forces: false,
+        }
+    }
+
+    /// The same user, for a flush that stands for the FUA of a write: who is told is told of the write.
+    pub fn forcing(&self) -> Self {
+        Self {
+            forces: true,
+            ..self.clone()
         }
     }
 
@@ -89,22 +99,41 @@ impl Opener {
     }
 }
 
+/// What becomes of a request to write that a user does by several operations.
+#[derive(Clone, Copy, Default, Debug)]
+pub struct Parts(Option<u64>);
+
+impl Parts {
+    /// The next operation has ended like this, when the device had lost writes [so often](super::output::Output::Done).
+    ///
+    /// # Errors
+    /// The operation's; EIO if it succeeded, and an earlier one may be lost.
+    pub fn ended(&mut self, result: Result<(), Errno>, losses: u64) -> Result<(), Errno> {
+        let first = *self.0.get_or_insert(losses);
+        result.and(if first == losses { Ok(()) } else { Err(Errno::EIO) })
+    }
+}
+
 /// What an operation has to do with losses.
 #[derive(Debug)]
 pub(super) struct Stake {
     /// What its opener had been told when it began.
     known: u64,
-    /// What tells its opener, if it makes writes durable.
-    tells: Option<Arc<Told>>,
+    /// What tells its opener, and how, if it makes writes durable.
+    tells: Option<(Arc<Told>, usize)>,
     /// The losses so far when its first part was acknowledged that only a flush makes durable.
     volatile_since: Option<u64>,
 }
 
 impl Stake {
     pub(super) fn of(opener: &Opener, op: BlockOp) -> Self {
+        let by = match op {
+            BlockOp::Flush if !opener.forces => BY_FLUSH,
+            _ => BY_WRITE,
+        };
         Self {
-            known: opener.told[kind(op)].load(SeqCst),
-            tells: op.makes_durable().then(|| opener.told.clone()),
+            known: opener.told[by].load(SeqCst),
+            tells: op.makes_durable().then(|| (opener.told.clone(), by)),
             volatile_since: None,
         }
     }
@@ -129,15 +158,15 @@ impl Stake {
     ///
     /// # Errors
     /// The server's; EIO if it would make durable what was lost, or if parts of it are among that.
-    pub(super) fn verdict(&self, op: BlockOp, result: Result<(), Errno>, losses: &Losses) -> Result<(), Errno> {
+    pub(super) fn verdict(&self, result: Result<(), Errno>, losses: &Losses) -> Result<(), Errno> {
         if result.is_err_and(|e| e != Errno::EIO) {
             return result;
         }
         let lost = losses.count();
         let tells = self.tells.as_ref().filter(|_| self.known < lost);
-        if let Some(told) = tells {
-            told[kind(op)].fetch_max(lost, SeqCst);
-            if op == BlockOp::Flush {
+        if let Some((told, by)) = tells {
+            told[*by].fetch_max(lost, SeqCst);
+            if *by == BY_FLUSH {
                 losses.told.fetch_max(lost, SeqCst);
             }
         }
@@ -160,7 +189,7 @@ mod tests {
     }
 
     fn ends(losses: &Losses, opener: &Opener, op: BlockOp) -> bool {
-        Stake::of(opener, op).verdict(op, Ok(()), losses).is_ok()
+        Stake::of(opener, op).verdict(Ok(()), losses).is_ok()
     }
 
     #[test]
@@ -199,11 +228,32 @@ mod tests {
         );
         assert!(ends(&losses, &one, BlockOp::Flush));
         assert!(
-            early.verdict(BlockOp::Flush, Ok(()), &losses).is_err(),
+            early.verdict(Ok(()), &losses).is_err(),
             "it began before the loss was told"
         );
         assert!(!ends(&losses, &two, BlockOp::Flush) && ends(&losses, &two, BlockOp::Flush));
         assert!(ends(&losses, &opener(&losses), BlockOp::Flush), "others know");
+    }
+
+    #[test]
+    fn a_flush_in_the_place_of_fua_is_part_of_a_write() {
+        let losses = Losses::default();
+        let opener = opener(&losses);
+        losses.acknowledge();
+        losses.lose();
+        let forcing = opener.forcing();
+        assert!(!ends(&losses, &forcing, BlockOp::Flush) && ends(&losses, &forcing, BlockOp::Flush));
+        assert!(ends(&losses, &opener, FORCED), "it has been told of a write");
+        assert!(!ends(&losses, &opener, BlockOp::Flush));
+    }
+
+    #[test]
+    fn a_request_fails_that_has_lost_an_operation() {
+        let mut parts = Parts::default();
+        assert_eq!(parts.ended(Ok(()), 3), Ok(()));
+        assert_eq!(parts.ended(Err(Errno::ENOSPC), 3), Err(Errno::ENOSPC));
+        assert_eq!(parts.ended(Ok(()), 4), Err(Errno::EIO));
+        assert_eq!(Parts::default().ended(Ok(()), 4), Ok(()));
     }
 
     #[test]
@@ -227,8 +277,8 @@ mod tests {
         losses.lose();
         for e in [Errno::ECONNABORTED, Errno::EIO] {
             let flush = Stake::of(&opener, BlockOp::Flush);
-            assert!(flush.verdict(BlockOp::Flush, Ok(()), &Losses::default()).is_ok());
-            assert_eq!(flush.verdict(BlockOp::Flush, Err(e), &losses), Err(e));
+            assert!(flush.verdict(Ok(()), &Losses::default()).is_ok());
+            assert_eq!(flush.verdict(Err(e), &losses), Err(e));
         }
         assert!(ends(&losses, &opener, BlockOp::Flush));
     }
@@ -239,15 +289,15 @@ mod tests {
         let opener = opener(&losses);
         let mut stake = Stake::of(&opener, WRITE);
         stake.acknowledged(&losses);
-        assert_eq!(stake.verdict(WRITE, Ok(()), &losses), Ok(()));
+        assert_eq!(stake.verdict(Ok(()), &losses), Ok(()));
         losses.lose();
         stake.acknowledged(&losses);
-        assert_eq!(stake.verdict(WRITE, Ok(()), &losses), Err(Errno::EIO));
+        assert_eq!(stake.verdict(Ok(()), &losses), Err(Errno::EIO));
         stake.restart();
         stake.acknowledged(&losses);
-        assert_eq!(stake.verdict(WRITE, Ok(()), &losses), Ok(()));
+        assert_eq!(stake.verdict(Ok(()), &losses), Ok(()));
         let mut later = Stake::of(&opener, WRITE);
         later.acknowledged(&losses);
-        assert_eq!(later.verdict(WRITE, Ok(()), &losses), Ok(()));
+        assert_eq!(later.verdict(Ok(()), &losses), Ok(()));
     }
 }

@@ -21,5 +21,5 @@ mod work;
 
 pub use client::{Client, Unmap};
 pub use letter::Letter;
-pub use losses::Opener;
+pub use losses::{Opener, Parts};
 pub use patience::OnLoss;

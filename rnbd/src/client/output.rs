@@ -63,6 +63,8 @@ pub enum Output {
         result: Result<(), Errno>,
         /// The operation's buffer, which belongs to the device's session.
         data: Option<Buffer>,
+        /// How often the device had [lost](Self::WritesLost) writes by then, for [`Parts`](super::Parts).
+        losses: u64,
     },
     /// A block status has ended.
     Status {

@@ -275,9 +275,18 @@ impl Connection {
     }
 
     /// A request is over that is no [block status](Self::status). Its buffer comes along unless it was lost.
-    pub fn done(&mut self, now: Instant, key: PendingKey, result: Result<(), Errno>, data: Option<Buffer>) {
+    ///
+    /// `losses`: how often the device had lost acknowledged writes by then.
+    pub fn done(
+        &mut self,
+        now: Instant,
+        key: PendingKey,
+        result: Result<(), Errno>,
+        data: Option<Buffer>,
+        losses: u64,
+    ) {
         self.transmission.set_now(now);
-        self.transmission.done(key, result, data);
+        self.transmission.done(key, result, data, losses);
         self.advance();
     }
 

@@ -5,6 +5,7 @@ use smallvec::SmallVec;
 
 use crate::{
     block::{self, BlockOp, Extent, Geometry},
+    client::Parts,
     errno::Errno,
     nbd::{
         copy::zeroes,
@@ -48,6 +49,8 @@ pub struct NbdRequest {
     pub len: u64,
     /// The data of a write, or the place for that of a read; as long as the request.
     pub data: Option<Buffer>,
+    /// Of a flush: it stands for the FUA of a write.
+    pub forces: bool,
 }
 
 /// Where the parts of a read put their data.
@@ -80,6 +83,8 @@ pub(crate) struct Pending {
     error: Option<Errno>,
     /// A flush follows the parts.
     flush: bool,
+    /// Of a write.
+    losses: Parts,
     landing: Landing,
 }
 
@@ -96,6 +101,7 @@ impl Pending {
             open: 1,
             error: None,
             flush: false,
+            losses: Parts::default(),
             landing: Landing::Nowhere,
         }
     }
@@ -120,6 +126,17 @@ impl Pending {
     /// Records an error; the first one is the reply's.
     pub(crate) fn fail(&mut self, e: Errno) {
         self.error.get_or_insert(e);
+    }
+
+    /// A part has ended, when the device had lost writes so often.
+    pub(crate) fn part_ended(&mut self, result: Result<(), Errno>, losses: u64) {
+        let result = match self.landing {
+            Landing::Nowhere => self.losses.ended(result, losses),
+            _ => result,
+        };
+        if let Err(e) = result {
+            self.fail(e);
+        }
     }
 
     pub(crate) fn failed(&self) -> bool {

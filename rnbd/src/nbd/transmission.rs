@@ -382,14 +382,12 @@ impl Transmission {
     }
 
     /// A request is over.
-    pub(crate) fn done(&mut self, key: PendingKey, result: Result<(), Errno>, data: Option<Buffer>) {
+    pub(crate) fn done(&mut self, key: PendingKey, result: Result<(), Errno>, data: Option<Buffer>, losses: u64) {
         let Some((pending, part)) = self.pending.part_mut(key) else {
             self.free.extend(data);
             return;
         };
-        if let Err(e) = result {
-            pending.fail(e);
-        }
+        pending.part_ended(result, losses);
         match pending.land(part, data, &mut self.free) {
             Some(buffer) if self.out.is_closed() => {
                 self.free.push_back(buffer);
@@ -707,6 +705,7 @@ impl Transmission {
             offset,
             len,
             data,
+            forces: false,
         });
     }
 
@@ -721,6 +720,7 @@ impl Transmission {
                 offset: 0,
                 len: 0,
                 data: None,
+                forces: true,
             }),
             Release::Over(reply) => self.out.push(self.now, reply, &mut self.account, &mut self.free),
         }

@@ -122,6 +122,8 @@ pub(crate) struct World {
     pub(crate) seen: Vec<Seen>,
     /// Which requests fail.
     pub(crate) fails: Fails,
+    /// How often it has lost writes.
+    pub(crate) losses: u64,
     pub(crate) now: Instant,
 }
 
@@ -138,6 +140,7 @@ impl World {
             holes: Vec::new(),
             seen: Vec::new(),
             fails: |_| None,
+            losses: 0,
             now: Instant::ZERO,
         }
     }
@@ -391,7 +394,7 @@ impl Peer {
             let extents = extents.as_deref().map_err(|e| *e);
             return self.conn.status(world.now, q.key, extents);
         }
-        self.conn.done(world.now, q.key, result, q.data);
+        self.conn.done(world.now, q.key, result, q.data, world.losses);
     }
 
     /// The device does the oldest request that is held back.

@@ -217,8 +217,9 @@ impl Service {
             while let Some((opener, request)) = client.next_request() {
                 moved = true;
                 let user = self.operations.insert(Whose::Client(index, request.key)) as u64;
+                let forcing = request.forces.then(|| opener.forcing());
                 self.rnbd.submit(
-                    opener,
+                    forcing.as_ref().unwrap_or(opener),
                     user,
                     request.op,
                     request.offset,

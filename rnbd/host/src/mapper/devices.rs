@@ -123,7 +123,13 @@ impl Service {
                 }
             }
             Output::MapFailed(key, error) => self.device_refused(turn, key, error),
-            Output::Done { user, result, data, .. } => self.done(turn, user, result, data),
+            Output::Done {
+                user,
+                result,
+                data,
+                losses,
+                ..
+            } => self.done(turn, user, result, data, losses),
             Output::Status { user, result, .. } => self.status(turn.now, user, result),
             Output::WritesLost { device, writes, cause } => self.writes_lost(device, writes, cause),
             Output::Geometry(key, geometry) => self.device_changed(key, geometry),

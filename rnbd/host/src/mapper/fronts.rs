@@ -172,9 +172,9 @@ impl Fronts {
     }
 
     /// What a front end has asked for is done.
-    pub(super) fn done(&mut self, front: usize, slot: usize, result: Result<(), Errno>) {
+    pub(super) fn done(&mut self, front: usize, slot: usize, result: Result<(), Errno>, losses: u64) {
         if let Some(front) = self.all.get_mut(front) {
-            front.done(slot, result);
+            front.done(slot, result, losses);
         }
     }
 
@@ -334,7 +334,10 @@ impl Service {
             len,
             data,
             ring,
+            forces,
         } = request;
+        let forcing = forces.then(|| opener.forcing());
+        let opener = forcing.as_ref().unwrap_or(opener);
         let user = self.operations.insert(Whose::Front(index, slot)) as u64;
         self.rnbd.submit(opener, user, op, offset, len, data, index + ring);
     }

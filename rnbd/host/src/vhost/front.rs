@@ -365,8 +365,8 @@ impl Front {
     }
 
     /// What the device was asked for is done.
-    pub(crate) fn done(&mut self, slot: usize, result: Result<(), Errno>) {
-        match self.requests.done(slot, result) {
+    pub(crate) fn done(&mut self, slot: usize, result: Result<(), Errno>, losses: u64) {
+        match self.requests.done(slot, result, losses) {
             None => {}
             // Nobody is left who would know.
             Some(Begun::Operations(operations)) => self.out.extend(operations),

@@ -284,5 +284,5 @@ fn end(front: &mut Front, around: &Around<'_>, request: FrontRequest, how: u8) {
         2 => Err(Errno::EOPNOTSUPP),
         _ => Ok(()),
     };
-    front.done(request.slot, result);
+    front.done(request.slot, result, 0);
 }

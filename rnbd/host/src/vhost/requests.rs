@@ -3,6 +3,7 @@
 use rnbd::{
     Errno,
     block::{BlockOp, Geometry},
+    client::Parts,
     virtio_blk::{self, RANGE, Request, Status},
 };
 use rtrs::client::{Buffer, LentPiece};
@@ -27,6 +28,8 @@ pub(crate) struct FrontRequest {
     pub(crate) data: Option<Buffer>,
     /// The ring that it came by.
     pub(crate) ring: usize,
+    /// Of a flush: it stands for the FUA of a write.
+    pub(crate) forces: bool,
 }
 
 /// What the driver has chosen about durability.
@@ -51,6 +54,7 @@ struct UnderWay {
     error: Option<Errno>,
     /// A flush follows.
     flush: bool,
+    losses: Parts,
 }
 
 /// A request that has ended.
@@ -156,6 +160,7 @@ impl Requests {
             left: operations.len(),
             error: None,
             flush,
+            losses: Parts::default(),
         });
         let request = |(op, offset, len, data)| FrontRequest {
             slot,
@@ -164,15 +169,16 @@ impl Requests {
             len,
             data,
             ring,
+            forces: false,
         };
         operations.into_iter().map(request).collect()
     }
 
     /// An operation has ended. With it the request may have, or a flush follows.
-    pub(crate) fn done(&mut self, slot: usize, result: Result<(), Errno>) -> Option<Begun> {
+    pub(crate) fn done(&mut self, slot: usize, result: Result<(), Errno>, losses: u64) -> Option<Begun> {
         let under_way = self.under_way.get_mut(slot)?;
         under_way.left = under_way.left.saturating_sub(1);
-        if let Err(e) = result {
+        if let Err(e) = under_way.losses.ended(result, losses) {
             under_way.error.get_or_insert(e);
         }
         if under_way.left > 0 {
@@ -187,6 +193,7 @@ impl Requests {
                 len: 0,
                 data: None,
                 ring: under_way.ring,
+                forces: true,
             };
             return Some(Begun::Operations(SmallVec::from_iter([flush])));
         }

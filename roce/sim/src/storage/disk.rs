@@ -70,6 +70,8 @@ pub(crate) struct SimDisk {
     cache: BTreeMap<u64, Vec<Cached>>,
     seq: u64,
     pub(crate) faults: DiskFaults,
+    /// No write and no flush of it ever fails.
+    sound: bool,
 }
 
 impl SimDisk {
@@ -79,8 +81,13 @@ impl SimDisk {
             durable: vec![0; blocks as usize],
             cache: BTreeMap::new(),
             seq: 0,
+            sound: faults.write_error + faults.flush_error == 0.0,
             faults,
         }
+    }
+
+    pub(crate) fn is_sound(&self) -> bool {
+        self.sound
     }
 
     pub(crate) fn blocks(&self) -> u64 {

@@ -265,6 +265,9 @@ impl ClientSide {
             Err(_) => false,
         };
         bench.coverage.note_if("lost writes told", told);
+        if op.op.makes_durable() && result == Err(Errno::EIO) && !told && bench.disks[device].is_sound() {
+            return Err(format!("client {client}: {:?} fails, and nothing was lost", op.op));
+        }
         match (op.op, result) {
             (BlockOp::Read, Ok(())) => self.check_read(now, op, data, bench)?,
             (BlockOp::Flush, Ok(())) => {

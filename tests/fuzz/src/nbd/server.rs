@@ -237,7 +237,7 @@ impl<'a> Server<'a> {
             !forced || (g.fua && g.write_cache),
             "the device can't force, or need not"
         );
-        self.conn.done(self.now, q.key, Ok(()), q.data);
+        self.conn.done(self.now, q.key, Ok(()), q.data, 0);
     }
 
     /// One receiving call; whether it brought something.
