@@ -252,9 +252,9 @@ impl Device {
     /// At the device's limit, with rights that don't go together, or when the addresses would wrap.
     ///
     /// # Safety
-    /// The `len` bytes at `ptr` must stay readable, and writable if `access` allows any write, until the drop of the last
-    /// clone of the returned region has returned. Peers change them at any time, so the program must not hold Rust
-    /// references to them meanwhile.
+    /// Until the drop of the last clone of the returned region has returned, peers read and write the `len` bytes at `ptr` at any
+    /// time, and the program must not hold Rust references to them. It may unmap or protect them: work that needs a page that is
+    /// not there fails with an error. What it puts in their place is accessed as they were.
     pub unsafe fn register_mr(
         &self,
         pd: &Pd,

@@ -2,6 +2,8 @@
 
 use thiserror::Error;
 
+use crate::fault::Fault;
+
 /// Why a memory object could not be made or released.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 pub enum MemError {
@@ -54,17 +56,23 @@ pub enum KeyError {
     Access,
 }
 
-/// The memory was taken back: its region was deregistered, its fast registration or window invalidated.
+/// Why an access to memory failed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
-#[error("the memory has been taken back")]
-pub struct Revoked;
+pub enum AccessError {
+    /// The memory was taken back: its region was deregistered, its fast registration or window invalidated.
+    #[error("the memory has been taken back")]
+    Revoked,
+    /// The program has unmapped or protected the memory, or its file is too short.
+    #[error(transparent)]
+    Fault(#[from] Fault),
+}
 
 /// Why a FLUSH was not done.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 pub enum FlushError {
-    /// The memory was taken back.
+    /// The memory can't be accessed.
     #[error(transparent)]
-    Revoked(#[from] Revoked),
+    Access(#[from] AccessError),
     /// The system could not make the bytes persistent.
     #[error("the memory could not be made persistent")]
     Failed,
@@ -73,9 +81,9 @@ pub enum FlushError {
 /// Why an atomic operation was not done.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 pub enum AtomicError {
-    /// The memory was taken back.
+    /// The memory can't be accessed.
     #[error(transparent)]
-    Revoked(#[from] Revoked),
+    Access(#[from] AccessError),
     /// The word is not 8 bytes on a naturally aligned address (IBA C9-113).
     #[error("the word is not 8 aligned bytes")]
     Misaligned,

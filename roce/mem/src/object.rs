@@ -72,9 +72,10 @@ impl Region {
     /// Copies bytes out, also after deregistration if the region owns its memory.
     ///
     /// # Errors
-    /// When the range is outside the region, or all of it is: memory that was lent and is deregistered. Nothing is copied.
+    /// When the range is outside the region, or all of it is: memory that was lent and is deregistered. Nothing is copied then. Or when
+    /// memory that was lent is missing.
     pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<(), RangeError> {
-        match !self.mapping.is_returned() && self.mapping.copy_out(offset, out) {
+        match !self.mapping.is_returned() && self.mapping.copy_out(offset, out).is_ok() {
             true => Ok(()),
             false => Err(self.range_error(offset, out.len())),
         }
@@ -85,7 +86,7 @@ impl Region {
     /// # Errors
     /// As [`Region::read`].
     pub fn write(&self, offset: usize, data: &[u8]) -> Result<(), RangeError> {
-        match !self.mapping.is_returned() && self.mapping.copy_in(offset, data) {
+        match !self.mapping.is_returned() && self.mapping.copy_in(offset, data).is_ok() {
             true => Ok(()),
             false => Err(self.range_error(offset, data.len())),
         }

@@ -59,19 +59,19 @@ impl Pages {
     /// Copies bytes out.
     ///
     /// # Errors
-    /// When the range is outside; nothing is copied.
+    /// When the range is outside, and nothing is copied; or when memory of others is missing.
     pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<(), RangeError> {
         let done = self.mapping.copy_out(offset, out);
-        done.then_some(()).ok_or_else(|| self.outside(offset, out.len()))
+        done.map_err(|_| self.outside(offset, out.len()))
     }
 
     /// Copies bytes in.
     ///
     /// # Errors
-    /// When the range is outside; nothing is copied.
+    /// When the range is outside, and nothing is copied; or when memory of others is missing.
     pub fn write(&self, offset: usize, data: &[u8]) -> Result<(), RangeError> {
         let done = self.mapping.copy_in(offset, data);
-        done.then_some(()).ok_or_else(|| self.outside(offset, data.len()))
+        done.map_err(|_| self.outside(offset, data.len()))
     }
 }
 

@@ -4,7 +4,7 @@ use std::cell::Cell;
 
 use smallvec::SmallVec;
 
-use crate::{error::Revoked, span::Span};
+use crate::{error::AccessError, span::Span};
 
 /// Spans read and written as one run of bytes.
 ///
@@ -47,13 +47,13 @@ impl SgList {
         &self,
         offset: usize,
         len: usize,
-        mut f: impl FnMut(&Span, usize, usize, usize) -> Result<(), Revoked>,
-    ) -> Result<(), Revoked> {
+        mut f: impl FnMut(&Span, usize, usize, usize) -> Result<(), AccessError>,
+    ) -> Result<(), AccessError> {
         if len == 0 {
             return Ok(());
         }
         if offset > self.len || len > self.len - offset {
-            return Err(Revoked);
+            return Err(AccessError::Revoked);
         }
         let (mut index, mut start) = self.hint.get();
         if start > offset {
@@ -74,14 +74,14 @@ impl SgList {
             start += span.len();
             index += 1;
         }
-        Err(Revoked)
+        Err(AccessError::Revoked)
     }
 
     /// Copies bytes out.
     ///
     /// # Errors
-    /// When memory was taken back, or the range leaves the list. Some bytes may have been copied.
-    pub fn read_at(&self, offset: usize, out: &mut [u8]) -> Result<(), Revoked> {
+    /// When memory was taken back or is missing, or the range leaves the list. Some bytes may have been copied.
+    pub fn read_at(&self, offset: usize, out: &mut [u8]) -> Result<(), AccessError> {
         let len = out.len();
         self.for_range(offset, len, |span, within, at, n| {
             span.read(within, &mut out[at..at + n])
@@ -91,8 +91,8 @@ impl SgList {
     /// Copies bytes in.
     ///
     /// # Errors
-    /// When memory was taken back, or the range leaves the list. Some bytes may have been copied.
-    pub fn write_at(&self, offset: usize, data: &[u8]) -> Result<(), Revoked> {
+    /// When memory was taken back or is missing, or the range leaves the list. Some bytes may have been copied.
+    pub fn write_at(&self, offset: usize, data: &[u8]) -> Result<(), AccessError> {
         self.for_range(offset, data.len(), |span, within, at, n| {
             span.write(within, &data[at..at + n])
         })

@@ -2,22 +2,28 @@
 
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc},
-    ptr::{self, NonNull},
+    ptr::NonNull,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering, fence},
+        atomic::{AtomicBool, Ordering, fence},
     },
 };
 
 use roce_verbs::provider::Memory;
 
-use crate::error::{AtomicError, FlushError, MemError, Revoked};
+use crate::{
+    error::{AccessError, AtomicError, FlushError, MemError},
+    fault,
+};
 
 /// Alignment of allocated regions, bytes.
 const PAGE: usize = 4096;
 /// From here on an allocation makes its own page alignment: the allocator gives out zero pages that nobody has touched
 /// only where it is not asked for alignment, and would fill these by hand, which occupies them.
 const LARGE: usize = 256 << 10;
+
+/// Error of a range outside of a mapping: a bug of the caller's, answered like memory that is gone.
+const OUTSIDE: AccessError = AccessError::Revoked;
 
 /// How lent memory is made to survive the loss of power: `msync` of a file mapping, or the cache flushes of persistent
 /// memory.
@@ -114,6 +120,7 @@ impl Mapping {
             return None;
         }
         let ptr = NonNull::new(memory.as_ptr().wrapping_add(offset))?;
+        fault::install();
         Some(Self::whole(Backing {
             ptr,
             len,
@@ -126,9 +133,10 @@ impl Mapping {
     /// Memory of the program.
     ///
     /// # Safety
-    /// `ptr` must stay readable and writable for `len` bytes until the mapping is revoked and no access is under way.
+    /// Until the mapping is revoked and no access is under way, `len` bytes from `ptr` on hold no Rust object. They need not be there.
     pub(crate) unsafe fn borrow(ptr: *mut u8, len: usize, persist: Option<Arc<dyn Persist>>) -> Arc<Self> {
         let ptr = NonNull::new(ptr).unwrap_or(NonNull::dangling());
+        fault::install();
         Self::whole(Backing {
             ptr,
             len,
@@ -243,67 +251,60 @@ impl Mapping {
     }
 
     /// Calls `f` for the pieces of a range of a scattered mapping, in order: with the piece's mapping, the offset in it, and which
-    /// bytes of the range these are. `false` when the range is outside, or `f` says so.
+    /// bytes of the range these are.
+    ///
+    /// # Errors
+    /// When the range is outside, and those of `f`.
     fn for_pieces(
         &self,
         offset: usize,
         len: usize,
-        mut f: impl FnMut(&Self, usize, core::ops::Range<usize>) -> bool,
-    ) -> bool {
+        mut f: impl FnMut(&Self, usize, core::ops::Range<usize>) -> Result<(), AccessError>,
+    ) -> Result<(), AccessError> {
         if !self.holds(offset, len) {
-            return false;
+            return Err(OUTSIDE);
         }
         let Some(first) = self.piece_of(offset).filter(|_| len > 0) else {
-            return true;
+            return Ok(());
         };
         let mut done = 0;
         for piece in &self.pieces[first..] {
             let within = offset + done - piece.at;
             let n = (piece.mapping.len - within).min(len - done);
-            if !f(&piece.mapping, within, done..done + n) {
-                return false;
-            }
+            f(&piece.mapping, within, done..done + n)?;
             done += n;
             if done == len {
-                break;
+                return Ok(());
             }
         }
-        done == len
+        Err(OUTSIDE)
     }
 
-    /// Copies out, whether revoked or not: the caller knows that the backing is still there. `false` when out of range.
-    pub(crate) fn copy_out(&self, offset: usize, out: &mut [u8]) -> bool {
+    /// Copies out, whether revoked or not: the caller knows that no Rust object is in the place of the backing.
+    ///
+    /// # Errors
+    /// When the range is outside, or the memory missing. Some bytes may have been copied.
+    pub(crate) fn copy_out(&self, offset: usize, out: &mut [u8]) -> Result<(), AccessError> {
         if !self.pieces.is_empty() {
             return self.for_pieces(offset, out.len(), |piece, at, part| piece.copy_out(at, &mut out[part]));
         }
-        let Some(src) = self.range(offset, out.len()) else {
-            return false;
-        };
-        // SAFETY: `src` is valid for `out.len()` bytes (checked by `range` against the backing, which lives as long as
-        // `self` or, when lent, as the lender promised). `out` is a Rust slice, and registered memory never is one, so
-        // they don't overlap. Concurrent writers may tear the bytes; they are only ever treated as plain bytes.
-        unsafe { ptr::copy_nonoverlapping(src, out.as_mut_ptr(), out.len()) }
-        true
+        let src = self.range(offset, out.len()).ok_or(OUTSIDE)?;
+        // SAFETY: `out.len()` bytes of the backing (checked by `range`), which lives as long as `self` or is the program's.
+        Ok(unsafe { fault::read(src, out) }?)
     }
 
     /// Copies in, as [`Mapping::copy_out`]. The last byte comes after all others: although no order is promised (IBA 9.5),
     /// HCAs write from the front, and programs wait for the last byte of what a peer WRITEs.
-    pub(crate) fn copy_in(&self, offset: usize, data: &[u8]) -> bool {
+    ///
+    /// # Errors
+    /// As [`Mapping::copy_out`].
+    pub(crate) fn copy_in(&self, offset: usize, data: &[u8]) -> Result<(), AccessError> {
         if !self.pieces.is_empty() {
             return self.for_pieces(offset, data.len(), |piece, at, part| piece.copy_in(at, &data[part]));
         }
-        let Some(dst) = self.range(offset, data.len()) else {
-            return false;
-        };
-        let Some((last, others)) = data.split_last() else {
-            return true;
-        };
-        // SAFETY: as in `copy_out`, with the roles exchanged.
-        unsafe { ptr::copy_nonoverlapping(others.as_ptr(), dst, others.len()) }
-        // SAFETY: the last of the bytes that `dst` is valid for. Others may use it at any time, which `AtomicU8` allows.
-        let end = unsafe { AtomicU8::from_ptr(dst.add(others.len())) };
-        end.store(*last, Ordering::Release);
-        true
+        let dst = self.range(offset, data.len()).ok_or(OUTSIDE)?;
+        // SAFETY: as in `copy_out`.
+        Ok(unsafe { fault::write(dst, data) }?)
     }
 }
 
@@ -345,63 +346,57 @@ impl Span {
         self.mapping.is_revoked()
     }
 
-    fn check(&self, offset: usize, len: usize) -> Result<usize, Revoked> {
-        // Reaching outside is the caller's bug, and answered like memory that is gone.
-        if offset > self.len || len > self.len - offset || self.mapping.is_revoked() {
-            return Err(Revoked);
+    fn check(&self, offset: usize, len: usize) -> Result<usize, AccessError> {
+        if offset > self.len || len > self.len - offset {
+            return Err(OUTSIDE);
         }
-        Ok(self.offset + offset)
+        match self.mapping.is_revoked() {
+            true => Err(AccessError::Revoked),
+            false => Ok(self.offset + offset),
+        }
     }
 
     /// Copies bytes out.
     ///
     /// # Errors
-    /// When the memory was taken back, or the range leaves the span.
+    /// When the memory was taken back or is missing, or the range leaves the span. Some bytes may have been copied.
     #[inline]
-    pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<(), Revoked> {
+    pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<(), AccessError> {
         let at = self.check(offset, out.len())?;
-        if self.mapping.copy_out(at, out) {
-            Ok(())
-        } else {
-            Err(Revoked)
-        }
+        self.mapping.copy_out(at, out)
     }
 
     /// Copies bytes in.
     ///
     /// # Errors
-    /// When the memory was taken back, or the range leaves the span.
+    /// When the memory was taken back or is missing, or the range leaves the span. Some bytes may have been copied.
     #[inline]
-    pub fn write(&self, offset: usize, data: &[u8]) -> Result<(), Revoked> {
+    pub fn write(&self, offset: usize, data: &[u8]) -> Result<(), AccessError> {
         let at = self.check(offset, data.len())?;
-        if self.mapping.copy_in(at, data) {
-            Ok(())
-        } else {
-            Err(Revoked)
-        }
+        self.mapping.copy_in(at, data)
     }
 
-    fn word(&self) -> Result<&AtomicU64, AtomicError> {
+    /// Address of the aligned word that the span is.
+    fn word(&self) -> Result<*mut u64, AtomicError> {
         if self.len != 8 {
             return Err(AtomicError::Misaligned);
         }
         let at = self.check(0, 8)?;
-        let ptr = self.mapping.range(at, 8).ok_or(Revoked)?.cast::<u64>();
-        if !ptr.is_aligned() {
-            return Err(AtomicError::Misaligned);
+        let ptr = self.mapping.range(at, 8).ok_or(OUTSIDE)?.cast::<u64>();
+        match ptr.is_aligned() {
+            true => Ok(ptr),
+            false => Err(AtomicError::Misaligned),
         }
-        // SAFETY: 8 valid, aligned bytes (just checked); the borrow of `self` keeps the mapping for the reference's
-        // life. Others may change the word at any time, which `AtomicU64` allows.
-        Ok(unsafe { AtomicU64::from_ptr(ptr) })
     }
 
     /// Stores all of the 8-byte word that the span is at once, given as its bytes in memory order.
     ///
     /// # Errors
-    /// When the span is not one aligned word, or the memory was taken back.
+    /// When the span is not one aligned word, or the memory was taken back or is missing.
     pub fn store(&self, bytes: [u8; 8]) -> Result<(), AtomicError> {
-        self.word()?.store(u64::from_ne_bytes(bytes), Ordering::Release);
-        Ok(())
+        let word = self.word()?;
+        // SAFETY: 8 bytes of the backing, on an aligned address, as in `Mapping::copy_out`.
+        Ok(unsafe { fault::store(word, u64::from_ne_bytes(bytes)) }.map_err(AccessError::from)?)
     }
 
     /// Makes what was written to the span before visible to everybody, and if asked persistent (FLUSH).
@@ -424,21 +419,20 @@ impl Span {
     /// Adds to the 8-byte word that the span is, in the host's byte order, and returns the former value.
     ///
     /// # Errors
-    /// When the span is not one aligned word, or the memory was taken back.
+    /// When the span is not one aligned word, or the memory was taken back or is missing.
     pub fn fetch_add(&self, add: u64) -> Result<u64, AtomicError> {
-        Ok(self.word()?.fetch_add(add, Ordering::AcqRel))
+        let word = self.word()?;
+        // SAFETY: as in `store`.
+        Ok(unsafe { fault::fetch_add(word, add) }.map_err(AccessError::from)?)
     }
 
     /// Stores `swap` if the word equals `compare`, and returns the former value either way.
     ///
     /// # Errors
-    /// When the span is not one aligned word, or the memory was taken back.
+    /// When the span is not one aligned word, or the memory was taken back or is missing.
     pub fn compare_swap(&self, compare: u64, swap: u64) -> Result<u64, AtomicError> {
         let word = self.word()?;
-        Ok(
-            match word.compare_exchange(compare, swap, Ordering::AcqRel, Ordering::Acquire) {
-                Ok(old) | Err(old) => old,
-            },
-        )
+        // SAFETY: as in `store`.
+        Ok(unsafe { fault::compare_swap(word, compare, swap) }.map_err(AccessError::from)?)
     }
 }

@@ -406,9 +406,10 @@ impl MemoryTable {
     /// At a limit, with rights that don't go together, or when the addresses would wrap.
     ///
     /// # Safety
-    /// `ptr` must stay readable, and writable if `access` allows any write, for `len` bytes until
-    /// [`MemoryTable::deregister`] has returned, every lock under which a queue pair of this table works has been passed
-    /// once, and no call of [`Region::read`] or [`Region::write`] is under way. The bytes may change at any time, so the program must not hold Rust references to them meanwhile.
+    /// Until [`MemoryTable::deregister`] has returned, every lock under which a queue pair of this table works has been passed once,
+    /// and no call of [`Region::read`] or [`Region::write`] is under way, the `len` bytes from `ptr` on are read and written at any
+    /// time, and the program must not hold Rust references to them. It may unmap or protect them: accesses fail then. What it puts in
+    /// their place is accessed as they were.
     pub unsafe fn register(
         &self,
         pd: PdHandle,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use roce_bth::{LKey, Qpn, RKey};
-use roce_mem::{AtomicError, KeyError, MemError, MemoryTable, PdHandle, Region, Revoked, SgList, Span, WindowKind};
+use roce_mem::{AccessError, AtomicError, KeyError, MemError, MemoryTable, PdHandle, Region, SgList, Span, WindowKind};
 use roce_verbs::{
     AccessFlags, DeviceLimits, Sge,
     wr::{BindWindow, FastRegister},
@@ -128,9 +128,9 @@ fn revocation_reaches_spans_but_not_the_owner() {
     let part = span.slice(8, 8).unwrap();
     span.write(0, &[1; 64]).unwrap();
     t.deregister(&r).unwrap();
-    assert_eq!(span.write(0, &[2; 64]), Err(Revoked));
-    assert_eq!(part.read(0, &mut [0; 8]), Err(Revoked));
-    assert_eq!(part.fetch_add(1), Err(AtomicError::Revoked(Revoked)));
+    assert_eq!(span.write(0, &[2; 64]), Err(AccessError::Revoked));
+    assert_eq!(part.read(0, &mut [0; 8]), Err(AccessError::Revoked));
+    assert_eq!(part.fetch_add(1), Err(AtomicError::Access(AccessError::Revoked)));
     assert!(span.is_revoked());
     assert_eq!(
         remote(&t, pd, r.rkey(), r.addr(), 64, AccessFlags::REMOTE_WRITE).err(),
@@ -291,13 +291,13 @@ fn a_fast_region_opens_and_closes_in_turn() {
         "still open"
     );
     t.invalidate(pd, QP, key).unwrap();
-    assert_eq!(span.write(0, &[4]), Err(Revoked));
+    assert_eq!(span.write(0, &[4]), Err(AccessError::Revoked));
     assert_eq!(get(key, 0x10_0000, 1).err(), Some(KeyError::Closed));
     t.fast_register(pd, &grant(key.next(), &r, 0, 4096)).unwrap();
     let span = get(key.next(), 0x10_0000, 4096).unwrap();
     // The backing region takes everything with it.
     t.deregister(&r).unwrap();
-    assert_eq!(span.read(0, &mut [0]), Err(Revoked));
+    assert_eq!(span.read(0, &mut [0]), Err(AccessError::Revoked));
 }
 
 #[test]
@@ -387,7 +387,7 @@ fn a_type_2_window_belongs_to_its_queue_pair() {
     );
     assert_eq!(t.invalidate(pd, Qpn::new(4), key), Err(KeyError::WrongQp));
     t.invalidate(pd, QP, key).unwrap();
-    assert_eq!(span.read(0, &mut [0]), Err(Revoked));
+    assert_eq!(span.read(0, &mut [0]), Err(AccessError::Revoked));
     // Zero-based: addresses are offsets.
     t.bind_window(pd, QP, &bind(key.next(), &r, 64, 64, rights | AccessFlags::ZERO_BASED))
         .unwrap();
@@ -533,7 +533,7 @@ fn many_threads_use_the_table_while_keys_come_and_go() {
                     let word = remote(t, pd, shared.rkey(), shared.addr(), 8, AccessFlags::REMOTE_ATOMIC).unwrap();
                     word.fetch_add(1).unwrap();
                     t.deregister(&r).unwrap();
-                    assert_eq!(span.write(0, &[0]), Err(Revoked));
+                    assert_eq!(span.write(0, &[0]), Err(AccessError::Revoked));
                     let mut out = [0; 128];
                     r.read(0, &mut out).unwrap();
                     assert_eq!(out, [n; 128]);
@@ -623,12 +623,12 @@ fn pieces_end_with_their_key_and_with_any_of_their_regions() {
     let key = scattered(&t, pd, &a, &b);
     let span = remote(&t, pd, key, 0x1000, 16, write).unwrap();
     t.invalidate(pd, QP, key).unwrap();
-    assert_eq!(span.write(0, &[1]).unwrap_err(), Revoked);
+    assert_eq!(span.write(0, &[1]).unwrap_err(), AccessError::Revoked);
     assert_eq!(remote(&t, pd, key, 0x1000, 1, write).unwrap_err(), KeyError::Closed);
     let key = scattered(&t, pd, &a, &b);
     let span = remote(&t, pd, key, 0x1000, 16, write).unwrap();
     t.deregister(&b).unwrap();
-    assert_eq!(span.write(0, &[1]).unwrap_err(), Revoked);
+    assert_eq!(span.write(0, &[1]).unwrap_err(), AccessError::Revoked);
 }
 
 #[test]

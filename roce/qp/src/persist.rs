@@ -71,7 +71,7 @@ impl QueuePair {
     /// Earlier requests are already in memory. The FLUSH ensures their visibility and persistence.
     pub(crate) fn start_flush(&mut self, ctx: &Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<bool, Refusal> {
         let failed = |e| match e {
-            FlushError::Revoked(_) => Refusal::RKey,
+            FlushError::Access(_) => Refusal::RKey,
             FlushError::Failed => Refusal::Persist,
         };
         if let Some(result) = self.resp.persisted.take() {

@@ -869,7 +869,7 @@ impl QueuePair {
 
 fn atomic_refusal(e: AtomicError) -> Refusal {
     match e {
-        AtomicError::Revoked(_) => Refusal::RKey,
+        AtomicError::Access(_) => Refusal::RKey,
         AtomicError::Misaligned => Refusal::Misaligned,
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use roce_bth::{Class, Opcode};
-use roce_mem::{MemoryTable, PdHandle, Revoked, SgList};
+use roce_mem::{AccessError, MemoryTable, PdHandle, SgList};
 use roce_verbs::{AccessFlags, Payload, SendFlags, SendOp, SendWr, Sge, Target, WcOpcode, WcStatus};
 use smallvec::SmallVec;
 
@@ -113,23 +113,23 @@ impl Data {
     }
 
     /// Copies a range out.
-    pub(crate) fn read_at(&self, offset: usize, out: &mut [u8]) -> Result<(), Revoked> {
+    pub(crate) fn read_at(&self, offset: usize, out: &mut [u8]) -> Result<(), AccessError> {
         match self {
             Self::List(list) => list.read_at(offset, out),
             Self::Inline(bytes) => {
                 let src = offset.checked_add(out.len()).and_then(|end| bytes.get(offset..end));
-                out.copy_from_slice(src.ok_or(Revoked)?);
+                out.copy_from_slice(src.ok_or(AccessError::Revoked)?);
                 Ok(())
             }
-            Self::Sges(_) => Err(Revoked),
+            Self::Sges(_) => Err(AccessError::Revoked),
         }
     }
 
     /// Copies a range in.
-    pub(crate) fn write_at(&self, offset: usize, data: &[u8]) -> Result<(), Revoked> {
+    pub(crate) fn write_at(&self, offset: usize, data: &[u8]) -> Result<(), AccessError> {
         match self {
             Self::List(list) => list.write_at(offset, data),
-            _ => Err(Revoked),
+            _ => Err(AccessError::Revoked),
         }
     }
 }

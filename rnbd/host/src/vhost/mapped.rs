@@ -1,36 +1,46 @@
 //! Memory that a front end shares by a descriptor, mapped.
 //!
-//! Who has the descriptor can make the file shorter at any time, and whoever touches a page then that is gone is killed by SIGBUS. So
-//! mappings are known to a handler of that signal, which puts zeroed memory in the place of such a mapping: the copy goes on, and the
-//! front end is cut off afterwards because its mapping [is gone](Mapped::is_gone). Files that are sealed against it, as QEMU's are by
-//! default, can't get there.
+//! Who has the descriptor can truncate the file at any time, and an access behind its end is a SIGBUS. So each mapping has a
+//! [`Guard`], which puts zeroed memory in its place: the copy goes on, and the front end is cut off afterwards because its mapping
+//! [is gone](Mapped::is_gone). Files that are sealed against it, as QEMU's are by default, can't get there.
 
 use std::{
     io,
     os::fd::{AsRawFd, BorrowedFd, OwnedFd},
     ptr::{self, NonNull},
-    sync::{
-        Arc, Once,
-        atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering},
-    },
+    sync::Arc,
 };
 
+use roce_mem::fault::Guard;
 use roce_verbs::provider::Memory;
 
 const PAGE: usize = 4096;
 /// The largest page that a file's mappings may have to begin with.
 const LARGEST_PAGE: usize = 1 << 30;
 
+/// A mapping, which begins and ends on the file's pages.
+#[derive(Debug)]
+struct Mapping {
+    base: NonNull<u8>,
+    len: usize,
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours, and nothing uses it any more.
+        unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
 /// A part of a file in memory, shared with everybody who has the file, to read and write.
 #[derive(Debug)]
 pub(crate) struct Mapped {
-    /// The mapping, which begins and ends on the file's pages.
-    base: NonNull<u8>,
-    whole: usize,
+    /// Dropped before the mapping, whose place others may take then.
+    guard: Guard,
+    mapping: Mapping,
     /// First byte of ours in it.
     offset: usize,
     len: usize,
-    guard: &'static Guard,
 }
 
 // SAFETY: the memory is shared with other processes anyway; it is only read and written by raw copies and atomics.
@@ -64,7 +74,7 @@ impl Mapped {
             return Err(invalid(format!("{len} bytes at {offset} can't be mapped")));
         };
         let flags = libc::MAP_SHARED | libc::MAP_NORESERVE;
-        // SAFETY: a new mapping, which nobody else knows of.
+        // SAFETY: a new mapping.
         let base = unsafe {
             libc::mmap(
                 ptr::null_mut(),
@@ -79,36 +89,29 @@ impl Mapped {
             return Err(io::Error::last_os_error());
         }
         let base = NonNull::new(base.cast()).ok_or_else(|| invalid("a mapping at address zero".into()))?;
+        let mapping = Mapping { base, len: whole };
         Ok(Arc::new(Self {
-            base,
-            whole,
+            // SAFETY: the new mapping, of whole pages, which lives longer than its guard.
+            guard: unsafe { Guard::new(base.as_ptr(), whole) },
+            mapping,
             offset: within,
             len: len as usize,
-            guard: Guard::over(base.addr().get(), whole),
         }))
     }
 
     /// The file has become shorter than the mapping: what is here now is nobody's.
     pub(crate) fn is_gone(&self) -> bool {
-        self.guard.hit.load(Ordering::Acquire)
+        self.guard.is_hit()
     }
 
     /// First byte; never make a reference from it.
     pub(crate) fn start(&self) -> *mut u8 {
-        self.base.as_ptr().wrapping_add(self.offset)
+        self.mapping.base.as_ptr().wrapping_add(self.offset)
     }
 
     /// Bytes.
     pub(crate) fn size(&self) -> usize {
         self.len
-    }
-}
-
-impl Drop for Mapped {
-    fn drop(&mut self) {
-        self.guard.end();
-        // SAFETY: the mapping is ours, and nobody can get at it any more.
-        unsafe { libc::munmap(self.base.as_ptr().cast(), self.whole) };
     }
 }
 
@@ -133,134 +136,6 @@ pub(crate) fn sealed_file(len: u64) -> io::Result<OwnedFd> {
     rustix::fs::ftruncate(&file, len)?;
     rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
     Ok(file)
-}
-
-/// A mapping as the signal handler finds it. They are never freed, but used again.
-#[derive(Debug, Default)]
-struct Guard {
-    /// First byte; 0: it guards nothing.
-    start: AtomicUsize,
-    len: AtomicUsize,
-    /// It was replaced.
-    hit: AtomicBool,
-    /// Somebody has it.
-    taken: AtomicBool,
-    next: AtomicPtr<Guard>,
-}
-
-/// The first of all guards.
-static GUARDS: AtomicPtr<Guard> = AtomicPtr::new(ptr::null_mut());
-/// What was done about SIGBUS before, by address of the action; it is never freed.
-static BEFORE: AtomicPtr<libc::sigaction> = AtomicPtr::new(ptr::null_mut());
-
-impl Guard {
-    fn all() -> impl Iterator<Item = &'static Self> {
-        let from = |at: &AtomicPtr<Self>| {
-            // SAFETY: guards are leaked when they are made, and complete when they are linked.
-            unsafe { at.load(Ordering::Acquire).as_ref() }
-        };
-        core::iter::successors(from(&GUARDS), move |guard| from(&guard.next))
-    }
-
-    /// Guards a mapping that nobody has touched yet.
-    fn over(start: usize, len: usize) -> &'static Self {
-        static INSTALLED: Once = Once::new();
-        INSTALLED.call_once(install);
-        let free = |guard: &&'static Self| !guard.taken.swap(true, Ordering::AcqRel);
-        let guard = Self::all().find(free).unwrap_or_else(Self::link);
-        guard.hit.store(false, Ordering::Relaxed);
-        guard.len.store(len, Ordering::Relaxed);
-        guard.start.store(start, Ordering::Release);
-        guard
-    }
-
-    /// One more.
-    fn link() -> &'static Self {
-        let guard: &'static Self = Box::leak(Box::new(Self {
-            taken: AtomicBool::new(true),
-            ..Self::default()
-        }));
-        let mut first = GUARDS.load(Ordering::Acquire);
-        loop {
-            guard.next.store(first, Ordering::Relaxed);
-            let this = ptr::from_ref(guard).cast_mut();
-            match GUARDS.compare_exchange_weak(first, this, Ordering::AcqRel, Ordering::Acquire) {
-                Ok(_) => return guard,
-                Err(other) => first = other,
-            }
-        }
-    }
-
-    fn end(&self) {
-        self.start.store(0, Ordering::Release);
-        self.taken.store(false, Ordering::Release);
-    }
-
-    /// Puts zeroed memory in the place of the mapping that an address lies in, if one is guarded. Called by the signal handler: atomics
-    /// and one system call.
-    fn replace(addr: usize) -> bool {
-        for guard in Self::all() {
-            let start = guard.start.load(Ordering::Acquire);
-            let len = guard.len.load(Ordering::Relaxed);
-            if start == 0 || !(start..start.saturating_add(len)).contains(&addr) {
-                continue;
-            }
-            guard.hit.store(true, Ordering::Release);
-            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
-            // SAFETY: whoever has just touched the mapping keeps it alive, so all of the range is its own, and nothing else is replaced.
-            let at = unsafe {
-                libc::mmap(
-                    ptr::with_exposed_provenance_mut(start),
-                    len,
-                    libc::PROT_READ | libc::PROT_WRITE,
-                    flags,
-                    -1,
-                    0,
-                )
-            };
-            return at != libc::MAP_FAILED;
-        }
-        false
-    }
-}
-
-fn install() {
-    // SAFETY: all-zero is a valid action to fill in.
-    let mut action: libc::sigaction = unsafe { core::mem::zeroed() };
-    let handler: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) = on_bus_error;
-    action.sa_sigaction = handler as usize;
-    action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_NODEFER;
-    // SAFETY: as above.
-    let mut before: libc::sigaction = unsafe { core::mem::zeroed() };
-    // SAFETY: the handler calls nothing but what may be called in one.
-    let done = unsafe { libc::sigaction(libc::SIGBUS, &raw const action, &raw mut before) };
-    if done == 0 {
-        BEFORE.store(Box::into_raw(Box::new(before)), Ordering::Release);
-    } else {
-        let error = io::Error::last_os_error();
-        tracing::warn!("a front end that makes its memory's file shorter will end this process: {error}");
-    }
-}
-
-extern "C" fn on_bus_error(signal: libc::c_int, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
-    // SAFETY: the system gives a handler with SA_SIGINFO its information; of SIGBUS that has an address.
-    let addr = unsafe { info.as_ref().map(|info| info.si_addr() as usize) };
-    // SAFETY: errno is the thread's own, and stays as it was for whoever was interrupted.
-    let errno = unsafe { *libc::__errno_location() };
-    let replaced = addr.is_some_and(Guard::replace);
-    // SAFETY: as above.
-    unsafe { *libc::__errno_location() = errno };
-    if !replaced {
-        // The instruction is tried again, and meets what was there before us.
-        let before = BEFORE.load(Ordering::Acquire);
-        if before.is_null() {
-            // SAFETY: a plain call.
-            unsafe { libc::signal(signal, libc::SIG_DFL) };
-        } else {
-            // SAFETY: an action that the system has given us, never freed.
-            unsafe { libc::sigaction(signal, before, ptr::null_mut()) };
-        }
-    }
 }
 
 #[cfg(test)]
@@ -305,7 +180,7 @@ mod tests {
         pages(&beside).write(0, b"stays").unwrap();
         pages(&mapped).write(0, b"goes").unwrap();
         ftruncate(&file, 4096).unwrap();
-        assert!(!mapped.is_gone(), "nobody has touched it");
+        assert!(!mapped.is_gone(), "nothing has touched it");
         let mut out = [1; 4];
         pages(&mapped).read(8192, &mut out).unwrap();
         assert_eq!(out, [0; 4]);

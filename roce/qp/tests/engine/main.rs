@@ -12,6 +12,7 @@ mod hostile;
 mod lifecycle;
 mod long_paths;
 mod memory_placement;
+mod missing_pages;
 mod operations;
 mod quiet;
 mod recovery;

@@ -18,8 +18,8 @@ use crate::{
 /// Memory that its owner lends to devices. Peers may change it at any time, so nobody makes a reference to its bytes.
 ///
 /// # Safety
-/// `as_ptr` is the same all the time, and valid for reads and writes of `len` bytes from any thread as long as the value
-/// lives.
+/// `as_ptr` is the same all the time. As long as the value lives, the `len` bytes there are its memory, for reads and writes from any
+/// thread. Pages of it may be missing or protected: an access to one fails.
 #[allow(unsafe_code, reason = "a promise that implementors make; nothing here uses it")]
 pub unsafe trait Memory: Send + Sync + core::fmt::Debug + 'static {
     /// First byte.

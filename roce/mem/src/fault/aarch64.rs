@@ -1,0 +1,172 @@
+//! Copies and atomics for 64-bit ARM.
+
+use core::arch::global_asm;
+
+// As on x86-64: leaves that keep the stack pointer and the link register, and return 0.
+global_asm!(
+    ".pushsection .text.roce_mem_fault,\"ax\",@progbits
+    .p2align 6
+    .globl roce_mem_fault_begin, roce_mem_fault_end, roce_mem_fault_landing
+    .globl roce_mem_fault_copy, roce_mem_fault_store_byte
+    .globl roce_mem_fault_store, roce_mem_fault_fetch_add, roce_mem_fault_compare_swap
+    .hidden roce_mem_fault_begin, roce_mem_fault_end, roce_mem_fault_landing
+    .hidden roce_mem_fault_copy, roce_mem_fault_store_byte
+    .hidden roce_mem_fault_store, roce_mem_fault_fetch_add, roce_mem_fault_compare_swap
+roce_mem_fault_begin:
+
+    // (to: x0, from: x1, bytes: x2)
+    .type roce_mem_fault_copy,%function
+roce_mem_fault_copy:
+    .cfi_startproc
+    hint #34
+    add x3, x1, x2
+    add x4, x0, x2
+    cmp x2, #16
+    b.lo 3f
+    cmp x2, #32
+    b.hi 2f
+    ldr q0, [x1]
+    ldur q1, [x3, #-16]
+    str q0, [x0]
+    stur q1, [x4, #-16]
+    mov w0, #0
+    ret
+2:  cmp x2, #64
+    b.hi 4f
+    ldp q0, q1, [x1]
+    ldp q2, q3, [x3, #-32]
+    stp q0, q1, [x0]
+    stp q2, q3, [x4, #-32]
+    mov w0, #0
+    ret
+4:  sub x3, x3, #64
+    sub x4, x4, #64
+5:  ldp q0, q1, [x1]
+    ldp q2, q3, [x1, #32]
+    stp q0, q1, [x0]
+    stp q2, q3, [x0, #32]
+    add x1, x1, #64
+    add x0, x0, #64
+    cmp x1, x3
+    b.lo 5b
+    ldp q0, q1, [x3]
+    ldp q2, q3, [x3, #32]
+    stp q0, q1, [x4]
+    stp q2, q3, [x4, #32]
+    mov w0, #0
+    ret
+3:  tbz x2, #3, 6f
+    ldr x5, [x1]
+    ldur x6, [x3, #-8]
+    str x5, [x0]
+    stur x6, [x4, #-8]
+    mov w0, #0
+    ret
+6:  tbz x2, #2, 7f
+    ldr w5, [x1]
+    ldur w6, [x3, #-4]
+    str w5, [x0]
+    stur w6, [x4, #-4]
+    mov w0, #0
+    ret
+7:  cbz x2, 8f
+    ldrb w5, [x1]
+    ldurb w6, [x3, #-1]
+    strb w5, [x0]
+    sturb w6, [x4, #-1]
+    tbz x2, #1, 8f
+    ldrb w5, [x1, #1]
+    strb w5, [x0, #1]
+8:  mov w0, #0
+    ret
+    .cfi_endproc
+    .size roce_mem_fault_copy, . - roce_mem_fault_copy
+
+    // (to: x0, byte: w1)
+    .type roce_mem_fault_store_byte,%function
+roce_mem_fault_store_byte:
+    .cfi_startproc
+    hint #34
+    stlrb w1, [x0]
+    mov w0, #0
+    ret
+    .cfi_endproc
+    .size roce_mem_fault_store_byte, . - roce_mem_fault_store_byte
+
+    // (to: x0, word: x1)
+    .type roce_mem_fault_store,%function
+roce_mem_fault_store:
+    .cfi_startproc
+    hint #34
+    stlr x1, [x0]
+    mov w0, #0
+    ret
+    .cfi_endproc
+    .size roce_mem_fault_store, . - roce_mem_fault_store
+
+    // (word: x0, add: x1, former value: x2)
+    .type roce_mem_fault_fetch_add,%function
+roce_mem_fault_fetch_add:
+    .cfi_startproc
+    hint #34
+2:  ldaxr x3, [x0]
+    add x4, x3, x1
+    stlxr w5, x4, [x0]
+    cbnz w5, 2b
+    str x3, [x2]
+    mov w0, #0
+    ret
+    .cfi_endproc
+    .size roce_mem_fault_fetch_add, . - roce_mem_fault_fetch_add
+
+    // (word: x0, compare: x1, swap: x2, former value: x3)
+    .type roce_mem_fault_compare_swap,%function
+roce_mem_fault_compare_swap:
+    .cfi_startproc
+    hint #34
+    // Stores the former value where it differs: a page that can't be written faults either way, as on x86-64.
+2:  ldaxr x4, [x0]
+    cmp x4, x1
+    csel x6, x2, x4, eq
+    stlxr w5, x6, [x0]
+    cbnz w5, 2b
+    str x4, [x3]
+    mov w0, #0
+    ret
+    .cfi_endproc
+    .size roce_mem_fault_compare_swap, . - roce_mem_fault_compare_swap
+roce_mem_fault_end:
+
+    .type roce_mem_fault_landing,%function
+roce_mem_fault_landing:
+    .cfi_startproc
+    mov w0, #1
+    ret
+    .cfi_endproc
+    .size roce_mem_fault_landing, . - roce_mem_fault_landing
+    .popsection",
+);
+
+unsafe extern "C" {
+    fn roce_mem_fault_copy(to: *mut u8, from: *const u8, len: usize) -> u32;
+}
+
+/// Copies bytes; 0 unless a page of either side can't be accessed.
+///
+/// # Safety
+/// As [`super::read`] and [`super::write`].
+#[inline]
+pub(in crate::fault) unsafe fn copy(to: *mut u8, from: *const u8, len: usize) -> u32 {
+    // SAFETY: the caller's promise.
+    unsafe { roce_mem_fault_copy(to, from, len) }
+}
+
+/// Address of the interrupted instruction.
+pub(super) fn program_counter(context: &libc::ucontext_t) -> usize {
+    context.uc_mcontext.pc as usize
+}
+
+/// Has the interrupted thread go on at an address.
+pub(super) fn set_program_counter(context: &mut libc::ucontext_t, address: usize) {
+    context.uc_mcontext.pc = address as u64;
+}
