@@ -43,6 +43,7 @@ mod queue;
 pub mod rdmacm;
 mod rebind;
 mod ret;
+mod signals;
 mod srq;
 mod strings;
 mod sysfs;

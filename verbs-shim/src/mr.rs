@@ -13,6 +13,7 @@ use crate::{
     pd::{Pd, Users},
     pin,
     ret::{self, Errno, Result},
+    signals,
 };
 
 /// A memory region.
@@ -66,8 +67,9 @@ fn register(pd: &Pd, range: Range, flags: u32) -> Result<roce::Mr> {
         return Err(Errno::NOTSUP);
     }
     check_memory(range.addr, range.length, rights)?;
+    signals::prepare();
     let device = &pd.engine()?.device;
-    // SAFETY: the program promises that the memory stays until it deregisters; Rust has no references to it.
+    // SAFETY: memory of the program, which Rust has no references to. If the program takes it away, accesses fail.
     Ok(unsafe { device.register_mr(&pd.inner, range.addr.cast(), range.length, range.iova, rights) }?)
 }
 
@@ -185,7 +187,7 @@ impl Change {
 /// EINVAL, EFAULT, and what the transport says.
 ///
 /// # Safety
-/// The program uses neither the region nor the domain otherwise meanwhile, and leaves the memory until it deregisters.
+/// The program uses neither the region nor the domain otherwise meanwhile.
 unsafe fn reregister(mr: *mut ibv_mr, wanted: &Change) -> Result<()> {
     // SAFETY: the caller's promise.
     let this = unsafe { Mr::lookup(mr)? };

@@ -1,4 +1,4 @@
-//! Programs that loaded this library after the C library, so that its file calls are not in front of libc's: those that found
+//! Programs that loaded this library after the C library, so that its file and signal calls are not in front of libc's: those that found
 //! libibverbs.so.1 by `dlopen` or in LD_LIBRARY_PATH, without LD_PRELOAD.
 //!
 //! The calls that go through an object's global offset table are led to ours there, as GOTCHA and other wrappers of
@@ -22,7 +22,7 @@ use roce::environment;
 use crate::{
     interpose::{self, Call},
     rdmacm::ffi,
-    table,
+    signals, table,
 };
 
 /// What this library is called.
@@ -147,7 +147,7 @@ impl Target {
 /// How many objects the process had loaded and unloaded when it was last looked at.
 static SEEN: Mutex<(u64, u64)> = Mutex::new((0, 0));
 
-/// Leads the file calls of all objects that the process has loaded to ours, if it loaded us too late. Cheap when nothing
+/// Leads the file and signal calls of all objects that the process has loaded to ours, if it loaded us too late. Cheap when nothing
 /// was loaded since.
 pub(crate) fn run() {
     if !is_late() {
@@ -164,7 +164,7 @@ pub(crate) fn run() {
         return;
     }
     *seen = now;
-    let calls = interpose::CALLS.iter().chain(&ffi::CALLS);
+    let calls = interpose::CALLS.iter().chain(&ffi::CALLS).chain(&signals::CALLS);
     // Not from within the walk, which holds a lock of the dynamic linker.
     let targets = calls.filter_map(Target::of).collect();
     walk(targets, ptr::null_mut());

@@ -21,6 +21,7 @@ pub(crate) fn all() -> Vec<Case> {
     out.push(resolve());
     out.push(nofile());
     out.push(cancelled());
+    out.push(faults());
     out.push(signals());
     out.extend(progress());
     out.push(answers());
@@ -147,6 +148,14 @@ fn cancelled() -> Case {
     .says("cancelled threads leave a working device")
     .within(600)
     .ci()
+}
+
+/// Registered memory that is unmapped, protected or truncated, and handlers of the program's own faults.
+fn faults() -> Case {
+    of_c("memory that is taken away", "faults", "-libverbs -lpthread", "")
+        .says("missing memory is an error of its work request")
+        .within(600)
+        .ci()
 }
 
 /// Signals that a program receives with signalfd.
