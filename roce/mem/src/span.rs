@@ -284,13 +284,20 @@ impl Mapping {
     ///
     /// # Errors
     /// When the range is outside, or the memory missing. Some bytes may have been copied.
+    #[inline]
     pub(crate) fn copy_out(&self, offset: usize, out: &mut [u8]) -> Result<(), AccessError> {
         if !self.pieces.is_empty() {
-            return self.for_pieces(offset, out.len(), |piece, at, part| piece.copy_out(at, &mut out[part]));
+            return self.copy_out_pieces(offset, out);
         }
         let src = self.range(offset, out.len()).ok_or(OUTSIDE)?;
         // SAFETY: `out.len()` bytes of the backing (checked by `range`), which lives as long as `self` or is the program's.
         Ok(unsafe { fault::read(src, out) }?)
+    }
+
+    // Not inlined, for the sake of the registers of what is.
+    #[inline(never)]
+    fn copy_out_pieces(&self, offset: usize, out: &mut [u8]) -> Result<(), AccessError> {
+        self.for_pieces(offset, out.len(), |piece, at, part| piece.copy_out(at, &mut out[part]))
     }
 
     /// Copies in, as [`Mapping::copy_out`]. The last byte comes after all others: although no order is promised (IBA 9.5),
@@ -298,13 +305,19 @@ impl Mapping {
     ///
     /// # Errors
     /// As [`Mapping::copy_out`].
+    #[inline]
     pub(crate) fn copy_in(&self, offset: usize, data: &[u8]) -> Result<(), AccessError> {
         if !self.pieces.is_empty() {
-            return self.for_pieces(offset, data.len(), |piece, at, part| piece.copy_in(at, &data[part]));
+            return self.copy_in_pieces(offset, data);
         }
         let dst = self.range(offset, data.len()).ok_or(OUTSIDE)?;
         // SAFETY: as in `copy_out`.
         Ok(unsafe { fault::write(dst, data) }?)
+    }
+
+    #[inline(never)]
+    fn copy_in_pieces(&self, offset: usize, data: &[u8]) -> Result<(), AccessError> {
+        self.for_pieces(offset, data.len(), |piece, at, part| piece.copy_in(at, &data[part]))
     }
 }
 

@@ -147,7 +147,7 @@ fn threads_that_block_all_signals_survive() {
         scope.spawn(|| {
             access(0, 10);
             block();
-            access(0, 300);
+            access(0, 1100);
             access(PAGE, 1);
         });
     });

@@ -51,7 +51,7 @@ impl Bed {
     /// As many as a thread makes until it looks again whether the handler is in place.
     fn fault_often(&self) {
         let buffer = self.table.alloc_region(self.pd, 8, AccessFlags::empty()).unwrap();
-        for _ in 0..300 {
+        for _ in 0..1100 {
             buffer.read(0, &mut [0]).unwrap();
         }
         self.fault();

@@ -250,17 +250,25 @@ pub unsafe fn program_mask(how: c_int, mask: *const libc::sigset_t) -> Option<li
     }
 }
 
-// The program's handler may leave this frame by longjmp, or because its thread is cancelled.
 extern "C-unwind" fn on_fault<const INSTANCE: usize>(number: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
+    // SAFETY: what the kernel, or an action that calls what it replaced, passes.
+    unsafe { handle(INSTANCE, number, info, context) }
+}
+
+/// Handles a signal. The program's handler may leave this frame by `longjmp`, or because its thread is cancelled.
+///
+/// # Safety
+/// The arguments are those of a handler.
+unsafe fn handle(instance: usize, number: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
     // SAFETY: errno is the thread's own, and stays as it was for the interrupted code.
     let errno = unsafe { *libc::__errno_location() };
-    // SAFETY: what the kernel, or an action that calls what it replaced, passes.
+    // SAFETY: the caller's promise.
     let ours = unsafe { is_handled(number, info, context) };
     // SAFETY: as above.
     unsafe { *libc::__errno_location() = errno };
     if !ours && let Some(signal) = Signal::of(number) {
-        // SAFETY: as above.
-        unsafe { pass_on(number, &signal.beneath[INSTANCE], info, context) };
+        // SAFETY: the caller's promise.
+        unsafe { pass_on(number, &signal.beneath[instance], info, context) };
     }
 }
 

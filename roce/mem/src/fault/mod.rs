@@ -7,7 +7,7 @@
 //! - The handler is in place once memory of others is registered ([`install`]), also if the program sets another later
 //!   (`handler.rs`).
 //! - A thread that blocks these signals would be killed by a fault. The first access of a thread unblocks both in it.
-//! - Both are checked again with every 256th access of a thread.
+//! - Both are checked again with every 1,024th access of a thread.
 //! - On processors without such routines, accesses go through the kernel (`process_vm_readv(2)`), which is slower and reports a
 //!   missing page as an error.
 
@@ -34,7 +34,7 @@ pub use handler::{Sigaction, install, program_action, program_mask, use_sigactio
 pub struct Fault;
 
 /// Accesses of a thread between two checks that faults reach the handler. A check takes three system calls.
-const ACCESSES: u32 = 256;
+const ACCESSES: u32 = 1024;
 
 thread_local! {
     /// Accesses until the next check.
