@@ -16,6 +16,7 @@
 mod admission;
 mod adversary;
 mod chaos;
+mod faulty;
 mod life;
 mod model;
 mod net;

@@ -1,8 +1,9 @@
 //! The lives of a connection: made by modify or by the connection manager, broken, settled, made anew.
 
-use std::collections::VecDeque;
+use std::{collections::VecDeque, sync::Arc};
 
-use roce_mem::PdHandle;
+use ferroce_pages::{Loss, PAGE, Pages};
+use roce_mem::{MemoryTable, PdHandle, Region};
 use roce_port::{ConnId, PortCmEvent, QpInit};
 use roce_verbs::{
     AccessFlags, AddressVector, QpAttr, QpState, QpType, Qpn, ToRts,
@@ -11,7 +12,7 @@ use roce_verbs::{
 
 use crate::{
     Class,
-    model::{Allow, Conn, Effect, End, FastKey, Grant, LOCAL, Phase, RECV, Ring, TARGET},
+    model::{Allow, Conn, Effect, End, FastKey, Grant, HOLE_PAGES, LOCAL, Phase, RECV, Ring, TARGET},
     scenario::{ConnPlan, MS, US},
     world::{CQS, Check, Event, LISTEN_PORT, World},
 };
@@ -26,6 +27,15 @@ pub(crate) fn to_state(state: QpState) -> QpAttr {
         state: Some(state),
         ..QpAttr::default()
     }
+}
+
+/// Registers memory of which only the first page is there.
+fn make_hole(mem: &MemoryTable, pd: PdHandle, loss: Loss) -> Arc<Region> {
+    let pages = Pages::new(HOLE_PAGES).expect("memory");
+    pages.lose(1..HOLE_PAGES, loss);
+    let rights = RIGHTS | AccessFlags::LOCAL_WRITE;
+    let region = mem.register_memory(pd, &pages.memory(), 0..HOLE_PAGES * PAGE, None, rights);
+    region.expect("a region")
 }
 
 impl World {
@@ -72,6 +82,11 @@ impl World {
             target: alloc(TARGET, RIGHTS | AccessFlags::LOCAL_WRITE | zero | bind),
             local: alloc(LOCAL, AccessFlags::LOCAL_WRITE | zero),
             recv: alloc(RECV, AccessFlags::LOCAL_WRITE | zero),
+            hole: make_hole(
+                &h.mem,
+                pd,
+                [Loss::Unmapped, Loss::Protected, Loss::Truncated][(host + end) % 3],
+            ),
             fast: None,
             fast_key: FastKey::Closed,
             fast_view: (0, 0, 0),
@@ -108,6 +123,7 @@ impl World {
         e.target = fresh.target;
         e.local = fresh.local;
         e.recv = fresh.recv;
+        e.hole = fresh.hole;
         e.shadow = fresh.shadow;
         e.fast = None;
         e.fast_key = FastKey::Closed;

@@ -16,6 +16,9 @@ pub(crate) const LOCAL: usize = 256 << 10;
 /// Bytes that receives land in.
 pub(crate) const RECV: usize = 256 << 10;
 
+/// Pages of the region whose first page is there and all others are missing.
+pub(crate) const HOLE_PAGES: usize = 32;
+
 /// Ranges of a region handed out and taken back in order.
 #[derive(Debug, Default)]
 pub(crate) struct Ring {
@@ -241,6 +244,8 @@ pub(crate) struct End {
     pub(crate) target: Arc<Region>,
     pub(crate) local: Arc<Region>,
     pub(crate) recv: Arc<Region>,
+    /// A region with all rights, of which only the first page is there.
+    pub(crate) hole: Arc<Region>,
     pub(crate) fast: Option<Grant>,
     pub(crate) fast_key: FastKey,
     pub(crate) local_ring: Ring,

@@ -17,42 +17,16 @@ use crate::{
 };
 
 /// A work request about to be posted.
-struct Draft {
-    sent: Sent,
-    op: SendOp,
+pub(crate) struct Draft {
+    pub(crate) sent: Sent,
+    pub(crate) op: SendOp,
     fence: bool,
     solicited: bool,
     /// Bytes to send, in the registered memory of `pieces` or inline.
     inline: Option<Vec<u8>>,
-    sges: Vec<Sge>,
-    message: Option<Message>,
+    pub(crate) sges: Vec<Sge>,
+    pub(crate) message: Option<Message>,
 }
-
-/// What kind of fault a work request is posted with.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Fault {
-    RemoteKey,
-    RemoteRange,
-    RemoteRight,
-    LocalKey,
-    Misaligned,
-    TooLong,
-    /// A fast key or window that was invalidated.
-    ClosedKey,
-    /// A SEND that wants to invalidate a key that can't be.
-    Invalidate,
-}
-
-const FAULTS: [Fault; 8] = [
-    Fault::RemoteKey,
-    Fault::RemoteRange,
-    Fault::RemoteRight,
-    Fault::LocalKey,
-    Fault::Misaligned,
-    Fault::TooLong,
-    Fault::ClosedKey,
-    Fault::Invalidate,
-];
 
 fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
     a.start < b.end && b.start < a.end
@@ -195,7 +169,7 @@ impl World {
         Some(self.cut(range, len, most))
     }
 
-    fn blank(&mut self, conn: usize, end: usize, what: &'static str, opcode: WcOpcode) -> Sent {
+    pub(crate) fn blank(&mut self, conn: usize, end: usize, what: &'static str, opcode: WcOpcode) -> Sent {
         let c = &mut self.conns[conn];
         let life = c.life;
         let e = &mut c.ends[end];
@@ -220,7 +194,7 @@ impl World {
     }
 
     /// The payload of a SEND or WRITE: noise, inline or in registered memory.
-    fn payload(&mut self, conn: usize, end: usize, data: &[u8], draft: &mut Draft) -> Option<()> {
+    pub(crate) fn payload(&mut self, conn: usize, end: usize, data: &[u8], draft: &mut Draft) -> Option<()> {
         let inline_most = self.conns[conn].plan.caps.max_inline_data as usize;
         if data.len() <= inline_most && self.rng.chance(0.4) {
             draft.inline = Some(data.to_vec());
@@ -239,7 +213,7 @@ impl World {
         Some(())
     }
 
-    fn new_draft(&self, sent: Sent, op: SendOp) -> Draft {
+    pub(crate) fn new_draft(&self, sent: Sent, op: SendOp) -> Draft {
         Draft {
             sent,
             op,
@@ -251,7 +225,7 @@ impl World {
         }
     }
 
-    fn draft_send(&mut self, conn: usize, end: usize, invalidates: Option<RKey>) -> Option<Draft> {
+    pub(crate) fn draft_send(&mut self, conn: usize, end: usize, invalidates: Option<RKey>) -> Option<Draft> {
         let mut len = self.size(conn);
         if let Some(most) = self.conns[conn].ends[1 - end].promised.front() {
             len = len.min(*most);
@@ -303,7 +277,7 @@ impl World {
         (at, RemoteAddr { addr, rkey }, false)
     }
 
-    fn draft_write(&mut self, conn: usize, end: usize) -> Option<Draft> {
+    pub(crate) fn draft_write(&mut self, conn: usize, end: usize) -> Option<Draft> {
         let len = self.size(conn);
         let data = self.rng.bytes(len);
         let (at, remote, uses_fast) = self.place(conn, end, len, 1);
@@ -331,7 +305,7 @@ impl World {
         Some(draft)
     }
 
-    fn draft_read(&mut self, conn: usize, end: usize) -> Option<Draft> {
+    pub(crate) fn draft_read(&mut self, conn: usize, end: usize) -> Option<Draft> {
         let len = self.size(conn);
         let (at, remote, uses_fast) = self.place(conn, end, len, 1);
         let expected = self.conns[conn].ends[1 - end].shadow[at..at + len].to_vec();
@@ -366,7 +340,7 @@ impl World {
         Some(draft)
     }
 
-    fn draft_atomic(&mut self, conn: usize, end: usize) -> Option<Draft> {
+    pub(crate) fn draft_atomic(&mut self, conn: usize, end: usize) -> Option<Draft> {
         let (at, remote, uses_fast) = self.place(conn, end, 8, 8);
         let bytes: [u8; 8] = self.conns[conn].ends[1 - end].shadow[at..at + 8].try_into().ok()?;
         let old = u64::from_ne_bytes(bytes);
@@ -394,7 +368,7 @@ impl World {
         Some(draft)
     }
 
-    fn draft_atomic_write(&mut self, conn: usize, end: usize) -> Option<Draft> {
+    pub(crate) fn draft_atomic_write(&mut self, conn: usize, end: usize) -> Option<Draft> {
         let data = self.rng.bytes(8);
         let (at, remote, uses_fast) = self.place(conn, end, 8, 8);
         let mut sent = self.blank(conn, end, "ATOMIC WRITE", WcOpcode::AtomicWrite);
@@ -510,129 +484,6 @@ impl World {
         let mut sent = self.blank(conn, end, what, opcode);
         sent.fast = Some(FastKey::Open(key));
         Some(self.new_draft(sent, op))
-    }
-
-    /// A work request that must fail.
-    fn draft_fault(&mut self, conn: usize, end: usize) -> Option<Draft> {
-        let fault = self.rng.pick(&FAULTS);
-        let mut draft = match fault {
-            Fault::TooLong => {
-                let most = *self.conns[conn].ends[1 - end].promised.front()?;
-                return self.draft_too_long(conn, end, most);
-            }
-            Fault::Invalidate => return self.draft_bad_invalidation(conn, end),
-            Fault::Misaligned if self.scenario.extended && self.rng.chance(0.3) => {
-                self.draft_atomic_write(conn, end)?
-            }
-            Fault::Misaligned => self.draft_atomic(conn, end)?,
-            Fault::LocalKey => self.draft_read(conn, end)?,
-            _ if self.scenario.extended && self.rng.chance(0.1) => self.draft_atomic_write(conn, end)?,
-            _ if self.rng.chance(0.4) => self.draft_atomic(conn, end)?,
-            _ if self.rng.chance(0.5) => self.draft_read(conn, end)?,
-            _ => self.draft_write(conn, end)?,
-        };
-        let peer = &self.conns[conn].ends[1 - end];
-        let len = match &draft.sent.effect {
-            Some(effect) => effect.new.len(),
-            None => draft.sent.byte_len as usize,
-        };
-        if len == 0 {
-            // Nothing is checked for nothing (IBA C9-88).
-            return Some(draft);
-        }
-        let status = match fault {
-            Fault::Misaligned => WcStatus::RemoteInvalidRequestError,
-            Fault::LocalKey => WcStatus::LocalProtectionError,
-            _ => WcStatus::RemoteAccessError,
-        };
-        let stale = match (&peer.fast, peer.fast_key) {
-            (Some(grant), FastKey::Closed) => Some((peer.fast_view.2, grant.rkey())),
-            _ => None,
-        };
-        if fault == Fault::ClosedKey && (stale.is_none() || len > peer.fast_view.1) {
-            return Some(draft);
-        }
-        let target = (peer.target.addr(), peer.target.rkey());
-        let closed = (peer.local.addr(), peer.local.rkey());
-        let shift = self.rng.range(1, 7);
-        if let Some(remote) = remote_of(&mut draft.op) {
-            match fault {
-                Fault::RemoteKey => remote.rkey = RKey(target.1.0 ^ 0x00a5_5a00),
-                Fault::RemoteRange => {
-                    // Whole words, so that an atomic is not refused for another reason.
-                    let at = TARGET.next_multiple_of(8) as u64 - len as u64 / 8 * 8;
-                    *remote = RemoteAddr {
-                        addr: target.0 + at + 8,
-                        rkey: target.1,
-                    };
-                }
-                Fault::RemoteRight => {
-                    *remote = RemoteAddr {
-                        addr: closed.0,
-                        rkey: closed.1,
-                    }
-                }
-                Fault::Misaligned => {
-                    *remote = RemoteAddr {
-                        addr: target.0 + shift,
-                        rkey: target.1,
-                    }
-                }
-                Fault::ClosedKey => {
-                    if let Some((addr, rkey)) = stale {
-                        *remote = RemoteAddr {
-                            addr: (addr + 7) & !7,
-                            rkey,
-                        };
-                    }
-                }
-                Fault::LocalKey | Fault::TooLong | Fault::Invalidate => {}
-            }
-        }
-        if fault == Fault::LocalKey {
-            for sge in &mut draft.sges {
-                sge.lkey.0 ^= 0x0077_0000;
-            }
-        }
-        draft.sent.expect = Expect::Fails(status);
-        draft.sent.effect = None;
-        if let Some(message) = &mut draft.message {
-            // A receive is only taken by a WRITE with immediate data (IBA 11.6.2).
-            message.fails = Some(match status {
-                WcStatus::RemoteAccessError => WcStatus::LocalAccessError,
-                other => other,
-            });
-        }
-        Some(draft)
-    }
-
-    /// A SEND that its receive can't take.
-    fn draft_too_long(&mut self, conn: usize, end: usize, most: usize) -> Option<Draft> {
-        let len = most + self.rng.pick(&[1, 2, 5000]);
-        let data = self.rng.bytes(len);
-        let sent = self.blank(conn, end, "SEND", WcOpcode::Send);
-        let mut draft = self.new_draft(sent, SendOp::Send);
-        self.payload(conn, end, &data, &mut draft)?;
-        draft.sent.expect = Expect::Fails(WcStatus::RemoteInvalidRequestError);
-        draft.message = Some(Message {
-            data: Some(data),
-            len,
-            imm: None,
-            invalidates: None,
-            solicited: false,
-            too_long: true,
-            fails: None,
-        });
-        Some(draft)
-    }
-
-    /// A SEND that arrives, but names the peer's target to be invalidated, which is not for peers to do: acknowledged,
-    /// and then the receiver fails (class J of IBA table 57).
-    fn draft_bad_invalidation(&mut self, conn: usize, end: usize) -> Option<Draft> {
-        let key = self.conns[conn].ends[1 - end].target.rkey();
-        let mut draft = self.draft_send(conn, end, Some(key))?;
-        draft.message.as_mut()?.fails = Some(WcStatus::RemoteInvalidRequestError);
-        Some(draft)
     }
 
     /// Hands a draft to the port, and the model learns of it.
@@ -840,18 +691,5 @@ impl World {
                 before,
             });
         }
-    }
-}
-
-/// The place in the peer's memory that an operation names.
-fn remote_of(op: &mut SendOp) -> Option<&mut RemoteAddr> {
-    match op {
-        SendOp::Write(remote)
-        | SendOp::WriteWithImm(remote, _)
-        | SendOp::Read(remote)
-        | SendOp::AtomicWrite(remote)
-        | SendOp::CompareSwap { remote, .. }
-        | SendOp::FetchAdd { remote, .. } => Some(remote),
-        _ => None,
     }
 }

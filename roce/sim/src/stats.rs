@@ -34,6 +34,8 @@ pub struct Stats {
     pub rnr_naks: u64,
     pub operations: u64,
     pub faulty_operations: u64,
+    /// Those of them whose memory, at one end, is missing.
+    pub missing_pages: u64,
     pub succeeded: u64,
     pub receives: u64,
     pub messages: u64,
@@ -90,7 +92,7 @@ impl Stats {
             ($($name:ident)*) => { $( self.$name += other.$name; )* };
         }
         sum!(runs simulated_ns events timer_runs packets trains lost duplicated reordered corrupted overflowed
-             icrc_errors retransmissions rnr_naks operations faulty_operations succeeded receives messages service_messages completions
+             icrc_errors retransmissions rnr_naks operations faulty_operations missing_pages succeeded receives messages service_messages completions
              connections repairs disturbances drains cm_events work_ns work_bytes forged reflected at_live exact port_hits psn_hits meddled copies admitted pairs alone_bytes alone_ns attacked_bytes
              attacked_ns);
         self.trace_hash ^= other.trace_hash;

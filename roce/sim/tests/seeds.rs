@@ -75,6 +75,7 @@ fn some_networks() {
         ("messages", total.messages),
         ("messages of other services", total.service_messages),
         ("faulty operations", total.faulty_operations),
+        ("missing pages", total.missing_pages),
         ("disturbances", total.disturbances),
         ("repairs", total.repairs),
         ("connections managed", total.cm_events),
