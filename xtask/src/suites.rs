@@ -108,9 +108,12 @@ const MOUNTING: [&str; 8] = [
 /// Those of them that look at units of systemd.
 const OF_UNITS: [&str; 1] = ["units_are_hardened"];
 
-/// Ignored tests that only root can run, as they need several users or a set-uid program: package and file.
-const SEVERAL_USERS: [(&str, &str); 4] = [
+/// Ignored tests that only root can run, as they need several users, a set-uid program or a namespace: package and file.
+const AS_ROOT: [(&str, &str); 7] = [
+    ("roce", "links"),
+    ("roce", "sharing"),
     ("roce-broker", "isolation"),
+    ("roce-broker", "sharing"),
     ("roce-broker", "environment"),
     ("roce-net", "environment"),
     ("roce-net", "socket_file"),
@@ -461,7 +464,7 @@ impl<'a> Stage<'a> {
 
     fn unit(&self) -> Result<Tally> {
         let mut tally = self.unit_programs(false)?;
-        tally.add(self.several_users()?);
+        tally.add(self.as_root()?);
         tally.add(harness::doc_tests()?);
         Ok(tally)
     }
@@ -482,15 +485,15 @@ impl<'a> Stage<'a> {
 
     /// What several users can do to each other: ignored tests that only root can run. Those of the broker also need a kernel
     /// to load programs into.
-    fn several_users(&self) -> Result<Tally> {
+    fn as_root(&self) -> Result<Tally> {
         let mut tally = Tally::default();
-        for (package, file) in SEVERAL_USERS {
+        for (package, file) in AS_ROOT {
             let program = find(self.tests, package, file)?;
             let names = ignored(program)?;
             if tools::may_make_namespaces() {
                 tally.add(harness::run(vec![Job::ignored(program, names)], &[])?);
             } else {
-                let why = format!("{package}, {file}: no right to be several users: not root");
+                let why = format!("{package}, {file}: no right to be several users or to make namespaces: not root");
                 tally.not_run.push((names.len() as u64, why));
             }
         }
@@ -594,7 +597,7 @@ fn all_there(named: &[&str], present: &[String]) -> Result<()> {
 
 /// Ignored tests that no suite would run, and programs that suites name and that are not there.
 fn unclaimed(tests: &[TestProgram]) -> Result<Vec<String>> {
-    let named = || SEVERAL_USERS.into_iter().chain([CLEANUP]);
+    let named = || AS_ROOT.into_iter().chain([CLEANUP]);
     let helpers = HELPERS.iter().map(|(package, file, _)| (*package, *file));
     let mut stray: Vec<String> = named()
         .chain(helpers)

