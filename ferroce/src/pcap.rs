@@ -6,7 +6,7 @@ use std::{
 };
 
 use clap::{Args, Subcommand};
-use roce_pcap::{FrameReport, Icrc, Report, Severity};
+use roce_pcap::{FrameReport, Icrc, Report, Severity, Verdict};
 use roce_verbs::shown;
 use serde::Serialize;
 
@@ -24,9 +24,9 @@ enum PcapCommand {
     ///
     /// Reads pcap and pcapng. Prints a line for each frame to UDP port 4791, also in VXLAN or GENEVE, with its headers and the
     /// verdict on its ICRC, then what was found, then a summary of the file. Frames of which nothing can be told (their link
-    /// type is not read, or they are cut too short) are counted as not read. With --json, one object per file and line, with at
-    /// least `file`, `frames`, `roce_frames`, `icrc_ok`, `icrc_bad` and `findings` (each with `frame`, `kind`,
-    /// `severity` and `text`), or `file` and `error` for a file that can't be read.
+    /// type or tunnel is not read, or they are cut too short) are counted as not read. With --json, one object per file and
+    /// line, with at least `file`, `verdict` (`good`, `bad`, `not_checked`), `frames`, `roce_frames`, `icrc_ok`, `icrc_bad` and
+    /// `findings` (each with `frame`, `kind`, `severity` and `text`), or `file` and `error` for a file that can't be read.
     #[command(after_help = "\
 Examples:
   ferroce pcap check trace.pcapng
@@ -34,9 +34,10 @@ Examples:
   ferroce pcap check --json trace.pcap | jq .icrc_bad
 
 Exit status:
-  0  every frame is good
-  1  a frame is bad or could not be read, or a file breaks off
-  2  a file can't be read, or wrong usage")]
+  0  every RoCEv2 frame is good
+  1  a frame is bad, or a file breaks off
+  2  a file can't be read, or wrong usage
+  3  nothing is bad, but frames could not be checked or read, or there are none of RoCEv2")]
     Check(CheckArgs),
 }
 
@@ -56,12 +57,12 @@ struct CheckArgs {
 /// Runs the command.
 pub(crate) fn run(args: &PcapArgs) -> Result<(), Failure> {
     let PcapCommand::Check(args) = &args.command;
-    let mut status = 0;
+    let mut outcome = Outcome::Good;
     for file in &args.files {
         match check(args, file)? {
-            Ok(report) => status = status.max(u8::from(report.is_bad())),
+            Ok(report) => outcome = outcome.max(report.verdict.into()),
             Err(text) => {
-                status = 2;
+                outcome = Outcome::Unreadable;
                 if args.json {
                     let file = file.display().to_string();
                     output::json(&Unreadable { file, error: &text })?;
@@ -71,10 +72,30 @@ pub(crate) fn run(args: &PcapArgs) -> Result<(), Failure> {
             }
         }
     }
-    if status == 0 {
-        Ok(())
-    } else {
-        Err(Failure::reported(status))
+    match outcome {
+        Outcome::Good => Ok(()),
+        Outcome::Bad => Err(Failure::reported(1)),
+        Outcome::Unreadable => Err(Failure::reported(2)),
+        Outcome::NotChecked => Err(Failure::reported(3)),
+    }
+}
+
+/// The worst of several files.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Outcome {
+    Good,
+    NotChecked,
+    Bad,
+    Unreadable,
+}
+
+impl From<Verdict> for Outcome {
+    fn from(verdict: Verdict) -> Self {
+        match verdict {
+            Verdict::Good => Self::Good,
+            Verdict::NotChecked => Self::NotChecked,
+            Verdict::Bad => Self::Bad,
+        }
     }
 }
 
@@ -182,9 +203,14 @@ fn verdict(report: &Report) -> String {
     if !report.complete {
         faults.push("the file breaks off".to_owned());
     }
-    match faults.is_empty() {
-        true => "good".to_owned(),
-        false => faults.join(", "),
+    if report.roce_frames == 0 {
+        faults.push("no RoCEv2 frame".to_owned());
+    }
+    match report.verdict {
+        Verdict::Good => "good".to_owned(),
+        Verdict::Bad => faults.join(", "),
+        Verdict::NotChecked if faults.is_empty() => "not checked".to_owned(),
+        Verdict::NotChecked => format!("not checked: {}", faults.join(", ")),
     }
 }
 
@@ -205,11 +231,14 @@ mod tests {
             complete: true,
             ..Report::default()
         };
+        assert_eq!(verdict(&report), "not checked: no RoCEv2 frame");
+        report.roce_frames = 5;
+        assert_eq!(verdict(&report), "not checked");
+        report.verdict = Verdict::Good;
         assert_eq!(verdict(&report), "good");
-        report.unread_frames = 3;
-        assert_eq!(verdict(&report), "3 frames not read");
-        report.bad_frames = 1;
-        report.complete = false;
+        (report.verdict, report.unread_frames) = (Verdict::NotChecked, 3);
+        assert_eq!(verdict(&report), "not checked: 3 frames not read");
+        (report.verdict, report.bad_frames, report.complete) = (Verdict::Bad, 1, false);
         assert_eq!(verdict(&report), "1 bad frames, 3 frames not read, the file breaks off");
     }
 }

@@ -54,7 +54,7 @@ pub enum Kind {
     RoceV1,
     /// A link type that is not read.
     LinkType,
-    /// The packet was carried by another one (VXLAN, GENEVE).
+    /// The packet was carried by another one (VXLAN, GENEVE), or may be (GRE, IP in IP, which are not read).
     Tunnel,
     /// The file ends early or contradicts itself; what is behind was not seen.
     File,
@@ -148,6 +148,19 @@ impl FrameReport {
     }
 }
 
+/// What is to be thought of a capture.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// All RoCEv2 frames were checked and are right.
+    Good,
+    /// A receiver would drop a frame, or the file breaks off.
+    Bad,
+    /// Nothing is bad, but some frames could not be checked or read, or there is no RoCEv2 frame.
+    #[default]
+    NotChecked,
+}
+
 /// The summary of a file. Its JSON keys are stable.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct Report {
@@ -171,6 +184,8 @@ pub struct Report {
     pub unread_frames: u64,
     /// Whether the file could be read to its end.
     pub complete: bool,
+    /// What follows from these numbers.
+    pub verdict: Verdict,
     /// The first [`MAX_FINDINGS`].
     pub findings: Vec<Finding>,
     /// How many findings there were beyond.
@@ -178,9 +193,14 @@ pub struct Report {
 }
 
 impl Report {
-    /// Whether any frame is bad or could not be read, or the file is broken.
-    pub const fn is_bad(&self) -> bool {
-        self.bad_frames > 0 || self.unread_frames > 0 || !self.complete
+    const fn judge(&self) -> Verdict {
+        if self.bad_frames > 0 || !self.complete {
+            Verdict::Bad
+        } else if self.unread_frames > 0 || self.icrc_unchecked > 0 || self.roce_frames == 0 {
+            Verdict::NotChecked
+        } else {
+            Verdict::Good
+        }
     }
 
     fn add(&mut self, findings: &[Finding]) {
@@ -259,6 +279,7 @@ pub fn check_reader(name: &str, reader: impl Read, mut each: impl FnMut(&FrameRe
             Examined::Other(finding) => report.add(finding.as_slice()),
         }
     }
+    report.verdict = report.judge();
     Ok(report)
 }
 
@@ -276,6 +297,7 @@ fn examine(frame: &Frame<'_>, splitter: &mut Splitter) -> Examined {
         Ok(dissected) => dissected,
         Err(e @ FrameError::RoceV1) => return Examined::Other(Some(finding(Kind::RoceV1, e.to_string()))),
         Err(e @ FrameError::LinkType(_)) => return Examined::Unread(finding(Kind::LinkType, e.to_string())),
+        Err(e @ FrameError::Tunnel(_)) => return Examined::Unread(finding(Kind::Tunnel, e.to_string())),
         Err(e @ FrameError::Truncated { .. }) => {
             let finding = finding(Kind::Truncated, format!("cannot be told apart: {e}"));
             return match frame.is_cut() {
@@ -299,6 +321,7 @@ fn tunnelled(frame: &Frame<'_>, outer: &frame::Dissected<'_>, splitter: &mut Spl
     let (src, dst) = (outer.datagram.src.ip(), outer.datagram.dst.ip());
     let finding = |kind, text: String| Finding::new(frame.index, kind, text);
     match frame::dissect(LinkType::Ethernet, inner) {
+        Err(e @ FrameError::Tunnel(_)) => Some(Examined::Unread(finding(Kind::Tunnel, e.to_string()))),
         Ok(dissected) if dissected.datagram.dst.port() == ROCE_UDP_PORT => {
             let mut report = roce_frame(frame, &dissected, splitter);
             let text = format!("in {carrier} from {src} to {dst}");

@@ -61,6 +61,9 @@ pub enum FrameError {
     /// Something other than UDP is in the IP packet.
     #[error("IP protocol {0} is not UDP")]
     NotUdp(u8),
+    /// A tunnel that this crate does not read.
+    #[error("in {0}, which is not read")]
+    Tunnel(&'static str),
     /// The frame ends before a header or the payload does.
     #[error("{layer} needs {need} bytes, {have} are there")]
     Truncated {
@@ -220,6 +223,15 @@ fn by_version(packet: &[u8]) -> Result<EtherType, FrameError> {
     }
 }
 
+/// What is in an IP packet that holds no UDP.
+fn not_udp(protocol: IpNumber) -> FrameError {
+    match protocol {
+        IpNumber::IPV4 | IpNumber::IPV6 => FrameError::Tunnel("IP in IP"),
+        IpNumber::GRE => FrameError::Tunnel("GRE (ERSPAN for instance)"),
+        other => FrameError::NotUdp(other.0),
+    }
+}
+
 fn ipv4(packet: &[u8]) -> Result<Dissected<'_>, FrameError> {
     need("IPv4 header", 20, packet)?;
     let header_len = usize::from(packet[0] & 0x0f) * 4;
@@ -228,7 +240,7 @@ fn ipv4(packet: &[u8]) -> Result<Dissected<'_>, FrameError> {
     }
     let header = Ipv4HeaderSlice::from_slice(packet).map_err(|e| FrameError::Malformed(format!("IPv4 header: {e}")))?;
     if header.protocol() != IpNumber::UDP {
-        return Err(FrameError::NotUdp(header.protocol().0));
+        return Err(not_udp(header.protocol()));
     }
     let total = usize::from(header.total_len());
     if total < header_len {
@@ -270,7 +282,7 @@ fn ipv6(packet: &[u8]) -> Result<Dissected<'_>, FrameError> {
                 more: field & 1 != 0,
             });
         }
-        other => return Err(FrameError::NotUdp(other.0)),
+        other => return Err(not_udp(other)),
     }
     let ip = Ip::V6 {
         traffic_class: header.traffic_class(),

@@ -15,7 +15,8 @@ mod tunnel;
 mod writer;
 
 pub use check::{
-    Finding, FrameReport, Icrc, Kind, MAX_FINDINGS, Report, Severity, check_file, check_file_with, check_reader,
+    Finding, FrameReport, Icrc, Kind, MAX_FINDINGS, Report, Severity, Verdict, check_file, check_file_with,
+    check_reader,
 };
 pub use create::create_private;
 pub use frame::{Datagram, FrameError, Ip, LinkType, decode};

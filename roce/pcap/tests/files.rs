@@ -17,7 +17,7 @@ use pcap_file::{
 };
 use proptest::{collection::vec, prelude::*};
 use rand::{Rng, SeedableRng};
-use roce_pcap::{Capture, Error, Kind, LinkType, check_reader};
+use roce_pcap::{Capture, Error, Kind, LinkType, Verdict, check_reader};
 
 fn fixture(name: &str) -> Vec<u8> {
     fs::read(
@@ -54,7 +54,7 @@ fn a_file_cut_anywhere_gives_the_whole_frames_and_an_error() {
                     if report.complete {
                         assert_eq!(report.findings, []);
                     } else {
-                        assert!(report.is_bad());
+                        assert_eq!(report.verdict, Verdict::Bad);
                         assert_eq!(report.findings.last().unwrap().kind, Kind::File);
                         assert_eq!(report.findings.last().unwrap().frame, report.frames + 1);
                         assert!(
@@ -85,7 +85,7 @@ fn corrupt_records_are_named() {
         let mut file = capture_of(1, &[(&good, None), (&good, None)]);
         patch(&mut file);
         let report = check_reader("x", &file[..], |_| {}).unwrap();
-        assert!(!report.complete && report.is_bad());
+        assert_eq!((report.complete, report.verdict), (false, Verdict::Bad));
         assert_eq!(report.frames, 1);
         report.findings.last().unwrap().text.clone()
     };
@@ -173,7 +173,7 @@ fn pcapng_of_either_byte_order_and_any_resolution() {
             assert_eq!((simple.index, simple.time_ns, simple.data), (2, 0, &frame()[..]));
             assert!(capture.next_frame().is_none());
             let report = check_reader("x", &file[..], |_| {}).unwrap();
-            assert_eq!((report.icrc_ok, report.is_bad()), (2, false));
+            assert_eq!((report.icrc_ok, report.verdict), (2, Verdict::Good));
         }
     }
 }

@@ -8,7 +8,7 @@ use common::{capture_of, ethernet, ip_datagram, packet, report_of, v4, v6};
 use roce_bth::{Bth, Header, Opcode, Psn, Qpn};
 use roce_icrc::Flow;
 use roce_pcap::{
-    Capture, FrameError, Icrc, Kind, LinkType, Report, Severity, Writer, check_file, check_reader, decode,
+    Capture, FrameError, Icrc, Kind, LinkType, Report, Severity, Verdict, Writer, check_file, check_reader, decode,
 };
 
 #[test]
@@ -170,14 +170,14 @@ fn kinds(report: &Report) -> Vec<Kind> {
 fn each_fault_is_found_and_named() {
     let good = ip_datagram(v4(), 1, &packet(b"hello"));
     let report = one(&good);
-    assert_eq!((report.icrc_ok, report.is_bad()), (1, false));
+    assert_eq!((report.icrc_ok, report.verdict), (1, Verdict::Good));
     assert_eq!(kinds(&report), []);
 
     let mut bad = good.clone();
     *bad.last_mut().unwrap() ^= 1;
     let report = one(&bad);
     assert_eq!((report.icrc_ok, report.icrc_bad, report.bad_frames), (0, 1, 1));
-    assert_eq!((kinds(&report), report.is_bad()), (vec![Kind::IcrcBad], true));
+    assert_eq!((kinds(&report), report.verdict), (vec![Kind::IcrcBad], Verdict::Bad));
 
     // Any covered byte; here one of the payload.
     let mut bad = good.clone();
@@ -188,14 +188,14 @@ fn each_fault_is_found_and_named() {
     fragment[6] = 0x20;
     let report = one(&fragment);
     assert!(kinds(&report).contains(&Kind::Fragment));
-    assert_eq!((report.icrc_unchecked, report.is_bad()), (1, true));
+    assert_eq!((report.icrc_unchecked, report.verdict), (1, Verdict::Bad));
 
     // UDP length.
     let mut malformed = good.clone();
     malformed[25] -= 4;
     let report = one(&malformed);
     assert_eq!(kinds(&report), [Kind::Malformed]);
-    assert_eq!((report.icrc_unchecked, report.is_bad()), (1, true));
+    assert_eq!((report.icrc_unchecked, report.verdict), (1, Verdict::Bad));
 
     // DF clear and everything right for that: only a note.
     let mut clear = good.clone();
@@ -203,12 +203,15 @@ fn each_fault_is_found_and_named() {
     common::reseal(&mut clear);
     let report = one(&clear);
     assert_eq!(kinds(&report), [Kind::DfClear]);
-    assert_eq!((report.icrc_ok, report.is_bad()), (1, false));
+    assert_eq!((report.icrc_ok, report.verdict), (1, Verdict::Good));
 
     let mut sum = good.clone();
     sum[10] ^= 0xff;
     let report = one(&sum);
-    assert_eq!((kinds(&report), report.is_bad()), (vec![Kind::IpChecksum], false));
+    assert_eq!(
+        (kinds(&report), report.verdict),
+        (vec![Kind::IpChecksum], Verdict::Good)
+    );
 
     // An IPv4 option word (no operation).
     let mut options = good.clone();
@@ -218,7 +221,7 @@ fn each_fault_is_found_and_named() {
     common::reseal(&mut options);
     let report = one(&options);
     assert_eq!(kinds(&report), [Kind::IpOptions]);
-    assert_eq!((report.icrc_ok, report.is_bad()), (1, true));
+    assert_eq!((report.icrc_ok, report.verdict), (1, Verdict::Bad));
 }
 
 #[test]
@@ -229,7 +232,7 @@ fn faults_of_the_transport_headers_are_found() {
     unknown[0] = 0xc1;
     let report = with_packet(&unknown);
     assert_eq!(kinds(&report), [Kind::UnknownOpcode]);
-    assert_eq!((report.icrc_ok, report.is_bad()), (1, true));
+    assert_eq!((report.icrc_ok, report.verdict), (1, Verdict::Bad));
 
     let mut qp0 = packet(b"");
     qp0[5..8].fill(0);
@@ -260,8 +263,11 @@ fn other_traffic_is_counted_and_left_alone() {
     let report = report_of(&capture_of(1, &listed));
     assert_eq!((report.frames, report.roce_frames), (4, 0));
     assert_eq!(kinds(&report), [Kind::RoceV1, Kind::Truncated]);
-    assert!(!report.is_bad());
-    assert_eq!(report.unread_frames, 0);
+    assert_eq!(
+        (report.unread_frames, report.verdict),
+        (0, Verdict::NotChecked),
+        "there is no RoCEv2"
+    );
 }
 
 #[test]
@@ -269,11 +275,33 @@ fn what_could_not_be_read_is_not_good() {
     // ERF.
     let report = report_of(&capture_of(197, &[(&[0; 50], None), (&[0; 50], None)]));
     assert_eq!(kinds(&report), [Kind::LinkType, Kind::LinkType]);
-    assert_eq!((report.unread_frames, report.bad_frames, report.is_bad()), (2, 0, true));
+    assert_eq!(
+        (report.unread_frames, report.bad_frames, report.verdict),
+        (2, 0, Verdict::NotChecked)
+    );
     // Cut in the middle of the IP header, by `tcpdump -s 20`.
     let frame = ethernet(0x0800, &ip_datagram(v4(), 1, &packet(b"")));
     let report = report_of(&capture_of(1, &[(&frame[..20], Some(frame.len() as u32))]));
-    assert_eq!((report.unread_frames, report.is_bad()), (1, true));
+    assert_eq!((report.unread_frames, report.verdict), (1, Verdict::NotChecked));
+    // Cut behind the headers: there is no ICRC.
+    let report = report_of(&capture_of(
+        1,
+        &[(&frame, None), (&frame[..54], Some(frame.len() as u32))],
+    ));
+    assert_eq!(
+        (report.icrc_ok, report.icrc_unchecked, report.verdict),
+        (1, 1, Verdict::NotChecked)
+    );
+    // GRE, ERSPAN among it, and IP in IP.
+    for protocol in [4, 41, 47] {
+        let mut tunnel = frame.clone();
+        tunnel[23] = protocol;
+        let report = report_of(&capture_of(1, &[(&tunnel, None)]));
+        assert_eq!(kinds(&report), [Kind::Tunnel]);
+        assert_eq!((report.unread_frames, report.verdict), (1, Verdict::NotChecked));
+    }
+    let nothing = report_of(&capture_of(1, &[]));
+    assert_eq!((nothing.frames, nothing.verdict), (0, Verdict::NotChecked));
 }
 
 /// A frame in a UDP datagram to `port` behind this header.
@@ -313,7 +341,11 @@ fn packets_in_tunnels_are_read() {
         assert!(text.contains(name) && text.contains("192.0.2.1"), "{text}");
         let cut = &frames[0][..70];
         let report = report_of(&capture_of(1, &[(cut, Some(frames[0].len() as u32))]));
-        assert_eq!((report.unread_frames, report.is_bad()), (1, true), "{name}");
+        assert_eq!(
+            (report.unread_frames, report.verdict),
+            (1, Verdict::NotChecked),
+            "{name}"
+        );
     }
     let mut dns = good;
     dns[36..38].copy_from_slice(&53u16.to_be_bytes());
@@ -323,7 +355,7 @@ fn packets_in_tunnels_are_read() {
         in_tunnel(4789, &[8], &[]),
     ] {
         let report = report_of(&capture_of(1, &[(&other, None)]));
-        assert_eq!((kinds(&report), report.is_bad()), (vec![], false));
+        assert_eq!((kinds(&report), report.verdict), (vec![], Verdict::NotChecked));
     }
 }
 
@@ -340,11 +372,11 @@ fn a_frame_cut_by_the_capture_is_unchecked_but_not_bad() {
     );
     assert_eq!(kinds(&report), [Kind::Truncated]);
     assert_eq!(report.findings[0].severity, Severity::Note);
-    assert!(!report.is_bad());
+    assert_eq!(report.verdict, Verdict::NotChecked);
     // Without the capture having cut it, the frame itself is short.
     let report = report_of(&capture_of(1, &[(&frame[..96], None)]));
     assert_eq!(kinds(&report), [Kind::Malformed]);
-    assert!(report.is_bad());
+    assert_eq!(report.verdict, Verdict::Bad);
 }
 
 /// A frame as tcpdump sees it on a host that sends with UDP GSO: `counts` packets of equal size and a shorter one.
@@ -365,7 +397,7 @@ fn several_packets_in_one_frame_are_checked_one_by_one() {
         let report = one(&before_segmentation(v4(), 0xfffe, same_id));
         assert_eq!((report.roce_frames, report.roce_packets), (1, 5));
         assert_eq!((report.icrc_ok, report.icrc_bad), (1, 0));
-        assert_eq!((kinds(&report), report.is_bad()), (vec![Kind::Segments], false));
+        assert_eq!((kinds(&report), report.verdict), (vec![Kind::Segments], Verdict::Good));
     }
     let frame = ethernet(0x86dd, &before_segmentation(v6(), 0, true));
     let report = report_of(&capture_of(1, &[(&frame, None)]));
@@ -375,7 +407,7 @@ fn several_packets_in_one_frame_are_checked_one_by_one() {
     let at = 28 + 2 * (12 + 1024 + 4) + 500;
     bad[at] ^= 1;
     let report = one(&bad);
-    assert_eq!((report.icrc_ok, report.icrc_bad, report.is_bad()), (0, 1, true));
+    assert_eq!((report.icrc_ok, report.icrc_bad, report.verdict), (0, 1, Verdict::Bad));
     assert_eq!(kinds(&report), [Kind::Segments, Kind::IcrcBad]);
     assert!(
         report.findings[1].text.contains("packet 3 of 5"),
@@ -455,7 +487,7 @@ fn a_written_file_is_checked_by_name() {
     writer.write(1, src, dst, &bytes, 0).unwrap();
     writer.flush().unwrap();
     let report = check_file(&path).unwrap();
-    assert_eq!((report.icrc_ok, report.is_bad()), (1, false));
+    assert_eq!((report.icrc_ok, report.verdict), (1, Verdict::Good));
     assert!(report.file.ends_with("sim.pcap"));
     std::fs::remove_dir_all(path.parent().unwrap()).unwrap();
 }
