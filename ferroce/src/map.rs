@@ -16,6 +16,7 @@ use rnbd_host::{
 };
 use roce::iface;
 use roce_devices::Devices;
+use roce_verbs::provider::RejectReason;
 use rtrs::{
     PathError,
     addr::PathAddr,
@@ -251,9 +252,18 @@ fn session_failure(dst: SocketAddr, e: &rtrs::Error) -> Failure {
         Error::Unreachable | Error::Timeout(..) => format!(
             "\nis the server running there? `ferroce doctor --peer {ip}` looks at the way (firewall, NAT, port 4791)"
         ),
-        Error::Rejected { errno: None, .. } => {
-            "\nsomething speaks RoCE there, but no RTRS server listens at this port".to_owned()
-        }
+        Error::Rejected {
+            errno: None, reason, ..
+        } => match *reason {
+            RejectReason::INVALID_SERVICE_ID => {
+                "\nsomething speaks RoCE there, but no RTRS server listens at this port".to_owned()
+            }
+            RejectReason::INVALID_MTU => "\ngive a smaller path MTU with --mtu".to_owned(),
+            RejectReason::NO_QP | RejectReason::NO_RESOURCES => {
+                "\nthe server has no room for more connections".to_owned()
+            }
+            _ => String::new(),
+        },
         Error::Path(PathError::PeerDisconnected) => {
             "\nthe server's log says why; mostly a session of this name exists there: choose another with --session"
                 .to_owned()

@@ -85,6 +85,20 @@ fn nobody_listens_at_the_port() {
 }
 
 #[test]
+fn a_server_with_a_smaller_path_mtu() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = image(dir.path(), "i", &[0; 4096]);
+    let server = fresh_address();
+    let (_serve, _) = serve(server, &[format!("disk={}", disk.display())], &["--mtu", "512"]);
+    let dst = server.to_string();
+    map_fails(
+        &dst,
+        &["--mtu", "4096"],
+        &["the server can't do the path's MTU\ngive a smaller path MTU with --mtu"],
+    );
+}
+
+#[test]
 fn an_export_that_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let disk = image(dir.path(), "i", &[0; 4096]);

@@ -1,8 +1,10 @@
 //! Who has UDP port 4791.
 
 use std::{
+    collections::BTreeMap,
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
+    path::Path,
 };
 
 use roce::broker::Isolation;
@@ -59,14 +61,15 @@ fn bind(socket: SocketAddr) -> Result<UdpSocket, (io::Error, Vec<Holder>)> {
     }
 }
 
-/// A socket on the port.
+/// Sockets of one owner on the port of an address.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Holder {
     addr: IpAddr,
     owner: Owner,
+    sockets: usize,
 }
 
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 enum Owner {
     Process {
         pid: u32,
@@ -82,7 +85,15 @@ impl std::fmt::Display for Holder {
         match &self.owner {
             Owner::Process { pid, name } => write!(f, "{name} (process {pid}) on {}", self.addr),
             Owner::Kernel => write!(f, "the kernel on {}", self.addr),
-            Owner::Hidden => write!(f, "a process of another user, or the kernel, on {}", self.addr),
+            Owner::Hidden => write!(
+                f,
+                "a process that can't be seen from here, or the kernel, on {}",
+                self.addr
+            ),
+        }?;
+        match self.sockets {
+            1 => Ok(()),
+            n => write!(f, " ({n} sockets)"),
         }
     }
 }
@@ -183,20 +194,30 @@ fn taken(wanted: IpAddr, holders: &[Holder]) -> Check {
 
 /// The sockets that keep us from this address.
 fn holders(addr: IpAddr) -> Vec<Holder> {
-    // Root sees every process of the namespace's owner; what is left without one is the kernel's.
-    let root = nix::unistd::geteuid().is_root();
-    let owner = |process: Option<(u32, String)>| match process {
-        Some((pid, name)) => Owner::Process { pid, name },
-        None if root => Owner::Kernel,
-        None => Owner::Hidden,
+    let may_be_kernel = nix::unistd::geteuid().is_root() && Path::new("/sys/module/rdma_rxe").exists();
+    grouped(holder::port_holders(addr, ROCE_UDP_PORT), may_be_kernel)
+}
+
+/// By address and owner. `may_be_kernel`: every process of this host can be seen, and it has rdma_rxe, which has one socket for each
+/// version of IP. A broker has many on one address, which no process shows when all of them are in messages.
+fn grouped(found: Vec<holder::Holder>, may_be_kernel: bool) -> Vec<Holder> {
+    let mut sockets = BTreeMap::new();
+    for one in found {
+        let owner = match one.process {
+            Some((pid, name)) => Owner::Process { pid, name },
+            None => Owner::Hidden,
+        };
+        *sockets.entry((one.addr, owner)).or_insert(0) += 1;
+    }
+    let holder = |((addr, owner), sockets)| Holder {
+        addr,
+        owner: match owner {
+            Owner::Hidden if may_be_kernel && sockets == 1 && addr.is_unspecified() => Owner::Kernel,
+            owner => owner,
+        },
+        sockets,
     };
-    holder::port_holders(addr, ROCE_UDP_PORT)
-        .into_iter()
-        .map(|h| Holder {
-            addr: h.addr,
-            owner: owner(h.process),
-        })
-        .collect()
+    sockets.into_iter().map(holder).collect()
 }
 
 #[cfg(test)]
@@ -208,6 +229,7 @@ mod tests {
         let holder = |addr: &str, owner| Holder {
             addr: addr.parse().unwrap(),
             owner,
+            sockets: 1,
         };
         let any: IpAddr = "0.0.0.0".parse().unwrap();
         let process = Owner::Process {
@@ -222,5 +244,25 @@ mod tests {
         let kernel = taken(any, &[holder("0.0.0.0", Owner::Kernel)]);
         assert_eq!(kernel.status, Status::Fail);
         assert!(kernel.advice.unwrap().contains("rdma_rxe"));
+    }
+
+    #[test]
+    fn many_sockets_of_one_owner_are_one_holder() {
+        let socket = |addr: &str, process: Option<(u32, &str)>| holder::Holder {
+            addr: addr.parse().unwrap(),
+            process: process.map(|(pid, name)| (pid, name.to_owned())),
+        };
+        let mut found = vec![socket("0.0.0.0", None); 300];
+        found.extend([socket("::", None), socket("127.0.0.1", Some((7, "ferroce")))]);
+        let holders = grouped(found, true);
+        let shown: Vec<String> = holders.iter().map(ToString::to_string).collect();
+        assert_eq!(
+            shown,
+            [
+                "a process that can't be seen from here, or the kernel, on 0.0.0.0 (300 sockets)",
+                "ferroce (process 7) on 127.0.0.1",
+                "the kernel on ::"
+            ]
+        );
     }
 }
