@@ -213,11 +213,11 @@ fn own_socket(folder: &File, name: &OsStr) -> io::Result<FileStat> {
     }
 }
 
-/// Checks that only root and this user can replace files in the folder, or the folder itself.
+/// Checks that only root and this user can replace files in the folder, or the folder itself, or a link on the way to it.
 fn check_folders(path: &Path) -> io::Result<()> {
-    let path = path.canonicalize()?;
-    path.ancestors()
-        .try_for_each(|folder| check_folder(folder, &folder.metadata()?))
+    let real = path.canonicalize()?;
+    let mut folders = path.ancestors().chain(real.ancestors());
+    folders.try_for_each(|folder| check_folder(folder, &folder.metadata()?))
 }
 
 fn check_folder(path: &Path, folder: &fs::Metadata) -> io::Result<()> {

@@ -8,10 +8,11 @@ use std::{
         net::{UnixListener, UnixStream},
     },
     path::Path,
-    process::{Child, Command},
+    thread,
     time::{Duration, Instant},
 };
 
+use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 use roce_net::socket_file::{Access, Kind, SocketFile};
 
 /// Another user.
@@ -103,61 +104,56 @@ fn a_folder_that_everybody_can_write_to_is_sticky() {
     }
 }
 
-/// A process of another user, ended when it is dropped.
-struct Other(Child);
-
-impl Other {
-    /// Runs a shell script in a loop.
-    fn repeats(script: &str) -> Self {
-        let id = OTHER.to_string();
-        let script = format!("while :; do {script}; done 2>/dev/null");
-        let mut command = Command::new("setpriv");
-        command.args(["--reuid", &id, "--regid", &id, "--clear-groups", "sh", "-c", &script]);
-        Self(command.spawn().unwrap())
-    }
-}
-
-impl Drop for Other {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
+/// Becomes another user, in this thread alone: libc's functions would change all threads.
+fn become_other() {
+    let other = libc::c_long::from(OTHER);
+    // SAFETY: no pointers are passed but one to no group.
+    let done = unsafe {
+        [
+            libc::syscall(libc::SYS_setgroups, 0, std::ptr::null::<u32>()),
+            libc::syscall(libc::SYS_setresgid, other, other, other),
+            libc::syscall(libc::SYS_setresuid, other, other, other),
+        ]
+    };
+    assert_eq!(done, [0; 3]);
 }
 
 #[test]
 #[ignore = "needs root, to be another user"]
-fn another_users_folder_is_refused_and_no_link_of_his_is_followed() {
+fn another_users_folder_is_refused_and_no_link_of_that_user_is_followed() {
     let dir = folder();
     set_mode(dir.path(), 0o755);
-    let [victim, theirs] = ["victim", "theirs"].map(|name| dir.path().join(name));
-    for folder in [&victim, &theirs] {
+    let [ours, victim, theirs, own, link] =
+        ["ours", "ours/s", "theirs", "theirs/own", "theirs/link"].map(|name| dir.path().join(name));
+    for folder in [&ours, &victim, &theirs, &own] {
         fs::create_dir(folder).unwrap();
     }
     set_mode(&victim, 0o700);
-    chown(&theirs, Some(OTHER), Some(OTHER)).unwrap();
-    // A folder of root's in another user's, which that user can move.
-    let inner = theirs.join("inner");
-    fs::create_dir(&inner).unwrap();
-    let (socket, moved) = (theirs.join("s"), theirs.join("moved"));
-    let swaps = Other::repeats(&format!("ln -sfn {} {}", victim.display(), socket.display()));
-    let moves = Other::repeats(&format!(
-        "mv -T {inner} {moved}; ln -sfn {victim} {inner}; rm {inner}; mv -T {moved} {inner}",
-        inner = inner.display(),
-        moved = moved.display(),
-        victim = victim.display(),
-    ));
+    symlink(&ours, &link).unwrap();
+    for path in [&theirs, &own] {
+        chown(path, Some(OTHER), Some(OTHER)).unwrap();
+    }
     let end = Instant::now() + Duration::from_secs(1);
-    while Instant::now() < end {
-        for path in [&socket, &inner.join("s")] {
-            let bound = SocketFile::bind(path, Kind::Stream, Access::Group(Some(OTHER)));
+    let exchange = || {
+        become_other();
+        // At each name there is that user's folder now, and a link to root's then.
+        while Instant::now() < end {
+            renameat2(AT_FDCWD, &own, AT_FDCWD, &link, RenameFlags::RENAME_EXCHANGE).unwrap();
+        }
+    };
+    thread::scope(|scope| {
+        scope.spawn(exchange);
+        while Instant::now() < end {
+            let bound = SocketFile::bind(&own.join("s"), Kind::Stream, Access::Group(Some(OTHER)));
             let meta = victim.metadata().unwrap();
             assert_eq!((meta.mode() & 0o7777, meta.gid()), (0o700, 0), "{bound:?}");
+            let refused = bound.expect_err("a folder of another user").kind();
+            assert!(matches!(refused, ErrorKind::PermissionDenied), "{refused:?}");
         }
-    }
-    drop((swaps, moves));
-    let e = SocketFile::bind(&theirs.join("t"), Kind::Stream, Access::Owner).unwrap_err();
+    });
+    let e = SocketFile::bind(&theirs.join("s"), Kind::Stream, Access::Owner).unwrap_err();
     assert!(e.to_string().contains("user 65533 can write to the folder"), "{e}");
-    // What is its own is fine, also below what is root's.
+    // What is its own is fine.
     let group = SocketFile::bind(&victim.join("s"), Kind::Stream, Access::Group(Some(OTHER))).unwrap();
     let meta = victim.join("s").metadata().unwrap();
     assert_eq!((meta.mode() & 0o7777, meta.gid()), (0o660, OTHER));
