@@ -365,8 +365,8 @@ fn a_member_that_detaches_the_program_stops_others_for_a_moment() {
             sender.send_to(&packet, (addr, 4791)).unwrap();
             victim.received() > 0
         };
-        wait_until("the victim receives", &mut reaches);
-        assert_eq!(thief.ask("detach"), "0");
+        // Its packets may reach the victim without the program, too.
+        wait_until("the program is there to be detached", || thief.ask("detach") == "0");
         let since = Instant::now();
         stopped += usize::from(!reaches());
         wait_until("the victim receives again", &mut reaches);
