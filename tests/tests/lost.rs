@@ -13,6 +13,7 @@ use ferroce_tests::{
     nbd::{Client, EIO, Error},
     pattern,
     process::Running,
+    vhost::{BUFFERS, Guest, kind},
 };
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
@@ -65,7 +66,9 @@ impl Lab {
         fs::write(dir.path().join("boot"), "1\n").unwrap();
         let server = fresh_address();
         let serve = Some(start(dir.path(), &library, server, &image));
-        let more = [&["--on-loss", on_loss, "--reconnect-delay", "0.2"], map_more].concat();
+        let vhost = format!("disk={}/vhost", dir.path().display());
+        let more = ["--on-loss", on_loss, "--reconnect-delay", "0.2", "--vhost-user", &vhost];
+        let more = [&more, map_more].concat();
         let args = map_args(fresh_address(), &server.to_string(), &dir.path().join("nbd"), &more);
         let mut map = Running::steered(&args);
         map.event("mapped");
@@ -175,6 +178,25 @@ fn a_flush_fails_after_the_servers_machine_has_crashed() {
         let (_, log) = lab.end();
         assert!(log.contains("may be lost"), "{log}");
     }
+}
+
+#[test]
+fn a_virtual_machine_is_told_as_well() {
+    const OK: (u8, u32) = (0, 1);
+    const IOERR: (u8, u32) = (1, 1);
+    let mut lab = Lab::start("queue", &[]);
+    let before = fs::read(&lab.image).unwrap();
+    let mut guest = Guest::connect(&lab.dir.path().join("vhost"), 0);
+    guest.start();
+    let mut client = lab.client();
+    guest.write(0, 0, &[(BUFFERS, 4096)], &pattern(1, 4096));
+    lab.crash(&before);
+    lab.map.event("remapped");
+    let mut flush = || guest.run(0, kind::FLUSH, 0, &[], &[]);
+    assert_eq!((flush(), flush()), (IOERR, OK));
+    assert!(is_eio(client.flush()));
+    client.flush().unwrap();
+    lab.end();
 }
 
 #[test]
