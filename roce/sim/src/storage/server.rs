@@ -76,6 +76,15 @@ pub(crate) enum Names {
 }
 
 impl Names {
+    /// `hides`: the server says nothing of power failures.
+    pub(crate) fn draw(hides: bool, rng: &mut Rng) -> Self {
+        match hides {
+            true => Self::Same,
+            false if rng.chance(0.15) => Self::None,
+            false => Self::Boot(0),
+        }
+    }
+
     /// Its power has failed.
     pub(crate) fn boot_again(&mut self) {
         if let Self::Boot(boot) = self {

@@ -9,6 +9,7 @@ use rtrs::{client, cx::Cx, server};
 use crate::{
     storage::{
         client::{Bench, ClientSide},
+        lan::Node,
         raw::RawSide,
         server::{Ground, Job, ServerSide},
     },
@@ -78,8 +79,24 @@ pub(crate) trait Machines {
     }
 }
 
+/// A turn of a host's machines. Returns when the next is due.
+pub(crate) fn of_host(
+    node: &mut Node,
+    now: Instant,
+    random: &mut dyn FnMut(&mut [u8]),
+    machines: &mut impl Machines,
+) -> Result<Option<Instant>, String> {
+    let mut provider = node.provider(now);
+    let mut cx = Cx {
+        now,
+        provider: &mut provider,
+        random,
+    };
+    take(&mut cx, machines)
+}
+
 /// Hands completions and events over, until there are no more. Returns when the next turn is due.
-pub(crate) fn take<M: Machines>(cx: &mut Cx<'_>, machines: &mut M) -> Result<Option<Instant>, String> {
+fn take<M: Machines>(cx: &mut Cx<'_>, machines: &mut M) -> Result<Option<Instant>, String> {
     machines.begin(cx)?;
     let (mut wcs, mut ended) = (Vec::new(), false);
     for _ in 0..ROUNDS {

@@ -12,12 +12,12 @@ use crate::{
         client::{Bench, ClientSide},
         disk::SimDisk,
         draw::Draw,
-        lan::{Lan, Node, Way, What},
+        lan::{Lan, Way, What},
         ledger::Ledger,
         raw::RawSide,
         server::{Ground, Job, Names, ServerPlan, ServerSide},
         tally::{Coverage, Tally},
-        turn::{self, ClientTurn, Machines, RawTurn, ServerTurn},
+        turn::{self, ClientTurn, RawTurn, ServerTurn},
         wide::{Wide, another_server},
     },
     trace::Trace,
@@ -177,11 +177,7 @@ impl World {
     /// `hides`: the server says nothing of power failures.
     pub(crate) fn new(seed: u64, scale: u32, hides: bool, trace: Trace) -> Self {
         let mut draw = Draw::new(scale, &mut Rng::new(seed, 40), &mut Rng::new(seed, 44));
-        if hides {
-            draw.server.names = Names::Same;
-        } else if Rng::new(seed, 45).chance(0.15) {
-            draw.server.names = Names::None;
-        }
+        draw.server.names = Names::draw(hides, &mut Rng::new(seed, 45));
         let mut coverage = Coverage::default();
         draw.note(&mut coverage);
         let scenario = &draw.scenario;
@@ -425,7 +421,7 @@ impl World {
                 plan: Vec::new(),
             },
         };
-        let next = take_turn(node, now, &mut random, &mut machines)?;
+        let next = turn::of_host(node, now, &mut random, &mut machines)?;
         for (after, job) in machines.ground.plan {
             self.lan.schedule(after, What::Own(Own::Job { boot, job }));
         }
@@ -444,7 +440,7 @@ impl World {
                 silent: self.server_plan.names == Names::None,
             },
         };
-        take_turn(&mut self.lan.nodes[node], now, &mut random, &mut machines)
+        turn::of_host(&mut self.lan.nodes[node], now, &mut random, &mut machines)
     }
 
     fn raw_turn(&mut self, now: Instant, node: usize) -> Result<Option<Instant>, String> {
@@ -464,7 +460,7 @@ impl World {
                 silent: self.server_plan.names == Names::None,
             },
         };
-        let next = take_turn(&mut self.lan.nodes[node], now, &mut random, &mut machines)?;
+        let next = turn::of_host(&mut self.lan.nodes[node], now, &mut random, &mut machines)?;
         if machines.wakes {
             let after = self.rng.range(1, 2 * MS);
             self.lan.want_turn(other, now.as_nanos() + after);
@@ -688,20 +684,4 @@ impl World {
 fn random(rng: &mut Rng) -> impl FnMut(&mut [u8]) + use<> {
     let mut rng = Rng::from_seed(rng.seed());
     move |out: &mut [u8]| out.copy_from_slice(&rng.bytes(out.len()))
-}
-
-/// A turn of a host's machines. Returns when the next is due.
-fn take_turn(
-    node: &mut Node,
-    now: Instant,
-    random: &mut dyn FnMut(&mut [u8]),
-    machines: &mut impl Machines,
-) -> Result<Option<Instant>, String> {
-    let mut provider = node.provider(now);
-    let mut cx = Cx {
-        now,
-        provider: &mut provider,
-        random,
-    };
-    turn::take(&mut cx, machines)
 }
