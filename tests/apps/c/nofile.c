@@ -97,14 +97,19 @@ static bool suffices(int descriptors)
 	return !WEXITSTATUS(status);
 }
 
-int main(int argc, char **argv)
+static void too_few_descriptors_are_emfile(void)
 {
 	int few = 4;
 
-	MUST(argc > 1);
-	address = argv[1];
 	while (!suffices(few))
 		MUST(++few < MOST);
 	printf("%d descriptors are enough, and fewer are EMFILE\n", few);
+}
+
+int main(int argc, char **argv)
+{
+	MUST(argc > 1);
+	address = argv[1];
+	too_few_descriptors_are_emfile();
 	return 0;
 }
