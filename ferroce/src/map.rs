@@ -59,8 +59,8 @@ Examples:
   nbdinfo 'nbds://192.0.2.8/?tls-certificates=/etc/pki/client'
   qemu-img convert -p -O raw 'nbd+unix:///?socket=disk.sock' copy.img
 
-NBD clients find each device as an export of its name, and the first under the empty name, too; 16 may be connected at a time, at \
-all devices, sockets and loops together. They come to the sockets of --nbd and --nbd-listen, or to those that ferroce is started with by systemd or the like (LISTEN_FDS and LISTEN_PID; then without these options).
+NBD clients find each device as an export of its name, and the first under the empty name, too; 16 may have chosen one at a time, at \
+all devices, sockets and loops together, of which 4 are reserved for Unix sockets if there are TCP sockets, too. They come to the sockets of --nbd and --nbd-listen, or to those that ferroce is started with by systemd or the like (LISTEN_FDS and LISTEN_PID; then without these options).
 A socket for virtual machines takes one front end at a time.
 
 Runs until SIGINT or SIGTERM, or until no path is left that is tried again. With --json, one event per line on standard output: \

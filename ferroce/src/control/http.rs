@@ -7,9 +7,10 @@ use std::{
     time::Duration,
 };
 
+use roce_net::places::{Full, Identity, Limits, Peer};
+
 use super::{
     Shared, metrics,
-    places::{Full, Identity, Limits, Peer},
     sockets::{Place, Service, write_within},
 };
 
@@ -26,10 +27,11 @@ impl Service<TcpStream> for Metrics {
     /// Many enough that a request arrives before a peer that connects again and again has evicted its connection.
     const LIMITS: Limits = Limits {
         all: 128,
+        open: 128,
         reserved: 0,
         each: 64,
-        first_request: TIME,
     };
+    const FIRST_REQUEST: Duration = TIME;
 
     fn identify(&self, stream: &TcpStream) -> Result<Peer, String> {
         // A peer that has gone needs no answer.

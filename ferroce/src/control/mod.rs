@@ -8,7 +8,6 @@ mod http;
 mod metrics;
 mod ops;
 mod peer;
-mod places;
 mod registry;
 mod show;
 mod sockets;
@@ -35,7 +34,10 @@ use rnbd::Errno;
 use rnbd_admin::{Names, Registry};
 use rnbd_host::control::Refused;
 use rnbd_sysfs::{MountError, Mounted};
-use roce_net::socket_file::{Access, Kind, SocketFile};
+use roce_net::{
+    places::{Full, Limits, Peer},
+    socket_file::{Access, Kind, SocketFile},
+};
 use roce_verbs::shown;
 
 pub(crate) use events::Events;
@@ -46,7 +48,6 @@ use self::{
     connection::{converse, converse_on_stdio, refusal},
     http::Metrics,
     peer::AccessControl,
-    places::{Full, Limits, Peer},
     sockets::{Acceptor, Place, Service},
 };
 use crate::output::Failure;
@@ -246,10 +247,11 @@ struct Administration {
 impl Service<UnixStream> for Administration {
     const LIMITS: Limits = Limits {
         all: 32,
+        open: 32,
         reserved: 8,
         each: 8,
-        first_request: HELLO_TIME,
     };
+    const FIRST_REQUEST: Duration = HELLO_TIME;
 
     fn identify(&self, stream: &UnixStream) -> Result<Peer, String> {
         self.access.identify(stream).map_err(|refused| {

@@ -14,8 +14,8 @@ use nix::{
 use rnbd::Errno;
 use rnbd_host::control::Refused;
 use rnbd_sysfs::{Admission, Caller};
+use roce_net::places::{Identity, Peer};
 
-use super::places::{Identity, Peer};
 use crate::output::Failure;
 
 /// Groups of a process at most, as of Linux (`NGROUPS_MAX`).

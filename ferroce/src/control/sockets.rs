@@ -14,12 +14,9 @@ use std::{
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use parking_lot::Mutex;
+use roce_net::places::{Entered, Full, Limits, Peer, Places};
 
-use super::{
-    Shared,
-    peer::Authority,
-    places::{Entered, Full, Limits, Peer, Places},
-};
+use super::{Shared, peer::Authority};
 
 /// How long the end waits for answers to be taken.
 const LAST_WORDS: Duration = Duration::from_secs(2);
@@ -104,6 +101,8 @@ pub(super) fn write_within(stream: &impl Stream, mut bytes: &[u8], time: Duratio
 /// What a listener's protocol does with its connections.
 pub(super) trait Service<S>: Clone + Send + 'static {
     const LIMITS: Limits;
+    /// Time for the first request. Until it has arrived a connection is half-open.
+    const FIRST_REQUEST: Duration;
     /// The peer of a new connection; an error is the line that it gets.
     fn identify(&self, stream: &S) -> Result<Peer, String>;
     /// Serves a connection to its end.
@@ -135,7 +134,7 @@ struct Connection {
 type End = Box<dyn Fn(&str, Shutdown) + Send>;
 
 struct Connections {
-    places: Places,
+    places: Places<Instant>,
     threads: Vec<Connection>,
 }
 
@@ -163,7 +162,7 @@ impl Place {
 
     /// The first request has arrived: no deadline any more, and no eviction. False: the connection has been evicted before.
     pub(super) fn opened(&self) -> bool {
-        self.connections.lock().places.open(self.id)
+        self.connections.lock().places.open(self.id).is_ok()
     }
 }
 
@@ -188,7 +187,7 @@ impl Acceptor {
         let all = connections.clone();
         let thread = thread::Builder::new().name("ferroce-accept".into()).spawn(move || {
             loop {
-                let deadline = all.lock().places.deadline();
+                let deadline = all.lock().places.deadline(V::FIRST_REQUEST);
                 if !wait(&listener, &woken, deadline) || shared.is_ending() {
                     break;
                 }
@@ -244,9 +243,9 @@ fn wait(listener: &impl AsFd, woken: &UnixStream, deadline: Option<Instant>) -> 
     fds[1].any() != Some(true)
 }
 
-fn expire<S>(all: &Mutex<Connections>, service: &impl Service<S>) {
+fn expire<S, V: Service<S>>(all: &Mutex<Connections>, service: &V) {
     let mut all = all.lock();
-    let late = all.places.expire(Instant::now());
+    let late = all.places.expire(V::FIRST_REQUEST, Instant::now());
     if !late.is_empty() {
         all.end(&late, &service.late());
     }

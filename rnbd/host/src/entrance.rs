@@ -1,46 +1,124 @@
-//! The door of a mapping: NBD clients come to its sockets, and are spread over the loops.
+//! The accept path of NBD clients: the listening sockets of a mapping, who gets a place, and which loop a client is for.
 
 use std::{io, os::fd::AsFd};
 
 use core::time::Duration;
 use mio::{Interest, Token};
+use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
+use roce_net::places::{Full, Identity, Limits, Peer, Places, Refusal};
 use roce_reactor::Sockets;
 use roce_verbs::Instant;
 use socket2::Socket;
 
 use crate::listen::{Listen, Listener, NbdAddress};
 
-/// How long accepting rests when the system has no descriptor.
-const REST: Duration = Duration::from_millis(100);
+/// How long accepting pauses when the system has no descriptor.
+const PAUSE: Duration = Duration::from_millis(100);
+/// Clients that have not chosen a device yet, beside those that have. The oldest is evicted for a newer one.
+const HALF_OPEN: usize = 32;
+/// How long a half-open client is spared while those that wait to be accepted are of hosts that have as many.
+const SPARE: Duration = Duration::from_millis(250);
+/// The share of places that is reserved for clients of Unix sockets, if there are such sockets and TCP.
+const RESERVED: usize = 4;
 
-/// Somebody who has come.
+/// A client on a loop.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Accepted {
+    /// Names the client at all loops.
+    pub(crate) id: u64,
+    /// The loop, which counts it from now on.
+    pub(crate) at: usize,
+}
+
+/// A connection.
 #[derive(Debug)]
-pub(crate) enum Comer {
-    /// A client, and the loop that it is for, which counts it from now on.
-    For(usize, Socket),
-    /// One who is not served.
-    TurnedAway(io::Error),
+pub(crate) enum Connected {
+    /// A client, which is half-open, and the one that is evicted for it.
+    For(Accepted, Socket, Option<Accepted>),
+    /// It is not served.
+    Rejected(io::Error),
+}
+
+/// An accepted connection that waits for a place.
+#[derive(Debug)]
+struct Waiting {
+    stream: Socket,
+    peer: Peer,
+    /// Until then, or until another client is gone.
+    until: Option<Instant>,
 }
 
 /// A listening socket.
 #[derive(Debug)]
 struct Way {
     listener: Listener,
-    /// It has somebody, as far as is known.
+    /// Connections wait in its backlog, as far as is known.
     accepts: bool,
+    /// While it waits, the next ones stay in the backlog.
+    waiting: Option<Waiting>,
 }
 
-/// The listening sockets, and how many clients each loop has.
+impl Way {
+    fn is_unix(&self) -> bool {
+        !matches!(self.listener.address(), NbdAddress::Tcp(_))
+    }
+
+    /// A connection may be had from it.
+    fn is_ready(&self) -> bool {
+        self.waiting
+            .as_ref()
+            .map_or(self.accepts, |waiting| waiting.until.is_none())
+    }
+
+    fn next(&mut self) -> io::Result<(Socket, Peer)> {
+        if let Some(waiting) = self.waiting.take() {
+            return Ok((waiting.stream, waiting.peer));
+        }
+        let stream = self.listener.accept()?;
+        let peer = peer(&stream);
+        Ok((stream, peer))
+    }
+}
+
+/// Who has connected. Users who can reach a Unix socket are trusted.
+fn peer(stream: &Socket) -> Peer {
+    let address = stream.peer_addr().ok().and_then(|address| address.as_socket());
+    match address {
+        Some(address) => Peer {
+            identity: Identity::host(address.ip()),
+            trusted: false,
+        },
+        None => Peer {
+            identity: Identity::User(getsockopt(stream, PeerCredentials).map_or(u32::MAX, |of| of.uid())),
+            trusted: true,
+        },
+    }
+}
+
+/// The listening sockets, who has a place, and how many clients each loop has.
 #[derive(Debug)]
 pub(crate) struct Entrance {
     ways: Vec<Way>,
     /// The one that is asked first.
     first: usize,
-    rests_until: Option<Instant>,
+    paused_until: Option<Instant>,
     /// Clients of each loop, those included that are on their way to it or of which it has not said yet that they are gone.
     loads: Vec<usize>,
-    /// Clients at most, of all loops.
+    /// NBD clients at most that have chosen a device, of all loops.
     most: usize,
+    places: Places<Instant>,
+    /// Those that have a place.
+    clients: Vec<Accepted>,
+}
+
+fn limits(most: usize, reserved: usize) -> Limits {
+    let all = most + HALF_OPEN;
+    Limits {
+        all,
+        open: most,
+        reserved,
+        each: all,
+    }
 }
 
 impl Entrance {
@@ -49,9 +127,11 @@ impl Entrance {
         Self {
             ways: Vec::new(),
             first: 0,
-            rests_until: None,
+            paused_until: None,
             loads: vec![0; loops],
             most,
+            places: Places::new(limits(most, 0)),
+            clients: Vec::new(),
         }
     }
 
@@ -66,12 +146,16 @@ impl Entrance {
             self.ways.push(Way {
                 listener,
                 accepts: true,
+                waiting: None,
             });
+        }
+        if self.ways.iter().any(Way::is_unix) {
+            self.places = Places::new(limits(self.most, self.most / RESERVED));
         }
         Ok(self.ways.iter().map(|way| way.listener.address().clone()).collect())
     }
 
-    /// Lets nobody in any more.
+    /// Accepts nobody any more.
     pub(crate) fn close(&mut self, sockets: &Sockets<'_>) {
         for way in self.ways.drain(..) {
             let _ = sockets.deregister(way.listener.as_fd());
@@ -83,38 +167,58 @@ impl Entrance {
         self.ways.iter_mut().for_each(|way| way.accepts = true);
     }
 
-    /// The next who has come. Those who come to one socket don't keep out those of another.
-    pub(crate) fn next(&mut self, now: Instant) -> Option<Comer> {
-        while self.rests_until.is_none() {
+    /// A connection may be had at once.
+    pub(crate) fn is_ready(&self) -> bool {
+        self.paused_until.is_none() && self.ways.iter().any(Way::is_ready)
+    }
+
+    /// The next connection. Those at one socket don't hold up those at another.
+    pub(crate) fn next(&mut self, now: Instant) -> Option<Connected> {
+        while self.paused_until.is_none() {
             let count = self.ways.len();
             let mut order = (0..count).map(|i| (self.first + i) % count);
-            let index = order.find(|index| self.ways[*index].accepts)?;
+            let index = order.find(|index| self.ways[*index].is_ready())?;
             let way = &mut self.ways[index];
-            match way.listener.accept() {
-                Ok(stream) => {
+            match way.next() {
+                Ok((stream, peer)) => {
                     self.first = (index + 1) % count;
-                    return Some(self.receive(stream));
+                    if let Some(until) = self.places.spared_until(peer, SPARE, now) {
+                        let until = Some(until);
+                        way.waiting = Some(Waiting { stream, peer, until });
+                        continue;
+                    }
+                    return Some(self.receive(stream, peer, now));
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => way.accepts = false,
                 // Of one that is gone already, and a signal's.
                 Err(e) if matches!(e.kind(), io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted) => {}
                 Err(e) => {
                     // Out of descriptors, most likely: it does not help to ask again at once.
-                    self.rests_until = Some(now + REST);
-                    return Some(Comer::TurnedAway(e));
+                    self.paused_until = Some(now + PAUSE);
+                    return Some(Connected::Rejected(e));
                 }
             }
         }
         None
     }
 
-    /// The loop with the fewest clients takes one more.
-    fn receive(&mut self, stream: Socket) -> Comer {
-        if self.loads.iter().sum::<usize>() >= self.most {
-            let most = self.most;
-            return Comer::TurnedAway(io::Error::other(format!("there are {most} already")));
+    /// A client gets a place at the loop with the fewest.
+    fn receive(&mut self, stream: Socket, peer: Peer, now: Instant) -> Connected {
+        match self.places.enter(peer, now) {
+            Ok(entered) => {
+                let evicted = entered.evicted.and_then(|id| self.forget(id));
+                let (id, at) = (entered.id, self.place());
+                let accepted = Accepted { id, at };
+                self.clients.push(accepted);
+                Connected::For(accepted, stream, evicted)
+            }
+            Err(full) => Connected::Rejected(io::Error::other(full.to_string())),
         }
-        Comer::For(self.place(), stream)
+    }
+
+    fn forget(&mut self, id: u64) -> Option<Accepted> {
+        let at = self.clients.iter().position(|client| client.id == id)?;
+        Some(self.clients.swap_remove(at))
     }
 
     /// The loop with the fewest takes one more: an NBD client, or somebody who has come another way.
@@ -125,8 +229,31 @@ impl Entrance {
         to
     }
 
-    /// A client of this loop is gone, or was not taken by it.
-    pub(crate) fn left(&mut self, index: usize) {
+    /// A client has chosen a device: it can't be evicted from here on.
+    ///
+    /// # Errors
+    /// When as many have as may, and it has to go.
+    pub(crate) fn chosen(&mut self, id: u64) -> Result<(), Full> {
+        match self.places.open(id) {
+            Err(Refusal::Full(full)) => {
+                self.forget(id);
+                Err(full)
+            }
+            // One that was evicted is on its way out.
+            Ok(()) | Err(Refusal::Evicted) => Ok(()),
+        }
+    }
+
+    /// An NBD client is gone, or was not taken by its loop.
+    pub(crate) fn left(&mut self, id: u64) {
+        self.places.leave(id);
+        self.forget(id);
+        let waiting = self.ways.iter_mut().filter_map(|way| way.waiting.as_mut());
+        waiting.for_each(|waiting| waiting.until = None);
+    }
+
+    /// A loop has a client less, of whatever kind.
+    pub(crate) fn unload(&mut self, index: usize) {
         if let Some(load) = self.loads.get_mut(index) {
             *load = load.saturating_sub(1);
         }
@@ -134,11 +261,15 @@ impl Entrance {
 
     /// When [`timeout`](Self::timeout) is due.
     pub(crate) fn next_timeout(&self) -> Option<Instant> {
-        self.rests_until
+        let waiting = self.ways.iter().filter_map(|way| way.waiting.as_ref()?.until);
+        waiting.chain(self.paused_until).min()
     }
 
     pub(crate) fn timeout(&mut self, now: Instant) {
-        self.rests_until = self.rests_until.filter(|at| *at > now);
+        self.paused_until = self.paused_until.filter(|at| *at > now);
+        for waiting in self.ways.iter_mut().filter_map(|way| way.waiting.as_mut()) {
+            waiting.until = waiting.until.filter(|at| *at > now);
+        }
     }
 }
 
@@ -148,47 +279,85 @@ mod tests {
 
     use super::*;
 
-    fn somebody() -> Socket {
-        UnixStream::pair().unwrap().0.into()
+    const LOCAL: Peer = Peer {
+        identity: Identity::User(7),
+        trusted: true,
+    };
+
+    fn connect(entrance: &mut Entrance) -> Connected {
+        entrance.receive(UnixStream::pair().unwrap().0.into(), LOCAL, Instant::ZERO)
     }
 
-    fn come(entrance: &mut Entrance) -> Option<usize> {
-        match entrance.receive(somebody()) {
-            Comer::For(index, _) => Some(index),
-            Comer::TurnedAway(_) => None,
+    /// One that chooses a device at once.
+    fn open(entrance: &mut Entrance) -> Option<Accepted> {
+        match connect(entrance) {
+            Connected::For(accepted, ..) => {
+                entrance.chosen(accepted.id).unwrap();
+                Some(accepted)
+            }
+            Connected::Rejected(_) => None,
         }
+    }
+
+    fn part(entrance: &mut Entrance, client: Accepted) {
+        entrance.left(client.id);
+        entrance.unload(client.at);
     }
 
     #[test]
     fn clients_are_spread_and_the_limit_is_that_of_all_loops() {
         let mut entrance = Entrance::new(3, 5);
-        let came: Vec<_> = (0..6).map(|_| come(&mut entrance)).collect();
-        assert_eq!(came, [Some(0), Some(1), Some(2), Some(0), Some(1), None]);
-        entrance.left(1);
-        assert_eq!((come(&mut entrance), come(&mut entrance)), (Some(1), None));
-        entrance.left(0);
-        entrance.left(0);
-        assert_eq!((come(&mut entrance), come(&mut entrance)), (Some(0), Some(0)));
-        assert_eq!(come(&mut entrance), None);
+        let connected: Vec<_> = (0..6).map(|_| open(&mut entrance)).collect();
+        let loops: Vec<_> = connected.iter().map(|client| client.map(|client| client.at)).collect();
+        assert_eq!(loops, [Some(0), Some(1), Some(2), Some(0), Some(1), None]);
+        part(&mut entrance, connected[1].unwrap());
+        assert_eq!(open(&mut entrance).map(|client| client.at), Some(1));
+        assert_eq!(open(&mut entrance), None);
+        for client in [0, 3] {
+            part(&mut entrance, connected[client].unwrap());
+        }
+        for _ in 0..2 {
+            assert_eq!(open(&mut entrance).map(|client| client.at), Some(0));
+        }
+        assert_eq!(open(&mut entrance), None);
         // Nobody can be gone who was not there.
         let mut empty = Entrance::new(2, 1);
-        empty.left(1);
-        empty.left(7);
+        for at in [1, 7] {
+            part(&mut empty, Accepted { id: 4711, at });
+        }
         assert_eq!(empty.loads, [0; 2]);
-        assert_eq!((come(&mut empty), come(&mut empty)), (Some(0), None));
+        assert_eq!(open(&mut empty).map(|client| client.at), Some(0));
+        assert_eq!(open(&mut empty), None);
     }
 
     #[test]
-    fn there_is_always_a_loop() {
-        let mut entrance = Entrance::new(1, 2);
-        assert_eq!((come(&mut entrance), come(&mut entrance)), (Some(0), Some(0)));
-        assert_eq!(come(&mut entrance), None);
-        assert!(Entrance::new(2, 0).receive(somebody()).turned_away());
+    fn half_open_clients_are_evicted_and_take_no_place_of_others() {
+        let mut entrance = Entrance::new(2, 2);
+        let mut evicted = Vec::new();
+        for _ in 0..40 {
+            match connect(&mut entrance) {
+                Connected::For(_, _, Some(old)) => evicted.push(old),
+                Connected::For(..) => {}
+                Connected::Rejected(e) => panic!("{e}"),
+            }
+        }
+        let expected = (0..40 - 2 - HALF_OPEN as u64).map(|id| Accepted {
+            id,
+            at: id as usize % 2,
+        });
+        assert!(evicted.into_iter().eq(expected), "the oldest");
+        assert_eq!(entrance.clients.len(), 2 + HALF_OPEN);
+        let ids: Vec<u64> = entrance.clients.iter().map(|client| client.id).collect();
+        assert!(entrance.chosen(ids[0]).is_ok() && entrance.chosen(ids[1]).is_ok());
+        // Too late; and one that is gone by now.
+        assert_eq!(entrance.chosen(ids[2]), Err(Full::All(2)));
+        assert_eq!(entrance.chosen(0), Ok(()));
+        assert!(matches!(connect(&mut entrance), Connected::Rejected(_)));
     }
 
-    impl Comer {
-        fn turned_away(&self) -> bool {
-            matches!(self, Self::TurnedAway(_))
-        }
+    #[test]
+    fn nobody_is_served_where_nobody_may_be() {
+        let mut entrance = Entrance::new(2, 0);
+        assert!(matches!(connect(&mut entrance), Connected::Rejected(_)));
     }
 }

@@ -12,8 +12,8 @@ use std::{
 use roce_net::socket_file::{Access, Kind, SocketFile};
 use socket2::{Domain, Protocol, SockAddr, SockRef, Socket, TcpKeepalive, Type};
 
-/// Clients that wait to be let in.
-const BACKLOG: i32 = 64;
+/// Connections that wait to be accepted. Beyond that the system drops them, and their hosts try again after a second.
+const BACKLOG: i32 = 1024;
 /// A client's host that is silent for so long is asked whether it is there,
 const SILENCE: Duration = Duration::from_secs(60);
 /// every so often,

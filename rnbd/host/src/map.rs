@@ -85,7 +85,8 @@ pub struct MapConfig {
     pub tls: Option<Tls>,
     /// Sockets for the front ends of virtual machines (vhost-user-blk), made with mode 0600 and removed at the end.
     pub vhost: Vec<VhostSocket>,
-    /// NBD clients beyond this many, at all loops together, are turned away.
+    /// NBD clients that have chosen a device, at all loops together; further ones are rejected. A quarter of them is reserved for Unix
+    /// sockets if there are TCP sockets, too.
     pub max_clients: usize,
     /// Time for the requests of NBD clients in flight when it stops.
     pub grace: Duration,
@@ -299,7 +300,7 @@ pub struct MapStats {
     pub clients: Vec<usize>,
     /// Requests answered, of each loop.
     pub requests: Vec<u64>,
-    /// NBD clients that were not served.
+    /// NBD clients that were rejected, or evicted before they had chosen a device.
     pub turned_away: u64,
     /// Front ends of virtual machines connected now, of each loop.
     pub front_ends: Vec<usize>,

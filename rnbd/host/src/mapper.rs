@@ -41,7 +41,7 @@ use crate::{
         map::{MapAnswer, MapRequest},
     },
     dice::Dice,
-    entrance::Entrance,
+    entrance::{Accepted, Entrance},
     map::{MapConfig, MapEvent, MapFailure, MapNews, MapStats, Tell},
     nbd::NbdSocket,
     stats::LoopStats,
@@ -61,10 +61,13 @@ mod clients;
 mod devices;
 mod ending;
 mod fronts;
+mod handshakes;
 mod steer;
 
-use devices::Device;
+use clients::READS;
+use devices::{Device, Stage};
 use fronts::Fronts;
+use handshakes::Handshakes;
 use steer::Orders;
 
 /// The loop that decides.
@@ -104,16 +107,18 @@ pub(crate) enum Command {
 pub(crate) enum Letter {
     Rtrs(RtrsLetter),
     Rnbd(RnbdLetter),
-    /// Home: an NBD client for this loop, and the devices that it can choose, in their order.
-    Client(Socket, Vec<String>),
+    /// Home: an NBD client for this loop, its number, and the devices that it can choose, in their order.
+    Client(Socket, u64, Vec<String>),
+    /// Home: this client is closed, and why.
+    Evict(u64, String),
     /// Home: no more requests are taken.
     Drain,
     /// To home: there are no clients here any more, and none will be taken.
     Drained,
     /// To home: a client is gone, or was not taken; and the device that it had chosen.
-    Left(Option<String>),
+    Left(u64, Option<String>),
     /// To home: a client has chosen this device.
-    Chosen(String),
+    Chosen(u64, String),
     /// Home: nobody may choose this device any more, and those who have are let go.
     Withdraw(String),
     /// To home: nobody uses a device any more that was withdrawn.
@@ -200,6 +205,7 @@ pub(crate) struct Service {
     /// At home: other loops that have clients, while it drains.
     undrained: usize,
     clients: Slab<NbdSocket>,
+    handshakes: Handshakes,
     fronts: Fronts,
     /// Clients that wait for a buffer, in the order in which they found none.
     starved: VecDeque<usize>,
@@ -278,6 +284,7 @@ impl Service {
             devices: Vec::new(),
             gone: DeviceCounters::default(),
             clients: Slab::new(),
+            handshakes: Handshakes::default(),
             fronts: Fronts::default(),
             starved: VecDeque::new(),
             operations: Slab::new(),
@@ -475,15 +482,16 @@ impl Service {
                 self.count();
                 self.rnbd.letter(from as u16, letter);
             }
-            Letter::Client(stream, devices) => {
+            Letter::Client(stream, id, devices) => {
                 self.pass_on(turn);
-                self.admit(turn, stream, &devices);
+                self.admit(turn, stream, id, &devices);
             }
+            Letter::Evict(id, why) => self.evicted(turn.now, id, &why),
             Letter::Drain if self.phase != Phase::Ended => self.drain(turn),
             Letter::Drain => {}
             Letter::Drained => self.undrained = self.undrained.saturating_sub(1),
-            Letter::Left(device) => self.parted(from, device.as_deref()),
-            Letter::Chosen(device) => self.chosen(&device),
+            Letter::Left(id, device) => self.client_parted(from, id, device.as_deref()),
+            Letter::Chosen(id, device) => self.client_chosen(turn.now, Accepted { id, at: from }, &device),
             Letter::Withdraw(device) => self.leave(turn, &device),
             Letter::Vacated(device) => self.left_elsewhere(turn, &device),
             Letter::Front(stream, door, device) => {
@@ -608,6 +616,7 @@ impl Loop for Service {
         self.rtrs.timeout(cx!(turn, self.dice));
         self.rnbd.timeout(turn.now);
         self.entrance.timeout(turn.now);
+        self.handshakes.timeout(turn.now);
         for (_, client) in &mut self.clients {
             client.connection.timeout(turn.now);
         }
@@ -619,15 +628,16 @@ impl Loop for Service {
     fn work(&mut self, turn: &mut TurnCx<'_, ()>) -> bool {
         self.note_cpu();
         let mut worked = self.pass_on(turn);
-        worked |= self.accept(turn);
+        worked |= self.shake_hands(turn);
         worked |= self.accept_fronts(turn);
         worked |= self.serve_fronts(turn);
         worked |= self.feed(turn);
-        let clients: SmallVec<[usize; 8]> = self.clients.iter().map(|(index, _)| index).collect();
+        let open = self.clients.iter().filter(|(_, client)| !client.is_half_open());
+        let clients: SmallVec<[usize; 8]> = open.map(|(index, _)| index).collect();
         // Each is the first in its turn.
         let first = self.first % clients.len().max(1);
         for index in clients[first..].iter().chain(&clients[..first]) {
-            worked |= self.serve(turn, *index);
+            worked |= self.serve(turn, *index, READS);
         }
         worked |= self.pass_on(turn);
         self.look_left(turn);
@@ -657,7 +667,8 @@ impl Loop for Service {
         let unread = core::mem::replace(&mut self.unread, TURN) == 0;
         self.first = self.first.wrapping_add(1);
         let more = self.reply(turn, TURN) | core::mem::take(&mut self.more);
-        more || self.fronts.has_work() || (unread && self.clients.iter_mut().any(|(_, client)| client.has_work()))
+        more || self.fronts.has_work()
+            || (unread && self.clients.iter_mut().any(|(_, c)| !c.is_half_open() && c.has_work()))
     }
 
     fn next_timeout(&self) -> Option<Instant> {
@@ -670,7 +681,8 @@ impl Loop for Service {
             self.rtrs.next_timeout(),
             self.rnbd.next_timeout(),
             clients,
-            self.entrance.next_timeout(),
+            self.handshakes
+                .next_timeout(self.entrance.is_ready(), self.entrance.next_timeout()),
             self.fronts.next_timeout(),
         ]
         .into_iter()

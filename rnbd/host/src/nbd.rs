@@ -32,6 +32,8 @@ const SEND_BUFFER: usize = 1 << 20;
 #[derive(Debug)]
 pub(crate) struct NbdSocket {
     stream: Socket,
+    /// Names it at all loops.
+    pub(crate) id: u64,
     /// Its address, if it has come by TCP.
     peer: Option<SocketAddr>,
     pub(crate) connection: Connection,
@@ -47,6 +49,8 @@ pub(crate) struct NbdSocket {
     closed: bool,
     /// No buffer could be had for it.
     pub(crate) starved: bool,
+    /// Half-open, it has sent something and waits for its turn.
+    pub(crate) queued: bool,
     /// The devices behind its exports, by their numbers.
     devices: Vec<DeviceKey>,
     /// The device that it has chosen, once home knows: it is a user of that.
@@ -60,10 +64,10 @@ pub(crate) struct NbdSocket {
 }
 
 impl NbdSocket {
-    /// A client that finds these exports, which are those of these devices.
+    /// A client, by its connection and number, that finds these exports, which are those of these devices.
     pub(crate) fn new(
         now: Instant,
-        stream: Socket,
+        (stream, id): (Socket, u64),
         tls: Option<Tls>,
         exports: Exports,
         devices: Vec<DeviceKey>,
@@ -78,6 +82,7 @@ impl NbdSocket {
         let mode = tls.as_ref().map_or(TlsMode::Off, Tls::mode);
         Self {
             stream,
+            id,
             peer,
             connection: Connection::with_tls(now, exports, mode),
             tls,
@@ -87,6 +92,7 @@ impl NbdSocket {
             watches_room: false,
             closed: false,
             starved: false,
+            queued: false,
             devices,
             opener: None,
             until: None,
@@ -161,11 +167,18 @@ impl NbdSocket {
 
     /// It could read or write at once.
     pub(crate) fn has_work(&mut self) -> bool {
-        let writes = self.writable && self.has_output();
+        (self.writable && self.has_output()) || self.can_read()
+    }
+
+    /// It has sent something, as far as is known, that can be read.
+    pub(crate) fn can_read(&mut self) -> bool {
         let unread = self.session.as_ref().is_some_and(|session| session.has_unread());
-        writes
-            || ((self.readable || unread)
-                && (self.in_handshake() || !matches!(self.connection.want(), Want::Nothing(_))))
+        (self.readable || unread) && (self.in_handshake() || !matches!(self.connection.want(), Want::Nothing(_)))
+    }
+
+    /// It has not chosen a device yet, as far as home knows.
+    pub(crate) fn is_half_open(&self) -> bool {
+        self.opener.is_none()
     }
 
     /// What comes is for the handshake of TLS.

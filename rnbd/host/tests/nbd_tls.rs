@@ -7,14 +7,22 @@ use std::{
     io::{self, Read, Write},
     net::TcpStream,
     os::unix::net::UnixStream,
+    panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
-    sync::Arc,
-    thread,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
 };
 
 use common::{Client, Lab, MIB, PATIENCE, Served, eventually, sector, serve_with};
 use ferroce_rig::certificates::Authority;
-use rnbd::nbd::proto::{cmd, opt, rep};
+use rnbd::{
+    nbd::proto::{cmd, opt, rep},
+    proto::AccessMode,
+};
 use rnbd_host::{
     listen::{Listen, NbdAddress},
     map::MapConfig,
@@ -497,4 +505,183 @@ fn a_tcp_port_that_is_taken_is_said() {
     assert!(e.to_string().contains(&at.to_string()), "{e}");
     let Listen::Unix(path) = &socket[0] else { panic!() };
     assert!(!path.exists(), "what was made before is gone");
+}
+
+/// Connections of clients without a certificate. Each is made again as soon as it is closed.
+struct Strangers {
+    stop: Arc<AtomicBool>,
+    connected: Arc<AtomicUsize>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Strangers {
+    fn start(
+        count: usize,
+        at: &NbdAddress,
+        connection: impl Fn(TcpStream, &AtomicBool) + Send + Sync + 'static,
+    ) -> Self {
+        let NbdAddress::Tcp(at) = *at else { panic!("{at:?}") };
+        let (stop, connected) = (Arc::default(), Arc::default());
+        let connection = Arc::new(connection);
+        let threads = (0..count).map(|_| {
+            let (stop, connected, connection) = (Arc::clone(&stop), Arc::clone(&connected), Arc::clone(&connection));
+            thread::spawn(move || {
+                while !AtomicBool::load(&stop, Ordering::Relaxed) {
+                    if let Ok(stream) = TcpStream::connect(at) {
+                        stream.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+                        AtomicUsize::fetch_add(&connected, 1, Ordering::Relaxed);
+                        connection(stream, &stop);
+                    }
+                }
+            })
+        });
+        let threads = threads.collect();
+        eventually("strangers", || {
+            AtomicUsize::load(&connected, Ordering::Relaxed) >= count
+        });
+        Self {
+            stop,
+            connected,
+            threads,
+        }
+    }
+
+    /// How often they have connected.
+    fn end(self) -> usize {
+        self.stop.store(true, Ordering::Relaxed);
+        self.threads.into_iter().for_each(|thread| thread.join().unwrap());
+        self.connected.load(Ordering::Relaxed)
+    }
+}
+
+/// Sends a byte now and then, which is no whole option, until the other end closes the connection.
+fn dribble(mut stream: TcpStream, stop: &AtomicBool) {
+    while !stop.load(Ordering::Relaxed) {
+        match stream.read(&mut [0; 64]) {
+            Ok(0) => return,
+            Ok(_) => {}
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+            Err(_) => return,
+        }
+        if stream.write_all(&[0]).is_err() {
+            return;
+        }
+    }
+}
+
+/// Shakes hands, which is all that can be had without a certificate.
+fn only_shake_hands(mut stream: TcpStream, config: &Arc<ClientConfig>, stop: &AtomicBool) {
+    let option = [&[0, 0, 0, 3][..], b"IHAVEOPT", &opt::STARTTLS.to_be_bytes(), &[0; 4]].concat();
+    if stream.write_all(&option).is_err() {
+        return;
+    }
+    // Of the greeting and the answer.
+    let wait = |stream: &mut TcpStream, mut bytes: &mut [u8]| {
+        while !bytes.is_empty() && !stop.load(Ordering::Relaxed) {
+            match stream.read(bytes) {
+                Ok(0) => return false,
+                Ok(n) => bytes = &mut core::mem::take(&mut bytes)[n..],
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+                Err(_) => return false,
+            }
+        }
+        bytes.is_empty()
+    };
+    if !wait(&mut stream, &mut [0; 18 + 20]) {
+        return;
+    }
+    let mut tls = ClientConnection::new(config.clone(), "localhost".try_into().unwrap()).unwrap();
+    while !stop.load(Ordering::Relaxed) {
+        match tls.complete_io(&mut stream) {
+            Ok((0, 0)) => return,
+            Ok(_) => {}
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+            Err(_) => return,
+        }
+    }
+}
+
+/// How long it takes a client with a certificate until it has read. One that is evicted tries again, as clients do.
+fn time_to_read<S: Read + Write>(connect: impl Fn() -> S, config: &Arc<ClientConfig>) -> Duration {
+    let begun = Instant::now();
+    let attempt = || {
+        let mut c = secured(connect(), config);
+        assert_eq!(c.choose("disk").0, 8 * MIB);
+        c.read(0, 512).unwrap();
+        leave(c);
+    };
+    while catch_unwind(AssertUnwindSafe(attempt)).is_err() {
+        assert!(begun.elapsed() < PATIENCE, "nobody gets in");
+    }
+    begun.elapsed()
+}
+
+/// Clients by turns at this address and at the Unix socket; the longest time that one took, which is short on a machine that is not
+/// busy otherwise.
+fn get_in(map: &common::Mapped, at: &NbdAddress, config: &Arc<ClientConfig>) -> Duration {
+    let times = (0..10).map(|_| {
+        let far = time_to_read(|| tcp(at), config);
+        far.max(time_to_read(|| unix(&map.socket), config))
+    });
+    let longest = times.max().unwrap();
+    assert!(longest < Duration::from_secs(10), "{longest:?}");
+    longest
+}
+
+#[test]
+fn strangers_who_hold_connections_keep_nobody_out() {
+    let (pki, lab) = (Pki::new(), Lab::new());
+    let config = pki.client(Some("client"), &TLS13);
+    for loops in [1, 2] {
+        let mut map = at_tcp(&lab, loops, |config| config.tls = pki.server(true, true));
+        let at = map.addresses[1].clone();
+        let strangers = Strangers::start(100, &at, dribble);
+        println!("{loops} loops: in within {:?}", get_in(&map, &at, &config));
+        strangers.end();
+        eventually("their end", || map.mapping.stats().clients.iter().sum::<usize>() == 0);
+        assert!(map.mapping.stats().turned_away > 0);
+        map.end().unwrap();
+    }
+}
+
+#[test]
+fn strangers_who_shake_hands_keep_nobody_out_and_nobody_waiting() {
+    let (pki, lab) = (Pki::new(), Lab::new());
+    let (config, without) = (pki.client(Some("client"), &TLS13), pki.client(None, &TLS13));
+    let map = at_tcp(&lab, 1, |config| config.tls = pki.server(true, true));
+    let at = map.addresses[1].clone();
+    // Strangers take time of the machine, too, wherever they shake hands.
+    let mut elsewhere = lab.config_for("elsewhere", "disk", AccessMode::ReadOnly);
+    elsewhere.listen.push(Listen::Tcp("127.0.0.1:0".parse().unwrap()));
+    elsewhere.tls = pki.server(true, true);
+    let elsewhere = lab.try_map(elsewhere).unwrap();
+    let mut good = secured(tcp(&at), &config);
+    good.choose("disk");
+    let mut reads = || {
+        let (begun, mut count) = (Instant::now(), 0u64);
+        while begun.elapsed() < Duration::from_secs(2) {
+            good.read(count % 8 * 4096, 4096).unwrap();
+            count += 1;
+        }
+        count
+    };
+    let strangers = |at: &NbdAddress| {
+        let without = without.clone();
+        Strangers::start(100, at, move |stream, stop| only_shake_hands(stream, &without, stop))
+    };
+    let alone = reads();
+    let others = strangers(&elsewhere.addresses[1]);
+    let unconcerned = reads();
+    others.end();
+    let here = strangers(&at);
+    let beside = reads();
+    let longest = get_in(&map, &at, &config);
+    let connected = here.end();
+    println!(
+        "{alone} reads alone, {unconcerned} with strangers elsewhere, {beside} here; in within {longest:?} beside {connected}"
+    );
+    // Half, with some room.
+    assert!(beside * 3 > unconcerned, "{beside} reads, else {unconcerned}");
+    drop(good);
+    map.end().unwrap();
 }

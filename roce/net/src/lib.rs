@@ -16,6 +16,7 @@ mod local;
 mod motor;
 pub mod neighbours;
 mod persist;
+pub mod places;
 mod progress;
 mod senders;
 pub mod socket_file;

@@ -18,10 +18,10 @@ use super::{
     FIRST_CLIENT, HOME, Letter, Service, Whose,
     devices::{Device, Stage},
 };
-use crate::{entrance::Comer, nbd::NbdSocket};
+use crate::nbd::NbdSocket;
 
 /// Reads from one client's socket in a round.
-const READS: usize = 16;
+pub(super) const READS: usize = 16;
 
 /// A device as NBD clients see it, if it has been opened.
 fn export(device: &Device) -> Option<Export> {
@@ -34,15 +34,15 @@ fn export(device: &Device) -> Option<Export> {
 }
 
 impl Service {
-    /// Takes a client that was let in, and finds these devices.
-    pub(super) fn admit(&mut self, turn: &mut TurnCx<'_, ()>, stream: Socket, devices: &[String]) {
-        if let Err(e) = self.begin(turn, stream, devices) {
+    /// Takes an accepted client, which finds these devices.
+    pub(super) fn admit(&mut self, turn: &mut TurnCx<'_, ()>, stream: Socket, id: u64, devices: &[String]) {
+        if let Err(e) = self.begin(turn, stream, id, devices) {
             self.turn_away(turn.now, &e);
-            self.left(None);
+            self.left(id, None);
         }
     }
 
-    fn begin(&mut self, turn: &mut TurnCx<'_, ()>, stream: Socket, devices: &[String]) -> io::Result<()> {
+    fn begin(&mut self, turn: &mut TurnCx<'_, ()>, stream: Socket, id: u64, devices: &[String]) -> io::Result<()> {
         let named = |name: &String| self.devices.iter().find(|device| device.what.name == *name);
         let open = devices
             .iter()
@@ -54,7 +54,13 @@ impl Service {
         }
         let entry = self.clients.vacant_entry();
         let token = Token(FIRST_CLIENT + entry.key());
-        let socket = NbdSocket::new(turn.now, stream, self.config.tls.clone(), Exports::new(exports), keys);
+        let socket = NbdSocket::new(
+            turn.now,
+            (stream, id),
+            self.config.tls.clone(),
+            Exports::new(exports),
+            keys,
+        );
         turn.sockets.register(socket.descriptor(), token, Interest::READABLE)?;
         entry.insert(socket);
         Ok(())
@@ -84,21 +90,6 @@ impl Service {
         }
     }
 
-    /// Home gets to know what a client has chosen.
-    fn look_chosen(&mut self, index: usize) {
-        let Some(client) = self.clients.get_mut(index).filter(|c| c.opener.is_none()) else {
-            return;
-        };
-        let Some(key) = client.device() else { return };
-        client.opener = Some(self.rnbd.opener(key));
-        if let Some(name) = self.name_of(key) {
-            match self.place.is_home() {
-                true => self.chosen(&name),
-                false => self.place.tell(HOME, Letter::Chosen(name)),
-            }
-        }
-    }
-
     /// A client, of whatever loop, has chosen this device.
     pub(super) fn chosen(&mut self, name: &str) {
         if let Some(device) = self.device_named(name) {
@@ -107,17 +98,23 @@ impl Service {
     }
 
     /// A client of this loop is gone, or was not taken, and the device that it had chosen.
-    fn left(&mut self, device: Option<DeviceKey>) {
+    fn left(&mut self, id: u64, device: Option<DeviceKey>) {
         let name = device.and_then(|key| self.name_of(key));
         match self.place.is_home() {
-            true => self.parted(HOME, name.as_deref()),
-            false => self.place.tell(HOME, Letter::Left(name)),
+            true => self.client_parted(HOME, id, name.as_deref()),
+            false => self.place.tell(HOME, Letter::Left(id, name)),
         }
     }
 
-    /// A client of that loop is gone.
+    /// An NBD client of that loop is gone.
+    pub(super) fn client_parted(&mut self, from: usize, id: u64, device: Option<&str>) {
+        self.entrance.left(id);
+        self.parted(from, device);
+    }
+
+    /// A client of that loop, of whatever kind, is gone.
     pub(super) fn parted(&mut self, from: usize, device: Option<&str>) {
-        self.entrance.left(from);
+        self.entrance.unload(from);
         if let Some(device) = device.and_then(|name| self.device_named(name)) {
             device.users = device.users.saturating_sub(1);
         }
@@ -139,10 +136,10 @@ impl Service {
         }
     }
 
-    /// Everything that a client's socket and its requests need.
-    pub(super) fn serve(&mut self, turn: &mut TurnCx<'_, ()>, index: usize) -> bool {
+    /// Everything that a client's socket and its requests need, with so many reads from the socket.
+    pub(super) fn serve(&mut self, turn: &mut TurnCx<'_, ()>, index: usize, reads: usize) -> bool {
         let mut worked = false;
-        for _ in 0..READS {
+        for _ in 0..reads {
             worked |= self.poll_client(turn, index);
             let Some(client) = self.clients.get_mut(index) else {
                 return true;
@@ -166,7 +163,7 @@ impl Service {
         let (Some(session), Some(info)) = (self.session, self.info) else {
             return false;
         };
-        self.look_chosen(index);
+        self.look_chosen(turn.now, index);
         // All of one size: the pool of the session can't be cut into pieces that are too small. And the messages of the
         // service connection need some as well.
         let size = info.max_io_size as usize;
@@ -289,8 +286,9 @@ impl Service {
             _ => {}
         }
         self.starved.retain(|waits| *waits != index);
+        self.handshakes.forget(index);
         let _ = turn.sockets.deregister(client.descriptor());
-        self.left(client.opener.map(|opener| opener.device()));
+        self.left(client.id, client.opener.map(|opener| opener.device()));
     }
 
     /// Clients that found no buffer ask again, in their order.
@@ -306,27 +304,8 @@ impl Service {
         worked
     }
 
-    /// Lets clients in.
-    pub(super) fn accept(&mut self, turn: &mut TurnCx<'_, ()>) -> bool {
-        let mut worked = false;
-        while let Some(comer) = self.entrance.next(turn.now) {
-            worked = true;
-            match comer {
-                Comer::For(to, stream) => {
-                    let open = self.devices.iter().filter(|device| device.stage == Stage::Open);
-                    let devices: Vec<String> = open.map(|device| device.what.name.clone()).collect();
-                    match to {
-                        HOME => self.admit(turn, stream, &devices),
-                        other => self.place.tell(other, Letter::Client(stream, devices)),
-                    }
-                }
-                Comer::TurnedAway(why) => self.turn_away(turn.now, &why),
-            }
-        }
-        worked
-    }
-
-    fn turn_away(&mut self, now: Instant, why: &io::Error) {
+    /// A client is rejected, or evicted.
+    pub(super) fn turn_away(&mut self, now: Instant, why: &io::Error) {
         self.turned_away += 1;
         let more = self.log.due(now).unwrap_or_default();
         if self.log.hit(now) {
