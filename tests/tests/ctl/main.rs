@@ -1,5 +1,8 @@
 //! `ferroce ctl`, and the control sockets that it uses.
 
+mod connections;
+mod metrics;
+
 use std::{
     fs,
     io::{BufRead, BufReader, Read, Write},
@@ -624,112 +627,6 @@ fn what_is_asked_is_answered_before_the_end() {
 }
 
 #[test]
-fn a_connection_begins_with_hello_and_has_bounds() {
-    let lab = Lab::new();
-    let mut line = lab.connect("map").hello();
-    for (request, errno) in [
-        (json!({ "id": 1 }), EINVAL),
-        (json!({ "id": 2, "do": "dance" }), EINVAL),
-        (json!({ "id": 3, "do": "add_path" }), EINVAL),
-        (json!({ "id": 4, "do": "add_path", "path": 7 }), EINVAL),
-        (
-            json!({ "id": 5, "do": "resize", "device": "disk", "sectors": -1 }),
-            EINVAL,
-        ),
-        (
-            json!({ "id": 6, "do": "map", "device": "x", "session": "y", "paths": ["127.0.0.1"] }),
-            EOPNOTSUPP,
-        ),
-        (
-            json!({ "id": 7, "do": "write", "file": "block/rnbd0/size", "text": "1" }),
-            EACCES,
-        ),
-    ] {
-        let answer = line.ask(request.clone());
-        assert_eq!(
-            (&answer["id"], &answer["errno"]),
-            (&request["id"], &json!(errno)),
-            "{request}: {answer}"
-        );
-    }
-    // Several at once, in one write; empty lines are nothing.
-    let two: String = (10..12)
-        .map(|id| format!("\n{}\n", json!({ "id": id, "do": "list" })))
-        .collect();
-    line.send(two.as_bytes());
-    let mut ids: Vec<_> = [line.next(), line.next()].iter().map(|a| a["id"].as_u64()).collect();
-    ids.sort_unstable();
-    assert_eq!(ids, [Some(10), Some(11)]);
-
-    // What makes no sense ends the connection, with a word.
-    let long = format!("{{\"do\": \"{}\"}}\n", "x".repeat(100_000));
-    for (bytes, errno) in [
-        (&b"{\"do\": \"list\"}\n"[..], EINVAL),
-        (b"{\"do\": \"hello\", \"version\": 2}\n", EINVAL),
-        (b"{\"do\": \"hello\"}\n", EINVAL),
-        (b"GET / HTTP/1.1\n", EINVAL),
-        (b"[]\n", EINVAL),
-        (b"\xff\xfe\n", EINVAL),
-        (long.as_bytes(), EMSGSIZE),
-    ] {
-        let mut line = lab.connect("map");
-        line.send(bytes);
-        let answer = line.next();
-        assert_eq!(answer["errno"], errno, "{}: {answer}", String::from_utf8_lossy(bytes));
-        assert_eq!(line.next(), Value::Null);
-    }
-    // Half a line.
-    let mut line = lab.connect("map").hello();
-    line.send(b"{\"do\": \"li");
-    line.stream.get_ref().shutdown(std::net::Shutdown::Write).unwrap();
-    assert_eq!(line.next()["errno"], EINVAL);
-    lab.end();
-}
-
-#[test]
-fn who_says_nothing_and_who_reads_nothing_holds_up_nobody() {
-    let lab = Lab::new();
-    // Somebody who asks for much and takes nothing.
-    let mut deaf = lab.connect("map").hello();
-    deaf.stream.get_ref().set_nonblocking(true).unwrap();
-    let request = format!("{}{}\n", json!({ "do": "metrics" }), " ".repeat(1000));
-    let taken = (0..100_000).position(|_| deaf.stream.get_mut().write_all(request.as_bytes()).is_err());
-    assert!(taken.is_some(), "all was read");
-    // Many that never say hello.
-    let silent: Vec<Line> = (0..100).map(|_| lab.connect("map")).collect();
-    assert_eq!(lab.try_ctl("map", &["list"]).code, Some(0));
-    drop(silent);
-    // As many as may come, and one more.
-    let open: Vec<Line> = (0..31).map(|_| lab.connect("map").hello()).collect();
-    let mut line = lab.connect("map");
-    let answer = line.next();
-    assert_eq!(answer["errno"], EBUSY, "{answer}");
-    lab.refused("map", &["list"], 1, "32 connections are open already");
-    drop(open);
-    eventually("there is room again", || lab.try_ctl("map", &["list"]).code == Some(0));
-    let mut client = lab.nbd();
-    client.write(0, &pattern(1, BLOCK)).unwrap();
-    client.disconnect().unwrap();
-    lab.end();
-    drop(deaf);
-}
-
-#[test]
-fn hello_has_a_deadline_whatever_is_said_instead() {
-    let lab = Lab::new();
-    let mut line = lab.connect("map");
-    let begin = Instant::now();
-    // A byte now and then, as of a long line.
-    while line.stream.get_mut().write_all(b" ").is_ok() {
-        thread::sleep(Duration::from_millis(200));
-        assert!(begin.elapsed() < Duration::from_secs(40), "it is still connected");
-    }
-    assert_eq!(line.next()["errno"], ETIMEDOUT);
-    assert_eq!(line.next(), Value::Null);
-    lab.end();
-}
-
-#[test]
 #[ignore = "needs root, to be other users"]
 fn one_member_of_the_group_does_not_hold_the_places_of_others() {
     const GROUP: u32 = 54321;
@@ -968,72 +865,5 @@ fn the_socket_is_found_by_the_environment() {
     std::os::unix::fs::symlink(lab.socket("map"), usual.join("control.sock")).unwrap();
     let found = by("XDG_RUNTIME_DIR", lab.dir.path());
     assert_eq!(found.code, Some(0), "{}", found.stderr);
-    lab.end();
-}
-
-/// What an HTTP server says to this.
-fn http(port: u16, request: &str) -> String {
-    let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    stream.write_all(request.as_bytes()).unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
-    answer
-}
-
-#[test]
-fn statistics_are_told_to_prometheus() {
-    // Free a moment ago.
-    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
-        .unwrap()
-        .local_addr()
-        .unwrap()
-        .port();
-    let lab = Lab::with(&["--metrics", &port.to_string()], &[]);
-    let mut client = lab.nbd();
-    client.write(0, &pattern(1, BLOCK)).unwrap();
-    client.disconnect().unwrap();
-    let answer = http(port, "GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n");
-    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
-    assert!(
-        head.starts_with("HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4"),
-        "{head}"
-    );
-    assert!(head.contains(&format!("Content-Length: {}", body.len())), "{head}");
-    assert!(body.contains("\nferroce_server_written_bytes_total 4096\n"), "{body}");
-    assert!(http(port, "GET / HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404 "));
-    // Connections that say nothing hold up no scrape, also if whoever has them makes more of them.
-    let mut silent = Vec::new();
-    for scrape in 0..50 {
-        silent.extend((0..64).map(|_| TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap()));
-        silent.drain(..silent.len().saturating_sub(256));
-        let answer = http(port, "HEAD /metrics HTTP/1.1\r\n\r\n");
-        assert!(answer.starts_with("HTTP/1.1 200 "), "scrape {scrape}: {answer}");
-    }
-    drop(silent);
-
-    let body = lab.ctl("map", &["metrics"]);
-    let path = lab.path();
-    let line = |name: &str, labels: &str| {
-        let begin = format!("{name}{{{labels}}} ");
-        let found = body.lines().find_map(|line| line.strip_prefix(&begin));
-        found
-            .unwrap_or_else(|| panic!("{begin}: {body}"))
-            .parse::<f64>()
-            .unwrap()
-    };
-    let of_device = "session=\"test\",device=\"disk\"";
-    assert_eq!(line("ferroce_device_written_bytes_total", of_device), 4096.0);
-    assert_eq!(line("ferroce_device_up", of_device), 1.0);
-    let of_path = format!("session=\"test\",path=\"{path}\",port=\"1234\"");
-    assert_eq!(line("ferroce_path_up", &of_path), 1.0);
-    assert!(line("ferroce_path_writes_total", &of_path) >= 1.0);
-    assert!(line("ferroce_roce_rx_packets_total", &format!("address=\"{}\"", lab.client)) > 0.0);
-    // Each has its type once, before its values.
-    let mut types: Vec<&str> = body.lines().filter_map(|line| line.strip_prefix("# TYPE ")).collect();
-    let all = types.len();
-    types.sort_unstable();
-    types.dedup();
-    assert_eq!(types.len(), all);
     lab.end();
 }

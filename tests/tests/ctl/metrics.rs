@@ -1,0 +1,70 @@
+//! Statistics for Prometheus.
+
+use super::*;
+
+/// What an HTTP server says to this.
+fn http(port: u16, request: &str) -> String {
+    let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.write_all(request.as_bytes()).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    answer
+}
+
+#[test]
+fn statistics_are_told_to_prometheus() {
+    // Free a moment ago.
+    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port();
+    let lab = Lab::with(&["--metrics", &port.to_string()], &[]);
+    let mut client = lab.nbd();
+    client.write(0, &pattern(1, BLOCK)).unwrap();
+    client.disconnect().unwrap();
+    let answer = http(port, "GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n");
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    assert!(
+        head.starts_with("HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4"),
+        "{head}"
+    );
+    assert!(head.contains(&format!("Content-Length: {}", body.len())), "{head}");
+    assert!(body.contains("\nferroce_server_written_bytes_total 4096\n"), "{body}");
+    assert!(http(port, "GET / HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404 "));
+    // Connections that say nothing hold up no scrape, also if whoever has them makes more of them.
+    let mut silent = Vec::new();
+    for scrape in 0..50 {
+        silent.extend((0..64).map(|_| TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap()));
+        silent.drain(..silent.len().saturating_sub(256));
+        let answer = http(port, "HEAD /metrics HTTP/1.1\r\n\r\n");
+        assert!(answer.starts_with("HTTP/1.1 200 "), "scrape {scrape}: {answer}");
+    }
+    drop(silent);
+
+    let body = lab.ctl("map", &["metrics"]);
+    let path = lab.path();
+    let line = |name: &str, labels: &str| {
+        let begin = format!("{name}{{{labels}}} ");
+        let found = body.lines().find_map(|line| line.strip_prefix(&begin));
+        found
+            .unwrap_or_else(|| panic!("{begin}: {body}"))
+            .parse::<f64>()
+            .unwrap()
+    };
+    let of_device = "session=\"test\",device=\"disk\"";
+    assert_eq!(line("ferroce_device_written_bytes_total", of_device), 4096.0);
+    assert_eq!(line("ferroce_device_up", of_device), 1.0);
+    let of_path = format!("session=\"test\",path=\"{path}\",port=\"1234\"");
+    assert_eq!(line("ferroce_path_up", &of_path), 1.0);
+    assert!(line("ferroce_path_writes_total", &of_path) >= 1.0);
+    assert!(line("ferroce_roce_rx_packets_total", &format!("address=\"{}\"", lab.client)) > 0.0);
+    // Each has its type once, before its values.
+    let mut types: Vec<&str> = body.lines().filter_map(|line| line.strip_prefix("# TYPE ")).collect();
+    let all = types.len();
+    types.sort_unstable();
+    types.dedup();
+    assert_eq!(types.len(), all);
+    lab.end();
+}
