@@ -57,12 +57,12 @@ struct CheckArgs {
 /// Runs the command.
 pub(crate) fn run(args: &PcapArgs) -> Result<(), Failure> {
     let PcapCommand::Check(args) = &args.command;
-    let mut outcome = Outcome::Good;
+    let (mut worst, mut unreadable) = (Verdict::Good, false);
     for file in &args.files {
         match check(args, file)? {
-            Ok(report) => outcome = outcome.max(report.verdict.into()),
+            Ok(report) => worst = worst.max(report.verdict),
             Err(text) => {
-                outcome = Outcome::Unreadable;
+                unreadable = true;
                 if args.json {
                     let file = file.display().to_string();
                     output::json(&Unreadable { file, error: &text })?;
@@ -72,30 +72,11 @@ pub(crate) fn run(args: &PcapArgs) -> Result<(), Failure> {
             }
         }
     }
-    match outcome {
-        Outcome::Good => Ok(()),
-        Outcome::Bad => Err(Failure::reported(1)),
-        Outcome::Unreadable => Err(Failure::reported(2)),
-        Outcome::NotChecked => Err(Failure::reported(3)),
-    }
-}
-
-/// The worst of several files.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Outcome {
-    Good,
-    NotChecked,
-    Bad,
-    Unreadable,
-}
-
-impl From<Verdict> for Outcome {
-    fn from(verdict: Verdict) -> Self {
-        match verdict {
-            Verdict::Good => Self::Good,
-            Verdict::NotChecked => Self::NotChecked,
-            Verdict::Bad => Self::Bad,
-        }
+    match worst {
+        _ if unreadable => Err(Failure::reported(2)),
+        Verdict::Good => Ok(()),
+        Verdict::Bad => Err(Failure::reported(1)),
+        Verdict::NotChecked => Err(Failure::reported(3)),
     }
 }
 

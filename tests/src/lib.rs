@@ -9,6 +9,7 @@ pub mod device;
 pub mod nbd;
 pub mod network;
 pub mod perftest;
+pub mod preload;
 pub mod process;
 pub mod signals;
 pub mod usage;

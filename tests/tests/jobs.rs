@@ -14,6 +14,7 @@ use ferroce_tests::{
     device::{image, map, serve_args},
     ferroce, fresh_address,
     nbd::Client,
+    preload::compile,
     process::{PATIENCE, Running},
 };
 use nix::{sys::signal::Signal, sys::stat::Mode, unistd::mkfifo};
@@ -65,7 +66,7 @@ impl Slow {
     fn start(slow: usize) -> Self {
         // Not in memory: files there are synced in the loop, which takes no time.
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        let library = compile(dir.path());
+        let library = compile(dir.path(), HOLD);
         let names = ["disk".to_owned(), "other".to_owned()];
         let names = names.into_iter().chain((0..slow).map(|n| format!("slow{n}")));
         let exports: Vec<String> = names
@@ -122,17 +123,6 @@ impl Slow {
     fn release(&self) {
         fs::remove_file(self.dir.path().join("held")).unwrap();
     }
-}
-
-fn compile(dir: &Path) -> PathBuf {
-    let (source, library) = (dir.join("hold.c"), dir.join("hold.so"));
-    fs::write(&source, HOLD).unwrap();
-    let compiled = Command::new("cc")
-        .args(["-O2", "-shared", "-fPIC", "-o"])
-        .args([&library, &source])
-        .status();
-    assert!(compiled.unwrap().success(), "a C compiler");
-    library
 }
 
 #[test]

@@ -12,6 +12,7 @@ use ferroce_tests::{
     ferroce, fresh_address,
     nbd::{Client, EIO, Error},
     pattern,
+    preload::compile,
     process::Running,
     vhost::{BUFFERS, Guest, kind},
 };
@@ -62,7 +63,7 @@ impl Lab {
     fn start(on_loss: &str, map_more: &[&str]) -> Self {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let image = image(dir.path(), "disk.img", &vec![0; 1 << 20]);
-        let library = compile(dir.path());
+        let library = compile(dir.path(), MACHINE);
         fs::write(dir.path().join("boot"), "1\n").unwrap();
         let server = fresh_address();
         let serve = Some(start(dir.path(), &library, server, &image));
@@ -120,17 +121,6 @@ impl Lab {
         assert_eq!(self.serve.unwrap().stop().code, Some(0));
         (map.stdout, map.stderr)
     }
-}
-
-fn compile(dir: &Path) -> PathBuf {
-    let (source, library) = (dir.join("machine.c"), dir.join("machine.so"));
-    fs::write(&source, MACHINE).unwrap();
-    let compiled = Command::new("cc")
-        .args(["-O2", "-shared", "-fPIC", "-o"])
-        .args([&library, &source])
-        .status();
-    assert!(compiled.unwrap().success(), "a C compiler");
-    library
 }
 
 fn start(dir: &Path, library: &Path, server: Ipv4Addr, image: &Path) -> Running {

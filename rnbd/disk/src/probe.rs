@@ -56,7 +56,7 @@ impl Traits {
     /// Looks at an open file. `regular`: it is no device. A device's file system is the one of its name, which says nothing.
     pub(crate) fn of(file: &File, regular: bool, direct: bool) -> Self {
         Self {
-            memory: regular && is_in_memory(file) && !may_be_swapped(file),
+            memory: regular && stays_in_memory(file),
             nowait: !direct && can_refuse_to_wait(file),
             direct,
         }
@@ -68,10 +68,13 @@ pub(crate) fn is_in_memory(file: &impl AsRawFd) -> bool {
     sys::file_system(file).is_ok_and(|magic| matches!(magic, TMPFS | RAMFS | HUGETLBFS))
 }
 
-/// Whether reads and writes of a file in memory may wait for a swap device. hugetlbfs and ramfs are never swapped.
-fn may_be_swapped(file: &impl AsRawFd) -> bool {
-    sys::file_system(file).is_ok_and(|magic| magic == TMPFS)
-        && has_swap(&fs::read_to_string("/proc/swaps").unwrap_or_default())
+/// Whether no access to a regular file waits for a device. hugetlbfs and ramfs are never swapped.
+fn stays_in_memory(file: &impl AsRawFd) -> bool {
+    match sys::file_system(file) {
+        Ok(TMPFS) => !has_swap(&fs::read_to_string("/proc/swaps").unwrap_or_default()),
+        Ok(RAMFS | HUGETLBFS) => true,
+        _ => false,
+    }
 }
 
 /// Whether there is swap space, by the text of `/proc/swaps`: a line of headings, and one for each.
@@ -180,7 +183,8 @@ mod tests {
     fn files_in_memory_are_told_from_others() {
         let shm = tempfile::tempfile_in("/dev/shm").unwrap();
         assert!(is_in_memory(&shm));
-        assert_eq!(Traits::of(&shm, true, false).memory, !may_be_swapped(&shm));
+        let swaps = fs::read_to_string("/proc/swaps").unwrap_or_default();
+        assert_eq!(Traits::of(&shm, true, false).memory, !has_swap(&swaps));
         let device = File::open("/dev/null").unwrap();
         assert!(!Traits::of(&device, false, false).memory, "its name lies in a tmpfs");
         let proc = File::open("/proc/self/status").unwrap();

@@ -148,17 +148,17 @@ impl FrameReport {
     }
 }
 
-/// What is to be thought of a capture.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Hash, Serialize)]
+/// Verdict on a capture; the worst is greatest.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
     /// All RoCEv2 frames were checked and are right.
     Good,
-    /// A receiver would drop a frame, or the file breaks off.
-    Bad,
     /// Nothing is bad, but some frames could not be checked or read, or there is no RoCEv2 frame.
     #[default]
     NotChecked,
+    /// A receiver would drop a frame, or the file breaks off.
+    Bad,
 }
 
 /// The summary of a file. Its JSON keys are stable.
@@ -184,7 +184,7 @@ pub struct Report {
     pub unread_frames: u64,
     /// Whether the file could be read to its end.
     pub complete: bool,
-    /// What follows from these numbers.
+    /// Verdict that follows from these numbers.
     pub verdict: Verdict,
     /// The first [`MAX_FINDINGS`].
     pub findings: Vec<Finding>,
