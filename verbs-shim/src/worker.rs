@@ -24,7 +24,7 @@ pub(crate) enum Next {
     End,
 }
 
-/// What a worker's thread shares with its owner.
+/// State that a worker's thread shares with its owner.
 struct Control {
     /// Readable when there is something to look at besides the descriptor.
     wake: EventFd,

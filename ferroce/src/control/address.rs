@@ -1,4 +1,4 @@
-//! Where control sockets are by default, and connecting to one.
+//! Default places of control sockets, and connecting to one.
 
 use std::{
     fs, io,
@@ -54,7 +54,7 @@ pub(super) fn place_of_daemon() -> Option<PathBuf> {
 /// Connects to a control socket that is served by a user who is trusted with it: root, this user, or the owner of its folder.
 ///
 /// # Errors
-/// Those of `connect`, and when another user serves the socket.
+/// As `connect(2)`, and when another user serves the socket.
 pub(crate) fn connect(path: &Path) -> io::Result<UnixStream> {
     let stream = UnixStream::connect(path)?;
     let (server, own) = (getsockopt(&stream, PeerCredentials)?.uid(), geteuid().as_raw());

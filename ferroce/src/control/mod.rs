@@ -237,7 +237,7 @@ impl Control {
     }
 }
 
-/// What a control socket serves.
+/// Protocol of a control socket.
 #[derive(Clone)]
 struct Administration {
     shared: Arc<Shared>,

@@ -42,7 +42,7 @@ struct Credentials {
 }
 
 impl Credentials {
-    /// Those of the process that has connected, at that time.
+    /// Credentials of the process that connected, at that time.
     fn of(stream: &UnixStream) -> io::Result<Self> {
         let credentials = getsockopt(stream, PeerCredentials)?;
         Ok(Self {
@@ -81,7 +81,7 @@ fn further_groups(stream: &UnixStream) -> io::Result<Vec<u32>> {
     }
 }
 
-/// What a peer may have this process do.
+/// Rights of a peer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Authority {
     /// All that the process can do: root, its own user, and the program that has started it.

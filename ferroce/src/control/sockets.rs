@@ -98,7 +98,7 @@ pub(super) fn write_within(stream: &impl Stream, mut bytes: &[u8], time: Duratio
     Ok(())
 }
 
-/// What a listener's protocol does with its connections.
+/// Protocol that a listener serves.
 pub(super) trait Service<S>: Clone + Send + 'static {
     const LIMITS: Limits;
     /// Time for the first request. Until it has arrived a connection is half-open.

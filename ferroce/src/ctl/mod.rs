@@ -233,7 +233,7 @@ enum SessionVerb {
         /// Time before each
         #[arg(long, value_name = "SECONDS", value_parser = crate::units::seconds)]
         reconnect_delay: Option<std::time::Duration>,
-        /// What becomes of requests while no path is up (`ferroce map --help` has what either promises)
+        /// Loss policy: requests wait or fail while no path is up (`ferroce map --help` says what each promises)
         #[arg(long, value_name = "error|queue[=SECONDS]", value_parser = map_news::on_loss)]
         on_loss: Option<rnbd::client::OnLoss>,
     },

@@ -1,4 +1,4 @@
-//! What members of the control socket's group may have the daemon start. They are other users than the daemon's: with its rights they
+//! Tasks that members of the control socket's group may have the daemon start. They are other users than the daemon's: with its rights they
 //! get no more than the `[control]` table of the configuration file allows.
 
 use std::path::{Component, Path, PathBuf};
@@ -69,7 +69,7 @@ const VHOST_USER: &str = "vhost-user";
 /// The table `[control]`: nothing, unless the file says more.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub(crate) struct Allowed {
-    /// What exports have to be, or lie below.
+    /// Files and folders: an export must be one of them, or lie below one.
     pub(super) export: Vec<FolderSpec>,
     /// Folders of captures.
     pub(super) pcap: Vec<PathBuf>,

@@ -54,7 +54,7 @@ impl fmt::Display for ConfigError {
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub(crate) struct Config {
     pub(crate) tasks: BTreeMap<TaskName, Task>,
-    /// What members of the control socket's group may start.
+    /// Tasks that members of the control socket's group may start.
     pub(crate) allowed: Allowed,
 }
 
@@ -261,7 +261,7 @@ fn folder(text: &str) -> Result<PathBuf, String> {
     }
 }
 
-/// What exports may be, in the table `[control]`.
+/// Allowed exports, in the table `[control]`.
 fn root(text: &str) -> Result<FolderSpec, String> {
     let root = serve::root(text)?;
     folder(&root.path.to_string_lossy()).map(|_| root)

@@ -78,7 +78,7 @@ pub(crate) struct Task {
 }
 
 impl Task {
-    /// What it is.
+    /// Kind of task.
     ///
     /// # Errors
     /// When they are not the command's arguments.
@@ -100,12 +100,12 @@ pub(crate) enum Job {
     Map(Box<MapArgs>),
 }
 
-/// What is wrong with arguments, as a failure.
+/// Converts an error of the arguments to a failure.
 fn failure(e: &clap::Error) -> Failure {
     Failure::usage(described(e))
 }
 
-/// What is wrong with arguments.
+/// Returns the error of the arguments, in words.
 pub(super) fn described(e: &clap::Error) -> String {
     let text = e.to_string();
     let said = text.split("\n\n").next().unwrap_or(&text);

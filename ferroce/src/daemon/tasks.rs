@@ -51,7 +51,7 @@ const MAX_REQUESTED: usize = 64;
 /// A task that ran for so long had not failed in a row.
 const LASTED: Duration = Duration::from_secs(60);
 
-/// Where a task comes from.
+/// Origin of a task.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Origin {
     /// The configuration file.
@@ -68,7 +68,7 @@ enum Live {
     Serve(Arc<Exports>),
 }
 
-/// What a task's thread reports.
+/// Report of a task's thread.
 #[derive(Default)]
 struct Reported {
     live: Mutex<Option<Live>>,
@@ -101,7 +101,7 @@ struct Entry {
     state: State,
     /// Failures in a row.
     failures: u32,
-    /// What follows once it has ended.
+    /// Next step once it has ended.
     next: Option<Next>,
 }
 

@@ -39,7 +39,7 @@ impl Failures {
 }
 
 impl SyncFailures {
-    /// Those that this process has met.
+    /// Failures that this process has met.
     pub(crate) fn of_process() -> &'static Self {
         &OF_PROCESS
     }

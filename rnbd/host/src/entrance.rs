@@ -80,7 +80,7 @@ impl Way {
     }
 }
 
-/// Who has connected. Users who can reach a Unix socket are trusted.
+/// Returns the peer of a connection. Users who can reach a Unix socket are trusted.
 fn peer(stream: &Socket) -> Peer {
     let address = stream.peer_addr().ok().and_then(|address| address.as_socket());
     match address {
@@ -107,7 +107,7 @@ pub(crate) struct Entrance {
     /// NBD clients at most that have chosen a device, of all loops.
     most: usize,
     places: Places<Instant>,
-    /// Those that have a place.
+    /// Clients that have a place.
     clients: Vec<Accepted>,
 }
 

@@ -38,7 +38,7 @@ impl Losses {
         self.acknowledged.fetch_add(1, SeqCst);
     }
 
-    /// What a flush covers that is sent now.
+    /// Writes that a flush covers if it is sent now.
     pub(super) fn flush_begins(&self) -> u64 {
         self.acknowledged.load(SeqCst)
     }
@@ -99,7 +99,7 @@ impl Opener {
     }
 }
 
-/// What becomes of a request to write that a user does by several operations.
+/// Fate of a write request that takes several operations.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Parts(Option<u64>);
 
@@ -114,10 +114,10 @@ impl Parts {
     }
 }
 
-/// What an operation has to do with losses.
+/// Part of an operation that concerns losses.
 #[derive(Debug)]
 pub(super) struct Stake {
-    /// What its opener had been told when it began.
+    /// Losses that its opener had been told of when it began.
     known: u64,
     /// What tells its opener, and how, if it makes writes durable.
     tells: Option<(Arc<Told>, usize)>,

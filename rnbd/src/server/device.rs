@@ -41,7 +41,7 @@ pub(super) struct Device {
     pub(super) label: String,
     /// What it is like.
     pub(super) geometry: Geometry,
-    /// Where its acknowledged writes lie.
+    /// Instance that holds its acknowledged writes.
     instance: Option<Instance>,
     /// How it was opened,
     pub(super) mode: AccessMode,

@@ -8,7 +8,7 @@ pub(crate) struct Limits {
     pub(crate) all: usize,
     /// Of these, what only root and the owner get.
     pub(crate) reserved: usize,
-    /// What each other user gets at most.
+    /// Limit of each other user.
     pub(crate) each: usize,
 }
 
@@ -29,7 +29,7 @@ pub(crate) enum Full {
     All,
 }
 
-/// What has been taken, by user.
+/// Number of things taken, by user.
 #[derive(Debug)]
 pub(crate) struct Quota {
     limits: Limits,

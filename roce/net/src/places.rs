@@ -17,7 +17,7 @@ pub struct Limits {
     pub each: usize,
 }
 
-/// What distinguishes peers.
+/// Identity by which peers are told apart.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Identity {
     /// A user of this host.
@@ -48,7 +48,7 @@ impl fmt::Display for Identity {
 /// The peer of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Peer {
-    /// Who it is.
+    /// User or host.
     pub identity: Identity,
     /// May take reserved places, and any number of them.
     pub trusted: bool,

@@ -40,7 +40,7 @@ pub enum Access {
     Owner,
     /// The owner and this group, or that of the process: mode 0660.
     Group(Option<u32>),
-    /// Those that these permissions let in.
+    /// Users that these permissions let in.
     Mode(u32),
 }
 
@@ -54,7 +54,7 @@ impl Access {
     }
 }
 
-/// What a socket carries.
+/// Type of a socket.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
     /// Bytes (`SOCK_STREAM`).

@@ -223,7 +223,7 @@ fn by_version(packet: &[u8]) -> Result<EtherType, FrameError> {
     }
 }
 
-/// What is in an IP packet that holds no UDP.
+/// Returns the error for an IP packet that holds no UDP.
 fn not_udp(protocol: IpNumber) -> FrameError {
     match protocol {
         IpNumber::IPV4 | IpNumber::IPV6 => FrameError::Tunnel("IP in IP"),

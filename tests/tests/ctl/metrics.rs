@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// What an HTTP server says to this.
+/// Returns an HTTP server's answer to a request.
 fn http(port: u16, request: &str) -> String {
     let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();

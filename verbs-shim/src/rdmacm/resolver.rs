@@ -47,10 +47,10 @@ impl Query {
 #[derive(Clone, Default)]
 struct Queries(Arc<Mutex<Vec<Query>>>);
 
-/// What a look at the queries has found.
+/// Result of a look at the queries.
 #[derive(PartialEq, Eq, Debug)]
 struct Look {
-    /// Those that have ended, and whether each found its neighbour.
+    /// Queries that have ended, and whether each found its neighbour.
     ended: Vec<(u64, bool)>,
     /// When to look again.
     next: Option<Instant>,

@@ -22,7 +22,7 @@ const MAX_PAUSE: Duration = Duration::from_millis(20);
 /// Which half-open client is next, and when.
 #[derive(Debug, Default)]
 pub(super) struct Handshakes {
-    /// Those that have sent something, in that order.
+    /// Clients that have sent something, in that order.
     queue: VecDeque<usize>,
     paused_until: Option<Instant>,
 }

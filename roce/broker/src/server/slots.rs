@@ -46,7 +46,7 @@ enum Owner {
     Absent(Holding),
 }
 
-/// What an owner has of a slot.
+/// Part of a slot that an owner has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 struct Holding {
     generation: u8,
