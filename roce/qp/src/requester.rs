@@ -619,6 +619,7 @@ impl QueuePair {
                 let lost = weight.min(self.mtu);
                 ctx.window.forget(weight - lost);
                 ctx.window.on_loss(ctx.now, Loss::Gap, lost);
+                self.req.rtt.on_loss();
             }
         }
         let req = &mut self.req;

@@ -197,7 +197,10 @@ impl QueuePair {
         }
         match lost {
             0 => {}
-            _ if congested => ctx.window.on_loss(ctx.now, Loss::Told, lost),
+            _ if congested => {
+                self.req.rtt.on_loss();
+                ctx.window.on_loss(ctx.now, Loss::Told, lost);
+            }
             _ => ctx.window.forget(lost),
         }
     }

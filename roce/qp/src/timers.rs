@@ -7,16 +7,17 @@ use roce_verbs::{Instant, attr::ack_timeout};
 /// Silence shorter than this is never taken for the loss of everything in flight: a peer on a busy machine may not be
 /// scheduled for as long. What is really lost is found sooner, by probes.
 const MIN_RTO: Duration = Duration::from_millis(40);
-/// The first pause before any round trip was measured.
-const FIRST_PAUSE: Duration = Duration::from_millis(10);
-/// The longest pause.
+/// First pause before any round trip was measured.
+const FIRST_PAUSE: Duration = Duration::from_millis(16);
+/// Longest pause.
 const MAX_PAUSE: Duration = Duration::from_secs(1);
-/// The shortest pause.
+/// Shortest pause, where losses have shown that probes are needed.
 const MIN_PAUSE: Duration = Duration::from_millis(1);
-/// Doublings of that at most, 16 ms, where probes were needless: a peer that is a process may not be scheduled for milliseconds.
+/// Doublings of the shortest pause at first and at most, 16 ms: a peer that is a process may not be scheduled for milliseconds,
+/// and a probe then retransmits what was not lost. Each needed probe takes one doubling away, each needless one adds one.
 const MAX_DOUBLINGS: u32 = 4;
-/// Doublings at first, 4 ms: as long as a process is often preempted on a quiet machine. Losses make pauses shorter.
-const FIRST_DOUBLINGS: u32 = 2;
+/// Doublings at most after a reported loss, 4 ms: the path loses packets, so silence is likely to be a loss as well.
+const LOSSY_DOUBLINGS: u32 = 2;
 /// Measurements in a row that silences may spoil until the round trip is taken for longer than is known.
 const SPOILT: u32 = 8;
 /// The shortest local ACK timeout that is honoured: rdma_rxe's one tick. Codes below this would only measure the scheduler.
@@ -52,7 +53,7 @@ impl Default for Rtt {
             least: None,
             silences: 0,
             spoilt: 0,
-            doublings: FIRST_DOUBLINGS,
+            doublings: MAX_DOUBLINGS,
             needed: false,
         }
     }
@@ -68,6 +69,11 @@ impl Rtt {
         self.smoothed = Some((smoothed * 7 + rtt) / 8);
         self.least = Some(self.least.map_or(rtt, |l| l.min(rtt)));
         (self.silences, self.spoilt) = (0, 0);
+    }
+
+    /// Notes that the peer reported a loss.
+    pub(crate) fn on_loss(&mut self) {
+        self.doublings = self.doublings.min(LOSSY_DOUBLINGS);
     }
 
     /// Notes an answer to a packet that was acknowledged before: the probe that it answers was needless.
@@ -169,7 +175,7 @@ mod tests {
         rtt.sample(Duration::from_micros(100));
         // Silences first undo the doublings.
         let pauses: Vec<u128> = (0..6).map(|n| silent(rtt, n).pause().as_millis()).collect();
-        assert_eq!(pauses, [4, 8, 8, 8, 16, 32]);
+        assert_eq!(pauses, [16, 32, 32, 32, 32, 32]);
         assert_eq!(silent(rtt, 30).pause(), MAX_PAUSE);
         for _ in 0..100 {
             rtt.sample(Duration::from_millis(50));
@@ -179,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn needless_probes_make_the_shortest_pause_longer_and_needed_ones_shorter() {
+    fn needed_probes_make_the_shortest_pause_shorter_and_needless_ones_longer() {
         let mut rtt = Rtt::default();
         rtt.sample(Duration::from_micros(100));
         let probe = |rtt: &mut Rtt, needless: bool| {
@@ -189,13 +195,13 @@ mod tests {
             (0..2).filter(|_| needless).for_each(|_| rtt.on_duplicate());
             rtt.pause().as_millis()
         };
-        let longer: Vec<u128> = (0..6).map(|_| probe(&mut rtt, true)).collect();
-        assert_eq!(longer, [8, 16, 16, 16, 16, 16]);
         // That a probe was needed is known at the next one.
         let shorter: Vec<u128> = (0..6).map(|_| probe(&mut rtt, false)).collect();
         assert_eq!(shorter, [16, 8, 4, 2, 1, 1]);
-        rtt.on_duplicate();
-        assert_eq!(rtt.pause().as_millis(), 2);
+        let longer: Vec<u128> = (0..6).map(|_| probe(&mut rtt, true)).collect();
+        assert_eq!(longer, [2, 4, 8, 16, 16, 16]);
+        rtt.on_loss();
+        assert_eq!(rtt.pause().as_millis(), 4);
     }
 
     #[test]

@@ -276,7 +276,7 @@ fn short_reads_whose_answers_are_late_are_not_all_asked_for_again() {
     let (mut p, _regions) = short_reads();
     let asked = p.a.drain();
     assert_eq!(asked.len(), 16);
-    let again = silence(&mut p.a, MS * 6);
+    let again = silence(&mut p.a, MS * 18);
     assert_eq!(again.len(), 1);
     p.b.now = p.a.now;
     for (_, bytes) in asked {
