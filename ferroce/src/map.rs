@@ -70,10 +70,14 @@ pub(crate) struct MapArgs {
     /// Name of the session: the server tells its clients apart by it
     #[arg(long, value_name = "NAME")]
     session: String,
-    /// Our address (optional) and the server's, perhaps with port; or as the kernel writes it: ip:SRC,ip:DST. Several times: as many
-    /// paths, up to 128, which may be from several of our addresses. Requests are spread over them, and those of one that is lost go by the others
+    /// Path to the server: its address, optionally with a port, and before it the address of this host; also as the kernel writes it,
+    /// ip:SRC,ip:DST. Repeat it for several paths, up to 128, from one or several addresses of this host. Requests are spread over them, and those of a lost
+    /// path move to the others
     #[arg(long = "path", value_name = "[SRC,]DST[:1234]", value_parser = path, required = true)]
     paths: Vec<PathAddr>,
+    /// Address of this host, for each --path that names none; one of IPv4, one of IPv6 [default: the route's source address]
+    #[arg(long, value_name = "ADDR")]
+    addr: Vec<IpAddr>,
     /// Device to open, as the server calls it, and perhaps how, if not as --access-mode says; a name that ends like that wants one
     /// more: NAME,ro,rw. Several times: as many devices, over the one session
     #[arg(long = "device", value_name = "NAME[,ro|rw|migration]", value_parser = DeviceArg::parse, required = true)]
@@ -125,7 +129,8 @@ pub(crate) struct Changeable {
 
 impl Changeable {
     /// The options that it is made of.
-    pub(crate) const OPTIONS: [&str; 6] = [
+    pub(crate) const OPTIONS: [&str; 7] = [
+        "addr",
         "device",
         "path",
         "policy",
@@ -187,13 +192,20 @@ impl MapArgs {
         self.paths[0].dst
     }
 
-    /// The paths with our ends of them.
+    /// The paths, each with the address of this host.
     fn ways(&self) -> Result<Vec<PathAddr>, Failure> {
+        let ipv6 = self.addr.iter().filter(|addr| addr.is_ipv6()).count();
+        if ipv6 > 1 || self.addr.len() - ipv6 > 1 {
+            return Err(Failure::usage(
+                "--addr takes one IPv4 and one IPv6 address: for several write each in its path, --path SRC,DST",
+            ));
+        }
         let way = |path: &PathAddr| {
-            let src = match path.src {
+            let ours = self.addr.iter().find(|addr| addr.is_ipv4() == path.dst.is_ipv4());
+            let src = match path.src.or(ours.copied()) {
                 Some(src) => src,
                 None => iface::route_to(path.dst.ip())
-                    .map_err(|e| Failure::failed(format!("no way to {}: {e}", path.dst.ip())))?,
+                    .map_err(|e| Failure::failed(format!("no route to {}: {e}", path.dst.ip())))?,
             };
             Ok(PathAddr {
                 src: Some(src),

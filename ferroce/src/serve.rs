@@ -45,11 +45,11 @@ const OPEN_FILES: u64 = 65_536;
 #[derive(Args)]
 #[command(after_help = "\
 Examples:
-  ferroce serve --listen 192.0.2.7 --export disk=/images/disk.img --export system=/dev/sdb,ro
-  ferroce serve --listen 192.0.2.7 --export-dir /images --allow 192.0.2.0/24 --threads 4
-  ferroce serve --listen 192.0.2.7 --export disk=disk.img --allow db=192.0.2.8 --allow web=192.0.2.16/28
-  ferroce serve --listen 192.0.2.7 --listen 198.51.100.7 --export disk=disk.img --threads 2
-  ferroce serve --listen 127.0.0.1:1234 --export disk=disk.img --pcap trace.pcap
+  ferroce serve --addr 192.0.2.7 --export disk=/images/disk.img --export system=/dev/sdb,ro
+  ferroce serve --addr 192.0.2.7 --export-dir /images --allow 192.0.2.0/24 --threads 4
+  ferroce serve --addr 192.0.2.7 --export disk=disk.img --allow db=192.0.2.8 --allow web=192.0.2.16/28
+  ferroce serve --addr 192.0.2.7 --addr 198.51.100.7 --export disk=disk.img --threads 2
+  ferroce serve --addr 127.0.0.1:1234 --export disk=disk.img --pcap trace.pcap
 
 On a Linux client, as root, with rdma_rxe or RoCE hardware and the module rnbd_client:
   echo 'sessname=test path=ip:192.0.2.7 device_path=disk' > /sys/class/rnbd-client/ctl/map_device
@@ -59,10 +59,10 @@ standard output: `listening`, `session_opened` and `session_closed` (`session`, 
 client made for its first path), `path_up` and `path_down` (`session`, `path`, and `why` it is gone), \
 `stats` (with --stats-interval), `error`, and at the end `summary`.")]
 pub(crate) struct ServeArgs {
-    /// Our address, perhaps with port; 0.0.0.0 or :: for all. Several times: as many addresses, IPv4 and IPv6; a session's paths may
-    /// lead to several of them
-    #[arg(long, value_name = "ADDR[:1234]", value_parser = listen, required = true)]
-    listen: Vec<SocketAddr>,
+    /// Address of this host to listen at, optionally with a port; 0.0.0.0 or :: for all. Repeat it to listen at several addresses, IPv4
+    /// and IPv6; the paths of one session may lead to several of them
+    #[arg(long, alias = "listen", value_name = "ADDR[:1234]", value_parser = listen, required = true)]
+    addr: Vec<SocketAddr>,
     /// An image file or block device and the name that clients ask for; may be given several times. `ro`: nobody may write;
     /// `migrate`: beside a writer a second one gets in if it asks for access mode `migration`, as always with the kernel's
     /// server; a comma in the path is written `,,`
@@ -163,7 +163,7 @@ pub(crate) fn on_off(text: &str) -> Result<bool, String> {
 impl ServeArgs {
     /// What a daemon calls it.
     pub(crate) fn task_name(&self) -> String {
-        self.listen[0].to_string()
+        self.addr[0].to_string()
     }
 
     /// What is offered by name.
@@ -239,9 +239,9 @@ impl ServeArgs {
     /// The addresses of its devices.
     fn addrs(&self) -> Result<Vec<IpAddr>, Failure> {
         let mut addrs = Vec::new();
-        for (index, listen) in self.listen.iter().enumerate() {
-            if self.listen[..index].contains(listen) {
-                return Err(Failure::usage(format!("--listen {listen} is given twice")));
+        for (index, listen) in self.addr.iter().enumerate() {
+            if self.addr[..index].contains(listen) {
+                return Err(Failure::usage(format!("--addr {listen} is given twice")));
             }
             if !addrs.contains(&listen.ip()) {
                 addrs.push(listen.ip());
@@ -252,16 +252,16 @@ impl ServeArgs {
 
     /// What it is called in messages.
     fn listens(&self) -> String {
-        let all: Vec<_> = self.listen.iter().map(SocketAddr::to_string).collect();
+        let all: Vec<_> = self.addr.iter().map(SocketAddr::to_string).collect();
         all.join(", ")
     }
 
     fn config(&self) -> ServerConfig {
         let usual = ServerConfig::default();
         ServerConfig {
-            addr: self.listen[0].ip(),
-            port: self.listen[0].port(),
-            further: self.listen[1..].to_vec(),
+            addr: self.addr[0].ip(),
+            port: self.addr[0].port(),
+            further: self.addr[1..].to_vec(),
             allow: AccessList::new(self.allow.clone()),
             max_sessions: self.max_sessions.unwrap_or(usual.max_sessions),
             max_sessions_per_client: self.max_sessions_per_client.unwrap_or(usual.max_sessions_per_client),
@@ -451,8 +451,8 @@ fn announce(args: &ServeArgs, reporter: &Reporter, mtus: &[(IpAddr, Mtu)]) -> Re
         found.map_or(Mtu::B1024, |(_, mtu)| *mtu).bytes()
     };
     let line = |listen: &SocketAddr| format!("listening on {listen}, path MTU {}", mtu(listen));
-    let mut text = args.listen.iter().map(line).collect::<Vec<_>>().join("\n");
-    let addresses = args.listen.iter().map(|listen| {
+    let mut text = args.addr.iter().map(line).collect::<Vec<_>>().join("\n");
+    let addresses = args.addr.iter().map(|listen| {
         json!({
             "address": listen.to_string(),
             "path_mtu": mtu(listen),
@@ -486,8 +486,8 @@ fn announce(args: &ServeArgs, reporter: &Reporter, mtus: &[(IpAddr, Mtu)]) -> Re
         text.push_str(&format!("\nexport folder: {folder}"));
     }
     let fields = json!({
-        "address": args.listen[0].to_string(),
-        "path_mtu": mtu(&args.listen[0]),
+        "address": args.addr[0].to_string(),
+        "path_mtu": mtu(&args.addr[0]),
         "addresses": addresses.collect::<Vec<_>>(),
         "exports": exports,
         "export_dir": folder,

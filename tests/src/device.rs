@@ -29,7 +29,7 @@ pub fn serve_args(addr: Ipv4Addr, exports: &[String], more: &[&str]) -> Vec<Stri
     let mut args = vec![
         "serve".to_owned(),
         "--json".to_owned(),
-        "--listen".to_owned(),
+        "--addr".to_owned(),
         addr.to_string(),
     ];
     for export in exports {

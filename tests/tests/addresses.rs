@@ -34,7 +34,7 @@ impl Ways {
         let (near, far) = ([(); 2].map(|()| fresh_address()), [(); 2].map(|()| fresh_address()));
         let [there, here] = loops.map(|n| n.to_string());
         let second = far[1].to_string();
-        let more = [&["--listen", &second, "--threads", &there][..], serve_more].concat();
+        let more = [&["--addr", &second, "--threads", &there][..], serve_more].concat();
         let (serve, listening) = serve(far[0], &[format!("disk={}", file.display())], &more);
         let second = format!("{},{}", near[1], far[1]);
         let usual = ["--path", &second, "--threads", &here, "--policy", "round-robin"];
@@ -167,7 +167,7 @@ fn a_server_that_is_back_at_both_addresses_gets_both_paths_again() {
     ways.serve.wait();
     let file = ways.dir.path().join("disk.img");
     let second = ways.far[1].to_string();
-    let more = ["--listen", &second, "--threads", "3"];
+    let more = ["--addr", &second, "--threads", "3"];
     ways.serve = serve(ways.far[0], &[format!("disk={}", file.display())], &more).0;
     // The path that is connected second waits until the first has made the session.
     let mut up = 0;
@@ -210,11 +210,7 @@ fn a_path_whose_server_address_never_was_does_not_hold_up_the_other() {
 
 fn refused(dir: &Path, first: Ipv4Addr, second: &str, threads: &str) -> (Option<i32>, String) {
     let export = format!("disk={}", image(dir, "i", &[0; 4096]).display());
-    let done = run(&serve_args(
-        first,
-        &[export],
-        &["--listen", second, "--threads", threads],
-    ));
+    let done = run(&serve_args(first, &[export], &["--addr", second, "--threads", threads]));
     (done.code, done.stderr)
 }
 
@@ -244,7 +240,7 @@ fn an_address_may_have_two_ports() {
     let file = image(dir.path(), "disk.img", &pattern(3, MIB));
     let far = fresh_address();
     let second = format!("{far}:4321");
-    let more = ["--listen", &second, "--threads", "2"];
+    let more = ["--addr", &second, "--threads", "2"];
     let (serve, listening) = serve(far, &[format!("disk={}", file.display())], &more);
     assert_eq!(listening["addresses"].as_array().unwrap().len(), 2);
     for (port, session) in [(1234, "one"), (4321, "two")] {

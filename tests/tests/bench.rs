@@ -36,7 +36,7 @@ fn every_operation_within_one_process() {
         let done = run(&[
             "bench",
             op,
-            "--local",
+            "--addr",
             &local(),
             "--size",
             "64K,1000",
@@ -59,12 +59,12 @@ fn every_operation_within_one_process() {
 
 #[test]
 fn write_names_its_ratio_to_the_ceiling() {
-    let done = run(&["bench", "write", "--local", &local(), "--seconds", "0.4", "--json"]);
+    let done = run(&["bench", "write", "--addr", &local(), "--seconds", "0.4", "--json"]);
     let all = measurements(&done);
     check(&all[0], "write", 1 << 20);
     assert!(all[0]["ceiling_gbytes_per_s"].as_f64().unwrap() > 0.0);
     assert!(all[0]["ratio_to_ceiling"].as_f64().unwrap() > 0.0);
-    let done = run(&["bench", "ceiling", "--local", &local(), "--seconds", "0.1", "--json"]);
+    let done = run(&["bench", "ceiling", "--addr", &local(), "--seconds", "0.1", "--json"]);
     let all = measurements(&done);
     assert_eq!((&all[0]["op"], &all[0]["icrc_errors"]), (&"ceiling".into(), &0.into()));
     assert!(all[0]["packets"].as_u64().unwrap() > 0);
@@ -72,7 +72,7 @@ fn write_names_its_ratio_to_the_ceiling() {
 
 #[test]
 fn latency_stands_beside_bare_udp() {
-    let done = run(&["bench", "latency", "--local", &local(), "-n", "50", "--json"]);
+    let done = run(&["bench", "latency", "--addr", &local(), "-n", "50", "--json"]);
     let all = measurements(&done);
     let ops: Vec<_> = all.iter().map(|m| m["op"].as_str().unwrap()).collect();
     assert_eq!(ops, ["udp_lat", "write_lat", "send_lat"]);
@@ -84,7 +84,7 @@ fn latency_stands_beside_bare_udp() {
 #[test]
 fn between_two_processes() {
     let (passive, active) = (fresh_address().to_string(), fresh_address().to_string());
-    let mut server = Running::start(&["bench", "--listen", &passive, "--json"]);
+    let mut server = Running::start(&["bench", "--server", "--addr", &passive, "--json"]);
     let event = server.event("listening");
     assert!(event["address"].as_str().unwrap().starts_with(&passive), "{event}");
     for op in ["write", "read", "send", "latency"] {
@@ -93,7 +93,7 @@ fn between_two_processes() {
             op,
             "--connect",
             &passive,
-            "--local",
+            "--addr",
             &active,
             "-n",
             "30",
@@ -113,7 +113,7 @@ fn between_two_processes() {
 #[test]
 fn errors_say_what_to_do() {
     let (nobody, active) = (fresh_address().to_string(), fresh_address().to_string());
-    let done = run(&["bench", "write", "--connect", &nobody, "--local", &active, "-n", "1"]);
+    let done = run(&["bench", "write", "--connect", &nobody, "--addr", &active, "-n", "1"]);
     assert_eq!(done.code, Some(1));
     assert!(
         done.stderr.contains("no answer") && done.stderr.contains("4791"),

@@ -25,8 +25,8 @@ fn wrong_usage_is_status_2() {
         &["nonsense"][..],
         &["pcap", "check"],
         &["serve"],
-        &["serve", "--listen", "127.0.0.1", "--export", "name-without-path"],
-        &["serve", "--listen", "not an address", "--export", "a=/dev/null"],
+        &["serve", "--addr", "127.0.0.1", "--export", "name-without-path"],
+        &["serve", "--addr", "not an address", "--export", "a=/dev/null"],
         &["map", "--session", "s"],
         &["doctor", "--peer", "not an address"],
     ] {

@@ -115,7 +115,7 @@ impl Lab {
         let serve = [
             "serve",
             "--json",
-            "--listen",
+            "--addr",
             "0.0.0.0",
             "--export",
             &export,

@@ -57,7 +57,7 @@ impl Lab {
             .map(|n| format!("\"{n}={}\"", self.path(n).display()))
             .collect();
         format!(
-            "[serve.images]\nlisten = \"{}\"\nexport = [{}]\n",
+            "[serve.images]\naddr = \"{}\"\nexport = [{}]\n",
             self.server,
             exports.join(", ")
         )
@@ -187,7 +187,7 @@ fn members_of_the_group_start_what_the_file_allows() {
         assert!(fs::read(&secret).unwrap() == pattern(1, MIB), "{options:?}");
     };
     let shown = |path: &Path| path.display().to_string();
-    let listen = format!("--listen={}", lab.server);
+    let listen = format!("--addr={}", lab.server);
     let [disk, link, of_secret, all] = [
         format!("--export=disk={}", shown(&images.join("disk"))),
         format!("--export=disk={}", shown(&images.join("link"))),
@@ -268,7 +268,7 @@ fn the_daemon_runs_as_a_user_of_its_own() {
         fs::set_permissions(lab.path(name), fs::Permissions::from_mode(mode)).unwrap();
     }
     let theirs = format!(
-        "[serve.theirs]\nlisten = \"{}\"\nexport = \"three={}\"\n",
+        "[serve.theirs]\naddr = \"{}\"\nexport = \"three={}\"\n",
         fresh_address(),
         lab.path("three").display()
     );
@@ -639,8 +639,8 @@ fn tasks_come_and_go_by_order() {
 fn several_servers_are_told_apart() {
     let lab = Lab::new();
     let (server, port) = (
-        format!("listen = \"{}\"", lab.server),
-        format!("listen = \"{}:1235\"", lab.server),
+        format!("addr = \"{}\"", lab.server),
+        format!("addr = \"{}:1235\"", lab.server),
     );
     let other = lab
         .serves(&["three"])

@@ -40,7 +40,7 @@ fn an_address_that_is_not_ours() {
     let dir = tempfile::tempdir().unwrap();
     let export = format!("disk={}", image(dir.path(), "i", &[0; 4096]).display());
     // TEST-NET-3: nobody has it.
-    let args = ["serve", "--listen", "203.0.113.77", "--export", &export];
+    let args = ["serve", "--addr", "203.0.113.77", "--export", &export];
     assert_error(&run(&args), &["203.0.113.77", "ip addr"]);
     let socket = dir.path().join("nbd.sock");
     let args = map_args("203.0.113.77".parse().unwrap(), "127.0.0.1", &socket, &[]);

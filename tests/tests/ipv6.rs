@@ -22,7 +22,7 @@ fn a_device_over_ipv6() {
     let dir = tempfile::tempdir().unwrap();
     let want = pattern(1, 8 << 20);
     let export = format!("disk={}", image(dir.path(), "disk.img", &want).display());
-    let mut serve = namespace.run(&["serve", "--json", "--listen", "fd00::1", "--export", &export]);
+    let mut serve = namespace.run(&["serve", "--json", "--addr", "fd00::1", "--export", &export]);
     serve.event("listening");
     let socket = dir.path().join("nbd.sock");
     let nbd = socket.to_str().unwrap();
@@ -63,7 +63,7 @@ fn addresses_of_both_ip_versions_come_and_go_at_several_loops() {
     let dir = tempfile::tempdir().unwrap();
     let file = image(dir.path(), "disk.img", &vec![0; 3 * PART]);
     let export = format!("disk={}", file.display());
-    let listen = ["--listen", "10.0.0.1", "--listen", "fd00::1", "--threads", "2"];
+    let listen = ["--addr", "10.0.0.1", "--addr", "fd00::1", "--threads", "2"];
     let mut serve = namespace.run(&[&["serve", "--json", "--export", &export], &listen[..]].concat());
     serve.event("listening");
     let socket = dir.path().join("nbd.sock");

@@ -119,7 +119,7 @@ fn a_session_has_as_many_as_128_paths() {
     let dir = tempfile::tempdir().unwrap();
     let image = image(dir.path(), "disk.img", &vec![0; BLOCK * 256]);
     let servers = [(); 8].map(|()| fresh_address().to_string());
-    let also: Vec<&str> = servers[1..].iter().flat_map(|addr| ["--listen", addr]).collect();
+    let also: Vec<&str> = servers[1..].iter().flat_map(|addr| ["--addr", addr]).collect();
     let export = [format!("disk={}", image.display())];
     let (serve, _) = serve(servers[0].parse().unwrap(), &export, &also);
     let ours = [(); 16].map(|()| fresh_address());

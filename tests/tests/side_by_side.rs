@@ -87,11 +87,11 @@ fn a_port_of_an_address_is_one_servers() {
     let export = format!("disk={}", image(dir.path(), "disk", &vec![0; MIB]).display());
     let exports = std::slice::from_ref(&export);
     let (first, _) = serve(addr, exports, &[]);
-    let second = run(&["serve", "--listen", &addr.to_string(), "--export", &export]);
+    let second = run(&["serve", "--addr", &addr.to_string(), "--export", &export]);
     assert_eq!(second.code, Some(1));
     assert!(second.stderr.contains(&addr.to_string()), "{}", second.stderr);
     let other = format!("{addr}:1235");
-    let listening = Running::start(&["serve", "--json", "--listen", &other, "--export", &export]).event("listening");
+    let listening = Running::start(&["serve", "--json", "--addr", &other, "--export", &export]).event("listening");
     assert_eq!(listening["event"], "listening");
     drop(first);
     // The port is free again when its owner is gone.
@@ -107,13 +107,13 @@ fn an_address_can_be_had_alone() {
     let export = format!("disk={}", image(dir.path(), "disk", &vec![0; MIB]).display());
     let mut command = std::process::Command::new("env");
     command.args(["FERROCE_BROKER=off"]).arg(ferroce());
-    command.args(["serve", "--json", "--listen", &addr.to_string(), "--export", &export]);
+    command.args(["serve", "--json", "--addr", &addr.to_string(), "--export", &export]);
     let mut alone = Running::start_command(command, "serve without a broker".to_owned());
     alone.event("listening");
     // Other tests may have a broker.
     let member = format!("process {} ", alone.id());
     assert!(!run(&["stat"]).stdout.contains(&member));
-    let second = run(&["serve", "--listen", &format!("{addr}:1235"), "--export", &export]);
+    let second = run(&["serve", "--addr", &format!("{addr}:1235"), "--export", &export]);
     assert_eq!(second.code, Some(1));
     assert!(
         second.stderr.contains("4791") && second.stderr.contains(&alone.id().to_string()),

@@ -65,7 +65,7 @@ impl Lab {
         let server = fresh_address();
         let export = [format!("disk={}", image.display())];
         let at = format!("{server}:{port}");
-        let listens = ["--listen", &at, "--threads", threads];
+        let listens = ["--addr", &at, "--threads", threads];
         let also = if port == 1234 { &listens[2..] } else { &listens[..] };
         let (serve, _) = steered(&serve_args(server, &export, also), "listening");
         let client = fresh_address();

@@ -60,7 +60,7 @@ impl Lab {
         let paths = [0, 1].map(|i| format!("\"{},{}\"", lab.clients[i], lab.servers[i]));
         let listen = lab.servers.map(|server| format!("\"{server}\""));
         let config = format!(
-            "[serve.images]\nlisten = [{}]\nexport = [{}]\nalways-invalidate = false\n\
+            "[serve.images]\naddr = [{}]\nexport = [{}]\nalways-invalidate = false\n\
              [map.test]\npath = [{}]\ndevice = \"disk\"\nnbd = \"{}\"\non-loss = \"queue\"\n\
              connect-timeout = 600\n",
             listen.join(", "),

@@ -129,7 +129,7 @@ fn a_port_of_an_address_has_one_server() {
     let (first, _) = serve(addr, std::slice::from_ref(&export), &["--threads", "2"]);
     for threads in ["1", "2"] {
         let listen = addr.to_string();
-        let args = ["serve", "--listen", &listen, "--export", &export, "--threads", threads];
+        let args = ["serve", "--addr", &listen, "--export", &export, "--threads", threads];
         let done = run(&args);
         assert_eq!(done.code, Some(1), "{}", done.stdout);
         assert!(done.stderr.contains("port 1234"), "{}", done.stderr);
@@ -143,7 +143,7 @@ fn the_number_of_loops_is_checked() {
     for threads in ["0", "65", "x"] {
         let args = [
             "serve",
-            "--listen",
+            "--addr",
             "127.0.0.1",
             "--export",
             "a=/dev/null",

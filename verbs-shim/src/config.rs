@@ -41,13 +41,9 @@ pub(crate) fn addresses() -> Vec<IpAddr> {
 /// The path MTU asked for.
 pub(crate) fn mtu() -> Option<Mtu> {
     let text = environment::var(MTU)?;
-    let mtu = Mtu::ALL.into_iter().find(|m| m.bytes().to_string() == text.trim());
-    if mtu.is_none() {
-        complain(format_args!(
-            "{MTU}: {text:?} is not 256, 512, 1024, 2048 or 4096; it is ignored"
-        ));
-    }
-    mtu
+    let mtu = text.trim().parse::<Mtu>();
+    mtu.inspect_err(|e| complain(format_args!("{MTU}: {e}; it is ignored")))
+        .ok()
 }
 
 /// The pace of UC and UD asked for: `Some(None)` is none at all.

@@ -111,15 +111,15 @@ impl<'a> Endpoint<'a> {
                         _id: id,
                     });
                 }
-                None => "the peer is no `ferroce bench --listen`".to_owned(),
+                None => "the peer is not a `ferroce bench --server`".to_owned(),
             },
             Some(CmEventKind::Rejected { reason, .. }) if reason == RejectReason::INVALID_SERVICE_ID => {
-                "nobody listens there: start `ferroce bench --listen` first".to_owned()
+                "nothing listens there: start `ferroce bench --server` first".to_owned()
             }
             Some(CmEventKind::Rejected { reason, .. }) => format!("the peer refused (reason {})", reason.0),
             Some(CmEventKind::ConnectError(text)) => text,
             None | Some(CmEventKind::Unreachable) => {
-                "no answer: is UDP port 4791 open on the way, and `ferroce bench --listen` running there?".to_owned()
+                "no answer: is UDP port 4791 open on the way, and `ferroce bench --server` running there?".to_owned()
             }
             Some(_) => "the connection ended".to_owned(),
         };

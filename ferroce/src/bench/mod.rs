@@ -27,7 +27,7 @@ use std::{
 
 use ::rtrs::{proto::MAX_HDR_SIZE, server::ServerConfig};
 use clap::{Args, ValueEnum};
-use roce::{Device, DeviceConfig, LocalDevice, Mtu, VerbsError, WindowConfig};
+use roce::{Device, DeviceConfig, LocalDevice, Mtu, VerbsError, WindowConfig, iface};
 use roce_devices::Devices;
 use roce_reactor::{ReactorConfig, SpinMode};
 
@@ -71,29 +71,32 @@ Examples:
   ferroce bench write
   ferroce bench read --size 4K,64K,1M --qps 4 --json
 
-Without --listen and --connect both sides run in this process, on 127.0.0.1 and 127.0.0.2. With --rdma NAME both are on that
+Without --server and --connect both sides run in this process, on 127.0.0.1 and 127.0.0.2. With --rdma NAME both are on that
 device, and the same in software follows, with the ratio:
   ferroce bench write --rdma mlx5_0
 Between two processes or hosts, first on the one, then on the other:
-  ferroce bench --listen 192.0.2.1
+  ferroce bench --server --addr 192.0.2.1
   ferroce bench write --connect 192.0.2.1
 RTRS, with a server in a process of its own, or on another host:
   ferroce bench rtrs --size 512,4K,128K,1M --depth 32
-  ferroce bench rtrs --listen 192.0.2.1
+  ferroce bench rtrs --server --addr 192.0.2.1
   ferroce bench rtrs --connect 192.0.2.1 --write")]
 pub(crate) struct BenchArgs {
     /// What to measure
-    #[arg(value_enum, required_unless_present = "listen")]
+    #[arg(value_enum, required_unless_present_any = ["server", "listen"])]
     operation: Option<Operation>,
-    /// Be the passive side, of rtrs or for any other operation, until ctrl-C
-    #[arg(long, value_name = "ADDR[:PORT]", conflicts_with = "connect")]
-    listen: Option<String>,
-    /// Measure against a passive side
-    #[arg(long, value_name = "ADDR[:PORT]")]
-    connect: Option<String>,
-    /// Our address [default: 127.0.0.1, or what the route says]
-    #[arg(long, value_name = "ADDR")]
-    local: Option<IpAddr>,
+    /// Wait for `ferroce bench --connect` at --addr, until ctrl-C: of rtrs, or without an operation of all others
+    #[arg(long, requires = "addr", conflicts_with = "connect")]
+    server: bool,
+    /// Measure between this host and a server, `ferroce bench --server`
+    #[arg(long, value_name = "ADDR[:4792]", value_parser = target)]
+    connect: Option<SocketAddr>,
+    /// Address of this host to use; with --server optionally with a port [default: 127.0.0.1, or the route's source address]
+    #[arg(long, alias = "local", value_name = "ADDR[:4792]", value_parser = target)]
+    addr: Option<SocketAddr>,
+    /// Former spelling of --server --addr
+    #[arg(long, hide = true, value_parser = target, conflicts_with_all = ["addr", "server", "connect"])]
+    listen: Option<SocketAddr>,
     /// Bytes of a message; several give several measurements [default: 1M, 64 for latency, 4K for rtrs]
     #[arg(short, long, value_name = "BYTES", value_delimiter = ',', value_parser = units::size32)]
     size: Vec<u32>,
@@ -115,8 +118,8 @@ pub(crate) struct BenchArgs {
     /// latency: both sides sleep until their completion queues have events (the WRITEs have immediate data)
     #[arg(long)]
     events: bool,
-    /// Path MTU: 256, 512, 1024, 2048 or 4096 [default: the largest that fits]
-    #[arg(long, value_parser = mtu)]
+    /// Largest path MTU: 256, 512, 1024, 2048 or 4096 [default: the largest that the interface carries]
+    #[arg(long, value_name = "BYTES")]
     mtu: Option<Mtu>,
     /// How long each measurement takes
     #[arg(long, default_value = "2", value_parser = units::seconds)]
@@ -155,21 +158,14 @@ pub(crate) struct BenchArgs {
     #[command(flatten)]
     rdma: RdmaArgs,
     /// With --rdma and both sides here: where it is measured in software, at this address and the next ones
-    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1", conflicts_with_all = ["listen", "connect"])]
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1", conflicts_with_all = ["server", "listen", "connect"])]
     beside: Ipv4Addr,
     /// The passive side ends with its standard input
-    #[arg(long, hide = true, requires = "listen")]
+    #[arg(long, hide = true, requires = "server")]
     until_eof: bool,
-    /// One JSON object per measurement; with --listen one event when ready
+    /// One JSON object per measurement; with --server one event when ready
     #[arg(long)]
     json: bool,
-}
-
-fn mtu(text: &str) -> Result<Mtu, String> {
-    Mtu::ALL
-        .into_iter()
-        .find(|m| m.bytes().to_string() == text)
-        .ok_or_else(|| format!("{text}: a path MTU is 256, 512, 1024, 2048 or 4096"))
 }
 
 /// How much to measure.
@@ -187,10 +183,26 @@ impl BenchArgs {
     /// The same in software, at the usual addresses.
     fn in_software(&self) -> Self {
         Self {
-            local: Some(self.beside.into()),
+            addr: Some((self.beside, PORT).into()),
             rdma: RdmaArgs::soft(),
             ..self.clone()
         }
+    }
+
+    /// Where the server listens; `None`: this is no server.
+    fn server_addr(&self) -> Option<SocketAddr> {
+        self.listen.or(self.addr.filter(|_| self.server))
+    }
+
+    /// The address of this host that is named.
+    fn own_addr(&self) -> Option<IpAddr> {
+        self.addr.map(|addr| addr.ip())
+    }
+
+    /// The address of this host towards a server: the one that is named, or the route's source address.
+    fn addr_towards(&self, server: SocketAddr) -> Result<IpAddr, Failure> {
+        let route = || iface::route_to(server.ip()).map_err(|e| Failure::failed(format!("no route to {server}: {e}")));
+        self.own_addr().map_or_else(route, Ok)
     }
 
     fn config(&self, addr: IpAddr, pcap: bool) -> DeviceConfig {
@@ -292,16 +304,12 @@ impl BenchArgs {
 }
 
 /// `ADDR` or `ADDR:PORT`, IPv6 addresses with a port in brackets.
-fn target(text: &str) -> Result<SocketAddr, Failure> {
+fn target(text: &str) -> Result<SocketAddr, String> {
     let plain = text.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
     plain
         .map(|ip| SocketAddr::new(ip, PORT))
         .or_else(|_| text.parse())
-        .map_err(|_| {
-            Failure::usage(format!(
-                "{text:?} is not an address (write 192.0.2.1, 192.0.2.1:{PORT} or [fd00::1]:{PORT})"
-            ))
-        })
+        .map_err(|_| format!("{text:?} is not an address (write 192.0.2.1, 192.0.2.1:{PORT} or [fd00::1]:{PORT})"))
 }
 
 /// Runs `ferroce bench`.
@@ -310,13 +318,12 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     if args.operation == Some(Operation::Rtrs) {
         return run_rtrs(args, &stop);
     }
-    if let (Some(_), Some(_)) = (&args.listen, args.operation) {
+    if let (Some(_), Some(_)) = (args.server_addr(), args.operation) {
         return Err(Failure::usage(
-            "the passive side is for any operation: leave the operation away, unless it is rtrs",
+            "--server serves any operation: leave the operation away, unless it is rtrs",
         ));
     }
-    if let Some(text) = &args.listen {
-        let addr = target(text)?;
+    if let Some(addr) = args.server_addr() {
         if args.rdma.owns(addr.ip())? {
             return on_device::listen(args, addr, &stop);
         }
@@ -338,10 +345,10 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
         true => output::json(m),
         false => output::line(&m.to_string()),
     };
-    match &args.connect {
-        Some(text) => remote(args, operation, target(text)?, &stop, &mut emit),
+    match args.connect {
+        Some(server) => remote(args, operation, server, &stop, &mut emit),
         None => match args.rdma.first_addr()? {
-            Some(addr) => on_device::both(args, operation, args.local.unwrap_or(addr), &stop, &mut emit),
+            Some(addr) => on_device::both(args, operation, args.own_addr().unwrap_or(addr), &stop, &mut emit),
             None => local(args, operation, &stop, &mut emit),
         },
     }
@@ -358,8 +365,7 @@ fn run_rtrs(args: &BenchArgs, stop: &Stop) -> Result<(), Failure> {
         spin: args.spin,
         ..ReactorConfig::default()
     };
-    if let Some(text) = &args.listen {
-        let addr = target(text)?;
+    if let Some(addr) = args.server_addr() {
         let device = args.devices(addr.ip())?;
         let config = ServerConfig {
             addr: addr.ip(),
@@ -375,18 +381,13 @@ fn run_rtrs(args: &BenchArgs, stop: &Stop) -> Result<(), Failure> {
         };
         return rtrs_server::run(device, config, reactor, args.until_eof, &|| stop.requested(), ready);
     }
-    let local = args.local.unwrap_or(Ipv4Addr::new(127, 0, 0, 1).into());
-    let (server, from, _process) = match &args.connect {
-        Some(text) => {
-            let server = target(text)?;
-            let route =
-                || roce::iface::route_to(server.ip()).map_err(|e| Failure::failed(format!("no way to {server}: {e}")));
-            (server, args.local.map_or_else(route, Ok)?, None)
-        }
+    let local = args.own_addr().unwrap_or(Ipv4Addr::LOCALHOST.into());
+    let (server, from, _process) = match args.connect {
+        Some(server) => (server, args.addr_towards(server)?, None),
         None => {
             let IpAddr::V4(v4) = local else {
                 return Err(Failure::usage(
-                    "on one host addresses of 127.0.0.0/8 are used: leave --local away",
+                    "on one host addresses of 127.0.0.0/8 are used: leave --addr away",
                 ));
             };
             let next = Ipv4Addr::from(u32::from(v4).wrapping_add(1));
@@ -427,8 +428,7 @@ fn remote(
             "the ceiling is measured within one process: leave --connect away",
         ));
     }
-    let route = || roce::iface::route_to(peer.ip()).map_err(|e| Failure::failed(format!("no way to {peer}: {e}")));
-    let addr = args.local.map_or_else(route, Ok)?;
+    let addr = args.addr_towards(peer)?;
     if args.rdma.owns(addr)? {
         return on_device::measure(args, operation, (addr, peer), stop, emit);
     }
@@ -451,10 +451,10 @@ fn remote(
 
 /// Measures between two devices of this process.
 fn local(args: &BenchArgs, operation: Operation, stop: &Stop, emit: Emit<'_>) -> Result<(), Failure> {
-    let from = args.local.unwrap_or(Ipv4Addr::new(127, 0, 0, 1).into());
+    let from = args.own_addr().unwrap_or(Ipv4Addr::LOCALHOST.into());
     let IpAddr::V4(v4) = from else {
         return Err(Failure::usage(
-            "within one process addresses of 127.0.0.0/8 are used: leave --local away",
+            "within one process addresses of 127.0.0.0/8 are used: leave --addr away",
         ));
     };
     let next = |n: u32| IpAddr::from(Ipv4Addr::from(u32::from(v4).wrapping_add(n)));

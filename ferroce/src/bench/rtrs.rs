@@ -485,7 +485,7 @@ impl ServerProcess {
     pub(crate) fn start(listen: SocketAddr, options: &[String]) -> Result<Self, Failure> {
         let program = std::env::current_exe().map_err(system)?;
         let mut child = Command::new(program)
-            .args(["bench", "rtrs", "--listen", &listen.to_string()])
+            .args(["bench", "rtrs", "--server", "--addr", &listen.to_string()])
             .args(options)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

@@ -13,6 +13,7 @@ use crate::{map::MapArgs, output::Failure, serve::ServeArgs};
 /// Options that touch no file and open nothing but what sessions of RTRS need.
 const FREE: [&str; 36] = [
     "access-mode",
+    "addr",
     "allow",
     "always-invalidate",
     "connect-any",
@@ -21,7 +22,6 @@ const FREE: [&str; 36] = [
     "device",
     "direct",
     "heartbeat",
-    "listen",
     "max-chunk-size",
     "max-connections",
     "max-devices",
@@ -212,7 +212,7 @@ mod tests {
 
     fn try_task(allowed: &Allowed, kind: &Kind, words: &[&str]) -> Result<Task, Refused> {
         let usual: &[&str] = match kind {
-            Kind::Serve => &["--listen=192.0.2.1"],
+            Kind::Serve => &["--addr=192.0.2.1"],
             Kind::Map => &["--session=s", "--path=192.0.2.7", "--device=d"],
         };
         let words = usual.iter().chain(words).map(|word| (*word).to_owned()).collect();

@@ -25,7 +25,7 @@ const OF_SERVERS: [&str; 1] = ["export"];
 /// How `old` becomes `new`.
 ///
 /// # Errors
-/// When there is no way to one of the servers.
+/// When there is no route to one of the servers.
 pub(crate) fn change(kind: &Kind, old: &Task, new: &Task) -> Result<Change, Failure> {
     let same_but_for = |options: &[&str]| old.without(options) == new.without(options);
     match (kind, old.job(kind)?, new.job(kind)?) {
@@ -180,9 +180,9 @@ mod tests {
         other[1] = "--nbd=/t";
         assert_eq!(to(&other), Change::Restart);
         assert_eq!(to(&["--session=s", "--nbd=/s", MAP[2], "--device=b"]), Change::Restart);
-        let serve = ["--listen=127.0.0.1", "--export=a=/a"];
+        let serve = ["--addr=127.0.0.1", "--export=a=/a"];
         let of = |words: &[&str]| change(&Kind::Serve, &task(&serve), &task(words)).unwrap();
         assert_eq!(of(&[serve[0], "--export=b=/b"]), Change::Exports);
-        assert_eq!(of(&["--listen=127.0.0.2", serve[1]]), Change::Restart);
+        assert_eq!(of(&["--addr=127.0.0.2", serve[1]]), Change::Restart);
     }
 }

@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use clap::{ArgAction, Command, error::ContextKind};
+use clap::{Arg, ArgAction, Command, error::ContextKind};
 use rnbd_disk::FolderSpec;
 use toml::{
     Spanned,
@@ -190,8 +190,10 @@ impl Source<'_> {
         value: &Spanned<DeValue<'_>>,
         words: &mut Vec<String>,
     ) -> Result<(), ConfigError> {
-        let known = command.get_arguments().find(|arg| arg.get_long() == Some(&*key.name));
-        let Some(arg) = known.filter(|_| !NOT_KEYS.contains(&&*key.name)) else {
+        let known = command.get_arguments().find(|arg| is_called(arg, &key.name));
+        // By its present name, so that a file with former names stands for the same task.
+        let known = known.and_then(|arg| Some((arg, arg.get_long()?)));
+        let Some((arg, name)) = known.filter(|(_, name)| !NOT_KEYS.contains(name)) else {
             let text = format!(
                 "unknown key `{}` of {task}; `ferroce {} --help` has them all",
                 key.name,
@@ -202,15 +204,15 @@ impl Source<'_> {
         let flag = matches!(arg.get_action(), ArgAction::SetTrue);
         let several = matches!(arg.get_action(), ArgAction::Append);
         match value.as_ref() {
-            DeValue::Boolean(true) if flag => words.push(format!("--{}", key.name)),
+            DeValue::Boolean(true) if flag => words.push(format!("--{name}")),
             DeValue::Boolean(false) if flag => {}
             _ if flag => return Err(self.error(value.span().start, format!("`{}` is true or false", key.name))),
             DeValue::Array(values) if several => {
                 for value in values {
-                    words.push(format!("--{}={}", key.name, self.scalar(key, value)?));
+                    words.push(format!("--{name}={}", self.scalar(key, value)?));
                 }
             }
-            _ => words.push(format!("--{}={}", key.name, self.scalar(key, value)?)),
+            _ => words.push(format!("--{name}={}", self.scalar(key, value)?)),
         }
         Ok(())
     }
@@ -250,6 +252,12 @@ impl Source<'_> {
         let said = described(&e).replace("--", "");
         Err(self.error(key.map_or(at, |key| key.at), format!("{task}: {said}")))
     }
+}
+
+/// Whether an option has this name, or had it formerly.
+fn is_called(arg: &Arg, name: &str) -> bool {
+    let former = arg.get_all_aliases().unwrap_or_default();
+    arg.get_long() == Some(name) || former.contains(&name)
 }
 
 /// A folder of the table `[control]`.
@@ -293,7 +301,7 @@ mod tests {
         let config = parse(
             r#"
             [serve.images]
-            listen = ["192.0.2.1", "198.51.100.1:1235"]
+            addr = ["192.0.2.1", "198.51.100.1:1235"]
             export-dir = "/images,ro"
             always-invalidate = false
             max-chunk-size = "1M"
@@ -315,13 +323,22 @@ mod tests {
             .map(|(name, task)| (name.to_string(), task.words.join(" ")))
             .collect();
         assert_eq!(words.len(), 2);
-        let serve = "--always-invalidate=off --direct --export-dir=/images,ro --listen=192.0.2.1 \
-                     --listen=198.51.100.1:1235 --max-chunk-size=1M --queue-depth=1024";
+        let serve = "--addr=192.0.2.1 --addr=198.51.100.1:1235 --always-invalidate=off --direct --export-dir=/images,ro \
+                     --max-chunk-size=1M --queue-depth=1024";
         assert_eq!(words[0], ("serve.images".to_owned(), serve.to_owned()));
         let map = "--device=disk --device=system,ro --heartbeat=0.5 --nbd=/run/db.sock --path=192.0.2.1,192.0.2.7 \
                    --session=db";
         assert_eq!(words[1], ("map.db".to_owned(), map.to_owned()));
         assert!(parse("").unwrap().tasks.is_empty());
+    }
+
+    #[test]
+    fn former_names_stand_for_the_same_task() {
+        let [now, formerly] = ["addr", "listen"].map(|key| {
+            let text = format!("[serve.a]\n{key} = '192.0.2.1'\nexport = 'a=/b'\n");
+            parse(&text).unwrap()
+        });
+        assert_eq!(now, formerly);
     }
 
     #[test]
@@ -342,17 +359,17 @@ mod tests {
     fn what_is_wrong_is_named_with_its_line() {
         let map = "[map.a]\npath = '192.0.2.7'\nnbd = '/s'\n";
         for (text, line, word) in [
-            ("[serve.a]\nlisten = ".to_owned(), 2, ""),
+            ("[serve.a]\naddr = ".to_owned(), 2, ""),
             ("x = 1".to_owned(), 1, "unknown table `x`"),
             ("\nserve = 1".to_owned(), 2, "a table is wanted"),
             ("[serve]\nlisten = '192.0.2.1'".to_owned(), 2, "a table is wanted"),
             (
-                "[serve.a]\nlisten = '192.0.2.1'\nexports = 'a=b'".to_owned(),
+                "[serve.a]\naddr = '192.0.2.1'\nexports = 'a=b'".to_owned(),
                 3,
                 "unknown key `exports`",
             ),
-            ("[serve.a]\nlisten = 'here'\nexport = 'a=b'".to_owned(), 2, "here"),
-            ("\n[serve.a]\nexport = 'a=b'".to_owned(), 2, "listen"),
+            ("[serve.a]\naddr = 'here'\nexport = 'a=b'".to_owned(), 2, "here"),
+            ("\n[serve.a]\nexport = 'a=b'".to_owned(), 2, "addr"),
             (format!("{map}device = 'd'\njson = true"), 5, "unknown key `json`"),
             (format!("{map}device = 'd'\nro = 1"), 5, "true or false"),
             (format!("{map}device = 'd'\nthreads = [1, 2]"), 5, "one value"),

@@ -73,7 +73,7 @@ mod tests {
         let command = ServeArgs::augment_args(Command::new("serve"));
         let given = [
             "serve",
-            "--listen",
+            "--addr",
             "192.0.2.1",
             "--export=a=b,ro",
             "--export",
@@ -86,6 +86,6 @@ mod tests {
         let mut words = words(&command, &matches).unwrap();
         words.sort();
         let first = format!("--export=a={}/b,ro", here.display());
-        assert_eq!(words, ["--direct", &first, "--export=c=/d", "--listen=192.0.2.1"]);
+        assert_eq!(words, ["--direct", &first, "--export=c=/d", "--addr=192.0.2.1"]);
     }
 }

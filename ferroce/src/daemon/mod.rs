@@ -48,7 +48,7 @@ const LOOK: Duration = Duration::from_millis(50);
 The file is TOML. It has a table for each server and each mapping, whose keys are the options of `ferroce serve` and `ferroce map`:
 
   [serve.images]
-  listen = [\"192.0.2.7\", \"198.51.100.7\"]
+  addr = [\"192.0.2.7\", \"198.51.100.7\"]
   export = \"disk=/images/disk.img\"
   threads = 2
 

@@ -171,7 +171,7 @@ fn taken(wanted: IpAddr, holders: &[Holder]) -> Check {
     let summary = format!("taken by {who}");
     // Sockets on single addresses leave the others free.
     if wanted.is_unspecified() && !holders.is_empty() && holders.iter().all(|h| !h.addr.is_unspecified()) {
-        let advice = "the other addresses are free: give one with `--listen` or as source in `--path`";
+        let advice = "the other addresses are free: give one with `--addr` or as source in `--path`";
         return Check::found(ID, Status::Note, summary, advice);
     }
     let kernels = holders.iter().any(|h| h.owner == Owner::Kernel);

@@ -13,8 +13,6 @@ use crate::{output, rdma};
 
 /// What a server needs to lock for one session: 512 chunks of 128 KiB.
 const SESSION: u64 = 64 << 20;
-/// Bytes of Ethernet's payload beside that of a RoCE packet, at most.
-const HEADERS: u64 = 96;
 
 /// A port that does RoCE.
 #[derive(Debug)]
@@ -110,8 +108,7 @@ impl Port {
         const ID: &str = "rdma-mtu";
         let interface = self.interfaces.first()?;
         let bytes = system.number(&format!("/sys/class/net/{interface}/mtu"))?;
-        let fits = |mtu: &Mtu| mtu.bytes() as u64 + HEADERS <= bytes;
-        let mtu = Mtu::ALL.into_iter().rfind(fits)?;
+        let mtu = Mtu::for_interface(u32::try_from(bytes).ok()?)?;
         let text = format!("{} on {interface}, MTU {bytes}: path MTU {}", self.name(), mtu.bytes());
         if mtu == Mtu::B4096 {
             return Some(Check::ok(ID, text));

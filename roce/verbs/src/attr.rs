@@ -1,7 +1,7 @@
 //! Attributes of queue pairs and devices.
 
 use bitflags::bitflags;
-use core::{net::IpAddr, time::Duration};
+use core::{net::IpAddr, str::FromStr, time::Duration};
 use roce_bth::{Psn, Qpn, RnrTimer, Service};
 use std::sync::Arc;
 
@@ -35,10 +35,32 @@ impl Mtu {
         Self::ALL.into_iter().find(|m| *m as u8 == code)
     }
 
+    /// The MTU with this payload, if RoCE has one.
+    pub fn from_bytes(bytes: usize) -> Option<Self> {
+        Self::ALL.into_iter().find(|m| m.bytes() == bytes)
+    }
+
     /// The largest that fits an interface MTU less 96 bytes, or `None` below 352 (`iboe_get_mtu`).
     pub fn for_interface(interface_mtu: u32) -> Option<Self> {
         let room = interface_mtu.checked_sub(Self::HEADERS)? as usize;
         Self::ALL.into_iter().rev().find(|m| m.bytes() <= room)
+    }
+}
+
+/// A text that is not a path MTU.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("{0:?} is not a RoCE path MTU: 256, 512, 1024, 2048 or 4096 bytes")]
+pub struct InvalidMtu(String);
+
+impl FromStr for Mtu {
+    type Err = InvalidMtu;
+
+    /// Reads the payload in bytes.
+    fn from_str(text: &str) -> Result<Self, InvalidMtu> {
+        let bytes = text.parse().ok();
+        bytes
+            .and_then(Self::from_bytes)
+            .ok_or_else(|| InvalidMtu(text.to_owned()))
     }
 }
 
@@ -497,4 +519,20 @@ pub struct SrqModify {
     pub max_wr: Option<u32>,
     /// Limit to arm; 0 disarms.
     pub limit: Option<u32>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn path_mtus_are_read_in_bytes() {
+        for mtu in Mtu::ALL {
+            assert_eq!(mtu.bytes().to_string().parse(), Ok(mtu));
+        }
+        for wrong in ["", "x", "0", "1500", "1024 ", "-256", "8192"] {
+            let e = wrong.parse::<Mtu>().unwrap_err().to_string();
+            assert!(e.contains("256, 512, 1024, 2048 or 4096"), "{e}");
+        }
+    }
 }

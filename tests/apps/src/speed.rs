@@ -226,7 +226,7 @@ fn ours(setup: &Setup, measure: &Measure, placement: Placement, dir: &Path) -> R
         Group::spawn(command, output).map_err(|e| format!("starting {}: {e}", words.join(" ")))
     };
     let deadline = Instant::now() + LIMIT;
-    let server = command(0, "bench-passive", &["--listen", &passive])?;
+    let server = command(0, "bench-passive", &["--server", "--addr", &passive])?;
     while !server.text().contains("listening") {
         if interrupted() || Instant::now() >= deadline {
             return Err(format!("ferroce bench does not listen\n{}", server.text()));
@@ -237,7 +237,7 @@ fn ours(setup: &Setup, measure: &Measure, placement: Placement, dir: &Path) -> R
         measure.operation,
         "--connect",
         &passive,
-        "--local",
+        "--addr",
         &active,
         "--seconds",
         SECONDS,

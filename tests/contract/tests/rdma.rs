@@ -55,7 +55,7 @@ fn disk(dir: &Path) -> PathBuf {
 
 fn serve_args<'a>(listen: &[&'a str], export: &'a str, more: &[&'a str]) -> Vec<&'a str> {
     let mut args = vec!["serve", "--json", "--export", export];
-    args.extend(listen.iter().flat_map(|addr| ["--listen", addr]));
+    args.extend(listen.iter().flat_map(|addr| ["--addr", addr]));
     args.extend(more);
     args
 }
@@ -280,7 +280,11 @@ fn the_two_sides_of_bench_may_be_on_a_device_and_in_software() {
             true => with_devices(&[addr], args),
             false => args.iter().map(|arg| (*arg).to_owned()).collect(),
         };
-        let mut listening = Running::start(&side(on_device[0], &server, &["bench", "--listen", &server, "--json"]));
+        let mut listening = Running::start(&side(
+            on_device[0],
+            &server,
+            &["bench", "--server", "--addr", &server, "--json"],
+        ));
         listening.event("listening");
         for operation in ["write", "read", "send", "latency"] {
             let args = [
@@ -288,7 +292,7 @@ fn the_two_sides_of_bench_may_be_on_a_device_and_in_software() {
                 operation,
                 "--connect",
                 &server,
-                "--local",
+                "--addr",
                 &client,
                 "-n",
                 "200",

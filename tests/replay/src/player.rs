@@ -296,7 +296,7 @@ impl<'a> Player<'a> {
                 Syndrome::Rnr(timer) => Some(timer),
                 _ => None,
             });
-        let path_mtu = Mtu::ALL.into_iter().find(|m| m.bytes() == self.mtu);
+        let path_mtu = Mtu::from_bytes(self.mtu);
         let path_mtu = path_mtu.ok_or_else(|| unsuitable("queue pair")(format!("path MTU {}", self.mtu)))?;
         let usual = ToRts::new(AddressVector::new(ours.0, theirs.0), path_mtu, Qpn::new(theirs.1));
         let way = ToRts {

@@ -66,7 +66,7 @@ impl ServeOptions {
         } else {
             listen
         };
-        let listen = listen.into_iter().map(|address| ("--listen", address));
+        let listen = listen.into_iter().map(|address| ("--addr", address));
         let others = [
             ("--queue-depth", self.queue_depth.to_string()),
             ("--max-chunk-size", format!("{}K", self.chunk_kib)),

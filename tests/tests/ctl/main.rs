@@ -757,7 +757,7 @@ fn a_socket_has_one_process_and_goes_with_it() {
     let socket = lab.socket("map").display().to_string();
     let args = [
         "serve",
-        "--listen",
+        "--addr",
         &fresh_address().to_string(),
         "--export",
         "a=/dev/null",
@@ -818,7 +818,7 @@ fn wrong_words_are_wrong_usage() {
         &["ctl", "stats", "reset", "--which", "latency"],
         &[
             "serve",
-            "--listen",
+            "--addr",
             "127.0.0.1",
             "--export",
             "a=/dev/null",
@@ -827,7 +827,7 @@ fn wrong_words_are_wrong_usage() {
         ],
         &[
             "serve",
-            "--listen",
+            "--addr",
             "127.0.0.1",
             "--export",
             "a=/dev/null",

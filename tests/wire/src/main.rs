@@ -29,7 +29,7 @@ use serde_json::{Map, Value, json};
     name = "ferroce-wire",
     version,
     max_term_width = 100,
-    after_help = "Example:\n  ferroce-wire --loss 0.001 --delay 5 'ferroce bench --listen 10.81.0.1' \
+    after_help = "Example:\n  ferroce-wire --loss 0.001 --delay 5 'ferroce bench --server --addr 10.81.0.1' \
                   'sleep 1; ferroce bench write --connect 10.81.0.1'\n\n\
                   Exit status: that of the second command, or 1."
 )]

@@ -124,7 +124,7 @@ impl Chain {
 
     fn ferroce(&mut self, program: &Path, image: &Path, socket: &Path) -> Result<()> {
         let export = format!("disk={}", image.display());
-        let serve = ["serve", "--json", "--listen", SERVER, "--export", &export];
+        let serve = ["serve", "--json", "--addr", SERVER, "--export", &export];
         let mut serve = Ferroce::start("ferroce serve", program, &serve)?;
         serve.wait_for("listening")?;
         self.processes.push(("server", Process::Ferroce(serve)));

@@ -165,7 +165,7 @@ fn steps(args: &DemoArgs, ferroce: &Path, target: &Path, work: &WorkDir, socket:
         &[
             "serve",
             "--json",
-            "--listen",
+            "--addr",
             SERVER,
             "--export",
             &format!("demo={}", image.display()),

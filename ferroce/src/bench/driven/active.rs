@@ -82,7 +82,7 @@ impl Active {
                 }
             }
             if Instant::now() > until {
-                return Err(self.refused("no answer: is `ferroce bench --listen` running there?"));
+                return Err(self.refused("no answer: is `ferroce bench --server` running there?"));
             }
         }
     }
@@ -127,10 +127,10 @@ impl Active {
                         sent: 0,
                     });
                 }
-                None => "the peer is no `ferroce bench --listen`".to_owned(),
+                None => "the peer is not a `ferroce bench --server`".to_owned(),
             },
             CmKind::Rejected { reason, .. } if reason == RejectReason::INVALID_SERVICE_ID => {
-                "nobody listens there: start `ferroce bench --listen` first".to_owned()
+                "nothing listens there: start `ferroce bench --server` first".to_owned()
             }
             CmKind::Rejected { reason, .. } => format!("the peer refused (reason {})", reason.0),
             CmKind::ConnectError(why) => why,

@@ -93,10 +93,7 @@ const ALL_CAPS: Caps = Caps {
 
 /// Runs everything.
 pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> Result<(), Error> {
-    let mtu = Mtu::ALL
-        .into_iter()
-        .find(|m| m.bytes() == args.mtu)
-        .ok_or("no such path MTU")?;
+    let mtu = Mtu::from_bytes(args.mtu).ok_or("no such path MTU")?;
     let agent = Agent::connect(args.agent)?;
     let plan = Plan { local, mtu, args };
     let (agent, wrapped) = wrap::run(provider, &plan, agent)?;

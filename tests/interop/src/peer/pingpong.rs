@@ -80,10 +80,7 @@ fn tcp_connect(addr: SocketAddr) -> Result<TcpStream, Error> {
 
 /// Runs one side.
 pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> Result<(), Error> {
-    let mtu = Mtu::ALL
-        .into_iter()
-        .find(|m| m.bytes() == args.mtu)
-        .ok_or("no such path MTU")?;
+    let mtu = Mtu::from_bytes(args.mtu).ok_or("no such path MTU")?;
     let caps = QpCaps {
         max_send_wr: 8,
         max_recv_wr: RECV_DEPTH,

@@ -201,7 +201,7 @@ impl<P: VerbsDevice> Server<'_, P> {
     fn rtr(&mut self, w: &mut Words<'_>) -> Result<String, Error> {
         let (qpn, gid, psn, mtu): (u32, std::net::Ipv6Addr, u32, u8) = (w.get()?, w.get()?, w.get()?, w.get()?);
         let (_rnr, rd): (u8, u8) = (w.get()?, w.get()?);
-        let mtu = Mtu::ALL.into_iter().find(|m| *m as u8 == mtu).ok_or("no such MTU")?;
+        let mtu = Mtu::from_code(mtu).ok_or("no such MTU")?;
         let far = Far {
             qpn: Qpn::new(qpn),
             psn: Psn::new(psn),

@@ -40,7 +40,7 @@ pub(super) struct Programs {
 
 impl Programs {
     fn listen(&self, addr: &str) -> String {
-        format!("{} bench --listen {addr} -q", self.ferroce.display())
+        format!("{} bench --server --addr {addr} -q", self.ferroce.display())
     }
 
     fn write(&self, to: &str, from: &str, seconds: f64) -> String {
@@ -49,7 +49,7 @@ impl Programs {
 
     fn bench(&self, operation: &str, to: &str, from: &str, seconds: f64) -> String {
         let ferroce = self.ferroce.display();
-        format!("{ferroce} bench {operation} --connect {to} --local {from} --seconds {seconds} --json -q")
+        format!("{ferroce} bench {operation} --connect {to} --addr {from} --seconds {seconds} --json -q")
     }
 
     /// Runs a command at either end; returns the JSON that they print, and the wire.
@@ -176,7 +176,7 @@ pub(super) fn disk(programs: &Programs, args: &PageArgs, scratch: &Path) -> Resu
     };
     let map = format!("{ferroce} map -q --session bench --path 10.81.0.2,10.81.0.1 --device disk --nbd {socket}");
     let nbd = format!("nbdkit -f -U {socket} nbd hostname=10.81.0.1 port=10809");
-    let serve = format!("{ferroce} serve -q --listen 10.81.0.1 --export disk={image}");
+    let serve = format!("{ferroce} serve -q --addr 10.81.0.1 --export disk={image}");
     let chains = [
         ("RNBD", serve, behind(&map, &local)),
         ("nbdkit", nbdkit.clone(), behind("", "nbd://10.81.0.1:10809")),

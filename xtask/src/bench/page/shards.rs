@@ -71,7 +71,7 @@ impl Chain {
         let (server, client) = (format!("127.0.7.{loops}0"), format!("127.0.7.{loops}1"));
         let threads = loops.to_string();
         let [a, b] = ["a", "b"].map(|name| format!("{name}={},ro", image.display()));
-        let serve = ["serve", "--json", "--threads", &threads, "--listen", &server];
+        let serve = ["serve", "--json", "--threads", &threads, "--addr", &server];
         let serve = [&serve[..], &["--export", &a, "--export", &b]].concat();
         let mut serve = Ferroce::start("ferroce serve", ferroce, &serve)?;
         serve.wait_for("listening")?;

@@ -140,7 +140,7 @@ fn ours(c: &mut Ctx<'_>, invalidate: &str) -> Result<Outcomes, Error> {
     rnbd::image(c, "disk", 16)?;
     let export = format!("disk={}", c.path("disk.img"));
     let invalidate = if invalidate == "Y" { "on" } else { "off" };
-    let mut args = vec!["serve", "--listen", "127.0.0.1", "--export", &export, "--json"];
+    let mut args = vec!["serve", "--addr", "127.0.0.1", "--export", &export, "--json"];
     args.extend(["--queue-depth", QUEUE_DEPTH, "--always-invalidate", invalidate]);
     let mut server = c.ferroce("serve", &args)?;
     server.wait_for("\"listening\"", Duration::from_secs(30))?;

@@ -163,7 +163,7 @@ impl Orders {
 
     fn spawn(&self, c: &Ctx<'_>) -> Result<Proc, Error> {
         let threads = self.threads.to_string();
-        let mut args = vec!["serve", "--listen", &self.listen, "--threads", &threads, "--json"];
+        let mut args = vec!["serve", "--addr", &self.listen, "--threads", &threads, "--json"];
         args.extend(["--always-invalidate", &self.invalidate]);
         args.extend(self.more.iter().map(String::as_str));
         let exports = self.exports.iter().map(|e| {

@@ -45,7 +45,7 @@ fn serve(c: &mut Ctx<'_>, other: Other, invalidate: &str) -> Result<String, Erro
     let (ours, addr) = (Ours::new(c)?, Ours::addr(c, 0)?);
     let begin = format!(
         "rm -f /tmp/disk.img; truncate -s 64M /tmp/disk.img\n\
-         begin serve serve --json --rdma rxe0 --listen {addr} --export disk=/tmp/disk.img --always-invalidate {invalidate} \
+         begin serve serve --json --rdma rxe0 --addr {addr} --export disk=/tmp/disk.img --always-invalidate {invalidate} \
          --control /tmp/serve.sock\ntold serve '\"listening\"' 60"
     );
     ours.run(c, &begin, 120)?;

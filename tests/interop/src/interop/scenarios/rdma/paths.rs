@@ -113,7 +113,7 @@ fn with_server(c: &mut Ctx<'_>, ours: &Ours, case: Case) -> Result<String, Error
         (Role::Server, _) => {
             let begin = format!(
                 "rm -f /tmp/disk.img; truncate -s 64M /tmp/disk.img\n\
-                 begin serve serve --json --rdma rxe0 --rdma rxe1 --listen {} --listen {} --export disk=/tmp/disk.img \
+                 begin serve serve --json --rdma rxe0 --rdma rxe1 --addr {} --addr {} --export disk=/tmp/disk.img \
                  --control /tmp/serve.sock\ntold serve '\"listening\"' 60",
                 to[0], to[1]
             );

@@ -59,7 +59,7 @@ pub(super) fn list() -> Vec<Scenario> {
 /// Begins the server, with what is in its image.
 fn serve(c: &Ctx<'_>, ours: &Ours) -> Result<(), Error> {
     let begin = format!(
-        "begin serve serve --json --rdma rxe0 --listen {} --export disk=/tmp/disk.img\ntold serve '\"listening\"' 60",
+        "begin serve serve --json --rdma rxe0 --addr {} --export disk=/tmp/disk.img\ntold serve '\"listening\"' 60",
         Ours::addr(c, 0)?
     );
     ours.run(c, &begin, 90).map(drop)

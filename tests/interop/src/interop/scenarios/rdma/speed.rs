@@ -31,7 +31,7 @@ fn speed(c: &mut Ctx<'_>) -> Result<String, Error> {
     server_up(c, true)?;
     let program = ours.0.path();
     let begin = format!(
-        "ulimit -l unlimited; ({program} bench rtrs --listen {at} --rdma rxe0 --json >/tmp/bench.out 2>/tmp/bench.err </dev/null & \
+        "ulimit -l unlimited; ({program} bench rtrs --server --addr {at} --rdma rxe0 --json >/tmp/bench.out 2>/tmp/bench.err </dev/null & \
              echo $! >/tmp/bench.pid)\n\
          for i in $(seq 300); do grep -q listening /tmp/bench.out && exit; sleep 0.1; done; cat /tmp/bench.*; exit 1"
     );
@@ -69,7 +69,7 @@ fn ours_once(c: &Ctx<'_>, ours: &Ours, size: u32, writes: bool) -> Result<f64, E
     let at = c.guest.as_ref().ok_or("needs a guest of the lab")?.addr(0, Ip::V4);
     let write = if writes { "--write" } else { "" };
     let script = format!(
-        "$F bench rtrs --connect {at} --local {} --rdma rxe0 --size {size} --depth {DEPTH} --seconds {SECONDS} --json {write}",
+        "$F bench rtrs --connect {at} --addr {} --rdma rxe0 --size {size} --depth {DEPTH} --seconds {SECONDS} --json {write}",
         Ours::addr(c, 0)?
     );
     let said = ours.run(c, &script, 60)?;
