@@ -1,4 +1,4 @@
-//! docs/two-hosts.md does what it says, command by command.
+//! docs/block/two-hosts.md does what it says, command by command.
 
 use std::{
     fs,
@@ -24,7 +24,7 @@ fn two_hosts_with_two_networks_between_them() {
     let bin = dir.path().join("bin");
     fs::create_dir(&bin).unwrap();
     symlink(ferroce(), bin.join("ferroce")).unwrap();
-    let document = fs::read_to_string(root().join("docs/two-hosts.md")).unwrap();
+    let document = fs::read_to_string(root().join("docs/block/two-hosts.md")).unwrap();
     let script = commands(&document).replace("/tmp/", &format!("{place}/"));
     assert!(script.contains("ip netns add") && script.contains("ip netns del"));
     // Names of namespaces are of this test alone, where they are mounts of its own.

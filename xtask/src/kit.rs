@@ -36,7 +36,7 @@ const AGENTS: [(&str, &[&str]); 3] = [
 /// Scripts of the lab.
 const SCRIPTS: [&str; 2] = ["rdma-end", "host-facts"];
 const LAB: &str = "tests/interop/lab";
-const INSTRUCTIONS: &str = "docs/hardware-kit.md";
+const INSTRUCTIONS: &str = "docs/hardware/kit.md";
 /// The other half of a run, as a script.
 const PEER_SCRIPT: &str = "ferroce-peer.sh";
 /// What programs may load: of rdma-core, and what each system has.

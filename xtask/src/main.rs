@@ -67,7 +67,11 @@ enum Task {
     ///
     /// The rules for dependencies are in deny.toml; cargo-deny, which checks them, is built if it is missing. Known
     /// vulnerabilities are looked up where their database can be reached; it is told when not.
-    Lint,
+    Lint {
+        /// Check pages only: their links, and that the book lists all of them
+        #[arg(long)]
+        pages: bool,
+    },
     /// What CI runs: lint and test
     ///
     /// Tests are built, and the lints and the simulator run, at the lowest priority beside the lab and the tests.
@@ -82,7 +86,7 @@ enum Task {
     },
     /// Make the conformance kit for RDMA hardware: a tarball that needs nothing but libibverbs and librdmacm there
     ///
-    /// Its instructions are docs/hardware-kit.md, README.md in it.
+    /// Its instructions are docs/hardware/kit.md, README.md in it.
     Kit(kit::KitArgs),
     /// Run unmodified RDMA programs over `ferroce run`, both sides on this host (`cargo xtask apps -- --help`)
     ///
@@ -173,7 +177,8 @@ fn main() -> ExitCode {
         Task::Test(args) => suites::test(&args),
         Task::Sim(args) => sim::run(&args),
         Task::Fmt => cargo::run(&["fmt", "--all"]),
-        Task::Lint => lint::run(),
+        Task::Lint { pages: true } => lint::pages::check(),
+        Task::Lint { pages: false } => lint::run(),
         Task::Ci(args) => suites::ci(&args),
         Task::Interop { args } => interop::run(&args),
         Task::Kit(args) => kit::run(&args),

@@ -194,7 +194,7 @@ fn owners(ports: &[Port], addrs: &[IpAddr]) -> Check {
             ID,
             Status::Note,
             format!("all in software: this ferroce can't use {}", names.join(", ")),
-            "build it with `--features hardware` to use them (docs/rdma.md)",
+            "build it with `--features hardware` to use them (docs/hardware/devices.md)",
         );
     }
     let mut by_owner = BTreeMap::<String, Vec<String>>::new();

@@ -1,5 +1,5 @@
 //! Block status: which parts of a range have data. An extension of RNBD between a client and a server of ours;
-//! `docs/block-status.md` has its bytes.
+//! `docs/reference/block-status.md` has its bytes.
 //!
 //! A server that has it says so with [`STATUS_MAGIC`] in bytes of its [answer to an open request](super::MsgOpenRsp) that the kernel
 //! reserves. Only such a server is asked ([`IoOp::BlockStatus`]). The kernel's server does not clear those bytes, so that there the

@@ -7,7 +7,7 @@
 //!   version's `-non-cuda` is run.
 //! - InfiniStore's own tests keep their data on `cuda:0`.
 //! - The parts for GPUs of `ibverbs` (GPUNetIO), NIXL (GDS, `nixl_ep`) and DLSlime (NVLink) need CUDA.
-//! - mpi4py's own tests; docs/programs.md says why.
+//! - mpi4py's own tests; docs/verbs/programs.md says why.
 
 use std::{
     cell::{OnceCell, RefCell},

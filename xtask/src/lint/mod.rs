@@ -1,5 +1,5 @@
 //! Formatting, clippy, documentation, dependencies, the rules that engine and state machines are sans-IO and that socket files are created
-//! in one way, imports and lengths.
+//! in one way, imports, lengths and links of pages.
 
 use std::{
     fs,
@@ -9,6 +9,7 @@ use std::{
 use crate::{Result, cargo, deny, tally::Tally, tools};
 
 mod imports;
+pub(crate) mod pages;
 
 /// Crates that take time and randomness as arguments and hand out their output.
 const SANS_IO: [&str; 10] = [
@@ -76,6 +77,7 @@ pub(crate) fn beside_clippy() -> Tally {
         socket_files,
         import_cycles,
         lengths,
+        pages::check,
     ] {
         tally.expect(lint());
     }
