@@ -274,7 +274,10 @@ impl Router {
     }
 }
 
-/// A connection or a listener. It ends with its last clone: a connection is disconnected, a waiting request rejected.
+/// A connection or a listener.
+///
+/// A listener ends with its last clone, and a waiting request is rejected with it. An accepted or initiated connection
+/// also stays up as long as its queue pair, which keeps a clone: [`disconnect`](CmId::disconnect) it, or drop both.
 #[derive(Clone)]
 pub struct Id(Arc<IdInner>);
 
@@ -354,7 +357,9 @@ impl CmId for Id {
         let driver = self.0.device.engines.first();
         driver
             .with(|port, now| port.cm_accept(now, conn, qp.qpn(), params))
-            .map_err(closed)?
+            .map_err(closed)??;
+        qp.keep_connection(self.clone());
+        Ok(())
     }
 
     fn reject(&self, private_data: &[u8]) -> Result<(), VerbsError> {
@@ -508,9 +513,11 @@ impl Device {
         let queue = &channel.0.queue;
         let made = self.0.engines.first().with(|port, now| {
             let key = Key::Conn(port.cm_connect(now, local, dst, qp.qpn(), params)?);
-            Ok(self.new_id(key, queue, local, Some(dst)))
+            Ok::<_, VerbsError>(self.new_id(key, queue, local, Some(dst)))
         });
-        made.map_err(closed)?
+        let id = made.map_err(closed)??;
+        qp.keep_connection(id.clone());
+        Ok(id)
     }
 
     /// Makes a handle and its route. Called under the port's lock, so that no event comes before the route.

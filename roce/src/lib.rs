@@ -1,6 +1,81 @@
 //! RoCEv2 in userspace: a verbs device on ordinary UDP sockets, on the wire what hardware RoCE and Linux's rdma_rxe speak.
 //!
-//! [`Device::open`] binds UDP port 4791 of an address. A device makes protection domains ([`Pd`]), memory regions ([`Mr`])
+//! Two devices of this process, of which one writes into the other's memory. On two machines each has its half:
+//!
+//! ```
+//! use std::net::{IpAddr, SocketAddr};
+//!
+//! use roce::{
+//!     AccessFlags, CmChannel, CmEventKind, CmId, CompletionQueue, ConnParams, Device, DeviceConfig, MemoryRegion, Payload,
+//!     QpCaps, QpInit, QueuePair, RemoteAddr, SendFlags, SendOp, SendWr, VerbsDevice,
+//! };
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! // The server: memory that peers may write, a queue pair, and a listener.
+//! let addr: IpAddr = "127.0.0.2".parse()?;
+//! # let addr: IpAddr = ferroce_loopback::address().into();
+//! let server = Device::open(DeviceConfig::new(addr))?;
+//! let pd = server.alloc_pd()?;
+//! let target = server.alloc_mr(&pd, 4096, AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE)?;
+//! let cq = server.create_cq(16, None, 0)?;
+//! let init = QpInit { send_cq: &cq, recv_cq: &cq, caps: QpCaps::default(), signal_all: false };
+//! let accepting = server.create_qp(&pd, &init)?;
+//! let requests = server.create_cm_channel()?;
+//! let _listener = server.listen(&requests, SocketAddr::new(addr, 7000), 16)?;
+//!
+//! // The client connects.
+//! let own: IpAddr = "127.0.0.1".parse()?;
+//! # let own: IpAddr = ferroce_loopback::address().into();
+//! let client = Device::open(DeviceConfig::new(own))?;
+//! let pd = client.alloc_pd()?;
+//! let cq = client.create_cq(16, None, 0)?;
+//! let init = QpInit { send_cq: &cq, recv_cq: &cq, caps: QpCaps::default(), signal_all: false };
+//! let qp = client.create_qp(&pd, &init)?;
+//! let events = client.create_cm_channel()?;
+//! let id = client.connect(&events, None, SocketAddr::new(addr, 7000), &qp, ConnParams::default())?;
+//!
+//! // The server accepts, and tells in the private data where its memory is.
+//! let request = requests.wait(None)?.expect("waits until there is one");
+//! if let CmEventKind::ConnectRequest { id, .. } = request.kind {
+//!     let private_data = [target.addr().to_be_bytes().as_slice(), &target.rkey().0.to_be_bytes()].concat();
+//!     id.accept(&accepting, ConnParams { private_data, ..ConnParams::default() })?;
+//! }
+//! let CmEventKind::Established { private_data } = events.wait(None)?.expect("the answer").kind else {
+//!     return Err("not accepted".into());
+//! };
+//!
+//! // One RDMA WRITE of bytes that are copied into the work request, and its completion.
+//! let remote = RemoteAddr {
+//!     addr: u64::from_be_bytes(private_data[..8].try_into()?),
+//!     rkey: roce::RKey(u32::from_be_bytes(private_data[8..12].try_into()?)),
+//! };
+//! let write = SendWr {
+//!     wr_id: 1,
+//!     op: SendOp::Write(remote),
+//!     flags: SendFlags::SIGNALED,
+//!     payload: Payload::Inline(b"hello"),
+//! };
+//! qp.post_send(&[write]).map_err(|(_, refused)| refused)?;
+//! let mut completions = Vec::new();
+//! while cq.poll(&mut completions, 16)? == 0 {}
+//! assert!(completions[0].is_ok());
+//!
+//! let mut bytes = [0; 5];
+//! target.read(0, &mut bytes)?;
+//! assert_eq!(&bytes, b"hello");
+//! id.disconnect()?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Whole programs are in the crate's `examples`: `rc_server` and `rc_client`, `events` (a server that sleeps until a descriptor is
+//! readable), `async_echo` (the same on tokio), and `own_loop` (without a thread of the device's).
+//!
+//! # Overview
+//!
+//! [`Device::open`] binds UDP port 4791 of an address. One process has it then; processes that share an address each open it with
+//! [`Device::open_shared`].
+//! A device makes protection domains ([`Pd`]), memory regions ([`Mr`])
 //! and windows ([`Mw`]), completion queues ([`Cq`]) and channels ([`Channel`]), queue pairs of every service ([`Qp`]),
 //! shared receive queues ([`Srq`]), XRC domains ([`Xrcd`]), address handles ([`AddressHandle`]) and connections ([`Id`],
 //! with their events on an [`EventChannel`]). What reliable connections do is in the traits of [`verbs::provider`],
@@ -9,6 +84,9 @@
 //! Queue pairs are connected through the connection manager ([`VerbsDevice::connect`], [`VerbsDevice::listen`]), or by hand with
 //! [`QueuePair::modify`] from what the programs told each other. [`RawCm`] is the connection manager for programs that bring
 //! their queue pairs up themselves (librdmacm's), and for datagram services.
+//!
+//! A connection stays up as long as its [`Id`] or its queue pair. With the feature `tokio` completions and events are futures too
+//! (module `aio`). The feature `pcap`, on by default, writes captures ([`DeviceConfig::pcap`]).
 //!
 //! What a forked child has of its parent's devices is dead there: calls fail, and drops do nothing.
 //!
@@ -24,6 +102,8 @@
 //! ([`DeviceConfig::shards`]) each has one, so that threads with queue pairs and completion queues of their own don't meet.
 
 mod ah;
+#[cfg(feature = "tokio")]
+pub mod aio;
 mod cm;
 mod cq;
 mod device;

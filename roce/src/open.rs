@@ -16,6 +16,9 @@ use crate::{
 pub(crate) fn error(e: OpenError) -> VerbsError {
     match e {
         OpenError::Io { context, source } => io_error(context)(source),
+        taken @ OpenError::PortTaken { .. } => VerbsError::Address(format!(
+            "{taken}; processes share an address if each opens it with `open_shared`"
+        )),
         other => VerbsError::Address(other.to_string()),
     }
 }

@@ -14,6 +14,7 @@ use roce_verbs::{
 };
 
 use crate::{
+    cm::Id,
     cq::Cq,
     device::{Device, DeviceInner, closed},
     memory::{Mr, Mw, Pd, Revocable},
@@ -21,7 +22,8 @@ use crate::{
     srq::{Srq, Xrcd},
 };
 
-/// A queue pair. It ends with its last clone.
+/// A queue pair. It ends with its last clone, and then so does its connection, unless the program still has the
+/// [`Id`].
 #[derive(Clone)]
 pub struct Qp(Arc<QpInner>);
 
@@ -39,6 +41,8 @@ struct QpInner {
     _pd: Pd,
     _cqs: [Option<Cq>; 2],
     srq: Option<Srq>,
+    /// Handle of its connection, which stays up as long as the queue pair.
+    connection: Mutex<Option<Id>>,
     /// Its own receive queue, if it has one.
     receives: Option<Arc<ReceiveQueue>>,
     _xrcd: Option<Xrcd>,
@@ -234,6 +238,7 @@ impl Qp {
             _pd: pd.clone(),
             _cqs: [options.send_cq.cloned(), options.recv_cq.cloned()],
             srq: options.srq.cloned(),
+            connection: Mutex::default(),
             _xrcd: options.xrcd.cloned(),
         })))
     }
@@ -326,6 +331,13 @@ impl Qp {
 
     pub(crate) fn device(&self) -> &Arc<DeviceInner> {
         &self.0.device
+    }
+
+    /// Keeps the handle of its connection, in the place of a former one.
+    pub(crate) fn keep_connection(&self, id: Id) {
+        let former = self.0.connection.lock().replace(id);
+        // Dropping a handle takes the port's lock.
+        drop(former);
     }
 
     /// Current state.

@@ -1,45 +1,20 @@
 //! Captures of what a device sends and receives.
 
 use std::{
-    fs::File,
     net::SocketAddr,
-    path::Path,
     sync::{Arc, Weak},
-    time::{SystemTime, UNIX_EPOCH},
 };
 
 use parking_lot::Mutex;
-use roce_icrc::{Flow, Recovery};
 use roce_net::Tap;
-use roce_pcap::{Writer, create_private};
 use roce_verbs::provider::VerbsError;
 
 use crate::{device::DeviceConfig, open};
 
-/// Writes packets to a file until the first error. Nothing is held back: the capture of a process that is killed is whole.
-pub(crate) struct PcapTap(Option<Writer<File>>);
+#[cfg_attr(not(feature = "pcap"), path = "tap/without.rs")]
+mod file;
 
-impl PcapTap {
-    pub(crate) fn create(path: &Path) -> std::io::Result<Self> {
-        Ok(Self(Some(Writer::new(create_private(path)?)?)))
-    }
-}
-
-impl Tap for PcapTap {
-    fn packet(&mut self, from: SocketAddr, to: SocketAddr, index: u16, bytes: &[u8]) {
-        let Some(writer) = &mut self.0 else { return };
-        // The Identification of a received packet is not seen; the ICRC tells it.
-        let id = match Flow::try_from((from, to)).map(|flow| flow.recover(bytes, index)) {
-            Ok(Recovery::Exact(id)) => id,
-            _ => index,
-        };
-        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        if let Err(e) = writer.write(since.as_nanos() as u64, from, to, bytes, id) {
-            tracing::error!("writing the capture failed, it ends here: {e}");
-            self.0 = None;
-        }
-    }
-}
+pub(crate) use file::PcapTap;
 
 /// One capture of several loops and devices.
 #[derive(Clone)]

@@ -30,12 +30,29 @@ fn a_connection_names_both_ends_and_ends_on_both() {
 }
 
 #[test]
-fn dropping_the_handle_tells_the_peer() {
+fn dropping_the_handle_and_the_queue_pair_tells_the_peer() {
+    for handle_first in [true, false] {
+        let mut p = pair();
+        let [ia, _ib] = p.ids.take().unwrap();
+        match handle_first {
+            true => drop((ia, p.qa)),
+            false => drop((p.qa, ia)),
+        }
+        // `_ib` keeps the other end.
+        assert!(matches!(p.b.event().kind, CmEventKind::Disconnected));
+    }
+}
+
+#[test]
+fn a_queue_pair_keeps_its_connection() {
     let mut p = pair();
-    let [ia, _ib] = p.ids.take().unwrap();
-    drop(ia);
-    // `_ib` keeps the other end.
-    assert!(matches!(p.b.event().kind, CmEventKind::Disconnected));
+    drop(p.ids.take());
+    exercise(&p);
+    assert!(p.a.channel.wait(Some(Duration::ZERO)).unwrap().is_none());
+    drop(p.qa);
+    let event = p.b.event();
+    assert!(matches!(event.kind, CmEventKind::Disconnected));
+    assert_eq!(event.id.peer_addr().map(|peer| peer.ip()), Some(p.a.addr()));
 }
 
 /// Asks for a connection with a new queue pair.

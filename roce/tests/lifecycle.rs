@@ -16,7 +16,7 @@ fn a_taken_port_names_its_holder() {
     let _holder = UdpSocket::bind((config.addr, 4791)).unwrap();
     let text = Device::open(config.clone()).unwrap_err().to_string();
     assert!(
-        text.contains("4791") && text.contains(&config.addr.to_string()),
+        text.contains("4791") && text.contains(&config.addr.to_string()) && text.contains("open_shared"),
         "{text}"
     );
     assert!(text.contains(&format!("process {}", std::process::id())), "{text}");

@@ -22,12 +22,12 @@ pub use quota::Quotas;
 pub use systemd::Notify;
 
 use std::{
-    ffi::{OsStr, OsString},
+    ffi::OsStr,
     fs, io,
     io::Write,
     os::fd::{AsFd, OwnedFd},
     path::PathBuf,
-    process::{Command, ExitCode, Stdio},
+    process::{Command, Stdio},
     time::{Duration, Instant},
 };
 
@@ -232,45 +232,4 @@ fn detach(config: &Config) -> Result<(), BrokerError> {
         .stderr(Stdio::inherit())
         .spawn();
     child.map(drop).map_err(context("starting the broker"))
-}
-
-/// The broker as a program: `broker --dir DIR [--shared [--trust-domain]] [--max-… N] [--detach] [--announce]`.
-pub fn main(args: impl Iterator<Item = OsString>) -> ExitCode {
-    let args: Vec<OsString> = args.collect();
-    let has = |name: &str| args.iter().any(|a| a == name);
-    let dir = args.iter().skip_while(|a| *a != "--dir").nth(1);
-    let Some(dir) = dir.filter(|_| args.first().is_some_and(|a| a == "broker")) else {
-        eprintln!("usage: roce-broker broker --dir DIR [--shared] [--detach] [--announce]");
-        return ExitCode::from(2);
-    };
-    let mut config = Config::new(dir.into());
-    config.detach = has("--detach");
-    config.announce = has("--announce");
-    if has("--shared") {
-        config.shared = Some(0o666);
-        config.linger = None;
-        config.quotas = Quotas::SHARED;
-        config.isolate = !has("--trust-domain");
-    }
-    let number = |name: &str| {
-        let value = args.iter().skip_while(|a| *a != name).nth(1);
-        value.and_then(|v| v.to_str()?.parse::<usize>().ok())
-    };
-    let quotas = &mut config.quotas;
-    for (name, quota) in [
-        ("--max-places", &mut quotas.places),
-        ("--max-addresses", &mut quotas.addresses),
-        ("--max-ports", &mut quotas.ports),
-        ("--max-connections", &mut quotas.connections),
-    ] {
-        *quota = number(name).unwrap_or(*quota);
-    }
-    tracing_subscriber::fmt().with_writer(io::stderr).init();
-    match run(&config) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(e) => {
-            eprintln!("error: {e}");
-            ExitCode::FAILURE
-        }
-    }
 }
