@@ -96,8 +96,7 @@ pub(crate) fn run(args: &InstallArgs) -> Result<()> {
     if !args.prefix.is_absolute() {
         return Err(format!("--prefix {}: it must begin with /", args.prefix.display()));
     }
-    let ferroce = cargo::build("ferroce", "ferroce", Profile::Release)?;
-    cargo::run(&["build", "--release", "-p", "verbs-shim"])?;
+    let ferroce = cargo::build_product(Profile::Release)?;
     let built = ferroce.with_file_name("lib").join("ferroce");
     copy(&ferroce, &args.place("bin/ferroce"), 0o755)?;
     for name in LIBRARIES {

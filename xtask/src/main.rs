@@ -41,13 +41,18 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Serve, map, copy and check a real ext4 image between two processes over loopback
+    /// Show ferroce at work in under a minute: a verbs program, and a file system on a block device of two paths
+    ///
+    /// perftest runs under `ferroce run`; an ext4 image of the sources is served, mapped over two paths, copied while one of them is cut,
+    /// checked, changed and written back. As root between two network namespaces, else on loopback. Installs perftest, e2fsprogs,
+    /// libnbd-bin and iproute2 if they are missing (apt; sudo if not root), or says what is missing. Builds only the program and its
+    /// libraries, without link-time optimization (profile `demo`). Ctrl-C leaves nothing behind.
     Demo(demo::DemoArgs),
     /// Run every test suite
     ///
     /// Suites: `unit` (the tests of the workspace), `sim` (simulated networks, and storage on them, from the same seeds each time
     /// and from fresh ones, which are printed, and the corpora of the fuzz targets), `end-to-end` (two processes of the program),
-    /// `real-clients` (tests marked ignored because they need qemu-img, nbdcopy, fio or ib_write_bw, which are installed first),
+    /// `real-clients` (tests marked ignored because they need qemu-img, nbdcopy, fio or ib_write_bw, which are installed first, and the demo),
     /// `roce-hw` (the provider contract over libibverbs and librdmacm, with our own library in their place, also under valgrind),
     /// `apps` (unmodified RDMA programs, which are installed first, under `ferroce run`), `interop` (scenarios against
     /// Linux kernels in virtual machines; needs root and Debian's package archive), `flood` (the soak test, in the full

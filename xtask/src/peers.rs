@@ -50,20 +50,26 @@ pub(crate) struct Ferroce {
     errors: Receiver<String>,
     last_errors: VecDeque<String>,
     latest: Counters,
+    /// Events that [`Ferroce::check`] has read and nobody has taken.
+    seen: VecDeque<Value>,
 }
 
 impl Ferroce {
-    /// Starts it.
+    /// Starts a program with these arguments, and prints its process id.
     pub(crate) fn start(name: &str, program: &Path, args: &[&str]) -> Result<Self> {
-        let mut command = Command::new(program);
+        let started = Self::spawn(name, Command::new(program).args(args))?;
+        println!("{name}: process {}", started.id());
+        Ok(started)
+    }
+
+    /// Starts a command.
+    pub(crate) fn spawn(name: &str, command: &mut Command) -> Result<Self> {
         command
-            .args(args)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
-        let mut child = process::Guard::spawn(name, &mut command)?;
+        let mut child = process::Guard::spawn(name, command)?;
         let (events, errors) = (child.stdout_lines(), child.stderr_lines());
-        println!("{name}: process {}", child.id());
         Ok(Self {
             name: name.to_owned(),
             child,
@@ -71,6 +77,7 @@ impl Ferroce {
             errors,
             last_errors: VecDeque::new(),
             latest: Counters::default(),
+            seen: VecDeque::new(),
         })
     }
 
@@ -79,16 +86,20 @@ impl Ferroce {
         self.child.id()
     }
 
-    /// Waits for an event.
+    /// Waits for an event, dropping others.
     pub(crate) fn wait_for(&mut self, event: &str) -> Result<Value> {
+        while let Some(json) = self.seen.pop_front() {
+            if json["event"] == event {
+                return Ok(json);
+            }
+        }
         let end = Instant::now() + START;
         loop {
             process::check_interrupt()?;
             match self.events.recv_timeout(Duration::from_millis(50)) {
                 Ok(line) => {
-                    if let Some(json) = self.take(&line)?
-                        && json["event"] == event
-                    {
+                    let json = self.take(&line)?;
+                    if json["event"] == event {
                         return Ok(json);
                     }
                 }
@@ -109,11 +120,19 @@ impl Ferroce {
     pub(crate) fn check(&mut self) -> Result<()> {
         loop {
             match self.events.try_recv() {
-                Ok(line) => drop(self.take(&line)?),
+                Ok(line) => {
+                    let json = self.take(&line)?;
+                    self.seen.extend((json["event"] != "stats").then_some(json));
+                }
                 Err(TryRecvError::Empty) => return Ok(()),
                 Err(TryRecvError::Disconnected) => return self.check_running(),
             }
         }
+    }
+
+    /// Takes the oldest event that [`Ferroce::check`] has read.
+    pub(crate) fn next_event(&mut self) -> Option<Value> {
+        self.seen.pop_front()
     }
 
     /// Bytes read and written so far.
@@ -126,9 +145,8 @@ impl Ferroce {
         let status = self.child.stop()?;
         let mut summary = None;
         while let Ok(line) = self.events.recv() {
-            if let Some(json) = self.take(&line)?
-                && json["event"] == "summary"
-            {
+            let json = self.take(&line)?;
+            if json["event"] == "summary" {
                 summary = Some(Counters::from_json(&json)?);
             }
         }
@@ -139,13 +157,13 @@ impl Ferroce {
         summary.ok_or_else(|| format!("{} printed no summary", self.name))
     }
 
-    fn take(&mut self, line: &str) -> Result<Option<Value>> {
+    fn take(&mut self, line: &str) -> Result<Value> {
         let json: Value = serde_json::from_str(line)
             .map_err(|e| format!("{} printed something else than JSON: {line}: {e}", self.name))?;
         if json["event"] == "stats" {
             self.latest = Counters::from_json(&json)?;
         }
-        Ok(Some(json))
+        Ok(json)
     }
 
     fn check_running(&mut self) -> Result<()> {

@@ -11,6 +11,7 @@ use clap::{Args, ValueEnum};
 use crate::{
     Result, apps,
     cargo::{self, Built, Profile},
+    demo,
     harness::{self, Job, TestProgram},
     interop, lint,
     long::{self, Long},
@@ -528,6 +529,7 @@ impl<'a> Stage<'a> {
         tally
             .not_run
             .extend(without.map(|(named, _, why)| (named.len() as u64, (*why).to_owned())));
+        tally.add(demo::suite(self.programs.program("ferroce")?)?);
         Ok(tally)
     }
 

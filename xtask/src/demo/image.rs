@@ -2,68 +2,63 @@
 
 use std::{
     fs,
-    io::Write,
     path::{Path, PathBuf},
     process::Command,
 };
 
-use super::{bar, done};
-use crate::{Result, process, tools};
+use super::screen::{Screen, bar};
+use crate::{Result, cargo, process, tools};
 
 /// Folders of the workspace that are not source.
 const NOT_SOURCE: [&str; 2] = [".git", "node_modules"];
 /// Written into the image by [`change`].
 const NOTE: &str = "written through ferroce\n";
-/// So that the same files give the same file system.
-const FIXED_UUID: &str = "66657272-6f63-4e65-8000-726f63657632";
-const FIXED_TIME: &str = "1700000000";
 
 /// What [`build`] made.
 pub(super) struct Image {
+    /// Size of the image.
     pub(super) bytes: u64,
     pub(super) files: usize,
+    /// Bytes of the files.
+    pub(super) content: u64,
 }
 
-/// Collects files into `tree` and makes a file system image of it: the sources, the built documentation, and then as
-/// many build products as it takes for `want` bytes.
-pub(super) fn build(tree: &Path, image: &Path, target: &Path, want: u64) -> Result<Image> {
+/// Collects files into `tree` and makes a file system image of it: the sources, and then of what cargo has built as much as it
+/// takes for `want` bytes.
+pub(super) fn build(screen: &Screen, tree: &Path, image: &Path, want: u64) -> Result<Image> {
+    let target = cargo::target_dir()?;
     let mut collector = Collector::new(tree, want);
-    collector.add(Path::new("."), "ferroce", u64::MAX, &|p| !is_target(p))?;
-    collector.add(&target.join("doc"), "doc", u64::MAX, &|_| true)?;
-    for profile in ["release", "debug"] {
-        collector.add(&target.join(profile).join("deps"), profile, want, &|_| true)?;
+    let root = cargo::workspace_root();
+    collector.add(&root, "ferroce", &|p| p != target && !is_target(p))?;
+    for profile in ["demo", "release", "debug"] {
+        collector.add(&target.join(profile).join("deps"), profile, &|_| true)?;
     }
-    collector.fill()?;
+    collector.bar.finish_and_clear();
     let (bytes, files) = (collector.bytes, collector.files);
-    done(
-        &collector.bar,
-        "collecting files",
-        &format!("{files} files, {} MB", bytes / 1_000_000),
-    );
 
     // Room for the journal, inodes and the last block of every file, and for the change.
     let size = (bytes + files as u64 * 4096 + bytes / 10 + (64 << 20)).next_multiple_of(1 << 20);
+    screen.command("server", "mke2fs -t ext4 -d tree demo.img");
     let mut command = tool("mke2fs");
     command
-        .args(["-q", "-F", "-t", "ext4", "-b", "4096", "-U", FIXED_UUID])
-        .args(["-E", &format!("hash_seed={},root_owner=0:0", FIXED_UUID)])
-        .arg("-d")
+        .args(["-q", "-F", "-t", "ext4", "-b", "4096", "-E", "root_owner=0:0", "-d"])
         .arg(tree)
         .arg(image)
-        .arg(format!("{}k", size / 1024))
-        .env("SOURCE_DATE_EPOCH", FIXED_TIME)
-        .env("E2FSPROGS_FAKE_TIME", FIXED_TIME);
+        .arg(format!("{}k", size / 1024));
     process::capture("mke2fs", &mut command)?;
     fs::remove_dir_all(tree).map_err(|e| format!("{}: {e}", tree.display()))?;
-    fsck("the new image", image)?;
-    Ok(Image { bytes: size, files })
+    fsck(image)?;
+    Ok(Image {
+        bytes: size,
+        files,
+        content: bytes,
+    })
 }
 
 /// A forced check that changes nothing.
-pub(super) fn fsck(what: &str, image: &Path) -> Result<()> {
-    process::capture(&format!("e2fsck of {what}"), tool("e2fsck").arg("-fn").arg(image))?;
-    println!("{:24} clean", format!("e2fsck {what}"));
-    Ok(())
+pub(super) fn fsck(image: &Path) -> Result<()> {
+    let name = format!("e2fsck -fn {}", image.display());
+    process::capture(&name, tool("e2fsck").arg("-fn").arg(image)).map(|_| ())
 }
 
 /// Writes a file and a folder into the image and removes a file, as a user of the mounted file system would.
@@ -104,7 +99,7 @@ fn is_target(path: &Path) -> bool {
     path.join("CACHEDIR.TAG").exists()
 }
 
-/// Copies files and counts them.
+/// Gathers files and counts them.
 struct Collector {
     tree: PathBuf,
     want: u64,
@@ -120,12 +115,12 @@ impl Collector {
             want,
             bytes: 0,
             files: 0,
-            bar: bar("collecting files", want),
+            bar: bar("collecting", want),
         }
     }
 
-    /// Copies a folder, in the order of names, until `limit` bytes are collected in total.
-    fn add(&mut self, from: &Path, name: &str, limit: u64, enter: &dyn Fn(&Path) -> bool) -> Result<()> {
+    /// Adds a folder, in the order of names, until there are as many bytes as wanted.
+    fn add(&mut self, from: &Path, name: &str, enter: &dyn Fn(&Path) -> bool) -> Result<()> {
         if !from.is_dir() {
             return Ok(());
         }
@@ -136,7 +131,7 @@ impl Collector {
             let mut entries: Vec<_> = fs::read_dir(&source).map_err(fail)?.filter_map(Result::ok).collect();
             entries.sort_by_key(fs::DirEntry::file_name);
             for entry in entries {
-                if self.bytes >= limit {
+                if self.bytes >= self.want {
                     return Ok(());
                 }
                 process::check_interrupt()?;
@@ -146,46 +141,26 @@ impl Collector {
                 if kind.is_dir() && !skip && enter(&path) {
                     folders.push((path, to));
                 } else if kind.is_file() {
-                    self.copy(&path, &to)?;
+                    self.link(&path, &to)?;
                 }
             }
         }
         Ok(())
     }
 
-    fn copy(&mut self, from: &Path, to: &Path) -> Result<()> {
-        match fs::copy(from, to) {
+    /// Adds a file. It is read only once, by mke2fs, so that a link will do; across file systems it is copied.
+    fn link(&mut self, from: &Path, to: &Path) -> Result<()> {
+        let linked = fs::hard_link(from, to).and_then(|()| to.metadata()).map(|m| m.len());
+        match linked.or_else(|_| fs::copy(from, to)) {
             Ok(n) => {
                 self.bytes += n;
                 self.files += 1;
                 self.bar.set_position(self.bytes.min(self.want));
                 Ok(())
             }
-            // A build beside us may take its files away.
+            // A build may remove its files meanwhile.
             Err(e) if e.kind() == std::io::ErrorKind::NotFound && !from.exists() => Ok(()),
             Err(e) => Err(format!("copying {} to {}: {e}", from.display(), to.display())),
         }
-    }
-
-    /// Makes up what is missing with bytes that do not compress or repeat.
-    fn fill(&mut self) -> Result<()> {
-        if self.bytes >= self.want {
-            return Ok(());
-        }
-        let path = self.tree.join("filler.bin");
-        let fail = |e: std::io::Error| format!("{}: {e}", path.display());
-        let mut file = std::io::BufWriter::new(fs::File::create(&path).map_err(fail)?);
-        let mut state = 0x9e37_79b9_7f4a_7c15_u64;
-        while self.bytes < self.want {
-            // xorshift64
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            file.write_all(&state.to_le_bytes()).map_err(fail)?;
-            self.bytes += 8;
-        }
-        file.flush().map_err(fail)?;
-        self.files += 1;
-        Ok(())
     }
 }
