@@ -16,6 +16,8 @@ mod pcap;
 mod place;
 mod printer;
 mod rdma;
+#[cfg(test)]
+mod reference;
 mod report;
 mod run;
 mod serve;

@@ -12,8 +12,10 @@ mod interop;
 mod kit;
 mod lint;
 mod long;
+mod pages;
 mod peers;
 mod process;
+mod results;
 mod sim;
 mod suites;
 mod tally;
@@ -73,10 +75,14 @@ enum Task {
     /// The rules for dependencies are in deny.toml; cargo-deny, which checks them, is built if it is missing. Known
     /// vulnerabilities are looked up where their database can be reached; it is told when not.
     Lint {
-        /// Check pages only: their links, and that the book lists all of them
+        /// Check pages only: links, the book's table of contents, and generated text
         #[arg(long)]
         pages: bool,
     },
+    /// Write the counts, dates and commits of docs/results.json into the pages that quote them
+    ///
+    /// `cargo xtask test --record` records the suites that it runs.
+    Results,
     /// What CI runs: lint and test
     ///
     /// Tests are built, and the lints and the simulator run, at the lowest priority beside the lab and the tests.
@@ -103,7 +109,7 @@ enum Task {
     },
     /// Measure speed beside that of others, in one run and in turns, and write BENCHMARKS.md
     ///
-    /// Every figure is a ratio to something measured in the same rounds. Installs ucx-utils, iperf3, fio, nbdcopy and nbdkit if they
+    /// Every figure has a reference that is measured in the same rounds. Figures are written to docs/bench/figures.json. Installs ucx-utils, iperf3, fio, nbdcopy and nbdkit if they
     /// are missing; parts that can't run say why.
     Bench(bench::BenchArgs),
     /// Flood a served and mapped device with forged packets for minutes, and judge whether that shows
@@ -184,6 +190,7 @@ fn main() -> ExitCode {
         Task::Fmt => cargo::run(&["fmt", "--all"]),
         Task::Lint { pages: true } => lint::pages::check(),
         Task::Lint { pages: false } => lint::run(),
+        Task::Results => results::run(),
         Task::Ci(args) => suites::ci(&args),
         Task::Interop { args } => interop::run(&args),
         Task::Kit(args) => kit::run(&args),

@@ -15,7 +15,7 @@ use crate::{
     harness::{self, Job, TestProgram},
     interop, lint,
     long::{self, Long},
-    process, sim,
+    process, results, sim,
     tally::{self, Tally},
     tools,
 };
@@ -68,7 +68,7 @@ const ALONE: [(&str, &str); 5] = [
 /// Ignored tests that need programs of others, or rights: packages.
 const CLIENTS_OF: [&str; 4] = ["rnbd-disk", "rnbd-host", "ferroce-tests", "ferroce-wire"];
 /// Those of them that make a namespace, mount a file system, set up a loop device or are several users.
-const PRIVILEGED: [&str; 23] = [
+const PRIVILEGED: [&str; 24] = [
     "a_block_device_has_its_own_geometry",
     "a_block_device_is_written_discarded_and_zeroed",
     "a_cut_network_is_left_for_the_other_and_taken_again",
@@ -84,6 +84,7 @@ const PRIVILEGED: [&str; 23] = [
     "a_storage_host_comes_beside_a_program_that_has_all_addresses",
     "addresses_of_both_ip_versions_come_and_go_at_several_loops",
     "closing_an_image_file_makes_it_durable",
+    "commands_of_pages_run",
     "flaps_leave_nothing_behind",
     "flush_and_fua_leave_nothing_behind_in_memory",
     "flush_and_fua_reach_the_servers_device",
@@ -160,6 +161,9 @@ pub(crate) struct TestArgs {
     /// Exit with 0 although a suite could not be run
     #[arg(long)]
     allow_not_run: bool,
+    /// Write the results of the suites that run to docs/results.json and into the pages that quote them
+    #[arg(long, conflicts_with = "quick")]
+    record: bool,
     /// Only these suites
     #[arg(long = "suite", value_name = "NAME", value_parser = SUITES)]
     suites: Vec<String>,
@@ -235,6 +239,12 @@ fn run(args: &TestArgs, lints: bool) -> Result<()> {
     let order = BUILD.into_iter().chain([LINT]).chain(SUITES);
     let order: Vec<_> = order.collect();
     rows.sort_by_key(|(name, ..)| order.iter().position(|n| n == name));
+    if args.record {
+        let ran = rows
+            .iter()
+            .filter(|(name, ..)| SUITES.iter().any(|suite| suite == name) && args.runs(name));
+        results::record(args.set_name(), ran.map(|(name, tally, _)| (*name, tally)))?;
+    }
     report(&rows, args, begin.elapsed())
 }
 
@@ -569,7 +579,7 @@ impl<'a> Stage<'a> {
 
 fn client_tools() -> Vec<tools::Tool> {
     let clients = tools::EXT4.into_iter().chain(tools::NBD_CLIENTS);
-    clients.chain([tools::QEMU, tools::PERFTEST]).collect()
+    clients.chain([tools::QEMU, tools::PERFTEST, tools::VALGRIND]).collect()
 }
 
 fn find<'a>(tests: &'a [TestProgram], package: &str, file: &str) -> Result<&'a TestProgram> {

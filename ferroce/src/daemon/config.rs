@@ -21,7 +21,7 @@ use super::{
 use crate::serve;
 
 /// Options that are the daemon's own.
-const NOT_KEYS: [&str; 9] = [
+pub(crate) const NOT_KEYS: [&str; 9] = [
     "help",
     "daemon",
     "json",

@@ -24,6 +24,8 @@ use rnbd_host::control::Refused;
 use rtrs::addr::PathAddr;
 use serde_json::{Map, Value};
 
+#[cfg(test)]
+pub(crate) use self::config::NOT_KEYS;
 use self::{
     allow::Allowed,
     config::Config,

@@ -62,6 +62,12 @@ fn statistics_are_told_to_prometheus() {
     assert!(line("ferroce_roce_rx_packets_total", &format!("address=\"{}\"", lab.client)) > 0.0);
     // Each has its type once, before its values.
     let mut types: Vec<&str> = body.lines().filter_map(|line| line.strip_prefix("# TYPE ")).collect();
+    // The page of metrics has all of them.
+    let page = std::fs::read_to_string(ferroce_tests::root().join("docs/reference/metrics.md")).unwrap();
+    for name in types.iter().filter_map(|line| line.split(' ').next()) {
+        let shown = name.starts_with("ferroce_roce_") || page.contains(&format!("| `{name}` |"));
+        assert!(shown, "docs/reference/metrics.md lacks {name}");
+    }
     let all = types.len();
     types.sort_unstable();
     types.dedup();

@@ -1,14 +1,12 @@
-//! Rules for pages: links lead to files and headings that exist, and the book lists every page.
+//! Rules for pages: links lead to files and headings that exist, the book lists every page, and generated text is current.
 
 use std::{
     collections::{BTreeSet, HashMap},
-    fs,
     path::{Component, Path, PathBuf},
-    process::Command,
 };
 
 use super::none;
-use crate::Result;
+use crate::{Result, pages, results};
 
 /// Folder of the book.
 const BOOK: &str = "docs";
@@ -17,9 +15,9 @@ const SUMMARY: &str = "docs/SUMMARY.md";
 /// Files in the book's folder that are parts of other pages.
 const PARTS: [&str; 2] = [SUMMARY, "docs/bench/notes.md"];
 
-/// Every link of every page leads somewhere, and the book is complete.
+/// Checks links, the table of contents, and generated text of all pages.
 pub(crate) fn check() -> Result<()> {
-    let pages = pages()?;
+    let pages = pages::all()?;
     let mut findings = Vec::new();
     for (page, text) in &pages {
         for (line, link) in links(text) {
@@ -29,25 +27,8 @@ pub(crate) fn check() -> Result<()> {
         }
     }
     findings.extend(incomplete(&pages));
+    findings.extend(results::stale()?);
     none(&findings)
-}
-
-/// All pages under version control, with their text.
-fn pages() -> Result<HashMap<PathBuf, String>> {
-    let listing = ["ls-files", "--cached", "--others", "--exclude-standard", "*.md"];
-    let output = Command::new("git").args(listing).output();
-    let output = output.map_err(|e| format!("git {}: {e}", listing.join(" ")))?;
-    if !output.status.success() {
-        return Err(format!("git {}: {}", listing.join(" "), output.status));
-    }
-    let names = String::from_utf8_lossy(&output.stdout);
-    let files = names.lines().map(PathBuf::from).filter(|file| file.exists());
-    files
-        .map(|file| {
-            let text = fs::read_to_string(&file).map_err(|e| format!("{}: {e}", file.display()))?;
-            Ok((file, text))
-        })
-        .collect()
 }
 
 /// Targets of links and pictures outside of code, with their lines.

@@ -1,25 +1,33 @@
-//! What is measured: figures of ours, each beside something that was measured in the same rounds.
+//! Figures: what ferroce reaches, compared with a reference that was measured in the same rounds.
 
-use serde_json::{Value, json};
+use serde::{Deserialize, Deserializer, Serialize};
 
-/// Values of one contestant, one of each round.
-#[derive(Clone, Debug, Default)]
+/// Values of one contestant, one per round.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Series {
     pub(crate) name: String,
+    #[serde(deserialize_with = "numbers")]
     pub(crate) values: Vec<f64>,
 }
 
-/// What the ratio is meant to be.
-#[derive(Clone, Copy, PartialEq, Debug)]
-pub(crate) enum Aim {
+/// Reads numbers. JSON has null for one that is not finite.
+fn numbers<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<f64>, D::Error> {
+    let numbers = Vec::<Option<f64>>::deserialize(from)?;
+    Ok(numbers.into_iter().map(|number| number.unwrap_or(f64::NAN)).collect())
+}
+
+/// Target of a ratio.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Target {
     None,
     AtLeast(f64),
     AtMost(f64),
     Within(f64, f64),
 }
 
-impl Aim {
-    pub(crate) fn is_reached(self, ratio: f64) -> bool {
+impl Target {
+    pub(crate) fn is_met(self, ratio: f64) -> bool {
         match self {
             Self::None => true,
             Self::AtLeast(least) => ratio >= least,
@@ -36,28 +44,20 @@ impl Aim {
             Self::Within(least, most) => format!("{least} to {most}"),
         }
     }
-
-    /// Where the plot has its marks.
-    pub(crate) fn marks(self) -> Vec<f64> {
-        match self {
-            Self::None => vec![],
-            Self::AtLeast(x) | Self::AtMost(x) => vec![x],
-            Self::Within(a, b) => vec![a, b],
-        }
-    }
 }
 
-/// Ours beside another.
-#[derive(Clone, Debug)]
+/// A figure of ferroce, with its reference.
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Figure {
     pub(crate) name: String,
-    pub(crate) unit: &'static str,
-    pub(crate) ours: Vec<f64>,
-    pub(crate) beside: Series,
-    pub(crate) aim: Aim,
+    pub(crate) unit: String,
+    #[serde(deserialize_with = "numbers")]
+    pub(crate) ferroce: Vec<f64>,
+    pub(crate) reference: Series,
+    pub(crate) target: Target,
 }
 
-/// A median with the least and the most.
+/// Median, minimum and maximum.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Spread {
     pub(crate) median: f64,
@@ -83,29 +83,70 @@ impl Spread {
     }
 }
 
+/// A number with three significant digits.
+pub(crate) fn rounded(value: f64) -> String {
+    match value {
+        v if !v.is_finite() => "not measured".to_owned(),
+        v if v >= 99.95 => format!("{v:.0}"),
+        v if v >= 9.995 => format!("{v:.1}"),
+        v if v >= 0.9995 => format!("{v:.2}"),
+        v => format!("{v:.3}"),
+    }
+}
+
 impl Figure {
-    /// The ratios of the rounds: in each, ours to the other's of the same round.
+    /// Ratio of each round: ferroce to the reference of the same round.
     pub(crate) fn ratio(&self) -> Spread {
-        let rounds = self.ours.iter().zip(&self.beside.values);
-        Spread::of(&rounds.map(|(ours, other)| ours / other).collect::<Vec<_>>())
+        let rounds = self.ferroce.iter().zip(&self.reference.values);
+        Spread::of(
+            &rounds
+                .map(|(ferroce, reference)| ferroce / reference)
+                .collect::<Vec<_>>(),
+        )
     }
 
-    pub(crate) fn is_reached(&self) -> bool {
-        self.aim.is_reached(self.ratio().median)
+    pub(crate) fn meets_target(&self) -> bool {
+        self.target.is_met(self.ratio().median)
     }
 
-    pub(crate) fn to_json(&self) -> Value {
-        let ratio = self.ratio();
-        json!({
-            "name": self.name,
-            "unit": self.unit,
-            "ours": self.ours,
-            "beside": { "name": self.beside.name, "values": self.beside.values },
-            "ratio": { "median": ratio.median, "least": ratio.least, "most": ratio.most },
-            "aim": self.aim.text(),
-            "reached": self.is_reached(),
-        })
+    /// Which direction is better: by the target, else by the unit.
+    pub(crate) fn better(&self) -> &'static str {
+        match self.target {
+            Target::Within(..) => "half is fair",
+            _ if ["us", "KiB", "k instructions", "packets"].contains(&self.unit.as_str()) => "less",
+            _ => "more",
+        }
     }
+
+    /// A value with the figure's unit.
+    pub(crate) fn with_unit(&self, value: f64) -> String {
+        match value.is_finite() {
+            true => format!("{} {}", rounded(value), self.unit),
+            false => rounded(value),
+        }
+    }
+}
+
+/// Form of a part's plot.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(crate) enum Form {
+    /// Two bars for each figure.
+    Bars,
+    /// Lines through figures called "PANEL, X", a panel for each PANEL.
+    Lines,
+}
+
+/// Circumstances of a measurement.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct Environment {
+    pub(crate) commit: String,
+    pub(crate) date: String,
+    pub(crate) kernel: String,
+    pub(crate) processor: String,
+    pub(crate) processors: usize,
+    pub(crate) rounds: u32,
+    /// Duration of each measurement.
+    pub(crate) seconds: f64,
 }
 
 /// A part of the page.
@@ -114,11 +155,14 @@ pub(crate) struct Part {
     pub(crate) name: &'static str,
     pub(crate) title: &'static str,
     pub(crate) about: &'static str,
-    /// Or why there are none.
+    pub(crate) form: Form,
+    /// Circumstances, if they differ from those of the other parts.
+    pub(crate) environment: Option<Environment>,
+    /// An error is the reason why the part was not run.
     pub(crate) figures: Result<Vec<Figure>, String>,
 }
 
-/// Columns of a measurement in rounds: each contestant adds its value when its turn comes.
+/// Columns of a measurement in rounds. Each contestant adds a value per round.
 #[derive(Default)]
 pub(crate) struct Columns(Vec<Series>);
 
@@ -141,14 +185,14 @@ impl Columns {
         })
     }
 
-    /// One column beside another.
-    pub(crate) fn figure(&self, name: &str, unit: &'static str, ours: &str, beside: &str, aim: Aim) -> Figure {
+    /// One column compared with another.
+    pub(crate) fn figure(&self, name: &str, unit: &str, ferroce: &str, reference: &str, target: Target) -> Figure {
         Figure {
             name: name.to_owned(),
-            unit,
-            ours: self.get(ours).values,
-            beside: self.get(beside),
-            aim,
+            unit: unit.to_owned(),
+            ferroce: self.get(ferroce).values,
+            reference: self.get(reference),
+            target,
         }
     }
 }
@@ -176,12 +220,33 @@ mod tests {
             columns.add("write", ours);
             columns.add("ceiling", other);
         }
-        let figure = columns.figure("WRITE", "GB/s", "write", "ceiling", Aim::AtLeast(0.85));
+        let figure = columns.figure("WRITE", "GB/s", "write", "ceiling", Target::AtLeast(0.85));
         assert_eq!(figure.ratio().median, 0.9);
         assert_eq!(figure.ratio().least, 0.8);
-        assert!(figure.is_reached());
-        assert!(!Aim::AtMost(0.5).is_reached(0.9) && Aim::Within(0.3, 0.7).is_reached(0.3));
-        let missing = columns.figure("READ", "GB/s", "read", "ceiling", Aim::AtLeast(0.9));
-        assert!(!missing.is_reached(), "what was not measured is not reached");
+        assert!(figure.meets_target());
+        assert!(!Target::AtMost(0.5).is_met(0.9) && Target::Within(0.3, 0.7).is_met(0.3));
+        let missing = columns.figure("READ", "GB/s", "read", "ceiling", Target::AtLeast(0.9));
+        assert!(!missing.meets_target(), "a figure without values misses its target");
+    }
+
+    #[test]
+    fn figures_survive_a_file() {
+        let mut columns = Columns::default();
+        for (ferroce, reference) in [(9.0, 10.0), (f64::NAN, 5.0)] {
+            columns.add("write", ferroce);
+            columns.add("ceiling", reference);
+        }
+        let figure = columns.figure("WRITE", "GB/s", "write", "ceiling", Target::Within(0.85, 1.0));
+        let text = serde_json::to_string(&figure).unwrap();
+        let read: Figure = serde_json::from_str(&text).unwrap();
+        assert_eq!(
+            (read.ratio(), read.target, read.better()),
+            (figure.ratio(), figure.target, "half is fair")
+        );
+        assert_eq!(read.with_unit(9.876), "9.88 GB/s");
+        assert_eq!(
+            [0.123_45, 99.96, 123.4].map(rounded),
+            ["0.123", "100", "123"].map(str::to_owned)
+        );
     }
 }

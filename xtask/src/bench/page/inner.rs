@@ -1,4 +1,4 @@
-//! What needs no clock, and what needs another kernel: instructions under callgrind, and rdma_rxe in virtual machines.
+//! Parts that don't measure this kernel by the clock: instructions under callgrind, and rdma_rxe in virtual machines.
 
 use std::{
     fs,
@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::{
     PageArgs,
-    figure::{Aim, Columns, Figure, Series},
+    figure::{Columns, Figure, Series, Target},
 };
 use crate::{
     Result,
@@ -17,7 +17,8 @@ use crate::{
     process, tools,
 };
 
-/// What the two ends of a wire in memory do, and how often; twice as often as well, so that what is there once goes out of it.
+/// Loads of two ends of a wire in memory, with their counts. Each also runs twice as long, and the difference counts: it leaves out
+/// the setup.
 const LOADS: [(&str, &str, u32, u32); 6] = [
     ("WRITE of 64 bytes", "write", 64, 20_000),
     ("SEND of 64 bytes", "send", 64, 20_000),
@@ -29,8 +30,8 @@ const LOADS: [(&str, &str, u32, u32); 6] = [
 /// Bytes of a packet of the last.
 const PACKET: u32 = 4096;
 
-/// Instructions of both ends, in thousands, for each operation, or each packet of a long one, beside those of two copies and two
-/// ICRCs for each of its packets.
+/// Instructions of both ends, in thousands, per operation, or per packet of a long one. The reference is two copies and two ICRCs of
+/// each of its packets.
 pub(super) fn instructions(args: &PageArgs, scratch: &Path) -> Result<Vec<Figure>> {
     tools::ensure(&[tools::VALGRIND])?;
     let program = example("instructions")?;
@@ -45,13 +46,13 @@ pub(super) fn instructions(args: &PageArgs, scratch: &Path) -> Result<Vec<Figure
         };
         figures.push(Figure {
             name: name.to_owned(),
-            unit: "k",
-            ours: vec![each(load)?],
-            beside: Series {
+            unit: "k instructions".into(),
+            ferroce: vec![each(load)?],
+            reference: Series {
                 name: "copies and ICRCs".into(),
                 values: vec![each("bare")?],
             },
-            aim: Aim::None,
+            target: Target::None,
         });
     }
     Ok(figures)
@@ -63,20 +64,20 @@ fn example(name: &str) -> Result<PathBuf> {
     Ok(cargo::target_dir()?.join("release/examples").join(name))
 }
 
-/// What a connected queue pair takes while nothing happens, in KiB.
+/// Memory of a connected idle queue pair, in KiB.
 pub(super) fn idle() -> Result<Figure> {
     let output = process::capture("idle", &mut process::command(example("idle")?))?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let bytes: f64 = text.trim().parse().map_err(|e| format!("{text}: {e}"))?;
     Ok(Figure {
         name: "memory of an idle queue pair and its connection".into(),
-        unit: "KiB",
-        ours: vec![bytes / 1024.0],
-        beside: Series {
-            name: "what is allowed".into(),
+        unit: "KiB".into(),
+        ferroce: vec![bytes / 1024.0],
+        reference: Series {
+            name: "limit".into(),
             values: vec![4.0],
         },
-        aim: Aim::AtMost(1.0),
+        target: Target::AtMost(1.0),
     })
 }
 
@@ -90,7 +91,7 @@ fn collected(program: &Path, load: &str, bytes: u32, count: u32, scratch: &Path)
         .args([load, &bytes.to_string(), &count.to_string()]);
     let output = process::capture("valgrind", &mut command)?;
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
-    total(&text).ok_or_else(|| format!("callgrind says no number of instructions: {text}"))
+    total(&text).ok_or_else(|| format!("callgrind printed no number of instructions: {text}"))
 }
 
 /// The number in callgrind's line `Collected : 12345`.
@@ -99,8 +100,8 @@ fn total(text: &str) -> Option<f64> {
     line.rsplit(' ').next()?.parse().ok()
 }
 
-/// Loads of `ferroce-interop speed`, and what ours is to be at least beside rdma_rxe: between two of ours, and with rdma_rxe at
-/// the other end.
+/// Loads of `ferroce-interop speed`, with the least ratio to rdma_rxe: of ferroce at both ends, and of ferroce with rdma_rxe as its
+/// peer.
 const RXE: [(&str, f64, f64); 5] = [
     ("WRITE 64 KiB", 3.0, 1.0),
     ("READ 64 KiB", 3.0, 1.0),
@@ -127,11 +128,12 @@ pub(super) fn rxe(args: &PageArgs, scratch: &Path) -> Result<Vec<Figure>> {
         // A program that failed has brought nothing over.
         values.for_each(|v| columns.add(name, v.as_f64().unwrap_or(0.0) * 1e3));
         let failures = row["failures"].as_array().into_iter().flatten();
-        failures.for_each(|said| eprintln!("{name} failed:\n{}", said.as_str().unwrap_or_default()));
+        failures.for_each(|why| eprintln!("{name} failed:\n{}", why.as_str().unwrap_or_default()));
     }
     let figure = |load: &str, pair: &str, least| {
         let (ours, rxe) = (format!("{load}, {pair}"), format!("{load}, rxe to rxe"));
-        columns.figure(&ours, "MB/s", &ours, &rxe, Aim::AtLeast(least))
+        let name = ours.replace("ours", "ferroce");
+        columns.figure(&name, "MB/s", &ours, &rxe, Target::AtLeast(least))
     };
     let of = |(load, alone, mixed): (&str, f64, f64)| {
         [
@@ -146,7 +148,7 @@ pub(super) fn rxe(args: &PageArgs, scratch: &Path) -> Result<Vec<Figure>> {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn callgrind_says_its_total_last() {
+    fn callgrind_prints_its_total_last() {
         let text = "==1== Callgrind\n==1== Events    : Ir\n==1== Collected : 123456\n==1== \n";
         assert_eq!(super::total(text), Some(123_456.0));
         assert_eq!(super::total("valgrind: no such program"), None);

@@ -1,4 +1,4 @@
-//! A slow link between two network namespaces: losses, a disk behind it, and who gets how much of it.
+//! A slow link between two network namespaces: losses, a disk behind it, and shares of its rate.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::{
     PageArgs,
-    figure::{Aim, Columns, Figure},
+    figure::{Columns, Figure, Series, Target},
     transport::json_lines,
 };
 use crate::{
@@ -16,13 +16,13 @@ use crate::{
     tools::{self, Tool},
 };
 
-const IPERF: Tool = Tool::new("iperf3", "iperf3");
-/// 2 Gb/s, in MB/s, and what waits for it at most, bytes.
+pub(super) const IPERF: Tool = Tool::new("iperf3", "iperf3");
+/// Rate of the link, MB/s (2 Gb/s), and bytes of its queue.
 const RATE: &str = "250";
 const QUEUE: &str = "2000000";
 /// Round trips, and how long a packet takes, milliseconds.
 const DELAYS: [(&str, &str); 3] = [("0.2 ms", "0.1"), ("2 ms", "1"), ("20 ms", "10")];
-/// Losses, and what of the loss-free goodput is to be left.
+/// Losses, and the share of the loss-free goodput that is the target.
 const LOSSES: [(&str, &str, f64); 4] = [
     ("0.1 %", "0.001", 0.9),
     ("1 %", "0.01", 0.8),
@@ -30,7 +30,7 @@ const LOSSES: [(&str, &str, f64); 4] = [
     ("10 %", "0.1", 0.2),
 ];
 
-/// Where what is sent again is counted.
+/// Link whose retransmitted packets are counted.
 const REPAIRED: (&str, &str) = ("WRITE", "2 ms");
 
 pub(super) struct Programs {
@@ -52,7 +52,7 @@ impl Programs {
         format!("{ferroce} bench {operation} --connect {to} --addr {from} --seconds {seconds} --json -q")
     }
 
-    /// Runs a command at either end; returns the JSON that they print, and the wire.
+    /// Runs a command at either end and returns the JSON objects that both and the wire print.
     fn run(&self, delay: &str, loss: &str, first: &str, second: &str) -> Result<Vec<Value>> {
         self.run_at(RATE, delay, loss, first, second)
     }
@@ -71,34 +71,34 @@ fn goodputs(lines: &[Value]) -> Vec<f64> {
     lines.iter().filter_map(mb).collect()
 }
 
-/// What iperf3 has received, MB/s.
-fn iperf_goodput(file: &Path) -> Result<f64> {
+/// Goodput that iperf3 received, MB/s.
+pub(super) fn iperf_goodput(file: &Path) -> Result<f64> {
     let text = std::fs::read_to_string(file).map_err(|e| format!("{}: {e}", file.display()))?;
     let report: Value = serde_json::from_str(&text).map_err(|e| format!("iperf3: {e}"))?;
     let bits = report
         .pointer("/end/sum_received/bits_per_second")
         .and_then(Value::as_f64);
     bits.map(|b| b / 8e6)
-        .ok_or_else(|| format!("iperf3 says no goodput: {text}"))
+        .ok_or_else(|| format!("iperf3 reported no goodput: {text}"))
 }
 
 fn one(got: Vec<f64>) -> Result<f64> {
     got.first()
         .copied()
-        .ok_or_else(|| "ferroce bench said nothing on the wire".to_owned())
+        .ok_or_else(|| "ferroce bench reported no result on the wire".to_owned())
 }
 
-/// How many packets ours has sent again, and how many of its packets the wire has lost.
+/// Packets that ferroce retransmitted, and packets of it that the wire lost.
 fn repairs(lines: &[Value]) -> Result<(f64, f64)> {
     let resent = lines.iter().find_map(|l| l.get("retransmits")?.as_f64());
     let wire = lines.iter().find(|l| l["from"] == 2);
     let lost = wire.and_then(|l| l["lost"].as_f64());
     resent
         .zip(lost)
-        .ok_or_else(|| "neither ferroce bench nor the wire says what was lost".to_owned())
+        .ok_or_else(|| "ferroce bench or the wire reported no losses".to_owned())
 }
 
-/// 1 MiB WRITEs with losses, and on one of the links READs, beside the same without.
+/// 1 MiB WRITEs with losses, and READs on one of the links, compared with the link without loss.
 pub(super) fn loss(programs: &Programs, args: &PageArgs) -> Result<Vec<Figure>> {
     let mut columns = Columns::default();
     let delays = if args.quick { &DELAYS[1..2] } else { &DELAYS[..] };
@@ -116,7 +116,7 @@ pub(super) fn loss(programs: &Programs, args: &PageArgs) -> Result<Vec<Figure>> 
                 columns.add(&format!("{name}, {round_trip}, {percent}"), one(goodputs(&lossy))?);
                 if (*name, *round_trip) == REPAIRED {
                     let (resent, lost) = repairs(&lossy)?;
-                    columns.add(&format!("packets sent again at {percent}"), resent);
+                    columns.add(&format!("retransmitted packets at {percent}"), resent);
                     columns.add(&format!("lost at {percent}"), lost);
                 }
             }
@@ -124,24 +124,105 @@ pub(super) fn loss(programs: &Programs, args: &PageArgs) -> Result<Vec<Figure>> 
     }
     let figure = |link: &str, (percent, _, least): (&str, &str, f64)| {
         let (ours, clean) = (format!("{link}, {percent}"), format!("{link}, no loss"));
-        columns.figure(&ours, "MB/s", &ours, &clean, Aim::AtLeast(least))
+        columns.figure(&ours, "MB/s", &ours, &clean, Target::AtLeast(least))
     };
     let of = |(name, _, (round_trip, _)): &(&str, &str, (&str, &str))| {
         let link = format!("{name}, {round_trip}");
         LOSSES.map(|loss| figure(&link, loss))
     };
     let repaired = |(percent, ..): (&str, &str, f64)| {
-        let (resent, lost) = (format!("packets sent again at {percent}"), format!("lost at {percent}"));
+        let (resent, lost) = (
+            format!("retransmitted packets at {percent}"),
+            format!("lost at {percent}"),
+        );
         let name = format!("{}, {}: {resent}", REPAIRED.0, REPAIRED.1);
         Figure {
             name,
-            ..columns.figure("", "", &resent, &lost, Aim::AtMost(1.5))
+            ..columns.figure("", "packets", &resent, &lost, Target::AtMost(1.5))
         }
     };
     Ok(links.iter().flat_map(of).chain(LOSSES.map(repaired)).collect())
 }
 
-/// A mapped device, and others, on a link of 5 Gb/s: MB/s, and milliseconds that a packet takes.
+/// Goodput with losses at 2 ms: perftest connected by RDMA_CM (selective repeat) and without (go-back-N), and TCP.
+pub(super) fn recovery(programs: &Programs, args: &PageArgs, scratch: &Path) -> Result<Vec<Figure>> {
+    tools::ensure(&[tools::PERFTEST, IPERF])?;
+    let (seconds, delay) = (args.seconds().ceil().max(2.0), DELAYS[1].1);
+    let report = scratch.join("recovery");
+    let file = report.display();
+    let perftest = |addr: &str, more: &str| {
+        let ferroce = programs.ferroce.display();
+        format!(
+            "FERROCE_BROKER=off {ferroce} run --addr {addr} -- ib_write_bw -F -s 1048576 -t 16 --report_gbits -D {seconds} {more}"
+        )
+    };
+    let rdma = |name, more: &str| {
+        let connect = format!("{} 10.81.0.1 > {file}", perftest("10.81.0.2", more));
+        (name, perftest("10.81.0.1", more), connect)
+    };
+    let iperf = format!("iperf3 -c 10.81.0.1 -t {seconds} -J > {file}");
+    let contestants = [
+        rdma("ferroce", "-R"),
+        rdma("ferroce, go-back-N", ""),
+        ("TCP", "iperf3 -s -1 -B 10.81.0.1".to_owned(), iperf),
+    ];
+    let losses: Vec<_> = [("no loss", "0")]
+        .into_iter()
+        .chain(LOSSES.map(|(name, loss, _)| (name, loss)))
+        .collect();
+    let mut columns = Columns::default();
+    for _ in 0..args.rounds() {
+        for (percent, loss) in &losses {
+            for (name, listen, connect) in &contestants {
+                // A program that failed has transferred nothing.
+                let (listen, connect) = (format!("{listen} >&2"), format!("sleep 1; {connect} || : > {file}"));
+                programs.run(delay, loss, &listen, &connect)?;
+                let text = std::fs::read_to_string(&report).map_err(|e| format!("{file}: {e}"))?;
+                let goodput = match (text.is_empty(), *name) {
+                    (true, _) => Some(0.0),
+                    (false, "TCP") => Some(iperf_goodput(&report)?),
+                    (false, _) => perftest_goodput(&text),
+                };
+                let goodput = goodput.ok_or_else(|| format!("ib_write_bw printed no bandwidth: {text}"))?;
+                columns.add(&format!("{name}, {percent}"), goodput);
+            }
+        }
+    }
+    let figure = |percent: &str, reference: &str| {
+        let compared = columns.figure(
+            "",
+            "MB/s",
+            &format!("ferroce, {percent}"),
+            &format!("{reference}, {percent}"),
+            Target::None,
+        );
+        Figure {
+            name: format!("goodput, {percent}"),
+            reference: Series {
+                name: reference.to_owned(),
+                ..compared.reference
+            },
+            ..compared
+        }
+    };
+    let of = |reference| losses.iter().map(move |(percent, _)| (*percent, reference));
+    Ok([contestants[1].0, contestants[2].0]
+        .into_iter()
+        .flat_map(of)
+        .map(|(percent, reference)| figure(percent, reference))
+        .collect())
+}
+
+/// Average bandwidth in the last line of numbers that perftest printed with `--report_gbits`, MB/s.
+fn perftest_goodput(text: &str) -> Option<f64> {
+    let mut rows = text.lines().filter_map(|line| {
+        let words = line.split_whitespace().map(str::parse);
+        words.collect::<std::result::Result<Vec<f64>, _>>().ok()
+    });
+    rows.rfind(|row| row.len() >= 4).map(|row| row[3] * 1e3 / 8.0)
+}
+
+/// Link of the mapped device: rate in MB/s (5 Gb/s), and delay of a packet in milliseconds.
 const DISK_RATE: &str = "625";
 const DISK_DELAY: &str = "0.2";
 const DISK_LOSSES: [(&str, &str); 2] = [("no loss", "0"), ("1 %", "0.01")];
@@ -193,21 +274,27 @@ pub(super) fn disk(programs: &Programs, args: &PageArgs, scratch: &Path) -> Resu
             }
         }
     }
-    let figure = |percent: &str, other: &str, aim| {
-        let (ours, beside) = (format!("RNBD, {percent}"), format!("{other}, {percent}"));
-        columns.figure(&format!("128 KiB reads, {ours}, 0.4 ms"), "MB/s", &ours, &beside, aim)
+    let figure = |percent: &str, other: &str, target| {
+        let (ours, reference) = (format!("RNBD, {percent}"), format!("{other}, {percent}"));
+        columns.figure(
+            &format!("128 KiB reads, {ours}, 0.4 ms"),
+            "MB/s",
+            &ours,
+            &reference,
+            target,
+        )
     };
     Ok(vec![
-        figure("no loss", "nbdkit", Aim::None),
-        figure("1 %", "nbdkit", Aim::AtLeast(1.0)),
+        figure("no loss", "nbdkit", Target::None),
+        figure("1 %", "nbdkit", Target::AtLeast(1.0)),
         Figure {
-            name: "the same beside two hops".into(),
-            ..figure("1 %", "nbdkit in two hops", Aim::None)
+            name: "the same, nbdkit in two hops".into(),
+            ..figure("1 %", "nbdkit in two hops", Target::None)
         },
     ])
 }
 
-/// Two of ours at once, and one beside TCP.
+/// Two ferroce flows at once, and one next to TCP.
 pub(super) fn sharing(programs: &Programs, args: &PageArgs, scratch: &Path) -> Result<Vec<Figure>> {
     tools::ensure(&[IPERF])?;
     let mut columns = Columns::default();
@@ -239,7 +326,7 @@ pub(super) fn sharing(programs: &Programs, args: &PageArgs, scratch: &Path) -> R
         for (round_trip, delay) in delays {
             let got = goodputs(&programs.run(delay, "0", &two_listen, &two_connect)?);
             let [first, second] = got[..] else {
-                return Err(format!("two flows have said {got:?}"));
+                return Err(format!("expected the results of two flows, found {got:?}"));
             };
             columns.add(&format!("{round_trip}, less"), first.min(second));
             columns.add(&format!("{round_trip}, more"), first.max(second));
@@ -252,13 +339,26 @@ pub(super) fn sharing(programs: &Programs, args: &PageArgs, scratch: &Path) -> R
     for (round_trip, _) in delays {
         let column = |what: &str| format!("{round_trip}, {what}");
         figures.push(Figure {
-            name: format!("{round_trip}, the slower of two of ours"),
-            ..columns.figure("", "MB/s", &column("less"), &column("more"), Aim::AtLeast(0.8))
+            name: format!("{round_trip}, the slower of two ferroce flows"),
+            ..columns.figure("", "MB/s", &column("less"), &column("more"), Target::AtLeast(0.8))
         });
         figures.push(Figure {
-            name: format!("{round_trip}, one of ours beside TCP"),
-            ..columns.figure("", "MB/s", &column("ours"), &column("both"), Aim::Within(0.3, 0.7))
+            name: format!("{round_trip}, one ferroce flow and TCP"),
+            ..columns.figure("", "MB/s", &column("ours"), &column("both"), Target::Within(0.3, 0.7))
         });
     }
     Ok(figures)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::perftest_goodput;
+
+    #[test]
+    fn perftest_prints_its_average_in_the_fourth_column() {
+        let text = " local address: LID 0000\n #bytes     #iterations    BW peak[Gb/sec]    BW average[Gb/sec]   MsgRate[Mpps]\n \
+                    1048576    421              0.00               1.76               0.000210\n------\n";
+        assert_eq!(perftest_goodput(text), Some(220.0));
+        assert_eq!(perftest_goodput("Couldn't connect\n"), None);
+    }
 }

@@ -3,6 +3,7 @@
 mod figure;
 mod inner;
 mod link;
+mod markdown;
 mod plot;
 mod progress;
 mod shards;
@@ -10,14 +11,12 @@ mod tcp;
 mod transport;
 
 use std::{
-    fmt::Write as _,
     fs,
     path::{Path, PathBuf},
     process::Command,
 };
 
 use clap::Args;
-use serde_json::{Value, json};
 
 use super::{BlockArgs, Scratch};
 use crate::{
@@ -25,14 +24,8 @@ use crate::{
     cargo::{self, Profile},
     process, tools,
 };
-use figure::{Aim, Columns, Figure, Part, Spread};
-
-/// Version of the JSON schema. Incremented by changes that break readers.
-const SCHEMA: u32 = 1;
-const PAGE: &str = "BENCHMARKS.md";
-const PLOTS: &str = "docs/bench";
-/// Handwritten notes on the figures below target.
-const NOTES: &str = "docs/bench/notes.md";
+use figure::{Columns, Environment, Figure, Form, Part, Series, Spread, Target};
+use markdown::{FIGURES, Measurement, PLOTS};
 
 #[derive(Args)]
 pub(crate) struct PageArgs {
@@ -45,16 +38,20 @@ pub(crate) struct PageArgs {
     /// Duration of each measurement, seconds [default: 2; with --quick 0.5]
     #[arg(long, value_parser = seconds)]
     seconds: Option<f64>,
-    /// Measure only this part; may be repeated. Parts: bulk, latency, ack, one-sided, programs, operations, tcp, loss,
-    /// sharing, scale, shards, block, rxe, instructions
+    /// Measure only this part; may be repeated. Parts: bulk, latency, ack, one-sided, programs, operations, sizes, tcp,
+    /// recovery, loss, sharing, scale, shards, block, rxe, instructions
     #[arg(long, value_name = "PART")]
     only: Vec<String>,
     /// Write the figures of all rounds to a JSON file
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Directory of BENCHMARKS.md and docs/bench [default: this repository, if all parts are measured without --quick]
+    /// Directory of BENCHMARKS.md and docs/bench; with --only the other parts stay there as they are [default: this repository, if all
+    /// parts are measured without --quick]
     #[arg(long, value_name = "DIR")]
     page: Option<PathBuf>,
+    /// Measure nothing: write page, plots and README's table again from docs/bench/figures.json
+    #[arg(long, conflicts_with_all = ["quick", "rounds", "seconds", "only", "json"])]
+    redraw: bool,
 }
 
 fn seconds(text: &str) -> Result<f64> {
@@ -85,20 +82,22 @@ impl PageArgs {
     }
 }
 
-/// Name, title and description of each part.
-const PARTS: [(&str, &str, &str); 14] = [
+/// Name, title, description and plot of each part.
+const PARTS: [(&str, &str, &str, Form); 16] = [
     (
         "bulk",
         "Bandwidth",
         "1 MiB operations on loopback, both sides in one process, compared with the ceiling: the same packets through \
          the same sockets, with ICRC and copies but without a protocol (`ferroce bench`).",
+        Form::Bars,
     ),
     (
         "latency",
         "Latency",
         "Round trips of 64 bytes on loopback. Both sides polling are compared with a raw UDP ping-pong of the same \
          size (`ferroce bench latency`), and both sides waiting for events with one that sleeps in epoll. Before it \
-         sleeps, ferroce polls for up to 50 us as long as that finds packets. Less is better.",
+         sleeps, ferroce polls for up to 50 us as long as that finds packets.",
+        Form::Bars,
     ),
     (
         "ack",
@@ -106,7 +105,8 @@ const PARTS: [(&str, &str, &str); 14] = [
         "A process under `ferroce run` polls, receives a SEND of 64 bytes, and computes for the given time before it \
          answers and polls again. The time until the SEND completes at its peer is compared with the time to wake a \
          thread: a UDP echo by a thread of the same process that sleeps in epoll. The 99th percentile is compared \
-         with the echo's plus 50 us. Less is better.",
+         with the echo's plus 50 us.",
+        Form::Bars,
     ),
     (
         "one-sided",
@@ -114,25 +114,45 @@ const PARTS: [(&str, &str, &str); 14] = [
         "WRITEs and READs of 64 bytes to a process under `ferroce run` that polled an empty completion queue 500 \
          times and then computes for 3 ms, compared with the same UDP echo. READs to a process that polled 20 times \
          and then sleeps: with a queue pair in an RNR wait, compared with none. The 99th percentile is compared with \
-         the other's plus 200 us. Less is better.",
+         the other's plus 200 us.",
+        Form::Bars,
     ),
     (
         "programs",
         "Unmodified programs",
         "perftest under `ferroce run`, 64 bytes, and 1 MiB with 16 outstanding, on loopback, compared with `ferroce \
-         bench` in two processes. Half a round trip, of which less is better, and bandwidth.",
+         bench` in two processes. Half a round trip and bandwidth.",
+        Form::Bars,
     ),
     (
         "operations",
         "Operations by size and depth",
         "Millions of operations per second of one queue pair on loopback. Most are compared with the ceiling for \
          messages of that size.",
+        Form::Bars,
+    ),
+    (
+        "sizes",
+        "Sizes",
+        "By the size of a message, on loopback: half a round trip of a SEND compared with `fi_pingpong -p tcp`, and \
+         bandwidth of WRITEs, 16 outstanding, compared with `iperf3 -l SIZE`.",
+        Form::Lines,
     ),
     (
         "tcp",
         "UCX and libfabric over TCP",
         "On loopback: 1 MiB WRITEs compared with `ucx_perftest -t ucp_put_bw` with `UCX_TLS=tcp`, and a ping-pong of \
-         SENDs compared with `fi_pingpong -p tcp`, of which less is better.",
+         SENDs compared with `fi_pingpong -p tcp`.",
+        Form::Bars,
+    ),
+    (
+        "recovery",
+        "Goodput over loss",
+        "`ib_write_bw` of 1 MiB under `ferroce run` between two network namespaces, on a link of 2 Gb/s with a round \
+         trip of 2 ms, a queue of 2 MB and random loss (`ferroce-wire`). Queue pairs connected by RDMA_CM (`-R`) \
+         retransmit only what was lost; others use the specification's go-back-N. TCP is iperf3 with the kernel's \
+         default congestion control. A program that failed counts as 0.",
+        Form::Lines,
     ),
     (
         "loss",
@@ -141,18 +161,21 @@ const PARTS: [(&str, &str, &str); 14] = [
          queue of 2 MB and random loss (`ferroce-wire`), compared with the link without loss; retransmitted packets \
          compared with lost ones. `ferroce map --nbd` on a link of 5 Gb/s compared with nbdkit over TCP: with fio as \
          its client, and behind a second nbdkit, which is the same number of hops as ferroce's.",
+        Form::Bars,
     ),
     (
         "sharing",
         "Sharing a link",
         "The same link without random loss. The slower of two ferroce flows compared with the faster, and one ferroce \
          flow compared with the sum of it and a TCP flow (iperf3, the kernel's default congestion control).",
+        Form::Bars,
     ),
     (
         "scale",
         "Queue pairs",
         "64-byte WRITEs with 512 outstanding in all, on several queue pairs, compared with one queue pair; and on 64 \
          of 10,000 connected ones. Memory of one of these with its connection.",
+        Form::Bars,
     ),
     (
         "shards",
@@ -161,12 +184,14 @@ const PARTS: [(&str, &str, &str); 14] = [
          two with a queue pair and a completion queue each, 64 outstanding, or 16 of 1 MiB (`ferroce bench --shards \
          --threads`). Two loops of `ferroce map --nbd` and `ferroce serve` compared with one, with 32 outstanding \
          reads of each client.",
+        Form::Bars,
     ),
     (
         "block",
         "Block device",
         "`ferroce map --nbd` in front of `ferroce serve` compared with nbdkit over TCP in two hops, the same number \
          (`cargo xtask bench block` measures more loads).",
+        Form::Bars,
     ),
     (
         "rxe",
@@ -174,6 +199,7 @@ const PARTS: [(&str, &str, &str); 14] = [
         "perftest between two emulated virtual machines with one processor each: don't compare with the parts above. \
          Over the kernel's rdma_rxe and over ferroce under `ferroce run`; the client is named first (`cargo xtask \
          interop speed`). Packets are lost in both directions.",
+        Form::Bars,
     ),
     (
         "instructions",
@@ -181,11 +207,18 @@ const PARTS: [(&str, &str, &str); 14] = [
         "Instructions of both sides together, without sockets, under callgrind: per operation with 16 outstanding, \
          and per packet with its share of the acknowledgements. Compared with two copies of the payload and two \
          ICRCs.",
+        Form::Bars,
     ),
 ];
 
 /// Measures the selected parts, prints the figures and writes the page.
 pub(super) fn run(args: &PageArgs) -> Result<()> {
+    if args.redraw {
+        let dir = args.page.clone().unwrap_or_else(cargo::workspace_root);
+        Measurement::read(&dir.join(FIGURES))?.draw(&dir)?;
+        println!("wrote the page in {} from {FIGURES}", dir.display());
+        return Ok(());
+    }
     let unknown = args.only.iter().find(|o| PARTS.iter().all(|(name, ..)| name != o));
     if let Some(unknown) = unknown {
         let names = PARTS.map(|(name, ..)| name).join(", ");
@@ -197,7 +230,7 @@ pub(super) fn run(args: &PageArgs) -> Result<()> {
     };
     let scratch = Scratch::new(&std::env::temp_dir())?;
     let mut parts = Vec::new();
-    for (name, title, about) in PARTS {
+    for (name, title, about, form) in PARTS {
         if !args.wants(name) {
             continue;
         }
@@ -208,26 +241,47 @@ pub(super) fn run(args: &PageArgs) -> Result<()> {
             name,
             title,
             about,
+            form,
+            environment: None,
             figures,
         };
         print(&part);
         parts.push(part);
     }
+    let measured = Measurement {
+        environment: environment(args),
+        parts,
+    };
     if let Some(file) = &args.json {
-        let text = serde_json::to_string_pretty(&to_json(args, &parts)).map_err(|e| e.to_string())?;
-        fs::write(file, text).map_err(|e| format!("{}: {e}", file.display()))?;
+        measured.write(file)?;
     }
-    if let Some(dir) = args.target() {
-        write_page(&dir, args, &parts)?;
-        println!("\nwrote {} and its plots", dir.join(PAGE).display());
+    summarize(&measured.parts);
+    match args.target() {
+        Some(dir) => write_page(&dir, measured, !args.only.is_empty()),
+        None => Ok(()),
     }
+}
+
+fn summarize(parts: &[Part]) {
     let not_run = parts.iter().filter(|p| p.figures.is_err()).count();
     let figures = parts.iter().filter_map(|p| p.figures.as_ref().ok()).flatten();
-    let below = figures.clone().filter(|f| !f.is_reached()).count();
+    let below = figures.clone().filter(|f| !f.meets_target()).count();
     println!(
         "\n{} figures, {below} below target, {not_run} parts not run",
         figures.count()
     );
+}
+
+/// Writes figures, page and plots. Figures of other parts are kept if only some were measured.
+fn write_page(dir: &Path, mut measured: Measurement, keep_others: bool) -> Result<()> {
+    let (plots, file) = (dir.join(PLOTS), dir.join(FIGURES));
+    fs::create_dir_all(&plots).map_err(|e| format!("{}: {e}", plots.display()))?;
+    if keep_others && file.exists() {
+        measured = measured.merged_into(Measurement::read(&file)?);
+    }
+    measured.write(&file)?;
+    measured.draw(dir)?;
+    println!("wrote the page and its plots in {}", dir.display());
     Ok(())
 }
 
@@ -238,6 +292,7 @@ fn measure(name: &str, programs: &link::Programs, args: &PageArgs, scratch: &Pat
         "latency" => transport::latency(ferroce, args),
         "operations" => transport::operations(ferroce, args),
         "tcp" => tcp::tcp(ferroce, args),
+        "sizes" => tcp::sizes(ferroce, args, scratch),
         "shards" => {
             let mut figures = shards::engines(ferroce, args)?;
             figures.extend(shards::loops(ferroce, args, scratch)?);
@@ -251,6 +306,7 @@ fn measure(name: &str, programs: &link::Programs, args: &PageArgs, scratch: &Pat
         "instructions" => inner::instructions(args, scratch),
         _ if !tools::may_make_namespaces() => Err("needs network namespaces: run it as root".into()),
         "rxe" => inner::rxe(args, scratch),
+        "recovery" => link::recovery(programs, args, scratch),
         "loss" => {
             let mut figures = link::loss(programs, args)?;
             figures.extend(link::disk(programs, args, scratch)?);
@@ -283,9 +339,13 @@ fn block(args: &PageArgs) -> Result<Vec<Figure>> {
         for (chain, values) in rates {
             values.iter().for_each(|v| columns.add(chain, *v));
         }
+        let figure = columns.figure(&load, unit, "ferroce", "two hops", Target::AtLeast(1.0));
         figures.push(Figure {
-            name: load.clone(),
-            ..columns.figure("", unit, "ferroce", "two hops", Aim::AtLeast(1.0))
+            reference: Series {
+                name: "nbdkit, two hops".into(),
+                ..figure.reference
+            },
+            ..figure
         });
     }
     Ok(figures)
@@ -296,9 +356,9 @@ fn print(part: &Part) {
     match &part.figures {
         Err(reason) => println!("  not run: {reason}"),
         Ok(figures) => figures.iter().for_each(|f| {
-            let (ours, other, ratio) = (Spread::of(&f.ours), Spread::of(&f.beside.values), f.ratio());
-            let verdict = if f.is_reached() { "" } else { "  (below target)" };
-            let target = f.aim.text();
+            let (ours, other, ratio) = (Spread::of(&f.ferroce), Spread::of(&f.reference.values), f.ratio());
+            let verdict = if f.meets_target() { "" } else { "  (below target)" };
+            let target = f.target.text();
             let target = if target.is_empty() {
                 target
             } else {
@@ -306,14 +366,14 @@ fn print(part: &Part) {
             };
             println!(
                 "  {:<36} {:>9.3} {}  {}: {:.3}  ratio {:.2} ({:.2} to {:.2}){target}{verdict}",
-                f.name, ours.median, f.unit, f.beside.name, other.median, ratio.median, ratio.least, ratio.most
+                f.name, ours.median, f.unit, f.reference.name, other.median, ratio.median, ratio.least, ratio.most
             );
         }),
     }
 }
 
-/// Returns commit, date, kernel and processor of the measurement.
-fn environment() -> Value {
+/// Returns the circumstances of a measurement on this machine now.
+fn environment(args: &PageArgs) -> Environment {
     let line = |program: &str, args: &[&str]| {
         let output = process::capture(
             program,
@@ -329,156 +389,13 @@ fn environment() -> Value {
         .lines()
         .find_map(|l| l.strip_prefix("model name"))
         .unwrap_or_default();
-    json!({
-        "commit": line("git", &["rev-parse", "--short=12", "HEAD"]),
-        "date": line("date", &["-u", "+%Y-%m-%d"]),
-        "kernel": line("uname", &["-sr"]),
-        "processor": model.trim_start_matches(['\t', ' ', ':']),
-        "processors": std::thread::available_parallelism().map_or(0, usize::from),
-    })
-}
-
-fn to_json(args: &PageArgs, parts: &[Part]) -> Value {
-    let part = |p: &Part| match &p.figures {
-        Ok(figures) => json!({
-            "name": p.name,
-            "figures": figures.iter().map(Figure::to_json).collect::<Vec<_>>(),
-        }),
-        Err(reason) => json!({ "name": p.name, "not_run": reason }),
-    };
-    json!({
-        "schema": SCHEMA,
-        "surroundings": environment(),
-        "rounds": args.rounds(),
-        "seconds": args.seconds(),
-        "parts": parts.iter().map(part).collect::<Vec<_>>(),
-    })
-}
-
-fn write_page(dir: &Path, args: &PageArgs, parts: &[Part]) -> Result<()> {
-    let plots = dir.join(PLOTS);
-    fs::create_dir_all(&plots).map_err(|e| format!("{}: {e}", plots.display()))?;
-    for part in parts.iter().filter(|p| p.figures.is_ok()) {
-        plot::draw(part, &plots.join(format!("{}.svg", part.name)))?;
-    }
-    let notes = fs::read_to_string(cargo::workspace_root().join(NOTES)).unwrap_or_default();
-    let page = dir.join(PAGE);
-    let text = markdown(&environment(), (args.rounds(), args.seconds()), parts, &notes);
-    fs::write(&page, text).map_err(|e| format!("{}: {e}", page.display()))
-}
-
-fn markdown(environment: &Value, (rounds, seconds): (u32, f64), parts: &[Part], notes: &str) -> String {
-    let mut page = String::new();
-    let of = |key: &str| environment[key].as_str().unwrap_or_default().to_owned();
-    let _ = write!(
-        page,
-        "# Benchmarks\n\nWritten by `cargo xtask bench` on {} at commit {}: {} ({} processors), {}. Machines and their \
-         load differ, so each figure is compared with another one measured alternately: {rounds} rounds of {seconds} s. \
-         A ratio is the median over the rounds, with minimum and maximum.\n",
-        of("date"),
-        of("commit"),
-        of("processor"),
-        environment["processors"],
-        of("kernel"),
-    );
-    for part in parts {
-        let _ = write!(page, "\n## {}\n\n{}\n", part.title, part.about);
-        let figures = match &part.figures {
-            Err(reason) => {
-                let _ = write!(page, "\nnot run: {}\n", reason.lines().next().unwrap_or_default());
-                continue;
-            }
-            Ok(figures) => figures,
-        };
-        let (name, title) = (part.name, part.title);
-        let _ = write!(
-            page,
-            "\n![{title}]({PLOTS}/{name}.svg)\n\n| | ferroce | compared with | | ratio | target |\n\
-             | --- | --: | --- | --: | --: | --- |\n"
-        );
-        for f in figures {
-            let (ours, other, ratio) = (Spread::of(&f.ours), Spread::of(&f.beside.values), f.ratio());
-            let verdict = if f.is_reached() { "" } else { ", **below target**" };
-            let _ = writeln!(
-                page,
-                "| {} | {:.3} {unit} | {} | {:.3} {unit} | {:.2} ({:.2} to {:.2}) | {}{verdict} |",
-                f.name,
-                ours.median,
-                f.beside.name,
-                other.median,
-                ratio.median,
-                ratio.least,
-                ratio.most,
-                f.aim.text(),
-                unit = f.unit,
-            );
-        }
-    }
-    if !notes.trim().is_empty() {
-        let _ = write!(page, "\n{}\n", notes.trim());
-    }
-    page
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn parts() -> Vec<Part> {
-        let mut columns = Columns::default();
-        for (ours, other) in [(0.8, 1.0), (0.95, 1.0), (0.9, 1.2)] {
-            columns.add("WRITE", ours);
-            columns.add("ceiling", other);
-        }
-        let figures = Ok(vec![columns.figure(
-            "WRITE",
-            "GB/s",
-            "WRITE",
-            "ceiling",
-            Aim::AtLeast(0.9),
-        )]);
-        let (name, title, about) = PARTS[0];
-        let not_run = Part {
-            name: "loss",
-            title: "Loss",
-            about: "",
-            figures: Err("needs root".into()),
-        };
-        vec![
-            Part {
-                name,
-                title,
-                about,
-                figures,
-            },
-            not_run,
-        ]
-    }
-
-    #[test]
-    fn the_page_marks_figures_below_target_and_parts_not_run() {
-        let text = markdown(
-            &json!({ "commit": "abc", "processors": 2 }),
-            (3, 1.0),
-            &parts(),
-            "## Notes\n",
-        );
-        assert!(
-            text.contains(
-                "| WRITE | 0.900 GB/s | ceiling | 1.000 GB/s | 0.80 (0.75 to 0.95) | at least 0.9, **below target** |"
-            ),
-            "{text}"
-        );
-        assert!(text.contains("not run: needs root") && text.contains("docs/bench/bulk.svg"));
-        assert!(text.ends_with("## Notes\n"));
-    }
-
-    #[test]
-    fn plots_have_a_bar_for_each_figure() {
-        let dir = Scratch::new(&std::env::temp_dir()).unwrap();
-        let file = dir.0.join("bulk.svg");
-        plot::draw(&parts()[0], &file).unwrap();
-        let svg = fs::read_to_string(file).unwrap();
-        assert!(svg.starts_with("<svg") && svg.contains("WRITE / ceiling"), "{svg}");
+    Environment {
+        commit: line("git", &["rev-parse", "--short=12", "HEAD"]),
+        date: line("date", &["-u", "+%Y-%m-%d"]),
+        kernel: line("uname", &["-sr"]),
+        processor: model.trim_start_matches(['\t', ' ', ':']).to_owned(),
+        processors: std::thread::available_parallelism().map_or(0, usize::from),
+        rounds: args.rounds(),
+        seconds: args.seconds(),
     }
 }

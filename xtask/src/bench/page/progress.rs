@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::{
     PageArgs,
-    figure::{Aim, Columns, Figure},
+    figure::{Columns, Figure, Target},
     transport::json_lines,
 };
 use crate::{
@@ -86,15 +86,15 @@ fn measure(args: &PageArgs, scratch: &Path, mode: &str, allowance: f64) -> Resul
     Ok(columns)
 }
 
-/// The median beside a median, and the 99th percentile beside one with an allowance.
-fn figures(columns: &Columns, ours: &str, beside: &str, allowance: f64) -> [Figure; 2] {
-    let figure = |p, beside: &str, aim| {
+/// Median compared with a median, and 99th percentile compared with one plus an allowance.
+fn figures(columns: &Columns, ours: &str, reference: &str, allowance: f64) -> [Figure; 2] {
+    let figure = |p, reference: &str, target| {
         let name = format!("{ours}, {p}");
-        columns.figure(&name, "us", &name, beside, aim)
+        columns.figure(&name, "us", &name, reference, target)
     };
     [
-        figure("p50", &format!("{beside}, p50"), Aim::None),
-        figure("p99", &allowed(beside, "p99", allowance), Aim::AtMost(1.0)),
+        figure("p50", &format!("{reference}, p50"), Target::None),
+        figure("p99", &allowed(reference, "p99", allowance), Target::AtMost(1.0)),
     ]
 }
 
@@ -115,7 +115,7 @@ pub(super) fn one_sided(args: &PageArgs, scratch: &Path) -> Result<Vec<Figure>> 
         ("READ", "echo"),
         ("READ, asleep, timer", "READ, asleep"),
     ];
-    let of = |(ours, beside)| figures(&columns, ours, beside, ALLOWANCE);
+    let of = |(ours, reference)| figures(&columns, ours, reference, ALLOWANCE);
     Ok(pairs.into_iter().flat_map(of).collect())
 }
 
@@ -130,7 +130,7 @@ mod tests {
         let mut columns = Columns::default();
         add(&json_lines(text), 50.0, &mut columns);
         let [median, high] = figures(&columns, "SEND, 3 ms", "echo, 3 ms", 50.0);
-        assert_eq!((median.ratio().median, median.is_reached()), (1.5, true));
-        assert_eq!((high.ratio().median, high.is_reached()), (1.25, false));
+        assert_eq!((median.ratio().median, median.meets_target()), (1.5, true));
+        assert_eq!((high.ratio().median, high.meets_target()), (1.25, false));
     }
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::{
     PageArgs,
-    figure::{Aim, Columns, Figure},
+    figure::{Columns, Figure, Target},
     transport::{Row, rounds},
 };
 use crate::{
@@ -15,8 +15,8 @@ use crate::{
 };
 
 /// One flow with two of them, at least so much of one flow with one.
-const ONE_FLOW: Aim = Aim::AtLeast(0.9);
-const TWO_FLOWS: Aim = Aim::AtLeast(1.0);
+const ONE_FLOW: Target = Target::AtLeast(0.9);
+const TWO_FLOWS: Target = Target::AtLeast(1.0);
 
 /// Engines of a program's device, on both sides.
 pub(super) fn engines(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
@@ -50,11 +50,11 @@ pub(super) fn engines(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
         ("1 MiB WRITE", "GB/s", large, "/gbytes_per_s", 1.0),
     ] {
         let columns = rounds(ferroce, args, &rows, pointer, scale)?;
-        for ([ours, beside], aim) in [
+        for ([ours, reference], target) in [
             (["1 thread, 2 engines", "1 thread, 1 engine"], ONE_FLOW),
             (["2 threads, 2 engines", "2 threads, 1 engine"], TWO_FLOWS),
         ] {
-            figures.push(columns.figure(&format!("{name}, {ours}"), unit, ours, beside, aim));
+            figures.push(columns.figure(&format!("{name}, {ours}"), unit, ours, reference, target));
         }
     }
     Ok(figures)
@@ -128,9 +128,9 @@ pub(super) fn loops(ferroce: &Path, args: &PageArgs, scratch: &Path) -> Result<V
             }
         }
     }
-    let figure = |(name, _, aim): (&str, &[&str], Aim)| {
-        let [ours, beside] = ["2 loops", "1 loop"].map(|loops| format!("{name}, {loops}"));
-        columns.figure(&format!("RNBD, 4 KiB reads, {ours}"), "k/s", &ours, &beside, aim)
+    let figure = |(name, _, target): (&str, &[&str], Target)| {
+        let [ours, reference] = ["2 loops", "1 loop"].map(|loops| format!("{name}, {loops}"));
+        columns.figure(&format!("RNBD, 4 KiB reads, {ours}"), "k/s", &ours, &reference, target)
     };
     Ok(clients.map(figure).into())
 }

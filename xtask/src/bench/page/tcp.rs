@@ -8,7 +8,8 @@ use std::{
 
 use super::{
     PageArgs,
-    figure::{Aim, Columns, Figure},
+    figure::{Columns, Figure, Series, Target},
+    link::{IPERF, iperf_goodput},
     transport::{bench, number},
 };
 use crate::{
@@ -41,13 +42,79 @@ pub(super) fn tcp(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
             columns.add(&fabric(name), fabric_ping(bytes, per_second * args.seconds())?);
         }
     }
-    let ping = |name: &str, aim| columns.figure(&ours(name), "us", &ours(name), &fabric(name), aim);
-    let put = Aim::AtLeast(1.3);
+    let ping = |name: &str, target| columns.figure(&ours(name), "us", &ours(name), &fabric(name), target);
+    let put = Target::AtLeast(1.3);
     Ok(vec![
         columns.figure("WRITE of 1 MiB", "GB/s", "WRITE", "put_bw of UCX", put),
-        ping(PINGS[0].1, Aim::None),
-        ping(PINGS[1].1, Aim::None),
+        ping(PINGS[0].1, Target::None),
+        ping(PINGS[1].1, Target::None),
     ])
+}
+
+/// Sizes of the plot over sizes: bytes, their name, and round trips of libfabric per second of measurement.
+const SIZES: [(&str, &str, f64); 6] = [
+    ("64", "64 B", 60_000.0),
+    ("1024", "1 KiB", 60_000.0),
+    ("4096", "4 KiB", 50_000.0),
+    ("16384", "16 KiB", 30_000.0),
+    ("65536", "64 KiB", 10_000.0),
+    ("1048576", "1 MiB", 1500.0),
+];
+
+/// Bandwidth and latency by size: WRITEs and a ping-pong of SENDs, and the same over TCP (iperf3 and libfabric).
+pub(super) fn sizes(ferroce: &Path, args: &PageArgs, scratch: &Path) -> Result<Vec<Figure>> {
+    tools::ensure(&[NEEDED[1], IPERF])?;
+    let report = scratch.join("sizes.json");
+    let mut columns = Columns::default();
+    for _ in 0..args.rounds() {
+        for (bytes, size, per_second) in SIZES {
+            let lines = bench(ferroce, &["write", "--size", bytes], args.seconds())?;
+            columns.add(&format!("WRITE, {size}"), number(&lines, "write", "/gbytes_per_s")?);
+            columns.add(&format!("iperf3, {size}"), iperf(bytes, args.seconds(), &report)?);
+            let lines = bench(ferroce, &["latency", "--size", bytes], args.seconds())?;
+            columns.add(&ours(size), number(&lines, "send_lat", "/latency_us/p50")? / 2.0);
+            columns.add(&fabric(size), fabric_ping(bytes, per_second * args.seconds())?);
+        }
+    }
+    let figure = |panel: &str, size: &str, unit, (ferroce, reference): (&str, &str)| {
+        let compared = columns.figure("", unit, ferroce, reference, Target::None);
+        Figure {
+            name: format!("{panel}, {size}"),
+            reference: Series {
+                name: "TCP".into(),
+                ..compared.reference
+            },
+            ..compared
+        }
+    };
+    let latency = SIZES.map(|(_, size, _)| figure("latency", size, "us", (&ours(size), &fabric(size))));
+    let bandwidth = |(_, size, _): (&str, &str, f64)| {
+        let columns = (format!("WRITE, {size}"), format!("iperf3, {size}"));
+        figure("bandwidth", size, "GB/s", (&columns.0, &columns.1))
+    };
+    Ok(latency.into_iter().chain(SIZES.map(bandwidth)).collect())
+}
+
+/// Bandwidth of iperf3 over loopback with writes of a size, GB/s.
+fn iperf(bytes: &str, seconds: f64, report: &Path) -> Result<f64> {
+    const PORT: &str = "15201";
+    let mut server = process::command("iperf3");
+    server.args(["-s", "-1", "-B", "127.0.0.1", "-p", PORT]);
+    let mut client = process::command("iperf3");
+    client.args([
+        "-c",
+        "127.0.0.1",
+        "-p",
+        PORT,
+        "-l",
+        bytes,
+        "-J",
+        "-t",
+        &seconds.ceil().to_string(),
+    ]);
+    let text = against("iperf3", server, &mut client)?;
+    std::fs::write(report, text).map_err(|e| format!("{}: {e}", report.display()))?;
+    Ok(iperf_goodput(report)? / 1e3)
 }
 
 fn ours(size: &str) -> String {
@@ -58,14 +125,14 @@ fn fabric(size: &str) -> String {
     format!("fi_pingpong, {size}")
 }
 
-/// What a program says as the client of itself.
+/// Output of a program as the client of itself.
 fn against(name: &str, mut server: Command, client: &mut Command) -> Result<String> {
     let mut server = Guard::spawn(name, server.stdout(Stdio::null()).stderr(Stdio::null()))?;
-    // It says nothing when it listens.
+    // It does not report when it listens.
     std::thread::sleep(Duration::from_millis(500));
-    let said = process::capture(name, client);
+    let output = process::capture(name, client);
     server.stop()?;
-    Ok(String::from_utf8_lossy(&said?.stdout).into_owned())
+    Ok(String::from_utf8_lossy(&output?.stdout).into_owned())
 }
 
 /// Microseconds that a message of libfabric's takes.
@@ -77,7 +144,7 @@ fn fabric_ping(bytes: &str, iterations: f64) -> Result<f64> {
         command
     };
     let text = against("fi_pingpong", ping(), ping().arg("127.0.0.1"))?;
-    fabric_time(&text).ok_or_else(|| format!("fi_pingpong says no time: {text}"))
+    fabric_time(&text).ok_or_else(|| format!("fi_pingpong printed no time: {text}"))
 }
 
 /// The last column but one of the last line.
@@ -106,7 +173,7 @@ fn ucx_put(seconds: f64) -> Result<f64> {
         &messages,
     ]);
     let text = against("ucx_perftest", ucx(), &mut client)?;
-    ucx_bandwidth(&text).ok_or_else(|| format!("ucx_perftest says no bandwidth: {text}"))
+    ucx_bandwidth(&text).ok_or_else(|| format!("ucx_perftest printed no bandwidth: {text}"))
 }
 
 /// The overall bandwidth, GB/s, of the last line of numbers: iterations, three latencies (or fewer), MB/s average and overall,
@@ -125,7 +192,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ucx_says_its_bandwidth_in_the_last_line() {
+    fn ucx_prints_its_bandwidth_in_the_last_line() {
         let text = "+--------------+\n|    Stage     |\nFinal:                  6000      0.000   412.301   412.301     2425.41    2425.41        2425        2425\n";
         let got = ucx_bandwidth(text).unwrap();
         assert!((got - 2.543).abs() < 0.001, "{got}");
@@ -133,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn libfabric_says_what_a_message_takes() {
+    fn libfabric_prints_the_time_of_a_message() {
         let text = "bytes   #sent   #ack     total       time     MB/sec    usec/xfer   Mxfers/sec\n\
                     64      20k     =20k     2.4m        0.25s     10.41       6.15       0.16\n";
         assert_eq!(fabric_time(text), Some(6.15));

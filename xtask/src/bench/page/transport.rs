@@ -1,4 +1,4 @@
-//! The transport on loopback: `ferroce bench` beside the ceiling and a bare ping-pong, and UCX over TCP.
+//! The transport on loopback: `ferroce bench` compared with the ceiling and a raw UDP ping-pong.
 
 use std::{fs, path::Path, process::Command};
 
@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::{
     PageArgs,
-    figure::{Aim, Columns, Figure, Series},
+    figure::{Columns, Figure, Series, Target},
     inner,
 };
 use crate::{
@@ -15,7 +15,7 @@ use crate::{
     process, tools,
 };
 
-/// What `ferroce bench` says of each operation that it has measured.
+/// Reports of `ferroce bench`, one for each operation.
 pub(super) fn bench(ferroce: &Path, args: &[&str], seconds: f64) -> Result<Vec<Value>> {
     let mut command = Command::new(ferroce);
     command.arg("bench").args(args).args(["--json", "-q", "--seconds"]);
@@ -23,24 +23,24 @@ pub(super) fn bench(ferroce: &Path, args: &[&str], seconds: f64) -> Result<Vec<V
     Ok(json_lines(&String::from_utf8_lossy(&output.stdout)))
 }
 
-/// Those lines of an output that are JSON.
+/// Lines of an output that are JSON.
 pub(super) fn json_lines(text: &str) -> Vec<Value> {
     text.lines()
         .filter_map(|line| serde_json::from_str(line).ok())
         .collect()
 }
 
-/// A number in what an operation came to.
+/// A number in the report of an operation.
 pub(super) fn number(lines: &[Value], op: &str, pointer: &str) -> Result<f64> {
     let line = lines.iter().find(|l| l["op"] == op);
     let value = line.and_then(|l| l.pointer(pointer)).and_then(Value::as_f64);
-    value.ok_or_else(|| format!("ferroce bench says no {pointer} of {op}"))
+    value.ok_or_else(|| format!("ferroce bench reported no {pointer} of {op}"))
 }
 
 /// Contestants of a table: name, operation, arguments.
 pub(super) type Row = (&'static str, &'static str, &'static [&'static str]);
 
-/// Lets each have its turn in each round.
+/// Measures each contestant once per round.
 pub(super) fn rounds(ferroce: &Path, args: &PageArgs, rows: &[Row], pointer: &str, scale: f64) -> Result<Columns> {
     let mut columns = Columns::default();
     for _ in 0..args.rounds() {
@@ -53,7 +53,7 @@ pub(super) fn rounds(ferroce: &Path, args: &PageArgs, rows: &[Row], pointer: &st
     Ok(columns)
 }
 
-/// 1 MiB operations beside the ceiling.
+/// 1 MiB operations compared with the ceiling.
 pub(super) fn bulk(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
     let rows: [Row; 9] = [
         ("ceiling", "ceiling", &[]),
@@ -67,7 +67,7 @@ pub(super) fn bulk(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
         ("WRITE without GRO", "write", &["--no-gro"]),
     ];
     let columns = rounds(ferroce, args, &rows, "/gbytes_per_s", 1.0)?;
-    let figure = |ours, beside, least| columns.figure(ours, "GB/s", ours, beside, Aim::AtLeast(least));
+    let figure = |ours, reference, least| columns.figure(ours, "GB/s", ours, reference, Target::AtLeast(least));
     Ok(vec![
         figure("WRITE", "ceiling", 0.9),
         figure("READ", "ceiling", 0.9),
@@ -83,7 +83,7 @@ pub(super) fn latency(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
     let mut columns = Columns::default();
     for _ in 0..args.rounds() {
         let lines = bench(ferroce, &["latency"], args.seconds())?;
-        for (op, name) in [("udp_lat", "bare UDP"), ("write_lat", "WRITE"), ("send_lat", "SEND")] {
+        for (op, name) in [("udp_lat", "raw UDP"), ("write_lat", "WRITE"), ("send_lat", "SEND")] {
             for p in ["p50", "p99"] {
                 columns.add(&format!("{name} {p}"), number(&lines, op, &format!("/latency_us/{p}"))?);
             }
@@ -97,18 +97,18 @@ pub(super) fn latency(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
             columns.add(name, number(&lines, op, "/latency_us/p50")?);
         }
     }
-    let figure = |ours: &str, beside, most| columns.figure(ours, "us", ours, beside, Aim::AtMost(most));
+    let figure = |ours: &str, reference, most| columns.figure(ours, "us", ours, reference, Target::AtMost(most));
     Ok(vec![
-        figure("WRITE p50", "bare UDP p50", 1.8),
-        figure("SEND p50", "bare UDP p50", 1.8),
-        figure("WRITE p99", "bare UDP p99", 3.0),
-        figure("SEND p99", "bare UDP p99", 3.0),
+        figure("WRITE p50", "raw UDP p50", 1.8),
+        figure("SEND p50", "raw UDP p50", 1.8),
+        figure("WRITE p99", "raw UDP p99", 3.0),
+        figure("SEND p99", "raw UDP p99", 3.0),
         figure("WRITE p50, asleep", "UDP and epoll p50", 1.6),
         figure("SEND p50, asleep", "UDP and epoll p50", 1.6),
     ])
 }
 
-/// Programs of perftest under `ferroce run` beside `ferroce bench`, which has no C ABI in between.
+/// Programs of perftest under `ferroce run` compared with `ferroce bench`, which has no C ABI in between.
 pub(super) fn programs(args: &PageArgs, scratch: &Path) -> Result<Vec<Figure>> {
     tools::ensure(&[tools::PERFTEST])?;
     let built = cargo::build_programs(Profile::Release)?;
@@ -122,54 +122,54 @@ pub(super) fn programs(args: &PageArgs, scratch: &Path) -> Result<Vec<Figure>> {
     rows.iter().map(program).collect()
 }
 
-/// A program in what `ferroce-apps --speed` has written.
+/// Figure of a program, from a row that `ferroce-apps --speed` wrote.
 fn program(row: &Value) -> Result<Figure> {
     let name = row["program"].as_str().unwrap_or_default();
     let turns = |side: usize| -> Option<Vec<f64>> {
         let values = row["turns"][side].as_array()?;
         values.iter().map(Value::as_f64).collect()
     };
-    let (Some(ours), Some(bench)) = (turns(0), turns(1)) else {
-        return Err(format!("ferroce-apps says nothing of the turns of {name}"));
+    let (Some(ferroce), Some(bench)) = (turns(0), turns(1)) else {
+        return Err(format!("ferroce-apps reported no turns of {name}"));
     };
-    let (unit, aim) = match row["unit"].as_str() {
-        Some("us") => ("us", Aim::AtMost(1.2)),
-        _ => ("GB/s", Aim::None),
+    let (unit, target) = match row["unit"].as_str() {
+        Some("us") => ("us", Target::AtMost(1.2)),
+        _ => ("GB/s", Target::None),
     };
     Ok(Figure {
         name: name.to_owned(),
-        unit,
-        ours,
-        beside: Series {
+        unit: unit.to_owned(),
+        ferroce,
+        reference: Series {
             name: "ferroce bench".into(),
             values: bench,
         },
-        aim,
+        target,
     })
 }
 
 /// Operations by size and depth.
 pub(super) fn operations(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
     let rows: [Row; 9] = [
-        ("packets of 64 bytes, bare", "ceiling", &["-s", "64"]),
+        ("packets of 64 bytes, raw", "ceiling", &["-s", "64"]),
         ("64 B WRITE, depth 64", "write", &["-s", "64", "-d", "64"]),
         ("64 B WRITE, depth 512", "write", &["-s", "64", "-d", "512"]),
         ("64 B SEND, depth 512", "send", &["-s", "64", "-d", "512"]),
-        ("packets of 4 KiB, bare", "ceiling", &["-s", "4K"]),
+        ("packets of 4 KiB, raw", "ceiling", &["-s", "4K"]),
         ("4 KiB WRITE, depth 64", "write", &["-s", "4K", "-d", "64"]),
         ("4 KiB READ, depth 64", "read", &["-s", "4K", "-d", "64"]),
         ("64 KiB WRITE, depth 16", "write", &["-s", "64K", "-d", "16"]),
-        ("64 KiB, bare", "ceiling", &["-s", "64K"]),
+        ("64 KiB, raw", "ceiling", &["-s", "64K"]),
     ];
     let columns = rounds(ferroce, args, &rows, "/msgs_per_s", 1e6)?;
-    let figure = |ours, beside, aim| columns.figure(ours, "M/s", ours, beside, aim);
+    let figure = |ours, reference, target| columns.figure(ours, "M/s", ours, reference, target);
     Ok(vec![
-        figure("64 B WRITE, depth 64", "packets of 64 bytes, bare", Aim::None),
-        figure("64 B WRITE, depth 512", "packets of 64 bytes, bare", Aim::None),
-        figure("64 B SEND, depth 512", "64 B WRITE, depth 512", Aim::AtLeast(0.8)),
-        figure("4 KiB WRITE, depth 64", "packets of 4 KiB, bare", Aim::None),
-        figure("4 KiB READ, depth 64", "packets of 4 KiB, bare", Aim::None),
-        figure("64 KiB WRITE, depth 16", "64 KiB, bare", Aim::None),
+        figure("64 B WRITE, depth 64", "packets of 64 bytes, raw", Target::None),
+        figure("64 B WRITE, depth 512", "packets of 64 bytes, raw", Target::None),
+        figure("64 B SEND, depth 512", "64 B WRITE, depth 512", Target::AtLeast(0.8)),
+        figure("4 KiB WRITE, depth 64", "packets of 4 KiB, raw", Target::None),
+        figure("4 KiB READ, depth 64", "packets of 4 KiB, raw", Target::None),
+        figure("64 KiB WRITE, depth 16", "64 KiB, raw", Target::None),
     ])
 }
 
@@ -186,12 +186,12 @@ pub(super) fn scale(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
         ),
     ];
     let columns = rounds(ferroce, args, &rows, "/msgs_per_s", 1e6)?;
-    let figure = |ours, beside, aim| columns.figure(ours, "M/s", ours, beside, aim);
+    let figure = |ours, reference, target| columns.figure(ours, "M/s", ours, reference, target);
     Ok(vec![
-        figure("8 queue pairs", "1 queue pair", Aim::None),
-        figure("64 queue pairs", "1 queue pair", Aim::None),
+        figure("8 queue pairs", "1 queue pair", Target::None),
+        figure("64 queue pairs", "1 queue pair", Target::None),
         // The same cost within 1.2.
-        figure("64 of 10,000 queue pairs", "64 queue pairs", Aim::AtLeast(0.83)),
+        figure("64 of 10,000 queue pairs", "64 queue pairs", Target::AtLeast(0.83)),
         inner::idle()?,
     ])
 }
