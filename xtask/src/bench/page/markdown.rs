@@ -146,7 +146,9 @@ impl Measurement {
         for (part, figures) in self.measured() {
             write(&format!("{PLOTS}/{}.svg", part.name), &plot::draw(part, figures))?;
         }
-        let of_overview = self.measured().filter(|(part, _)| OVERVIEW.contains(&part.name));
+        let of_overview = OVERVIEW
+            .iter()
+            .filter_map(|name| self.measured().find(|(part, _)| part.name == *name));
         let panels: Vec<_> = of_overview.flat_map(|(_, figures)| plot::panels(figures)).collect();
         if !panels.is_empty() {
             write(&format!("{PLOTS}/overview.svg"), &plot::lines(&panels))?;

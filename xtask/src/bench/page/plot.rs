@@ -11,7 +11,7 @@ const STYLE: &str = "<style>\
     svg{--ink:#24292f;--back:#ffffff;--grid:#d0d7de;--c0:#1a7f64;--c1:#8c959f;--c2:#bf5a1f;\
     font:13px system-ui,-apple-system,'Segoe UI','DejaVu Sans',sans-serif}\
     @media(prefers-color-scheme:dark){svg{--ink:#e6edf3;--back:#0d1117;--grid:#3d444d;--c0:#3fb68b;--c1:#768390;--c2:#f0883e}}\
-    text{fill:var(--ink)}.back{fill:var(--back)}.grid{stroke:var(--grid)}.spread{stroke:var(--ink)}.title{font-weight:600;font-size:16px}\
+    text{fill:var(--ink)}.back{fill:var(--back)}.grid{stroke:var(--grid)}.spread{stroke:var(--ink)}.title{font-weight:600;font-size:16px}.small{font-size:11px}\
     .c0{fill:var(--c0);stroke:var(--c0)}.c1{fill:var(--c1);stroke:var(--c1)}.c2{fill:var(--c2);stroke:var(--c2)}\
     .line{fill:none;stroke-width:2.5}</style>";
 
@@ -145,16 +145,12 @@ impl Panel {
         points[x] = Spread::of(values).median;
     }
 
-    /// Ticks of the vertical axis, from the lowest to the highest: decades if values differ by more than 50, else steps from zero.
+    /// Ticks of the vertical axis, from the lowest to the highest: decades over sizes of messages, else steps from zero.
     fn ticks(&self) -> (bool, Vec<f64>) {
-        let values = self
-            .lines
-            .iter()
-            .flat_map(|(_, points)| points)
-            .copied()
-            .filter(|v| v.is_finite() && *v > 0.0);
+        let values = self.lines.iter().flat_map(|(_, points)| points);
+        let values = values.copied().filter(|v| v.is_finite() && *v > 0.0);
         let (least, most) = values.fold((f64::MAX, f64::MIN_POSITIVE), |(a, b), v| (a.min(v), b.max(v)));
-        if most / least > 50.0 {
+        if self.xs.iter().all(|x| x.ends_with('B')) {
             let (from, to) = (least.log10().floor() as i32, most.log10().ceil() as i32);
             return (true, (from..=to).map(|e| 10f64.powi(e)).collect());
         }
@@ -203,7 +199,7 @@ impl Panel {
             body += &text(x0 - 6.0, y(*tick) + 4.0, "end", "", &label);
         }
         for (n, name) in self.xs.iter().enumerate() {
-            body += &text(x(n), bottom + 18.0, "middle", "", name);
+            body += &text(x(n), bottom + 18.0, "middle", "small", name);
         }
         body += &text(
             (x0 + x1) / 2.0,
@@ -306,7 +302,17 @@ mod tests {
             ("goodput", 2, 3)
         );
         assert!(panel.lines[2].1[0].is_nan() && panel.lines[2].1[1] == 3.0);
-        assert_eq!(panel.ticks(), (true, vec![1.0, 10.0, 100.0, 1000.0]));
+        assert_eq!(panel.ticks(), (false, vec![0.0, 50.0, 100.0, 150.0, 200.0]));
+        let mut columns = Columns::default();
+        columns.add("a", 0.04);
+        columns.add("b", 3.0);
+        let figure = |name, ferroce, other| columns.figure(name, "GB/s", ferroce, other, Target::None);
+        let by_size = [
+            figure("bandwidth, 64 B", "a", "b"),
+            figure("bandwidth, 1 MiB", "b", "b"),
+        ];
+        let sizes = super::panels(&by_size).remove(0);
+        assert_eq!(sizes.ticks(), (true, vec![0.01, 0.1, 1.0, 10.0]));
         assert_eq!(lines(&panels).matches("<polyline").count(), 3);
         assert_eq!([0.5, 100.0, 20.0].map(plain), ["0.5", "100", "20"].map(str::to_owned));
     }
