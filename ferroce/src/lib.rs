@@ -10,6 +10,7 @@ mod doctor;
 mod man;
 mod map;
 mod map_news;
+mod names;
 mod nbd;
 mod output;
 mod pcap;
@@ -103,7 +104,7 @@ pub fn run() -> ExitCode {
         Command::Map(args) if args.daemon => hand_over(daemon::Kind::Map, args.task_name()),
         Command::Serve(args) => serve::run(&args),
         Command::Map(args) => map::run(&args),
-        Command::Daemon(args) => daemon::run(&args),
+        Command::Daemon(args) => daemon::run(&args, matches.subcommand_matches("daemon")),
         Command::Ctl(args) => ctl::run(&args),
         Command::Run(args) => run::run(&args),
         Command::Link(args) => sharing::link::run(&args),

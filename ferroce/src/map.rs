@@ -1,7 +1,7 @@
 //! `ferroce map`: devices of a server as exports at NBD sockets.
 
 use std::{
-    net::{IpAddr, SocketAddr},
+    net::{IpAddr, Ipv4Addr, SocketAddr},
     path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
@@ -11,7 +11,7 @@ use clap::Args;
 use rnbd::{block::Geometry, client::error::MapError, proto::AccessMode};
 use rnbd_host::{
     LoopStats, activation,
-    listen::{Inherited, NbdAddress},
+    listen::{Inherited, Listen, NbdAddress},
     map::{MapConfig, MapDevice, MapEvent, MapFailure, MapStats, Mapping, Nobody, VhostSocket},
 };
 use roce::iface;
@@ -21,18 +21,20 @@ use rtrs::{
     PathError,
     addr::PathAddr,
     client::{SessionConfig, SessionInfo},
+    proto::DEFAULT_PORT,
 };
 use serde_json::json;
 
 use crate::{
     control::ControlArgs,
     map_news::{self, PathArgs},
+    names::{self, Host, Resolver},
     nbd::NbdArgs,
     output::{self, Failure},
     place::{Place, Stage, foreground},
     report::{Moved, ReportArgs, Reporter},
-    transport::{TransportArgs, path},
-    units::seconds,
+    transport::TransportArgs,
+    units::{seconds, twice},
     vhost::VhostArgs,
 };
 
@@ -59,54 +61,53 @@ Examples:
   nbdinfo 'nbds://192.0.2.8/?tls-certificates=/etc/pki/client'
   qemu-img convert -p -O raw 'nbd+unix:///?socket=disk.sock' copy.img
 
-NBD clients find each device as an export of its name, and the first under the empty name, too; 16 may have chosen one at a time, at \
-all devices, sockets and loops together, of which 4 are reserved for Unix sockets if there are TCP sockets, too. They come to the sockets of --nbd and --nbd-listen, or to those that ferroce is started with by systemd or the like (LISTEN_FDS and LISTEN_PID; then without these options).
+NBD clients find each device as an export of its name, and the first under the empty name, too. 16 clients at a time may use devices, 4 of \
+them at Unix sockets if there are TCP sockets, too. They connect to the sockets of --nbd and --nbd-listen, or, without these options, to those that systemd passes (LISTEN_FDS and LISTEN_PID).
 A socket for virtual machines takes one front end at a time.
 
-Runs until SIGINT or SIGTERM, or until no path is left that is tried again. With --json, one event per line on standard output: \
+Exits on SIGINT or SIGTERM, or when every path has used up its reconnect attempts. With --json, one event per line on standard output: \
 `mapped` (for each device), `stats` (with --stats-interval), `path_up`, `path_down`, `failover`, `reconnect_failed`, `path_closed`, `session_lost`, \
 `session_back`, `remapped`, `not_remapped`, `writes_lost`, `resized`, `unmapped`, `error`, and at the end `summary`.")]
 pub(crate) struct MapArgs {
-    /// Name of the session: the server tells its clients apart by it
+    /// Name of the session, by which the server distinguishes its clients
     #[arg(long, value_name = "NAME")]
     session: String,
-    /// Path to the server: its address, optionally with a port, and before it the address of this host; also as the kernel writes it,
-    /// ip:SRC,ip:DST. Repeat it for several paths, up to 128, from one or several addresses of this host. Requests are spread over them, and those of a lost
+    /// Path to the server: its address or name, optionally with a port, and before it optionally the address of this host; also as the
+    /// kernel writes it, ip:SRC,ip:DST. Repeat it for several paths, up to 128, from one or several addresses of this host. Requests are spread over them, and those of a lost
     /// path move to the others
-    #[arg(long = "path", value_name = "[SRC,]DST[:1234]", value_parser = path, required = true)]
-    paths: Vec<PathAddr>,
-    /// Address of this host, for each --path that names none; one of IPv4, one of IPv6 [default: the route's source address]
-    #[arg(long, value_name = "ADDR")]
-    addr: Vec<IpAddr>,
-    /// Device to open, as the server calls it, and perhaps how, if not as --access-mode says; a name that ends like that wants one
-    /// more: NAME,ro,rw. Several times: as many devices, over the one session
+    #[arg(long = "path", value_name = "[SRC,]DST[:1234]", required = true)]
+    paths: Vec<names::Path>,
+    /// Address of this host for each --path that names none, one of IPv4 and one of IPv6 [default: the route's source address]
+    #[arg(long, value_name = "HOST")]
+    addr: Vec<Host>,
+    /// Device to open, by its name at the server, optionally with its own access mode. Where the name itself ends in `,ro`, add the mode:
+    /// NAME,ro,rw. Repeat it for several devices, which share the session
     #[arg(long = "device", value_name = "NAME[,ro|rw|migration]", value_parser = DeviceArg::parse, required = true)]
     devices: Vec<DeviceArg>,
     #[command(flatten)]
     vhost: VhostArgs,
-    /// How to open devices: `migration` is as `rw`, but a second writer beside the first, if the server allows that
+    /// Access mode of devices; `migration`: write although there is another writer, if the server allows that
     #[arg(long, value_name = "ro|rw|migration", default_value_t = AccessMode::ReadWrite)]
     access_mode: AccessMode,
-    /// Open devices read-only: as --access-mode ro
+    /// Open devices read-only, as with --access-mode ro
     #[arg(long, conflicts_with = "access_mode")]
     ro: bool,
-    /// Connections for I/O; at least one for each loop [default: that, as what leaves together on one connection is the cheapest]
+    /// Connections of each path for I/O, at least one for each thread [default: as many as threads, as few connections batch best]
     #[arg(long, value_name = "N")]
     connections: Option<u16>,
-    /// Loops, each in a thread of its own: each has a share of the session's connections and requests, and NBD clients are spread
-    /// over them. More than one pays if there are several NBD clients, or one with several connections, and a processor for each
-    /// loop
+    /// Threads, each with an event loop and a part of the session's connections and requests; NBD clients are distributed over them.
+    /// More than one pays with several NBD clients, or one with several connections, and a processor for each thread
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     threads: u16,
-    /// Longest time for each step of connecting; the default is the kernel client's, as a kernel server on a busy machine may
-    /// take more than 5 s to register its chunks before it answers
+    /// Timeout of each step of connecting. The default is the kernel client's: a kernel server on a busy machine may take more than 5 s
+    /// to register its chunks before it answers
     #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "30")]
     connect_timeout: Duration,
     #[command(flatten)]
     nbd: NbdArgs,
     #[command(flatten)]
     lasting: PathArgs,
-    /// Have a running `ferroce daemon` do this, until it ends or `ferroce ctl stop`
+    /// Hand this to a running `ferroce daemon`, as a task that runs until `ferroce ctl stop` or the daemon's end
     #[arg(long)]
     pub(crate) daemon: bool,
     #[command(flatten)]
@@ -147,10 +148,10 @@ impl MapArgs {
     }
 
     /// What can be changed.
-    pub(crate) fn changeable(&self) -> Result<Changeable, Failure> {
+    pub(crate) fn changeable(&self, resolver: &Resolver) -> Result<Changeable, Failure> {
         Ok(Changeable {
             devices: self.map_devices(),
-            paths: self.ways()?,
+            paths: self.ways(resolver)?,
             lasting: self.lasting.clone(),
         })
     }
@@ -187,29 +188,25 @@ impl MapArgs {
         self.transport.capture()
     }
 
-    /// The server, as it is called in messages.
-    fn server(&self) -> SocketAddr {
-        self.paths[0].dst
-    }
-
-    /// The paths, each with the address of this host.
-    fn ways(&self) -> Result<Vec<PathAddr>, Failure> {
-        let ipv6 = self.addr.iter().filter(|addr| addr.is_ipv6()).count();
-        if ipv6 > 1 || self.addr.len() - ipv6 > 1 {
+    /// The paths, each with the address of this host. Blocks while names are resolved.
+    fn ways(&self, resolver: &Resolver) -> Result<Vec<PathAddr>, Failure> {
+        let ours = self.addr.iter().map(|host| resolver.own_addr(host));
+        let ours = ours.collect::<Result<Vec<_>, _>>()?;
+        let ipv6 = ours.iter().filter(|addr| addr.is_ipv6()).count();
+        if ipv6 > 1 || ours.len() - ipv6 > 1 {
             return Err(Failure::usage(
                 "--addr takes one IPv4 and one IPv6 address: for several write each in its path, --path SRC,DST",
             ));
         }
-        let way = |path: &PathAddr| {
-            let ours = self.addr.iter().find(|addr| addr.is_ipv4() == path.dst.is_ipv4());
-            let src = match path.src.or(ours.copied()) {
-                Some(src) => src,
-                None => iface::route_to(path.dst.ip())
-                    .map_err(|e| Failure::failed(format!("no route to {}: {e}", path.dst.ip())))?,
+        let way = |path: &names::Path| {
+            let path = resolver.path(path, DEFAULT_PORT, &ours)?;
+            let route = || {
+                let ip = path.dst.ip();
+                iface::route_to(ip).map_err(|e| Failure::failed(format!("no route to {ip}: {e}")))
             };
             Ok(PathAddr {
-                src: Some(src),
-                ..*path
+                src: Some(path.src.map_or_else(route, Ok)?),
+                ..path
             })
         };
         self.paths.iter().map(way).collect()
@@ -223,7 +220,7 @@ impl MapArgs {
         self.transport.open(&sources, self.threads.into(), Arc::new(Nobody))
     }
 
-    fn config(&self, ways: Vec<PathAddr>, inherited: Vec<Inherited>) -> Result<MapConfig, Failure> {
+    fn session(&self, ways: Vec<PathAddr>) -> SessionConfig {
         let mut session = SessionConfig::new(&self.session, ways[0]);
         session.paths = ways;
         session.policy = self.lasting.policy;
@@ -237,22 +234,42 @@ impl MapArgs {
         session.max_user_header = size_of::<rnbd::proto::MsgOpen>() as u16;
         session.connect_timeout = self.connect_timeout;
         session.heartbeat = self.transport.heartbeat(HEARTBEAT);
+        session
+    }
+
+    /// The sockets for NBD clients.
+    fn listen(&self, inherited: Vec<Inherited>, resolver: &Resolver) -> Result<Vec<Listen>, Failure> {
+        match self.nbd.is_named() || !inherited.is_empty() || self.vhost.is_empty() {
+            true => self.nbd.listen(inherited, resolver),
+            // Virtual machines are enough.
+            false => Ok(Vec::new()),
+        }
+    }
+
+    /// Checks what needs no network: session, devices, sockets and certificates. Resolver are not resolved.
+    pub(crate) fn check(&self) -> Result<(), Failure> {
+        if let Some(path) = twice(&self.paths) {
+            return Err(Failure::usage(format!("the path {path} is given twice")));
+        }
+        let any_path = PathAddr::to((Ipv4Addr::LOCALHOST, DEFAULT_PORT).into());
+        self.config(vec![any_path], Vec::new()).map(drop)
+    }
+
+    fn config(&self, ways: Vec<PathAddr>, listen: Vec<Listen>) -> Result<MapConfig, Failure> {
         let devices = self.map_devices();
         let vhost = self.vhost.sockets(&devices)?;
-        let listen = match (self.nbd.is_named(), vhost.is_empty()) {
-            // Virtual machines are enough.
-            (false, false) if inherited.is_empty() => Vec::new(),
-            _ => self.nbd.listen(inherited)?,
-        };
-        Ok(MapConfig {
+        let config = MapConfig {
             devices,
             vhost,
             on_loss: self.lasting.on_loss,
             tls: self.nbd.tls()?,
             grace: GRACE,
             reactor: self.transport.reactor(),
-            ..MapConfig::new(session, &self.devices[0].name, listen)
-        })
+            ..MapConfig::new(self.session(ways), &self.devices[0].name, listen)
+        };
+        config.session.check().map_err(|e| Failure::usage(e.to_string()))?;
+        config.check_devices().map_err(|e| Failure::usage(e.to_string()))?;
+        Ok(config)
     }
 }
 
@@ -285,7 +302,7 @@ fn session_failure(dst: SocketAddr, e: &rtrs::Error) -> Failure {
     Failure::failed(format!("no session with {dst}: {e}{hint}"))
 }
 
-fn map_failure(args: &MapArgs, device: &str, e: &MapError) -> Failure {
+fn map_failure(dst: SocketAddr, device: &str, e: &MapError) -> Failure {
     let hint = match e {
         MapError::Refused { errno, mode, .. } if mode.writable() && *errno == rnbd::Errno::EACCES => {
             "\nmap it with --ro"
@@ -293,18 +310,18 @@ fn map_failure(args: &MapArgs, device: &str, e: &MapError) -> Failure {
         MapError::Refused { errno, .. } if *errno == rnbd::Errno::EPERM => "\nend the other one, or map it with --ro",
         _ => "",
     };
-    Failure::failed(format!("can't map {device} of {}: {e}{hint}", args.server()))
+    Failure::failed(format!("can't map {device} of {dst}: {e}{hint}"))
 }
 
 /// What to say of a mapping that ended otherwise than asked.
-fn failure(args: &MapArgs, e: MapFailure) -> Failure {
-    let (dst, errno) = (args.server(), e.errno());
+fn failure(dst: SocketAddr, e: MapFailure) -> Failure {
+    let errno = e.errno();
     let fail = |what: &str, device: &str, e: &dyn std::fmt::Display| {
         Failure::failed(format!("{dst} could not {what} {device}: {e}"))
     };
     let failure = match e {
         MapFailure::Session(e) => session_failure(dst, &e),
-        MapFailure::Map { device, error } => map_failure(args, &device, &error),
+        MapFailure::Map { device, error } => map_failure(dst, &device, &error),
         MapFailure::Socket(e) => Failure::failed(format!("can't listen: {e}")),
         MapFailure::Lost(why) => Failure::failed(format!(
             "connection to {dst} lost: {why}; what was not flushed may not be in the image"
@@ -328,16 +345,16 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
         sockets,
         stop,
         services,
+        resolver,
         mut reporter,
         tell,
     } = place;
-    let ways = args.ways()?;
+    let ways = args.ways(&resolver)?;
+    let server = ways[0].dst;
     let mut inherited = activation::sockets().map_err(|e| Failure::failed(e.to_string()))?;
     inherited.retain(|socket| sockets.as_ref().is_none_or(|name| socket.name == *name));
-    let config = args.config(ways.clone(), inherited)?;
+    let config = args.config(ways.clone(), args.listen(inherited, &resolver)?)?;
     let (vhost, tls) = (config.vhost.clone(), config.tls.clone());
-    config.session.check().map_err(|e| Failure::usage(e.to_string()))?;
-    config.check_devices().map_err(|e| Failure::usage(e.to_string()))?;
     let started = Mapping::start_shards(args.devices(&ways)?, config);
     let mut mapping = started.map_err(|e| Failure::failed(e.to_string()))?;
     let _listed = services.add_client(mapping.control());
@@ -356,7 +373,7 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
             Some(MapEvent::Mapped { device, geometry, info }) => {
                 mapped = true;
                 tell(Stage::Up);
-                announce(args, &reporter, (&addresses, &vhost), &device, &info, &geometry)?;
+                announce(args, &reporter, &ways, (&addresses, &vhost), &device, &info, &geometry)?;
             }
             // Until then the log says what there is to say of paths.
             Some(MapEvent::News(_)) if !mapped => {}
@@ -366,7 +383,7 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
                 told = true;
                 tracing::warn!(
                     "no session with {} yet; each step may take {} s (--connect-timeout)",
-                    args.server(),
+                    server,
                     args.connect_timeout.as_secs_f64()
                 );
             }
@@ -379,7 +396,7 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
         let (stats, moved) = counted(mapping.stats());
         reporter.summary(&stats, &moved)?;
     }
-    ended.map_err(|e| failure(args, e)).and(ticks)
+    ended.map_err(|e| failure(server, e)).and(ticks)
 }
 
 /// What NBD clients have moved, and with how many packets.
@@ -407,7 +424,7 @@ struct DeviceArg {
 }
 
 impl DeviceArg {
-    /// Reads `NAME[,ro|rw|migration]`. Names may have commas in them, as those of servers may.
+    /// Reads `NAME[,ro|rw|migration]`. Resolver may have commas in them, as those of servers may.
     fn parse(text: &str) -> Result<Self, String> {
         let with_mode = text
             .rsplit_once(',')
@@ -427,6 +444,7 @@ impl DeviceArg {
 fn announce(
     args: &MapArgs,
     reporter: &Reporter,
+    paths: &[PathAddr],
     (addresses, vhost): (&[NbdAddress], &[VhostSocket]),
     device: &MapDevice,
     info: &SessionInfo,
@@ -442,14 +460,14 @@ fn announce(
     let text = format!(
         "mapped {} of {} ({}, {access}): {}",
         device.name,
-        args.server(),
+        paths[0].dst,
         output::bytes(geometry.size),
         ways.join(" ")
     );
     let fields = json!({
         "session": args.session,
-        "server": args.server().to_string(),
-        "paths": args.paths.iter().map(PathAddr::to_string).collect::<Vec<_>>(),
+        "server": paths[0].dst.to_string(),
+        "paths": paths.iter().map(PathAddr::to_string).collect::<Vec<_>>(),
         "device": device.name,
         "access_mode": device.mode.to_string(),
         "bytes": geometry.size,

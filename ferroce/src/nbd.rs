@@ -1,9 +1,6 @@
 //! Where NBD clients of a mapping come in, and the TLS that they find there.
 
-use std::{
-    net::{IpAddr, SocketAddr},
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueEnum};
 use rnbd_host::{
@@ -11,7 +8,10 @@ use rnbd_host::{
     tls::Tls,
 };
 
-use crate::output::Failure;
+use crate::{
+    names::{Endpoint, Resolver},
+    output::Failure,
+};
 
 /// The port of NBD that IANA has assigned.
 const PORT: u16 = 10809;
@@ -22,17 +22,17 @@ pub(crate) struct NbdArgs {
     /// Unix socket to create for NBD clients (mode 0600, removed at the end), in a folder that others can't write to
     #[arg(long, value_name = "SOCKET")]
     nbd: Option<PathBuf>,
-    /// TCP address to listen at for NBD clients, [::] and 0.0.0.0 for all of that kind. Whoever reaches it can use the devices, unless
-    /// --tls require and --tls-verify-peer keep them out. Several times: as many addresses
-    #[arg(long, value_name = "ADDR[:10809]", value_parser = address)]
-    nbd_listen: Vec<SocketAddr>,
-    /// TLS of NBD clients, at whatever socket: refused, offered, or required [default: on with --tls-certificates, else off]
+    /// TCP address or name of this host to listen at for NBD clients; 0.0.0.0 or [::] for all. Anyone who reaches it can use the
+    /// devices, unless --tls require and --tls-verify-peer keep them out. Repeat it to listen at several addresses
+    #[arg(long, value_name = "HOST[:10809]")]
+    nbd_listen: Vec<Endpoint>,
+    /// TLS for NBD clients at all sockets: refused, offered, or required [default: on with --tls-certificates, else off]
     #[arg(long, value_name = "off|on|require", hide_possible_values = true)]
     tls: Option<TlsArg>,
-    /// Folder with server-cert.pem and server-key.pem, as nbdkit's
+    /// Folder with server-cert.pem and server-key.pem, as for nbdkit
     #[arg(long, value_name = "DIR")]
     tls_certificates: Option<PathBuf>,
-    /// Only clients with a certificate that ca-cert.pem in that folder has issued, and ca-crl.pem, if there is one, does not revoke
+    /// Accept only clients whose certificate ca-cert.pem in that folder has issued, and ca-crl.pem, if present, does not revoke
     #[arg(long, requires = "tls_certificates")]
     tls_verify_peer: bool,
     /// Not supported: the TLS library, rustls, has no pre-shared keys. Use certificates
@@ -46,18 +46,6 @@ enum TlsArg {
     Off,
     On,
     Require,
-}
-
-/// Reads `ADDR[:PORT]`; an IPv6 address with a port is in brackets.
-fn address(text: &str) -> Result<SocketAddr, String> {
-    let bare = text.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
-    if let Ok(ip) = bare.unwrap_or(text).parse::<IpAddr>() {
-        return Ok(SocketAddr::new(ip, PORT));
-    }
-    let parsed = text.parse();
-    parsed.map_err(|_| {
-        format!("{text:?} is no address, nor one with a port, such as 192.0.2.1:{PORT} or [2001:db8::1]:{PORT}")
-    })
 }
 
 impl NbdArgs {
@@ -82,9 +70,11 @@ impl NbdArgs {
     }
 
     /// The sockets of the command line, or these that are there.
-    pub(crate) fn listen(&self, inherited: Vec<Inherited>) -> Result<Vec<Listen>, Failure> {
-        let unix = self.nbd.iter().cloned().map(Listen::Unix);
-        let named: Vec<_> = unix.chain(self.nbd_listen.iter().copied().map(Listen::Tcp)).collect();
+    pub(crate) fn listen(&self, inherited: Vec<Inherited>, resolver: &Resolver) -> Result<Vec<Listen>, Failure> {
+        let mut named: Vec<_> = self.nbd.iter().cloned().map(Listen::Unix).collect();
+        for endpoint in &self.nbd_listen {
+            named.extend(resolver.own(endpoint, PORT)?.into_iter().map(Listen::Tcp));
+        }
         match (named.is_empty(), inherited.is_empty()) {
             (false, true) => Ok(named),
             (true, false) => Ok(inherited.into_iter().map(Listen::Inherited).collect()),
@@ -166,23 +156,6 @@ mod tests {
             ("nbd", &tcp("[::1]:7"), Some("a b"), "nbd://[::1]:7/a%20b"),
         ] {
             assert_eq!(uri(scheme, address, name).as_deref(), Some(is));
-        }
-    }
-
-    #[test]
-    fn addresses_have_a_port_or_the_usual_one() {
-        for (text, at) in [
-            ("192.0.2.1", "192.0.2.1:10809"),
-            ("192.0.2.1:7", "192.0.2.1:7"),
-            ("2001:db8::1", "[2001:db8::1]:10809"),
-            ("[2001:db8::1]", "[2001:db8::1]:10809"),
-            ("[2001:db8::1]:7", "[2001:db8::1]:7"),
-            ("[::]:0", "[::]:0"),
-        ] {
-            assert_eq!(address(text).map(|a| a.to_string()), Ok(at.to_owned()));
-        }
-        for wrong in ["", "host", "192.0.2.1:", "192.0.2.1:70000", "[::1", "/run/nbd.sock"] {
-            assert!(address(wrong).is_err(), "{wrong}");
         }
     }
 }

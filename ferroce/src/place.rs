@@ -7,6 +7,7 @@ use rnbd_host::{control::map::MapControl, tls::Tls};
 
 use crate::{
     control::{Control, ControlArgs, ServiceRegistry},
+    names::Resolver,
     output::Failure,
     printer::Printer,
     report::{ReportArgs, Reporter},
@@ -30,6 +31,8 @@ pub(crate) struct Place<'a> {
     /// When it is to end.
     pub(crate) stop: Stop,
     pub(crate) services: Arc<ServiceRegistry>,
+    /// Keeps the addresses of the names in its options.
+    pub(crate) resolver: Arc<Resolver>,
     pub(crate) reporter: Reporter,
     /// Is told how far it is.
     pub(crate) tell: &'a dyn Fn(Stage),
@@ -49,6 +52,7 @@ pub(crate) fn foreground(
         sockets: None,
         stop,
         services: services.clone(),
+        resolver: Arc::default(),
         reporter: report.reporter(control.events()),
         tell: &|stage| match stage {
             Stage::Mapping(_, Some(tls)) => services.renewable(tls),

@@ -58,9 +58,8 @@ impl fmt::Display for Wanted {
 
 #[derive(Args, Clone, PartialEq, Eq, Debug)]
 pub(crate) struct RdmaArgs {
-    /// RDMA devices to use, at the addresses that are theirs; other addresses are in software. `auto`: all that there are, if this
-    /// ferroce was built with the feature `hardware`; `soft`: none.
-    /// Several times: as many devices
+    /// RDMA device of this host to use for the addresses that it has; other addresses are in software. `auto`: all devices, if this
+    /// ferroce was built with the feature `hardware`; `soft`: none. Repeat it for several devices
     #[arg(long = "rdma", value_name = "NAME[:PORT]|auto|soft", default_value = "auto")]
     wanted: Vec<Wanted>,
 }

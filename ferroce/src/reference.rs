@@ -6,7 +6,7 @@ use std::{fmt::Write as _, fs, path::Path};
 
 use clap::{Arg, ArgAction, Command, CommandFactory};
 
-use crate::{Cli, daemon::NOT_KEYS};
+use crate::{Cli, daemon::OF_DAEMON};
 
 const COLUMNS: usize = 100;
 
@@ -43,7 +43,7 @@ fn configuration() -> String {
     let command = Cli::command();
     for table in ["serve", "map"] {
         let _ = write!(text, "\n## [{table}.NAME]\n\n| key | value | |\n| --- | --- | --- |\n");
-        let is_key = |arg: &&Arg| arg.get_long().is_some_and(|name| !NOT_KEYS.contains(&name)) && !arg.is_hide_set();
+        let is_key = |arg: &&Arg| arg.get_long().is_some_and(|name| !OF_DAEMON.contains(&name)) && !arg.is_hide_set();
         let task = command.find_subcommand(table).unwrap();
         for arg in task.get_arguments().filter(is_key) {
             let names = arg.get_value_names().unwrap_or_default();

@@ -20,9 +20,9 @@ use crate::{
 };
 
 /// Options of reports.
-#[derive(Clone, Args)]
+#[derive(Clone, Debug, Args)]
 pub(crate) struct ReportArgs {
-    /// Print statistics this often
+    /// Interval of printed statistics
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     stats_interval: Option<Duration>,
     /// Report events as JSON, one object per line
@@ -31,6 +31,11 @@ pub(crate) struct ReportArgs {
 }
 
 impl ReportArgs {
+    /// Whether events are reported as JSON.
+    pub(crate) fn is_json(&self) -> bool {
+        self.json
+    }
+
     /// Starts the report of a run, which also goes to the subscribers of `events`.
     pub(crate) fn reporter(&self, events: Events) -> Reporter {
         let now = Instant::now();

@@ -3,6 +3,7 @@
 use std::{
     net::{IpAddr, SocketAddr},
     path::{Path, PathBuf},
+    sync::Arc,
     time::Duration,
 };
 
@@ -21,17 +22,19 @@ use roce_devices::Devices;
 use roce_verbs::shown;
 use rtrs::{
     admission::{AccessList, AccessRule},
+    proto::DEFAULT_PORT,
     server::{ServerConfig, request::SessionOpened},
 };
 use serde_json::{Value, json};
 
 use crate::{
     control::{ControlArgs, Served},
+    names::{Endpoint, Resolver},
     output::{self, Failure},
     place::{Place, Stage, foreground},
     report::{Moved, ReportArgs, Reporter},
-    transport::{TransportArgs, path},
-    units::size32,
+    transport::TransportArgs,
+    units::{size32, twice},
 };
 
 /// As the kernel's server. To cut off a client whose machine is only paused costs it what was under way, and a kernel's client without
@@ -54,76 +57,73 @@ Examples:
 On a Linux client, as root, with rdma_rxe or RoCE hardware and the module rnbd_client:
   echo 'sessname=test path=ip:192.0.2.7 device_path=disk' > /sys/class/rnbd-client/ctl/map_device
 
-Runs until SIGINT or SIGTERM, then ends its sessions and makes everything durable. With --json, one event per line on \
+Exits on SIGINT or SIGTERM, after it has ended its sessions and made all writes durable. With --json, one event per line on \
 standard output: `listening`, `session_opened` and `session_closed` (`session`, `peer`, and `connections`, how many the \
 client made for its first path), `path_up` and `path_down` (`session`, `path`, and `why` it is gone), \
 `stats` (with --stats-interval), `error`, and at the end `summary`.")]
 pub(crate) struct ServeArgs {
-    /// Address of this host to listen at, optionally with a port; 0.0.0.0 or :: for all. Repeat it to listen at several addresses, IPv4
-    /// and IPv6; the paths of one session may lead to several of them
-    #[arg(long, alias = "listen", value_name = "ADDR[:1234]", value_parser = listen, required = true)]
-    addr: Vec<SocketAddr>,
-    /// An image file or block device and the name that clients ask for; may be given several times. `ro`: nobody may write;
-    /// `migrate`: beside a writer a second one gets in if it asks for access mode `migration`, as always with the kernel's
-    /// server; a comma in the path is written `,,`
+    /// Address or name of this host to listen at, optionally with a port; 0.0.0.0 or :: for all. Repeat it to listen at several
+    /// addresses, IPv4 and IPv6; the paths of one session may lead to several of them
+    #[arg(long, alias = "listen", value_name = "HOST[:1234]", value_parser = listen, required = true)]
+    addr: Vec<Endpoint>,
+    /// Export an image file or block device under the name that clients ask for. `ro`: read-only; `migrate`: allow a second writer with
+    /// access mode `migration`, as the kernel's server always does; a comma in the path is written `,,`. Repeat it for several exports
     #[arg(
         long = "export",
         value_name = "NAME=PATH[,ro][,migrate]",
         required_unless_present = "export_dir"
     )]
     exports: Vec<ExportSpec>,
-    /// A folder whose files and block devices are offered by their names; %SESSNAME% in it stands for the client's session.
-    /// Options as those of --export
+    /// Export all files and block devices of a folder under their names; %SESSNAME% in its path stands for the client's session.
+    /// Options as for --export
     #[arg(long, value_name = "DIR[,ro][,migrate]")]
     export_dir: Option<FolderSpec>,
-    /// Folder that --export and --export-dir must not lead out of, by whatever links; or a file or block device that is all of it. `ro`: nobody
-    /// may write. Several times: as many [default: anywhere]
+    /// Folder that exports must be in, after symbolic links are followed; or the only file or block device that may be exported. `ro`:
+    /// read-only. Repeat it to allow several [default: anywhere]
     #[arg(long, value_name = "PATH[,ro]", value_parser = root)]
     export_within: Vec<FolderSpec>,
-    /// Who may connect; may be given several times [default: everybody]. With NAME: a session of that name only from there,
-    /// its further paths too, while a name without a rule is for the addresses without a name
+    /// Accept clients of these addresses only. With NAME: accept a session of that name, all its paths, from there only; sessions of other
+    /// names need a rule without NAME. Repeat it for several rules [default: all clients]
     #[arg(long, value_name = "[NAME=]CIDR")]
     allow: Vec<AccessRule>,
-    /// Sessions at a time [default: 64]
+    /// Most sessions at a time [default: 64]
     #[arg(long, value_name = "N")]
     max_sessions: Option<usize>,
-    /// Sessions at a time of one client: of an IPv4 or link-local IPv6 address, or of the /64 of another IPv6 address
-    /// [default: 16]
+    /// Most sessions at a time of one client: of one IPv4 or link-local IPv6 address, or of one /64 of other IPv6 addresses [default: 16]
     #[arg(long, value_name = "N")]
     max_sessions_per_client: Option<usize>,
-    /// Paths of all sessions at a time [default: 128]. Beside them at most 256 wait for a first answer from their client's
-    /// address, 32 of one client; the oldest of these gives way to a newcomer
+    /// Most paths of all sessions at a time. Another 256 at most, 32 of one client, wait for a first answer from their client's
+    /// address; beyond that the oldest is evicted [default: 128]
     #[arg(long, value_name = "N")]
     max_paths: Option<usize>,
-    /// Connections of one path, at most 4096 [default: 257]. Linux makes one for each of its processors and poll queues, and one
+    /// Most connections of one path, up to 4096. Linux makes one for each of its processors and poll queues, and one more [default: 257]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(2..=4096))]
     max_connections: Option<u16>,
-    /// Devices that one session may have open [default: 256]
+    /// Most devices that one session may have open [default: 256]
     #[arg(long, value_name = "N")]
     max_devices_per_session: Option<usize>,
-    /// Devices that all sessions together may have open [default: 1024]
+    /// Most devices that all sessions together may have open [default: 1024]
     #[arg(long, value_name = "N")]
     max_devices: Option<usize>,
-    /// Requests in flight of a session [default: 512]
+    /// Most requests in flight of a session [default: 512]
     #[arg(long, value_name = "N")]
     queue_depth: Option<u32>,
-    /// Bytes of a request, its headers (4 KiB) included; a power of two. A session takes queue depth times this of memory
+    /// Size of a request's chunk: data and headers (4 KiB); a power of two. A session takes queue depth times this much memory
     /// [default: 128K]
     #[arg(long, value_name = "BYTES", value_parser = size32)]
     max_chunk_size: Option<u32>,
-    /// Take back a chunk's key while its request is worked on. Off, a client can change data under the server's hands,
-    /// and requests are a little cheaper
+    /// Invalidate a chunk's key while its request is processed. Without it a client can modify a chunk while the server is processing
+    /// it; requests are a little cheaper
     #[arg(long, value_name = "on|off", value_parser = on_off, default_value = "on", action = ArgAction::Set)]
     always_invalidate: bool,
-    /// Loops, each in a thread of its own, over which the connections of each session are spread. More than one pays if clients
-    /// have several connections, as Linux has one for each of its processors, or there are several clients; and if there is a
-    /// processor for each loop
+    /// Threads, each with an event loop; the connections of each session are distributed over them. More than one pays with several
+    /// clients, or clients with several connections (Linux has one for each of its processors), and a processor for each thread
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     threads: u16,
-    /// Past the page cache, where the file system can do that (O_DIRECT)
+    /// Bypass the page cache (O_DIRECT), where the file system can do that
     #[arg(long)]
     direct: bool,
-    /// Have a running `ferroce daemon` do this, until it ends or `ferroce ctl stop`
+    /// Hand this to a running `ferroce daemon`, as a task that runs until `ferroce ctl stop` or the daemon's end
     #[arg(long)]
     pub(crate) daemon: bool,
     #[command(flatten)]
@@ -134,12 +134,11 @@ pub(crate) struct ServeArgs {
     transport: TransportArgs,
 }
 
-fn listen(text: &str) -> Result<SocketAddr, String> {
-    let path = path(text)?;
-    match path.src {
-        None if path.dst.port() == 0 => Err("clients have to name the port: it can't be 0".to_owned()),
-        None => Ok(path.dst),
-        Some(_) => Err("one address, not a path".to_owned()),
+fn listen(text: &str) -> Result<Endpoint, String> {
+    let endpoint: Endpoint = text.parse()?;
+    match endpoint.port {
+        Some(0) => Err("clients have to name the port: it can't be 0".to_owned()),
+        _ => Ok(endpoint),
     }
 }
 
@@ -163,7 +162,7 @@ pub(crate) fn on_off(text: &str) -> Result<bool, String> {
 impl ServeArgs {
     /// What a daemon calls it.
     pub(crate) fn task_name(&self) -> String {
-        self.addr[0].to_string()
+        self.addr[0].with_port(DEFAULT_PORT)
     }
 
     /// What is offered by name.
@@ -236,32 +235,24 @@ impl ServeArgs {
         self.transport.capture()
     }
 
-    /// The addresses of its devices.
-    fn addrs(&self) -> Result<Vec<IpAddr>, Failure> {
-        let mut addrs = Vec::new();
-        for (index, listen) in self.addr.iter().enumerate() {
-            if self.addr[..index].contains(listen) {
-                return Err(Failure::usage(format!("--addr {listen} is given twice")));
-            }
-            if !addrs.contains(&listen.ip()) {
-                addrs.push(listen.ip());
-            }
+    /// The addresses to listen at. Blocks while names are resolved.
+    fn listens(&self, resolver: &Resolver) -> Result<Vec<SocketAddr>, Failure> {
+        let mut listens = Vec::new();
+        for endpoint in &self.addr {
+            listens.extend(resolver.own(endpoint, DEFAULT_PORT)?);
         }
-        Ok(addrs)
+        match twice(&listens) {
+            Some(addr) => Err(Failure::usage(format!("--addr {addr} is given twice"))),
+            None => Ok(listens),
+        }
     }
 
-    /// What it is called in messages.
-    fn listens(&self) -> String {
-        let all: Vec<_> = self.addr.iter().map(SocketAddr::to_string).collect();
-        all.join(", ")
-    }
-
-    fn config(&self) -> ServerConfig {
+    fn config(&self, listens: &[SocketAddr]) -> ServerConfig {
         let usual = ServerConfig::default();
         ServerConfig {
-            addr: self.addr[0].ip(),
-            port: self.addr[0].port(),
-            further: self.addr[1..].to_vec(),
+            addr: listens[0].ip(),
+            port: listens[0].port(),
+            further: listens[1..].to_vec(),
             allow: AccessList::new(self.allow.clone()),
             max_sessions: self.max_sessions.unwrap_or(usual.max_sessions),
             max_sessions_per_client: self.max_sessions_per_client.unwrap_or(usual.max_sessions_per_client),
@@ -276,8 +267,7 @@ impl ServeArgs {
     }
 
     /// As the kernel's modules have them.
-    fn parameters(&self) -> Parameters {
-        let config = self.config();
+    fn parameters(&self, config: &ServerConfig) -> Parameters {
         let folder = self.export_dir.as_ref().map(|f| f.path.display().to_string());
         Parameters {
             max_chunk_size: config.max_chunk_size,
@@ -294,6 +284,27 @@ impl ServeArgs {
             max_devices: self.max_devices_per_session.unwrap_or(usual.max_devices),
             max_open: self.max_devices.unwrap_or(usual.max_open),
         }
+    }
+
+    /// Checks what needs no network: exports can be opened, and no address is given twice.
+    pub(crate) fn check(&self) -> Result<(), Failure> {
+        if let Some(addr) = twice(&self.addr) {
+            return Err(Failure::usage(format!(
+                "--addr {} is given twice",
+                addr.with_port(DEFAULT_PORT)
+            )));
+        }
+        self.open_exports().map(drop)
+    }
+
+    fn open_exports(&self) -> Result<Arc<Exports>, Failure> {
+        Exports::new(self.exports()?, self.folder()?.as_ref(), self.caching())
+            .map_err(|e| Failure::failed(e.to_string()))
+    }
+
+    /// Addresses and names to listen at, as given, with their ports.
+    pub(crate) fn endpoints(&self) -> impl Iterator<Item = String> {
+        self.addr.iter().map(|addr| addr.with_port(DEFAULT_PORT))
     }
 
     fn caching(&self) -> Caching {
@@ -331,26 +342,28 @@ pub(crate) fn serve(args: &ServeArgs, place: Place<'_>) -> Result<(), Failure> {
         services,
         mut reporter,
         tell: told_to,
+        resolver,
         ..
     } = place;
-    let exports = Exports::new(args.exports()?, args.folder()?.as_ref(), args.caching())
-        .map_err(|e| Failure::failed(e.to_string()))?;
+    let listens = args.listens(&resolver)?;
+    let exports = args.open_exports()?;
     let config = ServeConfig {
-        rtrs: args.config(),
+        rtrs: args.config(&listens),
         limits: args.limits(),
         exports: exports.clone(),
         disk: DiskConfig::default(),
         reactor: args.transport.reactor(),
         grace: GRACE,
     };
-    let (mut server, mtus) = start(args, config)?;
+    let parameters = args.parameters(&config.rtrs);
+    let (mut server, mtus) = start(args, &listens, config)?;
     let _listed = services.add_server(Served {
         control: server.control(),
-        parameters: args.parameters(),
+        parameters,
     });
     told_to(Stage::Serving(exports));
     told_to(Stage::Up);
-    announce(args, &reporter, &mtus)?;
+    announce(args, &reporter, &listens, &mtus)?;
 
     let mut told = Ok(());
     while !stop.requested() && told.is_ok() {
@@ -371,8 +384,19 @@ pub(crate) fn serve(args: &ServeArgs, place: Place<'_>) -> Result<(), Failure> {
 }
 
 /// Starts the loops; also the path MTU of each device.
-fn start(args: &ServeArgs, config: ServeConfig) -> Result<(Serving, Vec<(IpAddr, Mtu)>), Failure> {
-    let (addrs, loops) = (args.addrs()?, usize::from(args.threads));
+fn start(
+    args: &ServeArgs,
+    listens: &[SocketAddr],
+    config: ServeConfig,
+) -> Result<(Serving, Vec<(IpAddr, Mtu)>), Failure> {
+    let loops = usize::from(args.threads);
+    // One device for each address, whatever the ports.
+    let mut addrs: Vec<IpAddr> = Vec::new();
+    for ip in listens.iter().map(SocketAddr::ip) {
+        if !addrs.contains(&ip) {
+            addrs.push(ip);
+        }
+    }
     let gate = Gate::new(&config.rtrs, loops);
     let mut devices = args.transport.open(&addrs, loops, gate.clone())?;
     let mtus = |device: &mut Devices| {
@@ -384,7 +408,10 @@ fn start(args: &ServeArgs, config: ServeConfig) -> Result<(Serving, Vec<(IpAddr,
         Ok([device]) => Serving::start(device, config),
         Err(devices) => Serving::start_shards(devices, config, &gate),
     };
-    let server = started.map_err(|e| Failure::failed(format!("can't serve on {}: {e}", args.listens())))?;
+    let server = started.map_err(|e| {
+        let all: Vec<_> = listens.iter().map(SocketAddr::to_string).collect();
+        Failure::failed(format!("can't serve on {}: {e}", all.join(", ")))
+    })?;
     Ok((server, mtus))
 }
 
@@ -443,16 +470,21 @@ fn counted(stats: ServeStats) -> (LoopStats, Moved) {
     (stats.turns, moved)
 }
 
-fn announce(args: &ServeArgs, reporter: &Reporter, mtus: &[(IpAddr, Mtu)]) -> Result<(), Failure> {
-    let config = args.config();
+fn announce(
+    args: &ServeArgs,
+    reporter: &Reporter,
+    listens: &[SocketAddr],
+    mtus: &[(IpAddr, Mtu)],
+) -> Result<(), Failure> {
+    let config = args.config(listens);
     let mut exports = Vec::new();
     let mtu = |listen: &SocketAddr| {
         let found = mtus.iter().find(|(addr, _)| *addr == listen.ip());
         found.map_or(Mtu::B1024, |(_, mtu)| *mtu).bytes()
     };
     let line = |listen: &SocketAddr| format!("listening on {listen}, path MTU {}", mtu(listen));
-    let mut text = args.addr.iter().map(line).collect::<Vec<_>>().join("\n");
-    let addresses = args.addr.iter().map(|listen| {
+    let mut text = listens.iter().map(line).collect::<Vec<_>>().join("\n");
+    let addresses = listens.iter().map(|listen| {
         json!({
             "address": listen.to_string(),
             "path_mtu": mtu(listen),
@@ -486,8 +518,8 @@ fn announce(args: &ServeArgs, reporter: &Reporter, mtus: &[(IpAddr, Mtu)]) -> Re
         text.push_str(&format!("\nexport folder: {folder}"));
     }
     let fields = json!({
-        "address": args.addr[0].to_string(),
-        "path_mtu": mtu(&args.addr[0]),
+        "address": listens[0].to_string(),
+        "path_mtu": mtu(&listens[0]),
         "addresses": addresses.collect::<Vec<_>>(),
         "exports": exports,
         "export_dir": folder,
@@ -531,10 +563,15 @@ mod tests {
 
     #[test]
     fn listen_addresses() {
-        assert_eq!(listen("192.0.2.7").unwrap(), "192.0.2.7:1234".parse().unwrap());
-        assert_eq!(listen("ip:192.0.2.7:99").unwrap(), "192.0.2.7:99".parse().unwrap());
-        assert_eq!(listen("[::]").unwrap(), "[::]:1234".parse().unwrap());
-        assert!(listen("192.0.2.7,192.0.2.8").is_err() && listen("host").is_err());
+        for (text, addr) in [
+            ("192.0.2.7", "192.0.2.7:1234"),
+            ("ip:192.0.2.7:99", "192.0.2.7:99"),
+            ("[::]", "[::]:1234"),
+            ("store.example", "store.example:1234"),
+        ] {
+            assert_eq!(listen(text).unwrap().with_port(DEFAULT_PORT), addr);
+        }
+        assert!(listen("192.0.2.7,192.0.2.8").is_err());
         assert!(listen("192.0.2.7:0").is_err());
     }
 }

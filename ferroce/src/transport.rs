@@ -11,7 +11,7 @@ use clap::Args;
 use roce::{DeviceConfig, DeviceStats, JoinConfig, LocalDevice, Mtu, Placement, broker::running_broker};
 use roce_devices::Devices;
 use roce_reactor::{ReactorConfig, SpinMode};
-use rtrs::{addr::PathAddr, heartbeat::HeartbeatConfig, proto::DEFAULT_PORT};
+use rtrs::heartbeat::HeartbeatConfig;
 use serde_json::{Map, Value};
 
 use crate::{
@@ -31,31 +31,25 @@ pub(crate) struct TransportArgs {
     /// Largest path MTU: 256, 512, 1024, 2048 or 4096 [default: the largest that the interface carries]
     #[arg(long, value_name = "BYTES")]
     mtu: Option<Mtu>,
-    /// Receive buffer of the socket; the system may grant less (net.core.rmem_max) [default: 8M]
+    /// Receive buffer of each socket; the system may grant less (net.core.rmem_max) [default: 8M]
     #[arg(long, value_name = "BYTES", value_parser = memory)]
     socket_buffer: Option<usize>,
-    /// Send each packet with a call of its own
+    /// Send one packet per system call (no UDP segmentation offload)
     #[arg(long)]
     no_gso: bool,
-    /// Receive each packet with a call of its own
+    /// Receive one packet per system call (no UDP receive offload)
     #[arg(long)]
     no_gro: bool,
-    /// Ask a silent peer for a sign of life this often; after five times without an answer it counts as dead [default: 1, of `serve`
-    /// 5 as the kernel's, so that clients whose machine is paused for a while (a snapshot, a migration) keep their sessions]
+    /// Heartbeat interval. A path fails after five missed heartbeats [default: 1; for `serve` 5, as the kernel's server, so that clients
+    /// whose machine is paused for a while (a snapshot, a migration) keep their sessions]
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     heartbeat: Option<Duration>,
-    /// How long the loop looks for work before it sleeps, at most: microseconds, `auto` (as it pays), or `off`
+    /// Longest busy polling before a loop sleeps: microseconds, `auto` (as long as it finds work that way), or `off`
     #[arg(long, value_name = "US|auto|off", default_value = "auto")]
     spin: SpinMode,
-    /// Write every packet sent and received, at all addresses, to this file, which only its owner may read; not through a symbolic link
+    /// Write every packet sent and received, at all addresses, to this capture file. Only its owner may read it; a symbolic link is refused
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
-}
-
-/// A path of RTRS, whose link-local addresses may name their interface.
-pub(crate) fn path(text: &str) -> Result<PathAddr, String> {
-    let interfaces = |name: &str| nix::net::if_::if_nametoindex(name).ok();
-    PathAddr::parse(text, DEFAULT_PORT, &interfaces).map_err(|e| e.to_string())
 }
 
 impl TransportArgs {
@@ -187,13 +181,6 @@ const fn path_counters(stats: &DeviceStats) -> [(&'static str, u64); 9] {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn paths_name_interfaces() {
-        let lo = path("fe80::1%lo").unwrap().dst;
-        assert!(matches!(lo, std::net::SocketAddr::V6(a) if a.scope_id() > 0), "{lo}");
-        assert!(path("fe80::1%no-such-if").unwrap_err().contains("no-such-if"));
-    }
 
     #[test]
     fn reports_have_the_promised_keys() {

@@ -48,6 +48,13 @@ pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     }
 }
 
+/// Finds a value that was given more than once.
+pub(crate) fn twice<T: PartialEq>(all: &[T]) -> Option<&T> {
+    all.iter()
+        .enumerate()
+        .find_map(|(n, value)| all[..n].contains(value).then_some(value))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -16,6 +16,11 @@ pub(crate) struct VhostArgs {
 }
 
 impl VhostArgs {
+    /// Whether no socket is named.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.vhost_user.is_empty()
+    }
+
     /// The sockets, of these devices.
     pub(crate) fn sockets(&self, devices: &[MapDevice]) -> Result<Vec<VhostSocket>, Failure> {
         self.vhost_user.iter().map(|arg| arg.socket(devices)).collect()

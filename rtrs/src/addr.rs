@@ -37,31 +37,63 @@ pub enum AddrError {
 /// The number of the network interface of a name; `None`: there is none.
 pub type Interfaces<'a> = &'a dyn Fn(&str) -> Option<u32>;
 
-/// One end: an address, perhaps with a port.
-fn parse_end(text: &str, interfaces: Interfaces<'_>) -> Result<(IpAddr, u32, Option<u16>), AddrError> {
-    if text.starts_with("gid:") {
-        return Err(AddrError::Gid(text.into()));
-    }
-    let bare = text.strip_prefix("ip:").unwrap_or(text);
-    let invalid = || AddrError::Invalid(text.into());
-    if let Some(rest) = bare.strip_prefix('[') {
-        let (inner, tail) = rest.split_once(']').ok_or_else(invalid)?;
-        let (v6, scope) = parse_v6(inner, text, interfaces)?;
-        let port = match tail.strip_prefix(':') {
-            Some(p) => Some(p.parse().map_err(|_| invalid())?),
-            None if tail.is_empty() => None,
-            None => return Err(invalid()),
+/// One end of a path: an address, optionally with a port.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct EndAddr {
+    /// The address.
+    pub ip: IpAddr,
+    /// Number of the interface of a link-local IPv6 address; 0: none is named.
+    pub scope: u32,
+    /// The port, if one is named.
+    pub port: Option<u16>,
+}
+
+impl EndAddr {
+    /// Reads `ADDR` or `ADDR:PORT`; an IPv6 address with a port is in brackets, and `ip:` may precede it.
+    ///
+    /// # Errors
+    /// When it is not an address, or of an interface that does not exist.
+    pub fn parse(text: &str, interfaces: Interfaces<'_>) -> Result<Self, AddrError> {
+        if text.starts_with("gid:") {
+            return Err(AddrError::Gid(text.into()));
+        }
+        let bare = text.strip_prefix("ip:").unwrap_or(text);
+        let invalid = || AddrError::Invalid(text.into());
+        if let Some(rest) = bare.strip_prefix('[') {
+            let (inner, tail) = rest.split_once(']').ok_or_else(invalid)?;
+            let (v6, scope) = parse_v6(inner, text, interfaces)?;
+            let port = match tail.strip_prefix(':') {
+                Some(p) => Some(p.parse().map_err(|_| invalid())?),
+                None if tail.is_empty() => None,
+                None => return Err(invalid()),
+            };
+            let ip = v6.into();
+            return Ok(Self { ip, scope, port });
+        }
+        let v4 = |ip: Ipv4Addr, port| Self {
+            ip: ip.into(),
+            scope: 0,
+            port,
         };
-        return Ok((IpAddr::V6(v6), scope, port));
+        if let Ok(ip) = bare.parse::<Ipv4Addr>() {
+            return Ok(v4(ip, None));
+        }
+        if let Ok(addr) = bare.parse::<SocketAddrV4>() {
+            return Ok(v4(*addr.ip(), Some(addr.port())));
+        }
+        let (v6, scope) = parse_v6(bare, text, interfaces)?;
+        let (ip, port) = (v6.into(), None);
+        Ok(Self { ip, scope, port })
     }
-    if let Ok(v4) = bare.parse::<Ipv4Addr>() {
-        return Ok((IpAddr::V4(v4), 0, None));
+
+    /// The address with its port, or this one where it names none.
+    pub fn socket(&self, port: u16) -> SocketAddr {
+        let port = self.port.unwrap_or(port);
+        match self.ip {
+            IpAddr::V4(ip) => SocketAddrV4::new(ip, port).into(),
+            IpAddr::V6(ip) => SocketAddrV6::new(ip, port, 0, self.scope).into(),
+        }
     }
-    if let Ok(v4) = bare.parse::<SocketAddrV4>() {
-        return Ok((IpAddr::V4(*v4.ip()), 0, Some(v4.port())));
-    }
-    let (v6, scope) = parse_v6(bare, text, interfaces)?;
-    Ok((IpAddr::V6(v6), scope, None))
 }
 
 fn parse_v6(addr: &str, whole: &str, interfaces: Interfaces<'_>) -> Result<(Ipv6Addr, u32), AddrError> {
@@ -75,6 +107,14 @@ fn parse_v6(addr: &str, whole: &str, interfaces: Interfaces<'_>) -> Result<(Ipv6
         }
     };
     Ok((ip, scope))
+}
+
+/// Splits a path into source, if it names one, and destination.
+pub fn split(path: &str) -> (Option<&str>, &str) {
+    match path.split_once([',', '@']) {
+        Some((src, dst)) => (Some(src), dst),
+        None => (None, path),
+    }
 }
 
 /// Source and destination of a path.
@@ -97,20 +137,12 @@ impl PathAddr {
     /// # Errors
     /// Says which part is wrong.
     pub fn parse(text: &str, port: u16, interfaces: Interfaces<'_>) -> Result<Self, AddrError> {
-        let (src, dst) = match text.split_once([',', '@']) {
-            Some((src, dst)) => (Some(src), dst),
-            None => (None, text),
+        let (src, dst) = split(text);
+        let src = match src.map(|src| EndAddr::parse(src, interfaces)).transpose()? {
+            Some(EndAddr { port: Some(_), .. }) => return Err(AddrError::SourcePort(text.into())),
+            src => src.map(|src| src.ip),
         };
-        let src = match src.map(|src| parse_end(src, interfaces)).transpose()? {
-            Some((_, _, Some(_))) => return Err(AddrError::SourcePort(text.into())),
-            src => src.map(|(ip, _, _)| ip),
-        };
-        let (ip, scope, own_port) = parse_end(dst, interfaces)?;
-        let port = own_port.unwrap_or(port);
-        let dst = match ip {
-            IpAddr::V4(ip) => SocketAddr::V4(SocketAddrV4::new(ip, port)),
-            IpAddr::V6(ip) => SocketAddr::V6(SocketAddrV6::new(ip, port, 0, scope)),
-        };
+        let dst = EndAddr::parse(dst, interfaces)?.socket(port);
         if src.is_some_and(|s| s.is_ipv4() != dst.is_ipv4()) {
             return Err(AddrError::Family(text.into()));
         }

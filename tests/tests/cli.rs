@@ -2,7 +2,7 @@
 
 use std::net::UdpSocket;
 
-use ferroce_tests::{fresh_address, process::run};
+use ferroce_tests::{device::image, fresh_address, process::run};
 
 #[test]
 fn every_command_has_help_with_examples() {
@@ -33,6 +33,57 @@ fn wrong_usage_is_status_2() {
         let done = run(args);
         assert_eq!(done.code, Some(2), "{args:?}: {}", done.stderr);
         assert!(done.stderr.contains("error:"), "{args:?}: {}", done.stderr);
+    }
+}
+
+#[test]
+fn former_spellings_work_and_are_not_shown() {
+    // Nobody has this address (RFC 5737), so that the option has been understood if it is what can't be had.
+    const NOBODY: &str = "203.0.113.77";
+    let dir = tempfile::tempdir().unwrap();
+    let export = format!("a={}", image(dir.path(), "a", &[0; 512]).display());
+    for args in [
+        &["serve", "--addr", NOBODY, "--export", &export][..],
+        &["serve", "--listen", NOBODY, "--export", &export],
+        &["bench", "--server", "--addr", NOBODY],
+        &["bench", "--listen", NOBODY],
+        &["bench", "write", "--addr", NOBODY],
+        &["bench", "write", "--local", NOBODY],
+    ] {
+        let done = run(args);
+        assert_eq!(done.code, Some(1), "{args:?}: {}", done.stderr);
+        assert!(done.stderr.contains(NOBODY), "{args:?}: {}", done.stderr);
+    }
+    for command in ["serve", "bench", "map", "run", "doctor"] {
+        let help = run(&[command, "--help"]).stdout;
+        assert!(help.contains("--addr <"), "{command}: {help}");
+        assert!(
+            !help.contains(" --listen") && !help.contains("--local"),
+            "{command}: {help}"
+        );
+    }
+}
+
+#[test]
+fn every_command_reads_path_mtus_alike() {
+    for args in [
+        &["serve", "--addr", "127.0.0.1", "--export", "a=/a"][..],
+        &["map", "--session", "s", "--path", "127.0.0.1", "--device", "d"],
+        &["bench", "write"],
+        &["run"],
+    ] {
+        let done = run(&[
+            args,
+            &["--mtu", "1500"],
+            &["--", "true"][..usize::from(args[0] == "run") * 2],
+        ]
+        .concat());
+        assert_eq!(done.code, Some(2), "{args:?}: {}", done.stderr);
+        assert!(
+            done.stderr.contains("256, 512, 1024, 2048 or 4096"),
+            "{args:?}: {}",
+            done.stderr
+        );
     }
 }
 

@@ -707,6 +707,96 @@ fn a_second_daemon_says_who_the_first_is() {
 }
 
 #[test]
+fn a_file_is_checked_without_being_run() {
+    let lab = Lab::new();
+    let check = |more: &[&str]| {
+        let args = [&["daemon", "--config", "ferroce.toml", "--check"], more].concat();
+        lab.run(&args)
+    };
+    let daemon = "[daemon]\nmetrics = 9100\n".to_owned();
+    lab.write(&[daemon.clone(), lab.serves(&["one"]), lab.maps("a", &["one"])]);
+    let checked = check(&[]);
+    assert_eq!(checked.code, Some(0), "{}", checked.stderr);
+    let lines: Vec<&str> = checked.stdout.lines().collect();
+    let server = format!("serve.images: ferroce serve --addr={} --export=one=", lab.server);
+    assert_eq!(lines[0], "daemon: ferroce daemon --metrics=9100");
+    assert!(
+        lines[2].starts_with("map.a: ferroce map --device=one "),
+        "{}",
+        checked.stdout
+    );
+    assert!(lines[1].starts_with(&server) && lines.len() == 3, "{}", checked.stdout);
+    let json = &check(&["--json"]).json()[0];
+    assert_eq!(json["event"], "checked");
+    assert_eq!(json["tasks"][0]["task"], "serve.images");
+    assert_eq!(json["daemon"], json!(["--metrics=9100"]));
+
+    // Nothing of this could start here: each is named.
+    let twice = lab.maps("b", &["one"]).replace("b.sock", "a.sock");
+    lab.write(&[
+        lab.serves(&["one", "missing"]),
+        lab.maps("a", &["one", "one"]),
+        twice.clone(),
+        twice.replace(".b]", ".c]"),
+    ]);
+    let checked = check(&[]);
+    assert_eq!(checked.code, Some(1), "{}", checked.stdout);
+    for word in [
+        "serve.images: ",
+        "missing",
+        "map.a: ",
+        "map.c: ",
+        "a.sock is used by map.b, too",
+    ] {
+        assert!(checked.stderr.contains(word), "{word}: {}", checked.stderr);
+    }
+
+    lab.write(&[lab.serves(&["one"]), "thread = 2\n".to_owned()]);
+    let checked = check(&[]);
+    assert_eq!(checked.code, Some(2), "{}", checked.stdout);
+    let error = "ferroce.toml:4: unknown key `thread` of serve.images: did you mean `threads`?";
+    assert!(checked.stderr.contains(error), "{}", checked.stderr);
+    assert_eq!(lab.run(&["daemon", "--check"]).code, Some(2), "which file?");
+}
+
+#[test]
+fn the_file_has_options_of_the_daemon() {
+    let lab = Lab::new();
+    let daemon = |control: &str| format!("[daemon]\ncontrol = \"{}\"\njson = true\n", lab.path(control).display());
+    lab.write(&[daemon("ctl"), lab.serves(&["one"])]);
+    let start = |more: &[&str]| {
+        let mut command = Command::new(ferroce());
+        command
+            .arg("daemon")
+            .arg("--config")
+            .arg(lab.path("ferroce.toml"))
+            .args(more);
+        Running::start_command(command, "ferroce daemon".into())
+    };
+    let mut running = start(&[]);
+    running.event("task_begun");
+    assert!(lab.run(&["ctl", "tasks"]).stdout.contains("serve.images"));
+    // They hold from the start on: who changes them is told.
+    lab.write(&[daemon("other"), lab.serves(&["one"])]);
+    let reloaded = lab.run(&["ctl", "reload"]);
+    assert_eq!(reloaded.code, Some(1), "{}", reloaded.stdout);
+    assert!(reloaded.stdout.contains("failed: [daemon]"), "{}", reloaded.stdout);
+    assert!(
+        reloaded.stdout.contains("unchanged: serve.images"),
+        "{}",
+        reloaded.stdout
+    );
+    assert_eq!(running.stop().code, Some(0));
+    // The command line takes precedence.
+    let own = lab.path("ctl");
+    let mut running = start(&["--control", own.to_str().unwrap()]);
+    running.event("task_begun");
+    assert!(lab.run(&["ctl", "tasks"]).stdout.contains("serve.images"));
+    assert!(!lab.path("other").exists());
+    assert_eq!(running.stop().code, Some(0));
+}
+
+#[test]
 fn a_service_manager_is_told() {
     let lab = Lab::new();
     lab.write(&[lab.serves(&["one"]), lab.maps("a", &["one"])]);

@@ -88,6 +88,7 @@ const PRIVILEGED: [&str; 24] = [
     "flaps_leave_nothing_behind",
     "flush_and_fua_leave_nothing_behind_in_memory",
     "flush_and_fua_reach_the_servers_device",
+    "hosts_have_names",
     "members_of_the_group_start_what_the_file_allows",
     "one_member_of_the_group_does_not_hold_the_places_of_others",
     "the_daemon_runs_as_a_user_of_its_own",

@@ -32,6 +32,7 @@ use roce_devices::Devices;
 use roce_reactor::{ReactorConfig, SpinMode};
 
 use crate::{
+    names::{Endpoint, Resolver},
     output::{self, Failure},
     rdma::RdmaArgs,
     signals::Stop,
@@ -55,8 +56,8 @@ pub(crate) enum Operation {
     Read,
     /// SEND bandwidth
     Send,
-    /// WRITE and SEND ping-pong, 64 bytes unless --size is given, both sides polling or (--events) asleep; beside a bare UDP ping-pong if
-    /// it fits in a datagram (round trips)
+    /// Round trips of WRITE and SEND, 64 bytes unless --size is given, with both sides polling or (--events) sleeping; next to those of plain
+    /// UDP if the size fits in a datagram
     Latency,
     /// RTRS without a block device, client and server in two processes: IOPS, latency, CPU time and system calls
     Rtrs,
@@ -85,34 +86,34 @@ pub(crate) struct BenchArgs {
     /// What to measure
     #[arg(value_enum, required_unless_present_any = ["server", "listen"])]
     operation: Option<Operation>,
-    /// Wait for `ferroce bench --connect` at --addr, until ctrl-C: of rtrs, or without an operation of all others
+    /// Serve `ferroce bench --connect` at --addr until ctrl-C: rtrs, or without an operation all others
     #[arg(long, requires = "addr", conflicts_with = "connect")]
     server: bool,
     /// Measure between this host and a server, `ferroce bench --server`
-    #[arg(long, value_name = "ADDR[:4792]", value_parser = target)]
-    connect: Option<SocketAddr>,
-    /// Address of this host to use; with --server optionally with a port [default: 127.0.0.1, or the route's source address]
-    #[arg(long, alias = "local", value_name = "ADDR[:4792]", value_parser = target)]
-    addr: Option<SocketAddr>,
+    #[arg(long, value_name = "HOST[:4792]")]
+    connect: Option<Endpoint>,
+    /// Address or name of this host; with --server optionally with a port [default: 127.0.0.1, or the route's source address]
+    #[arg(long, alias = "local", value_name = "HOST[:4792]")]
+    addr: Option<Endpoint>,
     /// Former spelling of --server --addr
-    #[arg(long, hide = true, value_parser = target, conflicts_with_all = ["addr", "server", "connect"])]
-    listen: Option<SocketAddr>,
-    /// Bytes of a message; several give several measurements [default: 1M, 64 for latency, 4K for rtrs]
+    #[arg(long, hide = true, conflicts_with_all = ["addr", "server", "connect"])]
+    listen: Option<Endpoint>,
+    /// Message size; a list gives one measurement for each [default: 1M, for latency 64, for rtrs 4K]
     #[arg(short, long, value_name = "BYTES", value_delimiter = ',', value_parser = units::size32)]
     size: Vec<u32>,
-    /// Messages outstanding on each queue pair; rtrs: requests in flight
+    /// Messages in flight on each queue pair; rtrs: requests in flight
     #[arg(short, long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
     depth: u32,
-    /// Queue pairs; not of rtrs
+    /// Queue pairs; not for rtrs
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     qps: u32,
-    /// Engines of each software device here, with a socket, a lock and a thread each; queue pairs are spread over them; not of rtrs
+    /// Shards of each software device here, with a socket, a lock and a thread each; queue pairs are distributed over them; not for rtrs
     #[arg(long, default_value_t = 1, value_parser = units::shards)]
     shards: usize,
-    /// write, read, send: threads of the active side, with so many queue pairs (--qps) each
+    /// write, read, send: threads of this side, with --qps queue pairs each
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     threads: u32,
-    /// write, read, send: so many more queue pairs that are connected and do nothing
+    /// write, read, send: additional queue pairs that are connected and idle
     #[arg(long, value_name = "QPS", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=16_000))]
     idle_qps: u32,
     /// latency: both sides sleep until their completion queues have events (the WRITEs have immediate data)
@@ -121,51 +122,62 @@ pub(crate) struct BenchArgs {
     /// Largest path MTU: 256, 512, 1024, 2048 or 4096 [default: the largest that the interface carries]
     #[arg(long, value_name = "BYTES")]
     mtu: Option<Mtu>,
-    /// How long each measurement takes
+    /// Duration of each measurement
     #[arg(long, default_value = "2", value_parser = units::seconds)]
     seconds: Duration,
-    /// Messages to send instead of a time (round trips for latency); not for rtrs
+    /// Number of messages to send, instead of a duration (latency: round trips); not for rtrs
     #[arg(short = 'n', long, conflicts_with = "seconds")]
     iters: Option<u64>,
-    /// Send packets one by one
+    /// Send one packet per system call (no UDP segmentation offload)
     #[arg(long)]
     no_gso: bool,
-    /// Receive packets one by one
+    /// Receive one packet per system call (no UDP receive offload)
     #[arg(long)]
     no_gro: bool,
-    /// Receive buffer of the sockets
+    /// Receive buffer of each socket
     #[arg(long, value_name = "BYTES", default_value = "8M", value_parser = units::memory)]
     socket_buffer: usize,
-    /// Bytes in flight at most towards the peer [default: by the receive buffer]
+    /// Most bytes in flight towards the peer [default: by the receive buffer]
     #[arg(long, value_name = "BYTES", value_parser = units::memory)]
     window: Option<usize>,
-    /// Write all packets of this side to a capture, which only its owner may read
+    /// Write all packets of this side to this capture file; only its owner may read it
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
-    /// rtrs: requests write
+    /// rtrs: write instead of reading
     #[arg(long)]
     write: bool,
     /// rtrs: connections for I/O
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=4095))]
     connections: u16,
-    /// rtrs: whether the server takes a chunk's key back with every request
+    /// rtrs: whether the server invalidates a chunk's key with every request
     #[arg(long, value_name = "on|off", value_parser = crate::serve::on_off, default_value = "on", action = clap::ArgAction::Set)]
     always_invalidate: bool,
-    /// How long loops (rtrs) and threads that wait (latency --events) look for work before they sleep, at most: microseconds, which the
-    /// devices' own threads do as well, auto (up to 50 as long as it finds some), or off
+    /// Longest busy polling of loops (rtrs) and waiting threads (latency --events) before they sleep: microseconds, which the devices' own
+    /// threads do as well, auto (up to 50 as long as that finds work), or off
     #[arg(long, value_name = "US|auto|off", default_value = "auto")]
     spin: SpinMode,
     #[command(flatten)]
     rdma: RdmaArgs,
-    /// With --rdma and both sides here: where it is measured in software, at this address and the next ones
+    /// With --rdma and both sides here: first address to measure at in software, with the next ones
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1", conflicts_with_all = ["server", "listen", "connect"])]
     beside: Ipv4Addr,
     /// The passive side ends with its standard input
     #[arg(long, hide = true, requires = "server")]
     until_eof: bool,
-    /// One JSON object per measurement; with --server one event when ready
+    /// Print one JSON object per measurement; with --server one event when ready
     #[arg(long)]
     json: bool,
+}
+
+/// Part of this process in a measurement.
+#[derive(Clone, Copy, Debug)]
+enum Role {
+    /// The server, at this address.
+    Server(SocketAddr),
+    /// The side that measures against a server.
+    Client { from: IpAddr, server: SocketAddr },
+    /// Both sides, at the address that is named and the next one.
+    Both(Option<IpAddr>),
 }
 
 /// How much to measure.
@@ -180,29 +192,33 @@ pub(crate) fn failed(what: &str) -> impl Fn(VerbsError) -> Failure {
 }
 
 impl BenchArgs {
-    /// The same in software, at the usual addresses.
+    /// The same in software.
     fn in_software(&self) -> Self {
         Self {
-            addr: Some((self.beside, PORT).into()),
             rdma: RdmaArgs::soft(),
             ..self.clone()
         }
     }
 
-    /// Where the server listens; `None`: this is no server.
-    fn server_addr(&self) -> Option<SocketAddr> {
-        self.listen.or(self.addr.filter(|_| self.server))
-    }
-
-    /// The address of this host that is named.
-    fn own_addr(&self) -> Option<IpAddr> {
-        self.addr.map(|addr| addr.ip())
-    }
-
-    /// The address of this host towards a server: the one that is named, or the route's source address.
-    fn addr_towards(&self, server: SocketAddr) -> Result<IpAddr, Failure> {
-        let route = || iface::route_to(server.ip()).map_err(|e| Failure::failed(format!("no route to {server}: {e}")));
-        self.own_addr().map_or_else(route, Ok)
+    /// Resolves the options that say where to measure. Blocks while names are resolved.
+    fn role(&self) -> Result<Role, Failure> {
+        let resolver = Resolver::default();
+        let own = |endpoint: &Endpoint| Ok::<_, Failure>(resolver.own(endpoint, PORT)?[0]);
+        if let Some(endpoint) = self.listen.as_ref().or(self.addr.as_ref().filter(|_| self.server)) {
+            return Ok(Role::Server(own(endpoint)?));
+        }
+        if let Some(Endpoint { port: Some(_), .. }) = self.addr {
+            return Err(Failure::usage("--addr has a port with --server only: leave it away"));
+        }
+        let own = self.addr.as_ref().map(own).transpose()?.map(|addr| addr.ip());
+        let Some(connect) = &self.connect else {
+            return Ok(Role::Both(own));
+        };
+        let path = resolver.path(&connect.clone().into(), PORT, own.as_slice())?;
+        let (server, ip) = (path.dst, path.dst.ip());
+        let route = || iface::route_to(ip).map_err(|e| Failure::failed(format!("no route to {ip}: {e}")));
+        let from = path.src.or(own).map_or_else(route, Ok)?;
+        Ok(Role::Client { from, server })
     }
 
     fn config(&self, addr: IpAddr, pcap: bool) -> DeviceConfig {
@@ -303,55 +319,46 @@ impl BenchArgs {
     }
 }
 
-/// `ADDR` or `ADDR:PORT`, IPv6 addresses with a port in brackets.
-fn target(text: &str) -> Result<SocketAddr, String> {
-    let plain = text.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
-    plain
-        .map(|ip| SocketAddr::new(ip, PORT))
-        .or_else(|_| text.parse())
-        .map_err(|_| format!("{text:?} is not an address (write 192.0.2.1, 192.0.2.1:{PORT} or [fd00::1]:{PORT})"))
-}
-
 /// Runs `ferroce bench`.
 pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     let stop = Stop::on_signals()?;
+    let role = args.role()?;
     if args.operation == Some(Operation::Rtrs) {
-        return run_rtrs(args, &stop);
+        return run_rtrs(args, role, &stop);
     }
-    if let (Some(_), Some(_)) = (args.server_addr(), args.operation) {
-        return Err(Failure::usage(
-            "--server serves any operation: leave the operation away, unless it is rtrs",
-        ));
-    }
-    if let Some(addr) = args.server_addr() {
-        if args.rdma.owns(addr.ip())? {
-            return on_device::listen(args, addr, &stop);
-        }
-        let device = args.device(addr.ip(), true)?;
-        let server = server::Server::new(&device, addr)?;
-        let mtu = device.mtu().bytes();
-        match args.json {
-            true => output::json(&json!({ "event": "listening", "address": addr.to_string(), "mtu": mtu }))?,
-            false => output::line(&format!("listening on {addr}, path MTU {mtu}; ctrl-C ends it"))?,
-        }
-        return server.run(&|| stop.requested());
-    }
-    let Some(operation) = args.operation else {
-        return Err(Failure::usage(
-            "say what to measure: write, read, send, latency, rtrs or ceiling",
-        ));
-    };
     let mut emit = |m: &Measurement| match args.json {
         true => output::json(m),
         false => output::line(&m.to_string()),
     };
-    match args.connect {
-        Some(server) => remote(args, operation, server, &stop, &mut emit),
-        None => match args.rdma.first_addr()? {
-            Some(addr) => on_device::both(args, operation, args.own_addr().unwrap_or(addr), &stop, &mut emit),
-            None => local(args, operation, &stop, &mut emit),
+    match (role, args.operation) {
+        (Role::Server(addr), None) => serve(args, addr, &stop),
+        (Role::Server(_), Some(_)) => Err(Failure::usage(
+            "--server serves any operation: leave the operation away, unless it is rtrs",
+        )),
+        (_, None) => Err(Failure::usage(
+            "say what to measure: write, read, send, latency, rtrs or ceiling",
+        )),
+        (Role::Client { from, server }, Some(operation)) => remote(args, operation, (from, server), &stop, &mut emit),
+        (Role::Both(own), Some(operation)) => match args.rdma.first_addr()? {
+            Some(addr) => on_device::both(args, operation, own.unwrap_or(addr), &stop, &mut emit),
+            None => local(args, operation, own, &stop, &mut emit),
         },
     }
+}
+
+/// Serves the measurements of other processes.
+fn serve(args: &BenchArgs, addr: SocketAddr, stop: &Stop) -> Result<(), Failure> {
+    if args.rdma.owns(addr.ip())? {
+        return on_device::listen(args, addr, stop);
+    }
+    let device = args.device(addr.ip(), true)?;
+    let server = server::Server::new(&device, addr)?;
+    let mtu = device.mtu().bytes();
+    match args.json {
+        true => output::json(&json!({ "event": "listening", "address": addr.to_string(), "mtu": mtu }))?,
+        false => output::line(&format!("listening on {addr}, path MTU {mtu}; ctrl-C ends it"))?,
+    }
+    server.run(&|| stop.requested())
 }
 
 type Emit<'a> = &'a mut dyn FnMut(&Measurement) -> Result<(), Failure>;
@@ -360,40 +367,19 @@ type Emit<'a> = &'a mut dyn FnMut(&Measurement) -> Result<(), Failure>;
 const CHUNK_HEADERS: u32 = MAX_HDR_SIZE;
 
 /// Measures RTRS, or serves it.
-fn run_rtrs(args: &BenchArgs, stop: &Stop) -> Result<(), Failure> {
+fn run_rtrs(args: &BenchArgs, role: Role, stop: &Stop) -> Result<(), Failure> {
     let reactor = ReactorConfig {
         spin: args.spin,
         ..ReactorConfig::default()
     };
-    if let Some(addr) = args.server_addr() {
-        let device = args.devices(addr.ip())?;
-        let config = ServerConfig {
-            addr: addr.ip(),
-            port: addr.port(),
-            queue_depth: 128,
-            max_chunk_size: ((1 << 20) + CHUNK_HEADERS).next_power_of_two(),
-            always_invalidate: args.always_invalidate,
-            ..ServerConfig::default()
-        };
-        let ready = || match args.json {
-            true => output::json(&json!({ "event": "listening", "address": addr.to_string() })),
-            false => output::line(&format!("listening on {addr}; ctrl-C ends it")),
-        };
-        return rtrs_server::run(device, config, reactor, args.until_eof, &|| stop.requested(), ready);
-    }
-    let local = args.own_addr().unwrap_or(Ipv4Addr::LOCALHOST.into());
-    let (server, from, _process) = match args.connect {
-        Some(server) => (server, args.addr_towards(server)?, None),
-        None => {
-            let IpAddr::V4(v4) = local else {
-                return Err(Failure::usage(
-                    "on one host addresses of 127.0.0.0/8 are used: leave --addr away",
-                ));
-            };
-            let next = Ipv4Addr::from(u32::from(v4).wrapping_add(1));
-            let server = SocketAddr::new(next.into(), PORT);
+    let (from, server, _process) = match role {
+        Role::Server(addr) => return serve_rtrs(args, addr, reactor, stop),
+        Role::Client { from, server } => (from, server, None),
+        Role::Both(own) => {
+            let (from, next) = on_one_host(own)?;
+            let server = SocketAddr::new(next(1), PORT);
             let process = rtrs::ServerProcess::start(server, &args.server_options())?;
-            (server, local, Some(process))
+            (from, server, Some(process))
         }
     };
     let client = rtrs::Rtrs::connect(args.devices(from)?, (from, server), args.connections, reactor)?;
@@ -415,11 +401,40 @@ fn run_rtrs(args: &BenchArgs, stop: &Stop) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Measures against a passive side elsewhere.
+/// Serves RTRS.
+fn serve_rtrs(args: &BenchArgs, addr: SocketAddr, reactor: ReactorConfig, stop: &Stop) -> Result<(), Failure> {
+    let config = ServerConfig {
+        addr: addr.ip(),
+        port: addr.port(),
+        queue_depth: 128,
+        max_chunk_size: ((1 << 20) + CHUNK_HEADERS).next_power_of_two(),
+        always_invalidate: args.always_invalidate,
+        ..ServerConfig::default()
+    };
+    let ready = || match args.json {
+        true => output::json(&json!({ "event": "listening", "address": addr.to_string() })),
+        false => output::line(&format!("listening on {addr}; ctrl-C ends it")),
+    };
+    let device = args.devices(addr.ip())?;
+    rtrs_server::run(device, config, reactor, args.until_eof, &|| stop.requested(), ready)
+}
+
+/// The address to use where both sides are on this host, and the addresses after it.
+fn on_one_host(own: Option<IpAddr>) -> Result<(IpAddr, impl Fn(u32) -> IpAddr), Failure> {
+    let IpAddr::V4(first) = own.unwrap_or(Ipv4Addr::LOCALHOST.into()) else {
+        return Err(Failure::usage(
+            "without --connect both sides are on this host and need an IPv4 address and the next ones: leave --addr away",
+        ));
+    };
+    let next = move |n: u32| Ipv4Addr::from(u32::from(first).wrapping_add(n)).into();
+    Ok((first.into(), next))
+}
+
+/// Measures against a server in another process.
 fn remote(
     args: &BenchArgs,
     operation: Operation,
-    peer: SocketAddr,
+    (addr, peer): (IpAddr, SocketAddr),
     stop: &Stop,
     emit: Emit<'_>,
 ) -> Result<(), Failure> {
@@ -428,7 +443,6 @@ fn remote(
             "the ceiling is measured within one process: leave --connect away",
         ));
     }
-    let addr = args.addr_towards(peer)?;
     if args.rdma.owns(addr)? {
         return on_device::measure(args, operation, (addr, peer), stop, emit);
     }
@@ -450,14 +464,14 @@ fn remote(
 }
 
 /// Measures between two devices of this process.
-fn local(args: &BenchArgs, operation: Operation, stop: &Stop, emit: Emit<'_>) -> Result<(), Failure> {
-    let from = args.own_addr().unwrap_or(Ipv4Addr::LOCALHOST.into());
-    let IpAddr::V4(v4) = from else {
-        return Err(Failure::usage(
-            "within one process addresses of 127.0.0.0/8 are used: leave --addr away",
-        ));
-    };
-    let next = |n: u32| IpAddr::from(Ipv4Addr::from(u32::from(v4).wrapping_add(n)));
+fn local(
+    args: &BenchArgs,
+    operation: Operation,
+    own: Option<IpAddr>,
+    stop: &Stop,
+    emit: Emit<'_>,
+) -> Result<(), Failure> {
+    let (from, next) = on_one_host(own)?;
     if operation == Operation::Ceiling {
         for &bytes in &args.sizes(1 << 20) {
             let mtu = args.mtu.unwrap_or(Mtu::B4096);

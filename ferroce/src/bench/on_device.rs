@@ -81,7 +81,7 @@ pub(super) fn both(
     )?;
     let mut soft = Vec::new();
     let software = args.in_software();
-    if let Err(e) = local(&software, operation, stop, &mut |m| {
+    if let Err(e) = local(&software, operation, Some(args.beside.into()), stop, &mut |m| {
         soft.push(m.clone());
         Ok(())
     }) {

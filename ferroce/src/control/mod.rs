@@ -15,7 +15,7 @@ mod sockets;
 use std::{
     fs::DirBuilder,
     io,
-    net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener},
+    net::{Ipv4Addr, SocketAddr, TcpListener},
     os::unix::{fs::DirBuilderExt, net::UnixStream},
     path::{Path, PathBuf},
     sync::{
@@ -50,7 +50,10 @@ use self::{
     peer::AccessControl,
     sockets::{Acceptor, Place, Service},
 };
-use crate::output::Failure;
+use crate::{
+    names::{Endpoint, Resolver},
+    output::Failure,
+};
 
 /// Version of what is spoken on the socket.
 pub(crate) const VERSION: u32 = 1;
@@ -60,36 +63,36 @@ const STDIO: &str = "-";
 /// Time for a connection to say hello.
 const HELLO_TIME: Duration = Duration::from_secs(10);
 
-#[derive(Clone, Args)]
+#[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Administration")]
 pub(crate) struct ControlArgs {
-    /// Unix socket to create for `ferroce ctl` (mode 0660, removed at the end), in a folder that others can't write to: root, the owner and the
-    /// members of its group may see and change what runs. Several times: as many sockets. `-`: requests are read from standard input and answered on standard
-    /// output
+    /// Unix socket to create for `ferroce ctl` (mode 0660, removed at the end), in a folder that others can't write to. Root, its owner and
+    /// the members of its group may inspect and control what runs. Repeat it for several sockets. `-`: read requests from standard input and
+    /// answer on standard output
     #[arg(long, value_name = "SOCKET")]
     control: Vec<PathBuf>,
     /// Group of the socket and of the files of --sysfs, by name or number [default: that of the process]
     #[arg(long, value_name = "GROUP")]
     control_group: Option<String>,
-    /// Serve statistics in Prometheus's text format by HTTP, at /metrics; an address on which others than this host can be reached
-    /// shows them to everybody
-    #[arg(long, value_name = "[ADDR:]PORT", value_parser = metrics_address)]
-    metrics: Option<SocketAddr>,
-    /// Mount the attributes there as a file system (FUSE), with the paths, texts and modes that Linux has under /sys, until the end;
-    /// those who may use the control socket may use it. `ferroce run -- TOOL` finds it in /run/ferroce-daemon/sys by itself
+    /// Serve statistics over HTTP in Prometheus's text format, at /metrics. Without an address or name only this host can read them, with
+    /// one everybody who reaches it
+    #[arg(long, value_name = "[HOST:]PORT", value_parser = metrics_address)]
+    metrics: Option<Endpoint>,
+    /// Mount the attributes there as a file system (FUSE), with the paths, texts and modes that Linux has under /sys. Users who may use
+    /// the control socket may use it. `ferroce run -- TOOL` finds it in /run/ferroce-daemon/sys without an option
     #[arg(long, value_name = "DIR")]
     sysfs: Option<PathBuf>,
-    /// Only names of the kernel's code there, without those that only its documents have
+    /// Have only the attributes of the kernel's code there, without those that only its documentation has
     #[arg(long, requires = "sysfs")]
     sysfs_strict: bool,
 }
 
-fn metrics_address(text: &str) -> Result<SocketAddr, String> {
+fn metrics_address(text: &str) -> Result<Endpoint, String> {
     if let Ok(port) = text.trim_start_matches(':').parse() {
-        return Ok((IpAddr::V4(Ipv4Addr::LOCALHOST), port).into());
+        return Ok(SocketAddr::from((Ipv4Addr::LOCALHOST, port)).into());
     }
-    text.parse()
-        .map_err(|_| format!("{text:?} is neither a port nor an address with one (9100, 192.0.2.7:9100, [::1]:9100)"))
+    let endpoint = text.parse().ok().filter(|endpoint: &Endpoint| endpoint.port.is_some());
+    endpoint.ok_or_else(|| format!("{text:?} is neither a port nor a host with one (9100, 192.0.2.7:9100, [::1]:9100)"))
 }
 
 /// What all views of a process share.
@@ -167,9 +170,11 @@ impl Control {
                     .map_err(|e| Failure::failed(format!("control {e}{}", holder(path))))?,
             }
         }
-        if let Some(addr) = args.metrics {
-            let listening = this.serve_metrics(addr);
-            listening.map_err(|e| Failure::failed(format!("metrics on {addr}: {e}")))?;
+        if let Some(endpoint) = &args.metrics {
+            for addr in Resolver::default().own(endpoint, 0)? {
+                let listening = this.serve_metrics(addr);
+                listening.map_err(|e| Failure::failed(format!("metrics on {addr}: {e}")))?;
+            }
         }
         Ok(this)
     }
@@ -309,10 +314,15 @@ mod tests {
 
     #[test]
     fn metrics_are_for_this_host_unless_an_address_is_named() {
-        assert_eq!(metrics_address("9100"), Ok("127.0.0.1:9100".parse().unwrap()));
-        assert_eq!(metrics_address(":9100"), Ok("127.0.0.1:9100".parse().unwrap()));
-        assert_eq!(metrics_address("[::]:1"), Ok("[::]:1".parse().unwrap()));
-        for wrong in ["", "host:1", "127.0.0.1", "70000"] {
+        for (text, at) in [
+            ("9100", "127.0.0.1:9100"),
+            (":9100", "127.0.0.1:9100"),
+            ("[::]:1", "[::]:1"),
+            ("localhost:1", "localhost:1"),
+        ] {
+            assert_eq!(metrics_address(text).unwrap().with_port(0), at);
+        }
+        for wrong in ["", "host", "127.0.0.1", "70000"] {
             assert!(metrics_address(wrong).is_err(), "{wrong}");
         }
     }

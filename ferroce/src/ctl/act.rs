@@ -1,6 +1,7 @@
 //! What changes something.
 
 use rnbd::client::OnLoss;
+use rtrs::proto::DEFAULT_PORT;
 use serde_json::{Value, json};
 
 use super::{
@@ -8,7 +9,10 @@ use super::{
     client::Client,
     model::{All, Mapping, ServedPath, Session},
 };
-use crate::output::{self, Failure};
+use crate::{
+    names::{self, Resolver},
+    output::{self, Failure},
+};
 
 /// What was done, a line each, or an object with them.
 struct Report {
@@ -87,8 +91,10 @@ impl Act<'_> {
             (None, true) => self.all()?.mapping(None)?.session.clone(),
             (None, false) => return Err(Failure::usage("say for which session the paths are: from SESSION")),
         };
+        let paths = order.paths.iter().map(|path| resolved(path, DEFAULT_PORT));
+        let paths = paths.collect::<Result<Vec<_>, _>>()?;
         let request = json!({
-            "do": "map", "device": device, "session": session, "paths": order.paths, "mode": order.mode.unwrap_or("rw"),
+            "do": "map", "device": device, "session": session, "paths": paths, "mode": order.mode.unwrap_or("rw"),
         });
         self.done(request, format!("mapped {device} from {session}"))
     }
@@ -300,7 +306,7 @@ impl Act<'_> {
                 let (session, path) = words.parts();
                 let all = self.all()?;
                 let mapping = all.mapping(session)?;
-                let path = with_port(path, mapping.port)?;
+                let path = resolved(path, mapping.port)?;
                 let request = json!({ "do": "add_path", "session": mapping.session, "path": path });
                 self.done(request, format!("path {} is up", words.parts().1))
             }
@@ -416,10 +422,10 @@ fn one<A: Copy>(found: &[A], name: &str) -> Result<A, Failure> {
     }
 }
 
-/// A path as it was named, to the session's port if none was.
-fn with_port(text: &str, port: u16) -> Result<String, Failure> {
-    let interfaces = |name: &str| nix::net::if_::if_nametoindex(name).ok();
-    let path = rtrs::addr::PathAddr::parse(text, port, &interfaces).map_err(|e| Failure::usage(e.to_string()))?;
+/// A path with the addresses of its names, to this port if it names none.
+fn resolved(text: &str, port: u16) -> Result<String, Failure> {
+    let path: names::Path = text.parse().map_err(Failure::usage)?;
+    let path = Resolver::default().path(&path, port, &[])?;
     Ok(match path.src {
         Some(src) => format!("{src},{}", path.dst),
         None => path.dst.to_string(),
@@ -479,12 +485,12 @@ mod tests {
 
     #[test]
     fn a_path_is_added_at_the_sessions_port() {
-        assert_eq!(with_port("10.0.0.1,10.0.0.2", 1300).unwrap(), "10.0.0.1,10.0.0.2:1300");
+        assert_eq!(resolved("10.0.0.1,10.0.0.2", 1300).unwrap(), "10.0.0.1,10.0.0.2:1300");
         assert_eq!(
-            with_port("ip:fe80::1@ip:fe80::2", 1300).unwrap(),
+            resolved("ip:fe80::1@ip:fe80::2", 1300).unwrap(),
             "fe80::1,[fe80::2]:1300"
         );
-        assert_eq!(with_port("10.0.0.2:99", 1300).unwrap(), "10.0.0.2:99");
-        assert!(with_port("nowhere", 1).is_err());
+        assert_eq!(resolved("10.0.0.2:99", 1300).unwrap(), "10.0.0.2:99");
+        assert!(resolved("no where", 1).is_err());
     }
 }

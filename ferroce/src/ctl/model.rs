@@ -2,12 +2,12 @@
 
 use std::collections::BTreeSet;
 
-use rtrs::addr::PathAddr;
+use rtrs::{addr::PathAddr, proto::DEFAULT_PORT};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::client::{Client, read};
-use crate::{output::Failure, transport};
+use crate::{names, output::Failure};
 
 #[derive(Clone, Deserialize)]
 pub(super) struct Mapping {
@@ -56,7 +56,7 @@ impl Path {
     }
 
     fn is(&self, wanted: &PathAddr, has_port: bool) -> bool {
-        let Ok(own) = transport::path(&self.whole()) else {
+        let Ok(own) = names::path_of_addresses(&self.whole(), DEFAULT_PORT) else {
             return false;
         };
         let same = own.dst.ip() == wanted.dst.ip() && wanted.src.is_none_or(|src| own.src == Some(src));
@@ -126,7 +126,7 @@ impl ServedPath {
     }
 
     fn is(&self, wanted: &PathAddr) -> bool {
-        let Ok(own) = transport::path(&self.name()) else {
+        let Ok(own) = names::path_of_addresses(&self.name(), DEFAULT_PORT) else {
             return false;
         };
         own.dst.ip() == wanted.dst.ip() && wanted.src.is_none_or(|src| own.src == Some(src))
@@ -265,7 +265,7 @@ impl All {
 
 /// A path as it was named, and whether with its port: read with two different ones, only such a path stays the same.
 fn path_words(text: &str) -> Option<(PathAddr, bool)> {
-    let with = |port| PathAddr::parse(text, port, &|name| nix::net::if_::if_nametoindex(name).ok());
+    let with = |port| names::path_of_addresses(text, port);
     let (first, second) = (with(1).ok()?, with(2).ok()?);
     Some((first, first == second))
 }

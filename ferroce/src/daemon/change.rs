@@ -5,6 +5,7 @@ use rnbd_host::{control::map::MapRequest, map::MapDevice};
 use super::task::{Job, Kind, Task};
 use crate::{
     map::{Changeable, MapArgs},
+    names::Resolver,
     output::Failure,
 };
 
@@ -22,21 +23,23 @@ pub(crate) enum Change {
 /// Options of a server that can be changed.
 const OF_SERVERS: [&str; 1] = ["export"];
 
-/// How `old` becomes `new`.
+/// How `old` becomes `new`. Blocks while a name is resolved that the task does not have yet in `resolver`.
 ///
 /// # Errors
-/// When there is no route to one of the servers.
-pub(crate) fn change(kind: &Kind, old: &Task, new: &Task) -> Result<Change, Failure> {
+/// When a name of a path can't be resolved, or there is no route to a server.
+pub(crate) fn change(kind: &Kind, old: &Task, new: &Task, resolver: &Resolver) -> Result<Change, Failure> {
     let same_but_for = |options: &[&str]| old.without(options) == new.without(options);
     match (kind, old.job(kind)?, new.job(kind)?) {
-        (Kind::Map, Job::Map(old), Job::Map(new)) if same_but_for(&Changeable::OPTIONS) => mapping(&old, &new),
+        (Kind::Map, Job::Map(old), Job::Map(new)) if same_but_for(&Changeable::OPTIONS) => {
+            mapping(&old, &new, resolver)
+        }
         (Kind::Serve, ..) if same_but_for(&OF_SERVERS) => Ok(Change::Exports),
         _ => Ok(Change::Restart),
     }
 }
 
-fn mapping(old: &MapArgs, new: &MapArgs) -> Result<Change, Failure> {
-    let (old, new) = (old.changeable()?, new.changeable()?);
+fn mapping(old: &MapArgs, new: &MapArgs, resolver: &Resolver) -> Result<Change, Failure> {
+    let (old, new) = (old.changeable(resolver)?, new.changeable(resolver)?);
     // The device without a name is one as long as the mapping lasts.
     let first = |c: &Changeable| c.devices.first().cloned();
     if first(&old) != first(&new) {
@@ -108,7 +111,7 @@ mod tests {
     ];
 
     fn to(words: &[&str]) -> Change {
-        change(&Kind::Map, &task(&MAP), &task(words)).unwrap()
+        change(&Kind::Map, &task(&MAP), &task(words), &Resolver::default()).unwrap()
     }
 
     #[test]
@@ -145,7 +148,7 @@ mod tests {
     fn paths_may_be_from_other_addresses_of_ours() {
         let mut other = MAP;
         other[2] = "--path=127.0.0.9,127.0.0.2";
-        let path = |text: &str| crate::transport::path(text).unwrap();
+        let path = |text: &str| text.parse().unwrap();
         let requests = vec![
             MapRequest::AddPath(path("127.0.0.9,127.0.0.2")),
             MapRequest::RemovePath(path("127.0.0.1,127.0.0.2")),
@@ -181,7 +184,7 @@ mod tests {
         assert_eq!(to(&other), Change::Restart);
         assert_eq!(to(&["--session=s", "--nbd=/s", MAP[2], "--device=b"]), Change::Restart);
         let serve = ["--addr=127.0.0.1", "--export=a=/a"];
-        let of = |words: &[&str]| change(&Kind::Serve, &task(&serve), &task(words)).unwrap();
+        let of = |words: &[&str]| change(&Kind::Serve, &task(&serve), &task(words), &Resolver::default()).unwrap();
         assert_eq!(of(&[serve[0], "--export=b=/b"]), Change::Exports);
         assert_eq!(of(&["--addr=127.0.0.2", serve[1]]), Change::Restart);
     }

@@ -15,13 +15,14 @@ use toml::{
 };
 
 use super::{
+    DaemonArgs,
     allow::{self, Allowed},
     task::{Kind, Task, TaskName, described},
 };
 use crate::serve;
 
-/// Options that are the daemon's own.
-pub(crate) const NOT_KEYS: [&str; 9] = [
+/// Options of a task's command that the daemon has for all tasks.
+pub(crate) const OF_DAEMON: [&str; 9] = [
     "help",
     "daemon",
     "json",
@@ -32,9 +33,15 @@ pub(crate) const NOT_KEYS: [&str; 9] = [
     "sysfs",
     "sysfs-strict",
 ];
+/// Options of the daemon that choose and check the file.
+const OF_FILE: [&str; 3] = ["help", "config", "check"];
 
 /// The table of what members of the control socket's group may start.
 const CONTROL: &str = "control";
+/// The table of the daemon's own options.
+const DAEMON: &str = "daemon";
+/// Similarity from which a name is suggested for another (0 to 1).
+const SIMILAR: f64 = 0.8;
 
 /// What is wrong with a file, and where.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -54,6 +61,8 @@ impl fmt::Display for ConfigError {
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub(crate) struct Config {
     pub(crate) tasks: BTreeMap<TaskName, Task>,
+    /// Options of the daemon, as arguments of its command.
+    pub(crate) daemon: Vec<String>,
     /// Tasks that members of the control socket's group may start.
     pub(crate) allowed: Allowed,
 }
@@ -64,10 +73,40 @@ struct Source<'a> {
     text: &'a str,
 }
 
-/// A key of a task and where it is.
+/// A key of a table and where it is.
 struct Key {
     name: String,
     at: usize,
+}
+
+/// A table whose keys are options of a command.
+struct Section<'a> {
+    /// Name in messages.
+    title: String,
+    at: usize,
+    command: &'a Command,
+    /// Options that are not keys.
+    without: &'a [&'static str],
+    /// Command that documents all keys.
+    help: String,
+}
+
+/// The name that was probably meant by an unknown one.
+fn similar<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let likely = known
+        .into_iter()
+        .map(|known| (strsim::jaro_winkler(name, known), known));
+    let best = likely.max_by(|a, b| a.0.total_cmp(&b.0));
+    best.filter(|(likeness, _)| *likeness >= SIMILAR)
+        .map(|(_, known)| known)
+}
+
+/// Hint for an unknown name: the one that was probably meant, or else where all are listed.
+fn hint<'a>(name: &str, known: impl IntoIterator<Item = &'a str>, all: &str) -> String {
+    match similar(name, known) {
+        Some(known) => format!("did you mean `{known}`?"),
+        None => all.to_owned(),
+    }
 }
 
 impl Source<'_> {
@@ -83,25 +122,33 @@ impl Source<'_> {
     fn config(&self, root: &DeTable<'_>) -> Result<Config, ConfigError> {
         let mut config = Config::default();
         for (name, value) in root {
-            if name.as_ref() == CONTROL {
-                config.allowed = self.allowed(value)?;
-                continue;
+            match &**name.as_ref() {
+                CONTROL => {
+                    config.allowed = self.allowed(value)?;
+                    continue;
+                }
+                DAEMON => {
+                    config.daemon = self.daemon(name.span().start, value)?;
+                    continue;
+                }
+                _ => {}
             }
             let Some(kind) = Kind::named(name.as_ref()) else {
-                let text = format!(
-                    "unknown table `{}`: there are [serve.NAME], [map.NAME] and [{CONTROL}]",
-                    name.as_ref()
-                );
+                let kinds = Kind::ALL.iter().map(Kind::name);
+                let all = format!("there are [serve.NAME], [map.NAME], [{DAEMON}] and [{CONTROL}]");
+                let hint = hint(name.as_ref(), kinds.chain([DAEMON, CONTROL]), &all);
+                let text = format!("unknown table `{}`: {hint}", name.as_ref());
                 return Err(self.error(name.span().start, text));
             };
-            let tables = self.table(&kind, value)?;
+            let title = format!("[{}.NAME]", kind.name());
+            let tables = self.table(&title, value)?;
             for (name, value) in tables {
                 let at = name.span().start;
                 let task = TaskName {
                     kind: kind.clone(),
                     name: name.as_ref().to_string(),
                 };
-                let table = self.table(&kind, value)?;
+                let table = self.table(&title, value)?;
                 let words = self.task(&task, at, table)?;
                 config.tasks.insert(task, Task { words });
             }
@@ -109,11 +156,24 @@ impl Source<'_> {
         Ok(config)
     }
 
+    /// The table `[daemon]`, as arguments of its command.
+    fn daemon(&self, at: usize, value: &Spanned<DeValue<'_>>) -> Result<Vec<String>, ConfigError> {
+        let section = Section {
+            title: format!("[{DAEMON}]"),
+            at,
+            command: &DaemonArgs::command(),
+            without: &OF_FILE,
+            help: "ferroce daemon --help".to_owned(),
+        };
+        let (words, keys) = self.options(&section, self.table(&format!("[{DAEMON}]"), value)?)?;
+        let parsed = section.command.clone().try_get_matches_from(&words).map(drop);
+        self.check(&section, &keys, parsed)?;
+        Ok(words)
+    }
+
     /// The table `[control]`.
     fn allowed(&self, value: &Spanned<DeValue<'_>>) -> Result<Allowed, ConfigError> {
-        let DeValue::Table(table) = value.as_ref() else {
-            return Err(self.error(value.span().start, format!("a table is wanted: [{CONTROL}]")));
-        };
+        let table = self.table(&format!("[{CONTROL}]"), value)?;
         let mut allowed = Allowed::default();
         for (name, value) in table {
             match &**name.as_ref() {
@@ -125,13 +185,9 @@ impl Source<'_> {
                     _ => return Err(self.error(value.span().start, format!("`{}` is true or false", name.as_ref()))),
                 },
                 other => {
-                    let text = format!(
-                        "unknown key `{other}` of [{CONTROL}]: there are {}, {}, {} and {}",
-                        allow::EXPORT,
-                        allow::PCAP,
-                        allow::TLS_CERTIFICATES,
-                        allow::NBD_LISTEN
-                    );
+                    let keys = [allow::EXPORT, allow::PCAP, allow::TLS_CERTIFICATES, allow::NBD_LISTEN];
+                    let hint = hint(other, keys, &format!("there are {}", keys.join(", ")));
+                    let text = format!("unknown key `{other}` of [{CONTROL}]: {hint}");
                     return Err(self.error(name.span().start, text));
                 }
             }
@@ -155,51 +211,60 @@ impl Source<'_> {
         }
     }
 
-    fn table<'t, 'i>(&self, kind: &Kind, value: &'t Spanned<DeValue<'i>>) -> Result<&'t DeTable<'i>, ConfigError> {
+    fn table<'t, 'i>(&self, title: &str, value: &'t Spanned<DeValue<'i>>) -> Result<&'t DeTable<'i>, ConfigError> {
         match value.as_ref() {
             DeValue::Table(table) => Ok(table),
-            _ => Err(self.error(value.span().start, format!("a table is wanted: [{}.NAME]", kind.name()))),
+            _ => Err(self.error(value.span().start, format!("a table is wanted: {title}"))),
         }
     }
 
     /// The arguments that a task's table stands for.
     fn task(&self, task: &TaskName, at: usize, table: &DeTable<'_>) -> Result<Vec<String>, ConfigError> {
-        let command = task.kind.command();
+        let section = Section {
+            title: task.to_string(),
+            at,
+            command: &task.kind.command(),
+            without: &OF_DAEMON,
+            help: format!("ferroce {} --help", task.kind.name()),
+        };
+        let (mut words, keys) = self.options(&section, table)?;
+        // A session is called as its task is, unless the file says otherwise.
+        if task.kind == Kind::Map && !keys.iter().any(|key| key.name == "session") {
+            words.push(format!("--session={}", task.name));
+        }
+        let parsed = task.kind.parse(section.command.clone(), &words).map(drop);
+        self.check(&section, &keys, parsed)?;
+        Ok(words)
+    }
+
+    /// The arguments that a table stands for, and its keys.
+    fn options(&self, section: &Section<'_>, table: &DeTable<'_>) -> Result<(Vec<String>, Vec<Key>), ConfigError> {
         let (mut words, mut keys) = (Vec::new(), Vec::new());
         for (name, value) in table {
             let key = Key {
                 name: name.as_ref().to_string(),
                 at: name.span().start,
             };
-            self.option(&command, task, &key, value, &mut words)?;
+            self.option(section, &key, value, &mut words)?;
             keys.push(key);
         }
-        // A session is called as its task is, unless the file says otherwise.
-        if task.kind == Kind::Map && !keys.iter().any(|key| key.name == "session") {
-            words.push(format!("--session={}", task.name));
-        }
-        self.check(task, at, &keys, command, &words)?;
-        Ok(words)
+        // The file's order is that of its keys, and some of these may have been called otherwise.
+        words.sort_by(|a: &String, b: &String| a.split('=').next().cmp(&b.split('=').next()));
+        Ok((words, keys))
     }
 
     fn option(
         &self,
-        command: &Command,
-        task: &TaskName,
+        section: &Section<'_>,
         key: &Key,
         value: &Spanned<DeValue<'_>>,
         words: &mut Vec<String>,
     ) -> Result<(), ConfigError> {
-        let known = command.get_arguments().find(|arg| is_called(arg, &key.name));
+        let known = section.command.get_arguments().find(|arg| is_called(arg, &key.name));
         // By its present name, so that a file with former names stands for the same task.
         let known = known.and_then(|arg| Some((arg, arg.get_long()?)));
-        let Some((arg, name)) = known.filter(|(_, name)| !NOT_KEYS.contains(name)) else {
-            let text = format!(
-                "unknown key `{}` of {task}; `ferroce {} --help` has them all",
-                key.name,
-                task.kind.name()
-            );
-            return Err(self.error(key.at, text));
+        let Some((arg, name)) = known.filter(|(_, name)| !section.without.contains(name)) else {
+            return Err(self.error(key.at, section.unknown(&key.name)));
         };
         let flag = matches!(arg.get_action(), ArgAction::SetTrue);
         let several = matches!(arg.get_action(), ArgAction::Append);
@@ -229,28 +294,44 @@ impl Source<'_> {
         }
     }
 
-    /// Whether the command takes these arguments; if not, the error is where the key is that it is about.
-    fn check(
-        &self,
-        task: &TaskName,
-        at: usize,
-        keys: &[Key],
-        command: Command,
-        words: &[String],
-    ) -> Result<(), ConfigError> {
-        let Err(e) = task.kind.parse(command, words) else {
-            return Ok(());
-        };
+    /// Places the error of a table's arguments, if there is one, where the key is that it is about.
+    fn check(&self, section: &Section<'_>, keys: &[Key], parsed: Result<(), clap::Error>) -> Result<(), ConfigError> {
+        let Err(e) = parsed else { return Ok(()) };
         let about = e
             .get(ContextKind::InvalidArg)
             .map(ToString::to_string)
             .unwrap_or_default();
         let key = keys.iter().find(|key| {
-            let rest = about.strip_prefix("--").and_then(|about| about.strip_prefix(&key.name));
+            let known = section.command.get_arguments().find(|arg| is_called(arg, &key.name));
+            let name = known.and_then(Arg::get_long).unwrap_or(&key.name);
+            let rest = about.strip_prefix("--").and_then(|about| about.strip_prefix(name));
             rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(' '))
         });
         let said = described(&e).replace("--", "");
-        Err(self.error(key.map_or(at, |key| key.at), format!("{task}: {said}")))
+        Err(self.error(
+            key.map_or(section.at, |key| key.at),
+            format!("{}: {said}", section.title),
+        ))
+    }
+}
+
+impl Section<'_> {
+    /// Error text for an unknown key.
+    fn unknown(&self, key: &str) -> String {
+        if OF_DAEMON[2..].contains(&key) && self.title != format!("[{DAEMON}]") {
+            return format!(
+                "unknown key `{key}` of {}: it is an option of the daemon, for [{DAEMON}]",
+                self.title
+            );
+        }
+        let keys = self
+            .command
+            .get_arguments()
+            .filter(|arg| !arg.is_hide_set())
+            .filter_map(Arg::get_long);
+        let keys = keys.filter(|name| !self.without.contains(name));
+        let hint = hint(key, keys, &format!("`{}` has them all", self.help));
+        format!("unknown key `{key}` of {}: {hint}", self.title)
     }
 }
 
@@ -356,6 +437,47 @@ mod tests {
     }
 
     #[test]
+    fn the_daemon_has_options_of_its_own() {
+        let text =
+            "[daemon]\ncontrol = ['/a', '/b']\nmetrics = 9100\nsysfs = '/s'\nsysfs-strict = true\njson = false\n";
+        let words = [
+            "--control=/a",
+            "--control=/b",
+            "--metrics=9100",
+            "--sysfs=/s",
+            "--sysfs-strict",
+        ];
+        assert_eq!(parse(text).unwrap().daemon, words);
+        assert!(parse("").unwrap().daemon.is_empty());
+    }
+
+    #[test]
+    fn what_was_probably_meant_is_suggested() {
+        let map = "[map.a]\npath = '192.0.2.7'\nnbd = '/s'\ndevice = 'd'\n";
+        for (text, suggestion) in [
+            ("[serv.a]".to_owned(), "did you mean `serve`?"),
+            ("[deamon]".to_owned(), "did you mean `daemon`?"),
+            ("[serve.a]\nexports = 'a=b'".to_owned(), "did you mean `export`?"),
+            (format!("{map}on_loss = 'queue'"), "did you mean `on-loss`?"),
+            (format!("{map}polcy = 'rr'"), "did you mean `policy`?"),
+            (format!("{map}policy = 'min-latncy'"), "min-latency"),
+            (format!("{map}metrics = 1"), "for [daemon]"),
+            ("[daemon]\nmetric = 1".to_owned(), "did you mean `metrics`?"),
+            ("[control]\nnbd_listen = true".to_owned(), "did you mean `nbd-listen`?"),
+            // Nothing is like it.
+            (format!("{map}colour = 1"), "`ferroce map --help` has them all"),
+            (
+                "[x]".to_owned(),
+                "there are [serve.NAME], [map.NAME], [daemon] and [control]",
+            ),
+            ("[daemon]\nconfig = 'x'".to_owned(), "unknown key `config` of [daemon]"),
+        ] {
+            let e = parse(&text).expect_err(&text);
+            assert!(e.contains(suggestion), "{e}");
+        }
+    }
+
+    #[test]
     fn what_is_wrong_is_named_with_its_line() {
         let map = "[map.a]\npath = '192.0.2.7'\nnbd = '/s'\n";
         for (text, line, word) in [
@@ -368,7 +490,7 @@ mod tests {
                 3,
                 "unknown key `exports`",
             ),
-            ("[serve.a]\naddr = 'here'\nexport = 'a=b'".to_owned(), 2, "here"),
+            ("[serve.a]\naddr = 'not here'\nexport = 'a=b'".to_owned(), 2, "not here"),
             ("\n[serve.a]\nexport = 'a=b'".to_owned(), 2, "addr"),
             (format!("{map}device = 'd'\njson = true"), 5, "unknown key `json`"),
             (format!("{map}device = 'd'\nro = 1"), 5, "true or false"),
@@ -379,6 +501,10 @@ mod tests {
             (format!("{map}device = 'd'\npolicy = 'none'"), 5, "none"),
             (map.to_owned(), 1, "device"),
             (format!("{map}device = 'd'\nnbd = '/t'"), 5, ""),
+            ("daemon = 1".to_owned(), 1, "a table is wanted: [daemon]"),
+            ("[daemon]\njson = 1".to_owned(), 2, "true or false"),
+            ("\n[daemon]\nmetrics = 'here'".to_owned(), 3, "here"),
+            ("[daemon]\nsysfs-strict = true".to_owned(), 1, "sysfs"),
             ("control = 1".to_owned(), 1, "[control]"),
             ("[control]\nexports = '/a'".to_owned(), 2, "unknown key `exports`"),
             ("[control]\nexport = ['/a', 'b']".to_owned(), 2, "no absolute path"),

@@ -20,7 +20,7 @@ pub(crate) fn hand_over(kind: &Kind, name: &str, command: &Command, matches: &Ar
 }
 
 /// The options that were given, each in one word; paths are ours, and the daemon's folder is another.
-fn words(command: &Command, matches: &ArgMatches) -> Result<Vec<String>, Failure> {
+pub(super) fn words(command: &Command, matches: &ArgMatches) -> Result<Vec<String>, Failure> {
     let mut words = Vec::new();
     for arg in command.get_arguments() {
         let (id, Some(long)) = (arg.get_id().as_str(), arg.get_long()) else {
@@ -86,6 +86,6 @@ mod tests {
         let mut words = words(&command, &matches).unwrap();
         words.sort();
         let first = format!("--export=a={}/b,ro", here.display());
-        assert_eq!(words, ["--direct", &first, "--export=c=/d", "--addr=192.0.2.1"]);
+        assert_eq!(words, ["--addr=192.0.2.1", "--direct", &first, "--export=c=/d"]);
     }
 }

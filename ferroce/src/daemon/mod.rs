@@ -2,6 +2,7 @@
 
 mod allow;
 mod change;
+mod check;
 mod config;
 mod handover;
 mod notify;
@@ -16,7 +17,7 @@ use std::{
     time::Duration,
 };
 
-use clap::Args;
+use clap::{ArgMatches, Args, Command, FromArgMatches};
 use parking_lot::Mutex;
 use rnbd::{Errno, proto::AccessMode};
 use rnbd_admin::MapOrder;
@@ -25,7 +26,7 @@ use rtrs::addr::PathAddr;
 use serde_json::{Map, Value};
 
 #[cfg(test)]
-pub(crate) use self::config::NOT_KEYS;
+pub(crate) use self::config::OF_DAEMON;
 use self::{
     allow::Allowed,
     config::Config,
@@ -60,8 +61,15 @@ The file is TOML. It has a table for each server and each mapping, whose keys ar
   nbd = \"/run/ferroce-daemon/db.sock\"
   on-loss = \"queue\"
 
-An option without a value is true or false, one that may be given several times has an array, and `on|off` is true or false, too.
-`json`, `stats-interval`, `control`, `metrics` and `sysfs` are the daemon's own options.
+An option without a value is true or false, one that may be repeated has an array, and `on|off` is true or false, too.
+
+Options of `ferroce daemon` itself have a table of their own; those on the command line take precedence:
+
+  [daemon]
+  control = \"/run/ferroce-daemon/control.sock\"
+  control-group = \"ferroce-admin\"
+  metrics = 9100
+  sysfs = \"/run/ferroce-daemon/sys\"
 
 Members of the control socket's group start tasks (`ferroce serve --daemon`, `map --daemon`) with no more of the rights of the daemon's user than \
 the file allows. Without this table they export no file, write no capture and let no NBD client in by TCP:
@@ -74,18 +82,22 @@ the file allows. Without this table they export no file, write no capture and le
 
 Sockets of their tasks are in --nbd-dir. Root and the daemon's own user may start anything.
 
-SIGHUP, or `ferroce ctl reload`, has the file read again. Tasks that are the same go on; of a mapping, devices, paths, policy, reconnects and \
---on-loss change while it runs, of a server its exports, which stay for clients that have them open; tasks that have changed otherwise are restarted. A file with a mistake \
-changes nothing.
+SIGHUP, or `ferroce ctl reload`, reads the file again. Unchanged tasks go on. A mapping changes its devices, paths, policy, reconnects and \
+--on-loss while it runs, a server its exports, which stay for clients that have them open; tasks with other changes are restarted. A file with a mistake \
+changes nothing; `ferroce daemon --config FILE --check` finds it before. What [daemon] says holds from the daemon's start on.
 
 A task that fails is restarted, after a second at first and half a minute at last. Runs until SIGINT or SIGTERM, then ends all tasks as \
 `serve` and `map` end. Started by systemd (Type=notify) it says when all tasks have come up or failed once, and feeds the watchdog.")]
 pub(crate) struct DaemonArgs {
-    /// What to serve and to map; without it nothing, until `ferroce serve --daemon` or `map --daemon` starts a task
+    /// Configuration file: what to serve and to map. Without one nothing, until `ferroce serve --daemon` or `map --daemon` starts a task
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Folder of the NBD sockets of sessions that are opened by `ferroce ctl map` (SESSION.sock), and of all sockets of tasks that members of
-    /// the control socket's group start
+    /// Check the file and print the commands that it stands for, without running them. Exit status 0: no mistake; 1: a task could not start
+    /// on this host, as an image or a certificate is missing; 2: a mistake in the file. Names are not resolved
+    #[arg(long, requires = "config")]
+    check: bool,
+    /// Folder of the NBD sockets of sessions that `ferroce ctl map` opens (SESSION.sock), and of all sockets of tasks that members of the
+    /// control socket's group start
     #[arg(long, value_name = "DIR", default_value = SYSTEM)]
     nbd_dir: PathBuf,
     #[command(flatten)]
@@ -168,16 +180,41 @@ fn path_option(path: &PathAddr) -> String {
     }
 }
 
-/// Runs the command.
-pub(crate) fn run(args: &DaemonArgs) -> Result<(), Failure> {
-    args.report.end(daemon(args))
+impl DaemonArgs {
+    fn command() -> Command {
+        Self::augment_args(Command::new("daemon").no_binary_name(true))
+    }
+
+    /// The options of the command line, and those of the file that it doesn't have.
+    fn merged(given: &ArgMatches, of_file: &[String]) -> Result<Self, Failure> {
+        let given = handover::words(&Self::command(), given)?;
+        let option = |word: &str| word.split('=').next().map(str::to_owned);
+        let is_given = |word: &&String| given.iter().any(|given| option(given) == option(word));
+        let words = of_file.iter().filter(|word| !is_given(word)).chain(&given);
+        let matches = Self::command().try_get_matches_from(words);
+        let merged = matches.and_then(|matches| Self::from_arg_matches(&matches));
+        merged.map_err(|e| Failure::usage(task::described(&e)))
+    }
 }
 
-fn daemon(args: &DaemonArgs) -> Result<(), Failure> {
+/// Runs the command; `given` is its part of the command line.
+pub(crate) fn run(args: &DaemonArgs, given: Option<&ArgMatches>) -> Result<(), Failure> {
+    let read = || {
+        let config = read(args.config.as_deref())?;
+        let given = given.ok_or_else(|| Failure::usage("it is not the daemon's command line"))?;
+        Ok((DaemonArgs::merged(given, &config.daemon)?, config))
+    };
+    match read() {
+        Ok((args, config)) if args.check => args.report.end(check::check(&args, &config)),
+        Ok((args, config)) => args.report.end(daemon(&args, config)),
+        Err(failure) => args.report.end(Err(failure)),
+    }
+}
+
+fn daemon(args: &DaemonArgs, config: Config) -> Result<(), Failure> {
     let (stop, hangup) = Stop::on_signals_but_hangup()?;
-    let config = read(args.config.as_deref())?;
     let control = Control::of_daemon(&args.control)?;
-    let tasks = Arc::new(Tasks::new(&control, &args.report));
+    let tasks = Arc::new(Tasks::new(&control, &args.report, config.daemon.clone()));
     let orders = Arc::new(Requests {
         tasks: tasks.clone(),
         config: args.config.clone(),
@@ -218,6 +255,18 @@ fn reload(orders: &Arc<Requests>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_command_line_takes_precedence_over_the_file() {
+        let given = ["--control=/c", "--json"];
+        let given = DaemonArgs::command().try_get_matches_from(given).unwrap();
+        let of_file = ["--control=/a", "--control=/b", "--metrics=9100", "--nbd-dir=/n"].map(str::to_owned);
+        let merged = DaemonArgs::merged(&given, &of_file).unwrap();
+        let expected = ["--control=/c", "--json", "--metrics=9100", "--nbd-dir=/n"];
+        let expected = DaemonArgs::command().try_get_matches_from(expected).unwrap();
+        let words = |args: &DaemonArgs| format!("{:?} {:?} {:?}", args.nbd_dir, args.control, args.report);
+        assert_eq!(words(&merged), words(&DaemonArgs::from_arg_matches(&expected).unwrap()));
+    }
 
     #[test]
     fn a_path_keeps_its_port_and_interface() {

@@ -14,7 +14,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    const ALL: [Self; 2] = [Self::Serve, Self::Map];
+    pub(super) const ALL: [Self; 2] = [Self::Serve, Self::Map];
 
     /// As the command and the table are called.
     pub(crate) const fn name(&self) -> &'static str {
@@ -108,6 +108,12 @@ fn failure(e: &clap::Error) -> Failure {
 /// Returns the error of the arguments, in words.
 pub(super) fn described(e: &clap::Error) -> String {
     let text = e.to_string();
-    let said = text.split("\n\n").next().unwrap_or(&text);
-    said.strip_prefix("error: ").unwrap_or(said).to_owned()
+    let mut parts = text.split("\n\n");
+    let said = parts.next().unwrap_or(&text);
+    let said = said.strip_prefix("error: ").unwrap_or(said);
+    let tip = parts.find(|part| part.starts_with("  tip: "));
+    match tip {
+        Some(tip) => format!("{said}\n{tip}"),
+        None => said.to_owned(),
+    }
 }

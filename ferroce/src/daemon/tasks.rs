@@ -31,6 +31,7 @@ use super::{
 use crate::{
     control::{Control, Events, ServiceRegistry, not_renewed},
     map,
+    names::Resolver,
     output::Failure,
     place::{Place, Stage},
     report::{ReportArgs, Reporter},
@@ -73,6 +74,8 @@ enum Live {
 struct Reported {
     live: Mutex<Option<Live>>,
     up: AtomicBool,
+    /// Keeps the addresses of the names in its options.
+    resolver: Arc<Resolver>,
 }
 
 /// A task that has a thread.
@@ -201,12 +204,15 @@ pub(super) struct Tasks {
     events: Events,
     report: ReportArgs,
     reporter: Reporter,
+    /// The daemon's own options in the file, when it started.
+    of_daemon: Vec<String>,
     ending: AtomicBool,
 }
 
 impl Tasks {
-    pub(super) fn new(control: &Control, report: &ReportArgs) -> Self {
+    pub(super) fn new(control: &Control, report: &ReportArgs, of_daemon: Vec<String>) -> Self {
         Self {
+            of_daemon,
             entries: Mutex::default(),
             reloading: Mutex::default(),
             services: control.services().clone(),
@@ -235,6 +241,7 @@ impl Tasks {
                 sockets: Some(sockets),
                 stop,
                 services,
+                resolver: tell.resolver.clone(),
                 reporter,
                 tell: &|stage| match stage {
                     Stage::Mapping(control, tls) => *tell.live.lock() = Some(Live::Map(control, tls)),
@@ -453,14 +460,18 @@ impl Tasks {
                 Some((_, old)) => self.change(&name, old, task, &mut done),
             }
         }
+        if config.daemon != self.of_daemon {
+            done.failed
+                .push("[daemon] (it has changed, which takes a restart of the daemon)".to_owned());
+        }
         self.tell("reloaded", done.fields().into(), &done.text());
         done.fields()
     }
 
-    /// How a task is reached, if it runs.
-    fn live(&self, name: &TaskName) -> Option<Live> {
+    /// How a task is reached, and its resolver, if it runs.
+    fn live(&self, name: &TaskName) -> Option<(Live, Arc<Resolver>)> {
         match self.entries.lock().get(name).map(|entry| &entry.state) {
-            Some(State::Running(running)) => running.told.live.lock().clone(),
+            Some(State::Running(running)) => Some((running.told.live.lock().clone()?, running.told.resolver.clone())),
             _ => None,
         }
     }
@@ -468,20 +479,22 @@ impl Tasks {
     /// A task is the same, but there may be other certificates in its files: whether there are.
     fn renew(&self, name: &TaskName) -> Result<bool, String> {
         match self.live(name) {
-            Some(Live::Map(_, Some(tls))) => tls.renew().map_err(|e| not_renewed(&e)),
+            Some((Live::Map(_, Some(tls)), _)) => tls.renew().map_err(|e| not_renewed(&e)),
             _ => Ok(false),
         }
     }
 
     fn change(&self, name: &TaskName, old: &Task, new: Task, done: &mut Reloaded) {
-        let live = self.live(name);
-        let how = change(&name.kind, old, &new).unwrap_or(Change::Restart);
-        let changed = match (how, live) {
+        let how = self
+            .live(name)
+            .map(|(live, resolver)| (live, change(&name.kind, old, &new, &resolver)));
+        let changed = match how {
+            Some((_, Err(e))) => Err(refused(&e).to_string()),
             // Certificates first: when they are wrong, nothing else has been done yet.
-            (Change::Map(requests), Some(Live::Map(control, _))) => {
+            Some((Live::Map(control, _), Ok(Change::Map(requests)))) => {
                 self.renew(name).and_then(|_| comply(&control, requests))
             }
-            (Change::Exports, Some(Live::Serve(exports))) => match new.job(&name.kind) {
+            Some((Live::Serve(exports), Ok(Change::Exports))) => match new.job(&name.kind) {
                 Ok(Job::Serve(args)) => args
                     .exports()
                     .map_err(|e| e.text().unwrap_or_default().to_owned())

@@ -6,15 +6,15 @@ mod path;
 mod port;
 mod rdma;
 
-use std::{
-    net::IpAddr,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde::Serialize;
 
-use crate::output::{self, Failure};
+use crate::{
+    names::{Host, Resolver},
+    output::{self, Failure},
+};
 
 #[derive(Args)]
 #[command(after_help = "\
@@ -27,16 +27,16 @@ With --json: one object with `ok` and `checks`, each with `id`, `status` (ok, no
 something can be done, `advice`.
 
 Exit status:
-  0  nothing stands in the way (there may be warnings)
+  0  no check failed (there may be warnings)
   1  a check failed")]
 pub(crate) struct DoctorArgs {
-    /// The address that ferroce shall use; default: all
-    #[arg(long, value_name = "IP")]
-    addr: Option<IpAddr>,
-    /// Also look at the way to this peer: route, path MTU, NAT
-    #[arg(long, value_name = "IP")]
-    peer: Option<IpAddr>,
-    /// One JSON object
+    /// Address or name of this host that ferroce is to use [default: all addresses]
+    #[arg(long, value_name = "HOST")]
+    addr: Option<Host>,
+    /// Check the route to this host as well: path MTU, firewall, address translation
+    #[arg(long, value_name = "HOST")]
+    peer: Option<Host>,
+    /// Print one JSON object
     #[arg(long)]
     json: bool,
 }
@@ -115,7 +115,7 @@ impl System {
         self.path(name).exists()
     }
 
-    /// Names in a folder, sorted; none if it isn't there.
+    /// Resolver in a folder, sorted; none if it isn't there.
     fn list(&self, name: &str) -> Vec<String> {
         let Ok(entries) = std::fs::read_dir(self.path(name)) else {
             return Vec::new();
@@ -133,15 +133,18 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
     let system = System {
         root: Path::new("/").to_path_buf(),
     };
-    let mut checks = vec![port::check(args.addr), port::broker()];
+    let resolver = Resolver::default();
+    let own = args.addr.as_ref().map(|host| resolver.own_addr(host)).transpose()?;
+    let peer = args.peer.as_ref().map(|host| resolver.peer(host)).transpose()?;
+    let mut checks = vec![port::check(own), port::broker()];
     checks.extend(host::rdma(&system, crate::rdma::is_built_in()));
-    let addrs = args.addr.map_or_else(host::own_addrs, |addr| vec![addr]);
+    let addrs = own.map_or_else(host::own_addrs, |addr| vec![addr]);
     checks.extend(rdma::checks(&system, &addrs));
     checks.extend(host::socket_buffers(&system));
     checks.extend(host::interfaces(&system));
     checks.push(offload::check());
-    if let Some(peer) = args.peer {
-        checks.extend(path::check(&system, args.addr, peer));
+    if let Some(peer) = peer {
+        checks.extend(path::check(&system, own, peer));
     }
     let ok = checks.iter().all(|c| c.status < Status::Fail);
     let diagnosis = Diagnosis { ok, checks };

@@ -6,7 +6,6 @@ mod tree;
 use std::{
     ffi::{OsStr, OsString},
     io,
-    net::IpAddr,
     os::unix::{ffi::OsStrExt, fs::PermissionsExt, process::CommandExt},
     path::{Path, PathBuf, absolute},
     process::Command,
@@ -16,7 +15,11 @@ use clap::Args;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use roce::{Mtu, SpinMode, environment, iface};
 
-use crate::{output::Failure, units};
+use crate::{
+    names::{Host, Resolver},
+    output::Failure,
+    units,
+};
 
 /// The library that takes the place of libibverbs and librdmacm.
 const LIBRARY: &str = "libferroce_verbs.so";
@@ -62,7 +65,7 @@ Environment, also for programs that load the library on their own, but for those
   FERROCE_MTU         largest path MTU: 256, 512, 1024, 2048, 4096 (--mtu)
   FERROCE_UNRELIABLE_RATE
                       bytes per second of UC and UD towards one peer, or `off` (--unreliable-rate)
-  FERROCE_SHARDS      engines of the device, 1 to 64 (--shards)
+  FERROCE_SHARDS      shards of each device, 1 to 64 (--shards)
   FERROCE_SPIN        how long to look for packets before sleeping: microseconds, or `off` (--spin)
   FERROCE_PCAP        capture file; %p stands for the process id (--pcap)
   FERROCE_SYS         where attributes are mounted (`ferroce map --sysfs`)
@@ -72,23 +75,23 @@ Environment, also for programs that load the library on their own, but for those
 
 Exit status: the program's; 126 if it can't be run, 127 if it isn't found, 1 or 2 if ferroce can't set it up")]
 pub(crate) struct RunArgs {
-    /// Address of the device, of this machine; several times: several addresses [default: all]
-    #[arg(long, value_name = "IP")]
-    addr: Vec<IpAddr>,
+    /// Address or name of this host for the devices to have. Repeat it for several addresses [default: all addresses]
+    #[arg(long, value_name = "HOST")]
+    addr: Vec<Host>,
     /// Largest path MTU: 256, 512, 1024, 2048 or 4096 [default: the largest that the interface carries]
     #[arg(long, value_name = "BYTES")]
     mtu: Option<Mtu>,
-    /// Bytes per second of UC and UD towards one peer, or `off`: nobody acknowledges them, and what comes faster than
-    /// the receiver's process empties its socket is lost [default: 256M]
+    /// Most bytes per second of UC and UD towards one peer, or `off`. They have no flow control: what arrives faster than the receiver's
+    /// process empties its socket is lost [default: 256M]
     #[arg(long, value_name = "BYTES", value_parser = rate)]
     unreliable_rate: Option<String>,
-    /// Engines of the device, each with a socket, a lock and a thread: for programs with several busy threads. Reliable connected queue
-    /// pairs are spread over them; those of a completion queue without a channel stay together, as the thread that polls it advances
+    /// Shards of each device, each with a socket, a lock and a thread, for programs with several busy threads. Reliable connected queue
+    /// pairs are distributed over them; those of a completion queue without a channel stay together, as the thread that polls it drives
     /// them [default: 1]
     #[arg(long, value_name = "1..64", value_parser = units::shards)]
     shards: Option<usize>,
-    /// How long the thread of each engine looks for packets before it sleeps, at most, where the program doesn't wait by polling:
-    /// microseconds, or `off`. For messages that are waited for asleep, with processors to spare [default: off]
+    /// Longest busy polling of each shard's thread before it sleeps, where the program doesn't poll itself: microseconds, or `off`. Lowers
+    /// the latency of programs that wait for events, if there are processors to spare [default: off]
     #[arg(long, value_name = "US|off")]
     spin: Option<SpinMode>,
     /// Write every packet to this file, which only its owner may read; `%p` in it becomes the process id
@@ -106,6 +109,7 @@ pub(crate) struct RunArgs {
 
 /// Becomes the program.
 pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
+    let addrs = addresses(&args.addr)?;
     let shim = find_shim()?;
     let (program, rest) = args
         .command
@@ -125,8 +129,8 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
             shim.display()
         ),
     }
-    if !args.addr.is_empty() {
-        command.env(ADDR_VARIABLE, addresses(&args.addr)?);
+    if !addrs.is_empty() {
+        command.env(ADDR_VARIABLE, addrs);
     }
     if let Some(mtu) = args.mtu {
         command.env(MTU_VARIABLE, mtu.bytes().to_string());
@@ -242,15 +246,18 @@ fn preload(shim: &Path, present: Option<&OsStr>) -> Result<OsString, Failure> {
     Ok(out)
 }
 
-fn addresses(addrs: &[IpAddr]) -> Result<String, Failure> {
-    for addr in addrs.iter().filter(|a| !a.is_unspecified()) {
-        if iface::interface_of(*addr).is_err() {
+fn addresses(hosts: &[Host]) -> Result<String, Failure> {
+    let resolver = Resolver::default();
+    let mut all = Vec::new();
+    for host in hosts {
+        let addr = resolver.own_addr(host)?;
+        if !addr.is_unspecified() && iface::interface_of(addr).is_err() {
             return Err(Failure::usage(format!(
                 "{addr} is not an address of this host (`ip addr` lists them)"
             )));
         }
+        all.push(addr.to_string());
     }
-    let all: Vec<String> = addrs.iter().map(ToString::to_string).collect();
     Ok(all.join(","))
 }
 
@@ -332,7 +339,7 @@ mod tests {
     fn arguments_that_make_no_sense_are_refused() {
         assert!(addresses(&["192.0.2.1".parse().unwrap()]).is_err());
         assert_eq!(
-            addresses(&["127.0.0.1".parse().unwrap(), "::".parse().unwrap()]).unwrap(),
+            addresses(&["127.0.0.1", "::"].map(|host| host.parse().unwrap())).unwrap(),
             "127.0.0.1,::"
         );
         assert_eq!(rate("off").as_deref(), Ok("off"));

@@ -24,13 +24,14 @@ use rnbd_host::control::{
 use rtrs::{
     addr::PathAddr,
     client::{PathCounters, SessionConfig},
+    proto::DEFAULT_PORT,
 };
 use serde_json::{Map, Value};
 
 use super::{Outcome, fields, maybe_text, number, text, wrong};
 use crate::{
     control::{Shared, show},
-    transport,
+    names::path_of_addresses,
 };
 
 pub(super) const VERBS: &[&str] = &[
@@ -81,7 +82,7 @@ fn order(session: &str, request: &Value) -> Result<MapOrder, Refused> {
 }
 
 fn read_path(text: &str) -> Result<PathAddr, Refused> {
-    transport::path(text).map_err(wrong)
+    path_of_addresses(text, DEFAULT_PORT).map_err(|e| wrong(e.to_string()))
 }
 
 fn path(request: &Value) -> Result<PathAddr, Refused> {
