@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 use roce_mem::PostedKey;
 use roce_net::Driver;
 use roce_port::{Port, QpInit as PortQpInit};
-use roce_qp::{CompletionQueue as Queue, NO_RECEIVE_QUEUE, ReceiveQueue};
+use roce_qp::{CompletionQueue as Queue, Failure, NO_RECEIVE_QUEUE, ReceiveQueue};
 use roce_verbs::{
     AccessFlags, LKey, QpAttr, QpCaps, QpState, QpType, Qpn, RKey, RecvWr, SendFlags, SendOp, SendRequest, SendWr,
     provider::{Grant, MemoryRegion, QpInit, QueuePair, VerbsError},
@@ -284,6 +284,13 @@ impl Qp {
         driver
             .with(|port, now| port.post_batch(now, self.0.qpn, requests))
             .unwrap_or(Err(GONE))
+    }
+
+    /// Takes the reason why it has failed, as text for people: what was asked of whom, and what was wrong with it. `None` if it has
+    /// not failed, or the reason was taken before.
+    pub fn take_failure(&self) -> Option<Failure> {
+        let driver = self.0.driver();
+        driver.with_quiet(|port, _| port.take_failure(self.0.qpn)).ok()?
     }
 
     /// Has what is sent to a multicast group delivered to it (`ibv_attach_mcast`); the group is joined on the interface

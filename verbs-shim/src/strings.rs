@@ -3,6 +3,7 @@
 use std::ffi::CStr;
 
 use libc::{c_char, c_int, c_void};
+use roce::verbs::wc::WC_STATUS_TEXTS;
 
 use crate::abi::c_enum;
 
@@ -10,33 +11,6 @@ fn pick(table: &'static [&'static CStr], index: c_enum, otherwise: &'static CStr
     let text = usize::try_from(index).ok().and_then(|i| table.get(i)).copied();
     text.unwrap_or(otherwise).as_ptr()
 }
-
-const STATUS: &[&CStr] = &[
-    c"success",
-    c"local length error",
-    c"local QP operation error",
-    c"local EE context operation error",
-    c"local protection error",
-    c"Work Request Flushed Error",
-    c"memory management operation error",
-    c"bad response error",
-    c"local access error",
-    c"remote invalid request error",
-    c"remote access error",
-    c"remote operation error",
-    c"transport retry counter exceeded",
-    c"RNR retry counter exceeded",
-    c"local RDD violation error",
-    c"remote invalid RD request",
-    c"aborted error",
-    c"invalid EE context number",
-    c"invalid EE context state",
-    c"fatal error",
-    c"response timeout error",
-    c"general error",
-    c"TM error",
-    c"TM software rendezvous",
-];
 
 const EVENT: &[&CStr] = &[
     c"CQ error",
@@ -102,7 +76,7 @@ const NODE: &[&CStr] = &[
 
 #[unsafe(no_mangle)]
 extern "C" fn ibv_wc_status_str(status: c_enum) -> *const c_char {
-    pick(STATUS, status, c"unknown")
+    pick(&WC_STATUS_TEXTS, status, c"unknown")
 }
 
 #[unsafe(no_mangle)]

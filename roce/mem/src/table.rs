@@ -656,6 +656,14 @@ impl MemoryTable {
         inner.find_remote(pd, qpn, rkey)?.span(addr, u64::from(len), need)
     }
 
+    /// Returns address and length of what is open under a key now, for the text of an error. `None` if nothing is.
+    pub fn open_range(&self, key: u32) -> Option<(u64, u64)> {
+        let inner = self.inner.read();
+        let entry = inner.entries.get(&(key >> 8)).filter(|e| e.key == key)?;
+        let open = entry.open.as_ref()?;
+        Some((open.iova, open.mapping.len() as u64))
+    }
+
     /// Checks a key that a peer wants everything flushed behind, and returns all that it opens.
     ///
     /// # Errors

@@ -12,7 +12,7 @@ use roce_bth::{Psn, Qpn};
 use roce_cm::{ConnId, ListenId, Manager, guid};
 use roce_icrc::IdSolver;
 use roce_mem::MemoryTable;
-use roce_qp::{Ctx, FreePaces, QpConfig, QueuePair, ReceiveQueue, WaitReason, Window};
+use roce_qp::{Ctx, Failure, FreePaces, QpConfig, QueuePair, ReceiveQueue, WaitReason, Window};
 use roce_verbs::{
     AddressVector, AsyncEvent, DeviceLimits, Instant, Mtu, PathMtus, QpAttr, QpCaps, QpState, QpType, RecvWr,
     SendRequest, SendWr, Target, provider::VerbsError, wr::PostError,
@@ -383,6 +383,12 @@ impl Port {
     /// Returns the reason why a queue pair's requester is not sending. `None` if the queue pair does not exist.
     pub fn wait_reason(&self, qpn: Qpn) -> Option<WaitReason> {
         Some(self.qps[self.qpns.get(qpn)?].qp.wait_reason())
+    }
+
+    /// Takes the reason why a queue pair has failed, see [`QueuePair::take_failure`].
+    pub fn take_failure(&mut self, qpn: Qpn) -> Option<Failure> {
+        let slot = self.qpns.get(qpn)?;
+        self.qps[slot].qp.take_failure()
     }
 
     /// Posts send work requests in order, up to the first invalid one.

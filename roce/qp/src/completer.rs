@@ -183,6 +183,7 @@ impl QueuePair {
 
     /// Fails the oldest work request, and with it the queue pair, or where nobody waits for what it sends, the send queue.
     pub(crate) fn fail_head(&mut self, ctx: &mut Ctx<'_>, status: WcStatus) {
+        self.note_send_failure(ctx, status);
         if let Some(wqe) = self.sq.pop() {
             self.complete_send(ctx, &wqe, status);
         }

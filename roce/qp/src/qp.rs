@@ -12,6 +12,7 @@ use crate::{
     cq::CompletionQueue,
     ctx::{CreateError, Ctx, ModifyError, QpConfig},
     dcqcn::ReactionPoint,
+    failure::Failure,
     recvq::ReceiveQueue,
     reorder::{ReorderBudget, ReorderBuffer},
     replies::AckDue,
@@ -54,6 +55,8 @@ pub struct QueuePair {
     pub(crate) resp: Responder,
     /// A completion was lost because its queue was full: the queue pair must fail.
     pub(crate) overflowed: bool,
+    /// Why it has failed, until that is taken.
+    pub(crate) failure: Option<Box<Failure>>,
     /// Both sides buffer packets beyond a gap and report them in selective ACKs.
     pub(crate) selective: bool,
     /// UDP source ports of the peer.
@@ -99,6 +102,7 @@ impl QueuePair {
             req: Requester::new(first),
             resp: Responder::new(first),
             overflowed: false,
+            failure: None,
             selective: false,
             sources: Sources::default(),
             reaction_point: None,
@@ -320,6 +324,7 @@ impl QueuePair {
         self.req = Requester::new(first);
         self.resp = Responder::new(first);
         self.overflowed = false;
+        self.failure = None;
         self.sources = Sources::default();
         (self.reaction_point, self.slowed_until) = (None, None);
         self.state = QpState::Reset;
@@ -369,6 +374,7 @@ impl QueuePair {
     /// Moves to the error state if a completion was lost (IBA 11.6.3.2, class G).
     pub(crate) fn fail_on_overflow(&mut self, ctx: &mut Ctx<'_>) {
         if self.overflowed && self.state != QpState::Err {
+            self.note_overflow();
             ctx.events.push(AsyncEvent::QpFatal(self.config.qpn));
             self.enter_error(ctx);
         }

@@ -497,7 +497,7 @@ impl QueuePair {
             Err((seq, refusal)) => {
                 // The memory was revoked during the READ: answer nothing after this point.
                 self.resp.replies.clear();
-                self.refuse(ctx, seq, refusal);
+                self.refuse(ctx, seq, refusal, None);
             }
         }
         Step::Sent

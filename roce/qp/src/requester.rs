@@ -356,6 +356,7 @@ impl QueuePair {
                 return;
             }
         };
+        wqe.key_error = done.err();
         wqe.progress = match done {
             Ok(()) => Progress::Executed,
             Err(_) => Progress::Failed(failure),

@@ -9,6 +9,7 @@ use roce_mem::{AtomicError, FlushError, PdHandle, Span};
 use roce_verbs::{AccessFlags, AsyncEvent, Completion, QpState, RKey, WcFlags, WcOpcode, WcStatus};
 
 use crate::{
+    completer::nak_status,
     ctx::Ctx,
     persist::{Flushing, PersistJob},
     qp::QueuePair,
@@ -82,6 +83,17 @@ enum Processed {
     Started,
 }
 
+impl Inbound {
+    /// Returns the bytes of the message received so far.
+    pub(crate) fn received(&self) -> usize {
+        match self {
+            Self::Idle => 0,
+            Self::Send(received) => *received,
+            Self::Write { received, .. } => *received as usize,
+        }
+    }
+}
+
 impl Responder {
     pub(crate) fn new(first: Seq) -> Self {
         Self {
@@ -132,6 +144,33 @@ pub(crate) enum Refusal {
     SharedQueue,
     /// Memory could not be made persistent.
     Persist,
+}
+
+impl Refusal {
+    /// Returns the status that the peer's work request gets; of those that the peer is not told of, our own.
+    pub(crate) fn status(self) -> WcStatus {
+        let row = refusal_row(self);
+        row.nak.and_then(nak_status).unwrap_or(row.status)
+    }
+
+    /// Returns the reason in words.
+    pub(crate) const fn text(self) -> &'static str {
+        match self {
+            Self::NoReceive => "no receive is posted",
+            Self::MissingFirst => "its first packet is missing",
+            Self::MissingLast => "the message before lacks its last packet",
+            Self::Operation => "the operation or its fields are not valid for this queue pair",
+            Self::TooManyRdAtomic => "more READs and atomics at once than max_dest_rd_atomic",
+            Self::Length => "its length does not fit its packets, or the path MTU of the two sides differs",
+            Self::ReceiveTooShort => "it is longer than the receive",
+            Self::RKey => "its memory is not accessible",
+            Self::Misaligned => "the address is not a multiple of 8",
+            Self::LocalProtection => "the memory of the receive is not accessible",
+            Self::Invalidate => "it may not invalidate the key that it names",
+            Self::SharedQueue => "the XRC domain has no shared receive queue of the number that it names",
+            Self::Persist => "the memory could not be made persistent",
+        }
+    }
 }
 
 /// Effects of a refusal on both sides (IBA table 57 and 9.9.3; `rxe_resp.c`).
@@ -210,7 +249,7 @@ impl QueuePair {
         match self.process(ctx, seq, packet) {
             Ok(Processed::Done) => self.process_buffered(ctx, arrived),
             Ok(Processed::Started) => {}
-            Err(refusal) => self.refuse(ctx, seq, refusal),
+            Err(refusal) => self.refuse(ctx, seq, refusal, Some(packet)),
         }
         self.fail_on_overflow(ctx);
     }
@@ -245,12 +284,11 @@ impl QueuePair {
         match refused {
             // The peer resends the packet, which is refused then.
             Some((Refusal::NoReceive, _)) if !self.selective => {}
-            Some((refusal, packet)) => {
-                if refusal == Refusal::NoReceive {
-                    buffer.put_back(expected, packet);
-                }
-                self.refuse(ctx, expected, refusal);
+            Some((refusal @ Refusal::NoReceive, packet)) => {
+                buffer.put_back(expected, packet);
+                self.refuse(ctx, expected, refusal, None);
             }
+            Some((refusal, packet)) => self.refuse(ctx, expected, refusal, Some(&packet.packet())),
             None => {}
         }
         if let Some(buffer) = &mut self.resp.reorder {
@@ -811,8 +849,9 @@ impl QueuePair {
         self.resp.replies.replay(seq);
     }
 
-    /// Refuses a request: with an RNR NAK if only the receive work request is missing, else fatally.
-    pub(crate) fn refuse(&mut self, ctx: &mut Ctx<'_>, seq: Seq, refusal: Refusal) {
+    /// Refuses a request: with an RNR NAK if only the receive work request is missing, else fatally. `packet` is `None` for a READ
+    /// that fails while its data is sent.
+    pub(crate) fn refuse(&mut self, ctx: &mut Ctx<'_>, seq: Seq, refusal: Refusal, packet: Option<&Packet<'_>>) {
         if refusal == Refusal::NoReceive {
             ctx.counters.send_rnr_err += 1;
             self.resp.reported = true;
@@ -820,6 +859,7 @@ impl QueuePair {
             self.resp.replies.ack_now(AckDue::Refuse(seq, Syndrome::Rnr(timer)));
             return;
         }
+        self.note_refusal(ctx, refusal, packet);
         let row = refusal_row(refusal);
         self.resp.inbound = Inbound::Idle;
         match self.resp.receive.take() {

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use roce_bth::{Class, Opcode};
-use roce_mem::{AccessError, MemoryTable, PdHandle, SgList};
+use roce_mem::{AccessError, KeyError, MemoryTable, PdHandle, SgList};
 use roce_verbs::{AccessFlags, Payload, SendFlags, SendOp, SendWr, Sge, Target, WcOpcode, WcStatus};
 use smallvec::SmallVec;
 
@@ -173,6 +173,8 @@ pub(crate) struct SendWqe {
     pub(crate) progress: Progress,
     /// What it fails with in its turn.
     pub(crate) fault: Option<WcStatus>,
+    /// Why a local operation has failed.
+    pub(crate) key_error: Option<KeyError>,
     pub(crate) len: u32,
     /// PSNs that it takes; none for local operations and datagrams that are too long.
     pub(crate) packets: u32,
@@ -350,6 +352,7 @@ impl SendQueue {
             flags: wr.flags,
             progress: Progress::Posted,
             fault,
+            key_error: None,
             len,
             packets,
             stride: match kind_of(&wr.op) {

@@ -41,7 +41,7 @@ impl QueuePair {
             }
         }
         if let Err(refusal) = self.take_unacknowledged(ctx, seq, packet) {
-            self.refuse_silently(ctx, refusal);
+            self.refuse_silently(ctx, refusal, packet);
         }
         self.fail_on_overflow(ctx);
     }
@@ -73,14 +73,17 @@ impl QueuePair {
     }
 
     /// Acts on a refusal that the sender is not told of (IBA 9.9.3, classes A, D and E).
-    fn refuse_silently(&mut self, ctx: &mut Ctx<'_>, refusal: Refusal) {
+    fn refuse_silently(&mut self, ctx: &mut Ctx<'_>, refusal: Refusal, packet: &Packet<'_>) {
         self.resp.inbound = Inbound::Idle;
         match refusal {
             Refusal::NoReceive => {
                 ctx.counters.dropped_no_receive += 1;
                 self.break_off(ctx, WcStatus::RemoteInvalidRequestError);
             }
-            Refusal::LocalProtection => self.fail_receive(ctx),
+            Refusal::LocalProtection => {
+                self.note_refusal(ctx, refusal, Some(packet));
+                self.fail_receive(ctx);
+            }
             Refusal::RKey => {
                 ctx.counters.dropped_messages += 1;
                 self.break_off(ctx, WcStatus::LocalAccessError);
@@ -158,7 +161,7 @@ impl QueuePair {
                 };
                 self.complete_datagram(ctx, completion);
             }
-            Err(refusal) => self.refuse_silently(ctx, refusal),
+            Err(refusal) => self.refuse_silently(ctx, refusal, packet),
         }
         self.fail_on_overflow(ctx);
     }

@@ -1,5 +1,10 @@
 //! Work completions.
 
+use core::{
+    ffi::CStr,
+    fmt::{self, Display, Formatter},
+};
+
 use bitflags::bitflags;
 use roce_bth::{Qpn, RKey};
 
@@ -33,6 +38,40 @@ pub enum WcStatus {
     FatalError = 19,
     ResponseTimeout = 20,
     GeneralError = 21,
+}
+
+/// Texts of `ibv_wc_status_str`, by number.
+pub static WC_STATUS_TEXTS: [&CStr; 24] = [
+    c"success",
+    c"local length error",
+    c"local QP operation error",
+    c"local EE context operation error",
+    c"local protection error",
+    c"Work Request Flushed Error",
+    c"memory management operation error",
+    c"bad response error",
+    c"local access error",
+    c"remote invalid request error",
+    c"remote access error",
+    c"remote operation error",
+    c"transport retry counter exceeded",
+    c"RNR retry counter exceeded",
+    c"local RDD violation error",
+    c"remote invalid RD request",
+    c"aborted error",
+    c"invalid EE context number",
+    c"invalid EE context state",
+    c"fatal error",
+    c"response timeout error",
+    c"general error",
+    c"TM error",
+    c"TM software rendezvous",
+];
+
+impl Display for WcStatus {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.write_str(&WC_STATUS_TEXTS[*self as usize].to_string_lossy())
+    }
 }
 
 /// What completed (`ibv_wc_opcode`; same numbers).

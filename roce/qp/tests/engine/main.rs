@@ -7,6 +7,7 @@ mod connections;
 mod datagrams;
 mod expected;
 mod extended;
+mod failures;
 mod faults;
 mod hostile;
 mod lifecycle;
