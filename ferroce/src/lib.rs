@@ -106,7 +106,7 @@ pub fn run() -> ExitCode {
         Command::Map(args) => map::run(&args),
         Command::Daemon(args) => daemon::run(&args, matches.subcommand_matches("daemon")),
         Command::Ctl(args) => ctl::run(&args),
-        Command::Run(args) => run::run(&args),
+        Command::Run(args) => run::run(&args, (cli.verbose > 0).then(|| level(cli.verbose, false))),
         Command::Link(args) => sharing::link::run(&args),
         Command::Stat(args) => sharing::stat::run(&args),
         Command::Broker(args) => sharing::broker::run(&args),
@@ -121,18 +121,22 @@ pub fn run() -> ExitCode {
     }
 }
 
-/// Logs go to standard error; `FERROCE_LOG` (like `debug` or `roce_port=trace,info`) wins over -v and -q.
-fn start_log(verbose: u8, quiet: bool) -> Result<(), Failure> {
-    let level = match (quiet, verbose) {
+/// Log level of -v and -q.
+const fn level(verbose: u8, quiet: bool) -> &'static str {
+    match (quiet, verbose) {
         (true, _) => "error",
         (false, 0) => "warn",
         (false, 1) => "info",
         (false, 2) => "debug",
         (false, _) => "trace",
-    };
+    }
+}
+
+/// Logs go to standard error; `FERROCE_LOG` (like `debug` or `roce_port=trace,info`) wins over -v and -q.
+fn start_log(verbose: u8, quiet: bool) -> Result<(), Failure> {
     let filter = match roce::environment::var(LOG_VARIABLE) {
         Some(text) => EnvFilter::try_new(&text).map_err(|e| Failure::usage(format!("{LOG_VARIABLE}={text}: {e}")))?,
-        None => EnvFilter::new(level),
+        None => EnvFilter::new(level(verbose, quiet)),
     };
     tracing_subscriber::fmt()
         .with_env_filter(filter)

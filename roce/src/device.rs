@@ -53,6 +53,8 @@ pub struct DeviceConfig {
     pub unreliable_rate: Option<NonZeroU64>,
     /// Write all packets sent and received to this file.
     pub pcap: Option<PathBuf>,
+    /// Add to that file if it exists, instead of starting it again.
+    pub pcap_append: bool,
     /// Identifies the device to connection managers; `None`: random. No two live devices may share one, unless they
     /// have distinct slots.
     pub guid: Option<u64>,
@@ -114,6 +116,7 @@ impl Default for DeviceConfig {
             window: None,
             unreliable_rate: FreePaces::USUAL,
             pcap: None,
+            pcap_append: false,
             guid: None,
             sockets: None,
             shards: 1,

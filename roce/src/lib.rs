@@ -138,14 +138,14 @@ pub use roce_broker::{self as broker, JoinConfig};
 pub use roce_local::Usage;
 pub use roce_mem::{Pages, Persist, WindowKind};
 pub use roce_net::{
-    DatapathCounters, EventFd, Flush, OpenSockets, Spin, SpinMode, Thread, environment, gids, iface, links, neighbours,
-    now,
+    DatapathCounters, EventFd, Flush, OpenSockets, Spin, SpinMode, Thread, environment, gids, iface, links, names,
+    neighbours, now,
 };
 pub use roce_port::{
     AcceptArgs, ConnTransport, ConnectArgs, ListenArgs, PortCounters, PortSpace, QpnParts, QpnSlot, RawCmEvent,
     RemoteQp, ResolveArgs, RxMeta, ServiceId, SidrAnswer,
 };
-pub use roce_qp::{Notify, WindowConfig};
+pub use roce_qp::{Failure, Notify, WindowConfig};
 pub use roce_verbs as verbs;
 pub use roce_verbs::{
     AccessFlags, AddressVector, AsyncEvent, Completion, Datagram, DeviceLimits, LKey, Mtu, PKey, Payload, Psn, QKey,

@@ -132,7 +132,9 @@ pub(crate) fn check_shards(shards: usize) -> Result<Option<Steering>, VerbsError
 
 /// What writes a device's packets to a file, if that is wanted.
 pub(crate) fn tap(config: &DeviceConfig) -> Result<Option<PcapTap>, VerbsError> {
-    let create = |file: &PathBuf| PcapTap::create(file).map_err(io_error(&format!("creating {}", file.display())));
+    let create = |file: &PathBuf| {
+        PcapTap::create(file, config.pcap_append).map_err(io_error(&format!("creating {}", file.display())))
+    };
     config.pcap.as_ref().map(create).transpose()
 }
 

@@ -121,6 +121,37 @@ fn doctor_names_the_process_that_has_the_port() {
 }
 
 #[test]
+fn options_before_the_program_are_ours_and_those_after_it_its_own() {
+    let unknown = run(&["run", "--frobnicate", "--", "true"]);
+    assert_eq!(unknown.code, Some(2));
+    assert!(
+        unknown.stderr.contains("unexpected argument '--frobnicate'"),
+        "{}",
+        unknown.stderr
+    );
+    let script = ["run", "sh", "-c", "echo \"$@\"", "sh", "-v", "--frobnicate"];
+    let passed = run(&script);
+    assert_eq!(
+        (passed.code, &*passed.stdout),
+        (Some(0), "-v --frobnicate\n"),
+        "{}",
+        passed.stderr
+    );
+    let name = run(&["run", "--device-name", "a b", "true"]);
+    assert!(
+        name.code == Some(2) && name.stderr.contains("no name of a device"),
+        "{}",
+        name.stderr
+    );
+    let link = run(&["run", "--", "/nonexistent/rdma", "link"]);
+    assert!(
+        link.code == Some(127) && link.stderr.contains("`ferroce link` shows them"),
+        "{}",
+        link.stderr
+    );
+}
+
+#[test]
 fn doctor_reports_every_check() {
     let addr = fresh_address().to_string();
     let done = run(&[
@@ -138,6 +169,7 @@ fn doctor_reports_every_check() {
         "rdma-devices",
         "socket-buffers",
         "mtu",
+        "devices",
         "gso-gro",
         "route",
         "path-mtu",

@@ -45,13 +45,28 @@ fn source_port(flow_label: u32) -> u16 {
 /// # Errors
 /// EINVAL without a GRH, at another port, or for a GID that we don't have.
 pub(crate) fn address_vector(core: &Core, attr: &ibv_ah_attr) -> Result<AddressVector> {
-    if attr.is_global == 0 || attr.port_num != 1 {
-        return Err(Errno::INVAL);
+    if attr.is_global == 0 {
+        return Err(Errno::INVAL.because(
+            "RoCE needs a GRH (is_global, sgid_index and the peer's GID): programs take a GID index, often as -g or -x",
+        ));
     }
-    let local = core.device.gids.get(attr.grh.sgid_index.into()).ok_or(Errno::INVAL)?;
+    if attr.port_num != 1 {
+        return Err(Errno::INVAL.because(format_args!("port_num {}: the device has port 1 alone", attr.port_num)));
+    }
+    let index = attr.grh.sgid_index;
+    let no_gid = || {
+        let device = core.device;
+        Errno::INVAL.because(format_args!(
+            "sgid_index {index}: {} ({}) has no such GID",
+            device.name, device.interface
+        ))
+    };
+    let local = core.device.gids.get(index.into()).ok_or_else(no_gid)?;
     let remote = gids::ip_of(&attr.grh.dgid);
     if local.is_ipv4() != remote.is_ipv4() || remote.is_unspecified() {
-        return Err(Errno::INVAL);
+        return Err(Errno::INVAL.because(format_args!(
+            "no path from {local} (sgid_index {index}) to {remote}: both must be addresses of one IP version"
+        )));
     }
     Ok(AddressVector {
         local,
@@ -101,7 +116,7 @@ unsafe extern "C" fn ibv_destroy_ah(ah: *mut ibv_ah) -> c_int {
 fn reply_to(core: &Core, port: u8, wc: &ibv_wc, grh: *const ibv_grh) -> Result<ibv_ah_attr> {
     if port != 1 || wc.wc_flags & WC_GRH == 0 || grh.is_null() {
         // On Ethernet the address is in the header and nowhere else.
-        return Err(Errno::INVAL);
+        return Err(Errno::INVAL.because("only a completion with a GRH (IBV_WC_GRH) on port 1 says who has sent"));
     }
     // SAFETY: the program passes the first 40 bytes of what was received.
     let header = NetworkHeader::parse(&unsafe { grh.read_unaligned() }.bytes);
@@ -120,7 +135,9 @@ fn reply_to(core: &Core, port: u8, wc: &ibv_wc, grh: *const ibv_grh) -> Result<i
         ..ibv_ah_attr::default()
     };
     attr.grh.dgid = gids::gid_of(header.source);
-    attr.grh.sgid_index = index.and_then(|i| u8::try_from(i).ok()).ok_or(Errno::INVAL)?;
+    let index = index.and_then(|i| u8::try_from(i).ok());
+    attr.grh.sgid_index =
+        index.ok_or_else(|| Errno::INVAL.because(format_args!("{ours} is no address of the device")))?;
     attr.grh.hop_limit = 0xff;
     attr.grh.traffic_class = header.traffic_class;
     attr.grh.flow_label = header.flow_label;

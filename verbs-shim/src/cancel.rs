@@ -10,7 +10,10 @@ use std::{ffi::c_void, mem::MaybeUninit, os::fd::RawFd};
 
 use libc::c_int;
 
-use crate::ret::{self, Result};
+use crate::{
+    log,
+    ret::{self, Result},
+};
 
 /// `struct _pthread_cleanup_buffer` of `pthread.h`.
 #[repr(C)]
@@ -106,7 +109,7 @@ pub(crate) fn point() {
 /// Returns 0, or -1 and sets errno.
 ///
 /// The attempt learns whether the descriptor was read before it. It is `Copy`, and thus has nothing to drop.
-pub(crate) fn blocking(attempt: impl Fn(bool) -> Result<Option<Wait>> + Copy) -> c_int {
+pub(crate) fn blocking<F: Fn(bool) -> Result<Option<Wait>> + Copy>(attempt: F) -> c_int {
     point();
     let mut waited = false;
     loop {
@@ -115,6 +118,7 @@ pub(crate) fn blocking(attempt: impl Fn(bool) -> Result<Option<Wait>> + Copy) ->
             Ok(Some(wait)) if wait.read() => waited = true,
             Ok(Some(_)) => return -1,
             Err(e) => {
+                log::failed_verb::<F>(e);
                 e.set();
                 return -1;
             }

@@ -67,7 +67,7 @@ unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut ibv_comp_channel) ->
         let this = Channel::claim(channel)?;
         // The queues hold clones of the events.
         if Arc::strong_count(&this.events) > 1 {
-            return Err(Errno::BUSY);
+            return Err(Errno::BUSY.because("completion queues with the channel exist"));
         }
         match this.core.alive() {
             Ok(()) => this.free(),

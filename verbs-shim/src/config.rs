@@ -1,11 +1,23 @@
 //! What `ferroce run` tells us: the environment, unless the program has rights that its user hasn't.
 
-use std::{net::IpAddr, num::NonZeroU64, path::PathBuf};
+use std::{
+    fs::{self, File},
+    io::ErrorKind,
+    net::IpAddr,
+    num::NonZeroU64,
+    os::unix::fs::OpenOptionsExt,
+    path::PathBuf,
+};
 
-use roce::{DeviceConfig, Mtu, SpinMode, environment};
+use parking_lot::Mutex;
+use roce::{DeviceConfig, Mtu, SpinMode, environment, names::DeviceNames};
+
+use crate::fork::Own;
 
 /// Addresses of the devices, separated by commas.
 pub(crate) const ADDR: &str = "FERROCE_ADDR";
+/// Names of the devices, separated by commas: NAME or INTERFACE=NAME.
+pub(crate) const DEVICE_NAME: &str = "FERROCE_DEVICE_NAME";
 /// Largest path MTU: 256, 512, 1024, 2048 or 4096.
 pub(crate) const MTU: &str = "FERROCE_MTU";
 /// Bytes per second of UC and UD towards one peer, or `off`.
@@ -36,6 +48,15 @@ pub(crate) fn addresses() -> Vec<IpAddr> {
         }
     }
     out
+}
+
+/// Returns the names that devices shall have.
+pub(crate) fn device_names() -> DeviceNames {
+    let text = environment::var(DEVICE_NAME).unwrap_or_default();
+    text.parse().unwrap_or_else(|e| {
+        complain(format_args!("{DEVICE_NAME}: {e}; it is ignored"));
+        DeviceNames::default()
+    })
 }
 
 /// The path MTU asked for.
@@ -82,16 +103,58 @@ pub(crate) fn spin() -> Option<SpinMode> {
         .ok()
 }
 
-/// The capture file for this process. A file that exists is another process's: the number is appended then.
-pub(crate) fn pcap() -> Option<PathBuf> {
+/// Capture file of this process: a program may open the transport more than once.
+static CAPTURE: Own<Mutex<Option<PathBuf>>> = Own::new(Mutex::default);
+
+/// Returns the capture file of this process, and whether the process has begun it before. A file that exists is another process's:
+/// the process's number is appended then, and the user told.
+pub(crate) fn pcap() -> Option<(PathBuf, bool)> {
     let text = environment::var(PCAP)?;
+    let mut capture = CAPTURE.get().lock();
+    if let Some(begun) = &*capture {
+        return Some((begun.clone(), true));
+    }
+    let path = capture_file(&text);
+    *capture = Some(path.clone());
+    Some((path, false))
+}
+
+fn capture_file(text: &str) -> PathBuf {
     let pid = std::process::id();
     if text.contains("%p") {
-        return Some(text.replace("%p", &pid.to_string()).into());
+        return text.replace("%p", &pid.to_string()).into();
     }
-    let path = PathBuf::from(&text);
-    match path.exists() {
-        true => Some(format!("{text}.{pid}").into()),
-        false => Some(path),
+    // The file is made here, so that of two processes that begin at the same time one has it.
+    let made = File::options().write(true).create_new(true).mode(0o600).open(text);
+    let taken = made.is_err_and(|e| e.kind() == ErrorKind::AlreadyExists);
+    // A pipe or device can be written by several.
+    if !taken || !fs::metadata(text).is_ok_and(|meta| meta.is_file()) {
+        return text.into();
+    }
+    let own = format!("{text}.{pid}");
+    complain(format_args!(
+        "{text} is another process's capture: the one of this process is {own} (`%p` in the name gives each its own)"
+    ));
+    own.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_capture_of_another_process_is_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let name = dir.path().join("wire.pcap");
+        let name = name.to_str().unwrap();
+        assert_eq!(capture_file(name), PathBuf::from(name));
+        assert!(fs::metadata(name).unwrap().is_file(), "made at once");
+        let pid = std::process::id();
+        assert_eq!(capture_file(name), PathBuf::from(format!("{name}.{pid}")));
+        assert_eq!(
+            capture_file("/x/wire-%p.pcap"),
+            PathBuf::from(format!("/x/wire-{pid}.pcap"))
+        );
+        assert_eq!(capture_file("/dev/null"), PathBuf::from("/dev/null"));
     }
 }

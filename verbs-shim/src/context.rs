@@ -50,7 +50,8 @@ impl Core {
     /// # Errors
     /// ENOENT for an object of another context.
     pub(crate) fn finds(&self, other: &Self) -> Result<()> {
-        self.same(other).map_err(|_| Errno::NOENT)
+        self.same(other)
+            .map_err(|_| Errno::NOENT.because("the objects are of different contexts (ibv_open_device)"))
     }
 
     /// Checks that an object is of this context, without which it can't be used.
@@ -60,7 +61,7 @@ impl Core {
     pub(crate) fn same(&self, other: &Self) -> Result<()> {
         match ptr::eq(self, other) {
             true => Ok(()),
-            false => Err(Errno::INVAL),
+            false => Err(Errno::INVAL.because("the objects are of different contexts (ibv_open_device)")),
         }
     }
 
@@ -214,14 +215,20 @@ fn ops() -> ibv_context_ops {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_open_device(device: *mut ibv_device) -> *mut ibv_context {
-    ret::pointer(|| Context::open(VerbsDevice::of(device).ok_or(Errno::INVAL)?)?.publish())
+    ret::pointer(|| {
+        Context::open(
+            VerbsDevice::of(device)
+                .ok_or_else(|| Errno::INVAL.because("the pointer is to no device of ibv_get_device_list"))?,
+        )?
+        .publish()
+    })
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_close_device(context: *mut ibv_context) -> c_int {
     ret::minus_one(|| {
         // A context has no handle: the kernel finds it by the descriptor.
-        let context = Context::claim(context).map_err(|_| Errno::INVAL)?;
+        let context = Context::claim(context).map_err(|_| Errno::INVAL.because("the pointer is to no open context"))?;
         // SAFETY: made with the context.
         unsafe { libc::close(context.abi.context.cmd_fd) };
         match context.core.alive() {

@@ -20,6 +20,7 @@ use crate::{
     cqex,
     events::{Acks, Target},
     live::{self, Object as _},
+    log,
     pd::Users,
     queue::EventQueue,
     ret::{self, Errno, Result},
@@ -100,7 +101,7 @@ impl Cq {
     /// `context` is open, and `init.channel` is null or a channel created by this library.
     pub(crate) unsafe fn create(context: *mut ibv_context, init: &CqInit) -> Result<*mut ibv_cq> {
         // A channel is looked up by its descriptor.
-        let other = |_| Errno::BADF;
+        let other = |_| Errno::BADF.because("the completion channel is of another context, or was destroyed");
         // SAFETY: guaranteed by the caller.
         let core = unsafe { Context::of(context)? }.core();
         // SAFETY: likewise.
@@ -110,7 +111,10 @@ impl Cq {
             .map_err(other)?;
         let engine = core.engine()?;
         if init.entries == 0 || !(0..COMP_VECTORS).contains(&init.vector) {
-            return Err(Errno::INVAL);
+            return Err(Errno::INVAL.because(format_args!(
+                "cqe {}, comp_vector {}: expected 1 or more entries and a vector below {COMP_VECTORS}",
+                init.entries, init.vector
+            )));
         }
         let events = Arc::new(CqEvents {
             channel: channel.map(|channel| channel.events().clone()),
@@ -171,8 +175,19 @@ impl Cq {
         };
         buffer.clear();
         let count = self.inner.poll(buffer, max)?;
+        if count > 0 && log::is_on() {
+            self.log(buffer);
+        }
         buffer.iter().for_each(&mut each);
         Ok(count)
+    }
+
+    /// Logs the errors among completions.
+    #[cold]
+    fn log(&self, completions: &[Completion]) {
+        if let Some(engine) = self.core.opened() {
+            log::completions(engine, completions);
+        }
     }
 
     /// Removes the oldest completion, if any.
@@ -214,7 +229,7 @@ pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, max: c_int, out: *mut i
     ret::minus_one(|| {
         // SAFETY: the program passes a completion queue created by this library.
         let cq = unsafe { Cq::hot(cq)? };
-        let max = usize::try_from(max).map_err(|_| Errno::INVAL)?;
+        let max = usize::try_from(max).map_err(|_| Errno::INVAL.because("num_entries is negative"))?;
         let mut at = out;
         let count = cq.take(max, |c| {
             // SAFETY: `out` has room for `max` completions, and `take` returns at most `max`.
@@ -242,7 +257,9 @@ unsafe extern "C" fn ibv_resize_cq(cq: *mut ibv_cq, entries: c_int) -> c_int {
         // SAFETY: the program passes a completion queue created by this library.
         let this = unsafe { Cq::of(cq)? };
         this.core.alive()?;
-        let count = u32::try_from(entries).ok().filter(|n| *n > 0).ok_or(Errno::INVAL)?;
+        let count = u32::try_from(entries).ok().filter(|n| *n > 0);
+        let count =
+            count.ok_or_else(|| Errno::INVAL.because(format_args!("cqe {entries}: expected 1 or more entries")))?;
         this.inner.resize(count)?;
         // SAFETY: `Cq::of` has checked that `cq` points to a live queue.
         unsafe { (&raw mut (*cq).cqe).write(this.inner.capacity() as c_int) };
@@ -258,7 +275,7 @@ pub(crate) unsafe extern "C" fn modify_cq(cq: *mut ibv_cq, attr: *mut ibv_modify
         // SAFETY: the program passes a pointer to attributes.
         match unsafe { (&raw const (*attr).attr_mask).read_unaligned() } {
             0 => Ok(()),
-            _ => Err(Errno::NOTSUP),
+            _ => Err(Errno::NOTSUP.because("completion events are not moderated here")),
         }
     })
 }
@@ -273,7 +290,8 @@ unsafe extern "C" fn ibv_create_cq(
 ) -> *mut ibv_cq {
     ret::pointer(|| {
         let init = CqInit {
-            entries: u32::try_from(entries).map_err(|_| Errno::INVAL)?,
+            entries: u32::try_from(entries)
+                .map_err(|_| Errno::INVAL.because(format_args!("cqe {entries} is negative")))?,
             cookie,
             channel,
             vector,
@@ -294,7 +312,7 @@ unsafe extern "C" fn ibv_destroy_cq(cq: *mut ibv_cq) -> c_int {
             return Ok(());
         };
         if this.users.in_use() {
-            return Err(Errno::BUSY);
+            return Err(Errno::BUSY.because("queue pairs or SRQs use the completion queue"));
         }
         let target = engine.objects().cqs.remove(&this.inner.handle());
         match &this.events.channel {

@@ -212,11 +212,11 @@ pub(crate) unsafe extern "C" fn create_cq_ex(
         // SAFETY: the program passes attributes.
         let attr = unsafe { attr.read_unaligned() };
         if attr.comp_mask & !3 != 0 || attr.wc_flags & !CQ_WC_FLAGS != 0 {
-            return Err(Errno::NOTSUP);
+            return Err(Errno::NOTSUP.because("comp_mask or wc_flags has bits that this device does not support"));
         }
         let flags = if attr.comp_mask & 1 != 0 { attr.flags } else { 0 };
         if flags & !SINGLE_THREADED != 0 {
-            return Err(Errno::NOTSUP);
+            return Err(Errno::NOTSUP.because("flags has bits that this device does not support"));
         }
         let init = CqInit {
             entries: attr.cqe,

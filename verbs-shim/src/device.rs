@@ -3,13 +3,13 @@
 use std::{fs, io, net::IpAddr, ptr, sync::atomic::AtomicU64};
 
 use libc::{c_char, c_int};
-use roce::{LinkState, gids::device_names, iface};
+use roce::{LinkState, gids::device_names, iface, names};
 
 use crate::{
     abi::{IBV_NODE_CA, IBV_TRANSPORT_IB, ibv_device},
     config, engine, fork,
     gids::GidTable,
-    rebind,
+    log, rebind,
     ret::{self, Result},
 };
 
@@ -44,8 +44,7 @@ fn put(to: &mut [c_char], text: &str) {
 }
 
 impl VerbsDevice {
-    fn new(index: usize, interface: &str, only: Vec<IpAddr>) -> Self {
-        let name = format!("ferroce{index}");
+    fn new(index: usize, name: String, interface: &str, only: Vec<IpAddr>) -> Self {
         let mut abi = ibv_device {
             ops: [ptr::null_mut(); 2],
             node_type: IBV_NODE_CA,
@@ -166,15 +165,25 @@ fn interfaces() -> Result<Vec<(String, Vec<IpAddr>)>> {
 /// When the system can't tell: EMFILE without a descriptor left.
 pub(crate) fn list() -> Result<Vec<&'static VerbsDevice>> {
     fork::watch();
+    log::start();
     // Whoever looks for devices is about to look at their files.
     rebind::run();
-    let wanted = interfaces()?;
+    let (wanted, names) = (interfaces()?, config::device_names());
+    let all: Vec<&str> = wanted.iter().map(|(interface, _)| interface.as_str()).collect();
+    let given = names.assign(&all);
     let mut known = engine::devices();
     let mut out = Vec::new();
-    for (interface, only) in wanted {
-        let old = known.iter().find(|d| d.interface == interface).copied();
+    for (position, (interface, only)) in wanted.iter().enumerate() {
+        let old = known.iter().find(|d| d.interface == *interface).copied();
         let device = old.unwrap_or_else(|| {
-            let device: &'static VerbsDevice = Box::leak(Box::new(VerbsDevice::new(known.len(), &interface, only)));
+            let has = |name: &str| known.iter().any(|d| d.name == name);
+            // A device that was there before keeps its name.
+            let name = given[position].filter(|name| !has(name)).map_or_else(
+                || names::usual_name(known.len(), |name| has(name) || given.contains(&Some(name))),
+                str::to_owned,
+            );
+            let device = VerbsDevice::new(known.len(), name, interface, only.clone());
+            let device: &'static VerbsDevice = Box::leak(Box::new(device));
             known.push(device);
             device
         });

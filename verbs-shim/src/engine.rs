@@ -18,7 +18,7 @@ use crate::{
     events::{Entry, Target},
     fork::Own,
     links::Links,
-    live,
+    live, log,
     qp::SharedTarget,
     rebind,
     ret::{self, Errno, Result},
@@ -187,12 +187,13 @@ fn own_program() -> Option<PathBuf> {
 /// Opens the device, shared with other processes unless that is switched off, or nobody could be the broker.
 fn open_device(wanted: DeviceConfig) -> std::result::Result<Device, VerbsError> {
     let Some(mut how) = JoinConfig::from_env() else {
+        tracing::info!("no broker (FERROCE_BROKER=off): this process has its addresses alone");
         return Device::open(wanted);
     };
     how.program = how.program.or_else(own_program);
     match Device::open_shared(wanted.clone(), &how) {
         Err(e) if how.program.is_none() => {
-            tracing::debug!("no broker: {e}");
+            tracing::info!("no broker, so that this process has its addresses alone: {e}");
             Device::open(wanted)
         }
         done => done,
@@ -216,7 +217,9 @@ impl Engine {
     fn open() -> Result<Arc<Self>> {
         let mut wanted = DeviceConfig::new(bind_address()?);
         wanted.mtu = config::mtu();
-        wanted.pcap = config::pcap();
+        if let Some((file, begun)) = config::pcap() {
+            (wanted.pcap, wanted.pcap_append) = (Some(file), begun);
+        }
         if let Some(rate) = config::unreliable_rate() {
             wanted.unreliable_rate = rate;
         }
@@ -277,6 +280,9 @@ impl Engine {
 
     fn deliver(&self, event: AsyncEvent) {
         tracing::debug!("asynchronous event {event:?}");
+        if let EventSource::Qp(number) = event.describe().1 {
+            log::queue_pair(self, number.value());
+        }
         let (kind, source) = event.describe();
         let kind = kind as c_enum;
         let objects = self.objects();

@@ -75,7 +75,12 @@ impl<T: Send + Sync> Own<T> {
 
 /// Whether something made at `born` may be used in this process.
 pub(crate) fn check(born: u32) -> Result<()> {
-    if born == generation() { Ok(()) } else { Err(Errno::IO) }
+    match born == generation() {
+        true => Ok(()),
+        false => {
+            Err(Errno::IO.because("the object was created before fork(): open the device again in the child process"))
+        }
+    }
 }
 
 extern "C" fn prepare() {

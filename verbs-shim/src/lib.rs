@@ -29,6 +29,7 @@ mod gids;
 mod interpose;
 mod links;
 mod live;
+mod log;
 mod marshall;
 mod mcast;
 mod mr;

@@ -13,6 +13,7 @@
 
 use std::{
     alloc::{Layout, alloc_zeroed},
+    any::type_name,
     cell::UnsafeCell,
     mem::{ManuallyDrop, MaybeUninit},
     ops::Deref,
@@ -65,7 +66,7 @@ pub(crate) unsafe trait Object: Sized + 'static {
     /// # Safety
     /// The program does not destroy it while the reference lives.
     unsafe fn of<'a>(abi: *mut Self::Abi) -> Result<&'a Self> {
-        let slot = Self::arena().slot(abi).ok_or(Errno::INVAL)?;
+        let slot = Self::arena().slot(abi).ok_or_else(unknown::<Self>)?;
         slot.check()?;
         // SAFETY: it is alive, and stays so by the caller's promise.
         Ok(unsafe { slot.value() })
@@ -80,7 +81,7 @@ pub(crate) unsafe trait Object: Sized + 'static {
     /// As for [`Object::of`].
     unsafe fn lookup<'a>(abi: *mut Self::Abi) -> Result<&'a Self> {
         // SAFETY: the caller's promise.
-        unsafe { Self::of(abi) }.map_err(|_| not_found(abi))
+        unsafe { Self::of(abi) }.map_err(|_| not_found::<Self>(abi))
     }
 
     /// Like [`Object::lookup`], for a pointer that may be NULL.
@@ -103,7 +104,7 @@ pub(crate) unsafe trait Object: Sized + 'static {
     /// # Safety
     /// As for [`Object::of`].
     unsafe fn named<'a>(abi: *mut Self::Abi) -> Result<&'a Self> {
-        let slot = Self::arena().slot(abi).ok_or(Errno::INVAL)?;
+        let slot = Self::arena().slot(abi).ok_or_else(unknown::<Self>)?;
         slot.check_state()?;
         // SAFETY: as in `of`.
         Ok(unsafe { slot.value() })
@@ -156,18 +157,51 @@ pub(crate) unsafe trait Object: Sized + 'static {
     /// ENOENT for a pointer that is no object of this kind, and for an object whose context or handle was changed; EINVAL
     /// for NULL.
     fn claim(abi: *mut Self::Abi) -> Result<Claim<Self>> {
-        let slot = Self::arena().slot(abi).ok_or_else(|| not_found(abi))?;
-        slot.check().map_err(|_| Errno::NOENT)?;
+        let slot = Self::arena().slot(abi).ok_or_else(|| not_found::<Self>(abi))?;
+        slot.check().map_err(|_| not_found::<Self>(abi))?;
         let won = slot
             .state
             .compare_exchange(LIVE, GOING, Ordering::AcqRel, Ordering::Acquire);
-        won.map(|_| Claim { slot }).map_err(|_| Errno::NOENT)
+        won.map(|_| Claim { slot }).map_err(|_| not_found::<Self>(abi))
     }
 }
 
 /// Error of a lookup that has found nothing. NULL has no handle that could be looked up.
-fn not_found<T>(abi: *mut T) -> Errno {
-    if abi.is_null() { Errno::INVAL } else { Errno::NOENT }
+fn not_found<T: Object>(abi: *mut T::Abi) -> Errno {
+    match abi.is_null() {
+        true => Errno::INVAL.because(format_args!("the pointer to the {} is NULL", kind::<T>())),
+        false => no_object::<T>(Errno::NOENT),
+    }
+}
+
+/// Error for a pointer that is no live object.
+#[cold]
+fn unknown<T: Object>() -> Errno {
+    no_object::<T>(Errno::INVAL)
+}
+
+fn no_object<T>(errno: Errno) -> Errno {
+    errno.because(format_args!(
+        "the pointer is to no {} of this library: it was destroyed, or its context or handle was overwritten",
+        kind::<T>()
+    ))
+}
+
+/// Name of a kind of object, for people.
+fn kind<T>() -> &'static str {
+    match type_name::<T>().rsplit("::").next() {
+        Some("Qp") => "QP",
+        Some("Cq") => "CQ",
+        Some("Mr") => "MR",
+        Some("Pd") => "PD",
+        Some("Srq") => "SRQ",
+        Some("Ah") => "address handle",
+        Some("Mw") => "memory window",
+        Some("Xrcd") => "XRC domain",
+        Some("Td") => "thread domain",
+        Some("Channel") => "completion channel",
+        _ => "object",
+    }
 }
 
 /// Makes a structure an [`Object`]: `AT` bytes into it is the C structure, whose context and handle are named.
@@ -219,7 +253,7 @@ impl<T: Object> Slot<T> {
     fn check_state(&self) -> Result<()> {
         match self.state.load(Ordering::Acquire) {
             LIVE => Ok(()),
-            _ => Err(Errno::INVAL),
+            _ => Err(unknown::<T>()),
         }
     }
 
@@ -229,7 +263,7 @@ impl<T: Object> Slot<T> {
         // SAFETY: written before the state said that it is alive. The public part is the program's to read and write.
         match unsafe { *self.name.get() == T::name(self.abi()) } {
             true => Ok(()),
-            false => Err(Errno::INVAL),
+            false => Err(unknown::<T>()),
         }
     }
 

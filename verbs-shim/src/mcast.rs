@@ -18,7 +18,9 @@ fn group(qp: &Qp, gid: &ibv_gid) -> Result<IpAddr> {
     let ip = gids::ip_of(gid);
     match qp.kind() == IBV_QPT_UD && ip.is_multicast() {
         true => Ok(ip),
-        false => Err(Errno::INVAL),
+        false => Err(Errno::INVAL.because(format_args!(
+            "{ip} is no multicast group, or the queue pair is not of type UD"
+        ))),
     }
 }
 

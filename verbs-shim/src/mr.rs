@@ -10,6 +10,7 @@ use crate::{
     abi::{access, c_enum, ibv_mr, ibv_pd, ibv_sge},
     context::Core,
     live::{self, Object as _},
+    log,
     pd::{Pd, Users},
     pin,
     ret::{self, Errno, Result},
@@ -40,7 +41,8 @@ pub(crate) fn access_flags(flags: u32) -> Result<AccessFlags> {
     // Optional rights are such that a device may leave them out; huge pages make no difference here.
     // Neither is any memory pinned that would have to be found on demand instead.
     let flags = flags & !(access::OPTIONAL_RANGE | access::HUGETLB | access::ON_DEMAND);
-    AccessFlags::from_bits(flags).ok_or(Errno::INVAL)
+    AccessFlags::from_bits(flags)
+        .ok_or_else(|| Errno::INVAL.because(format_args!("access flags {flags:#x} has unknown bits")))
 }
 
 /// Checks that memory is there, and can be written if anybody may write (`ib_access_writable`).
@@ -64,7 +66,7 @@ fn register(pd: &Pd, range: Range, flags: u32) -> Result<roce::Mr> {
     let rights = access_flags(flags)?;
     if flags & access::ON_DEMAND != 0 && range.length == size_t::MAX {
         // All of the program's memory, whatever is there.
-        return Err(Errno::NOTSUP);
+        return Err(Errno::NOTSUP.because("implicit on-demand paging (all of the program's memory) is not supported"));
     }
     check_memory(range.addr, range.length, rights)?;
     signals::prepare();
@@ -193,7 +195,7 @@ unsafe fn reregister(mr: *mut ibv_mr, wanted: &Change) -> Result<()> {
     let this = unsafe { Mr::lookup(mr)? };
     this.core.alive()?;
     if wanted.what == 0 {
-        return Err(Errno::INVAL);
+        return Err(Errno::INVAL.because("flags is 0: nothing is to change"));
     }
     let mut state = this.state.lock();
     let domain = match wanted.has(change::PD) {
@@ -250,6 +252,7 @@ unsafe extern "C" fn ibv_rereg_mr(
         access,
     };
     if mr.is_null() || !wanted.makes_sense() {
+        log::failed("ibv_rereg_mr", Errno::INVAL.because("the arguments don't fit flags"));
         Errno::INVAL.set();
         return refused::INPUT;
     }

@@ -33,7 +33,7 @@ pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, kind: c_enum) -> *mut 
         let window = match kind {
             IBV_MW_TYPE_1 => WindowKind::Type1,
             IBV_MW_TYPE_2 => WindowKind::Type2,
-            _ => return Err(Errno::INVAL),
+            _ => return Err(Errno::INVAL.because(format_args!("{kind} is no type of a memory window"))),
         };
         // SAFETY: the program passes a domain of ours.
         let domain = unsafe { Pd::lookup(pd)? };
@@ -74,7 +74,7 @@ pub(crate) unsafe extern "C" fn bind_mw(qp: *mut ibv_qp, mw: *mut ibv_mw, bind: 
         this.alive()?;
         this.core().same(&window.core)?;
         if window.kind != IBV_MW_TYPE_1 {
-            return Err(Errno::INVAL);
+            return Err(Errno::INVAL.because("ibv_bind_mw binds windows of type 1 only"));
         }
         let next = RKey(key).next().0;
         let mut batch = Batch::default();

@@ -82,7 +82,9 @@ unsafe extern "C" fn ibv_dealloc_pd(pd: *mut ibv_pd) -> c_int {
         let this = Pd::claim(pd)?;
         this.core.alive()?;
         if this.users.in_use() {
-            return Err(Errno::BUSY);
+            return Err(Errno::BUSY.because(
+                "objects of the protection domain exist: queue pairs, regions, windows, address handles or SRQs",
+            ));
         }
         this.free();
         Ok(())
@@ -98,7 +100,7 @@ pub(crate) unsafe extern "C" fn alloc_parent_domain(
         // SAFETY: the program passes an open context and attributes.
         let (core, attr) = unsafe { (Context::of(context)?.core(), attr.read_unaligned()) };
         if attr.comp_mask & !3 != 0 {
-            return Err(Errno::INVAL);
+            return Err(Errno::INVAL.because("comp_mask has unknown bits"));
         }
         // SAFETY: the program destroys neither meanwhile.
         let (of, td) = unsafe { (Pd::lookup(attr.pd)?, Td::given(attr.td)?) };
@@ -125,7 +127,7 @@ pub(crate) unsafe extern "C" fn alloc_td(context: *mut ibv_context, attr: *mut u
     ret::pointer(|| {
         // SAFETY: the attributes are a mask of what is given.
         if unsafe { attr.read_unaligned() } != 0 {
-            return Err(Errno::NOTSUP);
+            return Err(Errno::NOTSUP.because("comp_mask has unknown bits"));
         }
         // SAFETY: the program passes an open context.
         let core = unsafe { Context::of(context)? }.core();
@@ -142,7 +144,7 @@ pub(crate) unsafe extern "C" fn dealloc_td(td: *mut ibv_td) -> c_int {
     ret::code(|| {
         let td = Td::claim(td)?;
         if td.users.in_use() {
-            return Err(Errno::BUSY);
+            return Err(Errno::BUSY.because("parent domains with the thread domain exist"));
         }
         td.free();
         Ok(())

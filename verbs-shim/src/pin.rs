@@ -17,7 +17,8 @@ pub(crate) fn check(start: usize, len: usize, write: bool) -> Result<()> {
     let end = start
         .checked_add(len)
         .and_then(|end| end.checked_next_multiple_of(page));
-    let range = start & !(page - 1)..end.ok_or(Errno::FAULT)?;
+    let missing = || missing(start, len, write);
+    let range = start & !(page - 1)..end.ok_or_else(missing)?;
     if len == 0 {
         return Ok(());
     }
@@ -29,6 +30,16 @@ pub(crate) fn check(start: usize, len: usize, write: bool) -> Result<()> {
         true => populate(range, advice),
         false => check_listed(&fs::read_to_string("/proc/self/maps")?, range, write),
     }
+    .map_err(|e| if e == Errno::FAULT { missing() } else { e })
+}
+
+fn missing(start: usize, len: usize, write: bool) -> Errno {
+    let how = if write {
+        "mapped and writable"
+    } else {
+        "mapped and readable"
+    };
+    Errno::FAULT.because(format_args!("not all of {len} bytes at {start:#x} is {how}"))
 }
 
 /// Whether the kernel knows the advice: of no memory at all it takes every one that it knows.

@@ -40,7 +40,12 @@ pub(crate) unsafe fn bind(qp: &Qp, rkey: u32, info: &ibv_mw_bind_info) -> Result
         lkey: LKey(lkey),
         addr: info.addr,
         length: info.length,
-        access: AccessFlags::from_bits(info.mw_access_flags).ok_or(Errno::INVAL)?,
+        access: AccessFlags::from_bits(info.mw_access_flags).ok_or_else(|| {
+            Errno::INVAL.because(format_args!(
+                "mw_access_flags {:#x} has unknown bits",
+                info.mw_access_flags
+            ))
+        })?,
     }))
 }
 
@@ -53,7 +58,7 @@ pub(crate) unsafe fn bind_type2(qp: &Qp, mw: *mut ibv_mw, rkey: u32, info: &ibv_
     let mw = unsafe { Mw::named(mw)? };
     qp.core().same(&mw.core)?;
     if mw.kind != IBV_MW_TYPE_2 {
-        return Err(Errno::INVAL);
+        return Err(Errno::INVAL.because("a memory window of type 1 is bound by ibv_bind_mw, not by a work request"));
     }
     // SAFETY: the caller's promise.
     unsafe { bind(qp, mw.inner.rkey().0 & !0xff | rkey & 0xff, info) }
@@ -100,7 +105,7 @@ unsafe fn operation(qp: &Qp, wr: &ibv_send_wr) -> Result<SendOp> {
             }
         }
         op::ATOMIC_WRITE => SendOp::AtomicWrite(to),
-        _ => return Err(Errno::INVAL),
+        other => return Err(Errno::INVAL.because(format_args!("opcode {other} is unknown or not supported"))),
     })
 }
 
@@ -133,25 +138,31 @@ pub(crate) unsafe fn datagram(qp: &Qp, ah: *mut crate::abi::ibv_ah, qpn: u32, qk
     Ok(Target::Datagram(ah.inner.to(Qpn::new(qpn), QKey(qkey))))
 }
 
+/// Checks the number of scatter/gather elements of a work request.
+pub(crate) fn sge_count(given: c_int, max: usize) -> Result<usize> {
+    let count = usize::try_from(given).ok().filter(|n| *n <= max);
+    count.ok_or_else(|| Errno::INVAL.because(format_args!("num_sge {given}: the queue has at most {max}")))
+}
+
 /// Adds a work request to a batch.
 ///
 /// # Safety
 /// As `ibv_post_send` demands.
 unsafe fn add(batch: &mut Batch, qp: &Qp, wr: &ibv_send_wr) -> Result<()> {
     if wr.send_flags & IBV_SEND_IP_CSUM != 0 {
-        return Err(Errno::INVAL);
+        return Err(Errno::INVAL.because("IBV_SEND_IP_CSUM: this device computes no checksums"));
     }
-    let count = usize::try_from(wr.num_sge).map_err(|_| Errno::INVAL)?;
-    if count > qp.max_send_sge() && count > 0 {
-        return Err(Errno::INVAL);
-    }
+    let count = sge_count(wr.num_sge, qp.max_send_sge())?;
     // SAFETY: the caller's promise.
     let (what, to, list) = unsafe { (operation(qp, wr)?, target(qp, wr)?, batch::sge_list(wr.sg_list, count)) };
     // LOCAL_INV and BIND_MW have no data: what the list says is left over from what the structure was used for before.
     let has_data = !matches!(wr.opcode, op::LOCAL_INV | op::BIND_MW);
     let inline = has_data && wr.send_flags & IBV_SEND_INLINE != 0;
     if inline && list.iter().map(|s| u64::from(s.length)).sum::<u64>() > qp.max_inline() {
-        return Err(Errno::INVAL);
+        return Err(Errno::INVAL.because(format_args!(
+            "more inline data than max_inline_data, {} bytes",
+            qp.max_inline()
+        )));
     }
     // Nothing is refused from here on: what has begun is posted.
     batch.begin(wr.wr_id, what, flags(wr.send_flags));
@@ -240,8 +251,7 @@ pub(crate) unsafe fn each_recv(
         while !next.is_null() {
             // SAFETY: the caller's promise; receives need not be aligned.
             let wr = unsafe { next.read_unaligned() };
-            let count = usize::try_from(wr.num_sge).ok().filter(|n| *n <= max_sge);
-            let count = count.ok_or(Errno::INVAL)?;
+            let count = sge_count(wr.num_sge, max_sge)?;
             // SAFETY: likewise.
             let sges = unsafe { batch::sge_list(wr.sg_list, count) };
             let recv = RecvWr {

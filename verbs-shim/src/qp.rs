@@ -16,6 +16,7 @@ use crate::{
     engine::Engine,
     events::{Acks, Target as EventTarget},
     live::{self, Object as _},
+    log,
     pd::{Pd, Users},
     qpattr,
     ret::{self, Errno, Result},
@@ -101,7 +102,7 @@ fn service(kind: c_enum) -> Result<QpType> {
         IBV_QPT_UD => Ok(QpType::Ud),
         IBV_QPT_XRC_SEND => Ok(QpType::XrcIni),
         IBV_QPT_XRC_RECV => Ok(QpType::XrcTgt),
-        _ => Err(Errno::NOTSUP),
+        other => Err(Errno::NOTSUP.because(format_args!("qp_type {other}: this device has RC, UC, UD and XRC"))),
     }
 }
 
@@ -167,7 +168,7 @@ unsafe fn create(init: &ibv_qp_init_attr, extra: &Extra) -> Result<*mut ibv_qp> 
     ];
     cores.into_iter().flatten().try_for_each(|other| core.finds(other))?;
     if domain.is_none() && xrcd.is_none() {
-        return Err(Errno::INVAL);
+        return Err(Errno::INVAL.because("neither a protection domain nor an XRC domain is given"));
     }
     let engine = core.engine()?;
     let options = QpOptions {
@@ -277,10 +278,10 @@ pub(crate) unsafe extern "C" fn open_qp(context: *mut ibv_context, attr: *mut ib
         // SAFETY: the program passes an open context and attributes.
         let (core, attr) = unsafe { (Context::of(context)?.core(), attr.read_unaligned()) };
         if attr.comp_mask & OPEN_NEEDED != OPEN_NEEDED || attr.comp_mask & !(OPEN_NEEDED | qp_open::CONTEXT) != 0 {
-            return Err(Errno::INVAL);
+            return Err(Errno::INVAL.because("comp_mask needs number, XRC domain and type"));
         }
         if attr.qp_type != IBV_QPT_XRC_RECV {
-            return Err(Errno::INVAL);
+            return Err(Errno::INVAL.because("only queue pairs of type IBV_QPT_XRC_RECV can be opened"));
         }
         // SAFETY: a domain of ours.
         let xrcd = unsafe { Xrcd::lookup(attr.xrcd)? };
@@ -288,7 +289,12 @@ pub(crate) unsafe extern "C" fn open_qp(context: *mut ibv_context, attr: *mut ib
         let engine = core.engine()?;
         let inner = match engine.objects().targets.get(&attr.qp_num) {
             Some(target) if target.xrcd.is(&xrcd.inner) => target.qp.clone(),
-            _ => return Err(Errno::INVAL),
+            _ => {
+                return Err(Errno::INVAL.because(format_args!(
+                    "this process has no XRC target {:#x} in the domain",
+                    attr.qp_num
+                )));
+            }
         };
         let with_cookie = attr.comp_mask & qp_open::CONTEXT != 0;
         let init = ibv_qp_init_attr {
@@ -338,11 +344,13 @@ pub(crate) unsafe extern "C" fn create_qp_ex(context: *mut ibv_context, attr: *m
         let comp_mask = init.comp_mask;
         let has = |bit: u32| comp_mask & bit != 0;
         if comp_mask & !INIT_MASK != 0 || (has(qp_init::CREATE_FLAGS) && init.create_flags != 0) {
-            return Err(Errno::NOTSUP);
+            return Err(Errno::NOTSUP.because("comp_mask or create_flags has bits that this device does not support"));
         }
         let extended = has(qp_init::SEND_OPS_FLAGS);
         if extended && init.send_ops_flags & !send_ops(service(init.qp_type)?) != 0 {
-            return Err(Errno::NOTSUP);
+            return Err(
+                Errno::NOTSUP.because("send_ops_flags has operations that this type of queue pair does not have")
+            );
         }
         let extra = Extra {
             context,
@@ -426,8 +434,10 @@ unsafe extern "C" fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int {
             return Ok(());
         };
         if !this.inner.mcast_groups().is_empty() {
-            return Err(Errno::BUSY);
+            return Err(Errno::BUSY.because("the queue pair is attached to a multicast group"));
         }
+        // Nobody can ask for it afterwards.
+        log::failure_of(&this);
         let target = engine.objects().forget_qp(this.inner.qpn().value(), qp as usize);
         if let Some(target) = target {
             target.finish();

@@ -19,7 +19,7 @@ fn state(value: c_enum) -> Result<QpState> {
     [Reset, Init, Rtr, Rts, Sqd, Sqe, Err]
         .into_iter()
         .find(|s| *s as c_enum == value)
-        .ok_or(Errno::INVAL)
+        .ok_or_else(|| Errno::INVAL.because(format_args!("{value} is no state of a queue pair")))
 }
 
 /// Attributes that this device does not have: an alternate path, a rate limit (`IBV_QP_RATE_LIMIT`).
@@ -43,11 +43,14 @@ fn without_ignored(kind: c_enum, mask: u32) -> u32 {
 /// EINVAL for values out of range, EOPNOTSUPP for attributes that this device does not have.
 pub(crate) fn from_c(core: &Core, kind: c_enum, a: &ibv_qp_attr, mask: u32) -> Result<QpAttr> {
     if mask & UNSUPPORTED != 0 {
-        return Err(Errno::NOTSUP);
+        return Err(Errno::NOTSUP
+            .because("IBV_QP_ALT_PATH and IBV_QP_RATE_LIMIT: this device has no alternate path and no rate limit"));
     }
     let mask = without_ignored(kind, mask);
     // No state transition changes queue sizes (`qp_state_table`).
-    let mask = M::from_bits(mask).filter(|m| !m.contains(M::CAP)).ok_or(Errno::INVAL)?;
+    let known = M::from_bits(mask).filter(|m| !m.contains(M::CAP));
+    let mask = known
+        .ok_or_else(|| Errno::INVAL.because(format_args!("attr_mask {mask:#x} has unknown bits or IBV_QP_CAP")))?;
     let mut out = QpAttr::default();
     let has = |bit: M| mask.contains(bit);
     if has(M::STATE) {
@@ -58,7 +61,7 @@ pub(crate) fn from_c(core: &Core, kind: c_enum, a: &ibv_qp_attr, mask: u32) -> R
     }
     if has(M::PATH_MIG_STATE) {
         if a.path_mig_state != PathMigState::Migrated as c_enum {
-            return Err(Errno::NOTSUP);
+            return Err(Errno::NOTSUP.because("path_mig_state: this device has no alternate path"));
         }
         out.path_mig_state = Some(PathMigState::Migrated);
     }
@@ -69,8 +72,14 @@ pub(crate) fn from_c(core: &Core, kind: c_enum, a: &ibv_qp_attr, mask: u32) -> R
         out.av = Some(ah::address_vector(core, &a.ah_attr)?);
     }
     if has(M::PATH_MTU) {
-        let code = u8::try_from(a.path_mtu).map_err(|_| Errno::INVAL)?;
-        out.path_mtu = Some(Mtu::from_code(code).ok_or(Errno::INVAL)?);
+        let mtu = u8::try_from(a.path_mtu).ok().and_then(Mtu::from_code);
+        let no_mtu = || {
+            Errno::INVAL.because(format_args!(
+                "path_mtu {}: expected IBV_MTU_256 (1) to IBV_MTU_4096 (5)",
+                a.path_mtu
+            ))
+        };
+        out.path_mtu = Some(mtu.ok_or_else(no_mtu)?);
     }
     out.en_sqd_async_notify = has(M::EN_SQD_ASYNC_NOTIFY).then_some(a.en_sqd_async_notify != 0);
     out.pkey_index = has(M::PKEY_INDEX).then_some(a.pkey_index);

@@ -125,7 +125,9 @@ pub(crate) unsafe extern "C" fn query_device_ex(
     ret::code(|| {
         // SAFETY: null or readable.
         if !input.is_null() && unsafe { input.read_unaligned() }.comp_mask != 0 || size < size_of::<ibv_device_attr>() {
-            return Err(Errno::INVAL);
+            return Err(
+                Errno::INVAL.because("the input has a comp_mask, or the structure is shorter than ibv_device_attr")
+            );
         }
         // SAFETY: plain numbers, for which zero is a value.
         let mut out: ibv_device_attr_ex = unsafe { std::mem::zeroed() };
@@ -199,8 +201,19 @@ unsafe extern "C" fn ibv_query_port(context: *mut ibv_context, port: u8, attr: *
     unsafe { compat_query_port(context, port, attr) }
 }
 
+/// Error for a GID index out of range.
+fn no_gid_index() -> Errno {
+    Errno::INVAL.because(format_args!(
+        "the table of GIDs has indices 0 to {}",
+        gids::TABLE_LEN - 1
+    ))
+}
+
 fn check_port(port: u32) -> Result<()> {
-    if port == 1 { Ok(()) } else { Err(Errno::INVAL) }
+    match port {
+        1 => Ok(()),
+        other => Err(Errno::INVAL.because(format_args!("port {other}: the device has port 1 alone"))),
+    }
 }
 
 fn entry(device: &VerbsDevice, index: usize) -> Option<ibv_gid_entry> {
@@ -218,10 +231,8 @@ fn entry(device: &VerbsDevice, index: usize) -> Option<ibv_gid_entry> {
 unsafe extern "C" fn ibv_query_gid(context: *mut ibv_context, port: u8, index: c_int, gid: *mut ibv_gid) -> c_int {
     ret::minus_one(|| {
         check_port(u32::from(port))?;
-        let index = usize::try_from(index).map_err(|_| Errno::INVAL)?;
-        if index >= gids::TABLE_LEN {
-            return Err(Errno::INVAL);
-        }
+        let index = usize::try_from(index).ok().filter(|index| *index < gids::TABLE_LEN);
+        let index = index.ok_or_else(no_gid_index)?;
         // SAFETY: the program passes an open context.
         let device = unsafe { Context::of(context)? }.core().device;
         // A slot that is not in use reads as zero.
@@ -244,7 +255,7 @@ unsafe extern "C" fn _ibv_query_gid_ex(
     ret::code(|| {
         check_port(port)?;
         if index as usize >= gids::TABLE_LEN || flags != 0 {
-            return Err(Errno::INVAL);
+            return Err(no_gid_index());
         }
         // SAFETY: the program passes an open context.
         let device = unsafe { Context::of(context)? }.core().device;
@@ -301,7 +312,7 @@ unsafe extern "C" fn ibv_query_gid_type(
     ret::minus_one(|| {
         check_port(u32::from(port))?;
         if index as usize >= gids::TABLE_LEN {
-            return Err(Errno::INVAL);
+            return Err(no_gid_index());
         }
         // SAFETY: the program passes an open context and room for the answer.
         unsafe {
@@ -320,7 +331,7 @@ unsafe extern "C" fn ibv_query_pkey(context: *mut ibv_context, port: u8, index: 
         unsafe { Context::of(context)? };
         check_port(u32::from(port))?;
         if index != 0 {
-            return Err(Errno::INVAL);
+            return Err(Errno::INVAL.because("the partition table has index 0 alone"));
         }
         // SAFETY: the program passes room for the key.
         unsafe { pkey.write_unaligned(PKEY.to_be()) };
@@ -337,7 +348,7 @@ unsafe extern "C" fn ibv_get_pkey_index(context: *mut ibv_context, port: u8, pke
         if u16::from_be(pkey) == PKEY {
             Ok(0)
         } else {
-            Err(Errno::INVAL)
+            Err(Errno::INVAL.because("the partition table has the default partition, 0xffff, alone"))
         }
     })
 }

@@ -56,7 +56,7 @@ impl<T> EventQueue<T> {
             drop(items);
             return match self.bell.is_there() {
                 true => Ok(Err(self.wait())),
-                false => Err(Errno::BADF),
+                false => Err(Errno::BADF.because("the program has closed the descriptor of the events")),
             };
         };
         taken(&item);

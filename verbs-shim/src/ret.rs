@@ -1,11 +1,15 @@
 //! The frame around every entry point: what it must leave as it was, how it reports errors, and what becomes of a panic.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::{
+    cell::RefCell,
+    fmt::Display,
+    panic::{AssertUnwindSafe, catch_unwind},
+};
 
 use libc::c_int;
 use roce::{PostError, VerbsError};
 
-use crate::{cancel::Disabled, config};
+use crate::{cancel::Disabled, config, log};
 
 /// An error number of `errno.h`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -31,6 +35,22 @@ impl Errno {
         Self(std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO))
     }
 
+    /// Notes why it is returned, for the line that reports the failed verb.
+    #[cold]
+    pub(crate) fn because(self, reason: impl Display) -> Self {
+        if log::is_on() {
+            // While the thread's variables are destroyed there is no place for it.
+            let _ = REASON.try_with(|slot| slot.replace(Some((self, reason.to_string()))));
+        }
+        self
+    }
+
+    /// Takes the reason that was noted last on this thread, if it is that of this error.
+    pub(crate) fn take_reason(self) -> Option<String> {
+        let last = REASON.try_with(RefCell::take).ok().flatten();
+        last.filter(|(error, _)| *error == self).map(|(_, reason)| reason)
+    }
+
     /// Sets the calling thread's errno.
     pub(crate) fn set(self) {
         // SAFETY: the location belongs to the calling thread.
@@ -38,34 +58,41 @@ impl Errno {
     }
 }
 
+thread_local! {
+    /// Reason of the last error, as long as no verb has reported it.
+    static REASON: RefCell<Option<(Errno, String)>> = const { RefCell::new(None) };
+}
+
 impl From<PostError> for Errno {
     fn from(e: PostError) -> Self {
-        match e {
+        let errno = match e {
             PostError::QueueFull => Self::NOMEM,
             _ => Self::INVAL,
-        }
+        };
+        errno.because(e)
     }
 }
 
 impl From<VerbsError> for Errno {
     fn from(e: VerbsError) -> Self {
-        tracing::debug!("{e}");
-        match e {
+        let errno = match &e {
             VerbsError::Invalid(_) | VerbsError::State(_) => Self::INVAL,
             VerbsError::Limit(_) => Self::NOMEM,
             VerbsError::Busy(_) => Self::BUSY,
             VerbsError::Address(_) => Self(libc::EADDRNOTAVAIL),
             VerbsError::Unsupported(_) => Self::NOTSUP,
-            VerbsError::Post(e) => e.into(),
+            VerbsError::Post(PostError::QueueFull) => Self::NOMEM,
+            VerbsError::Post(_) => Self::INVAL,
             VerbsError::Io { source, .. } => Self(source.raw_os_error().unwrap_or(libc::EIO)),
             _ => Self::IO,
-        }
+        };
+        errno.because(e)
     }
 }
 
 impl From<std::io::Error> for Errno {
     fn from(e: std::io::Error) -> Self {
-        Self(e.raw_os_error().unwrap_or(libc::EIO))
+        Self(e.raw_os_error().unwrap_or(libc::EIO)).because(e)
     }
 }
 
@@ -128,18 +155,20 @@ pub(crate) fn run<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
 }
 
 /// Runs a verb that returns an object, or NULL and sets errno.
-pub(crate) fn pointer<T>(body: impl FnOnce() -> Result<*mut T>) -> *mut T {
+pub(crate) fn pointer<T, F: FnOnce() -> Result<*mut T>>(body: F) -> *mut T {
     run(body).unwrap_or_else(|e| {
+        log::failed_verb::<F>(e);
         e.set();
         std::ptr::null_mut()
     })
 }
 
 /// Runs a verb that returns 0 or a positive error number. It sets errno too, as system calls do.
-pub(crate) fn code(body: impl FnOnce() -> Result<()>) -> c_int {
+pub(crate) fn code<F: FnOnce() -> Result<()>>(body: F) -> c_int {
     match run(body) {
         Ok(()) => 0,
         Err(e) => {
+            log::failed_verb::<F>(e);
             e.set();
             e.0
         }
@@ -147,8 +176,9 @@ pub(crate) fn code(body: impl FnOnce() -> Result<()>) -> c_int {
 }
 
 /// Runs a verb that returns a number, or -1 and sets errno.
-pub(crate) fn minus_one(body: impl FnOnce() -> Result<c_int>) -> c_int {
+pub(crate) fn minus_one<F: FnOnce() -> Result<c_int>>(body: F) -> c_int {
     run(body).unwrap_or_else(|e| {
+        log::failed_verb::<F>(e);
         e.set();
         -1
     })

@@ -114,7 +114,7 @@ pub(crate) unsafe extern "C" fn get_srq_num(srq: *mut ibv_srq, number: *mut u32)
         unsafe {
             let this = Srq::of(srq)?;
             if this.inner.kind() != SrqType::Xrc {
-                return Err(Errno::INVAL);
+                return Err(Errno::INVAL.because("only an SRQ of type IBV_SRQT_XRC has a number"));
             }
             number.write_unaligned(this.inner.number().value());
         }
@@ -132,7 +132,7 @@ pub(crate) unsafe extern "C" fn create_srq_ex(
         let mask = init.comp_mask;
         let has = |bit: u32| mask & bit != 0;
         if mask & !(srq_init::TYPE | srq_init::PD | srq_init::XRCD | srq_init::CQ) != 0 {
-            return Err(Errno::NOTSUP);
+            return Err(Errno::NOTSUP.because("comp_mask has bits that this device does not support"));
         }
         let kind = if has(srq_init::TYPE) {
             init.srq_type
@@ -149,8 +149,12 @@ pub(crate) unsafe extern "C" fn create_srq_ex(
                     let xrc = (Xrcd::lookup(init.xrcd)?, Cq::lookup(init.cq)?);
                     create(pd, init.srq_context, &mut init.attr, Some(xrc))
                 }
-                IBV_SRQT_XRC => Err(Errno::INVAL),
-                _ => Err(Errno::NOTSUP),
+                IBV_SRQT_XRC => {
+                    Err(Errno::INVAL.because("an SRQ of type XRC needs an XRC domain and a completion queue"))
+                }
+                other => Err(Errno::NOTSUP.because(format_args!(
+                    "srq_type {other}: this device has IBV_SRQT_BASIC and IBV_SRQT_XRC"
+                ))),
             }?;
             (&raw mut (*attr).attr).write_unaligned(init.attr);
             Ok(srq)
@@ -191,7 +195,7 @@ unsafe extern "C" fn ibv_modify_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_attr, 
         let (this, attr) = unsafe { (Srq::of(srq)?, attr.read_unaligned()) };
         this.core.alive()?;
         if mask & !(IBV_SRQ_MAX_WR | IBV_SRQ_LIMIT) != 0 {
-            return Err(Errno::INVAL);
+            return Err(Errno::INVAL.because(format_args!("srq_attr_mask {mask:#x} has unknown bits")));
         }
         let change = SrqModify {
             max_wr: (mask & IBV_SRQ_MAX_WR != 0).then_some(attr.max_wr),
@@ -229,7 +233,7 @@ unsafe extern "C" fn ibv_destroy_srq(srq: *mut ibv_srq) -> c_int {
             return Ok(());
         };
         if this.users.in_use() {
-            return Err(Errno::BUSY);
+            return Err(Errno::BUSY.because("queue pairs use the SRQ"));
         }
         let target = engine.objects().srqs.remove(&this.inner.handle());
         if let Some(target) = target {

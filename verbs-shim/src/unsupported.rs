@@ -7,25 +7,32 @@ use libc::{c_char, c_int, c_void};
 
 use crate::{
     abi::{ibv_context, ibv_ece, ibv_mr, ibv_pd, ibv_qp, ibv_srq},
-    config,
+    config, log,
     ret::{self, Errno},
 };
 
+fn refuse() {
+    ret::value((), || {
+        log::failed("a verb that this device does not have", Errno::NOTSUP)
+    });
+    Errno::NOTSUP.set();
+}
+
 /// A verb that returns an error number.
 pub(crate) unsafe extern "C" fn code() -> c_int {
-    Errno::NOTSUP.set();
+    refuse();
     libc::EOPNOTSUPP
 }
 
 /// A verb that returns an object.
 pub(crate) unsafe extern "C" fn pointer() -> *mut c_void {
-    Errno::NOTSUP.set();
+    refuse();
     std::ptr::null_mut()
 }
 
 /// A function that returns -1 when it fails.
 pub(crate) unsafe extern "C" fn minus_one() -> c_int {
-    Errno::NOTSUP.set();
+    refuse();
     -1
 }
 
@@ -85,12 +92,13 @@ pub(crate) unsafe extern "C" fn minus_one_1_0() -> c_int {
 pub(crate) unsafe extern "C" fn post_srq_ops(_srq: *mut ibv_srq, op: *mut c_void, bad: *mut *mut c_void) -> c_int {
     // SAFETY: the program passes room for the pointer.
     unsafe { bad.write_unaligned(op) };
+    refuse();
     libc::EOPNOTSUPP
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_set_ece(_qp: *mut ibv_qp, _ece: *mut ibv_ece) -> c_int {
-    Errno::NOTSUP.set();
+    refuse();
     libc::EOPNOTSUPP
 }
 
@@ -104,7 +112,7 @@ unsafe extern "C" fn ibv_query_ece(_qp: *mut ibv_qp, ece: *mut ibv_ece) -> c_int
             comp_mask: 0,
         });
     }
-    Errno::NOTSUP.set();
+    refuse();
     libc::EOPNOTSUPP
 }
 
@@ -117,13 +125,13 @@ unsafe extern "C" fn ibv_reg_dmabuf_mr(
     _fd: c_int,
     _access: c_int,
 ) -> *mut ibv_mr {
-    Errno::NOTSUP.set();
+    refuse();
     std::ptr::null_mut()
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_import_pd(_context: *mut ibv_context, _handle: u32) -> *mut ibv_pd {
-    Errno::NOTSUP.set();
+    refuse();
     std::ptr::null_mut()
 }
 
@@ -132,7 +140,7 @@ unsafe extern "C" fn ibv_unimport_pd(_pd: *mut ibv_pd) {}
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_import_mr(_pd: *mut ibv_pd, _handle: u32) -> *mut ibv_mr {
-    Errno::NOTSUP.set();
+    refuse();
     std::ptr::null_mut()
 }
 
@@ -141,7 +149,7 @@ unsafe extern "C" fn ibv_unimport_mr(_mr: *mut ibv_mr) {}
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_import_dm(_context: *mut ibv_context, _handle: u32) -> *mut c_void {
-    Errno::NOTSUP.set();
+    refuse();
     std::ptr::null_mut()
 }
 

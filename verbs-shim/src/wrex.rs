@@ -147,7 +147,7 @@ begins! {
 
 unsafe extern "C" fn wr_send_tso(qp: *mut ibv_qp_ex, _header: *mut c_void, _size: u16, _mss: u16) {
     // SAFETY: the program has called start on a queue pair of ours.
-    unsafe { begin(qp, Err(Errno::NOTSUP)) };
+    unsafe { begin(qp, Err(Errno::NOTSUP.because("this device has no TSO"))) };
 }
 
 unsafe extern "C" fn wr_bind_mw(qp: *mut ibv_qp_ex, mw: *mut ibv_mw, rkey: u32, info: *const ibv_mw_bind_info) {
@@ -211,7 +211,10 @@ unsafe fn inline(qp: *mut ibv_qp_ex, buffers: impl Iterator<Item = (*const u8, u
                 .clone()
                 .try_fold(0u64, |sum, (_, len)| sum.checked_add(len as u64));
             if total.is_none_or(|t| t > this.max_inline()) {
-                return Err(Errno::INVAL);
+                return Err(Errno::INVAL.because(format_args!(
+                    "more inline data than max_inline_data, {} bytes",
+                    this.max_inline()
+                )));
             }
             batch.inline(buffers);
             Ok(())
@@ -247,9 +250,7 @@ unsafe extern "C" fn wr_set_sge_list(qp: *mut ibv_qp_ex, count: size_t, list: *c
     // SAFETY: as above; the program passes `count` elements.
     unsafe {
         with(qp, |this, batch| {
-            if count > this.max_send_sge() {
-                return Err(Errno::INVAL);
-            }
+            post::sge_count(c_int::try_from(count).unwrap_or(c_int::MAX), this.max_send_sge())?;
             batch.sges(&batch::sge_list(list, count));
             Ok(())
         });
@@ -276,7 +277,7 @@ unsafe extern "C" fn wr_start(qp: *mut ibv_qp_ex) {
 unsafe extern "C" fn wr_complete(qp: *mut ibv_qp_ex) -> c_int {
     ret::code(|| {
         // SAFETY: the program has called start on a queue pair of ours.
-        let this = unsafe { Qp::any(qp.cast()) }.ok_or(Errno::INVAL)?;
+        let this = unsafe { Qp::any(qp.cast()) }.ok_or_else(|| Errno::INVAL.because("the queue pair was destroyed"))?;
         this.alive()?;
         // SAFETY: locked by start.
         let work = unsafe { &mut *this.builder().work.get() };

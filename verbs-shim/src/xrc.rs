@@ -47,7 +47,7 @@ fn shared(engine: &Engine, file: (u64, u64), flags: c_int) -> Result<roce::Xrcd>
     let mut objects = engine.objects();
     if let Some((xrcd, count)) = objects.xrcds.get_mut(&file) {
         if flags & libc::O_EXCL != 0 {
-            return Err(Errno::INVAL);
+            return Err(Errno::INVAL.because("O_EXCL, and the file has an XRC domain"));
         }
         *count += 1;
         return Ok(xrcd.clone());
@@ -68,7 +68,7 @@ pub(crate) unsafe extern "C" fn open_xrcd(context: *mut ibv_context, attr: *mut 
         // SAFETY: the program passes an open context and attributes.
         let (core, attr) = unsafe { (Context::of(context)?.core(), attr.read_unaligned()) };
         if attr.comp_mask != INIT_MASK || attr.oflags & !(libc::O_CREAT | libc::O_EXCL) != 0 {
-            return Err(Errno::INVAL);
+            return Err(Errno::INVAL.because("comp_mask needs fd and oflags, and oflags may be O_CREAT and O_EXCL"));
         }
         let engine = core.engine()?;
         let file = (attr.fd != -1).then(|| inode(attr.fd)).transpose()?;
@@ -95,7 +95,7 @@ pub(crate) unsafe extern "C" fn close_xrcd(xrcd: *mut ibv_xrcd) -> c_int {
             return Ok(());
         };
         if this.users.in_use() {
-            return Err(Errno::BUSY);
+            return Err(Errno::BUSY.because("queue pairs or SRQs of the XRC domain exist"));
         }
         if let Some(file) = this.file {
             let mut objects = engine.objects();

@@ -1,5 +1,6 @@
 //! `ferroce doctor`: what stands in the way of RoCEv2 here, each with what to do.
 
+mod devices;
 mod host;
 mod offload;
 mod path;
@@ -142,6 +143,7 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
     checks.extend(rdma::checks(&system, &addrs));
     checks.extend(host::socket_buffers(&system));
     checks.extend(host::interfaces(&system));
+    checks.push(devices::check());
     checks.push(offload::check());
     if let Some(peer) = peer {
         checks.extend(path::check(&system, own, peer));

@@ -1,5 +1,6 @@
 //! `ferroce run`: programs written for libibverbs and librdmacm, over our stack.
 
+mod capture;
 mod elf;
 mod tree;
 
@@ -13,9 +14,10 @@ use std::{
 
 use clap::Args;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use roce::{Mtu, SpinMode, environment, iface};
+use roce::{Mtu, SpinMode, environment, iface, names::DeviceNames};
 
 use crate::{
+    LOG_VARIABLE,
     names::{Host, Resolver},
     output::Failure,
     units,
@@ -31,9 +33,13 @@ const RATE_VARIABLE: &str = "FERROCE_UNRELIABLE_RATE";
 const SHARDS_VARIABLE: &str = "FERROCE_SHARDS";
 const SPIN_VARIABLE: &str = "FERROCE_SPIN";
 const PCAP_VARIABLE: &str = "FERROCE_PCAP";
+/// Names of devices.
+pub(crate) const DEVICE_NAME_VARIABLE: &str = "FERROCE_DEVICE_NAME";
 const BROKER_VARIABLE: &str = "FERROCE_BROKER";
 const SYS_VARIABLE: &str = "FERROCE_SYS";
 const PRELOAD: &str = "LD_PRELOAD";
+/// Options of ThreadSanitizer, of which later ones win.
+const TSAN_OPTIONS: &str = "TSAN_OPTIONS";
 /// Where the dynamic linker looks first.
 const SEARCH: &str = "LD_LIBRARY_PATH";
 /// A file of the directory with which the library is found as libibverbs, by programs that ask the dynamic linker for that.
@@ -45,12 +51,22 @@ Examples:
   ferroce run -- ibv_devinfo
   ferroce run -- ib_write_bw
   ferroce run --addr 192.0.2.7 --mtu 1024 -- rping -s -v
+  ferroce run --device-name mlx5_0 -- ib_write_bw -d mlx5_0
+  ferroce run -v -- ibv_rc_pingpong -g 0 192.0.2.8
   ferroce run -- rnbd list
   ferroce run --pcap /tmp/wire-%p.pcap -- ibv_rc_pingpong -g 0 192.0.2.8
 
-The program, and what it starts in turn, uses ferroce instead of RDMA hardware: one device for each interface (ferroce0, \
-ferroce1, …), whose GIDs are the interface's addresses. The library is preloaded (LD_PRELOAD), and found as libibverbs.so.1 and \
-librdmacm.so.1 (LD_LIBRARY_PATH); for most programs either is enough. No privilege is needed. Any number of processes share the \
+The program, and what it starts in turn, uses ferroce instead of RDMA hardware: one device for each interface that is up and \
+has an address (ferroce0, ferroce1, …), whose GIDs are the interface's addresses. Interfaces that lead to other hosts come first, \
+then lo, last interfaces without a link; a program that is told no device takes the first. `ferroce link` lists them. \
+`rdma link` of iproute2 does not: it asks the kernel.
+
+With -v, one line on standard error says why a verb failed, a work request completed with an error, a queue pair failed (on \
+both sides: what the peer asked for, and how far it was beyond the region), or RDMA_CM reported an error.
+
+The library is preloaded (LD_PRELOAD), and found as libibverbs.so.1 and \
+librdmacm.so.1 (LD_LIBRARY_PATH); for most programs either is enough. A program that is built \
+with AddressSanitizer or ThreadSanitizer, whose runtime must be loaded first, gets the second alone. No privilege is needed. Any number of processes share the \
 addresses, by means of a small broker that the first one starts and that ends after the last (`ferroce stat` shows them); so do `ferroce daemon`, \
 serve and map, with or without --addr here.
 
@@ -62,12 +78,16 @@ Environment, also for programs that load the library on their own, but for those
 (set-uid, capabilities):
   FERROCE_SHIM        path of libferroce_verbs.so; default: beside this program
   FERROCE_ADDR        addresses to use, separated by commas; default: all (--addr)
+  FERROCE_DEVICE_NAME names of devices, separated by commas (--device-name)
+  FERROCE_LOG         what is logged on standard error: error (the default), warn, info (-v), debug (-vv), trace (-vvv),
+                      or by part, such as `roce_port=trace,info`
   FERROCE_MTU         largest path MTU: 256, 512, 1024, 2048, 4096 (--mtu)
   FERROCE_UNRELIABLE_RATE
                       bytes per second of UC and UD towards one peer, or `off` (--unreliable-rate)
   FERROCE_SHARDS      shards of each device, 1 to 64 (--shards)
   FERROCE_SPIN        how long to look for packets before sleeping: microseconds, or `off` (--spin)
-  FERROCE_PCAP        capture file; %p stands for the process id (--pcap)
+  FERROCE_PCAP        capture file; %p stands for the process id (--pcap). A file that exists is another process's:
+                      FILE.PID is written then, and that is reported
   FERROCE_SYS         where attributes are mounted (`ferroce map --sysfs`)
   FERROCE_BROKER      the program to start as broker; `off`: have the address alone
   FERROCE_BROKER_DIR  where the broker's socket is; default: one directory for each network namespace in
@@ -78,6 +98,10 @@ pub(crate) struct RunArgs {
     /// Address or name of this host for the devices to have. Repeat it for several addresses [default: all addresses]
     #[arg(long, value_name = "HOST")]
     addr: Vec<Host>,
+    /// Name of the first device, or INTERFACE=NAME of an interface's, for scripts that hard-code one (mlx5_0); several times, or
+    /// separated by commas: several [default: ferroce0, ferroce1, …]
+    #[arg(long, value_name = "[INTERFACE=]NAME")]
+    device_name: Vec<DeviceNames>,
     /// Largest path MTU: 256, 512, 1024, 2048 or 4096 [default: the largest that the interface carries]
     #[arg(long, value_name = "BYTES")]
     mtu: Option<Mtu>,
@@ -94,40 +118,84 @@ pub(crate) struct RunArgs {
     /// the latency of programs that wait for events, if there are processors to spare [default: off]
     #[arg(long, value_name = "US|off")]
     spin: Option<SpinMode>,
-    /// Write every packet to this file, which only its owner may read; `%p` in it becomes the process id
+    /// Write every packet to this file, which only its owner may read. The first process that uses a device writes it, others
+    /// write FILE.PID and report that; `%p` in it becomes the process id
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
     /// The program and its arguments
-    #[arg(
-        required = true,
-        trailing_var_arg = true,
-        allow_hyphen_values = true,
-        value_name = "PROGRAM"
-    )]
+    #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM")]
     command: Vec<OsString>,
 }
 
-/// Becomes the program.
-pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
+/// Becomes the program. `level` is what it logs, if -v asks for that.
+pub(crate) fn run(args: &RunArgs, level: Option<&str>) -> Result<(), Failure> {
     let addrs = addresses(&args.addr)?;
-    let shim = find_shim()?;
     let (program, rest) = args
         .command
         .split_first()
         .ok_or_else(|| Failure::usage("no program is given"))?;
     let mut command = Command::new(program);
-    command
-        .args(rest)
-        .env(PRELOAD, preload(&shim, std::env::var_os(PRELOAD).as_deref())?);
-    // Programs that bring a copy of libibverbs have what is preloaded, those that look for one by name have the directory.
-    match find_directory(&shim) {
-        Some(dir) => {
-            command.env(SEARCH, search(&dir, std::env::var_os(SEARCH).as_deref())?);
+    command.args(rest);
+    let file = elf::find(program);
+    add_library(&mut command, file.as_deref())?;
+    add_settings(&mut command, args, addrs, level)?;
+    if let Some(path) = file {
+        elf::check(&path).map_err(|e| Failure::with_status(126, e))?;
+    }
+    unlimit_locked_memory();
+    point_to_link(program);
+    let e = command.exec();
+    let name = program.to_string_lossy();
+    Err(match e.kind() {
+        io::ErrorKind::NotFound => Failure::with_status(127, format!("{name}: there is no such program")),
+        _ => Failure::with_status(126, format!("{name} can't be run: {e}")),
+    })
+}
+
+/// Has the dynamic linker find our library. Programs that bring a copy of libibverbs have what is preloaded, those that look for
+/// one by name have the directory.
+fn add_library(command: &mut Command, program: Option<&Path>) -> Result<(), Failure> {
+    let shim = find_shim()?;
+    let dir = find_directory(&shim);
+    if let Some(dir) = &dir {
+        command.env(SEARCH, search(dir, std::env::var_os(SEARCH).as_deref())?);
+    }
+    match (program.and_then(elf::sanitizer), dir) {
+        // Its runtime ends the program unless it is loaded first, and takes for data races what it does not see synchronized.
+        (Some(sanitizer), Some(_)) => {
+            tracing::info!("the program has {sanitizer}: nothing is preloaded, {SEARCH} has the library");
+            let given = std::env::var_os(TSAN_OPTIONS).unwrap_or_default();
+            let options = [OsStr::new("ignore_noninstrumented_modules=1"), &given];
+            command.env(TSAN_OPTIONS, options.join(OsStr::new(":")));
         }
-        None => tracing::warn!(
-            "{STUB} is not beside {}: programs that load it by name will find no device",
-            shim.display()
-        ),
+        (Some(sanitizer), None) => {
+            return Err(Failure::failed(format!(
+                "the program has {sanitizer}, with which nothing can be preloaded, and {STUB} is not beside {}",
+                shim.display()
+            )));
+        }
+        (None, found) => {
+            if found.is_none() {
+                tracing::warn!(
+                    "{STUB} is not beside {}: programs that load it by name will find no device",
+                    shim.display()
+                );
+            }
+            command.env(PRELOAD, preload(&shim, std::env::var_os(PRELOAD).as_deref())?);
+        }
+    }
+    Ok(())
+}
+
+/// Gives the library the settings of the command line.
+fn add_settings(command: &mut Command, args: &RunArgs, addrs: String, level: Option<&str>) -> Result<(), Failure> {
+    if let Some(level) = level
+        && environment::var_os(LOG_VARIABLE).is_none()
+    {
+        command.env(LOG_VARIABLE, level);
+    }
+    if !args.device_name.is_empty() {
+        command.env(DEVICE_NAME_VARIABLE, device_names(&args.device_name)?);
     }
     if !addrs.is_empty() {
         command.env(ADDR_VARIABLE, addrs);
@@ -147,7 +215,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     if let Some(file) = &args.pcap {
         // The program may change its directory.
         let file = absolute(file).map_err(|e| Failure::usage(format!("{}: {e}", file.display())))?;
-        command.env(PCAP_VARIABLE, file);
+        command.env(PCAP_VARIABLE, capture::prepare(file));
     }
     if environment::var_os(BROKER_VARIABLE).is_none()
         && let Ok(own) = std::env::current_exe()
@@ -159,16 +227,33 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     {
         command.env(SYS_VARIABLE, dir);
     }
-    if let Some(path) = elf::find(program) {
-        elf::check(&path).map_err(|e| Failure::with_status(126, e))?;
+    Ok(())
+}
+
+/// Says where devices are shown if the program is iproute2's `rdma`.
+fn point_to_link(program: &OsStr) {
+    if Path::new(program).file_name() == Some(OsStr::new("rdma")) {
+        eprintln!(
+            "ferroce: `rdma` asks the kernel, which does not know the devices of ferroce: `ferroce link` shows them, `ferroce stat` \
+             their counters"
+        );
     }
-    unlimit_locked_memory();
-    let e = command.exec();
-    let name = program.to_string_lossy();
-    Err(match e.kind() {
-        io::ErrorKind::NotFound => Failure::with_status(127, format!("{name}: there is no such program")),
-        _ => Failure::with_status(126, format!("{name} can't be run: {e}")),
-    })
+}
+
+/// Names of devices as the library reads them.
+fn device_names(given: &[DeviceNames]) -> Result<String, Failure> {
+    let mut all = DeviceNames::default();
+    for names in given {
+        all.add(names.clone()).map_err(Failure::usage)?;
+    }
+    for interface in all.interfaces() {
+        if iface::mtu_of(interface).is_err() {
+            return Err(Failure::usage(format!(
+                "--device-name: there is no interface {interface} (`ip link` lists them)"
+            )));
+        }
+    }
+    Ok(all.to_list())
 }
 
 /// Where the library is: as the environment says, beside this program, where packages put it, or where cargo does.
@@ -227,7 +312,8 @@ fn search(dir: &Path, present: Option<&OsStr>) -> Result<OsString, Failure> {
     Ok(out)
 }
 
-/// Our library first, then what was to be preloaded anyway.
+/// Our library first, then what was to be preloaded anyway; the other way around if that has the runtime of a sanitizer, which must
+/// be first.
 fn preload(shim: &Path, present: Option<&OsStr>) -> Result<OsString, Failure> {
     let name = shim.as_os_str();
     if name.as_bytes().iter().any(|b| b": \t\n".contains(b)) {
@@ -236,14 +322,15 @@ fn preload(shim: &Path, present: Option<&OsStr>) -> Result<OsString, Failure> {
             shim.display()
         )));
     }
-    let mut out = name.to_owned();
     // A program under `ferroce run` may be `ferroce run`.
     let others = present.unwrap_or_default().as_bytes().split(|b| b": \t\n".contains(b));
-    for other in others.filter(|o| !o.is_empty() && *o != name.as_bytes()) {
-        out.push(":");
-        out.push(OsStr::from_bytes(other));
-    }
-    Ok(out)
+    let mut all: Vec<&OsStr> = others
+        .filter(|o| !o.is_empty() && *o != name.as_bytes())
+        .map(OsStr::from_bytes)
+        .collect();
+    let is_first = all.iter().any(|other| elf::is_sanitizer_runtime(other));
+    all.insert(if is_first { all.len() } else { 0 }, name);
+    Ok(all.join(OsStr::new(":")))
 }
 
 fn addresses(hosts: &[Host]) -> Result<String, Failure> {
@@ -305,6 +392,11 @@ mod tests {
             "/x/libferroce_verbs.so:/a.so",
             "not twice"
         );
+        assert_eq!(
+            list(Some("/usr/lib/libasan.so.8:/c.so")),
+            "/usr/lib/libasan.so.8:/c.so:/x/libferroce_verbs.so",
+            "a sanitizer's runtime is first"
+        );
         assert!(preload(Path::new("/with space/l.so"), None).is_err());
     }
 
@@ -342,6 +434,9 @@ mod tests {
             addresses(&["127.0.0.1", "::"].map(|host| host.parse().unwrap())).unwrap(),
             "127.0.0.1,::"
         );
+        let names = |all: &[&str]| device_names(&all.iter().map(|text| text.parse().unwrap()).collect::<Vec<_>>());
+        assert_eq!(names(&["mlx5_0", "lo=rxe0"]).unwrap(), "mlx5_0,lo=rxe0");
+        assert!(names(&["a", "a"]).is_err() && names(&["no-such-interface=a"]).is_err());
         assert_eq!(rate("off").as_deref(), Ok("off"));
         assert_eq!(rate("1G").as_deref(), Ok("1073741824"));
         assert!(rate("0").is_err());

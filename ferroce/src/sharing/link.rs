@@ -6,16 +6,23 @@ use clap::Args;
 use roce::{
     Mtu,
     broker::ProcessReport,
+    environment,
     gids::{self, GidTable},
     iface,
+    names::DeviceNames,
 };
 use serde::Serialize;
 
-use crate::output::{self, Failure};
+use crate::{
+    output::{self, Failure},
+    run::DEVICE_NAME_VARIABLE,
+};
 
 #[derive(Args)]
 #[command(after_help = "\
-One line for each device that programs see under `ferroce run`: one per interface that is up and has an address.
+One line for each device that programs see under `ferroce run`, in their order: one per interface that is up and has an \
+address. First come interfaces that lead to other hosts, then lo, last interfaces without a link. A program that is told no \
+device takes the first. Names are those of `ferroce run --device-name` where $FERROCE_DEVICE_NAME has them.
 
 With --json: one array of objects with `ifname`, `port`, `state`, `physical_state`, `netdev`, `mtu` (the path MTU), \
 `gids` (index and address) and `processes` (ids of those that use it now).")]
@@ -29,20 +36,20 @@ pub(crate) struct LinkArgs {
 }
 
 #[derive(Serialize)]
-struct Gid {
+pub(crate) struct Gid {
     index: usize,
-    addr: IpAddr,
+    pub(crate) addr: IpAddr,
 }
 
 #[derive(Serialize)]
-struct Link {
-    ifname: String,
+pub(crate) struct Link {
+    pub(crate) ifname: String,
     port: u32,
     state: &'static str,
     physical_state: &'static str,
-    netdev: String,
+    pub(crate) netdev: String,
     mtu: Option<usize>,
-    gids: Vec<Gid>,
+    pub(crate) gids: Vec<Gid>,
     processes: Vec<u32>,
 }
 
@@ -92,10 +99,16 @@ pub(crate) fn device_at(addr: IpAddr) -> Option<String> {
 }
 
 /// One per interface, in the order in which programs see them.
-fn links(processes: &[ProcessReport]) -> std::io::Result<Vec<Link>> {
+pub(crate) fn links(processes: &[ProcessReport]) -> std::io::Result<Vec<Link>> {
     let all = iface::interface_addresses()?;
     let mut out = Vec::new();
-    for name in gids::device_names(&all) {
+    let interfaces = gids::device_names(&all);
+    let names: DeviceNames = environment::var(DEVICE_NAME_VARIABLE)
+        .unwrap_or_default()
+        .parse()
+        .map_err(|e| std::io::Error::other(format!("{DEVICE_NAME_VARIABLE}: {e}")))?;
+    let names = names.all(&interfaces);
+    for (name, ifname) in interfaces.into_iter().zip(names) {
         let table = GidTable::new(GidTable::addresses(name)?);
         let gids: Vec<Gid> = table.iter().map(|(index, addr)| Gid { index, addr }).collect();
         if gids.is_empty() {
@@ -104,7 +117,7 @@ fn links(processes: &[ProcessReport]) -> std::io::Result<Vec<Link>> {
         let mtu = iface::mtu_of(name).ok().and_then(Mtu::for_interface).map(|m| m.bytes());
         let up = has_carrier(name) && mtu.is_some();
         out.push(Link {
-            ifname: format!("ferroce{}", out.len()),
+            ifname,
             port: 1,
             state: if up { "ACTIVE" } else { "DOWN" },
             physical_state: if up { "LINK_UP" } else { "POLLING" },

@@ -27,8 +27,11 @@ fn is_link_local(ip: IpAddr) -> bool {
     matches!(ip, IpAddr::V6(v6) if v6.is_unicast_link_local())
 }
 
-/// The interfaces that are devices, in their order: those that are up and have an address. A link-local one, which every
-/// interface has, does not count.
+/// Interfaces that are devices: those that are up and have an address. A link-local one, which every interface has, does not
+/// count.
+///
+/// First come interfaces that lead to other hosts, then loopback, last what has no link: programs that are told no device take
+/// the first, which should reach other hosts, or else work on this one. Within each group they are in the kernel's order.
 pub fn device_names(all: &[InterfaceAddr]) -> Vec<&str> {
     let mut names: Vec<&str> = Vec::new();
     for i in all {
@@ -36,7 +39,17 @@ pub fn device_names(all: &[InterfaceAddr]) -> Vec<&str> {
             names.push(&i.name);
         }
     }
+    names.sort_by_key(|name| all.iter().find(|i| i.name == *name).map(rank));
     names
+}
+
+/// Place of an interface among devices.
+fn rank(interface: &InterfaceAddr) -> u8 {
+    match (interface.loopback, interface.running) {
+        (true, _) => 1,
+        (false, true) => 0,
+        (false, false) => 2,
+    }
 }
 
 /// Addresses by index. An address that goes leaves its place empty, for the next that comes.
@@ -131,22 +144,26 @@ mod tests {
     }
 
     #[test]
-    fn interfaces_with_addresses_are_devices() {
+    fn interfaces_with_addresses_are_devices_and_those_to_other_hosts_are_first() {
         let have = |name: &str, up, ip: &str| InterfaceAddr {
             name: name.into(),
             ip: ip.parse().unwrap(),
+            index: 1,
+            loopback: name == "lo",
             up,
-            ..interface_addresses().unwrap().remove(0)
+            running: up && name != "docker0",
         };
         let all = [
             have("lo", true, "127.0.0.1"),
             have("down0", false, "10.0.0.1"),
             have("veth7", true, "fe80::7"),
+            have("docker0", true, "172.17.0.1"),
             have("eth0", true, "fe80::1"),
             have("eth0", true, "10.0.0.2"),
             have("eth0", true, "10.0.0.3"),
+            have("eth1", true, "10.0.1.2"),
         ];
-        assert_eq!(device_names(&all), ["lo", "eth0"]);
+        assert_eq!(device_names(&all), ["eth0", "eth1", "lo", "docker0"]);
     }
 
     #[test]

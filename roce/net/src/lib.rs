@@ -14,6 +14,7 @@ mod inbox;
 pub mod links;
 mod local;
 mod motor;
+pub mod names;
 pub mod neighbours;
 mod persist;
 pub mod places;

@@ -21,7 +21,18 @@ const OWN_DESCRIPTORS: [&str; 4] = ["/dev/stdout", "/dev/stderr", "/dev/fd", "/p
 /// symbolic link; ENXIO for a pipe without a reader; `InvalidInput` for what is no file, pipe or character device; those of
 /// `open`.
 pub fn create_private(path: impl AsRef<Path>) -> io::Result<File> {
-    let path = path.as_ref();
+    open(path.as_ref(), false)
+}
+
+/// Opens a file as [`create_private`] does, but keeps what is in it and adds to that.
+///
+/// # Errors
+/// As [`create_private`].
+pub fn append_private(path: impl AsRef<Path>) -> io::Result<File> {
+    open(path.as_ref(), true)
+}
+
+fn open(path: &Path, append: bool) -> io::Result<File> {
     let own = OWN_DESCRIPTORS.iter().any(|dir| path.starts_with(dir));
     // Not to wait for the reader of somebody else's pipe.
     let mut flags = OFlags::NONBLOCK | OFlags::NOCTTY;
@@ -30,6 +41,7 @@ pub fn create_private(path: impl AsRef<Path>) -> io::Result<File> {
     }
     let opened = File::options()
         .write(true)
+        .append(append)
         .create(true)
         .truncate(false)
         .mode(0o600)
@@ -45,19 +57,19 @@ pub fn create_private(path: impl AsRef<Path>) -> io::Result<File> {
         _ => e,
     })?;
     take(&file, own)?;
+    if !append && file.metadata()?.is_file() {
+        file.set_len(0)?;
+    }
     rustix::fs::fcntl_setfl(&file, rustix::fs::fcntl_getfl(&file)? - OFlags::NONBLOCK)?;
     Ok(file)
 }
 
-/// Makes an open file ours alone, and empty.
+/// Makes an open file ours alone.
 fn take(file: &File, own: bool) -> io::Result<()> {
     let refuse = |text: &str| Err(io::Error::new(ErrorKind::PermissionDenied, text));
     let meta = file.metadata()?;
     let kind = meta.file_type();
     let ours = meta.uid() == geteuid().as_raw();
-    if own && kind.is_file() {
-        return file.set_len(0);
-    }
     if kind.is_char_device() || own {
         return Ok(());
     }
@@ -73,8 +85,7 @@ fn take(file: &File, own: bool) -> io::Result<()> {
     if meta.nlink() > 1 {
         return refuse("it has other names (hard links)");
     }
-    file.set_permissions(Permissions::from_mode(0o600))?;
-    file.set_len(0)
+    file.set_permissions(Permissions::from_mode(0o600))
 }
 
 #[cfg(test)]
@@ -100,6 +111,8 @@ mod tests {
         fs::set_permissions(&path, Permissions::from_mode(0o644)).unwrap();
         create_private(&path).unwrap().write_all(b"2nd").unwrap();
         assert_eq!((mode(&path), fs::read(&path).unwrap()), (0o600, b"2nd".to_vec()));
+        append_private(&path).unwrap().write_all(b" and 3rd").unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"2nd and 3rd");
     }
 
     #[test]

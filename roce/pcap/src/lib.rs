@@ -18,7 +18,7 @@ pub use check::{
     Finding, FrameReport, Icrc, Kind, MAX_FINDINGS, Report, Severity, Verdict, check_file, check_file_with,
     check_reader,
 };
-pub use create::create_private;
+pub use create::{append_private, create_private};
 pub use frame::{Datagram, FrameError, Ip, LinkType, decode};
 pub use reader::{Capture, Error, Frame};
 pub use writer::Writer;

@@ -61,7 +61,12 @@ impl<W: Write> Writer<W> {
             ..PcapHeader::default()
         };
         header.write_to(&mut writer).map_err(io_error)?;
-        Ok(Self { writer, record: vec![] })
+        Ok(Self::append(writer))
+    }
+
+    /// Goes on with a file that has a header of [`Writer::new`].
+    pub fn append(writer: W) -> Self {
+        Self { writer, record: vec![] }
     }
 
     /// Appends a datagram: `time_ns` in nanoseconds since 1970 (or the start of a simulation), the UDP payload from BTH

@@ -9,14 +9,27 @@ use std::{
 
 use roce_icrc::{Flow, Recovery};
 use roce_net::Tap;
-use roce_pcap::{Writer, create_private};
+use roce_pcap::{Writer, append_private, create_private};
 
 /// Writes packets to a file until the first error. Nothing is held back: the capture of a process that is killed is whole.
 pub(crate) struct PcapTap(Option<Writer<File>>);
 
 impl PcapTap {
-    pub(crate) fn create(path: &Path) -> std::io::Result<Self> {
-        Ok(Self(Some(Writer::new(create_private(path)?)?)))
+    /// Starts a capture file, or goes on with one if `append`. A lock on the file shows others that it is being written.
+    pub(crate) fn create(path: &Path, append: bool) -> std::io::Result<Self> {
+        let file = if append {
+            append_private(path)
+        } else {
+            create_private(path)
+        }?;
+        // Pipes and the like have no locks, nor have some file systems.
+        let _ = file.try_lock_shared();
+        let begun = append && file.metadata()?.len() > 0;
+        Ok(Self(Some(if begun {
+            Writer::append(file)
+        } else {
+            Writer::new(file)?
+        })))
     }
 }
 
@@ -30,7 +43,7 @@ impl Tap for PcapTap {
         };
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         if let Err(e) = writer.write(since.as_nanos() as u64, from, to, bytes, id) {
-            tracing::error!("writing the capture failed, it ends here: {e}");
+            tracing::error!("capture stopped: {e}");
             self.0 = None;
         }
     }

@@ -8,7 +8,7 @@ use roce_net::Tap;
 pub(crate) enum PcapTap {}
 
 impl PcapTap {
-    pub(crate) fn create(_: &Path) -> io::Result<Self> {
+    pub(crate) fn create(_: &Path, _: bool) -> io::Result<Self> {
         let text = "this program was built without captures: enable the feature `pcap` of the crate roce";
         Err(io::Error::new(io::ErrorKind::Unsupported, text))
     }

@@ -41,6 +41,31 @@ pub(crate) enum Cmd {
 }
 
 impl Cmd {
+    /// Function of librdmacm that the command is for.
+    pub(crate) fn function(self) -> &'static str {
+        match self {
+            Self::CreateId => "rdma_create_id",
+            Self::DestroyId => "rdma_destroy_id",
+            Self::BindIp | Self::Bind => "rdma_bind_addr",
+            Self::ResolveIp | Self::ResolveAddr => "rdma_resolve_addr",
+            Self::ResolveRoute => "rdma_resolve_route",
+            Self::QueryRoute | Self::Query => "librdmacm's query of a route",
+            Self::Connect => "rdma_connect",
+            Self::Listen => "rdma_listen",
+            Self::Accept => "rdma_accept",
+            Self::Reject => "rdma_reject",
+            Self::Disconnect => "rdma_disconnect",
+            Self::InitQpAttr => "rdma_init_qp_attr",
+            Self::GetEvent => "rdma_get_cm_event",
+            Self::GetOption => "rdma_get_option",
+            Self::SetOption => "rdma_set_option",
+            Self::Notify => "rdma_notify",
+            Self::JoinIpMcast | Self::JoinMcast => "rdma_join_multicast",
+            Self::LeaveMcast => "rdma_leave_multicast",
+            Self::MigrateId => "rdma_migrate_id",
+        }
+    }
+
     /// Whether it may open the transport, and so start a broker.
     pub(crate) fn may_open(self) -> bool {
         matches!(

@@ -112,7 +112,7 @@ impl<B: Backend> Ucma<B> {
     /// EINVAL when the route is not resolved or there is too much private data.
     pub(crate) fn connect(&mut self, fd: RawFd, id: u32, param: &ConnParam) -> Result<()> {
         if param.valid == 0 {
-            return Err(Errno::INVAL);
+            return Err(Errno::INVAL.because("no connection parameters are given"));
         }
         let (ctx, backend) = self.get_with(fd, id)?;
         ctx.check(Op::Connect)?;

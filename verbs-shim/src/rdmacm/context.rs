@@ -174,13 +174,19 @@ impl<B: Backend> Context<B> {
     /// # Errors
     /// EINVAL when the state does not allow it.
     pub(crate) fn step(&mut self, op: Op) -> Result<()> {
-        self.state = self.state.after(op).ok_or(Errno::INVAL)?;
+        self.state = self.after(op)?;
         Ok(())
     }
 
     /// EINVAL unless the state allows it; nothing changes.
     pub(crate) fn check(&self, op: Op) -> Result<()> {
-        self.state.after(op).map(|_| ()).ok_or(Errno::INVAL)
+        self.after(op).map(drop)
+    }
+
+    fn after(&self, op: Op) -> Result<State> {
+        let state = self.state;
+        let next = state.after(op);
+        next.ok_or_else(|| Errno::INVAL.because(format_args!("{op:?} is not possible in the id's state, {state:?}")))
     }
 
     /// Its device.
@@ -188,7 +194,8 @@ impl<B: Backend> Context<B> {
     /// # Errors
     /// EINVAL before it has one.
     pub(crate) fn place(&self) -> Result<Place> {
-        self.place.ok_or(Errno::INVAL)
+        self.place
+            .ok_or_else(|| Errno::INVAL.because("the id has no device yet: bind it to an address, or resolve one"))
     }
 
     /// Its connection, resolution or listener.
@@ -196,7 +203,8 @@ impl<B: Backend> Context<B> {
     /// # Errors
     /// EINVAL when it has none.
     pub(crate) fn handle(&self) -> Result<&B::Handle> {
-        self.handle.as_ref().ok_or(Errno::INVAL)
+        let handle = self.handle.as_ref();
+        handle.ok_or_else(|| Errno::INVAL.because("the id has no connection and no listener"))
     }
 
     /// Both IP addresses.

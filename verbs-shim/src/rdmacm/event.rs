@@ -3,8 +3,11 @@
 use roce_cm::RemoteQp;
 use zerocopy::IntoBytes;
 
+use crate::log;
+
 use super::{
     abi::{AhAttr, ConnParam, EventResp, EventType, MAX_PRIVATE_DATA, UdParam, zeroed},
+    addr::Addr,
     backend::Backend,
     context::Context,
 };
@@ -56,6 +59,28 @@ impl Event {
     pub(crate) fn with(mut self, param: Param) -> Self {
         self.param = param;
         self
+    }
+
+    /// Describes an event that reports an error.
+    pub(crate) fn failure(&self, local: &Addr, remote: &Addr) -> String {
+        let name = match self.kind {
+            EventType::AddrError => "RDMA_CM_EVENT_ADDR_ERROR",
+            EventType::Unreachable => "RDMA_CM_EVENT_UNREACHABLE",
+            EventType::Rejected => "RDMA_CM_EVENT_REJECTED",
+            EventType::MulticastJoin => "RDMA_CM_EVENT_MULTICAST_ERROR",
+            _ => "an event of RDMA_CM",
+        };
+        let reason = match (self.kind, self.status) {
+            (EventType::Rejected, 8) => "reason 8: nobody listens at the port".to_owned(),
+            (EventType::Rejected, 28) => "reason 28: the program there has rejected the request".to_owned(),
+            (EventType::Rejected, 26) => "reason 26: the path MTU is too large for it".to_owned(),
+            (EventType::Rejected, reason) => format!("reason {reason}"),
+            (_, status) if status < 0 => log::error_text(-status),
+            (_, status) => format!("status {status}"),
+        };
+        let from = local.ip().map_or_else(String::new, |ip| format!(" from {ip}"));
+        let to = remote.ip().map_or_else(String::new, |ip| format!(" to {ip}"));
+        format!("{name}{from}{to}: {reason}")
     }
 
     /// The structure for an id with datagrams or connections.

@@ -214,7 +214,7 @@ fn translate(event: RawEvent) -> Option<News<Id>> {
 /// The error when a port can't be had.
 fn in_use(e: VerbsError) -> Errno {
     match e {
-        VerbsError::Address(_) => Errno(libc::EADDRINUSE),
+        VerbsError::Address(reason) => Errno(libc::EADDRINUSE).because(reason),
         other => other.into(),
     }
 }
@@ -240,8 +240,10 @@ impl Backend for Facade {
         let found = device::list()?.into_iter().find_map(|d| Some((d, d.gids.find(local)?)));
         let Some((device, index)) = found else {
             return Err(match device::interface_of(local)? {
-                Some(_) => Errno::NODEV,
-                None => Errno(libc::EADDRNOTAVAIL),
+                Some(interface) => Errno::NODEV.because(format_args!(
+                    "{local} is an address of {interface}, which is no device here: it is down, or FERROCE_ADDR (--addr) leaves it out"
+                )),
+                None => Errno(libc::EADDRNOTAVAIL).because(format_args!("no interface has the address {local}")),
             });
         };
         let place = Place {

@@ -30,7 +30,7 @@ use crate::{
     engine::Engine,
     fork::{self, Own},
     interpose::{Call, Next},
-    ret,
+    log, ret,
 };
 
 /// `struct rdma_event_channel`.
@@ -184,10 +184,12 @@ pub(crate) fn tend() -> Option<Instant> {
     with(|ucma| ucma.ask_again(Instant::now()))
 }
 
-fn open_channel() -> Result<*mut RdmaEventChannel> {
+fn create_event_channel() -> Result<*mut RdmaEventChannel> {
     watch_forks();
     if device::list()?.is_empty() {
-        return Err(Errno::NODEV);
+        return Err(
+            Errno::NODEV.because("no interface is up and has an address, or none has one of FERROCE_ADDR (--addr)")
+        );
     }
     // SAFETY: plain allocation; freed in rdma_destroy_event_channel, or by librdmacm's own free().
     let channel = unsafe { libc::malloc(size_of::<RdmaEventChannel>()) }.cast::<RdmaEventChannel>();
@@ -220,7 +222,7 @@ fn open_channel() -> Result<*mut RdmaEventChannel> {
 /// Makes an event channel, or returns NULL with errno: ENODEV without devices.
 #[unsafe(no_mangle)]
 extern "C" fn rdma_create_event_channel() -> *mut RdmaEventChannel {
-    ret::pointer(open_channel)
+    ret::pointer(create_event_channel)
 }
 
 /// Destroys an event channel and what is left on it.
@@ -424,9 +426,11 @@ unsafe fn parse<'a>(fd: RawFd, buf: *const c_void, len: usize) -> Result<Command
 /// # Safety
 /// As for [`write`].
 unsafe fn command(fd: RawFd, buf: *const c_void, len: usize) -> Outcome {
-    guarded(|| {
+    let mut name = "a command of librdmacm";
+    let outcome = guarded(|| {
         // SAFETY: the caller's promise.
         let c = unsafe { parse(fd, buf, len) }?;
+        name = c.cmd.function();
         let must_open = c.cmd.may_open() && with(|ucma| ucma.has_channel(fd) && ucma.backend.is_closed());
         // Whoever gets here first may start a broker, and nobody waits for that but those who need it too.
         let engine = must_open.then(Engine::get);
@@ -457,7 +461,11 @@ unsafe fn command(fd: RawFd, buf: *const c_void, len: usize) -> Outcome {
             unsafe { write_user(&answer) }?;
             Ok(Outcome::Done)
         })
-    })
+    });
+    if let Outcome::Failed(e) = outcome {
+        ret::value((), || log::failed(name, e));
+    }
+    outcome
 }
 
 #[cfg(test)]

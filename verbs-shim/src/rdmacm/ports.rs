@@ -76,10 +76,10 @@ impl Owner {
             return Ok(());
         }
         if self.local.is_any() || other.local.is_any() {
-            return Err(Errno(libc::EADDRNOTAVAIL));
+            return Err(Errno(libc::EADDRNOTAVAIL).because("another id of this process has the port, at every address"));
         }
         match self.local.same_host(&other.local) {
-            true => Err(Errno(libc::EADDRINUSE)),
+            true => Err(Errno(libc::EADDRINUSE).because("another id of this process has the address and port")),
             false => Ok(()),
         }
     }
@@ -96,7 +96,7 @@ impl Ports {
             port => {
                 // SAFETY: takes nothing and only returns a number.
                 if port < UNPRIVILEGED && unsafe { libc::geteuid() } != 0 {
-                    return Err(Errno(libc::EACCES));
+                    return Err(Errno(libc::EACCES).because("ports below 1024 are the superuser's"));
                 }
                 self.check(space, port, &owner, owner.reuse)?;
                 port
@@ -118,7 +118,7 @@ impl Ports {
                 let others = self.owners.get(&(space, *port)).map_or(&[][..], Vec::as_slice);
                 others.iter().all(|o| owner.differs(o))
             })
-            .ok_or(Errno(libc::EADDRNOTAVAIL))
+            .ok_or_else(|| Errno(libc::EADDRNOTAVAIL).because("no ephemeral port is free"))
     }
 
     fn check(&self, space: u16, port: u16, owner: &Owner, reuse: bool) -> Result<()> {

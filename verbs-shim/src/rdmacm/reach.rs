@@ -57,7 +57,7 @@ impl<B: Backend> Ucma<B> {
         let (ctx, backend) = self.get_with(fd, id)?;
         ctx.check(Op::Bind)?;
         if needs_scope(&local) {
-            return Err(Errno::INVAL);
+            return Err(Errno::INVAL.because("a link-local address needs its interface (sin6_scope_id)"));
         }
         let place = match &local {
             _ if local.is_any() => None,
@@ -66,7 +66,9 @@ impl<B: Backend> Ucma<B> {
                 Err(_) if ip.ip().is_loopback() => None,
                 place => Some(place?),
             },
-            Addr::Ib(_) => return Err(Errno::NODEV),
+            Addr::Ib(_) => {
+                return Err(Errno::NODEV.because("this device has IP addresses, and none of InfiniBand (AF_IB)"));
+            }
         };
         let space = space_of(ctx.space, &local)?;
         let afonly = ctx.afonly.unwrap_or_else(|| match &local {
@@ -136,14 +138,14 @@ impl<B: Backend> Ucma<B> {
         let ctx = self.get(fd, id)?;
         ctx.check(Op::ResolveAddr)?;
         let Addr::Ip(mut remote) = dst else {
-            return Err(Errno::NODEV);
+            return Err(Errno::NODEV.because("this device has IP addresses, and none of InfiniBand (AF_IB)"));
         };
         if ctx.state == State::Idle {
             self.bind(fd, id, src.unwrap_or_else(|| dst.any_like()), false)?;
         }
         let (ctx, backend) = self.get_with(fd, id)?;
         let Some(mut local) = ctx.local.ip().filter(|l| l.is_ipv4() == remote.is_ipv4()) else {
-            return Err(Errno::INVAL);
+            return Err(Errno::INVAL.because("source and destination are not of one IP version"));
         };
         let nowhere =
             |ip: IpAddr, backend: &mut B| ip.is_unspecified() || (ip.is_loopback() && backend.place_of(ip).is_err());

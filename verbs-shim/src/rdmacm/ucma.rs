@@ -141,8 +141,8 @@ impl<B: Backend> Ucma<B> {
     pub(crate) fn get(&mut self, fd: RawFd, id: u32) -> Result<&mut Context<B>> {
         match self.ids.get_mut(&id) {
             Some(ctx) if ctx.channel == fd => Ok(ctx),
-            Some(_) => Err(Errno::INVAL),
-            None => Err(Errno(libc::ENOENT)),
+            Some(_) => Err(Errno::INVAL.because("the rdma_cm_id is of another event channel")),
+            None => Err(Errno(libc::ENOENT).because("there is no such rdma_cm_id")),
         }
     }
 
@@ -246,6 +246,9 @@ impl<B: Backend> Ucma<B> {
         let Some(ctx) = self.ids.get(&id).filter(|ctx| ctx.uid != 0) else {
             return;
         };
+        if event.status != 0 {
+            tracing::info!("{}", event.failure(&ctx.local, &ctx.remote));
+        }
         let (fd, resp) = (ctx.channel, event.emit_for(ctx, id));
         self.queue(
             fd,

@@ -1,0 +1,254 @@
+//! Log of the library: lines on standard error, as `ferroce run -v` and `FERROCE_LOG` ask for.
+//!
+//! Failed verbs, error completions and failed queue pairs are one line each, at level INFO: programs try what they may not get,
+//! so that a failure is news to the person who debugs and not an error of ferroce. While the level is lower, nothing is
+//! formatted, and a verb that succeeds has no cost.
+
+use std::{
+    any::type_name,
+    io::{self, Write},
+    sync::{Mutex, Once},
+    time::{Duration, Instant},
+};
+
+use libc::c_int;
+use roce::{Completion, WcStatus, environment};
+use tracing::Level;
+use tracing_subscriber::{filter::Targets, fmt::MakeWriter, layer::SubscriberExt as _, util::SubscriberInitExt as _};
+
+use crate::{abi::ibv_qp, config, engine::Engine, live::Object as _, qp::Qp, ret::Errno};
+
+/// Log filter, such as `info` or `roce_port=trace,info`.
+const FILTER: &str = "FERROCE_LOG";
+/// Filter when none is given: what the user has to know anyway, such as a capture that has stopped.
+const USUAL: Level = Level::ERROR;
+/// Time within which the same line is not written again, but counted.
+const REPEATED: Duration = Duration::from_secs(1);
+
+/// Installs the subscriber, once. Called before a program can do anything else with devices, and not at load, since a preloaded
+/// library is in every program.
+pub(crate) fn start() {
+    static STARTED: Once = Once::new();
+    STARTED.call_once(|| {
+        let text = environment::var(FILTER);
+        let filter = match text.as_deref().map(str::parse::<Targets>) {
+            None => Targets::new().with_default(USUAL),
+            Some(Ok(filter)) => filter,
+            Some(Err(e)) => {
+                config::complain(format_args!(
+                    "{FILTER}: {e}; expected a level (error, warn, info, debug, trace) or TARGET=LEVEL, separated by commas"
+                ));
+                Targets::new().with_default(USUAL)
+            }
+        };
+        let lines = tracing_subscriber::fmt::layer()
+            .without_time()
+            .with_level(false)
+            .with_target(false)
+            .with_ansi(false)
+            .with_writer(Stderr);
+        // A program that has this library as a part of itself may have a subscriber, which gets the events then.
+        let _ = tracing_subscriber::registry().with(lines).with(filter).try_init();
+    });
+}
+
+/// Whether failures are logged.
+pub(crate) fn is_on() -> bool {
+    tracing::enabled!(Level::INFO)
+}
+
+/// Logs a verb that failed. `F` is the closure of its entry point, whose name is the verb's.
+#[cold]
+pub(crate) fn failed_verb<F>(error: Errno) {
+    // Answers that programs ask for in loops: nothing is there yet, or no more.
+    if is_on() && error != Errno::AGAIN && error != Errno::NODATA {
+        failed(&verb_of(type_name::<F>()), error);
+    }
+}
+
+/// Logs something that failed under its name.
+#[cold]
+pub(crate) fn failed(name: &str, error: Errno) {
+    if !is_on() {
+        return;
+    }
+    let errno = error_text(error.0);
+    match error.take_reason() {
+        Some(reason) => tracing::info!("{name} failed: {reason} ({errno})"),
+        None => tracing::info!("{name} failed: {errno}"),
+    }
+}
+
+/// Text of an error number, as strerror(3) has it.
+pub(crate) fn error_text(number: c_int) -> String {
+    let text = io::Error::from_raw_os_error(number).to_string();
+    text.split(" (os error").next().unwrap_or_default().to_owned()
+}
+
+/// The verb that a closure is the body of: `ferroce_verbs::cq::poll_cq::{{closure}}` is that of `ibv_poll_cq`.
+fn verb_of(closure: &str) -> String {
+    let path = closure.split("::{{").next().unwrap_or(closure);
+    let name = path.rsplit("::").next().unwrap_or(path).trim_start_matches('_');
+    let prefix = if path.contains("::rdmacm::") { "rdma" } else { "ibv" };
+    match name.starts_with("ibv_") || name.starts_with("rdma_") {
+        true => name.to_owned(),
+        false => format!("{prefix}_{}", name.trim_start_matches("compat_")),
+    }
+}
+
+/// Logs the completions that are errors; of the work requests that a failed queue pair flushes only its failure.
+pub(crate) fn completions(engine: &Engine, completions: &[Completion]) {
+    for completion in completions.iter().filter(|c| !c.is_ok()) {
+        let explained = queue_pair(engine, completion.qpn.value());
+        if !explained && completion.status != WcStatus::FlushError {
+            let Completion { wr_id, status, qpn, .. } = completion;
+            tracing::info!("work request {wr_id:#x} of QP {:#x} failed: {status}", qpn.value());
+        }
+    }
+}
+
+/// Logs why a queue pair has failed, if it has and that was not logged before. Returns whether it did.
+pub(crate) fn queue_pair(engine: &Engine, number: u32) -> bool {
+    if !is_on() {
+        return false;
+    }
+    let objects = engine.objects();
+    let target = objects.qps.get(&number).and_then(|all| all.first());
+    // SAFETY: an object in the table is not freed before it is taken out, for which this lock is needed.
+    let qp = target.and_then(|target| unsafe { Qp::any(target.element() as *mut ibv_qp) });
+    qp.is_some_and(failure_of)
+}
+
+/// Logs why a queue pair has failed, as [`queue_pair`].
+pub(crate) fn failure_of(qp: &Qp) -> bool {
+    let failure = qp.inner().take_failure();
+    if let Some(failure) = &failure {
+        tracing::info!("{failure}");
+    }
+    failure.is_some()
+}
+
+/// Standard error. A line is one system call, so that those of several threads and processes don't mix.
+struct Stderr;
+
+/// The last line, when it was written, and how often it has come again since.
+static LAST: Mutex<Option<(Vec<u8>, Instant, u64)>> = Mutex::new(None);
+
+impl MakeWriter<'_> for Stderr {
+    type Writer = Self;
+
+    fn make_writer(&self) -> Self {
+        Self
+    }
+}
+
+impl Write for Stderr {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        let repeated = suppressed(line);
+        let more = match repeated {
+            None => return Ok(line.len()),
+            Some(0) => String::new(),
+            Some(times) => format!("ferroce: the last line again {times} times\n"),
+        };
+        let text = [more.as_bytes(), b"ferroce: ", line].concat();
+        if is_ready(libc::STDERR_FILENO) {
+            // SAFETY: a buffer and its length. What can't be written is lost: nobody is there to be told.
+            unsafe { libc::write(libc::STDERR_FILENO, text.as_ptr().cast(), text.len()) };
+        }
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Returns how often the line before was suppressed, or `None` if this one is to be.
+fn suppressed(line: &[u8]) -> Option<u64> {
+    // Held by another thread, or by one that a forked child doesn't have.
+    let Ok(mut last) = LAST.try_lock() else {
+        return Some(0);
+    };
+    let now = Instant::now();
+    let again = match &mut *last {
+        Some((same, at, again)) if same == line => {
+            *again += 1;
+            if now.duration_since(*at) < REPEATED {
+                return None;
+            }
+            // This one is written.
+            *again - 1
+        }
+        Some((_, _, again)) => *again,
+        None => 0,
+    };
+    *last = Some((line.to_vec(), now, 0));
+    Some(again)
+}
+
+/// Whether a line can be written without waiting for a reader: lines are written under locks that traffic needs.
+fn is_ready(fd: c_int) -> bool {
+    let mut poll = libc::pollfd {
+        fd,
+        events: libc::POLLOUT,
+        revents: 0,
+    };
+    // SAFETY: one entry.
+    unsafe { libc::poll(&raw mut poll, 1, 0) > 0 && poll.revents & libc::POLLOUT != 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn name_of<F: FnOnce()>(_: F) -> &'static str {
+        type_name::<F>()
+    }
+
+    fn ibv_create_thing() -> &'static str {
+        name_of(|| ())
+    }
+
+    fn compat_query_thing() -> &'static str {
+        name_of(|| ())
+    }
+
+    #[test]
+    fn closures_are_named_after_their_verbs() {
+        assert_eq!(verb_of(ibv_create_thing()), "ibv_create_thing");
+        assert_eq!(verb_of(compat_query_thing()), "ibv_query_thing");
+        assert_eq!(
+            verb_of("ferroce_verbs::query::_ibv_query_gid_ex::{{closure}}"),
+            "ibv_query_gid_ex"
+        );
+        assert_eq!(
+            verb_of("ferroce_verbs::post::post_send::{{closure}}::{{closure}}"),
+            "ibv_post_send"
+        );
+    }
+
+    #[test]
+    fn lines_that_come_again_are_counted() {
+        assert_eq!(suppressed(b"a"), Some(0));
+        assert_eq!((suppressed(b"a"), suppressed(b"a")), (None, None));
+        assert_eq!(suppressed(b"b"), Some(2));
+        assert_eq!(suppressed(b"a"), Some(0));
+    }
+
+    #[test]
+    fn a_full_pipe_is_not_waited_for() {
+        use std::os::fd::AsRawFd;
+        let (reader, writer) = io::pipe().unwrap();
+        let fd = writer.as_raw_fd();
+        assert!(is_ready(fd));
+        // SAFETY: a descriptor of this test.
+        let capacity = unsafe {
+            libc::fcntl(fd, libc::F_SETFL, libc::O_NONBLOCK);
+            libc::fcntl(fd, libc::F_GETPIPE_SZ)
+        };
+        let all = vec![0; usize::try_from(capacity).unwrap()];
+        (&writer).write_all(&all).unwrap();
+        assert!(!is_ready(fd));
+        drop(reader);
+    }
+}
