@@ -66,9 +66,9 @@ const ALONE: [(&str, &str); 5] = [
 ];
 
 /// Ignored tests that need programs of others, or rights: packages.
-const CLIENTS_OF: [&str; 4] = ["rnbd-disk", "rnbd-host", "ferroce-tests", "ferroce-wire"];
+const CLIENTS_OF: &[&str] = &["rnbd-disk", "rnbd-host", "ferroce-tests", "ferroce-wire"];
 /// Those of them that make a namespace, mount a file system, set up a loop device or are several users.
-const PRIVILEGED: [&str; 24] = [
+const PRIVILEGED: &[&str] = &[
     "a_block_device_has_its_own_geometry",
     "a_block_device_is_written_discarded_and_zeroed",
     "a_cut_network_is_left_for_the_other_and_taken_again",
@@ -97,7 +97,7 @@ const PRIVILEGED: [&str; 24] = [
 ];
 
 /// Those of them that mount a file system of their own program (FUSE).
-const MOUNTING: [&str; 8] = [
+const MOUNTING: &[&str] = &[
     "a_tree_is_its_owners_and_its_groups",
     "a_write_that_waits_holds_up_nobody_and_can_be_interrupted",
     "one_member_leaves_open_files_for_others",
@@ -109,7 +109,7 @@ const MOUNTING: [&str; 8] = [
 ];
 
 /// Those of them that look at units of systemd.
-const OF_UNITS: [&str; 1] = ["units_are_hardened"];
+const OF_UNITS: &[&str] = &["units_are_hardened"];
 
 /// Ignored tests that only root can run, as they need several users, a set-uid program or a namespace: package and file.
 const AS_ROOT: [(&str, &str); 7] = [
@@ -519,9 +519,9 @@ impl<'a> Stage<'a> {
         }
         let mut jobs = Vec::new();
         let rights: [(&[&str], bool, &str); 3] = [
-            (&PRIVILEGED, tools::may_make_namespaces(), tools::NO_NAMESPACES),
-            (&MOUNTING, tools::may_mount_fuse(), tools::NO_FUSE),
-            (&OF_UNITS, tools::may_analyze_units(), tools::NO_SYSTEMD),
+            (PRIVILEGED, tools::may_make_namespaces(), tools::NO_NAMESPACES),
+            (MOUNTING, tools::may_mount_fuse(), tools::NO_FUSE),
+            (OF_UNITS, tools::may_analyze_units(), tools::NO_SYSTEMD),
         ];
         let mut present = Vec::new();
         for program in self.tests.iter().filter(|t| CLIENTS_OF.contains(&t.package.as_str())) {
