@@ -59,7 +59,7 @@ impl DemoArgs {
     /// Without a build, for tests.
     fn of(program: &Path, loopback: bool) -> Self {
         Self {
-            megabytes: 32,
+            megabytes: 64,
             loopback,
             program: Some(program.to_owned()),
             record: false,
@@ -156,7 +156,7 @@ fn interrupted(ferroce: &Path) -> Result<()> {
     let temp = WorkDir::new(&std::env::temp_dir(), false)?;
     let mut command = Command::new(own);
     command
-        .args(["demo", "--megabytes", "32", "--program"])
+        .args(["demo", "--megabytes", "64", "--program"])
         .arg(ferroce)
         .env("TMPDIR", &temp.path)
         .stdout(Stdio::piped());
@@ -429,24 +429,30 @@ impl Demo<'_> {
         let (mut cut, mut failover) = (None, Failover::default());
         let half = mapped.content / 2;
         let (uri, to) = (mapped.uri.clone(), copy.display().to_string());
-        let base = mapped.map.moved();
-        let took = self.transfer(mapped, &uri, &to, &mut |map, moved| {
-            // By then the session knows how fast the path usually answers.
-            if cut.is_none() && moved >= half {
-                self.set_second_path(false)?;
-                cut = Some(Instant::now());
-            }
-            self.take_events(map, cut, &mut failover);
-            Ok(())
-        })?;
+        let (mut base, mut took) = (0, Duration::ZERO);
+        // A small device may be copied between two reports of how far it is.
         let end = Instant::now() + START;
+        while cut.is_none() && Instant::now() < end {
+            base = mapped.map.moved();
+            took = self.transfer(mapped, &uri, &to, &mut |map, moved| {
+                // By then the session knows how fast the path usually answers.
+                if cut.is_none() && moved >= half {
+                    self.set_second_path(false)?;
+                    cut = Some(Instant::now());
+                }
+                self.take_events(map, cut, &mut failover);
+                Ok(())
+            })?;
+        }
+        let cut = cut.ok_or("the device was copied again and again, each time too fast to cut a path meanwhile")?;
+        let end = cut + START;
         while failover.noticed.is_none() {
             if Instant::now() > end {
                 return Err("a path was cut, and `ferroce map` has not noticed".into());
             }
             process::check_interrupt()?;
             mapped.map.check()?;
-            self.take_events(&mut mapped.map, cut, &mut failover);
+            self.take_events(&mut mapped.map, Some(cut), &mut failover);
             std::thread::sleep(Duration::from_millis(20));
         }
         let leg = Leg::new(mapped, base, took)?;
