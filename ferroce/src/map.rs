@@ -278,7 +278,7 @@ fn session_failure(dst: SocketAddr, e: &rtrs::Error) -> Failure {
     use rtrs::Error;
     let ip = dst.ip();
     let hint = match e {
-        Error::Unreachable | Error::Timeout(..) => format!(
+        Error::Unreachable(_) | Error::Timeout(..) => format!(
             "\nis the server running there? `ferroce doctor --peer {ip}` looks at the way (firewall, NAT, port 4791)"
         ),
         Error::Rejected {

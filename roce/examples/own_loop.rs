@@ -149,7 +149,7 @@ impl Echo {
                 }
             }
             CmKind::Disconnected if id == self.client => self.over = true,
-            CmKind::Rejected { .. } | CmKind::Unreachable | CmKind::ConnectError(_) => {
+            CmKind::Rejected { .. } | CmKind::Unreachable(_) | CmKind::ConnectError(_) => {
                 return Err(format!("no connection: {kind:?}").into());
             }
             _ => {}

@@ -210,7 +210,7 @@ fn kind_of(event: PortCmEvent) -> CmEventKind<Id> {
         PortCmEvent::Rejected {
             reason, private_data, ..
         } => CmEventKind::Rejected { reason, private_data },
-        PortCmEvent::Unreachable { .. } => CmEventKind::Unreachable,
+        PortCmEvent::Unreachable { why, .. } => CmEventKind::Unreachable(why),
         PortCmEvent::ConnectError { text, .. } => CmEventKind::ConnectError(text),
         PortCmEvent::Disconnected { .. } => CmEventKind::Disconnected,
         // The others were taken out before, or have queues of their own.

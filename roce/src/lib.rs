@@ -153,7 +153,7 @@ pub use roce_verbs::{
     Sge, SrqAttr, SrqModify, SrqType, Srqn, Target, ToRts, WcFlags, WcOpcode, WcStatus,
     provider::{
         CmChannel, CmEvent, CmEventKind, CmId, CompletionChannel, CompletionQueue, ConnParams, Grant, MemoryRegion,
-        QpInit, QueuePair, RejectReason, RevocableRegion, VerbsDevice, VerbsError,
+        NoAnswer, QpInit, QueuePair, RejectReason, RevocableRegion, VerbsDevice, VerbsError,
     },
     wr::PostError,
 };

@@ -204,6 +204,7 @@ impl Parts {
         let mut port = PortConfig::new(local, mtu, guid);
         port.mtus = mtus;
         port.src_ports = caps.src_ports;
+        port.mad_port = caps.mad_port;
         if let Some(slot) = config.qpn_slot {
             (port.qpns, port.qpn_parts) = (slot.qpns(), config.qpn_parts);
             let count = port.qpn_parts.map_or(port.qpns.count(), |parts| parts.count(port.qpns));

@@ -123,7 +123,7 @@ fn a_port_has_one_listener_and_is_free_after_it() {
 }
 
 #[test]
-fn a_path_mtu_that_the_passive_side_lacks_is_refused() {
+fn a_path_mtu_that_the_passive_side_lacks_is_not_used() {
     let a = Side::new(open());
     let b = Side::new(
         Device::open(DeviceConfig {
@@ -134,11 +134,14 @@ fn a_path_mtu_that_the_passive_side_lacks_is_refused() {
     );
     let addr = SocketAddr::new(b.addr(), 7000);
     let _listener = b.device.listen(&b.channel, addr, 8).unwrap();
-    let (_qp, _id) = ask(&a, addr);
-    let CmEventKind::Rejected { reason, .. } = a.event().kind else {
-        panic!("not rejected");
+    let (qa, _id) = ask(&a, addr);
+    let CmEventKind::ConnectRequest { id, .. } = b.event().kind else {
+        panic!("no request");
     };
-    assert_eq!(reason, RejectReason::INVALID_MTU);
+    let qb = b.qp();
+    id.accept(&qb, ConnParams::default()).unwrap();
+    assert!(matches!(a.event().kind, CmEventKind::Established { .. }));
+    assert_eq!([&qa, &qb].map(|qp| qp.query().unwrap().path_mtu), [Some(Mtu::B1024); 2]);
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use roce_verbs::{
     WcStatus,
-    provider::{RejectReason, VerbsError},
+    provider::{NoAnswer, RejectReason, VerbsError},
     wr::PostError,
 };
 
@@ -35,8 +35,8 @@ pub enum Error {
         errno: Option<i32>,
     },
     /// No answer from there.
-    #[error("the server does not answer")]
-    Unreachable,
+    #[error("the server does not answer{}", unreachable(*.0))]
+    Unreachable(NoAnswer),
     /// The server answers, but not in time.
     #[error("no {0} within {1:?}")]
     Timeout(&'static str, Duration),
@@ -97,12 +97,20 @@ impl Error {
             Self::Rejected { errno: None, .. } | Self::Protocol { .. } | Self::OtherSizes | Self::Path(_) => {
                 errno::ECONNRESET
             }
-            Self::Timeout(..) | Self::Unreachable => errno::ETIMEDOUT,
+            Self::Timeout(..) => errno::ETIMEDOUT,
+            Self::Unreachable(why) => why.errno(),
             Self::Overtaken | Self::Busy => errno::EBUSY,
             Self::NoPath => errno::ENOENT,
             Self::PathExists(_) => errno::EEXIST,
             Self::Down(_) => errno::ECONNABORTED,
         }
+    }
+}
+
+fn unreachable(why: NoAnswer) -> String {
+    match why {
+        NoAnswer::Timeout => String::new(),
+        known => format!(": {known}"),
     }
 }
 
@@ -139,6 +147,9 @@ pub enum PathError {
     /// The peer gave no sign of life.
     #[error("no heartbeat within {:?}", Duration::from_millis(_0.as_millis() as u64))]
     HeartbeatLost(Duration),
+    /// Our network interface went down, and another path was up.
+    #[error("its network interface is down")]
+    PortDown,
     /// The peer did not finish the handshake.
     #[error("no handshake within {0:?}")]
     HandshakeTimeout(Duration),
@@ -251,7 +262,7 @@ mod tests {
             (Error::Path(PathError::Cm("address changed".into())), errno::ECONNRESET),
             (Error::Verbs(VerbsError::Address("no way".into())), errno::EHOSTUNREACH),
             // `create_cm`, which gives up before the connection manager does, and `rtrs_send_path_info`.
-            (Error::Unreachable, errno::ETIMEDOUT),
+            (Error::Unreachable(NoAnswer::Timeout), errno::ETIMEDOUT),
             (Error::Timeout("answer", Duration::from_secs(30)), errno::ETIMEDOUT),
             (Error::Path(PathError::Closed), errno::ECONNABORTED),
             // `rtrs_rdma_conn_established`.

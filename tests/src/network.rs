@@ -1,6 +1,6 @@
 //! Network namespaces, and two of them with cables in between, for tests with the right to make them. Everything goes when they do.
 
-use std::{ffi::OsStr, fmt::Debug};
+use std::{ffi::OsStr, fmt::Debug, process::Command};
 
 use ferroce_wire::{
     lane::Conditions,
@@ -31,6 +31,19 @@ impl Namespace {
     /// When that fails.
     pub fn ip(&self, args: &str) {
         self.0.ip(args).expect("ip does it");
+    }
+
+    /// Makes a pair of virtual Ethernet devices: `ours` here, `theirs` in another namespace.
+    ///
+    /// # Panics
+    /// When `ip` fails.
+    pub fn link_to(&self, other: &Self, ours: &str, theirs: &str) {
+        self.0.link_to(&other.0, ours, theirs).expect("ip does it");
+    }
+
+    /// A command in it, such as `iptables`.
+    pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
+        self.0.command(program)
     }
 
     /// Starts `ferroce` in it.

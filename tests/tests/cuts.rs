@@ -251,6 +251,24 @@ fn a_cut_network_is_left_for_the_other_and_taken_again() {
     lab.end();
 }
 
+#[test]
+#[ignore = "needs the right to make network namespaces"]
+fn a_path_whose_interface_goes_down_is_left_before_it_is_missed() {
+    for threads in ["1", "2"] {
+        let mut lab = Lab::new(threads);
+        for cable in [0, 1] {
+            // Nothing is under way: but for the kernel's word a heartbeat would be missed seconds later.
+            lab.network.cut(cable, Cut::Carrier);
+            let down = lab.map.event("path_down");
+            let why = down["why"].as_str().unwrap();
+            assert!(why.contains("its network interface is down"), "{down}");
+            lab.network.mend(cable);
+            lab.until_both_are_up();
+        }
+        lab.end();
+    }
+}
+
 /// What a process has that must not grow.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Held {

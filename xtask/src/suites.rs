@@ -76,21 +76,26 @@ const PRIVILEGED: &[&str] = &[
     "a_device_over_ipv6",
     "a_flush_at_one_loop_covers_the_writes_of_another",
     "a_full_disk_is_an_error_and_what_was_flushed_stays",
+    "a_host_where_nobody_listens_ends_the_wait_at_once",
     "a_lossy_wire_loses_what_it_counts",
+    "a_path_whose_interface_goes_down_is_left_before_it_is_missed",
     "a_program_that_takes_all_addresses_comes_beside_those_that_have_some",
     "a_read_only_block_device_is_not_opened_for_writing",
+    "a_request_with_translated_addresses_is_reported_wherever_it_is_dropped",
     "a_socket_is_its_owners_and_its_groups",
     "a_socket_that_another_user_serves_is_not_used",
     "a_storage_host_comes_beside_a_program_that_has_all_addresses",
     "addresses_of_both_ip_versions_come_and_go_at_several_loops",
     "closing_an_image_file_makes_it_durable",
     "commands_of_pages_run",
+    "containers_of_a_pod_are_told_how_to_share_an_address",
     "flaps_leave_nothing_behind",
     "flush_and_fua_leave_nothing_behind_in_memory",
     "flush_and_fua_reach_the_servers_device",
     "hosts_have_names",
     "members_of_the_group_start_what_the_file_allows",
     "one_member_of_the_group_does_not_hold_the_places_of_others",
+    "programs_in_containers_on_one_bridge_use_each_other",
     "the_daemon_runs_as_a_user_of_its_own",
     "two_names_of_one_block_device_have_one_writer",
     "what_goes_into_a_wire_comes_out_on_the_same_network",
@@ -580,7 +585,14 @@ impl<'a> Stage<'a> {
 
 fn client_tools() -> Vec<tools::Tool> {
     let clients = tools::EXT4.into_iter().chain(tools::NBD_CLIENTS);
-    clients.chain([tools::QEMU, tools::PERFTEST, tools::VALGRIND]).collect()
+    let more = [
+        tools::QEMU,
+        tools::PERFTEST,
+        tools::VALGRIND,
+        tools::RPING,
+        tools::IPTABLES,
+    ];
+    clients.chain(more).collect()
 }
 
 fn find<'a>(tests: &'a [TestProgram], package: &str, file: &str) -> Result<&'a TestProgram> {

@@ -31,6 +31,12 @@ pub(crate) const NBD_CLIENTS: [Tool; 4] = [
 /// Programs for libibverbs.
 pub(crate) const PERFTEST: Tool = Tool::new("ib_write_bw", "perftest");
 
+/// Connects by RDMA_CM.
+pub(crate) const RPING: Tool = Tool::new("rping", "rdmacm-utils");
+
+/// Masquerades, as docker does for its containers.
+pub(crate) const IPTABLES: Tool = Tool::new("iptables", "iptables");
+
 /// Finds what a program uses of memory that it should not.
 pub(crate) const VALGRIND: Tool = Tool::new("valgrind", "valgrind");
 

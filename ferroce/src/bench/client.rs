@@ -4,8 +4,8 @@ use std::{net::SocketAddr, time::Duration};
 
 use roce::{
     AccessFlags, Channel, CmChannel, CmEventKind, Completion, CompletionChannel, CompletionQueue, ConnParams, Cq,
-    Device, EventChannel, Id, MemoryRegion, Mr, Pd, Qp, QpCaps, QpInit, RecvWr, RejectReason, RemoteAddr, VerbsDevice,
-    VerbsError, WcStatus,
+    Device, EventChannel, Id, MemoryRegion, Mr, NoAnswer, Pd, Qp, QpCaps, QpInit, RecvWr, RejectReason, RemoteAddr,
+    VerbsDevice, VerbsError, WcStatus,
 };
 
 use super::{
@@ -118,9 +118,13 @@ impl<'a> Endpoint<'a> {
             }
             Some(CmEventKind::Rejected { reason, .. }) => format!("the peer refused (reason {})", reason.0),
             Some(CmEventKind::ConnectError(text)) => text,
-            None | Some(CmEventKind::Unreachable) => {
+            None | Some(CmEventKind::Unreachable(NoAnswer::Timeout)) => {
                 "no answer: is UDP port 4791 open on the way, and `ferroce bench --server` running there?".to_owned()
             }
+            Some(CmEventKind::Unreachable(NoAnswer::PortUnreachable)) => {
+                format!("{}: start `ferroce bench --server` first", NoAnswer::PortUnreachable)
+            }
+            Some(CmEventKind::Unreachable(why)) => why.to_string(),
             Some(_) => "the connection ended".to_owned(),
         };
         Err(Failure::failed(format!("{connecting}: {reason}")))

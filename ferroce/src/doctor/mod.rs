@@ -138,6 +138,7 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
     let own = args.addr.as_ref().map(|host| resolver.own_addr(host)).transpose()?;
     let peer = args.peer.as_ref().map(|host| resolver.peer(host)).transpose()?;
     let mut checks = vec![port::check(own), port::broker()];
+    checks.extend(port::translated());
     checks.extend(host::rdma(&system, crate::rdma::is_built_in()));
     let addrs = own.map_or_else(host::own_addrs, |addr| vec![addr]);
     checks.extend(rdma::checks(&system, &addrs));

@@ -7,8 +7,8 @@ use std::{
 
 use nix::sys::socket::{getsockopt, sockopt};
 use roce::{
-    CmChannel, CmEventKind, CmId, ConnParams, Device, DeviceConfig, Mtu, QpCaps, QpInit, RejectReason, VerbsDevice,
-    VerbsError,
+    CmChannel, CmEventKind, CmId, ConnParams, Device, DeviceConfig, Mtu, NoAnswer, QpCaps, QpInit, RejectReason,
+    VerbsDevice, VerbsError,
 };
 use roce_bth::ROCE_UDP_PORT;
 
@@ -54,17 +54,29 @@ pub(super) fn check(system: &System, from: Option<IpAddr>, peer: IpAddr) -> Vec<
 fn answer(local: IpAddr, peer: IpAddr) -> Check {
     const ID: &str = "peer";
     match ask(local, peer) {
-        Ok(Some(what)) => Check::ok(
+        Ok(Answer::Here(what)) => Check::ok(
             ID,
             format!("{peer} answers: packets and their ICRC come through both ways ({what})"),
         ),
-        Ok(None) => Check::found(
+        Ok(Answer::None(NoAnswer::PortUnreachable)) => Check::found(
+            ID,
+            Status::Warn,
+            format!("{peer} is there, but nothing receives on its UDP port {ROCE_UDP_PORT} (ICMP: port unreachable)"),
+            "start ferroce there, or load rdma_rxe",
+        ),
+        Ok(Answer::None(NoAnswer::Prohibited)) => Check::found(
+            ID,
+            Status::Fail,
+            format!("a firewall forbids UDP port {ROCE_UDP_PORT} of {peer} (ICMP: administratively prohibited)"),
+            format!("open UDP port {ROCE_UDP_PORT} there and on the way, in both directions"),
+        ),
+        Ok(Answer::None(NoAnswer::Timeout)) => Check::found(
             ID,
             Status::Warn,
             format!("{peer} does not answer on UDP port {ROCE_UDP_PORT}"),
             "start ferroce or load rdma_rxe there; if it runs, packets are dropped on the way (firewall) or because \
-             their ICRC does not fit (NAT): `tcpdump -i any -w trace.pcap udp port 4791` at both ends, then \
-             `ferroce pcap check trace.pcap`",
+             their ICRC does not fit (NAT), which `ferroce doctor` there reports. For other peers: `tcpdump -i any -w trace.pcap udp \
+             port 4791` there, then `ferroce pcap check trace.pcap`",
         ),
         Err(e) => Check::found(
             ID,
@@ -75,7 +87,13 @@ fn answer(local: IpAddr, peer: IpAddr) -> Check {
     }
 }
 
-fn ask(local: IpAddr, peer: IpAddr) -> Result<Option<String>, VerbsError> {
+enum Answer {
+    /// The peer answers, and what.
+    Here(String),
+    None(NoAnswer),
+}
+
+fn ask(local: IpAddr, peer: IpAddr) -> Result<Answer, VerbsError> {
     let device = Device::open(DeviceConfig::new(local))?;
     let pd = device.alloc_pd()?;
     let cq = device.create_cq(8, None, 0)?;
@@ -93,13 +111,14 @@ fn ask(local: IpAddr, peer: IpAddr) -> Result<Option<String>, VerbsError> {
     id.disconnect()?;
     Ok(match event.map(|e| e.kind) {
         Some(CmEventKind::Rejected { reason, .. }) if reason == RejectReason::INVALID_SERVICE_ID => {
-            Some(format!("no RTRS server at port {}", to.port()))
+            Answer::Here(format!("no RTRS server at port {}", to.port()))
         }
         Some(CmEventKind::Rejected { .. } | CmEventKind::Established { .. }) => {
-            Some(format!("an RTRS server listens at port {}", to.port()))
+            Answer::Here(format!("an RTRS server listens at port {}", to.port()))
         }
         Some(CmEventKind::ConnectError(e)) => return Err(VerbsError::State(e)),
-        _ => None,
+        Some(CmEventKind::Unreachable(why)) => Answer::None(why),
+        _ => Answer::None(NoAnswer::Timeout),
     })
 }
 

@@ -1,15 +1,13 @@
 //! Who has UDP port 4791.
 
 use std::{
-    collections::BTreeMap,
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
-    path::Path,
 };
 
-use roce::broker::Isolation;
+use roce::broker::{Isolation, Translated};
 use roce_bth::ROCE_UDP_PORT;
-use roce_net::holder;
+use roce_net::holder::{Holder, Owner, port_holders};
 
 use super::{Check, Status};
 use crate::sharing;
@@ -53,47 +51,10 @@ fn bind(socket: SocketAddr) -> Result<UdpSocket, (io::Error, Vec<Holder>)> {
             Err(e) if e.kind() == io::ErrorKind::AddrInUse => e,
             Err(e) => return Err((e, Vec::new())),
         };
-        let holders = holders(socket.ip());
+        let holders = port_holders(socket.ip(), socket.port());
         tries += 1;
         if !holders.is_empty() || tries == TRIES {
             return Err((e, holders));
-        }
-    }
-}
-
-/// Sockets of one owner on the port of an address.
-#[derive(Clone, PartialEq, Eq, Debug)]
-struct Holder {
-    addr: IpAddr,
-    owner: Owner,
-    sockets: usize,
-}
-
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
-enum Owner {
-    Process {
-        pid: u32,
-        name: String,
-    },
-    Kernel,
-    /// Of another user, or in another container.
-    Hidden,
-}
-
-impl std::fmt::Display for Holder {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match &self.owner {
-            Owner::Process { pid, name } => write!(f, "{name} (process {pid}) on {}", self.addr),
-            Owner::Kernel => write!(f, "the kernel on {}", self.addr),
-            Owner::Hidden => write!(
-                f,
-                "a process that can't be seen from here, or the kernel, on {}",
-                self.addr
-            ),
-        }?;
-        match self.sockets {
-            1 => Ok(()),
-            n => write!(f, " ({n} sockets)"),
         }
     }
 }
@@ -161,8 +122,20 @@ pub(super) fn broker() -> Check {
     }
 }
 
+/// A connect request from here or elsewhere that reached the broker with translated addresses. Nothing if there was none.
+pub(super) fn translated() -> Option<Check> {
+    translation(&sharing::statistics().ok()??.translated?)
+}
+
+fn translation(found: &Translated) -> Option<Check> {
+    /// Seconds after which the cause may have been removed.
+    const RECENT: u64 = 24 * 3600;
+    let summary = format!("{} s ago a connect request was {}", found.age, found.text);
+    (found.age < RECENT).then(|| Check::found("translated", Status::Warn, summary, Translated::ADVICE))
+}
+
 fn taken(wanted: IpAddr, holders: &[Holder]) -> Check {
-    let names: Vec<String> = holders.iter().map(ToString::to_string).collect();
+    let names: Vec<String> = holders.iter().map(shown).collect();
     let who = if names.is_empty() {
         "somebody who can't be seen from here".to_owned()
     } else {
@@ -180,49 +153,41 @@ fn taken(wanted: IpAddr, holders: &[Holder]) -> Check {
             "RDMA devices are used at their addresses; for software `rdma link delete NAME` for each link of rdma_rxe";
         return Check::found(ID, Status::Note, summary, advice);
     }
-    let advice = if kernels {
-        "rdma_rxe has it: `rdma link delete NAME` for each link, then `modprobe -r rdma_rxe`; or use a network \
-         namespace of your own"
-            .to_owned()
-    } else if let Some(Owner::Process { pid, .. }) = holders.first().map(|h| &h.owner) {
-        format!("end it (kill {pid}), or give each an address of its own")
-    } else {
-        "run `ferroce doctor` as root to see who it is, or use another address".to_owned()
+    let advice = match holders.first() {
+        Some(holder) => holder.owner.remedy(),
+        None => "run `ferroce doctor` as root to see who it is, or use another address".to_owned(),
     };
     Check::found(ID, Status::Fail, summary, advice)
 }
 
-/// The sockets that keep us from this address.
-fn holders(addr: IpAddr) -> Vec<Holder> {
-    let may_be_kernel = nix::unistd::geteuid().is_root() && Path::new("/sys/module/rdma_rxe").exists();
-    grouped(holder::port_holders(addr, ROCE_UDP_PORT), may_be_kernel)
-}
-
-/// By address and owner. `may_be_kernel`: every process of this host can be seen, and it has rdma_rxe, which has one socket for each
-/// version of IP. A broker has many on one address, which no process shows when all of them are in messages.
-fn grouped(found: Vec<holder::Holder>, may_be_kernel: bool) -> Vec<Holder> {
-    let mut sockets = BTreeMap::new();
-    for one in found {
-        let owner = match one.process {
-            Some((pid, name)) => Owner::Process { pid, name },
-            None => Owner::Hidden,
-        };
-        *sockets.entry((one.addr, owner)).or_insert(0) += 1;
+/// An owner with its address, and how many sockets it has there.
+fn shown(holder: &Holder) -> String {
+    let Holder { addr, owner, sockets } = holder;
+    match sockets {
+        1 => format!("{owner} on {addr}"),
+        n => format!("{owner} on {addr} ({n} sockets)"),
     }
-    let holder = |((addr, owner), sockets)| Holder {
-        addr,
-        owner: match owner {
-            Owner::Hidden if may_be_kernel && sockets == 1 && addr.is_unspecified() => Owner::Kernel,
-            owner => owner,
-        },
-        sockets,
-    };
-    sockets.into_iter().map(holder).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_translation_of_late_is_reported() {
+        let mut found = Translated {
+            text: "translated from 172.17.0.2 to 192.168.1.5".into(),
+            age: 7,
+        };
+        let check = translation(&found).unwrap();
+        assert_eq!(check.status, Status::Warn);
+        assert_eq!(
+            check.summary,
+            "7 s ago a connect request was translated from 172.17.0.2 to 192.168.1.5"
+        );
+        found.age = 1 << 20;
+        assert_eq!(translation(&found), None);
+    }
 
     #[test]
     fn who_has_the_port_decides_what_to_do() {
@@ -235,34 +200,25 @@ mod tests {
         let process = Owner::Process {
             pid: 7,
             name: "ferroce".into(),
+            uid: 0,
         };
         let one = taken(any, &[holder("127.0.0.1", process.clone())]);
         assert_eq!(one.status, Status::Note, "other addresses are free");
         let same = taken("127.0.0.1".parse().unwrap(), &[holder("127.0.0.1", process)]);
         assert_eq!(same.status, Status::Fail);
-        assert!(same.summary.contains("ferroce (process 7)"), "{}", same.summary);
+        assert!(same.summary.contains("process 7 (ferroce)"), "{}", same.summary);
         let kernel = taken(any, &[holder("0.0.0.0", Owner::Kernel)]);
         assert_eq!(kernel.status, Status::Fail);
-        assert!(kernel.advice.unwrap().contains("rdma_rxe"));
-    }
-
-    #[test]
-    fn many_sockets_of_one_owner_are_one_holder() {
-        let socket = |addr: &str, process: Option<(u32, &str)>| holder::Holder {
-            addr: addr.parse().unwrap(),
-            process: process.map(|(pid, name)| (pid, name.to_owned())),
+        assert!(kernel.advice.unwrap().contains("rdma link delete"));
+        let others = Owner::Broker {
+            uid: 4_000_000_000,
+            pid: None,
+            sockets: vec!["/x/broker.sock".into()],
         };
-        let mut found = vec![socket("0.0.0.0", None); 300];
-        found.extend([socket("::", None), socket("127.0.0.1", Some((7, "ferroce")))]);
-        let holders = grouped(found, true);
-        let shown: Vec<String> = holders.iter().map(ToString::to_string).collect();
-        assert_eq!(
-            shown,
-            [
-                "a process that can't be seen from here, or the kernel, on 0.0.0.0 (300 sockets)",
-                "ferroce (process 7) on 127.0.0.1",
-                "the kernel on ::"
-            ]
+        let advice = taken(any, &[holder("0.0.0.0", others)]).advice.unwrap();
+        assert!(
+            advice.contains("ferroce-broker.service") && advice.contains("FERROCE_BROKER_DIR"),
+            "{advice}"
         );
     }
 }

@@ -19,8 +19,8 @@ A process tells its counters when it closes its device and when it exits. Of one
 what it had counted since it told last, which is when somebody asked (this command, or a reader of hw_counters in sysfs).
 
 With --json: one object with `pid` (the broker's), `isolation` (OneUser, Isolated or TrustDomain), `addrs`, `processes`, `ended` (an array of objects with `addrs`, \
-`processes`, their number, and `counters`), `ended_unknown` (how many have ended without having told anything) and \
-`counters`; `null` if no broker runs. Of the ports of a process `bindings` has 64 at most. A process that does not answer \
+`processes`, their number, and `counters`), `ended_unknown` (how many have ended without having told anything), \
+`counters` and `translated` (null, or `text` and `age` in seconds of the last connect request that proved address translation); `null` if no broker runs. Of the ports of a process `bindings` has 64 at most. A process that does not answer \
 within 2 seconds has `answered` false, and in `report` what it told last, or null.")]
 pub(crate) struct StatArgs {
     /// Only this process

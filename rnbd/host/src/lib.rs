@@ -53,6 +53,7 @@ pub mod gate;
 mod images;
 mod iov;
 mod jobs;
+mod links;
 pub mod listen;
 pub mod map;
 mod mapper;

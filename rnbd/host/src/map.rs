@@ -32,6 +32,7 @@ use crate::{
     caught::caught,
     control::map::MapControl,
     events::{EventReceiver, EventSender, queue},
+    links::Links,
     listen::{Listen, NbdAddress},
     mapper::{Command, Place, Service},
     stats::LoopStats,
@@ -378,6 +379,8 @@ pub struct Mapping {
     loops: Vec<Turning>,
     addresses: Arc<Addresses>,
     helper: Helper<()>,
+    /// Tells home of interfaces that go down.
+    _links: Option<Links>,
     events: EventReceiver<MapEvent>,
     /// Loops that have not said that they have ended.
     running: usize,
@@ -413,6 +416,7 @@ impl Mapping {
             loops: Vec::new(),
             addresses: Arc::new(Addresses::new(opener, handles.clone())),
             helper,
+            _links: Links::watch(handles[0].clone()),
             events,
             running: 0,
             failure: None,

@@ -3,6 +3,7 @@
 
 use std::{
     collections::VecDeque,
+    net::IpAddr,
     os::unix::net::UnixStream,
     sync::{Arc, mpsc::Sender},
 };
@@ -18,8 +19,8 @@ use roce::{Completion, NewDevice};
 use roce_devices::Devices;
 use roce_reactor::{Handle, Reactor, Readiness, Service as Loop, TurnCx};
 use roce_verbs::{
-    Instant,
-    provider::{Event, QpId},
+    AsyncEvent, Instant,
+    provider::{DeviceIx, Event, QpId},
 };
 use rtrs::{
     PathError,
@@ -97,6 +98,8 @@ pub(crate) enum Command {
     Quit,
     /// From another loop, and which.
     Letter(usize, Letter),
+    /// Of home: an address of ours has no link any more.
+    LinkDown(IpAddr),
     /// There is one more of our addresses.
     Attach(Box<NewDevice>, Sender<Taken>),
     #[cfg(test)]
@@ -296,6 +299,15 @@ impl Service {
             log: Throttle::new(INTERVAL),
             last: MapStats::default(),
         }
+    }
+
+    /// The device at an address of ours has no link any more.
+    fn link_down(&mut self, turn: &mut TurnCx<'_, ()>, addr: IpAddr) {
+        let devices = turn.device.provider().devices();
+        let Some(index) = devices.iter().position(|caps| caps.addrs.contains(&addr)) else {
+            return;
+        };
+        self.event(turn, Event::Async(DeviceIx(index as u16), AsyncEvent::PortError));
     }
 
     fn open(&mut self, turn: &mut TurnCx<'_, ()>) {
@@ -582,6 +594,7 @@ impl Loop for Service {
             Command::Stop => self.stop(turn),
             Command::Quit => self.quit(turn),
             Command::Letter(from, letter) => self.letter(turn, from, letter),
+            Command::LinkDown(addr) => self.link_down(turn, addr),
             Command::Attach(device, taken) => {
                 let _ = taken.send(turn.attach(device).map(drop));
             }

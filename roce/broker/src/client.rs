@@ -17,7 +17,10 @@ use std::{
 };
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
-use roce_net::{OpenSockets, environment};
+use roce_net::{
+    OpenSockets, environment,
+    holder::{BROKER_DIR_VARIABLE, BROKER_VARIABLE},
+};
 use roce_port::{PortChange, QpnParts, QpnSlot, RxMeta};
 
 use self::links::Links;
@@ -33,9 +36,9 @@ use crate::{
 };
 
 /// Which program is the broker; `off`: don't share.
-const PROGRAM_VARIABLE: &str = "FERROCE_BROKER";
+const PROGRAM_VARIABLE: &str = BROKER_VARIABLE;
 /// Where the broker's socket is.
-const DIR_VARIABLE: &str = "FERROCE_BROKER_DIR";
+const DIR_VARIABLE: &str = BROKER_DIR_VARIABLE;
 /// How long a request may take, the start of another broker included.
 const REQUEST_TIME: Duration = Duration::from_secs(30);
 /// Requests that are given up while the broker lives and does not answer; of more it keeps what it gives.

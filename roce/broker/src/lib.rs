@@ -30,6 +30,6 @@ mod track;
 mod wire;
 
 pub use client::{Inbox, JoinConfig, JoinError, Membership, exits, join, running_broker, statistics};
-pub use proto::{Ended, Isolation, Place, ProcessReport, Report, Statistics};
+pub use proto::{Ended, Isolation, Place, ProcessReport, Report, Statistics, Translated};
 pub use requests::{HostLimit, RequestKey, RequestLimits, Requests, host};
 pub use start::{StartError, make_home, runtime_dir};

@@ -484,6 +484,20 @@ pub enum Isolation {
     TrustDomain,
 }
 
+/// Connect request that proved address translation (NAT), and was dropped.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Translated {
+    /// Addresses, for people.
+    pub text: String,
+    /// Seconds since it came.
+    pub age: u64,
+}
+
+impl Translated {
+    /// Cause and remedy.
+    pub const ADVICE: &'static str = roce_cm::Translation::ADVICE;
+}
+
 /// Answer to [`Request::Statistics`].
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Statistics {
@@ -502,6 +516,9 @@ pub struct Statistics {
     pub ended_unknown: u64,
     /// What the broker counted, by name.
     pub counters: BTreeMap<String, u64>,
+    /// Last request that proved address translation.
+    #[serde(default)]
+    pub translated: Option<Translated>,
 }
 
 impl Statistics {

@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use roce_net::environment;
+use roce_net::{environment, holder::BROKER_SOCKET};
 use rustix::{
     fs::FlockOperation,
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
@@ -22,7 +22,7 @@ use rustix::{
 };
 
 /// The socket's name in the broker's directory.
-pub(crate) const SOCKET: &str = "broker.sock";
+pub(crate) const SOCKET: &str = BROKER_SOCKET;
 /// Held by the broker as long as it lives.
 pub(crate) const LIFE_LOCK: &str = "broker.lock";
 /// Held by whoever starts a broker.

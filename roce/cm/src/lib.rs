@@ -4,16 +4,19 @@
 //! 256-byte MADs into plain structs and emission from them. [`cma`] is what RDMA_CM puts into the private data of a
 //! REQ (IBA Annex A11; the kernel's `cma.c`). [`Manager`] is the state machine (IBA 12.9; the kernel's `cm.c`), with
 //! service ID resolution for datagrams (SIDR) beside it: time and MADs are arguments, MADs and [`Event`]s are polled.
+//! [`Translation`] proves from a request that its addresses were translated on the way (NAT).
 #![forbid(unsafe_code)]
 
 pub mod cma;
 pub mod guid;
 pub mod mad;
 mod manager;
+mod translation;
 mod types;
 
 pub use manager::{Manager, state};
 pub use roce_verbs::provider::{ConnParams, RejectReason};
+pub use translation::{Translation, TranslationWatch};
 pub use types::{
     AcceptArgs, CmConfig, CmError, ConnChange, ConnId, ConnTransport, ConnectArgs, Counters, DropReason, Event,
     ListenArgs, ListenId, OutMad, RateLimit, RemoteQp, ResolveArgs, SidrAnswer, Usage, overlap,

@@ -7,7 +7,7 @@ use core::{
 
 use roce_verbs::{
     AddressVector, Mtu, PathMtus, Psn, QKey, Qpn,
-    provider::{ConnParams, RejectReason},
+    provider::{ConnParams, NoAnswer, RejectReason},
 };
 
 use crate::{
@@ -427,6 +427,8 @@ pub enum Event {
     Unreachable {
         /// The connection.
         conn: ConnId,
+        /// Timeout, or what ICMP said of our request.
+        why: NoAnswer,
     },
     /// An established connection has ended. Both sides' queue pairs enter the error state.
     ///
@@ -454,7 +456,7 @@ impl Event {
             | Self::Reply { conn, .. }
             | Self::Established { conn }
             | Self::Rejected { conn, .. }
-            | Self::Unreachable { conn }
+            | Self::Unreachable { conn, .. }
             | Self::Disconnected { conn, .. }
             | Self::TimewaitExit { conn } => *conn,
         }
@@ -600,6 +602,8 @@ pub struct Counters {
     pub extended: u64,
     /// REQs, REPs and DREQs without an answer.
     pub timeouts: u64,
+    /// REQs and SIDR_REQs that ICMP reported as undeliverable.
+    pub undeliverable: u64,
     /// Lingering connections removed early to make room.
     pub forgotten: u64,
     /// Half-open connections and SIDR requests evicted for newer ones of other addresses.
@@ -645,6 +649,7 @@ impl Counters {
             ("stale", self.stale),
             ("extended", self.extended),
             ("timeouts", self.timeouts),
+            ("undeliverable", self.undeliverable),
             ("forgotten", self.forgotten),
             ("displaced", self.displaced),
             ("displaced_peer", self.displaced_peer),
@@ -673,6 +678,7 @@ impl Counters {
         self.stale += other.stale;
         self.extended += other.extended;
         self.timeouts += other.timeouts;
+        self.undeliverable += other.undeliverable;
         self.forgotten += other.forgotten;
         self.displaced += other.displaced;
         self.displaced_peer += other.displaced_peer;

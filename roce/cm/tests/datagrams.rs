@@ -146,7 +146,7 @@ fn a_question_without_answer_is_repeated_and_given_up() {
         }
     }
     assert!(sent > 3, "{sent}");
-    assert_eq!(w.m[C].poll_event(), Some(Event::Unreachable { conn: asked }));
+    assert_eq!(w.m[C].poll_event(), Some(unreachable(asked)));
 }
 
 #[test]

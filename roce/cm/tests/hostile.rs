@@ -231,7 +231,7 @@ fn flood_of_requests() {
                     let a = AcceptArgs::new(Qpn::new(0x9000 + i), Psn::new(0), ConnParams::default());
                     w.m[1].accept(w.now, conn, &a).unwrap();
                 }
-                Event::Unreachable { conn } => w.m[1].destroy(w.now, conn),
+                Event::Unreachable { conn, .. } => w.m[1].destroy(w.now, conn),
                 other => panic!("{other:?}"),
             }
         }

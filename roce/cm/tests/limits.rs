@@ -84,7 +84,7 @@ fn a_lone_request_gets_three_replies_and_no_sooner_than_our_own_pause() {
             );
         }
         let told = ends(&mut w);
-        assert_eq!(told, [Event::Unreachable { conn: s }, Event::TimewaitExit { conn: s }]);
+        assert_eq!(told, [unreachable(s), Event::TimewaitExit { conn: s }]);
         assert!(w.m[S].counters().withheld > 0);
         w.m[S].destroy(w.now, s);
         assert_eq!(w.m[S].connections(), 0);
@@ -212,7 +212,7 @@ fn the_oldest_unproven_gives_way_first_within_its_address() {
     assert_eq!(w.m[S].counters().dropped(DropReason::HalfOpenPeer), 1);
     w.now = w.now + config(1).first_retry;
     give(&mut w, &forged(stranger(11), 3));
-    assert_eq!(w.m[S].poll_event(), Some(Event::Unreachable { conn: of_11[0] }));
+    assert_eq!(w.m[S].poll_event(), Some(unreachable(of_11[0])));
     accept(&mut w);
     assert_eq!((w.m[S].counters().displaced_peer, w.m[S].counters().displaced), (1, 0));
     w.m[S].destroy(w.now, of_11[0]);
@@ -221,7 +221,7 @@ fn the_oldest_unproven_gives_way_first_within_its_address() {
         accept(&mut w);
     }
     give(&mut w, &forged(stranger(20), 20));
-    assert_eq!(w.m[S].poll_event(), Some(Event::Unreachable { conn: of_11[1] }));
+    assert_eq!(w.m[S].poll_event(), Some(unreachable(of_11[1])));
     accept(&mut w);
     assert_eq!((w.m[S].counters().displaced_peer, w.m[S].counters().displaced), (1, 1));
     assert_eq!(w.m[S].state(of_11[1]), Some(State::Over));
@@ -281,7 +281,7 @@ fn a_client_gets_in_under_a_flood_from_other_addresses() {
                         .accept(w.now, conn, &accept_args(0x1000 + conn.0 as u32))
                         .unwrap();
                 }
-                Event::Unreachable { conn } => w.m[S].destroy(w.now, conn),
+                Event::Unreachable { conn, .. } => w.m[S].destroy(w.now, conn),
                 _ => {}
             }
         }

@@ -117,7 +117,7 @@ fn unanswered_request_is_repeated_and_given_up() {
     let start = w.now;
     let c = connect(&mut w, 0x11);
     w.run_dry();
-    assert_eq!(w.m[C].poll_event(), Some(Event::Unreachable { conn: c }));
+    assert_eq!(w.m[C].poll_event(), Some(unreachable(c)));
     let n = w.m[C].counters().retried(Attribute::Req);
     // 0.25, 0.5, 1, 2, 4 s and what is left of the 10 s.
     assert_eq!(n, 5);
@@ -349,16 +349,29 @@ fn mtu_that_we_can_t_do() {
             },
         )
         .unwrap();
-    w.settle();
-    match w.m[C].poll_event() {
-        Some(Event::Rejected { conn, reason, info, .. }) => {
-            assert_eq!(
-                (conn, reason, info),
-                (c, RejectReason::INVALID_MTU, vec![Mtu::B1024 as u8])
-            );
-        }
+    let first = w.m[C].poll_mad().unwrap();
+    w.m[S].handle_mad(w.now, SERVER, CLIENT, &first.mad);
+    let refusal = w.m[S].poll_mad().unwrap();
+    w.m[C].handle_mad(w.now, CLIENT, SERVER, &refusal.mad);
+    match Mad::parse(&refusal.mad).unwrap().message {
+        Message::Rej(rej) => assert_eq!((rej.reason, rej.info_length, rej.info[0]), (26, 1, Mtu::B1024 as u8)),
         other => panic!("{other:?}"),
     }
+    // The client asks again with what the server can do, and what still comes for its first request concerns nobody.
+    w.m[C].handle_mad(w.now, CLIENT, SERVER, &refusal.mad);
+    w.settle();
+    assert_eq!(w.m[C].poll_event(), None);
+    let (s, path) = request(&mut w);
+    assert_eq!(path.mtu, Mtu::B1024);
+    w.m[S].accept(w.now, s, &accept_args(0x21)).unwrap();
+    w.settle();
+    match w.m[C].poll_event() {
+        Some(Event::Reply { conn, path, .. }) => assert_eq!((conn, path.mtu), (c, Mtu::B1024)),
+        other => panic!("{other:?}"),
+    }
+    w.m[C].qp_ready(w.now, c).unwrap();
+    w.settle();
+    assert_eq!(w.m[S].poll_event(), Some(Event::Established { conn: s }));
     let req = lone_req(&mut w, 0x12);
     for code in [0, 4, 5, 6, 15] {
         again(&mut w, with_req(req, |r| r.path_mtu = code));
@@ -630,7 +643,7 @@ fn reply_without_rtu_ends_with_rej_and_dreq() {
     w.m[C].qp_ready(w.now, c).unwrap();
     // The RTU and all that follow are lost, for as long as the server tries.
     w.faults.loss = 100;
-    while w.m[S].poll_event() != Some(Event::Unreachable { conn: s }) {
+    while w.m[S].poll_event() != Some(unreachable(s)) {
         let at = w.next_event().unwrap();
         w.advance(at);
     }

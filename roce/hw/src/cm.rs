@@ -10,7 +10,7 @@ use std::{
 
 use roce_verbs::{
     QpState,
-    provider::{CmKind, CmRef, ConnParams, DeviceIx, Event, QpId, RejectReason, VerbsError},
+    provider::{CmKind, CmRef, ConnParams, DeviceIx, Event, NoAnswer, QpId, RejectReason, VerbsError},
 };
 
 use crate::{
@@ -450,7 +450,7 @@ impl HwDevice {
                 let Some(device) = device else {
                     cm.progress = Progress::Over;
                     tracing::debug!("the way leads by a device that is not in use");
-                    return Some(CmKind::Unreachable);
+                    return Some(CmKind::Unreachable(NoAnswer::Timeout));
                 };
                 (cm.device, cm.progress) = (Some(device), Progress::Resolved);
                 let device = DeviceIx(device as u16);
@@ -500,7 +500,7 @@ fn failure(what: u32, news: News) -> Option<CmKind> {
             reason: RejectReason(u16::try_from(news.status).unwrap_or(0)),
             private_data: news.reply.private_data,
         }),
-        kind::ADDR_ERROR | kind::ROUTE_ERROR | kind::UNREACHABLE => Some(CmKind::Unreachable),
+        kind::ADDR_ERROR | kind::ROUTE_ERROR | kind::UNREACHABLE => Some(CmKind::Unreachable(NoAnswer::Timeout)),
         kind::CONNECT_ERROR => Some(CmKind::ConnectError(match news.status {
             status if status < 0 => io::Error::from_raw_os_error(-status).to_string(),
             status => format!("status {status} of the connection manager"),

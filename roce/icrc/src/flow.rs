@@ -169,6 +169,16 @@ impl Flow {
         self.recover_by(packet, hint, |difference, trailing| solver.solve(difference, trailing))
     }
 
+    /// Finds the source port with which the ICRC is right, for a known Identification (ignored for IPv6). Of corrupt packets one in 2^16
+    /// has one.
+    pub fn recover_source_port(&self, identification: u16, packet: &[u8]) -> Option<u16> {
+        let (body, icrc) = split(packet)?;
+        let difference = self.compute(identification, body) ^ icrc;
+        // The rest of the UDP header and the packet.
+        let trailing = u32::try_from(body.len() + UDP_LEN - 2).ok()?;
+        Some(self.src_port ^ IdSolver::solve_uncached(difference, trailing)?)
+    }
+
     fn recover_by(&self, packet: &[u8], hint: u16, solve: impl FnOnce(u32, u32) -> Option<u16>) -> Recovery {
         let Some((body, icrc)) = split(packet) else {
             return Recovery::Corrupt;

@@ -240,7 +240,7 @@ impl<P: Ports> Fabric<P> {
             PortCmEvent::Rejected {
                 reason, private_data, ..
             } => event(known?, CmKind::Rejected { reason, private_data }),
-            PortCmEvent::Unreachable { .. } => event(known?, CmKind::Unreachable),
+            PortCmEvent::Unreachable { why, .. } => event(known?, CmKind::Unreachable(why)),
             PortCmEvent::ConnectError { text, .. } => event(known?, CmKind::ConnectError(text)),
             PortCmEvent::Disconnected { .. } => event(known?, CmKind::Disconnected),
             PortCmEvent::TimewaitExit { .. } => event(known?, CmKind::TimewaitExit),

@@ -6,6 +6,8 @@ use std::{
     os::fd::BorrowedFd,
 };
 
+use roce_verbs::provider::NoAnswer;
+
 /// The hop limit that sockets are set to; others cost a control message.
 pub const DEFAULT_HOP_LIMIT: u8 = 64;
 
@@ -17,7 +19,7 @@ pub struct Burst<'a> {
     pub local: IpAddr,
     /// Where to.
     pub remote: SocketAddr,
-    /// Our UDP port: one of [`Capabilities::src_ports`], or the RoCE port.
+    /// Our UDP port: one of [`Capabilities::src_ports`], [`Capabilities::mad_port`], or the RoCE port.
     pub src_port: u16,
     /// TOS or traffic class.
     pub traffic_class: u8,
@@ -64,8 +66,21 @@ pub struct Capabilities {
     pub max_burst_bytes: usize,
     /// UDP ports that bursts may come from.
     pub src_ports: Vec<u16>,
+    /// UDP port for management datagrams alone: ICMP errors about what leaves from it can be [heard](Datapath::hear_undeliverable).
+    pub mad_port: Option<u16>,
     /// Bytes of the receive buffer, as the kernel counts them (packet data and its own overhead).
     pub receive_buffer: usize,
+}
+
+/// An ICMP error about a packet of ours.
+#[derive(Clone, Copy, Debug)]
+pub struct Undeliverable<'a> {
+    /// Address that the packet was sent to.
+    pub remote: IpAddr,
+    /// Cause that the error names.
+    pub why: NoAnswer,
+    /// Beginning of the UDP payload, as the error quotes it. Anybody can make up such an error.
+    pub quoted: &'a [u8],
 }
 
 /// How far a send came.
@@ -157,6 +172,10 @@ pub trait Datapath: Send {
     }
     /// Takes back one join.
     fn leave(&mut self, _group: IpAddr, _local: IpAddr) {}
+    /// Begins or ends to keep ICMP errors about packets from [`Capabilities::mad_port`]. Meanwhile they make a descriptor ready.
+    fn hear_undeliverable(&mut self, _on: bool) {}
+    /// Hands over the ICMP errors that came since, and forgets them.
+    fn undeliverable(&mut self, _handle: &mut dyn FnMut(&Undeliverable<'_>)) {}
     /// What to watch for input. Those that were there before come first, in the same order, as long as they live.
     fn descriptors(&self) -> Vec<BorrowedFd<'_>>;
     /// Counts so far.

@@ -1,31 +1,187 @@
-//! Who holds a UDP port.
+//! Owners of a UDP port, and what a user can do about them.
+//!
+//! The owner of a port is in the same network namespace as whoever wants it. It may still be invisible: another user's, or in another
+//! container that shares the network namespace (a pod). What the kernel tells of all of them: the user of each UDP socket, and the paths
+//! of listening Unix sockets, by which a broker is known.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs, io,
+    fmt, fs, io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
-    path::Path,
+    path::{Path, PathBuf},
 };
 
-/// A socket bound to a UDP port.
+use crate::{environment, sys};
+
+/// Name of a broker's socket in its directory.
+pub const BROKER_SOCKET: &str = "broker.sock";
+/// Variable for the directory of the broker to use.
+pub const BROKER_DIR_VARIABLE: &str = "FERROCE_BROKER_DIR";
+/// Variable for the program that is the broker; `off`: none.
+pub const BROKER_VARIABLE: &str = "FERROCE_BROKER";
+
+/// Owner of sockets.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Owner {
+    /// A process that can be seen.
+    Process {
+        /// Its ID.
+        pid: u32,
+        /// Its command.
+        name: String,
+        /// The user that the socket was made by.
+        uid: u32,
+    },
+    /// A broker, as far as can be told.
+    Broker {
+        /// Its user.
+        uid: u32,
+        /// Its process, if that can be seen.
+        pid: Option<u32>,
+        /// Where its socket is; several if it can't be told which. May be a path of another container.
+        sockets: Vec<PathBuf>,
+    },
+    /// The kernel (rdma_rxe).
+    Kernel,
+    /// A process that can't be seen.
+    Hidden {
+        /// Its user.
+        uid: u32,
+    },
+}
+
+impl fmt::Display for Owner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Process { pid, name, .. } => write!(f, "process {pid} ({name})"),
+            Self::Broker { uid, pid, sockets } => {
+                write!(f, "a ferroce broker of user {uid}")?;
+                let paths: Vec<String> = sockets.iter().map(|path| path.display().to_string()).collect();
+                match (pid, &paths[..]) {
+                    (Some(pid), [path]) => write!(f, " (process {pid}, {path})"),
+                    (Some(pid), _) => write!(f, " (process {pid})"),
+                    (None, []) => Ok(()),
+                    (None, paths) => write!(f, " ({})", paths.join(" or ")),
+                }
+            }
+            Self::Kernel => f.write_str("the kernel's rdma_rxe"),
+            Self::Hidden { uid } => write!(f, "a process of user {uid} that can't be seen from here"),
+        }
+    }
+}
+
+impl Owner {
+    /// What a user can do, as part of a sentence.
+    pub fn remedy(&self) -> String {
+        const SHARE: &str = "processes share an address if one broker serves them";
+        match self {
+            Self::Process { .. } => "end it, or give this device another address".into(),
+            Self::Broker { uid, .. } if *uid != sys::effective_user() => format!(
+                "{SHARE}: for several users the system's (ferroce-broker.service, members of the group `ferroce`), for the containers \
+                 of a pod one in a directory that they share ({BROKER_DIR_VARIABLE}); or give this device another address"
+            ),
+            Self::Broker { .. } if environment::var_os(BROKER_VARIABLE).is_some_and(|v| v == "off") => {
+                format!("{SHARE}: {BROKER_VARIABLE}=off keeps this one from it")
+            }
+            Self::Broker { .. } => format!(
+                "{SHARE}: set {BROKER_DIR_VARIABLE} to the same directory for all of them; for the containers of a pod to a volume that \
+                 they share"
+            ),
+            Self::Kernel => {
+                "`rdma link` lists its devices: remove them with `rdma link delete NAME` and `modprobe -r rdma_rxe`, or use a network \
+                 namespace of your own"
+                    .into()
+            }
+            Self::Hidden { .. } => {
+                "it is another user's, or in another container with this network namespace (`ss -ulnp` as root on the host shows which): \
+                 end it, or give this device another address"
+                    .into()
+            }
+        }
+    }
+}
+
+/// Sockets of one owner on the port of an address.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Holder {
     /// The bound address.
     pub addr: IpAddr,
-    /// The process, if it may be seen: its id and command.
-    pub process: Option<(u32, String)>,
+    /// Whose they are.
+    pub owner: Owner,
+    /// How many there are.
+    pub sockets: usize,
 }
 
-/// The sockets of this network namespace that keep others from binding this address and UDP port. Empty when `/proc` is
-/// not there.
+/// The sockets of this network namespace that keep others from binding this address and UDP port, by address and owner. Empty when
+/// `/proc` is not there. Looks at all processes, which takes long.
 pub fn port_holders(addr: IpAddr, port: u16) -> Vec<Holder> {
     let sockets = read_twice(|table| sockets_in_the_way(table, addr, port)).unwrap_or_default();
-    let owners = processes_with(&sockets.iter().map(|(_, inode)| *inode).collect());
-    let holders = sockets.into_iter().map(|(addr, inode)| Holder {
-        addr,
-        process: owners.get(&inode).cloned(),
-    });
-    holders.collect()
+    let processes = processes_with(&sockets.iter().map(|bound| bound.inode).collect());
+    let table = fs::read_to_string("/proc/net/unix").unwrap_or_default();
+    let own = process_sockets(Path::new("/proc/self/fd"));
+    let seen = Seen {
+        processes,
+        brokers: listening_brokers(&table, &own),
+        may_be_kernel: sys::effective_user() == 0 && Path::new("/sys/module/rdma_rxe").exists(),
+    };
+    grouped(&sockets, &seen)
+}
+
+/// What can be seen besides the port's sockets.
+struct Seen {
+    processes: BTreeMap<u64, Process>,
+    brokers: Vec<PathBuf>,
+    /// All processes of this host can be seen, and it has rdma_rxe, which has one socket for each version of IP.
+    may_be_kernel: bool,
+}
+
+/// A process that has a socket.
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct Process {
+    pid: u32,
+    name: String,
+    /// The directory of the broker that it is.
+    broker: Option<PathBuf>,
+}
+
+/// By address and owner. A broker has many sockets on one address. Most of them are in messages, where no process shows them; others are its
+/// members', which are not in the way themselves.
+fn grouped(sockets: &BTreeSet<Bound>, seen: &Seen) -> Vec<Holder> {
+    let mut by_user = BTreeMap::<(IpAddr, u32), Vec<u64>>::new();
+    for bound in sockets {
+        by_user.entry((bound.addr, bound.uid)).or_default().push(bound.inode);
+    }
+    let mut holders = Vec::new();
+    for ((addr, uid), inodes) in by_user {
+        let processes = || inodes.iter().filter_map(|inode| seen.processes.get(inode));
+        let broker = processes().find_map(|p| Some((p.pid, p.broker.clone()?)));
+        let (visible, hidden): (Vec<u64>, Vec<u64>) = inodes.iter().partition(|i| seen.processes.contains_key(*i));
+        let unseen = !hidden.is_empty() && !seen.brokers.is_empty();
+        if broker.is_some() || unseen {
+            let (pid, dir) = broker.unzip();
+            let sockets = dir.map_or_else(|| seen.brokers.clone(), |dir| vec![dir.join(BROKER_SOCKET)]);
+            let owner = Owner::Broker { uid, pid, sockets };
+            let sockets = inodes.len();
+            holders.push(Holder { addr, owner, sockets });
+            continue;
+        }
+        let mut owners = BTreeMap::<Owner, usize>::new();
+        for process in visible.iter().filter_map(|inode| seen.processes.get(inode)) {
+            let (pid, name) = (process.pid, process.name.clone());
+            *owners.entry(Owner::Process { pid, name, uid }).or_default() += 1;
+        }
+        if !hidden.is_empty() {
+            let kernel = seen.may_be_kernel && hidden.len() == 1 && addr.is_unspecified();
+            let owner = if kernel { Owner::Kernel } else { Owner::Hidden { uid } };
+            owners.insert(owner, hidden.len());
+        }
+        holders.extend(
+            owners
+                .into_iter()
+                .map(|(owner, sockets)| Holder { addr, owner, sockets }),
+        );
+    }
+    holders
 }
 
 /// The addresses, specific and unspecified, that sockets of this network namespace are bound to at a UDP port.
@@ -37,7 +193,7 @@ pub fn bound_addresses(port: u16) -> io::Result<BTreeSet<IpAddr>> {
         table
             .lines()
             .filter_map(|line| parse_line(line, port))
-            .map(|s| s.0)
+            .map(|s| s.addr)
             .collect()
     })
 }
@@ -64,24 +220,33 @@ fn read_twice<T: Eq>(parse: impl Fn(&str) -> T) -> io::Result<T> {
 /// How often the kernel's tables are read until they say the same twice.
 const READINGS: usize = 8;
 
-/// The sockets that keep others from binding this address and UDP port: what they are bound to, and their inodes. A
-/// table that grows while it is read may have lines twice.
-fn sockets_in_the_way(table: &str, addr: IpAddr, port: u16) -> BTreeSet<(IpAddr, u64)> {
+/// A line of the kernel's tables.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+struct Bound {
+    addr: IpAddr,
+    inode: u64,
+    uid: u32,
+}
+
+/// The sockets that keep others from binding this address and UDP port. A table that grows while it is read may have lines twice.
+fn sockets_in_the_way(table: &str, addr: IpAddr, port: u16) -> BTreeSet<Bound> {
     // On other addresses the port is free for others.
     let in_the_way = |held: IpAddr| held == addr || held.is_unspecified() || addr.is_unspecified();
     let sockets = table.lines().filter_map(|line| parse_line(line, port));
-    sockets.filter(|(held, _)| in_the_way(*held)).collect()
+    sockets.filter(|bound| in_the_way(bound.addr)).collect()
 }
 
-/// The local address and the inode of a line of `/proc/net/udp`, if it is for `port`.
-fn parse_line(line: &str, port: u16) -> Option<(IpAddr, u64)> {
+/// A line of `/proc/net/udp`, if it is for `port`.
+fn parse_line(line: &str, port: u16) -> Option<Bound> {
     let mut fields = line.split_whitespace();
     let (addr, hex_port) = fields.nth(1)?.rsplit_once(':')?;
-    let inode = fields.nth(7)?.parse().ok()?;
+    let uid = fields.nth(5)?.parse().ok()?;
+    let inode = fields.nth(1)?.parse().ok()?;
     if u16::from_str_radix(hex_port, 16).ok()? != port {
         return None;
     }
-    Some((parse_addr(addr)?, inode))
+    let addr = parse_addr(addr)?;
+    Some(Bound { addr, inode, uid })
 }
 
 /// Words of the address in the machine's byte order, in hexadecimal.
@@ -101,27 +266,43 @@ fn parse_addr(hex: &str) -> Option<IpAddr> {
 }
 
 /// A process that has each of these sockets, for those that can be seen: a descriptor that is under way in a message is no
-/// process's.
-fn processes_with(inodes: &BTreeSet<u64>) -> BTreeMap<u64, (u32, String)> {
-    let mut owners = BTreeMap::new();
+/// process's. Of several a broker.
+fn processes_with(inodes: &BTreeSet<u64>) -> BTreeMap<u64, Process> {
+    let mut owners = BTreeMap::<u64, Process>::new();
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     for pid in processes.filter_map(|e| e.file_name().to_str()?.parse::<u32>().ok()) {
-        if owners.len() == inodes.len() {
-            break;
-        }
-        let fds = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
-        let has: BTreeSet<u64> = fds
-            .filter_map(|fd| socket_inode(&fs::read_link(fd.path()).ok()?))
-            .filter(|inode| inodes.contains(inode))
+        let has: Vec<u64> = process_sockets(Path::new(&format!("/proc/{pid}/fd")))
+            .intersection(inodes)
+            .copied()
             .collect();
-        if !has.is_empty() {
-            let comm = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-            for inode in has {
-                owners.entry(inode).or_insert_with(|| (pid, comm.trim().to_owned()));
+        if has.is_empty() {
+            continue;
+        }
+        let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        let process = Process {
+            pid,
+            name: name.trim().to_owned(),
+            broker: fs::read(format!("/proc/{pid}/cmdline"))
+                .ok()
+                .and_then(|line| broker_dir(&line)),
+        };
+        for inode in has {
+            let known = owners
+                .get(&inode)
+                .is_some_and(|p| process.broker.is_none() || p.broker.is_some());
+            if !known {
+                owners.insert(inode, process.clone());
             }
         }
     }
     owners
+}
+
+/// The inodes of the sockets in a directory of descriptors.
+fn process_sockets(fds: &Path) -> BTreeSet<u64> {
+    let fds = fs::read_dir(fds).into_iter().flatten().flatten();
+    fds.filter_map(|fd| socket_inode(&fs::read_link(fd.path()).ok()?))
+        .collect()
 }
 
 /// Of what a descriptor of a socket is shown as: `socket:[INODE]`.
@@ -129,25 +310,45 @@ fn socket_inode(link: &Path) -> Option<u64> {
     link.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()
 }
 
+/// The directory of the broker that a process is, from its command line: `PROGRAM broker … --dir DIR`.
+fn broker_dir(cmdline: &[u8]) -> Option<PathBuf> {
+    let mut words = cmdline.split(|b| *b == 0).skip(1);
+    if words.next() != Some(b"broker") {
+        return None;
+    }
+    let dir = words.skip_while(|word| *word != b"--dir").nth(1)?;
+    Some(PathBuf::from(String::from_utf8_lossy(dir).into_owned()))
+}
+
+/// The brokers' sockets that listen in this network namespace, in whichever container, without this process's own: of `/proc/net/unix`.
+fn listening_brokers(table: &str, own: &BTreeSet<u64>) -> Vec<PathBuf> {
+    /// `__SO_ACCEPTCON` of `linux/net.h`.
+    const LISTENS: u32 = 1 << 16;
+    let sockets = table.lines().filter_map(|line| {
+        let mut fields = line.split_whitespace();
+        let flags = u32::from_str_radix(fields.nth(3)?, 16).ok()?;
+        let inode: u64 = fields.nth(2)?.parse().ok()?;
+        let path = Path::new(fields.next()?);
+        let is_broker = path.file_name().is_some_and(|name| name == BROKER_SOCKET);
+        (is_broker && flags & LISTENS != 0 && !own.contains(&inode)).then(|| path.to_owned())
+    });
+    // Two containers may have the same path.
+    sockets.collect::<BTreeSet<_>>().into_iter().collect()
+}
+
 /// A sentence about who holds the port at this address, and what to do. This process itself is not meant unless there is
 /// nobody else.
 pub fn explain(addr: IpAddr, port: u16) -> String {
-    let mut holders = port_holders(addr, port);
-    let is_own = |h: &Holder| h.process.as_ref().is_some_and(|p| p.0 == std::process::id());
-    if holders.iter().any(|h| !is_own(h)) {
-        holders.retain(|h| !is_own(h));
-    }
-    if let Some((pid, comm)) = holders.iter().find_map(|h| h.process.as_ref()) {
-        return format!("process {pid} ({comm}) has it: end it, or give this device another address");
-    }
-    if Path::new("/sys/module/rdma_rxe").exists() {
-        return "the kernel's rdma_rxe has it (`rdma link` lists its devices): remove them with `rdma link delete NAME` \
-                and `modprobe -r rdma_rxe`"
-            .to_owned();
-    }
-    match holders.is_empty() {
-        true => "whoever has it is not visible from here".to_owned(),
-        false => "a process of another user, or the kernel, has it: `ss -ulnp` as root shows which".to_owned(),
+    let holders = port_holders(addr, port);
+    let own = std::process::id();
+    let is_own = |h: &&Holder| matches!(h.owner, Owner::Process { pid, .. } if pid == own);
+    let found = holders.iter().find(|h| !is_own(h)).or(holders.first());
+    match found {
+        Some(Holder { owner, .. }) => format!("{owner} has it: {}", owner.remedy()),
+        None if Path::new("/sys/module/rdma_rxe").exists() => {
+            format!("{} has it: {}", Owner::Kernel, Owner::Kernel.remedy())
+        }
+        None => "its owner is not visible from here".to_owned(),
     }
 }
 
@@ -162,7 +363,7 @@ mod tests {
         let port = socket.local_addr().unwrap().port();
         let holders = port_holders(Ipv4Addr::LOCALHOST.into(), port);
         assert_eq!(holders.len(), 1);
-        assert_eq!(holders[0].process.as_ref().map(|p| p.0), Some(std::process::id()));
+        assert!(matches!(holders[0].owner, Owner::Process { pid, .. } if pid == std::process::id()));
         let us = std::process::id().to_string();
         assert!(explain(Ipv4Addr::LOCALHOST.into(), port).contains(&us));
         assert!(explain(Ipv4Addr::UNSPECIFIED.into(), port).contains(&us));
@@ -182,7 +383,84 @@ mod tests {
         };
         let table = [line(4791, 7), line(4792, 8), line(4791, 7), line(4791, 9)].concat();
         let sockets = sockets_in_the_way(&table, Ipv4Addr::LOCALHOST.into(), 4791);
-        assert_eq!(sockets.into_iter().map(|s| s.1).collect::<Vec<_>>(), [7, 9]);
+        assert_eq!(sockets.into_iter().map(|s| s.inode).collect::<Vec<_>>(), [7, 9]);
+    }
+
+    fn bound(addr: &str, inode: u64, uid: u32) -> Bound {
+        let addr = addr.parse().unwrap();
+        Bound { addr, inode, uid }
+    }
+
+    fn process(pid: u32, broker: Option<&str>) -> Process {
+        Process {
+            pid,
+            name: "ferroce".into(),
+            broker: broker.map(PathBuf::from),
+        }
+    }
+
+    fn shown(sockets: &[Bound], seen: &Seen) -> Vec<String> {
+        let holders = grouped(&sockets.iter().copied().collect(), seen);
+        let line = |h: &Holder| format!("{} on {} ({})", h.owner, h.addr, h.sockets);
+        holders.iter().map(line).collect()
+    }
+
+    #[test]
+    fn sockets_of_one_owner_are_one_holder() {
+        let mut sockets: Vec<Bound> = (0..300).map(|inode| bound("0.0.0.0", inode, 1000)).collect();
+        sockets.extend([bound("::", 400, 0), bound("127.0.0.1", 401, 0)]);
+        let mut seen = Seen {
+            processes: BTreeMap::from([(401, process(7, None))]),
+            brokers: vec![],
+            may_be_kernel: true,
+        };
+        let expected = [
+            "a process of user 1000 that can't be seen from here on 0.0.0.0 (300)",
+            "process 7 (ferroce) on 127.0.0.1 (1)",
+            "the kernel's rdma_rxe on :: (1)",
+        ];
+        assert_eq!(shown(&sockets, &seen), expected);
+        // A broker of another container: no process of it can be seen, but its socket can.
+        seen.brokers = vec!["/run/pod/broker.sock".into()];
+        let first = shown(&sockets, &seen).remove(0);
+        assert_eq!(
+            first,
+            "a ferroce broker of user 1000 (/run/pod/broker.sock) on 0.0.0.0 (300)"
+        );
+    }
+
+    #[test]
+    fn a_broker_is_named_instead_of_its_members() {
+        let sockets = [
+            bound("10.0.0.1", 1, 5),
+            bound("10.0.0.1", 2, 5),
+            bound("10.0.0.1", 3, 5),
+        ];
+        let seen = Seen {
+            processes: BTreeMap::from([(1, process(8, Some("/tmp/d"))), (2, process(9, None))]),
+            brokers: vec!["/tmp/d/broker.sock".into(), "/tmp/e/broker.sock".into()],
+            may_be_kernel: false,
+        };
+        let expected = "a ferroce broker of user 5 (process 8, /tmp/d/broker.sock) on 10.0.0.1 (3)";
+        assert_eq!(shown(&sockets, &seen), [expected]);
+    }
+
+    #[test]
+    fn brokers_are_known_by_command_line_and_by_socket() {
+        let dir = |line: &str| broker_dir(line.replace(' ', "\0").as_bytes());
+        assert_eq!(
+            dir("/usr/bin/ferroce broker --announce --dir /tmp/x"),
+            Some("/tmp/x".into())
+        );
+        assert_eq!(dir("ferroce serve --dir /tmp/x"), None);
+        let table = "Num RefCount Protocol Flags Type St Inode Path\n\
+                     0: 00000002 00000000 00010000 0005 01 10 /tmp/a/broker.sock\n\
+                     0: 00000002 00000000 00010000 0005 01 11 /tmp/own/broker.sock\n\
+                     0: 00000003 00000000 00000000 0005 03 12 /tmp/client/broker.sock\n\
+                     0: 00000003 00000000 00000000 0005 03 13\n\
+                     0: 00000002 00000000 00010000 0001 01 14 /run/other.sock\n";
+        let found = listening_brokers(table, &BTreeSet::from([11]));
+        assert_eq!(found, [PathBuf::from("/tmp/a/broker.sock")]);
     }
 
     #[test]

@@ -26,12 +26,15 @@ mod steer;
 mod sync;
 mod sys;
 mod udp;
+mod undeliverable;
 mod unsegmented;
 mod wait;
 mod wake;
 
 pub use clock::now;
-pub use datapath::{Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, DatapathCounters, Received, Sent};
+pub use datapath::{
+    Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, DatapathCounters, Received, Sent, Undeliverable,
+};
 pub use driver::{Driver, DriverConfig};
 pub use engine::{EventSink, Message};
 pub use inbox::Inbox;

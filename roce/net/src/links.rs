@@ -1,7 +1,7 @@
 //! Changes of interfaces and addresses, told by the kernel (rtnetlink).
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     io,
     net::IpAddr,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -76,6 +76,15 @@ fn changes(before: &Picture, after: &Picture) -> Vec<(String, LinkChange)> {
     out
 }
 
+/// Addresses that had a link before and have none after.
+fn lost_addresses(before: &Picture, after: &Picture) -> Vec<IpAddr> {
+    let usable = |picture: &Picture| -> BTreeSet<IpAddr> {
+        let running = picture.values().filter(|link| link.running);
+        running.flat_map(|link| link.addresses.iter().copied()).collect()
+    };
+    usable(before).difference(&usable(after)).copied().collect()
+}
+
 /// Watches all interfaces of a network namespace. Its descriptor is readable when something may have changed.
 pub struct LinkWatch {
     socket: OwnedFd,
@@ -114,6 +123,20 @@ impl LinkWatch {
         let out = changes(&self.last, &now);
         self.last = now;
         Ok(out)
+    }
+
+    /// Addresses that lost their link since the last call: their interface went down or away, or they were removed. Never waits.
+    ///
+    /// # Errors
+    /// As [`take`](Self::take).
+    pub fn take_lost(&mut self) -> io::Result<Vec<IpAddr>> {
+        if !sys::drain(self.socket.as_fd()) {
+            return Ok(vec![]);
+        }
+        let now = picture()?;
+        let lost = lost_addresses(&self.last, &now);
+        self.last = now;
+        Ok(lost)
     }
 }
 
@@ -155,6 +178,27 @@ mod tests {
         ];
         assert_eq!(told, expected);
         assert!(changes(&after, &after).is_empty());
+    }
+
+    #[test]
+    fn addresses_without_a_link_are_lost() {
+        let before = Picture::from([
+            ("a".into(), state(true, &["10.0.0.1", "10.0.0.4"])),
+            ("b".into(), state(true, &["10.0.0.2"])),
+            ("c".into(), state(false, &["10.0.0.3"])),
+            ("d".into(), state(true, &["10.0.0.5"])),
+        ]);
+        let after = Picture::from([
+            ("a".into(), state(true, &["10.0.0.1"])),
+            ("b".into(), state(false, &["10.0.0.2"])),
+            // It has moved.
+            ("c".into(), state(true, &["10.0.0.5"])),
+        ]);
+        let lost: Vec<String> = lost_addresses(&before, &after)
+            .iter()
+            .map(ToString::to_string)
+            .collect();
+        assert_eq!(lost, ["10.0.0.2", "10.0.0.4"]);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use roce_verbs::Instant;
 
 use crate::{
     clock,
-    datapath::{Burst, Datagram, Datapath, Received},
+    datapath::{Burst, Datagram, Datapath, Received, Undeliverable},
 };
 
 /// Full send batches of one flush: a bound for how long a caller can be held up by what its peers let it send.
@@ -113,6 +113,8 @@ pub(crate) struct Motor {
     read: Instant,
     tap: Option<Box<dyn Tap>>,
     own: Option<Own>,
+    /// A connect request waits for an answer, and ICMP errors are kept.
+    hears: bool,
 }
 
 fn packets<'a>(d: &Datagram<'a>) -> impl Iterator<Item = &'a [u8]> + use<'a> {
@@ -142,6 +144,7 @@ impl Motor {
             read: Instant::ZERO,
             tap,
             own,
+            hears: false,
         }
     }
 
@@ -155,7 +158,7 @@ impl Motor {
         stray: &dyn Fn(&RxMeta, &[u8]),
     ) -> Received {
         let (tap, own, read) = (&mut self.tap, &self.own, &mut self.read);
-        self.path.receive(budget, &mut |d: &Datagram<'_>| {
+        let mut received = self.path.receive(budget, &mut |d: &Datagram<'_>| {
             // It may have come after `now`, when this thread did not run: it would seem to have been under way for less long than it was.
             let now = clock::now().max(now);
             *read = now;
@@ -191,7 +194,15 @@ impl Motor {
                 }
                 _ => port.handle_datagram(now, &meta, d.bytes),
             }
-        })
+        });
+        if self.hears {
+            self.path.undeliverable(&mut |e: &Undeliverable<'_>| {
+                port.handle_undeliverable(now, e.remote, e.quoted, e.why);
+                // What comes of it is to be reported, as of a datagram.
+                received.datagrams += 1;
+            });
+        }
+        received
     }
 
     /// Takes one datagram that did not come through the datapath.
@@ -231,6 +242,11 @@ impl Motor {
     /// Sends what the port has to send.
     pub(crate) fn flush(&mut self, port: &mut Port, now: Instant) -> Flush {
         let mut now = now.max(self.read);
+        // Before a request leaves: the error may be there when the system call returns.
+        if self.hears != port.awaits_answer() {
+            self.hears = !self.hears;
+            self.path.hear_undeliverable(self.hears);
+        }
         for round in 0..SEND_ROUNDS {
             let mut more = true;
             if self.batch.is_empty() {

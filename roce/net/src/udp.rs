@@ -18,10 +18,13 @@ use socket2::{Socket, Type};
 
 use crate::{
     clock,
-    datapath::{Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, DatapathCounters, Received, Sent},
+    datapath::{
+        Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, DatapathCounters, Received, Sent, Undeliverable,
+    },
     group::Groups,
     holder, iface, senders, steer,
     sys::{self, Origin, RecvRing, SendQueue},
+    undeliverable,
     unsegmented::Unsegmented,
 };
 
@@ -127,6 +130,10 @@ pub struct UdpDatapath {
     families: Vec<Family>,
     /// Sockets that receive what comes to a single address, beside one for all.
     singles: Vec<(IpAddr, Socket)>,
+    /// Which sender of each family is for management datagrams alone.
+    mad_sender: Option<usize>,
+    /// ICMP errors about those are kept.
+    hears: bool,
     queue: SendQueue,
     ring: RecvRing,
     /// Messages to ask for at a time: fewer while merged buffers come.
@@ -228,7 +235,9 @@ impl UdpDatapath {
         singles: Vec<(IpAddr, Socket)>,
     ) -> Result<Self, OpenError> {
         let addrs: Vec<IpAddr> = families.iter().map(|f| f.addr).collect();
-        for _ in 0..config.send_sockets {
+        // Errors that ICMP reports of requests must not hold up data: those have a socket of their own.
+        let mad_sender = (config.send_sockets > 0).then_some(config.send_sockets);
+        for _ in 0..config.send_sockets + usize::from(mad_sender.is_some()) {
             let (port, sockets) = senders::bind(&addrs)?;
             for (family, socket) in families.iter_mut().zip(sockets) {
                 family.senders.push((port, socket));
@@ -238,6 +247,8 @@ impl UdpDatapath {
             port: config.port,
             families,
             singles,
+            mad_sender,
+            hears: false,
             queue: SendQueue::new(SEND_BATCH),
             ring: RecvRing::new(RECV_SLOTS, MAX_DATAGRAM),
             vlen: RECV_MERGED,
@@ -281,6 +292,14 @@ impl UdpDatapath {
     fn receivers(&self) -> impl Iterator<Item = (&Socket, Option<IpAddr>)> {
         let main = self.families.iter().map(|f| (&f.main, f.bound()));
         main.chain(self.singles.iter().map(|(addr, socket)| (socket, Some(*addr))))
+    }
+
+    /// The sockets that management datagrams leave from, and whether each is of IPv4.
+    fn mad_senders(&self) -> impl Iterator<Item = (&Socket, bool)> {
+        self.families.iter().filter_map(|f| {
+            let (_, socket) = f.senders.get(self.mad_sender?)?;
+            Some((socket, f.addr.is_ipv4()))
+        })
     }
 
     /// Whether merged buffers are received.
@@ -332,7 +351,12 @@ impl UdpDatapath {
             any: f.addr.is_unspecified(),
             scopes: &self.scopes,
         };
-        match self.queue.send(socket, bursts, &origin) {
+        let mut sent = self.queue.send(socket, bursts, &origin);
+        if sent.is_err() && self.hears && sender == self.mad_sender {
+            // An earlier packet's error may have been reported, which a socket does once.
+            sent = self.queue.send(socket, bursts, &origin);
+        }
+        match sent {
             Ok(n) => {
                 self.counters.tx_calls += 1;
                 self.counters.tx_bursts += n as u64;
@@ -643,11 +667,11 @@ pub(crate) fn enlarge(socket: &Socket, name: i32, force: i32, bytes: usize) -> i
 
 impl Datapath for UdpDatapath {
     fn capabilities(&self) -> Capabilities {
-        let src_ports = self
-            .families
-            .first()
-            .map_or_else(Vec::new, |f| f.senders.iter().map(|(port, _)| *port).collect());
+        let senders = self.families.first().map_or(&[][..], |f| &f.senders);
+        let mut src_ports: Vec<u16> = senders.iter().map(|(port, _)| *port).collect();
+        let mad_port = self.mad_sender.map(|at| src_ports.remove(at));
         Capabilities {
+            mad_port,
             max_segments: if self.gso { MAX_SEGMENTS } else { 1 },
             max_burst_bytes: MAX_BURST_BYTES,
             src_ports,
@@ -749,9 +773,26 @@ impl Datapath for UdpDatapath {
         self.groups.leave(group, local, main);
     }
 
+    fn hear_undeliverable(&mut self, on: bool) {
+        self.hears = on;
+        for (socket, v4) in self.mad_senders() {
+            if let Err(e) = undeliverable::hear(socket, v4, on) {
+                tracing::debug!("IP_RECVERR is refused: {e}");
+            }
+        }
+    }
+
+    fn undeliverable(&mut self, handle: &mut dyn FnMut(&Undeliverable<'_>)) {
+        for (socket, _) in self.mad_senders() {
+            undeliverable::take(socket.as_fd(), handle);
+        }
+    }
+
     fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
         let main = self.receivers().map(|(socket, _)| socket.as_fd());
-        main.chain(self.groups.sockets().map(|(_, socket)| socket)).collect()
+        let mads = self.mad_senders().map(|(socket, _)| socket.as_fd());
+        let groups = self.groups.sockets().map(|(_, socket)| socket);
+        main.chain(mads).chain(groups).collect()
     }
 
     fn counters(&self) -> DatapathCounters {

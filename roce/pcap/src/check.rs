@@ -3,7 +3,8 @@
 use std::{fs::File, io::Read, net::SocketAddr, path::Path};
 
 use roce_bth::{Opcode, Packet, ParseError, Psn, Qpn, ROCE_UDP_PORT};
-use roce_icrc::check_datagram;
+use roce_cm::Translation;
+use roce_icrc::{Flow, check_datagram};
 use serde::Serialize;
 
 use crate::{
@@ -32,6 +33,8 @@ pub enum Severity {
 pub enum Kind {
     /// The ICRC is wrong.
     IcrcBad,
+    /// The ICRC is right for other addresses, which the request names as its own: they were translated (NAT).
+    Translated,
     /// Lengths or headers contradict each other.
     Malformed,
     /// The opcode is not in IBTA table 38.
@@ -67,7 +70,7 @@ impl Kind {
             Self::IcrcBad | Self::Malformed | Self::UnknownOpcode | Self::Fragment => Severity::Error,
             Self::IpOptions | Self::Qp0 | Self::File => Severity::Error,
             Self::DfClear | Self::IpChecksum | Self::Truncated | Self::Segments => Severity::Note,
-            Self::RoceV1 | Self::LinkType | Self::Tunnel => Severity::Note,
+            Self::RoceV1 | Self::LinkType | Self::Tunnel | Self::Translated => Severity::Note,
         }
     }
 }
@@ -421,6 +424,11 @@ fn complete_packet(report: &mut FrameReport, datagram: &Datagram<'_>, splitter: 
         checked.computed.swap_bytes()
     );
     report.findings.push(Finding::new(report.index, Kind::IcrcBad, text));
+    let flow = Flow::try_from((src, dst)).ok();
+    if let Some(found) = flow.and_then(|flow| Translation::of(&flow, Some(id), datagram.payload)) {
+        let text = format!("{found}: the ICRC is right for these addresses");
+        report.findings.push(Finding::new(report.index, Kind::Translated, text));
+    }
 }
 
 /// A frame with packets of `size` bytes end to end.

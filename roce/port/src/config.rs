@@ -46,6 +46,8 @@ pub struct PortConfig {
     /// A connected queue pair uses a random one, a datagram one chosen by the queue pair numbers. A path may request
     /// another with `udp_sport`.
     pub src_ports: Vec<u16>,
+    /// UDP source port of management datagrams; `None`: one of `src_ports`.
+    pub mad_port: Option<u16>,
     /// Memory limit for packets beyond a gap. By default all ports of the process share one.
     pub reorder_budget: Arc<ReorderBudget>,
 }
@@ -69,6 +71,7 @@ impl PortConfig {
             reorder: true,
             turn_packets: 64,
             src_ports: Vec::new(),
+            mad_port: None,
             reorder_budget: ReorderBudget::of_process(),
         }
     }

@@ -9,12 +9,13 @@ use roce_cm::{
 };
 use roce_verbs::{
     AccessFlags, Instant, QpAttr, QpState, QpType, ToRts,
-    provider::{ConnParams, RejectReason, VerbsError},
+    provider::{ConnParams, NoAnswer, RejectReason, VerbsError},
 };
 
 use crate::{
     handshake::Terms,
     port::{Port, invalid},
+    tx::MAD_OFFSET,
 };
 
 /// Event of a connection or listener.
@@ -57,6 +58,8 @@ pub enum PortCmEvent {
     Unreachable {
         /// The connection.
         conn: ConnId,
+        /// Timeout, or what ICMP said of our request.
+        why: NoAnswer,
     },
     /// The peer accepted, but the queue pair could not be moved to RTS.
     ConnectError {
@@ -97,7 +100,7 @@ impl PortCmEvent {
             Self::ConnectRequest { conn, .. }
             | Self::Established { conn, .. }
             | Self::Rejected { conn, .. }
-            | Self::Unreachable { conn }
+            | Self::Unreachable { conn, .. }
             | Self::ConnectError { conn, .. }
             | Self::Disconnected { conn }
             | Self::TimewaitExit { conn } => *conn,
@@ -327,6 +330,22 @@ impl Port {
         self.cm.usage()
     }
 
+    /// Returns whether a connect request waits for an answer, so that an ICMP error could end the wait.
+    pub fn awaits_answer(&self) -> bool {
+        self.cm.awaits_answer()
+    }
+
+    /// Takes an ICMP error about a packet sent to `remote`, of which it quotes the beginning. Only a connect request that waits for an
+    /// answer can end by it, and only if its own numbers are quoted.
+    pub fn handle_undeliverable(&mut self, now: Instant, remote: IpAddr, quoted: &[u8], why: NoAnswer) {
+        self.now = now;
+        if let Some(mad) = quoted.get(MAD_OFFSET..)
+            && self.cm.handle_undeliverable(now, remote, mad, why)
+        {
+            self.pump_cm(now);
+        }
+    }
+
     /// Processes the connection manager's pending events.
     pub(crate) fn pump_cm(&mut self, now: Instant) {
         while let Some(event) = self.cm.poll_event() {
@@ -346,7 +365,8 @@ impl Port {
             self.cm_events.push_back(event);
             return;
         }
-        if let Event::Rejected { conn, .. } | Event::Unreachable { conn } | Event::Disconnected { conn, .. } = event {
+        if let Event::Rejected { conn, .. } | Event::Unreachable { conn, .. } | Event::Disconnected { conn, .. } = event
+        {
             self.fail_conn(now, conn);
         }
         let event = match event {
@@ -398,7 +418,7 @@ impl Port {
                 reason,
                 private_data,
             },
-            Event::Unreachable { conn } => PortCmEvent::Unreachable { conn },
+            Event::Unreachable { conn, why } => PortCmEvent::Unreachable { conn, why },
             Event::Disconnected { conn, .. } => PortCmEvent::Disconnected { conn },
             Event::TimewaitExit { conn } => PortCmEvent::TimewaitExit { conn },
             // Datagram services exist only as raw ones.

@@ -109,6 +109,9 @@ port_counters! {
     drop_bad_mad,
     /// Dropped: ICRC wrong.
     icrc_errors,
+    /// Of `icrc_errors`: connect requests whose ICRC is right for the addresses in their RDMA_CM header (NAT). Those that exceed
+    /// 64 a second are not examined.
+    icrc_translated,
     /// Dropped: ICRC correct only for an IPv4 Identification that the peer would not send.
     icrc_implausible,
     /// Peers for which GSO was disabled: they received only the first segment of sends.

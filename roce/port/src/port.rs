@@ -9,7 +9,7 @@ use std::{
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha12Rng;
 use roce_bth::{Psn, Qpn};
-use roce_cm::{ConnId, ListenId, Manager, guid};
+use roce_cm::{ConnId, ListenId, Manager, TranslationWatch, guid};
 use roce_icrc::IdSolver;
 use roce_mem::MemoryTable;
 use roce_qp::{Ctx, Failure, FreePaces, QpConfig, QueuePair, ReceiveQueue, WaitReason, Window};
@@ -103,6 +103,7 @@ pub struct Port {
     pub(crate) events: Vec<AsyncEvent>,
     pub(crate) counters: PortCounters,
     pub(crate) solver: IdSolver,
+    pub(crate) translations: TranslationWatch,
     /// Slot of the queue pair that is receiving a train, and the room in its peer's window before, bytes.
     pub(crate) stepped: Option<(usize, usize)>,
     /// Time of the driver's last call.
@@ -179,6 +180,7 @@ impl Port {
             events: Vec::new(),
             counters: PortCounters::default(),
             solver: IdSolver::new(),
+            translations: TranslationWatch::default(),
             stepped: None,
             now: Instant::ZERO,
             config,

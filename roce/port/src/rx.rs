@@ -3,6 +3,7 @@
 use core::net::{IpAddr, SocketAddr};
 
 use roce_bth::{Class, Opcode, PKey, Packet, ParseError, QKey, Qpn, ROCE_UDP_PORT, Service};
+use roce_cm::Translation;
 use roce_icrc::{Flow, IdSolver, IpPair, Recovery};
 use roce_qp::{DatagramSource, Origin};
 use roce_verbs::Instant;
@@ -369,7 +370,11 @@ impl Port {
             self.counters.drop_bad_mad += 1;
             return;
         }
+        let corrupt = self.counters.icrc_errors;
         let Some(id) = self.check_stranger(now, source, index, bytes) else {
+            if self.counters.icrc_errors > corrupt {
+                self.look_for_translation(now, source, index, bytes);
+            }
             return;
         };
         self.counters.rx_mads += 1;
@@ -380,6 +385,18 @@ impl Port {
         let (remote, local) = (source.flow.ip.src(), source.flow.ip.dst());
         self.cm.handle_mad(now, local, remote, packet.payload);
         self.pump_cm(now);
+    }
+
+    /// Reports a request that was dropped because of its ICRC if that proves address translation.
+    fn look_for_translation(&mut self, now: Instant, source: &Source, index: u16, bytes: &[u8]) {
+        let id = source.identification.map(|id| id.wrapping_add(index));
+        let Some((found, report)) = self.translations.examine(now, &source.flow, id, bytes) else {
+            return;
+        };
+        self.counters.icrc_translated += 1;
+        if report {
+            tracing::warn!("a connect request was {found}. {}", Translation::ADVICE);
+        }
     }
 
     /// Verifies the ICRC of a packet from an unauthenticated sender; returns its Identification.

@@ -12,8 +12,10 @@ use crate::{
     qpn::udp_source_port,
 };
 
-/// BTH, DETH and the MAD.
-const MAD_PACKET_LEN: usize = 12 + 8 + 256;
+/// BTH and DETH, bytes.
+pub(crate) const MAD_OFFSET: usize = 12 + 8;
+/// With the MAD.
+const MAD_PACKET_LEN: usize = MAD_OFFSET + 256;
 /// Hop limit of management datagrams.
 const MAD_HOP_LIMIT: u8 = 64;
 
@@ -184,7 +186,10 @@ impl Port {
         let path = TxPath {
             flow: Flow {
                 ip,
-                src_port: self.config.src_port(udp_source_port(Qpn::GSI, Qpn::GSI)),
+                src_port: self
+                    .config
+                    .mad_port
+                    .unwrap_or_else(|| self.config.src_port(udp_source_port(Qpn::GSI, Qpn::GSI))),
                 dst_port: ROCE_UDP_PORT,
             },
             tos: 0,

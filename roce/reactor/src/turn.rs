@@ -543,7 +543,8 @@ impl<C, J> Loop<C, J> {
         for event in &self.events {
             match event.token() {
                 DEVICE => {
-                    self.readable |= event.is_readable();
+                    // An error is that of a request that ICMP reports as undeliverable.
+                    self.readable |= event.is_readable() || event.is_error();
                     self.blocked &= !event.is_writable();
                 }
                 NEWS => self.news = true,

@@ -107,7 +107,7 @@ impl Handshake<'_, '_, '_> {
                     errno,
                 })
             }
-            (CmKind::Unreachable, _) => Err(Error::Unreachable),
+            (CmKind::Unreachable(why), _) => Err(Error::Unreachable(why)),
             (CmKind::ConnectError(text), _) => Err(Error::Path(PathError::Cm(text))),
             (CmKind::AddressChange, _) => Err(Error::Path(PathError::Cm("our address is gone".into()))),
             // `Disconnected` is the path's business.

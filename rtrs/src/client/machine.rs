@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use roce_mem::Pages;
 use roce_verbs::{
-    Completion, Instant,
+    AsyncEvent, Completion, Instant,
     provider::{Event, QpId},
 };
 
@@ -324,6 +324,10 @@ impl Client {
             }
             Event::DeviceRemoved(device) => {
                 self.each(cx, |s, env| s.device_removed(env, *device));
+                false
+            }
+            Event::Async(device, AsyncEvent::PortError) => {
+                self.each(cx, |s, env| s.port_down(env, *device));
                 false
             }
             // A queue pair that fails flushes.

@@ -400,7 +400,7 @@ impl Session {
         let mut reports = Vec::new();
         if matches!(
             kind,
-            CmKind::Disconnected | CmKind::Rejected { .. } | CmKind::Unreachable | CmKind::ConnectError(_)
+            CmKind::Disconnected | CmKind::Rejected { .. } | CmKind::Unreachable(_) | CmKind::ConnectError(_)
         ) {
             path.note_left(place);
         }
@@ -417,7 +417,7 @@ impl Session {
                 let why = match kind {
                     CmKind::ConnectError(text) => text,
                     CmKind::Rejected { reason, .. } => format!("rejected: {reason:?}"),
-                    CmKind::Unreachable => "unreachable".into(),
+                    CmKind::Unreachable(why) => format!("unreachable: {why}"),
                     CmKind::AddressChange => "our address is gone".into(),
                     _ => return,
                 };

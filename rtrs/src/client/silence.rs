@@ -6,12 +6,14 @@
 //! by which nothing else has come in that time, is given up if the server has meanwhile answered a later question by another path. A
 //! server that is merely slow is slow by all of them.
 //!
+//! A path whose port goes down is given up without a question, if another is up.
+//!
 //! A path is asked again while it owes answers: what comes behind a lost answer makes our queue pair ask for that (a NAK), while the
 //! server's timeout may be seconds.
 
 use core::time::Duration;
 
-use roce_verbs::Instant;
+use roce_verbs::{Instant, provider::DeviceIx};
 
 use crate::{
     PathError,
@@ -71,6 +73,29 @@ impl Session {
         }
         for path in self.paths.iter_mut().filter(|path| path.is_up()) {
             path.ask(env);
+        }
+    }
+
+    /// The port of a device went down. Its paths are given up at once if another path is up: then nothing is gained by waiting. Home
+    /// does it, for all shares.
+    pub(super) fn port_down(&mut self, env: &mut Env<'_, '_>, device: DeviceIx) {
+        if !env.share.is_home() {
+            return;
+        }
+        let by_it = |path: &Path| path.is_up() && path.device == Some(device);
+        if !self
+            .paths
+            .iter()
+            .any(|path| path.is_up() && path.device != Some(device))
+        {
+            return;
+        }
+        for index in 0..self.paths.len() {
+            if by_it(&self.paths[index]) {
+                let mut reports = Vec::new();
+                self.paths[index].fail_path(PathError::PortDown, &mut reports);
+                self.settle(env, index, reports);
+            }
         }
     }
 

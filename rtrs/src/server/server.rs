@@ -562,7 +562,9 @@ impl Server {
             CmKind::Resolved { .. } | CmKind::ConnectRequest { .. } | CmKind::TimewaitExit => return true,
             CmKind::Disconnected => PathError::PeerDisconnected,
             CmKind::Rejected { reason, .. } => PathError::Cm(format!("rejected, {reason:?}")),
-            CmKind::Unreachable | CmKind::ConnectError(_) | CmKind::AddressChange => PathError::Cm(format!("{kind:?}")),
+            CmKind::Unreachable(_) | CmKind::ConnectError(_) | CmKind::AddressChange => {
+                PathError::Cm(format!("{kind:?}"))
+            }
         };
         match owner {
             Owner::HalfOpen(path) => {

@@ -3,7 +3,10 @@
 use core::{cell::RefCell, net::IpAddr, time::Duration};
 
 use proptest::{prelude::*, test_runner::TestRunner};
-use roce_verbs::{WcStatus, provider::CmKind};
+use roce_verbs::{
+    WcStatus,
+    provider::{CmKind, NoAnswer},
+};
 use rtrs::{
     errno,
     proto::{Imm, InfoReq, IoReply, MsgFlags, RdmaRead, RdmaWrite, RkeyRsp, SgDesc},
@@ -327,7 +330,8 @@ fn further_connections_wait_for_the_first() {
         assert!(bed.provider.cms[&cm].qp.is_none());
     }
     // The client gives one of them up.
-    bed.provider.tell(client.cms[&2], CmKind::Unreachable);
+    bed.provider
+        .tell(client.cms[&2], CmKind::Unreachable(NoAnswer::Timeout));
     bed.turn();
     assert!(!bed.provider.cms.contains_key(&client.cms[&2]));
     let private_data = Vec::new();
@@ -344,7 +348,7 @@ fn further_connections_wait_for_the_first() {
     for cid in 0..2 {
         lost.ask(&mut bed, cid, lost.request(cid)).unwrap();
     }
-    bed.provider.tell(lost.cms[&0], CmKind::Unreachable);
+    bed.provider.tell(lost.cms[&0], CmKind::Unreachable(NoAnswer::Timeout));
     bed.turn();
     assert!(lost.is_gone(&bed));
 }

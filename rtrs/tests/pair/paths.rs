@@ -2,7 +2,10 @@
 
 use core::{net::SocketAddr, time::Duration};
 
-use roce_verbs::provider::Provider as _;
+use roce_verbs::{
+    AsyncEvent,
+    provider::{DeviceIx, Event, Provider as _},
+};
 use rtrs::{
     Direction, Error, PathError,
     addr::PathAddr,
@@ -227,6 +230,37 @@ fn requests_of_a_lost_path_go_by_another_device() {
             pair.assert_empty();
         }
     }
+}
+
+#[test]
+fn a_path_whose_port_goes_down_is_left_at_once_if_there_is_another() {
+    let mut pair = Pair::over(2, KeyMode::Instant, server(true));
+    pair.open_ways(2, |config| config.policy = Policy::RoundRobin);
+    pair.hold = true;
+    pair.send(0..8, Direction::Write);
+    let down = |pair: &mut Pair, device: u16| {
+        pair.cut_off.push(addresses(1)[usize::from(device)]);
+        let (client, event) = (&mut pair.client, Event::Async(DeviceIx(device), AsyncEvent::PortError));
+        pair.near.with(pair.now, |cx| client.event(cx, &event));
+        pair.settle();
+    };
+    // No time passes.
+    down(&mut pair, 1);
+    assert!(pair.states()[0] == PathState::Connected && pair.states()[1] != PathState::Connected);
+    let lost = |(_, news): &(_, PathNews)| matches!(news, PathNews::Down(PathError::PortDown));
+    assert!(pair.news.iter().any(lost), "{:?}", pair.news);
+    assert_eq!(pair.in_flight(), [8, 0]);
+    // Nothing is gained by leaving the last one.
+    down(&mut pair, 0);
+    assert_eq!(pair.states()[0], PathState::Connected);
+    pair.cut_off.clear();
+    pair.release();
+    pair.pass(LONG);
+    pair.assert_done(0..8);
+    assert_eq!(pair.states(), [PathState::Connected; 2]);
+    assert!(pair.told.is_empty(), "{:?}", pair.told);
+    pair.close();
+    pair.assert_empty();
 }
 
 /// There may be no end of paths from ever other addresses.

@@ -303,7 +303,7 @@ fn a_share_that_can_not_connect_is_why_the_session_does_not_open() {
         for share in spread.shares() {
             let told = spread.told(share);
             match &told[..] {
-                [Output::OpenFailed(_, Error::Unreachable)] if share == 0 => {}
+                [Output::OpenFailed(_, Error::Unreachable(_))] if share == 0 => {}
                 [Output::OpenFailed(..)] if share > 0 => {}
                 told => panic!("share {share}: {told:?}"),
             }

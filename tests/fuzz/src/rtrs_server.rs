@@ -11,7 +11,7 @@ use std::{
 use roce_mem::{MemError, Pages};
 use roce_verbs::{
     WcStatus,
-    provider::{CmKind, RejectReason},
+    provider::{CmKind, NoAnswer, RejectReason},
 };
 use rtrs::{
     Direction,
@@ -237,7 +237,7 @@ impl Run {
                 reason: RejectReason::CONSUMER,
                 private_data: Vec::new(),
             },
-            3 => CmKind::Unreachable,
+            3 => CmKind::Unreachable(NoAnswer::Timeout),
             4 => CmKind::ConnectError("broken".into()),
             5 => CmKind::TimewaitExit,
             _ => {

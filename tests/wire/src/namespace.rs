@@ -4,7 +4,7 @@ use std::{
     ffi::OsStr,
     fs::File,
     io,
-    os::unix::process::CommandExt as _,
+    os::{fd::AsRawFd as _, unix::process::CommandExt as _},
     process::{Command, Stdio},
     sync::Arc,
     thread,
@@ -71,6 +71,16 @@ impl Namespace {
             });
         }
         command
+    }
+
+    /// Makes a pair of virtual Ethernet devices: `ours` here, `theirs` in another namespace.
+    ///
+    /// # Errors
+    /// When `ip` fails.
+    pub fn link_to(&self, other: &Self, ours: &str, theirs: &str) -> io::Result<()> {
+        let (process, descriptor) = (std::process::id(), other.file.as_raw_fd());
+        let netns = format!("/proc/{process}/fd/{descriptor}");
+        self.ip(&format!("link add {ours} type veth peer name {theirs} netns {netns}"))
     }
 
     /// Runs `ip` with these arguments, which have no spaces in them.

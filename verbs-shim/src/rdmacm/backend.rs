@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use roce::{Mtu, RejectReason};
+use roce::{Mtu, NoAnswer, RejectReason};
 use roce_cm::{AcceptArgs, ConnectArgs, ListenArgs, RemoteQp, ResolveArgs, SidrAnswer, cma::PortSpace};
 
 use super::Result;
@@ -162,7 +162,7 @@ pub(crate) enum News<H> {
         private_data: Vec<u8>,
     },
     /// No answer.
-    Unreachable { key: u64 },
+    Unreachable { key: u64, why: NoAnswer },
     /// The connection is over; `timed_out`: the peer did not answer our disconnect.
     Disconnected { key: u64, timed_out: bool },
     /// Nothing of it is on its way any more.

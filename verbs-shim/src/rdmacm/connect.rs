@@ -322,8 +322,8 @@ impl<B: Backend> Ucma<B> {
                 let event = Event::failed(EventType::Rejected, reason.0.into());
                 self.on_progress(key, Op::Progress, &event.with_data(private_data));
             }
-            News::Unreachable { key } => {
-                let event = Event::failed(EventType::Unreachable, -libc::ETIMEDOUT);
+            News::Unreachable { key, why } => {
+                let event = Event::failed(EventType::Unreachable, -why.errno());
                 self.on_progress(key, Op::Progress, &event);
             }
             News::Disconnected { key, timed_out } => {

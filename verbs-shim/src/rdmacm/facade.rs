@@ -205,7 +205,7 @@ fn translate(event: RawEvent) -> Option<News<Id>> {
             reason,
             private_data,
         },
-        RawCmEvent::Unreachable { .. } => News::Unreachable { key },
+        RawCmEvent::Unreachable { why, .. } => News::Unreachable { key, why },
         RawCmEvent::Disconnected { timed_out, .. } => News::Disconnected { key, timed_out },
         RawCmEvent::TimewaitExit { .. } => News::TimewaitExit { key },
     })

@@ -474,7 +474,10 @@ fn a_request_is_nobodys_until_it_is_accepted() {
     // librdmacm brings its queue pair up before it accepts.
     assert_eq!(p.qp_attr(id, QpState::Rtr).unwrap().dest_qp_num, 0x4321);
     assert_eq!(p.qp_attr(id, QpState::Rts).unwrap().sq_psn, 0xabc);
-    p.ucma.on_news(News::Unreachable { key: conn });
+    p.ucma.on_news(News::Unreachable {
+        key: conn,
+        why: roce::NoAnswer::Timeout,
+    });
     assert!(p.event().is_none(), "librdmacm does not know the id yet");
     p.log.take();
     p.accept(id, 0xb1, 1).unwrap();

@@ -134,6 +134,7 @@ impl Active {
             }
             CmKind::Rejected { reason, .. } => format!("the peer refused (reason {})", reason.0),
             CmKind::ConnectError(why) => why,
+            CmKind::Unreachable(why) => format!("{why}: is `ferroce bench --server` running there?"),
             _ => "the connection ended".to_owned(),
         };
         Err(self.refused(&why))

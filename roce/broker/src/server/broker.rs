@@ -27,6 +27,7 @@ use super::{
     slots::Slots,
     state::{self, Life, StateFile, boot_time},
     systemd::Notify,
+    translations::Translations,
 };
 use crate::{
     bpf,
@@ -121,6 +122,7 @@ pub(super) struct Broker {
     /// Requests of this round that become `contested` after it.
     pub(super) newly_contested: Vec<Deferred>,
     pub(super) queries: Vec<StatisticsQuery>,
+    pub(super) translations: Translations,
     pub(super) gone: Gone,
     pub(super) counters: BTreeMap<&'static str, u64>,
     pub(super) started: Instant,
@@ -180,6 +182,7 @@ impl Broker {
             contested: Vec::new(),
             newly_contested: Vec::new(),
             queries: Vec::new(),
+            translations: Translations::default(),
             gone: Gone::default(),
             counters: BTreeMap::new(),
             started: time,
@@ -537,7 +540,8 @@ impl Broker {
                     return self.count("drop_local_address");
                 };
                 if !self.groups.get_mut(key).is_some_and(|gsi| gsi.is_sound(&meta, &bytes)) {
-                    return self.count("icrc_errors");
+                    self.count("icrc_errors");
+                    return self.look_for_translation(&meta, &bytes, mad.as_slice());
                 }
                 self.route_mad(key, &meta, &bytes, mad.as_slice());
             }
@@ -579,7 +583,7 @@ impl Broker {
     }
 
     /// Returns the place that a connection manager message is for.
-    fn owner(&self, meta: &Meta, message: &Message) -> Option<Place> {
+    pub(super) fn owner(&self, meta: &Meta, message: &Message) -> Option<Place> {
         let by_id = |id: u32| Some(Place::of_comm_id(id)).filter(|p| p.is_valid());
         let by_service = |service: u64| {
             self.ports
@@ -608,7 +612,7 @@ impl Broker {
     }
 
     /// Forwards a packet to the member at a place.
-    fn forward(&mut self, place: Place, meta: &Meta, bytes: &[u8]) {
+    pub(super) fn forward(&mut self, place: Place, meta: &Meta, bytes: &[u8]) {
         let key = self.member_at(place).and_then(|place| self.by_place.get(&place));
         let Some(client) = key.and_then(|key| self.clients.get(*key)) else {
             return self.count("drop_no_process");

@@ -14,6 +14,7 @@ mod state;
 mod systemd;
 #[cfg(test)]
 mod tests;
+mod translations;
 
 #[cfg(test)]
 pub(crate) use {client::MAX_WAITING_BYTES, ended::MAX_SETS, requests::MAX_NAME};

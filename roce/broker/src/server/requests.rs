@@ -177,7 +177,13 @@ impl Broker {
             return refused(Refusal::Version, text);
         }
         if c.network != self.network {
-            let text = "it is of another network namespace: set FERROCE_BROKER_DIR to a directory of your own";
+            let own = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
+            let text = format!(
+                "the broker (process {}) serves another network namespace ({}): leave FERROCE_BROKER_DIR out, or give each network \
+                 namespace a directory of its own",
+                std::process::id(),
+                own.display()
+            );
             return refused(Refusal::Address, text);
         }
         let (process, uid, trusted) = (c.process, c.uid, c.trusted);
@@ -406,6 +412,7 @@ impl Broker {
             ended,
             ended_unknown,
             counters: self.counters.iter().map(|(name, n)| ((*name).to_owned(), *n)).collect(),
+            translated: self.translations.last(now()),
         }
     }
 }

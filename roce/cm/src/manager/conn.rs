@@ -119,6 +119,8 @@ pub(super) struct Connections {
     /// Destroyed ones, oldest first; before all others those whose peer's address has not proved itself.
     detached: BTreeMap<(bool, u64), ConnId>,
     half_open: HalfOpen,
+    /// REQs of ours that wait for an answer.
+    requests: usize,
     next_id: u64,
     next_detached: u64,
     /// What has been established and what is over, if somebody asks.
@@ -158,6 +160,11 @@ impl Connections {
 
     pub(super) fn len(&self) -> usize {
         self.conns.len()
+    }
+
+    /// REQs of ours that wait for an answer.
+    pub(super) fn requests(&self) -> usize {
+        self.requests
     }
 
     /// Half-open connections: all, and the most of one address.
@@ -285,6 +292,15 @@ impl Connections {
         }
     }
 
+    /// Gives a connection that no peer's number is known of another communication ID.
+    pub(super) fn renumber(&mut self, id: ConnId, local_id: u32) {
+        self.forget_ids(id);
+        if let Some(c) = self.conns.get_mut(&id) {
+            c.local_id = local_id;
+            self.by_local_id.insert(local_id, id);
+        }
+    }
+
     pub(super) fn set_timer(&mut self, id: ConnId, at: Option<Instant>) {
         let Some(c) = self.conns.get_mut(&id) else { return };
         if let Some(old) = core::mem::replace(&mut c.timer, at) {
@@ -365,8 +381,14 @@ impl Connections {
         }
     }
 
-    /// Counts a connection in or out of what is half-open.
+    /// Counts a connection in or out of what is half-open, or of our requests.
     fn count(&mut self, id: ConnId, state: State, enter: bool) {
+        if state.is_request() {
+            match enter {
+                true => self.requests += 1,
+                false => self.requests -= 1,
+            }
+        }
         let Some(c) = self.conns.get(&id).filter(|_| state.is_half_open()) else {
             return;
         };

@@ -6,6 +6,7 @@ mod farewell;
 mod half_open;
 mod ids;
 mod perform;
+mod quote;
 mod rate;
 mod receive;
 mod sidr;

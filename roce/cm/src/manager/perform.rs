@@ -2,7 +2,10 @@
 
 use core::time::Duration;
 
-use roce_verbs::{Instant, Mtu, provider::RejectReason};
+use roce_verbs::{
+    Instant, Mtu,
+    provider::{NoAnswer, RejectReason},
+};
 
 use super::{
     Manager, address_vector, build,
@@ -14,7 +17,7 @@ use super::{
 };
 use crate::{
     guid,
-    mad::{Attribute, MAD_LEN, Mad, Rej, Rep, Subject},
+    mad::{Attribute, MAD_LEN, Mad, Message, Rej, Rep, Req, Subject},
     types::{ConnId, DropReason, Event, RemoteQp},
 };
 
@@ -37,6 +40,8 @@ pub(super) enum Detail<'a> {
     Transaction(u64),
     /// Why and with what private data we refuse.
     Refusal(RejectReason, [u8; 148]),
+    /// Why the peer gets nothing.
+    NoAnswer(NoAnswer),
 }
 
 impl Manager {
@@ -103,6 +108,11 @@ impl Manager {
             }
             (Action::Forget, _) => self.forget(id, state),
             (Action::Retry, _) => self.retry(now, id, state),
+            (Action::GiveUp, Detail::NoAnswer(why)) => {
+                self.counters.undeliverable += 1;
+                self.tell_end(id, Event::Unreachable { conn: id, why });
+                self.table.enter(id, State::Over);
+            }
             (Action::ExitTimewait, _) => {
                 self.tell(Event::TimewaitExit { conn: id });
                 self.table.enter(id, State::Over);
@@ -191,7 +201,7 @@ impl Manager {
         if self.table.get(id).is_some_and(|c| c.validation.is_proven()) {
             self.refuse(now, id, state, RejectReason::TIMEOUT, [0; 148]);
         }
-        self.tell_end(id, Event::Unreachable { conn: id });
+        self.tell_end(id, timed_out(id));
         if state.is_half_open() {
             // The peer may have sent its RTU and hold itself connected: only a DREQ is certain to arrive.
             self.send_dreq(now, id);
@@ -232,7 +242,7 @@ impl Manager {
     fn forget(&mut self, id: ConnId, state: State) {
         let end = match state {
             State::ReqReceived => rejected(id, RejectReason::TIMEOUT, &[], [0; 148]),
-            _ => Event::Unreachable { conn: id },
+            _ => timed_out(id),
         };
         self.tell_end(id, end);
         self.table.enter(id, State::Over);
@@ -399,9 +409,45 @@ impl Manager {
         });
     }
 
+    /// Sends the REQ again with the path MTU that its rejection names (IBA table 109). False: it names none below ours.
+    ///
+    /// The new REQ has a communication ID of its own, so that rejections of repetitions of the old one don't concern it. At most four
+    /// can follow one another, because each offers less.
+    fn offer_smaller_mtu(&mut self, now: Instant, id: ConnId, info: &[u8]) -> bool {
+        let named = info.first().copied().and_then(Mtu::from_code);
+        let Some(c) = self.table.get(id) else { return false };
+        let Some(mtu) = named.filter(|mtu| *mtu < c.offer.mtu) else {
+            return false;
+        };
+        let Some(exchange) = &c.exchange else { return false };
+        let (left, remote, offered) = (exchange.deadline.saturating_since(now), c.remote, c.offer.mtu);
+        let Ok(Message::Req(req)) = Mad::parse(&exchange.mad).map(|mad| mad.message) else {
+            return false;
+        };
+        tracing::info!(%remote, "path MTU {} is more than the peer can do: asking for {}", offered.bytes(), mtu.bytes());
+        let local_comm_id = self.new_comm_id();
+        let transaction_id = self.transaction(local_comm_id);
+        self.table.renumber(id, local_comm_id);
+        self.table.enter(id, State::ReqSent);
+        if let Some(c) = self.table.get_mut(id) {
+            c.offer.mtu = mtu;
+            c.transaction_id = transaction_id;
+        }
+        let req = Req {
+            local_comm_id,
+            path_mtu: mtu as u8,
+            ..req
+        };
+        self.start_patient_exchange(now, id, &Mad::new(transaction_id, req), left);
+        true
+    }
+
     fn take_rejection(&mut self, now: Instant, id: ConnId, state: State, rej: &Rej) {
         let reason = RejectReason(rej.reason);
         let info = rej.info.get(..usize::from(rej.info_length)).unwrap_or(&rej.info);
+        if reason == RejectReason::INVALID_MTU && self.offer_smaller_mtu(now, id, info) {
+            return;
+        }
         self.tell_end(id, rejected(id, reason, info, rej.private_data));
         if reason == RejectReason::STALE_CONNECTION || state == State::RepReceived {
             self.enter_timewait(now, id);
@@ -409,6 +455,12 @@ impl Manager {
             self.table.enter(id, State::Over);
         }
     }
+}
+
+/// The end of an attempt that nobody answered in time.
+fn timed_out(conn: ConnId) -> Event {
+    let why = NoAnswer::Timeout;
+    Event::Unreachable { conn, why }
 }
 
 /// Why we refuse when the consumer only said that it is over (`cm_destroy_id`).

@@ -9,12 +9,13 @@ use core::{
 };
 use std::collections::{BTreeMap, BTreeSet};
 
-use roce_verbs::{Instant, PKey};
+use roce_verbs::{Instant, PKey, provider::NoAnswer};
 
 use super::{
     Manager, build, canonical,
     conn::jittered,
     half_open::{Displaced, HalfOpen},
+    quote::Quote,
     rate::{PeerGroup, TokenBucket},
 };
 use crate::{
@@ -91,6 +92,11 @@ pub(super) struct Resolutions {
 impl Resolutions {
     pub(super) fn len(&self) -> usize {
         self.table.len()
+    }
+
+    /// Whether a question of ours waits for its answer.
+    pub(super) fn is_asking(&self) -> bool {
+        !self.asked.is_empty()
     }
 
     pub(super) fn is_asked(&self, request_id: u32) -> bool {
@@ -358,11 +364,29 @@ impl Manager {
             }
             None => {
                 self.counters.timeouts += 1;
-                self.tell(Event::Unreachable { conn: id });
-                self.sidr.asked.remove(&request_id);
-                self.sidr.end(id);
+                self.give_up_asking(id, request_id, NoAnswer::Timeout);
             }
         }
+    }
+
+    fn give_up_asking(&mut self, id: ConnId, request_id: u32, why: NoAnswer) {
+        self.tell(Event::Unreachable { conn: id, why });
+        self.sidr.asked.remove(&request_id);
+        self.sidr.end(id);
+    }
+
+    /// ICMP says that a question of ours was not delivered: [`Manager::handle_undeliverable`].
+    pub(super) fn on_sidr_undeliverable(&mut self, remote: IpAddr, quote: &Quote<'_>, why: NoAnswer) -> bool {
+        let Some(id) = self.sidr.asked.get(&quote.id()).copied() else {
+            return false;
+        };
+        let asked = self.sidr.table.get(&id).filter(|s| s.remote.ip() == remote);
+        if !asked.is_some_and(|s| matches!(&s.stage, Stage::Asked { mad, .. } if quote.is_of(mad))) {
+            return false;
+        }
+        self.counters.undeliverable += 1;
+        self.give_up_asking(id, quote.id(), why);
+        true
     }
 
     /// A question of a peer's (`cm_sidr_req_handler`, `cma_ib_req_handler`). `way`: our address and the peer's.

@@ -65,6 +65,8 @@ pub enum Input {
     Timer,
     /// It gives way to a newer request.
     Displaced,
+    /// ICMP: our REQ could not be delivered.
+    Undeliverable,
 }
 
 /// What is done about it.
@@ -112,6 +114,8 @@ pub enum Action {
     Forget,
     /// Sends again, or gives up when it is time.
     Retry,
+    /// Gives up: the peer receives nothing.
+    GiveUp,
     /// Leaves timewait.
     ExitTimewait,
     /// Nothing more happens.
@@ -132,6 +136,7 @@ pub const TABLE: &[(State, Input, Action)] = &[
     (S::ReqSent, I::Dreq, A::TakeDreq),
     (S::ReqSent, I::Disconnect, A::Refuse),
     (S::ReqSent, I::Timer, A::Retry),
+    (S::ReqSent, I::Undeliverable, A::GiveUp),
     (S::ReqExtended, I::Mra, A::Extend),
     (S::ReqExtended, I::Rep, A::TakeReply),
     (S::ReqExtended, I::Rej, A::TakeRejection),
@@ -227,6 +232,11 @@ impl State {
     /// A request from a peer that is not established.
     pub const fn is_half_open(self) -> bool {
         matches!(self, S::ReqReceived | S::RepSent | S::RepExtended)
+    }
+
+    /// A request of ours that waits for an answer.
+    pub(crate) const fn is_request(self) -> bool {
+        matches!(self, S::ReqSent | S::ReqExtended)
     }
 
     /// The peer's queue pair is still taken by this connection.

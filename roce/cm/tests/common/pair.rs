@@ -6,7 +6,7 @@ use roce_cm::{
     AcceptArgs, CmConfig, ConnId, ConnParams, ConnectArgs, Event, ListenId, OutMad, RemoteQp,
     mad::{Attribute, Mad, Message, Rej, Req},
 };
-use roce_verbs::{Mtu, Psn, Qpn};
+use roce_verbs::{Mtu, Psn, Qpn, provider::NoAnswer};
 
 use super::{CLIENT, SERVER, World};
 
@@ -40,6 +40,12 @@ pub fn args(qpn: u32) -> ConnectArgs {
 
 pub fn accept_args(qpn: u32) -> AcceptArgs {
     AcceptArgs::new(Qpn::new(qpn), Psn::new(qpn + 1000), ConnParams::default())
+}
+
+/// The end of an attempt that nobody answered.
+pub fn unreachable(conn: ConnId) -> Event {
+    let why = NoAnswer::Timeout;
+    Event::Unreachable { conn, why }
 }
 
 pub fn connect(w: &mut World, qpn: u32) -> ConnId {

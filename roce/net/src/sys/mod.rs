@@ -2,6 +2,7 @@
 //!
 //! Pointers handed to the kernel point either at locals or at memory borrowed for the length of the call.
 
+mod error;
 mod msg;
 mod netlink;
 mod threads;
@@ -20,6 +21,7 @@ use std::{
 
 use libc::{c_int, c_void, socklen_t};
 
+pub(crate) use error::{IcmpError, QUOTED, receive_error};
 pub(crate) use msg::{Origin, RecvRing, SendQueue};
 pub(crate) use netlink::{Rtnetlink, drain, watch_links, watch_neighbours};
 pub(crate) use threads::shorten_slice;
@@ -57,6 +59,12 @@ pub(crate) fn generation_now() -> u32 {
 pub(crate) fn is_secure() -> bool {
     // SAFETY: a plain call, which only reads what the kernel gave the process at its start.
     unsafe { libc::getauxval(libc::AT_SECURE) != 0 }
+}
+
+/// The effective user of this process.
+pub(crate) fn effective_user() -> u32 {
+    // SAFETY: a plain call, which can't fail.
+    unsafe { libc::geteuid() }
 }
 
 /// Turns a `-1` into the error of this thread.

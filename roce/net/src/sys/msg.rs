@@ -26,7 +26,7 @@ fn empty_header() -> mmsghdr {
     unsafe { std::mem::zeroed() }
 }
 
-fn empty_name() -> sockaddr_storage {
+pub(super) fn empty_name() -> sockaddr_storage {
     // SAFETY: plain data, for which zero is a value.
     unsafe { std::mem::zeroed() }
 }
@@ -377,7 +377,7 @@ impl RecvRing {
     }
 }
 
-fn read_name(name: &sockaddr_storage, len: usize) -> Option<SocketAddr> {
+pub(super) fn read_name(name: &sockaddr_storage, len: usize) -> Option<SocketAddr> {
     match c_int::from(name.ss_family) {
         libc::AF_INET if len >= size_of::<sockaddr_in>() => {
             // SAFETY: the storage is larger and aligned, and holds this family.

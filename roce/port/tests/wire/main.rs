@@ -12,6 +12,7 @@ mod segmentation;
 mod siblings;
 mod strangers;
 mod traffic;
+mod translated;
 
 use std::{
     net::{IpAddr, SocketAddr},

@@ -42,6 +42,39 @@ impl Default for ConnParams {
     }
 }
 
+/// Reason for which a peer counts as unreachable.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum NoAnswer {
+    /// No answer in time, or no route.
+    #[default]
+    Timeout,
+    /// ICMP: nobody receives on the RoCE port there.
+    PortUnreachable,
+    /// ICMP: a firewall on the way, or at the peer, forbids it.
+    Prohibited,
+}
+
+impl NoAnswer {
+    /// Linux's error number (positive), which `rdma_cm_event::status` has negated.
+    pub const fn errno(self) -> i32 {
+        match self {
+            Self::Timeout => 110,
+            Self::PortUnreachable => 111,
+            Self::Prohibited => 113,
+        }
+    }
+}
+
+impl core::fmt::Display for NoAnswer {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str(match self {
+            Self::Timeout => "no answer",
+            Self::PortUnreachable => "nobody receives RoCE there (ICMP: UDP port 4791 is unreachable)",
+            Self::Prohibited => "a firewall forbids it (ICMP: administratively prohibited)",
+        })
+    }
+}
+
 /// Why the peer (or we) refused: IBA table 110, kept as the number.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct RejectReason(pub u16);

@@ -1,6 +1,6 @@
 //! What a provider reports besides completions.
 
-use super::{CmRef, DeviceIx, QpId, RejectReason};
+use super::{CmRef, DeviceIx, NoAnswer, QpId, RejectReason};
 use crate::event::AsyncEvent;
 
 /// An event.
@@ -55,8 +55,8 @@ pub enum CmKind {
         /// Its private data, as it came.
         private_data: Vec<u8>,
     },
-    /// No way, or no answer.
-    Unreachable,
+    /// No route, or no answer.
+    Unreachable(NoAnswer),
     /// Something failed on our side; the text says what.
     ConnectError(String),
     /// The connection is over; the queue pair is in error and flushes.

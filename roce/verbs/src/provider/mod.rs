@@ -17,7 +17,7 @@ mod objects;
 mod slots;
 
 pub use caps::{DeviceCaps, KeyStrategy};
-pub use connect::{ConnParams, RejectReason};
+pub use connect::{ConnParams, NoAnswer, RejectReason};
 pub use context::{Memory, MrInfo, Provider, QpSpec, Registration};
 pub use error::VerbsError;
 pub use event::{CmKind, Event};

@@ -13,7 +13,7 @@ use std::os::fd::BorrowedFd;
 
 use roce_bth::{LKey, Qpn, RKey};
 
-use super::{ConnParams, RejectReason, VerbsError};
+use super::{ConnParams, NoAnswer, RejectReason, VerbsError};
 use crate::{
     attr::{DeviceLimits, QpAttr, QpCaps},
     wc::Completion,
@@ -197,7 +197,7 @@ pub enum CmEventKind<Id> {
         private_data: Vec<u8>,
     },
     /// No answer.
-    Unreachable,
+    Unreachable(NoAnswer),
     /// Something failed on our side; the text says what.
     ConnectError(String),
     /// The connection is over; the queue pair is in error and flushes.

@@ -261,7 +261,7 @@ fn an_address_that_is_not_ours(bed: &mut Bed) {
     // A connection manager may find it out later.
     if let Ok(id) = found {
         bed.cm_event(Side::A, id, "no way", |kind| {
-            matches!(kind, CmKind::Unreachable | CmKind::ConnectError(_)).then_some(())
+            matches!(kind, CmKind::Unreachable(_) | CmKind::ConnectError(_)).then_some(())
         });
     }
 }

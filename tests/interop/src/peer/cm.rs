@@ -64,7 +64,7 @@ fn print<Id>(kind: &CmEventKind<Id>) {
         CmEventKind::Rejected { reason, private_data } => {
             ("REJECTED", i32::from(reason.0), private_data, String::new())
         }
-        CmEventKind::Unreachable => ("UNREACHABLE", -libc::ETIMEDOUT, &[], String::new()),
+        CmEventKind::Unreachable(why) => ("UNREACHABLE", -why.errno(), &[], String::new()),
         CmEventKind::ConnectError(text) => {
             println!("{text}");
             ("CONNECT_ERROR", -1, &[], String::new())
@@ -129,7 +129,7 @@ pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> R
                 current.disconnect()?;
                 break;
             }
-            CmEventKind::Rejected { .. } | CmEventKind::Unreachable | CmEventKind::ConnectError(_) => break,
+            CmEventKind::Rejected { .. } | CmEventKind::Unreachable(_) | CmEventKind::ConnectError(_) => break,
             CmEventKind::TimewaitExit => {}
         }
     }

@@ -169,7 +169,7 @@ impl Client {
                     let rsp = ConnRsp::parse(&private_data).map(ConnRsp::errno);
                     return Ok(rsp.map_or(Outcome::RefusedByCm(reason.0), Outcome::Refused));
                 }
-                CmEventKind::Unreachable => return Ok(Outcome::Unreachable),
+                CmEventKind::Unreachable(_) => return Ok(Outcome::Unreachable),
                 // Of connections before.
                 CmEventKind::Disconnected | CmEventKind::TimewaitExit => {}
                 other => return Err(format!("connection {cid}: {other:?}").into()),
