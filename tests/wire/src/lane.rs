@@ -1,295 +1,87 @@
-//! One way of a network: what becomes of each frame, and when it comes out. No clocks and no I/O: times are those since the start of
-//! the wire.
+//! One direction of a network: what becomes of each Ethernet frame, and when it arrives. No clocks and no I/O: times are those since the
+//! start of the wire.
 
-use std::{
-    cmp::Reverse,
-    collections::BinaryHeap,
-    ops::{Add, AddAssign},
-    time::Duration,
-};
+use std::time::Duration;
 
-use rand::{Rng, SeedableRng as _};
-use rand_chacha::ChaCha8Rng;
+pub use roce_fault::{Burst, Conditions, Counters, Line};
+use roce_fault::{Impairment, UnderWay, flip};
 
-/// Losses in a row.
-#[derive(Clone, Copy, PartialEq, Debug)]
-pub struct Burst {
-    /// The probability that a frame is the first of a burst.
-    pub begins: f64,
-    /// Frames of a burst, on average.
-    pub length: f64,
-}
+/// Bytes of a frame before the IP header.
+const ETHERNET: usize = 14;
 
-/// A line that carries so many bytes a second, and a queue before it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Line {
-    /// Bytes a second.
-    pub rate: u64,
-    /// Bytes that may wait; what comes when it is full is dropped.
-    pub queue: u64,
-    /// Frames that find more bytes than this waiting get ECN's CE mark if they are of a transport that knows ECN.
-    pub mark_above: Option<u64>,
-}
-
-/// How one way of a network is. By default it is perfect.
-#[derive(Clone, Copy, PartialEq, Default, Debug)]
-pub struct Conditions {
-    /// Nothing gets in. What is under way arrives.
-    pub cut: bool,
-    /// The probability that a frame is lost.
-    pub loss: f64,
-    /// Losses in a row.
-    pub burst: Option<Burst>,
-    /// The probability that a frame comes twice.
-    pub duplicate: f64,
-    /// The probability that a frame is held back, so that those after it come before it.
-    pub reorder: f64,
-    /// How long it is held back.
-    pub reorder_by: Duration,
-    /// How long each frame takes.
-    pub delay: Duration,
-    /// Up to this much more, at random; frames stay in order.
-    pub jitter: Duration,
-    /// As fast as the wire can, without a queue, if `None`.
-    pub line: Option<Line>,
-}
-
-impl Conditions {
-    /// Nothing comes through.
-    pub const CUT: Self = Self {
-        cut: true,
-        loss: 0.0,
-        burst: None,
-        duplicate: 0.0,
-        reorder: 0.0,
-        reorder_by: Duration::ZERO,
-        delay: Duration::ZERO,
-        jitter: Duration::ZERO,
-        line: None,
-    };
-}
-
-/// Frames. Every frame that came is lost, cut off, dropped, or comes out, once for itself and once for each repetition:
-/// `taken + repeated == cut + lost + dropped + refused + delivered +` what is under way.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-pub struct Counters {
-    /// Came in.
-    pub taken: u64,
-    /// Came while the way was cut.
-    pub cut: u64,
-    /// Lost at random, in bursts too.
-    pub lost: u64,
-    /// Found the queue full.
-    pub dropped: u64,
-    /// Put in a second time.
-    pub repeated: u64,
-    /// Held back.
-    pub reordered: u64,
-    /// Got ECN's CE mark.
-    pub marked: u64,
-    /// Came out.
-    pub delivered: u64,
-    /// Should have come out, but the kernel did not take them (the interface is down).
-    pub refused: u64,
-}
-
-impl Counters {
-    /// With names, for reports.
-    pub fn named(&self) -> [(&'static str, u64); 9] {
-        [
-            ("taken", self.taken),
-            ("cut", self.cut),
-            ("lost", self.lost),
-            ("dropped", self.dropped),
-            ("repeated", self.repeated),
-            ("reordered", self.reordered),
-            ("marked", self.marked),
-            ("delivered", self.delivered),
-            ("refused", self.refused),
-        ]
-    }
-}
-
-impl Add for Counters {
-    type Output = Self;
-
-    fn add(self, other: Self) -> Self {
-        Self {
-            taken: self.taken + other.taken,
-            cut: self.cut + other.cut,
-            lost: self.lost + other.lost,
-            dropped: self.dropped + other.dropped,
-            repeated: self.repeated + other.repeated,
-            reordered: self.reordered + other.reordered,
-            marked: self.marked + other.marked,
-            delivered: self.delivered + other.delivered,
-            refused: self.refused + other.refused,
-        }
-    }
-}
-
-impl AddAssign for Counters {
-    fn add_assign(&mut self, other: Self) {
-        *self = *self + other;
-    }
-}
-
-/// A frame under way. The order is that in which frames come out.
-#[derive(PartialEq, Eq, PartialOrd, Ord)]
-struct UnderWay {
-    due: Duration,
-    number: u64,
-    frame: Vec<u8>,
-}
-
-/// One way of a network.
+/// One direction of a network.
 pub struct Lane {
-    conditions: Conditions,
-    counters: Counters,
-    rng: ChaCha8Rng,
-    in_burst: bool,
-    /// When the line has sent all that waits.
-    line_free: Duration,
-    /// When the last frame that was not held back comes out.
-    last_due: Duration,
-    number: u64,
-    heap: BinaryHeap<Reverse<UnderWay>>,
+    impairment: Impairment,
+    frames: UnderWay<Vec<u8>>,
+    /// What the impairment does not know: marked, delivered and refused frames.
+    own: Counters,
 }
 
 impl Lane {
-    /// A perfect one; the same seed and frames give the same fates.
+    /// Creates a perfect one. The same seed and frames give the same fates.
     pub fn new(seed: u64) -> Self {
         Self {
-            conditions: Conditions::default(),
-            counters: Counters::default(),
-            rng: ChaCha8Rng::seed_from_u64(seed),
-            in_burst: false,
-            line_free: Duration::ZERO,
-            last_due: Duration::ZERO,
-            number: 0,
-            heap: BinaryHeap::new(),
+            impairment: Impairment::new(seed),
+            frames: UnderWay::default(),
+            own: Counters::default(),
         }
     }
 
-    /// How it is.
+    /// Returns the current impairments.
     pub fn conditions(&self) -> Conditions {
-        self.conditions
+        self.impairment.conditions()
     }
 
-    /// Changes it, for the frames that come from then on.
+    /// Changes the impairments, for later frames.
     pub fn set(&mut self, conditions: Conditions) {
-        self.conditions = conditions;
+        self.impairment.set(conditions);
     }
 
-    /// What became of frames.
+    /// Returns what became of frames.
     pub fn counters(&self) -> Counters {
-        self.counters
+        self.impairment.counters() + self.own
     }
 
-    /// Frames under way.
+    /// Returns the number of frames under way.
     pub fn under_way(&self) -> usize {
-        self.heap.len()
+        self.frames.len()
     }
 
-    /// A frame comes in.
-    pub fn push(&mut self, now: Duration, mut frame: Vec<u8>) {
-        self.counters.taken += 1;
-        if self.conditions.cut {
-            self.counters.cut += 1;
-            return;
-        }
-        if self.loses() {
-            self.counters.lost += 1;
-            return;
-        }
-        let repeat = self.chance(self.conditions.duplicate).then(|| frame.clone());
-        self.queue(now, &mut frame);
-        if let Some(mut again) = repeat {
-            self.counters.repeated += 1;
-            self.queue(now, &mut again);
+    /// Takes a frame.
+    pub fn push(&mut self, now: Duration, frame: Vec<u8>) {
+        let [first, second] = self.impairment.pass(now, frame.len());
+        // A duplicate that was not dropped needs a copy.
+        let copy = second.is_some().then(|| frame.clone());
+        for (passage, frame) in [(first, Some(frame)), (second, copy)] {
+            let (Some(passage), Some(mut frame)) = (passage, frame) else {
+                continue;
+            };
+            if passage.marked && mark(&mut frame) {
+                self.own.marked += 1;
+            }
+            if let (Some(random), Some(packet)) = (passage.damage, frame.get_mut(ETHERNET..)) {
+                flip(packet, random);
+            }
+            self.frames.push(passage.due, frame);
         }
     }
 
-    /// The next frame that is due.
+    /// Takes out the next frame that is due.
     pub fn pop(&mut self, now: Duration) -> Option<Vec<u8>> {
-        if self.next_due()? > now {
-            return None;
-        }
-        self.heap.pop().map(|Reverse(under_way)| under_way.frame)
+        self.frames.pop(now)
     }
 
-    /// When the next frame is due.
+    /// Returns when the next frame is due.
     pub fn next_due(&self) -> Option<Duration> {
-        self.heap.peek().map(|Reverse(under_way)| under_way.due)
+        self.frames.next_due()
     }
 
-    /// What became of a frame that was due.
+    /// Counts a frame that was due.
     pub fn came_out(&mut self, delivered: bool) {
         match delivered {
-            true => self.counters.delivered += 1,
-            false => self.counters.refused += 1,
+            true => self.own.delivered += 1,
+            false => self.own.refused += 1,
         }
-    }
-
-    fn chance(&mut self, probability: f64) -> bool {
-        // Nothing is drawn for what can't happen, so that one condition does not change the fates under another.
-        probability > 0.0 && self.rng.random::<f64>() < probability
-    }
-
-    fn loses(&mut self) -> bool {
-        if let Some(burst) = self.conditions.burst {
-            let turns = match self.in_burst {
-                true => 1.0 / burst.length.max(1.0),
-                false => burst.begins,
-            };
-            if self.chance(turns) {
-                self.in_burst = !self.in_burst;
-            }
-            if self.in_burst {
-                return true;
-            }
-        }
-        self.chance(self.conditions.loss)
-    }
-
-    fn queue(&mut self, now: Duration, frame: &mut Vec<u8>) {
-        let Some(sent) = self.line(now, frame) else {
-            self.counters.dropped += 1;
-            return;
-        };
-        let jitter = match self.conditions.jitter {
-            Duration::ZERO => Duration::ZERO,
-            most => most.mul_f64(self.rng.random()),
-        };
-        let mut due = (sent + self.conditions.delay + jitter).max(self.last_due);
-        self.last_due = due;
-        if self.chance(self.conditions.reorder) {
-            self.counters.reordered += 1;
-            due += self.conditions.reorder_by;
-        }
-        self.number += 1;
-        self.heap.push(Reverse(UnderWay {
-            due,
-            number: self.number,
-            frame: std::mem::take(frame),
-        }));
-    }
-
-    /// When the line has sent it; `None` if the queue is full.
-    fn line(&mut self, now: Duration, frame: &mut [u8]) -> Option<Duration> {
-        let Some(line) = self.conditions.line else {
-            return Some(now);
-        };
-        let rate = line.rate.max(1) as f64;
-        let waiting = (self.line_free.saturating_sub(now).as_secs_f64() * rate) as u64;
-        if waiting + frame.len() as u64 > line.queue {
-            return None;
-        }
-        if line.mark_above.is_some_and(|above| waiting > above) && mark(frame) {
-            self.counters.marked += 1;
-        }
-        self.line_free = self.line_free.max(now) + Duration::from_secs_f64(frame.len() as f64 / rate);
-        Some(self.line_free)
     }
 }
 
@@ -436,6 +228,21 @@ mod tests {
             "{c:?}"
         );
         assert!(out.windows(2).any(|w| w[0].0 > w[1].0));
+    }
+
+    #[test]
+    fn damage_spares_the_ethernet_header() {
+        let mut lane = lane(Conditions {
+            corrupt: 1.0,
+            ..Conditions::default()
+        });
+        for _ in 0..100 {
+            lane.push(Duration::ZERO, vec![0; 20]);
+            let frame = lane.pop(Duration::ZERO).expect("it is due");
+            let ones: u32 = frame[ETHERNET..].iter().map(|byte| byte.count_ones()).sum();
+            assert!(ones == 1 && frame[..ETHERNET] == [0; ETHERNET], "{frame:?}");
+        }
+        assert_eq!(lane.counters().corrupted, 100);
     }
 
     #[test]

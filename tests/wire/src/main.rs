@@ -68,6 +68,12 @@ struct Cli {
     /// Up to so much more, at random; packets stay in order
     #[arg(long, value_name = "MS", default_value_t = 0.0)]
     jitter: f64,
+    /// Probability that a bit of a packet is flipped
+    #[arg(long, value_name = "P", default_value_t = 0.0)]
+    corrupt: f64,
+    /// Probability that a packet gets ECN's mark
+    #[arg(long, value_name = "P", default_value_t = 0.0)]
+    ecn: f64,
     /// Megabytes a second
     #[arg(long, value_name = "N")]
     rate: Option<f64>,
@@ -108,6 +114,8 @@ impl Cli {
             reorder_by: milliseconds(self.reorder_by)?,
             delay: milliseconds(self.delay)?,
             jitter: milliseconds(self.jitter)?,
+            corrupt: self.corrupt,
+            mark: self.ecn,
             line,
         })
     }

@@ -12,7 +12,8 @@ mod imports;
 pub(crate) mod pages;
 
 /// Crates that take time and randomness as arguments and hand out their output.
-const SANS_IO: [&str; 10] = [
+const SANS_IO: [&str; 11] = [
+    "roce/fault",
     "roce/bth",
     "roce/icrc",
     "roce/verbs",
