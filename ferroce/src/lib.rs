@@ -7,6 +7,7 @@ mod control;
 mod ctl;
 mod daemon;
 mod doctor;
+mod fault;
 mod man;
 mod map;
 mod map_news;
@@ -75,6 +76,8 @@ enum Command {
     /// Let processes share addresses (started when a program needs it); several users are one trust domain unless it may load a
     /// BPF program
     Broker(sharing::broker::BrokerArgs),
+    /// Show and change the faults of running processes (--fault), for tests
+    Fault(fault::FaultCommand),
     /// Measure the transport, or RTRS on it: bandwidth and latency, within this process or between two
     Bench(bench::BenchArgs),
     /// Look for what stands in the way of RoCEv2 on this machine, and say what to do
@@ -110,6 +113,7 @@ pub fn run() -> ExitCode {
         Command::Link(args) => sharing::link::run(&args),
         Command::Stat(args) => sharing::stat::run(&args),
         Command::Broker(args) => sharing::broker::run(&args),
+        Command::Fault(args) => fault::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Pcap(args) => pcap::run(&args),

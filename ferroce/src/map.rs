@@ -27,6 +27,7 @@ use serde_json::json;
 
 use crate::{
     control::ControlArgs,
+    fault::Demanded,
     map_news::{self, PathArgs},
     names::{self, Host, Resolver},
     nbd::NbdArgs,
@@ -213,11 +214,12 @@ impl MapArgs {
     }
 
     /// The devices of the loops: one for each of our addresses.
-    fn devices(&self, ways: &[PathAddr]) -> Result<Vec<Devices>, Failure> {
+    fn devices(&self, ways: &[PathAddr], faults: Option<&Demanded>) -> Result<Vec<Devices>, Failure> {
         let mut sources: Vec<IpAddr> = ways.iter().filter_map(|way| way.src).collect();
         sources.sort_unstable();
         sources.dedup();
-        self.transport.open(&sources, self.threads.into(), Arc::new(Nobody))
+        self.transport
+            .open(&sources, self.threads.into(), Arc::new(Nobody), faults)
     }
 
     fn session(&self, ways: Vec<PathAddr>) -> SessionConfig {
@@ -355,7 +357,8 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
     inherited.retain(|socket| sockets.as_ref().is_none_or(|name| socket.name == *name));
     let config = args.config(ways.clone(), args.listen(inherited, &resolver)?)?;
     let (vhost, tls) = (config.vhost.clone(), config.tls.clone());
-    let started = Mapping::start_shards(args.devices(&ways)?, config);
+    let faults = args.transport.faults(args.task_name())?;
+    let started = Mapping::start_shards(args.devices(&ways, faults.as_ref())?, config);
     let mut mapping = started.map_err(|e| Failure::failed(e.to_string()))?;
     let _listed = services.add_client(mapping.control());
     tell(Stage::Mapping(mapping.control(), tls));

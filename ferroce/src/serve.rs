@@ -29,6 +29,7 @@ use serde_json::{Value, json};
 
 use crate::{
     control::{ControlArgs, Served},
+    fault::Demanded,
     names::{Endpoint, Resolver},
     output::{self, Failure},
     place::{Place, Stage, foreground},
@@ -356,7 +357,8 @@ pub(crate) fn serve(args: &ServeArgs, place: Place<'_>) -> Result<(), Failure> {
         grace: GRACE,
     };
     let parameters = args.parameters(&config.rtrs);
-    let (mut server, mtus) = start(args, &listens, config)?;
+    let faults = args.transport.faults(&args.task_name())?;
+    let (mut server, mtus) = start(args, &listens, config, faults.as_ref())?;
     let _listed = services.add_server(Served {
         control: server.control(),
         parameters,
@@ -388,6 +390,7 @@ fn start(
     args: &ServeArgs,
     listens: &[SocketAddr],
     config: ServeConfig,
+    faults: Option<&Demanded>,
 ) -> Result<(Serving, Vec<(IpAddr, Mtu)>), Failure> {
     let loops = usize::from(args.threads);
     // One device for each address, whatever the ports.
@@ -398,7 +401,7 @@ fn start(
         }
     }
     let gate = Gate::new(&config.rtrs, loops);
-    let mut devices = args.transport.open(&addrs, loops, gate.clone())?;
+    let mut devices = args.transport.open(&addrs, loops, gate.clone(), faults)?;
     let mtus = |device: &mut Devices| {
         let all = addrs.iter();
         all.filter_map(|addr| Some((*addr, device.mtu(*addr).ok()?))).collect()

@@ -15,6 +15,7 @@ use rtrs::heartbeat::HeartbeatConfig;
 use serde_json::{Map, Value};
 
 use crate::{
+    fault::{Demanded, FaultArgs},
     output::Failure,
     rdma::RdmaArgs,
     units::{memory, seconds},
@@ -50,10 +51,12 @@ pub(crate) struct TransportArgs {
     /// Write every packet sent and received, at all addresses, to this capture file. Only its owner may read it; a symbolic link is refused
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
+    #[command(flatten)]
+    fault: FaultArgs,
 }
 
 impl TransportArgs {
-    fn config(&self, addr: IpAddr) -> DeviceConfig {
+    fn config(&self, addr: IpAddr, faults: Option<&Demanded>) -> DeviceConfig {
         let usual = DeviceConfig::new(addr);
         DeviceConfig {
             mtu: self.mtu,
@@ -61,6 +64,7 @@ impl TransportArgs {
             gso: !self.no_gso,
             gro: !self.no_gro,
             pcap: self.pcap.clone(),
+            faults: faults.map(Demanded::faults),
             ..usual
         }
     }
@@ -70,8 +74,9 @@ impl TransportArgs {
         self.pcap.as_deref()
     }
 
-    fn configs(&self, addrs: &[IpAddr]) -> Vec<DeviceConfig> {
-        addrs.iter().map(|addr| self.config(*addr)).collect()
+    /// Faults on demand, which `ferroce fault` knows by this name.
+    pub(crate) fn faults(&self, name: &str) -> Result<Option<Demanded>, Failure> {
+        self.fault.start(name)
     }
 
     /// Opens a device at each of these addresses for each of the loops; `placement` says which gets whose connections. Other processes
@@ -81,9 +86,10 @@ impl TransportArgs {
         addrs: &[IpAddr],
         loops: usize,
         placement: Arc<dyn Placement>,
+        faults: Option<&Demanded>,
     ) -> Result<Vec<Devices>, Failure> {
         let soft = |addrs: &[IpAddr]| {
-            let configs = self.configs(addrs);
+            let configs: Vec<_> = addrs.iter().map(|addr| self.config(*addr, faults)).collect();
             let placement = placement.clone();
             // A process on RDMA devices alone needs no broker: it may get addresses in software later, shared if others share theirs.
             let shared = JoinConfig::from_env().filter(|how| !addrs.is_empty() || running_broker(&how.dir));

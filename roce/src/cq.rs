@@ -17,6 +17,7 @@ use roce_verbs::{
 use crate::{
     device::{Device, DeviceInner, io_error},
     engines::EngineSet,
+    faults::replace_statuses,
     queue::{EventQueue, deadline},
 };
 
@@ -187,6 +188,7 @@ impl CompletionQueue for Cq {
         if engines.is_inherited() {
             return Err(VerbsError::Closed);
         }
+        let before = out.len();
         let mut taken = self.take(out, max)?;
         if taken == 0 && max > 0 {
             if engines.is_closed() {
@@ -194,6 +196,9 @@ impl CompletionQueue for Cq {
             }
             engines.of(&self.0.engine_set).for_each(Driver::poll);
             taken = self.take(out, max)?;
+        }
+        if let Some(faults) = self.0.device.verb_faults() {
+            replace_statuses(faults, engines, &mut out[before..]);
         }
         Ok(taken)
     }

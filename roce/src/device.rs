@@ -12,6 +12,7 @@ use std::{
 
 use roce_broker::Report;
 use roce_cm::DropReason;
+use roce_fault::Faults;
 use roce_mem::{MemError, MemoryTable};
 use roce_net::{Closed, DatapathCounters, OpenError, OpenSockets, SpinMode, UdpConfig, UdpDatapath, iface};
 use roce_port::{PortChange, PortCounters, QpnParts, QpnSlot, RxMeta, Steering};
@@ -70,6 +71,8 @@ pub struct DeviceConfig {
     pub qpn_parts: Option<QpnParts>,
     /// Told of the services that this device listens for, when several processes share the address.
     pub services: Option<Arc<dyn Services>>,
+    /// Faults on demand, which may change at any time; `None`: there are none, and none can be demanded.
+    pub faults: Option<Faults>,
 }
 
 /// Who listens for what among several processes behind one address.
@@ -123,6 +126,7 @@ impl Default for DeviceConfig {
             qpn_slot: None,
             qpn_parts: None,
             services: None,
+            faults: None,
         }
     }
 }
@@ -217,6 +221,7 @@ pub(crate) struct DeviceInner {
     pub(crate) background: bool,
     pub(crate) spin: SpinMode,
     pub(crate) services: Option<Arc<dyn Services>>,
+    pub(crate) faults: Option<Faults>,
     pub(crate) cqs: AtomicU32,
     pub(crate) ahs: AtomicU32,
     pub(crate) srqs: AtomicU32,
@@ -303,6 +308,7 @@ impl Device {
             background: config.background,
             spin: config.spin,
             services: config.services,
+            faults: config.faults,
             cqs: AtomicU32::new(0),
             ahs: AtomicU32::new(0),
             srqs: AtomicU32::new(0),

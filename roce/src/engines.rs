@@ -313,6 +313,7 @@ fn drive(
         background: config.background,
         spin: config.spin,
         tap: parts.tap,
+        faults: parts.faults,
         inbox: group.inboxes.get(index).cloned(),
         ..DriverConfig::default()
     };

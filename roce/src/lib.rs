@@ -108,6 +108,7 @@ mod cm;
 mod cq;
 mod device;
 mod engines;
+mod faults;
 mod joined;
 mod local;
 mod member;
@@ -135,11 +136,12 @@ pub use port::{GidEntry, LinkState, Membership, PortAttr};
 pub use qp::{Qp, QpOptions};
 pub use rawcm::{PortHold, RawCm, RawEvent, RawId};
 pub use roce_broker::{self as broker, JoinConfig};
+pub use roce_fault::{self as fault, Faults};
 pub use roce_local::Usage;
 pub use roce_mem::{Pages, Persist, WindowKind};
 pub use roce_net::{
-    DatapathCounters, EventFd, Flush, OpenSockets, Spin, SpinMode, Thread, environment, gids, iface, links, names,
-    neighbours, now,
+    DatapathCounters, EventFd, FaultControl, FaultRequest, FaultTarget, Flush, OpenSockets, RuleStatus, Spin, SpinMode,
+    Thread, environment, gids, iface, links, names, neighbours, now,
 };
 pub use roce_port::{
     AcceptArgs, ConnTransport, ConnectArgs, ListenArgs, PortCounters, PortSpace, QpnParts, QpnSlot, RawCmEvent,

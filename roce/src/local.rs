@@ -281,8 +281,10 @@ impl LocalDevice {
 
     fn of(opened: Vec<Opened>, opener: Opener) -> Self {
         let (members, devices) = opened.into_iter().unzip();
+        let mut fabric = Fabric::new(Members(members), FabricConfig::default(), devices);
+        fabric.set_faults(opener.faults());
         Self {
-            fabric: Fabric::new(Members(members), FabricConfig::default(), devices),
+            fabric,
             joined: None,
             opener,
         }

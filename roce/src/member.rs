@@ -32,6 +32,7 @@ impl Member {
     fn new(config: &DeviceConfig, parts: Parts, own: Option<Own>, shard: Option<Shard>) -> Opened {
         let local = LocalConfig {
             tap: parts.tap,
+            faults: parts.faults,
             own,
             ..LocalConfig::default()
         };

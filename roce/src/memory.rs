@@ -237,6 +237,7 @@ unsafe fn register(
     access: AccessFlags,
     persist: Option<Arc<dyn Persist>>,
 ) -> Result<Mr, VerbsError> {
+    pd.0.device.may_register()?;
     let mem = &pd.0.device.mem;
     // SAFETY: the caller promises the same; ending the region passes the port's lock, under which all of the device's
     // queue pairs work.

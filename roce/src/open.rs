@@ -2,6 +2,7 @@
 
 use std::{net::IpAddr, path::PathBuf, sync::Arc};
 
+use roce_fault::{Faults, Network};
 use roce_mem::MemoryTable;
 use roce_net::{Datapath as _, OpenError, Tap, UdpConfig, UdpDatapath, iface};
 use roce_port::{Port, PortConfig, Steering};
@@ -161,6 +162,7 @@ pub(crate) fn datapath(config: &DeviceConfig) -> Result<Result<UdpDatapath, Open
 pub(crate) struct Parts {
     pub(crate) path: UdpDatapath,
     pub(crate) tap: Option<Box<dyn Tap>>,
+    pub(crate) faults: Option<Network>,
     pub(crate) port: Port,
     pub(crate) mem: Arc<MemoryTable>,
     pub(crate) limits: DeviceLimits,
@@ -231,6 +233,7 @@ impl Parts {
         Ok(Self {
             path,
             tap,
+            faults: config.faults.as_ref().map(Faults::network),
             port,
             mem,
             limits,

@@ -4,6 +4,7 @@ use std::{io, net::IpAddr, os::fd::BorrowedFd, sync::Arc};
 
 use parking_lot::Mutex;
 use roce_broker::{JoinError, proto::Refusal};
+use roce_fault::Faults;
 use roce_net::{OpenError, OpenSockets, iface};
 use roce_port::Steering;
 use roce_verbs::{DeviceLimits, provider::VerbsError};
@@ -113,6 +114,11 @@ impl Opener {
     ) -> Self {
         let joining = joining.iter().map(Joining::downgrade).collect();
         Self::new(configs, taps, How::Members(joining, placement.clone()))
+    }
+
+    /// Returns the rules of faults on demand.
+    pub(crate) fn faults(&self) -> Option<Faults> {
+        self.0.usual.faults.clone()
     }
 
     fn new(configs: &[DeviceConfig], taps: &[Option<SharedTap>], how: How) -> Self {

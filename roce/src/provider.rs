@@ -43,6 +43,7 @@ impl VerbsDevice for Device {
 
     fn alloc_mr(&self, pd: &Pd, len: usize, access: AccessFlags) -> Result<Mr, VerbsError> {
         pd.check(&self.0)?;
+        self.0.may_register()?;
         let region = self.0.mem.alloc_region(pd.0.handle, len, access).map_err(mem_error)?;
         Ok(Mr::new(pd, region))
     }

@@ -3,6 +3,7 @@
 use std::{net::IpAddr, sync::Arc};
 
 use parking_lot::Mutex;
+use roce_fault::{PostStep, Posted, Posting, QpRef};
 use roce_mem::PostedKey;
 use roce_net::Driver;
 use roce_port::{Port, QpInit as PortQpInit};
@@ -17,6 +18,7 @@ use crate::{
     cm::Id,
     cq::Cq,
     device::{Device, DeviceInner, closed},
+    faults::fail,
     memory::{Mr, Mw, Pd, Revocable},
     port::Membership,
     srq::{Srq, Xrcd},
@@ -29,6 +31,8 @@ pub struct Qp(Arc<QpInner>);
 
 struct QpInner {
     qpn: Qpn,
+    /// Its place in the order of creation, for faults on demand.
+    serial: u32,
     device: Arc<DeviceInner>,
     /// Which of the device's engines it is in.
     engine: usize,
@@ -222,12 +226,13 @@ impl Qp {
         let made = engines.get(engine).with_quiet(|port, now| -> Result<_, VerbsError> {
             port.set_now(now);
             let qpn = port.create_qp(args)?;
-            Ok((qpn, port.receive_queue(qpn)))
+            Ok((qpn, port.receive_queue(qpn), port.qp_serial(qpn)))
         });
-        let (qpn, receives) = made.map_err(closed)??;
+        let (qpn, receives, serial) = made.map_err(closed)??;
         engines.add_queue_pair(engine, &engine_sets);
         Ok(Self(Arc::new(QpInner {
             qpn,
+            serial: serial.unwrap_or(0),
             receives,
             engine,
             device: device.0.clone(),
@@ -269,10 +274,14 @@ impl Qp {
     /// # Errors
     /// The refusal, with the number of requests that were accepted before it.
     pub fn post_requests(&self, requests: &[SendRequest<'_>]) -> Result<(), (usize, PostError)> {
-        let driver = self.0.driver();
-        driver
-            .with(|port, now| port.post_requests(now, self.0.qpn, requests))
-            .unwrap_or(Err(GONE))
+        let post = |requests: &[SendRequest<'_>]| {
+            let posted = self
+                .0
+                .driver()
+                .with(|port, now| port.post_requests(now, self.0.qpn, requests));
+            posted.unwrap_or(Err(GONE))
+        };
+        self.post(Posting::Send, requests, false, post)
     }
 
     /// Like [`Qp::post_requests`], but all of them or none (`ibv_wr_complete`).
@@ -280,10 +289,14 @@ impl Qp {
     /// # Errors
     /// The first refusal, with the number of requests before it; nothing was posted.
     pub fn post_batch(&self, requests: &[SendRequest<'_>]) -> Result<(), (usize, PostError)> {
-        let driver = self.0.driver();
-        driver
-            .with(|port, now| port.post_batch(now, self.0.qpn, requests))
-            .unwrap_or(Err(GONE))
+        let post = |requests: &[SendRequest<'_>]| {
+            let posted = self
+                .0
+                .driver()
+                .with(|port, now| port.post_batch(now, self.0.qpn, requests));
+            posted.unwrap_or(Err(GONE))
+        };
+        self.post(Posting::Send, requests, true, post)
     }
 
     /// Takes the reason why it has failed, as text for people: what was asked of whom, and what was wrong with it. `None` if it has
@@ -431,6 +444,40 @@ impl Qp {
         Ok(())
     }
 
+    /// Posts, with the faults that rules demand.
+    #[inline]
+    fn post<T>(&self, verb: Posting, wrs: &[T], whole: bool, post: impl Fn(&[T]) -> Posted) -> Posted {
+        let Some(faults) = self.0.device.verb_faults() else {
+            return post(wrs);
+        };
+        let (qpn, serial) = (self.0.qpn.value(), self.0.serial);
+        faults.post(verb, QpRef { qpn, serial }, wrs, whole, |step| match step {
+            PostStep::Post(wrs) => post(wrs),
+            PostStep::Fail => {
+                fail(self.0.driver(), self.0.qpn, true);
+                Ok(())
+            }
+        })
+    }
+
+    /// Posts receives without the port's lock, so that it waits for no packets that others handle.
+    fn queue_receives(&self, wrs: &[RecvWr<'_>]) -> Posted {
+        let driver = self.0.driver();
+        if driver.is_closed() {
+            return Err(GONE);
+        }
+        let queue = self.0.receives.as_ref().ok_or((0, NO_RECEIVE_QUEUE))?;
+        let queued = queue.post(wrs)?;
+        let (_, flushed) = wrs.split_at(queued);
+        if flushed.is_empty() {
+            return Ok(());
+        }
+        driver
+            .with_quiet(|port, now| port.post_recv(now, self.0.qpn, flushed))
+            .unwrap_or(Err(GONE))
+            .map_err(|(n, e)| (queued + n, e))
+    }
+
     /// Invalidates the former key, if there is one, and opens the next.
     fn renew(
         &self,
@@ -490,28 +537,15 @@ impl QueuePair for Qp {
     }
 
     fn post_send(&self, wrs: &[SendWr<'_>]) -> Result<(), (usize, PostError)> {
-        let driver = self.0.driver();
-        driver
-            .with(|port, now| port.post_send(now, self.0.qpn, wrs))
-            .unwrap_or(Err(GONE))
+        let post = |wrs: &[SendWr<'_>]| {
+            let posted = self.0.driver().with(|port, now| port.post_send(now, self.0.qpn, wrs));
+            posted.unwrap_or(Err(GONE))
+        };
+        self.post(Posting::Send, wrs, false, post)
     }
 
-    /// Without the port's lock, so that it waits for no packets that others handle.
     fn post_recv(&self, wrs: &[RecvWr<'_>]) -> Result<(), (usize, PostError)> {
-        let driver = self.0.driver();
-        if driver.is_closed() {
-            return Err(GONE);
-        }
-        let queue = self.0.receives.as_ref().ok_or((0, NO_RECEIVE_QUEUE))?;
-        let queued = queue.post(wrs)?;
-        let (_, flushed) = wrs.split_at(queued);
-        if flushed.is_empty() {
-            return Ok(());
-        }
-        driver
-            .with_quiet(|port, now| port.post_recv(now, self.0.qpn, flushed))
-            .unwrap_or(Err(GONE))
-            .map_err(|(n, e)| (queued + n, e))
+        self.post(Posting::Recv, wrs, false, |wrs| self.queue_receives(wrs))
     }
 
     /// With a queue pair that signals all sends, a renewal makes two completions, both with this `wr_id`.

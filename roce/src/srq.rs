@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, atomic::Ordering};
 
+use roce_fault::{PostStep, Posting, QpRef};
 use roce_qp::{SharedReceiveQueue, SrqConfig, XrcDomain};
 use roce_verbs::{RecvWr, SrqAttr, SrqModify, SrqType, Srqn, provider::VerbsError, wr::PostError};
 
@@ -82,10 +83,21 @@ impl Srq {
     /// # Errors
     /// The refusal, with the number of requests that were accepted before it.
     pub fn post_recv(&self, wrs: &[RecvWr<'_>]) -> Result<(), (usize, PostError)> {
-        for (i, wr) in wrs.iter().enumerate() {
-            self.0.queue.post(wr).map_err(|e| (i, e))?;
-        }
-        Ok(())
+        let queue = |wrs: &[RecvWr<'_>]| {
+            for (i, wr) in wrs.iter().enumerate() {
+                self.0.queue.post(wr).map_err(|e| (i, e))?;
+            }
+            Ok(())
+        };
+        let Some(faults) = self.0.pd.0.device.verb_faults() else {
+            return queue(wrs);
+        };
+        // It is no queue pair's.
+        let none = QpRef { qpn: 0, serial: 0 };
+        faults.post(Posting::Recv, none, wrs, false, |step| match step {
+            PostStep::Post(wrs) => queue(wrs),
+            PostStep::Fail => Ok(()),
+        })
     }
 
     /// Resizes it or arms its limit (`ibv_modify_srq`). A limit that is passed already is reported at once.

@@ -10,7 +10,7 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use roce::{DeviceConfig, Mtu, SpinMode, environment, names::DeviceNames};
+use roce::{DeviceConfig, Faults, Mtu, SpinMode, environment, names::DeviceNames};
 
 use crate::fork::Own;
 
@@ -28,6 +28,8 @@ pub(crate) const SHARDS: &str = "FERROCE_SHARDS";
 pub(crate) const SPIN: &str = "FERROCE_SPIN";
 /// Capture file; `%p` stands for the process number.
 pub(crate) const PCAP: &str = "FERROCE_PCAP";
+/// Rules of faults on demand, with `;` between; `none`: none yet.
+pub(crate) const FAULT: &str = "FERROCE_FAULT";
 /// The tree of `--sysfs`.
 pub(crate) const SYS: &str = "FERROCE_SYS";
 
@@ -101,6 +103,19 @@ pub(crate) fn spin() -> Option<SpinMode> {
     let spin = text.trim().parse();
     spin.map_err(|e| complain(format_args!("{SPIN}: {e}; it is ignored")))
         .ok()
+}
+
+/// The faults asked for, if there may be any. Of rules with a mistake none holds, so that a test does not pass for want of faults: the
+/// process ends.
+pub(crate) fn faults() -> Option<Faults> {
+    let text = environment::var(FAULT)?;
+    match roce::fault::rules(&text).and_then(Faults::new) {
+        Ok(faults) => Some(faults),
+        Err(e) => {
+            complain(format_args!("{FAULT}: {e}"));
+            std::process::exit(2);
+        }
+    }
 }
 
 /// Capture file of this process: a program may open the transport more than once.

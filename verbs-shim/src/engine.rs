@@ -9,7 +9,7 @@ use std::{
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak},
 };
 
-use roce::{AsyncEvent, Device, DeviceConfig, JoinConfig, VerbsError, verbs::EventSource};
+use roce::{AsyncEvent, Device, DeviceConfig, FaultControl, JoinConfig, VerbsError, verbs::EventSource};
 
 use crate::{
     abi::{c_enum, event},
@@ -28,6 +28,8 @@ use crate::{
 /// The transport, and the thread that hands its events to the contexts.
 pub(crate) struct Engine {
     pub(crate) device: Device,
+    /// Lets `ferroce fault` change the rules.
+    _faults: Option<FaultControl>,
     objects: Mutex<Objects>,
     /// Set once, right after it is made.
     worker: Mutex<Option<Worker>>,
@@ -184,6 +186,12 @@ fn own_program() -> Option<PathBuf> {
     programs.find(|program| program.is_file())
 }
 
+/// What the process is called.
+fn program_name() -> String {
+    let exe = std::env::current_exe().unwrap_or_default();
+    exe.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
 /// Opens the device, shared with other processes unless that is switched off, or nobody could be the broker.
 fn open_device(wanted: DeviceConfig) -> std::result::Result<Device, VerbsError> {
     let Some(mut how) = JoinConfig::from_env() else {
@@ -229,6 +237,13 @@ impl Engine {
         if let Some(spin) = config::spin() {
             wanted.spin = spin;
         }
+        wanted.faults = config::faults();
+        let faults = wanted.faults.as_ref().and_then(|faults| {
+            let control = FaultControl::start(&program_name(), faults);
+            control
+                .map_err(|e| config::complain(format_args!("faults can't be changed while the program runs: {e}")))
+                .ok()
+        });
         let device = open_device(wanted).map_err(|e| {
             config::complain(format_args!("{e}"));
             Errno::from(e)
@@ -236,6 +251,7 @@ impl Engine {
         let events = device.async_fd().try_clone_to_owned()?;
         let engine = Arc::new(Self {
             device,
+            _faults: faults,
             objects: Mutex::default(),
             worker: Mutex::default(),
         });

@@ -334,11 +334,12 @@ mod tests {
 
     #[test]
     fn each_option_of_the_commands_has_been_thought_of() {
-        const OF_THE_DAEMON: [&str; 9] = [
+        const OF_THE_DAEMON: [&str; 10] = [
             "control",
             "control-group",
             "daemon",
             "export-within",
+            "fault",
             "help",
             "metrics",
             "sysfs",

@@ -18,6 +18,7 @@ use roce::{Mtu, SpinMode, environment, iface, names::DeviceNames};
 
 use crate::{
     LOG_VARIABLE,
+    fault::FaultArgs,
     names::{Host, Resolver},
     output::Failure,
     units,
@@ -35,6 +36,7 @@ const SPIN_VARIABLE: &str = "FERROCE_SPIN";
 const PCAP_VARIABLE: &str = "FERROCE_PCAP";
 /// Names of devices.
 pub(crate) const DEVICE_NAME_VARIABLE: &str = "FERROCE_DEVICE_NAME";
+const FAULT_VARIABLE: &str = "FERROCE_FAULT";
 const BROKER_VARIABLE: &str = "FERROCE_BROKER";
 const SYS_VARIABLE: &str = "FERROCE_SYS";
 const PRELOAD: &str = "LD_PRELOAD";
@@ -54,6 +56,7 @@ Examples:
   ferroce run --device-name mlx5_0 -- ib_write_bw -d mlx5_0
   ferroce run -v -- ibv_rc_pingpong -g 0 192.0.2.8
   ferroce run -- rnbd list
+  ferroce run --fault loss=1%,seed=7 -- ib_write_bw 192.0.2.8
   ferroce run --pcap /tmp/wire-%p.pcap -- ibv_rc_pingpong -g 0 192.0.2.8
 
 The program, and what it starts in turn, uses ferroce instead of RDMA hardware: one device for each interface that is up and \
@@ -88,6 +91,7 @@ Environment, also for programs that load the library on their own, but for those
   FERROCE_SPIN        how long to look for packets before sleeping: microseconds, or `off` (--spin)
   FERROCE_PCAP        capture file; %p stands for the process id (--pcap). A file that exists is another process's:
                       FILE.PID is written then, and that is reported
+  FERROCE_FAULT       rules of injected faults, with `;` between (--fault)
   FERROCE_SYS         where attributes are mounted (`ferroce map --sysfs`)
   FERROCE_BROKER      the program to start as broker; `off`: have the address alone
   FERROCE_BROKER_DIR  where the broker's socket is; default: one directory for each network namespace in
@@ -122,6 +126,8 @@ pub(crate) struct RunArgs {
     /// write FILE.PID and report that; `%p` in it becomes the process id
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
+    #[command(flatten)]
+    fault: FaultArgs,
     /// The program and its arguments
     #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM")]
     command: Vec<OsString>,
@@ -216,6 +222,9 @@ fn add_settings(command: &mut Command, args: &RunArgs, addrs: String, level: Opt
         // The program may change its directory.
         let file = absolute(file).map_err(|e| Failure::usage(format!("{}: {e}", file.display())))?;
         command.env(PCAP_VARIABLE, capture::prepare(file));
+    }
+    if let Some(rules) = args.fault.text() {
+        command.env(FAULT_VARIABLE, rules);
     }
     if environment::var_os(BROKER_VARIABLE).is_none()
         && let Ok(own) = std::env::current_exe()

@@ -7,6 +7,7 @@ use std::{
     sync::Arc,
 };
 
+use roce_fault::{Faults, PostStep, Posted, Posting, QpRef};
 use roce_mem::{MemError, MemoryTable, PdHandle, Region};
 use roce_port::{ConnId, ListenId, Port, PortChange, QpInit};
 use roce_qp::CompletionQueue;
@@ -137,6 +138,8 @@ impl Usage {
 pub struct Fabric<P> {
     pub(crate) ports: P,
     pub(crate) config: FabricConfig,
+    /// Faults of verbs on demand.
+    faults: Option<Faults>,
     pub(crate) now: Instant,
     pub(crate) caps: Vec<DeviceCaps>,
     devices: Vec<Device>,
@@ -165,6 +168,16 @@ pub(crate) fn mem_error(e: MemError) -> VerbsError {
     }
 }
 
+/// Moves a queue pair to the error state.
+fn fail(port: &mut Port, now: Instant, qpn: Qpn) {
+    let attr = QpAttr {
+        state: Some(QpState::Err),
+        ..QpAttr::default()
+    };
+    // In RESET nothing changes.
+    let _ = port.modify_qp(now, qpn, &attr);
+}
+
 pub(crate) const FULL: VerbsError = VerbsError::Limit("objects of a loop");
 
 impl<P: Ports> Fabric<P> {
@@ -174,6 +187,7 @@ impl<P: Ports> Fabric<P> {
             devices: Vec::new(),
             ports,
             config,
+            faults: None,
             now: Instant::ZERO,
             caps: Vec::new(),
             pds: Slots::default(),
@@ -190,6 +204,60 @@ impl<P: Ports> Fabric<P> {
             this.add_device(limits, addrs);
         }
         this
+    }
+
+    /// Sets the rules of faults on demand, for verbs.
+    pub fn set_faults(&mut self, faults: Option<Faults>) {
+        self.faults = faults;
+    }
+
+    fn verb_faults(&self) -> Option<&Faults> {
+        self.faults.as_ref().filter(|faults| faults.concern_verbs())
+    }
+
+    /// Posts, with the faults that rules demand.
+    #[inline]
+    fn post<T>(
+        &mut self,
+        verb: Posting,
+        qp: QpId,
+        wrs: &[T],
+        post: impl Fn(&mut Port, Instant, Qpn, &[T]) -> Posted,
+    ) -> Posted {
+        let (device, qpn, _) = self.qp(qp).ok_or((0, PostError::NoQueuePair))?;
+        let faults = self.verb_faults().cloned();
+        let (port, now) = (self.ports.port(device), self.now);
+        let Some(faults) = faults else {
+            return post(port, now, qpn, wrs);
+        };
+        let serial = port.qp_serial(qpn).unwrap_or(0);
+        let qp = QpRef {
+            qpn: qpn.value(),
+            serial,
+        };
+        faults.post(verb, qp, wrs, false, |step| match step {
+            PostStep::Post(wrs) => post(port, now, qpn, wrs),
+            PostStep::Fail => {
+                fail(port, now, qpn);
+                port.push_event(AsyncEvent::QpFatal(qpn));
+                Ok(())
+            }
+        })
+    }
+
+    /// Replaces the statuses of completions as rules demand. The queue pair of such a completion moves to the error state.
+    fn replace_statuses(&mut self, completions: &mut [(QpId, Completion)]) {
+        let Some(faults) = self.verb_faults().cloned() else {
+            return;
+        };
+        for (qp, completion) in completions {
+            let Some((device, qpn, _)) = self.qp(*qp) else { continue };
+            let port = self.ports.port(device);
+            let serial = port.qp_serial(qpn).unwrap_or(0);
+            if faults.complete(serial, completion) {
+                fail(port, self.now, qpn);
+            }
+        }
     }
 
     /// There is one more port, which is the next device. Listeners at all addresses that were there before are not at its own.
@@ -335,6 +403,12 @@ impl<P: Ports> Provider for Fabric<P> {
         let (device, handle) = self.pd(pd)?;
         let end = what.offset.checked_add(what.len);
         let end = end.ok_or_else(|| VerbsError::Invalid("a range that wraps".into()))?;
+        if let Some(errno) = self.verb_faults().and_then(Faults::registering) {
+            return Err(VerbsError::Io {
+                context: "registering memory (refused by a fault rule)".into(),
+                source: std::io::Error::from_raw_os_error(errno),
+            });
+        }
         let mem = self.ports.memory(device);
         let region = mem
             .register_memory(handle, &what.memory, what.offset..end, what.iova, what.access)
@@ -433,13 +507,15 @@ impl<P: Ports> Provider for Fabric<P> {
     }
 
     fn post_send(&mut self, qp: QpId, wrs: &[SendWr<'_>]) -> Result<(), (usize, PostError)> {
-        let (device, qpn, _) = self.qp(qp).ok_or((0, PostError::NoQueuePair))?;
-        self.ports.port(device).post_send(self.now, qpn, wrs)
+        self.post(Posting::Send, qp, wrs, |port, now, qpn, wrs| {
+            port.post_send(now, qpn, wrs)
+        })
     }
 
     fn post_recv(&mut self, qp: QpId, wrs: &[RecvWr<'_>]) -> Result<(), (usize, PostError)> {
-        let (device, qpn, _) = self.qp(qp).ok_or((0, PostError::NoQueuePair))?;
-        self.ports.port(device).post_recv(self.now, qpn, wrs)
+        self.post(Posting::Recv, qp, wrs, |port, now, qpn, wrs| {
+            port.post_recv(now, qpn, wrs)
+        })
     }
 
     fn grant(&mut self, qp: QpId, key: KeyId, grant: &GrantOf, wr_id: u64) -> Result<Granted, PostError> {
@@ -535,6 +611,9 @@ impl<P: Ports> Provider for Fabric<P> {
             if polled.is_err() {
                 return Err(VerbsError::State("a completion queue has overflowed".into()));
             }
+        }
+        if self.faults.is_some() {
+            self.replace_statuses(&mut out[before..]);
         }
         Ok(out.len() - before)
     }

@@ -15,6 +15,7 @@ use std::{
 
 use mio::{Events, Poll};
 use parking_lot::Mutex;
+use roce_fault::Network;
 use roce_port::{Port, PortCounters, RxMeta};
 use roce_verbs::Instant;
 
@@ -52,6 +53,8 @@ pub struct DriverConfig {
     pub own: Option<Own>,
     /// Messages of other engines of the device.
     pub inbox: Option<Arc<Inbox<Message>>>,
+    /// Faults on demand.
+    pub faults: Option<Network>,
 }
 
 impl Default for DriverConfig {
@@ -65,6 +68,7 @@ impl Default for DriverConfig {
             links: None,
             own: None,
             inbox: None,
+            faults: None,
         }
     }
 }
@@ -152,7 +156,7 @@ impl Driver {
         if let (Some(poll), Some(inbox)) = (&poll, &config.inbox) {
             Wake::also(poll, inbox.as_fd(), TOKEN_INBOX)?;
         }
-        let motor = Motor::new(path, tap, config.batch_bytes, config.own);
+        let motor = Motor::new(path, tap, config.batch_bytes, config.own, config.faults);
         let persister = Arc::<Persister>::default();
         let engine = Engine::new(port, motor, sink.clone(), wake.clone(), persister.clone(), config.inbox);
         let runtime = Runtime {

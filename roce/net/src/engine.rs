@@ -195,7 +195,7 @@ impl Engine {
         for message in messages {
             match message {
                 // The receiving engine has captured it.
-                Message::Packet(meta, bytes) => self.port.handle_datagram(now, &meta, &bytes),
+                Message::Packet(meta, bytes) => self.motor.handed_over(&mut self.port, now, &bytes, &meta),
                 Message::FirstPacket(conn) => self.port.cm_notify(now, conn),
             }
         }
@@ -257,7 +257,7 @@ impl Engine {
         if self.wake.is_parked() {
             return false;
         }
-        let Some(at) = self.port.poll_timeout() else {
+        let Some(at) = self.motor.next_timeout(&mut self.port) else {
             return false;
         };
         let soon = at < now + SOON;

@@ -6,6 +6,8 @@ mod datapath;
 mod driver;
 mod engine;
 pub mod environment;
+mod fault_control;
+mod faulty;
 pub mod gids;
 mod group;
 pub mod holder;
@@ -37,6 +39,7 @@ pub use datapath::{
 };
 pub use driver::{Driver, DriverConfig};
 pub use engine::{EventSink, Message};
+pub use fault_control::{FaultControl, FaultRequest, FaultTarget, RuleStatus};
 pub use inbox::Inbox;
 pub use local::{LocalConfig, LocalDriver};
 pub use motor::{Flush, Own, Tap};

@@ -2,6 +2,7 @@
 
 use std::{io, net::IpAddr, os::fd::BorrowedFd};
 
+use roce_fault::Network;
 use roce_port::{Port, PortCounters, RxMeta};
 use roce_verbs::Instant;
 
@@ -19,6 +20,8 @@ pub struct LocalConfig {
     pub tap: Option<Box<dyn Tap>>,
     /// Which packets are ours, when others share the address: those of others are strays.
     pub own: Option<Own>,
+    /// Faults on demand.
+    pub faults: Option<Network>,
 }
 
 /// A port and its datapath, without a lock or a thread: the loop that owns it receives, runs timers and sends. Nothing is
@@ -47,7 +50,7 @@ impl LocalDriver {
             0 => 256 << 10,
             bytes => bytes,
         };
-        let motor = Motor::new(path, config.tap, batch, config.own);
+        let motor = Motor::new(path, config.tap, batch, config.own, config.faults);
         Self { port, motor }
     }
 
@@ -69,7 +72,7 @@ impl LocalDriver {
 
     /// Takes a datagram that another loop of this address has received and handed over. All checks are made.
     pub fn handed_over(&mut self, now: Instant, datagram: &[u8], meta: &RxMeta) {
-        self.port.handle_datagram(now, meta, datagram);
+        self.motor.handed_over(&mut self.port, now, datagram, meta);
     }
 
     /// Runs timers that are due, unless packets wait (`more`) that could be what they wait for.
@@ -85,7 +88,7 @@ impl LocalDriver {
 
     /// When to call [`run_timers`](Self::run_timers) at the latest.
     pub fn next_timeout(&mut self) -> Option<Instant> {
-        self.port.poll_timeout()
+        self.motor.next_timeout(&mut self.port)
     }
 
     /// What to watch for packets, and for room after [`Flush::Blocked`]. Those that were there before come first, in the same

@@ -4,12 +4,14 @@
 use std::net::{IpAddr, SocketAddr};
 
 use roce_bth::{Qpn, ROCE_UDP_PORT};
+use roce_fault::Network;
 use roce_port::{Port, QpnRange, RxMeta, Steering, Train, TxBatch, TxConfig};
 use roce_verbs::Instant;
 
 use crate::{
     clock,
     datapath::{Burst, Datagram, Datapath, Received, Undeliverable},
+    faulty::Faulty,
 };
 
 /// Full send batches of one flush: a bound for how long a caller can be held up by what its peers let it send.
@@ -115,6 +117,17 @@ pub(crate) struct Motor {
     own: Option<Own>,
     /// A connect request waits for an answer, and ICMP errors are kept.
     hears: bool,
+    /// Faults on demand, if they may be demanded.
+    faults: Option<Box<Faulty>>,
+}
+
+/// Passes on what was received for this port.
+#[inline]
+fn deliver(faults: &mut Option<Box<Faulty>>, port: &mut Port, now: Instant, meta: &RxMeta, bytes: &[u8]) {
+    match faults {
+        None => port.handle_datagram(now, meta, bytes),
+        Some(faults) => faults.receive(port, now, meta, bytes),
+    }
 }
 
 fn packets<'a>(d: &Datagram<'a>) -> impl Iterator<Item = &'a [u8]> + use<'a> {
@@ -128,6 +141,7 @@ impl Motor {
         tap: Option<Box<dyn Tap>>,
         batch_bytes: usize,
         own: Option<Own>,
+        faults: Option<Network>,
     ) -> Self {
         let caps = path.capabilities();
         let batch = TxBatch::new(TxConfig {
@@ -145,6 +159,7 @@ impl Motor {
             tap,
             own,
             hears: false,
+            faults: faults.map(|network| Box::new(Faulty::new(network))),
         }
     }
 
@@ -158,6 +173,7 @@ impl Motor {
         stray: &dyn Fn(&RxMeta, &[u8]),
     ) -> Received {
         let (tap, own, read) = (&mut self.tap, &self.own, &mut self.read);
+        let faults = &mut self.faults;
         let mut received = self.path.receive(budget, &mut |d: &Datagram<'_>| {
             // It may have come after `now`, when this thread did not run: it would seem to have been under way for less long than it was.
             let now = clock::now().max(now);
@@ -178,7 +194,7 @@ impl Motor {
                     for packet in packets(d) {
                         let meta = RxMeta { segment_len: 0, ..meta };
                         match (own.whose(d.local, packet), own) {
-                            (Whose::Ours, _) => port.handle_datagram(now, &meta, packet),
+                            (Whose::Ours, _) => deliver(faults, port, now, &meta, packet),
                             (Whose::Astray, Own::Process(_)) => {
                                 port.count_stray(packet.len());
                                 stray(&meta, packet);
@@ -192,7 +208,7 @@ impl Motor {
                         }
                     }
                 }
-                _ => port.handle_datagram(now, &meta, d.bytes),
+                _ => deliver(faults, port, now, &meta, d.bytes),
             }
         });
         if self.hears {
@@ -224,19 +240,34 @@ impl Motor {
                 },
             );
         }
-        port.handle_datagram(now, meta, bytes);
+        self.handed_over(port, now, bytes, meta);
+    }
+
+    /// Takes one datagram that another loop or engine of the device has received, captured and handed over.
+    pub(crate) fn handed_over(&mut self, port: &mut Port, now: Instant, bytes: &[u8], meta: &RxMeta) {
+        deliver(&mut self.faults, port, now, meta, bytes);
+    }
+
+    /// Returns when to run timers, or to flush, at the latest.
+    pub(crate) fn next_timeout(&self, port: &mut Port) -> Option<Instant> {
+        let at = port.poll_timeout();
+        match &self.faults {
+            None => at,
+            Some(faults) => [at, faults.next_due()].into_iter().flatten().min(),
+        }
     }
 
     /// Runs timers that are due, unless packets wait (`more`) that could be what they wait for. Returns whether one was run.
     pub(crate) fn run_timers(&mut self, port: &mut Port, now: Instant, more: bool) -> bool {
         let now = now.max(self.read);
+        let arrived = self.faults.as_mut().is_some_and(|faults| faults.run_due(port, now));
         let due = port.is_timeout_due(now);
         self.deferred = if due && more { self.deferred + 1 } else { 0 };
         if !due || (more && self.deferred <= MAX_DEFERRED) {
-            return false;
+            return arrived;
         }
         self.deferred = 0;
-        port.handle_timeout(now)
+        port.handle_timeout(now) | arrived
     }
 
     /// Sends what the port has to send.
@@ -246,6 +277,11 @@ impl Motor {
         if self.hears != port.awaits_answer() {
             self.hears = !self.hears;
             self.path.hear_undeliverable(self.hears);
+        }
+        if let Some(faults) = &mut self.faults
+            && !faults.send_due(now, &mut *self.path, &mut self.tap)
+        {
+            return Flush::Blocked;
         }
         for round in 0..SEND_ROUNDS {
             let mut more = true;
@@ -257,6 +293,17 @@ impl Motor {
                 more = port.poll_transmit(now, &mut self.batch);
                 if self.batch.is_empty() {
                     return Flush::Done;
+                }
+                if let Some(faults) = &mut self.faults
+                    && faults.take_batch(port, now, &mut self.batch)
+                {
+                    if !faults.send_due(now, &mut *self.path, &mut self.tap) {
+                        return Flush::Blocked;
+                    }
+                    if !more {
+                        return Flush::Done;
+                    }
+                    continue;
                 }
                 self.tap_batch();
             }

@@ -50,6 +50,7 @@ pub(crate) struct TxPath {
 
 struct TrainRecord {
     path: TxPath,
+    src: Qpn,
     dest: Qpn,
     start: usize,
     len: usize,
@@ -81,6 +82,8 @@ pub struct Train<'a> {
     pub remote: SocketAddr,
     /// Our UDP port.
     pub src_port: u16,
+    /// Our queue pair. A train of datagrams may have packets of others, too.
+    pub qpn: Qpn,
     /// TOS or traffic class.
     pub tos: u8,
     /// TTL or hop limit.
@@ -130,6 +133,7 @@ impl TxBatch {
             local: t.path.flow.ip.src(),
             remote: SocketAddr::new(t.path.flow.ip.dst(), ROCE_UDP_PORT),
             src_port: t.path.flow.src_port,
+            qpn: t.src,
             tos: t.path.tos,
             ttl: t.path.ttl,
             segment_len: t.segment_len,
@@ -202,7 +206,7 @@ impl TxBatch {
     }
 
     /// Seals the `len` bytes just written and adds them to a train. Returns the packet's index in it.
-    fn commit(&mut self, path: &TxPath, dest: Qpn, len: usize, alone: bool) -> usize {
+    fn commit(&mut self, path: &TxPath, [src, dest]: [Qpn; 2], len: usize, alone: bool) -> usize {
         let total = len + ICRC_LEN;
         let start = self.used;
         let joins = self.joins(path, dest, total, alone);
@@ -216,6 +220,7 @@ impl TxBatch {
             None => {
                 self.trains.push(TrainRecord {
                     path: *path,
+                    src,
                     dest,
                     start,
                     len: total,
@@ -247,6 +252,7 @@ pub(crate) struct Staged {
 pub(crate) struct QpSink<'a> {
     batch: &'a mut TxBatch,
     path: TxPath,
+    src: Qpn,
     dest: Qpn,
     /// Resolves the receiver of each datagram. `None` for connected queue pairs.
     directory: Option<Directory<'a>>,
@@ -285,14 +291,16 @@ impl<'a> QpSink<'a> {
         };
         Self {
             directory: Some(directory),
-            ..Self::new(batch, &unset, Qpn::default(), false, budget)
+            ..Self::new(batch, &unset, [directory.qpn, Qpn::default()], false, budget)
         }
     }
 
-    pub(crate) fn new(batch: &'a mut TxBatch, path: &TxPath, dest: Qpn, gso: bool, budget: usize) -> Self {
+    /// Creates the sink of a queue pair for packets to a peer's: `[ours, theirs]`.
+    pub(crate) fn new(batch: &'a mut TxBatch, path: &TxPath, [src, dest]: [Qpn; 2], gso: bool, budget: usize) -> Self {
         Self {
             batch,
             path: *path,
+            src,
             dest,
             directory: None,
             gso,
@@ -334,7 +342,7 @@ impl TxSink for QpSink<'_> {
         };
         let retransmission = kind.is_again();
         let alone = retransmission || !self.gso;
-        let index = self.batch.commit(&self.path, self.dest, len, alone);
+        let index = self.batch.commit(&self.path, [self.src, self.dest], len, alone);
         self.budget -= 1;
         self.staged.packets += 1;
         self.staged.bytes += (len + ICRC_LEN) as u64;
@@ -377,7 +385,7 @@ mod tests {
     }
 
     fn stage(batch: &mut TxBatch, path: &TxPath, dest: u32, kind: TxKind, len: usize) {
-        let mut sink = QpSink::new(batch, path, Qpn::new(dest), true, 1000);
+        let mut sink = QpSink::new(batch, path, [Qpn::new(9), Qpn::new(dest)], true, 1000);
         sink.reserve(kind, len).unwrap().fill(len as u8);
         sink.commit();
     }
@@ -397,6 +405,7 @@ mod tests {
             stage(&mut b, &p, 7, TxKind::Request, len);
         }
         assert_eq!(shape(&b), [(100, 4, 344), (44, 1, 44)]);
+        assert!(b.trains().all(|train| train.qpn == Qpn::new(9)));
         for train in b.trains() {
             for (i, packet) in train.packets().enumerate() {
                 assert!(p.flow.verify(i as u16, packet), "packet {i}");
@@ -446,7 +455,7 @@ mod tests {
             stage(&mut b, &p, 7, TxKind::Request, 96);
         }
         assert_eq!(shape(&b), [(100, 2, 200), (100, 2, 200)]);
-        let mut sink = QpSink::new(&mut b, &p, Qpn::new(7), true, 1000);
+        let mut sink = QpSink::new(&mut b, &p, [Qpn::new(9), Qpn::new(7)], true, 1000);
         while sink.reserve(TxKind::Request, 96).is_some() {
             sink.commit();
         }
@@ -463,7 +472,7 @@ mod tests {
     fn a_reservation_that_is_not_committed_leaves_nothing() {
         let mut b = TxBatch::new(TxConfig::default());
         let p = path(2);
-        let mut sink = QpSink::new(&mut b, &p, Qpn::new(7), true, 2);
+        let mut sink = QpSink::new(&mut b, &p, [Qpn::new(9), Qpn::new(7)], true, 2);
         assert!(sink.reserve(TxKind::Request, 96).is_some());
         assert!(sink.reserve(TxKind::Ack, 16).is_some());
         sink.commit();

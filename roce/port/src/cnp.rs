@@ -78,7 +78,7 @@ impl Port {
         // Proves to a ferroce peer that we have received its packet; others ignore the PSN.
         let mut header = Header::new(Bth::new(Opcode::Cnp, path.dest, psn));
         header.bth.becn = true;
-        let mut sink = QpSink::new(batch, &tx, path.dest, false, 1);
+        let mut sink = QpSink::new(batch, &tx, [entry.qp.qpn(), path.dest], false, 1);
         let Some(bytes) = sink.reserve(TxKind::Ack, CNP_LEN) else {
             return;
         };

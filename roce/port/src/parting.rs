@@ -12,6 +12,7 @@ use crate::{
 /// A packet of a queue pair that may be gone.
 pub(crate) struct Parting {
     path: TxPath,
+    src: Qpn,
     dest: Qpn,
     /// Headers and payload, without the ICRC.
     packet: Vec<u8>,
@@ -49,6 +50,7 @@ impl Port {
         if last.is_sealed {
             self.partings.push_back(Parting {
                 path: path.tx,
+                src: entry.qp.qpn(),
                 dest: path.dest,
                 packet: last.packet,
             });
@@ -58,7 +60,7 @@ impl Port {
     /// Stages what such queue pairs have left. False: the batch is full.
     pub(crate) fn stage_partings(&mut self, batch: &mut TxBatch) -> bool {
         while let Some(parting) = self.partings.front() {
-            let mut sink = QpSink::new(batch, &parting.path, parting.dest, false, 1);
+            let mut sink = QpSink::new(batch, &parting.path, [parting.src, parting.dest], false, 1);
             let Some(bytes) = sink.reserve(TxKind::Ack, parting.packet.len()) else {
                 return false;
             };

@@ -41,6 +41,8 @@ const SRC_PORTS: RangeInclusive<u16> = 0xc000..=u16::MAX;
 /// Queue pair with the port's own state of it.
 pub(crate) struct QpEntry {
     pub(crate) qp: QueuePair,
+    /// Place in the order of creation, from 1.
+    pub(crate) serial: u32,
     pub(crate) pd: roce_mem::PdHandle,
     pub(crate) path: Option<QpPath>,
     /// In the ready list.
@@ -72,6 +74,8 @@ pub struct Port {
     pub(crate) rng: ChaCha12Rng,
     pub(crate) qpns: QpnTable,
     pub(crate) qps: Slab<Box<QpEntry>>,
+    /// Queue pairs created so far.
+    pub(crate) created: u32,
     pub(crate) peers: Peers,
     /// Window passed to queue pairs without a path, which send nothing.
     pub(crate) spare_window: Window,
@@ -159,6 +163,7 @@ impl Port {
             mem,
             qpns: QpnTable::new(config.qpns, config.qpn_parts),
             qps: Slab::new(),
+            created: 0,
             peers: Peers::new(config.window),
             spare_window: Window::new(config.window),
             paces: FreePaces::new(config.unreliable_rate),
@@ -186,6 +191,11 @@ impl Port {
             config,
             rng,
         }
+    }
+
+    /// Returns a queue pair's place in the order in which queue pairs were created here, from 1.
+    pub fn qp_serial(&self, qpn: Qpn) -> Option<u32> {
+        self.qpns.get(qpn).map(|slot| self.qps[slot].serial)
     }
 
     /// Sets the time for calls without a time argument.
@@ -237,8 +247,10 @@ impl Port {
                 return Err(invalid(e));
             }
         };
+        self.created = self.created.wrapping_add(1);
         let slot = self.qps.insert(Box::new(QpEntry {
             qp,
+            serial: self.created,
             pd,
             path: None,
             queued: false,

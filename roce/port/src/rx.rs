@@ -140,6 +140,21 @@ impl Port {
         self.finish_steps();
     }
 
+    /// Processes a single packet, as [`Port::handle_datagram`] does, but if it needs a receive work request, there is none: a fault on
+    /// demand.
+    pub fn handle_packet_without_receive(&mut self, now: Instant, meta: &RxMeta, bytes: &[u8]) {
+        let found = Packet::parse(bytes).ok().and_then(|packet| {
+            let slot = self.qpns.get(packet.header.bth.dest_qp)?;
+            Some((slot, self.qps[slot].qp.hide_receives(&packet)?))
+        });
+        self.handle_datagram(now, meta, bytes);
+        if let Some((slot, hidden)) = found
+            && let Some(entry) = self.qps.get_mut(slot)
+        {
+            entry.qp.restore_receives(hidden);
+        }
+    }
+
     /// Counts a packet received for another process that shares the address. The driver forwards it.
     pub fn count_stray(&mut self, len: usize) {
         self.counters.rx_packets += 1;

@@ -110,7 +110,7 @@ impl Port {
             events: &mut self.events,
             counters: &mut self.counters.transport,
         };
-        let mut sink = QpSink::new(batch, &path.tx, path.dest, gso, budget);
+        let mut sink = QpSink::new(batch, &path.tx, [qpn, path.dest], gso, budget);
         let poll = entry.qp.poll_transmit(&mut ctx, &mut sink);
         let (staged, full) = (sink.staged(), sink.is_full());
         self.timers.update(qpn, &mut entry.armed, entry.qp.next_timeout());
@@ -202,7 +202,7 @@ impl Port {
             src_qp: Qpn::GSI,
         });
         // Each alone: a lost one is sent again by the manager, which must not depend on GSO.
-        let mut sink = QpSink::new(batch, &path, Qpn::GSI, false, 1);
+        let mut sink = QpSink::new(batch, &path, [Qpn::GSI; 2], false, 1);
         let Some(bytes) = sink.reserve(TxKind::Request, MAD_PACKET_LEN) else {
             return;
         };

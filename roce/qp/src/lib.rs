@@ -47,6 +47,7 @@ pub use persist::PersistJob;
 pub use qp::{NO_RECEIVE_QUEUE, QueuePair};
 pub use recvq::ReceiveQueue;
 pub use reorder::ReorderBudget;
+pub use responder::HiddenReceives;
 pub use source::Origin;
 pub use srq::{SharedReceiveQueue, SrqConfig, SrqError, XrcDomain};
 pub use tx::{Poll, TxKind, TxSink};

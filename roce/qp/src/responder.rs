@@ -6,14 +6,14 @@ use std::{collections::VecDeque, sync::Arc};
 
 use roce_bth::{Class, Msn, NakCode, Opcode, Packet, Placement, RnrTimer, Selectivity, Service, Syndrome};
 use roce_mem::{AtomicError, FlushError, PdHandle, Span};
-use roce_verbs::{AccessFlags, AsyncEvent, Completion, QpState, RKey, WcFlags, WcOpcode, WcStatus};
+use roce_verbs::{AccessFlags, AsyncEvent, Completion, QpState, QpType, RKey, WcFlags, WcOpcode, WcStatus};
 
 use crate::{
     completer::nak_status,
     ctx::Ctx,
     persist::{Flushing, PersistJob},
     qp::QueuePair,
-    recvq::ActiveRecv,
+    recvq::{ActiveRecv, ReceiveQueue},
     reorder::{BufferedPacket, PACKETS, ReorderBuffer},
     replies::{AckDue, ReadReply, Replies, Resource, Work},
     sendq::{packets_for, resolve},
@@ -42,6 +42,13 @@ pub(crate) enum Inbound {
         received: u32,
         len: u32,
     },
+}
+
+/// Receive queues that a queue pair does not see for the time of one packet.
+#[derive(Debug)]
+pub struct HiddenReceives {
+    own: Arc<ReceiveQueue>,
+    shared: Option<Arc<SharedReceiveQueue>>,
 }
 
 /// State of the responder.
@@ -464,6 +471,40 @@ impl QueuePair {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Returns whether a packet is the expected start of a message that takes a receive work request here, but for its length and
+    /// memory. Reliable connected queue pairs only.
+    fn would_take_receive(&self, packet: &Packet<'_>) -> bool {
+        let info = packet.header.bth.opcode.info();
+        let takes = match info.class {
+            Class::Send => info.position.starts(),
+            Class::Write => info.imm,
+            _ => false,
+        };
+        takes
+            && self.config.qp_type == QpType::Rc
+            && self.takes_requests()
+            && self.resp.flushing.is_none()
+            && packet.header.bth.psn == self.resp.expected.psn()
+            && self.chk_op_seq(packet).is_ok()
+            && self.chk_op_valid(packet).is_ok()
+    }
+
+    /// Takes the receive queues away until [`QueuePair::restore_receives`], if the packet would find a receive work request in them: it
+    /// is refused as by a receiver that is not ready, and changes nothing else. `None`: the packet needs none.
+    pub fn hide_receives(&mut self, packet: &Packet<'_>) -> Option<HiddenReceives> {
+        let none = ReceiveQueue::new(&self.config.caps);
+        self.would_take_receive(packet).then(|| HiddenReceives {
+            own: core::mem::replace(&mut self.rq, none),
+            shared: self.config.srq.take(),
+        })
+    }
+
+    /// Gives the receive queues back.
+    pub fn restore_receives(&mut self, hidden: HiddenReceives) {
+        self.rq = hidden.own;
+        self.config.srq = hidden.shared;
     }
 
     pub(crate) fn take_receive(&mut self, ctx: &mut Ctx<'_>, with_memory: bool) -> Result<(), Refusal> {

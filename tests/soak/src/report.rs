@@ -88,7 +88,7 @@ impl Run<'_> {
         println!("events: {:?}; {} servers", self.counts(), self.world.generation);
         let (counters, under_way) = self.world.counters();
         let each = counters.named().map(|(name, n)| format!("{name} {n}"));
-        println!("frames: {}, under way {under_way}", each.join(", "));
+        println!("frames: {}, under way {under_way}", each.collect::<Vec<_>>().join(", "));
         self.tally.long.sort_by_key(|(_, took, _)| std::cmp::Reverse(*took));
         println!(
             "{} requests took a second or longer; the longest with a network that was whole: {}",
