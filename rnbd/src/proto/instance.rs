@@ -1,5 +1,5 @@
 //! Instance of a device: where acknowledged writes lie that no flush has made durable. An extension of RNBD between a client and a
-//! server of ours; `docs/block/recovery.md` has its bytes.
+//! server of ours; `docs/reference/instance.md` has its bytes.
 //!
 //! A client that opens a device again compares the instance with the one before. Another one means that such writes may be gone:
 //! the server's machine has restarted, another machine or file has taken the place, or a sync has failed in between.

@@ -225,7 +225,7 @@ pub(super) fn run(args: &PageArgs) -> Result<()> {
         return Err(format!("unknown part {unknown}: expected one of {names}"));
     }
     let programs = link::Programs {
-        ferroce: cargo::build("ferroce", "ferroce", Profile::Release)?,
+        ferroce: cargo::build_product(Profile::Release)?,
         wire: cargo::build("ferroce-wire", "ferroce-wire", Profile::Release)?,
     };
     let scratch = Scratch::new(&std::env::temp_dir())?;
