@@ -70,12 +70,14 @@
 //! ```
 
 mod counters;
+mod driven;
 mod jobs;
 mod mailbox;
 mod service;
 mod turn;
 
 pub use counters::Counters;
+pub use driven::{Driven, Turned};
 pub use jobs::{Helper, JobError, JobResult, JobTicket, Jobs, MAX_JOBS, Panicked, StartedJob};
 pub use mailbox::Mailbox;
 pub use mio::{Interest, Token};

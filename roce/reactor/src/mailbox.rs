@@ -89,10 +89,21 @@ impl<T> Mailbox<T> {
     /// Runs `wait`, which a letter's arrival ends; it is told whether it may wait at all, or letters are there already. For
     /// the loop alone.
     pub fn asleep<R>(&self, wait: impl FnOnce(bool) -> R) -> R {
-        self.asleep.store(true, SeqCst);
-        let result = wait(!self.is_full());
-        self.asleep.store(false, SeqCst);
+        let result = wait(self.fall_asleep());
+        self.wake_up();
         result
+    }
+
+    /// Has the waker rung for the next letter, until [`wake_up`](Self::wake_up). False: there are letters already. For the loop
+    /// alone.
+    pub fn fall_asleep(&self) -> bool {
+        self.asleep.store(true, SeqCst);
+        !self.is_full()
+    }
+
+    /// The loop runs again, and looks for letters by itself.
+    pub fn wake_up(&self) {
+        self.asleep.store(false, SeqCst);
     }
 
     /// How often the waker was rung.

@@ -1,6 +1,14 @@
 //! The loop.
 
-use std::{cell::Cell, collections::VecDeque, fmt, io, mem, ops::Deref, os::fd::AsRawFd, sync::Arc, time::Duration};
+use std::{
+    cell::Cell,
+    collections::VecDeque,
+    fmt, io, mem,
+    ops::Deref,
+    os::fd::{AsRawFd, RawFd},
+    sync::Arc,
+    time::Duration,
+};
 
 use mio::{Events, Interest, Poll, Token, Waker, unix::SourceFd};
 use roce::{
@@ -206,7 +214,7 @@ fn interest(room: bool) -> Interest {
 }
 
 /// A loop that runs.
-struct Loop<C, J> {
+pub(crate) struct Loop<C, J> {
     config: ReactorConfig,
     device: Devices,
     poll: Poll,
@@ -233,11 +241,17 @@ struct Loop<C, J> {
     event: Option<Event>,
     counters: Counters,
     changes: Cell<u64>,
-    stop: bool,
+    pub(crate) stop: bool,
+}
+
+impl<C, J> AsRawFd for Loop<C, J> {
+    fn as_raw_fd(&self) -> RawFd {
+        self.poll.as_raw_fd()
+    }
 }
 
 impl<C, J> Loop<C, J> {
-    fn new<S>(reactor: Reactor<S>, device: Devices) -> io::Result<Self>
+    pub(crate) fn new<S>(reactor: Reactor<S>, device: Devices) -> io::Result<Self>
     where
         S: Service<Command = C, Output = J>,
     {
@@ -279,7 +293,7 @@ impl<C, J> Loop<C, J> {
         Ok(made)
     }
 
-    fn cx(&mut self) -> TurnCx<'_, J> {
+    pub(crate) fn cx(&mut self) -> TurnCx<'_, J> {
         TurnCx {
             now: self.now,
             device: &mut self.device,
@@ -292,7 +306,7 @@ impl<C, J> Loop<C, J> {
     }
 
     /// One turn: letters, packets, what follows of them, and what is to be sent.
-    fn turn<S>(&mut self, service: &mut S) -> Result<(), ReactorError>
+    pub(crate) fn turn<S>(&mut self, service: &mut S) -> Result<(), ReactorError>
     where
         S: Service<Command = C, Output = J>,
     {
@@ -438,12 +452,31 @@ impl<C, J> Loop<C, J> {
     }
 
     /// Sends what the last turn has left, as far as there is room.
-    fn last_flush(&mut self) {
+    pub(crate) fn last_flush(&mut self) {
         for _ in 0..LAST_FLUSHES {
             if self.device.flush(roce::now()) != Flush::More {
                 return;
             }
         }
+    }
+
+    /// The caller of a [driven](crate::Driven) loop has waited: takes what is ready.
+    pub(crate) fn after_wait(&mut self) -> io::Result<()> {
+        self.mailbox.wake_up();
+        self.look().map(drop)
+    }
+
+    /// How long the caller of a [driven](crate::Driven) loop may wait for the loop's descriptor; `None`: for ever.
+    pub(crate) fn before_wait<S>(&mut self, service: &S) -> Result<Option<Duration>, ReactorError>
+    where
+        S: Service<Command = C, Output = J>,
+    {
+        let limit = self.limit(service, roce::now());
+        if limit == Some(Duration::ZERO) || self.completed_before_sleep()? || !self.mailbox.fall_asleep() {
+            return Ok(Some(Duration::ZERO));
+        }
+        self.counters.sleeps += 1;
+        Ok(limit)
     }
 
     /// Between two turns: looks what is ready, and waits for it if there is nothing to do.
