@@ -2,6 +2,7 @@
 //!
 //! A library so that its tests and its documentation are as those of other crates; the program is [`run`].
 
+mod attach;
 mod bench;
 mod control;
 mod ctl;

@@ -13,6 +13,7 @@ use rnbd_host::{
     LoopStats, activation,
     listen::{Inherited, Listen, NbdAddress},
     map::{MapConfig, MapDevice, MapEvent, MapFailure, MapStats, Mapping, Nobody, VhostSocket},
+    tls::Tls,
 };
 use roce::iface;
 use roce_devices::Devices;
@@ -26,6 +27,7 @@ use rtrs::{
 use serde_json::json;
 
 use crate::{
+    attach::AttachArgs,
     control::ControlArgs,
     fault::Demanded,
     map_news::{self, PathArgs},
@@ -58,6 +60,7 @@ Examples:
   ferroce map --session many --path 192.0.2.7 --device disk --device system,ro --nbd disks.sock
   ferroce map --session far --path 192.0.2.7 --device disk --nbd-listen 192.0.2.8 --tls require --tls-certificates /etc/pki/nbd --tls-verify-peer
   ferroce map --session guest --path 192.0.2.7 --device disk --vhost-user /run/disk.vhost
+  ferroce map --session local --path 192.0.2.7 --device disk --attach
   nbdinfo --list 'nbd+unix:///?socket=disks.sock'
   nbdinfo 'nbds://192.0.2.8/?tls-certificates=/etc/pki/client'
   qemu-img convert -p -O raw 'nbd+unix:///?socket=disk.sock' copy.img
@@ -66,9 +69,13 @@ NBD clients find each device as an export of its name, and the first under the e
 them at Unix sockets if there are TCP sockets, too. They connect to the sockets of --nbd and --nbd-listen, or, without these options, to those that systemd passes (LISTEN_FDS and LISTEN_PID).
 A socket for virtual machines takes one front end at a time.
 
+With --attach devices become /dev/nbdN of this machine, to partition, format and mount. It needs the kernel's module nbd, which is loaded if \
+need be, and root in the host's network namespace; --nbd is not needed then. --threads N gives each device N connections. At SIGINT or SIGTERM what the kernel holds is written \
+back and the nodes are detached; while one is mounted or otherwise claimed the mapping waits for its end, and goes on serving. `ctl unmap --force` detaches one at once.
+
 Exits on SIGINT or SIGTERM, or when every path has used up its reconnect attempts. With --json, one event per line on standard output: \
 `mapped` (for each device), `stats` (with --stats-interval), `path_up`, `path_down`, `failover`, `reconnect_failed`, `path_closed`, `session_lost`, \
-`session_back`, `remapped`, `not_remapped`, `writes_lost`, `resized`, `unmapped`, `error`, and at the end `summary`.")]
+`session_back`, `remapped`, `not_remapped`, `writes_lost`, `resized`, `unmapped`, `attached`, `detached`, `error`, and at the end `summary`.")]
 pub(crate) struct MapArgs {
     /// Name of the session, by which the server distinguishes its clients
     #[arg(long, value_name = "NAME")]
@@ -85,6 +92,8 @@ pub(crate) struct MapArgs {
     /// NAME,ro,rw. Repeat it for several devices, which share the session
     #[arg(long = "device", value_name = "NAME[,ro|rw|migration]", value_parser = DeviceArg::parse, required = true)]
     devices: Vec<DeviceArg>,
+    #[command(flatten)]
+    attach: AttachArgs,
     #[command(flatten)]
     vhost: VhostArgs,
     /// Access mode of devices; `migration`: write although there is another writer, if the server allows that
@@ -241,9 +250,10 @@ impl MapArgs {
 
     /// The sockets for NBD clients.
     fn listen(&self, inherited: Vec<Inherited>, resolver: &Resolver) -> Result<Vec<Listen>, Failure> {
-        match self.nbd.is_named() || !inherited.is_empty() || self.vhost.is_empty() {
+        let has_others = self.attach.is_named() || !self.vhost.is_empty();
+        match self.nbd.is_named() || !inherited.is_empty() || !has_others {
             true => self.nbd.listen(inherited, resolver),
-            // Virtual machines are enough.
+            // The kernel and virtual machines are enough.
             false => Ok(Vec::new()),
         }
     }
@@ -260,6 +270,7 @@ impl MapArgs {
     fn config(&self, ways: Vec<PathAddr>, listen: Vec<Listen>) -> Result<MapConfig, Failure> {
         let devices = self.map_devices();
         let vhost = self.vhost.sockets(&devices)?;
+        self.attach.check(&devices)?;
         let config = MapConfig {
             devices,
             vhost,
@@ -358,8 +369,13 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
     let config = args.config(ways.clone(), args.listen(inherited, &resolver)?)?;
     let (vhost, tls) = (config.vhost.clone(), config.tls.clone());
     let faults = args.transport.faults(args.task_name())?;
+    let attachments = args
+        .attach
+        .prepare(&config.devices, tls.as_ref().is_some_and(Tls::is_required))?;
     let started = Mapping::start_shards(args.devices(&ways, faults.as_ref())?, config);
     let mut mapping = started.map_err(|e| Failure::failed(e.to_string()))?;
+    // Dropped before the mapping, whose end waits for NBD clients.
+    let mut attachments = attachments;
     let _listed = services.add_client(mapping.control());
     tell(Stage::Mapping(mapping.control(), tls));
     let begun = Instant::now();
@@ -367,7 +383,9 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
     let mut ticks = Ok(());
     let mut addresses = Vec::new();
     let ended = loop {
-        if (stop.requested() || ticks.is_err()) && !core::mem::replace(&mut stopping, true) {
+        // A device that is in use as a block device goes on being served.
+        if (stop.requested() || ticks.is_err()) && !stopping && attachments.release(&reporter)? {
+            stopping = true;
             mapping.stop();
         }
         let patience = if mapped { reporter.patience() } else { LOOK };
@@ -377,10 +395,14 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
                 mapped = true;
                 tell(Stage::Up);
                 announce(args, &reporter, &ways, (&addresses, &vhost), &device, &info, &geometry)?;
+                attachments.mapped(&reporter, &mapping, (&device, &geometry), args.threads)?;
             }
             // Until then the log says what there is to say of paths.
             Some(MapEvent::News(_)) if !mapped => {}
-            Some(MapEvent::News(news)) => map_news::tell(&reporter, &news)?,
+            Some(MapEvent::News(news)) => {
+                map_news::tell(&reporter, &news)?;
+                attachments.news(&reporter, &news)?;
+            }
             Some(MapEvent::Ended(result)) => break result,
             None if !mapped && !told && begun.elapsed() >= SILENCE => {
                 told = true;
@@ -460,13 +482,16 @@ fn announce(
     let vhost: Vec<String> = vhost.map(|socket| socket.path.display().to_string()).collect();
     let disks = vhost.iter().map(|path| format!("vhost-user {path}"));
     let ways: Vec<String> = uris.iter().cloned().chain(disks).collect();
-    let text = format!(
-        "mapped {} of {} ({}, {access}): {}",
+    let mut text = format!(
+        "mapped {} of {} ({}, {access})",
         device.name,
         paths[0].dst,
-        output::bytes(geometry.size),
-        ways.join(" ")
+        output::bytes(geometry.size)
     );
+    if !ways.is_empty() {
+        text.push_str(": ");
+        text.push_str(&ways.join(" "));
+    }
     let fields = json!({
         "session": args.session,
         "server": paths[0].dst.to_string(),

@@ -1,8 +1,12 @@
 //! Help, usage errors and `doctor`.
 
-use std::net::UdpSocket;
+use std::{net::UdpSocket, process::Command};
 
-use ferroce_tests::{device::image, fresh_address, process::run};
+use ferroce_tests::{
+    device::image,
+    ferroce, fresh_address,
+    process::{Running, run},
+};
 
 #[test]
 fn every_command_has_help_with_examples() {
@@ -28,11 +32,43 @@ fn wrong_usage_is_status_2() {
         &["serve", "--addr", "127.0.0.1", "--export", "name-without-path"],
         &["serve", "--addr", "not an address", "--export", "a=/dev/null"],
         &["map", "--session", "s"],
+        &[
+            "map",
+            "--session",
+            "s",
+            "--path",
+            "127.0.0.2,127.0.0.1",
+            "--device",
+            "d",
+            "--attach",
+            "/dev/sda",
+        ],
         &["doctor", "--peer", "not an address"],
     ] {
         let done = run(args);
         assert_eq!(done.code, Some(2), "{args:?}: {}", done.stderr);
         assert!(done.stderr.contains("error:"), "{args:?}: {}", done.stderr);
+    }
+}
+
+/// In a network namespace the kernel's NBD can't be reached, whatever else this machine has.
+#[test]
+fn attach_says_what_is_missing_before_anything_is_mapped() {
+    let mut command = Command::new("unshare");
+    command.args(["--map-root-user", "--net"]).arg(ferroce()).args([
+        "map",
+        "--session",
+        "s",
+        "--path",
+        "127.0.0.2,127.0.0.1",
+        "--device",
+        "d",
+        "--attach",
+    ]);
+    let done = Running::start_command(command, "map --attach".into()).end();
+    assert_eq!(done.code, Some(1), "{}", done.stderr);
+    for word in ["--attach: ", "NBD", "docs/block/disk.md"] {
+        assert!(done.stderr.contains(word), "{word}: {}", done.stderr);
     }
 }
 

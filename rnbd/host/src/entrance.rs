@@ -1,6 +1,6 @@
 //! The accept path of NBD clients: the listening sockets of a mapping, who gets a place, and which loop a client is for.
 
-use std::{io, os::fd::AsFd};
+use std::{collections::VecDeque, io, os::fd::AsFd};
 
 use core::time::Duration;
 use mio::{Interest, Token};
@@ -99,6 +99,8 @@ fn peer(stream: &Socket) -> Peer {
 #[derive(Debug)]
 pub(crate) struct Entrance {
     ways: Vec<Way>,
+    /// Connections that this process has made itself.
+    offered: VecDeque<Socket>,
     /// The one that is asked first.
     first: usize,
     paused_until: Option<Instant>,
@@ -126,6 +128,7 @@ impl Entrance {
     pub(crate) fn new(loops: usize, most: usize) -> Self {
         Self {
             ways: Vec::new(),
+            offered: VecDeque::new(),
             first: 0,
             paused_until: None,
             loads: vec![0; loops],
@@ -155,8 +158,14 @@ impl Entrance {
         Ok(self.ways.iter().map(|way| way.listener.address().clone()).collect())
     }
 
+    /// Takes a connection that did not come by a listener.
+    pub(crate) fn offer(&mut self, stream: Socket) {
+        self.offered.push_back(stream);
+    }
+
     /// Accepts nobody any more.
     pub(crate) fn close(&mut self, sockets: &Sockets<'_>) {
+        self.offered.clear();
         for way in self.ways.drain(..) {
             let _ = sockets.deregister(way.listener.as_fd());
         }
@@ -169,11 +178,15 @@ impl Entrance {
 
     /// A connection may be had at once.
     pub(crate) fn is_ready(&self) -> bool {
-        self.paused_until.is_none() && self.ways.iter().any(Way::is_ready)
+        !self.offered.is_empty() || (self.paused_until.is_none() && self.ways.iter().any(Way::is_ready))
     }
 
     /// The next connection. Those at one socket don't hold up those at another.
     pub(crate) fn next(&mut self, now: Instant) -> Option<Connected> {
+        if let Some(stream) = self.offered.pop_front() {
+            let peer = peer(&stream);
+            return Some(self.receive(stream, peer, now));
+        }
         while self.paused_until.is_none() {
             let count = self.ways.len();
             let mut order = (0..count).map(|i| (self.first + i) % count);

@@ -4,6 +4,7 @@ use core::{convert::Infallible, time::Duration};
 use std::{
     collections::BTreeSet,
     io,
+    os::unix::net::UnixStream,
     path::PathBuf,
     sync::{
         Arc,
@@ -489,6 +490,19 @@ impl Mapping {
     pub fn control(&self) -> MapControl {
         let loops = self.loops.iter().map(|turning| turning.handle.clone());
         MapControl::new(loops.collect(), self.addresses.clone())
+    }
+
+    /// Serves an NBD client of this process, at the other end of a socket pair, as one that came to a Unix socket. The pair is closed
+    /// without a greeting if the mapping is not [listening](MapEvent::Listening).
+    ///
+    /// # Errors
+    /// When the socket can't be set up.
+    pub fn connect(&self, client: UnixStream) -> io::Result<()> {
+        client.set_nonblocking(true)?;
+        if let Some(home) = self.loops.first() {
+            home.handle.command(Command::Connect(client));
+        }
+        Ok(())
     }
 
     /// Ends it: NBD clients' requests are answered, what was written is made durable, the devices are closed and the session ended.

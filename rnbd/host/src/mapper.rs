@@ -92,6 +92,8 @@ pub(crate) enum Command {
     Stats(Sender<MapStats>),
     /// Of home, but for what every loop has something of.
     Steer(MapRequest, Reply<MapAnswer>),
+    /// Of home: an NBD client of this process.
+    Connect(UnixStream),
     /// Of home: to end in good order.
     Stop,
     /// To end at once: another loop has failed.
@@ -591,6 +593,9 @@ impl Loop for Service {
                 let _ = to.send(self.stats(turn));
             }
             Command::Steer(request, reply) => self.steer(turn, request, reply),
+            Command::Connect(stream) if self.phase == Phase::Serving => self.entrance.offer(stream.into()),
+            // Its end sees that nobody is there.
+            Command::Connect(_) => {}
             Command::Stop => self.stop(turn),
             Command::Quit => self.quit(turn),
             Command::Letter(from, letter) => self.letter(turn, from, letter),

@@ -65,6 +65,11 @@ impl Tls {
         Ok(Self { identity, required })
     }
 
+    /// Returns whether clients must encrypt.
+    pub fn is_required(&self) -> bool {
+        self.required
+    }
+
     /// Reads the files again. Handshakes that are to come have what is in them; connections that are there stay as they are. Returns
     /// whether there is anything new in them.
     ///

@@ -80,7 +80,7 @@ impl Outcome {
 }
 
 /// Kinds of scenarios, by number. README.md lists them, too.
-const TITLES: [&str; 14] = [
+const TITLES: [&str; 15] = [
     "",
     "Operations and ibv_rc_pingpong",
     "Connection manager",
@@ -95,6 +95,7 @@ const TITLES: [&str; 14] = [
     "Disks of virtual machines",
     "roce-hw on rdma_rxe",
     "RTRS with another host's RDMA device",
+    "Block devices by the kernel's NBD",
 ];
 
 /// The table of all scenarios, one a line.

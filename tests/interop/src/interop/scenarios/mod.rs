@@ -1,6 +1,7 @@
 //! The scenarios, as data; what they do is in the modules.
 
 mod annex;
+mod attach;
 mod attributes;
 mod blktests;
 mod cm;
@@ -292,6 +293,7 @@ pub(crate) fn all() -> Vec<Scenario> {
             blktests::list(),
             faults::list(),
             paths::list(),
+            attach::list(),
             handshakes::list(),
             programs::list(),
             strangers::list(),

@@ -53,10 +53,10 @@ impl Other {
 }
 
 /// A program in the lab's folder, which guests see.
-struct Shown(PathBuf);
+pub(super) struct Shown(PathBuf);
 
 impl Shown {
-    fn new(program: &Path, places: &Places) -> Result<Self, Error> {
+    pub(super) fn new(program: &Path, places: &Places) -> Result<Self, Error> {
         let name = program.file_name().unwrap_or_default().to_string_lossy();
         // Of this run alone, and not in the way of those that share the folder.
         let shown = Self(places.lab.join(format!("{name}-{}", std::process::id())));
@@ -65,7 +65,7 @@ impl Shown {
     }
 
     /// Its path there.
-    fn path(&self) -> String {
+    pub(super) fn path(&self) -> String {
         let name = self.0.file_name().unwrap_or_default();
         format!("$LAB/{}", name.to_string_lossy())
     }
@@ -79,7 +79,7 @@ impl Drop for Shown {
 
 /// Shell functions. `begin NAME ARGUMENT…` starts our program, `told NAME TEXT SECONDS` waits until it has said that, `ended NAME
 /// SECONDS` until it has ended, `ends NAME` orders it to and wants it to end well, `killed NAME` kills it.
-const FUNCTIONS: &str = "\
+pub(super) const FUNCTIONS: &str = "\
     set -e\n\
     begin() { n=$1; shift; rm -f /tmp/$n.*; ( r=0; (echo $BASHPID >/tmp/$n.pid; exec \"$F\" \"$@\") >/tmp/$n.out 2>/tmp/$n.err || r=$?; \
         echo $r >/tmp/$n.rc ) </dev/null >/dev/null 2>&1 & }\n\

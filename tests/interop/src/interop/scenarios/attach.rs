@@ -1,0 +1,152 @@
+//! 14: `ferroce map --attach` in a guest: a device of our server here as a block device of its kernel's NBD.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::{
+    Ctx, Direction, Scenario,
+    rdma::{FUNCTIONS, Shown},
+    rnbd::{Server, fsck, image},
+};
+use crate::{Error, far::Ip, lab::Places};
+
+pub(super) fn list() -> Vec<Scenario> {
+    let new = |name: &str, run: fn(&mut Ctx<'_>, &Shown) -> Result<String, Error>| {
+        Scenario::new(14, name, Direction::Both, move |c| {
+            let shown = Shown::new(&c.places.ferroce, c.places)?;
+            let freed = port_freed(c);
+            let result = freed.and_then(|()| run(c, &shown));
+            let taken = port_taken(c);
+            let result = result?;
+            taken.map(|()| result)
+        })
+    };
+    let lacks = |_: &Places| {
+        let there = ["/usr/sbin/nbd-client", "/sbin/nbd-client"]
+            .iter()
+            .any(|file| Path::new(file).exists());
+        (!there).then(|| "nbd-client is not installed here, where the guest has its programs from".to_owned())
+    };
+    vec![
+        new("attach-file-system", file_system).ci(),
+        new("attach-speed", speed).lacks(lacks),
+    ]
+}
+
+/// Unloads rdma_rxe, whose UDP port our transport needs.
+fn port_freed(c: &mut Ctx<'_>) -> Result<(), Error> {
+    c.guest()?
+        .run("rdma link delete rxe0; modprobe -r rdma_rxe", 60)
+        .map(drop)
+}
+
+fn port_taken(c: &mut Ctx<'_>) -> Result<(), Error> {
+    let script = "for d in /sys/block/nbd*/pid; do [ ! -e $d ] || { echo \"$d is left\"; exit 1; }; done\n\
+                  modprobe -r nbd; modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0";
+    c.guest()?.run(script, 60).map(drop)
+}
+
+/// Runs a script with `$F`, our program, and `$SERVER` in the guest.
+fn run(c: &mut Ctx<'_>, shown: &Shown, script: &str, seconds: u32) -> Result<String, Error> {
+    let host = c.host(Ip::V4)?;
+    let guest = c.guest()?;
+    let head = format!(
+        "F={}; SERVER={host}; export FERROCE_BROKER=off\n{FUNCTIONS}",
+        shown.path()
+    );
+    let result = guest.run(&format!("{head}{script}\n"), seconds);
+    result.map_err(|e| format!("{e}\ndmesg:\n{}", guest.dmesg()).into())
+}
+
+/// A file system from its making to its end; what is refused, and what is left.
+const WORK: &str = "\
+    refused() { n=$1; shift; begin $n \"$@\"; ended $n 60; [ \"$(cat /tmp/$n.rc)\" != 0 ] || { echo \"$n is not refused\"; return 1; }; }\n\
+    begin map map --json --session attach --path $SERVER --device disk --attach\n\
+    told map '\"event\":\"attached\"' 60; grep -q '\"node\":\"/dev/nbd0\"' /tmp/map.out\n\
+    [ $(blockdev --getsize64 /dev/nbd0) = 67108864 ]; mkfs.ext4 -q /dev/nbd0; mkdir -p /mnt/a; mount -t ext4 /dev/nbd0 /mnt/a\n\
+    cp -a /usr/include/rdma /mnt/a/; sync; echo 3 > /proc/sys/vm/drop_caches; diff -r --no-dereference /usr/include/rdma /mnt/a/rdma\n\
+    refused second map --session other --path $SERVER --device disk,ro --attach /dev/nbd0\n\
+    grep -q '/dev/nbd0 is in use' /tmp/second.err || { said second; exit 1; }\n\
+    kill -TERM $(cat /tmp/map.pid); for i in $(seq 100); do grep -q 'mounted at /mnt/a' /tmp/map.err && break; sleep 0.1; done\n\
+    grep -q 'mounted at /mnt/a' /tmp/map.err; touch /mnt/a/still; sync; [ ! -e /tmp/map.rc ]\n\
+    umount /mnt/a; ended map 60; [ \"$(cat /tmp/map.rc)\" = 0 ] || { said map; exit 1; }\n\
+    grep -q '\"event\":\"detached\"' /tmp/map.out; [ ! -e /sys/block/nbd0/pid ]\n\
+    begin two map --json --session two --path $SERVER --device disk --attach /dev/nbd3 --threads 2\n\
+    told two '\"node\":\"/dev/nbd3\"' 60; mount -t ext4 /dev/nbd3 /mnt/a; diff -r --no-dereference /usr/include/rdma /mnt/a/rdma\n\
+    [ -e /mnt/a/still ]; ls /sys/block/nbd3/mq | wc -w; umount /mnt/a; ends two\n\
+    setpriv --reuid=65534 --regid=65534 --clear-groups \"$F\" map --session weak --path $SERVER --device disk,ro --attach >/tmp/weak.out 2>/tmp/weak.err && exit 1\n\
+    grep -q CAP_SYS_ADMIN /tmp/weak.err || { said weak; exit 1; }\n";
+
+fn file_system(c: &mut Ctx<'_>, shown: &Shown) -> Result<String, Error> {
+    image(c, "disk", 64)?;
+    let server = Server::start(c, Ip::V4, &["disk"], "on")?;
+    let worked = run(c, shown, WORK, 400);
+    let ended = server.end();
+    let worked = worked?;
+    let summary = ended?;
+    let check = fsck(c, "disk")?;
+    Ok(format!(
+        "ext4 made, mounted, filled and compared by /dev/nbdN, over one connection and {} queues, fsck clean ({check}); {} bytes written: passed",
+        worked.trim(),
+        summary["bytes_written"]
+    ))
+}
+
+/// The loads of the comparison: their names, and fio's options.
+const LOADS: [(&str, &str); 4] = [
+    ("4 KiB reads, one at a time", "--rw=randread --bs=4k --iodepth=1"),
+    ("4 KiB reads, 32 at a time", "--rw=randread --bs=4k --iodepth=32"),
+    ("4 KiB writes, 32 at a time", "--rw=randwrite --bs=4k --iodepth=32"),
+    ("256 KiB reads, 4 at a time", "--rw=read --bs=256k --iodepth=4"),
+];
+
+/// Requests in a second of each load on a block device of the guest.
+fn loads(c: &mut Ctx<'_>, shown: &Shown, node: &str) -> Result<Vec<f64>, Error> {
+    let measure = |(_, options): &(&str, &str)| {
+        let script = format!(
+            "fio --name=load --filename={node} --size=32M --direct=1 --ioengine=libaio {options} --time_based --runtime=10 \
+             --output-format=json 2>/dev/null"
+        );
+        let text = run(c, shown, &script, 120)?;
+        let json = text.find('{').map_or("", |at| &text[at..]);
+        let report: Value = serde_json::from_str(json).map_err(|e| format!("fio left no report: {e}: {text}"))?;
+        let job = &report["jobs"][0];
+        let sum: f64 = ["read", "write"]
+            .iter()
+            .filter_map(|way| job[way]["iops"].as_f64())
+            .sum();
+        match job["error"] == 0 && sum > 0.0 {
+            true => Ok(sum),
+            false => Err(format!("fio: {text}").into()),
+        }
+    };
+    LOADS.iter().map(measure).collect()
+}
+
+/// `--attach` beside `nbd-client` on the socket of the same program.
+fn speed(c: &mut Ctx<'_>, shown: &Shown) -> Result<String, Error> {
+    image(c, "disk", 64)?;
+    let server = Server::start(c, Ip::V4, &["disk"], "on")?;
+    let attach = "begin map map --json --session attach --path $SERVER --device disk --attach\n\
+                  told map '\"event\":\"attached\"' 60";
+    let client = "modprobe nbd; begin map map --json --session client --path $SERVER --device disk --nbd /tmp/nbd.sock\n\
+                  told map '\"event\":\"mapped\"' 60; nbd-client -unix /tmp/nbd.sock /dev/nbd0 -N disk >/dev/null";
+    let measured = run(c, shown, attach, 120)
+        .and_then(|_| loads(c, shown, "/dev/nbd0"))
+        .and_then(|attached| run(c, shown, "ends map", 60).map(|_| attached))
+        .and_then(|attached| {
+            run(c, shown, client, 120)?;
+            let by_client = loads(c, shown, "/dev/nbd0")?;
+            run(c, shown, "nbd-client -d /dev/nbd0 >/dev/null; ends map", 60)?;
+            Ok((attached, by_client))
+        });
+    let ended = server.end();
+    let (attached, by_client) = measured?;
+    ended?;
+    let told = LOADS
+        .iter()
+        .zip(attached.iter().zip(&by_client))
+        .map(|((name, _), (a, b))| format!("{name}: {a:.0}/s by --attach, {b:.0}/s by nbd-client ({:.2})", a / b));
+    Ok(format!("{}: passed", told.collect::<Vec<_>>().join("; ")))
+}
