@@ -4,7 +4,9 @@
 
 mod attach;
 mod bench;
+mod completions;
 mod control;
+mod copy;
 mod ctl;
 mod daemon;
 mod doctor;
@@ -42,7 +44,7 @@ const LOG_VARIABLE: &str = "FERROCE_LOG";
 #[derive(Parser)]
 #[command(
     name = "ferroce",
-    version,
+    version = env!("FERROCE_VERSION"),
     about = "RoCEv2, RTRS and RNBD block devices in userspace: no HCA, no kernel module, no privilege",
     after_help = output::AFTER_HELP,
     max_term_width = 100
@@ -85,6 +87,10 @@ enum Command {
     Doctor(doctor::DoctorArgs),
     /// Work with packet captures
     Pcap(pcap::PcapArgs),
+    /// Print the completions of this command line for a shell
+    Completions(completions::CompletionsArgs),
+    /// Copy this program and its libraries into a folder, for containers that share it
+    Copy(copy::CopyArgs),
     /// Write manual pages into a folder
     #[command(hide = true)]
     Man(man::ManArgs),
@@ -118,6 +124,8 @@ pub fn run() -> ExitCode {
         Command::Bench(args) => bench::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Pcap(args) => pcap::run(&args),
+        Command::Completions(args) => completions::run(&args, Cli::command()),
+        Command::Copy(args) => copy::run(&args),
         Command::Man(args) => man::run(&args, Cli::command()),
     });
     match outcome {

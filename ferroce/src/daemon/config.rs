@@ -356,6 +356,16 @@ fn root(text: &str) -> Result<FolderSpec, String> {
     folder(&root.path.to_string_lossy()).map(|_| root)
 }
 
+/// The tables of tasks, and the options that are their keys.
+pub(crate) fn keys() -> Vec<(&'static str, Vec<Arg>)> {
+    let is_key = |arg: &Arg| arg.get_long().is_some_and(|name| !NOT_KEYS.contains(&name)) && !arg.is_hide_set();
+    let keys = |kind: &Kind| {
+        let command = kind.command();
+        command.get_arguments().filter(|arg| is_key(arg)).cloned().collect()
+    };
+    Kind::ALL.iter().map(|kind| (kind.name(), keys(kind))).collect()
+}
+
 impl Config {
     /// Reads what a file says.
     ///

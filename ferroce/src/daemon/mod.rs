@@ -29,12 +29,15 @@ use serde_json::{Map, Value};
 pub(crate) use self::config::OF_DAEMON;
 use self::{
     allow::Allowed,
-    config::Config,
     notify::Manager,
     task::{Task, TaskName},
     tasks::Tasks,
 };
-pub(crate) use self::{handover::hand_over, task::Kind};
+pub(crate) use self::{
+    config::{Config, keys},
+    handover::hand_over,
+    task::Kind,
+};
 use crate::{
     control::{Authority, Control, ControlArgs, Supervisor, address::SYSTEM},
     output::Failure,

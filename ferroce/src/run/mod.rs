@@ -12,7 +12,7 @@ use std::{
     process::Command,
 };
 
-use clap::Args;
+use clap::{Args, ValueHint};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use roce::{Mtu, SpinMode, environment, iface, names::DeviceNames};
 
@@ -129,7 +129,12 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     fault: FaultArgs,
     /// The program and its arguments
-    #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM")]
+    #[arg(
+        required = true,
+        trailing_var_arg = true,
+        value_name = "PROGRAM",
+        value_hint = ValueHint::CommandWithArguments
+    )]
     command: Vec<OsString>,
 }
 
@@ -289,6 +294,12 @@ fn find_shim() -> Result<PathBuf, Failure> {
             dir.display()
         ))
     })
+}
+
+/// The directory of the three libraries.
+pub(crate) fn libraries() -> Result<PathBuf, Failure> {
+    let shim = find_shim()?;
+    find_directory(&shim).ok_or_else(|| Failure::failed(format!("{STUB} is not beside {}", shim.display())))
 }
 
 /// The directory of libibverbs.so.1 and librdmacm.so.1 that belong to a library: its own when it is installed, or the one
