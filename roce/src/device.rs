@@ -10,7 +10,6 @@ use std::{
     },
 };
 
-use roce_broker::Report;
 use roce_cm::DropReason;
 use roce_fault::Faults;
 use roce_mem::{MemError, MemoryTable};
@@ -20,6 +19,7 @@ use roce_qp::{FreePaces, WindowConfig};
 use roce_verbs::{AsyncEvent, DeviceLimits, Mtu, provider::VerbsError};
 
 use crate::{
+    broker::Report,
     cm::Router,
     engines::Engines,
     open::{self, Parts},

@@ -10,12 +10,12 @@ use std::{
 };
 
 use parking_lot::{Condvar, Mutex};
-use roce_broker::{JoinConfig, JoinError, Membership, Report};
 use roce_net::OpenSockets;
 use roce_port::{QpnSlot, RxMeta};
 use roce_verbs::provider::VerbsError;
 
 use crate::{
+    broker::{self, Inbox, JoinConfig, JoinError, Membership, Report},
     device::{DeviceConfig, Services},
     shards::{Endpoints, HandedOver},
     shared::{Listeners, join_error},
@@ -39,7 +39,7 @@ struct LoopInbox {
     reports: Arc<Reports>,
 }
 
-impl roce_broker::Inbox for LoopInbox {
+impl Inbox for LoopInbox {
     fn datagram(&self, meta: &RxMeta, bytes: &[u8]) {
         if let Some(endpoint) = self.endpoints.of(meta.local.to_canonical()) {
             endpoint.inbox().send_or_lose(HandedOver::forwarded(meta, bytes));
@@ -79,7 +79,7 @@ impl Joining {
     /// # Errors
     /// If the broker refuses, or none runs and none can be started.
     pub(crate) fn join(config: &JoinConfig) -> Result<Self, VerbsError> {
-        let membership = roce_broker::join(config).map_err(join_error)?;
+        let membership = broker::join(config).map_err(join_error)?;
         Ok(Self {
             membership: Arc::new(membership),
         })
@@ -116,7 +116,7 @@ impl Joining {
     }
 
     /// Sets the receiver of the broker's messages.
-    pub(crate) fn set_inbox(&self, inbox: Arc<dyn roce_broker::Inbox>) {
+    pub(crate) fn set_inbox(&self, inbox: Arc<dyn Inbox>) {
         self.membership.set_inbox(inbox);
     }
 

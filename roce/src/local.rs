@@ -2,7 +2,6 @@
 
 use std::{io, net::IpAddr, os::fd::BorrowedFd, sync::Arc, time::Duration};
 
-use roce_broker::{JoinConfig, Report};
 use roce_local::{Fabric, FabricConfig, Ports, Usage};
 use roce_mem::MemoryTable;
 use roce_net::{Flush, iface};
@@ -13,6 +12,7 @@ use roce_verbs::{
 };
 
 use crate::{
+    broker::{JoinConfig, Report},
     cm::service_id,
     device::{DeviceConfig, DeviceStats, Services},
     joined::{Joined, Joining},

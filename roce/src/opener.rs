@@ -3,13 +3,13 @@
 use std::{io, net::IpAddr, os::fd::BorrowedFd, sync::Arc};
 
 use parking_lot::Mutex;
-use roce_broker::{JoinError, proto::Refusal};
 use roce_fault::Faults;
 use roce_net::{OpenError, OpenSockets, iface};
 use roce_port::Steering;
 use roce_verbs::{DeviceLimits, provider::VerbsError};
 
 use crate::{
+    broker::{JoinError, proto::Refusal},
     device::DeviceConfig,
     joined::{Joining, WeakJoining},
     member::{Member, Opened},

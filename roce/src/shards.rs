@@ -10,11 +10,11 @@ use std::{
 };
 
 use parking_lot::RwLock;
-use roce_broker::{RequestLimits, Requests};
 use roce_bth::{Packet, Qpn};
 use roce_cm::{
     cma::{HEADER_LEN, ServiceId},
     mad::{Mad, Message, Req},
+    requests::{RequestLimits, Requests},
 };
 use roce_icrc::IdSolver;
 use roce_net::LocalDriver;

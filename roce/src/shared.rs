@@ -5,11 +5,11 @@ use std::{
     sync::{Arc, Weak},
 };
 
-use roce_broker::{Inbox, JoinConfig, JoinError, Membership, Report, StartError};
 use roce_port::{PortChange, RxMeta};
 use roce_verbs::{Mtu, provider::VerbsError};
 
 use crate::{
+    broker::{self, Inbox, JoinConfig, JoinError, Membership, Report, StartError},
     device::{Device, DeviceConfig, DeviceInner, DeviceStats, Services},
     joined::Joining,
     open,
@@ -116,7 +116,7 @@ impl DeviceInner {
 /// How to join the broker that has this address open, if there is one.
 pub(crate) fn holder(addr: IpAddr) -> Option<JoinConfig> {
     let how = JoinConfig::from_env()?;
-    let open = roce_broker::statistics(&how.dir).ok()??.addrs;
+    let open = broker::statistics(&how.dir).ok()??.addrs;
     let addr = addr.to_canonical();
     let covers = |a: &IpAddr| *a == addr || (a.is_unspecified() && a.is_ipv4() == addr.is_ipv4());
     open.iter().any(covers).then_some(how)

@@ -22,7 +22,6 @@ mod client;
 pub mod fuzz;
 pub mod group;
 pub mod proto;
-mod requests;
 pub mod server;
 mod start;
 mod sys;
@@ -31,5 +30,4 @@ mod wire;
 
 pub use client::{Inbox, JoinConfig, JoinError, Membership, exits, join, running_broker, statistics};
 pub use proto::{Ended, Isolation, Place, ProcessReport, Report, Statistics, Translated};
-pub use requests::{HostLimit, RequestKey, RequestLimits, Requests, host};
 pub use start::{StartError, make_home, runtime_dir};

@@ -9,14 +9,14 @@ use std::{
     time::Duration,
 };
 
-use roce_cm::mad::{Message, Subject};
-use roce_verbs::Instant;
-
-pub(crate) use crate::requests::host;
-use crate::{
-    proto::{Connection, Place},
+pub(crate) use roce_cm::requests::host;
+use roce_cm::{
+    mad::{Message, Subject},
     requests::{HostLimit, RequestKey, RequestLimits, Requests},
 };
+use roce_verbs::Instant;
+
+use crate::proto::{Connection, Place};
 
 /// Time for which a request is remembered.
 const REQUEST_TIME: Duration = Duration::from_secs(30);

@@ -11,6 +11,7 @@ pub mod cma;
 pub mod guid;
 pub mod mad;
 mod manager;
+pub mod requests;
 mod translation;
 mod types;
 
