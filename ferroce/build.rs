@@ -17,7 +17,7 @@ fn main() {
         Some(commit) => format!("{version} ({commit})"),
         None => version,
     };
-    println!("cargo::rustc-env=FERROCE_VERSION={version}");
+    println!("cargo::rustc-env=VERSION_AND_COMMIT={version}");
 }
 
 /// The commit that a package of crates.io was made from.

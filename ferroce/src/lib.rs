@@ -44,7 +44,7 @@ const LOG_VARIABLE: &str = "FERROCE_LOG";
 #[derive(Parser)]
 #[command(
     name = "ferroce",
-    version = env!("FERROCE_VERSION"),
+    version = env!("VERSION_AND_COMMIT"),
     about = "RoCEv2, RTRS and RNBD block devices in userspace: no HCA, no kernel module, no privilege",
     after_help = output::AFTER_HELP,
     max_term_width = 100

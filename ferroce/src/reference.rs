@@ -4,9 +4,9 @@
 
 use std::{fmt::Write as _, fs, path::Path};
 
-use clap::{Arg, ArgAction, Command, CommandFactory};
+use clap::{ArgAction, Command, CommandFactory};
 
-use crate::{Cli, daemon::OF_DAEMON};
+use crate::{Cli, daemon::keys};
 
 const COLUMNS: usize = 100;
 
@@ -40,12 +40,9 @@ fn configuration() -> String {
                     `ferroce map`, which [commands](commands.md) explains. The table `[control]` limits tasks that members of the control socket's \
                     group start ([the daemon](../block/daemon.md#the-daemon)).\n"
         .to_owned();
-    let command = Cli::command();
-    for table in ["serve", "map"] {
-        let _ = write!(text, "\n## [{table}.NAME]\n\n| key | value | |\n| --- | --- | --- |\n");
-        let is_key = |arg: &&Arg| arg.get_long().is_some_and(|name| !OF_DAEMON.contains(&name)) && !arg.is_hide_set();
-        let task = command.find_subcommand(table).unwrap();
-        for arg in task.get_arguments().filter(is_key) {
+    for (title, keys) in keys().into_iter().filter(|(title, _)| title.ends_with(".NAME]")) {
+        let _ = write!(text, "\n## {title}\n\n| key | value | |\n| --- | --- | --- |\n");
+        for arg in keys {
             let names = arg.get_value_names().unwrap_or_default();
             let names = names.iter().map(|name| name.as_str()).collect::<Vec<_>>().join(" ");
             let value = match arg.get_action() {

@@ -201,6 +201,43 @@ fn build_workspace(what: &[&str]) -> Result<Built> {
     Ok(built)
 }
 
+/// The version of the workspace.
+pub(crate) fn version() -> Result<String> {
+    package("ferroce").map(|package| package["version"].as_str().unwrap_or_default().to_owned())
+}
+
+/// All packages that the workspace is made of, those of others too.
+pub(crate) fn dependencies() -> Result<Vec<Value>> {
+    let mut metadata = command();
+    let out = process::capture(
+        "cargo metadata",
+        metadata.args(["metadata", "--locked", "--format-version=1"]),
+    )?;
+    let mut metadata: Value = serde_json::from_slice(&out.stdout).map_err(|e| format!("cargo metadata: {e}"))?;
+    match metadata["packages"].take() {
+        Value::Array(packages) => Ok(packages),
+        _ => Err("cargo metadata has no packages".into()),
+    }
+}
+
+/// What the manifest of a package of the workspace says.
+pub(crate) fn package(name: &str) -> Result<Value> {
+    let mut packages = metadata()?["packages"].take();
+    let packages = packages.as_array_mut().ok_or("cargo metadata has no packages")?;
+    let found = packages.iter_mut().find(|package| package["name"] == name);
+    found.map(Value::take).ok_or_else(|| format!("no package {name}"))
+}
+
+/// The packages of the workspace that crates.io may have.
+pub(crate) fn published() -> Result<Vec<String>> {
+    let packages = metadata()?["packages"].take();
+    let packages = packages.as_array().ok_or("cargo metadata has no packages")?;
+    let published = packages.iter().filter(|package| package["publish"].is_null());
+    Ok(published
+        .filter_map(|package| package["name"].as_str().map(str::to_owned))
+        .collect())
+}
+
 /// The packages of the workspace by their manifests.
 fn package_names() -> Result<BTreeMap<String, String>> {
     let packages = metadata()?["packages"].take();
@@ -233,6 +270,26 @@ fn executable(args: &[&str], bin: &str) -> Result<PathBuf> {
         .ok_or_else(|| format!("cargo named no executable {bin}"))
 }
 
+/// Builds programs that load nothing, optimized: packages and names.
+pub(crate) fn build_static(programs: &[(&str, &str)]) -> Result<Vec<PathBuf>> {
+    // Build scripts and macros are not for the target, which is named for that alone, and can't be static.
+    let target = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
+    let folder = target_dir()?.join("static");
+    let mut command = compiling();
+    command.args(["build", "--locked", "--release", "--target", &target, "--target-dir"]);
+    command.arg(&folder).env("RUSTFLAGS", "-C target-feature=+crt-static");
+    for (package, program) in programs {
+        command.args(["-p", package, "--bin", program]);
+    }
+    println!("+ cargo build --release (static)");
+    let status = process::Guard::spawn("cargo", &mut command)?.wait()?;
+    if !status.success() {
+        return Err(format!("cargo build ended with {status}"));
+    }
+    let built = folder.join(&target).join("release");
+    Ok(programs.iter().map(|(_, program)| built.join(program)).collect())
+}
+
 /// Builds, and returns what cargo says of each artifact, and what the compiler says, which is also shown.
 fn artifacts(args: &[&str]) -> Result<Vec<Value>> {
     let mut command = compiling();
@@ -262,4 +319,35 @@ fn artifacts(args: &[&str]) -> Result<Vec<Value>> {
         true => Ok(found),
         false => Err(format!("cargo build {} failed ({status})", args.join(" "))),
     }
+}
+
+/// Where a subcommand of cargo is. It is built if it is missing, and stays in cargo's folder of programs.
+pub(crate) fn installed(name: &str, version: &str) -> Result<PathBuf> {
+    if let Some(found) = subcommand(name, version) {
+        return Ok(found);
+    }
+    println!("building {name} {version}: some two minutes on two processors, once");
+    // Quick to build rather than quick: it runs for seconds.
+    let args = ["--version", version, "--locked", "--debug"];
+    let mut install = command();
+    install.args(["install", name]).args(args).args(["--force", "--quiet"]);
+    install.env("CARGO_PROFILE_DEV_DEBUG", "0");
+    let status = process::Guard::spawn("cargo install", &mut install)?.wait()?;
+    subcommand(name, version)
+        .filter(|_| status.success())
+        .ok_or_else(|| format!("cargo install {name} {} ended with {status}", args.join(" ")))
+}
+
+fn subcommand(name: &str, version: &str) -> Option<PathBuf> {
+    let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
+    let home = home.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cargo")));
+    let own = home.map(|home| home.join("bin").join(name)).filter(|p| p.is_file());
+    // Some want the word that cargo passes, some don't.
+    let word = name.trim_start_matches("cargo-");
+    let says = |program: &PathBuf, args: &[&str]| {
+        let out = Command::new(program).args(args).stderr(Stdio::null()).output();
+        out.is_ok_and(|out| String::from_utf8_lossy(&out.stdout).split_whitespace().nth(1) == Some(version))
+    };
+    let fits = |program: &PathBuf| says(program, &["--version"]) || says(program, &[word, "--version"]);
+    own.into_iter().chain(tools::find(name)).find(fits)
 }

@@ -1,11 +1,8 @@
 //! Rules for dependencies: `deny.toml`, checked by cargo-deny for each of our two lock files.
 
-use std::{
-    path::PathBuf,
-    process::{Command, Stdio},
-};
+use std::{path::PathBuf, process::Command};
 
-use crate::{Result, cargo, process, tally::Tally, tools};
+use crate::{Result, cargo, process, tally::Tally};
 
 /// Another version may understand `deny.toml` otherwise.
 const VERSION: &str = "0.20.2";
@@ -15,7 +12,7 @@ const MANIFESTS: [&str; 2] = ["Cargo.toml", "fuzz/Cargo.toml"];
 /// Licences, sources and bans; known vulnerabilities where their database can be reached. Without cargo-deny nothing is
 /// checked, and the result says so.
 pub(crate) fn check() -> Tally {
-    let deny = match ensure() {
+    let deny = match cargo::installed("cargo-deny", VERSION) {
         Ok(deny) => deny,
         Err(why) => return Tally::not_run(format!("rules for dependencies: {why}")),
     };
@@ -50,41 +47,4 @@ fn run(deny: &PathBuf, manifest: &str, what: &[&str]) -> Result<()> {
         true => Ok(()),
         false => Err(format!("{line} ended with {status}")),
     }
-}
-
-/// Where cargo-deny is. It is built if it is missing, and stays in cargo's folder of programs.
-fn ensure() -> Result<PathBuf> {
-    if let Some(found) = found() {
-        return Ok(found);
-    }
-    println!("building cargo-deny {VERSION}: some two minutes on two processors, once");
-    let mut install = cargo::command();
-    // Quick to build rather than quick: it has a few hundred packages to look at.
-    install
-        .args([
-            "install",
-            "cargo-deny",
-            "--version",
-            VERSION,
-            "--locked",
-            "--debug",
-            "--force",
-            "--quiet",
-        ])
-        .env("CARGO_PROFILE_DEV_DEBUG", "0");
-    let status = process::Guard::spawn("cargo install", &mut install)?.wait()?;
-    found()
-        .filter(|_| status.success())
-        .ok_or_else(|| format!("cargo install cargo-deny --version {VERSION} --locked --debug ended with {status}"))
-}
-
-fn found() -> Option<PathBuf> {
-    let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
-    let home = home.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cargo")));
-    let own = home.map(|home| home.join("bin/cargo-deny")).filter(|p| p.is_file());
-    let is_ours = |deny: &PathBuf| {
-        let out = Command::new(deny).arg("--version").stderr(Stdio::null()).output();
-        out.is_ok_and(|out| String::from_utf8_lossy(&out.stdout).split_whitespace().nth(1) == Some(VERSION))
-    };
-    own.into_iter().chain(tools::find("cargo-deny")).find(is_ours)
 }

@@ -1,8 +1,7 @@
-//! `cargo xtask install`: program, library, header, pkg-config file and manual pages, where distributions have them.
+//! `cargo xtask install`, and the tree of files that all packages are made of: program, libraries, header, pkg-config file, manual pages,
+//! completions and units of systemd, where distributions have them.
 
 use std::{
-    fs,
-    os::unix::fs::{PermissionsExt, symlink},
     path::{Path, PathBuf},
     process::Command,
 };
@@ -12,10 +11,13 @@ use clap::Args;
 use crate::{
     Result,
     cargo::{self, Profile},
+    dist::notices,
+    files::{self, copy, link, put},
+    process,
 };
 
 /// Of `lib/ferroce`, where the dynamic linker finds the library as libibverbs and librdmacm.
-const LIBRARIES: [&str; 3] = ["libferroce_verbs.so", "libibverbs.so.1", "librdmacm.so.1"];
+pub(crate) const LIBRARIES: [&str; 3] = ["libferroce_verbs.so", "libibverbs.so.1", "librdmacm.so.1"];
 /// What a linker finds by `-l`: in which folder, by which name, what.
 const LINKS: [(&str, &str, &str); 3] = [
     ("lib", "libferroce_verbs.so", "ferroce/libferroce_verbs.so"),
@@ -24,9 +26,22 @@ const LINKS: [(&str, &str, &str); 3] = [
 ];
 const HEADER: &str = "verbs-shim/include/ferroce_verbs.h";
 const PKG_CONFIG: &str = "verbs-shim/ferroce-verbs.pc.in";
-/// Units of systemd, and their users.
-const UNITS: [&str; 3] = ["ferroce-broker.service", "ferroce.service", "ferroce.sysusers"];
+/// Units of systemd and their users: source, and where it is put.
+const UNITS: [(&str, &str); 3] = [
+    ("ferroce-broker.service", "lib/systemd/system/ferroce-broker.service"),
+    ("ferroce.service", "lib/systemd/system/ferroce.service"),
+    ("ferroce.sysusers", "lib/sysusers.d/ferroce.conf"),
+];
 const UNITS_FOLDER: &str = "ferroce/dist";
+/// Completions: shell, and where it looks for them.
+const COMPLETIONS: [(&str, &str); 3] = [
+    ("bash", "share/bash-completion/completions/ferroce"),
+    ("zsh", "share/zsh/site-functions/_ferroce"),
+    ("fish", "share/fish/vendor_completions.d/ferroce.fish"),
+];
+/// Files of the project that every package has.
+const DOCUMENTS: [&str; 3] = ["CHANGELOG.md", "LICENSE-APACHE", "LICENSE-MIT"];
+pub(crate) const NOTICES: &str = "THIRD-PARTY-LICENSES";
 
 #[derive(Args)]
 pub(crate) struct InstallArgs {
@@ -38,99 +53,117 @@ pub(crate) struct InstallArgs {
     destdir: Option<PathBuf>,
 }
 
-impl InstallArgs {
-    /// Where something of the prefix is put.
-    fn place(&self, inside: &str) -> PathBuf {
-        let full = self.prefix.join(inside);
-        match &self.destdir {
-            None => full,
-            Some(dir) => dir.join(full.strip_prefix("/").unwrap_or(&full)),
-        }
+/// What was built.
+pub(crate) struct Programs {
+    /// The program as it is to be installed.
+    pub(crate) ferroce: PathBuf,
+    /// The folder of [`LIBRARIES`].
+    pub(crate) libraries: PathBuf,
+    /// Licences of others' crates in both.
+    pub(crate) notices: PathBuf,
+}
+
+impl Programs {
+    /// A program and the folder of the libraries.
+    pub(crate) fn new(ferroce: PathBuf, libraries: PathBuf) -> Result<Self> {
+        let notices = cargo::target_dir()?.join(NOTICES);
+        notices::write(&notices)?;
+        Ok(Self {
+            ferroce,
+            libraries,
+            notices,
+        })
+    }
+
+    /// Those of cargo's folder of a profile.
+    pub(crate) fn built(ferroce: PathBuf) -> Result<Self> {
+        let libraries = ferroce.with_file_name("lib").join("ferroce");
+        Self::new(ferroce, libraries)
     }
 }
 
-fn failed(path: &Path) -> impl FnOnce(std::io::Error) -> String {
-    move |e| format!("{}: {e}", path.display())
+/// An installed tree.
+pub(crate) struct Tree {
+    /// Where it is for those who use it.
+    pub(crate) prefix: PathBuf,
+    /// Where it is now.
+    pub(crate) root: PathBuf,
 }
 
-/// Writes a file in one step, so that programs that run the old one go on with it.
-fn put(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
-    let dir = path.parent().ok_or("no folder")?;
-    fs::create_dir_all(dir).map_err(failed(dir))?;
-    let fresh = path.with_extension("new");
-    fs::write(&fresh, bytes).map_err(failed(&fresh))?;
-    fs::set_permissions(&fresh, fs::Permissions::from_mode(mode)).map_err(failed(&fresh))?;
-    fs::rename(&fresh, path).map_err(failed(path))?;
-    println!("{}", path.display());
-    Ok(())
-}
+impl Tree {
+    /// The tree of a prefix, below another folder than `/` for packages.
+    pub(crate) fn new(prefix: &Path, destdir: Option<&Path>) -> Self {
+        let root = match destdir {
+            None => prefix.to_owned(),
+            Some(dir) => dir.join(prefix.strip_prefix("/").unwrap_or(prefix)),
+        };
+        Self {
+            prefix: prefix.to_owned(),
+            root,
+        }
+    }
 
-fn copy(from: &Path, to: &Path, mode: u32) -> Result<()> {
-    put(to, &fs::read(from).map_err(failed(from))?, mode)
-}
+    fn place(&self, inside: &str) -> PathBuf {
+        self.root.join(inside)
+    }
 
-/// Makes a symbolic link in one step.
-fn link(target: &str, at: &Path) -> Result<()> {
-    let fresh = at.with_extension("new");
-    let _ = fs::remove_file(&fresh);
-    symlink(target, &fresh).map_err(failed(&fresh))?;
-    fs::rename(&fresh, at).map_err(failed(at))?;
-    println!("{}", at.display());
-    Ok(())
-}
+    /// Puts everything there.
+    pub(crate) fn fill(&self, programs: &Programs) -> Result<()> {
+        copy(&programs.ferroce, &self.place("bin/ferroce"), 0o755)?;
+        for name in LIBRARIES {
+            copy(
+                &programs.libraries.join(name),
+                &self.place("lib/ferroce").join(name),
+                0o644,
+            )?;
+        }
+        for (folder, name, target) in LINKS {
+            link(target, &self.place(folder).join(name))?;
+        }
+        copy(Path::new(HEADER), &self.place("include/ferroce_verbs.h"), 0o644)?;
+        let pc = files::text(Path::new(PKG_CONFIG))?.replace("@VERSION@", &cargo::version()?);
+        put(&self.place("lib/pkgconfig/ferroce-verbs.pc"), pc.as_bytes(), 0o644)?;
+        let program = self.prefix.join("bin/ferroce").display().to_string();
+        for (name, at) in UNITS {
+            let unit = files::text(&Path::new(UNITS_FOLDER).join(name))?;
+            let unit = unit.replace("/usr/bin/ferroce", &program);
+            put(&self.place(at), unit.as_bytes(), 0o644)?;
+        }
+        for name in DOCUMENTS {
+            copy(Path::new(name), &self.place("share/doc/ferroce").join(name), 0o644)?;
+        }
+        copy(&programs.notices, &self.place("share/doc/ferroce").join(NOTICES), 0o644)?;
+        self.generated(&programs.ferroce)
+    }
 
-/// The version of the workspace, as the program tells it (`ferroce 0.1.0`).
-fn version(ferroce: &Path) -> Result<String> {
-    let out = Command::new(ferroce)
-        .arg("--version")
-        .output()
-        .map_err(failed(ferroce))?;
-    let text = String::from_utf8_lossy(&out.stdout).into_owned();
-    let version = text.split_whitespace().nth(1);
-    version
-        .map(str::to_owned)
-        .ok_or_else(|| format!("{} tells no version", ferroce.display()))
+    /// Manual pages and completions, by the program itself.
+    fn generated(&self, ferroce: &Path) -> Result<()> {
+        for (shell, at) in COMPLETIONS {
+            let mut command = Command::new(ferroce);
+            let script = process::capture("ferroce completions", command.args(["completions", shell]))?;
+            put(&self.place(at), &script.stdout, 0o644)?;
+        }
+        let pages = self.place("share/man/pages");
+        files::empty(&pages)?;
+        process::capture("ferroce man", Command::new(ferroce).arg("man").arg(&pages))?;
+        for page in files::below(&pages)? {
+            let section = page.extension().unwrap_or_default().to_string_lossy();
+            copy(
+                &pages.join(&page),
+                &self.place(&format!("share/man/man{section}")).join(&page),
+                0o644,
+            )?;
+        }
+        std::fs::remove_dir_all(&pages).map_err(files::failed(&pages))
+    }
 }
 
 pub(crate) fn run(args: &InstallArgs) -> Result<()> {
     if !args.prefix.is_absolute() {
         return Err(format!("--prefix {}: it must begin with /", args.prefix.display()));
     }
-    let ferroce = cargo::build_product(Profile::Release)?;
-    let built = ferroce.with_file_name("lib").join("ferroce");
-    copy(&ferroce, &args.place("bin/ferroce"), 0o755)?;
-    for name in LIBRARIES {
-        copy(&built.join(name), &args.place("lib/ferroce").join(name), 0o644)?;
-    }
-    for (folder, name, target) in LINKS {
-        link(target, &args.place(folder).join(name))?;
-    }
-    copy(Path::new(HEADER), &args.place("include/ferroce_verbs.h"), 0o644)?;
-    let template = fs::read_to_string(PKG_CONFIG).map_err(failed(Path::new(PKG_CONFIG)))?;
-    let pc = template
-        .replace("@PREFIX@", &args.prefix.display().to_string())
-        .replace("@VERSION@", &version(&ferroce)?);
-    put(&args.place("lib/pkgconfig/ferroce-verbs.pc"), pc.as_bytes(), 0o644)?;
-    for name in UNITS {
-        let source = Path::new(UNITS_FOLDER).join(name);
-        let unit = fs::read_to_string(&source).map_err(failed(&source))?;
-        let program = args.prefix.join("bin/ferroce").display().to_string();
-        let unit = unit.replace("/usr/bin/ferroce", &program);
-        put(
-            &args.place(&format!("share/doc/ferroce/{name}")),
-            unit.as_bytes(),
-            0o644,
-        )?;
-    }
-    let pages = args.place("share/man/man1");
-    fs::create_dir_all(&pages).map_err(failed(&pages))?;
-    let status = Command::new(&ferroce)
-        .arg("man")
-        .arg(&pages)
-        .status()
-        .map_err(failed(&ferroce))?;
-    match status.success() {
-        true => Ok(()),
-        false => Err(format!("ferroce man ended with {status}")),
-    }
+    let tree = Tree::new(&args.prefix, args.destdir.as_deref());
+    tree.fill(&Programs::built(cargo::build_product(Profile::Release)?)?)?;
+    println!("installed below {}", tree.root.display());
+    Ok(())
 }

@@ -1,16 +1,18 @@
 //! `cargo xtask kit`: what a host with an RDMA device is tried with, as a tarball that needs neither Rust nor our source there.
 
 use std::{
-    collections::BTreeSet,
     fs,
-    os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
     process::Command,
 };
 
 use clap::Args;
 
-use crate::{Result, cargo, process, tools};
+use crate::{
+    Result, cargo,
+    files::{self, failed, put},
+    process, readelf, tools,
+};
 
 #[derive(Args)]
 pub(crate) struct KitArgs {
@@ -91,11 +93,8 @@ pub(crate) fn make(out: Option<PathBuf>) -> Result<PathBuf> {
     Ok(out)
 }
 
-fn failed(path: &Path) -> impl FnOnce(std::io::Error) -> String {
-    move |e| format!("{}: {e}", path.display())
-}
-
-fn commit() -> Result<String> {
+/// The commit that is built, `-dirty` after it where files have changed.
+pub(crate) fn commit() -> Result<String> {
     let mut git = Command::new("git");
     git.args(["describe", "--always", "--dirty", "--exclude=*"]);
     let said = process::capture("git", &mut git)?;
@@ -108,35 +107,15 @@ fn commit() -> Result<String> {
 
 /// Builds our programs, those in software statically.
 fn build() -> Result<(Vec<PathBuf>, Vec<PathBuf>)> {
-    // Build scripts and macros are not for the target, which is named for that alone, and can't be static.
-    let target = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
-    let folder = cargo::target_dir()?.join("kit-static");
-    let mut command = cargo::compiling();
-    command.args(["build", "--locked", "--release", "--target", &target, "--target-dir"]);
-    command.arg(&folder).env("RUSTFLAGS", "-C target-feature=+crt-static");
-    for (package, program) in SOFTWARE {
-        command.args(["-p", package, "--bin", program]);
-    }
-    println!("+ cargo build --release (static)");
-    let status = process::Guard::spawn("cargo", &mut command)?.wait()?;
-    if !status.success() {
-        return Err(format!("cargo build ended with {status}"));
-    }
-    let software = SOFTWARE.map(|(_, program)| folder.join(&target).join("release").join(program));
+    let software = cargo::build_static(&SOFTWARE)?;
     let features = ["-p", "ferroce-contract", "--features", "ferroce-contract/hardware"];
     cargo::run(&[&["build", "--release", "--bins"], &features[..]].concat())?;
     let release = cargo::target_dir()?.join("release");
-    Ok((software.into(), HARDWARE.map(|program| release.join(program)).into()))
-}
-
-fn put(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
-    fs::write(path, bytes).map_err(failed(path))?;
-    fs::set_permissions(path, fs::Permissions::from_mode(mode)).map_err(failed(path))
+    Ok((software, HARDWARE.map(|program| release.join(program)).into()))
 }
 
 fn copy(from: &Path, dir: &Path) -> Result<()> {
-    let to = dir.join(from.file_name().ok_or("no file")?);
-    put(&to, &fs::read(from).map_err(failed(from))?, 0o755)
+    files::copy(from, &dir.join(from.file_name().ok_or("no file")?), 0o755)
 }
 
 fn compile(agent: &str, libraries: &[&str], dir: &Path) -> Result<()> {
@@ -155,47 +134,16 @@ fn check(dir: &Path) -> Result<String> {
         if !head.starts_with(b"\x7fELF") {
             continue;
         }
-        let said = |option: &str| -> Result<String> {
-            let mut readelf = Command::new("readelf");
-            let out = process::capture("readelf", readelf.arg("-W").arg(option).arg(&path))?;
-            Ok(String::from_utf8_lossy(&out.stdout).into_owned())
-        };
-        let loads = needed(&said("-d")?);
+        let loads = readelf::needed(&path)?;
         let name = entry.file_name().to_string_lossy().into_owned();
         let is_static = SOFTWARE.iter().any(|(_, program)| *program == name);
         let wrong = loads.iter().find(|l| is_static || !MAY_LOAD.contains(&l.as_str()));
         if let Some(library) = wrong {
             return Err(format!("{name} needs {library}"));
         }
-        glibc = glibc.max(newest_glibc(&said("-V")?));
+        glibc = glibc.max(readelf::glibc(&path)?);
     }
     Ok(format!("{}.{}", glibc.0, glibc.1))
-}
-
-/// The libraries in what `readelf -d` prints.
-fn needed(text: &str) -> BTreeSet<String> {
-    let of = |line: &str| {
-        Some(
-            line.split_once("(NEEDED)")?
-                .1
-                .split_once('[')?
-                .1
-                .split_once(']')?
-                .0
-                .to_owned(),
-        )
-    };
-    text.lines().filter_map(of).collect()
-}
-
-/// The newest version of glibc's symbols in what `readelf -V` prints.
-fn newest_glibc(text: &str) -> (u32, u32) {
-    let of = |rest: &str| {
-        let version: String = rest.chars().take_while(|c| c.is_ascii_digit() || *c == '.').collect();
-        let mut parts = version.split('.').map(str::parse);
-        Some((parts.next()?.ok()?, parts.next()?.ok()?))
-    };
-    text.split("GLIBC_").skip(1).filter_map(of).max().unwrap_or_default()
 }
 
 fn pack(name: &str, out: &Path) -> Result<()> {
@@ -207,19 +155,6 @@ fn pack(name: &str, out: &Path) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn libraries_and_versions_are_read() {
-        let text = " 0x0000000000000001 (NEEDED)             Shared library: [libibverbs.so.1]\n\
-                    0x0000000000000001 (NEEDED)             Shared library: [libc.so.6]\n 0x000000000000000c (INIT) 0x1000\n";
-        assert_eq!(
-            needed(text),
-            ["libc.so.6".to_owned(), "libibverbs.so.1".to_owned()].into()
-        );
-        let text = "0x00e0:   Name: GLIBC_2.2.5  Flags: none\n0x0100:   Name: GLIBC_2.34  Flags: none Version: 2\nGLIBC_PRIVATE";
-        assert_eq!(newest_glibc(text), (2, 34));
-        assert_eq!(newest_glibc("nothing"), (0, 0));
-    }
 
     #[test]
     fn what_is_packed_is_in_the_source() {

@@ -5,6 +5,8 @@ mod bench;
 mod cargo;
 mod demo;
 mod deny;
+mod dist;
+mod files;
 mod fuzz;
 mod harness;
 mod install;
@@ -15,6 +17,7 @@ mod long;
 mod pages;
 mod peers;
 mod process;
+mod readelf;
 mod results;
 mod sim;
 mod suites;
@@ -56,7 +59,8 @@ enum Task {
     /// and from fresh ones, which are printed, and the corpora of the fuzz targets), `end-to-end` (two processes of the program),
     /// `real-clients` (tests marked ignored because they need qemu-img, nbdcopy, fio or ib_write_bw, which are installed first, and the demo),
     /// `roce-hw` (the provider contract over libibverbs and librdmacm, with our own library in their place, also under valgrind),
-    /// `apps` (unmodified RDMA programs, which are installed first, under `ferroce run`), `interop` (scenarios against
+    /// `apps` (unmodified RDMA programs, which are installed first, under `ferroce run`), `packages` (packages of the programs
+    /// under test, installed, used and removed in fresh roots; needs root and Debian's package archive), `interop` (scenarios against
     /// Linux kernels in virtual machines; needs root and Debian's package archive), `flood` (the soak test, in the full
     /// set only). The workspace is built as a whole before, in the dev profile; in the full set the programs under test are
     /// of the release profile. Each suite prints how many tests passed, failed and were not run, with the reason, and how
@@ -137,6 +141,12 @@ enum Task {
     /// Programs are then built with `cc program.c $(pkg-config --cflags --libs ferroce-verbs)`, or run unchanged with
     /// `ferroce run`.
     Install(install::InstallArgs),
+    /// Make the packages: tarball, .deb, Python wheel and OCI image layout, with bills of materials and checksums
+    ///
+    /// The program is linked statically, the libraries need glibc 2.28 or later, all of the release profile, which takes some
+    /// ten minutes on two processors. What is made is of this machine's architecture. `cargo xtask test --suite packages` makes
+    /// the same packages of the programs under test, and installs, uses and removes each in a fresh root.
+    Dist(dist::DistArgs),
     /// Generate the manual pages
     Man {
         /// Folder for the pages
@@ -199,6 +209,7 @@ fn main() -> ExitCode {
         Task::Flood { args } => long::FLOOD.run(&args),
         Task::Soak { args } => long::SOAK.run(&args),
         Task::Install(args) => install::run(&args),
+        Task::Dist(args) => dist::run(&args),
         Task::Man { dir } => man(&dir),
         Task::Fuzz(args) => fuzz::run(&args),
     };

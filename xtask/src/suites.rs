@@ -11,7 +11,7 @@ use clap::{Args, ValueEnum};
 use crate::{
     Result, apps,
     cargo::{self, Built, Profile},
-    demo,
+    demo, dist,
     harness::{self, Job, TestProgram},
     interop, lint,
     long::{self, Long},
@@ -147,13 +147,25 @@ const END_TO_END: &str = "end-to-end";
 const REAL_CLIENTS: &str = "real-clients";
 const HARDWARE: &str = "roce-hw";
 const APPS: &str = "apps";
+const PACKAGES: &str = "packages";
 const LAB: &str = "interop";
 const FLOOD: &str = "flood";
 const SOAK: &str = "soak";
 /// In the full set only.
 const LONG: [(&str, Long); 2] = [(FLOOD, long::FLOOD), (SOAK, long::SOAK)];
 /// In the table they have this order; with --quick there are only the first ones.
-const SUITES: [&str; 9] = [UNIT, SIM, END_TO_END, REAL_CLIENTS, HARDWARE, APPS, LAB, FLOOD, SOAK];
+const SUITES: [&str; 10] = [
+    UNIT,
+    SIM,
+    END_TO_END,
+    REAL_CLIENTS,
+    HARDWARE,
+    APPS,
+    PACKAGES,
+    LAB,
+    FLOOD,
+    SOAK,
+];
 const QUICK: usize = 2;
 
 #[derive(Args, Clone)]
@@ -330,17 +342,18 @@ fn joined<T>(thread: thread::ScopedJoinHandle<'_, Result<T>>) -> Result<T> {
     thread.join().map_err(|_| "the thread of a suite panicked")?
 }
 
-/// Suites that need no tests and begin with the programs: the lab, and beside it in the full set, where it takes as long, what
-/// others have written.
+/// Suites that need no tests and begin with the programs: the lab, packages, and beside them in the full set, where it takes as long as
+/// the lab, what others have written.
 fn early(args: &TestArgs) -> impl Iterator<Item = &'static str> {
-    [LAB, APPS]
+    [LAB, PACKAGES, APPS]
         .into_iter()
-        .filter(|name| args.runs(name) && (*name == LAB || args.full()))
+        .filter(|name| args.runs(name) && (*name != APPS || args.full()))
 }
 
 fn with_programs(name: &str, args: &TestArgs, programs: &Built) -> Result<Tally> {
     match name {
         LAB => interop::suite(programs, args.set_name()),
+        PACKAGES => process::at_lowest_priority(|| dist::check::suite(programs)),
         _ => apps::suite(programs, args.full()),
     }
 }

@@ -64,6 +64,23 @@ pub(crate) fn of_kit() -> Vec<Tool> {
     HARDWARE.into_iter().chain(more).collect()
 }
 
+/// What packages are made with.
+pub(crate) const OF_PACKAGES: [Tool; 4] = [
+    Tool::new("strip", "binutils"),
+    Tool::new("tar", "tar"),
+    Tool::new("dpkg-deb", "dpkg"),
+    Tool::new("/usr/lib/python3/dist-packages/wheel/__main__.py", "python3-wheel"),
+];
+/// What packages are tried with, in a fresh Debian.
+pub(crate) const OF_FRESH_ROOTS: [Tool; 6] = [
+    Tool::new("mmdebstrap", "mmdebstrap"),
+    Tool::new("unshare", "util-linux"),
+    Tool::new("/usr/share/doc/python3-venv/copyright", "python3-venv"),
+    Tool::new("ibv_devinfo", "ibverbs-utils"),
+    PERFTEST,
+    Tool::new("curl", "curl"),
+];
+
 /// Whether crates over libibverbs and librdmacm can be built.
 pub(crate) fn may_build_hardware() -> Result<()> {
     match missing(&HARDWARE)[..] {

@@ -22,7 +22,7 @@ use super::{
 use crate::serve;
 
 /// Options of a task's command that the daemon has for all tasks.
-pub(crate) const OF_DAEMON: [&str; 9] = [
+const OF_DAEMON: [&str; 9] = [
     "help",
     "daemon",
     "json",
@@ -356,14 +356,18 @@ fn root(text: &str) -> Result<FolderSpec, String> {
     folder(&root.path.to_string_lossy()).map(|_| root)
 }
 
-/// The tables of tasks, and the options that are their keys.
-pub(crate) fn keys() -> Vec<(&'static str, Vec<Arg>)> {
-    let is_key = |arg: &Arg| arg.get_long().is_some_and(|name| !NOT_KEYS.contains(&name)) && !arg.is_hide_set();
-    let keys = |kind: &Kind| {
-        let command = kind.command();
-        command.get_arguments().filter(|arg| is_key(arg)).cloned().collect()
+/// Titles of the tables whose keys are options, and these options.
+pub(crate) fn keys() -> Vec<(String, Vec<Arg>)> {
+    let keys = |command: &Command, without: &[&str]| {
+        let is_key = |arg: &&Arg| arg.get_long().is_some_and(|name| !without.contains(&name)) && !arg.is_hide_set();
+        command.get_arguments().filter(is_key).cloned().collect::<Vec<_>>()
     };
-    Kind::ALL.iter().map(|kind| (kind.name(), keys(kind))).collect()
+    let tasks = Kind::ALL.iter();
+    let tasks = tasks.map(|kind| (format!("[{}.NAME]", kind.name()), keys(&kind.command(), &OF_DAEMON)));
+    let daemon = DaemonArgs::command();
+    tasks
+        .chain([(format!("[{DAEMON}]"), keys(&daemon, &OF_FILE))])
+        .collect()
 }
 
 impl Config {

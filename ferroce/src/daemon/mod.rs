@@ -25,8 +25,6 @@ use rnbd_host::control::Refused;
 use rtrs::addr::PathAddr;
 use serde_json::{Map, Value};
 
-#[cfg(test)]
-pub(crate) use self::config::OF_DAEMON;
 use self::{
     allow::Allowed,
     notify::Manager,

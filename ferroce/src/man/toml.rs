@@ -45,7 +45,8 @@ pub(super) fn page(version: &str) -> Roff {
     roff.control("SH", ["DESCRIPTION"]);
     for paragraph in [
         "The configuration file of ferroce-daemon(1) is TOML. It has one table for each server, [serve.NAME], and one for each \
-         mapping, [map.NAME]; their keys are the options of ferroce-serve(1) and ferroce-map(1) without the dashes. What \
+         mapping, [map.NAME]; their keys are the options of ferroce-serve(1) and ferroce-map(1) without the dashes. The table [daemon] has options of ferroce-daemon(1) \
+         itself. What \
          members of the control socket's group may start beyond the file is in the table [control].",
         "An option without a value is true or false, and so is one whose values are on and off. An option that may be given several \
          times takes an array. Sizes and times are written as on the command line: \"1M\", 0.5.",
@@ -55,8 +56,8 @@ pub(super) fn page(version: &str) -> Roff {
         roff.control("PP", []);
         roff.text([roman(paragraph)]);
     }
-    for (table, keys) in daemon::keys() {
-        roff.control("SH", [format!("[{table}.NAME]").as_str()]);
+    for (title, keys) in daemon::keys() {
+        roff.control("SH", [title.as_str()]);
         keys.iter().for_each(|arg| key(&mut roff, arg));
     }
     roff.control("SH", ["[control]"]);
