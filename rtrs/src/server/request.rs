@@ -81,16 +81,17 @@ pub struct Ticket(pub u64);
 /// of; of paths home alone.
 #[derive(Debug)]
 pub enum Output {
-    /// A session's first path is up. No request of it came before. After [`Output::SessionClosed`] a session may be opened
-    /// again, when another of its paths was still being made.
+    /// A session's first path is up. No request of it came before.
     ///
     /// At shares that are not its home: requests of it may come. This is told before it is at home.
     SessionOpened(SessionOpened),
     /// A client wants something done.
     Request(Request),
     /// The session's last path is gone, and all its requests have been answered, at home also those that came to other shares.
+    /// While one of its paths is being connected the session stays, up or not: its client may not know yet that the others are down, and uses
+    /// what it has open.
     ///
-    /// At shares that are not its home: it is over, and is not opened again. This is told after it is at home.
+    /// At shares that are not its home this is told after it is at home.
     SessionClosed {
         /// The session.
         session: SessionKey,

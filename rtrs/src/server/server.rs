@@ -812,7 +812,7 @@ impl Server {
         let (peer, local, connections) = (path.id.peer, path.id.local, path.id.connections);
         let summary = session.summary();
         tracing::info!(session = summary.name, %peer, connections, "path is up");
-        if session.up == 1 {
+        if !core::mem::replace(&mut session.introduced, true) {
             self.effects.counters.sessions_opened += 1;
             self.effects.outputs.push_back(Output::SessionOpened(SessionOpened {
                 session: key,
@@ -848,12 +848,6 @@ impl Server {
                 local: path.id.local,
                 why: why.clone(),
             });
-            if session.up == 0 {
-                self.effects.outputs.push_back(Output::SessionClosed {
-                    session: key,
-                    why: why.clone(),
-                });
-            }
         }
         self.paths.remove(&path_key);
         self.admission.ended(path_key);
@@ -867,6 +861,12 @@ impl Server {
         let Some(session) = self.sessions.remove(&key) else {
             return;
         };
+        if session.introduced {
+            self.effects.outputs.push_back(Output::SessionClosed {
+                session: key,
+                why: why.clone(),
+            });
+        }
         for share in &session.told {
             self.effects.write(*share, Message::Over(key, why.clone()));
         }

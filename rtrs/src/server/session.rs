@@ -57,7 +57,7 @@ pub(crate) struct Session {
     pub(crate) home: Option<usize>,
     /// Other shares that know of it.
     pub(crate) told: BTreeSet<usize>,
-    /// At another share than home: the user knows of it.
+    /// The user knows of it.
     pub(crate) introduced: bool,
     /// Names the memory that was asked for and has not come.
     pub(crate) ticket: Option<Ticket>,

@@ -632,12 +632,38 @@ fn a_new_path_is_let_in_when_the_requests_of_lost_paths_are_answered() {
     assert_eq!(bed.server.counters().paths_held, 1);
     bed.answer(first.key, 0);
     assert!(next.informed(&mut bed));
+    assert_eq!(bed.news(), ["path down: the peer disconnected", "path up"]);
+    write_and_read(&mut bed, &mut next, true, 1);
+}
+
+/// The client may not know yet that its only path is down when another one comes up: it goes on with what it has open, which would
+/// be closed with the session.
+#[test]
+fn a_session_outlives_its_last_path_while_another_is_being_connected() {
+    let mut bed = Bed::new(config());
+    let first = Client::opened(&mut bed, 1, "s1");
+    let mut second = first.second_path(2);
+    second.connect(&mut bed, 0).unwrap();
+    bed.outputs.clear();
+    first.leave(&mut bed);
+    assert_eq!(bed.news(), ["path down: the peer disconnected"]);
+    second.connect(&mut bed, 1).unwrap();
+    second.inform(&mut bed, &name("s1"));
+    assert!(second.informed(&mut bed));
+    assert_eq!(bed.news(), ["path up"]);
+    write_and_read(&mut bed, &mut second, true, 1);
+    bed.outputs.clear();
+    // One that is never up keeps it only until its handshake is given up.
+    let mut third = second.second_path(3);
+    third.connect(&mut bed, 0).unwrap();
+    second.leave(&mut bed);
+    bed.wait(Duration::from_secs(31));
     let news = bed.news();
     assert!(
-        news.contains(&"path up".into()) && news.contains(&"opened s1".into()),
+        news[0].starts_with("path down") && news[1].starts_with("closed"),
         "{news:?}"
     );
-    write_and_read(&mut bed, &mut next, true, 1);
+    bed.is_clean();
 }
 
 #[test]
