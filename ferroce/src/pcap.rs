@@ -32,6 +32,7 @@ Examples:
   ferroce pcap check trace.pcapng
   ferroce pcap check --summary *.pcap
   ferroce pcap check --json trace.pcap | jq .icrc_bad
+  tcpdump -w - -U udp port 4791 | ferroce pcap check -
 
 Exit status:
   0  every RoCEv2 frame is good
@@ -43,7 +44,7 @@ Exit status:
 
 #[derive(Args)]
 struct CheckArgs {
-    /// The captures
+    /// The captures; `-` is standard input
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
     /// No line per frame, only findings and the summary
@@ -90,11 +91,20 @@ struct Unreadable<'a> {
 fn check(args: &CheckArgs, file: &PathBuf) -> Result<Result<Report, String>, Failure> {
     let mut out = BufWriter::new(io::stdout().lock());
     let mut written = Ok(());
-    let report = roce_pcap::check_file_with(file, |frame| {
+    let is_input = file.as_os_str() == "-";
+    let each = |frame: &FrameReport| {
         if !args.json && !args.summary && written.is_ok() {
             written = print_frame(&mut out, frame);
+            // Whoever pipes a live capture wants each line as it comes.
+            if is_input && written.is_ok() {
+                written = out.flush();
+            }
         }
-    });
+    };
+    let report = match is_input {
+        true => roce_pcap::check_reader("-", io::stdin().lock(), each),
+        false => roce_pcap::check_file_with(file, each),
+    };
     written?;
     let report = match report {
         Ok(report) => report,

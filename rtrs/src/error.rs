@@ -128,7 +128,7 @@ fn refusal(reason: RejectReason, errno: Option<i32>) -> String {
         (Some(e), _) => format!("error {e}"),
         (None, RejectReason::INVALID_SERVICE_ID) => "nobody listens there".into(),
         (None, RejectReason::INVALID_MTU) => "the server can't do the path's MTU".into(),
-        (None, RejectReason(n)) => format!("CM reject reason {n}"),
+        (None, other) => other.to_string(),
     }
 }
 

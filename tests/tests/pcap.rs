@@ -1,8 +1,8 @@
 //! `ferroce pcap check`.
 
-use std::{fs, path::PathBuf};
+use std::{fs, path::PathBuf, process::Command};
 
-use ferroce_tests::{process::run, root};
+use ferroce_tests::{ferroce, process::run, root};
 
 fn fixtures() -> Vec<PathBuf> {
     let mut files: Vec<_> = fs::read_dir(root().join("pcap-fixtures"))
@@ -50,6 +50,19 @@ fn every_frame_is_shown_with_its_headers_and_verdict() {
         "{}",
         done.stdout
     );
+}
+
+#[test]
+fn standard_input_is_a_capture_too() {
+    let input = fs::File::open(fixture("rping.pcap")).unwrap();
+    let output = Command::new(ferroce())
+        .args(["pcap", "check", "--json", "-"])
+        .stdin(input)
+        .output();
+    let output = output.unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&report["file"], &report["verdict"]), (&"-".into(), &"good".into()));
 }
 
 #[test]

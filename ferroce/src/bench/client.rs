@@ -116,7 +116,7 @@ impl<'a> Endpoint<'a> {
             Some(CmEventKind::Rejected { reason, .. }) if reason == RejectReason::INVALID_SERVICE_ID => {
                 "nothing listens there: start `ferroce bench --server` first".to_owned()
             }
-            Some(CmEventKind::Rejected { reason, .. }) => format!("the peer refused (reason {})", reason.0),
+            Some(CmEventKind::Rejected { reason, .. }) => format!("the peer refused: {reason}"),
             Some(CmEventKind::ConnectError(text)) => text,
             None | Some(CmEventKind::Unreachable(NoAnswer::Timeout)) => {
                 "no answer: is UDP port 4791 open on the way, and `ferroce bench --server` running there?".to_owned()

@@ -132,7 +132,7 @@ impl Active {
             CmKind::Rejected { reason, .. } if reason == RejectReason::INVALID_SERVICE_ID => {
                 "nothing listens there: start `ferroce bench --server` first".to_owned()
             }
-            CmKind::Rejected { reason, .. } => format!("the peer refused (reason {})", reason.0),
+            CmKind::Rejected { reason, .. } => format!("the peer refused: {reason}"),
             CmKind::ConnectError(why) => why,
             CmKind::Unreachable(why) => format!("{why}: is `ferroce bench --server` running there?"),
             _ => "the connection ended".to_owned(),

@@ -1,6 +1,6 @@
 //! What connections have in common, however they are driven.
 
-use core::time::Duration;
+use core::{fmt, time::Duration};
 
 use roce_bth::RnrTimer;
 
@@ -65,8 +65,8 @@ impl NoAnswer {
     }
 }
 
-impl core::fmt::Display for NoAnswer {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+impl fmt::Display for NoAnswer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Timeout => "no answer",
             Self::PortUnreachable => "nobody receives RoCE there (ICMP: UDP port 4791 is unreachable)",
@@ -94,4 +94,20 @@ impl RejectReason {
     pub const INVALID_MTU: Self = Self(26);
     /// The consumer refused.
     pub const CONSUMER: Self = Self(28);
+}
+
+impl fmt::Display for RejectReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = match *self {
+            Self::NO_QP => "no queue pair",
+            Self::NO_RESOURCES => "no resources",
+            Self::TIMEOUT => "timeout",
+            Self::INVALID_SERVICE_ID => "nothing listens at the service ID",
+            Self::STALE_CONNECTION => "stale connection",
+            Self::INVALID_MTU => "path MTU not supported",
+            Self::CONSUMER => "refused by the program",
+            Self(number) => return write!(f, "CM reject reason {number}"),
+        };
+        write!(f, "{name} (CM reject reason {})", self.0)
+    }
 }
