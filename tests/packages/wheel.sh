@@ -40,7 +40,7 @@ END
 }
 
 removed() {
-    pip uninstall --quiet --yes ferroce && ! find "$venv" -name '*ferroce*' | grep .
+    pip uninstall --quiet --yes ferroce && ! find "$venv" -mindepth 1 -name '*ferroce*' | grep .
 }
 
 check 'the program is in the environment' sh -c 'command -v ferroce | grep -q "$1" && ferroce --version' sh "$venv"

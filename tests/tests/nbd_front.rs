@@ -201,7 +201,11 @@ fn what_makes_no_sense_is_said_before_anything_is_done() {
     let nbd = ["--nbd", &socket];
     let run = |more: &[&str]| run(&lab.args(more));
     refused(&run(&[]), 2, &["--nbd", "--nbd-listen"]);
-    refused(&run(&["--nbd-listen", "nowhere"]), 2, &["nowhere"]);
+    refused(
+        &run(&["--nbd-listen", "nowhere.invalid"]),
+        1,
+        &["can't resolve nowhere.invalid"],
+    );
     refused(
         &run(&[&nbd[..], &["--tls", "require"]].concat()),
         2,

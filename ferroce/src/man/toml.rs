@@ -133,6 +133,6 @@ mod tests {
         for key in ["addr", "export\\-dir", "on\\-loss", "tls\\-verify\\-peer"] {
             assert!(page.contains(&format!("\\fB{key}\\fR = ")), "{key}: {page}");
         }
-        assert!(!page.contains("\\fBjson\\fR"), "the daemon's own");
+        assert!(!page.contains("\\fBconfig\\fR"), "an option of the command line alone");
     }
 }

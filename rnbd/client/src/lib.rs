@@ -25,10 +25,10 @@
 //! # let files = std::thread::spawn(move || while !matches!(finished.try_recv(), Err(std::sync::mpsc::TryRecvError::Disconnected)) {
 //! #     server.next(Duration::from_millis(5));
 //! # });
-//! use rnbd_client::Disk;
+//! use rnbd_client::{Disk, PathAddr};
 //!
-//! let path = "192.0.2.7".parse()?;
-//! # let path = format!("{},{addr}", ferroce_loopback::address()).parse()?;
+//! let path: PathAddr = "192.0.2.7".parse()?;
+//! # let path: PathAddr = format!("{},{addr}", ferroce_loopback::address()).parse()?;
 //! let disk = Disk::open(path, "backup", "disk")?;
 //! println!("{} bytes in blocks of {}", disk.size(), disk.geometry().logical_block_size);
 //!

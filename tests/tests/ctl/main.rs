@@ -337,7 +337,12 @@ fn paths_and_sessions_are_taken_down_and_brought_up() {
         "there is no session \"wrong\"",
     );
     lab.refused("map", &["path", "disconnect", "127.0.0.9"], 1, "there is no path");
-    lab.refused("map", &["path", "add", "nowhere"], 2, "is not an IP address");
+    lab.refused(
+        "map",
+        &["path", "add", "nowhere.invalid"],
+        1,
+        "can't resolve nowhere.invalid",
+    );
     let elsewhere = format!("192.0.2.1,{}", lab.server);
     lab.refused(
         "map",

@@ -66,7 +66,8 @@ const WORK: &str = "\
     told map '\"event\":\"attached\"' 60; grep -q '\"node\":\"/dev/nbd0\"' /tmp/map.out\n\
     [ $(blockdev --getsize64 /dev/nbd0) = 67108864 ]; mkfs.ext4 -q /dev/nbd0; mkdir -p /mnt/a; mount -t ext4 /dev/nbd0 /mnt/a\n\
     cp -a /usr/include/rdma /mnt/a/; sync; echo 3 > /proc/sys/vm/drop_caches; diff -r --no-dereference /usr/include/rdma /mnt/a/rdma\n\
-    refused second map --session other --path $SERVER --device disk,ro --attach /dev/nbd0\n\
+    ip addr add 10.77.0.201/24 dev eth0\n\
+    refused second map --session other --addr 10.77.0.201 --path $SERVER --device disk,ro --attach /dev/nbd0\n\
     grep -q '/dev/nbd0 is in use' /tmp/second.err || { said second; exit 1; }\n\
     kill -TERM $(cat /tmp/map.pid); for i in $(seq 100); do grep -q 'mounted at /mnt/a' /tmp/map.err && break; sleep 0.1; done\n\
     grep -q 'mounted at /mnt/a' /tmp/map.err; touch /mnt/a/still; sync; [ ! -e /tmp/map.rc ]\n\
