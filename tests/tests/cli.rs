@@ -44,6 +44,7 @@ fn wrong_usage_is_status_2() {
             "/dev/sda",
         ],
         &["doctor", "--peer", "not an address"],
+        &["run", "--pcap", "/nowhere/wire.pcap", "--", "true"],
     ] {
         let done = run(args);
         assert_eq!(done.code, Some(2), "{args:?}: {}", done.stderr);

@@ -226,6 +226,13 @@ fn add_settings(command: &mut Command, args: &RunArgs, addrs: String, level: Opt
     if let Some(file) = &args.pcap {
         // The program may change its directory.
         let file = absolute(file).map_err(|e| Failure::usage(format!("{}: {e}", file.display())))?;
+        let folder = file.parent().filter(|folder| !folder.to_string_lossy().contains("%p"));
+        if let Some(missing) = folder.filter(|folder| !folder.is_dir()) {
+            return Err(Failure::usage(format!(
+                "--pcap: there is no folder {}",
+                missing.display()
+            )));
+        }
         command.env(PCAP_VARIABLE, capture::prepare(file));
     }
     if let Some(rules) = args.fault.text() {
