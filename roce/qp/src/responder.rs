@@ -903,7 +903,8 @@ impl QueuePair {
         self.note_refusal(ctx, refusal, packet);
         let row = refusal_row(refusal);
         self.resp.inbound = Inbound::Idle;
-        match self.resp.receive.take() {
+        // What is being received when a READ's data can't be sent is a later request's, and is flushed.
+        match packet.and_then(|_| self.resp.receive.take()) {
             Some(receive) => self.complete_receive_error(ctx, receive.wqe.wr_id, row.status),
             None => ctx.events.push((row.event)(self.config.qpn)),
         }

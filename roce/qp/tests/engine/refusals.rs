@@ -471,6 +471,27 @@ fn memory_taken_back_while_it_is_read_ends_the_stream() {
     assert_eq!(p.b.qp.state(), QpState::Err);
 }
 
+/// The receive is a later request's, which was not refused.
+#[test]
+fn a_read_that_is_refused_while_its_data_is_sent_flushes_the_receive_of_a_later_message() {
+    let mut p = Pair::new(setup());
+    let (src, dst) = (p.b.filled(1000, 1), p.b.region(600));
+    p.b.recv(5, &[sge(&dst, 0, 600)]);
+    p.b.handle(&raw(Opcode::RcReadRequest, 0).reth(src.addr(), src.rkey(), 1000).bytes());
+    p.b.sink.room = Some(2);
+    p.b.poll_transmit();
+    p.b.sink.sent.clear();
+    p.b.handle(&raw(Opcode::RcSendFirst, 4).payload(&[1; 256]).bytes());
+    p.b.sink.room = None;
+    p.b.mem.deregister(&src).unwrap();
+    assert_eq!(answer(&mut p, &[]), [(nak(NakCode::RemoteAccessError), 2)]);
+    let ended = p.b.received();
+    assert_eq!(
+        ended.iter().map(|c| (c.wr_id, c.status)).collect::<Vec<_>>(),
+        [(5, WcStatus::FlushError)]
+    );
+}
+
 #[test]
 fn a_receive_into_bad_memory_is_an_operational_error() {
     for revoke in [false, true] {
