@@ -2,7 +2,8 @@
 
 use std::{
     ffi::OsStr,
-    fs, io,
+    fs::{self, File},
+    io,
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
 };
@@ -55,7 +56,12 @@ fn put(from: &Path, dir: &Path, name: &OsStr, mode: u32) -> Result<(), Failure> 
     fs::create_dir_all(dir).map_err(named(dir))?;
     let to = dir.join(name);
     let fresh = dir.join(format!("{}.new", name.display()));
-    fs::copy(from, &fresh).map_err(|e| Failure::failed(format!("{} to {}: {e}", from.display(), fresh.display())))?;
-    fs::set_permissions(&fresh, fs::Permissions::from_mode(mode)).map_err(named(&fresh))?;
+    // Of a copy that was interrupted.
+    let _ = fs::remove_file(&fresh);
+    let mut source = File::open(from).map_err(named(from))?;
+    let mut copy = File::create_new(&fresh).map_err(named(&fresh))?;
+    io::copy(&mut source, &mut copy)
+        .and_then(|_| copy.set_permissions(fs::Permissions::from_mode(mode)))
+        .map_err(|e| Failure::failed(format!("{} to {}: {e}", from.display(), fresh.display())))?;
     fs::rename(&fresh, &to).map_err(named(&to))
 }

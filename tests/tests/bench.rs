@@ -123,7 +123,7 @@ fn errors_say_what_to_do() {
     for args in [
         &["bench"][..],
         &["bench", "write", "--mtu", "1000"],
-        &["bench", "write", "--connect", "nowhere"],
+        &["bench", "write", "--connect", "no where"],
         &["bench", "ceiling", "--connect", "127.0.0.1"],
     ] {
         assert_eq!(run(args).code, Some(2), "{args:?}");

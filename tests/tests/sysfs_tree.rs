@@ -4,7 +4,7 @@ use std::{
     collections::BTreeSet,
     fs,
     io::{BufRead, BufReader, ErrorKind, Read, Write},
-    net::Ipv4Addr,
+    net::{Ipv4Addr, UdpSocket},
     os::unix::{
         fs::{FileExt, MetadataExt, PermissionsExt, symlink},
         net::UnixStream,
@@ -403,8 +403,9 @@ fn a_write_that_waits_holds_up_nobody_and_can_be_interrupted() {
     let lab = Lab::new();
     let daemon = lab.daemon(&[]);
     let session = lab.tree("class/rtrs-client/test");
-    // Nobody answers at such an address.
+    // Something that never answers has the port.
     let (from, to) = (lab.clients[0], fresh_address());
+    let _deaf = UdpSocket::bind((to, 4791)).unwrap();
     let add = |from: Ipv4Addr, to: Ipv4Addr| -> Child {
         let script = format!("echo ip:{from}@ip:{to} > '{}'", session.join("add_path").display());
         let mut command = Command::new("sh");

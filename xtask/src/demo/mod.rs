@@ -152,7 +152,8 @@ pub(crate) fn suite(ferroce: &Path) -> Result<Tally> {
 
 /// Interrupts a demo while its device is mapped, and looks for what it left behind.
 fn interrupted(ferroce: &Path) -> Result<()> {
-    let own = std::env::current_exe().map_err(|e| format!("path of this program: {e}"))?;
+    // By its path it may be another one: CI builds this program again while it runs.
+    let own = "/proc/self/exe";
     let temp = WorkDir::new(&std::env::temp_dir(), false)?;
     let mut command = Command::new(own);
     command

@@ -51,7 +51,7 @@ const PRODUCT: [&str; 5] = ["roce", "rtrs", "rnbd", "verbs-shim", "ferroce"];
 /// The only file that creates socket files: elsewhere the owner of a folder could redirect them, and their modes.
 const SOCKET_FILES: &str = "roce/net/src/socket_file.rs";
 /// What only that file may do.
-const BY_PATH: [&str; 2] = ["UnixListener::bind", "fs::set_permissions"];
+const BY_PATH: [&str; 2] = ["UnixListener::bind(", "fs::set_permissions"];
 /// Lines that a file may have.
 const LONGEST: usize = 1000;
 /// What they must not mention.

@@ -347,8 +347,9 @@ fn has_flag(node: &libc::ifaddrs, flag: c_int) -> bool {
     node.ifa_flags & flag as u32 != 0
 }
 
+/// Whether an interface is up and has a carrier, as rdma_rxe's port. IFF_RUNNING follows the carrier up to a second later.
 fn is_running(flags: u32) -> bool {
-    let both = (libc::IFF_UP | libc::IFF_RUNNING) as u32;
+    let both = (libc::IFF_UP | libc::IFF_LOWER_UP) as u32;
     flags & both == both
 }
 
