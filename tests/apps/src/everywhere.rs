@@ -41,7 +41,7 @@ test $(cat $at/parent) = lo
 echo all counted";
 
 /// Two hosts of one user, each a network namespace with a broker of its own: by itself, and not by a directory that both are told.
-/// No program is told a device or an address: the first device leads to the other host, though each host has loopback too.
+/// The other host's programs are told no device and no address: their first device leads here, though they have loopback too.
 const HOSTS: &str = "set -e; export PATH=$PATH:/usr/sbin:/sbin XDG_RUNTIME_DIR={dir}; unset FERROCE_BROKER_DIR FERROCE_ADDR
 unshare -n sh -c 'echo up; exec sleep 600' > other & other=$!
 trap 'kill $other' EXIT
@@ -49,7 +49,7 @@ soon() { for i in $(seq 300); do \"$@\" && return; sleep 0.1; done; echo \"not: 
 soon grep -q up other
 ip link add host0 type veth peer name host1 netns $other
 ip addr add 198.51.100.1/24 dev host0; ip link set host0 up
-here() { env \"$@\"; }
+here() { env FERROCE_ADDR=198.51.100.1 \"$@\"; }
 there() { nsenter -t $other -n env \"$@\"; }
 there ip link set lo up; ip link set lo up; ip addr show lo | grep 127.0.0.1
 there ip addr add 198.51.100.2/24 dev host1; there ip link set host1 up
@@ -66,33 +66,10 @@ there ib_write_bw -n 500 -p {port} 198.51.100.1
 wait $server
 here stdbuf -oL ibv_rc_pingpong -g 0 -p {port} > server & server=$!
 soon grep -q 'local address' server
-FERROCE_DEVICE_NAME=mlx5_0 ibv_rc_pingpong -d mlx5_0 -g 0 -p {port} 198.51.100.1
+here FERROCE_DEVICE_NAME=mlx5_0 ibv_rc_pingpong -d mlx5_0 -g 0 -p {port} 198.51.100.1
 wait $server
 test $(ls -d {dir}/ferroce/net-* | wc -l) = 2
 echo both met";
-
-/// Two containers on a bridge: neither is told a device, in either direction.
-const BRIDGE: &str =
-    "set -e; export PATH=$PATH:/usr/sbin:/sbin XDG_RUNTIME_DIR={dir}; unset FERROCE_BROKER_DIR FERROCE_ADDR
-soon() { for i in $(seq 300); do \"$@\" && return; sleep 0.1; done; echo \"not: $*\"; exit 1; }
-ip link add bridge0 type bridge; ip link set bridge0 up
-container() {
-  unshare -n sh -c 'echo up; exec sleep 600' > up$1 & pid=$!
-  soon grep -q up up$1
-  ip link add port$1 type veth peer name eth0 netns $pid; ip link set port$1 master bridge0; ip link set port$1 up
-  nsenter -t $pid -n ip link set lo up
-  nsenter -t $pid -n ip addr add 198.51.100.$1/24 dev eth0; nsenter -t $pid -n ip link set eth0 up
-}
-container 1; first=$pid; trap 'kill $first' EXIT
-container 2; second=$pid; trap 'kill $first $second' EXIT
-both() {
-  nsenter -t $1 -n stdbuf -oL ib_write_bw -n 500 -p {port} > server & server=$!
-  soon grep -q 'Waiting for client' server
-  nsenter -t $2 -n ib_write_bw -n 500 -p {port} $3
-  wait $server
-}
-both $first $second 198.51.100.1; both $second $first 198.51.100.2
-echo both ways";
 
 /// Functions of libc that libibumad, libhwloc, UCX and programs built with _FORTIFY_SOURCE read sysfs with.
 const FILES: &str = r#"import ctypes, os
@@ -141,11 +118,6 @@ pub(crate) fn all() -> Vec<Case> {
     };
     // Not everywhere: a broker of every address would have theirs.
     out.push(hosts.says("both met").on_ethernet().ci());
-    let bridge = Case {
-        client: script(BRIDGE),
-        ..Case::alone("two containers on a bridge", PERFTEST, "sh")
-    };
-    out.push(bridge.says("both ways").on_ethernet().ci());
     let files = Case::alone("sysfs by other calls", "python3", "python3 files.py").file("files.py", FILES);
     out.push(files.says("all read").everywhere().ci());
     let watch = Case::alone("ibv_asyncwatch of a link", IBVERBS, "sh watch.sh").file("watch.sh", WATCH);
