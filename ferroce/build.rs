@@ -4,7 +4,7 @@ use std::{env, fs, path::Path, process::Command};
 
 /// Names the commit where the source is no git repository, such as in a distribution's build.
 const COMMIT: &str = "FERROCE_COMMIT";
-/// What `cargo package` puts beside the manifest.
+/// File that `cargo package` puts next to the manifest.
 const PACKAGED: &str = ".cargo_vcs_info.json";
 
 fn main() {

@@ -122,7 +122,7 @@ struct Which {
 }
 
 impl Which {
-    /// Those that are meant, at least one.
+    /// Returns the selected processes, at least one.
     fn targets(&self) -> Result<Vec<FaultTarget>, Failure> {
         let all = FaultTarget::all().map_err(|e| Failure::failed(format!("/proc/net/unix: {e}")))?;
         let is_meant = |target: &FaultTarget| {

@@ -95,7 +95,7 @@ fn message(family: u16, sequence: u32, command: u8, attributes: &Attributes) -> 
     bytes
 }
 
-/// What a datagram of the kernel's says about a request.
+/// Part of the kernel's answer to a request: one datagram.
 #[derive(PartialEq, Eq, Debug)]
 enum Answer {
     /// Attributes; more follows.

@@ -7,7 +7,7 @@ use rnbd::nbd::proto::{FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, INIT_MAGIC, OPT_MAGI
 /// Longest reply to an option in bytes: information, or a text.
 const ROOM: u32 = 4096;
 
-/// What the server says of an export.
+/// Export as the server describes it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Export {
     pub(super) bytes: u64,
@@ -104,7 +104,7 @@ mod tests {
         bytes
     }
 
-    /// What the client makes of a server that says this; and what it has sent.
+    /// Runs the client against a server with these replies. Returns its result and the bytes that it sent.
     fn against(replies: &[Vec<u8>]) -> (io::Result<Export>, Vec<u8>) {
         let (mut here, mut there) = UnixStream::pair().unwrap();
         let greeting = [

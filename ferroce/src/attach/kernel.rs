@@ -78,7 +78,7 @@ impl Kernel {
         connected.ok_or_else(|| "the kernel does not say which device it has connected".to_owned())
     }
 
-    /// Has a device end its requests and let go of its sockets.
+    /// Disconnects a device: its requests end, and its sockets are closed.
     ///
     /// # Errors
     /// The kernel's: EINVAL for a device that is not connected.

@@ -172,7 +172,7 @@ impl Attached {
         claimed.sync_all()
     }
 
-    /// Where it is mounted, for messages.
+    /// Returns the mount points, for messages.
     fn mounts(&self) -> String {
         let table = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
         let path = self.path();
@@ -238,7 +238,7 @@ impl Attachments {
         )
     }
 
-    /// Something has happened to a device.
+    /// Follows an event of the mapping: a node gets its device's new size.
     pub(crate) fn news(&mut self, reporter: &Reporter, news: &MapNews) -> Result<(), Failure> {
         match news {
             MapNews::Changed { device, geometry } => {

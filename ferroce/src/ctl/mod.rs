@@ -101,7 +101,7 @@ enum Verb {
     Remap {
         /// Which
         device: String,
-        /// Unmap it at any price and map it anew
+        /// Force-unmap it and map it again
         #[arg(value_enum)]
         force: Option<Force>,
     },
@@ -200,7 +200,7 @@ enum SessionVerb {
         /// Its name
         session: Option<String>,
     },
-    /// Connect all of its paths anew, one after the other
+    /// Reconnect all of its paths, one after the other
     Reconnect {
         /// Its name
         session: Option<String>,
@@ -255,7 +255,7 @@ enum PathVerb {
     Delete(PathWords),
     /// Take one down until somebody connects it; a client's path at a server comes back if the client wants
     Disconnect(PathWords),
-    /// Connect one anew, at once
+    /// Reconnect one immediately
     Reconnect(PathWords),
     /// Delete one and add it again
     Readd(PathWords),

@@ -18,7 +18,7 @@ use crate::output::{self, Failure};
 
 /// The page of concepts, with the version to be filled in.
 const OVERVIEW: &str = include_str!("ferroce.7");
-/// What the pages belong to.
+/// Title of the manual, in each page's header.
 const MANUAL: &str = "ferroce manual";
 /// Commands that read the configuration file or start what it may name.
 const OF_THE_FILE: [&str; 5] = [

@@ -115,7 +115,7 @@ pub(crate) fn links(processes: &[ProcessReport]) -> std::io::Result<Vec<Link>> {
             continue;
         }
         let mtu = iface::mtu_of(name).ok().and_then(Mtu::for_interface).map(|m| m.bytes());
-        let up = has_carrier(name) && mtu.is_some();
+        let up = mtu.is_some() && all.iter().any(|interface| interface.name == *name && interface.running);
         out.push(Link {
             ifname,
             port: 1,
@@ -128,12 +128,6 @@ pub(crate) fn links(processes: &[ProcessReport]) -> std::io::Result<Vec<Link>> {
         });
     }
     Ok(out)
-}
-
-/// What `operstate` says; interfaces without a notion of a carrier say `unknown`.
-fn has_carrier(name: &str) -> bool {
-    let state = std::fs::read_to_string(format!("/sys/class/net/{name}/operstate")).unwrap_or_default();
-    matches!(state.trim(), "up" | "unknown" | "")
 }
 
 /// Processes with this device open. Any address of a loopback network is the loopback interface's.

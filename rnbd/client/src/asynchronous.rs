@@ -121,7 +121,7 @@ impl AsyncDisk {
             .map(drop)
     }
 
-    /// Closes the disk for all handles: ends what is in flight, makes what was written durable, and takes leave of the server.
+    /// Closes the disk for all handles: ends what is in flight, flushes, and disconnects from the server.
     ///
     /// # Errors
     /// As [`Disk::close`](crate::Disk::close).

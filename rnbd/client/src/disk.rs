@@ -201,7 +201,7 @@ impl Disk {
         self.call(Request::WriteZeroes { offset, len, may_unmap }).map(drop)
     }
 
-    /// Closes the disk for all handles: ends what is in flight, makes what was written durable, and takes leave of the server.
+    /// Closes the disk for all handles: ends what is in flight, flushes, and disconnects from the server.
     ///
     /// # Errors
     /// When the last flush fails, or the session was lost before.

@@ -15,7 +15,7 @@ pub enum OpenError {
     Route {
         /// The server.
         server: IpAddr,
-        /// What the system says.
+        /// Error of the system.
         source: io::Error,
     },
     /// Our address can't be used.
@@ -30,7 +30,7 @@ pub enum OpenError {
     /// The session was lost.
     #[error("the session was lost: {0}")]
     Lost(PathError),
-    /// What was written could not be made durable at the end.
+    /// The flush at the end failed: completed writes may not be durable.
     #[error("flush at the end: {0}")]
     Flush(Errno),
     /// The loop failed.

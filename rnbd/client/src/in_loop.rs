@@ -18,7 +18,7 @@ use crate::{
     service::{Command, DiskService, Status},
 };
 
-/// What has happened to a disk in the caller's loop.
+/// Event of a disk in the caller's loop.
 #[derive(Debug)]
 pub enum DiskEvent {
     /// Operations are taken from now on.
@@ -157,7 +157,7 @@ impl DiskLoop {
         self.take_results();
     }
 
-    /// Begins to close, with the next turn: ends what is in flight, makes what was written durable, and takes leave of the server.
+    /// Begins to close, with the next turn: ends what is in flight, flushes, and disconnects from the server.
     /// [`DiskEvent::Closed`] follows.
     pub fn close(&mut self) {
         self.handle.command(Command::Close(None));

@@ -50,7 +50,7 @@
 //! runtime; both have a thread that does the I/O. [`DiskLoop`] has none: a loop of the caller's drives it by one descriptor.
 //! [`DiskOptions`] has what a call of `open` leaves out: further paths, access, what becomes of operations while no path is up.
 //!
-//! What is logged of paths goes to [tracing](https://docs.rs/tracing).
+//! Log events of paths go to [tracing](https://docs.rs/tracing).
 
 mod asynchronous;
 mod disk;

@@ -1,4 +1,4 @@
-//! What is asked of a disk, and how it ends.
+//! Requests to a disk and their results.
 
 use std::{collections::VecDeque, io, ops::Range};
 
@@ -21,7 +21,7 @@ pub enum Request {
     Write {
         /// First byte.
         offset: u64,
-        /// What is written. It comes back with the result, for reuse.
+        /// Bytes to write. The buffer comes back with the result, for reuse.
         data: Vec<u8>,
         /// Forced unit access: durable when it has ended.
         fua: bool,
@@ -99,7 +99,7 @@ impl Request {
 /// Result of an operation: the bytes of a read, or the data of a write for reuse; else nothing.
 pub(crate) type Outcome = io::Result<Vec<u8>>;
 
-/// Where a result goes.
+/// Destination of a result.
 pub(crate) enum Reply {
     /// Into the queue of a loop of the caller's, under this number.
     Queue(u64),

@@ -116,13 +116,18 @@ impl LinkWatch {
     /// # Errors
     /// When the kernel can't tell how the interfaces are; the change is not lost.
     pub fn take(&mut self) -> io::Result<Vec<(String, LinkChange)>> {
+        self.compare(changes)
+    }
+
+    /// Compares the interfaces with those of the last call if something may have changed.
+    fn compare<T>(&mut self, difference: fn(&Picture, &Picture) -> Vec<T>) -> io::Result<Vec<T>> {
         if !sys::drain(self.socket.as_fd()) {
             return Ok(vec![]);
         }
         let now = picture()?;
-        let out = changes(&self.last, &now);
+        let found = difference(&self.last, &now);
         self.last = now;
-        Ok(out)
+        Ok(found)
     }
 
     /// Addresses that lost their link since the last call: their interface went down or away, or they were removed. Never waits.
@@ -130,13 +135,7 @@ impl LinkWatch {
     /// # Errors
     /// As [`take`](Self::take).
     pub fn take_lost(&mut self) -> io::Result<Vec<IpAddr>> {
-        if !sys::drain(self.socket.as_fd()) {
-            return Ok(vec![]);
-        }
-        let now = picture()?;
-        let lost = lost_addresses(&self.last, &now);
-        self.last = now;
-        Ok(lost)
+        self.compare(lost_addresses)
     }
 }
 

@@ -98,6 +98,14 @@ enum Ident {
     Recovered(u16),
 }
 
+/// Reason for which a packet of an unauthenticated sender is dropped.
+enum Unproven {
+    /// Its ICRC is wrong.
+    Corrupt,
+    /// Its ICRC fits an Identification that the peer would not send.
+    Implausible,
+}
+
 impl Port {
     /// Processes one UDP payload, or a GRO buffer of several packets from one sender. Accepts any bytes.
     pub fn handle_datagram(&mut self, now: Instant, meta: &RxMeta, bytes: &[u8]) {
@@ -240,7 +248,7 @@ impl Port {
             self.counters.drop_pkey += 1;
             return;
         }
-        let Some(id) = self.check_stranger(now, source, index, bytes) else {
+        let Ok(id) = self.check_stranger(now, source, index, bytes) else {
             return;
         };
         match info.class {
@@ -349,7 +357,7 @@ impl Port {
             self.counters.drop_pkey += 1;
             return;
         }
-        let Some(id) = self.check_stranger(now, source, index, bytes) else {
+        let Ok(id) = self.check_stranger(now, source, index, bytes) else {
             return;
         };
         self.counters.rx_multicast += 1;
@@ -385,12 +393,10 @@ impl Port {
             self.counters.drop_bad_mad += 1;
             return;
         }
-        let corrupt = self.counters.icrc_errors;
-        let Some(id) = self.check_stranger(now, source, index, bytes) else {
-            if self.counters.icrc_errors > corrupt {
-                self.look_for_translation(now, source, index, bytes);
-            }
-            return;
+        let id = match self.check_stranger(now, source, index, bytes) {
+            Ok(id) => id,
+            Err(Unproven::Corrupt) => return self.look_for_translation(now, source, index, bytes),
+            Err(Unproven::Implausible) => return,
         };
         self.counters.rx_mads += 1;
         if let Some(slot) = to_program {
@@ -417,18 +423,20 @@ impl Port {
     /// Verifies the ICRC of a packet from an unauthenticated sender; returns its Identification.
     ///
     /// Never changes the state of the peer at that address, which exists only with queue pairs.
-    fn check_stranger(&mut self, now: Instant, source: &Source, index: u16, bytes: &[u8]) -> Option<u16> {
+    fn check_stranger(&mut self, now: Instant, source: &Source, index: u16, bytes: &[u8]) -> Result<u16, Unproven> {
         let known = self.peers.find(source.flow.ip.src());
         let hint = known.map_or(index, |key| self.peers.get(key).ident.hint(index));
-        let id = match (self.check_icrc(source, index, bytes, hint)?, known) {
-            (Ident::Known(id), _) | (Ident::Recovered(id), None) => return Some(id),
-            (Ident::Recovered(id), Some(key)) => {
-                let peer = self.peers.get_mut(key);
-                (peer.ident.judge(now, id) || peer.strangers.admit(now)).then_some(id)
-            }
+        let ident = self.check_icrc(source, index, bytes, hint).ok_or(Unproven::Corrupt)?;
+        let (id, key) = match (ident, known) {
+            (Ident::Known(id), _) | (Ident::Recovered(id), None) => return Ok(id),
+            (Ident::Recovered(id), Some(key)) => (id, key),
         };
-        self.counters.icrc_implausible += u64::from(id.is_none());
-        id
+        let peer = self.peers.get_mut(key);
+        if peer.ident.judge(now, id) || peer.strangers.admit(now) {
+            return Ok(id);
+        }
+        self.counters.icrc_implausible += 1;
+        Err(Unproven::Implausible)
     }
 
     /// Verifies a packet's ICRC. Recovers an unknown IPv4 Identification, trying `hint` first.

@@ -416,7 +416,7 @@ impl Session {
             (PathState::Connected, kind) => {
                 let why = match kind {
                     CmKind::ConnectError(text) => text,
-                    CmKind::Rejected { reason, .. } => format!("rejected: {reason:?}"),
+                    CmKind::Rejected { reason, .. } => format!("rejected: {reason}"),
                     CmKind::Unreachable(why) => format!("unreachable: {why}"),
                     CmKind::AddressChange => "our address is gone".into(),
                     _ => return,

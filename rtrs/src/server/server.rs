@@ -561,7 +561,7 @@ impl Server {
             }
             CmKind::Resolved { .. } | CmKind::ConnectRequest { .. } | CmKind::TimewaitExit => return true,
             CmKind::Disconnected => PathError::PeerDisconnected,
-            CmKind::Rejected { reason, .. } => PathError::Cm(format!("rejected, {reason:?}")),
+            CmKind::Rejected { reason, .. } => PathError::Cm(format!("rejected: {reason}")),
             CmKind::Unreachable(_) | CmKind::ConnectError(_) | CmKind::AddressChange => {
                 PathError::Cm(format!("{kind:?}"))
             }

@@ -160,7 +160,7 @@ const VERBS: &[(&str, &[&str])] = &[
     ),
     (
         "nobody listens",
-        &["RDMA_CM_EVENT_", " from 127.", " to 127.", ":7471: "],
+        &["RDMA_CM_EVENT_REJECTED", " from 127.", " to 127.", ":7471: "],
     ),
 ];
 

@@ -1,5 +1,6 @@
 //! Off-path attacker: it knows the addresses of all hosts, their programs' port, the numbers of connected queue pairs, where
-//! their PSN streams are, and the protocol. It receives nothing, and may send any packet from any address at any rate.
+//! their PSN streams are, and the protocol. It receives nothing, and may send any packet from any address at any rate: also ICMP
+//! errors that quote packets of its making, and connect requests that look as if they had passed address translation.
 //!
 //! Its packets take no room on links and in socket buffers, and the port processes each burst at once: the ports are under
 //! test, not the network's capacity. A run in which its packets have no effect is the same run as without it, to the
@@ -19,6 +20,7 @@ use std::{
 use roce_bth::{Qpn, ROCE_UDP_PORT};
 use roce_cm::mad::Attribute;
 use roce_port::ConnId;
+use roce_verbs::provider::NoAnswer;
 
 pub(crate) use self::{copies::Copies, forge::MARK, observer::Observer, strays::Stray};
 use self::{
@@ -353,7 +355,7 @@ impl World {
             self.schedule(100 * US, Event::Attack);
             return Ok(());
         };
-        let host = campaign.to;
+        let (host, src) = (campaign.to, campaign.src);
         let n = campaign.burst.min(campaign.left);
         campaign.left -= n;
         let frames: Vec<Frame> = (0..n).map(|_| self.forge(&mut blind, &mut campaign)).collect();
@@ -367,10 +369,15 @@ impl World {
         if !self.hosts[host].alive {
             return Ok(());
         }
-        for frame in frames {
-            self.trace.forged(self.now, host, &frame);
+        for (index, frame) in frames.iter().enumerate() {
+            self.trace.forged(self.now, host, frame);
             let now = self.instant();
-            self.hosts[host].take(now, &frame);
+            self.hosts[host].take(now, frame);
+            // An ICMP error that quotes a packet which the host has not sent.
+            if index % 4 == 0 {
+                let port = &mut self.hosts[host].port;
+                port.handle_undeliverable(now, src, &frame.bytes, NoAnswer::PortUnreachable);
+            }
         }
         self.service(host)?;
         self.check_bounds(host)
@@ -439,8 +446,14 @@ impl World {
         }
         // Routers have nothing to deliver groups' packets here, but a neighbour may send them.
         let to_group = campaign.what == What::Multicast && host.addr.is_ipv4() && rng.chance(0.5);
+        // Some requests look like those of a sender behind address translation.
+        let is_request = matches!(campaign.what, What::Mads(_) | What::Sessions);
+        let others = self.hosts.iter().map(|h| h.plan.addr);
+        let translated = others
+            .filter(|addr| ![campaign.src, host.addr].contains(addr) && addr.is_ipv4() == host.addr.is_ipv4())
+            .find(|_| is_request && blind.forged % 10 == 9);
         Frame {
-            src,
+            src: translated.map_or(src, |addr| SocketAddr::new(addr, port)),
             dst: if to_group {
                 Ipv4Addr::new(239, 1, 2, 3).into()
             } else {
