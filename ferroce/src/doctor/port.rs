@@ -73,12 +73,19 @@ fn shared(wanted: IpAddr) -> Option<Check> {
     if addrs.is_empty() {
         return None;
     }
-    let (pid, users) = (statistics.pid, statistics.processes.len());
     let text = format!(
-        "shared on {} by ferroce's broker (process {pid}), which {users} processes use",
-        addrs.join(", ")
+        "shared on {} by ferroce's broker (process {}), {}",
+        addrs.join(", "),
+        statistics.pid,
+        in_use_by(statistics.processes.len())
     );
     Some(Check::ok(ID, text))
+}
+
+/// Number of processes at a broker, in words.
+fn in_use_by(processes: usize) -> String {
+    let plural = if processes == 1 { "" } else { "es" };
+    format!("in use by {processes} process{plural}")
 }
 
 /// The broker of this user, or of the system.
@@ -87,11 +94,11 @@ pub(super) fn broker() -> Check {
     let dir = sharing::directory();
     match roce::broker::statistics(&dir) {
         Ok(Some(s)) => {
-            let users = s.processes.len();
             let text = format!(
-                "runs in {} (process {}), {users} processes use it",
+                "runs in {} (process {}), {}",
                 dir.display(),
-                s.pid
+                s.pid,
+                in_use_by(s.processes.len())
             );
             match s.isolation {
                 Isolation::OneUser => Check::ok(ID, text),
