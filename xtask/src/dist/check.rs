@@ -20,7 +20,7 @@ const SCRIPTS: &str = "tests/packages";
 /// The Debian that packages are tried in, and what is in it besides.
 const SUITE: &str = "bookworm";
 const ARCHIVE: &str = "http://deb.debian.org/debian";
-const INCLUDED: &str = "ibverbs-utils,rdmacm-utils,libnbd-bin,man-db,procps";
+const INCLUDED: &str = "ibverbs-utils,rdmacm-utils,libnbd-bin,man-db,procps,systemd-sysv";
 /// What is tried in a root: as the script calls it, and how the file's name ends.
 const IN_ROOTS: [(&str, &str); 3] = [("deb", ".deb"), ("tarball", ".tar.gz"), ("oci", ".oci.tar")];
 const WHEEL: &str = ".whl";
@@ -61,7 +61,9 @@ fn crates() -> Result<()> {
 /// Tries what [`super::run`] has made.
 pub(super) fn run(out: &Path) -> Result<()> {
     tools::ensure(&tools::OF_FRESH_ROOTS)?;
-    let tally = all(out)?;
+    tools::ensure(&tools::OF_BOOTED_ROOTS)?;
+    let mut tally = all(out)?;
+    tally.add(units(out)?);
     match tally.failures.is_empty() {
         true => Ok(()),
         false => Err(tally.failures.join("\n")),
@@ -86,6 +88,14 @@ fn all(out: &Path) -> Result<Tally> {
     }
     tally.add(wheel(&out)?);
     Ok(tally)
+}
+
+/// The units of the Debian package under a systemd of their own.
+fn units(out: &Path) -> Result<Tally> {
+    let out = out.canonicalize().map_err(failed(out))?;
+    let mut command = Command::new(Path::new(SCRIPTS).join("booted.sh"));
+    command.arg(base()?).arg(find(&out, ".deb")?);
+    lines("units", &mut command)
 }
 
 fn find(out: &Path, end: &str) -> Result<PathBuf> {
