@@ -9,6 +9,7 @@ use std::{
     },
 };
 
+use memmap2::{MmapMut, MmapRaw};
 use roce_verbs::provider::Memory;
 
 use crate::{
@@ -18,9 +19,9 @@ use crate::{
 
 /// Alignment of allocated regions, bytes.
 const PAGE: usize = 4096;
-/// From here on an allocation makes its own page alignment: the allocator gives out zero pages that nobody has touched
-/// only where it is not asked for alignment, and would fill these by hand, which occupies them.
-const LARGE: usize = 256 << 10;
+/// Allocations of this many bytes or more are mapped. From the heap, which may give out memory that was in use before, they would be
+/// filled with zeros at once; and freeing them would have glibc keep as much more in each arena (mallopt(3), `M_MMAP_THRESHOLD`).
+const LARGE: usize = 128 << 10;
 
 /// Error of a range outside of a mapping: a bug of the caller's, answered like memory that is gone.
 const OUTSIDE: AccessError = AccessError::Revoked;
@@ -38,11 +39,21 @@ pub trait Persist: core::fmt::Debug + Send + Sync {
 struct Backing {
     ptr: NonNull<u8>,
     len: usize,
-    /// What was allocated for it, if it was: the range may start later.
-    owned: Option<(NonNull<u8>, Layout)>,
+    /// The allocation, if it was allocated here.
+    owned: Option<Owned>,
     persist: Option<Arc<dyn Persist>>,
     /// Keeps shared memory alive.
     shared: Option<Arc<dyn Memory>>,
+}
+
+/// Memory that was allocated here.
+#[derive(Debug)]
+enum Owned {
+    Heap(Layout),
+    /// Unmapped with it.
+    Mapped {
+        _map: MmapRaw,
+    },
 }
 
 // SAFETY: the pointer is only used for raw copies and atomics within bounds that are proven first; the type has no
@@ -53,9 +64,9 @@ unsafe impl Sync for Backing {}
 
 impl Drop for Backing {
     fn drop(&mut self) {
-        if let Some((base, layout)) = self.owned {
-            // SAFETY: `base` came from `alloc_zeroed` with this layout and is freed only here.
-            unsafe { dealloc(base.as_ptr(), layout) }
+        if let Some(Owned::Heap(layout)) = self.owned {
+            // SAFETY: the pointer came from `alloc_zeroed` with this layout and is freed only here.
+            unsafe { dealloc(self.ptr.as_ptr(), layout) }
         }
     }
 }
@@ -96,19 +107,20 @@ impl Mapping {
                 shared: None,
             }));
         }
-        let (bytes, align) = match len < LARGE {
-            true => (len, PAGE),
-            false => (len.checked_add(PAGE - 1).ok_or_else(none)?, 1),
+        let (ptr, owned) = if len < LARGE {
+            let layout = Layout::from_size_align(len, PAGE).map_err(|_| none())?;
+            // SAFETY: the layout has a size above zero.
+            let ptr = unsafe { alloc_zeroed(layout) };
+            (ptr, Owned::Heap(layout))
+        } else {
+            let map = MmapRaw::from(MmapMut::map_anon(len).map_err(|_| none())?);
+            (map.as_mut_ptr(), Owned::Mapped { _map: map })
         };
-        let layout = Layout::from_size_align(bytes, align).map_err(|_| none())?;
-        // SAFETY: the layout has a size above zero.
-        let base = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(none)?;
-        // SAFETY: at most PAGE - 1 bytes further, which were allocated on top if the alignment is not the allocator's.
-        let ptr = unsafe { base.add(base.addr().get().wrapping_neg() % PAGE) };
+        let ptr = NonNull::new(ptr).ok_or_else(none)?;
         Ok(Self::whole(Backing {
             ptr,
             len,
-            owned: Some((base, layout)),
+            owned: Some(owned),
             persist: None,
             shared: None,
         }))

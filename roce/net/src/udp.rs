@@ -250,7 +250,7 @@ impl UdpDatapath {
             mad_sender,
             hears: false,
             queue: SendQueue::new(SEND_BATCH),
-            ring: RecvRing::new(RECV_SLOTS, MAX_DATAGRAM),
+            ring: RecvRing::new(RECV_SLOTS, MAX_DATAGRAM).map_err(context("allocating receive buffers"))?,
             vlen: RECV_MERGED,
             gso: config.gso,
             unsegmented: Unsegmented::default(),

@@ -9,6 +9,7 @@ use std::{
 };
 
 use libc::{c_int, c_void, cmsghdr, iovec, mmsghdr, msghdr, sockaddr_in, sockaddr_in6, sockaddr_storage};
+use memmap2::{MmapMut, MmapRaw};
 
 use crate::datapath::{Burst, DEFAULT_HOP_LIMIT};
 
@@ -278,7 +279,8 @@ pub(crate) struct RecvRing {
     vectors: Pinned<iovec>,
     names: Pinned<sockaddr_storage>,
     controls: Pinned<Control>,
-    slab: Pinned<u8>,
+    /// Mapped: it is large, and glibc keeps as much more in each arena once that much has been freed (mallopt(3), `M_MMAP_THRESHOLD`).
+    slab: MmapRaw,
     slot_len: usize,
     stride: usize,
     /// Headers that the kernel has written to since they were set.
@@ -289,8 +291,11 @@ pub(crate) struct RecvRing {
 unsafe impl Send for RecvRing {}
 
 impl RecvRing {
-    /// `slots` buffers of `slot_len` bytes.
-    pub(crate) fn new(slots: usize, slot_len: usize) -> Self {
+    /// Allocates `slots` buffers of `slot_len` bytes.
+    ///
+    /// # Errors
+    /// Without memory.
+    pub(crate) fn new(slots: usize, slot_len: usize) -> io::Result<Self> {
         // The extra line keeps the buffers' beginnings from falling into the same cache sets.
         let stride = slot_len + 64;
         let none = iovec {
@@ -302,15 +307,15 @@ impl RecvRing {
             vectors: Pinned::new(none, slots),
             names: Pinned::new(empty_name(), slots),
             controls: Pinned::new(Control([0; CONTROL_LEN]), slots),
-            slab: Pinned::new(0, slots * stride),
+            slab: MmapMut::map_anon(slots * stride)?.into(),
             slot_len,
             stride,
             used: slots,
         };
         for i in 0..slots {
-            // SAFETY: all are elements of arrays of their own, to which there is no reference.
+            // SAFETY: all are elements of arrays of their own, to which there is no reference; the slab has `slots` strides.
             unsafe {
-                (*ring.vectors.at(i)).iov_base = ring.slab.at(i * stride).cast::<c_void>();
+                (*ring.vectors.at(i)).iov_base = ring.slab.as_mut_ptr().add(i * stride).cast::<c_void>();
                 let header = &mut (*ring.headers.at(i)).msg_hdr;
                 header.msg_name = ring.names.at(i).cast::<c_void>();
                 header.msg_iov = ring.vectors.at(i);
@@ -318,7 +323,7 @@ impl RecvRing {
                 header.msg_control = ring.controls.at(i).cast::<c_void>();
             }
         }
-        ring
+        Ok(ring)
     }
 
     pub(crate) fn slots(&self) -> usize {
@@ -361,8 +366,9 @@ impl RecvRing {
         // SAFETY: the kernel is done with them, and nothing writes to them while `self` is borrowed.
         let (header, name) = unsafe { (&*self.headers.at(i), &*self.names.at(i)) };
         let len = (header.msg_len as usize).min(self.slot_len);
-        // SAFETY: as above; `len` bytes lie inside of slot `i`.
-        let bytes = unsafe { std::slice::from_raw_parts(self.slab.at(i * self.stride), len) };
+        assert!(i < self.slots());
+        // SAFETY: as above; `len` bytes lie inside of slot `i`, and that inside of the slab.
+        let bytes = unsafe { std::slice::from_raw_parts(self.slab.as_ptr().add(i * self.stride), len) };
         let mut slot = Slot {
             remote: read_name(name, header.msg_hdr.msg_namelen as usize),
             local: None,
