@@ -34,7 +34,7 @@ use crate::{
     slab::Slab,
 };
 
-/// What an event of a device brings along.
+/// Data of a device's event.
 #[derive(Debug)]
 pub(super) enum News {
     Nothing,
@@ -51,7 +51,7 @@ pub enum Unmap {
         /// Somebody has.
         in_use: bool,
     },
-    /// Whoever uses it. What has not been sent ends with an error at once, and the rest as soon as nothing touches its buffers any
+    /// Force: do not wait for users. Unsent requests end with an error at once, the rest as soon as nothing touches their buffers any
     /// more: with the answer, or the end of its path.
     Force,
 }
@@ -102,7 +102,7 @@ impl Client {
         }
     }
 
-    /// What there is to tell next.
+    /// Returns the next output.
     pub fn poll_output(&mut self) -> Option<Output> {
         self.outputs.pop_front()
     }
@@ -163,7 +163,9 @@ impl Client {
                         self.shrink(session, max);
                     }
                     self.stirred |= result.is_err();
-                    self.work.part_done(memory, &mut self.devices, part, result, data);
+                    if self.work.part_done(memory, &mut self.devices, part, result, data) {
+                        self.session_stale(session);
+                    }
                     self.finish();
                 }
                 Some(Flight::Message { message, .. }) => {
@@ -195,6 +197,7 @@ impl Client {
         };
         session.down = Some(why.clone());
         session.version = None;
+        session.drain.stop();
         if let Some(tag) = session.asking.take() {
             self.cancel(tag);
         }

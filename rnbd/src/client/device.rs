@@ -87,7 +87,7 @@ impl DeviceCounters {
 #[derive(Debug)]
 pub(super) struct Device {
     pub(super) session: SessionId,
-    /// What home calls it; `None` at home.
+    /// Key of the device at home; `None` at home.
     pub(super) home: Option<DeviceKey>,
     /// At home: the other shares that know it, and may have operations on it.
     pub(super) holders: BTreeSet<u16>,
@@ -96,13 +96,13 @@ pub(super) struct Device {
     pub(super) state: DeviceState,
     /// The server's number for it, while the server has it open.
     pub(super) id: Option<u32>,
-    /// What it is like, or was when it was opened last.
+    /// Size and limits as of the last open.
     pub(super) geometry: Option<Geometry>,
     /// The server that has it open answers block status, as far as is known.
     pub(super) answers_status: bool,
     /// At home: where the server keeps what no flush has covered, as far as it says.
     pub(super) instance: Option<Instance>,
-    /// What no flush has covered, and what was lost of that.
+    /// Acknowledged writes that no flush has covered, and losses among them.
     pub(super) losses: Arc<Losses>,
     /// How often it has been opened.
     pub(super) opened: u32,
@@ -120,7 +120,7 @@ pub(super) struct Device {
     pub(super) unasked: bool,
     /// At home: who has asked for it to be opened again waits for the end of that.
     pub(super) remapping: bool,
-    /// What is under way ends as soon as it can.
+    /// In-flight operations end as soon as they can.
     pub(super) forced: bool,
     pub(super) counters: DeviceCounters,
 }
@@ -258,7 +258,7 @@ impl Device {
         Admission::Now(id)
     }
 
-    /// What becomes of a part of an operation that has come back.
+    /// Decides how a part of an operation that has come back goes on.
     pub(super) fn fate(&self, flight: &FlightPart, result: Result<(), IoError>) -> Fate {
         let former = flight.opened != self.opened;
         let (_, len) = flight.part;
@@ -266,14 +266,19 @@ impl Device {
         match result {
             Ok(()) => Fate::Over(Ok(())),
             Err(IoError::Path(_)) if self.waits() => Fate::Again,
-            // It came to a server that had not opened the device again: under a number that nobody has.
-            Err(IoError::Remote(e)) if former && self.waits() && Errno::from_wire(e) == Errno::ENOTCONN => Fate::Again,
+            Err(IoError::Remote(e)) if self.waits() && Errno::from_wire(e) == Errno::ENOTCONN => {
+                // Else it had the number of before.
+                match self.id.is_some() && !former {
+                    true => Fate::Closed,
+                    false => Fate::Again,
+                }
+            }
             Err(IoError::TooLong { .. }) if len > most => Fate::Smaller,
             Err(e) => Fate::Over(Err(Errno::from_wire(e.errno()))),
         }
     }
 
-    /// What `op` would be refused for without asking the server; its data has `data` bytes, if it has any.
+    /// Checks `op` without asking the server; its data has `data` bytes, if it has any.
     pub(super) fn check(&self, op: BlockOp, offset: u64, len: u64, data: Option<usize>) -> Result<(), Errno> {
         let Some(g) = &self.geometry else {
             return Err(Errno::ENOTCONN);

@@ -15,7 +15,7 @@ pub enum MapError {
     Request {
         /// Which message.
         what: &'static str,
-        /// What happened.
+        /// Error of the request.
         source: IoError,
     },
     /// The server refused to open the device.

@@ -1,4 +1,4 @@
-//! What is with RTRS, or on its way there.
+//! In-flight requests, and messages that wait to be sent.
 
 use rtrs::client::request::SessionId;
 
@@ -61,7 +61,7 @@ pub(super) enum Admission {
     Never(Errno),
 }
 
-/// What becomes of a part that has come back.
+/// Next step of a part that has come back.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Fate {
     Over(Result<(), Errno>),
@@ -69,4 +69,6 @@ pub(super) enum Fate {
     Smaller,
     /// It was lost, and waits for its device.
     Again,
+    /// The same, because the server has closed the device.
+    Closed,
 }

@@ -1,4 +1,4 @@
-//! What a device's user wants of it besides operations, and what is done when a time has come.
+//! Sizes, loss policies and timers of devices, and buffers reserved for answers.
 
 use roce_verbs::Instant;
 use rtrs::{
@@ -80,7 +80,7 @@ impl Client {
 
 /// Lost devices.
 impl Client {
-    /// What operations on a device meet while it is lost; [`OnLoss::Error`] until this says something else. At home only; said before
+    /// Sets the loss policy of a device, [`OnLoss::Error`] by default. At home only; set before
     /// the device is mapped it holds at each share from the beginning.
     ///
     /// # Errors
@@ -112,7 +112,7 @@ impl Client {
         }
     }
 
-    /// What operations on a device meet while it is lost; `None` when it is gone.
+    /// Returns the loss policy of a device; `None` when it is gone.
     pub fn on_loss(&self, key: DeviceKey) -> Option<OnLoss> {
         self.devices.get(key.0).map(|d| d.patience.on_loss())
     }
@@ -136,7 +136,9 @@ impl Client {
     /// When [`timeout`](Self::timeout) wants to be called.
     pub fn next_timeout(&self) -> Option<Instant> {
         let devices = self.devices.iter().map(|(_, d)| [d.patience.end(), d.again.at()]);
-        devices.flatten().chain([self.work.next_timeout()]).flatten().min()
+        let drains = self.sessions.values().map(|s| s.drain.check.at());
+        let others = drains.chain([self.work.next_timeout()]);
+        devices.flatten().chain(others).flatten().min()
     }
 
     /// Looks whether a time has come.
@@ -148,6 +150,7 @@ impl Client {
             }
         }
         self.finish();
+        self.check_drains(now);
         for key in self.all_devices(|d| d.again.at().is_some_and(|at| at <= now)) {
             self.open_again(key, now);
         }
@@ -198,6 +201,9 @@ impl Client {
                 device.patience.alarm().start(cx.now);
                 device.again.start(cx.now);
             }
+        }
+        for session in self.sessions.values_mut() {
+            session.drain.check.start(cx.now);
         }
         let sessions: Vec<SessionId> = self.sessions.keys().copied().collect();
         for id in sessions {

@@ -1,4 +1,4 @@
-//! What the clients of several loops tell one another of the devices that they share.
+//! Messages between the shards of a client about the devices that they share.
 
 use std::sync::Arc;
 
@@ -25,6 +25,12 @@ pub(super) enum Word {
     Release { device: DeviceKey, force: bool },
     /// To home: nothing of it is under way here, and nothing will be.
     Released(DeviceKey),
+    /// To home: the server has [closed](super::closed) devices of a session.
+    Stale(SessionId),
+    /// Home: end all requests to a session's devices, and report. The number is the drain's.
+    Drain(SessionId, u32),
+    /// To home: none is in flight.
+    Drained(SessionId, u32),
 }
 
 /// A device that the server has open.

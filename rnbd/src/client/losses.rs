@@ -119,7 +119,7 @@ impl Parts {
 pub(super) struct Stake {
     /// Losses that its opener had been told of when it began.
     known: u64,
-    /// What tells its opener, and how, if it makes writes durable.
+    /// Record of losses reported to its opener, and which entry, if it makes writes durable.
     tells: Option<(Arc<Told>, usize)>,
     /// The losses so far when its first part was acknowledged that only a flush makes durable.
     volatile_since: Option<u64>,

@@ -244,6 +244,7 @@ impl Client {
             Ok(Ok(rsp)) => {
                 if self.about(key, tag).is_some() {
                     self.step(key, DeviceEvent::Opened, News::Opened(rsp));
+                    self.check_number(key);
                 }
             }
             Ok(Err(_)) => self.open_failed(key, tag, |_| MapError::Malformed(OPEN)),

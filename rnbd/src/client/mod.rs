@@ -2,6 +2,7 @@
 
 #[expect(clippy::module_inception, reason = "the machine itself, beside its parts")]
 mod client;
+mod closed;
 pub mod device;
 pub mod error;
 mod flight;

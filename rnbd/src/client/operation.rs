@@ -18,7 +18,7 @@ const MAX_PARTS: u32 = 16;
 /// The same of one that takes a buffer for each.
 const MAX_BUFFERS: u32 = 4;
 
-/// Where a part lies: first byte and bytes on the device.
+/// Range of a part on the device: first byte, and bytes.
 pub(super) type Part = (u64, u64);
 
 /// In which order a range is worked on.
@@ -66,7 +66,7 @@ impl Span {
         }
     }
 
-    /// What an operation needs. Of one whose data is `lent` parts have buffers of their own.
+    /// Returns the parts that an operation needs. Of one whose data is `lent` parts have buffers of their own.
     pub(super) fn of(op: BlockOp, offset: u64, len: u64, lent: bool) -> Self {
         match op {
             BlockOp::Read | BlockOp::Write { .. } if lent => Self::new(Order::Any, offset, len),
@@ -87,7 +87,7 @@ impl Span {
         self.again.last().map_or(self.end - self.next, |(_, len)| *len)
     }
 
-    /// Where the next part begins, of those that may come in any order.
+    /// Returns the first byte of the next part, of those that may come in any order.
     fn next(&self) -> u64 {
         self.again.last().map_or(self.next, |(at, _)| *at)
     }
@@ -190,13 +190,13 @@ pub(super) struct Operation {
     pub(super) user: u64,
     /// Chooses the connection.
     pub(super) hint: usize,
-    /// What is done,
+    /// Kind of operation,
     pub(super) op: BlockOp,
     /// from this byte,
     pub(super) offset: u64,
     /// so many of them.
     pub(super) len: u64,
-    /// What is left of that.
+    /// Rest of the range.
     pub(super) span: Span,
     /// The buffer of a read or write, when no request has it; one of lent memory stays here, and requests have parts of it.
     pub(super) data: Option<Buffer>,
@@ -208,7 +208,7 @@ pub(super) struct Operation {
     pub(super) extents: Vec<Extent>,
     /// It stands in a queue.
     pub(super) queued: bool,
-    /// What lost writes mean to it.
+    /// State of the operation with respect to lost writes.
     pub(super) stake: Stake,
 }
 

@@ -1,4 +1,4 @@
-//! What a client tells its user.
+//! Outputs of a client for its user.
 
 use std::fmt;
 
@@ -40,12 +40,12 @@ impl fmt::Display for LossCause {
             Self::AnotherInstance => {
                 "the server's machine has restarted, another machine or file has taken the place, or a sync there has failed"
             }
-            Self::Unknown => "the session was lost, and the server does not say whether its machine has restarted",
+            Self::Unknown => "the server had closed the device, and does not say whether its machine has restarted",
         })
     }
 }
 
-/// What a client tells its user.
+/// Output of a client for its user.
 #[derive(Debug)]
 pub enum Output {
     /// The device is mapped: operations are taken.
@@ -72,7 +72,7 @@ pub enum Output {
         device: DeviceKey,
         /// The user's name for the operation.
         user: u64,
-        /// What the range is like, from its beginning on: one extent at least, no two neighbours alike. They may end before the range
+        /// Extents of the range from its beginning on: at least one, no two neighbours alike. They may end before the range
         /// does.
         result: Result<Vec<Extent>, Errno>,
     },

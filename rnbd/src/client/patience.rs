@@ -1,4 +1,4 @@
-//! What operations meet while their device is lost, and for how long.
+//! Loss policy: how long operations wait while their device is lost.
 
 use core::time::Duration;
 
@@ -7,7 +7,7 @@ use roce_verbs::Instant;
 /// Between two attempts to open a device again, or to send again what was lost on the way.
 pub(super) const RETRY: Duration = Duration::from_secs(1);
 
-/// What becomes of operations while a device has no session, or the server has not opened it again.
+/// Loss policy of a device: the fate of operations while there is no session, or the server has not opened it again.
 ///
 /// With [`Queue`](Self::Queue) they wait, new ones and those whose answer was lost, and are sent (again) when the device is back. That
 /// is as if they had taken so long, because of three things:
@@ -79,7 +79,7 @@ pub(super) struct Patience {
 }
 
 impl Patience {
-    /// What it is to be.
+    /// Returns the policy.
     pub(super) fn on_loss(&self) -> OnLoss {
         self.on_loss
     }

@@ -1,4 +1,4 @@
-//! What home and the other shares of a client settle about devices.
+//! Messages about devices between the owner shard (home) of a client and the other shards.
 
 use super::{
     client::{Client, News},
@@ -10,7 +10,7 @@ use super::{
 use crate::proto::MsgOpenRsp;
 
 /// The share that devices are mapped at.
-const HOME: u16 = 0;
+pub(super) const HOME: u16 = 0;
 
 impl Client {
     pub(super) fn is_home(&self) -> bool {
@@ -64,6 +64,9 @@ impl Client {
                     self.settle(key);
                 }
             }
+            Word::Stale(id) => self.session_stale(id),
+            Word::Drain(id, number) => self.drain_asked(id, number),
+            Word::Drained(id, number) => self.drained(from, id, number),
         }
     }
 
@@ -88,7 +91,7 @@ impl Client {
         }
     }
 
-    /// What a device of home's is called here.
+    /// Returns the key here of a device that home knows as `home`.
     fn here(&self, home: DeviceKey) -> Option<DeviceKey> {
         let mut known = self.devices.iter();
         known.find_map(|(key, d)| (d.home == Some(home)).then_some(DeviceKey(key)))

@@ -15,7 +15,7 @@ pub enum DeviceState {
     Unmapped,
 }
 
-/// What a device meets.
+/// Event of a device.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum DeviceEvent {
     /// The session is up, and the protocol version agreed on.
@@ -24,7 +24,7 @@ pub enum DeviceEvent {
     Opened,
     /// It could not be opened.
     Refused,
-    /// The session has no path any more: whatever the server had open for it is closed.
+    /// The session has no path any more, or the server has closed its devices: it has none open for it.
     LinkDown,
     /// The session is over for good.
     SessionGone,
@@ -38,7 +38,7 @@ pub enum DeviceEvent {
     Closed,
 }
 
-/// What is to be done for a device.
+/// Action of a device's state machine.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum DeviceAction {
     /// Ask the server to open it.

@@ -30,7 +30,7 @@ use crate::{
     slab::Slab,
 };
 
-/// What became of an operation's turn.
+/// Outcome of an operation's turn.
 #[derive(Debug)]
 enum Turn {
     /// A part of it is to be sent.
@@ -261,7 +261,7 @@ impl Work {
         Turn::Nothing
     }
 
-    /// A part of an operation has ended.
+    /// Handles the answer to a part of an operation. True: it says that the server has [closed](Fate::Closed) the device.
     pub(super) fn part_done(
         &mut self,
         memory: &mut dyn SessionBuffers,
@@ -269,14 +269,14 @@ impl Work {
         flight: FlightPart,
         result: Result<(), IoError>,
         data: Option<Buffer>,
-    ) {
+    ) -> bool {
         let key = flight.operation;
         // Both are there as long as there are parts.
         let Some(operation) = self.operations.get_mut(key) else {
-            return;
+            return false;
         };
         let Some(device) = devices.get_mut(operation.device.0) else {
-            return;
+            return false;
         };
         let session = device.session;
         let refused = matches!(result, Err(IoError::Remote(_)));
@@ -298,27 +298,29 @@ impl Work {
                 device.counters.count(flight.op, flight.part.1 as u32, result);
                 operation.span.ended(result);
             }
-            Fate::Smaller | Fate::Again => {
+            Fate::Smaller | Fate::Again | Fate::Closed => {
                 device.counters.repeated += 1;
                 operation.span.lost(flight.part);
             }
         }
         operation.give_spare(memory, session);
-        let waits = fate == Fate::Again || self.held.contains(&key);
-        if !waits || operation.span.over().is_some() {
-            self.held.remove(&key);
-            return self.proceed(key);
-        }
+        let closed = fate == Fate::Closed;
+        let waits = closed || fate == Fate::Again || self.held.contains(&key);
         // Its device may be back already.
-        match device.is_other_than(operation.opened) && operation.span.parts() == 0 {
-            true => {
-                self.held.remove(&key);
-                self.proceed(key);
-            }
-            false => {
-                self.hold(memory, session, key);
-            }
+        let is_back = device.is_other_than(operation.opened) && operation.span.parts() == 0;
+        if !waits || is_back || operation.span.over().is_some() {
+            self.held.remove(&key);
+            self.proceed(key);
+        } else {
+            self.hold(memory, session, key);
         }
+        closed
+    }
+
+    /// Whether requests to such devices are in flight.
+    pub(super) fn in_flight(&self, to: impl Fn(DeviceKey) -> bool) -> bool {
+        let mut all = self.operations.iter();
+        all.any(|(_, operation)| operation.span.parts() > 0 && to(operation.device))
     }
 
     /// A device is back: what waits for it comes before what is begun now.
@@ -337,7 +339,7 @@ impl Work {
         }
     }
 
-    /// What waits for a device fails.
+    /// Fails the operations that wait for a device.
     pub(super) fn fail_held(&mut self, device: DeviceKey, e: Errno) {
         for key in self.held_of(device) {
             self.held.remove(&key);

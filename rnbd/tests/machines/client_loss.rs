@@ -113,7 +113,7 @@ fn what_can_not_be_sent_is_not_tried_again_at_once() {
 #[test]
 fn devices_come_back_each_by_itself() {
     let mut bench = Bench::up();
-    let devices = ["a", "b", "c"].map(|name| bench.map(name, &open_rsp(1)));
+    let devices = [("a", 1), ("b", 2), ("c", 3)].map(|(name, id)| bench.map(name, &open_rsp(id)));
     bench.lose();
     assert_eq!(bench.states(), [DeviceState::MappedDisconnected; 3]);
     bench.tell(RtrsOutput::Up(S, session_info()));
@@ -226,8 +226,8 @@ fn each_mode_is_asked_for_and_only_ro_refuses_writes() {
         bench.tell(RtrsOutput::Up(S, session_info()));
         bench.agree();
         let opens = bench.sent();
-        for open in opens {
-            bench.answer_with(open, open_rsp(9).as_bytes());
+        for (open, id) in opens.into_iter().zip(9..) {
+            bench.answer_with(open, open_rsp(id).as_bytes());
         }
         bench.outputs();
         assert_eq!(
@@ -556,9 +556,8 @@ fn a_request_that_comes_too_late_for_its_device_is_sent_again() {
             None => {
                 let again = bench.sent_one();
                 assert_eq!(io(&again).device_id.get(), 8);
-                // Under the number that it has now, the answer counts: somebody has closed it on the server.
-                bench.answer(again, Err(IoError::Remote(107)));
-                assert_eq!(bench.ends(), [(user, Err(Errno::ENOTCONN))]);
+                bench.answer(again, Ok(()));
+                assert_eq!(bench.ends(), [(user, Ok(()))]);
             }
         }
     }

@@ -387,6 +387,8 @@ struct World {
     requests: Vec<(usize, u32, Submission)>,
     /// The server's number for the device, on a path.
     open: Option<(u32, u32)>,
+    /// The server has closed the device on this path, which the client may not know.
+    closed: Option<u32>,
     begun: u64,
     ended: u64,
     failed: u64,
@@ -406,6 +408,7 @@ impl World {
             there: N,
             requests: Vec::new(),
             open: None,
+            closed: None,
             begun: 0,
             ended: 0,
             failed: 0,
@@ -463,7 +466,7 @@ impl World {
         if let ClientMsg::Io(m) = message(&submission) {
             assert_eq!(m.device_id.get(), 100 + path, "another path's number");
             let lost = self.paths[0] != Some(path);
-            assert!(lost || self.open.is_some(), "it is closed");
+            assert!(lost || self.open.is_some() || self.closed == Some(path), "it is closed");
         }
         self.requests.push((n, path, submission));
     }
@@ -478,19 +481,37 @@ impl World {
         match message(&submission) {
             ClientMsg::SessInfo(_) => bench.answer_with(submission, MsgSessInfo::response(2).as_bytes()),
             ClientMsg::Open(_) => {
+                let is_io = |s: &Submission| matches!(message(s), ClientMsg::Io(_));
+                let early = self.requests.iter().any(|(_, p, s)| *p == path && is_io(s));
+                assert!(!early, "a request of before could reach another device");
+                self.closed = None;
                 let mut rsp: MsgOpenRsp = open_rsp(100 + path);
                 rsp.nsectors.set((8 + u64::from(path)) * MIB / 512);
                 self.open = Some((path, 100 + path));
                 bench.answer_with(submission, rsp.as_bytes());
             }
             ClientMsg::Close(m) => {
-                assert_eq!(self.open, Some((path, m.device_id.get())));
+                assert!(self.open == Some((path, m.device_id.get())) || self.closed == Some(path));
                 assert!(!self.requests.iter().any(|(_, p, _)| *p == path), "it is in use");
                 self.open = None;
                 bench.answer(submission, Ok(()));
             }
+            _ if self.closed == Some(path) => bench.answer(submission, Err(IoError::Remote(107))),
             _ => bench.answer(submission, Ok(())),
         }
+    }
+
+    /// The server closes the device, as a kernel's does that has seen the session's last path go before another has come up.
+    fn close(&mut self) {
+        if let Some((path, _)) = self.open.take() {
+            self.closed = Some(path);
+        }
+    }
+
+    fn wait(&mut self) {
+        self.benches
+            .iter_mut()
+            .for_each(|bench| bench.wait(Duration::from_secs(1)));
     }
 
     /// A share loses its path. Its requests end.
@@ -551,15 +572,26 @@ impl World {
             0..60 => self.deliver(which % N, which / N % N),
             60..75 => self.submit(which % N, READ),
             75..80 => self.submit(which % N, BlockOp::Flush),
-            80..95 => self.answer(which),
-            95..97 => self.lose(which % N),
+            80..93 => self.answer(which),
+            93..95 => self.lose(which % N),
+            95 => self.close(),
+            96 => self.wait(),
             _ => self.come_back(),
         }
         self.settle();
     }
 
-    /// All letters are delivered, and all requests answered.
+    /// All letters are delivered, and all requests answered, also those that are sent again after a pause.
     fn rest(&mut self) {
+        for _ in 0..6 {
+            self.quiesce();
+            self.wait();
+            self.settle();
+        }
+        self.quiesce();
+    }
+
+    fn quiesce(&mut self) {
         while !self.requests.is_empty() || self.mail.iter().any(|mail| !mail.is_empty()) {
             for (from, to) in (0..N).flat_map(|from| (0..N).map(move |to| (from, to))) {
                 self.deliver(from, to);

@@ -4,6 +4,7 @@ mod bench;
 mod block_status;
 mod client;
 mod client_bench;
+mod client_closed;
 mod client_lent;
 mod client_loss;
 mod client_shares;
