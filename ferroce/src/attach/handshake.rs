@@ -3,6 +3,7 @@
 use std::io::{self, Read, Write};
 
 use rnbd::nbd::proto::{FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, INIT_MAGIC, OPT_MAGIC, OPT_REPLY_MAGIC, info, opt, rep};
+use roce_verbs::shown;
 
 /// Longest reply to an option in bytes: information, or a text.
 const ROOM: u32 = 4096;
@@ -70,6 +71,7 @@ pub(super) fn choose(socket: &mut (impl Read + Write), name: &str) -> io::Result
             (rep::ERR_TLS_REQD, _) => return Err(wrong("it wants TLS, which the kernel's NBD can't do")),
             (kind, _) => {
                 let text = String::from_utf8_lossy(&data);
+                let text = shown(&text);
                 return Err(wrong(format!("it refuses the export {name:?} ({kind:#x}): {text}")));
             }
         }

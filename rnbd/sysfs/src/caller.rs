@@ -40,7 +40,11 @@ impl Caller {
     fn status(&self) -> Option<String> {
         match self.thread {
             0 => None,
-            thread => fs::read_to_string(format!("/proc/{thread}/status")).ok(),
+            // Its name, in the first line, may be no UTF-8.
+            thread => {
+                let status = fs::read(format!("/proc/{thread}/status")).ok()?;
+                Some(String::from_utf8_lossy(&status).into_owned())
+            }
         }
     }
 }

@@ -23,6 +23,7 @@ use nix::{
     unistd::geteuid,
 };
 use roce_fault::{Faults, RuleReport};
+use roce_verbs::shown;
 use socket2::SockRef;
 
 use crate::sys;
@@ -49,9 +50,13 @@ pub struct FaultControl {
     generation: u32,
 }
 
+/// Whether the name of a socket may have this character.
+fn is_plain(c: char) -> bool {
+    c.is_ascii_alphanumeric() || "._-:".contains(c)
+}
+
 /// A name as a part of a socket's name.
 fn plain(name: &str) -> String {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-:".contains(c);
     let plain = name.chars().map(|c| if is_plain(c) { c } else { '_' });
     plain.take(MAX_NAME).collect()
 }
@@ -188,7 +193,7 @@ pub struct RuleStatus {
 pub struct FaultTarget {
     /// Process id.
     pub pid: u32,
-    /// What has the rules: the program's name, or that of a task.
+    /// Owner of the rules: the program's name, or that of a task.
     pub name: String,
 }
 
@@ -198,13 +203,16 @@ impl FaultTarget {
     /// # Errors
     /// When the system's list of sockets can't be read.
     pub fn all() -> io::Result<Vec<Self>> {
-        let text = fs::read_to_string("/proc/net/unix")?;
-        let mut found: Vec<Self> = text.lines().filter_map(Self::of_line).collect();
+        // Anybody's socket can have a name that is no UTF-8.
+        let table = fs::read("/proc/net/unix")?;
+        let table = String::from_utf8_lossy(&table);
+        let mut found: Vec<Self> = table.lines().filter_map(Self::of_line).collect();
         found.sort();
         Ok(found)
     }
 
-    /// Num RefCount Protocol Flags Type St Inode Path
+    /// Parses a line: Num RefCount Protocol Flags Type St Inode Path. Anybody can listen under such a name, so one that
+    /// [`FaultControl::start`] does not make is ignored.
     fn of_line(line: &str) -> Option<Self> {
         let fields: Vec<&str> = line.split_ascii_whitespace().collect();
         let [_, _, _, flags, _, _, _, path] = *fields else {
@@ -213,8 +221,11 @@ impl FaultTarget {
         let listens = u64::from_str_radix(flags, 16).is_ok_and(|flags| flags & LISTENS != 0);
         let (pid, name) = path.strip_prefix('@')?.strip_prefix(PREFIX)?.split_once('/')?;
         let pid = pid.parse().ok().filter(|_| listens)?;
-        let name = name.to_owned();
-        Some(Self { pid, name })
+        let name = Some(name).filter(|name| name.chars().all(|c| is_plain(c) || c == '+'))?;
+        Some(Self {
+            pid,
+            name: name.to_owned(),
+        })
     }
 
     /// Makes a request. Only [`FaultRequest::Show`] returns rules.
@@ -250,7 +261,10 @@ fn read_answer(answer: &str) -> io::Result<Vec<RuleStatus>> {
     let (verdict, rest) = answer.split_once('\n').ok_or_else(nonsense)?;
     match verdict {
         "ok" => {}
-        "error" => return Err(io::Error::new(io::ErrorKind::InvalidInput, rest.trim_end())),
+        "error" => {
+            let text = shown(rest.trim_end()).to_string();
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+        }
         _ => return Err(nonsense()),
     }
     let mut rules: Vec<RuleStatus> = Vec::new();
@@ -325,5 +339,22 @@ mod tests {
             Some((7, "x".into()))
         );
         assert_eq!(FaultTarget::of_line(&line.replace("00010000", "00000000")), None);
+        for name in ["\u{1b}[2J", "a\u{9b}31m", "a\u{202e}b", "\u{fffd}", "a/b"] {
+            assert_eq!(
+                FaultTarget::of_line(&line.replace("7/x", &format!("7/{name}"))),
+                None,
+                "{name:?}"
+            );
+        }
+        let refused = read_answer("error\nno\u{1b}[2J\n").unwrap_err();
+        assert_eq!(refused.to_string(), "no\\u{1b}[2J");
+    }
+
+    #[test]
+    fn a_socket_whose_name_is_no_text_hides_none() {
+        let name = [b"no text \xff ", std::process::id().to_string().as_bytes()].concat();
+        let _other = UnixListener::bind_addr(&SocketAddr::from_abstract_name(name).unwrap()).unwrap();
+        let _control = FaultControl::start("seen", &Faults::default()).unwrap();
+        assert_eq!(own("seen").len(), 1);
     }
 }

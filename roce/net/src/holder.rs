@@ -11,6 +11,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use roce_verbs::shown;
+
 use crate::{environment, sys};
 
 /// Name of a broker's socket in its directory.
@@ -38,7 +40,7 @@ pub enum Owner {
         uid: u32,
         /// Its process, if that can be seen.
         pid: Option<u32>,
-        /// Where its socket is; several if it can't be told which. May be a path of another container.
+        /// Paths of its socket; several if it can't be told which. May be paths of another container.
         sockets: Vec<PathBuf>,
     },
     /// The kernel (rdma_rxe).
@@ -53,10 +55,11 @@ pub enum Owner {
 impl fmt::Display for Owner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Process { pid, name, .. } => write!(f, "process {pid} ({name})"),
+            Self::Process { pid, name, .. } => write!(f, "process {pid} ({})", shown(name)),
             Self::Broker { uid, pid, sockets } => {
                 write!(f, "a ferroce broker of user {uid}")?;
-                let paths: Vec<String> = sockets.iter().map(|path| path.display().to_string()).collect();
+                let path = |path: &PathBuf| shown(&path.to_string_lossy()).to_string();
+                let paths: Vec<String> = sockets.iter().map(path).collect();
                 match (pid, &paths[..]) {
                     (Some(pid), [path]) => write!(f, " (process {pid}, {path})"),
                     (Some(pid), _) => write!(f, " (process {pid})"),
@@ -71,7 +74,7 @@ impl fmt::Display for Owner {
 }
 
 impl Owner {
-    /// What a user can do, as part of a sentence.
+    /// Advice for a user, as part of a sentence.
     pub fn remedy(&self) -> String {
         const SHARE: &str = "processes share an address if one broker serves them";
         match self {
@@ -117,17 +120,17 @@ pub struct Holder {
 pub fn port_holders(addr: IpAddr, port: u16) -> Vec<Holder> {
     let sockets = read_twice(|table| sockets_in_the_way(table, addr, port)).unwrap_or_default();
     let processes = processes_with(&sockets.iter().map(|bound| bound.inode).collect());
-    let table = fs::read_to_string("/proc/net/unix").unwrap_or_default();
+    let table = fs::read("/proc/net/unix").unwrap_or_default();
     let own = process_sockets(Path::new("/proc/self/fd"));
     let seen = Seen {
         processes,
-        brokers: listening_brokers(&table, &own),
+        brokers: listening_brokers(&String::from_utf8_lossy(&table), &own),
         may_be_kernel: sys::effective_user() == 0 && Path::new("/sys/module/rdma_rxe").exists(),
     };
     grouped(&sockets, &seen)
 }
 
-/// What can be seen besides the port's sockets.
+/// Owners that can be seen, besides the port's sockets.
 struct Seen {
     processes: BTreeMap<u64, Process>,
     brokers: Vec<PathBuf>,
@@ -198,7 +201,7 @@ pub fn bound_addresses(port: u16) -> io::Result<BTreeSet<IpAddr>> {
     })
 }
 
-/// What the kernel's tables of UDP sockets say.
+/// Reads and parses the kernel's tables of UDP sockets, until two readings are the same.
 fn read_twice<T: Eq>(parse: impl Fn(&str) -> T) -> io::Result<T> {
     let read = || -> io::Result<T> {
         let v4 = fs::read_to_string("/proc/net/udp")?;
@@ -278,10 +281,10 @@ fn processes_with(inodes: &BTreeSet<u64>) -> BTreeMap<u64, Process> {
         if has.is_empty() {
             continue;
         }
-        let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        let name = fs::read(format!("/proc/{pid}/comm")).unwrap_or_default();
         let process = Process {
             pid,
-            name: name.trim().to_owned(),
+            name: String::from_utf8_lossy(&name).trim().to_owned(),
             broker: fs::read(format!("/proc/{pid}/cmdline"))
                 .ok()
                 .and_then(|line| broker_dir(&line)),
@@ -399,7 +402,7 @@ mod tests {
         }
     }
 
-    fn shown(sockets: &[Bound], seen: &Seen) -> Vec<String> {
+    fn listed(sockets: &[Bound], seen: &Seen) -> Vec<String> {
         let holders = grouped(&sockets.iter().copied().collect(), seen);
         let line = |h: &Holder| format!("{} on {} ({})", h.owner, h.addr, h.sockets);
         holders.iter().map(line).collect()
@@ -419,14 +422,31 @@ mod tests {
             "process 7 (ferroce) on 127.0.0.1 (1)",
             "the kernel's rdma_rxe on :: (1)",
         ];
-        assert_eq!(shown(&sockets, &seen), expected);
+        assert_eq!(listed(&sockets, &seen), expected);
         // A broker of another container: no process of it can be seen, but its socket can.
         seen.brokers = vec!["/run/pod/broker.sock".into()];
-        let first = shown(&sockets, &seen).remove(0);
+        let first = listed(&sockets, &seen).remove(0);
         assert_eq!(
             first,
             "a ferroce broker of user 1000 (/run/pod/broker.sock) on 0.0.0.0 (300)"
         );
+    }
+
+    #[test]
+    fn names_that_others_choose_do_not_act_on_a_terminal() {
+        let process = Owner::Process {
+            pid: 7,
+            name: "a\x1b[2J".into(),
+            uid: 5,
+        };
+        assert_eq!(process.to_string(), "process 7 (a\\u{1b}[2J)");
+        let broker = Owner::Broker {
+            uid: 5,
+            pid: None,
+            sockets: vec!["/tmp/\u{9b}31m/broker.sock".into()],
+        };
+        let text = broker.to_string();
+        assert_eq!(text, "a ferroce broker of user 5 (/tmp/\\u{9b}31m/broker.sock)");
     }
 
     #[test]
@@ -442,7 +462,7 @@ mod tests {
             may_be_kernel: false,
         };
         let expected = "a ferroce broker of user 5 (process 8, /tmp/d/broker.sock) on 10.0.0.1 (3)";
-        assert_eq!(shown(&sockets, &seen), [expected]);
+        assert_eq!(listed(&sockets, &seen), [expected]);
     }
 
     #[test]

@@ -26,8 +26,9 @@ pub(super) fn boot_time() -> u64 {
 
 /// A process as it can be recognised later; `None` when there is none of this id, or only its remains.
 pub(super) fn process(pid: u32) -> Option<Process> {
-    let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    start_of(&text).map(|start| Process { pid, start })
+    // A process names itself, and may have no UTF-8 there.
+    let text = fs::read(format!("/proc/{pid}/stat")).ok()?;
+    start_of(&String::from_utf8_lossy(&text)).map(|start| Process { pid, start })
 }
 
 /// When a process was started, by its `/proc/PID/stat`; `None` of a dead one. A zombie with more threads than one lives: only
@@ -81,7 +82,7 @@ pub(super) fn parse(text: &[u8]) -> Option<Slots> {
     serde_json::from_slice(text).ok().filter(Slots::is_sound)
 }
 
-/// Where the state of a directory's broker is.
+/// Path of the state file of a directory's broker.
 pub(super) struct StateFile(PathBuf);
 
 impl StateFile {
@@ -89,7 +90,7 @@ impl StateFile {
         Self(dir.join(FILE))
     }
 
-    /// What the predecessor left; `None` if there was none or it can't be understood.
+    /// Reads the predecessor's state; `None` if there was none or it can't be parsed.
     pub(super) fn read(&self) -> Option<Slots> {
         let meta = fs::symlink_metadata(&self.0).ok()?;
         if !meta.is_file() || meta.len() > MAX_LEN {
@@ -149,6 +150,15 @@ mod tests {
         let pid = child.id();
         child.wait().unwrap();
         assert!(process(pid).is_none());
+    }
+
+    #[test]
+    fn a_process_lives_whatever_its_name() {
+        let name = fs::read("/proc/self/comm").unwrap();
+        fs::write("/proc/self/comm", b"\xff)").unwrap();
+        let own = process(std::process::id());
+        fs::write("/proc/self/comm", name.trim_ascii_end()).unwrap();
+        assert!(own.is_some_and(is_alive));
     }
 
     #[test]
