@@ -423,14 +423,26 @@ fn requests_that_can_t_be() {
         );
         assert_eq!(w.m[S].counters().rejects_sent, i as u64 + 1);
     }
-    for qpn in [0, 1, 0xff_ffff] {
-        again(&mut w, with_req(req, |r| r.local_qpn = Qpn::new(qpn)));
-    }
-    assert_eq!(w.m[S].counters().dropped(DropReason::Field), 3);
+    again(&mut w, with_req(req, |r| r.local_comm_id = 0));
+    assert_eq!(w.m[S].counters().dropped(DropReason::Field), 1);
     assert_eq!(w.m[S].poll_event(), None);
     assert_eq!(w.m[S].connections(), 0);
     again(&mut w, req);
     request(&mut w);
+}
+
+/// As the kernel's: such a number says nothing about the request.
+#[test]
+fn a_request_without_a_queue_pair_is_answered_as_any() {
+    for qpn in [0, 1, 0xff_ffff].map(Qpn::new) {
+        let (mut w, _) = listening();
+        let req = lone_req(&mut w, 0x11);
+        let to_nobody = with_req(req, |r| (r.service_id, r.local_qpn) = (r.service_id ^ 1, qpn));
+        again(&mut w, to_nobody);
+        assert_eq!((last_rej(&w).reason, last_rej(&w).subject), (8, Subject::Req));
+        again(&mut w, with_req(req, |r| r.local_qpn = qpn));
+        assert_eq!(request(&mut w).1.qpn, qpn);
+    }
 }
 
 #[test]

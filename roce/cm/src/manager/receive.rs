@@ -28,7 +28,7 @@ const INVALID_TRANSPORT: RejectReason = RejectReason(9);
 /// Reject reason: the GID is not that of the port.
 const INVALID_GID: RejectReason = RejectReason(12);
 
-/// Where a MAD travelled.
+/// Addresses and transaction of a MAD.
 #[derive(Clone, Copy)]
 struct Way {
     local: IpAddr,
@@ -36,7 +36,7 @@ struct Way {
     transaction_id: u64,
 }
 
-/// What becomes of a new REQ.
+/// Decision about a new REQ.
 enum Admission {
     /// It is reported to a listener.
     Listener(ListenId, CmaHeader),
@@ -44,7 +44,7 @@ enum Admission {
     Refused(RejectReason, Vec<u8>),
 }
 
-/// What a MAD came to.
+/// Result of a MAD.
 type Outcome = Result<(), DropReason>;
 
 impl Manager {
@@ -168,7 +168,9 @@ impl Manager {
     }
 
     fn on_req(&mut self, now: Instant, way: Way, req: &Req) -> Outcome {
-        if !valid_qpn(req.local_qpn) || req.local_comm_id == 0 {
+        // A queue pair number that no queue pair has is the program's business: one may connect to exchange data only. The kernel's
+        // `cm_req_handler` looks at none either.
+        if req.local_comm_id == 0 {
             return Err(DropReason::Field);
         }
         let known = self
@@ -392,7 +394,7 @@ impl Manager {
             return self.input(now, id, Input::Rep, Detail::Reply(rep));
         }
         let qpn = build::qpn_of(rep, c.offer.transport);
-        if !valid_qpn(qpn) || rep.local_comm_id == 0 {
+        if rep.local_comm_id == 0 {
             return Err(DropReason::Field);
         }
         if self
@@ -421,7 +423,7 @@ impl Manager {
         Err(DropReason::UnknownConnection)
     }
 
-    /// Whoever sends an RTU for a connection that we don't have holds itself connected: it is told.
+    /// Rejects an RTU for a connection that we don't have: its sender holds itself connected.
     fn on_rtu(&mut self, now: Instant, way: Way, rtu: &Rtu) -> Outcome {
         match self.find(way, rtu.remote_comm_id, Some(rtu.local_comm_id)) {
             Ok(id) => self.input_with_id(now, id, Input::Rtu, Detail::Ready),
@@ -500,9 +502,4 @@ fn transport_of(req: &Req) -> Option<ConnTransport> {
         (Transport::Extended, build::EXTENDED_XRC) => Some(ConnTransport::Xrc),
         _ => None,
     }
-}
-
-/// A queue pair number that a connection can have.
-fn valid_qpn(qpn: Qpn) -> bool {
-    qpn != Qpn::SMI && qpn != Qpn::GSI && qpn != Qpn::MULTICAST
 }
