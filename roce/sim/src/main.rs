@@ -138,7 +138,7 @@ fn main() -> ExitCode {
     let errors: Vec<String> = total.errors.iter().map(|(status, n)| format!("{status} {n}")).collect();
     let goodput = total.goodput();
     println!(
-        "{} forged packets, {} of them to queue pairs at live PSNs, {} at the exact one of a learned port ({} guesses redrawn that hit the port, {} the PSN), {} of observers, {} copies beyond gaps; {} packets to addresses that they were forged in the name of; goodput under attack: {goodput:.3} \
+        "{} forged packets, {} of them to queue pairs at live PSNs, {} at the exact one of a learned port ({} guesses redrawn that hit the port, {} the PSN), {} of observers, {} copies beyond gaps; {} packets to addresses that they were forged in the name of; {} requests that found a backlog full; goodput under attack: {goodput:.3} \
          of that without ({} pairs of runs)",
         total.forged,
         total.at_live,
@@ -148,6 +148,7 @@ fn main() -> ExitCode {
         total.meddled,
         total.copies,
         total.reflected,
+        total.backlog_drops,
         total.pairs
     );
     println!(

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use roce_cm::DropReason;
 use roce_verbs::WcStatus;
 
 use crate::world::World;
@@ -50,6 +51,8 @@ pub struct Stats {
     /// Packets of adversaries, and what they caused to addresses that belong to nobody.
     pub forged: u64,
     pub reflected: u64,
+    /// Requests to connect that found a listener's backlog full.
+    pub backlog_drops: u64,
     /// Forged packets to connected queue pairs, at and around the PSNs in use.
     pub at_live: u64,
     /// Of these, those at the exact PSN where another port has been learned: each PSN once from a port.
@@ -93,7 +96,7 @@ impl Stats {
         }
         sum!(runs simulated_ns events timer_runs packets trains lost duplicated reordered corrupted overflowed
              icrc_errors retransmissions rnr_naks operations faulty_operations missing_pages succeeded receives messages service_messages completions
-             connections repairs disturbances drains cm_events work_ns work_bytes forged reflected at_live exact port_hits psn_hits meddled copies admitted pairs alone_bytes alone_ns attacked_bytes
+             connections repairs disturbances drains cm_events work_ns work_bytes forged reflected backlog_drops at_live exact port_hits psn_hits meddled copies admitted pairs alone_bytes alone_ns attacked_bytes
              attacked_ns);
         self.trace_hash ^= other.trace_hash;
         self.longest_admission_ns = self.longest_admission_ns.max(other.longest_admission_ns);
@@ -131,6 +134,8 @@ impl World {
             self.stats.icrc_errors += c.icrc_errors + c.icrc_implausible;
             self.stats.retransmissions += c.tx_retransmissions;
             self.stats.rnr_naks += c.transport.send_rnr_err;
+            let full = [DropReason::Backlog, DropReason::BacklogPeer];
+            self.stats.backlog_drops += full.map(|reason| c.cm.dropped(reason)).iter().sum::<u64>();
         }
         self.stats
     }

@@ -277,7 +277,9 @@ impl Host {
     }
 
     fn listen(&mut self) {
-        self.port.cm_listen(None, LISTEN_PORT, 64).expect("a listener");
+        // Of a tight host, less than a peer's half-open connections.
+        let backlog = if self.plan.tight { 6 } else { 64 };
+        self.port.cm_listen(None, LISTEN_PORT, backlog).expect("a listener");
     }
 
     /// Starts anew without any memory of the past.

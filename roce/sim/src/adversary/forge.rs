@@ -52,6 +52,8 @@ pub(super) enum What {
     Garbage,
     /// Requests for sessions that look like a real client's.
     Sessions,
+    /// Requests to connect that the listener's program is given, and is slow to answer.
+    Backlog,
     /// All of these in turns.
     Everything,
 }
@@ -93,6 +95,10 @@ pub(super) fn packet(what: What, from: &Place, to: &Place, rng: &mut Rng) -> Vec
         }
         What::Sessions => {
             let mad = Mad::new(rng.next(), session(from, to, rng));
+            to_gsi(&mad.emit(), rng)
+        }
+        What::Backlog => {
+            let mad = Mad::new(rng.next(), acceptable(req(from, to, rng), rng));
             to_gsi(&mad.emit(), rng)
         }
         What::Opcodes => {
@@ -500,6 +506,11 @@ fn session(from: &Place, to: &Place, rng: &mut Rng) -> Req {
     let hello = ConnReq::new(cid, rng.pick(&[3, 3, 2, 65]), 0, path, session, true);
     let mut asked = req(from, to, rng);
     asked.private_data[HEADER_LEN..].copy_from_slice(hello.as_bytes());
+    acceptable(asked, rng)
+}
+
+/// Makes a request one that no connection manager has a reason to refuse.
+fn acceptable(asked: Req, rng: &mut Rng) -> Req {
     Req {
         local_comm_id: rng.next() as u32 | 1,
         service_id: ServiceId::new(PortSpace::Tcp, LISTEN_PORT).0,

@@ -51,7 +51,7 @@ pub(crate) struct Effort {
     pub(crate) until: u64,
     /// Longest pause between two campaigns, nanoseconds.
     pub(crate) rest: u64,
-    /// A single kind of packet, between hosts that know each other, to teach them false Identifications.
+    /// A single kind of packet, between hosts that know each other, to teach them false Identifications or to fill a backlog.
     obstinate: Option<(What, Idents)>,
     /// Requests for sessions to the first host alone, in the name of this many unused addresses.
     flood: Option<u32>,
@@ -105,6 +105,7 @@ impl Effort {
             What::Mads(Some(Attribute::Dreq)),
             What::Datagrams,
             What::Connected,
+            What::Backlog,
         ]);
         let idents = rng.pick(&[
             Idents::Zero,
@@ -117,10 +118,16 @@ impl Effort {
             packets: 0,
             until: 0,
             rest: rng.pick(rests),
-            obstinate: Some((what, idents)),
+            // Requests with an ICRC that is wrong would fill nothing.
+            obstinate: Some((what, if what == What::Backlog { Idents::Zero } else { idents })),
             flood: None,
             strangers: false,
         }
+    }
+
+    /// Whether it fills backlogs: programs are slow to answer requests to connect.
+    fn fills_backlogs(&self) -> bool {
+        self.obstinate.is_some_and(|(what, _)| what == What::Backlog)
     }
 
     /// Draws a flood of up to some ten thousand requests for sessions a second.
@@ -247,8 +254,10 @@ impl Blind {
             };
         }
         if let Some((what, idents)) = self.effort.obstinate {
+            // A backlog is filled in the name of one host.
+            let others = if what == What::Backlog { 1 } else { hosts.len() - 1 };
             return Campaign {
-                src: hosts[(to + 1 + rng.index(hosts.len() - 1)) % hosts.len()],
+                src: hosts[(to + 1 + rng.index(others)) % hosts.len()],
                 to,
                 what,
                 idents,
@@ -447,7 +456,7 @@ impl World {
         // Routers have nothing to deliver groups' packets here, but a neighbour may send them.
         let to_group = campaign.what == What::Multicast && host.addr.is_ipv4() && rng.chance(0.5);
         // Some requests look like those of a sender behind address translation.
-        let is_request = matches!(campaign.what, What::Mads(_) | What::Sessions);
+        let is_request = matches!(campaign.what, What::Mads(_) | What::Sessions | What::Backlog);
         let others = self.hosts.iter().map(|h| h.plan.addr);
         let translated = others
             .filter(|addr| ![campaign.src, host.addr].contains(addr) && addr.is_ipv4() == host.addr.is_ipv4())

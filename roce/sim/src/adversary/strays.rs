@@ -40,8 +40,12 @@ impl World {
         blind.answered.retain(|(at, ..)| *at == self.now);
         blind.answered.push((self.now, h, id));
         let held = blind.strays.iter().filter(|s| s.host == h).count();
-        let choice = if held >= MOST { 0 } else { blind.rng.index(4) };
-        let patience = blind.rng.pick(&[0, 100 * MS, 2 * SEC]);
+        let (choice, patience) = match blind.effort.fills_backlogs() {
+            // The backlog bounds how many are held.
+            true => (1, 2 * SEC),
+            false if held >= MOST => (0, 0),
+            false => (blind.rng.index(4), blind.rng.pick(&[0, 100 * MS, 2 * SEC])),
+        };
         let params = ConnParams {
             responder_resources: 4,
             initiator_depth: 4,
