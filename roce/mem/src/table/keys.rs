@@ -1,0 +1,192 @@
+//! Use of keys: resolving them for work requests and peers, and the work requests that open and close them.
+
+use std::sync::atomic::Ordering;
+
+use roce_bth::{Qpn, RKey};
+use roce_verbs::{
+    AccessFlags, Sge,
+    wr::{BindWindow, FastRegister},
+};
+
+use super::{
+    MemoryTable, PdHandle,
+    entries::{BoundTo, Entry, Kind, Open},
+};
+use crate::{
+    error::KeyError,
+    object::WindowKind,
+    span::{Mapping, Span},
+};
+
+impl MemoryTable {
+    /// Checks a local scatter/gather element. `need` is empty for reading and [`AccessFlags::LOCAL_WRITE`] for writing.
+    ///
+    /// # Errors
+    /// When key, domain, range or rights don't fit; windows have no local key.
+    pub fn resolve_local(&self, pd: PdHandle, sge: &Sge, need: AccessFlags) -> Result<Span, KeyError> {
+        let inner = self.inner.read();
+        let entry = inner.find(pd, sge.lkey.0)?;
+        if matches!(entry.kind, Kind::Window(..)) {
+            return Err(KeyError::Unknown);
+        }
+        let open = entry.open.as_ref().ok_or(KeyError::Closed)?;
+        open.span(sge.addr, u64::from(sge.length), need)
+    }
+
+    /// Checks a range that a peer names (IBA C9-81 ff.). Don't ask for 0 bytes: their key is not checked (C9-88).
+    ///
+    /// # Errors
+    /// When key, domain, queue pair, range or rights don't fit.
+    pub fn resolve_remote(
+        &self,
+        pd: PdHandle,
+        qpn: Qpn,
+        rkey: RKey,
+        addr: u64,
+        len: u32,
+        need: AccessFlags,
+    ) -> Result<Span, KeyError> {
+        let inner = self.inner.read();
+        inner.find_remote(pd, qpn, rkey)?.span(addr, u64::from(len), need)
+    }
+
+    /// Returns address and length of what is open under a key now, for the text of an error. `None` if nothing is.
+    pub fn open_range(&self, key: u32) -> Option<(u64, u64)> {
+        let inner = self.inner.read();
+        let entry = inner.entries.get(&(key >> 8)).filter(|e| e.key == key)?;
+        let open = entry.open.as_ref()?;
+        Some((open.iova, open.mapping.len() as u64))
+    }
+
+    /// Checks a key that a peer wants everything flushed behind, and returns all that it opens.
+    ///
+    /// # Errors
+    /// When key, domain, queue pair or rights don't fit.
+    pub fn resolve_whole(&self, pd: PdHandle, qpn: Qpn, rkey: RKey, need: AccessFlags) -> Result<Span, KeyError> {
+        let inner = self.inner.read();
+        let open = inner.find_remote(pd, qpn, rkey)?;
+        open.span(open.iova, open.mapping.len() as u64, need)
+    }
+
+    /// Executes a fast registration: from now on the key opens the range of the backing region.
+    ///
+    /// # Errors
+    /// When the target is open already (invalidate it first), or backing region, range or rights don't fit.
+    pub fn fast_register(&self, pd: PdHandle, args: &FastRegister) -> Result<(), KeyError> {
+        let mut inner = self.inner.write();
+        let zero = args.access.contains(AccessFlags::ZERO_BASED);
+        let mapping = inner.view(pd, args.lkey, args.addr, args.length, args.access)?;
+        let open = Open {
+            mapping,
+            iova: if zero { 0 } else { args.iova },
+            access: args.access,
+        };
+        inner.open_fast(pd, args.key, open)
+    }
+
+    /// The same with several pieces of regions, each given as a local element: from now on the key opens them as one range, from
+    /// the address `iova` on (zero with [`AccessFlags::ZERO_BASED`]), in this order.
+    ///
+    /// # Errors
+    /// As [`MemoryTable::fast_register`]; also with the right to atomics, which pieces have no order for.
+    pub fn fast_register_list(
+        &self,
+        pd: PdHandle,
+        key: RKey,
+        pieces: &[Sge],
+        iova: u64,
+        access: AccessFlags,
+    ) -> Result<(), KeyError> {
+        if access.contains(AccessFlags::REMOTE_ATOMIC) {
+            return Err(KeyError::Access);
+        }
+        let mut inner = self.inner.write();
+        let view = |piece: &Sge| inner.view(pd, piece.lkey, piece.addr, piece.length.into(), access);
+        let mappings = pieces.iter().map(view).collect::<Result<Vec<_>, _>>()?;
+        let mapping = Mapping::scattered(mappings).ok_or(KeyError::Range)?;
+        let zero = access.contains(AccessFlags::ZERO_BASED);
+        let iova = if zero { 0 } else { iova };
+        inner.open_fast(pd, key, Open { mapping, iova, access })
+    }
+
+    /// Executes a window bind (IBA 10.6.7.2, C10-72 to C10-75).
+    ///
+    /// # Errors
+    /// When window or region can't be bound like this; the window stays as it was.
+    pub fn bind_window(&self, pd: PdHandle, qpn: Qpn, args: &BindWindow) -> Result<(), KeyError> {
+        let mut inner = self.inner.write();
+        let target = inner.entries.get(&(args.key.0 >> 8)).ok_or(KeyError::Unknown)?;
+        let Kind::Window(window, _) = &target.kind else {
+            return Err(KeyError::State);
+        };
+        let kind = window.kind;
+        if target.pd != pd && kind != WindowKind::Type2A {
+            return Err(KeyError::WrongPd);
+        }
+        let zero = args.access.contains(AccessFlags::ZERO_BASED);
+        if kind.is_type2() && (target.open.is_some() || args.length == 0) {
+            return Err(KeyError::State);
+        }
+        if kind == WindowKind::Type1 && zero {
+            return Err(KeyError::Access);
+        }
+        let open = match args.length {
+            0 => None,
+            _ => Some(inner.window_view(pd, args, zero)?),
+        };
+        let (index, bound) = (args.key.0 >> 8, open.is_some());
+        inner.close(index);
+        if bound && let Some(region) = inner.entries.get_mut(&(args.lkey.0 >> 8)) {
+            region.windows += 1;
+        }
+        let target = inner.entries.get_mut(&index).ok_or(KeyError::Unknown)?;
+        target.key = args.key.0;
+        target.open = open;
+        if let Kind::Window(window, to) = &mut target.kind {
+            window.key.store(args.key.0, Ordering::Release);
+            *to = BoundTo {
+                region: bound.then_some(args.lkey.0 >> 8),
+                qpn: kind.is_type2().then_some(qpn),
+            };
+        }
+        Ok(())
+    }
+
+    /// Closes a fast region or a type-2 window: a local invalidate, or a SEND with invalidate from a peer
+    /// (IBA 10.6.7.2.6). A window must belong to the queue pair `qpn`.
+    ///
+    /// # Errors
+    /// When the key does not name such an object, or windows are bound to the region.
+    pub fn invalidate(&self, pd: PdHandle, qpn: Qpn, rkey: RKey) -> Result<(), KeyError> {
+        let mut inner = self.inner.write();
+        let entry = inner.find_for(pd, rkey)?;
+        match &entry.kind {
+            Kind::Region => return Err(KeyError::State),
+            Kind::Fast(_) if entry.windows > 0 => return Err(KeyError::State),
+            Kind::Fast(_) => {}
+            Kind::Window(window, _) if window.kind == WindowKind::Type1 => return Err(KeyError::State),
+            Kind::Window(_, to) if to.qpn.is_some_and(|owner| owner != qpn) => return Err(KeyError::WrongQp),
+            Kind::Window(..) => {}
+        }
+        inner.close(rkey.0 >> 8);
+        Ok(())
+    }
+
+    /// Closes the type-2 windows of a queue pair that is going away.
+    pub fn forget_qp(&self, qpn: Qpn) {
+        let mut inner = self.inner.write();
+        if inner.windows == 0 {
+            return;
+        }
+        let owned = |e: &Entry| matches!(e.kind, Kind::Window(_, BoundTo { qpn: Some(q), .. }) if q == qpn);
+        let indices: Vec<u32> = inner
+            .entries
+            .iter()
+            .filter(|(_, e)| owned(e))
+            .map(|(i, _)| *i)
+            .collect();
+        for index in indices {
+            inner.close(index);
+        }
+    }
+}
