@@ -22,7 +22,7 @@ mod symbols;
 
 use symbols::{Answer, Symbol};
 
-/// What `src/table.rs` is called in the library, per stub.
+/// Stub of libibverbs. `table`: the symbol that `src/table.rs` has in the library.
 const VERBS: Stub = Stub {
     soname: "libibverbs.so.1",
     link: "libibverbs.so",
@@ -37,7 +37,7 @@ const REAL: &str = "libferroce_verbs.so";
 
 struct Stub {
     soname: &'static str,
-    /// What the linker finds by `-l`.
+    /// Name that the linker finds by `-l`.
     link: &'static str,
     table: &'static str,
 }
@@ -140,7 +140,7 @@ fn put(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).map_err(failed(path))
 }
 
-/// Something with the tables' names to link with: the library itself is linked after this.
+/// Builds an object that has the tables' names, to link with: the library itself is linked after this.
 fn stand_in(out: &Path) -> Result<PathBuf> {
     let (source, file) = (out.join("real.s"), out.join(REAL));
     let mut text = String::from(".section .note.GNU-stack,\"\",%progbits\n.data\n");

@@ -41,7 +41,7 @@ use crate::{
     vhost::VhostArgs,
 };
 
-/// What the NBD clients' requests in flight get at an orderly end.
+/// Time for the NBD clients' in-flight requests at an orderly end.
 const GRACE: Duration = Duration::from_secs(5);
 /// A path that is lost is noticed in 7 s at the latest.
 const HEARTBEAT: Duration = Duration::from_secs(1);
@@ -128,7 +128,7 @@ pub(crate) struct MapArgs {
     transport: TransportArgs,
 }
 
-/// What of a mapping can be changed while it runs.
+/// Settings of a mapping that can be changed while it runs.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Changeable {
     /// The first is the one that NBD clients find without a name.
@@ -152,12 +152,12 @@ impl Changeable {
 }
 
 impl MapArgs {
-    /// What a daemon calls it.
+    /// Returns the name of the daemon's task.
     pub(crate) fn task_name(&self) -> &str {
         &self.session
     }
 
-    /// What can be changed.
+    /// Returns the settings that can be changed.
     pub(crate) fn changeable(&self, resolver: &Resolver) -> Result<Changeable, Failure> {
         Ok(Changeable {
             devices: self.map_devices(),
@@ -286,7 +286,7 @@ impl MapArgs {
     }
 }
 
-/// What went wrong, where, and what to look at.
+/// Returns the failure of a session: the error, the server, and what to check.
 fn session_failure(dst: SocketAddr, e: &rtrs::Error) -> Failure {
     use rtrs::Error;
     let ip = dst.ip();
@@ -326,7 +326,7 @@ fn map_failure(dst: SocketAddr, device: &str, e: &MapError) -> Failure {
     Failure::failed(format!("can't map {device} of {dst}: {e}{hint}"))
 }
 
-/// What to say of a mapping that ended otherwise than asked.
+/// Returns the failure of a mapping that ended otherwise than asked.
 fn failure(dst: SocketAddr, e: MapFailure) -> Failure {
     let errno = e.errno();
     let fail = |what: &str, device: &str, e: &dyn std::fmt::Display| {
@@ -424,7 +424,7 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
     ended.map_err(|e| failure(server, e)).and(ticks)
 }
 
-/// What NBD clients have moved, and with how many packets.
+/// Returns the traffic of NBD clients, and the packets that it took.
 fn counted(stats: MapStats) -> (LoopStats, Moved) {
     let c = &stats.device;
     let moved = Moved {

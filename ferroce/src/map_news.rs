@@ -1,4 +1,4 @@
-//! What `ferroce map` tells of its paths and its devices while it runs.
+//! Events of `ferroce map` about its paths and its devices.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Where NBD clients of a mapping come in, and the TLS that they find there.
+//! Addresses for a mapping's NBD clients, and their TLS.
 
 use std::path::{Path, PathBuf};
 
@@ -87,7 +87,7 @@ impl NbdArgs {
         }
     }
 
-    /// What clients may or must encrypt with.
+    /// Returns the TLS settings for clients.
     pub(crate) fn tls(&self) -> Result<Option<Tls>, Failure> {
         if self.tls_psk.is_some() {
             return Err(Failure::usage(
@@ -110,7 +110,7 @@ impl NbdArgs {
         self.tls_certificates.is_some() && self.tls != Some(TlsArg::Off)
     }
 
-    /// Where NBD clients find a device, by these addresses: the first needs no name.
+    /// Returns the URIs of a device at these addresses: the first needs no name.
     pub(crate) fn uris(&self, addresses: &[NbdAddress], name: Option<&str>) -> Vec<String> {
         let scheme = if self.has_tls() { "nbds" } else { "nbd" };
         addresses

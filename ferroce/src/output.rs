@@ -1,4 +1,4 @@
-//! What commands print, and how they fail.
+//! Output of commands, and their failures.
 
 use std::{
     borrow::Cow,
@@ -40,7 +40,7 @@ impl Failure {
         }
     }
 
-    /// Something went wrong (status 1).
+    /// Failure with status 1.
     pub(crate) fn failed(text: impl Into<String>) -> Self {
         Self {
             code: 1,
@@ -49,7 +49,7 @@ impl Failure {
         }
     }
 
-    /// Something went wrong for which there is a status of its own.
+    /// Failure with a status of its own.
     pub(crate) fn with_status(code: u8, text: impl Into<String>) -> Self {
         Self {
             code,
@@ -58,7 +58,7 @@ impl Failure {
         }
     }
 
-    /// What is wrong has been printed already.
+    /// Failure that has been printed already.
     pub(crate) const fn reported(code: u8) -> Self {
         Self {
             code,

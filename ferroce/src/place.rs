@@ -1,4 +1,4 @@
-//! Where a server or a mapping runs: in the foreground, or as a task of the daemon.
+//! Surroundings of a server or a mapping: in the foreground, or as a task of the daemon.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::{
     signals::Stop,
 };
 
-/// What has come of it.
+/// Stage of the start.
 pub(crate) enum Stage {
     /// A mapping opens its session. Its NBD clients have this TLS.
     Mapping(MapControl, Option<Tls>),
@@ -24,7 +24,7 @@ pub(crate) enum Stage {
     Up,
 }
 
-/// What it gets from where it runs.
+/// Resources of the surroundings.
 pub(crate) struct Place<'a> {
     /// Of the sockets that the process was started with it gets those of this name; in the foreground all.
     pub(crate) sockets: Option<String>,

@@ -8,7 +8,7 @@ use roce_devices::{DeviceName, Devices, Rdma};
 
 use crate::output::Failure;
 
-/// What `--rdma` says, once.
+/// Value of one `--rdma`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum Wanted {
     /// RDMA devices where they own an address, software elsewhere.

@@ -161,12 +161,12 @@ pub(crate) fn on_off(text: &str) -> Result<bool, String> {
 }
 
 impl ServeArgs {
-    /// What a daemon calls it.
+    /// Returns the name of the daemon's task.
     pub(crate) fn task_name(&self) -> String {
         self.addr[0].with_port(DEFAULT_PORT)
     }
 
-    /// What is offered by name.
+    /// Returns the exports that have names.
     pub(crate) fn exports(&self) -> Result<Vec<ExportSpec>, Failure> {
         let named = self.exports.iter().map(|export| {
             let path = absolute(&export.path)?;
@@ -184,7 +184,7 @@ impl ServeArgs {
         named.collect()
     }
 
-    /// What is offered by name, as it was given.
+    /// Returns the paths of the exports that have names, as given.
     pub(crate) fn named_paths(&self) -> impl Iterator<Item = &Path> {
         self.exports.iter().map(|export| &*export.path)
     }
@@ -452,7 +452,7 @@ fn tell(reporter: &Reporter, event: &ServeEvent) -> Result<(), Failure> {
     }
 }
 
-/// What clients have moved, and with how many packets.
+/// Returns the traffic of clients, and the packets that it took.
 fn counted(stats: ServeStats) -> (LoopStats, Moved) {
     let c = &stats.rnbd;
     let moved = Moved {

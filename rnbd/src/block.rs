@@ -1,13 +1,13 @@
 //! Block devices: what they are like, and what is done with them.
 
-/// What a block device is like. All counts in bytes.
+/// Size, limits and abilities of a block device. All counts in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Geometry {
     /// Size, a multiple of 512.
     pub size: u64,
     /// Requests start and end at multiples of this: a power of two, at least 512.
     pub logical_block_size: u32,
-    /// What the device likes best.
+    /// Preferred block size.
     pub physical_block_size: u32,
     /// Largest buffer of one read or write, a multiple of the logical block size.
     pub max_transfer: u32,
@@ -39,7 +39,7 @@ impl Geometry {
     }
 }
 
-/// What is done with a range of a block device; the data of reads and writes is named beside it.
+/// Operation on a range of a block device; the data of reads and writes is a separate argument.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum BlockOp {
     /// Bytes are wanted.

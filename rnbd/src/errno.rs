@@ -12,7 +12,7 @@ macro_rules! errnos {
         impl Errno {
             $(#[doc = $doc] pub const $name: Self = Self($number);)*
 
-            /// What the C library says of it.
+            /// Text of the C library.
             fn text(self) -> Option<&'static str> {
                 Some(match self {
                     $(Self::$name => $text,)*

@@ -163,13 +163,13 @@ pub const STATUS_MAGIC: [u8; 8] = [0x13, 0x9a, 0xbb, 0xf1, 0x03, 0xed, 0x7e, 0xa
 /// Operation and flags of a request, the decoded `rw` field.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Rw {
-    /// What to do.
+    /// Operation.
     pub op: IoOp,
     /// Somebody waits.
     pub sync: bool,
     /// On stable storage before the answer.
     pub fua: bool,
-    /// What was written before is on stable storage first.
+    /// Writes before this one are on stable storage first.
     pub preflush: bool,
     /// Zeroed space stays allocated.
     pub no_unmap: bool,

@@ -19,7 +19,7 @@ pub const RANGE: usize = 16;
 pub const ID: usize = 20;
 /// Bytes of the configuration space that mean something to us.
 pub const CONFIG: usize = 60;
-/// Where in the configuration space the driver chooses write-back (1) or write-through (0).
+/// Offset in the configuration space at which the driver chooses write-back (1) or write-through (0).
 pub const WRITEBACK: usize = 32;
 
 /// Sectors of a request for zeroes where the server has none, and data is written instead.
@@ -131,7 +131,7 @@ impl From<Result<(), Errno>> for Status {
     }
 }
 
-/// What a request wants.
+/// Request of the driver.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Request {
     /// One operation on the device, with as much data as the request has.
@@ -161,11 +161,10 @@ pub struct Ranges {
 }
 
 impl Request {
-    /// What a header asks for that has so many bytes of data behind it to read (`output`), and room for so many (`input`), without
-    /// the status.
+    /// Parses a header that has `output` bytes of data behind it to read, and room for `input` bytes, both without the status.
     ///
     /// # Errors
-    /// What the driver is to be told at once.
+    /// Status to answer with at once.
     pub fn parse(header: &[u8; HEADER], output: u64, input: u64) -> Result<Self, Status> {
         let [kind, _, low, high] = words(header);
         let offset = (u64::from(high) << 32 | u64::from(low)).checked_mul(SECTOR);
@@ -195,10 +194,10 @@ impl Request {
 }
 
 impl Ranges {
-    /// What one of the ranges asks for: operation, first byte, and bytes.
+    /// Parses one of the ranges: operation, first byte, and bytes.
     ///
     /// # Errors
-    /// What the driver is to be told at once.
+    /// Status to answer with at once.
     pub fn range(self, bytes: &[u8; RANGE]) -> Result<(BlockOp, u64, u64), Status> {
         let [low, high, sectors, flags] = words(bytes);
         let unmap = flags & 1 != 0;

@@ -54,7 +54,7 @@ struct Route {
     id: Weak<IdInner>,
 }
 
-/// Something that is closed with the device.
+/// Object that is closed with the device.
 trait Close: Send + Sync {
     fn close(&self);
 }
@@ -194,7 +194,7 @@ impl Router {
     }
 }
 
-/// What [`Router::take`] found.
+/// Result of [`Router::take`].
 enum Taken {
     Nothing,
     Event(CmEvent<Id>),
@@ -220,7 +220,7 @@ fn kind_of(event: PortCmEvent) -> CmEventKind<Id> {
     }
 }
 
-/// What the engines tell ([`roce_net::EventSink`]).
+/// Events of the engines ([`roce_net::EventSink`]).
 impl Router {
     /// False: nobody is there for it.
     pub(crate) fn cm_event(&self, event: PortCmEvent) -> bool {
@@ -390,7 +390,7 @@ fn check_device(qp: &Qp, device: &Arc<DeviceInner>) -> Result<(), VerbsError> {
     }
 }
 
-/// Where connection events arrive.
+/// Channel for connection events.
 #[derive(Clone)]
 pub struct EventChannel(Arc<EventSource>);
 

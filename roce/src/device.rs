@@ -144,7 +144,7 @@ impl DeviceConfig {
     }
 }
 
-/// What a device has counted.
+/// Counters of a device.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DeviceStats {
     /// Packets, drops and the transport.
@@ -190,7 +190,8 @@ impl DeviceStats {
         ]
     }
 
-    /// What other processes may know: the hardware counters, and connect requests that were dropped because a listener's backlog was full.
+    /// Returns the counters for other processes: the hardware counters, and connect requests that were dropped because a listener's
+    /// backlog was full.
     pub(crate) fn reported(&self, link_downed: u64) -> impl Iterator<Item = (&'static str, u64)> {
         let full = [DropReason::Backlog, DropReason::BacklogPeer].map(|reason| self.port.cm.dropped(reason));
         let more = [("cm_drop_backlog", full.iter().sum())];
@@ -212,7 +213,7 @@ impl DeviceStats {
 #[derive(Clone)]
 pub struct Device(pub(crate) Arc<DeviceInner>);
 
-/// What all objects of a device share.
+/// State shared by all objects of a device.
 pub(crate) struct DeviceInner {
     pub(crate) engines: Arc<Engines>,
     pub(crate) mem: Arc<MemoryTable>,
@@ -347,7 +348,7 @@ impl Device {
         self.0.limits.node_guid
     }
 
-    /// What was counted so far.
+    /// Returns the counters.
     pub fn stats(&self) -> DeviceStats {
         self.0.stats()
     }

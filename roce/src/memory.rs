@@ -78,7 +78,7 @@ struct Lent {
     persist: Option<Arc<dyn Persist>>,
 }
 
-/// What a registration becomes (`ibv_rereg_mr`). What is `None` stays.
+/// Changes to a registration (`ibv_rereg_mr`). What is `None` stays.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Reregister<'a> {
     /// Protection domain.

@@ -1,4 +1,4 @@
-//! What a device is made of.
+//! Opening of devices: engines, addresses, memory tables.
 
 use std::{net::IpAddr, path::PathBuf, sync::Arc};
 
@@ -131,7 +131,7 @@ pub(crate) fn check_shards(shards: usize) -> Result<Option<Steering>, VerbsError
     }
 }
 
-/// What writes a device's packets to a file, if that is wanted.
+/// Opens the capture of a device's packets, if one is wanted.
 pub(crate) fn tap(config: &DeviceConfig) -> Result<Option<PcapTap>, VerbsError> {
     let create = |file: &PathBuf| {
         PcapTap::create(file, config.pcap_append).map_err(io_error(&format!("creating {}", file.display())))
@@ -170,7 +170,7 @@ pub(crate) struct Parts {
 }
 
 impl Parts {
-    /// Those of loops or engines that have a table of memory in common; `tap` sees the packets of all.
+    /// Builds the parts of loops or engines that share a memory table; `tap` captures the packets of all.
     pub(crate) fn sharing_memory(
         all: impl Iterator<Item = (DeviceConfig, UdpDatapath)>,
         tap: Option<&SharedTap>,

@@ -31,7 +31,7 @@ impl NewDevice {
         self.0.0.addr
     }
 
-    /// What to watch, once it is attached.
+    /// Returns the descriptors to watch, once it is attached.
     pub fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
         self.0.0.descriptors().collect()
     }
@@ -84,7 +84,7 @@ impl core::fmt::Debug for Opener {
     }
 }
 
-/// What can't be, for this kind of reason.
+/// Error of an address that can't be used, with this kind of reason.
 fn refused(addr: IpAddr, kind: io::ErrorKind, why: impl Into<String>) -> VerbsError {
     VerbsError::Io {
         context: format!("opening {addr}"),
@@ -214,7 +214,7 @@ impl Opener {
         Ok(opened.into_iter().map(NewDevice).collect())
     }
 
-    /// Those of each loop. What some have got when another is refused is kept for the next attempt: the broker gives it once.
+    /// Returns the sockets of each loop. If one is refused, the others' are kept for the next attempt: the broker gives them once.
     fn sockets(&self, addr: IpAddr, joining: &[Joining]) -> Result<Vec<OpenSockets>, VerbsError> {
         let mut sockets = {
             let mut given = self.0.given.lock();

@@ -56,7 +56,7 @@ pub struct GidEntry {
     pub addr: IpAddr,
 }
 
-/// What is known of the interfaces that a device uses.
+/// State of the interfaces that a device uses.
 pub(crate) struct PortView {
     /// The interface that has the device's address; `None`: it uses all.
     interface: Option<String>,
@@ -129,7 +129,7 @@ impl PortView {
         events
     }
 
-    /// What changes of interfaces mean for the device.
+    /// Returns the events of the device that follow from changes of interfaces.
     pub(crate) fn follow(&self, changes: &[(String, LinkChange)]) -> Vec<AsyncEvent> {
         let mut concerns = changes.to_vec();
         concerns.retain(|(name, _)| self.interface.as_ref().is_none_or(|mine| mine == name));
@@ -144,7 +144,7 @@ impl PortView {
         }
     }
 
-    /// What the interfaces carry now.
+    /// Returns the MTUs that the interfaces carry now.
     pub(crate) fn path_mtus(&self) -> Option<PathMtus> {
         let fits = iface::path_mtus(self.addr).ok()?;
         Some(match self.wanted {
@@ -154,7 +154,7 @@ impl PortView {
     }
 }
 
-/// What the link of an interface is, in the numbers of `ibv_port_attr`.
+/// State of an interface's link, in the numbers of `ibv_port_attr`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinkState {
     /// It can send and receive: it is up and has a carrier.

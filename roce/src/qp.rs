@@ -52,7 +52,7 @@ struct QpInner {
     _xrcd: Option<Xrcd>,
 }
 
-/// What a queue pair of any service is made with.
+/// Settings of a new queue pair of any service.
 #[derive(Clone, Copy, Debug)]
 pub struct QpOptions<'a> {
     /// Transport service.
@@ -61,7 +61,7 @@ pub struct QpOptions<'a> {
     pub send_cq: Option<&'a Cq>,
     /// Completions of receives. XRC queue pairs have none.
     pub recv_cq: Option<&'a Cq>,
-    /// Where its receives come from, instead of a queue of its own.
+    /// Source of its receives, instead of a queue of its own.
     pub srq: Option<&'a Srq>,
     /// The domain of an XRC target.
     pub xrcd: Option<&'a Xrcd>,

@@ -37,7 +37,7 @@ impl core::fmt::Debug for RawCm {
 pub struct RawId {
     key: Key,
     device: Arc<DeviceInner>,
-    /// What a listener has claimed.
+    /// Claim of a listener.
     claim: Option<(u64, Option<IpAddr>)>,
 }
 
@@ -98,14 +98,14 @@ impl Drop for PortHold {
     }
 }
 
-/// What happened.
+/// Event of a connection.
 #[derive(Debug)]
 pub struct RawEvent {
     /// [`RawId::number`] of the connection or resolution; of a request: of the listener.
     pub number: u64,
     /// The new connection or resolution, in a request.
     pub new: Option<RawId>,
-    /// What happened to it. Ids in it are of no use here.
+    /// Event. Ids in it are of no use here.
     pub event: RawCmEvent,
 }
 

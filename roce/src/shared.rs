@@ -102,7 +102,7 @@ pub(crate) fn report(
 }
 
 impl DeviceInner {
-    /// What other processes may know about one of the device's engines: each is a process of its own to them.
+    /// Returns the report about one of the device's engines for other processes: each is a process of its own to them.
     pub(crate) fn report(&self, index: usize) -> Report {
         let driver = self.engines.get(index);
         // A process that ends is asked for its last report: with this call goes what its queue pairs owe.

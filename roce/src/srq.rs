@@ -12,7 +12,7 @@ use crate::{
     memory::Pd,
 };
 
-/// What a shared receive queue is made with.
+/// Settings of a new shared receive queue.
 #[derive(Debug)]
 pub struct SrqInit<'a> {
     /// Sizes, and the limit to begin with.

@@ -21,7 +21,7 @@ pub(crate) use file::PcapTap;
 pub(crate) struct SharedTap(Arc<Mutex<PcapTap>>);
 
 impl SharedTap {
-    /// What writes the packets of each of these devices to its file, if that is wanted: of the same file once.
+    /// Opens the captures of these devices, where they are wanted: one for each file.
     pub(crate) fn of(configs: &[DeviceConfig]) -> Result<Vec<Option<Self>>, VerbsError> {
         let mut taps: Vec<Option<Self>> = Vec::new();
         for (index, config) in configs.iter().enumerate() {

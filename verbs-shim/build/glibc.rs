@@ -1,4 +1,4 @@
-//! What makes the library load with older C libraries than the one that it is linked with.
+//! Old symbol versions, so that the library loads with older C libraries than the one that it is linked with.
 //!
 //! glibc 2.34 took the functions of libpthread and libdl into libc, and 2.33 those of `stat`; what is linked with it asks
 //! for them by these versions. The same functions are there by their old versions, in every glibc, but linkers don't take
@@ -8,7 +8,7 @@ use std::{fmt::Write as _, path::Path};
 
 /// The old version of most.
 const OLD: &str = "GLIBC_2.2.5";
-/// What a linker looks for, the SONAME, and the functions with their versions.
+/// Name that a linker looks for, the SONAME, and the functions with their versions.
 type Library = (&'static str, &'static str, &'static [(&'static str, &'static str)]);
 /// The libraries that had functions which libc has now.
 const MOVED: [Library; 2] = [

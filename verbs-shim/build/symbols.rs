@@ -1,6 +1,6 @@
 //! The lists of symbols in `symbols`.
 
-/// What answers a symbol.
+/// Implementation of a symbol.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Answer {
     /// The function of this name.
@@ -22,7 +22,7 @@ pub(crate) struct Symbol {
     pub(crate) version: String,
     /// Whether who names no version gets this one.
     pub(crate) default: bool,
-    /// What answers.
+    /// Its implementation.
     pub(crate) answer: Answer,
 }
 

@@ -14,7 +14,7 @@ use crate::{
     ret::{self, Errno, Result},
 };
 
-/// What the kernel puts into packets whatever the program asked for, unless they are for a group: the route's hop limit
+/// Hop limit of packets that are not for a group, whatever the program asked for: the route's, as the kernel's
 /// (`ib_resolve_unicast_gid_dmac`). Programs leave theirs at 0 or 1.
 const HOP_LIMIT: u8 = 64;
 /// `IBV_WC_GRH`.

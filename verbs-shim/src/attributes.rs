@@ -16,7 +16,7 @@ use roce::environment;
 
 use crate::config;
 
-/// What is answered from the tree: these, and everything below them.
+/// Paths that are answered from the tree: these, and everything below them.
 const OURS: [&str; 6] = [
     "/sys/class/rnbd-client",
     "/sys/class/rnbd-server",
@@ -29,7 +29,7 @@ const OURS: [&str; 6] = [
 const BLOCK: &str = "/sys/block/";
 const SYS: &str = "/sys";
 
-/// Where the tree is mounted.
+/// Mount point of the tree.
 static ROOT: OnceLock<PathBuf> = OnceLock::new();
 
 /// The tree, if there is one.
@@ -58,7 +58,7 @@ fn complain() {
     }
 }
 
-/// Where a path leads instead, and the tree in which that is, if it is one of these.
+/// Returns the replacement of a path, and the tree that it is in, if it is one of these.
 pub(crate) fn place(path: &CStr) -> Option<(CString, &'static Path)> {
     let bytes = path.to_bytes();
     if OURS.iter().any(|dir| is_below(bytes, dir)) {

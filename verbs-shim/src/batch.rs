@@ -104,7 +104,7 @@ impl Batch {
         }
     }
 
-    /// Where the last one begun goes.
+    /// Sets the destination of the last one begun.
     pub(crate) fn target(&mut self, target: Target) {
         if let Some(part) = self.parts.last_mut() {
             part.target = target;

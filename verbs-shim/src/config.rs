@@ -1,4 +1,4 @@
-//! What `ferroce run` tells us: the environment, unless the program has rights that its user hasn't.
+//! Settings of `ferroce run`: the environment, unless the program has rights that its user hasn't.
 
 use std::{
     fs::{self, File},

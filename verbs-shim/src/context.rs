@@ -28,7 +28,7 @@ const EXTENDED: *mut c_void = usize::MAX as *mut c_void;
 /// Completion vectors: one thread moves everything, but programs that spread queues want to see some.
 pub(crate) const COMP_VECTORS: c_int = 4;
 
-/// What a context's objects share.
+/// State shared by a context's objects.
 pub(crate) struct Core {
     pub(crate) device: &'static VerbsDevice,
     pub(crate) events: EventQueue<Entry>,

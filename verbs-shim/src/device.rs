@@ -219,7 +219,7 @@ unsafe extern "C" fn ibv_free_device_list(list: *mut *mut ibv_device) {
     unsafe { libc::free(list.cast()) };
 }
 
-/// What stands in the structure, as in rdma-core; it may be the program's own.
+/// Returns the name in the structure, as rdma-core does; it may be the program's own.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_get_device_name(device: *mut ibv_device) -> *const c_char {
     if device.is_null() {

@@ -70,7 +70,7 @@ impl Objects {
     }
 }
 
-/// What there is one of in a process while somebody uses it.
+/// Object of which a process has one while somebody uses it.
 struct Sole<T> {
     slot: Mutex<Slot<T>>,
     /// It was opened, or that failed.
@@ -161,7 +161,7 @@ pub(crate) fn devices() -> MutexGuard<'static, Vec<&'static VerbsDevice>> {
     lock(&DEVICES)
 }
 
-/// What brings the events of ports, if the system can tell.
+/// Returns the source of port events, if the system has one.
 pub(crate) fn links() -> Option<Arc<Links>> {
     let got = LINKS.get().get(Links::open);
     got.map_err(|e| tracing::info!("changes of interfaces are not seen: {e:?}"))
@@ -186,7 +186,7 @@ fn own_program() -> Option<PathBuf> {
     programs.find(|program| program.is_file())
 }
 
-/// What the process is called.
+/// Returns the name of the process.
 fn program_name() -> String {
     let exe = std::env::current_exe().unwrap_or_default();
     exe.file_name().unwrap_or_default().to_string_lossy().into_owned()

@@ -64,7 +64,7 @@ impl Entry {
     }
 }
 
-/// Where the events of an object go.
+/// Destination of an object's events.
 pub(crate) struct Target {
     core: Arc<Core>,
     element: usize,

@@ -1,4 +1,4 @@
-//! What a fork leaves of us.
+//! State of the library after a fork.
 //!
 //! A child has the parent's memory, but none of its threads, and it shares the parent's sockets. So everything made before
 //! the fork is dead in the child: verbs on it fail with EIO and touch neither locks nor the wire. What the child opens
@@ -24,8 +24,8 @@ pub(crate) fn generation() -> u32 {
     GENERATION.load(Ordering::Relaxed)
 }
 
-/// Something of this process alone: a forked child has a new one. So a fork waits for none of its locks, whatever is done
-/// under them, and finds none of them locked by a thread that it has not.
+/// State of this process alone: a forked child has a new one. So a fork waits for none of its locks, whatever is done under them, and
+/// finds none of them locked by a thread that it has not.
 pub(crate) struct Own<T: 'static> {
     current: AtomicPtr<Born<T>>,
     make: fn() -> T,

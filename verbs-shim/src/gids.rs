@@ -29,7 +29,7 @@ pub(crate) fn ip_of(gid: &ibv_gid) -> IpAddr {
 struct State {
     table: gids::GidTable,
     seen: Option<Instant>,
-    /// What was there when it was last renewed.
+    /// Addresses at the last renewal.
     told: Option<Vec<IpAddr>>,
 }
 

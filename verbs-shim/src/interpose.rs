@@ -59,7 +59,7 @@ pub(crate) struct Call {
 // SAFETY: an address of a function, which never changes.
 unsafe impl Sync for Call {}
 
-/// Where a path leads.
+/// Returns the replacement of a path.
 ///
 /// # Safety
 /// `path` is null or a C string.
@@ -71,7 +71,7 @@ unsafe fn target(path: *const c_char, lead: fn(&CStr) -> Option<sysfs::Target>) 
     lead(unsafe { CStr::from_ptr(path) })
 }
 
-/// What a function gives back.
+/// Return value of a function.
 trait Returned: Sized {
     /// As the program is to have it.
     ///

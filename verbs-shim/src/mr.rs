@@ -54,7 +54,7 @@ fn check_memory(addr: *mut c_void, length: size_t, rights: AccessFlags) -> Resul
     pin::check(addr as usize, length, rights.intersects(WRITERS))
 }
 
-/// What to register.
+/// Memory to register.
 #[derive(Clone, Copy)]
 struct Range {
     addr: *mut c_void,
@@ -160,7 +160,7 @@ mod refused {
     pub(super) const CMD: c_int = -4;
 }
 
-/// What a program wants to change, and to what.
+/// Changes to a region that a program asks for.
 struct Change {
     what: c_int,
     pd: *mut ibv_pd,

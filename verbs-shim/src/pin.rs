@@ -1,4 +1,4 @@
-//! What pinning memory would check: that all of it is there, and may be read or written.
+//! Checks that pinning memory would make: that all of it is there, and may be read or written.
 
 use std::{fs, ops::Range, sync::OnceLock};
 

@@ -109,7 +109,7 @@ unsafe fn operation(qp: &Qp, wr: &ibv_send_wr) -> Result<SendOp> {
     })
 }
 
-/// Where a work request goes.
+/// Returns the destination of a work request.
 ///
 /// # Safety
 /// The program does not destroy a datagram's address handle meanwhile.

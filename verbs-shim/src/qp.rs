@@ -106,7 +106,7 @@ fn service(kind: c_enum) -> Result<QpType> {
     }
 }
 
-/// What a queue pair of this type can be made to post with `ibv_wr_*`.
+/// Returns the operations that a queue pair of this type can post with `ibv_wr_*`.
 fn send_ops(qp_type: QpType) -> u64 {
     let legal = SEND_OPS.iter().filter(|(_, op)| legal::is_legal(qp_type, *op));
     legal.fold(0, |bits, (bit, _)| bits | bit)
@@ -135,7 +135,7 @@ fn roomy(init: &ibv_qp_init_attr) -> ibv_qp_init_attr {
     init
 }
 
-/// What is asked for beyond `ibv_qp_init_attr`.
+/// Attributes beyond `ibv_qp_init_attr`.
 struct Extra {
     context: *mut ibv_context,
     pd: *mut ibv_pd,
@@ -268,7 +268,7 @@ impl SharedTarget {
     }
 }
 
-/// What `ibv_open_qp` needs of `ibv_qp_open_attr_mask`; the context's cookie may be left out.
+/// Bits of `ibv_qp_open_attr_mask` that `ibv_open_qp` requires; the context's cookie may be left out.
 const OPEN_NEEDED: u32 = qp_open::NUM | qp_open::XRCD | qp_open::TYPE;
 
 /// Opens a target queue pair once more: it lives until its last object is destroyed, and its events come to all of them
@@ -334,7 +334,7 @@ unsafe extern "C" fn ibv_create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init_attr)
     })
 }
 
-/// What of `ibv_qp_init_attr_mask` is understood.
+/// Bits of `ibv_qp_init_attr_mask` that are supported.
 const INIT_MASK: u32 = qp_init::PD | qp_init::XRCD | qp_init::CREATE_FLAGS | qp_init::SEND_OPS_FLAGS;
 
 pub(crate) unsafe extern "C" fn create_qp_ex(context: *mut ibv_context, attr: *mut ibv_qp_init_attr_ex) -> *mut ibv_qp {

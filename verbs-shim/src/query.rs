@@ -1,4 +1,4 @@
-//! What devices and ports are: attributes, GIDs, partition keys, clocks.
+//! Queries of devices and ports: attributes, GIDs, partition keys, clocks.
 
 use std::{ptr, time::Duration};
 

@@ -25,7 +25,7 @@ use crate::{
     signals, table,
 };
 
-/// What this library is called.
+/// SONAME of this library.
 pub(crate) const REAL: &str = "libferroce_verbs.so";
 /// Relocations of a table's entries: `R_*_GLOB_DAT`, `R_*_JUMP_SLOT`.
 const SLOTS: [u64; 2] = if cfg!(target_arch = "aarch64") {
@@ -73,7 +73,7 @@ pub(crate) fn own_path() -> Option<PathBuf> {
     (path.file_name() == Some(REAL.as_ref())).then_some(path)
 }
 
-/// Where the object begins that has an address, or null.
+/// Returns the beginning of the object that has an address, or null.
 fn object_of(address: *const c_void) -> *mut c_void {
     // SAFETY: plain data, which the call fills; any address may be asked for.
     unsafe {
@@ -245,7 +245,7 @@ struct Object {
     /// Its memory.
     start: usize,
     end: usize,
-    /// What is read-only after relocation: first address and bytes.
+    /// Part that is read-only after relocation: first address and bytes.
     relro: (usize, usize),
     symbols: *const Elf64_Sym,
     strings: *const libc::c_char,

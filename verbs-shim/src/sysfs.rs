@@ -32,7 +32,7 @@ use crate::{
     gids, ret,
 };
 
-/// What is answered from the private directory: these, and everything below them.
+/// Paths that are answered from the private directory: these, and everything below them.
 const OURS: [&str; 4] = [
     "/sys/class/infiniband",
     "/sys/class/infiniband_verbs",
@@ -42,7 +42,7 @@ const OURS: [&str; 4] = [
 
 /// Changed when the same tree is written otherwise.
 const FORMAT: u32 = 3;
-/// Where a device's counters are.
+/// Directory of a device's counters.
 const HW_COUNTERS: &str = "ports/1/hw_counters";
 /// rdma_rxe's counters (`rxe_hw_counters.c`).
 const COUNTERS: [&str; 15] = [
@@ -224,7 +224,7 @@ fn root() -> Option<PathBuf> {
     Some(dir)
 }
 
-/// Where a path leads instead, if it is one of ours.
+/// Returns the replacement of a path, if it is one of ours.
 pub(crate) fn redirect(path: &CStr) -> Option<CString> {
     let bytes = path.to_bytes();
     if !is_ours(bytes) {
@@ -235,12 +235,12 @@ pub(crate) fn redirect(path: &CStr) -> Option<CString> {
     CString::new(format!("{}{text}", root.display())).ok()
 }
 
-/// Where the way to a file leads.
+/// File that a path leads to.
 pub(crate) struct Target {
     pub(crate) path: CString,
     /// The tree of attributes, if that is where it leads.
     pub(crate) tree: Option<&'static Path>,
-    /// What `path` names, if that is nobody else's.
+    /// Descriptor of the file that `path` names, if that is nobody else's.
     _file: Option<OwnedFd>,
 }
 

@@ -1,4 +1,4 @@
-//! Where the stubs of libibverbs.so.1 and librdmacm.so.1 jump to, by number; made by `build.rs` from the lists in `symbols`.
+//! Tables that the stubs of libibverbs.so.1 and librdmacm.so.1 jump through, by number; made by `build.rs` from the lists in `symbols`.
 
 use std::ffi::c_void;
 

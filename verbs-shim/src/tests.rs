@@ -88,7 +88,7 @@ struct Program {
     context: *mut ibv_context,
     pd: *mut ibv_pd,
     cq: *mut ibv_cq,
-    /// What is sent is in the first half, what is received in the second.
+    /// Memory: sent from the first half, received into the second.
     memory: Vec<u8>,
     lkey: u32,
 }
@@ -196,7 +196,7 @@ impl Program {
         }
     }
 
-    /// What is received comes into the second half, the first `count` bytes apart from the rest.
+    /// Returns the elements of a receive: the second half, its first `count` bytes apart from the rest.
     fn parts_of_receive(&self, count: u32) -> Odd<ibv_sge> {
         Odd::new(vec![self.sge(HALF, count), self.sge(HALF + 32, 32 - count)])
     }

@@ -28,7 +28,7 @@ pub(crate) struct Builder {
 #[derive(Default)]
 struct Work {
     batch: Batch,
-    /// What the first bad call did wrong; complete returns it and posts nothing.
+    /// Error of the first bad call; complete returns it and posts nothing.
     error: Option<Errno>,
 }
 

@@ -24,7 +24,7 @@ const MAX_SAMPLES: usize = 1 << 20;
 /// Whether measuring is over before its time.
 pub(crate) type Stopped<'a> = &'a (dyn Fn() -> bool + Sync);
 
-/// What a load consists of.
+/// Shape of a load.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Shape {
     pub(crate) operation: Operation,
@@ -34,7 +34,7 @@ pub(crate) struct Shape {
     pub(crate) depth: u32,
     /// Queue pairs of a thread that are busy.
     pub(crate) qps: u32,
-    /// Those that are idle.
+    /// Idle ones among them.
     pub(crate) idle: u32,
     /// Threads, each with queue pairs and a completion queue of its own.
     pub(crate) threads: u32,

@@ -15,7 +15,7 @@ use roce_bth::{BTH_LEN, Bth, Header, ICRC_LEN, Opcode, Packet, Psn, Qpn, ROCE_UD
 use roce_icrc::{Flow, IdSolver, Recovery};
 use roce_net::{Burst, DEFAULT_HOP_LIMIT, Datagram, Datapath, OpenError, UdpConfig, UdpDatapath};
 
-/// What to measure.
+/// Settings of a measurement.
 #[derive(Clone, Debug)]
 pub(crate) struct CeilingConfig {
     /// The sender's address.
@@ -36,7 +36,7 @@ pub(crate) struct CeilingConfig {
     pub(crate) duration: Duration,
 }
 
-/// What came out.
+/// Result of a measurement.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Ceiling {
     /// Payload bytes put into place per second, in units of 10^9.
@@ -58,7 +58,7 @@ const SPANS: usize = 4;
 /// When nothing arrives for so long, what is on the way is lost.
 const LOST: Duration = Duration::from_millis(5);
 
-/// What the two threads share.
+/// State shared by the two threads.
 struct Shared {
     start: Barrier,
     stop: AtomicBool,
@@ -199,7 +199,7 @@ fn send(config: &CeilingConfig, path: &mut UdpDatapath, shared: &Shared) -> Dura
     began.elapsed()
 }
 
-/// What is on the way, as far as the sender knows.
+/// In-flight messages, as far as the sender knows.
 struct Flight {
     /// Packets put into place at the last look, and when that number grew last.
     placed: u64,

@@ -17,12 +17,12 @@ use crate::output::Failure;
 /// Until a peer must have answered.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What the connections of a measurement have in common.
+/// Settings and objects shared by the connections of a measurement.
 pub(crate) struct Endpoint<'a> {
     pub(crate) device: &'a Device,
     pub(crate) pd: Pd,
     pub(crate) cq: Cq,
-    /// What a thread sleeps on that waits for completions.
+    /// Channel that a thread sleeps on that waits for completions.
     pub(crate) events: Option<Channel>,
     channel: EventChannel,
 }

@@ -30,7 +30,7 @@ impl Latency {
     }
 }
 
-/// What was measured. Field names are stable.
+/// Result of a measurement. Field names are stable.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Measurement {
     pub(crate) op: &'static str,
@@ -61,7 +61,7 @@ pub(crate) struct Measurement {
     /// Its best round.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) ceiling_best_gbytes_per_s: Option<f64>,
-    /// What was measured, as a part of the ceiling's mean.
+    /// Result as a part of the ceiling's mean.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) ratio_to_ceiling: Option<f64>,
     /// Of an RDMA device: bandwidth, or the median round trip, as a part of that in software between addresses of this host.
@@ -69,7 +69,7 @@ pub(crate) struct Measurement {
     pub(crate) ratio_to_software: Option<f64>,
 }
 
-/// What was done in which time.
+/// Work that was done, and in which time.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Work {
     pub(crate) messages: u64,

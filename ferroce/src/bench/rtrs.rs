@@ -32,7 +32,7 @@ use super::{
 };
 use crate::output::{self, Failure};
 
-/// What to measure.
+/// Settings of a measurement.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Load {
     pub(crate) bytes: u32,
@@ -41,7 +41,7 @@ pub(crate) struct Load {
     pub(crate) time: Duration,
 }
 
-/// What was measured. Field names are stable.
+/// Result of a measurement. Field names are stable.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Measurement {
     pub(crate) op: &'static str,
@@ -90,7 +90,7 @@ impl std::fmt::Display for Measurement {
     }
 }
 
-/// What the loop is asked for.
+/// Request to the loop.
 enum Ask {
     Run(Load, Sender<Result<Ran, String>>),
     Stop,
@@ -128,7 +128,7 @@ enum Stage {
     /// The server is asked what it has spent so far.
     Before,
     Running,
-    /// What is in flight comes back.
+    /// In-flight requests come back.
     Ending,
     After,
 }

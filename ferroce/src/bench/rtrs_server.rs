@@ -36,7 +36,7 @@ use crate::output::Failure;
 pub(crate) const SPACE: usize = 64 << 20;
 /// Bytes of a request's header: where the data is.
 pub(crate) const HEADER: usize = 8;
-/// Where there is no data, but what the server has spent.
+/// Offset that has no data, but the server's usage.
 pub(crate) const REPORT: u64 = u64::MAX;
 
 /// A request's header.
@@ -44,7 +44,7 @@ pub(crate) fn header(at: u64) -> [u8; HEADER] {
     at.to_le_bytes()
 }
 
-/// What the server has spent so far.
+/// Usage of the server so far.
 #[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct Spent {
     /// System calls of its loop.

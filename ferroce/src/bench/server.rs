@@ -108,7 +108,7 @@ impl Drop for Sleeper {
 #[derive(Clone, Copy, Default)]
 struct Credit {
     posted: u64,
-    /// What the sender was told last.
+    /// Last number that the sender was given.
     told: u64,
     /// WRITEs to it under way.
     telling: usize,

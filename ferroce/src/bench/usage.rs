@@ -1,4 +1,4 @@
-//! What a loop and its process have spent.
+//! Processor time and system calls of a loop and its process.
 
 use nix::sys::{
     resource::{UsageWho, getrusage},

@@ -1,4 +1,4 @@
-//! What the two sides tell each other in the private data of the connection manager.
+//! Messages between the two sides, in the private data of the connection manager.
 
 use roce::{RKey, RemoteAddr};
 
@@ -11,14 +11,14 @@ pub(crate) fn receives(depth: u32) -> u32 {
     depth.max(8) * 2
 }
 
-/// Where in the active side's memory a [`Role::Sink`] writes how many receives it has posted so far (64 bits, little-endian):
-/// behind the message. No more are sent than that: a receiver that finds no time for a moment would refuse them all, and
-/// what were measured then is the retransmission of refused messages.
+/// Returns the address offset in the active side's memory at which a [`Role::Sink`] writes how many receives it has posted so far (64 bits,
+/// little-endian): behind the message. No more are sent than that: a receiver that finds no time for a moment would refuse them all, and
+/// the measurement would be of the retransmission of refused messages.
 pub(crate) fn credit_at(bytes: u32) -> usize {
     (bytes as usize).next_multiple_of(size_of::<u64>())
 }
 
-/// What the passive side shall do.
+/// Role of the passive side.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Role {
     /// Let its memory be written.
@@ -74,7 +74,7 @@ pub(crate) struct Hello {
     pub(crate) role: Role,
     pub(crate) bytes: u32,
     pub(crate) depth: u32,
-    /// Where those that write ([`Role::WriteEcho`], [`Role::SleepingWriteEcho`], [`Role::Sink`]) write to.
+    /// Memory that those roles write to that write ([`Role::WriteEcho`], [`Role::SleepingWriteEcho`], [`Role::Sink`]).
     pub(crate) memory: RemoteAddr,
 }
 

@@ -46,7 +46,7 @@ const MAX_LINES: usize = 64;
 /// A connection that does not take a line within this time is closed.
 const WRITE_TIME: Duration = Duration::from_secs(30);
 
-/// Where answers go.
+/// Destination of answers.
 #[derive(Clone)]
 pub(crate) enum Output {
     /// To standard output, among the events that are written there anyway.
@@ -86,7 +86,7 @@ pub(crate) struct Requests {
     subscription: Arc<Mutex<Option<Subscription>>>,
 }
 
-/// What was read.
+/// Result of a read.
 enum Input {
     Line(String),
     /// The peer sends no more.

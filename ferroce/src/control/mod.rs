@@ -58,7 +58,7 @@ use crate::{
 /// Version of what is spoken on the socket.
 pub(crate) const VERSION: u32 = 1;
 
-/// What stands for standard input and output.
+/// Name for standard input and output.
 const STDIO: &str = "-";
 /// Time for a connection to say hello.
 const HELLO_TIME: Duration = Duration::from_secs(10);
@@ -95,12 +95,12 @@ fn metrics_address(text: &str) -> Result<Endpoint, String> {
     endpoint.ok_or_else(|| format!("{text:?} is neither a port nor a host with one (9100, 192.0.2.7:9100, [::1]:9100)"))
 }
 
-/// What all views of a process share.
+/// State shared by all views of a process.
 pub(crate) struct Shared {
     pub(crate) services: Arc<ServiceRegistry>,
     pub(crate) registry: Registry,
     pub(crate) events: Events,
-    /// Where the attributes are mounted.
+    /// Mount point of the attributes.
     sysfs: OnceLock<PathBuf>,
     /// The process ends: requests in progress are answered, further ones refused.
     ending: AtomicBool,
@@ -111,7 +111,7 @@ impl Shared {
         self.ending.load(Ordering::Acquire)
     }
 
-    /// Where the attributes are mounted, if they are.
+    /// Returns the mount point of the attributes, if they are mounted.
     pub(crate) fn sysfs(&self) -> Option<&Path> {
         self.sysfs.get().map(PathBuf::as_path)
     }

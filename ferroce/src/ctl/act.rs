@@ -1,4 +1,4 @@
-//! What changes something.
+//! Commands that change something.
 
 use rnbd::client::OnLoss;
 use rtrs::proto::DEFAULT_PORT;
@@ -14,7 +14,7 @@ use crate::{
     output::{self, Failure},
 };
 
-/// What was done, a line each, or an object with them.
+/// Changes that were made, a line each, or an object with them.
 struct Report {
     json: bool,
     done: Vec<String>,
@@ -432,7 +432,7 @@ fn resolved(text: &str, port: u16) -> Result<String, Failure> {
     })
 }
 
-/// What is said of a device that is to be mapped.
+/// Description of a device to be mapped.
 #[derive(Debug, Default, PartialEq)]
 struct MapWords<'a> {
     session: Option<String>,

@@ -37,7 +37,7 @@ pub(super) struct Client {
     pub(super) hello: Hello,
 }
 
-/// What the process says of itself.
+/// Greeting of the process.
 #[derive(Clone, Default, serde::Deserialize)]
 pub(super) struct Hello {
     pub(super) maps: bool,
@@ -56,7 +56,7 @@ impl From<NotDone> for Failure {
     }
 }
 
-/// What a user is shown while an answer is long in coming.
+/// Progress that a user is shown while an answer is long in coming.
 struct Progress {
     since: Instant,
     bar: Option<ProgressBar>,

@@ -1,4 +1,4 @@
-//! What a process has, as it tells it.
+//! State of a process, as it reports it.
 
 use std::collections::BTreeSet;
 

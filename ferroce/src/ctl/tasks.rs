@@ -1,4 +1,4 @@
-//! What only a daemon can be asked for.
+//! Commands for a daemon only.
 
 use serde::Deserialize;
 use serde_json::json;

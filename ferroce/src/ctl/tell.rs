@@ -1,4 +1,4 @@
-//! What is counted, what happens, and texts.
+//! Counters, events, and texts.
 
 use roce_verbs::shown;
 use serde_json::{Value, json};
@@ -48,7 +48,7 @@ pub(super) fn stats(client: &mut Client, json: bool) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What the loops of each mapping, or of the server, have counted.
+/// Returns the counters of the loops of each mapping, or of the server.
 fn loops(client: &mut Client, all: &All) -> Result<Vec<(String, Value)>, Failure> {
     let mut loops = Vec::new();
     for mapping in &all.mappings {

@@ -1,4 +1,4 @@
-//! What is there, and what happens.
+//! Listings and events.
 
 use serde_json::Value;
 
@@ -57,7 +57,7 @@ pub(super) fn list(client: &mut Client, what: Option<What>, json: bool) -> Resul
     Ok(())
 }
 
-/// What was told, without what is not wanted.
+/// Returns the listings that are wanted.
 fn listed(all: &All, what: Option<What>) -> Value {
     let mut json = all.json.clone();
     let Some(what) = what else { return json };

@@ -43,7 +43,7 @@ const DAEMON: &str = "daemon";
 /// Similarity from which a name is suggested for another (0 to 1).
 const SIMILAR: f64 = 0.8;
 
-/// What is wrong with a file, and where.
+/// Error in a file, with its line.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct ConfigError {
     file: PathBuf,
@@ -57,7 +57,7 @@ impl fmt::Display for ConfigError {
     }
 }
 
-/// What a file says.
+/// Content of a file.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub(crate) struct Config {
     pub(crate) tasks: BTreeMap<TaskName, Task>,

@@ -113,7 +113,7 @@ fn read(file: Option<&Path>) -> Result<Config, Failure> {
     Config::parse(file, &text).map_err(|e| Failure::usage(e.to_string()))
 }
 
-/// What the control socket can ask a daemon for.
+/// Handler of the control socket's requests to a daemon.
 struct Requests {
     tasks: Arc<Tasks>,
     config: Option<PathBuf>,

@@ -122,7 +122,7 @@ enum Next {
     Task(Task),
 }
 
-/// What a reload has done, by task.
+/// Result of a reload, by task.
 #[derive(Default)]
 struct Reloaded {
     begun: Vec<String>,

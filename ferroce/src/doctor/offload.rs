@@ -13,7 +13,7 @@ const SEGMENTS: usize = 8;
 /// Tries until a send arrives merged; merging is the kernel's choice.
 const TRIES: u8 = 4;
 
-/// What came of one send.
+/// Outcome of one send.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Outcome {
     Merged,

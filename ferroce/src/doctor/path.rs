@@ -14,7 +14,7 @@ use roce_bth::ROCE_UDP_PORT;
 
 use super::{Check, Status, System, host};
 
-/// What the peer gets to answer.
+/// Time for the peer to answer.
 const ANSWER: Duration = Duration::from_secs(5);
 
 /// Everything about the way to `peer`.
@@ -198,7 +198,7 @@ fn nat(system: &System, local: IpAddr, peer: IpAddr) -> Check {
     Check::ok(ID, format!("no sign of address translation between {local} and {peer}"))
 }
 
-/// What conntrack makes of our source address on the way to the peer, if it is another one.
+/// Returns the source address into which conntrack translates ours on the way to the peer, if it is another one.
 fn translated_flow(system: &System, local: IpAddr, peer: IpAddr) -> Option<IpAddr> {
     let table = system.text("/proc/net/nf_conntrack")?;
     table

@@ -11,7 +11,7 @@ use roce_verbs::Mtu;
 use super::{Check, Status, System};
 use crate::{output, rdma};
 
-/// What a server needs to lock for one session: 512 chunks of 128 KiB.
+/// Memory that a server has to lock for one session: 512 chunks of 128 KiB.
 const SESSION: u64 = 64 << 20;
 
 /// A port that does RoCE.

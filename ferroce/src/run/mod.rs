@@ -26,7 +26,7 @@ use crate::{
 
 /// The library that takes the place of libibverbs and librdmacm.
 const LIBRARY: &str = "libferroce_verbs.so";
-/// Where it is, if not where it is looked for.
+/// Variable for the library's path, if it is in an unusual place.
 const SHIM_VARIABLE: &str = "FERROCE_SHIM";
 const ADDR_VARIABLE: &str = "FERROCE_ADDR";
 const MTU_VARIABLE: &str = "FERROCE_MTU";
@@ -42,7 +42,7 @@ const SYS_VARIABLE: &str = "FERROCE_SYS";
 const PRELOAD: &str = "LD_PRELOAD";
 /// Options of ThreadSanitizer, of which later ones win.
 const TSAN_OPTIONS: &str = "TSAN_OPTIONS";
-/// Where the dynamic linker looks first.
+/// Variable for the dynamic linker's first search path.
 const SEARCH: &str = "LD_LIBRARY_PATH";
 /// A file of the directory with which the library is found as libibverbs, by programs that ask the dynamic linker for that.
 const STUB: &str = "libibverbs.so.1";
@@ -277,7 +277,7 @@ fn device_names(given: &[DeviceNames]) -> Result<String, Failure> {
     Ok(all.to_list())
 }
 
-/// Where the library is: as the environment says, beside this program, where packages put it, or where cargo does.
+/// Finds the library: as the environment says, beside this program, where packages put it, or where cargo does.
 fn find_shim() -> Result<PathBuf, Failure> {
     if let Some(given) = environment::var_os(SHIM_VARIABLE) {
         let given = absolute(&given).map_err(|e| Failure::usage(format!("{SHIM_VARIABLE}: {e}")))?;

@@ -1,4 +1,4 @@
-//! Where attributes are mounted.
+//! Mount points of attributes.
 
 use std::{
     fs,

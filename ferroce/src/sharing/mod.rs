@@ -10,12 +10,12 @@ use roce::{JoinConfig, broker::Statistics};
 
 use crate::output::Failure;
 
-/// Where the broker's socket is: as the environment says.
+/// Returns the directory of the broker's socket: as the environment says.
 pub(crate) fn directory() -> PathBuf {
     JoinConfig::from_env().map_or_else(roce::broker::runtime_dir, |how| how.dir)
 }
 
-/// What a running broker knows; `None` when none runs.
+/// Returns the statistics of a running broker; `None` when none runs.
 pub(crate) fn statistics() -> Result<Option<Statistics>, Failure> {
     roce::broker::statistics(&directory()).map_err(|e| Failure::failed(e.to_string()))
 }

@@ -23,7 +23,7 @@ use crate::{
 pub(crate) struct Numbers(BTreeMap<(String, String), u32>);
 
 impl Numbers {
-    /// Those of all devices that there are, in their order.
+    /// Returns the numbers of all devices that there are, in their order.
     fn of(&mut self, all: Vec<(String, String)>) -> Vec<u32> {
         self.0.retain(|name, _| all.contains(name));
         let number = |name: (String, String)| {

@@ -116,7 +116,7 @@ pub trait Server: Send + Sync {
     }
 }
 
-/// What the kernel's modules `rtrs_server` and `rnbd_server` have as parameters.
+/// Parameters of the kernel's modules `rtrs_server` and `rnbd_server`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Parameters {
     /// Bytes of a chunk.
@@ -131,7 +131,7 @@ pub struct Parameters {
     pub port: u16,
 }
 
-/// What runs.
+/// Access to the running server and mappings.
 pub trait Host: Send + Sync {
     /// Mappings, each with one session, in the order in which they came.
     fn clients(&self) -> Vec<Arc<dyn Client>>;
@@ -152,7 +152,7 @@ pub trait Host: Send + Sync {
 /// Which names of files there are.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
 pub enum Names {
-    /// Those of the kernel's code.
+    /// Names of the kernel's code.
     Mainline,
     /// Also those that only its documents have, as far as there is something behind them.
     #[default]
@@ -167,7 +167,7 @@ pub struct Registry {
 }
 
 impl Registry {
-    /// Those of this host.
+    /// Returns the attributes of this host.
     pub fn new(host: Arc<dyn Host>, names: Names) -> Self {
         Self {
             host,
@@ -190,7 +190,7 @@ impl Registry {
         self.names
     }
 
-    /// What a directory has in it, in the order in which it is there; `""` is the root.
+    /// Lists a directory in its order; `""` is the root.
     ///
     /// # Errors
     /// ENOENT, ENOTDIR, and ENODEV when what it shows ends meanwhile.
@@ -201,7 +201,7 @@ impl Registry {
         }
     }
 
-    /// What is at a path; links are not followed.
+    /// Returns the node at a path; links are not followed.
     ///
     /// # Errors
     /// ENOENT, ENOTDIR, ELOOP.

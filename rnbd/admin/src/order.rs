@@ -1,4 +1,4 @@
-//! What is written to `map_device`.
+//! Commands written to `map_device`.
 
 use rnbd::{Errno, proto::AccessMode};
 use rnbd_host::{
@@ -9,7 +9,7 @@ use rtrs::{addr::PathAddr, proto::DEFAULT_PORT};
 
 use crate::{Host, text::invalid};
 
-/// What `map_device` says of itself (`rnbd_clt_map_device_show`).
+/// Usage text of `map_device` (`rnbd_clt_map_device_show`).
 pub(crate) const USAGE: &str = "Usage: echo \"[dest_port=server port number] sessname=<name of the rtrs session> \
     path=<[srcaddr@]dstaddr> [path=<[srcaddr@]dstaddr>] device_path=<full path on remote side> \
     [access_mode=<ro|rw|migration>] [nr_poll_queues=<number of queues>]\" > map_device\n\n\

@@ -10,7 +10,7 @@ use crate::Names;
 /// Links that a path may lead through, as in the kernel (`MAXSYMLINKS`).
 const MAX_LINKS: usize = 40;
 
-/// What a name stands for.
+/// Kind of node that a name stands for.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Kind {
     /// A directory.
@@ -21,10 +21,10 @@ pub enum Kind {
     Link(String),
 }
 
-/// What is known of a name.
+/// Status of a node.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Stat {
-    /// What it is.
+    /// Kind.
     pub kind: Kind,
     /// Permissions, as of `chmod`: 0644 of what can be written, 0444 of what can't, 0755 of directories, 0777 of links.
     pub mode: u32,
@@ -35,7 +35,7 @@ pub struct Stat {
 pub struct Entry {
     /// The name.
     pub name: String,
-    /// What it is.
+    /// Status.
     pub stat: Stat,
 }
 
@@ -48,7 +48,7 @@ impl From<(String, Node)> for Entry {
     }
 }
 
-/// What a directory has in it.
+/// Entries of a directory.
 pub(crate) type Entries = Vec<(String, Node)>;
 /// Finds out what a directory has in it.
 pub(crate) type Children = Box<dyn FnOnce() -> Result<Entries, Refused>>;
@@ -142,7 +142,7 @@ pub(crate) fn files<T: 'static>(of: &Arc<T>, attrs: &'static [Attr<T>], names: N
     known.map(file).collect()
 }
 
-/// What is at a path; a link at its end is followed if that is wanted.
+/// Finds the node at a path; a link at its end is followed if `follow` says so.
 pub(crate) fn find(root: impl Fn() -> Node, path: &str, follow: bool) -> Result<Node, Refused> {
     let mut at: Vec<String> = Vec::new();
     let mut ahead: Vec<String> = parts(path).rev().map(str::to_owned).collect();

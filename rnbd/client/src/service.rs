@@ -52,7 +52,7 @@ pub(crate) enum Command {
     Close(Option<OnClose>),
 }
 
-/// Where a disk is.
+/// Phase of a disk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Phase {
     /// The session is being opened.
@@ -63,7 +63,7 @@ enum Phase {
     Open,
     /// Operations in flight end, and nothing more is taken.
     Draining,
-    /// What was written is made durable.
+    /// It is flushed.
     Flushing,
     /// The device is being closed.
     Unmapping,
@@ -78,7 +78,7 @@ pub(crate) type OnClose = Box<dyn FnOnce(Result<(), OpenError>) + Send>;
 /// Called once: the disk is open, or can't be.
 pub(crate) type OnOpen = Box<dyn FnOnce(Result<Geometry, OpenError>) + Send>;
 
-/// What the handles of a disk know of it.
+/// State that the handles of a disk share.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Status(Arc<Mutex<Known>>);
 
@@ -122,7 +122,7 @@ impl Status {
     }
 }
 
-/// What an operation of RNBD's client belongs to.
+/// Owner of an operation of RNBD's client.
 enum Owner {
     /// A part of a transfer.
     Part(usize, Range<usize>),
@@ -313,7 +313,7 @@ impl DiskService {
     }
 }
 
-/// What the machines report.
+/// Outputs of the machines.
 impl DiskService {
     fn rtrs_output(&mut self, turn: &mut TurnCx<'_, ()>, output: RtrsOutput) {
         match output {

@@ -29,7 +29,7 @@ pub(crate) enum Call {
 }
 
 impl Call {
-    /// What it costs who makes it, in bytes that are copied meanwhile.
+    /// Returns the cost for its caller, in bytes that are copied meanwhile.
     pub(crate) fn cost(&self) -> u64 {
         match self {
             Self::Read { len, .. } | Self::Write { len, .. } => *len as u64,

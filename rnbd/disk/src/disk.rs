@@ -36,7 +36,7 @@ use crate::{
 /// Times that one [`Disk::pump`] starts what there is room for, when it is over at once.
 const ROUNDS: usize = 4;
 
-/// What a [`Disk`] is made with.
+/// Settings of a [`Disk`].
 #[derive(Clone, Debug)]
 pub struct DiskConfig {
     /// How much is under way at a time. The ring has as many entries as there are slots.
@@ -60,7 +60,7 @@ impl Default for DiskConfig {
     }
 }
 
-/// What a turn of the loop may still spend on disks.
+/// Budget for disks of a turn of the loop.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Budget {
     /// Bytes.
@@ -91,7 +91,7 @@ impl Budget {
     }
 }
 
-/// What a [`Disk`] has done so far.
+/// Counters of a [`Disk`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct DiskCounters {
     /// System calls made in the loop, for files in memory.
@@ -256,7 +256,7 @@ impl Disk {
         self.schedule.waiting() > 0 || !self.flights.is_empty() || !self.over.is_empty()
     }
 
-    /// What was done so far.
+    /// Returns the counters.
     pub fn counters(&self) -> DiskCounters {
         match &self.ring {
             RingState::Open(ring) => DiskCounters {

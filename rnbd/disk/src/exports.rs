@@ -38,9 +38,9 @@ const SESSION_MARK: &str = "%SESSNAME%";
 /// One name and the image file or block device behind it, `NAME=PATH[,ro|rw][,migrate]`.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct ExportSpec {
-    /// What clients ask for.
+    /// Name that clients ask for.
     pub name: String,
-    /// What they get.
+    /// File or device that they get.
     pub path: PathBuf,
     /// Nobody may write.
     pub read_only: bool,
@@ -132,7 +132,7 @@ impl FromStr for FolderSpec {
     }
 }
 
-/// What an export allows.
+/// Rights of an export.
 #[derive(Clone, Copy, Debug)]
 struct Access {
     read_only: bool,
@@ -255,7 +255,7 @@ pub struct Found {
 }
 
 impl Found {
-    /// What the name stands for.
+    /// Returns the identity that the name stands for.
     pub fn id(&self) -> &ExportId {
         &self.id
     }
@@ -306,7 +306,8 @@ impl OpenExport {
         &self.image
     }
 
-    /// Where acknowledged writes lie until a flush: equal for as long as nothing is lost of them. `None` if that is not known.
+    /// Returns the instance of the cache in which acknowledged writes lie until a flush: equal for as long as nothing is lost of them.
+    /// `None` if unknown.
     pub fn instance(&self) -> Option<Instance> {
         self.instance
     }
@@ -443,7 +444,7 @@ impl Exports {
         self.open_found(self.find(session, name)?, mode)
     }
 
-    /// What a name stands for.
+    /// Finds the export of a name.
     ///
     /// # Errors
     /// EINVAL for a bad name, ENOENT when there is none, EXDEV when it leads out of the folder, and those of `open`.

@@ -6,7 +6,7 @@ use rnbd::{
     block::{self, Extent},
 };
 
-/// What is asked for next.
+/// Next seek.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Seek {
     /// The first data from a position on.
@@ -21,7 +21,7 @@ enum Seek {
 /// data.
 #[derive(Debug)]
 pub(crate) struct Walk {
-    /// What is found reaches from the beginning of the range to here.
+    /// Extents found so far reach from the beginning of the range to here.
     at: u64,
     end: u64,
     unit: u64,
@@ -85,7 +85,7 @@ impl Walk {
         }
     }
 
-    /// What is next reaches up to here. True: there is no room for it, or it is the last.
+    /// Extends the next extent up to here. True: there is no room for it, or it is the last.
     fn reach(&mut self, to: u64, extent: impl FnOnce(u64) -> Extent) -> bool {
         if to > self.at {
             let next = extent(to - self.at);
@@ -108,7 +108,7 @@ impl Walk {
         true
     }
 
-    /// What was found.
+    /// Returns the extents.
     pub(crate) fn extents(&self) -> &[Extent] {
         &self.found
     }
@@ -120,7 +120,7 @@ mod tests {
 
     use super::*;
 
-    /// What `lseek` says of a file of which each byte has data or not.
+    /// Models `lseek` on a file of which each byte has data or not.
     fn lseek(file: &[bool], (from, whence): (u64, i32)) -> Result<usize, Errno> {
         let rest = file.get(from as usize..).unwrap_or_default();
         let first = |data| rest.iter().position(|has| *has == data).map(|at| from as usize + at);

@@ -1,4 +1,4 @@
-//! What a file or a block device is like.
+//! Geometry of a file or a block device.
 
 use std::{
     fs::{self, File},
@@ -15,14 +15,14 @@ const MAX_FILE_DISCARD: u64 = 1 << 30;
 /// Largest alignment of direct I/O that is passed on to clients as their block size: Linux takes no larger one than a page.
 const MAX_ALIGNMENT: u32 = 4096;
 
-/// What there is below an image.
+/// Kind of file that an image is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Kind {
     File,
     Block,
 }
 
-/// What direct I/O has to be aligned to, bytes, powers of two.
+/// Alignment of direct I/O, bytes, powers of two.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Alignment {
     /// Memory.

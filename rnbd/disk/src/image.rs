@@ -43,7 +43,7 @@ pub enum Caching {
     Direct,
 }
 
-/// What there is no need to ask of a file again; it is not missing until it was found to be.
+/// Abilities that a file lacks, which need not be tried again.
 #[derive(Debug, Default)]
 pub(crate) struct Missing {
     /// `RWF_DSYNC`.
@@ -70,7 +70,7 @@ pub struct Image {
     geometry: Geometry,
     /// Bytes. Looked at again when a request reaches beyond, and now and then: a device may grow and shrink while it is open.
     size: AtomicU64,
-    /// What has become of what was written through this descriptor.
+    /// State of writes through this descriptor.
     sync: SyncState,
     pub(crate) missing: Missing,
     /// Writes that are under way.
@@ -200,7 +200,7 @@ impl Image {
         self.file_system
     }
 
-    /// Where it came from, for messages.
+    /// Returns its origin, for messages.
     pub fn label(&self) -> &str {
         &self.label
     }
@@ -286,7 +286,7 @@ impl Image {
         Ok(())
     }
 
-    /// What has become of what was written through it.
+    /// Returns the state of writes through it.
     pub(crate) fn sync(&self) -> &SyncState {
         &self.sync
     }

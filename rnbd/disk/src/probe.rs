@@ -14,8 +14,7 @@ use crate::sys;
 pub enum Way {
     /// By a system call in the loop: for file systems in memory that is not swapped, where it waits for nothing.
     InPlace,
-    /// What is in the page cache by a system call in the loop (`RWF_NOWAIT`), the rest by the ring, or the pool where there is
-    /// none.
+    /// Data in the page cache by a system call in the loop (`RWF_NOWAIT`), the rest by the ring, or the pool where there is none.
     TryNow,
     /// By io_uring.
     Ring,
@@ -41,7 +40,7 @@ const TMPFS: u32 = 0x0102_1994;
 const RAMFS: u32 = 0x8584_58f6;
 const HUGETLBFS: u32 = 0x9584_58f6;
 
-/// What a file is like, as far as its way depends on it.
+/// Properties of a file that its way depends on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Traits {
     /// Its bytes are in memory, and stay there.

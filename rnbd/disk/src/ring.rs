@@ -151,7 +151,7 @@ impl Ring {
         }
     }
 
-    /// What is not submitted is tried again with the next [`submit`](Self::submit).
+    /// Keeps calls that are not submitted for the next [`submit`](Self::submit).
     fn refused(&self, e: &io::Error) {
         // Memory is short, or completions are to be taken first.
         let passing = matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY));
@@ -251,7 +251,7 @@ impl Ring {
     }
 }
 
-/// Where a call's memory is registered. Only direct I/O gains by that.
+/// Returns the slot of a call's registered memory. Only direct I/O gains by that.
 fn slot_of(registered: &mut Registered, ring: &IoUring, job: &Job, call: &Call) -> Option<u16> {
     let (at, len) = match *call {
         Call::Read { to, len, .. } => (to.cast_const(), len),

@@ -23,12 +23,12 @@ pub(crate) fn last() -> Errno {
     io::Error::last_os_error().into()
 }
 
-/// What a call that counts bytes has returned.
+/// Result of a call that returns a number of bytes.
 pub(crate) fn counted(n: isize) -> Result<usize, Errno> {
     usize::try_from(n).map_err(|_| last())
 }
 
-/// What a call that returns 0 has returned.
+/// Result of a call that returns 0.
 pub(crate) fn checked(n: i32) -> Result<(), Errno> {
     if n == 0 { Ok(()) } else { Err(last()) }
 }
@@ -53,7 +53,7 @@ pub(crate) fn file_system(fd: &impl AsRawFd) -> Result<u32, Errno> {
     Ok(st.f_type as u32)
 }
 
-/// What direct I/O on a file has to be aligned to: memory, and offsets and lengths; (0, 0): it has none. `None` where the
+/// Returns the alignment of direct I/O on a file: memory, and offsets and lengths; (0, 0): it has none. `None` where the
 /// system does not say (Linux before 6.1, and file systems that it has not reached).
 pub(crate) fn direct_alignment(fd: &impl AsRawFd) -> Option<(u32, u32)> {
     let st = statx(fd, 0, libc::STATX_DIOALIGN).ok()?;

@@ -58,7 +58,7 @@ enum Step {
     Seek,
 }
 
-/// Where bytes lie, in memory and on the device.
+/// Range in memory and on the device.
 #[derive(Clone, Debug)]
 struct Span {
     memory: Arc<Pages>,
@@ -98,7 +98,7 @@ pub(crate) struct Task {
     data: Option<Span>,
     /// Blocks in memory of our own, for data that is not aligned to go straight to the device.
     bounce: Option<Span>,
-    /// What is found for a block status.
+    /// Extents found for a block status.
     walk: Option<Walk>,
     step: Step,
     /// Bytes of this step that are done.
@@ -111,7 +111,7 @@ pub(crate) struct Task {
     covers: Covered,
 }
 
-/// Where the data of a read or write lies, or an answer is to.
+/// Returns the memory of a read or write, or of an answer.
 fn data_of(op: &DiskOp, memory: Option<&Arc<Pages>>) -> Result<Option<Span>, Errno> {
     let Some(len) = op.data_len() else { return Ok(None) };
     let memory = memory.ok_or(Errno::EINVAL)?;
@@ -128,7 +128,7 @@ fn data_of(op: &DiskOp, memory: Option<&Arc<Pages>>) -> Result<Option<Span>, Err
     }))
 }
 
-/// What a block status has to find out.
+/// Returns the walk of a block status.
 fn walk_of(op: &DiskOp, image: &Image) -> Option<Walk> {
     let unit = image.geometry().logical_block_size.into();
     match op.op {
@@ -278,7 +278,7 @@ impl Task {
         }
     }
 
-    /// Where this step's bytes lie.
+    /// Returns this step's range.
     fn span(&self) -> (*mut u8, u64, u64) {
         match self.bounce.as_ref().or(self.data.as_ref()) {
             Some(span) => (span.ptr(self.done), span.offset + self.done, span.len - self.done),

@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 
 use crate::sys;
 
-/// What a disk that waits is woken with.
+/// Wakes a disk that waits.
 #[derive(Debug)]
 pub(crate) struct Bell {
     eventfd: OwnedFd,

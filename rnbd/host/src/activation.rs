@@ -20,7 +20,7 @@ const MOST: RawFd = 1024;
 /// The name of a descriptor that was given none.
 const UNNAMED: &str = "unknown";
 
-/// What the process was started with, once somebody has asked for it: a descriptor has one owner.
+/// Sockets that the process was started with, once somebody has asked for them: a descriptor has one owner.
 static SOCKETS: Mutex<Option<Vec<Inherited>>> = Mutex::new(None);
 
 /// Why the sockets can't be had.
@@ -39,9 +39,9 @@ pub enum ActivationError {
     Descriptor {
         /// Its number.
         descriptor: RawFd,
-        /// What it is called.
+        /// Name of the socket.
         name: String,
-        /// What is wrong with it.
+        /// Its error.
         error: io::Error,
     },
 }

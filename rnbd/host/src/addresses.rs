@@ -39,7 +39,7 @@ enum Address {
 pub(crate) struct Addresses {
     opener: Opener,
     loops: Arc<[Handle<Command, ()>]>,
-    /// Those that it has opened.
+    /// Addresses that it has opened.
     later: Mutex<BTreeMap<IpAddr, Address>>,
 }
 

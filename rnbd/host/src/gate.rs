@@ -27,7 +27,7 @@ use rtrs::{
 
 /// Sessions that are expected at their homes: their first request is on its way there.
 const MAX_EXPECTED: usize = 1024;
-/// What has not come by then will not.
+/// Time within which a connection is expected.
 const EXPECTED: Duration = Duration::from_secs(30);
 
 /// How a loop is told that one of its half-open paths has given way to another loop's.

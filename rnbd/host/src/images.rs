@@ -1,4 +1,4 @@
-//! What the loops of a server have open, for each other.
+//! Images that the loops of a server have open, for each other.
 
 use std::{collections::BTreeMap, sync::Arc};
 

@@ -1,4 +1,4 @@
-//! Where NBD clients come in: Unix sockets, TCP, and sockets that somebody else has made.
+//! Listeners for NBD clients: Unix sockets, TCP, and sockets made by another process.
 
 use std::{
     fmt, io,
@@ -35,7 +35,7 @@ pub enum Listen {
 /// A listening socket that somebody else has made, such as systemd. It, and the file of a Unix socket, stay when we go.
 #[derive(Clone, Debug)]
 pub struct Inherited {
-    /// What it is called by who made it.
+    /// Name that its maker gave it.
     pub name: String,
     socket: Arc<OwnedFd>,
 }
@@ -67,7 +67,7 @@ pub(crate) fn check(descriptor: BorrowedFd<'_>) -> io::Result<()> {
     }
 }
 
-/// Where a client connects to.
+/// Address that a client connects to.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum NbdAddress {
     /// The file of a Unix socket.

@@ -79,11 +79,11 @@ pub struct MapConfig {
     pub session: SessionConfig,
     /// The devices, all over this session. NBD clients that name none get the first.
     pub devices: Vec<MapDevice>,
-    /// What becomes of requests while no path is up.
+    /// Loss policy: the fate of requests while no path is up.
     pub on_loss: OnLoss,
-    /// Where NBD clients come in.
+    /// Listeners for NBD clients.
     pub listen: Vec<Listen>,
-    /// What NBD clients may or must encrypt with, wherever they come in.
+    /// TLS for NBD clients, on all listeners.
     pub tls: Option<Tls>,
     /// Sockets for the front ends of virtual machines (vhost-user-blk), made with mode 0600 and removed at the end.
     pub vhost: Vec<VhostSocket>,
@@ -153,7 +153,7 @@ pub enum MapFailure {
     /// The session was lost.
     #[error("{0}")]
     Lost(PathError),
-    /// What was written to a device could not be made durable at its end.
+    /// The last flush of a device failed.
     #[error("flush of device {device}: {errno}")]
     Flush {
         /// Which.
@@ -188,7 +188,7 @@ impl MapFailure {
     }
 }
 
-/// What happens.
+/// Event of a mapping.
 #[derive(Debug)]
 pub enum MapEvent {
     /// NBD clients can come, to these. It comes once, before any device.
@@ -198,18 +198,18 @@ pub enum MapEvent {
     Mapped {
         /// The device.
         device: MapDevice,
-        /// What it is like.
+        /// Size and limits.
         geometry: Geometry,
-        /// What the session can do.
+        /// Limits of the session.
         info: SessionInfo,
     },
-    /// Something has happened to a path or to a device.
+    /// Event of a path or a device.
     News(MapNews),
     /// It is over.
     Ended(Result<(), MapFailure>),
 }
 
-/// What happens to a mapping in between.
+/// Event of a path or a device.
 #[derive(Debug)]
 pub enum MapNews {
     /// A path is up; `again` if it has been before.
@@ -277,21 +277,21 @@ pub enum MapNews {
     Changed {
         /// Which.
         device: String,
-        /// What it is like.
+        /// Size and limits.
         geometry: Geometry,
     },
     /// A device is gone, as [was asked for](crate::control::map::MapRequest::Unmap).
     Unmapped {
         /// Which.
         device: String,
-        /// What went wrong at that.
+        /// Error of the final flush.
         why: Option<String>,
     },
     /// So many events were dropped, as [`Mapping::next`] was not called.
     EventsLost(u64),
 }
 
-/// What a mapping has done so far.
+/// Statistics of a mapping.
 #[derive(Clone, Debug, Default)]
 pub struct MapStats {
     /// The loops.
@@ -476,7 +476,7 @@ impl Mapping {
         }
     }
 
-    /// What it has done so far.
+    /// Returns the statistics.
     pub fn stats(&mut self) -> MapStats {
         let asked: Vec<_> = self.loops.iter().map(Turning::ask).collect();
         let mut sum = MapStats::default();
@@ -527,7 +527,7 @@ impl Drop for Mapping {
     }
 }
 
-/// Where the loops report to.
+/// Sender of the loops' events.
 pub(crate) type Tell = EventSender<MapEvent>;
 
 #[cfg(test)]

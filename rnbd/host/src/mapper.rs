@@ -78,7 +78,7 @@ pub(crate) const HOME: usize = 0;
 const LISTENER: Token = Token(0);
 /// Clients' are their number and this.
 const FIRST_CLIENT: usize = 1;
-/// Those of front ends, and of the sockets that these come by, at home.
+/// Tokens of front ends, and of their sockets, at home.
 const FIRST_FRONT: usize = 1 << 32;
 const FIRST_DOOR: usize = 1 << 48;
 /// Bytes that a turn reads from clients, and writes to one of them, about. What is larger leaves the processor's cache
@@ -87,7 +87,7 @@ const TURN: usize = 256 << 10;
 /// Bytes of replies to one client that are written before packets are sent.
 const AT_ONCE: usize = 32 << 10;
 
-/// What other threads ask for.
+/// Command of another thread.
 pub(crate) enum Command {
     Stats(Sender<MapStats>),
     /// Of home, but for what every loop has something of.
@@ -108,7 +108,7 @@ pub(crate) enum Command {
     Panic,
 }
 
-/// What the loops of a mapping tell one another.
+/// Message between the loops of a mapping.
 pub(crate) enum Letter {
     Rtrs(RtrsLetter),
     Rnbd(RnbdLetter),
@@ -157,7 +157,7 @@ impl Place {
     }
 }
 
-/// Where a mapping is. At other loops than home it goes by what home says: from `Draining` they go to `Unmapping`, and are there until
+/// Phase of a mapping. Other loops follow the messages of home: from `Draining` they go to `Unmapping`, and are there until
 /// the session is closed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Phase {
@@ -169,7 +169,7 @@ enum Phase {
     Serving,
     /// No more requests are taken; those that came are answered.
     Draining,
-    /// What was written is made durable, and the devices are closed.
+    /// The devices are flushed and closed.
     Unmapping,
     /// The session is being closed.
     Closing,
@@ -201,9 +201,9 @@ pub(crate) struct Service {
     session: Option<SessionId>,
     info: Option<SessionInfo>,
     devices: Vec<Device>,
-    /// What devices had done that are unmapped.
+    /// Counters of devices that are unmapped.
     gone: DeviceCounters,
-    /// What requests meet while no path is up.
+    /// Loss policy: the fate of requests while no path is up.
     on_loss: OnLoss,
     /// Home's.
     entrance: Entrance,
@@ -319,7 +319,7 @@ impl Service {
         }
     }
 
-    /// What RTRS tells of the session.
+    /// Handles an output of RTRS.
     fn told(&mut self, turn: &mut TurnCx<'_, ()>, output: Output) {
         match output {
             Output::Opened(session, info) => {

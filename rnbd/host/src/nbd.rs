@@ -37,7 +37,7 @@ pub(crate) struct NbdSocket {
     /// Its address, if it has come by TCP.
     peer: Option<SocketAddr>,
     pub(crate) connection: Connection,
-    /// What TLS begins with, if it may.
+    /// TLS to begin with, if it may.
     tls: Option<Tls>,
     /// TLS has begun: all that the socket brings and takes goes through this.
     session: Option<Box<Session>>,
@@ -101,7 +101,7 @@ impl NbdSocket {
         }
     }
 
-    /// Where it comes from, as the beginning of a sentence.
+    /// Returns the client's address, as the beginning of a sentence.
     pub(crate) fn origin(&self) -> String {
         self.peer.map_or_else(String::new, |peer| format!("{peer}: "))
     }
@@ -147,7 +147,7 @@ impl NbdSocket {
         self.closed |= readiness.closed;
     }
 
-    /// What is to be watched for from here on, if that is another than so far.
+    /// Returns the interest to watch for from here on, if it has changed.
     pub(crate) fn other_interest(&mut self) -> Option<Interest> {
         let blocked = !self.writable && self.has_output();
         if blocked == self.watches_room {
@@ -160,7 +160,7 @@ impl NbdSocket {
         })
     }
 
-    /// Something is to be sent.
+    /// Whether there is something to send.
     fn has_output(&self) -> bool {
         self.connection.has_output() || self.session.as_ref().is_some_and(|session| session.has_output())
     }
@@ -181,7 +181,7 @@ impl NbdSocket {
         self.opener.is_none()
     }
 
-    /// What comes is for the handshake of TLS.
+    /// Whether the next bytes are for the handshake of TLS.
     fn in_handshake(&self) -> bool {
         self.session.is_some() && self.connection.phase() == Phase::Handshake
     }
@@ -265,7 +265,7 @@ impl NbdSocket {
         Some(n)
     }
 
-    /// What has come of a call that was to receive so many bytes.
+    /// Handles the result of a call that was to receive so many bytes.
     fn received(&mut self, now: Instant, received: io::Result<usize>, wanted: usize) -> Received {
         match received {
             Ok(n) => {
@@ -338,7 +338,7 @@ impl NbdSocket {
     }
 }
 
-/// What a receiving call has brought.
+/// Result of a receiving call.
 enum Received {
     /// Bytes; none at the end of the stream.
     Bytes(usize),
@@ -359,7 +359,7 @@ fn make(copy: BufferCopy<'_>, buffers: &Buffers) {
     }
 }
 
-/// Where the bytes of a piece lie.
+/// Returns the memory of a piece.
 fn locate<'a>(piece: &nbd::Piece<'a>, buffers: Option<&'a Buffers>) -> Option<Piece<'a>> {
     match piece {
         nbd::Piece::Bytes(bytes) => Some(Piece::of(bytes)),

@@ -41,7 +41,7 @@ pub struct ServeConfig {
     pub rtrs: ServerConfig,
     /// Devices.
     pub limits: Limits,
-    /// What is offered.
+    /// Exports.
     pub exports: Arc<Exports>,
     /// The disks.
     pub disk: DiskConfig,
@@ -51,7 +51,7 @@ pub struct ServeConfig {
     pub grace: Duration,
 }
 
-/// What happens.
+/// Event of a server.
 #[derive(Debug)]
 pub enum ServeEvent {
     /// A client has opened a session.
@@ -90,7 +90,7 @@ impl core::fmt::Display for ServedPath {
     }
 }
 
-/// What a server has done so far.
+/// Statistics of a server.
 #[derive(Clone, Debug, Default)]
 pub struct ServeStats {
     /// The loop.
@@ -236,7 +236,7 @@ impl Serving {
         Ok(this)
     }
 
-    /// Where it listens, at the first of its addresses.
+    /// Returns the listening address: the first of its addresses.
     pub fn local_addr(&self) -> SocketAddr {
         self.local
     }
@@ -261,7 +261,7 @@ impl Serving {
         }
     }
 
-    /// What it has done so far. `None` when its loops have ended.
+    /// Returns the statistics. `None` when its loops have ended.
     pub fn stats(&self) -> Option<ServeStats> {
         let asked: Vec<_> = self.loops.iter().map(|turning| (turning, turning.ask())).collect();
         let answers = asked

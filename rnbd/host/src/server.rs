@@ -57,7 +57,7 @@ const SIZES: Duration = Duration::from_secs(5);
 /// The disk's descriptor.
 const DISK: Token = Token(0);
 
-/// What other threads ask for.
+/// Command of another thread.
 pub(crate) enum Command {
     Stats(Sender<ServeStats>),
     /// Of the home of the session that it is about, but for what every loop has something of.
@@ -74,7 +74,7 @@ pub(crate) enum Command {
     Panic,
 }
 
-/// What the loops of a server tell one another.
+/// Message between the loops of a server.
 pub(crate) enum Letter {
     Rtrs(RtrsLetter),
     Rnbd(RnbdLetter),
@@ -102,13 +102,13 @@ impl Place {
     }
 }
 
-/// What a turn does on disks: what is larger leaves the processor's cache before it is sent.
+/// Disk work of a turn: more would leave the processor's cache before it is sent.
 const TURN: Budget = Budget {
     bytes: 256 << 10,
     operations: 64,
 };
 
-/// What a loop is given.
+/// Settings of a loop.
 pub(crate) struct Plan {
     pub(crate) config: ServeConfig,
     /// Of a loop of several.
@@ -123,7 +123,7 @@ pub(crate) struct Service {
     rtrs: Rtrs,
     rnbd: Rnbd,
     disk: Disk,
-    /// What is left of this turn's.
+    /// Rest of this turn's.
     budget: Budget,
     exports: Arc<Exports>,
     dice: Dice,

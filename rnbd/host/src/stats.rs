@@ -1,4 +1,4 @@
-//! What a loop has done.
+//! Statistics of a loop.
 
 use std::net::IpAddr;
 
@@ -17,7 +17,7 @@ pub struct LoopStats {
 }
 
 impl LoopStats {
-    /// Those of this loop.
+    /// Returns the statistics of this loop.
     pub(crate) fn of<J>(turn: &mut TurnCx<'_, J>) -> Self {
         Self {
             devices: turn.device.all_stats(),

@@ -26,20 +26,20 @@ const HANDSHAKE_TIME: Duration = Duration::from_secs(30);
 /// Answers of the negotiation that a client may leave lying before no more of its options are read, bytes.
 const MAX_UNSENT_TEXT: usize = 64 << 10;
 
-/// What a connection wants to receive.
+/// Bytes that a connection wants to receive.
 #[derive(Debug)]
 pub enum Want<'a> {
     /// Bytes, at most as many as fit.
     Bytes(&'a mut [u8]),
     /// Payload straight into a buffer, and what follows it behind: one call with two pieces (`readv`).
     Payload {
-        /// Where the payload goes.
+        /// Destination of the payload.
         buffer: &'a Buffer,
         /// First byte in the buffer.
         at: usize,
         /// Bytes of payload that are still to come for this buffer.
         len: usize,
-        /// Where bytes behind these go.
+        /// Destination of the bytes behind these.
         then: &'a mut [u8],
     },
     /// Nothing, for this reason. The end of the stream may be told all the same.
@@ -73,7 +73,7 @@ pub struct Connection {
     negotiation: Negotiation,
     /// When the negotiation has to be over, all answers taken.
     deadline: Option<Instant>,
-    /// What was agreed on.
+    /// Result of the negotiation.
     chosen: Option<Chosen>,
     input: ParseBuffer,
     /// Nothing comes after what is in `input`, and why.
@@ -141,7 +141,7 @@ impl Connection {
         self.exports.withdraw(export);
     }
 
-    /// What to receive. When a call has brought `n` bytes, [`received`](Self::received) comes before any other call.
+    /// Returns what to receive. When a call has brought `n` bytes, [`received`](Self::received) comes before any other call.
     pub fn want(&mut self) -> Want<'_> {
         self.advance();
         if let Some(stall) = self.stall() {

@@ -7,7 +7,7 @@ use rtrs::client::buffers::Buffer;
 pub enum BufferCopy<'a> {
     /// Bytes into a buffer.
     Write {
-        /// Where to.
+        /// Destination.
         buffer: &'a Buffer,
         /// First byte in the buffer.
         at: usize,
@@ -16,7 +16,7 @@ pub enum BufferCopy<'a> {
     },
     /// Bytes out of a buffer.
     Read {
-        /// Where from.
+        /// Source.
         buffer: &'a Buffer,
         /// First byte in the buffer.
         at: usize,

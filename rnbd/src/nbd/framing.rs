@@ -10,7 +10,7 @@ use crate::{
 /// Bytes before the data of a reply. The longest is that of extents in an extended chunk.
 pub(crate) type Head = SmallVec<[u8; 40]>;
 
-/// What a request is answered with.
+/// Answer to a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Answer {
     /// It is done.

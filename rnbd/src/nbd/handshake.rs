@@ -26,17 +26,17 @@ const ZEROES: usize = 124;
 /// A device under a name.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Export {
-    /// What clients ask for, and what is listed.
+    /// Name that clients ask for, and that is listed.
     pub name: String,
     /// The device's own name, by which clients may ask as well.
     pub device: String,
     /// Shown to those who ask.
     pub description: String,
-    /// What the device is like.
+    /// Size and limits of the device.
     pub geometry: Geometry,
 }
 
-/// What a server offers. The first that is not withdrawn is the default.
+/// Exports of a server. The first that is not withdrawn is the default.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Exports(Vec<Option<Export>>);
 
@@ -92,7 +92,7 @@ fn without_slash(name: &[u8]) -> &[u8] {
     name.strip_prefix(b"/").unwrap_or(name)
 }
 
-/// What an export can do, as transmission flags ([`tx`]), for a client with which this framing was agreed on.
+/// Returns the transmission flags ([`tx`]) of an export for a client with this framing.
 pub fn transmission_flags(g: &Geometry, framing: Framing) -> u16 {
     let mut f = tx::HAS_FLAGS | tx::SEND_FLUSH | tx::CAN_MULTI_CONN | tx::SEND_CACHE;
     if framing != Framing::Simple {
@@ -112,7 +112,7 @@ pub fn transmission_flags(g: &Geometry, framing: Framing) -> u16 {
     f
 }
 
-/// What a client has agreed on.
+/// Result of a client's negotiation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Chosen {
     /// The export.
@@ -125,7 +125,7 @@ pub(crate) struct Chosen {
     pub(crate) allocation: bool,
 }
 
-/// What follows from what the client has sent.
+/// Next step after a client's bytes.
 #[derive(PartialEq, Eq, Debug)]
 pub(crate) enum Next {
     /// More bytes are needed.

@@ -34,7 +34,7 @@ impl ParseBuffer {
         }
     }
 
-    /// What was filled in and is not consumed.
+    /// Bytes that were filled in and are not consumed.
     pub(crate) fn unread(&self) -> &[u8] {
         &self.bytes[self.start..self.end]
     }
@@ -56,7 +56,7 @@ impl ParseBuffer {
         &self.bytes[self.start.saturating_sub(n)..self.start]
     }
 
-    /// Where more bytes go. There is room as long as less than an option with its data is unread.
+    /// Room for more bytes. There is some as long as less than an option with its data is unread.
     pub(crate) fn room(&mut self) -> &mut [u8] {
         if self.start > 0 {
             self.bytes.copy_within(self.start..self.end, 0);
@@ -81,7 +81,7 @@ impl ParseBuffer {
     }
 }
 
-/// What the protocol asks a server to refuse, with the errors that it names. `told` are the transmission flags that the client
+/// Checks a request against the protocol, and names the error. `told` are the transmission flags that the client
 /// knows, `framing` is what it has asked for, `allocation` whether it may ask what is allocated; the device may have become
 /// another one since.
 pub(crate) fn check(q: &Request, told: u16, framing: Framing, allocation: bool, g: &Geometry) -> Result<(), Errno> {

@@ -14,7 +14,7 @@ use crate::nbd::{
 /// A client that stops in the middle of a write for so long does not keep the buffer meanwhile.
 const PATIENCE: Duration = Duration::from_millis(100);
 
-/// Where the bytes of a part go.
+/// Destination of a part's bytes.
 #[derive(Debug)]
 enum Place {
     /// No buffer yet.
@@ -26,7 +26,7 @@ enum Place {
         /// When the last bytes came.
         since: Instant,
     },
-    /// What is in the buffer is to be copied, then the buffer goes back.
+    /// The bytes in the buffer are copied, then the buffer goes back.
     Leaving {
         buffer: Buffer,
         bytes: Vec<u8>,
@@ -42,7 +42,7 @@ enum Place {
     },
 }
 
-/// What a part needs to go on.
+/// Requirement of a part that it waits for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Need {
     /// A buffer.
@@ -55,7 +55,7 @@ pub(crate) enum Need {
     Nothing,
 }
 
-/// Where bytes are to be received.
+/// Destination of received bytes.
 #[derive(Debug)]
 pub(crate) enum Target<'a> {
     /// Into a buffer.
@@ -85,7 +85,7 @@ impl Part {
         self.len
     }
 
-    /// What it waits for, with this behind what has come of it.
+    /// Returns the requirement, with this input behind the bytes received so far.
     pub(crate) fn need(&self, input: &ParseBuffer) -> Need {
         match &self.place {
             Place::Nowhere => Need::Buffer,
@@ -133,7 +133,7 @@ impl Part {
         None
     }
 
-    /// Where the rest is to be received; only while it needs bytes.
+    /// Returns the destination of the rest; only while it needs bytes.
     pub(crate) fn target(&mut self) -> Option<Target<'_>> {
         match &mut self.place {
             Place::Device { buffer, filled, .. } => Some(Target::Buffer(buffer, *filled)),

@@ -36,12 +36,12 @@ impl PendingKey {
     }
 }
 
-/// What a device is asked for.
+/// Request to a device.
 #[derive(Debug)]
 pub struct NbdRequest {
     /// Comes back when it is over.
     pub key: PendingKey,
-    /// What.
+    /// Operation.
     pub op: BlockOp,
     /// First byte on the device.
     pub offset: u64,
@@ -53,7 +53,7 @@ pub struct NbdRequest {
     pub forces: bool,
 }
 
-/// Where the parts of a read put their data.
+/// Destination of the parts of a read.
 #[derive(Debug)]
 enum Landing {
     /// Not a read.
@@ -62,7 +62,7 @@ enum Landing {
     Buffers(SmallVec<[Option<Buffer>; 1]>),
     /// Copied as parts complete.
     Heap(Vec<u8>),
-    /// What the range is like.
+    /// Extents of the range.
     Extents(Vec<Extent>),
 }
 
@@ -195,7 +195,7 @@ impl Pending {
         None
     }
 
-    /// What the device says of the range that the client asks about, from its beginning on; of nothing, all is data.
+    /// Takes the extents of the range that the client asks about, from its beginning on; without any, all is data.
     pub(crate) fn learn(&mut self, extents: &[Extent]) {
         let mut left = self.span;
         let mut within = Vec::new();
@@ -212,7 +212,7 @@ impl Pending {
         self.landing = Landing::Extents(within);
     }
 
-    /// Where the data of a part is to be copied.
+    /// Returns the destination of a part's data.
     pub(crate) fn heap(&mut self, part: u32) -> &mut [u8] {
         let (at, len) = self.range(part);
         match &mut self.landing {
@@ -250,7 +250,7 @@ impl Pending {
     }
 }
 
-/// What the end of a part leads to.
+/// Consequence of a part's end.
 #[derive(Debug)]
 pub(crate) enum Release {
     /// Nothing yet.

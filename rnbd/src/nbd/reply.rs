@@ -1,4 +1,4 @@
-//! What is on its way to a client: answers of the negotiation, then replies. And the account of what it has in flight.
+//! Output to a client: answers of the negotiation, then replies; and the account of its in-flight requests.
 
 use core::time::Duration;
 use std::collections::VecDeque;
@@ -92,7 +92,7 @@ impl Reply {
         self.data.iter().filter(|d| matches!(d, Data::Device(_))).count()
     }
 
-    /// What follows the first `skip` bytes. `false`: there is no room for all of it.
+    /// Gathers the bytes after the first `skip`. `false`: there is no room for all of them.
     fn gather<'a>(&'a self, mut skip: usize, room: usize, out: &mut Vec<Piece<'a>>) -> bool {
         let header = core::iter::once((None, self.header.len()));
         for (data, len) in header.chain(self.data.iter().map(|d| (Some(d), d.len()))) {
@@ -125,7 +125,7 @@ impl Reply {
     }
 }
 
-/// What a connection has in flight: requests that were read and whose replies are not sent yet.
+/// In-flight requests of a connection: read, and replies not sent yet.
 #[derive(Debug)]
 pub(crate) struct Account {
     requests: usize,
@@ -150,7 +150,7 @@ impl Account {
         self.max_bytes = max_bytes;
     }
 
-    /// What another request has to wait for. One alone may be larger than the limit.
+    /// Returns what another request has to wait for. One alone may be larger than the limit.
     pub(crate) fn blocked(&self, bytes: u64) -> Option<Stall> {
         if self.requests >= self.max_requests {
             return Some(Stall::Requests);
@@ -176,7 +176,7 @@ impl Account {
     }
 }
 
-/// What is to be sent.
+/// Bytes to send.
 #[derive(Debug)]
 pub(crate) struct Outbox {
     /// Answers of the negotiation; of these so many bytes are sent.
@@ -210,7 +210,7 @@ impl Outbox {
         }
     }
 
-    /// Where answers of the negotiation are appended.
+    /// Returns the buffer that answers of the negotiation are appended to.
     pub(crate) fn text(&mut self) -> &mut Vec<u8> {
         &mut self.text
     }

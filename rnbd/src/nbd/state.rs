@@ -21,7 +21,7 @@ pub enum Phase {
     Ended,
 }
 
-/// What a connection meets.
+/// Event of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum PhaseEvent {
     /// The client's flags are in order.
@@ -40,10 +40,10 @@ pub enum PhaseEvent {
     Idle,
 }
 
-/// What is to be done for a connection.
+/// Action of a connection's state machine.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum PhaseAction {
-    /// What the client was told of the export holds.
+    /// The terms of the export that the client was given hold.
     TakeTerms,
     /// Read no more; what has arrived only in part is given up.
     StopReading,
@@ -89,11 +89,11 @@ pub const PHASES: Table<Phase, PhaseEvent, PhaseAction> = {
 /// Why nothing is read from the client: it is made to wait.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Stall {
-    /// Something is to be polled for first.
+    /// There is work to poll for first.
     Work,
     /// The client has not taken the answers to earlier options.
     Answers,
-    /// What comes is the handshake of TLS.
+    /// The next bytes are the handshake of TLS.
     Handshake,
     /// As many requests are under way as may be.
     Requests,

@@ -14,7 +14,7 @@ pub enum TlsMode {
     Require,
 }
 
-/// What becomes of an option.
+/// Verdict on an option.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Verdict {
     /// It is answered as usual.
@@ -27,7 +27,7 @@ pub(crate) enum Verdict {
     End,
 }
 
-/// Where a connection is.
+/// TLS state of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Security {
     /// Nothing is encrypted.

@@ -94,7 +94,7 @@ struct Landed {
     buffer: Buffer,
 }
 
-/// Where a step of the work leads.
+/// Outcome of a step.
 #[derive(Debug)]
 pub(crate) enum Step {
     /// To the next one.
@@ -188,7 +188,7 @@ impl Transmission {
         self.now = now;
     }
 
-    /// What was agreed on with the client, and the device's bytes that it was told.
+    /// Sets the result of the negotiation, and the device's bytes that the client was told.
     pub(crate) fn set_terms(&mut self, chosen: &Chosen, size: u64) {
         (self.told, self.told_size) = (chosen.flags, size);
         (self.framing, self.allocation) = (chosen.framing, chosen.allocation);
@@ -198,7 +198,7 @@ impl Transmission {
         check(q, self.told, self.framing, self.allocation, &self.geometry)
     }
 
-    /// What the device is like. To a client it never becomes larger than it was told.
+    /// Sets the device's geometry. To a client it never becomes larger than it was told.
     pub(crate) fn set_geometry(&mut self, geometry: Geometry) {
         self.geometry = Geometry {
             size: geometry.size.min(self.told_size),
@@ -212,12 +212,12 @@ impl Transmission {
         self.account.in_flight()
     }
 
-    /// What is to be sent.
+    /// Returns the bytes to send.
     pub(crate) fn out(&self) -> &Outbox {
         &self.out
     }
 
-    /// Where answers of the negotiation are appended.
+    /// Returns the buffer that answers of the negotiation are appended to.
     pub(crate) fn text(&mut self) -> &mut Vec<u8> {
         self.out.text()
     }
@@ -253,7 +253,7 @@ impl Transmission {
         }
     }
 
-    /// Where payload is to be received, and how much of it; only without a [`stall`](Self::stall).
+    /// Returns the destination of payload, and how much of it; only without a [`stall`](Self::stall).
     pub(crate) fn target(&mut self) -> Option<(Target<'_>, usize)> {
         match &mut self.job {
             Job::Write(job) => {

@@ -108,9 +108,9 @@ pub enum StatusError {
     /// No extent, or more of them than there is room for, or than were asked for.
     #[error("{count} extents where there can be 1 to {most}")]
     Count {
-        /// What it says.
+        /// Extents in the answer.
         count: u32,
-        /// What there can be.
+        /// Largest possible number.
         most: u32,
     },
     /// An extent of nothing.

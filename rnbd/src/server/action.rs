@@ -1,4 +1,4 @@
-//! What a server asks of the loop that it runs in.
+//! Actions that a server asks its loop for.
 
 use rtrs::server::request::{RequestKey, SessionKey};
 use smallvec::SmallVec;
@@ -14,7 +14,7 @@ use crate::{
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Ticket(pub u64);
 
-/// What an export is, however its name is spelled. The bytes mean something only to whoever opens exports; two are equal
+/// Identity of an export, however its name is spelled. The bytes have a meaning only for the code that opens exports; two are equal
 /// exactly if they stand for the same one.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Identity(pub Vec<u8>);
@@ -28,9 +28,9 @@ pub struct Opened {
     pub geometry: Geometry,
     /// Which export it is.
     pub identity: Identity,
-    /// Where its bytes are, for messages.
+    /// Location of its bytes, for messages.
     pub label: String,
-    /// Where acknowledged writes lie until a flush; `None`: nobody knows, so that clients have to take them for lost.
+    /// Cache in which acknowledged writes lie until a flush; `None`: unknown, so that clients have to take them for lost.
     pub instance: Option<Instance>,
 }
 
@@ -50,7 +50,7 @@ impl From<Errno> for OpenRefused {
     }
 }
 
-/// What the loop is to do, in this order.
+/// Action for the loop, in this order.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Action {
     /// The request is answered with this error number; 0 is success.
@@ -79,7 +79,7 @@ pub enum Action {
         ticket: Ticket,
         /// The session's name, which may be part of a path.
         session_name: String,
-        /// What the client asks for: bytes without NUL, at least one, otherwise unchecked.
+        /// Requested name: bytes without NUL, at least one, otherwise unchecked.
         name: Vec<u8>,
         /// How it is to be opened.
         mode: AccessMode,
@@ -99,7 +99,7 @@ pub enum Action {
         ticket: Ticket,
         /// The share.
         home: usize,
-        /// What the device is called there.
+        /// ID of the device at the disks.
         store: StoreId,
     },
     /// An operation on a device: ends with [`Server::io_done`](super::Server::io_done). A read-only device is not asked

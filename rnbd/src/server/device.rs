@@ -35,11 +35,11 @@ pub(super) struct Device {
     pub(super) store: StoreId,
     /// As the client spells it.
     pub(super) name: Vec<u8>,
-    /// What that stands for.
+    /// Identity of that export.
     pub(super) identity: Identity,
-    /// Where its bytes are.
+    /// Location of its bytes.
     pub(super) label: String,
-    /// What it is like.
+    /// Size and limits.
     pub(super) geometry: Geometry,
     /// Instance that holds its acknowledged writes.
     instance: Option<Instance>,
@@ -49,7 +49,7 @@ pub(super) struct Device {
     pub(super) owner: String,
     requests: u32,
     life: Life,
-    /// What other shares have of it.
+    /// Parts at other shards.
     pub(super) parts: Parts,
     /// The device of another share that this is a part of.
     pub(super) part_of: Option<Original>,
@@ -113,7 +113,7 @@ impl Device {
         self.requests == 0 && self.is_closing() && self.parts.are_closed()
     }
 
-    /// What is to be closed, and what is answered then.
+    /// Returns the store to close, and the request to answer then.
     pub(super) fn into_close(self) -> (StoreId, Option<RequestKey>) {
         match self.life {
             Life::Open => (self.store, None),

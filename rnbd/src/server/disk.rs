@@ -1,4 +1,4 @@
-//! What a server asks of its disks.
+//! Operations that a server asks its disks for.
 
 use crate::{block::BlockOp, proto::status};
 
@@ -16,7 +16,7 @@ pub struct IoTicket(pub u64);
 pub struct DiskOp {
     /// Which device.
     pub store: StoreId,
-    /// What.
+    /// Operation.
     pub op: BlockOp,
     /// First byte on the device.
     pub offset: u64,

@@ -1,8 +1,8 @@
-//! What a server allows, and what it has done.
+//! Limits and counters of a server.
 
 use core::fmt;
 
-/// What a server allows.
+/// Limits of a server.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Limits {
     /// Devices that one session may have open.
@@ -30,7 +30,7 @@ pub trait Places: fmt::Debug + Send {
     fn give_back(&mut self);
 }
 
-/// Those of one server.
+/// Open devices of one server.
 #[derive(Debug)]
 pub(super) struct OwnPlaces {
     pub(super) taken: usize,
@@ -49,7 +49,7 @@ impl Places for OwnPlaces {
     }
 }
 
-/// What a server has done so far.
+/// Counters of a server.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct ServerCounters {
     /// Devices opened.

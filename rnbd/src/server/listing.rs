@@ -1,4 +1,4 @@
-//! What sessions have open at a moment, and the operator's hand in it.
+//! Listing of open devices, and closing them by order.
 
 use core::net::SocketAddr;
 
@@ -25,7 +25,7 @@ pub struct DeviceListing {
     pub mode: AccessMode,
     /// Writes are refused (`read_only`).
     pub read_only: bool,
-    /// Where its bytes are.
+    /// Location of its bytes.
     pub label: String,
     /// As the loop's disks know it.
     pub store: StoreId,

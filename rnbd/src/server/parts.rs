@@ -1,4 +1,4 @@
-//! What the shares of a server tell each other of devices, and what a share knows of the others' parts of one.
+//! Messages between the shards of a server about devices, and remote shard state.
 
 use std::collections::BTreeSet;
 
@@ -37,7 +37,7 @@ pub(super) enum Message {
     Resized(u64, u64),
 }
 
-/// What home knows of a device's parts at the other shares.
+/// State at home of a device's parts at the other shards.
 #[derive(Debug, Default)]
 pub(super) struct Parts {
     /// Shares that have not said that they have it, or that they can't.
@@ -56,7 +56,7 @@ impl Parts {
     }
 }
 
-/// What a share has of another's device.
+/// State of another shard's device.
 #[derive(Debug)]
 pub(super) enum Part {
     /// It is being taken over; perhaps it is to be closed at once.

@@ -23,7 +23,7 @@ impl Default for QueueLimits {
     }
 }
 
-/// What an operation costs the disk.
+/// Cost of an operation for the disk.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Class {
     /// Reads and writes.
@@ -183,7 +183,7 @@ impl<K: Ord + Copy, T> FairQueue<K, T> {
 /// Flushes of one store: at most one runs, and several requests may be answered with it.
 #[derive(Debug)]
 pub struct Flushes<T> {
-    /// Those that the running one is for.
+    /// Waiters of the running one.
     running: Option<Vec<T>>,
     /// A write has completed since it was started, so that it need not cover it.
     written: bool,

@@ -108,7 +108,7 @@ impl Io {
         }
     }
 
-    /// What is asked of the disk, after the flush if one comes first.
+    /// Returns the operation for the disk, after the flush if one comes first.
     pub(super) fn operation(&self) -> BlockOp {
         let fua = self.rw.fua;
         match self.rw.op {

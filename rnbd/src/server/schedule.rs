@@ -1,5 +1,4 @@
-//! What sessions ask of disks, from the question to the answer, without the I/O: what is started when, which flushes are run, and who
-//! is told of what has ended.
+//! Schedule of the disks, without the I/O: order of operations, flushes, and who is notified of their end.
 
 use std::collections::BTreeMap;
 
@@ -21,7 +20,7 @@ pub type Ended = (IoTicket, Result<(), Errno>);
 #[derive(Clone, Copy, Debug)]
 enum Who {
     Ticket(IoTicket),
-    /// Those that the store's flush is for.
+    /// Operations that the store's flush is for.
     Flush,
 }
 
@@ -39,7 +38,7 @@ struct Waiting<M> {
 pub struct Begun<M> {
     /// Names it.
     pub under_way: UnderWay,
-    /// What is to be done.
+    /// Operation.
     pub op: DiskOp,
     /// The memory of the data, if there is any.
     pub memory: Option<M>,

@@ -32,7 +32,7 @@ use crate::{
     slab::Slab,
 };
 
-/// What the loop was asked to do about a device.
+/// Job of the loop that concerns a device.
 #[derive(Debug)]
 pub(super) enum Job {
     /// Opens it, for this request.
@@ -126,7 +126,7 @@ impl Server {
         }
     }
 
-    /// What it has done so far.
+    /// Returns the counters.
     pub fn counters(&self) -> ServerCounters {
         self.counters
     }
@@ -136,7 +136,7 @@ impl Server {
         self.devices.len() == 0 && self.jobs.len() == 0 && self.flights.len() == 0
     }
 
-    /// What is to be done next.
+    /// Returns the next action.
     pub fn poll_action(&mut self) -> Option<Action> {
         self.actions.pop_front()
     }
@@ -254,7 +254,7 @@ impl Server {
     }
 }
 
-/// Where in the session's memory a message of `len` bytes goes that answers a request, if there is room.
+/// Returns the offset in the session's memory of an answer of `len` bytes to a request, if there is room.
 fn room(request: &Request, len: usize) -> Option<usize> {
     let fits = request.direction == Direction::Read && request.data_len as usize >= len;
     fits.then_some(request.data_offset)

@@ -12,9 +12,9 @@ use crate::proto::MsgOpen;
 pub(super) struct OpenRequest {
     /// To be answered.
     pub(super) request: RequestKey,
-    /// Where the answer goes in the session's memory; there is room for it.
+    /// Offset of the answer in the session's memory; there is room for it.
     pub(super) at: usize,
-    /// What the client asks for.
+    /// Request of the client.
     pub(super) message: MsgOpen,
 }
 

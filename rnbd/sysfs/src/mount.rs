@@ -25,7 +25,7 @@ const THREADS: usize = 4;
 const MAX_DEAD: usize = 16;
 /// The device behind every mount of this kind.
 const DEVICE: &str = "/dev/fuse";
-/// What mounts for who is not root.
+/// Program that mounts for users other than root.
 const HELPER: &str = "fusermount3";
 
 /// Why a tree is not mounted.
@@ -34,7 +34,7 @@ pub enum MountError {
     /// There is something mounted that answers.
     #[error("something is mounted there: unmount it, or take another directory")]
     Mounted,
-    /// What is in it would be hidden.
+    /// The directory is not empty: its content would be hidden.
     #[error("the directory is not empty")]
     NotEmpty,
     /// It is no directory.
@@ -94,7 +94,7 @@ impl Mounted {
         Ok(this)
     }
 
-    /// Where it is.
+    /// Returns the mount point.
     pub fn dir(&self) -> &Path {
         &self.dir
     }

@@ -105,7 +105,7 @@ impl Credits {
     }
 }
 
-/// What an AETH says.
+/// Meaning of an AETH.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum Syndrome {
     /// Everything up to the packet's PSN is done.

@@ -17,7 +17,7 @@ fn be64(b: &[u8], at: usize) -> u64 {
 /// Base transport header: 12 bytes (IBTA 9.2).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub struct Bth {
-    /// What the packet is.
+    /// Opcode.
     pub opcode: Opcode,
     /// Solicited event: the receiver's completion may wake a waiting consumer.
     pub solicited: bool,
@@ -200,7 +200,7 @@ impl Deth {
     }
 }
 
-/// What a FLUSH makes sure of (FETH placement type, IBTA Annex A19).
+/// Guarantee of a FLUSH (FETH placement type, IBTA Annex A19).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Default)]
 pub struct Placement(u8);
 
@@ -232,7 +232,7 @@ impl Placement {
     }
 }
 
-/// What a FLUSH covers (FETH selectivity level, two bits, IBTA Annex A19).
+/// Range of a FLUSH (FETH selectivity level, two bits, IBTA Annex A19).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Default)]
 pub enum Selectivity {
     /// The range of the RETH.
@@ -267,9 +267,9 @@ impl Selectivity {
 /// FLUSH extended transport header: 4 bytes (IBTA Annex A19).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Default)]
 pub struct Feth {
-    /// What to make sure of.
+    /// Guarantee.
     pub placement: Placement,
-    /// What for.
+    /// Range.
     pub selectivity: Selectivity,
     /// The 26 reserved bits above, as they came (shifted down).
     pub reserved: u32,

@@ -17,7 +17,7 @@ pub enum Service {
     Manufacturer,
 }
 
-/// What a packet does, whatever its place in the message.
+/// Function of a packet, whatever its place in the message.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum Class {
     /// SEND, with or without immediate data or invalidation.
@@ -40,7 +40,7 @@ pub enum Class {
     AtomicWrite,
     /// Congestion notification packet.
     Cnp,
-    /// What has arrived beyond a gap.
+    /// Packets that arrived beyond a gap.
     SelectiveAcknowledge,
 }
 
@@ -76,9 +76,9 @@ pub struct OpcodeInfo {
     pub name: &'static str,
     /// Transport service.
     pub service: Service,
-    /// What it does.
+    /// Function.
     pub class: Class,
-    /// Where in a message it stands.
+    /// Position in its message.
     pub position: Position,
     /// A DETH follows the BTH.
     pub deth: bool,

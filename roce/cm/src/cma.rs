@@ -1,5 +1,5 @@
-//! What RDMA_CM adds to communication management (IBA Annex A11; `cma.c`): IP addresses in the private data, and
-//! service IDs made from port numbers.
+//! RDMA_CM's additions to communication management (IBA Annex A11; `cma.c`): IP addresses in the private data, and service IDs made
+//! from port numbers.
 
 use core::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -37,7 +37,7 @@ impl PortSpace {
     }
 }
 
-/// What a REQ wants to talk to: a service ID (IBA 12.7.3).
+/// Service ID: the addressee of a REQ (IBA 12.7.3).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct ServiceId(pub u64);
 

@@ -39,8 +39,8 @@ impl Side {
     }
 }
 
-/// Where the slots of an object's number begin that are the second's, and those that are nobody's but ours. What is below is the
-/// object's number at home.
+/// First slots of an object's number that are the second's, and those that are nobody's but ours. The bits below are the object's
+/// number at home.
 const SECOND: u32 = 1 << (QpId::SLOT_BITS - 2);
 const OWN: u32 = 2 * SECOND;
 /// How many ports are tried when any will do.

@@ -1,4 +1,4 @@
-//! What a loop has: software devices ([`LocalDevice`]), and perhaps RDMA devices of the host ([`Rdma`]) beside them, as one
+//! Devices of a loop: software devices ([`LocalDevice`]), and perhaps RDMA devices of the host ([`Rdma`]) beside them, as one
 //! [`Provider`] ([`Joint`]).
 //!
 //! Software devices alone are used as they are: no call goes through anything of this crate's but [`Devices`] itself.
@@ -57,7 +57,7 @@ impl Devices {
         Self(Inner::Both(rdma::Both::new(soft, rdma)))
     }
 
-    /// What a loop's state machines are given.
+    /// Returns the provider for a loop's state machines.
     pub fn provider(&mut self) -> &mut dyn Provider {
         match &mut self.0 {
             Inner::Soft(soft) => soft.provider(),
@@ -162,12 +162,12 @@ impl Devices {
         }
     }
 
-    /// What to watch for packets, and for room to send after [`Flush::Blocked`].
+    /// Returns the descriptors to watch for packets, and for room to send after [`Flush::Blocked`].
     pub fn descriptors(&mut self) -> Vec<BorrowedFd<'_>> {
         self.soft().descriptors()
     }
 
-    /// What to watch for news of RDMA devices, for reading.
+    /// Returns the descriptors to watch for events of RDMA devices, for reading.
     pub fn news(&self) -> Vec<BorrowedFd<'_>> {
         match &self.0 {
             Inner::Soft(_) => Vec::new(),
@@ -190,7 +190,7 @@ impl Devices {
         }
     }
 
-    /// What each software device has counted, with its address as it was given.
+    /// Returns the counters of each software device, with its address as it was given.
     pub fn all_stats(&mut self) -> Vec<(IpAddr, DeviceStats)> {
         self.soft().all_stats()
     }

@@ -5,7 +5,7 @@ use std::{net::IpAddr, sync::Arc};
 use parking_lot::Mutex;
 use roce::{NewDevice, verbs::provider::VerbsError};
 
-/// What the RDMA devices of a loop have, for other threads.
+/// Addresses of the RDMA devices of a loop, for other threads.
 #[derive(Clone, Default, Debug)]
 pub(crate) struct Hardware(Arc<Mutex<Vec<IpAddr>>>);
 

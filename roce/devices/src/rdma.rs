@@ -26,7 +26,7 @@ pub struct DeviceName {
 /// Completions come without a packet that is received. A loop asks for them, and when there are none for a while it
 /// [arms](Self::arm) the devices, asks once more, and waits for the [descriptors](Self::descriptors).
 pub trait Rdma: Half + fmt::Debug + Send {
-    /// What to watch, for reading: [`poll`](Self::poll) takes what they have.
+    /// Returns the descriptors to watch, for reading: [`poll`](Self::poll) takes their events.
     fn descriptors(&self) -> Vec<BorrowedFd<'_>>;
 
     /// Takes what the descriptors have. Then completions are to be asked for, and then events. True: there was something.

@@ -27,7 +27,7 @@ const MAX_STREAMS: usize = 1 << 16;
 
 macro_rules! counts {
     ($( $(#[$doc:meta])* $name:ident, )*) => {
-        /// What a rule has done.
+        /// Counts of a rule.
         #[derive(Default, Debug)]
         pub(crate) struct Counts {
             $( $(#[$doc])* pub(crate) $name: AtomicU64, )*
@@ -79,7 +79,7 @@ pub(crate) struct Active {
     pub(crate) counts: Counts,
 }
 
-/// What a rule has done.
+/// Counts of a rule.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct RuleReport {
     /// The rule as it was written.

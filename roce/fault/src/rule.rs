@@ -224,7 +224,7 @@ impl fmt::Display for Rule {
     }
 }
 
-/// What a rule says, while it is read.
+/// Rule that is being parsed.
 #[derive(Default)]
 struct Draft {
     which: Which,

@@ -70,7 +70,7 @@ impl IpPair {
     }
 }
 
-/// What [`Flow::recover`] found.
+/// Result of [`Flow::recover`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum Recovery {
     /// The ICRC is right with this Identification, and with no other. IPv6 has none: the hint is given back.

@@ -41,7 +41,7 @@ impl IdSolver {
     }
 }
 
-/// What takes the CRC register back over the trailing bytes and the two of the Identification.
+/// Returns the factor that takes the CRC register back over the trailing bytes and the two of the Identification.
 const fn factor(trailing: u32) -> u32 {
     gf2::inverse_of_zero_bytes(trailing.saturating_add(2))
 }

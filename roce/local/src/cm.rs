@@ -200,7 +200,7 @@ impl<P: Ports> Fabric<P> {
         }
     }
 
-    /// What a port's event is for the user; a request for a listener that is gone is refused.
+    /// Translates a port's event for the user; a request for a listener that is gone is refused.
     pub(crate) fn cm_event(&mut self, device: usize, told: PortCmEvent) -> Option<Event> {
         let conn = told.conn();
         let known = self.conns(device).get(&conn).copied();

@@ -23,7 +23,7 @@ use roce_verbs::{
 
 use crate::objects::{Cm, Key};
 
-/// Where ports are looked for when the user does not care.
+/// First port number when the user does not care.
 pub(crate) const FIRST_PORT: u16 = 49152;
 
 /// The ports of a fabric: each is a device.
@@ -62,7 +62,7 @@ pub struct FabricConfig {
     pub fast_registration: bool,
     /// There are memory windows.
     pub windows: bool,
-    /// What is said of it ([`DeviceCaps::tells_invalidated`]): no, as of rdma_rxe.
+    /// Value of [`DeviceCaps::tells_invalidated`]: no, as of rdma_rxe.
     pub tells_invalidated: bool,
 }
 
@@ -101,7 +101,7 @@ struct Qp {
 
 type ByQpn = HashMap<u32, QpId, BuildHasherDefault<NumberHasher>>;
 
-/// What is kept of a device.
+/// State of a device.
 struct Device {
     /// All completions of it: one queue for all that a loop polls.
     cq: Arc<CompletionQueue>,

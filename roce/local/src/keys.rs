@@ -63,7 +63,7 @@ impl<P: Ports> Fabric<P> {
         }
     }
 
-    /// Where the granted bytes are.
+    /// Returns the range of the granted bytes.
     fn range(&self, grant: &GrantOf) -> Result<Range, PostError> {
         let mr = self
             .mrs

@@ -1,4 +1,4 @@
-//! What a fabric has besides queue pairs and memory: connections and keys.
+//! Connections and keys of a fabric.
 
 use core::net::SocketAddr;
 use std::sync::{
@@ -44,7 +44,7 @@ impl Cm {
     }
 }
 
-/// What a key belongs to.
+/// Object that a key belongs to.
 #[derive(Clone)]
 pub(crate) enum Object {
     Fast(Arc<FastRegion>),
@@ -64,7 +64,7 @@ pub(crate) struct Key {
     pub(crate) borrowed: bool,
 }
 
-/// What loops that use a key must agree on: of a [`PostedKey`] what lasts.
+/// State of a key that loops share: the lasting part of a [`PostedKey`].
 pub(crate) struct Shared(AtomicU64);
 
 impl Shared {
@@ -106,7 +106,7 @@ pub(crate) struct LentKey {
 }
 
 impl Key {
-    /// What other loops have done with it.
+    /// Takes over the changes of other loops.
     pub(crate) fn refresh(&mut self) {
         if let Some(shared) = &self.shared {
             shared.load(&mut self.posted);
@@ -130,7 +130,7 @@ impl Key {
         matches!(&self.object, Object::Window(w) if w.kind() == WindowKind::Type1)
     }
 
-    /// What opens it under a key.
+    /// Returns the operation that opens it under a key.
     pub(crate) fn open(&self, key: RKey, at: &Range, access: AccessFlags) -> SendOp {
         match self.object {
             Object::Fast(_) => SendOp::FastRegister(FastRegister {
@@ -151,7 +151,7 @@ impl Key {
         }
     }
 
-    /// What closes it. A type 1 window ends by being bound to nothing, under another key.
+    /// Returns the operation that closes it. A type 1 window ends by being bound to nothing, under another key.
     pub(crate) fn close(&self, next: RKey) -> SendOp {
         match self.is_window_1() {
             true => SendOp::BindWindow(BindWindow {

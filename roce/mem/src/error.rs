@@ -1,4 +1,4 @@
-//! What can go wrong with memory.
+//! Errors of memory.
 
 use thiserror::Error;
 

@@ -26,7 +26,7 @@ const LARGE: usize = 128 << 10;
 /// Error of a range outside of a mapping: a bug of the caller's, answered like memory that is gone.
 const OUTSIDE: AccessError = AccessError::Revoked;
 
-/// How lent memory is made to survive the loss of power: `msync` of a file mapping, or the cache flushes of persistent
+/// Makes lent memory survive the loss of power: `msync` of a file mapping, or the cache flushes of persistent
 /// memory.
 pub trait Persist: core::fmt::Debug + Send + Sync {
     /// Makes `len` bytes from `offset` on (counted from the first byte that was registered) persistent. `false`, or a panic: it

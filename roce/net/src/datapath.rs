@@ -1,4 +1,4 @@
-//! What moves sealed packets between a port and the network.
+//! Datapaths: they move sealed packets between a port and the network.
 
 use std::{
     io,
@@ -17,7 +17,7 @@ pub const DEFAULT_HOP_LIMIT: u8 = 64;
 pub struct Burst<'a> {
     /// Our address.
     pub local: IpAddr,
-    /// Where to.
+    /// Destination.
     pub remote: SocketAddr,
     /// Our UDP port: one of [`Capabilities::src_ports`], [`Capabilities::mad_port`], or the RoCE port.
     pub src_port: u16,
@@ -57,7 +57,7 @@ pub struct Datagram<'a> {
     pub bytes: &'a [u8],
 }
 
-/// What a datapath can do.
+/// Abilities of a datapath.
 #[derive(Clone, Debug)]
 pub struct Capabilities {
     /// The most packets of a burst; 1 when it can't segment.
@@ -156,7 +156,7 @@ impl DatapathCounters {
 
 /// Moves sealed packets. One thread at a time drives it, under the port's lock. None of the methods waits.
 pub trait Datapath: Send {
-    /// What it can do.
+    /// Returns its abilities.
     fn capabilities(&self) -> Capabilities;
     /// Sends bursts in order, until the send buffer is full.
     fn send(&mut self, bursts: &mut dyn Iterator<Item = Burst<'_>>) -> Sent;
@@ -176,7 +176,7 @@ pub trait Datapath: Send {
     fn hear_undeliverable(&mut self, _on: bool) {}
     /// Hands over the ICMP errors that came since, and forgets them.
     fn undeliverable(&mut self, _handle: &mut dyn FnMut(&Undeliverable<'_>)) {}
-    /// What to watch for input. Those that were there before come first, in the same order, as long as they live.
+    /// Returns the descriptors to watch for input. Those that were there before come first, in the same order, as long as they live.
     fn descriptors(&self) -> Vec<BorrowedFd<'_>>;
     /// Counts so far.
     fn counters(&self) -> DatapathCounters;

@@ -1,4 +1,4 @@
-//! What the environment may tell this process.
+//! Environment variables, as far as this process may trust them.
 //!
 //! A program with rights that its user hasn't (set-uid, set-gid, file capabilities) must not do what that user's environment
 //! says: start a broker of his, join one, write a capture where he wants. The C library leaves `LD_PRELOAD` aside there; we
@@ -11,7 +11,7 @@ use std::{
 
 use crate::sys;
 
-/// Where programs are, when the environment is not to be believed.
+/// Search path for programs, when the environment is not to be believed.
 const SAFE_PATH: &str = "/usr/local/bin:/usr/bin:/bin";
 
 /// Whether the process has rights that whoever started it may not have (`AT_SECURE`, see getauxval(3)).

@@ -106,7 +106,7 @@ impl GidTable {
         self.slots.get(index).copied().flatten()
     }
 
-    /// Where an address is.
+    /// Returns the index of an address.
     pub fn index_of(&self, ip: IpAddr) -> Option<usize> {
         self.slots.iter().position(|s| *s == Some(ip))
     }

@@ -110,7 +110,7 @@ impl Groups {
     }
 }
 
-/// What a socket says that is in as many groups as it may be.
+/// Errors of a socket that is in as many groups as it may be.
 const FULL: [Option<i32>; 2] = [Some(libc::ENOBUFS), Some(libc::ENOMEM)];
 
 /// Joins by a socket that is bound to the group, `beside` one that is bound to all addresses.

@@ -1,4 +1,4 @@
-//! What others of the process have for whoever advances a port.
+//! Input from other parts of the process for the thread that drives a port.
 
 use std::{
     collections::VecDeque,
@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use crate::sys::EventFd;
 
-/// What may wait: packets that came by the wrong socket, and management datagrams. Both come again if they are lost.
+/// Limit of queued packets that came by the wrong socket, and of management datagrams. Both come again if they are lost.
 const MAX_WAITING: usize = 1024;
 
 /// A bounded queue whose descriptor is readable when something waits in it.

@@ -12,7 +12,7 @@ use crate::{
     sys,
 };
 
-/// What happened to an interface.
+/// Change of an interface.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum LinkChange {
     /// It is up and has a link: the port is active.
@@ -111,7 +111,7 @@ impl LinkWatch {
         })
     }
 
-    /// What changed since the last call, by interface. Never waits.
+    /// Returns the changes since the last call, by interface. Never waits.
     ///
     /// # Errors
     /// When the kernel can't tell how the interfaces are; the change is not lost.

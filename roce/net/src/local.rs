@@ -91,8 +91,8 @@ impl LocalDriver {
         self.motor.next_timeout(&mut self.port)
     }
 
-    /// What to watch for packets, and for room after [`Flush::Blocked`]. Those that were there before come first, in the same
-    /// order, as long as they live.
+    /// Returns the descriptors to watch for packets, and for room after [`Flush::Blocked`]. Those that were there before come
+    /// first, in the same order, as long as they live.
     pub fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
         self.motor.path.descriptors()
     }
@@ -111,7 +111,7 @@ impl LocalDriver {
         self.motor.path.leave(group, local);
     }
 
-    /// What the port and its datapath have counted.
+    /// Returns the counters of the port and its datapath.
     pub fn counters(&self) -> (PortCounters, DatapathCounters) {
         (self.port.counters(), self.motor.path.counters())
     }

@@ -1,5 +1,4 @@
-//! What moves a port: its datapath, and the packets on the way between the two. Whose thread it is and what wakes it are
-//! its caller's business.
+//! Event loop of a port: moves packets between the port and its datapath. The caller decides which thread runs it and what wakes it.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -44,13 +43,13 @@ impl<'a> From<Train<'a>> for Burst<'a> {
 /// number; but several that it has merged, of one sender, go where the first one goes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Own {
-    /// Those to these numbers: others are other processes'. Those to QP1 are too: the broker knows whose, and forwards them.
+    /// Packets to these numbers: others are other processes'. Those to QP1 are too: the broker knows whose, and forwards them.
     Process(QpnRange),
-    /// Those to these numbers, of a process with several loops: others are its other loops', or other processes', who are told. With
-    /// an address only what comes to that: by a socket for all addresses there comes also what is for others of the loop.
+    /// Packets to these numbers, of a process with several loops: others are other loops' or other processes', which are notified. With an
+    /// address only packets to that: a socket for all addresses receives those for other loops as well.
     Loop(QpnRange, Option<IpAddr>),
-    /// Those to the numbers of this shard: others are other loops'. The first shard gets management datagrams, and says whose
-    /// each of them is.
+    /// Packets to the numbers of this shard: others are other loops'. The first shard gets management datagrams, and decides whose each
+    /// of them is.
     Shard(Steering, usize),
     /// Likewise, but management datagrams are all the first one's.
     Engine(Steering, usize),

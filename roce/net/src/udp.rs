@@ -103,9 +103,9 @@ pub enum OpenError {
     /// A system call failed.
     #[error("{context}: {source}")]
     Io {
-        /// What was tried.
+        /// Operation that failed.
         context: &'static str,
-        /// What the system said.
+        /// Error of the system.
         source: io::Error,
     },
 }
@@ -474,7 +474,7 @@ impl UdpDatapath {
     }
 }
 
-/// Where datagrams come in: a socket, and the address that it is bound to if that is a specific one.
+/// Receiving socket, and the address that it is bound to if that is a specific one.
 struct Inlet<'a> {
     socket: BorrowedFd<'a>,
     bound: Option<IpAddr>,

@@ -18,7 +18,7 @@ const RETRY: u64 = 1 << 18;
 /// So many failures end such a trial.
 const RETRY_FAILURES: u8 = 3;
 
-/// What one turn of a queue pair has staged, as far as it tells of trains.
+/// Packets that one turn of a queue pair has staged, as far as it concerns trains.
 #[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct Staging {
     packets: u64,
@@ -65,7 +65,7 @@ struct Witness {
     reads: u32,
 }
 
-/// What is known about trains towards one peer.
+/// State of trains towards one peer.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Gso {
     proven: bool,

@@ -1,4 +1,4 @@
-//! What a peer puts into the IPv4 Identification, which the ICRC covers and a UDP socket does not show.
+//! IPv4 Identifications of peers, which the ICRC covers and a UDP socket does not show.
 //!
 //! Recovery (see `roce-icrc`) finds an Identification for one in 2^16 corrupt packets. What the peer has shown so far
 //! wins bits back: ConnectX sends 0 and ferroce a small index, so those are held to (nearly) all 32 bits of the ICRC;
@@ -38,7 +38,7 @@ const DISSENTERS_OF_PROOF: u8 = 3;
 /// packets make one of them.
 const STRANGERS_MEMORY: Duration = Duration::from_secs(60);
 
-/// What is known about a peer's Identifications.
+/// Pattern of a peer's Identifications.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Pattern {
     /// Nothing yet but so many zeros and (if true) only small numbers.

@@ -1,5 +1,5 @@
-//! What queue pairs that stop still owe: the acknowledgement of what they received. The driver lets acknowledgements wait for what
-//! a program posts next; without this a message that was completed here would fail at its sender.
+//! Acknowledgements that stopping queue pairs still owe. The driver lets acknowledgements wait for what a program posts next; without
+//! this a message that was completed here would fail at its sender.
 
 use roce_bth::Qpn;
 use roce_qp::{TxKind, TxSink};

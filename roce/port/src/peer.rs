@@ -1,4 +1,4 @@
-//! What the port knows about each address that queue pairs are connected to.
+//! State of each address that queue pairs are connected to.
 
 use std::collections::{HashMap, VecDeque};
 

@@ -1,4 +1,4 @@
-//! What is to be made persistent for peers' FLUSHes, which may take long: the driver does it when it holds no lock.
+//! Flushes to persistence for peers, which may take long: the driver does them when it holds no lock.
 
 use std::panic::{self, AssertUnwindSafe};
 

@@ -281,7 +281,7 @@ impl QueuePair {
         }
     }
 
-    /// Where in a work request's memory a READ response's payload goes, and how much it is; `None`: it is none of its.
+    /// Returns the place of a READ response's payload in a work request's memory, and its bytes; `None`: it is none of its.
     pub(crate) fn read_response_place(
         &self,
         wqe: &SendWqe,

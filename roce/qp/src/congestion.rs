@@ -42,12 +42,12 @@ pub trait CongestionControl: fmt::Debug + Send {
     fn on_acked(&mut self, acked: Acked);
     /// So many bytes were lost.
     fn on_loss(&mut self, now: Instant, loss: Loss, bytes: usize);
-    /// What the last timeout took for lost was only late.
+    /// The last timeout was spurious: packets taken for lost were only late.
     fn on_spurious_timeout(&mut self);
 }
 
-/// What each sender wants to have in the queue of the slowest link, bytes: it keeps the link busy, and all get the same share
-/// if all have as much in the queue.
+/// Bytes of each sender in the queue of the slowest link: enough to keep the link busy, and the same share for all if all have as much
+/// in the queue.
 const SHARE: usize = 256 << 10;
 /// Growth per round trip towards a go-back-N peer that has lost something. As many times more as the path is longer than this, up to
 /// [`LONG_PATH_MOST`] times.
@@ -89,7 +89,7 @@ const HEAVY_TOLD: usize = 6;
 /// That is judged of no less than this, bytes.
 const TOLD_LEAST: usize = 128 << 10;
 
-/// What round trips say about queues on the way.
+/// State of queues on the way, as round trips show it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 enum Queue {
     Empty,
@@ -147,7 +147,7 @@ pub struct DelayAware {
     /// The shortest round trips of this epoch and the one before.
     shortest: [Option<Duration>; 2],
     epoch: Instant,
-    /// What the last round has shown, and the one before, and the last round trip.
+    /// State in the last round and the one before, and the last round trip.
     queue: Queue,
     queue_before: Queue,
     latest: Queue,
@@ -339,7 +339,7 @@ impl DelayAware {
         self.threshold = self.size;
     }
 
-    /// What of the window would be in flight if round trips took so long.
+    /// Returns the part of the window that would be in flight if round trips took so long.
     fn part(&self, rtt: Duration) -> usize {
         let part = self.size as u128 * rtt.min(self.rtt).as_nanos() / self.rtt.as_nanos().max(1);
         part as usize

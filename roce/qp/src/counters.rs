@@ -2,7 +2,7 @@
 
 macro_rules! counters {
     ($( $(#[$doc:meta])* $name:ident, )*) => {
-        /// What happened, counted; the names are rdma_rxe's where it has them (`rxe_hw_counters.c`).
+        /// Counters; the names are rdma_rxe's where it has them (`rxe_hw_counters.c`).
         #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
         pub struct Counters {
             $( $(#[$doc])* pub $name: u64, )*

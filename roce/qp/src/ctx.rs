@@ -1,4 +1,4 @@
-//! What calls bring with them, and what can go wrong with them.
+//! Context of calls, settings of queue pairs, and errors.
 
 use std::sync::Arc;
 
@@ -24,13 +24,13 @@ pub struct Ctx<'a> {
     pub window: &'a mut Window,
     /// How fast what nobody acknowledges goes to each destination.
     pub paces: &'a mut FreePaces,
-    /// Where asynchronous events go.
+    /// Asynchronous events.
     pub events: &'a mut Vec<AsyncEvent>,
-    /// Where things are counted.
+    /// Counters.
     pub counters: &'a mut Counters,
 }
 
-/// What a queue pair is made with.
+/// Settings of a new queue pair.
 #[derive(Clone, Debug)]
 pub struct QpConfig {
     /// Its number.
@@ -39,9 +39,9 @@ pub struct QpConfig {
     pub pd: PdHandle,
     /// Its transport service.
     pub qp_type: QpType,
-    /// Where send completions go.
+    /// Queue for send completions.
     pub send_cq: Arc<CompletionQueue>,
-    /// Where receive completions go.
+    /// Queue for receive completions.
     pub recv_cq: Arc<CompletionQueue>,
     /// Sizes of its queues.
     pub caps: QpCaps,
@@ -51,9 +51,9 @@ pub struct QpConfig {
     pub max_msg_size: u32,
     /// The longest datagram that any path of the port carries.
     pub port_mtu: Mtu,
-    /// Where its receives come from, instead of a queue of its own.
+    /// Source of its receives, instead of a queue of its own.
     pub srq: Option<Arc<SharedReceiveQueue>>,
-    /// Where an XRC target finds the shared receive queues that its messages name; nobody else has one.
+    /// Domain in which an XRC target finds the shared receive queues that its messages name; nobody else has one.
     pub xrcd: Option<Arc<XrcDomain>>,
 }
 

@@ -1,4 +1,4 @@
-//! What a datagram brings along: its network header, which lands before its data.
+//! Network header of a datagram, which lands before its data.
 
 use core::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 

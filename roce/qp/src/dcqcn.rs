@@ -25,7 +25,7 @@ const LEAST: f64 = 1e6;
 /// more after so long.
 const MEASURE: Duration = Duration::from_micros(50);
 const MEASURE_MOST: Duration = Duration::from_millis(10);
-/// What may be sent at once.
+/// Bytes that may be sent at once.
 const BURST: f64 = 64e3;
 /// Without a notification for so long there is no limit any more.
 const OVER: Duration = Duration::from_millis(500);

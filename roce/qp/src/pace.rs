@@ -81,8 +81,8 @@ impl Pace {
     }
 }
 
-/// What may be sent at once without acknowledgements: half of what a socket buffer of the usual size holds (212,992 bytes,
-/// which Linux doubles for its own bookkeeping).
+/// Bytes that may be sent at once without acknowledgements: half of a socket buffer of the usual size (212,992 bytes, which Linux doubles
+/// for its own bookkeeping).
 const FREE_BURST: i64 = 128 << 10;
 /// How fast it is earned anew unless somebody wishes otherwise, bytes per second: a receiver that is away for half a
 /// millisecond loses nothing.

@@ -14,7 +14,7 @@ const TOLERANCE: u64 = 3;
 /// The most that reordering makes of it.
 const MAX_TOLERANCE: u64 = 512;
 
-/// What has become of a packet.
+/// State of a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Mark {
     /// In flight, as far as is known.
@@ -59,18 +59,18 @@ pub(crate) struct Recovery {
     high: Option<Seq>,
     /// One past the highest number whose answer is here.
     answers: Option<Seq>,
-    /// Those before have arrived or were taken for lost.
+    /// Packets before it have arrived or were taken for lost.
     judged: Option<Seq>,
     /// Answers to those before are here or were taken for lost.
     heard: Option<Seq>,
     tolerance: u64,
     /// Packets that were sent again so far.
     order: u64,
-    /// What has come of them: of those that have no answer, and of those that have one.
+    /// Their returns: of those that have no answer, and of those that have one.
     returns: [Returns; 2],
 }
 
-/// What is known of a packet that was sent again.
+/// State of a packet that was sent again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Resent {
     /// The number that was next to be sent for the first time then.
@@ -109,7 +109,7 @@ impl Recovery {
         };
     }
 
-    /// What is known of a packet.
+    /// Returns the state of a packet.
     pub(crate) fn mark(&self, seq: Seq) -> Mark {
         let Some(base) = self.base.filter(|base| *base <= seq) else {
             return Mark::Flying;
@@ -120,7 +120,7 @@ impl Recovery {
             .unwrap_or(Mark::Flying)
     }
 
-    /// Where a run of numbers with such marks ends that begins at `from`, `to` at the latest.
+    /// Returns the end of a run of numbers with such marks that begins at `from`, `to` at the latest.
     pub(crate) fn run_end(&self, from: Seq, to: Seq, is: impl Fn(Mark) -> bool) -> Seq {
         // From here on all are flying.
         let unknown = self.base.map_or(from, |base| base.plus(self.marks.len() as u64));
@@ -388,7 +388,7 @@ mod tests {
         /// Bits of packets that the peer has, and of those under way.
         has: u8,
         under_way: u8,
-        /// What the peer has said, and nobody has heard.
+        /// Reports of the peer that have not arrived.
         words: Vec<u8>,
     }
 

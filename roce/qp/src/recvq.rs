@@ -20,7 +20,7 @@ pub(crate) struct RecvWqe {
 #[derive(Debug)]
 pub(crate) struct ActiveRecv {
     pub(crate) wqe: RecvWqe,
-    /// Where the bytes of a SEND go; empty for an RDMA WRITE with immediate.
+    /// Destination of a SEND's bytes; empty for an RDMA WRITE with immediate.
     pub(crate) list: SgList,
 }
 
@@ -56,7 +56,7 @@ impl RecvQueue {
     }
 }
 
-/// What becomes of a receive work request that is posted.
+/// Decision about a receive work request that is posted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Gate {
     /// Refused: the queue pair is in RESET.

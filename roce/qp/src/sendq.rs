@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 
 use crate::seq::Seq;
 
-/// What a send work request is, as far as packets go.
+/// Kind of a send work request, as far as packets go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Kind {
     Send,
@@ -88,7 +88,7 @@ const fn op_info(op: &SendOp) -> &'static OpRow {
     }
 }
 
-/// What an operation is.
+/// Returns the kind of an operation.
 pub(crate) const fn kind_of(op: &SendOp) -> Kind {
     op_info(op).kind
 }
@@ -155,12 +155,12 @@ pub(crate) enum Progress {
     Failed(WcStatus),
 }
 
-/// What is found out about a send work request that can be queued.
+/// Result of checking a send work request that can be queued.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Checked {
     /// Bytes.
     pub(crate) len: u32,
-    /// What it fails with in its turn.
+    /// Status that it fails with in its turn.
     pub(crate) fault: Option<WcStatus>,
 }
 
@@ -171,7 +171,7 @@ pub(crate) struct SendWqe {
     pub(crate) op: SendOp,
     pub(crate) flags: SendFlags,
     pub(crate) progress: Progress,
-    /// What it fails with in its turn.
+    /// Status that it fails with in its turn.
     pub(crate) fault: Option<WcStatus>,
     /// Why a local operation has failed.
     pub(crate) key_error: Option<KeyError>,
@@ -271,7 +271,7 @@ impl SendWqe {
         }
     }
 
-    /// What the packets `from..to` weigh in the window.
+    /// Returns the weight of the packets `from..to` in the window.
     pub(crate) fn cost(&self, from: Seq, to: Seq, mtu: usize) -> usize {
         let (from, to) = (from.max(self.first), to.min(self.end()));
         let n = to.since(from);
@@ -293,14 +293,14 @@ impl SendWqe {
     }
 }
 
-/// What a packet weighs beside its payload: headers, and the receiver's bookkeeping for one datagram.
+/// Weight of a packet beside its payload: headers, and the receiver's bookkeeping for one datagram.
 pub(crate) const PACKET_OVERHEAD: usize = 512;
 
 /// The queue.
 #[derive(Debug)]
 pub(crate) struct SendQueue {
     pub(crate) wqes: VecDeque<SendWqe>,
-    /// Where each goes, in queue pairs without a peer or with a choice of queues there; else empty.
+    /// Destination of each, in queue pairs without a peer or with a choice of queues there; else empty.
     targets: VecDeque<Target>,
     /// The PSN that the next work request starts with.
     pub(crate) tail: Seq,
@@ -318,7 +318,7 @@ impl SendQueue {
         }
     }
 
-    /// Where the work request at an index goes.
+    /// Returns the destination of the work request at an index.
     pub(crate) fn target(&self, index: usize) -> &Target {
         self.targets.get(index).unwrap_or(&Target::Peer)
     }

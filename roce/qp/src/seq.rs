@@ -13,7 +13,7 @@ const BASE: u64 = 1 << 40;
 pub(crate) const MAX_OUTSTANDING: u64 = 1 << 23;
 
 impl Seq {
-    /// Where a queue with this first PSN starts.
+    /// Returns the start of a queue with this first PSN.
     pub(crate) const fn start(psn: Psn) -> Self {
         Self(BASE | psn.value() as u64)
     }

@@ -14,7 +14,7 @@ use crate::{
     recvq::{RecvQueue, RecvWqe},
 };
 
-/// What a shared receive queue is made with.
+/// Settings of a new shared receive queue.
 #[derive(Clone, Debug)]
 pub struct SrqConfig {
     /// The number that names it in events.
@@ -27,7 +27,7 @@ pub struct SrqConfig {
     pub srq_type: SrqType,
     /// Sizes, and the limit to begin with.
     pub attr: SrqAttr,
-    /// Where receives of an XRC queue complete; a basic one's complete where the queue pair's do.
+    /// Completion queue for receives of an XRC queue; a basic one's complete where the queue pair's do.
     pub cq: Option<Arc<CompletionQueue>>,
 }
 
@@ -90,7 +90,7 @@ impl SharedReceiveQueue {
         Arc::new(Self { config, inner })
     }
 
-    /// What it was made with.
+    /// Returns its settings.
     pub fn config(&self) -> &SrqConfig {
         &self.config
     }

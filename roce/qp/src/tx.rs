@@ -1,8 +1,8 @@
-//! Where packets go.
+//! Output of packets.
 
 use roce_verbs::{AddressVector, Qpn};
 
-/// What a packet is to the sender of packets: what is sent again must not be segmented in hardware, acknowledgements may
+/// Kind of a packet for the sender of packets: retransmissions must not be segmented in hardware, acknowledgements may
 /// be ordered before data.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum TxKind {
@@ -39,7 +39,7 @@ pub trait TxSink {
     }
 }
 
-/// What [`QueuePair::poll_transmit`](crate::QueuePair::poll_transmit) has left to do.
+/// Rest of the work of [`QueuePair::poll_transmit`](crate::QueuePair::poll_transmit).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Poll {
     /// Nothing to send until something happens.
@@ -50,7 +50,7 @@ pub enum Poll {
     Blocked,
 }
 
-/// What one attempt to send a packet came to.
+/// Result of one attempt to send a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Step {
     /// A packet went out.

@@ -111,7 +111,7 @@ impl Window {
         self.control.on_loss(now, loss, bytes);
     }
 
-    /// What the last timeout took for lost was only late.
+    /// The last timeout was spurious: packets taken for lost were only late.
     pub fn on_spurious_timeout(&mut self) {
         self.control.on_spurious_timeout();
     }

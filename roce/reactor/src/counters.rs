@@ -1,4 +1,4 @@
-//! What a loop has done.
+//! Counters of a loop.
 
 /// Counts of one loop. Calls that receive and send packets are counted by the device
 /// ([`DatapathCounters`](roce::DatapathCounters)).

@@ -31,7 +31,7 @@ pub struct Driven<S: Service> {
     service: S,
 }
 
-/// What a turn has left.
+/// Next step after a turn.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Turned {
     /// The next turn is due when the descriptor is readable, and after this time; `None`: there is no time.

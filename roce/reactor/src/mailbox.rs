@@ -1,4 +1,4 @@
-//! What other threads have for a loop.
+//! Mailbox of a loop, for other threads.
 
 use std::{
     collections::VecDeque,
@@ -125,7 +125,7 @@ mod tests {
     use super::*;
 
     const ROUNDS: u32 = 100_000;
-    /// What has not come by then is lost.
+    /// Time after which a message counts as lost.
     const PATIENCE: Duration = Duration::from_secs(60);
 
     fn mailbox<T>() -> (Poll, Arc<Mailbox<T>>) {

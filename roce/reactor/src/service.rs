@@ -1,4 +1,4 @@
-//! What runs on a loop.
+//! Services of a loop.
 
 use std::{
     cell::Cell,
@@ -26,8 +26,7 @@ pub(crate) const RESERVED: usize = usize::MAX - 16;
 /// Of the devices' sockets.
 pub(crate) const DEVICE: Token = Token(RESERVED);
 
-/// What a descriptor is ready for. It is told once (edge-triggered): the service keeps it until a call says that it would
-/// block.
+/// Readiness of a descriptor. Reported once (edge-triggered): the service keeps it until a call says that it would block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Readiness {
     /// There is something to read, or the end.
@@ -48,7 +47,7 @@ impl From<&mio::event::Event> for Readiness {
     }
 }
 
-/// What a loop watches for its service.
+/// Descriptors that a loop watches for its service.
 pub struct Sockets<'a> {
     registry: &'a Registry,
     changes: &'a Cell<u64>,
@@ -124,7 +123,7 @@ impl fmt::Debug for Sockets<'_> {
     }
 }
 
-/// What a service has at hand when it is called. `J` is what its jobs return.
+/// Context of a service's call. `J` is the output of its jobs.
 pub struct TurnCx<'a, J> {
     /// The time, as of this round of the turn.
     pub now: Instant,
@@ -134,10 +133,10 @@ pub struct TurnCx<'a, J> {
     pub sockets: Sockets<'a>,
     /// Work that waits for the system.
     pub jobs: &'a Jobs<J>,
-    /// What the loop has done so far.
+    /// Counters of the loop.
     pub counters: &'a Counters,
     pub(crate) stop: &'a mut bool,
-    /// What the devices' descriptors are watched for.
+    /// Interest in the devices' descriptors.
     pub(crate) watched: Interest,
 }
 
@@ -170,14 +169,14 @@ impl<J> fmt::Debug for TurnCx<'_, J> {
     }
 }
 
-/// What runs on a loop: state machines, and whatever sockets and files they need. Everything is called from the loop's
+/// Service of a loop: state machines, and whatever sockets and files they need. Everything is called from the loop's
 /// thread, and nothing may wait.
 ///
 /// What is posted leaves together when the turn ends, after [`end`](Self::end).
 pub trait Service {
-    /// What other threads ask for.
+    /// Command of other threads.
     type Command: Send + 'static;
-    /// What its jobs return.
+    /// Output of its jobs.
     type Output: Send + 'static;
 
     /// Another thread asks for something.
@@ -191,7 +190,7 @@ pub trait Service {
     /// Work requests have completed, in their order.
     fn completions(&mut self, cx: &mut TurnCx<'_, Self::Output>, completions: &[(QpId, Completion)]);
 
-    /// Something has happened. What was completed before has been told before.
+    /// An event. Completions before it have been handled before.
     fn event(&mut self, cx: &mut TurnCx<'_, Self::Output>, event: Event);
 
     /// A job is done.
@@ -216,7 +215,7 @@ pub trait Service {
         let _ = cx;
     }
 
-    /// What was posted in this turn is on its way: the time for what takes long, such as copies into other sockets, since
+    /// The packets of this turn are on their way: the time for what takes long, such as copies into other sockets, since
     /// nobody waits for a packet meanwhile. True: there is more to do at once, which nothing else will call for.
     fn sent(&mut self, cx: &mut TurnCx<'_, Self::Output>) -> bool {
         let _ = cx;

@@ -70,7 +70,7 @@ pub enum ReactorError {
     Device(#[from] VerbsError),
 }
 
-/// What comes from other threads.
+/// Message of another thread.
 enum Letter<C, J> {
     Command(C),
     Done(JobResult<J>),
@@ -78,7 +78,7 @@ enum Letter<C, J> {
     Datagram(usize, RxMeta, Vec<u8>),
 }
 
-/// What other threads have of a loop. Letters to one that has ended are dropped.
+/// Handle of a loop for other threads. Messages to one that has ended are dropped.
 pub struct Handle<C, J>(Arc<Mailbox<Letter<C, J>>>);
 
 impl<C, J> Clone for Handle<C, J> {
@@ -205,7 +205,7 @@ impl<S: Service> Reactor<S> {
     }
 }
 
-/// What a device's descriptors are watched for.
+/// Returns the interest in a device's descriptors.
 fn interest(room: bool) -> Interest {
     match room {
         true => Interest::READABLE | Interest::WRITABLE,

@@ -22,7 +22,7 @@ pub enum Mtu {
 impl Mtu {
     /// All, ascending.
     pub const ALL: [Self; 5] = [Self::B256, Self::B512, Self::B1024, Self::B2048, Self::B4096];
-    /// What rdma_cm takes off the interface MTU for all headers and the ICRC, bytes.
+    /// Bytes that rdma_cm takes off the interface MTU for all headers and the ICRC.
     pub const HEADERS: u32 = 96;
 
     /// Payload bytes of a full packet.
@@ -90,7 +90,7 @@ impl PathMtus {
             .unwrap_or(self.usual)
     }
 
-    /// What holds for addresses that are not named.
+    /// Returns the MTU of addresses that are not named.
     pub fn usual(&self) -> Mtu {
         self.usual
     }
@@ -335,7 +335,7 @@ pub struct QpAttr {
     pub cur_state: Option<QpState>,
     /// Report the drained send queue with an event.
     pub en_sqd_async_notify: Option<bool>,
-    /// What the peer may do.
+    /// Rights of the peer.
     pub access: Option<AccessFlags>,
     /// Index of the partition key: 0.
     pub pkey_index: Option<u16>,
@@ -410,7 +410,7 @@ pub fn ack_timeout(code: u8) -> Option<Duration> {
     (code != 0).then(|| Duration::from_nanos(4096 << u32::from(code & 0x1f)))
 }
 
-/// What a device can do (`ibv_device_attr`).
+/// Limits of a device (`ibv_device_attr`).
 #[derive(Clone, Debug)]
 #[allow(missing_docs)]
 pub struct DeviceLimits {

@@ -2,7 +2,7 @@
 
 use roce_bth::Qpn;
 
-/// Something that happened to an object without a work request to report it.
+/// Asynchronous event of an object, without a work request to report it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum AsyncEvent {
     /// Error on a completion queue (overflow); the number is the queue's handle.
@@ -39,7 +39,7 @@ pub enum AsyncEvent {
     GidChange,
 }
 
-/// What an event is about.
+/// Object of an event.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum EventSource {
     /// A completion queue, by handle.

@@ -430,7 +430,7 @@ pub fn check_transition(qp_type: QpType, from: QpState, to: QpState, mask: M) ->
 pub struct Operation {
     /// The operation.
     pub op: WrOpcode,
-    /// Where it is legal.
+    /// Services of queue pairs for which it is legal.
     pub services: &'static [QpType],
     /// It sends local bytes, so they may be given inline.
     pub inline: bool,

@@ -6,7 +6,7 @@ use crate::{AccessFlags, AddressVector, Mtu, Psn, QpAttr, QpAttrMask as M, QpSta
 /// ([`legal::transitions`]) and nothing else.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ToRts {
-    /// What the peer may do.
+    /// Rights of the peer.
     pub access: AccessFlags,
     /// Queue key (UD).
     pub qkey: u32,

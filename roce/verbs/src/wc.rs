@@ -74,7 +74,7 @@ impl Display for WcStatus {
     }
 }
 
-/// What completed (`ibv_wc_opcode`; same numbers).
+/// Operation that completed (`ibv_wc_opcode`; same numbers).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 #[repr(u32)]
 #[allow(missing_docs)]
@@ -115,7 +115,7 @@ pub struct Completion {
     pub wr_id: u64,
     /// How it ended. Unless it is success only `wr_id`, `status`, `vendor_err` and `qpn` mean something.
     pub status: WcStatus,
-    /// What it was.
+    /// Operation that completed.
     pub opcode: WcOpcode,
     /// Rough cause, for humans.
     pub vendor_err: u32,

@@ -6,7 +6,7 @@ use roce_bth::{LKey, Placement, QKey, Qpn, RKey, Selectivity, Srqn};
 use crate::attr::AddressVector;
 
 bitflags! {
-    /// What a memory region, window or queue pair lets a peer do (`ibv_access_flags`; same bits).
+    /// Rights that a memory region, window or queue pair gives to a peer (`ibv_access_flags`; same bits).
     #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
     pub struct AccessFlags: u32 {
         /// The local device may write (receives, READ responses, atomic results).
@@ -62,7 +62,7 @@ pub struct RemoteAddr {
     pub rkey: RKey,
 }
 
-/// Where the bytes of a send come from.
+/// Source of a send's bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Payload<'a> {
     /// Registered memory; at most `max_send_sge` elements. READ and atomics write into it.
@@ -71,7 +71,7 @@ pub enum Payload<'a> {
     Inline(&'a [u8]),
 }
 
-/// What a send work request does.
+/// Operation of a send work request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SendOp {
     /// SEND.
@@ -189,7 +189,7 @@ pub struct Flush {
     pub selectivity: Selectivity,
 }
 
-/// Where a work request goes: the peer of a connection, a datagram's receiver, or a shared receive queue of the peer.
+/// Destination of a work request: the peer of a connection, a datagram's receiver, or a shared receive queue of the peer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Target {
     /// The queue pair's peer (RC and UC; operations without a packet on any).
@@ -215,9 +215,9 @@ pub struct Datagram {
 /// A send work request with its target. [`SendWr`] alone is one to the connection's peer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SendRequest<'a> {
-    /// What to send.
+    /// Work request.
     pub wr: SendWr<'a>,
-    /// Where to.
+    /// Destination.
     pub target: Target,
 }
 
@@ -242,7 +242,7 @@ pub struct FastRegister {
     pub length: u64,
     /// The address that peers use for the first byte.
     pub iova: u64,
-    /// What they may do.
+    /// Rights of peers.
     pub access: AccessFlags,
 }
 
@@ -257,7 +257,7 @@ pub struct BindWindow {
     pub addr: u64,
     /// Bytes; 0 unbinds a type-1 window.
     pub length: u64,
-    /// What peers may do.
+    /// Rights of peers.
     pub access: AccessFlags,
 }
 
@@ -266,7 +266,7 @@ pub struct BindWindow {
 pub struct SendWr<'a> {
     /// The program's own mark, returned in the completion.
     pub wr_id: u64,
-    /// What to do.
+    /// Operation.
     pub op: SendOp,
     /// Options.
     pub flags: SendFlags,
@@ -279,7 +279,7 @@ pub struct SendWr<'a> {
 pub struct RecvWr<'a> {
     /// The program's own mark, returned in the completion.
     pub wr_id: u64,
-    /// Where a SEND's bytes land; at most `max_recv_sge` elements.
+    /// Destination of a SEND's bytes; at most `max_recv_sge` elements.
     pub sges: &'a [Sge],
 }
 

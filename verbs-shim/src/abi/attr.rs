@@ -249,7 +249,7 @@ pub(crate) struct ibv_qp_init_attr_ex {
 }
 
 impl ibv_qp_init_attr_ex {
-    /// What it has in common with `ibv_qp_init_attr`.
+    /// Returns the part that it shares with `ibv_qp_init_attr`.
     pub(crate) fn base(&self) -> ibv_qp_init_attr {
         ibv_qp_init_attr {
             qp_context: self.qp_context,

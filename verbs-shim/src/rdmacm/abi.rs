@@ -1,4 +1,4 @@
-//! What librdmacm writes to `/dev/infiniband/rdma_cm` and what it reads back: ABI version 4, the structures of
+//! Messages that librdmacm writes to `/dev/infiniband/rdma_cm` and reads from it: ABI version 4, the structures of
 //! `uapi/rdma/rdma_user_cm.h` and those that it takes from `ib_user_verbs.h` and `ib_user_sa.h`. Integers are the
 //! host's unless the comment says otherwise.
 
@@ -151,7 +151,7 @@ pub(crate) mod option {
 /// Flags of [`PathRecData`] for the one path that there is: `GMP | PRIMARY | BIDIRECTIONAL`.
 pub(crate) const PATH_FLAGS: u32 = 1 | 1 << 1 | 1 << 3 | 1 << 5;
 
-/// What precedes every command.
+/// Header of every command.
 #[derive(Clone, Copy, FromBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub(crate) struct Header {

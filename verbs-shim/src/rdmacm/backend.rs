@@ -1,4 +1,4 @@
-//! What RDMA_CM needs of the transport. [`super::facade`] is the real one; tests have their own.
+//! Transport that RDMA_CM needs. [`super::facade`] is the real one; tests have their own.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -17,7 +17,7 @@ pub(crate) struct Place {
     pub(crate) index: u32,
     /// Its GUID, big-endian.
     pub(crate) guid: [u8; 8],
-    /// Where in its GID table the address is.
+    /// Index of the address in its GID table.
     pub(crate) gid_index: u8,
     /// The path MTU that its interface carries.
     pub(crate) mtu: Mtu,
@@ -124,7 +124,7 @@ pub(crate) trait Backend: Send {
     fn join(&mut self, local: IpAddr, group: IpAddr, send_only: bool) -> Result<Self::Member>;
 }
 
-/// What the transport has to tell. `key` is the handle's.
+/// Event of the transport. `key` is the handle's.
 pub(crate) enum News<H> {
     /// Somebody wants to connect.
     Request {

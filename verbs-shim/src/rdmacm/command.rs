@@ -20,7 +20,7 @@ use super::{
 /// The most that a program may pass with SET_OPTION.
 const MAX_OPTION: usize = 1 << 16;
 
-/// What a command gives back: bytes, and where the program wants them.
+/// Answer to a command: bytes, and the program's address for them.
 #[derive(Debug, Default)]
 pub(crate) struct Answer {
     pub(crate) to: u64,

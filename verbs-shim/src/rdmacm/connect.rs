@@ -285,7 +285,7 @@ impl<B: Backend> Ucma<B> {
         }
     }
 
-    /// What the transport has to tell.
+    /// Handles an event of the transport.
     pub(crate) fn on_news(&mut self, news: News<B::Handle>) {
         match news {
             News::Request {

@@ -16,7 +16,7 @@ use super::{
 /// Q_Key of the UDP port space (`RDMA_UDP_QKEY`).
 pub(crate) const UDP_QKEY: u32 = 0x0123_4567;
 
-/// What an id's queue pair is.
+/// Service of an id's queue pair.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Service {
     /// Connected.
@@ -125,7 +125,7 @@ pub(crate) struct Context<B: Backend> {
     pub(crate) passive: bool,
     /// The peer's queue pair: known in a request and after a reply.
     pub(crate) path: Option<RemoteQp>,
-    /// What to ask again if nobody listens yet.
+    /// Request to repeat if nobody listens yet.
     pub(crate) again: Option<Again>,
     /// READs and atomics that we answer at a time, as asked for when connecting.
     pub(crate) responder_resources: u8,

@@ -30,7 +30,7 @@ pub(crate) enum Param {
     None,
     /// The peer's queue pair, and what it offers.
     Conn(RemoteQp),
-    /// Where datagrams are to be sent.
+    /// Destination of datagrams.
     Ud { qpn: u32, qkey: u32, ah: AhAttr },
 }
 

@@ -41,7 +41,7 @@ impl Link {
     }
 }
 
-/// What a process without channels has left, to be ended.
+/// Remains of a process without channels, to be ended.
 pub(crate) struct Ending {
     link: Option<Link>,
     resolver: Option<Resolver>,
@@ -66,7 +66,7 @@ pub(crate) struct Facade {
     link: Option<Link>,
     /// Started with the first address that has to be resolved.
     resolver: Option<Resolver>,
-    /// What a caller has opened for the link, or why it could not: opening takes too long for the lock that this is under.
+    /// Result of opening the link on behalf of a caller: opening takes too long for the lock that this is under.
     offered: Option<Result<Arc<Engine>>>,
     /// Devices of addresses that were asked for lately.
     places: HashMap<IpAddr, (Instant, Place)>,

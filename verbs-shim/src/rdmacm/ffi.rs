@@ -1,4 +1,4 @@
-//! What programs and librdmacm call: event channels, and the C library's `write` and `close`, which go on to the C library
+//! Functions that programs and librdmacm call: event channels, and the C library's `write` and `close`, which go on to the C library
 //! for every descriptor that is not an event channel.
 
 use std::{
@@ -91,7 +91,7 @@ pub(crate) fn inside_libc() -> *const c_void {
     libc_write as *const c_void
 }
 
-/// What stands in front of libc's functions, for programs that loaded this library too late for that.
+/// Replacements for libc's functions, for programs that loaded this library too late for symbol order.
 pub(crate) static CALLS: [Call; 2] = [
     Call {
         name: "write",
@@ -102,7 +102,7 @@ pub(crate) static CALLS: [Call; 2] = [
         ours: close as *const c_void,
     },
 ];
-/// What stands in front of librdmacm's own, likewise.
+/// Replacements for librdmacm's own, likewise.
 pub(crate) static CHANNEL_CALLS: [Call; 2] = [
     Call {
         name: "rdma_create_event_channel",
@@ -115,7 +115,7 @@ pub(crate) static CHANNEL_CALLS: [Call; 2] = [
 ];
 
 static CHANNELS: FdSet = FdSet::new();
-/// Those of them that are being closed, which takes as long as the device does.
+/// Channels that are being closed, which takes as long as the device does.
 static CLOSING: FdSet = FdSet::new();
 /// The process that [`CHANNELS`] tells of. A child of vfork (Python's subprocess, posix_spawn) has the parent's memory but
 /// descriptors of its own, and closes them before it executes a program.
@@ -147,8 +147,8 @@ fn is_lost(fd: RawFd) -> bool {
     with(|ucma| ucma.has_channel(fd) && !ucma.is_there(fd))
 }
 
-/// What this process keeps. What the process that it was forked from has kept is out of reach, and never freed, since that
-/// would end that process's connections.
+/// State of this process. The state of the process that it was forked from is out of reach, and never freed, since that would end
+/// that process's connections.
 static GLOBAL: Own<Mutex<Option<Ucma<Facade>>>> = Own::new(Mutex::default);
 
 extern "C" fn after_fork_in_child() {
@@ -349,8 +349,8 @@ unsafe fn asks_closed_channel(fd: RawFd, buf: *const c_void, len: usize) -> bool
     closed && unsafe { asks_event(fd, buf, len) }
 }
 
-/// What a reader does whose channel is closed meanwhile: the kernel's readers sleep on, and programs close channels that a
-/// thread of theirs reads just before they exit. The descriptor's number may be another's already.
+/// Blocks a reader whose channel is closed meanwhile: the kernel's readers sleep on, and programs close channels that a thread of theirs
+/// reads just before they exit. The descriptor's number may be another's already.
 fn sleep_on() -> ! {
     loop {
         // SAFETY: waits for a signal.

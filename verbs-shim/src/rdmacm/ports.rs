@@ -26,7 +26,7 @@ pub(crate) struct Ports {
     owners: HashMap<(u16, u16), Vec<Owner>>,
 }
 
-/// What the system takes ephemeral ports from.
+/// Returns the range that the system takes ephemeral ports from.
 fn ephemeral() -> RangeInclusive<u16> {
     static RANGE: OnceLock<(u16, u16)> = OnceLock::new();
     let (low, high) = *RANGE.get_or_init(|| {
@@ -144,7 +144,7 @@ impl Ports {
         Ok(())
     }
 
-    /// What an id has a port with.
+    /// Returns the owner by which an id has a port.
     pub(crate) fn owner(&self, space: u16, port: u16, id: u32) -> Option<Owner> {
         self.owners.get(&(space, port))?.iter().find(|o| o.id == id).copied()
     }

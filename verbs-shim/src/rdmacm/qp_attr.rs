@@ -12,14 +12,14 @@ use super::{
     state::State,
 };
 
-/// What answers reliably: RC, and the target of an XRC connection.
+/// Attributes of queue pairs that answer reliably: RC, and the target of an XRC connection.
 const RESPONDER: QpAttrMask = QpAttrMask::MAX_DEST_RD_ATOMIC.union(QpAttrMask::MIN_RNR_TIMER);
-/// What asks reliably: RC, and the initiator of an XRC connection.
+/// Attributes of queue pairs that ask reliably: RC, and the initiator of an XRC connection.
 const REQUESTER: QpAttrMask = QpAttrMask::RETRY_CNT
     .union(QpAttrMask::RNR_RETRY)
     .union(QpAttrMask::MAX_RD_ATOMIC);
 
-/// What the transitions to RTR and RTS have beyond those of unreliable queue pairs (`cm_init_qp_rtr_attr`,
+/// Returns the attributes of the transitions to RTR and RTS beyond those of unreliable queue pairs (`cm_init_qp_rtr_attr`,
 /// `cm_init_qp_rts_attr`).
 fn extra(transport: ConnTransport, passive: bool) -> (QpAttrMask, QpAttrMask) {
     let none = QpAttrMask::empty();

@@ -1,4 +1,4 @@
-//! What QUERY, QUERY_ROUTE and events say of addresses and paths.
+//! Answers to QUERY and QUERY_ROUTE, and addresses and paths in events.
 
 use roce::Mtu;
 use roce_cm::cma::{self, ServiceId};

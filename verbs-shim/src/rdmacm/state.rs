@@ -22,7 +22,7 @@ pub(crate) enum State {
     Listen,
 }
 
-/// What changes the state, or depends on it.
+/// Operation that changes the state, or depends on it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Op {
     Bind,
@@ -44,7 +44,7 @@ pub(crate) enum Op {
     Progress,
 }
 
-/// What is legal: the operation, the states it may be done in, and the state after it.
+/// Legal transitions: the operation, the states it may be done in, and the state after it.
 const LEGAL: [(Op, &[State], State); 13] = [
     (Op::Bind, &[State::Idle], State::AddrBound),
     (Op::ResolveAddr, &[State::Idle, State::AddrBound], State::AddrQuery),

@@ -41,7 +41,7 @@ pub(crate) struct Ucma<B: Backend> {
 struct Numbers {
     /// The highest that was ever given.
     last: u32,
-    /// Those below it that are free.
+    /// Free numbers below it.
     free: BTreeSet<u32>,
 }
 

@@ -44,7 +44,7 @@ struct Memory {
     info: MrInfo,
 }
 
-/// What connections on a device have in common.
+/// Objects shared by the connections on a device.
 #[derive(Clone, Copy)]
 struct Objects {
     device: DeviceIx,

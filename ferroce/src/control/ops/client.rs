@@ -111,7 +111,7 @@ fn seconds(request: &Value, name: &str) -> Result<Duration, Refused> {
     seconds.ok_or_else(|| wrong(format!("{name:?} has to be a number of seconds")))
 }
 
-/// What is left out stays as it is.
+/// Returns the request to change reconnects. Settings that are left out stay as they are.
 fn reconnects(client: &dyn Client, request: &Value) -> Result<MapRequest, Refused> {
     let now = client.listing()?;
     let attempts = match &request["attempts"] {

@@ -53,7 +53,7 @@ fn place(request: &Value) -> Result<Option<usize>, Refused> {
     }
 }
 
-/// What all servers have, each with the server's place.
+/// Returns the listings of all servers, each with the server's place.
 fn of_all(shared: &Shared, what: &str) -> Outcome {
     // That there is one.
     shared.services.server(Some(0))?;

@@ -23,7 +23,7 @@ use crate::{
     mapper::{Command, HOME},
 };
 
-/// What can be asked of a mapping. Paths go by their addresses; one without ours is the path to that server, if there is only one.
+/// Request to a mapping. Paths go by their addresses; one without ours is the path to that server, if there is only one.
 /// The port counts only if one of several paths between the same addresses has it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum MapRequest {
@@ -50,7 +50,7 @@ pub enum MapRequest {
         /// Time before each.
         delay: Duration,
     },
-    /// What requests meet while no path is up; of all devices, those included that are mapped later.
+    /// Sets the loss policy of all devices, those included that are mapped later.
     SetOnLoss(OnLoss),
     /// Opens one more device over the session (`map_device`). Refused with EEXIST when one of this name is there, and with the errno
     /// of opening it: then it is gone again.
@@ -77,11 +77,11 @@ pub enum MapRequest {
     },
     /// How everything is.
     List,
-    /// What it has done so far.
+    /// Returns the statistics.
     Stats,
 }
 
-/// What a mapping answers.
+/// Answer of a mapping.
 #[derive(Clone, Debug)]
 pub enum MapAnswer {
     /// It is done.
@@ -103,7 +103,7 @@ pub struct MappedDevice {
     pub state: Option<DeviceState>,
     /// As it was when it was opened last, or has been resized.
     pub geometry: Option<Geometry>,
-    /// What requests meet while no path is up.
+    /// Loss policy: the fate of requests while no path is up.
     pub on_loss: OnLoss,
     /// Requests so far.
     pub counters: DeviceCounters,
@@ -136,7 +136,7 @@ pub struct MapListing {
     pub session: String,
     /// The server's port, for paths that are added.
     pub port: u16,
-    /// What the session can do; `None` until it is open.
+    /// Limits of the session; `None` until it is open.
     pub info: Option<SessionInfo>,
     /// How its paths are chosen.
     pub policy: Policy,
@@ -226,7 +226,7 @@ impl MapControl {
         asked.into_iter().map(Pending::wait).collect()
     }
 
-    /// What it has done so far.
+    /// Returns the statistics.
     ///
     /// # Errors
     /// ENODEV when it has ended.

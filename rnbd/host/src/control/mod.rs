@@ -16,7 +16,7 @@ use rnbd::Errno;
 pub struct Refused {
     /// The kernel's error number for it.
     pub errno: Errno,
-    /// What is wrong.
+    /// Reason for people.
     pub text: String,
 }
 
@@ -42,7 +42,7 @@ impl From<rtrs::Error> for Refused {
     }
 }
 
-/// Where a loop sends the answer to a request.
+/// Channel for a loop's answer to a request.
 #[derive(Debug)]
 pub(crate) struct Reply<T>(Sender<Result<T, Refused>>);
 

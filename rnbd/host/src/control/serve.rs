@@ -12,7 +12,7 @@ use rtrs::{
 use super::{Pending, Refused, answer};
 use crate::{jobs::Done, serve::ServeStats, server::Command};
 
-/// What can be asked of a server. Refused with ENOENT when there is no such session, path or device.
+/// Request to a server. Refused with ENOENT when there is no such session, path or device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ServeRequest {
     /// Its sessions and their paths.
@@ -27,11 +27,11 @@ pub enum ServeRequest {
     ForceClose(SessionKey, u32),
     /// Sets a path's counters to zero (`stats/rdma`).
     ResetPathStats(SessionKey, PathKey),
-    /// What it has done so far.
+    /// Returns the statistics.
     Stats,
 }
 
-/// What a server answers.
+/// Answer of a server.
 #[derive(Clone, Debug)]
 pub enum ServeAnswer {
     /// It is done.
@@ -97,7 +97,7 @@ impl ServeControl {
         asked.into_iter().map(Pending::wait).collect()
     }
 
-    /// What it has done so far.
+    /// Returns the statistics.
     ///
     /// # Errors
     /// ENODEV when the server has ended.

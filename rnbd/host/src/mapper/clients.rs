@@ -120,7 +120,7 @@ impl Service {
         }
     }
 
-    /// Those who have not taken their replies in time, after they were let go, get none.
+    /// Cuts off clients that have not taken their replies in time after they were released.
     pub(super) fn cut_off(&mut self, now: Instant) {
         let late = self
             .clients
@@ -158,7 +158,7 @@ impl Service {
         worked
     }
 
-    /// What a connection asks for: buffers, copies, requests.
+    /// Handles the requests of a connection: buffers, copies, operations.
     fn poll_client(&mut self, turn: &mut TurnCx<'_, ()>, index: usize) -> bool {
         let (Some(session), Some(info)) = (self.session, self.info) else {
             return false;

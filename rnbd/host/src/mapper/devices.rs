@@ -29,7 +29,7 @@ pub(super) enum Stage {
     Open,
     /// Nobody can choose it any more, and those who have are let go; at home, also at so many other loops.
     Leaving(usize),
-    /// What was written is made durable.
+    /// It is flushed.
     Flushing,
     /// It is being closed.
     Closing,
@@ -42,7 +42,7 @@ pub(super) struct Device {
     pub(super) stage: Stage,
     /// `None` until it is open.
     pub(super) geometry: Option<Geometry>,
-    /// What it had done when that was looked at last: it may be gone soon.
+    /// Counters at the last look: it may be gone soon.
     pub(super) counted: DeviceCounters,
     /// At home: NBD clients that have chosen it, of all loops.
     pub(super) users: usize,
@@ -100,7 +100,7 @@ impl Service {
         }
     }
 
-    /// What all have done, those that are gone too.
+    /// Returns the counters of all devices, those that are gone included.
     pub(super) fn counters(&self) -> DeviceCounters {
         let mut sum = self.gone;
         for device in &self.devices {
@@ -110,7 +110,7 @@ impl Service {
     }
 }
 
-/// What RNBD tells of them.
+/// Outputs of RNBD.
 impl Service {
     pub(super) fn device_told(&mut self, turn: &mut TurnCx<'_, ()>, output: Output) {
         match output {

@@ -171,7 +171,7 @@ impl Fronts {
         }
     }
 
-    /// What a front end has asked for is done.
+    /// Completes a front end's request.
     pub(super) fn done(&mut self, front: usize, slot: usize, result: Result<(), Errno>, losses: u64) {
         if let Some(front) = self.all.get_mut(front) {
             front.done(slot, result, losses);

@@ -1,4 +1,4 @@
-//! What is asked of a loop of a mapping while it runs.
+//! Requests to a loop of a mapping while it runs.
 
 use std::collections::BTreeMap;
 
@@ -27,10 +27,10 @@ use crate::{
     map::{MapDevice, MapFailure},
 };
 
-/// What is under way for those who steer. All of it is at home.
+/// Pending commands. All of them are at home.
 #[derive(Default)]
 pub(super) struct Orders {
-    /// Where paths lead, also such as are gone from the list but not out of everybody's mouth.
+    /// Addresses of paths, those included that are removed but still referenced by queued events.
     addrs: BTreeMap<PathId, PathAddr>,
     paths: Vec<(PathId, PathCommand, Reply<MapAnswer>)>,
     remaps: Vec<(DeviceKey, Reply<MapAnswer>)>,
@@ -264,7 +264,7 @@ impl Service {
         }
     }
 
-    /// What this loop has of it all.
+    /// Returns this loop's part of the listing.
     fn listing(&self) -> Result<MapListing, Refused> {
         let session = self.there();
         let session = match self.place.is_home() {

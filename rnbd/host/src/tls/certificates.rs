@@ -22,7 +22,7 @@ const AUTHORITY: &str = "ca-cert.pem";
 const REVOKED: &str = "ca-crl.pem";
 /// The server's certificate, and those that lead to its issuer.
 const CERTIFICATE: &str = "server-cert.pem";
-/// What belongs to it.
+/// File of its private key.
 const KEY: &str = "server-key.pem";
 
 /// Why there is no TLS.
@@ -36,7 +36,7 @@ pub enum TlsError {
         /// Why.
         error: io::Error,
     },
-    /// What is in a file makes no sense.
+    /// The content of a file is invalid.
     #[error("{}: {why}", path.display())]
     Content {
         /// Which.
@@ -103,14 +103,14 @@ pub(super) struct Files {
     clients: Option<Clients>,
 }
 
-/// What clients are measured by.
+/// Certificates that clients are checked against.
 struct Clients {
     authority: Source,
     revoked: Option<Source>,
 }
 
 impl Files {
-    /// Those of a folder, as they are now.
+    /// Reads the files of a folder, as they are now.
     pub(super) fn read(folder: &Path, verify_peer: bool) -> Result<Self, TlsError> {
         let clients = || {
             Ok(Clients {
@@ -130,7 +130,7 @@ impl Files {
         self.sources().eq(other.sources())
     }
 
-    /// What is in each of them, if it is there.
+    /// Returns the content of each of them, if it is there.
     fn sources(&self) -> impl Iterator<Item = Option<&[u8]>> {
         let clients = self.clients.as_ref();
         let all = [
@@ -143,7 +143,7 @@ impl Files {
     }
 }
 
-/// What a server with these certificates does.
+/// Returns the configuration of a server with these certificates.
 pub(super) fn config(files: &Files) -> Result<ServerConfig, TlsError> {
     // Named, as a process may have several.
     let provider = Arc::new(ring::default_provider());

@@ -15,17 +15,16 @@ use rnbd::nbd::TlsMode;
 use rustls::ServerConfig;
 pub(crate) use session::{ENCRYPTED, Plain, Session};
 
-/// What NBD clients are offered, or have to use: TLS 1.2 and 1.3 with X.509 certificates. Clones share the certificates, also when
-/// they are renewed.
+/// TLS for NBD clients: 1.2 and 1.3 with X.509 certificates. Clones share the certificates, also when they are renewed.
 ///
-/// Pre-shared keys are not among it: rustls has none that come from outside.
+/// Pre-shared keys are not supported: rustls has none that come from outside.
 #[derive(Clone, Debug)]
 pub struct Tls {
     identity: Arc<Identity>,
     required: bool,
 }
 
-/// What a server proves itself with, and by what it measures its clients.
+/// Certificates of a server, and those that it checks its clients against.
 struct Identity {
     folder: PathBuf,
     verify_peer: bool,
@@ -86,7 +85,7 @@ impl Tls {
         Ok(true)
     }
 
-    /// What a connection is told of it.
+    /// Returns the mode for a connection.
     pub fn mode(&self) -> TlsMode {
         match self.required {
             true => TlsMode::Require,

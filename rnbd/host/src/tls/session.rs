@@ -12,7 +12,7 @@ const RECEIVED: usize = 64 << 10;
 /// Bytes that are encrypted at a time. There are never more on their way to a socket, but for what encryption adds.
 pub(crate) const ENCRYPTED: usize = 64 << 10;
 
-/// What has come.
+/// Decrypted input.
 #[derive(Debug)]
 pub(crate) enum Plain<'a> {
     /// These bytes; [`consume`](Session::consume) takes them away.
@@ -69,12 +69,12 @@ impl Session {
         self.connection.is_handshaking()
     }
 
-    /// Something that has been received could go on.
+    /// Whether received data could go on.
     pub(crate) fn has_unread(&self) -> bool {
         self.plain > 0 || self.start < self.end
     }
 
-    /// Where to receive. There is room when [`next`](Self::next) wants more.
+    /// Returns the room for received data. There is some when [`next`](Self::next) wants more.
     pub(crate) fn room(&mut self) -> &mut [u8] {
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
@@ -133,7 +133,7 @@ impl Session {
         }
     }
 
-    /// Something is to be sent.
+    /// Whether there is something to send.
     pub(crate) fn has_output(&self) -> bool {
         self.connection.wants_write()
     }

@@ -10,11 +10,11 @@ const MAX_DESCRIPTORS: usize = SEG_MAX as usize + 8;
 /// Bytes of a guest.
 pub(crate) type Segment = (GuestAddress, u32);
 
-/// What a chain has, without its header and status.
+/// Data of a chain, without its header and status.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Chain {
     pub(crate) head: u16,
-    /// Where its status is to be written: in the guest's memory.
+    /// Address of its status in the guest's memory.
     pub(crate) status: GuestAddress,
     /// `None`: it has no header, or none in the guest's memory.
     pub(crate) header: Option<[u8; HEADER]>,

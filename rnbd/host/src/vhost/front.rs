@@ -35,11 +35,11 @@ const MESSAGES: usize = 32;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Watched {
     Socket,
-    /// What tells of requests in this ring.
+    /// Notification of requests in this ring.
     Kick(u16),
 }
 
-/// What a front end needs of its loop.
+/// Services of the loop that a front end needs.
 pub(crate) trait Surroundings: Lender {
     /// Watches a descriptor, edge-triggered.
     ///
@@ -80,7 +80,7 @@ impl FrontError {
     }
 }
 
-/// What a message waits for, which is answered when nothing of that is under way any more.
+/// Event that a message waits for, which is answered when nothing of that is in flight any more.
 #[derive(Debug)]
 enum Waiting {
     Ring(usize),
@@ -106,14 +106,14 @@ pub(crate) struct Front {
     name: String,
     pub(super) geometry: Geometry,
     phase: Phase,
-    /// What it has chosen.
+    /// Features that it has chosen.
     pub(super) features: u64,
     pub(super) protocol: VhostUserProtocolFeatures,
     pub(super) writeback: bool,
     pub(super) memory: GuestMemory,
     pub(super) rings: Vec<Ring>,
     pub(super) inflight: Option<Inflight>,
-    /// Where it is told of changes.
+    /// Channel for notifications of changes.
     pub(super) channel: Option<UnixStream>,
     waits: Option<(Waiting, Message)>,
     requests: Requests,
@@ -122,7 +122,7 @@ pub(crate) struct Front {
     pub(crate) malformed: u64,
 }
 
-/// What we can do of the protocol.
+/// Returns the supported protocol features.
 pub(super) fn protocol_features() -> VhostUserProtocolFeatures {
     VhostUserProtocolFeatures::MQ
         | VhostUserProtocolFeatures::REPLY_ACK
@@ -294,8 +294,8 @@ impl Front {
         }
     }
 
-    /// What a message has to wait for: memory is only taken away when nothing is under way with it, and a ring has stopped when all of
-    /// it is answered.
+    /// Returns what a message has to wait for: memory is only taken away when nothing is in flight with it, and a ring has stopped when
+    /// all of it is answered.
     fn must_wait(&self, message: &Message) -> Result<Option<Waiting>, FrontError> {
         Ok(match message.request {
             FrontendReq::SET_MEM_TABLE | FrontendReq::REM_MEM_REG | FrontendReq::SET_INFLIGHT_FD => Some(Waiting::All),
@@ -364,7 +364,7 @@ impl Front {
         }
     }
 
-    /// What the device was asked for is done.
+    /// Completes a request to the device.
     pub(crate) fn done(&mut self, slot: usize, result: Result<(), Errno>, losses: u64) {
         match self.requests.done(slot, result, losses) {
             None => {}

@@ -32,10 +32,10 @@ use super::{Front, FrontRequest, Lender, Surroundings, Watched, mapped::Mapped, 
 /// Bytes of the guest's memory, and of a ring.
 const MEMORY: u64 = 64 << 10;
 const SIZE: u16 = 8;
-/// Where rings are that are properly set up: table, available, used.
+/// Addresses of rings that are properly set up: table, available, used.
 const RING: [u64; 3] = [0, 0x1000, 0x2000];
 
-/// What keeps the memory that is lent, and knows what is a buffer of it.
+/// Owner of shared memory, which knows its buffers.
 pub trait Memories {
     /// Registers memory.
     fn lend(&mut self, memory: Arc<Pages>) -> LentId;

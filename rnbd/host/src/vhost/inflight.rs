@@ -1,5 +1,5 @@
-//! What is under way in each ring, in memory that the front end keeps for us: a back end that comes after this one, or this one after
-//! the front end was gone, begins again with what was not answered.
+//! In-flight requests of each ring, in memory that the front end keeps for us: a back end that comes after this one, or this one after
+//! the front end was gone, begins again with those that were not answered.
 //!
 //! The layout is that of the vhost-user specification ("Inflight I/O tracking", split rings), each ring's part on a boundary of 64 bytes.
 

@@ -28,7 +28,7 @@ pub(crate) trait Lender {
     fn take_back(&mut self, id: LentId);
 }
 
-/// What can't be a virtual machine's memory.
+/// Reason why a region can't be a virtual machine's memory.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum MemoryError {
     #[error("the memory can't be mapped: {0}")]
@@ -172,7 +172,7 @@ impl GuestMemory {
         GuestMemoryMmap::from_arc_regions(regions).ok()
     }
 
-    /// What reads descriptors.
+    /// Returns the view that descriptors are read through.
     pub(crate) fn view(&self) -> &GuestMemoryMmap {
         &self.view
     }

@@ -1,4 +1,4 @@
-//! What a front end's messages do.
+//! Handlers of a front end's messages.
 
 use std::os::fd::{AsFd as _, OwnedFd};
 

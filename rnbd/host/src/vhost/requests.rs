@@ -16,7 +16,7 @@ use super::{
     memory::GuestMemory,
 };
 
-/// What a device is asked for.
+/// Request to a device.
 #[derive(Debug)]
 pub(crate) struct FrontRequest {
     /// Comes back when it is over.
@@ -32,12 +32,12 @@ pub(crate) struct FrontRequest {
     pub(crate) forces: bool,
 }
 
-/// What the driver has chosen about durability.
+/// Durability that the driver has chosen.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Cache {
     /// It flushes.
     WriteBack,
-    /// What is answered is durable: every write is forced.
+    /// Answered writes are durable: every write is forced.
     WriteThrough,
 }
 
@@ -68,7 +68,7 @@ pub(crate) struct Ended {
     pub(crate) written: u32,
 }
 
-/// What becomes of a chain.
+/// Result of beginning a chain.
 #[derive(Debug)]
 pub(crate) enum Begun {
     /// These operations.
@@ -215,7 +215,7 @@ impl Requests {
 /// Operation, first byte, bytes, data.
 type Operation = (BlockOp, u64, u64, Option<Buffer>);
 
-/// Where the data of a read or write lies.
+/// Returns the data of a read or write.
 fn data(memory: &GuestMemory, chain: &Chain) -> Result<Buffer, Status> {
     let mut pieces: Vec<LentPiece> = Vec::new();
     for (at, len) in chain.output.iter().chain(&chain.input) {

@@ -17,7 +17,7 @@ use super::{chain::Chain, inflight::RingInflight};
 /// Descriptors of a ring at most.
 pub(crate) const MAX_SIZE: u16 = 1024;
 
-/// What a ring is doing.
+/// State of a ring.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum State {
     /// It has not been given what tells it of requests, or that was taken back.
@@ -133,7 +133,7 @@ impl Ring {
         self.queue.set_next_avail(base);
     }
 
-    /// What the next request is.
+    /// Returns the index of the next request.
     pub(crate) fn base(&self) -> u16 {
         self.queue.next_avail()
     }

@@ -27,7 +27,7 @@ const VERSION: u32 = 1;
 const REPLY: u32 = 4;
 const NEED_REPLY: u32 = 8;
 
-/// What is wrong with what a front end has sent.
+/// Error in a front end's message.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum WireError {
     #[error("{0}")]
@@ -67,7 +67,7 @@ impl Message {
         }
     }
 
-    /// What its body begins with, and the rest.
+    /// Parses the beginning of its body, and returns the rest.
     ///
     /// # Errors
     /// When it is shorter, or not valid.

@@ -4,7 +4,7 @@ use roce_bth::{PKey, Psn, QKey, Qpn};
 
 use super::MAD_LEN;
 
-/// Where a field sits. Bits count from the most significant one, as in the specification's tables.
+/// Position of a field. Bits count from the most significant one, as in the specification's tables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct FieldSpec {
     /// Name of the struct's field.

@@ -14,7 +14,7 @@ message! {
         local_comm_id: u32 = (0, 0, 32),
         /// Vendor of the options in the attribute modifier (enhanced connection establishment).
         vendor_id: u32 = (5, 0, 24),
-        /// What the sender wants to talk to.
+        /// Service ID.
         service_id: u64 = (8, 0, 64),
         /// The sender's channel adapter.
         local_ca_guid: u64 = (16, 0, 64),
@@ -114,7 +114,7 @@ message! {
         local_comm_id: u32 = (0, 0, 32),
         /// The receiver's communication ID.
         remote_comm_id: u32 = (4, 0, 32),
-        /// What is acknowledged.
+        /// Message that is acknowledged.
         subject: Subject = (8, 0, 2),
         /// Code of the time that the sender needs, 4.096 us * 2^code.
         service_timeout: u8 = (9, 0, 5),
@@ -130,7 +130,7 @@ message! {
         local_comm_id: u32 = (0, 0, 32),
         /// The receiver's communication ID.
         remote_comm_id: u32 = (4, 0, 32),
-        /// What is rejected.
+        /// Message that is rejected.
         subject: Subject = (8, 0, 2),
         /// Valid bytes of `info`, up to 72.
         info_length: u8 = (9, 0, 7),
@@ -231,7 +231,7 @@ message! {
         request_id: u32 = (0, 0, 32),
         /// Partition.
         pkey: PKey = (4, 0, 16),
-        /// What the sender wants to talk to.
+        /// Service ID.
         service_id: u64 = (8, 0, 64),
         /// Private data; with RDMA_CM it starts with the [`CmaHeader`](crate::cma::CmaHeader).
         private_data: [u8; 216] = (16, 0, 1728),

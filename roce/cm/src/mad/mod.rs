@@ -38,7 +38,7 @@ pub mod sidr_status {
     pub const UNSUPPORTED_VERSION: u8 = 5;
 }
 
-/// What a MAD is: its attribute ID (IBA 12.6.1, table 105). LAP and APR are not used on RoCE (`cm_lap_handler`).
+/// Kind of a MAD: its attribute ID (IBA 12.6.1, table 105). LAP and APR are not used on RoCE (`cm_lap_handler`).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(u16)]
 #[allow(missing_docs)]
@@ -212,7 +212,7 @@ macro_rules! conversions {
         })*
 
         impl Message {
-            /// What it is.
+            /// Returns the kind.
             pub const fn attribute(&self) -> Attribute {
                 match self { $(Self::$t(_) => Attribute::$t,)* }
             }

@@ -53,7 +53,7 @@ pub(super) struct Conn {
     pub(super) detached: Option<u64>,
     /// The consumer has been told that it ended.
     pub(super) end_told: bool,
-    /// Where the request arrived (passive).
+    /// Listener that the request arrived at (passive).
     pub(super) listener: Option<ListenId>,
     /// The request counts towards the listener's backlog.
     pub(super) in_backlog: bool,
@@ -69,13 +69,13 @@ pub(super) struct Conn {
     pub(super) local_qpn: Qpn,
     /// The peer's queue pair, known with `remote_id`.
     pub(super) peer: Option<RemoteQp>,
-    /// What the REQ offered.
+    /// Terms of the REQ.
     pub(super) offer: Offer,
     /// We told the peer with an MRA that our answer takes time.
     pub(super) granted: bool,
     /// When it was made.
     pub(super) since: Instant,
-    /// What may be sent to the peer.
+    /// Limits messages to a peer whose address is not proven.
     pub(super) validation: AddressValidation,
     /// Repetitions of the peer's request that are answered.
     pub(super) repeats: TokenBucket,
@@ -96,7 +96,7 @@ impl Conn {
     }
 }
 
-/// What an active connection needs again when the REP comes.
+/// Terms of an active connection's REQ that are needed again when the REP comes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Offer {
     pub(super) mtu: Mtu,
@@ -123,7 +123,7 @@ pub(super) struct Connections {
     requests: usize,
     next_id: u64,
     next_detached: u64,
-    /// What has been established and what is over, if somebody asks.
+    /// Changes to report: connections that were established or are over; `None` if nobody asks.
     changes: Option<VecDeque<ConnChange>>,
 }
 

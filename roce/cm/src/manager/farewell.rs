@@ -26,7 +26,7 @@ struct Farewell {
     pause: Duration,
 }
 
-/// Those that wait for their answers.
+/// Disconnects that wait for their answers.
 #[derive(Default)]
 pub(super) struct Farewells {
     /// By the time at which each is sent again, or forgotten.

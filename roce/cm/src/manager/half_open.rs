@@ -21,7 +21,7 @@ struct Group {
     unproven: BTreeSet<ConnId>,
 }
 
-/// What is half-open. IDs count up, so the lowest is the oldest.
+/// Half-open connections. IDs count up, so the lowest is the oldest.
 #[derive(Default)]
 pub(super) struct HalfOpen {
     /// Requests in the listeners' backlogs.

@@ -445,7 +445,7 @@ impl Manager {
         self.on_farewell_timers(now);
     }
 
-    /// What was counted.
+    /// Returns the counters.
     pub fn counters(&self) -> &Counters {
         &self.counters
     }
@@ -455,7 +455,7 @@ impl Manager {
         self.table.get(conn).filter(|c| c.detached.is_none()).map(|c| c.state)
     }
 
-    /// What is known of the peer's queue pair: from its request on, or from its reply on.
+    /// Returns the peer's queue pair, known from its request on, or from its reply on.
     pub fn peer(&self, conn: ConnId) -> Option<RemoteQp> {
         self.table.get(conn).filter(|c| c.detached.is_none())?.peer
     }
@@ -474,7 +474,7 @@ impl Manager {
         self.table.len()
     }
 
-    /// What is kept, for diagnosis.
+    /// Returns the amount of state that is kept, for diagnosis.
     pub fn usage(&self) -> Usage {
         let (half_open, half_open_of_peer) = self.table.half_open();
         Usage {

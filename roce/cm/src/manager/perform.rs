@@ -1,4 +1,4 @@
-//! What the state table's actions do.
+//! Actions of the state table.
 
 use core::time::Duration;
 
@@ -24,7 +24,7 @@ use crate::{
 /// How often a peer may ask for more time for one answer.
 const MAX_EXTENSIONS: u8 = 4;
 
-/// What comes with an input.
+/// Data of an input.
 pub(super) enum Detail<'a> {
     /// Nothing.
     None,

@@ -27,7 +27,7 @@ use crate::{
 /// How long an answer is repeated for duplicates of its request.
 const LINGER: Duration = Duration::from_secs(20);
 
-/// Where a resolution stands.
+/// Stage of a resolution.
 enum Stage {
     /// We asked: the request, retransmissions left, the next pause, and when to give up.
     Asked {
@@ -80,10 +80,10 @@ pub(super) struct Resolutions {
     table: BTreeMap<ConnId, Sidr>,
     /// Ours, by request ID.
     asked: BTreeMap<u32, ConnId>,
-    /// Those of peers.
+    /// Questions of peers.
     theirs: BTreeMap<RemoteKey, ConnId>,
     timers: BTreeSet<(Instant, ConnId)>,
-    /// Those in [`Stage::Waiting`]. No question proves an address: there is no answer to our answer.
+    /// Questions in [`Stage::Waiting`]. No question proves an address: there is no answer to our answer.
     waiting: HalfOpen,
     /// Answered, and destroyed by the consumer.
     lingering: BTreeSet<ConnId>,

@@ -28,7 +28,7 @@ pub enum State {
     Over,
 }
 
-/// What can happen to a connection.
+/// Input of the connection state machine.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Input {
     /// The same REQ again.
@@ -69,7 +69,7 @@ pub enum Input {
     Undeliverable,
 }
 
-/// What is done about it.
+/// Action of the connection state machine.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Action {
     /// Sends an MRA for the REQ or REP that came again.
@@ -221,7 +221,7 @@ impl State {
         S::Over,
     ];
 
-    /// What an input leads to in this state.
+    /// Returns the action for an input in this state.
     pub fn action(self, input: Input) -> Option<Action> {
         TABLE
             .iter()

@@ -228,8 +228,8 @@ pub unsafe fn program_action(number: c_int, new: *const libc::sigaction, old: *m
     Some(status)
 }
 
-/// What a thread's mask is to be if the program asks for this one (`sigprocmask`, `pthread_sigmask`): without the signals of
-/// faults. `None`: as it asks for.
+/// Returns the signal mask for a thread whose program asks for `mask` (`sigprocmask`, `pthread_sigmask`): without the signals of faults.
+/// `None`: use `mask` as it is.
 ///
 /// # Safety
 /// `mask` is null or a set of signals.

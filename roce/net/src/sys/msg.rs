@@ -151,7 +151,7 @@ impl ControlWriter<'_> {
     }
 }
 
-/// Where packets leave from.
+/// Source of packets that are sent.
 pub(crate) struct Origin<'a> {
     /// The socket is bound to all addresses: each packet names its own.
     pub(crate) any: bool,
@@ -227,7 +227,7 @@ fn write_control(control: &mut Control, burst: &Burst<'_>, pktinfo: Option<u32>)
     writer.len
 }
 
-/// What is known of one received message.
+/// Metadata of one received message.
 pub(crate) struct Slot<'a> {
     /// Sender; `None` when it is of no family that we know.
     pub(crate) remote: Option<SocketAddr>,
@@ -258,7 +258,7 @@ impl<T: Clone> Pinned<T> {
         self.0.len()
     }
 
-    /// Where element `i` is.
+    /// Returns a pointer to element `i`.
     fn at(&self, i: usize) -> *mut T {
         assert!(i < self.len());
         // SAFETY: inside of the array.

@@ -1,14 +1,14 @@
-//! What a device can do, and how keys are handled because of it.
+//! Abilities of a device, and the handling of keys that follows from them.
 
 use core::{fmt, net::IpAddr};
 use std::sync::Arc;
 
 use crate::attr::DeviceLimits;
 
-/// What a device can do.
+/// Abilities of a device.
 #[derive(Clone, Debug)]
 pub struct DeviceCaps {
-    /// What the system calls it, if it is one of the system's RDMA devices.
+    /// Name in the system, if it is one of the system's RDMA devices.
     pub name: Option<Arc<str>>,
     /// Sizes and numbers.
     pub limits: DeviceLimits,

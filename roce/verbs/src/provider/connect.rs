@@ -1,4 +1,4 @@
-//! What connections have in common, however they are driven.
+//! Types shared by all kinds of connections.
 
 use core::{fmt, time::Duration};
 

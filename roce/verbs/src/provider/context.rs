@@ -32,7 +32,7 @@ pub unsafe trait Memory: Send + Sync + core::fmt::Debug + 'static {
     }
 }
 
-/// What is to be registered.
+/// Memory to register.
 #[derive(Debug)]
 pub struct Registration {
     /// The memory. It stays alive as long as the registration; several devices may register the same.
@@ -62,7 +62,7 @@ pub struct MrInfo {
     pub rkey: RKey,
 }
 
-/// What a reliable connected queue pair is made with.
+/// Settings of a new reliable connected queue pair.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct QpSpec {
     /// Its protection domain, and with it the device.

@@ -29,9 +29,9 @@ pub enum VerbsError {
     /// The operating system refused.
     #[error("{context}: {source}")]
     Io {
-        /// What was tried.
+        /// Operation that failed.
         context: String,
-        /// What the system said.
+        /// Error of the system.
         source: std::io::Error,
     },
     /// The device has stopped.

@@ -1,4 +1,4 @@
-//! What a provider reports besides completions.
+//! Events of a provider besides completions.
 
 use super::{CmRef, DeviceIx, NoAnswer, QpId, RejectReason};
 use crate::event::AsyncEvent;
@@ -10,7 +10,7 @@ pub enum Event {
     Cm {
         /// Which one.
         id: CmRef,
-        /// What happened.
+        /// Kind of event.
         kind: CmKind,
     },
     /// Every work request of the queue pair has completed after [`Provider::drain`](super::Provider::drain), and nothing touches
@@ -22,7 +22,7 @@ pub enum Event {
     DeviceRemoved(DeviceIx),
 }
 
-/// What happened to a connection (`enum rdma_cm_event_type`).
+/// Event of a connection (`enum rdma_cm_event_type`).
 #[derive(Clone, Debug)]
 pub enum CmKind {
     /// The way to the peer is known, and the device that it leads through: a queue pair may be made.
@@ -57,7 +57,7 @@ pub enum CmKind {
     },
     /// No route, or no answer.
     Unreachable(NoAnswer),
-    /// Something failed on our side; the text says what.
+    /// Local error; the text names it.
     ConnectError(String),
     /// The connection is over; the queue pair is in error and flushes.
     Disconnected,

@@ -5,7 +5,7 @@ use roce_bth::RKey;
 use super::MrId;
 use crate::wr::AccessFlags;
 
-/// What a key is made of.
+/// Object that a key belongs to.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum KeyKind {
     /// A fast registration.
@@ -16,7 +16,7 @@ pub enum KeyKind {
     Window2,
 }
 
-/// What a key is to open.
+/// Memory that a key shall open.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct GrantOf {
     /// The registration.

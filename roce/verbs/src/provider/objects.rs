@@ -68,7 +68,7 @@ pub trait RevocableRegion: Send + Sync + 'static {
     fn rkey(&self) -> RKey;
 }
 
-/// What a revocable region shall open.
+/// Memory that a revocable region shall open.
 #[derive(Debug)]
 pub struct Grant<'a, M> {
     /// The memory behind it.
@@ -97,7 +97,7 @@ pub trait CompletionQueue: Clone + Send + Sync + 'static {
     fn arm(&self, solicited_only: bool) -> Result<(), VerbsError>;
 }
 
-/// Where completion events arrive. Readable (level-triggered) while events wait.
+/// Channel for completion events. Readable (level-triggered) while events wait.
 pub trait CompletionChannel: Clone + Send + Sync + 'static {
     /// For poll, epoll and mio.
     fn as_fd(&self) -> BorrowedFd<'_>;
@@ -109,7 +109,7 @@ pub trait CompletionChannel: Clone + Send + Sync + 'static {
     fn wait(&self, timeout: Option<Duration>) -> Result<Option<u64>, VerbsError>;
 }
 
-/// What a queue pair is made with.
+/// Settings of a new queue pair.
 #[derive(Debug)]
 pub struct QpInit<'a, Cq> {
     /// Completions of sends.
@@ -170,7 +170,7 @@ pub trait QueuePair: Clone + Send + Sync + 'static {
     fn query(&self) -> Result<QpAttr, VerbsError>;
 }
 
-/// What happened to a connection.
+/// Event of a connection.
 #[derive(Clone, Debug)]
 pub enum CmEventKind<Id> {
     /// On a listener: somebody wants to connect. Accept or reject the new id.
@@ -198,7 +198,7 @@ pub enum CmEventKind<Id> {
     },
     /// No answer.
     Unreachable(NoAnswer),
-    /// Something failed on our side; the text says what.
+    /// Local error; the text names it.
     ConnectError(String),
     /// The connection is over; the queue pair is in error and flushes.
     Disconnected,
@@ -211,7 +211,7 @@ pub enum CmEventKind<Id> {
 pub struct CmEvent<Id> {
     /// The connection or listener.
     pub id: Id,
-    /// What happened.
+    /// Kind of event.
     pub kind: CmEventKind<Id>,
 }
 
@@ -243,7 +243,7 @@ pub trait CmId: Clone + core::fmt::Debug + Send + Sync + 'static {
     fn disconnect(&self) -> Result<(), VerbsError>;
 }
 
-/// Where connection events arrive.
+/// Channel for connection events.
 pub trait CmChannel: Clone + Send + Sync + 'static {
     /// The provider's connections.
     type Id: CmId;
@@ -276,7 +276,7 @@ pub trait VerbsDevice: Clone + Send + Sync + 'static {
     /// Connection event channels.
     type CmChannel: CmChannel<Id = Self::CmId>;
 
-    /// What the device can do.
+    /// Returns the device's limits.
     fn limits(&self) -> DeviceLimits;
     /// Makes a protection domain.
     ///

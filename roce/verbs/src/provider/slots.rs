@@ -10,7 +10,7 @@ pub struct Slots<T> {
     free: Vec<u32>,
 }
 
-/// What a number is made of.
+/// Number that consists of a slot and a generation.
 pub trait Number: Copy {
     /// The number of a slot's object; of the generation what fits.
     fn new(slot: u32, generation: u32) -> Self;
