@@ -153,6 +153,7 @@ fn an_adversary_that_sees_nothing_changes_nothing() {
     assert!(failures.is_empty(), "{}", failed(&failures));
     assert!(total.forged > 1000 && total.reflected > 0, "{total:?}");
     assert!(total.at_live > 1000, "{total:?}");
+    assert!(total.backlog_drops > 0, "no backlog was full: {total:?}");
 }
 
 #[test]
