@@ -1,12 +1,12 @@
-//! Reference pages of the book that follow from the command line: docs/reference/commands.md and configuration.md.
+//! Reference pages of the book that follow from the code: docs/reference/commands.md and configuration.md. Others are checked against it.
 //!
 //! `UPDATE_PAGES=1 cargo test -p ferroce --lib reference` writes them.
 
 use std::{fmt::Write as _, fs, path::Path};
 
-use clap::{ArgAction, Command, CommandFactory};
+use clap::{Command, CommandFactory};
 
-use crate::{Cli, daemon::keys};
+use crate::{Cli, daemon::tables};
 
 const COLUMNS: usize = 100;
 
@@ -35,26 +35,24 @@ fn commands() -> String {
 }
 
 fn configuration() -> String {
-    let mut text = "# Configuration\n\nThis page is generated from the command line's definition. `ferroce daemon --config FILE` reads a TOML file with a table for \
-                    each server, `[serve.NAME]`, and for each mapping, `[map.NAME]`. Their keys are the options of `ferroce serve` and \
-                    `ferroce map`, which [commands](commands.md) explains. The table `[control]` limits tasks that members of the control socket's \
-                    group start ([the daemon](../block/daemon.md#the-daemon)).\n"
+    let mut text = "# Configuration\n\nThis page is generated from the command line's definition, as is ferroce.toml(5). `ferroce daemon --config FILE` reads a \
+                    TOML file with a table for each server, `[serve.NAME]`, and for each mapping, `[map.NAME]`. Their keys are options of \
+                    [`ferroce serve`](commands.md#ferroce-serve) and [`ferroce map`](commands.md#ferroce-map). `[daemon]` has options of \
+                    [`ferroce daemon`](commands.md#ferroce-daemon) itself, and `[control]` limits tasks that members of the control socket's \
+                    group start ([the daemon](../block/daemon.md#who-may-control-it)).\n\nWhere an array is shown, a single value may stand without \
+                    brackets. Numbers need no quotes.\n"
         .to_owned();
-    for (title, keys) in keys().into_iter().filter(|(title, _)| title.ends_with(".NAME]")) {
+    for (title, keys) in tables() {
         let _ = write!(text, "\n## {title}\n\n| key | value | |\n| --- | --- | --- |\n");
-        for arg in keys {
-            let names = arg.get_value_names().unwrap_or_default();
-            let names = names.iter().map(|name| name.as_str()).collect::<Vec<_>>().join(" ");
-            let value = match arg.get_action() {
-                ArgAction::SetTrue => "true or false".to_owned(),
-                ArgAction::Append => format!("[\"{names}\", …]"),
-                _ if names == "on|off" => "true or false".to_owned(),
-                _ => format!("\"{names}\""),
+        for key in keys {
+            let cell = |text: &str| {
+                text.replace('|', "\\|")
+                    .split_whitespace()
+                    .collect::<Vec<_>>()
+                    .join(" ")
             };
-            let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
-            let cell = |text: &str| text.replace('|', "\\|").replace('\n', " ");
-            let long = arg.get_long().unwrap_or_default();
-            let _ = writeln!(text, "| `{long}` | {} | {} |", cell(&format!("`{value}`")), cell(&help));
+            let value = cell(&format!("`{}`", key.value));
+            let _ = writeln!(text, "| `{}` | {value} | {} |", key.name, cell(&key.help));
         }
     }
     text
@@ -81,6 +79,49 @@ fn current(page: &str, text: &str) {
 fn reference_pages_follow_the_command_line() {
     current("commands.md", &commands());
     current("configuration.md", &configuration());
+}
+
+#[test]
+fn the_page_of_json_has_every_event() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/reference/json.md");
+    let page = fs::read_to_string(page).unwrap();
+    for name in ["serve", "map"] {
+        let command = Cli::command();
+        let help = command
+            .find_subcommand(name)
+            .unwrap()
+            .get_after_help()
+            .unwrap()
+            .to_string();
+        let (_, events) = help.split_once("With --json").unwrap();
+        let named = events.split('`').skip(1).step_by(2);
+        let missing: Vec<_> = named.filter(|word| !page.contains(&format!("`{word}`"))).collect();
+        assert!(missing.is_empty(), "json.md lacks {missing:?} of `ferroce {name}`");
+    }
+}
+
+#[test]
+fn limits_of_a_server_are_its_defaults() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/reference/limits.md");
+    let page = fs::read_to_string(page).unwrap();
+    let (_, keys) = tables().swap_remove(0);
+    let mut found = 0;
+    for row in page.lines().filter(|line| line.starts_with('|')) {
+        let cells: Vec<_> = row.split('|').collect();
+        for option in row.split("`--").skip(1).filter_map(|rest| rest.split('`').next()) {
+            let Some(key) = keys.iter().find(|key| key.name == option) else {
+                continue;
+            };
+            let default = key.help.split("[default: ").nth(1).unwrap_or_default();
+            let number: String = default.chars().take_while(char::is_ascii_digit).collect();
+            assert!(
+                !number.is_empty() && cells[2].contains(&number),
+                "--{option} is {default} {row}"
+            );
+            found += 1;
+        }
+    }
+    assert_eq!(found, 8);
 }
 
 #[test]

@@ -66,6 +66,30 @@ pub(super) const TLS_CERTIFICATES: &str = "tls-certificates";
 const NBD: &str = "nbd";
 const VHOST_USER: &str = "vhost-user";
 
+/// Keys of the table `[control]`, as the file's reader, its manual page and the reference page have them: name, form of the value, help.
+pub(crate) const KEYS: [(&str, &str, &str); 4] = [
+    (
+        EXPORT,
+        "[\"PATH[,ro]\", …]",
+        "Exports are one of these files, folders and devices, or below it; with `,ro` for reading only",
+    ),
+    (
+        PCAP,
+        "[\"DIR\", …]",
+        "Captures are files in one of these folders. They overwrite what is there",
+    ),
+    (
+        TLS_CERTIFICATES,
+        "[\"DIR\", …]",
+        "These folders of certificates may be used",
+    ),
+    (
+        NBD_LISTEN,
+        "true or false",
+        "NBD clients may connect by TCP [default: false]",
+    ),
+];
+
 /// The table `[control]`: nothing, unless the file says more.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub(crate) struct Allowed {

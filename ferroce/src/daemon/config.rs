@@ -40,6 +40,8 @@ const OF_FILE: [&str; 3] = ["help", "config", "check"];
 const CONTROL: &str = "control";
 /// The table of the daemon's own options.
 const DAEMON: &str = "daemon";
+/// Form of a value that is on or off.
+const BOOLEAN: &str = "true or false";
 /// Similarity from which a name is suggested for another (0 to 1).
 const SIMILAR: f64 = 0.8;
 
@@ -174,22 +176,23 @@ impl Source<'_> {
     /// The table `[control]`.
     fn allowed(&self, value: &Spanned<DeValue<'_>>) -> Result<Allowed, ConfigError> {
         let table = self.table(&format!("[{CONTROL}]"), value)?;
+        let keys = allow::KEYS.map(|(name, ..)| name);
         let mut allowed = Allowed::default();
         for (name, value) in table {
             match &**name.as_ref() {
-                allow::EXPORT => allowed.export = self.each(value, root)?,
-                allow::PCAP => allowed.pcap = self.each(value, folder)?,
-                allow::TLS_CERTIFICATES => allowed.tls_certificates = self.each(value, folder)?,
-                allow::NBD_LISTEN => match value.as_ref() {
-                    DeValue::Boolean(on) => allowed.nbd_listen = *on,
-                    _ => return Err(self.error(value.span().start, format!("`{}` is true or false", name.as_ref()))),
-                },
-                other => {
-                    let keys = [allow::EXPORT, allow::PCAP, allow::TLS_CERTIFICATES, allow::NBD_LISTEN];
+                // Keys that the pages lack are refused.
+                other if !keys.contains(&other) => {
                     let hint = hint(other, keys, &format!("there are {}", keys.join(", ")));
                     let text = format!("unknown key `{other}` of [{CONTROL}]: {hint}");
                     return Err(self.error(name.span().start, text));
                 }
+                allow::EXPORT => allowed.export = self.each(value, root)?,
+                allow::PCAP => allowed.pcap = self.each(value, folder)?,
+                allow::TLS_CERTIFICATES => allowed.tls_certificates = self.each(value, folder)?,
+                nbd_listen => match value.as_ref() {
+                    DeValue::Boolean(on) => allowed.nbd_listen = *on,
+                    _ => return Err(self.error(value.span().start, format!("`{nbd_listen}` is true or false"))),
+                },
             }
         }
         Ok(allowed)
@@ -356,18 +359,66 @@ fn root(text: &str) -> Result<FolderSpec, String> {
     folder(&root.path.to_string_lossy()).map(|_| root)
 }
 
-/// Titles of the tables whose keys are options, and these options.
-pub(crate) fn keys() -> Vec<(String, Vec<Arg>)> {
+/// A key for people: its name, the form of its value, and its help.
+pub(crate) struct Documented {
+    pub(crate) name: String,
+    pub(crate) value: String,
+    pub(crate) help: String,
+}
+
+/// All tables of the file by their titles, and their keys.
+pub(crate) fn tables() -> Vec<(String, Vec<Documented>)> {
     let keys = |command: &Command, without: &[&str]| {
         let is_key = |arg: &&Arg| arg.get_long().is_some_and(|name| !without.contains(&name)) && !arg.is_hide_set();
-        command.get_arguments().filter(is_key).cloned().collect::<Vec<_>>()
+        command
+            .get_arguments()
+            .filter(is_key)
+            .map(documented)
+            .collect::<Vec<_>>()
     };
     let tasks = Kind::ALL.iter();
     let tasks = tasks.map(|kind| (format!("[{}.NAME]", kind.name()), keys(&kind.command(), &OF_DAEMON)));
-    let daemon = DaemonArgs::command();
+    let daemon = keys(&DaemonArgs::command(), &OF_FILE);
+    let control = allow::KEYS.map(|(name, value, help)| Documented {
+        name: name.to_owned(),
+        value: value.to_owned(),
+        help: help.to_owned(),
+    });
     tasks
-        .chain([(format!("[{DAEMON}]"), keys(&daemon, &OF_FILE))])
+        .chain([
+            (format!("[{DAEMON}]"), daemon),
+            (format!("[{CONTROL}]"), control.into()),
+        ])
         .collect()
+}
+
+/// An option as a key of the file.
+fn documented(arg: &Arg) -> Documented {
+    let names = arg.get_value_names().unwrap_or_default();
+    let names = names.iter().map(|name| name.as_str()).collect::<Vec<_>>().join(" ");
+    let value = match arg.get_action() {
+        ArgAction::SetTrue => BOOLEAN.to_owned(),
+        ArgAction::Append => format!("[\"{names}\", …]"),
+        _ if names == "on|off" => BOOLEAN.to_owned(),
+        _ if names == "N" => "N".to_owned(),
+        _ => format!("\"{names}\""),
+    };
+    let help = arg.get_long_help().or_else(|| arg.get_help());
+    let mut help = help.map(ToString::to_string).unwrap_or_default().replace("--", "");
+    let default = arg.get_default_values().first().map(|value| value.to_string_lossy());
+    if let Some(default) = default.filter(|_| arg.get_action().takes_values()) {
+        let default = match &*default {
+            "on" if value == BOOLEAN => "true",
+            "off" if value == BOOLEAN => "false",
+            other => other,
+        };
+        help += &format!(" [default: {default}]");
+    }
+    Documented {
+        name: arg.get_long().unwrap_or_default().to_owned(),
+        value,
+        help,
+    }
 }
 
 impl Config {
@@ -448,6 +499,22 @@ mod tests {
             .collect();
         assert_eq!(roots, [(Path::new("/images"), false), (Path::new("/dev/sdb"), true)]);
         assert_eq!((allowed.pcap, allowed.nbd_listen), (vec!["/captures".into()], true));
+    }
+
+    #[test]
+    fn keys_are_read_as_they_are_documented() {
+        let tables = tables();
+        let titles: Vec<_> = tables.iter().map(|(title, _)| &**title).collect();
+        assert_eq!(titles, ["[serve.NAME]", "[map.NAME]", "[daemon]", "[control]"]);
+        let (_, keys) = tables.last().unwrap();
+        let keys: String = keys
+            .iter()
+            .map(|key| format!("{} = {}\n", key.name, key.value))
+            .collect();
+        let keys = keys.replace("PATH[,ro]", "/images").replace("DIR", "/folder");
+        let keys = keys.replace(", …", "").replace(BOOLEAN, "true");
+        let allowed = parse(&format!("[control]\n{keys}")).unwrap().allowed;
+        assert!(allowed.nbd_listen && allowed.export.len() + allowed.pcap.len() + allowed.tls_certificates.len() == 3);
     }
 
     #[test]

@@ -32,7 +32,7 @@ use self::{
     tasks::Tasks,
 };
 pub(crate) use self::{
-    config::{Config, keys},
+    config::{Config, Documented, tables},
     handover::hand_over,
     task::Kind,
 };

@@ -11,7 +11,7 @@ use std::{
 use clap::{Args, Command};
 use clap_mangen::{
     Man,
-    roff::{Inline, Roff, bold, italic, roman},
+    roff::{Inline, Roff, bold, roman},
 };
 
 use crate::output::{self, Failure};
@@ -212,13 +212,6 @@ fn references(names: &[(String, &str)]) -> Roff {
         });
     roff.text(words.collect::<Vec<_>>());
     roff
-}
-
-/// An option's value, as it is written on a page.
-fn value(arg: &clap::Arg) -> Option<Inline> {
-    let names = arg.get_value_names()?;
-    let names: Vec<_> = names.iter().map(|name| name.as_str()).collect();
-    Some(italic(names.join(" ")))
 }
 
 #[cfg(test)]
