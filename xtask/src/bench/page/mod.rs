@@ -96,7 +96,7 @@ const PARTS: [(&str, &str, &str, Form); 16] = [
         "Latency",
         "Round trips of 64 bytes on loopback. Both sides polling are compared with a raw UDP ping-pong of the same \
          size (`ferroce bench latency`), and both sides waiting for events with one that sleeps in epoll. Before it \
-         sleeps, ferroce polls for up to 50 us as long as that finds packets.",
+         sleeps, ferroce polls for up to 100 us as long as that finds packets.",
         Form::Bars,
     ),
     (

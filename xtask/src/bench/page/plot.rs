@@ -184,10 +184,11 @@ impl Panel {
             &format!("{}, {}", self.title, self.unit),
         );
         for (n, (name, _)) in self.lines.iter().enumerate() {
+            let c = class(name);
             let row = 44.0 + n as f64 * 18.0;
             let _ = writeln!(
                 body,
-                "<rect class=\"c{n}\" x=\"{:.1}\" y=\"{:.1}\" width=\"16\" height=\"4\"/>",
+                "<rect class=\"{c}\" x=\"{:.1}\" y=\"{:.1}\" width=\"16\" height=\"4\"/>",
                 left + 14.0,
                 row - 6.0
             );
@@ -208,7 +209,8 @@ impl Panel {
             "",
             &format!("{} is better", self.better),
         );
-        for (n, (_, points)) in self.lines.iter().enumerate() {
+        for (name, points) in &self.lines {
+            let c = class(name);
             let shown = points
                 .iter()
                 .enumerate()
@@ -217,14 +219,23 @@ impl Panel {
             let path: Vec<_> = places.iter().map(|(x, y)| format!("{x:.1},{y:.1}")).collect();
             let _ = writeln!(
                 body,
-                "<polyline class=\"c{n} line\" points=\"{}\" style=\"fill:none\"/>",
+                "<polyline class=\"{c} line\" points=\"{}\" style=\"fill:none\"/>",
                 path.join(" ")
             );
             for (x, y) in places {
-                let _ = writeln!(body, "<circle class=\"c{n}\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3\"/>");
+                let _ = writeln!(body, "<circle class=\"{c}\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3\"/>");
             }
         }
         body
+    }
+}
+
+/// Class of a line: each contestant has one colour in all panels.
+fn class(name: &str) -> &'static str {
+    match name {
+        "ferroce" => "c0",
+        "TCP" => "c2",
+        _ => "c1",
     }
 }
 
@@ -314,6 +325,7 @@ mod tests {
         let sizes = super::panels(&by_size).remove(0);
         assert_eq!(sizes.ticks(), (true, vec![0.01, 0.1, 1.0, 10.0]));
         assert_eq!(lines(&panels).matches("<polyline").count(), 3);
+        assert_eq!(["ferroce", "ferroce, go-back-N", "TCP"].map(class), ["c0", "c1", "c2"]);
         assert_eq!([0.5, 100.0, 20.0].map(plain), ["0.5", "100", "20"].map(str::to_owned));
     }
 }
