@@ -2,6 +2,7 @@
 
 mod apps;
 mod bench;
+mod book;
 mod cargo;
 mod demo;
 mod deny;
@@ -87,6 +88,9 @@ enum Task {
     ///
     /// `cargo xtask test --record` records the suites that it runs.
     Results,
+    /// Preprocessor of mdBook, which `mdbook build` runs: links out of the book lead to the repository
+    #[command(hide = true)]
+    Book { args: Vec<String> },
     /// What CI runs: lint and test
     ///
     /// Tests are built, and the lints and the simulator run, at the lowest priority beside the lab and the tests.
@@ -197,6 +201,7 @@ fn main() -> ExitCode {
         Task::Demo(args) => demo::run(&args),
         Task::Test(args) => suites::test(&args),
         Task::Sim(args) => sim::run(&args),
+        Task::Book { args } => book::preprocess(&args),
         Task::Fmt => cargo::run(&["fmt", "--all"]),
         Task::Lint { pages: true } => lint::pages::check(),
         Task::Lint { pages: false } => lint::run(),

@@ -85,7 +85,7 @@ fn resolve(page: &Path, link: &str, pages: &HashMap<PathBuf, String>) -> Result<
 }
 
 /// A path without `.` and `..`.
-fn normal(path: &Path) -> PathBuf {
+pub(crate) fn normal(path: &Path) -> PathBuf {
     let mut normal = PathBuf::new();
     for part in path.components() {
         match part {
