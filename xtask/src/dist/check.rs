@@ -24,6 +24,8 @@ const INCLUDED: &str = "ibverbs-utils,rdmacm-utils,libnbd-bin,man-db,procps,syst
 /// What is tried in a root: as the script calls it, and how the file's name ends.
 const IN_ROOTS: [(&str, &str); 3] = [("deb", ".deb"), ("tarball", ".tar.gz"), ("oci", ".oci.tar")];
 const WHEEL: &str = ".whl";
+/// The page that says how packages are installed.
+const PAGE: &str = "docs/install.md";
 
 /// The suite `packages`: packages of the programs under test, without what only released ones promise.
 pub(crate) fn suite(built: &Built) -> Result<Tally> {
@@ -81,6 +83,7 @@ fn all(out: &Path) -> Result<Tally> {
     let out = out.canonicalize().map_err(failed(out))?;
     let base = base()?;
     let mut tally = Tally::default();
+    tally.expect(documented(&out));
     for (kind, end) in IN_ROOTS {
         let mut command = Command::new(Path::new(SCRIPTS).join("fresh-root.sh"));
         command.arg(&base).arg(kind).arg(find(&out, end)?);
@@ -96,6 +99,26 @@ fn units(out: &Path) -> Result<Tally> {
     let mut command = Command::new(Path::new(SCRIPTS).join("booted.sh"));
     command.arg(base()?).arg(find(&out, ".deb")?);
     lines("units", &mut command)
+}
+
+/// Every file that was made is on the page about installing, which has those for amd64.
+fn documented(out: &Path) -> Result<()> {
+    let page = files::text(Path::new(PAGE))?;
+    let arch = std::env::consts::ARCH;
+    let missing: Vec<_> = files::below(out)?
+        .iter()
+        .map(|path| {
+            path.display()
+                .to_string()
+                .replace(arch, "x86_64")
+                .replace("arm64", "amd64")
+        })
+        .filter(|name| !page.contains(&format!("`{name}`")))
+        .collect();
+    match missing.is_empty() {
+        true => Ok(()),
+        false => Err(format!("{PAGE} lacks {}", missing.join(", "))),
+    }
 }
 
 fn find(out: &Path, end: &str) -> Result<PathBuf> {
