@@ -14,7 +14,7 @@ use crate::{
 const PYVERBS: Tool = Tool::new("/usr/share/doc/rdma-core/tests/__init__.py", "python3-pyverbs");
 /// Programs of the set `ci`.
 const CI_PROGRAMS: [Tool; 9] = [
-    Tool::new("ibv_devinfo", "ibverbs-utils"),
+    tools::IBVERBS,
     tools::PERFTEST,
     Tool::new("rping", "rdmacm-utils"),
     Tool::new("qperf", "qperf"),

@@ -604,6 +604,8 @@ fn client_tools() -> Vec<tools::Tool> {
         tools::VALGRIND,
         tools::RPING,
         tools::IPTABLES,
+        tools::IBVERBS,
+        tools::OPENSSL,
     ];
     clients.chain(more).collect()
 }

@@ -31,6 +31,12 @@ pub(crate) const NBD_CLIENTS: [Tool; 4] = [
 /// Programs for libibverbs.
 pub(crate) const PERFTEST: Tool = Tool::new("ib_write_bw", "perftest");
 
+/// Examples of rdma-core.
+pub(crate) const IBVERBS: Tool = Tool::new("ibv_devinfo", "ibverbs-utils");
+
+/// Makes the certificates of the book's example.
+pub(crate) const OPENSSL: Tool = Tool::new("openssl", "openssl");
+
 /// Connects by RDMA_CM.
 pub(crate) const RPING: Tool = Tool::new("rping", "rdmacm-utils");
 
@@ -78,7 +84,7 @@ pub(crate) const OF_FRESH_ROOTS: [Tool; 6] = [
     Tool::new("mmdebstrap", "mmdebstrap"),
     Tool::new("unshare", "util-linux"),
     Tool::new("/usr/share/doc/python3-venv/copyright", "python3-venv"),
-    Tool::new("ibv_devinfo", "ibverbs-utils"),
+    IBVERBS,
     PERFTEST,
     Tool::new("curl", "curl"),
 ];
