@@ -227,7 +227,7 @@ impl Device {
                 }
                 ("mapped", Phase::Starting(_)) => {
                     self.before = self.counts();
-                    self.seen = Seen::new(&paths(&event), self.devices);
+                    self.seen.begin_again(now, &paths(&event));
                     self.phase = Phase::Mapped(now);
                 }
                 // What it says at its end is no matter, nor why it was not let in.

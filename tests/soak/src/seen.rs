@@ -65,6 +65,19 @@ impl Seen {
         }
     }
 
+    /// Another process maps the session: all paths are up, and the devices open. Outages of the former one stay, for requests that are judged
+    /// later.
+    pub(crate) fn begin_again(&mut self, now: Instant, paths: &[String]) {
+        let mut out = std::mem::take(&mut self.out);
+        if let Some((_, end @ None)) = out.last_mut() {
+            *end = Some(now);
+        }
+        *self = Self {
+            out,
+            ..Self::new(paths, self.devices)
+        };
+    }
+
     /// Its paths, those that are down too.
     pub(crate) fn paths(&self) -> &[String] {
         &self.paths
@@ -155,5 +168,17 @@ mod tests {
         tell(&mut seen, 31, json!({ "event": "remapped", "device": "x" })).unwrap();
         assert!(seen.is_well() && seen.was_out(at(31), at(32)) && !seen.was_out(at(40), at(41)));
         assert!(tell(&mut seen, 40, json!({ "event": "error" })).is_err());
+    }
+
+    #[test]
+    fn outages_of_a_process_that_ended_explain_errors_of_its_time() {
+        let names = ["a".to_owned()];
+        let mut seen = Seen::new(&names, &["x"]);
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        seen.event(at(10), &json!({ "event": "session_lost" })).unwrap();
+        seen.begin_again(at(12), &names);
+        assert!(seen.is_well() && seen.counts == Counts::default());
+        assert!(seen.was_out(at(9), at(10)) && !seen.was_out(at(20), at(21)));
     }
 }
