@@ -20,7 +20,7 @@ use crate::{
     mr, mw, pd, post, qp, query,
     queue::EventQueue,
     ret::{self, Errno, Result},
-    srq, unsupported as no, xrc,
+    srq, unopened, unsupported as no, xrc,
 };
 
 /// `__VERBS_ABI_IS_EXTENDED`.
@@ -110,6 +110,7 @@ impl Context {
     }
 
     fn open(device: &'static VerbsDevice) -> Result<Self> {
+        unopened::opened();
         let events = EventQueue::new()?;
         // Programs and their libraries look at cmd_fd, and close or poll what is in it: a descriptor that does nothing.
         // SAFETY: makes a descriptor, or fails.

@@ -11,6 +11,7 @@ use crate::{
     gids::GidTable,
     log, rebind,
     ret::{self, Result},
+    unopened,
 };
 
 /// Room behind the public part: providers' libraries (libmlx5) look at fields of the private structure around it, and
@@ -189,6 +190,8 @@ pub(crate) fn list() -> Result<Vec<&'static VerbsDevice>> {
         });
         out.push(device);
     }
+    drop(known);
+    unopened::listed(&out);
     Ok(out)
 }
 

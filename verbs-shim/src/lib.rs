@@ -51,6 +51,7 @@ mod sysfs;
 mod table;
 #[cfg(test)]
 mod tests;
+mod unopened;
 mod unsupported;
 mod worker;
 mod wrex;

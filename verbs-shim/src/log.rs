@@ -129,7 +129,7 @@ pub(crate) fn failure_of(qp: &Qp) -> bool {
 }
 
 /// Standard error. A line is one system call, so that those of several threads and processes don't mix.
-struct Stderr;
+pub(crate) struct Stderr;
 
 /// The last line, when it was written, and how often it has come again since.
 static LAST: Mutex<Option<(Vec<u8>, Instant, u64)>> = Mutex::new(None);

@@ -14,7 +14,7 @@ use std::{
 
 use clap::{Args, ValueHint};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use roce::{Mtu, SpinMode, environment, iface, names::DeviceNames};
+use roce::{Mtu, SpinMode, environment, gids, iface, names::DeviceNames};
 
 use crate::{
     LOG_VARIABLE,
@@ -270,11 +270,22 @@ fn device_names(given: &[DeviceNames]) -> Result<String, Failure> {
     for interface in all.interfaces() {
         if iface::mtu_of(interface).is_err() {
             return Err(Failure::usage(format!(
-                "--device-name: there is no interface {interface} (`ip link` lists them)"
+                "--device-name: there is no interface {interface}; devices are made of {}",
+                interfaces()
             )));
         }
     }
     Ok(all.to_list())
+}
+
+/// Names of the interfaces that devices are made of, for messages.
+fn interfaces() -> String {
+    let all = iface::interface_addresses().unwrap_or_default();
+    let names = gids::device_names(&all);
+    match names.is_empty() {
+        true => "interfaces that are up and have an address, and there is none".to_owned(),
+        false => names.join(", "),
+    }
 }
 
 /// Finds the library: as the environment says, beside this program, where packages put it, or where cargo does.

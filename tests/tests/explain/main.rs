@@ -398,6 +398,28 @@ fn names(dir: &Path, prefix: &str) -> Vec<String> {
 }
 
 #[test]
+fn devices_are_listed_for_a_program_that_looks_for_another_one() {
+    let lab = Lab::new();
+    let program = lab.build("named", &[]);
+    let run = |options: &[&str], name: &str| {
+        let options = [&["--addr", "127.0.0.1", "--device-name", "rdma0"], options].concat();
+        let out = lab.command(&options, &program).arg(name).output().unwrap();
+        (out.status.code(), String::from_utf8_lossy(&out.stderr).into_owned())
+    };
+    let (code, stderr) = run(&["-v"], "mlx5_0");
+    let line = "ferroce: no device was opened; the devices are rdma0 (lo): ";
+    assert!(
+        code == Some(1) && stderr.contains(line) && stderr.contains("--device-name NAME"),
+        "{stderr}"
+    );
+    let told = |stderr: &str| stderr.contains(OURS);
+    let (code, stderr) = run(&[], "mlx5_0");
+    assert!(code == Some(1) && !told(&stderr), "without -v: {stderr}");
+    let (code, stderr) = run(&["-v"], "rdma0");
+    assert!(code == Some(0) && !told(&stderr), "{stderr}");
+}
+
+#[test]
 fn a_process_without_a_broker_is_told_so() {
     let lab = Lab::new();
     let addr = fresh_address().to_string();
