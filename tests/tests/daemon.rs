@@ -797,6 +797,37 @@ fn the_file_has_options_of_the_daemon() {
 }
 
 #[test]
+fn a_daemon_without_tasks_says_how_they_come() {
+    let lab = Lab::new();
+    let control = lab.path("ctl");
+    let first_line = |more: &[&str]| {
+        let mut command = Command::new(ferroce());
+        command.arg("daemon").arg("--control").arg(&control).args(more);
+        command.current_dir(lab.dir.path());
+        let daemon = Running::start_command(command, "ferroce daemon".into());
+        lab.is_listening();
+        assert_eq!(lab.run(&["ctl", "tasks"]).code, Some(0));
+        let done = daemon.stop();
+        assert_eq!(done.code, Some(0), "{}", done.stderr);
+        done.stdout.lines().next().unwrap_or_default().to_owned()
+    };
+    let line = first_line(&[]);
+    for word in [
+        "no --config FILE",
+        "`ferroce serve --daemon …`",
+        &control.display().to_string(),
+    ] {
+        assert!(line.contains(word), "{word}: {line}");
+    }
+    lab.write(&[]);
+    let line = first_line(&["--config", "ferroce.toml"]);
+    assert!(line.contains("ferroce.toml has no [serve.NAME]"), "{line}");
+    let json: Value = serde_json::from_str(&first_line(&["--json"])).unwrap();
+    assert_eq!(json["event"], "idle");
+    assert_eq!(json["control"], control.display().to_string());
+}
+
+#[test]
 fn a_service_manager_is_told() {
     let lab = Lab::new();
     lab.write(&[lab.serves(&["one"]), lab.maps("a", &["one"])]);

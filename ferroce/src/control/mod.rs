@@ -122,7 +122,7 @@ pub(crate) struct Control {
     shared: Arc<Shared>,
     acceptors: Vec<Acceptor>,
     /// Removed at the end, after the connections.
-    _files: Vec<SocketFile>,
+    files: Vec<SocketFile>,
     stdio: Option<connection::Requests>,
     /// Unmounted at the end.
     sysfs: Option<Mounted>,
@@ -146,7 +146,7 @@ impl Control {
         let mut this = Self {
             shared,
             acceptors: Vec::new(),
-            _files: Vec::new(),
+            files: Vec::new(),
             stdio: None,
             sysfs: None,
         };
@@ -205,6 +205,12 @@ impl Control {
         &self.shared.services
     }
 
+    /// Path of the first control socket.
+    pub(crate) fn socket(&self) -> Option<PathBuf> {
+        let bound = self.files.first()?.listener().local_addr().ok()?;
+        bound.as_pathname().map(Path::to_owned)
+    }
+
     /// The subscribers of events.
     pub(crate) fn events(&self) -> Events {
         self.shared.events.clone()
@@ -218,7 +224,7 @@ impl Control {
         };
         let acceptor = Acceptor::start(file.listener().try_clone()?, self.shared.clone(), service)?;
         self.acceptors.push(acceptor);
-        self._files.push(file);
+        self.files.push(file);
         Ok(())
     }
 

@@ -224,6 +224,9 @@ fn daemon(args: &DaemonArgs, config: Config) -> Result<(), Failure> {
             .map_err(|e| Failure::usage(format!("--nbd-dir {}: {e}", args.nbd_dir.display())))?,
     });
     control.services().supervise(orders.clone());
+    if config.tasks.is_empty() {
+        tasks.announce_idle(args.config.as_deref(), control.socket().as_deref());
+    }
     tasks.load(config);
     let mut manager = Manager::from_env();
     while !stop.requested() {

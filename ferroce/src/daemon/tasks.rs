@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeMap,
+    path::Path,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -227,6 +228,21 @@ impl Tasks {
         if let Err(e) = self.reporter.event(name, fields, text) {
             tracing::debug!("the daemon's report is not read: {e:?}");
         }
+    }
+
+    /// Reports that there is nothing to do yet, and how tasks come.
+    pub(super) fn announce_idle(&self, config: Option<&Path>, control: Option<&Path>) {
+        let why = match config {
+            None => "no --config FILE was given".to_owned(),
+            Some(file) => format!("{} has no [serve.NAME] and no [map.NAME]", file.display()),
+        };
+        let at = control.map(|path| format!(" (control socket {})", path.display()));
+        let text = format!(
+            "waiting for tasks, as {why}: `ferroce serve --daemon …` and `ferroce map --daemon …` start them{}; `ferroce daemon --help` has an \
+             example of a file",
+            at.unwrap_or_default()
+        );
+        self.tell("idle", json!({ "config": config, "control": control }), &text);
     }
 
     fn spawn(&self, name: &TaskName, task: &Task) -> Result<Running, Failure> {
