@@ -1,4 +1,4 @@
-//! Faults on demand: the option `--fault` of `run`, `serve` and `map`, and `ferroce fault`.
+//! Faults on demand: the option `--fault` of `run`, `serve`, `map` and `bench`, and `ferroce fault`.
 
 use clap::{Args, Subcommand};
 use roce::{
@@ -17,7 +17,7 @@ fn parse(text: &str) -> Result<Rules, String> {
     rules(text).map(Rules).map_err(|e| e.to_string())
 }
 
-#[derive(Args)]
+#[derive(Args, Clone, Debug)]
 pub(crate) struct FaultArgs {
     /// Inject faults, for tests: lose, delay or damage packets, or make verbs fail, as `loss=1%,dir=tx,seed=7`; several times: the first
     /// rule that applies decides. `none`: no faults until `ferroce fault set`. See docs/verbs/faults.md
@@ -71,7 +71,7 @@ impl FaultArgs {
 
 #[derive(Args)]
 #[command(after_help = "\
-Processes that were started with --fault (`ferroce run`, `serve`, `map`, and tasks of a daemon with the key `fault`) take rules; `--fault none` \
+Processes that were started with --fault (`ferroce run`, `serve`, `map`, `bench`, and tasks of a daemon with the key `fault`) take rules; `--fault none` \
 is for those that are to have none yet. They are those of this network namespace and this user; root changes anybody's.
 
 Examples:

@@ -58,6 +58,25 @@ fn every_operation_within_one_process() {
 }
 
 #[test]
+fn lost_packets_are_sent_again() {
+    let fault = ["--fault", "loss,nth=30,dir=tx"];
+    let args = [
+        "bench",
+        "write",
+        "--addr",
+        &local(),
+        "--size",
+        "64K",
+        "-n",
+        "40",
+        "--json",
+    ];
+    let all = measurements(&run(&[&args[..], &fault].concat()));
+    check(&all[0], "write", 65_536);
+    assert!(all[0]["retransmits"].as_u64().unwrap() > 0, "{}", all[0]);
+}
+
+#[test]
 fn write_names_its_ratio_to_the_ceiling() {
     let done = run(&["bench", "write", "--addr", &local(), "--seconds", "0.4", "--json"]);
     let all = measurements(&done);

@@ -27,11 +27,12 @@ use std::{
 
 use ::rtrs::{proto::MAX_HDR_SIZE, server::ServerConfig};
 use clap::{Args, ValueEnum};
-use roce::{Device, DeviceConfig, LocalDevice, Mtu, VerbsError, WindowConfig, iface};
+use roce::{Device, DeviceConfig, Faults, LocalDevice, Mtu, VerbsError, WindowConfig, iface};
 use roce_devices::Devices;
 use roce_reactor::{ReactorConfig, SpinMode};
 
 use crate::{
+    fault::{Demanded, FaultArgs},
     names::{Endpoint, Resolver},
     output::{self, Failure},
     rdma::RdmaArgs,
@@ -71,6 +72,7 @@ pub(crate) enum Operation {
 Examples:
   ferroce bench write
   ferroce bench read --size 4K,64K,1M --qps 4 --json
+  ferroce bench write --fault loss=1%,seed=7
 
 Without --server and --connect both sides run in this process, on 127.0.0.1 and 127.0.0.2. With --rdma NAME both are on that
 device, and the same in software follows, with the ratio:
@@ -143,6 +145,11 @@ pub(crate) struct BenchArgs {
     /// Write all packets of this side to this capture file; only its owner may read it
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
+    #[command(flatten)]
+    fault: FaultArgs,
+    /// The faults of `fault`, once started.
+    #[arg(skip)]
+    faults: Option<Faults>,
     /// rtrs: write instead of reading
     #[arg(long)]
     write: bool,
@@ -221,7 +228,8 @@ impl BenchArgs {
         Ok(Role::Client { from, server })
     }
 
-    fn config(&self, addr: IpAddr, pcap: bool) -> DeviceConfig {
+    /// Settings of a device; `near`: of the side that measures, or of the only one here.
+    fn config(&self, addr: IpAddr, near: bool) -> DeviceConfig {
         DeviceConfig {
             addr,
             mtu: self.mtu,
@@ -234,13 +242,14 @@ impl BenchArgs {
                 max,
                 ..WindowConfig::default()
             }),
-            pcap: self.pcap.clone().filter(|_| pcap),
+            pcap: self.pcap.clone().filter(|_| near),
+            faults: self.faults.clone().filter(|_| near),
             ..DeviceConfig::default()
         }
     }
 
-    fn device(&self, addr: IpAddr, pcap: bool) -> Result<Device, Failure> {
-        Device::open(self.config(addr, pcap)).map_err(|e| Failure::failed(e.to_string()))
+    fn device(&self, addr: IpAddr, near: bool) -> Result<Device, Failure> {
+        Device::open(self.config(addr, near)).map_err(|e| Failure::failed(e.to_string()))
     }
 
     /// The device of a loop of ours at an address.
@@ -323,6 +332,11 @@ impl BenchArgs {
 pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     let stop = Stop::on_signals()?;
     let role = args.role()?;
+    let demanded = args.fault.start("bench")?;
+    let args = &BenchArgs {
+        faults: demanded.as_ref().map(Demanded::faults),
+        ..args.clone()
+    };
     if args.operation == Some(Operation::Rtrs) {
         return run_rtrs(args, role, &stop);
     }
