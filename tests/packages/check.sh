@@ -128,12 +128,48 @@ manual() {
     done
 }
 
-completion() {
+# None has a mistake that the formatter warns of.
+manual_warnings() {
+    pages=$(find "$(dirname "$(command -v ferroce)")/../share/man" -name 'ferroce*' -type f)
+    for page in $pages; do
+        warned=$(man --warnings -l "$page" 2>&1 >/dev/null)
+        [ -z "$warned" ] || { echo "$page: $warned"; return 1; }
+    done
+    [ "$(echo "$pages" | wc -l)" -gt 20 ]
+}
+
+completion_of_bash() {
     folder=$(dirname "$(command -v ferroce)")/../share/bash-completion/completions
     bash -c '. "$1"/ferroce
         complete -p ferroce &&
         COMP_WORDS=(ferroce ser) COMP_CWORD=1 && _ferroce ferroce ser ferroce && [ "${COMPREPLY[*]}" = serve ] &&
         COMP_WORDS=(ferroce map --sess) COMP_CWORD=2 && _ferroce ferroce --sess map && [ "${COMPREPLY[*]}" = --session ]' bash "$folder"
+}
+
+# In a terminal, as a key press: there is no other way to ask zsh.
+completion_of_zsh() {
+    share=$(dirname "$(command -v ferroce)")/../share/zsh
+    mkdir -p zsh
+    cat >zsh/press <<'END'
+zmodload zsh/zpty
+export ZDOTDIR=$PWD/zsh TERM=dumb
+zpty shell zsh -i
+# The keys, Tab, and what prints the line that has come of them.
+press() { zpty -w shell "$1"$'\t\x01echo '; zpty -r shell seen "*$2*" || exit 1; print -r -- "$seen"; }
+press 'ferroce ser' 'ferroce serve'
+press 'ferroce map --sess' 'ferroce map --session'
+zpty -d shell
+END
+    # A package has them in a folder that zsh knows; of the tarball it is told.
+    [ "$kind" = tarball ] && path="fpath=($share/site-functions \$fpath)" || path=
+    printf '%s\nautoload -U compinit\ncompinit -u -D\n' "$path" >zsh/.zshrc
+    timeout 60 zsh -f zsh/press
+}
+
+completion_of_fish() {
+    share=$(dirname "$(command -v ferroce)")/../share
+    complete() { HOME=$work XDG_DATA_DIRS="$share:/usr/share" fish -c "complete -C '$1'" | cut -f 1; }
+    [ "$(complete 'ferroce ser')" = serve ] && [ "$(complete 'ferroce map --sess')" = --session ]
 }
 
 units() {
@@ -164,7 +200,10 @@ check 'rping' rping_
 check 'ibv_devinfo with LD_LIBRARY_PATH alone' directory
 check 'a block device is served, mapped, read and written' disk
 check 'manual pages' manual
-check 'completion of bash' completion
+check 'manual pages have no warnings' manual_warnings
+check 'completion of bash' completion_of_bash
+check 'completion of zsh' completion_of_zsh
+check 'completion of fish' completion_of_fish
 check 'units of systemd' units
 check 'copy for another container' copied
 check 'is removed' remove_it

@@ -12,6 +12,8 @@ unshare --mount --net --pid --fork --kill-child sh -euc '
     mkdir "$top/upper" "$top/work" "$top/root"
     mount -t overlay -o "lowerdir=$base,upperdir=$top/upper,workdir=$top/work" none "$top/root"
     mount -t proc none "$top/root/proc"
+    mkdir -p "$top/root/dev/pts"
+    mount -t devpts -o ptmxmode=666 none "$top/root/dev/pts"
     mkdir -p "$top/root/run/package"
     cp "$here/check.sh" "$file" "$top/root/run/package/"
     ip link set lo up

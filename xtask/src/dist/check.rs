@@ -20,10 +20,13 @@ const SCRIPTS: &str = "tests/packages";
 /// The Debian that packages are tried in, and what is in it besides.
 const SUITE: &str = "bookworm";
 const ARCHIVE: &str = "http://deb.debian.org/debian";
-const INCLUDED: &str = "ibverbs-utils,rdmacm-utils,libnbd-bin,man-db,procps,systemd-sysv";
+const INCLUDED: &str = "ibverbs-utils,rdmacm-utils,libnbd-bin,man-db,procps,systemd-sysv,zsh,fish";
 /// What is tried in a root: as the script calls it, and how the file's name ends.
 const IN_ROOTS: [(&str, &str); 3] = [("deb", ".deb"), ("tarball", ".tar.gz"), ("oci", ".oci.tar")];
 const WHEEL: &str = ".whl";
+const BILL: &str = ".cdx.json";
+/// The Python package that has the schemas of CycloneDX.
+const CYCLONEDX: &str = "cyclonedx-python-lib[json-validation]";
 /// The page that says how packages are installed.
 const PAGE: &str = "docs/install.md";
 
@@ -66,6 +69,10 @@ pub(super) fn run(out: &Path) -> Result<()> {
     tools::ensure(&tools::OF_BOOTED_ROOTS)?;
     let mut tally = all(out)?;
     tally.add(units(out)?);
+    // Packages of the dev profile have none.
+    if find(out, BILL).is_ok() {
+        tally.add(bills(out)?);
+    }
     match tally.failures.is_empty() {
         true => Ok(()),
         false => Err(tally.failures.join("\n")),
@@ -174,23 +181,34 @@ fn lines(kind: &str, command: &mut Command) -> Result<Tally> {
 /// The wheel in a fresh environment, with pytest, and the examples by its program.
 fn wheel(out: &Path) -> Result<Tally> {
     let wheel = find(out, WHEEL)?;
-    // Other users can read it.
-    let venv = std::env::temp_dir().join(format!("ferroce-packages-{}", std::process::id()));
-    let tally = in_environment(&wheel, &venv, out);
-    fs::remove_dir_all(&venv).map_err(failed(&venv))?;
-    tally
+    in_environment(&[Path::new("pytest"), Path::new("pyyaml"), &wheel], |venv| {
+        let mut command = Command::new(Path::new(SCRIPTS).join("wheel.sh"));
+        lines("wheel", command.arg(venv).arg(out))
+    })
 }
 
-fn in_environment(wheel: &Path, venv: &Path, out: &Path) -> Result<Tally> {
-    process::capture(
-        "python3 -m venv",
-        Command::new("/usr/bin/python3").args(["-m", "venv"]).arg(venv),
-    )?;
+/// The bills of materials, by the schema of CycloneDX.
+fn bills(out: &Path) -> Result<Tally> {
+    in_environment(&[Path::new(CYCLONEDX)], |venv| {
+        let mut command = Command::new(venv.join("bin/python"));
+        command.arg(Path::new(SCRIPTS).join("bills.py"));
+        lines("bill of materials", command.arg(out))
+    })
+}
+
+/// Runs something in a fresh environment of Python with these packages.
+fn in_environment(packages: &[&Path], check: impl FnOnce(&Path) -> Result<Tally>) -> Result<Tally> {
+    // Other users can read it.
+    let venv = std::env::temp_dir().join(format!("ferroce-packages-{}", std::process::id()));
+    let checked = install(packages, &venv).and_then(|()| check(&venv));
+    let removed = fs::remove_dir_all(&venv).map_err(failed(&venv));
+    let tally = checked?;
+    removed.map(|()| tally)
+}
+
+fn install(packages: &[&Path], venv: &Path) -> Result<()> {
+    let mut python = Command::new("/usr/bin/python3");
+    process::capture("python3 -m venv", python.args(["-m", "venv"]).arg(venv))?;
     let mut pip = Command::new(venv.join("bin/pip"));
-    process::capture(
-        "pip install",
-        pip.args(["install", "--quiet", "pytest", "pyyaml"]).arg(wheel),
-    )?;
-    let mut command = Command::new(Path::new(SCRIPTS).join("wheel.sh"));
-    lines("wheel", command.arg(venv).arg(out))
+    process::capture("pip install", pip.args(["install", "--quiet"]).args(packages)).map(drop)
 }
