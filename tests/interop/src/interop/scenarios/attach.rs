@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::{
     Ctx, Direction, Scenario,
-    rdma::{FUNCTIONS, Shown},
+    rdma::{FUNCTIONS, Shown, median},
     rnbd::{Server, fsck, image},
 };
 use crate::{Error, far::Ip, lab::Places};
@@ -94,60 +94,110 @@ fn file_system(c: &mut Ctx<'_>, shown: &Shown) -> Result<String, Error> {
     ))
 }
 
+/// Rounds, in which the ways take turns. A whole number of them, so that there is a median.
+const ROUNDS: usize = 3;
+/// Of each load in a round.
+const SECONDS: u32 = 4;
 /// The loads of the comparison: their names, and fio's options.
-const LOADS: [(&str, &str); 4] = [
-    ("4 KiB reads, one at a time", "--rw=randread --bs=4k --iodepth=1"),
-    ("4 KiB reads, 32 at a time", "--rw=randread --bs=4k --iodepth=32"),
-    ("4 KiB writes, 32 at a time", "--rw=randwrite --bs=4k --iodepth=32"),
-    ("256 KiB reads, 4 at a time", "--rw=read --bs=256k --iodepth=4"),
+const LOADS: [(&str, &str); 6] = [
+    ("4 KiB random reads, 1 at a time", "--rw=randread --bs=4k --iodepth=1"),
+    ("4 KiB random reads, 32 at a time", "--rw=randread --bs=4k --iodepth=32"),
+    ("4 KiB random writes, 1 at a time", "--rw=randwrite --bs=4k --iodepth=1"),
+    (
+        "4 KiB random writes, 32 at a time",
+        "--rw=randwrite --bs=4k --iodepth=32",
+    ),
+    (
+        "128 KiB sequential reads, 4 at a time",
+        "--rw=read --bs=128k --iodepth=4",
+    ),
+    (
+        "128 KiB sequential writes, 4 at a time",
+        "--rw=write --bs=128k --iodepth=4",
+    ),
+];
+
+/// Block device of the guest: how it gets there, its node, and how it goes.
+struct Way {
+    name: &'static str,
+    up: &'static str,
+    node: &'static str,
+    down: &'static str,
+}
+
+const WAYS: [Way; 2] = [
+    Way {
+        name: "--attach",
+        up: "begin map map --json --session speed --path $SERVER --device disk --attach /dev/nbd0\n\
+             told map '\"event\":\"attached\"' 60",
+        node: "/dev/nbd0",
+        down: "ends map",
+    },
+    Way {
+        name: "nbd-client",
+        up: "modprobe nbd; begin map map --json --session speed --path $SERVER --device disk --nbd /tmp/nbd.sock\n\
+             told map '\"event\":\"mapped\"' 60; nbd-client -unix /tmp/nbd.sock /dev/nbd0 -N disk >/dev/null",
+        node: "/dev/nbd0",
+        down: "nbd-client -d /dev/nbd0 >/dev/null; ends map",
+    },
 ];
 
 /// Requests in a second of each load on a block device of the guest.
 fn loads(c: &mut Ctx<'_>, shown: &Shown, node: &str) -> Result<Vec<f64>, Error> {
-    let measure = |(_, options): &(&str, &str)| {
-        let script = format!(
-            "fio --name=load --filename={node} --size=32M --direct=1 --ioengine=libaio {options} --time_based --runtime=10 \
-             --output-format=json 2>/dev/null"
-        );
-        let text = run(c, shown, &script, 120)?;
-        let json = text.find('{').map_or("", |at| &text[at..]);
-        let report: Value = serde_json::from_str(json).map_err(|e| format!("fio left no report: {e}: {text}"))?;
-        let job = &report["jobs"][0];
-        let sum: f64 = ["read", "write"]
-            .iter()
-            .filter_map(|way| job[way]["iops"].as_f64())
-            .sum();
-        match job["error"] == 0 && sum > 0.0 {
-            true => Ok(sum),
-            false => Err(format!("fio: {text}").into()),
-        }
+    let each = LOADS.map(|(_, options)| format!("--name=load --stonewall {options}"));
+    let script = format!(
+        "fio --filename={node} --size=32M --direct=1 --ioengine=libaio --time_based --runtime={SECONDS} --output-format=json {} 2>/dev/null",
+        each.join(" ")
+    );
+    let text = run(c, shown, &script, 240)?;
+    let json = text.find('{').map_or("", |at| &text[at..]);
+    let report: Value = serde_json::from_str(json).map_err(|e| format!("fio left no report: {e}: {text}"))?;
+    let rate = |job: &Value| {
+        let ways = ["read", "write"].map(|way| job[way]["iops"].as_f64().unwrap_or_default());
+        let sum: f64 = ways.iter().sum();
+        (job["error"] == 0 && sum > 0.0).then_some(sum)
     };
-    LOADS.iter().map(measure).collect()
+    let jobs = report["jobs"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let rates: Option<Vec<f64>> = jobs.iter().map(rate).collect();
+    rates
+        .filter(|rates| rates.len() == LOADS.len())
+        .ok_or_else(|| format!("fio: {text}").into())
 }
 
-/// `--attach` beside `nbd-client` on the socket of the same program.
+/// The loads by one way.
+fn round(c: &mut Ctx<'_>, shown: &Shown, way: &Way) -> Result<Vec<f64>, Error> {
+    run(c, shown, way.up, 120)?;
+    let rates = loads(c, shown, way.node);
+    let down = run(c, shown, way.down, 60);
+    let rates = rates?;
+    down.map(|_| rates)
+}
+
+/// `--attach` compared with `nbd-client` on the socket of the same program.
 fn speed(c: &mut Ctx<'_>, shown: &Shown) -> Result<String, Error> {
     image(c, "disk", 64)?;
     let server = Server::start(c, Ip::V4, &["disk"], "on")?;
-    let attach = "begin map map --json --session attach --path $SERVER --device disk --attach\n\
-                  told map '\"event\":\"attached\"' 60";
-    let client = "modprobe nbd; begin map map --json --session client --path $SERVER --device disk --nbd /tmp/nbd.sock\n\
-                  told map '\"event\":\"mapped\"' 60; nbd-client -unix /tmp/nbd.sock /dev/nbd0 -N disk >/dev/null";
-    let measured = run(c, shown, attach, 120)
-        .and_then(|_| loads(c, shown, "/dev/nbd0"))
-        .and_then(|attached| run(c, shown, "ends map", 60).map(|_| attached))
-        .and_then(|attached| {
-            run(c, shown, client, 120)?;
-            let by_client = loads(c, shown, "/dev/nbd0")?;
-            run(c, shown, "nbd-client -d /dev/nbd0 >/dev/null; ends map", 60)?;
-            Ok((attached, by_client))
-        });
+    let mut measured = WAYS.map(|_| Vec::new());
+    let mut all_rounds = || {
+        for _ in 0..ROUNDS {
+            for (way, rounds) in WAYS.iter().zip(&mut measured) {
+                rounds.push(round(c, shown, way)?);
+            }
+        }
+        Ok::<_, Error>(())
+    };
+    let rounds = all_rounds();
     let ended = server.end();
-    let (attached, by_client) = measured?;
+    rounds?;
     ended?;
-    let told = LOADS
-        .iter()
-        .zip(attached.iter().zip(&by_client))
-        .map(|((name, _), (a, b))| format!("{name}: {a:.0}/s by --attach, {b:.0}/s by nbd-client ({:.2})", a / b));
-    Ok(format!("{}: passed", told.collect::<Vec<_>>().join("; ")))
+    let texts = LOADS.iter().enumerate().map(|(load, (name, _))| {
+        let rates: Vec<f64> = measured
+            .iter()
+            .map(|rounds| median(rounds.iter().map(|rates| rates[load]).collect()))
+            .collect();
+        let of = |(way, rate): (&Way, &f64)| format!("{rate:.0}/s by {} ({:.2})", way.name, rate / rates[0]);
+        let each: Vec<String> = WAYS.iter().zip(&rates).map(of).collect();
+        format!("{name}: {}", each.join(", "))
+    });
+    Ok(format!("{}: passed", texts.collect::<Vec<_>>().join("; ")))
 }

@@ -8,6 +8,7 @@ mod restart;
 mod speed;
 
 pub(super) use contract::passed as contract_passed;
+pub(super) use speed::median;
 
 use std::{
     fs,

@@ -99,7 +99,7 @@ fn number(said: &str, of: impl Fn(&Value) -> Option<f64>) -> Result<f64, Error> 
     found.ok_or_else(|| format!("no number in: {said}").into())
 }
 
-fn median(mut numbers: Vec<f64>) -> f64 {
+pub(in super::super) fn median(mut numbers: Vec<f64>) -> f64 {
     numbers.sort_by(f64::total_cmp);
     numbers[numbers.len() / 2]
 }
