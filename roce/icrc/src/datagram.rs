@@ -1,10 +1,7 @@
 //! The ICRC of a whole IP datagram, with its headers as they came.
 
-use crate::{BTH_LEN, BTH_MASKED, ICRC_LEN, start};
+use crate::{BTH_LEN, BTH_MASKED, ICRC_LEN, IPV4_LEN, IPV6_LEN, UDP_LEN, start};
 
-const IPV4_MIN_LEN: usize = 20;
-const IPV6_LEN: usize = 40;
-const UDP_LEN: usize = 8;
 const UDP_PROTOCOL: u8 = 17;
 /// More than the longest IPv4 header (60), UDP header and BTH.
 const HEAD_MAX: usize = 96;
@@ -45,7 +42,7 @@ pub fn check_datagram(datagram: &[u8]) -> Option<Checked> {
     if first >> 4 == 4 {
         // The two low bits of the flags: more fragments, and a fragment offset.
         let fragment = head[6] & 0x3f != 0 || head[7] != 0;
-        if ip_len < IPV4_MIN_LEN || head[9] != UDP_PROTOCOL || fragment {
+        if ip_len < IPV4_LEN || head[9] != UDP_PROTOCOL || fragment {
             return None;
         }
         head[1] = 0xff;

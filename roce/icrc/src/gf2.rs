@@ -41,7 +41,19 @@ const INVERSE_BYTES: [u32; 32] = {
     table
 };
 
-/// x^(-8n): what undoes `n` zero bytes.
+/// x^(8n): feeds `n` zero bytes.
+pub(crate) const fn zero_bytes(n: usize) -> u32 {
+    let mut factor = ONE;
+    let mut i = 0;
+    while i < n {
+        // x^8.
+        factor = mul(factor, ONE >> 8);
+        i += 1;
+    }
+    factor
+}
+
+/// x^(-8n): undoes `n` zero bytes.
 pub(crate) const fn inverse_of_zero_bytes(n: u32) -> u32 {
     let mut factor = ONE;
     let mut rest = n;
@@ -81,6 +93,9 @@ mod tests {
         let mut state = start;
         for n in 0..5000 {
             assert_eq!(mul(state, inverse_of_zero_bytes(n)), start, "after {n} zero bytes");
+            if n < 50 {
+                assert_eq!(mul(start, zero_bytes(n as usize)), state, "{n} zero bytes");
+            }
             state = zero_byte(state);
         }
     }

@@ -116,14 +116,6 @@ fn every_kernel_frame_verifies_and_its_identification_is_recovered() {
             let at = format!("{} roce frame {frames}", path.display());
             assert!(check_datagram(&datagram).unwrap().is_ok(), "{at}");
             assert!(flow.verify(id, packet), "{at}");
-            let (body, _) = packet.split_at(packet.len() - 4);
-            let (header, payload) = body.split_at(12);
-            let (left, right) = payload.split_at(payload.len() / 3);
-            assert_eq!(
-                flow.compute_parts(id, header, [left, &[], right]),
-                flow.compute(id, body),
-                "{at}"
-            );
             for hint in [0, id, id.wrapping_sub(1), !id] {
                 assert_eq!(flow.recover(packet, hint), Recovery::Exact(id), "{at}");
                 assert_eq!(

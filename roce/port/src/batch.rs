@@ -3,7 +3,7 @@
 use core::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use roce_bth::{ICRC_LEN, Qpn, ROCE_UDP_PORT};
-use roce_icrc::{Flow, IpPair};
+use roce_icrc::{Flow, IcrcPrefix, IpPair};
 use roce_qp::{TxKind, TxSink};
 use roce_verbs::AddressVector;
 
@@ -44,8 +44,26 @@ impl Default for TxConfig {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TxPath {
     pub(crate) flow: Flow,
+    pub(crate) prefix: IcrcPrefix,
     pub(crate) tos: u8,
     pub(crate) ttl: u8,
+}
+
+impl TxPath {
+    /// Creates the path of packets between two addresses from this UDP source port.
+    pub(crate) fn new(ip: IpPair, src_port: u16, tos: u8, ttl: u8) -> Self {
+        let flow = Flow {
+            ip,
+            src_port,
+            dst_port: ROCE_UDP_PORT,
+        };
+        Self {
+            prefix: flow.prefix(),
+            flow,
+            tos,
+            ttl,
+        }
+    }
 }
 
 struct TrainRecord {
@@ -231,7 +249,7 @@ impl TxBatch {
                 0
             }
         };
-        path.flow.seal(index as u16, &mut self.slab[start..start + total]);
+        path.prefix.seal(index as u16, &mut self.slab[start..start + total]);
         self.last = start;
         self.used += total;
         index
@@ -277,18 +295,8 @@ pub(crate) struct Directory<'a> {
 impl<'a> QpSink<'a> {
     /// Creates the sink of a datagram queue pair, which sets the receiver of each packet.
     pub(crate) fn directed(batch: &'a mut TxBatch, directory: Directory<'a>, budget: usize) -> Self {
-        let unset = TxPath {
-            flow: Flow {
-                ip: IpPair::V4 {
-                    src: Ipv4Addr::UNSPECIFIED,
-                    dst: Ipv4Addr::UNSPECIFIED,
-                },
-                src_port: 0,
-                dst_port: ROCE_UDP_PORT,
-            },
-            tos: 0,
-            ttl: 0,
-        };
+        let (src, dst) = (Ipv4Addr::UNSPECIFIED, Ipv4Addr::UNSPECIFIED);
+        let unset = TxPath::new(IpPair::V4 { src, dst }, 0, 0, 0);
         Self {
             directory: Some(directory),
             ..Self::new(batch, &unset, [directory.qpn, Qpn::default()], false, budget)
@@ -373,15 +381,7 @@ mod tests {
 
     fn path(remote: u8) -> TxPath {
         let ip = IpPair::try_from((IpAddr::from([10, 0, 0, 1]), IpAddr::from([10, 0, 0, remote]))).unwrap();
-        TxPath {
-            flow: Flow {
-                ip,
-                src_port: 0xc123,
-                dst_port: ROCE_UDP_PORT,
-            },
-            tos: 0,
-            ttl: 64,
-        }
+        TxPath::new(ip, 0xc123, 0, 64)
     }
 
     fn stage(batch: &mut TxBatch, path: &TxPath, dest: u32, kind: TxKind, len: usize) {

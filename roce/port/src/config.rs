@@ -3,9 +3,8 @@
 use core::{net::IpAddr, num::NonZeroU64};
 use std::sync::Arc;
 
-use roce_bth::ROCE_UDP_PORT;
 use roce_cm::CmConfig;
-use roce_icrc::{Flow, IpPair};
+use roce_icrc::IpPair;
 use roce_mem::PdHandle;
 use roce_qp::{CompletionQueue, FreePaces, ReorderBudget, SharedReceiveQueue, WindowConfig, XrcDomain};
 use roce_verbs::{AddressVector, DeviceLimits, Mtu, PathMtus, QpCaps, QpType, RnrTimer, provider::VerbsError};
@@ -137,15 +136,7 @@ impl PortConfig {
     /// Returns flow, traffic class and TTL of a path's packets. `None` if the IP versions differ.
     pub(crate) fn tx_path(&self, av: &AddressVector, src_port: u16) -> Option<TxPath> {
         let ip = IpPair::try_from((av.local, av.remote)).ok()?;
-        Some(TxPath {
-            flow: Flow {
-                ip,
-                src_port,
-                dst_port: ROCE_UDP_PORT,
-            },
-            tos: av.traffic_class,
-            ttl: av.hop_limit,
-        })
+        Some(TxPath::new(ip, src_port, av.traffic_class, av.hop_limit))
     }
 
     /// Returns whether a path stays on this host. There GSO always numbers IPv4 Identifications as packets were sealed.

@@ -4,15 +4,18 @@ use std::collections::{HashMap, VecDeque};
 
 use core::net::IpAddr;
 use roce_bth::Qpn;
+use roce_icrc::{Flow, IcrcPrefix};
 use roce_qp::{Window, WindowConfig};
+use roce_verbs::AddressVector;
 use slab::Slab;
 
 use crate::{
+    batch::TxPath,
     gso::Gso,
     ident::{IdentTracker, Strangers},
 };
 
-/// One address.
+/// State of one address.
 pub(crate) struct Peer {
     pub(crate) addr: IpAddr,
     pub(crate) window: Window,
@@ -24,11 +27,31 @@ pub(crate) struct Peer {
     pub(crate) gso: Gso,
 }
 
-/// A peer's place.
+/// Index of a peer in [`Peers`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct PeerKey(usize);
 
-/// All peers; one lives as long as a queue pair has it in its path.
+/// Network path of a connected queue pair.
+pub(crate) struct QpPath {
+    pub(crate) peer: PeerKey,
+    pub(crate) av: AddressVector,
+    pub(crate) tx: TxPath,
+    pub(crate) dest: Qpn,
+    /// UDP source port of the peer's last packet, and the ICRC prefix of packets from there.
+    pub(crate) rx: Option<(u16, IcrcPrefix)>,
+}
+
+impl QpPath {
+    /// Returns the ICRC prefix of the peer's packets in a flow.
+    pub(crate) fn rx_prefix(&mut self, flow: &Flow) -> IcrcPrefix {
+        match self.rx {
+            Some((port, prefix)) if port == flow.src_port => prefix,
+            _ => self.rx.insert((flow.src_port, flow.prefix())).1,
+        }
+    }
+}
+
+/// Table of peers. An entry lives as long as a queue pair has it in its path.
 pub(crate) struct Peers {
     slab: Slab<Peer>,
     by_addr: HashMap<IpAddr, usize>,
@@ -44,7 +67,7 @@ impl Peers {
         }
     }
 
-    /// The peer with this address, for one more queue pair.
+    /// Returns the peer with this address and counts one more queue pair of it.
     pub(crate) fn join(&mut self, addr: IpAddr) -> PeerKey {
         let key = *self.by_addr.entry(addr).or_insert_with(|| {
             self.slab.insert(Peer {
@@ -61,7 +84,7 @@ impl Peers {
         PeerKey(key)
     }
 
-    /// One queue pair less.
+    /// Counts one queue pair less; the last one removes the peer.
     pub(crate) fn leave(&mut self, key: PeerKey) {
         let peer = &mut self.slab[key.0];
         peer.queue_pairs -= 1;
@@ -79,7 +102,7 @@ impl Peers {
         &mut self.slab[key.0]
     }
 
-    /// Whether trains are known to arrive at an address as they were sealed.
+    /// Returns whether trains are known to arrive at an address as they were sealed.
     pub(crate) fn gso_proven(&self, addr: IpAddr) -> bool {
         self.find(addr).is_some_and(|key| self.slab[key.0].gso.is_proven())
     }

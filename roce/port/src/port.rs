@@ -20,7 +20,6 @@ use roce_verbs::{
 use slab::Slab;
 
 use crate::{
-    batch::TxPath,
     cnp::Notified,
     config::{PortConfig, QpInit},
     connect::{Conn, PortCmEvent},
@@ -28,7 +27,7 @@ use crate::{
     handshake::{Handshakes, Terms},
     mcast::Groups,
     parting::Parting,
-    peer::{PeerKey, Peers},
+    peer::{PeerKey, Peers, QpPath},
     persist::Persisting,
     qpn::QpnTable,
     siblings::Siblings,
@@ -57,14 +56,6 @@ pub(crate) struct QpEntry {
     pub(crate) notifies: Notified,
     /// The connection waits for the RTU, or for any packet of the peer instead.
     pub(crate) half_open: bool,
-}
-
-/// Network path of a connected queue pair.
-pub(crate) struct QpPath {
-    pub(crate) peer: PeerKey,
-    pub(crate) av: AddressVector,
-    pub(crate) tx: TxPath,
-    pub(crate) dest: Qpn,
 }
 
 /// RoCE port, sans-IO. The crate's documentation describes how to drive it.
@@ -722,7 +713,13 @@ impl Port {
         };
         let peer = self.peers.join(av.remote);
         entry.blocked &= entry.path.as_ref().is_some_and(|p| p.peer == peer);
-        let former = entry.path.replace(QpPath { peer, av, tx, dest });
+        let former = entry.path.replace(QpPath {
+            peer,
+            av,
+            tx,
+            dest,
+            rx: None,
+        });
         if let Some(former) = former {
             // Packets in flight will be acknowledged or retransmitted on the new path.
             let bytes = entry.qp.in_flight();

@@ -4,7 +4,7 @@ use core::net::{IpAddr, SocketAddr};
 
 use roce_bth::{Class, Opcode, PKey, Packet, ParseError, QKey, Qpn, ROCE_UDP_PORT, Service};
 use roce_cm::Translation;
-use roce_icrc::{Flow, IdSolver, IpPair, Recovery};
+use roce_icrc::{Flow, IcrcPrefix, IdSolver, IpPair, Recovery};
 use roce_qp::{DatagramSource, Origin};
 use roce_verbs::Instant;
 
@@ -271,7 +271,8 @@ impl Port {
         slot: usize,
         packet: &Packet<'_>,
     ) {
-        let Some(path) = &self.qps[slot].path else {
+        let entry = &mut *self.qps[slot];
+        let Some(path) = &mut entry.path else {
             self.counters.drop_not_connected += 1;
             return;
         };
@@ -284,16 +285,17 @@ impl Port {
             self.counters.drop_pkey += 1;
             return;
         }
-        let key = path.peer;
         let port = source.flow.src_port;
-        let origin = self.qps[slot].qp.origin(packet, port);
+        let origin = entry.qp.origin(packet, port);
         let class = packet.header.bth.opcode.info().class;
         if origin == Origin::Stranger && class != Class::Cnp {
             self.counters.drop_stranger += 1;
             return;
         }
+        let key = path.peer;
+        let prefix = path.rx_prefix(&source.flow);
         let hint = self.peers.get(key).ident.hint(index);
-        let Some(ident) = self.check_icrc(source, index, bytes, hint) else {
+        let Some(ident) = self.check_icrc(source, prefix, index, bytes, hint) else {
             return;
         };
         if origin == Origin::Unproven && !self.qps[slot].qp.learn_source(packet, port) {
@@ -426,7 +428,8 @@ impl Port {
     fn check_stranger(&mut self, now: Instant, source: &Source, index: u16, bytes: &[u8]) -> Result<u16, Unproven> {
         let known = self.peers.find(source.flow.ip.src());
         let hint = known.map_or(index, |key| self.peers.get(key).ident.hint(index));
-        let ident = self.check_icrc(source, index, bytes, hint).ok_or(Unproven::Corrupt)?;
+        let ident = self.check_icrc(source, source.flow.prefix(), index, bytes, hint);
+        let ident = ident.ok_or(Unproven::Corrupt)?;
         let (id, key) = match (ident, known) {
             (Ident::Known(id), _) | (Ident::Recovered(id), None) => return Ok(id),
             (Ident::Recovered(id), Some(key)) => (id, key),
@@ -440,14 +443,20 @@ impl Port {
     }
 
     /// Verifies a packet's ICRC. Recovers an unknown IPv4 Identification, trying `hint` first.
-    fn check_icrc(&mut self, source: &Source, index: u16, bytes: &[u8], hint: u16) -> Option<Ident> {
-        let flow = &source.flow;
-        let is_v6 = matches!(flow.ip, IpPair::V6 { .. });
+    fn check_icrc(
+        &mut self,
+        source: &Source,
+        prefix: IcrcPrefix,
+        index: u16,
+        bytes: &[u8],
+        hint: u16,
+    ) -> Option<Ident> {
+        let is_v6 = matches!(source.flow.ip, IpPair::V6 { .. });
         let ident = if let Some(id) = source.identification.or(is_v6.then_some(0)) {
             let id = id.wrapping_add(index);
-            flow.verify(id, bytes).then_some(Ident::Known(id))
+            prefix.verify(id, bytes).then_some(Ident::Known(id))
         } else {
-            match flow.recover_with(&mut self.solver, bytes, hint) {
+            match prefix.recover_with(&mut self.solver, bytes, hint) {
                 Recovery::Exact(id) => Some(Ident::Recovered(id)),
                 Recovery::Corrupt => None,
             }

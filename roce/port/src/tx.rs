@@ -1,8 +1,8 @@
 //! From queue pairs to packets: whose turn it is, and the wrapping of management datagrams.
 
-use roce_bth::{Bth, Deth, Header, Opcode, QKey, Qpn, ROCE_UDP_PORT};
+use roce_bth::{Bth, Deth, Header, Opcode, QKey, Qpn};
 use roce_cm::OutMad;
-use roce_icrc::{Flow, IpPair};
+use roce_icrc::IpPair;
 use roce_qp::{Poll, TxKind, TxSink};
 use roce_verbs::Instant;
 
@@ -183,18 +183,9 @@ impl Port {
         let Ok(ip) = IpPair::try_from((out.local, out.remote)) else {
             return;
         };
-        let path = TxPath {
-            flow: Flow {
-                ip,
-                src_port: self
-                    .config
-                    .mad_port
-                    .unwrap_or_else(|| self.config.src_port(udp_source_port(Qpn::GSI, Qpn::GSI))),
-                dst_port: ROCE_UDP_PORT,
-            },
-            tos: 0,
-            ttl: MAD_HOP_LIMIT,
-        };
+        let default_port = || self.config.src_port(udp_source_port(Qpn::GSI, Qpn::GSI));
+        let src_port = self.config.mad_port.unwrap_or_else(default_port);
+        let path = TxPath::new(ip, src_port, 0, MAD_HOP_LIMIT);
         let mut header = Header::new(Bth::new(Opcode::UdSendOnly, Qpn::GSI, self.gsi_psn));
         header.deth = Some(Deth {
             qkey: QKey::GSI,

@@ -1,0 +1,156 @@
+//! State of the ICRC after the masked IP and UDP headers.
+//!
+//! CRC-32 is affine in its message: replacing a byte adds a value that depends only on the byte's difference and on how
+//! many bytes follow. So a flow's headers are hashed once, and each packet adds its lengths and Identification by tables.
+
+use crate::{
+    BTH_MASKED, ICRC_LEN, IPV4_LEN, IPV6_LEN, UDP_LEN,
+    flow::{Flow, IpPair, Recovery},
+    gf2,
+    solver::IdSolver,
+    split, start,
+};
+
+/// Offset of the total length in the IPv4 header; the Identification follows.
+const IPV4_TOTAL_LEN: usize = 2;
+/// Offset of the payload length in the IPv6 header.
+const IPV6_PAYLOAD_LEN: usize = 4;
+/// Offset of the length in the UDP header.
+const UDP_DATAGRAM_LEN: usize = 4;
+
+type Table = [u32; 256];
+
+/// Returns the products of each byte value and a factor.
+const fn products(factor: u32) -> Table {
+    let mut table = [0; 256];
+    let mut byte = 1;
+    while byte < 256 {
+        let rest = byte & (byte - 1);
+        table[byte] = table[rest] ^ gf2::mul((byte ^ rest) as u32, factor);
+        byte += 1;
+    }
+    table
+}
+
+/// Returns the tables of `N` consecutive bytes, the first of which is at offset `at` of headers of `len` bytes.
+const fn bytes<const N: usize>(len: usize, at: usize) -> [Table; N] {
+    let mut tables = [[0; 256]; N];
+    let mut i = 0;
+    while i < N {
+        tables[i] = products(gf2::zero_bytes(len - at - i));
+        i += 1;
+    }
+    tables
+}
+
+/// IPv4 total length and Identification.
+static IPV4_LEN_AND_ID: [Table; 4] = bytes(IPV4_LEN + UDP_LEN, IPV4_TOTAL_LEN);
+/// IPv6 payload length.
+static IPV6_LENGTH: [Table; 2] = bytes(IPV6_LEN + UDP_LEN, IPV6_PAYLOAD_LEN);
+/// UDP length.
+static UDP_LENGTH: [Table; 2] = bytes(UDP_LEN, UDP_DATAGRAM_LEN);
+/// State before the BTH that has the effect of a difference in the BTH's masked byte.
+static MASKED: Table = products(gf2::inverse_of_zero_bytes(BTH_MASKED as u32));
+
+/// Part of the ICRC that all packets of a [`Flow`] share: the state after its headers with lengths and Identification 0.
+#[derive(Clone, Copy, Debug)]
+pub struct IcrcPrefix {
+    state: u32,
+    ipv4: bool,
+}
+
+impl IcrcPrefix {
+    pub(crate) fn new(flow: &Flow) -> Self {
+        let mut buf = [0xff; IPV6_LEN + UDP_LEN];
+        let ip_len = match flow.ip {
+            IpPair::V4 { src, dst } => {
+                buf[0] = 0x45;
+                buf[2..8].copy_from_slice(&[0, 0, 0, 0, 0x40, 0]);
+                buf[9] = 17;
+                buf[12..16].copy_from_slice(&src.octets());
+                buf[16..20].copy_from_slice(&dst.octets());
+                IPV4_LEN
+            }
+            IpPair::V6 { src, dst } => {
+                buf[0] = 0x6f;
+                buf[4..7].copy_from_slice(&[0, 0, 17]);
+                buf[8..24].copy_from_slice(&src.octets());
+                buf[24..40].copy_from_slice(&dst.octets());
+                IPV6_LEN
+            }
+        };
+        let udp = &mut buf[ip_len..];
+        udp[0..2].copy_from_slice(&flow.src_port.to_be_bytes());
+        udp[2..4].copy_from_slice(&flow.dst_port.to_be_bytes());
+        udp[4..6].fill(0);
+        let mut crc = start();
+        crc.update(&buf[..ip_len + UDP_LEN]);
+        Self {
+            state: crc.finalize(),
+            ipv4: ip_len == IPV4_LEN,
+        }
+    }
+
+    /// Returns the state after the headers of a packet of `len` bytes without ICRC.
+    fn state(self, identification: u16, len: usize) -> u32 {
+        // No datagram is longer than its 16-bit length says, so the cast loses nothing that could be sent.
+        let udp_len = (len + UDP_LEN + ICRC_LEN) as u16;
+        let [high, low] = udp_len.to_be_bytes().map(usize::from);
+        let ip = if self.ipv4 {
+            let [length_high, length_low] = udp_len.wrapping_add(IPV4_LEN as u16).to_be_bytes().map(usize::from);
+            let [id_high, id_low] = identification.to_be_bytes().map(usize::from);
+            let [a, b, c, d] = &IPV4_LEN_AND_ID;
+            a[length_high] ^ b[length_low] ^ c[id_high] ^ d[id_low]
+        } else {
+            IPV6_LENGTH[0][high] ^ IPV6_LENGTH[1][low]
+        };
+        self.state ^ ip ^ UDP_LENGTH[0][high] ^ UDP_LENGTH[1][low]
+    }
+
+    /// Computes the ICRC of a packet given without its last four bytes.
+    pub(crate) fn compute(self, identification: u16, packet_without_icrc: &[u8]) -> u32 {
+        let mut state = self.state(identification, packet_without_icrc.len());
+        if let Some(&byte) = packet_without_icrc.get(BTH_MASKED) {
+            state ^= MASKED[usize::from(!byte)];
+        }
+        let mut crc = crc32fast::Hasher::new_with_initial(state);
+        crc.update(packet_without_icrc);
+        crc.finalize()
+    }
+
+    /// [`Flow::seal`].
+    pub fn seal(self, identification: u16, packet: &mut [u8]) {
+        if let Some((body, icrc)) = packet.split_last_chunk_mut::<ICRC_LEN>() {
+            *icrc = self.compute(identification, body).to_le_bytes();
+        }
+    }
+
+    /// [`Flow::verify`].
+    pub fn verify(self, identification: u16, packet: &[u8]) -> bool {
+        split(packet).is_some_and(|(body, icrc)| self.compute(identification, body) == icrc)
+    }
+
+    /// [`Flow::recover_with`].
+    pub fn recover_with(self, solver: &mut IdSolver, packet: &[u8], hint: u16) -> Recovery {
+        self.recover_by(packet, hint, |difference, trailing| solver.solve(difference, trailing))
+    }
+
+    pub(crate) fn recover_by(self, packet: &[u8], hint: u16, solve: impl FnOnce(u32, u32) -> Option<u16>) -> Recovery {
+        let Some((body, icrc)) = split(packet) else {
+            return Recovery::Corrupt;
+        };
+        let difference = self.compute(hint, body) ^ icrc;
+        if difference == 0 {
+            return Recovery::Exact(hint);
+        }
+        if !self.ipv4 {
+            return Recovery::Corrupt;
+        }
+        // Flags to destination address, UDP header, packet.
+        let trailing = u32::try_from(body.len() + IPV4_LEN - 6 + UDP_LEN);
+        match trailing.ok().and_then(|n| solve(difference, n)) {
+            Some(delta) => Recovery::Exact(hint ^ delta),
+            None => Recovery::Corrupt,
+        }
+    }
+}
