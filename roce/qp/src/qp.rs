@@ -474,7 +474,7 @@ impl QueuePair {
     fn check_send(&self, wr: &SendWr<'_>) -> Result<Checked, PostError> {
         let kind = kind_of(&wr.op);
         let row = legal::operation(wr.op.code());
-        let unsupported = !row.services.contains(&self.config.qp_type);
+        let unsupported = !row.services.contains(self.config.qp_type);
         let binds = matches!(wr.op, SendOp::BindWindow(_) | SendOp::FastRegister(_));
         if unsupported && (binds || self.config.qp_type == QpType::XrcTgt) {
             return Err(PostError::Invalid("this transport service does not have the operation"));

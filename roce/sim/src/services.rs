@@ -408,10 +408,7 @@ impl World {
             (QpState::Rtr, QpState::Rts),
         ];
         for (from, to) in steps {
-            let mut steps = legal::transitions(qp_type).iter();
-            let step = steps
-                .find(|t| (t.from, t.to) == (from, to))
-                .ok_or("no such transition")?;
+            let step = legal::transition(qp_type, from, to).ok_or("no such transition")?;
             let has = |m| step.required.contains(m);
             let attr = QpAttr {
                 state: Some(to),

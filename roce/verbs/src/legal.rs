@@ -1,5 +1,5 @@
-//! What is legal, as data: which transitions a queue pair of each service makes and which attributes each needs and takes
-//! (IBA table 91; the man page of ibv_modify_qp; the kernel's `ib_modify_qp_is_ok`), and which operations a send queue
+//! Tables of what is legal: which transitions a queue pair of each service makes and which attributes each needs and takes
+//! (IBA table 91; the man page of `ibv_modify_qp`; the kernel's `ib_modify_qp_is_ok`), and which operations a send queue
 //! of each service takes (IBA table 95 and Annexes A14 and A19; `rxe_wr_opcode_info`).
 
 use crate::{
@@ -7,413 +7,167 @@ use crate::{
     wr::WrOpcode,
 };
 
-/// One legal transition of one transport service.
+/// Set of transport services.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Services(u8);
+
+const fn services(types: &[QpType]) -> Services {
+    let mut bits = 0;
+    let mut i = 0;
+    while i < types.len() {
+        bits |= 1 << types[i] as u8;
+        i += 1;
+    }
+    Services(bits)
+}
+
+impl Services {
+    /// Returns whether the set has queue pairs of this type.
+    #[inline]
+    pub const fn contains(self, qp_type: QpType) -> bool {
+        self.0 & 1 << qp_type as u8 != 0
+    }
+}
+
+use QpState::{Err, Init, Reset, Rtr, Rts, Sqd, Sqe};
+use QpType::{Gsi, Rc, Uc, Ud, XrcIni, XrcTgt};
+
+const ALL: Services = services(&QpType::ALL);
+const ALL_BUT_GSI: Services = services(&[Rc, Uc, Ud, XrcIni, XrcTgt]);
+/// All that send.
+const SENDERS: Services = services(&[Rc, Uc, Ud, Gsi, XrcIni]);
+const CONNECTED: Services = services(&[Rc, Uc, XrcIni, XrcTgt]);
+const CONNECTED_SENDERS: Services = services(&[Rc, Uc, XrcIni]);
+const DATAGRAM: Services = services(&[Ud, Gsi]);
+const RELIABLE: Services = services(&[Rc, XrcIni, XrcTgt]);
+/// Reliable services with a requester.
+const REQUESTERS: Services = services(&[Rc, XrcIni]);
+/// Reliable services with a responder.
+const RESPONDERS: Services = services(&[Rc, XrcTgt]);
+
+/// Attributes, each with the services that it is for.
+type Rule = &'static [(M, Services)];
+
+const NONE: Rule = &[];
+
+const INIT: Rule = &[
+    (M::PKEY_INDEX, ALL),
+    (M::PORT, ALL_BUT_GSI),
+    (M::ACCESS_FLAGS, CONNECTED),
+    (M::QKEY, DATAGRAM),
+];
+
+const RTR: Rule = &[
+    (M::AV, CONNECTED),
+    (M::PATH_MTU, CONNECTED),
+    (M::DEST_QPN, CONNECTED),
+    (M::RQ_PSN, CONNECTED),
+    (M::MAX_DEST_RD_ATOMIC, RESPONDERS),
+    (M::MIN_RNR_TIMER, RESPONDERS),
+];
+const RTR_OPTIONAL: Rule = &[
+    (M::PKEY_INDEX, ALL),
+    (M::ACCESS_FLAGS, CONNECTED),
+    (M::QKEY, DATAGRAM),
+    (M::ALT_PATH, CONNECTED),
+];
+
+const RTS: Rule = &[
+    (M::SQ_PSN, ALL),
+    (M::TIMEOUT, RELIABLE),
+    (M::RETRY_CNT, REQUESTERS),
+    (M::RNR_RETRY, REQUESTERS),
+    (M::MAX_RD_ATOMIC, REQUESTERS),
+];
+const RTS_OPTIONAL: Rule = &[
+    (M::CUR_STATE, ALL),
+    (M::ACCESS_FLAGS, CONNECTED),
+    (M::QKEY, DATAGRAM),
+    (M::ALT_PATH, CONNECTED),
+    (M::PATH_MIG_STATE, CONNECTED),
+    (M::MIN_RNR_TIMER, RESPONDERS),
+];
+
+const DRAINED: Rule = &[
+    (M::PKEY_INDEX, ALL),
+    (M::ACCESS_FLAGS, CONNECTED),
+    (M::QKEY, DATAGRAM),
+    (M::AV, CONNECTED),
+    (M::ALT_PATH, CONNECTED),
+    (M::PATH_MIG_STATE, CONNECTED),
+    (M::PORT, RELIABLE),
+    (M::TIMEOUT, RELIABLE),
+    (M::RETRY_CNT, REQUESTERS),
+    (M::RNR_RETRY, REQUESTERS),
+    (M::MAX_RD_ATOMIC, REQUESTERS),
+    (M::MAX_DEST_RD_ATOMIC, RESPONDERS),
+    (M::MIN_RNR_TIMER, RESPONDERS),
+];
+
+/// Reliable connections never enter SQE by themselves: from there they take nothing.
+const RECOVERED: Rule = &[
+    (M::CUR_STATE, services(&[Uc, Ud, Gsi])),
+    (M::ACCESS_FLAGS, services(&[Uc])),
+    (M::QKEY, DATAGRAM),
+];
+
+/// The table: required and optional attributes of each legal transition.
+const fn rules(from: QpState, to: QpState) -> Option<(Rule, Rule)> {
+    Some(match (from, to) {
+        (_, Reset) | (Init | Rtr | Rts | Sqd | Sqe | Err, Err) => (NONE, NONE),
+        (Reset, Init) => (INIT, NONE),
+        (Init, Init) => (NONE, INIT),
+        (Init, Rtr) => (RTR, RTR_OPTIONAL),
+        (Rtr, Rts) => (RTS, RTS_OPTIONAL),
+        (Rts | Sqd, Rts) => (NONE, RTS_OPTIONAL),
+        (Rts, Sqd) => (NONE, &[(M::EN_SQD_ASYNC_NOTIFY, ALL)]),
+        (Sqd, Sqd) => (NONE, DRAINED),
+        (Sqe, Rts) => (NONE, RECOVERED),
+        _ => return None,
+    })
+}
+
+/// Attributes of one legal transition.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Transition {
-    /// State before.
-    pub from: QpState,
-    /// State after.
-    pub to: QpState,
     /// Attributes that must be given.
     pub required: M,
     /// Attributes that may be given.
     pub optional: M,
 }
 
-const fn row(from: QpState, to: QpState, required: &[M], optional: &[M]) -> Transition {
-    Transition {
-        from,
-        to,
-        required: union(required),
-        optional: union(optional),
-    }
+/// Returns the attributes of a transition. `None` if there is no such transition.
+pub fn transition(qp_type: QpType, from: QpState, to: QpState) -> Option<Transition> {
+    let (required, optional) = rules(from, to)?;
+    let of_type = |rule: Rule| {
+        rule.iter()
+            .filter(|(_, s)| s.contains(qp_type))
+            .map(|(m, _)| *m)
+            .collect()
+    };
+    Some(Transition {
+        required: of_type(required),
+        optional: of_type(optional),
+    })
 }
 
-const fn union(masks: &[M]) -> M {
-    let mut bits = 0;
-    let mut i = 0;
-    while i < masks.len() {
-        bits |= masks[i].bits();
-        i += 1;
-    }
-    M::from_bits_retain(bits)
-}
-
-use QpState::{Err, Init, Reset, Rtr, Rts, Sqd, Sqe};
-
-const INIT: &[M] = &[M::PKEY_INDEX, M::PORT, M::ACCESS_FLAGS];
-
-/// Reliable connection.
-const RC: &[Transition] = &[
-    row(Reset, Reset, &[], &[]),
-    row(Reset, Init, INIT, &[]),
-    row(Init, Reset, &[], &[]),
-    row(Init, Err, &[], &[]),
-    row(Init, Init, &[], INIT),
-    row(
-        Init,
-        Rtr,
-        &[
-            M::AV,
-            M::PATH_MTU,
-            M::DEST_QPN,
-            M::RQ_PSN,
-            M::MAX_DEST_RD_ATOMIC,
-            M::MIN_RNR_TIMER,
-        ],
-        &[M::ALT_PATH, M::ACCESS_FLAGS, M::PKEY_INDEX],
-    ),
-    row(Rtr, Reset, &[], &[]),
-    row(Rtr, Err, &[], &[]),
-    row(
-        Rtr,
-        Rts,
-        &[M::TIMEOUT, M::RETRY_CNT, M::RNR_RETRY, M::SQ_PSN, M::MAX_RD_ATOMIC],
-        &[
-            M::CUR_STATE,
-            M::ALT_PATH,
-            M::ACCESS_FLAGS,
-            M::MIN_RNR_TIMER,
-            M::PATH_MIG_STATE,
-        ],
-    ),
-    row(Rts, Reset, &[], &[]),
-    row(Rts, Err, &[], &[]),
-    row(
-        Rts,
-        Rts,
-        &[],
-        &[
-            M::CUR_STATE,
-            M::ACCESS_FLAGS,
-            M::ALT_PATH,
-            M::PATH_MIG_STATE,
-            M::MIN_RNR_TIMER,
-        ],
-    ),
-    row(Rts, Sqd, &[], &[M::EN_SQD_ASYNC_NOTIFY]),
-    row(Sqd, Reset, &[], &[]),
-    row(Sqd, Err, &[], &[]),
-    row(
-        Sqd,
-        Rts,
-        &[],
-        &[
-            M::CUR_STATE,
-            M::ALT_PATH,
-            M::ACCESS_FLAGS,
-            M::MIN_RNR_TIMER,
-            M::PATH_MIG_STATE,
-        ],
-    ),
-    row(
-        Sqd,
-        Sqd,
-        &[],
-        &[
-            M::PORT,
-            M::AV,
-            M::TIMEOUT,
-            M::RETRY_CNT,
-            M::RNR_RETRY,
-            M::MAX_RD_ATOMIC,
-            M::MAX_DEST_RD_ATOMIC,
-            M::ALT_PATH,
-            M::ACCESS_FLAGS,
-            M::PKEY_INDEX,
-            M::MIN_RNR_TIMER,
-            M::PATH_MIG_STATE,
-        ],
-    ),
-    // A reliable connection never enters SQE by itself; the way out exists for every service.
-    row(Sqe, Reset, &[], &[]),
-    row(Sqe, Err, &[], &[]),
-    row(Sqe, Rts, &[], &[]),
-    row(Err, Reset, &[], &[]),
-    row(Err, Err, &[], &[]),
-];
-
-/// Unreliable connection.
-const UC: &[Transition] = &[
-    row(Reset, Reset, &[], &[]),
-    row(Reset, Init, INIT, &[]),
-    row(Init, Reset, &[], &[]),
-    row(Init, Err, &[], &[]),
-    row(Init, Init, &[], INIT),
-    row(
-        Init,
-        Rtr,
-        &[M::AV, M::PATH_MTU, M::DEST_QPN, M::RQ_PSN],
-        &[M::ALT_PATH, M::ACCESS_FLAGS, M::PKEY_INDEX],
-    ),
-    row(Rtr, Reset, &[], &[]),
-    row(Rtr, Err, &[], &[]),
-    row(
-        Rtr,
-        Rts,
-        &[M::SQ_PSN],
-        &[M::CUR_STATE, M::ALT_PATH, M::ACCESS_FLAGS, M::PATH_MIG_STATE],
-    ),
-    row(Rts, Reset, &[], &[]),
-    row(Rts, Err, &[], &[]),
-    row(
-        Rts,
-        Rts,
-        &[],
-        &[M::CUR_STATE, M::ACCESS_FLAGS, M::ALT_PATH, M::PATH_MIG_STATE],
-    ),
-    row(Rts, Sqd, &[], &[M::EN_SQD_ASYNC_NOTIFY]),
-    row(Sqd, Reset, &[], &[]),
-    row(Sqd, Err, &[], &[]),
-    row(
-        Sqd,
-        Rts,
-        &[],
-        &[M::CUR_STATE, M::ALT_PATH, M::ACCESS_FLAGS, M::PATH_MIG_STATE],
-    ),
-    row(
-        Sqd,
-        Sqd,
-        &[],
-        &[M::AV, M::ALT_PATH, M::ACCESS_FLAGS, M::PKEY_INDEX, M::PATH_MIG_STATE],
-    ),
-    row(Sqe, Reset, &[], &[]),
-    row(Sqe, Err, &[], &[]),
-    row(Sqe, Rts, &[], &[M::CUR_STATE, M::ACCESS_FLAGS]),
-    row(Err, Reset, &[], &[]),
-    row(Err, Err, &[], &[]),
-];
-
-/// Unreliable datagram.
-const UD: &[Transition] = &[
-    row(Reset, Reset, &[], &[]),
-    row(Reset, Init, &[M::PKEY_INDEX, M::PORT, M::QKEY], &[]),
-    row(Init, Reset, &[], &[]),
-    row(Init, Err, &[], &[]),
-    row(Init, Init, &[], &[M::PKEY_INDEX, M::PORT, M::QKEY]),
-    row(Init, Rtr, &[], &[M::PKEY_INDEX, M::QKEY]),
-    row(Rtr, Reset, &[], &[]),
-    row(Rtr, Err, &[], &[]),
-    row(Rtr, Rts, &[M::SQ_PSN], &[M::CUR_STATE, M::QKEY]),
-    row(Rts, Reset, &[], &[]),
-    row(Rts, Err, &[], &[]),
-    row(Rts, Rts, &[], &[M::CUR_STATE, M::QKEY]),
-    row(Rts, Sqd, &[], &[M::EN_SQD_ASYNC_NOTIFY]),
-    row(Sqd, Reset, &[], &[]),
-    row(Sqd, Err, &[], &[]),
-    row(Sqd, Rts, &[], &[M::CUR_STATE, M::QKEY]),
-    row(Sqd, Sqd, &[], &[M::PKEY_INDEX, M::QKEY]),
-    row(Sqe, Reset, &[], &[]),
-    row(Sqe, Err, &[], &[]),
-    row(Sqe, Rts, &[], &[M::CUR_STATE, M::QKEY]),
-    row(Err, Reset, &[], &[]),
-    row(Err, Err, &[], &[]),
-];
-
-/// The sending end of an extended reliable connection: it has no responder.
-const XRC_INI: &[Transition] = &[
-    row(Reset, Reset, &[], &[]),
-    row(Reset, Init, INIT, &[]),
-    row(Init, Reset, &[], &[]),
-    row(Init, Err, &[], &[]),
-    row(Init, Init, &[], INIT),
-    row(
-        Init,
-        Rtr,
-        &[M::AV, M::PATH_MTU, M::DEST_QPN, M::RQ_PSN],
-        &[M::ALT_PATH, M::ACCESS_FLAGS, M::PKEY_INDEX],
-    ),
-    row(Rtr, Reset, &[], &[]),
-    row(Rtr, Err, &[], &[]),
-    row(
-        Rtr,
-        Rts,
-        &[M::TIMEOUT, M::RETRY_CNT, M::RNR_RETRY, M::SQ_PSN, M::MAX_RD_ATOMIC],
-        &[M::CUR_STATE, M::ALT_PATH, M::ACCESS_FLAGS, M::PATH_MIG_STATE],
-    ),
-    row(Rts, Reset, &[], &[]),
-    row(Rts, Err, &[], &[]),
-    row(
-        Rts,
-        Rts,
-        &[],
-        &[M::CUR_STATE, M::ACCESS_FLAGS, M::ALT_PATH, M::PATH_MIG_STATE],
-    ),
-    row(Rts, Sqd, &[], &[M::EN_SQD_ASYNC_NOTIFY]),
-    row(Sqd, Reset, &[], &[]),
-    row(Sqd, Err, &[], &[]),
-    row(
-        Sqd,
-        Rts,
-        &[],
-        &[M::CUR_STATE, M::ALT_PATH, M::ACCESS_FLAGS, M::PATH_MIG_STATE],
-    ),
-    row(
-        Sqd,
-        Sqd,
-        &[],
-        &[
-            M::PORT,
-            M::AV,
-            M::TIMEOUT,
-            M::RETRY_CNT,
-            M::RNR_RETRY,
-            M::MAX_RD_ATOMIC,
-            M::ALT_PATH,
-            M::ACCESS_FLAGS,
-            M::PKEY_INDEX,
-            M::PATH_MIG_STATE,
-        ],
-    ),
-    row(Sqe, Reset, &[], &[]),
-    row(Sqe, Err, &[], &[]),
-    row(Sqe, Rts, &[], &[]),
-    row(Err, Reset, &[], &[]),
-    row(Err, Err, &[], &[]),
-];
-
-/// The receiving end of an extended reliable connection: it has no requester.
-const XRC_TGT: &[Transition] = &[
-    row(Reset, Reset, &[], &[]),
-    row(Reset, Init, INIT, &[]),
-    row(Init, Reset, &[], &[]),
-    row(Init, Err, &[], &[]),
-    row(Init, Init, &[], INIT),
-    row(
-        Init,
-        Rtr,
-        &[
-            M::AV,
-            M::PATH_MTU,
-            M::DEST_QPN,
-            M::RQ_PSN,
-            M::MAX_DEST_RD_ATOMIC,
-            M::MIN_RNR_TIMER,
-        ],
-        &[M::ALT_PATH, M::ACCESS_FLAGS, M::PKEY_INDEX],
-    ),
-    row(Rtr, Reset, &[], &[]),
-    row(Rtr, Err, &[], &[]),
-    row(
-        Rtr,
-        Rts,
-        &[M::TIMEOUT, M::SQ_PSN],
-        &[
-            M::CUR_STATE,
-            M::ALT_PATH,
-            M::ACCESS_FLAGS,
-            M::MIN_RNR_TIMER,
-            M::PATH_MIG_STATE,
-        ],
-    ),
-    row(Rts, Reset, &[], &[]),
-    row(Rts, Err, &[], &[]),
-    row(
-        Rts,
-        Rts,
-        &[],
-        &[
-            M::CUR_STATE,
-            M::ACCESS_FLAGS,
-            M::ALT_PATH,
-            M::PATH_MIG_STATE,
-            M::MIN_RNR_TIMER,
-        ],
-    ),
-    row(Rts, Sqd, &[], &[M::EN_SQD_ASYNC_NOTIFY]),
-    row(Sqd, Reset, &[], &[]),
-    row(Sqd, Err, &[], &[]),
-    row(
-        Sqd,
-        Rts,
-        &[],
-        &[
-            M::CUR_STATE,
-            M::ALT_PATH,
-            M::ACCESS_FLAGS,
-            M::MIN_RNR_TIMER,
-            M::PATH_MIG_STATE,
-        ],
-    ),
-    row(
-        Sqd,
-        Sqd,
-        &[],
-        &[
-            M::PORT,
-            M::AV,
-            M::TIMEOUT,
-            M::MAX_DEST_RD_ATOMIC,
-            M::ALT_PATH,
-            M::ACCESS_FLAGS,
-            M::PKEY_INDEX,
-            M::MIN_RNR_TIMER,
-            M::PATH_MIG_STATE,
-        ],
-    ),
-    row(Sqe, Reset, &[], &[]),
-    row(Sqe, Err, &[], &[]),
-    row(Sqe, Rts, &[], &[]),
-    row(Err, Reset, &[], &[]),
-    row(Err, Err, &[], &[]),
-];
-
-/// The general service interface: as datagrams, on a port that is given.
-const GSI: &[Transition] = &[
-    row(Reset, Reset, &[], &[]),
-    row(Reset, Init, &[M::PKEY_INDEX, M::QKEY], &[]),
-    row(Init, Reset, &[], &[]),
-    row(Init, Err, &[], &[]),
-    row(Init, Init, &[], &[M::PKEY_INDEX, M::QKEY]),
-    row(Init, Rtr, &[], &[M::PKEY_INDEX, M::QKEY]),
-    row(Rtr, Reset, &[], &[]),
-    row(Rtr, Err, &[], &[]),
-    row(Rtr, Rts, &[M::SQ_PSN], &[M::CUR_STATE, M::QKEY]),
-    row(Rts, Reset, &[], &[]),
-    row(Rts, Err, &[], &[]),
-    row(Rts, Rts, &[], &[M::CUR_STATE, M::QKEY]),
-    row(Rts, Sqd, &[], &[M::EN_SQD_ASYNC_NOTIFY]),
-    row(Sqd, Reset, &[], &[]),
-    row(Sqd, Err, &[], &[]),
-    row(Sqd, Rts, &[], &[M::CUR_STATE, M::QKEY]),
-    row(Sqd, Sqd, &[], &[M::PKEY_INDEX, M::QKEY]),
-    row(Sqe, Reset, &[], &[]),
-    row(Sqe, Err, &[], &[]),
-    row(Sqe, Rts, &[], &[M::CUR_STATE, M::QKEY]),
-    row(Err, Reset, &[], &[]),
-    row(Err, Err, &[], &[]),
-];
-
-/// The transitions of a transport service.
-pub const fn transitions(qp_type: QpType) -> &'static [Transition] {
-    match qp_type {
-        QpType::Rc => RC,
-        QpType::Uc => UC,
-        QpType::Ud => UD,
-        QpType::Gsi => GSI,
-        QpType::XrcIni => XRC_INI,
-        QpType::XrcTgt => XRC_TGT,
-    }
-}
-
-/// Why a transition is not legal.
+/// Reason why a transition is not legal.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Illegal {
-    /// There is no such transition.
+    /// No such transition.
     Transition,
-    /// Attributes that it needs are missing.
+    /// Required attributes are missing.
     Missing(M),
-    /// Attributes that it does not take are given.
+    /// Attributes are given that the transition does not take.
     NotAllowed(M),
 }
 
-/// Checks a transition and the set of attributes that comes with it.
+/// Checks a transition and the set of attributes given with it.
 ///
 /// # Errors
-/// Says what is wrong with it.
+/// If there is no such transition, an attribute is missing, or one is not allowed.
 pub fn check_transition(qp_type: QpType, from: QpState, to: QpState, mask: M) -> Result<(), Illegal> {
-    let found = transitions(qp_type).iter().find(|t| t.from == from && t.to == to);
-    let transition = found.ok_or(Illegal::Transition)?;
+    let transition = transition(qp_type, from, to).ok_or(Illegal::Transition)?;
     let missing = transition.required - mask;
     if !missing.is_empty() {
         return Result::Err(Illegal::Missing(missing));
@@ -425,45 +179,41 @@ pub fn check_transition(qp_type: QpType, from: QpState, to: QpState, mask: M) ->
     Ok(())
 }
 
-/// One operation: which services' send queues take it, and whether its payload may be inline.
+/// Rules of one operation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Operation {
     /// The operation.
     pub op: WrOpcode,
-    /// Services of queue pairs for which it is legal.
-    pub services: &'static [QpType],
+    /// Services that have it.
+    pub services: Services,
     /// It sends local bytes, so they may be given inline.
     pub inline: bool,
 }
 
-const fn op(op: WrOpcode, services: &'static [QpType], inline: bool) -> Operation {
+const fn op(op: WrOpcode, services: Services, inline: bool) -> Operation {
     Operation { op, services, inline }
 }
 
-const SENDERS: &[QpType] = &[QpType::Rc, QpType::Uc, QpType::Ud, QpType::Gsi, QpType::XrcIni];
-const CONNECTED: &[QpType] = &[QpType::Rc, QpType::Uc, QpType::XrcIni];
-const RELIABLE: &[QpType] = &[QpType::Rc, QpType::XrcIni];
-
-/// Every operation, in the order of [`WrOpcode::ALL`]. rdma_rxe lists SEND with invalidate for UC and UD too, for which
+/// Table of operations, in the order of [`WrOpcode::ALL`]. rdma_rxe lists SEND with invalidate for UC and UD too, for which
 /// there is no packet; it does local invalidation and fast registration on RC only, which the specification allows on
 /// every connected service.
 pub static OPERATIONS: [Operation; 13] = [
-    op(WrOpcode::RdmaWrite, CONNECTED, true),
-    op(WrOpcode::RdmaWriteWithImm, CONNECTED, true),
+    op(WrOpcode::RdmaWrite, CONNECTED_SENDERS, true),
+    op(WrOpcode::RdmaWriteWithImm, CONNECTED_SENDERS, true),
     op(WrOpcode::Send, SENDERS, true),
     op(WrOpcode::SendWithImm, SENDERS, true),
-    op(WrOpcode::RdmaRead, RELIABLE, false),
-    op(WrOpcode::CompareSwap, RELIABLE, false),
-    op(WrOpcode::FetchAdd, RELIABLE, false),
-    op(WrOpcode::LocalInvalidate, CONNECTED, false),
-    op(WrOpcode::BindWindow, CONNECTED, false),
-    op(WrOpcode::SendWithInv, RELIABLE, true),
-    op(WrOpcode::Flush, RELIABLE, false),
-    op(WrOpcode::AtomicWrite, RELIABLE, true),
-    op(WrOpcode::FastRegister, CONNECTED, false),
+    op(WrOpcode::RdmaRead, REQUESTERS, false),
+    op(WrOpcode::CompareSwap, REQUESTERS, false),
+    op(WrOpcode::FetchAdd, REQUESTERS, false),
+    op(WrOpcode::LocalInvalidate, CONNECTED_SENDERS, false),
+    op(WrOpcode::BindWindow, CONNECTED_SENDERS, false),
+    op(WrOpcode::SendWithInv, REQUESTERS, true),
+    op(WrOpcode::Flush, REQUESTERS, false),
+    op(WrOpcode::AtomicWrite, REQUESTERS, true),
+    op(WrOpcode::FastRegister, CONNECTED_SENDERS, false),
 ];
 
-/// An operation's row.
+/// Returns an operation's row.
 pub fn operation(op: WrOpcode) -> &'static Operation {
     &OPERATIONS[match op {
         WrOpcode::Flush => 10,
@@ -473,9 +223,9 @@ pub fn operation(op: WrOpcode) -> &'static Operation {
     }]
 }
 
-/// Whether a send queue of this type takes the operation.
+/// Returns whether a send queue of this type takes the operation.
 pub fn is_legal(qp_type: QpType, op: WrOpcode) -> bool {
-    operation(op).services.contains(&qp_type)
+    operation(op).services.contains(qp_type)
 }
 
 #[cfg(test)]
@@ -572,9 +322,8 @@ mod tests {
         for (column, qp_type) in QpType::ALL.into_iter().enumerate() {
             for from in STATES {
                 for to in STATES {
-                    let mine = transitions(qp_type).iter().find(|t| (t.from, t.to) == (from, to));
+                    let mine = transition(qp_type, from, to).map(|t| (t.required.bits(), t.optional.bits()));
                     let kernel = KERNEL.iter().find(|k| (k.0, k.1) == (from, to));
-                    let mine = mine.map(|t| (t.required.bits(), t.optional.bits()));
                     let kernel = kernel.map(|k| (k.2[column], k.3[column]));
                     assert_eq!(mine, kernel, "{qp_type:?} from {from:?} to {to:?}");
                 }
@@ -585,8 +334,9 @@ mod tests {
     #[test]
     fn each_attribute_alone_decides() {
         for qp_type in QpType::ALL {
-            for t in transitions(qp_type) {
-                let check = |mask| check_transition(qp_type, t.from, t.to, mask);
+            for &(from, to, ..) in KERNEL {
+                let t = transition(qp_type, from, to).unwrap();
+                let check = |mask| check_transition(qp_type, from, to, mask);
                 assert_eq!(check(t.required), Ok(()));
                 assert_eq!(check(t.required | t.optional | M::STATE), Ok(()));
                 for bit in M::all().iter() {

@@ -3,7 +3,7 @@
 use crate::{AccessFlags, AddressVector, Mtu, Psn, QpAttr, QpAttrMask as M, QpState, QpType, Qpn, RnrTimer, legal};
 
 /// All that takes a queue pair of any service from RESET to RTS. A step carries what its transition requires
-/// ([`legal::transitions`]) and nothing else.
+/// ([`legal::transition`]) and nothing else.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ToRts {
     /// Rights of the peer.
@@ -63,10 +63,7 @@ impl ToRts {
             QpState::Rts => QpState::Rtr,
             _ => QpState::Reset,
         };
-        let transition = legal::transitions(qp_type)
-            .iter()
-            .find(|t| (t.from, t.to) == (from, to));
-        let required = transition.map_or(M::empty(), |t| t.required);
+        let required = legal::transition(qp_type, from, to).map_or(M::empty(), |t| t.required);
         let has = |mask| required.contains(mask);
         QpAttr {
             state: Some(to),
@@ -103,14 +100,7 @@ mod tests {
     fn each_step_is_legal_for_every_service() {
         let addr = "192.0.2.1".parse().unwrap();
         let way = ToRts::new(AddressVector::new(addr, addr), Mtu::B1024, Qpn::new(17));
-        for qp_type in [
-            QpType::Rc,
-            QpType::Uc,
-            QpType::Ud,
-            QpType::Gsi,
-            QpType::XrcIni,
-            QpType::XrcTgt,
-        ] {
+        for qp_type in QpType::ALL {
             let mut from = QpState::Reset;
             for attr in way.steps(qp_type) {
                 let to = attr.state.unwrap();

@@ -135,16 +135,14 @@ pub fn run(data: &[u8]) {
         events: &mut events,
         counters: &mut counters,
     };
-    for t in legal::transitions(qp_type) {
-        let up = [
-            (QpState::Reset, QpState::Init),
-            (QpState::Init, QpState::Rtr),
-            (QpState::Rtr, QpState::Rts),
-        ];
-        if up.contains(&(t.from, t.to)) && qp.state() == t.from {
-            qp.modify(&mut ctx, &attributes(t.required, t.to))
+    let states = [QpState::Reset, QpState::Init, QpState::Rtr, QpState::Rts];
+    for step in states.windows(2) {
+        let (from, to) = (step[0], step[1]);
+        let transition = legal::transition(qp_type, from, to).expect("a transition of every service");
+        if qp.state() == from {
+            qp.modify(&mut ctx, &attributes(transition.required, to))
                 .expect("the table's own attributes");
-            if t.to == QpState::Rtr && *first & KEEPS != 0 {
+            if to == QpState::Rtr && *first & KEEPS != 0 {
                 qp.enable_selective_ack(&Arc::default());
             }
         }
