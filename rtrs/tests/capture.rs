@@ -59,16 +59,16 @@ fn read(name: &str) -> Traffic {
         let message = open.entry((from_client, qpn)).or_insert_with(|| Message {
             from_client,
             class: info.class,
-            va: packet.header.reth.map_or(0, |r| r.va),
-            rkey: packet.header.reth.map_or(0, |r| r.rkey.0),
+            va: packet.header.reth().map_or(0, |r| r.va),
+            rkey: packet.header.reth().map_or(0, |r| r.rkey.0),
             imm: None,
             invalidates: None,
             bytes: Vec::new(),
         });
         message.bytes.extend_from_slice(packet.payload);
         if info.position.ends() {
-            message.imm = packet.header.imm;
-            message.invalidates = packet.header.ieth.map(|k| k.0);
+            message.imm = packet.header.imm();
+            message.invalidates = packet.header.ieth().map(|k| k.0);
             traffic.messages.extend(open.remove(&(from_client, qpn)));
         }
     }

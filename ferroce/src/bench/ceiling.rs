@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use roce_bth::{BTH_LEN, Bth, Header, ICRC_LEN, Opcode, Packet, Psn, Qpn, ROCE_UDP_PORT, Reth};
+use roce_bth::{BTH_LEN, Bth, ExtHeader, Header, ICRC_LEN, Opcode, Packet, Psn, Qpn, ROCE_UDP_PORT, Reth};
 use roce_icrc::{Flow, IdSolver, Recovery};
 use roce_net::{Burst, DEFAULT_HOP_LIMIT, Datagram, Datapath, OpenError, UdpConfig, UdpDatapath};
 
@@ -120,7 +120,7 @@ fn header(index: usize, count: usize, psn: u64, bytes: usize) -> Header {
         _ => Opcode::RcWriteMiddle,
     };
     let mut header = Header::new(Bth::new(opcode, Qpn::new(0x11), Psn::new(psn as u32)));
-    if opcode.info().reth {
+    if opcode.info().has(ExtHeader::Reth) {
         header.reth = Some(Reth {
             dma_len: bytes as u32,
             ..Reth::default()

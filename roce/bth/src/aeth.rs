@@ -1,10 +1,10 @@
-//! The ACK extended transport header (IBTA 9.7.5.2).
+//! ACK extended transport header (IBTA 9.7.5.2).
 
 use core::time::Duration;
 
-use crate::psn::Msn;
+use crate::{header::Wire, psn::Msn};
 
-/// Why a responder refuses a request (IBTA table 47).
+/// Reason why a responder refuses a request (IBTA table 47).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 #[repr(u8)]
 pub enum NakCode {
@@ -21,7 +21,7 @@ pub enum NakCode {
 }
 
 impl NakCode {
-    /// The code's name, or `None` for reserved values.
+    /// Reads a code; `None` for reserved values.
     pub const fn from_bits(bits: u8) -> Option<Self> {
         Some(match bits {
             0 => Self::PsnSequenceError,
@@ -55,7 +55,7 @@ impl RnrTimer {
         self.0
     }
 
-    /// How long the requester waits at least.
+    /// Returns the least time that the requester waits.
     pub const fn duration(self) -> Duration {
         Duration::from_micros(RNR_TENS_OF_US[self.0 as usize] as u64 * 10)
     }
@@ -108,9 +108,9 @@ impl Credits {
 /// Meaning of an AETH.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum Syndrome {
-    /// Everything up to the packet's PSN is done.
+    /// All requests up to the packet's PSN are done.
     Ack(Credits),
-    /// No receive work request was there: try again after the time.
+    /// No receive work request was posted: retry after this time.
     Rnr(RnrTimer),
     /// The request at the packet's PSN was refused.
     Nak(NakCode),
@@ -149,22 +149,24 @@ impl Syndrome {
 pub struct Aeth {
     /// Acknowledgement, RNR NAK or NAK.
     pub syndrome: Syndrome,
-    /// How many messages the responder has completed.
+    /// Messages that the responder has completed.
     pub msn: Msn,
 }
 
 impl Aeth {
     /// Bytes on the wire.
     pub const LEN: usize = 4;
+}
 
-    pub(crate) fn read(b: &[u8; 4]) -> Self {
+impl Wire<4> for Aeth {
+    fn read(b: &[u8; 4]) -> Self {
         Self {
             syndrome: Syndrome::from_byte(b[0]),
             msn: Msn::new(u32::from_be_bytes(*b)),
         }
     }
 
-    pub(crate) fn write(self) -> [u8; 4] {
+    fn write(&self) -> [u8; 4] {
         let mut b = self.msn.value().to_be_bytes();
         b[0] = self.syndrome.to_byte();
         b

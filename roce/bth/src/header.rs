@@ -1,4 +1,4 @@
-//! The base transport header and the extended headers with fields of their own.
+//! Base transport header, and extended headers of several fields.
 
 use crate::{
     ids::{PKey, QKey, Qpn, RKey, Srqn},
@@ -12,6 +12,42 @@ fn be32(b: &[u8], at: usize) -> u32 {
 
 fn be64(b: &[u8], at: usize) -> u64 {
     u64::from(be32(b, at)) << 32 | u64::from(be32(b, at + 4))
+}
+
+/// Header with its form on the wire.
+pub(crate) trait Wire<const N: usize> {
+    fn read(b: &[u8; N]) -> Self;
+    fn write(&self) -> [u8; N];
+}
+
+impl Wire<4> for u32 {
+    fn read(b: &[u8; 4]) -> Self {
+        Self::from_be_bytes(*b)
+    }
+
+    fn write(&self) -> [u8; 4] {
+        self.to_be_bytes()
+    }
+}
+
+impl Wire<8> for u64 {
+    fn read(b: &[u8; 8]) -> Self {
+        Self::from_be_bytes(*b)
+    }
+
+    fn write(&self) -> [u8; 8] {
+        self.to_be_bytes()
+    }
+}
+
+impl Wire<4> for RKey {
+    fn read(b: &[u8; 4]) -> Self {
+        Self(u32::read(b))
+    }
+
+    fn write(&self) -> [u8; 4] {
+        self.0.write()
+    }
 }
 
 /// Base transport header: 12 bytes (IBTA 9.2).
@@ -37,7 +73,7 @@ pub struct Bth {
     pub reserved6: u8,
     /// Destination queue pair.
     pub dest_qp: Qpn,
-    /// The responder shall acknowledge this packet.
+    /// The responder must acknowledge this packet.
     pub ack_req: bool,
     /// The seven reserved bits beside AckReq, as they came.
     pub reserved7: u8,
@@ -49,7 +85,7 @@ impl Bth {
     /// Bytes on the wire.
     pub const LEN: usize = crate::BTH_LEN;
 
-    /// A header with everything but the arguments zero, on the default partition.
+    /// Creates a header on the default partition with everything but the arguments zero.
     pub const fn new(opcode: Opcode, dest_qp: Qpn, psn: Psn) -> Self {
         Self {
             opcode,
@@ -114,8 +150,10 @@ pub struct Reth {
 impl Reth {
     /// Bytes on the wire.
     pub const LEN: usize = 16;
+}
 
-    pub(crate) fn read(b: &[u8; 16]) -> Self {
+impl Wire<16> for Reth {
+    fn read(b: &[u8; 16]) -> Self {
         Self {
             va: be64(b, 0),
             rkey: RKey(be32(b, 8)),
@@ -123,7 +161,7 @@ impl Reth {
         }
     }
 
-    pub(crate) fn write(&self) -> [u8; 16] {
+    fn write(&self) -> [u8; 16] {
         let mut b = [0; 16];
         b[..8].copy_from_slice(&self.va.to_be_bytes());
         b[8..12].copy_from_slice(&self.rkey.0.to_be_bytes());
@@ -148,8 +186,10 @@ pub struct AtomicEth {
 impl AtomicEth {
     /// Bytes on the wire.
     pub const LEN: usize = 28;
+}
 
-    pub(crate) fn read(b: &[u8; 28]) -> Self {
+impl Wire<28> for AtomicEth {
+    fn read(b: &[u8; 28]) -> Self {
         Self {
             va: be64(b, 0),
             rkey: RKey(be32(b, 8)),
@@ -158,7 +198,7 @@ impl AtomicEth {
         }
     }
 
-    pub(crate) fn write(&self) -> [u8; 28] {
+    fn write(&self) -> [u8; 28] {
         let mut b = [0; 28];
         b[..8].copy_from_slice(&self.va.to_be_bytes());
         b[8..12].copy_from_slice(&self.rkey.0.to_be_bytes());
@@ -182,8 +222,10 @@ pub struct Deth {
 impl Deth {
     /// Bytes on the wire.
     pub const LEN: usize = 8;
+}
 
-    pub(crate) fn read(b: &[u8; 8]) -> Self {
+impl Wire<8> for Deth {
+    fn read(b: &[u8; 8]) -> Self {
         Self {
             qkey: QKey(be32(b, 0)),
             reserved: b[4],
@@ -191,7 +233,7 @@ impl Deth {
         }
     }
 
-    pub(crate) fn write(&self) -> [u8; 8] {
+    fn write(&self) -> [u8; 8] {
         let mut b = [0; 8];
         b[..4].copy_from_slice(&self.qkey.0.to_be_bytes());
         b[4..].copy_from_slice(&self.src_qp.value().to_be_bytes());
@@ -205,7 +247,7 @@ impl Deth {
 pub struct Placement(u8);
 
 impl Placement {
-    /// Everybody sees the data.
+    /// All agents see the data.
     pub const GLOBAL_VISIBILITY: Self = Self(1);
     /// The data survives the loss of power.
     pub const PERSISTENT: Self = Self(1 << 1);
@@ -220,12 +262,12 @@ impl Placement {
         self.0
     }
 
-    /// Whether all of `other` is asked for.
+    /// Returns whether all of `other` is set.
     pub const fn contains(self, other: Self) -> bool {
         self.0 & other.0 == other.0
     }
 
-    /// Both.
+    /// Returns the union of both.
     #[must_use]
     pub const fn union(self, other: Self) -> Self {
         Self(self.0 | other.0)
@@ -238,7 +280,7 @@ pub enum Selectivity {
     /// The range of the RETH.
     #[default]
     Range,
-    /// The whole region that the RETH's key names.
+    /// The whole region of the RETH's key.
     Region,
     /// A reserved code point, kept as it came (2 or 3).
     Reserved(u8),
@@ -267,9 +309,9 @@ impl Selectivity {
 /// FLUSH extended transport header: 4 bytes (IBTA Annex A19).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Default)]
 pub struct Feth {
-    /// Guarantee.
+    /// Placement type.
     pub placement: Placement,
-    /// Range.
+    /// Selectivity level.
     pub selectivity: Selectivity,
     /// The 26 reserved bits above, as they came (shifted down).
     pub reserved: u32,
@@ -278,8 +320,10 @@ pub struct Feth {
 impl Feth {
     /// Bytes on the wire.
     pub const LEN: usize = 4;
+}
 
-    pub(crate) fn read(b: &[u8; 4]) -> Self {
+impl Wire<4> for Feth {
+    fn read(b: &[u8; 4]) -> Self {
         Self {
             placement: Placement::from_bits(b[3]),
             selectivity: Selectivity::from_bits(b[3] >> 4),
@@ -287,7 +331,7 @@ impl Feth {
         }
     }
 
-    pub(crate) fn write(&self) -> [u8; 4] {
+    fn write(&self) -> [u8; 4] {
         let low = self.placement.bits() | self.selectivity.bits() << 4;
         (self.reserved << 6 | u32::from(low)).to_be_bytes()
     }
@@ -298,22 +342,24 @@ impl Feth {
 pub struct XrcEth {
     /// The reserved byte before the number, as it came.
     pub reserved: u8,
-    /// The shared receive queue that the message is for.
+    /// Shared receive queue of the message.
     pub srqn: Srqn,
 }
 
 impl XrcEth {
     /// Bytes on the wire.
     pub const LEN: usize = 4;
+}
 
-    pub(crate) fn read(b: &[u8; 4]) -> Self {
+impl Wire<4> for XrcEth {
+    fn read(b: &[u8; 4]) -> Self {
         Self {
             reserved: b[0],
             srqn: Srqn::new(be32(b, 0)),
         }
     }
 
-    pub(crate) fn write(&self) -> [u8; 4] {
+    fn write(&self) -> [u8; 4] {
         let mut b = self.srqn.value().to_be_bytes();
         b[0] = self.reserved;
         b

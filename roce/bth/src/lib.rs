@@ -1,5 +1,5 @@
 //! RoCEv2 transport headers (IBTA volume 1 chapter 9, Annex A17): one opcode table as data, checked parsing into a
-//! [`Packet`] view, emission from a [`Header`], and newtypes for the numbers on the wire.
+//! [`Packet`] view, emission of a [`Header`], and newtypes for the numbers on the wire.
 //!
 //! Nothing here allocates or does I/O. The bytes handled are the UDP payload: BTH, extended headers, payload, pad,
 //! and the four ICRC bytes, which the `roce-icrc` crate makes and checks.
@@ -19,8 +19,8 @@ mod psn;
 pub use aeth::{Aeth, Credits, NakCode, RnrTimer, Syndrome};
 pub use header::{AtomicEth, Bth, Deth, Feth, Placement, Reth, Selectivity, XrcEth};
 pub use ids::{LKey, PKey, QKey, Qpn, RKey, Srqn};
-pub use opcode::{Class, Opcode, OpcodeInfo, Position, Service};
-pub use packet::{Header, Packet, ParseError};
+pub use opcode::{Class, ExtHeader, Opcode, OpcodeInfo, Position, Service};
+pub use packet::{Header, HeaderView, Packet, ParseError};
 pub use psn::{Msn, Psn};
 
 /// UDP destination port of RoCEv2 (IBTA A17.9.2).

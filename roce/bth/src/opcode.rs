@@ -1,4 +1,4 @@
-//! The opcode table (IBTA table 38), as data.
+//! Opcode table (IBTA table 38).
 
 /// Transport service: the top three bits of an opcode.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
@@ -13,7 +13,7 @@ pub enum Service {
     Cnp,
     /// Extended reliable connection (IBTA Annex A14).
     Xrc,
-    /// Opcodes that the specification leaves to manufacturers (IBTA table 38): ours, between peers that have said so.
+    /// Manufacturer-defined opcodes (IBTA table 38): ferroce's, between peers that announced them.
     Manufacturer,
 }
 
@@ -44,7 +44,7 @@ pub enum Class {
     SelectiveAcknowledge,
 }
 
-/// A packet's place in its message.
+/// Position of a packet in its message.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum Position {
     /// The first of several.
@@ -53,7 +53,7 @@ pub enum Position {
     Middle,
     /// The last of several.
     Last,
-    /// The message's only packet.
+    /// The only packet of the message.
     Only,
 }
 
@@ -72,7 +72,7 @@ impl Position {
 /// One row of the opcode table.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct OpcodeInfo {
-    /// The field's name for it.
+    /// Name in the specification.
     pub name: &'static str,
     /// Transport service.
     pub service: Service,
@@ -80,32 +80,31 @@ pub struct OpcodeInfo {
     pub class: Class,
     /// Position in its message.
     pub position: Position,
-    /// A DETH follows the BTH.
-    pub deth: bool,
-    /// An XRCETH follows the BTH.
-    pub xrceth: bool,
-    /// A FETH follows.
-    pub feth: bool,
-    /// A RETH follows.
-    pub reth: bool,
-    /// An AtomicETH follows.
-    pub atomic_eth: bool,
-    /// An AETH follows.
-    pub aeth: bool,
-    /// An AtomicAckETH follows the AETH.
-    pub atomic_ack_eth: bool,
-    /// Immediate data follows.
-    pub imm: bool,
-    /// An IETH (the rkey to invalidate) follows.
-    pub ieth: bool,
     /// Payload may follow.
     pub payload: bool,
     /// Bytes of BTH and extended headers (a CNP's 16 reserved bytes included).
     pub header_len: usize,
+    /// Offset of each extended header; 0: the packet has none.
+    offsets: [u8; ExtHeader::COUNT],
 }
 
 impl OpcodeInfo {
-    /// Whether a queue pair of this service takes such packets, as far as the service goes.
+    /// Returns whether packets have this extended header.
+    #[inline]
+    pub const fn has(&self, header: ExtHeader) -> bool {
+        self.offsets[header as usize] != 0
+    }
+
+    /// Returns the offset of an extended header, bytes. `None` if packets have none.
+    #[inline]
+    pub(crate) const fn offset(&self, header: ExtHeader) -> Option<usize> {
+        match self.offsets[header as usize] {
+            0 => None,
+            offset => Some(offset as usize),
+        }
+    }
+
+    /// Returns whether queue pairs of this service accept such packets.
     pub const fn is_of(&self, service: Service) -> bool {
         let of = match self.service {
             Service::Manufacturer => Service::Rc,
@@ -151,24 +150,49 @@ macro_rules! opcodes {
         /// The rows by their opcodes' codes; those of no opcode are never looked at.
         static ROWS: [OpcodeInfo; 256] = {
             let mut all = [row("", Service::Manufacturer, Class::Cnp, Position::Only, &[], false); 256];
-            $( all[$value] = row($text, Service::$service, Class::$class, Position::$pos, &[$(Part::$hdr),*], $payload); )*
+            $( all[$value] = row($text, Service::$service, Class::$class, Position::$pos, &[$(ExtHeader::$hdr),*], $payload); )*
             all
         };
     };
 }
 
-#[derive(Clone, Copy)]
-enum Part {
+/// Extended header behind the BTH.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ExtHeader {
+    /// Datagram header.
     Deth,
+    /// Extended reliable connection header.
     Xrceth,
+    /// FLUSH header.
     Feth,
+    /// RDMA header.
     Reth,
+    /// Atomic header.
     AtomicEth,
+    /// ACK header.
     Aeth,
+    /// Original value of an atomic operation.
     AtomicAckEth,
+    /// Immediate data.
     Imm,
+    /// Key to invalidate.
     Ieth,
+    /// Reserved bytes of a CNP.
     CnpReserved,
+}
+
+impl ExtHeader {
+    const COUNT: usize = Self::CnpReserved as usize + 1;
+
+    /// Returns the bytes on the wire.
+    const fn len(self) -> usize {
+        match self {
+            Self::Xrceth | Self::Feth | Self::Aeth | Self::Imm | Self::Ieth => 4,
+            Self::Deth | Self::AtomicAckEth => 8,
+            Self::Reth | Self::CnpReserved => 16,
+            Self::AtomicEth => 28,
+        }
+    }
 }
 
 const fn row(
@@ -176,7 +200,7 @@ const fn row(
     service: Service,
     class: Class,
     position: Position,
-    parts: &[Part],
+    headers: &[ExtHeader],
     payload: bool,
 ) -> OpcodeInfo {
     let mut info = OpcodeInfo {
@@ -184,59 +208,14 @@ const fn row(
         service,
         class,
         position,
-        deth: false,
-        xrceth: false,
-        feth: false,
-        reth: false,
-        atomic_eth: false,
-        aeth: false,
-        atomic_ack_eth: false,
-        imm: false,
-        ieth: false,
         payload,
         header_len: crate::BTH_LEN,
+        offsets: [0; ExtHeader::COUNT],
     };
     let mut i = 0;
-    while i < parts.len() {
-        info.header_len += match parts[i] {
-            Part::Deth => {
-                info.deth = true;
-                8
-            }
-            Part::Xrceth => {
-                info.xrceth = true;
-                4
-            }
-            Part::Feth => {
-                info.feth = true;
-                4
-            }
-            Part::Reth => {
-                info.reth = true;
-                16
-            }
-            Part::AtomicEth => {
-                info.atomic_eth = true;
-                28
-            }
-            Part::Aeth => {
-                info.aeth = true;
-                4
-            }
-            Part::AtomicAckEth => {
-                info.atomic_ack_eth = true;
-                8
-            }
-            Part::Imm => {
-                info.imm = true;
-                4
-            }
-            Part::Ieth => {
-                info.ieth = true;
-                4
-            }
-            Part::CnpReserved => 16,
-        };
+    while i < headers.len() {
+        info.offsets[headers[i] as usize] = info.header_len as u8;
+        info.header_len += headers[i].len();
         i += 1;
     }
     info

@@ -1,16 +1,16 @@
-//! A whole packet: checked view on receive, header description on send.
+//! Packets: checked views of received ones, headers of those to send.
 
 use thiserror::Error;
 
 use crate::{
-    BTH_LEN, ICRC_LEN,
+    BTH_LEN, ICRC_LEN, MAX_HEADER_LEN,
     aeth::Aeth,
-    header::{AtomicEth, Bth, Deth, Feth, Reth, XrcEth},
+    header::{AtomicEth, Bth, Deth, Feth, Reth, Wire, XrcEth},
     ids::RKey,
-    opcode::Opcode,
+    opcode::{ExtHeader, Opcode},
 };
 
-/// Why bytes are not a RoCEv2 packet. Each names the check that failed.
+/// Reason why bytes are not a RoCEv2 packet: the check that failed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Error)]
 pub enum ParseError {
     /// Fewer bytes than the BTH and the ICRC take.
@@ -58,120 +58,137 @@ pub enum ParseError {
     },
 }
 
-/// Everything before the payload: the BTH and the extended headers that its opcode has.
-///
-/// [`Header::emit`] writes exactly the headers that the opcode's row names; a missing one is written as zeros.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
-pub struct Header {
-    /// Base transport header.
-    pub bth: Bth,
+macro_rules! extended_headers {
+    ($( $(#[$doc:meta])* $name:ident: $type:ty = $header:ident; )*) => {
+        /// Headers of a packet to send: the BTH and the extended headers of its opcode.
+        ///
+        /// [`Header::emit`] writes exactly the headers that the opcode's row names; a missing one is written as zeros.
+        #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+        pub struct Header {
+            /// Base transport header.
+            pub bth: Bth,
+            $( $(#[$doc])* pub $name: Option<$type>, )*
+        }
+
+        impl Header {
+            /// Creates a header with the BTH alone.
+            pub const fn new(bth: Bth) -> Self {
+                Self { bth, $( $name: None, )* }
+            }
+
+            /// Writes the headers to the front of `out` and returns how many bytes they are.
+            ///
+            /// # Panics
+            /// If `out` is shorter than [`Header::wire_len`]: a bug of the caller.
+            pub fn emit(&self, out: &mut [u8]) -> usize {
+                let info = self.bth.opcode.info();
+                let (bth, extended) = out[..info.header_len].split_at_mut(BTH_LEN);
+                bth.copy_from_slice(&self.bth.write());
+                extended.fill(0);
+                $( put(out, info.offset(ExtHeader::$header), self.$name); )*
+                info.header_len
+            }
+        }
+
+        impl HeaderView<'_> {
+            $(
+                $(#[$doc])*
+                #[inline]
+                pub fn $name(&self) -> Option<$type> {
+                    self.get(ExtHeader::$header)
+                }
+            )*
+        }
+
+        impl From<HeaderView<'_>> for Header {
+            fn from(view: HeaderView<'_>) -> Self {
+                Self { bth: view.bth, $( $name: view.$name(), )* }
+            }
+        }
+    };
+}
+
+extended_headers! {
     /// Datagram header.
-    pub deth: Option<Deth>,
+    deth: Deth = Deth;
     /// Extended reliable connection header.
-    pub xrceth: Option<XrcEth>,
+    xrceth: XrcEth = Xrceth;
     /// FLUSH header.
-    pub feth: Option<Feth>,
+    feth: Feth = Feth;
     /// RDMA header.
-    pub reth: Option<Reth>,
+    reth: Reth = Reth;
     /// Atomic header.
-    pub atomic_eth: Option<AtomicEth>,
+    atomic_eth: AtomicEth = AtomicEth;
     /// ACK header.
-    pub aeth: Option<Aeth>,
-    /// The original value that an atomic acknowledgement returns.
-    pub atomic_ack: Option<u64>,
+    aeth: Aeth = Aeth;
+    /// Original value that an atomic acknowledgement returns.
+    atomic_ack: u64 = AtomicAckEth;
     /// Immediate data: the wire's four bytes read big-endian.
-    pub imm: Option<u32>,
-    /// The rkey to invalidate.
-    pub ieth: Option<RKey>,
+    imm: u32 = Imm;
+    /// Key to invalidate.
+    ieth: RKey = Ieth;
+}
+
+/// Writes an extended header, if there is one and the packet has it.
+fn put<T: Wire<N>, const N: usize>(out: &mut [u8], at: Option<usize>, header: Option<T>) {
+    if let (Some(at), Some(header)) = (at, header) {
+        out[at..at + N].copy_from_slice(&header.write());
+    }
 }
 
 impl Header {
-    /// A header with the BTH alone.
-    pub const fn new(bth: Bth) -> Self {
-        Self {
-            bth,
-            deth: None,
-            xrceth: None,
-            feth: None,
-            reth: None,
-            atomic_eth: None,
-            aeth: None,
-            atomic_ack: None,
-            imm: None,
-            ieth: None,
-        }
-    }
-
-    /// Bytes on the wire.
+    /// Returns the bytes on the wire.
     pub const fn wire_len(&self) -> usize {
         self.bth.opcode.info().header_len
     }
 
-    /// Writes the headers to the front of `out` and returns how many bytes they are.
-    ///
-    /// # Panics
-    /// When `out` is shorter than [`Header::wire_len`]: the caller's bug.
-    pub fn emit(&self, out: &mut [u8]) -> usize {
-        let info = self.bth.opcode.info();
-        let out = &mut out[..info.header_len];
-        let mut at = 0;
-        let mut put = |bytes: &[u8]| {
-            out[at..at + bytes.len()].copy_from_slice(bytes);
-            at += bytes.len();
-        };
-        put(&self.bth.write());
-        if info.deth {
-            put(&self.deth.map_or([0; 8], |h| h.write()));
-        }
-        if info.xrceth {
-            put(&self.xrceth.map_or([0; 4], |h| h.write()));
-        }
-        if info.feth {
-            put(&self.feth.map_or([0; 4], |h| h.write()));
-        }
-        if info.reth {
-            put(&self.reth.map_or([0; 16], |h| h.write()));
-        }
-        if info.atomic_eth {
-            put(&self.atomic_eth.map_or([0; 28], |h| h.write()));
-        }
-        if info.aeth {
-            put(&self.aeth.map_or([0; 4], Aeth::write));
-        }
-        if info.atomic_ack_eth {
-            put(&self.atomic_ack.unwrap_or(0).to_be_bytes());
-        }
-        if info.imm {
-            put(&self.imm.unwrap_or(0).to_be_bytes());
-        }
-        if info.ieth {
-            put(&self.ieth.map_or(0, |k| k.0).to_be_bytes());
-        }
-        out[at..].fill(0);
-        info.header_len
+    /// Writes the headers to `buf` and returns a view of them.
+    pub fn view<'a>(&self, buf: &'a mut [u8; MAX_HEADER_LEN]) -> HeaderView<'a> {
+        let len = self.emit(buf);
+        HeaderView::new(self.bth, &buf[..len])
     }
 }
 
-/// A parsed packet: headers by value, payload by reference.
+/// View of a packet's headers. Reads extended headers from the packet's bytes on demand.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct HeaderView<'a> {
+    /// Base transport header.
+    pub bth: Bth,
+    bytes: &'a [u8],
+}
+
+impl<'a> HeaderView<'a> {
+    /// Creates the view of headers in wire format, of which `bth` is the first.
+    pub const fn new(bth: Bth, bytes: &'a [u8]) -> Self {
+        Self { bth, bytes }
+    }
+
+    /// Returns the headers in wire format.
+    pub const fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
+    #[inline]
+    fn get<T: Wire<N>, const N: usize>(&self, header: ExtHeader) -> Option<T> {
+        let at = self.bth.opcode.info().offset(header)?;
+        self.bytes.get(at..)?.first_chunk().map(T::read)
+    }
+}
+
+/// Parsed packet: views of headers and payload.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Packet<'a> {
     /// The headers.
-    pub header: Header,
+    pub header: HeaderView<'a>,
     /// Payload without pad.
     pub payload: &'a [u8],
-}
-
-fn take<const N: usize>(b: &mut &[u8]) -> Option<[u8; N]> {
-    let (head, tail) = b.split_first_chunk::<N>()?;
-    *b = tail;
-    Some(*head)
 }
 
 impl<'a> Packet<'a> {
     /// Checks and reads a UDP payload: headers, payload, pad and ICRC (which is not verified here).
     ///
     /// # Errors
-    /// Names the first check that fails.
+    /// The first check that fails.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, ParseError> {
         let need = BTH_LEN + ICRC_LEN;
         let have = bytes.len();
@@ -207,56 +224,9 @@ impl<'a> Packet<'a> {
                 });
             }
         };
-        let mut ext = &head[BTH_LEN..];
-        let e = &mut ext;
-        let header = Header {
-            bth,
-            deth: if info.deth {
-                take(e).map(|b| Deth::read(&b))
-            } else {
-                None
-            },
-            xrceth: if info.xrceth {
-                take(e).map(|b| XrcEth::read(&b))
-            } else {
-                None
-            },
-            feth: if info.feth {
-                take(e).map(|b| Feth::read(&b))
-            } else {
-                None
-            },
-            reth: if info.reth {
-                take(e).map(|b| Reth::read(&b))
-            } else {
-                None
-            },
-            atomic_eth: if info.atomic_eth {
-                take(e).map(|b| AtomicEth::read(&b))
-            } else {
-                None
-            },
-            aeth: if info.aeth {
-                take(e).map(|b| Aeth::read(&b))
-            } else {
-                None
-            },
-            atomic_ack: if info.atomic_ack_eth {
-                take(e).map(u64::from_be_bytes)
-            } else {
-                None
-            },
-            imm: if info.imm {
-                take(e).map(u32::from_be_bytes)
-            } else {
-                None
-            },
-            ieth: if info.ieth {
-                take(e).map(|b| RKey(u32::from_be_bytes(b)))
-            } else {
-                None
-            },
-        };
-        Ok(Self { header, payload })
+        Ok(Self {
+            header: HeaderView::new(bth, head),
+            payload,
+        })
     }
 }

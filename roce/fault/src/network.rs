@@ -4,7 +4,7 @@ use std::{net::IpAddr, sync::Arc, time::Duration};
 
 use rand::{Rng as _, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
-use roce_bth::{Class, Opcode, Qpn};
+use roce_bth::{Class, ExtHeader, Opcode, Qpn};
 use roce_verbs::Instant;
 
 use crate::{
@@ -91,7 +91,7 @@ fn takes_receive(opcode: Opcode) -> bool {
     let info = opcode.info();
     match info.class {
         Class::Send => info.position.starts(),
-        Class::Write => info.imm,
+        Class::Write => info.has(ExtHeader::Imm),
         _ => false,
     }
 }

@@ -291,7 +291,7 @@ fn told(host: &mut Host) -> (Vec<u8>, Vec<RnrTimer>) {
         if header.bth.dest_qp.value() > 1 {
             tos.push(of);
         }
-        if let Some(Syndrome::Rnr(timer)) = header.aeth.map(|a| a.syndrome) {
+        if let Some(Syndrome::Rnr(timer)) = header.aeth().map(|a| a.syndrome) {
             timers.push(timer);
         }
     }

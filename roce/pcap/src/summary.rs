@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use roce_bth::{Class, Feth, Header, Packet, Placement, Qpn, Selectivity, Syndrome};
+use roce_bth::{Class, Feth, HeaderView, Packet, Placement, Qpn, Selectivity, Syndrome};
 
 /// Management class of communication management (IBTA 16.7).
 const CLASS_CM: u8 = 7;
@@ -16,7 +16,7 @@ pub(crate) fn line(packet: &Packet<'_>) -> String {
 }
 
 fn write_line(out: &mut String, packet: &Packet<'_>) -> std::fmt::Result {
-    let Packet { header, payload } = packet;
+    let Packet { header, payload } = *packet;
     let bth = &header.bth;
     let info = bth.opcode.info();
     write!(out, "{} qp {} psn {}", info.name, bth.dest_qp, bth.psn)?;
@@ -42,27 +42,27 @@ fn write_line(out: &mut String, packet: &Packet<'_>) -> std::fmt::Result {
     Ok(())
 }
 
-fn extended(out: &mut String, header: &Header) -> std::fmt::Result {
-    if let Some(deth) = header.deth {
+fn extended(out: &mut String, header: HeaderView<'_>) -> std::fmt::Result {
+    if let Some(deth) = header.deth() {
         write!(out, " from qp {} qkey {}", deth.src_qp, deth.qkey)?;
     }
-    if let Some(xrc) = header.xrceth {
+    if let Some(xrc) = header.xrceth() {
         write!(out, " to srq {}", xrc.srqn)?;
     }
-    if let Some(feth) = header.feth {
+    if let Some(feth) = header.feth() {
         write!(out, " {}", flush(&feth))?;
     }
-    if let Some(reth) = header.reth {
+    if let Some(reth) = header.reth() {
         write!(out, " va {:#x} rkey {} dma-len {}", reth.va, reth.rkey, reth.dma_len)?;
     }
-    if let Some(atomic) = header.atomic_eth {
+    if let Some(atomic) = header.atomic_eth() {
         let (va, rkey, swap_add, compare) = (atomic.va, atomic.rkey, atomic.swap_add, atomic.compare);
         write!(
             out,
             " va {va:#x} rkey {rkey} swap-add {swap_add:#x} compare {compare:#x}"
         )?;
     }
-    if let Some(aeth) = header.aeth {
+    if let Some(aeth) = header.aeth() {
         match aeth.syndrome {
             Syndrome::Ack(credits) => match credits.count() {
                 Some(count) => write!(out, " ack, {count} credits")?,
@@ -74,13 +74,13 @@ fn extended(out: &mut String, header: &Header) -> std::fmt::Result {
         }
         write!(out, " msn {}", aeth.msn)?;
     }
-    if let Some(original) = header.atomic_ack {
+    if let Some(original) = header.atomic_ack() {
         write!(out, " original {original:#x}")?;
     }
-    if let Some(imm) = header.imm {
+    if let Some(imm) = header.imm() {
         write!(out, " imm {imm:#010x}")?;
     }
-    if let Some(rkey) = header.ieth {
+    if let Some(rkey) = header.ieth() {
         write!(out, " invalidate {rkey}")?;
     }
     Ok(())
@@ -133,10 +133,13 @@ fn management(mad: &[u8]) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use roce_bth::{Bth, Opcode, Psn, Reth, Srqn, XrcEth};
+    use roce_bth::{Bth, Header, MAX_HEADER_LEN, Opcode, Psn, Reth, Srqn, XrcEth};
 
     fn shown(header: Header) -> String {
-        line(&Packet { header, payload: &[] })
+        line(&Packet {
+            header: header.view(&mut [0; MAX_HEADER_LEN]),
+            payload: &[],
+        })
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use roce_bth::{BTH_LEN, ICRC_LEN, MAX_HEADER_LEN, Opcode, Packet, Position};
+use roce_bth::{BTH_LEN, Header, ICRC_LEN, MAX_HEADER_LEN, Opcode, Packet, Position};
 use roce_pcap::{Capture, Datagram, Finding, Kind, check_file_with, decode};
 use toml::Table;
 
@@ -99,7 +99,7 @@ fn every_frame_parses_and_re_emits_byte_for_byte() {
         let bytes = datagram.payload;
         let packet = Packet::parse(bytes).unwrap_or_else(|e| panic!("{at}: {e}"));
         let mut out = vec![0; MAX_HEADER_LEN];
-        let len = packet.header.emit(&mut out);
+        let len = Header::from(packet.header).emit(&mut out);
         out.truncate(len);
         out.extend(packet.payload);
         // rxe pads with zeros.

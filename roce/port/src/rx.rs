@@ -376,7 +376,7 @@ impl Port {
     /// Processes a packet to QP1, for the connection manager or the application's own QP1.
     fn handle_gsi(&mut self, now: Instant, source: &Source, index: u16, bytes: &[u8], packet: &Packet<'_>) {
         let bth = &packet.header.bth;
-        let Some(deth) = packet.header.deth.filter(|_| bth.opcode == Opcode::UdSendOnly) else {
+        let Some(deth) = packet.header.deth().filter(|_| bth.opcode == Opcode::UdSendOnly) else {
             self.counters.drop_bad_mad += 1;
             return;
         };

@@ -46,7 +46,7 @@ impl QueuePair {
             return;
         }
         self.resp.established = true;
-        match (packet.header.bth.opcode.info().class, packet.header.aeth) {
+        match (packet.header.bth.opcode.info().class, packet.header.aeth()) {
             (Class::Acknowledge, Some(aeth)) => self.handle_ack(ctx, seq, aeth),
             (Class::ReadResponse, aeth) => self.handle_read_response(ctx, seq, aeth, packet),
             (Class::AtomicAcknowledge, Some(aeth)) => self.handle_atomic_response(ctx, seq, aeth, packet),
@@ -319,7 +319,7 @@ impl QueuePair {
         let Some(head) = self.sq.wqes.front() else { return };
         let original = packet
             .header
-            .atomic_ack
+            .atomic_ack()
             .filter(|_| matches!(aeth.syndrome, Syndrome::Ack(_)));
         let Some(original) = original.filter(|_| head.expects(packet.header.bth.opcode.info().class)) else {
             self.fail_head(ctx, WcStatus::BadResponseError);

@@ -51,7 +51,7 @@ impl DatagramSource {
     /// The 40 bytes before the data, `None` when the addresses are of different families.
     pub(crate) fn header(&self, packet: &Packet<'_>) -> Option<[u8; GRH_LEN]> {
         let pad = usize::from(packet.header.bth.pad);
-        let udp = UDP_HEADER + packet.header.wire_len() + packet.payload.len() + pad + ICRC_LEN;
+        let udp = UDP_HEADER + packet.header.bytes().len() + packet.payload.len() + pad + ICRC_LEN;
         match (self.src, self.dst) {
             (IpAddr::V4(src), IpAddr::V4(dst)) => Some(self.ipv4(src, dst, udp)),
             (IpAddr::V6(src), IpAddr::V6(dst)) => Some(self.ipv6(src, dst, udp)),

@@ -391,11 +391,11 @@ impl QueuePair {
 
     fn detail(&self, ctx: &Ctx<'_>, refusal: Refusal, packet: &Packet<'_>) -> Detail {
         let need = needed_rights(packet);
-        let header = &packet.header;
+        let header = packet.header;
         match refusal {
             Refusal::RKey => {
-                let named = header.reth.map(|reth| (reth.rkey, reth.va, reth.dma_len));
-                let named = named.or_else(|| header.atomic_eth.map(|eth| (eth.rkey, eth.va, 8)));
+                let named = header.reth().map(|reth| (reth.rkey, reth.va, reth.dma_len));
+                let named = named.or_else(|| header.atomic_eth().map(|eth| (eth.rkey, eth.va, 8)));
                 let Some((rkey, addr, len)) = named else {
                     return Detail::None;
                 };
@@ -425,8 +425,8 @@ impl QueuePair {
                 }
             }
             Refusal::Misaligned => {
-                let atomic = header.atomic_eth.map(|eth| eth.va);
-                Detail::Address(atomic.or(header.reth.map(|reth| reth.va)).unwrap_or_default())
+                let atomic = header.atomic_eth().map(|eth| eth.va);
+                Detail::Address(atomic.or(header.reth().map(|reth| reth.va)).unwrap_or_default())
             }
             Refusal::TooManyRdAtomic => Detail::Limit(self.max_reads()),
             _ => Detail::None,

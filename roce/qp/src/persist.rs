@@ -77,7 +77,7 @@ impl QueuePair {
         if let Some(result) = self.resp.persisted.take() {
             return result.map(|()| false).map_err(failed);
         }
-        let (Some(reth), Some(feth)) = (packet.header.reth, packet.header.feth) else {
+        let (Some(reth), Some(feth)) = (packet.header.reth(), packet.header.feth()) else {
             return Err(Refusal::Operation);
         };
         let need = flush_rights(packet).ok_or(Refusal::Operation)?;

@@ -12,7 +12,7 @@ use std::{
 };
 
 use bitvec::{order::Lsb0, vec::BitVec};
-use roce_bth::{Class, Header, Packet};
+use roce_bth::{Bth, Class, HeaderView, Packet};
 
 use crate::{sendq::packets_for, seq::Seq};
 
@@ -76,43 +76,48 @@ impl ReorderBudget {
     }
 }
 
-/// An owned packet.
+/// Owned copy of a packet.
 #[derive(Debug)]
 pub(crate) struct BufferedPacket {
-    header: Header,
-    payload: Box<[u8]>,
+    bth: Bth,
+    /// Length of the headers, bytes.
+    head: usize,
+    /// Headers and payload.
+    bytes: Box<[u8]>,
 }
 
 impl BufferedPacket {
     pub(crate) fn of(packet: &Packet<'_>) -> Self {
+        let head = packet.header.bytes();
         Self {
-            header: packet.header,
-            payload: packet.payload.into(),
+            bth: packet.header.bth,
+            head: head.len(),
+            bytes: [head, packet.payload].concat().into(),
         }
     }
 
     pub(crate) fn packet(&self) -> Packet<'_> {
+        let (head, payload) = self.bytes.split_at(self.head);
         Packet {
-            header: self.header,
-            payload: &self.payload,
+            header: HeaderView::new(self.bth, head),
+            payload,
         }
     }
 
     fn bytes(&self) -> usize {
-        self.payload.len() + OVERHEAD
+        self.bytes.len() - self.head + OVERHEAD
     }
 
     /// Returns whether a copy has the same effect.
     ///
     /// Flags and the length of a READ may differ: a retransmission requests an acknowledgement, or the rest of a READ.
     fn is_same(&self, other: &Packet<'_>) -> bool {
-        let (a, b) = (&self.header, &other.header);
+        let own = self.packet();
+        let (a, b) = (own.header, other.header);
         let is_read = a.bth.opcode.info().class == Class::ReadRequest;
-        let place = |h: &Header| h.reth.map(|r| (r.va, r.rkey, if is_read { 0 } else { r.dma_len }));
-        a.bth.opcode == b.bth.opcode
-            && place(a) == place(b)
-            && (a.imm, a.ieth, a.atomic_eth, a.xrceth, a.feth) == (b.imm, b.ieth, b.atomic_eth, b.xrceth, b.feth)
-            && *self.payload == *other.payload
+        let place = |h: HeaderView<'_>| h.reth().map(|r| (r.va, r.rkey, if is_read { 0 } else { r.dma_len }));
+        let rest = |h: HeaderView<'_>| (h.imm(), h.ieth(), h.atomic_eth(), h.xrceth(), h.feth());
+        a.bth.opcode == b.bth.opcode && place(a) == place(b) && rest(a) == rest(b) && own.payload == other.payload
     }
 }
 
@@ -206,7 +211,7 @@ impl ReorderBuffer {
     /// Sets or clears the bits of a packet's PSNs.
     fn mark(&mut self, seq: Seq, packet: &Packet<'_>, mtu: usize, arrived: bool) {
         let Some(base) = self.base else { return };
-        let count = match (packet.header.bth.opcode.info().class, packet.header.reth) {
+        let count = match (packet.header.bth.opcode.info().class, packet.header.reth()) {
             (Class::ReadRequest, Some(reth)) => u64::from(packets_for(reth.dma_len, mtu)),
             _ => 1,
         };
@@ -288,7 +293,7 @@ impl Drop for ReorderBuffer {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use roce_bth::{Bth, Opcode, Psn, Qpn, Reth};
+    use roce_bth::{Header, MAX_HEADER_LEN, Opcode, Psn, Qpn, Reth};
 
     use super::*;
 
@@ -298,9 +303,9 @@ mod tests {
 
     fn insert_filled(buffer: &mut ReorderBuffer, expected: u64, seq: u64, len: usize, fill: u8) -> bool {
         let header = Header::new(Bth::new(Opcode::RcWriteMiddle, Qpn::new(5), Psn::new(0)));
-        let payload = vec![fill; len];
+        let (payload, mut head) = (vec![fill; len], [0; MAX_HEADER_LEN]);
         let packet = Packet {
-            header,
+            header: header.view(&mut head),
             payload: &payload,
         };
         buffer.insert(at(expected), at(seq), &packet, 1024)
@@ -387,18 +392,20 @@ mod tests {
     #[test]
     fn a_read_covers_the_psns_of_its_response() {
         let mut buffer = ReorderBuffer::default();
-        let read = |dma_len| {
+        let mut insert_read = |seq, dma_len| {
             let mut header = Header::new(Bth::new(Opcode::RcReadRequest, Qpn::new(5), Psn::new(0)));
             header.reth = Some(Reth {
                 dma_len,
                 ..Reth::default()
             });
-            Packet { header, payload: &[] }
+            let mut head = [0; MAX_HEADER_LEN];
+            let header = header.view(&mut head);
+            let inserted = buffer.insert(at(0), at(seq), &Packet { header, payload: &[] }, 1024);
+            (inserted, arrived(&buffer, 0))
         };
-        assert!(buffer.insert(at(0), at(2), &read(3000), 1024));
-        assert_eq!(arrived(&buffer, 0), [2, 3, 4]);
-        assert!(buffer.insert(at(0), at(2), &read(1000), 1024), "a part again");
-        assert!(buffer.insert(at(0), at(10), &read(u32::MAX), 1024));
+        assert_eq!(insert_read(2, 3000), (true, vec![2, 3, 4]));
+        assert!(insert_read(2, 1000).0, "a part again");
+        assert!(insert_read(10, u32::MAX).0);
         assert!(buffer.bitmap(4096).expect("bits").1.len() as u64 <= PACKETS / 64 + 1);
     }
 

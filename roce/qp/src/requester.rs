@@ -6,7 +6,7 @@ use core::{
     ops::RangeInclusive,
 };
 
-use roce_bth::{AtomicEth, Bth, Deth, Feth, Header, QKey, Reth, XrcEth};
+use roce_bth::{AtomicEth, Bth, Deth, ExtHeader, Feth, Header, QKey, Reth, XrcEth};
 use roce_verbs::{AccessFlags, Instant, QpState, QpType, RemoteAddr, SendFlags, SendOp, Target, WcStatus};
 
 use crate::{
@@ -514,8 +514,9 @@ impl QueuePair {
         let mut bth = Bth::new(opcode, peer, seq.psn());
         bth.ack_req = ack_req;
         bth.pad = pad as u8;
-        bth.solicited =
-            wqe.flags.contains(SendFlags::SOLICITED) && info.position.ends() && (wqe.kind() == Kind::Send || info.imm);
+        bth.solicited = wqe.flags.contains(SendFlags::SOLICITED)
+            && info.position.ends()
+            && (wqe.kind() == Kind::Send || info.has(ExtHeader::Imm));
         let mut header = Header::new(bth);
         fill_extended(&mut header, wqe, offset, end + last_len);
         self.fill_target(&mut header, target);
@@ -803,7 +804,7 @@ fn is_sent(wqe: &SendWqe, to: Seq) -> bool {
 /// Fills the extended headers of a request. `offset..end` is the part of the message that a READ requests, bytes.
 fn fill_extended(header: &mut Header, wqe: &SendWqe, offset: usize, end: usize) {
     let info = header.bth.opcode.info();
-    if info.reth {
+    if info.has(ExtHeader::Reth) {
         let RemoteAddr { addr, rkey } = match wqe.op {
             SendOp::Write(to) | SendOp::WriteWithImm(to, _) | SendOp::Read(to) | SendOp::AtomicWrite(to) => to,
             SendOp::Flush(flush) => flush.remote,
@@ -820,8 +821,8 @@ fn fill_extended(header: &mut Header, wqe: &SendWqe, offset: usize, end: usize) 
         });
     }
     match wqe.op {
-        SendOp::SendWithImm(imm) | SendOp::WriteWithImm(_, imm) if info.imm => header.imm = Some(imm),
-        SendOp::SendWithInv(key) if info.ieth => header.ieth = Some(key),
+        SendOp::SendWithImm(imm) | SendOp::WriteWithImm(_, imm) if info.has(ExtHeader::Imm) => header.imm = Some(imm),
+        SendOp::SendWithInv(key) if info.has(ExtHeader::Ieth) => header.ieth = Some(key),
         SendOp::Flush(flush) => {
             header.feth = Some(Feth {
                 placement: flush.placement,

@@ -4,7 +4,7 @@ use core::{cmp::Ordering, time::Duration};
 
 use std::{collections::VecDeque, sync::Arc};
 
-use roce_bth::{Class, Msn, NakCode, Opcode, Packet, Placement, RnrTimer, Selectivity, Service, Syndrome};
+use roce_bth::{Class, ExtHeader, Msn, NakCode, Opcode, Packet, Placement, RnrTimer, Selectivity, Service, Syndrome};
 use roce_mem::{AtomicError, FlushError, PdHandle, Span};
 use roce_verbs::{AccessFlags, AsyncEvent, Completion, QpState, QpType, RKey, WcFlags, WcOpcode, WcStatus};
 
@@ -433,7 +433,7 @@ impl QueuePair {
     }
 
     fn named_queue(&self, packet: &Packet<'_>) -> Option<Arc<SharedReceiveQueue>> {
-        self.config.xrcd.as_ref()?.find(packet.header.xrceth?.srqn)
+        self.config.xrcd.as_ref()?.find(packet.header.xrceth()?.srqn)
     }
 
     /// Returns the protection domain for checks of the peer's keys.
@@ -461,7 +461,7 @@ impl QueuePair {
         let info = packet.header.bth.opcode.info();
         match info.class {
             Class::Send if info.position.starts() => self.take_receive(ctx, true),
-            Class::Write if info.imm => self.take_receive(ctx, false),
+            Class::Write if info.has(ExtHeader::Imm) => self.take_receive(ctx, false),
             Class::ReadRequest | Class::Atomic | Class::Flush | Class::AtomicWrite => {
                 let max = usize::from(self.attr.max_dest_rd_atomic.unwrap_or(0));
                 match self.resp.replies.make_room(max) {
@@ -479,7 +479,7 @@ impl QueuePair {
         let info = packet.header.bth.opcode.info();
         let takes = match info.class {
             Class::Send => info.position.starts(),
-            Class::Write => info.imm,
+            Class::Write => info.has(ExtHeader::Imm),
             _ => false,
         };
         takes
@@ -559,7 +559,7 @@ impl QueuePair {
                 }
             }
             Class::Write => {
-                let left = match (&self.resp.inbound, packet.header.reth) {
+                let left = match (&self.resp.inbound, packet.header.reth()) {
                     (Inbound::Write { received, len, .. }, _) => len - received,
                     (_, Some(reth)) if reth.dma_len <= self.config.max_msg_size => reth.dma_len,
                     _ => return Err(Refusal::Length),
@@ -570,11 +570,11 @@ impl QueuePair {
                     false => Err(Refusal::Length),
                 }
             }
-            Class::ReadRequest => match packet.header.reth {
+            Class::ReadRequest => match packet.header.reth() {
                 Some(reth) if reth.dma_len <= self.config.max_msg_size => Ok(()),
                 _ => Err(Refusal::Length),
             },
-            Class::AtomicWrite => match packet.header.reth {
+            Class::AtomicWrite => match packet.header.reth() {
                 Some(reth) if reth.dma_len == 8 && len == 8 => Ok(()),
                 _ => Err(Refusal::Length),
             },
@@ -603,7 +603,7 @@ impl QueuePair {
     pub(crate) fn chk_rkey(&mut self, ctx: &Ctx<'_>, packet: &Packet<'_>) -> Result<(), Refusal> {
         let info = packet.header.bth.opcode.info();
         if info.class == Class::Write
-            && let Some(reth) = packet.header.reth
+            && let Some(reth) = packet.header.reth()
         {
             self.resp.inbound = Inbound::Write {
                 span: self.remote_span(
@@ -656,7 +656,7 @@ impl QueuePair {
         let receive = self.resp.receive.as_ref().ok_or(Refusal::NoReceive)?;
         let written = receive.list.write_at(before, packet.payload);
         written.map_err(|_| Refusal::LocalProtection)?;
-        if let Some(key) = packet.header.ieth {
+        if let Some(key) = packet.header.ieth() {
             let done = ctx.mem.invalidate(self.key_domain(), self.config.qpn, key);
             done.map_err(|_| Refusal::Invalidate)?;
         }
@@ -677,7 +677,7 @@ impl QueuePair {
     }
 
     fn execute_read(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<u32, Refusal> {
-        let reth = packet.header.reth.unwrap_or_default();
+        let reth = packet.header.reth().unwrap_or_default();
         let packets = packets_for(reth.dma_len, self.mtu);
         if u64::from(packets) > MAX_OUTSTANDING {
             return Err(Refusal::Length);
@@ -707,7 +707,7 @@ impl QueuePair {
     }
 
     fn execute_atomic(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<(), Refusal> {
-        let eth = packet.header.atomic_eth.unwrap_or_default();
+        let eth = packet.header.atomic_eth().unwrap_or_default();
         // An invalid request takes precedence over a forbidden one (IBA 9.7.4.1).
         if !eth.va.is_multiple_of(8) {
             return Err(Refusal::Misaligned);
@@ -725,7 +725,7 @@ impl QueuePair {
 
     /// Writes 8 bytes atomically (IBA Annex A19). A duplicate only gets the response again.
     fn execute_atomic_write(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<(), Refusal> {
-        let reth = packet.header.reth.unwrap_or_default();
+        let reth = packet.header.reth().unwrap_or_default();
         if !reth.va.is_multiple_of(8) {
             return Err(Refusal::Misaligned);
         }
@@ -764,16 +764,16 @@ impl QueuePair {
             Inbound::Idle => (WcOpcode::Recv, 0),
         };
         let mut flags = WcFlags::empty();
-        flags.set(WcFlags::WITH_IMM, info.imm);
-        flags.set(WcFlags::WITH_INV, info.ieth);
+        flags.set(WcFlags::WITH_IMM, info.has(ExtHeader::Imm));
+        flags.set(WcFlags::WITH_INV, info.has(ExtHeader::Ieth));
         ctx.counters.rdma_recvs += 1;
         let completion = Completion {
             wr_id: receive.wqe.wr_id,
             status: WcStatus::Success,
             opcode,
             byte_len,
-            imm: packet.header.imm.unwrap_or(0),
-            invalidated: packet.header.ieth.unwrap_or_default(),
+            imm: packet.header.imm().unwrap_or(0),
+            invalidated: packet.header.ieth().unwrap_or_default(),
             qpn: self.config.qpn,
             src_qp: self.peer,
             flags,
@@ -825,7 +825,7 @@ impl QueuePair {
     /// Answers a duplicate READ request, which must be all or part of the original.
     fn duplicate_read(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) {
         let mtu = self.mtu as u64;
-        let reth = packet.header.reth.unwrap_or_default();
+        let reth = packet.header.reth().unwrap_or_default();
         let Some((first, va, rkey, len)) = self.resp.replies.find(seq).and_then(|r| match &r.work {
             Work::Read(read) => Some((r.first, read.va, read.rkey, read.len)),
             Work::Atomic(_) | Work::Done => None,
@@ -958,7 +958,7 @@ fn atomic_refusal(e: AtomicError) -> Refusal {
 
 /// Returns the access flags that a FLUSH needs. `None`: its placement is empty or a field has a reserved value.
 pub(crate) fn flush_rights(packet: &Packet<'_>) -> Option<AccessFlags> {
-    let feth = packet.header.feth?;
+    let feth = packet.header.feth()?;
     let known = Placement::GLOBAL_VISIBILITY.union(Placement::PERSISTENT);
     if feth.placement == Placement::default() || !known.contains(feth.placement) {
         return None;

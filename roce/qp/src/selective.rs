@@ -283,11 +283,11 @@ impl QueuePair {
         if wqe.progress != Progress::Started {
             return false;
         }
-        let header = &packet.header;
-        match (header.atomic_ack, wqe.kind()) {
+        let header = packet.header;
+        match (header.atomic_ack(), wqe.kind()) {
             (Some(value), Kind::Atomic) => wqe.data.write_at(0, &value.to_ne_bytes()).is_ok(),
             (None, Kind::Read | Kind::AtomicWrite | Kind::Flush) => {
-                let place = self.read_response_place(wqe, seq, header.aeth, packet);
+                let place = self.read_response_place(wqe, seq, header.aeth(), packet);
                 place.is_some_and(|(offset, len)| len == 0 || wqe.data.write_at(offset, packet.payload).is_ok())
             }
             _ => false,

@@ -2,7 +2,7 @@
 
 use core::cmp::Ordering;
 
-use roce_bth::{Class, Packet};
+use roce_bth::{Class, ExtHeader, Packet};
 use roce_verbs::{Completion, WcFlags, WcOpcode, WcStatus};
 
 use crate::{
@@ -64,7 +64,7 @@ impl QueuePair {
         }
         self.chk_length(packet)?;
         self.chk_rkey(ctx, packet)?;
-        if info.class == Class::Write && info.imm {
+        if info.class == Class::Write && info.has(ExtHeader::Imm) {
             self.take_receive(ctx, false)?;
         }
         self.execute(ctx, seq, packet)?;
@@ -127,7 +127,7 @@ impl QueuePair {
     /// ICRC and its partition key.
     pub fn handle_datagram(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>, source: &DatagramSource) {
         let info = packet.header.bth.opcode.info();
-        let deth = packet.header.deth.filter(|_| self.config.qp_type.is_datagram());
+        let deth = packet.header.deth().filter(|_| self.config.qp_type.is_datagram());
         let Some(deth) = deth.filter(|_| info.class == Class::Send) else {
             ctx.counters.dropped_opcode += 1;
             return;
@@ -147,11 +147,11 @@ impl QueuePair {
         match self.take_datagram(ctx, packet, &header) {
             Ok(byte_len) => {
                 let mut flags = WcFlags::GRH;
-                flags.set(WcFlags::WITH_IMM, info.imm);
+                flags.set(WcFlags::WITH_IMM, info.has(ExtHeader::Imm));
                 let completion = Completion {
                     opcode: WcOpcode::Recv,
                     byte_len,
-                    imm: packet.header.imm.unwrap_or(0),
+                    imm: packet.header.imm().unwrap_or(0),
                     qpn: self.config.qpn,
                     src_qp: deth.src_qp,
                     sl: source.packet_type(),

@@ -97,7 +97,7 @@ impl Trace {
             && let Ok(p) = roce_bth::Packet::parse(&frame.bytes)
         {
             let b = &p.header.bth;
-            let aeth = p.header.aeth.map(|a| a.syndrome);
+            let aeth = p.header.aeth().map(|a| a.syndrome);
             eprintln!(
                 "{now:>12} host {host} takes {:?} to {} psn {} ack {} {} bytes {aeth:?}",
                 b.opcode,

@@ -122,7 +122,7 @@ pub fn connections(events: &[Event], mtu: usize) -> Vec<Connection> {
         let header = event.packet().header;
         let flow = flows.entry(key(event)).or_default();
         if is_request(header.bth.opcode) {
-            let n = header.reth.filter(|_| header.bth.opcode == Opcode::RcReadRequest);
+            let n = header.reth().filter(|_| header.bth.opcode == Opcode::RcReadRequest);
             let n = n.map_or(1, |r| r.dma_len.div_ceil(mtu as u32).max(1));
             flow.asked.extend((0..n).map(|i| header.bth.psn.add(i).value()));
         } else {

@@ -94,7 +94,7 @@ pub(crate) fn describe(body: &[u8]) -> String {
     bytes.extend([0; 4]);
     match Packet::parse(&bytes) {
         Ok(p) => {
-            let h = &p.header;
+            let h = Header::from(p.header);
             let flag = |on: bool, name: &'static str| if on { name } else { "" };
             format!(
                 "{} psn {}{}{} {} bytes{}{}{}{}{}",
@@ -118,7 +118,7 @@ pub(crate) fn describe(body: &[u8]) -> String {
 fn header(body: &[u8]) -> Option<Header> {
     let mut bytes = body.to_vec();
     bytes.extend([0; 4]);
-    Packet::parse(&bytes).ok().map(|p| p.header)
+    Packet::parse(&bytes).ok().map(|p| p.header.into())
 }
 
 /// Whether two packets are equal but for what `adapt` makes equal.

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use roce_bth::{Class, Header, Packet};
+use roce_bth::{Class, Header, HeaderView, Packet};
 use roce_mem::{FastRegion, MemoryTable, PdHandle, Region};
 use roce_verbs::{AccessFlags, Psn, RKey, wr::FastRegister};
 
@@ -39,8 +39,8 @@ pub(crate) struct Model {
 }
 
 /// The range that a request names: key, address, length.
-fn range(header: &Header) -> Option<(RKey, u64, u64)> {
-    match (header.reth, header.atomic_eth) {
+fn range(header: HeaderView<'_>) -> Option<(RKey, u64, u64)> {
+    match (header.reth(), header.atomic_eth()) {
         (Some(r), _) => Some((r.rkey, r.va, u64::from(r.dma_len))),
         (_, Some(a)) => Some((a.rkey, a.va, 8)),
         _ => None,
@@ -57,8 +57,8 @@ impl Model {
         let mut ranges = BTreeMap::<u32, (u64, u64)>::new();
         let mut revoked = Vec::new();
         for packet in good {
-            revoked.extend(packet.header.ieth.map(|k| k.0));
-            if let Some((key, va, len)) = range(&packet.header)
+            revoked.extend(packet.header.ieth().map(|k| k.0));
+            if let Some((key, va, len)) = range(packet.header)
                 && len > 0
             {
                 let entry = ranges.entry(key.0).or_insert((va, va + len));
@@ -112,7 +112,7 @@ impl Model {
 
     /// A request with keys and addresses of ours. Keys that stand for nothing stay as they are: they are wrong here too.
     pub(crate) fn translate(&self, packet: &Packet<'_>) -> Header {
-        let mut header = packet.header;
+        let mut header = Header::from(packet.header);
         let here = |key: RKey, va: u64| match self.places.get(&key.0) {
             Some(p) => (p.rkey, va.wrapping_sub(p.base).wrapping_add(p.region.addr())),
             None => (key, va),
@@ -142,10 +142,10 @@ impl Model {
 
     /// A request was accepted for the first time: what it does to memory.
     pub(crate) fn execute(&mut self, packet: &Packet<'_>, original: Option<u64>) {
-        let (header, info) = (&packet.header, packet.header.bth.opcode.info());
+        let (header, info) = (packet.header, packet.header.bth.opcode.info());
         match info.class {
             Class::Write => {
-                if let Some(reth) = header.reth {
+                if let Some(reth) = header.reth() {
                     self.cursor = Some(Cursor {
                         key: reth.rkey,
                         va: reth.va,
@@ -158,12 +158,12 @@ impl Model {
                 }
             }
             Class::AtomicWrite => {
-                if let Some(reth) = header.reth {
+                if let Some(reth) = header.reth() {
                     self.store(reth.rkey, reth.va, packet.payload);
                 }
             }
             Class::Atomic => {
-                let (Some(eth), Some(original)) = (header.atomic_eth, original) else {
+                let (Some(eth), Some(original)) = (header.atomic_eth(), original) else {
                     return;
                 };
                 let new = match header.bth.opcode {

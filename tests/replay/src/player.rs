@@ -8,7 +8,7 @@ use std::{
     sync::Arc,
 };
 
-use roce_bth::{Class, NakCode, Opcode, Packet, Syndrome};
+use roce_bth::{Class, ExtHeader, Header, MAX_HEADER_LEN, NakCode, Opcode, Packet, Syndrome};
 use roce_icrc::Flow;
 use roce_mem::{MemoryTable, Region};
 use roce_qp::{CompletionQueue, Counters, Ctx, FreePaces, QpConfig, QueuePair, TxKind, TxSink, Window, WindowConfig};
@@ -292,7 +292,7 @@ impl<'a> Player<'a> {
             .events
             .iter()
             .filter(mine)
-            .find_map(|e| match e.packet().header.aeth?.syndrome {
+            .find_map(|e| match e.packet().header.aeth()?.syndrome {
                 Syndrome::Rnr(timer) => Some(timer),
                 _ => None,
             });
@@ -377,7 +377,7 @@ impl<'a> Player<'a> {
         let mut whole = body.clone();
         whole.extend([0; 4]);
         if let (Some(offset), Ok(packet)) = (self.msn_offset, Packet::parse(&whole)) {
-            let mut header = packet.header;
+            let mut header = Header::from(packet.header);
             if let Some(aeth) = &mut header.aeth {
                 aeth.msn = aeth.msn.add(offset);
                 header.emit(&mut body);
@@ -419,23 +419,23 @@ impl<'a> Player<'a> {
         let event = &self.connection.events[index];
         if self.settings.joined_late
             && self.msn_offset.is_none()
-            && let Some(theirs) = event.packet().header.aeth
+            && let Some(theirs) = event.packet().header.aeth()
             && let Some((body, _)) = self.answers.ready.front()
         {
             let mut whole = body.clone();
             whole.extend([0; 4]);
-            let ours = Packet::parse(&whole).ok().and_then(|p| p.header.aeth);
+            let ours = Packet::parse(&whole).ok().and_then(|p| p.header.aeth());
             self.msn_offset = ours.map(|a| theirs.msn.offset_from(a.msn));
             let ready: Vec<_> = self.answers.ready.drain(..).collect();
             self.answers.ready = ready.into_iter().map(|(b, d)| (self.with_msn(b), d)).collect();
         }
         let header = event.packet().header;
         let refused_again = header
-            .aeth
+            .aeth()
             .is_some_and(|a| a.syndrome == Syndrome::Nak(NakCode::PsnSequenceError))
             && self.not_ready == Some(header.bth.psn)
             && self.expected == self.not_ready;
-        if let Some(Syndrome::Rnr(_)) = header.aeth.map(|a| a.syndrome) {
+        if let Some(Syndrome::Rnr(_)) = header.aeth().map(|a| a.syndrome) {
             self.not_ready = Some(header.bth.psn);
         }
         let (found, equal) = self.answers.match_one(event.body(), self.expected);
@@ -466,7 +466,7 @@ impl<'a> Player<'a> {
         let original = self.preset(index);
         let takes = match info.class {
             Class::Send => info.position.starts(),
-            Class::Write => info.imm,
+            Class::Write => info.has(ExtHeader::Imm),
             _ => false,
         };
         if new && takes && !matches!(refusal, Some(Syndrome::Rnr(_))) && self.qp.recv_queue_len() == 0 {
@@ -475,7 +475,7 @@ impl<'a> Player<'a> {
         if new && refusal.is_none() {
             self.model.execute(&packet, original);
             let n = match info.class {
-                Class::ReadRequest => read_packets(header.reth.map_or(0, |r| r.dma_len), self.mtu),
+                Class::ReadRequest => read_packets(header.reth().map_or(0, |r| r.dma_len), self.mtu),
                 _ => 1,
             };
             self.expected = Some(header.bth.psn.add(n));
@@ -487,8 +487,9 @@ impl<'a> Player<'a> {
             }
         }
         let translated = self.model.translate(&packet);
+        let mut buf = [0; MAX_HEADER_LEN];
         let given = Packet {
-            header: translated,
+            header: translated.view(&mut buf),
             payload: packet.payload,
         };
         let (qp, mut ctx) = self.ctx(now);
@@ -543,7 +544,7 @@ impl<'a> Player<'a> {
         });
         until
             .filter(|e| e.src.ip() == self.side && e.packet().header.bth.psn == psn)
-            .filter_map(|e| e.packet().header.aeth)
+            .filter_map(|e| e.packet().header.aeth())
             .map(|a| a.syndrome)
             .find(|s| !matches!(s, Syndrome::Ack(_)))
     }
@@ -559,7 +560,7 @@ impl<'a> Player<'a> {
         };
         match header.bth.opcode.info().class {
             Class::ReadRequest => {
-                let reth = header.reth?;
+                let reth = header.reth()?;
                 let n = read_packets(reth.dma_len, self.mtu);
                 let mut seen = BTreeSet::new();
                 let found: Vec<_> = answers()
@@ -573,8 +574,8 @@ impl<'a> Player<'a> {
                 None
             }
             Class::Atomic if Some(psn) == self.expected => {
-                let eth = header.atomic_eth?;
-                let original = answers().find(|(h, _)| h.bth.psn == psn)?.0.atomic_ack?;
+                let eth = header.atomic_eth()?;
+                let original = answers().find(|(h, _)| h.bth.psn == psn)?.0.atomic_ack()?;
                 self.model.preset(eth.rkey, eth.va, &original.to_ne_bytes());
                 Some(original)
             }
@@ -656,7 +657,7 @@ impl<'a> Player<'a> {
 /// The PSN of the first request that the side refused for good.
 fn refused(events: &[Event], side: IpAddr) -> Option<Psn> {
     let mine = events.iter().filter(|e| e.src.ip() == side).map(|e| e.packet().header);
-    mine.filter_map(|h| Some((h.bth.psn, h.aeth?.syndrome)))
+    mine.filter_map(|h| Some((h.bth.psn, h.aeth()?.syndrome)))
         .find(|(_, s)| matches!(s, Syndrome::Nak(code) if *code != NakCode::PsnSequenceError))
         .map(|(psn, _)| psn)
 }

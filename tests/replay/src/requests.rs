@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use roce_bth::{Class, Header, Opcode, Psn};
+use roce_bth::{Class, ExtHeader, HeaderView, Opcode, Psn};
 use roce_verbs::{Flush, RemoteAddr, SendFlags, SendOp};
 
 use crate::{Error, capture::Event};
@@ -70,7 +70,7 @@ pub(crate) fn messages<'a>(events: impl Iterator<Item = (usize, &'a Event)>, mtu
         }
         *complete = info.position.ends();
         if info.position.ends() {
-            message.op = closed(message.op, bth.opcode, header.imm, header.ieth);
+            message.op = closed(message.op, bth.opcode, header.imm(), header.ieth());
             message.flags.set(SendFlags::SOLICITED, bth.solicited);
         }
         if *complete && let Some((at, message, _)) = open.take() {
@@ -89,7 +89,7 @@ pub(crate) fn messages<'a>(events: impl Iterator<Item = (usize, &'a Event)>, mtu
 
 fn start(event: &Event, mtu: usize) -> Message {
     let header = event.packet().header;
-    let remote = match (header.reth, header.atomic_eth) {
+    let remote = match (header.reth(), header.atomic_eth()) {
         (Some(reth), _) => RemoteAddr {
             addr: reth.va,
             rkey: reth.rkey,
@@ -100,9 +100,9 @@ fn start(event: &Event, mtu: usize) -> Message {
         },
         _ => RemoteAddr::default(),
     };
-    let eth = header.atomic_eth.unwrap_or_default();
+    let eth = header.atomic_eth().unwrap_or_default();
     let (op, len) = match header.bth.opcode {
-        Opcode::RcReadRequest => (SendOp::Read(remote), header.reth.map_or(0, |r| r.dma_len)),
+        Opcode::RcReadRequest => (SendOp::Read(remote), header.reth().map_or(0, |r| r.dma_len)),
         Opcode::RcCompareSwap => {
             let (compare, swap) = (eth.compare, eth.swap_add);
             (SendOp::CompareSwap { remote, compare, swap }, 8)
@@ -115,7 +115,7 @@ fn start(event: &Event, mtu: usize) -> Message {
             8,
         ),
         Opcode::RcAtomicWrite => (SendOp::AtomicWrite(remote), 0),
-        Opcode::RcFlush => (SendOp::Flush(flush(&header)), 0),
+        Opcode::RcFlush => (SendOp::Flush(flush(header)), 0),
         o if o.info().class == Class::Write => (SendOp::Write(remote), 0),
         _ => (SendOp::Send, 0),
     };
@@ -125,12 +125,12 @@ fn start(event: &Event, mtu: usize) -> Message {
         op,
         flags: SendFlags::SIGNALED,
         data: vec![0; len as usize],
-        announced: header.reth.map(|r| r.dma_len),
+        announced: header.reth().map(|r| r.dma_len),
     }
 }
 
-fn flush(header: &Header) -> Flush {
-    let (reth, feth) = (header.reth.unwrap_or_default(), header.feth.unwrap_or_default());
+fn flush(header: HeaderView<'_>) -> Flush {
+    let (reth, feth) = (header.reth().unwrap_or_default(), header.feth().unwrap_or_default());
     Flush {
         remote: RemoteAddr {
             addr: reth.va,
@@ -145,7 +145,11 @@ fn flush(header: &Header) -> Flush {
 /// What the last packet adds: immediate data, or a key to invalidate.
 fn closed(op: SendOp, opcode: Opcode, imm: Option<u32>, ieth: Option<roce_verbs::RKey>) -> SendOp {
     let info = opcode.info();
-    match (op, imm.filter(|_| info.imm), ieth.filter(|_| info.ieth)) {
+    match (
+        op,
+        imm.filter(|_| info.has(ExtHeader::Imm)),
+        ieth.filter(|_| info.has(ExtHeader::Ieth)),
+    ) {
         (SendOp::Send, Some(imm), _) => SendOp::SendWithImm(imm),
         (SendOp::Send, _, Some(key)) => SendOp::SendWithInv(key),
         (SendOp::Write(to), Some(imm), _) => SendOp::WriteWithImm(to, imm),

@@ -55,9 +55,9 @@ fn a_changed_answer_is_noticed() {
             continue;
         }
         // A READ response's payload and an atomic's result are what the memory is made to hold.
-        for bit in 0..header.wire_len() * 8 {
+        for bit in 0..header.bytes().len() * 8 {
             let at = bit / 8;
-            let told = header.atomic_ack.is_some() && at >= header.wire_len() - 8;
+            let told = header.atomic_ack().is_some() && at >= header.bytes().len() - 8;
             let mut altered = whole.clone();
             altered.events[index].bytes[at] ^= 0x80 >> (bit % 8);
             seal(&mut altered.events[index]);

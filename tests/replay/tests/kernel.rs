@@ -20,7 +20,7 @@ fn psn(event: &Event) -> Psn {
 }
 
 fn syndrome(event: &Event) -> Option<Syndrome> {
-    event.packet().header.aeth.map(|a| a.syndrome)
+    event.packet().header.aeth().map(|a| a.syndrome)
 }
 
 fn is_rnr(event: &Event) -> bool {

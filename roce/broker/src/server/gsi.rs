@@ -63,7 +63,7 @@ pub(super) fn target(bytes: &[u8]) -> Target {
     }
     let deth = packet
         .header
-        .deth
+        .deth()
         .filter(|d| d.qkey == QKey::GSI && d.src_qp == Qpn::GSI);
     match (bth.opcode, deth, packet.payload.try_into()) {
         (Opcode::UdSendOnly, Some(_), Ok(mad)) => Target::Gsi(Box::new(mad)),

@@ -59,7 +59,7 @@ impl Order {
 /// Carries what one side sends to the other one.
 fn carry(from: &mut Side, to: &mut Side, (sends, receives): (&mut Order, &mut Order), seed: u64) {
     for (_, bytes) in from.drain() {
-        let header = Packet::parse(&bytes).unwrap().header;
+        let header = Header::from(Packet::parse(&bytes).unwrap().header);
         sends.check(&header, seed);
         to.handle(&bytes);
         let info = header.bth.opcode.info();

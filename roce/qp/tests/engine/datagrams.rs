@@ -116,7 +116,7 @@ fn the_queue_key_must_be_right_and_a_privileged_one_stands_for_the_senders_own()
     // The top bit: the key of the work request is not used.
     p.a.send_to(2, SendOp::Send, &[], datagram(B, 0x8000_0005));
     let sent = p.a.drain();
-    assert_eq!(Packet::parse(&sent[0].1).unwrap().header.deth.unwrap().qkey.0, QKEY);
+    assert_eq!(Packet::parse(&sent[0].1).unwrap().header.deth().unwrap().qkey.0, QKEY);
     p.b.handle(&sent[0].1);
     assert_eq!(ids(&p.b.received()), [(9, WcStatus::Success)]);
     assert_eq!(p.a.completions().len(), 2, "the sender does not learn of it");
@@ -132,7 +132,7 @@ fn the_general_service_interface_has_its_own_key() {
     p.b.recv(9, &[sge(&dst, 0, 100)]);
     p.a.send_to(1, SendOp::Send, &[], datagram(1, 0x8001_0000));
     let header = p.a.drain();
-    let deth = Packet::parse(&header[0].1).unwrap().header.deth.unwrap();
+    let deth = Packet::parse(&header[0].1).unwrap().header.deth().unwrap();
     assert_eq!((deth.qkey.0, deth.src_qp), (0x8001_0000, Qpn::GSI));
     p.b.handle(&header[0].1);
     assert_eq!(ids(&p.b.received()), [(9, WcStatus::Success)]);

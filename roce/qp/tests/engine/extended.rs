@@ -145,7 +145,7 @@ fn every_request_names_the_queue_and_responses_do_not() {
     x.p.run_with(Duration::from_secs(1), |dir, packet| {
         let info = packet.header.bth.opcode.info();
         assert_eq!(info.service, Service::Xrc);
-        let named = packet.header.xrceth.map(|h| h.srqn);
+        let named = packet.header.xrceth().map(|h| h.srqn);
         assert_eq!(named, (dir == Dir::AtoB).then_some(Srqn::new(7)), "{}", info.name);
         seen.push(packet.header.bth.opcode);
         Fate::Deliver
@@ -203,7 +203,7 @@ fn an_unknown_queue_is_refused() {
         x.p.a.send_to(1, SendOp::Send, &[], Target::Srq(Srqn::new(number)));
         let mut naks = Vec::new();
         x.p.run_with(Duration::from_secs(1), |_, packet| {
-            naks.extend(packet.header.aeth.map(|a| a.syndrome));
+            naks.extend(packet.header.aeth().map(|a| a.syndrome));
             Fate::Deliver
         });
         assert_eq!(naks, [Syndrome::Nak(NakCode::InvalidRequest)]);

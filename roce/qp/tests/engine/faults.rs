@@ -495,7 +495,10 @@ fn duplicates_are_answered_and_not_executed_again() {
             .map(|(_, b)| Packet::parse(b).unwrap().header.bth.opcode)
             .collect()
     };
-    let atomic = |v: &[(TxKind, Vec<u8>)]| v.iter().find_map(|(_, b)| Packet::parse(b).unwrap().header.atomic_ack);
+    let atomic = |v: &[(TxKind, Vec<u8>)]| {
+        v.iter()
+            .find_map(|(_, b)| Packet::parse(b).unwrap().header.atomic_ack())
+    };
     assert_eq!(
         opcodes(&first)[..2],
         [Opcode::RcAtomicAcknowledge, Opcode::RcReadResponseFirst]

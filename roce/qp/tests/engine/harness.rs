@@ -334,7 +334,7 @@ impl Side {
     pub(crate) fn headers(&mut self) -> Vec<Header> {
         self.drain()
             .iter()
-            .map(|(_, b)| Packet::parse(b).unwrap().header)
+            .map(|(_, b)| Packet::parse(b).unwrap().header.into())
             .collect()
     }
 }

@@ -148,7 +148,7 @@ fn a_peers_missing_page_is_its_remote_access_error() {
         post(&mut p, op, &local, &remote);
         let mut naks = Vec::new();
         p.run_with(Duration::from_secs(60), |_, packet| {
-            if let Some(Syndrome::Nak(code)) = packet.header.aeth.map(|a| a.syndrome) {
+            if let Some(Syndrome::Nak(code)) = packet.header.aeth().map(|a| a.syndrome) {
                 naks.push(code);
             }
             Fate::Deliver

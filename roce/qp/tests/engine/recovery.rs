@@ -4,7 +4,7 @@ use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use roce_bth::{Class, Opcode, Packet, Psn, Syndrome};
+use roce_bth::{Class, Header, Opcode, Packet, Psn, Syndrome};
 use roce_mem::Region;
 use roce_qp::{TxKind, WindowConfig};
 use roce_verbs::{Instant, Mtu, SendOp};
@@ -182,9 +182,9 @@ fn a_read_longer_than_the_window_is_asked_for_in_pieces_that_fit() {
     let (mut asked, mut next) = (0, Psn::new(p.setup.psn));
     let mut in_flight = 0i64;
     p.run_with(LONG, |dir, packet| {
-        let header = &packet.header;
+        let header = packet.header;
         if dir == Dir::AtoB {
-            let reth = header.reth.unwrap();
+            let reth = header.reth().unwrap();
             assert_eq!((header.bth.psn, reth.va), (next, src.addr() + asked));
             asked += u64::from(reth.dma_len);
             next = next.add(reth.dma_len.div_ceil(1024));
@@ -343,7 +343,7 @@ fn responses_find_a_pace_that_a_greedy_requester_can_take() {
             b.timeout();
         }
         for (kind, bytes) in b.drain() {
-            let header = Packet::parse(&bytes).unwrap().header;
+            let header = Header::from(Packet::parse(&bytes).unwrap().header);
             assert_eq!(header.bth.opcode.info().class, Class::ReadResponse);
             assert!(matches!(kind, TxKind::Response | TxKind::Repetition));
             sent += 1;
@@ -387,7 +387,7 @@ fn progress_after_a_gap_is_acknowledged_unasked() {
     let mut answer = |i: usize| {
         p.b.handle(&sent[i]);
         let mut out = p.b.drain().into_iter().map(|(_, bytes)| {
-            let header = Packet::parse(&bytes).unwrap().header;
+            let header = Header::from(Packet::parse(&bytes).unwrap().header);
             (
                 header.bth.psn,
                 matches!(header.aeth.unwrap().syndrome, Syndrome::Ack(_)),

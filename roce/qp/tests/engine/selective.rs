@@ -187,7 +187,7 @@ fn a_gap_is_not_told_by_a_nak() {
     let mut dice = ChaCha8Rng::seed_from_u64(3);
     let mut naks = 0;
     p.run_with(LONG, |dir, packet| {
-        let aeth = packet.header.aeth.map(|aeth| aeth.syndrome);
+        let aeth = packet.header.aeth().map(|aeth| aeth.syndrome);
         naks += u32::from(aeth == Some(Syndrome::Nak(NakCode::PsnSequenceError)));
         match dir == Dir::AtoB && dice.random_bool(0.2) {
             true => Fate::Drop,
@@ -215,7 +215,7 @@ fn no_more_is_sent_again_than_was_lost() {
         let mut dice = ChaCha8Rng::seed_from_u64(seed);
         let (mut lost, mut acks) = (0, BTreeSet::new());
         p.run_with(LONG, |dir, packet| {
-            let header: &Header = &packet.header;
+            let header = &Header::from(packet.header);
             acks.insert(header.bth.opcode.info().class == Class::SelectiveAcknowledge);
             if dir == Dir::AtoB && dice.random_bool(0.03) {
                 lost += 1;

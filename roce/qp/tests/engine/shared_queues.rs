@@ -80,7 +80,7 @@ fn an_empty_queue_makes_reliable_senders_wait() {
     p.run_with(Duration::from_micros(100), |_, packet| {
         let aeth = packet
             .header
-            .aeth
+            .aeth()
             .filter(|_| packet.header.bth.opcode.info().class == Class::Acknowledge);
         rnr += u32::from(matches!(aeth.map(|a| a.syndrome), Some(Syndrome::Rnr(_))));
         Fate::Deliver

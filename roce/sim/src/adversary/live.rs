@@ -92,7 +92,7 @@ impl Live {
             return;
         }
         genuine.last[direction as usize] = Some(bth.psn);
-        let responses = match (bth.opcode.info().class, packet.header.reth) {
+        let responses = match (bth.opcode.info().class, packet.header.reth()) {
             (Class::ReadRequest, Some(reth)) => reth.dma_len.div_ceil(mtu(bth.dest_qp) as u32).max(1),
             _ => 1,
         };

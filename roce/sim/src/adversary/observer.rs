@@ -87,7 +87,7 @@ fn pick<T: Clone>(list: &VecDeque<T>, rng: &mut Rng) -> Option<T> {
 }
 
 fn header_of(bytes: &[u8]) -> Option<Header> {
-    Packet::parse(bytes).ok().map(|p| p.header)
+    Packet::parse(bytes).ok().map(|p| p.header.into())
 }
 
 impl World {

@@ -101,7 +101,7 @@ impl<'a> Line<'a> {
                 Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => continue,
                 Err(e) => return Err(e.into()),
             };
-            let header = Packet::parse(&buffer[..len])?.header;
+            let header = Header::from(Packet::parse(&buffer[..len])?.header);
             if header.bth.dest_qp.value() == OUR_QP {
                 return Ok(header);
             }

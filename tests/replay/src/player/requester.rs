@@ -19,7 +19,7 @@ use std::{
     time::Duration,
 };
 
-use roce_bth::{Aeth, Bth, Class, Credits, Header, Msn, NakCode, Opcode, Packet, Psn, Syndrome};
+use roce_bth::{Aeth, Bth, Class, Credits, Header, MAX_HEADER_LEN, Msn, NakCode, Opcode, Packet, Psn, Syndrome};
 use roce_verbs::{Instant, Qpn};
 
 use super::Player;
@@ -66,7 +66,7 @@ pub(super) struct Repetition {
 /// The PSN of a request, and how many it takes.
 fn extent(packet: &Packet<'_>, mtu: usize) -> (Psn, u32) {
     let bth = packet.header.bth;
-    let n = match (bth.opcode, packet.header.reth) {
+    let n = match (bth.opcode, packet.header.reth()) {
         (Opcode::RcReadRequest, Some(reth)) => read_packets(reth.dma_len, mtu),
         _ => 1,
     };
@@ -177,7 +177,7 @@ impl Player<'_> {
         let packet = event.packet();
         let (psn, class) = (packet.header.bth.psn, packet.header.bth.opcode.info().class);
         let at = self.asking.offset(psn);
-        match packet.header.aeth.map(|a| a.syndrome) {
+        match packet.header.aeth().map(|a| a.syndrome) {
             Some(Syndrome::Rnr(_)) => {
                 self.asking.told = true;
                 if self.asking.under_way.contains(&at) {
@@ -254,7 +254,11 @@ impl Player<'_> {
             syndrome: Syndrome::Ack(Credits::INVALID),
             msn: Msn::default(),
         });
-        let packet = Packet { header, payload: &[] };
+        let mut buf = [0; MAX_HEADER_LEN];
+        let packet = Packet {
+            header: header.view(&mut buf),
+            payload: &[],
+        };
         let now = self.now(at);
         let (qp, mut ctx) = self.ctx(now);
         qp.handle_packet(&mut ctx, &packet);
