@@ -284,22 +284,52 @@ pub(crate) struct QpSink<'a> {
 }
 
 /// Resolves the receivers of a datagram queue pair to paths.
-#[derive(Clone, Copy)]
 pub(crate) struct Directory<'a> {
     pub(crate) config: &'a PortConfig,
     pub(crate) peers: &'a Peers,
     /// The sender.
     pub(crate) qpn: Qpn,
+    /// The queue pair's last receiver.
+    pub(crate) last: &'a mut Option<Receiver>,
+}
+
+/// Receiver of datagrams, with the path to it.
+#[derive(Clone, Copy)]
+pub(crate) struct Receiver {
+    to: AddressVector,
+    dest: Qpn,
+    path: TxPath,
+    /// Whether trains arrive there; `None`: only if the peer has proved it.
+    gso: Option<bool>,
+}
+
+impl Directory<'_> {
+    fn resolve(&self, to: &AddressVector, dest: Qpn) -> Option<Receiver> {
+        let av = self.config.path(to).ok()?;
+        let default_port = || self.config.src_port(udp_source_port(self.qpn, dest));
+        let src_port = self.config.requested_port(&av).unwrap_or_else(default_port);
+        Some(Receiver {
+            to: *to,
+            dest,
+            path: self.config.tx_path(&av, src_port)?,
+            gso: match av.is_multicast() {
+                true => Some(false),
+                false => self.config.is_on_host(&av).then_some(true),
+            },
+        })
+    }
 }
 
 impl<'a> QpSink<'a> {
     /// Creates the sink of a datagram queue pair, which sets the receiver of each packet.
     pub(crate) fn directed(batch: &'a mut TxBatch, directory: Directory<'a>, budget: usize) -> Self {
         let (src, dst) = (Ipv4Addr::UNSPECIFIED, Ipv4Addr::UNSPECIFIED);
-        let unset = TxPath::new(IpPair::V4 { src, dst }, 0, 0, 0);
+        let unset = || TxPath::new(IpPair::V4 { src, dst }, 0, 0, 0);
+        let path = directory.last.map_or_else(unset, |last| last.path);
+        let ends = [directory.qpn, Qpn::default()];
         Self {
             directory: Some(directory),
-            ..Self::new(batch, &unset, [directory.qpn, Qpn::default()], false, budget)
+            ..Self::new(batch, &path, ends, false, budget)
         }
     }
 
@@ -359,16 +389,15 @@ impl TxSink for QpSink<'_> {
     }
 
     fn direct(&mut self, to: &AddressVector, dest: Qpn) -> bool {
-        let Some(d) = self.directory else { return false };
-        let Ok(av) = d.config.path(to) else { return false };
-        let default_port = || d.config.src_port(udp_source_port(d.qpn, dest));
-        let src_port = d.config.requested_port(&av).unwrap_or_else(default_port);
-        let Some(path) = d.config.tx_path(&av, src_port) else {
-            return false;
-        };
+        let Some(d) = &mut self.directory else { return false };
+        if d.last.is_none_or(|last| last.to != *to || last.dest != dest) {
+            *d.last = d.resolve(to, dest);
+        }
+        let Some(receiver) = &*d.last else { return false };
         // UD has no acknowledgements that would reveal lost trains: send them only where they are known to arrive.
-        self.gso = !av.is_multicast() && (d.config.is_on_host(&av) || d.peers.gso_proven(av.remote));
-        self.path = path;
+        let remote = receiver.path.flow.ip.dst();
+        self.gso = receiver.gso.unwrap_or_else(|| d.peers.gso_proven(remote));
+        self.path = receiver.path;
         self.dest = dest;
         true
     }

@@ -6,7 +6,7 @@ use core::net::IpAddr;
 use roce_bth::Qpn;
 use roce_icrc::{Flow, IcrcPrefix};
 use roce_qp::{Window, WindowConfig};
-use roce_verbs::AddressVector;
+use roce_verbs::{AddressHashes, AddressVector};
 use slab::Slab;
 
 use crate::{
@@ -54,7 +54,7 @@ impl QpPath {
 /// Table of peers. An entry lives as long as a queue pair has it in its path.
 pub(crate) struct Peers {
     slab: Slab<Peer>,
-    by_addr: HashMap<IpAddr, usize>,
+    by_addr: HashMap<IpAddr, usize, AddressHashes>,
     config: WindowConfig,
 }
 
@@ -62,7 +62,7 @@ impl Peers {
     pub(crate) fn new(config: WindowConfig) -> Self {
         Self {
             slab: Slab::new(),
-            by_addr: HashMap::new(),
+            by_addr: HashMap::default(),
             config,
         }
     }

@@ -20,6 +20,7 @@ use roce_verbs::{
 use slab::Slab;
 
 use crate::{
+    batch::Receiver,
     cnp::Notified,
     config::{PortConfig, QpInit},
     connect::{Conn, PortCmEvent},
@@ -44,6 +45,8 @@ pub(crate) struct QpEntry {
     pub(crate) serial: u32,
     pub(crate) pd: roce_mem::PdHandle,
     pub(crate) path: Option<QpPath>,
+    /// Receiver of the last datagram.
+    pub(crate) receiver: Option<Receiver>,
     /// In the ready list.
     pub(crate) queued: bool,
     /// In its peer's list of queue pairs that wait for the window.
@@ -244,6 +247,7 @@ impl Port {
             serial: self.created,
             pd,
             path: None,
+            receiver: None,
             queued: false,
             blocked: false,
             armed: None,

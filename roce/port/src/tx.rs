@@ -165,6 +165,7 @@ impl Port {
             config: &self.config,
             peers: &self.peers,
             qpn,
+            last: &mut entry.receiver,
         };
         let mut sink = QpSink::directed(batch, directory, self.config.turn_packets.max(1));
         let poll = entry.qp.poll_transmit(&mut ctx, &mut sink);

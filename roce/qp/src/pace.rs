@@ -3,7 +3,7 @@
 use core::{net::IpAddr, num::NonZeroU64, time::Duration};
 use std::collections::HashMap;
 
-use roce_verbs::Instant;
+use roce_verbs::{AddressHashes, Instant};
 
 /// A loss is held against the pace only if more than this was sent in vain: then something overflowed.
 const OVERFLOW: usize = 256 << 10;
@@ -147,7 +147,7 @@ const MOST_PACES: usize = 1024;
 #[derive(Debug)]
 pub struct FreePaces {
     rate: Option<NonZeroU64>,
-    paces: HashMap<IpAddr, FreePace>,
+    paces: HashMap<IpAddr, FreePace, AddressHashes>,
     /// Of those that have none of their own.
     others: FreePace,
     /// When those that are not in use were removed last.
@@ -168,7 +168,7 @@ impl FreePaces {
     pub fn new(rate: Option<NonZeroU64>) -> Self {
         Self {
             rate,
-            paces: HashMap::new(),
+            paces: HashMap::default(),
             others: FreePace::new(rate),
             swept: Instant::ZERO,
         }

@@ -2,12 +2,13 @@
 
 use std::{
     collections::HashMap,
+    hash::BuildHasherDefault,
     sync::{Arc, Weak},
 };
 
 use parking_lot::{Mutex, RwLock};
 use roce_mem::PdHandle;
-use roce_verbs::{AsyncEvent, RecvWr, SrqAttr, SrqModify, SrqType, Srqn, wr::PostError};
+use roce_verbs::{AsyncEvent, NumberHasher, RecvWr, SrqAttr, SrqModify, SrqType, Srqn, wr::PostError};
 
 use crate::{
     cq::CompletionQueue,
@@ -181,7 +182,7 @@ impl SharedReceiveQueue {
 /// which they find by number.
 #[derive(Debug, Default)]
 pub struct XrcDomain {
-    queues: RwLock<HashMap<Srqn, Weak<SharedReceiveQueue>>>,
+    queues: RwLock<HashMap<Srqn, Weak<SharedReceiveQueue>, BuildHasherDefault<NumberHasher>>>,
 }
 
 impl XrcDomain {

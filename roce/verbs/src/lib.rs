@@ -18,7 +18,7 @@ pub use attr::{
     SrqModify, SrqType,
 };
 pub use event::{AsyncEvent, EventSource};
-pub use hash::NumberHasher;
+pub use hash::{AddressHasher, AddressHashes, NumberHasher};
 pub use roce_bth::{LKey, Msn, PKey, Placement, Psn, QKey, Qpn, RKey, RnrTimer, Selectivity, Srqn};
 pub use shown::{Shown, shown};
 pub use time::Instant;
