@@ -188,8 +188,6 @@ impl<P: Ports> Fabric<P> {
 
     pub(crate) fn forget(&mut self, id: CmRef) {
         let Some(cm) = self.cms.remove(id) else { return };
-        self.events
-            .retain(|e| !matches!(e, Event::Cm { id: of, .. } if *of == id));
         match cm {
             Cm::Listener { addr, ids } => self.unlisten(addr, &ids),
             Cm::Resolved { .. } => {}

@@ -493,7 +493,6 @@ impl<P: Ports> Provider for Fabric<P> {
 
     fn destroy_qp(&mut self, qp: QpId) {
         let Some(old) = self.qps.remove(qp) else { return };
-        self.events.retain(|e| !matches!(e, Event::Drained(id) if *id == qp));
         let device = &mut self.devices[old.device];
         device.qps.remove(&old.qpn.value());
         if let Err(e) = self.ports.port(old.device).destroy_qp(self.now, old.qpn) {
@@ -619,8 +618,16 @@ impl<P: Ports> Provider for Fabric<P> {
     }
 
     fn poll_event(&mut self) -> Option<Event> {
-        if let Some(event) = self.events.pop_front() {
-            return Some(event);
+        while let Some(event) = self.events.pop_front() {
+            // Its object may have been destroyed since.
+            let is_live = match &event {
+                Event::Drained(qp) => self.qps.get(*qp).is_some(),
+                Event::Cm { id, .. } => self.cms.get(*id).is_some(),
+                _ => true,
+            };
+            if is_live {
+                return Some(event);
+            }
         }
         for device in 0..self.devices.len() {
             while let Some(change) = self.ports.port(device).poll_change() {

@@ -98,7 +98,7 @@ pub struct Port {
     pub(crate) groups: Groups,
     pub(crate) cm_events: VecDeque<PortCmEvent>,
     pub(crate) gsi_psn: Psn,
-    pub(crate) events: Vec<AsyncEvent>,
+    pub(crate) events: VecDeque<AsyncEvent>,
     pub(crate) counters: PortCounters,
     pub(crate) solver: IdSolver,
     pub(crate) translations: TranslationWatch,
@@ -176,7 +176,7 @@ impl Port {
             groups: Groups::default(),
             cm_events: VecDeque::new(),
             gsi_psn: Psn::new(rng.random()),
-            events: Vec::new(),
+            events: VecDeque::new(),
             counters: PortCounters::default(),
             solver: IdSolver::new(),
             translations: TranslationWatch::default(),
@@ -282,7 +282,6 @@ impl Port {
         if let Some(conn) = entry.conn.and_then(|id| self.conns.get_mut(&id)) {
             conn.qpn = None;
         }
-        self.mem.forget_qp(qpn);
         self.mem.release_pd(entry.pd);
         Ok(())
     }
@@ -460,7 +459,7 @@ impl Port {
 
     /// Queues an asynchronous event that was detected outside of the port.
     pub fn push_event(&mut self, event: AsyncEvent) {
-        self.events.push(event);
+        self.events.push_back(event);
     }
 
     fn post<W>(
@@ -472,12 +471,15 @@ impl Port {
     ) -> Result<(), (usize, PostError)> {
         self.now = now;
         let slot = self.qpns.get(qpn).ok_or((0, PostError::NoQueuePair))?;
-        self.with_qp(now, slot, |qp, ctx| {
+        let (result, _) = self.run_step(now, slot, |qp, ctx| {
             for (i, wr) in wrs.iter().enumerate() {
                 one(qp, ctx, wr).map_err(|e| (i, e))?;
             }
             Ok(())
-        })
+        });
+        // Posting sends nothing, so that timers, window and waiting queue pairs stay as they are.
+        self.make_ready(slot);
+        result
     }
 
     /// Returns the time when [`Port::handle_timeout`] must be called next.
@@ -547,7 +549,7 @@ impl Port {
 
     /// Returns the next asynchronous event, if any.
     pub fn poll_async_event(&mut self) -> Option<AsyncEvent> {
-        (!self.events.is_empty()).then(|| self.events.remove(0))
+        self.events.pop_front()
     }
 
     /// Returns the counters.
@@ -629,12 +631,9 @@ impl Port {
     ///
     /// `room` is the room in the peer's window before the step, bytes.
     pub(crate) fn after_step(&mut self, slot: usize, room: usize) {
+        self.make_ready(slot);
         let entry = &mut *self.qps[slot];
         let qpn = entry.qp.qpn();
-        if !entry.queued && !entry.qp.is_idle() {
-            entry.queued = true;
-            self.ready.push_back(qpn);
-        }
         self.timers.update(qpn, &mut entry.armed, entry.qp.next_timeout());
         if let Some(job) = entry.qp.take_persist_job() {
             self.persists.push_back(Persisting { qpn, job });
@@ -647,6 +646,15 @@ impl Port {
             if peer.window.available() > room {
                 self.wake_blocked(key);
             }
+        }
+    }
+
+    /// Adds a queue pair to the ready list if it has packets to send.
+    fn make_ready(&mut self, slot: usize) {
+        let entry = &mut *self.qps[slot];
+        if !entry.queued && !entry.qp.is_idle() {
+            entry.queued = true;
+            self.ready.push_back(entry.qp.qpn());
         }
     }
 

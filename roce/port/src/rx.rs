@@ -346,8 +346,9 @@ impl Port {
     ///
     /// A member that can't accept the packet does not affect the others.
     fn handle_multicast(&mut self, now: Instant, source: &Source, index: u16, bytes: &[u8], packet: &Packet<'_>) {
-        let members = self.groups.members(source.flow.ip.dst()).to_vec();
-        if members.is_empty() {
+        let group = source.flow.ip.dst();
+        let count = self.groups.members(group).len();
+        if count == 0 {
             self.counters.drop_multicast += 1;
             return;
         }
@@ -364,12 +365,11 @@ impl Port {
         };
         self.counters.rx_multicast += 1;
         let header = source.header(id);
-        for slot in members
-            .into_iter()
-            .filter_map(|qpn| self.qpns.get(qpn))
-            .collect::<Vec<_>>()
-        {
-            self.give_datagram(now, slot, packet, &header);
+        for i in 0..count {
+            let member = self.groups.members(group).get(i);
+            if let Some(slot) = member.and_then(|qpn| self.qpns.get(*qpn)) {
+                self.give_datagram(now, slot, packet, &header);
+            }
         }
     }
 

@@ -1,6 +1,6 @@
 //! What a packet costs in the engine, beside the copy of its payload.
 
-use std::{hint::black_box, sync::Arc};
+use std::{collections::VecDeque, hint::black_box, sync::Arc};
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use roce_bth::{Packet, Qpn, RnrTimer};
@@ -110,7 +110,7 @@ impl World {
             mem: &self.mem,
             window: &mut end.window,
             paces: &mut FreePaces::new(None),
-            events: &mut Vec::new(),
+            events: &mut VecDeque::new(),
             counters: &mut end.counters,
         };
         f(&mut end.qp, &mut ctx, &mut end.slab)

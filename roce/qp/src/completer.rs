@@ -1,4 +1,4 @@
-//! The completer: takes responses and completes work requests.
+//! Completer: processes responses and completes work requests.
 
 use core::cmp::Ordering;
 
@@ -13,10 +13,10 @@ use crate::{
     seq::Seq,
 };
 
-/// The RNR retry count that means "for ever" (IBA 9.9.2.4.1.1).
+/// RNR retry count without limit (IBA 9.9.2.4.1.1).
 const RNR_FOR_EVER: u8 = 7;
 
-/// The status that a NAK causes at the requester (IBA table 58). A sequence error causes none.
+/// Returns the status that a NAK causes at the requester (IBA table 58). A sequence error causes none.
 pub(crate) const fn nak_status(code: NakCode) -> Option<WcStatus> {
     match code {
         NakCode::PsnSequenceError => None,
@@ -28,7 +28,7 @@ pub(crate) const fn nak_status(code: NakCode) -> Option<WcStatus> {
 }
 
 impl QueuePair {
-    /// Takes an acknowledgement or a response.
+    /// Processes an acknowledgement or a response.
     pub(crate) fn handle_response(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
         use roce_bth::Class;
         if !matches!(self.state, QpState::Rts | QpState::Sqd) {
@@ -84,8 +84,8 @@ impl QueuePair {
         }
     }
 
-    /// Completes everything before `to`. Returns whether that worked and the queue pair goes on: a READ or atomic whose
-    /// response is missing stands in the way, and is asked for again (an implied NAK, IBA 9.7.5.1.3).
+    /// Completes everything before `to`. Returns false if the queue pair has failed, or if the response of a READ or atomic
+    /// before `to` is missing, which is then requested again (an implied NAK, IBA 9.7.5.1.3).
     pub(crate) fn acknowledge_up_to(&mut self, ctx: &mut Ctx<'_>, to: Seq) -> bool {
         self.req.implied = self.req.implied.max(to);
         let limit = self.response_before(to).unwrap_or(to);
@@ -100,7 +100,7 @@ impl QueuePair {
         matches!(self.state, QpState::Rts | QpState::Sqd)
     }
 
-    /// The first PSN before `to` whose response is still to come.
+    /// Returns the first PSN before `to` whose response is missing.
     pub(crate) fn response_before(&self, to: Seq) -> Option<Seq> {
         if self.req.rd_outstanding == 0 {
             return None;
@@ -112,7 +112,7 @@ impl QueuePair {
             .filter(|s| *s < to)
     }
 
-    /// Moves the oldest outstanding PSN on, and completes what that completes.
+    /// Advances the oldest outstanding PSN and completes the work requests before it.
     pub(crate) fn advance(&mut self, ctx: &mut Ctx<'_>, to: Seq) {
         let (from, next) = (self.req.una, self.req.next);
         if to > from {
@@ -140,16 +140,16 @@ impl QueuePair {
         self.reap(ctx);
     }
 
-    /// Retries count from the last progress.
+    /// Restarts retry counts and timers after progress.
     fn made_progress(&mut self, ctx: &mut Ctx<'_>) {
         let req = &mut self.req;
         req.on_progress(ctx.now, self.attr.retry_cnt.unwrap_or(0));
         req.rnr_left = self.attr.rnr_retry.unwrap_or(0);
-        // A pause that the progress proves to be over.
+        // The progress proves that the peer has a receive work request again.
         req.timers.rnr_until = None;
     }
 
-    /// Completes the work requests at the front that are done, and fails the one that is known to have failed.
+    /// Completes the work requests at the front that are done, or fails the queue pair with the first failed one.
     pub(crate) fn reap(&mut self, ctx: &mut Ctx<'_>) {
         while let Some(head) = self.sq.wqes.front() {
             match head.progress {
@@ -161,10 +161,8 @@ impl QueuePair {
                 Progress::Started if head.end() <= self.req.una => {}
                 Progress::Started | Progress::Posted => break,
             }
-            if let Some(wqe) = self.sq.pop() {
-                self.req.cur = self.req.cur.saturating_sub(1);
-                self.complete_send(ctx, &wqe, WcStatus::Success);
-            }
+            self.req.cur = self.req.cur.saturating_sub(1);
+            self.complete_send(ctx, WcStatus::Success);
         }
         self.check_drained(ctx);
         self.fail_on_overflow(ctx);
@@ -176,31 +174,29 @@ impl QueuePair {
         if self.state == QpState::Sqd && quiet && !self.req.drained {
             self.req.drained = true;
             if self.attr.en_sqd_async_notify == Some(true) {
-                ctx.events.push(AsyncEvent::SqDrained(self.config.qpn));
+                ctx.events.push_back(AsyncEvent::SqDrained(self.config.qpn));
             }
         }
     }
 
-    /// Fails the oldest work request, and with it the queue pair, or where nobody waits for what it sends, the send queue.
+    /// Fails the oldest work request and the queue pair; of an unacknowledged service, only the send queue.
     pub(crate) fn fail_head(&mut self, ctx: &mut Ctx<'_>, status: WcStatus) {
         self.note_send_failure(ctx, status);
-        if let Some(wqe) = self.sq.pop() {
-            self.complete_send(ctx, &wqe, status);
-        }
+        self.complete_send(ctx, status);
         match self.reliable {
             true => self.enter_error(ctx),
             false => self.enter_send_error(ctx),
         }
     }
 
-    pub(crate) fn complete_send(&mut self, ctx: &mut Ctx<'_>, wqe: &SendWqe, status: WcStatus) {
+    /// Removes the oldest work request and completes it.
+    pub(crate) fn complete_send(&mut self, ctx: &mut Ctx<'_>, status: WcStatus) {
+        let Some(wqe) = self.sq.wqes.front() else { return };
         let ok = status == WcStatus::Success;
         if ok && wqe.kind() == Kind::Send {
             ctx.counters.rdma_sends += 1;
         }
-        if ok && !self.config.signal_all && !wqe.flags.contains(SendFlags::SIGNALED) {
-            return;
-        }
+        let silent = ok && !self.config.signal_all && !wqe.flags.contains(SendFlags::SIGNALED);
         let completion = Completion {
             wr_id: wqe.wr_id,
             status,
@@ -210,7 +206,10 @@ impl QueuePair {
             flags: WcFlags::empty(),
             ..Completion::default()
         };
-        self.push_send(ctx, completion);
+        self.sq.pop();
+        if !silent {
+            self.push_send(ctx, completion);
+        }
     }
 
     fn handle_rnr(&mut self, ctx: &mut Ctx<'_>, timer: RnrTimer) {
@@ -233,13 +232,13 @@ impl QueuePair {
     fn handle_gap(&mut self, ctx: &mut Ctx<'_>) {
         let waiting = self.req.timers.rnr_until.is_some();
         if waiting || self.went_back_within(ctx, self.req.rtt.least()) {
-            // Meant for what was sent before: the retransmission can't have been answered yet.
+            // It reports an earlier transmission: the retransmission can't have been answered yet.
             return;
         }
         self.go_back(ctx, GoBack::Gap);
     }
 
-    /// A response is missing. More of the stream behind it may be under way; it must not make us ask again and again.
+    /// A response is missing. Requests it once: the responses behind it that are still in flight must not repeat that.
     fn handle_implied_gap(&mut self, ctx: &mut Ctx<'_>) {
         let waiting = self.req.timers.rnr_until.is_some();
         self.req.skipped = true;
@@ -296,8 +295,8 @@ impl QueuePair {
         };
         let last = seq.plus(1) == wqe.request_end(seq);
         let position = packet.header.bth.opcode.info().position;
-        // A stream may begin anew at any packet that was asked for again, or go on (rdma_rxe), and end early: it may have
-        // been asked for in pieces.
+        // After a repeated request the responses start again at its first packet or continue (rdma_rxe). They may end
+        // early, because the READ may have been requested in parts.
         let again = self.req.read_in_parts;
         let fits = wqe.expects(packet.header.bth.opcode.info().class)
             && packet.payload.len() == len

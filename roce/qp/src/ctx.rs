@@ -1,6 +1,6 @@
 //! Context of calls, settings of queue pairs, and errors.
 
-use std::sync::Arc;
+use std::{collections::VecDeque, sync::Arc};
 
 use roce_mem::{MemoryTable, PdHandle};
 use roce_verbs::{AsyncEvent, Instant, Mtu, QpAttrMask, QpCaps, QpState, QpType, Qpn};
@@ -13,62 +13,62 @@ use crate::{
     window::Window,
 };
 
-/// The surroundings of a call: the time, and what the queue pair shares with others.
+/// Context of a call: the time, and state that the queue pair shares with others.
 #[derive(Debug)]
 pub struct Ctx<'a> {
-    /// Now.
+    /// Current time.
     pub now: Instant,
     /// Keys and memory.
     pub mem: &'a MemoryTable,
     /// Bytes in flight towards the queue pair's peer.
     pub window: &'a mut Window,
-    /// How fast what nobody acknowledges goes to each destination.
+    /// Pacing of UC and UD, by destination.
     pub paces: &'a mut FreePaces,
-    /// Asynchronous events.
-    pub events: &'a mut Vec<AsyncEvent>,
-    /// Counters.
+    /// Queue of asynchronous events.
+    pub events: &'a mut VecDeque<AsyncEvent>,
+    /// Counters of the transport.
     pub counters: &'a mut Counters,
 }
 
-/// Settings of a new queue pair.
+/// Configuration of a new queue pair.
 #[derive(Clone, Debug)]
 pub struct QpConfig {
-    /// Its number.
+    /// Queue pair number.
     pub qpn: Qpn,
-    /// Its protection domain.
+    /// Protection domain.
     pub pd: PdHandle,
-    /// Its transport service.
+    /// Transport service.
     pub qp_type: QpType,
-    /// Queue for send completions.
+    /// Completion queue of sends.
     pub send_cq: Arc<CompletionQueue>,
-    /// Queue for receive completions.
+    /// Completion queue of receives.
     pub recv_cq: Arc<CompletionQueue>,
-    /// Sizes of its queues.
+    /// Queue sizes.
     pub caps: QpCaps,
-    /// Complete every send work request, signalled or not.
+    /// Every send work request generates a completion (`sq_sig_all`).
     pub signal_all: bool,
-    /// The longest message, bytes (at most 2^31).
+    /// Largest message, bytes; at most 2^31.
     pub max_msg_size: u32,
-    /// The longest datagram that any path of the port carries.
+    /// Largest datagram on any path of the port.
     pub port_mtu: Mtu,
-    /// Source of its receives, instead of a queue of its own.
+    /// Shared receive queue, instead of a receive queue of its own.
     pub srq: Option<Arc<SharedReceiveQueue>>,
-    /// Domain in which an XRC target finds the shared receive queues that its messages name; nobody else has one.
+    /// XRC domain with the shared receive queues that messages name. XRC targets only.
     pub xrcd: Option<Arc<XrcDomain>>,
 }
 
-/// Why a queue pair could not be made.
+/// Error of [`QueuePair::new`](crate::QueuePair::new).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum CreateError {
-    /// Its type has no receive queue that could be shared, or the queue is one for XRC.
+    /// The type has no receive queue to share, or the shared receive queue is for XRC.
     #[error("queue pairs of type {0:?} don't take receives from this shared queue")]
     SharedReceiveQueue(QpType),
     /// An XRC target without a domain, or another queue pair with one.
-    #[error("an XRC target needs an XRC domain, and nobody else may have one")]
+    #[error("an XRC domain is required for an XRC target, and only there")]
     XrcDomain,
 }
 
-/// Why an attribute change was refused. Nothing was changed.
+/// Error of [`QueuePair::modify`](crate::QueuePair::modify). Nothing has changed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum ModifyError {
     /// There is no such transition.
@@ -76,16 +76,16 @@ pub enum ModifyError {
     Transition {
         /// Current state.
         from: QpState,
-        /// State asked for.
+        /// Requested state.
         to: QpState,
     },
-    /// The state that the program assumed is not the current one.
+    /// The assumed state (`cur_state`) is not the current one.
     #[error("the queue pair is in state {0:?}, not in the one assumed")]
     CurrentState(QpState),
-    /// Attributes that the transition needs are missing.
+    /// Required attributes are missing.
     #[error("attributes are missing: {0:?}")]
     Missing(QpAttrMask),
-    /// Attributes that the transition does not take.
+    /// The transition does not take these attributes.
     #[error("attributes not allowed here: {0:?}")]
     NotAllowed(QpAttrMask),
     /// An attribute's value is out of range.
@@ -93,12 +93,12 @@ pub enum ModifyError {
     Value(QpAttrMask),
 }
 
-/// Why the requester is not sending: for diagnosis and tests.
+/// Reason why the requester is not sending, for diagnosis and tests.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum WaitReason {
-    /// It would send if polled.
+    /// It sends when polled.
     Ready,
-    /// The state does not let it send.
+    /// The state does not permit sending.
     State(QpState),
     /// No work request is left to send; nothing is outstanding.
     Empty,
@@ -110,14 +110,14 @@ pub enum WaitReason {
     RdAtomic,
     /// The peer had no receive work request: waiting for its RNR time.
     Rnr,
-    /// As many PSNs as may be are outstanding.
+    /// The limit of outstanding PSNs is reached.
     Psn,
     /// The window towards the peer is full.
     Window,
-    /// It has sent as much as may go out at once of what nobody acknowledges, or after congestion notifications.
+    /// Pacing of UC and UD, or DCQCN after congestion notifications.
     Pace,
-    /// A fenced local invalidation waits for all work requests before it, or a work request that failed here for its
-    /// turn to be reported.
+    /// A fenced local invalidation waits for all work requests before it, or a work request failed here and waits for its
+    /// turn to complete.
     Local,
     /// The send queue drains.
     Draining,

@@ -347,8 +347,8 @@ impl QueuePair {
     }
 
     fn flush_sends(&mut self, ctx: &mut Ctx<'_>) {
-        while let Some(wqe) = self.sq.pop() {
-            self.complete_send(ctx, &wqe, WcStatus::FlushError);
+        while !self.sq.wqes.is_empty() {
+            self.complete_send(ctx, WcStatus::FlushError);
         }
         self.req = Requester::new(self.sq.tail);
     }
@@ -367,7 +367,7 @@ impl QueuePair {
         self.overflowed = false;
         if self.config.srq.is_some() {
             // IBA 10.2.9: the queue pair takes no more work requests from the shared queue. Those it took are flushed.
-            ctx.events.push(AsyncEvent::LastWqeReached(self.config.qpn));
+            ctx.events.push_back(AsyncEvent::LastWqeReached(self.config.qpn));
         }
     }
 
@@ -375,7 +375,7 @@ impl QueuePair {
     pub(crate) fn fail_on_overflow(&mut self, ctx: &mut Ctx<'_>) {
         if self.overflowed && self.state != QpState::Err {
             self.note_overflow();
-            ctx.events.push(AsyncEvent::QpFatal(self.config.qpn));
+            ctx.events.push_back(AsyncEvent::QpFatal(self.config.qpn));
             self.enter_error(ctx);
         }
     }
@@ -433,11 +433,11 @@ impl QueuePair {
             }
         }
         if matches!(self.state, QpState::Err | QpState::Sqe)
-            && let Some(wqe) = self.sq.pop()
+            && let Some(wqe) = self.sq.wqes.front()
         {
             // A flushed work request consumes no PSN.
             self.sq.tail = wqe.first;
-            self.complete_send(ctx, &wqe, WcStatus::FlushError);
+            self.complete_send(ctx, WcStatus::FlushError);
         }
         Ok(())
     }
@@ -655,7 +655,7 @@ fn push(cq: &CompletionQueue, ctx: &mut Ctx<'_>, mut completion: Completion) -> 
         Err(first) => {
             ctx.counters.cq_overflow += 1;
             if first {
-                ctx.events.push(AsyncEvent::CqError(cq.handle()));
+                ctx.events.push_back(AsyncEvent::CqError(cq.handle()));
             }
             false
         }

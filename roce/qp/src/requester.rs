@@ -277,7 +277,9 @@ impl QueuePair {
                 }
                 Progress::Posted => {
                     self.start(ctx);
-                    self.reap(ctx);
+                    if self.sq.wqes[self.req.cur].progress != Progress::Started {
+                        self.reap(ctx);
+                    }
                     continue;
                 }
                 Progress::Started | Progress::Failed(_) => {}

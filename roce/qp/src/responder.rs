@@ -372,7 +372,8 @@ impl QueuePair {
         }
         self.resp.established = true;
         if self.state == QpState::Rtr {
-            ctx.events.push(AsyncEvent::CommunicationEstablished(self.config.qpn));
+            ctx.events
+                .push_back(AsyncEvent::CommunicationEstablished(self.config.qpn));
         }
     }
 
@@ -514,7 +515,7 @@ impl QueuePair {
             Some(srq) => {
                 let (wqe, low) = srq.take().ok_or(Refusal::NoReceive)?;
                 if low {
-                    ctx.events.push(AsyncEvent::SrqLimitReached(srq.handle()));
+                    ctx.events.push_back(AsyncEvent::SrqLimitReached(srq.handle()));
                 }
                 (wqe, srq.pd())
             }
@@ -906,7 +907,7 @@ impl QueuePair {
         // What is being received when a READ's data can't be sent is a later request's, and is flushed.
         match packet.and_then(|_| self.resp.receive.take()) {
             Some(receive) => self.complete_receive_error(ctx, receive.wqe.wr_id, row.status),
-            None => ctx.events.push((row.event)(self.config.qpn)),
+            None => ctx.events.push_back((row.event)(self.config.qpn)),
         }
         self.resp.closing = true;
         let last = match row.nak {

@@ -1,4 +1,4 @@
-//! The send queue: work requests with their places in the packet sequence.
+//! Send queue: work requests with their PSNs.
 
 use std::collections::VecDeque;
 
@@ -19,7 +19,7 @@ pub(crate) enum Kind {
     /// 8 bytes to the peer, with a response.
     AtomicWrite,
     Flush,
-    /// Executed here, without a packet.
+    /// Executed locally, without a packet.
     Local,
 }
 
@@ -96,11 +96,11 @@ pub(crate) const fn kind_of(op: &SendOp) -> Kind {
 /// Local bytes of a work request.
 #[derive(Clone, Debug)]
 pub(crate) enum Data {
-    /// Not looked at yet: a fast registration queued before may be what makes the keys valid.
+    /// Not resolved yet: a fast registration queued before may make the keys valid.
     Sges(SmallVec<[Sge; 1]>),
-    /// Checked, since the work request started.
+    /// Resolved when the work request started.
     List(SgList),
-    /// A copy made when it was posted.
+    /// Copied when the work request was posted.
     Inline(SmallVec<[u8; 32]>),
 }
 
@@ -134,7 +134,7 @@ impl Data {
     }
 }
 
-/// Checks scatter/gather elements.
+/// Resolves scatter/gather elements. `None` if one is invalid.
 pub(crate) fn resolve(mem: &MemoryTable, pd: PdHandle, sges: &[Sge], need: AccessFlags) -> Option<SgList> {
     let mut list = SgList::new();
     for sge in sges.iter().filter(|s| s.length > 0) {
@@ -143,15 +143,15 @@ pub(crate) fn resolve(mem: &MemoryTable, pd: PdHandle, sges: &[Sge], need: Acces
     Some(list)
 }
 
-/// How far a work request has come.
+/// Progress of a work request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Progress {
     Posted,
-    /// A packet of it was sent, or could have been.
+    /// Its memory is resolved; packets of it may have been sent.
     Started,
-    /// A local operation that is done.
+    /// Local operation, done.
     Executed,
-    /// It failed here. The error is reported when everything before it has completed.
+    /// Failed locally. Completes with the error after everything before it.
     Failed(WcStatus),
 }
 
@@ -173,15 +173,15 @@ pub(crate) struct SendWqe {
     pub(crate) progress: Progress,
     /// Status that it fails with in its turn.
     pub(crate) fault: Option<WcStatus>,
-    /// Why a local operation has failed.
+    /// Error of a failed local operation.
     pub(crate) key_error: Option<KeyError>,
     pub(crate) len: u32,
-    /// PSNs that it takes; none for local operations and datagrams that are too long.
+    /// Number of PSNs; 0 for local operations and datagrams that are too long.
     pub(crate) packets: u32,
-    /// PSNs of each of its request packets: for a READ, the responses that one asks for (the last may be shorter). Fixed
-    /// once the first is sent, as what is asked for again must be part of what was asked for.
+    /// PSNs of each request packet: of a READ, the responses that one requests (the last may request fewer). Fixed once the
+    /// first is sent, because a repeated request must be part of the original.
     pub(crate) stride: u32,
-    /// The first of them.
+    /// First PSN.
     pub(crate) first: Seq,
     pub(crate) data: Data,
 }
@@ -195,24 +195,23 @@ impl SendWqe {
         op_info(&self.op).wc
     }
 
-    /// Whether an answer of its own comes back, which the responder keeps a resource for: READ, atomics, FLUSH and ATOMIC
-    /// WRITE.
+    /// Returns whether the responder answers it with a response of its own: READ, atomics, FLUSH and ATOMIC WRITE.
     pub(crate) fn has_response(&self) -> bool {
         let answered = matches!(self.kind(), Kind::Read | Kind::Atomic | Kind::AtomicWrite | Kind::Flush);
         answered && self.fault.is_none()
     }
 
-    /// Whether it completes a receive of the peer.
+    /// Returns whether it completes a receive of the peer.
     pub(crate) fn completes_receive(&self) -> bool {
         self.kind() == Kind::Send || matches!(self.op, SendOp::WriteWithImm(..))
     }
 
-    /// Whether the answer's data is written to local memory.
+    /// Returns whether the response's data is written to local memory.
     pub(crate) fn is_answered_with_data(&self) -> bool {
         matches!(self.kind(), Kind::Read | Kind::Atomic)
     }
 
-    /// Bytes of packet `index`'s payload, and where they start.
+    /// Returns offset and length of the payload of packet `index`.
     pub(crate) fn payload(&self, index: u64, mtu: usize) -> (usize, usize) {
         let (offset, len) = self.slice(index, mtu);
         match self.kind() {
@@ -221,12 +220,12 @@ impl SendWqe {
         }
     }
 
-    /// One past the last PSN.
+    /// Returns one past the last PSN.
     pub(crate) fn end(&self) -> Seq {
         self.first.plus(u64::from(self.packets))
     }
 
-    /// The opcode of packet `index`.
+    /// Returns the opcode of packet `index`.
     pub(crate) fn opcode(&self, index: u64) -> Opcode {
         let row = &op_info(&self.op).packets;
         match (index == 0, index + 1 >= u64::from(self.packets)) {
@@ -237,14 +236,14 @@ impl SendWqe {
         }
     }
 
-    /// Offset of packet `index`'s payload, and its length.
+    /// Returns offset and length of the part of the message that belongs to PSN `index`.
     pub(crate) fn slice(&self, index: u64, mtu: usize) -> (usize, usize) {
         let len = self.len as usize;
         let offset = (index as usize).saturating_mul(mtu).min(len);
         (offset, (len - offset).min(mtu))
     }
 
-    /// Number of the request packet that `seq` belongs to; past the end, how many there are.
+    /// Returns the index of the request packet that `seq` belongs to; past the end, the number of request packets.
     fn request_index(&self, seq: Seq) -> u64 {
         let stride = u64::from(self.stride.max(1));
         match seq >= self.end() {
@@ -253,17 +252,17 @@ impl SendWqe {
         }
     }
 
-    /// The first PSN of the request packet that `seq` belongs to.
+    /// Returns the first PSN of the request packet that `seq` belongs to.
     pub(crate) fn request_start(&self, seq: Seq) -> Seq {
         self.first.plus(self.request_index(seq) * u64::from(self.stride))
     }
 
-    /// One past the last PSN that the request packet at `seq` asks for.
+    /// Returns one past the last PSN that the request packet at `seq` covers.
     pub(crate) fn request_end(&self, seq: Seq) -> Seq {
         self.request_start(seq).plus(u64::from(self.stride)).min(self.end())
     }
 
-    /// Requests with responses that are answered when the oldest outstanding PSN moves from `from` to `to`.
+    /// Returns the number of requests that are answered when the oldest outstanding PSN moves from `from` to `to`.
     pub(crate) fn answered(&self, from: Seq, to: Seq) -> u32 {
         match self.has_response() {
             true => (self.request_index(to) - self.request_index(from.max(self.first))) as u32,
@@ -283,7 +282,7 @@ impl SendWqe {
         b + last - a + n as usize * PACKET_OVERHEAD
     }
 
-    /// Whether a packet of this class may answer the work request.
+    /// Returns whether a packet of this class may answer the work request.
     pub(crate) fn expects(&self, class: Class) -> bool {
         match class {
             Class::ReadResponse => matches!(self.kind(), Kind::Read | Kind::AtomicWrite | Kind::Flush),
@@ -296,17 +295,17 @@ impl SendWqe {
 /// Weight of a packet beside its payload: headers, and the receiver's bookkeeping for one datagram.
 pub(crate) const PACKET_OVERHEAD: usize = 512;
 
-/// The queue.
+/// Send queue.
 #[derive(Debug)]
 pub(crate) struct SendQueue {
     pub(crate) wqes: VecDeque<SendWqe>,
     /// Destination of each, in queue pairs without a peer or with a choice of queues there; else empty.
     targets: VecDeque<Target>,
-    /// The PSN that the next work request starts with.
+    /// First PSN of the next work request.
     pub(crate) tail: Seq,
 }
 
-/// Queues that grew longer than this give memory back when they run empty.
+/// Queues longer than this free memory when they become empty.
 pub(crate) const KEEP_CAPACITY: usize = 32;
 
 impl SendQueue {
@@ -323,10 +322,10 @@ impl SendQueue {
         self.targets.get(index).unwrap_or(&Target::Peer)
     }
 
-    /// Appends a work request to a queue pair that does not send to its peer alone.
+    /// Appends a work request with its target.
     pub(crate) fn push_to(&mut self, wr: &SendWr<'_>, target: Target, checked: Checked, mtu: usize) {
         if matches!(target, Target::Datagram(_)) && checked.len as usize > mtu {
-            // No packet is sent for a datagram that is too long, and no error reported (IBA C10-93.1.1).
+            // A datagram that is too long is not sent, without an error (IBA C10-93.1.1).
             self.push_packets(wr, checked, 0);
         } else {
             self.push(wr, checked, mtu);
@@ -334,7 +333,7 @@ impl SendQueue {
         self.targets.push_back(target);
     }
 
-    /// Appends a work request whose arguments were checked.
+    /// Appends a checked work request.
     pub(crate) fn push(&mut self, wr: &SendWr<'_>, checked: Checked, mtu: usize) {
         let packets = match kind_of(&wr.op) {
             _ if checked.fault.is_some() => 0,
@@ -365,18 +364,18 @@ impl SendQueue {
         self.tail = self.tail.plus(u64::from(packets));
     }
 
-    pub(crate) fn pop(&mut self) -> Option<SendWqe> {
-        let wqe = self.wqes.pop_front();
+    /// Removes the oldest work request.
+    pub(crate) fn pop(&mut self) {
+        self.wqes.pop_front();
         self.targets.pop_front();
         if self.wqes.is_empty() && self.wqes.capacity() > KEEP_CAPACITY {
             self.wqes.shrink_to(KEEP_CAPACITY);
             self.targets.shrink_to(KEEP_CAPACITY);
         }
-        wqe
     }
 }
 
-/// Packets of a message: at least one.
+/// Returns the number of packets of a message, at least one.
 pub(crate) fn packets_for(len: u32, mtu: usize) -> u32 {
     len.div_ceil(mtu as u32).max(1)
 }

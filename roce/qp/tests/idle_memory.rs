@@ -2,6 +2,7 @@
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
+    collections::VecDeque,
     sync::atomic::{AtomicIsize, Ordering},
 };
 
@@ -79,7 +80,7 @@ impl World {
             mem: &self.mem,
             window: &mut end.window,
             paces: &mut FreePaces::default(),
-            events: &mut Vec::new(),
+            events: &mut VecDeque::new(),
             counters: &mut self.counters,
         };
         f(&mut end.qp, &mut ctx, &mut self.slot)

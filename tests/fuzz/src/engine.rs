@@ -2,6 +2,7 @@
 //! what is open.
 
 use std::{
+    collections::VecDeque,
     net::IpAddr,
     sync::{Arc, LazyLock},
     time::Duration,
@@ -125,8 +126,11 @@ pub fn run(data: &[u8]) {
         xrcd: (qp_type == QpType::XrcTgt).then_some(domain),
     };
     let Ok(mut qp) = QueuePair::new(config) else { return };
-    let (mut window, mut events, mut counters) =
-        (Window::new(WindowConfig::default()), Vec::new(), Counters::default());
+    let (mut window, mut events, mut counters) = (
+        Window::new(WindowConfig::default()),
+        VecDeque::new(),
+        Counters::default(),
+    );
     let mut ctx = Ctx {
         now: Instant::ZERO,
         mem: &mem,

@@ -3,7 +3,7 @@
 mod requester;
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     net::IpAddr,
     sync::Arc,
 };
@@ -114,7 +114,7 @@ struct Player<'a> {
     qp: QueuePair,
     window: Window,
     paces: FreePaces,
-    events: Vec<AsyncEvent>,
+    events: VecDeque<AsyncEvent>,
     counters: Counters,
     send_cq: Arc<CompletionQueue>,
     recv_cq: Arc<CompletionQueue>,
@@ -237,7 +237,7 @@ impl<'a> Player<'a> {
                 max: wide,
             }),
             paces: FreePaces::new(None),
-            events: Vec::new(),
+            events: VecDeque::new(),
             counters: Counters::default(),
             send_cq,
             recv_cq,
