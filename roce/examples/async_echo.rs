@@ -9,8 +9,8 @@ use std::{
 };
 
 use roce::{
-    AccessFlags, CmEventKind, CmId, ConnParams, Device, DeviceConfig, Id, Payload, Pd, QpCaps, QpInit, QueuePair,
-    RecvWr, SendFlags, SendOp, SendWr, VerbsDevice, WcOpcode, WcStatus,
+    AccessFlags, CmEventKind, ConnParams, Device, DeviceConfig, Id, Payload, Pd, QpCaps, QpInit, RecvWr, SendFlags,
+    SendOp, SendWr, WcOpcode, WcStatus,
     aio::{AsyncCq, AsyncEventChannel},
 };
 
@@ -74,8 +74,9 @@ pub(crate) async fn run(addr: IpAddr, clients: Option<u64>) -> Outcome<()> {
     while clients.is_none_or(|most| served < most) {
         tokio::select! {
             event = events.next() => {
-                if let CmEventKind::ConnectRequest { id, .. } = event?.kind {
-                    tasks.spawn(client(device.clone(), pd.clone(), id));
+                let event = event?;
+                if let CmEventKind::Request { .. } = event.kind {
+                    tasks.spawn(client(device.clone(), pd.clone(), event.id));
                 }
             }
             Some(done) = tasks.join_next() => {

@@ -14,9 +14,8 @@ use std::{
 
 use mio::{Events, Interest, Poll, Token, unix::SourceFd};
 use roce::{
-    AccessFlags, Channel, CmChannel, CmEventKind, CmId, CompletionChannel, CompletionQueue, ConnParams, Cq, Device,
-    DeviceConfig, EventChannel, Id, Mr, Payload, Pd, Qp, QpCaps, QpInit, Qpn, QueuePair, RecvWr, SendFlags, SendOp,
-    SendWr, VerbsDevice, WcOpcode, WcStatus,
+    AccessFlags, Channel, CmEvent, CmEventKind, ConnParams, Cq, Device, DeviceConfig, EventChannel, Mr, Payload, Pd,
+    Qp, QpCaps, QpInit, Qpn, RecvWr, SendFlags, SendOp, SendWr, WcOpcode, WcStatus,
 };
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -103,8 +102,8 @@ impl Server {
         Ok(())
     }
 
-    fn connection(&mut self, kind: CmEventKind<Id>) -> Outcome<()> {
-        let CmEventKind::ConnectRequest { id, .. } = kind else {
+    fn connection(&mut self, event: &CmEvent) -> Outcome<()> {
+        let CmEventKind::Request { remote, .. } = event.kind else {
             // The end of a connection shows as a flushed receive.
             return Ok(());
         };
@@ -117,11 +116,11 @@ impl Server {
         let client = Client {
             qp: self.device.create_qp(&self.pd, &init)?,
             memory: self.device.alloc_mr(&self.pd, LEN, AccessFlags::LOCAL_WRITE)?,
-            peer: id.peer_addr().map_or_else(String::new, |peer| peer.to_string()),
+            peer: remote.to_string(),
             messages: 0,
         };
         client.receive()?;
-        id.accept(&client.qp, ConnParams::default())?;
+        event.id.accept(&client.qp, ConnParams::default())?;
         self.clients.insert(client.qp.qpn(), client);
         Ok(())
     }
@@ -170,7 +169,7 @@ pub(crate) fn run(addr: IpAddr, clients: Option<u64>) -> Outcome<()> {
                 CONNECTIONS => {
                     // mio reports an edge: take all there is.
                     while let Some(event) = server.connections.wait(Some(Duration::ZERO))? {
-                        server.connection(event.kind)?;
+                        server.connection(&event)?;
                     }
                 }
                 COMPLETIONS => server.completed()?,

@@ -10,8 +10,8 @@ use std::{
 };
 
 use roce::{
-    AccessFlags, CmChannel, CmEventKind, CmId, CompletionQueue, ConnParams, Device, DeviceConfig, MemoryRegion,
-    Payload, QpCaps, QpInit, QueuePair, RecvWr, SendFlags, SendOp, SendWr, VerbsDevice, WcOpcode,
+    AccessFlags, CmEventKind, ConnParams, Device, DeviceConfig, Payload, QpCaps, QpInit, RecvWr, SendFlags, SendOp,
+    SendWr, WcOpcode,
 };
 
 type Outcome<T> = Result<T, Box<dyn Error>>;

@@ -10,8 +10,8 @@ use std::{
 };
 
 use roce::{
-    AccessFlags, CmChannel, CmEventKind, CmId, CompletionQueue, ConnParams, Cq, Device, DeviceConfig, EventChannel, Mr,
-    Payload, Pd, Qp, QpCaps, QpInit, QueuePair, RecvWr, SendFlags, SendOp, SendWr, VerbsDevice, WcOpcode, WcStatus,
+    AccessFlags, CmEventKind, ConnParams, Cq, Device, DeviceConfig, EventChannel, Mr, Payload, Pd, Qp, QpCaps, QpInit,
+    RecvWr, SendFlags, SendOp, SendWr, WcOpcode, WcStatus,
 };
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -104,12 +104,11 @@ pub(crate) fn run(addr: IpAddr, clients: Option<u64>) -> Outcome<()> {
             continue;
         };
         // The end of a connection shows as a flushed receive.
-        if let CmEventKind::ConnectRequest { id, .. } = event.kind {
+        if let CmEventKind::Request { remote, .. } = event.kind {
             let qp = server.queue_pair()?;
-            // The queue pair keeps the connection: `id` may go.
-            id.accept(&qp, ConnParams::default())?;
-            let peer = id.peer_addr().map_or_else(String::new, |peer| peer.to_string());
-            println!("{peer}: {} messages", server.echo(&qp)?);
+            // The queue pair keeps the connection: `event.id` may go.
+            event.id.accept(&qp, ConnParams::default())?;
+            println!("{remote}: {} messages", server.echo(&qp)?);
             served += 1;
         }
     }

@@ -7,8 +7,7 @@
 //! use std::net::{IpAddr, SocketAddr};
 //!
 //! use roce::{
-//!     AccessFlags, CmEventKind, CmId, ConnParams, Device, DeviceConfig, MemoryRegion, Payload, QpCaps, QpInit, QueuePair,
-//!     RecvWr, SendFlags, SendOp, SendWr, VerbsDevice,
+//!     AccessFlags, CmEventKind, ConnParams, Device, DeviceConfig, Payload, QpCaps, QpInit, RecvWr, SendFlags, SendOp, SendWr,
 //!     aio::{AsyncCq, AsyncEventChannel},
 //! };
 //!
@@ -29,8 +28,8 @@
 //! let accepted = AsyncEventChannel::new(&device)?;
 //! let _listener = device.listen(accepted.channel(), to, 1)?;
 //! let accept = async {
-//!     let CmEventKind::ConnectRequest { id, .. } = accepted.next().await?.kind else { panic!("no request") };
-//!     id.accept(&server, ConnParams::default())
+//!     let request = accepted.next().await?;
+//!     request.id.accept(&server, ConnParams::default())
 //! };
 //! let connected = AsyncEventChannel::new(&device)?;
 //! let id = device.connect(connected.channel(), None, to, &client, ConnParams::default())?;
@@ -65,13 +64,10 @@ use std::{
     time::Duration,
 };
 
-use roce_verbs::{
-    AsyncEvent, Completion,
-    provider::{CmChannel, CmEvent, CompletionChannel, CompletionQueue, VerbsDevice, VerbsError},
-};
+use roce_verbs::{AsyncEvent, Completion, provider::VerbsError};
 use tokio::io::{Interest, unix::AsyncFd};
 
-use crate::{Channel, Cq, Device, EventChannel, Id, device::io_error};
+use crate::{Channel, CmEvent, Cq, Device, EventChannel, device::io_error};
 
 /// Source of events whose descriptor the runtime watches.
 #[derive(Debug)]
@@ -181,16 +177,14 @@ impl AsyncEventChannel {
     /// # Panics
     /// Outside of a tokio runtime with I/O enabled.
     pub fn new(device: &Device) -> Result<Self, VerbsError> {
-        let channel = watch(device.create_cm_channel()?, |channel| {
-            CmChannel::as_fd(channel).as_raw_fd()
-        })?;
+        let channel = watch(device.create_cm_channel()?, |channel| channel.as_fd().as_raw_fd())?;
         Ok(Self {
             channel,
             device: device.clone(),
         })
     }
 
-    /// Returns the channel, for [`VerbsDevice::listen`] and [`VerbsDevice::connect`].
+    /// Returns the channel, for [`Device::listen`] and [`Device::connect`].
     pub fn channel(&self) -> &EventChannel {
         &self.channel.get_ref().source
     }
@@ -199,7 +193,7 @@ impl AsyncEventChannel {
     ///
     /// # Errors
     /// If the device is closed.
-    pub async fn next(&self) -> Result<CmEvent<Id>, VerbsError> {
+    pub async fn next(&self) -> Result<CmEvent, VerbsError> {
         // No thread of the program advances the ports while this one waits.
         self.device.0.engines.stop_polling();
         next(&self.channel, |channel| channel.wait(Some(Duration::ZERO))).await

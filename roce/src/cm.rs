@@ -1,291 +1,71 @@
-//! Connections.
-//!
-//! The port's events go, under its lock, through the [`Router`] into the queue of the event channel that a listener or
-//! connection was made with. They become events with handles only when the program takes them, outside of the lock:
-//! dropping a handle takes that lock.
+//! Connections: the connection manager of a device, like librdmacm's.
 
 use std::{
-    collections::HashMap,
-    net::{IpAddr, SocketAddr},
+    net::{IpAddr, Ipv6Addr, SocketAddr},
     os::fd::{AsFd, BorrowedFd},
-    sync::{Arc, Weak},
+    sync::Arc,
     time::Duration,
 };
 
-use parking_lot::Mutex;
-use roce_net::links::LinkChange;
-use roce_port::{ConnId, ListenId, PortCmEvent, PortSpace, ServiceId};
+use roce_port::{
+    AcceptArgs, CmEventKind, ConnId, ConnectArgs, ListenArgs, Port, PortSpace, ResolveArgs, ServiceId, SidrAnswer,
+};
 use roce_verbs::{
-    AsyncEvent, EventSource as Subject, PathMtus, Qpn,
-    provider::{CmChannel, CmEvent, CmEventKind, CmId, ConnParams, QueuePair, RejectReason, VerbsError},
+    Instant,
+    provider::{ConnParams, RejectReason, VerbsError},
 };
 
 use crate::{
     cq::wait,
     device::{Device, DeviceInner, closed, io_error},
-    port::PortView,
     qp::Qp,
     queue::EventQueue,
+    router::{CmQueue, Key, Taken},
 };
 
-pub(crate) type CmQueue = EventQueue<PortCmEvent>;
-
-/// A listener or a connection.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub(crate) enum Key {
-    Listener(ListenId),
-    Conn(ConnId),
+/// Event of a connection, resolution or listener (`rdma_cm_event`).
+#[derive(Clone, Debug)]
+pub struct CmEvent {
+    /// The connection or resolution. Of a request: the new one, to be accepted or rejected.
+    pub id: Id,
+    /// [`Id::handle`] of the listener that got a request.
+    pub listener: Option<u64>,
+    /// Event. The numbers in it have no meaning here; its addresses do.
+    pub kind: CmEventKind,
 }
 
-impl Key {
-    /// A number that is unique within the device: both counters start apart, and the low bit keeps listeners and
-    /// connections from meeting.
-    pub(crate) const fn number(self) -> u64 {
-        match self {
-            Self::Listener(id) => id.0.wrapping_mul(2).wrapping_add(1),
-            Self::Conn(id) => id.0.wrapping_mul(2),
-        }
-    }
-}
-
-struct Route {
-    queue: Arc<CmQueue>,
-    /// The handle, once the program has it.
-    id: Weak<IdInner>,
-}
-
-/// Object that is closed with the device.
-trait Close: Send + Sync {
-    fn close(&self);
-}
-
-impl<T: Send> Close for EventQueue<T> {
-    fn close(&self) {
-        EventQueue::close(self);
-    }
-}
-
-#[derive(Default)]
-struct Routes {
-    by_key: HashMap<Key, Route>,
-    closes: Vec<Weak<dyn Close>>,
-    closed: bool,
-}
-
-/// Brings the port's events to where the program waits for them.
-pub(crate) struct Router {
-    routes: Mutex<Routes>,
-    async_events: EventQueue<AsyncEvent>,
-    pub(crate) port: PortView,
-}
-
-/// Asynchronous events of the port and the device that nobody takes: no more are kept, as what they tell can be looked up.
-/// Those of objects all wait: a program causes each itself, by making or arming the object, and those of a queue pair go with it.
-const MAX_ASYNC_EVENTS: usize = 1024;
-
-impl Router {
-    pub(crate) fn new(async_events: EventQueue<AsyncEvent>, port: PortView) -> Self {
-        Self {
-            routes: Mutex::default(),
-            async_events,
-            port,
-        }
-    }
-
-    /// The queue pair is gone, and with it what it had to tell: its number may become another's.
-    pub(crate) fn forget_qp(&self, qpn: Qpn) {
-        self.async_events.retain(|e| e.describe().1 != Subject::Qp(qpn));
-    }
-
-    pub(crate) fn async_events(&self) -> &EventQueue<AsyncEvent> {
-        &self.async_events
-    }
-
-    /// Has a queue closed with the device.
-    pub(crate) fn closes<T: Send + 'static>(&self, queue: &Arc<EventQueue<T>>) {
-        let mut routes = self.routes.lock();
-        if routes.closed {
-            queue.close();
-            return;
-        }
-        if routes.closes.len() == routes.closes.capacity() {
-            routes.closes.retain(|q| q.strong_count() > 0);
-        }
-        let weak: Weak<EventQueue<T>> = Arc::downgrade(queue);
-        routes.closes.push(weak);
-    }
-
-    fn add(&self, key: Key, queue: &Arc<CmQueue>, id: &Arc<IdInner>) {
-        let route = Route {
-            queue: queue.clone(),
-            id: Arc::downgrade(id),
-        };
-        self.routes.lock().by_key.insert(key, route);
-    }
-
-    /// Brings the events of something that has no handle of ours to a queue.
-    pub(crate) fn add_raw(&self, key: Key, queue: &Arc<CmQueue>) {
-        let route = Route {
-            queue: queue.clone(),
-            id: Weak::new(),
-        };
-        self.routes.lock().by_key.insert(key, route);
-    }
-
-    /// Whether events of this one are wanted.
-    pub(crate) fn knows(&self, key: Key) -> bool {
-        self.routes.lock().by_key.contains_key(&key)
-    }
-
-    pub(crate) fn remove(&self, key: Key) {
-        // The queue is dropped outside of the lock, and holds nothing that takes one.
-        let route = self.routes.lock().by_key.remove(&key);
-        drop(route);
-    }
-
-    /// Takes one event of a channel and makes handles of its numbers.
-    fn take(&self, device: &Arc<DeviceInner>, queue: &Arc<CmQueue>) -> Result<Taken, VerbsError> {
-        // One lock for both steps: otherwise another thread could take a later event of a new connection before its
-        // handle is known.
-        let mut routes = self.routes.lock();
-        let Some(event) = queue.pop()? else {
-            return Ok(Taken::Nothing);
-        };
-        let find = |routes: &Routes, key| routes.by_key.get(&key).and_then(|r| r.id.upgrade());
-        let PortCmEvent::ConnectRequest {
-            listener,
-            conn,
-            local,
-            remote,
-            private_data,
-            initiator_depth,
-            responder_resources,
-        } = event
-        else {
-            return Ok(match find(&routes, Key::Conn(event.conn())) {
-                Some(id) => Taken::Event(CmEvent {
-                    id: Id(id),
-                    kind: kind_of(event),
-                }),
-                None => Taken::Stale,
-            });
-        };
-        let Some(listener) = find(&routes, Key::Listener(listener)) else {
-            return Ok(Taken::Orphan(conn));
-        };
-        let id = Arc::new(IdInner {
-            key: Key::Conn(conn),
-            device: device.clone(),
-            local,
-            remote: Some(remote),
-        });
-        if let Some(route) = routes.by_key.get_mut(&Key::Conn(conn)) {
-            route.id = Arc::downgrade(&id);
-        }
-        Ok(Taken::Event(CmEvent {
-            id: Id(listener),
-            kind: CmEventKind::ConnectRequest {
-                id: Id(id),
-                private_data,
-                initiator_depth,
-                responder_resources,
-            },
-        }))
-    }
-}
-
-/// Result of [`Router::take`].
-enum Taken {
-    Nothing,
-    Event(CmEvent<Id>),
-    /// An event of a connection whose handle is gone.
-    Stale,
-    /// A request for a listener whose handle is gone.
-    Orphan(ConnId),
-}
-
-fn kind_of(event: PortCmEvent) -> CmEventKind<Id> {
-    match event {
-        PortCmEvent::Established { private_data, .. } => CmEventKind::Established { private_data },
-        PortCmEvent::Rejected {
-            reason, private_data, ..
-        } => CmEventKind::Rejected { reason, private_data },
-        PortCmEvent::Unreachable { why, .. } => CmEventKind::Unreachable(why),
-        PortCmEvent::ConnectError { text, .. } => CmEventKind::ConnectError(text),
-        PortCmEvent::Disconnected { .. } => CmEventKind::Disconnected,
-        // The others were taken out before, or have queues of their own.
-        PortCmEvent::TimewaitExit { .. } | PortCmEvent::ConnectRequest { .. } | PortCmEvent::Raw(_) => {
-            CmEventKind::TimewaitExit
-        }
-    }
-}
-
-/// Events of the engines ([`roce_net::EventSink`]).
-impl Router {
-    /// False: nobody is there for it.
-    pub(crate) fn cm_event(&self, event: PortCmEvent) -> bool {
-        let mut routes = self.routes.lock();
-        let (key, new) = match event.request() {
-            Some((listener, conn)) => (Key::Listener(listener), Some(conn)),
-            None => (Key::Conn(event.conn()), None),
-        };
-        let Some(queue) = routes.by_key.get(&key).map(|r| r.queue.clone()) else {
-            return false;
-        };
-        if let Some(conn) = new {
-            let route = Route {
-                queue: queue.clone(),
-                id: Weak::new(),
-            };
-            routes.by_key.insert(Key::Conn(conn), route);
-        }
-        let taken = queue.push(event).is_ok();
-        if let (Some(conn), false) = (new, taken) {
-            routes.by_key.remove(&Key::Conn(conn));
-        }
-        taken
-    }
-
-    pub(crate) fn async_event(&self, event: AsyncEvent) {
-        tracing::debug!(?event, "asynchronous event");
-        let of_object = !matches!(event.describe().1, Subject::Port | Subject::Device);
-        if of_object || self.async_events.len() < MAX_ASYNC_EVENTS {
-            let _ = self.async_events.push(event);
-        } else {
-            tracing::warn!(?event, "an asynchronous event is lost: nobody takes them");
-        }
-    }
-
-    /// Interfaces changed. Returns what they carry now, if it can tell.
-    pub(crate) fn links(&self, changes: &[(String, LinkChange)]) -> Option<PathMtus> {
-        for event in self.port.follow(changes) {
-            self.async_event(event);
-        }
-        self.port.path_mtus()
-    }
-
-    pub(crate) fn closed(&self) {
-        let mut routes = self.routes.lock();
-        routes.closed = true;
-        for queue in routes.closes.drain(..).filter_map(|q| q.upgrade()) {
-            queue.close();
-        }
-        self.async_events.close();
-    }
-}
-
-/// A connection or a listener.
+/// A connection, resolution or listener (`rdma_cm_id`).
 ///
-/// A listener ends with its last clone, and a waiting request is rejected with it. An accepted or initiated connection
-/// also stays up as long as its queue pair, which keeps a clone: [`disconnect`](CmId::disconnect) it, or drop both.
+/// It ends with its last clone: a listener stops listening, a connection is disconnected, a waiting request is rejected. A queue pair
+/// that was connected by [`Device::connect`] or [`Id::accept`] keeps a clone: [`disconnect`](Id::disconnect) it, or drop both.
 #[derive(Clone)]
-pub struct Id(Arc<IdInner>);
+pub struct Id(pub(crate) Arc<IdInner>);
 
-struct IdInner {
+pub(crate) struct IdInner {
     key: Key,
     device: Arc<DeviceInner>,
     local: SocketAddr,
     remote: Option<SocketAddr>,
+    /// Service that a listener has claimed among the processes that share the address.
+    claim: Option<(ServiceId, Option<IpAddr>)>,
+}
+
+impl IdInner {
+    /// Creates the handle of a connection or resolution.
+    pub(crate) fn connection(
+        device: &Arc<DeviceInner>,
+        conn: ConnId,
+        local: SocketAddr,
+        remote: SocketAddr,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            key: Key::Conn(conn),
+            device: device.clone(),
+            local,
+            remote: Some(remote),
+            claim: None,
+        })
+    }
 }
 
 impl Drop for IdInner {
@@ -294,13 +74,13 @@ impl Drop for IdInner {
             return;
         }
         self.device.router.remove(self.key);
-        // On a closed device there is nothing left to end.
+        // A closed device has no connections.
         let _ = self.device.engines.first().with(|port, now| match self.key {
             Key::Listener(id) => port.cm_unlisten(id),
             Key::Conn(id) => port.cm_destroy(now, id),
         });
-        if let (Key::Listener(_), Some(services)) = (self.key, &self.device.services) {
-            services.release(service_id(self.local.port()), specific(self.local.ip()));
+        if let (Some((service, addr)), Some(services)) = (self.claim, &self.device.services) {
+            services.release(service.0, addr);
         }
     }
 }
@@ -316,70 +96,122 @@ impl core::fmt::Debug for Id {
 }
 
 impl Id {
-    fn conn(&self) -> Result<ConnId, VerbsError> {
-        match self.0.key {
-            Key::Conn(id) => Ok(id),
-            Key::Listener(_) => Err(VerbsError::State("a listener is not a connection".into())),
-        }
-    }
-
-    /// Refuses a connect request for a reason other than the program's wish.
-    ///
-    /// # Errors
-    /// When it is not a waiting request or the data is too long.
-    pub fn reject_with(&self, reason: RejectReason, private_data: &[u8]) -> Result<(), VerbsError> {
-        let conn = self.conn()?;
-        let driver = self.0.device.engines.first();
-        driver
-            .with(|port, now| port.cm_reject(now, conn, reason, private_data))
-            .map_err(closed)?
-    }
-}
-
-impl CmId for Id {
-    type Qp = Qp;
-
-    fn handle(&self) -> u64 {
+    /// Returns a number that is unique within the device.
+    pub fn handle(&self) -> u64 {
         self.0.key.number()
     }
 
-    fn local_addr(&self) -> SocketAddr {
+    /// Returns our address.
+    pub fn local_addr(&self) -> SocketAddr {
         self.0.local
     }
 
-    fn peer_addr(&self) -> Option<SocketAddr> {
+    /// Returns the peer's address; a listener has none.
+    pub fn peer_addr(&self) -> Option<SocketAddr> {
         self.0.remote
     }
 
-    fn accept(&self, qp: &Qp, params: ConnParams) -> Result<(), VerbsError> {
-        let conn = self.conn()?;
+    fn with<R>(&self, call: impl FnOnce(&mut Port, Instant, ConnId) -> Result<R, VerbsError>) -> Result<R, VerbsError> {
+        let Key::Conn(conn) = self.0.key else {
+            return Err(VerbsError::State("a listener is not a connection".into()));
+        };
+        let done = self.0.device.engines.first().with(|port, now| call(port, now, conn));
+        done.map_err(closed)?
+    }
+
+    /// Accepts a connect request: moves the queue pair to RTS and answers. [`CmEventKind::Established`] follows.
+    ///
+    /// # Errors
+    /// If the id is not a waiting request, or the queue pair can't be used.
+    pub fn accept(&self, qp: &Qp, params: ConnParams) -> Result<(), VerbsError> {
         check_device(qp, &self.0.device)?;
-        let driver = self.0.device.engines.first();
-        driver
-            .with(|port, now| port.cm_accept(now, conn, qp.qpn(), params))
-            .map_err(closed)??;
+        self.with(|port, now, conn| port.accept_qp(now, conn, qp.qpn(), params))?;
         qp.keep_connection(self.clone());
         Ok(())
     }
 
-    fn reject(&self, private_data: &[u8]) -> Result<(), VerbsError> {
+    /// Accepts a connect request with a queue pair that the program has moved to RTS. [`CmEventKind::Established`] follows.
+    ///
+    /// # Errors
+    /// If the id is not a waiting request, or the private data is too long.
+    pub fn accept_with(&self, args: &AcceptArgs) -> Result<(), VerbsError> {
+        self.with(|port, now, conn| port.cm_accept(now, conn, args))
+    }
+
+    /// Completes a connection after [`CmEventKind::Reply`]: the program has moved the queue pair to RTS.
+    ///
+    /// # Errors
+    /// If there is no reply, or the connection has ended.
+    pub fn establish(&self) -> Result<(), VerbsError> {
+        self.with(|port, now, conn| port.cm_establish(now, conn))
+    }
+
+    /// Answers [`CmEventKind::SidrRequest`].
+    ///
+    /// # Errors
+    /// If the id is not a waiting request, or the private data is too long.
+    pub fn answer(&self, answer: &SidrAnswer) -> Result<(), VerbsError> {
+        self.with(|port, now, conn| port.cm_answer(now, conn, answer))
+    }
+
+    /// Rejects a connect request.
+    ///
+    /// # Errors
+    /// If the id is not a waiting request, or the data is too long.
+    pub fn reject(&self, private_data: &[u8]) -> Result<(), VerbsError> {
         self.reject_with(RejectReason::CONSUMER, private_data)
     }
 
-    fn disconnect(&self) -> Result<(), VerbsError> {
-        let conn = self.conn()?;
-        let driver = self.0.device.engines.first();
-        driver.with(|port, now| port.cm_disconnect(now, conn)).map_err(closed)
+    /// Rejects a connect request, or a reply, with a reason.
+    ///
+    /// # Errors
+    /// If there is neither, or the data is too long.
+    pub fn reject_with(&self, reason: RejectReason, private_data: &[u8]) -> Result<(), VerbsError> {
+        self.with(|port, now, conn| port.cm_reject(now, conn, reason, private_data))
+    }
+
+    /// Takes an unanswered request out of its listener's backlog, as the kernel does when a program fetches the event.
+    ///
+    /// # Errors
+    /// If the device is closed.
+    pub fn leave_backlog(&self) -> Result<(), VerbsError> {
+        self.with(|port, _, conn| {
+            port.cm_leave_backlog(conn);
+            Ok(())
+        })
+    }
+
+    /// Treats a packet received on the queue pair as the RTU (`rdma_notify`, "communication established").
+    ///
+    /// # Errors
+    /// If the device is closed.
+    pub fn notify(&self) -> Result<(), VerbsError> {
+        self.with(|port, now, conn| {
+            port.cm_notify(now, conn);
+            Ok(())
+        })
+    }
+
+    /// Ends the connection and informs the peer; moves the queue pair of [`Device::connect`] or [`Id::accept`] to error. A second
+    /// call does nothing.
+    ///
+    /// # Errors
+    /// If the device is closed.
+    pub fn disconnect(&self) -> Result<(), VerbsError> {
+        self.with(|port, now, conn| {
+            port.cm_disconnect(now, conn);
+            Ok(())
+        })
     }
 }
 
-/// The service ID of a port of the RDMA_CM TCP port space.
+/// Returns the service ID of a port in the RDMA_CM TCP port space.
 pub(crate) const fn service_id(port: u16) -> u64 {
     ServiceId::new(PortSpace::Tcp, port).0
 }
 
-/// An address unless it stands for all.
-pub(crate) fn specific(ip: IpAddr) -> Option<IpAddr> {
+/// Returns an address in canonical form; `None` if it is unspecified.
+fn specific(ip: IpAddr) -> Option<IpAddr> {
     Some(ip.to_canonical()).filter(|ip| !ip.is_unspecified())
 }
 
@@ -390,28 +222,54 @@ fn check_device(qp: &Qp, device: &Arc<DeviceInner>) -> Result<(), VerbsError> {
     }
 }
 
-/// Channel for connection events.
-#[derive(Clone)]
-pub struct EventChannel(Arc<EventSource>);
-
-/// A queue of connection events; what nobody has taken from it when it goes is refused.
-pub(crate) struct EventSource {
-    pub(crate) queue: Arc<CmQueue>,
-    pub(crate) device: Arc<DeviceInner>,
+/// Port kept for this process among those that share the address. It is free again with the drop.
+pub struct PortHold {
+    service: ServiceId,
+    addr: Option<IpAddr>,
+    device: Arc<DeviceInner>,
 }
 
-impl EventSource {
-    pub(crate) fn new(device: &Device) -> Result<Arc<Self>, VerbsError> {
-        let queue = Arc::new(EventQueue::new().map_err(io_error("making an event channel"))?);
-        device.0.router.closes(&queue);
-        Ok(Arc::new(Self {
-            queue,
-            device: device.0.clone(),
-        }))
+impl core::fmt::Debug for PortHold {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        let Self { service, addr, .. } = self;
+        f.debug_struct("PortHold")
+            .field("service", service)
+            .field("addr", addr)
+            .finish()
     }
 }
 
-impl Drop for EventSource {
+impl PortHold {
+    /// Returns the port; 0 if any was requested and no other process shares the address: then every one is free.
+    pub const fn port(&self) -> u16 {
+        self.service.0 as u16
+    }
+}
+
+impl Drop for PortHold {
+    fn drop(&mut self) {
+        if let Some(services) = &self.device.services
+            && !self.device.engines.is_inherited()
+        {
+            services.unreserve(self.service.0, self.addr);
+        }
+    }
+}
+
+/// Event channel of connections (`rdma_event_channel`). Cheap to clone.
+///
+/// The channel's methods are for programs that move their queue pairs themselves, like librdmacm's, and for datagram services (SIDR).
+/// [`Device::listen`], [`Device::connect`] and [`Id::accept`] do that for the program.
+#[derive(Clone)]
+pub struct EventChannel(Arc<ChannelInner>);
+
+struct ChannelInner {
+    queue: Arc<CmQueue>,
+    device: Arc<DeviceInner>,
+}
+
+/// Rejects the requests that the program has not taken.
+impl Drop for ChannelInner {
     fn drop(&mut self) {
         if self.device.engines.is_inherited() {
             return;
@@ -425,8 +283,8 @@ impl Drop for EventSource {
     }
 }
 
-/// Ends a connection that no handle stands for.
-pub(crate) fn end_orphan(device: &DeviceInner, conn: ConnId) {
+/// Ends a connection without handle.
+fn end_orphan(device: &DeviceInner, conn: ConnId) {
     device.router.remove(Key::Conn(conn));
     let _ = device.engines.first().with(|port, now| port.cm_destroy(now, conn));
 }
@@ -438,10 +296,6 @@ impl core::fmt::Debug for EventChannel {
 }
 
 impl EventChannel {
-    pub(crate) fn new(device: &Device) -> Result<Self, VerbsError> {
-        EventSource::new(device).map(Self)
-    }
-
     fn check(&self, device: &Device) -> Result<(), VerbsError> {
         match Arc::ptr_eq(&self.0.device, &device.0) {
             true => Ok(()),
@@ -449,9 +303,20 @@ impl EventChannel {
         }
     }
 
-    /// Takes an event that still concerns somebody.
-    fn take(&self) -> Result<Option<CmEvent<Id>>, VerbsError> {
+    /// Returns the descriptor, for poll, epoll and mio. It is readable while events wait.
+    pub fn as_fd(&self) -> BorrowedFd<'_> {
+        AsFd::as_fd(&*self.0.queue)
+    }
+
+    /// Takes one event, if there is one.
+    ///
+    /// # Errors
+    /// If none is left and the device is closed.
+    pub fn take(&self) -> Result<Option<CmEvent>, VerbsError> {
         let device = &self.0.device;
+        if device.engines.is_inherited() {
+            return Err(VerbsError::Closed);
+        }
         loop {
             match device.router.take(device, &self.0.queue)? {
                 Taken::Nothing => return Ok(None),
@@ -461,41 +326,153 @@ impl EventChannel {
             }
         }
     }
-}
 
-impl CmChannel for EventChannel {
-    type Id = Id;
-
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        AsFd::as_fd(&*self.0.queue)
-    }
-
-    fn wait(&self, timeout: Option<Duration>) -> Result<Option<CmEvent<Id>>, VerbsError> {
+    /// Takes one event. Returns `None` when the time is over. A timeout of `None` waits for ever, zero does not wait.
+    ///
+    /// # Errors
+    /// If waiting fails, or the device is closed.
+    pub fn wait(&self, timeout: Option<Duration>) -> Result<Option<CmEvent>, VerbsError> {
         wait(&self.0.device, &self.0.queue, timeout, || self.take())
     }
-}
 
-impl Device {
-    pub(crate) fn cm_listen(&self, channel: &EventChannel, addr: SocketAddr, backlog: u32) -> Result<Id, VerbsError> {
-        channel.check(self)?;
-        let ip = specific(addr.ip());
-        let queue = &channel.0.queue;
-        let services = self.0.services.as_deref();
-        if let Some(services) = services {
-            services.claim(service_id(addr.port()), ip)?;
+    /// Keeps a port of a port space for this process, on the addresses of [`ListenArgs::addr`]; port 0: any that is free. Needed only
+    /// to be sure of it before listening.
+    ///
+    /// # Errors
+    /// If another process has it.
+    pub fn reserve(
+        &self,
+        space: PortSpace,
+        port: u16,
+        addr: Option<IpAddr>,
+        reuse: bool,
+    ) -> Result<PortHold, VerbsError> {
+        let device = &self.0.device;
+        let (requested, addr) = (ServiceId::new(space, port), addr.map(|a| a.to_canonical()));
+        let service = match &device.services {
+            Some(services) => ServiceId(services.reserve(requested.0, addr, reuse)?),
+            None => requested,
+        };
+        Ok(PortHold {
+            service,
+            addr,
+            device: device.clone(),
+        })
+    }
+
+    /// Listens for [`CmEventKind::Request`], in a datagram port space for [`CmEventKind::SidrRequest`]. Dropping the id ends it.
+    ///
+    /// # Errors
+    /// If the port is in use, or the address is not local.
+    pub fn listen(&self, args: &ListenArgs) -> Result<Id, VerbsError> {
+        let ip = args.addr.unwrap_or(Ipv6Addr::UNSPECIFIED.into());
+        self.listen_as(args, SocketAddr::new(ip, args.port))
+    }
+
+    /// Listens. `local` is the address of the id.
+    fn listen_as(&self, args: &ListenArgs, local: SocketAddr) -> Result<Id, VerbsError> {
+        let device = &self.0.device;
+        let service = ServiceId::new(args.space, args.port);
+        let addr = args.addr.map(|a| a.to_canonical());
+        if let Some(services) = &device.services {
+            services.claim(service.0, addr)?;
         }
-        let made = self.0.engines.first().with_quiet(|port, _| {
-            let key = Key::Listener(port.cm_listen(ip, addr.port(), backlog)?);
-            Ok(self.new_id(key, queue, addr, None))
+        // The route is added under the port's lock, so that no event precedes it.
+        let made = device.engines.first().with_quiet(|port, _| {
+            let key = Key::Listener(port.cm_listen(args)?);
+            let id = Arc::new(IdInner {
+                key,
+                device: device.clone(),
+                local,
+                remote: None,
+                claim: Some((service, addr)),
+            });
+            device.router.add(key, &self.0.queue, &id);
+            Ok(Id(id))
         });
         let made = made.map_err(closed).and_then(|made| made);
-        if let (Err(_), Some(services)) = (&made, services) {
-            services.release(service_id(addr.port()), ip);
+        if let (Err(_), Some(services)) = (&made, &device.services) {
+            services.release(service.0, addr);
         }
         made
     }
 
-    pub(crate) fn cm_connect(
+    /// Sends a connect request. [`CmEventKind::Reply`], [`CmEventKind::Rejected`] or [`CmEventKind::Unreachable`] follows; after a reply
+    /// move the queue pair to RTS and call [`Id::establish`].
+    ///
+    /// # Errors
+    /// If there is no route to the peer, or an argument is invalid.
+    pub fn connect(&self, args: &ConnectArgs) -> Result<Id, VerbsError> {
+        let local = self.local_for(args.local, args.remote)?;
+        let args = ConnectArgs { local, ..args.clone() };
+        self.start(local, args.remote, |port, now| port.cm_connect(now, &args))
+    }
+
+    /// Requests the queue pair of a datagram service. [`CmEventKind::Resolved`] or [`CmEventKind::Unreachable`] follows.
+    ///
+    /// # Errors
+    /// If there is no route to the peer, or an argument is invalid.
+    pub fn resolve(&self, args: &ResolveArgs) -> Result<Id, VerbsError> {
+        let local = self.local_for(args.local, args.remote)?;
+        let args = ResolveArgs { local, ..args.clone() };
+        self.start(local, args.remote, |port, now| port.cm_resolve(now, &args))
+    }
+
+    /// Returns the local address for a peer, if `local` is unspecified.
+    fn local_for(&self, local: SocketAddr, remote: SocketAddr) -> Result<SocketAddr, VerbsError> {
+        match local.ip().is_unspecified() {
+            true => Ok(SocketAddr::new(self.0.device.local_for(remote.ip())?, local.port())),
+            false => Ok(local),
+        }
+    }
+
+    fn start(
+        &self,
+        local: SocketAddr,
+        remote: SocketAddr,
+        call: impl FnOnce(&mut Port, Instant) -> Result<ConnId, VerbsError>,
+    ) -> Result<Id, VerbsError> {
+        let device = &self.0.device;
+        // The route is added under the port's lock, so that no event precedes it.
+        let made = device.engines.first().with(|port, now| {
+            let conn = call(port, now)?;
+            let id = IdInner::connection(device, conn, local, remote);
+            device.router.add(Key::Conn(conn), &self.0.queue, &id);
+            Ok(Id(id))
+        });
+        made.map_err(closed)?
+    }
+}
+
+impl Device {
+    /// Creates an event channel for connections.
+    ///
+    /// # Errors
+    /// If the system has no descriptor left.
+    pub fn create_cm_channel(&self) -> Result<EventChannel, VerbsError> {
+        let queue = Arc::new(EventQueue::new().map_err(io_error("creating an event channel"))?);
+        self.0.router.closes(&queue);
+        Ok(EventChannel(Arc::new(ChannelInner {
+            queue,
+            device: self.0.clone(),
+        })))
+    }
+
+    /// Listens on a port of the RDMA_CM TCP port space; the address may be unspecified. Dropping the id ends it.
+    ///
+    /// # Errors
+    /// If the port is in use, or the address is not local.
+    pub fn listen(&self, channel: &EventChannel, addr: SocketAddr, backlog: u32) -> Result<Id, VerbsError> {
+        channel.check(self)?;
+        let args = ListenArgs::new(specific(addr.ip()), addr.port(), backlog);
+        channel.listen_as(&args, addr)
+    }
+
+    /// Starts to connect a queue pair in RESET or INIT. [`CmEventKind::Established`] reports it in RTS.
+    ///
+    /// # Errors
+    /// If there is no route to the peer, or an argument is invalid.
+    pub fn connect(
         &self,
         channel: &EventChannel,
         src: Option<IpAddr>,
@@ -505,30 +482,12 @@ impl Device {
     ) -> Result<Id, VerbsError> {
         channel.check(self)?;
         check_device(qp, &self.0)?;
-        let local = match src.filter(|ip| !ip.is_unspecified()) {
-            Some(ip) => ip,
-            None => self.0.local_for(dst.ip())?,
-        };
-        let local = SocketAddr::new(local, 0);
-        let queue = &channel.0.queue;
-        let made = self.0.engines.first().with(|port, now| {
-            let key = Key::Conn(port.cm_connect(now, local, dst, qp.qpn(), params)?);
-            Ok::<_, VerbsError>(self.new_id(key, queue, local, Some(dst)))
-        });
-        let id = made.map_err(closed)??;
+        let local = SocketAddr::new(src.unwrap_or(Ipv6Addr::UNSPECIFIED.into()), 0);
+        let local = channel.local_for(local, dst)?;
+        let id = channel.start(local, dst, |port, now| {
+            port.connect_qp(now, local, dst, qp.qpn(), params)
+        })?;
         qp.keep_connection(id.clone());
         Ok(id)
-    }
-
-    /// Makes a handle and its route. Called under the port's lock, so that no event comes before the route.
-    fn new_id(&self, key: Key, queue: &Arc<CmQueue>, local: SocketAddr, remote: Option<SocketAddr>) -> Id {
-        let id = Arc::new(IdInner {
-            key,
-            device: self.0.clone(),
-            local,
-            remote,
-        });
-        self.0.router.add(key, queue, &id);
-        Id(id)
     }
 }

@@ -9,10 +9,7 @@ use std::{
 use parking_lot::Mutex;
 use roce_net::{Driver, Spin, Waiter};
 use roce_qp::{CompletionQueue as Queue, Notify};
-use roce_verbs::{
-    Completion, Qpn,
-    provider::{CompletionChannel, CompletionQueue, VerbsError},
-};
+use roce_verbs::{Completion, Qpn, provider::VerbsError};
 
 use crate::{
     device::{Device, DeviceInner, io_error},
@@ -74,19 +71,6 @@ fn granted_entries(entries: u32, max: u32) -> Result<u32, VerbsError> {
 }
 
 impl Cq {
-    pub(crate) fn new(
-        device: &Device,
-        entries: u32,
-        channel: Option<&Channel>,
-        cookie: u64,
-    ) -> Result<Self, VerbsError> {
-        let notify = channel.map(|c| {
-            let events = c.events.clone();
-            Arc::new(ChannelNotify { events, cookie }) as Arc<dyn Notify>
-        });
-        Self::notifying(device, entries, notify)
-    }
-
     fn notifying(device: &Device, entries: u32, notify: Option<Arc<dyn Notify>>) -> Result<Self, VerbsError> {
         let limits = &device.0.limits;
         let entries = granted_entries(entries, limits.max_cqe)?;
@@ -180,10 +164,14 @@ impl Cq {
             .poll(out, max)
             .map_err(|e| VerbsError::State(format!("{e}: create it with more entries")))
     }
-}
 
-impl CompletionQueue for Cq {
-    fn poll(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize, VerbsError> {
+    /// Appends at most `max` completions to `out`, oldest first. Returns how many.
+    ///
+    /// If the queue is empty, the calling thread makes progress on the device first.
+    ///
+    /// # Errors
+    /// If the queue has overflowed, or the device is closed.
+    pub fn poll(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize, VerbsError> {
         let engines = &self.0.device.engines;
         if engines.is_inherited() {
             return Err(VerbsError::Closed);
@@ -203,7 +191,13 @@ impl CompletionQueue for Cq {
         Ok(taken)
     }
 
-    fn arm(&self, solicited_only: bool) -> Result<(), VerbsError> {
+    /// Requests one event on the channel for the next completion, or the next solicited one (`ibv_req_notify_cq`).
+    ///
+    /// Completions that came before are not reported: poll again after arming.
+    ///
+    /// # Errors
+    /// If the queue has no channel.
+    pub fn arm(&self, solicited_only: bool) -> Result<(), VerbsError> {
         if !self.0.has_channel {
             return Err(VerbsError::State(
                 "the completion queue has no channel: create it with one to arm it".into(),
@@ -217,6 +211,32 @@ impl CompletionQueue for Cq {
 }
 
 impl Device {
+    /// Creates a completion channel.
+    ///
+    /// # Errors
+    /// If the system has no descriptor left.
+    pub fn create_channel(&self) -> Result<Channel, VerbsError> {
+        let events = Arc::new(EventQueue::new().map_err(io_error("creating a completion channel"))?);
+        self.0.router.closes(&events);
+        Ok(Channel {
+            events,
+            device: self.0.clone(),
+            spin: Arc::new(Mutex::new(Spin::new(self.0.spin))),
+        })
+    }
+
+    /// Creates a completion queue for `entries` completions. Its events carry `cookie`.
+    ///
+    /// # Errors
+    /// If a limit of the device is reached.
+    pub fn create_cq(&self, entries: u32, channel: Option<&Channel>, cookie: u64) -> Result<Cq, VerbsError> {
+        let notify = channel.map(|c| {
+            let events = c.events.clone();
+            Arc::new(ChannelNotify { events, cookie }) as Arc<dyn Notify>
+        });
+        Cq::notifying(self, entries, notify)
+    }
+
     /// Creates a completion queue that calls `notify` for events, for programs with their own event queues.
     ///
     /// `notify` is called under the device's lock and must neither block nor call verbs.
@@ -243,16 +263,6 @@ impl core::fmt::Debug for Channel {
 }
 
 impl Channel {
-    pub(crate) fn new(device: &Device) -> Result<Self, VerbsError> {
-        let events = Arc::new(EventQueue::new().map_err(io_error("making a completion channel"))?);
-        device.0.router.closes(&events);
-        Ok(Self {
-            events,
-            device: device.0.clone(),
-            spin: Arc::new(Mutex::new(Spin::new(device.0.spin))),
-        })
-    }
-
     /// Polls the ports and the channel before the thread sleeps, for as long as [`Spin`] permits.
     ///
     /// Returns the event received, if any.
@@ -274,14 +284,18 @@ impl Channel {
         self.spin.lock().end(&spinning, event.is_some());
         Ok(event)
     }
-}
 
-impl CompletionChannel for Channel {
-    fn as_fd(&self) -> BorrowedFd<'_> {
+    /// Returns the descriptor, for poll, epoll and mio. It is readable (level-triggered) while events wait.
+    pub fn as_fd(&self) -> BorrowedFd<'_> {
         AsFd::as_fd(&*self.events)
     }
 
-    fn wait(&self, timeout: Option<Duration>) -> Result<Option<u64>, VerbsError> {
+    /// Takes one event: the cookie of the completion queue. Returns `None` when the time is over. A timeout of `None` waits for ever,
+    /// zero does not wait.
+    ///
+    /// # Errors
+    /// If waiting fails, or the device is closed.
+    pub fn wait(&self, timeout: Option<Duration>) -> Result<Option<u64>, VerbsError> {
         if !self.device.background || timeout == Some(Duration::ZERO) || self.device.engines.is_inherited() {
             return wait(&self.device, &self.events, timeout, || self.events.pop());
         }

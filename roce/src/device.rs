@@ -20,11 +20,11 @@ use roce_verbs::{AsyncEvent, DeviceLimits, Mtu, provider::VerbsError};
 
 use crate::{
     broker::Report,
-    cm::Router,
     engines::Engines,
     open::{self, Parts},
     port::PortView,
     queue::EventQueue,
+    router::Router,
     shared,
     tap::SharedTap,
 };
@@ -319,6 +319,11 @@ impl Device {
             addr: config.addr,
             mtu,
         })))
+    }
+
+    /// Returns the limits.
+    pub fn limits(&self) -> DeviceLimits {
+        self.0.limits.clone()
     }
 
     /// Our address, as it was given.

@@ -15,13 +15,13 @@ use roce_net::{
     Closed, Driver, DriverConfig, EventSink, Inbox, Message, Own, Waiter,
     links::{LinkChange, LinkWatch},
 };
-use roce_port::{ConnId, Port, PortChange, PortCmEvent, QpnSlot, RxMeta, Siblings, Steering};
+use roce_port::{CmEventKind, ConnId, Port, PortChange, QpnSlot, RxMeta, Siblings, Steering};
 use roce_verbs::{AsyncEvent, PathMtus, QpType, provider::VerbsError};
 
 use crate::{
-    cm::Router,
     device::{DeviceConfig, Services, io_error},
     open::Parts,
+    router::Router,
     shards::{Numbers, qpn_of},
 };
 
@@ -70,7 +70,7 @@ struct Sink {
 }
 
 impl EventSink for Sink {
-    fn cm_event(&self, event: PortCmEvent) -> bool {
+    fn cm_event(&self, event: CmEventKind) -> bool {
         self.router.cm_event(event)
     }
 

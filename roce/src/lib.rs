@@ -6,8 +6,8 @@
 //! use std::net::{IpAddr, SocketAddr};
 //!
 //! use roce::{
-//!     AccessFlags, CmChannel, CmEventKind, CmId, CompletionQueue, ConnParams, Device, DeviceConfig, MemoryRegion, Payload,
-//!     QpCaps, QpInit, QueuePair, RemoteAddr, SendFlags, SendOp, SendWr, VerbsDevice,
+//!     AccessFlags, CmEventKind, ConnParams, Device, DeviceConfig, Payload, QpCaps, QpInit, RemoteAddr, SendFlags, SendOp,
+//!     SendWr,
 //! };
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -34,13 +34,13 @@
 //! let events = client.create_cm_channel()?;
 //! let id = client.connect(&events, None, SocketAddr::new(addr, 7000), &qp, ConnParams::default())?;
 //!
-//! // The server accepts, and tells in the private data where its memory is.
+//! // The server accepts, and reports in the private data where its memory is.
 //! let request = requests.wait(None)?.expect("waits until there is one");
-//! if let CmEventKind::ConnectRequest { id, .. } = request.kind {
+//! if let CmEventKind::Request { .. } = request.kind {
 //!     let private_data = [target.addr().to_be_bytes().as_slice(), &target.rkey().0.to_be_bytes()].concat();
-//!     id.accept(&accepting, ConnParams { private_data, ..ConnParams::default() })?;
+//!     request.id.accept(&accepting, ConnParams { private_data, ..ConnParams::default() })?;
 //! }
-//! let CmEventKind::Established { private_data } = events.wait(None)?.expect("the answer").kind else {
+//! let CmEventKind::Established { private_data, .. } = events.wait(None)?.expect("the answer").kind else {
 //!     return Err("not accepted".into());
 //! };
 //!
@@ -78,12 +78,12 @@
 //! A device makes protection domains ([`Pd`]), memory regions ([`Mr`])
 //! and windows ([`Mw`]), completion queues ([`Cq`]) and channels ([`Channel`]), queue pairs of every service ([`Qp`]),
 //! shared receive queues ([`Srq`]), XRC domains ([`Xrcd`]), address handles ([`AddressHandle`]) and connections ([`Id`],
-//! with their events on an [`EventChannel`]). What reliable connections do is in the traits of [`verbs::provider`],
-//! re-exported here; everything else are methods of their own, one for each call of libibverbs.
+//! with their events on an [`EventChannel`]). Methods correspond to
+//! calls of libibverbs and librdmacm.
 //!
-//! Queue pairs are connected through the connection manager ([`VerbsDevice::connect`], [`VerbsDevice::listen`]), or by hand with
-//! [`QueuePair::modify`] from what the programs told each other. [`RawCm`] is the connection manager for programs that bring
-//! their queue pairs up themselves (librdmacm's), and for datagram services.
+//! Queue pairs are connected through the connection manager ([`Device::connect`], [`Device::listen`]), or by hand with
+//! [`Qp::modify`] from what the programs told each other. With the methods of an [`EventChannel`] the connection manager serves programs that
+//! move their queue pairs themselves (librdmacm's), and datagram services.
 //!
 //! A connection stays up as long as its [`Id`] or its queue pair. With the feature `tokio` completions and events are futures too
 //! (module `aio`). Two features are on by default: `broker` ([`Device::open_shared`]; without it there is no [`JoinConfig`], and one process
@@ -121,10 +121,9 @@ mod memory;
 mod open;
 mod opener;
 mod port;
-mod provider;
 mod qp;
 mod queue;
-mod rawcm;
+mod router;
 mod shards;
 mod shared;
 mod srq;
@@ -135,15 +134,14 @@ pub use roce_broker as broker;
 
 pub use ah::{AddressHandle, NetworkHeader};
 pub use broker::JoinConfig;
-pub use cm::{EventChannel, Id};
+pub use cm::{CmEvent, EventChannel, Id, PortHold};
 pub use cq::{Channel, Cq};
 pub use device::{Device, DeviceConfig, DeviceStats, Services};
 pub use local::LocalDevice;
 pub use memory::{Mr, Mw, Pd, Reregister, Revocable};
 pub use opener::{NewDevice, Opener};
 pub use port::{GidEntry, LinkState, Membership, PortAttr};
-pub use qp::{Qp, QpOptions};
-pub use rawcm::{PortHold, RawCm, RawEvent, RawId};
+pub use qp::{Grant, Qp, QpInit, QpOptions};
 pub use roce_fault::{self as fault, Faults};
 pub use roce_local::Usage;
 pub use roce_mem::{Pages, Persist, WindowKind};
@@ -152,7 +150,7 @@ pub use roce_net::{
     Thread, environment, gids, iface, links, names, neighbours, now,
 };
 pub use roce_port::{
-    AcceptArgs, ConnTransport, ConnectArgs, ListenArgs, PortCounters, PortSpace, QpnParts, QpnSlot, RawCmEvent,
+    AcceptArgs, CmEventKind, ConnTransport, ConnectArgs, ListenArgs, PortCounters, PortSpace, QpnParts, QpnSlot,
     RemoteQp, ResolveArgs, RxMeta, ServiceId, SidrAnswer,
 };
 pub use roce_qp::{Failure, Notify, WindowConfig};
@@ -161,10 +159,7 @@ pub use roce_verbs::{
     AccessFlags, AddressVector, AsyncEvent, Completion, Datagram, DeviceLimits, LKey, Mtu, PKey, Payload, Psn, QKey,
     QpAttr, QpCaps, QpState, QpType, Qpn, RKey, RecvWr, RemoteAddr, RnrTimer, SendFlags, SendOp, SendRequest, SendWr,
     Sge, SrqAttr, SrqModify, SrqType, Srqn, Target, ToRts, WcFlags, WcOpcode, WcStatus,
-    provider::{
-        CmChannel, CmEvent, CmEventKind, CmId, CompletionChannel, CompletionQueue, ConnParams, Grant, MemoryRegion,
-        NoAnswer, QpInit, QueuePair, RejectReason, RevocableRegion, VerbsDevice, VerbsError,
-    },
+    provider::{ConnParams, NoAnswer, RangeError, RejectReason, VerbsError},
     wr::PostError,
 };
 pub use shards::{Arrival, Placement};

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use roce_mem::{FastRegion, NewRegion, PdHandle, Persist, PostedKey, Region, Window, WindowKind};
 use roce_verbs::{
     AccessFlags, LKey, RKey, Sge,
-    provider::{MemoryRegion, RangeError, RevocableRegion, VerbsError},
+    provider::{RangeError, VerbsError},
 };
 
 use crate::device::{Device, DeviceInner, mem_error};
@@ -44,14 +44,6 @@ impl core::fmt::Debug for Pd {
 }
 
 impl Pd {
-    pub(crate) fn new(device: &Device) -> Result<Self, VerbsError> {
-        let handle = device.0.mem.alloc_pd().map_err(mem_error)?;
-        Ok(Self(Arc::new(PdInner {
-            device: device.0.clone(),
-            handle,
-        })))
-    }
-
     /// Whether it was made by this device.
     pub(crate) fn check(&self, device: &Arc<DeviceInner>) -> Result<(), VerbsError> {
         match Arc::ptr_eq(&self.0.device, device) {
@@ -114,10 +106,6 @@ impl core::fmt::Debug for Mr {
 }
 
 impl Mr {
-    pub(crate) fn new(pd: &Pd, region: Arc<Region>) -> Self {
-        Self::of(pd, region, None)
-    }
-
     fn of(pd: &Pd, region: Arc<Region>, lent: Option<Lent>) -> Self {
         Self(Arc::new(MrInner {
             region,
@@ -195,34 +183,52 @@ impl Mr {
     pub fn access(&self) -> AccessFlags {
         self.0.region.access()
     }
-}
 
-impl MemoryRegion for Mr {
-    fn addr(&self) -> u64 {
+    /// Returns the address of the first byte, for SGEs and for peers.
+    pub fn addr(&self) -> u64 {
         self.0.region.addr()
     }
 
-    fn len(&self) -> usize {
+    /// Returns the length, bytes.
+    pub fn len(&self) -> usize {
         self.0.region.len()
     }
 
-    fn lkey(&self) -> LKey {
+    /// Returns whether the length is 0.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Returns the local key.
+    pub fn lkey(&self) -> LKey {
         self.0.region.lkey()
     }
 
-    fn rkey(&self) -> RKey {
+    /// Returns the remote key. It is valid if the access flags include a remote right.
+    pub fn rkey(&self) -> RKey {
         self.0.region.rkey()
     }
 
-    fn read(&self, offset: usize, out: &mut [u8]) -> Result<(), RangeError> {
+    /// Copies bytes out. Peers may change them at any time.
+    ///
+    /// # Errors
+    /// If the range is outside the region. Then nothing is copied.
+    pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<(), RangeError> {
         self.0.region.read(offset, out)
     }
 
-    fn write(&self, offset: usize, data: &[u8]) -> Result<(), RangeError> {
+    /// Copies bytes in.
+    ///
+    /// # Errors
+    /// If the range is outside the region. Then nothing is copied.
+    pub fn write(&self, offset: usize, data: &[u8]) -> Result<(), RangeError> {
         self.0.region.write(offset, data)
     }
 
-    fn as_ptr(&self) -> *mut u8 {
+    /// Returns the first byte, for system calls that read or write the memory (`pread`, `pwrite`, io_uring).
+    ///
+    /// It is valid while the region lives. Never make a reference from it: peers may change the memory at any time.
+    pub fn as_ptr(&self) -> *mut u8 {
         self.0.region.as_ptr()
     }
 }
@@ -246,6 +252,44 @@ unsafe fn register(
 }
 
 impl Device {
+    /// Creates a protection domain.
+    ///
+    /// # Errors
+    /// If the limit of the device is reached.
+    pub fn alloc_pd(&self) -> Result<Pd, VerbsError> {
+        let handle = self.0.mem.alloc_pd().map_err(mem_error)?;
+        Ok(Pd(Arc::new(PdInner {
+            device: self.0.clone(),
+            handle,
+        })))
+    }
+
+    /// Allocates and registers memory, page-aligned and zeroed.
+    ///
+    /// # Errors
+    /// If the limit of the device is reached, or there is no memory.
+    pub fn alloc_mr(&self, pd: &Pd, len: usize, access: AccessFlags) -> Result<Mr, VerbsError> {
+        pd.check(&self.0)?;
+        self.0.may_register()?;
+        let region = self.0.mem.alloc_region(pd.0.handle, len, access).map_err(mem_error)?;
+        Ok(Mr::of(pd, region, None))
+    }
+
+    /// Creates a revocable region, closed until it is granted with [`crate::Qp::post_grant`].
+    ///
+    /// # Errors
+    /// If the limit of the device is reached.
+    pub fn alloc_revocable(&self, pd: &Pd) -> Result<Revocable, VerbsError> {
+        pd.check(&self.0)?;
+        let fast = self.0.mem.alloc_fast(pd.0.handle).map_err(mem_error)?;
+        let key = Mutex::new(PostedKey::new(fast.rkey()));
+        Ok(Revocable(Arc::new(RevocableInner {
+            fast,
+            pd: pd.clone(),
+            key,
+        })))
+    }
+
     /// Registers memory of the program, whose first byte gets the address `iova` (zero with
     /// [`AccessFlags::ZERO_BASED`]).
     ///
@@ -339,24 +383,12 @@ impl Drop for RevocableInner {
 }
 
 impl Revocable {
-    pub(crate) fn new(device: &Device, pd: &Pd) -> Result<Self, VerbsError> {
-        pd.check(&device.0)?;
-        let fast = device.0.mem.alloc_fast(pd.0.handle).map_err(mem_error)?;
-        let key = Mutex::new(PostedKey::new(fast.rkey()));
-        Ok(Self(Arc::new(RevocableInner {
-            fast,
-            pd: pd.clone(),
-            key,
-        })))
-    }
-
     pub(crate) fn posted(&self) -> &Mutex<PostedKey> {
         &self.0.key
     }
-}
 
-impl RevocableRegion for Revocable {
-    fn rkey(&self) -> RKey {
+    /// Returns the current key.
+    pub fn rkey(&self) -> RKey {
         self.0.key.lock().key
     }
 }

@@ -10,7 +10,7 @@ use roce_port::{Port, QpInit as PortQpInit};
 use roce_qp::{CompletionQueue as Queue, Failure, NO_RECEIVE_QUEUE, ReceiveQueue};
 use roce_verbs::{
     AccessFlags, LKey, QpAttr, QpCaps, QpState, QpType, Qpn, RKey, RecvWr, SendFlags, SendOp, SendRequest, SendWr,
-    provider::{Grant, MemoryRegion, QpInit, QueuePair, VerbsError},
+    provider::VerbsError,
     wr::{BindWindow, FastRegister, Payload, PostError},
 };
 
@@ -52,7 +52,33 @@ struct QpInner {
     _xrcd: Option<Xrcd>,
 }
 
-/// Settings of a new queue pair of any service.
+/// Attributes of a new reliable connected queue pair.
+#[derive(Clone, Copy, Debug)]
+pub struct QpInit<'a> {
+    /// Completion queue of sends.
+    pub send_cq: &'a Cq,
+    /// Completion queue of receives.
+    pub recv_cq: &'a Cq,
+    /// Queue sizes.
+    pub caps: QpCaps,
+    /// Every send makes a completion.
+    pub signal_all: bool,
+}
+
+/// Memory that a key opens to the peer.
+#[derive(Clone, Copy, Debug)]
+pub struct Grant<'a> {
+    /// The memory.
+    pub region: &'a Mr,
+    /// Offset of the first byte in it.
+    pub offset: usize,
+    /// Length, bytes.
+    pub len: usize,
+    /// The rights.
+    pub access: AccessFlags,
+}
+
+/// Attributes of a new queue pair of any service.
 #[derive(Clone, Copy, Debug)]
 pub struct QpOptions<'a> {
     /// Transport service.
@@ -136,7 +162,7 @@ const INIT: QpAttr = QpAttr {
 };
 
 /// The range of a grant, in the region's addresses.
-fn granted_range(grant: &Grant<'_, Mr>) -> Result<(u64, u64), PostError> {
+fn granted_range(grant: &Grant<'_>) -> Result<(u64, u64), PostError> {
     let size = grant.region.len();
     if grant.offset > size || grant.len > size - grant.offset {
         return Err(PostError::Invalid("the granted range is outside the region"));
@@ -145,13 +171,32 @@ fn granted_range(grant: &Grant<'_, Mr>) -> Result<(u64, u64), PostError> {
 }
 
 impl Device {
-    /// Makes a queue pair in RESET, as `ibv_create_qp` does. [`roce_verbs::provider::VerbsDevice::create_qp`] gives one in
-    /// INIT, as `rdma_create_qp` does, so that receives can be posted before it is connected.
+    /// Creates a reliable connected queue pair in INIT: receives may be posted at once (`rdma_create_qp`).
+    ///
+    /// # Errors
+    /// If the limit of the device is reached.
+    pub fn create_qp(&self, pd: &Pd, init: &QpInit<'_>) -> Result<Qp, VerbsError> {
+        let qp = self.create_qp_in_reset(pd, init)?;
+        qp.modify(&INIT)?;
+        Ok(qp)
+    }
+
+    /// Creates a queue pair in RESET, as `ibv_create_qp` does. [`Device::create_qp`] returns one in INIT, as `rdma_create_qp` does,
+    /// so that receives can be posted before it is connected.
     ///
     /// # Errors
     /// At the device's limit.
-    pub fn create_qp_in_reset(&self, pd: &Pd, init: &QpInit<'_, Cq>) -> Result<Qp, VerbsError> {
-        Qp::new(self, pd, init, QpState::Reset)
+    pub fn create_qp_in_reset(&self, pd: &Pd, init: &QpInit<'_>) -> Result<Qp, VerbsError> {
+        let options = QpOptions {
+            qp_type: QpType::Rc,
+            send_cq: Some(init.send_cq),
+            recv_cq: Some(init.recv_cq),
+            srq: None,
+            xrcd: None,
+            caps: init.caps,
+            signal_all: init.signal_all,
+        };
+        Qp::of(self, Some(pd), &options)
     }
 
     /// Makes a queue pair of any service, in RESET (`ibv_create_qp`, `ibv_create_qp_ex`). An XRC target needs no
@@ -165,24 +210,6 @@ impl Device {
 }
 
 impl Qp {
-    /// Makes a reliable connected queue pair in RESET or INIT.
-    pub(crate) fn new(device: &Device, pd: &Pd, init: &QpInit<'_, Cq>, state: QpState) -> Result<Self, VerbsError> {
-        let options = QpOptions {
-            qp_type: QpType::Rc,
-            send_cq: Some(init.send_cq),
-            recv_cq: Some(init.recv_cq),
-            srq: None,
-            xrcd: None,
-            caps: init.caps,
-            signal_all: init.signal_all,
-        };
-        let qp = Self::of(device, Some(pd), &options)?;
-        if state == QpState::Init {
-            qp.modify(&INIT)?;
-        }
-        Ok(qp)
-    }
-
     fn of(device: &Device, pd: Option<&Pd>, options: &QpOptions<'_>) -> Result<Self, VerbsError> {
         let qp_type = options.qp_type;
         let pd = match (qp_type, options.xrcd, pd) {
@@ -373,14 +400,8 @@ impl Qp {
     /// executed; what the window was bound to before ends then.
     ///
     /// # Errors
-    /// Like [`QueuePair::post_send`]; also when the range is outside the region.
-    pub fn post_bind(
-        &self,
-        window: &Mw,
-        grant: &Grant<'_, Mr>,
-        wr_id: u64,
-        flags: SendFlags,
-    ) -> Result<RKey, PostError> {
+    /// Like [`Qp::post_send`]; also when the range is outside the region.
+    pub fn post_bind(&self, window: &Mw, grant: &Grant<'_>, wr_id: u64, flags: SendFlags) -> Result<RKey, PostError> {
         let (addr, length) = granted_range(grant)?;
         let (lkey, access) = (grant.region.lkey(), grant.access);
         let bind = |key| {
@@ -424,7 +445,7 @@ impl Qp {
     /// Queues the end of a window's binding.
     ///
     /// # Errors
-    /// Like [`QueuePair::post_send`].
+    /// Like [`Qp::post_send`].
     pub fn post_unbind(&self, window: &Mw, wr_id: u64, flags: SendFlags) -> Result<(), PostError> {
         let mut posted = window.posted().lock();
         if window.kind().is_type2() {
@@ -526,17 +547,17 @@ impl Qp {
         posted.granted = false;
         Ok(())
     }
-}
 
-impl QueuePair for Qp {
-    type Mr = Mr;
-    type Revocable = Revocable;
-
-    fn qpn(&self) -> Qpn {
+    /// Returns its number.
+    pub fn qpn(&self) -> Qpn {
         self.0.qpn
     }
 
-    fn post_send(&self, wrs: &[SendWr<'_>]) -> Result<(), (usize, PostError)> {
+    /// Posts work requests in order, up to the first invalid one.
+    ///
+    /// # Errors
+    /// The number of work requests posted, and the error of the next one.
+    pub fn post_send(&self, wrs: &[SendWr<'_>]) -> Result<(), (usize, PostError)> {
         let post = |wrs: &[SendWr<'_>]| {
             let posted = self.0.driver().with(|port, now| port.post_send(now, self.0.qpn, wrs));
             posted.unwrap_or(Err(GONE))
@@ -544,15 +565,25 @@ impl QueuePair for Qp {
         self.post(Posting::Send, wrs, false, post)
     }
 
-    fn post_recv(&self, wrs: &[RecvWr<'_>]) -> Result<(), (usize, PostError)> {
+    /// Posts receives in order, up to the first invalid one.
+    ///
+    /// # Errors
+    /// The number of receives posted, and the error of the next one.
+    pub fn post_recv(&self, wrs: &[RecvWr<'_>]) -> Result<(), (usize, PostError)> {
         self.post(Posting::Recv, wrs, false, |wrs| self.queue_receives(wrs))
     }
 
+    /// Queues the renewal of a revocable region's key. Peers may use the returned key when the work requests before it are executed;
+    /// the former key ends then at the latest.
+    ///
     /// With a queue pair that signals all sends, a renewal makes two completions, both with this `wr_id`.
-    fn post_grant(
+    ///
+    /// # Errors
+    /// As [`Qp::post_send`]; also if the range is outside the region.
+    pub fn post_grant(
         &self,
         region: &Revocable,
-        grant: &Grant<'_, Mr>,
+        grant: &Grant<'_>,
         wr_id: u64,
         flags: SendFlags,
     ) -> Result<RKey, PostError> {
@@ -570,11 +601,19 @@ impl QueuePair for Qp {
         })
     }
 
-    fn post_revoke(&self, region: &Revocable, wr_id: u64, flags: SendFlags) -> Result<(), PostError> {
+    /// Queues the end of a revocable region's current key.
+    ///
+    /// # Errors
+    /// As [`Qp::post_send`].
+    pub fn post_revoke(&self, region: &Revocable, wr_id: u64, flags: SendFlags) -> Result<(), PostError> {
         self.revoke(&mut region.posted().lock(), wr_id, flags)
     }
 
-    fn modify(&self, attr: &QpAttr) -> Result<(), VerbsError> {
+    /// Changes attributes and state. The queue pairs of [`Device::connect`] and [`Id::accept`] are moved to RTS without it.
+    ///
+    /// # Errors
+    /// If the transition or an attribute is not permitted.
+    pub fn modify(&self, attr: &QpAttr) -> Result<(), VerbsError> {
         let driver = self.0.driver();
         let modify = |port: &mut Port, now| port.modify_qp(now, self.0.qpn, attr);
         let done = match attr.stops() {
@@ -584,7 +623,11 @@ impl QueuePair for Qp {
         done.map_err(closed)?
     }
 
-    fn query(&self) -> Result<QpAttr, VerbsError> {
+    /// Returns the current attributes.
+    ///
+    /// # Errors
+    /// If the queue pair is gone, or the device is closed.
+    pub fn query(&self) -> Result<QpAttr, VerbsError> {
         let attr = self.0.driver().with_quiet(|port, _| port.query_qp(self.0.qpn));
         attr.map_err(closed)?
     }

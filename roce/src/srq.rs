@@ -245,7 +245,7 @@ impl Device {
     /// # Errors
     /// At the device's limit.
     pub fn open_xrcd(&self) -> Result<Xrcd, VerbsError> {
-        let pd = Pd::new(self)?;
+        let pd = self.alloc_pd()?;
         if self.0.xrcds.fetch_add(1, Ordering::Relaxed) >= self.0.limits.max_xrcd {
             self.0.xrcds.fetch_sub(1, Ordering::Relaxed);
             return Err(VerbsError::Limit("XRC domains"));

@@ -3,8 +3,8 @@
 use std::{net::SocketAddr, thread, time::Duration};
 
 use roce::{
-    AccessFlags, CmEventKind, CmId, ConnParams, Device, DeviceConfig, Payload, QpCaps, QpInit, QueuePair, RecvWr,
-    SendFlags, SendOp, SendWr, VerbsDevice, VerbsError, WcStatus,
+    AccessFlags, CmEventKind, ConnParams, Device, DeviceConfig, Payload, QpCaps, QpInit, RecvWr, SendFlags, SendOp,
+    SendWr, VerbsError, WcStatus,
     aio::{AsyncCq, AsyncEventChannel, AsyncEvents},
 };
 
@@ -68,8 +68,9 @@ async fn connected(device: &Device, cq: &AsyncCq) -> [roce::Qp; 2] {
         .unwrap();
     let mut established = 0;
     while established < 2 {
-        match in_time(events.next()).await.unwrap().kind {
-            CmEventKind::ConnectRequest { id, .. } => id.accept(&server, ConnParams::default()).unwrap(),
+        let event = in_time(events.next()).await.unwrap();
+        match event.kind {
+            CmEventKind::Request { .. } => event.id.accept(&server, ConnParams::default()).unwrap(),
             CmEventKind::Established { .. } => established += 1,
             other => panic!("{other:?}"),
         }

@@ -6,7 +6,7 @@ mod common;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use common::*;
-use roce::{Device, DeviceConfig, VerbsDevice};
+use roce::{Device, DeviceConfig};
 
 #[test]
 fn both_ip_versions_and_the_right_local_address() {

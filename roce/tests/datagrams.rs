@@ -9,9 +9,9 @@ use std::{
 
 use common::*;
 use roce::{
-    AddressHandle, AddressVector, Completion, CompletionQueue, Device, DeviceConfig, MemoryRegion, Mr, NetworkHeader,
-    Payload, PostError, Psn, QKey, Qp, QpAttr, QpCaps, QpOptions, QpState, QpType, Qpn, QueuePair, RecvWr, SendFlags,
-    SendOp, SendRequest, SendWr, Target, VerbsDevice, VerbsError, WcFlags, WcOpcode, WcStatus,
+    AddressHandle, AddressVector, Completion, Device, DeviceConfig, Mr, NetworkHeader, Payload, PostError, Psn, QKey,
+    Qp, QpAttr, QpCaps, QpOptions, QpState, QpType, Qpn, RecvWr, SendFlags, SendOp, SendRequest, SendWr, Target,
+    VerbsError, WcFlags, WcOpcode, WcStatus,
 };
 
 const QKEY: QKey = QKey(0x1111_1111);

@@ -6,8 +6,8 @@ use std::{net::SocketAddr, sync::Arc, time::Instant};
 
 use common::*;
 use roce::{
-    CmChannel, CmEventKind, CmId, CompletionChannel, CompletionQueue, Cq, Device, DeviceConfig, Notify, Payload, Qp,
-    QpCaps, QpInit, QpOptions, QpState, QpType, QueuePair, SendOp, VerbsDevice, VerbsError, WcStatus,
+    CmEventKind, Cq, Device, DeviceConfig, Notify, Payload, Qp, QpCaps, QpInit, QpOptions, QpState, QpType, SendOp,
+    VerbsError, WcStatus,
 };
 use roce_port::Steering;
 
@@ -93,7 +93,7 @@ fn connections_end_wherever_their_queue_pairs_are() {
             }
             _ => drop((ia, pair.qa)),
         }
-        assert!(matches!(pair.b.event().kind, CmEventKind::Disconnected));
+        assert!(matches!(pair.b.event().kind, CmEventKind::Disconnected { .. }));
         assert_eq!(pair.b.completions(1)[0].status, WcStatus::FlushError);
         assert_eq!(pair.qb.state().unwrap(), QpState::Err);
         drop(ib);

@@ -6,9 +6,9 @@ use std::{collections::BTreeMap, path::Path};
 
 use common::*;
 use roce::{
-    AddressVector, CompletionQueue, DeviceConfig, Faults, MemoryRegion, Mtu, Payload, PostError, Psn, QKey, Qp, QpAttr,
-    QpOptions, QpState, QpType, Qpn, QueuePair, RemoteAddr, RnrTimer, SendFlags, SendOp, SendRequest, SendWr, Target,
-    ToRts, VerbsDevice, VerbsError, WcStatus, fault::rules,
+    AddressVector, DeviceConfig, Faults, Mtu, Payload, PostError, Psn, QKey, Qp, QpAttr, QpOptions, QpState, QpType,
+    Qpn, RemoteAddr, RnrTimer, SendFlags, SendOp, SendRequest, SendWr, Target, ToRts, VerbsError, WcStatus,
+    fault::rules,
 };
 use roce_pcap::{Capture, decode};
 

@@ -3,9 +3,9 @@
 mod common;
 
 use common::*;
-use roce::{CompletionQueue, Cq, Payload, PostError, QpCaps, QpInit, QueuePair, SendFlags, SendOp, SendWr};
+use roce::{Payload, PostError, QpCaps, QpInit, SendFlags, SendOp, SendWr};
 
-fn init(side: &Side) -> QpInit<'_, Cq> {
+fn init(side: &Side) -> QpInit<'_> {
     QpInit {
         send_cq: &side.cq,
         recv_cq: &side.cq,

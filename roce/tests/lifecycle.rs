@@ -5,10 +5,7 @@ mod common;
 use std::{net::UdpSocket, time::Duration};
 
 use common::*;
-use roce::{
-    CmChannel, CompletionChannel, CompletionQueue, ConnParams, Device, DeviceConfig, MemoryRegion, Mtu, Payload,
-    QpInit, RemoteAddr, SendOp, VerbsDevice, VerbsError,
-};
+use roce::{ConnParams, Device, DeviceConfig, Mtu, Payload, QpInit, RemoteAddr, SendOp, VerbsError};
 
 #[test]
 fn a_taken_port_names_its_holder() {

@@ -9,7 +9,7 @@ use std::{
 };
 
 use common::*;
-use roce::{AddressVector, AsyncEvent, Device, DeviceConfig, Mtu, QpState, QpType, QueuePair, ToRts, VerbsError};
+use roce::{AddressVector, AsyncEvent, Device, DeviceConfig, Mtu, QpState, QpType, ToRts, VerbsError};
 
 fn ip(args: &[&str]) {
     let done = Command::new("ip").args(args).output().unwrap();

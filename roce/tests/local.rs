@@ -9,7 +9,7 @@ use common::{
     own_loop::{LEN, Loop, SERVICE},
 };
 use roce::{
-    CmEventKind, CmId, ConnParams, Flush, MemoryRegion, QueuePair, RecvWr, RemoteAddr, SendOp, VerbsDevice,
+    ConnParams, Flush, RecvWr, RemoteAddr, SendOp,
     verbs::provider::{CmKind, Event},
 };
 
@@ -21,9 +21,7 @@ fn a_loop_writes_to_and_reads_from_a_device_with_a_thread() {
     let _listener = b.device.listen(&b.channel, to, 1).unwrap();
     let (id, qp) = l.connect(to);
     l.device.flush(roce::now());
-    let CmEventKind::ConnectRequest { id: theirs, .. } = b.event().kind else {
-        panic!("not a request");
-    };
+    let theirs = b.request().0;
     assert_eq!(theirs.peer_addr().unwrap().ip(), l.addr);
     let qb = b.qp();
     theirs.accept(&qb, ConnParams::default()).unwrap();
@@ -57,9 +55,7 @@ fn nothing_leaves_before_the_flush_and_then_all_at_once() {
     let _listener = b.device.listen(&b.channel, to, 1).unwrap();
     let (id, qp) = l.connect(to);
     l.device.flush(roce::now());
-    let CmEventKind::ConnectRequest { id: theirs, .. } = b.event().kind else {
-        panic!("not a request");
-    };
+    let theirs = b.request().0;
     let qb = b.qp();
     let mr = b.mr(4096);
     let sge = [mr.sge(0, 64)];

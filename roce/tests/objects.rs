@@ -4,8 +4,8 @@ mod common;
 
 use common::*;
 use roce::{
-    AccessFlags, AddressVector, Device, MemoryRegion, Payload, QpCaps, QpInit, QpOptions, QpType, Reregister, SendOp,
-    VerbsDevice, VerbsError, WcStatus, gids,
+    AccessFlags, AddressVector, Device, Payload, QpCaps, QpInit, QpOptions, QpType, Reregister, SendOp, VerbsError,
+    WcStatus, gids,
 };
 
 #[test]

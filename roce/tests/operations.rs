@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use common::*;
 use roce::{
-    AccessFlags, CompletionQueue, Device, DeviceConfig, Grant, MemoryRegion, Mtu, Payload, QpAttr, QpState, QueuePair,
-    RecvWr, RemoteAddr, RevocableRegion, SendFlags, SendOp, SendWr, VerbsDevice, WcFlags, WcOpcode, WcStatus,
+    AccessFlags, Device, DeviceConfig, Grant, Mtu, Payload, QpAttr, QpState, RecvWr, RemoteAddr, SendFlags, SendOp,
+    SendWr, WcFlags, WcOpcode, WcStatus,
 };
 
 #[test]

@@ -6,18 +6,18 @@ use std::net::SocketAddr;
 
 use common::*;
 use roce::{
-    AcceptArgs, ConnParams, ConnTransport, ConnectArgs, Device, ListenArgs, Mtu, Payload, PortSpace, Psn, QKey, Qp,
-    QpState, Qpn, QueuePair, RawCm, RawCmEvent, RawEvent, RawId, RejectReason, RemoteQp, ResolveArgs, SendOp,
-    SidrAnswer, ToRts,
+    AcceptArgs, CmEvent, CmEventKind, ConnParams, ConnTransport, ConnectArgs, Device, EventChannel, Id, ListenArgs,
+    Mtu, Payload, PortSpace, Psn, QKey, Qp, QpState, Qpn, RejectReason, RemoteQp, ResolveArgs, SendOp, SidrAnswer,
+    ToRts,
 };
 
 const PORT: u16 = 7001;
 
-fn event(cm: &RawCm) -> RawEvent {
+fn event(cm: &EventChannel) -> CmEvent {
     cm.wait(Some(PATIENCE)).unwrap().expect("an event")
 }
 
-fn listen(cm: &RawCm, space: PortSpace) -> RawId {
+fn listen(cm: &EventChannel, space: PortSpace) -> Id {
     cm.listen(&ListenArgs {
         addr: None,
         space,
@@ -67,23 +67,26 @@ fn bring_up(qp: &Qp, path: &RemoteQp, rq_psn: u32) {
 #[test]
 fn queue_pairs_are_brought_up_by_the_program() {
     let (a, b) = (Side::new(open()), Side::new(open()));
-    let (ca, cb) = (a.device.raw_cm().unwrap(), b.device.raw_cm().unwrap());
+    let (ca, cb) = (
+        a.device.create_cm_channel().unwrap(),
+        b.device.create_cm_channel().unwrap(),
+    );
     let listener = listen(&cb, PortSpace::Tcp);
     let (qa, qb) = (a.qp(), b.qp());
     let ia = ca.connect(&connect_args(&a, &b, &qa, 111)).unwrap();
 
     let asked = event(&cb);
-    assert_eq!(asked.number, listener.number());
-    let ib = asked.new.unwrap();
-    let RawCmEvent::Request {
+    assert_eq!(asked.listener, Some(listener.handle()));
+    let ib = asked.id;
+    let CmEventKind::Request {
         private_data,
         path,
         local,
         remote,
         ..
-    } = asked.event
+    } = asked.kind
     else {
-        panic!("not a request: {:?}", asked.event)
+        panic!("not a request: {:?}", asked.kind)
     };
     assert_eq!(&private_data[..8], b"question");
     assert_eq!((local, remote.ip()), (SocketAddr::new(b.addr(), PORT), a.addr()));
@@ -100,12 +103,13 @@ fn queue_pairs_are_brought_up_by_the_program() {
         initiator_depth: 3,
         ..ConnParams::default()
     };
-    ib.accept(&AcceptArgs::new(qb.qpn(), Psn::new(222), params)).unwrap();
+    ib.accept_with(&AcceptArgs::new(qb.qpn(), Psn::new(222), params))
+        .unwrap();
 
     let answered = event(&ca);
-    assert_eq!(answered.number, ia.number());
-    let RawCmEvent::Reply { path, private_data, .. } = answered.event else {
-        panic!("not a reply: {:?}", answered.event)
+    assert_eq!(answered.id.handle(), ia.handle());
+    let CmEventKind::Reply { path, private_data, .. } = answered.kind else {
+        panic!("not a reply: {:?}", answered.kind)
     };
     assert_eq!(
         (&private_data[..6], path.qpn, path.sq_psn),
@@ -114,7 +118,7 @@ fn queue_pairs_are_brought_up_by_the_program() {
     bring_up(&qa, &path, 111);
     ia.establish().unwrap();
     let done = event(&cb);
-    assert!(matches!(done.event, RawCmEvent::Established { .. }) && done.number == ib.number());
+    assert!(matches!(done.kind, CmEventKind::Established { .. }) && done.id.handle() == ib.handle());
 
     let mb = b.mr(64);
     recv(&qb, 1, &[mb.sge(0, 64)]);
@@ -125,24 +129,27 @@ fn queue_pairs_are_brought_up_by_the_program() {
 
     // Queue pairs are the program's: disconnecting leaves them as they are.
     ia.disconnect().unwrap();
-    assert!(matches!(event(&cb).event, RawCmEvent::Disconnected { .. }));
-    assert!(matches!(event(&ca).event, RawCmEvent::Disconnected { .. }));
+    assert!(matches!(event(&cb).kind, CmEventKind::Disconnected { .. }));
+    assert!(matches!(event(&ca).kind, CmEventKind::Disconnected { .. }));
     assert_eq!((qa.state().unwrap(), qb.state().unwrap()), (QpState::Rts, QpState::Rts));
 }
 
 #[test]
 fn refusals_reach_the_other_side_with_reason_and_data() {
     let (a, b) = (Side::new(open()), Side::new(open()));
-    let (ca, cb) = (a.device.raw_cm().unwrap(), b.device.raw_cm().unwrap());
+    let (ca, cb) = (
+        a.device.create_cm_channel().unwrap(),
+        b.device.create_cm_channel().unwrap(),
+    );
     let _listener = listen(&cb, PortSpace::Tcp);
     let (qa, qb) = (a.qp(), b.qp());
     // The passive side refuses the request.
     let ia = ca.connect(&connect_args(&a, &b, &qa, 1)).unwrap();
-    let ib = event(&cb).new.unwrap();
-    ib.reject(RejectReason::CONSUMER, b"no").unwrap();
-    let RawCmEvent::Rejected {
+    let ib = event(&cb).id;
+    ib.reject_with(RejectReason::CONSUMER, b"no").unwrap();
+    let CmEventKind::Rejected {
         reason, private_data, ..
-    } = event(&ca).event
+    } = event(&ca).kind
     else {
         panic!("not rejected")
     };
@@ -150,12 +157,12 @@ fn refusals_reach_the_other_side_with_reason_and_data() {
     drop((ia, ib));
     // The active side refuses the reply.
     let ia = ca.connect(&connect_args(&a, &b, &qa, 2)).unwrap();
-    let ib = event(&cb).new.unwrap();
-    ib.accept(&AcceptArgs::new(qb.qpn(), Psn::new(3), ConnParams::default()))
+    let ib = event(&cb).id;
+    ib.accept_with(&AcceptArgs::new(qb.qpn(), Psn::new(3), ConnParams::default()))
         .unwrap();
-    assert!(matches!(event(&ca).event, RawCmEvent::Reply { .. }));
-    ia.reject(RejectReason::CONSUMER, b"after all").unwrap();
-    let RawCmEvent::Rejected { private_data, .. } = event(&cb).event else {
+    assert!(matches!(event(&ca).kind, CmEventKind::Reply { .. }));
+    ia.reject_with(RejectReason::CONSUMER, b"after all").unwrap();
+    let CmEventKind::Rejected { private_data, .. } = event(&cb).kind else {
         panic!("not rejected")
     };
     assert_eq!(&private_data[..9], b"after all");
@@ -167,8 +174,8 @@ fn refusals_reach_the_other_side_with_reason_and_data() {
     };
     let ia = ca.connect(&other).unwrap();
     let told = event(&ca);
-    assert_eq!(told.number, ia.number());
-    let RawCmEvent::Rejected { reason, .. } = told.event else {
+    assert_eq!(told.id.handle(), ia.handle());
+    let CmEventKind::Rejected { reason, .. } = told.kind else {
         panic!("not rejected")
     };
     assert_eq!(reason, RejectReason::INVALID_SERVICE_ID);
@@ -177,7 +184,10 @@ fn refusals_reach_the_other_side_with_reason_and_data() {
 #[test]
 fn a_datagram_service_is_resolved() {
     let (a, b) = (Side::new(open()), Side::new(open()));
-    let (ca, cb) = (a.device.raw_cm().unwrap(), b.device.raw_cm().unwrap());
+    let (ca, cb) = (
+        a.device.create_cm_channel().unwrap(),
+        b.device.create_cm_channel().unwrap(),
+    );
     let _listener = listen(&cb, PortSpace::Udp);
     let ask = || {
         ca.resolve(&ResolveArgs {
@@ -190,11 +200,11 @@ fn a_datagram_service_is_resolved() {
     };
     let asked = ask();
     let request = event(&cb);
-    let RawCmEvent::SidrRequest {
+    let CmEventKind::SidrRequest {
         private_data, space, ..
-    } = &request.event
+    } = &request.kind
     else {
-        panic!("not a question: {:?}", request.event)
+        panic!("not a question: {:?}", request.kind)
     };
     assert_eq!((&private_data[..9], *space), (&b"which one"[..], PortSpace::Udp));
     let answer = SidrAnswer {
@@ -203,31 +213,31 @@ fn a_datagram_service_is_resolved() {
         qkey: QKey(0x0123_4567),
         private_data: b"this one".to_vec(),
     };
-    request.new.unwrap().answer(&answer).unwrap();
+    request.id.answer(&answer).unwrap();
     let told = event(&ca);
-    assert_eq!(told.number, asked.number());
-    let RawCmEvent::Resolved {
+    assert_eq!(told.id.handle(), asked.handle());
+    let CmEventKind::Resolved {
         status,
         qpn,
         qkey,
         private_data,
         ..
-    } = told.event
+    } = told.kind
     else {
-        panic!("not resolved: {:?}", told.event)
+        panic!("not resolved: {:?}", told.kind)
     };
     assert_eq!((status, qpn, qkey), (0, Qpn::new(0x1234), QKey(0x0123_4567)));
     assert_eq!(&private_data[..8], b"this one");
     // A question that is let go of is refused.
     let _asked = ask();
-    drop(event(&cb).new);
-    assert!(matches!(event(&ca).event, RawCmEvent::Resolved { status: 2, .. }));
+    drop(event(&cb));
+    assert!(matches!(event(&ca).kind, CmEventKind::Resolved { status: 2, .. }));
 }
 
 #[test]
 fn a_listener_that_goes_leaves_the_port_to_others() {
     let device: Device = open();
-    let cm = device.raw_cm().unwrap();
+    let cm = device.create_cm_channel().unwrap();
     let first = listen(&cm, PortSpace::Udp);
     let again = ListenArgs {
         addr: None,

@@ -12,9 +12,9 @@ use std::{
 
 use common::*;
 use roce::{
-    AccessFlags, AddressVector, AsyncEvent, Grant, MemoryRegion, Mtu, Payload, Psn, Qp, QpAttr, QpCaps, QpOptions,
-    QpState, QpType, Qpn, QueuePair, RecvWr, RemoteAddr, SendFlags, SendOp, SendRequest, SendWr, Srq, SrqAttr, SrqInit,
-    SrqModify, Target, ToRts, VerbsDevice, VerbsError, WcFlags, WcOpcode, WcStatus, WindowKind,
+    AccessFlags, AddressVector, AsyncEvent, Grant, Mtu, Payload, Psn, Qp, QpAttr, QpCaps, QpOptions, QpState, QpType,
+    Qpn, RecvWr, RemoteAddr, SendFlags, SendOp, SendRequest, SendWr, Srq, SrqAttr, SrqInit, SrqModify, Target, ToRts,
+    VerbsError, WcFlags, WcOpcode, WcStatus, WindowKind,
     verbs::{Flush, Placement, Selectivity},
 };
 

@@ -15,9 +15,8 @@ use std::{
 
 use common::*;
 use roce::{
-    AddressVector, CompletionQueue, Device, DeviceConfig, OpenSockets, Payload, Psn, QKey, Qp, QpAttr, QpCaps,
-    QpOptions, QpState, QpType, Qpn, QpnSlot, QueuePair, RxMeta, SendFlags, SendOp, SendRequest, SendWr, Services,
-    Target, VerbsDevice, VerbsError,
+    AddressVector, Device, DeviceConfig, OpenSockets, Payload, Psn, QKey, Qp, QpAttr, QpCaps, QpOptions, QpState,
+    QpType, Qpn, QpnSlot, RxMeta, SendFlags, SendOp, SendRequest, SendWr, Services, Target, VerbsError,
 };
 use socket2::{Domain, Socket, Type};
 

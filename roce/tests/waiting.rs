@@ -3,10 +3,7 @@
 mod common;
 
 use common::*;
-use roce::{
-    Channel, CompletionChannel, CompletionQueue, Cq, DeviceConfig, MemoryRegion, Mr, Payload, Qp, QpCaps, QpInit,
-    SendOp, SpinMode, VerbsDevice,
-};
+use roce::{Channel, Cq, DeviceConfig, Mr, Payload, Qp, QpCaps, QpInit, SendOp, SpinMode};
 use std::time::Duration;
 
 /// One end that sleeps for its completions.

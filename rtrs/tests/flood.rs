@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use roce_port::PortCmEvent;
+use roce_port::CmEventKind;
 use rtrs::{
     proto::{ConnReq, InfoReq},
     server::ServerConfig,
@@ -197,7 +197,7 @@ fn a_lost_message_of_the_handshake_is_made_up_for() {
     s.work();
     s.release_only(REQ);
     let deadline = Instant::now() + PATIENCE;
-    while !matches!(s.event(), Some(PortCmEvent::Established { conn, .. }) if conn == zero) {
+    while !matches!(s.event(), Some(CmEventKind::Established { conn, .. }) if conn == zero) {
         assert!(Instant::now() < deadline, "no answer");
         s.work();
     }
@@ -216,7 +216,7 @@ fn a_lost_message_of_the_handshake_is_made_up_for() {
     // The server repeats its answer; the RTU is repeated for it, or comes late.
     s.until("connection 1", |s| {
         s.event()
-            .filter(|e| matches!(e, PortCmEvent::Established { conn, .. } if *conn == one))
+            .filter(|e| matches!(e, CmEventKind::Established { conn, .. } if *conn == one))
     });
     let (out, back) = (s.region(4096), s.region(4096));
     s.receive(service, &back);

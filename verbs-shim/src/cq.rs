@@ -11,7 +11,7 @@ use std::{
 
 use libc::{c_int, c_void};
 use parking_lot::Mutex;
-use roce::{Completion, CompletionQueue, Notify, WcFlags};
+use roce::{Completion, Notify, WcFlags};
 
 use crate::{
     abi::{c_enum, ibv_comp_channel, ibv_context, ibv_cq, ibv_cq_ex, ibv_modify_cq_attr, ibv_wc},

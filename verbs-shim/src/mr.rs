@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use libc::{c_int, c_void, size_t};
 use parking_lot::Mutex;
-use roce::{AccessFlags, MemoryRegion, Reregister};
+use roce::{AccessFlags, Reregister};
 
 use crate::{
     abi::{access, c_enum, ibv_mr, ibv_pd, ibv_sge},

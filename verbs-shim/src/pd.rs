@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use libc::c_int;
-use roce::VerbsDevice;
 
 use crate::{
     abi::{ibv_context, ibv_parent_domain_init_attr, ibv_pd, ibv_td},

@@ -2,8 +2,7 @@
 
 use libc::c_int;
 use roce::{
-    AccessFlags, LKey, QKey, Qpn, QueuePair, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, Srqn, Target,
-    verbs::wr::BindWindow,
+    AccessFlags, LKey, QKey, Qpn, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, Srqn, Target, verbs::wr::BindWindow,
 };
 
 use crate::{

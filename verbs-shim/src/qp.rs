@@ -3,7 +3,7 @@
 use std::{cell::UnsafeCell, ptr, sync::Arc};
 
 use libc::c_int;
-use roce::{QpCaps, QpOptions, QpState, QpType, QueuePair, verbs::legal};
+use roce::{QpCaps, QpOptions, QpState, QpType, verbs::legal};
 
 use crate::{
     abi::{

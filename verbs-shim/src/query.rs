@@ -3,7 +3,7 @@
 use std::{ptr, time::Duration};
 
 use libc::{c_char, c_int, c_void, size_t};
-use roce::{DeviceLimits, JoinConfig, Mtu, VerbsDevice as _};
+use roce::{DeviceLimits, JoinConfig, Mtu};
 
 use crate::{
     abi::{

@@ -2,10 +2,7 @@
 
 use std::{net::SocketAddr, thread, time::Instant};
 
-use roce::{
-    Completion, CompletionQueue, Device, DeviceStats, MemoryRegion, Mtu, Payload, QueuePair, SendFlags, SendOp, SendWr,
-    VerbsError,
-};
+use roce::{Completion, Device, DeviceStats, Mtu, Payload, SendFlags, SendOp, SendWr, VerbsError};
 
 use super::{
     Amount, Operation,

@@ -3,9 +3,8 @@
 use std::{net::SocketAddr, time::Duration};
 
 use roce::{
-    AccessFlags, Channel, CmChannel, CmEventKind, Completion, CompletionChannel, CompletionQueue, ConnParams, Cq,
-    Device, EventChannel, Id, MemoryRegion, Mr, NoAnswer, Pd, Qp, QpCaps, QpInit, RecvWr, RejectReason, RemoteAddr,
-    VerbsDevice, VerbsError, WcStatus,
+    AccessFlags, Channel, CmEventKind, Completion, ConnParams, Cq, Device, EventChannel, Id, Mr, NoAnswer, Pd, Qp,
+    QpCaps, QpInit, RecvWr, RejectReason, RemoteAddr, VerbsError, WcStatus,
 };
 
 use super::{
@@ -102,7 +101,7 @@ impl<'a> Endpoint<'a> {
             .map_err(failed(&connecting))?;
         let event = self.channel.wait(Some(CONNECT_TIMEOUT)).map_err(failed(&connecting))?;
         let reason = match event.map(|e| e.kind) {
-            Some(CmEventKind::Established { private_data }) => match parse_memory(&private_data) {
+            Some(CmEventKind::Established { private_data, .. }) => match parse_memory(&private_data) {
                 Some(memory) => {
                     return Ok(Connection {
                         qp,
@@ -117,14 +116,18 @@ impl<'a> Endpoint<'a> {
                 "nothing listens there: start `ferroce bench --server` first".to_owned()
             }
             Some(CmEventKind::Rejected { reason, .. }) => format!("the peer refused: {reason}"),
-            Some(CmEventKind::ConnectError(text)) => text,
-            None | Some(CmEventKind::Unreachable(NoAnswer::Timeout)) => {
-                "no answer: is UDP port 4791 open on the way, and `ferroce bench --server` running there?".to_owned()
-            }
-            Some(CmEventKind::Unreachable(NoAnswer::PortUnreachable)) => {
+            Some(CmEventKind::Failed { text, .. }) => text,
+            None
+            | Some(CmEventKind::Unreachable {
+                why: NoAnswer::Timeout, ..
+            }) => "no answer: is UDP port 4791 open on the way, and `ferroce bench --server` running there?".to_owned(),
+            Some(CmEventKind::Unreachable {
+                why: NoAnswer::PortUnreachable,
+                ..
+            }) => {
                 format!("{}: start `ferroce bench --server` first", NoAnswer::PortUnreachable)
             }
-            Some(CmEventKind::Unreachable(why)) => why.to_string(),
+            Some(CmEventKind::Unreachable { why, .. }) => why.to_string(),
             Some(_) => "the connection ended".to_owned(),
         };
         Err(Failure::failed(format!("{connecting}: {reason}")))
@@ -169,7 +172,6 @@ pub(crate) fn check(completion: &Completion) -> Result<(), Failure> {
 
 /// Posts a receive for a whole region.
 pub(crate) fn post_recv(qp: &Qp, mr: &Mr, count: usize) -> Result<(), Failure> {
-    use roce::QueuePair;
     let sges = [mr.sge(0, mr.len())];
     let wr = RecvWr { wr_id: 0, sges: &sges };
     qp.post_recv(&vec![wr; count])

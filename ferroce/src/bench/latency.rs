@@ -5,9 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use roce::{
-    Completion, CompletionQueue, Device, MemoryRegion, Payload, QueuePair, SendFlags, SendOp, SendWr, VerbsError,
-};
+use roce::{Completion, Device, Payload, SendFlags, SendOp, SendWr, VerbsError};
 
 use super::{
     Amount, Emit,

@@ -13,9 +13,8 @@ use std::{
 };
 
 use roce::{
-    AccessFlags, Channel, CmChannel, CmEventKind, CmId, Completion, CompletionQueue, ConnParams, Cq, Device,
-    EventChannel, Id, MemoryRegion, Mr, Payload, Pd, Qp, QpCaps, QpInit, QueuePair, RemoteAddr, SendFlags, SendOp,
-    SendWr, VerbsDevice, VerbsError,
+    AccessFlags, Channel, CmEventKind, Completion, ConnParams, Cq, Device, EventChannel, Id, Mr, Payload, Pd, Qp,
+    QpCaps, QpInit, RemoteAddr, SendFlags, SendOp, SendWr, VerbsError,
 };
 
 use super::{
@@ -177,9 +176,9 @@ impl Server {
         Ok(())
     }
 
-    fn on_event(&mut self, id: &Id, kind: CmEventKind<Id>) {
+    fn on_event(&mut self, id: &Id, kind: CmEventKind) {
         match kind {
-            CmEventKind::ConnectRequest { id, private_data, .. } => {
+            CmEventKind::Request { private_data, .. } => {
                 let hello = Hello::parse(&private_data).filter(|h| h.bytes <= MAX_BYTES && h.depth <= MAX_DEPTH);
                 let Some(hello) = hello else {
                     self.complain("a connect request that is no `ferroce bench` of this version: refused");
@@ -192,7 +191,7 @@ impl Server {
                     let _ = id.reject(b"too many");
                     return;
                 }
-                match self.accept(&id, hello) {
+                match self.accept(id, hello) {
                     Ok(peer) => {
                         self.peers.insert(id.handle(), peer);
                     }

@@ -6,10 +6,7 @@ use std::{
 };
 
 use nix::sys::socket::{getsockopt, sockopt};
-use roce::{
-    CmChannel, CmEventKind, CmId, ConnParams, Device, DeviceConfig, Mtu, NoAnswer, QpCaps, QpInit, RejectReason,
-    VerbsDevice, VerbsError,
-};
+use roce::{CmEventKind, ConnParams, Device, DeviceConfig, Mtu, NoAnswer, QpCaps, QpInit, RejectReason, VerbsError};
 use roce_bth::ROCE_UDP_PORT;
 
 use super::{Check, Status, System, host};
@@ -116,8 +113,8 @@ fn ask(local: IpAddr, peer: IpAddr) -> Result<Answer, VerbsError> {
         Some(CmEventKind::Rejected { .. } | CmEventKind::Established { .. }) => {
             Answer::Here(format!("an RTRS server listens at port {}", to.port()))
         }
-        Some(CmEventKind::ConnectError(e)) => return Err(VerbsError::State(e)),
-        Some(CmEventKind::Unreachable(why)) => Answer::None(why),
+        Some(CmEventKind::Failed { text: e, .. }) => return Err(VerbsError::State(e)),
+        Some(CmEventKind::Unreachable { why, .. }) => Answer::None(why),
         _ => Answer::None(NoAnswer::Timeout),
     })
 }

@@ -195,6 +195,19 @@ pub struct ListenArgs {
     pub backlog: u32,
 }
 
+impl ListenArgs {
+    /// Creates arguments for RC in the TCP port space.
+    pub const fn new(addr: Option<IpAddr>, port: u16, backlog: u32) -> Self {
+        Self {
+            addr,
+            space: PortSpace::Tcp,
+            port,
+            transport: Some(ConnTransport::Rc),
+            backlog,
+        }
+    }
+}
+
 /// Returns whether two addresses, in the form of [`ListenArgs::addr`], overlap.
 pub fn overlap(a: Option<IpAddr>, b: Option<IpAddr>) -> bool {
     match (a, b) {
@@ -341,10 +354,12 @@ pub struct RemoteQp {
     pub src_port: Option<u16>,
 }
 
-/// Event of a manager. None follows the destruction of a connection.
+/// Event of a connection, resolution or listener. None follows its destruction.
 ///
 /// Order on the active side: `Reply`, `Rejected` or `Unreachable`. On the passive side: `Request`, then after accept
 /// `Established`, `Rejected` or `Unreachable`. Of an established connection: `Disconnected`, then `TimewaitExit`.
+///
+/// A layer that moves queue pairs to RTS for others turns `Reply` into `Established` or `Failed`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Event {
     /// Passive: a peer requests a connection. Answer with accept or reject.
@@ -403,10 +418,19 @@ pub enum Event {
         /// The consumer's private data: 196 bytes, zero-padded.
         private_data: Vec<u8>,
     },
-    /// Passive: the RTU arrived, or `communication_established` was called.
+    /// Passive: the RTU arrived, or `communication_established` was called. Active: instead of `Reply`, the queue pair is in RTS.
     Established {
         /// The connection.
         conn: ConnId,
+        /// Active: the peer's private data from the accept, 196 bytes, zero-padded.
+        private_data: Vec<u8>,
+    },
+    /// Active: instead of `Reply`, the queue pair could not be moved to RTS. The connection has ended.
+    Failed {
+        /// The connection.
+        conn: ConnId,
+        /// Error text.
+        text: String,
     },
     /// The peer rejected or withdrew the connection, which has ended.
     ///
@@ -454,11 +478,20 @@ impl Event {
             | Self::SidrRequest { conn, .. }
             | Self::Resolved { conn, .. }
             | Self::Reply { conn, .. }
-            | Self::Established { conn }
+            | Self::Established { conn, .. }
+            | Self::Failed { conn, .. }
             | Self::Rejected { conn, .. }
             | Self::Unreachable { conn, .. }
             | Self::Disconnected { conn, .. }
             | Self::TimewaitExit { conn } => *conn,
+        }
+    }
+
+    /// Returns the listener and the new connection or resolution of a request.
+    pub const fn request(&self) -> Option<(ListenId, ConnId)> {
+        match self {
+            Self::Request { listener, conn, .. } | Self::SidrRequest { listener, conn, .. } => Some((*listener, *conn)),
+            _ => None,
         }
     }
 }

@@ -329,7 +329,13 @@ fn server_speaks_like_the_kernel() {
             CLIENT,
             &readdress(first(&all, Attribute::Rtu), rep.local_comm_id, QPN),
         );
-        assert_eq!(m.poll_event(), Some(Event::Established { conn }));
+        assert_eq!(
+            m.poll_event(),
+            Some(Event::Established {
+                conn,
+                private_data: vec![]
+            })
+        );
         if p.file == "ucmatose.pcap" {
             m.disconnect(NOW, conn);
             sends_like(&mut m, first(&all, Attribute::Dreq), true);

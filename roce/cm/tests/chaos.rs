@@ -187,7 +187,9 @@ impl Consumers {
         let mut answer = None;
         assert!(!seen.destroyed, "after destroy: {context}");
         match e {
-            Event::Request { .. } | Event::SidrRequest { .. } | Event::Resolved { .. } => unreachable!(),
+            Event::Request { .. } | Event::SidrRequest { .. } | Event::Resolved { .. } | Event::Failed { .. } => {
+                unreachable!()
+            }
             Event::Reply { .. } => {
                 assert!(!seen.passive && !seen.replied && seen.ends == 0, "{context}");
                 seen.replied = true;

@@ -129,7 +129,13 @@ fn a_client_that_lost_its_rtu_gets_on() {
     w.pump();
     w.faults.loss = 0;
     w.run_for(ms(400));
-    assert_eq!(w.m[S].poll_event(), Some(Event::Established { conn: s }));
+    assert_eq!(
+        w.m[S].poll_event(),
+        Some(Event::Established {
+            conn: s,
+            private_data: vec![]
+        })
+    );
 
     // By data, long after the last REP.
     let (mut w, _) = listening();
@@ -139,7 +145,13 @@ fn a_client_that_lost_its_rtu_gets_on() {
     w.run_for(ms(5000));
     w.faults.loss = 0;
     w.m[S].communication_established(w.now, s);
-    assert_eq!(w.m[S].poll_event(), Some(Event::Established { conn: s }));
+    assert_eq!(
+        w.m[S].poll_event(),
+        Some(Event::Established {
+            conn: s,
+            private_data: vec![]
+        })
+    );
     // The address is proven: a DREQ has all its retries.
     w.faults.loss = 100;
     w.m[S].disconnect(w.now, s);
@@ -478,7 +490,13 @@ fn connections_in_all_are_bounded() {
         give(&mut w, &forged(stranger(n), n));
         let s = accept(&mut w);
         w.m[S].communication_established(w.now, s);
-        assert_eq!(w.m[S].poll_event(), Some(Event::Established { conn: s }));
+        assert_eq!(
+            w.m[S].poll_event(),
+            Some(Event::Established {
+                conn: s,
+                private_data: vec![]
+            })
+        );
     }
     give(&mut w, &forged(stranger(50), 50));
     assert_eq!(w.m[S].counters().dropped(DropReason::Connections), 1);

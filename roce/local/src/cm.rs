@@ -2,7 +2,7 @@
 
 use core::net::{IpAddr, SocketAddr};
 
-use roce_port::{ConnId, ListenId, PortCmEvent};
+use roce_port::{CmEventKind, ConnId, ListenArgs, ListenId};
 use roce_verbs::provider::{CmKind, CmRef, ConnParams, DeviceCaps, DeviceIx, Event, QpId, RejectReason, VerbsError};
 
 use crate::{
@@ -12,10 +12,6 @@ use crate::{
 
 /// How many ports are tried when the user does not care: an address that is not ours fails like a port that is taken.
 const PORTS_TRIED: u32 = 256;
-
-fn event(id: CmRef, kind: CmKind) -> Option<Event> {
-    Some(Event::Cm { id, kind })
-}
 
 /// An address unless it stands for all.
 fn specific(addr: SocketAddr) -> Option<IpAddr> {
@@ -42,7 +38,7 @@ impl<P: Ports> Fabric<P> {
     fn listen_on(&mut self, device: usize, addr: SocketAddr, backlog: u32) -> Result<ListenId, VerbsError> {
         let (one, port) = (specific(addr), addr.port());
         self.ports.claim(device, one, port)?;
-        let made = self.ports.port(device).cm_listen(one, port, backlog);
+        let made = self.ports.port(device).cm_listen(&ListenArgs::new(one, port, backlog));
         made.inspect_err(|_| self.ports.release(device, one, port))
     }
 
@@ -122,7 +118,7 @@ impl<P: Ports> Fabric<P> {
         let (device, local, remote) = (*device, *local, *remote);
         let qpn = self.qp_of(qp, device)?;
         let port = self.ports.port(device);
-        let conn = port.cm_connect(self.now, local, remote, qpn, params.clone())?;
+        let conn = port.connect_qp(self.now, local, remote, qpn, params.clone())?;
         if let Some(cm) = self.cms.get_mut(id) {
             *cm = Cm::Conn {
                 device,
@@ -156,7 +152,7 @@ impl<P: Ports> Fabric<P> {
         let (device, conn) = self.conn(id)?;
         let qpn = self.qp_of(qp, device)?;
         let now = self.now;
-        self.ports.port(device).cm_accept(now, conn, qpn, params.clone())
+        self.ports.port(device).accept_qp(now, conn, qpn, params.clone())
     }
 
     pub(crate) fn reject(&mut self, id: CmRef, reason: RejectReason, data: &[u8]) -> Result<(), VerbsError> {
@@ -198,52 +194,85 @@ impl<P: Ports> Fabric<P> {
         }
     }
 
-    /// Translates a port's event for the user; a request for a listener that is gone is refused.
-    pub(crate) fn cm_event(&mut self, device: usize, told: PortCmEvent) -> Option<Event> {
-        let conn = told.conn();
-        let known = self.conns(device).get(&conn).copied();
-        match told {
-            PortCmEvent::ConnectRequest {
-                listener,
-                local,
-                remote,
-                private_data,
-                initiator_depth,
-                responder_resources,
-                ..
-            } => {
-                let listener = self.listeners(device).get(&listener).copied();
-                let made = Cm::Conn {
-                    device,
-                    conn,
-                    local,
-                    remote,
-                };
-                let made = listener.and_then(|listener| Some((listener, self.cms.insert(made)?)));
-                let Some((listener, id)) = made else {
-                    self.ports.port(device).cm_destroy(self.now, conn);
-                    return None;
-                };
-                self.conns(device).insert(conn, id);
-                let kind = CmKind::ConnectRequest {
-                    listener,
-                    device: DeviceIx(device as u16),
-                    private_data,
-                    initiator_depth,
-                    responder_resources,
-                };
-                event(id, kind)
+    /// Moves queue pairs as the ports' connection events demand. Polling for completions begins with it, so that work requests
+    /// flushed by an event complete before the user gets the event.
+    pub fn take_cm_events(&mut self) {
+        for device in 0..self.caps.len() {
+            while let Some(change) = self.ports.port(device).poll_change() {
+                self.ports.port_change(device, change);
             }
-            PortCmEvent::Established { private_data, .. } => event(known?, CmKind::Established { private_data }),
-            PortCmEvent::Rejected {
-                reason, private_data, ..
-            } => event(known?, CmKind::Rejected { reason, private_data }),
-            PortCmEvent::Unreachable { why, .. } => event(known?, CmKind::Unreachable(why)),
-            PortCmEvent::ConnectError { text, .. } => event(known?, CmKind::ConnectError(text)),
-            PortCmEvent::Disconnected { .. } => event(known?, CmKind::Disconnected),
-            PortCmEvent::TimewaitExit { .. } => event(known?, CmKind::TimewaitExit),
-            // Only for listeners and connections that are made as such.
-            PortCmEvent::Raw(_) => None,
+            let port = self.ports.port(device);
+            while let Some(event) = port.poll_cm_event(self.now) {
+                self.cm_events.push_back((device, event));
+            }
         }
     }
+
+    /// Returns the next event of a connection for the user.
+    pub(crate) fn next_cm_event(&mut self) -> Option<Event> {
+        while let Some((device, event)) = self.cm_events.pop_front() {
+            let found = match self.conns(device).get(&event.conn()).copied() {
+                Some(id) => kind_of(event).map(|kind| (id, kind)),
+                None => self.request(device, event),
+            };
+            if let Some((id, kind)) = found {
+                return Some(Event::Cm { id, kind });
+            }
+        }
+        None
+    }
+
+    /// Gives the connection of a request a number. Refuses the request if its listener is gone. Ignores other events.
+    fn request(&mut self, device: usize, event: CmEventKind) -> Option<(CmRef, CmKind)> {
+        let CmEventKind::Request {
+            listener,
+            conn,
+            local,
+            remote,
+            private_data,
+            path,
+        } = event
+        else {
+            return None;
+        };
+        let made = Cm::Conn {
+            device,
+            conn,
+            local,
+            remote,
+        };
+        let listener = self.listeners(device).get(&listener).copied();
+        let made = listener.and_then(|listener| Some((listener, self.cms.insert(made)?)));
+        let Some((listener, id)) = made else {
+            self.ports.port(device).cm_destroy(self.now, conn);
+            return None;
+        };
+        self.conns(device).insert(conn, id);
+        let kind = CmKind::ConnectRequest {
+            listener,
+            device: DeviceIx(device as u16),
+            private_data,
+            initiator_depth: path.initiator_depth,
+            responder_resources: path.responder_resources,
+        };
+        Some((id, kind))
+    }
+}
+
+fn kind_of(event: CmEventKind) -> Option<CmKind> {
+    Some(match event {
+        CmEventKind::Established { private_data, .. } => CmKind::Established { private_data },
+        CmEventKind::Rejected {
+            reason, private_data, ..
+        } => CmKind::Rejected { reason, private_data },
+        CmEventKind::Unreachable { why, .. } => CmKind::Unreachable(why),
+        CmEventKind::Failed { text, .. } => CmKind::ConnectError(text),
+        CmEventKind::Disconnected { .. } => CmKind::Disconnected,
+        CmEventKind::TimewaitExit { .. } => CmKind::TimewaitExit,
+        // Listeners take no datagram requests, and the port moves all queue pairs.
+        CmEventKind::Request { .. }
+        | CmEventKind::SidrRequest { .. }
+        | CmEventKind::Resolved { .. }
+        | CmEventKind::Reply { .. } => return None,
+    })
 }

@@ -9,7 +9,7 @@ use std::{
 
 use roce_fault::{Faults, PostStep, Posted, Posting, QpRef};
 use roce_mem::{MemError, MemoryTable, PdHandle, Region};
-use roce_port::{ConnId, ListenId, Port, PortChange, QpInit};
+use roce_port::{CmEventKind, ConnId, ListenId, Port, PortChange, QpInit};
 use roce_qp::CompletionQueue;
 use roce_verbs::{
     AccessFlags, AsyncEvent, Completion, DeviceLimits, Instant, NumberHasher, QpAttr, QpState, QpType, Qpn, RecvWr,
@@ -150,6 +150,8 @@ pub struct Fabric<P> {
     qps: Slots<Qp>,
     pub(crate) cms: Slots<Cm>,
     pub(crate) events: VecDeque<Event>,
+    /// Connection events that the user has not taken, with their devices.
+    pub(crate) cm_events: VecDeque<(usize, CmEventKind)>,
     /// Completions on their way out.
     taken: Vec<Completion>,
     /// The last port that was given to a listener which did not name one.
@@ -197,6 +199,7 @@ impl<P: Ports> Fabric<P> {
             qps: Slots::default(),
             cms: Slots::default(),
             events: VecDeque::new(),
+            cm_events: VecDeque::new(),
             taken: Vec::new(),
             next_port: FIRST_PORT,
         };
@@ -590,6 +593,7 @@ impl<P: Ports> Provider for Fabric<P> {
     }
 
     fn poll_completions(&mut self, out: &mut Vec<(QpId, Completion)>, max: usize) -> Result<usize, VerbsError> {
+        self.take_cm_events();
         let before = out.len();
         for device in &self.devices {
             let room = max - (out.len() - before);
@@ -629,15 +633,11 @@ impl<P: Ports> Provider for Fabric<P> {
                 return Some(event);
             }
         }
+        self.take_cm_events();
+        if let Some(event) = self.next_cm_event() {
+            return Some(event);
+        }
         for device in 0..self.devices.len() {
-            while let Some(change) = self.ports.port(device).poll_change() {
-                self.ports.port_change(device, change);
-            }
-            while let Some(event) = self.ports.port(device).poll_cm_event() {
-                if let Some(event) = self.cm_event(device, event) {
-                    return Some(event);
-                }
-            }
             if let Some(event) = self.ports.port(device).poll_async_event() {
                 return self.async_event(device, event);
             }

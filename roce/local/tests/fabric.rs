@@ -8,7 +8,7 @@ use std::{
 use roce_bth::{Packet, Syndrome};
 use roce_local::{Fabric, FabricConfig, Ports, Several, Usage};
 use roce_mem::{MemoryTable, Pages};
-use roce_port::{Port, PortConfig, RxMeta, TxBatch, TxConfig};
+use roce_port::{ListenArgs, Port, PortConfig, RxMeta, TxBatch, TxConfig};
 use roce_verbs::{
     AccessFlags, Completion, DeviceLimits, Instant, Mtu, Payload, QpCaps, RKey, RecvWr, RemoteAddr, RnrTimer,
     SendFlags, SendOp, SendWr, Sge, WcStatus,
@@ -131,6 +131,8 @@ fn whole(pages: &Arc<Pages>) -> Registration {
 fn settle(a: &mut Host, b: &mut Host) {
     loop {
         let moved = carry(a, b) | carry(b, a);
+        a.fabric.take_cm_events();
+        b.fabric.take_cm_events();
         if !moved {
             return;
         }
@@ -555,7 +557,8 @@ fn listening(devices: &[&[&str]], at: &str) -> Result<Vec<usize>, VerbsError> {
     }
     let mut fabric = Fabric::new(Several::new(ports), FabricConfig::default(), said);
     fabric.cm_listen(SocketAddr::new(at.parse().unwrap(), SERVICE), 1)?;
-    let busy = |device: &usize| fabric.ports().port(*device).cm_listen(None, SERVICE, 1).is_err();
+    let args = ListenArgs::new(None, SERVICE, 1);
+    let busy = |device: &usize| fabric.ports().port(*device).cm_listen(&args).is_err();
     Ok((0..devices.len()).filter(busy).collect())
 }
 

@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use roce_port::{ConnId, Port, PortChange, PortCmEvent, RxMeta};
+use roce_port::{CmEventKind, ConnId, Port, PortChange, RxMeta};
 use roce_verbs::{AsyncEvent, Instant, PathMtus};
 
 use crate::{
@@ -43,7 +43,7 @@ pub enum Message {
 /// [`Driver::stop`]: crate::Driver::stop
 pub trait EventSink: Send + Sync {
     /// Takes a connection event. False: it has no receiver; a connect request is then rejected.
-    fn cm_event(&self, event: PortCmEvent) -> bool;
+    fn cm_event(&self, event: CmEventKind) -> bool;
     /// Takes an asynchronous event.
     fn async_event(&self, event: AsyncEvent);
     /// Wakes all waiting threads: the device has stopped.
@@ -272,7 +272,7 @@ impl Engine {
         while let Some(change) = self.port.poll_change() {
             self.sink.port_change(change);
         }
-        while let Some(event) = self.port.poll_cm_event() {
+        while let Some(event) = self.port.poll_cm_event(now) {
             let request = event.request();
             let taken = self.sink.cm_event(event);
             if let (Some((_, conn)), false) = (request, taken) {

@@ -18,7 +18,7 @@ use roce_net::{
     Burst, Capabilities, Closed, Datagram, Datapath, DatapathCounters, Driver, DriverConfig, EventSink, Received, Sent,
     Tap, UdpConfig, UdpDatapath,
 };
-use roce_port::{Port, PortCmEvent, PortConfig, QpInit, RxMeta};
+use roce_port::{CmEventKind, ListenArgs, Port, PortConfig, QpInit, RxMeta};
 use roce_qp::CompletionQueue;
 use roce_verbs::{
     AccessFlags, AddressVector, AsyncEvent, Completion, Mtu, Payload, Psn, QpAttr, QpCaps, QpState, QpType, Qpn,
@@ -37,7 +37,7 @@ struct Sink {
 }
 
 impl EventSink for Sink {
-    fn cm_event(&self, _event: PortCmEvent) -> bool {
+    fn cm_event(&self, _event: CmEventKind) -> bool {
         false
     }
 
@@ -251,12 +251,14 @@ fn a_full_send_buffer_delays_and_loses_nothing() {
 fn a_refusal_leaves_in_the_pass_that_brought_the_request() {
     const SERVICE: u16 = 7471;
     let (a, b) = (host(Oddity::None, still()), host(Oddity::None, still()));
-    let listening = b.driver.with(|port, _| port.cm_listen(None, SERVICE, 1));
+    let listening = b
+        .driver
+        .with(|port, _| port.cm_listen(&ListenArgs::new(None, SERVICE, 1)));
     listening.unwrap().unwrap();
     let (local, remote) = (SocketAddr::new(a.addr, 0), SocketAddr::new(b.addr, SERVICE));
     let asked = a
         .driver
-        .with(|port, now| port.cm_connect(now, local, remote, a.qpn, ConnParams::default()));
+        .with(|port, now| port.connect_qp(now, local, remote, a.qpn, ConnParams::default()));
     asked.unwrap().unwrap();
     let counters = || b.driver.counters().1;
     wait_until(|| {
@@ -425,7 +427,7 @@ fn it_takes_over_as_soon_while_a_timer_is_pending() {
     let local = SocketAddr::new(b.addr, 0);
     let asked = b
         .driver
-        .with(|port, now| port.cm_connect(now, local, nobody, b.spare, ConnParams::default()));
+        .with(|port, now| port.connect_qp(now, local, nobody, b.spare, ConnParams::default()));
     asked.unwrap().unwrap();
     thread::sleep(Duration::from_millis(50));
     let time = write_after_polls(&a, &b, 20);

@@ -11,7 +11,7 @@ use std::{
 };
 
 use roce_mem::MemoryTable;
-use roce_port::{Port, PortCmEvent, PortConfig, QpInit, RxMeta, TxBatch, TxConfig};
+use roce_port::{CmEventKind, ListenArgs, Port, PortConfig, QpInit, RxMeta, TxBatch, TxConfig};
 use roce_qp::CompletionQueue;
 use roce_verbs::{Instant, Mtu, QpCaps, QpState, QpType, Qpn, provider::ConnParams};
 
@@ -87,24 +87,25 @@ fn connect(a: &mut Host, b: &mut Host) -> [Qpn; 2] {
     let [qa, qb] = [&mut *a, &mut *b].map(|h| h.port.create_qp(h.init.clone()).unwrap());
     let (local, remote) = ((a.addr, 0).into(), (b.addr, 7000).into());
     a.port
-        .cm_connect(NOW, local, remote, qa, ConnParams::default())
+        .connect_qp(NOW, local, remote, qa, ConnParams::default())
         .unwrap();
     carry(a, b);
-    while let Some(event) = b.port.poll_cm_event() {
-        if let PortCmEvent::ConnectRequest { conn, .. } = event {
-            b.port.cm_accept(NOW, conn, qb, ConnParams::default()).unwrap();
+    while let Some(event) = b.port.poll_cm_event(NOW) {
+        if let CmEventKind::Request { conn, .. } = event {
+            b.port.accept_qp(NOW, conn, qb, ConnParams::default()).unwrap();
         }
     }
     carry(b, a);
+    while a.port.poll_cm_event(NOW).is_some() {}
     carry(a, b);
-    while a.port.poll_cm_event().or_else(|| b.port.poll_cm_event()).is_some() {}
+    while b.port.poll_cm_event(NOW).is_some() {}
     [qa, qb]
 }
 
 /// Bytes of each queue pair with its connection, of so many connections.
 pub(crate) fn bytes_each(connections: u32) -> usize {
     let (mut a, mut b) = (host(1), host(2));
-    b.port.cm_listen(None, 7000, 4096).unwrap();
+    b.port.cm_listen(&ListenArgs::new(None, 7000, 4096)).unwrap();
     connect(&mut a, &mut b);
     let before = LIVE.load(Ordering::Relaxed);
     let last = (0..connections).map(|_| connect(&mut a, &mut b)).last();

@@ -3,7 +3,7 @@
 //!
 //! [`Port`] is sans-IO. A driver feeds it datagrams ([`Port::handle_datagram`]) and the time
 //! ([`Port::handle_timeout`] when [`Port::poll_timeout`] says so), and takes what it has to send
-//! ([`Port::poll_transmit`]) and to tell ([`Port::poll_cm_event`], [`Port::poll_async_event`]; completions go into the
+//! ([`Port::poll_transmit`]) and its events ([`Port::poll_cm_event`], [`Port::poll_async_event`]; completions go into the
 //! completion queues). After any call there may be something to send and another timeout.
 //!
 //! Everything in a datagram is the peer's word and checked: addresses against the queue pair's path, the ICRC, every
@@ -11,9 +11,10 @@
 #![forbid(unsafe_code)]
 
 mod batch;
+mod bring_up;
+mod cm;
 mod cnp;
 mod config;
-mod connect;
 mod counters;
 mod gso;
 mod handshake;
@@ -24,7 +25,6 @@ mod peer;
 mod persist;
 mod port;
 mod qpn;
-mod raw;
 mod rx;
 mod siblings;
 mod steering;
@@ -32,14 +32,14 @@ mod timers;
 mod tx;
 
 pub use batch::{MAX_SEGMENTS, MAX_TRAIN_BYTES, Train, TxBatch, TxConfig};
+pub use cm::PortChange;
 pub use config::{PortConfig, QpInit};
-pub use connect::{PortChange, PortCmEvent};
 pub use counters::PortCounters;
 pub use persist::{Persisted, Persisting};
 pub use port::Port;
 pub use qpn::{QpnParts, QpnRange, QpnSlot};
 pub use roce_cm::{
-    AcceptArgs, CmConfig, ConnChange, ConnId, ConnTransport, ConnectArgs, Event as RawCmEvent, ListenArgs, ListenId,
+    AcceptArgs, CmConfig, ConnChange, ConnId, ConnTransport, ConnectArgs, Event as CmEventKind, ListenArgs, ListenId,
     RemoteQp, ResolveArgs, SidrAnswer,
     cma::{PortSpace, ServiceId},
 };

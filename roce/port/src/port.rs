@@ -2,14 +2,14 @@
 
 use core::{net::IpAddr, ops::RangeInclusive};
 use std::{
-    collections::{HashMap, HashSet, VecDeque},
+    collections::{HashMap, VecDeque},
     sync::Arc,
 };
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha12Rng;
 use roce_bth::{Psn, Qpn};
-use roce_cm::{ConnId, ListenId, Manager, TranslationWatch, guid};
+use roce_cm::{ConnId, Manager, TranslationWatch, guid};
 use roce_icrc::IdSolver;
 use roce_mem::MemoryTable;
 use roce_qp::{Ctx, Failure, FreePaces, QpConfig, QueuePair, ReceiveQueue, WaitReason, Window};
@@ -21,9 +21,9 @@ use slab::Slab;
 
 use crate::{
     batch::Receiver,
+    bring_up::Bound,
     cnp::Notified,
     config::{PortConfig, QpInit},
-    connect::{Conn, PortCmEvent},
     counters::PortCounters,
     handshake::{Handshakes, Terms},
     mcast::Groups,
@@ -85,18 +85,15 @@ pub struct Port {
     pub(crate) ready: VecDeque<Qpn>,
     pub(crate) timers: TimerHeap,
     pub(crate) cm: Manager,
-    pub(crate) conns: HashMap<ConnId, Conn>,
+    /// Connections whose queue pairs the port moves.
+    pub(crate) conns: HashMap<ConnId, Bound>,
     /// UDP source ports of local queue pairs, and the terms that peers announced in REQ and REP.
     pub(crate) handshakes: Handshakes,
     /// Other ports at this address, if this port owns their connections.
     pub(crate) siblings: Option<Arc<dyn Siblings>>,
     /// Connections owned by another port whose first packet arrived at a queue pair here. That port is notified.
     pub(crate) first_packets: VecDeque<ConnId>,
-    /// Listeners and connections whose queue pairs the program modifies itself.
-    pub(crate) raw_listeners: HashSet<ListenId>,
-    pub(crate) raw_conns: HashSet<ConnId>,
     pub(crate) groups: Groups,
-    pub(crate) cm_events: VecDeque<PortCmEvent>,
     pub(crate) gsi_psn: Psn,
     pub(crate) events: VecDeque<AsyncEvent>,
     pub(crate) counters: PortCounters,
@@ -171,10 +168,7 @@ impl Port {
             handshakes: Handshakes::default(),
             siblings: None,
             first_packets: VecDeque::new(),
-            raw_listeners: HashSet::new(),
-            raw_conns: HashSet::new(),
             groups: Groups::default(),
-            cm_events: VecDeque::new(),
             gsi_psn: Psn::new(rng.random()),
             events: VecDeque::new(),
             counters: PortCounters::default(),
@@ -278,9 +272,6 @@ impl Port {
         let entry = self.qps.remove(slot);
         if let Some(path) = &entry.path {
             self.peers.leave(path.peer);
-        }
-        if let Some(conn) = entry.conn.and_then(|id| self.conns.get_mut(&id)) {
-            conn.qpn = None;
         }
         self.mem.release_pd(entry.pd);
         Ok(())
@@ -541,7 +532,6 @@ impl Port {
         }
         if self.cm.next_timeout().is_some_and(|at| at <= now) {
             self.cm.handle_timeout(now);
-            self.pump_cm(now);
             any = true;
         }
         any

@@ -407,7 +407,6 @@ impl Port {
         }
         let (remote, local) = (source.flow.ip.src(), source.flow.ip.dst());
         self.cm.handle_mad(now, local, remote, packet.payload);
-        self.pump_cm(now);
     }
 
     /// Reports a request that was dropped because of its ICRC if that proves address translation.

@@ -52,7 +52,7 @@ impl Port {
 
     /// Runs `call` on the port of a connection's queue pair; `None` without queue pair.
     pub(crate) fn at_qp_of<R>(&mut self, conn: ConnId, call: impl FnOnce(&mut Self, Qpn, usize) -> R) -> Option<R> {
-        let qpn = self.conns.get(&conn)?.qpn?;
+        let qpn = self.conns.get(&conn)?.qpn;
         let done = self.at(qpn, |port| {
             // Another queue pair may have the number by now.
             let slot = port.qpns.get(qpn).filter(|slot| port.qps[*slot].conn == Some(conn))?;
@@ -66,7 +66,7 @@ impl Port {
         let entry = &mut *self.qps[slot];
         entry.half_open = false;
         let Some(conn) = entry.conn else { return };
-        if self.conns.contains_key(&conn) {
+        if self.is_bound(conn) {
             self.cm_notify(now, conn);
         } else {
             self.first_packets.push_back(conn);

@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use roce_port::{ConnId, PortCmEvent};
+use roce_port::{CmEventKind, ConnId};
 use roce_verbs::{
     Qpn,
     provider::{ConnParams, RejectReason},
@@ -153,14 +153,14 @@ impl World {
             ..ConnParams::default()
         };
         let port = &mut self.hosts[h].port;
-        let id = port.cm_connect(now, (local, 0).into(), (remote, LISTEN_PORT).into(), qpn, params);
+        let id = port.connect_qp(now, (local, 0).into(), (remote, LISTEN_PORT).into(), qpn, params);
         let id = id.map_err(|e| format!("client {n}: {e}"))?;
         self.gate().clients[n].conns.push((id, qpn));
         self.service(h)
     }
 
     /// What the connection manager tells the server or a client.
-    pub(crate) fn on_gate_event(&mut self, h: usize, event: &PortCmEvent) -> Check {
+    pub(crate) fn on_gate_event(&mut self, h: usize, event: &CmEventKind) -> Check {
         match h {
             SERVER => self.on_server_event(event)?,
             _ => self.on_client_event(h, event)?,
@@ -168,19 +168,19 @@ impl World {
         self.check_gate()
     }
 
-    fn on_client_event(&mut self, h: usize, event: &PortCmEvent) -> Check {
+    fn on_client_event(&mut self, h: usize, event: &CmEventKind) -> Check {
         let id = event.conn();
         let gate = self.gate();
         let mine = |c: &Client| c.host == h && c.conns.iter().any(|(conn, _)| *conn == id);
         let Some(n) = gate.clients.iter().position(mine) else {
             // Requests to connect to a client are refused.
             return match event {
-                PortCmEvent::ConnectRequest { .. } => self.refuse(h, id, RejectReason::CONSUMER),
+                CmEventKind::Request { .. } => self.refuse(h, id, RejectReason::CONSUMER),
                 _ => Ok(()),
             };
         };
         match event {
-            PortCmEvent::Established { .. } => {
+            CmEventKind::Established { .. } => {
                 let c = &mut gate.clients[n];
                 c.established += 1;
                 c.is_real = true;
@@ -197,7 +197,7 @@ impl World {
                     false => Ok(()),
                 }
             }
-            PortCmEvent::TimewaitExit { .. } => Ok(()),
+            CmEventKind::TimewaitExit { .. } => Ok(()),
             other => self.client_gives_up(n, &format!("{other:?}")),
         }
     }
@@ -227,9 +227,9 @@ impl World {
         }
     }
 
-    fn on_server_event(&mut self, event: &PortCmEvent) -> Check {
+    fn on_server_event(&mut self, event: &CmEventKind) -> Check {
         let id = event.conn();
-        if let PortCmEvent::ConnectRequest {
+        if let CmEventKind::Request {
             remote,
             local,
             private_data,
@@ -255,8 +255,8 @@ impl World {
             return Ok(());
         };
         match event {
-            PortCmEvent::Established { .. } => self.on_path_established(path, id),
-            PortCmEvent::TimewaitExit { .. } => Ok(()),
+            CmEventKind::Established { .. } => self.on_path_established(path, id),
+            CmEventKind::TimewaitExit { .. } => Ok(()),
             _ => self.end_path(path),
         }
     }
@@ -299,7 +299,7 @@ impl World {
             private_data: answer.as_bytes().to_vec(),
             ..ConnParams::default()
         };
-        match self.hosts[SERVER].port.cm_accept(now, id, qpn, params) {
+        match self.hosts[SERVER].port.accept_qp(now, id, qpn, params) {
             Ok(()) => self.watch_deadline(),
             // It gave way in the connection manager meanwhile.
             Err(_) => self.end_path(path),

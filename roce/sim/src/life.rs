@@ -4,7 +4,7 @@ use std::{collections::VecDeque, sync::Arc};
 
 use ferroce_pages::{Loss, PAGE, Pages};
 use roce_mem::{MemoryTable, PdHandle, Region};
-use roce_port::{ConnId, PortCmEvent, QpInit};
+use roce_port::{CmEventKind, ConnId, QpInit};
 use roce_verbs::{
     AccessFlags, AddressVector, QpAttr, QpState, QpType, Qpn, ToRts,
     provider::{ConnParams, RejectReason},
@@ -295,7 +295,7 @@ impl World {
             ..ConnParams::default()
         };
         let port = &mut self.hosts[host].port;
-        let id = port.cm_connect(now, (local, 0).into(), (remote, LISTEN_PORT).into(), qpn, params);
+        let id = port.connect_qp(now, (local, 0).into(), (remote, LISTEN_PORT).into(), qpn, params);
         let id = id.map_err(|e| format!("conn {conn}: connect: {e}"))?;
         self.conns[conn].ends[0].cm = Some(id);
         self.service(host)
@@ -325,21 +325,21 @@ impl World {
     }
 
     /// An event that waits may explain completions that wait as well.
-    pub(crate) fn foresee(&mut self, h: usize, event: &PortCmEvent) {
+    pub(crate) fn foresee(&mut self, h: usize, event: &CmEventKind) {
         let goes_on = matches!(
             event,
-            PortCmEvent::ConnectRequest { .. } | PortCmEvent::Established { .. } | PortCmEvent::TimewaitExit { .. }
+            CmEventKind::Request { .. } | CmEventKind::Established { .. } | CmEventKind::TimewaitExit { .. }
         );
         if let Some((conn, end)) = self.owner(h, event.conn()).filter(|_| !goes_on) {
             self.conns[conn].ends[end].allow.flush = true;
         }
     }
 
-    pub(crate) fn handle_cm_event(&mut self, h: usize, event: PortCmEvent) -> Check {
+    pub(crate) fn handle_cm_event(&mut self, h: usize, event: CmEventKind) -> Check {
         if self.gate.is_some() {
             return self.on_gate_event(h, &event);
         }
-        if let PortCmEvent::ConnectRequest {
+        if let CmEventKind::Request {
             conn: id, private_data, ..
         } = &event
         {
@@ -358,7 +358,7 @@ impl World {
             ));
         };
         match event {
-            PortCmEvent::Established { private_data, .. } => {
+            CmEventKind::Established { private_data, .. } => {
                 if end == 0 && !self.is_victim(conn) && private_data.get(..4) != Some(&(conn as u32).to_be_bytes()[..])
                 {
                     return Err(format!("conn {conn}: the accept's private data is not what was given"));
@@ -368,11 +368,15 @@ impl World {
                 }
                 self.set_up(conn, end);
             }
-            PortCmEvent::TimewaitExit { .. } | PortCmEvent::ConnectRequest { .. } | PortCmEvent::Raw(_) => {}
-            PortCmEvent::Rejected { .. }
-            | PortCmEvent::Unreachable { .. }
-            | PortCmEvent::ConnectError { .. }
-            | PortCmEvent::Disconnected { .. } => {
+            CmEventKind::TimewaitExit { .. }
+            | CmEventKind::Request { .. }
+            | CmEventKind::SidrRequest { .. }
+            | CmEventKind::Resolved { .. }
+            | CmEventKind::Reply { .. } => {}
+            CmEventKind::Rejected { .. }
+            | CmEventKind::Unreachable { .. }
+            | CmEventKind::Failed { .. }
+            | CmEventKind::Disconnected { .. } => {
                 let ends = &mut self.conns[conn].ends;
                 ends[end].allow.flush = true;
                 ends[end].failed = true;
@@ -420,7 +424,7 @@ impl World {
             ..ConnParams::default()
         };
         let qpn = self.ready_qp(conn, 1)?;
-        let accepted = self.hosts[h].port.cm_accept(now, id, qpn, params);
+        let accepted = self.hosts[h].port.accept_qp(now, id, qpn, params);
         self.conns[conn].ends[1].cm = Some(id);
         if let Err(e) = accepted {
             // The peer has taken it back meanwhile, and its event waits behind this one.

@@ -4,7 +4,7 @@ use std::{fs::File, io::BufWriter, net::SocketAddr, path::Path};
 
 use roce_bth::{BTH_LEN, ROCE_UDP_PORT};
 use roce_pcap::Writer;
-use roce_port::PortCmEvent;
+use roce_port::CmEventKind;
 use roce_verbs::Completion;
 
 use crate::net::Frame;
@@ -128,7 +128,7 @@ impl Trace {
         self.mix(u64::from(c.status as u32) << 32 | u64::from(c.byte_len));
     }
 
-    pub(crate) fn cm(&mut self, now: u64, host: usize, event: &PortCmEvent) {
+    pub(crate) fn cm(&mut self, now: u64, host: usize, event: &CmEventKind) {
         if self.log {
             eprintln!("{now:>12} host {host}: {event:?}");
         }

@@ -11,7 +11,7 @@ use roce_bth::ROCE_UDP_PORT;
 use roce_cm::{CmConfig, RateLimit};
 use roce_icrc::Flow;
 use roce_mem::{MemoryTable, PdHandle};
-use roce_port::{ConnId, Port, PortCmEvent, PortConfig, RxMeta, TxBatch};
+use roce_port::{CmEventKind, ConnId, ListenArgs, Port, PortConfig, RxMeta, TxBatch};
 use roce_qp::CompletionQueue;
 use roce_verbs::{AsyncEvent, Completion, Instant};
 
@@ -279,7 +279,8 @@ impl Host {
     fn listen(&mut self) {
         // Of a tight host, less than a peer's half-open connections.
         let backlog = if self.plan.tight { 6 } else { 64 };
-        self.port.cm_listen(None, LISTEN_PORT, backlog).expect("a listener");
+        let args = ListenArgs::new(None, LISTEN_PORT, backlog);
+        self.port.cm_listen(&args).expect("a listener");
     }
 
     /// Starts anew without any memory of the past.
@@ -619,8 +620,9 @@ impl World {
         for _ in 0..10_000 {
             self.transmit(h)?;
             // Completions come before the events that tell why the last of them were flushed.
+            let now = self.instant();
             let port = &mut self.hosts[h].port;
-            let events: Vec<PortCmEvent> = std::iter::from_fn(|| port.poll_cm_event()).collect();
+            let events: Vec<CmEventKind> = std::iter::from_fn(|| port.poll_cm_event(now)).collect();
             for event in &events {
                 self.foresee(h, event);
             }
@@ -797,7 +799,7 @@ impl World {
         }
     }
 
-    fn on_cm_event(&mut self, h: usize, event: PortCmEvent) -> Check {
+    fn on_cm_event(&mut self, h: usize, event: CmEventKind) -> Check {
         self.stats.cm_events += 1;
         self.handle_cm_event(h, event)
     }

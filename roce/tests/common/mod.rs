@@ -10,9 +10,9 @@ use std::{
 };
 
 use roce::{
-    AccessFlags, AddressVector, CmChannel, CmEvent, CmEventKind, CmId, Completion, CompletionQueue, ConnParams, Cq,
-    Device, DeviceConfig, EventChannel, Id, MemoryRegion, Mr, Payload, Pd, Psn, Qp, QpCaps, QpInit, QpState, QpType,
-    QueuePair, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, ToRts, VerbsDevice, WcFlags, WcOpcode, WcStatus,
+    AccessFlags, AddressVector, CmEvent, CmEventKind, Completion, ConnParams, Cq, Device, DeviceConfig, EventChannel,
+    Id, Mr, Payload, Pd, Psn, Qp, QpCaps, QpInit, QpState, QpType, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr,
+    ToRts, WcFlags, WcOpcode, WcStatus,
 };
 
 pub const ALL: AccessFlags = AccessFlags::LOCAL_WRITE
@@ -93,8 +93,17 @@ impl Side {
         out
     }
 
-    pub fn event(&self) -> CmEvent<Id> {
+    pub fn event(&self) -> CmEvent {
         self.channel.wait(Some(PATIENCE)).unwrap().expect("an event")
+    }
+
+    /// Takes a connect request: the new connection, and the peer's private data.
+    pub fn request(&self) -> (Id, Vec<u8>) {
+        let CmEvent { id, kind, .. } = self.event();
+        let CmEventKind::Request { private_data, .. } = kind else {
+            panic!("not a request: {kind:?}");
+        };
+        (id, private_data)
     }
 }
 
@@ -135,12 +144,7 @@ pub fn connect(a: &Side, b: &Side, qa: &Qp, qb: &Qp, addr: SocketAddr) -> (Id, I
         ..ConnParams::default()
     };
     let ia = a.device.connect(&a.channel, None, addr, qa, params).unwrap();
-    let CmEventKind::ConnectRequest {
-        id: ib, private_data, ..
-    } = b.event().kind
-    else {
-        panic!("not a request");
-    };
+    let (ib, private_data) = b.request();
     assert_eq!(&private_data[..5], b"hello");
     let params = ConnParams {
         private_data: b"welcome".to_vec(),
@@ -148,7 +152,7 @@ pub fn connect(a: &Side, b: &Side, qa: &Qp, qb: &Qp, addr: SocketAddr) -> (Id, I
     };
     ib.accept(qb, params).unwrap();
     let event = a.event();
-    let CmEventKind::Established { private_data } = event.kind else {
+    let CmEventKind::Established { private_data, .. } = event.kind else {
         panic!("not established: {event:?}");
     };
     assert_eq!(&private_data[..7], b"welcome");

@@ -7,9 +7,8 @@ use std::{
 };
 
 use roce::{
-    AccessFlags, CmChannel, CmEventKind, CmId, Completion, CompletionQueue, ConnParams, Cq, Device, EventChannel, Id,
-    MemoryRegion, Mr, Payload, Pd, Qp, QpCaps, QpInit, QueuePair, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr,
-    VerbsDevice,
+    AccessFlags, CmEvent, CmEventKind, Completion, ConnParams, Cq, Device, EventChannel, Id, Mr, Payload, Pd, Qp,
+    QpCaps, QpInit, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr,
 };
 use rtrs::proto::{ChunkLayout, ConnReq, ConnRsp, Imm, InfoReq, InfoRsp, MsgFlags, Uuid, info::ChunkAddr};
 use zerocopy::IntoBytes;
@@ -142,12 +141,11 @@ impl End {
         self.send(qp, SendOp::WriteWithImm(RemoteAddr::default(), imm), &[]);
     }
 
-    fn event(&self) -> CmEventKind<Id> {
+    fn event(&self) -> CmEvent {
         self.channel
             .wait(Some(PATIENCE))
             .unwrap()
             .expect("an event of the connection manager")
-            .kind
     }
 }
 
@@ -196,8 +194,8 @@ impl Client {
             .connect(&self.end.channel, Some(self.src), self.dst, &qp, params)
             .unwrap();
         loop {
-            match self.end.event() {
-                CmEventKind::Established { private_data } => {
+            match self.end.event().kind {
+                CmEventKind::Established { private_data, .. } => {
                     self.layout = Some(ConnRsp::parse(&private_data).unwrap().layout().unwrap());
                     self.cons.push(Con { qp, id });
                     return Ok(());
@@ -205,7 +203,7 @@ impl Client {
                 CmEventKind::Rejected { private_data, .. } => {
                     return Err(ConnRsp::parse(&private_data).unwrap().errno());
                 }
-                CmEventKind::Disconnected | CmEventKind::TimewaitExit => {}
+                CmEventKind::Disconnected { .. } | CmEventKind::TimewaitExit { .. } => {}
                 other => panic!("{other:?}"),
             }
         }
@@ -288,8 +286,9 @@ impl Server {
     pub(crate) fn serve(&mut self, script: &Script) {
         let handle = self.listener.handle();
         while self.cons.len() < 2 {
-            match self.end.event() {
-                CmEventKind::ConnectRequest { id, .. } => {
+            let CmEvent { id, kind, .. } = self.end.event();
+            match kind {
+                CmEventKind::Request { .. } => {
                     let qp = self.end.qp();
                     let params = ConnParams {
                         private_data: script.conn_rsp.clone(),

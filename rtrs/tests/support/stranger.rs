@@ -9,7 +9,7 @@ use std::{
 
 use roce::{AccessFlags, ConnParams, Payload, QpCaps, Qpn, RecvWr, SendFlags, SendOp, SendWr, Sge};
 use roce_mem::{MemoryTable, PdHandle, Region};
-use roce_port::{ConnId, Port, PortCmEvent, PortConfig, QpInit, RxMeta, TxBatch, TxConfig};
+use roce_port::{CmEventKind, ConnId, Port, PortConfig, QpInit, RxMeta, TxBatch, TxConfig};
 use roce_qp::CompletionQueue;
 use roce_verbs::{Mtu, QpType};
 
@@ -97,7 +97,7 @@ impl Stranger {
             ..ConnParams::default()
         };
         let local = SocketAddr::new(self.local.ip(), 0);
-        let conn = self.port.cm_connect(self.now(), local, dst, qpn, params).unwrap();
+        let conn = self.port.connect_qp(self.now(), local, dst, qpn, params).unwrap();
         (conn, qpn)
     }
 
@@ -158,8 +158,9 @@ impl Stranger {
         }
     }
 
-    pub(crate) fn event(&mut self) -> Option<PortCmEvent> {
-        self.port.poll_cm_event()
+    pub(crate) fn event(&mut self) -> Option<CmEventKind> {
+        let now = self.now();
+        self.port.poll_cm_event(now)
     }
 
     pub(crate) fn region(&self, len: usize) -> Arc<Region> {

@@ -13,7 +13,7 @@ use ferroce_hostile::{
     origin::Origin,
 };
 use ferroce_tests::{ferroce, fresh_address, process::PATIENCE};
-use roce::{Device, DeviceConfig, JoinConfig, QpCaps, QpInit, QueuePair, VerbsDevice};
+use roce::{Device, DeviceConfig, JoinConfig, QpCaps, QpInit};
 
 /// Bits of a queue pair number, and of a communication ID, that say which process it belongs to, as long as few share the
 /// numbers.

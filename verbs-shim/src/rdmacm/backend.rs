@@ -5,8 +5,8 @@ use std::{
     time::Duration,
 };
 
-use roce::{Mtu, NoAnswer, RejectReason};
-use roce_cm::{AcceptArgs, ConnectArgs, ListenArgs, RemoteQp, ResolveArgs, SidrAnswer, cma::PortSpace};
+use roce::{Mtu, RejectReason};
+use roce_cm::{AcceptArgs, ConnectArgs, Event as CmEventKind, ListenArgs, ResolveArgs, SidrAnswer, cma::PortSpace};
 
 use super::Result;
 
@@ -53,7 +53,7 @@ pub(crate) trait Backend: Send {
     fn source_for(&mut self, remote: SocketAddr) -> Result<IpAddr>;
     /// An address of some device, for programs that name none.
     fn some_address(&mut self, v6: bool) -> Option<IpAddr>;
-    /// Resolves the next hop from a local address to a peer. `None`: it is resolved already; else [`News::Neighbour`] with this
+    /// Resolves the next hop from a local address to a peer. `None`: it is resolved already; else [`Report::Neighbour`] with this
     /// ticket follows, within the timeout (`None`: there is none). Does not wait.
     ///
     /// # Errors
@@ -124,49 +124,17 @@ pub(crate) trait Backend: Send {
     fn join(&mut self, local: IpAddr, group: IpAddr, send_only: bool) -> Result<Self::Member>;
 }
 
-/// Event of the transport. `key` is the handle's.
-pub(crate) enum News<H> {
-    /// Somebody wants to connect.
-    Request {
-        listener: u64,
-        conn: H,
-        local: SocketAddr,
-        remote: SocketAddr,
-        path: RemoteQp,
-        private_data: Vec<u8>,
-    },
-    /// Somebody asks for a queue pair that takes datagrams.
-    SidrRequest {
-        listener: u64,
-        conn: H,
-        local: SocketAddr,
-        remote: SocketAddr,
-        private_data: Vec<u8>,
+/// Report of the transport.
+pub(crate) enum Report<H> {
+    /// Event of a connection, resolution or listener with this [key](Handle::key).
+    Cm {
+        key: u64,
+        /// The new connection or resolution of a request.
+        new: Option<H>,
+        event: CmEventKind,
     },
     /// The next hop of a query is resolved, or its time is up.
     Neighbour { ticket: u64, resolved: bool },
-    /// The peer accepts.
-    Reply {
-        key: u64,
-        path: RemoteQp,
-        private_data: Vec<u8>,
-    },
-    /// The answer to a resolution.
-    Resolved { key: u64, answer: SidrAnswer },
-    /// The RTU came.
-    Established { key: u64 },
-    /// The peer refuses.
-    Rejected {
-        key: u64,
-        reason: RejectReason,
-        private_data: Vec<u8>,
-    },
-    /// No answer.
-    Unreachable { key: u64, why: NoAnswer },
-    /// The connection is over; `timed_out`: the peer did not answer our disconnect.
-    Disconnected { key: u64, timed_out: bool },
-    /// Nothing of it is on its way any more.
-    TimewaitExit { key: u64 },
     /// The transport has stopped.
     Gone,
 }

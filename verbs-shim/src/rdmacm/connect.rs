@@ -8,14 +8,15 @@ use std::{
 
 use roce::{Psn, Qpn, RejectReason, verbs::QKey};
 use roce_cm::{
-    AcceptArgs, ConnParams, ConnTransport, ConnectArgs, ListenArgs, RemoteQp, ResolveArgs, SidrAnswer, mad::sidr_status,
+    AcceptArgs, ConnParams, ConnTransport, ConnectArgs, Event as CmEventKind, ListenArgs, RemoteQp, ResolveArgs,
+    SidrAnswer, mad::sidr_status,
 };
 
 use super::{
     Errno, Result,
     abi::{ConnParam, EventType},
     addr::Addr,
-    backend::{Backend, News},
+    backend::{Backend, Report},
     context::{Again, Context, Question, Service},
     event::{Event, Param},
     query::Path,
@@ -285,36 +286,49 @@ impl<B: Backend> Ucma<B> {
         }
     }
 
-    /// Handles an event of the transport.
-    pub(crate) fn on_news(&mut self, news: News<B::Handle>) {
-        match news {
-            News::Request {
-                listener,
-                conn,
+    /// Takes a report of the transport.
+    pub(crate) fn on_report(&mut self, report: Report<B::Handle>) {
+        match report {
+            Report::Cm { key, new, event } => self.on_cm_event(key, new, event),
+            Report::Neighbour { ticket, resolved } => self.on_neighbour(ticket, resolved),
+            Report::Gone => self.device_gone(),
+        }
+    }
+
+    fn on_cm_event(&mut self, key: u64, new: Option<B::Handle>, event: CmEventKind) {
+        match event {
+            CmEventKind::Request {
                 local,
                 remote,
                 path,
                 private_data,
-            } => self.on_request(listener, conn, (local, remote), Some(path), private_data),
-            News::SidrRequest {
-                listener,
-                conn,
+                ..
+            } => self.on_request(key, new, (local, remote), Some(path), private_data),
+            CmEventKind::SidrRequest {
                 local,
                 remote,
                 private_data,
-            } => self.on_request(listener, conn, (local, remote), None, private_data),
-            News::Neighbour { ticket, resolved } => self.on_neighbour(ticket, resolved),
-            News::Reply {
-                key,
-                path,
+                ..
+            } => self.on_request(key, new, (local, remote), None, private_data),
+            CmEventKind::Reply { path, private_data, .. } => self.on_reply(key, path, private_data),
+            CmEventKind::Resolved {
+                status,
+                qpn,
+                qkey,
                 private_data,
-            } => self.on_reply(key, path, private_data),
-            News::Resolved { key, answer } => self.on_resolved(key, answer),
-            News::Established { key } => self.on_progress(key, Op::Progress, &Event::new(EventType::Established)),
-            News::Rejected {
-                key,
-                reason,
-                private_data,
+                ..
+            } => {
+                let answer = SidrAnswer {
+                    status,
+                    qpn,
+                    qkey,
+                    private_data,
+                };
+                self.on_resolved(key, answer);
+            }
+            CmEventKind::Established { .. } => self.on_progress(key, Op::Progress, &Event::new(EventType::Established)),
+            CmEventKind::Rejected {
+                reason, private_data, ..
             } => {
                 if reason == RejectReason::INVALID_SERVICE_ID && self.ask_later(key, Instant::now()) {
                     return;
@@ -322,25 +336,26 @@ impl<B: Backend> Ucma<B> {
                 let event = Event::failed(EventType::Rejected, reason.0.into());
                 self.on_progress(key, Op::Progress, &event.with_data(private_data));
             }
-            News::Unreachable { key, why } => {
+            CmEventKind::Unreachable { why, .. } => {
                 let event = Event::failed(EventType::Unreachable, -why.errno());
                 self.on_progress(key, Op::Progress, &event);
             }
-            News::Disconnected { key, timed_out } => {
+            CmEventKind::Disconnected { timed_out, .. } => {
                 let status = if timed_out { -libc::ETIMEDOUT } else { 0 };
                 self.on_progress(key, Op::Disconnected, &Event::failed(EventType::Disconnected, status));
             }
-            News::TimewaitExit { key } => {
+            CmEventKind::TimewaitExit { .. } => {
                 self.on_progress(key, Op::TimewaitExit, &Event::new(EventType::TimewaitExit));
             }
-            News::Gone => self.device_gone(),
+            // Only of queue pairs that the transport moves.
+            CmEventKind::Failed { .. } => {}
         }
     }
 
     fn on_request(
         &mut self,
         listener: u64,
-        conn: B::Handle,
+        conn: Option<B::Handle>,
         way: (SocketAddr, SocketAddr),
         path: Option<RemoteQp>,
         private_data: Vec<u8>,
@@ -363,7 +378,7 @@ impl<B: Backend> Ucma<B> {
         };
         let mut new = Context::new(ctx.channel, 0, ctx.space, service);
         (new.local, new.remote) = (Addr::Ip(way.0), Addr::Ip(way.1));
-        (new.place, new.path, new.handle) = (Some(place), path, Some(conn));
+        (new.place, new.path, new.handle) = (Some(place), path, conn);
         (new.tos, new.ack_timeout) = (ctx.tos, ctx.ack_timeout);
         (new.state, new.passive) = (State::Connect, true);
         let param = path.map_or(Param::None, Param::Conn);

@@ -8,12 +8,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use roce::{Membership, Mtu, PortHold, RawCm, RawCmEvent, RawEvent, RawId, RejectReason, Thread, VerbsError, iface};
+use roce::{CmEvent, EventChannel, Membership, Mtu, PortHold, RejectReason, Thread, VerbsError, iface};
 use roce_cm::{AcceptArgs, ConnectArgs, ListenArgs, ResolveArgs, SidrAnswer, cma::PortSpace};
 
 use super::{
     Errno, Result,
-    backend::{Backend, Handle, News, Place},
+    backend::{Backend, Handle, Place, Report},
     ffi,
     resolver::{self, Resolver, Started},
 };
@@ -21,10 +21,10 @@ use crate::{config, device, engine::Engine};
 
 /// The connection manager while it is in use.
 pub(crate) struct Link {
-    cm: Arc<RawCm>,
+    cm: Arc<EventChannel>,
     /// Keeps the device open.
     engine: Arc<Engine>,
-    /// Runs [`bring_news`].
+    /// Runs [`report_events`].
     thread: Thread,
 }
 
@@ -73,22 +73,22 @@ pub(crate) struct Facade {
 }
 
 /// A connection, resolution or listener.
-pub(crate) struct Id(RawId);
+pub(crate) struct Id(roce::Id);
 
 impl Handle for Id {
     fn key(&self) -> u64 {
-        self.0.number()
+        self.0.handle()
     }
 }
 
 impl Facade {
-    fn cm(&mut self) -> Result<&RawCm> {
+    fn cm(&mut self) -> Result<&EventChannel> {
         if self.link.is_none() {
             let engine = self.offered.clone().unwrap_or_else(Engine::get)?;
-            let cm = Arc::new(engine.device.raw_cm()?);
+            let cm = Arc::new(engine.device.create_cm_channel()?);
             let readable = cm.as_fd().try_clone_to_owned()?;
             let weak = Arc::downgrade(&cm);
-            let thread = Thread::start("ferroce cm", move || bring_news(&weak, &readable))?;
+            let thread = Thread::start("ferroce cm", move || report_events(&weak, &readable))?;
             self.link = Some(Link { cm, engine, thread });
         }
         self.link.as_ref().map(|l| &*l.cm).ok_or(Errno::IO)
@@ -113,8 +113,8 @@ impl Facade {
     }
 }
 
-/// The thread that brings what happens to connections.
-fn bring_news(cm: &Weak<RawCm>, readable: &OwnedFd) {
+/// Thread that reports events of connections.
+fn report_events(cm: &Weak<EventChannel>, readable: &OwnedFd) {
     let mut alarm: Option<Instant> = None;
     loop {
         let wait = alarm.map_or(-1, |at| {
@@ -132,14 +132,10 @@ fn bring_news(cm: &Weak<RawCm>, readable: &OwnedFd) {
         let Some(cm) = cm.upgrade() else { return };
         loop {
             match cm.take() {
-                Ok(Some(event)) => {
-                    if let Some(news) = translate(event) {
-                        ffi::deliver(news);
-                    }
-                }
+                Ok(Some(event)) => ffi::deliver(report(event)),
                 Ok(None) => break,
                 Err(_) => {
-                    ffi::deliver(News::Gone);
+                    ffi::deliver(Report::Gone);
                     return;
                 }
             }
@@ -148,67 +144,20 @@ fn bring_news(cm: &Weak<RawCm>, readable: &OwnedFd) {
     }
 }
 
-fn translate(event: RawEvent) -> Option<News<Id>> {
-    let key = event.number;
-    Some(match event.event {
-        RawCmEvent::Request {
-            local,
-            remote,
-            path,
-            private_data,
-            ..
-        } => News::Request {
-            listener: key,
-            conn: Id(event.new?),
-            local,
-            remote,
-            path,
-            private_data,
-        },
-        RawCmEvent::SidrRequest {
-            local,
-            remote,
-            private_data,
-            ..
-        } => News::SidrRequest {
-            listener: key,
-            conn: Id(event.new?),
-            local,
-            remote,
-            private_data,
-        },
-        RawCmEvent::Resolved {
-            status,
-            qpn,
-            qkey,
-            private_data,
-            ..
-        } => News::Resolved {
+fn report(CmEvent { id, listener, kind }: CmEvent) -> Report<Id> {
+    match listener {
+        Some(key) => Report::Cm {
             key,
-            answer: SidrAnswer {
-                status,
-                qpn,
-                qkey,
-                private_data,
-            },
+            new: Some(Id(id)),
+            event: kind,
         },
-        RawCmEvent::Reply { path, private_data, .. } => News::Reply {
-            key,
-            path,
-            private_data,
+        // The id is dropped before the program learns of the event: it may then end the connection at once.
+        None => Report::Cm {
+            key: id.handle(),
+            new: None,
+            event: kind,
         },
-        RawCmEvent::Established { .. } => News::Established { key },
-        RawCmEvent::Rejected {
-            reason, private_data, ..
-        } => News::Rejected {
-            key,
-            reason,
-            private_data,
-        },
-        RawCmEvent::Unreachable { why, .. } => News::Unreachable { key, why },
-        RawCmEvent::Disconnected { timed_out, .. } => News::Disconnected { key, timed_out },
-        RawCmEvent::TimewaitExit { .. } => News::TimewaitExit { key },
-    })
+    }
 }
 
 /// The error when a port can't be had.
@@ -330,7 +279,7 @@ impl Backend for Facade {
     }
 
     fn accept(&mut self, conn: &Id, args: &AcceptArgs) -> Result<()> {
-        Ok(conn.0.accept(args)?)
+        Ok(conn.0.accept_with(args)?)
     }
 
     fn answer(&mut self, conn: &Id, answer: &SidrAnswer) -> Result<()> {
@@ -342,7 +291,7 @@ impl Backend for Facade {
     }
 
     fn reject(&mut self, conn: &Id, reason: RejectReason, data: &[u8]) -> Result<()> {
-        Ok(conn.0.reject(reason, data)?)
+        Ok(conn.0.reject_with(reason, data)?)
     }
 
     fn notify(&mut self, conn: &Id) -> Result<()> {

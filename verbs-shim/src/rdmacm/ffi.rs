@@ -16,7 +16,7 @@ use std::{
 use super::{
     Errno, Result,
     abi::{self, Cmd},
-    backend::News,
+    backend::Report,
     channel::FdSet,
     command::{Answer, Command},
     facade::{Facade, Id},
@@ -174,9 +174,9 @@ fn with<R>(body: impl FnOnce(&mut Ucma<Facade>) -> R) -> R {
     body(slot.get_or_insert_with(|| Ucma::new(Facade::default())))
 }
 
-/// Takes in what the transport has to tell.
-pub(crate) fn deliver(news: News<Id>) {
-    with(|ucma| ucma.on_news(news));
+/// Takes a report of the transport.
+pub(crate) fn deliver(report: Report<Id>) {
+    with(|ucma| ucma.on_report(report));
 }
 
 /// Does what is due. Returns when to come again.

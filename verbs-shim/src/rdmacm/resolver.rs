@@ -11,7 +11,7 @@ use std::{
 
 use roce::neighbours::{self, Neighbours};
 
-use super::{Result, backend::News, facade::Id, ffi};
+use super::{Result, backend::Report, facade::Id, ffi};
 use crate::worker::{Next, Worker};
 
 /// The pause between two requests to the kernel to resolve a neighbour, which gives up after a while by itself.
@@ -140,14 +140,14 @@ impl Resolver {
             neighbours.forget_changes();
             let look = shared.look(Instant::now(), |way, due| resolve(&neighbours, way, due));
             for (ticket, resolved) in look.ended {
-                ffi::deliver(News::<Id>::Neighbour { ticket, resolved });
+                ffi::deliver(Report::<Id>::Neighbour { ticket, resolved });
             }
             look.next.map_or(Next::Ready, Next::At)
         })?;
         Ok(Self { queries, worker })
     }
 
-    /// Starts a query, whose end [`News::Neighbour`] reports.
+    /// Starts a query, whose end [`Report::Neighbour`] reports.
     pub(crate) fn query(&self, ticket: u64, way: Way, timeout: Option<Duration>) -> Started {
         let now = Instant::now();
         self.queries.lock().push(Query {

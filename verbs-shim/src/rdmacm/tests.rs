@@ -15,8 +15,8 @@ use std::{
 
 use roce::{AddressVector, Mtu, Psn, QpState, Qpn, RejectReason, verbs::attr::QpAttrMask};
 use roce_cm::{
-    AcceptArgs, ConnTransport, ConnectArgs, ListenArgs, RemoteQp, ResolveArgs, SidrAnswer, cma::PortSpace,
-    mad::sidr_status,
+    AcceptArgs, ConnId, ConnTransport, ConnectArgs, Event as CmEventKind, ListenArgs, ListenId, RemoteQp, ResolveArgs,
+    SidrAnswer, cma::PortSpace, mad::sidr_status,
 };
 use zerocopy::FromBytes;
 
@@ -24,7 +24,7 @@ use super::{
     Errno, Result,
     abi::{self, Cmd, ConnParam, EventResp, EventType, QpAttrResp, QueryAddrResp, QueryRouteResp, UdParam},
     addr::Addr,
-    backend::{Backend, Handle, News, Place},
+    backend::{Backend, Handle, Place, Report},
     command::Command,
     ucma::Ucma,
 };
@@ -351,15 +351,36 @@ impl Program {
     fn request(&mut self, listener: u64) -> u64 {
         let conn = self.ucma.backend.thing("request".into()).unwrap();
         let key = conn.key;
-        self.ucma.on_news(News::Request {
-            listener,
-            conn,
+        let event = CmEventKind::Request {
+            listener: ListenId(0),
+            conn: CONN,
             local: "10.0.0.1:7471".parse().unwrap(),
             remote: "10.0.0.9:5000".parse().unwrap(),
             path: path(),
             private_data: b"hello".to_vec(),
+        };
+        self.ucma.on_report(Report::Cm {
+            key: listener,
+            new: Some(conn),
+            event,
         });
         key
+    }
+
+    /// Reports an event of a connection.
+    fn report(&mut self, key: u64, event: CmEventKind) {
+        self.ucma.on_report(Report::Cm { key, new: None, event });
+    }
+}
+
+/// Number of every connection in events. RDMA_CM ignores it.
+const CONN: ConnId = ConnId(0);
+
+fn reply(private_data: &[u8]) -> CmEventKind {
+    CmEventKind::Reply {
+        conn: CONN,
+        path: path(),
+        private_data: private_data.to_vec(),
     }
 }
 

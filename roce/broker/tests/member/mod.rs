@@ -12,9 +12,8 @@ use std::{
 };
 
 use roce::{
-    AccessFlags, CmChannel, CmEventKind, CmId, CompletionQueue, ConnParams, Cq, Device, DeviceConfig, EventChannel, Id,
-    JoinConfig, MemoryRegion, Mr, Payload, Pd, Qp, QpCaps, QpInit, QueuePair, RecvWr, SendFlags, SendOp, SendWr,
-    VerbsDevice, WcOpcode, WcStatus,
+    AccessFlags, CmEventKind, ConnParams, Cq, Device, DeviceConfig, EventChannel, Id, JoinConfig, Mr, Payload, Pd, Qp,
+    QpCaps, QpInit, RecvWr, SendFlags, SendOp, SendWr, WcOpcode, WcStatus,
 };
 
 /// The address to open.
@@ -130,8 +129,8 @@ fn events(device: &Device, pd: &Pd, channel: &EventChannel) {
     while let Ok(event) = channel.wait(None) {
         let Some(event) = event else { continue };
         match event.kind {
-            CmEventKind::ConnectRequest { id, .. } => {
-                let end = End::new(device, pd);
+            CmEventKind::Request { .. } => {
+                let (id, end) = (event.id, End::new(device, pd));
                 id.accept(&end.qp, ConnParams::default()).unwrap();
                 ids.push((id, end.clone()));
                 thread::spawn(move || end.echo());

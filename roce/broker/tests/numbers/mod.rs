@@ -5,7 +5,7 @@ use std::{
     net::{IpAddr, Ipv4Addr},
 };
 
-use roce::{Device, DeviceConfig, QpCaps, QpInit, QueuePair, VerbsDevice};
+use roce::{Cq, Device, DeviceConfig, QpCaps, QpInit};
 
 use super::Place;
 
@@ -13,7 +13,7 @@ use super::Place;
 const ADDR: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 45, 17, 1));
 const OTHER: IpAddr = IpAddr::V4(Ipv4Addr::new(127, 45, 17, 2));
 
-fn init<C>(cq: &C) -> QpInit<'_, C> {
+fn init(cq: &Cq) -> QpInit<'_> {
     QpInit {
         send_cq: cq,
         recv_cq: cq,

@@ -150,13 +150,7 @@ impl Manager {
     /// # Errors
     /// When a listener has the port on this address already.
     pub fn listen(&mut self, addr: Option<IpAddr>, port: u16, backlog: u32) -> Result<ListenId, CmError> {
-        self.listen_for(&ListenArgs {
-            addr,
-            space: PortSpace::Tcp,
-            port,
-            transport: Some(ConnTransport::Rc),
-            backlog,
-        })
+        self.listen_for(&ListenArgs::new(addr, port, backlog))
     }
 
     /// Listens on a port of any port space.

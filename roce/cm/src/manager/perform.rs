@@ -81,7 +81,10 @@ impl Manager {
                 self.table.prove(id);
                 self.keep_reply(id);
                 self.table.enter(id, State::Established);
-                self.tell(Event::Established { conn: id });
+                self.tell(Event::Established {
+                    conn: id,
+                    private_data: Vec::new(),
+                });
             }
             (Action::Refuse, Detail::Refusal(reason, data)) => self.refuse(now, id, state, reason, data),
             (Action::Refuse, _) => self.refuse(now, id, state, default_reason(state), [0; 148]),

@@ -81,7 +81,13 @@ pub fn established(w: &mut World, qpn: u32) -> (ConnId, ConnId) {
     let (c, s) = replied(w, qpn);
     w.m[C].qp_ready(w.now, c).unwrap();
     w.settle();
-    assert_eq!(w.m[S].poll_event(), Some(Event::Established { conn: s }));
+    assert_eq!(
+        w.m[S].poll_event(),
+        Some(Event::Established {
+            conn: s,
+            private_data: vec![]
+        })
+    );
     (c, s)
 }
 

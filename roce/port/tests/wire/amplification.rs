@@ -14,7 +14,7 @@ use roce_cm::{
     CmConfig, Manager,
     mad::{Attribute, Dreq, MAD_LEN, Mad, Message, Mra, Rej, Rep, Rtu, SidrRep},
 };
-use roce_port::{ConnId, ConnectArgs, ListenArgs, PortSpace, RawCmEvent, ResolveArgs, SidrAnswer};
+use roce_port::{ConnectArgs, PortSpace, ResolveArgs, SidrAnswer};
 use roce_verbs::{SendOp, provider::RejectReason};
 
 use crate::{drops::sealed, *};
@@ -51,7 +51,7 @@ struct Scene {
 
 fn scene(consumer: Consumer) -> Scene {
     let (mut peer, mut host) = (Host::new(1), Host::new(2));
-    host.port.cm_listen(None, SERVICE, 64).unwrap();
+    host.port.cm_listen(&ListenArgs::new(None, SERVICE, 64)).unwrap();
     let questions = ListenArgs {
         addr: None,
         space: PortSpace::Udp,
@@ -59,18 +59,18 @@ fn scene(consumer: Consumer) -> Scene {
         transport: None,
         backlog: 64,
     };
-    host.port.cm_listen_raw(&questions).unwrap();
+    host.port.cm_listen(&questions).unwrap();
     let qps = [peer.qp(), host.qp()];
     let (local, remote) = ((peer.addr, 0).into(), (host.addr, SERVICE).into());
     let ours = peer
         .port
-        .cm_connect(peer.now, local, remote, qps[0], params(b""))
+        .connect_qp(peer.now, local, remote, qps[0], params(b""))
         .unwrap();
     peer.take().iter().for_each(|d| host.give(d));
-    let [PortCmEvent::ConnectRequest { conn, .. }] = host.events()[..] else {
+    let [CmEventKind::Request { conn, .. }] = host.events()[..] else {
         panic!("no request")
     };
-    host.port.cm_accept(host.now, conn, qps[1], params(b"")).unwrap();
+    host.port.accept_qp(host.now, conn, qps[1], params(b"")).unwrap();
     exchange(&mut peer, &mut host);
     peer.events();
     host.events();
@@ -102,7 +102,7 @@ fn scene(consumer: Consumer) -> Scene {
 impl Scene {
     fn accept(&mut self, conn: ConnId) {
         let qp = self.host.qp();
-        match self.host.port.cm_accept(self.host.now, conn, qp, params(b"")) {
+        match self.host.port.accept_qp(self.host.now, conn, qp, params(b"")) {
             Ok(()) => drop(self.accepted.insert(conn, qp)),
             Err(_) => self.end(conn, Some(qp)),
         }
@@ -126,11 +126,11 @@ impl Scene {
                 let qp = self.accepted.remove(&conn);
                 self.end(conn, qp);
             }
-            Consumer::Rejects => self
-                .host
-                .port
-                .cm_reject(now, conn, RejectReason::CONSUMER, b"")
-                .unwrap(),
+            Consumer::Rejects => {
+                let reason = RejectReason::CONSUMER;
+                self.host.port.cm_reject(now, conn, reason, b"").unwrap();
+                self.host.port.cm_destroy(now, conn);
+            }
             Consumer::DoesNothing => {}
         }
     }
@@ -140,13 +140,13 @@ impl Scene {
         for event in self.host.events() {
             let conn = event.conn();
             match event {
-                PortCmEvent::ConnectRequest { .. } => self.requested(conn),
-                PortCmEvent::Raw(RawCmEvent::SidrRequest { .. }) if self.consumer != Consumer::DoesNothing => {
+                CmEventKind::Request { .. } => self.requested(conn),
+                CmEventKind::SidrRequest { .. } if self.consumer != Consumer::DoesNothing => {
                     let answer = SidrAnswer::default();
                     self.host.port.cm_answer(self.host.now, conn, &answer).unwrap();
                     self.host.port.cm_destroy(self.host.now, conn);
                 }
-                PortCmEvent::Rejected { .. } | PortCmEvent::Unreachable { .. } | PortCmEvent::Disconnected { .. } => {
+                CmEventKind::Rejected { .. } | CmEventKind::Unreachable { .. } | CmEventKind::Disconnected { .. } => {
                     assert_ne!(conn, self.conns[1], "the peer's connection has ended: {event:?}");
                     let qp = self.accepted.remove(&conn);
                     self.end(conn, qp);

@@ -2,7 +2,7 @@
 
 use roce_bth::Packet;
 use roce_icrc::Flow;
-use roce_port::{ConnId, ListenId};
+use roce_port::{ListenId, PortSpace};
 use roce_verbs::{
     SendOp, WcStatus,
     provider::{RejectReason, VerbsError},
@@ -14,13 +14,13 @@ pub(crate) const SERVICE: u16 = 7000;
 
 pub(crate) fn connect(a: &mut Host, b: &Host, qpn: Qpn, text: &[u8]) -> ConnId {
     let (local, remote) = ((a.addr, 0).into(), (b.addr, SERVICE).into());
-    a.port.cm_connect(a.now, local, remote, qpn, params(text)).unwrap()
+    a.port.connect_qp(a.now, local, remote, qpn, params(text)).unwrap()
 }
 
-fn request(events: &[PortCmEvent]) -> (ListenId, ConnId, Vec<u8>) {
+fn request(events: &[CmEventKind]) -> (ListenId, ConnId, Vec<u8>) {
     match events {
         [
-            PortCmEvent::ConnectRequest {
+            CmEventKind::Request {
                 listener,
                 conn,
                 private_data,
@@ -34,14 +34,14 @@ fn request(events: &[PortCmEvent]) -> (ListenId, ConnId, Vec<u8>) {
 /// A connection up to the REP on the wire: hosts, queue pairs, connections.
 fn accepted() -> (Host, Host, [Qpn; 2], [ConnId; 2]) {
     let (mut a, mut b) = (Host::new(1), Host::new(2));
-    let listener = b.port.cm_listen(None, SERVICE, 10).unwrap();
+    let listener = b.port.cm_listen(&ListenArgs::new(None, SERVICE, 10)).unwrap();
     let (qa, qb) = (a.qp(), b.qp());
     let ca = connect(&mut a, &b, qa, b"hello");
     a.take().iter().for_each(|d| b.give(d));
     let (at_listener, cb, data) = request(&b.events());
     assert_eq!(at_listener, listener);
     assert_eq!(&data[..5], b"hello");
-    b.port.cm_accept(b.now, cb, qb, params(b"welcome")).unwrap();
+    b.port.accept_qp(b.now, cb, qb, params(b"welcome")).unwrap();
     assert_eq!(b.port.qp_state(qb), Some(QpState::Rts));
     (a, b, [qa, qb], [ca, cb])
 }
@@ -50,13 +50,13 @@ fn established() -> (Host, Host, [Qpn; 2], [ConnId; 2]) {
     let (mut a, mut b, qps, conns) = accepted();
     exchange(&mut a, &mut b);
     match &a.events()[..] {
-        [PortCmEvent::Established { conn, private_data }] => {
+        [CmEventKind::Established { conn, private_data }] => {
             assert_eq!(*conn, conns[0]);
             assert_eq!(&private_data[..7], b"welcome");
         }
         other => panic!("{other:?}"),
     }
-    assert!(matches!(b.events()[..], [PortCmEvent::Established { .. }]));
+    assert!(matches!(b.events()[..], [CmEventKind::Established { .. }]));
     (a, b, qps, conns)
 }
 
@@ -97,8 +97,9 @@ fn connected_queue_pairs_carry_data_and_disconnect_flushes_them() {
         (flushed.len(), flushed[0].wr_id, flushed[0].status),
         (1, 8, WcStatus::FlushError)
     );
-    assert_eq!(a.events(), [PortCmEvent::Disconnected { conn: ca }]);
-    assert_eq!(b.events(), [PortCmEvent::Disconnected { conn: cb }]);
+    let timed_out = false;
+    assert_eq!(a.events(), [CmEventKind::Disconnected { conn: ca, timed_out }]);
+    assert_eq!(b.events(), [CmEventKind::Disconnected { conn: cb, timed_out }]);
     // A second time nothing happens.
     a.port.cm_disconnect(a.now, ca);
     assert!(a.take().is_empty());
@@ -110,7 +111,7 @@ fn connected_queue_pairs_carry_data_and_disconnect_flushes_them() {
             host.port.handle_timeout(t);
             left = host.events().pop().or(left);
         }
-        assert_eq!(left, Some(PortCmEvent::TimewaitExit { conn }));
+        assert_eq!(left, Some(CmEventKind::TimewaitExit { conn }));
     }
 }
 
@@ -137,13 +138,13 @@ fn the_first_packet_says_as_much_as_the_rtu() {
     let memory = b.region(64);
     b.receive(qb, 1, &memory);
     b.take().iter().for_each(|d| a.give(d));
-    assert!(matches!(a.events()[..], [PortCmEvent::Established { .. }]));
+    assert!(matches!(a.events()[..], [CmEventKind::Established { .. }]));
     let rtu = a.take();
     assert_eq!(rtu.len(), 1);
     let src = a.region(64);
     a.send(qa, 1, SendOp::Send, &src, 64);
     a.take().iter().for_each(|d| b.give(d));
-    assert!(matches!(b.events()[..], [PortCmEvent::Established { .. }]));
+    assert!(matches!(b.events()[..], [CmEventKind::Established { .. }]));
     assert_eq!(b.completions().len(), 1);
     // The RTU that was late changes nothing.
     b.give(&rtu[0]);
@@ -172,7 +173,7 @@ fn a_packet_with_a_guessed_psn_does_not_say_as_much_as_the_rtu() {
     }
     assert_eq!(b.port.counters().icrc_errors, 0);
     b.give(&rtu[0]);
-    assert!(matches!(b.events()[..], [PortCmEvent::Established { .. }]));
+    assert!(matches!(b.events()[..], [CmEventKind::Established { .. }]));
     b.give(&packet);
     assert_eq!(b.completions().len(), 1);
 }
@@ -180,7 +181,7 @@ fn a_packet_with_a_guessed_psn_does_not_say_as_much_as_the_rtu() {
 #[test]
 fn a_reject_carries_reason_and_data_and_fails_the_queue_pair() {
     let (mut a, mut b) = (Host::new(1), Host::new(2));
-    b.port.cm_listen(Some(b.addr), SERVICE, 10).unwrap();
+    b.port.cm_listen(&ListenArgs::new(Some(b.addr), SERVICE, 10)).unwrap();
     let qa = a.qp();
     let ca = connect(&mut a, &b, qa, b"");
     let memory = a.region(64);
@@ -191,10 +192,11 @@ fn a_reject_carries_reason_and_data_and_fails_the_queue_pair() {
     exchange(&mut a, &mut b);
     match &a.events()[..] {
         [
-            PortCmEvent::Rejected {
+            CmEventKind::Rejected {
                 conn,
                 reason,
                 private_data,
+                ..
             },
         ] => {
             assert_eq!((*conn, *reason), (ca, RejectReason::CONSUMER));
@@ -211,27 +213,27 @@ fn a_reject_carries_reason_and_data_and_fails_the_queue_pair() {
 fn a_path_mtu_that_the_passive_side_can_not_do_is_not_the_connections() {
     let mut a = Host::with(1, |c| c.mtus = Mtu::B4096.into());
     let mut b = Host::new(2);
-    b.port.cm_listen(None, SERVICE, 10).unwrap();
+    b.port.cm_listen(&ListenArgs::new(None, SERVICE, 10)).unwrap();
     let (qa, qb) = (a.qp(), b.qp());
     connect(&mut a, &b, qa, b"");
     // The first request is refused, the second one has the MTU that the refusal names.
     exchange(&mut a, &mut b);
     let (_, cb, _) = request(&b.events());
-    b.port.cm_accept(b.now, cb, qb, params(b"")).unwrap();
+    b.port.accept_qp(b.now, cb, qb, params(b"")).unwrap();
     exchange(&mut a, &mut b);
     for (host, qp) in [(&a, qa), (&b, qb)] {
         assert_eq!(host.port.query_qp(qp).unwrap().path_mtu, Some(Mtu::B1024));
     }
-    assert!(matches!(a.events()[..], [PortCmEvent::Established { .. }]));
-    assert!(matches!(b.events()[..], [PortCmEvent::Established { .. }]));
+    assert!(matches!(a.events()[..], [CmEventKind::Established { .. }]));
+    assert!(matches!(b.events()[..], [CmEventKind::Established { .. }]));
     // The other way round the smaller MTU is the connection's.
     let (mut a, mut b) = (b, a);
-    b.port.cm_listen(None, SERVICE, 10).unwrap();
+    b.port.cm_listen(&ListenArgs::new(None, SERVICE, 10)).unwrap();
     let (qa, qb) = (a.qp(), b.qp());
     connect(&mut a, &b, qa, b"");
     a.take().iter().for_each(|d| b.give(d));
     let (_, cb, _) = request(&b.events());
-    b.port.cm_accept(b.now, cb, qb, params(b"")).unwrap();
+    b.port.accept_qp(b.now, cb, qb, params(b"")).unwrap();
     assert_eq!(b.port.query_qp(qb).unwrap().path_mtu, Some(Mtu::B1024));
 }
 
@@ -242,7 +244,7 @@ fn nobody_listening_is_told_at_once_and_silence_in_the_end() {
     connect(&mut a, &b, qa, b"");
     exchange(&mut a, &mut b);
     match &a.events()[..] {
-        [PortCmEvent::Rejected { reason, .. }] => assert_eq!(*reason, RejectReason::INVALID_SERVICE_ID),
+        [CmEventKind::Rejected { reason, .. }] => assert_eq!(*reason, RejectReason::INVALID_SERVICE_ID),
         other => panic!("{other:?}"),
     }
     let qa = a.qp();
@@ -260,7 +262,7 @@ fn nobody_listening_is_told_at_once_and_silence_in_the_end() {
     };
     assert_eq!(
         events,
-        [PortCmEvent::Unreachable {
+        [CmEventKind::Unreachable {
             conn,
             why: roce_verbs::provider::NoAnswer::Timeout
         }]
@@ -276,7 +278,7 @@ fn nobody_listening_is_told_at_once_and_silence_in_the_end() {
 fn a_queue_pair_has_one_connection_at_a_time() {
     let (mut a, b, [qa, _], _) = established();
     let (local, remote) = ((a.addr, 0).into(), (b.addr, SERVICE).into());
-    let again = a.port.cm_connect(a.now, local, remote, qa, params(b""));
+    let again = a.port.connect_qp(a.now, local, remote, qa, params(b""));
     assert!(matches!(again, Err(VerbsError::Busy(_))), "{again:?}");
 }
 
@@ -293,7 +295,7 @@ fn destroying_a_connection_or_its_queue_pair_first_is_both_fine() {
         }
         exchange(&mut a, &mut b);
         assert_eq!(b.port.qp_state(qb), Some(QpState::Err), "the peer is told");
-        assert!(matches!(b.events()[..], [PortCmEvent::Disconnected { .. }]));
+        assert!(matches!(b.events()[..], [CmEventKind::Disconnected { .. }]));
         assert!(a.events().is_empty(), "nothing comes after destroy");
     }
 }
@@ -302,18 +304,17 @@ fn destroying_a_connection_or_its_queue_pair_first_is_both_fine() {
 fn a_listener_needs_an_address_of_ours_and_a_free_port() {
     let mut a = Host::new(1);
     assert!(matches!(
-        a.port.cm_listen(Some(ip(9)), SERVICE, 1),
+        a.port.cm_listen(&ListenArgs::new(Some(ip(9)), SERVICE, 1)),
         Err(VerbsError::Address(_))
     ));
-    let id = a.port.cm_listen(Some(a.addr), SERVICE, 1).unwrap();
-    assert!(a.port.cm_listen(Some(a.addr), SERVICE, 1).is_err());
+    let id = a.port.cm_listen(&ListenArgs::new(Some(a.addr), SERVICE, 1)).unwrap();
+    assert!(a.port.cm_listen(&ListenArgs::new(Some(a.addr), SERVICE, 1)).is_err());
     a.port.cm_unlisten(id);
-    a.port.cm_listen(Some(a.addr), SERVICE, 1).unwrap();
+    a.port.cm_listen(&ListenArgs::new(Some(a.addr), SERVICE, 1)).unwrap();
 }
 
 #[test]
 fn queue_pairs_that_are_not_connected_are_refused_and_others_say_what_they_are() {
-    use roce_port::{ListenArgs, PortSpace, RawCmEvent};
     use roce_verbs::provider::VerbsError;
     let (mut a, mut b) = (Host::new(1), Host::new(2));
     let local = SocketAddr::new(a.addr, 0);
@@ -323,7 +324,7 @@ fn queue_pairs_that_are_not_connected_are_refused_and_others_say_what_they_are()
         ..a.init()
     };
     let ud = a.port.create_qp(ud).unwrap();
-    let refused = a.port.cm_connect(a.now, local, remote, ud, params(b""));
+    let refused = a.port.connect_qp(a.now, local, remote, ud, params(b""));
     assert!(matches!(refused, Err(VerbsError::Invalid(_))), "{refused:?}");
     // An unreliable connection: the request says so, and the queue pair comes up with what it takes.
     let uc = |h: &Host| QpInit {
@@ -333,7 +334,7 @@ fn queue_pairs_that_are_not_connected_are_refused_and_others_say_what_they_are()
     let (qa, qb) = (uc(&a), uc(&b));
     let (qa, qb) = (a.port.create_qp(qa).unwrap(), b.port.create_qp(qb).unwrap());
     b.port
-        .cm_listen_raw(&ListenArgs {
+        .cm_listen(&ListenArgs {
             addr: None,
             space: PortSpace::Tcp,
             port: SERVICE,
@@ -341,20 +342,17 @@ fn queue_pairs_that_are_not_connected_are_refused_and_others_say_what_they_are()
             backlog: 1,
         })
         .unwrap();
-    a.port.cm_connect(a.now, local, remote, qa, params(b"uc")).unwrap();
+    a.port.connect_qp(a.now, local, remote, qa, params(b"uc")).unwrap();
     exchange(&mut a, &mut b);
     let events = b.events();
-    let [PortCmEvent::Raw(RawCmEvent::Request { conn, path, .. })] = events.as_slice() else {
+    let [CmEventKind::Request { conn, path, .. }] = events.as_slice() else {
         panic!("{events:?}")
     };
     assert_eq!((path.transport, path.qpn), (roce_port::ConnTransport::Uc, qa));
     let args = roce_port::AcceptArgs::new(qb, Psn::new(5), params(b""));
-    b.port.cm_accept_raw(b.now, *conn, &args).unwrap();
+    b.port.cm_accept(b.now, *conn, &args).unwrap();
     exchange(&mut a, &mut b);
-    assert!(matches!(a.events().as_slice(), [PortCmEvent::Established { .. }]));
+    assert!(matches!(a.events().as_slice(), [CmEventKind::Established { .. }]));
     assert_eq!(a.port.qp_state(qa), Some(QpState::Rts));
-    assert!(matches!(
-        b.events().as_slice(),
-        [PortCmEvent::Raw(RawCmEvent::Established { .. })]
-    ));
+    assert!(matches!(b.events().as_slice(), [CmEventKind::Established { .. }]));
 }

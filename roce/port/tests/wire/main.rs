@@ -21,7 +21,7 @@ use std::{
 
 use roce_bth::ROCE_UDP_PORT;
 use roce_mem::{MemoryTable, PdHandle, Region};
-use roce_port::{Port, PortCmEvent, PortConfig, QpInit, RxMeta, TxBatch, TxConfig};
+use roce_port::{CmEventKind, ConnId, ListenArgs, Port, PortConfig, QpInit, RxMeta, TxBatch, TxConfig};
 use roce_qp::CompletionQueue;
 use roce_verbs::{
     AccessFlags, AddressVector, Completion, Instant, Mtu, Payload, Psn, QpAttr, QpCaps, QpState, QpType, Qpn, RecvWr,
@@ -60,6 +60,7 @@ pub(crate) struct Host {
     pub(crate) cq: Arc<CompletionQueue>,
     pub(crate) now: Instant,
     batch: TxBatch,
+    events: Vec<CmEventKind>,
 }
 
 impl Host {
@@ -81,6 +82,7 @@ impl Host {
             cq: CompletionQueue::new(0, 1000, None),
             now: at(1),
             batch: TxBatch::new(TxConfig::default()),
+            events: Vec::new(),
         }
     }
 
@@ -133,6 +135,7 @@ impl Host {
             ..RxMeta::new(d.dst, d.src)
         };
         self.port.handle_datagram(self.now, &meta, &d.bytes);
+        self.follow();
     }
 
     pub(crate) fn completions(&self) -> Vec<Completion> {
@@ -141,8 +144,15 @@ impl Host {
         out
     }
 
-    pub(crate) fn events(&mut self) -> Vec<PortCmEvent> {
-        std::iter::from_fn(|| self.port.poll_cm_event()).collect()
+    /// Has the port move queue pairs as events of connections demand, and keeps the events for the test.
+    fn follow(&mut self) {
+        let port = &mut self.port;
+        self.events.extend(std::iter::from_fn(|| port.poll_cm_event(self.now)));
+    }
+
+    pub(crate) fn events(&mut self) -> Vec<CmEventKind> {
+        self.follow();
+        std::mem::take(&mut self.events)
     }
 
     pub(crate) fn send(&mut self, qpn: Qpn, wr_id: u64, op: SendOp, region: &Region, len: u32) {

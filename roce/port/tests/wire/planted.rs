@@ -41,17 +41,17 @@ fn pair_of(ports: Ports) -> Pair {
     let host = |last: u8| Host::with(last, |c| c.cm.ca_guid = guid::keeping(last.into()));
     let (mut a, mut b) = (host(1), host(2));
     let (qa, qb) = (a.qp(), b.qp());
-    b.port.cm_listen(None, 7471, 4).unwrap();
+    b.port.cm_listen(&ListenArgs::new(None, 7471, 4)).unwrap();
     let (from, to) = (SocketAddr::new(a.addr, 0), SocketAddr::new(b.addr, 7471));
-    a.port.cm_connect(a.now, from, to, qa, params(b"")).unwrap();
+    a.port.connect_qp(a.now, from, to, qa, params(b"")).unwrap();
     let mut psn = None;
     for _ in 0..10 {
         for d in a.take() {
             b.give(&d);
         }
         for event in b.events() {
-            if let PortCmEvent::ConnectRequest { conn, .. } = event {
-                b.port.cm_accept(b.now, conn, qb, params(b"")).unwrap();
+            if let CmEventKind::Request { conn, .. } = event {
+                b.port.accept_qp(b.now, conn, qb, params(b"")).unwrap();
                 psn = b.port.query_qp(qb).unwrap().rq_psn;
             }
         }

@@ -4,7 +4,7 @@ use std::sync::{Mutex, MutexGuard};
 
 use roce_bth::Packet;
 use roce_cm::guid;
-use roce_port::{ConnId, ConnectArgs, QpnRange, RawCmEvent, Siblings, Steering};
+use roce_port::{ConnectArgs, QpnRange, Siblings, Steering};
 use roce_verbs::provider::{RejectReason, VerbsError};
 
 use crate::*;
@@ -92,9 +92,9 @@ impl End for Both {
     }
 }
 
-fn the_request(events: &[PortCmEvent]) -> ConnId {
+fn the_request(events: &[CmEventKind]) -> ConnId {
     match events {
-        [PortCmEvent::ConnectRequest { conn, .. }] => *conn,
+        [CmEventKind::Request { conn, .. }] => *conn,
         other => panic!("not one request: {other:?}"),
     }
 }
@@ -102,10 +102,10 @@ fn the_request(events: &[PortCmEvent]) -> ConnId {
 /// One that connects with a queue pair of its second port, up to the request.
 fn asking() -> (Both, Host, Qpn, ConnId, ConnId) {
     let (mut a, mut b) = (Both::new(1), Host::new(2));
-    b.port.cm_listen(None, SERVICE, 10).unwrap();
+    b.port.cm_listen(&ListenArgs::new(None, SERVICE, 10)).unwrap();
     let qa = a.second.lock().0.qp();
     let (local, remote) = ((a.first.addr, 0).into(), (b.addr, SERVICE).into());
-    let ca = a.first.port.cm_connect(at(1), local, remote, qa, params(b"")).unwrap();
+    let ca = a.first.port.connect_qp(at(1), local, remote, qa, params(b"")).unwrap();
     a.take().iter().for_each(|d| b.give(d));
     let cb = the_request(&b.events());
     (a, b, qa, ca, cb)
@@ -115,7 +115,7 @@ fn asking() -> (Both, Host, Qpn, ConnId, ConnId) {
 fn connected() -> (Both, Host, [Qpn; 2], [ConnId; 2]) {
     let (mut a, mut b, qa, ca, cb) = asking();
     let qb = b.qp();
-    b.port.cm_accept(at(1), cb, qb, params(b"")).unwrap();
+    b.port.accept_qp(at(1), cb, qb, params(b"")).unwrap();
     exchange(&mut a, &mut b);
     (a, b, [qa, qb], [ca, cb])
 }
@@ -123,13 +123,13 @@ fn connected() -> (Both, Host, [Qpn; 2], [ConnId; 2]) {
 /// One that accepts with a queue pair of its second port, up to the REP.
 fn accepting() -> (Host, Both, [Qpn; 2], [ConnId; 2]) {
     let (mut a, mut b) = (Host::new(1), Both::new(2));
-    b.first.port.cm_listen(None, SERVICE, 10).unwrap();
+    b.first.port.cm_listen(&ListenArgs::new(None, SERVICE, 10)).unwrap();
     let (qa, qb) = (a.qp(), b.second.lock().0.qp());
     let (local, remote) = ((a.addr, 0).into(), (b.first.addr, SERVICE).into());
-    let ca = a.port.cm_connect(at(1), local, remote, qa, params(b"")).unwrap();
+    let ca = a.port.connect_qp(at(1), local, remote, qa, params(b"")).unwrap();
     a.take().iter().for_each(|d| b.give(d));
     let cb = the_request(&b.first.events());
-    b.first.port.cm_accept(at(1), cb, qb, params(b"")).unwrap();
+    b.first.port.accept_qp(at(1), cb, qb, params(b"")).unwrap();
     assert_eq!(b.qp_state(qb), Some(QpState::Rts));
     (a, b, [qa, qb], [ca, cb])
 }
@@ -137,7 +137,7 @@ fn accepting() -> (Host, Both, [Qpn; 2], [ConnId; 2]) {
 #[test]
 fn a_connection_asked_for_carries_data_and_ends_with_both_queue_pairs_in_error() {
     let (mut a, mut b, [qa, qb], [ca, cb]) = connected();
-    assert!(matches!(a.first.events()[..], [PortCmEvent::Established { conn, .. }] if conn == ca));
+    assert!(matches!(a.first.events()[..], [CmEventKind::Established { conn, .. }] if conn == ca));
     assert_eq!(a.qp_state(qa), Some(QpState::Rts));
     let (src, dst) = (a.second.lock().0.region(3000), b.region(3000));
     b.receive(qb, 7, &dst);
@@ -147,7 +147,7 @@ fn a_connection_asked_for_carries_data_and_ends_with_both_queue_pairs_in_error()
 
     b.port.cm_disconnect(at(1), cb);
     exchange(&mut a, &mut b);
-    assert_eq!(a.first.events(), [PortCmEvent::Disconnected { conn: ca }]);
+    assert!(matches!(a.first.events()[..], [CmEventKind::Disconnected { conn, .. }] if conn == ca));
     assert_eq!(a.qp_state(qa), Some(QpState::Err));
 }
 
@@ -156,7 +156,7 @@ fn a_refused_connection_fails_its_queue_pair() {
     let (mut a, mut b, qa, _, cb) = asking();
     b.port.cm_reject(at(1), cb, RejectReason::CONSUMER, b"").unwrap();
     exchange(&mut a, &mut b);
-    assert!(matches!(a.first.events()[..], [PortCmEvent::Rejected { .. }]));
+    assert!(matches!(a.first.events()[..], [CmEventKind::Rejected { .. }]));
     assert_eq!(a.qp_state(qa), Some(QpState::Err));
 }
 
@@ -164,8 +164,8 @@ fn a_refused_connection_fails_its_queue_pair() {
 fn an_accepted_connection_is_ended_by_us() {
     let (mut a, mut b, [qa, qb], [_, cb]) = accepting();
     exchange(&mut b, &mut a);
-    assert!(matches!(a.events()[..], [PortCmEvent::Established { .. }]));
-    assert!(matches!(b.first.events()[..], [PortCmEvent::Established { .. }]));
+    assert!(matches!(a.events()[..], [CmEventKind::Established { .. }]));
+    assert!(matches!(b.first.events()[..], [CmEventKind::Established { .. }]));
     b.first.port.cm_destroy(at(1), cb);
     assert_eq!(b.qp_state(qb), Some(QpState::Err));
     exchange(&mut b, &mut a);
@@ -178,13 +178,13 @@ fn the_first_packet_of_the_second_port_says_as_much_as_the_rtu() {
     let memory = b.second.lock().0.region(64);
     b.second.lock().0.receive(qb, 1, &memory);
     b.take().iter().for_each(|d| a.give(d));
-    assert!(matches!(a.events()[..], [PortCmEvent::Established { .. }]));
+    assert!(matches!(a.events()[..], [CmEventKind::Established { .. }]));
     // The RTU is lost.
     a.take();
     let src = a.region(64);
     a.send(qa, 1, SendOp::Send, &src, 64);
     a.take().iter().for_each(|d| b.give(d));
-    assert!(matches!(b.first.events()[..], [PortCmEvent::Established { conn, .. }] if conn == cb));
+    assert!(matches!(b.first.events()[..], [CmEventKind::Established { conn, .. }] if conn == cb));
     assert!(b.second.lock().0.completions()[0].is_ok());
 }
 
@@ -209,7 +209,7 @@ fn a_second_port_that_is_closed_has_no_queue_pairs() {
     let qa = a.second.lock().0.qp();
     a.second.lock().1 = false;
     let (local, remote) = ((a.first.addr, 0).into(), (b.addr, SERVICE).into());
-    let asked = a.first.port.cm_connect(at(1), local, remote, qa, params(b""));
+    let asked = a.first.port.connect_qp(at(1), local, remote, qa, params(b""));
     assert!(matches!(asked, Err(VerbsError::Closed)));
     assert!(a.take().is_empty());
 }
@@ -219,10 +219,10 @@ fn an_answer_for_a_queue_pair_that_is_gone_is_refused() {
     let (mut a, mut b, qa, ca, cb) = asking();
     let qb = b.qp();
     a.second.lock().0.port.destroy_qp(at(1), qa).unwrap();
-    b.port.cm_accept(at(1), cb, qb, params(b"")).unwrap();
+    b.port.accept_qp(at(1), cb, qb, params(b"")).unwrap();
     exchange(&mut a, &mut b);
-    assert!(matches!(a.first.events()[..], [PortCmEvent::ConnectError { conn, .. }] if conn == ca));
-    assert!(matches!(b.events()[..], [PortCmEvent::Rejected { .. }]));
+    assert!(matches!(a.first.events()[..], [CmEventKind::Failed { conn, .. }] if conn == ca));
+    assert!(matches!(b.events()[..], [CmEventKind::Rejected { .. }]));
     assert_eq!(b.port.qp_state(qb), Some(QpState::Err));
 }
 
@@ -230,19 +230,16 @@ fn an_answer_for_a_queue_pair_that_is_gone_is_refused() {
 fn a_peer_that_keeps_packets_is_known_at_both_ports() {
     let mut a = Both::new(1);
     let mut b = Host::with(2, |config| config.cm.ca_guid = guid::keeping(2));
-    b.port.cm_listen(None, SERVICE, 10).unwrap();
+    b.port.cm_listen(&ListenArgs::new(None, SERVICE, 10)).unwrap();
     let (qa, qb) = (a.second.lock().0.qp(), b.qp());
     let (local, remote) = ((a.first.addr, 0).into(), (b.addr, SERVICE).into());
     let args = ConnectArgs::new(local, remote, qa, Psn::new(100), Mtu::B1024);
-    a.first.port.cm_connect_raw(at(1), &args).unwrap();
+    a.first.port.cm_connect(at(1), &args).unwrap();
     a.take().iter().for_each(|d| b.give(d));
     let cb = the_request(&b.events());
-    b.port.cm_accept(at(1), cb, qb, params(b"")).unwrap();
+    b.port.accept_qp(at(1), cb, qb, params(b"")).unwrap();
     b.take().iter().for_each(|d| a.give(d));
-    assert!(matches!(
-        a.first.events()[..],
-        [PortCmEvent::Raw(RawCmEvent::Reply { .. })]
-    ));
+    assert!(matches!(a.first.events()[..], [CmEventKind::Reply { .. }]));
     // Only what goes to such a peer may be marked by switches.
     let (host, _) = &mut *a.second.lock();
     let src = host.region(64);

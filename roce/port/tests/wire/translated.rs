@@ -1,6 +1,6 @@
 //! Requests whose addresses were translated on the way, and ICMP errors about requests.
 
-use roce_port::PortCmEvent;
+use roce_port::{CmEventKind, ListenArgs};
 use roce_verbs::{Qpn, provider::NoAnswer};
 
 use crate::{
@@ -12,7 +12,7 @@ use crate::{
 /// A host that asks another one, the request, and the queue pair.
 fn asked() -> (Host, Host, Datagram, Qpn) {
     let (mut a, mut b) = (Host::new(1), Host::new(2));
-    b.port.cm_listen(None, SERVICE, 10).unwrap();
+    b.port.cm_listen(&ListenArgs::new(None, SERVICE, 10)).unwrap();
     let qp = a.qp();
     connect(&mut a, &b, qp, b"");
     let request = a.take().remove(0);
@@ -46,7 +46,7 @@ fn a_translated_request_is_counted_and_dropped() {
     );
     // The real one gets in all the same.
     b.give(&request);
-    assert!(matches!(b.events()[..], [PortCmEvent::ConnectRequest { .. }]));
+    assert!(matches!(b.events()[..], [CmEventKind::Request { .. }]));
 }
 
 #[test]
@@ -61,7 +61,7 @@ fn an_error_ends_the_wait_of_the_request_that_it_quotes_and_nothing_else() {
     assert_eq!((a.events(), a.port.qp_state(qp)), (vec![], before));
     a.port.handle_undeliverable(a.now, b.addr, &request.bytes, why);
     match a.events()[..] {
-        [PortCmEvent::Unreachable { why, .. }] => assert_eq!(why, NoAnswer::PortUnreachable),
+        [CmEventKind::Unreachable { why, .. }] => assert_eq!(why, NoAnswer::PortUnreachable),
         ref other => panic!("{other:?}"),
     }
     assert!(!a.port.awaits_answer());
@@ -70,11 +70,11 @@ fn an_error_ends_the_wait_of_the_request_that_it_quotes_and_nothing_else() {
     // What stands is not ended by errors about its packets, even if all of them are quoted.
     let (mut a, mut b, request, qp) = asked();
     b.give(&request);
-    let [PortCmEvent::ConnectRequest { conn, .. }] = b.events()[..] else {
+    let [CmEventKind::Request { conn, .. }] = b.events()[..] else {
         panic!("no request");
     };
     let qb = b.qp();
-    b.port.cm_accept(b.now, conn, qb, params(b"")).unwrap();
+    b.port.accept_qp(b.now, conn, qb, params(b"")).unwrap();
     let mut sent = vec![request];
     for _ in 0..4 {
         b.take().iter().for_each(|d| a.give(d));
@@ -82,7 +82,7 @@ fn an_error_ends_the_wait_of_the_request_that_it_quotes_and_nothing_else() {
         packets.iter().for_each(|d| b.give(d));
         sent.extend(packets);
     }
-    assert!(matches!(a.events()[..], [PortCmEvent::Established { .. }]));
+    assert!(matches!(a.events()[..], [CmEventKind::Established { .. }]));
     for packet in &sent {
         a.port.handle_undeliverable(a.now, b.addr, &packet.bytes, why);
     }

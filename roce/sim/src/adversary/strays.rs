@@ -1,7 +1,7 @@
 //! Programs' handling of forged connect requests. They can't distinguish them: they accept, refuse or delay them, and clean
 //! up when the request is never confirmed.
 
-use roce_port::{ConnId, PortCmEvent, QpInit};
+use roce_port::{CmEventKind, ConnId, QpInit};
 use roce_verbs::{
     QpCaps, QpType, Qpn,
     provider::{ConnParams, RejectReason},
@@ -62,7 +62,7 @@ impl World {
         self.schedule(patience, Event::Dismiss { host: h, conn: id });
         if let Some(qpn) = qpn {
             // A request that can't be accepted any more is dismissed all the same.
-            let _ = self.hosts[h].port.cm_accept(now, id, qpn, params);
+            let _ = self.hosts[h].port.accept_qp(now, id, qpn, params);
         }
         Ok(())
     }
@@ -70,10 +70,9 @@ impl World {
     pub(crate) fn refuse(&mut self, h: usize, id: ConnId, reason: RejectReason) -> Check {
         let now = self.instant();
         let port = &mut self.hosts[h].port;
-        if port.cm_reject(now, id, reason, b"no").is_err() {
-            // Its peer has taken it back meanwhile, or it gave way to a later one.
-            port.cm_destroy(now, id);
-        }
+        // An error: its peer has taken it back meanwhile, or it gave way to a later one.
+        let _ = port.cm_reject(now, id, reason, b"no");
+        port.cm_destroy(now, id);
         Ok(())
     }
 
@@ -95,7 +94,7 @@ impl World {
     }
 
     /// Whether a connection is none of the model's; then its event is dealt with.
-    pub(crate) fn on_stray_event(&mut self, h: usize, event: &PortCmEvent) -> Result<bool, String> {
+    pub(crate) fn on_stray_event(&mut self, h: usize, event: &CmEventKind) -> Result<bool, String> {
         let boot = self.hosts[h].boot;
         let strays = self.blind.as_ref().map_or(&[][..], |b| &b.strays);
         if !strays.iter().any(|s| (s.host, s.boot, s.id) == (h, boot, event.conn())) {
@@ -103,10 +102,10 @@ impl World {
             return Ok(self.blind.as_ref().is_some_and(|b| b.answered.contains(&just)));
         }
         match event {
-            PortCmEvent::Established { .. } => Err(format!(
+            CmEventKind::Established { .. } => Err(format!(
                 "host {h}: a request that nobody made is established without an answer to its reply"
             )),
-            PortCmEvent::TimewaitExit { .. } => Ok(true),
+            CmEventKind::TimewaitExit { .. } => Ok(true),
             _ => self.dismiss(h, event.conn()).map(|()| true),
         }
     }

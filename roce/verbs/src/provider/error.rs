@@ -1,4 +1,4 @@
-//! Why verbs fail.
+//! Errors of verbs.
 
 use crate::wr::PostError;
 
@@ -37,4 +37,16 @@ pub enum VerbsError {
     /// The device has stopped.
     #[error("the device is closed")]
     Closed,
+}
+
+/// Offsets outside a region.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("{len} bytes at {offset} are outside a region of {size} bytes")]
+pub struct RangeError {
+    /// Offset of the first byte.
+    pub offset: usize,
+    /// Length, bytes.
+    pub len: usize,
+    /// Size of the region, bytes.
+    pub size: usize,
 }

@@ -5,10 +5,8 @@ use std::{
     time::Duration,
 };
 
-use roce_verbs::{
-    QpCaps,
-    provider::{CmChannel as _, CmEvent, CmEventKind, CmId as _, ConnParams, VerbsDevice},
-};
+use roce::{CmEvent, CmEventKind, ConnParams, Device};
+use roce_verbs::QpCaps;
 
 use crate::{Error, link::Link};
 
@@ -49,28 +47,24 @@ fn unhex(text: &str) -> Result<Vec<u8>, Error> {
     digits.chunks(2).map(byte).collect()
 }
 
-fn print<Id>(kind: &CmEventKind<Id>) {
+fn print(kind: &CmEventKind) {
     let (name, status, data, depth): (_, i32, &[u8], _) = match kind {
-        CmEventKind::ConnectRequest {
-            private_data,
-            initiator_depth,
-            responder_resources,
-            ..
-        } => {
-            let depth = format!(" depth {responder_resources} {initiator_depth}");
+        CmEventKind::Request { private_data, path, .. } => {
+            let depth = format!(" depth {} {}", path.responder_resources, path.initiator_depth);
             ("CONNECT_REQUEST", 0, private_data, depth)
         }
-        CmEventKind::Established { private_data } => ("ESTABLISHED", 0, private_data, String::new()),
-        CmEventKind::Rejected { reason, private_data } => {
-            ("REJECTED", i32::from(reason.0), private_data, String::new())
-        }
-        CmEventKind::Unreachable(why) => ("UNREACHABLE", -why.errno(), &[], String::new()),
-        CmEventKind::ConnectError(text) => {
+        CmEventKind::Established { private_data, .. } => ("ESTABLISHED", 0, private_data, String::new()),
+        CmEventKind::Rejected {
+            reason, private_data, ..
+        } => ("REJECTED", i32::from(reason.0), private_data, String::new()),
+        CmEventKind::Unreachable { why, .. } => ("UNREACHABLE", -why.errno(), &[], String::new()),
+        CmEventKind::Failed { text, .. } => {
             println!("{text}");
             ("CONNECT_ERROR", -1, &[], String::new())
         }
-        CmEventKind::Disconnected => ("DISCONNECTED", 0, &[], String::new()),
-        CmEventKind::TimewaitExit => ("TIMEWAIT_EXIT", 0, &[], String::new()),
+        CmEventKind::Disconnected { .. } => ("DISCONNECTED", 0, &[], String::new()),
+        CmEventKind::TimewaitExit { .. } => ("TIMEWAIT_EXIT", 0, &[], String::new()),
+        other => return println!("unexpected: {other:?}"),
     };
     let end = data.iter().rposition(|b| *b != 0).map_or(0, |at| at + 1);
     let hex: String = data[..end].iter().map(|b| format!("{b:02x}")).collect();
@@ -78,7 +72,7 @@ fn print<Id>(kind: &CmEventKind<Id>) {
 }
 
 /// Runs one connection to its end.
-pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> Result<(), Error> {
+pub(crate) fn run(provider: &Device, local: IpAddr, args: &Args) -> Result<(), Error> {
     let channel = provider.create_cm_channel()?;
     let data = unhex(&args.data)?;
     let params = ConnParams {
@@ -107,7 +101,7 @@ pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> R
         let patience = hold
             .filter(|_| established)
             .map_or(Duration::from_secs(90), Duration::from_millis);
-        let Some(CmEvent { kind, .. }) = channel.wait(Some(patience))? else {
+        let Some(CmEvent { id, kind, .. }) = channel.wait(Some(patience))? else {
             if established && hold.take().is_some() {
                 current.disconnect()?;
                 continue;
@@ -116,21 +110,21 @@ pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> R
         };
         print(&kind);
         match kind {
-            CmEventKind::ConnectRequest { id, .. } if args.role == Role::Reject => {
+            CmEventKind::Request { .. } if args.role == Role::Reject => {
                 id.reject(&data)?;
                 break;
             }
-            CmEventKind::ConnectRequest { id, .. } => {
+            CmEventKind::Request { .. } => {
                 id.accept(&link.qp, params.clone())?;
                 current = id;
             }
             CmEventKind::Established { .. } => established = true,
-            CmEventKind::Disconnected => {
+            CmEventKind::Disconnected { .. } => {
                 current.disconnect()?;
                 break;
             }
-            CmEventKind::Rejected { .. } | CmEventKind::Unreachable(_) | CmEventKind::ConnectError(_) => break,
-            CmEventKind::TimewaitExit => {}
+            CmEventKind::Rejected { .. } | CmEventKind::Unreachable { .. } | CmEventKind::Failed { .. } => break,
+            _ => {}
         }
     }
     // The last message may be lost: the peer would ask again.

@@ -5,10 +5,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use roce_verbs::{
-    AccessFlags, AddressVector, Completion, Mtu, Psn, QpAttr, QpCaps, QpState, Qpn, RnrTimer,
-    provider::{CompletionQueue as _, QpInit, QueuePair as _, VerbsDevice},
-};
+use roce::{Cq, Device, Pd, Qp, QpInit};
+use roce_verbs::{AccessFlags, AddressVector, Completion, Mtu, Psn, QpAttr, QpCaps, QpState, Qpn, RnrTimer};
 
 use crate::Error;
 
@@ -44,22 +42,22 @@ pub(crate) struct Wire {
 }
 
 /// A queue pair and its queues.
-pub(crate) struct Link<P: VerbsDevice> {
-    pub(crate) pd: P::Pd,
-    pub(crate) qp: P::Qp,
-    pub(crate) send_cq: P::Cq,
-    pub(crate) recv_cq: P::Cq,
+pub(crate) struct Link {
+    pub(crate) pd: Pd,
+    pub(crate) qp: Qp,
+    pub(crate) send_cq: Cq,
+    pub(crate) recv_cq: Cq,
 }
 
-impl<P: VerbsDevice> Link<P> {
+impl Link {
     /// Makes a queue pair in INIT.
-    pub(crate) fn new(provider: &P, caps: QpCaps) -> Result<Self, Error> {
+    pub(crate) fn new(provider: &Device, caps: QpCaps) -> Result<Self, Error> {
         let all = AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_READ | AccessFlags::REMOTE_ATOMIC;
         Self::with_access(provider, caps, all)
     }
 
     /// Makes a queue pair in INIT whose peer has these rights.
-    pub(crate) fn with_access(provider: &P, caps: QpCaps, access: AccessFlags) -> Result<Self, Error> {
+    pub(crate) fn with_access(provider: &Device, caps: QpCaps, access: AccessFlags) -> Result<Self, Error> {
         let link = Self::unconnected(provider, caps)?;
         link.qp.modify(&QpAttr {
             state: Some(QpState::Init),
@@ -72,7 +70,7 @@ impl<P: VerbsDevice> Link<P> {
     }
 
     /// Makes a queue pair in RESET, for the connection manager to bring up.
-    pub(crate) fn unconnected(provider: &P, caps: QpCaps) -> Result<Self, Error> {
+    pub(crate) fn unconnected(provider: &Device, caps: QpCaps) -> Result<Self, Error> {
         let pd = provider.alloc_pd()?;
         let send_cq = provider.create_cq(caps.max_send_wr + 16, None, 0)?;
         let recv_cq = provider.create_cq(caps.max_recv_wr + 16, None, 1)?;
@@ -127,7 +125,7 @@ impl<P: VerbsDevice> Link<P> {
     }
 
     /// Waits for one completion of a queue.
-    pub(crate) fn wait_one(cq: &P::Cq, patience: Duration) -> Result<Completion, Error> {
+    pub(crate) fn wait_one(cq: &Cq, patience: Duration) -> Result<Completion, Error> {
         let mut out = Vec::with_capacity(1);
         let until = Instant::now() + patience;
         while cq.poll(&mut out, 1)? == 0 {
@@ -140,7 +138,7 @@ impl<P: VerbsDevice> Link<P> {
     }
 
     /// Waits for one successful completion of a queue.
-    pub(crate) fn expect_ok(cq: &P::Cq, what: &str) -> Result<Completion, Error> {
+    pub(crate) fn expect_ok(cq: &Cq, what: &str) -> Result<Completion, Error> {
         let wc = Self::wait_one(cq, Duration::from_secs(60)).map_err(|e| format!("{what}: {e}"))?;
         if wc.is_ok() {
             Ok(wc)

@@ -5,10 +5,10 @@ use std::{
     time::Duration,
 };
 
+use roce::{Device, Grant, Mr};
 use roce_verbs::{
     AccessFlags, Mtu, Payload, Psn, QpCaps, Qpn, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcFlags,
     WcStatus,
-    provider::{Grant, MemoryRegion as _, QueuePair as _, VerbsDevice},
 };
 
 use crate::{
@@ -64,11 +64,11 @@ pub(crate) struct Plan<'a> {
 }
 
 /// A connection on which operations are done one after another.
-pub(crate) struct Test<P: VerbsDevice> {
-    link: Link<P>,
+pub(crate) struct Test {
+    link: Link,
     pub(crate) agent: Agent,
     /// Our memory: the first half is the source, the second the sink; likewise the agent's.
-    ours: P::Mr,
+    ours: Mr,
     theirs: AgentMem,
     half: usize,
     seed: u64,
@@ -92,7 +92,7 @@ const ALL_CAPS: Caps = Caps {
 };
 
 /// Runs everything.
-pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> Result<(), Error> {
+pub(crate) fn run(provider: &Device, local: IpAddr, args: &Args) -> Result<(), Error> {
     let mtu = Mtu::from_bytes(args.mtu).ok_or("no such path MTU")?;
     let agent = Agent::connect(args.agent)?;
     let plan = Plan { local, mtu, args };
@@ -146,10 +146,10 @@ fn not_tried(caps: Caps) -> String {
     }
 }
 
-impl<P: VerbsDevice> Test<P> {
+impl Test {
     /// Connects with new queue pairs and new memory at both ends, which start with this PSN.
     pub(crate) fn open(
-        provider: &P,
+        provider: &Device,
         plan: &Plan<'_>,
         mut agent: Agent,
         psn: u32,
@@ -233,7 +233,7 @@ impl<P: VerbsDevice> Test<P> {
             payload: Payload::Sges(sges),
         };
         self.link.qp.post_send(&[wr]).map_err(|(_, e)| e)?;
-        let wc = Link::<P>::expect_ok(&self.link.send_cq, what)?;
+        let wc = Link::expect_ok(&self.link.send_cq, what)?;
         if wc.wr_id == 7 {
             Ok(())
         } else {
@@ -312,7 +312,7 @@ impl<P: VerbsDevice> Test<P> {
                     ..AgentPost::default()
                 },
             )?;
-            let wc = Link::<P>::expect_ok(&self.link.recv_cq, &what)?;
+            let wc = Link::expect_ok(&self.link.recv_cq, &what)?;
             if wc.wr_id != seed || wc.byte_len as usize != len || wc.imm != imm {
                 return Err(format!("{what}: {wc:?}").into());
             }
@@ -441,7 +441,7 @@ impl<P: VerbsDevice> Test<P> {
                 ..AgentPost::default()
             },
         )?;
-        let wc = Link::<P>::expect_ok(&self.link.recv_cq, &what)?;
+        let wc = Link::expect_ok(&self.link.recv_cq, &what)?;
         if wc.wr_id != seed || wc.imm != imm || wc.byte_len != len32 {
             return Err(format!("{what}: {wc:?}").into());
         }
@@ -562,7 +562,7 @@ impl<P: VerbsDevice> Test<P> {
             payload: Payload::Sges(&sges),
         };
         self.link.qp.post_send(&[wr]).map_err(|(_, e)| e)?;
-        let wc = Link::<P>::wait_one(&self.link.send_cq, Duration::from_secs(60))?;
+        let wc = Link::wait_one(&self.link.send_cq, Duration::from_secs(60))?;
         match wc.status {
             WcStatus::RemoteAccessError => Ok(()),
             WcStatus::RetryExceeded if lossy => self.their_queue_pair_is_in_error(),
@@ -585,7 +585,7 @@ impl<P: VerbsDevice> Test<P> {
     }
 
     /// The agent's SEND invalidates a region of ours.
-    fn invalidate_in(&mut self, provider: &P) -> Result<(), Error> {
+    fn invalidate_in(&mut self, provider: &Device) -> Result<(), Error> {
         let region = provider.alloc_revocable(&self.link.pd)?;
         let access = AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_READ;
         let grant = Grant {
@@ -595,7 +595,7 @@ impl<P: VerbsDevice> Test<P> {
             access,
         };
         let key = self.link.qp.post_grant(&region, &grant, 9, SendFlags::SIGNALED)?;
-        Link::<P>::expect_ok(&self.link.send_cq, "grant")?;
+        Link::expect_ok(&self.link.send_cq, "grant")?;
         let seed = self.next_seed();
         self.their_fill(0, 4096, seed)?;
         let (raddr, rkey) = (self.ours.addr(), key.0);
@@ -624,7 +624,7 @@ impl<P: VerbsDevice> Test<P> {
                 ..AgentPost::default()
             },
         )?;
-        let wc = Link::<P>::expect_ok(&self.link.recv_cq, what)?;
+        let wc = Link::expect_ok(&self.link.recv_cq, what)?;
         if !wc.flags.contains(WcFlags::WITH_INV) || wc.invalidated != key {
             return Err(format!("{what}: {wc:?}").into());
         }

@@ -6,9 +6,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+use roce::Device;
 use roce_verbs::{
     AccessFlags, Completion, Mtu, Payload, Psn, QpCaps, Qpn, RecvWr, SendFlags, SendOp, SendWr, Sge, WcStatus,
-    provider::{CompletionQueue as _, MemoryRegion as _, QueuePair as _, VerbsDevice},
 };
 
 use crate::{
@@ -79,7 +79,7 @@ fn tcp_connect(addr: SocketAddr) -> Result<TcpStream, Error> {
 }
 
 /// Runs one side.
-pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> Result<(), Error> {
+pub(crate) fn run(provider: &Device, local: IpAddr, args: &Args) -> Result<(), Error> {
     let mtu = Mtu::from_bytes(args.mtu).ok_or("no such path MTU")?;
     let caps = QpCaps {
         max_send_wr: 8,
@@ -141,7 +141,7 @@ pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> R
     Ok(())
 }
 
-fn exchange<P: VerbsDevice>(link: &Link<P>, sge: &[Sge], args: &Args) -> Result<(), Error> {
+fn exchange(link: &Link, sge: &[Sge], args: &Args) -> Result<(), Error> {
     let send = SendWr {
         wr_id: 2,
         op: SendOp::Send,

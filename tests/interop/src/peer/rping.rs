@@ -5,11 +5,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+use roce::{CmEvent, CmEventKind, ConnParams, Device, EventChannel, Id, Mr};
 use roce_verbs::{
     AccessFlags, Completion, Payload, QpCaps, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcStatus,
-    provider::{
-        CmChannel as _, CmEvent, CmEventKind, CmId as _, ConnParams, MemoryRegion as _, QueuePair as _, VerbsDevice,
-    },
 };
 
 use crate::{Error, link::Link};
@@ -41,14 +39,14 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// Bytes of `struct rping_rdma_info`: address, rkey, size, all big-endian.
 const INFO: usize = 16;
 
-struct Side<P: VerbsDevice> {
-    link: Link<P>,
-    messages: P::Mr,
-    text: P::Mr,
-    sink: P::Mr,
+struct Side {
+    link: Link,
+    messages: Mr,
+    text: Mr,
+    sink: Mr,
 }
 
-fn sge<M: roce_verbs::provider::MemoryRegion>(region: &M, offset: usize, len: usize) -> Result<Sge, Error> {
+fn sge(region: &Mr, offset: usize, len: usize) -> Result<Sge, Error> {
     Ok(Sge {
         addr: region.addr() + offset as u64,
         length: u32::try_from(len)?,
@@ -56,8 +54,8 @@ fn sge<M: roce_verbs::provider::MemoryRegion>(region: &M, offset: usize, len: us
     })
 }
 
-impl<P: VerbsDevice> Side<P> {
-    fn new(provider: &P, size: usize) -> Result<Self, Error> {
+impl Side {
+    fn new(provider: &Device, size: usize) -> Result<Self, Error> {
         let link = Link::unconnected(
             provider,
             QpCaps {
@@ -89,7 +87,7 @@ impl<P: VerbsDevice> Side<P> {
     }
 
     /// Sends the place of `region` (as `rping_format_send` does). False: the peer has disconnected.
-    fn advertise(&self, region: &P::Mr) -> Result<bool, Error> {
+    fn advertise(&self, region: &Mr) -> Result<bool, Error> {
         let mut info = [0; INFO];
         info[..8].copy_from_slice(&region.addr().to_be_bytes());
         info[8..12].copy_from_slice(&region.rkey().0.to_be_bytes());
@@ -108,7 +106,7 @@ impl<P: VerbsDevice> Side<P> {
             payload: Payload::Sges(sges),
         };
         self.link.qp.post_send(&[wr]).map_err(|(_, e)| e)?;
-        match Link::<P>::wait_one(&self.link.send_cq, PATIENCE)?.status {
+        match Link::wait_one(&self.link.send_cq, PATIENCE)?.status {
             WcStatus::Success => Ok(true),
             WcStatus::FlushError => Ok(false),
             other => Err(format!("send queue: {other:?}").into()),
@@ -117,7 +115,7 @@ impl<P: VerbsDevice> Side<P> {
 
     /// Takes one message; `None` when the peer has disconnected.
     fn take(&self) -> Result<Option<(RemoteAddr, usize)>, Error> {
-        self.took(Link::<P>::wait_one(&self.link.recv_cq, PATIENCE)?)
+        self.took(Link::wait_one(&self.link.recv_cq, PATIENCE)?)
     }
 
     fn took(&self, wc: Completion) -> Result<Option<(RemoteAddr, usize)>, Error> {
@@ -163,7 +161,7 @@ impl<P: VerbsDevice> Side<P> {
         if last.is_none_or(|last| rounds < last) {
             return self.take();
         }
-        let wc = Link::<P>::wait_one(&self.link.recv_cq, Duration::from_secs(5));
+        let wc = Link::wait_one(&self.link.recv_cq, Duration::from_secs(5));
         wc.map_or(Ok(None), |wc| self.took(wc))
     }
 
@@ -204,32 +202,32 @@ fn params() -> ConnParams {
     }
 }
 
-fn next<P: VerbsDevice>(channel: &P::CmChannel) -> Result<CmEvent<P::CmId>, Error> {
+fn next(channel: &EventChannel) -> Result<CmEvent, Error> {
     channel
         .wait(Some(PATIENCE))?
         .ok_or_else(|| "no event of the connection within 60 s".into())
 }
 
-fn expect_established<P: VerbsDevice>(channel: &P::CmChannel) -> Result<(), Error> {
-    match next::<P>(channel)?.kind {
+fn expect_established(channel: &EventChannel) -> Result<(), Error> {
+    match next(channel)?.kind {
         CmEventKind::Established { .. } => Ok(()),
         other => Err(format!("not connected: {other:?}").into()),
     }
 }
 
 /// Connects, trying again while the guest may still boot.
-fn connect<P: VerbsDevice>(
-    provider: &P,
-    channel: &P::CmChannel,
+fn connect(
+    provider: &Device,
+    channel: &EventChannel,
     local: IpAddr,
     far: SocketAddr,
     size: usize,
-) -> Result<(Side<P>, P::CmId), Error> {
+) -> Result<(Side, Id), Error> {
     let until = Instant::now() + Duration::from_secs(60);
     loop {
         let side = Side::new(provider, size)?;
         let id = provider.connect(channel, Some(local), far, &side.link.qp, params())?;
-        match next::<P>(channel)?.kind {
+        match next(channel)?.kind {
             CmEventKind::Established { .. } => return Ok((side, id)),
             other if Instant::now() > until => return Err(format!("not connected: {other:?}").into()),
             other => println!("rping client: {other:?}, trying again"),
@@ -239,7 +237,7 @@ fn connect<P: VerbsDevice>(
 }
 
 /// Runs one side.
-pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> Result<(), Error> {
+pub(crate) fn run(provider: &Device, local: IpAddr, args: &Args) -> Result<(), Error> {
     let channel = provider.create_cm_channel()?;
     if let Some(host) = args.connect {
         let (side, id) = connect(provider, &channel, local, SocketAddr::new(host, args.port), args.size)?;
@@ -249,18 +247,23 @@ pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> R
         let side = Side::new(provider, args.size)?;
         let _listener = provider.listen(&channel, SocketAddr::new(local, args.port), 4)?;
         println!("rping: waiting");
-        let CmEventKind::ConnectRequest { id, .. } = next::<P>(&channel)?.kind else {
+        let CmEvent {
+            id,
+            kind: CmEventKind::Request { .. },
+            ..
+        } = next(&channel)?
+        else {
             return Err("the listener got something else than a request".into());
         };
         id.accept(&side.link.qp, params())?;
-        expect_established::<P>(&channel)?;
+        expect_established(&channel)?;
         side.server(args.last_round)?;
         id.disconnect()?;
     }
     // Both sides take part in the disconnect; leave the port up until it is through.
     while let Some(event) = channel.wait(Some(Duration::from_millis(800)))? {
         println!("rping: {:?}", event.kind);
-        if matches!(event.kind, CmEventKind::TimewaitExit) {
+        if matches!(event.kind, CmEventKind::TimewaitExit { .. }) {
             break;
         }
     }

@@ -6,10 +6,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use roce::{Device, Grant, Mr, Revocable};
 use roce_verbs::{
     AccessFlags, Completion, Flush, LKey, Mtu, Payload, Placement, Psn, QpAttr, QpCaps, QpState, Qpn, RKey, RecvWr,
     RemoteAddr, Selectivity, SendFlags, SendOp, SendWr, Sge, WcFlags,
-    provider::{CompletionQueue as _, Grant, MemoryRegion as _, QueuePair as _, VerbsDevice},
 };
 
 use crate::{
@@ -42,18 +42,18 @@ impl Words<'_> {
     }
 }
 
-struct Server<'a, P: VerbsDevice> {
-    provider: &'a P,
+struct Server<'a> {
+    provider: &'a Device,
     local: IpAddr,
-    link: Option<Link<P>>,
-    mems: Vec<P::Mr>,
-    windows: Vec<P::Revocable>,
+    link: Option<Link>,
+    mems: Vec<Mr>,
+    windows: Vec<Revocable>,
     /// Learned with `rtr`, used with `rts`.
     far: Option<(Far, Mtu, u8)>,
 }
 
 /// Serves clients one after another until a `quit`.
-pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> Result<(), Error> {
+pub(crate) fn run(provider: &Device, local: IpAddr, args: &Args) -> Result<(), Error> {
     let listener = TcpListener::bind((local, args.port))?;
     println!("agent ready");
     for stream in listener.incoming() {
@@ -72,7 +72,7 @@ pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> R
     Ok(())
 }
 
-impl<P: VerbsDevice> Server<'_, P> {
+impl Server<'_> {
     /// Returns whether the client wants the program to end.
     fn serve(&mut self, stream: TcpStream) -> Result<bool, Error> {
         stream.set_nodelay(true)?;
@@ -127,12 +127,12 @@ impl<P: VerbsDevice> Server<'_, P> {
         }
     }
 
-    fn link(&self) -> Result<&Link<P>, Error> {
+    fn link(&self) -> Result<&Link, Error> {
         self.link.as_ref().ok_or_else(|| "no qp".into())
     }
 
     /// The region with this number, if it has that range.
-    fn region(&self, id: usize, off: usize, len: usize) -> Result<&P::Mr, Error> {
+    fn region(&self, id: usize, off: usize, len: usize) -> Result<&Mr, Error> {
         let region = self.mems.get(id).ok_or("no such memory")?;
         if off > region.len() || len > region.len() - off {
             return Err("outside the memory".into());
@@ -193,7 +193,7 @@ impl<P: VerbsDevice> Server<'_, P> {
             access,
         };
         let key = link.qp.post_grant(&revocable, &grant, u64::MAX, SendFlags::SIGNALED)?;
-        Link::<P>::expect_ok(&link.send_cq, "grant")?;
+        Link::expect_ok(&link.send_cq, "grant")?;
         self.windows.push(revocable);
         Ok(key.0.to_string())
     }

@@ -6,18 +6,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use roce_verbs::{
-    AccessFlags, Payload, QpCaps, RecvWr, SendFlags, SendOp, SendWr, Sge,
-    provider::{
-        CmChannel as _, CmEvent, CmEventKind, CmId as _, ConnParams, MemoryRegion as _, QueuePair as _, RejectReason,
-        VerbsDevice,
-    },
-};
+use roce::{CmEvent, CmEventKind, ConnParams, Device, EventChannel, Id, Mr, RejectReason};
+use roce_verbs::{AccessFlags, Payload, QpCaps, RecvWr, SendFlags, SendOp, SendWr, Sge};
 
 use crate::{Error, link::Link};
 
 /// Connections with their queue pairs.
-type Connected<P> = Vec<(<P as VerbsDevice>::CmId, Node<P>)>;
+type Connected = Vec<(Id, Node)>;
 
 /// Arguments, with the defaults of `ucmatose`.
 #[derive(clap::Args, Debug)]
@@ -39,13 +34,13 @@ pub(crate) struct Args {
     size: usize,
 }
 
-struct Node<P: VerbsDevice> {
-    link: Link<P>,
-    region: P::Mr,
+struct Node {
+    link: Link,
+    region: Mr,
 }
 
-impl<P: VerbsDevice> Node<P> {
-    fn new(provider: &P, args: &Args) -> Result<Self, Error> {
+impl Node {
+    fn new(provider: &Device, args: &Args) -> Result<Self, Error> {
         let caps = QpCaps {
             max_send_wr: args.messages,
             max_recv_wr: args.messages,
@@ -87,7 +82,7 @@ impl<P: VerbsDevice> Node<P> {
     fn complete(&self, args: &Args, sends: bool) -> Result<(), Error> {
         let cq = if sends { &self.link.send_cq } else { &self.link.recv_cq };
         for _ in 0..args.messages {
-            let wc = Link::<P>::expect_ok(cq, if sends { "send" } else { "receive" })?;
+            let wc = Link::expect_ok(cq, if sends { "send" } else { "receive" })?;
             if !sends && wc.byte_len as usize != args.size {
                 return Err(format!("received {} bytes", wc.byte_len).into());
             }
@@ -97,18 +92,13 @@ impl<P: VerbsDevice> Node<P> {
 }
 
 /// Waits until all connections stand; returns them with their nodes.
-fn establish<P: VerbsDevice>(
-    provider: &P,
-    local: IpAddr,
-    channel: &P::CmChannel,
-    args: &Args,
-) -> Result<Connected<P>, Error> {
+fn establish(provider: &Device, local: IpAddr, channel: &EventChannel, args: &Args) -> Result<Connected, Error> {
     let params = || ConnParams {
         responder_resources: 1,
         initiator_depth: 1,
         ..ConnParams::default()
     };
-    let mut waiting: HashMap<u64, (P::CmId, Node<P>)> = HashMap::new();
+    let mut waiting: HashMap<u64, (Id, Node)> = HashMap::new();
     let mut up = Vec::new();
     let mut _listener = None;
     let connect = || {
@@ -128,9 +118,9 @@ fn establish<P: VerbsDevice>(
     let until = Instant::now() + Duration::from_secs(60);
     while up.len() < args.connections {
         let event = channel.wait(Some(Duration::from_secs(90)))?;
-        let CmEvent { id, kind } = event.ok_or("no connection event within 90 s")?;
+        let CmEvent { id, kind, .. } = event.ok_or("no connection event within 90 s")?;
         match kind {
-            CmEventKind::ConnectRequest { id, .. } => {
+            CmEventKind::Request { .. } => {
                 let node = Node::new(provider, args)?;
                 id.accept(&node.link.qp, params())?;
                 waiting.insert(id.handle(), (id, node));
@@ -154,13 +144,13 @@ fn establish<P: VerbsDevice>(
 }
 
 /// Waits until every connection is over.
-fn disconnected<P: VerbsDevice>(channel: &P::CmChannel, ids: &[(P::CmId, Node<P>)]) -> Result<(), Error> {
+fn disconnected(channel: &EventChannel, ids: &[(Id, Node)]) -> Result<(), Error> {
     let mut left: HashSet<u64> = ids.iter().map(|(id, _)| id.handle()).collect();
     while !left.is_empty() {
         let event = channel
             .wait(Some(Duration::from_secs(90)))?
             .ok_or("no disconnect within 90 s")?;
-        if matches!(event.kind, CmEventKind::Disconnected) {
+        if matches!(event.kind, CmEventKind::Disconnected { .. }) {
             event.id.disconnect()?;
             left.remove(&event.id.handle());
         }
@@ -169,7 +159,7 @@ fn disconnected<P: VerbsDevice>(channel: &P::CmChannel, ids: &[(P::CmId, Node<P>
 }
 
 /// Runs one side.
-pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> Result<(), Error> {
+pub(crate) fn run(provider: &Device, local: IpAddr, args: &Args) -> Result<(), Error> {
     let channel = provider.create_cm_channel()?;
     let nodes = establish(provider, local, &channel, args)?;
     // The server sends first, the client answers; the server disconnects.
@@ -184,7 +174,7 @@ pub(crate) fn run<P: VerbsDevice>(provider: &P, local: IpAddr, args: &Args) -> R
         nodes.iter().try_for_each(|(_, n)| n.send(args))?;
         nodes.iter().try_for_each(|(_, n)| n.complete(args, true))?;
     }
-    disconnected::<P>(&channel, &nodes)?;
+    disconnected(&channel, &nodes)?;
     println!(
         "ucmatose: {} connections, {} messages of {} bytes each way: passed",
         nodes.len(),

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use roce_verbs::provider::VerbsDevice;
+use roce::Device;
 
 use crate::{
     Error,
@@ -32,17 +32,17 @@ const fn inside(start: u32, packets: u32) -> bool {
 }
 
 /// An operation on a new connection.
-struct Round<P: VerbsDevice> {
+struct Round {
     what: &'static str,
     ours_asks: bool,
     /// How often [`Round::run`] sends the message.
     times: u32,
-    run: fn(&mut Test<P>, usize) -> Result<(), Error>,
+    run: fn(&mut Test, usize) -> Result<(), Error>,
 }
 
 /// SEND, WRITE and READ of 64 KiB both ways, each over a connection of its own whose first message has the wrap in its
 /// middle. Returns the agent and how many operations there were.
-pub(crate) fn run<P: VerbsDevice>(provider: &P, plan: &Plan<'_>, mut agent: Agent) -> Result<(Agent, u32), Error> {
+pub(crate) fn run(provider: &Device, plan: &Plan<'_>, mut agent: Agent) -> Result<(Agent, u32), Error> {
     let count = packets(LEN, plan.mtu.bytes());
     let first = start(count);
     if !inside(first, count) {
@@ -54,7 +54,7 @@ pub(crate) fn run<P: VerbsDevice>(provider: &P, plan: &Plan<'_>, mut agent: Agen
         times,
         run,
     };
-    let rounds: [Round<P>; 6] = [
+    let rounds: [Round; 6] = [
         // With and without immediate.
         round("our SEND", true, 2, Test::messages_out),
         round("our WRITE", true, 1, Test::write_out),

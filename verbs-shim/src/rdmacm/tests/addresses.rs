@@ -128,7 +128,7 @@ fn a_peer_is_resolved_when_its_next_hop_is() {
     let mut p = Program::new();
     let id = p.create(7, PortSpace::Tcp);
     p.log.take();
-    let neighbour = |p: &mut Program, ticket, resolved| p.ucma.on_news(News::Neighbour { ticket, resolved });
+    let neighbour = |p: &mut Program, ticket, resolved| p.ucma.on_report(Report::Neighbour { ticket, resolved });
     p.resolve(id, "10.0.0.77:7471").unwrap();
     assert_eq!(p.log.take(), ["resolve 1 Some(2s)".to_owned() + " -> 1"]);
     assert!(p.event().is_none());

@@ -14,11 +14,7 @@ fn an_active_id_goes_from_address_to_connection() {
     p.connect(id, b"hi").unwrap();
     assert_eq!(p.log.take(), ["connect 10.0.0.9:7471 Rc hi -> 1"]);
     assert!(p.qp_attr(id, QpState::Rtr).is_err(), "the peer is not known yet");
-    p.ucma.on_news(News::Reply {
-        key: 1,
-        path: path(),
-        private_data: b"answer".to_vec(),
-    });
+    p.report(1, reply(b"answer"));
     let event = p.expect(EventType::ConnectResponse);
     assert_eq!((event.uid, event.id, event.status), (0xa0, id, 0));
     let param = conn_param(&event);
@@ -49,18 +45,24 @@ fn an_active_id_goes_from_address_to_connection() {
     p.accept(id, 0, 0).unwrap();
     assert_eq!(p.log.take(), ["establish 1"]);
     p.simple(Cmd::Disconnect, id, 0).unwrap();
-    p.ucma.on_news(News::Disconnected {
-        key: 1,
-        timed_out: true,
-    });
+    p.report(
+        1,
+        CmEventKind::Disconnected {
+            conn: CONN,
+            timed_out: true,
+        },
+    );
     let end = p.expect(EventType::Disconnected);
     assert_eq!(end.status.cast_signed(), -libc::ETIMEDOUT, "as IB_CM_DREQ_ERROR");
-    p.ucma.on_news(News::Disconnected {
-        key: 1,
-        timed_out: false,
-    });
+    p.report(
+        1,
+        CmEventKind::Disconnected {
+            conn: CONN,
+            timed_out: false,
+        },
+    );
     assert!(p.event().is_none(), "only once");
-    p.ucma.on_news(News::TimewaitExit { key: 1 });
+    p.report(1, CmEventKind::TimewaitExit { conn: CONN });
     p.expect(EventType::TimewaitExit);
     assert!(p.qp_attr(id, QpState::Rts).is_err(), "over");
     assert_eq!(p.destroy(id), 5, "events that were taken");
@@ -88,15 +90,24 @@ fn a_request_is_nobodys_until_it_is_accepted() {
     // librdmacm brings its queue pair up before it accepts.
     assert_eq!(p.qp_attr(id, QpState::Rtr).unwrap().dest_qp_num, 0x4321);
     assert_eq!(p.qp_attr(id, QpState::Rts).unwrap().sq_psn, 0xabc);
-    p.ucma.on_news(News::Unreachable {
-        key: conn,
-        why: roce::NoAnswer::Timeout,
-    });
+    p.report(
+        conn,
+        CmEventKind::Unreachable {
+            conn: CONN,
+            why: roce::NoAnswer::Timeout,
+        },
+    );
     assert!(p.event().is_none(), "librdmacm does not know the id yet");
     p.log.take();
     p.accept(id, 0xb1, 1).unwrap();
     assert_eq!(p.log.take(), [format!("accept {conn} Qpn(0x000077)")]);
-    p.ucma.on_news(News::Established { key: conn });
+    p.report(
+        conn,
+        CmEventKind::Established {
+            conn: CONN,
+            private_data: Vec::new(),
+        },
+    );
     assert_eq!(p.expect(EventType::Established).uid, 0xb1);
     assert_eq!(p.destroy(listener), 1, "the request counts for the listener");
     assert_eq!(p.destroy(id), 1);
@@ -125,11 +136,15 @@ fn a_refusal_carries_reason_and_data() {
     let mut p = Program::new();
     let id = p.routed(1, PortSpace::Tcp);
     p.connect(id, b"").unwrap();
-    p.ucma.on_news(News::Rejected {
-        key: 1,
-        reason: RejectReason::CONSUMER,
-        private_data: vec![7; 148],
-    });
+    p.report(
+        1,
+        CmEventKind::Rejected {
+            conn: CONN,
+            reason: RejectReason::CONSUMER,
+            info: Vec::new(),
+            private_data: vec![7; 148],
+        },
+    );
     let event = p.expect(EventType::Rejected);
     assert_eq!(event.status, 28);
     assert_eq!(conn_param(&event).private_data_len, 148);
@@ -161,13 +176,14 @@ fn who_connects_too_early_asks_again() {
     let mut p = Program::new();
     let id = p.routed(1, PortSpace::Tcp);
     p.connect(id, b"").unwrap();
-    let nobody = |key| News::Rejected {
-        key,
+    let nobody = || CmEventKind::Rejected {
+        conn: CONN,
         reason: RejectReason::INVALID_SERVICE_ID,
+        info: Vec::new(),
         private_data: Vec::new(),
     };
     p.log.take();
-    p.ucma.on_news(nobody(1));
+    p.report(1, nobody());
     assert!(p.event().is_none());
     let at = p.ucma.ask_again(Instant::now()).expect("something is planned");
     assert_eq!(p.log.take(), [""; 0], "not at once");
@@ -177,7 +193,7 @@ fn who_connects_too_early_asks_again() {
     let end = Instant::now() + Duration::from_secs(5);
     let mut last = 2;
     while Instant::now() < end {
-        p.ucma.on_news(nobody(last));
+        p.report(last, nobody());
         let Some(event) = p.event() else {
             let at = p.ucma.ask_again(Instant::now()).expect("something is planned");
             std::thread::sleep(at.saturating_duration_since(Instant::now()));

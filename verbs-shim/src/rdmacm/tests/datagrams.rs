@@ -11,16 +11,15 @@ fn datagram_ids_are_resolved() {
     assert!(QpAttrMask::from_bits(attr.mask).unwrap().contains(QpAttrMask::QKEY));
     p.connect(id, b"q").unwrap();
     assert_eq!(p.log.take(), ["resolve 10.0.0.9:7471 Udp -> 1"]);
-    let answer = |status, qkey| SidrAnswer {
+    let answer = |status, qkey| CmEventKind::Resolved {
+        conn: CONN,
         status,
         qpn: Qpn::new(0x55),
         qkey: roce::verbs::QKey(qkey),
+        info: Vec::new(),
         private_data: vec![1; 136],
     };
-    p.ucma.on_news(News::Resolved {
-        key: 1,
-        answer: answer(sidr_status::SUCCESS, 0x0123_4567),
-    });
+    p.report(1, answer(sidr_status::SUCCESS, 0x0123_4567));
     let event = p.expect(EventType::Established);
     let ud = ud_param(&event);
     assert_eq!((ud.qp_num, ud.qkey, ud.private_data_len), (0x55, 0x0123_4567, 136));
@@ -28,19 +27,13 @@ fn datagram_ids_are_resolved() {
         (ud.ah_attr.dgid, ud.ah_attr.sgid_index),
         (sockaddr("10.0.0.9:0").gid(), 2)
     );
-    p.ucma.on_news(News::Resolved {
-        key: 1,
-        answer: answer(sidr_status::SUCCESS, 1),
-    });
+    p.report(1, answer(sidr_status::SUCCESS, 1));
     assert_eq!(
         p.expect(EventType::AddrError).status,
         -libc::EINVAL as u32,
         "another Q_Key"
     );
-    p.ucma.on_news(News::Resolved {
-        key: 1,
-        answer: answer(sidr_status::REJECT, 0),
-    });
+    p.report(1, answer(sidr_status::REJECT, 0));
     assert_eq!(p.expect(EventType::Unreachable).status, 2);
 }
 
@@ -52,12 +45,18 @@ fn a_datagram_listener_answers() {
     for (accept, fails) in [(true, false), (true, true), (false, false)] {
         let conn = p.ucma.backend.thing("ask".into()).unwrap();
         let number = conn.key;
-        p.ucma.on_news(News::SidrRequest {
-            listener: key,
-            conn,
+        let event = CmEventKind::SidrRequest {
+            listener: ListenId(0),
+            conn: CONN,
             local: "10.0.0.1:7471".parse().unwrap(),
             remote: "10.0.0.9:5000".parse().unwrap(),
+            space: PortSpace::Udp,
             private_data: vec![2; 180],
+        };
+        p.ucma.on_report(Report::Cm {
+            key,
+            new: Some(conn),
+            event,
         });
         let event = p.expect(EventType::ConnectRequest);
         assert_eq!(ud_param(&event).private_data_len, 180);

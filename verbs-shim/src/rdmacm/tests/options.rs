@@ -23,11 +23,7 @@ fn options() {
     p.resolve(id, "10.0.0.9:7471").unwrap();
     p.simple(Cmd::ResolveRoute, id, 0).unwrap();
     p.connect(id, b"").unwrap();
-    p.ucma.on_news(News::Reply {
-        key: 1,
-        path: path(),
-        private_data: Vec::new(),
-    });
+    p.report(1, reply(b""));
     assert_eq!(p.qp_attr(id, QpState::Rts).unwrap().timeout, 21);
 }
 

@@ -8,9 +8,8 @@ use std::{
 };
 
 use roce::{
-    AccessFlags, CmChannel as _, CmEventKind, CmId as _, Completion, CompletionQueue as _, ConnParams, Cq, Device,
-    EventChannel, Id, MemoryRegion as _, Mr, Payload, Pd, Qp, QpCaps, QpInit, QueuePair as _, RKey, RecvWr, RemoteAddr,
-    SendFlags, SendOp, SendWr, VerbsDevice as _, WcOpcode,
+    AccessFlags, CmEventKind, Completion, ConnParams, Cq, Device, EventChannel, Id, Mr, Payload, Pd, Qp, QpCaps,
+    QpInit, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, WcOpcode,
 };
 use rtrs::proto::{
     ChunkLayout, ConnReq, ConnRsp, Imm, InfoReq, InfoRsp, MsgFlags, RdmaWrite, RkeyRsp, Uuid, info::ChunkAddr,
@@ -160,18 +159,20 @@ impl Client {
                 return Ok(Outcome::Silence);
             };
             match event.kind {
-                CmEventKind::Established { private_data } => {
+                CmEventKind::Established { private_data, .. } => {
                     self.rsp = Some(*ConnRsp::parse(&private_data)?);
                     self.conns.push((cid, Conn { qp, id }));
                     return Ok(Outcome::Accepted);
                 }
-                CmEventKind::Rejected { reason, private_data } => {
+                CmEventKind::Rejected {
+                    reason, private_data, ..
+                } => {
                     let rsp = ConnRsp::parse(&private_data).map(ConnRsp::errno);
                     return Ok(rsp.map_or(Outcome::RefusedByCm(reason.0), Outcome::Refused));
                 }
-                CmEventKind::Unreachable(_) => return Ok(Outcome::Unreachable),
+                CmEventKind::Unreachable { .. } => return Ok(Outcome::Unreachable),
                 // Of connections before.
-                CmEventKind::Disconnected | CmEventKind::TimewaitExit => {}
+                CmEventKind::Disconnected { .. } | CmEventKind::TimewaitExit { .. } => {}
                 other => return Err(format!("connection {cid}: {other:?}").into()),
             }
         }
