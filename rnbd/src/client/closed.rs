@@ -2,7 +2,9 @@
 //!
 //! A kernel's server closes all devices of a session when the session's last path goes there. If another path is up by the time that
 //! the client sees the loss, the session was never down here, and requests are answered with ENOTCONN: they name devices that are not
-//! open. So would an operator's order to close one device have it.
+//! open. So would an operator's order to close one device have it, which can't be told apart there. A server that names its
+//! [instance](crate::proto::instance) keeps the session's devices while a path is being connected: there the order counts, and
+//! requests fail.
 //!
 //! The device numbers of before may be given to other devices (`xa_alloc` takes the lowest that is free), so a request that is still
 //! in flight could reach another device than it was meant for. Hence no device of the session is opened before all requests of all

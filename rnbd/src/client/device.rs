@@ -100,7 +100,7 @@ pub(super) struct Device {
     pub(super) geometry: Option<Geometry>,
     /// The server that has it open answers block status, as far as is known.
     pub(super) answers_status: bool,
-    /// At home: where the server keeps what no flush has covered, as far as it says.
+    /// Where the server keeps what no flush has covered, as far as it says.
     pub(super) instance: Option<Instance>,
     /// Acknowledged writes that no flush has covered, and losses among them.
     pub(super) losses: Arc<Losses>,
@@ -267,9 +267,11 @@ impl Device {
             Ok(()) => Fate::Over(Ok(())),
             Err(IoError::Path(_)) if self.waits() => Fate::Again,
             Err(IoError::Remote(e)) if self.waits() && Errno::from_wire(e) == Errno::ENOTCONN => {
-                // Else it had the number of before.
                 match self.id.is_some() && !former {
+                    // Where the server says who it is, it closes devices of a session that is up by an operator's order only.
+                    true if self.instance.is_some() => Fate::Over(Err(Errno::ENOTCONN)),
                     true => Fate::Closed,
+                    // It had the number of before.
                     false => Fate::Again,
                 }
             }

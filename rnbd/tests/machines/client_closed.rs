@@ -10,7 +10,7 @@ use rnbd::{
         output::{LossCause, Output},
         state::DeviceState,
     },
-    proto::{ClientMsg, MsgOpenRsp},
+    proto::ClientMsg,
 };
 use rtrs::{IoError, client::request::Submission};
 use zerocopy::IntoBytes;
@@ -227,36 +227,46 @@ fn a_loss_of_the_session_meanwhile_is_an_ordinary_one() {
 /// The server's machine may have restarted.
 #[test]
 fn what_it_may_have_lost_is_told() {
-    let of = |id, boot: Option<&str>| boot.map_or_else(|| open_rsp(id), |boot| open_rsp_of(id, boot));
-    for (before, now, lost) in [
-        (Some("1"), Some("1"), None),
-        (Some("1"), Some("2"), Some(LossCause::AnotherInstance)),
-        (None, None, Some(LossCause::Unknown)),
-    ] {
-        let mut bench = Bench::up();
-        let device = bench.map("disk", &of(7, before));
-        bench.client.set_on_loss(device, OnLoss::Queue(None)).unwrap();
-        bench.submit(device, WRITE, 0, 4096);
-        let write = bench.sent_one();
-        bench.answer(write, Ok(()));
-        assert_eq!(bench.ends().len(), 1);
-        let flush = bench.submit(device, BlockOp::Flush, 0, 0);
-        let sent = bench.sent_one();
-        bench.answer(sent, CLOSED);
-        bench.outputs();
-        let open = bench.opens();
-        let rsp: MsgOpenRsp = of(7, now);
-        bench.answer_with(open, rsp.as_bytes());
-        let told = bench.outputs().into_iter().find_map(|output| match output {
-            Output::WritesLost { writes: 1, cause, .. } => Some(cause),
-            _ => None,
-        });
-        assert_eq!(told, lost);
-        let sent = bench.sent_one();
-        bench.answer(sent, Ok(()));
-        let end = if lost.is_some() { Err(Errno::EIO) } else { Ok(()) };
-        assert_eq!(bench.ends(), [(flush, end)]);
-    }
+    let mut bench = Bench::up();
+    let device = bench.map("disk", &open_rsp(7));
+    bench.client.set_on_loss(device, OnLoss::Queue(None)).unwrap();
+    bench.submit(device, WRITE, 0, 4096);
+    let write = bench.sent_one();
+    bench.answer(write, Ok(()));
+    assert_eq!(bench.ends().len(), 1);
+    let flush = bench.submit(device, BlockOp::Flush, 0, 0);
+    let sent = bench.sent_one();
+    bench.answer(sent, CLOSED);
+    bench.outputs();
+    let open = bench.opens();
+    bench.answer_with(open, open_rsp(7).as_bytes());
+    let told = bench.outputs().into_iter().any(|output| {
+        matches!(
+            output,
+            Output::WritesLost {
+                writes: 1,
+                cause: LossCause::Unknown,
+                ..
+            }
+        )
+    });
+    assert!(told);
+    let sent = bench.sent_one();
+    bench.answer(sent, Ok(()));
+    assert_eq!(bench.ends(), [(flush, Err(Errno::EIO))]);
+}
+
+/// Such a server closes a device of a session that is up by an operator's order only.
+#[test]
+fn the_order_to_close_counts_where_the_server_names_its_instance() {
+    let mut bench = Bench::up();
+    let device = bench.map("disk", &open_rsp_of(7, "1"));
+    bench.client.set_on_loss(device, OnLoss::Queue(None)).unwrap();
+    let write = bench.submit(device, WRITE, 0, 4096);
+    let sent = bench.sent_one();
+    bench.answer(sent, CLOSED);
+    assert_eq!(bench.ends(), [(write, Err(Errno::ENOTCONN))]);
+    assert!(bench.sent().is_empty());
 }
 
 #[test]
