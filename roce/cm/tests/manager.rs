@@ -25,6 +25,12 @@ fn both_are_disconnected(w: &mut World, client: ConnId, server: ConnId) {
     }
 }
 
+/// Event of a server whose RTU has arrived.
+fn rtu_arrived(conn: ConnId) -> Event {
+    let private_data = vec![];
+    Event::Established { conn, private_data }
+}
+
 #[test]
 fn table_has_no_doubles_and_every_timed_state_has_a_timer() {
     for (i, (s, input, _)) in TABLE.iter().enumerate() {
@@ -90,13 +96,7 @@ fn connect_accept_disconnect() {
     }
     w.m[C].qp_ready(w.now, c).unwrap();
     w.settle();
-    assert_eq!(
-        w.m[S].poll_event(),
-        Some(Event::Established {
-            conn: s,
-            private_data: vec![]
-        })
-    );
+    assert_eq!(w.m[S].poll_event(), Some(rtu_arrived(s)));
     assert_eq!(
         (w.m[C].next_timeout(), w.m[S].next_timeout()),
         (None, None),
@@ -259,13 +259,7 @@ fn duplicates_are_answered_again_without_an_event() {
     assert_eq!(w.m[S].state(s), Some(State::RepExtended));
     w.m[C].qp_ready(w.now, c).unwrap();
     w.settle();
-    assert_eq!(
-        w.m[S].poll_event(),
-        Some(Event::Established {
-            conn: s,
-            private_data: vec![]
-        })
-    );
+    assert_eq!(w.m[S].poll_event(), Some(rtu_arrived(s)));
     // REP after the RTU: RTU again, and the server takes no notice.
     let rep = last_sent(&w, Attribute::Rep);
     again(&mut w, rep);
@@ -383,13 +377,7 @@ fn mtu_that_we_can_t_do() {
     }
     w.m[C].qp_ready(w.now, c).unwrap();
     w.settle();
-    assert_eq!(
-        w.m[S].poll_event(),
-        Some(Event::Established {
-            conn: s,
-            private_data: vec![]
-        })
-    );
+    assert_eq!(w.m[S].poll_event(), Some(rtu_arrived(s)));
     let req = lone_req(&mut w, 0x12);
     for code in [0, 4, 5, 6, 15] {
         again(&mut w, with_req(req, |r| r.path_mtu = code));
@@ -700,13 +688,7 @@ fn data_before_the_rtu_establishes() {
     w.pump();
     w.m[S].communication_established(w.now, s);
     w.m[S].communication_established(w.now, s);
-    assert_eq!(
-        w.m[S].poll_event(),
-        Some(Event::Established {
-            conn: s,
-            private_data: vec![]
-        })
-    );
+    assert_eq!(w.m[S].poll_event(), Some(rtu_arrived(s)));
     assert_eq!(w.m[S].poll_event(), None);
     assert_eq!(w.m[S].next_timeout(), None);
 }
@@ -965,13 +947,7 @@ fn a_manager_connects_to_itself() {
     assert!(matches!(m.poll_event(), Some(Event::Reply { .. })));
     m.qp_ready(now, c).unwrap();
     settle(&mut m);
-    assert_eq!(
-        m.poll_event(),
-        Some(Event::Established {
-            conn: s,
-            private_data: vec![]
-        })
-    );
+    assert_eq!(m.poll_event(), Some(rtu_arrived(s)));
     m.disconnect(now, s);
     settle(&mut m);
     let ends: Vec<_> = std::iter::from_fn(|| m.poll_event()).collect();
