@@ -228,9 +228,7 @@ impl Port {
             rnr_retry: path.rnr_retry,
             ..ToRts::new(path.av, path.mtu, path.qpn)
         };
-        self.modify_qp(now, qpn, &steps.step(qp_type, QpState::Rtr))?;
-        let slot = self.slot(qpn)?;
-        self.apply_terms(slot, Terms::of(path));
+        self.modify_with(now, qpn, &steps.step(qp_type, QpState::Rtr), Some(Terms::of(path)))?;
         self.modify_qp(now, qpn, &steps.step(qp_type, QpState::Rts))
     }
 

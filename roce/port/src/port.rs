@@ -282,6 +282,17 @@ impl Port {
     /// # Errors
     /// If the queue pair does not exist, or the transition or an attribute is not permitted. Then nothing changes.
     pub fn modify_qp(&mut self, now: Instant, qpn: Qpn, attr: &QpAttr) -> Result<(), VerbsError> {
+        self.modify_with(now, qpn, attr, None)
+    }
+
+    /// Changes attributes and state. `agreed`: the terms of the queue pair's own connection; `None`: those that peers have announced.
+    pub(crate) fn modify_with(
+        &mut self,
+        now: Instant,
+        qpn: Qpn,
+        attr: &QpAttr,
+        agreed: Option<Terms>,
+    ) -> Result<(), VerbsError> {
         self.now = now;
         let slot = self.slot(qpn)?;
         let mut attr = *attr;
@@ -303,7 +314,8 @@ impl Port {
                 self.qps[slot].qp.enable_reorder(&self.config.reorder_budget);
             }
             if let Some((av, peer)) = self.qps[slot].qp.remote() {
-                let mut terms = self.handshakes.terms((av.remote.to_canonical(), peer));
+                let announced = || self.handshakes.terms((av.remote.to_canonical(), peer));
+                let mut terms = agreed.unwrap_or_else(announced);
                 // Packets to our own address come to our own sockets.
                 terms.selective |= av.remote == av.local;
                 self.apply_terms(slot, terms);
@@ -332,7 +344,7 @@ impl Port {
     }
 
     /// Applies the terms that the peer announced to a queue pair in RTR.
-    pub(crate) fn apply_terms(&mut self, slot: usize, terms: Terms) {
+    fn apply_terms(&mut self, slot: usize, terms: Terms) {
         let qp = &mut self.qps[slot].qp;
         if let Some(port) = terms.src_port {
             qp.set_peer_source(port);

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use roce_bth::{Aeth, Bth, Header, Msn, NakCode, Opcode, Reth, Syndrome};
 use roce_cm::guid;
+use roce_port::QpnRange;
 
 use crate::{drops::sealed, *};
 
@@ -41,6 +42,12 @@ fn pair_of(ports: Ports) -> Pair {
     let host = |last: u8| Host::with(last, |c| c.cm.ca_guid = guid::keeping(last.into()));
     let (mut a, mut b) = (host(1), host(2));
     let (qa, qb) = (a.qp(), b.qp());
+    let next = connect(&mut a, &mut b, qa, qb);
+    Pair { a, b, qa, qb, next }
+}
+
+/// Connects two queue pairs; returns the first PSN that B's expects.
+fn connect(a: &mut Host, b: &mut Host, qa: Qpn, qb: Qpn) -> u32 {
     b.port.cm_listen(&ListenArgs::new(None, 7471, 4)).unwrap();
     let (from, to) = (SocketAddr::new(a.addr, 0), SocketAddr::new(b.addr, 7471));
     a.port.connect_qp(a.now, from, to, qa, params(b"")).unwrap();
@@ -60,8 +67,7 @@ fn pair_of(ports: Ports) -> Pair {
         }
     }
     assert_eq!(b.port.qp_state(qb), Some(QpState::Rts));
-    let next = psn.unwrap().value();
-    Pair { a, b, qa, qb, next }
+    psn.unwrap().value()
 }
 
 impl Pair {
@@ -295,6 +301,44 @@ fn if_copies_of_a_packet_differ_neither_is_executed() {
         assert!(rounds < 50);
     }
     assert_eq!(contents(&dst), noise(8192));
+}
+
+/// A stranger asks us for a connection in the peer's name, with the number of the queue pair to which ours is being connected, and names a
+/// source port and a GUID that it made up.
+#[test]
+fn a_forged_request_does_not_change_the_terms_of_a_connection_of_ours() {
+    let only = QpnRange {
+        first: 0x123,
+        last: 0x123,
+    };
+    let keeping = |c: &mut PortConfig, last: u64| c.cm.ca_guid = guid::keeping(last);
+    let mut a = Host::with(1, |c| keeping(c, 1));
+    let mut b = Host::with(2, |c| c.qpns = only);
+    let mut stranger = Host::with(3, |c| {
+        *c = PortConfig::new(vec![ip(2)], Mtu::B1024, 2);
+        keeping(c, 2);
+        c.qpns = only;
+    });
+    let (qa, qb, of_stranger) = (a.qp(), b.qp(), stranger.qp());
+    assert_eq!(qb, of_stranger);
+    a.port.cm_listen(&ListenArgs::new(None, 7000, 4)).unwrap();
+    let (from, to) = (SocketAddr::new(b.addr, 0), SocketAddr::new(a.addr, 7000));
+    stranger
+        .port
+        .connect_qp(stranger.now, from, to, of_stranger, params(b""))
+        .unwrap();
+    for d in stranger.take() {
+        a.give(&d);
+    }
+    // It waits for the program's answer.
+    assert!(matches!(a.events()[..], [CmEventKind::Request { .. }]));
+    connect(&mut a, &mut b, qa, qb);
+    let (src, dst) = (b.region(64), a.region(64));
+    src.write(0, &noise(64)).unwrap();
+    b.send(qb, 1, SendOp::Write(remote(&dst)), &src, 64);
+    exchange(&mut a, &mut b);
+    assert_eq!(a.port.counters().drop_stranger, 0);
+    assert_eq!(contents(&dst), noise(64));
 }
 
 /// A client of several ports can't exceed the memory limit of the process.
