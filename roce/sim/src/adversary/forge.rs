@@ -29,6 +29,8 @@ pub(super) struct Place {
     pub(super) datagram_qpns: Vec<Qpn>,
     /// Connected queue pairs.
     pub(super) connected: Vec<Target>,
+    /// Numbers of queue pairs that are connected, or are being connected.
+    pub(super) qpns: Vec<Qpn>,
 }
 
 /// Kind of packets of a campaign.
@@ -468,6 +470,13 @@ pub(super) fn req(from: &Place, to: &Place, rng: &mut Rng) -> Req {
         private_data[HEADER_LEN + 8..HEADER_LEN + 48].copy_from_slice(&noise);
     }
     let (unknown, listening) = (rng.next(), rng.chance(0.9));
+    // In the peer's name, of a queue pair that it has, from a port that it does not send from.
+    let local_qpn = match from.qpns[..] {
+        [_, ..] if rng.chance(0.5) => rng.pick(&from.qpns),
+        _ => Qpn::new(rng.next() as u32),
+    };
+    // There ferroce reads the port.
+    let src_port = if rng.chance(0.5) { rng.next() as u16 } else { 0 };
     Req {
         local_comm_id: comm_id(rng),
         service_id: if listening {
@@ -476,7 +485,8 @@ pub(super) fn req(from: &Place, to: &Place, rng: &mut Rng) -> Req {
             unknown
         },
         local_ca_guid: guid(from, rng),
-        local_qpn: Qpn::new(rng.next() as u32),
+        local_qkey: QKey(src_port.into()),
+        local_qpn,
         responder_resources: rng.next() as u8,
         initiator_depth: rng.next() as u8,
         remote_cm_response_timeout: rng.pick(&[0, 1, 20, 31]),

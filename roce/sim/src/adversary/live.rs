@@ -133,6 +133,12 @@ impl Live {
 }
 
 impl World {
+    /// Numbers of a host's queue pairs that are connected, or are being connected.
+    pub(super) fn qpns(&self, h: usize) -> Vec<Qpn> {
+        let ends = self.conns.iter().flat_map(|c| &c.ends);
+        ends.filter(|end| end.host == h).filter_map(|end| end.qpn).collect()
+    }
+
     /// Returns the connected queue pairs of a host that have been sent a packet, with their addresses.
     pub(super) fn targets(&self, live: &Live, h: usize) -> Vec<Target> {
         let ends = self.conns.iter().flat_map(|c| {

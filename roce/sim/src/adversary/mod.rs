@@ -318,6 +318,7 @@ impl World {
             guid: host.map_or(0, |h| self.guid(h)),
             datagram_qpns: host.map_or(Vec::new(), |h| self.datagram_qpns(h)),
             connected: host.map_or(Vec::new(), |h| self.targets(&blind.live, h)),
+            qpns: host.map_or(Vec::new(), |h| self.qpns(h)),
         }
     }
 
