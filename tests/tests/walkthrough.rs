@@ -22,7 +22,7 @@ const PAGES: usize = 4;
 /// Mark of commands that a page takes for done: a comment, which readers don't see.
 const SETUP: &str = "setup";
 
-/// What scripts begin with: folders and addresses of the examples, in a namespace of their own.
+/// Begin of a script: folders and addresses of the examples, in a namespace of their own.
 const PREPARE: &str = r#"set -e
 mount -t tmpfs -o mode=755 tmpfs /run
 mount -t tmpfs -o mode=755 tmpfs /srv
@@ -32,7 +32,7 @@ ip addr add 2001:db8::8/128 dev lo
 background=()
 trap '[ $? = 0 ] || tail -n 30 background.* >&2' EXIT
 "#;
-/// What they end with: background commands must still run, and end well.
+/// End of a script: background commands must still run, and end well.
 const FINISH: &str = r#"
 for ((i = ${#background[@]}; i--;)); do kill ${background[i]}; wait ${background[i]}; done
 "#;
@@ -40,7 +40,7 @@ for ((i = ${#background[@]}; i--;)); do kill ${background[i]}; wait ${background
 /// A block of a page.
 struct Block {
     line: usize,
-    /// What follows the fence.
+    /// Text after the fence.
     mark: String,
     text: String,
 }
@@ -91,7 +91,7 @@ fn script(page: &str) -> String {
     script
 }
 
-/// What is wrong with a block's mark, if `explained` has the reasons for not running commands.
+/// Returns the mistake in a block's mark. `explained`: whether contributors find a reason for not running commands explained.
 fn wrong(mark: &str, explained: impl Fn(&str) -> bool) -> Option<&'static str> {
     match mark.split_once(' ').unwrap_or((mark, "")) {
         ("", _) => Some("has no language"),

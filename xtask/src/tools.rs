@@ -77,7 +77,7 @@ pub(crate) const OF_PACKAGES: [Tool; 4] = [
     Tool::new("dpkg-deb", "dpkg"),
     Tool::new("/usr/lib/python3/dist-packages/wheel/__main__.py", "python3-wheel"),
 ];
-/// What boots a root in a container.
+/// Tools that boot a root in a container.
 pub(crate) const OF_BOOTED_ROOTS: [Tool; 1] = [Tool::new("systemd-nspawn", "systemd-container")];
 /// What packages are tried with, in a fresh Debian.
 pub(crate) const OF_FRESH_ROOTS: [Tool; 6] = [

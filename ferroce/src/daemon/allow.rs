@@ -66,24 +66,37 @@ pub(super) const TLS_CERTIFICATES: &str = "tls-certificates";
 const NBD: &str = "nbd";
 const VHOST_USER: &str = "vhost-user";
 
+/// Key of the table `[control]`: a limit of what members start.
+#[derive(Clone, Copy)]
+pub(crate) enum Limit {
+    Export,
+    Pcap,
+    TlsCertificates,
+    NbdListen,
+}
+
 /// Keys of the table `[control]`, as the file's reader, its manual page and the reference page have them: name, form of the value, help.
-pub(crate) const KEYS: [(&str, &str, &str); 4] = [
+pub(crate) const KEYS: [(Limit, &str, &str, &str); 4] = [
     (
+        Limit::Export,
         EXPORT,
         "[\"PATH[,ro]\", …]",
         "Exports are one of these files, folders and devices, or below it; with `,ro` for reading only",
     ),
     (
+        Limit::Pcap,
         PCAP,
         "[\"DIR\", …]",
         "Captures are files in one of these folders. They overwrite what is there",
     ),
     (
+        Limit::TlsCertificates,
         TLS_CERTIFICATES,
         "[\"DIR\", …]",
         "These folders of certificates may be used",
     ),
     (
+        Limit::NbdListen,
         NBD_LISTEN,
         "true or false",
         "NBD clients may connect by TCP [default: false]",

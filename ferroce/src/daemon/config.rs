@@ -16,7 +16,7 @@ use toml::{
 
 use super::{
     DaemonArgs,
-    allow::{self, Allowed},
+    allow::{self, Allowed, Limit},
     task::{Kind, Task, TaskName, described},
 };
 use crate::serve;
@@ -176,22 +176,22 @@ impl Source<'_> {
     /// The table `[control]`.
     fn allowed(&self, value: &Spanned<DeValue<'_>>) -> Result<Allowed, ConfigError> {
         let table = self.table(&format!("[{CONTROL}]"), value)?;
-        let keys = allow::KEYS.map(|(name, ..)| name);
+        let keys = allow::KEYS.map(|(_, name, ..)| name);
         let mut allowed = Allowed::default();
         for (name, value) in table {
-            match &**name.as_ref() {
-                // Keys that the pages lack are refused.
-                other if !keys.contains(&other) => {
-                    let hint = hint(other, keys, &format!("there are {}", keys.join(", ")));
-                    let text = format!("unknown key `{other}` of [{CONTROL}]: {hint}");
-                    return Err(self.error(name.span().start, text));
-                }
-                allow::EXPORT => allowed.export = self.each(value, root)?,
-                allow::PCAP => allowed.pcap = self.each(value, folder)?,
-                allow::TLS_CERTIFICATES => allowed.tls_certificates = self.each(value, folder)?,
-                nbd_listen => match value.as_ref() {
+            let given = &**name.as_ref();
+            let Some((key, ..)) = allow::KEYS.iter().find(|(_, name, ..)| *name == given) else {
+                let hint = hint(given, keys, &format!("there are {}", keys.join(", ")));
+                let text = format!("unknown key `{given}` of [{CONTROL}]: {hint}");
+                return Err(self.error(name.span().start, text));
+            };
+            match key {
+                Limit::Export => allowed.export = self.each(value, root)?,
+                Limit::Pcap => allowed.pcap = self.each(value, folder)?,
+                Limit::TlsCertificates => allowed.tls_certificates = self.each(value, folder)?,
+                Limit::NbdListen => match value.as_ref() {
                     DeValue::Boolean(on) => allowed.nbd_listen = *on,
-                    _ => return Err(self.error(value.span().start, format!("`{nbd_listen}` is true or false"))),
+                    _ => return Err(self.error(value.span().start, format!("`{given}` is {BOOLEAN}"))),
                 },
             }
         }
@@ -379,7 +379,7 @@ pub(crate) fn tables() -> Vec<(String, Vec<Documented>)> {
     let tasks = Kind::ALL.iter();
     let tasks = tasks.map(|kind| (format!("[{}.NAME]", kind.name()), keys(&kind.command(), &OF_DAEMON)));
     let daemon = keys(&DaemonArgs::command(), &OF_FILE);
-    let control = allow::KEYS.map(|(name, value, help)| Documented {
+    let control = allow::KEYS.map(|(_, name, value, help)| Documented {
         name: name.to_owned(),
         value: value.to_owned(),
         help: help.to_owned(),

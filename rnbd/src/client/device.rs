@@ -100,7 +100,7 @@ pub(super) struct Device {
     pub(super) geometry: Option<Geometry>,
     /// The server that has it open answers block status, as far as is known.
     pub(super) answers_status: bool,
-    /// Where the server keeps what no flush has covered, as far as it says.
+    /// Instance of the server's unflushed data; `None` if the server names none.
     pub(super) instance: Option<Instance>,
     /// Acknowledged writes that no flush has covered, and losses among them.
     pub(super) losses: Arc<Losses>,
