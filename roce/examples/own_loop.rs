@@ -163,10 +163,8 @@ fn main() -> Outcome<()> {
     let mut device = LocalDevice::open(&addresses.map(DeviceConfig::new))?;
     let mut poll = Poll::new()?;
     for fd in device.descriptors() {
-        // Both, so that a wait after Flush::Blocked ends when there is room.
-        let interest = Interest::READABLE | Interest::WRITABLE;
         poll.registry()
-            .register(&mut SourceFd(&fd.as_raw_fd()), Token(0), interest)?;
+            .register(&mut SourceFd(&fd.as_raw_fd()), Token(0), Interest::READABLE)?;
     }
 
     let memory = Pages::allocate(2 * PART)?;

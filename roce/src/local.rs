@@ -160,7 +160,7 @@ impl Ports for Members {
 ///     busy |= dispatch(device.provider())?;
 ///     if !more && !busy && flushed != Flush::More {
 ///         let _timeout = device.next_timeout(roce::now());
-///         // Poll device.descriptors() with this timeout, for writing too after Flush::Blocked.
+///         // Poll device.descriptors() for reading with this timeout.
 ///     }
 /// }
 /// # }
@@ -372,7 +372,7 @@ impl LocalDevice {
         }
     }
 
-    /// Sends the packets that are due. After [`Flush::Blocked`], call it again when a descriptor is writable.
+    /// Sends the packets that are due. After [`Flush::Blocked`], call it again when a descriptor is readable.
     pub fn flush(&mut self, now: Instant) -> Flush {
         let mut all = Flush::Done;
         for member in self.members() {
@@ -391,7 +391,7 @@ impl LocalDevice {
         next.map(|at| at.saturating_since(now))
     }
 
-    /// Returns the descriptors to poll for reading, and after [`Flush::Blocked`] for writing.
+    /// Returns the descriptors to poll for reading: packets, or room after [`Flush::Blocked`].
     pub fn descriptors(&mut self) -> Vec<BorrowedFd<'_>> {
         self.fabric.ports().0.iter().flat_map(Member::descriptors).collect()
     }

@@ -131,7 +131,7 @@ impl Devices {
         self.soft().run_timers(now, more);
     }
 
-    /// Sends what there is to send. After [`Flush::Blocked`] it is to be called again when a descriptor is writable. RDMA devices have
+    /// Sends what there is to send. After [`Flush::Blocked`], call it again when a descriptor is readable. RDMA devices have
     /// sent already.
     pub fn flush(&mut self, now: Instant) -> Flush {
         self.soft().flush(now)
@@ -162,7 +162,7 @@ impl Devices {
         }
     }
 
-    /// Returns the descriptors to watch for packets, and for room to send after [`Flush::Blocked`].
+    /// Returns the descriptors to watch for input: packets, or room to send after [`Flush::Blocked`].
     pub fn descriptors(&mut self) -> Vec<BorrowedFd<'_>> {
         self.soft().descriptors()
     }

@@ -88,7 +88,7 @@ pub struct Undeliverable<'a> {
 pub struct Sent {
     /// Bursts that were sent, or lost as the network may lose them (each loss is counted).
     pub bursts: usize,
-    /// The send buffer is full: the rest is to be offered again soon.
+    /// The send buffer is full. When it has room again, a [descriptor](Datapath::descriptors) is readable.
     pub blocked: bool,
 }
 
@@ -176,7 +176,7 @@ pub trait Datapath: Send {
     fn hear_undeliverable(&mut self, _on: bool) {}
     /// Hands over the ICMP errors that came since, and forgets them.
     fn undeliverable(&mut self, _handle: &mut dyn FnMut(&Undeliverable<'_>)) {}
-    /// Returns the descriptors to watch for input. Those that were there before come first, in the same order, as long as they live.
+    /// Returns the descriptors to watch for input: for packets, and for room after a send that [blocked](Sent::blocked). Those that were there before come first, in the same order, as long as they live.
     fn descriptors(&self) -> Vec<BorrowedFd<'_>>;
     /// Counts so far.
     fn counters(&self) -> DatapathCounters;

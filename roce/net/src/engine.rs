@@ -25,8 +25,6 @@ const SINGLES: u32 = 8;
 const SOCKET_BUDGET: usize = 4096;
 /// Time up to which the progress thread waits for a timer awake. Arming a near timer takes 20 to 50 us in virtual machines.
 const SOON: Duration = Duration::from_micros(50);
-/// Time until the next try after the send buffer was full.
-const BLOCKED_RETRY: Duration = Duration::from_micros(200);
 
 /// Message from another engine of the device.
 #[derive(Debug)]
@@ -219,9 +217,6 @@ impl Engine {
         // Before sending: a connect request that nobody takes is rejected.
         self.report(now);
         let flushed = self.motor.flush(&mut self.port, now);
-        if flushed == Flush::Blocked {
-            self.wake.wake_by(now, now + BLOCKED_RETRY);
-        }
         self.unsent = flushed != Flush::Done;
         // Sending makes events too: a local request that ends in an error.
         self.report(now);

@@ -34,7 +34,7 @@ pub struct LocalConfig {
 ///     // Poll completion queues and the port's events; post work requests.
 ///     let flushed = driver.flush(now);
 ///     if !more && flushed != Flush::More {
-///         // Wait for descriptors, to write too if it is Flush::Blocked, until next_timeout.
+///         // Wait until a descriptor is readable, or next_timeout.
 ///     }
 /// }
 /// ```
@@ -91,7 +91,7 @@ impl LocalDriver {
         self.motor.next_timeout(&mut self.port)
     }
 
-    /// Returns the descriptors to watch for packets, and for room after [`Flush::Blocked`]. Those that were there before come
+    /// Returns the descriptors to watch for input: packets, or room after [`Flush::Blocked`]. Those that were there before come
     /// first, in the same order, as long as they live.
     pub fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
         self.motor.path.descriptors()

@@ -134,6 +134,8 @@ pub struct UdpDatapath {
     mad_sender: Option<usize>,
     /// ICMP errors about those are kept.
     hears: bool,
+    /// Room in the send buffer that was full last.
+    room: sys::RoomWatch,
     queue: SendQueue,
     ring: RecvRing,
     /// Messages to ask for at a time: fewer while merged buffers come.
@@ -249,6 +251,7 @@ impl UdpDatapath {
             singles,
             mad_sender,
             hears: false,
+            room: sys::RoomWatch::new().map_err(context("watching send buffers"))?,
             queue: SendQueue::new(SEND_BATCH),
             ring: RecvRing::new(RECV_SLOTS, MAX_DATAGRAM).map_err(context("allocating receive buffers"))?,
             vlen: RECV_MERGED,
@@ -328,6 +331,7 @@ impl UdpDatapath {
         while done < bursts.len() {
             let Some(sent) = self.send_some(family, sender, &bursts[done..]) else {
                 self.counters.tx_blocked += 1;
+                self.watch_room(family, sender);
                 break;
             };
             done += sent;
@@ -335,6 +339,15 @@ impl UdpDatapath {
         Sent {
             bursts: done,
             blocked: done < bursts.len(),
+        }
+    }
+
+    fn watch_room(&mut self, family: usize, sender: Option<usize>) {
+        let f = &self.families[family];
+        let socket = sender.map_or(&f.main, |i| &f.senders[i].1);
+        if let Err(e) = self.room.arm(socket.as_fd()) {
+            // The next packet that arrives, or timer, sends the rest.
+            tracing::warn!("epoll_ctl of a full send buffer failed: {e}");
         }
     }
 
@@ -730,6 +743,7 @@ impl Datapath for UdpDatapath {
             datagrams: 0,
             more: false,
         };
+        self.room.clear();
         let mut receiver = Receiver {
             ring: &mut self.ring,
             vlen: &mut self.vlen,
@@ -792,7 +806,7 @@ impl Datapath for UdpDatapath {
         let main = self.receivers().map(|(socket, _)| socket.as_fd());
         let mads = self.mad_senders().map(|(socket, _)| socket.as_fd());
         let groups = self.groups.sockets().map(|(_, socket)| socket);
-        main.chain(mads).chain(groups).collect()
+        main.chain(mads).chain([self.room.as_fd()]).chain(groups).collect()
     }
 
     fn counters(&self) -> DatapathCounters {

@@ -63,12 +63,12 @@ impl<'a> Sockets<'a> {
     }
 
     /// Watches all descriptors of a device, or none.
-    fn watch_device(&self, device: &NewDevice, interest: Interest) -> io::Result<()> {
+    fn watch_device(&self, device: &NewDevice) -> io::Result<()> {
         let fds = device.descriptors();
         for (index, fd) in fds.iter().enumerate() {
             self.change();
-            let watched = self.registry.register(&mut SourceFd(&fd.as_raw_fd()), DEVICE, interest);
-            if let Err(e) = watched {
+            let fd = fd.as_raw_fd();
+            if let Err(e) = self.registry.register(&mut SourceFd(&fd), DEVICE, Interest::READABLE) {
                 for fd in &fds[..index] {
                     let _ = self.deregister(*fd);
                 }
@@ -136,8 +136,6 @@ pub struct TurnCx<'a, J> {
     /// Counters of the loop.
     pub counters: &'a Counters,
     pub(crate) stop: &'a mut bool,
-    /// Interest in the devices' descriptors.
-    pub(crate) watched: Interest,
 }
 
 impl<J> TurnCx<'_, J> {
@@ -151,7 +149,7 @@ impl<J> TurnCx<'_, J> {
     /// # Errors
     /// Those of `epoll_ctl`; the device comes back.
     pub fn attach(&mut self, new: Box<NewDevice>) -> Result<DeviceIx, (io::Error, Box<NewDevice>)> {
-        match self.sockets.watch_device(&new, self.watched) {
+        match self.sockets.watch_device(&new) {
             Ok(()) => Ok(self.device.attach(*new)),
             Err(e) => Err((e, new)),
         }

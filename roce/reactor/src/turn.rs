@@ -205,14 +205,6 @@ impl<S: Service> Reactor<S> {
     }
 }
 
-/// Returns the interest in a device's descriptors.
-fn interest(room: bool) -> Interest {
-    match room {
-        true => Interest::READABLE | Interest::WRITABLE,
-        false => Interest::READABLE,
-    }
-}
-
 /// A loop that runs.
 pub(crate) struct Loop<C, J> {
     config: ReactorConfig,
@@ -231,10 +223,8 @@ pub(crate) struct Loop<C, J> {
     readable: bool,
     /// RDMA devices have something to tell, as far as is known.
     news: bool,
-    /// The send buffer was full, and there was no room since.
+    /// The send buffer was full, and no descriptor of the device was ready since.
     blocked: bool,
-    /// Room in the send buffer is watched for.
-    watches_room: bool,
     /// There is something to do at once.
     again: bool,
     completions: Vec<(QpId, Completion)>,
@@ -269,7 +259,6 @@ impl<C, J> Loop<C, J> {
             readable: true,
             news: true,
             blocked: false,
-            watches_room: false,
             again: false,
             completions: Vec::with_capacity(BATCH),
             event: None,
@@ -281,7 +270,7 @@ impl<C, J> Loop<C, J> {
             made.changes.set(made.changes.get() + 1);
             let fd = fd.as_raw_fd();
             let registry = made.poll.registry();
-            registry.register(&mut SourceFd(&fd), DEVICE, interest(false))?;
+            registry.register(&mut SourceFd(&fd), DEVICE, Interest::READABLE)?;
         }
         for fd in made.device.news() {
             made.changes.set(made.changes.get() + 1);
@@ -301,7 +290,6 @@ impl<C, J> Loop<C, J> {
             jobs: &self.jobs,
             counters: &self.counters,
             stop: &mut self.stop,
-            watched: interest(self.watches_room),
         }
     }
 
@@ -330,7 +318,7 @@ impl<C, J> Loop<C, J> {
         self.ready = ready;
         let quiet = self.rounds(service, begun)?;
         service.end(&mut self.cx());
-        let flushed = self.flush()?;
+        let flushed = self.flush();
         let more = service.sent(&mut self.cx());
         // Sending can complete work requests, and ending a turn can post what completes at once.
         let provider = self.device.provider();
@@ -423,32 +411,15 @@ impl<C, J> Loop<C, J> {
         Ok(true)
     }
 
-    /// Sends what there is to send, unless there was no room and is none.
-    fn flush(&mut self) -> io::Result<Flush> {
+    /// Sends what there is to send, unless the send buffer is full.
+    fn flush(&mut self) -> Flush {
         if self.blocked {
-            return Ok(Flush::Blocked);
+            return Flush::Blocked;
         }
         let flushed = self.device.flush(self.now);
         self.blocked = flushed == Flush::Blocked;
         self.counters.blocked += u64::from(self.blocked);
-        self.watch_room(self.blocked)?;
-        Ok(flushed)
-    }
-
-    /// Watches for room in the send buffer, or no longer.
-    fn watch_room(&mut self, watch: bool) -> io::Result<()> {
-        if self.watches_room == watch {
-            return Ok(());
-        }
-        self.watches_room = watch;
-        let interest = interest(watch);
-        for fd in self.device.descriptors() {
-            self.changes.set(self.changes.get() + 1);
-            let fd = fd.as_raw_fd();
-            let registry = self.poll.registry();
-            registry.reregister(&mut SourceFd(&fd), DEVICE, interest)?;
-        }
-        Ok(())
+        flushed
     }
 
     /// Sends what the last turn has left, as far as there is room.
@@ -578,7 +549,7 @@ impl<C, J> Loop<C, J> {
                 DEVICE => {
                     // An error is that of a request that ICMP reports as undeliverable.
                     self.readable |= event.is_readable() || event.is_error();
-                    self.blocked &= !event.is_writable();
+                    self.blocked = false;
                 }
                 NEWS => self.news = true,
                 MAIL => {}

@@ -5,6 +5,7 @@
 mod error;
 mod msg;
 mod netlink;
+mod room;
 mod threads;
 
 use std::{
@@ -24,6 +25,7 @@ use libc::{c_int, c_void, socklen_t};
 pub(crate) use error::{IcmpError, QUOTED, receive_error};
 pub(crate) use msg::{Origin, RecvRing, SendQueue};
 pub(crate) use netlink::{Rtnetlink, drain, watch_links, watch_neighbours};
+pub(crate) use room::RoomWatch;
 pub(crate) use threads::shorten_slice;
 pub use threads::{Thread, start_thread};
 
