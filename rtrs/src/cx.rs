@@ -1,4 +1,4 @@
-//! What a call into the machines brings along.
+//! Context of a call into the machines.
 
 use core::fmt;
 
@@ -6,7 +6,7 @@ use roce_verbs::{Instant, provider::Provider};
 
 /// Time, devices and dice: all that the machines know of the world.
 pub struct Cx<'a> {
-    /// What time it is. It never goes back.
+    /// Current time. It never goes back.
     pub now: Instant,
     /// The devices of this loop.
     pub provider: &'a mut dyn Provider,

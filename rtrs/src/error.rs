@@ -1,4 +1,4 @@
-//! What can go wrong.
+//! Errors.
 
 use core::time::Duration;
 use std::sync::Arc;
@@ -43,9 +43,9 @@ pub enum Error {
     /// The server does not keep to the protocol, or speaks another version.
     #[error("the server's {what}: {source}")]
     Protocol {
-        /// Which message.
+        /// Name of the message.
         what: &'static str,
-        /// What is wrong.
+        /// The violation.
         source: ProtoError,
     },
     /// The server's queue depth or sizes are not those of the session's other paths, between which requests move.
@@ -171,7 +171,7 @@ pub enum PathError {
     /// A work request failed.
     #[error("{what} failed: {status:?}")]
     Completion {
-        /// What it was.
+        /// Name of the work request.
         what: &'static str,
         /// How it ended.
         status: WcStatus,

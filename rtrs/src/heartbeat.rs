@@ -30,7 +30,7 @@ impl HeartbeatConfig {
     }
 }
 
-/// What to do at the end of an interval.
+/// Action at the end of an interval.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Beat {
     /// Ask.

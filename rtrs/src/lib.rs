@@ -51,7 +51,7 @@ pub use proto::errno;
 /// and be done, so much later than its queue pairs stopped.
 pub const PACKET_LIFETIME: Duration = Duration::from_nanos(4096 << 16);
 
-/// Which way the data of a request goes, seen from the client.
+/// Direction of a request's data, seen from the client.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Direction {
     /// From the server's chunk into the client's buffer.

@@ -1,6 +1,6 @@
 //! The marks of work requests.
 
-/// What a work request is for.
+/// Purpose of a work request.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum MarkKind {
     /// A receive; the index is its buffer.
@@ -25,12 +25,12 @@ impl MarkKind {
     }
 }
 
-/// What stands in `wr_id`. The connection is known by the queue pair.
+/// Content of `wr_id`. The connection is known by the queue pair.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Mark {
-    /// What for.
+    /// Purpose.
     pub kind: MarkKind,
-    /// Which of its kind.
+    /// Number within its kind.
     pub index: u32,
 }
 
@@ -63,7 +63,7 @@ impl Mark {
         Some(Self::new(kind, wr_id as u32))
     }
 
-    /// What a completion was of, for the report of a failure.
+    /// Name of a completed work request, for the report of a failure.
     pub fn what(wr_id: u64) -> &'static str {
         Self::decode(wr_id).map_or("work request", |mark| mark.kind.name())
     }

@@ -15,7 +15,7 @@ pub const MIN_SEND_WR: u32 = 32;
 /// Heartbeats of a kind that may wait: the answers to all questions that a peer may be owed at a time.
 const MAX_BEATS: usize = 32;
 
-/// Something to post: knows how many slots it takes at most.
+/// Item to post, which knows how many slots it takes at most.
 pub trait Work {
     /// Slots that it takes at most; a quarter of the queue or less.
     fn cost(&self) -> u32;

@@ -1,4 +1,4 @@
-//! What goes by a path.
+//! Traffic of a path.
 
 use crate::Direction;
 

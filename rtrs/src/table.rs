@@ -16,7 +16,7 @@ pub fn step<S: Copy + PartialEq, E: Copy + PartialEq, A>(
     Some((row.2, row.3))
 }
 
-/// What tests of tables have in common.
+/// Helpers that tests of tables share.
 #[cfg(test)]
 pub(crate) mod check {
     use core::fmt::Debug;

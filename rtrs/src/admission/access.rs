@@ -1,4 +1,4 @@
-//! Who may connect, and who may be called what.
+//! Access list: which addresses may connect, and which session names they may use.
 
 use core::{fmt, net::IpAddr, str::FromStr};
 

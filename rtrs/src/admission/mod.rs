@@ -1,4 +1,4 @@
-//! Who gets into a server, as a state machine without I/O: no threads, clocks or sockets, the time is an argument, and
+//! Admission control of a server, as a state machine without I/O: no threads, clocks or sockets, the time is an argument, and
 //! the same calls give the same answers.
 //!
 //! A connection request may come from anybody, with any source address. So it gets no more than a queue pair: the path
@@ -45,11 +45,11 @@ pub struct Limits {
     pub connections: usize,
     /// Paths whose client has not proved its address.
     pub half_open: usize,
-    /// Those of one client.
+    /// Half-open paths of one client.
     pub half_open_per_client: usize,
     /// Requests for further connections of half-open paths that wait.
     pub held: usize,
-    /// Those of one path.
+    /// Waiting requests of one path.
     pub held_per_path: usize,
     /// From the first request of a path to the end of its handshake.
     pub handshake: Duration,
@@ -73,7 +73,7 @@ impl Default for Limits {
     }
 }
 
-/// Whose requests are counted together: an IPv4 address, or the /64 of an IPv6 address, of which a host may use all.
+/// Unit in which requests are counted: an IPv4 address, or the /64 of an IPv6 address, of which a host may use all.
 /// Link-local IPv6 addresses each count for themselves: every host of the network has one in the same /64.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Client(IpAddr);
@@ -128,7 +128,7 @@ pub struct ConnectRequest {
     pub recon_cnt: u16,
 }
 
-/// What is to be done with a connection request.
+/// Answer to a connection request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Admitted {
     /// It is connection 0 of a new path, whose client may be anybody: make a queue pair and accept, no more.
@@ -158,7 +158,7 @@ pub struct Opened {
     pub new_session: bool,
 }
 
-/// Which connections belong together. The addresses are part of it, so that nobody elsewhere meets a path whose UUIDs it
+/// Key by which connections belong to one path. The addresses are part of it, so that nobody elsewhere meets a path whose UUIDs it
 /// has learned.
 type Identity = (Uuid, Uuid, IpAddr, IpAddr);
 
@@ -184,7 +184,7 @@ enum Stage {
 }
 
 struct Entry {
-    /// Of its connection 0.
+    /// Request of its connection 0.
     request: ConnectRequest,
     client: Client,
     stage: Stage,
@@ -196,7 +196,7 @@ struct Entry {
 }
 
 struct Session {
-    /// Of its first path.
+    /// Client of its first path.
     client: Client,
     paths: BTreeSet<PathKey>,
     name: Option<String>,
@@ -282,7 +282,7 @@ impl Admission {
         self.half_open.len()
     }
 
-    /// Those of a client.
+    /// Half-open paths of a client.
     pub fn half_open_of(&self, client: Client) -> usize {
         self.clients.get(&client).map_or(0, |t| t.half_open.len())
     }

@@ -56,7 +56,7 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// What the client is told.
+    /// Error number sent to the client.
     pub const fn errno(self) -> i32 {
         match self {
             Self::Address | Self::Name => errno::EACCES,

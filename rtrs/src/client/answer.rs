@@ -1,4 +1,4 @@
-//! What the server sends over a path that is up.
+//! Messages of the server over a path that is up.
 
 use std::collections::VecDeque;
 

@@ -38,7 +38,7 @@ pub struct Buffer {
     len: u32,
 }
 
-/// Where a buffer lies.
+/// Memory of a buffer.
 #[derive(Debug)]
 enum Place {
     Own { slab: u32, offset: u32, class: u8 },
@@ -52,7 +52,7 @@ pub struct LentId(u32);
 /// Bytes of lent memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LentPiece {
-    /// Which.
+    /// The lent memory.
     pub memory: LentId,
     /// First byte.
     pub offset: usize,
@@ -146,7 +146,7 @@ impl Buffer {
     }
 }
 
-/// What of registrations a buffer is: each with the first byte in it, and bytes.
+/// Parts of registrations that make up a buffer: each with its first byte and its length in bytes.
 pub(super) type Regions<'a> = SmallVec<[(&'a MrInfo, usize, u32); 1]>;
 
 /// A piece of a slab that nobody holds.
@@ -424,7 +424,7 @@ impl Buffers {
             .expect("a slab stays while a piece of it is lent or free")
     }
 
-    /// That of a buffer.
+    /// Memory of a buffer.
     fn own(&self, slab: u32) -> &Memory {
         let slab = self.slabs[slab as usize].as_ref();
         &slab.expect("a slab stays while a piece of it is lent or free").memory
@@ -509,7 +509,7 @@ impl Buffers {
         Ok(())
     }
 
-    /// What a request with the buffer takes of a device's registrations. `None` when the device has none of the buffers, or lent memory
+    /// Parts of a device's registrations that a request with the buffer uses. `None`: the device has none of the buffers, or lent memory
     /// was taken back.
     pub(super) fn regions(&self, buffer: &Buffer, device: DeviceIx) -> Option<Regions<'_>> {
         fn of(memory: &Memory, device: DeviceIx) -> Option<&MrInfo> {

@@ -17,7 +17,7 @@ pub struct SessionConfig {
     pub name: String,
     /// The paths to the server, 1 to [`MAX_PATHS`](Self::MAX_PATHS).
     pub paths: Vec<PathAddr>,
-    /// Which path a request takes.
+    /// Policy that chooses the path of a request.
     pub policy: Policy,
     /// The session is open as soon as one of its paths is up, and goes on trying the others. Off, as in the kernel: if one can't be
     /// connected the session can't be opened.
@@ -106,7 +106,7 @@ pub(super) fn check_reconnects(attempts: u32) -> Result<(), Error> {
     }
 }
 
-/// Which connection a request goes over.
+/// Kind of connection that a request uses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ConType {
     /// The service connection: user messages other than I/O. Only the first share has it.
@@ -115,7 +115,7 @@ pub enum ConType {
     Io(usize),
 }
 
-/// What a session can do.
+/// Abilities of a session.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SessionInfo {
     /// Largest data of a request, bytes.

@@ -11,7 +11,7 @@ use crate::{
     sendq::{MIN_SEND_WR, SendQueue, Work},
 };
 
-/// What a client posts.
+/// Work that a client posts.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Post {
     /// The request that has this permit.

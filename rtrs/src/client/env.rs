@@ -1,4 +1,4 @@
-//! What the parts of a client work with: the world, and whose queue pairs and connections are whose.
+//! Environment of the parts of a client: the caller's context, and the owners of queue pairs and connections.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -23,7 +23,7 @@ pub(super) struct ConnKey {
     pub(super) place: u16,
 }
 
-/// Whose queue pairs and connections are whose.
+/// Owners of queue pairs and connections.
 #[derive(Debug, Default)]
 pub(super) struct Names {
     /// By slot: looked at for each completion.
@@ -71,7 +71,7 @@ pub(super) struct Env<'a, 'b> {
     pub(super) out: &'a mut VecDeque<Output>,
     /// Connections that have something to post.
     pub(super) dirty: &'a mut Vec<ConnKey>,
-    /// Which share of the sessions this is.
+    /// Share of the sessions that this client has.
     pub(super) share: Share,
     /// The processor that the loop runs on.
     pub(super) cpu: u16,

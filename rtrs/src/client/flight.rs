@@ -4,7 +4,7 @@ use roce_verbs::RKey;
 
 use crate::client::{permits::Rest, request::Submission};
 
-/// What a request in flight waits for.
+/// Reason why a request in flight waits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(super) enum Waits {
     /// Room in the send queue.
@@ -71,6 +71,6 @@ pub(super) struct Orphan {
 pub(super) struct Again {
     pub(super) permit: u16,
     pub(super) request: Submission,
-    /// What its permit has to wait for when it ends.
+    /// Quarantine of its permit after its end.
     pub(super) rest: Option<Rest<u16>>,
 }

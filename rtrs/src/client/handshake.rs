@@ -32,7 +32,7 @@ use crate::{
 /// Send queue of an I/O connection at most: more requests wait their turn.
 const IO_SEND_WR: u32 = 1024;
 
-/// What a step works with.
+/// Arguments of a step.
 pub(super) struct Handshake<'a, 'b, 'c> {
     pub(super) path: &'a mut Path,
     pub(super) env: &'a mut Env<'b, 'c>,
@@ -40,7 +40,7 @@ pub(super) struct Handshake<'a, 'b, 'c> {
     pub(super) config: &'a SessionConfig,
     /// The session's UUID.
     pub(super) uuid: Uuid,
-    /// What holds for the session because of its other paths.
+    /// Terms that the session's other paths prescribe.
     pub(super) agreed: Option<Terms>,
     /// Another path is up.
     pub(super) others_up: bool,

@@ -1,4 +1,4 @@
-//! Where the headers of requests lie: the user's, and RTRS's message behind it. They are the session's, so that a request can
+//! Memory of the headers of requests: the user's, and RTRS's message behind it. They are the session's, so that a request can
 //! go by another path without being written again.
 
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! What of a session, or of its share in this loop, belongs to no path: permits, requests in flight, headers, buffers, and the keys
+//! State of a session, or of its share in this loop, that belongs to no path: permits, requests in flight, headers, buffers, and the keys
 //! of reads.
 
 use core::{ops::Range, time::Duration};
@@ -38,7 +38,7 @@ struct Held {
     then: Then,
 }
 
-/// What happens to a request that is held, when no packet of it can come any more.
+/// End of a request that is held, when no packet of it can come any more.
 #[derive(Debug)]
 enum Then {
     /// It was done when it was sent again, by another path, and its user hears of it: earlier, the same blocks could be written anew,
@@ -71,9 +71,9 @@ pub(super) struct Domain {
     /// As the system calls it.
     pub(super) name: Option<Arc<str>>,
     pub(super) pd: PdId,
-    /// What opens the buffers of reads.
+    /// Strategy of the keys that open the buffers of reads.
     pub(super) strategy: KeyStrategy,
-    /// Of each permit, unless the keys are static.
+    /// Key of each permit, unless the keys are static.
     pub(super) keys: Vec<KeyId>,
     /// The server is asked to take them back (SEND_WITH_INV).
     pub(super) peer_invalidates: bool,
@@ -355,7 +355,7 @@ impl Lane {
         }
     }
 
-    /// Of requests in flight, and of those that are held.
+    /// Quarantines of requests in flight, and of those that are held.
     fn rests(&mut self) -> impl Iterator<Item = &mut Rest<u16>> {
         let flights = self.flights.iter_mut().flatten().filter_map(|f| f.rest.as_mut());
         flights.chain(self.held.iter_mut().map(|held| &mut held.rest))

@@ -1,4 +1,4 @@
-//! What the shares of a session tell one another.
+//! Messages between the shares of a session.
 
 use core::time::Duration;
 
@@ -61,16 +61,16 @@ pub(super) enum Word {
     Ended,
 }
 
-/// What makes a session.
+/// Parameters from which a share makes a session.
 #[derive(Debug)]
 pub(super) struct Opening {
     pub(super) config: SessionConfig,
     pub(super) uuid: Uuid,
-    /// Of its paths.
+    /// UUIDs of its paths.
     pub(super) paths: Vec<Uuid>,
 }
 
-/// What makes a path.
+/// Parameters from which a share makes a path.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Joining {
     pub(super) id: PathId,
@@ -78,7 +78,7 @@ pub(super) struct Joining {
     pub(super) uuid: Uuid,
 }
 
-/// What the server's answer on connection 0 has brought, and what the others have to say.
+/// Answer of the server on connection 0, and what the other connections have to send.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Offer {
     pub(super) terms: Terms,

@@ -128,7 +128,7 @@ impl Client {
         self.cpu = cpu;
     }
 
-    /// What a session can do; `None` until it is open.
+    /// Abilities of a session; `None` until it is open.
     pub fn info(&self, session: SessionId) -> Option<SessionInfo> {
         self.sessions.get(&session)?.info()
     }
@@ -308,7 +308,7 @@ impl Client {
         true
     }
 
-    /// Something has happened. False: not to this client, or not to it alone.
+    /// Handles an event. False: not to this client, or not to it alone.
     pub fn event(&mut self, cx: &mut Cx<'_>, event: &Event) -> bool {
         match event {
             Event::Cm { id, kind } => {

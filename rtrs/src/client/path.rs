@@ -42,7 +42,7 @@ const LEAVE: Duration = Duration::from_secs(1);
 /// closing it, and refuses it then.
 const BACKOFF: Duration = Duration::from_secs(1);
 
-/// Where a handshake is.
+/// Progress of a handshake.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Step {
     /// There is none.
@@ -59,7 +59,7 @@ pub(super) enum Step {
     Informing,
 }
 
-/// What of a path its session has to know.
+/// Report of a path to its session.
 #[derive(Debug)]
 pub(super) enum Report {
     /// The handshake is to begin.
@@ -116,15 +116,15 @@ pub(super) struct Path {
     pub(super) device: Option<DeviceIx>,
     /// The last device that it led through, which the session keeps what it has on for it.
     pub(super) entered: Option<DeviceIx>,
-    /// That is gone.
+    /// The device is gone.
     lost_device: bool,
     pub(super) pd: Option<PdId>,
     pub(super) cq: Option<CqId>,
     pub(super) conns: Vec<Conn>,
     pub(super) terms: Option<Terms>,
-    /// Where the server's chunks are, with their keys as they are at the moment.
+    /// Addresses of the server's chunks, with their current keys.
     pub(super) chunks: Vec<ChunkAddr>,
-    /// Where key responses land: 8 bytes per posted receive. `None` if the server sends none.
+    /// Buffers of key responses: 8 bytes per posted receive. `None` if the server sends none.
     pub(super) key_messages: Option<Region>,
     /// Request and response of the session's information.
     pub(super) information: Option<Region>,
@@ -225,7 +225,7 @@ impl Path {
         }
     }
 
-    /// Something is to be posted with a connection when the turn ends.
+    /// Marks a connection that has work to post when the turn ends.
     pub(super) fn mark_dirty(&mut self, env: &mut Env<'_, '_>, place: u16) {
         let key = self.key(place);
         if let Some(conn) = self.conns.get_mut(usize::from(place))

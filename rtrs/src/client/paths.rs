@@ -34,7 +34,7 @@ impl Session {
         });
     }
 
-    /// What holds for a path because of the others that are up or nearly so.
+    /// Terms that the other paths prescribe: those that are up or nearly so.
     pub(super) fn agreed(&self, index: usize) -> Option<Terms> {
         let counts = |path: &&Path| matches!(path.state, PathState::Connected | PathState::Connecting);
         self.others(index).filter(counts).find_map(|path| path.terms)

@@ -1,4 +1,4 @@
-//! Which path a request takes.
+//! Choice of the path of a request.
 
 use core::time::Duration;
 
@@ -7,14 +7,14 @@ use crate::client::{path::Path, policy::Policy};
 /// The choice of a share.
 #[derive(Debug)]
 pub(super) struct Picker {
-    /// Whose turn it is.
+    /// Path whose turn it is.
     next: usize,
-    /// Which of paths with as many requests in flight: each share begins with another, as each counts its own only.
+    /// Path that wins among those with equally many requests in flight. Each share begins with another, as each counts only its own.
     first: usize,
 }
 
 impl Picker {
-    /// That of the share with this number.
+    /// Choice of the share with this number.
     pub(super) fn of_share(share: u16) -> Self {
         Self {
             next: 0,

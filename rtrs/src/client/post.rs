@@ -1,4 +1,4 @@
-//! What a connection posts at the end of a turn: the receives that came back, then everything that waits and fits, with one
+//! Posting of a connection at the end of a turn: the receives that came back, then everything that waits and fits, with one
 //! call each.
 
 use roce_verbs::{
@@ -195,7 +195,7 @@ fn request(
 
 /// RTRS's message of a request.
 struct Message {
-    /// Where the request's data lies, if it has any.
+    /// Memory of the request's data, if it has any.
     sges: SmallVec<[Sge; 2]>,
     bytes: SmallVec<[u8; RdmaRead::LEN_ONE]>,
 }

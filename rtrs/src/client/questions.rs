@@ -1,4 +1,4 @@
-//! What a path is asked to show that its server lives, and for how long it may be silent.
+//! Heartbeats of a path and its round-trip time: how long it may be silent.
 
 use core::time::Duration;
 use std::collections::VecDeque;
@@ -10,7 +10,7 @@ use roce_verbs::Instant;
 const SILENCE: Duration = Duration::from_millis(400);
 /// As many of a path's usual round trips are no silence.
 const ROUND_TRIPS: u32 = 4;
-/// What a path is given that was not measured yet.
+/// Time allowed to a path that was not measured yet.
 const UNMEASURED: Duration = Duration::from_secs(2);
 /// Answers that a path may owe before it is not asked any more.
 const MAX_OWED: usize = 32;
@@ -26,7 +26,7 @@ pub(super) struct Questions {
     heard: Instant,
     /// Round trip of the last one.
     pub(super) latency: Option<Duration>,
-    /// What a round trip takes, one with another.
+    /// Smoothed round-trip time.
     usual: Option<Duration>,
 }
 
@@ -40,7 +40,7 @@ impl Questions {
         may
     }
 
-    /// Something has come, whatever it is.
+    /// Records that a packet has come, whatever it is.
     pub(super) fn heard(&mut self, now: Instant) {
         self.heard = now;
     }

@@ -1,4 +1,4 @@
-//! What goes into a session and comes out of it.
+//! Requests to a session, and its outputs.
 
 use smallvec::SmallVec;
 
@@ -20,7 +20,7 @@ pub struct Submission {
     pub tag: u64,
     /// The connection that it takes.
     pub con: ConType,
-    /// Which way the data goes.
+    /// Direction of the data.
     pub direction: Direction,
     /// The user's header.
     pub header: SmallVec<[u8; 64]>,
@@ -28,7 +28,7 @@ pub struct Submission {
     pub data: Option<Buffer>,
 }
 
-/// What a client tells its user.
+/// Report of a client to its user.
 #[derive(Debug)]
 pub enum Output {
     /// All paths are up, or the first one if any will do: requests are taken.
@@ -50,13 +50,13 @@ pub enum Output {
     Down(SessionId, PathError),
     /// There is a path again (`RTRS_CLT_LINK_EV_RECONNECTED`). Sizes may be others than before.
     Up(SessionId, SessionInfo),
-    /// Something has happened to a path. The first share tells of it, but of requests that were taken over each tells.
+    /// Event of a path. The first share tells of it, but of requests that were taken over each tells.
     Path {
         /// The session.
         session: SessionId,
         /// The path.
         path: PathId,
-        /// What.
+        /// The event.
         news: PathNews,
     },
     /// The session has been closed, and is gone: every request has ended.

@@ -41,12 +41,12 @@ pub(super) struct Session {
     uuid: Uuid,
     pub(super) config: SessionConfig,
     pub(super) state: SessionState,
-    /// What its paths can do; known once one has been up.
+    /// Abilities of its paths; known once one has been up.
     info: Option<SessionInfo>,
     /// By place. One that is dead leaves its place to the next that is added.
     pub(super) paths: Vec<Path>,
     pub(super) picker: Picker,
-    /// Of the next path.
+    /// Number of the next path.
     pub(super) next_path: u32,
     pub(super) lane: Lane,
     /// Home has said that it is open.

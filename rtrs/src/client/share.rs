@@ -76,7 +76,7 @@ impl Share {
     }
 }
 
-/// Where another share is with a path.
+/// State of a path at another share.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Joined {
     /// It has nothing of it.
@@ -87,7 +87,7 @@ enum Joined {
     Connected,
 }
 
-/// What home knows of a path at the other shares; elsewhere it is empty.
+/// State of a path at the other shares, as home knows it; elsewhere it is empty.
 #[derive(Debug)]
 pub(super) struct Others(Vec<Joined>);
 

@@ -21,7 +21,7 @@ pub enum PathState {
     Dead,
 }
 
-/// What a path meets.
+/// Event of a path.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum PathEvent {
     /// All connections stand and the server's chunks are known.
@@ -44,7 +44,7 @@ pub enum PathEvent {
     RemoveAsked,
 }
 
-/// What is to be done for a path.
+/// Action for a path.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum PathAction {
     /// Connect number 0, then the others, then ask for the chunks.
@@ -184,7 +184,7 @@ pub enum SessionState {
     Closed,
 }
 
-/// What a session meets.
+/// Event of a session.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum SessionEvent {
     /// A path is up, and none was.
@@ -199,7 +199,7 @@ pub enum SessionEvent {
     PathsGone,
 }
 
-/// What is to be done for a session.
+/// Action for a session.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum SessionAction {
     /// Tell the user that it is open.

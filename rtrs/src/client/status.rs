@@ -1,4 +1,4 @@
-//! What a session's user learns of its paths, and asks of them.
+//! Status of paths, and commands for them.
 
 use core::time::Duration;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ impl PathId {
     }
 }
 
-/// What can be asked for a path while its session is open.
+/// Command for a path while its session is open.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum PathCommand {
     /// Connect it, as a new one. If that fails it goes again.
@@ -37,7 +37,7 @@ pub enum PathCommand {
     Reconnect,
 }
 
-/// What happens to a path.
+/// Event of a path, for its user.
 #[derive(Debug)]
 pub enum PathNews {
     /// It carries requests; `again` if it has done so before.
@@ -62,7 +62,7 @@ pub enum PathNews {
 /// All are 0 after a reset, but not at the beginning (`rtrs_clt_reset_all_stats`). What is in flight is none of them, and stays.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct PathStats {
-    /// What went by it.
+    /// Traffic of the path.
     pub rdma: RdmaStats,
     /// Requests that came from a path that was lost.
     pub failovers: u64,
@@ -76,7 +76,7 @@ pub struct PathStats {
 }
 
 impl PathStats {
-    /// Of a path that has not been up (`rtrs_clt_init_stats`).
+    /// Statistics of a path that has not been up (`rtrs_clt_init_stats`).
     pub(super) fn of_new_path() -> Self {
         Self {
             reconnects: -1,
@@ -170,7 +170,7 @@ fn place(counts: &mut Vec<u64>, cpu: usize) -> &mut u64 {
 pub struct PathStatus {
     /// Its number.
     pub id: PathId,
-    /// Where it leads.
+    /// Addresses of the path.
     pub addr: PathAddr,
     /// The server knows it by this.
     pub uuid: Uuid,
@@ -178,9 +178,9 @@ pub struct PathStatus {
     pub state: PathState,
     /// The device that it leads through, while it is up or being connected.
     pub device: Option<DeviceIx>,
-    /// What the system calls that, if it is one of the system's RDMA devices.
+    /// Name of the device, if it is one of the system's RDMA devices.
     pub hca: Option<Arc<str>>,
-    /// What opens the buffers of reads to the server.
+    /// Strategy of the keys that open the buffers of reads to the server.
     pub keys: Option<KeyStrategy>,
     /// Round trip of the last heartbeat; `None`: not measured since it is up.
     pub latency: Option<Duration>,

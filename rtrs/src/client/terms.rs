@@ -1,4 +1,4 @@
-//! What a server says when it accepts a connection.
+//! Terms of a server's accept.
 
 use crate::{
     Error,
@@ -55,7 +55,7 @@ impl Terms {
         self.flags.contains(MsgFlags::NEW_RKEY)
     }
 
-    /// What a session over such a path can do, if its user's headers are at most so long.
+    /// Abilities of a session over such a path, if its user's headers are at most so long.
     pub(super) fn info(&self, max_user_header: u16) -> SessionInfo {
         let room = self.max_hdr_size.saturating_sub(RdmaRead::LEN_ONE as u32);
         SessionInfo {

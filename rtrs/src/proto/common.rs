@@ -1,4 +1,4 @@
-//! What the messages have in common.
+//! Parts that all messages share.
 
 use core::fmt;
 
@@ -33,7 +33,7 @@ pub const MAX_HDR_SIZE: u32 = 4096;
 /// Bytes of a session name with its terminating zero (`NAME_MAX`).
 pub const NAME_MAX: usize = 255;
 
-/// What a message is (`enum rtrs_msg_types`).
+/// Type of a message (`enum rtrs_msg_types`).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(u16)]
 #[allow(missing_docs)]
@@ -56,7 +56,7 @@ bitflags! {
     }
 }
 
-/// What is wrong with a message.
+/// Error in a message.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum ProtoError {
     /// Fewer bytes than the message needs.
@@ -78,7 +78,7 @@ pub enum ProtoError {
     /// Another message than the one that belongs here.
     #[error("{what}: message type {got}")]
     Type {
-        /// What was expected.
+        /// Expected message.
         what: &'static str,
         /// The type there.
         got: u16,

@@ -103,7 +103,7 @@ impl ConnRsp {
     /// Bytes.
     pub const LEN: usize = size_of::<Self>();
 
-    /// What goes with an accept.
+    /// Creates the private data of an accept.
     pub fn accept(queue_depth: u16, max_io_size: u32, max_hdr_size: u32, flags: MsgFlags) -> Self {
         Self {
             magic: MAGIC.into(),
@@ -117,7 +117,7 @@ impl ConnRsp {
         }
     }
 
-    /// What goes with a reject. `errno` is positive; the wire carries it negated (16 bits).
+    /// Creates the private data of a reject. `errno` is positive; the wire carries it negated (16 bits).
     pub fn reject(errno: i32) -> Self {
         let mut msg = Self::accept(0, 0, 0, MsgFlags::empty());
         msg.errno = (errno.wrapping_neg() as u16).into();

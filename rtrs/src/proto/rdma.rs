@@ -85,7 +85,7 @@ pub enum Request {
         usr_len: u16,
         /// Bytes of data, at the start of the chunk.
         data_len: u32,
-        /// Where the client wants it; `None` when only a status is wanted.
+        /// Destination at the client; `None` when only a status is wanted.
         dest: Option<SgDesc>,
         /// The client wants the destination's key revoked.
         need_inval: bool,

@@ -1,4 +1,4 @@
-//! What paths that ask for the chunks wait for.
+//! Requests that paths wait for before they get the chunks.
 //!
 //! A client whose session was lost may have given up all that it had in the chunks, and the server may not have heard of it: a path of
 //! it may seem to live, with a request that the disk is at work on. So a path is told of the chunks when all requests are over that
@@ -39,7 +39,7 @@ impl Awaited {
         self.0.contains_key(&asker)
     }
 
-    /// What is not `at_work` is over. Returns the paths that wait for nothing any more.
+    /// Removes requests that are not `at_work` any more. Returns the paths that wait for nothing any more.
     pub(crate) fn keep(&mut self, at_work: impl Fn(AtWork) -> bool) -> Vec<PathKey> {
         let mut settled = Vec::new();
         self.0.retain(|asker, requests| {

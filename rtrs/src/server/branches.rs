@@ -1,4 +1,4 @@
-//! What a session's home and its other shares settle, on the side of these: each has a branch of the session, with the connections
+//! Agreement between a session's home and its other shares, on the side of these: each has a branch of the session, with the connections
 //! that are its.
 
 use roce_verbs::provider::CmRef;

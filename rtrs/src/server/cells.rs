@@ -1,4 +1,4 @@
-//! Who works in each chunk of a session, as all its shares see it.
+//! Owner of each chunk of a session, as all its shares see it.
 //!
 //! A chunk is worked on for one path by one share. A share whose request finds the chunk with another path keeps the request and
 //! marks the cell; who works in the chunk sees the mark when it leaves, and tells all shares.
@@ -30,7 +30,7 @@ impl Cells {
     }
 }
 
-/// What comes of asking for a chunk.
+/// Result of asking for a chunk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Taken {
     /// It is the share's, for this path.

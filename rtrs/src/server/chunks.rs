@@ -28,16 +28,16 @@ pub(crate) struct Asked {
     pub(crate) path: PathKey,
     /// And the connection, which its answer takes.
     pub(crate) cid: u16,
-    /// Where in the chunk its message begins.
+    /// Offset of its message in the chunk.
     pub(crate) offset: u32,
 }
 
-/// What of a request is needed until it is answered.
+/// State of a request until it is answered.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Begun {
     /// Bytes of data at the start of the chunk.
     pub(crate) data_len: u32,
-    /// Where the data of a read goes.
+    /// Destination of the data of a read.
     pub(crate) dest: Option<SgDesc>,
     /// The destination's key is to end.
     pub(crate) need_inval: bool,
@@ -68,7 +68,7 @@ struct Chunk {
 #[derive(Debug)]
 pub(crate) struct Chunks {
     chunks: Vec<Chunk>,
-    /// Of a server in several shares: whoever takes a chunk has its cell.
+    /// Cells of the chunks, for a server in several shares: the share that takes a chunk has its cell.
     hold: Option<Hold>,
 }
 
@@ -121,7 +121,7 @@ impl Chunks {
         }
     }
 
-    /// What other shares see of them.
+    /// Cells that other shares see.
     pub(crate) fn hold(&self) -> Option<&Hold> {
         self.hold.as_ref()
     }

@@ -1,4 +1,4 @@
-//! What a server is told.
+//! Configuration of a server.
 
 use core::{
     net::{IpAddr, Ipv6Addr, SocketAddr},
@@ -25,7 +25,7 @@ pub struct ServerConfig {
     pub port: u16,
     /// Further addresses to listen on, which may be other devices'.
     pub further: Vec<SocketAddr>,
-    /// Who may connect, and with which names; empty means everybody.
+    /// Clients that may connect, and with which names; empty: all.
     pub allow: AccessList,
     /// Sessions at a time; each has `queue_depth * max_chunk_size` bytes.
     pub max_sessions: usize,
@@ -71,7 +71,7 @@ impl Default for ServerConfig {
 }
 
 impl ServerConfig {
-    /// Where it listens first of all.
+    /// First address at which it listens.
     pub fn listen_addr(&self) -> SocketAddr {
         SocketAddr::new(self.addr, self.port)
     }
@@ -97,7 +97,7 @@ impl ServerConfig {
         u64::from(self.queue_depth) * u64::from(self.max_chunk_size)
     }
 
-    /// What the admission keeps to.
+    /// Limits of the admission.
     pub fn limits(&self) -> Limits {
         Limits {
             sessions: self.max_sessions,

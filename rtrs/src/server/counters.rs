@@ -1,4 +1,4 @@
-//! What a server counts.
+//! Counters of a server.
 
 use crate::{PathError, admission::Refusal};
 
@@ -26,7 +26,7 @@ counters! {
     connections_accepted,
     /// Connection requests refused, for whatever reason.
     connections_refused,
-    /// Of those: from addresses that no rule allows.
+    /// Refused requests from addresses that no rule allows.
     refused_address,
     /// Sessions, or further paths of sessions, whose name is not for their address.
     refused_name,

@@ -1,4 +1,4 @@
-//! Who gets in: of a connection request no more is made than a queue pair, until the client has proved that it receives what is
+//! Accept path: a connection request gets no more than a queue pair until the client has proved that it receives what is
 //! sent to its address.
 
 use core::{fmt, net::SocketAddr};
@@ -58,7 +58,7 @@ impl From<Refusal> for Denied {
     }
 }
 
-/// What goes with an accept.
+/// Private data and parameters of an accept.
 fn response(cx: &Cx<'_>, device: DeviceIx, config: &ServerConfig) -> Result<ConnParams, VerbsError> {
     let flags = match KeyStrategy::for_chunks(device_caps(cx, device)?, config.always_invalidate) {
         KeyStrategy::Static => MsgFlags::empty(),

@@ -1,4 +1,4 @@
-//! What comes of handling something, besides work requests.
+//! Effects of handling an event, apart from work requests.
 
 use std::collections::VecDeque;
 
@@ -26,7 +26,7 @@ pub(crate) struct Place {
     pub(crate) cid: u16,
 }
 
-/// What is to be told, and to be done before the call ends or with the turn.
+/// Reports and actions for the end of the call or of the turn.
 #[derive(Debug, Default)]
 pub(crate) struct Effects {
     /// For the user.

@@ -16,7 +16,7 @@ use crate::{
     },
 };
 
-/// Who wants to connect.
+/// Source of a request to connect.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Guest {
     /// A connection request that came here.
@@ -47,7 +47,7 @@ pub(crate) struct Arrival {
 #[derive(Debug)]
 pub(crate) struct HalfOpen {
     pub(crate) id: PathId,
-    /// Of its session, which may be still to come.
+    /// Protection domain of its session, which may be still to come.
     pub(crate) pd: PdId,
     pub(crate) cq: CqId,
     pub(crate) caps: QpCaps,

@@ -1,4 +1,4 @@
-//! What a session's home and its other shares settle, on home's side.
+//! Agreement between a session's home and its other shares, on home's side.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! What the shares of a server tell each other.
+//! Messages between the shares of a server.
 //!
 //! Between two shares letters keep their order. So what home says of a path comes before what it says of its connections; and when a
 //! share says that nothing of a path is left, nothing else of that path is under way from there.
@@ -36,14 +36,14 @@ pub(crate) struct Branch {
     pub(crate) cells: Arc<Cells>,
 }
 
-/// What a path's requests need.
+/// Parameters that a path's requests need.
 #[derive(Debug)]
 pub(crate) struct Terms {
     pub(crate) session: SessionKey,
     pub(crate) path: PathKey,
     /// The session's.
     pub(crate) name: String,
-    /// Of the session's first path, the service connection included.
+    /// Connections of the session's first path, the service connection included.
     pub(crate) connections: u16,
     pub(crate) memory: Arc<Pages>,
     /// The chunks as the path's device knows them.

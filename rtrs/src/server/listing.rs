@@ -17,7 +17,7 @@ use crate::{
 pub struct PathListing {
     /// Its number, of which no other path has had the same.
     pub path: PathKey,
-    /// What the client calls it: the same when it connects it again.
+    /// The client's UUID of the path: the same when it connects it again.
     pub uuid: Uuid,
     /// The client's address on it.
     pub client: SocketAddr,
@@ -25,11 +25,11 @@ pub struct PathListing {
     pub server: IpAddr,
     /// The device that it leads through.
     pub device: DeviceIx,
-    /// What the system calls that, if it is one of the system's RDMA devices.
+    /// Name of the device, if it is one of the system's RDMA devices.
     pub hca: Option<Arc<str>>,
-    /// What opens the chunks to the client.
+    /// Strategy of the keys that open the chunks to the client.
     pub keys: KeyStrategy,
-    /// Where it is.
+    /// State of the path.
     pub state: PathState,
     /// Connections that it is to have, the service connection included.
     pub connections: u16,
@@ -37,7 +37,7 @@ pub struct PathListing {
     pub made: usize,
     /// Requests that are with the server's user.
     pub requests: usize,
-    /// What has come by it.
+    /// Traffic of the path.
     pub rdma: RdmaStats,
 }
 

@@ -23,7 +23,7 @@ pub(crate) struct Others {
 }
 
 impl Others {
-    /// Of a path with so many connections whose home is `share`.
+    /// Creates the state of a path with so many connections whose home is `share`.
     pub(crate) fn new(share: Share, connections: u16) -> Self {
         let shares = share.others_of_path(connections);
         Self {
@@ -32,7 +32,7 @@ impl Others {
         }
     }
 
-    /// Those that have not said that nothing is left there.
+    /// Shares that have not reported that nothing is left there.
     pub(crate) fn shares(&self) -> impl Iterator<Item = usize> {
         self.shares.keys().copied()
     }
@@ -56,7 +56,7 @@ impl Others {
         self.made.contains(&cid)
     }
 
-    /// Those that have still to be told that requests will come: they are now.
+    /// Takes the shares that were not told yet that requests will come.
     pub(crate) fn unprepared(&mut self) -> Vec<usize> {
         let told = self.shares.iter_mut().filter(|(_, stage)| **stage == Stage::Told);
         told.map(|(share, stage)| {

@@ -58,7 +58,7 @@ pub(crate) fn entries(limits: &DeviceLimits, caps: &QpCaps, connections: usize) 
     u32::try_from(entries).unwrap_or(u32::MAX).min(limits.max_cqe)
 }
 
-/// What a device that the caller knows can do.
+/// Abilities of a device that the caller knows.
 ///
 /// # Errors
 /// When there is no such device.
@@ -86,7 +86,7 @@ pub(crate) struct Path {
     /// At home.
     pub(crate) others: Others,
     pd: PdId,
-    /// Of connection 0, if it is here, and of the others.
+    /// Completion queues of connection 0, if it is here, and of the others.
     cqs: Vec<CqId>,
     io_caps: QpCaps,
     strategy: KeyStrategy,
@@ -100,7 +100,7 @@ pub(crate) struct Path {
     chunks: Option<MrInfo>,
     /// At home.
     pulse: Option<Pulse>,
-    /// What came by it of late.
+    /// Packets that came by it of late.
     pub(crate) signs: Signs,
     /// When flushed work requests that nothing has explained end the path.
     flushed: Option<Instant>,
@@ -114,7 +114,7 @@ pub(crate) struct Path {
     pub(crate) is_up: bool,
     /// Requests of it that are with the user.
     pub(crate) with_user: usize,
-    /// What has come by it.
+    /// Traffic of the path.
     pub(crate) rdma: RdmaStats,
     /// Nothing of it is under way.
     pub(crate) drained: bool,
@@ -225,7 +225,7 @@ impl Path {
         }
     }
 
-    /// What its I/O connections need that are this share's.
+    /// Creates the resources that its I/O connections of this share need.
     fn equip(&mut self, cx: &mut Cx<'_>, share: Share, config: &ServerConfig) -> Result<(), PathError> {
         let (depth, device) = (config.queue_depth, self.id.device);
         let known = device_caps(cx, device)?;
@@ -431,7 +431,7 @@ impl Path {
         self.conns.iter().flatten()
     }
 
-    /// Something came from the peer.
+    /// Records that a packet came from the peer.
     pub(crate) fn heard(&mut self) {
         self.signs.heard();
         if let Some(pulse) = &mut self.pulse {
@@ -511,7 +511,7 @@ impl Path {
         }
     }
 
-    /// What is behind the end of a path: that the client used a key that it had no right to shows in the queue pair alone.
+    /// Cause of the end of a path: that the client used a key that it had no right to shows in the queue pair alone.
     pub(crate) fn cause(&self, cx: &Cx<'_>, why: PathError) -> PathError {
         match why {
             PathError::Completion {

@@ -1,4 +1,4 @@
-//! What a path and its connection requests are known by.
+//! Identity of a path and of its connection requests.
 
 use core::net::{IpAddr, SocketAddr};
 
@@ -6,13 +6,13 @@ use roce_verbs::provider::DeviceIx;
 
 use crate::{admission::PathKey, proto::Uuid};
 
-/// What is known of a path from its first connection request.
+/// Identity of a path, known from its first connection request.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PathId {
     pub(crate) key: PathKey,
     /// The session that it says it is of.
     pub(crate) session: Uuid,
-    /// What the client calls it.
+    /// The client's UUID of the path.
     pub(crate) uuid: Uuid,
     /// Our address on it.
     pub(crate) local: IpAddr,

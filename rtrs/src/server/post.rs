@@ -28,7 +28,7 @@ use crate::{
 /// Slots that the renewal of a key may take: a provider may have to end the former key first.
 const GRANT_SLOTS: u32 = 2;
 
-/// What a client may do with a chunk.
+/// Access of a client to a chunk.
 const CHUNK_ACCESS: AccessFlags = AccessFlags::LOCAL_WRITE.union(AccessFlags::REMOTE_WRITE);
 
 /// How the keys of a path's chunks are renewed.
@@ -66,14 +66,14 @@ impl Renewal {
     }
 }
 
-/// What is sent when a request is done.
+/// Answer to a request that is done.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Answer {
     /// The chunk.
     pub(crate) chunk: u16,
     /// 0, or a positive error number of 9 bits.
     pub(crate) errno: u16,
-    /// Where the data of a read goes, also when it failed: its key may have to be revoked.
+    /// Destination of the data of a read, also when it failed: its key may have to be revoked.
     pub(crate) dest: Option<SgDesc>,
     /// The client wants that.
     pub(crate) need_inval: bool,
@@ -111,7 +111,7 @@ enum What {
     Info,
 }
 
-/// What a server posts.
+/// Work that a server posts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct ServerWork {
     what: What,
@@ -171,7 +171,7 @@ pub(crate) struct InfoMemory {
     pub(crate) mr: MrInfo,
 }
 
-/// What posting needs to know of a path.
+/// State of a path that posting needs.
 #[derive(Debug)]
 pub(crate) struct Ground<'a> {
     pub(crate) qp: QpId,
@@ -183,7 +183,7 @@ pub(crate) struct Ground<'a> {
     pub(crate) renewal: Renewal,
     /// At the session's home.
     pub(crate) info: Option<&'a InfoMemory>,
-    /// What other shares see of the chunks, and the path that has those that are answered.
+    /// Cells of the chunks that other shares see, and the path that has those that are answered.
     pub(crate) hold: Option<(&'a Hold, PathKey)>,
 }
 
@@ -264,7 +264,7 @@ pub(crate) fn revoke_now(cx: &mut Cx<'_>, qp: QpId, key: Option<&KeyId>, chunk: 
     cx.provider.revoke(qp, key, revoke_mark(chunk, 0))
 }
 
-/// What posting led to.
+/// Result of posting.
 #[derive(Debug, Default)]
 pub(crate) struct Done {
     /// Chunks whose answers have left.
@@ -284,7 +284,7 @@ pub(crate) struct Outgoing {
 }
 
 impl Outgoing {
-    /// Of so many slots.
+    /// Creates a queue of so many slots.
     pub(crate) fn new(slots: u32) -> Self {
         Self {
             queue: SendQueue::new(slots),

@@ -36,7 +36,7 @@ pub struct Request {
     pub header: SmallVec<[u8; 64]>,
     /// Bytes of data that the client sent, or has room for.
     pub data_len: u32,
-    /// Where the data begins in the session's [memory](super::Server::memory). Without always_invalidate the client can
+    /// Offset of the data in the session's [memory](super::Server::memory). Without always_invalidate the client can
     /// change the bytes at any time.
     pub data_offset: usize,
 }
@@ -77,7 +77,7 @@ pub struct SessionSummary {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Ticket(pub u64);
 
-/// What a server tells its user. If it is in several shares, each tells its own user: its requests, and the sessions that they are
+/// Report of a server to its user. If it is in several shares, each tells its own user: its requests, and the sessions that they are
 /// of; of paths home alone.
 #[derive(Debug)]
 pub enum Output {

@@ -45,7 +45,7 @@ use crate::{
 /// Connection requests that may wait to be looked at, beside those that are held.
 const BACKLOG: u32 = 64;
 
-/// What a connection is for.
+/// Purpose of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Owner {
     /// Connection 0 of a path whose client has not proved its address.
@@ -101,17 +101,17 @@ pub struct Server {
     pub(super) admission: Box<dyn Doorkeeper>,
     pub(super) half_open: BTreeMap<PathKey, HalfOpen>,
     pub(super) domains: Domains<Uuid>,
-    /// Of sessions whose home is another share.
+    /// Domains of sessions whose home is another share.
     pub(super) borrowed: Domains<SessionKey>,
     pub(super) sessions: BTreeMap<SessionKey, Session>,
     pub(super) by_uuid: BTreeMap<Uuid, SessionKey>,
-    /// Of paths whose client has proved its address.
+    /// Sessions of paths whose client has proved its address.
     pub(super) paths: BTreeMap<PathKey, SessionKey>,
     pub(super) cms: BTreeMap<CmRef, Owner>,
     /// Connection requests of paths whose home is another share.
     pub(super) asked: BTreeMap<Ask, Asked>,
     pub(super) next_ask: u64,
-    /// Of such paths.
+    /// Queue pairs of such paths.
     pub(super) qps: BTreeMap<QpId, Place>,
     /// Memory that was asked for.
     tickets: BTreeMap<Ticket, SessionKey>,
@@ -219,7 +219,7 @@ impl Server {
         self.effects.counters
     }
 
-    /// Which share of a server it is.
+    /// Share of the server that this is.
     pub fn share(&self) -> Share {
         self.share
     }
@@ -262,7 +262,7 @@ impl Server {
         true
     }
 
-    /// Something happened. False: it is not the server's, or also others'.
+    /// Handles an event. False: it is not the server's, or also others'.
     pub fn event(&mut self, cx: &mut Cx<'_>, event: &Event) -> bool {
         let mine = match event {
             Event::Cm {
@@ -393,7 +393,7 @@ impl Server {
         true
     }
 
-    /// What it has of each session and its paths, also of those whose home is another share.
+    /// Sessions and paths that it has, also of those whose home is another share.
     pub fn listing(&self) -> Vec<SessionListing> {
         self.sessions.values().map(Session::listing).collect()
     }

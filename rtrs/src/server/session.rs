@@ -35,11 +35,11 @@ use crate::{
     },
 };
 
-/// What is known of a session once a client has given its name.
+/// State of a session once a client has given its name.
 #[derive(Debug)]
 pub(crate) struct Named {
     pub(crate) name: String,
-    /// Of the path that brought it, the service connection included.
+    /// Connections of the path that brought it, the service connection included.
     pub(crate) connections: u16,
 }
 
@@ -240,7 +240,7 @@ impl Session {
         Ok(path.use_chunks(&mut self.mrs, |path| path.borrow_chunks(cx, chunks))?)
     }
 
-    /// What another share needs to take requests of a path, once that has the chunks.
+    /// Terms that another share needs to take requests of a path, once that has the chunks.
     ///
     /// # Errors
     /// When the provider can't share.
@@ -258,7 +258,7 @@ impl Session {
         })
     }
 
-    /// What all shares see of the chunks.
+    /// Cells of the chunks that all shares see.
     pub(crate) fn cells(&self) -> Option<Arc<Cells>> {
         self.chunks.hold().map(Hold::cells)
     }
@@ -617,7 +617,7 @@ impl Session {
     }
 }
 
-/// What a request wants, and the length of the user's header.
+/// Direction of a request, length of the user's header, and state until the answer.
 fn check(message: proto::Request) -> Result<(Direction, u16, Begun), PathError> {
     Ok(match message {
         proto::Request::Write { usr_len, data_len } => {

@@ -2,7 +2,7 @@
 
 use crate::server::request::SessionKey;
 
-/// Which share of a server this is. Each has the same configuration, its own provider, on the same devices, and its own listener.
+/// Share of a server. Each has the same configuration, its own provider, on the same devices, and its own listener.
 ///
 /// A session's *home* is the share that its connections 0 come to. It decides who gets in, and knows the state of each path. The
 /// other connections of a path are spread over all shares, and what comes by one of them stays there: from the request to the
@@ -39,7 +39,7 @@ impl Share {
         self.count
     }
 
-    /// Where a connection request belongs: connection `cid` of a session whose home is this share. Whoever hands connection
+    /// Share that a connection request belongs to: connection `cid` of a session whose home is this share. Whoever hands connection
     /// requests to the shares has to ask this.
     pub const fn of_connection(self, cid: u16) -> usize {
         (self.index + (cid as usize).saturating_sub(1)) % self.count

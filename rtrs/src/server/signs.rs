@@ -5,10 +5,10 @@ use roce_verbs::Instant;
 /// As many looks find a path silent, and another not, before it is given up.
 pub(super) const LOOKS: u32 = 8;
 
-/// What is seen of a path.
+/// Keepalive state of a path.
 #[derive(Debug, Default)]
 pub(crate) struct Signs {
-    /// Something has come since the last look.
+    /// A packet has come since the last look.
     pub(super) heard: bool,
     /// Questions since something came.
     pub(super) owed: u32,
@@ -17,7 +17,7 @@ pub(crate) struct Signs {
 }
 
 impl Signs {
-    /// Something has come.
+    /// Records that a packet has come.
     pub(crate) fn heard(&mut self) {
         *self = Self {
             heard: true,

@@ -15,7 +15,7 @@ pub enum PathState {
     Closed,
 }
 
-/// What a path meets.
+/// Event of a path.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum PathEvent {
     /// All connections stand, and the client has asked for the chunks by the session's name.
@@ -28,7 +28,7 @@ pub enum PathEvent {
     Idle,
 }
 
-/// What is to be done for a path.
+/// Action for a path.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum PathAction {
     /// Look after the peer.
@@ -146,7 +146,7 @@ pub enum ChunkState {
     Answering,
 }
 
-/// What a chunk meets.
+/// Event of a chunk.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum ChunkEvent {
     /// A request came, and its key must be taken back first.
@@ -203,7 +203,7 @@ mod tests {
         assert_eq!(check::edges(PATH), kernel);
     }
 
-    /// What the dying path has in its send queues still reads the chunks.
+    /// Work requests of the dying path still read the chunks.
     #[test]
     fn chunks_change_hands_only_when_the_path_is_drained() {
         for (from, event, _, actions) in PATH.iter().chain(BRANCH) {

@@ -40,11 +40,11 @@ struct Bed {
     now: Instant,
     /// All bytes of what is drawn.
     random: u8,
-    /// Of each path, by connection.
+    /// Queue pairs of each path, by connection.
     qps: Vec<Vec<QpId>>,
 }
 
-/// What a path has posted: request number, offset in the chunk, where to, and the bytes.
+/// Message that a path has posted: request number, offset in the chunk, where to, and the bytes.
 type Sent = (u32, u64, Vec<u8>);
 
 impl Bed {
@@ -307,7 +307,7 @@ fn a_request_that_goes_by_another_path_keeps_its_permit() {
     assert_eq!(bed.done(), [(0, true), (2, true)]);
 }
 
-/// What was sent by a lost path may be done after what was sent by another.
+/// A request of a lost path may be executed after one of another path.
 #[test]
 fn a_write_that_was_sent_twice_is_told_of_when_nothing_is_under_way() {
     let mut bed = Bed::new();
@@ -362,7 +362,7 @@ fn a_lost_path_is_connected_anew_after_the_delay_and_up_to_half_more() {
     assert!(after[0] != after[1] && after[1] != after[2], "{after:?}");
 }
 
-/// What the lost path sent is still under way, whatever becomes of the next attempt to connect it.
+/// Packets of the lost path are still under way, whatever becomes of the next attempt to connect it.
 #[test]
 fn an_attempt_that_is_given_up_says_nothing_of_the_connections_before() {
     let mut bed = Bed::new();
@@ -381,7 +381,7 @@ fn an_attempt_that_is_given_up_says_nothing_of_the_connections_before() {
     assert_eq!(bed.done(), [(0, true)]);
 }
 
-/// What it wrote may come again after its user has opened another session.
+/// The write may come again after its user has opened another session.
 #[test]
 fn a_write_that_is_held_when_the_session_ends_is_not_told_of_as_done() {
     let mut bed = Bed::new();
@@ -428,7 +428,7 @@ fn a_read_that_waits_for_another_path_ends_with_the_last_of_them() {
     assert_eq!(bed.done(), []);
 }
 
-/// Something of the lost path may still be on its way to the chunk.
+/// A packet of the lost path may still be on its way to the chunk.
 #[test]
 fn a_permit_that_was_on_a_lost_path_rests_after_its_request_has_ended() {
     let mut bed = Bed::new();

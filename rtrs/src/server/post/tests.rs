@@ -110,7 +110,7 @@ impl Bed {
         done
     }
 
-    /// What has been posted is done. Returns chunks whose keys were taken back by work requests.
+    /// Completes the posted work requests. Returns chunks whose keys were taken back by work requests.
     fn complete(&mut self) -> Vec<u16> {
         self.provider.complete_sends(self.qp);
         let (mut wcs, mut chunks) = (Vec::new(), Vec::new());
