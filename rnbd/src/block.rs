@@ -60,7 +60,7 @@ pub enum BlockOp {
         /// Space may be given back (a hole).
         may_unmap: bool,
     },
-    /// Which parts of the range have data is wanted.
+    /// Ask for the parts of the range that have data.
     BlockStatus {
         /// At most so many parts, from the beginning of the range.
         most: u32,

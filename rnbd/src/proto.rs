@@ -365,7 +365,7 @@ pub struct MsgOpenRsp {
     obsolete_rotational: u8,
     /// [`CACHE_FUA`] and [`CACHE_WRITEBACK`].
     pub cache_policy: u8,
-    /// Of a server of ours the upper half of the [instance](Instance); the lower one is in the header's reserved bytes.
+    /// Upper half of the [instance](Instance) of a server of ours; the lower one is in the header's reserved bytes.
     instance_high: U16,
     /// [`STATUS_MAGIC`] of a server of ours; whatever it may be of others.
     extension: [u8; 8],
@@ -426,9 +426,9 @@ pub struct MsgIo {
     pub bi_size: U32,
     /// I/O priority, since protocol 2.
     pub prio: U16,
-    /// Of [`IoOp::BlockStatus`] only: most extents that are wanted; 0: as many as there is room for.
+    /// Most extents that [`IoOp::BlockStatus`] wants; 0: as many as there is room for.
     pub status_extents: U16,
-    /// Of [`IoOp::BlockStatus`] only: sectors of the range.
+    /// Sectors of the range of [`IoOp::BlockStatus`].
     pub status_sectors: U32,
 }
 

@@ -1,4 +1,4 @@
-//! What clients can make the server write into its log.
+//! Log lines that clients can cause.
 
 use std::{
     sync::atomic::{AtomicU64, Ordering::Relaxed},

@@ -122,7 +122,7 @@ fn cuts(sizes: &[usize]) -> impl FnMut() -> usize {
     }
 }
 
-/// What comes of a client that sends this and leaves: answers, what the device saw, its content, and the end.
+/// Runs a client that sends this and leaves. Returns answers, what the device saw, its content, and the end.
 fn outcome(
     geometry: Geometry,
     sent: &[u8],

@@ -213,7 +213,7 @@ fn a_state_that_can_not_be_told_is_refused_or_an_error() {
     }
 }
 
-/// What a device says is nobody's to believe: not more than the range is told, nothing of nothing, and one state as one extent.
+/// Extents of a device are not trusted: not more than the range is told, nothing of nothing, and one state as one extent.
 #[test]
 fn what_a_device_says_of_a_range_is_fitted_into_it() {
     let (data, hole) = (Extent::data, Extent::hole);

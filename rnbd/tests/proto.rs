@@ -84,7 +84,7 @@ proptest! {
         prop_assert_eq!(status::parse(&bytes, range, most, 512), Ok(joined));
     }
 
-    /// What comes out of any bytes is in the range, in whole blocks, and no longer than it may be.
+    /// The answer read from any bytes is in the range, in whole blocks, and no longer than it may be.
     #[test]
     fn any_answer_to_block_status_is_in_the_range_or_refused(
         words in prop::collection::vec(prop_oneof![0u32..4, any::<u32>()], 0..40),

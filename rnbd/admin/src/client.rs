@@ -165,7 +165,7 @@ const ADD_PATH: &str =
 /// Also of a server's paths.
 pub(crate) const RESET_ALL: &str = "echo 1 to reset all statistics\n";
 
-/// Of a file that takes a `1`.
+/// Usage of a file that takes a `1`.
 pub(crate) fn usage(name: &str) -> Result<String, Refused> {
     Ok(format!("Usage: echo 1 > {name}\n"))
 }

@@ -149,7 +149,7 @@ pub trait Host: Send + Sync {
     fn open(&self, order: &MapOrder) -> Result<(), Refused>;
 }
 
-/// Which names of files there are.
+/// Choice of the names of files.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
 pub enum Names {
     /// Names of the kernel's code.
@@ -185,7 +185,7 @@ impl Registry {
         }
     }
 
-    /// Which names there are.
+    /// Returns the choice of names.
     pub fn names(&self) -> Names {
         self.names
     }

@@ -70,7 +70,7 @@ pub struct Budget {
 }
 
 impl Default for Budget {
-    /// Of a whole turn.
+    /// Creates the limits of a whole turn.
     fn default() -> Self {
         Self {
             bytes: 1 << 20,
@@ -102,7 +102,7 @@ pub struct DiskCounters {
     pub ring: u64,
     /// System calls for them.
     pub ring_calls: u64,
-    /// Of its transfers, those through registered memory.
+    /// Transfers through registered memory.
     pub ring_fixed: u64,
     /// Operations given to threads.
     pub pool: u64,

@@ -1,4 +1,4 @@
-//! Which names a server offers, and who has them open for writing.
+//! Names that a server offers, and the sessions that have them open for writing.
 
 use std::{
     collections::BTreeMap,
@@ -224,7 +224,7 @@ impl Folder {
     }
 }
 
-/// Which export a name stands for, however it is spelled. Two names of the table are two exports, also when they have the
+/// Identity of an export, however its name is spelled. Two names of the table are two exports, also when they have the
 /// same file behind them: what they allow may differ. In the folder every link to a file is that file.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ExportId(Id);

@@ -1,4 +1,4 @@
-//! Which parts of an image file have data, asked of the file system seek by seek. It is a snapshot: others write meanwhile, and a part
+//! Data and holes of an image file, asked of the file system seek by seek. It is a snapshot: others write meanwhile, and a part
 //! that was a hole may have data when it is told. Where nobody knows, all is data.
 
 use rnbd::{

@@ -23,7 +23,7 @@ pub(crate) struct SyncFailures(Mutex<HashMap<DeviceKey, Failures>>);
 /// One for all servers of a process: it is the system that reports lost data once.
 static OF_PROCESS: LazyLock<SyncFailures> = LazyLock::new(SyncFailures::default);
 
-/// Of a file or device.
+/// Failures of a file or device.
 #[derive(Debug, Default)]
 struct Failures {
     /// A sync has failed since the file was opened by the first of those who have it open.

@@ -32,7 +32,7 @@ pub(crate) struct Alignment {
 }
 
 impl Alignment {
-    /// Of a file that was opened with O_DIRECT. `None`: the page cache is the better way, or the only one.
+    /// Alignment of a file that was opened with O_DIRECT. `None`: the page cache is the better way, or the only one.
     pub(crate) fn of(file: &File, kind: Kind) -> Result<Option<Self>, Errno> {
         if kind == Kind::File && probe::is_in_memory(file) {
             return Ok(None);
@@ -69,7 +69,7 @@ pub(crate) fn whole(bytes: u64, unit: u32) -> u64 {
     bytes / unit * unit
 }
 
-/// Of a regular file of so many bytes.
+/// Returns the geometry of a regular file of so many bytes.
 pub(crate) fn of_file(bytes: u64, direct: Option<Alignment>) -> Geometry {
     let logical = direct.map_or(SECTOR as u32, |a| a.offset);
     Geometry {
@@ -87,7 +87,7 @@ pub(crate) fn of_file(bytes: u64, direct: Option<Alignment>) -> Geometry {
     }
 }
 
-/// Of a block device.
+/// Returns the geometry of a block device.
 pub(crate) fn of_block(file: &File, direct: Option<Alignment>) -> Result<Geometry, Errno> {
     let size: u64 = sys::get_ioctl(file, sys::BLKGETSIZE64)?;
     let logical: u32 = sys::get_ioctl(file, sys::BLKSSZGET)?;

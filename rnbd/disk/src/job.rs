@@ -12,7 +12,7 @@ use crate::{image::Image, task::Task};
 pub(crate) struct Job {
     /// Names the outcome.
     pub(crate) key: usize,
-    /// Whose memory it is.
+    /// Session that owns the memory.
     pub(crate) session: SessionKey,
     pub(crate) image: Arc<Image>,
     pub(crate) task: Task,

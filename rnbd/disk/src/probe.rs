@@ -1,4 +1,4 @@
-//! Which way operations on a file take.
+//! Choice of the way of operations on a file.
 
 use std::{
     fs::{self, File},
@@ -25,13 +25,13 @@ pub enum Way {
 /// The ways of a file's operations.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Ways {
-    /// Of reads.
+    /// Way of reads.
     pub read: Way,
-    /// Of writes, discards and ranges of zeroes.
+    /// Way of writes, discards and ranges of zeroes.
     pub write: Way,
-    /// Of flushes.
+    /// Way of flushes.
     pub flush: Way,
-    /// Of block status. io_uring does not seek, and how long it takes depends on the file's size, in memory too.
+    /// Way of block status. io_uring does not seek, and how long it takes depends on the file's size, in memory too.
     pub status: Way,
 }
 

@@ -18,7 +18,7 @@ const SLOTS: u16 = 1024;
 #[derive(Debug)]
 struct Piece {
     slot: u16,
-    /// Whose it is: another's at the same address is not the same.
+    /// Owner of the registration: other memory at the same address is not the same.
     memory: Weak<Pages>,
 }
 

@@ -1,4 +1,4 @@
-//! Who has which device open for writing.
+//! Sessions that have a device open for writing.
 
 use std::{
     collections::HashMap,

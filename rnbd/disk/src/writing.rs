@@ -1,4 +1,4 @@
-//! Which writes of an image may be under way together, at the disks of all loops that have it: one that writes parts of blocks on
+//! Rules for writes of an image that are under way together, at the disks of all loops that have it: one that writes parts of blocks on
 //! the way past the page cache reads the blocks and writes them back, and so has to be alone.
 
 use std::{
@@ -65,7 +65,7 @@ impl AsRawFd for Bell {
 pub(crate) struct Writing {
     /// How many are under way, with [`Self::ALONE`] and [`Self::WANTED`].
     state: AtomicU32,
-    /// Of disks that wait. Each is here once.
+    /// Bells of the disks that wait. Each is here once.
     bells: Mutex<Vec<Arc<Bell>>>,
 }
 
@@ -177,7 +177,7 @@ mod tests {
         assert!(is_raised(&a) && w.enter(false, Some(&a)));
     }
 
-    /// Who has nothing else to do than to wait for its bell gets in.
+    /// A thread that only waits for its bell gets in.
     #[test]
     fn the_bell_rings_for_everybody_who_waits() {
         const ROUNDS: u64 = 20_000;

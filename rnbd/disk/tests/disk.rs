@@ -1,4 +1,4 @@
-//! What a disk does between its stores and its sessions.
+//! Disk between its stores and its sessions.
 
 mod common;
 

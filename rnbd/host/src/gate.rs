@@ -51,7 +51,7 @@ struct Owner {
 /// Below this lock none is taken.
 struct Hall {
     admission: Admission,
-    /// Whose each path of the admission is.
+    /// Owner of each path of the admission.
     paths: BTreeMap<PathKey, (usize, Uuid)>,
     sessions: BTreeMap<Uuid, Owner>,
     expected: BTreeMap<Uuid, usize>,
@@ -69,7 +69,7 @@ impl fmt::Debug for Gate {
 }
 
 impl Gate {
-    /// Of a server with so many loops.
+    /// Creates the gate of a server with so many loops.
     pub fn new(config: &ServerConfig, loops: usize) -> Arc<Self> {
         let hall = Hall {
             admission: Admission::new(config.limits(), config.allow.clone()),
@@ -196,7 +196,7 @@ impl Hall {
         Ok(admitted)
     }
 
-    /// Whose a path was, if the admission knows it no more.
+    /// Returns the owner of a path that the admission does not know any more.
     fn settle(&mut self, path: PathKey) -> Option<usize> {
         if self.admission.has_path(path) {
             return None;
@@ -218,7 +218,7 @@ pub(crate) struct Door {
     gate: Arc<Gate>,
     index: usize,
     handshake: Duration,
-    /// Of the loop's paths whose handshake has not ended. Later paths have higher keys, and later deadlines.
+    /// Deadlines of the loop's paths whose handshake has not ended. Later paths have higher keys, and later deadlines.
     deadlines: BTreeMap<PathKey, Instant>,
 }
 

@@ -142,7 +142,7 @@ pub enum MapFailure {
     /// A device could not be opened.
     #[error("device {device}: {error}")]
     Map {
-        /// Which.
+        /// Name of the device.
         device: String,
         /// Why.
         error: MapError,
@@ -156,7 +156,7 @@ pub enum MapFailure {
     /// The last flush of a device failed.
     #[error("flush of device {device}: {errno}")]
     Flush {
-        /// Which.
+        /// Name of the device.
         device: String,
         /// Why.
         errno: Errno,
@@ -164,7 +164,7 @@ pub enum MapFailure {
     /// A device could not be closed.
     #[error("closing device {device}: {error}")]
     Close {
-        /// Which.
+        /// Name of the device.
         device: String,
         /// Why.
         error: IoError,
@@ -253,12 +253,12 @@ pub enum MapNews {
     Back(SessionInfo),
     /// The server has opened a device again.
     Remapped {
-        /// Which.
+        /// Name of the device.
         device: String,
     },
     /// It would not: [`OnLoss`] says whether it is asked again.
     NotRemapped {
-        /// Which.
+        /// Name of the device.
         device: String,
         /// Why.
         error: MapError,
@@ -275,14 +275,14 @@ pub enum MapNews {
     },
     /// A device has another size, or other limits.
     Changed {
-        /// Which.
+        /// Name of the device.
         device: String,
         /// Size and limits.
         geometry: Geometry,
     },
     /// A device is gone, as [was asked for](crate::control::map::MapRequest::Unmap).
     Unmapped {
-        /// Which.
+        /// Name of the device.
         device: String,
         /// Error of the final flush.
         why: Option<String>,

@@ -90,17 +90,17 @@ const AT_ONCE: usize = 32 << 10;
 /// Command of another thread.
 pub(crate) enum Command {
     Stats(Sender<MapStats>),
-    /// Of home, but for what every loop has something of.
+    /// Request to home, or to every loop if each has a part of what it is about.
     Steer(MapRequest, Reply<MapAnswer>),
-    /// Of home: an NBD client of this process.
+    /// Connects an NBD client of this process. Sent to home.
     Connect(UnixStream),
-    /// Of home: to end in good order.
+    /// Ends in good order. Sent to home.
     Stop,
     /// To end at once: another loop has failed.
     Quit,
     /// From another loop, and which.
     Letter(usize, Letter),
-    /// Of home: an address of ours has no link any more.
+    /// An address of ours has no link any more. Sent to home.
     LinkDown(IpAddr),
     /// There is one more of our addresses.
     Attach(Box<NewDevice>, Sender<Taken>),
@@ -134,7 +134,7 @@ pub(crate) enum Letter {
     FrontLeft(usize, String),
 }
 
-/// Which loop it is, and those of the same mapping.
+/// Index of a loop, and the loops of the same mapping.
 pub(crate) struct Place {
     pub(crate) index: usize,
     pub(crate) loops: Arc<[Handle<Command, ()>]>,
@@ -177,11 +177,11 @@ enum Phase {
     Ended,
 }
 
-/// Whose an operation is.
+/// Source of an operation.
 #[derive(Clone, Copy, Debug)]
 enum Whose {
     Client(usize, PendingKey),
-    /// Of a front end, and its number there.
+    /// Front end, and the operation's number there.
     Front(usize, usize),
     /// The flush at the end of a device.
     Flush(DeviceKey),

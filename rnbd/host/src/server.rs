@@ -60,7 +60,7 @@ const DISK: Token = Token(0);
 /// Command of another thread.
 pub(crate) enum Command {
     Stats(Sender<ServeStats>),
-    /// Of the home of the session that it is about, but for what every loop has something of.
+    /// Request to the home of a session, or to every loop if each has a part of what it is about.
     Steer(ServeRequest, Reply<ServeAnswer>),
     /// A half-open path of this loop has given way to one of another.
     GaveWay(PathKey),
@@ -82,7 +82,7 @@ pub(crate) enum Letter {
     Idle,
 }
 
-/// Which loop it is, and what those of the same server have in common.
+/// Index of a loop, and the state that the loops of a server share.
 pub(crate) struct Place {
     pub(crate) index: usize,
     pub(crate) loops: Arc<[Handle<Command, Done>]>,
@@ -111,7 +111,7 @@ const TURN: Budget = Budget {
 /// Settings of a loop.
 pub(crate) struct Plan {
     pub(crate) config: ServeConfig,
-    /// Of a loop of several.
+    /// Connection to the other loops, if there are several.
     pub(crate) shared: Option<(Door, SharedPlaces)>,
     pub(crate) place: Place,
     pub(crate) events: EventSender<ServeEvent>,

@@ -8,11 +8,11 @@ use roce_reactor::{Counters, TurnCx};
 /// Numbers of a loop.
 #[derive(Clone, Debug, Default)]
 pub struct LoopStats {
-    /// Of each device, by its address as it was given.
+    /// Statistics of each device, by its address as it was given.
     pub devices: Vec<(IpAddr, DeviceStats)>,
     /// Objects of verbs that there are.
     pub usage: Usage,
-    /// Of the loop itself.
+    /// Counters of the loop itself.
     pub turns: Counters,
 }
 

@@ -35,7 +35,7 @@ use rustls::{
     version::{TLS12, TLS13},
 };
 
-/// What a client has of the file system: the folder of its certificates.
+/// Certificates of a client, in a folder.
 struct Pki {
     dir: tempfile::TempDir,
     ours: Authority,

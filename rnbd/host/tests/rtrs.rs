@@ -456,7 +456,7 @@ fn who_opens_a_device_again_is_told_that_it_has_grown() {
     assert_eq!(size(), (id, 9 * MIB));
 }
 
-/// What clients that write without end are answered when the server ends.
+/// Returns the errors that clients get who write without end, when the server ends.
 fn errors_at_the_servers_end() -> Vec<u32> {
     let mut lab = Lab::new();
     let mut d = lab.map("a", "disk");
@@ -513,7 +513,7 @@ fn flush_and_fua_reach_the_servers_device() {
     assert_eq!(dirty_pages(l.path()), 0, "unmap");
 }
 
-/// What NBD's multi-conn promises: a flush on one connection covers all writes that were answered, on any.
+/// NBD's promise of multi-conn: a flush on one connection covers all writes that were answered, on any.
 #[test]
 #[ignore = "needs the right to set up loop devices, and Linux 6.5"]
 fn a_flush_at_one_loop_covers_the_writes_of_another() {

@@ -37,7 +37,7 @@ fn clients(map: &mut Mapped, loops: usize, each: usize) -> Vec<Client> {
     clients
 }
 
-/// What a client writes at an offset.
+/// Data that a client writes at an offset.
 fn stamp(client: usize, at: u64, len: usize) -> Vec<u8> {
     let word = ((client as u64) << 56) | at;
     (0..len as u64 / 8).flat_map(|n| (word + n).to_le_bytes()).collect()
@@ -225,7 +225,7 @@ fn stopping_waits_for_no_client_that_reads_nothing() {
     map.end().unwrap();
 }
 
-/// What clients at all loops that write without end are answered when the server ends.
+/// Returns the errors that clients at all loops get who write without end, when the server ends.
 fn errors_at_the_servers_end(loops: usize) -> Vec<u32> {
     let mut lab = Lab::on_loops(2, |_| {});
     let mut map = map(&lab, loops, |_| {}).unwrap();

@@ -72,7 +72,7 @@ pub enum Unmap {
 /// now. Operations are taken at each share, and stay there.
 #[derive(Debug, Default)]
 pub struct Client {
-    /// Which share it is, and of how many.
+    /// Number of this share, and how many there are.
     pub(super) index: u16,
     pub(super) others: u16,
     pub(super) letters: VecDeque<(u16, Letter)>,

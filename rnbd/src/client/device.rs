@@ -30,7 +30,7 @@ const MAX_LENGTH: u64 = (u32::MAX as u64) / SECTOR * SECTOR;
 pub struct DeviceCounters {
     /// Requests answered, whatever the answer.
     pub completed: u64,
-    /// Of these, with an error.
+    /// Requests answered with an error.
     pub failed: u64,
     /// Reads that were done.
     pub reads: u64,

@@ -13,7 +13,7 @@ pub enum MapError {
     /// A message got no answer.
     #[error("{what}: {source}")]
     Request {
-        /// Which message.
+        /// Name of the message.
         what: &'static str,
         /// Error of the request.
         source: IoError,

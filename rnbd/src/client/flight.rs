@@ -37,7 +37,7 @@ pub(super) struct FlightPart {
     pub(super) part: Part,
     /// How often its device had been opened.
     pub(super) opened: u32,
-    /// Of a flush: the acknowledged writes that it covers.
+    /// Acknowledged writes that a flush covers.
     pub(super) covers: u64,
 }
 

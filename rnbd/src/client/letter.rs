@@ -41,7 +41,7 @@ pub(super) struct Opening {
     pub(super) name: String,
     pub(super) mode: AccessMode,
     pub(super) on_loss: OnLoss,
-    /// Of all shards together.
+    /// Losses of all shards together.
     pub(super) losses: Arc<Losses>,
     /// The server's answer: its number for the device, and what that is like.
     pub(super) answer: MsgOpenRsp,

@@ -17,7 +17,7 @@ use crate::{block::BlockOp, errno::Errno};
 pub(super) struct Losses {
     /// Writes acknowledged that only a flush makes durable.
     acknowledged: AtomicU64,
-    /// Of these, so many are covered by a flush that succeeded, or are lost.
+    /// Writes that are covered by a flush that succeeded, or are lost.
     covered: AtomicU64,
     /// How often some were lost.
     lost: AtomicU64,
@@ -28,7 +28,7 @@ pub(super) struct Losses {
 /// The last loss that an opener was told of: by a flush, and by a write with FUA.
 type Told = [AtomicU64; 2];
 
-/// Which of both it is.
+/// Indices of the two kinds.
 const BY_FLUSH: usize = 0;
 const BY_WRITE: usize = 1;
 

@@ -43,7 +43,7 @@ pub(super) struct Span {
     /// No part has been begun from here to the end.
     next: u64,
     end: u64,
-    /// Of the empty part: it has not been begun.
+    /// The empty part has not been begun.
     empty: bool,
     /// Parts that were lost on the way.
     again: SmallVec<[Part; 1]>,
@@ -204,7 +204,7 @@ pub(super) struct Operation {
     pub(super) zeroes: bool,
     /// Buffers of zeroes that are back from a part.
     pub(super) spare: Vec<Buffer>,
-    /// Of a block status: what the range is like.
+    /// Extents that a block status has found.
     pub(super) extents: Vec<Extent>,
     /// It stands in a queue.
     pub(super) queued: bool,

@@ -216,7 +216,7 @@ impl Connection {
         self.phase == Phase::Handshake && !self.has_output()
     }
 
-    /// That handshake is done. What is received and sent from here on is what TLS brings and takes. Nothing follows from it unless the
+    /// Marks the TLS handshake as done: all bytes pass through TLS from here on. Nothing follows from it unless the
     /// connection [wants](Self::wants_tls) it.
     pub fn tls_established(&mut self, now: Instant) {
         self.transmission.set_now(now);

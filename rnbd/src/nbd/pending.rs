@@ -49,7 +49,7 @@ pub struct NbdRequest {
     pub len: u64,
     /// The data of a write, or the place for that of a read; as long as the request.
     pub data: Option<Buffer>,
-    /// Of a flush: it stands for the FUA of a write.
+    /// This flush stands for the FUA of a write.
     pub forces: bool,
 }
 
@@ -73,7 +73,7 @@ pub(crate) struct Pending {
     charge: u64,
     /// Bytes of the range that the client has named.
     span: u64,
-    /// Of these, bytes that are moved.
+    /// Bytes that are moved.
     len: u32,
     /// Bytes of each part but the last.
     step: u32,
@@ -83,7 +83,7 @@ pub(crate) struct Pending {
     error: Option<Errno>,
     /// A flush follows the parts.
     flush: bool,
-    /// Of a write.
+    /// Losses of a write.
     losses: Parts,
     landing: Landing,
 }

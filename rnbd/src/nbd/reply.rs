@@ -45,7 +45,7 @@ pub enum Piece<'a> {
     Bytes(&'a [u8]),
     /// A part of a buffer.
     Data {
-        /// Which.
+        /// The buffer.
         buffer: &'a Buffer,
         /// First byte in it.
         at: usize,

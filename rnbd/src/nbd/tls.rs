@@ -43,7 +43,7 @@ impl Default for Security {
 }
 
 impl Security {
-    /// Of an option with so many bytes of data.
+    /// Decides on an option with so many bytes of data.
     pub(crate) fn judge(self, option: u32, len: u32) -> Verdict {
         match (self, option) {
             (Self::Tls, opt::STARTTLS) => Verdict::Refuse(rep::ERR_INVALID, "TLS has begun already"),

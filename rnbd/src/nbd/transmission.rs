@@ -264,7 +264,7 @@ impl Transmission {
         }
     }
 
-    /// Of `n` bytes that were received, how many go behind the payload.
+    /// Returns how many of `n` received bytes go behind the payload.
     pub(crate) fn received(&mut self, n: usize, input: &ParseBuffer) -> usize {
         match &mut self.job {
             Job::Write(job) if job.part.need(input) == Need::Bytes => job.part.received(self.now, n),

@@ -26,7 +26,7 @@ pub struct Opened {
     pub store: StoreId,
     /// Size, limits, abilities. `read_only` says whether it was opened for writing.
     pub geometry: Geometry,
-    /// Which export it is.
+    /// Identity of the export.
     pub identity: Identity,
     /// Location of its bytes, for messages.
     pub label: String,
@@ -89,7 +89,7 @@ pub enum Action {
     Close {
         /// Names the end.
         ticket: Ticket,
-        /// Which.
+        /// The device.
         store: StoreId,
     },
     /// Another share has opened a device, which this loop's disks are to have too, as they would have one that they open, and without

@@ -21,7 +21,7 @@ enum Life {
     Closing(Option<RequestKey>),
 }
 
-/// Who has a device open: sessions by their name, since a client that comes back has another one of the same.
+/// Session that has a device open, by its name, since a client that comes back has another one of the same.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Tenancy {
     pub(super) session: String,

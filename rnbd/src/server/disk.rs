@@ -14,7 +14,7 @@ pub struct IoTicket(pub u64);
 /// [as long as](crate::proto::status::answer_len) it can have extents.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DiskOp {
-    /// Which device.
+    /// The device.
     pub store: StoreId,
     /// Operation.
     pub op: BlockOp,

@@ -56,13 +56,13 @@ pub struct ServerCounters {
     pub opens: u64,
     /// Open requests refused.
     pub refused: u64,
-    /// Of these, because the session or the server had as many devices open as it may have.
+    /// Refusals because the session or the server had as many devices open as it may have.
     pub refused_limit: u64,
     /// Devices open now, those included that are being opened or closed.
     pub open: u64,
     /// Block requests answered.
     pub requests: u64,
-    /// Of these, with an error.
+    /// Block requests answered with an error.
     pub failed: u64,
     /// Bytes read.
     pub read_bytes: u64,

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, VecDeque};
 pub struct QueueLimits {
     /// Operations.
     pub slots: u32,
-    /// Of these at most so many slow ones, so that flushes do not starve reads.
+    /// Most slow operations among them, so that flushes do not starve reads.
     pub slow: u32,
     /// Bytes that a session may have started before it is another's turn.
     pub quantum: u64,

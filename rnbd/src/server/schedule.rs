@@ -29,7 +29,7 @@ enum Who {
 struct Waiting<M> {
     who: Who,
     op: DiskOp,
-    /// Of operations with data in it.
+    /// Memory of operations with data in it.
     memory: Option<M>,
 }
 

@@ -78,7 +78,7 @@ impl Flight {
 #[derive(Debug)]
 pub struct Server {
     limits: Limits,
-    /// Of devices.
+    /// Allocator of the devices' numbers.
     places: Box<dyn Places>,
     pub(super) sessions: BTreeMap<SessionKey, Session>,
     /// Open devices, and those that are to be closed after their last request.
@@ -88,7 +88,7 @@ pub struct Server {
     /// Devices that are being closed.
     leaving: Vec<Tenancy>,
     pub(super) share: Share,
-    /// Of other shares' devices.
+    /// Parts of other shares' devices.
     pub(super) parts: BTreeMap<Original, Part>,
     pub(super) letters: VecDeque<(usize, Letter)>,
     counters: ServerCounters,

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     pub(crate) all: usize,
-    /// Of these, what only root and the owner get.
+    /// Part of the limit that only root and the owner get.
     pub(crate) reserved: usize,
     /// Limit of each other user.
     pub(crate) each: usize,

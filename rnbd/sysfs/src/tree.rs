@@ -218,7 +218,7 @@ fn refused(refused: Refused) -> Errno {
     Errno::from_i32(refused.errno.raw())
 }
 
-/// Of an open file: one whose directory is gone has no device (`kernfs_get_active`). ENOENT may also be the outcome of a request.
+/// Error of an open file: if its directory is gone it has no device (`kernfs_get_active`). ENOENT may also be the outcome of a request.
 fn gone(registry: &Registry, path: &str, why: Refused) -> Errno {
     match refused(why) {
         Errno::ENOENT if registry.stat(path).is_err() => Errno::ENODEV,

@@ -1,4 +1,4 @@
-//! What the machines are run with.
+//! Bench that the machines run on.
 
 use std::collections::BTreeMap;
 

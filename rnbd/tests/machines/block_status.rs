@@ -27,7 +27,7 @@ use crate::{
 const ALL: BlockOp = BlockOp::BlockStatus { most: 510 };
 const TIB: u64 = 1 << 40;
 
-/// What a server of ours says to an open request.
+/// Answer of a server of ours to an open request.
 fn ours(id: u32) -> MsgOpenRsp {
     let mut rsp = open_rsp(id);
     rsp.offer_block_status();

@@ -239,7 +239,7 @@ impl Bench {
         }
     }
 
-    /// What an operation is refused with at once.
+    /// Submits an operation that is refused at once, and returns the error.
     pub(crate) fn refused(&mut self, device: DeviceKey, op: BlockOp, offset: u64, len: u64) -> Errno {
         let user = self.submit(device, op, offset, len);
         assert!(self.sent().is_empty());

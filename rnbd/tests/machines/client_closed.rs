@@ -256,7 +256,7 @@ fn what_it_may_have_lost_is_told() {
     assert_eq!(bench.ends(), [(flush, Err(Errno::EIO))]);
 }
 
-/// Such a server closes a device of a session that is up by an operator's order only.
+/// A server that names its instance closes a device of a session that is up by an operator's order only.
 #[test]
 fn the_order_to_close_counts_where_the_server_names_its_instance() {
     let mut bench = Bench::up();

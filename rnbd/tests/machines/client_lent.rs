@@ -36,7 +36,7 @@ fn scattered(memory: LentId, pages: usize, len: u32) -> Buffer {
     Buffer::of_lent((0..pages).map(piece)).unwrap()
 }
 
-/// Where a request is, and the first byte of its data.
+/// Returns the address of a request, and the first byte of its data.
 fn place(bench: &Bench, submission: &Submission) -> (u64, u8) {
     let mut first = [0];
     let data = submission.data.as_ref().unwrap();

@@ -362,7 +362,7 @@ fn force_reaches_each_share() {
     assert!(unmapped(&mut three.0[0]).is_ok());
 }
 
-/// What goes from one share to another, in order.
+/// Messages from one share to another, in order.
 enum Mail {
     /// RTRS at home: there is a path, of this number; there is none any more.
     Up(u32),

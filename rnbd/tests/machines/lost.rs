@@ -156,7 +156,7 @@ fn a_flush_covers_what_was_acknowledged_before() {
     assert_eq!(told, [(2, LossCause::AnotherInstance)]);
 }
 
-/// What was never acknowledged is sent again, and so is not lost; a flush under way covers what is.
+/// A write that was never acknowledged is sent again, and so is not lost; a flush under way covers lost ones.
 #[test]
 fn what_was_under_way_is_not_lost() {
     for written in [false, true] {

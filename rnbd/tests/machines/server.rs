@@ -107,7 +107,7 @@ impl Bench {
         actions.remove(0)
     }
 
-    /// What a request is answered with at once.
+    /// Sends a request that is answered at once, and returns the error.
     pub(crate) fn errno(&mut self, session: SessionKey, direction: Direction, header: &[u8], data_len: u32) -> i32 {
         let key = self.ask(session, direction, header, data_len);
         match self.action() {

@@ -58,7 +58,7 @@ struct World {
     /// Answers: the error number, and the number of a device that was opened.
     answers: BTreeMap<RequestKey, (i32, Option<u32>)>,
     asked: BTreeSet<RequestKey>,
-    /// Of the device that was opened last.
+    /// Sectors of the device that was opened last.
     sectors: u64,
     /// A loop whose disks can take over nothing.
     full: Option<usize>,
@@ -93,7 +93,7 @@ impl World {
         self.session_of(index, begins, 4);
     }
 
-    /// Of a client that has so many connections.
+    /// Begins or ends a session of a client that has so many connections.
     fn session_of(&mut self, index: usize, begins: bool, connections: u16) {
         let output = match begins {
             true => Output::SessionOpened(SessionOpened {

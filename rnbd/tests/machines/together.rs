@@ -46,11 +46,11 @@ struct World {
     /// Submissions that wait for a chunk.
     waiting: Vec<Submission>,
     serial: u32,
-    /// What the disk is asked, in no order.
+    /// Actions for the disk, in no order.
     work: Vec<Action>,
     /// Reads to be checked: what the operation gave.
     done: BTreeMap<u64, (Result<(), Errno>, Vec<u8>)>,
-    /// What block status has found.
+    /// Extents that block status has found.
     found: BTreeMap<u64, Vec<Extent>>,
 }
 

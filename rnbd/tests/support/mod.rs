@@ -109,7 +109,7 @@ pub(crate) struct Seen {
     pub(crate) data: Vec<u8>,
 }
 
-/// What a device says to a request instead of doing it.
+/// Error with which a device refuses a request.
 pub(crate) type Fails = fn(&Seen) -> Option<Errno>;
 
 /// A device, the buffers to reach it with, and time.
@@ -117,10 +117,10 @@ pub(crate) struct World {
     pub(crate) memory: Memory,
     pub(crate) geometry: Geometry,
     pub(crate) content: Vec<u8>,
-    /// What of it the device says to be holes, in order.
+    /// Holes of the device, in order.
     pub(crate) holes: Vec<Range<u64>>,
     pub(crate) seen: Vec<Seen>,
-    /// Which requests fail.
+    /// Requests that fail.
     pub(crate) fails: Fails,
     /// How often it has lost writes.
     pub(crate) losses: u64,
@@ -159,7 +159,7 @@ impl World {
         self.now = self.now + time;
     }
 
-    /// What the device says of a range.
+    /// Extents of a range, as the device reports them.
     fn extents(&self, offset: u64, len: u64, most: u32) -> Vec<Extent> {
         let (mut at, end) = (offset, offset + len);
         let mut all = Vec::new();
@@ -220,14 +220,14 @@ impl World {
 /// One client and the connection that serves it.
 pub(crate) struct Peer {
     pub(crate) conn: Connection,
-    /// What the client has sent and nobody has received.
+    /// Bytes that the client has sent and nobody has received.
     pub(crate) socket: VecDeque<u8>,
     /// The client sends no more.
     pub(crate) closed: bool,
     eof: bool,
     /// The client takes what it is sent: so much.
     pub(crate) takes: usize,
-    /// What it took.
+    /// Bytes that it received.
     pub(crate) answers: Vec<u8>,
     /// Requests are kept back here instead of being done.
     pub(crate) hold: bool,

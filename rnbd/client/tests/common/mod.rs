@@ -18,7 +18,7 @@ use rnbd_host::serve::{ServeConfig, ServeEvent, ServeStats, Serving};
 use roce::{DeviceConfig, LocalDevice};
 use rtrs::server::ServerConfig;
 
-/// What must have happened by then, or it will not.
+/// Longest time that a step of a test may take.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 /// Bytes of the image.
 pub(crate) const SIZE: u64 = 8 << 20;

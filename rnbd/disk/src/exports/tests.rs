@@ -234,7 +234,7 @@ fn a_failed_sync_is_known_to_all_who_have_the_file_open() {
     assert_eq!(reopened.image().sync().check(BlockOp::Flush), Ok(()));
 }
 
-/// Where a server on a machine with this boot ID keeps what was written to an image and not flushed.
+/// Instance of a server on a machine with this boot ID, which has what was written to an image and not flushed.
 fn instance(boot: &Boot, path: &Path) -> Option<Instance> {
     let ex = Exports::on(boot.clone(), [spec("disk", path, false)], None, Caching::PageCache).unwrap();
     let open = ex.open("s", b"disk", AccessMode::ReadWrite).unwrap();

@@ -20,9 +20,9 @@ use roce_mem::Pages;
 use rtrs::server::request::SessionKey;
 
 pub(crate) const MIB: u64 = 1 << 20;
-/// What must have happened by then, or it will not.
+/// Longest time that a step of a test may take.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
-/// Of the session's memory: all that one operation of a test moves.
+/// Bytes of the session's memory: all that one operation of a test moves.
 pub(crate) const ROOM: usize = 8 << 20;
 pub(crate) const SESSION: SessionKey = SessionKey(1);
 
@@ -183,7 +183,7 @@ impl Rig {
         self.result(ticket)
     }
 
-    /// What is told of a range, in at most so many extents.
+    /// Returns the extents of a range, at most so many.
     pub(crate) fn extents(&mut self, offset: u64, len: u64, most: u32) -> Result<Vec<Extent>, Errno> {
         let mut bytes = vec![0xee; status::answer_len(most)];
         self.memory.write(0, &bytes).unwrap();

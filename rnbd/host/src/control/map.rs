@@ -57,7 +57,7 @@ pub enum MapRequest {
     Map(MapDevice),
     /// A device's size (`resize`); refused with ENOENT while it is not mapped.
     Resize {
-        /// Which.
+        /// Name of the device.
         device: String,
         /// In sectors of 512 bytes.
         sectors: u64,
@@ -69,7 +69,7 @@ pub enum MapRequest {
     /// name. The session and other devices stay; the mapping ends with the last. An error of making it durable or of closing it is
     /// the answer, and the device is gone nonetheless.
     Unmap {
-        /// Which.
+        /// Name of the device.
         device: String,
         /// Also if NBD clients use it, whose requests fail then, and who are disconnected; else that is refused with EBUSY. Nothing
         /// is made durable.

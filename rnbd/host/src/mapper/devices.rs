@@ -48,9 +48,9 @@ pub(super) struct Device {
     pub(super) users: usize,
     /// It is closed at any price.
     forced: bool,
-    /// Who has asked for it while the mapping runs.
+    /// Reply to the request for it while the mapping runs.
     mapping: Option<Reply<MapAnswer>>,
-    /// Who has asked for its end.
+    /// Reply to the request for its end.
     pub(super) unmapping: Option<Reply<MapAnswer>>,
     /// Why its end is no good one.
     failure: Option<MapFailure>,

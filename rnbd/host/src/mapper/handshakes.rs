@@ -19,7 +19,7 @@ const READS: usize = 2;
 /// The longest pause after a step. A step that took longer was interrupted.
 const MAX_PAUSE: Duration = Duration::from_millis(20);
 
-/// Which half-open client is next, and when.
+/// Choice of the next half-open client, and its time.
 #[derive(Debug, Default)]
 pub(super) struct Handshakes {
     /// Clients that have sent something, in that order.

@@ -16,9 +16,9 @@ use rustls::{
     server::{NoServerSessionStorage, WebPkiClientVerifier, danger::ClientCertVerifier},
 };
 
-/// Who issues clients' certificates.
+/// File of the authority that issues clients' certificates.
 const AUTHORITY: &str = "ca-cert.pem";
-/// Which of them hold no longer.
+/// File of revoked certificates.
 const REVOKED: &str = "ca-crl.pem";
 /// The server's certificate, and those that lead to its issuer.
 const CERTIFICATE: &str = "server-cert.pem";
@@ -31,7 +31,7 @@ pub enum TlsError {
     /// A file can't be read.
     #[error("{}: {error}", path.display())]
     Read {
-        /// Which.
+        /// The file.
         path: PathBuf,
         /// Why.
         error: io::Error,
@@ -39,7 +39,7 @@ pub enum TlsError {
     /// The content of a file is invalid.
     #[error("{}: {why}", path.display())]
     Content {
-        /// Which.
+        /// The file.
         path: PathBuf,
         /// Why.
         why: String,
@@ -99,7 +99,7 @@ impl Source {
 pub(super) struct Files {
     certificate: Source,
     key: Source,
-    /// Of who proves that he may come in.
+    /// Certificates that clients are checked against, if clients have to prove their identity.
     clients: Option<Clients>,
 }
 

@@ -17,7 +17,7 @@ use super::mapped::Mapped;
 /// Regions at most; QEMU asks for it, and plugs in no more memory than that.
 pub(crate) const MAX_REGIONS: usize = 64;
 
-/// Who registers memory with the session.
+/// Owner of a session, with which memory is registered.
 pub(crate) trait Lender {
     /// Registers memory.
     ///

@@ -24,11 +24,11 @@ pub(crate) struct FrontRequest {
     pub(crate) op: BlockOp,
     pub(crate) offset: u64,
     pub(crate) len: u64,
-    /// Of reads and writes: pieces of the guest's memory.
+    /// Pieces of the guest's memory.
     pub(crate) data: Option<Buffer>,
     /// The ring that it came by.
     pub(crate) ring: usize,
-    /// Of a flush: it stands for the FUA of a write.
+    /// This flush stands for the FUA of a write.
     pub(crate) forces: bool,
 }
 

@@ -135,7 +135,7 @@ impl Message {
 pub(crate) struct Wire {
     stream: UnixStream,
     readable: bool,
-    /// Of the next message: what has come.
+    /// Received bytes of the next message.
     head: [u8; HEADER],
     got: usize,
     body: Vec<u8>,

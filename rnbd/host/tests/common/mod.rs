@@ -32,7 +32,7 @@ use roce_reactor::ReactorConfig;
 use rtrs::{addr::PathAddr, client::SessionConfig, server::ServerConfig};
 
 pub(crate) const MIB: u64 = 1 << 20;
-/// What must have happened by then, or it will not.
+/// Longest time that a step of a test may take.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 fn device_config(addr: IpAddr) -> DeviceConfig {
@@ -56,7 +56,7 @@ pub(crate) fn eventually(what: &str, mut cond: impl FnMut() -> bool) {
 pub(crate) struct Lab {
     pub(crate) dir: tempfile::TempDir,
     pub(crate) addr: IpAddr,
-    /// Of several loops.
+    /// Gate of several loops.
     pub(crate) gate: Option<Arc<Gate>>,
     stop: Arc<AtomicBool>,
     stats: Arc<Mutex<ServeStats>>,
@@ -187,7 +187,7 @@ impl Lab {
         self.dir.path().join(format!("{name}.img"))
     }
 
-    /// What a client maps with, on an address of its own.
+    /// Configuration of a client on an address of its own.
     pub(crate) fn config(&self, session: &str, name: &str) -> MapConfig {
         let session_config = SessionConfig {
             connect_timeout: PATIENCE,
@@ -250,7 +250,7 @@ impl Lab {
             .unwrap()
     }
 
-    /// What the server had done a moment ago.
+    /// Recent statistics of the server.
     pub(crate) fn stats(&self) -> ServeStats {
         self.stats.lock().unwrap().clone()
     }
@@ -287,7 +287,7 @@ pub(crate) struct Mapped {
     pub(crate) mapping: Mapping,
     /// Its Unix socket, if it makes one.
     pub(crate) socket: PathBuf,
-    /// Where it listens, once it does.
+    /// Addresses at which it listens, once it does.
     pub(crate) addresses: Vec<NbdAddress>,
 }
 
