@@ -38,8 +38,8 @@ use crate::{
 pub struct DriverConfig {
     /// Run a progress thread. Without one the port advances only while the program posts and polls.
     pub background: bool,
-    /// Time for which the progress thread polls the sockets before it sleeps. [`SpinMode::Auto`]: none, because it would take a processor
-    /// from the program's threads.
+    /// Time for which the progress thread polls the sockets before it sleeps. [`SpinMode::Auto`]: [`HOT`] after packets have come, while
+    /// that finds more; none on a single processor.
     pub spin: SpinMode,
     /// Bytes of the staging slab, which one round of system calls sends.
     pub batch_bytes: usize,
@@ -382,6 +382,8 @@ fn reporter(shared: &Arc<Shared>) -> Arc<Report> {
 
 /// Datagrams of one wake-up, at most, after which spinning may pay: bulk data arrives in more.
 const FEW: u64 = 4;
+/// Time for which the progress thread polls after packets: a wake-up takes as long in virtual machines.
+const HOT: Duration = Duration::from_micros(50);
 
 /// Sleep of the progress thread.
 struct Sleep {
@@ -394,14 +396,15 @@ struct Sleep {
 
 impl Sleep {
     fn new(poll: Poll, spin: SpinMode) -> Self {
+        // The peer may run on the machine's only processor.
         let spin = match spin {
-            SpinMode::Auto => SpinMode::Off,
-            asked => asked,
+            SpinMode::Auto if sys::processors() == 1 => SpinMode::Off,
+            configured => configured,
         };
         Self {
             poll,
             events: Events::with_capacity(16),
-            spin: Spin::new(spin),
+            spin: Spin::new(spin).at_most(HOT),
             received: 0,
         }
     }

@@ -1,7 +1,7 @@
-//! How long a loop or a thread that has nothing to do looks for work before it sleeps.
+//! Decides how long an idle loop or thread polls for work before it sleeps.
 //!
-//! Who spins when something comes needs no wake-up, which costs some microseconds and a switch; who spins in vain keeps a
-//! processor from those who would give him work. So it is done as long as it works.
+//! Polling saves a wake-up, which takes 5 to 50 us. It costs processor time that the peer may need. So a thread polls while that finds
+//! work often enough.
 
 use std::{fmt, str::FromStr, thread, time::Duration};
 
@@ -9,29 +9,31 @@ use roce_verbs::Instant;
 
 use crate::clock;
 
-/// Longest spinning that is tried by itself: what a wake-up costs at most, above all in virtual machines.
+/// Longest spin with [`SpinMode::Auto`]: the longest wake-ups, which virtual machines have.
 const MOST: Duration = Duration::from_micros(100);
-/// Longest that can be asked for.
+/// Longest spin that a user can configure.
 const LONGEST: Duration = Duration::from_millis(10);
-/// Spins that are remembered, and how many of them, at least, are judged.
+/// Length of the history, spins.
 const REMEMBERED: u32 = u64::BITS;
+/// Shortest history that counts, spins.
 const TRIAL: u32 = 8;
-/// There is none for so long after a trial that did not pay, twice as long after the next one, and so on.
+/// Time without spins after a history with too few successes. Doubles each time, up to [`LONGEST_REST`].
 const REST: Duration = Duration::from_millis(10);
 const LONGEST_REST: Duration = Duration::from_millis(640);
-/// Spinning gives way at each look. If it gets the processor back as late as this, somebody computes there.
+/// Duration of a spin that shows that another thread needs the processor: spins yield.
 const TAKEN: Duration = Duration::from_millis(1);
+/// Time without spins after one of [`TAKEN`].
 const REST_OF_TAKEN: Duration = Duration::from_millis(100);
 
-/// Whether a loop or a thread spins (`--spin µs|auto|off`).
+/// Spinning of a loop or thread (`--spin µs|auto|off`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum SpinMode {
     /// Never.
     Off,
-    /// As long as it works.
+    /// While it finds work often enough.
     #[default]
     Auto,
-    /// Always for so long.
+    /// Always, for this time.
     For(Duration),
 }
 
@@ -65,53 +67,58 @@ impl fmt::Display for SpinMode {
     }
 }
 
-/// A spin under way.
+/// Spin in progress.
 #[derive(Debug)]
 pub struct Spinning {
     begun: Instant,
-    /// How long it is to take, and may take.
+    /// Time that a spin should take, to count as a failure.
     wanted: Duration,
+    /// Time that this spin may take.
     budget: Duration,
 }
 
 impl Spinning {
-    /// Gives way to others. False: it has taken long enough.
+    /// Yields the processor. False: the spin's time is over.
     pub fn goes_on(&self) -> bool {
         thread::yield_now();
         clock::now().saturating_since(self.begun) < self.budget
     }
 }
 
-/// One spin.
+/// Result of a spin.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Spun {
-    /// How long it took.
+    /// Duration.
     time: Duration,
-    /// Whether there was something to do before it ended.
+    /// Whether there was work before it ended.
     found: bool,
 }
 
 /// Decides how long to spin.
 ///
-/// How long one waited while sleeping says little: the one who is waited for sleeps as well, and each waits for the other's
-/// wake-up. So spinning is tried, and goes on if it finds something every other time.
+/// The time between two pieces of work of a sleeping thread says little: the peer may sleep too, and each waits for the other's wake-up.
+/// So spins are tried, and continue while every other one finds work.
 #[derive(Debug)]
 pub struct Spin {
     mode: SpinMode,
-    /// The last spins, the latest lowest: 1 is a success.
+    /// Duration of a spin with [`SpinMode::Auto`].
+    most: Duration,
+    /// History, the latest spin in the lowest bit. 1: it found work.
     successes: u64,
+    /// Length of the history.
     remembered: u32,
-    /// None before.
+    /// Time of the next spin.
     not_before: Instant,
-    /// The next rest after a trial in vain.
+    /// Time without spins after the next history with too few successes.
     rest: Duration,
 }
 
 impl Spin {
-    /// Nothing is known yet.
+    /// Creates one without a history.
     pub fn new(mode: SpinMode) -> Self {
         Self {
             mode,
+            most: MOST,
             successes: 0,
             remembered: 0,
             not_before: Instant::ZERO,
@@ -119,8 +126,14 @@ impl Spin {
         }
     }
 
-    /// Begins to spin, for no longer than `limit`, if that pays. It goes on while what is looked for is not there and
-    /// [`Spinning::goes_on`], and must be [ended](Self::end).
+    /// Limits spins with [`SpinMode::Auto`] to this time.
+    #[must_use]
+    pub fn at_most(self, most: Duration) -> Self {
+        Self { most, ..self }
+    }
+
+    /// Begins a spin of at most `limit`, if that pays. The caller looks for work while [`Spinning::goes_on`], then calls
+    /// [`end`](Self::end).
     pub fn begin(&self, limit: Option<Duration>) -> Option<Spinning> {
         let begun = clock::now();
         let wanted = self.budget(begun);
@@ -128,23 +141,23 @@ impl Spin {
         (!budget.is_zero()).then_some(Spinning { begun, wanted, budget })
     }
 
-    /// Learns whether what was looked for was found.
+    /// Records whether the spin found work.
     pub fn end(&mut self, spinning: &Spinning, found: bool) {
         let now = clock::now();
         let time = now.saturating_since(spinning.begun);
-        // One that something else cut short says nothing.
+        // A spin that was cut short could not find anything.
         if found || time >= spinning.wanted {
             self.ended(now, Spun { time, found });
         }
     }
 
-    /// How long to spin when there is nothing to do from `now` on.
+    /// Returns the duration of a spin that begins at `now`.
     fn budget(&self, now: Instant) -> Duration {
         match self.mode {
             SpinMode::Off => Duration::ZERO,
             SpinMode::For(time) => time,
             SpinMode::Auto if now < self.not_before => Duration::ZERO,
-            SpinMode::Auto => MOST,
+            SpinMode::Auto => self.most,
         }
     }
 
@@ -204,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn it_tries_and_goes_on_while_it_pays() {
+    fn spins_continue_while_half_of_them_find_work() {
         let mut spin = Spin::new(SpinMode::Auto);
         assert_eq!(spin.budget(at(0)), MOST);
         for n in 0..1000 {
@@ -214,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn without_success_it_rests_longer_and_longer() {
+    fn rests_without_success_become_longer() {
         let mut spin = Spin::new(SpinMode::Auto);
         let mut now = 0;
         for rest in [10, 20, 40, 80, 160, 320, 640, 640] {
@@ -225,7 +238,7 @@ mod tests {
             now += rest * 1000;
             assert_eq!(spin.budget(at(now - 1)), Duration::ZERO, "{rest} ms");
         }
-        // The trial after it counts for itself, and success makes the next rest short again.
+        // Success makes the next rest short again.
         for _ in 0..REMEMBERED {
             spin.ended(at(now), spun(10, true));
         }
@@ -237,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_last_spins_count() {
+    fn only_the_history_counts() {
         let mut spin = Spin::new(SpinMode::Auto);
         for _ in 0..1000 {
             spin.ended(at(0), spun(10, true));
@@ -251,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn who_gets_the_processor_back_late_rests() {
+    fn a_spin_that_another_thread_made_long_is_followed_by_a_rest() {
         let mut spin = Spin::new(SpinMode::Auto);
         // The peer's turn.
         spin.ended(at(0), spun(300, true));
@@ -264,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_cut_short_says_nothing() {
+    fn spins_cut_short_do_not_count() {
         let mut spin = Spin::new(SpinMode::Auto);
         for _ in 0..2 * TRIAL {
             let spinning = spin.begin(None).unwrap();
@@ -283,12 +296,12 @@ mod tests {
         spin.end(&spinning, false);
         assert!(
             spin.remembered == 1 || spin.begin(None).is_none(),
-            "somebody else had the processor"
+            "another thread had the processor"
         );
     }
 
     #[test]
-    fn who_is_told_how_long_does_not_decide() {
+    fn configured_times_do_not_adapt() {
         for (mode, time) in [(SpinMode::Off, Duration::ZERO), (SpinMode::For(us(30)), us(30))] {
             let mut spin = Spin::new(mode);
             for _ in 0..100 {

@@ -182,6 +182,13 @@ impl TxBatch {
         self.slab.len() - self.used >= len.saturating_add(ICRC_LEN)
     }
 
+    /// Lets no further packet join the last train.
+    pub(crate) fn close_train(&mut self) {
+        if let Some(train) = self.trains.last_mut() {
+            train.open = false;
+        }
+    }
+
     fn reserve(&mut self, len: usize) -> Option<&mut [u8]> {
         if !self.has_room(len) {
             return None;
@@ -454,6 +461,18 @@ mod tests {
         stage(&mut b, &p, 8, TxKind::Request, 100);
         stage(&mut b, &q, 8, TxKind::Request, 100);
         assert_eq!(b.trains().len(), 4);
+    }
+
+    #[test]
+    fn no_packet_joins_a_closed_train() {
+        let mut b = TxBatch::new(TxConfig::default());
+        b.close_train();
+        let p = path(2);
+        stage(&mut b, &p, 7, TxKind::Request, 96);
+        stage(&mut b, &p, 7, TxKind::Request, 96);
+        b.close_train();
+        stage(&mut b, &p, 7, TxKind::Request, 96);
+        assert_eq!(shape(&b), [(100, 2, 200), (100, 1, 100)]);
     }
 
     #[test]

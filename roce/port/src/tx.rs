@@ -19,6 +19,9 @@ const MAD_PACKET_LEN: usize = MAD_OFFSET + 256;
 /// Hop limit of management datagrams.
 const MAD_HOP_LIMIT: u8 = 64;
 
+/// Smallest number of packets for which a train is cut short. Shorter ones cost more system calls than overlapping them gains.
+const MIN_CUT_TRAIN: u64 = 16;
+
 /// How a queue pair's turn ended.
 enum Turn {
     /// It has nothing more to send now.
@@ -85,7 +88,7 @@ impl Port {
     }
 
     fn take_turn(&mut self, now: Instant, slot: usize, batch: &mut TxBatch) -> Turn {
-        let budget = self.config.turn_packets.max(1);
+        let mut budget = self.config.turn_packets.max(1);
         let entry = &mut *self.qps[slot];
         let qpn = entry.qp.qpn();
         if entry.qp.config().qp_type.is_datagram() {
@@ -102,6 +105,12 @@ impl Port {
             true => peer.gso.may_send(),
             false => peer.gso.is_proven() || self.config.is_on_host(&path.av),
         };
+        // The peer acknowledges a train as a whole. With two of them it executes one while the next one is made.
+        let half = (entry.qp.outstanding_packets() / 2).max(MIN_CUT_TRAIN);
+        let cuts = gso && reliable && half < budget as u64;
+        if cuts {
+            budget = half as usize;
+        }
         let mut ctx = roce_qp::Ctx {
             now,
             mem: &self.mem,
@@ -113,8 +122,10 @@ impl Port {
         let mut sink = QpSink::new(batch, &path.tx, [qpn, path.dest], gso, budget);
         let poll = entry.qp.poll_transmit(&mut ctx, &mut sink);
         let (staged, full) = (sink.staged(), sink.is_full());
+        if cuts && poll == Poll::More {
+            batch.close_train();
+        }
         self.timers.update(qpn, &mut entry.armed, entry.qp.next_timeout());
-
         self.counters.count_staged(&staged);
         let max_reads = u32::from(entry.qp.max_reads());
         if reliable && peer.gso.on_staged(qpn, &staged.trains, max_reads) {

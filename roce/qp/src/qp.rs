@@ -205,6 +205,11 @@ impl QueuePair {
         (self.reliable && self.is_sending()).then(|| self.req.una.psn())
     }
 
+    /// Returns the number of packets that are posted and not acknowledged. A READ counts its responses.
+    pub fn outstanding_packets(&self) -> u64 {
+        self.sq.tail.since(self.req.una)
+    }
+
     /// Returns the number of READs and atomics that the peer may have outstanding (`max_dest_rd_atomic`).
     pub fn max_reads(&self) -> u8 {
         self.attr.max_dest_rd_atomic.unwrap_or(0)

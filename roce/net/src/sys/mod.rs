@@ -147,6 +147,12 @@ pub(crate) fn receive_drops(fd: BorrowedFd<'_>) -> Option<u64> {
     (rc == 0 && len as usize == size_of_val(&words)).then(|| u64::from(words[DROPS]))
 }
 
+/// Returns the number of the machine's processors that are online.
+pub(crate) fn processors() -> i64 {
+    // SAFETY: no memory is passed.
+    unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) }
+}
+
 /// An event counter that poll, epoll and mio can wait for.
 #[derive(Debug)]
 pub struct EventFd(OwnedFd);
