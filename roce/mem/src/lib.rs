@@ -27,4 +27,4 @@ pub use pages::Pages;
 pub use renew::PostedKey;
 pub use sglist::SgList;
 pub use span::{Persist, Span};
-pub use table::{MemoryTable, NewRegion, PdHandle};
+pub use table::{KeyCache, MemoryTable, NewRegion, PdHandle};

@@ -215,9 +215,20 @@ impl Mapping {
         self.revoked.store(true, Ordering::Release);
     }
 
+    #[inline]
     pub(crate) fn is_revoked(&self) -> bool {
-        self.revoked.load(Ordering::Acquire)
-            || self.parent.as_ref().is_some_and(|p| p.is_revoked())
+        self.revoked.load(Ordering::Acquire) || (self.is_view() && self.is_origin_revoked())
+    }
+
+    /// Whether the mapping ends with others.
+    #[inline]
+    fn is_view(&self) -> bool {
+        self.parent.is_some() || !self.pieces.is_empty()
+    }
+
+    #[inline(never)]
+    fn is_origin_revoked(&self) -> bool {
+        self.parent.as_ref().is_some_and(|p| p.is_revoked())
             || self.pieces.iter().any(|piece| piece.mapping.is_revoked())
     }
 

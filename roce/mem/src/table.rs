@@ -1,5 +1,6 @@
 //! The table of keys: protection domains, and the life of regions and windows.
 
+mod cache;
 mod entries;
 mod keys;
 
@@ -12,6 +13,7 @@ use rand_chacha::{
 };
 use roce_verbs::{AccessFlags, DeviceLimits, provider::Memory};
 
+pub use self::cache::KeyCache;
 use self::entries::{BoundTo, Entry, Inner, KeyMap, Kind, Open, check_access};
 use crate::{
     error::MemError,
@@ -86,6 +88,7 @@ impl MemoryTable {
                 entries: KeyMap::default(),
                 regions: 0,
                 windows: 0,
+                qp_windows: KeyMap::default(),
             }),
             max_pd: limits.max_pd,
             max_mr: limits.max_mr,
@@ -351,14 +354,8 @@ impl MemoryTable {
             Some(e) if matches!(e.kind, Kind::Region) && e.key == region.key => {}
             _ => return Err(MemError::NotFound),
         }
-        let bound = |e: &Entry| matches!(e.kind, Kind::Window(_, BoundTo { region: Some(r), .. }) if r == index);
-        let windows: Vec<u32> = inner
-            .entries
-            .iter()
-            .filter(|(_, e)| bound(e))
-            .map(|(i, _)| *i)
-            .collect();
-        for window in windows {
+        let windows = inner.entries.get_mut(&index).map(|e| std::mem::take(&mut e.windows));
+        for window in windows.unwrap_or_default() {
             inner.close(window);
         }
         inner.remove(region.key)?;

@@ -1,7 +1,7 @@
 //! Entries of the table: the object and memory that each key names, and the checks of a key against its entry.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     hash::BuildHasherDefault,
     sync::{Arc, atomic::Ordering},
 };
@@ -18,6 +18,8 @@ use crate::{
 };
 
 pub(super) type KeyMap<V> = HashMap<u32, V, BuildHasherDefault<NumberHasher>>;
+/// Indices of keys.
+pub(super) type KeySet = HashSet<u32, BuildHasherDefault<NumberHasher>>;
 
 /// Memory that a key opens at the moment.
 pub(super) struct Open {
@@ -27,12 +29,23 @@ pub(super) struct Open {
 }
 
 impl Open {
+    /// Checks an access to a range of addresses.
     pub(super) fn span(&self, addr: u64, len: u64, need: AccessFlags) -> Result<Span, KeyError> {
-        if !self.access.contains(need) {
-            return Err(KeyError::Access);
-        }
-        let (offset, len) = self.offset(addr, len)?;
+        let (offset, len) = self.permit(addr, len, need)?;
         Span::new(self.mapping.clone(), offset, len).ok_or(KeyError::Range)
+    }
+
+    /// Does the same as [`Open::span`] with its own mapping.
+    pub(super) fn into_span(self, addr: u64, len: u64, need: AccessFlags) -> Result<Span, KeyError> {
+        let (offset, len) = self.permit(addr, len, need)?;
+        Span::new(self.mapping, offset, len).ok_or(KeyError::Range)
+    }
+
+    fn permit(&self, addr: u64, len: u64, need: AccessFlags) -> Result<(usize, usize), KeyError> {
+        match self.access.contains(need) {
+            true => self.offset(addr, len),
+            false => Err(KeyError::Access),
+        }
     }
 
     /// Offset and length within the mapping of a range of addresses.
@@ -68,7 +81,7 @@ pub(super) struct Entry {
     pub(super) kind: Kind,
     pub(super) open: Option<Open>,
     /// Windows bound to this region.
-    pub(super) windows: u32,
+    pub(super) windows: KeySet,
 }
 
 pub(super) struct Inner {
@@ -80,6 +93,8 @@ pub(super) struct Inner {
     pub(super) entries: KeyMap<Entry>,
     pub(super) regions: u32,
     pub(super) windows: u32,
+    /// Type-2 windows bound to queue pairs, by queue pair number.
+    pub(super) qp_windows: KeyMap<KeySet>,
 }
 
 /// The most keys that fit the 24 bits of index and still leave a random one quick to find.
@@ -139,7 +154,7 @@ impl Inner {
             key,
             kind,
             open,
-            windows: 0,
+            windows: KeySet::default(),
         };
         self.entries.insert(key >> 8, entry);
         Ok(())
@@ -148,7 +163,7 @@ impl Inner {
     /// Takes an entry out, closing it. Fails while windows are bound to it.
     pub(super) fn remove(&mut self, key: u32) -> Result<Entry, MemError> {
         let entry = self.entries.get(&(key >> 8)).ok_or(MemError::NotFound)?;
-        if entry.windows > 0 {
+        if !entry.windows.is_empty() {
             return Err(MemError::Busy("memory windows are bound to the region"));
         }
         self.close(key >> 8);
@@ -165,11 +180,37 @@ impl Inner {
         if let Some(open) = entry.open.take() {
             open.mapping.revoke();
         }
-        if let Kind::Window(_, bound) = &mut entry.kind
-            && let Some(region) = std::mem::take(bound).region
-            && let Some(region) = self.entries.get_mut(&region)
+        let Kind::Window(_, bound) = &mut entry.kind else {
+            return;
+        };
+        let bound = std::mem::take(bound);
+        if let Some(region) = bound.region.and_then(|region| self.entries.get_mut(&region)) {
+            region.windows.remove(&index);
+        }
+        if let Some(qpn) = bound.qpn
+            && let Some(windows) = self.qp_windows.get_mut(&qpn.value())
         {
-            region.windows = region.windows.saturating_sub(1);
+            windows.remove(&index);
+            if windows.is_empty() {
+                self.qp_windows.remove(&qpn.value());
+            }
+        }
+    }
+
+    /// Notes the binding of an open window.
+    pub(super) fn bind(&mut self, index: u32, to: BoundTo) {
+        if let Some(region) = to.region.and_then(|region| self.entries.get_mut(&region)) {
+            region.windows.insert(index);
+        }
+        if let Some(qpn) = to.qpn {
+            self.qp_windows.entry(qpn.value()).or_default().insert(index);
+        }
+        if let Some(Entry {
+            kind: Kind::Window(_, bound),
+            ..
+        }) = self.entries.get_mut(&index)
+        {
+            *bound = to;
         }
     }
 
@@ -221,7 +262,7 @@ impl Inner {
     /// Opens a fast region under this key.
     pub(super) fn open_fast(&mut self, pd: PdHandle, key: RKey, open: Open) -> Result<(), KeyError> {
         let target = self.find_index(pd, key)?;
-        if !matches!(target.kind, Kind::Fast(_)) || target.open.is_some() || target.windows > 0 {
+        if !matches!(target.kind, Kind::Fast(_)) || target.open.is_some() || !target.windows.is_empty() {
             return Err(KeyError::State);
         }
         let len = open.mapping.len() as u64;
@@ -247,6 +288,15 @@ impl Inner {
             true => Ok(entry),
             false => Err(KeyError::WrongPd),
         }
+    }
+
+    /// Returns the memory that a local key opens. Windows have none.
+    pub(super) fn find_local(&self, pd: PdHandle, lkey: LKey) -> Result<&Open, KeyError> {
+        let entry = self.find(pd, lkey.0)?;
+        if matches!(entry.kind, Kind::Window(..)) {
+            return Err(KeyError::Unknown);
+        }
+        entry.open.as_ref().ok_or(KeyError::Closed)
     }
 
     /// Returns the memory that a peer's key opens to a queue pair.

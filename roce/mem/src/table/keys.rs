@@ -10,7 +10,7 @@ use roce_verbs::{
 
 use super::{
     MemoryTable, PdHandle,
-    entries::{BoundTo, Entry, Kind, Open},
+    entries::{BoundTo, Kind, Open},
 };
 use crate::{
     error::KeyError,
@@ -25,12 +25,9 @@ impl MemoryTable {
     /// When key, domain, range or rights don't fit; windows have no local key.
     pub fn resolve_local(&self, pd: PdHandle, sge: &Sge, need: AccessFlags) -> Result<Span, KeyError> {
         let inner = self.inner.read();
-        let entry = inner.find(pd, sge.lkey.0)?;
-        if matches!(entry.kind, Kind::Window(..)) {
-            return Err(KeyError::Unknown);
-        }
-        let open = entry.open.as_ref().ok_or(KeyError::Closed)?;
-        open.span(sge.addr, u64::from(sge.length), need)
+        inner
+            .find_local(pd, sge.lkey)?
+            .span(sge.addr, u64::from(sge.length), need)
     }
 
     /// Checks a range that a peer names (IBA C9-81 ff.). Don't ask for 0 bytes: their key is not checked (C9-88).
@@ -134,21 +131,19 @@ impl MemoryTable {
             0 => None,
             _ => Some(inner.window_view(pd, args, zero)?),
         };
-        let (index, bound) = (args.key.0 >> 8, open.is_some());
+        let index = args.key.0 >> 8;
+        let to = BoundTo {
+            region: open.is_some().then_some(args.lkey.0 >> 8),
+            qpn: kind.is_type2().then_some(qpn),
+        };
         inner.close(index);
-        if bound && let Some(region) = inner.entries.get_mut(&(args.lkey.0 >> 8)) {
-            region.windows += 1;
-        }
         let target = inner.entries.get_mut(&index).ok_or(KeyError::Unknown)?;
         target.key = args.key.0;
         target.open = open;
-        if let Kind::Window(window, to) = &mut target.kind {
+        if let Kind::Window(window, _) = &target.kind {
             window.key.store(args.key.0, Ordering::Release);
-            *to = BoundTo {
-                region: bound.then_some(args.lkey.0 >> 8),
-                qpn: kind.is_type2().then_some(qpn),
-            };
         }
+        inner.bind(index, to);
         Ok(())
     }
 
@@ -162,7 +157,7 @@ impl MemoryTable {
         let entry = inner.find_for(pd, rkey)?;
         match &entry.kind {
             Kind::Region => return Err(KeyError::State),
-            Kind::Fast(_) if entry.windows > 0 => return Err(KeyError::State),
+            Kind::Fast(_) if !entry.windows.is_empty() => return Err(KeyError::State),
             Kind::Fast(_) => {}
             Kind::Window(window, _) if window.kind == WindowKind::Type1 => return Err(KeyError::State),
             Kind::Window(_, to) if to.qpn.is_some_and(|owner| owner != qpn) => return Err(KeyError::WrongQp),
@@ -175,17 +170,7 @@ impl MemoryTable {
     /// Closes the type-2 windows of a queue pair that is going away.
     pub fn forget_qp(&self, qpn: Qpn) {
         let mut inner = self.inner.write();
-        if inner.windows == 0 {
-            return;
-        }
-        let owned = |e: &Entry| matches!(e.kind, Kind::Window(_, BoundTo { qpn: Some(q), .. }) if q == qpn);
-        let indices: Vec<u32> = inner
-            .entries
-            .iter()
-            .filter(|(_, e)| owned(e))
-            .map(|(i, _)| *i)
-            .collect();
-        for index in indices {
+        for index in inner.qp_windows.remove(&qpn.value()).unwrap_or_default() {
             inner.close(index);
         }
     }
