@@ -271,7 +271,7 @@ impl Port {
         self.handshakes.remove_source(qpn);
         let entry = self.qps.remove(slot);
         if let Some(path) = &entry.path {
-            self.peers.leave(path.peer);
+            self.peers.leave(self.now, path.peer);
         }
         self.mem.release_pd(entry.pd);
         Ok(())
@@ -567,7 +567,7 @@ impl Port {
         self.qps.len()
     }
 
-    /// Iterates over the peer addresses with the bytes in flight towards each.
+    /// Iterates over the peer addresses, also those of a minute ago, with the bytes in flight towards each.
     pub fn in_flight(&self) -> impl Iterator<Item = (IpAddr, usize)> {
         self.peers.iter().map(|p| (p.addr, p.window.in_flight()))
     }
@@ -711,7 +711,7 @@ impl Port {
             // The queue pair may still be in this peer's waiting list: its entry there is now stale.
             entry.blocked = false;
             if let Some(path) = entry.path.take() {
-                self.peers.leave(path.peer);
+                self.peers.leave(self.now, path.peer);
             }
             return;
         };
@@ -725,7 +725,7 @@ impl Port {
         let Some(tx) = self.config.tx_path(&av, src_port) else {
             return;
         };
-        let peer = self.peers.join(av.remote);
+        let peer = self.peers.join(self.now, av.remote);
         entry.blocked &= entry.path.as_ref().is_some_and(|p| p.peer == peer);
         let former = entry.path.replace(QpPath {
             peer,
@@ -742,7 +742,7 @@ impl Port {
             if former.peer != peer {
                 self.wake_blocked(former.peer);
             }
-            self.peers.leave(former.peer);
+            self.peers.leave(self.now, former.peer);
         }
         self.heed_marks(slot);
     }
