@@ -22,9 +22,9 @@ mod span;
 mod table;
 
 pub use error::{AccessError, AtomicError, FlushError, KeyError, MemError};
-pub use object::{FastRegion, Region, Window, WindowKind};
+pub use object::{FastRegion, PdHandle, Region, Window, WindowKind};
 pub use pages::Pages;
 pub use renew::PostedKey;
 pub use sglist::SgList;
 pub use span::{Persist, Span};
-pub use table::{KeyCache, MemoryTable, NewRegion, PdHandle};
+pub use table::{MemoryTable, NewRegion, cache::KeyCache};

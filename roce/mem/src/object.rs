@@ -8,7 +8,18 @@ use std::sync::{
 use roce_bth::{LKey, RKey};
 use roce_verbs::{AccessFlags, provider::RangeError};
 
-use crate::{span::Mapping, table::PdHandle};
+use crate::span::Mapping;
+
+/// Protection domain. Objects of different ones do not work together.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct PdHandle(pub(crate) u32);
+
+impl PdHandle {
+    /// Returns its number.
+    pub const fn value(self) -> u32 {
+        self.0
+    }
+}
 
 /// A memory region.
 #[derive(Debug)]

@@ -1,6 +1,6 @@
 //! The table of keys: protection domains, and the life of regions and windows.
 
-mod cache;
+pub(crate) mod cache;
 mod entries;
 mod keys;
 
@@ -13,24 +13,12 @@ use rand_chacha::{
 };
 use roce_verbs::{AccessFlags, DeviceLimits, provider::Memory};
 
-pub use self::cache::KeyCache;
 use self::entries::{BoundTo, Entry, Inner, KeyMap, Kind, Open, check_access};
 use crate::{
     error::MemError,
-    object::{FastRegion, Region, Window, WindowKind},
+    object::{FastRegion, PdHandle, Region, Window, WindowKind},
     span::{Mapping, Persist},
 };
-
-/// A protection domain: only objects of the same one work together.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct PdHandle(u32);
-
-impl PdHandle {
-    /// The number.
-    pub const fn value(self) -> u32 {
-        self.0
-    }
-}
 
 /// New attributes of a region ([`MemoryTable::reregister`]).
 pub struct NewRegion {

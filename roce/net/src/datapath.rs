@@ -186,3 +186,9 @@ pub trait Datapath: Send {
     /// When the system refuses.
     fn set_receive_buffer(&mut self, bytes: usize) -> io::Result<usize>;
 }
+
+/// Receives a copy of every packet. A driver calls it under the port's lock.
+pub trait Tap: Send {
+    /// Takes a packet that was sent, or received (before any check). `index`: its position in a segmented send or merged buffer.
+    fn packet(&mut self, from: SocketAddr, to: SocketAddr, index: u16, bytes: &[u8]);
+}

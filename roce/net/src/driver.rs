@@ -21,13 +21,14 @@ use roce_verbs::Instant;
 
 use crate::{
     clock,
-    datapath::{Datapath, DatapathCounters},
+    datapath::{Datapath, DatapathCounters, Tap},
     engine::{Engine, EventSink, Message},
     inbox::Inbox,
     links::LinkWatch,
-    motor::{Motor, Own, Tap},
+    motor::{Motor, Own},
     persist::{Persister, Report},
-    progress::{Advance, Closed, Environment, Progress},
+    progress::{Advance, Closed, Environment},
+    runtime::{Runtime, Shared},
     spin::{Spin, SpinMode},
     sys,
     wait::Waiter,
@@ -72,58 +73,6 @@ impl Default for DriverConfig {
         }
     }
 }
-
-/// Clock, wake-ups and event sink of a [`Driver`].
-pub(crate) struct Runtime {
-    pub(crate) wake: Arc<Wake>,
-    sink: Arc<dyn EventSink>,
-    /// Process that made it ([`sys::generation`]).
-    born: u32,
-}
-
-impl Environment for Runtime {
-    fn now(&self) -> Instant {
-        clock::now()
-    }
-
-    fn watch_sockets(&self, on: bool) {
-        self.wake.watch(on);
-    }
-
-    fn watches_sockets(&self) -> bool {
-        self.wake.is_watching()
-    }
-
-    fn wake_by(&self, now: Instant, at: Instant) {
-        self.wake.wake_by(now, at);
-    }
-
-    fn set_lease(&self, now: Instant, end: Instant) {
-        self.wake.set_lease(now, end);
-    }
-
-    fn park(&self, on: bool) -> bool {
-        self.wake.park(on)
-    }
-
-    fn is_parked(&self) -> bool {
-        self.wake.is_parked()
-    }
-
-    fn timer_cost(&self) -> Duration {
-        self.wake.timer_cost()
-    }
-
-    fn is_inherited(&self) -> bool {
-        self.born != sys::generation_now()
-    }
-
-    fn closed(&self) {
-        self.sink.closed();
-    }
-}
-
-pub(crate) type Shared = Progress<Engine, Runtime>;
 
 /// Port that several threads drive. Dropping it stops the progress thread.
 pub struct Driver {
@@ -245,7 +194,7 @@ impl Driver {
     pub fn begin_wait(&self) -> Waiter<'_> {
         let counted = !self.is_inherited() && self.shared.env().wake.has_thread();
         Waiter {
-            driver: self,
+            shared: &self.shared,
             counted,
             owns: counted && self.shared.begin_wait(),
             more: false,

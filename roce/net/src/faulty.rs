@@ -11,10 +11,7 @@ use roce_icrc::Flow;
 use roce_port::{Port, RxMeta, Train, TxBatch};
 use roce_verbs::Instant;
 
-use crate::{
-    datapath::{Burst, Datapath},
-    motor::Tap,
-};
+use crate::datapath::{Burst, Datapath, Tap};
 
 /// Memory of packets that are under way, bytes: what does not fit is lost, as in a full queue.
 const MAX_HELD: usize = 64 << 20;

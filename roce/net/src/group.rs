@@ -11,7 +11,7 @@ use socket2::{InterfaceIndexOrAddress, SockRef, Socket};
 
 use crate::{
     iface,
-    udp::{configure_receiver, new_socket},
+    socket::{configure_receiver, new_socket},
 };
 
 /// A socket that is bound to a group's address.

@@ -21,7 +21,9 @@ pub mod neighbours;
 mod persist;
 pub mod places;
 mod progress;
+mod runtime;
 mod senders;
+mod socket;
 pub mod socket_file;
 mod spin;
 mod steer;
@@ -35,17 +37,18 @@ mod wake;
 
 pub use clock::now;
 pub use datapath::{
-    Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, DatapathCounters, Received, Sent, Undeliverable,
+    Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, DatapathCounters, Received, Sent, Tap, Undeliverable,
 };
 pub use driver::{Driver, DriverConfig};
 pub use engine::{EventSink, Message};
 pub use fault_control::{FaultControl, FaultRequest, FaultTarget, RuleStatus};
 pub use inbox::Inbox;
 pub use local::{LocalConfig, LocalDriver};
-pub use motor::{Flush, Own, Tap};
+pub use motor::{Flush, Own};
 pub use progress::Closed;
+pub use socket::{OpenError, UdpConfig};
 pub use spin::{Spin, SpinMode, Spinning};
 pub use steer::steer_group;
 pub use sys::{EventFd, Thread, start_thread, udp_socket, wait_readable};
-pub use udp::{OpenError, OpenSockets, UdpConfig, UdpDatapath};
+pub use udp::{OpenSockets, UdpDatapath};
 pub use wait::{Waiter, wait};

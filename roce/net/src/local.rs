@@ -7,8 +7,8 @@ use roce_port::{Port, PortCounters, RxMeta};
 use roce_verbs::Instant;
 
 use crate::{
-    datapath::{Datapath, DatapathCounters},
-    motor::{Flush, Motor, Own, Tap},
+    datapath::{Datapath, DatapathCounters, Tap},
+    motor::{Flush, Motor, Own},
 };
 
 /// How a [`LocalDriver`] works.

@@ -9,7 +9,7 @@ use roce_verbs::Instant;
 
 use crate::{
     clock,
-    datapath::{Burst, Datagram, Datapath, Received, Undeliverable},
+    datapath::{Burst, Datagram, Datapath, Received, Tap, Undeliverable},
     faulty::Faulty,
 };
 
@@ -17,13 +17,6 @@ use crate::{
 const SEND_ROUNDS: usize = 16;
 /// So many times a timer that is due may be put off while packets wait: packets that never end must not stop the clock.
 const MAX_DEFERRED: u32 = 64;
-
-/// Sees every packet. A [`Driver`](crate::Driver) calls it under the port's lock.
-pub trait Tap: Send {
-    /// A packet that was sent, or received (before any check); `index` is its place in a segmented send or merged
-    /// buffer.
-    fn packet(&mut self, from: SocketAddr, to: SocketAddr, index: u16, bytes: &[u8]);
-}
 
 impl<'a> From<Train<'a>> for Burst<'a> {
     fn from(train: Train<'a>) -> Self {

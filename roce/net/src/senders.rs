@@ -5,8 +5,9 @@ use std::{io, net::IpAddr, os::fd::AsFd as _};
 use socket2::Socket;
 
 use crate::{
-    iface, sys,
-    udp::{OpenError, context, enlarge, new_socket},
+    iface,
+    socket::{OpenError, context, enlarge, new_socket},
+    sys,
 };
 
 /// The source ports that RoCEv2 uses for entropy (`IB_ROCE_UDP_ENCAP_VALID_PORT_MIN` and up).

@@ -16,8 +16,8 @@ use roce_port::Steering;
 use socket2::Socket;
 
 use crate::{
+    socket::{OpenError, UdpConfig, bind_receiver, context, family_addresses, new_socket},
     sys,
-    udp::{OpenError, UdpConfig, bind_receiver, context, family_addresses, new_socket},
 };
 
 /// `BPF_A` of `linux/filter.h`: returns the accumulator.
@@ -135,6 +135,7 @@ mod tests {
     use roce_bth::ROCE_UDP_PORT;
 
     use super::*;
+    use crate::socket::Family;
 
     fn packet(qpn: u32, mark: u8) -> [u8; 24] {
         let mut bytes = [0; 24];
@@ -220,10 +221,10 @@ mod tests {
         };
         let again = open_groups(&config, Steering::new(2).unwrap());
         assert!(matches!(again, Err(OpenError::PortTaken { .. })));
-        let alone = crate::UdpDatapath::open(&config);
+        let alone = Family::open(&config, addr);
         assert!(matches!(alone, Err(OpenError::PortTaken { .. })));
         drop(_first);
-        let _alone = crate::UdpDatapath::open(&config).unwrap();
+        let _alone = Family::open(&config, addr).unwrap();
         assert!(matches!(
             open_groups(&config, Steering::new(2).unwrap()),
             Err(OpenError::PortTaken { .. })

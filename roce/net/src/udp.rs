@@ -6,23 +6,24 @@
 use std::{
     collections::HashMap,
     io,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    net::{IpAddr, SocketAddr},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::Arc,
+    time::Duration,
 };
 
-use roce_bth::ROCE_UDP_PORT;
 use roce_icrc::Flow;
 use roce_port::Steering;
-use socket2::{Socket, Type};
+use roce_verbs::Instant;
+use socket2::Socket;
 
 use crate::{
     clock,
-    datapath::{
-        Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, DatapathCounters, Received, Sent, Undeliverable,
-    },
+    datapath::{Burst, Capabilities, Datagram, Datapath, DatapathCounters, Received, Sent, Undeliverable},
     group::Groups,
-    holder, iface, senders, steer,
+    iface, senders,
+    socket::{Family, OpenError, UdpConfig, adopt, configure_receiver, context, enlarge, family_addresses},
+    steer,
     sys::{self, Origin, RecvRing, SendQueue},
     undeliverable,
     unsegmented::Unsegmented,
@@ -39,38 +40,10 @@ const MAX_DATAGRAM: usize = 65_536;
 /// Segments and bytes that every kernel with UDP_SEGMENT takes.
 const MAX_SEGMENTS: usize = 64;
 const MAX_BURST_BYTES: usize = 65_507;
+/// Time for which the interface of a local address is not looked up again: an address may move to another one.
+const SCOPE_AGE: Duration = Duration::from_secs(1);
 /// Below this a burst of a few messages overflows the receive buffer.
 const SMALL_BUFFER: usize = 1 << 20;
-
-/// How a UDP datapath is made.
-#[derive(Clone, Debug)]
-pub struct UdpConfig {
-    /// The address to use; unspecified: all of that family, and `::` means IPv4 too.
-    pub addr: IpAddr,
-    /// The UDP port to receive on: 4791.
-    pub port: u16,
-    /// Receive buffer to ask the system for, bytes.
-    pub receive_buffer: usize,
-    /// Send several packets with one call.
-    pub gso: bool,
-    /// Receive several packets with one call.
-    pub gro: bool,
-    /// Sockets to send from, each with its own source port. 0: everything comes from the receiving socket.
-    pub send_sockets: usize,
-}
-
-impl Default for UdpConfig {
-    fn default() -> Self {
-        Self {
-            addr: Ipv4Addr::UNSPECIFIED.into(),
-            port: ROCE_UDP_PORT,
-            receive_buffer: 8 << 20,
-            gso: true,
-            gro: true,
-            send_sockets: 4,
-        }
-    }
-}
 
 /// Sockets that somebody else (a broker) has opened: one member of each reuseport group, for one process of several
 /// behind one address.
@@ -82,46 +55,6 @@ pub struct OpenSockets {
     /// Kept open as long as the datapath lives, and not used: the other members of the groups, so that no member
     /// changes its place when its process ends.
     pub held: Vec<Arc<OwnedFd>>,
-}
-
-/// Why a datapath could not be made.
-#[derive(Debug, thiserror::Error)]
-pub enum OpenError {
-    /// Somebody else receives on the port.
-    #[error("UDP port {port} of {addr} is taken: {holder}")]
-    PortTaken {
-        /// Our address.
-        addr: IpAddr,
-        /// The port.
-        port: u16,
-        /// Who has it, and what to do.
-        holder: String,
-    },
-    /// The address is no interface's.
-    #[error("{0} is not an address of this host (`ip addr` lists them)")]
-    NotLocal(IpAddr),
-    /// A system call failed.
-    #[error("{context}: {source}")]
-    Io {
-        /// Operation that failed.
-        context: &'static str,
-        /// Error of the system.
-        source: io::Error,
-    },
-}
-
-pub(crate) fn context(context: &'static str) -> impl Fn(io::Error) -> OpenError {
-    move |source| OpenError::Io { context, source }
-}
-
-/// The sockets of one IP version.
-struct Family {
-    /// Bound to the RoCE port.
-    main: Socket,
-    /// Send from these; the port of each.
-    senders: Vec<(u16, Socket)>,
-    /// The address of all.
-    addr: IpAddr,
 }
 
 /// UDP sockets on the RoCE port.
@@ -150,8 +83,9 @@ pub struct UdpDatapath {
     /// Other members of the sockets' groups.
     _held: Vec<Arc<OwnedFd>>,
     groups: Groups,
-    /// Interfaces of local addresses from which link-local and multicast packets were sent.
+    /// Interfaces of local addresses from which link-local and multicast packets were sent, and the time when they were looked up.
     scopes: HashMap<IpAddr, u32>,
+    scopes_since: Instant,
 }
 
 impl UdpDatapath {
@@ -264,6 +198,7 @@ impl UdpDatapath {
             _held: vec![],
             groups: Groups::default(),
             scopes: HashMap::new(),
+            scopes_since: Instant::ZERO,
         };
         if this.gro {
             let merge = |(socket, _): (&Socket, _)| sys::set_int(socket.as_fd(), libc::SOL_UDP, libc::UDP_GRO, 1);
@@ -478,8 +413,15 @@ impl UdpDatapath {
 
     /// Notes the interface of a burst's local address, if its destination needs one.
     fn note_scope(&mut self, burst: &Burst<'_>) {
-        if Origin::needs_scope(burst.remote.ip())
-            && !self.scopes.contains_key(&burst.local)
+        if !Origin::needs_scope(burst.remote.ip()) {
+            return;
+        }
+        let now = clock::now();
+        if now.saturating_since(self.scopes_since) > SCOPE_AGE {
+            self.scopes_since = now;
+            self.scopes.clear();
+        }
+        if !self.scopes.contains_key(&burst.local)
             && let Ok(index) = iface::index_of(burst.local)
         {
             self.scopes.insert(burst.local, index);
@@ -552,130 +494,6 @@ impl Receiver<'_> {
         }
         Received { datagrams, more: true }
     }
-}
-
-/// The addresses to bind for a device address: `::` stands for both IP versions.
-pub(crate) fn family_addresses(addr: IpAddr) -> Vec<IpAddr> {
-    match addr.to_canonical() {
-        IpAddr::V6(a) if a.is_unspecified() => vec![Ipv4Addr::UNSPECIFIED.into(), Ipv6Addr::UNSPECIFIED.into()],
-        other => vec![other],
-    }
-}
-
-impl Family {
-    fn open(config: &UdpConfig, addr: IpAddr) -> Result<Self, OpenError> {
-        let main = new_socket(addr)?;
-        bind_receiver(&main, config, addr)?;
-        Self::of(main, addr)
-    }
-
-    /// Without sockets to send from.
-    fn of(main: Socket, addr: IpAddr) -> Result<Self, OpenError> {
-        configure_receiver(&main, addr, addr.is_unspecified()).map_err(context("setting up the receiving socket"))?;
-        Ok(Self {
-            main,
-            senders: vec![],
-            addr,
-        })
-    }
-
-    /// The address, if it is a specific one.
-    fn bound(&self) -> Option<IpAddr> {
-        (!self.addr.is_unspecified()).then_some(self.addr)
-    }
-}
-
-/// Takes over a socket that is bound already; also returns what to.
-fn adopt(fd: &OwnedFd) -> io::Result<(Socket, SocketAddr)> {
-    let socket = Socket::from(fd.try_clone()?);
-    let invalid = |text: &str| io::Error::new(io::ErrorKind::InvalidInput, text);
-    let at = socket
-        .local_addr()?
-        .as_socket()
-        .ok_or_else(|| invalid("not an IP socket"))?;
-    if socket.r#type()? != Type::DGRAM || at.port() == 0 {
-        return Err(invalid("not a bound UDP socket"));
-    }
-    set_up(&socket, at.ip())?;
-    Ok((socket, at))
-}
-
-/// Binds a socket to the RoCE port.
-pub(crate) fn bind_receiver(socket: &Socket, config: &UdpConfig, addr: IpAddr) -> Result<(), OpenError> {
-    let bound = socket.bind(&iface::scoped(addr, config.port).into());
-    bound.map_err(|e| match e.kind() {
-        io::ErrorKind::AddrInUse => OpenError::PortTaken {
-            addr,
-            port: config.port,
-            holder: holder::explain(addr, config.port),
-        },
-        io::ErrorKind::AddrNotAvailable => OpenError::NotLocal(addr),
-        _ => context("binding a UDP socket")(e),
-    })
-}
-
-/// A socket with everything set that both kinds need.
-pub(crate) fn new_socket(addr: IpAddr) -> Result<Socket, OpenError> {
-    let socket = Socket::from(sys::udp_socket(addr.is_ipv4()).map_err(context("making a UDP socket"))?);
-    if addr.is_ipv6() {
-        sys::set_int(socket.as_fd(), libc::IPPROTO_IPV6, libc::IPV6_V6ONLY, 1)
-            .map_err(context("setting up a UDP socket"))?;
-    }
-    set_up(&socket, addr).map_err(context("setting up a UDP socket"))?;
-    Ok(socket)
-}
-
-/// The options of both kinds of sockets that can be set at any time.
-fn set_up(socket: &Socket, addr: IpAddr) -> io::Result<()> {
-    let set = |level, name, value| sys::set_int(socket.as_fd(), level, name, value);
-    let hops = i32::from(DEFAULT_HOP_LIMIT);
-    let done = match addr {
-        IpAddr::V4(_) => set(libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::IP_PMTUDISC_PROBE)
-            .and_then(|()| set(libc::IPPROTO_IP, libc::IP_TTL, hops))
-            .and_then(|()| set(libc::IPPROTO_IP, libc::IP_MULTICAST_TTL, hops))
-            // What other sockets have joined is not ours.
-            .and_then(|()| set(libc::IPPROTO_IP, libc::IP_MULTICAST_ALL, 0)),
-        IpAddr::V6(_) => set(libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER, libc::IPV6_PMTUDISC_PROBE)
-            .and_then(|()| set(libc::IPPROTO_IPV6, libc::IPV6_UNICAST_HOPS, hops))
-            .and_then(|()| set(libc::IPPROTO_IPV6, libc::IPV6_MULTICAST_HOPS, hops))
-            .and_then(|()| set(libc::IPPROTO_IPV6, sys::IPV6_MULTICAST_ALL, 0)),
-    };
-    done.and_then(|()| socket.set_nonblocking(true))
-}
-
-pub(crate) fn configure_receiver(socket: &Socket, addr: IpAddr, unspecified: bool) -> io::Result<()> {
-    let set = |level, name| sys::set_int(socket.as_fd(), level, name, 1);
-    match addr {
-        IpAddr::V4(_) => {
-            set(libc::IPPROTO_IP, libc::IP_RECVTOS)?;
-            set(libc::IPPROTO_IP, libc::IP_RECVTTL)?;
-            if unspecified {
-                set(libc::IPPROTO_IP, libc::IP_PKTINFO)?;
-            }
-        }
-        IpAddr::V6(_) => {
-            set(libc::IPPROTO_IPV6, libc::IPV6_RECVTCLASS)?;
-            set(libc::IPPROTO_IPV6, libc::IPV6_RECVHOPLIMIT)?;
-            // rdma_rxe sends UDP checksum 0, which the kernel would drop.
-            set(libc::SOL_UDP, libc::UDP_NO_CHECK6_RX)?;
-            if unspecified {
-                set(libc::IPPROTO_IPV6, libc::IPV6_RECVPKTINFO)?;
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Sets a buffer size, past the system's limit if we may, and returns what was granted.
-pub(crate) fn enlarge(socket: &Socket, name: i32, force: i32, bytes: usize) -> io::Result<usize> {
-    let value = i32::try_from(bytes).unwrap_or(i32::MAX / 2);
-    // The kernel doubles what is asked for, to make room for its own overhead.
-    sys::set_int(socket.as_fd(), libc::SOL_SOCKET, force, value)
-        .or_else(|_| sys::set_int(socket.as_fd(), libc::SOL_SOCKET, name, value))?;
-    Ok(match name {
-        libc::SO_RCVBUF => socket.recv_buffer_size()?,
-        _ => socket.send_buffer_size()?,
-    })
 }
 
 impl Datapath for UdpDatapath {

@@ -6,11 +6,11 @@ use std::{
     time::Duration,
 };
 
-use crate::{driver::Driver, sys};
+use crate::{runtime::Shared, sys};
 
-/// Thread that sleeps for an event of a port ([`Driver::begin_wait`]).
+/// Thread that sleeps for an event of a port ([`Driver::begin_wait`](crate::Driver::begin_wait)).
 pub struct Waiter<'a> {
-    pub(crate) driver: &'a Driver,
+    pub(crate) shared: &'a Shared,
     /// Whether the driver counts this thread among those that sleep. A driver without a progress thread counts none.
     pub(crate) counted: bool,
     /// Whether packets wake this thread.
@@ -23,7 +23,7 @@ impl Waiter<'_> {
     /// Advances the port. False: packets concern another thread.
     pub fn advance(&mut self) -> bool {
         if self.owns {
-            let more = self.driver.shared.advance_waiter();
+            let more = self.shared.advance_waiter();
             (self.owns, self.more) = (more.is_some(), more == Some(true));
         }
         self.owns
@@ -33,7 +33,7 @@ impl Waiter<'_> {
 impl Drop for Waiter<'_> {
     fn drop(&mut self) {
         if self.counted {
-            self.driver.shared.end_wait(self.owns, self.more);
+            self.shared.end_wait(self.owns, self.more);
         }
     }
 }
@@ -48,7 +48,7 @@ pub fn wait(event: BorrowedFd<'_>, ports: &mut [Waiter<'_>], timeout: Option<Dur
     fds.push(event.as_raw_fd());
     let ends = ports.iter_mut().map(|port| {
         if port.owns {
-            port.driver.shared.env().wake.sockets(&mut fds);
+            port.shared.env().wake.sockets(&mut fds);
         }
         fds.len()
     });

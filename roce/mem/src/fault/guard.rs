@@ -1,56 +1,16 @@
 //! Mappings of files that others may truncate, and that must go on even so.
 
-use core::{
-    ptr,
-    sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering},
-};
+use core::sync::atomic::Ordering;
 
-use super::handler;
+use super::{
+    handler,
+    slots::{self, Slot},
+};
 
 /// Puts zeroed memory in the place of a mapping whose file has become too short, at the first access behind the file's end. The access
 /// goes on, be it of whatever code; the owner of the mapping finds out by [`Guard::is_hit`].
 #[derive(Debug)]
 pub struct Guard(&'static Slot);
-
-/// A mapping as the signal handler finds it. Slots are never freed, but used again.
-#[derive(Debug, Default)]
-struct Slot {
-    /// First byte; 0: it guards nothing.
-    start: AtomicUsize,
-    len: AtomicUsize,
-    /// It was replaced.
-    hit: AtomicBool,
-    taken: AtomicBool,
-    next: AtomicPtr<Slot>,
-}
-
-/// The first of all slots.
-static SLOTS: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
-
-fn all() -> impl Iterator<Item = &'static Slot> {
-    let from = |at: &AtomicPtr<Slot>| {
-        // SAFETY: slots are leaked when they are made, and complete when they are linked.
-        unsafe { at.load(Ordering::Acquire).as_ref() }
-    };
-    core::iter::successors(from(&SLOTS), move |slot| from(&slot.next))
-}
-
-/// Makes another slot.
-fn link() -> &'static Slot {
-    let slot: &'static Slot = Box::leak(Box::new(Slot {
-        taken: AtomicBool::new(true),
-        ..Slot::default()
-    }));
-    let mut first = SLOTS.load(Ordering::Acquire);
-    loop {
-        slot.next.store(first, Ordering::Relaxed);
-        let this = ptr::from_ref(slot).cast_mut();
-        match SLOTS.compare_exchange_weak(first, this, Ordering::AcqRel, Ordering::Acquire) {
-            Ok(_) => return slot,
-            Err(other) => first = other,
-        }
-    }
-}
 
 impl Guard {
     /// Guards a mapping.
@@ -61,7 +21,7 @@ impl Guard {
     pub unsafe fn new(start: *mut u8, len: usize) -> Self {
         handler::install();
         let free = |slot: &&'static Slot| !slot.taken.swap(true, Ordering::AcqRel);
-        let slot = all().find(free).unwrap_or_else(link);
+        let slot = slots::all().find(free).unwrap_or_else(slots::link);
         slot.hit.store(false, Ordering::Relaxed);
         slot.len.store(len, Ordering::Relaxed);
         slot.start.store(start.expose_provenance(), Ordering::Release);
@@ -81,36 +41,9 @@ impl Drop for Guard {
     }
 }
 
-/// Replaces the guarded mapping that an address lies in. Returns false if there is none. Async-signal-safe: atomics and one system
-/// call.
-pub(super) fn replace(addr: usize) -> bool {
-    for slot in all() {
-        let start = slot.start.load(Ordering::Acquire);
-        let len = slot.len.load(Ordering::Relaxed);
-        if start == 0 || !(start..start.saturating_add(len)).contains(&addr) {
-            continue;
-        }
-        slot.hit.store(true, Ordering::Release);
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
-        // SAFETY: who has just touched the mapping keeps it alive, so all of the range is its own and nothing else is replaced.
-        let at = unsafe {
-            libc::mmap(
-                ptr::with_exposed_provenance_mut(start),
-                len,
-                libc::PROT_READ | libc::PROT_WRITE,
-                flags,
-                -1,
-                0,
-            )
-        };
-        return at != libc::MAP_FAILED;
-    }
-    false
-}
-
 #[cfg(test)]
 mod tests {
-    use std::{fs::File, os::fd::FromRawFd};
+    use std::{fs::File, os::fd::FromRawFd, ptr};
 
     use super::*;
 

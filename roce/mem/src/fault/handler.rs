@@ -16,7 +16,7 @@ use core::{
     sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, AtomicUsize, Ordering},
 };
 
-use super::{guard, routines};
+use super::{routines, slots};
 
 /// Signals of faults. The second is that of pages behind the end of a file.
 const SIGNALS: [c_int; 2] = [libc::SIGSEGV, libc::SIGBUS];
@@ -289,7 +289,7 @@ unsafe fn is_handled(number: c_int, info: *const libc::siginfo_t, context: *mut 
     // SAFETY: the caller's promise; signals of the kernel's have an address.
     unsafe {
         !is_sent(info)
-            && (number == libc::SIGBUS && guard::replace((*info).si_addr() as usize) || routines::leave(context))
+            && (number == libc::SIGBUS && slots::replace((*info).si_addr() as usize) || routines::leave(context))
     }
 }
 

@@ -21,6 +21,7 @@ mod handler;
 mod kernel;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod routines;
+mod slots;
 
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 use kernel as routines;

@@ -5,9 +5,10 @@ use std::sync::{Arc, Weak};
 use roce_bth::{Qpn, RKey};
 use roce_verbs::{AccessFlags, Sge};
 
-use super::{MemoryTable, PdHandle, entries::Open};
+use super::{MemoryTable, entries::Open};
 use crate::{
     error::KeyError,
+    object::PdHandle,
     span::{Mapping, Span},
 };
 

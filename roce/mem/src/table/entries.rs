@@ -10,10 +10,9 @@ use rand_chacha::{ChaCha12Rng, rand_core::RngCore};
 use roce_bth::{LKey, Qpn, RKey};
 use roce_verbs::{AccessFlags, NumberHasher, wr::BindWindow};
 
-use super::PdHandle;
 use crate::{
     error::{KeyError, MemError},
-    object::{FastRegion, Window, WindowKind},
+    object::{FastRegion, PdHandle, Window, WindowKind},
     span::{Mapping, Span},
 };
 

@@ -9,12 +9,12 @@ use roce_verbs::{
 };
 
 use super::{
-    MemoryTable, PdHandle,
+    MemoryTable,
     entries::{BoundTo, Kind, Open},
 };
 use crate::{
     error::KeyError,
-    object::WindowKind,
+    object::{PdHandle, WindowKind},
     span::{Mapping, Span},
 };
 

@@ -1,0 +1,208 @@
+//! UDP sockets of a datapath: how they are made and set up.
+
+use std::{
+    io,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    os::fd::{AsFd, OwnedFd},
+};
+
+use roce_bth::ROCE_UDP_PORT;
+use socket2::{Socket, Type};
+
+use crate::{datapath::DEFAULT_HOP_LIMIT, holder, iface, sys};
+
+/// Configuration of a UDP datapath.
+#[derive(Clone, Debug)]
+pub struct UdpConfig {
+    /// The address to use; unspecified: all of that family, and `::` means IPv4 too.
+    pub addr: IpAddr,
+    /// The UDP port to receive on: 4791.
+    pub port: u16,
+    /// Receive buffer to ask the system for, bytes.
+    pub receive_buffer: usize,
+    /// Send several packets with one call.
+    pub gso: bool,
+    /// Receive several packets with one call.
+    pub gro: bool,
+    /// Sockets to send from, each with its own source port. 0: everything comes from the receiving socket.
+    pub send_sockets: usize,
+}
+
+impl Default for UdpConfig {
+    fn default() -> Self {
+        Self {
+            addr: Ipv4Addr::UNSPECIFIED.into(),
+            port: ROCE_UDP_PORT,
+            receive_buffer: 8 << 20,
+            gso: true,
+            gro: true,
+            send_sockets: 4,
+        }
+    }
+}
+
+/// Reason why a datapath could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// Another socket receives on the port.
+    #[error("UDP port {port} of {addr} is taken: {holder}")]
+    PortTaken {
+        /// Our address.
+        addr: IpAddr,
+        /// The port.
+        port: u16,
+        /// Its owner, and what to do.
+        holder: String,
+    },
+    /// No interface has the address.
+    #[error("{0} is not an address of this host (`ip addr` lists them)")]
+    NotLocal(IpAddr),
+    /// A system call failed.
+    #[error("{context}: {source}")]
+    Io {
+        /// Operation that failed.
+        context: &'static str,
+        /// Error of the system.
+        source: io::Error,
+    },
+}
+
+pub(crate) fn context(context: &'static str) -> impl Fn(io::Error) -> OpenError {
+    move |source| OpenError::Io { context, source }
+}
+
+/// Sockets of one IP version.
+pub(crate) struct Family {
+    /// Bound to the RoCE port.
+    pub(crate) main: Socket,
+    /// Sockets to send from, with the port of each.
+    pub(crate) senders: Vec<(u16, Socket)>,
+    /// Address of all of them.
+    pub(crate) addr: IpAddr,
+}
+
+/// Returns the addresses to bind for a device address. `::` stands for both IP versions.
+pub(crate) fn family_addresses(addr: IpAddr) -> Vec<IpAddr> {
+    match addr.to_canonical() {
+        IpAddr::V6(a) if a.is_unspecified() => vec![Ipv4Addr::UNSPECIFIED.into(), Ipv6Addr::UNSPECIFIED.into()],
+        other => vec![other],
+    }
+}
+
+impl Family {
+    /// Binds the receiving socket.
+    pub(crate) fn open(config: &UdpConfig, addr: IpAddr) -> Result<Self, OpenError> {
+        let main = new_socket(addr)?;
+        bind_receiver(&main, config, addr)?;
+        Self::of(main, addr)
+    }
+
+    /// Sets up a bound socket as the receiving one. There are none to send from yet.
+    pub(crate) fn of(main: Socket, addr: IpAddr) -> Result<Self, OpenError> {
+        configure_receiver(&main, addr, addr.is_unspecified()).map_err(context("setting up the receiving socket"))?;
+        Ok(Self {
+            main,
+            senders: vec![],
+            addr,
+        })
+    }
+
+    /// Returns the address if it is a specific one.
+    pub(crate) fn bound(&self) -> Option<IpAddr> {
+        (!self.addr.is_unspecified()).then_some(self.addr)
+    }
+}
+
+/// Takes over a bound socket. Returns its address, too.
+pub(crate) fn adopt(fd: &OwnedFd) -> io::Result<(Socket, SocketAddr)> {
+    let socket = Socket::from(fd.try_clone()?);
+    let invalid = |text: &str| io::Error::new(io::ErrorKind::InvalidInput, text);
+    let at = socket
+        .local_addr()?
+        .as_socket()
+        .ok_or_else(|| invalid("not an IP socket"))?;
+    if socket.r#type()? != Type::DGRAM || at.port() == 0 {
+        return Err(invalid("not a bound UDP socket"));
+    }
+    set_up(&socket, at.ip())?;
+    Ok((socket, at))
+}
+
+/// Binds a socket to the RoCE port.
+pub(crate) fn bind_receiver(socket: &Socket, config: &UdpConfig, addr: IpAddr) -> Result<(), OpenError> {
+    let bound = socket.bind(&iface::scoped(addr, config.port).into());
+    bound.map_err(|e| match e.kind() {
+        io::ErrorKind::AddrInUse => OpenError::PortTaken {
+            addr,
+            port: config.port,
+            holder: holder::explain(addr, config.port),
+        },
+        io::ErrorKind::AddrNotAvailable => OpenError::NotLocal(addr),
+        _ => context("binding a UDP socket")(e),
+    })
+}
+
+/// Creates a socket with the options that receiving and sending sockets need.
+pub(crate) fn new_socket(addr: IpAddr) -> Result<Socket, OpenError> {
+    let socket = Socket::from(sys::udp_socket(addr.is_ipv4()).map_err(context("making a UDP socket"))?);
+    if addr.is_ipv6() {
+        sys::set_int(socket.as_fd(), libc::IPPROTO_IPV6, libc::IPV6_V6ONLY, 1)
+            .map_err(context("setting up a UDP socket"))?;
+    }
+    set_up(&socket, addr).map_err(context("setting up a UDP socket"))?;
+    Ok(socket)
+}
+
+/// Sets the options of receiving and sending sockets that can be set at any time.
+fn set_up(socket: &Socket, addr: IpAddr) -> io::Result<()> {
+    let set = |level, name, value| sys::set_int(socket.as_fd(), level, name, value);
+    let hops = i32::from(DEFAULT_HOP_LIMIT);
+    let done = match addr {
+        IpAddr::V4(_) => set(libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::IP_PMTUDISC_PROBE)
+            .and_then(|()| set(libc::IPPROTO_IP, libc::IP_TTL, hops))
+            .and_then(|()| set(libc::IPPROTO_IP, libc::IP_MULTICAST_TTL, hops))
+            // Groups that only other sockets have joined are not received.
+            .and_then(|()| set(libc::IPPROTO_IP, libc::IP_MULTICAST_ALL, 0)),
+        IpAddr::V6(_) => set(libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER, libc::IPV6_PMTUDISC_PROBE)
+            .and_then(|()| set(libc::IPPROTO_IPV6, libc::IPV6_UNICAST_HOPS, hops))
+            .and_then(|()| set(libc::IPPROTO_IPV6, libc::IPV6_MULTICAST_HOPS, hops))
+            .and_then(|()| set(libc::IPPROTO_IPV6, sys::IPV6_MULTICAST_ALL, 0)),
+    };
+    done.and_then(|()| socket.set_nonblocking(true))
+}
+
+/// Sets the options of a receiving socket.
+pub(crate) fn configure_receiver(socket: &Socket, addr: IpAddr, unspecified: bool) -> io::Result<()> {
+    let set = |level, name| sys::set_int(socket.as_fd(), level, name, 1);
+    match addr {
+        IpAddr::V4(_) => {
+            set(libc::IPPROTO_IP, libc::IP_RECVTOS)?;
+            set(libc::IPPROTO_IP, libc::IP_RECVTTL)?;
+            if unspecified {
+                set(libc::IPPROTO_IP, libc::IP_PKTINFO)?;
+            }
+        }
+        IpAddr::V6(_) => {
+            set(libc::IPPROTO_IPV6, libc::IPV6_RECVTCLASS)?;
+            set(libc::IPPROTO_IPV6, libc::IPV6_RECVHOPLIMIT)?;
+            // rdma_rxe sends UDP checksum 0, which the kernel would drop.
+            set(libc::SOL_UDP, libc::UDP_NO_CHECK6_RX)?;
+            if unspecified {
+                set(libc::IPPROTO_IPV6, libc::IPV6_RECVPKTINFO)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Sets a buffer size, bytes, past the system's limit with CAP_NET_ADMIN. Returns the size that was granted.
+pub(crate) fn enlarge(socket: &Socket, name: i32, force: i32, bytes: usize) -> io::Result<usize> {
+    let value = i32::try_from(bytes).unwrap_or(i32::MAX / 2);
+    // The kernel doubles the value, to make room for its own overhead.
+    sys::set_int(socket.as_fd(), libc::SOL_SOCKET, force, value)
+        .or_else(|_| sys::set_int(socket.as_fd(), libc::SOL_SOCKET, name, value))?;
+    Ok(match name {
+        libc::SO_RCVBUF => socket.recv_buffer_size()?,
+        _ => socket.send_buffer_size()?,
+    })
+}
