@@ -8,14 +8,13 @@ use core::{
     net::IpAddr,
 };
 
-use roce_bth::{Class, Packet};
+use roce_bth::Class;
 use roce_mem::{KeyError, PdHandle};
 use roce_verbs::{AccessFlags, QpAttr, Qpn, RemoteAddr, SendOp, Sge, Target, WcStatus};
 
 use crate::{
-    ctx::Ctx,
-    qp::QueuePair,
-    responder::{Refusal, flush_rights},
+    ctx::{Ctx, QpConfig},
+    refusal::Refusal,
     sendq::{Data, Kind, SendWqe, kind_of},
 };
 
@@ -62,7 +61,7 @@ struct SendFailure {
 
 /// Facts that explain a refusal.
 #[derive(Clone, PartialEq, Eq, Debug)]
-enum Detail {
+pub(crate) enum Detail {
     None,
     /// The memory that the request named.
     Memory(NamedMemory),
@@ -85,15 +84,15 @@ enum Detail {
 
 /// A range of memory by its key, and what is wrong with it.
 #[derive(Clone, PartialEq, Eq, Debug)]
-struct NamedMemory {
-    key: u32,
-    addr: u64,
-    len: u64,
+pub(crate) struct NamedMemory {
+    pub(crate) key: u32,
+    pub(crate) addr: u64,
+    pub(crate) len: u64,
     /// `None`: it was valid, but can't be accessed any more.
-    error: Option<KeyError>,
+    pub(crate) error: Option<KeyError>,
     /// Address and length of what is open under the key.
-    open: Option<(u64, u64)>,
-    need: AccessFlags,
+    pub(crate) open: Option<(u64, u64)>,
+    pub(crate) need: AccessFlags,
 }
 
 impl Display for NamedMemory {
@@ -328,37 +327,19 @@ const fn remote_of(op: &SendOp) -> Option<RemoteAddr> {
     }
 }
 
-/// Rights to memory that a request needs.
-fn needed_rights(packet: &Packet<'_>) -> AccessFlags {
-    match packet.header.bth.opcode.info().class {
-        Class::Write | Class::AtomicWrite => AccessFlags::REMOTE_WRITE,
-        Class::ReadRequest => AccessFlags::REMOTE_READ,
-        Class::Atomic => AccessFlags::REMOTE_ATOMIC,
-        Class::Flush => flush_rights(packet).unwrap_or_default(),
-        _ => AccessFlags::empty(),
-    }
-}
-
-impl QueuePair {
-    /// Takes the reason why the queue pair has failed. `None` if it has not, or the reason was taken before.
-    pub fn take_failure(&mut self) -> Option<Failure> {
-        self.failure.take().map(|failure| *failure)
-    }
-
-    fn note(&mut self, peer: Option<IpAddr>, what: What) {
-        let qpn = self.config.qpn;
-        self.failure
-            .get_or_insert_with(|| Box::new(Failure { qpn, peer, what }));
-    }
-
-    /// Notes why the oldest send work request fails.
-    pub(crate) fn note_send_failure(&mut self, ctx: &Ctx<'_>, status: WcStatus) {
-        let Some(wqe) = self.sq.wqes.front() else { return };
-        let (peer, dest) = match *self.sq.target(0) {
+impl Failure {
+    /// Explains why the oldest send work request fails.
+    pub(crate) fn of_send(
+        ctx: &Ctx<'_>,
+        config: &QpConfig,
+        attr: &QpAttr,
+        (wqe, target): (&SendWqe, &Target),
+        status: WcStatus,
+    ) -> Self {
+        let (peer, dest) = match *target {
             Target::Datagram(to) => (Some(to.av.remote), Some(to.qpn)),
-            Target::Peer | Target::Srq(_) => (self.attr.av.map(|av| av.remote), self.attr.dest_qpn),
+            Target::Peer | Target::Srq(_) => (attr.av.map(|av| av.remote), attr.dest_qpn),
         };
-        let QpAttr { timeout, retry_cnt, .. } = self.attr;
         let send = SendFailure {
             operation: operation_name(&wqe.op),
             kind: wqe.kind(),
@@ -367,70 +348,30 @@ impl QueuePair {
             len: wqe.len,
             dest,
             remote: remote_of(&wqe.op),
-            local: local_memory(ctx, self.config.pd, wqe),
-            timeout: (timeout.unwrap_or(0), retry_cnt.unwrap_or(0)),
+            local: local_memory(ctx, config.pd, wqe),
+            timeout: (attr.timeout.unwrap_or(0), attr.retry_cnt.unwrap_or(0)),
         };
-        self.note(peer, What::Send(send));
+        Self {
+            qpn: config.qpn,
+            peer,
+            what: What::Send(send),
+        }
     }
 
-    /// Notes why a request of the peer is refused. `packet` is `None` if the request was executed in part before.
-    pub(crate) fn note_refusal(&mut self, ctx: &Ctx<'_>, refusal: Refusal, packet: Option<&Packet<'_>>) {
-        let class = packet.map_or(Class::ReadRequest, |packet| packet.header.bth.opcode.info().class);
-        let detail = packet.map_or(Detail::None, |packet| self.detail(ctx, refusal, packet));
+    /// Explains why a request of the peer is refused.
+    pub(crate) fn of_request(qpn: Qpn, peer: Option<IpAddr>, class: Class, refusal: Refusal, detail: Detail) -> Self {
         let what = What::Request {
             operation: class_name(class),
             refusal,
             detail,
         };
-        self.note(self.attr.av.map(|av| av.remote), what);
+        Self { qpn, peer, what }
     }
 
-    pub(crate) fn note_overflow(&mut self) {
-        self.note(self.attr.av.map(|av| av.remote), What::Overflow);
-    }
-
-    fn detail(&self, ctx: &Ctx<'_>, refusal: Refusal, packet: &Packet<'_>) -> Detail {
-        let need = needed_rights(packet);
-        let header = packet.header;
-        match refusal {
-            Refusal::RKey => {
-                let named = header.reth().map(|reth| (reth.rkey, reth.va, reth.dma_len));
-                let named = named.or_else(|| header.atomic_eth().map(|eth| (eth.rkey, eth.va, 8)));
-                let Some((rkey, addr, len)) = named else {
-                    return Detail::None;
-                };
-                let pd = self.key_domain();
-                let found = ctx.mem.resolve_remote(pd, self.config.qpn, rkey, addr, len, need);
-                Detail::Memory(NamedMemory {
-                    key: rkey.0,
-                    addr,
-                    len: len.into(),
-                    error: found.err(),
-                    open: ctx.mem.open_range(rkey.0),
-                    need,
-                })
-            }
-            Refusal::Operation if !self.access.contains(need) => Detail::Rights {
-                have: self.access,
-                need,
-            },
-            Refusal::ReceiveTooShort | Refusal::LocalProtection => {
-                let Some(receive) = &self.resp.receive else {
-                    return Detail::None;
-                };
-                Detail::Receive {
-                    message: self.resp.inbound.received() + packet.payload.len(),
-                    room: receive.list.len(),
-                    wr_id: receive.wqe.wr_id,
-                }
-            }
-            Refusal::Misaligned => {
-                let atomic = header.atomic_eth().map(|eth| eth.va);
-                Detail::Address(atomic.or(header.reth().map(|reth| reth.va)).unwrap_or_default())
-            }
-            Refusal::TooManyRdAtomic => Detail::Limit(self.max_reads()),
-            _ => Detail::None,
-        }
+    /// Explains that a completion was lost.
+    pub(crate) fn of_overflow(qpn: Qpn, peer: Option<IpAddr>) -> Self {
+        let what = What::Overflow;
+        Self { qpn, peer, what }
     }
 }
 

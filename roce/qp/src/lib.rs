@@ -1,14 +1,29 @@
-//! The transport engine (IBA chapters 9 and 10): queue pairs of every service with their lifecycle, requester, completer,
-//! responder and timers, completion queues, shared receive queues, and the window of bytes in flight towards a peer.
+//! Transport engine (IBA chapters 9 and 10): queue pairs of every service, completion queues, shared receive queues, and
+//! the window of bytes in flight towards a peer.
 //!
-//! It is sans-IO: time comes in with every call ([`Ctx::now`]), packets come in parsed ([`QueuePair::handle_packet`])
-//! and go out into buffers that the caller lends ([`QueuePair::poll_transmit`] and [`TxSink`]), timers are a value
-//! ([`QueuePair::next_timeout`]). Nothing here knows sockets, clocks, threads or random numbers.
+//! It is sans-IO: each call passes the time ([`Ctx::now`]), packets arrive parsed ([`QueuePair::handle_packet`]) and are
+//! written into the caller's buffers ([`QueuePair::poll_transmit`] and [`TxSink`]), and timers are a value
+//! ([`QueuePair::next_timeout`]). It knows no sockets, clocks, threads or random numbers.
+//!
+//! # Who may change what
+//!
+//! A [`QueuePair`] has four parts. Their fields are private: only the module in the second column writes them. The others
+//! call its methods or get a value of it.
+//!
+//! | part | written in | contents | other parts that it is passed |
+//! | --- | --- | --- | --- |
+//! | `QpContext` | `context.rs` | configuration, attributes, state, negotiated options, DCQCN, the failure | none |
+//! | `Requester` | `requester/` | send queue, PSNs of requests, retries, recovery, round trips | the context |
+//! | `Responder` | `responder/` | receive queue, expected PSN, message being received, gap, reorder buffer, FLUSH | the context and the replies |
+//! | `Replies` | `replies.rs` | acknowledgement that is due, its delay, READs and atomics to answer | the context, and a view of the responder (`Received`) |
+//!
+//! `QueuePair` (`qp.rs`) changes attributes and state, and decides the order of packets. A part that fails the queue pair
+//! calls `QpContext::fail`. `QueuePair` flushes both queues at the end of that call.
 #![forbid(unsafe_code)]
 
 mod ack_policy;
-mod completer;
 mod congestion;
+mod context;
 mod counters;
 mod cq;
 mod ctx;
@@ -17,23 +32,21 @@ mod dcqcn;
 mod expect;
 mod failure;
 mod pace;
-mod persist;
+mod post;
 mod qp;
-mod recovery;
 mod recvq;
+mod refusal;
 mod reorder;
 mod replies;
 mod requester;
 mod responder;
-mod selective;
+mod rights;
 mod sendq;
 mod seq;
 mod source;
 mod srq;
 mod state;
-mod timers;
 mod tx;
-mod unreliable;
 mod window;
 
 pub use congestion::{Acked, CongestionControl, DelayAware, Loss};
@@ -43,11 +56,10 @@ pub use ctx::{CreateError, Ctx, ModifyError, QpConfig, WaitReason};
 pub use datagram::{DatagramSource, GRH_LEN};
 pub use failure::Failure;
 pub use pace::FreePaces;
-pub use persist::PersistJob;
 pub use qp::{NO_RECEIVE_QUEUE, QueuePair};
 pub use recvq::ReceiveQueue;
 pub use reorder::ReorderBudget;
-pub use responder::HiddenReceives;
+pub use responder::{HiddenReceives, PersistJob};
 pub use source::Origin;
 pub use srq::{SharedReceiveQueue, SrqConfig, SrqError, XrcDomain};
 pub use tx::{Poll, TxKind, TxSink};

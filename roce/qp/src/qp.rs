@@ -1,26 +1,25 @@
 //! Queue pair: attributes, states, posting and the order in which packets are sent.
 
-use roce_bth::{Class, Opcode, Packet, Psn, Service};
+use roce_bth::{Class, Packet, Psn};
+use roce_mem::FlushError;
 use roce_verbs::{
-    AccessFlags, AddressVector, AsyncEvent, Completion, Instant, PathMigState, Payload, Placement, QpAttr, QpAttrMask,
-    QpState, QpType, Qpn, RecvWr, Selectivity, SendOp, SendWr, SrqType, Target, WcStatus, legal, wr::PostError,
+    AddressVector, AsyncEvent, Instant, PathMigState, QpAttr, QpAttrMask, QpState, QpType, Qpn, RecvWr, SendWr,
+    SrqType, Target, wr::PostError,
 };
 
 use std::sync::Arc;
 
 use crate::{
-    cq::CompletionQueue,
-    ctx::{CreateError, Ctx, ModifyError, QpConfig},
-    dcqcn::ReactionPoint,
+    context::QpContext,
+    ctx::{CreateError, Ctx, ModifyError, QpConfig, WaitReason},
+    datagram::DatagramSource,
     failure::Failure,
     recvq::ReceiveQueue,
-    reorder::{ReorderBudget, ReorderBuffer},
-    replies::AckDue,
+    reorder::ReorderBudget,
+    replies::{AckDue, Replies},
     requester::Requester,
-    responder::Responder,
-    sendq::{Checked, Kind, SendQueue, kind_of},
+    responder::{HiddenReceives, PersistJob, Responder},
     seq::Seq,
-    source::Sources,
     state,
     tx::{Poll, Step, TxSink},
 };
@@ -30,41 +29,16 @@ const POLL_BUDGET: u32 = 128;
 /// Packets of one kind (requests or responses) sent before the other kind, so that neither starves. A GSO train is no
 /// longer, so that alternating does not split trains.
 const BURST: u32 = 16;
-/// Completion status of an operation that the service does not have.
-const UNSUPPORTED: WcStatus = WcStatus::LocalQpOperationError;
 /// Largest `max_rd_atomic` and `max_dest_rd_atomic`.
 const MAX_RD_ATOMIC: u8 = 128;
 
-/// Queue pair of any service: send queue, receive queue, requester and responder.
+/// Queue pair of any service. Each part has private fields, which only its own module writes.
 #[derive(Debug)]
 pub struct QueuePair {
-    pub(crate) config: QpConfig,
-    pub(crate) state: QpState,
-    pub(crate) attr: QpAttr,
-    /// Path MTU, bytes. This and the next two fields are copies of attributes needed for every packet.
-    pub(crate) mtu: usize,
-    pub(crate) peer: Qpn,
-    pub(crate) access: AccessFlags,
-    /// Transport service of the packets.
-    pub(crate) service: Service,
-    /// The service acknowledges packets.
-    pub(crate) reliable: bool,
-    pub(crate) sq: SendQueue,
-    pub(crate) req: Requester,
-    pub(crate) rq: Arc<ReceiveQueue>,
-    pub(crate) resp: Responder,
-    /// A completion was lost because its queue was full: the queue pair must fail.
-    pub(crate) overflowed: bool,
-    /// Why it has failed, until that is taken.
-    pub(crate) failure: Option<Box<Failure>>,
-    /// Both sides buffer packets beyond a gap and report them in selective ACKs.
-    pub(crate) selective: bool,
-    /// UDP source ports of the peer.
-    pub(crate) sources: Sources,
-    /// DCQCN state after a congestion notification. `None`: sending is not limited.
-    reaction_point: Option<Box<ReactionPoint>>,
-    /// DCQCN permits only acknowledgements before this time.
-    pub(crate) slowed_until: Option<Instant>,
+    pub(crate) context: QpContext,
+    pub(crate) requester: Requester,
+    pub(crate) responder: Responder,
+    replies: Replies,
 }
 
 /// Error of a receive posted to a queue pair with a shared receive queue, or with none.
@@ -86,27 +60,10 @@ impl QueuePair {
         }
         let first = Seq::start(Psn::new(0));
         Ok(Self {
-            state: QpState::Reset,
-            attr: QpAttr::default(),
-            mtu: match qp_type.is_datagram() {
-                true => config.port_mtu.bytes(),
-                false => 256,
-            },
-            service: qp_type.service(),
-            reliable: qp_type.is_reliable(),
-            rq: ReceiveQueue::new(&config.caps),
-            config,
-            peer: Qpn::default(),
-            access: AccessFlags::empty(),
-            sq: SendQueue::new(first),
-            req: Requester::new(first),
-            resp: Responder::new(first),
-            overflowed: false,
-            failure: None,
-            selective: false,
-            sources: Sources::default(),
-            reaction_point: None,
-            slowed_until: None,
+            requester: Requester::new(first),
+            responder: Responder::new(ReceiveQueue::new(&config.caps), first),
+            replies: Replies::new(first),
+            context: QpContext::new(config),
         })
     }
 
@@ -114,8 +71,9 @@ impl QueuePair {
     ///
     /// Call in RTR; only RC queue pairs do it. `budget` limits the memory.
     pub fn enable_selective_ack(&mut self, budget: &Arc<ReorderBudget>) {
-        self.selective = self.config.qp_type == QpType::Rc && self.state == QpState::Rtr;
-        if self.selective {
+        let selective = self.config().qp_type == QpType::Rc && self.state() == QpState::Rtr;
+        self.context.set_selective(selective);
+        if selective {
             self.enable_reorder(budget);
         }
     }
@@ -124,95 +82,70 @@ impl QueuePair {
     ///
     /// If a retransmitted packet is lost again, its buffered copy is used. Call in RTR. `budget` limits the memory.
     pub fn enable_reorder(&mut self, budget: &Arc<ReorderBudget>) {
-        let enabled = self.reliable && self.state == QpState::Rtr;
-        self.resp.reorder = enabled.then(|| Box::new(ReorderBuffer::new(budget.clone())));
+        let enabled = self.context.is_reliable() && self.state() == QpState::Rtr;
+        self.responder.set_reorder(enabled.then_some(budget));
     }
 
     /// Returns whether both sides report buffered packets in selective ACKs.
     pub fn uses_selective_ack(&self) -> bool {
-        self.selective
+        self.context.is_selective()
     }
 
     /// Processes a congestion notification packet: a switch has ECN-marked packets that this queue pair sent.
     pub fn handle_notification(&mut self, now: Instant) {
-        match &mut self.reaction_point {
-            Some(point) => point.on_notified(now, self.req.rtt.smoothed()),
-            None => self.reaction_point = Some(Box::new(ReactionPoint::new(now))),
-        }
-    }
-
-    /// Returns whether DCQCN forbids sending now, and sets `slowed_until` then.
-    fn is_slowed(&mut self, now: Instant) -> bool {
-        let Some(point) = &mut self.reaction_point else {
-            return false;
-        };
-        if point.is_over(now) {
-            self.reaction_point = None;
-        } else if let Err(at) = point.may_send(now) {
-            self.slowed_until = Some(at);
-            return true;
-        }
-        false
-    }
-
-    /// Counts sent bytes against the DCQCN rate.
-    pub(crate) fn note_sent(&mut self, bytes: usize) {
-        if let Some(point) = &mut self.reaction_point {
-            point.on_sent(bytes);
-        }
+        self.context.on_notified(now, self.requester.rtt());
     }
 
     /// Returns the queue pair number.
     pub fn qpn(&self) -> Qpn {
-        self.config.qpn
+        self.context.qpn()
     }
 
     /// Returns the configuration passed to [`QueuePair::new`].
     pub fn config(&self) -> &QpConfig {
-        &self.config
+        self.context.config()
     }
 
     /// Returns the state.
     pub fn state(&self) -> QpState {
-        self.state
+        self.context.state()
     }
 
     /// Returns path and number of the peer, once they are set.
     pub fn remote(&self) -> Option<(AddressVector, Qpn)> {
-        Some((self.attr.av?, self.attr.dest_qpn?))
+        let attr = self.context.attr();
+        Some((attr.av?, attr.dest_qpn?))
     }
 
     /// Returns the current attributes (`ibv_query_qp`).
     pub fn query(&self) -> QpAttr {
         QpAttr {
-            state: Some(self.state),
-            cur_state: Some(self.state),
-            path_mig_state: Some(PathMigState::Migrated),
-            sq_draining: self.state == QpState::Sqd && !self.req.drained,
-            ..self.attr
+            sq_draining: self.state() == QpState::Sqd && !self.requester.is_drained(),
+            ..self.context.query()
         }
     }
 
     /// Returns the bytes in flight towards the peer, as counted in the window.
     pub fn in_flight(&self) -> usize {
-        self.req.in_flight
+        self.requester.in_flight()
     }
 
     /// Returns the oldest PSN that is not acknowledged; of a READ, whose response has not arrived.
     ///
     /// `None` if the state does not permit sending or the service has no acknowledgements.
     pub fn acknowledged(&self) -> Option<Psn> {
-        (self.reliable && self.is_sending()).then(|| self.req.una.psn())
+        let acknowledges = self.context.is_reliable() && self.context.is_sending();
+        acknowledges.then(|| self.requester.una().psn())
     }
 
     /// Returns the number of packets that are posted and not acknowledged. A READ counts its responses.
     pub fn outstanding_packets(&self) -> u64 {
-        self.sq.tail.since(self.req.una)
+        self.requester.outstanding_packets()
     }
 
     /// Returns the number of READs and atomics that the peer may have outstanding (`max_dest_rd_atomic`).
     pub fn max_reads(&self) -> u8 {
-        self.attr.max_dest_rd_atomic.unwrap_or(0)
+        self.context.max_reads()
     }
 
     /// Returns whether [`QueuePair::poll_transmit`] has nothing to do.
@@ -220,23 +153,24 @@ impl QueuePair {
     /// Then the send queue is empty and no response or acknowledgement is due now. One may be due later
     /// ([`QueuePair::next_timeout`]).
     pub fn is_idle(&self) -> bool {
-        self.sq.wqes.is_empty() && self.resp.replies.is_idle()
+        self.requester.len() == 0 && self.replies.is_idle()
     }
 
     /// Returns the number of send work requests that have not completed.
     pub fn send_queue_len(&self) -> usize {
-        self.sq.wqes.len()
+        self.requester.len()
     }
 
     /// Returns the receive queue. `None` if the queue pair has a shared one or receives nothing.
     pub fn receive_queue(&self) -> Option<&Arc<ReceiveQueue>> {
-        let own = self.config.srq.is_none() && self.config.qp_type.receives();
-        own.then_some(&self.rq)
+        let config = self.config();
+        let own = config.srq.is_none() && config.qp_type.receives();
+        own.then_some(self.responder.receives())
     }
 
     /// Returns the number of receive work requests that no message has consumed.
     pub fn recv_queue_len(&self) -> usize {
-        self.rq.len()
+        self.responder.receives().len()
     }
 
     /// Changes attributes and state (`ibv_modify_qp`).
@@ -244,156 +178,85 @@ impl QueuePair {
     /// # Errors
     /// If the transition or an attribute is not permitted. Then nothing changes.
     pub fn modify(&mut self, ctx: &mut Ctx<'_>, attr: &QpAttr) -> Result<(), ModifyError> {
-        let to = attr.state.unwrap_or(self.state);
-        if attr.cur_state.is_some_and(|s| s != self.state) {
-            return Err(ModifyError::CurrentState(self.state));
+        let from = self.state();
+        let to = attr.state.unwrap_or(from);
+        if attr.cur_state.is_some_and(|s| s != from) {
+            return Err(ModifyError::CurrentState(from));
         }
-        state::check(self.config.qp_type, self.state, to, attr.mask())?;
+        state::check(self.config().qp_type, from, to, attr.mask())?;
         check_values(attr)?;
-        self.apply(attr);
-        match (self.state, to) {
+        self.context.apply(attr);
+        // Set in SQD, the retry limits apply at once.
+        self.requester.set_retries(attr.retry_cnt, attr.rnr_retry);
+        match (from, to) {
             (from, to) if from == to => {}
             (_, QpState::Reset) => self.reset(ctx),
             (_, QpState::Err) => {
-                self.resp.replies.clear();
-                self.enter_error(ctx);
+                self.replies.clear();
+                self.context.fail();
+                self.finish(ctx);
             }
             (_, QpState::Rtr) => {
-                self.selective = false;
-                self.sources = Sources::default();
-                self.resp = Responder::new(Seq::start(self.attr.rq_psn.unwrap_or_default()));
-                self.state = to;
+                let first = Seq::start(self.context.attr().rq_psn.unwrap_or_default());
+                self.responder.restart(first);
+                self.replies = Replies::new(first);
+                self.context.enter_rtr();
             }
             (QpState::Rtr, QpState::Rts) => {
-                let first = Seq::start(self.attr.sq_psn.unwrap_or_default());
-                self.sq = SendQueue::new(first);
-                self.req = Requester::new(first);
-                self.req.retries_left = self.attr.retry_cnt.unwrap_or(0);
-                self.req.rnr_left = self.attr.rnr_retry.unwrap_or(0);
-                self.state = to;
+                let attr = self.context.attr();
+                self.requester = Requester::new(Seq::start(attr.sq_psn.unwrap_or_default()));
+                self.requester.set_retries(attr.retry_cnt, attr.rnr_retry);
+                self.context.set_state(to);
             }
             (_, QpState::Sqd) => {
-                self.req.drained = false;
-                self.state = to;
-                self.check_drained(ctx);
+                self.context.set_state(to);
+                self.requester.drain(&self.context, ctx);
             }
             (QpState::Reset, to) => {
-                self.state = to;
-                self.rq.follow(to);
+                self.context.set_state(to);
+                self.responder.receives().follow(to);
             }
-            (_, to) => self.state = to,
+            (_, to) => self.context.set_state(to),
         }
         Ok(())
     }
 
-    /// Stores the attributes that are set.
-    fn apply(&mut self, attr: &QpAttr) {
-        let current = &mut self.attr;
-        macro_rules! store {
-            ($($field:ident),*) => { $( if attr.$field.is_some() { current.$field = attr.$field; } )* };
-        }
-        store!(
-            en_sqd_async_notify,
-            access,
-            pkey_index,
-            port,
-            qkey,
-            av,
-            path_mtu,
-            timeout,
-            retry_cnt,
-            rnr_retry
-        );
-        store!(
-            rq_psn,
-            max_rd_atomic,
-            min_rnr_timer,
-            sq_psn,
-            max_dest_rd_atomic,
-            dest_qpn
-        );
-        self.mtu = current.path_mtu.map_or(self.mtu, |m| m.bytes());
-        self.peer = current.dest_qpn.unwrap_or_default();
-        self.access = current.access.unwrap_or_default();
-        // Set in SQD, the retry limits apply at once, also to outstanding requests.
-        self.req.retries_left = attr.retry_cnt.unwrap_or(self.req.retries_left);
-        self.req.rnr_left = attr.rnr_retry.unwrap_or(self.req.rnr_left);
-    }
-
     /// Returns to RESET without completing work requests. Completions already in the completion queues stay there.
     fn reset(&mut self, ctx: &mut Ctx<'_>) {
-        ctx.window.forget(self.req.in_flight);
         let first = Seq::start(Psn::new(0));
-        self.attr = QpAttr::default();
-        self.sq = SendQueue::new(first);
-        self.req = Requester::new(first);
-        self.resp = Responder::new(first);
-        self.overflowed = false;
-        self.failure = None;
-        self.sources = Sources::default();
-        (self.reaction_point, self.slowed_until) = (None, None);
-        self.state = QpState::Reset;
-        self.rq.follow(self.state);
+        self.requester.clear(ctx, first);
+        self.responder.restart(first);
+        self.replies = Replies::new(first);
+        self.context.reset();
+        self.responder.receives().follow(QpState::Reset);
     }
 
     /// Destroys the queue pair without completing work requests.
     ///
     /// Returns its bytes in flight to the congestion window and invalidates its memory windows.
     pub fn destroy(&mut self, ctx: &mut Ctx<'_>) {
-        ctx.mem.forget_qp(self.config.qpn);
+        ctx.mem.forget_qp(self.qpn());
         self.reset(ctx);
     }
 
-    /// Moves to SQE (IBA 10.3.1): flushes the send queue and goes on receiving. For unacknowledged services only.
-    pub(crate) fn enter_send_error(&mut self, ctx: &mut Ctx<'_>) {
-        self.state = QpState::Sqe;
-        self.flush_sends(ctx);
-        self.fail_on_overflow(ctx);
-    }
-
-    fn flush_sends(&mut self, ctx: &mut Ctx<'_>) {
-        while !self.sq.wqes.is_empty() {
-            self.complete_send(ctx, WcStatus::FlushError);
+    /// Ends a call that may have failed the queue pair: flushes both queues in order if it has.
+    fn finish(&mut self, ctx: &mut Ctx<'_>) {
+        if !self.context.take_stopping() {
+            return;
         }
-        self.req = Requester::new(self.sq.tail);
-    }
-
-    /// Moves to the error state and flushes both queues in order.
-    pub(crate) fn enter_error(&mut self, ctx: &mut Ctx<'_>) {
-        self.state = QpState::Err;
-        ctx.window.forget(core::mem::take(&mut self.req.in_flight));
-        if !self.resp.closing {
-            self.resp.replies.clear();
-        }
-        self.resp.reorder = None;
-        (self.resp.flushing, self.resp.persist_job) = (None, None);
-        self.flush_sends(ctx);
-        self.flush_receives(ctx);
-        self.overflowed = false;
-        if self.config.srq.is_some() {
+        self.replies.stop();
+        self.requester.flush(&mut self.context, ctx);
+        self.responder.stop(&mut self.context, ctx);
+        self.context.on_flushed();
+        if self.config().srq.is_some() {
             // IBA 10.2.9: the queue pair takes no more work requests from the shared queue. Those it took are flushed.
-            ctx.events.push_back(AsyncEvent::LastWqeReached(self.config.qpn));
+            ctx.events.push_back(AsyncEvent::LastWqeReached(self.qpn()));
         }
     }
 
-    /// Moves to the error state if a completion was lost (IBA 11.6.3.2, class G).
-    pub(crate) fn fail_on_overflow(&mut self, ctx: &mut Ctx<'_>) {
-        if self.overflowed && self.state != QpState::Err {
-            self.note_overflow();
-            ctx.events.push_back(AsyncEvent::QpFatal(self.config.qpn));
-            self.enter_error(ctx);
-        }
-    }
-
-    pub(crate) fn push_send(&mut self, ctx: &mut Ctx<'_>, completion: Completion) {
-        self.overflowed |= !push(&self.config.send_cq, ctx, completion);
-    }
-
-    pub(crate) fn push_recv(&mut self, ctx: &mut Ctx<'_>, completion: Completion) {
-        // XRC receives complete into the completion queue of their shared receive queue.
-        let shared = self.resp.srq.as_ref().and_then(|srq| srq.config().cq.as_ref());
-        let cq = shared.unwrap_or(&self.config.recv_cq);
-        self.overflowed |= !push(cq, ctx, completion);
+    /// Takes the reason why the queue pair has failed. `None` if it has not, or the reason was taken before.
+    pub fn take_failure(&mut self) -> Option<Failure> {
+        self.context.take_failure()
     }
 
     /// Queues a send work request to the peer. In the error states it is flushed at once.
@@ -409,7 +272,7 @@ impl QueuePair {
     /// # Errors
     /// If it is invalid or the queue is full. Then nothing is queued.
     pub fn post_send_to(&mut self, ctx: &mut Ctx<'_>, wr: &SendWr<'_>, target: Target) -> Result<(), PostError> {
-        self.post_send_within(ctx, wr, target, self.mtu)
+        self.post_send_within(ctx, wr, target, self.context.mtu())
     }
 
     /// Queues a send work request like [`QueuePair::post_send_to`], with the path MTU of a datagram, bytes.
@@ -425,24 +288,11 @@ impl QueuePair {
         target: Target,
         path_mtu: usize,
     ) -> Result<(), PostError> {
-        let checked = self.checked(wr, &target, 0)?;
-        self.resp.replies.policy.on_posted(ctx.now);
-        match self.config.qp_type {
-            QpType::Rc | QpType::Uc => self.sq.push(wr, checked, self.mtu),
-            _ => {
-                let mtu = match target {
-                    Target::Datagram(_) => path_mtu.min(self.mtu),
-                    _ => self.mtu,
-                };
-                self.sq.push_to(wr, target, checked, mtu);
-            }
-        }
-        if matches!(self.state, QpState::Err | QpState::Sqe)
-            && let Some(wqe) = self.sq.wqes.front()
-        {
-            // A flushed work request consumes no PSN.
-            self.sq.tail = wqe.first;
-            self.complete_send(ctx, WcStatus::FlushError);
+        let checked = self.context.check_post(wr, &target, (self.requester.len(), 0))?;
+        self.replies.on_posted(ctx.now);
+        self.requester.post(&self.context, wr, target, checked, path_mtu);
+        if matches!(self.state(), QpState::Err | QpState::Sqe) {
+            self.requester.flush_posted(&mut self.context, ctx);
         }
         Ok(())
     }
@@ -452,108 +302,8 @@ impl QueuePair {
     /// # Errors
     /// The error that posting it would return.
     pub fn check_post(&self, wr: &SendWr<'_>, target: &Target, ahead: usize) -> Result<(), PostError> {
-        self.checked(wr, target, ahead).map(drop)
-    }
-
-    fn checked(&self, wr: &SendWr<'_>, target: &Target, ahead: usize) -> Result<Checked, PostError> {
-        let ahead = match self.state {
-            QpState::Reset | QpState::Init | QpState::Rtr => return Err(PostError::State(self.state)),
-            // Work requests are flushed at once and occupy no entry.
-            QpState::Err | QpState::Sqe => 0,
-            QpState::Rts | QpState::Sqd => ahead,
-        };
-        if self.sq.wqes.len() + ahead >= self.config.caps.max_send_wr as usize {
-            return Err(PostError::QueueFull);
-        }
-        let checked = self.check_send(wr)?;
-        if checked.fault != Some(UNSUPPORTED) {
-            self.check_target(kind_of(&wr.op), target)?;
-        }
-        Ok(checked)
-    }
-
-    /// Checks a work request's arguments.
-    ///
-    /// Like hardware it accepts operations that the service does not have, and atomics of other than 8 bytes. These
-    /// complete with an error in their turn (IBA 11.6.2).
-    fn check_send(&self, wr: &SendWr<'_>) -> Result<Checked, PostError> {
-        let kind = kind_of(&wr.op);
-        let row = legal::operation(wr.op.code());
-        let unsupported = !row.services.contains(self.config.qp_type);
-        let binds = matches!(wr.op, SendOp::BindWindow(_) | SendOp::FastRegister(_));
-        if unsupported && (binds || self.config.qp_type == QpType::XrcTgt) {
-            return Err(PostError::Invalid("this transport service does not have the operation"));
-        }
-        let caps = &self.config.caps;
-        let len: u64 = match wr.payload {
-            Payload::Sges(sges) => {
-                let (given, max) = (sges.len(), caps.max_send_sge as usize);
-                if given > max {
-                    return Err(PostError::TooManySges { given, max });
-                }
-                sges.iter().map(|s| u64::from(s.length)).sum()
-            }
-            Payload::Inline(bytes) => {
-                let (given, max) = (bytes.len(), caps.max_inline_data as usize);
-                if given > max {
-                    return Err(PostError::InlineTooLong { given, max });
-                }
-                if !row.inline {
-                    return Err(PostError::Invalid("this operation takes no inline data"));
-                }
-                given as u64
-            }
-        };
-        let possible = match kind {
-            Kind::Local | Kind::Flush => len == 0,
-            _ => len <= u64::from(self.config.max_msg_size.min(1 << 31)),
-        };
-        if !possible {
-            return Err(PostError::Length(len));
-        }
-        if let SendOp::Flush(flush) = &wr.op
-            && (flush.placement == Placement::default() || matches!(flush.selectivity, Selectivity::Reserved(_)))
-        {
-            return Err(PostError::Invalid(
-                "a FLUSH needs a placement type and a selectivity level",
-            ));
-        }
-        let answered = matches!(kind, Kind::Read | Kind::Atomic | Kind::AtomicWrite | Kind::Flush);
-        if answered && !unsupported && self.attr.max_rd_atomic.unwrap_or(0) == 0 {
-            return Err(PostError::Invalid("max_rd_atomic is 0"));
-        }
-        let word = matches!(kind, Kind::Atomic | Kind::AtomicWrite);
-        let fault = match unsupported {
-            true => Some(UNSUPPORTED),
-            false => (word && len != 8).then_some(WcStatus::LocalLengthError),
-        };
-        let len = len as u32;
-        Ok(Checked { len, fault })
-    }
-
-    /// Checks that the service sends work requests of this kind to such a target.
-    fn check_target(&self, kind: Kind, target: &Target) -> Result<(), PostError> {
-        let fits = match (self.config.qp_type, target) {
-            (QpType::Rc | QpType::Uc, Target::Peer) => true,
-            (QpType::Ud | QpType::Gsi, Target::Datagram(to)) => {
-                let av = &to.av;
-                if av.remote.is_unspecified() || av.local.is_ipv4() != av.remote.is_ipv4() {
-                    return Err(PostError::Invalid(
-                        "the datagram's remote address is unspecified or of another IP version than the local one",
-                    ));
-                }
-                true
-            }
-            (QpType::XrcIni, Target::Srq(_)) => true,
-            (QpType::XrcIni, Target::Peer) => kind == Kind::Local,
-            _ => false,
-        };
-        match fits {
-            true => Ok(()),
-            false => Err(PostError::Invalid(
-                "this transport service does not send to such a target",
-            )),
-        }
+        let queued = self.requester.len();
+        self.context.check_post(wr, target, (queued, ahead)).map(drop)
     }
 
     /// Queues a receive work request. In the error state it is flushed at once.
@@ -565,7 +315,7 @@ impl QueuePair {
         let queue = self.receive_queue().ok_or(NO_RECEIVE_QUEUE)?;
         let queued = queue.post(core::slice::from_ref(wr)).map_err(|(_, e)| e)?;
         if queued == 0 {
-            self.complete_receive_error(ctx, wr.wr_id, WcStatus::FlushError);
+            self.responder.flush_posted(&mut self.context, ctx, wr.wr_id);
         }
         Ok(())
     }
@@ -577,34 +327,103 @@ impl QueuePair {
             info.class,
             Class::Acknowledge | Class::ReadResponse | Class::AtomicAcknowledge
         );
-        match (self.config.qp_type, is_response) {
-            (QpType::Rc, _) if info.class == Class::SelectiveAcknowledge => self.handle_selective_ack(ctx, packet),
-            _ if info.service != self.service => ctx.counters.dropped_opcode += 1,
-            (QpType::Rc | QpType::XrcIni, true) => self.handle_response(ctx, packet),
-            (QpType::Rc | QpType::XrcTgt, false) => self.handle_request(ctx, packet),
-            (QpType::Uc, false) => self.handle_unacknowledged(ctx, packet),
+        let (qp, replies) = (&mut self.context, &mut self.replies);
+        match (qp.config().qp_type, is_response) {
+            (QpType::Rc, _) if info.class == Class::SelectiveAcknowledge => {
+                self.requester.handle_selective_ack(qp, ctx, packet);
+            }
+            _ if info.service != qp.service() => ctx.counters.dropped_opcode += 1,
+            (QpType::Rc | QpType::XrcIni, true) => self.requester.handle_response(qp, ctx, packet),
+            (QpType::Rc | QpType::XrcTgt, false) => self.responder.handle_request(qp, replies, ctx, packet),
+            (QpType::Uc, false) => self.responder.handle_unacknowledged(qp, replies, ctx, packet),
             // `handle_datagram` takes datagrams, because it also needs their network header.
             _ => ctx.counters.dropped_opcode += 1,
         }
+        self.finish(ctx);
     }
 
-    /// Returns an RC opcode's equivalent in this queue pair's service.
-    pub(crate) fn wire(&self, opcode: Opcode) -> Opcode {
-        in_service(opcode, self.service)
+    /// Processes a datagram to this queue pair, or to a multicast group that it is in. The caller has checked its ICRC and
+    /// its partition key.
+    pub fn handle_datagram(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>, source: &DatagramSource) {
+        self.responder.handle_datagram(&mut self.context, ctx, packet, source);
+        self.finish(ctx);
+    }
+
+    /// Takes the pending job of a FLUSH. Call [`QueuePair::persisted`] with its result to resume the queue pair.
+    pub fn take_persist_job(&mut self) -> Option<PersistJob> {
+        self.responder.take_persist_job()
+    }
+
+    /// Resumes after a job. Ignores a job that the queue pair no longer waits for.
+    pub fn persisted(&mut self, ctx: &mut Ctx<'_>, job: &PersistJob, result: Result<(), FlushError>) {
+        let (qp, replies) = (&mut self.context, &mut self.replies);
+        self.responder.persisted(qp, replies, ctx, job, result);
+        self.finish(ctx);
+    }
+
+    /// Takes the receive queues away until [`QueuePair::restore_receives`], if the packet would find a receive work request
+    /// in them: it is refused as by a receiver that is not ready, and changes nothing else. `None`: the packet needs none.
+    pub fn hide_receives(&mut self, packet: &Packet<'_>) -> Option<HiddenReceives> {
+        self.responder.hide_receives(&mut self.context, packet)
+    }
+
+    /// Gives the receive queues back.
+    pub fn restore_receives(&mut self, hidden: HiddenReceives) {
+        self.responder.restore_receives(&mut self.context, hidden);
+    }
+
+    /// Returns the reason why the requester is not sending.
+    pub fn wait_reason(&self) -> WaitReason {
+        self.requester.wait_reason(&self.context)
+    }
+
+    /// Returns the time when [`QueuePair::handle_timeout`] must be called next.
+    pub fn next_timeout(&self) -> Option<Instant> {
+        let qp = &self.context;
+        let timers = [
+            self.requester.next_timeout(qp),
+            self.replies.next_timeout(qp),
+            qp.slowed_until(),
+        ];
+        timers.into_iter().flatten().min()
+    }
+
+    /// Runs the timers that are due. Calling it early is harmless.
+    pub fn handle_timeout(&mut self, ctx: &mut Ctx<'_>) {
+        self.replies.handle_timeout(ctx.now);
+        self.context.end_slowed(Some(ctx.now));
+        self.requester.handle_timeout(&mut self.context, ctx);
+        self.finish(ctx);
+    }
+
+    /// Sends the acknowledgement that is due, even if it is delayed.
+    ///
+    /// Call before the queue pair stops. Otherwise the peer would retry requests completed here until it fails.
+    pub fn flush_ack(&mut self, tx: &mut impl TxSink) {
+        self.replies.release();
+        self.transmit_ack(tx);
     }
 
     /// Writes packets that are due into `tx`: acknowledgements, then responses and requests in turn.
     ///
     /// Writes at most 128 requests and responses, so that one queue pair can't starve the others.
     pub fn poll_transmit(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Poll {
-        if self.transmit_ack(tx) == Step::Full || self.transmit_probe(ctx, tx) == Step::Full {
+        let poll = self.transmit(ctx, tx);
+        self.finish(ctx);
+        poll
+    }
+
+    fn transmit(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Poll {
+        if self.transmit_ack(tx) == Step::Full
+            || self.requester.transmit_probe(&mut self.context, ctx, tx) == Step::Full
+        {
             return Poll::More;
         }
         let mut budget = POLL_BUDGET;
         let mut blocked = false;
         let (mut replies, mut requests) = (true, true);
-        self.slowed_until = None;
-        while (replies || requests) && !self.is_slowed(ctx.now) {
+        self.context.end_slowed(None);
+        while (replies || requests) && !self.context.is_slowed(ctx.now) {
             if replies {
                 match self.transmit_burst(&mut budget, |qp| qp.transmit_reply(ctx, tx)) {
                     Step::Full => return Poll::More,
@@ -619,13 +438,13 @@ impl QueuePair {
                 }
                 if budget < before {
                     // A delayed acknowledgement waits for this request: send both in one train.
-                    self.resp.replies.held_until = None;
+                    self.replies.release();
                 }
                 if self.transmit_ack(tx) == Step::Full {
                     return Poll::More;
                 }
                 // A request may have to wait for an acknowledgement, which waits for responses: retry after each burst.
-                let waits = step == Step::Idle && self.resp.replies.ack != AckDue::No && !self.resp.replies.is_held();
+                let waits = step == Step::Idle && self.replies.ack() != AckDue::No && !self.replies.is_held();
                 requests = step == Step::Sent || (waits && replies);
                 blocked = step == Step::Blocked;
             }
@@ -650,28 +469,44 @@ impl QueuePair {
         }
         Step::Sent
     }
-}
 
-/// Adds a completion to its queue. Returns false if the queue was full and the completion is lost.
-fn push(cq: &CompletionQueue, ctx: &mut Ctx<'_>, mut completion: Completion) -> bool {
-    completion.timestamp = ctx.now;
-    match cq.push(completion) {
-        Ok(()) => true,
-        Err(first) => {
-            ctx.counters.cq_overflow += 1;
-            if first {
-                ctx.events.push_back(AsyncEvent::CqError(cq.handle()));
-            }
-            false
-        }
+    fn transmit_ack(&mut self, tx: &mut impl TxSink) -> Step {
+        self.replies.transmit_ack(&self.context, &self.responder.received(), tx)
     }
-}
 
-/// Returns an RC opcode's equivalent in `service`, which must have the operation.
-pub(crate) fn in_service(opcode: Opcode, service: Service) -> Opcode {
-    match service {
-        Service::Rc => opcode,
-        other => opcode.in_service(other).unwrap_or(opcode),
+    /// Sends one READ response or atomic result.
+    fn transmit_reply(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Step {
+        let (qp, replies) = (&mut self.context, &mut self.replies);
+        replies.transmit_reply(qp, ctx, tx).unwrap_or_else(|(seq, refusal)| {
+            // The memory was revoked during the READ.
+            self.responder.refuse(qp, replies, ctx, seq, refusal, None);
+            Step::Sent
+        })
+    }
+
+    /// Sends one request packet, after the acknowledgement that is due before it.
+    fn transmit_request(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Step {
+        let (qp, requester) = (&mut self.context, &mut self.requester);
+        requester.begin_transmit();
+        if let Some(step) = requester.transmit_lost(qp, ctx, tx) {
+            return step;
+        }
+        loop {
+            match requester.prepare(qp, ctx) {
+                Step::Sent => {}
+                step => return step,
+            }
+            if self.replies.is_due() {
+                let next = (requester.completes_receive(), requester.next_len(qp));
+                let received = self.responder.received();
+                if let Some(step) = self.replies.acknowledge_before(qp, &received, next, tx) {
+                    return step;
+                }
+            }
+            if let Some(step) = requester.transmit_next(qp, ctx, tx) {
+                return step;
+            }
+        }
     }
 }
 

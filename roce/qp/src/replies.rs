@@ -9,9 +9,10 @@ use roce_verbs::{Instant, RKey};
 
 use crate::{
     ack_policy::AckPolicy,
+    context::{QpContext, in_service},
     ctx::Ctx,
-    qp::{QueuePair, in_service},
-    responder::Refusal,
+    refusal::Refusal,
+    reorder::ReorderBuffer,
     sendq::PACKET_OVERHEAD,
     seq::Seq,
     tx::{Step, TxKind, TxSink},
@@ -118,22 +119,35 @@ pub(crate) enum AckDue {
     Refuse(Seq, Syndrome),
 }
 
-/// Outgoing side of the responder.
+/// State of the responder that acknowledgements report.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Received<'a> {
+    /// PSN expected next.
+    pub(crate) expected: Seq,
+    /// Messages completed.
+    pub(crate) msn: Msn,
+    /// Packets buffered beyond a gap.
+    pub(crate) buffered: Option<&'a ReorderBuffer>,
+}
+
+/// Responses and acknowledgements still to be sent.
 #[derive(Debug)]
 pub(crate) struct Replies {
     resources: VecDeque<Resource>,
     /// Index before which no resource is pending.
     first_pending: usize,
-    pub(crate) ack: AckDue,
+    ack: AckDue,
     /// Time until which the acknowledgement is delayed, to be sent with a request.
-    pub(crate) held_until: Option<Instant>,
-    pub(crate) policy: AckPolicy,
+    held_until: Option<Instant>,
+    policy: AckPolicy,
     /// One past the PSN acknowledged last.
     acked: Seq,
     /// Time before which no READ response is sent: they are paced by the peer's window.
-    pub(crate) paced_until: Option<Instant>,
+    paced_until: Option<Instant>,
     /// One past the last PSN of the last SEND, WRITE or atomic executed, and the MSN for its acknowledgement.
-    pub(crate) executed: (Seq, Msn),
+    executed: (Seq, Msn),
+    /// The queue pair is in error, and only the acknowledgement that is due may still be sent.
+    closing: bool,
 }
 
 impl Replies {
@@ -147,6 +161,76 @@ impl Replies {
             acked: first,
             paced_until: None,
             executed: (first, Msn::new(0)),
+            closing: false,
+        }
+    }
+
+    /// Returns the acknowledgement that is due.
+    pub(crate) fn ack(&self) -> AckDue {
+        self.ack
+    }
+
+    /// Returns whether an acknowledgement is due, perhaps after a delay.
+    pub(crate) fn is_due(&self) -> bool {
+        self.ack != AckDue::No
+    }
+
+    /// Returns whether a NAK or RNR NAK is due.
+    pub(crate) fn is_refusing(&self) -> bool {
+        matches!(self.ack, AckDue::Refuse(..))
+    }
+
+    /// Returns one past the last PSN of the last SEND, WRITE or atomic executed.
+    pub(crate) fn executed(&self) -> Seq {
+        self.executed.0
+    }
+
+    /// Records the execution of all requests before `end`, `msn` messages.
+    pub(crate) fn set_executed(&mut self, end: Seq, msn: Msn) {
+        self.executed = (end, msn);
+    }
+
+    /// Records a request that the program posts.
+    pub(crate) fn on_posted(&mut self, now: Instant) {
+        self.policy.on_posted(now);
+    }
+
+    /// Schedules an acknowledgement that the peer requests. `at_once`: without the delay that the policy permits.
+    pub(crate) fn ack_requested(&mut self, ctx: &mut Ctx<'_>, at_once: bool) {
+        let hold = self.policy.on_received(ctx.now);
+        self.ack_due(ctx, if at_once { Duration::ZERO } else { hold });
+    }
+
+    /// Sends only the acknowledgement that is due, the last one before the queue pair fails.
+    pub(crate) fn close(&mut self) {
+        self.closing = true;
+    }
+
+    /// Enters the error state: drops everything but a last acknowledgement.
+    pub(crate) fn stop(&mut self) {
+        if !self.closing {
+            self.clear();
+        }
+    }
+
+    /// Ends the delay of the acknowledgement: a request has been sent, and both form one train.
+    pub(crate) fn release(&mut self) {
+        self.held_until = None;
+    }
+
+    /// Returns the time when [`Replies::handle_timeout`] must be called next.
+    pub(crate) fn next_timeout(&self, qp: &QpContext) -> Option<Instant> {
+        let at = [self.paced_until, self.held_until].into_iter().flatten().min();
+        at.filter(|_| self.may_reply(qp))
+    }
+
+    /// Ends the waits that are over.
+    pub(crate) fn handle_timeout(&mut self, now: Instant) {
+        if self.paced_until.is_some_and(|at| at <= now) {
+            self.paced_until = None;
+        }
+        if self.held_until.is_some_and(|at| at <= now) {
+            self.held_until = None;
         }
     }
 
@@ -266,6 +350,7 @@ impl Replies {
         self.first_pending = 0;
         self.ack = AckDue::No;
         self.held_until = None;
+        self.closing = false;
     }
 
     /// Returns PSN, syndrome and MSN of the acknowledgement that is due. `None` if responses must be sent before it.
@@ -296,212 +381,234 @@ const fn read_opcode(opens: bool, closes: bool) -> Opcode {
     }
 }
 
-impl QueuePair {
+impl Replies {
     /// Returns whether the responder may send. In the error state it may until a pending NAK is sent.
-    pub(crate) fn may_reply(&self) -> bool {
+    pub(crate) fn may_reply(&self, qp: &QpContext) -> bool {
         use roce_verbs::QpState::{Err, Rtr, Rts, Sqd, Sqe};
-        matches!(self.state, Rtr | Rts | Sqd | Sqe) || (self.state == Err && self.resp.closing)
-    }
-
-    /// Sends the acknowledgement that is due, even if it is delayed.
-    ///
-    /// Call before the queue pair stops. Otherwise the peer would retry requests completed here until it fails.
-    pub fn flush_ack(&mut self, tx: &mut impl TxSink) {
-        self.resp.replies.held_until = None;
-        self.transmit_ack(tx);
+        matches!(qp.state(), Rtr | Rts | Sqd | Sqe) || (qp.state() == Err && self.closing)
     }
 
     /// Sends the acknowledgement that is due, unless it is delayed.
-    pub(crate) fn transmit_ack(&mut self, tx: &mut impl TxSink) -> Step {
-        self.transmit_padded_ack(0, tx)
+    pub(crate) fn transmit_ack(&mut self, qp: &QpContext, received: &Received<'_>, tx: &mut impl TxSink) -> Step {
+        self.transmit_padded_ack(qp, received, 0, tx)
     }
 
     /// Sends the acknowledgement that is due, unless it is delayed.
     ///
     /// A selective ACK is padded to `len` bytes without ICRC; other peers accept no padding.
-    fn transmit_padded_ack(&mut self, len: usize, tx: &mut impl TxSink) -> Step {
-        if self.resp.replies.ack == AckDue::No || self.resp.replies.is_held() || !self.may_reply() {
+    fn transmit_padded_ack(
+        &mut self,
+        qp: &QpContext,
+        received: &Received<'_>,
+        len: usize,
+        tx: &mut impl TxSink,
+    ) -> Step {
+        if self.ack == AckDue::No || self.is_held() || !self.may_reply(qp) {
             return Step::Idle;
         }
-        let Some((seq, syndrome, msn)) = self.resp.replies.ack_ready() else {
+        let Some((seq, syndrome, msn)) = self.ack_ready() else {
             return Step::Idle;
         };
         // A NAK carries the MSN without the refused message.
         let msn = if matches!(syndrome, Syndrome::Ack(_)) {
             msn
         } else {
-            self.resp.msn
+            received.msn
         };
-        // During a FLUSH all packets behind it are buffered, although there may be no gap.
-        let selective = self.selective && self.resp.flushing.is_none();
-        let sent = match (syndrome, &self.resp.reorder) {
-            (Syndrome::Ack(_), Some(buffer)) if selective && (!buffer.is_empty() || len >= SELECTIVE_ACK_LEN) => {
-                self.emit_selective(seq, Aeth { syndrome, msn }, len, tx)
+        let aeth = Aeth { syndrome, msn };
+        let buffered = received.buffered.filter(|_| qp.is_selective());
+        let sent = match (syndrome, buffered) {
+            (Syndrome::Ack(_), Some(buffer)) if !buffer.is_empty() || len >= SELECTIVE_ACK_LEN => {
+                emit_selective(qp, received.expected, buffer, (seq, aeth, len), tx)
             }
-            _ => self.emit_ack(seq, Aeth { syndrome, msn }, tx),
+            _ => emit_ack(qp, seq, aeth, tx),
         };
         if !sent {
             return Step::Full;
         }
-        self.resp.replies.ack = AckDue::No;
-        self.resp.replies.held_until = None;
-        self.resp.replies.acked = self.resp.replies.executed.0;
-        if self.resp.closing {
-            self.resp.closing = false;
-            self.resp.replies.clear();
+        self.ack = AckDue::No;
+        self.held_until = None;
+        self.acked = self.executed.0;
+        if self.closing {
+            self.clear();
         }
         Step::Sent
     }
 
-    /// Sends the acknowledgement that is due ahead of the request at `index` of the send queue.
+    /// Sends the acknowledgement that is due ahead of a request of `len` bytes without ICRC.
     ///
     /// Programs take an answer as proof that the request it answers has completed. Returns `Some` if the request must
-    /// wait. A request that does not complete a receive may be sent ahead of a delayed acknowledgement.
-    pub(crate) fn acknowledge_before(&mut self, index: usize, tx: &mut impl TxSink) -> Option<Step> {
-        let completes = self.sq.wqes[index].completes_receive();
-        let replies = &mut self.resp.replies;
-        if replies.ack == AckDue::No || (replies.is_held() && !completes) {
+    /// wait. A request that does not complete a receive (`completes`) may be sent ahead of a delayed acknowledgement.
+    pub(crate) fn acknowledge_before(
+        &mut self,
+        qp: &QpContext,
+        received: &Received<'_>,
+        (completes, len): (bool, Option<usize>),
+        tx: &mut impl TxSink,
+    ) -> Option<Step> {
+        if self.ack == AckDue::No || (self.is_held() && !completes) {
             return None;
         }
-        replies.held_until = None;
+        self.held_until = None;
         // Only packets of one length form a GSO train.
-        let len = self.next_len().filter(|len| *len <= LONGEST_PADDED_ACK);
-        match self.transmit_padded_ack(len.unwrap_or(0), tx) {
+        let len = len.filter(|len| *len <= LONGEST_PADDED_ACK);
+        match self.transmit_padded_ack(qp, received, len.unwrap_or(0), tx) {
             Step::Full => Some(Step::Full),
             // Responses must be sent before the acknowledgement.
-            _ if self.resp.replies.ack != AckDue::No => Some(Step::Idle),
+            _ if self.ack != AckDue::No => Some(Step::Idle),
             _ => None,
         }
     }
 
-    /// Writes an ACK or NAK. Returns false if `tx` is full.
-    fn emit_ack(&self, seq: Seq, aeth: Aeth, tx: &mut impl TxSink) -> bool {
-        let opcode = self.wire(Opcode::RcAcknowledge);
-        let mut header = Header::new(Bth::new(opcode, self.peer, seq.psn()));
-        header.aeth = Some(aeth);
-        let Some(out) = tx.reserve(TxKind::Ack, header.wire_len()) else {
-            return false;
-        };
-        header.emit(out);
-        tx.commit();
-        true
-    }
-
-    /// Writes an [`Opcode::SelectiveAck`] with a bitmap of the packets buffered beyond the gap, `len` bytes or longer.
-    ///
-    /// Returns false if `tx` is full.
-    fn emit_selective(&self, seq: Seq, aeth: Aeth, len: usize, tx: &mut impl TxSink) -> bool {
-        let expected = self.resp.expected;
-        let bits = self
-            .resp
-            .reorder
-            .as_ref()
-            .and_then(|buffer| buffer.bitmap(self.mtu - EXPECTED_LEN));
-        let (_, words) = bits.unwrap_or((expected, &[]));
-        let mut header = Header::new(Bth::new(Opcode::SelectiveAck, self.peer, seq.psn()));
-        header.aeth = Some(aeth);
-        let head = header.wire_len();
-        let len = len.max(head + EXPECTED_LEN + size_of_val(words));
-        let Some(out) = tx.reserve(TxKind::Ack, len) else {
-            return false;
-        };
-        header.emit(out);
-        out[head..].fill(0);
-        out[head..head + EXPECTED_LEN].copy_from_slice(&expected.psn().value().to_be_bytes());
-        for (out, word) in out[head + EXPECTED_LEN..].chunks_exact_mut(size_of::<u64>()).zip(words) {
-            out.copy_from_slice(&word.to_le_bytes());
-        }
-        tx.commit();
-        true
-    }
-
     /// Sends one READ response or atomic result.
-    pub(crate) fn transmit_reply(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Step {
-        if !self.may_reply() {
-            return Step::Idle;
+    ///
+    /// # Errors
+    /// PSN and reason if the memory was revoked during the READ. Then nothing after this point is answered.
+    pub(crate) fn transmit_reply(
+        &mut self,
+        qp: &mut QpContext,
+        ctx: &mut Ctx<'_>,
+        tx: &mut impl TxSink,
+    ) -> Result<Step, (Seq, Refusal)> {
+        if !self.may_reply(qp) {
+            return Ok(Step::Idle);
         }
-        let (peer, mtu, service) = (self.peer, self.mtu as u32, self.service);
-        let Some(resource) = self.resp.replies.next_pending() else {
-            return Step::Idle;
+        let Some(resource) = self.next_pending() else {
+            return Ok(Step::Idle);
         };
         let kind = if resource.replay {
             TxKind::Repetition
         } else {
             TxKind::Response
         };
-        if matches!(resource.work, Work::Read(_))
-            && let Err(at) = ctx.window.may_respond(ctx.now)
-        {
-            self.resp.replies.paced_until = Some(at);
-            return Step::Idle;
-        }
-        let mut answered = 0;
-        let sent = match &mut resource.work {
-            Work::Atomic(_) | Work::Done => {
-                let (opcode, value) = match resource.work {
-                    Work::Atomic(value) => (Opcode::RcAtomicAcknowledge, Some(value)),
-                    // FLUSH and ATOMIC WRITE are answered by a READ response without data (IBA Annex A19).
-                    _ => (Opcode::RcReadResponseOnly, None),
-                };
-                let opcode = in_service(opcode, service);
-                let mut header = Header::new(Bth::new(opcode, peer, resource.first.psn()));
-                header.aeth = Some(ack_header(resource.msn));
-                header.atomic_ack = value;
-                resource.pending = match tx.reserve(kind, header.wire_len()) {
-                    None => return Step::Full,
-                    Some(out) => {
-                        header.emit(out);
-                        tx.commit();
-                        false
-                    }
-                };
-                Ok(())
-            }
-            Work::Read(read) => {
-                let seq = resource.first.plus(u64::from(read.offset / mtu));
-                let sent_bytes = read.end.saturating_sub(read.offset).min(mtu) as usize;
-                let bth = Bth::new(in_service(Opcode::RcReadResponseOnly, service), peer, seq.psn());
-                match emit_read(read, bth, resource.msn, mtu, kind, tx) {
-                    Ok(Step::Sent) => {
-                        let more = read.is_sent() && read.next_part();
-                        resource.replay |= more;
-                        resource.pending = more || !read.opens && read.offset < read.end;
-                        if !resource.pending {
-                            // Don't keep the memory alive: a duplicate looks it up again.
-                            read.span = None;
-                        }
-                        read.sent = ctx.now;
-                        ctx.window.on_responded(sent_bytes + PACKET_OVERHEAD);
-                        answered = sent_bytes + PACKET_OVERHEAD;
-                        Ok(())
-                    }
-                    Ok(other) => return other,
-                    Err(_) if resource.replay => {
-                        // The peer may have had the data before the key was revoked, as in `duplicate_read`.
-                        resource.pending = false;
-                        if self.resp.replies.ack == AckDue::No {
-                            ctx.counters.naks_sent += 1;
-                            let nak = Syndrome::Nak(NakCode::RemoteAccessError);
-                            self.resp.replies.ack_now(AckDue::Refuse(seq, nak));
-                        }
-                        Ok(())
-                    }
-                    Err(refusal) => Err((seq, refusal)),
-                }
-            }
+        let value = match resource.work {
+            Work::Read(_) => return self.transmit_read(qp, ctx, kind, tx),
+            Work::Atomic(value) => Some(value),
+            Work::Done => None,
         };
-        self.note_sent(answered);
-        match sent {
-            Ok(()) if kind == TxKind::Repetition => ctx.counters.retransmits += 1,
-            Ok(()) => {}
-            Err((seq, refusal)) => {
-                // The memory was revoked during the READ: answer nothing after this point.
-                self.resp.replies.clear();
-                self.refuse(ctx, seq, refusal, None);
+        if !emit_result(qp, resource, value, kind, tx) {
+            return Ok(Step::Full);
+        }
+        resource.pending = false;
+        ctx.counters.retransmits += u64::from(kind == TxKind::Repetition);
+        Ok(Step::Sent)
+    }
+
+    /// Sends one READ response of the oldest pending resource.
+    fn transmit_read(
+        &mut self,
+        qp: &mut QpContext,
+        ctx: &mut Ctx<'_>,
+        kind: TxKind,
+        tx: &mut impl TxSink,
+    ) -> Result<Step, (Seq, Refusal)> {
+        if let Err(at) = ctx.window.may_respond(ctx.now) {
+            self.paced_until = Some(at);
+            return Ok(Step::Idle);
+        }
+        let Some(resource) = self.next_pending() else {
+            return Ok(Step::Idle);
+        };
+        let Work::Read(read) = &mut resource.work else {
+            return Ok(Step::Idle);
+        };
+        let mtu = qp.mtu() as u32;
+        let seq = resource.first.plus(u64::from(read.offset / mtu));
+        let sent_bytes = read.end.saturating_sub(read.offset).min(mtu) as usize;
+        let bth = Bth::new(qp.wire(Opcode::RcReadResponseOnly), qp.peer(), seq.psn());
+        match emit_read(read, bth, resource.msn, mtu, kind, tx) {
+            Ok(Step::Sent) => {
+                let more = read.is_sent() && read.next_part();
+                resource.replay |= more;
+                resource.pending = more || !read.opens && read.offset < read.end;
+                if !resource.pending {
+                    // Don't keep the memory alive: a duplicate looks it up again.
+                    read.span = None;
+                }
+                read.sent = ctx.now;
+                ctx.window.on_responded(sent_bytes + PACKET_OVERHEAD);
+                qp.note_sent(sent_bytes + PACKET_OVERHEAD);
+            }
+            Ok(other) => return Ok(other),
+            Err(_) if resource.replay => {
+                // The peer may have had the data before the key was revoked, as in `duplicate_read`.
+                resource.pending = false;
+                self.refuse_replay(ctx, seq);
+            }
+            Err(refusal) => {
+                self.clear();
+                return Err((seq, refusal));
             }
         }
-        Step::Sent
+        ctx.counters.retransmits += u64::from(kind == TxKind::Repetition);
+        Ok(Step::Sent)
     }
+
+    /// Refuses a repeated READ whose memory is no longer accessible, without failing the queue pair.
+    pub(crate) fn refuse_replay(&mut self, ctx: &mut Ctx<'_>, seq: Seq) {
+        ctx.counters.naks_sent += 1;
+        if self.ack == AckDue::No {
+            self.ack_now(AckDue::Refuse(seq, Syndrome::Nak(NakCode::RemoteAccessError)));
+        }
+    }
+}
+
+/// Writes an ACK or NAK. Returns false if `tx` is full.
+fn emit_ack(qp: &QpContext, seq: Seq, aeth: Aeth, tx: &mut impl TxSink) -> bool {
+    let opcode = qp.wire(Opcode::RcAcknowledge);
+    let mut header = Header::new(Bth::new(opcode, qp.peer(), seq.psn()));
+    header.aeth = Some(aeth);
+    let Some(out) = tx.reserve(TxKind::Ack, header.wire_len()) else {
+        return false;
+    };
+    header.emit(out);
+    tx.commit();
+    true
+}
+
+/// Writes an [`Opcode::SelectiveAck`] with a bitmap of the packets buffered beyond the gap at `expected`, `len` bytes or
+/// longer. Returns false if `tx` is full.
+fn emit_selective(
+    qp: &QpContext,
+    expected: Seq,
+    buffer: &ReorderBuffer,
+    (seq, aeth, len): (Seq, Aeth, usize),
+    tx: &mut impl TxSink,
+) -> bool {
+    let (_, words) = buffer.bitmap(qp.mtu() - EXPECTED_LEN).unwrap_or((expected, &[]));
+    let mut header = Header::new(Bth::new(Opcode::SelectiveAck, qp.peer(), seq.psn()));
+    header.aeth = Some(aeth);
+    let head = header.wire_len();
+    let len = len.max(head + EXPECTED_LEN + size_of_val(words));
+    let Some(out) = tx.reserve(TxKind::Ack, len) else {
+        return false;
+    };
+    header.emit(out);
+    out[head..].fill(0);
+    out[head..head + EXPECTED_LEN].copy_from_slice(&expected.psn().value().to_be_bytes());
+    for (out, word) in out[head + EXPECTED_LEN..].chunks_exact_mut(size_of::<u64>()).zip(words) {
+        out.copy_from_slice(&word.to_le_bytes());
+    }
+    tx.commit();
+    true
+}
+
+/// Writes the response of an atomic, FLUSH or ATOMIC WRITE. `value`: the result of an atomic. Returns false if `tx` is full.
+fn emit_result(qp: &QpContext, resource: &Resource, value: Option<u64>, kind: TxKind, tx: &mut impl TxSink) -> bool {
+    let opcode = match value {
+        Some(_) => Opcode::RcAtomicAcknowledge,
+        // FLUSH and ATOMIC WRITE are answered by a READ response without data (IBA Annex A19).
+        None => Opcode::RcReadResponseOnly,
+    };
+    let mut header = Header::new(Bth::new(qp.wire(opcode), qp.peer(), resource.first.psn()));
+    header.aeth = Some(ack_header(resource.msn));
+    header.atomic_ack = value;
+    let Some(out) = tx.reserve(kind, header.wire_len()) else {
+        return false;
+    };
+    header.emit(out);
+    tx.commit();
+    true
 }
 
 fn ack_header(msn: Msn) -> Aeth {

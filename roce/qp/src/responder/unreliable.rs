@@ -5,49 +5,57 @@ use core::cmp::Ordering;
 use roce_bth::{Class, ExtHeader, Packet};
 use roce_verbs::{Completion, WcFlags, WcOpcode, WcStatus};
 
+use super::{Inbound, Responder};
 use crate::{
+    context::QpContext,
     ctx::Ctx,
     datagram::{DatagramSource, GRH_LEN},
-    qp::QueuePair,
-    responder::{Inbound, Refusal},
+    refusal::Refusal,
+    replies::Replies,
     seq::Seq,
 };
 
-impl QueuePair {
+impl Responder {
     /// Takes a packet of an unreliable connection (IBA 9.8.2). A message whose packets don't follow one another is broken
     /// off, and the next one starts with a first or only packet, whatever its number.
-    pub(crate) fn handle_unacknowledged(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
-        if !self.may_receive(ctx) {
+    pub(crate) fn handle_unacknowledged(
+        &mut self,
+        qp: &mut QpContext,
+        replies: &mut Replies,
+        ctx: &mut Ctx<'_>,
+        packet: &Packet<'_>,
+    ) {
+        if !self.may_receive(qp, ctx) {
             return;
         }
-        if self.expects(packet) {
-            self.note_established(ctx);
+        if self.expects(qp, packet.header.bth.psn) {
+            qp.note_established(ctx);
         }
-        let seq = self.resp.expected.nearest(packet.header.bth.psn);
+        let seq = self.expected.nearest(packet.header.bth.psn);
         let info = packet.header.bth.opcode.info();
-        let continues = match (&self.resp.inbound, info.class) {
+        let continues = match (&self.inbound, info.class) {
             (Inbound::Send(_), Class::Send) | (Inbound::Write { .. }, Class::Write) => {
-                !info.position.starts() && seq == self.resp.expected
+                !info.position.starts() && seq == self.expected
             }
             _ => false,
         };
         self.note_gap(ctx, seq);
-        self.resp.expected = seq.plus(1);
+        self.expected = seq.plus(1);
         if !continues {
-            self.break_off(ctx, WcStatus::RemoteInvalidRequestError);
+            self.break_off(qp, ctx, WcStatus::RemoteInvalidRequestError);
             if !info.position.starts() {
                 ctx.counters.dropped_requests += 1;
                 return;
             }
         }
-        if let Err(refusal) = self.take_unacknowledged(ctx, seq, packet) {
-            self.refuse_silently(ctx, refusal, packet);
+        if let Err(refusal) = self.take_unacknowledged(qp, replies, ctx, seq, packet) {
+            self.refuse_silently(qp, ctx, refusal, packet);
         }
-        self.fail_on_overflow(ctx);
+        qp.fail_on_overflow(ctx);
     }
 
     fn note_gap(&mut self, ctx: &mut Ctx<'_>, seq: Seq) {
-        match seq.cmp(&self.resp.expected) {
+        match seq.cmp(&self.expected) {
             Ordering::Equal => {}
             Ordering::Greater => ctx.counters.out_of_seq_request += 1,
             Ordering::Less => ctx.counters.duplicate_request += 1,
@@ -56,95 +64,108 @@ impl QueuePair {
 
     /// The stages of the responder, in another order: a receive work request is taken only when nothing else stands in the
     /// way, because nothing can be put back into a shared queue.
-    fn take_unacknowledged(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<(), Refusal> {
+    fn take_unacknowledged(
+        &mut self,
+        qp: &mut QpContext,
+        replies: &mut Replies,
+        ctx: &mut Ctx<'_>,
+        seq: Seq,
+        packet: &Packet<'_>,
+    ) -> Result<(), Refusal> {
         let info = packet.header.bth.opcode.info();
-        self.chk_op_valid(packet)?;
+        self.chk_op_valid(qp, packet)?;
         if info.class == Class::Send && info.position.starts() {
-            self.take_receive(ctx, true)?;
+            self.take_receive(qp, ctx, true)?;
         }
-        self.chk_length(packet)?;
-        self.chk_rkey(ctx, packet)?;
+        self.chk_length(qp, packet)?;
+        self.chk_rkey(qp, ctx, packet)?;
         if info.class == Class::Write && info.has(ExtHeader::Imm) {
-            self.take_receive(ctx, false)?;
+            self.take_receive(qp, ctx, false)?;
         }
-        self.execute(ctx, seq, packet)?;
-        self.complete(ctx, packet);
+        self.execute(qp, replies, ctx, seq, packet)?;
+        self.complete(qp, ctx, packet);
         Ok(())
     }
 
     /// Acts on a refusal that the sender is not told of (IBA 9.9.3, classes A, D and E).
-    fn refuse_silently(&mut self, ctx: &mut Ctx<'_>, refusal: Refusal, packet: &Packet<'_>) {
-        self.resp.inbound = Inbound::Idle;
+    fn refuse_silently(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, refusal: Refusal, packet: &Packet<'_>) {
+        self.inbound = Inbound::Idle;
         match refusal {
             Refusal::NoReceive => {
                 ctx.counters.dropped_no_receive += 1;
-                self.break_off(ctx, WcStatus::RemoteInvalidRequestError);
+                self.break_off(qp, ctx, WcStatus::RemoteInvalidRequestError);
             }
             Refusal::LocalProtection => {
-                self.note_refusal(ctx, refusal, Some(packet));
-                self.fail_receive(ctx);
+                self.note_refusal(qp, ctx, refusal, Some(packet));
+                self.fail_receive(qp, ctx);
             }
             Refusal::RKey => {
                 ctx.counters.dropped_messages += 1;
-                self.break_off(ctx, WcStatus::LocalAccessError);
+                self.break_off(qp, ctx, WcStatus::LocalAccessError);
             }
             Refusal::ReceiveTooShort => {
                 ctx.counters.dropped_length += 1;
-                self.break_off(ctx, WcStatus::LocalLengthError);
+                self.break_off(qp, ctx, WcStatus::LocalLengthError);
             }
             _ => {
                 ctx.counters.dropped_messages += 1;
-                self.break_off(ctx, WcStatus::RemoteInvalidRequestError);
+                self.break_off(qp, ctx, WcStatus::RemoteInvalidRequestError);
             }
         }
     }
 
     /// Our own fault: the receive work request can't be used, and the queue pair fails with it (class A).
-    fn fail_receive(&mut self, ctx: &mut Ctx<'_>) {
-        if let Some(receive) = self.resp.receive.take() {
-            self.complete_receive_error(ctx, receive.wqe.wr_id, WcStatus::LocalProtectionError);
+    fn fail_receive(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>) {
+        if let Some(receive) = self.receive.take() {
+            self.complete_receive_error(qp, ctx, receive.wqe.wr_id, WcStatus::LocalProtectionError);
         }
-        self.enter_error(ctx);
+        qp.fail();
     }
 
     /// Forgets the message under way. The next message gets its receive work request (class D); one from a shared queue is
     /// completed with `status`, or the program might never see it again (class E, `rxe_resp.c`).
-    fn break_off(&mut self, ctx: &mut Ctx<'_>, status: WcStatus) {
-        if !matches!(self.resp.inbound, Inbound::Idle) {
+    fn break_off(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, status: WcStatus) {
+        if !matches!(self.inbound, Inbound::Idle) {
             ctx.counters.dropped_messages += 1;
-            self.resp.inbound = Inbound::Idle;
+            self.inbound = Inbound::Idle;
         }
-        let Some(receive) = self.resp.receive.take() else {
+        let Some(receive) = self.receive.take() else {
             return;
         };
-        match self.config.srq {
-            Some(_) => self.complete_receive_error(ctx, receive.wqe.wr_id, status),
-            None => self.rq.push_front(receive.wqe),
+        match qp.config().srq {
+            Some(_) => self.complete_receive_error(qp, ctx, receive.wqe.wr_id, status),
+            None => self.receives.push_front(receive.wqe),
         }
     }
 
     /// Takes a datagram that was sent to this queue pair, or to a multicast group that it is in. The caller has checked its
     /// ICRC and its partition key.
-    pub fn handle_datagram(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>, source: &DatagramSource) {
+    pub(crate) fn handle_datagram(
+        &mut self,
+        qp: &mut QpContext,
+        ctx: &mut Ctx<'_>,
+        packet: &Packet<'_>,
+        source: &DatagramSource,
+    ) {
         let info = packet.header.bth.opcode.info();
-        let deth = packet.header.deth().filter(|_| self.config.qp_type.is_datagram());
+        let deth = packet.header.deth().filter(|_| qp.config().qp_type.is_datagram());
         let Some(deth) = deth.filter(|_| info.class == Class::Send) else {
             ctx.counters.dropped_opcode += 1;
             return;
         };
-        if !self.may_receive(ctx) {
+        if !self.may_receive(qp, ctx) {
             return;
         }
-        if deth.qkey != self.qkey() {
+        if deth.qkey != qp.qkey() {
             ctx.counters.qkey_violations += 1;
             return;
         }
         let header = source.header(packet);
-        let (Some(header), true) = (header, packet.payload.len() <= self.mtu) else {
+        let (Some(header), true) = (header, packet.payload.len() <= qp.mtu()) else {
             ctx.counters.dropped_length += 1;
             return;
         };
-        match self.take_datagram(ctx, packet, &header) {
+        match self.take_datagram(qp, ctx, packet, &header) {
             Ok(byte_len) => {
                 let mut flags = WcFlags::GRH;
                 flags.set(WcFlags::WITH_IMM, info.has(ExtHeader::Imm));
@@ -152,29 +173,30 @@ impl QueuePair {
                     opcode: WcOpcode::Recv,
                     byte_len,
                     imm: packet.header.imm().unwrap_or(0),
-                    qpn: self.config.qpn,
+                    qpn: qp.qpn(),
                     src_qp: deth.src_qp,
                     sl: source.packet_type(),
                     flags,
                     solicited: packet.header.bth.solicited,
                     ..Completion::default()
                 };
-                self.complete_datagram(ctx, completion);
+                self.complete_datagram(qp, ctx, completion);
             }
-            Err(refusal) => self.refuse_silently(ctx, refusal, packet),
+            Err(refusal) => self.refuse_silently(qp, ctx, refusal, packet),
         }
-        self.fail_on_overflow(ctx);
+        qp.fail_on_overflow(ctx);
     }
 
     /// Network header and data into the next receive work request; returns how many bytes that are.
     fn take_datagram(
         &mut self,
+        qp: &QpContext,
         ctx: &mut Ctx<'_>,
         packet: &Packet<'_>,
         header: &[u8; GRH_LEN],
     ) -> Result<u32, Refusal> {
-        self.take_receive(ctx, true)?;
-        let receive = self.resp.receive.as_ref().ok_or(Refusal::NoReceive)?;
+        self.take_receive(qp, ctx, true)?;
+        let receive = self.receive.as_ref().ok_or(Refusal::NoReceive)?;
         let len = GRH_LEN + packet.payload.len();
         if receive.list.len() < len {
             return Err(Refusal::ReceiveTooShort);
@@ -185,11 +207,11 @@ impl QueuePair {
         Ok(len as u32)
     }
 
-    fn complete_datagram(&mut self, ctx: &mut Ctx<'_>, completion: Completion) {
-        if let Some(receive) = self.resp.receive.take() {
+    fn complete_datagram(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, completion: Completion) {
+        if let Some(receive) = self.receive.take() {
             ctx.counters.rdma_recvs += 1;
             let wr_id = receive.wqe.wr_id;
-            self.push_recv(ctx, Completion { wr_id, ..completion });
+            qp.push_recv(ctx, self.srq.as_ref(), Completion { wr_id, ..completion });
         }
     }
 }

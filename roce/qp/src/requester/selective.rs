@@ -1,16 +1,20 @@
 //! Requester's selective retransmission: resends only what a selective ACK peer is missing.
 
 use roce_bth::{Packet, Psn};
-use roce_verbs::{QpState, WcStatus};
+use roce_verbs::WcStatus;
 
+use super::{
+    Requester,
+    emit::{Request, Unsent},
+    recovery::{Change, Mark},
+    timeout::GoBack,
+};
 use crate::{
     congestion::Loss,
+    context::QpContext,
     ctx::Ctx,
-    qp::QueuePair,
-    recovery::{Change, Mark},
     reorder::WORD,
     replies::EXPECTED_LEN,
-    requester::{GoBack, Unsent},
     sendq::{Kind, PACKET_OVERHEAD, Progress, SendWqe},
     seq::Seq,
     tx::{Step, TxKind, TxSink},
@@ -48,81 +52,78 @@ impl<'a> Arrivals<'a> {
     }
 }
 
-impl QueuePair {
+impl Requester {
     /// Processes a selective ACK.
-    pub(crate) fn handle_selective_ack(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
-        if !self.is_sending() {
+    pub(crate) fn handle_selective_ack(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
+        if !qp.is_sending() {
             ctx.counters.dropped_state += 1;
             return;
         }
-        let una = self.req.una;
+        let una = self.una;
         let acked = una.nearest(packet.header.bth.psn);
-        let Some(arrivals) = Arrivals::parse(una, packet.payload).filter(|a| a.expected <= self.req.top) else {
+        let Some(arrivals) = Arrivals::parse(una, packet.payload).filter(|a| a.expected <= self.top) else {
             ctx.counters.dropped_responses += 1;
             return;
         };
-        if acked >= self.req.top || una >= self.req.next {
+        if acked >= self.top || una >= self.next {
             ctx.counters.dropped_responses += 1;
             return;
         }
-        self.resp.established = true;
+        qp.on_answer();
         ctx.counters.selective_acks += 1;
         if acked >= una {
-            self.acknowledge_up_to(ctx, acked.plus(1));
-            if !self.is_sending() {
+            self.acknowledge_up_to(qp, ctx, acked.plus(1));
+            if !qp.is_sending() {
                 return;
             }
         }
         // Otherwise the sides disagree about selective ACK: only the cumulative part counts.
-        if self.selective {
-            self.note_arrivals(ctx, &arrivals);
+        if qp.is_selective() {
+            self.note_arrivals(qp, ctx, &arrivals);
         }
     }
 
-    fn note_arrivals(&mut self, ctx: &mut Ctx<'_>, arrivals: &Arrivals<'_>) {
-        let least = self.req.rtt.least();
-        let probed = self
-            .req
-            .tail_probe_sent
-            .filter(|at| ctx.now.saturating_since(*at) >= least);
+    fn note_arrivals(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>, arrivals: &Arrivals<'_>) {
+        let least = self.rtt.least();
+        let probed = self.tail_probe_sent.filter(|at| ctx.now.saturating_since(*at) >= least);
         let sure = probed.is_some();
         if sure {
-            self.req.tail_probe_sent = None;
+            self.tail_probe_sent = None;
         }
-        let outstanding = (self.req.una, self.req.next);
-        let mut changes = core::mem::take(&mut self.req.changes);
-        let mut recovery = core::mem::take(&mut self.req.recovery);
+        let outstanding = (self.una, self.next);
+        let mut changes = core::mem::take(&mut self.changes);
+        let mut recovery = core::mem::take(&mut self.recovery);
         recovery.told(
             outstanding,
             (arrivals.expected, arrivals.end()),
             |seq| arrivals.has(seq),
-            |seq| self.weigh(seq).1,
+            |seq| self.weigh(qp, seq).1,
             sure,
             |c| changes.push(c),
         );
-        self.req.recovery = recovery;
+        self.recovery = recovery;
         let arrived = changes.iter().any(|c| c.to == Mark::Arrived);
-        self.take_selective_sample(ctx, &changes);
-        self.req.wanted = Some(arrivals.expected);
-        if self.req.timed_out && changes.iter().any(|c| (c.from, c.to) == (Mark::Lost, Mark::Arrived)) {
-            self.req.timed_out = false;
+        self.take_selective_sample(qp, ctx, &changes);
+        self.wanted = Some(arrivals.expected);
+        if self.timed_out && changes.iter().any(|c| (c.from, c.to) == (Mark::Lost, Mark::Arrived)) {
+            self.timed_out = false;
             ctx.counters.spurious_timeouts += 1;
             ctx.window.on_spurious_timeout();
         }
-        self.account(ctx, changes, true);
+        self.account(qp, ctx, changes, true);
         if arrived {
-            self.note_progress_beyond(ctx);
+            self.note_progress_beyond(qp, ctx);
         }
-        self.req.cautious = None;
+        self.cautious = None;
     }
 
     /// Samples the round trip of a packet beyond the gap.
-    fn take_selective_sample(&mut self, ctx: &mut Ctx<'_>, changes: &[Change]) {
-        let Some((seq, sent)) = self.req.sample else { return };
+    fn take_selective_sample(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>, changes: &[Change]) {
+        let Some((seq, sent)) = self.sample else { return };
         let Some(change) = changes.iter().find(|c| c.seq.plus(1) == seq) else {
             return;
         };
-        let (_, answered) = self.weigh(change.seq);
+        let (_, answered) = self.weigh(qp, change.seq);
         let is_valid = match (change.from, change.to) {
             // The round trip ends with the response.
             (Mark::Flying, Mark::Arrived) if answered => return,
@@ -130,10 +131,10 @@ impl QueuePair {
             // After a retransmission the round trip is ambiguous (Karn's rule).
             _ => false,
         };
-        self.req.sample = None;
+        self.sample = None;
         if is_valid {
             let rtt = ctx.now.saturating_since(sent);
-            self.req.rtt.sample(rtt);
+            self.rtt.sample(rtt);
             ctx.window.on_acked(ctx.now, 0, Some(rtt));
         }
     }
@@ -146,20 +147,20 @@ impl QueuePair {
     }
 
     /// Returns a packet's cost in the window, and whether it has a response.
-    fn weigh(&self, seq: Seq) -> (usize, bool) {
+    fn weigh(&self, qp: &QpContext, seq: Seq) -> (usize, bool) {
         let Some(index) = self.index_of(seq) else {
             return (0, false);
         };
         let wqe = &self.sq.wqes[index];
-        (wqe.cost(seq, seq.plus(1), self.mtu), wqe.has_response())
+        (wqe.cost(seq, seq.plus(1), qp.mtu()), wqe.has_response())
     }
 
     /// Returns the cost of the packets of `una..to` in flight.
-    pub(crate) fn weight_before(&self, to: Seq) -> usize {
-        let (mut seq, mut weight) = (self.req.una, 0);
+    pub(super) fn weight_before(&self, qp: &QpContext, to: Seq) -> usize {
+        let (mut seq, mut weight) = (self.una, 0);
         while seq < to {
-            let (cost, answered) = self.weigh(seq);
-            if is_in_flight(self.req.recovery.mark(seq), answered) {
+            let (cost, answered) = self.weigh(qp, seq);
+            if is_in_flight(self.recovery.mark(seq), answered) {
                 weight += cost;
             }
             seq = seq.plus(1);
@@ -168,11 +169,11 @@ impl QueuePair {
     }
 
     /// Accounts for state changes of packets. `congested`: losses count as congestion.
-    fn account(&mut self, ctx: &mut Ctx<'_>, mut changes: Vec<Change>, congested: bool) {
+    fn account(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>, mut changes: Vec<Change>, congested: bool) {
         let (mut acked, mut lost, mut resumed, mut unsent) = (0, 0, 0, 0);
-        let mut unsent_upto = self.req.una;
+        let mut unsent_upto = self.una;
         for change in changes.drain(..) {
-            let (cost, answered) = self.weigh(change.seq);
+            let (cost, answered) = self.weigh(qp, change.seq);
             match (is_in_flight(change.from, answered), is_in_flight(change.to, answered)) {
                 (true, false) if change.to != Mark::Lost => acked += cost,
                 (true, false) if change.seq < unsent_upto => unsent += cost,
@@ -184,12 +185,12 @@ impl QueuePair {
                 _ => {}
             }
         }
-        self.req.changes = changes;
-        self.req.in_flight = (self.req.in_flight + resumed).saturating_sub(acked + lost + unsent);
+        self.changes = changes;
+        self.in_flight = (self.in_flight + resumed).saturating_sub(acked + lost + unsent);
         ctx.window.forget(unsent);
         if unsent > 0 {
             // Later requests wait for the retransmission, so they don't measure a round trip.
-            self.req.sample = None;
+            self.sample = None;
         }
         ctx.window.on_sent(resumed);
         if acked > 0 {
@@ -198,7 +199,7 @@ impl QueuePair {
         match lost {
             0 => {}
             _ if congested => {
-                self.req.rtt.on_loss();
+                self.rtt.on_loss();
                 ctx.window.on_loss(ctx.now, Loss::Told, lost);
             }
             _ => ctx.window.forget(lost),
@@ -216,67 +217,67 @@ impl QueuePair {
     }
 
     /// Returns the first PSN of `from..to` without a response.
-    pub(crate) fn first_unanswered(&self, from: Seq, to: Seq) -> Option<Seq> {
-        let seq = self.req.recovery.run_end(from, to, |mark| mark == Mark::Answered);
+    pub(super) fn first_unanswered(&self, from: Seq, to: Seq) -> Option<Seq> {
+        let seq = self.recovery.run_end(from, to, |mark| mark == Mark::Answered);
         (seq < to).then_some(seq)
     }
 
     /// Returns the first PSN of `from..to` with a response, or `to`.
-    pub(crate) fn first_answered(&self, from: Seq, to: Seq) -> Seq {
-        self.req.recovery.run_end(from, to, |mark| mark != Mark::Answered)
+    pub(super) fn first_answered(&self, from: Seq, to: Seq) -> Seq {
+        self.recovery.run_end(from, to, |mark| mark != Mark::Answered)
     }
 
     /// Returns whether a response is beyond a gap and should be used.
-    pub(crate) fn is_early(&self, seq: Seq) -> bool {
-        self.selective && seq > self.req.una && self.response_before(seq).is_some()
+    pub(super) fn is_early(&self, qp: &QpContext, seq: Seq) -> bool {
+        qp.is_selective() && seq > self.una && self.response_before(seq).is_some()
     }
 
     /// Processes a response beyond a gap by writing its data to memory.
     ///
     /// Drops one that doesn't fit: it is resent in order, or fails then.
-    pub(crate) fn take_early(&mut self, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) {
+    pub(super) fn take_early(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) {
         let missing = self.response_before(seq).unwrap_or(seq);
-        self.req.implied = self.req.implied.max(seq);
-        self.advance(ctx, missing);
-        let fits = self.is_sending() && self.place_early(seq, packet);
-        if !fits || self.req.recovery.mark(seq) == Mark::Answered {
+        self.implied = self.implied.max(seq);
+        self.advance(qp, ctx, missing);
+        let fits = qp.is_sending() && self.place_early(qp, seq, packet);
+        if !fits || self.recovery.mark(seq) == Mark::Answered {
             ctx.counters.dropped_responses += u64::from(!fits);
             return;
         }
-        let una = self.req.una;
-        let mut changes = core::mem::take(&mut self.req.changes);
-        let mut recovery = core::mem::take(&mut self.req.recovery);
-        recovery.responded(una, seq, |at| self.weigh(at).1, |c| changes.push(c));
-        self.req.recovery = recovery;
-        self.take_selective_sample(ctx, &changes);
-        self.account(ctx, changes, true);
-        self.lose_overtaken(ctx);
-        self.req.read_in_parts = true;
-        self.note_progress_beyond(ctx);
+        let una = self.una;
+        let mut changes = core::mem::take(&mut self.changes);
+        let mut recovery = core::mem::take(&mut self.recovery);
+        recovery.responded(una, seq, |at| self.weigh(qp, at).1, |c| changes.push(c));
+        self.recovery = recovery;
+        self.take_selective_sample(qp, ctx, &changes);
+        self.account(qp, ctx, changes, true);
+        self.lose_overtaken(qp, ctx);
+        self.read_in_parts = true;
+        self.note_progress_beyond(qp, ctx);
     }
 
     /// Declares packets lost that were sent before a retransmission that has been answered.
-    pub(crate) fn lose_overtaken(&mut self, ctx: &mut Ctx<'_>) {
-        if !self.req.recovery.has_returns() {
+    pub(super) fn lose_overtaken(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>) {
+        if !self.recovery.has_returns() {
             return;
         }
-        let una = self.req.una;
-        let mut changes = core::mem::take(&mut self.req.changes);
-        let mut recovery = core::mem::take(&mut self.req.recovery);
-        recovery.overtaken(una, |at| self.weigh(at).1, |c| changes.push(c));
-        self.req.recovery = recovery;
-        self.account(ctx, changes, true);
+        let una = self.una;
+        let mut changes = core::mem::take(&mut self.changes);
+        let mut recovery = core::mem::take(&mut self.recovery);
+        recovery.overtaken(una, |at| self.weigh(qp, at).1, |c| changes.push(c));
+        self.recovery = recovery;
+        self.account(qp, ctx, changes, true);
     }
 
     /// Accounts for a probe: `from..to` of the oldest READ was requested again after a probe timeout.
-    pub(crate) fn note_probed(&mut self, ctx: &mut Ctx<'_>, from: Seq, to: Seq) {
-        if self.selective {
+    pub(super) fn note_probed(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, from: Seq, to: Seq) {
+        if qp.is_selective() {
             let to = self.first_answered(from, to);
-            self.account_resent(ctx, from, to, true);
+            self.account_resent(qp, ctx, from, to, true);
         }
     }
 
-    fn place_early(&self, seq: Seq, packet: &Packet<'_>) -> bool {
+    fn place_early(&self, qp: &QpContext, seq: Seq, packet: &Packet<'_>) -> bool {
         let Some(wqe) = self.index_of(seq).map(|index| &self.sq.wqes[index]) else {
             return false;
         };
@@ -287,7 +288,7 @@ impl QueuePair {
         match (header.atomic_ack(), wqe.kind()) {
             (Some(value), Kind::Atomic) => wqe.data.write_at(0, &value.to_ne_bytes()).is_ok(),
             (None, Kind::Read | Kind::AtomicWrite | Kind::Flush) => {
-                let place = self.read_response_place(wqe, seq, header.aeth(), packet);
+                let place = self.read_response_place(qp, wqe, seq, header.aeth(), packet);
                 place.is_some_and(|(offset, len)| len == 0 || wqe.data.write_at(offset, packet.payload).is_ok())
             }
             _ => false,
@@ -295,175 +296,179 @@ impl QueuePair {
     }
 
     /// Advances past packets already acknowledged or answered, after the gap before them has closed.
-    pub(crate) fn pass_answered(&mut self, ctx: &mut Ctx<'_>) {
-        while self.is_sending() && self.req.recovery.is_active() {
-            let una = self.req.una;
-            let implied = self.req.implied.min(self.req.next);
+    pub(super) fn pass_answered(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>) {
+        while qp.is_sending() && self.recovery.is_active() {
+            let una = self.una;
+            let implied = self.implied.min(self.next);
             let to = self.response_before(implied).unwrap_or(implied).max(una);
-            let to = self
-                .req
-                .recovery
-                .run_end(to, self.req.next, |mark| mark == Mark::Answered);
+            let to = self.recovery.run_end(to, self.next, |mark| mark == Mark::Answered);
             if to == una {
                 return;
             }
-            self.advance(ctx, to);
+            self.advance(qp, ctx, to);
         }
     }
 
     /// Records progress beyond the oldest packet: resets its retry count, but not the RNR timer and count.
-    fn note_progress_beyond(&mut self, ctx: &Ctx<'_>) {
-        self.req.on_progress(ctx.now, self.attr.retry_cnt.unwrap_or(0));
-        self.req.cautious = None;
+    fn note_progress_beyond(&mut self, qp: &QpContext, ctx: &Ctx<'_>) {
+        self.on_progress(ctx.now, qp.attr().retry_cnt.unwrap_or(0));
+        self.cautious = None;
     }
 
-    /// Starts recovery towards a selective ACK peer, as [`QueuePair::go_back`] does towards others.
-    pub(crate) fn go_on(&mut self, ctx: &mut Ctx<'_>, why: GoBack) {
+    /// Starts recovery towards a selective ACK peer, as [`Requester::go_back`] does towards others.
+    pub(super) fn go_on(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>, why: GoBack) {
         ctx.counters.completer_retry_err += u64::from(why != GoBack::Rnr);
-        let (una, next) = (self.req.una, self.req.next);
-        let mut changes = core::mem::take(&mut self.req.changes);
+        let (una, next) = (self.una, self.next);
+        let mut changes = core::mem::take(&mut self.changes);
         match why {
             // Even if it arrived, the oldest packet was not executed.
-            GoBack::Rnr | GoBack::Gap => self.req.recovery.lose(una, una, |c| changes.push(c)),
+            GoBack::Rnr | GoBack::Gap => self.recovery.lose(una, una, |c| changes.push(c)),
             GoBack::ProbeTimeout | GoBack::Timeout => {
-                self.lose(una, next, &mut changes);
+                self.lose(qp, una, next, &mut changes);
                 // The oldest packet may have arrived and its response been lost.
-                self.req.recovery.lose(una, una, |c| changes.push(c));
+                self.recovery.lose(una, una, |c| changes.push(c));
             }
         }
-        self.account(ctx, changes, why == GoBack::Gap);
+        self.account(qp, ctx, changes, why == GoBack::Gap);
         if why == GoBack::Timeout {
             ctx.window.on_loss(ctx.now, Loss::Timeout, 0);
         }
-        let req = &mut self.req;
         if matches!(why, GoBack::ProbeTimeout | GoBack::Timeout) {
-            req.cautious = Some(next);
-            req.timed_out |= why == GoBack::Timeout;
+            self.cautious = Some(next);
+            self.timed_out |= why == GoBack::Timeout;
         }
-        req.sample = None;
-        req.tail_probe_sent = None;
-        req.forget_probe();
-        req.timers.base = ctx.now;
+        self.sample = None;
+        self.tail_probe_sent = None;
+        self.forget_probe();
+        self.timers.base = ctx.now;
     }
 
     /// Schedules the unanswered rest of the oldest READ or atomic for retransmission.
-    pub(crate) fn ask_again(&mut self, ctx: &mut Ctx<'_>) {
-        let una = self.req.una;
+    pub(super) fn ask_again(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>) {
+        let una = self.una;
         let Some(index) = self.index_of(una) else { return };
-        let end = self.sq.wqes[index].request_end(una).min(self.req.next);
-        let mut changes = core::mem::take(&mut self.req.changes);
-        self.lose(una, end, &mut changes);
-        self.account(ctx, changes, true);
-        self.req.last_go_back = Some((una, ctx.now));
-        self.req.sample = None;
-        self.req.timers.base = ctx.now;
+        let end = self.sq.wqes[index].request_end(una).min(self.next);
+        let mut changes = core::mem::take(&mut self.changes);
+        self.lose(qp, una, end, &mut changes);
+        self.account(qp, ctx, changes, true);
+        self.last_go_back = Some((una, ctx.now));
+        self.sample = None;
+        self.timers.base = ctx.now;
     }
 
     /// Declares lost all packets of `from..to` that, or whose responses, are in flight.
-    fn lose(&mut self, from: Seq, to: Seq, changes: &mut Vec<Change>) {
-        let una = self.req.una;
+    fn lose(&mut self, qp: &QpContext, from: Seq, to: Seq, changes: &mut Vec<Change>) {
+        let una = self.una;
         let mut seq = from;
         while seq < to {
-            let (_, answered) = self.weigh(seq);
-            if is_in_flight(self.req.recovery.mark(seq), answered) {
-                self.req.recovery.lose(una, seq, |c| changes.push(c));
+            let (_, answered) = self.weigh(qp, seq);
+            if is_in_flight(self.recovery.mark(seq), answered) {
+                self.recovery.lose(una, seq, |c| changes.push(c));
             }
             seq = seq.plus(1);
         }
     }
 
     /// Retransmits one lost packet. Returns `None` if there is none.
-    pub(crate) fn transmit_lost(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Option<Step> {
-        let open = matches!(self.state, QpState::Rts | QpState::Sqd) && self.req.timers.rnr_until.is_none();
-        let (index, seq, to) = self.lost_request(ctx).filter(|_| open)?;
-        let wanted = self.req.wanted == Some(seq);
-        if self.req.cautious.is_some() && self.req.in_flight > 0 {
+    pub(crate) fn transmit_lost(
+        &mut self,
+        qp: &mut QpContext,
+        ctx: &mut Ctx<'_>,
+        tx: &mut impl TxSink,
+    ) -> Option<Step> {
+        if !qp.is_selective() || !qp.is_sending() || self.timers.rnr_until.is_some() {
+            return None;
+        }
+        let request = self.lost_request(qp, ctx)?;
+        let Request { index, from: seq, to } = request;
+        let wanted = self.wanted == Some(seq);
+        if self.cautious.is_some() && self.in_flight > 0 {
             return Some(Step::Idle);
         }
         let wqe = &self.sq.wqes[index];
-        let (kind, cost) = (wqe.kind(), wqe.cost(seq, to, self.mtu));
+        let (kind, cost) = (wqe.kind(), wqe.cost(seq, to, qp.mtu()));
         // The packet that the peer waits for ignores the window: READ responses that fill it may wait for that packet.
-        if !wanted && !self.fits(ctx, kind, cost) {
-            self.req.note_window_closed();
+        if !wanted && !self.fits(qp, ctx, kind, cost) {
+            self.note_window_closed();
             return Some(Step::Blocked);
         }
-        match self.emit_request(index, seq, to, true, TxKind::Retransmission, tx) {
+        match self.emit_request(qp, request, true, TxKind::Retransmission, tx) {
             Err(Unsent::Full) => return Some(Step::Full),
             Err(Unsent::Fault(status)) => {
-                self.fail_lost(ctx, index, seq, status);
+                self.fail_lost(qp, ctx, index, seq, status);
                 return Some(Step::Sent);
             }
             Ok(()) => {}
         }
         ctx.counters.retransmits += 1;
-        self.req.wanted = self.req.wanted.filter(|_| !wanted);
-        self.req.read_in_parts |= kind == Kind::Read && to < self.sq.wqes[index].request_end(seq);
-        if self.req.in_flight == 0 {
-            self.req.timers.base = ctx.now;
+        self.wanted = self.wanted.filter(|_| !wanted);
+        self.read_in_parts |= kind == Kind::Read && to < self.sq.wqes[index].request_end(seq);
+        if self.in_flight == 0 {
+            self.timers.base = ctx.now;
         }
-        self.account_resent(ctx, seq, to, false);
+        self.account_resent(qp, ctx, seq, to, false);
         Some(Step::Sent)
     }
 
     /// Accounts for the retransmission of `from..to`. `probe`: sent after a probe timeout.
-    fn account_resent(&mut self, ctx: &mut Ctx<'_>, from: Seq, to: Seq, probe: bool) {
-        let (una, next) = (self.req.una, self.req.next);
+    fn account_resent(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, from: Seq, to: Seq, probe: bool) {
+        let (una, next) = (self.una, self.next);
         let (mut at, mut more) = (from, 0);
         while at < to {
-            let (cost, answered) = self.weigh(at);
-            let counted = is_in_flight(self.req.recovery.mark(at), answered);
+            let (cost, answered) = self.weigh(qp, at);
+            let counted = is_in_flight(self.recovery.mark(at), answered);
             more += if counted { 0 } else { cost };
             match probe {
-                true => self.req.recovery.probed(una, at, next),
-                false => self.req.recovery.resent(at, next, answered),
+                true => self.recovery.probed(una, at, next),
+                false => self.recovery.resent(at, next, answered),
             }
             at = at.plus(1);
         }
         ctx.window.on_sent(more);
-        self.req.in_flight += more;
+        self.in_flight += more;
         if !self
             .index_of(from)
             .is_some_and(|index| self.sq.wqes[index].kind() == Kind::Read)
         {
-            self.note_sent(more);
+            qp.note_sent(more);
         }
     }
 
     /// Marks a work request as failed, to complete in order: its memory can't be read any more.
-    fn fail_lost(&mut self, ctx: &mut Ctx<'_>, index: usize, seq: Seq, status: WcStatus) {
+    fn fail_lost(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, index: usize, seq: Seq, status: WcStatus) {
         ctx.counters.send_err += 1;
         self.sq.wqes[index].progress = Progress::Failed(status);
-        self.account_resent(ctx, seq, seq.plus(1), false);
-        self.reap(ctx);
+        self.account_resent(qp, ctx, seq, seq.plus(1), false);
+        self.reap(qp, ctx);
     }
 
-    /// Returns the next request packet to retransmit: the index of its work request and its PSNs.
+    /// Returns the next request packet to retransmit.
     ///
     /// Prefers the packet that the peer waits for, else takes the oldest.
-    fn lost_request(&self, ctx: &Ctx<'_>) -> Option<(usize, Seq, Seq)> {
-        let recovery = &self.req.recovery;
-        let wanted = self.req.wanted.filter(|seq| recovery.mark(*seq) == Mark::Lost);
-        let seq = wanted.or_else(|| recovery.next_lost(self.req.una))?;
-        let index = self.index_of(seq)?;
+    fn lost_request(&self, qp: &QpContext, ctx: &Ctx<'_>) -> Option<Request> {
+        let recovery = &self.recovery;
+        let wanted = self.wanted.filter(|seq| recovery.mark(*seq) == Mark::Lost);
+        let from = wanted.or_else(|| recovery.next_lost(self.una))?;
+        let index = self.index_of(from)?;
         let wqe = &self.sq.wqes[index];
         let to = match wqe.kind() {
-            Kind::Read => self.lost_run(ctx, wqe, seq),
-            _ => seq.plus(1),
+            Kind::Read => self.lost_run(qp, ctx, wqe, from),
+            _ => from.plus(1),
         };
-        Some((index, seq, to))
+        Some(Request { index, from, to })
     }
 
     /// Returns how far to request a READ again from `seq` on.
     ///
     /// Repeats the whole READ if the peer may never have seen it, else only consecutive lost packets.
-    fn lost_run(&self, ctx: &Ctx<'_>, wqe: &SendWqe, seq: Seq) -> Seq {
-        let recovery = &self.req.recovery;
+    fn lost_run(&self, qp: &QpContext, ctx: &Ctx<'_>, wqe: &SendWqe, seq: Seq) -> Seq {
+        let recovery = &self.recovery;
         let end = wqe.request_end(seq);
         let at = self.first_answered(seq, end);
         if seq == wqe.request_start(seq) && at == end {
             return end;
         }
-        let most = (ctx.window.read_limit() / (self.mtu + PACKET_OVERHEAD)).max(1) as u64;
+        let most = (ctx.window.read_limit() / (qp.mtu() + PACKET_OVERHEAD)).max(1) as u64;
         recovery.run_end(seq, at.min(seq.plus(most)), |mark| mark == Mark::Lost)
     }
 }

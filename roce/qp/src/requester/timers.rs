@@ -60,7 +60,7 @@ impl Default for Rtt {
 }
 
 impl Rtt {
-    pub(crate) fn sample(&mut self, rtt: Duration) {
+    pub(super) fn sample(&mut self, rtt: Duration) {
         let smoothed = self.smoothed.unwrap_or(rtt);
         self.variation = match self.smoothed {
             None => rtt / 2,
@@ -77,14 +77,14 @@ impl Rtt {
     }
 
     /// Notes an answer to a packet that was acknowledged before: the probe that it answers was needless.
-    pub(crate) fn on_duplicate(&mut self) {
+    pub(super) fn on_duplicate(&mut self) {
         if core::mem::take(&mut self.needed) {
             self.doublings = (self.doublings + 1).min(MAX_DOUBLINGS);
         }
     }
 
     /// Notes that a pause has passed: a probe is sent, and the next pause is twice as long.
-    pub(crate) fn on_silence(&mut self) {
+    pub(super) fn on_silence(&mut self) {
         if core::mem::replace(&mut self.needed, true) {
             self.doublings = self.doublings.saturating_sub(1);
         }
@@ -94,7 +94,7 @@ impl Rtt {
     /// Something has come. After a silence it may answer either transmission, and measures nothing (Karn's rule). Where a round trip takes
     /// longer than a pause that is so for ever, unless pauses stay long until one is measured (RFC 6298 (5.5) to (5.7)): always so as
     /// long as none is known; later on, where losses are a likelier reason, only if it comes about again and again.
-    pub(crate) fn on_progress(&mut self) {
+    pub(super) fn on_progress(&mut self) {
         if self.silences > 0 && self.smoothed.is_some() && self.spoilt < SPOILT {
             self.spoilt += 1;
             self.silences = 0;
@@ -102,22 +102,22 @@ impl Rtt {
     }
 
     /// The usual round trip; zero as long as there was none.
-    pub(crate) fn smoothed(&self) -> Duration {
+    pub(super) fn smoothed(&self) -> Duration {
         self.smoothed.unwrap_or_default()
     }
 
     /// An answer to something sent less long ago than this was caused by something else.
-    pub(crate) fn least(&self) -> Duration {
+    pub(super) fn least(&self) -> Duration {
         self.least.unwrap_or_default()
     }
 
     /// How long to wait for a whole stream of stale packets to pass.
-    pub(crate) fn settle(&self) -> Duration {
+    pub(super) fn settle(&self) -> Duration {
         (self.smoothed.unwrap_or_default() * 2).max(MIN_PAUSE)
     }
 
     /// How long to bear silence.
-    pub(crate) fn pause(&self) -> Duration {
+    pub(super) fn pause(&self) -> Duration {
         let first = match self.smoothed {
             Some(s) => (s + (self.variation * 4).max(s)).max(MIN_PAUSE * (1 << self.doublings)),
             None => FIRST_PAUSE,
@@ -128,7 +128,7 @@ impl Rtt {
     }
 
     /// Whether this pause, which follows `before` others without progress, ends a silence so long that everything in flight must be lost.
-    pub(crate) fn is_timeout(&self, before: u32) -> bool {
+    pub(super) fn is_timeout(&self, before: u32) -> bool {
         let usual = self.smoothed.unwrap_or_default() + self.variation * 4;
         before > 0 && self.pause() * 2 >= usual.max(MIN_RTO)
     }

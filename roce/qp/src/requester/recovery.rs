@@ -97,7 +97,7 @@ struct Returns {
 
 impl Recovery {
     /// Whether anything is known.
-    pub(crate) fn is_active(&self) -> bool {
+    pub(super) fn is_active(&self) -> bool {
         self.base.is_some()
     }
 
@@ -121,7 +121,7 @@ impl Recovery {
     }
 
     /// Returns the end of a run of numbers with such marks that begins at `from`, `to` at the latest.
-    pub(crate) fn run_end(&self, from: Seq, to: Seq, is: impl Fn(Mark) -> bool) -> Seq {
+    pub(super) fn run_end(&self, from: Seq, to: Seq, is: impl Fn(Mark) -> bool) -> Seq {
         // From here on all are flying.
         let unknown = self.base.map_or(from, |base| base.plus(self.marks.len() as u64));
         let mut seq = from;
@@ -189,7 +189,7 @@ impl Recovery {
     /// The peer has told which packets it has: all before `from`, and beyond that those of which `has` says so, before `upto`. `una..next`
     /// is what is outstanding. `sure`: the newest packet was sent once more for that, and what is not there is lost. Of numbers that
     /// have an answer, as `answered` says, it tells that the request is there, and nothing of an answer that was lost.
-    pub(crate) fn told(
+    pub(super) fn told(
         &mut self,
         (una, next): (Seq, Seq),
         (from, upto): (Seq, Seq),
@@ -234,7 +234,7 @@ impl Recovery {
 
     /// An answer has come that is not the oldest which is missing: whatever was sent before its request has been executed. `answered`
     /// says which numbers have an answer.
-    pub(crate) fn responded(
+    pub(super) fn responded(
         &mut self,
         una: Seq,
         seq: Seq,
@@ -287,13 +287,13 @@ impl Recovery {
     }
 
     /// Whether something has come back of what was sent again that [`Recovery::overtaken`] has not judged by.
-    pub(crate) fn has_returns(&self) -> bool {
+    pub(super) fn has_returns(&self) -> bool {
         self.returns.iter().any(|returns| returns.is_new)
     }
 
     /// Something has: what was sent before that, again or for the first time, and is not here, is lost. `answered` says which numbers have
     /// an answer.
-    pub(crate) fn overtaken(&mut self, una: Seq, answered: impl Fn(Seq) -> bool, mut changed: impl FnMut(Change)) {
+    pub(super) fn overtaken(&mut self, una: Seq, answered: impl Fn(Seq) -> bool, mut changed: impl FnMut(Change)) {
         self.tolerance = self.tolerance.max(TOLERANCE);
         self.judge_again(false, &mut changed);
         if let Some((order, after)) = self.returns[1].probe {
@@ -327,23 +327,23 @@ impl Recovery {
     }
 
     /// Takes a packet for lost, whatever is known of it.
-    pub(crate) fn lose(&mut self, una: Seq, seq: Seq, mut changed: impl FnMut(Change)) {
+    pub(super) fn lose(&mut self, una: Seq, seq: Seq, mut changed: impl FnMut(Change)) {
         self.base.get_or_insert(una);
         self.give_up(seq, &mut changed);
     }
 
     /// The oldest packet from a number on that is to be sent again.
-    pub(crate) fn next_lost(&self, from: Seq) -> Option<Seq> {
+    pub(super) fn next_lost(&self, from: Seq) -> Option<Seq> {
         self.lost.range(from..).next().map(|(seq, _)| *seq)
     }
 
     /// A packet was sent again, when `after` was the next one to be sent for the first time. `answered`: for its answer.
-    pub(crate) fn resent(&mut self, seq: Seq, after: Seq, answered: bool) {
+    pub(super) fn resent(&mut self, seq: Seq, after: Seq, answered: bool) {
         self.send_again(seq, after, answered, false);
     }
 
     /// The same, because nothing had come for longer than anything takes.
-    pub(crate) fn probed(&mut self, una: Seq, seq: Seq, after: Seq) {
+    pub(super) fn probed(&mut self, una: Seq, seq: Seq, after: Seq) {
         self.base.get_or_insert(una);
         self.send_again(seq, after, true, true);
     }

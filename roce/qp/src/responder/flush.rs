@@ -10,11 +10,9 @@ use core::cmp::Ordering;
 use roce_bth::{Packet, Placement, Selectivity};
 use roce_mem::{FlushError, Span};
 
+use super::{Responder, checks::remote_span};
 use crate::{
-    ctx::Ctx,
-    qp::QueuePair,
-    reorder::BufferedPacket,
-    responder::{Refusal, flush_rights},
+    context::QpContext, ctx::Ctx, refusal::Refusal, reorder::BufferedPacket, replies::Replies, rights::flush_rights,
     seq::Seq,
 };
 
@@ -35,46 +33,86 @@ impl PersistJob {
     }
 }
 
+/// Progress of a FLUSH to persistence.
+#[derive(Debug)]
+pub(super) enum Flush {
+    None,
+    /// Its job runs: execute nothing behind it.
+    Running(Box<Flushing>),
+    /// Its job has finished, and it now resumes with the result.
+    Finished(Result<(), FlushError>),
+}
+
+impl Flush {
+    pub(super) fn is_running(&self) -> bool {
+        matches!(self, Self::Running(_))
+    }
+}
+
 /// FLUSH whose job is in progress.
 #[derive(Debug)]
-pub(crate) struct Flushing {
+pub(super) struct Flushing {
     /// Identifies the job.
     ticket: Arc<()>,
+    /// The job, until the driver takes it.
+    job: Option<PersistJob>,
     packet: BufferedPacket,
     /// The packet received last.
     last: Seq,
 }
 
-impl QueuePair {
-    /// Takes the pending job. Call [`QueuePair::persisted`] with its result to resume the queue pair.
-    pub fn take_persist_job(&mut self) -> Option<PersistJob> {
-        self.resp.persist_job.take()
+impl Responder {
+    /// Takes the pending job. Call [`Responder::persisted`] with its result to resume.
+    pub(crate) fn take_persist_job(&mut self) -> Option<PersistJob> {
+        match &mut self.flush {
+            Flush::Running(flushing) => flushing.job.take(),
+            Flush::None | Flush::Finished(_) => None,
+        }
     }
 
     /// Resumes after a job. Ignores a job that the queue pair no longer waits for.
-    pub fn persisted(&mut self, ctx: &mut Ctx<'_>, job: &PersistJob, result: Result<(), FlushError>) {
-        let is_current = |f: &mut Box<Flushing>| Arc::ptr_eq(&f.ticket, &job.ticket);
-        let Some(flushing) = self.resp.flushing.take_if(is_current) else {
-            return;
+    pub(crate) fn persisted(
+        &mut self,
+        qp: &mut QpContext,
+        replies: &mut Replies,
+        ctx: &mut Ctx<'_>,
+        job: &PersistJob,
+        result: Result<(), FlushError>,
+    ) {
+        let flushing = match core::mem::replace(&mut self.flush, Flush::None) {
+            Flush::Running(flushing) if Arc::ptr_eq(&flushing.ticket, &job.ticket) => flushing,
+            other => {
+                self.flush = other;
+                return;
+            }
         };
-        if !self.takes_requests() {
+        if !qp.takes_requests() {
             return;
         }
-        self.resp.persisted = Some(result);
-        let seq = self.resp.expected;
-        self.run_request(ctx, seq, &flushing.packet.packet(), flushing.last);
-        self.resp.persisted = None;
+        self.flush = Flush::Finished(result);
+        let seq = self.expected;
+        self.run_request(qp, replies, ctx, seq, &flushing.packet.packet(), flushing.last);
+        if matches!(self.flush, Flush::Finished(_)) {
+            self.flush = Flush::None;
+        }
     }
 
     /// Executes a FLUSH or starts its job. Returns true if later requests must wait for the job.
     ///
     /// Earlier requests are already in memory. The FLUSH ensures their visibility and persistence.
-    pub(crate) fn start_flush(&mut self, ctx: &Ctx<'_>, seq: Seq, packet: &Packet<'_>) -> Result<bool, Refusal> {
+    pub(super) fn start_flush(
+        &mut self,
+        qp: &QpContext,
+        ctx: &Ctx<'_>,
+        seq: Seq,
+        packet: &Packet<'_>,
+    ) -> Result<bool, Refusal> {
         let failed = |e| match e {
             FlushError::Access(_) => Refusal::RKey,
             FlushError::Failed => Refusal::Persist,
         };
-        if let Some(result) = self.resp.persisted.take() {
+        if let Flush::Finished(result) = self.flush {
+            self.flush = Flush::None;
             return result.map(|()| false).map_err(failed);
         }
         let (Some(reth), Some(feth)) = (packet.header.reth(), packet.header.feth()) else {
@@ -83,39 +121,45 @@ impl QueuePair {
         let need = flush_rights(packet).ok_or(Refusal::Operation)?;
         let span = match feth.selectivity {
             Selectivity::Region => {
-                let (pd, qpn) = (self.key_domain(), self.config.qpn);
+                let (pd, qpn) = (self.key_domain(qp), qp.qpn());
                 let span = ctx.mem.resolve_whole(pd, qpn, reth.rkey, need);
                 Some(span.map_err(|_| Refusal::RKey)?)
             }
-            _ => self.remote_span(ctx, self.key_domain(), reth.rkey, reth.va, reth.dma_len, need)?,
+            _ => remote_span(qp, ctx, self.key_domain(qp), reth.rkey, reth.va, reth.dma_len, need)?,
         };
         let Some(span) = span else { return Ok(false) };
         if !feth.placement.contains(Placement::PERSISTENT) {
             return span.flush(false).map(|()| false).map_err(failed);
         }
         let ticket = Arc::new(());
-        self.resp.flushing = Some(Box::new(Flushing {
+        self.flush = Flush::Running(Box::new(Flushing {
             ticket: ticket.clone(),
+            job: Some(PersistJob { span, ticket }),
             packet: BufferedPacket::of(packet),
             last: seq,
         }));
-        self.resp.persist_job = Some(PersistJob { span, ticket });
         Ok(true)
     }
 
     /// Buffers a request received during a FLUSH. Without room for it, the peer retransmits it.
-    pub(crate) fn wait_for_flush(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
-        let expected = self.resp.expected;
+    pub(super) fn wait_for_flush(
+        &mut self,
+        qp: &QpContext,
+        replies: &mut Replies,
+        ctx: &mut Ctx<'_>,
+        packet: &Packet<'_>,
+    ) {
+        let expected = self.expected;
         let seq = expected.nearest(packet.header.bth.psn);
         match seq.cmp(&expected) {
-            Ordering::Less => self.answer_duplicate(ctx, seq, packet),
+            Ordering::Less => self.answer_duplicate(qp, replies, ctx, seq, packet),
             Ordering::Equal => ctx.counters.duplicate_request += 1,
             Ordering::Greater => {
-                let mtu = self.mtu;
-                if let Some(flushing) = &mut self.resp.flushing {
+                let mtu = qp.mtu();
+                if let Flush::Running(flushing) = &mut self.flush {
                     flushing.last = seq;
                 }
-                let buffer = self.resp.reorder.as_mut();
+                let buffer = self.reorder.as_mut();
                 if !buffer.is_some_and(|buffer| buffer.insert(expected, seq, packet, mtu)) {
                     ctx.counters.dropped_requests += 1;
                 }

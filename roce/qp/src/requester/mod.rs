@@ -1,0 +1,247 @@
+//! Requester: turns send work requests into request packets, retransmits them, and completes them when they are
+//! acknowledged.
+
+mod completer;
+mod emit;
+mod recovery;
+mod selective;
+mod timeout;
+mod timers;
+mod transmit;
+
+use core::{cmp::Ordering, time::Duration};
+
+use roce_verbs::{Instant, QpType, SendWr, Target, WcStatus};
+
+use self::{
+    recovery::{Change, Recovery},
+    timers::{Rtt, Timers},
+};
+use crate::{
+    context::QpContext,
+    ctx::Ctx,
+    sendq::{Checked, SendQueue},
+    seq::Seq,
+};
+
+/// Largest part of a READ requested again after a probe timeout, bytes.
+const READ_PROBE: usize = 64 << 10;
+
+/// PSN state, timers and recovery state of the requester and completer.
+#[derive(Debug)]
+pub(crate) struct Requester {
+    sq: SendQueue,
+    /// Oldest PSN that is not acknowledged; of a READ, whose response has not arrived.
+    una: Seq,
+    /// PSN to send next. Set back to `una` to retransmit.
+    next: Seq,
+    /// One past the highest PSN ever sent.
+    top: Seq,
+    /// Index in the send queue of the work request that `next` belongs to.
+    cur: usize,
+    /// Bytes of `una..next` counted in the window.
+    in_flight: usize,
+    /// READ and atomic requests sent and not answered.
+    rd_outstanding: u32,
+    /// Packets since the last acknowledgement request.
+    since_ack_req: u32,
+    /// Retries left before the work request fails.
+    retries_left: u8,
+    /// RNR retries left.
+    rnr_left: u8,
+    timers: Timers,
+    rtt: Rtt,
+    /// Round trip being measured: one past the PSN of the packet, and the time it was sent.
+    sample: Option<(Seq, Instant)>,
+    /// PSN and time of the last go-back.
+    last_go_back: Option<(Seq, Instant)>,
+    /// A probe must be sent, see [`Requester::transmit_probe`].
+    probe_due: bool,
+    /// End of the READ part that the last probe requested. A further probe timeout at that PSN means the rest is lost.
+    probed: Option<Seq>,
+    /// One packet is sent at a time until the peer answers, after a probe timeout or RNR NAK.
+    ///
+    /// All packets before this PSN were sent before and may have arrived.
+    cautious: Option<Seq>,
+    /// Responses beyond a gap were dropped since the last go-back. They must be requested again.
+    skipped: bool,
+    /// The last go-back was due to a timeout.
+    timed_out: bool,
+    /// READs were requested again in parts, so that responses may end at any packet.
+    read_in_parts: bool,
+    /// The window was closed at the last attempt to send.
+    window_closed: bool,
+    /// The drained send queue was reported.
+    drained: bool,
+    /// Time before which pacing permits no unacknowledged packet.
+    paced_until: Option<Instant>,
+    /// State of the packets in flight, if the peer sends selective ACKs.
+    recovery: Recovery,
+    /// Time when the newest packet was sent again, so that the peer reports all packets before it.
+    tail_probe_sent: Option<Instant>,
+    /// Expected PSN in the peer's last selective ACK, until it is sent again.
+    wanted: Option<Seq>,
+    /// PSN before which all requests were executed, as an acknowledgement or response implies.
+    implied: Seq,
+    /// Reused buffer for the changes that [`Recovery`] makes.
+    changes: Vec<Change>,
+}
+
+impl Requester {
+    pub(crate) fn new(first: Seq) -> Self {
+        Self {
+            sq: SendQueue::new(first),
+            una: first,
+            next: first,
+            top: first,
+            cur: 0,
+            in_flight: 0,
+            rd_outstanding: 0,
+            since_ack_req: 0,
+            retries_left: 0,
+            rnr_left: 0,
+            timers: Timers::default(),
+            rtt: Rtt::default(),
+            sample: None,
+            last_go_back: None,
+            probe_due: false,
+            probed: None,
+            cautious: None,
+            skipped: false,
+            timed_out: false,
+            read_in_parts: false,
+            window_closed: false,
+            drained: false,
+            paced_until: None,
+            recovery: Recovery::default(),
+            tail_probe_sent: None,
+            wanted: None,
+            implied: first,
+            changes: Vec::new(),
+        }
+    }
+
+    /// Sets the retry limits that are given. They apply at once, also to outstanding requests.
+    pub(crate) fn set_retries(&mut self, retries: Option<u8>, rnr_retries: Option<u8>) {
+        self.retries_left = retries.unwrap_or(self.retries_left);
+        self.rnr_left = rnr_retries.unwrap_or(self.rnr_left);
+    }
+
+    /// Returns the oldest PSN that is not acknowledged.
+    pub(crate) fn una(&self) -> Seq {
+        self.una
+    }
+
+    /// Returns one past the highest PSN ever sent.
+    pub(crate) fn top(&self) -> Seq {
+        self.top
+    }
+
+    /// Returns the number of packets that are posted and not acknowledged. A READ counts its responses.
+    pub(crate) fn outstanding_packets(&self) -> u64 {
+        self.sq.tail.since(self.una)
+    }
+
+    /// Returns the bytes counted in the window.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    /// Returns the usual round trip; zero as long as there was none.
+    pub(crate) fn rtt(&self) -> Duration {
+        self.rtt.smoothed()
+    }
+
+    /// Returns the number of work requests that have not completed.
+    pub(crate) fn len(&self) -> usize {
+        self.sq.wqes.len()
+    }
+
+    /// Returns whether the drained send queue was reported in SQD.
+    pub(crate) fn is_drained(&self) -> bool {
+        self.drained
+    }
+
+    /// Starts draining the send queue on the way to SQD.
+    pub(crate) fn drain(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>) {
+        self.drained = false;
+        self.check_drained(qp, ctx);
+    }
+
+    /// Queues a checked work request. `path_mtu` limits a datagram, bytes.
+    pub(crate) fn post(&mut self, qp: &QpContext, wr: &SendWr<'_>, target: Target, checked: Checked, path_mtu: usize) {
+        match qp.config().qp_type {
+            QpType::Rc | QpType::Uc => self.sq.push(wr, checked, qp.mtu()),
+            _ => {
+                let mtu = match target {
+                    Target::Datagram(_) => path_mtu.min(qp.mtu()),
+                    _ => qp.mtu(),
+                };
+                self.sq.push_to(wr, target, checked, mtu);
+            }
+        }
+    }
+
+    /// Completes the work request just posted to an error state.
+    pub(crate) fn flush_posted(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>) {
+        if let Some(wqe) = self.sq.wqes.front() {
+            // A flushed work request consumes no PSN.
+            self.sq.tail = wqe.first;
+            self.complete_send(qp, ctx, WcStatus::FlushError);
+        }
+    }
+
+    /// Completes all work requests with a flush error and starts from idle.
+    pub(crate) fn flush(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>) {
+        while !self.sq.wqes.is_empty() {
+            self.complete_send(qp, ctx, WcStatus::FlushError);
+        }
+        self.clear(ctx, self.sq.tail);
+    }
+
+    /// Drops all work requests without completing them. The next one has the PSN `first`.
+    pub(crate) fn clear(&mut self, ctx: &mut Ctx<'_>, first: Seq) {
+        ctx.window.forget(self.in_flight);
+        *self = Self::new(first);
+    }
+
+    fn forget_probe(&mut self) {
+        self.probe_due = false;
+    }
+
+    fn note_window_closed(&mut self) {
+        self.window_closed = true;
+    }
+
+    /// Restarts timers and retry count after an answer that makes progress.
+    fn on_progress(&mut self, now: Instant, retries: u8) {
+        self.retries_left = retries;
+        self.timers.base = now;
+        self.timers.interval = now;
+        self.timers.backoff = 0;
+        self.rtt.on_progress();
+    }
+
+    /// Completes the round-trip measurement if `una` has reached its packet. Returns the round trip.
+    fn take_sample(&mut self, now: Instant) -> Option<Duration> {
+        let (seq, sent) = self.sample?;
+        if self.una < seq {
+            return None;
+        }
+        self.sample = None;
+        let rtt = now.saturating_since(sent);
+        self.rtt.sample(rtt);
+        Some(rtt)
+    }
+}
+
+/// Compares a PSN with the outstanding ones, `una..top`. `Equal`: it is one of them.
+fn compare_outstanding(seq: Seq, una: Seq, top: Seq) -> Ordering {
+    if seq < una {
+        Ordering::Less
+    } else if seq >= top {
+        Ordering::Greater
+    } else {
+        Ordering::Equal
+    }
+}

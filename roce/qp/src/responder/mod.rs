@@ -1,0 +1,391 @@
+//! Responder: takes each request through named stages until it is executed or refused.
+
+mod checks;
+mod duplicate;
+mod execute;
+mod flush;
+mod refusal;
+mod unreliable;
+
+use core::{cmp::Ordering, time::Duration};
+
+use std::sync::Arc;
+
+use roce_bth::{Class, Msn, NakCode, Packet, Psn, Syndrome};
+use roce_mem::Span;
+use roce_verbs::{Completion, QpState, WcOpcode, WcStatus};
+
+use self::flush::Flush;
+pub use self::{checks::HiddenReceives, flush::PersistJob};
+use crate::{
+    context::QpContext,
+    ctx::Ctx,
+    recvq::{ActiveRecv, ReceiveQueue},
+    refusal::Refusal,
+    reorder::{BufferedPacket, PACKETS, ReorderBudget, ReorderBuffer},
+    replies::{AckDue, Received, Replies},
+    seq::Seq,
+    srq::SharedReceiveQueue,
+};
+
+/// Largest gap reported with a NAK, PSNs.
+///
+/// A forged packet further ahead would make the peer retransmit everything. If the request of a longer READ is lost,
+/// the peer's timeout recovers it.
+const MAX_GAP: u64 = PACKETS;
+
+/// Distance from the expected PSN within which a packet may be the peer's: new packets behind a gap, and copies of recent
+/// ones. A guessed PSN is within it once in 2^13 times.
+const NEAR: i32 = 1024;
+
+/// Message being received.
+#[derive(Debug)]
+enum Inbound {
+    /// Between messages.
+    Idle,
+    /// SEND; bytes received.
+    Send(usize),
+    /// RDMA WRITE: its memory (`None` for 0 bytes), bytes received and total length.
+    Write {
+        span: Option<Span>,
+        received: u32,
+        len: u32,
+    },
+}
+
+impl Inbound {
+    /// Returns the bytes of the message received so far.
+    fn received(&self) -> usize {
+        match self {
+            Self::Idle => 0,
+            Self::Send(received) => *received,
+            Self::Write { received, .. } => *received as usize,
+        }
+    }
+}
+
+/// Gap before the packets that arrive, as far as a NAK reports it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Gap {
+    /// Packets arrive in order, or selective ACKs report the gap.
+    None,
+    /// A NAK or RNR NAK has requested the expected packet. It is not repeated until that packet arrives.
+    Nak,
+    /// The current packet is the one that a NAK has requested.
+    Closed,
+}
+
+/// Responder: PSN state, the message being received, and packets beyond a gap.
+#[derive(Debug)]
+pub(crate) struct Responder {
+    /// Receive queue of the queue pair itself.
+    receives: Arc<ReceiveQueue>,
+    /// PSN expected next.
+    expected: Seq,
+    /// Messages completed.
+    msn: Msn,
+    inbound: Inbound,
+    /// Receive work request of the current message.
+    receive: Option<ActiveRecv>,
+    /// Shared receive queue of the current or last XRC message.
+    srq: Option<Arc<SharedReceiveQueue>>,
+    gap: Gap,
+    /// Packets beyond a gap, or behind a FLUSH in progress. `None`: they are dropped.
+    reorder: Option<Box<ReorderBuffer>>,
+    flush: Flush,
+}
+
+/// Progress of a request packet.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Processed {
+    Done,
+    /// FLUSH in progress.
+    Started,
+}
+
+impl Responder {
+    pub(crate) fn new(receives: Arc<ReceiveQueue>, first: Seq) -> Self {
+        Self {
+            receives,
+            expected: first,
+            msn: Msn::new(0),
+            inbound: Inbound::Idle,
+            receive: None,
+            srq: None,
+            gap: Gap::None,
+            reorder: None,
+            flush: Flush::None,
+        }
+    }
+
+    /// Starts anew at the PSN `first`, with the same receive queue.
+    pub(crate) fn restart(&mut self, first: Seq) {
+        *self = Self::new(self.receives.clone(), first);
+    }
+
+    /// Returns the receive queue of the queue pair itself.
+    pub(crate) fn receives(&self) -> &Arc<ReceiveQueue> {
+        &self.receives
+    }
+
+    /// Returns the PSN expected next.
+    pub(crate) fn expected(&self) -> Seq {
+        self.expected
+    }
+
+    /// Buffers packets beyond a gap within `budget`. `None`: drops them.
+    pub(crate) fn set_reorder(&mut self, budget: Option<&Arc<ReorderBudget>>) {
+        self.reorder = budget.map(|budget| Box::new(ReorderBuffer::new(budget.clone())));
+    }
+
+    /// Returns the state that acknowledgements report.
+    pub(crate) fn received(&self) -> Received<'_> {
+        Received {
+            expected: self.expected,
+            msn: self.msn,
+            // During a FLUSH all packets behind it are buffered, although there may be no gap.
+            buffered: self.reorder.as_deref().filter(|_| !self.flush.is_running()),
+        }
+    }
+
+    /// Returns whether the PSN is that of a request expected here, or near it.
+    pub(crate) fn expects(&self, qp: &QpContext, psn: Psn) -> bool {
+        qp.takes_requests() && (-NEAR..NEAR).contains(&psn.diff(self.expected.psn()))
+    }
+
+    /// Enters the error state: drops buffered packets and completes the receive work requests with a flush error.
+    pub(crate) fn stop(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>) {
+        self.reorder = None;
+        self.flush = Flush::None;
+        self.flush_receives(qp, ctx);
+    }
+
+    /// GET_REQ: processes a request packet.
+    pub(crate) fn handle_request(
+        &mut self,
+        qp: &mut QpContext,
+        replies: &mut Replies,
+        ctx: &mut Ctx<'_>,
+        packet: &Packet<'_>,
+    ) {
+        if !self.may_receive(qp, ctx) {
+            return;
+        }
+        if self.flush.is_running() {
+            self.wait_for_flush(qp, replies, ctx, packet);
+            return;
+        }
+        let Some(seq) = self.chk_psn(qp, replies, ctx, packet) else {
+            return;
+        };
+        qp.note_established(ctx);
+        self.run_request(qp, replies, ctx, seq, packet, seq);
+    }
+
+    /// Executes the expected packet and those buffered behind it. `arrived`: the packet received last.
+    pub(crate) fn run_request(
+        &mut self,
+        qp: &mut QpContext,
+        replies: &mut Replies,
+        ctx: &mut Ctx<'_>,
+        seq: Seq,
+        packet: &Packet<'_>,
+        arrived: Seq,
+    ) {
+        match self.process(qp, replies, ctx, seq, packet) {
+            Ok(Processed::Done) => self.process_buffered(qp, replies, ctx, arrived),
+            Ok(Processed::Started) => {}
+            Err(refusal) => self.refuse(qp, replies, ctx, seq, refusal, Some(packet)),
+        }
+        qp.fail_on_overflow(ctx);
+    }
+
+    /// Takes the expected packet through the stages from CHK_OP_SEQ to ACKNOWLEDGE.
+    fn process(
+        &mut self,
+        qp: &mut QpContext,
+        replies: &mut Replies,
+        ctx: &mut Ctx<'_>,
+        seq: Seq,
+        packet: &Packet<'_>,
+    ) -> Result<Processed, Refusal> {
+        self.chk_op_seq(packet)?;
+        self.chk_shared_queue(qp, packet)?;
+        self.chk_op_valid(qp, packet)?;
+        self.chk_resource(qp, replies, ctx, packet)?;
+        self.chk_length(qp, packet)?;
+        self.chk_rkey(qp, ctx, packet)?;
+        if packet.header.bth.opcode.info().class == Class::Flush && self.start_flush(qp, ctx, seq, packet)? {
+            return Ok(Processed::Started);
+        }
+        self.execute(qp, replies, ctx, seq, packet)?;
+        self.complete(qp, ctx, packet);
+        self.acknowledge(replies, ctx, packet);
+        Ok(Processed::Done)
+    }
+
+    /// Executes buffered packets if the packet just executed closed the gap. `arrived`: the packet received last.
+    fn process_buffered(&mut self, qp: &mut QpContext, replies: &mut Replies, ctx: &mut Ctx<'_>, arrived: Seq) {
+        self.note_outstanding(replies);
+        if self.reorder.as_ref().is_none_or(|buffer| buffer.is_empty()) {
+            return;
+        }
+        let refused = self.execute_buffered(qp, replies, ctx);
+        self.note_outstanding(replies);
+        let expected = self.expected;
+        let Some(buffer) = &mut self.reorder else { return };
+        match refused {
+            // The peer resends the packet, which is refused then.
+            Some((Refusal::NoReceive, _)) if !qp.is_selective() => {}
+            Some((refusal @ Refusal::NoReceive, packet)) => {
+                buffer.put_back(expected, packet);
+                self.refuse(qp, replies, ctx, expected, refusal, None);
+            }
+            Some((refusal, packet)) => self.refuse(qp, replies, ctx, expected, refusal, Some(&packet.packet())),
+            None => {}
+        }
+        if let Some(buffer) = &mut self.reorder {
+            buffer.advance(expected);
+        }
+        match (qp.is_selective(), replies.ack()) {
+            (_, AckDue::Refuse(..)) => {}
+            // The peer waits for a report that the gap is closed and where the next gap is.
+            (true, _) => replies.ack_due(ctx, Duration::ZERO),
+            // Acknowledge only what the peer has resent: rdma_rxe never completes a message that is acknowledged as a
+            // whole before it has resent all of it (specs/kernel.md).
+            (false, AckDue::Ack) if replies.executed() > arrived.plus(1) => replies.ack_now(AckDue::Duplicate(arrived)),
+            (false, _) => {}
+        }
+    }
+
+    /// Updates the reorder buffer's record of PSNs that the peer had outstanding.
+    fn note_outstanding(&mut self, replies: &Replies) {
+        let outstanding = self.expected.since(replies.acked());
+        if let Some(buffer) = &mut self.reorder {
+            buffer.note_outstanding(outstanding);
+        }
+    }
+
+    /// Executes buffered packets up to the next gap or refusal. Returns the refused packet.
+    fn execute_buffered(
+        &mut self,
+        qp: &mut QpContext,
+        replies: &mut Replies,
+        ctx: &mut Ctx<'_>,
+    ) -> Option<(Refusal, BufferedPacket)> {
+        while qp.takes_requests() && !self.flush.is_running() {
+            let expected = self.expected;
+            let buffered = self.reorder.as_mut()?.take(expected)?;
+            if let Err(refusal) = self.process(qp, replies, ctx, expected, &buffered.packet()) {
+                return Some((refusal, buffered));
+            }
+        }
+        None
+    }
+
+    /// Buffers a packet beyond a gap. Returns true if a selective ACK reports the gap, so that it needs no NAK.
+    fn buffer_ahead(
+        &mut self,
+        qp: &QpContext,
+        replies: &mut Replies,
+        ctx: &mut Ctx<'_>,
+        seq: Seq,
+        packet: &Packet<'_>,
+    ) -> bool {
+        let (expected, mtu) = (self.expected, qp.mtu());
+        // A response would implicitly acknowledge more than the peer has resent.
+        let is_simple = matches!(packet.header.bth.opcode.info().class, Class::Send | Class::Write);
+        let Some(buffer) = self.reorder.as_mut().filter(|_| qp.is_selective() || is_simple) else {
+            return false;
+        };
+        if !qp.is_selective() {
+            buffer.insert(expected, seq, packet, mtu);
+            return false;
+        }
+        match buffer.insert(expected, seq, packet, mtu) {
+            true => ctx.counters.out_of_seq_request += 1,
+            false => ctx.counters.dropped_requests += 1,
+        }
+        // Don't replace a pending refusal: it reports that the expected packet was not executed.
+        if !buffer.is_empty() && !replies.is_refusing() {
+            replies.ack_now(AckDue::Ack);
+        }
+        true
+    }
+
+    /// Returns whether the state accepts requests; counts a dropped packet if not.
+    pub(crate) fn may_receive(&self, qp: &QpContext, ctx: &mut Ctx<'_>) -> bool {
+        let may = qp.takes_requests();
+        ctx.counters.dropped_state += u64::from(!may);
+        may
+    }
+
+    /// CHK_PSN: passes only the expected packet, reports a gap once and answers duplicates.
+    fn chk_psn(
+        &mut self,
+        qp: &QpContext,
+        replies: &mut Replies,
+        ctx: &mut Ctx<'_>,
+        packet: &Packet<'_>,
+    ) -> Option<Seq> {
+        let expected = self.expected;
+        let seq = expected.nearest(packet.header.bth.psn);
+        match seq.cmp(&expected) {
+            Ordering::Equal => {
+                self.gap = match self.gap {
+                    Gap::Nak => Gap::Closed,
+                    Gap::None | Gap::Closed => Gap::None,
+                };
+                // The gap closed before its NAK was sent. Send the acknowledgement that the NAK may have replaced.
+                if replies.is_refusing() {
+                    replies.ack_now(AckDue::Ack);
+                }
+                Some(seq)
+            }
+            Ordering::Greater if self.buffer_ahead(qp, replies, ctx, seq, packet) => None,
+            Ordering::Greater => {
+                if self.gap == Gap::Nak || seq.since(expected) > MAX_GAP {
+                    ctx.counters.dropped_requests += 1;
+                } else {
+                    ctx.counters.out_of_seq_request += 1;
+                    self.gap = Gap::Nak;
+                    let nak = Syndrome::Nak(NakCode::PsnSequenceError);
+                    replies.ack_now(AckDue::Refuse(expected, nak));
+                }
+                None
+            }
+            Ordering::Less => {
+                self.answer_duplicate(qp, replies, ctx, seq, packet);
+                None
+            }
+        }
+    }
+
+    fn complete_receive_error(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, wr_id: u64, status: WcStatus) {
+        let completion = Completion {
+            wr_id,
+            status,
+            opcode: WcOpcode::Recv,
+            qpn: qp.qpn(),
+            ..Completion::default()
+        };
+        qp.push_recv(ctx, self.srq.as_ref(), completion);
+    }
+
+    /// Completes a receive work request posted to the error state.
+    pub(crate) fn flush_posted(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, wr_id: u64) {
+        self.complete_receive_error(qp, ctx, wr_id, WcStatus::FlushError);
+    }
+
+    /// Completes the current and all posted receive work requests with a flush error.
+    fn flush_receives(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>) {
+        self.inbound = Inbound::Idle;
+        if let Some(receive) = self.receive.take() {
+            self.complete_receive_error(qp, ctx, receive.wqe.wr_id, WcStatus::FlushError);
+        }
+        let mut rq = self.receives.follow(QpState::Err);
+        while let Some(wqe) = rq.pop() {
+            self.complete_receive_error(qp, ctx, wqe.wr_id, WcStatus::FlushError);
+        }
+    }
+}
