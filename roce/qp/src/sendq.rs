@@ -322,6 +322,27 @@ impl SendQueue {
         self.targets.get(index).unwrap_or(&Target::Peer)
     }
 
+    /// Returns the index of the work request with this PSN.
+    pub(crate) fn index_of(&self, seq: Seq) -> Option<usize> {
+        let index = self.wqes.partition_point(|w| w.end() <= seq);
+        self.wqes.get(index).filter(|w| w.first <= seq)?;
+        Some(index)
+    }
+
+    /// Returns a packet's cost in the window, and whether it has a response.
+    pub(crate) fn weigh(&self, seq: Seq, mtu: usize) -> (usize, bool) {
+        let Some(index) = self.index_of(seq) else {
+            return (0, false);
+        };
+        let wqe = &self.wqes[index];
+        (wqe.cost(seq, seq.plus(1), mtu), wqe.has_response())
+    }
+
+    /// Returns whether a packet has a response: it belongs to a READ, atomic, FLUSH or ATOMIC WRITE.
+    pub(crate) fn is_answered(&self, seq: Seq) -> bool {
+        self.index_of(seq).is_some_and(|index| self.wqes[index].has_response())
+    }
+
     /// Appends a work request with its target.
     pub(crate) fn push_to(&mut self, wr: &SendWr<'_>, target: Target, checked: Checked, mtu: usize) {
         if matches!(target, Target::Datagram(_)) && checked.len as usize > mtu {

@@ -103,14 +103,14 @@ impl Requester {
         if to > from {
             let upto = to.min(next);
             let (mut weight, mut answered) = (0, 0);
-            let told = self.recovery.is_active();
+            let is_known = self.scoreboard.is_active();
             for wqe in self.sq.wqes.iter().take_while(|w| w.first < to) {
-                weight += if told { 0 } else { wqe.cost(from, upto, qp.mtu()) };
+                weight += if is_known { 0 } else { wqe.cost(from, upto, qp.mtu()) };
                 answered += wqe.answered(from, to);
             }
-            if told {
+            if is_known {
                 weight = self.weight_before(qp, upto);
-                self.recovery.acked(to);
+                self.scoreboard.on_acked(to);
             }
             self.una = to;
             self.next = next.max(to);

@@ -3,7 +3,7 @@
 
 mod completer;
 mod emit;
-mod recovery;
+mod scoreboard;
 mod selective;
 mod timeout;
 mod timers;
@@ -14,7 +14,7 @@ use core::{cmp::Ordering, time::Duration};
 use roce_verbs::{Instant, QpType, SendWr, Target, WcStatus};
 
 use self::{
-    recovery::{Change, Recovery},
+    scoreboard::Scoreboard,
     timers::{Rtt, Timers},
 };
 use crate::{
@@ -75,16 +75,12 @@ pub(crate) struct Requester {
     drained: bool,
     /// Time before which pacing permits no unacknowledged packet.
     paced_until: Option<Instant>,
-    /// State of the packets in flight, if the peer sends selective ACKs.
-    recovery: Recovery,
+    /// States of the packets in flight, if the peer sends selective ACKs.
+    scoreboard: Scoreboard,
     /// Time when the newest packet was sent again, so that the peer reports all packets before it.
     tail_probe_sent: Option<Instant>,
-    /// Expected PSN in the peer's last selective ACK, until it is sent again.
-    wanted: Option<Seq>,
     /// PSN before which all requests were executed, as an acknowledgement or response implies.
     implied: Seq,
-    /// Reused buffer for the changes that [`Recovery`] makes.
-    changes: Vec<Change>,
 }
 
 impl Requester {
@@ -113,11 +109,9 @@ impl Requester {
             window_closed: false,
             drained: false,
             paced_until: None,
-            recovery: Recovery::default(),
+            scoreboard: Scoreboard::default(),
             tail_probe_sent: None,
-            wanted: None,
             implied: first,
-            changes: Vec::new(),
         }
     }
 

@@ -1,56 +1,22 @@
 //! Requester's selective retransmission: resends only what a selective ACK peer is missing.
 
-use roce_bth::{Packet, Psn};
+use roce_bth::Packet;
 use roce_verbs::WcStatus;
 
 use super::{
     Requester,
     emit::{Request, Unsent},
-    recovery::{Change, Mark},
+    scoreboard::{Change, Mark, Report},
     timeout::GoBack,
 };
 use crate::{
     congestion::Loss,
     context::QpContext,
     ctx::Ctx,
-    reorder::WORD,
-    replies::EXPECTED_LEN,
     sendq::{Kind, PACKET_OVERHEAD, Progress, SendWqe},
     seq::Seq,
     tx::{Step, TxKind, TxSink},
 };
-
-/// Contents of a selective ACK: all PSNs before `expected` have arrived, and those beyond with a bit.
-struct Arrivals<'a> {
-    expected: Seq,
-    base: Seq,
-    words: &'a [u8],
-}
-
-impl<'a> Arrivals<'a> {
-    fn parse(una: Seq, payload: &'a [u8]) -> Option<Self> {
-        let (psn, words) = payload.split_first_chunk::<EXPECTED_LEN>()?;
-        let expected = una.nearest(Psn::new(u32::from_be_bytes(*psn) & 0x00ff_ffff));
-        Some(Self {
-            expected,
-            base: expected.round_down(WORD),
-            words,
-        })
-    }
-
-    /// Returns the end of the bitmap.
-    fn end(&self) -> Seq {
-        self.base.plus(self.words.len() as u64 * 8).max(self.expected)
-    }
-
-    fn has(&self, seq: Seq) -> bool {
-        // The words are little-endian, so bit order is byte order.
-        let bit = seq.since(self.base);
-        let byte = self.words.get((bit / 8) as usize).copied().unwrap_or(0);
-        // A bit for the expected packet means that it lacks a receive: it must be resent.
-        seq > self.expected && byte >> (bit % 8) & 1 == 1
-    }
-}
 
 impl Requester {
     /// Processes a selective ACK.
@@ -61,7 +27,7 @@ impl Requester {
         }
         let una = self.una;
         let acked = una.nearest(packet.header.bth.psn);
-        let Some(arrivals) = Arrivals::parse(una, packet.payload).filter(|a| a.expected <= self.top) else {
+        let Some(report) = Report::parse(una, packet.payload).filter(|r| r.expected() <= self.top) else {
             ctx.counters.dropped_responses += 1;
             return;
         };
@@ -79,11 +45,11 @@ impl Requester {
         }
         // Otherwise the sides disagree about selective ACK: only the cumulative part counts.
         if qp.is_selective() {
-            self.note_arrivals(qp, ctx, &arrivals);
+            self.note_report(qp, ctx, &report);
         }
     }
 
-    fn note_arrivals(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>, arrivals: &Arrivals<'_>) {
+    fn note_report(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>, report: &Report<'_>) {
         let least = self.rtt.least();
         let probed = self.tail_probe_sent.filter(|at| ctx.now.saturating_since(*at) >= least);
         let sure = probed.is_some();
@@ -91,20 +57,12 @@ impl Requester {
             self.tail_probe_sent = None;
         }
         let outstanding = (self.una, self.next);
-        let mut changes = core::mem::take(&mut self.changes);
-        let mut recovery = core::mem::take(&mut self.recovery);
-        recovery.told(
-            outstanding,
-            (arrivals.expected, arrivals.end()),
-            |seq| arrivals.has(seq),
-            |seq| self.weigh(qp, seq).1,
-            sure,
-            |c| changes.push(c),
-        );
-        self.recovery = recovery;
+        let sq = &self.sq;
+        self.scoreboard
+            .on_report(outstanding, report, |seq| sq.is_answered(seq), sure);
+        let changes = self.scoreboard.take_changes();
         let arrived = changes.iter().any(|c| c.to == Mark::Arrived);
         self.take_selective_sample(qp, ctx, &changes);
-        self.wanted = Some(arrivals.expected);
         if self.timed_out && changes.iter().any(|c| (c.from, c.to) == (Mark::Lost, Mark::Arrived)) {
             self.timed_out = false;
             ctx.counters.spurious_timeouts += 1;
@@ -123,11 +81,11 @@ impl Requester {
         let Some(change) = changes.iter().find(|c| c.seq.plus(1) == seq) else {
             return;
         };
-        let (_, answered) = self.weigh(qp, change.seq);
+        let (_, answered) = self.sq.weigh(change.seq, qp.mtu());
         let is_valid = match (change.from, change.to) {
             // The round trip ends with the response.
-            (Mark::Flying, Mark::Arrived) if answered => return,
-            (Mark::Flying, Mark::Arrived) | (Mark::Flying | Mark::Arrived, Mark::Answered) => true,
+            (Mark::InFlight, Mark::Arrived) if answered => return,
+            (Mark::InFlight, Mark::Arrived) | (Mark::InFlight | Mark::Arrived, Mark::Answered) => true,
             // After a retransmission the round trip is ambiguous (Karn's rule).
             _ => false,
         };
@@ -139,28 +97,12 @@ impl Requester {
         }
     }
 
-    /// Returns the index of the work request with this PSN.
-    fn index_of(&self, seq: Seq) -> Option<usize> {
-        let index = self.sq.wqes.partition_point(|w| w.end() <= seq);
-        self.sq.wqes.get(index).filter(|w| w.first <= seq)?;
-        Some(index)
-    }
-
-    /// Returns a packet's cost in the window, and whether it has a response.
-    fn weigh(&self, qp: &QpContext, seq: Seq) -> (usize, bool) {
-        let Some(index) = self.index_of(seq) else {
-            return (0, false);
-        };
-        let wqe = &self.sq.wqes[index];
-        (wqe.cost(seq, seq.plus(1), qp.mtu()), wqe.has_response())
-    }
-
     /// Returns the cost of the packets of `una..to` in flight.
     pub(super) fn weight_before(&self, qp: &QpContext, to: Seq) -> usize {
         let (mut seq, mut weight) = (self.una, 0);
         while seq < to {
-            let (cost, answered) = self.weigh(qp, seq);
-            if is_in_flight(self.recovery.mark(seq), answered) {
+            let (cost, answered) = self.sq.weigh(seq, qp.mtu());
+            if self.scoreboard.mark(seq).is_in_flight(answered) {
                 weight += cost;
             }
             seq = seq.plus(1);
@@ -169,12 +111,12 @@ impl Requester {
     }
 
     /// Accounts for state changes of packets. `congested`: losses count as congestion.
-    fn account(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>, mut changes: Vec<Change>, congested: bool) {
+    fn account(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>, changes: Vec<Change>, congested: bool) {
         let (mut acked, mut lost, mut resumed, mut unsent) = (0, 0, 0, 0);
         let mut unsent_upto = self.una;
-        for change in changes.drain(..) {
-            let (cost, answered) = self.weigh(qp, change.seq);
-            match (is_in_flight(change.from, answered), is_in_flight(change.to, answered)) {
+        for change in &changes {
+            let (cost, answered) = self.sq.weigh(change.seq, qp.mtu());
+            match (change.from.is_in_flight(answered), change.to.is_in_flight(answered)) {
                 (true, false) if change.to != Mark::Lost => acked += cost,
                 (true, false) if change.seq < unsent_upto => unsent += cost,
                 (true, false) => {
@@ -185,7 +127,7 @@ impl Requester {
                 _ => {}
             }
         }
-        self.changes = changes;
+        self.scoreboard.reuse(changes);
         self.in_flight = (self.in_flight + resumed).saturating_sub(acked + lost + unsent);
         ctx.window.forget(unsent);
         if unsent > 0 {
@@ -210,7 +152,7 @@ impl Requester {
     ///
     /// Then the request was lost, a single packet, and no response was ever sent.
     fn lost_request_end(&self, seq: Seq) -> Option<Seq> {
-        let wqe = &self.sq.wqes[self.index_of(seq)?];
+        let wqe = &self.sq.wqes[self.sq.index_of(seq)?];
         let end = wqe.request_end(seq);
         let is_whole = wqe.kind() == Kind::Read && seq == wqe.request_start(seq);
         (is_whole && self.first_answered(seq, end) == end).then_some(end)
@@ -218,13 +160,13 @@ impl Requester {
 
     /// Returns the first PSN of `from..to` without a response.
     pub(super) fn first_unanswered(&self, from: Seq, to: Seq) -> Option<Seq> {
-        let seq = self.recovery.run_end(from, to, |mark| mark == Mark::Answered);
+        let seq = self.scoreboard.run_end(from, to, |mark| mark == Mark::Answered);
         (seq < to).then_some(seq)
     }
 
     /// Returns the first PSN of `from..to` with a response, or `to`.
     pub(super) fn first_answered(&self, from: Seq, to: Seq) -> Seq {
-        self.recovery.run_end(from, to, |mark| mark != Mark::Answered)
+        self.scoreboard.run_end(from, to, |mark| mark != Mark::Answered)
     }
 
     /// Returns whether a response is beyond a gap and should be used.
@@ -240,15 +182,13 @@ impl Requester {
         self.implied = self.implied.max(seq);
         self.advance(qp, ctx, missing);
         let fits = qp.is_sending() && self.place_early(qp, seq, packet);
-        if !fits || self.recovery.mark(seq) == Mark::Answered {
+        if !fits || self.scoreboard.mark(seq) == Mark::Answered {
             ctx.counters.dropped_responses += u64::from(!fits);
             return;
         }
-        let una = self.una;
-        let mut changes = core::mem::take(&mut self.changes);
-        let mut recovery = core::mem::take(&mut self.recovery);
-        recovery.responded(una, seq, |at| self.weigh(qp, at).1, |c| changes.push(c));
-        self.recovery = recovery;
+        let (una, sq) = (self.una, &self.sq);
+        self.scoreboard.on_response(una, seq, |at| sq.is_answered(at));
+        let changes = self.scoreboard.take_changes();
         self.take_selective_sample(qp, ctx, &changes);
         self.account(qp, ctx, changes, true);
         self.lose_overtaken(qp, ctx);
@@ -258,14 +198,12 @@ impl Requester {
 
     /// Declares packets lost that were sent before a retransmission that has been answered.
     pub(super) fn lose_overtaken(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>) {
-        if !self.recovery.has_returns() {
+        if !self.scoreboard.has_returns() {
             return;
         }
-        let una = self.una;
-        let mut changes = core::mem::take(&mut self.changes);
-        let mut recovery = core::mem::take(&mut self.recovery);
-        recovery.overtaken(una, |at| self.weigh(qp, at).1, |c| changes.push(c));
-        self.recovery = recovery;
+        let (una, sq) = (self.una, &self.sq);
+        self.scoreboard.judge_by_returns(una, |at| sq.is_answered(at));
+        let changes = self.scoreboard.take_changes();
         self.account(qp, ctx, changes, true);
     }
 
@@ -278,7 +216,7 @@ impl Requester {
     }
 
     fn place_early(&self, qp: &QpContext, seq: Seq, packet: &Packet<'_>) -> bool {
-        let Some(wqe) = self.index_of(seq).map(|index| &self.sq.wqes[index]) else {
+        let Some(wqe) = self.sq.index_of(seq).map(|index| &self.sq.wqes[index]) else {
             return false;
         };
         if wqe.progress != Progress::Started {
@@ -297,11 +235,11 @@ impl Requester {
 
     /// Advances past packets already acknowledged or answered, after the gap before them has closed.
     pub(super) fn pass_answered(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>) {
-        while qp.is_sending() && self.recovery.is_active() {
+        while qp.is_sending() && self.scoreboard.is_active() {
             let una = self.una;
             let implied = self.implied.min(self.next);
             let to = self.response_before(implied).unwrap_or(implied).max(una);
-            let to = self.recovery.run_end(to, self.next, |mark| mark == Mark::Answered);
+            let to = self.scoreboard.run_end(to, self.next, |mark| mark == Mark::Answered);
             if to == una {
                 return;
             }
@@ -319,16 +257,16 @@ impl Requester {
     pub(super) fn go_on(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>, why: GoBack) {
         ctx.counters.completer_retry_err += u64::from(why != GoBack::Rnr);
         let (una, next) = (self.una, self.next);
-        let mut changes = core::mem::take(&mut self.changes);
         match why {
             // Even if it arrived, the oldest packet was not executed.
-            GoBack::Rnr | GoBack::Gap => self.recovery.lose(una, una, |c| changes.push(c)),
+            GoBack::Rnr | GoBack::Gap => self.scoreboard.lose(una, una),
             GoBack::ProbeTimeout | GoBack::Timeout => {
-                self.lose(qp, una, next, &mut changes);
+                self.lose(qp, una, next);
                 // The oldest packet may have arrived and its response been lost.
-                self.recovery.lose(una, una, |c| changes.push(c));
+                self.scoreboard.lose(una, una);
             }
         }
+        let changes = self.scoreboard.take_changes();
         self.account(qp, ctx, changes, why == GoBack::Gap);
         if why == GoBack::Timeout {
             ctx.window.on_loss(ctx.now, Loss::Timeout, 0);
@@ -346,10 +284,10 @@ impl Requester {
     /// Schedules the unanswered rest of the oldest READ or atomic for retransmission.
     pub(super) fn ask_again(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>) {
         let una = self.una;
-        let Some(index) = self.index_of(una) else { return };
+        let Some(index) = self.sq.index_of(una) else { return };
         let end = self.sq.wqes[index].request_end(una).min(self.next);
-        let mut changes = core::mem::take(&mut self.changes);
-        self.lose(qp, una, end, &mut changes);
+        self.lose(qp, una, end);
+        let changes = self.scoreboard.take_changes();
         self.account(qp, ctx, changes, true);
         self.last_go_back = Some((una, ctx.now));
         self.sample = None;
@@ -357,13 +295,13 @@ impl Requester {
     }
 
     /// Declares lost all packets of `from..to` that, or whose responses, are in flight.
-    fn lose(&mut self, qp: &QpContext, from: Seq, to: Seq, changes: &mut Vec<Change>) {
+    fn lose(&mut self, qp: &QpContext, from: Seq, to: Seq) {
         let una = self.una;
         let mut seq = from;
         while seq < to {
-            let (_, answered) = self.weigh(qp, seq);
-            if is_in_flight(self.recovery.mark(seq), answered) {
-                self.recovery.lose(una, seq, |c| changes.push(c));
+            let (_, answered) = self.sq.weigh(seq, qp.mtu());
+            if self.scoreboard.mark(seq).is_in_flight(answered) {
+                self.scoreboard.lose(una, seq);
             }
             seq = seq.plus(1);
         }
@@ -381,7 +319,7 @@ impl Requester {
         }
         let request = self.lost_request(qp, ctx)?;
         let Request { index, from: seq, to } = request;
-        let wanted = self.wanted == Some(seq);
+        let wanted = self.scoreboard.is_wanted(seq);
         if self.cautious.is_some() && self.in_flight > 0 {
             return Some(Step::Idle);
         }
@@ -401,7 +339,6 @@ impl Requester {
             Ok(()) => {}
         }
         ctx.counters.retransmits += 1;
-        self.wanted = self.wanted.filter(|_| !wanted);
         self.read_in_parts |= kind == Kind::Read && to < self.sq.wqes[index].request_end(seq);
         if self.in_flight == 0 {
             self.timers.base = ctx.now;
@@ -415,18 +352,19 @@ impl Requester {
         let (una, next) = (self.una, self.next);
         let (mut at, mut more) = (from, 0);
         while at < to {
-            let (cost, answered) = self.weigh(qp, at);
-            let counted = is_in_flight(self.recovery.mark(at), answered);
+            let (cost, answered) = self.sq.weigh(at, qp.mtu());
+            let counted = self.scoreboard.mark(at).is_in_flight(answered);
             more += if counted { 0 } else { cost };
             match probe {
-                true => self.recovery.probed(una, at, next),
-                false => self.recovery.resent(at, next, answered),
+                true => self.scoreboard.on_probed(una, at, next),
+                false => self.scoreboard.on_resent(at, next, answered),
             }
             at = at.plus(1);
         }
         ctx.window.on_sent(more);
         self.in_flight += more;
         if !self
+            .sq
             .index_of(from)
             .is_some_and(|index| self.sq.wqes[index].kind() == Kind::Read)
         {
@@ -445,11 +383,9 @@ impl Requester {
     /// Returns the next request packet to retransmit.
     ///
     /// Prefers the packet that the peer waits for, else takes the oldest.
-    fn lost_request(&self, qp: &QpContext, ctx: &Ctx<'_>) -> Option<Request> {
-        let recovery = &self.recovery;
-        let wanted = self.wanted.filter(|seq| recovery.mark(*seq) == Mark::Lost);
-        let from = wanted.or_else(|| recovery.next_lost(self.una))?;
-        let index = self.index_of(from)?;
+    fn lost_request(&mut self, qp: &QpContext, ctx: &Ctx<'_>) -> Option<Request> {
+        let from = self.scoreboard.next_resend(self.una)?;
+        let index = self.sq.index_of(from)?;
         let wqe = &self.sq.wqes[index];
         let to = match wqe.kind() {
             Kind::Read => self.lost_run(qp, ctx, wqe, from),
@@ -462,18 +398,13 @@ impl Requester {
     ///
     /// Repeats the whole READ if the peer may never have seen it, else only consecutive lost packets.
     fn lost_run(&self, qp: &QpContext, ctx: &Ctx<'_>, wqe: &SendWqe, seq: Seq) -> Seq {
-        let recovery = &self.recovery;
         let end = wqe.request_end(seq);
         let at = self.first_answered(seq, end);
         if seq == wqe.request_start(seq) && at == end {
             return end;
         }
         let most = (ctx.window.read_limit() / (qp.mtu() + PACKET_OVERHEAD)).max(1) as u64;
-        recovery.run_end(seq, at.min(seq.plus(most)), |mark| mark == Mark::Lost)
+        self.scoreboard
+            .run_end(seq, at.min(seq.plus(most)), |mark| mark == Mark::Lost)
     }
-}
-
-/// Returns whether a packet is in flight. A READ or atomic is, until its response arrives.
-fn is_in_flight(mark: Mark, answered: bool) -> bool {
-    mark.in_flight() || answered && mark == Mark::Arrived
 }

@@ -46,7 +46,7 @@ impl Requester {
             return Err(WaitReason::Acks);
         }
         // The peer's reorder buffer drops packets further ahead.
-        if self.recovery.is_active() && self.next.since(self.una) >= max_window(qp.mtu()) {
+        if self.scoreboard.is_active() && self.next.since(self.una) >= max_window(qp.mtu()) {
             return Err(WaitReason::Psn);
         }
         match wqe.progress {

@@ -1,0 +1,948 @@
+//! Scoreboard: states of the packets in flight, as far as the peer's reports show them, and which to retransmit.
+//!
+//! The rules are those of IRN (Mittal et al., SIGCOMM 2018) for what is retransmitted, and of RFC 9002 for when a packet
+//! is lost: when a packet sent so many packets later has arrived. Unlike there, that distance grows with the reordering
+//! observed. A retransmission is judged by what was sent after it, so that it can be lost again.
+
+use std::collections::VecDeque;
+
+use roce_bth::Psn;
+
+use crate::{reorder::WORD, replies::EXPECTED_LEN, seq::Seq};
+
+/// Packets sent later that must arrive before a packet is lost (kPacketThreshold of RFC 9002).
+const TOLERANCE: u64 = 3;
+/// Largest tolerance that reordering leads to, packets.
+const MAX_TOLERANCE: u64 = 512;
+/// Entries of a retransmission queue that are not worth a compaction.
+const FEW: usize = 64;
+
+/// State of a packet.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Mark {
+    /// In flight, or nothing is known of it.
+    InFlight,
+    /// The peer has it.
+    Arrived,
+    /// Lost; to be retransmitted.
+    Lost,
+    /// Retransmitted and in flight.
+    Resent,
+    /// Its response has arrived.
+    Answered,
+}
+
+impl Mark {
+    /// Returns whether the packet counts as in flight. A READ or atomic (`answered`) does until its response arrives.
+    pub(super) fn is_in_flight(self, answered: bool) -> bool {
+        matches!(self, Self::InFlight | Self::Resent) || answered && self == Self::Arrived
+    }
+}
+
+/// Change of a packet's state, which the owner accounts for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Change {
+    pub(super) seq: Seq,
+    pub(super) from: Mark,
+    pub(super) to: Mark,
+}
+
+/// Contents of a selective ACK: all PSNs before `expected` have arrived, and those beyond with a bit.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Report<'a> {
+    expected: Seq,
+    /// First PSN of the bitmap, a multiple of [`WORD`].
+    base: Seq,
+    bitmap: &'a [u8],
+}
+
+impl<'a> Report<'a> {
+    /// Parses the payload of a selective ACK. `una`: oldest outstanding PSN.
+    pub(super) fn parse(una: Seq, payload: &'a [u8]) -> Option<Self> {
+        let (psn, bitmap) = payload.split_first_chunk::<EXPECTED_LEN>()?;
+        let expected = una.nearest(Psn::new(u32::from_be_bytes(*psn) & 0x00ff_ffff));
+        let base = expected.round_down(WORD);
+        Some(Self { expected, base, bitmap })
+    }
+
+    /// Returns the PSN that the peer expects.
+    pub(super) fn expected(&self) -> Seq {
+        self.expected
+    }
+
+    /// Returns the end of what it reports.
+    fn end(&self) -> Seq {
+        self.base.plus(self.bitmap.len() as u64 * 8).max(self.expected)
+    }
+
+    /// Returns which of the [`WORD`] PSNs from `at` on have arrived, the first in the lowest bit.
+    fn word(&self, at: Seq) -> u64 {
+        let before = low_bits(self.expected.since(at));
+        if at < self.base {
+            return before;
+        }
+        let start = (at.since(self.base) / 8) as usize;
+        let mut bytes = [0; 8];
+        let found = self.bitmap.get(start..).unwrap_or_default();
+        let len = found.len().min(bytes.len());
+        bytes[..len].copy_from_slice(&found[..len]);
+        // A bit for the expected packet means that it lacks a receive: it must be resent.
+        let beyond = !low_bits(self.expected.plus(1).since(at));
+        before | u64::from_le_bytes(bytes) & beyond
+    }
+}
+
+/// Returns a word with the `n` lowest bits set.
+fn low_bits(n: u64) -> u64 {
+    if n >= WORD { u64::MAX } else { (1 << n) - 1 }
+}
+
+/// Entry of one packet.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Slot {
+    InFlight,
+    Arrived,
+    /// Lost because packets sent from `sent` on have arrived. `None`: for another reason, such as a timeout. If the packet
+    /// arrives after all, that shows no reordering.
+    Lost {
+        sent: Option<Seq>,
+    },
+    Resent(Resent),
+    Answered,
+}
+
+impl Slot {
+    fn mark(self) -> Mark {
+        match self {
+            Self::InFlight => Mark::InFlight,
+            Self::Arrived => Mark::Arrived,
+            Self::Lost { .. } => Mark::Lost,
+            Self::Resent(_) => Mark::Resent,
+            Self::Answered => Mark::Answered,
+        }
+    }
+}
+
+/// Retransmission of a packet.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Resent {
+    /// PSN that was to be sent next for the first time.
+    after: Seq,
+    /// Number of retransmissions before.
+    order: u64,
+    /// It waits for a response, which arrives later than the report of an arrival.
+    answered: bool,
+    /// It was sent after a probe timeout.
+    probe: bool,
+}
+
+/// Newest retransmission that has arrived, or whose response has.
+#[derive(Clone, Copy, Default, Debug)]
+struct Returns {
+    /// One past its order.
+    newest: u64,
+    /// The same of the newest probe: what was sent before it and is missing is lost. With the PSN that was to be sent next
+    /// then, or the oldest outstanding one once that is judged.
+    probe: Option<(u64, Seq)>,
+    /// Nothing has been judged by it yet.
+    is_new: bool,
+}
+
+/// States of the packets from the oldest unacknowledged one on. Empty while nothing is known of any of them.
+#[derive(Debug, Default)]
+pub(super) struct Scoreboard {
+    base: Option<Seq>,
+    /// Ring from `base` on. Packets beyond its end are in flight.
+    slots: VecDeque<Slot>,
+    /// Ring of bits from `base`, rounded down to a word, on: set for packets that are `Arrived` or `Answered`.
+    done: VecDeque<u64>,
+    /// Numbers of packets that are `Lost` and `Resent`.
+    lost: u64,
+    resent: u64,
+    /// No packet before it is lost.
+    first_lost: Option<Seq>,
+    /// Retransmissions in order, of packets without a response and of those with one. An entry is void unless the packet's
+    /// slot has the same order. What makes an entry lost makes those before it lost.
+    queues: [VecDeque<(Seq, u64)>; 2],
+    /// One past the highest PSN that has arrived.
+    high: Option<Seq>,
+    /// One past the highest PSN whose response has arrived.
+    answers: Option<Seq>,
+    /// Packets before it have arrived or were declared lost.
+    judged: Option<Seq>,
+    /// Responses to packets before it have arrived or were declared lost.
+    heard: Option<Seq>,
+    tolerance: u64,
+    /// Number of retransmissions so far.
+    order: u64,
+    /// Returned retransmissions, of packets without a response and of those with one.
+    returns: [Returns; 2],
+    /// Expected PSN in the peer's last report, until it is retransmitted.
+    wanted: Option<Seq>,
+    /// Changes that the owner has not accounted for.
+    changes: Vec<Change>,
+}
+
+impl Scoreboard {
+    /// Returns whether anything is known.
+    pub(super) fn is_active(&self) -> bool {
+        self.base.is_some()
+    }
+
+    /// Takes the changes. Return the buffer with [`Scoreboard::reuse`], so that it is not allocated again.
+    pub(super) fn take_changes(&mut self) -> Vec<Change> {
+        core::mem::take(&mut self.changes)
+    }
+
+    pub(super) fn reuse(&mut self, mut changes: Vec<Change>) {
+        changes.clear();
+        self.changes = changes;
+    }
+
+    /// Returns the state of a packet.
+    pub(super) fn mark(&self, seq: Seq) -> Mark {
+        self.slot(seq).mark()
+    }
+
+    fn slot(&self, seq: Seq) -> Slot {
+        let Some(base) = self.base.filter(|base| *base <= seq) else {
+            return Slot::InFlight;
+        };
+        let slot = self.slots.get(seq.since(base) as usize);
+        slot.copied().unwrap_or(Slot::InFlight)
+    }
+
+    /// Returns the end, at most `to`, of the run of packets with such marks that begins at `from`.
+    pub(super) fn run_end(&self, from: Seq, to: Seq, is: impl Fn(Mark) -> bool) -> Seq {
+        // From here on all are in flight.
+        let unknown = self.base.map_or(from, |base| base.plus(self.slots.len() as u64));
+        let mut seq = from;
+        while seq < to && is(self.mark(seq)) {
+            if seq >= unknown {
+                return to;
+            }
+            seq = seq.plus(1);
+        }
+        seq
+    }
+
+    /// Returns the oldest lost packet from `from` on.
+    pub(super) fn next_lost(&mut self, from: Seq) -> Option<Seq> {
+        if self.lost == 0 {
+            return None;
+        }
+        let base = self.base?;
+        let start = from.max(self.first_lost.unwrap_or(base)).max(base);
+        let mut slots = self.slots.iter().skip(start.since(base) as usize);
+        let found = slots.position(|slot| matches!(slot, Slot::Lost { .. }))?;
+        let found = start.plus(found as u64);
+        if self.first_lost.is_none_or(|first| from <= first) {
+            self.first_lost = Some(found);
+        }
+        Some(found)
+    }
+
+    /// Returns the packet to retransmit next: the one that the peer expects, else the oldest.
+    pub(super) fn next_resend(&mut self, una: Seq) -> Option<Seq> {
+        if self.lost == 0 {
+            return None;
+        }
+        let wanted = self.wanted.filter(|seq| self.mark(*seq) == Mark::Lost);
+        wanted.or_else(|| self.next_lost(una))
+    }
+
+    /// Returns whether the peer's last report expects this packet, and it has not been retransmitted since.
+    pub(super) fn is_wanted(&self, seq: Seq) -> bool {
+        self.wanted == Some(seq)
+    }
+
+    /// Records the acknowledgement of everything before `una`. Account for the packets' marks before.
+    pub(super) fn on_acked(&mut self, una: Seq) {
+        let Some(base) = self.base.filter(|base| *base < una) else {
+            return;
+        };
+        let acked = (una.since(base) as usize).min(self.slots.len());
+        for _ in 0..acked {
+            match self.slots.pop_front() {
+                Some(Slot::Lost { .. }) => self.lost -= 1,
+                Some(Slot::Resent(resent)) => {
+                    self.resent -= 1;
+                    self.on_returned(resent);
+                }
+                _ => {}
+            }
+        }
+        let words = una.round_down(WORD).since(base.round_down(WORD)) / WORD;
+        self.done.drain(..(words as usize).min(self.done.len()));
+        for queue in &mut self.queues {
+            while queue.front().is_some_and(|(seq, _)| *seq < una) {
+                queue.pop_front();
+            }
+        }
+        self.base = Some(una);
+        self.first_lost = self.first_lost.map(|first| first.max(una));
+        // Nothing is known of the rest: it is as if it had just been sent.
+        if self.high.is_none_or(|high| high <= una) && self.lost == 0 && self.resent == 0 {
+            self.clear();
+        }
+    }
+
+    fn clear(&mut self) {
+        *self = Self {
+            tolerance: self.tolerance,
+            wanted: self.wanted,
+            changes: core::mem::take(&mut self.changes),
+            ..Self::default()
+        };
+    }
+
+    /// Sets a packet's state. Returns the change, if any.
+    fn set(&mut self, seq: Seq, to: Slot) -> Option<Change> {
+        let base = self.base?;
+        let index = seq.since(base) as usize;
+        if self.slots.len() <= index {
+            self.slots.resize(index + 1, Slot::InFlight);
+        }
+        let from = core::mem::replace(&mut self.slots[index], to);
+        if from.mark() == to.mark() && !matches!(to, Slot::Resent(_)) {
+            self.slots[index] = from;
+            return None;
+        }
+        match from {
+            Slot::Lost { .. } => {
+                self.lost -= 1;
+                if self.first_lost == Some(seq) {
+                    self.first_lost = Some(seq.plus(1));
+                }
+            }
+            Slot::Resent(_) => self.resent -= 1,
+            Slot::InFlight | Slot::Arrived | Slot::Answered => {}
+        }
+        match to {
+            Slot::Lost { .. } => {
+                self.lost += 1;
+                self.first_lost = Some(self.first_lost.map_or(seq, |first| first.min(seq)));
+            }
+            Slot::Resent(_) => self.resent += 1,
+            Slot::InFlight | Slot::Arrived | Slot::Answered => {}
+        }
+        self.set_done(seq, matches!(to, Slot::Arrived | Slot::Answered));
+        if let Slot::Resent(resent) = from
+            && !matches!(to, Slot::Lost { .. } | Slot::Resent(_))
+        {
+            self.on_returned(resent);
+        }
+        let (from, to) = (from.mark(), to.mark());
+        Some(Change { seq, from, to })
+    }
+
+    fn set_done(&mut self, seq: Seq, is_done: bool) {
+        let Some(base) = self.base else { return };
+        let start = base.round_down(WORD);
+        let (index, bit) = (seq.since(start) / WORD, seq.since(start) % WORD);
+        match self.done.get_mut(index as usize) {
+            Some(word) if is_done => *word |= 1 << bit,
+            Some(word) => *word &= !(1 << bit),
+            None if is_done => {
+                self.done.resize(index as usize + 1, 0);
+                self.done[index as usize] |= 1 << bit;
+            }
+            None => {}
+        }
+    }
+
+    fn change(&mut self, seq: Seq, to: Slot) {
+        let change = self.set(seq, to);
+        self.changes.extend(change);
+    }
+
+    /// Declares a packet lost because later ones have arrived.
+    fn lose_overtaken(&mut self, seq: Seq) {
+        let sent = match self.slot(seq) {
+            Slot::Resent(resent) => resent.after,
+            _ => seq,
+        };
+        self.change(seq, Slot::Lost { sent: Some(sent) });
+    }
+
+    /// Declares a packet lost for another reason than the order of arrivals.
+    pub(super) fn lose(&mut self, una: Seq, seq: Seq) {
+        self.base.get_or_insert(una);
+        self.change(seq, Slot::Lost { sent: None });
+    }
+
+    /// Records a selective ACK. `una..next` is outstanding.
+    ///
+    /// `sure`: the newest packet was sent again to cause this report, so that what is missing is lost. Of packets that have
+    /// a response, as `answered` shows, a report tells that the request has arrived, but not that a response was lost.
+    pub(super) fn on_report(
+        &mut self,
+        (una, next): (Seq, Seq),
+        report: &Report<'_>,
+        answered: impl Fn(Seq) -> bool,
+        sure: bool,
+    ) {
+        self.wanted = Some(report.expected);
+        let (from, upto) = (report.expected, report.end().min(next));
+        if una >= next || (upto <= una && from <= una) {
+            return;
+        }
+        self.base.get_or_insert(una);
+        let end = upto.max(from.min(next));
+        let mut high = self.high.unwrap_or(una).max(una);
+        let mut late = 0;
+        let mut at = una.round_down(WORD);
+        while at < end {
+            let mut news = report.word(at) & low_bits(end.since(at)) & !low_bits(una.since(at)) & !self.done_word(at);
+            while news != 0 {
+                let seq = at.plus(u64::from(news.trailing_zeros()));
+                news &= news - 1;
+                high = high.max(seq.plus(1));
+                late = late.max(self.on_arrival(seq, high, &answered));
+            }
+            at = at.plus(WORD);
+        }
+        // It arrived, but could not be executed: a receive is missing.
+        if from >= una && from < next && self.mark(from) == Mark::Arrived {
+            self.lose(una, from);
+        }
+        self.high = Some(high);
+        self.tolerance = self.tolerance.max(TOLERANCE).max(late).min(MAX_TOLERANCE);
+        self.judge(una, sure);
+    }
+
+    /// Returns which of the [`WORD`] packets from `at` on are `Arrived` or `Answered`.
+    fn done_word(&self, at: Seq) -> u64 {
+        let start = self.base.map_or(at, |base| base.round_down(WORD));
+        let word = self.done.get((at.since(start) / WORD) as usize);
+        word.copied().unwrap_or(0)
+    }
+
+    /// Records the arrival of a packet. Returns how many packets late it is if it was declared lost.
+    fn on_arrival(&mut self, seq: Seq, high: Seq, answered: &impl Fn(Seq) -> bool) -> u64 {
+        let slot = self.slot(seq);
+        let missing = matches!(slot, Slot::Lost { .. } | Slot::Resent(_)) && !answered(seq);
+        if missing || slot == Slot::InFlight {
+            self.change(seq, Slot::Arrived);
+        }
+        match slot {
+            // It was only late: packets are reordered that far.
+            Slot::Lost { sent: Some(sent) } if missing => high.since(sent),
+            _ => 0,
+        }
+    }
+
+    /// Records a response beyond the oldest missing one: all packets sent before its request have been executed.
+    /// `answered` returns which packets have a response.
+    pub(super) fn on_response(&mut self, una: Seq, seq: Seq, answered: impl Fn(Seq) -> bool) {
+        self.base.get_or_insert(una);
+        self.change(seq, Slot::Answered);
+        let end = seq.plus(1);
+        self.high = Some(self.high.map_or(end, |high| high.max(end)));
+        self.answers = Some(self.answers.map_or(end, |answers| answers.max(end)));
+        self.tolerance = self.tolerance.max(TOLERANCE);
+        let mut at = self.heard.unwrap_or(una).max(una);
+        while at.plus(self.tolerance) < end {
+            match (self.mark(at), answered(at)) {
+                (Mark::InFlight | Mark::Arrived, true) => self.lose_overtaken(at),
+                (Mark::InFlight | Mark::Lost | Mark::Resent, false) => self.change(at, Slot::Arrived),
+                _ => {}
+            }
+            at = at.plus(1);
+        }
+        self.heard = Some(at);
+        self.judge_resent(false);
+    }
+
+    /// Declares packets lost by the highest one that has arrived.
+    fn judge(&mut self, una: Seq, sure: bool) {
+        let Some(high) = self.high else { return };
+        let tolerance = if sure { 0 } else { self.tolerance };
+        let mut seq = self.judged.unwrap_or(una).max(una);
+        while seq.plus(tolerance) < high {
+            if self.mark(seq) == Mark::InFlight {
+                self.lose_overtaken(seq);
+            }
+            seq = seq.plus(1);
+        }
+        self.judged = Some(seq);
+        self.judge_resent(sure);
+    }
+
+    /// Records the return of a retransmission: it has arrived, or its response has.
+    fn on_returned(&mut self, resent: Resent) {
+        let returns = &mut self.returns[usize::from(resent.answered)];
+        returns.newest = returns.newest.max(resent.order + 1);
+        returns.is_new = true;
+        if resent.probe {
+            returns.probe = returns.probe.max(Some((resent.order + 1, resent.after)));
+        }
+    }
+
+    /// Returns whether a retransmission has returned by which [`Scoreboard::judge_by_returns`] has not judged yet.
+    pub(super) fn has_returns(&self) -> bool {
+        self.returns.iter().any(|returns| returns.is_new)
+    }
+
+    /// Declares packets lost that were sent before a retransmission that has returned. `answered` returns which packets have
+    /// a response.
+    pub(super) fn judge_by_returns(&mut self, una: Seq, answered: impl Fn(Seq) -> bool) {
+        self.tolerance = self.tolerance.max(TOLERANCE);
+        self.judge_resent(false);
+        if let Some((order, after)) = self.returns[1].probe {
+            let mut seq = una;
+            while seq < after && self.is_active() {
+                if answered(seq) && matches!(self.mark(seq), Mark::InFlight | Mark::Arrived) {
+                    self.lose_overtaken(seq);
+                }
+                seq = seq.plus(1);
+            }
+            self.returns[1].probe = Some((order, una));
+        }
+        self.returns.iter_mut().for_each(|returns| returns.is_new = false);
+    }
+
+    /// Declares retransmissions lost that later packets have overtaken.
+    fn judge_resent(&mut self, sure: bool) {
+        for kind in 0..self.queues.len() {
+            while let Some((seq, order)) = self.queues[kind].front().copied() {
+                match self.slot(seq) {
+                    Slot::Resent(resent) if resent.order == order => {
+                        if !self.is_overtaken(&resent, sure) {
+                            break;
+                        }
+                        self.lose_overtaken(seq);
+                    }
+                    _ => {}
+                }
+                self.queues[kind].pop_front();
+            }
+        }
+    }
+
+    fn is_overtaken(&self, resent: &Resent, sure: bool) -> bool {
+        let Returns { newest, probe, .. } = self.returns[usize::from(resent.answered)];
+        let returned =
+            resent.order + self.tolerance < newest || probe.is_some_and(|(probe, _)| resent.order + 1 < probe);
+        let arrived = match resent.answered {
+            true => self.answers,
+            false => self.high,
+        };
+        let passed = arrived.is_some_and(|arrived| resent.after.plus(self.tolerance) < arrived);
+        returned || passed || sure && !resent.answered
+    }
+
+    /// Records a retransmission, when `after` is the next PSN to be sent for the first time. `answered`: for its response.
+    pub(super) fn on_resent(&mut self, seq: Seq, after: Seq, answered: bool) {
+        self.wanted = self.wanted.filter(|wanted| *wanted != seq);
+        self.resend(seq, after, answered, false);
+    }
+
+    /// Records a retransmission for a response, after a probe timeout.
+    pub(super) fn on_probed(&mut self, una: Seq, seq: Seq, after: Seq) {
+        self.base.get_or_insert(una);
+        self.resend(seq, after, true, true);
+    }
+
+    fn resend(&mut self, seq: Seq, after: Seq, answered: bool, probe: bool) {
+        let order = self.order;
+        self.order += 1;
+        self.set(
+            seq,
+            Slot::Resent(Resent {
+                after,
+                order,
+                answered,
+                probe,
+            }),
+        );
+        let kind = usize::from(answered);
+        if self.queues[kind].len() > FEW + 2 * self.slots.len() {
+            let mut queue = core::mem::take(&mut self.queues[kind]);
+            queue.retain(|(seq, order)| matches!(self.slot(*seq), Slot::Resent(resent) if resent.order == *order));
+            self.queues[kind] = queue;
+        }
+        self.queues[kind].push_back((seq, order));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    fn at(n: u64) -> Seq {
+        Seq::start(Psn::new(0x00ff_fffd)).plus(n)
+    }
+
+    /// Packets of the model: all ways in which they and what is said of them come, or don't, are tried.
+    const PACKETS: u64 = 4;
+    /// Words of the peer that are under way at a time.
+    const WORDS: usize = 2;
+
+    /// Replaces the order of a retransmission by its age.
+    fn aged(slot: Slot, ago: impl Fn(u64) -> u64) -> Slot {
+        match slot {
+            Slot::Resent(resent) => Slot::Resent(Resent {
+                order: ago(resent.order),
+                ..resent
+            }),
+            other => other,
+        }
+    }
+
+    /// A requester, a peer that buffers packets, and what is between them.
+    #[derive(Clone)]
+    struct World {
+        board: Scoreboard,
+        una: u64,
+        next: u64,
+        /// Bits of packets that the peer has, and of those under way.
+        has: u8,
+        under_way: u8,
+        /// Reports of the peer that have not arrived.
+        words: Vec<u8>,
+    }
+
+    impl World {
+        fn new() -> Self {
+            Self {
+                board: Scoreboard::default(),
+                una: 0,
+                next: 0,
+                has: 0,
+                under_way: 0,
+                words: Vec::new(),
+            }
+        }
+
+        fn key(&self) -> String {
+            let board = &self.board;
+            // Only how long ago a packet was resent makes a difference, and not even that beyond the tolerance.
+            let ago = |at: u64| (board.order - at).min(2 * TOLERANCE);
+            let slots: Vec<Slot> = board.slots.iter().map(|slot| aged(*slot, ago)).collect();
+            let returns = board.returns.map(|r| (ago(r.newest), r.probe, r.is_new));
+            format!(
+                "{:?} {slots:?} {returns:?} {:?} {:?} {:?} {} {} {} {:b} {:b} {:?}",
+                board.base,
+                board.high,
+                board.judged,
+                board.wanted.map(|seq| seq >= at(self.una)),
+                board.tolerance,
+                self.una,
+                self.next,
+                self.has,
+                self.under_way,
+                self.words
+            )
+        }
+
+        /// Everything that can happen next.
+        fn steps(&self) -> Vec<Self> {
+            let mut all = Vec::new();
+            let mut add = |change: &dyn Fn(&mut Self)| {
+                let mut world = self.clone();
+                change(&mut world);
+                world.check();
+                all.push(world);
+            };
+            if let Some(lost) = self.board.clone().next_lost(at(self.una)) {
+                add(&|w| w.send_again(lost));
+            } else if self.next < PACKETS {
+                add(&|w| {
+                    w.under_way |= 1 << w.next;
+                    w.next += 1;
+                });
+            }
+            for n in (0..self.next).filter(|n| self.under_way >> n & 1 == 1) {
+                add(&|w| w.under_way &= !(1 << n));
+                add(&|w| w.deliver(n));
+            }
+            for n in 0..self.words.len() {
+                add(&|w| {
+                    w.words.remove(n);
+                });
+                add(&|w| {
+                    let word = w.words.remove(n);
+                    w.hear(word, false);
+                });
+                add(&|w| {
+                    let word = w.words.remove(n);
+                    w.hear(word, true);
+                });
+            }
+            if self.una < self.next && self.under_way == 0 && self.words.is_empty() {
+                add(&|w| w.board.silence_for_test(at(w.una), at(w.next)));
+            }
+            all
+        }
+
+        fn send_again(&mut self, seq: Seq) {
+            self.under_way |= 1 << seq.since(at(0));
+            self.board.on_resent(seq, at(self.next), false);
+        }
+
+        fn deliver(&mut self, n: u64) {
+            self.under_way &= !(1 << n);
+            self.has |= 1 << n;
+            if self.words.len() < WORDS {
+                self.words.push(self.has);
+            }
+        }
+
+        /// Hears what the peer had some time ago.
+        fn hear(&mut self, word: u8, sure: bool) {
+            let expected = u64::from(word.trailing_ones());
+            let to = expected.max(self.una);
+            self.board.on_acked(at(to));
+            self.una = to;
+            self.board.judge_by_returns(at(self.una), |_| false);
+            let has: Vec<u64> = (0..8).filter(|n| word >> n & 1 == 1).collect();
+            let outstanding = (at(self.una), at(self.next));
+            report(expected, &has, |report| {
+                self.board.on_report(outstanding, report, |_| false, sure);
+            });
+            self.board.changes.clear();
+        }
+
+        fn check(&self) {
+            let board = &self.board;
+            for n in self.una..self.next {
+                let mark = board.mark(at(n));
+                let has = self.has >> n & 1 == 1;
+                assert!(mark != Mark::Arrived || has, "{n} has not arrived: {}", self.key());
+                let done = board.done_word(at(n).round_down(WORD)) >> (at(n).since(at(n).round_down(WORD))) & 1 == 1;
+                assert_eq!(done, matches!(mark, Mark::Arrived | Mark::Answered), "{}", self.key());
+            }
+            let count = |mark| board.slots.iter().filter(|slot| slot.mark() == mark).count() as u64;
+            assert_eq!(
+                (board.lost, board.resent),
+                (count(Mark::Lost), count(Mark::Resent)),
+                "{}",
+                self.key()
+            );
+            let first = board.slots.iter().position(|slot| slot.mark() == Mark::Lost);
+            let first = first.map(|index| board.base.expect("a base").plus(index as u64));
+            assert_eq!(self.board.clone().next_lost(at(self.una)), first, "{}", self.key());
+            for (index, slot) in board.slots.iter().enumerate() {
+                let seq = board.base.expect("a base").plus(index as u64);
+                if let Slot::Resent(resent) = slot {
+                    let queue = &board.queues[usize::from(resent.answered)];
+                    assert!(queue.contains(&(seq, resent.order)), "{}", self.key());
+                }
+            }
+            let queues = board.queues.iter();
+            assert!(
+                queues
+                    .into_iter()
+                    .all(|queue| queue.iter().is_sorted_by_key(|(_, order)| *order))
+            );
+        }
+
+        /// Without further losses the peer gets everything, and the requester hears of it.
+        fn comes_to_an_end(mut self) {
+            for _ in 0..8 * PACKETS {
+                while let Some(lost) = self.board.next_lost(at(self.una)) {
+                    self.send_again(lost);
+                }
+                for n in 0..PACKETS {
+                    if self.under_way >> n & 1 == 1 {
+                        self.deliver(n);
+                    }
+                }
+                self.words = vec![self.has];
+                self.hear(self.has, false);
+                if self.una == self.next {
+                    return;
+                }
+                self.board.silence_for_test(at(self.una), at(self.next));
+            }
+            panic!("no end: {}", self.key());
+        }
+    }
+
+    impl Scoreboard {
+        /// Declares packets lost as the requester does on a timeout.
+        fn silence_for_test(&mut self, una: Seq, next: Seq) {
+            let mut seq = una;
+            while seq < next {
+                if seq == una || self.mark(seq).is_in_flight(false) {
+                    self.lose(una, seq);
+                }
+                seq = seq.plus(1);
+            }
+            self.changes.clear();
+        }
+    }
+
+    impl Clone for Scoreboard {
+        fn clone(&self) -> Self {
+            Self {
+                slots: self.slots.clone(),
+                done: self.done.clone(),
+                queues: self.queues.clone(),
+                changes: self.changes.clone(),
+                ..*self
+            }
+        }
+    }
+
+    /// Passes the selective ACK of a peer that has some packets beyond `expected`.
+    fn report(expected: u64, has: &[u64], pass: impl FnOnce(&Report<'_>)) {
+        let base = at(expected).round_down(WORD);
+        let mut bitmap = vec![0; 64];
+        for n in has.iter().filter(|n| **n >= expected) {
+            let bit = at(*n).since(base);
+            bitmap[(bit / 8) as usize] |= 1 << (bit % 8);
+        }
+        let mut payload = at(expected).psn().value().to_be_bytes().to_vec();
+        payload.append(&mut bitmap);
+        pass(&Report::parse(at(expected), &payload).expect("a report"));
+    }
+
+    /// Every order in which four packets, and all that is said of them, are delivered, lost and overtaken.
+    #[test]
+    fn nothing_is_taken_for_there_that_is_not_and_all_gets_there() {
+        let mut seen = HashSet::new();
+        let mut open = vec![World::new()];
+        while let Some(world) = open.pop() {
+            if !seen.insert(world.key()) {
+                continue;
+            }
+            world.clone().comes_to_an_end();
+            open.extend(world.steps());
+        }
+        assert!(seen.len() > 10_000, "{}", seen.len());
+    }
+
+    fn reported(board: &mut Scoreboard, una: u64, next: u64, expected: u64, has: &[u64]) -> Vec<(u64, Mark)> {
+        report(expected, has, |report| {
+            board.on_report((at(una), at(next)), report, |_| false, false);
+        });
+        let changes = board.take_changes();
+        changes.iter().map(|c| (c.seq.since(at(0)), c.to)).collect()
+    }
+
+    #[test]
+    fn a_packet_is_lost_when_three_later_ones_have_arrived() {
+        let mut r = Scoreboard::default();
+        assert_eq!(
+            reported(&mut r, 0, 10, 0, &[1, 2]),
+            [(1, Mark::Arrived), (2, Mark::Arrived)]
+        );
+        assert_eq!(r.next_lost(at(0)), None);
+        assert_eq!(
+            reported(&mut r, 0, 10, 0, &[1, 2, 3]),
+            [(3, Mark::Arrived), (0, Mark::Lost)]
+        );
+        r.on_resent(at(0), at(10), false);
+        // What was sent before that says nothing of it …
+        reported(&mut r, 0, 20, 0, &[1, 2, 3, 4, 5, 6, 7, 8, 9]);
+        assert_eq!(r.next_lost(at(0)), None);
+        // … and what was sent after it does.
+        reported(&mut r, 0, 20, 0, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14]);
+        assert_eq!(r.next_lost(at(0)), Some(at(0)));
+        assert_eq!(r.next_lost(at(1)), Some(at(10)));
+    }
+
+    /// Answers are waited for, all of 0 to 9, and those before `to` are sent again.
+    fn asked_again(to: u64) -> Scoreboard {
+        let mut r = Scoreboard::default();
+        for n in 0..to {
+            r.lose(at(0), at(n));
+            r.on_resent(at(n), at(10), true);
+        }
+        r
+    }
+
+    fn overtaken(r: &mut Scoreboard, una: u64) -> Vec<u64> {
+        assert!(r.has_returns());
+        r.take_changes();
+        r.judge_by_returns(at(una), |_| true);
+        assert!(!r.has_returns());
+        let changes = r.take_changes();
+        assert!(changes.iter().all(|c| c.to == Mark::Lost));
+        changes.iter().map(|c| c.seq.since(at(0))).collect()
+    }
+
+    #[test]
+    fn an_answer_is_lost_when_one_that_was_asked_for_again_three_later_has_come() {
+        let mut r = asked_again(6);
+        r.on_response(at(0), at(3), |_| true);
+        assert_eq!([0, 1].map(|n| r.mark(at(n))), [Mark::Lost, Mark::Resent]);
+        r.on_response(at(0), at(5), |_| true);
+        assert_eq!([2, 4].map(|n| r.mark(at(n))), [Mark::Lost, Mark::Resent]);
+        assert!(overtaken(&mut r, 0).is_empty());
+        // The same when it is the oldest, which is only acknowledged.
+        let mut r = asked_again(6);
+        r.on_resent(at(0), at(10), true);
+        r.on_acked(at(1));
+        assert_eq!(overtaken(&mut r, 1), [1, 2, 3]);
+    }
+
+    #[test]
+    fn all_that_is_missing_is_lost_when_a_probe_is_answered() {
+        let mut r = asked_again(3);
+        r.on_probed(at(0), at(0), at(10));
+        r.on_acked(at(1));
+        assert_eq!(overtaken(&mut r, 1), (1..10).collect::<Vec<_>>());
+        assert_eq!(r.next_lost(at(1)), Some(at(1)));
+        // What is sent after the probe is judged by what comes later.
+        r.on_resent(at(1), at(12), true);
+        assert_eq!(r.mark(at(1)), Mark::Resent);
+        assert_eq!(r.mark(at(10)), Mark::InFlight);
+    }
+
+    #[test]
+    fn what_a_silence_took_for_lost_tells_nothing_of_reordering() {
+        let mut r = Scoreboard::default();
+        for n in 0..50 {
+            r.lose(at(0), at(n));
+        }
+        let mut has: Vec<u64> = (1..50).filter(|n| *n != 10).collect();
+        reported(&mut r, 0, 100, 0, &has);
+        assert_eq!(
+            [0, 1, 10].map(|n| r.mark(at(n))),
+            [Mark::Lost, Mark::Arrived, Mark::Lost]
+        );
+        for n in [0, 10] {
+            r.on_resent(at(n), at(50), false);
+        }
+        // Lost once more: so many that were sent later are there.
+        has.extend(50..=53);
+        reported(&mut r, 0, 100, 0, &has);
+        assert_eq!([0, 10].map(|n| r.mark(at(n))), [Mark::Lost, Mark::Lost]);
+    }
+
+    #[test]
+    fn a_packet_that_was_sent_again_and_came_late_is_late_by_what_was_sent_after_that() {
+        let mut r = Scoreboard::default();
+        let mut has: Vec<u64> = (1..=60).collect();
+        reported(&mut r, 0, 200, 0, &has);
+        r.on_resent(at(0), at(61), false);
+        has.extend(61..=64);
+        reported(&mut r, 0, 200, 0, &has);
+        assert_eq!(r.mark(at(0)), Mark::Lost);
+        // It was four packets late, not sixty.
+        reported(&mut r, 0, 200, 66, &[]);
+        r.on_acked(at(66));
+        reported(&mut r, 66, 200, 66, &(67..=71).collect::<Vec<_>>());
+        assert_eq!(r.mark(at(66)), Mark::Lost);
+    }
+
+    #[test]
+    fn reordering_that_is_seen_makes_it_wait_longer() {
+        let mut r = Scoreboard::default();
+        reported(&mut r, 0, 100, 0, &(1..=8).collect::<Vec<_>>());
+        assert_eq!(r.mark(at(0)), Mark::Lost);
+        // It was only late.
+        r.on_acked(at(0));
+        reported(&mut r, 0, 100, 9, &[]);
+        r.on_acked(at(9));
+        reported(&mut r, 9, 100, 9, &(10..=16).collect::<Vec<_>>());
+        assert_eq!(r.mark(at(9)), Mark::InFlight, "{r:?}");
+        reported(&mut r, 9, 100, 9, &(10..=19).collect::<Vec<_>>());
+        assert_eq!(r.mark(at(9)), Mark::Lost);
+    }
+}
