@@ -252,6 +252,7 @@ impl Mapping {
     }
 
     /// Whether a range lies within the mapping.
+    #[inline]
     fn holds(&self, offset: usize, len: usize) -> bool {
         offset <= self.len && len <= self.len - offset
     }
@@ -354,6 +355,7 @@ pub struct Span {
 
 impl Span {
     /// The range, which must lie within the mapping.
+    #[inline]
     pub(crate) fn new(mapping: Arc<Mapping>, offset: usize, len: usize) -> Option<Self> {
         mapping.holds(offset, len).then_some(Self { mapping, offset, len })
     }
@@ -382,6 +384,7 @@ impl Span {
         self.mapping.is_revoked()
     }
 
+    #[inline]
     fn check(&self, offset: usize, len: usize) -> Result<usize, AccessError> {
         if offset > self.len || len > self.len - offset {
             return Err(OUTSIDE);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use proptest::prelude::*;
-use roce_bth::{LKey, Qpn, RKey};
+use roce_bth::{LKey, Qpn, RKey, Reth};
 use roce_mem::{FastRegion, KeyCache, KeyError, MemoryTable, Pages, PdHandle, Region, Span, Window, WindowKind};
 use roce_verbs::{
     AccessFlags, DeviceLimits, Sge,
@@ -140,7 +140,12 @@ impl Objects {
                     (*addr, 8, AccessFlags::REMOTE_ATOMIC),
                     (addr - 1, 1, AccessFlags::empty()),
                 ] {
-                    let cached = cache.resolve_remote(table, *pd, qpn, RKey(*key), at, len, need);
+                    let reth = Reth {
+                        va: at,
+                        rkey: RKey(*key),
+                        dma_len: len,
+                    };
+                    let cached = cache.resolve_remote(table, *pd, qpn, &reth, need);
                     let known = table.resolve_remote(*pd, qpn, RKey(*key), at, len, need);
                     assert_eq!(plain(cached), plain(known), "key {key:#x} of {qpn:?}, {len} at {at:#x}");
                     let sge = Sge {
@@ -176,7 +181,12 @@ fn a_cache_does_not_keep_memory() {
     let memory: Arc<dyn roce_verbs::provider::Memory> = Pages::allocate(4096).unwrap();
     let region = table.register_memory(pd, &memory, 0..4096, Some(0), RIGHTS).unwrap();
     let mut cache = KeyCache::default();
-    let span = cache.resolve_remote(&table, pd, QPS[0], region.rkey(), 0, 8, VIEW);
+    let reth = Reth {
+        va: 0,
+        rkey: region.rkey(),
+        dma_len: 8,
+    };
+    let span = cache.resolve_remote(&table, pd, QPS[0], &reth, VIEW);
     drop(span.unwrap());
     table.deregister(&region).unwrap();
     drop(region);

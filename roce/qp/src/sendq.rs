@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use roce_bth::{Class, Opcode};
-use roce_mem::{AccessError, KeyError, MemoryTable, PdHandle, SgList};
+use roce_mem::{AccessError, KeyCache, KeyError, MemoryTable, PdHandle, SgList};
 use roce_verbs::{AccessFlags, Payload, SendFlags, SendOp, SendWr, Sge, Target, WcOpcode, WcStatus};
 use smallvec::SmallVec;
 
@@ -135,10 +135,16 @@ impl Data {
 }
 
 /// Resolves scatter/gather elements. `None` if one is invalid.
-pub(crate) fn resolve(mem: &MemoryTable, pd: PdHandle, sges: &[Sge], need: AccessFlags) -> Option<SgList> {
+pub(crate) fn resolve(
+    keys: &mut KeyCache,
+    mem: &MemoryTable,
+    pd: PdHandle,
+    sges: &[Sge],
+    need: AccessFlags,
+) -> Option<SgList> {
     let mut list = SgList::new();
     for sge in sges.iter().filter(|s| s.length > 0) {
-        list.push(mem.resolve_local(pd, sge, need).ok()?);
+        list.push(keys.resolve_local(mem, pd, sge, need).ok()?);
     }
     Some(list)
 }

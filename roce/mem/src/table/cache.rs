@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Weak};
 
-use roce_bth::{Qpn, RKey};
+use roce_bth::{Qpn, Reth};
 use roce_verbs::{AccessFlags, Sge};
 
 use super::{MemoryTable, entries::Open};
@@ -18,9 +18,12 @@ const KEYS: usize = 4;
 /// Memory that a key opened when it was resolved.
 #[derive(Debug)]
 struct Cached {
+    pd: PdHandle,
     key: u32,
     access: AccessFlags,
     iova: u64,
+    /// Bytes from `iova` on.
+    len: u64,
     /// Closing a key revokes its mapping. A cache does not keep memory alive.
     mapping: Weak<Mapping>,
 }
@@ -35,25 +38,30 @@ struct Recent {
 
 impl Recent {
     /// Resolves a range if the key is cached, still open, and permits the access.
-    fn resolve(&self, key: u32, addr: u64, len: u64, need: AccessFlags) -> Option<Span> {
-        let cached = self.keys.iter().find(|cached| cached.key == key)?;
-        let mapping = cached.mapping.upgrade().filter(|mapping| !mapping.is_revoked())?;
-        let open = Open {
-            mapping,
-            iova: cached.iova,
-            access: cached.access,
-        };
-        open.into_span(addr, len, need).ok()
+    #[inline]
+    fn resolve(&self, pd: PdHandle, key: u32, addr: u64, len: u64, need: AccessFlags) -> Option<Span> {
+        let cached = self.keys.iter().find(|cached| cached.key == key && cached.pd == pd)?;
+        let offset = addr.wrapping_sub(cached.iova);
+        if offset > cached.len || len > cached.len - offset || !cached.access.contains(need) {
+            return None;
+        }
+        let mapping = cached.mapping.upgrade()?;
+        match mapping.is_revoked() {
+            true => None,
+            false => Span::new(mapping, offset as usize, len as usize),
+        }
     }
 
-    fn insert(&mut self, key: u32, open: &Open) {
+    fn insert(&mut self, pd: PdHandle, key: u32, open: &Open) {
         let cached = Cached {
+            pd,
             key,
             access: open.access,
             iova: open.iova,
+            len: open.mapping.len() as u64,
             mapping: Arc::downgrade(&open.mapping),
         };
-        match self.keys.iter().position(|cached| cached.key == key) {
+        match self.keys.iter().position(|cached| cached.key == key && cached.pd == pd) {
             Some(same) => self.keys[same] = cached,
             None if self.keys.len() < KEYS => self.keys.push(cached),
             None => {
@@ -64,7 +72,7 @@ impl Recent {
     }
 }
 
-/// Keys that a queue pair used last. Its protection domain and number must not change while it has one.
+/// Keys that one queue pair used last.
 #[derive(Debug, Default)]
 pub struct KeyCache {
     local: Recent,
@@ -76,6 +84,7 @@ impl KeyCache {
     ///
     /// # Errors
     /// As there.
+    #[inline]
     pub fn resolve_local(
         &mut self,
         table: &MemoryTable,
@@ -83,14 +92,25 @@ impl KeyCache {
         sge: &Sge,
         need: AccessFlags,
     ) -> Result<Span, KeyError> {
-        let (key, len) = (sge.lkey.0, u64::from(sge.length));
-        if let Some(span) = self.local.resolve(key, sge.addr, len, need) {
-            return Ok(span);
+        let cached = self.local.resolve(pd, sge.lkey.0, sge.addr, sge.length.into(), need);
+        match cached {
+            Some(span) => Ok(span),
+            None => self.look_up_local(table, pd, sge, need),
         }
+    }
+
+    #[cold]
+    fn look_up_local(
+        &mut self,
+        table: &MemoryTable,
+        pd: PdHandle,
+        sge: &Sge,
+        need: AccessFlags,
+    ) -> Result<Span, KeyError> {
         let inner = table.inner.read();
         let open = inner.find_local(pd, sge.lkey)?;
-        let span = open.span(sge.addr, len, need)?;
-        self.local.insert(key, open);
+        let span = open.span(sge.addr, sge.length.into(), need)?;
+        self.local.insert(pd, sge.lkey.0, open);
         Ok(span)
     }
 
@@ -98,24 +118,35 @@ impl KeyCache {
     ///
     /// # Errors
     /// As there.
-    #[expect(clippy::too_many_arguments, reason = "those of the table's method")]
+    #[inline]
     pub fn resolve_remote(
         &mut self,
         table: &MemoryTable,
         pd: PdHandle,
         qpn: Qpn,
-        rkey: RKey,
-        addr: u64,
-        len: u32,
+        reth: &Reth,
         need: AccessFlags,
     ) -> Result<Span, KeyError> {
-        if let Some(span) = self.remote.resolve(rkey.0, addr, len.into(), need) {
-            return Ok(span);
+        let cached = self.remote.resolve(pd, reth.rkey.0, reth.va, reth.dma_len.into(), need);
+        match cached {
+            Some(span) => Ok(span),
+            None => self.look_up_remote(table, pd, qpn, reth, need),
         }
+    }
+
+    #[cold]
+    fn look_up_remote(
+        &mut self,
+        table: &MemoryTable,
+        pd: PdHandle,
+        qpn: Qpn,
+        reth: &Reth,
+        need: AccessFlags,
+    ) -> Result<Span, KeyError> {
         let inner = table.inner.read();
-        let open = inner.find_remote(pd, qpn, rkey)?;
-        let span = open.span(addr, len.into(), need)?;
-        self.remote.insert(rkey.0, open);
+        let open = inner.find_remote(pd, qpn, reth.rkey)?;
+        let span = open.span(reth.va, reth.dma_len.into(), need)?;
+        self.remote.insert(pd, reth.rkey.0, open);
         Ok(span)
     }
 }

@@ -30,21 +30,11 @@ pub(super) struct Open {
 impl Open {
     /// Checks an access to a range of addresses.
     pub(super) fn span(&self, addr: u64, len: u64, need: AccessFlags) -> Result<Span, KeyError> {
-        let (offset, len) = self.permit(addr, len, need)?;
-        Span::new(self.mapping.clone(), offset, len).ok_or(KeyError::Range)
-    }
-
-    /// Does the same as [`Open::span`] with its own mapping.
-    pub(super) fn into_span(self, addr: u64, len: u64, need: AccessFlags) -> Result<Span, KeyError> {
-        let (offset, len) = self.permit(addr, len, need)?;
-        Span::new(self.mapping, offset, len).ok_or(KeyError::Range)
-    }
-
-    fn permit(&self, addr: u64, len: u64, need: AccessFlags) -> Result<(usize, usize), KeyError> {
-        match self.access.contains(need) {
-            true => self.offset(addr, len),
-            false => Err(KeyError::Access),
+        if !self.access.contains(need) {
+            return Err(KeyError::Access);
         }
+        let (offset, len) = self.offset(addr, len)?;
+        Span::new(self.mapping.clone(), offset, len).ok_or(KeyError::Range)
     }
 
     /// Offset and length within the mapping of a range of addresses.

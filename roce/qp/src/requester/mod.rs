@@ -11,6 +11,7 @@ mod transmit;
 
 use core::{cmp::Ordering, time::Duration};
 
+use roce_mem::KeyCache;
 use roce_verbs::{Instant, QpType, SendWr, Target, WcStatus};
 
 use self::{
@@ -30,6 +31,8 @@ const READ_PROBE: usize = 64 << 10;
 /// PSN state, timers and recovery state of the requester and completer.
 #[derive(Debug)]
 pub(crate) struct Requester {
+    /// Local keys used last.
+    keys: KeyCache,
     sq: SendQueue,
     /// Oldest PSN that is not acknowledged; of a READ, whose response has not arrived.
     una: Seq,
@@ -86,6 +89,7 @@ pub(crate) struct Requester {
 impl Requester {
     pub(crate) fn new(first: Seq) -> Self {
         Self {
+            keys: KeyCache::default(),
             sq: SendQueue::new(first),
             una: first,
             next: first,

@@ -193,7 +193,7 @@ impl Requester {
             false => AccessFlags::empty(),
         };
         if let Data::Sges(sges) = &wqe.data {
-            match resolve(ctx.mem, pd, sges, need) {
+            match resolve(&mut self.keys, ctx.mem, pd, sges, need) {
                 Some(list) => wqe.data = Data::List(list),
                 None => {
                     wqe.progress = Progress::Failed(WcStatus::LocalProtectionError);

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use roce_bth::{Class, ExtHeader, Packet, Service};
+use roce_bth::{Class, ExtHeader, Packet, Reth, Service};
 use roce_mem::{PdHandle, Span};
-use roce_verbs::{AccessFlags, AsyncEvent, QpType, RKey};
+use roce_verbs::{AccessFlags, AsyncEvent, QpType};
 
 use super::{Inbound, Responder};
 use crate::{
@@ -144,7 +144,7 @@ impl Responder {
             }
         };
         let list = match with_memory {
-            true => resolve(ctx.mem, pd, &wqe.sges, AccessFlags::LOCAL_WRITE),
+            true => resolve(&mut self.keys, ctx.mem, pd, &wqe.sges, AccessFlags::LOCAL_WRITE),
             false => Some(roce_mem::SgList::new()),
         };
         let found = list.is_some();
@@ -213,37 +213,27 @@ impl Responder {
             && let Some(reth) = packet.header.reth()
         {
             self.inbound = Inbound::Write {
-                span: remote_span(
-                    qp,
-                    ctx,
-                    self.key_domain(qp),
-                    reth.rkey,
-                    reth.va,
-                    reth.dma_len,
-                    AccessFlags::REMOTE_WRITE,
-                )?,
+                span: self.remote_span(qp, ctx, self.key_domain(qp), &reth, AccessFlags::REMOTE_WRITE)?,
                 received: 0,
                 len: reth.dma_len,
             };
         }
         Ok(())
     }
-}
 
-/// Resolves remote memory that the peer names. `None` if it is empty.
-pub(super) fn remote_span(
-    qp: &QpContext,
-    ctx: &Ctx<'_>,
-    pd: PdHandle,
-    rkey: RKey,
-    va: u64,
-    len: u32,
-    need: AccessFlags,
-) -> Result<Option<Span>, Refusal> {
-    if len == 0 {
-        return Ok(None);
+    /// Resolves memory that the peer names. `None` if it is empty.
+    pub(super) fn remote_span(
+        &mut self,
+        qp: &QpContext,
+        ctx: &Ctx<'_>,
+        pd: PdHandle,
+        reth: &Reth,
+        need: AccessFlags,
+    ) -> Result<Option<Span>, Refusal> {
+        if reth.dma_len == 0 {
+            return Ok(None);
+        }
+        let span = self.keys.resolve_remote(ctx.mem, pd, qp.qpn(), reth, need);
+        span.map(Some).map_err(|_| Refusal::RKey)
     }
-    let qpn = qp.qpn();
-    let span = ctx.mem.resolve_remote(pd, qpn, rkey, va, len, need);
-    span.map(Some).map_err(|_| Refusal::RKey)
 }

@@ -2,10 +2,10 @@
 
 use core::time::Duration;
 
-use roce_bth::{Class, Packet, Service};
+use roce_bth::{Class, Packet, Reth, Service};
 use roce_verbs::AccessFlags;
 
-use super::{Responder, checks::remote_span};
+use super::Responder;
 use crate::{
     context::QpContext,
     ctx::Ctx,
@@ -84,7 +84,8 @@ impl Responder {
             ctx.counters.dropped_requests += 1;
             return;
         };
-        let Ok(span) = remote_span(qp, ctx, pd, rkey, va, len, AccessFlags::REMOTE_READ) else {
+        let whole = Reth { va, rkey, dma_len: len };
+        let Ok(span) = self.remote_span(qp, ctx, pd, &whole, AccessFlags::REMOTE_READ) else {
             replies.refuse_replay(ctx, seq);
             return;
         };

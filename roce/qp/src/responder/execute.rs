@@ -2,11 +2,11 @@
 
 use std::collections::VecDeque;
 
-use roce_bth::{Class, ExtHeader, Opcode, Packet};
+use roce_bth::{Class, ExtHeader, Opcode, Packet, Reth};
 use roce_mem::AtomicError;
 use roce_verbs::{AccessFlags, Completion, WcFlags, WcOpcode, WcStatus};
 
-use super::{Gap, Inbound, Responder, checks::remote_span};
+use super::{Gap, Inbound, Responder};
 use crate::{
     context::QpContext,
     ctx::Ctx,
@@ -92,15 +92,7 @@ impl Responder {
         if u64::from(packets) > MAX_OUTSTANDING {
             return Err(Refusal::Length);
         }
-        let span = remote_span(
-            qp,
-            ctx,
-            self.key_domain(qp),
-            reth.rkey,
-            reth.va,
-            reth.dma_len,
-            AccessFlags::REMOTE_READ,
-        )?;
+        let span = self.remote_span(qp, ctx, self.key_domain(qp), &reth, AccessFlags::REMOTE_READ)?;
         let work = Work::Read(ReadReply {
             va: reth.va,
             rkey: reth.rkey,
@@ -130,15 +122,12 @@ impl Responder {
         if !eth.va.is_multiple_of(8) {
             return Err(Refusal::Misaligned);
         }
-        let span = remote_span(
-            qp,
-            ctx,
-            self.key_domain(qp),
-            eth.rkey,
-            eth.va,
-            8,
-            AccessFlags::REMOTE_ATOMIC,
-        )?;
+        let word = Reth {
+            va: eth.va,
+            rkey: eth.rkey,
+            dma_len: 8,
+        };
+        let span = self.remote_span(qp, ctx, self.key_domain(qp), &word, AccessFlags::REMOTE_ATOMIC)?;
         let span = span.ok_or(Refusal::RKey)?;
         let swap = matches!(packet.header.bth.opcode, Opcode::RcCompareSwap | Opcode::XrcCompareSwap);
         let done = match swap {
@@ -162,15 +151,8 @@ impl Responder {
         if !reth.va.is_multiple_of(8) {
             return Err(Refusal::Misaligned);
         }
-        let span = remote_span(
-            qp,
-            ctx,
-            self.key_domain(qp),
-            reth.rkey,
-            reth.va,
-            8,
-            AccessFlags::REMOTE_WRITE,
-        )?;
+        let word = Reth { dma_len: 8, ..reth };
+        let span = self.remote_span(qp, ctx, self.key_domain(qp), &word, AccessFlags::REMOTE_WRITE)?;
         let span = span.ok_or(Refusal::RKey)?;
         let bytes = packet.payload.try_into().map_err(|_| Refusal::Length)?;
         span.store(bytes).map_err(atomic_refusal)?;

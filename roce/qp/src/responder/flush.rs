@@ -10,7 +10,7 @@ use core::cmp::Ordering;
 use roce_bth::{Packet, Placement, Selectivity};
 use roce_mem::{FlushError, Span};
 
-use super::{Responder, checks::remote_span};
+use super::Responder;
 use crate::{
     context::QpContext, ctx::Ctx, refusal::Refusal, reorder::BufferedPacket, replies::Replies, rights::flush_rights,
     seq::Seq,
@@ -125,7 +125,7 @@ impl Responder {
                 let span = ctx.mem.resolve_whole(pd, qpn, reth.rkey, need);
                 Some(span.map_err(|_| Refusal::RKey)?)
             }
-            _ => remote_span(qp, ctx, self.key_domain(qp), reth.rkey, reth.va, reth.dma_len, need)?,
+            _ => self.remote_span(qp, ctx, self.key_domain(qp), &reth, need)?,
         };
         let Some(span) = span else { return Ok(false) };
         if !feth.placement.contains(Placement::PERSISTENT) {

@@ -12,7 +12,7 @@ use core::{cmp::Ordering, time::Duration};
 use std::sync::Arc;
 
 use roce_bth::{Class, Msn, NakCode, Packet, Psn, Syndrome};
-use roce_mem::Span;
+use roce_mem::{KeyCache, Span};
 use roce_verbs::{Completion, QpState, WcOpcode, WcStatus};
 
 use self::flush::Flush;
@@ -78,6 +78,8 @@ enum Gap {
 /// Responder: PSN state, the message being received, and packets beyond a gap.
 #[derive(Debug)]
 pub(crate) struct Responder {
+    /// Keys used last, the peer's and those of receives.
+    keys: KeyCache,
     /// Receive queue of the queue pair itself.
     receives: Arc<ReceiveQueue>,
     /// PSN expected next.
@@ -106,6 +108,7 @@ enum Processed {
 impl Responder {
     pub(crate) fn new(receives: Arc<ReceiveQueue>, first: Seq) -> Self {
         Self {
+            keys: KeyCache::default(),
             receives,
             expected: first,
             msn: Msn::new(0),
