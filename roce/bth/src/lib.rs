@@ -20,7 +20,7 @@ pub use aeth::{Aeth, Credits, NakCode, RnrTimer, Syndrome};
 pub use header::{AtomicEth, Bth, Deth, Feth, Placement, Reth, Selectivity, XrcEth};
 pub use ids::{LKey, PKey, QKey, Qpn, RKey, Srqn};
 pub use opcode::{Class, ExtHeader, Opcode, OpcodeInfo, Position, Service};
-pub use packet::{Header, HeaderView, Packet, ParseError};
+pub use packet::{Header, HeaderView, HeaderWriter, Packet, ParseError};
 pub use psn::{Msn, Psn};
 
 /// UDP destination port of RoCEv2 (IBTA A17.9.2).

@@ -7,7 +7,7 @@ use crate::{
     aeth::Aeth,
     header::{AtomicEth, Bth, Deth, Feth, Reth, Wire, XrcEth},
     ids::RKey,
-    opcode::{ExtHeader, Opcode},
+    opcode::{ExtHeader, Opcode, OpcodeInfo},
 };
 
 /// Reason why bytes are not a RoCEv2 packet: the check that failed.
@@ -81,13 +81,24 @@ macro_rules! extended_headers {
             /// # Panics
             /// If `out` is shorter than [`Header::wire_len`]: a bug of the caller.
             pub fn emit(&self, out: &mut [u8]) -> usize {
-                let info = self.bth.opcode.info();
-                let (bth, extended) = out[..info.header_len].split_at_mut(BTH_LEN);
-                bth.copy_from_slice(&self.bth.write());
-                extended.fill(0);
-                $( put(out, info.offset(ExtHeader::$header), self.$name); )*
-                info.header_len
+                let mut writer = HeaderWriter::new(&self.bth, out);
+                $(
+                    if let Some(value) = self.$name {
+                        writer.$name(value);
+                    }
+                )*
+                writer.written()
             }
+        }
+
+        impl HeaderWriter<'_> {
+            $(
+                $(#[$doc])*
+                #[inline]
+                pub fn $name(&mut self, value: $type) {
+                    self.put(ExtHeader::$header, value);
+                }
+            )*
         }
 
         impl HeaderView<'_> {
@@ -129,10 +140,40 @@ extended_headers! {
     ieth: RKey = Ieth;
 }
 
-/// Writes an extended header, if there is one and the packet has it.
-fn put<T: Wire<N>, const N: usize>(out: &mut [u8], at: Option<usize>, header: Option<T>) {
-    if let (Some(at), Some(header)) = (at, header) {
-        out[at..at + N].copy_from_slice(&header.write());
+/// Writer of a packet's headers. Each method writes one extended header, if the opcode has it; the others stay zero.
+#[derive(Debug)]
+pub struct HeaderWriter<'a> {
+    info: &'static OpcodeInfo,
+    bytes: &'a mut [u8],
+}
+
+impl<'a> HeaderWriter<'a> {
+    /// Writes the BTH to the front of `out`, and zeros for the extended headers.
+    ///
+    /// # Panics
+    /// If `out` is shorter than the headers: a bug of the caller.
+    #[inline]
+    pub fn new(bth: &Bth, out: &'a mut [u8]) -> Self {
+        let info = bth.opcode.info();
+        let bytes = &mut out[..info.header_len];
+        let (first, extended) = bytes.split_at_mut(BTH_LEN);
+        first.copy_from_slice(&bth.write());
+        for byte in extended {
+            *byte = 0;
+        }
+        Self { info, bytes }
+    }
+
+    /// Returns the length of the headers, bytes.
+    pub const fn written(&self) -> usize {
+        self.info.header_len
+    }
+
+    #[inline]
+    fn put<T: Wire<N>, const N: usize>(&mut self, header: ExtHeader, value: T) {
+        if let Some(at) = self.info.offset(header) {
+            self.bytes[at..at + N].copy_from_slice(&value.write());
+        }
     }
 }
 

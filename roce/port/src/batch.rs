@@ -196,33 +196,35 @@ impl TxBatch {
         Some(&mut self.slab[self.used..self.used + len])
     }
 
-    /// Returns whether a packet of `total` bytes may join the last train.
-    fn joins(&self, path: &TxPath, dest: Qpn, total: usize, alone: bool) -> bool {
-        !alone
-            && self.config.gso
+    /// Returns whether the last train is one of packets to this receiver.
+    fn leads_to(&self, path: &TxPath, dest: Qpn) -> bool {
+        self.trains.last().is_some_and(|t| {
+            t.dest == dest && t.path.flow == path.flow && t.path.tos == path.tos && t.path.ttl == path.ttl
+        })
+    }
+
+    /// Returns whether a packet of `total` bytes to the receiver of the last train may join it.
+    fn has_place(&self, total: usize) -> bool {
+        self.config.gso
             && self.trains.last().is_some_and(|t| {
                 t.open
-                    && t.dest == dest
-                    && t.path.flow == path.flow
-                    && t.path.tos == path.tos
-                    && t.path.ttl == path.ttl
                     && total <= t.segment_len
                     && t.segments < self.config.max_segments
                     && t.len + total <= self.config.max_train_bytes
             })
     }
 
-    /// Returns whether this batch should accept a packet of `len` bytes without ICRC.
+    /// Returns whether this batch should accept a packet of `len` bytes without ICRC. `joins`: it joins the last train.
     ///
     /// Leaves a train that the end of the slab would cut short to the next batch.
-    fn accepts(&self, path: &TxPath, dest: Qpn, len: usize, alone: bool) -> bool {
+    fn accepts(&self, len: usize, alone: bool, joins: bool) -> bool {
         let free = self.slab.len() - self.used;
         self.has_room(len)
             && (alone
+                || joins
                 || !self.config.gso
                 || free >= self.config.max_train_bytes
-                || self.used < self.slab.len() / 2
-                || self.joins(path, dest, len + ICRC_LEN, alone))
+                || self.used < self.slab.len() / 2)
     }
 
     /// Returns the last packet.
@@ -230,11 +232,10 @@ impl TxBatch {
         &self.slab[self.last..self.used]
     }
 
-    /// Seals the `len` bytes just written and adds them to a train. Returns the packet's index in it.
-    fn commit(&mut self, path: &TxPath, [src, dest]: [Qpn; 2], len: usize, alone: bool) -> usize {
+    /// Seals the `len` bytes just written and adds them to the last train (`joins`) or a new one. Returns the packet's index in it.
+    fn commit(&mut self, path: &TxPath, [src, dest]: [Qpn; 2], len: usize, alone: bool, joins: bool) -> usize {
         let total = len + ICRC_LEN;
         let start = self.used;
-        let joins = self.joins(path, dest, total, alone);
         let index = match self.trains.last_mut().filter(|_| joins) {
             Some(train) => {
                 train.len += total;
@@ -285,9 +286,21 @@ pub(crate) struct QpSink<'a> {
     gso: bool,
     /// Packets left to stage in this turn.
     budget: usize,
-    reserved: Option<(TxKind, usize)>,
+    /// Whether the batch's last train leads to the receiver.
+    continues: bool,
+    reserved: Option<Reserved>,
     staged: Staged,
     full: bool,
+}
+
+/// Packet that is being written.
+struct Reserved {
+    kind: TxKind,
+    len: usize,
+    /// It must not share a train.
+    alone: bool,
+    /// It joins the last train.
+    joins: bool,
 }
 
 /// Resolves the receivers of a datagram queue pair to paths.
@@ -343,6 +356,7 @@ impl<'a> QpSink<'a> {
     /// Creates the sink of a queue pair for packets to a peer's: `[ours, theirs]`.
     pub(crate) fn new(batch: &'a mut TxBatch, path: &TxPath, [src, dest]: [Qpn; 2], gso: bool, budget: usize) -> Self {
         Self {
+            continues: batch.leads_to(path, dest),
             batch,
             path: *path,
             src,
@@ -373,21 +387,33 @@ impl TxSink for QpSink<'_> {
             return None;
         }
         let alone = kind.is_again() || !self.gso;
-        if !self.batch.accepts(&self.path, self.dest, len, alone) {
+        let joins = !alone && self.continues && self.batch.has_place(len + ICRC_LEN);
+        if !self.batch.accepts(len, alone, joins) {
             self.full = true;
             return None;
         }
-        self.reserved = Some((kind, len));
+        self.reserved = Some(Reserved {
+            kind,
+            len,
+            alone,
+            joins,
+        });
         self.batch.reserve(len)
     }
 
     fn commit(&mut self) {
-        let Some((kind, len)) = self.reserved.take() else {
+        let Some(Reserved {
+            kind,
+            len,
+            alone,
+            joins,
+        }) = self.reserved.take()
+        else {
             return;
         };
         let retransmission = kind.is_again();
-        let alone = retransmission || !self.gso;
-        let index = self.batch.commit(&self.path, [self.src, self.dest], len, alone);
+        let index = self.batch.commit(&self.path, [self.src, self.dest], len, alone, joins);
+        self.continues = true;
         self.budget -= 1;
         self.staged.packets += 1;
         self.staged.bytes += (len + ICRC_LEN) as u64;
@@ -406,6 +432,7 @@ impl TxSink for QpSink<'_> {
         self.gso = receiver.gso.unwrap_or_else(|| d.peers.gso_proven(remote));
         self.path = receiver.path;
         self.dest = dest;
+        self.continues = self.batch.leads_to(&self.path, dest);
         true
     }
 }

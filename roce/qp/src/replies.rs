@@ -3,7 +3,7 @@
 use core::time::Duration;
 use std::collections::VecDeque;
 
-use roce_bth::{Aeth, Bth, Credits, Header, Msn, NakCode, Opcode, Syndrome};
+use roce_bth::{Aeth, Bth, Credits, HeaderWriter, Msn, NakCode, Opcode, Syndrome};
 use roce_mem::Span;
 use roce_verbs::{Instant, RKey};
 
@@ -556,12 +556,10 @@ impl Replies {
 /// Writes an ACK or NAK. Returns false if `tx` is full.
 fn emit_ack(qp: &QpContext, seq: Seq, aeth: Aeth, tx: &mut impl TxSink) -> bool {
     let opcode = qp.wire(Opcode::RcAcknowledge);
-    let mut header = Header::new(Bth::new(opcode, qp.peer(), seq.psn()));
-    header.aeth = Some(aeth);
-    let Some(out) = tx.reserve(TxKind::Ack, header.wire_len()) else {
+    let Some(out) = tx.reserve(TxKind::Ack, opcode.info().header_len) else {
         return false;
     };
-    header.emit(out);
+    HeaderWriter::new(&Bth::new(opcode, qp.peer(), seq.psn()), out).aeth(aeth);
     tx.commit();
     true
 }
@@ -576,14 +574,13 @@ fn emit_selective(
     tx: &mut impl TxSink,
 ) -> bool {
     let (_, words) = buffer.bitmap(qp.mtu() - EXPECTED_LEN).unwrap_or((expected, &[]));
-    let mut header = Header::new(Bth::new(Opcode::SelectiveAck, qp.peer(), seq.psn()));
-    header.aeth = Some(aeth);
-    let head = header.wire_len();
+    let bth = Bth::new(Opcode::SelectiveAck, qp.peer(), seq.psn());
+    let head = bth.opcode.info().header_len;
     let len = len.max(head + EXPECTED_LEN + size_of_val(words));
     let Some(out) = tx.reserve(TxKind::Ack, len) else {
         return false;
     };
-    header.emit(out);
+    HeaderWriter::new(&bth, out).aeth(aeth);
     out[head..].fill(0);
     out[head..head + EXPECTED_LEN].copy_from_slice(&expected.psn().value().to_be_bytes());
     for (out, word) in out[head + EXPECTED_LEN..].chunks_exact_mut(size_of::<u64>()).zip(words) {
@@ -600,13 +597,15 @@ fn emit_result(qp: &QpContext, resource: &Resource, value: Option<u64>, kind: Tx
         // FLUSH and ATOMIC WRITE are answered by a READ response without data (IBA Annex A19).
         None => Opcode::RcReadResponseOnly,
     };
-    let mut header = Header::new(Bth::new(qp.wire(opcode), qp.peer(), resource.first.psn()));
-    header.aeth = Some(ack_header(resource.msn));
-    header.atomic_ack = value;
-    let Some(out) = tx.reserve(kind, header.wire_len()) else {
+    let bth = Bth::new(qp.wire(opcode), qp.peer(), resource.first.psn());
+    let Some(out) = tx.reserve(kind, bth.opcode.info().header_len) else {
         return false;
     };
-    header.emit(out);
+    let mut header = HeaderWriter::new(&bth, out);
+    header.aeth(ack_header(resource.msn));
+    if let Some(value) = value {
+        header.atomic_ack(value);
+    }
     tx.commit();
     true
 }
@@ -633,13 +632,11 @@ fn emit_read(
     let n = len as usize;
     let pad = n.wrapping_neg() & 3;
     bth.pad = pad as u8;
-    let mut header = Header::new(bth);
-    header.aeth = Some(ack_header(msn));
-    let head = header.wire_len();
+    let head = bth.opcode.info().header_len;
     let Some(out) = tx.reserve(kind, head + n + pad) else {
         return Ok(Step::Full);
     };
-    header.emit(out);
+    HeaderWriter::new(&bth, out).aeth(ack_header(msn));
     if n > 0 {
         let span = read.span.as_ref().ok_or(Refusal::RKey)?;
         span.read(read.offset as usize, &mut out[head..head + n])

@@ -283,6 +283,9 @@ impl SendWqe {
         if n == 0 {
             return 0;
         }
+        if self.packets == 1 {
+            return self.len as usize + PACKET_OVERHEAD;
+        }
         let a = self.slice(from.since(self.first), mtu).0;
         let (b, last) = self.slice(to.since(self.first) - 1, mtu);
         b + last - a + n as usize * PACKET_OVERHEAD

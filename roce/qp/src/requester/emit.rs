@@ -1,6 +1,6 @@
 //! Request packets: headers and payload of one packet.
 
-use roce_bth::{AtomicEth, Bth, Deth, ExtHeader, Feth, Header, Reth, XrcEth};
+use roce_bth::{AtomicEth, Bth, Deth, ExtHeader, Feth, HeaderWriter, OpcodeInfo, Reth, XrcEth};
 use roce_verbs::{RemoteAddr, SendFlags, SendOp, Target, WcStatus};
 
 use super::Requester;
@@ -57,12 +57,11 @@ impl Requester {
         bth.solicited = wqe.flags.contains(SendFlags::SOLICITED)
             && info.position.ends()
             && (wqe.kind() == Kind::Send || info.has(ExtHeader::Imm));
-        let mut header = Header::new(bth);
-        fill_extended(&mut header, wqe, offset, end + last_len);
-        self.fill_target(qp, &mut header, target);
         let head = info.header_len;
         let out = tx.reserve(kind, head + len + pad).ok_or(Unsent::Full)?;
-        header.emit(out);
+        let mut header = HeaderWriter::new(&bth, out);
+        write_extended(&mut header, info, wqe, offset, end + last_len);
+        write_target(qp, &mut header, target);
         if len > 0 {
             let filled = wqe.data.read_at(offset, &mut out[head..head + len]);
             filled.map_err(|_| Unsent::Fault(WcStatus::LocalProtectionError))?;
@@ -71,33 +70,30 @@ impl Requester {
         tx.commit();
         Ok(())
     }
+}
 
-    /// Fills the DETH of a datagram or the XRCETH of an XRC message.
-    fn fill_target(&self, qp: &QpContext, header: &mut Header, target: &Target) {
-        match *target {
-            Target::Peer => {}
-            Target::Datagram(to) => {
-                header.deth = Some(Deth {
-                    qkey: if to.qkey.is_controlled() { qp.qkey() } else { to.qkey },
-                    reserved: 0,
-                    src_qp: qp.qpn(),
-                });
-            }
-            Target::Srq(srqn) => header.xrceth = Some(XrcEth { reserved: 0, srqn }),
-        }
+/// Writes the DETH of a datagram or the XRCETH of an XRC message.
+fn write_target(qp: &QpContext, header: &mut HeaderWriter<'_>, target: &Target) {
+    match *target {
+        Target::Peer => {}
+        Target::Datagram(to) => header.deth(Deth {
+            qkey: if to.qkey.is_controlled() { qp.qkey() } else { to.qkey },
+            reserved: 0,
+            src_qp: qp.qpn(),
+        }),
+        Target::Srq(srqn) => header.xrceth(XrcEth { reserved: 0, srqn }),
     }
 }
 
-/// Fills the extended headers of a request. `offset..end` is the part of the message that a READ requests, bytes.
-fn fill_extended(header: &mut Header, wqe: &SendWqe, offset: usize, end: usize) {
-    let info = header.bth.opcode.info();
+/// Writes the extended headers of a request. `offset..end` is the part of the message that a READ requests, bytes.
+fn write_extended(header: &mut HeaderWriter<'_>, info: &OpcodeInfo, wqe: &SendWqe, offset: usize, end: usize) {
     if info.has(ExtHeader::Reth) {
         let RemoteAddr { addr, rkey } = match wqe.op {
             SendOp::Write(to) | SendOp::WriteWithImm(to, _) | SendOp::Read(to) | SendOp::AtomicWrite(to) => to,
             SendOp::Flush(flush) => flush.remote,
             _ => RemoteAddr::default(),
         };
-        header.reth = Some(Reth {
+        header.reth(Reth {
             va: addr.wrapping_add(offset as u64),
             rkey,
             dma_len: match (wqe.kind(), &wqe.op) {
@@ -108,31 +104,26 @@ fn fill_extended(header: &mut Header, wqe: &SendWqe, offset: usize, end: usize) 
         });
     }
     match wqe.op {
-        SendOp::SendWithImm(imm) | SendOp::WriteWithImm(_, imm) if info.has(ExtHeader::Imm) => header.imm = Some(imm),
-        SendOp::SendWithInv(key) if info.has(ExtHeader::Ieth) => header.ieth = Some(key),
-        SendOp::Flush(flush) => {
-            header.feth = Some(Feth {
-                placement: flush.placement,
-                selectivity: flush.selectivity,
-                reserved: 0,
-            });
-        }
-        SendOp::CompareSwap { remote, compare, swap } => {
-            header.atomic_eth = Some(AtomicEth {
-                va: remote.addr,
-                rkey: remote.rkey,
-                swap_add: swap,
-                compare,
-            });
-        }
-        SendOp::FetchAdd { remote, add } => {
-            header.atomic_eth = Some(AtomicEth {
-                va: remote.addr,
-                rkey: remote.rkey,
-                swap_add: add,
-                compare: 0,
-            });
-        }
+        // Only the last packet of a message has them.
+        SendOp::SendWithImm(imm) | SendOp::WriteWithImm(_, imm) => header.imm(imm),
+        SendOp::SendWithInv(key) => header.ieth(key),
+        SendOp::Flush(flush) => header.feth(Feth {
+            placement: flush.placement,
+            selectivity: flush.selectivity,
+            reserved: 0,
+        }),
+        SendOp::CompareSwap { remote, compare, swap } => header.atomic_eth(AtomicEth {
+            va: remote.addr,
+            rkey: remote.rkey,
+            swap_add: swap,
+            compare,
+        }),
+        SendOp::FetchAdd { remote, add } => header.atomic_eth(AtomicEth {
+            va: remote.addr,
+            rkey: remote.rkey,
+            swap_add: add,
+            compare: 0,
+        }),
         _ => {}
     }
 }
