@@ -23,7 +23,7 @@ impl QueuePair {
     /// expected there takes no more than two packets in a row.
     pub fn expects(&self, packet: &Packet<'_>) -> bool {
         let bth = &packet.header.bth;
-        let (una, top) = (self.requester.una(), self.requester.top());
+        let (una, top) = (self.requester.una(), self.requester.next());
         match bth.opcode.info().class {
             Class::Cnp => false,
             Class::SelectiveAcknowledge => {
@@ -82,7 +82,7 @@ impl QueuePair {
         let psn = packet.header.bth.psn;
         let (una, expected) = (self.requester.una(), self.responder.expected());
         let (request, response) = (una.nearest(psn), expected.nearest(psn));
-        let requested = request.plus(RECENT_REQUESTS) >= una && request < self.requester.top();
+        let requested = request.plus(RECENT_REQUESTS) >= una && request < self.requester.next();
         let responded = response.plus(PACKETS) >= expected && response < expected;
         requested || responded
     }
@@ -106,7 +106,7 @@ impl QueuePair {
             }
             Direction::Response => {
                 let una = self.requester.una();
-                let outstanding = una < self.requester.top() && una.psn() == bth.psn;
+                let outstanding = una < self.requester.next() && una.psn() == bth.psn;
                 (self.context.is_sending() && outstanding).then_some(una)
             }
         }

@@ -487,23 +487,18 @@ impl QueuePair {
     /// Sends one request packet, after the acknowledgement that is due before it.
     fn transmit_request(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Step {
         let (qp, requester) = (&mut self.context, &mut self.requester);
-        requester.begin_transmit();
-        if let Some(step) = requester.transmit_lost(qp, ctx, tx) {
-            return step;
-        }
         loop {
-            match requester.prepare(qp, ctx) {
-                Step::Sent => {}
-                step => return step,
-            }
+            let Some(next) = requester.prepare(qp, ctx) else {
+                return Step::Idle;
+            };
             if self.replies.is_due() {
-                let next = (requester.completes_receive(), requester.next_len(qp));
+                let packet = (requester.completes_receive(next), requester.packet_len(qp, next));
                 let received = self.responder.received();
-                if let Some(step) = self.replies.acknowledge_before(qp, &received, next, tx) {
+                if let Some(step) = self.replies.acknowledge_before(qp, &received, packet, tx) {
                     return step;
                 }
             }
-            if let Some(step) = requester.transmit_next(qp, ctx, tx) {
+            if let Some(step) = requester.transmit(qp, ctx, next, tx) {
                 return step;
             }
         }

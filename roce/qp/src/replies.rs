@@ -443,7 +443,7 @@ impl Replies {
         &mut self,
         qp: &QpContext,
         received: &Received<'_>,
-        (completes, len): (bool, Option<usize>),
+        (completes, len): (bool, usize),
         tx: &mut impl TxSink,
     ) -> Option<Step> {
         if self.ack == AckDue::No || (self.is_held() && !completes) {
@@ -451,8 +451,8 @@ impl Replies {
         }
         self.held_until = None;
         // Only packets of one length form a GSO train.
-        let len = len.filter(|len| *len <= LONGEST_PADDED_ACK);
-        match self.transmit_padded_ack(qp, received, len.unwrap_or(0), tx) {
+        let len = if len <= LONGEST_PADDED_ACK { len } else { 0 };
+        match self.transmit_padded_ack(qp, received, len, tx) {
             Step::Full => Some(Step::Full),
             // Responses must be sent before the acknowledgement.
             _ if self.ack != AckDue::No => Some(Step::Idle),

@@ -2,15 +2,15 @@
 
 use core::cmp::Ordering;
 
-use roce_bth::{Aeth, Class, Packet, Position, RnrTimer, Syndrome};
+use roce_bth::{Aeth, Class, Packet, RnrTimer, Syndrome};
 use roce_verbs::{AsyncEvent, Completion, QpState, SendFlags, WcFlags, WcStatus};
 
-use super::{Requester, compare_outstanding, timeout::GoBack};
+use super::{Requester, compare_outstanding, phase::Event, retransmit::GoBack};
 use crate::{
     context::QpContext,
     ctx::Ctx,
     refusal::nak_status,
-    sendq::{Kind, Progress, SendWqe},
+    sendq::{Kind, Progress},
     seq::Seq,
 };
 
@@ -25,7 +25,7 @@ impl Requester {
             return;
         }
         let seq = self.una.nearest(packet.header.bth.psn);
-        let order = compare_outstanding(seq, self.una, self.top);
+        let order = compare_outstanding(seq, self.una, self.next);
         if order != Ordering::Equal {
             // Stale, or a response to a request that was never sent.
             ctx.counters.dropped_responses += 1;
@@ -99,38 +99,35 @@ impl Requester {
 
     /// Advances the oldest outstanding PSN and completes the work requests before it.
     pub(crate) fn advance(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, to: Seq) {
-        let (from, next) = (self.una, self.next);
+        let from = self.una;
         if to > from {
-            let upto = to.min(next);
             let (mut weight, mut answered) = (0, 0);
             let is_known = self.scoreboard.is_active();
             for wqe in self.sq.wqes.iter().take_while(|w| w.first < to) {
-                weight += if is_known { 0 } else { wqe.cost(from, upto, qp.mtu()) };
+                weight += if is_known { 0 } else { wqe.cost(from, to, qp.mtu()) };
                 answered += wqe.answered(from, to);
             }
+            let resent = self.sent_end(qp);
             if is_known {
-                weight = self.weight_before(qp, upto);
+                weight = self.weight_before(qp, to);
                 self.scoreboard.on_acked(to);
             }
             self.una = to;
-            self.next = next.max(to);
             self.in_flight = self.in_flight.saturating_sub(weight);
             self.rd_outstanding = self.rd_outstanding.saturating_sub(answered);
             let rtt = self.take_sample(ctx.now);
             ctx.window.on_acked(ctx.now, weight, rtt);
             self.made_progress(qp, ctx);
-            self.end_caution(qp, ctx, to, next);
+            self.end_caution(qp, ctx, to, resent);
             self.lose_overtaken(qp, ctx);
         }
         self.reap(qp, ctx);
     }
 
-    /// Restarts retry counts and timers after progress.
+    /// Restarts retry counts and timers after progress. It also proves that the peer has a receive work request again.
     fn made_progress(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>) {
         self.on_progress(ctx.now, qp.attr().retry_cnt.unwrap_or(0));
         self.rnr_left = qp.attr().rnr_retry.unwrap_or(0);
-        // The progress proves that the peer has a receive work request again.
-        self.timers.rnr_until = None;
     }
 
     /// Completes the work requests at the front that are done, or fails the queue pair with the first failed one.
@@ -204,7 +201,7 @@ impl Requester {
     }
 
     fn handle_rnr(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, timer: RnrTimer) {
-        if self.timers.rnr_until.is_some() {
+        if self.phase.rnr_until().is_some() {
             return;
         }
         if qp.attr().rnr_retry != Some(RNR_FOR_EVER) {
@@ -215,13 +212,12 @@ impl Requester {
             };
             self.rnr_left = left;
         }
-        self.go_back(qp, ctx, GoBack::Rnr);
-        self.timers.rnr_until = Some(ctx.now + timer.duration());
+        self.wait_for_receive(qp, ctx, ctx.now + timer.duration());
     }
 
     /// The peer reported a gap at the oldest unacknowledged PSN.
     fn handle_gap(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>) {
-        let waiting = self.timers.rnr_until.is_some();
+        let waiting = self.phase.rnr_until().is_some();
         if waiting || self.went_back_within(ctx, self.rtt.least()) {
             // It reports an earlier transmission: the retransmission can't have been answered yet.
             return;
@@ -231,11 +227,9 @@ impl Requester {
 
     /// A response is missing. Requests it once: the responses behind it that are still in flight must not repeat that.
     fn handle_implied_gap(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>) {
-        let waiting = self.timers.rnr_until.is_some();
-        self.skipped = true;
-        if self.cautious.is_some() {
-            self.cautious = Some(self.una);
-        }
+        let waiting = self.phase.rnr_until().is_some();
+        self.reads.on_skipped();
+        self.phase.on(Event::MissingResponse(self.una));
         if waiting || self.went_back_within(ctx, self.rtt.settle()) {
             return;
         }
@@ -246,7 +240,8 @@ impl Requester {
     }
 
     fn went_back_within(&self, ctx: &Ctx<'_>, time: core::time::Duration) -> bool {
-        self.last_go_back
+        self.timers
+            .resent
             .is_some_and(|(at, when)| at == self.una && ctx.now.saturating_since(when) < time)
     }
 
@@ -275,35 +270,6 @@ impl Requester {
             self.advance(qp, ctx, seq.plus(1));
             self.pass_answered(qp, ctx);
         }
-    }
-
-    /// Returns the place of a READ response's payload in a work request's memory, and its bytes; `None`: it is none of its.
-    pub(super) fn read_response_place(
-        &self,
-        qp: &QpContext,
-        wqe: &SendWqe,
-        seq: Seq,
-        aeth: Option<Aeth>,
-        packet: &Packet<'_>,
-    ) -> Option<(usize, usize)> {
-        let index = seq.since(wqe.first);
-        let (offset, len) = match wqe.kind() {
-            Kind::Read => wqe.slice(index, qp.mtu()),
-            _ => (0, 0),
-        };
-        let last = seq.plus(1) == wqe.request_end(seq);
-        let position = packet.header.bth.opcode.info().position;
-        // After a repeated request the responses start again at its first packet or continue (rdma_rxe). They may end
-        // early, because the READ may have been requested in parts.
-        let again = self.read_in_parts;
-        let fits = wqe.expects(packet.header.bth.opcode.info().class)
-            && packet.payload.len() == len
-            && (position.ends() || !last)
-            && (!position.ends() || last || again)
-            && (index > 0 || position.starts())
-            && aeth.is_none_or(|a| matches!(a.syndrome, Syndrome::Ack(_)))
-            && (position == Position::Middle || aeth.is_some());
-        fits.then_some((offset, len))
     }
 
     fn handle_atomic_response(

@@ -1,7 +1,7 @@
 //! Request packets: headers and payload of one packet.
 
 use roce_bth::{AtomicEth, Bth, Deth, ExtHeader, Feth, HeaderWriter, OpcodeInfo, Reth, XrcEth};
-use roce_verbs::{RemoteAddr, SendFlags, SendOp, Target, WcStatus};
+use roce_verbs::{Instant, RemoteAddr, SendFlags, SendOp, Target, WcStatus};
 
 use super::Requester;
 use crate::{
@@ -11,15 +11,17 @@ use crate::{
     tx::{TxKind, TxSink},
 };
 
-/// Reason why a packet was not built: no space, or an error that completes the work request.
+/// Reason why a packet was not sent: no space, an error that completes the work request, or pacing.
 pub(super) enum Unsent {
     Full,
     Fault(WcStatus),
+    /// Pacing permits no packet before this time.
+    Paced(Instant),
 }
 
 /// A request packet: index of its work request in the send queue, and its PSNs; of a READ, those of the response.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Request {
+pub(crate) struct Request {
     pub(super) index: usize,
     pub(super) from: Seq,
     /// One past the last PSN.

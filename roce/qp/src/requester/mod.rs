@@ -3,6 +3,9 @@
 
 mod completer;
 mod emit;
+mod phase;
+mod reads;
+mod retransmit;
 mod scoreboard;
 mod selective;
 mod timeout;
@@ -15,6 +18,8 @@ use roce_mem::KeyCache;
 use roce_verbs::{Instant, QpType, SendWr, Target, WcStatus};
 
 use self::{
+    phase::{Probe, RecoveryPhase},
+    reads::ReadRecovery,
     scoreboard::Scoreboard,
     timers::{Rtt, Timers},
 };
@@ -25,10 +30,17 @@ use crate::{
     seq::Seq,
 };
 
-/// Largest part of a READ requested again after a probe timeout, bytes.
-const READ_PROBE: usize = 64 << 10;
+/// Reason why window or pacing permitted no request at the last attempt.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Hold {
+    None,
+    /// The window is closed.
+    Window,
+    /// Pacing of a service without acknowledgements permits none before this time.
+    Pace(Instant),
+}
 
-/// PSN state, timers and recovery state of the requester and completer.
+/// Requester: send queue, PSNs, timers and recovery.
 #[derive(Debug)]
 pub(crate) struct Requester {
     /// Local keys used last.
@@ -36,10 +48,8 @@ pub(crate) struct Requester {
     sq: SendQueue,
     /// Oldest PSN that is not acknowledged; of a READ, whose response has not arrived.
     una: Seq,
-    /// PSN to send next. Set back to `una` to retransmit.
+    /// PSN to send next for the first time.
     next: Seq,
-    /// One past the highest PSN ever sent.
-    top: Seq,
     /// Index in the send queue of the work request that `next` belongs to.
     cur: usize,
     /// Bytes of `una..next` counted in the window.
@@ -56,32 +66,15 @@ pub(crate) struct Requester {
     rtt: Rtt,
     /// Round trip being measured: one past the PSN of the packet, and the time it was sent.
     sample: Option<(Seq, Instant)>,
-    /// PSN and time of the last go-back.
-    last_go_back: Option<(Seq, Instant)>,
-    /// A probe must be sent, see [`Requester::transmit_probe`].
-    probe_due: bool,
-    /// End of the READ part that the last probe requested. A further probe timeout at that PSN means the rest is lost.
-    probed: Option<Seq>,
-    /// One packet is sent at a time until the peer answers, after a probe timeout or RNR NAK.
-    ///
-    /// All packets before this PSN were sent before and may have arrived.
-    cautious: Option<Seq>,
-    /// Responses beyond a gap were dropped since the last go-back. They must be requested again.
-    skipped: bool,
-    /// The last go-back was due to a timeout.
-    timed_out: bool,
-    /// READs were requested again in parts, so that responses may end at any packet.
-    read_in_parts: bool,
-    /// The window was closed at the last attempt to send.
-    window_closed: bool,
+    phase: RecoveryPhase,
+    probe: Probe,
+    reads: ReadRecovery,
+    /// States of the packets in flight, once a report or a timeout tells of them.
+    scoreboard: Scoreboard,
+    /// Reason why the last attempt to send failed.
+    hold: Hold,
     /// The drained send queue was reported.
     drained: bool,
-    /// Time before which pacing permits no unacknowledged packet.
-    paced_until: Option<Instant>,
-    /// States of the packets in flight, if the peer sends selective ACKs.
-    scoreboard: Scoreboard,
-    /// Time when the newest packet was sent again, so that the peer reports all packets before it.
-    tail_probe_sent: Option<Instant>,
     /// PSN before which all requests were executed, as an acknowledgement or response implies.
     implied: Seq,
 }
@@ -93,7 +86,6 @@ impl Requester {
             sq: SendQueue::new(first),
             una: first,
             next: first,
-            top: first,
             cur: 0,
             in_flight: 0,
             rd_outstanding: 0,
@@ -103,18 +95,12 @@ impl Requester {
             timers: Timers::default(),
             rtt: Rtt::default(),
             sample: None,
-            last_go_back: None,
-            probe_due: false,
-            probed: None,
-            cautious: None,
-            skipped: false,
-            timed_out: false,
-            read_in_parts: false,
-            window_closed: false,
-            drained: false,
-            paced_until: None,
+            phase: RecoveryPhase::Steady,
+            probe: Probe::None,
+            reads: ReadRecovery::default(),
             scoreboard: Scoreboard::default(),
-            tail_probe_sent: None,
+            hold: Hold::None,
+            drained: false,
             implied: first,
         }
     }
@@ -131,8 +117,8 @@ impl Requester {
     }
 
     /// Returns one past the highest PSN ever sent.
-    pub(crate) fn top(&self) -> Seq {
-        self.top
+    pub(crate) fn next(&self) -> Seq {
+        self.next
     }
 
     /// Returns the number of packets that are posted and not acknowledged. A READ counts its responses.
@@ -203,14 +189,6 @@ impl Requester {
         *self = Self::new(first);
     }
 
-    fn forget_probe(&mut self) {
-        self.probe_due = false;
-    }
-
-    fn note_window_closed(&mut self) {
-        self.window_closed = true;
-    }
-
     /// Restarts timers and retry count after an answer that makes progress.
     fn on_progress(&mut self, now: Instant, retries: u8) {
         self.retries_left = retries;
@@ -233,11 +211,11 @@ impl Requester {
     }
 }
 
-/// Compares a PSN with the outstanding ones, `una..top`. `Equal`: it is one of them.
-fn compare_outstanding(seq: Seq, una: Seq, top: Seq) -> Ordering {
+/// Compares a PSN with the outstanding ones, `una..next`. `Equal`: it is one of them.
+fn compare_outstanding(seq: Seq, una: Seq, next: Seq) -> Ordering {
     if seq < una {
         Ordering::Less
-    } else if seq >= top {
+    } else if seq >= next {
         Ordering::Greater
     } else {
         Ordering::Equal

@@ -159,7 +159,7 @@ pub(super) struct Scoreboard {
     /// Numbers of packets that are `Lost` and `Resent`.
     lost: u64,
     resent: u64,
-    /// No packet before it is lost.
+    /// Oldest lost packet.
     first_lost: Option<Seq>,
     /// Retransmissions in order, of packets without a response and of those with one. An entry is void unless the packet's
     /// slot has the same order. What makes an entry lost makes those before it lost.
@@ -226,29 +226,36 @@ impl Scoreboard {
         seq
     }
 
+    /// Returns whether a packet is lost.
+    pub(super) fn has_lost(&self) -> bool {
+        self.lost > 0
+    }
+
     /// Returns the oldest lost packet from `from` on.
-    pub(super) fn next_lost(&mut self, from: Seq) -> Option<Seq> {
+    pub(super) fn next_lost(&self, from: Seq) -> Option<Seq> {
+        let first = self.first_lost?;
+        if from <= first {
+            Some(first)
+        } else {
+            self.find_lost(from)
+        }
+    }
+
+    fn find_lost(&self, from: Seq) -> Option<Seq> {
         if self.lost == 0 {
             return None;
         }
         let base = self.base?;
-        let start = from.max(self.first_lost.unwrap_or(base)).max(base);
-        let mut slots = self.slots.iter().skip(start.since(base) as usize);
+        let mut slots = self.slots.iter().skip(from.since(base) as usize);
         let found = slots.position(|slot| matches!(slot, Slot::Lost { .. }))?;
-        let found = start.plus(found as u64);
-        if self.first_lost.is_none_or(|first| from <= first) {
-            self.first_lost = Some(found);
-        }
-        Some(found)
+        Some(from.max(base).plus(found as u64))
     }
 
-    /// Returns the packet to retransmit next: the one that the peer expects, else the oldest.
-    pub(super) fn next_resend(&mut self, una: Seq) -> Option<Seq> {
-        if self.lost == 0 {
-            return None;
-        }
-        let wanted = self.wanted.filter(|seq| self.mark(*seq) == Mark::Lost);
-        wanted.or_else(|| self.next_lost(una))
+    /// Returns the packet to retransmit next: the one that the peer expects if `may` permits it, else the oldest.
+    pub(super) fn next_resend(&self, una: Seq, may: impl Fn(Seq) -> bool) -> Option<Seq> {
+        let first = self.next_lost(una)?;
+        let wanted = self.wanted.filter(|seq| self.mark(*seq) == Mark::Lost && may(*seq));
+        Some(wanted.unwrap_or(first))
     }
 
     /// Returns whether the peer's last report expects this packet, and it has not been retransmitted since.
@@ -280,7 +287,9 @@ impl Scoreboard {
             }
         }
         self.base = Some(una);
-        self.first_lost = self.first_lost.map(|first| first.max(una));
+        if self.first_lost.is_some_and(|first| first < una) {
+            self.first_lost = self.find_lost(una);
+        }
         // Nothing is known of the rest: it is as if it had just been sent.
         if self.high.is_none_or(|high| high <= una) && self.lost == 0 && self.resent == 0 {
             self.clear();
@@ -312,7 +321,7 @@ impl Scoreboard {
             Slot::Lost { .. } => {
                 self.lost -= 1;
                 if self.first_lost == Some(seq) {
-                    self.first_lost = Some(seq.plus(1));
+                    self.first_lost = self.find_lost(seq.plus(1));
                 }
             }
             Slot::Resent(_) => self.resent -= 1,
@@ -369,6 +378,30 @@ impl Scoreboard {
     pub(super) fn lose(&mut self, una: Seq, seq: Seq) {
         self.base.get_or_insert(una);
         self.change(seq, Slot::Lost { sent: None });
+    }
+
+    /// Declares all of `una..next` lost: the peer drops everything behind a gap.
+    pub(super) fn lose_all(&mut self, una: Seq, next: Seq) {
+        let order = self.order;
+        self.clear();
+        self.order = order;
+        if una < next {
+            self.base = Some(una);
+            self.lost = next.since(una);
+            self.slots.resize(self.lost as usize, Slot::Lost { sent: None });
+            self.first_lost = Some(una);
+        }
+    }
+
+    /// Returns lost packets of `from..to` to the state in flight: they were only late.
+    pub(super) fn resume(&mut self, from: Seq, to: Seq) {
+        let mut seq = from;
+        while seq < to {
+            if self.mark(seq) == Mark::Lost {
+                self.set(seq, Slot::InFlight);
+            }
+            seq = seq.plus(1);
+        }
     }
 
     /// Records a selective ACK. `una..next` is outstanding.

@@ -4,6 +4,8 @@ use core::time::Duration;
 
 use roce_verbs::{Instant, attr::ack_timeout};
 
+use crate::seq::Seq;
+
 /// Silence shorter than this is never taken for the loss of everything in flight: a peer on a busy machine may not be
 /// scheduled for as long. What is really lost is found sooner, by probes.
 const MIN_RTO: Duration = Duration::from_millis(40);
@@ -146,8 +148,8 @@ pub(crate) struct Timers {
     pub(crate) base: Instant,
     /// Start of the interval that costs a retry when it ends without progress.
     pub(crate) interval: Instant,
-    /// No requests before this: the peer had no receive work request.
-    pub(crate) rnr_until: Option<Instant>,
+    /// PSN and time of the last retransmission of the oldest packet.
+    pub(crate) resent: Option<(Seq, Instant)>,
     /// Pauses since the last progress: the stage of a silence.
     pub(crate) backoff: u32,
 }

@@ -1,4 +1,4 @@
-//! Sending of requests for the first time: what may be sent next, and its bookkeeping.
+//! Sending of requests: what may be sent next, and the bookkeeping of what is sent for the first time.
 
 use core::{
     net::{IpAddr, Ipv4Addr},
@@ -8,7 +8,7 @@ use core::{
 use roce_verbs::{AccessFlags, QpState, SendFlags, SendOp, Target, WcStatus};
 
 use super::{
-    READ_PROBE, Requester,
+    Hold, Requester,
     emit::{Request, Unsent},
 };
 use crate::{
@@ -27,17 +27,33 @@ const ACK_INTERVAL: RangeInclusive<usize> = 16..=64;
 /// Window, packets, below which every packet requests an acknowledgement.
 const SMALL_WINDOW: usize = 8;
 
+/// Request packet to send next.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Next {
+    /// For the first time.
+    New(Request),
+    Lost(Request),
+}
+
+impl Next {
+    fn request(self) -> Request {
+        match self {
+            Self::New(request) | Self::Lost(request) => request,
+        }
+    }
+}
+
 impl Requester {
     /// Checks whether the requester may send the next packet, except for window and pacing.
     fn check_transmit(&self, qp: &QpContext) -> Result<(), WaitReason> {
         if !qp.is_sending() {
             return Err(WaitReason::State(qp.state()));
         }
-        if self.timers.rnr_until.is_some() {
+        if self.phase.rnr_until().is_some() {
             return Err(WaitReason::Rnr);
         }
         let Some(wqe) = self.sq.wqes.get(self.cur) else {
-            return Err(match self.una < self.top {
+            return Err(match self.una < self.next {
                 true => WaitReason::Acks,
                 false => WaitReason::Empty,
             });
@@ -46,7 +62,7 @@ impl Requester {
             return Err(WaitReason::Acks);
         }
         // The peer's reorder buffer drops packets further ahead.
-        if self.scoreboard.is_active() && self.next.since(self.una) >= max_window(qp.mtu()) {
+        if qp.is_selective() && self.scoreboard.is_active() && self.next.since(self.una) >= max_window(qp.mtu()) {
             return Err(WaitReason::Psn);
         }
         match wqe.progress {
@@ -60,18 +76,11 @@ impl Requester {
 
     /// Checks whether the started work request may send its next packet.
     fn check_continue(&self, qp: &QpContext, wqe: &SendWqe) -> Result<(), WaitReason> {
-        if self.cautious.is_some() && self.in_flight > 0 {
+        if self.phase.caution().is_some() && self.in_flight > 0 {
             return Err(WaitReason::Acks);
         }
-        if wqe.kind() != Kind::Read {
-            return Ok(());
-        }
-        if self.next >= self.top && self.rd_outstanding >= qp.max_rd_atomic() {
+        if wqe.kind() == Kind::Read && self.rd_outstanding >= qp.max_rd_atomic() {
             return Err(WaitReason::RdAtomic);
-        }
-        // Parts of one READ request are requested again one at a time.
-        if self.next > self.una && self.next > wqe.request_start(self.next) {
-            return Err(WaitReason::Acks);
         }
         Ok(())
     }
@@ -95,89 +104,105 @@ impl Requester {
         Ok(())
     }
 
-    /// Begins another attempt to send: forgets why the last one failed.
-    pub(crate) fn begin_transmit(&mut self) {
-        self.window_closed = false;
-        self.paced_until = None;
-    }
-
     /// Returns the reason why the requester is not sending.
     pub(crate) fn wait_reason(&self, qp: &QpContext) -> WaitReason {
-        match self.check_transmit(qp) {
-            Err(reason) => reason,
-            Ok(()) if self.paced_until.is_some() || qp.slowed_until().is_some() => WaitReason::Pace,
-            Ok(()) if self.window_closed => WaitReason::Window,
-            Ok(()) => WaitReason::Ready,
+        let waits = match self.next_resend(qp) {
+            Some(from) => self.check_lost(qp, from),
+            None => self.check_transmit(qp),
+        };
+        match (waits, self.hold) {
+            (Err(reason), _) => reason,
+            (Ok(()), Hold::Pace(_)) => WaitReason::Pace,
+            (Ok(()), _) if qp.slowed_until().is_some() => WaitReason::Pace,
+            (Ok(()), Hold::Window) => WaitReason::Window,
+            (Ok(()), Hold::None) => WaitReason::Ready,
         }
     }
 
-    /// Prepares the next request packet: executes the local operations that are due before it.
+    /// Returns the request packet to send next, after executing the local operations that are due before it.
     ///
-    /// Returns `Sent` if a packet is due. The acknowledgement that is due is sent before it.
-    pub(crate) fn prepare(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>) -> Step {
+    /// Lost packets precede new ones. The acknowledgement that is due is sent before the packet.
+    pub(crate) fn prepare(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>) -> Option<Next> {
+        self.hold = Hold::None;
+        if let Some(from) = self.next_resend(qp) {
+            self.check_lost(qp, from).ok()?;
+            return self.lost_request(qp, ctx, from).map(Next::Lost);
+        }
         loop {
-            if self.check_transmit(qp).is_err() {
-                return Step::Idle;
-            }
-            match self.sq.wqes[self.cur].progress {
+            self.check_transmit(qp).ok()?;
+            let index = self.cur;
+            let wqe = &self.sq.wqes[index];
+            match wqe.progress {
                 Progress::Executed => self.cur += 1,
                 Progress::Posted => {
                     self.start(qp, ctx);
-                    if self.sq.wqes[self.cur].progress != Progress::Started {
+                    if self.sq.wqes[index].progress != Progress::Started {
                         self.reap(qp, ctx);
                     }
                 }
-                Progress::Started | Progress::Failed(_) => return Step::Sent,
+                Progress::Started | Progress::Failed(_) => {
+                    let from = self.next;
+                    let to = match wqe.kind() {
+                        Kind::Read => wqe.request_end(from),
+                        _ => from.plus(1),
+                    };
+                    return Some(Next::New(Request { index, from, to }));
+                }
             }
         }
     }
 
-    /// Returns whether the next request completes a receive of the peer.
-    pub(crate) fn completes_receive(&self) -> bool {
-        self.sq.wqes.get(self.cur).is_some_and(SendWqe::completes_receive)
+    /// Returns whether a request completes a receive of the peer.
+    pub(crate) fn completes_receive(&self, next: Next) -> bool {
+        self.sq.wqes[next.request().index].completes_receive()
     }
 
-    /// Sends the next request packet. Returns `None` if its work request has failed, and another one may be due.
-    pub(crate) fn transmit_next(
+    /// Returns the length of a request packet without its ICRC.
+    pub(crate) fn packet_len(&self, qp: &QpContext, next: Next) -> usize {
+        let Request { index, from, .. } = next.request();
+        let wqe = &self.sq.wqes[index];
+        let index = from.since(wqe.first);
+        let (_, len) = wqe.payload(index, qp.mtu());
+        qp.wire(wqe.opcode(index)).info().header_len + len.next_multiple_of(4)
+    }
+
+    /// Sends a request packet. Returns `None` if its work request has failed, and another one may be due.
+    pub(crate) fn transmit(
         &mut self,
         qp: &mut QpContext,
         ctx: &mut Ctx<'_>,
+        next: Next,
         tx: &mut impl TxSink,
     ) -> Option<Step> {
-        let to = self.next_end(qp, ctx);
-        let wqe = &self.sq.wqes[self.cur];
-        let cost = wqe.cost(self.next, to, qp.mtu());
-        let sent = if !qp.is_reliable() {
-            let dest = self.destination(qp);
-            if let Err(at) = ctx.paces.may_send(ctx.now, dest) {
-                self.paced_until = Some(at);
-                return Some(Step::Idle);
+        let Request { index, from, to } = next.request();
+        let wqe = &self.sq.wqes[index];
+        let cost = wqe.cost(from, to, qp.mtu());
+        let fits = !qp.is_reliable() || self.fits(qp, ctx, wqe.kind(), cost);
+        let sent = match next {
+            // The packet that the peer waits for ignores the window: READ responses that fill it may wait for that packet.
+            Next::Lost(request) if fits || self.scoreboard.is_wanted(from) => self.resend(qp, ctx, request, tx),
+            Next::New(request) if fits && qp.is_reliable() => self.send_new(qp, ctx, request, cost, tx),
+            Next::New(request) if fits => self.send_unreliable(qp, ctx, request, cost, tx),
+            Next::Lost(_) | Next::New(_) => {
+                self.hold = Hold::Window;
+                return Some(Step::Blocked);
             }
-            self.emit_unacknowledged(qp, ctx, tx, dest, to, cost)
-        } else if self.fits(qp, ctx, wqe.kind(), cost) {
-            self.emit_next(qp, ctx, tx, to, cost)
-        } else {
-            self.window_closed = true;
-            return Some(Step::Blocked);
         };
         match sent {
             Ok(()) => Some(Step::Sent),
             Err(Unsent::Full) => Some(Step::Full),
+            Err(Unsent::Paced(until)) => {
+                self.hold = Hold::Pace(until);
+                Some(Step::Idle)
+            }
             Err(Unsent::Fault(status)) => {
+                // It completes in order.
                 ctx.counters.send_err += 1;
-                self.sq.wqes[self.cur].progress = Progress::Failed(status);
+                self.sq.wqes[index].progress = Progress::Failed(status);
                 self.reap(qp, ctx);
                 None
             }
         }
-    }
-
-    /// Returns the length of the next request packet without its ICRC.
-    pub(crate) fn next_len(&self, qp: &QpContext) -> Option<usize> {
-        let wqe = self.sq.wqes.get(self.cur)?;
-        let index = self.next.since(wqe.first);
-        let (_, len) = wqe.payload(index, qp.mtu());
-        Some(qp.wire(wqe.opcode(index)).info().header_len + len.next_multiple_of(4))
     }
 
     /// Starts the current work request: checks its memory, or executes it if it is local.
@@ -233,62 +258,26 @@ impl Requester {
         room >= cost || alone || (kind == Kind::Read && room >= packet)
     }
 
-    /// Returns one past the last PSN of the next packet; of a READ, of all responses that it requests.
-    fn next_end(&self, qp: &QpContext, ctx: &Ctx<'_>) -> Seq {
-        let wqe = &self.sq.wqes[self.cur];
-        match wqe.kind() {
-            Kind::Read => self.read_end(qp, ctx, wqe, self.next),
-            _ => self.next.plus(1),
-        }
-    }
-
-    /// Returns one past the last PSN that a READ request from `seq` on covers.
-    ///
-    /// Until a response has arrived, the request itself may have been lost: it is repeated unchanged then.
-    pub(super) fn read_end(&self, qp: &QpContext, ctx: &Ctx<'_>, wqe: &SendWqe, seq: Seq) -> Seq {
-        let all = wqe.request_end(seq);
-        // An answer to something later shows that the request arrived: request only what is missing.
-        let end = self.first_answered(seq, all);
-        if seq == wqe.request_start(seq) && end == all {
-            return end;
-        }
-        let bytes = match self.timers.backoff {
-            // Parts are requested one at a time.
-            0 => ctx.window.piece_limit(),
-            _ => ctx.window.read_limit().min(READ_PROBE),
-        };
-        let packets = bytes / (qp.mtu() + PACKET_OVERHEAD);
-        end.min(seq.plus(packets.max(1) as u64))
-    }
-
-    fn emit_next(
+    /// Sends a packet for the first time.
+    fn send_new(
         &mut self,
         qp: &mut QpContext,
         ctx: &mut Ctx<'_>,
-        tx: &mut impl TxSink,
-        to: Seq,
+        request: Request,
         cost: usize,
+        tx: &mut impl TxSink,
     ) -> Result<(), Unsent> {
-        let wqe = &self.sq.wqes[self.cur];
-        let retry = self.next < self.top;
-        let last = wqe.kind() == Kind::Read || to == wqe.end();
+        let wqe = &self.sq.wqes[request.index];
+        let is_last = wqe.kind() == Kind::Read || request.to == wqe.end();
         // Without an answer to the packet that closes the window, it would stay closed until a timeout.
         let closes = ctx.window.available().saturating_sub(cost) < qp.mtu() * 2;
         // On a lossy path one lost acknowledgement must not cause a timeout.
-        let lossy = retry || ctx.window.size() < SMALL_WINDOW * (qp.mtu() + PACKET_OVERHEAD);
-        let interval_over = self.since_ack_req + 1 >= self.ack_interval(qp, ctx);
-        let ack_req = last || closes || lossy || !qp.knows_responder() || interval_over;
-        let kind = if retry { TxKind::Retransmission } else { TxKind::Request };
-        let (index, from) = (self.cur, self.next);
-        self.emit_request(qp, Request { index, from, to }, ack_req, kind, tx)?;
-        self.on_sent(qp, ctx, to, cost, ack_req, retry);
+        let is_lossy = ctx.window.size() < SMALL_WINDOW * (qp.mtu() + PACKET_OVERHEAD);
+        let interval_over = self.since_ack_req + 1 >= ack_interval(qp, ctx);
+        let ack_req = is_last || closes || is_lossy || !qp.knows_responder() || interval_over;
+        self.emit_request(qp, request, ack_req, TxKind::Request, tx)?;
+        self.on_sent(qp, ctx, request.to, cost, ack_req);
         Ok(())
-    }
-
-    /// Returns the distance between acknowledgement requests, packets.
-    fn ack_interval(&self, qp: &QpContext, ctx: &Ctx<'_>) -> u32 {
-        let window = ctx.window.size() / (qp.mtu() + PACKET_OVERHEAD);
-        (window / ACKS_PER_WINDOW).clamp(*ACK_INTERVAL.start(), *ACK_INTERVAL.end()) as u32
     }
 
     /// Returns the destination address of the current work request.
@@ -299,45 +288,39 @@ impl Requester {
         }
     }
 
-    /// Sends the next packet of an unacknowledged service. It is complete when sent.
-    fn emit_unacknowledged(
+    /// Sends the next packet of a service without acknowledgements. It is complete when sent.
+    fn send_unreliable(
         &mut self,
         qp: &mut QpContext,
         ctx: &mut Ctx<'_>,
-        tx: &mut impl TxSink,
-        dest: IpAddr,
-        to: Seq,
+        request: Request,
         cost: usize,
+        tx: &mut impl TxSink,
     ) -> Result<(), Unsent> {
-        let (index, from) = (self.cur, self.next);
-        self.emit_request(qp, Request { index, from, to }, false, TxKind::Request, tx)?;
+        let dest = self.destination(qp);
+        ctx.paces.may_send(ctx.now, dest).map_err(Unsent::Paced)?;
+        self.emit_request(qp, request, false, TxKind::Request, tx)?;
         ctx.paces.on_sent(ctx.now, dest, cost);
         qp.note_sent(cost);
-        self.cur += usize::from(to == self.sq.wqes[self.cur].end());
-        (self.una, self.next, self.top) = (to, to, to);
+        let Request { index, to, .. } = request;
+        self.cur += usize::from(to == self.sq.wqes[index].end());
+        (self.una, self.next) = (to, to);
         self.reap(qp, ctx);
         Ok(())
     }
 
-    /// Updates timers, counters and window after a packet was sent.
-    fn on_sent(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, to: Seq, cost: usize, ack_req: bool, retry: bool) {
+    /// Updates timers, counters and window after a packet was sent for the first time.
+    fn on_sent(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, to: Seq, cost: usize, ack_req: bool) {
         let wqe = &self.sq.wqes[self.cur];
         let is_read = wqe.kind() == Kind::Read;
         if self.una == self.next {
             self.timers.base = ctx.now;
-        }
-        if self.una == self.top {
             self.timers.interval = ctx.now;
             self.timers.backoff = 0;
-            self.skipped = false;
+            self.reads.end_skipped();
         }
-        if retry {
-            ctx.counters.retransmits += 1;
-            self.read_in_parts |= wqe.kind() == Kind::Read && to < wqe.request_end(self.next);
-        } else {
-            self.rd_outstanding += u32::from(wqe.has_response());
-        }
-        // After a timeout the answer may be to either transmission (Karn's rule); after a reported gap it can't.
+        self.rd_outstanding += u32::from(wqe.has_response());
+        // After a silence the answer may be to another transmission (Karn's rule).
         if ack_req && self.sample.is_none() && self.timers.backoff == 0 {
             self.sample = Some((self.next.plus(1), ctx.now));
         }
@@ -346,10 +329,15 @@ impl Requester {
         self.in_flight += cost;
         self.next = to;
         self.cur += usize::from(to == wqe.end());
-        self.top = self.top.max(self.next);
         // The data of a READ counts against the peer's DCQCN rate.
         if !is_read {
             qp.note_sent(cost);
         }
     }
+}
+
+/// Returns the distance between acknowledgement requests, packets.
+fn ack_interval(qp: &QpContext, ctx: &Ctx<'_>) -> u32 {
+    let window = ctx.window.size() / (qp.mtu() + PACKET_OVERHEAD);
+    (window / ACKS_PER_WINDOW).clamp(*ACK_INTERVAL.start(), *ACK_INTERVAL.end()) as u32
 }

@@ -1,0 +1,144 @@
+//! READs: which part of one is requested next, and where its responses belong.
+
+use roce_bth::{Aeth, Packet, Position, Syndrome};
+
+use super::{Requester, scoreboard::Mark};
+use crate::{
+    context::QpContext,
+    ctx::Ctx,
+    sendq::{Kind, PACKET_OVERHEAD, SendWqe},
+    seq::Seq,
+};
+
+/// Largest part of a READ requested again after a probe timeout, bytes.
+const PROBED_PART: usize = 64 << 10;
+
+/// Recovery of READs.
+#[derive(Clone, Copy, Default, Debug)]
+pub(super) struct ReadRecovery {
+    /// READs were requested again in parts, so that responses may end at any packet.
+    in_parts: bool,
+    /// End of the part that the last probe requested. A further probe timeout at that PSN means that the rest is lost.
+    probed: Option<Seq>,
+    /// Responses beyond a gap were dropped since the last go-back. They must be requested again.
+    skipped: bool,
+}
+
+impl ReadRecovery {
+    /// Records that a READ was requested again.
+    pub(super) fn on_requested(&mut self, wqe: &SendWqe, from: Seq, to: Seq) {
+        self.in_parts |= wqe.kind() == Kind::Read && to < wqe.request_end(from);
+    }
+
+    /// Records a response beyond a gap, after which the rest is requested in parts.
+    pub(super) fn on_early_response(&mut self) {
+        self.in_parts = true;
+    }
+
+    /// Records a probe. `end`: that of the part of a READ that it requests.
+    pub(super) fn on_probed(&mut self, end: Option<Seq>) {
+        self.probed = end;
+    }
+
+    /// Returns whether the last probe requested exactly what has arrived before `una`.
+    pub(super) fn has_probed(&self, una: Seq) -> bool {
+        self.probed == Some(una)
+    }
+
+    /// Records a dropped response beyond a gap.
+    pub(super) fn on_skipped(&mut self) {
+        self.skipped = true;
+    }
+
+    /// Returns whether responses were dropped.
+    pub(super) fn has_skipped(&self) -> bool {
+        self.skipped
+    }
+
+    /// Records that everything dropped is requested again.
+    pub(super) fn end_skipped(&mut self) {
+        self.skipped = false;
+    }
+}
+
+impl Requester {
+    /// Returns one past the last PSN that a READ request from `seq` on covers.
+    ///
+    /// Until a response has arrived, the request itself may have been lost: it is repeated unchanged then.
+    pub(super) fn read_end(&self, qp: &QpContext, ctx: &Ctx<'_>, wqe: &SendWqe, seq: Seq) -> Seq {
+        let all = wqe.request_end(seq);
+        // An answer to something later shows that the request arrived: request only what is missing.
+        let end = self.first_answered(seq, all);
+        if seq == wqe.request_start(seq) && end == all {
+            return end;
+        }
+        let bytes = match self.timers.backoff {
+            // Parts are requested one at a time.
+            0 => ctx.window.piece_limit(),
+            _ => ctx.window.read_limit().min(PROBED_PART),
+        };
+        let packets = bytes / (qp.mtu() + PACKET_OVERHEAD);
+        end.min(seq.plus(packets.max(1) as u64))
+    }
+
+    /// Returns how far to request a READ again from `seq` on.
+    ///
+    /// Repeats the whole READ if the peer may never have seen it, else only consecutive lost packets.
+    pub(super) fn lost_run(&self, qp: &QpContext, ctx: &Ctx<'_>, wqe: &SendWqe, seq: Seq) -> Seq {
+        if !qp.is_selective() {
+            return self.read_end(qp, ctx, wqe, seq);
+        }
+        let end = wqe.request_end(seq);
+        let at = self.first_answered(seq, end);
+        if seq == wqe.request_start(seq) && at == end {
+            return end;
+        }
+        let most = (ctx.window.read_limit() / (qp.mtu() + PACKET_OVERHEAD)).max(1) as u64;
+        self.scoreboard
+            .run_end(seq, at.min(seq.plus(most)), |mark| mark == Mark::Lost)
+    }
+
+    /// Returns index and work request of the oldest outstanding PSN, if it is a READ.
+    pub(super) fn oldest_read(&self) -> Option<(usize, &SendWqe)> {
+        let una = self.una;
+        let mut wqes = self.sq.wqes.iter().enumerate();
+        let oldest = wqes.find(|(_, w)| w.packets > 0 && una < w.end());
+        oldest.filter(|(_, w)| w.kind() == Kind::Read)
+    }
+
+    /// Returns whether retransmitting the oldest packet would request more than [`PROBED_PART`] bytes of a READ.
+    pub(super) fn oldest_is_long_read(&self, qp: &QpContext, ctx: &Ctx<'_>) -> bool {
+        let una = self.una;
+        let cost = |w: &SendWqe| w.cost(una, self.read_end(qp, ctx, w, una), qp.mtu());
+        self.oldest_read().is_some_and(|(_, w)| cost(w) > PROBED_PART)
+    }
+
+    /// Returns offset and length of a READ response's payload in the memory of its work request. `None` if it does not fit.
+    pub(super) fn read_response_place(
+        &self,
+        qp: &QpContext,
+        wqe: &SendWqe,
+        seq: Seq,
+        aeth: Option<Aeth>,
+        packet: &Packet<'_>,
+    ) -> Option<(usize, usize)> {
+        let index = seq.since(wqe.first);
+        let (offset, len) = match wqe.kind() {
+            Kind::Read => wqe.slice(index, qp.mtu()),
+            _ => (0, 0),
+        };
+        let last = seq.plus(1) == wqe.request_end(seq);
+        let position = packet.header.bth.opcode.info().position;
+        // After a repeated request the responses start again at its first packet or continue (rdma_rxe). They may end
+        // early, because the READ may have been requested in parts.
+        let again = self.reads.in_parts;
+        let fits = wqe.expects(packet.header.bth.opcode.info().class)
+            && packet.payload.len() == len
+            && (position.ends() || !last)
+            && (!position.ends() || last || again)
+            && (index > 0 || position.starts())
+            && aeth.is_none_or(|a| matches!(a.syndrome, Syndrome::Ack(_)))
+            && (position == Position::Middle || aeth.is_some());
+        fits.then_some((offset, len))
+    }
+}
