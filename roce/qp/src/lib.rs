@@ -48,6 +48,7 @@ mod srq;
 mod state;
 mod tx;
 mod window;
+mod window_config;
 
 pub use congestion::{Acked, CongestionControl, DelayAware, Loss};
 pub use counters::Counters;
@@ -63,4 +64,5 @@ pub use responder::{HiddenReceives, PersistJob};
 pub use source::Origin;
 pub use srq::{SharedReceiveQueue, SrqConfig, SrqError, XrcDomain};
 pub use tx::{Poll, TxKind, TxSink};
-pub use window::{Window, WindowConfig};
+pub use window::Window;
+pub use window_config::WindowConfig;

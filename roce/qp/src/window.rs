@@ -1,4 +1,4 @@
-//! Bytes in flight towards one peer.
+//! Window of bytes in flight towards one peer.
 
 use core::time::Duration;
 
@@ -7,31 +7,12 @@ use roce_verbs::Instant;
 use crate::{
     congestion::{Acked, CongestionControl, DelayAware, Loss},
     pace::Pace,
+    window_config::WindowConfig,
 };
 
-/// Limits of a [`Window`], bytes where nothing else is said.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct WindowConfig {
-    /// At the start.
-    pub initial: usize,
-    /// Never less.
-    pub min: usize,
-    /// Never more: about what the peer's socket buffer holds.
-    pub max: usize,
-}
-
-impl Default for WindowConfig {
-    fn default() -> Self {
-        Self {
-            initial: 64 << 10,
-            min: 16 << 10,
-            max: 4 << 20,
-        }
-    }
-}
-
-/// The window: how many bytes may be under way to a peer, over all queue pairs, as its [`CongestionControl`] decides; and the
-/// pace of READ responses.
+/// Window of bytes in flight towards a peer, for all queue pairs, and the pace of READ responses.
+///
+/// Its [`CongestionControl`] decides the size.
 #[derive(Debug)]
 pub struct Window {
     config: WindowConfig,
@@ -41,12 +22,12 @@ pub struct Window {
 }
 
 impl Window {
-    /// An open window with nothing in flight.
+    /// Creates a window with nothing in flight.
     pub fn new(config: WindowConfig) -> Self {
         Self::with(config, Box::new(DelayAware::new(config)))
     }
 
-    /// The same, with a congestion control of the caller's.
+    /// Creates a window with the caller's congestion control.
     pub fn with(config: WindowConfig, control: Box<dyn CongestionControl>) -> Self {
         Self {
             config,
@@ -56,44 +37,46 @@ impl Window {
         }
     }
 
-    /// Bytes that may be sent now.
+    /// Returns the bytes that may be sent now.
     pub fn available(&self) -> usize {
         self.size().saturating_sub(self.in_flight)
     }
 
-    /// Bytes in flight.
+    /// Returns the bytes in flight.
     pub fn in_flight(&self) -> usize {
         self.in_flight
     }
 
-    /// The window's size, bytes.
+    /// Returns the size, bytes.
     pub fn size(&self) -> usize {
         self.control.size()
     }
 
-    /// The most bytes that one READ request should ask for: the window can't hold the answer back once it is asked for.
-    /// Half of what the window was before anything was lost, so that two take turns.
+    /// Returns the largest part that one READ request should request, bytes.
+    ///
+    /// The window can't hold the response back after the request. Half of the size before any loss, so that two READs take
+    /// turns.
     pub fn read_limit(&self) -> usize {
         let WindowConfig { min, max, .. } = self.config;
         (self.control.potential() / 2).max(min * 2).min(max)
     }
 
-    /// The most bytes to ask for again when nothing else is under way.
+    /// Returns the largest part of a READ to request again when nothing else is in flight, bytes.
     pub fn piece_limit(&self) -> usize {
         (self.read_limit() * 2).min(self.config.max)
     }
 
-    /// The shortest round trip of late.
+    /// Returns the shortest recent round trip.
     pub fn shortest_rtt(&self) -> Option<Duration> {
         self.control.shortest_rtt()
     }
 
-    /// Bytes were sent (or asked for with a READ).
+    /// Records sent bytes, or those that a READ requests.
     pub fn on_sent(&mut self, bytes: usize) {
         self.in_flight = self.in_flight.saturating_add(bytes);
     }
 
-    /// Bytes arrived; `rtt` is a round trip measured with them.
+    /// Records acknowledged bytes. `rtt`: round trip measured with them.
     pub fn on_acked(&mut self, now: Instant, bytes: usize, rtt: Option<Duration>) {
         let in_flight = self.in_flight;
         self.forget(bytes);
@@ -105,35 +88,37 @@ impl Window {
         });
     }
 
-    /// A loss was noticed; `bytes` are known to be lost.
+    /// Records a loss of `bytes`.
     pub fn on_loss(&mut self, now: Instant, loss: Loss, bytes: usize) {
         self.forget(bytes);
         self.control.on_loss(now, loss, bytes);
     }
 
-    /// The last timeout was spurious: packets taken for lost were only late.
+    /// Records that the last timeout was spurious: the packets were only late.
     pub fn on_spurious_timeout(&mut self) {
         self.control.on_spurious_timeout();
     }
 
-    /// Whether READ responses may go to the peer now, or when: it gets as many as it asks for, until it has shown that
-    /// they are more than it can take.
+    /// Checks whether READ responses may be sent to the peer now. They are not limited until the peer loses some.
+    ///
+    /// # Errors
+    /// The time from when on they may.
     pub fn may_respond(&mut self, now: Instant) -> Result<(), Instant> {
         self.pace.may_send(now)
     }
 
-    /// READ responses were sent.
+    /// Records sent READ responses, bytes.
     pub fn on_responded(&mut self, bytes: usize) {
         self.pace.on_sent(bytes);
     }
 
-    /// The peer asks for a READ again, of which `arrived` bytes in a row came to it and `lost` more were sent, the last of
-    /// them `silence` ago.
+    /// Records that the peer requests a READ again: `arrived` bytes in a row had arrived, and `lost` more were sent, the last
+    /// of them `silence` ago.
     pub fn on_response_loss(&mut self, now: Instant, silence: Duration, arrived: usize, lost: usize) {
         self.pace.on_loss(now, silence, arrived, lost);
     }
 
-    /// Bytes will never be acknowledged: they are sent again, or their queue pair is gone.
+    /// Removes bytes that will never be acknowledged: they are retransmitted, or their queue pair is gone.
     pub fn forget(&mut self, bytes: usize) {
         self.in_flight = self.in_flight.saturating_sub(bytes);
     }

@@ -18,8 +18,7 @@ use roce_mem::KeyCache;
 use roce_verbs::{Instant, QpType, SendWr, Target, WcStatus};
 
 use self::{
-    phase::{Probe, RecoveryPhase},
-    reads::ReadRecovery,
+    phase::{Probe, ReadRecovery, RecoveryPhase},
     scoreboard::Scoreboard,
     timers::{Rtt, Timers},
 };

@@ -6,7 +6,7 @@ use roce_bth::{Class, ExtHeader, Packet, Reth, Service};
 use roce_mem::{PdHandle, Span};
 use roce_verbs::{AccessFlags, AsyncEvent, QpType};
 
-use super::{Inbound, Responder};
+use super::{Inbound, Responder, job::HiddenReceives};
 use crate::{
     context::QpContext,
     ctx::Ctx,
@@ -17,13 +17,6 @@ use crate::{
     sendq::resolve,
     srq::SharedReceiveQueue,
 };
-
-/// Receive queues that a queue pair does not see for the time of one packet.
-#[derive(Debug)]
-pub struct HiddenReceives {
-    own: Arc<ReceiveQueue>,
-    shared: Option<Arc<SharedReceiveQueue>>,
-}
 
 impl Responder {
     /// CHK_OP_SEQ: checks that messages are complete and don't overlap.
@@ -97,8 +90,8 @@ impl Responder {
         }
     }
 
-    /// Returns whether a packet is the expected start of a message that takes a receive work request here, but for its length and
-    /// memory. Reliable connected queue pairs only.
+    /// Returns whether a packet is the expected start of a message that takes a receive work request here, except for its
+    /// length and memory. Reliable connected queue pairs only.
     fn would_take_receive(&self, qp: &QpContext, packet: &Packet<'_>) -> bool {
         let info = packet.header.bth.opcode.info();
         let takes = match info.class {
@@ -115,12 +108,10 @@ impl Responder {
             && self.chk_op_valid(qp, packet).is_ok()
     }
 
-    /// Takes the receive queues away until [`QueuePair::restore_receives`], if the packet would find a receive work request in them: it
-    /// is refused as by a receiver that is not ready, and changes nothing else. `None`: the packet needs none.
+    /// Takes the receive queues away if the packet would find a receive work request in them. `None`: it needs none.
     pub(crate) fn hide_receives(&mut self, qp: &mut QpContext, packet: &Packet<'_>) -> Option<HiddenReceives> {
-        let none = ReceiveQueue::new(&qp.config().caps);
         self.would_take_receive(qp, packet).then(|| HiddenReceives {
-            own: core::mem::replace(&mut self.receives, none),
+            own: core::mem::replace(&mut self.receives, ReceiveQueue::new(&qp.config().caps)),
             shared: qp.take_srq(),
         })
     }
@@ -131,6 +122,7 @@ impl Responder {
         qp.restore_srq(hidden.shared);
     }
 
+    /// Takes a receive work request; resolves its memory for a SEND (`with_memory`).
     pub(super) fn take_receive(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>, with_memory: bool) -> Result<(), Refusal> {
         let shared = qp.config().srq.as_ref().or(self.srq.as_ref());
         let (wqe, pd) = match shared {

@@ -8,58 +8,16 @@ use std::sync::Arc;
 use core::cmp::Ordering;
 
 use roce_bth::{Packet, Placement, Selectivity};
-use roce_mem::{FlushError, Span};
+use roce_mem::FlushError;
 
-use super::Responder;
+use super::{
+    Responder,
+    job::{Flush, Flushing, PersistJob},
+};
 use crate::{
     context::QpContext, ctx::Ctx, refusal::Refusal, reorder::BufferedPacket, replies::Replies, rights::flush_rights,
     seq::Seq,
 };
-
-/// Pending request to make memory persistent.
-#[derive(Debug)]
-pub struct PersistJob {
-    span: Span,
-    ticket: Arc<()>,
-}
-
-impl PersistJob {
-    /// Makes the memory persistent.
-    ///
-    /// # Errors
-    /// The memory was revoked, or can't be made persistent.
-    pub fn run(&self) -> Result<(), FlushError> {
-        self.span.flush(true)
-    }
-}
-
-/// Progress of a FLUSH to persistence.
-#[derive(Debug)]
-pub(super) enum Flush {
-    None,
-    /// Its job runs: execute nothing behind it.
-    Running(Box<Flushing>),
-    /// Its job has finished, and it now resumes with the result.
-    Finished(Result<(), FlushError>),
-}
-
-impl Flush {
-    pub(super) fn is_running(&self) -> bool {
-        matches!(self, Self::Running(_))
-    }
-}
-
-/// FLUSH whose job is in progress.
-#[derive(Debug)]
-pub(super) struct Flushing {
-    /// Identifies the job.
-    ticket: Arc<()>,
-    /// The job, until the driver takes it.
-    job: Option<PersistJob>,
-    packet: BufferedPacket,
-    /// The packet received last.
-    last: Seq,
-}
 
 impl Responder {
     /// Takes the pending job. Call [`Responder::persisted`] with its result to resume.

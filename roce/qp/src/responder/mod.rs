@@ -4,6 +4,7 @@ mod checks;
 mod duplicate;
 mod execute;
 mod flush;
+mod job;
 mod refusal;
 mod unreliable;
 
@@ -15,8 +16,8 @@ use roce_bth::{Class, Msn, NakCode, Packet, Psn, Syndrome};
 use roce_mem::{KeyCache, Span};
 use roce_verbs::{Completion, QpState, WcOpcode, WcStatus};
 
-use self::flush::Flush;
-pub use self::{checks::HiddenReceives, flush::PersistJob};
+use self::job::Flush;
+pub use self::job::{HiddenReceives, PersistJob};
 use crate::{
     context::QpContext,
     ctx::Ctx,
