@@ -411,10 +411,7 @@ fn start(
         Ok([device]) => Serving::start(device, config),
         Err(devices) => Serving::start_shards(devices, config, &gate),
     };
-    let server = started.map_err(|e| {
-        let all: Vec<_> = listens.iter().map(SocketAddr::to_string).collect();
-        Failure::failed(format!("can't serve on {}: {e}", all.join(", ")))
-    })?;
+    let server = started.map_err(|e| Failure::failed(format!("can't serve: {e}")))?;
     Ok((server, mtus))
 }
 

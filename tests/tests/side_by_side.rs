@@ -89,7 +89,14 @@ fn a_port_of_an_address_is_one_servers() {
     let (first, _) = serve(addr, exports, &[]);
     let second = run(&["serve", "--addr", &addr.to_string(), "--export", &export]);
     assert_eq!(second.code, Some(1));
-    assert!(second.stderr.contains(&addr.to_string()), "{}", second.stderr);
+    let taken = format!("port 1234 of {addr} (service ID ");
+    let owner = format!("is taken by ferroce (process {})", first.id());
+    assert!(
+        second.stderr.contains(&taken) && second.stderr.contains(&owner),
+        "{}",
+        second.stderr
+    );
+    assert_eq!(second.stderr.matches(&addr.to_string()).count(), 1, "{}", second.stderr);
     let other = format!("{addr}:1235");
     let listening = Running::start(&["serve", "--json", "--addr", &other, "--export", &export]).event("listening");
     assert_eq!(listening["event"], "listening");

@@ -47,7 +47,17 @@ impl Port {
         if let Some(addr) = addr.filter(|a| !a.is_unspecified() && !self.config.is_local(*a)) {
             return Err(VerbsError::Address(format!("{addr} is not an address of this port")));
         }
-        self.cm.listen_for(&ListenArgs { addr, ..*args }).map_err(cm_error)
+        let made = self.cm.listen_for(&ListenArgs { addr, ..*args });
+        made.map_err(|e| match e {
+            CmError::AddressInUse => {
+                let at = addr.map_or_else(|| "all addresses".to_owned(), |addr| addr.to_string());
+                VerbsError::Address(format!(
+                    "port {} of {at} has another listener of this process",
+                    args.port
+                ))
+            }
+            other => cm_error(other),
+        })
     }
 
     /// Stops listening. Requests already reported remain valid.

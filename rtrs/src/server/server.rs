@@ -892,10 +892,7 @@ fn listen_on(cx: &mut Cx<'_>, config: &ServerConfig, backlog: u32) -> Result<Vec
                 listeners
                     .into_iter()
                     .for_each(|listener| cx.provider.cm_destroy(listener));
-                return Err(match e {
-                    VerbsError::Address(why) => VerbsError::Address(format!("{addr}: {why}")),
-                    other => other,
-                });
+                return Err(e);
             }
         }
     }

@@ -191,6 +191,13 @@ impl Ports {
         self.by_service.get(&service).is_some_and(|all| all.iter().any(ours))
     }
 
+    /// Member that keeps a port from a process: another process's, if one has it.
+    pub(super) fn holder(&self, process: Process, service: u64, addr: Option<IpAddr>) -> Option<Place> {
+        let all = self.by_service.get(&service)?.iter();
+        let clashing = all.filter(|e| overlap(e.binding.addr, addr));
+        clashing.max_by_key(|e| e.process != process).map(|e| e.place)
+    }
+
     /// How many a member has.
     pub(super) fn count(&self, place: Place) -> usize {
         self.counts.get(&place).copied().unwrap_or(0)

@@ -7,7 +7,7 @@ use roce_verbs::Instant;
 
 use super::{
     broker::{Broker, random},
-    slots::Tenant,
+    slots::{Process, Tenant},
     state::{self, boot_time},
 };
 use crate::proto::{
@@ -59,14 +59,6 @@ pub(super) fn refused(why: Refusal, text: impl Into<String>) -> Outcome {
 
 fn done() -> Outcome {
     Outcome::Reply(Reply::Done, vec![])
-}
-
-fn port_text(service: u64, addr: Option<IpAddr>) -> String {
-    let at = addr.map_or_else(|| "all addresses".to_owned(), |a| a.to_string());
-    format!(
-        "port {} (service ID {service:#018x}) on {at} is another process's",
-        service as u16
-    )
 }
 
 impl Broker {
@@ -251,7 +243,7 @@ impl Broker {
         };
         for binding in bindings {
             if self.has_all_ports(client) || !self.ports.restore(place, process, binding.clone()) {
-                let text = port_text(binding.service, binding.addr);
+                let text = self.port_text(process, binding.service, binding.addr);
                 tracing::warn!(
                     pid = process.pid,
                     ?place,
@@ -260,6 +252,23 @@ impl Broker {
             }
         }
         self.on_connections(client, connections, &[]);
+    }
+
+    /// Explains to a process that a port is taken, and by which process.
+    fn port_text(&self, process: Process, service: u64, addr: Option<IpAddr>) -> String {
+        let at = addr.map_or_else(|| "all addresses".to_owned(), |a| a.to_string());
+        let holder = self.ports.holder(process, service, addr);
+        let holder = holder.and_then(|place| self.clients.get(*self.by_place.get(&place)?));
+        let taken = match holder {
+            Some(c) if c.process == process => "taken by this process".to_owned(),
+            Some(c) if c.process.pid == 0 => format!("taken by {} in another container", c.name),
+            Some(c) => format!("taken by {} (process {})", c.name, c.process.pid),
+            None => "taken".to_owned(),
+        };
+        format!(
+            "port {} of {at} (service ID {service:#018x}) is {taken}",
+            service as u16
+        )
     }
 
     /// Whether the user of a client may not have more ports.
@@ -294,7 +303,7 @@ impl Broker {
         };
         match self.ports.bind(place, process, service, addr, reuse, start) {
             Ok(service) => Outcome::Reply(Reply::Bound { service }, vec![]),
-            Err(_) => Outcome::InUse(Refusal::PortInUse, port_text(service, addr)),
+            Err(_) => Outcome::InUse(Refusal::PortInUse, self.port_text(process, service, addr)),
         }
     }
 
@@ -310,7 +319,7 @@ impl Broker {
         }
         match self.ports.listen(place, process, service, addr) {
             Ok(()) => done(),
-            Err(_) => Outcome::InUse(Refusal::PortInUse, port_text(service, addr)),
+            Err(_) => Outcome::InUse(Refusal::PortInUse, self.port_text(process, service, addr)),
         }
     }
 
