@@ -1,10 +1,10 @@
 //! What to do about errors that have their cause outside of the program.
 
-use std::io;
+use std::{io, path::Path};
 
 use roce_verbs::provider::VerbsError;
 
-use crate::sys;
+use crate::sys::{self, NODES};
 
 pub(crate) fn failed(context: impl Into<String>, source: io::Error) -> VerbsError {
     VerbsError::Io {
@@ -13,18 +13,29 @@ pub(crate) fn failed(context: impl Into<String>, source: io::Error) -> VerbsErro
     }
 }
 
-pub(crate) fn no_device(wanted: &[String]) -> VerbsError {
-    let text = match wanted {
-        [] => "no RDMA device: `rdma link` shows those that the kernel has (for one in software: `rdma link add rxe0 type rxe \
-               netdev ETH`); the driver of the adapter and the module ib_uverbs have to be loaded, and the adapter's library \
-               installed (Debian: ibverbs-providers)"
-            .to_owned(),
-        names => format!(
-            "no RDMA device is called {}: `rdma link` shows those that the kernel has",
-            names.join(" or ")
-        ),
+/// Explains that none of the `wanted` devices exists, or no device at all if none is named. `there`: the devices that libibverbs lists.
+pub(crate) fn no_device(wanted: &[String], there: &[String]) -> VerbsError {
+    VerbsError::Address(lacking(wanted, there, Path::new(NODES).exists()))
+}
+
+fn lacking(wanted: &[String], there: &[String], has_files: bool) -> String {
+    let names = wanted.join(" or ");
+    let none = match wanted {
+        [] => "no RDMA device".to_owned(),
+        _ => format!("no RDMA device is called {names}"),
     };
-    VerbsError::Address(text)
+    if !there.is_empty() {
+        return format!("{none}; this host has {}", there.join(", "));
+    }
+    let found = match has_files {
+        true => "libibverbs lists no device".to_owned(),
+        false => format!("libibverbs lists no device and there is no {NODES}"),
+    };
+    format!(
+        "{none}: {found}. The driver of the adapter and the module ib_uverbs have to be loaded, and the adapter's library installed \
+         (Debian: ibverbs-providers). `rdma link` shows the devices of the kernel; `rdma link add rxe0 type rxe netdev ETH` makes one \
+         in software"
+    )
 }
 
 pub(crate) fn no_list(e: io::Error) -> VerbsError {
@@ -119,9 +130,27 @@ mod tests {
             told.contains("mlx5_0") && told.contains("chmod a+rw /dev/infiniband/uverbs0"),
             "{told}"
         );
-        let told = no_device(&["mlx5_7".to_owned()]).to_string();
-        assert!(told.contains("mlx5_7"), "{told}");
-        assert!(no_device(&[]).to_string().contains("rdma link"));
         assert!(no_cm(os(libc::ENOENT)).to_string().contains("modprobe rdma_ucm"));
+    }
+
+    #[test]
+    fn a_missing_device_is_told_with_those_that_exist() {
+        let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+        let wanted = names(&["mlx5_7"]);
+        assert_eq!(
+            lacking(&wanted, &names(&["rxe0", "mlx5_0"]), true),
+            "no RDMA device is called mlx5_7; this host has rxe0, mlx5_0"
+        );
+        let told = lacking(&wanted, &[], true);
+        assert!(
+            told.starts_with("no RDMA device is called mlx5_7: libibverbs lists no device. "),
+            "{told}"
+        );
+        let told = lacking(&[], &[], false);
+        assert!(
+            told.starts_with("no RDMA device: libibverbs lists no device and there is no /dev/infiniband. "),
+            "{told}"
+        );
+        assert!(told.contains("rdma link add"), "{told}");
     }
 }

@@ -266,7 +266,11 @@ impl HwDevice {
     pub fn open(config: &HwConfig) -> Result<Self, VerbsError> {
         fork_init();
         let all = config.devices.is_empty();
-        let wanted = |name: &str| all || config.devices.iter().any(|d| d.name == name);
+        let mut there = Vec::new();
+        let wanted = |name: &str| {
+            there.push(name.to_owned());
+            all || config.devices.iter().any(|d| d.name == name)
+        };
         // Before they are opened: what goes between is told.
         let nodes = Nodes::watch();
         let (mut devices, mut caps, mut failed) = (Vec::new(), Vec::new(), None);
@@ -293,7 +297,7 @@ impl HwDevice {
         let lacks = |wanted: &&DeviceName| !devices.iter().any(|d: &Device| d.name == wanted.name);
         let lacking: Vec<String> = config.devices.iter().filter(lacks).map(|d| d.name.clone()).collect();
         if devices.is_empty() || !lacking.is_empty() {
-            return Err(failed.unwrap_or_else(|| advice::no_device(&lacking)));
+            return Err(failed.unwrap_or_else(|| advice::no_device(&lacking, &there)));
         }
         let channel = EventChannel::create().map_err(advice::no_cm)?;
         let watched = watch(&channel, nodes.as_ref(), &devices);

@@ -16,7 +16,7 @@ use rdma_sys::{
 };
 
 use super::{
-    done,
+    NODES, done,
     ffi::{_ibv_query_gid_table, GID_TYPE_ROCE_V2},
     made, set_nonblocking, unless_empty,
 };
@@ -82,7 +82,7 @@ impl Context {
     ///
     /// # Errors
     /// When the list of devices can't be had.
-    pub(crate) fn open_all(wanted: impl Fn(&str) -> bool) -> io::Result<Vec<Found>> {
+    pub(crate) fn open_all(mut wanted: impl FnMut(&str) -> bool) -> io::Result<Vec<Found>> {
         let mut count = 0;
         // SAFETY: fills in the number of devices.
         let list = made(unsafe { ibv_get_device_list(&raw mut count) })?;
@@ -98,7 +98,7 @@ impl Context {
                 continue;
             }
             let opened = Self::open(device, &name);
-            let file = format!("/dev/infiniband/{file}");
+            let file = format!("{NODES}/{file}");
             found.push(Found { name, file, opened });
         }
         // SAFETY: what was made above. Devices that are open live on.

@@ -16,7 +16,7 @@ use libc::c_int;
 pub(crate) use cm::{CmId, EventChannel, News, Offer, Reply, close_dead_device, kind};
 pub(crate) use context::{AsyncNews, Context, Element, Found};
 pub(crate) use memory::{Kind, Mr, Mw, Pd};
-pub(crate) use poll::{Nodes, Watched};
+pub(crate) use poll::{NODES, Nodes, Watched};
 pub(crate) use queue::{Attributes, Bind, Channel, Cq, Polled, Qp, RecvList, SendList, State};
 
 /// The result of a call that returns 0, or else an error number or -1 with `errno`: verbs differ in that.

@@ -7,7 +7,7 @@ use std::{
     os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd},
 };
 
-/// Where device files are.
+/// Folder of the device files.
 pub(crate) const NODES: &str = "/dev/infiniband";
 
 /// A set of descriptors that is one itself (epoll): what is in it may change while somebody watches it.
