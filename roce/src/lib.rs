@@ -87,8 +87,8 @@
 //!
 //! A connection stays up as long as its [`Id`] or its queue pair. With the feature `tokio` completions and events are futures too
 //! (module `aio`). Two features are on by default: `broker` ([`Device::open_shared`]; without it there is no [`JoinConfig`], and one process
-//! has an address) and `pcap` ([`DeviceConfig::pcap`]; without it a device with a capture is refused). Without both, a program has 49 crates instead
-//! of 78.
+//! has an address) and `pcap` ([`DeviceConfig::pcap`]; without it a device with a capture is refused). Without both, a program has 48 crates instead
+//! of 61.
 //!
 //! What a forked child has of its parent's devices is dead there: calls fail, and drops do nothing.
 //!

@@ -4,21 +4,31 @@
 //! A capture is untrusted input like any packet: whatever its bytes are, the answer is an error or a finding.
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "reader")]
 mod check;
 mod create;
+#[cfg(feature = "reader")]
 mod frame;
+#[cfg(feature = "reader")]
 mod pcapng;
+#[cfg(feature = "reader")]
 mod reader;
+#[cfg(feature = "reader")]
 mod segments;
+#[cfg(feature = "reader")]
 mod summary;
+#[cfg(feature = "reader")]
 mod tunnel;
 mod writer;
 
+#[cfg(feature = "reader")]
 pub use check::{
     Finding, FrameReport, Icrc, Kind, MAX_FINDINGS, Report, Severity, Verdict, check_file, check_file_with,
     check_reader,
 };
 pub use create::{append_private, create_private};
+#[cfg(feature = "reader")]
 pub use frame::{Datagram, FrameError, Ip, LinkType, decode};
+#[cfg(feature = "reader")]
 pub use reader::{Capture, Error, Frame};
 pub use writer::Writer;

@@ -8,15 +8,20 @@ use std::{
 };
 
 use etherparse::{EtherType, Ethernet2Header, IpNumber, Ipv4Header, Ipv6FlowLabel, Ipv6Header, UdpHeader};
-use pcap_file::{DataLink, Endianness, PcapError, TsResolution, pcap::PcapHeader};
 
 use crate::create_private;
 
 const HOPS: u8 = 64;
 /// Bytes of a record before its frame: time stamp and lengths.
 const RECORD_HEADER: usize = 16;
-/// What Wireshark takes for the largest frame; no IP packet reaches it.
+/// Magic number of the classic format with nanosecond time stamps.
+const MAGIC: u32 = 0xa1b2_3c4d;
+/// Version 2.4 of the format: major number in the low half.
+const VERSION: u32 = 2 | 4 << 16;
+/// Wireshark's limit of a frame, in bytes; no IP packet reaches it.
 const SNAPLEN: u32 = 262_144;
+/// Link type of Ethernet frames.
+const ETHERNET: u32 = 1;
 
 /// Writes a classic pcap file with nanosecond time stamps, little-endian on every machine, of Ethernet frames made
 /// around UDP payloads: DF set, UDP checksum 0 (as rdma_rxe sends them), MAC addresses made from the IP addresses. Each
@@ -24,13 +29,6 @@ const SNAPLEN: u32 = 262_144;
 pub struct Writer<W: Write> {
     writer: W,
     record: Vec<u8>,
-}
-
-fn io_error(error: PcapError) -> io::Error {
-    match error {
-        PcapError::IoError(e) => e,
-        other => io::Error::new(io::ErrorKind::InvalidInput, other.to_string()),
-    }
 }
 
 fn invalid(text: impl Into<String>) -> io::Error {
@@ -53,14 +51,9 @@ impl<W: Write> Writer<W> {
     /// # Errors
     /// The underlying writer's.
     pub fn new(mut writer: W) -> io::Result<Self> {
-        let header = PcapHeader {
-            snaplen: SNAPLEN,
-            datalink: DataLink::ETHERNET,
-            ts_resolution: TsResolution::NanoSecond,
-            endianness: Endianness::Little,
-            ..PcapHeader::default()
-        };
-        header.write_to(&mut writer).map_err(io_error)?;
+        // The time zone and the accuracy of time stamps are always 0.
+        let header = [MAGIC, VERSION, 0, 0, SNAPLEN, ETHERNET].map(u32::to_le_bytes);
+        writer.write_all(header.as_flattened())?;
         Ok(Self::append(writer))
     }
 
