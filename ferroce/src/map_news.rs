@@ -133,10 +133,10 @@ pub(crate) struct PathArgs {
     /// Time until a lost path is connected again, of which up to half more is drawn at random; the kernel's client takes 30
     #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "2")]
     pub(crate) reconnect_delay: Duration,
-    /// Attempts to connect a lost path again, up to 9999, or -1: without end. It ends when no path is left that will be tried
+    /// Attempts to connect a lost path again, up to 9999, or -1: without end. Exit when every path has used up its attempts
     #[arg(long, value_name = "N", value_parser = attempts, default_value = "-1", allow_negative_numbers = true)]
     pub(crate) max_reconnects: u32,
-    /// What becomes of requests while no path is up: they fail at once, as with the kernel's client, or wait, for so long at most
+    /// What becomes of requests while no path is up: they fail at once, as with the kernel's client, or wait, optionally for so many seconds at most
     ///
     /// Requests without an answer are sent again. Writes that were acknowledged before are safe if only paths were lost, or the
     /// server's process restarted. If the server's machine restarts, those since the last flush are lost, as with any disk that has

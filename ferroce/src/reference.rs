@@ -40,16 +40,16 @@ fn configuration() -> String {
                     [`ferroce serve`](commands.md#ferroce-serve) and [`ferroce map`](commands.md#ferroce-map). `[daemon]` has options of \
                     [`ferroce daemon`](commands.md#ferroce-daemon) itself, and `[control]` limits tasks that members of the control socket's \
                     group start ([the daemon](../block/daemon.md#who-may-control-it)).\n\nWhere an array is shown, a single value may stand without \
-                    brackets. Numbers need no quotes.\n"
+                    brackets. Numbers need no quotes. The session of `[map.NAME]` is called NAME unless there is the key `session`.\n"
         .to_owned();
     for (title, keys) in tables() {
         let _ = write!(text, "\n## {title}\n\n| key | value | |\n| --- | --- | --- |\n");
         for key in keys {
+            // Paragraphs become sentences of one cell.
             let cell = |text: &str| {
-                text.replace('|', "\\|")
-                    .split_whitespace()
-                    .collect::<Vec<_>>()
-                    .join(" ")
+                let paragraphs = text.split("\n\n").map(|p| p.trim().trim_end_matches('.'));
+                let text = paragraphs.collect::<Vec<_>>().join(". ").replace('|', "\\|");
+                text.split_whitespace().collect::<Vec<_>>().join(" ")
             };
             let value = cell(&format!("`{}`", key.value));
             let _ = writeln!(text, "| `{}` | {value} | {} |", key.name, cell(&key.help));

@@ -35,7 +35,8 @@ pub(super) fn page(version: &str) -> Roff {
          ferroce-daemon(1) itself. The table [control] limits tasks that members of the control socket's group start: without a key, what it \
          allows is refused.",
         "An option without a value is true or false, and so is one whose values are on and off. An option that may be given several \
-         times takes an array. Sizes and times are written as on the command line: \"1M\", 0.5.",
+         times takes an array, or a single value. Sizes and times are written as on the command line: \"1M\", 0.5. The session of \
+         [map.NAME] is called NAME unless there is the key session.",
         "SIGHUP, or ferroce ctl reload, makes the daemon read the file again. A file with a mistake changes nothing; the message \
          names file and line. Tasks that have not changed go on.",
     ] {
