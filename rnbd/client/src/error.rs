@@ -1,6 +1,9 @@
 //! Errors of opening and of the end.
 
-use std::{io, net::IpAddr};
+use std::{
+    io,
+    net::{IpAddr, SocketAddr},
+};
 
 use rnbd::{Errno, client::error::MapError};
 use roce::VerbsError;
@@ -22,8 +25,13 @@ pub enum OpenError {
     #[error(transparent)]
     Device(VerbsError),
     /// There is no session with the server.
-    #[error("no session with the server: {0}")]
-    Session(Error),
+    #[error("no session with {server}: {error}{}", hint(.error))]
+    Session {
+        /// The server, at the first path's end.
+        server: SocketAddr,
+        /// Reason.
+        error: Error,
+    },
     /// The server did not open the device.
     #[error(transparent)]
     Map(MapError),
@@ -52,12 +60,23 @@ pub enum OpenError {
     Closed,
 }
 
+/// Advice for an error whose text does not show the cause.
+fn hint(error: &Error) -> &'static str {
+    match error {
+        // RTRS has no message for a refused session: the server disconnects.
+        Error::Path(PathError::PeerDisconnected) => {
+            "; the server's log says why: mostly another client's session has this name"
+        }
+        _ => "",
+    }
+}
+
 impl OpenError {
     /// Returns the error number that describes it best.
     pub fn errno(&self) -> Errno {
         match self {
             Self::Route { .. } | Self::Device(VerbsError::Address(_)) => Errno::EHOSTUNREACH,
-            Self::Session(e) => Errno::from_wire(e.errno()),
+            Self::Session { error, .. } => Errno::from_wire(error.errno()),
             Self::Map(e) => e.errno(),
             Self::Lost(_) => Errno::ECONNABORTED,
             Self::Flush(errno) | Self::Ended { errno, .. } => *errno,

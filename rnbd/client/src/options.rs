@@ -130,9 +130,16 @@ impl DiskOptions {
         self
     }
 
+    /// Returns the error for a session that was not opened.
+    pub(crate) fn no_session(&self, error: rtrs::Error) -> OpenError {
+        // Options have a path from the beginning.
+        let server = self.session.paths[0].dst;
+        OpenError::Session { server, error }
+    }
+
     /// Opens the software devices for our ends of the paths, which are filled in.
     pub(crate) fn open_device(&mut self) -> Result<LocalDevice, OpenError> {
-        self.session.check().map_err(OpenError::Session)?;
+        self.session.check().map_err(|error| self.no_session(error))?;
         let mut sources = Vec::new();
         for path in &mut self.session.paths {
             let src = match path.src {

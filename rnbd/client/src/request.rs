@@ -2,10 +2,7 @@
 
 use std::{collections::VecDeque, io, ops::Range};
 
-use rnbd::{
-    Errno,
-    block::{BlockOp, Geometry},
-};
+use rnbd::block::{BlockOp, Geometry};
 
 /// Operation on a disk. Offsets and lengths are in bytes, multiples of the logical block size.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -78,7 +75,8 @@ impl Request {
         let (offset, len) = self.range();
         let invalid = |text: String| Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         if self.op().writes() && geometry.read_only {
-            return Err(Errno::EROFS.into());
+            let text = "the disk is open read-only, or read-only at the server";
+            return Err(io::Error::new(io::ErrorKind::ReadOnlyFilesystem, text));
         }
         if !geometry.aligned(offset, len) {
             return invalid(format!(
@@ -206,6 +204,8 @@ impl Reply {
 
 #[cfg(test)]
 mod tests {
+    use rnbd::Errno;
+
     use super::*;
 
     const DISK: Geometry = Geometry {

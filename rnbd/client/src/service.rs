@@ -186,7 +186,7 @@ impl DiskService {
         let session = this.options.session.clone();
         match this.rtrs.open(cx!(this, turn), session) {
             Ok(session) => this.session = Some(session),
-            Err(e) => this.end_with(turn, OpenError::Session(e)),
+            Err(e) => this.end_with(turn, this.options.no_session(e)),
         }
         this
     }
@@ -329,7 +329,7 @@ impl DiskService {
                     self.device = Some(device);
                 }
             }
-            RtrsOutput::OpenFailed(_, error) => self.end_with(turn, OpenError::Session(error)),
+            RtrsOutput::OpenFailed(_, error) => self.end_with(turn, self.options.no_session(error)),
             RtrsOutput::Closed(_) => {
                 self.rnbd.rtrs(&mut self.rtrs, output);
                 self.rnbd_outputs(turn);
