@@ -56,7 +56,10 @@ async fn client(device: Device, pd: Pd, id: Id) -> Outcome<u64> {
                 }
                 (WcStatus::Success, _) => receive()?,
                 (WcStatus::FlushError, _) => return Ok(messages),
-                (failed, _) => return Err(format!("{failed:?} ({})", wc.vendor_err).into()),
+                (failed, _) => {
+                    let why = qp.take_failure().map(|why| why.to_string());
+                    return Err(why.unwrap_or_else(|| failed.to_string()).into());
+                }
             }
         }
     }

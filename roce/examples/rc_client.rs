@@ -48,7 +48,7 @@ pub(crate) fn run(from: IpAddr, server: IpAddr, message: &[u8]) -> Outcome<Vec<u
     let id = device.connect(&events, Some(from), to, &qp, ConnParams::default())?;
     match events.wait(Some(PATIENCE))?.ok_or("no answer in time")?.kind {
         CmEventKind::Established { .. } => {}
-        refused => return Err(format!("no connection: {refused:?}").into()),
+        refused => return Err(format!("no connection: {refused}").into()),
     }
 
     let sges = [outgoing.sge(0, message.len())];
@@ -64,7 +64,9 @@ pub(crate) fn run(from: IpAddr, server: IpAddr, message: &[u8]) -> Outcome<Vec<u
         cq.poll(&mut completions, 16)?;
         for wc in completions.drain(..) {
             if !wc.is_ok() {
-                return Err(format!("{:?} ({})", wc.status, wc.vendor_err).into());
+                // The first error has a reason, those that are flushed after it have none.
+                let why = qp.take_failure().map(|why| why.to_string());
+                return Err(why.unwrap_or_else(|| wc.status.to_string()).into());
             }
             if wc.opcode == WcOpcode::Recv {
                 let mut answer = vec![0; wc.byte_len as usize];

@@ -84,7 +84,10 @@ impl Server {
                     // The echo has arrived: its memory is free for the next message.
                     (WcStatus::Success, _) => self.receive(qp)?,
                     (WcStatus::FlushError, _) => return Ok(messages),
-                    (failed, _) => return Err(format!("{failed:?} ({})", wc.vendor_err).into()),
+                    (failed, _) => {
+                        let why = qp.take_failure().map(|why| why.to_string());
+                        return Err(why.unwrap_or_else(|| failed.to_string()).into());
+                    }
                 }
             }
         }

@@ -96,6 +96,17 @@
 //! is used through [`verbs::provider::Provider`]. Several loops can have the same addresses ([`LocalDevice::open_shards`]), and so
 //! can several processes ([`LocalDevice::open_shared`]). Loops that run get further addresses by an [`Opener`].
 //!
+//! # When something fails, or nothing happens
+//!
+//! - A completion has a status only. [`Qp::take_failure`] has the reason as a line of text, on both sides: which operation of whom was
+//!   refused, and what was wrong with its key, address or length. Completions after the first error are [`WcStatus::FlushError`].
+//! - An event's `Display` tells why a connection failed: `rejected: nothing listens at the service ID`.
+//! - A SEND without completion may have met no receive ([`Qp::post_recv`]), or lacks [`SendFlags::SIGNALED`] ([`Qp::post_send`]).
+//! - A connection that ends at once had its [`Id`] and queue pair dropped on one side.
+//! - [`DeviceConfig::pcap`] writes all packets to a capture, and [tracing](https://docs.rs/tracing) events tell what was dropped.
+//!
+//! # Memory and locks
+//!
 //! Registered memory may be changed by peers at any time: it is owned by a region and only ever copied.
 //! [`Device::register_mr`] takes the program's own memory, and is `unsafe` for that reason.
 //!

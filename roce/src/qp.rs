@@ -555,6 +555,9 @@ impl Qp {
 
     /// Posts work requests in order, up to the first invalid one.
     ///
+    /// One that succeeds makes a completion if it has [`SendFlags::SIGNALED`], or the queue pair was created with
+    /// [`QpInit::signal_all`]. One that fails always does.
+    ///
     /// # Errors
     /// The number of work requests posted, and the error of the next one.
     pub fn post_send(&self, wrs: &[SendWr<'_>]) -> Result<(), (usize, PostError)> {
@@ -566,6 +569,9 @@ impl Qp {
     }
 
     /// Posts receives in order, up to the first invalid one.
+    ///
+    /// A peer repeats a message that finds no receive, without end and without a completion if its `rnr_retry_count` is 7, as it is
+    /// by default. So post receives before the connection is up.
     ///
     /// # Errors
     /// The number of receives posted, and the error of the next one.

@@ -12,6 +12,7 @@ pub mod guid;
 pub mod mad;
 mod manager;
 pub mod requests;
+mod text;
 mod translation;
 mod types;
 

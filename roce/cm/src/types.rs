@@ -355,6 +355,7 @@ pub struct RemoteQp {
 }
 
 /// Event of a connection, resolution or listener. None follows its destruction.
+/// Its `Display` is one line, with the reason in words.
 ///
 /// Order on the active side: `Reply`, `Rejected` or `Unreachable`. On the passive side: `Request`, then after accept
 /// `Established`, `Rejected` or `Unreachable`. Of an established connection: `Disconnected`, then `TimewaitExit`.

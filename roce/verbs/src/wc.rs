@@ -117,7 +117,7 @@ pub struct Completion {
     pub status: WcStatus,
     /// Operation that completed.
     pub opcode: WcOpcode,
-    /// Rough cause, for humans.
+    /// Cause, as the device's vendor numbers it; 0 of software devices, where `roce::Qp::take_failure` has it in words.
     pub vendor_err: u32,
     /// Bytes received, read, or returned by an atomic.
     pub byte_len: u32,
