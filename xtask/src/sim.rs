@@ -1,4 +1,4 @@
-//! The simulator: `cargo xtask sim`, and the suite `sim`.
+//! The simulators: `cargo xtask sim`, and the suite `sim`.
 
 use std::{
     hash::{BuildHasher as _, RandomState},
@@ -13,12 +13,16 @@ use crate::{
     tally::Tally,
 };
 
+/// Names of the programs, and of their packages: of transports, and of storage.
+const TRANSPORT: &str = "roce-sim";
+const STORAGE: &str = "ferroce-storage-sim";
 /// Fresh seeds are above those that anybody counts to.
 const FRESH: std::ops::Range<u64> = 1 << 32..1 << 48;
 
 /// `cargo xtask sim`.
 pub(crate) fn run(args: &SimArgs) -> Result<()> {
-    let bin = cargo::build("roce-sim", "roce-sim", Profile::Release)?;
+    let name = program(args.storage);
+    let bin = cargo::build(name, name, Profile::Release)?;
     let tally = simulate(&bin, args)?;
     println!("{} passed, {} failed", tally.passed, tally.failed);
     if tally.failed == 0 {
@@ -28,7 +32,12 @@ pub(crate) fn run(args: &SimArgs) -> Result<()> {
     }
 }
 
-/// The same seeds each time, from 1, and then as many `fresh` ones; of transports, or of storage. Each counts as a test.
+/// Returns the name of the program that runs these simulations.
+pub(crate) const fn program(storage: bool) -> &'static str {
+    if storage { STORAGE } else { TRANSPORT }
+}
+
+/// Runs the same seeds each time, from 1, and then as many `fresh` ones; of transports, or of storage. Each counts as a test.
 pub(crate) fn suite(bin: &Path, storage: bool, fixed: u64, fresh: u64) -> Result<Tally> {
     let args = |seed, seeds| SimArgs {
         seeds,
@@ -48,8 +57,9 @@ pub(crate) fn suite(bin: &Path, storage: bool, fixed: u64, fresh: u64) -> Result
     Ok(tally)
 }
 
-/// Runs the simulator's program; each seed counts as a test.
+/// Runs a simulator's program; each seed counts as a test.
 fn simulate(bin: &Path, args: &SimArgs) -> Result<Tally> {
+    let name = program(args.storage);
     let mut command = process::command(bin);
     command.arg("--seeds").arg(args.seeds.to_string());
     if let Some(seed) = args.seed {
@@ -58,18 +68,14 @@ fn simulate(bin: &Path, args: &SimArgs) -> Result<Tally> {
     if let Some(jobs) = args.jobs {
         command.arg("--jobs").arg(jobs.to_string());
     }
-    let options = [
-        ("--adversary", args.adversary),
-        ("--observer", args.observer),
-        ("--storage", args.storage),
-    ];
+    let options = [("--adversary", args.adversary), ("--observer", args.observer)];
     for (option, wanted) in options {
         if wanted {
             command.arg(option);
         }
     }
     command.args(&args.rest).stdout(Stdio::piped());
-    let mut child = process::Guard::spawn("roce-sim", &mut command)?;
+    let mut child = process::Guard::spawn(name, &mut command)?;
     let mut tally = Tally::default();
     let mut counted = false;
     let status = child.for_each_line(|line| {
@@ -81,9 +87,9 @@ fn simulate(bin: &Path, args: &SimArgs) -> Result<Tally> {
     })?;
     if !status.success() || !counted {
         tally.failed = tally.failed.max(1);
-        tally.failures.push(format!("roce-sim ended with {status}"));
+        tally.failures.push(format!("{name} ended with {status}"));
     } else if tally.passed != args.seeds {
-        tally.fail(format!("roce-sim ran {} seeds of {}", tally.passed, args.seeds));
+        tally.fail(format!("{name} ran {} seeds of {}", tally.passed, args.seeds));
     }
     Ok(tally)
 }

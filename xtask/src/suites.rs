@@ -31,10 +31,9 @@ enum Set {
 }
 
 /// Seeds of the simulator, the same ones each time and fresh ones, with --quick, in the set `ci` and in the set `full`; a
-/// quarter of the runs have an adversary, and beside some there are runs with an observer, of a server under a flood, and
-/// pairs that compare goodput.
+/// quarter of the runs have an adversary, and beside some there are runs with an observer, and pairs that compare goodput.
 const SIM_SEEDS: [(u64, u64); 3] = [(100, 20), (250, 50), (20_000, 2000)];
-/// Likewise of those with storage.
+/// Likewise of the simulator of storage, where beside a quarter of the runs there is one of a server under a flood.
 const STORAGE_SEEDS: [(u64, u64); 3] = [(60, 20), (300, 100), (4000, 400)];
 /// Cases of each property that does not say how many itself, in the set `full`.
 const FULL_CASES: (&str, &str) = ("PROPTEST_CASES", "4096");
@@ -508,7 +507,12 @@ impl<'a> Stage<'a> {
         };
         for (storage, seeds) in [(false, SIM_SEEDS), (true, STORAGE_SEEDS)] {
             let (fixed, fresh) = seeds[set];
-            tally.add(sim::suite(self.programs.program("roce-sim")?, storage, fixed, fresh)?);
+            tally.add(sim::suite(
+                self.programs.program(sim::program(storage))?,
+                storage,
+                fixed,
+                fresh,
+            )?);
         }
         Ok(tally)
     }

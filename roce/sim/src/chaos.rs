@@ -1,12 +1,13 @@
-//! What goes wrong besides packets: partitions, deaths of hosts, queue pairs and memory taken away in mid-flight.
+//! Disturbances of hosts and connections: partitions, deaths of hosts, queue pairs and memory taken away in mid-flight.
 
 use roce_verbs::{QpAttr, QpState};
 
 use crate::{
     life::to_state,
     model::Phase,
+    runner::Check,
     scenario::{MS, US},
-    world::{Check, Event, World},
+    world::{Event, World},
 };
 
 impl World {

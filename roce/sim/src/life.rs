@@ -13,8 +13,9 @@ use roce_verbs::{
 use crate::{
     Class,
     model::{Allow, Conn, Effect, End, FastKey, Grant, HOLE_PAGES, LOCAL, Phase, RECV, Ring, TARGET},
+    runner::Check,
     scenario::{ConnPlan, MS, US},
-    world::{CQS, Check, Event, LISTEN_PORT, World},
+    world::{CQS, Event, LISTEN_PORT, World},
 };
 
 pub(crate) const RIGHTS: AccessFlags = AccessFlags::REMOTE_WRITE
@@ -336,8 +337,8 @@ impl World {
     }
 
     pub(crate) fn handle_cm_event(&mut self, h: usize, event: CmEventKind) -> Check {
-        if self.gate.is_some() {
-            return self.on_gate_event(h, &event);
+        if self.program.is_some() {
+            return self.with_program(|program, world| program.on_event(world, h, &event));
         }
         if let CmEventKind::Request {
             conn: id, private_data, ..

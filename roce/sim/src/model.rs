@@ -1,5 +1,5 @@
-//! What the simulator believes: for each end of a connection its outstanding work requests, the messages under way to
-//! it, and what its memory must look like.
+//! Model of the connections: for each end its outstanding work requests, the messages under way to
+//! it, and the bytes that its memory must hold.
 
 use std::{collections::VecDeque, ops::Range, sync::Arc};
 
@@ -117,7 +117,7 @@ pub(crate) enum Expect {
     Fails(WcStatus),
 }
 
-/// What a work request changes in the peer's target.
+/// Change that a work request makes in the peer's target.
 #[derive(Clone, Debug)]
 pub(crate) struct Effect {
     pub(crate) at: usize,
@@ -144,7 +144,7 @@ pub(crate) struct Sent {
     pub(crate) local: Option<Range<usize>>,
     pub(crate) image: Option<Vec<u8>>,
     pub(crate) effect: Option<Effect>,
-    /// What it reads of the peer's target.
+    /// Range that it reads of the peer's target.
     pub(crate) reads: Option<Range<usize>>,
     /// READ or atomic.
     pub(crate) rd_atomic: bool,
@@ -161,7 +161,7 @@ pub(crate) struct Sent {
 pub(crate) struct Posted {
     pub(crate) wr_id: u64,
     pub(crate) pieces: Pieces,
-    /// What the range held when it was posted.
+    /// Content of the range when it was posted.
     pub(crate) before: Vec<u8>,
 }
 
@@ -180,11 +180,11 @@ pub(crate) struct Message {
     pub(crate) fails: Option<WcStatus>,
 }
 
-/// What an end grants a part of its target with, for a time.
+/// Means by which an end grants a part of its target for a time.
 #[derive(Clone)]
 pub(crate) enum Grant {
     Fast(Arc<FastRegion>),
-    /// Of type 2: it belongs to the queue pair.
+    /// Window of type 2, which belongs to the queue pair.
     Window(Arc<Window>),
 }
 
@@ -250,7 +250,7 @@ pub(crate) struct End {
     pub(crate) fast_key: FastKey,
     pub(crate) local_ring: Ring,
     pub(crate) recv_ring: Ring,
-    /// What `target` holds once everything that the peer has posted is done.
+    /// Content of `target` once everything that the peer has posted is done.
     pub(crate) shadow: Vec<u8>,
     pub(crate) sent: VecDeque<Sent>,
     /// Sends, and their bytes, since the last signalled one: they come back only with the next.
@@ -267,11 +267,11 @@ pub(crate) struct End {
     pub(crate) promised: VecDeque<usize>,
     pub(crate) operations_left: u32,
     pub(crate) allow: Allow,
-    /// What work requests that did not succeed would have changed in the peer's target, in order.
+    /// Changes in the peer's target of work requests that did not succeed, in order.
     pub(crate) undone: Vec<Effect>,
     /// `target` was deregistered; the next life gets another.
     pub(crate) target_gone: bool,
-    /// What the open fast key shows of `target`: offset, bytes, address of the first byte.
+    /// Part of `target` that the open fast key covers: offset, bytes, address of the first byte.
     pub(crate) fast_view: (usize, usize, u64),
     /// Lengths of messages posted by the peer before the receives that they will find.
     pub(crate) unclaimed: VecDeque<usize>,
@@ -283,7 +283,7 @@ pub(crate) struct End {
     pub(crate) mute: bool,
 }
 
-/// Where a connection is.
+/// Phase of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Phase {
     Down,

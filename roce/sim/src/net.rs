@@ -9,23 +9,28 @@ use crate::rng::Rng;
 
 /// Faults of a link.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Faults {
-    pub(crate) loss: f64,
-    pub(crate) duplicate: f64,
-    pub(crate) reorder: f64,
-    pub(crate) corrupt: f64,
-    /// Nanoseconds one way.
-    pub(crate) delay: u64,
+pub struct Faults {
+    /// Probability that a frame is lost.
+    pub loss: f64,
+    /// Probability that a frame arrives twice.
+    pub duplicate: f64,
+    /// Probability that later frames overtake a frame.
+    pub reorder: f64,
+    /// Probability that a frame is damaged.
+    pub corrupt: f64,
+    /// One way, nanoseconds.
+    pub delay: u64,
     /// Random addition to it, at most, nanoseconds. Packets stay in order.
-    pub(crate) jitter: u64,
+    pub jitter: u64,
     /// Bytes per second.
-    pub(crate) bandwidth: u64,
+    pub bandwidth: u64,
     /// Bytes that may wait for the link.
-    pub(crate) queue: u64,
+    pub queue: u64,
 }
 
 impl Faults {
-    pub(crate) fn quiet(self) -> Self {
+    /// Returns a link without faults.
+    pub fn quiet(self) -> Self {
         Self {
             loss: 0.0,
             duplicate: 0.0,
@@ -39,41 +44,46 @@ impl Faults {
     }
 
     /// Whether packets may get lost, so that errors need not look the same on both sides.
-    pub(crate) fn lossy(&self) -> bool {
+    pub fn lossy(&self) -> bool {
         self.loss + self.corrupt > 0.0 || self.queue < 16 << 20
     }
 }
 
 /// One direction between two hosts.
 #[derive(Clone, Debug)]
-pub(crate) struct Link {
-    pub(crate) faults: Faults,
+pub struct Link {
+    /// Its faults.
+    pub faults: Faults,
     /// Nothing passes.
-    pub(crate) cut: bool,
+    pub cut: bool,
     /// Addition to the delay of what is sent, nanoseconds. When it falls, what is sent from then on arrives behind what is under way.
-    pub(crate) lag: u64,
+    pub lag: u64,
     busy_until: u64,
     last_arrival: u64,
 }
 
 /// Datagram in flight: a packet, or several of one GSO train that stayed together.
 #[derive(Clone, Debug)]
-pub(crate) struct Frame {
-    pub(crate) src: SocketAddr,
-    pub(crate) dst: IpAddr,
-    pub(crate) tos: u8,
+pub struct Frame {
+    /// Sender.
+    pub src: SocketAddr,
+    /// Receiver.
+    pub dst: IpAddr,
+    /// Type of service, with its ECN bits.
+    pub tos: u8,
     /// Identification of the first packet.
-    pub(crate) identification: u16,
-    /// 0: one packet.
-    pub(crate) segment_len: usize,
-    pub(crate) bytes: Vec<u8>,
+    pub identification: u16,
+    /// Bytes of each packet but the last; 0: one packet.
+    pub segment_len: usize,
+    /// UDP payload: the packets, one after the other.
+    pub bytes: Vec<u8>,
     /// Whether the network has changed the bytes.
-    pub(crate) damaged: bool,
+    pub damaged: bool,
 }
 
 impl Frame {
     /// Returns the packets.
-    pub(crate) fn packets(&self) -> impl Iterator<Item = &[u8]> {
+    pub fn packets(&self) -> impl Iterator<Item = &[u8]> {
         let step = match self.segment_len {
             0 => self.bytes.len().max(1),
             len => len,
@@ -84,16 +94,22 @@ impl Frame {
 
 /// Counts of the network's faults.
 #[derive(Clone, Copy, Default, Debug)]
-pub(crate) struct NetStats {
-    pub(crate) lost: u64,
-    pub(crate) duplicated: u64,
-    pub(crate) reordered: u64,
-    pub(crate) corrupted: u64,
-    pub(crate) overflowed: u64,
+pub struct NetStats {
+    /// Frames lost.
+    pub lost: u64,
+    /// Frames doubled.
+    pub duplicated: u64,
+    /// Frames overtaken.
+    pub reordered: u64,
+    /// Frames damaged.
+    pub corrupted: u64,
+    /// Frames that found a queue or buffer full.
+    pub overflowed: u64,
 }
 
 impl Link {
-    pub(crate) fn new(faults: Faults) -> Self {
+    /// Creates an idle link.
+    pub fn new(faults: Faults) -> Self {
         Self {
             faults,
             cut: false,
@@ -105,7 +121,7 @@ impl Link {
 
     /// Decides a frame's fate. `arrive` gets each copy with its time of arrival. `sees_headers`: the receiver knows the
     /// IP header, so that no corruption can hide behind the Identification.
-    pub(crate) fn send(
+    pub fn send(
         &mut self,
         now: u64,
         frame: Frame,

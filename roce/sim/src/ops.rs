@@ -12,8 +12,9 @@ use roce_verbs::{
 use crate::{
     life::RIGHTS,
     model::{Effect, Expect, FastKey, Grant, LOCAL, Message, Phase, Pieces, Posted, RECV, Sent, TARGET, wr_id},
+    runner::Check,
     scenario::US,
-    world::{Check, Event, World},
+    world::{Event, World},
 };
 
 /// A work request about to be posted.
@@ -231,7 +232,7 @@ impl World {
             len = len.min(*most);
         }
         let data = self.rng.bytes(len);
-        let imm = (invalidates.is_none() && self.rng.chance(0.3)).then(|| self.rng.next() as u32);
+        let imm = (invalidates.is_none() && self.rng.chance(0.3)).then(|| self.rng.number() as u32);
         let op = match (invalidates, imm) {
             (Some(key), _) => SendOp::SendWithInv(key),
             (None, Some(imm)) => SendOp::SendWithImm(imm),
@@ -281,7 +282,7 @@ impl World {
         let len = self.size(conn);
         let data = self.rng.bytes(len);
         let (at, remote, uses_fast) = self.place(conn, end, len, 1);
-        let imm = self.rng.chance(0.25).then(|| self.rng.next() as u32);
+        let imm = self.rng.chance(0.25).then(|| self.rng.number() as u32);
         let op = imm.map_or(SendOp::Write(remote), |imm| SendOp::WriteWithImm(remote, imm));
         let mut sent = self.blank(conn, end, "WRITE", WcOpcode::RdmaWrite);
         sent.uses_fast = uses_fast;
@@ -345,7 +346,7 @@ impl World {
         let bytes: [u8; 8] = self.conns[conn].ends[1 - end].shadow[at..at + 8].try_into().ok()?;
         let old = u64::from_ne_bytes(bytes);
         let (op, new, opcode) = if self.rng.chance(0.5) {
-            let add = self.rng.next();
+            let add = self.rng.number();
             (
                 SendOp::FetchAdd { remote, add },
                 old.wrapping_add(add),
@@ -354,7 +355,7 @@ impl World {
         } else {
             let hits = self.rng.chance(0.7);
             let compare = if hits { old } else { old.wrapping_add(1) };
-            let swap = self.rng.next();
+            let swap = self.rng.number();
             let op = SendOp::CompareSwap { remote, compare, swap };
             (op, if hits { swap } else { old }, WcOpcode::CompareSwap)
         };
@@ -428,9 +429,9 @@ impl World {
     fn draft_register(&mut self, conn: usize, end: usize) -> Option<Draft> {
         let len = self.rng.range(16, (TARGET / 2) as u64) as usize;
         let at = self.rng.range(0, (TARGET - len) as u64) as usize & !7;
-        let iova = (self.rng.next() & 0x7fff_ffff_0000) + 4096;
+        let iova = (self.rng.number() & 0x7fff_ffff_0000) + 4096;
         let wants_window = !self.conns[conn].plan.zero_based && self.rng.chance(0.5);
-        let (key_byte, host) = (self.rng.next() as u8, self.conns[conn].ends[end].host);
+        let (key_byte, host) = (self.rng.number() as u8, self.conns[conn].ends[end].host);
         let h = &self.hosts[host];
         let e = &mut self.conns[conn].ends[end];
         let pd = e.pd;

@@ -3,55 +3,61 @@
 use rand::{Rng as _, RngCore as _, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
 
-/// One stream of choices. Separate concerns have separate streams, so that a change to one leaves the others alone.
+/// Stream of choices. Separate concerns have separate streams, so that a change to one leaves the others alone.
 #[derive(Clone, Debug)]
-pub(crate) struct Rng(ChaCha8Rng);
+pub struct Rng(ChaCha8Rng);
 
 impl Rng {
-    pub(crate) fn new(seed: u64, stream: u64) -> Self {
+    /// Creates one of the streams of a run's seed.
+    pub fn new(seed: u64, stream: u64) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         rng.set_stream(stream);
         Self(rng)
     }
 
     /// Creates a stream from a seed of its own.
-    pub(crate) fn from_seed(seed: [u8; 32]) -> Self {
+    pub fn from_seed(seed: [u8; 32]) -> Self {
         Self(ChaCha8Rng::from_seed(seed))
     }
 
-    /// True with probability `p`.
-    pub(crate) fn chance(&mut self, p: f64) -> bool {
+    /// Returns true with probability `p`.
+    pub fn chance(&mut self, p: f64) -> bool {
         p > 0.0 && self.0.random::<f64>() < p
     }
 
     /// Draws a number from `low` to `high`, both included.
-    pub(crate) fn range(&mut self, low: u64, high: u64) -> u64 {
+    pub fn range(&mut self, low: u64, high: u64) -> u64 {
         self.0.random_range(low..=high.max(low))
     }
 
-    pub(crate) fn index(&mut self, len: usize) -> usize {
+    /// Draws a number below `len`.
+    pub fn index(&mut self, len: usize) -> usize {
         self.0.random_range(0..len.max(1))
     }
 
-    pub(crate) fn pick<T: Copy>(&mut self, from: &[T]) -> T {
+    /// Draws one of some values.
+    pub fn pick<T: Copy>(&mut self, from: &[T]) -> T {
         from[self.index(from.len())]
     }
 
-    pub(crate) fn next(&mut self) -> u64 {
+    /// Draws a number.
+    pub fn number(&mut self) -> u64 {
         self.0.next_u64()
     }
 
-    pub(crate) fn unit(&mut self) -> f64 {
+    /// Draws a number from 0 to below 1.
+    pub fn unit(&mut self) -> f64 {
         self.0.random()
     }
 
-    pub(crate) fn seed(&mut self) -> [u8; 32] {
+    /// Draws the seed of another generator.
+    pub fn seed(&mut self) -> [u8; 32] {
         self.0.random()
     }
 
-    /// Bytes that are unlikely to be found anywhere else.
-    pub(crate) fn bytes(&mut self, len: usize) -> Vec<u8> {
-        let mut state = self.next();
+    /// Draws bytes that are unlikely to be found anywhere else.
+    pub fn bytes(&mut self, len: usize) -> Vec<u8> {
+        let mut state = self.number();
         let mut out = Vec::with_capacity(len + 8);
         while out.len() < len {
             state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);

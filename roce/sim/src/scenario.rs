@@ -1,4 +1,4 @@
-//! What a run is made of, drawn from its seed: hosts, links, connections, and what may go wrong.
+//! Plan of a run, drawn from its seed: hosts, links, connections, and the troubles that may come.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -8,35 +8,43 @@ use roce_verbs::{Mtu, Psn, QpCaps, RnrTimer};
 
 use crate::{net::Faults, rng::Rng};
 
-pub(crate) const US: u64 = 1_000;
-pub(crate) const MS: u64 = 1_000_000;
-pub(crate) const SEC: u64 = 1_000_000_000;
+/// Nanoseconds of a microsecond.
+pub const US: u64 = 1_000;
+/// Nanoseconds of a millisecond.
+pub const MS: u64 = 1_000_000;
+/// Nanoseconds of a second.
+pub const SEC: u64 = 1_000_000_000;
 
-/// How a host's datapath looks.
+/// Datapath of a host, and the settings of its port.
 #[derive(Clone, Debug)]
-pub(crate) struct HostPlan {
-    pub(crate) addr: IpAddr,
-    pub(crate) mtu: Mtu,
+pub struct HostPlan {
+    /// Its address.
+    pub addr: IpAddr,
+    /// Largest path MTU of its port.
+    pub mtu: Mtu,
     /// Receives GRO buffers.
-    pub(crate) gro: bool,
+    pub gro: bool,
     /// Sees IP headers, as a raw socket does.
-    pub(crate) sees_headers: bool,
+    pub sees_headers: bool,
     /// Sends IPv4 Identifications that count up, as rdma_rxe does, instead of the place in the GSO train.
-    pub(crate) counts_up: bool,
-    pub(crate) tx: TxConfig,
-    pub(crate) window: WindowConfig,
+    pub counts_up: bool,
+    /// Settings of transmission.
+    pub tx: TxConfig,
+    /// Congestion window.
+    pub window: WindowConfig,
     /// Bytes of the socket's receive buffer.
-    pub(crate) rx_buffer: usize,
+    pub rx_buffer: usize,
     /// From a packet's arrival to its processing, at most, nanoseconds.
-    pub(crate) latency: u64,
-    pub(crate) turn_packets: usize,
+    pub latency: u64,
+    /// Packets that a queue pair sends in a turn.
+    pub turn_packets: usize,
     /// Its connection manager has low limits.
-    pub(crate) tight: bool,
-    /// Keeps packets beyond a gap, and says so; else it is as hardware and rdma_rxe are.
-    pub(crate) keeps: bool,
+    pub tight: bool,
+    /// Supports selective acknowledgements, and advertises it; else it is as hardware and rdma_rxe are.
+    pub keeps: bool,
 }
 
-/// What a connection is like.
+/// Plan of a connection.
 #[derive(Clone, Debug)]
 pub(crate) struct ConnPlan {
     /// Hosts of its two ends.
@@ -67,15 +75,15 @@ pub(crate) struct ConnPlan {
     pub(crate) largest: usize,
 }
 
-/// A run.
+/// Plan of a run.
 #[derive(Clone, Debug)]
-pub(crate) struct Scenario {
+pub struct Scenario {
     pub(crate) hosts: Vec<HostPlan>,
     pub(crate) conns: Vec<ConnPlan>,
-    /// Of every link; each draws its own from up to this.
-    pub(crate) faults: Faults,
-    /// When faults end, nanoseconds.
-    pub(crate) chaos_end: u64,
+    /// Most faults that a link can have; each draws its own.
+    pub faults: Faults,
+    /// End of the faults, nanoseconds.
+    pub chaos_end: u64,
     /// Disturbances (partitions, deaths, resets, disconnects …) during the chaos.
     pub(crate) disturbances: u32,
     /// The other services carry messages as well, and connections use what came with IBTA Annex A19. What the other runs
@@ -113,30 +121,33 @@ fn faults(rng: &mut Rng) -> Faults {
     }
 }
 
-pub(crate) fn host(i: usize, v6: bool, rng: &mut Rng) -> HostPlan {
-    let mtu = rng.pick(&[Mtu::B256, Mtu::B1024, Mtu::B1024, Mtu::B2048, Mtu::B4096, Mtu::B4096]);
-    let max = rng.pick(&[32 << 10, 256 << 10, 4 << 20]);
-    HostPlan {
-        addr: addr(i, v6),
-        mtu,
-        gro: rng.chance(0.5),
-        sees_headers: rng.chance(0.3),
-        counts_up: !v6 && rng.chance(0.3),
-        tx: TxConfig {
-            gso: rng.chance(0.7),
-            capacity: rng.pick(&[8 << 10, 64 << 10, 256 << 10]),
-            ..TxConfig::default()
-        },
-        window: WindowConfig {
-            initial: (64 << 10).min(max),
-            min: 16 << 10,
-            max,
-        },
-        rx_buffer: rng.pick(&[32 << 10, 208 << 10, 4 << 20]),
-        latency: rng.pick(&[0, 2 * US, 20 * US, 100 * US]),
-        turn_packets: rng.pick(&[1, 4, 16, 64]),
-        tight: false,
-        keeps: rng.chance(0.7),
+impl HostPlan {
+    /// Draws the host with this index.
+    pub fn draw(i: usize, v6: bool, rng: &mut Rng) -> Self {
+        let mtu = rng.pick(&[Mtu::B256, Mtu::B1024, Mtu::B1024, Mtu::B2048, Mtu::B4096, Mtu::B4096]);
+        let max = rng.pick(&[32 << 10, 256 << 10, 4 << 20]);
+        Self {
+            addr: addr(i, v6),
+            mtu,
+            gro: rng.chance(0.5),
+            sees_headers: rng.chance(0.3),
+            counts_up: !v6 && rng.chance(0.3),
+            tx: TxConfig {
+                gso: rng.chance(0.7),
+                capacity: rng.pick(&[8 << 10, 64 << 10, 256 << 10]),
+                ..TxConfig::default()
+            },
+            window: WindowConfig {
+                initial: (64 << 10).min(max),
+                min: 16 << 10,
+                max,
+            },
+            rx_buffer: rng.pick(&[32 << 10, 208 << 10, 4 << 20]),
+            latency: rng.pick(&[0, 2 * US, 20 * US, 100 * US]),
+            turn_packets: rng.pick(&[1, 4, 16, 64]),
+            tight: false,
+            keeps: rng.chance(0.7),
+        }
     }
 }
 
@@ -164,7 +175,7 @@ fn conn(hosts: &[HostPlan], calm: bool, scale: u32, rng: &mut Rng) -> ConnPlan {
         if rng.chance(0.6) {
             Psn::new(0u32.wrapping_sub(rng.range(0, 300) as u32))
         } else {
-            Psn::new(rng.next() as u32)
+            Psn::new(rng.number() as u32)
         }
     };
     let strict = rng.chance(0.85);
@@ -206,10 +217,10 @@ fn conn(hosts: &[HostPlan], calm: bool, scale: u32, rng: &mut Rng) -> ConnPlan {
 
 impl Scenario {
     /// Draws a run. `scale` is about how many work requests each direction of a connection carries.
-    pub(crate) fn draw(scale: u32, rng: &mut Rng) -> Self {
+    pub fn draw(scale: u32, rng: &mut Rng) -> Self {
         let v6 = rng.chance(0.25);
         let count = rng.pick(&[2, 2, 2, 3, 4]);
-        let hosts: Vec<HostPlan> = (0..count).map(|i| host(i, v6, rng)).collect();
+        let hosts: Vec<HostPlan> = (0..count).map(|i| HostPlan::draw(i, v6, rng)).collect();
         // In calm runs nothing but the network is at fault, so every error is one too many.
         let calm = rng.chance(0.4);
         let connections = rng.range(1, 5);
@@ -285,8 +296,8 @@ impl Scenario {
         }
     }
 
-    /// The faults of one link: the run's, weakened at random.
-    pub(crate) fn link(&self, rng: &mut Rng) -> Faults {
+    /// Draws the faults of one link: the run's, weakened at random.
+    pub fn link(&self, rng: &mut Rng) -> Faults {
         let f = self.faults;
         let share = |rng: &mut Rng, p: f64| p * rng.pick(&[0.0, 0.5, 1.0, 1.0]);
         Faults {

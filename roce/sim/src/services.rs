@@ -17,10 +17,10 @@ use roce_verbs::{
 };
 
 use crate::{
-    SimConfig,
     rng::Rng,
+    runner::Check,
     scenario::{MS, US},
-    world::{Check, Event, World},
+    world::{Event, World},
 };
 
 /// Bytes of one receive buffer, network header included, and of one message's place in a target.
@@ -171,11 +171,11 @@ impl Services {
 
 impl World {
     /// Draws the flows of an extended run, and sets them up.
-    pub(crate) fn begin_services(&mut self, config: &SimConfig) -> Check {
+    pub(crate) fn begin_services(&mut self) -> Check {
         if !self.scenario.extended {
             return Ok(());
         }
-        let mut rng = Rng::new(config.seed, 5);
+        let mut rng = Rng::new(self.seed, 5);
         let hosts = (0..self.hosts.len()).map(|h| self.shared(h)).collect();
         self.services = Some(Services {
             flows: Vec::new(),
@@ -183,7 +183,7 @@ impl World {
             rng: rng.clone(),
         });
         for _ in 0..rng.range(1, 6) {
-            self.begin_flow(&mut rng, config.scale)?;
+            self.begin_flow(&mut rng, self.scale)?;
         }
         let flows = self.services().flows.len();
         for flow in 0..flows {
@@ -281,19 +281,10 @@ impl World {
             self.service_qp(from, qp_type, false)?,
             self.service_qp(to, peer_type, shared)?,
         ];
-        let psn = Psn::new(rng.next() as u32);
-        for (end, h, peer) in [(1, to, from), (0, from, to)] {
-            let qp_type = [qp_type, peer_type][end];
-            self.bring_up(
-                h,
-                qpns[end],
-                qp_type,
-                self.hosts[peer].plan.addr,
-                qpns[1 - end],
-                psn,
-                mtu,
-            )?;
-        }
+        let psn = Psn::new(rng.number() as u32);
+        let [addr, peer_addr] = [from, to].map(|h| self.hosts[h].plan.addr);
+        self.bring_up(to, qpns[1], peer_type, addr, qpns[0], psn, mtu)?;
+        self.bring_up(from, qpns[0], qp_type, peer_addr, qpns[1], psn, mtu)?;
         self.services().flows.push(Flow {
             qp_type,
             from,

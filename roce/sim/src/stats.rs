@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use roce_cm::DropReason;
 use roce_verbs::WcStatus;
 
-use crate::world::World;
+use crate::{runner::Total, world::World};
 
 /// Counts of one run, or of several.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -35,7 +35,7 @@ pub struct Stats {
     pub rnr_naks: u64,
     pub operations: u64,
     pub faulty_operations: u64,
-    /// Those of them whose memory, at one end, is missing.
+    /// Operations among them whose memory, at one end, is missing.
     pub missing_pages: u64,
     pub succeeded: u64,
     pub receives: u64,
@@ -55,13 +55,13 @@ pub struct Stats {
     pub backlog_drops: u64,
     /// Forged packets to connected queue pairs, at and around the PSNs in use.
     pub at_live: u64,
-    /// Of these, those at the exact PSN where another port has been learned: each PSN once from a port.
+    /// Packets among them at the exact PSN where another port has been learned: each PSN once from a port.
     pub exact: u64,
     /// Guesses of adversaries that were redrawn because they hit the peer's source port, or the exact PSN where that would be
     /// believed: what only the peer knows.
     pub port_hits: u64,
     pub psn_hits: u64,
-    /// Clients that got in under a flood of requests, and how long the slowest needed.
+    /// Clients that were accepted under a flood of requests, and how long the slowest needed.
     pub admitted: u64,
     pub longest_admission_ns: u64,
     /// Packets of observers.
@@ -88,9 +88,10 @@ impl Stats {
         let rate = |bytes: u64, ns: u64| bytes as f64 / ns.max(1) as f64;
         rate(self.attacked_bytes, self.attacked_ns) / rate(self.alone_bytes.max(1), self.alone_ns)
     }
+}
 
-    /// Adds another run's counts.
-    pub fn add(&mut self, other: &Self) {
+impl Total for Stats {
+    fn add(&mut self, other: &Self) {
         macro_rules! sum {
             ($($name:ident)*) => { $( self.$name += other.$name; )* };
         }

@@ -9,31 +9,34 @@ use roce_verbs::Completion;
 
 use crate::net::Frame;
 
-/// Says what happens, if somebody wants to know.
+/// Log of events, which prints them or not.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Notes {
+pub struct Notes {
     on: bool,
 }
 
 impl Notes {
-    pub(crate) fn say(self, now: u64, text: impl FnOnce() -> String) {
+    /// Prints a line, if there is a log.
+    pub fn print(self, now: u64, text: impl FnOnce() -> String) {
         if self.on {
             eprintln!("{now:>12} {}", text());
         }
     }
 }
 
-/// Hashes what happens; writes what is sent to a file if there is one.
-pub(crate) struct Trace {
+/// Fingerprint of what happens, and a capture of what is sent, if there is one.
+pub struct Trace {
     hash: u64,
     pcap: Option<Writer<BufWriter<File>>>,
     log: bool,
 }
 
 impl Trace {
+    /// Creates a trace.
+    ///
     /// # Errors
-    /// When the file can't be made.
-    pub(crate) fn new(pcap: Option<&Path>, log: bool) -> std::io::Result<Self> {
+    /// When the file can't be created.
+    pub fn new(pcap: Option<&Path>, log: bool) -> std::io::Result<Self> {
         Ok(Self {
             hash: 0xcbf2_9ce4_8422_2325,
             pcap: pcap.map(Writer::create).transpose()?,
@@ -41,7 +44,8 @@ impl Trace {
         })
     }
 
-    pub(crate) fn hash(&self) -> u64 {
+    /// Returns the fingerprint of what happened so far.
+    pub fn hash(&self) -> u64 {
         self.hash
     }
 
@@ -49,8 +53,8 @@ impl Trace {
         self.hash = (self.hash ^ value).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(23);
     }
 
-    /// A packet (or train) leaves. Written before the network damages it, so that the file shows what ports sent.
-    pub(crate) fn sent(&mut self, now: u64, frame: &Frame) {
+    /// Writes a packet or train to the capture, before the network damages it: the file shows what ports sent.
+    pub fn sent(&mut self, now: u64, frame: &Frame) {
         let Some(pcap) = &mut self.pcap else {
             return;
         };
@@ -67,7 +71,7 @@ impl Trace {
         }
     }
 
-    /// A train is sent: for the log only.
+    /// Logs a train that is sent.
     pub(crate) fn leaves(&self, now: u64, host: usize, train: &roce_port::Train<'_>) {
         if !self.log {
             return;
@@ -81,7 +85,7 @@ impl Trace {
         }
     }
 
-    /// A forged packet is processed. It has no part in the fingerprint.
+    /// Logs a forged packet that is processed. It has no part in the fingerprint.
     pub(crate) fn forged(&mut self, now: u64, host: usize, frame: &Frame) {
         if self.log {
             let head = &frame.bytes[..frame.bytes.len().min(BTH_LEN)];
@@ -91,8 +95,8 @@ impl Trace {
         self.sent(now, frame);
     }
 
-    /// A packet is processed. Addresses in memory differ from run to run, so only the BTH enters the fingerprint.
-    pub(crate) fn received(&mut self, now: u64, host: usize, frame: &Frame) {
+    /// Adds a packet that is processed. Addresses in memory differ from run to run, so only the BTH enters the fingerprint.
+    pub fn received(&mut self, now: u64, host: usize, frame: &Frame) {
         if self.log
             && let Ok(p) = roce_bth::Packet::parse(&frame.bytes)
         {
@@ -136,18 +140,13 @@ impl Trace {
         self.mix(event.conn().0);
     }
 
-    pub(crate) fn note(&self, now: u64, text: impl FnOnce() -> String) {
-        self.notes().say(now, text);
+    /// Prints a line of the log, if there is one.
+    pub fn note(&self, now: u64, text: impl FnOnce() -> String) {
+        self.notes().print(now, text);
     }
 
-    /// For those who are told of events elsewhere.
-    pub(crate) fn notes(&self) -> Notes {
+    /// Returns the log.
+    pub fn notes(&self) -> Notes {
         Notes { on: self.log }
-    }
-
-    pub(crate) fn finish(&mut self) {
-        if let Some(pcap) = &mut self.pcap {
-            let _ = pcap.flush();
-        }
     }
 }

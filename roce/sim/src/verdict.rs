@@ -5,7 +5,8 @@ use roce_verbs::{Completion, Qpn, WcFlags, WcOpcode, WcStatus};
 use crate::{
     adversary::MARK,
     model::{Expect, FastKey, Message, Phase, Posted, Sent, TARGET, wr_owner},
-    world::{Check, World},
+    runner::Check,
+    world::World,
 };
 
 impl World {
@@ -324,7 +325,7 @@ impl World {
             let in_flight: Vec<_> = host.port.in_flight().collect();
             out += &format!("\n  host {h}: bytes in flight {in_flight:?}");
         }
-        out += &self.gate.as_ref().map_or(String::new(), |g| g.situation());
+        out += &self.program.as_ref().map_or(String::new(), |p| p.situation());
         out += &self.services.as_ref().map_or(String::new(), |s| s.situation());
         for (i, c) in self.conns.iter().enumerate() {
             out += &format!("\n  conn {i} (cm: {}, life {}): {:?}", c.plan.via_cm, c.life, c.phase);

@@ -17,18 +17,19 @@ use roce_verbs::{AsyncEvent, Completion, Instant};
 
 use crate::{
     Class, SimConfig, Stats,
-    admission::Gate,
     adversary::{Blind, Copies, Effort, Observer},
     model::{Conn, Phase},
     net::{Frame, Link, NetStats},
+    program::Program,
     rng::Rng,
-    scenario::{HostPlan, MS, SEC, Scenario},
+    runner::{Check, Simulation},
+    scenario::{HostPlan, SEC, Scenario},
     services::Services,
     trace::Trace,
 };
 
-/// The TCP port space number that hosts listen on.
-pub(crate) const LISTEN_PORT: u16 = 7471;
+/// Number in the TCP port space that hosts listen on.
+pub const LISTEN_PORT: u16 = 7471;
 /// Events without progress of the clock after which something spins.
 const SPIN: u32 = 200_000;
 /// Events of a whole run.
@@ -36,11 +37,9 @@ const MAX_EVENTS: u64 = 20_000_000;
 /// The stream that decides whether a run is extended: not so for the seeds that tests know by what they draw.
 const EXTENDED: u64 = 22;
 /// The stream of an adversary's choices.
-const ADVERSARY: u64 = 23;
+pub(crate) const ADVERSARY: u64 = 23;
 /// Completion queues of a host.
 pub(crate) const CQS: usize = 3;
-
-pub(crate) type Check = Result<(), String>;
 
 /// Event at a point in time.
 #[derive(Debug)]
@@ -110,12 +109,10 @@ pub(crate) enum Event {
     Attack,
     /// The observer sends a packet.
     Meddle,
-    /// Client of the server that verifies connects.
-    Client {
-        n: usize,
+    /// Timer of the run's program.
+    Program {
+        timer: usize,
     },
-    /// Handshake of that server times out.
-    Deadline,
     /// Program gives up a request that is never confirmed.
     Dismiss {
         host: usize,
@@ -172,7 +169,7 @@ pub(crate) struct Host {
 }
 
 /// State of a run.
-pub(crate) struct World {
+pub struct World {
     pub(crate) scenario: Scenario,
     pub(crate) now: u64,
     pub(crate) hosts: Vec<Host>,
@@ -194,10 +191,11 @@ pub(crate) struct World {
     pub(crate) services: Option<Services>,
     pub(crate) class: Class,
     pub(crate) seed: u64,
+    pub(crate) scale: u32,
     pub(crate) blind: Option<Box<Blind>>,
     pub(crate) observer: Option<Box<Observer>>,
     pub(crate) copies: Option<Box<Copies>>,
-    pub(crate) gate: Option<Box<Gate>>,
+    pub(crate) program: Option<Box<dyn Program>>,
     /// When the last of the connections came up for the first time.
     pub(crate) all_up: Option<u64>,
 }
@@ -256,7 +254,7 @@ impl Host {
             rx_bytes: 0,
             run_scheduled: false,
             wake_at: None,
-            next_identification: rng.next() as u16,
+            next_identification: rng.number() as u16,
             plan,
         };
         host.listen();
@@ -316,33 +314,38 @@ fn check_train(train: &roce_port::Train<'_>, flow: &Flow) -> Check {
     Ok(())
 }
 
-impl World {
-    pub(crate) fn new(config: &SimConfig, class: Class, trace: Trace) -> Self {
-        let seed = config.seed;
-        let mut plan_rng = Rng::new(seed, 0);
-        let mut scenario = Scenario::draw(config.scale, &mut plan_rng);
-        if config.bottleneck {
-            scenario.narrow(&mut plan_rng);
-        } else {
-            // Before narrow places nothing would slow services without acknowledgements down.
-            scenario.extended = Rng::new(seed, EXTENDED).chance(0.5);
-        }
-        if class.is_goodput() || class == Class::Admission {
-            scenario.clear(&mut plan_rng);
-        }
-        if class == Class::Admission {
+/// Draws the scenario of a run of this class.
+fn draw_scenario(config: &SimConfig, class: Class) -> Scenario {
+    let seed = config.run.seed;
+    let mut rng = Rng::new(seed, 0);
+    let mut scenario = Scenario::draw(config.run.scale, &mut rng);
+    if config.bottleneck {
+        scenario.narrow(&mut rng);
+    } else {
+        // Before narrow places nothing would slow services without acknowledgements down.
+        scenario.extended = Rng::new(seed, EXTENDED).chance(0.5);
+    }
+    match class {
+        Class::Goodput { .. } => scenario.clear(&mut rng),
+        Class::Flood => {
+            scenario.clear(&mut rng);
             scenario.conns.clear();
             let mtu = scenario.hosts[0].mtu;
             scenario.hosts.iter_mut().for_each(|h| h.mtu = mtu);
         }
-        if class == Class::Copies {
-            // Each copy costs a packet, as a loss does.
-            scenario.conns.iter_mut().for_each(|c| c.retry_cnt = 7);
-        }
-        if class == Class::Blind {
-            // The seed's parity: nothing that others draw depends on it.
-            scenario.hosts.iter_mut().for_each(|h| h.tight = seed % 2 == 1);
-        }
+        // Each copy costs a packet, as a loss does.
+        Class::Copies => scenario.conns.iter_mut().for_each(|c| c.retry_cnt = 7),
+        // The seed's parity: nothing that others draw depends on it.
+        Class::Blind => scenario.hosts.iter_mut().for_each(|h| h.tight = seed % 2 == 1),
+        Class::Plain | Class::Observed | Class::Strangers { .. } => {}
+    }
+    scenario
+}
+
+impl World {
+    pub(crate) fn new(config: &SimConfig, class: Class, trace: Trace) -> Self {
+        let (seed, scale) = (config.run.seed, config.run.scale);
+        let scenario = draw_scenario(config, class);
         let mut seed_rng = Rng::new(seed, 1);
         let mut net_rng = Rng::new(seed, 2);
         let hosts: Vec<Host> = scenario
@@ -374,28 +377,34 @@ impl World {
             services: None,
             class,
             seed,
+            scale,
             blind: None,
             observer: None,
             copies: None,
-            gate: None,
+            program: None,
             all_up: None,
             scenario,
         };
-        for plan in world.scenario.conns.clone() {
-            let conn = world.make_conn(plan);
-            world.conns.push(conn);
-        }
-        for conn in 0..world.conns.len() {
-            let at = world.rng.range(0, 100_000);
-            world.schedule(at, Event::Connect { conn });
-        }
-        for _ in 0..world.scenario.disturbances {
-            let at = world.chaos_rng.range(0, world.scenario.chaos_end);
-            world.schedule(at, Event::Disturb);
-        }
-        world.schedule(world.scenario.chaos_end, Event::Quiet);
+        world.plan_events();
         world.invite();
         world
+    }
+
+    /// Creates the connections, and schedules their beginning, the disturbances and the quiet phase.
+    fn plan_events(&mut self) {
+        for plan in self.scenario.conns.clone() {
+            let conn = self.make_conn(plan);
+            self.conns.push(conn);
+        }
+        for conn in 0..self.conns.len() {
+            let at = self.rng.range(0, 100_000);
+            self.schedule(at, Event::Connect { conn });
+        }
+        for _ in 0..self.scenario.disturbances {
+            let at = self.chaos_rng.range(0, self.scenario.chaos_end);
+            self.schedule(at, Event::Disturb);
+        }
+        self.schedule(self.scenario.chaos_end, Event::Quiet);
     }
 
     /// Creates the run's attacker.
@@ -417,19 +426,11 @@ impl World {
                 self.copies = Some(Box::new(Copies::new(rng)));
                 return;
             }
-            Class::Admission => {
-                let gate = Gate::new(&mut rng, self.hosts.len());
-                for n in 0..gate.clients() {
-                    let after = rng.range(0, 500 * MS);
-                    self.schedule(after, Event::Client { n });
-                }
-                self.gate = Some(Box::new(gate));
-                self.unleash(0);
-                Effort::flood(&mut rng)
-            }
             Class::Goodput { attacked: true } => Effort::throughout(&mut rng),
             Class::Strangers { attacked: true } => Effort::strangers(&mut rng, self.scenario.chaos_end),
-            Class::Plain | Class::Goodput { attacked: false } | Class::Strangers { attacked: false } => return,
+            Class::Plain | Class::Flood | Class::Goodput { attacked: false } | Class::Strangers { attacked: false } => {
+                return;
+            }
         };
         let after = rng.range(0, self.scenario.chaos_end / 2);
         self.blind = Some(Box::new(Blind::new(rng, effort)));
@@ -438,10 +439,6 @@ impl World {
             Class::Strangers { .. } => self.unleash(0),
             _ => {}
         }
-    }
-
-    pub(crate) fn instant(&self) -> Instant {
-        Instant::from_nanos(self.now)
     }
 
     /// Puts an event `after` nanoseconds from now into the queue.
@@ -468,8 +465,7 @@ impl World {
             || buffer(b)
     }
 
-    /// Runs to the end and checks everything.
-    pub(crate) fn run(&mut self) -> Check {
+    fn run_to_end(&mut self) -> Check {
         let mut at_once = 0;
         let mut events = 0u64;
         let deadline = self.scenario.chaos_end + 300 * SEC;
@@ -501,7 +497,7 @@ impl World {
     fn is_finished(&self) -> bool {
         self.quiet
             && self.services_done()
-            && self.gate.as_ref().is_none_or(|g| g.is_done())
+            && self.program.as_ref().is_none_or(|p| p.is_done())
             && self
                 .conns
                 .iter()
@@ -533,7 +529,7 @@ impl World {
         }
         self.check_end()?;
         self.check_strays()?;
-        self.check_gate_end()?;
+        self.program.as_ref().map_or(Ok(()), |p| p.check_end())?;
         self.stats.simulated_ns += self.now;
         Ok(())
     }
@@ -559,8 +555,7 @@ impl World {
             Event::Replenish { host, boot } => self.replenish(host, boot)?,
             Event::Attack => self.attack()?,
             Event::Meddle => self.meddle()?,
-            Event::Client { n } => self.client_connects(n)?,
-            Event::Deadline => self.on_deadline()?,
+            Event::Program { timer } => self.on_program_timer(timer)?,
             Event::Dismiss { host, conn } => self.dismiss(host, conn)?,
             Event::Quiet => self.enter_quiet()?,
         }
@@ -802,5 +797,23 @@ impl World {
     fn on_cm_event(&mut self, h: usize, event: CmEventKind) -> Check {
         self.stats.cm_events += 1;
         self.handle_cm_event(h, event)
+    }
+}
+
+impl Simulation for World {
+    type Counts = Stats;
+
+    fn run(&mut self) -> Check {
+        self.set_guards()?;
+        self.begin_services()?;
+        self.run_to_end()
+    }
+
+    fn now(&self) -> u64 {
+        self.now
+    }
+
+    fn into_counts(self) -> Stats {
+        self.into_stats()
     }
 }

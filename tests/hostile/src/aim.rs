@@ -1,4 +1,4 @@
-//! Whom the attacks may meet.
+//! Addresses that attacks may be aimed at.
 
 use std::{fs, io, net::IpAddr};
 

@@ -21,7 +21,7 @@ use crate::{
     origin::Origin,
 };
 
-/// What was sent.
+/// Counts of packets sent.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Sent {
     /// Packets.
@@ -219,7 +219,7 @@ pub fn between(
     Ok(sent)
 }
 
-/// What came to an address of the attacker's choice because of one packet.
+/// Packets that reached an address of the attacker's choice because of one packet.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct Reflection {
     /// Bytes of the forged packet.
@@ -277,7 +277,7 @@ impl Victim {
     }
 }
 
-/// What [`reflect`] found: of each kind of packet.
+/// Findings of [`reflect`], for each kind of packet.
 pub type Reflections = Vec<(String, Reflection)>;
 
 /// Sends one packet of each kind and of each transport opcode, each from an address of its own (in a row from `first`, whose

@@ -1,27 +1,32 @@
-//! Packets of nobody: management datagrams of every kind with a sound ICRC, and bytes that are no packet at all.
+//! Packets of strangers: management datagrams of every kind with a sound ICRC, packets of any opcode, and bytes that are no
+//! packet at all.
 
 use std::{
     collections::HashMap,
     net::{IpAddr, SocketAddr},
 };
 
-use rand::{Rng, RngCore, SeedableRng, rngs::StdRng};
-use roce_bth::{Bth, Deth, Header, ICRC_LEN, Opcode, PKey, Psn, QKey, Qpn, ROCE_UDP_PORT};
+use roce_bth::{Bth, Deth, ICRC_LEN, Opcode, PKey, Qpn, ROCE_UDP_PORT};
 use roce_cm::{
-    cma::{self, CmaHeader, PortSpace, ServiceId},
-    mad::{Attribute, Drep, Dreq, Mad, Message, Mra, Rej, Rep, Req, Rtu, SidrRep, SidrReq, Subject, Transport},
+    cma,
+    mad::{Attribute, Mad, Message, Req},
 };
 use roce_icrc::Flow;
+pub use roce_sim::forge::Identifications;
+use roce_sim::{
+    Rng,
+    forge::{Endpoint, acceptable_req, any_opcode, message, to_gsi},
+};
 use rtrs::proto::{ConnReq, Uuid};
 use zerocopy::IntoBytes;
 
-/// BTH, DETH, MAD, ICRC.
+/// Bytes of a management datagram with BTH, DETH and ICRC.
 pub const MAD_PACKET_LEN: usize = Bth::LEN + Deth::LEN + roce_cm::mad::MAD_LEN + ICRC_LEN;
 
 /// Connections of a path that shared requests are for.
 const CONNECTIONS: u16 = 8;
 
-/// What to send.
+/// Kind of packet.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, clap::ValueEnum)]
 pub enum Kind {
     /// A connect request to the RTRS server, with private data that it accepts.
@@ -64,23 +69,27 @@ impl Kind {
         Self::Random,
     ];
 
-    /// What a flood is made of.
+    /// Returns the attribute of its management datagrams; `None` of [`Kind::Random`].
+    const fn attribute(self) -> Option<Attribute> {
+        Some(match self {
+            Self::Req | Self::StrayReq => Attribute::Req,
+            Self::Rep => Attribute::Rep,
+            Self::Rtu => Attribute::Rtu,
+            Self::Rej => Attribute::Rej,
+            Self::Mra => Attribute::Mra,
+            Self::Dreq => Attribute::Dreq,
+            Self::Drep => Attribute::Drep,
+            Self::SidrReq => Attribute::SidrReq,
+            Self::SidrRep => Attribute::SidrRep,
+            Self::Random => return None,
+        })
+    }
+
+    /// Kinds that a flood consists of.
     pub const FLOOD: [Self; 6] = [Self::Req, Self::Rep, Self::Dreq, Self::SidrReq, Self::Mra, Self::Random];
 }
 
-/// Which IPv4 Identifications the ICRCs of packets are made with. A receiver behind a UDP socket does not see the header:
-/// any number can be claimed, whatever the header has.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Claim {
-    /// Always this: 0 is what the header of a UDP socket's packet has.
-    Fixed(u16),
-    /// Counts up from this.
-    Counter(u16),
-    /// Anything.
-    Random,
-}
-
-/// A packet and the Identification that its ICRC was made with.
+/// Packet, and the Identification that its ICRC was made with.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Forged {
     /// To be written into the header by whoever can.
@@ -92,214 +101,116 @@ pub struct Forged {
 /// Makes packets, the same ones from the same seed.
 #[derive(Debug)]
 pub struct Forger {
-    rng: StdRng,
-    claim: Claim,
-    psn: u32,
+    rng: Rng,
+    identifications: Identifications,
     /// Port of the RTRS server that requests go to.
     pub port: u16,
-    /// Codes of the times within which requests say that their sender answers; `None`: any.
+    /// Codes of the times within which requests promise that their sender answers; `None`: any.
     pub timeout: Option<u8>,
     /// Requests of eight neighbouring addresses are for paths of one session, and those of one address for the connections
     /// of its path. Otherwise each is for a session of its own.
     pub shared: bool,
     /// Requests so far of each address.
-    asked: HashMap<IpAddr, u16>,
+    requests: HashMap<IpAddr, u16>,
     /// Top bits that all communication IDs of the receiver get, and how many.
     pub place: Option<(u32, u32)>,
 }
 
 impl Forger {
-    /// A forger whose requests go to RTRS's usual port, and promise answers within 4.3 s, as the kernel's do.
-    pub fn new(seed: u64, claim: Claim) -> Self {
+    /// Creates a forger whose requests go to RTRS's usual port, and promise answers within 4.3 s, as the kernel's do.
+    pub fn new(seed: u64, identifications: Identifications) -> Self {
         Self {
-            rng: StdRng::seed_from_u64(seed),
-            claim,
-            psn: 0,
+            rng: Rng::new(seed, 0),
+            identifications,
             port: rtrs::proto::DEFAULT_PORT,
             timeout: Some(20),
             shared: false,
-            asked: HashMap::new(),
+            requests: HashMap::new(),
             place: None,
         }
     }
 
-    /// A packet of this kind.
+    /// Forges a packet of this kind.
     pub fn packet(&mut self, kind: Kind, flow: &Flow) -> Forged {
-        match kind {
-            Kind::Random => self.random_bytes(),
-            _ => {
-                let mad = self.mad(kind, flow.ip.src(), flow.ip.dst());
-                self.wrap(flow, &mad.emit())
-            }
-        }
-    }
-
-    /// A packet of a transport opcode to any queue pair, its headers and its payload being random.
-    pub fn transport(&mut self, opcode: Opcode, flow: &Flow) -> Forged {
-        let info = opcode.info();
-        let payload = if info.payload {
-            4 * self.rng.random_range(0..64)
-        } else {
-            0
+        let Some(attribute) = kind.attribute() else {
+            let len = self.rng.index(1024);
+            return Forged {
+                identification: self.rng.number() as u16,
+                bytes: self.rng.bytes(len),
+            };
         };
-        let mut bytes = vec![0; info.header_len + payload];
-        self.rng.fill_bytes(&mut bytes);
-        let psn = self.next_psn();
-        let bth = Header::new(Bth::new(opcode, Qpn::new(self.rng.random()), psn));
-        let mut head = [0; roce_bth::MAX_HEADER_LEN];
-        bth.emit(&mut head);
-        bytes[..Bth::LEN].copy_from_slice(&head[..Bth::LEN]);
+        let port = if kind == Kind::StrayReq {
+            self.port ^ 0x4000
+        } else {
+            self.port
+        };
+        let mad = self.mad(attribute, port, flow.ip.src(), flow.ip.dst());
+        let bytes = to_gsi(&mad.emit(), &mut self.rng);
         self.seal(flow, bytes)
     }
 
-    /// Wraps a MAD: UD SEND ONLY from QP1 to QP1.
-    pub fn wrap(&mut self, flow: &Flow, mad: &[u8]) -> Forged {
-        let psn = self.next_psn();
-        let mut header = Header::new(Bth::new(Opcode::UdSendOnly, Qpn::GSI, psn));
-        header.deth = Some(Deth {
-            qkey: QKey::GSI,
-            reserved: 0,
-            src_qp: Qpn::GSI,
-        });
-        let mut bytes = vec![0; roce_bth::MAX_HEADER_LEN.max(MAD_PACKET_LEN)];
-        let at = header.emit(&mut bytes);
-        bytes.truncate(at);
-        bytes.extend(mad);
+    /// Forges a packet of a transport opcode to any queue pair, its headers and its payload being random.
+    pub fn transport(&mut self, opcode: Opcode, flow: &Flow) -> Forged {
+        let qpn = Qpn::new(self.rng.number() as u32);
+        let bytes = any_opcode(opcode, qpn, &mut self.rng);
         self.seal(flow, bytes)
     }
 
     fn seal(&mut self, flow: &Flow, mut bytes: Vec<u8>) -> Forged {
-        let identification = match &mut self.claim {
-            Claim::Fixed(id) => *id,
-            Claim::Counter(next) => {
-                let id = *next;
-                *next = id.wrapping_add(1);
-                id
-            }
-            Claim::Random => self.rng.random(),
-        };
-        bytes.extend([0; ICRC_LEN]);
-        flow.seal(identification, &mut bytes);
-        Forged { identification, bytes }
-    }
-
-    fn next_psn(&mut self) -> Psn {
-        self.psn = self.psn.wrapping_add(1);
-        Psn::new(self.psn)
-    }
-
-    fn random_bytes(&mut self) -> Forged {
-        let mut bytes = vec![0; self.rng.random_range(0..1024)];
-        self.rng.fill_bytes(&mut bytes);
+        let identification = self.identifications.next(&mut self.rng);
+        if let Some(identification) = identification {
+            flow.seal(identification, &mut bytes);
+        }
         Forged {
-            identification: self.rng.random(),
+            identification: identification.unwrap_or_default(),
             bytes,
         }
     }
 
-    /// A communication ID of the receiver's.
-    fn theirs(&mut self) -> u32 {
-        let id: u32 = self.rng.random();
+    /// Draws a communication ID of the receiver.
+    fn receiver_id(&mut self) -> u32 {
+        let id = self.rng.number() as u32;
         self.place.map_or(id, |(top, bits)| {
             let low = 32 - bits;
             (top << low) | (id & ((1 << low) - 1))
         })
     }
 
-    /// A message of this kind ([`Kind::Random`]: a REJ) with a transaction ID of its own.
-    pub fn mad(&mut self, kind: Kind, from: IpAddr, to: IpAddr) -> Mad {
-        let message = self.message(kind, from, to);
-        let transaction = match message.attribute() {
-            // Who sent the request that these answer is told by the transaction ID, too.
+    /// Draws a message with a transaction ID of its own.
+    fn mad(&mut self, attribute: Attribute, port: u16, from: IpAddr, to: IpAddr) -> Mad {
+        let ids = [self.rng.number() as u32, self.receiver_id()];
+        let [from, to] = [from, to].map(|addr| Endpoint {
+            addr,
+            guid: self.rng.number(),
+            port,
+            qpns: Vec::new(),
+        });
+        let message = match attribute {
+            Attribute::Req => self.request(&from, &to).into(),
+            other => message(other, ids, &from, &to, &mut self.rng),
+        };
+        let transaction = match attribute {
+            // The sender of the request that these answer is in the transaction ID, too.
             Attribute::Rep | Attribute::Drep | Attribute::SidrRep => {
-                (u64::from(self.theirs()) << 32) | u64::from(self.rng.next_u32())
+                (u64::from(self.receiver_id()) << 32) | self.rng.number() >> 32
             }
-            _ => self.rng.random(),
+            _ => self.rng.number(),
         };
         Mad::new(transaction, message)
     }
 
-    fn message(&mut self, kind: Kind, from: IpAddr, to: IpAddr) -> Message {
-        let (ours, theirs) = (self.rng.random(), self.theirs());
-        let subject = Subject::Req;
-        match kind {
-            Kind::Req => self.request(self.port, from, to).into(),
-            Kind::StrayReq => self.request(self.port ^ 0x4000, from, to).into(),
-            Kind::Rep => Rep {
-                local_comm_id: ours,
-                remote_comm_id: theirs,
-                local_qpn: self.qpn(),
-                starting_psn: Psn::new(self.rng.random()),
-                rnr_retry_count: 7,
-                ..Rep::default()
-            }
-            .into(),
-            Kind::Rtu => Rtu {
-                local_comm_id: ours,
-                remote_comm_id: theirs,
-                ..Rtu::default()
-            }
-            .into(),
-            Kind::Rej | Kind::Random => Rej {
-                local_comm_id: ours,
-                remote_comm_id: theirs,
-                subject,
-                reason: 28,
-                ..Rej::default()
-            }
-            .into(),
-            Kind::Mra => Mra {
-                local_comm_id: ours,
-                remote_comm_id: theirs,
-                subject,
-                service_timeout: 31,
-                ..Mra::default()
-            }
-            .into(),
-            Kind::Dreq => Dreq {
-                local_comm_id: ours,
-                remote_comm_id: theirs,
-                remote_qpn: self.qpn(),
-                ..Dreq::default()
-            }
-            .into(),
-            Kind::Drep => Drep {
-                local_comm_id: ours,
-                remote_comm_id: theirs,
-                ..Drep::default()
-            }
-            .into(),
-            Kind::SidrReq => self.resolution(from, to).into(),
-            Kind::SidrRep => SidrRep {
-                request_id: theirs,
-                qpn: self.qpn(),
-                ..SidrRep::default()
-            }
-            .into(),
-        }
-    }
-
-    fn qpn(&mut self) -> Qpn {
-        Qpn::new(self.rng.random_range(2..0xff_ffff))
-    }
-
-    fn head(&mut self, from: IpAddr, to: IpAddr) -> CmaHeader {
-        CmaHeader {
-            port: self.rng.random_range(32_768..61_000),
-            src: from,
-            dst: to,
-        }
-    }
-
-    /// The private data of a REQ as the kernel's RTRS client sends it.
+    /// Draws the private data of a REQ as the kernel's RTRS client sends it.
     fn rtrs(&mut self, from: IpAddr) -> ConnReq {
         let addr = match from {
             IpAddr::V4(addr) if self.shared => addr,
-            _ => return ConnReq::new(0, 2, 1, Uuid(self.rng.random()), Uuid(self.rng.random()), true),
+            _ => {
+                let [path, session] = [(); 2].map(|()| uuid(&mut self.rng));
+                return ConnReq::new(0, 2, 1, path, session, true);
+            }
         };
-        let asked = self.asked.entry(from).or_default();
-        let cid = *asked % CONNECTIONS;
-        *asked = asked.wrapping_add(1);
+        let requests = self.requests.entry(from).or_default();
+        let cid = *requests % CONNECTIONS;
+        *requests = requests.wrapping_add(1);
         let uuid = |of: u32| Uuid(u128::from(of).to_be_bytes());
         ConnReq::new(
             cid,
@@ -311,24 +222,20 @@ impl Forger {
         )
     }
 
-    /// A REQ as the kernel's RTRS client sends it first: service connection of a new session.
-    fn request(&mut self, port: u16, from: IpAddr, to: IpAddr) -> Req {
-        let rtrs = self.rtrs(from);
-        let head = self.head(from, to);
-        let mut private_data = [0; 92];
-        private_data[..cma::HEADER_LEN].copy_from_slice(&head.emit());
+    /// Draws a REQ as the kernel's RTRS client sends it first: service connection of a new session.
+    fn request(&mut self, from: &Endpoint, to: &Endpoint) -> Req {
+        let rtrs = self.rtrs(from.addr);
+        let drawn = acceptable_req(from, to, &mut self.rng);
+        let mut private_data = drawn.private_data;
         private_data[cma::HEADER_LEN..].copy_from_slice(rtrs.as_bytes());
-        let mut code = || self.timeout.unwrap_or_else(|| self.rng.random_range(0..32));
-        let (remote_cm_response_timeout, local_cm_response_timeout) = (code(), code());
+        let mut code = || self.timeout.unwrap_or_else(|| self.rng.index(32) as u8);
         Req {
-            local_comm_id: self.rng.random(),
-            service_id: ServiceId::new(PortSpace::Tcp, port).0,
-            local_ca_guid: self.rng.random(),
-            local_qpn: self.qpn(),
-            remote_cm_response_timeout,
-            local_cm_response_timeout,
-            transport: Transport::Rc,
-            starting_psn: Psn::new(self.rng.random()),
+            remote_cm_response_timeout: code(),
+            local_cm_response_timeout: code(),
+            responder_resources: 0,
+            initiator_depth: 0,
+            flow_control: false,
+            srq: false,
             retry_count: 7,
             rnr_retry_count: 7,
             pkey: PKey::DEFAULT,
@@ -336,41 +243,34 @@ impl Forger {
             max_cm_retries: 15,
             primary_local_lid: 0xffff,
             primary_remote_lid: 0xffff,
-            primary_local_gid: from.into(),
-            primary_remote_gid: to.into(),
-            primary_hop_limit: 64,
             primary_ack_timeout: 14,
             private_data,
-            ..Req::default()
-        }
-    }
-
-    fn resolution(&mut self, from: IpAddr, to: IpAddr) -> SidrReq {
-        let mut private_data = [0; 216];
-        private_data[..cma::HEADER_LEN].copy_from_slice(&self.head(from, to).emit());
-        SidrReq {
-            request_id: self.rng.random(),
-            pkey: PKey::DEFAULT,
-            service_id: ServiceId::new(PortSpace::Udp, self.port).0,
-            private_data,
+            ..drawn
         }
     }
 }
 
-/// A packet's message, if it is a MAD of communication management.
+/// Returns a packet's message, if it is a MAD of communication management.
 pub fn message_of(packet: &[u8]) -> Option<Message> {
     let mad = packet.get(Bth::LEN + Deth::LEN..)?.get(..roce_cm::mad::MAD_LEN)?;
     Mad::parse(mad).ok().map(|mad| mad.message)
 }
 
-/// Where packets to an address go.
+/// Returns the socket address that packets to an address go to.
 pub const fn roce(addr: IpAddr) -> SocketAddr {
     SocketAddr::new(addr, ROCE_UDP_PORT)
+}
+
+fn uuid(rng: &mut Rng) -> Uuid {
+    let mut bytes = [0; 16];
+    bytes.copy_from_slice(&rng.bytes(16));
+    Uuid(bytes)
 }
 
 #[cfg(test)]
 mod tests {
     use roce_bth::Packet;
+    use roce_cm::cma::{PortSpace, ServiceId};
     use roce_icrc::Recovery;
 
     use super::*;
@@ -382,11 +282,13 @@ mod tests {
 
     #[test]
     fn forged_packets_are_sound() {
-        let mut forger = Forger::new(1, Claim::Counter(65_530));
-        for (n, kind) in Kind::ALL.into_iter().filter(|k| *k != Kind::Random).enumerate() {
+        let mut forger = Forger::new(1, Identifications::Counter(65_530));
+        let mut last = 65_530_u16;
+        for kind in Kind::ALL.into_iter().filter(|k| *k != Kind::Random) {
             let forged = forger.packet(kind, &flow());
             assert_eq!(forged.bytes.len(), MAD_PACKET_LEN);
-            assert_eq!(forged.identification, 65_530_u16.wrapping_add(n as u16));
+            assert!((1..=3).contains(&forged.identification.wrapping_sub(last)), "{kind:?}");
+            last = forged.identification;
             assert_eq!(
                 flow().recover(&forged.bytes, 0),
                 Recovery::Exact(forged.identification),
@@ -405,7 +307,7 @@ mod tests {
 
     #[test]
     fn a_request_is_what_an_rtrs_server_takes() {
-        let mut forger = Forger::new(2, Claim::Fixed(0));
+        let mut forger = Forger::new(2, Identifications::Fixed(0));
         let Some(Message::Req(req)) = message_of(&forger.packet(Kind::Req, &flow()).bytes) else {
             panic!("no REQ");
         };
@@ -416,11 +318,16 @@ mod tests {
 
     #[test]
     fn shared_requests_are_for_paths_and_connections_of_a_session() {
-        let mut forger = Forger::new(4, Claim::Fixed(0));
+        let mut forger = Forger::new(4, Identifications::Fixed(0));
         forger.shared = true;
         let mut ask = |from: &str| {
-            let to = "127.0.0.1".parse().unwrap();
-            let req = forger.request(1234, from.parse().unwrap(), to);
+            let [from, to] = [from, "127.0.0.1"].map(|addr| Endpoint {
+                addr: addr.parse().unwrap(),
+                guid: 0,
+                port: 1234,
+                qpns: Vec::new(),
+            });
+            let req = forger.request(&from, &to);
             *ConnReq::parse(&req.private_data[cma::HEADER_LEN..]).unwrap()
         };
         let (first, second, third) = (ask("127.1.0.1"), ask("127.1.0.2"), ask("127.1.0.1"));
@@ -435,7 +342,7 @@ mod tests {
 
     #[test]
     fn communication_ids_begin_as_they_are_told_to() {
-        let mut forger = Forger::new(3, Claim::Random);
+        let mut forger = Forger::new(3, Identifications::Random);
         forger.place = Some((0x123, 11));
         for _ in 0..100 {
             let Some(Message::Rep(rep)) = message_of(&forger.packet(Kind::Rep, &flow()).bytes) else {

@@ -67,7 +67,7 @@ impl Load {
         self.shared.moved.load(Ordering::Relaxed)
     }
 
-    /// What went wrong first, if anything did.
+    /// Returns the first error.
     pub fn error(&self) -> Option<String> {
         self.shared.error.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

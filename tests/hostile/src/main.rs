@@ -16,7 +16,7 @@ use clap::{Args, Parser, Subcommand};
 use ferroce_hostile::{
     aim::Aim,
     attack::{self, Control, Sent},
-    forge::{Claim, Forger, Kind},
+    forge::{Forger, Identifications, Kind},
     origin::Origin,
 };
 use ferroce_tests::signals::stop_flag;
@@ -48,8 +48,8 @@ struct Cli {
     spoof: Option<u16>,
     /// Which Identification ICRCs are made with: a number, `counter` (from anywhere), `random`; default: `counter`, and 0
     /// with `soak`
-    #[arg(long, global = true, value_name = "HOW", value_parser = claim)]
-    identification: Option<Claim>,
+    #[arg(long, global = true, value_name = "HOW", value_parser = identifications)]
+    identification: Option<Identifications>,
     /// Makes the same packets again
     #[arg(long, global = true, value_name = "N", default_value_t = 1)]
     seed: u64,
@@ -64,7 +64,7 @@ enum Task {
         between: (Ipv4Addr, Ipv4Addr),
         #[command(flatten)]
         flow: FlowArgs,
-        /// What is sent
+        /// Kinds of packets
         #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Kind::Drep, Kind::Mra])]
         kinds: Vec<Kind>,
     },
@@ -103,7 +103,7 @@ enum Task {
         /// The device, or the address that processes share
         #[arg(long, value_name = "ADDR")]
         to: IpAddr,
-        /// Who they seem to come from
+        /// Addresses that they seem to come from
         #[arg(long, value_name = "ADDR[+N]")]
         from: Row,
         /// First bits of the communication IDs, and how many: the place of a process that shares an address (11 bits)
@@ -120,7 +120,7 @@ enum Task {
         /// Addresses in a row
         #[arg(long, value_name = "ADDR[+N]", default_value = "127.255.0.1+1000")]
         from: Row,
-        /// What is sent
+        /// Kinds of packets
         #[arg(long, value_enum, value_delimiter = ',', default_values_t = Kind::FLOOD)]
         kinds: Vec<Kind>,
         #[command(flatten)]
@@ -162,11 +162,14 @@ impl FromStr for Row {
     }
 }
 
-fn claim(text: &str) -> Result<Claim, String> {
+fn identifications(text: &str) -> Result<Identifications, String> {
     match text {
-        "counter" => Ok(Claim::Counter(rand::rng().random())),
-        "random" => Ok(Claim::Random),
-        number => number.parse().map(Claim::Fixed).map_err(|e| format!("{number}: {e}")),
+        "counter" => Ok(Identifications::Counter(rand::rng().random())),
+        "random" => Ok(Identifications::Random),
+        number => number
+            .parse()
+            .map(Identifications::Fixed)
+            .map_err(|e| format!("{number}: {e}")),
     }
 }
 
@@ -208,10 +211,10 @@ impl Cli {
     }
 
     fn forger(&self) -> Forger {
-        let claim = self
+        let identifications = self
             .identification
-            .unwrap_or_else(|| Claim::Counter(rand::rng().random()));
-        Forger::new(self.seed, claim)
+            .unwrap_or_else(|| Identifications::Counter(rand::rng().random()));
+        Forger::new(self.seed, identifications)
     }
 }
 

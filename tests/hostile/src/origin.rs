@@ -1,4 +1,4 @@
-//! Where forged packets come from: a UDP socket of our own at an address, which needs no privilege, or a raw socket that
+//! Senders of forged packets: a UDP socket of our own at an address, which needs no privilege, or a raw socket that
 //! writes any sender.
 
 use std::{
@@ -91,7 +91,7 @@ impl Origin {
         self.addr.ip()
     }
 
-    /// What the ICRC of packets to RoCE's port of an address covers.
+    /// Returns the addresses and ports that the ICRC of packets to an address covers.
     ///
     /// # Errors
     /// When that is of another IP version.

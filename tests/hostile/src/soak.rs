@@ -18,7 +18,7 @@ use clap::Args;
 use ferroce_hostile::{
     aim::Aim,
     attack::{Background, flood},
-    forge::{Claim, Forger, Kind},
+    forge::{Forger, Identifications, Kind},
     load::Load,
     origin::Origin,
 };
@@ -31,7 +31,7 @@ use ferroce_tests::{
 };
 use serde_json::{Value, json};
 
-/// Where the flood comes from.
+/// First address that the flood comes from.
 const CROWD: Ipv4Addr = Ipv4Addr::new(127, 255, 0, 1);
 /// Bytes of the device.
 const DISK: u64 = 256 << 20;
@@ -70,7 +70,7 @@ pub(crate) struct SoakArgs {
     /// How many addresses the packets come from
     #[arg(long, value_name = "N", default_value_t = 1000)]
     addresses: u32,
-    /// What is sent
+    /// Kinds of packets
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = Kind::FLOOD)]
     kinds: Vec<Kind>,
     /// Seconds before and after the flood in which the device's speed without it is measured
@@ -130,7 +130,7 @@ struct Minute {
     new_client: Result<Duration, String>,
 }
 
-/// What is under test.
+/// Served and mapped device under test.
 struct Bench {
     dir: tempfile::TempDir,
     server: Ipv4Addr,
@@ -275,7 +275,7 @@ fn row(number: usize, m: &Minute) -> String {
     )
 }
 
-/// What is wrong with these minutes.
+/// Returns the faults of these minutes.
 fn judge(minutes: &[Minute]) -> Vec<String> {
     let mut bad = Vec::new();
     for (n, m) in minutes.iter().enumerate() {
@@ -327,7 +327,7 @@ fn figures(args: &SoakArgs, minutes: &[Minute], calm: [f64; 2], bad: &[String], 
 fn start_flood(args: &SoakArgs, targets: [IpAddr; 2]) -> io::Result<Background> {
     let origins = Origin::crowd(Aim::LOOPBACK, CROWD, args.addresses)?;
     let (kinds, rate) = (args.kinds.clone(), args.rate);
-    let mut forger = Forger::new(1, Claim::Random);
+    let mut forger = Forger::new(1, Identifications::Random);
     forger.timeout = None;
     Ok(Background::start(move |control| {
         flood(&targets, &origins, &kinds, &mut forger, rate, None, control)

@@ -1,4 +1,4 @@
-//! What strangers can make the broker do that processes share an address by.
+//! Floods of strangers at the broker that processes share an address by.
 
 use std::{
     net::IpAddr,
@@ -9,7 +9,7 @@ use std::{
 use ferroce_hostile::{
     aim::Aim,
     attack::{Control, Victim, flood},
-    forge::{Claim, Forger, Kind},
+    forge::{Forger, Identifications, Kind},
     origin::Origin,
 };
 use ferroce_tests::{ferroce, fresh_address, process::PATIENCE};
@@ -18,10 +18,10 @@ use roce::{Device, DeviceConfig, JoinConfig, QpCaps, QpInit};
 /// Bits of a queue pair number, and of a communication ID, that say which process it belongs to, as long as few share the
 /// numbers.
 const PLACE_BITS: u32 = 7;
-/// What filled the table of one process.
+/// Packets that once filled the table of one process.
 const REPLIES: u64 = 17_000;
 
-/// Whose the device's numbers are.
+/// Returns the place that the device's numbers belong to.
 fn place(device: &Device) -> u32 {
     let pd = device.alloc_pd().unwrap();
     let cq = device.create_cq(4, None, 0).unwrap();
@@ -48,7 +48,7 @@ fn replies_that_nobody_asked_for_end_no_connections() {
     let from: IpAddr = fresh_address().into();
     let mut victim = Victim::at(Aim::LOOPBACK, from).unwrap();
     let origins = [Origin::bind(Aim::LOOPBACK, from).unwrap()];
-    let mut forger = Forger::new(5, Claim::Fixed(0));
+    let mut forger = Forger::new(5, Identifications::Fixed(0));
     forger.place = Some((place(&leaves), PLACE_BITS));
     let control = Control::default();
     flood(

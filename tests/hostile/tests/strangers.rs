@@ -1,4 +1,4 @@
-//! What strangers do to `ferroce serve` and `ferroce map` with forged packets: sessions go on, others get in, nothing is
+//! Forged packets of strangers to `ferroce serve` and `ferroce map`: sessions go on, others get in, nothing is
 //! taken up for who has not shown his address, and nobody is hit with more than was sent.
 //!
 //! Figures are printed (`--nocapture`); asserted are counts, and ratios within one run, with wide bounds.
@@ -14,7 +14,7 @@ use std::{
 use ferroce_hostile::{
     aim::Aim,
     attack::{Background, Control, Reflections, between, flood, reflect},
-    forge::{Claim, Forger, Kind},
+    forge::{Forger, Identifications, Kind},
     load::Load,
     origin::Origin,
 };
@@ -87,7 +87,7 @@ fn forged_mads(rate: f64, seconds: u64) {
     let ends = [pair.server, pair.client].map(|a| Origin::bind(Aim::LOOPBACK, a.into()).unwrap());
     let attack = Background::start(move |control| {
         // Where the receiver's belief is led: a counter, which no ferroce peer has.
-        let mut forger = Forger::new(1, Claim::Counter(40_000));
+        let mut forger = Forger::new(1, Identifications::Counter(40_000));
         between(ends, &[Kind::Drep, Kind::Mra], &mut forger, rate, control)
     });
     let under = rate_of(&load, Duration::from_secs(seconds), calm);
@@ -158,7 +158,7 @@ fn forged_requests(count: u64, crowd: u8, near: bool, shared: bool) {
     let before = most(pair.serve.id(), || false);
     let first = addresses(crowd);
     let origins = Origin::crowd(Aim::LOOPBACK, first, crowd.into()).unwrap();
-    let mut forger = Forger::new(count, Claim::Fixed(0));
+    let mut forger = Forger::new(count, Identifications::Fixed(0));
     forger.shared = shared;
     // A few at once; more of them at a rate that the server's backlog lets through.
     let rate = if count > 64 { 400.0 } else { 0.0 };
@@ -236,10 +236,10 @@ fn fifteen_hundred_forged_requests_for_connections_of_few_sessions_take_none_eit
     forged_requests(1536, 250, false, true);
 }
 
-/// What one packet of each kind and opcode brings upon the address that it seems to come from.
+/// Counts the packets that one of each kind and opcode brings upon the address that it seems to come from.
 fn reflections(to: Ipv4Addr, timeout: u8) -> io::Result<Reflections> {
     let count = u8::try_from(Kind::ALL.len() + Opcode::ALL.len()).expect("few kinds");
-    let mut forger = Forger::new(timeout.into(), Claim::Fixed(0));
+    let mut forger = Forger::new(timeout.into(), Identifications::Fixed(0));
     forger.timeout = Some(timeout);
     // Longer than a handshake may take.
     let wait = Duration::from_secs(20);
@@ -292,7 +292,7 @@ fn a_flood_of_everything_is_survived() {
     let origins = Origin::crowd(Aim::LOOPBACK, addresses(250), 250).unwrap();
     let targets = [pair.server, pair.client].map(Into::into);
     let attack = Background::start(move |control| {
-        let mut forger = Forger::new(7, Claim::Random);
+        let mut forger = Forger::new(7, Identifications::Random);
         forger.timeout = None;
         flood(&targets, &origins, &Kind::ALL, &mut forger, 2000.0, None, control)
     });
@@ -322,7 +322,7 @@ fn a_server_that_was_flooded_ends_well() {
     let server = fresh_address();
     let (serve, _) = serve(server, &[format!("disk={}", disk.display())], &[]);
     let origins = Origin::crowd(Aim::LOOPBACK, addresses(100), 100).unwrap();
-    let mut forger = Forger::new(9, Claim::Fixed(0));
+    let mut forger = Forger::new(9, Identifications::Fixed(0));
     let control = Control::default();
     flood(
         &[server.into()],

@@ -7,8 +7,8 @@ use roce_bth::{ICRC_LEN, Packet, Qpn, ROCE_UDP_PORT};
 use roce_icrc::Flow;
 
 use super::{
-    forge::MARK,
     live::{Direction, Live},
+    packets::MARK,
 };
 use crate::{net::Frame, rng::Rng, world::World};
 

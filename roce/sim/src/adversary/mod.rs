@@ -7,9 +7,9 @@
 //! nanosecond.
 
 mod copies;
-mod forge;
 mod live;
 mod observer;
+mod packets;
 mod strays;
 
 use std::{
@@ -22,16 +22,18 @@ use roce_cm::mad::Attribute;
 use roce_port::ConnId;
 use roce_verbs::provider::NoAnswer;
 
-pub(crate) use self::{copies::Copies, forge::MARK, observer::Observer, strays::Stray};
+pub(crate) use self::{copies::Copies, observer::Observer, packets::MARK, strays::Stray};
 use self::{
-    forge::{Idents, Place, What},
     live::{Hit, Live},
+    packets::{Place, What},
 };
 use crate::{
+    forge::{self, Endpoint, Identifications},
     net::Frame,
     rng::Rng,
+    runner::Check,
     scenario::{MS, SEC, US},
-    world::{Check, Event, World, guid_of},
+    world::{Event, LISTEN_PORT, World, guid_of},
 };
 
 /// Largest amplification: packets and bytes sent to an address without genuine traffic, for each forged in its name.
@@ -52,7 +54,7 @@ pub(crate) struct Effort {
     /// Longest pause between two campaigns, nanoseconds.
     pub(crate) rest: u64,
     /// A single kind of packet, between hosts that know each other, to teach them false Identifications or to fill a backlog.
-    obstinate: Option<(What, Idents)>,
+    obstinate: Option<(What, Identifications)>,
     /// Requests for sessions to the first host alone, in the name of this many unused addresses.
     flood: Option<u32>,
     /// Packets to connected queue pairs alone, in their peers' names, at and around the PSNs in use.
@@ -108,18 +110,25 @@ impl Effort {
             What::Backlog,
         ]);
         let idents = rng.pick(&[
-            Idents::Zero,
-            Idents::Fixed(1000),
-            Idents::Counter(20_000),
-            Idents::Counter(60_000),
-            Idents::Random,
+            Identifications::Zero,
+            Identifications::Fixed(1000),
+            Identifications::Counter(20_000),
+            Identifications::Counter(60_000),
+            Identifications::Random,
         ]);
         Self {
             packets: 0,
             until: 0,
             rest: rng.pick(rests),
             // Requests with an ICRC that is wrong would fill nothing.
-            obstinate: Some((what, if what == What::Backlog { Idents::Zero } else { idents })),
+            obstinate: Some((
+                what,
+                if what == What::Backlog {
+                    Identifications::Zero
+                } else {
+                    idents
+                },
+            )),
             flood: None,
             strangers: false,
         }
@@ -160,7 +169,7 @@ struct Campaign {
     src: IpAddr,
     to: usize,
     what: What,
-    idents: Idents,
+    idents: Identifications,
     left: u32,
     burst: u32,
     pause: u64,
@@ -228,8 +237,8 @@ impl Blind {
             to,
             what: What::Connected,
             idents: match rng.chance(0.8) {
-                true => Idents::Zero,
-                false => Idents::draw(rng),
+                true => Identifications::Zero,
+                false => Identifications::draw(rng),
             },
             left: rng.pick(&[1, 3, 10, 50, 200]),
             burst: rng.pick(&[1, 1, 4, 32]),
@@ -247,7 +256,7 @@ impl Blind {
                 src: stranger(hosts[0].is_ipv6(), &mut name),
                 to: 0,
                 what: What::Sessions,
-                idents: Idents::Zero,
+                idents: Identifications::Zero,
                 left: rng.pick(&[1, 2, 8]),
                 burst: 8,
                 pause: 1,
@@ -275,7 +284,7 @@ impl Blind {
             src,
             to,
             what: What::draw(rng),
-            idents: Idents::draw(rng),
+            idents: Identifications::draw(rng),
             left: rng.pick(&[1, 3, 10, 50, 200]),
             burst: rng.pick(&[1, 1, 4, 32, 256]),
             pause: rng.pick(&[US, 20 * US, 200 * US, 2 * MS, 20 * MS]),
@@ -293,7 +302,7 @@ fn key(to: usize, port: u16, bytes: &[u8]) -> (usize, u16, [u8; 8]) {
 
 /// Draws an unused address.
 fn stranger(v6: bool, rng: &mut Rng) -> IpAddr {
-    let [a, b, c, d, ..] = rng.next().to_be_bytes().map(u16::from);
+    let [a, b, c, d, ..] = rng.number().to_be_bytes().map(u16::from);
     match v6 {
         true => Ipv6Addr::new(0xfd66, 0, 0, a, b, c, d, 1).into(),
         false => Ipv4Addr::new(10, 66, a as u8, b as u8).into(),
@@ -314,11 +323,14 @@ impl World {
     fn place_of(&self, blind: &Blind, addr: IpAddr) -> Place {
         let host = self.hosts.iter().position(|h| h.plan.addr == addr);
         Place {
-            addr,
-            guid: host.map_or(0, |h| self.guid(h)),
+            end: Endpoint {
+                addr,
+                guid: host.map_or(0, |h| self.guid(h)),
+                port: LISTEN_PORT,
+                qpns: host.map_or(Vec::new(), |h| self.qpns(h)),
+            },
             datagram_qpns: host.map_or(Vec::new(), |h| self.datagram_qpns(h)),
             connected: host.map_or(Vec::new(), |h| self.targets(&blind.live, h)),
-            qpns: host.map_or(Vec::new(), |h| self.qpns(h)),
         }
     }
 
@@ -397,25 +409,8 @@ impl World {
     fn forge(&self, blind: &mut Blind, campaign: &mut Campaign) -> Frame {
         let host = &self.hosts[campaign.to].plan;
         let (from, to) = (self.place_of(blind, campaign.src), self.place_of(blind, host.addr));
+        let (port, mut bytes, single) = self.guess(blind, campaign, &from, &to);
         let rng = &mut blind.rng;
-        let (port, mut bytes, single) = loop {
-            let port = match rng.index(4) {
-                0 => ROCE_UDP_PORT,
-                _ => 0xc000 | rng.next() as u16,
-            };
-            let bytes = forge::packet(campaign.what, &from, &to, rng);
-            match self.hit(&blind.live, campaign.to, port, &bytes) {
-                None => break (port, bytes, false),
-                Some(Hit::Psn)
-                    if self.has_learned(&blind.live, campaign.to, &bytes)
-                        && blind.once.insert(key(campaign.to, port, &bytes)) =>
-                {
-                    blind.exact += 1;
-                    break (port, bytes, true);
-                }
-                Some(hit) => blind.redrawn[usize::from(hit == Hit::Psn)] += 1,
-            }
-        };
         let src = SocketAddr::new(campaign.src, port);
         let copies = match host.gro && !host.sees_headers && !single && rng.chance(0.1) {
             true => rng.range(2, 12),
@@ -474,6 +469,29 @@ impl World {
             segment_len,
             bytes,
             damaged: false,
+        }
+    }
+
+    /// Draws a packet and its source port, until they don't show what only the peer knows. True: at the exact PSN, so it is sent once.
+    fn guess(&self, blind: &mut Blind, campaign: &Campaign, from: &Place, to: &Place) -> (u16, Vec<u8>, bool) {
+        let rng = &mut blind.rng;
+        loop {
+            let port = match rng.index(4) {
+                0 => ROCE_UDP_PORT,
+                _ => 0xc000 | rng.number() as u16,
+            };
+            let bytes = packets::packet(campaign.what, from, to, self.program.as_deref(), rng);
+            match self.hit(&blind.live, campaign.to, port, &bytes) {
+                None => return (port, bytes, false),
+                Some(Hit::Psn)
+                    if self.has_learned(&blind.live, campaign.to, &bytes)
+                        && blind.once.insert(key(campaign.to, port, &bytes)) =>
+                {
+                    blind.exact += 1;
+                    return (port, bytes, true);
+                }
+                Some(hit) => blind.redrawn[usize::from(hit == Hit::Psn)] += 1,
+            }
         }
     }
 

@@ -15,13 +15,14 @@ use roce_bth::{
 use roce_cm::mad::{Drep, Dreq, Mad, Message, Mra, Rej, Rtu, Subject};
 use roce_mem::Region;
 
-use super::forge;
 use crate::{
+    forge,
     life::RIGHTS,
     net::Frame,
     rng::Rng,
+    runner::Check,
     scenario::{MS, US},
-    world::{Check, Event, World},
+    world::{Event, World},
 };
 
 /// Packets that it remembers.
@@ -289,7 +290,7 @@ fn end_of(end: usize, ids: [u32; 2], qpn: Qpn, rng: &mut Rng) -> Mad {
         }
         .into(),
     };
-    Mad::new(rng.next(), message)
+    Mad::new(rng.number(), message)
 }
 
 fn shift_psn(bytes: &mut [u8], rng: &mut Rng) {
@@ -311,7 +312,7 @@ fn forged(like: &Bth, place: Option<(u64, RKey)>, rng: &mut Rng) -> Vec<u8> {
     let near = like.psn.value().wrapping_add(rng.range(0, 8) as u32).wrapping_sub(2);
     let mut header = Header::new(Bth::new(opcode, like.dest_qp, Psn::new(near)));
     header.bth.ack_req = rng.chance(0.5);
-    let (va, rkey) = place.unwrap_or((rng.next(), RKey(rng.next() as u32)));
+    let (va, rkey) = place.unwrap_or((rng.number(), RKey(rng.number() as u32)));
     let info = opcode.info();
     let len = if info.payload {
         rng.pick(&[0, 4, 64, 256, 1024])
@@ -329,14 +330,14 @@ fn forged(like: &Bth, place: Option<(u64, RKey)>, rng: &mut Rng) -> Vec<u8> {
     header.atomic_eth = Some(AtomicEth {
         va: va & !7,
         rkey,
-        swap_add: rng.next(),
-        compare: rng.next(),
+        swap_add: rng.number(),
+        compare: rng.number(),
     });
     header.aeth = Some(Aeth {
         syndrome: Syndrome::from_byte(rng.pick(&[0x1f, 0x1f, 0x00, 0x21, 0x60, 0x61, 0x62, 0x63, 0x64, 0xff])),
-        msn: Msn::new(rng.next() as u32),
+        msn: Msn::new(rng.number() as u32),
     });
-    header.imm = Some(rng.next() as u32);
+    header.imm = Some(rng.number() as u32);
     header.ieth = Some(rkey);
     forge::with_payload(&header, &rng.bytes(len))
 }
@@ -344,7 +345,7 @@ fn forged(like: &Bth, place: Option<(u64, RKey)>, rng: &mut Rng) -> Vec<u8> {
 /// Seals a packet, mostly with the genuine packet's Identification.
 fn sealed(src: SocketAddr, dst: std::net::IpAddr, like: u16, mut bytes: Vec<u8>, rng: &mut Rng) -> Frame {
     let identification = match rng.index(10) {
-        0 => rng.next() as u16,
+        0 => rng.number() as u16,
         _ => like.wrapping_add(rng.range(0, 1) as u16),
     };
     if rng.chance(0.95) && bytes.len() > ICRC_LEN {

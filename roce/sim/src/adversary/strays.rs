@@ -8,8 +8,9 @@ use roce_verbs::{
 };
 
 use crate::{
+    runner::Check,
     scenario::{MS, SEC},
-    world::{Check, Event, World},
+    world::{Event, World},
 };
 
 /// Forged request that a program has not refused.
@@ -67,7 +68,11 @@ impl World {
         Ok(())
     }
 
-    pub(crate) fn refuse(&mut self, h: usize, id: ConnId, reason: RejectReason) -> Check {
+    /// Rejects a request to connect.
+    ///
+    /// # Errors
+    /// None.
+    pub fn refuse(&mut self, h: usize, id: ConnId, reason: RejectReason) -> Check {
         let now = self.instant();
         let port = &mut self.hosts[h].port;
         // An error: its peer has taken it back meanwhile, or it gave way to a later one.
@@ -77,7 +82,10 @@ impl World {
     }
 
     /// Creates a queue pair for a request.
-    pub(crate) fn spare_qp(&mut self, h: usize) -> Result<Qpn, String> {
+    ///
+    /// # Errors
+    /// When the host has too many.
+    pub fn spare_qp(&mut self, h: usize) -> Result<Qpn, String> {
         let host = &mut self.hosts[h];
         let cq = host.cqs[0].clone();
         let qpn = host.port.create_qp(QpInit {

@@ -15,21 +15,17 @@ use rtrs::{
 };
 use zerocopy::IntoBytes;
 
+use roce_sim::{Check, MS, Notes, Rng, SEC};
+
 use crate::{
-    rng::Rng,
-    scenario::{MS, SEC},
-    storage::{
-        client::{Bench, honest},
-        disk::{BLOCK, bytes, contents},
-        ledger::{Change, Life},
-    },
-    trace::Notes,
-    world::Check,
+    client::{ClientEnv, honest},
+    disk::{BLOCK, bytes, contents},
+    ledger::{Change, Life},
 };
 
 /// Its number among the clients, which name their sessions by it.
 const NUMBER: usize = 100;
-/// What a buffer holds before it is read into.
+/// Bytes of a buffer before it is read into.
 const UNREAD: u8 = 0xa5;
 /// Room for an answer.
 const ANSWER: usize = 64;
@@ -38,7 +34,7 @@ const UNANSWERED: u64 = SEC;
 /// `ENOTCONN`: the device is not open.
 const NOT_OPEN: i32 = 107;
 
-/// What it is like.
+/// Plan of the client by hand.
 #[derive(Clone, Debug)]
 pub(crate) struct RawPlan {
     pub(crate) configs: [SessionConfig; 2],
@@ -46,7 +42,7 @@ pub(crate) struct RawPlan {
     pub(crate) device: usize,
     /// Steps of a session.
     pub(crate) steps: u32,
-    /// It has one path at a time.
+    /// Use one path at a time.
     pub(crate) moves: bool,
 }
 
@@ -65,11 +61,11 @@ struct Want {
     con: ConType,
     direction: Direction,
     header: Vec<u8>,
-    /// What is written, or what the place holds that is read into.
+    /// Bytes to write, or of the memory that is read into.
     data: Vec<u8>,
 }
 
-/// What an answer is for.
+/// Request that an answer belongs to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Kind {
     Version,
@@ -103,7 +99,7 @@ struct Writing {
     fua: bool,
 }
 
-/// Where its program is.
+/// Stage of its program.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Stage {
     Idle,
@@ -114,7 +110,7 @@ enum Stage {
     Done,
 }
 
-/// See the module.
+/// Two hosts of the client by hand, and its program.
 pub(crate) struct RawSide {
     plan: RawPlan,
     paths: [Path; 2],
@@ -132,7 +128,7 @@ pub(crate) struct RawSide {
     leaves: Option<(usize, u64)>,
     /// Which was given up last, and when.
     gone: Option<(usize, u64)>,
-    /// What was written when the path was left.
+    /// Write that was under way when the path was left.
     hot: Option<(u64, u64)>,
     next_tag: u64,
     again_at: u64,
@@ -207,13 +203,13 @@ impl RawSide {
     }
 
     /// Everything that can be done now on a path's host. True: the other host is to have a turn soon.
-    pub(crate) fn work(&mut self, cx: &mut Cx<'_>, path: usize, bench: &mut Bench<'_>) -> Result<bool, String> {
+    pub(crate) fn work(&mut self, cx: &mut Cx<'_>, path: usize, env: &mut ClientEnv<'_>) -> Result<bool, String> {
         let now = cx.now.as_nanos();
         while let Some(output) = self.paths[path].rtrs.poll_output() {
-            self.told(cx, path, output, bench)?;
+            self.on_output(cx, path, output, env)?;
         }
         if self.paths[path].session.is_none() && self.stage == Stage::Connecting && self.active.contains(&path) {
-            self.open(cx, path, bench.rng);
+            self.open(cx, path, env.rng);
         }
         if self.leaves.take_if(|(of, at)| *of == path && *at <= now).is_some() {
             self.leave(cx, path);
@@ -224,10 +220,10 @@ impl RawSide {
             self.paths[path].rtrs.close(cx, session);
         }
         if self.asked.is_empty() {
-            self.go_on(now, bench)?;
+            self.go_on(now, env)?;
         }
         for want in core::mem::take(&mut self.paths[path].wants) {
-            self.submit(cx, path, want, bench)?;
+            self.submit(cx, path, want, env)?;
         }
         let other = &self.paths[1 - path];
         let to_open = self.stage == Stage::Connecting && other.session.is_none() && self.active.contains(&(1 - path));
@@ -271,10 +267,10 @@ impl RawSide {
         self.paths[path].session = Some(opened.expect("a possible configuration"));
     }
 
-    fn told(&mut self, cx: &mut Cx<'_>, path: usize, output: Output, bench: &mut Bench<'_>) -> Check {
+    fn on_output(&mut self, cx: &mut Cx<'_>, path: usize, output: Output, env: &mut ClientEnv<'_>) -> Check {
         let now = cx.now.as_nanos();
         if !matches!(output, Output::Done { .. }) {
-            self.notes.say(now, || format!("raw client, path {path}: {output:?}"));
+            self.notes.print(now, || format!("raw client, path {path}: {output:?}"));
         }
         match output {
             Output::Opened(..) => self.paths[path].is_up = true,
@@ -308,7 +304,7 @@ impl RawSide {
                     got.ok_or("no buffers")?.map_err(|e| e.to_string())?;
                     self.paths[path].rtrs.give_buffer(session, buffer);
                 }
-                self.done(now, tag, result, &read, bench)?;
+                self.done(now, tag, result, &read, env)?;
             }
         }
         Ok(())
@@ -322,14 +318,14 @@ impl RawSide {
     }
 
     /// Nothing is under way.
-    fn go_on(&mut self, now: u64, bench: &mut Bench<'_>) -> Check {
+    fn go_on(&mut self, now: u64, env: &mut ClientEnv<'_>) -> Check {
         let gone = self.paths.iter().all(|path| path.session.is_none());
         match self.stage {
             Stage::Closing if gone => {
                 self.stage = Stage::Idle;
-                self.again_at = now + bench.rng.range(MS, 50 * MS);
+                self.again_at = now + env.rng.range(MS, 50 * MS);
                 if let Some(writing) = self.writing.take() {
-                    bench.ledger.lose(now, writing.id, 0);
+                    env.ledger.lose(now, writing.id, 0);
                 }
                 if self.left == 0 {
                     self.stage = Stage::Done;
@@ -345,11 +341,11 @@ impl RawSide {
             }
             Stage::Connecting if !self.active.is_empty() && self.active.iter().all(|path| self.paths[*path].is_up) => {
                 if self.gone.take().is_some() {
-                    bench.coverage.note("moved to another host");
+                    env.coverage.note("moved to another host");
                     // The server takes no requests of a new path before it is done with those of the old.
-                    bench.ledger.session_over(now, self.life);
+                    env.ledger.session_over(now, self.life);
                     (self.device, self.closed, self.stage) = (None, None, Stage::Working);
-                    self.step(now, bench);
+                    self.step(now, env);
                     return Ok(());
                 }
                 self.stage = Stage::Asking;
@@ -357,7 +353,7 @@ impl RawSide {
                 let path = self.active[0];
                 self.ask(now, path, Kind::Version, m.as_bytes());
             }
-            Stage::Working => self.step(now, bench),
+            Stage::Working => self.step(now, env),
             _ => {}
         }
         Ok(())
@@ -399,7 +395,7 @@ impl RawSide {
         );
     }
 
-    fn step(&mut self, now: u64, bench: &mut Bench<'_>) {
+    fn step(&mut self, now: u64, env: &mut ClientEnv<'_>) {
         let first = self.active[0];
         let Some(device) = self.device else {
             let name = format!("d{}", self.plan.device);
@@ -411,38 +407,38 @@ impl RawSide {
             return;
         }
         self.left -= 1;
-        let count = bench.rng.range(1, 4.min(self.blocks));
-        let lba = bench.rng.range(0, self.blocks - count);
+        let count = env.rng.range(1, 4.min(self.blocks));
+        let lba = env.rng.range(0, self.blocks - count);
         if let Some((lba, count)) = self.hot.take() {
             // What comes late of the path that was left must not get into this.
-            return self.write(now, device, lba, count, &[first], Kind::Write, bench);
+            return self.write(now, device, lba, count, &[first], Kind::Write, env);
         }
-        match bench.rng.index(10) {
+        match env.rng.index(10) {
             0..5 if self.plan.moves => {
-                self.write(now, device, lba, count, &[first], Kind::Left, bench);
+                self.write(now, device, lba, count, &[first], Kind::Left, env);
                 self.hot = Some((lba, count));
-                self.leaves = Some((first, now + bench.rng.range(0, 3 * MS)));
+                self.leaves = Some((first, now + env.rng.range(0, 3 * MS)));
             }
             0..5 => {
-                bench.coverage.note("write by two paths");
-                self.write(now, device, lba, count, &[0, 1], Kind::Write, bench);
+                env.coverage.note("write by two paths");
+                self.write(now, device, lba, count, &[0, 1], Kind::Write, env);
             }
             5..7 => {
-                bench.coverage.note("short read");
-                let more = bench.rng.range(1, 4);
+                env.coverage.note("short read");
+                let more = env.rng.range(1, 4);
                 self.read(now, device, lba, count, more);
             }
             7 => {
-                bench.coverage.note("nonsense");
-                let mut header = bench.rng.bytes(24);
+                env.coverage.note("nonsense");
+                let mut header = env.rng.bytes(24);
                 // A type that RNBD does not have.
                 header[1] |= 0x80;
                 self.ask(now, first, Kind::Nonsense, &header);
             }
             _ => {
                 // A write that the close may overtake, and one that comes too late.
-                bench.coverage.note("close while a request is on its way");
-                self.write(now, device, lba, count, &[first], Kind::Late, bench);
+                env.coverage.note("close while a request is on its way");
+                self.write(now, device, lba, count, &[first], Kind::Late, env);
                 self.ask(now, first, Kind::Close, MsgClose::new(device).as_bytes());
                 (self.device, self.closed) = (None, Some(device));
             }
@@ -473,26 +469,26 @@ impl RawSide {
         count: u64,
         paths: &[usize],
         kind: Kind,
-        bench: &mut Bench<'_>,
+        env: &mut ClientEnv<'_>,
     ) {
         let change = Change {
             device: self.plan.device,
             lba,
             count,
         };
-        let (id, new) = bench.ledger.write(begin, self.life, change);
-        let (preflush, fua) = (bench.rng.chance(0.3), bench.rng.chance(0.3));
+        let (id, new) = env.ledger.write(begin, self.life, change);
+        let (preflush, fua) = (env.rng.chance(0.3), env.rng.chance(0.3));
         let rw = Rw {
             preflush,
             fua,
             // A flush that brings data is the same.
-            ..Rw::new(if preflush && bench.rng.chance(0.5) {
+            ..Rw::new(if preflush && env.rng.chance(0.5) {
                 IoOp::Flush
             } else {
                 IoOp::Write
             })
         };
-        bench.coverage.note_if("write with PREFLUSH", preflush);
+        env.coverage.note_if("write with PREFLUSH", preflush);
         self.writing = Some(Writing {
             id,
             begin,
@@ -529,17 +525,17 @@ impl RawSide {
         self.push(self.active[0], want, asked);
     }
 
-    fn submit(&mut self, cx: &mut Cx<'_>, path: usize, want: Want, bench: &mut Bench<'_>) -> Check {
+    fn submit(&mut self, cx: &mut Cx<'_>, path: usize, want: Want, env: &mut ClientEnv<'_>) -> Check {
         let entry = &mut self.paths[path];
         let lost = Err(IoError::Path(rtrs::PathError::Closed));
         let Some(session) = entry.session else {
-            return self.done(cx.now.as_nanos(), want.tag, lost, &[], bench);
+            return self.done(cx.now.as_nanos(), want.tag, lost, &[], env);
         };
         let data = match want.data.len() {
             0 => None,
             len => match entry.rtrs.take_buffer(cx, session, len) {
                 Ok(buffer) => Some(buffer),
-                Err(_) => return self.done(cx.now.as_nanos(), want.tag, lost, &[], bench),
+                Err(_) => return self.done(cx.now.as_nanos(), want.tag, lost, &[], env),
             },
         };
         if let (Some(buffer), Some(buffers)) = (&data, entry.rtrs.buffers(session)) {
@@ -556,21 +552,21 @@ impl RawSide {
             if let Some(buffer) = back.data {
                 entry.rtrs.give_buffer(session, buffer);
             }
-            self.done(cx.now.as_nanos(), want.tag, Err(error), &[], bench)?;
+            self.done(cx.now.as_nanos(), want.tag, Err(error), &[], env)?;
         }
         Ok(())
     }
 
     /// A request has ended.
-    fn done(&mut self, now: u64, tag: u64, result: Result<(), IoError>, read: &[u8], bench: &mut Bench<'_>) -> Check {
+    fn done(&mut self, now: u64, tag: u64, result: Result<(), IoError>, read: &[u8], env: &mut ClientEnv<'_>) -> Check {
         let Some(asked) = self.asked.remove(&tag) else {
             return Err(format!("request {tag} of the raw client ended twice"));
         };
-        self.notes.say(now, || format!("raw client: {asked:?} {result:?}"));
+        self.notes.print(now, || format!("raw client: {asked:?} {result:?}"));
         match (asked.kind, result) {
             (Kind::Left, Err(IoError::Path(_))) => {
                 if let Some(writing) = self.writing.take() {
-                    bench.ledger.lose(now, writing.id, 0);
+                    env.ledger.lose(now, writing.id, 0);
                 }
             }
             (_, Err(IoError::Path(_) | IoError::TooLong { .. })) => self.give_up(),
@@ -589,14 +585,14 @@ impl RawSide {
             // A session that was lost may still have it open.
             (Kind::Open, Err(_)) if self.plan.moves => {}
             (Kind::Open, Err(_)) => self.give_up(),
-            (Kind::Read, Ok(())) => self.check_read(now, asked, read, bench)?,
-            (Kind::Write, Ok(())) if self.asked.is_empty() => self.written(now, bench)?,
+            (Kind::Read, Ok(())) => self.check_read(now, asked, read, env)?,
+            (Kind::Write, Ok(())) if self.asked.is_empty() => self.written(now, env)?,
             (Kind::Write | Kind::Close, Ok(())) | (Kind::Nonsense, Err(_)) => {}
-            (Kind::Late | Kind::Left, Ok(())) => self.written(now, bench)?,
+            (Kind::Late | Kind::Left, Ok(())) => self.written(now, env)?,
             (Kind::Late, Err(IoError::Remote(NOT_OPEN))) => {
                 // It has not been begun.
                 if let Some(writing) = self.writing.take() {
-                    bench.ledger.end(now, writing.id, false, false);
+                    env.ledger.end(now, writing.id, false, false);
                 }
             }
             (kind, result) => return Err(format!("the raw client's {kind:?} ends with {result:?}")),
@@ -604,18 +600,18 @@ impl RawSide {
         Ok(())
     }
 
-    fn written(&mut self, now: u64, bench: &mut Bench<'_>) -> Check {
+    fn written(&mut self, now: u64, env: &mut ClientEnv<'_>) -> Check {
         let Some(w) = self.writing.take() else { return Ok(()) };
-        let (device, disk) = (self.plan.device, &bench.disks[self.plan.device]);
-        bench.ledger.end(now, w.id, true, w.fua);
+        let (device, disk) = (self.plan.device, &env.disks[self.plan.device]);
+        env.ledger.end(now, w.id, true, w.fua);
         if w.preflush {
-            bench.ledger.devices[device].flushed(w.begin);
-            bench.ledger.check_durable(device, disk, 0, disk.blocks())?;
+            env.ledger.devices[device].flushed(w.begin);
+            env.ledger.check_durable(device, disk, 0, disk.blocks())?;
         }
-        bench.ledger.check_durable(device, disk, w.lba, w.count)
+        env.ledger.check_durable(device, disk, w.lba, w.count)
     }
 
-    fn check_read(&self, now: u64, asked: Asked, read: &[u8], bench: &mut Bench<'_>) -> Check {
+    fn check_read(&self, now: u64, asked: Asked, read: &[u8], env: &mut ClientEnv<'_>) -> Check {
         let (data, rest) = read
             .split_at_checked(asked.count as usize * BLOCK)
             .ok_or("too little was read")?;
@@ -623,7 +619,7 @@ impl RawSide {
             return Err("what is behind the data of a read is not zero".into());
         }
         let data = contents(data).ok_or("a torn block")?;
-        bench.ledger.devices[self.plan.device]
+        env.ledger.devices[self.plan.device]
             .check(asked.begin, now, asked.lba, &data)
             .map_err(|e| format!("raw client: {e}"))
     }

@@ -19,21 +19,17 @@ use rtrs::{
     cx::Cx,
 };
 
+use roce_sim::{Check, MS, Notes, Rng, SEC};
+
 use crate::{
-    rng::Rng,
-    scenario::{MS, SEC},
-    storage::{
-        disk::SimDisk,
-        ledger::{Ledger, Life},
-        losses::{Known, Unflushed},
-        tally::Coverage,
-    },
-    trace::Notes,
-    world::Check,
+    disk::SimDisk,
+    ledger::{Ledger, Life},
+    losses::{Known, Unflushed},
+    tally::Coverage,
 };
 
 /// Networks and hosts that fail don't end a path like this: somebody has broken the rules.
-pub(super) fn honest(why: &PathError) -> Check {
+pub(crate) fn honest(why: &PathError) -> Check {
     let broken = match why {
         PathError::Protocol(_) | PathError::Unexpected(_) | PathError::AccessError => true,
         PathError::Completion { status, .. } => matches!(
@@ -48,14 +44,14 @@ pub(super) fn honest(why: &PathError) -> Check {
     }
 }
 
-/// What a buffer holds that must not be touched.
+/// Bytes of a buffer that must not be touched.
 const UNTOUCHED: u8 = 0x5c;
 /// Buffers that are watched after their operation, at most.
 const WATCHED: usize = 3;
 /// Rounds of a turn, at most.
 const ROUNDS: u32 = 10_000;
 
-/// What a client is like.
+/// Plan of a client.
 #[derive(Clone, Debug)]
 pub(crate) struct ClientPlan {
     pub(crate) config: SessionConfig,
@@ -67,17 +63,17 @@ pub(crate) struct ClientPlan {
     pub(crate) operations: u32,
     /// Pause of the program, at most, nanoseconds.
     pub(crate) think: u64,
-    /// It ends its session in the middle, with this probability at each operation.
+    /// Probability at each operation that it ends its session.
     pub(crate) leaves: f64,
-    /// Likewise it unmaps the device.
+    /// Probability at each operation that it unmaps the device.
     pub(crate) unmaps: f64,
     /// How long it waits for a session that is lost, nanoseconds.
     pub(crate) patience: u64,
     /// Paths that there may be.
     pub(crate) ways: Vec<PathAddr>,
-    /// It does something with its paths, with this probability at each operation.
+    /// Probability at each operation that it gives a command for its paths.
     pub(crate) commands: f64,
-    /// What operations meet while the session is lost.
+    /// Fate of operations while the session is lost.
     pub(crate) on_loss: OnLoss,
 }
 
@@ -88,8 +84,8 @@ impl ClientPlan {
     }
 }
 
-/// What a client works with.
-pub(crate) struct Bench<'a> {
+/// State of the world that a client works with.
+pub(crate) struct ClientEnv<'a> {
     pub(crate) ledger: &'a mut Ledger,
     pub(crate) disks: &'a [SimDisk],
     pub(crate) rng: &'a mut Rng,
@@ -98,9 +94,9 @@ pub(crate) struct Bench<'a> {
     pub(crate) silent: bool,
 }
 
-/// Where its program is.
+/// Stage of its program.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum App {
+pub(crate) enum App {
     /// Between two sessions.
     Idle,
     Opening,
@@ -109,13 +105,13 @@ pub(super) enum App {
     Done,
 }
 
-/// Where a device is.
+/// Stage of a device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Place {
+pub(crate) enum Place {
     Closed,
     Mapping(DeviceKey),
     Up(DeviceKey),
-    /// It was up; its session was lost.
+    /// Its session was lost while it was up.
     Lost(DeviceKey),
     Unmapping(DeviceKey),
 }
@@ -131,40 +127,40 @@ impl Place {
 
 /// A device of a client's.
 #[derive(Debug)]
-pub(super) struct Slot {
-    pub(super) device: usize,
-    pub(super) mode: AccessMode,
-    pub(super) place: Place,
-    /// It is to be opened (again) then.
+pub(crate) struct Slot {
+    pub(crate) device: usize,
+    pub(crate) mode: AccessMode,
+    pub(crate) place: Place,
+    /// Time of its next opening.
     again_at: u64,
     /// A flush has failed since the device was opened.
-    pub(super) flush_failed: bool,
+    pub(crate) flush_failed: bool,
     /// Its user, since it was mapped.
-    pub(super) opener: Option<Opener>,
-    /// What that has not flushed.
-    pub(super) unflushed: Unflushed,
+    pub(crate) opener: Option<Opener>,
+    /// Writes that the device has not flushed.
+    pub(crate) unflushed: Unflushed,
     /// The blocks up to here have been read at the end; `None` before that.
-    pub(super) read_back: Option<u64>,
+    pub(crate) read_back: Option<u64>,
     /// All has been read.
-    pub(super) finished: bool,
+    pub(crate) finished: bool,
 }
 
 /// An operation in flight.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Op {
-    pub(super) slot: usize,
-    pub(super) op: BlockOp,
-    pub(super) lba: u64,
-    pub(super) count: u64,
-    pub(super) begin: u64,
-    /// Of something that changes the device.
-    pub(super) change: Option<u64>,
+pub(crate) struct Op {
+    pub(crate) slot: usize,
+    pub(crate) op: BlockOp,
+    pub(crate) lba: u64,
+    pub(crate) count: u64,
+    pub(crate) begin: u64,
+    /// Number of the change that it makes to the device.
+    pub(crate) change: Option<u64>,
     /// A flush had failed before it was sent.
-    pub(super) after_error: bool,
+    pub(crate) after_error: bool,
     /// The losses that it need not tell.
-    pub(super) known: Known,
+    pub(crate) known: Known,
     /// The acknowledged writes that it covers.
-    pub(super) covers: u64,
+    pub(crate) covers: u64,
 }
 
 /// A buffer of an operation that has ended: nothing may touch it.
@@ -174,34 +170,34 @@ struct Watched {
     until: u64,
 }
 
-/// See the module.
+/// Host of a client: its state machines, its program, and its devices.
 pub(crate) struct ClientSide {
     pub(crate) rtrs: Rtrs,
-    pub(super) rnbd: Rnbd,
-    pub(super) life: Life,
-    pub(super) plan: ClientPlan,
-    pub(super) app: App,
-    pub(super) session: Option<SessionId>,
+    pub(crate) rnbd: Rnbd,
+    pub(crate) life: Life,
+    pub(crate) plan: ClientPlan,
+    pub(crate) app: App,
+    pub(crate) session: Option<SessionId>,
     opened_at: u64,
     /// Requests that the session has taken, and that have not ended.
     asked: usize,
     down_since: Option<u64>,
     /// Since then it has had a path.
-    pub(super) up_since: u64,
-    /// What was asked for its paths, and has not ended.
-    pub(super) commanded: Vec<(PathId, PathCommand)>,
+    pub(crate) up_since: u64,
+    /// Commands for its paths that have not ended.
+    pub(crate) commanded: Vec<(PathId, PathCommand)>,
     /// A network whose paths it is to give up.
     flees: Option<usize>,
-    pub(super) slots: Vec<Slot>,
-    pub(super) left: u32,
-    pub(super) in_flight: BTreeMap<u64, Op>,
-    pub(super) next_user: u64,
+    pub(crate) slots: Vec<Slot>,
+    pub(crate) left: u32,
+    pub(crate) in_flight: BTreeMap<u64, Op>,
+    pub(crate) next_user: u64,
     watched: Vec<Watched>,
     /// When the program wants to go on.
     app_at: Option<u64>,
-    pub(super) quiet: bool,
+    pub(crate) quiet: bool,
     /// Sessions that are opened from here on are not lost, and operations succeed.
-    pub(super) safe_from: Option<u64>,
+    pub(crate) safe_from: Option<u64>,
     notes: Notes,
     /// Operations that ended, and of these with success.
     pub(crate) ended: [u64; 2],
@@ -306,14 +302,14 @@ impl ClientSide {
     }
 
     /// Everything that can be done now.
-    pub(crate) fn work(&mut self, cx: &mut Cx<'_>, bench: &mut Bench<'_>) -> Check {
+    pub(crate) fn work(&mut self, cx: &mut Cx<'_>, env: &mut ClientEnv<'_>) -> Check {
         let now = cx.now.as_nanos();
         if self.rnbd.next_timeout().is_some_and(|at| at <= cx.now) {
             self.rnbd.timeout(cx.now);
         }
         if self.app_at.is_some_and(|at| at <= now) {
             self.app_at = None;
-            self.go_on(cx, bench)?;
+            self.go_on(cx, env)?;
         }
         for _ in 0..ROUNDS {
             let mut moved = false;
@@ -323,16 +319,16 @@ impl ClientSide {
                     Output::Done { .. } => self.asked -= 1,
                     _ => self
                         .notes
-                        .say(now, || format!("client {}: {output:?}", self.life.client)),
+                        .print(now, || format!("client {}: {output:?}", self.life.client)),
                 }
-                self.told(&output, now, bench)?;
+                self.on_output(&output, now, env)?;
                 self.rnbd.rtrs(&mut self.rtrs, output);
             }
             while let Some(output) = self.rnbd.poll_output() {
                 moved = true;
                 self.notes
-                    .say(now, || format!("client {}: {output:?}", self.life.client));
-                self.device_told(now, output, bench)?;
+                    .print(now, || format!("client {}: {output:?}", self.life.client));
+                self.on_device_output(now, output, env)?;
             }
             while let Some((session, submission)) = self.rnbd.poll_submission(cx, &mut self.rtrs) {
                 moved = true;
@@ -340,7 +336,7 @@ impl ClientSide {
                     Ok(()) => self.asked += 1,
                     Err((back, error)) => {
                         let client = self.life.client;
-                        self.notes.say(now, || format!("client {client}: not sent: {error}"));
+                        self.notes.print(now, || format!("client {client}: not sent: {error}"));
                         let done = Output::Done {
                             session,
                             tag: back.tag,
@@ -370,13 +366,13 @@ impl ClientSide {
         }
     }
 
-    fn go_on(&mut self, cx: &mut Cx<'_>, bench: &mut Bench<'_>) -> Check {
+    fn go_on(&mut self, cx: &mut Cx<'_>, env: &mut ClientEnv<'_>) -> Check {
         let now = cx.now.as_nanos();
         self.look_at_watched(now)?;
         let finished = self.slots.iter().all(|slot| slot.finished);
         match (self.app, self.session) {
             (App::Idle, _) => {
-                // What was told of the session's end had to come with it.
+                // The report of the session's end had to come with it.
                 if !self.in_flight.is_empty() || self.slots.iter().any(|slot| slot.place != Place::Closed) {
                     return Err(format!("something outlives its session: {}", self.situation()));
                 }
@@ -386,7 +382,7 @@ impl ClientSide {
                     false => self.open(cx),
                 }
             }
-            (App::Open, Some(session)) => self.serve(cx, session, bench)?,
+            (App::Open, Some(session)) => self.serve(cx, session, env)?,
             _ => {}
         }
         Ok(())
@@ -408,7 +404,7 @@ impl ClientSide {
     }
 
     /// Works with a session that is open.
-    fn serve(&mut self, cx: &mut Cx<'_>, session: SessionId, bench: &mut Bench<'_>) -> Check {
+    fn serve(&mut self, cx: &mut Cx<'_>, session: SessionId, env: &mut ClientEnv<'_>) -> Check {
         let now = cx.now.as_nanos();
         if self.rtrs.state(session).is_err() {
             let until = *self.down_since.get_or_insert(now) + self.plan.patience;
@@ -417,18 +413,18 @@ impl ClientSide {
                 return Ok(());
             }
             self.wake_at(until);
-            if !self.quiet && bench.rng.chance(self.plan.commands) {
-                self.administer(cx, session, bench);
+            if !self.quiet && env.rng.chance(self.plan.commands) {
+                self.administer(cx, session, env);
             }
-            // What is held may come while there is no path.
+            // Held operations may end while there is no path.
             return match self.plan.holds() {
-                true => self.operate(cx, session, bench),
+                true => self.operate(cx, session, env),
                 false => Ok(()),
             };
         }
         self.down_since = None;
         if let Some(network) = self.flees.take().filter(|_| !self.quiet) {
-            self.flee(cx, session, network, bench);
+            self.flee(cx, session, network, env);
         }
         for i in 0..self.slots.len() {
             let slot = &mut self.slots[i];
@@ -436,7 +432,7 @@ impl ClientSide {
                 Place::Closed if slot.finished => {}
                 Place::Lost(key) if slot.again_at <= now => {
                     slot.again_at = u64::MAX;
-                    // What has become of it meanwhile is told.
+                    // Its end is reported later.
                     let _ = self.rnbd.remap(key);
                 }
                 Place::Closed if slot.again_at <= now => {
@@ -453,7 +449,7 @@ impl ClientSide {
                 _ => {}
             }
         }
-        self.operate(cx, session, bench)?;
+        self.operate(cx, session, env)?;
         if self.app == App::Open {
             self.leave_finished(cx, session);
         }
@@ -476,8 +472,8 @@ impl ClientSide {
         }
     }
 
-    /// What RTRS tells of the session.
-    fn told(&mut self, output: &Output, now: u64, bench: &mut Bench<'_>) -> Check {
+    /// Handles an output of RTRS.
+    fn on_output(&mut self, output: &Output, now: u64, env: &mut ClientEnv<'_>) -> Check {
         match output {
             Output::Opened(..) => {
                 (self.app, self.up_since) = (App::Open, now);
@@ -485,13 +481,13 @@ impl ClientSide {
             }
             Output::Up(..) => {
                 // The server takes no requests of a new path before it is done with those of the old.
-                bench.ledger.session_over(now, self.life);
-                bench.coverage.note("reconnected");
+                env.ledger.session_over(now, self.life);
+                env.coverage.note("reconnected");
                 self.up_since = now + 1;
                 self.wake_at(now);
             }
             Output::Down(_, why) => {
-                bench.coverage.note("session lost");
+                env.coverage.note("session lost");
                 honest(why)?;
                 if self.safe_from.is_some_and(|from| self.opened_at >= from) {
                     return Err(format!("client {}: the session is lost: {why}", self.life.client));
@@ -499,30 +495,29 @@ impl ClientSide {
                 self.wake_at(now);
             }
             Output::OpenFailed(..) | Output::Closed(_) => {
-                bench
-                    .coverage
+                env.coverage
                     .note_if("open failed", matches!(output, Output::OpenFailed(..)));
                 self.app = App::Idle;
                 self.commanded.clear();
                 let rest = if self.quiet { 20 * MS } else { 500 * MS };
-                self.wake_at(now + bench.rng.range(MS, rest));
+                self.wake_at(now + env.rng.range(MS, rest));
             }
-            Output::Path { path, news, .. } => self.path_told(*path, news, bench)?,
+            Output::Path { path, news, .. } => self.on_path_event(*path, news, env)?,
             Output::Done { .. } => {}
         }
         Ok(())
     }
 
-    pub(super) fn close(&mut self, cx: &mut Cx<'_>, session: SessionId) {
+    pub(crate) fn close(&mut self, cx: &mut Cx<'_>, session: SessionId) {
         self.app = App::Closing;
         self.rtrs.close(cx, session);
     }
 
-    fn device_told(&mut self, now: u64, output: DeviceOutput, bench: &mut Bench<'_>) -> Check {
-        let again = now + bench.rng.range(MS, 200 * MS);
+    fn on_device_output(&mut self, now: u64, output: DeviceOutput, env: &mut ClientEnv<'_>) -> Check {
+        let again = now + env.rng.range(MS, 200 * MS);
         match output {
             DeviceOutput::Mapped(device, _) => {
-                bench.coverage.note("device opened");
+                env.coverage.note("device opened");
                 let opener = self.rnbd.opener(device);
                 let slot = self.slot(device)?;
                 (slot.place, slot.flush_failed) = (Place::Up(device), false);
@@ -530,8 +525,8 @@ impl ClientSide {
                 self.wake_at(now);
             }
             DeviceOutput::MapFailed(device, why) => {
-                bench.coverage.note("open refused");
-                self.notes.say(now, || format!("client {}: {why}", self.life.client));
+                env.coverage.note("open refused");
+                self.notes.print(now, || format!("client {}: {why}", self.life.client));
                 let slot = self.slot(device)?;
                 slot.again_at = again;
                 if slot.place == Place::Mapping(device) {
@@ -540,42 +535,37 @@ impl ClientSide {
                 self.wake_at(again);
             }
             DeviceOutput::Unmapped(device, result) => {
-                if self
-                    .in_flight
-                    .values()
-                    .any(|op| self.slots[op.slot].place.key() == Some(device))
-                {
-                    return Err(format!(
-                        "a device is unmapped before its operations: {}",
-                        self.situation()
-                    ));
+                let mut ops = self.in_flight.values();
+                if ops.any(|op| self.slots[op.slot].place.key() == Some(device)) {
+                    let text = self.situation();
+                    return Err(format!("a device is unmapped before its operations: {text}"));
                 }
                 let slot = self.slot(device)?;
                 (slot.place, slot.again_at) = (Place::Closed, again);
                 if result.is_ok() && !slot.finished {
-                    bench.coverage.note("device closed and opened again");
+                    env.coverage.note("device closed and opened again");
                 }
                 self.wake_at(again);
             }
             DeviceOutput::Done { user, result, data, .. } => {
-                self.done(now, user, result, data.as_ref(), bench)?;
+                self.done(now, user, result, data.as_ref(), env)?;
                 if let (Some(session), Some(data)) = (self.session, data) {
-                    self.give_back(now, session, data, bench.rng)?;
+                    self.give_back(now, session, data, env.rng)?;
                 }
-                self.wake_at(now + bench.rng.range(0, self.plan.think));
+                self.wake_at(now + env.rng.range(0, self.plan.think));
             }
             DeviceOutput::Status { user, result, .. } => {
-                self.state_told(now, user, result, bench)?;
-                self.wake_at(now + bench.rng.range(0, self.plan.think));
+                self.on_block_status(now, user, result, env)?;
+                self.wake_at(now + env.rng.range(0, self.plan.think));
             }
             DeviceOutput::State(device, DeviceState::Mapped) => {
-                bench.coverage.note("device opened after reconnecting");
+                env.coverage.note("device opened after reconnecting");
                 let slot = self.slot(device)?;
                 (slot.place, slot.flush_failed) = (Place::Up(device), false);
                 slot.unflushed.reopened();
                 let slots = &self.slots;
                 let held = self.in_flight.values_mut();
-                // What has failed before says nothing any more.
+                // An earlier failure proves nothing any more.
                 held.filter(|op| slots[op.slot].place == Place::Up(device))
                     .for_each(|op| op.after_error = false);
                 self.wake_at(now);
@@ -585,10 +575,9 @@ impl ClientSide {
                 (slot.place, slot.again_at) = (Place::Lost(device), u64::MAX);
             }
             DeviceOutput::WritesLost { device, .. } => {
-                bench.coverage.note("writes reported lost");
-                let client = self.life.client;
-                let reported = self.slot(device)?.unflushed.reported(bench.silent);
-                reported.map_err(|e| format!("client {client}: {e}"))?;
+                env.coverage.note("writes reported lost");
+                let reported = self.slot(device)?.unflushed.reported(env.silent);
+                reported.map_err(|e| format!("client {}: {e}", self.life.client))?;
             }
             DeviceOutput::State(..) | DeviceOutput::Geometry(..) => {}
         }
@@ -597,7 +586,7 @@ impl ClientSide {
 
     fn slot(&mut self, device: DeviceKey) -> Result<&mut Slot, String> {
         let found = self.slots.iter_mut().find(|slot| slot.place.key() == Some(device));
-        found.ok_or_else(|| format!("something is told of {device:?}, which is no device of the client's"))
+        found.ok_or_else(|| format!("an output for {device:?}, which is no device of the client's"))
     }
 
     /// A buffer goes back, or is watched for a while.

@@ -12,13 +12,9 @@ use roce_mem::MemoryTable;
 use roce_port::{Port, PortConfig, RxMeta, TxBatch};
 use roce_verbs::{DeviceLimits, Instant, provider::Provider as _};
 
-use crate::{
-    net::{Frame, Link, NetStats},
-    rng::Rng,
-    scenario::HostPlan,
-    storage::late::{Lag, LagPlan, Late},
-    trace::Trace,
-};
+use roce_sim::{Frame, HostPlan, Link, NetStats, Rng, Trace};
+
+use crate::late::{Lag, LagPlan, Late};
 
 /// A host's network side.
 pub(crate) struct Node {
@@ -35,7 +31,7 @@ pub(crate) struct Node {
     pub(crate) alive: bool,
     /// The next turn, if one is planned.
     turn_at: Option<u64>,
-    /// It stands still until then.
+    /// Time until which it stands still.
     stopped_until: u64,
 }
 
@@ -68,7 +64,7 @@ impl Node {
         port.into_iter().chain(self.lag.next_timeout()).min()
     }
 
-    /// What its machines work with.
+    /// Returns the provider of its state machines.
     pub(crate) fn provider(&mut self, now: Instant) -> Late<'_, Single> {
         self.fabric.set_now(now);
         Late::new(&mut self.fabric, &mut self.lag, now)
@@ -83,25 +79,25 @@ pub(crate) struct Way {
     pub(crate) network: Option<usize>,
 }
 
-/// What may happen.
+/// Event at a point in time.
 #[derive(Debug)]
-pub(crate) enum What<E> {
+pub(crate) enum LanEvent<E> {
     /// A frame arrives.
     Arrive {
-        /// Where.
+        /// Receiver.
         node: usize,
-        /// What.
+        /// The frame.
         frame: Frame,
     },
     /// A host's loop runs.
     Turn {
-        /// Whose.
+        /// The host.
         node: usize,
-        /// Not of an earlier life.
+        /// Its life, so that events of an earlier one are ignored.
         boot: u32,
     },
     /// The world's own.
-    Own(E),
+    World(E),
 }
 
 /// Clock, hosts, links.
@@ -115,7 +111,7 @@ pub(crate) struct Lan<E> {
     pub(crate) packets: u64,
     queue: BinaryHeap<Reverse<(u64, u64)>>,
     /// By place in the queue.
-    events: BTreeMap<u64, What<E>>,
+    events: BTreeMap<u64, LanEvent<E>>,
     seq: u64,
     pub(crate) trace: Trace,
 }
@@ -173,15 +169,15 @@ impl<E> Lan<E> {
         Instant::from_nanos(self.now)
     }
 
-    /// Something will happen so many nanoseconds from now.
-    pub(crate) fn schedule(&mut self, after: u64, what: What<E>) {
+    /// Schedules an event `after` nanoseconds from now.
+    pub(crate) fn schedule(&mut self, after: u64, what: LanEvent<E>) {
         self.seq += 1;
         self.queue.push(Reverse((self.now + after, self.seq)));
         self.events.insert(self.seq, what);
     }
 
     /// The next thing to happen. The clock has moved there.
-    pub(crate) fn pop(&mut self) -> Option<What<E>> {
+    pub(crate) fn pop(&mut self) -> Option<LanEvent<E>> {
         let Reverse((at, seq)) = self.queue.pop()?;
         self.now = at;
         self.events.remove(&seq)
@@ -223,7 +219,7 @@ impl<E> Lan<E> {
         if host.alive && host.turn_at.is_none_or(|planned| at < planned) {
             host.turn_at = Some(at);
             let boot = host.boot;
-            self.schedule(at - now, What::Turn { node, boot });
+            self.schedule(at - now, LanEvent::Turn { node, boot });
         }
     }
 
@@ -248,7 +244,7 @@ impl<E> Lan<E> {
         self.want_turn(node, self.now + pause);
     }
 
-    /// Whether it does.
+    /// Whether a host stands still.
     pub(crate) fn is_stopped(&self, node: usize) -> bool {
         self.now < self.nodes[node].stopped_until
     }
@@ -334,7 +330,7 @@ impl<E> Lan<E> {
         packets.map(|(i, packet)| frame(packet, i as u16, 0)).collect()
     }
 
-    /// Whose address it is, and in which network.
+    /// Returns the host and the network of an address.
     fn find(&self, addr: IpAddr) -> Option<[usize; 2]> {
         let of = |node: &Node| node.addrs.iter().position(|of| *of == addr);
         let mut found = self.nodes.iter().enumerate();
@@ -355,7 +351,7 @@ impl<E> Lan<E> {
         });
         for (at, frame) in arrivals {
             let after = at.saturating_sub(self.now);
-            self.schedule(after, What::Arrive { node: to, frame });
+            self.schedule(after, LanEvent::Arrive { node: to, frame });
         }
     }
 
@@ -369,7 +365,7 @@ impl<E> Lan<E> {
         host.rx_bytes = 0;
     }
 
-    /// It starts anew, without any memory of the past.
+    /// Starts a host again, without any memory of the past.
     pub(crate) fn boot(&mut self, node: usize) {
         let host = &mut self.nodes[node];
         host.boot += 1;

@@ -17,16 +17,15 @@ use rnbd::{
 use roce_mem::Pages;
 use rtrs::server::request::SessionKey;
 
+use roce_sim::Rng;
+
 use crate::{
-    rng::Rng,
-    storage::{
-        disk::{BLOCK, SimDisk, bytes, contents},
-        ledger::Ledger,
-        tally::Coverage,
-    },
+    disk::{BLOCK, SimDisk, bytes, contents},
+    ledger::Ledger,
+    tally::Coverage,
 };
 
-/// What lies where a read is still under way.
+/// Bytes of memory that a read has not filled yet.
 const UNREAD: u8 = 0xdb;
 
 /// Names what the disk works on.
@@ -38,7 +37,7 @@ pub(crate) struct RunId(u64);
 struct Running {
     under_way: UnderWay,
     work: Work,
-    /// What was found when it began.
+    /// Result of the checks at its beginning.
     checked: Result<(), Errno>,
 }
 
@@ -62,14 +61,14 @@ struct Store {
     sync: SyncState,
 }
 
-/// See the module.
+/// Engine of the server's disks.
 #[derive(Debug)]
 pub(crate) struct Engine {
     schedule: Schedule<Arc<Pages>>,
     stores: BTreeMap<StoreId, Store>,
     running: BTreeMap<RunId, Running>,
     next_run: u64,
-    /// Where in which session's memory the data of requests is that are not over.
+    /// Session and offset of the data of each request that has not ended.
     data: BTreeMap<IoTicket, (SessionKey, usize)>,
     /// Over without having begun.
     over: Vec<Ended>,
@@ -164,7 +163,7 @@ impl Engine {
         self.schedule.forget(session, &mut self.over);
     }
 
-    /// What is over without having begun.
+    /// Returns a request that ended before it began.
     pub(crate) fn poll_over(&mut self) -> Option<Ended> {
         let (ticket, result) = self.over.pop()?;
         self.data.remove(&ticket);
@@ -259,6 +258,7 @@ impl Engine {
     }
 }
 
+/// Carries out an operation on the disk.
 fn operate(
     work: &Work,
     store: &Store,
@@ -275,41 +275,20 @@ fn operate(
         return Err("a change of a device that was opened read-only".into());
     }
     match op.op {
-        BlockOp::Read => {
+        BlockOp::Read | BlockOp::BlockStatus { .. } => {
             if rng.chance(disk.faults.read_error) {
                 return Ok(Err(Errno::EIO));
             }
+            let answer = match op.op {
+                BlockOp::BlockStatus { most } => status::answer(&extents(disk, lba, count), most),
+                _ => bytes(&disk.read(lba, count)),
+            };
             if let Some(memory) = &work.memory {
-                let read = memory.write(op.data, &bytes(&disk.read(lba, count)));
-                read.map_err(|e| format!("a read to outside the session's memory: {e}"))?;
+                let written = memory.write(op.data, &answer);
+                written.map_err(|e| format!("an answer to outside the session's memory: {e}"))?;
             }
         }
-        BlockOp::Write { fua } => {
-            let bytes = match (&work.early, &work.memory) {
-                (Some(bytes), _) => bytes.clone(),
-                (None, Some(memory)) => taken(memory, op)?,
-                (None, None) => return Err("a write without memory".into()),
-            };
-            let Some(new) = contents(&bytes) else {
-                return Err(format!("blocks {lba} to {} would be torn", lba + count));
-            };
-            for (lba, content) in (lba..).zip(&new) {
-                ledger.allow(device, lba, *content)?;
-            }
-            if rng.chance(disk.faults.write_error) {
-                // Some of it may be there.
-                disk.write(lba, &new[..rng.index(new.len() + 1)]);
-                if fua {
-                    store.sync.durable_write_failed(Errno::EIO);
-                    disk.fail_sync();
-                }
-                return Ok(Err(Errno::EIO));
-            }
-            disk.write(lba, &new);
-            if fua {
-                disk.force(lba, count);
-            }
-        }
+        BlockOp::Write { fua } => return write(work, store, disk, ledger, rng, fua),
         BlockOp::Flush => {
             if rng.chance(disk.faults.flush_error) {
                 store.sync.sync_failed();
@@ -333,15 +312,42 @@ fn operate(
                 disk.force(lba, count);
             }
         }
-        BlockOp::BlockStatus { most } => {
-            if rng.chance(disk.faults.read_error) {
-                return Ok(Err(Errno::EIO));
-            }
-            if let Some(memory) = &work.memory {
-                let told = memory.write(op.data, &status::answer(&extents(disk, lba, count), most));
-                told.map_err(|e| format!("an answer to outside the session's memory: {e}"))?;
-            }
+    }
+    Ok(Ok(()))
+}
+
+/// Writes whole blocks, whose contents the ledger must know; or some of them, and fails.
+fn write(
+    work: &Work,
+    store: &Store,
+    disk: &mut SimDisk,
+    ledger: &Ledger,
+    rng: &mut Rng,
+    fua: bool,
+) -> Result<Result<(), Errno>, String> {
+    let (lba, count) = (work.op.offset / BLOCK as u64, work.op.len / BLOCK as u64);
+    let bytes = match (&work.early, &work.memory) {
+        (Some(bytes), _) => bytes.clone(),
+        (None, Some(memory)) => taken(memory, &work.op)?,
+        (None, None) => return Err("a write without memory".into()),
+    };
+    let Some(new) = contents(&bytes) else {
+        return Err(format!("blocks {lba} to {} would be torn", lba + count));
+    };
+    for (lba, content) in (lba..).zip(&new) {
+        ledger.allow(store.device, lba, *content)?;
+    }
+    if rng.chance(disk.faults.write_error) {
+        disk.write(lba, &new[..rng.index(new.len() + 1)]);
+        if fua {
+            store.sync.durable_write_failed(Errno::EIO);
+            disk.fail_sync();
         }
+        return Ok(Err(Errno::EIO));
+    }
+    disk.write(lba, &new);
+    if fua {
+        disk.force(lba, count);
     }
     Ok(Ok(()))
 }

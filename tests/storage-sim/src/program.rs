@@ -1,4 +1,4 @@
-//! What a client's program does with its devices, and what it expects of each operation.
+//! Program of a client: its operations, and the results that they may have.
 
 use rnbd::{
     Errno,
@@ -10,24 +10,21 @@ use rtrs::{
     cx::Cx,
 };
 
+use roce_sim::{Check, MS, Rng};
+
 use crate::{
-    rng::Rng,
-    scenario::MS,
-    storage::{
-        client::{App, Bench, ClientSide, Op, Place},
-        disk::{BLOCK, bytes, contents},
-        ledger::Change,
-    },
-    world::Check,
+    client::{App, ClientEnv, ClientSide, Op, Place},
+    disk::{BLOCK, bytes, contents},
+    ledger::Change,
 };
 
-/// What a buffer holds before it is read into.
+/// Bytes of a buffer before it is read into.
 const UNREAD: u8 = 0xa5;
 /// Blocks of a read or write at most.
 const LONGEST: u64 = 16;
 
-/// Whether its success says that it is durable.
-pub(super) fn is_forced(op: BlockOp) -> bool {
+/// Whether success of an operation means that it is durable.
+pub(crate) fn is_forced(op: BlockOp) -> bool {
     matches!(
         op,
         BlockOp::Write { fua: true } | BlockOp::WriteZeroes { fua: true, .. }
@@ -49,42 +46,42 @@ fn name(op: BlockOp) -> &'static str {
 
 impl ClientSide {
     /// Sends operations as far as the depth allows.
-    pub(super) fn operate(&mut self, cx: &mut Cx<'_>, session: SessionId, bench: &mut Bench<'_>) -> Check {
+    pub(crate) fn operate(&mut self, cx: &mut Cx<'_>, session: SessionId, env: &mut ClientEnv<'_>) -> Check {
         while self.in_flight.len() < self.plan.depth {
-            let Some((slot, op, lba, count)) = self.next_op(bench.rng) else {
+            let Some((slot, op, lba, count)) = self.next_op(env.rng) else {
                 return Ok(());
             };
-            if !self.send(cx, session, slot, op, lba, count, bench) {
+            if !self.send(cx, session, slot, op, lba, count, env) {
                 self.wake_at(cx.now.as_nanos() + MS);
                 return Ok(());
             }
             if self.quiet || self.left == 0 {
                 continue;
             }
-            if bench.rng.chance(self.plan.leaves) {
-                bench.coverage.note("session closed by its user");
+            if env.rng.chance(self.plan.leaves) {
+                env.coverage.note("session closed by its user");
                 self.close(cx, session);
                 return Ok(());
             }
-            if bench.rng.chance(self.plan.unmaps)
+            if env.rng.chance(self.plan.unmaps)
                 && let Place::Up(key) = self.slots[slot].place
             {
                 self.slots[slot].place = Place::Unmapping(key);
-                let how = match bench.rng.chance(0.5) && !self.plan.ways.is_empty() {
+                let how = match env.rng.chance(0.5) && !self.plan.ways.is_empty() {
                     true => Unmap::Force,
                     false => Unmap::Normal { in_use: false },
                 };
-                bench.coverage.note_if("unmapped by force", how == Unmap::Force);
+                env.coverage.note_if("unmapped by force", how == Unmap::Force);
                 let _ = self.rnbd.unmap(key, how);
             }
-            if bench.rng.chance(self.plan.commands) {
-                self.administer(cx, session, bench);
+            if env.rng.chance(self.plan.commands) {
+                self.administer(cx, session, env);
             }
         }
         Ok(())
     }
 
-    /// What the program does next; `None` when it has to wait, or is done.
+    /// Draws the program's next operation; `None` when it has to wait, or is done.
     fn next_op(&mut self, rng: &mut Rng) -> Option<(usize, BlockOp, u64, u64)> {
         let up: Vec<(usize, Geometry)> = (0..self.slots.len())
             .filter_map(|i| match self.slots[i].place {
@@ -159,7 +156,7 @@ impl ClientSide {
         op: BlockOp,
         lba: u64,
         count: u64,
-        bench: &mut Bench<'_>,
+        env: &mut ClientEnv<'_>,
     ) -> bool {
         let (now, len) = (cx.now.as_nanos(), count as usize * BLOCK);
         let (Place::Up(_) | Place::Lost(_), Some(opener)) = (self.slots[slot].place, self.slots[slot].opener.clone())
@@ -170,7 +167,7 @@ impl ClientSide {
             BlockOp::Read | BlockOp::Write { .. } => match self.rtrs.take_buffer(cx, session, len) {
                 Ok(buffer) => Some(buffer),
                 Err(_) => {
-                    bench.coverage.note("no buffer");
+                    env.coverage.note("no buffer");
                     return false;
                 }
             },
@@ -185,17 +182,17 @@ impl ClientSide {
             BlockOp::Read => (None, vec![UNREAD; len]),
             BlockOp::Flush | BlockOp::BlockStatus { .. } => (None, Vec::new()),
             BlockOp::Write { .. } => {
-                let (id, new) = bench.ledger.write(now, self.life, change);
+                let (id, new) = env.ledger.write(now, self.life, change);
                 (Some(id), bytes(&new))
             }
             BlockOp::Discard | BlockOp::WriteZeroes { .. } => {
-                (Some(bench.ledger.zero(now, self.life, change)), Vec::new())
+                (Some(env.ledger.zero(now, self.life, change)), Vec::new())
             }
         };
         if let (Some(data), Some(buffers)) = (&data, self.rtrs.buffers(session)) {
             buffers.write(data, 0, &fill).expect("as long as the operation");
         }
-        bench.coverage.note(name(op));
+        env.coverage.note(name(op));
         self.left = self
             .left
             .saturating_sub(u32::from(self.slots[slot].read_back.is_none()));
@@ -222,14 +219,14 @@ impl ClientSide {
         true
     }
 
-    /// An operation has ended.
-    pub(super) fn done(
+    /// Ends an operation, and checks its result.
+    pub(crate) fn done(
         &mut self,
         now: u64,
         user: u64,
         result: Result<(), Errno>,
         data: Option<&Buffer>,
-        bench: &mut Bench<'_>,
+        env: &mut ClientEnv<'_>,
     ) -> Check {
         let client = self.life.client;
         let Some(op) = self.in_flight.remove(&user) else {
@@ -242,7 +239,7 @@ impl ClientSide {
         let forced = matches!(self.slots[op.slot].place, Place::Unmapping(_)) && result == Err(Errno::ESHUTDOWN);
         let lost = forced || result == Err(Errno::ECONNABORTED);
         if lost {
-            bench.coverage.note("operation lost");
+            env.coverage.note("operation lost");
         } else if let (Err(e), App::Open) = (result, self.app)
             && self.safe_from == Some(0)
         {
@@ -255,7 +252,7 @@ impl ClientSide {
             ));
         }
         let unflushed = &mut self.slots[op.slot].unflushed;
-        let told = match result {
+        let reported = match result {
             Ok(()) => {
                 let good = unflushed.succeeded(op.op, op.known, op.covers);
                 good.map_err(|e| format!("client {client}: {e}"))?;
@@ -264,68 +261,83 @@ impl ClientSide {
             Err(Errno::EIO) => unflushed.failed(op.op, op.known),
             Err(_) => false,
         };
-        bench.coverage.note_if("lost writes told", told);
-        if op.op.makes_durable() && result == Err(Errno::EIO) && !told && bench.disks[device].is_sound() {
+        env.coverage.note_if("lost writes told", reported);
+        if op.op.makes_durable() && result == Err(Errno::EIO) && !reported && env.disks[device].is_sound() {
             return Err(format!("client {client}: {:?} fails, and nothing was lost", op.op));
         }
         match (op.op, result) {
-            (BlockOp::Read, Ok(())) => self.check_read(now, op, data, bench)?,
+            (BlockOp::Read, Ok(())) => self.check_read(now, op, data, env)?,
             (BlockOp::Flush, Ok(())) => {
-                bench.ledger.devices[device].flushed(op.begin);
-                let disk = &bench.disks[device];
-                bench.ledger.check_durable(device, disk, 0, disk.blocks())?;
+                env.ledger.devices[device].flushed(op.begin);
+                let disk = &env.disks[device];
+                env.ledger.check_durable(device, disk, 0, disk.blocks())?;
             }
             (BlockOp::Flush, Err(_)) => {
-                bench.coverage.note("flush failed");
-                self.slots[op.slot].flush_failed |= !lost && !told;
+                env.coverage.note("flush failed");
+                self.slots[op.slot].flush_failed |= !lost && !reported;
             }
             // Its sync can have failed, and with it other data.
-            (BlockOp::Write { fua: true }, Err(Errno::EIO)) if !told => {
-                bench.coverage.note("forced write failed");
+            (BlockOp::Write { fua: true }, Err(Errno::EIO)) if !reported => {
+                env.coverage.note("forced write failed");
                 self.slots[op.slot].flush_failed = true;
             }
             _ => {}
         }
-        let Some(id) = op.change else { return Ok(()) };
+        match op.change {
+            Some(id) => self.end_change(now, id, op, result, lost, env),
+            None => Ok(()),
+        }
+    }
+
+    /// Ends the change that an operation made.
+    fn end_change(
+        &self,
+        now: u64,
+        id: u64,
+        op: Op,
+        result: Result<(), Errno>,
+        lost: bool,
+        env: &mut ClientEnv<'_>,
+    ) -> Check {
         // Of several requests the others may have been lost.
         let single = matches!(op.op, BlockOp::Write { .. });
         match result {
             Ok(()) => {
-                // What a discard leaves is anybody's guess.
-                bench.ledger.end(now, id, op.op != BlockOp::Discard, is_forced(op.op));
+                // A discard leaves any content.
+                env.ledger.end(now, id, op.op != BlockOp::Discard, is_forced(op.op));
                 if is_forced(op.op) {
-                    let disk = &bench.disks[device];
-                    bench.ledger.check_durable(device, disk, op.lba, op.count)?;
+                    let device = self.slots[op.slot].device;
+                    env.ledger.check_durable(device, &env.disks[device], op.lba, op.count)?;
                 }
             }
-            Err(_) if lost || !single => bench.ledger.lose(now, id, self.up_since),
-            Err(_) => bench.ledger.end(now, id, false, false),
+            Err(_) if lost || !single => env.ledger.lose(now, id, self.up_since),
+            Err(_) => env.ledger.end(now, id, false, false),
         }
         Ok(())
     }
 
-    /// A block status has ended. What is told of as zeroes could be read as such.
-    pub(super) fn state_told(
+    /// Ends a block status, and checks it: extents reported as zeroes could be read as such.
+    pub(crate) fn on_block_status(
         &mut self,
         now: u64,
         user: u64,
         result: Result<Vec<Extent>, Errno>,
-        bench: &mut Bench<'_>,
+        env: &mut ClientEnv<'_>,
     ) -> Check {
         let asked = self.in_flight.get(&user).copied();
         let ended = result.as_ref().map(|_| ()).map_err(|e| *e);
-        self.done(now, user, ended, None, bench)?;
+        self.done(now, user, ended, None, env)?;
         let (Some(op), Ok(extents)) = (asked, result) else {
             return Ok(());
         };
         let BlockOp::BlockStatus { most } = op.op else {
-            return Err(format!("{:?} has told of extents", op.op));
+            return Err(format!("{:?} reports extents", op.op));
         };
-        let told: u64 = extents.iter().map(|extent| extent.len).sum();
+        let reported: u64 = extents.iter().map(|extent| extent.len).sum();
         let range = op.count * BLOCK as u64;
-        if extents.is_empty() || extents.len() > most as usize || told > range {
+        if extents.is_empty() || extents.len() > most as usize || reported > range {
             return Err(format!(
-                "{told} bytes of {range} in {} extents of {most}",
+                "{reported} bytes of {range} in {} extents of {most}",
                 extents.len()
             ));
         }
@@ -333,8 +345,8 @@ impl ClientSide {
         for extent in extents {
             let count = extent.len / BLOCK as u64;
             if extent.zero {
-                bench.coverage.note("hole");
-                bench.ledger.devices[device]
+                env.coverage.note("hole");
+                env.ledger.devices[device]
                     .check(op.begin, now, lba, &vec![0; count as usize])
                     .map_err(|e| format!("client {}, device {device}, a hole: {e}", self.life.client))?;
             }
@@ -343,7 +355,7 @@ impl ClientSide {
         Ok(())
     }
 
-    fn check_read(&self, now: u64, op: Op, data: Option<&Buffer>, bench: &mut Bench<'_>) -> Check {
+    fn check_read(&self, now: u64, op: Op, data: Option<&Buffer>, env: &mut ClientEnv<'_>) -> Check {
         let buffers = self.session.and_then(|session| self.rtrs.buffers(session));
         let (Some(data), Some(buffers)) = (data, buffers) else {
             return Err("a read without its buffer".into());
@@ -354,7 +366,7 @@ impl ClientSide {
             return Err(format!("a torn block in a read of {} from {}", op.count, op.lba));
         };
         let device = self.slots[op.slot].device;
-        bench.ledger.devices[device]
+        env.ledger.devices[device]
             .check(op.begin, now, op.lba, &read)
             .map_err(|e| format!("client {}, device {device}: {e}", self.life.client))
     }

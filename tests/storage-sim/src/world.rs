@@ -4,24 +4,19 @@ use roce_local::Usage;
 use roce_verbs::Instant;
 use rtrs::{cx::Cx, server::ServerConfig};
 
+use roce_sim::{Check, Faults, Link, MS, Rng, SEC, Simulation, Trace};
+
 use crate::{
-    net::{Faults, Link},
-    rng::Rng,
-    scenario::{MS, SEC},
-    storage::{
-        client::{Bench, ClientSide},
-        disk::SimDisk,
-        draw::Draw,
-        lan::{Lan, Way, What},
-        ledger::Ledger,
-        raw::RawSide,
-        server::{Ground, Job, Names, ServerPlan, ServerSide},
-        tally::{Coverage, Tally},
-        turn::{self, ClientTurn, RawTurn, ServerTurn},
-        wide::{Wide, another_server},
-    },
-    trace::Trace,
-    world::Check,
+    client::{ClientEnv, ClientSide},
+    disk::SimDisk,
+    draw::Draw,
+    lan::{Lan, LanEvent, Way},
+    ledger::Ledger,
+    raw::RawSide,
+    server::{Job, Names, ServerEnv, ServerPlan, ServerSide},
+    tally::{Coverage, StorageStats},
+    turn::{self, ClientTurn, RawTurn, ServerTurn},
+    wide::{Wide, another_server},
 };
 
 /// The server's host.
@@ -35,20 +30,20 @@ const PATIENCE: u64 = 600 * SEC;
 /// How long what went wrong before may still have an effect then.
 const AFTERMATH: u64 = 40 * SEC;
 
-/// What happens beside the network.
+/// Event that is none of the network's.
 #[derive(Debug)]
-pub(crate) enum Own {
+pub(crate) enum WorldEvent {
     /// A job of the server's ends.
     Job { boot: u32, job: Job },
-    /// Something goes wrong.
+    /// A trouble begins.
     Trouble,
     /// A host starts again.
     Boot { node: usize },
     /// A link carries no packets for a while.
     Cut { way: Way, pause: u64 },
-    /// It does again.
+    /// The link carries packets again.
     Heal(Way),
-    /// What is sent from here on takes so much longer.
+    /// Packets sent from here on take so much longer.
     Lag { way: Way, lag: u64 },
     /// A client's user gives up the paths over a network.
     Leave { client: usize, network: usize },
@@ -58,7 +53,7 @@ pub(crate) enum Own {
     Quiet,
 }
 
-/// What can go wrong.
+/// Trouble that can begin.
 #[derive(Clone, Copy, Debug)]
 enum Trouble {
     /// The server's process dies; what it wrote is in its system's cache.
@@ -79,11 +74,11 @@ enum Trouble {
     /// The disk takes seconds for what comes, and then a network is cut.
     StallAndCut,
     PathEnded,
-    /// What goes by a network takes longer for a while, in one direction or both.
+    /// Packets on a network take longer for a while, in one direction or both.
     Lag,
-    /// It takes longer to the server, whose answers are then lost.
+    /// Packets to the server take longer, and its answers are lost.
     LagAndCut,
-    /// It takes longer to the server, and the client's user gives the paths up.
+    /// Packets to the server take longer, and the client's user gives the paths up.
     LagAndLeave,
 }
 
@@ -154,7 +149,7 @@ impl Trouble {
 
 /// Everything.
 pub(crate) struct World {
-    lan: Lan<Own>,
+    lan: Lan<WorldEvent>,
     server: Option<ServerSide>,
     server_config: ServerConfig,
     server_plan: ServerPlan,
@@ -164,7 +159,7 @@ pub(crate) struct World {
     /// On the last two hosts.
     raw: Option<RawSide>,
     disks: Vec<SimDisk>,
-    /// Of each host without sessions.
+    /// Objects of each host without sessions.
     empty: Vec<Usage>,
     ledger: Ledger,
     coverage: Coverage,
@@ -226,9 +221,9 @@ impl World {
         let end = draw.scenario.chaos_end.max(if slow { 5 * SEC } else { 2 * SEC });
         for _ in 0..draw.troubles {
             let at = world.chaos.range(0, end);
-            world.lan.schedule(at, What::Own(Own::Trouble));
+            world.lan.schedule(at, LanEvent::World(WorldEvent::Trouble));
         }
-        world.lan.schedule(end, What::Own(Own::Quiet));
+        world.lan.schedule(end, LanEvent::World(WorldEvent::Quiet));
         world
     }
 
@@ -248,24 +243,6 @@ impl World {
         }
     }
 
-    pub(crate) fn now(&self) -> u64 {
-        self.lan.now
-    }
-
-    pub(crate) fn tally(mut self) -> Tally {
-        self.lan.trace.finish();
-        let ended = |i: usize| self.clients.iter().map(|c| c.ended[i]).sum::<u64>();
-        Tally {
-            packets: self.lan.packets,
-            lost: self.lan.stats.lost + self.lan.stats.overflowed,
-            operations: ended(0),
-            succeeded: ended(1),
-            simulated_ns: self.lan.now,
-            hash: self.lan.trace.hash() ^ ended(0) ^ ended(1) << 32,
-            coverage: self.coverage,
-        }
-    }
-
     fn start_server(&mut self) {
         let (config, mut plan) = (self.server_config.clone(), self.server_plan);
         if self.quiet {
@@ -282,8 +259,7 @@ impl World {
         self.server = Some(ServerSide::new(&mut cx, config, plan, notes));
     }
 
-    /// Runs to the end and checks everything.
-    pub(crate) fn run(&mut self) -> Check {
+    fn run_to_end(&mut self) -> Check {
         let (mut at_once, mut events, mut last) = (0, 0, 0);
         let mut quiet_since = None;
         while !self.is_done() {
@@ -347,38 +323,38 @@ impl World {
         all.collect::<Vec<_>>().join("; ")
     }
 
-    fn step(&mut self, what: What<Own>) -> Check {
+    fn step(&mut self, what: LanEvent<WorldEvent>) -> Check {
         match what {
-            What::Arrive { node, frame } => self.lan.arrive(node, frame),
-            What::Turn { node, boot } => {
+            LanEvent::Arrive { node, frame } => self.lan.arrive(node, frame),
+            LanEvent::Turn { node, boot } => {
                 if self.lan.begin_turn(node, boot) {
                     self.turn(node, None)?;
                 }
             }
-            What::Own(Own::Job { boot, job }) => {
+            LanEvent::World(WorldEvent::Job { boot, job }) => {
                 let server = &self.lan.nodes[SERVER];
                 if !server.alive || server.boot != boot {
                     return Ok(());
                 }
                 if self.lan.is_stopped(SERVER) {
                     // It hears of it when it goes on.
-                    self.lan.schedule(MS, What::Own(Own::Job { boot, job }));
+                    self.lan.schedule(MS, LanEvent::World(WorldEvent::Job { boot, job }));
                     return Ok(());
                 }
                 self.turn(SERVER, Some(job))?;
             }
-            What::Own(Own::Trouble) if self.quiet => {}
-            What::Own(Own::Trouble) => self.trouble()?,
-            What::Own(Own::Boot { node }) => self.boot(node),
-            What::Own(Own::Cut { .. }) if self.quiet => {}
-            What::Own(Own::Cut { way, pause }) => self.cut(way, pause),
-            What::Own(Own::Heal(way)) => self.lan.set_cut(way, false),
-            What::Own(Own::Lag { way, lag }) => self.lan.set_lag(way, if self.quiet { 0 } else { lag }),
-            What::Own(Own::Leave { client, network }) => self.leave(client, network),
-            What::Own(Own::Recover { disk, stall }) => {
+            LanEvent::World(WorldEvent::Trouble) if self.quiet => {}
+            LanEvent::World(WorldEvent::Trouble) => self.trouble()?,
+            LanEvent::World(WorldEvent::Boot { node }) => self.boot(node),
+            LanEvent::World(WorldEvent::Cut { .. }) if self.quiet => {}
+            LanEvent::World(WorldEvent::Cut { way, pause }) => self.cut(way, pause),
+            LanEvent::World(WorldEvent::Heal(way)) => self.lan.set_cut(way, false),
+            LanEvent::World(WorldEvent::Lag { way, lag }) => self.lan.set_lag(way, if self.quiet { 0 } else { lag }),
+            LanEvent::World(WorldEvent::Leave { client, network }) => self.leave(client, network),
+            LanEvent::World(WorldEvent::Recover { disk, stall }) => {
                 self.disks[disk].faults.stall = if self.quiet { (0.0, 0) } else { stall };
             }
-            What::Own(Own::Quiet) => self.enter_quiet(),
+            LanEvent::World(WorldEvent::Quiet) => self.enter_quiet(),
         }
         Ok(())
     }
@@ -413,7 +389,7 @@ impl World {
         let mut machines = ServerTurn {
             server,
             job,
-            ground: Ground {
+            env: ServerEnv {
                 disks: &mut self.disks,
                 ledger: &mut self.ledger,
                 rng: &mut self.rng,
@@ -422,8 +398,8 @@ impl World {
             },
         };
         let next = turn::of_host(node, now, &mut random, &mut machines)?;
-        for (after, job) in machines.ground.plan {
-            self.lan.schedule(after, What::Own(Own::Job { boot, job }));
+        for (after, job) in machines.env.plan {
+            self.lan.schedule(after, LanEvent::World(WorldEvent::Job { boot, job }));
         }
         Ok(next)
     }
@@ -432,7 +408,7 @@ impl World {
         let mut random = random(&mut self.rng);
         let mut machines = ClientTurn {
             client: &mut self.clients[node - 1],
-            bench: Bench {
+            env: ClientEnv {
                 ledger: &mut self.ledger,
                 disks: &self.disks,
                 rng: &mut self.rng,
@@ -452,7 +428,7 @@ impl World {
             raw,
             path,
             wakes: false,
-            bench: Bench {
+            env: ClientEnv {
                 ledger: &mut self.ledger,
                 disks: &self.disks,
                 rng: &mut self.rng,
@@ -531,7 +507,9 @@ impl World {
             let way = Way { from, to, network };
             match after {
                 0 => self.cut(way, pause),
-                _ => self.lan.schedule(after, What::Own(Own::Cut { way, pause })),
+                _ => self
+                    .lan
+                    .schedule(after, LanEvent::World(WorldEvent::Cut { way, pause })),
             }
         }
         true
@@ -554,15 +532,18 @@ impl World {
         for ends in ways {
             let way = way(*ends);
             self.lan.set_lag(way, lag);
-            self.lan.schedule(pause, What::Own(Own::Lag { way, lag: 0 }));
+            self.lan
+                .schedule(pause, LanEvent::World(WorldEvent::Lag { way, lag: 0 }));
         }
         match (trouble, network) {
             (Trouble::LagAndCut, _) => {
                 let way = way(back);
-                self.lan.schedule(after, What::Own(Own::Cut { way, pause }));
+                self.lan
+                    .schedule(after, LanEvent::World(WorldEvent::Cut { way, pause }));
             }
             (Trouble::LagAndLeave, Some(network)) => {
-                self.lan.schedule(after, What::Own(Own::Leave { client, network }));
+                self.lan
+                    .schedule(after, LanEvent::World(WorldEvent::Leave { client, network }));
             }
             _ => {}
         }
@@ -579,7 +560,7 @@ impl World {
 
     fn cut(&mut self, way: Way, pause: u64) {
         self.lan.set_cut(way, true);
-        self.lan.schedule(pause, What::Own(Own::Heal(way)));
+        self.lan.schedule(pause, LanEvent::World(WorldEvent::Heal(way)));
     }
 
     fn a_network(&mut self) -> Option<usize> {
@@ -589,7 +570,8 @@ impl World {
     fn slow_disk(&mut self, slow: (f64, u64), pause: u64) -> bool {
         let disk = self.chaos.index(self.disks.len());
         let stall = core::mem::replace(&mut self.disks[disk].faults.stall, slow);
-        self.lan.schedule(pause, What::Own(Own::Recover { disk, stall }));
+        self.lan
+            .schedule(pause, LanEvent::World(WorldEvent::Recover { disk, stall }));
         true
     }
 
@@ -601,11 +583,12 @@ impl World {
         self.lan.kill(SERVER);
         self.server = None;
         self.ledger.server_over(self.lan.now);
-        self.lan.schedule(pause, What::Own(Own::Boot { node: SERVER }));
+        self.lan
+            .schedule(pause, LanEvent::World(WorldEvent::Boot { node: SERVER }));
         true
     }
 
-    /// What the server has met in this life.
+    /// Notes the events that the server has met in this life.
     fn note_server(&mut self) {
         let Some(server) = &self.server else { return };
         let counters = server.rtrs.counters();
@@ -620,7 +603,8 @@ impl World {
         }
         self.lan.kill(client);
         self.clients[client - 1].crash(self.lan.now, &mut self.ledger);
-        self.lan.schedule(pause, What::Own(Own::Boot { node: client }));
+        self.lan
+            .schedule(pause, LanEvent::World(WorldEvent::Boot { node: client }));
         true
     }
 
@@ -677,6 +661,32 @@ impl World {
             client.enter_quiet(safe_from);
         }
         self.raw.iter_mut().for_each(|raw| raw.be_safe_from(safe_from));
+    }
+}
+
+impl Simulation for World {
+    type Counts = StorageStats;
+
+    fn run(&mut self) -> Check {
+        self.run_to_end()
+    }
+
+    fn now(&self) -> u64 {
+        self.lan.now
+    }
+
+    fn into_counts(self) -> StorageStats {
+        let ended = |i: usize| self.clients.iter().map(|c| c.ended[i]).sum::<u64>();
+        StorageStats {
+            packets: self.lan.packets,
+            lost: self.lan.stats.lost + self.lan.stats.overflowed,
+            operations: ended(0),
+            succeeded: ended(1),
+            simulated_ns: self.lan.now,
+            trace_hash: self.lan.trace.hash() ^ ended(0) ^ ended(1) << 32,
+            coverage: self.coverage.runs(),
+            ..StorageStats::default()
+        }
     }
 }
 

@@ -12,18 +12,15 @@ use rtrs::{
     server::ServerConfig,
 };
 
+use roce_sim::{Check, MS, Rng, SEC};
+
 use crate::{
-    rng::Rng,
-    scenario::{MS, SEC},
-    storage::{
-        client::{Bench, ClientPlan, ClientSide, honest},
-        draw::Draw,
-        lan::address,
-    },
-    world::Check,
+    client::{ClientEnv, ClientPlan, ClientSide, honest},
+    draw::Draw,
+    lan::address,
 };
 
-/// Of a run with several networks.
+/// Plan of a run with several networks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wide {
     pub(crate) networks: usize,
@@ -37,7 +34,7 @@ pub(crate) struct Wide {
 
 impl Draw {
     /// Makes it a run with several networks.
-    pub(super) fn widen(&mut self, rng: &mut Rng) {
+    pub(crate) fn widen(&mut self, rng: &mut Rng) {
         let mut wide = Wide {
             networks: rng.pick(&[2, 2, 3]),
             storms: !self.calm && rng.chance(0.4),
@@ -115,7 +112,7 @@ fn several_paths(plan: &mut ClientPlan, own: IpAddr, server: IpAddr, networks: u
 }
 
 /// The server that follows one that died may be another one.
-pub(super) fn another_server(config: &mut ServerConfig, rng: &mut Rng) {
+pub(crate) fn another_server(config: &mut ServerConfig, rng: &mut Rng) {
     if rng.chance(0.5) {
         config.queue_depth = rng.pick(&[1, 2, 4, 16, 32]);
         config.max_chunk_size = rng.pick(&[8 << 10, 16 << 10, 32 << 10]);
@@ -125,13 +122,13 @@ pub(super) fn another_server(config: &mut ServerConfig, rng: &mut Rng) {
 
 impl ClientSide {
     /// Its user does something with the paths.
-    pub(super) fn administer(&mut self, cx: &mut Cx<'_>, session: SessionId, bench: &mut Bench<'_>) {
-        let (rng, paths) = (&mut *bench.rng, self.rtrs.paths(session));
+    pub(crate) fn administer(&mut self, cx: &mut Cx<'_>, session: SessionId, env: &mut ClientEnv<'_>) {
+        let (rng, paths) = (&mut *env.rng, self.rtrs.paths(session));
         match rng.index(8) {
             0 => {
                 let policy = rng.pick(&Policy::ALL);
                 let set = self.rtrs.set_policy(cx, session, policy);
-                bench.coverage.note_if("policy changed", set.is_ok());
+                env.coverage.note_if("policy changed", set.is_ok());
             }
             1 => {
                 let attempts = rng.pick(&[0, 1, 100, SessionConfig::FOREVER]);
@@ -142,7 +139,7 @@ impl ClientSide {
             2 | 3 => {
                 let way = rng.pick(&self.plan.ways);
                 if let Ok(path) = self.rtrs.add_path(cx, session, way) {
-                    bench.coverage.note("path added");
+                    env.coverage.note("path added");
                     self.commanded.push((path, PathCommand::Add));
                 }
             }
@@ -160,7 +157,7 @@ impl ClientSide {
                     return;
                 }
                 if self.rtrs.path_command(cx, session, path.id, command).is_ok() {
-                    bench.coverage.note(what);
+                    env.coverage.note(what);
                     self.commanded.push((path.id, command));
                 }
             }
@@ -168,12 +165,12 @@ impl ClientSide {
     }
 
     /// Its user gives up the paths over a network.
-    pub(super) fn flee(&mut self, cx: &mut Cx<'_>, session: SessionId, network: usize, bench: &mut Bench<'_>) {
+    pub(crate) fn flee(&mut self, cx: &mut Cx<'_>, session: SessionId, network: usize, env: &mut ClientEnv<'_>) {
         let Some(way) = self.plan.ways.get(network).copied() else {
             return;
         };
         let over = |addr: &PathAddr| addr.src == way.src || addr.dst == way.dst;
-        let command = bench.rng.pick(&[PathCommand::Disconnect, PathCommand::Reconnect]);
+        let command = env.rng.pick(&[PathCommand::Disconnect, PathCommand::Reconnect]);
         let paths = self.rtrs.paths(session);
         // Not the last one: what a lost session had in the chunks is another matter.
         let up = |other: bool| {
@@ -186,20 +183,20 @@ impl ClientSide {
         }
         for path in up(false) {
             if self.rtrs.path_command(cx, session, path.id, command).is_ok() {
-                bench.coverage.note("slow path given up by hand");
+                env.coverage.note("slow path given up by hand");
                 self.commanded.push((path.id, command));
             }
         }
     }
 
-    /// Something has happened to a path.
-    pub(super) fn path_told(&mut self, path: PathId, news: &PathNews, bench: &mut Bench<'_>) -> Check {
+    /// Handles an event of a path.
+    pub(crate) fn on_path_event(&mut self, path: PathId, news: &PathNews, env: &mut ClientEnv<'_>) -> Check {
         match news {
-            PathNews::Up { again } => bench.coverage.note_if("path came back", *again),
+            PathNews::Up { again } => env.coverage.note_if("path came back", *again),
             PathNews::Down(why) => honest(why)?,
             PathNews::Closed(PathError::Closed) | PathNews::AttemptFailed(_) => {}
             PathNews::Closed(why) => honest(why)?,
-            PathNews::TookOver(_) => bench.coverage.note("failover"),
+            PathNews::TookOver(_) => env.coverage.note("failover"),
             PathNews::Done(command, _) => {
                 let asked = self.commanded.iter().position(|c| *c == (path, *command));
                 let Some(asked) = asked else {

@@ -1,11 +1,11 @@
-//! What clients have done to a device, and what a read of it may therefore give.
+//! Writes to a device, and the contents that a read of it may return.
 
-use crate::storage::disk::Content;
+use crate::disk::Content;
 
 /// How a write ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Outcome {
-    /// It is there.
+    /// Written.
     Done,
     /// Under way, failed, or lost with its session: there or not.
     Perhaps,
@@ -29,7 +29,7 @@ struct Write {
 }
 
 impl Write {
-    /// Whether it was over before `at`.
+    /// Whether it ended before `at`.
     fn over(&self, at: u64) -> bool {
         self.end.is_some_and(|end| end < at)
     }
@@ -51,7 +51,7 @@ pub(crate) struct History {
     power_lost: Option<u64>,
 }
 
-/// What is older than the durable ones is gone.
+/// Forgets writes older than the newest durable one.
 fn forget_older(block: &mut [Write]) {
     let newest = block.iter().filter(|w| w.durable).map(|w| w.begin).max();
     if let Some(newest) = newest {
@@ -94,7 +94,7 @@ impl History {
         }
     }
 
-    /// It was answered: with success, or an error, after which it may be there or not.
+    /// Ends a write: with success, or with an error, after which it may be there or not.
     pub(crate) fn end(&mut self, now: u64, id: u64, lba: u64, count: u64, success: bool, durable: bool) {
         let power_lost = self.power_lost;
         for write in self.of(id, lba, count) {
@@ -153,7 +153,7 @@ impl History {
         }
     }
 
-    /// What a power loss would leave in a block.
+    /// Checks the content that a power loss would leave in a block.
     ///
     /// # Errors
     /// When that must not be.

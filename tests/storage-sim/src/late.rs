@@ -14,9 +14,9 @@ use roce_verbs::{
     wr::PostError,
 };
 
-use crate::{rng::Rng, world::Check};
+use roce_sim::{Check, Rng};
 
-/// What was asked for, and is not done yet.
+/// Call that is carried out later.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Later {
     Drain(QpId),
@@ -28,11 +28,11 @@ enum Later {
 pub(crate) struct LagPlan {
     /// A drain, and taking a key back by a work request, take so long at most, nanoseconds.
     pub(crate) most: u64,
-    /// Of memory windows there are those of type 1.
+    /// Only memory windows of type 1 are supported.
     pub(crate) type_1_only: bool,
 }
 
-/// What a host's provider does later, in its order.
+/// Calls that a host's provider carries out later, in their order.
 #[derive(Debug)]
 pub(crate) struct Lag {
     most: u64,
@@ -113,7 +113,7 @@ fn is_receive(wc: &Completion) -> bool {
     matches!(wc.opcode, WcOpcode::Recv | WcOpcode::RecvRdmaWithImm)
 }
 
-/// See the module.
+/// Provider over a `Fabric`, with delays.
 pub(crate) struct Late<'a, P> {
     fabric: &'a mut Fabric<P>,
     lag: &'a mut Lag,
@@ -121,7 +121,7 @@ pub(crate) struct Late<'a, P> {
 }
 
 impl<'a, P: Ports> Late<'a, P> {
-    /// What is due is done.
+    /// Creates a provider, and carries out the calls that are due.
     pub(crate) fn new(fabric: &'a mut Fabric<P>, lag: &'a mut Lag, now: Instant) -> Self {
         let mut late = Self { fabric, lag, now };
         late.run(|_, at| at <= now);

@@ -1,49 +1,51 @@
-//! What a client's program has written to a device and not flushed, and whether it was told when that was lost.
+//! Writes of a client's program that are not flushed, and the reports of their loss.
 
 use rnbd::block::BlockOp;
 
-use crate::{storage::program::is_forced, world::Check};
+use roce_sim::Check;
+
+use crate::program::is_forced;
 
 /// Losses that an operation's user knew of when it began: by the server's power failures, and by reports.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-pub(super) struct Known {
+pub(crate) struct Known {
     failures: u32,
     reports: u32,
 }
 
-/// Of a device since it was mapped.
+/// Writes to a device since it was mapped.
 #[derive(Clone, Copy, Default, Debug)]
-pub(super) struct Unflushed {
+pub(crate) struct Unflushed {
     acknowledged: u64,
     covered: u64,
     /// The server has lost power since it opened the device last.
     power_failed: bool,
     /// Losses so far.
     lost: Known,
-    /// Those that flushes, and writes with FUA, have told.
-    told: [Known; 2],
+    /// Losses that flushes, and writes with FUA, have reported.
+    reported: [Known; 2],
 }
 
-/// What only a flush makes durable.
+/// Whether only a flush makes an operation durable.
 fn is_volatile(op: BlockOp) -> bool {
     op.writes() && !op.makes_durable() && op != BlockOp::Discard
 }
 
 impl Unflushed {
-    pub(super) fn power_fails(&mut self) {
+    pub(crate) fn power_fails(&mut self) {
         self.power_failed = true;
     }
 
     /// An operation begins: the losses that it need not tell, and the writes that a flush covers.
-    pub(super) fn begin(&self, op: BlockOp) -> (Known, u64) {
-        (self.told[usize::from(is_forced(op))], self.acknowledged)
+    pub(crate) fn begin(&self, op: BlockOp) -> (Known, u64) {
+        (self.reported[usize::from(is_forced(op))], self.acknowledged)
     }
 
     /// The client reports lost writes. `silent`: the server does not say whether it has lost any.
     ///
     /// # Errors
     /// When it has lost none.
-    pub(super) fn reported(&mut self, silent: bool) -> Check {
+    pub(crate) fn reported(&mut self, silent: bool) -> Check {
         self.lost.reports += 1;
         match silent || self.power_failed {
             true => Ok(()),
@@ -52,7 +54,7 @@ impl Unflushed {
     }
 
     /// The server has opened the device again.
-    pub(super) fn reopened(&mut self) {
+    pub(crate) fn reopened(&mut self) {
         if core::mem::take(&mut self.power_failed) && self.acknowledged > self.covered {
             self.covered = self.acknowledged;
             self.lost.failures += 1;
@@ -63,7 +65,7 @@ impl Unflushed {
     ///
     /// # Errors
     /// When it should have made durable what is lost.
-    pub(super) fn succeeded(&mut self, op: BlockOp, known: Known, covers: u64) -> Check {
+    pub(crate) fn succeeded(&mut self, op: BlockOp, known: Known, covers: u64) -> Check {
         if op.makes_durable() && known.failures < self.lost.failures {
             return Err(format!("{op:?} succeeds over acknowledged writes that are lost"));
         }
@@ -79,10 +81,10 @@ impl Unflushed {
     }
 
     /// An operation has failed with EIO. Returns whether that told of losses: else the server's disk has failed.
-    pub(super) fn failed(&mut self, op: BlockOp, known: Known) -> bool {
+    pub(crate) fn failed(&mut self, op: BlockOp, known: Known) -> bool {
         let tells = op.makes_durable() && known.reports < self.lost.reports;
         if tells {
-            self.told[usize::from(is_forced(op))] = self.lost;
+            self.reported[usize::from(is_forced(op))] = self.lost;
         }
         tells
     }

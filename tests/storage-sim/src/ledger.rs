@@ -1,8 +1,8 @@
-//! What clients have asked to be written: a number fills a block, and belongs to one write of one block.
+//! Writes of all clients: a number fills a block, and belongs to one write of one block.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::storage::{
+use crate::{
     disk::{Content, SimDisk},
     history::History,
 };
@@ -22,7 +22,7 @@ pub(crate) struct Change {
     pub(crate) count: u64,
 }
 
-/// Where a change is.
+/// Stage of a change.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Stage {
     /// Its client waits for the answer.
@@ -49,7 +49,7 @@ pub(crate) struct Ledger {
     changes: BTreeMap<u64, Entry>,
     /// Which change a number belongs to, and which block.
     contents: BTreeMap<Content, (u64, u64)>,
-    /// Those that are not over.
+    /// Changes that have not ended.
     open: BTreeSet<u64>,
     next: u64,
     /// Until when the server has done all that it does for a session.
@@ -115,7 +115,7 @@ impl Ledger {
         self.open.insert(id);
     }
 
-    /// It was answered.
+    /// Ends a change that was answered.
     pub(crate) fn end(&mut self, now: u64, id: u64, success: bool, durable: bool) {
         if let Some(entry) = self.changes.get_mut(&id) {
             entry.stage = Stage::Over;
@@ -175,7 +175,7 @@ impl Ledger {
         }
     }
 
-    /// What has been flushed is there, also if power were lost at this moment.
+    /// Checks that flushed blocks are there, also if power were lost at this moment.
     ///
     /// # Errors
     /// When it is not.

@@ -1,4 +1,4 @@
-//! What a run with storage is made of, drawn from its seed.
+//! Plan of a run, drawn from its seed.
 
 use core::time::Duration;
 use std::net::{IpAddr, SocketAddr};
@@ -7,22 +7,19 @@ use rnbd::{client::OnLoss, proto::AccessMode, server::queue::QueueLimits};
 use roce_local::FabricConfig;
 use rtrs::{addr::PathAddr, client::SessionConfig, heartbeat::HeartbeatConfig, server::ServerConfig};
 
+use roce_sim::{Faults, HostPlan, MS, Rng, SEC, Scenario, US};
+
 use crate::{
-    net::Faults,
-    rng::Rng,
-    scenario::{HostPlan, MS, SEC, Scenario, US, host},
-    storage::{
-        client::ClientPlan,
-        disk::DiskFaults,
-        late::LagPlan,
-        raw::RawPlan,
-        server::{Names, ServerPlan},
-        tally::Coverage,
-        wide::Wide,
-    },
+    client::ClientPlan,
+    disk::DiskFaults,
+    late::LagPlan,
+    raw::RawPlan,
+    server::{Names, ServerPlan},
+    tally::Coverage,
+    wide::Wide,
 };
 
-/// See the module.
+/// Plan of a run.
 pub(crate) struct Draw {
     /// Nothing but the network's faults goes wrong, and those are mild.
     pub(crate) calm: bool,
@@ -34,7 +31,7 @@ pub(crate) struct Draw {
     pub(crate) server_config: ServerConfig,
     pub(crate) server: ServerPlan,
     pub(crate) clients: Vec<ClientPlan>,
-    /// It has the last two hosts and the last disk.
+    /// Client by hand, on the last two hosts and with the last disk.
     pub(crate) raw: Option<RawPlan>,
     pub(crate) troubles: u32,
     pub(crate) wide: Option<Wide>,
@@ -147,7 +144,7 @@ fn disk_faults(calm: bool, rng: &mut Rng) -> DiskFaults {
     }
 }
 
-/// It is slow at most.
+/// Returns the faults of a disk that is slow at most.
 fn slow(faults: DiskFaults, rng: &mut Rng) -> DiskFaults {
     DiskFaults {
         stall: rng.pick(&[(0.0, 0), (0.3, 50 * MS), (0.3, 2 * SEC)]),
@@ -184,7 +181,9 @@ impl Draw {
         let (clients, devices, v6) = (1 + rng.index(3), 1 + rng.index(2), rng.chance(0.3));
         let raw = rng.chance(0.3);
         let count = 1 + clients + if raw { 2 } else { 0 };
-        let mut hosts: Vec<_> = (0..count).map(|i| (host(i, v6, rng), keys(rng), lag(rng))).collect();
+        let mut hosts: Vec<_> = (0..count)
+            .map(|i| (HostPlan::draw(i, v6, rng), keys(rng), lag(rng)))
+            .collect();
         // A server refuses a client with a larger path MTU than its own.
         let most = hosts[0].0.mtu;
         for (host, ..) in &mut hosts {
@@ -217,7 +216,7 @@ impl Draw {
         draw
     }
 
-    /// What can be said before the run.
+    /// Notes the events that the plan alone decides.
     pub(crate) fn note(&self, coverage: &mut Coverage) {
         coverage.note_if("calm", self.calm);
         coverage.note_if("IPv6", self.hosts[0].0.addr.is_ipv6());
@@ -259,7 +258,7 @@ impl Draw {
     }
 }
 
-/// Such that no connection is lost.
+/// Weakens faults so that no connection is lost.
 fn mild(faults: &mut Faults) {
     faults.loss = faults.loss.min(0.01);
     faults.corrupt = faults.corrupt.min(0.01);

@@ -6,14 +6,13 @@ use roce_verbs::{
 };
 use rtrs::{client, cx::Cx, server};
 
+use roce_sim::Check;
+
 use crate::{
-    storage::{
-        client::{Bench, ClientSide},
-        lan::Node,
-        raw::RawSide,
-        server::{Ground, Job, ServerSide},
-    },
-    world::Check,
+    client::{ClientEnv, ClientSide},
+    lan::Node,
+    raw::RawSide,
+    server::{Job, ServerEnv, ServerSide},
 };
 
 /// Rounds of a turn.
@@ -130,9 +129,9 @@ fn take<M: Machines>(cx: &mut Cx<'_>, machines: &mut M) -> Result<Option<Instant
 /// The server's host.
 pub(crate) struct ServerTurn<'a> {
     pub(crate) server: &'a mut ServerSide,
-    /// What has come to its end.
+    /// Job that has ended.
     pub(crate) job: Option<Job>,
-    pub(crate) ground: Ground<'a>,
+    pub(crate) env: ServerEnv<'a>,
 }
 
 impl Machines for ServerTurn<'_> {
@@ -144,20 +143,20 @@ impl Machines for ServerTurn<'_> {
 
     fn begin(&mut self, cx: &mut Cx<'_>) -> Check {
         match self.job.take() {
-            Some(job) => self.server.finish(cx, job, &mut self.ground),
+            Some(job) => self.server.finish(cx, job, &mut self.env),
             None => Ok(()),
         }
     }
 
     fn work(&mut self, cx: &mut Cx<'_>) -> Check {
-        self.server.work(cx, &mut self.ground)
+        self.server.work(cx, &mut self.env)
     }
 }
 
 /// A client's host.
 pub(crate) struct ClientTurn<'a> {
     pub(crate) client: &'a mut ClientSide,
-    pub(crate) bench: Bench<'a>,
+    pub(crate) env: ClientEnv<'a>,
 }
 
 impl Machines for ClientTurn<'_> {
@@ -168,7 +167,7 @@ impl Machines for ClientTurn<'_> {
     }
 
     fn work(&mut self, cx: &mut Cx<'_>) -> Check {
-        self.client.work(cx, &mut self.bench)
+        self.client.work(cx, &mut self.env)
     }
 
     fn app_at(&self) -> Option<Instant> {
@@ -183,7 +182,7 @@ pub(crate) struct RawTurn<'a> {
     pub(crate) path: usize,
     /// The other host is to have a turn soon.
     pub(crate) wakes: bool,
-    pub(crate) bench: Bench<'a>,
+    pub(crate) env: ClientEnv<'a>,
 }
 
 impl Machines for RawTurn<'_> {
@@ -194,7 +193,7 @@ impl Machines for RawTurn<'_> {
     }
 
     fn work(&mut self, cx: &mut Cx<'_>) -> Check {
-        self.wakes = self.raw.work(cx, self.path, &mut self.bench)?;
+        self.wakes = self.raw.work(cx, self.path, &mut self.env)?;
         Ok(())
     }
 

@@ -23,20 +23,17 @@ use rtrs::{
     },
 };
 
+use roce_sim::{Check, Notes, Rng};
+
 use crate::{
-    rng::Rng,
-    storage::{
-        client::honest,
-        disk::{BLOCK, SimDisk},
-        engine::{Engine, RunId},
-        ledger::{Ledger, Life},
-        tally::Coverage,
-    },
-    trace::Notes,
-    world::Check,
+    client::honest,
+    disk::{BLOCK, SimDisk},
+    engine::{Engine, RunId},
+    ledger::{Ledger, Life},
+    tally::Coverage,
 };
 
-/// What the server has set going besides.
+/// Work of the server's helper threads.
 #[derive(Debug)]
 pub(crate) enum Job {
     Allocate(MemoryTicket, usize),
@@ -48,19 +45,19 @@ pub(crate) enum Job {
 /// A job and when it ends.
 pub(crate) type Planned = (u64, Job);
 
-/// What a server is like besides its RTRS.
+/// Plan of the server above RTRS.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ServerPlan {
     pub(crate) limits: QueueLimits,
     /// No memory for a new session, with this probability.
     pub(crate) no_memory: f64,
-    /// It can make zeroes without data.
+    /// Disks support WRITE_ZEROES.
     pub(crate) zeroes: bool,
     /// Longest discard or range of zeroes, blocks.
     pub(crate) longest: u64,
     /// Memory holds garbage while its disks read into it.
     pub(crate) garbage: bool,
-    /// What it tells clients of where it keeps their writes.
+    /// Instances that it names to clients.
     pub(crate) names: Names,
 }
 
@@ -71,7 +68,7 @@ pub(crate) enum Names {
     None,
     /// That of this boot: another one after each power failure.
     Boot(u32),
-    /// The same after a power failure, for a test of the rules.
+    /// One instance also after a power failure, for a test of the rules.
     Same,
 }
 
@@ -105,8 +102,8 @@ impl Names {
     }
 }
 
-/// What server and world work with.
-pub(crate) struct Ground<'a> {
+/// State of the world that the server works with.
+pub(crate) struct ServerEnv<'a> {
     pub(crate) disks: &'a mut [SimDisk],
     pub(crate) ledger: &'a mut Ledger,
     pub(crate) rng: &'a mut Rng,
@@ -114,7 +111,7 @@ pub(crate) struct Ground<'a> {
     pub(crate) plan: Vec<Planned>,
 }
 
-/// See the module.
+/// Host of the server: its state machines and the engine of its disks.
 pub(crate) struct ServerSide {
     pub(crate) rtrs: Rtrs,
     pub(crate) rnbd: Rnbd,
@@ -122,7 +119,7 @@ pub(crate) struct ServerSide {
     sessions: BTreeMap<SessionKey, Option<Life>>,
     /// Requests that RTRS has handed over and that are not answered.
     asked: BTreeSet<RequestKey>,
-    /// Of a request to close a device, those that came before it.
+    /// Requests that came before a request to close their device.
     closes: BTreeMap<RequestKey, Vec<RequestKey>>,
     /// The device of a block request, as its client names it.
     about: BTreeMap<RequestKey, u32>,
@@ -156,16 +153,16 @@ impl ServerSide {
     }
 
     /// Takes what RTRS has to tell, and plans what RNBD wants.
-    pub(crate) fn work(&mut self, cx: &mut Cx<'_>, ground: &mut Ground<'_>) -> Check {
+    pub(crate) fn work(&mut self, cx: &mut Cx<'_>, env: &mut ServerEnv<'_>) -> Check {
         loop {
             let mut moved = false;
             while let Some(output) = self.rtrs.poll_output() {
                 moved = true;
-                self.told(cx.now, output, ground)?;
+                self.on_output(cx.now, output, env)?;
             }
             while let Some(action) = self.rnbd.poll_action() {
                 moved = true;
-                self.act(cx, action, ground)?;
+                self.act(cx, action, env)?;
             }
             while let Some((ticket, result)) = self.engine.poll_over() {
                 moved = true;
@@ -175,14 +172,14 @@ impl ServerSide {
                 break;
             }
         }
-        let Ground { disks, rng, plan, .. } = ground;
+        let ServerEnv { disks, rng, plan, .. } = env;
         self.engine
             .pump(disks, rng, |after, id| plan.push((after, Job::Io(id))))
     }
 
-    fn told(&mut self, now: Instant, output: Output, ground: &mut Ground<'_>) -> Check {
+    fn on_output(&mut self, now: Instant, output: Output, env: &mut ServerEnv<'_>) -> Check {
         if !matches!(output, Output::Free(_)) {
-            self.notes.say(now.as_nanos(), || format!("server: {output:?}"));
+            self.notes.print(now.as_nanos(), || format!("server: {output:?}"));
         }
         match &output {
             Output::SessionOpened(opened) => {
@@ -197,7 +194,7 @@ impl ServerSide {
                 }
                 self.engine.forget(*session);
                 if let Some(life) = life {
-                    ground.ledger.session_over(now.as_nanos(), life);
+                    env.ledger.session_over(now.as_nanos(), life);
                 }
             }
             Output::PathDown { why, .. } => honest(why)?,
@@ -215,8 +212,8 @@ impl ServerSide {
             _ => {}
         }
         if let Some(Output::Allocate { ticket, bytes }) = self.rnbd.rtrs(now, output) {
-            let after = ground.rng.range(1_000, 3_000_000);
-            ground.plan.push((after, Job::Allocate(ticket, bytes)));
+            let after = env.rng.range(1_000, 3_000_000);
+            env.plan.push((after, Job::Allocate(ticket, bytes)));
         }
         Ok(())
     }
@@ -238,8 +235,8 @@ impl ServerSide {
         }
     }
 
-    fn act(&mut self, cx: &mut Cx<'_>, action: Action, ground: &mut Ground<'_>) -> Check {
-        self.notes.say(cx.now.as_nanos(), || format!("server: {action:?}"));
+    fn act(&mut self, cx: &mut Cx<'_>, action: Action, env: &mut ServerEnv<'_>) -> Check {
+        self.notes.print(cx.now.as_nanos(), || format!("server: {action:?}"));
         match action {
             Action::Answer(request, errno) => self.answer(cx, request, errno)?,
             Action::AnswerWith { request, at, message } => {
@@ -248,13 +245,13 @@ impl ServerSide {
             }
             Action::Zero { request, from, len } => self.write(request, from, &vec![0; len])?,
             Action::Open { ticket, name, mode, .. } => {
-                let after = ground.rng.range(1_000, 20_000_000);
-                ground.plan.push((after, Job::Open(ticket, name, mode)));
+                let after = env.rng.range(1_000, 20_000_000);
+                env.plan.push((after, Job::Open(ticket, name, mode)));
             }
             Action::Close { ticket, store } => {
                 self.engine.begin_close(store)?;
-                let after = ground.rng.range(1_000, 20_000_000);
-                ground.plan.push((after, Job::Close(ticket, store)));
+                let after = env.rng.range(1_000, 20_000_000);
+                env.plan.push((after, Job::Close(ticket, store)));
             }
             Action::TakeOver { .. } => return Err("a device is taken over where there is one share".into()),
             Action::Io(ticket, session, op) => match self.rtrs.memory(session) {
@@ -290,11 +287,11 @@ impl ServerSide {
     }
 
     /// A job has come to its end.
-    pub(crate) fn finish(&mut self, cx: &mut Cx<'_>, job: Job, ground: &mut Ground<'_>) -> Check {
+    pub(crate) fn finish(&mut self, cx: &mut Cx<'_>, job: Job, env: &mut ServerEnv<'_>) -> Check {
         match job {
             Job::Allocate(ticket, bytes) => {
-                let none = ground.rng.chance(self.plan.no_memory);
-                ground.coverage.note_if("no memory", none);
+                let none = env.rng.chance(self.plan.no_memory);
+                env.coverage.note_if("no memory", none);
                 let memory = match none {
                     true => Err(MemError::Limit("memory")),
                     false => Pages::allocate(bytes),
@@ -302,21 +299,21 @@ impl ServerSide {
                 self.rtrs.ready(cx, ticket, memory);
             }
             Job::Open(ticket, name, mode) => {
-                let opened = self.open(&name, mode, ground);
+                let opened = self.open(&name, mode, env);
                 self.rnbd.opened(cx.now, ticket, opened);
             }
             Job::Close(ticket, store) => {
-                self.engine.close(store, ground.disks);
+                self.engine.close(store, env.disks);
                 self.rnbd.closed(cx.now, ticket);
             }
             Job::Io(id) => {
-                let Ground {
+                let ServerEnv {
                     disks,
                     ledger,
                     rng,
                     coverage,
                     ..
-                } = ground;
+                } = env;
                 for (ticket, result) in self.engine.finish(id, disks, ledger, rng, coverage)? {
                     self.rnbd.io_done(ticket, result);
                 }
@@ -325,24 +322,24 @@ impl ServerSide {
         Ok(())
     }
 
-    fn open(&mut self, name: &[u8], mode: AccessMode, ground: &mut Ground<'_>) -> Result<Opened, OpenRefused> {
+    fn open(&mut self, name: &[u8], mode: AccessMode, env: &mut ServerEnv<'_>) -> Result<Opened, OpenRefused> {
         let device = core::str::from_utf8(name).ok().and_then(|n| n.strip_prefix('d'));
         let device = device
             .and_then(|n| n.parse::<usize>().ok())
-            .filter(|n| *n < ground.disks.len());
+            .filter(|n| *n < env.disks.len());
         let device = device.ok_or(OpenRefused::from(Errno::ENOENT))?;
         let identity = Identity(name.to_vec());
         if mode.writable() && self.engine.is_written(device) {
-            ground.coverage.note("device taken");
+            env.coverage.note("device taken");
             return Err(OpenRefused {
                 errno: Errno::EPERM,
                 identity: Some(identity),
             });
         }
-        let size = ground.disks[device].blocks() * BLOCK as u64;
+        let size = env.disks[device].blocks() * BLOCK as u64;
         let longest = (self.plan.longest * BLOCK as u64).min(size);
         Ok(Opened {
-            store: self.engine.open(device, mode.writable(), ground.disks),
+            store: self.engine.open(device, mode.writable(), env.disks),
             geometry: Geometry {
                 size,
                 logical_block_size: BLOCK as u32,

@@ -2,14 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use crate::rng::Rng;
+use roce_sim::Rng;
 
 /// Bytes of a block.
 pub(crate) const BLOCK: usize = 512;
 /// Bytes of the number that fills a block.
 const WORD: usize = 8;
 
-/// What a block holds.
+/// Content of a block.
 pub(crate) type Content = u64;
 
 /// Reads blocks out of bytes. `None` for a block that is torn: its numbers differ.
@@ -62,7 +62,7 @@ struct Cached {
     dropped: bool,
 }
 
-/// See the module.
+/// Disk with a volatile cache.
 #[derive(Debug)]
 pub(crate) struct SimDisk {
     durable: Vec<Content>,
@@ -94,7 +94,7 @@ impl SimDisk {
         self.durable.len() as u64
     }
 
-    /// What a power loss would leave for certain, if anything was written to the block since then.
+    /// Returns the content that a power loss leaves for certain, if anything was written to the block since then.
     pub(crate) fn durable(&self, lba: u64) -> Content {
         self.durable[lba as usize]
     }
@@ -138,7 +138,7 @@ impl SimDisk {
         }
     }
 
-    /// What was written by then is durable, unless it was dropped.
+    /// Makes durable what was written up to `upto`, unless it was dropped.
     pub(crate) fn end_flush(&mut self, upto: u64) {
         self.cache.retain(|lba, list| {
             if let Some(covered) = list.iter().rposition(|c| c.seq <= upto && !c.dropped) {
@@ -158,7 +158,7 @@ impl SimDisk {
         }
     }
 
-    /// Of what was not flushed anything may be there or not, block by block.
+    /// Loses power: each write that was not flushed is there or not, block by block.
     pub(crate) fn lose_power(&mut self, rng: &mut Rng) {
         for (lba, list) in core::mem::take(&mut self.cache) {
             let left = rng.index(list.len() + 1);
