@@ -75,7 +75,7 @@ enum Task {
     /// fmt --check, clippy, docs (warnings are errors), rules for dependencies, and the rules for files
     ///
     /// The engine, RTRS and RNBD do no I/O; no two files of RTRS, RNBD and what is right below them import each other; no file is
-    /// longer than 1000 lines.
+    /// longer than 1000 lines; docstrings don't begin with "What" and its like.
     ///
     /// The rules for dependencies are in deny.toml; cargo-deny, which checks them, is built if it is missing. Known
     /// vulnerabilities are looked up where their database can be reached; it is told when not.
@@ -185,7 +185,7 @@ pub(crate) struct SimArgs {
     /// Servers and clients with RTRS, RNBD and disks instead of transports alone
     #[arg(long, conflicts_with_all = ["adversary", "observer"])]
     pub(crate) storage: bool,
-    /// Further arguments for the simulator (see `cargo run -p roce-sim -- --help`)
+    /// Further arguments for the simulator (see `cargo run -p roce-sim -- --help`, with --storage `-p ferroce-storage-sim`)
     #[arg(last = true)]
     pub(crate) rest: Vec<String>,
 }

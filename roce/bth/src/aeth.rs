@@ -89,20 +89,6 @@ impl Credits {
             c => Some(1 << (c / 2)),
         }
     }
-
-    /// The largest code that promises no more than `count` receive work requests.
-    pub const fn from_count(count: u32) -> Self {
-        let mut code = 30;
-        while code > 0 {
-            if let Some(n) = Self(code).count()
-                && n <= count
-            {
-                return Self(code);
-            }
-            code -= 1;
-        }
-        Self(0)
-    }
 }
 
 /// Meaning of an AETH.

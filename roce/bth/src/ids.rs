@@ -112,13 +112,13 @@ impl RKey {
         (self.0 & 0xff) as u8
     }
 
-    /// The same index with another key byte.
+    /// Returns the same index with another key byte.
     #[must_use]
     pub const fn with_key_byte(self, key: u8) -> Self {
         Self((self.0 & 0xffff_ff00) | key as u32)
     }
 
-    /// The same index with the next key byte, wrapping (`ib_inc_rkey`).
+    /// Returns the same index with the next key byte, wrapping (`ib_inc_rkey`).
     #[must_use]
     pub const fn next(self) -> Self {
         self.with_key_byte(self.key_byte().wrapping_add(1))

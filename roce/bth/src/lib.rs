@@ -1,8 +1,9 @@
 //! RoCEv2 transport headers (IBTA volume 1 chapter 9, Annex A17): one opcode table as data, checked parsing into a
 //! [`Packet`] view, emission of a [`Header`], and newtypes for the numbers on the wire.
 //!
-//! Nothing here allocates or does I/O. The bytes handled are the UDP payload: BTH, extended headers, payload, pad,
-//! and the four ICRC bytes, which the `roce-icrc` crate makes and checks.
+//! It knows the UDP payload: BTH, extended headers, payload, pad, and the place of the four ICRC bytes, which the
+//! `roce-icrc` crate makes and checks. It knows no queue pair, address or time: `roce-qp` decides which packets are
+//! expected. Nothing here allocates or does I/O.
 #![no_std]
 #![forbid(unsafe_code)]
 

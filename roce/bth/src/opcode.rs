@@ -372,7 +372,7 @@ impl Service {
 }
 
 impl Opcode {
-    /// The same operation in another transport service, or `None` if that does not have it.
+    /// Returns the same operation in another transport service, or `None` if that does not have it.
     pub const fn in_service(self, service: Service) -> Option<Self> {
         Self::from_byte(service.bits() | (self as u8 & 0x1f))
     }

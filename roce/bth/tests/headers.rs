@@ -18,7 +18,7 @@ fn packet(mut header: Header, payload: &[u8]) -> (Header, Vec<u8>) {
     (header, bytes)
 }
 
-/// What the specification says of these bytes, decided from the second copy of its table.
+/// Decides by the specification, from the second copy of its table, whether these bytes are a packet.
 fn expected(bytes: &[u8]) -> Result<usize, ParseError> {
     let have = bytes.len();
     if have < 16 {

@@ -6,7 +6,7 @@ use core::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 /// Bytes of the header (`struct cma_hdr`).
 pub const HEADER_LEN: usize = 36;
 /// Bytes that the header leaves to the consumer of a REQ.
-pub const REQ_PRIVATE_DATA: usize = 92 - HEADER_LEN;
+pub(crate) const REQ_PRIVATE_DATA: usize = 92 - HEADER_LEN;
 
 /// Port spaces (`enum rdma_ucm_port_space`).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -18,7 +18,7 @@ pub enum PortSpace {
     Tcp = 0x0106,
     /// Datagrams.
     Udp = 0x0111,
-    /// Whatever the queue pair is.
+    /// Queue pairs of any type.
     Ib = 0x013f,
 }
 

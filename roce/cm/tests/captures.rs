@@ -54,7 +54,7 @@ fn without(mad: &[u8; 256], fields: &[&str], transaction: bool) -> [u8; 256] {
     out
 }
 
-/// What two implementations may differ in.
+/// Fields in which two implementations may differ.
 const IDENTIFIERS: &[&str] = &[
     "local_comm_id",
     "remote_comm_id",

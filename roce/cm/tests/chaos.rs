@@ -16,7 +16,7 @@ use roce_verbs::{Instant, Mtu, Psn, Qpn};
 const PORT: u16 = 1234;
 const CHAOS: Duration = Duration::from_secs(20);
 
-/// What a consumer will do.
+/// Next action of a consumer.
 #[derive(Clone, Copy, Debug)]
 enum Act {
     Connect,
@@ -29,7 +29,7 @@ enum Act {
     Destroy,
 }
 
-/// What a consumer knows of a connection.
+/// Events of a connection that a consumer has had.
 #[derive(Debug, Default)]
 struct Seen {
     /// The number that the active side put into its private data.
@@ -407,7 +407,7 @@ fn both_sides_agree_in_the_end() {
     assert!(unheard * 100 < pairs, "{unheard} of {pairs}");
 }
 
-/// What a busy server sees of a single client that connects and disconnects for ever: nothing may pile up.
+/// A single client connects to a busy server and disconnects for ever: nothing may pile up.
 #[test]
 fn nothing_piles_up() {
     let mut w = World::new(3, |guid| CmConfig {

@@ -28,7 +28,7 @@ fn cut_off() -> (World, ConnId, ConnId, Mad) {
     (w, c, s, dreq)
 }
 
-/// What leaves the server within so many milliseconds by the other network. The rest is lost.
+/// Collects the MADs that leave the server within so many milliseconds by the other network. The rest is lost.
 fn by_the_other(w: &mut World, millis: u64) -> Vec<OutMad> {
     let mut all = Vec::new();
     for _ in 0..millis {

@@ -1,4 +1,4 @@
-//! What strangers can make a manager send, keep and do: a stranger may put any source address on a MAD, but sees no answer.
+//! Limits of what strangers can make a manager send, store and do: a stranger may put any source address on a MAD, but sees no answer.
 
 mod common;
 

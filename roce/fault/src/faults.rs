@@ -62,7 +62,7 @@ counts! {
     rnr,
     /// Calls, completions or messages that the rule applied to.
     calls,
-    /// Of these, those that it has made fail.
+    /// Calls, completions or messages among them that it has made fail.
     failed,
 }
 

@@ -5,8 +5,9 @@
 //! is linear, so the difference between the ICRC that came and the one computed with a guess is a linear image of the
 //! 16 unknown bits. A corrupt packet has a difference with no such preimage, except one in 2^16.
 //!
+//! It knows addresses, ports and bytes, but no opcode and no peer: `roce-port` remembers which Identifications a peer uses.
 //! "Packet" means the UDP payload throughout: BTH, extended headers, payload, pad, ICRC. ICRC values are `u32`s whose
-//! *little-endian* bytes stand on the wire. Peer bytes of any length are safe to pass: what is too short is not valid.
+//! *little-endian* bytes stand on the wire. Peer bytes of any length are safe to pass: a packet that is too short is not valid.
 #![no_std]
 #![forbid(unsafe_code)]
 

@@ -99,7 +99,7 @@ proptest! {
         ));
     }
 
-    /// What recovery calls exact is exactly what verifies; and no other Identification does.
+    /// An Identification that recovery calls exact verifies, and no other one does.
     #[test]
     fn recovery_of_garbage_agrees_with_verification(flow in flow(), packet in vec(any::<u8>(), 0..100), hint: u16) {
         if let Recovery::Exact(id) = flow.recover(&packet, hint) {

@@ -15,7 +15,7 @@ const HEAD: &str = "\
 ";
 
 struct Flow {
-    /// Of the first request: the PSNs of responses are the other side's.
+    /// PSN of the first request: those of responses are the other side's.
     start_psn: Option<i64>,
     opcode: &'static str,
     frames: i64,
@@ -66,7 +66,7 @@ fn measure(path: &Path, entry: &mut Table) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// What tests/replay does with the capture: written by a person, kept.
+/// Prints how tests/replay uses the capture: written by hand, so it is kept.
 fn print_replay(replay: &Table) {
     println!("\n[capture.replay]");
     for key in ["sides", "note", "settings", "ends"] {

@@ -1,4 +1,4 @@
-//! What is right and wrong with the frames of a capture.
+//! Checks of the frames of a capture: addresses, lengths, headers, ICRCs.
 
 use std::{fs::File, io::Read, net::SocketAddr, path::Path};
 
@@ -27,7 +27,7 @@ pub enum Severity {
     Note,
 }
 
-/// What a finding is about.
+/// Kind of a finding.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
@@ -75,12 +75,12 @@ impl Kind {
     }
 }
 
-/// Something that a reader of the capture should know.
+/// Fault or oddity of a capture.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Finding {
     /// The frame's number, from 1; for [`Kind::File`] that of the first frame that could not be read.
     pub frame: u64,
-    /// What it is about.
+    /// Its kind.
     pub kind: Kind,
     /// How bad it is.
     pub severity: Severity,
@@ -140,7 +140,7 @@ pub struct FrameReport {
     pub packets: u64,
     /// Whether the ICRC is right; of several packets, whether all are.
     pub icrc: Icrc,
-    /// What is remarkable.
+    /// Faults and oddities.
     pub findings: Vec<Finding>,
 }
 
@@ -238,7 +238,7 @@ pub fn check_file(path: impl AsRef<Path>) -> Result<Report, Error> {
 /// [`check_file`], handing each RoCEv2 frame to `each` as it is read.
 ///
 /// # Errors
-/// As [`check_file`].
+/// Checks a file as [`check_file`] does, and reports each frame.
 pub fn check_file_with(path: impl AsRef<Path>, each: impl FnMut(&FrameReport)) -> Result<Report, Error> {
     let name = path.as_ref().display().to_string();
     let file = File::open(path.as_ref()).map_err(|source| Error::Open {
@@ -456,7 +456,7 @@ fn segmented(report: &mut FrameReport, datagram: &Datagram<'_>, size: usize) {
     }
 }
 
-/// What is wrong with a packet's headers.
+/// Returns the fault of a packet's headers.
 fn packet_finding(packet: &[u8]) -> Option<(Kind, String)> {
     match Packet::parse(packet) {
         Ok(packet) if packet.header.bth.dest_qp == Qpn::SMI => {

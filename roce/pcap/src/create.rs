@@ -9,7 +9,7 @@ use std::{
 
 use rustix::{fs::OFlags, process::geteuid};
 
-/// What a program has open itself: links there lead to its own descriptors.
+/// Paths of descriptors that a program has open itself: links there lead to them.
 const OWN_DESCRIPTORS: [&str; 4] = ["/dev/stdout", "/dev/stderr", "/dev/fd", "/proc/self/fd"];
 
 /// Makes a file for what others must not see, a capture for instance: mode 0600, and not through a symbolic link, with which
@@ -27,7 +27,7 @@ pub fn create_private(path: impl AsRef<Path>) -> io::Result<File> {
 /// Opens a file as [`create_private`] does, but keeps what is in it and adds to that.
 ///
 /// # Errors
-/// As [`create_private`].
+/// Opens a file to append to, as [`create_private`].
 pub fn append_private(path: impl AsRef<Path>) -> io::Result<File> {
     open(path.as_ref(), true)
 }

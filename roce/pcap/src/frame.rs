@@ -14,7 +14,7 @@ const ETHERTYPE_ROCE_V1: u16 = 0x8915;
 const MAX_TAGS: usize = 4;
 const IPV6_FRAGMENT: u8 = 44;
 
-/// What a capture's frames start with (the numbers are those of <https://www.tcpdump.org/linktypes.html>).
+/// First header of a capture's frames (the numbers are those of <https://www.tcpdump.org/linktypes.html>).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum LinkType {
     /// Ethernet II, with or without 802.1Q and 802.1ad tags.
@@ -52,13 +52,13 @@ pub enum FrameError {
     /// The link type is one that this crate does not read.
     #[error("link type {0} is not supported")]
     LinkType(u16),
-    /// Something other than IP is in the frame.
+    /// The frame holds no IP packet.
     #[error("ethertype {0:#06x} is not IP")]
     NotIp(u16),
     /// RoCE version 1.
     #[error("RoCE version 1 (ethertype 0x8915), which has no IP header")]
     RoceV1,
-    /// Something other than UDP is in the IP packet.
+    /// The IP packet holds no UDP datagram.
     #[error("IP protocol {0} is not UDP")]
     NotUdp(u8),
     /// A tunnel that this crate does not read.
@@ -87,7 +87,7 @@ pub enum FrameError {
     },
 }
 
-/// What the IP header says beyond the addresses.
+/// Fields of the IP header beside the addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum Ip {
     /// IPv4.

@@ -1,7 +1,8 @@
 //! Captures of RoCEv2 traffic: [`Capture`] reads pcap and pcapng files, [`decode`] takes a frame apart, [`check_file`]
-//! says what is wrong with one, [`Writer`] makes one.
+//! reports the faults of one, [`Writer`] creates one.
 //!
-//! A capture is untrusted input like any packet: whatever its bytes are, the answer is an error or a finding.
+//! It knows frames, headers and ICRCs, each packet by itself. It knows no connection: `tests/replay` judges whether a packet
+//! is the right one. A capture is untrusted input like any packet: whatever its bytes are, the answer is an error or a finding.
 #![forbid(unsafe_code)]
 
 #[cfg(feature = "reader")]

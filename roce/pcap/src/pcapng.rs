@@ -45,7 +45,7 @@ fn corrupt<T>(text: impl Into<String>) -> Result<T, Stop> {
     Err(Stop::Corrupt(text.into()))
 }
 
-/// What a file says of an interface.
+/// Properties of an interface that a file describes.
 #[derive(Clone, Copy)]
 struct Interface {
     link: LinkType,

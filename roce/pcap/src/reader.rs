@@ -50,7 +50,7 @@ pub enum Error {
     Corrupt {
         /// Frames read before.
         after: u64,
-        /// What is wrong.
+        /// The fault.
         reason: String,
     },
 }
@@ -84,7 +84,7 @@ pub struct Frame<'a> {
     pub index: u64,
     /// Nanoseconds since 1970; 0 where the file does not say.
     pub time_ns: u64,
-    /// What the bytes start with.
+    /// First header of the bytes.
     pub link: LinkType,
     /// Bytes that the frame had; more than are here when the capture cut it (`tcpdump -s`).
     pub original_len: u32,

@@ -86,7 +86,7 @@ fn extended(out: &mut String, header: HeaderView<'_>) -> std::fmt::Result {
     Ok(())
 }
 
-/// What a FLUSH asks for (IBTA Annex A19).
+/// Describes the placement and selectivity of a FLUSH (IBTA Annex A19).
 fn flush(feth: &Feth) -> String {
     let names = [
         (Placement::GLOBAL_VISIBILITY, "visible"),

@@ -18,7 +18,7 @@ const RECORD_HEADER: usize = 16;
 const MAGIC: u32 = 0xa1b2_3c4d;
 /// Version 2.4 of the format: major number in the low half.
 const VERSION: u32 = 2 | 4 << 16;
-/// Wireshark's limit of a frame, in bytes; no IP packet reaches it.
+/// Largest frame for Wireshark, bytes; no IP packet reaches it.
 const SNAPLEN: u32 = 262_144;
 /// Link type of Ethernet frames.
 const ETHERNET: u32 = 1;
@@ -39,7 +39,7 @@ impl Writer<BufWriter<File>> {
     /// Makes a file that only its owner may read. Call [`Writer::flush`] at the end to learn of errors.
     ///
     /// # Errors
-    /// Those of [`create_private`].
+    /// As [`create_private`].
     pub fn create(path: impl AsRef<Path>) -> io::Result<Self> {
         Self::new(BufWriter::new(create_private(path)?))
     }

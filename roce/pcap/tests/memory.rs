@@ -1,4 +1,4 @@
-//! What hostile captures take of memory: little, however long they are.
+//! Memory that hostile captures take: little, however long they are.
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},

@@ -100,7 +100,7 @@ impl PathMtus {
         self.by_addr.iter().map(|(_, mtu)| *mtu).fold(self.usual, Mtu::max)
     }
 
-    /// The same where nothing is larger than `most`.
+    /// Returns the same path MTUs, none above `most`.
     pub fn at_most(&self, most: Mtu) -> Self {
         Self {
             usual: self.usual.min(most),

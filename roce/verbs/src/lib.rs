@@ -1,5 +1,9 @@
 //! The vocabulary of verbs, without any behaviour: time, attributes, work requests, completions, events, device
 //! limits, and the [`provider`] traits that RTRS and everything above are written against.
+//!
+//! It knows what IBA chapters 10 and 11 call things, and which attributes each transition of a queue pair takes. It knows
+//! neither the software port nor hardware: `roce-local` and `roce-hw` implement its traits, and must not need more of the
+//! caller than they say. Nothing here does I/O.
 #![deny(unsafe_code)]
 
 pub mod attr;

@@ -1,5 +1,5 @@
 //! Formatting, clippy, documentation, dependencies, the rules that engine and state machines are sans-IO and that socket files are created
-//! in one way, imports, lengths and links of pages.
+//! in one way, imports, lengths, first words of docstrings, and links of pages.
 
 use std::{
     fs,
@@ -8,6 +8,7 @@ use std::{
 
 use crate::{Result, cargo, deny, tally::Tally, tools};
 
+mod docstrings;
 mod imports;
 pub(crate) mod pages;
 
@@ -52,6 +53,8 @@ const PRODUCT: [&str; 5] = ["roce", "rtrs", "rnbd", "verbs-shim", "ferroce"];
 const SOCKET_FILES: &str = "roce/net/src/socket_file.rs";
 /// What only that file may do.
 const BY_PATH: [&str; 2] = ["UnixListener::bind(", "fs::set_permissions"];
+/// Folders of all crates.
+const CRATES: [&str; 7] = ["roce", "rtrs", "rnbd", "verbs-shim", "ferroce", "xtask", "tests"];
 /// Lines that a file may have.
 const LONGEST: usize = 1000;
 /// What they must not mention.
@@ -78,6 +81,7 @@ pub(crate) fn beside_clippy() -> Tally {
         socket_files,
         import_cycles,
         lengths,
+        docstrings::check,
         pages::check,
     ] {
         tally.expect(lint());
@@ -235,7 +239,7 @@ fn import_cycles() -> Result<()> {
 /// Files stay short enough to be read.
 fn lengths() -> Result<()> {
     let mut findings = Vec::new();
-    for folder in ["roce", "rtrs", "rnbd", "verbs-shim", "ferroce", "xtask", "tests"] {
+    for folder in CRATES {
         for file in rust_files(Path::new(folder))? {
             let text = fs::read_to_string(&file).map_err(|e| format!("{}: {e}", file.display()))?;
             let lines = text.lines().count();

@@ -136,7 +136,7 @@ impl Row {
         12 + self.headers.chars().map(part_len).sum::<usize>()
     }
 
-    /// Where an extended header starts.
+    /// Returns the offset of an extended header.
     pub(crate) fn offset(&self, part: char) -> Option<usize> {
         let before = self.headers.split_once(part)?.0;
         Some(12 + before.chars().map(part_len).sum::<usize>())

@@ -16,11 +16,11 @@ pub const HEADER_LEN: usize = 24;
 /// Management class of communication management (`IB_MGMT_CLASS_CM`).
 pub const CLASS: u8 = 0x07;
 /// Version of the class (`IB_CM_CLASS_VERSION`).
-pub const CLASS_VERSION: u8 = 2;
+const CLASS_VERSION: u8 = 2;
 /// Version of MADs.
-pub const BASE_VERSION: u8 = 1;
+const BASE_VERSION: u8 = 1;
 /// Method Send: all CM messages.
-pub const METHOD_SEND: u8 = 0x03;
+const METHOD_SEND: u8 = 0x03;
 
 /// Values of [`SidrRep::status`] (`enum ib_cm_sidr_status`).
 pub mod sidr_status {
@@ -68,12 +68,12 @@ impl Attribute {
         Self::SidrRep,
     ];
 
-    /// The attribute with this ID.
-    pub fn from_id(id: u16) -> Option<Self> {
+    /// Returns the attribute with this ID.
+    pub(crate) fn from_id(id: u16) -> Option<Self> {
         Self::ALL.into_iter().find(|a| *a as u16 == id)
     }
 
-    /// A stable name for reports.
+    /// Returns a stable name for reports.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Req => "req",

@@ -31,7 +31,7 @@ pub(super) struct HalfOpen {
     groups: BTreeMap<PeerGroup, Group>,
 }
 
-/// Who has to go before another can come.
+/// Eviction that makes room for a new request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Displaced {
     /// Nobody.
@@ -91,7 +91,7 @@ impl HalfOpen {
         self.displaced_by(peer, config.max_half_open, config.max_half_open_per_peer)
     }
 
-    /// Who gives way to a request of `peer`.
+    /// Chooses the connection that a request of `peer` evicts.
     ///
     /// # Errors
     /// When nobody does: all others have proved themselves.

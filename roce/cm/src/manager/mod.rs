@@ -74,7 +74,7 @@ impl Heard {
 
 /// The connection manager of one port (one GSI).
 ///
-/// What it does on the wire is what Linux's `ib_cm` and `rdma_cm` do, with these choices of its own:
+/// On the wire it behaves as Linux's `ib_cm` and `rdma_cm`, with these choices of its own:
 /// * First retransmissions come early ([`CmConfig::first_retry`]) and attempts end within [`CmConfig::give_up`];
 ///   giving up sends a REJ with reason 4, as IBA 12.9.8.3.1 asks and the kernel only does when an id is destroyed.
 ///   After a REP that was answered with an MRA and no RTU a DREQ follows, because a REJ may be lost.

@@ -132,7 +132,7 @@ impl Manager {
         self.start_patient_exchange(now, id, mad, self.config.give_up);
     }
 
-    /// The same, with the time for which it may stay without any answer.
+    /// Starts an exchange that may stay without any answer for `give_up`.
     pub(super) fn start_patient_exchange(&mut self, now: Instant, id: ConnId, mad: &Mad, give_up: Duration) {
         let first = self.config.first_retry.max(Duration::from_millis(1));
         let Some(max_pause) = self.table.get(id).map(|c| c.max_pause) else {

@@ -49,7 +49,7 @@ impl TokenBucket {
 #[derive(Default)]
 pub(super) struct Buckets {
     of: BTreeMap<PeerGroup, TokenBucket>,
-    /// The same, the fullest first.
+    /// Index of the buckets, the fullest first.
     by_fill: BTreeSet<(Instant, PeerGroup)>,
 }
 

@@ -288,16 +288,15 @@ impl Manager {
         Some(id)
     }
 
-    fn new_request(&mut self, now: Instant, way: Way, req: &Req, listener: ListenId, header: CmaHeader) {
+    /// Returns the queue pair that a REQ asks a connection for, within the limits of our port.
+    fn requester_of(&self, way: Way, req: &Req) -> RemoteQp {
         let most = self.config.mtus.of(way.local);
-        let mtu = usable_mtu(req.path_mtu, most).unwrap_or(most);
-        let transport = transport_of(req).unwrap_or_default();
         let default_timeout = build::ack_timeout_code(self.config.ca_ack_delay, self.config.packet_life_time);
-        let path = RemoteQp {
+        RemoteQp {
             av: address_vector(way.local, way.remote, req.primary_traffic_class),
             qpn: req.local_qpn,
             sq_psn: req.starting_psn,
-            mtu,
+            mtu: usable_mtu(req.path_mtu, most).unwrap_or(most),
             responder_resources: req.initiator_depth,
             initiator_depth: req.responder_resources,
             timeout: if req.primary_ack_timeout == 0 {
@@ -307,12 +306,16 @@ impl Manager {
             },
             retry_cnt: req.retry_count,
             rnr_retry: req.rnr_retry_count,
-            transport,
+            transport: transport_of(req).unwrap_or_default(),
             flow_control: req.flow_control,
             srq: req.srq,
             keeps_packets: guid::keeps_packets(req.local_ca_guid),
             src_port: guid::source_port(req.local_ca_guid, req.local_qkey),
-        };
+        }
+    }
+
+    fn new_request(&mut self, now: Instant, way: Way, req: &Req, listener: ListenId, header: CmaHeader) {
+        let path = self.requester_of(way, req);
         // A service ID of a port space ends with the port.
         let port = req.service_id as u16;
         let local = SocketAddr::new(way.local, port);
@@ -334,8 +337,8 @@ impl Manager {
             local_qpn: Qpn::default(),
             peer: Some(path),
             offer: Offer {
-                mtu,
-                transport,
+                mtu: path.mtu,
+                transport: path.transport,
                 retry_count: req.retry_count,
                 traffic_class: req.primary_traffic_class,
             },
@@ -468,8 +471,8 @@ impl Manager {
         }
     }
 
-    /// Whom a REJ means (`cm_acquire_rejected_id`): after a timeout the peer may not know our ID, but we know its. Whether it
-    /// names our ID.
+    /// Finds the connection that a REJ names (`cm_acquire_rejected_id`): after a timeout the peer may not know our ID, but we know its. Returns also
+    /// whether it names our ID.
     fn find_rejected(&self, way: Way, rej: &Rej) -> Result<(ConnId, bool), DropReason> {
         let guid = rej.info.first_chunk().filter(|_| rej.info_length >= 8);
         let id = match guid {

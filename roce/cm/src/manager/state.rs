@@ -31,7 +31,7 @@ pub enum State {
 /// Input of the connection state machine.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Input {
-    /// The same REQ again.
+    /// Repeated REQ.
     Req,
     /// An MRA for what we sent last.
     Mra,

@@ -41,7 +41,7 @@ pub(super) struct AddressValidation {
 }
 
 impl AddressValidation {
-    /// Of a connection that a REQ asked for: the first MAD of its credit has come.
+    /// Returns the credit of a connection that a REQ asked for: its first MAD has come.
     pub(super) const fn requested() -> Self {
         Self {
             proven: false,
@@ -51,7 +51,7 @@ impl AddressValidation {
         }
     }
 
-    /// Of a connection that we asked for: no stranger has us send its REQs, and every answer names our ID.
+    /// Returns the credit of a connection that we asked for: no stranger has us send its REQs, and every answer names our ID.
     pub(super) const fn initiated() -> Self {
         Self {
             proven: true,

@@ -73,7 +73,7 @@ impl Rng {
     }
 }
 
-/// What the link does to MADs, in percent and milliseconds.
+/// Faults of the link, in percent and milliseconds.
 #[derive(Clone, Copy, Default)]
 pub struct Faults {
     pub loss: u64,

@@ -68,7 +68,7 @@ pub fn requested(w: &mut World, qpn: u32) -> (ConnId, ConnId) {
     (c, s)
 }
 
-/// As far as the reply's arrival at the client.
+/// Runs a handshake up to the reply's arrival at the client.
 pub fn replied(w: &mut World, qpn: u32) -> (ConnId, ConnId) {
     let (c, s) = requested(w, qpn);
     w.m[S].accept(w.now, s, &accept_args(qpn + 1)).unwrap();
@@ -123,7 +123,7 @@ pub fn again(w: &mut World, out: OutMad) {
     w.settle();
 }
 
-/// The same MAD with something of its REQ changed.
+/// Returns a MAD whose REQ is changed.
 pub fn with_req(out: OutMad, change: impl FnOnce(&mut Req)) -> OutMad {
     let mut mad = Mad::parse(&out.mad).unwrap();
     if let Message::Req(r) = &mut mad.message {

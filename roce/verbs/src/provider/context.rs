@@ -233,7 +233,7 @@ pub trait Provider {
     fn cm_reject(&mut self, id: CmRef, reason: RejectReason, private_data: &[u8]) -> Result<(), VerbsError>;
     /// Ends a connection and tells the peer; the queue pair moves to error. A second call does nothing.
     fn cm_disconnect(&mut self, id: CmRef);
-    /// The same, when the connection's network may be dead: the peer is told by the ways of other connections too, which lead to
+    /// Disconnects when the connection's network may be dead: DREQs also leave by the paths of other connections, which lead to
     /// it. Providers that can send from the connection's own address only do as [`cm_disconnect`](Self::cm_disconnect).
     fn cm_disconnect_by(&mut self, id: CmRef, _ways: &[CmRef]) {
         self.cm_disconnect(id);

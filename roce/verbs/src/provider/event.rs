@@ -6,7 +6,7 @@ use crate::event::AsyncEvent;
 /// An event.
 #[derive(Clone, Debug)]
 pub enum Event {
-    /// Of a connection or a listener.
+    /// Event of a connection or a listener.
     Cm {
         /// Which one.
         id: CmRef,
@@ -16,7 +16,7 @@ pub enum Event {
     /// Every work request of the queue pair has completed after [`Provider::drain`](super::Provider::drain), and nothing touches
     /// their memory any more.
     Drained(QpId),
-    /// Of a device.
+    /// Event of a device.
     Async(DeviceIx, AsyncEvent),
     /// A device is gone or going. What it has is unusable; its objects are still to be given back.
     DeviceRemoved(DeviceIx),

@@ -34,7 +34,7 @@ pub struct GrantOf {
 /// A key that was granted. What of it a renewal can change is random and never what it was.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Granted {
-    /// It holds already.
+    /// The key is valid already.
     Now(RKey),
     /// A work request was posted; it holds for what is posted behind it.
     Queued(RKey),
