@@ -16,7 +16,7 @@ pub struct Counters {
     pub looks: u64,
     /// Times that it spun before it slept.
     pub spins: u64,
-    /// Of these, those that found something.
+    /// Spins among them that found work.
     pub spins_won: u64,
     /// Times that it offered its processor to others while it spun (`sched_yield`).
     pub yields: u64,

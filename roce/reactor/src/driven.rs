@@ -78,19 +78,14 @@ impl<S: Service> Driven<S> {
         self.turns.before_wait(&self.service).map(Turned::Wait)
     }
 
-    /// Returns what runs on the loop.
+    /// Returns the service that runs on the loop.
     pub fn service(&mut self) -> &mut S {
         &mut self.service
-    }
-
-    /// Ends the loop.
-    pub fn into_service(self) -> S {
-        self.service
     }
 }
 
 impl<S: Service> AsRawFd for Driven<S> {
-    /// The descriptor that is readable when a turn has something to do. It is the loop's own: not to be read or closed.
+    /// Returns the descriptor that is readable when a turn has something to do. It is the loop's own: not to be read or closed.
     fn as_raw_fd(&self) -> RawFd {
         self.turns.as_raw_fd()
     }

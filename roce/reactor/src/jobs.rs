@@ -32,7 +32,7 @@ pub struct JobResult<R> {
     pub result: Result<R, Panicked>,
 }
 
-/// Why a job is not accepted.
+/// Reason to reject a job.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum JobError {
     /// [`MAX_JOBS`] are not done.
@@ -46,7 +46,7 @@ pub enum JobError {
 type Work<R> = Box<dyn FnOnce() -> R + Send>;
 
 /// The loop that starts jobs.
-struct Asker<R> {
+struct JobOwner<R> {
     under_way: AtomicUsize,
     deliver: Box<dyn Fn(JobResult<R>) + Send + Sync>,
 }
@@ -60,7 +60,7 @@ struct Job<R> {
 pub struct StartedJob<R> {
     ticket: JobTicket,
     /// `None` after the result was delivered.
-    asker: Option<Arc<Asker<R>>>,
+    owner: Option<Arc<JobOwner<R>>>,
 }
 
 impl<R> StartedJob<R> {
@@ -70,10 +70,10 @@ impl<R> StartedJob<R> {
     }
 
     fn deliver(&mut self, result: Result<R, Panicked>) {
-        if let Some(asker) = self.asker.take() {
-            asker.under_way.fetch_sub(1, SeqCst);
+        if let Some(owner) = self.owner.take() {
+            owner.under_way.fetch_sub(1, SeqCst);
             let ticket = self.ticket;
-            (asker.deliver)(JobResult { ticket, result });
+            (owner.deliver)(JobResult { ticket, result });
         }
     }
 }
@@ -96,7 +96,7 @@ impl<R> fmt::Debug for StartedJob<R> {
 /// to [`Service::job_done`](crate::Service::job_done).
 pub struct Jobs<R> {
     line: Sender<Job<R>>,
-    asker: Arc<Asker<R>>,
+    owner: Arc<JobOwner<R>>,
 }
 
 /// Does the jobs of loops, in the thread that runs it.
@@ -118,7 +118,7 @@ impl<R> Line<R> {
     pub(crate) fn jobs(&self, deliver: impl Fn(JobResult<R>) + Send + Sync + 'static) -> Jobs<R> {
         Jobs {
             line: self.0.clone(),
-            asker: Arc::new(Asker {
+            owner: Arc::new(JobOwner {
                 under_way: AtomicUsize::new(0),
                 deliver: Box::new(deliver),
             }),
@@ -141,24 +141,24 @@ impl<R> Jobs<R> {
         };
         self.line.send(job).map_err(|refused| {
             let mut started = refused.0.started;
-            started.asker = None;
-            self.asker.under_way.fetch_sub(1, SeqCst);
+            started.owner = None;
+            self.owner.under_way.fetch_sub(1, SeqCst);
             JobError::Gone
         })
     }
 
     /// Starts a job that another thread does, which [delivers](StartedJob::finish) its result. There is no limit.
     pub fn begin(&self, ticket: JobTicket) -> StartedJob<R> {
-        self.asker.under_way.fetch_add(1, SeqCst);
+        self.owner.under_way.fetch_add(1, SeqCst);
         StartedJob {
             ticket,
-            asker: Some(self.asker.clone()),
+            owner: Some(self.owner.clone()),
         }
     }
 
-    /// Jobs that are not done.
+    /// Returns the number of jobs that are not done.
     pub fn under_way(&self) -> usize {
-        self.asker.under_way.load(SeqCst)
+        self.owner.under_way.load(SeqCst)
     }
 }
 

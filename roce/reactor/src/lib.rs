@@ -1,8 +1,8 @@
-//! One loop that drives everything: the packets of [`LocalDevice`](roce::LocalDevice)s, the descriptors of a service, its
-//! timers, what other threads ask of it, and what a helper does for it.
+//! One event loop for everything of a thread: the packets of [`LocalDevice`](roce::LocalDevice)s, the descriptors of a service,
+//! its timers, commands of other threads, and jobs that a helper thread does for it.
 //!
-//! A [`Service`] is what runs on it: state machines and the sockets and files that they need. A [`Reactor`] is made in one
-//! thread and run in another:
+//! A [`Service`] runs on it: state machines, and the sockets and files that they need. The loop knows when they have work, and
+//! nothing of what they do. A [`Reactor`] is created in one thread and run in another:
 //!
 //! ```no_run
 //! # use roce::{Completion, DeviceConfig, LocalDevice, verbs::provider::{Event, QpId}};
@@ -32,16 +32,16 @@
 //! # }
 //! ```
 //!
-//! A turn takes letters, packets and ready descriptors, hands on what follows of them in a few short rounds, and then sends
-//! everything that was posted at once. It never waits: what may wait is a job for the [`Helper`]. Between turns the loop spins for
-//! a moment, as long as that pays ([`SpinMode`]), and sleeps until a descriptor, a letter or a timer.
+//! A turn takes messages, packets and ready descriptors, passes on their completions and events in a few short rounds, and then
+//! sends everything that was posted at once. It never waits: work that may wait is a job for the [`Helper`]. Between turns the loop
+//! spins for a moment, as long as that pays ([`SpinMode`]), and sleeps until a descriptor, a message or a timer.
 //!
 //! A service that listens:
 //!
 //! ```no_run
 //! # use roce::{Completion, verbs::provider::{CmKind, Event, QpId, RejectReason}};
 //! # use roce_reactor::{Service, TurnCx};
-//! /// Turns everybody away.
+//! /// Rejects all requests.
 //! struct Closed;
 //!
 //! impl Service for Closed {

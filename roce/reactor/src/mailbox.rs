@@ -9,12 +9,12 @@ use std::{
 use mio::Waker;
 use parking_lot::Mutex;
 
-/// Letters to one loop, from any thread and in the order in which they are sent. Sending rings the loop's waker only when the
-/// loop is asleep, and looking for letters takes no lock when there are none.
+/// Messages to one loop, from any thread and in the order in which they are sent. Sending rings the loop's waker only when the
+/// loop is asleep, and looking for messages takes no lock when there are none.
 pub struct Mailbox<T> {
-    /// `None`: nobody will look any more.
-    letters: Mutex<Option<VecDeque<T>>>,
-    /// There are letters.
+    /// `None`: the loop has ended.
+    messages: Mutex<Option<VecDeque<T>>>,
+    /// There are messages.
     full: AtomicBool,
     /// The loop waits for its descriptors, or is about to.
     asleep: AtomicBool,
@@ -31,10 +31,10 @@ impl<T> fmt::Debug for Mailbox<T> {
 }
 
 impl<T> Mailbox<T> {
-    /// An empty one. `waker` ends the wait of the loop that it is for.
+    /// Creates an empty mailbox. `waker` ends the wait of the loop that it is for.
     pub fn new(waker: Waker) -> Self {
         Self {
-            letters: Mutex::new(Some(VecDeque::new())),
+            messages: Mutex::new(Some(VecDeque::new())),
             full: AtomicBool::new(false),
             asleep: AtomicBool::new(false),
             waker,
@@ -42,13 +42,13 @@ impl<T> Mailbox<T> {
         }
     }
 
-    /// Sends a letter. After [`close`](Self::close) it is dropped.
-    pub fn send(&self, letter: T) {
-        match self.letters.lock().as_mut() {
-            Some(letters) => letters.push_back(letter),
+    /// Sends a message. After [`close`](Self::close) it is dropped.
+    pub fn send(&self, message: T) {
+        match self.messages.lock().as_mut() {
+            Some(messages) => messages.push_back(message),
             None => return,
         }
-        // The loop says that it sleeps and then looks for letters; here it is the other way round. So at least one of the two
+        // The loop says that it sleeps and then looks for messages; here it is the other way round. So at least one of the two
         // sees the other.
         self.full.store(true, SeqCst);
         if self.asleep.swap(false, SeqCst) {
@@ -59,34 +59,34 @@ impl<T> Mailbox<T> {
         }
     }
 
-    /// Whether there are letters.
+    /// Whether there are messages.
     pub fn is_full(&self) -> bool {
         self.full.load(SeqCst)
     }
 
-    /// Moves the letters to `out`. For the loop alone.
+    /// Moves the messages to `out`. For the loop alone.
     pub fn take(&self, out: &mut VecDeque<T>) {
         if !self.full.swap(false, SeqCst) {
             return;
         }
-        let mut letters = self.letters.lock();
-        let Some(letters) = letters.as_mut() else { return };
+        let mut messages = self.messages.lock();
+        let Some(messages) = messages.as_mut() else { return };
         if out.is_empty() {
-            mem::swap(letters, out);
+            mem::swap(messages, out);
         } else {
-            out.append(letters);
+            out.append(messages);
         }
     }
 
-    /// Drops what is there and all that comes, so that who waits for an answer learns that there will be none. For the loop
+    /// Drops what is there and all that comes, so that threads that wait for an answer learn that there will be none. For the loop
     /// alone, at its end.
     pub fn close(&self) {
-        // Without the lock: a letter may hold the last handle of another mailbox.
-        let letters = self.letters.lock().take();
-        drop(letters);
+        // Without the lock: a message may hold the last handle of another mailbox.
+        let messages = self.messages.lock().take();
+        drop(messages);
     }
 
-    /// Runs `wait`, which a letter's arrival ends; it is told whether it may wait at all, or letters are there already. For
+    /// Runs `wait`, which a message's arrival ends; its argument is whether it may wait at all, or messages are there already. For
     /// the loop alone.
     pub fn asleep<R>(&self, wait: impl FnOnce(bool) -> R) -> R {
         let result = wait(self.fall_asleep());
@@ -94,19 +94,19 @@ impl<T> Mailbox<T> {
         result
     }
 
-    /// Has the waker rung for the next letter, until [`wake_up`](Self::wake_up). False: there are letters already. For the loop
+    /// Has the waker rung for the next message, until [`wake_up`](Self::wake_up). False: there are messages already. For the loop
     /// alone.
     pub fn fall_asleep(&self) -> bool {
         self.asleep.store(true, SeqCst);
         !self.is_full()
     }
 
-    /// The loop runs again, and looks for letters by itself.
+    /// The loop runs again, and looks for messages by itself.
     pub fn wake_up(&self) {
         self.asleep.store(false, SeqCst);
     }
 
-    /// How often the waker was rung.
+    /// Returns how often the waker was rung.
     pub fn rings(&self) -> u64 {
         self.rings.load(Relaxed)
     }
@@ -134,7 +134,7 @@ mod tests {
         (poll, Arc::new(Mailbox::new(waker)))
     }
 
-    /// Waits until there are letters.
+    /// Waits until there are messages.
     fn receive<T>(poll: &mut Poll, mailbox: &Mailbox<T>, out: &mut VecDeque<T>) {
         let mut events = Events::with_capacity(4);
         loop {
@@ -153,7 +153,7 @@ mod tests {
         }
     }
 
-    /// The sender is awake all the time, and sends the next letter when the loop is about to fall asleep after the last.
+    /// The sender is awake all the time, and sends the next message when the loop is about to fall asleep after the last.
     #[test]
     fn no_wake_up_is_lost() {
         let (mut poll, to) = mailbox();
@@ -162,7 +162,7 @@ mod tests {
         let seen = answered.clone();
         let sender = thread::spawn(move || {
             for round in 1..=ROUNDS {
-                // A moment that is another every time: a letter comes at every point of falling asleep.
+                // A moment that is another every time: a message comes at every point of falling asleep.
                 (0..round % 256).for_each(|_| std::hint::spin_loop());
                 from.send(round);
                 let mut looks = 0;
@@ -175,24 +175,24 @@ mod tests {
                 }
             }
         });
-        let mut letters = VecDeque::new();
+        let mut messages = VecDeque::new();
         for round in 1..=ROUNDS {
-            receive(&mut poll, &to, &mut letters);
-            assert_eq!(letters.pop_front(), Some(round));
+            receive(&mut poll, &to, &mut messages);
+            assert_eq!(messages.pop_front(), Some(round));
             answered.store(round, SeqCst);
         }
         sender.join().unwrap();
     }
 
     #[test]
-    fn letters_come_in_order_from_a_sender_that_does_not_wait() {
+    fn messages_come_in_order_from_a_sender_that_does_not_wait() {
         let (mut poll, to) = mailbox();
         let from = to.clone();
         let sender = thread::spawn(move || (0..ROUNDS).for_each(|n| from.send(n)));
-        let (mut letters, mut expected) = (VecDeque::new(), 0);
+        let (mut messages, mut expected) = (VecDeque::new(), 0);
         while expected < ROUNDS {
-            receive(&mut poll, &to, &mut letters);
-            for n in letters.drain(..) {
+            receive(&mut poll, &to, &mut messages);
+            for n in messages.drain(..) {
                 assert_eq!(n, expected);
                 expected += 1;
             }
@@ -203,15 +203,15 @@ mod tests {
     #[test]
     fn a_closed_mailbox_drops_what_is_there_and_what_comes() {
         let (_poll, mailbox) = mailbox();
-        let letter = Arc::new(());
-        mailbox.send(letter.clone());
+        let message = Arc::new(());
+        mailbox.send(message.clone());
         mailbox.close();
-        assert_eq!(Arc::strong_count(&letter), 1);
-        mailbox.send(letter.clone());
-        assert_eq!(Arc::strong_count(&letter), 1);
-        let mut letters = VecDeque::new();
-        mailbox.take(&mut letters);
-        assert!(letters.is_empty());
+        assert_eq!(Arc::strong_count(&message), 1);
+        mailbox.send(message.clone());
+        assert_eq!(Arc::strong_count(&message), 1);
+        let mut messages = VecDeque::new();
+        mailbox.take(&mut messages);
+        assert!(messages.is_empty());
     }
 
     #[test]
@@ -222,9 +222,9 @@ mod tests {
         }
         assert_eq!(mailbox.rings(), 0);
         mailbox.asleep(|may_wait| assert!(!may_wait));
-        let mut letters = VecDeque::from([100]);
-        mailbox.take(&mut letters);
-        assert_eq!(letters.len(), 11);
+        let mut messages = VecDeque::from([100]);
+        mailbox.take(&mut messages);
+        assert_eq!(messages.len(), 11);
         mailbox.asleep(|may_wait| {
             assert!(may_wait);
             mailbox.send(11);

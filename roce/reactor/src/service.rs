@@ -23,7 +23,7 @@ use crate::{
 
 /// Tokens from here on are the loop's own.
 pub(crate) const RESERVED: usize = usize::MAX - 16;
-/// Of the devices' sockets.
+/// Token of the devices' sockets.
 pub(crate) const DEVICE: Token = Token(RESERVED);
 
 /// Readiness of a descriptor. Reported once (edge-triggered): the service keeps it until a call says that it would block.
@@ -96,7 +96,7 @@ impl<'a> Sockets<'a> {
         self.registry.register(&mut SourceFd(&fd.as_raw_fd()), token, interest)
     }
 
-    /// Watches a descriptor for something else. What it is ready for is told again.
+    /// Watches a descriptor for something else. Its readiness is reported again.
     ///
     /// # Errors
     /// As [`register`](Self::register).
@@ -107,10 +107,10 @@ impl<'a> Sockets<'a> {
             .reregister(&mut SourceFd(&fd.as_raw_fd()), token, interest)
     }
 
-    /// Watches a descriptor no longer. What was seen of it in this turn is told nevertheless.
+    /// Watches a descriptor no longer. Readiness seen in this turn is reported nevertheless.
     ///
     /// # Errors
-    /// Those of `epoll_ctl`.
+    /// As of `epoll_ctl`.
     pub fn deregister(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
         self.change();
         self.registry.deregister(&mut SourceFd(&fd.as_raw_fd()))
@@ -147,7 +147,7 @@ impl<J> TurnCx<'_, J> {
     /// The loop drives one more device, which has been opened for it ([`roce::Opener`]).
     ///
     /// # Errors
-    /// Those of `epoll_ctl`; the device comes back.
+    /// As of `epoll_ctl`; the device comes back.
     pub fn attach(&mut self, new: Box<NewDevice>) -> Result<DeviceIx, (io::Error, Box<NewDevice>)> {
         match self.sockets.watch_device(&new) {
             Ok(()) => Ok(self.device.attach(*new)),
@@ -170,14 +170,14 @@ impl<J> fmt::Debug for TurnCx<'_, J> {
 /// Service of a loop: state machines, and whatever sockets and files they need. Everything is called from the loop's
 /// thread, and nothing may wait.
 ///
-/// What is posted leaves together when the turn ends, after [`end`](Self::end).
+/// Posted work requests leave together when the turn ends, after [`end`](Self::end).
 pub trait Service {
     /// Command of other threads.
     type Command: Send + 'static;
     /// Output of its jobs.
     type Output: Send + 'static;
 
-    /// Another thread asks for something.
+    /// Handles a command of another thread.
     fn command(&mut self, cx: &mut TurnCx<'_, Self::Output>, command: Self::Command);
 
     /// A descriptor that the service has registered is ready.
@@ -220,7 +220,7 @@ pub trait Service {
         false
     }
 
-    /// When to call [`timeout`](Self::timeout) at the latest.
+    /// Returns when to call [`timeout`](Self::timeout) at the latest.
     fn next_timeout(&self) -> Option<Instant> {
         None
     }

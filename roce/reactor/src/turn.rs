@@ -1,4 +1,4 @@
-//! The loop.
+//! The event loop: turns, waiting and spinning.
 
 use std::{
     cell::Cell,
@@ -27,10 +27,10 @@ use crate::{
     service::{DEVICE, RESERVED, Readiness, Service, Sockets, TurnCx},
 };
 
-/// Of the mailbox.
-const MAIL: Token = Token(RESERVED + 1);
-/// Of RDMA devices.
-const NEWS: Token = Token(RESERVED + 2);
+/// Token of the mailbox.
+const MAILBOX: Token = Token(RESERVED + 1);
+/// Token of RDMA devices' events.
+const DEVICE_EVENTS: Token = Token(RESERVED + 2);
 
 /// Rounds of a turn, and how long they may take together: then what was posted is sent.
 const ROUNDS: usize = 4;
@@ -41,7 +41,7 @@ const BATCH: usize = 256;
 /// Flushes at the end of the last turn.
 const LAST_FLUSHES: usize = 64;
 
-/// How a loop works.
+/// Settings of a loop.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ReactorConfig {
     /// Whether it spins before it sleeps.
@@ -59,7 +59,7 @@ impl Default for ReactorConfig {
     }
 }
 
-/// Why a loop ended that was not told to.
+/// Error that ended a loop.
 #[derive(Debug, thiserror::Error)]
 pub enum ReactorError {
     /// The system refused to wait, or to watch a descriptor.
@@ -71,7 +71,7 @@ pub enum ReactorError {
 }
 
 /// Message of another thread.
-enum Letter<C, J> {
+enum Message<C, J> {
     Command(C),
     Done(JobResult<J>),
     /// A datagram for a device that reached the host by another socket.
@@ -79,7 +79,7 @@ enum Letter<C, J> {
 }
 
 /// Handle of a loop for other threads. Messages to one that has ended are dropped.
-pub struct Handle<C, J>(Arc<Mailbox<Letter<C, J>>>);
+pub struct Handle<C, J>(Arc<Mailbox<Message<C, J>>>);
 
 impl<C, J> Clone for Handle<C, J> {
     fn clone(&self) -> Self {
@@ -94,18 +94,18 @@ impl<C, J> fmt::Debug for Handle<C, J> {
 }
 
 impl<C, J> Handle<C, J> {
-    /// Asks the service for something. Commands arrive in the order in which they are given.
+    /// Sends a command to the service. Commands arrive in the order in which they are given.
     pub fn command(&self, command: C) {
-        self.0.send(Letter::Command(command));
+        self.0.send(Message::Command(command));
     }
 
     /// Passes on a datagram that reached the host by another socket, for the device of this number; see
     /// [`Devices::inject`].
     pub fn inject(&self, device: usize, meta: RxMeta, datagram: Vec<u8>) {
-        self.0.send(Letter::Datagram(device, meta, datagram));
+        self.0.send(Message::Datagram(device, meta, datagram));
     }
 
-    /// How often the loop was woken for a letter.
+    /// Returns how often the loop was woken for a message.
     pub fn rings(&self) -> u64 {
         self.0.rings()
     }
@@ -115,7 +115,7 @@ impl<C, J> Handle<C, J> {
 pub struct Reactor<S: Service> {
     config: ReactorConfig,
     poll: Poll,
-    mailbox: Inbox<Letter<S::Command, S::Output>>,
+    mailbox: Inbox<Message<S::Command, S::Output>>,
     jobs: Jobs<S::Output>,
 }
 
@@ -145,7 +145,7 @@ impl<S: Service> fmt::Debug for Reactor<S> {
 }
 
 impl<S: Service> Reactor<S> {
-    /// A loop, and the helper that does its jobs, which is for the thread that makes it or one more.
+    /// Creates a loop, and the helper that does its jobs, which is for this thread or one more.
     ///
     /// # Errors
     /// When the system gives no descriptors.
@@ -154,7 +154,7 @@ impl<S: Service> Reactor<S> {
         Ok((Self::of(config, &line)?, helper))
     }
 
-    /// So many loops, each for a thread of its own, and one helper for all of them.
+    /// Creates so many loops, each for a thread of its own, and one helper for all of them.
     ///
     /// # Errors
     /// When the system gives no descriptors.
@@ -166,18 +166,18 @@ impl<S: Service> Reactor<S> {
 
     fn of(config: ReactorConfig, line: &Line<S::Output>) -> io::Result<Self> {
         let poll = Poll::new()?;
-        let waker = Waker::new(poll.registry(), MAIL)?;
+        let waker = Waker::new(poll.registry(), MAILBOX)?;
         let mailbox = Arc::new(Mailbox::new(waker));
         let results = mailbox.clone();
         Ok(Self {
             config,
             poll,
             mailbox: Inbox(mailbox),
-            jobs: line.jobs(move |done| results.send(Letter::Done(done))),
+            jobs: line.jobs(move |done| results.send(Message::Done(done))),
         })
     }
 
-    /// For other threads.
+    /// Returns a handle for other threads.
     pub fn handle(&self) -> Handle<S::Command, S::Output> {
         Handle(self.mailbox.0.clone())
     }
@@ -211,18 +211,18 @@ pub(crate) struct Loop<C, J> {
     device: Devices,
     poll: Poll,
     events: Events,
-    mailbox: Inbox<Letter<C, J>>,
+    mailbox: Inbox<Message<C, J>>,
     jobs: Jobs<J>,
     spin: Spin,
     now: Instant,
-    /// Letters that were taken out.
-    letters: VecDeque<Letter<C, J>>,
+    /// Messages that were taken out.
+    messages: VecDeque<Message<C, J>>,
     /// The service's descriptors that are ready.
     ready: Vec<(Token, Readiness)>,
     /// The device has packets, as far as is known.
     readable: bool,
-    /// RDMA devices have something to tell, as far as is known.
-    news: bool,
+    /// RDMA devices have events, as far as is known.
+    device_events: bool,
     /// The send buffer was full, and no descriptor of the device was ready since.
     blocked: bool,
     /// There is something to do at once.
@@ -254,10 +254,10 @@ impl<C, J> Loop<C, J> {
             mailbox: reactor.mailbox,
             jobs: reactor.jobs,
             now: roce::now(),
-            letters: VecDeque::new(),
+            messages: VecDeque::new(),
             ready: Vec::new(),
             readable: true,
-            news: true,
+            device_events: true,
             blocked: false,
             again: false,
             completions: Vec::with_capacity(BATCH),
@@ -277,7 +277,7 @@ impl<C, J> Loop<C, J> {
             let fd = fd.as_raw_fd();
             made.poll
                 .registry()
-                .register(&mut SourceFd(&fd), NEWS, Interest::READABLE)?;
+                .register(&mut SourceFd(&fd), DEVICE_EVENTS, Interest::READABLE)?;
         }
         Ok(made)
     }
@@ -293,7 +293,7 @@ impl<C, J> Loop<C, J> {
         }
     }
 
-    /// One turn: letters, packets, what follows of them, and what is to be sent.
+    /// Runs one turn: takes messages and packets, delivers their completions and events, and sends what was posted.
     pub(crate) fn turn<S>(&mut self, service: &mut S) -> Result<(), ReactorError>
     where
         S: Service<Command = C, Output = J>,
@@ -302,13 +302,13 @@ impl<C, J> Loop<C, J> {
         self.counters.interests = self.changes.get();
         self.now = roce::now();
         let begun = self.now;
-        self.read_letters(service);
+        self.read_messages(service);
         if self.readable {
             self.counters.receives += 1;
             self.readable = self.device.receive(self.now, self.config.packets);
         }
-        if self.news {
-            self.news = self.device.take_news()?;
+        if self.device_events {
+            self.device_events = self.device.take_news()?;
         }
         self.device.run_timers(self.now, self.readable);
         let mut ready = mem::take(&mut self.ready);
@@ -326,19 +326,24 @@ impl<C, J> Loop<C, J> {
         if left == 0 && self.event.is_none() {
             self.event = provider.poll_event();
         }
-        self.again =
-            !quiet || more || self.readable || self.news || flushed == Flush::More || left > 0 || self.event.is_some();
+        self.again = !quiet
+            || more
+            || self.readable
+            || self.device_events
+            || flushed == Flush::More
+            || left > 0
+            || self.event.is_some();
         Ok(())
     }
 
-    /// Hands on what there is until there is nothing, or it is time to send. True: there is nothing.
+    /// Delivers completions and events until there are none, or it is time to send. True: there are none.
     fn rounds<S>(&mut self, service: &mut S, begun: Instant) -> Result<bool, ReactorError>
     where
         S: Service<Command = C, Output = J>,
     {
         for _ in 0..ROUNDS {
             self.counters.rounds += 1;
-            let mut busy = self.hand_on(service)?;
+            let mut busy = self.deliver(service)?;
             busy |= service.work(&mut self.cx());
             if service.next_timeout().is_some_and(|at| at <= self.now) {
                 service.timeout(&mut self.cx());
@@ -356,30 +361,30 @@ impl<C, J> Loop<C, J> {
         Ok(false)
     }
 
-    fn read_letters<S>(&mut self, service: &mut S)
+    fn read_messages<S>(&mut self, service: &mut S)
     where
         S: Service<Command = C, Output = J>,
     {
-        let mut letters = mem::take(&mut self.letters);
-        self.mailbox.take(&mut letters);
-        for letter in letters.drain(..) {
-            match letter {
-                Letter::Command(command) => {
+        let mut messages = mem::take(&mut self.messages);
+        self.mailbox.take(&mut messages);
+        for message in messages.drain(..) {
+            match message {
+                Message::Command(command) => {
                     self.counters.commands += 1;
                     service.command(&mut self.cx(), command);
                 }
-                Letter::Done(done) => {
+                Message::Done(done) => {
                     self.counters.jobs += 1;
                     service.job_done(&mut self.cx(), done);
                 }
-                Letter::Datagram(device, meta, bytes) => self.device.inject(self.now, device, &bytes, &meta),
+                Message::Datagram(device, meta, bytes) => self.device.inject(self.now, device, &bytes, &meta),
             }
         }
-        self.letters = letters;
+        self.messages = messages;
     }
 
-    /// Completions and events, those first that came first. True: there were some.
-    fn hand_on<S>(&mut self, service: &mut S) -> Result<bool, ReactorError>
+    /// Delivers completions and events in their order. True: there were some.
+    fn deliver<S>(&mut self, service: &mut S) -> Result<bool, ReactorError>
     where
         S: Service<Command = C, Output = J>,
     {
@@ -437,7 +442,7 @@ impl<C, J> Loop<C, J> {
         self.look().map(drop)
     }
 
-    /// How long the caller of a [driven](crate::Driven) loop may wait for the loop's descriptor; `None`: for ever.
+    /// Returns how long the caller of a [driven](crate::Driven) loop may wait for the loop's descriptor; `None`: for ever.
     pub(crate) fn before_wait<S>(&mut self, service: &S) -> Result<Option<Duration>, ReactorError>
     where
         S: Service<Command = C, Output = J>,
@@ -483,7 +488,7 @@ impl<C, J> Loop<C, J> {
         Ok(provider.poll_completions(&mut self.completions, BATCH)? > 0)
     }
 
-    /// How long there is nothing to do, as far as is known; `None`: for ever.
+    /// Returns how long there is nothing to do, as far as is known; `None`: for ever.
     fn limit<S>(&mut self, service: &S, now: Instant) -> Option<Duration>
     where
         S: Service<Command = C, Output = J>,
@@ -523,7 +528,7 @@ impl<C, J> Loop<C, J> {
         self.take_events(looked)
     }
 
-    /// Waits for a descriptor, a letter or the end of the time.
+    /// Waits for a descriptor, a message or the end of the time.
     fn sleep(&mut self, limit: Option<Duration>) -> io::Result<bool> {
         let (poll, events, counters) = (&mut self.poll, &mut self.events, &mut self.counters);
         let waited = self.mailbox.asleep(|may_wait| {
@@ -551,8 +556,8 @@ impl<C, J> Loop<C, J> {
                     self.readable |= event.is_readable() || event.is_error();
                     self.blocked = false;
                 }
-                NEWS => self.news = true,
-                MAIL => {}
+                DEVICE_EVENTS => self.device_events = true,
+                MAILBOX => {}
                 token => self.ready.push((token, Readiness::from(event))),
             }
         }

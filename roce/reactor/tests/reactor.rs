@@ -28,7 +28,7 @@ use roce_reactor::{
 const SERVICE: u16 = 7000;
 const SLOT: usize = 256;
 const SLOTS: usize = 16;
-/// What must have happened by then, or it will not.
+/// Time after which an expected event counts as missing.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn address() -> IpAddr {
@@ -127,7 +127,7 @@ impl Messages {
         cx.provider().post_send(qp, &[wr]).unwrap();
     }
 
-    /// What a completed receive has brought.
+    /// Returns the bytes of a completed receive.
     fn received(&self, wc: &Completion) -> Vec<u8> {
         let mut bytes = vec![0; wc.byte_len as usize];
         self.pages.read(wc.wr_id as usize * SLOT, &mut bytes).unwrap();
@@ -344,7 +344,7 @@ fn a_loop_with_nothing_to_do_sleeps_without_end() {
     caller.thread.join().unwrap();
 }
 
-/// What the tests below ask a service for.
+/// Command of the tests below.
 enum Order {
     /// Says the number back.
     Answer(u32),
