@@ -25,7 +25,7 @@ const SKB_LOAD_BYTES: i32 = 26;
 const SK_SELECT_REUSEPORT: i32 = 82;
 /// The index behind those of the slots: where packets go that are nobody's.
 const NOBODY: u32 = SLOTS as u32;
-/// Where the top byte of the destination queue pair number is: behind the UDP header, byte 5 of the BTH.
+/// Offset of the top byte of the destination queue pair number: behind the UDP header, byte 5 of the BTH.
 const QPN_BYTE: i32 = 8 + 5;
 /// A socket that another array has, which is being freed: how often and when to try again.
 const BUSY_TRIES: u32 = 200;
@@ -127,7 +127,7 @@ impl SocketArray {
         unsafe { bpf_fd(MAP_CREATE, &mut attr) }.map(Self)
     }
 
-    /// What [`Self::as_fd`] gave to another process once.
+    /// Adopts a descriptor that [`Self::as_fd`] gave to another process.
     pub(crate) const fn adopt(fd: OwnedFd) -> Self {
         Self(fd)
     }

@@ -37,7 +37,7 @@ use crate::{
 
 /// Which program is the broker; `off`: don't share.
 const PROGRAM_VARIABLE: &str = BROKER_VARIABLE;
-/// Where the broker's socket is.
+/// Environment variable with the directory of the broker's socket.
 const DIR_VARIABLE: &str = BROKER_DIR_VARIABLE;
 /// How long a request may take, the start of another broker included.
 const REQUEST_TIME: Duration = Duration::from_secs(30);
@@ -78,9 +78,9 @@ pub enum JoinError {
     /// A system call failed.
     #[error("{context}: {source}")]
     Io {
-        /// What was tried.
+        /// Operation that failed.
         context: &'static str,
-        /// What the system said.
+        /// Error of the system.
         source: io::Error,
     },
 }
@@ -92,12 +92,12 @@ fn context(context: &'static str) -> impl Fn(io::Error) -> JoinError {
 /// How to join.
 #[derive(Clone, Debug)]
 pub struct JoinConfig {
-    /// Where the broker's socket is.
+    /// Directory of the broker's socket.
     pub dir: PathBuf,
     /// The program to start as `PROGRAM broker …`; `None`: this one if it is called `ferroce`, or else that of the search
     /// path.
     pub program: Option<PathBuf>,
-    /// What this process is called.
+    /// Name of this process.
     pub name: String,
 }
 
@@ -129,18 +129,18 @@ impl JoinConfig {
     }
 }
 
-/// What a member does when the broker has something for it. Called by the membership's thread.
+/// Handler of the broker's messages to a member. Called by the membership's thread.
 pub trait Inbox: Send + Sync {
     /// A packet that another socket received: for QP1, or one that was merged behind another process's.
     fn datagram(&self, meta: &RxMeta, bytes: &[u8]);
-    /// What the member tells about itself; `None`: there is nothing (any more).
+    /// Returns the member's report; `None`: it has none (any more).
     fn report(&self) -> Option<Report>;
 }
 
 /// An address that was opened.
 struct Opened {
     addr: IpAddr,
-    /// What the next broker gets: the groups' vaults or, when this process has none, its own sockets.
+    /// Descriptors for the next broker: the groups' vaults or, when this process has none, its own sockets.
     for_next: Vec<Arc<OwnedFd>>,
 }
 
@@ -165,11 +165,11 @@ struct State {
     closing: bool,
 }
 
-/// What has been told to the next broker.
+/// State that has been restored at the next broker.
 struct Rejoined {
     link: OwnedFd,
     bindings: Vec<Binding>,
-    /// What it had for this member meanwhile.
+    /// Messages that it sent to this member meanwhile.
     early: Vec<Record<ToClient>>,
 }
 
@@ -377,7 +377,7 @@ impl Membership {
         self.shared.place.is_whole().then_some(QpnParts { home, resting })
     }
 
-    /// Who takes what the broker has for this member. Only the first call counts; what came before it is lost, as in a
+    /// Sets the handler of the broker's messages. Only the first call counts; earlier messages are lost, as in a
     /// network.
     pub fn set_inbox(&self, inbox: Arc<dyn Inbox>) {
         let _ = self.shared.inbox.set(inbox);
@@ -893,7 +893,7 @@ impl State {
     }
 }
 
-/// What a broker must be told that has done what nobody wants any more.
+/// Returns the request that undoes one whose caller has given up.
 fn undo(request: &Request, reply: &Reply) -> Option<Request> {
     match (request, reply) {
         (Request::Bind { addr, .. }, Reply::Bound { service }) => Some(Request::Unbind {
@@ -908,7 +908,7 @@ fn undo(request: &Request, reply: &Reply) -> Option<Request> {
     }
 }
 
-/// What a broker must be told that was given `told` when there is only `left`.
+/// Returns the requests that give back the bindings in `told` that are not in `left`.
 fn given_back(told: &[Binding], left: &[Binding]) -> Vec<Request> {
     let count = |all: &[Binding], of: &Binding, which: fn(&Binding) -> bool| {
         let same = all

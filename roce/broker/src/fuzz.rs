@@ -1,4 +1,4 @@
-//! What comes from other processes or from a file, for fuzzing: every reader of the broker's formats, over bytes.
+//! Readers of the broker's formats, over bytes of other processes or of a file, for fuzzing.
 
 use serde::{Serialize, de::DeserializeOwned};
 

@@ -43,9 +43,9 @@ pub enum GroupError {
     /// A system call failed.
     #[error("{context}: {source}")]
     Io {
-        /// What was tried.
+        /// Operation that failed.
         context: &'static str,
-        /// What the system said.
+        /// Error of the system.
         source: io::Error,
     },
 }
@@ -73,7 +73,7 @@ pub enum Steering {
     Array,
 }
 
-/// What a group has that is steered by [`Steering::Array`].
+/// Socket array and program of a group with [`Steering::Array`].
 #[derive(Debug)]
 struct Array {
     sockets: SocketArray,
@@ -182,7 +182,7 @@ impl Array {
         [self.sockets.as_fd(), self.program.as_fd(), broker, nobody]
     }
 
-    /// Of what a vault held.
+    /// Adopts the descriptors that a vault held.
     fn adopt(parts: Vec<OwnedFd>) -> Option<Self> {
         let [sockets, program, broker, nobody] = <[OwnedFd; 4]>::try_from(parts).ok()?;
         let this = Self {
@@ -273,7 +273,7 @@ impl Group {
     ///
     /// # Errors
     /// When the kernel refuses.
-    pub fn steer_again(&self) -> io::Result<()> {
+    pub(crate) fn steer_again(&self) -> io::Result<()> {
         match &self.array {
             Some(array) => sys::steer_group_by(array.broker.as_fd(), array.program.as_fd()),
             None => Ok(()),
@@ -299,7 +299,7 @@ impl Group {
     ///
     /// # Errors
     /// When it is no socket of the group.
-    pub fn give_again(&self, place: Place, socket: OwnedFd) -> io::Result<()> {
+    pub(crate) fn give_again(&self, place: Place, socket: OwnedFd) -> io::Result<()> {
         let Some(array) = &self.array else {
             return Err(io::ErrorKind::Unsupported.into());
         };
@@ -367,7 +367,7 @@ impl Group {
     ///
     /// # Errors
     /// When the process has no descriptors left.
-    pub fn retake(&self, slot: u8) -> io::Result<OwnedFd> {
+    pub(crate) fn retake(&self, slot: u8) -> io::Result<OwnedFd> {
         let socket = self.socket(slot)?;
         set_open(&socket)?;
         Ok(socket.into())
@@ -435,7 +435,7 @@ fn set_open(socket: &Socket) -> io::Result<()> {
     }
 }
 
-/// What a socket is bound to, if that is an address and the port of RoCE.
+/// Returns the address of a socket that is bound to the port of RoCE.
 pub(crate) fn bound_to(socket: &OwnedFd) -> Option<IpAddr> {
     let at = SockRef::from(socket).local_addr().ok()?.as_socket()?;
     (at.port() == ROCE_UDP_PORT).then(|| at.ip())

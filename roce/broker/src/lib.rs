@@ -8,13 +8,14 @@
 //! two processes bind one.
 //!
 //! * A process calls [`join`], which starts a broker if none runs, and gives a [`Membership`].
-//! * The broker is [`server::run`]; it goes when nobody needs it any more.
-//! * If the broker dies, everything that is connected goes on. Each member holds a reference to the whole group (the
+//! * The broker is [`server::run`]; it exits when no process needs it any more.
+//! * If the broker dies, all connections go on. Each member holds a reference to the whole group (the
 //!   [vault](group)), and one of them starts another broker, which gets the group back from there.
-//! * If a member dies, its numbers rest for a minute; the broker ends its connections towards their peers (DREQ), as a
-//!   kernel does for a process that ends.
+//! * If a member dies, its numbers are quarantined for a minute; the broker disconnects its connections from their peers (DREQ), as
+//!   a kernel does for a process that exits.
 //!
-//! The protocol between the two is in [`proto`].
+//! The protocol between the two is in [`proto`]. The broker knows management datagrams and the numbers in use, and trusts no member:
+//! it must not know what a connection is for, and no packet of a queue pair passes through it.
 
 mod bpf;
 mod client;

@@ -1,4 +1,4 @@
-//! What broker and members say to each other, and how the numbers are divided.
+//! Protocol between broker and members, and the division of numbers.
 //!
 //! A message is one record of a `SOCK_SEQPACKET` unix socket: the length of its JSON part (32 bits, little endian), the
 //! JSON, and for [`ToBroker::Datagram`] and [`ToClient::Datagram`] the datagram's bytes. Sockets travel beside it
@@ -44,7 +44,7 @@ pub const ALL_GENERATIONS: u8 = GENERATIONS as u8;
 /// Bits of a number that name its owner, if that has one generation of a slot.
 pub const PLACE_BITS: u8 = SLOT_BITS + GENERATION_BITS;
 
-/// Whose a number is: a slot, and which of the slot's successive owners. The next owner of a slot has another generation,
+/// Owner of numbers: a slot, and a generation, which counts the slot's successive owners. The next owner of a slot has another generation,
 /// so that packets to the former one's queue pairs find none.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 pub struct Place {
@@ -100,12 +100,12 @@ impl Place {
         }
     }
 
-    /// Whose a queue pair number is: a single generation, which an owner of the whole slot [covers](Self::covers).
+    /// Returns the owner of a queue pair number: a single generation, which an owner of the whole slot [covers](Self::covers).
     pub const fn of_qpn(qpn: Qpn) -> Self {
         Self::from_top(qpn.value() >> (24 - PLACE_BITS as u32))
     }
 
-    /// Whose a communication ID, or the upper half of a transaction ID, is, likewise.
+    /// Returns the owner of a communication ID, or of the upper half of a transaction ID.
     pub const fn of_comm_id(id: u32) -> Self {
         Self::from_top(id >> (32 - PLACE_BITS as u32))
     }
@@ -118,7 +118,7 @@ impl Place {
     }
 }
 
-/// What a member may use of its place, and what it uses. Of a whole slot it uses one generation, until it has more queue pairs than that
+/// Generations of its place that a member may use, and those that it uses. Of a whole slot it uses one generation, until it has more queue pairs than that
 /// has numbers: only what has been used must rest when the member is gone.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Parts {
@@ -139,7 +139,7 @@ impl Parts {
         }
     }
 
-    /// Those that are used.
+    /// Returns the generations in use.
     pub const fn used(self, place: Place) -> u16 {
         match place.is_whole() && !self.spread {
             true => 1 << (self.home & (GENERATIONS as u8 - 1)),
@@ -178,7 +178,7 @@ pub struct Connection {
     pub remote_qpn: u32,
 }
 
-/// What is known of a datagram besides its bytes.
+/// Addresses and IP header fields of a datagram.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Meta {
     /// The address that it was sent to.
@@ -220,13 +220,13 @@ pub enum ToBroker {
     Request {
         /// Chosen by the asking side.
         seq: u64,
-        /// What is asked for.
+        /// The request.
         request: Request,
     },
     /// A packet for another member that the kernel gave to this one: several packets of one sender may come merged, and
     /// are steered by the first.
     Datagram(Meta),
-    /// What has become of the member's connections. Packets tell the broker nothing of them: anybody may send those.
+    /// Changes of the member's connections. The broker doesn't learn of them from packets: anybody may send those.
     Connections {
         /// They are established.
         up: Vec<Connection>,
@@ -237,7 +237,7 @@ pub enum ToBroker {
     Report {
         /// The query's, or [`UNASKED`].
         token: u64,
-        /// What is asked for; `None`: there is nothing (any more).
+        /// The report; `None`: there is none (any more).
         report: Option<Report>,
     },
     /// The process is about to exit with its device open, and wants a [`ToClient::Query`] of [`UNASKED`]: what it answers
@@ -249,30 +249,30 @@ pub enum ToBroker {
     Goodbye,
 }
 
-/// What a member had with a former broker.
+/// Place that a member had with a former broker.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Rejoin {
     /// Its place.
     pub place: Place,
-    /// What came with it in [`Reply::Welcome`]: shows that the place was this member's.
+    /// Token from [`Reply::Welcome`]: shows that the place was this member's.
     pub token: u64,
-    /// What it uses of it.
+    /// Generations that it uses.
     pub parts: Parts,
 }
 
-/// What a member may ask for.
+/// Request of a member.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Request {
     /// The first of every member: wants a place. Answer: [`Reply::Welcome`].
     Hello {
         /// [`VERSION`].
         version: u32,
-        /// What the process is called.
+        /// Name of the process.
         name: String,
         /// The place that it had with a former broker.
         rejoin: Option<Rejoin>,
     },
-    /// What a member had with a former broker; may come several times before `done`. What is not its own, or another's by
+    /// Bindings that a member had with a former broker; may come several times before `done`. What is not its own, or another's by
     /// now, is left out. Answer: [`Reply::Done`].
     Restore {
         /// Its ports.
@@ -301,9 +301,9 @@ pub enum Request {
     },
     /// Gives a port back. Answer: [`Reply::Done`].
     Unbind {
-        /// As bound.
+        /// Service ID, as bound.
         service: u64,
-        /// As bound.
+        /// Address, as bound.
         addr: Option<IpAddr>,
     },
     /// Wants the connect requests for a service ID. Answer: [`Reply::Done`].
@@ -315,9 +315,9 @@ pub enum Request {
     },
     /// No longer wants them. Answer: [`Reply::Done`].
     Unlisten {
-        /// As in `Listen`.
+        /// Service ID, as in `Listen`.
         service: u64,
-        /// As in `Listen`.
+        /// Address, as in `Listen`.
         addr: Option<IpAddr>,
     },
     /// Wants to know what is going on. Answer: [`Reply::Statistics`].
@@ -352,7 +352,7 @@ pub enum Reply {
         place: Place,
         /// See [`Rejoin`]. Nobody else knows it.
         token: u64,
-        /// What the member may use of the place.
+        /// Generations that the member may use.
         parts: Parts,
     },
     /// The sockets of an address: for each IP version the member's socket, unless it has that already, and the vault if
@@ -370,7 +370,7 @@ pub enum Reply {
     },
     /// Done.
     Done,
-    /// Who is there, and what was counted: in as many answers as that takes.
+    /// Members and counters, in as many answers as that takes.
     Statistics {
         /// Some of it.
         part: Statistics,
@@ -407,7 +407,7 @@ pub enum Refusal {
     Internal,
 }
 
-/// What a member tells about itself.
+/// Report of a member about itself.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Report {
     /// Addresses of the device; empty: all of the host.
@@ -421,7 +421,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// What a broker keeps of it, as members are not trusted: [`MAX_REPORT_ADDRS`] addresses, in order, and
+    /// Returns the part that a broker stores, as members are not trusted: [`MAX_REPORT_ADDRS`] addresses, in order, and
     /// [`MAX_COUNTERS`] counters, with names of at most [`MAX_COUNTER_NAME`] lower-case letters, digits and underscores.
     pub fn bounded(mut self) -> Self {
         let is_name = |name: &String| {
@@ -440,7 +440,7 @@ impl Report {
     }
 }
 
-/// What processes had counted that have ended. They can't tell any more: of one that was killed it is what it had told last.
+/// Counters of processes that have ended. For one that was killed they are those of its last report.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Ended {
     /// Addresses of their device, as in [`Report`].
@@ -458,7 +458,7 @@ pub struct ProcessReport {
     pub pid: u32,
     /// User id.
     pub uid: u32,
-    /// What it is called.
+    /// Its name.
     pub name: String,
     /// Its place.
     pub place: Place,
@@ -468,11 +468,11 @@ pub struct ProcessReport {
     pub bindings: Vec<Binding>,
     /// It answered in time.
     pub answered: bool,
-    /// What it tells, or told last; `None` if it never has.
+    /// Its latest report; `None` if there was none.
     pub report: Option<Report>,
 }
 
-/// Whom the members of a broker have to trust.
+/// Processes that the members of a broker have to trust.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub enum Isolation {
     /// They are one user's.
@@ -503,18 +503,18 @@ impl Translated {
 pub struct Statistics {
     /// The broker's process id.
     pub pid: u32,
-    /// Whom the members trust.
+    /// Processes that the members trust.
     #[serde(default)]
     pub isolation: Isolation,
     /// Addresses that are open.
     pub addrs: Vec<IpAddr>,
     /// The members.
     pub processes: Vec<ProcessReport>,
-    /// What ended members had counted since the broker was started, by the addresses of their devices.
+    /// Counters of members that ended since the broker was started, by the addresses of their devices.
     pub ended: Vec<Ended>,
     /// Ended members whose counters are not known: they had not told any, or are of more addresses than are kept.
     pub ended_unknown: u64,
-    /// What the broker counted, by name.
+    /// Counters of the broker, by name.
     pub counters: BTreeMap<String, u64>,
     /// Last request that proved address translation.
     #[serde(default)]
@@ -660,7 +660,7 @@ mod tests {
         assert_eq!(statistics.sum(&[one.into()], "none"), 0);
     }
 
-    /// As large as members can make them.
+    /// Returns the largest statistics that members can cause.
     fn worst_statistics() -> Statistics {
         let name = |n: usize| format!("{n:0>width$}", width = MAX_COUNTER_NAME);
         let counters: BTreeMap<String, u64> = (0..MAX_COUNTERS).map(|n| (name(n), u64::MAX)).collect();

@@ -1,4 +1,4 @@
-//! Where the broker is found, and how one is started: one per user, by whoever needs it first.
+//! Search for the broker, and its start: one per user, by the first process that needs it.
 
 use std::{
     ffi::OsStr,
@@ -27,15 +27,15 @@ pub(crate) const SOCKET: &str = BROKER_SOCKET;
 pub(crate) const LIFE_LOCK: &str = "broker.lock";
 /// Held by whoever starts a broker.
 const START_LOCK: &str = "start.lock";
-/// What the broker logs.
+/// Name of the broker's log.
 const LOG: &str = "broker.log";
-/// Where a system broker is.
+/// Directory of a system broker.
 pub(crate) const SYSTEM_DIR: &str = "/run/ferroce";
-/// What a broker writes to standard output when it can be connected to.
+/// Line that a broker writes to standard output when it accepts connections.
 pub(crate) const READY: &str = "ready";
 /// How long starting may take.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// What the names of the directories of network namespaces begin with.
+/// Prefix of the directories of network namespaces.
 const NETWORK: &str = "net-";
 /// After so long without a broker such a directory is of no use.
 const UNUSED: Duration = Duration::from_secs(24 * 3600);
@@ -50,7 +50,7 @@ pub enum StartError {
     Directory {
         /// Which.
         dir: PathBuf,
-        /// What is wrong, and what to do.
+        /// The fault, and how to mend it.
         text: String,
     },
     /// The socket is another user's.
@@ -71,15 +71,15 @@ pub enum StartError {
     Failed {
         /// The program.
         program: PathBuf,
-        /// What it said.
+        /// Its message.
         text: String,
     },
     /// A system call failed.
     #[error("{context}: {source}")]
     Io {
-        /// What was tried.
+        /// Operation that failed.
         context: String,
-        /// What the system said.
+        /// Error of the system.
         source: io::Error,
     },
 }
@@ -253,7 +253,7 @@ pub(crate) fn connect(dir: &Path) -> Result<Option<OwnedFd>, StartError> {
     check_server(dir, &path, socket).map(Some)
 }
 
-/// Whoever answers hands us the sockets that we receive from: it must be us, root, or a directory's owner whom root let
+/// Checks who answers, as it hands us the sockets that we receive from: it must be us, root, or a directory's owner whom root let
 /// have it.
 fn check_server(dir: &Path, path: &Path, socket: OwnedFd) -> Result<OwnedFd, StartError> {
     let own = geteuid().as_raw();
@@ -333,7 +333,7 @@ pub(crate) fn connect_or_start(dir: &Path, program: Option<&Path>) -> Result<Own
     Err(last.unwrap_or_else(|| context(dir.display().to_string())(io::ErrorKind::TimedOut.into())))
 }
 
-/// What a broker says that found another one alive.
+/// Message of a broker that found another one alive.
 pub(crate) const RUNS_ALREADY: &str = "another broker runs";
 
 fn is_transient(e: &StartError) -> bool {

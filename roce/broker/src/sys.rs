@@ -58,7 +58,7 @@ pub(crate) unsafe fn inherited(fd: RawFd) -> OwnedFd {
     unsafe { OwnedFd::from_raw_fd(fd) }
 }
 
-/// Who is at the other end of a unix socket: process id (0 when it has none here) and user id.
+/// Returns the process at the other end of a unix socket: process id (0 when it has none here) and user id.
 pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> io::Result<(u32, u32)> {
     let mut ucred = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut len = size_of::<libc::ucred>() as socklen_t;

@@ -25,7 +25,7 @@ use roce_broker::{
     statistics,
 };
 
-/// What must have happened by then, or it will not.
+/// Time after which an expected event counts as missing.
 const PATIENCE: Duration = Duration::from_secs(60);
 const BROKER: &str = env!("CARGO_BIN_EXE_roce-broker");
 /// The address to open, for a member's process.
@@ -290,7 +290,7 @@ fn send(addr: IpAddr, to: Number) {
     }
 }
 
-/// What two members receive of what is sent to one of them. Loopback delivers at once.
+/// Returns the packets that two members receive of those sent to one of them. Loopback delivers at once.
 fn delivered(addr: IpAddr, to: &mut Member, other: &mut Member) -> (usize, usize) {
     to.received();
     other.received();
@@ -348,7 +348,7 @@ fn a_member_can_not_receive_what_is_anothers() {
     assert_eq!(place.statistics().isolation, Isolation::Isolated);
 }
 
-/// Whatever arrives: packets that go to the socket of the member that did it tell nobody.
+/// Delivery depends on chance: packets that go to the socket of the member that did it tell nobody.
 #[test]
 #[ignore = "needs root"]
 fn a_member_that_detaches_the_program_stops_others_for_a_moment() {
@@ -572,7 +572,7 @@ fn without_the_right_to_load_programs_the_broker_says_that_members_must_trust_ea
     );
 }
 
-/// What the unit grants, and nothing else.
+/// Rights of the unit, and no others.
 #[test]
 #[ignore = "needs root"]
 fn the_right_to_load_programs_is_enough_to_isolate() {

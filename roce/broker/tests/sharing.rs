@@ -34,7 +34,7 @@ use roce_broker::{
     statistics,
 };
 
-/// What must have happened by then, or it will not.
+/// Time after which an expected event counts as missing.
 const PATIENCE: Duration = Duration::from_secs(180);
 /// The broker of this crate, in the place of `ferroce broker`.
 const BROKER: &str = env!("CARGO_BIN_EXE_roce-broker");

@@ -28,7 +28,7 @@ struct State {
     /// The connection to the broker; `None` while there is none.
     link: Option<Arc<OwnedFd>>,
     established: HashMap<u32, Connection>,
-    /// What the broker has not been told of, by our communication IDs.
+    /// Changes not yet reported to the broker, by our communication IDs.
     untold: BTreeSet<u32>,
     /// The member uses all parts of its place, and whether the broker has been told.
     spread: bool,
@@ -39,7 +39,7 @@ struct State {
     no_room: bool,
 }
 
-/// See the module. Its lock is held for moments only, and nothing is waited for under it: a device's lock may be held by
+/// Connections of this member that the broker knows. Its lock is held for moments only, and nothing is waited for under it: a device's lock may be held by
 /// whoever takes it.
 pub(super) struct Links {
     state: Mutex<State>,

@@ -26,7 +26,7 @@ fn member_in(dir: PathBuf) -> (Arc<Shared>, Arc<OwnedFd>, OwnedFd) {
     (Arc::new(shared), link, broker)
 }
 
-/// What the broker was asked: the number and the request.
+/// Returns the next request to the broker: its number and text.
 fn asked(broker: &OwnedFd, wait: bool) -> Option<(u64, String)> {
     match wire::receive::<ToBroker>(broker.as_fd(), &mut vec![0; MAX_RECORD], wait) {
         Ok(Record {

@@ -23,7 +23,7 @@ pub(crate) const MAX_WAITING_BYTES: usize = 2 << 20;
 /// How long a connection may say nothing at all.
 pub(super) const FIRST_WORD: Duration = Duration::from_secs(10);
 
-/// See the module.
+/// Connection of a member, or of a process that may become one.
 pub(super) struct Client {
     pub(super) socket: OwnedFd,
     /// Readable when the process has ended, even if a child of it holds the connection.
@@ -43,7 +43,7 @@ pub(super) struct Client {
     pub(super) since: Instant,
     /// It had a place with a former broker, and has not told yet all that went with it.
     pub(super) restoring: bool,
-    /// What it told last about itself.
+    /// Its latest report.
     pub(super) last: Option<Report>,
     waiting: VecDeque<(Vec<u8>, Vec<OwnedFd>)>,
 }

@@ -1,4 +1,4 @@
-//! What members had counted that are gone.
+//! Counters of members that are gone.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -19,12 +19,12 @@ struct Sums {
     counters: BTreeMap<String, u64>,
 }
 
-/// See the module. Reports must be [bounded](Report::bounded).
+/// Counters of members that are gone. Reports must be [bounded](Report::bounded).
 #[derive(Clone, Default)]
 pub(super) struct Gone {
     by_addrs: BTreeMap<Vec<IpAddr>, Sums>,
     unknown: u64,
-    /// Those whose connection ended without a goodbye, the latest last: one whose process lives joins again, and then is
+    /// Members whose connection ended without a goodbye, the latest last: one whose process lives joins again, and then is
     /// not gone.
     lost: VecDeque<(Place, Option<Report>)>,
 }

@@ -27,7 +27,7 @@ pub(super) struct Arrival {
     pub(super) bytes: Vec<u8>,
 }
 
-/// Whom a packet is for.
+/// Receiver of a packet.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Target {
     /// A management datagram.
@@ -71,7 +71,7 @@ pub(super) fn target(bytes: &[u8]) -> Target {
     }
 }
 
-/// See the module.
+/// QP1 of one address: its group of sockets, and the requests under way.
 pub(super) struct Gsi {
     pub(super) group: Group,
     path: UdpDatapath,
@@ -116,7 +116,7 @@ impl Gsi {
         })
     }
 
-    /// What to watch for input.
+    /// Returns the descriptors to watch for input.
     pub(super) fn descriptors(&self) -> Vec<RawFd> {
         self.path.descriptors().iter().map(AsRawFd::as_raw_fd).collect()
     }

@@ -50,15 +50,15 @@ const PREDECESSOR: Duration = Duration::from_secs(3);
 /// How a broker runs.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Where its socket is.
+    /// Directory of its socket.
     pub dir: PathBuf,
     /// How long it stays when nobody needs it; `None`: for ever.
     pub linger: Option<Duration>,
     /// How long it keeps an address open that nobody uses.
     pub idle: Duration,
-    /// What one user may have.
+    /// Limits of one user.
     pub quotas: Quotas,
-    /// Where it serves other users and may load programs (CAP_BPF): keep them from receiving what is another's.
+    /// Keep users from receiving each other's packets, if it serves several and may load programs (CAP_BPF).
     pub isolate: bool,
     /// Serve other users too, and give the socket these permissions.
     pub shared: Option<u32>,
@@ -100,9 +100,9 @@ pub enum BrokerError {
     /// A system call failed.
     #[error("{context}: {source}")]
     Io {
-        /// What was tried.
+        /// Operation that failed.
         context: &'static str,
-        /// What the system said.
+        /// Error of the system.
         source: io::Error,
     },
 }
@@ -158,14 +158,14 @@ fn serve(config: &Config, kept: Vec<OwnedFd>) -> Result<(), BrokerError> {
     outcome
 }
 
-/// What a broker does with a packet's bytes before it knows anything of them. For fuzzing.
+/// Parses a packet's bytes as a broker does. For fuzzing.
 pub(crate) fn classify(bytes: &[u8]) {
     if let gsi::Target::Gsi(mad) = gsi::target(bytes) {
         let _ = roce_cm::mad::Mad::parse(mad.as_slice());
     }
 }
 
-/// What a broker does with the state that it finds. For fuzzing.
+/// Reads the state of a former broker. For fuzzing.
 pub(crate) fn read_state(text: &[u8]) -> bool {
     let Some(mut slots) = state::parse(text) else {
         return false;

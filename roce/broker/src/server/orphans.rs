@@ -34,7 +34,7 @@ const REMEMBERED: Duration = Duration::from_secs(60);
 /// DREQs at once to one host, and the pause between further ones.
 const BURST: u32 = 64;
 const INTERVAL: Duration = Duration::from_millis(2);
-/// The same for all hosts together.
+/// Burst for all hosts together.
 const BURST_ALL: u32 = 512;
 const INTERVAL_ALL: Duration = Duration::from_micros(250);
 
@@ -89,7 +89,7 @@ struct Host {
     last: Instant,
 }
 
-/// See the module.
+/// Connections of members that are gone, whose peers are still to be notified.
 pub(super) struct Orphans {
     /// By our communication ID.
     all: HashMap<u32, Orphan>,
@@ -199,7 +199,7 @@ impl Orphans {
         self.queue.first().map(|(due, _)| self.pace.earliest(*due))
     }
 
-    /// What is to be sent now.
+    /// Returns the MADs that are due.
     pub(super) fn poll(&mut self, now: Instant) -> Vec<OutMad> {
         let mut out = Vec::new();
         while let Some((due, id)) = self.queue.first().copied()
@@ -321,7 +321,7 @@ mod tests {
         assert!(o.is_empty());
     }
 
-    /// What members claim can't be verified.
+    /// Claims of members can't be verified.
     #[test]
     fn a_host_that_answers_nothing_is_told_little() {
         let mut o = Orphans::default();

@@ -25,7 +25,7 @@ struct Entry {
     binding: Binding,
 }
 
-/// See the module.
+/// Port numbers and services of all members.
 #[derive(Default)]
 pub(super) struct Ports {
     by_service: BTreeMap<u64, Vec<Entry>>,
@@ -79,7 +79,7 @@ impl Ports {
             .find(|service| !self.by_service.contains_key(service))
     }
 
-    /// What a member had with a former broker. False: another process has it, or the member has too many.
+    /// Restores the bindings that a member had with a former broker. False: another process has it, or the member has too many.
     pub(super) fn restore(&mut self, place: Place, process: Process, binding: Binding) -> bool {
         let shared = |e: &Entry| e.binding.reuse && binding.reuse && !e.binding.listening && !binding.listening;
         let clash = |e: &Entry| e.process != process && overlap(e.binding.addr, binding.addr) && !shared(e);
@@ -203,13 +203,13 @@ impl Ports {
         self.counts.get(&place).copied().unwrap_or(0)
     }
 
-    /// What a member has.
+    /// Returns the bindings of a member.
     pub(super) fn of(&self, place: Place) -> Vec<Binding> {
         let all = self.by_service.values().flatten();
         all.filter(|e| e.place == place).map(|e| e.binding.clone()).collect()
     }
 
-    /// Who takes a request for a service ID that came to an address. `has` says who receives at that address.
+    /// Returns the member that takes a request for a service ID at an address. `has`: whether a member receives at that address.
     pub(super) fn listener(&self, service: u64, to: IpAddr, has: impl Fn(Place) -> bool) -> Option<Place> {
         let all = self.by_service.get(&service)?;
         let mut fitting: Vec<&Entry> = all

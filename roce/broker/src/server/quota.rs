@@ -1,4 +1,4 @@
-//! What one user may have, and what is said when it is more.
+//! Limits of one user, and the errors beyond them.
 
 use std::{collections::HashMap, time::Duration};
 
@@ -6,7 +6,7 @@ use roce_verbs::Instant;
 
 use crate::proto::{GENERATIONS, Isolation, MAX_GROUPS, SLOTS};
 
-/// What one user (by the user id of its processes) may have at a time. What is more is refused.
+/// Limits of one user (by the user id of its processes). Requests beyond them are refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Quotas {
     /// Processes with a place.
@@ -21,14 +21,14 @@ pub struct Quotas {
 }
 
 impl Quotas {
-    /// Of a broker for one user: the limits of all.
+    /// Limits of a broker for one user: those of all.
     pub const PRIVATE: Self = Self {
         places: SLOTS - 1,
         addresses: MAX_GROUPS,
         ports: 131_072,
         connections: 131_072,
     };
-    /// Of a broker for several users: one of them leaves half of the places to the others.
+    /// Limits of a broker for several users: one of them leaves half of the places to the others.
     pub const SHARED: Self = Self {
         places: 64,
         addresses: 16,
@@ -36,7 +36,7 @@ impl Quotas {
         connections: 16_384,
     };
 
-    /// Whole slots that one user may have, those that rest included; further processes get one generation of a slot. None where
+    /// Returns how many whole slots one user may have, those in quarantine included; further processes get one generation of a slot. None where
     /// users are kept apart: a socket that a former member keeps lets the packets of its place through for ever, and a whole
     /// slot's numbers are soon another's.
     pub(super) const fn whole(&self, isolation: Isolation) -> usize {

@@ -1,4 +1,4 @@
-//! What clients ask for.
+//! Requests of clients.
 
 use std::{collections::BTreeSet, net::IpAddr, os::fd::OwnedFd, time::Duration};
 
@@ -186,14 +186,8 @@ impl Broker {
             (None, Err(e)) => return refused(Refusal::Internal, e.to_string()),
         };
         let tenant = Tenant { process, uid, token };
-        let (has, resting) = self.slots.of_user(boot_time(), uid);
-        let quotas = self.quotas;
-        if rejoin.is_none() && (has >= quotas.places || resting >= quotas.resting()) {
-            let what = match has >= quotas.places {
-                true => format!("has {has} processes here, and may not have more (--max-places)"),
-                false => format!("has had {resting} processes killed within a minute, whose numbers rest"),
-            };
-            return Outcome::OverQuota("refused_places", format!("user {uid} {what}"));
+        if let (None, Some(text)) = (rejoin, self.over_quota(uid)) {
+            return Outcome::OverQuota("refused_places", text);
         }
         // A broker that has lost its state takes the word of its own user's processes.
         let unknown = trusted && self.isolation == Isolation::OneUser;
@@ -235,6 +229,22 @@ impl Broker {
         self.by_place.insert(place, client);
         self.save();
         Outcome::Reply(Reply::Welcome { place, token, parts }, vec![])
+    }
+
+    /// Returns why a user may not have another place.
+    fn over_quota(&self, uid: u32) -> Option<String> {
+        let (has, resting) = self.slots.of_user(boot_time(), uid);
+        if has >= self.quotas.places {
+            Some(format!(
+                "user {uid} has {has} processes here, and may not have more (--max-places)"
+            ))
+        } else if resting >= self.quotas.resting() {
+            Some(format!(
+                "user {uid} has had {resting} processes killed within a minute, whose numbers rest"
+            ))
+        } else {
+            None
+        }
     }
 
     fn restore(&mut self, client: usize, place: Place, bindings: &[Binding], connections: &[Connection]) {

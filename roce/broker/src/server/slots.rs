@@ -26,17 +26,17 @@ pub(super) struct Process {
     pub(super) start: u64,
 }
 
-/// Who a place is given to.
+/// Process that a place is given to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(super) struct Tenant {
     pub(super) process: Process,
     /// Its user.
     pub(super) uid: u32,
-    /// What only this member knows. Processes that can't be seen are recognised by nothing else.
+    /// Secret of this member. A process that can't be seen is recognised by nothing else.
     pub(super) token: u64,
 }
 
-/// Who has a slot.
+/// Owner of a slot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 enum Owner {
     Nobody,
@@ -88,7 +88,7 @@ impl Rest {
     }
 }
 
-/// See the module. Times are milliseconds of a clock that goes on while the machine sleeps.
+/// Slots of a broker and their owners. Times are milliseconds of a clock that goes on while the machine sleeps.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(super) struct Slots {
     owners: Vec<Owner>,
@@ -120,7 +120,7 @@ impl Slots {
         self.rests.get_mut(start..start + GENERATIONS).unwrap_or_default()
     }
 
-    /// Those of a set of generations.
+    /// Returns the quarantines of a set of generations.
     fn rests_in(&mut self, slot: u8, set: u16) -> impl Iterator<Item = &mut Option<Rest>> {
         let all = self.rests_of(slot).iter_mut().enumerate();
         all.filter(move |(generation, _)| set & (1 << generation) != 0)
@@ -146,7 +146,7 @@ impl Slots {
         all.map(|(slot, (owner, rests))| (slot as u8, owner, rests))
     }
 
-    /// Whole slots that a user has, or that nobody can have because of what its processes have used.
+    /// Returns how many whole slots a user has, or blocks by generations that its processes have used.
     fn whole_of(&self, now: u64, uid: u32) -> usize {
         let taken = |(_, owner, rests): &(u8, &Owner, &[Option<Rest>])| match owner.holding() {
             Some(h) => h.tenant.uid == uid && h.place(0).is_whole(),
@@ -288,7 +288,7 @@ impl Slots {
         (self.owners.iter().filter(has).count(), resting)
     }
 
-    /// What a former broker left behind: its members may come back, unless they are dead. Process ids of another
+    /// Takes over the places of a former broker: its members may come back, unless they are dead. Process ids of another
     /// namespace than ours say nothing.
     pub(super) fn inherit(&mut self, now: u64, namespace: u64, is_alive: impl Fn(Process) -> bool) {
         let foreign = std::mem::replace(&mut self.namespace, namespace) != namespace;
@@ -328,7 +328,7 @@ impl Slots {
     }
 }
 
-/// What the owner of a whole slot may use of it, if that is enough. `early`: of what was left cleanly as much as is needed for that, too,
+/// Returns the generations that the owner of a whole slot may use, if they are enough. `early`: of what was left cleanly as much as is needed for that, too,
 /// the longest first.
 fn usable_parts(now: u64, rests: &[Option<Rest>], early: bool) -> Option<Parts> {
     let ends = |r: Option<Rest>| match r.filter(|r| !r.is_over(now)) {

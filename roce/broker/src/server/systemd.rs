@@ -1,4 +1,4 @@
-//! What a broker and systemd say to each other (`sd_notify(3)`, `sd_listen_fds(3)`): readiness, and the vaults, which
+//! Messages between a broker and systemd (`sd_notify(3)`, `sd_listen_fds(3)`): readiness, and the vaults, which
 //! systemd keeps when a system broker ends, since its members, of other users, are not trusted with them.
 
 use std::{
@@ -23,7 +23,7 @@ use crate::sys;
 /// The first descriptor that is passed (`SD_LISTEN_FDS_START`).
 const FIRST: i32 = 3;
 
-/// Where to tell systemd something; does nothing when not started by it.
+/// Socket for messages to systemd; does nothing when not started by it.
 #[derive(Debug)]
 pub struct Notify(Option<OsString>);
 
@@ -68,7 +68,7 @@ pub(super) fn kept_descriptors() -> Vec<OwnedFd> {
         .collect()
 }
 
-/// What a vault is called among the descriptors that systemd keeps: letters and digits only.
+/// Returns the name of a vault among the descriptors that systemd stores: letters and digits only.
 fn vault_name(addr: IpAddr) -> String {
     let bytes: Vec<u8> = match addr {
         IpAddr::V4(a) => a.octets().into(),

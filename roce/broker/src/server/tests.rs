@@ -1,4 +1,4 @@
-//! What members can make a broker keep, and for how long.
+//! Limits of what members can make a broker store, and for how long.
 
 use std::{
     os::{fd::AsFd, unix::net::UnixListener},
@@ -64,7 +64,7 @@ impl Peer {
         Self::new(broker).into_member(broker)
     }
 
-    /// As if another user had connected.
+    /// Connects as another user.
     fn of_user(broker: &mut Broker, uid: u32) -> Self {
         let this = Self::new(broker);
         broker.clients[this.key].uid = uid;

@@ -6,7 +6,7 @@ use super::*;
 
 const SENDS: &str = "rdma_sends";
 
-/// What all processes of an address have sent.
+/// Returns the SENDs of all processes of an address.
 fn sends(place: &Place, addr: &str) -> u64 {
     place.statistics().sum(&[addr.parse().unwrap()], SENDS)
 }
@@ -73,7 +73,7 @@ fn counters_do_not_go_back_when_a_process_stops_or_is_killed() {
     server.quit();
 }
 
-/// What it has counted is told by the drop of the device, the packets included that this sends.
+/// Dropping the device reports its counters, with the packets that this sends.
 #[test]
 fn a_device_that_is_closed_leaves_its_counters() {
     let place = Place::new();

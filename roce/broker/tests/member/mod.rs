@@ -20,7 +20,7 @@ use roce::{
 pub(crate) const ADDR: &str = "TEST_ADDR";
 /// Not empty: open the device as if for this process alone.
 pub(crate) const ALONE: &str = "TEST_ALONE";
-/// What lines for the test begin with.
+/// Prefix of lines for the test.
 pub(crate) const MARK: &str = "@ ";
 
 const SIZE: usize = 64;
