@@ -74,6 +74,9 @@ impl Drop for IdInner {
             return;
         }
         self.device.router.remove(self.key);
+        if let Key::Conn(conn) = self.key {
+            self.device.engines.fail_qp_of(conn);
+        }
         // A closed device has no connections.
         let _ = self.device.engines.first().with(|port, now| match self.key {
             Key::Listener(id) => port.cm_unlisten(id),
@@ -111,10 +114,15 @@ impl Id {
         self.0.remote
     }
 
+    fn conn(&self) -> Result<ConnId, VerbsError> {
+        match self.0.key {
+            Key::Conn(conn) => Ok(conn),
+            Key::Listener(_) => Err(VerbsError::State("a listener is not a connection".into())),
+        }
+    }
+
     fn with<R>(&self, call: impl FnOnce(&mut Port, Instant, ConnId) -> Result<R, VerbsError>) -> Result<R, VerbsError> {
-        let Key::Conn(conn) = self.0.key else {
-            return Err(VerbsError::State("a listener is not a connection".into()));
-        };
+        let conn = self.conn()?;
         let done = self.0.device.engines.first().with(|port, now| call(port, now, conn));
         done.map_err(closed)?
     }
@@ -125,7 +133,7 @@ impl Id {
     /// If the id is not a waiting request, or the queue pair can't be used.
     pub fn accept(&self, qp: &Qp, params: ConnParams) -> Result<(), VerbsError> {
         check_device(qp, &self.0.device)?;
-        self.with(|port, now, conn| port.accept_qp(now, conn, qp.qpn(), params))?;
+        self.0.device.engines.accept(self.conn()?, qp.place(), params)?;
         qp.keep_connection(self.clone());
         Ok(())
     }
@@ -135,7 +143,11 @@ impl Id {
     /// # Errors
     /// If the id is not a waiting request, or the private data is too long.
     pub fn accept_with(&self, args: &AcceptArgs) -> Result<(), VerbsError> {
-        self.with(|port, now, conn| port.cm_accept(now, conn, args))
+        let args = AcceptArgs {
+            src_port: self.0.device.engines.promise_source(args.qpn),
+            ..args.clone()
+        };
+        self.with(|port, now, conn| port.cm_accept(now, conn, &args))
     }
 
     /// Completes a connection after [`CmEventKind::Reply`]: the program has moved the queue pair to RTS.
@@ -198,6 +210,7 @@ impl Id {
     /// # Errors
     /// If the device is closed.
     pub fn disconnect(&self) -> Result<(), VerbsError> {
+        self.0.device.engines.fail_qp_of(self.conn()?);
         self.with(|port, now, conn| {
             port.cm_disconnect(now, conn);
             Ok(())
@@ -404,7 +417,12 @@ impl EventChannel {
     /// If there is no route to the peer, or an argument is invalid.
     pub fn connect(&self, args: &ConnectArgs) -> Result<Id, VerbsError> {
         let local = self.local_for(args.local, args.remote)?;
-        let args = ConnectArgs { local, ..args.clone() };
+        let src_port = self.0.device.engines.promise_source(args.qpn);
+        let args = ConnectArgs {
+            local,
+            src_port,
+            ..args.clone()
+        };
         self.start(local, args.remote, |port, now| port.cm_connect(now, &args))
     }
 
@@ -433,14 +451,18 @@ impl EventChannel {
         call: impl FnOnce(&mut Port, Instant) -> Result<ConnId, VerbsError>,
     ) -> Result<Id, VerbsError> {
         let device = &self.0.device;
-        // The route is added under the port's lock, so that no event precedes it.
         let made = device.engines.first().with(|port, now| {
             let conn = call(port, now)?;
-            let id = IdInner::connection(device, conn, local, remote);
-            device.router.add(Key::Conn(conn), &self.0.queue, &id);
-            Ok(Id(id))
+            Ok(self.new_id(conn, local, remote))
         });
         made.map_err(closed)?
+    }
+
+    /// Creates the id of a connection. Called under the port's lock, so that no event precedes its route.
+    fn new_id(&self, conn: ConnId, local: SocketAddr, remote: SocketAddr) -> Id {
+        let id = IdInner::connection(&self.0.device, conn, local, remote);
+        self.0.device.router.add(Key::Conn(conn), &self.0.queue, &id);
+        Id(id)
     }
 }
 
@@ -484,9 +506,8 @@ impl Device {
         check_device(qp, &self.0)?;
         let local = SocketAddr::new(src.unwrap_or(Ipv6Addr::UNSPECIFIED.into()), 0);
         let local = channel.local_for(local, dst)?;
-        let id = channel.start(local, dst, |port, now| {
-            port.connect_qp(now, local, dst, qp.qpn(), params)
-        })?;
+        let started = |conn| channel.new_id(conn, local, dst);
+        let id = self.0.engines.connect((local, dst), qp.place(), params, started)?;
         qp.keep_connection(id.clone());
         Ok(id)
     }

@@ -1,13 +1,14 @@
 //! Engines of a device: ports at one address, each with its own queue pairs, lock and thread.
 //!
-//! The first engine owns the connections, and all queue pairs other than RC and XRC initiators.
-//!
-//! **Lock order.** A thread that holds the first engine's lock may acquire another engine's, for the queue pair of a
-//! connection ([`Siblings`]). The other engines reach the first one by messages only.
+//! The first engine owns the connections, and all queue pairs other than RC and XRC initiators. It reaches the queue pairs of
+//! other engines by messages, and they reach it so: no thread holds the locks of two engines.
 
-use std::sync::{
-    Arc, OnceLock, Weak,
-    atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed},
+use std::{
+    net::SocketAddr,
+    sync::{
+        Arc, OnceLock, Weak,
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed},
+    },
 };
 
 use roce_bth::Qpn;
@@ -15,11 +16,14 @@ use roce_net::{
     Closed, Driver, DriverConfig, EventSink, Inbox, Message, Own, Waiter,
     links::{LinkChange, LinkWatch},
 };
-use roce_port::{CmEventKind, ConnId, Port, PortChange, QpnSlot, RxMeta, Siblings, Steering};
-use roce_verbs::{AsyncEvent, PathMtus, QpType, provider::VerbsError};
+use roce_port::{CmEventKind, ConnId, FromShard, PortChange, QpnSlot, RxMeta, Steering, ToShard};
+use roce_verbs::{
+    AsyncEvent, PathMtus, QpType,
+    provider::{ConnParams, VerbsError},
+};
 
 use crate::{
-    device::{DeviceConfig, Services, io_error},
+    device::{DeviceConfig, Services, closed, io_error},
     open::Parts,
     router::Router,
     shards::{Numbers, qpn_of},
@@ -48,16 +52,6 @@ impl EngineGroup {
     fn inbox_of(&self, qpn: Qpn, this: usize) -> Option<&Inbox<Message>> {
         let index = self.numbers.of_qpn(qpn).filter(|index| *index != this)?;
         self.inboxes.get(index).map(|inbox| &**inbox)
-    }
-}
-
-impl Siblings for EngineGroup {
-    fn call(&self, qpn: Qpn, call: &mut dyn FnMut(&mut Port)) {
-        let others = self.numbers.of_qpn(qpn).filter(|index| *index > 0);
-        if let (Some(index), Some(engines)) = (others, self.engines()) {
-            // A closed engine has no queue pairs.
-            let _ = engines.drivers[index].with(|port, _| call(port));
-        }
     }
 }
 
@@ -103,10 +97,15 @@ impl EventSink for Sink {
         }
     }
 
-    fn first_packet(&self, conn: ConnId) {
+    fn command(&self, command: ToShard) {
+        if let Some(inbox) = self.group.inbox_of(command.qp().qpn(), self.index) {
+            inbox.push(Message::Command(command));
+        }
+    }
+
+    fn report(&self, report: FromShard) {
         if let Some(first) = self.group.inboxes.first() {
-            // If the inbox is full, the RTU establishes the connection.
-            first.send(Message::FirstPacket(conn));
+            first.push(Message::Report(report));
         }
     }
 
@@ -143,13 +142,8 @@ impl Engines {
             numbers: numbers(&all),
             closing: AtomicBool::new(false),
         });
-        if let [first, others @ ..] = &mut *all
-            && several
-        {
-            first.1.port.set_siblings(group.clone());
-            others
-                .iter_mut()
-                .for_each(|(_, parts)| parts.port.follow(&first.1.port));
+        if let [(_, first), others @ ..] = &mut *all {
+            others.iter_mut().for_each(|(_, parts)| parts.port.follow(&first.port));
         }
         let services = all.iter().map(|(config, _)| config.services.clone()).collect();
         let loads = all.iter().map(|_| AtomicU32::new(0)).collect();
@@ -212,6 +206,79 @@ impl Engines {
                 least.map_or(0, |(index, _)| index)
             }
         }
+    }
+
+    /// Starts to connect a queue pair of an engine ([`Port::connect_qp`]). Runs `started` under the lock of the first engine, before any event.
+    ///
+    /// [`Port::connect_qp`]: roce_port::Port::connect_qp
+    pub(crate) fn connect<R>(
+        &self,
+        (local, remote): (SocketAddr, SocketAddr),
+        (engine, qpn): (usize, Qpn),
+        params: ConnParams,
+        started: impl FnOnce(ConnId) -> R,
+    ) -> Result<R, VerbsError> {
+        let engine = self.get(engine);
+        let offer = engine
+            .with(|port, now| port.offer_qp(now, qpn, &params))
+            .map_err(closed)??;
+        let connected = self.first().with(|port, now| {
+            let conn = port.connect_offered(now, local, remote, &offer, params)?;
+            Ok(started(conn))
+        });
+        let connected = connected.map_err(closed).flatten();
+        if connected.is_err() {
+            // A closed engine has no queue pairs.
+            let _ = engine.with(|port, now| port.handle_command(now, ToShard::Release(offer.qp())));
+        }
+        connected
+    }
+
+    /// Accepts a connect request with a queue pair of an engine ([`Port::accept_qp`]).
+    ///
+    /// [`Port::accept_qp`]: roce_port::Port::accept_qp
+    pub(crate) fn accept(
+        &self,
+        conn: ConnId,
+        (engine, qpn): (usize, Qpn),
+        params: ConnParams,
+    ) -> Result<(), VerbsError> {
+        let engine = self.get(engine);
+        let path = self.first().with_quiet(|port, _| port.accept_path(conn, &params));
+        let path = path.map_err(closed)??;
+        let offer = engine.with(|port, now| port.offer_accepted(now, conn, qpn, &path, &params));
+        let offer = offer.map_err(closed)??;
+        let accepted = self
+            .first()
+            .with(|port, now| port.accept_offered(now, conn, &offer, params));
+        let accepted = accepted.map_err(closed).flatten();
+        if accepted.is_err() {
+            // A closed engine has no queue pairs.
+            let _ = engine.with(|port, now| port.withdraw(now, &offer));
+        }
+        accepted
+    }
+
+    /// Moves the queue pair of a connection that is about to end to error, so that its last acknowledgement precedes the DREQ. The first
+    /// engine does so itself for its own.
+    pub(crate) fn fail_qp_of(&self, conn: ConnId) {
+        if self.drivers.len() == 1 {
+            return;
+        }
+        if let Ok(Some(qp)) = self.first().with_quiet(|port, _| port.qp_of(conn))
+            && let Some(index) = self.group.numbers.of_qpn(qp.qpn()).filter(|index| *index > 0)
+        {
+            let fail = ToShard::Fail { qp, conn };
+            // A closed engine has no queue pairs.
+            let _ = self.drivers[index].with(|port, now| port.handle_command(now, fail));
+        }
+    }
+
+    /// Fixes the UDP source port of a queue pair that a REQ or REP is going to name. `None`: the first engine does so for its own.
+    pub(crate) fn promise_source(&self, qpn: Qpn) -> Option<u16> {
+        let index = self.group.numbers.of_qpn(qpn).filter(|index| *index > 0)?;
+        let promised = self.drivers[index].with_quiet(|port, _| port.promise_source(qpn));
+        promised.ok()?
     }
 
     /// Counts a queue pair of an engine that completes into these queues.
@@ -394,8 +461,11 @@ mod tests {
         assert_eq!(received(&group, 0), [of_first]);
         assert!(received(&group, 1).is_empty());
         assert_eq!(*broker.0.lock(), [of_others, vec![0; 3]]);
-        sink.first_packet(ConnId(7));
+        sink.report(FromShard::FirstPacket(ConnId(7)));
         let messages = group.inboxes[0].take();
-        assert!(matches!(messages.front(), Some(Message::FirstPacket(ConnId(7)))));
+        assert!(matches!(
+            messages.front(),
+            Some(Message::Report(FromShard::FirstPacket(ConnId(7))))
+        ));
     }
 }

@@ -376,6 +376,11 @@ impl Qp {
         self.0.groups.lock().iter().map(Membership::group).collect()
     }
 
+    /// Returns the engine and the number of the queue pair.
+    pub(crate) fn place(&self) -> (usize, Qpn) {
+        (self.0.engine, self.0.qpn)
+    }
+
     pub(crate) fn device(&self) -> &Arc<DeviceInner> {
         &self.0.device
     }

@@ -1,8 +1,8 @@
 //! Drives one port from several threads: a mutex around the port plus a progress thread. [`Progress`] decides which thread advances it.
 //!
 //! **Lock order.** The port's lock comes first. Leaf locks below it: the memory table, a completion queue, a receive queue, and the
-//! locks inside an [`EventSink`] or a notifier. A thread that holds one of those calls nothing of the driver. Of ports with siblings
-//! ([`roce_port::Siblings`]) the first one's lock comes before the others'.
+//! locks inside an [`EventSink`] or a notifier. A thread that holds one of those calls nothing of the driver, and no thread holds
+//! two ports' locks: ports of one address exchange messages ([`Message`]).
 
 use std::{
     io,

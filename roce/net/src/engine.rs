@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use roce_port::{CmEventKind, ConnId, Port, PortChange, RxMeta};
+use roce_port::{CmEventKind, FromShard, Port, PortChange, RxMeta, ToShard};
 use roce_verbs::{AsyncEvent, Instant, PathMtus};
 
 use crate::{
@@ -31,8 +31,10 @@ const SOON: Duration = Duration::from_micros(50);
 pub enum Message {
     /// Packet that arrived at the other engine's socket.
     Packet(RxMeta, Vec<u8>),
-    /// First packet of a connection's peer, whose queue pair the other engine has ([`Port::poll_first_packet`]).
-    FirstPacket(ConnId),
+    /// Command of the engine that has the connections ([`Port::poll_command`]).
+    Command(ToShard),
+    /// Report to the engine that has the connections ([`Port::poll_report`]).
+    Report(FromShard),
 }
 
 /// Receives a port's events under the port's lock. An implementation must not call a driver, except [`Driver::stop`], and acquires leaf
@@ -50,8 +52,10 @@ pub trait EventSink: Send + Sync {
     fn port_change(&self, _change: PortChange) {}
     /// Takes a packet for another process that shares the address.
     fn stray(&self, _meta: &RxMeta, _bytes: &[u8]) {}
-    /// Takes a first packet for the engine that has the connections ([`Message::FirstPacket`]).
-    fn first_packet(&self, _conn: ConnId) {}
+    /// Takes a command for the engine that has a queue pair ([`Message::Command`]).
+    fn command(&self, _command: ToShard) {}
+    /// Takes a report for the engine that has the connections ([`Message::Report`]).
+    fn report(&self, _report: FromShard) {}
     /// Reports changes of interfaces, without the port's lock. Returns the path MTUs that they carry now, if known.
     fn links(&self, _changes: Vec<(String, LinkChange)>) -> Option<PathMtus> {
         None
@@ -194,7 +198,8 @@ impl Engine {
             match message {
                 // The receiving engine has captured it.
                 Message::Packet(meta, bytes) => self.motor.handed_over(&mut self.port, now, &bytes, &meta),
-                Message::FirstPacket(conn) => self.port.cm_notify(now, conn),
+                Message::Command(command) => self.port.handle_command(now, command),
+                Message::Report(report) => self.port.handle_report(now, report),
             }
         }
         any
@@ -202,6 +207,8 @@ impl Engine {
 
     /// Makes a call of a program, which may post something.
     pub(crate) fn call<R>(&mut self, now: Instant, call: impl FnOnce(&mut Port, Instant) -> R) -> R {
+        // The connections of the program's queue pairs may have ended.
+        self.take_messages(now);
         let result = call(&mut self.port, now);
         self.flush_once(now);
         result
@@ -275,8 +282,11 @@ impl Engine {
                 self.port.cm_destroy(now, conn);
             }
         }
-        while let Some(conn) = self.port.poll_first_packet() {
-            self.sink.first_packet(conn);
+        while let Some(command) = self.port.poll_command() {
+            self.sink.command(command);
+        }
+        while let Some(report) = self.port.poll_report() {
+            self.sink.report(report);
         }
         while let Some(event) = self.port.poll_async_event() {
             self.sink.async_event(event);

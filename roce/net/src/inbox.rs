@@ -54,6 +54,12 @@ impl<T> Inbox<T> {
         true
     }
 
+    /// Sends a message that must not be lost. The caller bounds how many there are.
+    pub fn push(&self, letter: T) {
+        self.letters.lock().push_back(letter);
+        self.ring();
+    }
+
     /// Like [`send`](Self::send); what there is no room for is counted.
     pub fn send_or_lose(&self, letter: T) {
         if !self.send(letter) {

@@ -1,30 +1,25 @@
 //! Queue pairs of connections, for applications that don't modify them: INIT, RTR and RTS while a connection is
 //! established, ERR when it ends (as rdma_cm does for `id->qp`).
+//!
+//! The application's calls work in steps, because GSI and queue pair may be different ports'.
 
 use core::net::SocketAddr;
 
 use rand::Rng;
-use roce_bth::{Psn, Qpn, RnrTimer};
-use roce_cm::{AcceptArgs, ConnId, ConnTransport, ConnectArgs, Event, RemoteQp};
+use roce_bth::{Psn, Qpn};
+use roce_cm::{AcceptArgs, ConnId, ConnTransport, ConnectArgs, RemoteQp};
 use roce_verbs::{
     AccessFlags, Instant, QpAttr, QpState, QpType, ToRts,
-    provider::{ConnParams, RejectReason, VerbsError},
+    provider::{ConnParams, VerbsError},
 };
 
 use crate::{
     cm::cm_error,
-    handshake::Terms,
+    entry::Binding,
+    gsi::Terms,
+    message::{FromShard, Offer, QpKey, ToShard},
     port::{Port, invalid},
 };
-
-/// Queue pair of a connection, with its local attributes for the transition to RTS.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Bound {
-    pub(crate) qpn: Qpn,
-    /// First PSN that the queue pair expects.
-    rq_psn: Psn,
-    min_rnr_timer: RnrTimer,
-}
 
 impl Port {
     /// Starts to connect a queue pair in RESET or INIT ([`Port::cm_connect`]). [`Port::poll_cm_event`] moves it to RTS.
@@ -39,21 +34,13 @@ impl Port {
         qpn: Qpn,
         params: ConnParams,
     ) -> Result<ConnId, VerbsError> {
-        self.now = now;
-        let (transport, srq) = self.at(qpn, |port| port.check_free(qpn, QpType::XrcIni))??;
         let (local, remote) = self.endpoints(local, remote)?;
-        self.at(qpn, |port| port.init_qp(now, qpn))??;
-        let bound = self.new_bound(qpn, &params);
-        let mtu = self.config.mtus.of(local.ip());
-        let args = ConnectArgs {
-            params,
-            srq,
-            transport,
-            ..ConnectArgs::new(local, remote, qpn, bound.rq_psn, mtu)
-        };
-        let conn = self.cm_connect(now, &args)?;
-        self.bind(conn, bound, false);
-        Ok(conn)
+        let offer = self.offer_qp(now, qpn, &params)?;
+        let connected = self.connect_offered(now, local, remote, &offer, params);
+        if connected.is_err() {
+            self.perform(now, ToShard::Release(offer.qp));
+        }
+        connected
     }
 
     /// Accepts a connect request with a queue pair in RESET or INIT ([`Port::cm_accept`]).
@@ -63,78 +50,150 @@ impl Port {
     /// # Errors
     /// There is no such request, or the queue pair can't be used and may now be in error. The request stays open.
     pub fn accept_qp(&mut self, now: Instant, conn: ConnId, qpn: Qpn, params: ConnParams) -> Result<(), VerbsError> {
+        let path = self.accept_path(conn, &params)?;
+        let offer = self.offer_accepted(now, conn, qpn, &path, &params)?;
+        let accepted = self.accept_offered(now, conn, &offer, params);
+        if accepted.is_err() {
+            self.withdraw(now, &offer);
+        }
+        accepted
+    }
+
+    /// Reserves a queue pair in RESET or INIT for a connection. [`Port::connect_offered`] or [`ToShard::Release`] follows.
+    ///
+    /// # Errors
+    /// The queue pair can't be used.
+    pub fn offer_qp(&mut self, now: Instant, qpn: Qpn, params: &ConnParams) -> Result<Offer, VerbsError> {
         self.now = now;
-        let (transport, srq) = self.at(qpn, |port| port.check_free(qpn, QpType::XrcTgt))??;
-        let path = self.cm.accept_path(conn, &params).map_err(cm_error)?;
+        let (transport, srq) = self.check_free(qpn, QpType::XrcIni)?;
+        self.init_qp(now, qpn)?;
+        self.reserve(qpn, transport, srq, params)
+    }
+
+    /// Moves a queue pair in RESET or INIT to RTS, for a connect request that it is going to accept. [`Port::accept_offered`] or
+    /// [`Port::withdraw`] follows.
+    ///
+    /// # Errors
+    /// The queue pair can't be used and may now be in error.
+    pub fn offer_accepted(
+        &mut self,
+        now: Instant,
+        conn: ConnId,
+        qpn: Qpn,
+        path: &RemoteQp,
+        params: &ConnParams,
+    ) -> Result<Offer, VerbsError> {
+        self.now = now;
+        let (transport, srq) = self.check_free(qpn, QpType::XrcTgt)?;
         if path.transport != transport {
             return Err(invalid(format_args!(
                 "the peer requests transport {:?}, the queue pair has {transport:?}",
                 path.transport
             )));
         }
-        let bound = self.new_bound(qpn, &params);
-        let brought = self.at(qpn, |port| port.bring_to_rts(now, &path, bound)).flatten();
-        let accepted = brought.and_then(|()| {
-            let args = AcceptArgs {
-                srq,
-                ..AcceptArgs::new(qpn, bound.rq_psn, params)
-            };
-            self.cm_accept(now, conn, &args)
-        });
-        if let Err(e) = accepted {
-            // An error here means that the port is closed, and its queue pairs with it.
-            let _ = self.at(qpn, |port| port.fail_qp(now, qpn));
+        let offer = self.reserve(qpn, transport, srq, params)?;
+        if let Err(e) = self.bring_up(now, offer.qp, path) {
+            self.withdraw(now, &offer);
             return Err(e);
         }
-        self.bind(conn, bound, true);
-        self.handshakes.remove(conn);
+        let slot = self.slot(qpn)?;
+        self.qps[slot].binding = Binding::HalfOpen(conn);
+        Ok(offer)
+    }
+
+    /// Moves a queue pair whose request could not be accepted to error. It is free for another connection.
+    pub fn withdraw(&mut self, now: Instant, offer: &Offer) {
+        self.now = now;
+        if self.keyed(offer.qp).is_some() {
+            self.fail_qp(now, offer.qp.qpn);
+            self.perform(now, ToShard::Release(offer.qp));
+        }
+    }
+
+    /// Sends the REQ for a queue pair that its shard has reserved.
+    ///
+    /// # Errors
+    /// An argument is invalid, or a limit is reached.
+    pub fn connect_offered(
+        &mut self,
+        now: Instant,
+        local: SocketAddr,
+        remote: SocketAddr,
+        offer: &Offer,
+        params: ConnParams,
+    ) -> Result<ConnId, VerbsError> {
+        let mtu = self.config.mtus.of(self.endpoints(local, remote)?.0.ip());
+        let args = ConnectArgs {
+            params,
+            srq: offer.srq,
+            transport: offer.transport,
+            src_port: offer.src_port,
+            ..ConnectArgs::new(local, remote, offer.qp.qpn, offer.start_psn, mtu)
+        };
+        let conn = self.cm_connect(now, &args)?;
+        self.gsi()?.bind(conn, offer.qp);
+        Ok(conn)
+    }
+
+    /// Returns the path of a connect request that waits for its answer.
+    ///
+    /// # Errors
+    /// There is no such request, or the private data is too long.
+    pub fn accept_path(&mut self, conn: ConnId, params: &ConnParams) -> Result<RemoteQp, VerbsError> {
+        self.gsi()?.manager().accept_path(conn, params).map_err(cm_error)
+    }
+
+    /// Sends the REP for a queue pair that its shard has moved to RTS.
+    ///
+    /// # Errors
+    /// The request is no longer pending.
+    pub fn accept_offered(
+        &mut self,
+        now: Instant,
+        conn: ConnId,
+        offer: &Offer,
+        params: ConnParams,
+    ) -> Result<(), VerbsError> {
+        let args = AcceptArgs {
+            srq: offer.srq,
+            src_port: offer.src_port,
+            ..AcceptArgs::new(offer.qp.qpn, offer.start_psn, params)
+        };
+        self.cm_accept(now, conn, &args)?;
+        self.gsi()?.bind(conn, offer.qp);
         Ok(())
     }
 
-    /// Moves the queue pair of [`Port::connect_qp`] or [`Port::accept_qp`] as an event of its connection demands. Changes nothing for
-    /// other connections.
-    ///
-    /// [`Event::Reply`] moves it to RTS and becomes [`Event::Established`] or [`Event::Failed`].
-    pub(crate) fn follow_event(&mut self, now: Instant, event: Event) -> Event {
-        let id = event.conn();
-        let Some(bound) = self.conns.get(&id).copied() else {
-            return event;
-        };
-        match event {
-            Event::Reply {
-                conn,
-                path,
-                private_data,
-            } => match self.on_reply(now, conn, &path, bound) {
-                Ok(()) => Event::Established { conn, private_data },
-                Err(e) => {
-                    self.fail_qp_of(now, conn);
-                    let text = e.to_string();
-                    Event::Failed { conn, text }
+    /// Performs a command of the GSI. Returns the report that it asks for.
+    pub(crate) fn perform(&mut self, now: Instant, command: ToShard) -> Option<FromShard> {
+        match command {
+            ToShard::BringUp { qp, conn, path } => Some(FromShard::BroughtUp(conn, self.bring_up(now, qp, &path))),
+            ToShard::Established(qp) => {
+                self.set_binding(qp, Binding::Bound);
+                None
+            }
+            ToShard::Fail { qp, conn } => {
+                if self.keyed(qp).is_some() {
+                    self.fail_qp(now, qp.qpn);
                 }
-            },
-            Event::Established { .. } => {
-                self.at_qp_of(id, |port, _, slot| port.qps[slot].half_open = false);
-                event
+                Some(FromShard::Failed(conn))
             }
-            Event::Rejected { .. } | Event::Unreachable { .. } | Event::Disconnected { .. } => {
-                self.fail_qp_of(now, id);
-                event
+            ToShard::Release(qp) => {
+                self.set_binding(qp, Binding::Free);
+                None
             }
-            _ => event,
         }
     }
 
-    /// Moves the queue pair to RTS after the peer accepted, then sends the RTU.
-    fn on_reply(&mut self, now: Instant, conn: ConnId, path: &RemoteQp, bound: Bound) -> Result<(), VerbsError> {
-        let done = self.at_qp_of(conn, |port, _, _| port.bring_to_rts(now, path, bound));
-        match done.unwrap_or_else(|| Err(VerbsError::State("the connection's queue pair was destroyed".into()))) {
-            Ok(()) => self.cm_establish(now, conn),
-            Err(e) => {
-                // An error here means that the peer has ended the connection and needs no REJ.
-                let _ = self.cm.qp_failed(now, conn, RejectReason::NO_QP);
-                Err(e)
-            }
+    /// Returns the slot of a queue pair, unless it is gone.
+    fn keyed(&self, qp: QpKey) -> Option<usize> {
+        let slot = self.qpns.get(qp.qpn)?;
+        (self.qps[slot].serial == qp.serial).then_some(slot)
+    }
+
+    fn set_binding(&mut self, qp: QpKey, binding: Binding) {
+        if let Some(slot) = self.keyed(qp) {
+            self.qps[slot].binding = binding;
         }
     }
 
@@ -154,47 +213,39 @@ impl Port {
                 )));
             }
         };
-        match entry.qp.state() {
-            _ if entry.conn.is_some() => Err(VerbsError::Busy("the queue pair already has a connection")),
-            QpState::Reset | QpState::Init => Ok((transport, config.srq.is_some())),
-            state => Err(VerbsError::State(format!(
+        match (entry.qp.state(), entry.binding) {
+            (QpState::Reset | QpState::Init, Binding::Free) => Ok((transport, config.srq.is_some())),
+            (state, Binding::Free) => Err(VerbsError::State(format!(
                 "the queue pair is in state {state:?}, expected RESET or INIT"
             ))),
+            _ => Err(VerbsError::Busy("the queue pair already has a connection")),
         }
     }
 
-    fn new_bound(&mut self, qpn: Qpn, params: &ConnParams) -> Bound {
-        Bound {
-            qpn,
-            rq_psn: Psn::new(self.rng.random()),
-            min_rnr_timer: params.min_rnr_timer.unwrap_or(self.config.min_rnr_timer),
-        }
-    }
-
-    /// Assigns a queue pair to a connection. `half_open`: the connection waits for the RTU.
-    fn bind(&mut self, conn: ConnId, bound: Bound, half_open: bool) {
-        // An error here means that the port is closed, and its queue pairs with it.
-        let _ = self.at(bound.qpn, |port| {
-            if let Some(slot) = port.qpns.get(bound.qpn) {
-                let entry = &mut *port.qps[slot];
-                (entry.conn, entry.half_open) = (Some(conn), half_open);
-            }
-        });
-        self.conns.insert(conn, bound);
-    }
-
-    /// Ends the assignment of a queue pair to a connection.
-    pub(crate) fn unbind(&mut self, conn: ConnId) {
-        self.at_qp_of(conn, |port, _, slot| {
-            let entry = &mut *port.qps[slot];
-            entry.conn = None;
-            entry.half_open = false;
-        });
-        self.conns.remove(&conn);
-    }
-
-    pub(crate) fn is_bound(&self, conn: ConnId) -> bool {
-        self.conns.contains_key(&conn)
+    /// Reserves a queue pair for a connection.
+    fn reserve(
+        &mut self,
+        qpn: Qpn,
+        transport: ConnTransport,
+        srq: bool,
+        params: &ConnParams,
+    ) -> Result<Offer, VerbsError> {
+        let rq_psn = Psn::new(self.rng.random());
+        let min_rnr_timer = params.min_rnr_timer.unwrap_or(self.config.min_rnr_timer);
+        let src_port = self.promise_source(qpn);
+        let slot = self.slot(qpn)?;
+        let entry = &mut *self.qps[slot];
+        entry.binding = Binding::Offered { rq_psn, min_rnr_timer };
+        Ok(Offer {
+            qp: QpKey {
+                qpn,
+                serial: entry.serial,
+            },
+            start_psn: rq_psn,
+            transport,
+            srq,
+            src_port,
+        })
     }
 
     /// Moves a queue pair from RESET to INIT, with rdma_cm's access flags (`cm_init_qp_init_attr`).
@@ -212,29 +263,31 @@ impl Port {
         self.modify_qp(now, qpn, &attr)
     }
 
-    /// Moves a queue pair to RTS (`cm_init_qp_rtr_attr`, `cm_init_qp_rts_attr`).
-    fn bring_to_rts(&mut self, now: Instant, path: &RemoteQp, bound: Bound) -> Result<(), VerbsError> {
-        let qpn = bound.qpn;
+    /// Moves a reserved queue pair to RTS (`cm_init_qp_rtr_attr`, `cm_init_qp_rts_attr`).
+    fn bring_up(&mut self, now: Instant, qp: QpKey, path: &RemoteQp) -> Result<(), VerbsError> {
+        let entry = self.keyed(qp).map(|slot| &*self.qps[slot]);
+        let Some((Binding::Offered { rq_psn, min_rnr_timer }, qp_type)) =
+            entry.map(|entry| (entry.binding, entry.qp.config().qp_type))
+        else {
+            return Err(VerbsError::State("the connection's queue pair was destroyed".into()));
+        };
+        let qpn = qp.qpn;
         self.init_qp(now, qpn)?;
-        let qp_type = self.qps[self.slot(qpn)?].qp.config().qp_type;
         let steps = ToRts {
-            rq_psn: bound.rq_psn,
+            rq_psn,
             sq_psn: path.sq_psn,
             max_dest_rd_atomic: path.responder_resources,
             max_rd_atomic: path.initiator_depth,
-            min_rnr_timer: bound.min_rnr_timer,
+            min_rnr_timer,
             timeout: path.timeout,
             retry_cnt: path.retry_cnt,
             rnr_retry: path.rnr_retry,
             ..ToRts::new(path.av, path.mtu, path.qpn)
         };
         self.modify_with(now, qpn, &steps.step(qp_type, QpState::Rtr), Some(Terms::of(path)))?;
-        self.modify_qp(now, qpn, &steps.step(qp_type, QpState::Rts))
-    }
-
-    /// Moves a connection's queue pair to error.
-    pub(crate) fn fail_qp_of(&mut self, now: Instant, conn: ConnId) {
-        self.at_qp_of(conn, |port, qpn, _| port.fail_qp(now, qpn));
+        self.modify_qp(now, qpn, &steps.step(qp_type, QpState::Rts))?;
+        self.set_binding(qp, Binding::Bound);
+        Ok(())
     }
 
     fn fail_qp(&mut self, now: Instant, qpn: Qpn) {
@@ -247,6 +300,15 @@ impl Port {
         };
         if let Err(e) = self.modify_qp(now, qpn, &attr) {
             tracing::error!(%qpn, error = %e, "queue pair could not be moved to the error state");
+        }
+    }
+
+    /// Reports the peer's first packet on a half-open connection, which counts as its RTU.
+    pub(crate) fn on_first_packet(&mut self, now: Instant, slot: usize) {
+        let entry = &mut *self.qps[slot];
+        if let Binding::HalfOpen(conn) = entry.binding {
+            entry.binding = Binding::Bound;
+            self.handle_report(now, FromShard::FirstPacket(conn));
         }
     }
 }

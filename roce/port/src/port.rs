@@ -1,15 +1,12 @@
 //! RoCE port: its queue pairs, the verbs on them, their timers and the list of those that have packets to send.
 
 use core::{net::IpAddr, ops::RangeInclusive};
-use std::{
-    collections::{HashMap, VecDeque},
-    sync::Arc,
-};
+use std::{collections::VecDeque, sync::Arc};
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha12Rng;
 use roce_bth::{Psn, Qpn};
-use roce_cm::{ConnId, Manager, TranslationWatch, guid};
+use roce_cm::{Manager, guid};
 use roce_icrc::IdSolver;
 use roce_mem::MemoryTable;
 use roce_qp::{Ctx, Failure, FreePaces, QpConfig, QueuePair, ReceiveQueue, WaitReason, Window};
@@ -20,46 +17,22 @@ use roce_verbs::{
 use slab::Slab;
 
 use crate::{
-    batch::Receiver,
-    bring_up::Bound,
     cnp::Notified,
     config::{PortConfig, QpInit},
     counters::PortCounters,
-    handshake::{Handshakes, Terms},
+    entry::{Binding, QpEntry, SourcePort},
+    gsi::{Announced, Gsi, GsiLink, Terms},
     mcast::Groups,
+    message::ToShard,
     parting::Parting,
     peer::{PeerKey, Peers, QpPath},
     persist::Persisting,
     qpn::QpnTable,
-    siblings::Siblings,
     timers::TimerHeap,
 };
 
 /// UDP source ports that RoCEv2 uses for entropy (`IB_ROCE_UDP_ENCAP_VALID_PORT_MIN` to the maximum).
 const SRC_PORTS: RangeInclusive<u16> = 0xc000..=u16::MAX;
-
-/// Queue pair with the port's own state of it.
-pub(crate) struct QpEntry {
-    pub(crate) qp: QueuePair,
-    /// Place in the order of creation, from 1.
-    pub(crate) serial: u32,
-    pub(crate) pd: roce_mem::PdHandle,
-    pub(crate) path: Option<QpPath>,
-    /// Receiver of the last datagram.
-    pub(crate) receiver: Option<Receiver>,
-    /// In the ready list.
-    pub(crate) queued: bool,
-    /// In its peer's list of queue pairs that wait for the window.
-    pub(crate) blocked: bool,
-    /// Time of the queue pair's earliest entry in the timer heap.
-    pub(crate) armed: Option<Instant>,
-    /// Connection of the queue pair.
-    pub(crate) conn: Option<ConnId>,
-    /// Congestion notifications to the peer.
-    pub(crate) notifies: Notified,
-    /// The connection waits for the RTU, or for any packet of the peer instead.
-    pub(crate) half_open: bool,
-}
 
 /// RoCE port, sans-IO. The crate's documentation describes how to drive it.
 pub struct Port {
@@ -84,21 +57,15 @@ pub struct Port {
     /// Queue pairs that may have packets to send, in the order of their turns.
     pub(crate) ready: VecDeque<Qpn>,
     pub(crate) timers: TimerHeap,
-    pub(crate) cm: Manager,
-    /// Connections whose queue pairs the port moves.
-    pub(crate) conns: HashMap<ConnId, Bound>,
-    /// UDP source ports of local queue pairs, and the terms that peers announced in REQ and REP.
-    pub(crate) handshakes: Handshakes,
-    /// Other ports at this address, if this port owns their connections.
-    pub(crate) siblings: Option<Arc<dyn Siblings>>,
-    /// Connections owned by another port whose first packet arrived at a queue pair here. That port is notified.
-    pub(crate) first_packets: VecDeque<ConnId>,
+    pub(crate) gsi: GsiLink,
+    /// Commands of the GSI for other shards.
+    pub(crate) commands: VecDeque<ToShard>,
+    /// Terms that peers announced in REQ and REP.
+    pub(crate) announced: Announced,
     pub(crate) groups: Groups,
-    pub(crate) gsi_psn: Psn,
     pub(crate) events: VecDeque<AsyncEvent>,
     pub(crate) counters: PortCounters,
     pub(crate) solver: IdSolver,
-    pub(crate) translations: TranslationWatch,
     /// Slot of the queue pair that is receiving a train, and the room in its peer's window before, bytes.
     pub(crate) stepped: Option<(usize, usize)>,
     /// Time of the driver's last call.
@@ -150,6 +117,7 @@ impl Port {
         let mut cm_config = config.cm.clone();
         cm_config.mtus = config.mtus.clone();
         let cm = Manager::new(cm_config, rng.random());
+        let gsi = Gsi::new(cm, Psn::new(rng.random()));
         Self {
             mem,
             qpns: QpnTable::new(config.qpns, config.qpn_parts),
@@ -163,17 +131,13 @@ impl Port {
             partings: VecDeque::new(),
             ready: VecDeque::new(),
             timers: TimerHeap::default(),
-            cm,
-            conns: HashMap::new(),
-            handshakes: Handshakes::default(),
-            siblings: None,
-            first_packets: VecDeque::new(),
+            announced: gsi.announced().clone(),
+            gsi: GsiLink::Here(Box::new(gsi)),
+            commands: VecDeque::new(),
             groups: Groups::default(),
-            gsi_psn: Psn::new(rng.random()),
             events: VecDeque::new(),
             counters: PortCounters::default(),
             solver: IdSolver::new(),
-            translations: TranslationWatch::default(),
             stepped: None,
             now: Instant::ZERO,
             config,
@@ -236,6 +200,10 @@ impl Port {
             }
         };
         self.created = self.created.wrapping_add(1);
+        let source = (!init.qp_type.is_datagram()).then(|| SourcePort {
+            port: self.config.src_port(self.rng.random_range(SRC_PORTS)),
+            promised: false,
+        });
         let slot = self.qps.insert(Box::new(QpEntry {
             qp,
             serial: self.created,
@@ -245,15 +213,11 @@ impl Port {
             queued: false,
             blocked: false,
             armed: None,
-            conn: None,
+            binding: Binding::Free,
+            source,
             notifies: Notified::default(),
-            half_open: false,
         }));
         self.qpns.insert(qpn, slot);
-        if !init.qp_type.is_datagram() {
-            let drawn = self.rng.random_range(SRC_PORTS);
-            self.handshakes.add_source(qpn, self.config.src_port(drawn));
-        }
         Ok(qpn)
     }
 
@@ -268,7 +232,6 @@ impl Port {
         self.with_qp(now, slot, |qp, ctx| qp.destroy(ctx));
         self.groups.forget(qpn);
         self.qpns.remove(now, qpn);
-        self.handshakes.remove_source(qpn);
         let entry = self.qps.remove(slot);
         if let Some(path) = &entry.path {
             self.peers.leave(self.now, path.peer);
@@ -314,7 +277,7 @@ impl Port {
                 self.qps[slot].qp.enable_reorder(&self.config.reorder_budget);
             }
             if let Some((av, peer)) = self.qps[slot].qp.remote() {
-                let announced = || self.handshakes.terms((av.remote.to_canonical(), peer));
+                let announced = || self.announced.terms((av.remote.to_canonical(), peer));
                 let mut terms = agreed.unwrap_or_else(announced);
                 // Packets to our own address come to our own sockets.
                 terms.selective |= av.remote == av.local;
@@ -340,7 +303,10 @@ impl Port {
 
     /// Fixes and returns the UDP source port of a connected queue pair, to be announced to its peer.
     pub fn promise_source(&mut self, qpn: Qpn) -> Option<u16> {
-        self.handshakes.promise(qpn)
+        let slot = self.qpns.get(qpn)?;
+        let source = self.qps[slot].source.as_mut()?;
+        source.promised = true;
+        Some(source.port)
     }
 
     /// Applies the terms that the peer announced to a queue pair in RTR.
@@ -369,7 +335,9 @@ impl Port {
 
     /// Sets the path MTUs of the interfaces. Existing connections keep their path MTU.
     pub fn set_path_mtus(&mut self, mtus: PathMtus) {
-        self.cm.set_path_mtus(mtus.clone());
+        if let Ok(gsi) = self.gsi() {
+            gsi.manager().set_path_mtus(mtus.clone());
+        }
         self.config.mtus = mtus;
     }
 
@@ -487,7 +455,7 @@ impl Port {
 
     /// Returns the time when [`Port::handle_timeout`] must be called next.
     pub fn poll_timeout(&mut self) -> Option<Instant> {
-        let cm = self.cm.next_timeout();
+        let cm = self.gsi_timeout();
         loop {
             let Some((at, qpn)) = self.timers.peek() else {
                 return cm;
@@ -511,7 +479,11 @@ impl Port {
     /// Returns whether [`Port::handle_timeout`] may have a timer to run. Cheaper than [`Port::poll_timeout`].
     pub fn is_timeout_due(&self, now: Instant) -> bool {
         let is_due = |at: Instant| at <= now;
-        self.timers.peek().is_some_and(|(at, _)| is_due(at)) || self.cm.next_timeout().is_some_and(is_due)
+        self.timers.peek().is_some_and(|(at, _)| is_due(at)) || self.gsi_timeout().is_some_and(is_due)
+    }
+
+    fn gsi_timeout(&self) -> Option<Instant> {
+        self.gsi.get()?.manager_ref().next_timeout()
     }
 
     /// Runs every timer that is due. Returns whether one was. Calling it early or late is harmless.
@@ -542,8 +514,10 @@ impl Port {
                 self.timers.update(qpn, &mut entry.armed, deadline);
             }
         }
-        if self.cm.next_timeout().is_some_and(|at| at <= now) {
-            self.cm.handle_timeout(now);
+        if self.gsi_timeout().is_some_and(|at| at <= now)
+            && let Ok(gsi) = self.gsi()
+        {
+            gsi.manager().handle_timeout(now);
             any = true;
         }
         any
@@ -557,7 +531,11 @@ impl Port {
     /// Returns the counters.
     pub fn counters(&self) -> PortCounters {
         PortCounters {
-            cm: *self.cm.counters(),
+            cm: self
+                .gsi
+                .get()
+                .map(|gsi| *gsi.manager_ref().counters())
+                .unwrap_or_default(),
             ..self.counters
         }
     }
@@ -718,11 +696,11 @@ impl Port {
         if entry.path.as_ref().is_some_and(|p| p.av == av && p.dest == dest) {
             return;
         }
-        let requested = self.config.requested_port(&av);
-        let Some(src_port) = self.handshakes.source(entry.qp.qpn(), requested) else {
-            return;
-        };
-        let Some(tx) = self.config.tx_path(&av, src_port) else {
+        let Some(source) = &mut entry.source else { return };
+        if let Some(port) = self.config.requested_port(&av).filter(|_| !source.promised) {
+            source.port = port;
+        }
+        let Some(tx) = self.config.tx_path(&av, source.port) else {
             return;
         };
         let peer = self.peers.join(self.now, av.remote);

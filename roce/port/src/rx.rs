@@ -3,13 +3,13 @@
 use core::net::{IpAddr, SocketAddr};
 
 use roce_bth::{Class, Opcode, PKey, Packet, ParseError, QKey, Qpn, ROCE_UDP_PORT, Service};
-use roce_cm::Translation;
 use roce_icrc::{Flow, IcrcPrefix, IdSolver, IpPair, Recovery};
 use roce_qp::{DatagramSource, Origin};
 use roce_verbs::Instant;
 
 use crate::{
     cnp::{ECN_BITS, ECN_CE},
+    entry::Binding,
     peer::PeerKey,
     port::Port,
 };
@@ -316,7 +316,7 @@ impl Port {
             self.note_mark(now, slot, packet);
         }
         self.with_qp_of_train(now, slot, |qp, ctx| qp.handle_packet(ctx, packet));
-        if self.qps[slot].half_open && self.qps[slot].qp.heard() {
+        if matches!(self.qps[slot].binding, Binding::HalfOpen(_)) && self.qps[slot].qp.heard() {
             self.finish_steps();
             self.on_first_packet(now, slot);
         }
@@ -405,20 +405,18 @@ impl Port {
             self.give_datagram(now, slot, packet, &source.header(id));
             return;
         }
-        let (remote, local) = (source.flow.ip.src(), source.flow.ip.dst());
-        self.cm.handle_mad(now, local, remote, packet.payload);
+        if let Ok(gsi) = self.gsi() {
+            gsi.handle_mad(now, source.flow.ip, packet.payload);
+        }
     }
 
     /// Reports a request that was dropped because of its ICRC if that proves address translation.
     fn look_for_translation(&mut self, now: Instant, source: &Source, index: u16, bytes: &[u8]) {
         let id = source.identification.map(|id| id.wrapping_add(index));
-        let Some((found, report)) = self.translations.examine(now, &source.flow, id, bytes) else {
-            return;
-        };
-        self.counters.icrc_translated += 1;
-        if report {
-            tracing::warn!("a connect request was {found}. {}", Translation::ADVICE);
-        }
+        let proven = self
+            .gsi()
+            .is_ok_and(|gsi| gsi.detect_translation(now, &source.flow, id, bytes));
+        self.counters.icrc_translated += u64::from(proven);
     }
 
     /// Verifies the ICRC of a packet from an unauthenticated sender; returns its Identification.

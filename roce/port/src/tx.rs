@@ -1,23 +1,15 @@
-//! From queue pairs to packets: whose turn it is, and the wrapping of management datagrams.
+//! Send path: turns of queue pairs, behind everything that goes first.
 
-use roce_bth::{Bth, Deth, Header, Opcode, QKey, Qpn};
-use roce_cm::OutMad;
-use roce_icrc::IpPair;
-use roce_qp::{Poll, TxKind, TxSink};
+use roce_bth::Qpn;
+use roce_qp::Poll;
 use roce_verbs::Instant;
 
 use crate::{
-    batch::{Directory, QpSink, TxBatch, TxPath},
+    batch::{Directory, QpSink, TxBatch},
+    gsi::MAD_PACKET_LEN,
     port::Port,
     qpn::udp_source_port,
 };
-
-/// BTH and DETH, bytes.
-pub(crate) const MAD_OFFSET: usize = 12 + 8;
-/// With the MAD.
-const MAD_PACKET_LEN: usize = MAD_OFFSET + 256;
-/// Hop limit of management datagrams.
-const MAD_HOP_LIMIT: u8 = 64;
 
 /// Smallest number of packets for which a train is cut short. Shorter ones cost more system calls than overlapping them gains.
 const MIN_CUT_TRAIN: u64 = 16;
@@ -40,14 +32,8 @@ impl Port {
         if !self.stage_partings(batch) {
             return true;
         }
-        loop {
-            if !batch.has_room(MAD_PACKET_LEN) {
-                return true;
-            }
-            match self.cm.poll_mad() {
-                Some(mad) => self.stage_mad(&mad, batch),
-                None => break,
-            }
+        if !self.stage_mads(batch) {
+            return true;
         }
         while !self.notifications.is_empty() {
             if !batch.has_room(MAD_PACKET_LEN) {
@@ -190,31 +176,18 @@ impl Port {
         }
     }
 
-    /// Wraps a MAD: UD SEND ONLY from QP1 to QP1 (IBA 13.5.1).
-    fn stage_mad(&mut self, out: &OutMad, batch: &mut TxBatch) {
-        let Ok(ip) = IpPair::try_from((out.local, out.remote)) else {
-            return;
-        };
+    /// Stages the management datagrams that wait. Returns false if the batch is full.
+    fn stage_mads(&mut self, batch: &mut TxBatch) -> bool {
+        let Some(gsi) = self.gsi.get_mut() else { return true };
         let default_port = || self.config.src_port(udp_source_port(Qpn::GSI, Qpn::GSI));
         let src_port = self.config.mad_port.unwrap_or_else(default_port);
-        let path = TxPath::new(ip, src_port, 0, MAD_HOP_LIMIT);
-        let mut header = Header::new(Bth::new(Opcode::UdSendOnly, Qpn::GSI, self.gsi_psn));
-        header.deth = Some(Deth {
-            qkey: QKey::GSI,
-            reserved: 0,
-            src_qp: Qpn::GSI,
-        });
-        // Each alone: a lost one is sent again by the manager, which must not depend on GSO.
-        let mut sink = QpSink::new(batch, &path, [Qpn::GSI; 2], false, 1);
-        let Some(bytes) = sink.reserve(TxKind::Request, MAD_PACKET_LEN) else {
-            return;
-        };
-        let at = header.emit(bytes);
-        bytes[at..].copy_from_slice(&out.mad);
-        sink.commit();
-        let staged = sink.staged();
-        self.gsi_psn = self.gsi_psn.next();
-        self.counters.tx_mads += 1;
-        self.counters.count_staged(&staged);
+        while batch.has_room(MAD_PACKET_LEN) {
+            let Some(staged) = gsi.stage(batch, src_port) else {
+                return true;
+            };
+            self.counters.tx_mads += staged.packets;
+            self.counters.count_staged(&staged);
+        }
+        false
     }
 }

@@ -1,4 +1,4 @@
-//! Extra terms exchanged in REQ and REP: UDP source ports and selective acknowledgement.
+//! Extra terms that peers announce in REQ and REP: UDP source ports and selective acknowledgement.
 
 use core::net::IpAddr;
 use std::{collections::HashMap, sync::Arc};
@@ -28,17 +28,8 @@ impl Terms {
     }
 }
 
-/// UDP source port of one of our queue pairs.
-#[derive(Clone, Copy, Debug)]
-struct Source {
-    port: u16,
-    /// A REQ or REP has named the port: the peer drops packets from any other.
-    promised: bool,
-}
-
 #[derive(Debug, Default)]
 struct State {
-    sources: HashMap<Qpn, Source>,
     by_conn: HashMap<ConnId, PeerQp>,
     by_peer: HashMap<PeerQp, Vec<(ConnId, Terms)>>,
 }
@@ -55,39 +46,11 @@ impl State {
     }
 }
 
-/// Terms of both sides, shared by all ports at an address. Leaf lock.
+/// Terms of peers' queue pairs, shared by all shards of an address. Leaf lock.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Handshakes(Arc<Mutex<State>>);
+pub(crate) struct Announced(Arc<Mutex<State>>);
 
-impl Handshakes {
-    /// Sets the source port of a new local queue pair.
-    pub(crate) fn add_source(&self, qpn: Qpn, port: u16) {
-        let source = Source { port, promised: false };
-        self.0.lock().sources.insert(qpn, source);
-    }
-
-    pub(crate) fn remove_source(&self, qpn: Qpn) {
-        self.0.lock().sources.remove(&qpn);
-    }
-
-    /// Returns the source port of a local queue pair. Changes it to `requested` first, unless it is promised.
-    pub(crate) fn source(&self, qpn: Qpn, requested: Option<u16>) -> Option<u16> {
-        let mut state = self.0.lock();
-        let source = state.sources.get_mut(&qpn)?;
-        if let Some(port) = requested.filter(|_| !source.promised) {
-            source.port = port;
-        }
-        Some(source.port)
-    }
-
-    /// Fixes and returns a local queue pair's source port for a REQ or REP.
-    pub(crate) fn promise(&self, qpn: Qpn) -> Option<u16> {
-        let mut state = self.0.lock();
-        let source = state.sources.get_mut(&qpn)?;
-        source.promised = true;
-        Some(source.port)
-    }
-
+impl Announced {
     /// Records the terms of a connection whose queue pair the application modifies.
     pub(crate) fn insert(&self, conn: ConnId, path: &RemoteQp) {
         let peer = (path.av.remote.to_canonical(), path.qpn);
@@ -147,7 +110,7 @@ mod tests {
 
     #[test]
     fn contradicting_terms_are_ignored() {
-        let (known, peer) = (Handshakes::default(), (HERE, Qpn::new(9)));
+        let (known, peer) = (Announced::default(), (HERE, Qpn::new(9)));
         let [a, b] = [ConnId(1), ConnId(2)];
         known.insert(a, &path(Some(1)));
         assert_eq!(known.terms(peer), Terms::of(&path(Some(1))));
@@ -157,17 +120,5 @@ mod tests {
         assert_eq!(known.terms(peer).src_port, Some(1));
         known.remove(a);
         assert_eq!(known.terms(peer), Terms::default());
-    }
-
-    #[test]
-    fn a_promised_port_stays() {
-        let (known, qpn) = (Handshakes::default(), Qpn::new(5));
-        assert_eq!((known.source(qpn, Some(3)), known.promise(qpn)), (None, None));
-        known.add_source(qpn, 1);
-        assert_eq!(known.source(qpn, None), Some(1));
-        assert_eq!((known.source(qpn, Some(2)), known.promise(qpn)), (Some(2), Some(2)));
-        assert_eq!(known.source(qpn, Some(3)), Some(2));
-        known.remove_source(qpn);
-        assert_eq!(known.promise(qpn), None);
     }
 }

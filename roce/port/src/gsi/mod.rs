@@ -1,0 +1,275 @@
+//! General service interface (QP1) of an address: the connection manager, and which queue pairs its connections have.
+//!
+//! [`Gsi`] moves no queue pair. It tells the queue pair's shard what to do ([`ToShard`]), and holds the event of a connection back until
+//! the shard has done it ([`FromShard`]).
+
+mod link;
+mod terms;
+
+use core::net::IpAddr;
+use std::collections::{HashMap, VecDeque};
+
+use roce_bth::{Bth, Deth, Header, Opcode, Psn, QKey, Qpn};
+use roce_cm::{ConnId, Event, Manager, OutMad, Translation, TranslationWatch};
+use roce_icrc::{Flow, IpPair};
+use roce_qp::{TxKind, TxSink};
+use roce_verbs::{
+    Instant,
+    provider::{NoAnswer, RejectReason, VerbsError},
+};
+
+pub(crate) use self::{
+    link::GsiLink,
+    terms::{Announced, Terms},
+};
+use crate::{
+    batch::{QpSink, Staged, TxBatch, TxPath},
+    message::{FromShard, QpKey, ToShard},
+};
+
+/// BTH and DETH, bytes.
+const MAD_OFFSET: usize = 12 + 8;
+/// Packet with a MAD, without its ICRC, bytes.
+pub(crate) const MAD_PACKET_LEN: usize = MAD_OFFSET + 256;
+/// Hop limit of management datagrams.
+const MAD_HOP_LIMIT: u8 = 64;
+
+/// Queue pair that a shard moves for its connection.
+struct Bound {
+    qp: QpKey,
+    /// Events of the connection, the oldest of which the shard has not answered yet.
+    held: VecDeque<Event>,
+}
+
+/// The connection manager of an address.
+pub(crate) struct Gsi {
+    cm: Manager,
+    /// Connections whose queue pairs are moved for the application.
+    bound: HashMap<ConnId, Bound>,
+    /// Terms that peers announced to queue pairs which the application moves.
+    announced: Announced,
+    psn: Psn,
+    translations: TranslationWatch,
+    /// Events for the application.
+    events: VecDeque<Event>,
+    commands: VecDeque<ToShard>,
+}
+
+impl Gsi {
+    pub(crate) fn new(cm: Manager, psn: Psn) -> Self {
+        Self {
+            cm,
+            bound: HashMap::new(),
+            announced: Announced::default(),
+            psn,
+            translations: TranslationWatch::default(),
+            events: VecDeque::new(),
+            commands: VecDeque::new(),
+        }
+    }
+
+    /// Returns the connection manager, for calls that concern no queue pair.
+    pub(crate) fn manager(&mut self) -> &mut Manager {
+        &mut self.cm
+    }
+
+    pub(crate) fn manager_ref(&self) -> &Manager {
+        &self.cm
+    }
+
+    pub(crate) fn announced(&self) -> &Announced {
+        &self.announced
+    }
+
+    /// Assigns a queue pair to a connection. Its shard moves it from now on.
+    pub(crate) fn bind(&mut self, conn: ConnId, qp: QpKey) {
+        self.announced.remove(conn);
+        let held = VecDeque::new();
+        self.bound.insert(conn, Bound { qp, held });
+    }
+
+    /// Returns the queue pair that is moved for a connection.
+    pub(crate) fn qp_of(&self, conn: ConnId) -> Option<QpKey> {
+        Some(self.bound.get(&conn)?.qp)
+    }
+
+    /// Commands a connection's queue pair to be moved to error.
+    pub(crate) fn fail(&mut self, conn: ConnId) {
+        if let Some(qp) = self.qp_of(conn) {
+            self.commands.push_back(ToShard::Fail { qp, conn });
+        }
+    }
+
+    /// Destroys a connection. Its queue pair is free.
+    pub(crate) fn destroy(&mut self, now: Instant, conn: ConnId) {
+        if let Some(bound) = self.bound.remove(&conn) {
+            self.commands.push_back(ToShard::Release(bound.qp));
+        }
+        self.announced.remove(conn);
+        self.events.retain(|event| event.conn() != conn);
+        self.cm.destroy(now, conn);
+    }
+
+    /// Takes a MAD whose packet has passed every check.
+    pub(crate) fn handle_mad(&mut self, now: Instant, ip: IpPair, mad: &[u8]) {
+        self.cm.handle_mad(now, ip.dst(), ip.src(), mad);
+    }
+
+    /// Takes an ICMP error about a packet sent to `remote`, of which it quotes the beginning.
+    pub(crate) fn handle_undeliverable(&mut self, now: Instant, remote: IpAddr, quoted: &[u8], why: NoAnswer) {
+        if let Some(mad) = quoted.get(MAD_OFFSET..) {
+            self.cm.handle_undeliverable(now, remote, mad, why);
+        }
+    }
+
+    /// Looks for address translation in a packet with a wrong ICRC, and reports it. Returns whether it is proven.
+    pub(crate) fn detect_translation(&mut self, now: Instant, flow: &Flow, id: Option<u16>, packet: &[u8]) -> bool {
+        let Some((found, report)) = self.translations.examine(now, flow, id, packet) else {
+            return false;
+        };
+        if report {
+            tracing::warn!("a connect request was {found}. {}", Translation::ADVICE);
+        }
+        true
+    }
+
+    /// Takes the report of a shard.
+    pub(crate) fn handle_report(&mut self, now: Instant, report: FromShard) {
+        match report {
+            FromShard::FirstPacket(conn) => self.cm.communication_established(now, conn),
+            FromShard::BroughtUp(conn, result) => self.on_brought_up(now, conn, result),
+            FromShard::Failed(conn) => {
+                // None if the application has ended the connection: that makes no event.
+                let held = self.bound.get_mut(&conn).map(|bound| &mut bound.held);
+                if let Some(event) = held.and_then(|held| pop_if(held, ends)) {
+                    self.events.push_back(event);
+                    self.advance(conn);
+                }
+            }
+        }
+    }
+
+    /// Answers the peer's REP: with an RTU if the queue pair is in RTS.
+    fn on_brought_up(&mut self, now: Instant, conn: ConnId, result: Result<(), VerbsError>) {
+        let Some(bound) = self.bound.get_mut(&conn) else { return };
+        let reply = pop_if(&mut bound.held, |event| matches!(event, Event::Reply { .. }));
+        let Some(Event::Reply { private_data, .. }) = reply else {
+            return;
+        };
+        let done = match result {
+            Ok(()) => self.cm.qp_ready(now, conn).map_err(|e| e.to_string()),
+            Err(e) => {
+                // An error here means that the peer has ended the connection and needs no REJ.
+                let _ = self.cm.qp_failed(now, conn, RejectReason::NO_QP);
+                Err(e.to_string())
+            }
+        };
+        match done {
+            Ok(()) => self.events.push_back(Event::Established { conn, private_data }),
+            Err(text) => bound.held.push_front(Event::Failed { conn, text }),
+        }
+        self.advance(conn);
+    }
+
+    /// Takes an event from the connection manager. Returns false if it has none.
+    pub(crate) fn advance_events(&mut self) -> bool {
+        let Some(event) = self.cm.poll_event() else {
+            return false;
+        };
+        let conn = event.conn();
+        if let Some(bound) = self.bound.get_mut(&conn) {
+            bound.held.push_back(event);
+            if bound.held.len() == 1 {
+                self.advance(conn);
+            }
+            return true;
+        }
+        match &event {
+            Event::Request { conn, path, .. } | Event::Reply { conn, path, .. } => self.announced.insert(*conn, path),
+            Event::Disconnected { conn, .. } => self.announced.remove(*conn),
+            _ => {}
+        }
+        self.events.push_back(event);
+        true
+    }
+
+    /// Passes on the held events of a connection, up to one that its shard has to answer first.
+    fn advance(&mut self, conn: ConnId) {
+        let Some(bound) = self.bound.get_mut(&conn) else { return };
+        let qp = bound.qp;
+        while let Some(event) = bound.held.pop_front() {
+            let path = match &event {
+                Event::Reply { path, .. } => Some(Box::new(*path)),
+                _ => None,
+            };
+            if let Some(path) = path {
+                bound.held.push_front(event);
+                return self.commands.push_back(ToShard::BringUp { qp, conn, path });
+            }
+            if ends(&event) {
+                bound.held.push_front(event);
+                return self.commands.push_back(ToShard::Fail { qp, conn });
+            }
+            if matches!(event, Event::Established { .. }) {
+                self.commands.push_back(ToShard::Established(qp));
+            }
+            self.events.push_back(event);
+        }
+    }
+
+    /// Returns the next event for the application.
+    pub(crate) fn poll_event(&mut self) -> Option<Event> {
+        self.events.pop_front()
+    }
+
+    /// Returns the next command for a shard.
+    pub(crate) fn poll_command(&mut self) -> Option<ToShard> {
+        self.commands.pop_front()
+    }
+
+    /// Stages one MAD. `None`: there is none.
+    pub(crate) fn stage(&mut self, batch: &mut TxBatch, src_port: u16) -> Option<Staged> {
+        let out = self.cm.poll_mad()?;
+        let staged = stage_mad(&out, self.psn, src_port, batch);
+        self.psn = self.psn.next();
+        Some(staged)
+    }
+}
+
+/// Takes the oldest event if it passes a test.
+fn pop_if(held: &mut VecDeque<Event>, test: impl Fn(&Event) -> bool) -> Option<Event> {
+    match held.front().is_some_and(test) {
+        true => held.pop_front(),
+        false => None,
+    }
+}
+
+/// Returns whether the queue pair of an event's connection is moved to error.
+fn ends(event: &Event) -> bool {
+    matches!(
+        event,
+        Event::Rejected { .. } | Event::Unreachable { .. } | Event::Disconnected { .. } | Event::Failed { .. }
+    )
+}
+
+/// Wraps a MAD: UD SEND ONLY from QP1 to QP1 (IBA 13.5.1).
+fn stage_mad(out: &OutMad, psn: Psn, src_port: u16, batch: &mut TxBatch) -> Staged {
+    let Ok(ip) = IpPair::try_from((out.local, out.remote)) else {
+        return Staged::default();
+    };
+    let path = TxPath::new(ip, src_port, 0, MAD_HOP_LIMIT);
+    let mut header = Header::new(Bth::new(Opcode::UdSendOnly, Qpn::GSI, psn));
+    header.deth = Some(Deth {
+        qkey: QKey::GSI,
+        reserved: 0,
+        src_qp: Qpn::GSI,
+    });
+    // Each alone: a lost one is sent again by the manager, which must not depend on GSO.
+    let mut sink = QpSink::new(batch, &path, [Qpn::GSI; 2], false, 1);
+    if let Some(bytes) = sink.reserve(TxKind::Request, MAD_PACKET_LEN) {
+        let at = header.emit(bytes);
+        bytes[at..].copy_from_slice(&out.mad);
+        sink.commit();
+    }
+    sink.staged()
+}
