@@ -13,10 +13,13 @@ use std::{
 
 use roce_bth::Qpn;
 use roce_net::{
-    Closed, Driver, DriverConfig, EventSink, Inbox, Message, Own, Waiter,
+    Closed, Driver, DriverConfig, EventSink, Inbox, Waiter,
     links::{LinkChange, LinkWatch},
 };
-use roce_port::{CmEventKind, ConnId, FromShard, PortChange, QpnSlot, RxMeta, Steering, ToShard};
+use roce_port::{
+    CmEventKind, ConnId, Forwarded, FromShard, HandedOver, Numbers, PortChange, QpCommand, Recipient, Recipients,
+    RxMeta, Steering, ToShard, dest_qpn,
+};
 use roce_verbs::{
     AsyncEvent, PathMtus, QpType,
     provider::{ConnParams, VerbsError},
@@ -26,7 +29,6 @@ use crate::{
     device::{DeviceConfig, Services, closed, io_error},
     open::Parts,
     router::Router,
-    shards::{Numbers, qpn_of},
 };
 
 /// Configuration and port of an engine.
@@ -37,7 +39,7 @@ struct EngineGroup {
     /// Set when all engines are started.
     engines: OnceLock<Weak<Engines>>,
     /// Inbox of each engine. Empty if there is only one engine.
-    inboxes: Box<[Arc<Inbox<Message>>]>,
+    inboxes: Box<[Arc<Inbox<ToShard>>]>,
     numbers: Numbers,
     /// [`Engines::close`] is closing the engines one after the other.
     closing: AtomicBool,
@@ -47,17 +49,10 @@ impl EngineGroup {
     fn engines(&self) -> Option<Arc<Engines>> {
         self.engines.get()?.upgrade()
     }
-
-    /// Returns the inbox of the engine with a queue pair number. `None` if that is engine `this`.
-    fn inbox_of(&self, qpn: Qpn, this: usize) -> Option<&Inbox<Message>> {
-        let index = self.numbers.of_qpn(qpn).filter(|index| *index != this)?;
-        self.inboxes.get(index).map(|inbox| &**inbox)
-    }
 }
 
 /// Event sink of an engine.
 struct Sink {
-    index: usize,
     router: Arc<Router>,
     services: Option<Arc<dyn Services>>,
     group: Arc<EngineGroup>,
@@ -89,23 +84,36 @@ impl EventSink for Sink {
         }
     }
 
-    fn stray(&self, meta: &RxMeta, bytes: &[u8]) {
-        match (self.group.inbox_of(qpn_of(bytes), self.index), &self.services) {
-            (Some(inbox), _) => inbox.send_or_lose(Message::Packet(*meta, bytes.to_vec())),
-            (None, Some(services)) => services.hand_over(meta, bytes),
-            (None, None) => {}
+    fn forward(&self, to: Recipient, meta: &RxMeta, bytes: &[u8]) -> Forwarded {
+        match to {
+            // The first engine has the GSI.
+            Recipient::This | Recipient::Gsi => Forwarded::Back,
+            Recipient::Shard(index) => {
+                let inbox = self.group.inboxes.get(index);
+                match inbox.is_some_and(|inbox| inbox.send(ToShard::Packet(HandedOver::captured(meta, bytes)))) {
+                    true => Forwarded::Shard,
+                    false => Forwarded::Lost,
+                }
+            }
+            Recipient::Process => {
+                if let Some(services) = &self.services {
+                    services.hand_over(meta, bytes);
+                }
+                Forwarded::Process
+            }
         }
     }
 
-    fn command(&self, command: ToShard) {
-        if let Some(inbox) = self.group.inbox_of(command.qp().qpn(), self.index) {
-            inbox.push(Message::Command(command));
+    fn command(&self, command: QpCommand) {
+        let index = self.group.numbers.of_qpn(command.qp().qpn());
+        if let Some(inbox) = index.and_then(|index| self.group.inboxes.get(index)) {
+            inbox.push(ToShard::Command(command));
         }
     }
 
     fn report(&self, report: FromShard) {
         if let Some(first) = self.group.inboxes.first() {
-            first.push(Message::Report(report));
+            first.push(ToShard::Report(report));
         }
     }
 
@@ -229,7 +237,7 @@ impl Engines {
         let connected = connected.map_err(closed).flatten();
         if connected.is_err() {
             // A closed engine has no queue pairs.
-            let _ = engine.with(|port, now| port.handle_command(now, ToShard::Release(offer.qp())));
+            let _ = engine.with(|port, now| port.handle_command(now, QpCommand::Release(offer.qp())));
         }
         connected
     }
@@ -268,7 +276,7 @@ impl Engines {
         if let Ok(Some(qp)) = self.first().with_quiet(|port, _| port.qp_of(conn))
             && let Some(index) = self.group.numbers.of_qpn(qp.qpn()).filter(|index| *index > 0)
         {
-            let fail = ToShard::Fail { qp, conn };
+            let fail = QpCommand::Fail { qp, conn };
             // A closed engine has no queue pairs.
             let _ = self.drivers[index].with(|port, now| port.handle_command(now, fail));
         }
@@ -328,7 +336,9 @@ impl Engines {
 
     /// Processes a datagram at the engine with its destination queue pair.
     pub(crate) fn inject(&self, datagram: &[u8], meta: &RxMeta) -> Result<(), Closed> {
-        let index = self.group.numbers.of_qpn(qpn_of(datagram)).unwrap_or(0);
+        let index = dest_qpn(datagram)
+            .and_then(|qpn| self.group.numbers.of_qpn(qpn))
+            .unwrap_or(0);
         self.drivers[index].inject(datagram, meta)
     }
 
@@ -360,21 +370,20 @@ fn drive(
         false => None,
     };
     let sink = Arc::new(Sink {
-        index,
         router: router.clone(),
         services: config.services.clone(),
         group: group.clone(),
     });
-    let own = match &group.numbers {
-        Numbers::All(steering) => Some(Own::Engine(*steering, index)),
-        Numbers::Places(_) => config.qpn_slot.map(QpnSlot::qpns).map(Own::Process),
+    let recipients = match &group.numbers {
+        Numbers::Places(places) if places.is_empty() => None,
+        numbers => Some(Recipients::new(numbers.clone(), index, None)),
     };
     let name = match index {
         0 => format!("roce {}", config.addr),
         n => format!("roce {} {n}", config.addr),
     };
     let driver = DriverConfig {
-        own,
+        recipients,
         links,
         name,
         background: config.background,
@@ -402,6 +411,7 @@ mod tests {
     use std::net::{IpAddr, SocketAddr};
 
     use parking_lot::Mutex;
+    use roce_port::QpnSlot;
 
     use super::*;
     use crate::{port::PortView, queue::EventQueue};
@@ -430,7 +440,7 @@ mod tests {
     fn received(group: &EngineGroup, index: usize) -> Vec<Vec<u8>> {
         let messages = group.inboxes[index].take().into_iter();
         let bytes = messages.map(|message| match message {
-            Message::Packet(_, bytes) => bytes,
+            ToShard::Packet(packet) => packet.bytes,
             other => panic!("expected a packet, found {other:?}"),
         });
         bytes.collect()
@@ -448,24 +458,25 @@ mod tests {
         let broker = Arc::new(Broker::default());
         let addr = IpAddr::from([127, 0, 0, 1]);
         let sink = Sink {
-            index: 1,
             router: Arc::new(Router::new(EventQueue::new().unwrap(), PortView::new(addr, None))),
             services: Some(broker.clone()),
             group: group.clone(),
         };
         let meta = RxMeta::new(addr, SocketAddr::new(addr, 4791));
+        let recipients = Recipients::new(group.numbers.clone(), 1, None);
         let [of_first, of_others] = [slots[0].qpns().last, slots[0].qpns().last + 1].map(packet);
-        for bytes in [&of_first, &of_others, &vec![0; 3]] {
-            sink.stray(&meta, bytes);
+        for (bytes, forwarded) in [(&of_first, Forwarded::Shard), (&of_others, Forwarded::Process)] {
+            let to = recipients.of(addr, bytes);
+            assert_eq!(sink.forward(to, &meta, bytes), forwarded);
         }
         assert_eq!(received(&group, 0), [of_first]);
         assert!(received(&group, 1).is_empty());
-        assert_eq!(*broker.0.lock(), [of_others, vec![0; 3]]);
+        assert_eq!(*broker.0.lock(), [of_others]);
         sink.report(FromShard::FirstPacket(ConnId(7)));
         let messages = group.inboxes[0].take();
         assert!(matches!(
             messages.front(),
-            Some(Message::Report(FromShard::FirstPacket(ConnId(7))))
+            Some(ToShard::Report(FromShard::FirstPacket(ConnId(7))))
         ));
     }
 }

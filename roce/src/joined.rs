@@ -11,13 +11,13 @@ use std::{
 
 use parking_lot::{Condvar, Mutex};
 use roce_net::OpenSockets;
-use roce_port::{QpnSlot, RxMeta};
+use roce_port::{HandedOver, QpnSlot, RxMeta, ToShard};
 use roce_verbs::provider::VerbsError;
 
 use crate::{
     broker::{self, Inbox, JoinConfig, JoinError, Membership, Report},
     device::{DeviceConfig, Services},
-    shards::{Endpoints, HandedOver},
+    shards::Endpoints,
     shared::{Listeners, join_error},
 };
 
@@ -42,7 +42,9 @@ struct LoopInbox {
 impl Inbox for LoopInbox {
     fn datagram(&self, meta: &RxMeta, bytes: &[u8]) {
         if let Some(endpoint) = self.endpoints.of(meta.local.to_canonical()) {
-            endpoint.inbox().send_or_lose(HandedOver::forwarded(meta, bytes));
+            endpoint
+                .inbox()
+                .send_or_lose(ToShard::Packet(HandedOver::forwarded(meta, bytes)));
         }
     }
 

@@ -3,8 +3,8 @@
 use std::{net::IpAddr, os::fd::BorrowedFd, sync::Arc};
 
 use roce_mem::MemoryTable;
-use roce_net::{LocalConfig, LocalDriver, OpenSockets, Own, UdpDatapath};
-use roce_port::{RxMeta, Steering};
+use roce_net::{LocalConfig, LocalDriver, OpenSockets, UdpDatapath};
+use roce_port::{Forwarded, Numbers, Recipients, Steering};
 use roce_verbs::{DeviceLimits, Instant, Mtu, provider::VerbsError};
 
 use crate::{
@@ -29,11 +29,11 @@ pub(crate) struct Member {
 pub(crate) type Opened = (Member, (DeviceLimits, Vec<IpAddr>));
 
 impl Member {
-    fn new(config: &DeviceConfig, parts: Parts, own: Option<Own>, shard: Option<Shard>) -> Opened {
+    fn new(config: &DeviceConfig, parts: Parts, recipients: Option<Recipients>, shard: Option<Shard>) -> Opened {
         let local = LocalConfig {
             tap: parts.tap,
             faults: parts.faults,
-            own,
+            recipients,
             ..LocalConfig::default()
         };
         let addr = config.addr.to_canonical();
@@ -55,16 +55,10 @@ impl Member {
     ) -> Result<Opened, VerbsError> {
         let places: Vec<_> = config.qpn_slot.zip(config.services.clone()).into_iter().collect();
         let shard = Shard::of_places(&places, Arc::new(SingleLoop))?.pop();
-        let own = |qpns| {
-            if shard.is_some() {
-                Own::Loop(qpns, None)
-            } else {
-                Own::Process(qpns)
-            }
-        };
-        let own = config.qpn_slot.map(|slot| own(slot.qpns()));
+        let numbers = config.qpn_slot.map(|slot| Numbers::Places([slot].into()));
+        let recipients = numbers.map(|numbers| Recipients::new(numbers, 0, None));
         let parts = Parts::new(config, path, tap.map(SharedTap::boxed), None)?;
-        Ok(Self::new(config, parts, own, shard))
+        Ok(Self::new(config, parts, recipients, shard))
     }
 
     /// Creates the members of several loops that share the address with no other process.
@@ -81,7 +75,7 @@ impl Member {
                 qpn_slot: steering.slot(index),
                 ..config.clone()
             };
-            (config, path, Own::Shard(steering, index), shard)
+            (config, path, shard)
         });
         Self::sharing_memory(parts, tap)
     }
@@ -102,28 +96,30 @@ impl Member {
             let path = open::datapath(&config)?.map_err(open::error)?;
             // Another address may be opened for the loop later: the shard's packets are filtered by address.
             let addr = Some(config.addr.to_canonical()).filter(|addr| !addr.is_unspecified());
-            let own = Own::Loop(joining.place().0.qpns(), addr);
-            parts.push((config, path, own, shard));
+            parts.push((config, path, shard.filtering(addr)));
         }
         Self::sharing_memory(parts.into_iter(), tap)
     }
 
     /// Creates the members of several loops with one memory table.
     fn sharing_memory(
-        loops: impl Iterator<Item = (DeviceConfig, UdpDatapath, Own, Shard)>,
+        loops: impl Iterator<Item = (DeviceConfig, UdpDatapath, Shard)>,
         tap: Option<&SharedTap>,
     ) -> Result<Vec<Opened>, VerbsError> {
         let [a, b, c, d, e, f, g, h, ..] = open::random()?;
         let guid = roce_cm::guid::keeping(u64::from_le_bytes([a, b, c, d, e, f, g, h]));
-        let (mut parts, mut places) = (Vec::new(), Vec::new());
-        for (config, path, own, shard) in loops {
+        let (mut parts, mut shards) = (Vec::new(), Vec::new());
+        for (config, path, shard) in loops {
             let guid = config.guid.or(Some(guid));
             parts.push((DeviceConfig { guid, ..config }, path));
-            places.push((own, shard));
+            shards.push(shard);
         }
         let parts = Parts::sharing_memory(parts.into_iter(), tap)?;
-        let members = parts.into_iter().zip(places);
-        let members = members.map(|((config, parts), (own, shard))| Self::new(&config, parts, Some(own), Some(shard)));
+        let members = parts.into_iter().zip(shards);
+        let members = members.map(|((config, parts), shard)| {
+            let recipients = shard.recipients().clone();
+            Self::new(&config, parts, Some(recipients), Some(shard))
+        });
         Ok(members.collect())
     }
 
@@ -138,7 +134,8 @@ impl Member {
     pub(crate) fn receive(&mut self, now: Instant, budget: usize) -> bool {
         let driver = &mut self.driver;
         match &self.shard {
-            None => driver.receive(now, budget, &|_: &RxMeta, _: &[u8]| ()),
+            // Packets for other processes, with which nobody connects us.
+            None => driver.receive(now, budget, &|_, _, _| Forwarded::Process),
             Some(shard) => shard.receive(driver, now, budget),
         }
     }

@@ -2,7 +2,7 @@
 //! queue pair numbers and communication IDs. A packet that reaches one loop's socket for another shard is handed over.
 
 use std::{
-    cell::{Cell, RefCell},
+    cell::RefCell,
     net::IpAddr,
     os::fd::{AsFd, BorrowedFd},
     sync::Arc,
@@ -18,7 +18,10 @@ use roce_cm::{
 };
 use roce_icrc::IdSolver;
 use roce_net::LocalDriver;
-use roce_port::{PortChange, QpnSlot, RxMeta, Steering};
+use roce_port::{
+    Forwarded, HandedOver, Numbers, PortChange, QpnSlot, Recipient, Recipients, RxMeta, Steering, ToShard, check_gsi,
+    dest_qpn,
+};
 use roce_verbs::{Instant, provider::VerbsError};
 
 use crate::{
@@ -49,72 +52,14 @@ pub trait Placement: Send + Sync {
     fn place(&self, arrival: &Arrival<'_>) -> usize;
 }
 
-/// Packet on its way to another loop.
-pub(crate) struct HandedOver {
-    meta: RxMeta,
-    bytes: Vec<u8>,
-    /// A socket of one of the loops received it, so their capture has it already.
-    captured: bool,
-}
-
-impl HandedOver {
-    /// Wraps a packet that another process has received.
-    pub(crate) fn forwarded(meta: &RxMeta, bytes: &[u8]) -> Self {
-        Self {
-            meta: *meta,
-            bytes: bytes.to_vec(),
-            captured: false,
-        }
-    }
-}
-
-/// Queue of packets that others hand over to a loop.
-pub(crate) type Inbox = roce_net::Inbox<HandedOver>;
+/// Queue of a loop's messages.
+pub(crate) type Inbox = roce_net::Inbox<ToShard>;
 
 /// Loop that a connect request was placed on.
 struct Placed {
     /// GUID of the sender's channel adapter.
     guid: u64,
     shard: usize,
-}
-
-/// Queue pair numbers and communication IDs of an address's loops.
-#[derive(Clone)]
-pub(crate) enum Numbers {
-    /// The loops have all numbers. Those of no shard belong to the first loop.
-    All(Steering),
-    /// The loops have these places; all other numbers belong to other processes.
-    Places(Arc<[QpnSlot]>),
-}
-
-impl Numbers {
-    fn loops(&self) -> usize {
-        match self {
-            Self::All(steering) => steering.shards(),
-            Self::Places(places) => places.len(),
-        }
-    }
-
-    /// Returns the loop that has a queue pair number.
-    pub(crate) fn of_qpn(&self, qpn: Qpn) -> Option<usize> {
-        let has = |slot: &QpnSlot| (slot.qpns().first..=slot.qpns().last).contains(&qpn.value());
-        match self {
-            Self::All(steering) => Some(steering.of_qpn(qpn)),
-            Self::Places(places) => places.iter().position(has),
-        }
-    }
-
-    /// Returns the loop that has a communication ID of ours. Unknown ones go to the first loop, which counts them.
-    fn of_comm_id(&self, id: u32) -> usize {
-        let has = |slot: &QpnSlot| {
-            let (first, last) = slot.comm_ids();
-            (first..=last).contains(&id)
-        };
-        match self {
-            Self::All(steering) => steering.of_comm_id(id),
-            Self::Places(places) => places.iter().position(has).unwrap_or(0),
-        }
-    }
 }
 
 /// Routes management datagrams to loops.
@@ -138,10 +83,8 @@ impl Router {
     /// Returns the loop that a management datagram is for, or none if it is refused. What can't be read and what has a wrong
     /// ICRC is the first loop's, whose port counts it.
     fn route(&mut self, now: Instant, meta: &RxMeta, bytes: &[u8]) -> Option<usize> {
-        let Ok(packet) = Packet::parse(bytes) else {
-            return Some(0);
-        };
-        let Ok(mad) = Mad::parse(packet.payload) else {
+        let mad = Packet::parse(bytes).ok().and_then(|packet| check_gsi(&packet).ok()?);
+        let Some(mad) = mad.and_then(|mad| Mad::parse(mad).ok()) else {
             return Some(0);
         };
         let by_id = |id: u32| Some(self.numbers.of_comm_id(id));
@@ -181,21 +124,10 @@ impl Router {
             private_data: &req.private_data[HEADER_LEN..],
         };
         let shard = self.placement.place(&arrival);
-        let shard = if shard < self.numbers.loops() { shard } else { 0 };
+        let shard = if shard < self.numbers.shards() { shard } else { 0 };
         self.placed.insert(now, key, Placed { guid, shard }).ok()?;
         Some(shard)
     }
-}
-
-/// Receiver of a packet.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Receiver {
-    /// A loop of this process.
-    Loop(usize),
-    /// Another process.
-    Elsewhere,
-    /// None: a connect request beyond its host's limit.
-    Refused,
 }
 
 /// One address of a loop, and the inboxes of the loops that share it.
@@ -251,7 +183,7 @@ pub(crate) struct Shard {
     endpoints: Arc<Endpoints>,
     /// The shard's address, if the loop shares it with other processes.
     addr: Option<IpAddr>,
-    numbers: Numbers,
+    recipients: Recipients,
     index: usize,
     /// Inboxes of all loops of this process.
     inboxes: Arc<[Inbox]>,
@@ -289,19 +221,32 @@ impl Shard {
         processes: Vec<Option<Arc<dyn Services>>>,
         placement: Arc<dyn Placement>,
     ) -> Result<Vec<Self>, VerbsError> {
-        let loops = numbers.loops();
+        let loops = numbers.shards();
         let inboxes = inboxes(loops)?;
         let mut router = (loops > 1).then(|| RefCell::new(Router::new(numbers.clone(), placement)));
         let shards = processes.into_iter().enumerate().map(|(index, processes)| Self {
             endpoints: Arc::default(),
             addr: None,
-            numbers: numbers.clone(),
+            recipients: Recipients::new(numbers.clone(), index, None),
             index,
             inboxes: inboxes.clone(),
             router: router.take(),
             processes,
         });
         Ok(shards.collect())
+    }
+
+    /// Returns the shard with packets to other addresses than `addr` filtered out.
+    pub(crate) fn filtering(self, addr: Option<IpAddr>) -> Self {
+        Self {
+            recipients: Recipients::new(self.recipients.numbers().clone(), self.index, addr),
+            ..self
+        }
+    }
+
+    /// Returns the recipients of the packets that the shard's socket receives.
+    pub(crate) fn recipients(&self) -> &Recipients {
+        &self.recipients
     }
 
     /// Returns a descriptor that is readable when packets have been handed over to this loop.
@@ -341,103 +286,64 @@ impl Shard {
 
     /// Receives about `budget` packets, and those that others hand over to this loop. Returns true if more are waiting.
     pub(crate) fn receive(&self, driver: &mut LocalDriver, now: Instant, budget: usize) -> bool {
-        // Some packets are for other loops, and the port is borrowed while the driver receives.
-        let mine = RefCell::new(Vec::new());
-        let (lost, refused) = (RefCell::new(Vec::new()), RefCell::new(Vec::new()));
-        let (handed_over, strays) = (Cell::new(0), RefCell::new(Vec::new()));
-        let pass_on = |meta: &RxMeta, bytes: &[u8]| {
-            let (receiver, management) = self.receiver(now, meta, bytes);
-            let packet = || HandedOver {
-                meta: *meta,
-                bytes: bytes.to_vec(),
-                captured: true,
-            };
-            match receiver {
-                Receiver::Loop(target) if target == self.index => match self.other_endpoint(meta.local) {
-                    None => mine.borrow_mut().push(packet()),
-                    Some(endpoint) if endpoint.inbox().send(packet()) => handed_over.set(handed_over.get() + 1),
-                    Some(_) => lost.borrow_mut().push(bytes.len()),
-                },
-                Receiver::Loop(target) if !self.inboxes[target].send(packet()) => lost.borrow_mut().push(bytes.len()),
-                Receiver::Loop(_) if management => {}
-                Receiver::Refused => refused.borrow_mut().push(bytes.len()),
-                Receiver::Loop(_) => handed_over.set(handed_over.get() + 1),
-                Receiver::Elsewhere => {
-                    strays.borrow_mut().push(bytes.len());
-                    if let Some(processes) = &self.processes {
-                        processes.hand_over(meta, bytes);
-                    }
-                }
-            }
-        };
-        let more = driver.receive(now, budget, &pass_on);
+        let more = driver.receive(now, budget, &|to, meta, bytes| self.forward(now, to, meta, bytes, true));
         let inbox = &self.inboxes[self.index];
-        let handed = inbox.take();
-        for packet in mine.into_inner().into_iter().chain(handed) {
-            self.take(driver, now, packet);
+        for message in inbox.take() {
+            match message {
+                ToShard::Packet(packet) => self.take(driver, now, &packet),
+                // Each loop has a connection manager for its queue pairs.
+                ToShard::Command(_) | ToShard::Report(_) => {}
+            }
         }
-        let port = driver.port();
-        port.count_handed_over(handed_over.get());
-        strays.into_inner().into_iter().for_each(|len| port.count_stray(len));
-        lost.into_inner().into_iter().for_each(|len| port.count_lost(len));
-        refused.into_inner().into_iter().for_each(|len| port.count_refused(len));
         // Only the number of these is known.
-        (0..inbox.take_lost()).for_each(|_| port.count_lost(0));
+        (0..inbox.take_lost()).for_each(|_| driver.port().count_forwarded(Forwarded::Lost, 0));
         more
     }
 
-    /// Returns the receiver of a packet from a socket, and whether it is a management datagram that the first loop passes on.
-    fn receiver(&self, now: Instant, meta: &RxMeta, bytes: &[u8]) -> (Receiver, bool) {
-        let qpn = qpn_of(bytes);
-        match (&self.router, &self.processes) {
-            _ if qpn != Qpn::GSI => (
-                self.numbers.of_qpn(qpn).map_or(Receiver::Elsewhere, Receiver::Loop),
-                false,
-            ),
-            // QP1 belongs to the broker, which checks datagrams and forwards them.
-            (_, Some(_)) => (Receiver::Elsewhere, false),
-            (Some(router), None) => {
-                let target = router.borrow_mut().route(now, meta, bytes);
-                (target.map_or(Receiver::Refused, Receiver::Loop), true)
+    /// Forwards a packet from this loop's socket or inbox.
+    fn forward(&self, now: Instant, to: Recipient, meta: &RxMeta, bytes: &[u8], captured: bool) -> Forwarded {
+        let target = match (to, &self.router) {
+            (Recipient::Shard(index), _) => index,
+            (Recipient::This, _) | (Recipient::Gsi, None) => self.index,
+            (Recipient::Gsi, Some(router)) => match router.borrow_mut().route(now, meta, bytes) {
+                Some(index) => index,
+                None => return Forwarded::Refused,
+            },
+            (Recipient::Process, _) => {
+                if let Some(processes) = &self.processes {
+                    processes.hand_over(meta, bytes);
+                }
+                return Forwarded::Process;
             }
-            (None, None) => (Receiver::Loop(0), false),
+        };
+        let endpoint = self.other_endpoint(meta.local).filter(|_| target == self.index);
+        let inbox = match &endpoint {
+            Some(endpoint) => endpoint.inbox(),
+            None if target == self.index => return Forwarded::Back,
+            None => &self.inboxes[target],
+        };
+        let packet = HandedOver {
+            captured,
+            ..HandedOver::captured(meta, bytes)
+        };
+        match (inbox.send(ToShard::Packet(packet)), to) {
+            (false, _) => Forwarded::Lost,
+            (true, Recipient::Gsi) => Forwarded::Placed,
+            (true, _) => Forwarded::Shard,
         }
     }
 
     /// Processes a packet that another loop or process has handed over. It may be a management datagram that the kernel merged
     /// behind a packet for another loop's socket: the first loop routes that.
-    fn take(&self, driver: &mut LocalDriver, now: Instant, packet: HandedOver) {
-        let HandedOver { meta, bytes, captured } = &packet;
-        let target = match &self.router {
-            Some(router) if qpn_of(bytes) == Qpn::GSI => router.borrow_mut().route(now, meta, bytes),
-            _ => Some(self.index),
-        };
-        let Some(target) = target else {
-            return driver.port().count_refused(bytes.len());
-        };
-        let endpoint = self.other_endpoint(meta.local);
-        let other = match &endpoint {
-            Some(endpoint) => Some(endpoint.inbox()),
-            None => (target != self.index).then(|| &self.inboxes[target]),
-        };
-        if let Some(inbox) = other {
-            let len = bytes.len();
-            if !inbox.send(packet) {
-                driver.port().count_lost(len);
-            }
-        } else if *captured {
-            driver.handed_over(now, bytes, meta);
-        } else {
-            driver.inject(now, bytes, meta);
+    fn take(&self, driver: &mut LocalDriver, now: Instant, packet: &HandedOver) {
+        let is_routed = self.router.is_some() && dest_qpn(&packet.bytes) == Some(Qpn::GSI);
+        let to = if is_routed { Recipient::Gsi } else { Recipient::This };
+        match self.forward(now, to, &packet.meta, &packet.bytes, packet.captured) {
+            Forwarded::Back => driver.handed_over(now, packet),
+            // The loop whose socket received it has counted it.
+            Forwarded::Shard => {}
+            forwarded => driver.port().count_forwarded(forwarded, packet.bytes.len()),
         }
-    }
-}
-
-/// Returns a packet's destination queue pair; QP0, which no loop has, if it is too short.
-pub(crate) fn qpn_of(packet: &[u8]) -> Qpn {
-    match packet.first_chunk() {
-        Some([_, _, _, _, _, a, b, c]) => Qpn::new(u32::from_be_bytes([0, *a, *b, *c])),
-        None => Qpn::SMI,
     }
 }
 
@@ -484,8 +390,16 @@ mod tests {
         }
     }
 
-    /// Routes a REQ from an address and returns its loop. `sound`: its ICRC is right.
-    fn request(router: &mut Router, now: Instant, remote: IpAddr, id: u32, sound: bool) -> Option<usize> {
+    /// Flaw of a REQ.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+    enum Flaw {
+        None,
+        Icrc,
+        QKey,
+    }
+
+    /// Routes a REQ from an address and returns its loop.
+    fn request(router: &mut Router, now: Instant, remote: IpAddr, id: u32, flaw: Flaw) -> Option<usize> {
         let req = Req {
             local_comm_id: id,
             ..Req::default()
@@ -493,7 +407,7 @@ mod tests {
         let mad = Mad::new(1, Message::from(req));
         let mut header = Header::new(Bth::new(Opcode::UdSendOnly, Qpn::GSI, Psn::new(1)));
         header.deth = Some(Deth {
-            qkey: QKey::GSI,
+            qkey: if flaw == Flaw::QKey { QKey(17) } else { QKey::GSI },
             reserved: 0,
             src_qp: Qpn::GSI,
         });
@@ -509,7 +423,7 @@ mod tests {
         let meta = RxMeta::new(local, SocketAddr::new(remote, 50_000));
         let flow = Flow::try_from((meta.remote, SocketAddr::new(local, ROCE_UDP_PORT))).unwrap();
         flow.seal(0, &mut bytes);
-        if !sound {
+        if flaw == Flaw::Icrc {
             // The length of the packet decides which Identifications may explain a difference: two bits can't.
             let last = bytes.len() - 1;
             bytes[last] ^= 0x81;
@@ -524,15 +438,21 @@ mod tests {
     }
 
     #[test]
-    fn requests_with_a_wrong_icrc_are_neither_placed_nor_remembered() {
+    fn requests_that_the_port_drops_are_neither_placed_nor_remembered() {
         let (mut router, counting) = router();
         let peer = IpAddr::from([192, 0, 2, 2]);
         for id in 0..100 {
-            assert_eq!(request(&mut router, Instant::ZERO, peer, id, false), Some(0));
+            for flaw in [Flaw::Icrc, Flaw::QKey] {
+                assert_eq!(request(&mut router, Instant::ZERO, peer, id, flaw), Some(0), "{flaw:?}");
+            }
         }
         assert_eq!((counting.0.load(Relaxed), router.placed.len()), (0, 0));
-        assert_eq!(request(&mut router, Instant::ZERO, peer, 1, true), Some(1));
-        assert_eq!(request(&mut router, Instant::ZERO, peer, 1, true), Some(1), "again");
+        assert_eq!(request(&mut router, Instant::ZERO, peer, 1, Flaw::None), Some(1));
+        assert_eq!(
+            request(&mut router, Instant::ZERO, peer, 1, Flaw::None),
+            Some(1),
+            "again"
+        );
         assert_eq!((counting.0.load(Relaxed), router.placed.len()), (1, 1));
     }
 
@@ -546,64 +466,17 @@ mod tests {
             (v6(networks[0], 2), (3..100).map(|n| v6(networks[1], n)).collect()),
         ] {
             let (mut router, counting) = router();
-            assert_eq!(request(&mut router, Instant::ZERO, peer, 1, true), Some(1));
+            assert_eq!(request(&mut router, Instant::ZERO, peer, 1, Flaw::None), Some(1));
             let mut refused = 0;
             for id in 0..20_000 {
                 let from = flooding[id as usize % flooding.len()];
-                refused += u32::from(request(&mut router, Instant::ZERO, from, id, true).is_none());
+                refused += u32::from(request(&mut router, Instant::ZERO, from, id, Flaw::None).is_none());
             }
             let placed = counting.0.load(Relaxed);
             assert_eq!((placed, refused), (1025, 20_000 - 1024), "refused ones are not placed");
-            assert_eq!(request(&mut router, Instant::ZERO, peer, 1, true), Some(1));
+            assert_eq!(request(&mut router, Instant::ZERO, peer, 1, Flaw::None), Some(1));
             assert_eq!(counting.0.load(Relaxed), placed, "the peer's request is still known");
         }
-    }
-
-    fn to(qpn: u32) -> [u8; 12] {
-        let [_, a, b, c] = qpn.to_be_bytes();
-        [0x64, 0, 0xff, 0xff, 0, a, b, c, 0, 0, 0, 0]
-    }
-
-    fn meta() -> RxMeta {
-        let addr = IpAddr::from([192, 0, 2, 1]);
-        RxMeta::new(addr, SocketAddr::new(addr, 4791))
-    }
-
-    fn receiver(shard: &Shard, qpn: Qpn) -> Receiver {
-        shard.receiver(roce_net::now(), &meta(), &to(qpn.value())).0
-    }
-
-    #[test]
-    fn a_packet_goes_to_the_loop_that_has_its_number_or_to_other_processes() {
-        let places = [3, 9].map(|slot| (QpnSlot { bits: 7, slot }, Arc::new(Others) as Arc<dyn Services>));
-        let shards = Shard::of_places(&places, Arc::new(Second)).unwrap();
-        for shard in &shards {
-            for (n, (slot, _)) in places.iter().enumerate() {
-                for qpn in [slot.qpns().first, slot.qpns().last] {
-                    assert!(receiver(shard, Qpn::new(qpn)) == Receiver::Loop(n), "{qpn:#x}");
-                }
-            }
-            let elsewhere = [Qpn::new(places[0].0.qpns().last + 1), Qpn::SMI, Qpn::GSI];
-            assert!(elsewhere.map(|qpn| receiver(shard, qpn)) == [Receiver::Elsewhere; 3]);
-        }
-        let steering = Steering::new(2).unwrap();
-        let shards = Shard::all(steering, Arc::new(Second)).unwrap();
-        assert!(
-            shards
-                .iter()
-                .all(|shard| receiver(shard, Qpn::GSI) == Receiver::Loop(0))
-        );
-    }
-
-    #[test]
-    fn communication_ids_name_the_loop() {
-        let places: Vec<_> = [3, 9].map(|slot| QpnSlot { bits: 7, slot }).into();
-        let numbers = Numbers::Places(places.clone().into());
-        for (n, slot) in places.iter().enumerate() {
-            let (first, last) = slot.comm_ids();
-            assert_eq!([first, last].map(|id| numbers.of_comm_id(id)), [n; 2]);
-        }
-        assert_eq!(numbers.of_comm_id(0), 0, "it counts unknown ones");
     }
 
     #[test]

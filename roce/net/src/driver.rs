@@ -2,7 +2,7 @@
 //!
 //! **Lock order.** The port's lock comes first. Leaf locks below it: the memory table, a completion queue, a receive queue, and the
 //! locks inside an [`EventSink`] or a notifier. A thread that holds one of those calls nothing of the driver, and no thread holds
-//! two ports' locks: ports of one address exchange messages ([`Message`]).
+//! two ports' locks: ports of one address exchange messages ([`ToShard`]).
 
 use std::{
     io,
@@ -16,16 +16,16 @@ use std::{
 use mio::{Events, Poll};
 use parking_lot::Mutex;
 use roce_fault::Network;
-use roce_port::{Port, PortCounters, RxMeta};
+use roce_port::{Port, PortCounters, Recipients, RxMeta, ToShard};
 use roce_verbs::Instant;
 
 use crate::{
     clock,
     datapath::{Datapath, DatapathCounters, Tap},
-    engine::{Engine, EventSink, Message},
+    engine::{Engine, EventSink},
     inbox::Inbox,
     links::LinkWatch,
-    motor::{Motor, Own},
+    motor::Motor,
     persist::{Persister, Report},
     progress::{Advance, Closed, Environment},
     runtime::{Runtime, Shared},
@@ -50,10 +50,10 @@ pub struct DriverConfig {
     pub name: String,
     /// Changes of interfaces, which the progress thread reports to the event sink.
     pub links: Option<LinkWatch>,
-    /// Packets that are for this port, if others share the address: the rest are strays.
-    pub own: Option<Own>,
+    /// Recipients of packets, if others share the address.
+    pub recipients: Option<Recipients>,
     /// Messages of other engines of the device.
-    pub inbox: Option<Arc<Inbox<Message>>>,
+    pub inbox: Option<Arc<Inbox<ToShard>>>,
     /// Faults on demand.
     pub faults: Option<Network>,
 }
@@ -67,7 +67,7 @@ impl Default for DriverConfig {
             tap: None,
             name: "roce".into(),
             links: None,
-            own: None,
+            recipients: None,
             inbox: None,
             faults: None,
         }
@@ -105,7 +105,7 @@ impl Driver {
         if let (Some(poll), Some(inbox)) = (&poll, &config.inbox) {
             Wake::also(poll, inbox.as_fd(), TOKEN_INBOX)?;
         }
-        let motor = Motor::new(path, tap, config.batch_bytes, config.own, config.faults);
+        let motor = Motor::new(path, tap, config.batch_bytes, config.recipients, config.faults);
         let persister = Arc::<Persister>::default();
         let engine = Engine::new(port, motor, sink.clone(), wake.clone(), persister.clone(), config.inbox);
         let runtime = Runtime {

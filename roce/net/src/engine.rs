@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use roce_port::{CmEventKind, FromShard, Port, PortChange, RxMeta, ToShard};
+use roce_port::{CmEventKind, Forwarded, FromShard, Port, PortChange, QpCommand, Recipient, RxMeta, ToShard};
 use roce_verbs::{AsyncEvent, Instant, PathMtus};
 
 use crate::{
@@ -26,17 +26,6 @@ const SOCKET_BUDGET: usize = 4096;
 /// Time up to which the progress thread waits for a timer awake. Arming a near timer takes 20 to 50 us in virtual machines.
 const SOON: Duration = Duration::from_micros(50);
 
-/// Message from another engine of the device.
-#[derive(Debug)]
-pub enum Message {
-    /// Packet that arrived at the other engine's socket.
-    Packet(RxMeta, Vec<u8>),
-    /// Command of the engine that has the connections ([`Port::poll_command`]).
-    Command(ToShard),
-    /// Report to the engine that has the connections ([`Port::poll_report`]).
-    Report(FromShard),
-}
-
 /// Receives a port's events under the port's lock. An implementation must not call a driver, except [`Driver::stop`], and acquires leaf
 /// locks only.
 ///
@@ -50,11 +39,13 @@ pub trait EventSink: Send + Sync {
     fn closed(&self);
     /// Reports a change that other processes at the address have to know, if the port is configured so. Comes before the event of it.
     fn port_change(&self, _change: PortChange) {}
-    /// Takes a packet for another process that shares the address.
-    fn stray(&self, _meta: &RxMeta, _bytes: &[u8]) {}
-    /// Takes a command for the engine that has a queue pair ([`Message::Command`]).
-    fn command(&self, _command: ToShard) {}
-    /// Takes a report for the engine that has the connections ([`Message::Report`]).
+    /// Forwards a packet that is not for the port which received it.
+    fn forward(&self, _to: Recipient, _meta: &RxMeta, _bytes: &[u8]) -> Forwarded {
+        Forwarded::Process
+    }
+    /// Takes a command for the engine that has a queue pair.
+    fn command(&self, _command: QpCommand) {}
+    /// Takes a report for the engine that has the connections.
     fn report(&self, _report: FromShard) {}
     /// Reports changes of interfaces, without the port's lock. Returns the path MTUs that they carry now, if known.
     fn links(&self, _changes: Vec<(String, LinkChange)>) -> Option<PathMtus> {
@@ -72,7 +63,7 @@ pub(crate) struct Engine {
     /// Callback of the persister.
     pub(crate) report: Option<Arc<Report>>,
     /// Messages of other engines of the device.
-    inbox: Option<Arc<Inbox<Message>>>,
+    inbox: Option<Arc<Inbox<ToShard>>>,
     /// Whether the last flush left something to send.
     unsent: bool,
     /// Whether messages or timers of this pass may have left something to send.
@@ -120,7 +111,7 @@ impl Engine {
         sink: Arc<dyn EventSink>,
         wake: Arc<Wake>,
         persister: Arc<Persister>,
-        inbox: Option<Arc<Inbox<Message>>>,
+        inbox: Option<Arc<Inbox<ToShard>>>,
     ) -> Self {
         Self {
             port,
@@ -173,8 +164,8 @@ impl Engine {
     /// Receives and runs timers; sends nothing.
     fn take_in(&mut self, now: Instant, budget: usize) -> Received {
         let sink = &self.sink;
-        let stray = |meta: &RxMeta, bytes: &[u8]| sink.stray(meta, bytes);
-        let received = self.motor.receive(&mut self.port, now, budget, &stray);
+        let forward = |to: Recipient, meta: &RxMeta, bytes: &[u8]| sink.forward(to, meta, bytes);
+        let received = self.motor.receive(&mut self.port, now, budget, &forward);
         self.datagrams += received.datagrams as u64;
         self.worked = self.take_messages(now);
         self.worked |= self.motor.run_timers(&mut self.port, now, received.more);
@@ -191,15 +182,14 @@ impl Engine {
     fn take_messages(&mut self, now: Instant) -> bool {
         let Some(inbox) = &self.inbox else { return false };
         // Of lost packets only the number is known.
-        (0..inbox.take_lost()).for_each(|_| self.port.count_lost(0));
+        (0..inbox.take_lost()).for_each(|_| self.port.count_forwarded(Forwarded::Lost, 0));
         let messages = inbox.take();
         let any = !messages.is_empty();
         for message in messages {
             match message {
-                // The receiving engine has captured it.
-                Message::Packet(meta, bytes) => self.motor.handed_over(&mut self.port, now, &bytes, &meta),
-                Message::Command(command) => self.port.handle_command(now, command),
-                Message::Report(report) => self.port.handle_report(now, report),
+                ToShard::Packet(packet) => self.motor.handed_over(&mut self.port, now, &packet),
+                ToShard::Command(command) => self.port.handle_command(now, command),
+                ToShard::Report(report) => self.port.handle_report(now, report),
             }
         }
         any

@@ -40,11 +40,11 @@ pub use datapath::{
     Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, DatapathCounters, Received, Sent, Tap, Undeliverable,
 };
 pub use driver::{Driver, DriverConfig};
-pub use engine::{EventSink, Message};
+pub use engine::EventSink;
 pub use fault_control::{FaultControl, FaultRequest, FaultTarget, RuleStatus};
 pub use inbox::Inbox;
 pub use local::{LocalConfig, LocalDriver};
-pub use motor::{Flush, Own};
+pub use motor::{Flush, Forward};
 pub use progress::Closed;
 pub use socket::{OpenError, UdpConfig};
 pub use spin::{Spin, SpinMode, Spinning};

@@ -3,12 +3,12 @@
 use std::{io, net::IpAddr, os::fd::BorrowedFd};
 
 use roce_fault::Network;
-use roce_port::{Port, PortCounters, RxMeta};
+use roce_port::{HandedOver, Port, PortCounters, Recipients, RxMeta};
 use roce_verbs::Instant;
 
 use crate::{
     datapath::{Datapath, DatapathCounters, Tap},
-    motor::{Flush, Motor, Own},
+    motor::{Flush, Forward, Motor},
 };
 
 /// How a [`LocalDriver`] works.
@@ -18,8 +18,8 @@ pub struct LocalConfig {
     pub batch_bytes: usize,
     /// Sees all packets.
     pub tap: Option<Box<dyn Tap>>,
-    /// Which packets are ours, when others share the address: those of others are strays.
-    pub own: Option<Own>,
+    /// Recipients of packets, if others share the address.
+    pub recipients: Option<Recipients>,
     /// Faults on demand.
     pub faults: Option<Network>,
 }
@@ -29,7 +29,7 @@ pub struct LocalConfig {
 ///
 /// ```text
 /// loop {
-///     let more = driver.receive(now, 128, &|_, _| ());
+///     let more = driver.receive(now, 128, &|_, _, _| Forwarded::Lost);
 ///     driver.run_timers(now, more);
 ///     // Poll completion queues and the port's events; post work requests.
 ///     let flushed = driver.flush(now);
@@ -50,7 +50,7 @@ impl LocalDriver {
             0 => 256 << 10,
             bytes => bytes,
         };
-        let motor = Motor::new(path, config.tap, batch, config.own, config.faults);
+        let motor = Motor::new(path, config.tap, batch, config.recipients, config.faults);
         Self { port, motor }
     }
 
@@ -59,10 +59,9 @@ impl LocalDriver {
         &mut self.port
     }
 
-    /// Receives about `budget` packets. Those of others who share the address go to `stray`; to that of a first shard
-    /// ([`Own::Shard`]) all management datagrams do. True: more is waiting.
-    pub fn receive(&mut self, now: Instant, budget: usize, stray: &dyn Fn(&RxMeta, &[u8])) -> bool {
-        self.motor.receive(&mut self.port, now, budget, stray).more
+    /// Receives about `budget` packets. Those that are not, or not certainly, for the port go to `forward`. Returns whether more are waiting.
+    pub fn receive(&mut self, now: Instant, budget: usize, forward: Forward<'_>) -> bool {
+        self.motor.receive(&mut self.port, now, budget, forward).more
     }
 
     /// Takes a datagram that reached the host by another socket as if the network had brought it. All checks are made.
@@ -70,9 +69,9 @@ impl LocalDriver {
         self.motor.take_datagram(&mut self.port, now, datagram, meta);
     }
 
-    /// Takes a datagram that another loop of this address has received and handed over. All checks are made.
-    pub fn handed_over(&mut self, now: Instant, datagram: &[u8], meta: &RxMeta) {
-        self.motor.handed_over(&mut self.port, now, datagram, meta);
+    /// Takes a packet that reached the socket of another shard or process. All checks are made.
+    pub fn handed_over(&mut self, now: Instant, packet: &HandedOver) {
+        self.motor.handed_over(&mut self.port, now, packet);
     }
 
     /// Runs timers that are due, unless packets wait (`more`) that could be what they wait for.

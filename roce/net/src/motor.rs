@@ -1,10 +1,10 @@
 //! Event loop of a port: moves packets between the port and its datapath. The caller decides which thread runs it and what wakes it.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 
-use roce_bth::{Qpn, ROCE_UDP_PORT};
+use roce_bth::ROCE_UDP_PORT;
 use roce_fault::Network;
-use roce_port::{Port, QpnRange, RxMeta, Steering, Train, TxBatch, TxConfig};
+use roce_port::{Forwarded, HandedOver, Port, Recipient, Recipients, RxMeta, Train, TxBatch, TxConfig};
 use roce_verbs::Instant;
 
 use crate::{
@@ -32,57 +32,8 @@ impl<'a> From<Train<'a>> for Burst<'a> {
     }
 }
 
-/// Which packets to a shared address are for this port. The kernel gives a packet to the right socket by its queue pair
-/// number; but several that it has merged, of one sender, go where the first one goes.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Own {
-    /// Packets to these numbers: others are other processes'. Those to QP1 are too: the broker knows whose, and forwards them.
-    Process(QpnRange),
-    /// Packets to these numbers, of a process with several loops: others are other loops' or other processes', which are notified. With an
-    /// address only packets to that: a socket for all addresses receives those for other loops as well.
-    Loop(QpnRange, Option<IpAddr>),
-    /// Packets to the numbers of this shard: others are other loops'. The first shard gets management datagrams, and decides whose each
-    /// of them is.
-    Shard(Steering, usize),
-    /// Likewise, but management datagrams are all the first one's.
-    Engine(Steering, usize),
-}
-
-/// Whose a packet is.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Whose {
-    Ours,
-    /// To be told by what is in it.
-    Unknown,
-    /// Another's, whose socket it should have come to.
-    Astray,
-}
-
-impl Own {
-    fn whose(&self, local: IpAddr, packet: &[u8]) -> Whose {
-        if let Self::Loop(_, Some(addr)) = self
-            && *addr != local
-            && !local.is_multicast()
-        {
-            return Whose::Astray;
-        }
-        let Some([_, _, _, _, _, a, b, c]) = packet.first_chunk() else {
-            return Whose::Ours;
-        };
-        let qpn = Qpn::new(u32::from_be_bytes([0, *a, *b, *c]));
-        let ours = match self {
-            Self::Process(range) | Self::Loop(range, _) => {
-                qpn == Qpn::MULTICAST || (range.first..=range.last).contains(&qpn.value())
-            }
-            Self::Shard(_, 0) if qpn == Qpn::GSI => return Whose::Unknown,
-            Self::Shard(steering, shard) | Self::Engine(steering, shard) => steering.of_qpn(qpn) == *shard,
-        };
-        match ours {
-            true => Whose::Ours,
-            false => Whose::Astray,
-        }
-    }
-}
+/// Forwards a packet that is not for the port which received it.
+pub type Forward<'a> = &'a dyn Fn(Recipient, &RxMeta, &[u8]) -> Forwarded;
 
 /// How far a flush came.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -106,7 +57,8 @@ pub(crate) struct Motor {
     /// When the last datagram was read: the port has been told that time.
     read: Instant,
     tap: Option<Box<dyn Tap>>,
-    own: Option<Own>,
+    /// Recipients of packets at a shared address.
+    recipients: Option<Recipients>,
     /// A connect request waits for an answer, and ICMP errors are kept.
     hears: bool,
     /// Faults on demand, if they may be demanded.
@@ -132,7 +84,7 @@ impl Motor {
         path: Box<dyn Datapath>,
         tap: Option<Box<dyn Tap>>,
         batch_bytes: usize,
-        own: Option<Own>,
+        recipients: Option<Recipients>,
         faults: Option<Network>,
     ) -> Self {
         let caps = path.capabilities();
@@ -149,22 +101,15 @@ impl Motor {
             deferred: 0,
             read: Instant::ZERO,
             tap,
-            own,
+            recipients,
             hears: false,
             faults: faults.map(|network| Box::new(Faulty::new(network))),
         }
     }
 
-    /// Receives about `budget` packets. Those of others who share the address go to `stray`, and so do management datagrams of
-    /// which is to be told whose they are.
-    pub(crate) fn receive(
-        &mut self,
-        port: &mut Port,
-        now: Instant,
-        budget: usize,
-        stray: &dyn Fn(&RxMeta, &[u8]),
-    ) -> Received {
-        let (tap, own, read) = (&mut self.tap, &self.own, &mut self.read);
+    /// Receives about `budget` packets. Those that are not, or not certainly, for the port go to `forward`.
+    pub(crate) fn receive(&mut self, port: &mut Port, now: Instant, budget: usize, forward: Forward<'_>) -> Received {
+        let (tap, recipients, read) = (&mut self.tap, &self.recipients, &mut self.read);
         let faults = &mut self.faults;
         let mut received = self.path.receive(budget, &mut |d: &Datagram<'_>| {
             // It may have come after `now`, when this thread did not run: it would seem to have been under way for less long than it was.
@@ -181,22 +126,17 @@ impl Motor {
                 tos: d.traffic_class,
                 hop_limit: d.hop_limit,
             };
-            match own {
-                Some(own) if packets(d).any(|p| own.whose(d.local, p) != Whose::Ours) => {
+            match recipients {
+                Some(of) if packets(d).any(|p| of.of(d.local, p) != Recipient::This) => {
                     for packet in packets(d) {
                         let meta = RxMeta { segment_len: 0, ..meta };
-                        match (own.whose(d.local, packet), own) {
-                            (Whose::Ours, _) => deliver(faults, port, now, &meta, packet),
-                            (Whose::Astray, Own::Process(_)) => {
-                                port.count_stray(packet.len());
-                                stray(&meta, packet);
-                            }
-                            (Whose::Astray, Own::Engine(..)) => {
-                                port.count_handed_over(1);
-                                stray(&meta, packet);
-                            }
-                            // They are counted by whom they concern, or when they are lost.
-                            (Whose::Unknown | Whose::Astray, _) => stray(&meta, packet),
+                        let forwarded = match of.of(d.local, packet) {
+                            Recipient::This => Forwarded::Back,
+                            other => forward(other, &meta, packet),
+                        };
+                        match forwarded {
+                            Forwarded::Back => deliver(faults, port, now, &meta, packet),
+                            forwarded => port.count_forwarded(forwarded, packet.len()),
                         }
                     }
                 }
@@ -232,12 +172,15 @@ impl Motor {
                 },
             );
         }
-        self.handed_over(port, now, bytes, meta);
+        deliver(&mut self.faults, port, now, meta, bytes);
     }
 
-    /// Takes one datagram that another loop or engine of the device has received, captured and handed over.
-    pub(crate) fn handed_over(&mut self, port: &mut Port, now: Instant, bytes: &[u8], meta: &RxMeta) {
-        deliver(&mut self.faults, port, now, meta, bytes);
+    /// Takes a packet that reached the socket of another shard or process.
+    pub(crate) fn handed_over(&mut self, port: &mut Port, now: Instant, packet: &HandedOver) {
+        match packet.captured {
+            true => deliver(&mut self.faults, port, now, &packet.meta, &packet.bytes),
+            false => self.take_datagram(port, now, &packet.bytes, &packet.meta),
+        }
     }
 
     /// Returns when to run timers, or to flush, at the latest.
@@ -343,73 +286,5 @@ fn tap_datagram(tap: &mut dyn Tap, d: &Datagram<'_>) {
     let to = SocketAddr::new(d.local, ROCE_UDP_PORT);
     for (i, packet) in packets(d).enumerate() {
         tap.packet(d.remote, to, i as u16, packet);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::net::Ipv4Addr;
-
-    use super::*;
-
-    const HERE: IpAddr = IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1));
-
-    fn packet(qpn: u32) -> [u8; 16] {
-        let mut bytes = [0; 16];
-        bytes[5..8].copy_from_slice(&qpn.to_be_bytes()[1..]);
-        bytes
-    }
-
-    #[test]
-    fn packets_for_other_processes_are_told_by_their_number() {
-        let own = Own::Process(QpnRange {
-            first: 0x02_0000,
-            last: 0x02_1fff,
-        });
-        for (qpn, whose) in [
-            (0x02_0000, Whose::Ours),
-            (0x02_1fff, Whose::Ours),
-            (0x02_2000, Whose::Astray),
-            (1, Whose::Astray),
-            (0xff_ffff, Whose::Ours),
-        ] {
-            assert_eq!(own.whose(HERE, &packet(qpn)), whose, "{qpn:#x}");
-        }
-        assert_eq!(own.whose(HERE, &[0; 7]), Whose::Ours, "too short to be anybody's");
-    }
-
-    #[test]
-    fn packets_for_another_address_of_the_loop_are_not_this_ports() {
-        let range = QpnRange {
-            first: 0x02_0000,
-            last: 0x02_1fff,
-        };
-        let (own, all) = (Own::Loop(range, Some(HERE)), Own::Loop(range, None));
-        let there = IpAddr::from([192, 0, 2, 2]);
-        let of = |own: Own, local| own.whose(local, &packet(0x02_0000));
-        assert_eq!([of(own, HERE), of(own, there)], [Whose::Ours, Whose::Astray]);
-        assert_eq!(of(own, [224, 0, 0, 9].into()), Whose::Ours);
-        assert_eq!([of(all, HERE), of(all, there)], [Whose::Ours; 2]);
-    }
-
-    #[test]
-    fn packets_for_other_loops_are_told_by_their_number() {
-        let steering = Steering::new(3).unwrap();
-        let [first, second, third] = [0, 1, 2].map(|shard| Own::Shard(steering, shard));
-        for (qpn, whose) in [
-            (0x00_0002, [Whose::Ours, Whose::Astray, Whose::Astray]),
-            (0x7f_ffff, [Whose::Astray, Whose::Ours, Whose::Astray]),
-            (0x80_0000, [Whose::Astray, Whose::Astray, Whose::Ours]),
-            // Nobody's, QP1, multicast.
-            (0xc0_0000, [Whose::Ours, Whose::Astray, Whose::Astray]),
-            (1, [Whose::Unknown, Whose::Astray, Whose::Astray]),
-            (0xff_ffff, [Whose::Ours, Whose::Astray, Whose::Astray]),
-        ] {
-            assert_eq!(
-                [first, second, third].map(|own| own.whose(HERE, &packet(qpn))),
-                whose,
-                "{qpn:#x}"
-            );
-        }
     }
 }

@@ -17,7 +17,7 @@ use crate::{
     cm::cm_error,
     entry::Binding,
     gsi::Terms,
-    message::{FromShard, Offer, QpKey, ToShard},
+    message::{FromShard, Offer, QpCommand, QpKey},
     port::{Port, invalid},
 };
 
@@ -38,7 +38,7 @@ impl Port {
         let offer = self.offer_qp(now, qpn, &params)?;
         let connected = self.connect_offered(now, local, remote, &offer, params);
         if connected.is_err() {
-            self.perform(now, ToShard::Release(offer.qp));
+            self.perform(now, QpCommand::Release(offer.qp));
         }
         connected
     }
@@ -59,7 +59,7 @@ impl Port {
         accepted
     }
 
-    /// Reserves a queue pair in RESET or INIT for a connection. [`Port::connect_offered`] or [`ToShard::Release`] follows.
+    /// Reserves a queue pair in RESET or INIT for a connection. [`Port::connect_offered`] or [`QpCommand::Release`] follows.
     ///
     /// # Errors
     /// The queue pair can't be used.
@@ -106,7 +106,7 @@ impl Port {
         self.now = now;
         if self.keyed(offer.qp).is_some() {
             self.fail_qp(now, offer.qp.qpn);
-            self.perform(now, ToShard::Release(offer.qp));
+            self.perform(now, QpCommand::Release(offer.qp));
         }
     }
 
@@ -165,20 +165,20 @@ impl Port {
     }
 
     /// Performs a command of the GSI. Returns the report that it asks for.
-    pub(crate) fn perform(&mut self, now: Instant, command: ToShard) -> Option<FromShard> {
+    pub(crate) fn perform(&mut self, now: Instant, command: QpCommand) -> Option<FromShard> {
         match command {
-            ToShard::BringUp { qp, conn, path } => Some(FromShard::BroughtUp(conn, self.bring_up(now, qp, &path))),
-            ToShard::Established(qp) => {
+            QpCommand::BringUp { qp, conn, path } => Some(FromShard::BroughtUp(conn, self.bring_up(now, qp, &path))),
+            QpCommand::Established(qp) => {
                 self.set_binding(qp, Binding::Bound);
                 None
             }
-            ToShard::Fail { qp, conn } => {
+            QpCommand::Fail { qp, conn } => {
                 if self.keyed(qp).is_some() {
                     self.fail_qp(now, qp.qpn);
                 }
                 Some(FromShard::Failed(conn))
             }
-            ToShard::Release(qp) => {
+            QpCommand::Release(qp) => {
                 self.set_binding(qp, Binding::Free);
                 None
             }

@@ -19,7 +19,7 @@ use roce_verbs::{
 
 use crate::{
     gsi::{Gsi, GsiLink},
-    message::{FromShard, QpKey, ToShard},
+    message::{FromShard, QpCommand, QpKey},
     port::{Port, invalid},
 };
 
@@ -59,7 +59,7 @@ impl Port {
     }
 
     /// Performs a command of the GSI.
-    pub fn handle_command(&mut self, now: Instant, command: ToShard) {
+    pub fn handle_command(&mut self, now: Instant, command: QpCommand) {
         self.now = now;
         if let Some(report) = self.perform(now, command) {
             self.handle_report(now, report);
@@ -84,7 +84,7 @@ impl Port {
     }
 
     /// Returns the next command for the shard that has a queue pair. Commands for own queue pairs have been performed.
-    pub fn poll_command(&mut self) -> Option<ToShard> {
+    pub fn poll_command(&mut self) -> Option<QpCommand> {
         self.commands.pop_front()
     }
 

@@ -6,6 +6,10 @@
 //! ([`Port::poll_transmit`]) and its events ([`Port::poll_cm_event`], [`Port::poll_async_event`]; completions go into the
 //! completion queues). After any call there may be something to send and another timeout.
 //!
+//! An address may have several ports: *shards*, each with a range of queue pair numbers. They exchange messages ([`ToShard`],
+//! [`FromShard`]) with each other and with the GSI, which has QP1 and the connection manager. Engines of one device have one GSI
+//! between them ([`Port::follow`]); loops and processes have one each, for a range of communication IDs.
+//!
 //! Everything in a datagram is the peer's word and checked: addresses against the queue pair's path, the ICRC, every
 //! header. What does not pass is dropped and counted under its reason ([`PortCounters`]).
 #![forbid(unsafe_code)]
@@ -36,7 +40,8 @@ pub use batch::{MAX_SEGMENTS, MAX_TRAIN_BYTES, Train, TxBatch, TxConfig};
 pub use cm::PortChange;
 pub use config::{PortConfig, QpInit};
 pub use counters::PortCounters;
-pub use message::{FromShard, Offer, QpKey, ToShard};
+pub use gsi::{GsiDrop, check_gsi};
+pub use message::{FromShard, HandedOver, Offer, QpCommand, QpKey, ToShard};
 pub use persist::{Persisted, Persisting};
 pub use port::Port;
 pub use qpn::{QpnParts, QpnRange, QpnSlot};
@@ -46,4 +51,4 @@ pub use roce_cm::{
     cma::{PortSpace, ServiceId},
 };
 pub use rx::RxMeta;
-pub use steering::Steering;
+pub use steering::{Forwarded, Numbers, Recipient, Recipients, Steering, dest_qpn};

@@ -6,6 +6,8 @@ use roce_bth::{Psn, Qpn};
 use roce_cm::{ConnId, ConnTransport, RemoteQp};
 use roce_verbs::provider::VerbsError;
 
+use crate::rx::RxMeta;
+
 /// Queue pair as the GSI names it: a later queue pair with the same number has another key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct QpKey {
@@ -39,9 +41,50 @@ impl Offer {
     }
 }
 
-/// Message to the shard of a queue pair. Messages about a queue pair that is gone change nothing.
+/// Message to a shard.
 #[derive(Debug)]
 pub enum ToShard {
+    /// Packet for the shard that another shard or process has received.
+    Packet(HandedOver),
+    /// Command of the GSI.
+    Command(QpCommand),
+    /// Report of another shard to the GSI, which this shard has.
+    Report(FromShard),
+}
+
+/// Packet that reached the socket of another shard or process.
+#[derive(Debug)]
+pub struct HandedOver {
+    /// Network header.
+    pub meta: RxMeta,
+    /// The packet.
+    pub bytes: Vec<u8>,
+    /// A shard of this process received the packet, whose capture has it already.
+    pub captured: bool,
+}
+
+impl HandedOver {
+    /// Copies a packet that a shard of this process has received.
+    pub fn captured(meta: &RxMeta, bytes: &[u8]) -> Self {
+        Self {
+            meta: *meta,
+            bytes: bytes.to_vec(),
+            captured: true,
+        }
+    }
+
+    /// Copies a packet that another process has received.
+    pub fn forwarded(meta: &RxMeta, bytes: &[u8]) -> Self {
+        Self {
+            captured: false,
+            ..Self::captured(meta, bytes)
+        }
+    }
+}
+
+/// Command about a queue pair. It changes nothing if the queue pair is gone.
+#[derive(Debug)]
+pub enum QpCommand {
     /// The peer has accepted: move the queue pair to RTS. [`FromShard::BroughtUp`] answers.
     BringUp {
         /// The queue pair.
@@ -64,8 +107,8 @@ pub enum ToShard {
     Release(QpKey),
 }
 
-impl ToShard {
-    /// Returns the queue pair that the message is about.
+impl QpCommand {
+    /// Returns the queue pair that the command is about.
     pub const fn qp(&self) -> QpKey {
         match self {
             Self::BringUp { qp, .. } | Self::Established(qp) | Self::Fail { qp, .. } | Self::Release(qp) => *qp,
@@ -78,7 +121,7 @@ impl ToShard {
 pub enum FromShard {
     /// The peer's first packet has arrived at the queue pair of an accepted connection, before its RTU.
     FirstPacket(ConnId),
-    /// Result of [`ToShard::BringUp`].
+    /// Result of [`QpCommand::BringUp`].
     BroughtUp(ConnId, Result<(), VerbsError>),
     /// The queue pair of a connection that has ended is in error, or gone.
     Failed(ConnId),

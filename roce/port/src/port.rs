@@ -23,7 +23,7 @@ use crate::{
     entry::{Binding, QpEntry, SourcePort},
     gsi::{Announced, Gsi, GsiLink, Terms},
     mcast::Groups,
-    message::ToShard,
+    message::QpCommand,
     parting::Parting,
     peer::{PeerKey, Peers, QpPath},
     persist::Persisting,
@@ -59,7 +59,7 @@ pub struct Port {
     pub(crate) timers: TimerHeap,
     pub(crate) gsi: GsiLink,
     /// Commands of the GSI for other shards.
-    pub(crate) commands: VecDeque<ToShard>,
+    pub(crate) commands: VecDeque<QpCommand>,
     /// Terms that peers announced in REQ and REP.
     pub(crate) announced: Announced,
     pub(crate) groups: Groups,

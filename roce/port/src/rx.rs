@@ -2,7 +2,7 @@
 
 use core::net::{IpAddr, SocketAddr};
 
-use roce_bth::{Class, Opcode, PKey, Packet, ParseError, QKey, Qpn, ROCE_UDP_PORT, Service};
+use roce_bth::{Class, Packet, ParseError, Qpn, ROCE_UDP_PORT, Service};
 use roce_icrc::{Flow, IcrcPrefix, IdSolver, IpPair, Recovery};
 use roce_qp::{DatagramSource, Origin};
 use roce_verbs::Instant;
@@ -10,12 +10,12 @@ use roce_verbs::Instant;
 use crate::{
     cnp::{ECN_BITS, ECN_CE},
     entry::Binding,
+    gsi::{GsiDrop, check_gsi, pkey_matches},
     peer::PeerKey,
     port::Port,
+    steering::Forwarded,
 };
 
-/// Size of a management datagram, bytes (IBA 13.4.2).
-const MAD_LEN: usize = 256;
 /// Management class of communication management, the second byte of a MAD.
 const CM_CLASS: u8 = roce_cm::mad::CLASS;
 
@@ -163,30 +163,21 @@ impl Port {
         }
     }
 
-    /// Counts a packet received for another process that shares the address. The driver forwards it.
-    pub fn count_stray(&mut self, len: usize) {
-        self.counters.rx_packets += 1;
-        self.counters.rx_bytes += len as u64;
-        self.counters.handed_over += 1;
-    }
-
-    /// Counts packets forwarded to another shard, which counts them as received.
-    pub fn count_handed_over(&mut self, packets: u64) {
-        self.counters.handed_over += packets;
-    }
-
-    /// Counts a packet of `len` bytes dropped because its shard's inbox is full.
-    pub fn count_lost(&mut self, len: usize) {
-        self.counters.rx_packets += 1;
-        self.counters.rx_bytes += len as u64;
-        self.counters.drop_handed_over += 1;
-    }
-
-    /// Counts a connect request of `len` bytes that was refused because of its host's limit.
-    pub fn count_refused(&mut self, len: usize) {
-        self.counters.rx_packets += 1;
-        self.counters.rx_bytes += len as u64;
-        self.counters.drop_requests += 1;
+    /// Counts a received packet of `len` bytes that the driver did not give to this port. A shard counts its packets as received itself.
+    pub fn count_forwarded(&mut self, forwarded: Forwarded, len: usize) {
+        let c = &mut self.counters;
+        let (count, received) = match forwarded {
+            Forwarded::Back | Forwarded::Placed => return,
+            Forwarded::Shard => (&mut c.handed_over, false),
+            Forwarded::Process => (&mut c.handed_over, true),
+            Forwarded::Lost => (&mut c.drop_handed_over, true),
+            Forwarded::Refused => (&mut c.drop_requests, true),
+        };
+        *count += 1;
+        if received {
+            c.rx_packets += 1;
+            c.rx_bytes += len as u64;
+        }
     }
 
     fn handle_packet(&mut self, now: Instant, source: &Source, index: u16, bytes: &[u8]) {
@@ -375,24 +366,17 @@ impl Port {
 
     /// Processes a packet to QP1, for the connection manager or the application's own QP1.
     fn handle_gsi(&mut self, now: Instant, source: &Source, index: u16, bytes: &[u8], packet: &Packet<'_>) {
-        let bth = &packet.header.bth;
-        let Some(deth) = packet.header.deth().filter(|_| bth.opcode == Opcode::UdSendOnly) else {
-            self.counters.drop_bad_mad += 1;
-            return;
+        let c = &mut self.counters;
+        let mad = match check_gsi(packet) {
+            Ok(mad) => mad,
+            Err(GsiDrop::Service) => return c.drop_bad_mad += 1,
+            Err(GsiDrop::PKey) => return c.drop_pkey += 1,
+            Err(GsiDrop::QKey) => return c.drop_qkey += 1,
         };
-        if !pkey_matches(bth.pkey) {
-            self.counters.drop_pkey += 1;
-            return;
-        }
-        if deth.qkey != QKey::GSI {
-            self.counters.drop_qkey += 1;
-            return;
-        }
         let class = packet.payload.get(1).copied();
         let to_program = self.qpns.get(Qpn::GSI).filter(|_| class != Some(CM_CLASS));
-        let is_mad = deth.src_qp == Qpn::GSI && packet.payload.len() == MAD_LEN;
-        if to_program.is_none() && !is_mad {
-            self.counters.drop_bad_mad += 1;
+        if to_program.is_none() && mad.is_none() {
+            c.drop_bad_mad += 1;
             return;
         }
         let id = match self.check_stranger(now, source, index, bytes) {
@@ -461,11 +445,4 @@ impl Port {
         self.counters.icrc_errors += u64::from(ident.is_none());
         ident
     }
-}
-
-/// Returns whether a partition key is the default partition's.
-///
-/// The sender may be a full or a limited member, because we are a full member (IBA 10.9.3).
-fn pkey_matches(pkey: PKey) -> bool {
-    pkey.0 & 0x7fff == PKey::DEFAULT.0 & 0x7fff
 }

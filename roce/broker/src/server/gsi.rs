@@ -6,11 +6,11 @@ use std::{
     sync::Arc,
 };
 
-use roce_bth::{Bth, Deth, Header, ICRC_LEN, Opcode, PKey, Packet, Psn, QKey, Qpn, ROCE_UDP_PORT};
+use roce_bth::{Bth, Deth, Header, ICRC_LEN, Opcode, Packet, Psn, QKey, Qpn, ROCE_UDP_PORT};
 use roce_cm::{CmConfig, Manager, OutMad, mad};
 use roce_icrc::{Flow, IdSolver, IpPair};
 use roce_net::{Burst, DEFAULT_HOP_LIMIT, Datagram, Datapath, OpenError, OpenSockets, UdpConfig, UdpDatapath};
-use roce_port::RxMeta;
+use roce_port::{GsiDrop, RxMeta, check_gsi};
 use roce_verbs::{Instant, Mtu};
 
 use crate::{
@@ -44,8 +44,7 @@ pub(super) fn target(bytes: &[u8]) -> Target {
         Ok(packet) => packet,
         Err(_) => return Target::Nobody("drop_malformed"),
     };
-    let bth = &packet.header.bth;
-    match bth.dest_qp {
+    match packet.header.bth.dest_qp {
         Qpn::GSI => {}
         Qpn::SMI => return Target::Nobody("drop_qp0"),
         Qpn::MULTICAST => return Target::Nobody("drop_multicast"),
@@ -57,17 +56,10 @@ pub(super) fn target(bytes: &[u8]) -> Target {
             };
         }
     }
-    // Of the default partition, as a full member or a limited one (IBA 10.9.3).
-    if bth.pkey.0 & 0x7fff != PKey::DEFAULT.0 & 0x7fff {
-        return Target::Nobody("drop_pkey");
-    }
-    let deth = packet
-        .header
-        .deth()
-        .filter(|d| d.qkey == QKey::GSI && d.src_qp == Qpn::GSI);
-    match (bth.opcode, deth, packet.payload.try_into()) {
-        (Opcode::UdSendOnly, Some(_), Ok(mad)) => Target::Gsi(Box::new(mad)),
-        _ => Target::Nobody("drop_bad_mad"),
+    match check_gsi(&packet) {
+        Ok(Some(mad)) => Target::Gsi(Box::new(*mad)),
+        Err(GsiDrop::PKey) => Target::Nobody("drop_pkey"),
+        Ok(None) | Err(GsiDrop::Service | GsiDrop::QKey) => Target::Nobody("drop_bad_mad"),
     }
 }
 

@@ -1,8 +1,9 @@
 //! General service interface (QP1) of an address: the connection manager, and which queue pairs its connections have.
 //!
-//! [`Gsi`] moves no queue pair. It tells the queue pair's shard what to do ([`ToShard`]), and holds the event of a connection back until
+//! [`Gsi`] moves no queue pair. It tells the queue pair's shard what to do ([`QpCommand`]), and holds the event of a connection back until
 //! the shard has done it ([`FromShard`]).
 
+mod datagram;
 mod link;
 mod terms;
 
@@ -18,13 +19,15 @@ use roce_verbs::{
     provider::{NoAnswer, RejectReason, VerbsError},
 };
 
+pub use self::datagram::{GsiDrop, check_gsi};
 pub(crate) use self::{
+    datagram::pkey_matches,
     link::GsiLink,
     terms::{Announced, Terms},
 };
 use crate::{
     batch::{QpSink, Staged, TxBatch, TxPath},
-    message::{FromShard, QpKey, ToShard},
+    message::{FromShard, QpCommand, QpKey},
 };
 
 /// BTH and DETH, bytes.
@@ -52,7 +55,7 @@ pub(crate) struct Gsi {
     translations: TranslationWatch,
     /// Events for the application.
     events: VecDeque<Event>,
-    commands: VecDeque<ToShard>,
+    commands: VecDeque<QpCommand>,
 }
 
 impl Gsi {
@@ -96,14 +99,14 @@ impl Gsi {
     /// Commands a connection's queue pair to be moved to error.
     pub(crate) fn fail(&mut self, conn: ConnId) {
         if let Some(qp) = self.qp_of(conn) {
-            self.commands.push_back(ToShard::Fail { qp, conn });
+            self.commands.push_back(QpCommand::Fail { qp, conn });
         }
     }
 
     /// Destroys a connection. Its queue pair is free.
     pub(crate) fn destroy(&mut self, now: Instant, conn: ConnId) {
         if let Some(bound) = self.bound.remove(&conn) {
-            self.commands.push_back(ToShard::Release(bound.qp));
+            self.commands.push_back(QpCommand::Release(bound.qp));
         }
         self.announced.remove(conn);
         self.events.retain(|event| event.conn() != conn);
@@ -204,14 +207,14 @@ impl Gsi {
             };
             if let Some(path) = path {
                 bound.held.push_front(event);
-                return self.commands.push_back(ToShard::BringUp { qp, conn, path });
+                return self.commands.push_back(QpCommand::BringUp { qp, conn, path });
             }
             if ends(&event) {
                 bound.held.push_front(event);
-                return self.commands.push_back(ToShard::Fail { qp, conn });
+                return self.commands.push_back(QpCommand::Fail { qp, conn });
             }
             if matches!(event, Event::Established { .. }) {
-                self.commands.push_back(ToShard::Established(qp));
+                self.commands.push_back(QpCommand::Established(qp));
             }
             self.events.push_back(event);
         }
@@ -223,7 +226,7 @@ impl Gsi {
     }
 
     /// Returns the next command for a shard.
-    pub(crate) fn poll_command(&mut self) -> Option<ToShard> {
+    pub(crate) fn poll_command(&mut self) -> Option<QpCommand> {
         self.commands.pop_front()
     }
 

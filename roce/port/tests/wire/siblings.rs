@@ -2,7 +2,7 @@
 
 use roce_bth::Packet;
 use roce_cm::guid;
-use roce_port::{ConnectArgs, QpnRange, Steering, ToShard};
+use roce_port::{ConnectArgs, QpCommand, QpnRange, Steering};
 use roce_verbs::provider::{RejectReason, VerbsError};
 
 use crate::*;
@@ -235,7 +235,7 @@ fn a_reserved_queue_pair_is_busy_until_it_is_released() {
     let offer = a.second.port.offer_qp(at(1), qa, &params(b"")).unwrap();
     let again = a.second.port.offer_qp(at(1), qa, &params(b""));
     assert!(matches!(again, Err(VerbsError::Busy(_))));
-    a.second.port.handle_command(at(1), ToShard::Release(offer.qp()));
+    a.second.port.handle_command(at(1), QpCommand::Release(offer.qp()));
     a.connect(qa, ip(2));
 }
 
