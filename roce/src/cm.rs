@@ -147,6 +147,7 @@ impl Id {
             src_port: self.0.device.engines.promise_source(args.qpn),
             ..args.clone()
         };
+        self.0.device.engines.agree(self.conn()?, Some(args.qpn));
         self.with(|port, now, conn| port.cm_accept(now, conn, &args))
     }
 
@@ -155,6 +156,7 @@ impl Id {
     /// # Errors
     /// If there is no reply, or the connection has ended.
     pub fn establish(&self) -> Result<(), VerbsError> {
+        self.0.device.engines.agree(self.conn()?, None);
         self.with(|port, now, conn| port.cm_establish(now, conn))
     }
 

@@ -150,9 +150,7 @@ impl Engines {
             numbers: numbers(&all),
             closing: AtomicBool::new(false),
         });
-        if let [(_, first), others @ ..] = &mut *all {
-            others.iter_mut().for_each(|(_, parts)| parts.port.follow(&first.port));
-        }
+        all.iter_mut().skip(1).for_each(|(_, parts)| parts.port.leave_gsi());
         let services = all.iter().map(|(config, _)| config.services.clone()).collect();
         let loads = all.iter().map(|_| AtomicU32::new(0)).collect();
         let drivers = all.into_iter().enumerate();
@@ -287,6 +285,20 @@ impl Engines {
         let index = self.group.numbers.of_qpn(qpn).filter(|index| *index > 0)?;
         let promised = self.drivers[index].with_quiet(|port, _| port.promise_source(qpn));
         promised.ok()?
+    }
+
+    /// Applies the terms of a connection to its queue pair, which the program moves, if that is another engine's than the first.
+    pub(crate) fn agree(&self, conn: ConnId, qpn: Option<Qpn>) {
+        if self.drivers.len() == 1 {
+            return;
+        }
+        let agreement = self.first().with_quiet(|port, _| port.cm_agreement(conn, qpn));
+        // A closed engine has no queue pairs.
+        if let Ok(Some(agreement)) = agreement
+            && let Some(index) = self.group.numbers.of_qpn(agreement.qpn()).filter(|index| *index > 0)
+        {
+            let _ = self.drivers[index].with_quiet(|port, _| port.agree(&agreement));
+        }
     }
 
     /// Counts a queue pair of an engine that completes into these queues.

@@ -284,7 +284,7 @@ impl Port {
             rnr_retry: path.rnr_retry,
             ..ToRts::new(path.av, path.mtu, path.qpn)
         };
-        self.modify_with(now, qpn, &steps.step(qp_type, QpState::Rtr), Some(Terms::of(path)))?;
+        self.modify_with(now, qpn, &steps.step(qp_type, QpState::Rtr), Terms::of(path))?;
         self.modify_qp(now, qpn, &steps.step(qp_type, QpState::Rts))?;
         self.set_binding(qp, Binding::Bound);
         Ok(())

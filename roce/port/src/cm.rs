@@ -8,6 +8,7 @@
 use core::net::{IpAddr, SocketAddr};
 use std::collections::VecDeque;
 
+use roce_bth::Qpn;
 use roce_cm::{
     AcceptArgs, CmError, ConnChange, ConnId, ConnectArgs, Event, ListenArgs, ListenId, ResolveArgs, SidrAnswer,
     mad::Mad, state::State,
@@ -18,7 +19,7 @@ use roce_verbs::{
 };
 
 use crate::{
-    gsi::{Gsi, GsiLink},
+    gsi::{Agreement, Gsi, GsiLink},
     message::{FromShard, QpCommand, QpKey},
     port::{Port, invalid},
 };
@@ -43,9 +44,8 @@ pub(crate) fn cm_error(e: CmError) -> VerbsError {
 
 /// Messages between shards and GSI.
 impl Port {
-    /// Makes this port a shard of the address whose GSI `first` has. Call before creating queue pairs.
-    pub fn follow(&mut self, first: &Self) {
-        self.announced = first.announced.clone();
+    /// Makes this port a shard of an address whose GSI another port has. Call before creating queue pairs.
+    pub fn leave_gsi(&mut self) {
         self.gsi = GsiLink::Elsewhere(VecDeque::new());
     }
 
@@ -182,7 +182,25 @@ impl Port {
             src_port: self.promise_source(args.qpn).or(args.src_port),
             ..args.clone()
         };
-        self.gsi()?.manager().accept(now, conn, &args).map_err(cm_error)
+        let agreement = self.cm_agreement(conn, Some(args.qpn));
+        self.gsi()?.manager().accept(now, conn, &args).map_err(cm_error)?;
+        agreement.iter().for_each(|agreement| self.agree(agreement));
+        Ok(())
+    }
+
+    /// Returns the terms that the peer has announced for a connection whose queue pair the application moves. `qpn`: the queue pair that
+    /// accepts it; `None`: the one that requested it.
+    ///
+    /// Where another shard has the queue pair, call [`Port::agree`] there before [`Port::cm_accept`] or [`Port::cm_establish`].
+    pub fn cm_agreement(&self, conn: ConnId, qpn: Option<Qpn>) -> Option<Agreement> {
+        let gsi = self.gsi.get()?;
+        // The port itself moves the queue pair.
+        if gsi.qp_of(conn).is_some() {
+            return None;
+        }
+        let manager = gsi.manager_ref();
+        let path = manager.peer(conn)?;
+        Some(Agreement::of(qpn.or_else(|| manager.local_qpn(conn))?, &path))
     }
 
     /// Answers an [`Event::SidrRequest`].
@@ -200,7 +218,10 @@ impl Port {
     /// The connection is in another state.
     pub fn cm_establish(&mut self, now: Instant, conn: ConnId) -> Result<(), VerbsError> {
         self.now = now;
-        self.gsi()?.manager().qp_ready(now, conn).map_err(cm_error)
+        let agreement = self.cm_agreement(conn, None);
+        self.gsi()?.manager().qp_ready(now, conn).map_err(cm_error)?;
+        agreement.iter().for_each(|agreement| self.agree(agreement));
+        Ok(())
     }
 
     /// Rejects a request or a reply. The connection ends, but the caller must still destroy it.

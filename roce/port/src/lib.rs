@@ -40,7 +40,7 @@ pub use batch::{MAX_SEGMENTS, MAX_TRAIN_BYTES, Train, TxBatch, TxConfig};
 pub use cm::PortChange;
 pub use config::{PortConfig, QpInit};
 pub use counters::PortCounters;
-pub use gsi::{GsiDrop, check_gsi};
+pub use gsi::{Agreement, GsiDrop, check_gsi};
 pub use message::{FromShard, HandedOver, Offer, QpCommand, QpKey, ToShard};
 pub use persist::{Persisted, Persisting};
 pub use port::Port;

@@ -21,7 +21,7 @@ use crate::{
     config::{PortConfig, QpInit},
     counters::PortCounters,
     entry::{Binding, QpEntry, SourcePort},
-    gsi::{Announced, Gsi, GsiLink, Terms},
+    gsi::{Agreement, Gsi, GsiLink, Terms},
     mcast::Groups,
     message::QpCommand,
     parting::Parting,
@@ -60,8 +60,6 @@ pub struct Port {
     pub(crate) gsi: GsiLink,
     /// Commands of the GSI for other shards.
     pub(crate) commands: VecDeque<QpCommand>,
-    /// Terms that peers announced in REQ and REP.
-    pub(crate) announced: Announced,
     pub(crate) groups: Groups,
     pub(crate) events: VecDeque<AsyncEvent>,
     pub(crate) counters: PortCounters,
@@ -131,7 +129,6 @@ impl Port {
             partings: VecDeque::new(),
             ready: VecDeque::new(),
             timers: TimerHeap::default(),
-            announced: gsi.announced().clone(),
             gsi: GsiLink::Here(Box::new(gsi)),
             commands: VecDeque::new(),
             groups: Groups::default(),
@@ -245,16 +242,16 @@ impl Port {
     /// # Errors
     /// If the queue pair does not exist, or the transition or an attribute is not permitted. Then nothing changes.
     pub fn modify_qp(&mut self, now: Instant, qpn: Qpn, attr: &QpAttr) -> Result<(), VerbsError> {
-        self.modify_with(now, qpn, attr, None)
+        self.modify_with(now, qpn, attr, Terms::default())
     }
 
-    /// Changes attributes and state. `agreed`: the terms of the queue pair's own connection; `None`: those that peers have announced.
+    /// Changes attributes and state. `terms`: those of the queue pair's connection.
     pub(crate) fn modify_with(
         &mut self,
         now: Instant,
         qpn: Qpn,
         attr: &QpAttr,
-        agreed: Option<Terms>,
+        mut terms: Terms,
     ) -> Result<(), VerbsError> {
         self.now = now;
         let slot = self.slot(qpn)?;
@@ -276,9 +273,7 @@ impl Port {
             if self.config.reorder {
                 self.qps[slot].qp.enable_reorder(&self.config.reorder_budget);
             }
-            if let Some((av, peer)) = self.qps[slot].qp.remote() {
-                let announced = || self.announced.terms((av.remote.to_canonical(), peer));
-                let mut terms = agreed.unwrap_or_else(announced);
+            if let Some((av, _)) = self.qps[slot].qp.remote() {
                 // Packets to our own address come to our own sockets.
                 terms.selective |= av.remote == av.local;
                 self.apply_terms(slot, terms);
@@ -309,7 +304,18 @@ impl Port {
         Some(source.port)
     }
 
-    /// Applies the terms that the peer announced to a queue pair in RTR.
+    /// Applies the terms of a connection to its queue pair, unless that has another peer.
+    pub fn agree(&mut self, agreement: &Agreement) {
+        let Some(slot) = self.qpns.get(agreement.qpn) else {
+            return;
+        };
+        let remote = self.qps[slot].qp.remote();
+        if remote.map(|(av, peer)| (av.remote.to_canonical(), peer)) == Some(agreement.peer) {
+            self.apply_terms(slot, agreement.terms);
+        }
+    }
+
+    /// Applies the terms that the peer announced to a queue pair in RTR or RTS.
     fn apply_terms(&mut self, slot: usize, terms: Terms) {
         let qp = &mut self.qps[slot].qp;
         if let Some(port) = terms.src_port {

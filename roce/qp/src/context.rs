@@ -231,8 +231,9 @@ impl QpContext {
         self.state = QpState::Rtr;
     }
 
-    pub(crate) fn set_selective(&mut self, selective: bool) {
-        self.selective = selective;
+    /// Lets both sides report buffered packets in selective ACKs, until the next RTR.
+    pub(crate) fn set_selective(&mut self) {
+        self.selective = true;
     }
 
     /// Moves to the error state. [`QueuePair`](crate::QueuePair) flushes the queues at the end of the call.

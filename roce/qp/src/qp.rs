@@ -69,12 +69,18 @@ impl QueuePair {
 
     /// Buffers packets beyond a gap and reports them in selective ACKs, which the peer announced in its REQ or REP.
     ///
-    /// Call in RTR; only RC queue pairs do it. `budget` limits the memory.
+    /// Has no effect but in RTR, or in RTS while no request is outstanding; only RC queue pairs do it. `budget` limits the memory.
     pub fn enable_selective_ack(&mut self, budget: &Arc<ReorderBudget>) {
-        let selective = self.config().qp_type == QpType::Rc && self.state() == QpState::Rtr;
-        self.context.set_selective(selective);
-        if selective {
-            self.enable_reorder(budget);
+        let early = match self.state() {
+            QpState::Rtr => true,
+            QpState::Rts => self.outstanding_packets() == 0,
+            _ => false,
+        };
+        if self.config().qp_type == QpType::Rc && early {
+            self.context.set_selective();
+            if !self.responder.has_reorder() {
+                self.responder.set_reorder(Some(budget));
+            }
         }
     }
 

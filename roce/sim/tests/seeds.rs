@@ -137,6 +137,12 @@ fn an_adversary_that_sees_nothing_changes_nothing() {
     assert!(total.forged > 1000 && total.reflected > 0, "{total:?}");
     assert!(total.at_live > 1000, "{total:?}");
     assert!(total.backlog_drops > 0, "no backlog was full: {total:?}");
+    // A request that waits names the peer of a queue pair that programs connect without one.
+    let waiting = SimConfig {
+        adversary: Adversary::Always,
+        ..SimConfig::new(RunConfig::new(1766))
+    };
+    run(&waiting).unwrap_or_else(|failure| panic!("{failure}"));
 }
 
 #[test]

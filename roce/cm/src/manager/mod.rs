@@ -23,6 +23,7 @@ use rand_chacha::{
     ChaCha8Rng,
     rand_core::{RngCore, SeedableRng},
 };
+use roce_bth::Qpn;
 use roce_verbs::{
     AddressVector, Instant, PathMtus,
     provider::{ConnParams, RejectReason},
@@ -452,6 +453,12 @@ impl Manager {
     /// Returns the peer's queue pair, known from its request on, or from its reply on.
     pub fn peer(&self, conn: ConnId) -> Option<RemoteQp> {
         self.table.get(conn).filter(|c| c.detached.is_none())?.peer
+    }
+
+    /// Returns the queue pair of ours that a connection was requested or accepted with.
+    pub fn local_qpn(&self, conn: ConnId) -> Option<Qpn> {
+        let c = self.table.get(conn).filter(|c| c.detached.is_none())?;
+        (c.local_qpn != Qpn::default()).then_some(c.local_qpn)
     }
 
     /// Our and the peer's address of a connection.

@@ -19,11 +19,10 @@ use roce_verbs::{
     provider::{NoAnswer, RejectReason, VerbsError},
 };
 
-pub use self::datagram::{GsiDrop, check_gsi};
-pub(crate) use self::{
-    datagram::pkey_matches,
-    link::GsiLink,
-    terms::{Announced, Terms},
+pub(crate) use self::{datagram::pkey_matches, link::GsiLink, terms::Terms};
+pub use self::{
+    datagram::{GsiDrop, check_gsi},
+    terms::Agreement,
 };
 use crate::{
     batch::{QpSink, Staged, TxBatch, TxPath},
@@ -49,8 +48,6 @@ pub(crate) struct Gsi {
     cm: Manager,
     /// Connections whose queue pairs are moved for the application.
     bound: HashMap<ConnId, Bound>,
-    /// Terms that peers announced to queue pairs which the application moves.
-    announced: Announced,
     psn: Psn,
     translations: TranslationWatch,
     /// Events for the application.
@@ -63,7 +60,6 @@ impl Gsi {
         Self {
             cm,
             bound: HashMap::new(),
-            announced: Announced::default(),
             psn,
             translations: TranslationWatch::default(),
             events: VecDeque::new(),
@@ -80,13 +76,8 @@ impl Gsi {
         &self.cm
     }
 
-    pub(crate) fn announced(&self) -> &Announced {
-        &self.announced
-    }
-
     /// Assigns a queue pair to a connection. Its shard moves it from now on.
     pub(crate) fn bind(&mut self, conn: ConnId, qp: QpKey) {
-        self.announced.remove(conn);
         let held = VecDeque::new();
         self.bound.insert(conn, Bound { qp, held });
     }
@@ -108,7 +99,6 @@ impl Gsi {
         if let Some(bound) = self.bound.remove(&conn) {
             self.commands.push_back(QpCommand::Release(bound.qp));
         }
-        self.announced.remove(conn);
         self.events.retain(|event| event.conn() != conn);
         self.cm.destroy(now, conn);
     }
@@ -186,11 +176,6 @@ impl Gsi {
                 self.advance(conn);
             }
             return true;
-        }
-        match &event {
-            Event::Request { conn, path, .. } | Event::Reply { conn, path, .. } => self.announced.insert(*conn, path),
-            Event::Disconnected { conn, .. } => self.announced.remove(*conn),
-            _ => {}
         }
         self.events.push_back(event);
         true

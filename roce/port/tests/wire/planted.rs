@@ -303,10 +303,9 @@ fn if_copies_of_a_packet_differ_neither_is_executed() {
     assert_eq!(contents(&dst), noise(8192));
 }
 
-/// A stranger asks us for a connection in the peer's name, with the number of the queue pair to which ours is being connected, and names a
-/// source port and a GUID that it made up.
-#[test]
-fn a_forged_request_does_not_change_the_terms_of_a_connection_of_ours() {
+/// Two hosts with a queue pair each. A stranger has asked the first for a connection in the second's name, with the number of the
+/// second's queue pair, a source port and a GUID that it made up. The request waits for the program's answer.
+fn with_forged_request() -> (Host, Host, Qpn, Qpn) {
     let only = QpnRange {
         first: 0x123,
         last: 0x123,
@@ -330,15 +329,32 @@ fn a_forged_request_does_not_change_the_terms_of_a_connection_of_ours() {
     for d in stranger.take() {
         a.give(&d);
     }
-    // It waits for the program's answer.
     assert!(matches!(a.events()[..], [CmEventKind::Request { .. }]));
-    connect(&mut a, &mut b, qa, qb);
+    (a, b, qa, qb)
+}
+
+fn assert_writes_arrive(mut a: Host, mut b: Host, qb: Qpn) {
     let (src, dst) = (b.region(64), a.region(64));
     src.write(0, &noise(64)).unwrap();
     b.send(qb, 1, SendOp::Write(remote(&dst)), &src, 64);
     exchange(&mut a, &mut b);
     assert_eq!(a.port.counters().drop_stranger, 0);
     assert_eq!(contents(&dst), noise(64));
+}
+
+#[test]
+fn a_forged_request_does_not_change_the_terms_of_a_connection_of_ours() {
+    let (mut a, mut b, qa, qb) = with_forged_request();
+    connect(&mut a, &mut b, qa, qb);
+    assert_writes_arrive(a, b, qb);
+}
+
+#[test]
+fn a_forged_request_does_not_change_the_terms_of_a_queue_pair_that_the_program_moves() {
+    let (mut a, mut b, qa, qb) = with_forged_request();
+    a.raise(qa, b.addr, qb);
+    b.raise(qb, a.addr, qa);
+    assert_writes_arrive(a, b, qb);
 }
 
 /// A client of several ports can't exceed the memory limit of the process.

@@ -28,7 +28,7 @@ fn shard(last: u8, index: usize) -> Host {
 impl Both {
     fn new(last: u8) -> Self {
         let (first, mut second) = (shard(last, 0), shard(last, 1));
-        second.port.follow(&first.port);
+        second.port.leave_gsi();
         Self { first, second }
     }
 
@@ -280,16 +280,20 @@ fn a_peer_that_keeps_packets_is_known_at_both_ports() {
     let (qa, qb) = (a.second.qp(), b.qp());
     let (local, remote) = ((a.first.addr, 0).into(), (b.addr, SERVICE).into());
     let args = ConnectArgs::new(local, remote, qa, Psn::new(100), Mtu::B1024);
-    a.first.port.cm_connect(at(1), &args).unwrap();
+    let ca = a.first.port.cm_connect(at(1), &args).unwrap();
     a.take().iter().for_each(|d| b.give(d));
     let cb = the_request(&b.events());
     b.port.accept_qp(at(1), cb, qb, params(b"")).unwrap();
     b.take().iter().for_each(|d| a.give(d));
     assert!(matches!(a.events()[..], [CmEventKind::Reply { .. }]));
+    a.second.raise(qa, b.addr, qb);
+    let agreement = a.first.port.cm_agreement(ca, None).unwrap();
+    assert_eq!(agreement.qpn(), qa);
+    a.second.port.agree(&agreement);
+    a.first.port.cm_establish(at(1), ca).unwrap();
     // Only what goes to such a peer may be marked by switches.
     let host = &mut a.second;
     let src = host.region(64);
-    host.raise(qa, b.addr, qb);
     host.send(qa, 1, SendOp::Send, &src, 64);
     assert!(matches!(&host.take()[..], [sent] if sent.tos & 3 == 2));
 }

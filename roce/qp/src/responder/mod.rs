@@ -137,6 +137,11 @@ impl Responder {
         self.expected
     }
 
+    /// Returns whether it buffers packets beyond a gap.
+    pub(crate) fn has_reorder(&self) -> bool {
+        self.reorder.is_some()
+    }
+
     /// Buffers packets beyond a gap within `budget`. `None`: drops them.
     pub(crate) fn set_reorder(&mut self, budget: Option<&Arc<ReorderBudget>>) {
         self.reorder = budget.map(|budget| Box::new(ReorderBuffer::new(budget.clone())));
