@@ -1,15 +1,15 @@
-//! Packet sequence numbers without the wrap.
+//! Packet sequence numbers that do not wrap.
 
 use roce_bth::Psn;
 
-/// A PSN counted on in 64 bits, so that ranges compare like plain numbers. Its low 24 bits are the PSN on the wire.
+/// PSN extended to 64 bits, so that ranges compare like plain numbers. Its low 24 bits are the PSN on the wire.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) struct Seq(u64);
 
-/// Far enough from zero that going back the 2^23 that a PSN can tell never underflows.
+/// First value. Going back by half of the PSN circle never underflows.
 const BASE: u64 = 1 << 40;
 
-/// The most PSNs that may be outstanding: half of the circle (IBA 9.7.5.1.1 and table 39).
+/// Largest number of outstanding PSNs: half of the circle (IBA 9.7.5.1.1 and table 39).
 pub(crate) const MAX_OUTSTANDING: u64 = 1 << 23;
 
 impl Seq {
@@ -18,12 +18,12 @@ impl Seq {
         Self(BASE | psn.value() as u64)
     }
 
-    /// The PSN on the wire.
+    /// Returns the PSN on the wire.
     pub(crate) const fn psn(self) -> Psn {
         Psn::new((self.0 & 0x00ff_ffff) as u32)
     }
 
-    /// The number nearest to `self` that has this PSN.
+    /// Returns the value nearest to `self` with this PSN.
     pub(crate) const fn nearest(self, psn: Psn) -> Self {
         Self(self.0.wrapping_add_signed(psn.diff(self.psn()) as i64))
     }
@@ -32,7 +32,7 @@ impl Seq {
         Self(self.0 + n)
     }
 
-    /// The greatest multiple of `n`, a power of two that divides the circle, that is not greater.
+    /// Rounds down to a multiple of `n`, a power of two that divides the PSN circle.
     pub(crate) const fn round_down(self, n: u64) -> Self {
         Self(self.0 - self.0 % n)
     }
@@ -41,7 +41,7 @@ impl Seq {
         Self(self.0 - 1)
     }
 
-    /// How far `self` is ahead of `earlier`; zero if it is not.
+    /// Returns how far `self` is ahead of `earlier`; zero if it is not.
     pub(crate) const fn since(self, earlier: Self) -> u64 {
         self.0.saturating_sub(earlier.0)
     }

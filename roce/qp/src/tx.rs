@@ -19,7 +19,7 @@ pub enum TxKind {
 }
 
 impl TxKind {
-    /// Whether it was sent before, perhaps.
+    /// Returns whether it may have been sent before.
     pub const fn is_again(self) -> bool {
         matches!(self, Self::Retransmission | Self::Repetition)
     }

@@ -37,7 +37,7 @@ pub(super) enum RecoveryPhase {
     Rnr { until: Instant, then: Option<Caution> },
 }
 
-/// What changes the phase.
+/// Event that may change the phase.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Event {
     /// A probe timeout has declared packets lost.

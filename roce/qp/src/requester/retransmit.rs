@@ -8,7 +8,7 @@ use roce_verbs::Instant;
 use super::{
     Requester,
     emit::{Request, Unsent},
-    phase::{Caution, Event, Probe},
+    phase::{Caution, Event, Probe, RecoveryPhase},
     scoreboard::{Change, Mark},
 };
 use crate::{
@@ -163,6 +163,9 @@ impl Requester {
     /// If it acknowledges more than was retransmitted, the first transmission was only late: the rest is not
     /// retransmitted (as in F-RTO, RFC 5682).
     pub(super) fn end_caution(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>, acknowledged: Seq, resent: Seq) {
+        if self.phase == RecoveryPhase::Steady {
+            return;
+        }
         let caution = self.phase.caution();
         self.phase.on(Event::Acknowledged);
         let Some(Caution { sent, timed_out }) = caution.filter(|_| !qp.is_selective() && acknowledged > resent) else {

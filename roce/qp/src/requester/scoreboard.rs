@@ -141,8 +141,8 @@ struct Resent {
 struct Returns {
     /// One past its order.
     newest: u64,
-    /// The same of the newest probe: what was sent before it and is missing is lost. With the PSN that was to be sent next
-    /// then, or the oldest outstanding one once that is judged.
+    /// One past the order of the newest probe: what was sent before it and is missing is lost. With the PSN that was to be
+    /// sent next then, or the oldest outstanding one once that is judged.
     probe: Option<(u64, Seq)>,
     /// Nothing has been judged by it yet.
     is_new: bool,

@@ -96,8 +96,8 @@ impl Requester {
         }
         let timers = &self.timers;
         let retry = attribute(qp.attr().timeout.unwrap_or(0)).map(|t| timers.interval + t);
-        let pause = timers.base + self.rtt.pause();
-        Some(retry.map_or(pause, |r| r.min(pause)))
+        let probe = timers.base + self.rtt.probe_timeout();
+        Some(retry.map_or(probe, |r| r.min(probe)))
     }
 
     /// Returns whether the oldest unacknowledged packet was already retransmitted.

@@ -1,4 +1,4 @@
-//! Round trips and the times that follow from them.
+//! Round trips, and the timeouts that follow from them.
 
 use core::time::Duration;
 
@@ -6,28 +6,29 @@ use roce_verbs::{Instant, attr::ack_timeout};
 
 use crate::seq::Seq;
 
-/// Silence shorter than this is never taken for the loss of everything in flight: a peer on a busy machine may not be
-/// scheduled for as long. What is really lost is found sooner, by probes.
+/// Shortest silence that declares everything in flight lost. A peer on a busy machine may not be scheduled for that long.
+/// Probes find actual losses sooner.
 const MIN_RTO: Duration = Duration::from_millis(40);
-/// First pause before any round trip was measured.
-const FIRST_PAUSE: Duration = Duration::from_millis(16);
-/// Longest pause.
-const MAX_PAUSE: Duration = Duration::from_secs(1);
-/// Shortest pause, where losses have shown that probes are needed.
-const MIN_PAUSE: Duration = Duration::from_millis(1);
-/// Doublings of the shortest pause at first and at most, 16 ms: a peer that is a process may not be scheduled for milliseconds,
-/// and a probe then retransmits what was not lost. Each needed probe takes one doubling away, each needless one adds one.
+/// First probe timeout before any round trip is measured.
+const FIRST_TIMEOUT: Duration = Duration::from_millis(16);
+/// Longest probe timeout.
+const MAX_TIMEOUT: Duration = Duration::from_secs(1);
+/// Shortest probe timeout, after losses have shown that probes are needed.
+const MIN_TIMEOUT: Duration = Duration::from_millis(1);
+/// Doublings of the shortest probe timeout, at first and at most: 16 ms. A peer that is a process may not be scheduled for
+/// milliseconds, and a probe then retransmits what was not lost. Each needed probe removes one doubling, each needless one
+/// adds one.
 const MAX_DOUBLINGS: u32 = 4;
-/// Doublings at most after a reported loss, 4 ms: the path loses packets, so silence is likely to be a loss as well.
+/// Most doublings after a reported loss: 4 ms. The path loses packets, so that silence is likely to be a loss as well.
 const LOSSY_DOUBLINGS: u32 = 2;
-/// Measurements in a row that silences may spoil until the round trip is taken for longer than is known.
+/// Measurements in a row that silences may spoil before the round trip counts as longer than measured.
 const SPOILT: u32 = 8;
-/// The shortest local ACK timeout that is honoured: rdma_rxe's one tick. Codes below this would only measure the scheduler.
+/// Shortest local ACK timeout that is honoured: one tick of rdma_rxe. Shorter ones would only measure the scheduler.
 const MIN_ACK_TIMEOUT: Duration = Duration::from_millis(4);
-/// A peer that is a process on a busy machine may be silent for as long, and nobody answers in its stead …
+/// Silence that a peer may need that is a process on a busy machine: no hardware answers for it. A retry is consumed no
+/// sooner, within [`LENIENCE`].
 const BUSY: Duration = Duration::from_millis(250);
-/// … so that a retry is spent no sooner, within as many times the attribute as IBA 9.7.6.1.3 allows. Losses are repaired long
-/// before.
+/// Largest multiple of the local ACK timeout that IBA 9.7.6.1.3 permits. Losses are repaired long before.
 const LENIENCE: u32 = 4;
 
 /// Smoothed round trip.
@@ -37,13 +38,13 @@ pub(crate) struct Rtt {
     /// Smoothed distance of round trips from the smoothed one.
     variation: Duration,
     least: Option<Duration>,
-    /// Pauses that have passed, and count for how long the next one is.
+    /// Probe timeouts that double the next one.
     silences: u32,
-    /// Times in a row that something came after a silence, and no round trip was measured before the next one.
+    /// Silences in a row that ended with an answer, but without a measured round trip before the next one.
     spoilt: u32,
-    /// Doublings of the shortest pause.
+    /// Doublings of the shortest probe timeout.
     doublings: u32,
-    /// The last probe has brought no duplicate answer so far: it was needed, as far as is known.
+    /// No duplicate answer to the last probe has arrived: it was needed, as far as is known.
     needed: bool,
 }
 
@@ -62,6 +63,7 @@ impl Default for Rtt {
 }
 
 impl Rtt {
+    /// Records a measured round trip.
     pub(super) fn sample(&mut self, rtt: Duration) {
         let smoothed = self.smoothed.unwrap_or(rtt);
         self.variation = match self.smoothed {
@@ -73,19 +75,19 @@ impl Rtt {
         (self.silences, self.spoilt) = (0, 0);
     }
 
-    /// Notes that the peer reported a loss.
+    /// Records that the peer reported a loss.
     pub(crate) fn on_loss(&mut self) {
         self.doublings = self.doublings.min(LOSSY_DOUBLINGS);
     }
 
-    /// Notes an answer to a packet that was acknowledged before: the probe that it answers was needless.
+    /// Records an answer to a packet that was acknowledged before: the probe that it answers was needless.
     pub(super) fn on_duplicate(&mut self) {
         if core::mem::take(&mut self.needed) {
             self.doublings = (self.doublings + 1).min(MAX_DOUBLINGS);
         }
     }
 
-    /// Notes that a pause has passed: a probe is sent, and the next pause is twice as long.
+    /// Records a probe timeout. The next one is twice as long.
     pub(super) fn on_silence(&mut self) {
         if core::mem::replace(&mut self.needed, true) {
             self.doublings = self.doublings.saturating_sub(1);
@@ -93,9 +95,11 @@ impl Rtt {
         self.silences = self.silences.saturating_add(1);
     }
 
-    /// Something has come. After a silence it may answer either transmission, and measures nothing (Karn's rule). Where a round trip takes
-    /// longer than a pause that is so for ever, unless pauses stay long until one is measured (RFC 6298 (5.5) to (5.7)): always so as
-    /// long as none is known; later on, where losses are a likelier reason, only if it comes about again and again.
+    /// Records an answer.
+    ///
+    /// After a silence it may answer either transmission, and measures nothing (Karn's rule). If a round trip takes longer
+    /// than the timeout, none would ever be measured. So timeouts stay long until one is (RFC 6298 (5.5) to (5.7)): always
+    /// before the first measurement, and later, when losses are likelier, only after [`SPOILT`] in a row.
     pub(super) fn on_progress(&mut self) {
         if self.silences > 0 && self.smoothed.is_some() && self.spoilt < SPOILT {
             self.spoilt += 1;
@@ -103,54 +107,54 @@ impl Rtt {
         }
     }
 
-    /// The usual round trip; zero as long as there was none.
+    /// Returns the smoothed round trip; zero before the first one.
     pub(super) fn smoothed(&self) -> Duration {
         self.smoothed.unwrap_or_default()
     }
 
-    /// An answer to something sent less long ago than this was caused by something else.
+    /// Returns the shortest round trip. An answer within a shorter time answers an earlier packet.
     pub(super) fn least(&self) -> Duration {
         self.least.unwrap_or_default()
     }
 
-    /// How long to wait for a whole stream of stale packets to pass.
+    /// Returns how long to wait until a stream of stale packets has passed.
     pub(super) fn settle(&self) -> Duration {
-        (self.smoothed.unwrap_or_default() * 2).max(MIN_PAUSE)
+        (self.smoothed.unwrap_or_default() * 2).max(MIN_TIMEOUT)
     }
 
-    /// How long to bear silence.
-    pub(super) fn pause(&self) -> Duration {
+    /// Returns the probe timeout.
+    pub(super) fn probe_timeout(&self) -> Duration {
         let first = match self.smoothed {
-            Some(s) => (s + (self.variation * 4).max(s)).max(MIN_PAUSE * (1 << self.doublings)),
-            None => FIRST_PAUSE,
+            Some(s) => (s + (self.variation * 4).max(s)).max(MIN_TIMEOUT * (1 << self.doublings)),
+            None => FIRST_TIMEOUT,
         };
         first
             .saturating_mul(1 << self.silences.min(16))
-            .min(MAX_PAUSE.max(first))
+            .min(MAX_TIMEOUT.max(first))
     }
 
-    /// Whether this pause, which follows `before` others without progress, ends a silence so long that everything in flight must be lost.
+    /// Returns whether everything in flight is lost after this probe timeout and `before` others without progress.
     pub(super) fn is_timeout(&self, before: u32) -> bool {
         let usual = self.smoothed.unwrap_or_default() + self.variation * 4;
-        before > 0 && self.pause() * 2 >= usual.max(MIN_RTO)
+        before > 0 && self.probe_timeout() * 2 >= usual.max(MIN_RTO)
     }
 }
 
-/// The interval without progress that costs one retry; `None`: retries don't count.
+/// Returns the interval without progress that consumes a retry. `None`: retries are not counted.
 pub(crate) fn attribute(code: u8) -> Option<Duration> {
     ack_timeout(code).map(|t| t.max((t * LENIENCE).min(BUSY)).max(MIN_ACK_TIMEOUT))
 }
 
-/// Timers of the requester, as data: points in time that other state gives meaning to.
+/// Timers of the requester.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Timers {
-    /// Last progress, action on silence, or start from idle: pauses count from here.
+    /// Last progress, retransmission, or start from idle: probe timeouts count from here.
     pub(crate) base: Instant,
-    /// Start of the interval that costs a retry when it ends without progress.
+    /// Start of the interval that consumes a retry if it ends without progress.
     pub(crate) interval: Instant,
     /// PSN and time of the last retransmission of the oldest packet.
     pub(crate) resent: Option<(Seq, Instant)>,
-    /// Pauses since the last progress: the stage of a silence.
+    /// Probe timeouts since the last progress.
     pub(crate) backoff: u32,
 }
 
@@ -167,22 +171,22 @@ mod tests {
     /// The silence until the first timeout.
     fn until_timeout(rtt: &Rtt) -> Duration {
         let pauses = (0..).take_while(|n| *n == 0 || !silent(*rtt, n - 1).is_timeout(n - 1));
-        pauses.map(|n| silent(*rtt, n).pause()).sum()
+        pauses.map(|n| silent(*rtt, n).probe_timeout()).sum()
     }
 
     #[test]
     fn pauses_follow_the_round_trip_and_double() {
         let mut rtt = Rtt::default();
-        assert_eq!(rtt.pause(), FIRST_PAUSE);
+        assert_eq!(rtt.probe_timeout(), FIRST_TIMEOUT);
         rtt.sample(Duration::from_micros(100));
         // Silences first undo the doublings.
-        let pauses: Vec<u128> = (0..6).map(|n| silent(rtt, n).pause().as_millis()).collect();
+        let pauses: Vec<u128> = (0..6).map(|n| silent(rtt, n).probe_timeout().as_millis()).collect();
         assert_eq!(pauses, [16, 32, 32, 32, 32, 32]);
-        assert_eq!(silent(rtt, 30).pause(), MAX_PAUSE);
+        assert_eq!(silent(rtt, 30).probe_timeout(), MAX_TIMEOUT);
         for _ in 0..100 {
             rtt.sample(Duration::from_millis(50));
         }
-        assert!(rtt.pause() > Duration::from_millis(95));
+        assert!(rtt.probe_timeout() > Duration::from_millis(95));
         assert_eq!(rtt.least(), Duration::from_micros(100));
     }
 
@@ -195,7 +199,7 @@ mod tests {
             rtt.sample(Duration::from_micros(100));
             // Only the first copy counts.
             (0..2).filter(|_| needless).for_each(|_| rtt.on_duplicate());
-            rtt.pause().as_millis()
+            rtt.probe_timeout().as_millis()
         };
         // That a probe was needed is known at the next one.
         let shorter: Vec<u128> = (0..6).map(|_| probe(&mut rtt, false)).collect();
@@ -203,26 +207,26 @@ mod tests {
         let longer: Vec<u128> = (0..6).map(|_| probe(&mut rtt, true)).collect();
         assert_eq!(longer, [2, 4, 8, 16, 16, 16]);
         rtt.on_loss();
-        assert_eq!(rtt.pause().as_millis(), 4);
+        assert_eq!(rtt.probe_timeout().as_millis(), 4);
     }
 
     #[test]
     fn pauses_stay_long_until_a_round_trip_is_measured() {
         let mut rtt = silent(Rtt::default(), 2);
         rtt.on_progress();
-        assert_eq!(rtt.pause(), FIRST_PAUSE * 4);
+        assert_eq!(rtt.probe_timeout(), FIRST_TIMEOUT * 4);
         rtt.sample(Duration::from_millis(30));
-        assert_eq!(rtt.pause(), Duration::from_millis(90));
+        assert_eq!(rtt.probe_timeout(), Duration::from_millis(90));
         // A loss now and then makes them no longer …
         for _ in 0..SPOILT {
             rtt = silent(rtt, 1);
             rtt.on_progress();
-            assert_eq!(rtt.pause(), Duration::from_millis(90));
+            assert_eq!(rtt.probe_timeout(), Duration::from_millis(90));
         }
         // … but where nothing is measured any more, the path may have become longer.
         rtt = silent(rtt, 1);
         rtt.on_progress();
-        assert_eq!(rtt.pause(), Duration::from_millis(180));
+        assert_eq!(rtt.probe_timeout(), Duration::from_millis(180));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The receiving side of the services without acknowledgements: what can't be taken is dropped without a word.
+//! Responder of the services without acknowledgements: drops without a report what it can't process.
 
 use core::cmp::Ordering;
 
@@ -16,8 +16,9 @@ use crate::{
 };
 
 impl Responder {
-    /// Takes a packet of an unreliable connection (IBA 9.8.2). A message whose packets don't follow one another is broken
-    /// off, and the next one starts with a first or only packet, whatever its number.
+    /// Processes a packet of an unreliable connection (IBA 9.8.2).
+    ///
+    /// Aborts a message whose packets are not consecutive. The next message starts with a first or only packet of any PSN.
     pub(crate) fn handle_unacknowledged(
         &mut self,
         qp: &mut QpContext,
@@ -42,7 +43,7 @@ impl Responder {
         self.note_gap(ctx, seq);
         self.expected = seq.plus(1);
         if !continues {
-            self.break_off(qp, ctx, WcStatus::RemoteInvalidRequestError);
+            self.abort(qp, ctx, WcStatus::RemoteInvalidRequestError);
             if !info.position.starts() {
                 ctx.counters.dropped_requests += 1;
                 return;
@@ -62,8 +63,8 @@ impl Responder {
         }
     }
 
-    /// The stages of the responder, in another order: a receive work request is taken only when nothing else stands in the
-    /// way, because nothing can be put back into a shared queue.
+    /// Takes a packet through the stages of the responder, in another order: a receive work request is taken last, because
+    /// none can be put back into a shared queue.
     fn take_unacknowledged(
         &mut self,
         qp: &mut QpContext,
@@ -87,13 +88,13 @@ impl Responder {
         Ok(())
     }
 
-    /// Acts on a refusal that the sender is not told of (IBA 9.9.3, classes A, D and E).
+    /// Processes a refusal that is not reported to the sender (IBA 9.9.3, classes A, D and E).
     fn refuse_silently(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, refusal: Refusal, packet: &Packet<'_>) {
         self.inbound = Inbound::Idle;
         match refusal {
             Refusal::NoReceive => {
                 ctx.counters.dropped_no_receive += 1;
-                self.break_off(qp, ctx, WcStatus::RemoteInvalidRequestError);
+                self.abort(qp, ctx, WcStatus::RemoteInvalidRequestError);
             }
             Refusal::LocalProtection => {
                 self.note_refusal(qp, ctx, refusal, Some(packet));
@@ -101,20 +102,20 @@ impl Responder {
             }
             Refusal::RKey => {
                 ctx.counters.dropped_messages += 1;
-                self.break_off(qp, ctx, WcStatus::LocalAccessError);
+                self.abort(qp, ctx, WcStatus::LocalAccessError);
             }
             Refusal::ReceiveTooShort => {
                 ctx.counters.dropped_length += 1;
-                self.break_off(qp, ctx, WcStatus::LocalLengthError);
+                self.abort(qp, ctx, WcStatus::LocalLengthError);
             }
             _ => {
                 ctx.counters.dropped_messages += 1;
-                self.break_off(qp, ctx, WcStatus::RemoteInvalidRequestError);
+                self.abort(qp, ctx, WcStatus::RemoteInvalidRequestError);
             }
         }
     }
 
-    /// Our own fault: the receive work request can't be used, and the queue pair fails with it (class A).
+    /// Fails the queue pair with its receive work request, whose memory is invalid (class A).
     fn fail_receive(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>) {
         if let Some(receive) = self.receive.take() {
             self.complete_receive_error(qp, ctx, receive.wqe.wr_id, WcStatus::LocalProtectionError);
@@ -122,9 +123,9 @@ impl Responder {
         qp.fail();
     }
 
-    /// Forgets the message under way. The next message gets its receive work request (class D); one from a shared queue is
-    /// completed with `status`, or the program might never see it again (class E, `rxe_resp.c`).
-    fn break_off(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, status: WcStatus) {
+    /// Aborts the current message. The next message gets its receive work request (class D). One from a shared queue
+    /// completes with `status`, or the program might never see it again (class E, `rxe_resp.c`).
+    fn abort(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, status: WcStatus) {
         if !matches!(self.inbound, Inbound::Idle) {
             ctx.counters.dropped_messages += 1;
             self.inbound = Inbound::Idle;
@@ -138,8 +139,7 @@ impl Responder {
         }
     }
 
-    /// Takes a datagram that was sent to this queue pair, or to a multicast group that it is in. The caller has checked its
-    /// ICRC and its partition key.
+    /// Processes a datagram.
     pub(crate) fn handle_datagram(
         &mut self,
         qp: &mut QpContext,
@@ -187,7 +187,7 @@ impl Responder {
         qp.fail_on_overflow(ctx);
     }
 
-    /// Network header and data into the next receive work request; returns how many bytes that are.
+    /// Writes network header and data into the next receive work request. Returns their length, bytes.
     fn take_datagram(
         &mut self,
         qp: &QpContext,
