@@ -88,7 +88,7 @@ Environment, also for programs that load the library on their own, but for those
   FERROCE_UNRELIABLE_RATE
                       bytes per second of UC and UD towards one peer, or `off` (--unreliable-rate)
   FERROCE_SHARDS      shards of each device, 1 to 64 (--shards)
-  FERROCE_SPIN        how long to look for packets before sleeping: microseconds, or `off` (--spin)
+  FERROCE_SPIN        how long to look for packets before sleeping: microseconds, `auto` or `off` (--spin)
   FERROCE_PCAP        capture file; %p stands for the process id (--pcap). A file that exists is another process's:
                       FILE.PID is written then, and that is reported
   FERROCE_FAULT       rules of injected faults, with `;` between (--fault)
@@ -118,9 +118,9 @@ pub(crate) struct RunArgs {
     /// them [default: 1]
     #[arg(long, value_name = "1..64", value_parser = units::shards)]
     shards: Option<usize>,
-    /// Longest busy polling of each shard's thread before it sleeps, where the program doesn't poll itself: microseconds, or `off`. Lowers
-    /// the latency of programs that wait for events, if there are processors to spare [default: off]
-    #[arg(long, value_name = "US|off")]
+    /// Longest busy polling of each shard's thread after packets, before it sleeps, where the program doesn't poll itself: microseconds,
+    /// `off`, or `auto`: 50 while that finds more packets, and off on a single processor [default: auto]
+    #[arg(long, value_name = "US|auto|off")]
     spin: Option<SpinMode>,
     /// Write every packet to this file, which only its owner may read. The first process that uses a device writes it, others
     /// write FILE.PID and report that; `%p` in it becomes the process id
