@@ -20,6 +20,7 @@ use crate::{
     requester::Requester,
     responder::{HiddenReceives, PersistJob, Responder},
     seq::Seq,
+    srq::SharedReceiveQueue,
     state,
     tx::{Poll, Step, TxSink},
 };
@@ -51,7 +52,7 @@ impl QueuePair {
     /// If the type doesn't permit the shared receive queue or XRC domain, or requires one that is missing.
     pub fn new(config: QpConfig) -> Result<Self, CreateError> {
         let qp_type = config.qp_type;
-        let shares = |srq: &crate::SharedReceiveQueue| qp_type.receives() && srq.config().srq_type == SrqType::Basic;
+        let shares = |srq: &SharedReceiveQueue| qp_type.receives() && srq.config().srq_type == SrqType::Basic;
         if config.srq.as_ref().is_some_and(|srq| !shares(srq)) {
             return Err(CreateError::SharedReceiveQueue(qp_type));
         }
