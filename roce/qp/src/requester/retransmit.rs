@@ -195,9 +195,11 @@ impl Requester {
         }
     }
 
-    /// Returns whether an answer is due: packets are outstanding, and not all of them wait for retransmission.
-    pub(super) fn awaits_answer(&self) -> bool {
-        self.una < self.next && (self.in_flight > 0 || !self.scoreboard.has_lost())
+    /// Returns whether an answer is due. After Go-Back-N none is before something is retransmitted.
+    ///
+    /// With selective ACKs one always is: the probe that follows retransmits a READ for which the window has no room.
+    pub(super) fn awaits_answer(&self, qp: &QpContext) -> bool {
+        self.una < self.sent_end(qp)
     }
 
     /// Returns the lost packet to retransmit next. `None` if no packet is lost, or while nothing may be sent.

@@ -32,7 +32,7 @@ impl Requester {
             return Step::Idle;
         }
         self.probe = Probe::None;
-        if !self.awaits_answer() || self.phase.rnr_until().is_some() {
+        if !self.awaits_answer(qp) || self.phase.rnr_until().is_some() {
             return Step::Idle;
         }
         let Some(request) = self.probe_target(qp, ctx) else {
@@ -91,7 +91,7 @@ impl Requester {
         if let Some(until) = self.phase.rnr_until() {
             return Some(until);
         }
-        if !self.awaits_answer() {
+        if !self.awaits_answer(qp) {
             return None;
         }
         let timers = &self.timers;

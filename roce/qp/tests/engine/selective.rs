@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, time::Duration};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use roce_bth::{Aeth, Class, Credits, Header, Msn, NakCode, Opcode, Packet, Psn, Syndrome};
-use roce_qp::{TxKind, WindowConfig};
+use roce_qp::{TxKind, WaitReason, WindowConfig};
 use roce_verbs::{Mtu, QpState, SendOp, WcStatus};
 
 use crate::harness::*;
@@ -65,6 +65,34 @@ fn what_is_missing_is_sent_again_and_nothing_else() {
     assert_eq!(p.a.completions().len(), 1);
     assert_eq!(p.a.counters.retransmits, 2);
     assert_eq!((p.a.qp.in_flight(), p.a.window.in_flight()), (0, 0));
+}
+
+/// The window is closed by other queue pairs, and a READ is longer than the packet that a queue pair may always send.
+#[test]
+fn a_probe_requests_a_lost_read_for_which_the_window_has_no_room() {
+    let mut p = Pair::new(keeping());
+    let (src, dst) = (p.a.filled(256, 1), p.b.filled(1024, 2));
+    let into = p.a.region(1024);
+    p.a.send(1, SendOp::Write(at(&dst, 0)), &[sge(&src, 0, 256)]);
+    p.a.send(2, SendOp::Read(at(&dst, 0)), &[sge(&into, 0, 1024)]);
+    assert_eq!(deliver_but(&mut p, &[0, 1]), 2);
+    let timeout = |a: &mut Side| {
+        a.now = a.qp.next_timeout().expect("a timer");
+        a.timeout();
+        a.drain()
+    };
+    assert!(
+        timeout(&mut p.a).is_empty(),
+        "a READ behind the oldest packet is no probe"
+    );
+    let again = timeout(&mut p.a);
+    assert_eq!(psns(&again), [Psn::new(p.setup.psn)], "one packet at a time");
+    p.b.handle(&again[0].1);
+    p.b.drain().iter().for_each(|(_, bytes)| p.a.handle(bytes));
+    p.a.window.on_sent(p.a.window.available());
+    assert!(p.a.drain().is_empty());
+    assert_eq!(p.a.qp.wait_reason(), WaitReason::Window);
+    assert_eq!(psns(&timeout(&mut p.a)), [Psn::new(p.setup.psn + 1)]);
 }
 
 #[test]
