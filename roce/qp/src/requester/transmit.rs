@@ -136,20 +136,26 @@ impl Requester {
                 Progress::Executed => self.cur += 1,
                 Progress::Posted => {
                     self.start(qp, ctx);
-                    if self.sq.wqes[index].progress != Progress::Started {
-                        self.reap(qp, ctx);
+                    let wqe = &self.sq.wqes[index];
+                    if wqe.progress == Progress::Started {
+                        self.check_continue(qp, wqe).ok()?;
+                        return Some(self.new_request(index));
                     }
+                    self.reap(qp, ctx);
                 }
-                Progress::Started | Progress::Failed(_) => {
-                    let from = self.next;
-                    let to = match wqe.kind() {
-                        Kind::Read => wqe.request_end(from),
-                        _ => from.plus(1),
-                    };
-                    return Some(Next::New(Request { index, from, to }));
-                }
+                Progress::Started | Progress::Failed(_) => return Some(self.new_request(index)),
             }
         }
+    }
+
+    /// Returns the next request packet of a work request.
+    fn new_request(&self, index: usize) -> Next {
+        let (wqe, from) = (&self.sq.wqes[index], self.next);
+        let to = match wqe.kind() {
+            Kind::Read => wqe.request_end(from),
+            _ => from.plus(1),
+        };
+        Next::New(Request { index, from, to })
     }
 
     /// Returns whether a request completes a receive of the peer.
@@ -268,13 +274,14 @@ impl Requester {
         tx: &mut impl TxSink,
     ) -> Result<(), Unsent> {
         let wqe = &self.sq.wqes[request.index];
-        let is_last = wqe.kind() == Kind::Read || request.to == wqe.end();
-        // Without an answer to the packet that closes the window, it would stay closed until a timeout.
-        let closes = ctx.window.available().saturating_sub(cost) < qp.mtu() * 2;
-        // On a lossy path one lost acknowledgement must not cause a timeout.
-        let is_lossy = ctx.window.size() < SMALL_WINDOW * (qp.mtu() + PACKET_OVERHEAD);
-        let interval_over = self.since_ack_req + 1 >= ack_interval(qp, ctx);
-        let ack_req = is_last || closes || is_lossy || !qp.knows_responder() || interval_over;
+        let ack_req = wqe.kind() == Kind::Read
+            || request.to == wqe.end()
+            || !qp.knows_responder()
+            // Without an answer to the packet that closes the window, it would stay closed until a timeout.
+            || ctx.window.available().saturating_sub(cost) < qp.mtu() * 2
+            // On a lossy path one lost acknowledgement must not cause a timeout.
+            || ctx.window.size() < SMALL_WINDOW * (qp.mtu() + PACKET_OVERHEAD)
+            || self.since_ack_req + 1 >= ack_interval(qp, ctx);
         self.emit_request(qp, request, ack_req, TxKind::Request, tx)?;
         self.on_sent(qp, ctx, request.to, cost, ack_req);
         Ok(())
