@@ -15,8 +15,7 @@ use rnbd_host::{
     map::{MapConfig, MapDevice, MapEvent, MapFailure, MapStats, Mapping, Nobody, VhostSocket},
     tls::Tls,
 };
-use roce::iface;
-use roce_devices::Devices;
+use roce::{LocalDevice, iface};
 use roce_verbs::provider::RejectReason;
 use rtrs::{
     PathError,
@@ -223,7 +222,7 @@ impl MapArgs {
     }
 
     /// The devices of the loops: one for each of our addresses.
-    fn devices(&self, ways: &[PathAddr], faults: Option<&Demanded>) -> Result<Vec<Devices>, Failure> {
+    fn devices(&self, ways: &[PathAddr], faults: Option<&Demanded>) -> Result<Vec<LocalDevice>, Failure> {
         let mut sources: Vec<IpAddr> = ways.iter().filter_map(|way| way.src).collect();
         sources.sort_unstable();
         sources.dedup();

@@ -3,8 +3,7 @@
 use std::{fmt, net::IpAddr, str::FromStr, sync::OnceLock};
 
 use clap::Args;
-use roce::{LocalDevice, VerbsError};
-use roce_devices::{DeviceName, Devices, Rdma};
+use roce::{DeviceName, Hardware, LocalDevice, VerbsError};
 
 use crate::output::Failure;
 
@@ -115,13 +114,12 @@ impl RdmaArgs {
         addrs: &[IpAddr],
         soft: impl Fn(&[IpAddr]) -> Result<Vec<LocalDevice>, Failure>,
         loops: usize,
-    ) -> Result<Vec<Devices>, Failure> {
-        let all_soft = || Ok(soft(addrs)?.into_iter().map(Devices::from).collect());
+    ) -> Result<Vec<LocalDevice>, Failure> {
         let Some(named) = self.named()? else {
-            return all_soft();
+            return soft(addrs);
         };
         let Some(rdma) = found(&named, addrs)? else {
-            return all_soft();
+            return soft(addrs);
         };
         if loops > 1 {
             return Err(Failure::usage(format!(
@@ -142,13 +140,13 @@ impl RdmaArgs {
             }
             opened => opened?,
         };
-        let together = opened.into_iter().next().map(|soft| Devices::with_rdma(soft, rdma));
-        Ok(together.into_iter().collect())
+        let with_rdma = opened.into_iter().next().map(|device| device.with_hardware(rdma));
+        Ok(with_rdma.into_iter().collect())
     }
 }
 
 /// Opens RDMA devices; all that there are if none is named.
-pub type OpenRdma = fn(&[DeviceName]) -> Result<Box<dyn Rdma>, VerbsError>;
+pub type OpenRdma = fn(&[DeviceName]) -> Result<Box<dyn Hardware>, VerbsError>;
 
 /// How this program opens them, if it can.
 static OPEN: OnceLock<OpenRdma> = OnceLock::new();
@@ -164,7 +162,7 @@ pub(crate) fn is_built_in() -> bool {
 }
 
 /// The named devices, which have to own some of these addresses, or those of all that do. `None`: none does.
-fn found(named: &[DeviceName], addrs: &[IpAddr]) -> Result<Option<Box<dyn Rdma>>, Failure> {
+fn found(named: &[DeviceName], addrs: &[IpAddr]) -> Result<Option<Box<dyn Hardware>>, Failure> {
     let all = named.is_empty();
     let Some(open) = OPEN.get() else {
         return match named.first() {
@@ -194,10 +192,10 @@ fn found(named: &[DeviceName], addrs: &[IpAddr]) -> Result<Option<Box<dyn Rdma>>
     }
 }
 
-fn tell(rdma: &dyn Rdma, addrs: &[IpAddr]) {
+fn tell(rdma: &dyn Hardware, addrs: &[IpAddr]) {
     for addr in addrs {
-        let owner = rdma.owner(*addr).map(|device| usize::from(device.0));
-        let name = owner.and_then(|index| rdma.provider().devices().get(index)?.name.as_deref());
+        let owner = rdma.owner(*addr);
+        let name = owner.and_then(|index| rdma.devices().get(index)?.name.as_deref());
         if let Some(name) = name {
             tracing::info!("{addr} is the RDMA device {name}");
         }
@@ -212,7 +210,7 @@ fn list(addrs: &[IpAddr]) -> String {
     }
 }
 
-fn none_is_theirs(named: &[DeviceName], rdma: &dyn Rdma, addrs: &[IpAddr]) -> Failure {
+fn none_is_theirs(named: &[DeviceName], rdma: &dyn Hardware, addrs: &[IpAddr]) -> Failure {
     let names: Vec<_> = named.iter().map(|device| device.name.as_str()).collect();
     let (names, theirs) = (names.join(" or "), list(&rdma.addrs()));
     Failure::failed(match addrs {

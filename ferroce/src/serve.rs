@@ -17,8 +17,7 @@ use rnbd_host::{
     gate::Gate,
     serve::{ServeConfig, ServeEvent, ServeStats, ServedPath, Serving},
 };
-use roce::Mtu;
-use roce_devices::Devices;
+use roce::{LocalDevice, Mtu};
 use roce_verbs::shown;
 use rtrs::{
     admission::{AccessList, AccessRule},
@@ -402,12 +401,12 @@ fn start(
     }
     let gate = Gate::new(&config.rtrs, loops);
     let mut devices = args.transport.open(&addrs, loops, gate.clone(), faults)?;
-    let mtus = |device: &mut Devices| {
+    let mtus = |device: &mut LocalDevice| {
         let all = addrs.iter();
         all.filter_map(|addr| Some((*addr, device.mtu(*addr).ok()?))).collect()
     };
     let mtus = devices.first_mut().map(mtus).unwrap_or_default();
-    let started = match <[Devices; 1]>::try_from(devices) {
+    let started = match <[LocalDevice; 1]>::try_from(devices) {
         Ok([device]) => Serving::start(device, config),
         Err(devices) => Serving::start_shards(devices, config, &gate),
     };

@@ -9,7 +9,6 @@ use std::{
 
 use clap::Args;
 use roce::{DeviceConfig, DeviceStats, JoinConfig, LocalDevice, Mtu, Placement, broker::running_broker};
-use roce_devices::Devices;
 use roce_reactor::{ReactorConfig, SpinMode};
 use rtrs::heartbeat::HeartbeatConfig;
 use serde_json::{Map, Value};
@@ -87,7 +86,7 @@ impl TransportArgs {
         loops: usize,
         placement: Arc<dyn Placement>,
         faults: Option<&Demanded>,
-    ) -> Result<Vec<Devices>, Failure> {
+    ) -> Result<Vec<LocalDevice>, Failure> {
         let soft = |addrs: &[IpAddr]| {
             let configs: Vec<_> = addrs.iter().map(|addr| self.config(*addr, faults)).collect();
             let placement = placement.clone();

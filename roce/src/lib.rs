@@ -154,7 +154,7 @@ pub use opener::{NewDevice, Opener};
 pub use port::{GidEntry, LinkState, Membership, PortAttr};
 pub use qp::{Grant, Qp, QpInit, QpOptions};
 pub use roce_fault::{self as fault, Faults};
-pub use roce_local::Usage;
+pub use roce_local::{DeviceName, Hardware, Usage};
 pub use roce_mem::{Pages, Persist, WindowKind};
 pub use roce_net::{
     DatapathCounters, EventFd, FaultControl, FaultRequest, FaultTarget, Flush, OpenSockets, RuleStatus, Spin, SpinMode,

@@ -2,7 +2,7 @@
 
 use std::{io, net::IpAddr, os::fd::BorrowedFd, sync::Arc, time::Duration};
 
-use roce_local::{Fabric, FabricConfig, Ports, Usage};
+use roce_local::{Fabric, FabricConfig, Hardware, Ports, Usage};
 use roce_mem::MemoryTable;
 use roce_net::{Flush, iface};
 use roce_port::{Port, PortChange, RxMeta};
@@ -326,15 +326,68 @@ impl LocalDevice {
         &mut self.fabric
     }
 
-    /// Returns the verbs provider of these devices, for queries only.
-    pub fn shared_provider(&self) -> &dyn Provider {
-        &self.fabric
+    /// Adds the RDMA devices of the host. An address that a software device has too is the software device's.
+    ///
+    /// RDMA devices complete without a packet that is received. The loop polls for completions, and when there are none for a while, it
+    /// [arms](Self::arm) them, polls once more, and waits for their [descriptors](Self::hardware_descriptors) too.
+    #[must_use]
+    pub fn with_hardware(mut self, hardware: Box<dyn Hardware>) -> Self {
+        self.fabric.set_hardware(hardware, iface::route_to);
+        self.note_hardware();
+        self
     }
 
-    /// Returns the largest path MTU of connections from a device's address. `None` if no device has that address.
-    pub fn mtu_of(&mut self, addr: IpAddr) -> Option<Mtu> {
-        let found = self.members().iter().find(|m| m.addr == addr);
-        found.map(|m| m.mtu)
+    /// Updates the addresses that the opener knows of RDMA devices.
+    fn note_hardware(&self) {
+        let addrs = self.fabric.hardware().map(Hardware::addrs).unwrap_or_default();
+        self.opener.set_hardware(addrs);
+    }
+
+    /// Returns whether there are RDMA devices.
+    pub fn has_hardware(&self) -> bool {
+        self.fabric.hardware().is_some()
+    }
+
+    /// Reads the events of RDMA devices. Returns whether there were any.
+    ///
+    /// # Errors
+    /// If the system fails.
+    pub fn poll_hardware(&mut self) -> Result<bool, VerbsError> {
+        let any = self.fabric.poll_hardware()?;
+        if any {
+            self.note_hardware();
+        }
+        Ok(any)
+    }
+
+    /// Requests that [descriptors](Self::hardware_descriptors) of RDMA devices report the next completion. Completions before that are
+    /// not reported: poll once more before waiting. Software devices always report theirs.
+    ///
+    /// # Errors
+    /// If a completion queue has failed.
+    pub fn arm(&mut self) -> Result<(), VerbsError> {
+        self.fabric.arm_hardware()
+    }
+
+    /// Returns the descriptors of RDMA devices, to poll for reading.
+    pub fn hardware_descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        self.fabric.hardware().map(Hardware::descriptors).unwrap_or_default()
+    }
+
+    /// Returns the largest path MTU of connections from an address.
+    ///
+    /// # Errors
+    /// If no device has the address.
+    pub fn mtu(&mut self, addr: IpAddr) -> io::Result<Mtu> {
+        let addr = addr.to_canonical();
+        if let Some(member) = self.members().iter().find(|m| m.addr == addr) {
+            return Ok(member.mtu);
+        }
+        let hardware = self.fabric.hardware();
+        hardware.map_or_else(
+            || Err(io::ErrorKind::AddrNotAvailable.into()),
+            |hardware| hardware.mtu(addr),
+        )
     }
 
     /// Returns the limits of a device.
@@ -401,7 +454,14 @@ impl LocalDevice {
         Some(self.members().get(index)?.driver.counters().into())
     }
 
-    /// Returns the counters of each device, with the address it was opened with.
+    /// Returns the sum of the counters of all software devices.
+    pub fn total_stats(&mut self) -> DeviceStats {
+        let mut sum = DeviceStats::default();
+        self.all_stats().iter().for_each(|(_, stats)| sum.add(stats));
+        sum
+    }
+
+    /// Returns the counters of each software device, with the address it was opened with.
     pub fn all_stats(&mut self) -> Vec<(IpAddr, DeviceStats)> {
         let of = |member: &mut Member| (member.addr, member.driver.counters().into());
         self.members().iter_mut().map(of).collect()

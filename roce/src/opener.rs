@@ -62,6 +62,8 @@ struct Inner {
     tap: Option<WeakTap>,
     /// Open, or being opened.
     addrs: Mutex<Vec<IpAddr>>,
+    /// Addresses of the loop's RDMA devices, which need not be opened.
+    hardware: Mutex<Vec<IpAddr>>,
     /// Sockets that the broker has given to some of the loops, when it has refused others.
     given: Mutex<Vec<(IpAddr, Vec<OpenSockets>)>>,
 }
@@ -136,8 +138,13 @@ impl Opener {
             how,
             tap: taps.first().and_then(Option::as_ref).map(SharedTap::weak),
             addrs: Mutex::new(configs.iter().map(|config| config.addr.to_canonical()).collect()),
+            hardware: Mutex::default(),
             given: Mutex::default(),
         }))
+    }
+
+    pub(crate) fn set_hardware(&self, addrs: Vec<IpAddr>) {
+        *self.0.hardware.lock() = addrs;
     }
 
     /// The addresses that are open, or being opened.
@@ -145,11 +152,11 @@ impl Opener {
         self.0.addrs.lock().clone()
     }
 
-    /// Whether packets may leave from an address: it is open, or all are.
+    /// Returns whether packets may leave from an address: it is open, or all are, or an RDMA device has it.
     pub fn has(&self, addr: IpAddr) -> bool {
         let addr = addr.to_canonical();
         let has = |open: &IpAddr| *open == addr || open.is_unspecified() && open::serves(*open, addr);
-        self.0.addrs.lock().iter().any(has)
+        self.0.addrs.lock().iter().any(has) || self.0.hardware.lock().contains(&addr)
     }
 
     /// Opens an address: a device for each of the loops, in their order. It takes as long as the broker does to answer, half a minute at

@@ -28,7 +28,6 @@ use std::{
 use ::rtrs::{proto::MAX_HDR_SIZE, server::ServerConfig};
 use clap::{Args, ValueEnum};
 use roce::{Device, DeviceConfig, Faults, LocalDevice, Mtu, VerbsError, WindowConfig, iface};
-use roce_devices::Devices;
 use roce_reactor::{ReactorConfig, SpinMode};
 
 use crate::{
@@ -253,7 +252,7 @@ impl BenchArgs {
     }
 
     /// The device of a loop of ours at an address.
-    fn devices(&self, addr: IpAddr) -> Result<Devices, Failure> {
+    fn devices(&self, addr: IpAddr) -> Result<LocalDevice, Failure> {
         let soft = |addrs: &[IpAddr]| {
             let configs: Vec<_> = addrs.iter().map(|addr| self.config(*addr, true)).collect();
             let opened = LocalDevice::open(&configs).map_err(|e| Failure::failed(e.to_string()));

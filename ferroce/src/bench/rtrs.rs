@@ -16,8 +16,7 @@ use ::rtrs::{
     cx::Cx,
 };
 use rand::{RngCore, SeedableRng, rngs::StdRng};
-use roce::Completion;
-use roce_devices::Devices;
+use roce::{Completion, LocalDevice};
 use roce_reactor::{Handle, Reactor, ReactorConfig, Service, TurnCx};
 use roce_verbs::{
     Instant,
@@ -389,7 +388,7 @@ fn system(e: impl std::fmt::Display) -> Failure {
 impl Rtrs {
     /// Opens a session with a server.
     pub(crate) fn connect(
-        device: Devices,
+        device: LocalDevice,
         (from, server): (IpAddr, SocketAddr),
         connections: u16,
         reactor: ReactorConfig,

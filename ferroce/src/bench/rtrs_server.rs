@@ -20,8 +20,7 @@ use ::rtrs::{
     },
 };
 use rand::{RngCore, SeedableRng, rngs::StdRng};
-use roce::Completion;
-use roce_devices::Devices;
+use roce::{Completion, LocalDevice};
 use roce_mem::Pages;
 use roce_reactor::{JobResult, JobTicket, Reactor, ReactorConfig, Service, TurnCx};
 use roce_verbs::{
@@ -182,7 +181,7 @@ impl Service for Memories {
 
 /// Serves until `stopped`, or until standard input ends if that is wanted; `ready` is called when it listens.
 pub(crate) fn run(
-    device: Devices,
+    device: LocalDevice,
     config: ServerConfig,
     reactor: ReactorConfig,
     until_eof: bool,

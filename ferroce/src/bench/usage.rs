@@ -8,7 +8,7 @@ use roce_reactor::TurnCx;
 
 /// System calls of the loop so far, as it counts them.
 pub(crate) fn calls<J>(turn: &mut TurnCx<'_, J>) -> u64 {
-    let device = turn.device.stats();
+    let device = turn.device.total_stats();
     let c = turn.counters;
     device.path.tx_calls + device.path.rx_calls + c.sleeps + c.looks + c.yields + c.interests
 }

@@ -9,8 +9,7 @@ use std::{
 
 use parking_lot::Mutex;
 use rnbd::Errno;
-use roce::{NewDevice, VerbsError};
-use roce_devices::Opener;
+use roce::{NewDevice, Opener, VerbsError};
 use roce_reactor::Handle;
 
 use crate::{control::Refused, mapper::Command};

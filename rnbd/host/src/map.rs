@@ -19,8 +19,7 @@ use rnbd::{
     client::{OnLoss, device::DeviceCounters, error::MapError, output::LossCause},
     proto::AccessMode,
 };
-use roce::{Arrival, Placement};
-use roce_devices::Devices;
+use roce::{Arrival, LocalDevice, Placement};
 use roce_reactor::{Handle, Helper, Reactor, ReactorConfig};
 use rtrs::{
     Error, IoError, PathError,
@@ -394,18 +393,17 @@ impl Mapping {
     ///
     /// # Errors
     /// When the devices [can't be](MapConfig::check_devices), or the system gives no thread or descriptor.
-    pub fn start(device: impl Into<Devices>, config: MapConfig) -> io::Result<Self> {
+    pub fn start(device: LocalDevice, config: MapConfig) -> io::Result<Self> {
         Self::start_shards(vec![device], config)
     }
 
-    /// The same on several loops, one for each shard of its devices ([`LocalDevice::open_shards`](roce::LocalDevice::open_shards), placed by [`Nobody`]). Each has a
+    /// The same on several loops, one for each shard of its devices ([`LocalDevice::open_shards`], placed by [`Nobody`]). Each has a
     /// share of the session, with at least one connection, and NBD clients are spread over them.
     ///
     /// # Errors
     /// As [`start`](Self::start); without a shard.
-    pub fn start_shards(devices: Vec<impl Into<Devices>>, config: MapConfig) -> io::Result<Self> {
-        let devices: Vec<Devices> = devices.into_iter().map(Into::into).collect();
-        let Some(opener) = devices.first().map(Devices::opener) else {
+    pub fn start_shards(devices: Vec<LocalDevice>, config: MapConfig) -> io::Result<Self> {
+        let Some(opener) = devices.first().map(LocalDevice::opener) else {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "a mapping needs a loop"));
         };
         let check = config.check_devices();

@@ -15,8 +15,7 @@ use rnbd::{
     client::{Client as Rnbd, OnLoss, device::DeviceCounters, letter::Letter as RnbdLetter, output::DeviceKey},
     nbd::PendingKey,
 };
-use roce::{Completion, NewDevice};
-use roce_devices::Devices;
+use roce::{Completion, LocalDevice, NewDevice};
 use roce_reactor::{Handle, Reactor, Readiness, Service as Loop, TurnCx};
 use roce_verbs::{
     AsyncEvent, Instant,
@@ -232,7 +231,7 @@ impl Service {
     /// Runs the loop to its end.
     pub(crate) fn run(
         reactor: Reactor<Self>,
-        device: Devices,
+        device: LocalDevice,
         place: Place,
         config: MapConfig,
         tell: Tell,

@@ -14,8 +14,7 @@ use std::{
 
 use rnbd::server::{Limits, ServerCounters};
 use rnbd_disk::{DiskConfig, Exports};
-use roce::verbs::provider::VerbsError;
-use roce_devices::Devices;
+use roce::{LocalDevice, verbs::provider::VerbsError};
 use roce_reactor::{Handle, Reactor, ReactorConfig, ReactorError};
 use rtrs::{
     PathError,
@@ -159,28 +158,24 @@ impl Serving {
     ///
     /// # Errors
     /// When the address or port can't be listened on, or the system refuses.
-    pub fn start(device: impl Into<Devices>, config: ServeConfig) -> Result<Self, StartError> {
-        Self::run(vec![device.into()], config, None)
+    pub fn start(device: LocalDevice, config: ServeConfig) -> Result<Self, StartError> {
+        Self::run(vec![device], config, None)
     }
 
-    /// The same on several loops, one for each shard of its devices ([`LocalDevice::open_shards`](roce::LocalDevice::open_shards)) that were opened with this gate.
+    /// The same on several loops, one for each shard of its devices ([`LocalDevice::open_shards`]) that were opened with this gate.
     /// The connections of each session are spread over them.
     ///
     /// # Errors
     /// As [`start`](Self::start); when the gate is for another number of loops.
-    pub fn start_shards(
-        devices: Vec<impl Into<Devices>>,
-        config: ServeConfig,
-        gate: &Arc<Gate>,
-    ) -> Result<Self, StartError> {
+    pub fn start_shards(devices: Vec<LocalDevice>, config: ServeConfig, gate: &Arc<Gate>) -> Result<Self, StartError> {
         if devices.len() != gate.loops() {
             let text = format!("{} shards, and a gate for {} loops", devices.len(), gate.loops());
             return Err(StartError::System(io::Error::new(io::ErrorKind::InvalidInput, text)));
         }
-        Self::run(devices.into_iter().map(Into::into).collect(), config, Some(gate))
+        Self::run(devices, config, Some(gate))
     }
 
-    fn run(devices: Vec<Devices>, config: ServeConfig, gate: Option<&Arc<Gate>>) -> Result<Self, StartError> {
+    fn run(devices: Vec<LocalDevice>, config: ServeConfig, gate: Option<&Arc<Gate>>) -> Result<Self, StartError> {
         // Jobs are done by the workers.
         let (reactors, _) = Reactor::<Service>::several(config.reactor, devices.len())?;
         let workers = Workers::new()?;

@@ -18,8 +18,7 @@ use rnbd::{
     },
 };
 use rnbd_disk::{Budget, Disk, Ended, Exports, FileSystem};
-use roce::Completion;
-use roce_devices::Devices;
+use roce::{Completion, LocalDevice};
 use roce_mem::{MemError, Pages};
 use roce_reactor::{
     Handle, JobResult, JobTicket, Reactor, ReactorError, Readiness, Service as Loop, StartedJob, TurnCx,
@@ -165,7 +164,7 @@ impl Service {
     /// Runs the loop to its end; says by `ready` whether it listens.
     pub(crate) fn run(
         reactor: Reactor<Self>,
-        mut device: Devices,
+        mut device: LocalDevice,
         plan: Plan,
         ready: Sender<Result<SocketAddr, StartError>>,
     ) -> Result<(), ReactorError> {
@@ -194,7 +193,7 @@ impl Service {
         Ok(watched?)
     }
 
-    fn new(device: &mut Devices, plan: Plan) -> Result<(Self, SocketAddr), StartError> {
+    fn new(device: &mut LocalDevice, plan: Plan) -> Result<(Self, SocketAddr), StartError> {
         let Plan {
             config,
             shared,

@@ -1,4 +1,4 @@
-//! What to do about errors that have their cause outside of the program.
+//! Advice for errors whose cause is outside of the program.
 
 use std::{io, path::Path};
 

@@ -1,4 +1,4 @@
-//! What a device can do, as it says and as it shows.
+//! Capabilities of a device: reported ones, and those that are tried.
 
 use std::{io, sync::Arc};
 
@@ -16,7 +16,7 @@ const RXE_VENDOR_ID: u32 = 0x00ff_ffff;
 /// Inline data that is asked for, until a queue pair can be made with so much. No driver says how much it can.
 const INLINE: [u32; 6] = [1024, 512, 256, 128, 64, 32];
 
-/// What is known of a device from the beginning.
+/// Facts about a device, found when it is opened.
 pub(crate) struct Known {
     pub(crate) caps: DeviceCaps,
     /// The ports of its addresses.

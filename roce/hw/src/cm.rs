@@ -6,18 +6,19 @@
 use std::{
     io,
     net::{IpAddr, Ipv4Addr, SocketAddr},
+    sync::Arc,
 };
 
 use roce_verbs::{
     QpState,
-    provider::{CmKind, CmRef, ConnParams, DeviceIx, Event, NoAnswer, QpId, RejectReason, VerbsError},
+    provider::{CmKind, CmRef, ConnParams, DeviceIx, NoAnswer, RejectReason, VerbsError},
 };
 
 use crate::{
     advice,
-    device::{FULL, HwDevice, gone},
-    qp,
-    sys::{CmId, News, Offer, Reply, State, kind},
+    device::{Device, device_of},
+    qp::Qp,
+    sys::{CmId, Context, EventChannel, News, Offer, Reply, State, kind},
 };
 
 /// Bytes of private data of a connect, an accept and a reject.
@@ -25,8 +26,8 @@ const CONNECT_DATA: usize = 56;
 const ACCEPT_DATA: usize = 196;
 const REJECT_DATA: usize = 148;
 
-/// How far a connection is.
-pub(crate) enum Progress {
+/// State of a connection or listener.
+enum Progress {
     Listening {
         backlog: u32,
     },
@@ -36,7 +37,7 @@ pub(crate) enum Progress {
     },
     Resolving,
     Resolved,
-    /// The path is asked for, and then the connection.
+    /// The path is being resolved; then it connects.
     Routing(Box<ConnParams>),
     Connecting(Box<ConnParams>),
     /// The peer has asked for it: READs that it answers, and that it sends.
@@ -49,31 +50,17 @@ pub(crate) enum Progress {
     Over,
 }
 
-/// A connection or a listener.
+/// Connection or listener.
 pub(crate) struct Cm {
-    pub(crate) raw: CmId,
+    raw: CmId,
+    /// Its number in the fabric: the token of its events.
+    id: CmRef,
     device: Option<usize>,
-    qp: Option<QpId>,
+    /// The device stays open as long as the connection.
+    _context: Option<Arc<Context>>,
     local: SocketAddr,
     remote: Option<SocketAddr>,
-    pub(crate) progress: Progress,
-}
-
-impl Cm {
-    pub(crate) fn addrs(&self) -> (SocketAddr, Option<SocketAddr>) {
-        (self.local, self.remote)
-    }
-
-    /// The device of a connection, once it is known.
-    pub(crate) const fn device(&self) -> Option<usize> {
-        self.device
-    }
-
-    fn see_local(&mut self) {
-        if let Some(local) = self.raw.local_addr() {
-            self.local = local;
-        }
-    }
+    progress: Progress,
 }
 
 fn nowhere() -> SocketAddr {
@@ -104,142 +91,191 @@ fn check_data(data: &[u8], max: usize) -> Result<(), VerbsError> {
     }
 }
 
-impl HwDevice {
-    fn insert_cm(&mut self, make: impl FnOnce(CmId) -> Cm) -> Result<CmRef, VerbsError> {
-        let (channel, mut failed) = (&self.channel, None);
-        let id = self.cms.insert_with(|id: CmRef| {
-            let raw = CmId::create(channel, id.0.into()).map_err(|e| failed = Some(e));
-            raw.ok().map(make)
-        });
-        let why = |e| advice::failed("making an object of the connection manager", e);
-        id.ok_or_else(|| failed.map_or(FULL, why))
-    }
+fn gone() -> io::Error {
+    io::ErrorKind::NotFound.into()
+}
 
-    pub(crate) fn listen(&mut self, addr: SocketAddr, backlog: u32) -> Result<CmRef, VerbsError> {
-        let addr = SocketAddr::new(addr.ip().to_canonical(), addr.port());
-        let id = self.insert_cm(|raw| Cm {
-            raw,
+impl Cm {
+    fn create(
+        channel: &Arc<EventChannel>,
+        id: CmRef,
+        local: SocketAddr,
+        progress: Progress,
+    ) -> Result<Self, VerbsError> {
+        let raw = CmId::create(channel, id.0.into());
+        Ok(Self {
+            raw: raw.map_err(|e| advice::failed("making an object of the connection manager", e))?,
+            id,
             device: None,
-            qp: None,
-            local: addr,
+            _context: None,
+            local,
             remote: None,
-            progress: Progress::Listening { backlog },
-        })?;
-        let cm = self.cms.get_mut(id).ok_or_else(|| gone("listener"))?;
-        if let Err(e) = cm.raw.listen(addr, backlog) {
-            self.cms.remove(id);
-            return Err(refused(format!("listening at {addr}"), e));
-        }
-        cm.see_local();
-        Ok(id)
+            progress,
+        })
     }
 
-    pub(crate) fn resolve(&mut self, src: Option<IpAddr>, dst: SocketAddr) -> Result<CmRef, VerbsError> {
-        let src = src.map(|ip| ip.to_canonical()).filter(|ip| !ip.is_unspecified());
+    pub(crate) fn listen(
+        channel: &Arc<EventChannel>,
+        addr: SocketAddr,
+        backlog: u32,
+        id: CmRef,
+    ) -> Result<Self, VerbsError> {
+        let addr = SocketAddr::new(addr.ip().to_canonical(), addr.port());
+        let mut this = Self::create(channel, id, addr, Progress::Listening { backlog })?;
+        let listening = this.raw.listen(addr, backlog);
+        listening.map_err(|e| refused(format!("listening at {addr}"), e))?;
+        this.see_local();
+        Ok(this)
+    }
+
+    /// Detaches a listener from a device that is gone.
+    pub(crate) fn lose(&mut self, channel: &Arc<EventChannel>, device: &str) {
+        let Progress::Listening { backlog } = self.progress else {
+            return;
+        };
+        if self.raw.device().as_deref() != Some(device) {
+            return;
+        }
+        match CmId::create(channel, self.id.0.into()) {
+            Ok(raw) => (self.raw, self.progress) = (raw, Progress::Lost { backlog }),
+            Err(e) => tracing::warn!("the listener at {} stays with its device: {e}", self.local),
+        }
+    }
+
+    /// Listens again if it was lost. An address may come later than its device.
+    pub(crate) fn listen_again(&mut self, channel: &Arc<EventChannel>) {
+        let Progress::Lost { backlog } = self.progress else {
+            return;
+        };
+        let local = self.local;
+        let listening = CmId::create(channel, self.id.0.into()).and_then(|raw| {
+            raw.listen(local, backlog)?;
+            Ok(raw)
+        });
+        match listening {
+            Ok(raw) => {
+                tracing::info!("listening at {local} again");
+                (self.raw, self.progress) = (raw, Progress::Listening { backlog });
+            }
+            Err(e) => tracing::debug!("listening at {local} again: {e}"),
+        }
+    }
+
+    pub(crate) fn resolve(
+        channel: &Arc<EventChannel>,
+        src: Option<IpAddr>,
+        dst: SocketAddr,
+        id: CmRef,
+    ) -> Result<Self, VerbsError> {
         let dst = SocketAddr::new(dst.ip().to_canonical(), dst.port());
-        let id = self.insert_cm(|raw| Cm {
+        let local = src.map_or_else(nowhere, |ip| SocketAddr::new(ip, 0));
+        let mut this = Self::create(channel, id, local, Progress::Resolving)?;
+        this.remote = Some(dst);
+        let resolving = this.raw.resolve_addr(src, dst);
+        resolving.map_err(|e| refused(format!("looking for the way to {dst}"), e))?;
+        Ok(this)
+    }
+
+    /// Makes a connection of a request on a device, without a number yet.
+    pub(crate) fn of_request(raw: CmId, device: usize, devices: &[Device], reply: &Reply) -> Self {
+        Self {
+            local: raw.local_addr().unwrap_or_else(nowhere),
+            remote: raw.peer_addr(),
             raw,
-            device: None,
-            qp: None,
-            local: src.map_or_else(nowhere, |ip| SocketAddr::new(ip, 0)),
-            remote: Some(dst),
-            progress: Progress::Resolving,
-        })?;
-        let cm = self.cms.get_mut(id).ok_or_else(|| gone("connection"))?;
-        if let Err(e) = cm.raw.resolve_addr(src, dst) {
-            self.cms.remove(id);
-            return Err(refused(format!("looking for the way to {dst}"), e));
+            id: CmRef(0),
+            device: Some(device),
+            _context: devices[device].context(),
+            progress: Progress::Requested {
+                initiator_depth: reply.initiator_depth,
+                responder_resources: reply.responder_resources,
+            },
         }
-        Ok(id)
     }
 
-    /// The device of a connection that is on one of ours.
-    fn device_of(&self, id: &CmId) -> Option<usize> {
-        let name = id.device()?;
-        self.devices.iter().position(|d| d.name == name && !d.gone)
+    pub(crate) fn set_id(&mut self, id: CmRef) {
+        self.id = id;
+        self.raw.set_token(id.0.into());
     }
 
-    /// Checks that a queue pair is of a connection's device; its number.
-    fn fitting_qp(&self, qp: QpId, device: Option<usize>) -> Result<u32, VerbsError> {
-        let of = self.qps.get(qp).ok_or_else(|| gone("queue pair"))?;
-        if Some(of.device) != device {
+    pub(crate) fn addrs(&self) -> (SocketAddr, Option<SocketAddr>) {
+        (self.local, self.remote)
+    }
+
+    /// Returns its device. A listener at an address has one, too.
+    pub(crate) fn device_on(&self, devices: &[Device]) -> Option<usize> {
+        self.device.or_else(|| device_of(devices, &self.raw))
+    }
+
+    fn see_local(&mut self) {
+        if let Some(local) = self.raw.local_addr() {
+            self.local = local;
+        }
+    }
+
+    /// Checks that a queue pair is of its device, and ready to be connected.
+    fn check_qp(&self, qp: &Qp) -> Result<(), VerbsError> {
+        if Some(qp.device) != self.device {
             return Err(VerbsError::Invalid("the queue pair is another device's".into()));
         }
-        match of.state {
-            QpState::Init => Ok(of.qpn.value()),
+        match qp.state {
+            QpState::Init => Ok(()),
             state => Err(VerbsError::State(format!("the queue pair is in state {state:?}"))),
         }
     }
 
-    pub(crate) fn connect(&mut self, id: CmRef, qp: QpId, params: &ConnParams) -> Result<(), VerbsError> {
+    pub(crate) fn connect(&mut self, qp: &Qp, params: &ConnParams) -> Result<(), VerbsError> {
         check_data(&params.private_data, CONNECT_DATA)?;
-        let cm = self.cms.get(id).ok_or_else(|| gone("connection"))?;
-        if !matches!(cm.progress, Progress::Resolved) {
+        if !matches!(self.progress, Progress::Resolved) {
             return Err(VerbsError::State("the connection is not resolved".into()));
         }
-        self.fitting_qp(qp, cm.device)?;
-        // The path is asked for only now because the type of service is a part of it.
+        self.check_qp(qp)?;
+        // The path is resolved only now because the type of service is a part of it.
         let begun = match params.tos {
-            Some(tos) => cm.raw.set_tos(tos).and_then(|()| cm.raw.resolve_route()),
-            None => cm.raw.resolve_route(),
+            Some(tos) => self.raw.set_tos(tos).and_then(|()| self.raw.resolve_route()),
+            None => self.raw.resolve_route(),
         };
         begun.map_err(|e| refused("looking for the path to the peer".into(), e))?;
-        if let Some(cm) = self.cms.get_mut(id) {
-            cm.qp = Some(qp);
-            cm.progress = Progress::Routing(Box::new(params.clone()));
-        }
+        self.progress = Progress::Routing(Box::new(params.clone()));
         Ok(())
     }
 
-    /// READs and atomics that the device can answer and send at a time.
-    fn reads(&self, device: Option<usize>) -> (u8, u8) {
-        let limits = device.and_then(|d| self.caps.get(d)).map(|caps| &caps.limits);
-        limits.map_or((0, 0), |l| (l.max_qp_rd_atom, l.max_qp_init_rd_atom))
-    }
-
-    /// The path is known.
-    fn routed(&mut self, id: CmRef) -> Option<CmKind> {
-        let cm = self.cms.get_mut(id)?;
-        let progress = std::mem::replace(&mut cm.progress, Progress::Over);
+    /// Sends the REQ, once the path is known.
+    fn routed(&mut self, qp: Option<&Qp>) -> Option<CmKind> {
+        let progress = std::mem::replace(&mut self.progress, Progress::Over);
         let Progress::Routing(params) = progress else {
-            cm.progress = progress;
+            self.progress = progress;
             return None;
         };
-        cm.see_local();
-        let cm = self.cms.get(id)?;
-        let (responder, initiator) = self.reads(cm.device);
-        let Some(qpn) = cm.qp.and_then(|qp| self.fitting_qp(qp, cm.device).ok()) else {
+        self.see_local();
+        let Some(qp) = qp.filter(|qp| self.check_qp(qp).is_ok()) else {
             return Some(CmKind::ConnectError("the queue pair is gone".into()));
         };
-        let asked = cm.raw.connect(&Offer {
+        let (responder, initiator) = qp.reads;
+        let asked = self.raw.connect(&Offer {
             private_data: &params.private_data,
             responder_resources: params.responder_resources.min(responder),
             initiator_depth: params.initiator_depth.min(initiator),
             retry_count: params.retry_count,
             rnr_retry_count: params.rnr_retry_count,
-            qpn,
+            qpn: qp.qpn.value(),
         });
-        let cm = self.cms.get_mut(id)?;
         match asked {
             Ok(()) => {
-                cm.progress = Progress::Connecting(params);
+                self.progress = Progress::Connecting(params);
                 None
             }
             Err(e) => Some(CmKind::ConnectError(format!("asking for a connection: {e}"))),
         }
     }
 
-    /// Brings a connection's queue pair to RTS with what the connection manager knows. `depths`: READs that we answer and send at a
-    /// time, at most. `tos`: of our packets, if it is not that of the path.
-    fn bring_up(&mut self, id: CmRef, params: &ConnParams, depths: (u8, u8), tos: Option<u8>) -> io::Result<()> {
-        let gone = || io::Error::from(io::ErrorKind::NotFound);
-        let cm = self.cms.get(id).ok_or_else(gone)?;
-        let qp = cm.qp.and_then(|qp| self.qps.get_mut(qp)).ok_or_else(gone)?;
+    /// Brings its queue pair to RTS with what the connection manager knows. `depths`: READs that we answer and send at a time, at most.
+    /// `tos`: of our packets, if it is not that of the path.
+    fn bring_up(&self, qp: &mut Qp, params: &ConnParams, depths: (u8, u8), tos: Option<u8>) -> io::Result<()> {
         let raw = qp.raw.as_ref().ok_or_else(gone)?;
-        let mut init = cm.raw.attributes(State::Init)?;
-        init.set_access(qp::access(&self.devices[qp.device]));
+        let mut init = self.raw.attributes(State::Init)?;
+        init.set_access(qp.access);
         raw.modify(&mut init)?;
-        let mut rtr = cm.raw.attributes(State::Rtr)?;
+        let mut rtr = self.raw.attributes(State::Rtr)?;
         rtr.limit_reads(depths.0, depths.1);
         if let Some(timer) = params.min_rnr_timer {
             rtr.set_min_rnr_timer(timer.code());
@@ -248,245 +284,143 @@ impl HwDevice {
             rtr.set_traffic_class(tos);
         }
         raw.modify(&mut rtr)?;
-        let mut rts = cm.raw.attributes(State::Rts)?;
+        let mut rts = self.raw.attributes(State::Rts)?;
         rts.limit_reads(depths.0, depths.1);
         raw.modify(&mut rts)?;
         qp.state = QpState::Rts;
         Ok(())
     }
 
-    /// The peer has accepted.
-    fn answered(&mut self, id: CmRef, reply: Reply) -> Option<CmKind> {
-        let cm = self.cms.get_mut(id)?;
-        let progress = std::mem::replace(&mut cm.progress, Progress::Over);
+    /// Establishes it, once the peer has accepted.
+    fn answered(&mut self, qp: Option<&mut Qp>, reply: Reply) -> Option<CmKind> {
+        let progress = std::mem::replace(&mut self.progress, Progress::Over);
         let Progress::Connecting(params) = progress else {
-            cm.progress = progress;
+            self.progress = progress;
             return None;
         };
-        let depths = self.reads(self.cms.get(id)?.device);
-        let up = self.bring_up(id, &params, depths, None);
-        let cm = self.cms.get_mut(id)?;
-        match up.and_then(|()| cm.raw.establish()) {
+        let Some(qp) = qp else {
+            return Some(self.not_up(&gone()));
+        };
+        let up = self.bring_up(qp, &params, qp.reads, None);
+        match up.and_then(|()| self.raw.establish()) {
             Ok(()) => {
-                cm.progress = Progress::Up;
+                self.progress = Progress::Up;
                 let private_data = reply.private_data;
                 Some(CmKind::Established { private_data })
             }
             Err(e) => {
-                let _ = cm.raw.reject(&[]);
-                let qp = cm.qp;
-                self.fail_qp(qp);
-                Some(CmKind::ConnectError(format!("bringing the queue pair up: {e}")))
+                qp.fail();
+                Some(self.not_up(&e))
             }
         }
     }
 
-    pub(crate) fn accept(&mut self, id: CmRef, qp: QpId, params: &ConnParams) -> Result<(), VerbsError> {
+    fn not_up(&self, e: &io::Error) -> CmKind {
+        let _ = self.raw.reject(&[]);
+        CmKind::ConnectError(format!("bringing the queue pair up: {e}"))
+    }
+
+    pub(crate) fn accept(&mut self, qp: &mut Qp, params: &ConnParams) -> Result<(), VerbsError> {
         check_data(&params.private_data, ACCEPT_DATA)?;
-        let cm = self.cms.get(id).ok_or_else(|| gone("connection"))?;
         let Progress::Requested {
             initiator_depth,
             responder_resources,
-        } = cm.progress
+        } = self.progress
         else {
             return Err(VerbsError::State("not a request that waits".into()));
         };
-        let qpn = self.fitting_qp(qp, cm.device)?;
+        self.check_qp(qp)?;
         // Not more than the peer can, and we.
-        let (responder, initiator) = self.reads(cm.device);
+        let (responder, initiator) = qp.reads;
         let depths = (
             params.responder_resources.min(responder_resources).min(responder),
             params.initiator_depth.min(initiator_depth).min(initiator),
         );
-        if let Some(cm) = self.cms.get_mut(id) {
-            cm.qp = Some(qp);
-        }
-        let up = self.bring_up(id, params, depths, params.tos);
+        let up = self.bring_up(qp, params, depths, params.tos);
         up.map_err(|e| advice::failed("bringing the queue pair up", e))?;
-        let cm = self.cms.get_mut(id).ok_or_else(|| gone("connection"))?;
         let offer = Offer {
             private_data: &params.private_data,
             responder_resources: depths.0,
             initiator_depth: depths.1,
             retry_count: params.retry_count,
             rnr_retry_count: params.rnr_retry_count,
-            qpn,
+            qpn: qp.qpn.value(),
         };
-        let accepted = cm.raw.accept(&offer);
+        let accepted = self.raw.accept(&offer);
         accepted.map_err(|e| advice::failed("accepting a connection", e))?;
-        cm.progress = Progress::Accepted;
+        self.progress = Progress::Accepted;
         Ok(())
     }
 
-    pub(crate) fn reject(&mut self, id: CmRef, reason: RejectReason, data: &[u8]) -> Result<(), VerbsError> {
+    pub(crate) fn reject(&mut self, reason: RejectReason, data: &[u8]) -> Result<(), VerbsError> {
         check_data(data, REJECT_DATA)?;
-        let cm = self.cms.get(id).ok_or_else(|| gone("connection"))?;
-        if !matches!(cm.progress, Progress::Requested { .. }) {
+        if !matches!(self.progress, Progress::Requested { .. }) {
             return Err(VerbsError::State("not a request that waits".into()));
         }
         if reason != RejectReason::CONSUMER {
             tracing::debug!("a request is refused for reason {}; the kernel says 28", reason.0);
         }
-        let rejected = cm.raw.reject(data);
-        rejected.map_err(|e| advice::failed("refusing a connection", e))?;
-        self.forget(id);
-        Ok(())
+        let rejected = self.raw.reject(data);
+        rejected.map_err(|e| advice::failed("refusing a connection", e))
     }
 
-    /// Moves a connection's queue pair to error.
-    fn fail_qp(&mut self, qp: Option<QpId>) {
-        if let Some(qp) = qp.and_then(|qp| self.qps.get_mut(qp)) {
-            qp.fail();
-        }
-    }
-
-    pub(crate) fn disconnect(&mut self, id: CmRef) {
-        let Some(cm) = self.cms.get(id) else { return };
-        if !matches!(cm.progress, Progress::Up | Progress::Accepted | Progress::Connecting(_)) {
+    pub(crate) fn disconnect(&mut self, qp: Option<&mut Qp>) {
+        if !matches!(
+            self.progress,
+            Progress::Up | Progress::Accepted | Progress::Connecting(_)
+        ) {
             return;
         }
-        let qp = cm.qp;
-        self.fail_qp(qp);
-        if let Some(cm) = self.cms.get_mut(id) {
-            cm.progress = Progress::Over;
-            if let Err(e) = cm.raw.disconnect() {
-                tracing::debug!("disconnecting: {e}");
-            }
+        qp.map(Qp::fail);
+        self.progress = Progress::Over;
+        if let Err(e) = self.raw.disconnect() {
+            tracing::debug!("disconnecting: {e}");
         }
     }
 
-    pub(crate) fn forget(&mut self, id: CmRef) {
-        if self.cms.remove(id).is_none() {
-            return;
-        }
-        // Requests that were not told yet go with their listener.
-        let cms = &mut self.cms;
-        self.events.retain(|e| match e {
-            Event::Cm {
-                id: request,
-                kind: CmKind::ConnectRequest { listener, .. },
-            } if *listener == id => {
-                cms.remove(*request);
-                false
-            }
-            Event::Cm { id: of, .. } => *of != id,
-            _ => true,
-        });
-    }
-
-    /// Something has come by a queue pair whose connection the peer has not confirmed yet: its confirmation may be lost.
-    pub(crate) fn peer_talks(&mut self, qp: QpId) {
-        for cm in self.cms.iter_mut() {
-            if cm.qp == Some(qp) && matches!(cm.progress, Progress::Accepted) {
-                let _ = cm.raw.peer_talks();
-            }
+    /// Notes that a packet has come by its queue pair before the peer's confirmation, which may be lost.
+    pub(crate) fn communication_established(&self) {
+        if matches!(self.progress, Progress::Accepted) {
+            let _ = self.raw.peer_talks();
         }
     }
 
-    /// Takes an event of the connection manager.
-    pub(crate) fn cm_event(&mut self, mut news: News) {
-        if let Some(request) = news.request.take() {
-            self.requested(request, news);
-            return;
-        }
-        if let Some(device) = Self::anchored(news.token) {
-            if news.kind == kind::DEVICE_REMOVAL && device < self.devices.len() {
-                self.device_gone(device);
-            }
-            return;
-        }
-        let id = CmRef(news.token as u32);
-        let Some(kind) = self.told(id, news) else { return };
-        if self.cms.get(id).is_some() {
-            self.events.push_back(Event::Cm { id, kind });
-        }
-    }
-
-    /// A request; one that can't be told is dropped, which refuses it.
-    fn requested(&mut self, request: CmId, news: News) {
-        let listener = CmRef(news.token as u32);
-        let device = self.device_of(&request);
-        let (Some(device), true) = (device, self.cms.get(listener).is_some()) else {
-            return;
-        };
-        let Reply {
-            private_data,
-            responder_resources,
-            initiator_depth,
-        } = news.reply;
-        let made = self.cms.insert_with(|id: CmRef| {
-            request.set_token(id.0.into());
-            Some(Cm {
-                local: request.local_addr().unwrap_or_else(nowhere),
-                remote: request.peer_addr(),
-                raw: request,
-                device: Some(device),
-                qp: None,
-                progress: Progress::Requested {
-                    initiator_depth,
-                    responder_resources,
-                },
-            })
-        });
-        let Some(id) = made else { return };
-        let device = DeviceIx(device as u16);
-        let kind = CmKind::ConnectRequest {
-            listener,
-            device,
-            private_data,
-            initiator_depth,
-            responder_resources,
-        };
-        self.events.push_back(Event::Cm { id, kind });
-    }
-
-    /// What an event of a connection means to its user.
-    fn told(&mut self, id: CmRef, news: News) -> Option<CmKind> {
+    /// Processes an event of the connection manager. Returns what it means to the user.
+    pub(crate) fn event(&mut self, devices: &[Device], qp: Option<&mut Qp>, news: News) -> Option<CmKind> {
         match news.kind {
             kind::ADDR_RESOLVED => {
-                let device = self.device_of(&self.cms.get(id)?.raw);
-                let cm = self.cms.get_mut(id)?;
-                cm.see_local();
-                let Some(device) = device else {
-                    cm.progress = Progress::Over;
+                self.see_local();
+                let Some(device) = device_of(devices, &self.raw) else {
+                    self.progress = Progress::Over;
                     tracing::debug!("the way leads by a device that is not in use");
                     return Some(CmKind::Unreachable(NoAnswer::Timeout));
                 };
-                (cm.device, cm.progress) = (Some(device), Progress::Resolved);
+                (self.device, self.progress) = (Some(device), Progress::Resolved);
+                self._context = devices[device].context();
                 let device = DeviceIx(device as u16);
                 Some(CmKind::Resolved { device })
             }
-            kind::ROUTE_RESOLVED => self.routed(id),
-            kind::CONNECT_RESPONSE => self.answered(id, news.reply),
+            kind::ROUTE_RESOLVED => self.routed(qp.as_deref()),
+            kind::CONNECT_RESPONSE => self.answered(qp, news.reply),
             kind::ESTABLISHED => {
-                let cm = self.cms.get_mut(id)?;
-                if !matches!(cm.progress, Progress::Accepted) {
+                if !matches!(self.progress, Progress::Accepted) {
                     return None;
                 }
-                cm.progress = Progress::Up;
+                self.progress = Progress::Up;
                 let private_data = news.reply.private_data;
                 Some(CmKind::Established { private_data })
             }
             kind::DISCONNECTED => {
-                let cm = self.cms.get_mut(id)?;
                 // The peer waits for an answer, which this is. To our own disconnect it was one.
-                let _ = cm.raw.disconnect();
-                cm.progress = Progress::Over;
-                let qp = cm.qp;
-                self.fail_qp(qp);
+                let _ = self.raw.disconnect();
+                self.progress = Progress::Over;
+                qp.map(Qp::fail);
                 Some(CmKind::Disconnected)
-            }
-            kind::DEVICE_REMOVAL => {
-                let cm = self.cms.get(id)?;
-                // A listener at an address has a device, too.
-                let device = cm.device.or_else(|| self.device_of(&cm.raw))?;
-                self.device_gone(device);
-                None
             }
             kind::TIMEWAIT_EXIT => Some(CmKind::TimewaitExit),
             kind::ADDR_CHANGE => Some(CmKind::AddressChange),
             failed => {
-                self.cms.get_mut(id)?.progress = Progress::Over;
+                self.progress = Progress::Over;
                 failure(failed, news)
             }
         }

@@ -1,19 +1,19 @@
-//! What the descriptors have: events of connections, of completion queues and of devices.
+//! Events of the descriptors: of connections, of completion queues and of devices.
 
+use roce_local::{HardwareEvent, Object};
 use roce_verbs::{
     AsyncEvent, Qpn,
-    provider::{CqId, DeviceIx, Event, QpId, VerbsError},
+    provider::{CmRef, CqId, VerbsError},
 };
 
 use crate::{
     advice,
-    device::{HwDevice, Source},
-    sys::{AsyncNews, Element, Nodes},
+    cm::Cm,
+    device::{HwDevice, Source, device_of},
+    sys::{AsyncNews, Element, News, Nodes},
 };
 
-/// `IBV_EVENT_QP_ACCESS_ERR`, `IBV_EVENT_COMM_EST`, `IBV_EVENT_DEVICE_FATAL`, `IBV_EVENT_GID_CHANGE`.
-const QP_ACCESS_ERR: u32 = 3;
-const COMM_EST: u32 = 4;
+/// `IBV_EVENT_DEVICE_FATAL`, `IBV_EVENT_GID_CHANGE`.
 const DEVICE_FATAL: u32 = 8;
 const GID_CHANGE: u32 = 18;
 
@@ -25,8 +25,8 @@ fn event(news: AsyncNews) -> Option<AsyncEvent> {
         (0, Element::Cq(cookie)) => Some(A::CqError(cookie as u32)),
         (1, Element::Qp(n)) => Some(A::QpFatal(qpn(n))),
         (2, Element::Qp(n)) => Some(A::QpRequestError(qpn(n))),
-        (QP_ACCESS_ERR, Element::Qp(n)) => Some(A::QpAccessError(qpn(n))),
-        (COMM_EST, Element::Qp(n)) => Some(A::CommunicationEstablished(qpn(n))),
+        (3, Element::Qp(n)) => Some(A::QpAccessError(qpn(n))),
+        (4, Element::Qp(n)) => Some(A::CommunicationEstablished(qpn(n))),
         (5, Element::Qp(n)) => Some(A::SqDrained(qpn(n))),
         (6, Element::Qp(n)) => Some(A::PathMigrated(qpn(n))),
         (7, Element::Qp(n)) => Some(A::PathMigrationError(qpn(n))),
@@ -40,11 +40,11 @@ fn event(news: AsyncNews) -> Option<AsyncEvent> {
 }
 
 impl HwDevice {
-    /// Takes what the descriptors have. Then completions are to be asked for, and then events. Returns whether there was anything.
+    /// Reads the descriptors, and queues the events. Returns whether there was anything.
     ///
     /// # Errors
-    /// When the system fails.
-    pub fn poll(&mut self) -> Result<bool, VerbsError> {
+    /// If the system fails.
+    pub(crate) fn poll_descriptors(&mut self) -> Result<bool, VerbsError> {
         let failed = |e| advice::failed("looking for events", e);
         let mut ready = std::mem::take(&mut self.ready);
         self.watched.ready(&mut ready).map_err(failed)?;
@@ -69,7 +69,7 @@ impl HwDevice {
         loop {
             let news = channel.event();
             match news.map_err(|e| advice::failed("taking an event of the connection manager", e))? {
-                Some(news) => self.cm_event(news),
+                Some(news) => self.cm_news(news),
                 None => return Ok(()),
             }
         }
@@ -84,12 +84,34 @@ impl HwDevice {
             let Some(cookie) = told.map_err(|e| advice::failed("taking an event of a completion queue", e))? else {
                 return Ok(());
             };
-            // That of a queue that is gone has gone with it.
-            if let Some(cq) = self.cqs.get_mut(CqId(cookie as u32)) {
-                cq.raw.told();
-                cq.armed = false;
-            }
+            self.events.push_back(HardwareEvent::Completions(CqId(cookie as u32)));
         }
+    }
+
+    fn cm_news(&mut self, mut news: News) {
+        if let Some(raw) = news.request.take() {
+            // One on a device that is not in use is dropped, which rejects it.
+            if let Some(device) = device_of(&self.devices, &raw) {
+                self.events.push_back(HardwareEvent::Request {
+                    listener: CmRef(news.token as u32),
+                    device,
+                    cm: Object::new(Cm::of_request(raw, device, &self.devices, &news.reply)),
+                    private_data: news.reply.private_data,
+                    initiator_depth: news.reply.initiator_depth,
+                    responder_resources: news.reply.responder_resources,
+                });
+            }
+            return;
+        }
+        if let Some(device) = Self::anchored(news.token) {
+            if news.is_removal() && device < self.devices.len() {
+                self.device_gone(device);
+            }
+            return;
+        }
+        let id = CmRef(news.token as u32);
+        let event = Object::new(news);
+        self.events.push_back(HardwareEvent::Cm { id, event });
     }
 
     fn poll_device(&mut self, device: usize) {
@@ -123,25 +145,10 @@ impl HwDevice {
         {
             (self.caps[device].addrs, self.devices[device].ports) = addrs.into_iter().unzip();
             self.anchor(device);
-            self.listen_again();
-        }
-        if let Element::Qp(number) = news.element
-            && let Some(id) = self.devices[device].qps.get(&number).copied()
-        {
-            match news.kind {
-                QP_ACCESS_ERR => self.violated(id),
-                COMM_EST => self.peer_talks(id),
-                _ => {}
-            }
+            self.events.push_back(HardwareEvent::Changed);
         }
         if let Some(event) = event(news) {
-            self.events.push_back(Event::Async(DeviceIx(device as u16), event));
-        }
-    }
-
-    fn violated(&mut self, id: QpId) {
-        if let Some(qp) = self.qps.get_mut(id) {
-            qp.violated = true;
+            self.events.push_back(HardwareEvent::Async(device, event));
         }
     }
 }

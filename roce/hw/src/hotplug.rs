@@ -6,12 +6,11 @@
 
 use std::{net::SocketAddr, path::Path};
 
-use roce_verbs::provider::{CmRef, CqId, DeviceCaps, DeviceIx, Event, KeyId, MrId, PdId, QpId};
+use roce_local::HardwareEvent;
+use roce_verbs::provider::DeviceCaps;
 
 use crate::{
-    cm::Progress,
-    device::{self, HwDevice},
-    qp::Drain,
+    device::{Device, HwDevice},
     sys::{self, CmId, Context},
 };
 
@@ -19,62 +18,17 @@ use crate::{
 const ANCHOR: u64 = 1 << 32;
 
 impl HwDevice {
-    /// Nothing completes on a device any more, or is to. Told once. What waits for its drain has waited in vain.
+    /// Reports, once, that nothing completes on a device any more.
     pub(crate) fn device_gone(&mut self, index: usize) {
         if std::mem::replace(&mut self.devices[index].gone, true) {
             return;
         }
         tracing::warn!("the RDMA device {} is gone, or has failed", self.devices[index].name);
-        self.closing = true;
-        self.events.push_back(Event::DeviceRemoved(DeviceIx(index as u16)));
         self.caps[index].addrs.clear();
-        self.lose_listeners(index);
-        let qps = self.devices[index].qps.values().copied();
-        let waits = |id: &QpId| self.qps.get(*id).is_some_and(|qp| qp.drain == Drain::Waiting);
-        for id in qps.filter(waits).collect::<Vec<_>>() {
-            self.abandon(id);
-        }
+        self.events.push_back(HardwareEvent::Removed(index));
     }
 
-    /// Listeners at addresses of a device that is gone keep their numbers, and nothing of the device.
-    fn lose_listeners(&mut self, index: usize) {
-        let name = &self.devices[index].name;
-        for (id, cm) in self.cms.entries_mut::<CmRef>() {
-            let Progress::Listening { backlog } = cm.progress else {
-                continue;
-            };
-            if cm.raw.device().as_deref() != Some(name) {
-                continue;
-            }
-            match CmId::create(&self.channel, id.0.into()) {
-                Ok(raw) => (cm.raw, cm.progress) = (raw, Progress::Lost { backlog }),
-                Err(e) => tracing::warn!("the listener at {} stays with its device: {e}", cm.addrs().0),
-            }
-        }
-    }
-
-    /// Tries again where listeners were lost: an address may be there later than its device.
-    pub(crate) fn listen_again(&mut self) {
-        for (id, cm) in self.cms.entries_mut::<CmRef>() {
-            let Progress::Lost { backlog } = cm.progress else {
-                continue;
-            };
-            let local = cm.addrs().0;
-            let listening = CmId::create(&self.channel, id.0.into()).and_then(|raw| {
-                raw.listen(local, backlog)?;
-                Ok(raw)
-            });
-            match listening {
-                Ok(raw) => {
-                    tracing::info!("listening at {local} again");
-                    (cm.raw, cm.progress) = (raw, Progress::Listening { backlog });
-                }
-                Err(e) => tracing::debug!("listening at {local} again: {e}"),
-            }
-        }
-    }
-
-    /// Device files have come or gone.
+    /// Looks at the device files, after some have come or gone.
     pub(crate) fn nodes_changed(&mut self) {
         for index in 0..self.devices.len() {
             let device = &self.devices[index];
@@ -83,26 +37,17 @@ impl HwDevice {
             }
         }
         self.reopen();
-        self.listen_again();
+        self.events.push_back(HardwareEvent::Changed);
     }
 
-    /// Closes devices that are gone, and of which nobody has anything any more: some drivers wait for that.
+    /// Closes devices that are gone, and of which no object is left: some drivers wait for that.
     pub(crate) fn close_gone(&mut self) {
-        if !self.closing {
-            return;
-        }
-        self.closing = false;
-        for index in 0..self.devices.len() {
-            if !self.devices[index].gone || self.devices[index].open.is_none() {
+        for device in self.devices.iter_mut().filter(|device| device.gone) {
+            let Some(open) = device.open.take_if(|open| open.is_unused()) else {
                 continue;
-            }
-            if self.has_objects(index) {
-                self.closing = true;
-                continue;
-            }
-            let open = self.devices[index].open.take();
-            tracing::info!("the RDMA device {} is closed", self.devices[index].name);
-            if let Some(anchor) = open.and_then(|open| open.anchor) {
+            };
+            tracing::info!("the RDMA device {} is closed", device.name);
+            if let Some(anchor) = open.anchor {
                 sys::close_dead_device(anchor);
             }
         }
@@ -134,15 +79,6 @@ impl HwDevice {
         }
     }
 
-    fn has_objects(&self, index: usize) -> bool {
-        self.pds.iter::<PdId>().any(|(_, pd)| pd.device == index)
-            || self.mrs.iter::<MrId>().any(|(_, mr)| mr.device == index)
-            || self.keys.iter::<KeyId>().any(|(_, key)| key.device() == index)
-            || self.cqs.iter::<CqId>().any(|(_, cq)| cq.device == index)
-            || self.qps.iter::<QpId>().any(|(_, qp)| qp.device == index)
-            || self.cms.iter::<CmRef>().any(|(_, cm)| cm.device() == Some(index))
-    }
-
     /// Opens devices that have come: those that are wanted.
     fn reopen(&mut self) {
         let all = self.config.devices.is_empty();
@@ -162,7 +98,7 @@ impl HwDevice {
         for found in found {
             let name = found.name.clone();
             let port = self.config.devices.iter().find(|d| d.name == name).and_then(|d| d.port);
-            match device::open(found, port) {
+            match Device::open(found, port) {
                 Ok((device, caps)) => self.comes(device, caps),
                 // It is tried again when its device file changes.
                 Err(e) => tracing::debug!("opening the RDMA device {name}: {e}"),
@@ -171,7 +107,7 @@ impl HwDevice {
     }
 
     /// A device has come, or come back: then it has the number that it had.
-    fn comes(&mut self, device: device::Device, caps: DeviceCaps) {
+    fn comes(&mut self, device: Device, caps: DeviceCaps) {
         let before = self
             .devices
             .iter()

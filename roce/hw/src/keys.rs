@@ -1,39 +1,37 @@
 //! Keys: memory windows, which work requests open and close.
 
+use std::sync::Arc;
+
 use roce_verbs::{
     AccessFlags, Payload, RKey, SendFlags, SendOp, SendWr,
-    provider::{GrantOf, Granted, KeyId, KeyKind, MrId, PdId, QpId, Revoked, VerbsError},
+    provider::{DeviceCaps, GrantOf, Granted, KeyKind, Revoked, VerbsError},
     wr::PostError,
 };
 
 use crate::{
     advice,
-    device::{FULL, HwDevice, Mr},
+    device::{Mr, Pd},
     post::refused,
     qp::Qp,
     sys::{self, Bind, Kind, Mw, SendList},
 };
 
 const NO_KEY: PostError = PostError::Invalid("no such key");
-/// What a window may be opened for; the rest are rights of registrations.
+/// Rights that a window may have; the rest are rights of registrations.
 const RIGHTS: AccessFlags = AccessFlags::REMOTE_WRITE
     .union(AccessFlags::REMOTE_READ)
     .union(AccessFlags::REMOTE_ATOMIC);
 
-/// A key.
+/// Key that work requests grant and revoke.
 pub(crate) struct Key {
     device: usize,
-    pd: std::sync::Arc<sys::Pd>,
+    pd: Arc<sys::Pd>,
     kind: Kind,
-    /// Gone if a new one could not be had when the former was closed.
+    /// `None` if no new window could be allocated when the former was closed.
     mw: Option<Mw>,
-    /// What it is called once everything posted is executed.
+    /// Remote key once everything posted is executed.
     key: RKey,
     granted: bool,
-    /// What it opens.
-    mr: Option<MrId>,
-    /// The queue pair that a type 2 window was bound by, whether it is open still or not.
-    qp: Option<QpId>,
 }
 
 /// A byte for a key, another than before.
@@ -63,7 +61,7 @@ fn local_invalidate(key: RKey, wr_id: u64, flags: SendFlags) -> SendWr<'static> 
     }
 }
 
-/// What is to be opened.
+/// Returns the binding to the range of a grant.
 fn bind<'a>(mr: &'a Mr, grant: &GrantOf) -> Result<Bind<'a>, PostError> {
     let end = grant.offset.checked_add(grant.len);
     if end.is_none_or(|end| end > mr.len) || grant.len == 0 {
@@ -81,7 +79,7 @@ fn bind<'a>(mr: &'a Mr, grant: &GrantOf) -> Result<Bind<'a>, PostError> {
     })
 }
 
-/// What closes a type 1 window. It names the region all the same: librxe reads its key from there.
+/// Returns the binding that closes a type 1 window. It names the region all the same: librxe reads its key from there.
 const fn nothing(mr: &Mr) -> Bind<'_> {
     Bind {
         mr: &mr.raw,
@@ -92,8 +90,74 @@ const fn nothing(mr: &Mr) -> Bind<'_> {
 }
 
 impl Key {
-    pub(crate) const fn device(&self) -> usize {
-        self.device
+    /// Allocates a window of a device with these capabilities.
+    pub(crate) fn alloc(pd: &Pd, caps: &DeviceCaps, kind: KeyKind) -> Result<Self, VerbsError> {
+        let kind = match kind {
+            KeyKind::Window1 if caps.window_1 => Kind::One,
+            KeyKind::Window2 if caps.window_2 => Kind::Two,
+            _ => return Err(VerbsError::Unsupported("keys of this kind")),
+        };
+        let mw = Mw::alloc(&pd.raw, kind).map_err(|e| advice::failed("making a memory window", e))?;
+        Ok(Self {
+            device: pd.device,
+            pd: pd.raw.clone(),
+            kind,
+            key: mw.rkey(),
+            mw: Some(mw),
+            granted: false,
+        })
+    }
+
+    /// Posts a binding to a range of a registration.
+    pub(crate) fn grant(
+        &mut self,
+        qp: &mut Qp,
+        mr: &Mr,
+        list: &mut SendList,
+        grant: &GrantOf,
+        wr_id: u64,
+    ) -> Result<Granted, PostError> {
+        qp.check_sends()?;
+        let bind = bind(mr, grant)?;
+        if [self.device, mr.device] != [qp.device; 2] {
+            return Err(PostError::Invalid(
+                "the key, the region and the queue pair are of different devices",
+            ));
+        }
+        match self.kind {
+            Kind::One => self.post_1(qp, &bind, wr_id)?,
+            Kind::Two => self.post_2(qp, list, &bind, wr_id)?,
+        }
+        self.granted = true;
+        Ok(Granted::Queued(self.key))
+    }
+
+    /// Posts what closes it. `mr`: the registration it was bound to last.
+    pub(crate) fn revoke(
+        &mut self,
+        qp: &mut Qp,
+        mr: Option<&Mr>,
+        list: &mut SendList,
+        wr_id: u64,
+    ) -> Result<Revoked, PostError> {
+        if !self.granted {
+            return Ok(Revoked::Now);
+        }
+        qp.check_sends()?;
+        match self.kind {
+            Kind::One => self.post_1(qp, &nothing(mr.ok_or(NO_KEY)?), wr_id)?,
+            Kind::Two => {
+                let close = local_invalidate(self.key, wr_id, SendFlags::SIGNALED);
+                qp.post_send(list, &[close]).map_err(|(_, e)| e)?;
+            }
+        }
+        self.granted = false;
+        Ok(Revoked::Queued)
+    }
+
+    /// Notes that a SEND with invalidate has closed it.
+    pub(crate) fn invalidated(&mut self) {
+        self.granted = false;
     }
 
     /// Posts a type 1 window's binding, which closes what it opened before.
@@ -148,10 +212,9 @@ impl Key {
         Ok(())
     }
 
-    /// Has a new window in place of the former, which is closed with that.
-    fn renew(&mut self) {
+    /// Closes the window at once, by replacing it with a new one: verbs have no other way.
+    pub(crate) fn replace(&mut self) {
         self.granted = false;
-        (self.mr, self.qp) = (None, None);
         self.mw = None;
         match Mw::alloc(&self.pd, self.kind) {
             Ok(mw) => {
@@ -159,131 +222,6 @@ impl Key {
                 self.mw = Some(mw);
             }
             Err(e) => tracing::error!("no new memory window in place of one that was closed: {e}"),
-        }
-    }
-}
-
-impl HwDevice {
-    pub(crate) fn make_key(&mut self, pd: PdId, kind: KeyKind) -> Result<KeyId, VerbsError> {
-        let pd = self.pd(pd)?;
-        let caps = &self.caps[pd.device];
-        let kind = match kind {
-            KeyKind::Window1 if caps.window_1 => Kind::One,
-            KeyKind::Window2 if caps.window_2 => Kind::Two,
-            _ => return Err(VerbsError::Unsupported("keys of this kind")),
-        };
-        let mw = Mw::alloc(&pd.raw, kind).map_err(|e| advice::failed("making a memory window", e))?;
-        let key = Key {
-            device: pd.device,
-            pd: pd.raw.clone(),
-            kind,
-            key: mw.rkey(),
-            mw: Some(mw),
-            granted: false,
-            mr: None,
-            qp: None,
-        };
-        self.keys.insert(key).ok_or(FULL)
-    }
-
-    pub(crate) fn end_key(&mut self, id: KeyId) {
-        if let Some(key) = self.keys.remove(id) {
-            self.opened.remove(&key.key.0);
-        }
-    }
-
-    pub(crate) fn grant_key(
-        &mut self,
-        qp_id: QpId,
-        id: KeyId,
-        grant: &GrantOf,
-        wr_id: u64,
-    ) -> Result<Granted, PostError> {
-        self.sender(qp_id)?;
-        let no_mr = PostError::Invalid("no such registration");
-        let mr = self.mrs.get(grant.mr).ok_or(no_mr)?;
-        let bind = bind(mr, grant)?;
-        let (Some(qp), Some(key)) = (self.qps.get_mut(qp_id), self.keys.get_mut(id)) else {
-            return Err(NO_KEY);
-        };
-        if [key.device, mr.device] != [qp.device; 2] {
-            return Err(PostError::Invalid(
-                "the key, the region and the queue pair are of different devices",
-            ));
-        }
-        let former = key.key;
-        match key.kind {
-            Kind::One => key.post_1(qp, &bind, wr_id)?,
-            Kind::Two => {
-                key.post_2(qp, &mut self.sends, &bind, wr_id)?;
-                self.opened.remove(&former.0);
-                self.opened.insert(key.key.0, id);
-            }
-        }
-        (key.granted, key.mr, key.qp) = (true, Some(grant.mr), Some(qp_id));
-        Ok(Granted::Queued(key.key))
-    }
-
-    pub(crate) fn revoke_key(&mut self, qp: QpId, id: KeyId, wr_id: u64) -> Result<Revoked, PostError> {
-        if self.qps.get(qp).is_none() {
-            return Err(PostError::NoQueuePair);
-        }
-        if !self.keys.get(id).ok_or(NO_KEY)?.granted {
-            return Ok(Revoked::Now);
-        }
-        self.sender(qp)?;
-        let (Some(of), Some(key)) = (self.qps.get_mut(qp), self.keys.get_mut(id)) else {
-            return Err(NO_KEY);
-        };
-        match key.kind {
-            Kind::One => {
-                let mr = key.mr.and_then(|mr| self.mrs.get(mr)).ok_or(NO_KEY)?;
-                key.post_1(of, &nothing(mr), wr_id)?;
-            }
-            Kind::Two => {
-                let close = local_invalidate(key.key, wr_id, SendFlags::SIGNALED);
-                self.send(qp, &[close]).map_err(|(_, e)| e)?;
-            }
-        }
-        if let Some(key) = self.keys.get_mut(id) {
-            key.granted = false;
-            self.opened.remove(&key.key.0);
-        }
-        Ok(Revoked::Queued)
-    }
-
-    /// A SEND with invalidate has closed a type 2 window.
-    pub(crate) fn closed_by_peer(&mut self, rkey: RKey) {
-        let id = self.opened.remove(&rkey.0);
-        if let Some(key) = id.and_then(|id| self.keys.get_mut(id)) {
-            key.granted = false;
-        }
-    }
-
-    /// The same, at once: there is no such thing but giving the window up. The work request that was to take the key back may have been
-    /// flushed.
-    pub(crate) fn shut_key(&mut self, id: KeyId) {
-        if let Some(key) = self.keys.get_mut(id).filter(|key| key.mr.is_some()) {
-            self.opened.remove(&key.key.0);
-            key.renew();
-        }
-    }
-
-    /// Gives up the type 2 windows that were bound by a queue pair which is about to end: rdma_rxe waits for them, 50 s long.
-    pub(crate) fn close_keys_through(&mut self, qp: QpId) {
-        let bound = |key: &&mut Key| key.qp == Some(qp) && key.kind == Kind::Two;
-        for key in self.keys.iter_mut().filter(bound) {
-            self.opened.remove(&key.key.0);
-            key.renew();
-        }
-    }
-
-    /// Closes what opens a registration that is about to end. A window that was closed by a work request that is under way is bound
-    /// still.
-    pub(crate) fn close_keys_of(&mut self, mr: MrId) {
-        for key in self.keys.iter_mut().filter(|key| key.mr == Some(mr)) {
-            self.opened.remove(&key.key.0);
-            key.renew();
         }
     }
 }

@@ -1,16 +1,16 @@
-//! [`Provider`](roce_verbs::provider::Provider) over libibverbs and librdmacm: [`HwDevice`], for hosts that have RDMA hardware,
-//! rdma_rxe, or `ferroce run`'s library in their place.
+//! RDMA devices of the host as a backend of a [`Fabric`](roce_local::Fabric), over libibverbs and librdmacm: [`HwDevice`].
 //!
-//! One loop drives it, without a thread and without a lock: [`HwDevice::descriptors`] are for the loop's poll,
-//! [`HwDevice::arm`] has them tell of the next completion, [`HwDevice::poll`] takes what they have, and nothing waits.
+//! For hosts with RDMA hardware, rdma_rxe, or `ferroce run`'s library in their place. Without the feature `hardware` the crate is empty,
+//! and needs neither library.
 //!
-//! Without the feature `hardware` the crate is empty, and needs neither library.
+//! It knows the two libraries, the devices, and how its objects work. It must not know numbers of objects, which belong to the fabric,
+//! or software devices. One loop drives it, without a thread or a lock, and nothing waits.
 //!
-//! What hardware does otherwise than the software device:
+//! Differences of hardware from the software device:
 //! - Keys are memory windows, which are bound and closed by work requests. A type 1 window's next key is the library's choice.
-//! - A queue pair is made before its connection's way is known and is not librdmacm's: the provider moves it through its states
+//! - A queue pair is created before its connection's route is known and is not librdmacm's: the backend moves it through its states
 //!   with the attributes that the connection manager has for it (`rdma_init_qp_attr`, `rdma_establish`).
-//! - The connection manager is the kernel's. It knows one reason for a refusal, [`CONSUMER`], and its own times.
+//! - The connection manager is the kernel's. It knows one reason for a rejection, [`CONSUMER`], and its own times.
 //! - A send that makes no completion holds its place in the queue until a later one that does has completed.
 //!
 //! [`CONSUMER`]: roce_verbs::provider::RejectReason::CONSUMER
@@ -25,13 +25,13 @@
 #[cfg(feature = "hardware")]
 mod advice;
 #[cfg(feature = "hardware")]
+mod backend;
+#[cfg(feature = "hardware")]
 mod caps;
 #[cfg(feature = "hardware")]
 mod cm;
 #[cfg(feature = "hardware")]
 mod device;
-#[cfg(feature = "hardware")]
-mod driven;
 #[cfg(feature = "hardware")]
 mod events;
 #[cfg(feature = "hardware")]
@@ -41,13 +41,9 @@ mod keys;
 #[cfg(feature = "hardware")]
 mod post;
 #[cfg(feature = "hardware")]
-mod provider;
-#[cfg(feature = "hardware")]
 mod qp;
 #[cfg(feature = "hardware")]
 mod sys;
 
 #[cfg(feature = "hardware")]
-pub use device::{HwConfig, HwDevice, Usage};
-#[cfg(feature = "hardware")]
-pub use driven::open;
+pub use device::{HwConfig, HwDevice, open};

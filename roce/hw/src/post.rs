@@ -4,17 +4,15 @@ use std::io;
 
 use roce_verbs::{
     Completion, Instant, Payload, QpState, Qpn, RKey, RecvWr, SendOp, SendWr, WcFlags, WcOpcode, WcStatus,
-    provider::{Event, QpId, VerbsError},
     wr::PostError,
 };
 
 use crate::{
-    device::HwDevice,
-    qp::{Completed, Drain, Qp},
+    qp::Qp,
     sys::{Polled, RecvList, SendList},
 };
 
-/// What the library says of a work request that it does not take.
+/// Returns the library's error for a work request as ours.
 pub(crate) fn refused(e: &io::Error) -> PostError {
     match e.raw_os_error() {
         Some(libc::ENOMEM) => PostError::QueueFull,
@@ -75,6 +73,36 @@ fn add_recv(qp: &mut Qp, list: &mut RecvList, wr: &RecvWr<'_>) -> Result<(), Pos
     Ok(())
 }
 
+impl Qp {
+    pub(crate) fn post_send(&mut self, list: &mut SendList, wrs: &[SendWr<'_>]) -> Result<(), (usize, PostError)> {
+        self.check_sends().map_err(|e| (0, e))?;
+        list.clear();
+        let added = wrs.iter().try_for_each(|wr| add_send(self, list, wr));
+        let (count, raw) = (list.len(), self.raw.as_ref());
+        let posted = raw.map_or(Ok(()), |raw| raw.post_send(list));
+        if let Err((accepted, e)) = posted {
+            self.send.unpush(count - accepted);
+            return Err((accepted, refused(&e)));
+        }
+        added.map_err(|e| (count, e))
+    }
+
+    pub(crate) fn post_recv(&mut self, list: &mut RecvList, wrs: &[RecvWr<'_>]) -> Result<(), (usize, PostError)> {
+        if !self.takes_receives() {
+            return Err((0, PostError::State(QpState::Err)));
+        }
+        list.clear();
+        let added = wrs.iter().try_for_each(|wr| add_recv(self, list, wr));
+        let (count, raw) = (list.len(), self.raw.as_ref());
+        let posted = raw.map_or(Ok(()), |raw| raw.post_recv(list));
+        if let Err((accepted, e)) = posted {
+            self.recv.unpush(count - accepted);
+            return Err((accepted, refused(&e)));
+        }
+        added.map_err(|e| (count, e))
+    }
+}
+
 fn status(code: u32) -> WcStatus {
     use WcStatus as S;
     const ALL: [S; 22] = [
@@ -122,11 +150,12 @@ fn opcode(code: u32) -> WcOpcode {
     ALL.into_iter().find(|o| *o as u32 == code).unwrap_or_default()
 }
 
-fn completion(wc: &Polled, wr_id: u64) -> Completion {
+/// Returns a completion of the library as ours; the mark is that of the device still.
+pub(crate) fn completion(wc: &Polled) -> Completion {
     let flags = WcFlags::from_bits_truncate(wc.flags);
     let with = |flag| if flags.contains(flag) { wc.extra } else { 0 };
     Completion {
-        wr_id,
+        wr_id: wc.wr_id,
         status: status(wc.status),
         opcode: opcode(wc.opcode),
         vendor_err: wc.vendor_err,
@@ -140,96 +169,6 @@ fn completion(wc: &Polled, wr_id: u64) -> Completion {
         timestamp: Instant::ZERO,
         flags,
         solicited: false,
-    }
-}
-
-impl HwDevice {
-    pub(crate) fn send(&mut self, id: QpId, wrs: &[SendWr<'_>]) -> Result<(), (usize, PostError)> {
-        let (qp, list) = self.sender(id).map_err(|e| (0, e))?;
-        list.clear();
-        let added = wrs.iter().try_for_each(|wr| add_send(qp, list, wr));
-        let (count, raw) = (list.len(), qp.raw.as_ref());
-        let posted = raw.map_or(Ok(()), |raw| raw.post_send(list));
-        if let Err((accepted, e)) = posted {
-            qp.send.unpush(count - accepted);
-            return Err((accepted, refused(&e)));
-        }
-        added.map_err(|e| (count, e))
-    }
-
-    pub(crate) fn receive(&mut self, id: QpId, wrs: &[RecvWr<'_>]) -> Result<(), (usize, PostError)> {
-        let qp = self.qps.get_mut(id).ok_or((0, PostError::NoQueuePair))?;
-        if qp.drain != Drain::No || qp.raw.is_none() {
-            return Err((0, PostError::State(QpState::Err)));
-        }
-        let list = &mut self.recvs;
-        list.clear();
-        let added = wrs.iter().try_for_each(|wr| add_recv(qp, list, wr));
-        let (count, raw) = (list.len(), qp.raw.as_ref());
-        let posted = raw.map_or(Ok(()), |raw| raw.post_recv(list));
-        if let Err((accepted, e)) = posted {
-            qp.recv.unpush(count - accepted);
-            return Err((accepted, refused(&e)));
-        }
-        added.map_err(|e| (count, e))
-    }
-
-    /// Appends at most `max` completions of all queues; returns how many.
-    pub(crate) fn take_completions(
-        &mut self,
-        out: &mut Vec<(QpId, Completion)>,
-        max: usize,
-    ) -> Result<usize, VerbsError> {
-        let before = out.len();
-        let ready = self.flushed.len().min(max);
-        out.extend(self.flushed.drain(..ready));
-        let mut polled = std::mem::take(&mut self.polled);
-        let mut failed = None;
-        for i in 0..self.polling.len() {
-            while let Some(cq) = self.cqs.get(self.polling[i]) {
-                let (device, room) = (cq.device, max - (out.len() - before));
-                polled.clear();
-                match cq.raw.poll(&mut polled, room) {
-                    Ok(0) => break,
-                    Ok(_) => {}
-                    Err(e) => {
-                        failed = Some(VerbsError::State(e.to_string()));
-                        break;
-                    }
-                }
-                for wc in &polled {
-                    out.extend(self.completed(device, wc));
-                }
-            }
-        }
-        self.polled = polled;
-        failed.map_or(Ok(out.len() - before), Err)
-    }
-
-    /// What a completion is for the user.
-    fn completed(&mut self, device: usize, wc: &Polled) -> Option<(QpId, Completion)> {
-        let id = *self.devices[device].qps.get(&wc.qp_num)?;
-        let qp = self.qps.get_mut(id)?;
-        let mark = qp.completed(wc.wr_id);
-        if qp.is_drained_now() {
-            // It is in the queue behind this completion, since events are asked for after completions.
-            self.events.push_back(Event::Drained(id));
-        }
-        let Completed::Mark(mark) = mark else { return None };
-        let out = completion(wc, mark);
-        if !out.is_ok() && out.status != WcStatus::FlushError {
-            // The device has moved it.
-            qp.state = QpState::Err;
-        }
-        let received = qp.is_receive(wc.wr_id);
-        // Some drivers tell of a refused access by the receive that it has taken, and not by an event.
-        if received && matches!(out.status, WcStatus::LocalAccessError | WcStatus::RemoteAccessError) {
-            qp.violated = true;
-        }
-        if out.is_ok() && out.flags.contains(WcFlags::WITH_INV) {
-            self.closed_by_peer(out.invalidated);
-        }
-        Some((id, out))
     }
 }
 
@@ -263,16 +202,13 @@ mod tests {
             pkey_index: 0,
             sl: 0,
         };
-        let out = completion(&wc, 9);
-        assert_eq!((out.wr_id, out.imm, out.invalidated), (9, 0x0102_0304, RKey(0)));
-        let out = completion(
-            &Polled {
-                flags: 8,
-                extra: 0x500,
-                ..wc
-            },
-            9,
-        );
+        let out = completion(&wc);
+        assert_eq!((out.wr_id, out.imm, out.invalidated), (1, 0x0102_0304, RKey(0)));
+        let out = completion(&Polled {
+            flags: 8,
+            extra: 0x500,
+            ..wc
+        });
         assert_eq!((out.imm, out.invalidated), (0, RKey(0x500)));
     }
 }

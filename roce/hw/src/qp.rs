@@ -2,24 +2,25 @@
 
 use std::collections::VecDeque;
 
+use roce_local::{Completed, Drain};
 use roce_verbs::{
-    AccessFlags, Completion, Payload, QpCaps, QpState, Qpn, SendFlags, SendOp, SendWr, WcStatus,
-    provider::{Event, QpId, QpSpec, VerbsError},
+    AccessFlags, Completion, DeviceLimits, Payload, QpCaps, QpState, Qpn, SendFlags, SendOp, SendWr, WcStatus,
+    provider::{QpSpec, VerbsError},
     wr::PostError,
 };
 
 use crate::{
     advice,
-    device::{Device, FULL, HwDevice, gone},
-    sys::{self, Attributes, State},
+    device::{Cq, Device, Pd},
+    sys::{self, Attributes, SendList, State},
 };
 
-/// What peers may do by a queue pair; regions and windows say what they may do where.
+/// Rights of peers through a queue pair; regions and windows limit them further.
 pub(crate) const REMOTE: AccessFlags = AccessFlags::REMOTE_WRITE.union(AccessFlags::REMOTE_READ);
 
 /// In a work request's mark as the device has it: it is a receive's, since a completion with an error does not say what it is of.
 const RECV: u64 = 1 << 63;
-/// Where the queue pair's tag is: a number that is used again may have completions of before in the queue.
+/// Position of the queue pair's tag: a QPN that is reused may have completions of its former queue pair in the queue.
 const TAG_SHIFT: u32 = 48;
 const TAG_MASK: u16 = 0x7fff;
 const SEQ_MASK: u64 = (1 << TAG_SHIFT) - 1;
@@ -74,19 +75,19 @@ impl Queue {
     }
 
     /// Takes out all marks.
-    fn take(&mut self) -> impl Iterator<Item = u64> + '_ {
+    fn take_all(&mut self) -> impl Iterator<Item = u64> + '_ {
         self.first += self.marks.len() as u64;
         self.marks.drain(..)
     }
 }
 
-/// How far a drain is.
+/// Progress of a drain.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Drain {
+enum Draining {
     No,
     /// Until both queues are empty.
-    Waiting,
-    Over,
+    Pending,
+    Done,
 }
 
 pub(crate) struct Qp {
@@ -97,23 +98,15 @@ pub(crate) struct Qp {
     tag: u16,
     pub(crate) state: QpState,
     pub(crate) caps: QpCaps,
+    /// Rights of peers.
+    pub(crate) access: AccessFlags,
+    /// READs and atomics that the device can answer and send at a time.
+    pub(crate) reads: (u8, u8),
     pub(crate) send: Queue,
     pub(crate) recv: Queue,
-    pub(crate) drain: Drain,
+    draining: Draining,
     /// The send that was posted to drain the queue: behind all others.
     last: Option<u64>,
-    /// The peer used a key, address or right that it does not have.
-    pub(crate) violated: bool,
-}
-
-/// Whose completion it is.
-pub(crate) enum Completed {
-    /// The user's, with this mark.
-    Mark(u64),
-    /// Ours.
-    Own,
-    /// Nobody's: of a queue pair that is gone.
-    Nobody,
 }
 
 impl Qp {
@@ -126,31 +119,56 @@ impl Qp {
         RECV | self.send_id(number)
     }
 
-    /// Something has completed.
-    pub(crate) fn completed(&mut self, id: u64) -> Completed {
+    /// Takes the work request of a completion out of its queue. Returns its mark, if it is the user's.
+    fn take(&mut self, id: u64) -> Option<u64> {
         let (tag, number) = ((id >> TAG_SHIFT) as u16 & TAG_MASK, id & SEQ_MASK);
         if tag != self.tag {
-            return Completed::Nobody;
+            return None;
         }
-        let queue = if id & RECV != 0 { &mut self.recv } else { &mut self.send };
-        let mark = queue.complete(number);
-        match mark {
-            Some(_) if id & RECV == 0 && self.last == Some(number) => Completed::Own,
-            Some(mark) => Completed::Mark(mark),
-            None => Completed::Nobody,
+        let is_receive = id & RECV != 0;
+        let queue = if is_receive { &mut self.recv } else { &mut self.send };
+        let mark = queue.complete(number)?;
+        (is_receive || self.last != Some(number)).then_some(mark)
+    }
+
+    /// Processes a completion, and replaces its mark by the user's.
+    pub(crate) fn complete(&mut self, wc: &mut Completion) -> Completed {
+        let is_receive = wc.wr_id & RECV != 0;
+        let mark = self.take(wc.wr_id);
+        let drained = self.is_drained_now();
+        let Some(mark) = mark else {
+            return Completed {
+                drained,
+                ..Completed::default()
+            };
+        };
+        wc.wr_id = mark;
+        if !wc.is_ok() && wc.status != WcStatus::FlushError {
+            // The device has moved it.
+            self.state = QpState::Err;
+        }
+        Completed {
+            is_users: true,
+            drained,
+            // Some drivers report a refused access by the receive that it has taken, and not by an event.
+            violated: is_receive && matches!(wc.status, WcStatus::LocalAccessError | WcStatus::RemoteAccessError),
         }
     }
 
-    /// Whether a mark is that of a receive.
-    pub(crate) const fn is_receive(&self, id: u64) -> bool {
-        id & RECV != 0
+    /// Returns whether receives may be posted.
+    pub(crate) fn takes_receives(&self) -> bool {
+        self.draining == Draining::No && self.raw.is_some()
     }
 
-    /// Whether it is drained now, and was not before.
-    pub(crate) fn is_drained_now(&mut self) -> bool {
-        let now = self.drain == Drain::Waiting && self.send.is_empty() && self.recv.is_empty();
+    pub(crate) fn is_draining(&self) -> bool {
+        self.draining == Draining::Pending
+    }
+
+    /// Returns whether it is drained now, and was not before.
+    fn is_drained_now(&mut self) -> bool {
+        let now = self.is_draining() && self.send.is_empty() && self.recv.is_empty();
         if now {
-            self.drain = Drain::Over;
+            self.draining = Draining::Done;
         }
         now
     }
@@ -170,7 +188,7 @@ impl Qp {
     }
 
     /// Posts the work request that completes after all others. Whether that was done.
-    fn post_last(&mut self, list: &mut sys::SendList) -> bool {
+    fn post_last(&mut self, list: &mut SendList) -> bool {
         let number = self.send.push(0);
         let wr = SendWr {
             wr_id: 0,
@@ -192,22 +210,39 @@ impl Qp {
         true
     }
 
-    /// Ends it. Marks of what was under way, which nothing will complete.
-    fn abandon(&mut self) -> Vec<u64> {
+    /// Moves it to error, so that everything outstanding completes.
+    pub(crate) fn drain(&mut self, is_gone: bool, list: &mut SendList) -> Drain {
+        if self.draining != Draining::No {
+            return Drain::Pending;
+        }
+        self.draining = Draining::Pending;
+        let alive = !is_gone && self.fail();
+        if !alive || !self.send.is_empty() && !self.post_last(list) {
+            return Drain::Dead;
+        }
+        match self.is_drained_now() {
+            true => Drain::Done,
+            false => Drain::Pending,
+        }
+    }
+
+    /// Destroys it, and returns the marks of what was outstanding, which nothing will complete.
+    pub(crate) fn abandon(&mut self) -> Vec<u64> {
         self.raw = None;
         self.state = QpState::Err;
+        self.draining = Draining::Done;
         let own = self.last.take().is_some();
-        let mut marks: Vec<u64> = self.send.take().collect();
+        let mut marks: Vec<u64> = self.send.take_all().collect();
         if own {
             // It was posted last.
             marks.pop();
         }
-        marks.extend(self.recv.take());
+        marks.extend(self.recv.take_all());
         marks
     }
 }
 
-/// What verbs say of arguments and sizes that they refuse.
+/// Returns an error of verbs for arguments and sizes as ours.
 fn refused(what: &str, e: std::io::Error) -> VerbsError {
     match e.raw_os_error() {
         Some(libc::EINVAL) => VerbsError::Invalid(format!(
@@ -218,13 +253,15 @@ fn refused(what: &str, e: std::io::Error) -> VerbsError {
     }
 }
 
-impl HwDevice {
-    pub(crate) fn make_qp(&mut self, spec: &QpSpec) -> Result<QpId, VerbsError> {
-        let pd = self.pd(spec.pd)?;
-        let device = pd.device;
-        let cq = self.cqs.get(spec.cq).filter(|cq| cq.device == device);
-        let cq = cq.ok_or_else(|| gone("completion queue of the device"))?;
-        let limits = &self.caps[device].limits;
+impl Qp {
+    /// Creates a queue pair, in INIT. `number` distinguishes its completions from those of one that had its QPN before.
+    pub(crate) fn create(
+        (pd, cq): (&Pd, &Cq),
+        device: &Device,
+        limits: &DeviceLimits,
+        number: u16,
+        spec: &QpSpec,
+    ) -> Result<Self, VerbsError> {
         let (most, caps) = (limits.max_qp_wr, spec.caps);
         if caps.max_send_wr > most || caps.max_recv_wr > most {
             return Err(VerbsError::Limit("work requests of a queue pair"));
@@ -240,95 +277,36 @@ impl HwDevice {
         let asked = QpCaps { max_send_wr, ..caps };
         let raw = sys::Qp::create(&pd.raw, &cq.raw, &asked, spec.signal_all);
         let raw = raw.map_err(|e| refused("making a queue pair", e))?;
-        // The port may turn out to be another when the way is known.
-        let access = access(&self.devices[device]);
+        let access = match device.atomics {
+            true => REMOTE | AccessFlags::REMOTE_ATOMIC,
+            false => REMOTE,
+        };
+        // The port may turn out to be another when the route is known.
         let ready = raw.modify(&mut Attributes::init(1, access));
         ready.map_err(|e| refused("making a queue pair ready for receives", e))?;
-        self.made = self.made.wrapping_add(1) & TAG_MASK;
-        let qp = Qp {
-            device,
+        Ok(Self {
+            device: pd.device,
             qpn: Qpn::new(raw.number()),
             raw: Some(raw),
-            tag: self.made,
+            tag: number & TAG_MASK,
             state: QpState::Init,
             send: Queue::new(max_send_wr - 1),
             recv: Queue::new(caps.max_recv_wr),
             caps,
-            drain: Drain::No,
+            access,
+            reads: (limits.max_qp_rd_atom, limits.max_qp_init_rd_atom),
+            draining: Draining::No,
             last: None,
-            violated: false,
-        };
-        let number = qp.qpn.value();
-        let id = self.qps.insert(qp).ok_or(FULL)?;
-        self.devices[device].qps.insert(number, id);
-        Ok(id)
+        })
     }
 
-    pub(crate) fn end_qp(&mut self, id: QpId) {
-        self.close_keys_through(id);
-        let Some(qp) = self.qps.remove(id) else { return };
-        self.events.retain(|e| !matches!(e, Event::Drained(of) if *of == id));
-        self.flushed.retain(|(of, _)| *of != id);
-        self.devices[qp.device].qps.remove(&qp.qpn.value());
-    }
-
-    pub(crate) fn drain_qp(&mut self, id: QpId) {
-        let Some(qp) = self.qps.get_mut(id).filter(|qp| qp.drain == Drain::No) else {
-            return;
-        };
-        qp.drain = Drain::Waiting;
-        let alive = !self.devices[qp.device].gone && qp.fail();
-        if alive && (qp.send.is_empty() || qp.post_last(&mut self.sends)) {
-            if qp.is_drained_now() {
-                self.events.push_back(Event::Drained(id));
-            }
-            return;
+    /// Returns an error unless it can send, or flush.
+    pub(crate) fn check_sends(&self) -> Result<(), PostError> {
+        let sends = matches!(self.state, QpState::Rts | QpState::Err);
+        match sends && self.draining == Draining::No && self.raw.is_some() {
+            true => Ok(()),
+            false => Err(PostError::State(self.state)),
         }
-        self.abandon(id);
-    }
-
-    /// Gives back what a queue pair has under way, of which the device will tell nothing more: it is destroyed first, so that nothing
-    /// of it is used any more.
-    pub(crate) fn abandon(&mut self, id: QpId) {
-        // What has completed is in the queues still.
-        let mut polled = Vec::new();
-        let _ = self.take_completions(&mut polled, usize::MAX);
-        self.flushed.extend(polled);
-        self.close_keys_through(id);
-        let Some(qp) = self.qps.get_mut(id) else { return };
-        let qpn = qp.qpn;
-        let flushed = |wr_id| Completion {
-            wr_id,
-            status: WcStatus::FlushError,
-            qpn,
-            ..Completion::default()
-        };
-        let marks = qp.abandon();
-        self.flushed.extend(marks.into_iter().map(|mark| (id, flushed(mark))));
-        if self.qps.get_mut(id).is_some_and(Qp::is_drained_now) {
-            self.events.push_back(Event::Drained(id));
-        }
-    }
-
-    /// A queue pair that can send, or that flushes.
-    ///
-    /// # Errors
-    /// Without such a queue pair.
-    pub(crate) fn sender(&mut self, id: QpId) -> Result<(&mut Qp, &mut sys::SendList), PostError> {
-        let qp = self.qps.get_mut(id).ok_or(PostError::NoQueuePair)?;
-        let sends = matches!(qp.state, QpState::Rts | QpState::Err) && qp.drain == Drain::No && qp.raw.is_some();
-        match sends {
-            true => Ok((qp, &mut self.sends)),
-            false => Err(PostError::State(qp.state)),
-        }
-    }
-}
-
-/// What peers may do by a queue pair of the device.
-pub(crate) fn access(device: &Device) -> AccessFlags {
-    match device.atomics {
-        true => REMOTE | AccessFlags::REMOTE_ATOMIC,
-        false => REMOTE,
     }
 }
 
@@ -347,7 +325,7 @@ mod tests {
         assert_eq!(queue.push(5), 3);
         queue.unpush(1);
         assert_eq!(queue.push(6), 3, "the number of one that was refused is the next one's");
-        assert_eq!(queue.take().collect::<Vec<_>>(), [9, 6]);
+        assert_eq!(queue.take_all().collect::<Vec<_>>(), [9, 6]);
         assert!(queue.is_empty());
         assert_eq!((queue.complete(3), queue.push(1)), (None, 4));
     }

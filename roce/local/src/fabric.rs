@@ -1,59 +1,34 @@
-//! Devices, and the objects on them.
+//! A fabric: devices of both kinds, and the objects on them.
 
-use core::net::{IpAddr, SocketAddr};
+use core::net::IpAddr;
 use std::{
     collections::{HashMap, VecDeque},
     hash::BuildHasherDefault,
+    io,
     sync::Arc,
 };
 
 use roce_fault::{Faults, PostStep, Posted, Posting, QpRef};
-use roce_mem::{MemError, MemoryTable, PdHandle, Region};
-use roce_port::{CmEventKind, ConnId, ListenId, Port, PortChange, QpInit};
+use roce_mem::{MemError, PdHandle};
+use roce_port::{CmEventKind, ConnId, ListenId, Port, QpInit};
 use roce_qp::CompletionQueue;
 use roce_verbs::{
-    AccessFlags, AsyncEvent, Completion, DeviceLimits, Instant, NumberHasher, QpAttr, QpState, QpType, Qpn, RecvWr,
-    SendWr, WcStatus,
-    provider::{
-        CmRef, ConnParams, CqId, DeviceCaps, DeviceIx, Event, GrantOf, Granted, KeyId, KeyKind, Lent, MrId, MrInfo,
-        PdId, Provider, QpId, QpSpec, Registration, RejectReason, Revoked, Slots, VerbsError,
-    },
+    AccessFlags, AsyncEvent, Completion, DeviceLimits, Instant, NumberHasher, QpAttr, QpState, QpType, Qpn, WcStatus,
+    provider::{CmRef, DeviceCaps, DeviceIx, Event, MrId, MrInfo, QpId, QpSpec, Registration, VerbsError},
     wr::PostError,
 };
 
-use crate::objects::{Cm, Key};
+use crate::{
+    hard::{Hard, HardDevice},
+    hardware::Hardware,
+    ports::Ports,
+    tables::{Cq, FULL, Mr, Pd, Qp, QpOf, Tables, Usage, gone},
+};
 
 /// First port number when the user does not care.
 pub(crate) const FIRST_PORT: u16 = 49152;
 
-/// The ports of a fabric: each is a device.
-pub trait Ports {
-    /// How many there are. Others may come behind them, and are told of by [`Fabric::add_device`]; none goes.
-    fn count(&self) -> usize;
-    /// A port.
-    fn port(&mut self, index: usize) -> &mut Port;
-    /// The table of a port's keys.
-    fn memory(&self, index: usize) -> &Arc<MemoryTable>;
-    /// The port that leads to a peer, and our address there.
-    ///
-    /// # Errors
-    /// When the source address is not ours, or there is no way.
-    fn route(&self, src: Option<IpAddr>, dst: IpAddr) -> Result<(usize, IpAddr), VerbsError>;
-    /// Connect requests to a port number of RDMA_CM, at one address or (`None`) all of a port, are going to be taken: others that share
-    /// the address are to know.
-    ///
-    /// # Errors
-    /// When another has it.
-    fn claim(&mut self, _index: usize, _addr: Option<IpAddr>, _port: u16) -> Result<(), VerbsError> {
-        Ok(())
-    }
-    /// They are not taken any more.
-    fn release(&mut self, _index: usize, _addr: Option<IpAddr>, _port: u16) {}
-    /// A port has changed for the processes that share its address.
-    fn port_change(&mut self, _index: usize, _change: PortChange) {}
-}
-
-/// How a fabric handles keys.
+/// How a fabric handles keys of software devices.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct FabricConfig {
     /// Keys are granted and taken back at once. Otherwise by work requests, as hardware does it.
@@ -77,89 +52,50 @@ impl Default for FabricConfig {
     }
 }
 
-pub(crate) struct Mr {
-    pub(crate) pd: PdId,
-    pub(crate) region: Arc<Region>,
-    /// Another loop made it.
-    pub(crate) borrowed: bool,
-}
-
-pub(crate) struct Pd {
-    pub(crate) device: usize,
-    pub(crate) handle: PdHandle,
-    /// Another loop made it.
-    pub(crate) borrowed: bool,
-}
-
-struct Qp {
-    pd: PdId,
-    device: usize,
-    qpn: Qpn,
-    /// The peer used a key, address or right that it does not have.
-    violated: bool,
+/// Backend of a device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Backend {
+    /// Software: index of its port.
+    Soft(usize),
+    /// RDMA device of the host: its index there.
+    Hard(usize),
 }
 
 type ByQpn = HashMap<u32, QpId, BuildHasherDefault<NumberHasher>>;
 
-/// State of a device.
-struct Device {
-    /// All completions of it: one queue for all that a loop polls.
+/// State of a software device, by port.
+struct SoftDevice {
+    /// Its index in the fabric.
+    ix: DeviceIx,
+    /// Completion queue of all queue pairs.
     cq: Arc<CompletionQueue>,
     qps: ByQpn,
-    pub(crate) listeners: HashMap<ListenId, CmRef>,
-    pub(crate) conns: HashMap<ConnId, CmRef>,
+    listeners: HashMap<ListenId, CmRef>,
+    conns: HashMap<ConnId, CmRef>,
 }
 
-/// How many objects there are.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-#[allow(missing_docs)]
-pub struct Usage {
-    pub pds: usize,
-    pub mrs: usize,
-    pub keys: usize,
-    pub cqs: usize,
-    pub qps: usize,
-    pub cms: usize,
-}
-
-impl Usage {
-    /// Adds those of another loop.
-    pub fn add(&mut self, other: &Self) {
-        self.pds += other.pds;
-        self.mrs += other.mrs;
-        self.keys += other.keys;
-        self.cqs += other.cqs;
-        self.qps += other.qps;
-        self.cms += other.cms;
-    }
-}
-
-/// All ports of a loop as one provider.
+/// All devices of a loop as one provider: software devices, each on a port, and RDMA devices of the host.
 pub struct Fabric<P> {
     pub(crate) ports: P,
     pub(crate) config: FabricConfig,
-    /// Faults of verbs on demand.
+    /// Fault rules for the verbs of software devices.
     faults: Option<Faults>,
     pub(crate) now: Instant,
     pub(crate) caps: Vec<DeviceCaps>,
-    devices: Vec<Device>,
-    pub(crate) pds: Slots<Pd>,
-    pub(crate) mrs: Slots<Mr>,
-    pub(crate) keys: Slots<Key>,
-    cqs: Slots<usize>,
-    qps: Slots<Qp>,
-    pub(crate) cms: Slots<Cm>,
+    /// By device.
+    backends: Vec<Backend>,
+    soft: Vec<SoftDevice>,
+    pub(crate) hard: Option<Hard>,
+    pub(crate) tables: Tables,
     pub(crate) events: VecDeque<Event>,
-    /// Connection events that the user has not taken, with their devices.
+    /// Connection events that the user has not taken, with their ports.
     pub(crate) cm_events: VecDeque<(usize, CmEventKind)>,
     /// Completions on their way out.
     taken: Vec<Completion>,
-    /// The last port that was given to a listener which did not name one.
+    /// RDMA devices are polled first, the next time.
+    hard_first: bool,
+    /// The last port number that was given to a listener which did not name one.
     pub(crate) next_port: u16,
-}
-
-pub(crate) fn gone(what: &str) -> VerbsError {
-    VerbsError::Invalid(format!("no such {what}"))
 }
 
 pub(crate) fn mem_error(e: MemError) -> VerbsError {
@@ -180,27 +116,23 @@ fn fail(port: &mut Port, now: Instant, qpn: Qpn) {
     let _ = port.modify_qp(now, qpn, &attr);
 }
 
-pub(crate) const FULL: VerbsError = VerbsError::Limit("objects of a loop");
-
 impl<P: Ports> Fabric<P> {
-    /// A fabric on these ports, of which device *i* is port *i*. `limits` and addresses are what it says of each.
+    /// A fabric on these ports, one device for each. `devices` are their limits and addresses.
     pub fn new(ports: P, config: FabricConfig, devices: Vec<(DeviceLimits, Vec<IpAddr>)>) -> Self {
         let mut this = Self {
-            devices: Vec::new(),
             ports,
             config,
             faults: None,
             now: Instant::ZERO,
             caps: Vec::new(),
-            pds: Slots::default(),
-            mrs: Slots::default(),
-            keys: Slots::default(),
-            cqs: Slots::default(),
-            qps: Slots::default(),
-            cms: Slots::default(),
+            backends: Vec::new(),
+            soft: Vec::new(),
+            hard: None,
+            tables: Tables::default(),
             events: VecDeque::new(),
             cm_events: VecDeque::new(),
             taken: Vec::new(),
+            hard_first: false,
             next_port: FIRST_PORT,
         };
         for (limits, addrs) in devices {
@@ -209,7 +141,64 @@ impl<P: Ports> Fabric<P> {
         this
     }
 
-    /// Sets the rules of faults on demand, for verbs.
+    /// Adds the RDMA devices of the host, of which there were none. `route` returns the local address of the route to a peer. An address
+    /// that a software device has too is the software device's.
+    pub fn set_hardware(&mut self, backend: Box<dyn Hardware>, route: fn(IpAddr) -> io::Result<IpAddr>) {
+        debug_assert!(self.hard.is_none());
+        self.hard = Some(Hard::new(backend, route));
+        self.refresh_hardware();
+    }
+
+    /// Returns the RDMA devices of the host.
+    pub fn hardware(&self) -> Option<&dyn Hardware> {
+        self.hard.as_ref().map(|hard| &*hard.backend)
+    }
+
+    /// Takes over what the RDMA devices have become, and new ones.
+    fn refresh_hardware(&mut self) {
+        let Some(hard) = &mut self.hard else { return };
+        for (index, caps) in hard.backend.devices().iter().enumerate() {
+            match hard.devices.get(index) {
+                Some(device) => self.caps[usize::from(device.ix.0)].clone_from(caps),
+                None => {
+                    hard.devices.push(HardDevice::new(DeviceIx(self.caps.len() as u16)));
+                    self.backends.push(Backend::Hard(index));
+                    self.caps.push(caps.clone());
+                }
+            }
+        }
+    }
+
+    /// Reads the descriptors of RDMA devices without waiting. Then completions must be polled, and then events. Returns whether there
+    /// was anything.
+    ///
+    /// # Errors
+    /// If the system fails.
+    pub fn poll_hardware(&mut self) -> Result<bool, VerbsError> {
+        let Some(hard) = &mut self.hard else { return Ok(false) };
+        let polled = hard.backend.poll();
+        self.refresh_hardware();
+        if let Some(hard) = &mut self.hard {
+            while let Some(event) = hard.backend.next_event() {
+                hard.process(&mut self.tables, event);
+            }
+        }
+        polled
+    }
+
+    /// Requests that the descriptors of RDMA devices report the next completion. Completions before that are not reported: poll once
+    /// more before waiting.
+    ///
+    /// # Errors
+    /// If a completion queue has failed.
+    pub fn arm_hardware(&mut self) -> Result<(), VerbsError> {
+        match &mut self.hard {
+            Some(hard) => hard.arm(&mut self.tables),
+            None => Ok(()),
+        }
+    }
+
+    /// Sets the fault rules for verbs of software devices.
     pub fn set_faults(&mut self, faults: Option<Faults>) {
         self.faults = faults;
     }
@@ -218,18 +207,18 @@ impl<P: Ports> Fabric<P> {
         self.faults.as_ref().filter(|faults| faults.concern_verbs())
     }
 
-    /// Posts, with the faults that rules demand.
+    /// Posts to a software device, with the faults that rules demand.
     #[inline]
-    fn post<T>(
+    pub(crate) fn post<T>(
         &mut self,
         verb: Posting,
         qp: QpId,
         wrs: &[T],
         post: impl Fn(&mut Port, Instant, Qpn, &[T]) -> Posted,
     ) -> Posted {
-        let (device, qpn, _) = self.qp(qp).ok_or((0, PostError::NoQueuePair))?;
+        let (port, qpn, _) = self.soft_qp(qp).ok_or((0, PostError::NoQueuePair))?;
         let faults = self.verb_faults().cloned();
-        let (port, now) = (self.ports.port(device), self.now);
+        let (port, now) = (self.ports.port(port), self.now);
         let Some(faults) = faults else {
             return post(port, now, qpn, wrs);
         };
@@ -254,8 +243,10 @@ impl<P: Ports> Fabric<P> {
             return;
         };
         for (qp, completion) in completions {
-            let Some((device, qpn, _)) = self.qp(*qp) else { continue };
-            let port = self.ports.port(device);
+            let Some((port, qpn, _)) = self.soft_qp(*qp) else {
+                continue;
+            };
+            let port = self.ports.port(port);
             let serial = port.qp_serial(qpn).unwrap_or(0);
             if faults.complete(serial, completion) {
                 fail(port, self.now, qpn);
@@ -263,12 +254,14 @@ impl<P: Ports> Fabric<P> {
         }
     }
 
-    /// There is one more port, which is the next device. Listeners at all addresses that were there before are not at its own.
+    /// Adds a software device for the next port. Listeners at all addresses that were there before are not at its own.
     pub fn add_device(&mut self, limits: DeviceLimits, addrs: Vec<IpAddr>) -> DeviceIx {
-        let index = self.devices.len();
-        debug_assert!(index < self.ports.count());
-        self.devices.push(Device {
-            cq: CompletionQueue::new(index as u32, limits.max_cqe, None),
+        let (port, ix) = (self.soft.len(), DeviceIx(self.backends.len() as u16));
+        debug_assert!(port < self.ports.count());
+        self.backends.push(Backend::Soft(port));
+        self.soft.push(SoftDevice {
+            ix,
+            cq: CompletionQueue::new(port as u32, limits.max_cqe, None),
             qps: ByQpn::default(),
             listeners: HashMap::new(),
             conns: HashMap::new(),
@@ -287,56 +280,104 @@ impl<P: Ports> Fabric<P> {
             iova: true,
             addrs,
         });
-        DeviceIx(index as u16)
+        ix
     }
 
-    /// Tells what time it is: for every turn of the loop once.
+    /// Sets the time: once in each iteration of the loop.
     pub fn set_now(&mut self, now: Instant) {
         self.now = now;
     }
 
-    /// The ports, to be received on and sent from.
+    /// Returns the ports, to receive and send.
     pub fn ports(&mut self) -> &mut P {
         &mut self.ports
     }
 
-    /// How many objects there are.
+    /// Returns the number of objects of each kind.
     pub fn usage(&self) -> Usage {
-        Usage {
-            pds: self.pds.len(),
-            mrs: self.mrs.len(),
-            keys: self.keys.len(),
-            cqs: self.cqs.len(),
-            qps: self.qps.len(),
-            cms: self.cms.len(),
+        self.tables.usage()
+    }
+
+    pub(crate) fn backend(&self, device: DeviceIx) -> Result<Backend, VerbsError> {
+        let backend = self.backends.get(usize::from(device.0));
+        backend.copied().ok_or_else(|| gone("device"))
+    }
+
+    /// Returns the index of a port's device.
+    pub(crate) fn ix(&self, port: usize) -> DeviceIx {
+        self.soft[port].ix
+    }
+
+    /// Returns the capabilities of the software devices, by port.
+    pub(crate) fn soft_caps(&self) -> impl Iterator<Item = &DeviceCaps> {
+        self.soft.iter().map(|device| &self.caps[usize::from(device.ix.0)])
+    }
+
+    /// Returns port, number and protection domain of a software device's queue pair.
+    pub(crate) fn soft_qp(&self, qp: QpId) -> Option<(usize, Qpn, PdHandle)> {
+        match self.tables.qps.get(qp)? {
+            Qp {
+                qpn,
+                of: QpOf::Soft { port, pd },
+                ..
+            } => Some((*port, *qpn, *pd)),
+            _ => None,
         }
     }
 
-    pub(crate) fn pd(&self, pd: PdId) -> Result<(usize, PdHandle), VerbsError> {
-        let pd = self.pds.get(pd).ok_or_else(|| gone("protection domain"))?;
-        Ok((pd.device, pd.handle))
+    pub(crate) fn listeners(&mut self, port: usize) -> &mut HashMap<ListenId, CmRef> {
+        &mut self.soft[port].listeners
     }
 
-    /// Device, number and protection domain of a queue pair.
-    pub(crate) fn qp(&self, qp: QpId) -> Option<(usize, Qpn, PdHandle)> {
-        let qp = self.qps.get(qp)?;
-        Some((qp.device, qp.qpn, self.pds.get(qp.pd)?.handle))
+    pub(crate) fn conns(&mut self, port: usize) -> &mut HashMap<ConnId, CmRef> {
+        &mut self.soft[port].conns
     }
 
-    pub(crate) fn listeners(&mut self, device: usize) -> &mut HashMap<ListenId, CmRef> {
-        &mut self.devices[device].listeners
+    pub(crate) fn alloc_soft_pd(&mut self, port: usize) -> Result<Pd, VerbsError> {
+        let handle = self.ports.memory(port).alloc_pd().map_err(mem_error)?;
+        Ok(Pd::Soft {
+            port,
+            handle,
+            borrowed: false,
+        })
     }
 
-    pub(crate) fn conns(&mut self, device: usize) -> &mut HashMap<ConnId, CmRef> {
-        &mut self.devices[device].conns
-    }
-
-    fn make_qp(&mut self, spec: &QpSpec) -> Result<(usize, Qpn), VerbsError> {
-        let (device, pd) = self.pd(spec.pd)?;
-        if self.cqs.get(spec.cq) != Some(&device) {
-            return Err(gone("completion queue of the device"));
+    pub(crate) fn register_soft(
+        &mut self,
+        port: usize,
+        pd: PdHandle,
+        what: &Registration,
+    ) -> Result<MrInfo, VerbsError> {
+        let end = what.offset.checked_add(what.len);
+        let end = end.ok_or_else(|| VerbsError::Invalid("a range that wraps".into()))?;
+        if let Some(errno) = self.verb_faults().and_then(Faults::registering) {
+            return Err(VerbsError::Io {
+                context: "registering memory (refused by a fault rule)".into(),
+                source: io::Error::from_raw_os_error(errno),
+            });
         }
-        let cq = self.devices[device].cq.clone();
+        let mem = self.ports.memory(port);
+        let region = mem
+            .register_memory(pd, &what.memory, what.offset..end, what.iova, what.access)
+            .map_err(mem_error)?;
+        self.number_mr(port, region, false)
+    }
+
+    pub(crate) fn deregister_soft(&mut self, mr: MrId) {
+        if let Some(Mr::Soft {
+            port,
+            region,
+            borrowed: false,
+        }) = self.tables.mrs.remove(mr)
+            && let Err(e) = self.ports.memory(port).revoke(&region)
+        {
+            tracing::error!("deregistering memory failed: {e}");
+        }
+    }
+
+    /// Creates a queue pair of a software device, in INIT.
+    fn make_qp(&mut self, port: usize, pd: PdHandle, spec: &QpSpec) -> Result<Qpn, VerbsError> {
+        let cq = self.soft[port].cq.clone();
         let init = QpInit {
             pd,
             qp_type: QpType::Rc,
@@ -347,7 +388,7 @@ impl<P: Ports> Fabric<P> {
             srq: None,
             xrcd: None,
         };
-        let (now, port) = (self.now, self.ports.port(device));
+        let (now, port) = (self.now, self.ports.port(port));
         port.set_now(now);
         let qpn = port.create_qp(init)?;
         let ready = QpAttr {
@@ -361,184 +402,38 @@ impl<P: Ports> Fabric<P> {
             let _ = port.destroy_qp(now, qpn);
             return Err(e);
         }
-        Ok((device, qpn))
+        Ok(qpn)
     }
 
-    fn async_event(&mut self, device: usize, event: AsyncEvent) -> Option<Event> {
-        if let AsyncEvent::QpAccessError(qpn) = event
-            && let Some(id) = self.devices[device].qps.get(&qpn.value())
-            && let Some(qp) = self.qps.get_mut(*id)
-        {
-            qp.violated = true;
+    pub(crate) fn create_soft_qp(&mut self, port: usize, pd: PdHandle, spec: &QpSpec) -> Result<QpId, VerbsError> {
+        if !matches!(self.tables.cqs.get(spec.cq), Some(Cq::Soft { port: of }) if *of == port) {
+            return Err(gone("completion queue of the device"));
         }
-        Some(Event::Async(DeviceIx(device as u16), event))
-    }
-}
-
-impl<P: Ports> Provider for Fabric<P> {
-    fn devices(&self) -> &[DeviceCaps] {
-        &self.caps
-    }
-
-    fn alloc_pd(&mut self, device: DeviceIx) -> Result<PdId, VerbsError> {
-        let device = usize::from(device.0);
-        if device >= self.devices.len() {
-            return Err(gone("device"));
-        }
-        let handle = self.ports.memory(device).alloc_pd().map_err(mem_error)?;
-        let pd = Pd {
-            device,
-            handle,
-            borrowed: false,
-        };
-        self.pds.insert(pd).ok_or(FULL)
-    }
-
-    fn free_pd(&mut self, pd: PdId) {
-        if let Some(pd) = self.pds.remove(pd).filter(|pd| !pd.borrowed)
-            && let Err(e) = self.ports.memory(pd.device).dealloc_pd(pd.handle)
-        {
-            tracing::error!("releasing a protection domain failed: {e}");
-        }
-    }
-
-    fn register(&mut self, pd: PdId, what: &Registration) -> Result<MrInfo, VerbsError> {
-        let (device, handle) = self.pd(pd)?;
-        let end = what.offset.checked_add(what.len);
-        let end = end.ok_or_else(|| VerbsError::Invalid("a range that wraps".into()))?;
-        if let Some(errno) = self.verb_faults().and_then(Faults::registering) {
-            return Err(VerbsError::Io {
-                context: "registering memory (refused by a fault rule)".into(),
-                source: std::io::Error::from_raw_os_error(errno),
-            });
-        }
-        let mem = self.ports.memory(device);
-        let region = mem
-            .register_memory(handle, &what.memory, what.offset..end, what.iova, what.access)
-            .map_err(mem_error)?;
-        self.number_mr(pd, region, false)
-    }
-
-    fn deregister(&mut self, mr: MrId) {
-        let Some(mr) = self.mrs.remove(mr).filter(|mr| !mr.borrowed) else {
-            return;
-        };
-        if let Ok((device, _)) = self.pd(mr.pd)
-            && let Err(e) = self.ports.memory(device).revoke(&mr.region)
-        {
-            tracing::error!("deregistering memory failed: {e}");
-        }
-    }
-
-    fn alloc_key(&mut self, pd: PdId, kind: KeyKind) -> Result<KeyId, VerbsError> {
-        let key = self.make_key(pd, kind)?;
-        self.keys.insert(key).ok_or(FULL)
-    }
-
-    fn free_key(&mut self, key: KeyId) {
-        if let Some(key) = self.keys.remove(key) {
-            self.end_key(&key);
-        }
-    }
-
-    fn lend_pd(&mut self, pd: PdId) -> Result<Lent, VerbsError> {
-        self.lent_pd(pd)
-    }
-
-    fn borrow_pd(&mut self, device: DeviceIx, pd: &Lent) -> Result<PdId, VerbsError> {
-        self.borrowed_pd(device, pd)
-    }
-
-    fn lend_mr(&mut self, mr: MrId) -> Result<Lent, VerbsError> {
-        self.lent_mr(mr)
-    }
-
-    fn borrow_mr(&mut self, pd: PdId, mr: &Lent) -> Result<MrInfo, VerbsError> {
-        self.borrowed_mr(pd, mr)
-    }
-
-    fn lend_key(&mut self, key: KeyId) -> Result<Lent, VerbsError> {
-        self.lent_key(key)
-    }
-
-    fn borrow_key(&mut self, pd: PdId, key: &Lent) -> Result<KeyId, VerbsError> {
-        self.borrowed_key(pd, key)
-    }
-
-    fn create_cq(&mut self, device: DeviceIx, entries: u32) -> Result<CqId, VerbsError> {
-        let device = usize::from(device.0);
-        let caps = self.caps.get(device).ok_or_else(|| gone("device"))?;
-        if entries > caps.limits.max_cqe {
-            return Err(VerbsError::Limit("entries of a completion queue"));
-        }
-        self.cqs.insert(device).ok_or(FULL)
-    }
-
-    fn destroy_cq(&mut self, cq: CqId) {
-        self.cqs.remove(cq);
-    }
-
-    fn create_qp(&mut self, spec: &QpSpec) -> Result<QpId, VerbsError> {
-        let (device, qpn) = self.make_qp(spec)?;
+        let qpn = self.make_qp(port, pd, spec)?;
         let qp = Qp {
-            pd: spec.pd,
-            device,
             qpn,
             violated: false,
+            of: QpOf::Soft { port, pd },
         };
-        let Some(id) = self.qps.insert(qp) else {
-            let _ = self.ports.port(device).destroy_qp(self.now, qpn);
+        let Some(id) = self.tables.qps.insert(qp) else {
+            let _ = self.ports.port(port).destroy_qp(self.now, qpn);
             return Err(FULL);
         };
-        self.devices[device].qps.insert(qpn.value(), id);
+        self.soft[port].qps.insert(qpn.value(), id);
         Ok(id)
     }
 
-    fn destroy_qp(&mut self, qp: QpId) {
-        let Some(old) = self.qps.remove(qp) else { return };
-        let device = &mut self.devices[old.device];
-        device.qps.remove(&old.qpn.value());
-        if let Err(e) = self.ports.port(old.device).destroy_qp(self.now, old.qpn) {
+    pub(crate) fn destroy_soft_qp(&mut self, (port, qpn): (usize, Qpn), id: QpId) {
+        self.tables.qps.remove(id);
+        self.soft[port].qps.remove(&qpn.value());
+        if let Err(e) = self.ports.port(port).destroy_qp(self.now, qpn) {
             tracing::error!("destroying a queue pair failed: {e}");
         }
-        self.devices[old.device].cq.forget(old.qpn);
+        self.soft[port].cq.forget(qpn);
     }
 
-    fn qpn(&self, qp: QpId) -> Option<Qpn> {
-        self.qps.get(qp).map(|qp| qp.qpn)
-    }
-
-    fn post_send(&mut self, qp: QpId, wrs: &[SendWr<'_>]) -> Result<(), (usize, PostError)> {
-        self.post(Posting::Send, qp, wrs, |port, now, qpn, wrs| {
-            port.post_send(now, qpn, wrs)
-        })
-    }
-
-    fn post_recv(&mut self, qp: QpId, wrs: &[RecvWr<'_>]) -> Result<(), (usize, PostError)> {
-        self.post(Posting::Recv, qp, wrs, |port, now, qpn, wrs| {
-            port.post_recv(now, qpn, wrs)
-        })
-    }
-
-    fn grant(&mut self, qp: QpId, key: KeyId, grant: &GrantOf, wr_id: u64) -> Result<Granted, PostError> {
-        self.grant_key(qp, key, grant, wr_id)
-    }
-
-    fn grant_list(&mut self, qp: QpId, key: KeyId, pieces: &[GrantOf]) -> Result<Granted, PostError> {
-        self.grant_pieces(qp, key, pieces)
-    }
-
-    fn revoke(&mut self, qp: QpId, key: KeyId, wr_id: u64) -> Result<Revoked, PostError> {
-        self.revoke_key(qp, key, wr_id)
-    }
-
-    fn close_key(&mut self, key: KeyId) {
-        self.shut_key(key);
-    }
-
-    fn drain(&mut self, qp: QpId) {
-        let Some((device, qpn, _)) = self.qp(qp) else { return };
-        let port = self.ports.port(device);
+    pub(crate) fn drain_soft(&mut self, port: usize, qpn: Qpn, qp: QpId) {
+        let port = self.ports.port(port);
         if port.qp_state(qpn) != Some(QpState::Err) {
             let attr = QpAttr {
                 state: Some(QpState::Err),
@@ -552,50 +447,34 @@ impl<P: Ports> Provider for Fabric<P> {
         self.events.push_back(Event::Drained(qp));
     }
 
-    fn access_violated(&self, qp: QpId) -> bool {
-        self.qps.get(qp).is_some_and(|qp| qp.violated)
-    }
-
-    fn cm_listen(&mut self, addr: SocketAddr, backlog: u32) -> Result<CmRef, VerbsError> {
-        self.listen(addr, backlog)
-    }
-
-    fn cm_resolve(&mut self, src: Option<IpAddr>, dst: SocketAddr) -> Result<CmRef, VerbsError> {
-        self.resolve(src, dst)
-    }
-
-    fn cm_connect(&mut self, id: CmRef, qp: QpId, params: &ConnParams) -> Result<(), VerbsError> {
-        self.connect(id, qp, params)
-    }
-
-    fn cm_accept(&mut self, id: CmRef, qp: QpId, params: &ConnParams) -> Result<(), VerbsError> {
-        self.accept(id, qp, params)
-    }
-
-    fn cm_reject(&mut self, id: CmRef, reason: RejectReason, private_data: &[u8]) -> Result<(), VerbsError> {
-        self.reject(id, reason, private_data)
-    }
-
-    fn cm_disconnect(&mut self, id: CmRef) {
-        self.disconnect(id);
-    }
-
-    fn cm_disconnect_by(&mut self, id: CmRef, ways: &[CmRef]) {
-        self.disconnect_by(id, ways);
-    }
-
-    fn cm_destroy(&mut self, id: CmRef) {
-        self.forget(id);
-    }
-
-    fn cm_addrs(&self, id: CmRef) -> Option<(SocketAddr, Option<SocketAddr>)> {
-        self.cms.get(id).map(Cm::addrs)
-    }
-
-    fn poll_completions(&mut self, out: &mut Vec<(QpId, Completion)>, max: usize) -> Result<usize, VerbsError> {
-        self.take_cm_events();
+    /// Appends at most `max` completions of all devices.
+    pub(crate) fn poll_all(&mut self, out: &mut Vec<(QpId, Completion)>, max: usize) -> Result<usize, VerbsError> {
         let before = out.len();
-        for device in &self.devices {
+        if self.hard.is_none() {
+            self.poll_soft(out, max)?;
+            return Ok(out.len() - before);
+        }
+        // By turns, so that neither starves the other.
+        self.hard_first = !self.hard_first;
+        for is_hard in [self.hard_first, !self.hard_first] {
+            let room = max - (out.len() - before);
+            match is_hard {
+                true => self.poll_hard(out, room)?,
+                false => self.poll_soft(out, room)?,
+            }
+        }
+        Ok(out.len() - before)
+    }
+
+    fn poll_hard(&mut self, out: &mut Vec<(QpId, Completion)>, max: usize) -> Result<(), VerbsError> {
+        let Some(hard) = &mut self.hard else { return Ok(()) };
+        hard.backend.close_removed();
+        hard.poll(&mut self.tables, out, max)
+    }
+
+    fn poll_soft(&mut self, out: &mut Vec<(QpId, Completion)>, max: usize) -> Result<(), VerbsError> {
+        let before = out.len();
+        for device in &self.soft {
             let room = max - (out.len() - before);
             self.taken.clear();
             let polled = device.cq.poll(&mut self.taken, room);
@@ -607,7 +486,7 @@ impl<P: Ports> Provider for Fabric<P> {
                 .iter()
                 .filter(|(_, wc)| wc.status == WcStatus::LocalAccessError)
             {
-                if let Some(qp) = self.qps.get_mut(*qp) {
+                if let Some(qp) = self.tables.qps.get_mut(*qp) {
                     qp.violated = true;
                 }
             }
@@ -618,30 +497,28 @@ impl<P: Ports> Provider for Fabric<P> {
         if self.faults.is_some() {
             self.replace_statuses(&mut out[before..]);
         }
-        Ok(out.len() - before)
+        Ok(())
     }
 
-    fn poll_event(&mut self) -> Option<Event> {
-        while let Some(event) = self.events.pop_front() {
-            // Its object may have been destroyed since.
-            let is_live = match &event {
-                Event::Drained(qp) => self.qps.get(*qp).is_some(),
-                Event::Cm { id, .. } => self.cms.get(*id).is_some(),
-                _ => true,
+    /// Returns the next event of a software device itself.
+    pub(crate) fn next_async_event(&mut self) -> Option<Event> {
+        for (port, device) in self.soft.iter().enumerate() {
+            let Some(event) = self.ports.port(port).poll_async_event() else {
+                continue;
             };
-            if is_live {
-                return Some(event);
+            if let AsyncEvent::QpAccessError(qpn) = event
+                && let Some(id) = device.qps.get(&qpn.value())
+                && let Some(qp) = self.tables.qps.get_mut(*id)
+            {
+                qp.violated = true;
             }
-        }
-        self.take_cm_events();
-        if let Some(event) = self.next_cm_event() {
-            return Some(event);
-        }
-        for device in 0..self.devices.len() {
-            if let Some(event) = self.ports.port(device).poll_async_event() {
-                return self.async_event(device, event);
-            }
+            return Some(Event::Async(device.ix, event));
         }
         None
+    }
+
+    /// Number of software devices.
+    pub(crate) fn soft_count(&self) -> usize {
+        self.soft.len()
     }
 }

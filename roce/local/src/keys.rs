@@ -1,25 +1,25 @@
 //! Keys that are granted and taken back: at once, or by work requests as hardware does it.
 
-use roce_mem::{PostedKey, WindowKind};
+use roce_mem::{PdHandle, PostedKey, WindowKind};
 use roce_verbs::{
     AccessFlags, Payload, Qpn, SendFlags, SendOp, SendWr, Sge,
-    provider::{GrantOf, Granted, KeyId, KeyKind, PdId, Provider as _, QpId, Revoked, VerbsError},
+    provider::{GrantOf, Granted, KeyId, KeyKind, Provider as _, QpId, Revoked, VerbsError},
     wr::PostError,
 };
 
 use crate::{
-    fabric::{Fabric, Ports, mem_error},
-    objects::{Key, Object, Range},
+    fabric::{Fabric, mem_error},
+    objects::{KeyObject, Range, SoftKey},
+    ports::Ports,
+    tables::{Key, Mr, NO_KEY, NO_MR},
 };
 
 const OUTSIDE: PostError = PostError::Invalid("the range is outside the region");
 const NOT_LIKE_THIS: PostError = PostError::Invalid("the key can't be granted like this");
-const NO_KEY: PostError = PostError::Invalid("no such key");
 
 impl<P: Ports> Fabric<P> {
-    pub(crate) fn make_key(&self, pd: PdId, kind: KeyKind) -> Result<Key, VerbsError> {
-        let (device, handle) = self.pd(pd)?;
-        let mem = self.ports.memory(device);
+    pub(crate) fn alloc_soft_key(&self, port: usize, pd: PdHandle, kind: KeyKind) -> Result<SoftKey, VerbsError> {
+        let mem = self.ports.memory(port);
         let there = match kind {
             KeyKind::FastRegistration => self.config.fast_registration,
             KeyKind::Window1 | KeyKind::Window2 => self.config.windows,
@@ -27,18 +27,19 @@ impl<P: Ports> Fabric<P> {
         if !there {
             return Err(VerbsError::Unsupported("keys of this kind"));
         }
-        let window = |kind| mem.alloc_window(handle, kind).map(Object::Window);
+        let window = |kind| mem.alloc_window(pd, kind).map(KeyObject::Window);
         let object = match kind {
-            KeyKind::FastRegistration => mem.alloc_fast(handle).map(Object::Fast),
+            KeyKind::FastRegistration => mem.alloc_fast(pd).map(KeyObject::Fast),
             KeyKind::Window1 => window(WindowKind::Type1),
             KeyKind::Window2 => window(WindowKind::Type2),
         };
         let object = object.map_err(mem_error)?;
         let key = match &object {
-            Object::Fast(fast) => fast.rkey(),
-            Object::Window(window) => window.rkey(),
+            KeyObject::Fast(fast) => fast.rkey(),
+            KeyObject::Window(window) => window.rkey(),
         };
-        Ok(Key {
+        Ok(SoftKey {
+            port,
             pd,
             object,
             posted: PostedKey::new(key),
@@ -48,28 +49,32 @@ impl<P: Ports> Fabric<P> {
         })
     }
 
-    pub(crate) fn end_key(&self, key: &Key) {
+    pub(crate) fn free_soft_key(&self, key: &SoftKey) {
         if key.borrowed {
             return;
         }
-        let Ok((device, _)) = self.pd(key.pd) else { return };
-        let mem = self.ports.memory(device);
+        let mem = self.ports.memory(key.port);
         let done = match &key.object {
-            Object::Fast(fast) => mem.dealloc_fast(fast),
-            Object::Window(window) => mem.dealloc_window(window),
+            KeyObject::Fast(fast) => mem.dealloc_fast(fast),
+            KeyObject::Window(window) => mem.dealloc_window(window),
         };
         if let Err(e) = done {
             tracing::error!("releasing a key failed: {e}");
         }
     }
 
+    fn soft_key(&mut self, id: KeyId) -> Option<&mut SoftKey> {
+        match self.tables.keys.get_mut(id) {
+            Some(Key::Soft(key)) => Some(key),
+            _ => None,
+        }
+    }
+
     /// Returns the range of the granted bytes.
     fn range(&self, grant: &GrantOf) -> Result<Range, PostError> {
-        let mr = self
-            .mrs
-            .get(grant.mr)
-            .ok_or(PostError::Invalid("no such registration"))?;
-        let region = &mr.region;
+        let Some(Mr::Soft { region, .. }) = self.tables.mrs.get(grant.mr) else {
+            return Err(NO_MR);
+        };
         let end = grant.offset.checked_add(grant.len);
         if end.is_none_or(|end| end > region.len()) {
             return Err(OUTSIDE);
@@ -85,9 +90,9 @@ impl<P: Ports> Fabric<P> {
 
     pub(crate) fn grant_key(&mut self, qp: QpId, id: KeyId, grant: &GrantOf, wr_id: u64) -> Result<Granted, PostError> {
         let at = self.range(grant)?;
-        let (device, qpn, _) = self.qp(qp).ok_or(PostError::NoQueuePair)?;
-        let mem = self.ports.memory(device).clone();
-        let key = self.keys.get_mut(id).ok_or(NO_KEY)?;
+        let (port, qpn, _) = self.soft_qp(qp).ok_or(PostError::NoQueuePair)?;
+        let mem = self.ports.memory(port).clone();
+        let key = self.soft_key(id).ok_or(NO_KEY)?;
         key.refresh();
         let next = key.posted.next(&mem);
         let open = key.open(next, &at, grant.access);
@@ -105,7 +110,7 @@ impl<P: Ports> Fabric<P> {
                 Granted::Queued(next)
             }
         };
-        if let Some(key) = self.keys.get_mut(id) {
+        if let Some(key) = self.soft_key(id) {
             (key.posted.key, key.posted.granted, key.through) = (next, true, Some(qp));
             key.publish();
         }
@@ -125,17 +130,17 @@ impl<P: Ports> Fabric<P> {
         };
         let sge = |range: &Range| {
             let length = u32::try_from(range.length).map_err(|_| OUTSIDE)?;
-            Ok(Sge {
+            Ok::<_, PostError>(Sge {
                 addr: range.addr,
                 length,
                 lkey: range.lkey,
             })
         };
         let sges: Vec<Sge> = ranges.iter().map(sge).collect::<Result<_, _>>()?;
-        let (device, qpn, pd) = self.qp(qp).ok_or(PostError::NoQueuePair)?;
-        let mem = self.ports.memory(device).clone();
-        let key = self.keys.get_mut(id).ok_or(NO_KEY)?;
-        if !matches!(key.object, Object::Fast(_)) {
+        let (port, qpn, pd) = self.soft_qp(qp).ok_or(PostError::NoQueuePair)?;
+        let mem = self.ports.memory(port).clone();
+        let key = self.soft_key(id).ok_or(NO_KEY)?;
+        if !matches!(key.object, KeyObject::Fast(_)) {
             return Err(PostError::Invalid(
                 "only fast registrations open several pieces of memory",
             ));
@@ -168,7 +173,7 @@ impl<P: Ports> Fabric<P> {
         wrs.push(wr(last, SendFlags::SIGNALED));
         self.post_send(qp, &wrs).map_err(|(done, e)| {
             // The end of the former key alone may have been taken.
-            if let Some(key) = self.keys.get_mut(id).filter(|_| done > 0) {
+            if let Some(key) = self.soft_key(id).filter(|_| done > 0) {
                 key.posted.granted = false;
                 key.publish();
             }
@@ -177,9 +182,9 @@ impl<P: Ports> Fabric<P> {
     }
 
     pub(crate) fn revoke_key(&mut self, qp: QpId, id: KeyId, wr_id: u64) -> Result<Revoked, PostError> {
-        let (device, qpn, _) = self.qp(qp).ok_or(PostError::NoQueuePair)?;
-        let mem = self.ports.memory(device).clone();
-        let key = self.keys.get_mut(id).ok_or(NO_KEY)?;
+        let (port, qpn, _) = self.soft_qp(qp).ok_or(PostError::NoQueuePair)?;
+        let mem = self.ports.memory(port).clone();
+        let key = self.soft_key(id).ok_or(NO_KEY)?;
         key.refresh();
         if !key.posted.granted {
             return Ok(Revoked::Now);
@@ -196,7 +201,7 @@ impl<P: Ports> Fabric<P> {
                 Revoked::Queued
             }
         };
-        if let Some(key) = self.keys.get_mut(id) {
+        if let Some(key) = self.soft_key(id) {
             key.posted.granted = false;
             if renewed {
                 key.posted.key = next;
@@ -208,8 +213,8 @@ impl<P: Ports> Fabric<P> {
 
     /// Does at once what a work request for a key would do.
     fn execute(&self, qp: QpId, qpn: Qpn, op: &SendOp) -> Result<(), PostError> {
-        let (device, _, pd) = self.qp(qp).ok_or(PostError::NoQueuePair)?;
-        let mem = self.ports.memory(device);
+        let (port, _, pd) = self.soft_qp(qp).ok_or(PostError::NoQueuePair)?;
+        let mem = self.ports.memory(port);
         let done = match op {
             SendOp::FastRegister(args) => mem.fast_register(pd, args),
             SendOp::BindWindow(args) => mem.bind_window(pd, qpn, args),
@@ -226,33 +231,34 @@ impl<P: Ports> Fabric<P> {
         })
     }
 
-    /// Whether a key opens memory for writes of peers at this moment: for tests of who grants and takes back.
+    /// Returns whether a software device's key opens memory for writes of peers: for tests of who grants and takes back.
     pub fn opens(&self, key: KeyId) -> bool {
-        let Some(key) = self.keys.get(key) else { return false };
-        let Ok((device, pd)) = self.pd(key.pd) else {
+        let Some(Key::Soft(key)) = self.tables.keys.get(key) else {
             return false;
         };
         let qpn = key.through.and_then(|qp| self.qpn(qp)).unwrap_or_default();
-        let mem = self.ports.memory(device);
-        let open = mem.resolve_whole(pd, qpn, key.current(), AccessFlags::REMOTE_WRITE);
+        let mem = self.ports.memory(key.port);
+        let open = mem.resolve_whole(key.pd, qpn, key.current(), AccessFlags::REMOTE_WRITE);
         open.is_ok_and(|span| !span.is_empty())
     }
 
     /// Closes a key whatever has become of the queue pair that it was granted through. The work request that was to take it back may
     /// have been flushed.
     pub(crate) fn shut_key(&mut self, id: KeyId) {
-        let Some(key) = self.keys.get_mut(id) else { return };
+        let Some(through) = self.soft_key(id).map(|key| key.through) else {
+            return;
+        };
+        let qpn = through.and_then(|qp| self.qpn(qp)).unwrap_or_default();
+        let Some(Key::Soft(key)) = self.tables.keys.get_mut(id) else {
+            return;
+        };
+        let mem = self.ports.memory(key.port);
         key.refresh();
-        let Some(key) = self.keys.get(id) else { return };
-        let Ok((device, pd)) = self.pd(key.pd) else { return };
-        let mem = self.ports.memory(device).clone();
-        let qpn = key.through.and_then(|qp| self.qpn(qp)).unwrap_or_default();
-        let Some(key) = self.keys.get_mut(id) else { return };
-        let next = key.posted.next(&mem);
+        let next = key.posted.next(mem);
         match key.close(next) {
             // It may be closed already, as a type 2 window is when its queue pair is gone.
-            SendOp::LocalInvalidate(rkey) => drop(mem.invalidate(pd, qpn, rkey)),
-            SendOp::BindWindow(args) if mem.bind_window(pd, qpn, &args).is_ok() => key.posted.key = next,
+            SendOp::LocalInvalidate(rkey) => drop(mem.invalidate(key.pd, qpn, rkey)),
+            SendOp::BindWindow(args) if mem.bind_window(key.pd, qpn, &args).is_ok() => key.posted.key = next,
             _ => {}
         }
         key.posted.granted = false;

@@ -1,23 +1,29 @@
-//! [`Provider`](roce_verbs::provider::Provider) over RoCE ports, without I/O: [`Fabric`]. A loop that owns sockets and the
-//! simulator use the same.
+//! [`Provider`](roce_verbs::provider::Provider) of a loop, without I/O: [`Fabric`], the only owner of the numbers of objects.
 //!
-//! Each of its [`Ports`] is a device. It gives queue pairs, registrations, keys and connections numbers, each good for one object
-//! and never for the next in its place, and calls the ports; it neither sends nor receives. Whoever owns the ports does that, tells
-//! the time by [`Fabric::set_now`] and, after packets and timers, asks for completions and then for events. Nothing is locked, and all
-//! completions of a device are in one queue.
+//! Its backends are software devices, each a port of [`Ports`], and RDMA devices of the host ([`Hardware`]). The loop that owns the
+//! ports receives and sends, sets the time ([`Fabric::set_now`]), and after packets and timers polls completions and then events.
+//! Nothing is locked, and all completions of a software device are in one queue. The simulator uses the same.
 //!
-//! The fabrics of several loops may have a memory table in common, the ports of which are shards of one; then protection domains,
-//! registrations and keys of one can be lent to the others.
+//! It knows ports, and the objects of RDMA devices only as values it passes to their backend. It must not know sockets, clocks, or
+//! libibverbs.
 //!
-//! Keys are granted and taken back at once, or by work requests as hardware does it ([`FabricConfig`]).
+//! Fabrics of several loops whose ports have a memory table in common can share protection domains, registrations and keys.
+//! Keys are granted at once, or by work requests as hardware does it ([`FabricConfig`]).
 #![forbid(unsafe_code)]
 
 mod cm;
 mod fabric;
+mod hard;
+mod hardware;
 mod keys;
 mod lend;
 mod objects;
 mod ports;
+mod provider;
+mod slots;
+mod tables;
 
-pub use fabric::{Fabric, FabricConfig, Ports, Usage};
-pub use ports::{Several, Single};
+pub use fabric::{Fabric, FabricConfig};
+pub use hardware::{Completed, DeviceName, Drain, Hardware, HardwareEvent, Object, Registered};
+pub use ports::{Ports, Several, Single};
+pub use tables::Usage;

@@ -1,64 +1,33 @@
-//! Connections and keys of a fabric.
+//! Keys of software devices, and objects that loops share.
 
-use core::net::SocketAddr;
 use std::sync::{
     Arc,
     atomic::{AtomicU64, Ordering},
 };
 
 use roce_mem::{FastRegion, MemoryTable, PdHandle, PostedKey, Region, Window, WindowKind};
-use roce_port::{ConnId, ListenId};
 use roce_verbs::{
     AccessFlags, LKey, RKey, SendOp,
-    provider::{PdId, QpId},
+    provider::QpId,
     wr::{BindWindow, FastRegister},
 };
 
-/// A listener or a connection.
-pub(crate) enum Cm {
-    Listener {
-        addr: SocketAddr,
-        /// By device.
-        ids: Vec<(usize, ListenId)>,
-    },
-    /// The way to the peer is known.
-    Resolved {
-        device: usize,
-        local: SocketAddr,
-        remote: SocketAddr,
-    },
-    Conn {
-        device: usize,
-        conn: ConnId,
-        local: SocketAddr,
-        remote: SocketAddr,
-    },
-}
-
-impl Cm {
-    pub(crate) fn addrs(&self) -> (SocketAddr, Option<SocketAddr>) {
-        match self {
-            Self::Listener { addr, .. } => (*addr, None),
-            Self::Resolved { local, remote, .. } | Self::Conn { local, remote, .. } => (*local, Some(*remote)),
-        }
-    }
-}
-
-/// Object that a key belongs to.
+/// Object of the memory table that a key belongs to.
 #[derive(Clone)]
-pub(crate) enum Object {
+pub(crate) enum KeyObject {
     Fast(Arc<FastRegion>),
     Window(Arc<Window>),
 }
 
-/// A key.
-pub(crate) struct Key {
-    pub(crate) pd: PdId,
-    pub(crate) object: Object,
+/// Key of a software device.
+pub(crate) struct SoftKey {
+    pub(crate) port: usize,
+    pub(crate) pd: PdHandle,
+    pub(crate) object: KeyObject,
     pub(crate) posted: PostedKey,
-    /// The queue pair that it was granted through last.
+    /// Queue pair that it was granted through last.
     pub(crate) through: Option<QpId>,
-    /// Other loops use it as well.
+    /// State shared with other loops that use it.
     pub(crate) shared: Option<Arc<Shared>>,
     /// Another loop made it.
     pub(crate) borrowed: bool,
@@ -85,41 +54,41 @@ impl Shared {
     }
 }
 
-/// A protection domain on its way to another loop.
+/// Protection domain for another loop.
 pub(crate) struct LentPd {
     pub(crate) mem: Arc<MemoryTable>,
     pub(crate) handle: PdHandle,
 }
 
-/// A registration on its way to another loop.
+/// Registration for another loop.
 pub(crate) struct LentMr {
     pub(crate) mem: Arc<MemoryTable>,
     pub(crate) region: Arc<Region>,
 }
 
-/// A key on its way to another loop.
+/// Key for another loop.
 pub(crate) struct LentKey {
     pub(crate) mem: Arc<MemoryTable>,
     pub(crate) handle: PdHandle,
-    pub(crate) object: Object,
+    pub(crate) object: KeyObject,
     pub(crate) shared: Arc<Shared>,
 }
 
-impl Key {
-    /// Takes over the changes of other loops.
+impl SoftKey {
+    /// Reads the changes of other loops.
     pub(crate) fn refresh(&mut self) {
         if let Some(shared) = &self.shared {
             shared.load(&mut self.posted);
         }
     }
 
-    /// The key that it has now.
+    /// Returns the current remote key.
     pub(crate) fn current(&self) -> RKey {
         let shared = self.shared.as_ref();
         shared.map_or(self.posted.key, |shared| RKey(shared.0.load(Ordering::Acquire) as u32))
     }
 
-    /// Tells other loops what has been done with it.
+    /// Publishes its state to other loops.
     pub(crate) fn publish(&self) {
         if let Some(shared) = &self.shared {
             shared.0.store(Shared::word(&self.posted), Ordering::Release);
@@ -127,13 +96,13 @@ impl Key {
     }
 
     pub(crate) fn is_window_1(&self) -> bool {
-        matches!(&self.object, Object::Window(w) if w.kind() == WindowKind::Type1)
+        matches!(&self.object, KeyObject::Window(w) if w.kind() == WindowKind::Type1)
     }
 
     /// Returns the operation that opens it under a key.
     pub(crate) fn open(&self, key: RKey, at: &Range, access: AccessFlags) -> SendOp {
         match self.object {
-            Object::Fast(_) => SendOp::FastRegister(FastRegister {
+            KeyObject::Fast(_) => SendOp::FastRegister(FastRegister {
                 key,
                 lkey: at.lkey,
                 addr: at.addr,
@@ -141,7 +110,7 @@ impl Key {
                 iova: at.iova,
                 access,
             }),
-            Object::Window(_) => SendOp::BindWindow(BindWindow {
+            KeyObject::Window(_) => SendOp::BindWindow(BindWindow {
                 key,
                 lkey: at.lkey,
                 addr: at.addr,
@@ -166,7 +135,7 @@ impl Key {
     }
 }
 
-/// Of a registration.
+/// Bytes of a registration.
 pub(crate) struct Range {
     pub(crate) lkey: LKey,
     pub(crate) addr: u64,

@@ -1,14 +1,38 @@
-//! A host's ports: one, or several.
+//! Ports of a fabric's software devices.
 
 use std::{net::IpAddr, sync::Arc};
 
 use roce_mem::MemoryTable;
-use roce_port::Port;
+use roce_port::{Port, PortChange};
 use roce_verbs::provider::VerbsError;
 
-use crate::fabric::Ports;
+/// Ports of a fabric, each of which is a software device.
+pub trait Ports {
+    /// Returns their number. More may come behind them, each followed by [`Fabric::add_device`](crate::Fabric::add_device); none goes.
+    fn count(&self) -> usize;
+    /// Returns a port.
+    fn port(&mut self, index: usize) -> &mut Port;
+    /// Returns the memory table of a port.
+    fn memory(&self, index: usize) -> &Arc<MemoryTable>;
+    /// Returns the port of the route to a peer, and the local address.
+    ///
+    /// # Errors
+    /// If the source address is not local, or there is no route.
+    fn route(&self, src: Option<IpAddr>, dst: IpAddr) -> Result<(usize, IpAddr), VerbsError>;
+    /// Claims a port number of RDMA_CM at one address or (`None`) all addresses of a port, from processes that share them.
+    ///
+    /// # Errors
+    /// If another process has it.
+    fn claim(&mut self, _index: usize, _addr: Option<IpAddr>, _port: u16) -> Result<(), VerbsError> {
+        Ok(())
+    }
+    /// Gives up a claim.
+    fn release(&mut self, _index: usize, _addr: Option<IpAddr>, _port: u16) {}
+    /// Reports a change of a port to the processes that share its address.
+    fn port_change(&mut self, _index: usize, _change: PortChange) {}
+}
 
-/// The first of these addresses, or the one that is asked for.
+/// Returns the first of these addresses, or the given one.
 fn source<T>(addrs: impl Iterator<Item = (T, IpAddr)>, src: Option<IpAddr>) -> Result<(T, IpAddr), VerbsError> {
     let mut found = addrs.filter(|(_, addr)| src.is_none_or(|src| src == *addr));
     found
@@ -24,7 +48,7 @@ pub struct Single {
 }
 
 impl Single {
-    /// A port, the table of its keys, and its addresses; the first is taken where none is asked for.
+    /// A port, its memory table and its addresses; the first is the default source.
     pub fn new(port: Port, memory: Arc<MemoryTable>, addrs: Vec<IpAddr>) -> Self {
         Self { port, memory, addrs }
     }
@@ -52,17 +76,17 @@ impl Ports for Single {
 pub struct Several(Vec<(Port, Arc<MemoryTable>, Vec<IpAddr>)>);
 
 impl Several {
-    /// Ports, each with the table of its keys and its addresses. The first address of all is taken where none is asked for.
+    /// Ports, each with its memory table and its addresses. The first address of all is the default source.
     pub fn new(ports: Vec<(Port, Arc<MemoryTable>, Vec<IpAddr>)>) -> Self {
         Self(ports)
     }
 
-    /// The ports, in the order of the devices.
+    /// Returns the ports, in their order.
     pub fn all(&mut self) -> impl Iterator<Item = &mut Port> {
         self.0.iter_mut().map(|(port, ..)| port)
     }
 
-    /// The port that has an address: packets that come to the address are for it.
+    /// Returns the port of an address, which gets the packets that come to the address.
     pub fn at(&mut self, addr: IpAddr) -> Option<&mut Port> {
         let mut found = self.0.iter_mut().filter(|(.., addrs)| addrs.contains(&addr));
         found.next().map(|(port, ..)| port)

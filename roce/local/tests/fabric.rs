@@ -32,7 +32,7 @@ fn ip(last: u8) -> IpAddr {
 struct Host {
     fabric: Fabric<Several>,
     batch: TxBatch,
-    /// What has left, with its type of service.
+    /// Packets sent, with their type of service.
     sent: Vec<(u8, Vec<u8>)>,
     pages: Arc<Pages>,
     pd: PdId,

@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use roce_devices::Devices;
+use roce::LocalDevice;
 
 use crate::{
     service::{Service, TurnCx},
@@ -53,10 +53,10 @@ impl<S: Service> Reactor<S> {
     /// When the system refuses to watch a descriptor.
     pub fn drive(
         self,
-        devices: impl Into<Devices>,
+        devices: LocalDevice,
         start: impl FnOnce(&mut TurnCx<'_, S::Output>) -> S,
     ) -> Result<Driven<S>, ReactorError> {
-        let mut turns = Loop::new(self, devices.into())?;
+        let mut turns = Loop::new(self, devices)?;
         let service = start(&mut turns.cx());
         Ok(Driven { turns, service })
     }

@@ -8,13 +8,12 @@ use std::{
 
 use mio::{Interest, Registry, Token, unix::SourceFd};
 use roce::{
-    Completion, NewDevice,
+    Completion, LocalDevice, NewDevice,
     verbs::{
         Instant,
         provider::{DeviceIx, Event, Provider, QpId},
     },
 };
-use roce_devices::Devices;
 
 use crate::{
     counters::Counters,
@@ -128,7 +127,7 @@ pub struct TurnCx<'a, J> {
     /// The time, as of this round of the turn.
     pub now: Instant,
     /// The devices of the loop.
-    pub device: &'a mut Devices,
+    pub device: &'a mut LocalDevice,
     /// The descriptors that are watched for the service.
     pub sockets: Sockets<'a>,
     /// Work that waits for the system.

@@ -12,13 +12,12 @@ use std::{
 
 use mio::{Events, Interest, Poll, Token, Waker, unix::SourceFd};
 use roce::{
-    Completion, Flush, RxMeta, Spin, SpinMode,
+    Completion, Flush, LocalDevice, RxMeta, Spin, SpinMode,
     verbs::{
         Instant,
         provider::{Event, QpId, VerbsError},
     },
 };
-use roce_devices::Devices;
 
 use crate::{
     counters::Counters,
@@ -100,7 +99,7 @@ impl<C, J> Handle<C, J> {
     }
 
     /// Passes on a datagram that reached the host by another socket, for the device of this number; see
-    /// [`Devices::inject`].
+    /// [`LocalDevice::inject`].
     pub fn inject(&self, device: usize, meta: RxMeta, datagram: Vec<u8>) {
         self.0.send(Message::Datagram(device, meta, datagram));
     }
@@ -189,10 +188,10 @@ impl<S: Service> Reactor<S> {
     /// When the system refuses to wait, or the device fails.
     pub fn run(
         self,
-        devices: impl Into<Devices>,
+        devices: LocalDevice,
         start: impl FnOnce(&mut TurnCx<'_, S::Output>) -> S,
     ) -> Result<S, ReactorError> {
-        let mut turns = Loop::new(self, devices.into())?;
+        let mut turns = Loop::new(self, devices)?;
         let mut service = start(&mut turns.cx());
         loop {
             turns.turn(&mut service)?;
@@ -208,7 +207,7 @@ impl<S: Service> Reactor<S> {
 /// A loop that runs.
 pub(crate) struct Loop<C, J> {
     config: ReactorConfig,
-    device: Devices,
+    device: LocalDevice,
     poll: Poll,
     events: Events,
     mailbox: Inbox<Message<C, J>>,
@@ -241,7 +240,7 @@ impl<C, J> AsRawFd for Loop<C, J> {
 }
 
 impl<C, J> Loop<C, J> {
-    pub(crate) fn new<S>(reactor: Reactor<S>, device: Devices) -> io::Result<Self>
+    pub(crate) fn new<S>(reactor: Reactor<S>, device: LocalDevice) -> io::Result<Self>
     where
         S: Service<Command = C, Output = J>,
     {
@@ -272,7 +271,7 @@ impl<C, J> Loop<C, J> {
             let registry = made.poll.registry();
             registry.register(&mut SourceFd(&fd), DEVICE, Interest::READABLE)?;
         }
-        for fd in made.device.news() {
+        for fd in made.device.hardware_descriptors() {
             made.changes.set(made.changes.get() + 1);
             let fd = fd.as_raw_fd();
             made.poll
@@ -308,7 +307,7 @@ impl<C, J> Loop<C, J> {
             self.readable = self.device.receive(self.now, self.config.packets);
         }
         if self.device_events {
-            self.device_events = self.device.take_news()?;
+            self.device_events = self.device.poll_hardware()?;
         }
         self.device.run_timers(self.now, self.readable);
         let mut ready = mem::take(&mut self.ready);
@@ -481,7 +480,7 @@ impl<C, J> Loop<C, J> {
 
     /// Asks devices that need no packet to complete something whether they have.
     fn completed(&mut self) -> Result<bool, VerbsError> {
-        if !self.device.complete_by_themselves() {
+        if !self.device.has_hardware() {
             return Ok(false);
         }
         let provider = self.device.provider();

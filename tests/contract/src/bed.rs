@@ -50,7 +50,7 @@ pub struct End {
 }
 
 impl End {
-    /// What a case needs on the device that has this address.
+    /// Creates the objects that a case needs on the device that has this address.
     ///
     /// # Panics
     /// When that can not be had.
@@ -152,7 +152,7 @@ impl Bed {
         self.pair.provider(side)
     }
 
-    /// What a host's device can do.
+    /// Returns the capabilities of a host's device.
     pub fn caps(&mut self, side: Side) -> DeviceCaps {
         let device = usize::from(self.at(side).device.0);
         self.provider(side).devices()[device].clone()
@@ -255,7 +255,7 @@ impl Bed {
         });
     }
 
-    /// What queue pairs of cases are made with.
+    /// Sizes of the queue pairs of cases.
     pub fn spec(&mut self, side: Side) -> QpSpec {
         let end = self.at(side);
         QpSpec {
@@ -406,7 +406,7 @@ impl Bed {
         }
     }
 
-    /// What is in a host's memory.
+    /// Returns bytes of a host's memory.
     ///
     /// # Panics
     /// Outside of it.

@@ -1,29 +1,77 @@
-//! Hosts with two providers as one: those of our engine, joined as software and RDMA devices of a loop are.
+//! Hosts with a software device and an RDMA device: the latter is that of another fabric of our engine.
 
-use std::{io, net::IpAddr};
+use std::{
+    io,
+    net::IpAddr,
+    sync::{Arc, Mutex, atomic::Ordering},
+};
 
-use roce_devices::{Joint, Side as HalfOf};
 use roce_local::FabricConfig;
 use roce_verbs::provider::Provider;
 
 use crate::{
     Pair, Side,
+    card::{Card, Shared, Slot, lock},
     wire::{Network, Station},
 };
 
-/// A host.
-pub type Host = Joint<Station, Station>;
+/// Device of a host.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Half {
+    /// In software.
+    Soft,
+    /// RDMA device.
+    Hard,
+}
 
-/// Two hosts of two halves each.
+impl Half {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::Soft, Self::Hard];
+}
+
+/// A host: the fabric of its software device has the RDMA device as a backend.
+pub struct Host {
+    soft: Station,
+    hard: Shared,
+    slot: Arc<Slot>,
+}
+
+impl Host {
+    /// Adds the device of one station to the fabric of the other. `route` returns the local address of the route to a peer.
+    pub fn new(mut soft: Station, hard: Station, route: fn(IpAddr) -> io::Result<IpAddr>) -> Self {
+        let hard = Arc::new(Mutex::new(hard));
+        let slot = Arc::<Slot>::default();
+        let card = Card::new(hard.clone(), slot.clone());
+        soft.fabric().set_hardware(Box::new(card), route);
+        Self { soft, hard, slot }
+    }
+
+    /// Removes the RDMA device, or puts it back.
+    pub fn set_removed(&self, removed: bool) {
+        self.slot.is_empty.store(removed, Ordering::Relaxed);
+    }
+
+    /// Returns whether the fabric has closed the RDMA device since it was removed.
+    pub fn is_closed(&self) -> bool {
+        self.slot.is_closed.load(Ordering::Relaxed)
+    }
+
+    /// Its devices.
+    pub fn provider(&mut self) -> &mut dyn Provider {
+        self.soft.provider()
+    }
+}
+
+/// Two hosts of two devices each.
 pub struct Halves {
     hosts: [Host; 2],
-    /// Whose address a host is known by.
-    known_by: HalfOf,
+    /// Device by whose address a host is known.
+    known_by: Half,
     network: Network,
 }
 
-/// The number of a half's device; those of the second have bit 4.
-const fn number(side: Side, half: HalfOf) -> u8 {
+/// The number of a device; those of RDMA devices have bit 4.
+const fn number(side: Side, half: Half) -> u8 {
     1 + side as u8 + 16 * half as u8
 }
 
@@ -40,11 +88,11 @@ fn route(to: IpAddr) -> io::Result<IpAddr> {
 }
 
 impl Halves {
-    /// Hosts that handle keys like this, and are known by the address of one half: the other has nothing to do.
-    pub fn new(config: FabricConfig, known_by: HalfOf) -> Self {
+    /// Hosts that handle keys like this, and are known by the address of one device: the other has nothing to do.
+    pub fn new(config: FabricConfig, known_by: Half) -> Self {
         let host = |side| {
             let station = |half| Station::new(number(side, half), config);
-            Joint::new(station(HalfOf::A), station(HalfOf::B), route)
+            Host::new(station(Half::Soft), station(Half::Hard), route)
         };
         Self {
             hosts: Side::ALL.map(host),
@@ -53,17 +101,22 @@ impl Halves {
         }
     }
 
-    /// A host.
-    pub fn host(&mut self, side: Side) -> &mut Host {
-        &mut self.hosts[side as usize]
+    /// The devices of a host.
+    pub fn host(&mut self, side: Side) -> &mut dyn Provider {
+        self.hosts[side as usize].provider()
     }
 
-    /// The address of a half of a host.
-    pub fn addr_of(&self, side: Side, half: HalfOf) -> IpAddr {
+    /// A host.
+    pub const fn of(&self, side: Side) -> &Host {
+        &self.hosts[side as usize]
+    }
+
+    /// The address of a device of a host.
+    pub fn addr_of(&self, side: Side, half: Half) -> IpAddr {
         let host = &self.hosts[side as usize];
         match half {
-            HalfOf::A => host.a().addr(),
-            HalfOf::B => host.b().addr(),
+            Half::Soft => host.soft.addr(),
+            Half::Hard => lock(&host.hard).addr(),
         }
     }
 }
@@ -79,7 +132,11 @@ impl Pair for Halves {
 
     fn turn(&mut self) {
         let [one, two] = &mut self.hosts;
-        let ((a, b), (c, d)) = (one.halves_mut(), two.halves_mut());
-        self.network.turn(&mut [a, b, c, d]);
+        let (mut b, mut d) = (lock(&one.hard), lock(&two.hard));
+        self.network.turn(&mut [&mut one.soft, &mut b, &mut two.soft, &mut d]);
+        drop((b, d));
+        for host in &mut self.hosts {
+            host.soft.fabric().poll_hardware().expect("events");
+        }
     }
 }

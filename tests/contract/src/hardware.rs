@@ -2,7 +2,9 @@
 
 use std::net::IpAddr;
 
+use roce::iface;
 use roce_hw::{HwConfig, HwDevice};
+use roce_local::{Fabric, FabricConfig, Hardware as Backend, Several};
 use roce_verbs::provider::Provider;
 
 use crate::{Pair, Side, sockets::moment};
@@ -10,7 +12,7 @@ use crate::{Pair, Side, sockets::moment};
 /// Two hosts on devices of this one.
 pub struct Hardware {
     addrs: [IpAddr; 2],
-    hosts: [HwDevice; 2],
+    hosts: [Fabric<Several>; 2],
     spun: u32,
 }
 
@@ -20,11 +22,16 @@ impl Hardware {
     /// # Errors
     /// When there are no devices, or none of them has an address.
     pub fn new(addrs: [IpAddr; 2]) -> Result<Self, String> {
-        let open = || HwDevice::open(&HwConfig::default()).map_err(|e| e.to_string());
-        let hosts = [open()?, open()?];
-        for (host, addr) in hosts.iter().zip(addrs) {
-            host.owner(addr).ok_or_else(|| format!("no RDMA device has {addr}"))?;
-        }
+        let open = |addr| {
+            let devices = HwDevice::open(&HwConfig::default()).map_err(|e| e.to_string())?;
+            devices
+                .owner(addr)
+                .ok_or_else(|| format!("no RDMA device has {addr}"))?;
+            let mut fabric = Fabric::new(Several::new(Vec::new()), FabricConfig::default(), Vec::new());
+            fabric.set_hardware(Box::new(devices), iface::route_to);
+            Ok::<_, String>(fabric)
+        };
+        let hosts = [open(addrs[0])?, open(addrs[1])?];
         Ok(Self { addrs, hosts, spun: 0 })
     }
 }
@@ -39,13 +46,21 @@ impl Pair for Hardware {
     }
 
     fn turn(&mut self) {
-        let polled = self.hosts.each_mut().map(|host| host.poll().expect("events"));
+        let polled = self.hosts.each_mut().map(|host| host.poll_hardware().expect("events"));
         self.spun = if polled.contains(&true) { 0 } else { self.spun + 1 };
         match self.spun {
             // What has completed meanwhile is found by the turn that follows.
-            8 => self.hosts.iter_mut().for_each(|host| host.arm().expect("armed")),
+            8 => self
+                .hosts
+                .iter_mut()
+                .for_each(|host| host.arm_hardware().expect("armed")),
             10.. => {
-                let fds: Vec<_> = self.hosts.iter().flat_map(HwDevice::descriptors).collect();
+                let fds: Vec<_> = self
+                    .hosts
+                    .iter()
+                    .filter_map(Fabric::hardware)
+                    .flat_map(Backend::descriptors)
+                    .collect();
                 moment(&fds);
                 self.spun = 0;
             }

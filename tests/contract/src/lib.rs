@@ -1,10 +1,11 @@
-//! What every [`Provider`] has to do, as one suite of cases.
+//! Contract of [`Provider`], as one suite of cases.
 //!
 //! A case has two hosts at hand ([`Pair`]), connects them, and looks at what the trait promises: [`CASES`]. The suite is run over
-//! our engine in two shapes ([`wire`], [`sockets`]), over two of it as one provider ([`halves`]) and, with the feature `hardware`,
-//! over libibverbs and librdmacm (`hardware`): those of the host, or ours in their place under `ferroce run`.
+//! our engine in two shapes ([`wire`], [`sockets`]), over fabrics of a software and an RDMA device ([`halves`]) and, with the feature
+//! `hardware`, over libibverbs and librdmacm (`hardware`): those of the host, or ours in their place under `ferroce run`.
 
 mod bed;
+mod card;
 pub mod cases;
 pub mod halves;
 #[cfg(feature = "hardware")]
@@ -58,7 +59,7 @@ pub trait Pair {
 /// A case.
 #[derive(Clone, Copy, Debug)]
 pub struct Case {
-    /// What it shows.
+    /// Claim that it shows.
     pub name: &'static str,
     /// Panics when that is not so.
     pub run: fn(&mut Bed),
@@ -68,7 +69,7 @@ impl Case {
     /// Runs it between two hosts.
     ///
     /// # Errors
-    /// What it has found.
+    /// The difference that it has found.
     pub fn run(&self, pair: Box<dyn Pair>) -> Result<(), String> {
         let run = || {
             let mut bed = Bed::new(pair);
@@ -79,7 +80,7 @@ impl Case {
     }
 }
 
-/// What a panic has said.
+/// Returns the text of a panic.
 fn said(e: &(dyn Any + Send)) -> String {
     let text = e.downcast_ref::<String>().map(String::as_str);
     let text = text.or_else(|| e.downcast_ref::<&str>().copied());

@@ -6,7 +6,6 @@ use std::{
     sync::Arc,
 };
 
-use roce_devices::Half;
 use roce_local::{Fabric, FabricConfig, Ports, Single};
 use roce_mem::MemoryTable;
 use roce_port::{Port, PortConfig, RxMeta, TxBatch, TxConfig};
@@ -43,22 +42,21 @@ impl Station {
         self.addr
     }
 
+    /// Its devices.
+    pub fn provider(&mut self) -> &mut dyn Provider {
+        &mut self.fabric
+    }
+
+    pub(crate) fn fabric(&mut self) -> &mut Fabric<Single> {
+        &mut self.fabric
+    }
+
     fn port(&mut self) -> &mut Port {
         self.fabric.ports().port(0)
     }
 }
 
-impl Half for Station {
-    fn provider(&self) -> &dyn Provider {
-        &self.fabric
-    }
-
-    fn provider_mut(&mut self) -> &mut dyn Provider {
-        &mut self.fabric
-    }
-}
-
-/// What is between devices, and the time.
+/// Network between devices, and the time.
 pub(crate) struct Network {
     batch: TxBatch,
     now: Instant,
@@ -136,7 +134,7 @@ impl Wire {
 
 impl Pair for Wire {
     fn provider(&mut self, side: Side) -> &mut dyn Provider {
-        self.hosts[side as usize].provider_mut()
+        self.hosts[side as usize].provider()
     }
 
     fn addr(&self, side: Side) -> IpAddr {

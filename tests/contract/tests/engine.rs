@@ -1,7 +1,12 @@
 //! The suite over our engine.
 
-use ferroce_contract::{Pair, halves::Halves, run_all, sockets::Sockets, wire::Wire};
-use roce_devices::Side as HalfOf;
+use ferroce_contract::{
+    Pair,
+    halves::{Half, Halves},
+    run_all,
+    sockets::Sockets,
+    wire::Wire,
+};
 use roce_local::FabricConfig;
 
 fn passes(make: impl FnMut() -> Result<Box<dyn Pair>, String>) {
@@ -39,22 +44,22 @@ fn on_sockets() {
 }
 
 #[test]
-fn as_the_first_of_two() {
-    passes(|| Ok(Box::new(Halves::new(FabricConfig::default(), HalfOf::A))));
+fn on_a_software_device_beside_an_rdma_device() {
+    passes(|| Ok(Box::new(Halves::new(FabricConfig::default(), Half::Soft))));
 }
 
 #[test]
-fn as_the_second_of_two() {
-    passes(|| Ok(Box::new(Halves::new(FabricConfig::default(), HalfOf::B))));
+fn on_an_rdma_device_beside_a_software_device() {
+    passes(|| Ok(Box::new(Halves::new(FabricConfig::default(), Half::Hard))));
 }
 
 #[test]
-fn as_the_second_of_two_and_with_windows_alone() {
+fn on_an_rdma_device_with_windows_alone() {
     let config = FabricConfig {
         instant_keys: false,
         fast_registration: false,
         windows: true,
         tells_invalidated: true,
     };
-    passes(|| Ok(Box::new(Halves::new(config, HalfOf::B))));
+    passes(|| Ok(Box::new(Halves::new(config, Half::Hard))));
 }

@@ -12,7 +12,7 @@ const SUITE: &str = env!("CARGO_BIN_EXE_provider-contract");
 const SUITE_NAME: &str = "provider-contract";
 /// How long a run may take, seconds: some twenty times as long as it does.
 const PATIENCE: &str = "600";
-/// Who has no rights, if we have: `nobody`.
+/// User without rights, if we have some: `nobody`.
 const NOBODY: u32 = 65534;
 /// Leaks and errors end it with this status.
 const FAULTS: &str = "99";
@@ -72,7 +72,7 @@ impl Place {
         place
     }
 
-    /// What the processes write to.
+    /// Folder that the processes write to.
     fn home(&self) -> PathBuf {
         self.0.path().join("home")
     }

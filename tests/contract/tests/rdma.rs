@@ -232,7 +232,7 @@ fn a_session_with_a_path_over_rdma_and_one_in_software_goes_on_by_either() {
     ends_well(serve);
 }
 
-/// What `ferroce bench` measured.
+/// Returns the measurements of `ferroce bench`.
 fn measured(finished: &ferroce_tests::process::Finished) -> Vec<Value> {
     assert_eq!(finished.code, Some(0), "{}{}", finished.stdout, finished.stderr);
     finished.json()

@@ -354,6 +354,6 @@ impl Host {
 
     /// What its device has counted.
     pub fn stats(&self) -> DeviceStats {
-        self.ask(|_, turn| turn.device.stats())
+        self.ask(|_, turn| turn.device.total_stats())
     }
 }

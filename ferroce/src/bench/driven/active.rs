@@ -6,10 +6,9 @@ use std::{
 };
 
 use roce::{
-    Mtu, Payload, RejectReason, RemoteAddr, SendOp,
+    LocalDevice, Mtu, Payload, RejectReason, RemoteAddr, SendOp,
     verbs::provider::{CmKind, CmRef, DeviceIx, Event, QpId},
 };
-use roce_devices::Devices;
 
 use super::{Driven, Memory, Objects, RECEIVE, params};
 use crate::{
@@ -51,7 +50,7 @@ struct Connection {
 
 impl Active {
     /// Of the device that has `from`.
-    pub(crate) fn new(devices: Devices, from: IpAddr, peer: SocketAddr) -> Result<Self, Failure> {
+    pub(crate) fn new(devices: LocalDevice, from: IpAddr, peer: SocketAddr) -> Result<Self, Failure> {
         let mut driven = Driven::new(devices);
         let device = driven.name(from);
         let mtu = driven.devices.mtu(from);

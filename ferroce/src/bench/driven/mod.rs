@@ -6,10 +6,9 @@ mod passive;
 use std::{net::IpAddr, sync::Arc, time::Duration};
 
 use roce::{
-    AccessFlags, Completion, Payload, QpCaps, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, VerbsError,
+    AccessFlags, Completion, LocalDevice, Payload, QpCaps, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, VerbsError,
     verbs::provider::{CmRef, ConnParams, CqId, DeviceIx, Event, MrInfo, PdId, QpId, QpSpec, Registration},
 };
-use roce_devices::Devices;
 use roce_mem::Pages;
 use roce_verbs::Sge;
 
@@ -32,7 +31,7 @@ const RECEIVE: u64 = 0;
 
 /// Devices, polled without a pause.
 struct Driven {
-    devices: Devices,
+    devices: LocalDevice,
     completions: Vec<(QpId, Completion)>,
     events: Vec<Event>,
     more: bool,
@@ -53,7 +52,7 @@ struct Objects {
 }
 
 impl Driven {
-    fn new(devices: Devices) -> Self {
+    fn new(devices: LocalDevice) -> Self {
         Self {
             devices,
             completions: Vec::with_capacity(POLL),
@@ -68,7 +67,7 @@ impl Driven {
         self.completions.clear();
         self.events.clear();
         self.more = self.devices.receive(now, PACKETS);
-        self.devices.take_news().map_err(failed("polling"))?;
+        self.devices.poll_hardware().map_err(failed("polling"))?;
         self.devices.run_timers(now, self.more);
         let provider = self.devices.provider();
         let polled = provider.poll_completions(&mut self.completions, POLL);

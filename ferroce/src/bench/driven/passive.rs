@@ -3,10 +3,9 @@
 use std::{collections::HashMap, net::SocketAddr, thread, time::Duration};
 
 use roce::{
-    Payload, RejectReason, SendOp,
+    LocalDevice, Payload, RejectReason, SendOp,
     verbs::provider::{CmKind, CmRef, DeviceIx, Event, QpId},
 };
-use roce_devices::Devices;
 
 use super::{Driven, Memory, Objects, RECEIVE, params};
 use crate::{
@@ -47,7 +46,7 @@ pub(crate) struct Passive {
 
 impl Passive {
     /// Listens there.
-    pub(crate) fn new(devices: Devices, addr: SocketAddr) -> Result<Self, Failure> {
+    pub(crate) fn new(devices: LocalDevice, addr: SocketAddr) -> Result<Self, Failure> {
         let mut driven = Driven::new(devices);
         let listens = driven.devices.provider().cm_listen(addr, 128);
         listens.map_err(failed(&format!("listening on {addr}")))?;

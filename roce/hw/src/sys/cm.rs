@@ -38,7 +38,7 @@ pub(crate) mod kind {
     };
 }
 
-/// Where the events of connections arrive.
+/// Event channel of connections.
 #[derive(Debug)]
 pub(crate) struct EventChannel(NonNull<rdma_event_channel>);
 
@@ -47,7 +47,7 @@ unsafe impl Send for EventChannel {}
 // SAFETY: as above.
 unsafe impl Sync for EventChannel {}
 
-/// What connects or accepts (`struct rdma_conn_param`).
+/// Parameters of a connect or an accept (`struct rdma_conn_param`).
 #[derive(Debug)]
 pub(crate) struct Offer<'a> {
     pub(crate) private_data: &'a [u8],
@@ -75,7 +75,7 @@ impl Offer<'_> {
     }
 }
 
-/// What the peer has said with an event.
+/// Peer's part of an event.
 #[derive(Debug, Default)]
 pub(crate) struct Reply {
     pub(crate) private_data: Vec<u8>,
@@ -93,6 +93,13 @@ pub(crate) struct News {
     /// The connection that a request makes.
     pub(crate) request: Option<CmId>,
     pub(crate) reply: Reply,
+}
+
+impl News {
+    /// Returns whether it reports that a device is gone.
+    pub(crate) fn is_removal(&self) -> bool {
+        self.kind == kind::DEVICE_REMOVAL
+    }
 }
 
 impl EventChannel {
@@ -362,7 +369,7 @@ impl CmId {
         done(unsafe { rdma_notify(self.as_ptr(), ibv_event_type::IBV_EVENT_COMM_EST) })
     }
 
-    /// What the connection manager wants a queue pair set to.
+    /// Returns the attributes that the connection manager has for a queue pair.
     pub(crate) fn attributes(&self, state: State) -> io::Result<Attributes> {
         let mut out = Attributes::of(state);
         // SAFETY: the id lives, and there is room for attributes and mask.

@@ -41,7 +41,7 @@ pub(crate) struct Found {
     pub(crate) opened: io::Result<Context>,
 }
 
-/// What an asynchronous event is about, besides ports and the device.
+/// Object of an asynchronous event.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Element {
     /// A queue pair, by its number.

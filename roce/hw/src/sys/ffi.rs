@@ -1,4 +1,4 @@
-//! What rdma-sys does not have: its list of functions to translate leaves out names that begin with an underscore, and
+//! Declarations that rdma-sys does not have: its list of functions to translate leaves out names that begin with an underscore, and
 //! `ibv_query_gid_table` is a function of C's header around such a one.
 
 use rdma_sys::{ibv_context, ibv_gid_entry};

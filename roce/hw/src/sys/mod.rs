@@ -33,7 +33,7 @@ fn made<T>(object: *mut T) -> io::Result<NonNull<T>> {
     NonNull::new(object).ok_or_else(io::Error::last_os_error)
 }
 
-/// What would block is nothing.
+/// Returns `None` for a call that would block.
 fn unless_empty(done: io::Result<()>) -> io::Result<Option<()>> {
     match done {
         Ok(()) => Ok(Some(())),

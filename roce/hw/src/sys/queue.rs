@@ -34,7 +34,7 @@ const ACKS: u32 = 64;
 /// Completions that are taken at a time.
 const POLLED: usize = 32;
 
-/// Where completion queues of a device tell of completions.
+/// Completion channel of a device.
 #[derive(Debug)]
 pub(crate) struct Channel {
     raw: NonNull<ibv_comp_channel>,
@@ -234,13 +234,13 @@ impl Attributes {
         this
     }
 
-    /// What peers may do.
+    /// Sets the rights of peers.
     pub(crate) fn set_access(&mut self, access: AccessFlags) {
         self.raw.qp_access_flags = access.bits();
         self.set(QpAttrMask::ACCESS_FLAGS);
     }
 
-    /// What RNR NAKs ask for.
+    /// Sets the minimum RNR timer.
     pub(crate) fn set_min_rnr_timer(&mut self, code: u8) {
         if self.has(QpAttrMask::MIN_RNR_TIMER) {
             self.raw.min_rnr_timer = code;
@@ -261,7 +261,7 @@ impl Attributes {
     }
 }
 
-/// Where the data of a work request is in a list.
+/// Data of a work request in a list.
 #[derive(Clone)]
 enum Data {
     Sges(Range<usize>),
@@ -453,7 +453,7 @@ fn before<T>(first: *mut T, bad: *mut T, count: usize) -> usize {
     }
 }
 
-/// What a window is to open.
+/// Range that a window is bound to.
 pub(crate) struct Bind<'a> {
     pub(crate) mr: &'a Mr,
     pub(crate) addr: u64,

@@ -11,7 +11,6 @@ mod event;
 mod ids;
 mod keys;
 mod lent;
-mod slots;
 
 pub use caps::{DeviceCaps, KeyStrategy};
 pub use connect::{ConnParams, NoAnswer, RejectReason};
@@ -21,4 +20,3 @@ pub use event::{CmKind, Event};
 pub use ids::{CmRef, CqId, DeviceIx, KeyId, MrId, PdId, QpId};
 pub use keys::{GrantOf, Granted, KeyKind, Revoked};
 pub use lent::Lent;
-pub use slots::{Number, Slots};

@@ -20,7 +20,7 @@ pub const CASES: &[&[Case]] = &[
 /// A list of cases that are named like their functions.
 macro_rules! cases {
     ($($name:ident),* $(,)?) => {
-        /// Those of this module.
+        /// Cases of this module.
         pub(super) const CASES: &[$crate::Case] = &[$($crate::Case {
             name: stringify!($name),
             run: $name,

@@ -1,22 +1,22 @@
 //! Objects by number.
 
-use super::{CmRef, CqId, KeyId, MrId, PdId, QpId};
+use roce_verbs::provider::{CmRef, CqId, KeyId, MrId, PdId, QpId};
 
-/// A table of objects whose numbers are a slot and its generation, so that the number of an object that is gone is nobody's
-/// for the next 4,095 that take its slot.
+/// Table of objects whose numbers are a slot and its generation: the number of a removed object is not valid for the next 4,095
+/// objects in its slot.
 #[derive(Debug)]
-pub struct Slots<T> {
+pub(crate) struct Slots<T> {
     slots: Vec<(u32, Option<T>)>,
     free: Vec<u32>,
 }
 
 /// Number that consists of a slot and a generation.
-pub trait Number: Copy {
-    /// The number of a slot's object; of the generation what fits.
+pub(crate) trait Number: Copy {
+    /// Creates the number of a slot's object, with as much of the generation as fits.
     fn new(slot: u32, generation: u32) -> Self;
-    /// The slot.
+    /// Returns the slot.
     fn slot(self) -> u32;
-    /// The generation.
+    /// Returns the generation.
     fn generation(self) -> u32;
 }
 
@@ -48,11 +48,11 @@ impl<T> Default for Slots<T> {
 }
 
 impl<T> Slots<T> {
-    /// Room for how many a number has bits.
+    /// Limit of the bits that a number has for the slot.
     const MOST: usize = 1 << PdId::SLOT_BITS;
 
-    /// Takes an object in. `None` when there is no number left.
-    pub fn insert<N: Number>(&mut self, object: T) -> Option<N> {
+    /// Inserts an object. `None` if no number is left.
+    pub(crate) fn insert<N: Number>(&mut self, object: T) -> Option<N> {
         if let Some(slot) = self.free.pop() {
             let (generation, place) = &mut self.slots[slot as usize];
             *place = Some(object);
@@ -65,8 +65,8 @@ impl<T> Slots<T> {
         Some(N::new(self.slots.len() as u32 - 1, 0))
     }
 
-    /// Takes in an object that is made for its number. `None` when there is no number left, or no object.
-    pub fn insert_with<N: Number>(&mut self, make: impl FnOnce(N) -> Option<T>) -> Option<N> {
+    /// Inserts an object that is made for its number. `None` if no number is left, or no object was made.
+    pub(crate) fn insert_with<N: Number>(&mut self, make: impl FnOnce(N) -> Option<T>) -> Option<N> {
         let slot = self.free.last().map_or(self.slots.len(), |slot| *slot as usize);
         if slot >= Self::MOST {
             return None;
@@ -82,19 +82,19 @@ impl<T> Slots<T> {
         (N::new(0, place.0).generation() == number.generation()).then_some(place)
     }
 
-    /// The object of a number.
-    pub fn get<N: Number>(&self, number: N) -> Option<&T> {
+    /// Returns the object of a number.
+    pub(crate) fn get<N: Number>(&self, number: N) -> Option<&T> {
         self.place(number)?.1.as_ref()
     }
 
-    /// The object of a number, to change it.
-    pub fn get_mut<N: Number>(&mut self, number: N) -> Option<&mut T> {
+    /// Returns the object of a number for changes.
+    pub(crate) fn get_mut<N: Number>(&mut self, number: N) -> Option<&mut T> {
         self.place(number)?;
         self.slots[number.slot() as usize].1.as_mut()
     }
 
-    /// Takes the object of a number out.
-    pub fn remove<N: Number>(&mut self, number: N) -> Option<T> {
+    /// Removes the object of a number.
+    pub(crate) fn remove<N: Number>(&mut self, number: N) -> Option<T> {
         self.place(number)?;
         let (generation, place) = &mut self.slots[number.slot() as usize];
         let object = place.take()?;
@@ -103,30 +103,13 @@ impl<T> Slots<T> {
         Some(object)
     }
 
-    /// How many there are.
-    pub fn len(&self) -> usize {
+    /// Returns the number of objects.
+    pub(crate) fn len(&self) -> usize {
         self.slots.len() - self.free.len()
     }
 
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// All objects with their numbers, by slot.
-    pub fn iter<N: Number>(&self) -> impl Iterator<Item = (N, &T)> {
-        let slots = self.slots.iter().enumerate();
-        slots.filter_map(|(slot, (generation, object))| Some((N::new(slot as u32, *generation), object.as_ref()?)))
-    }
-
-    /// All objects with their numbers, by slot, to be changed.
-    pub fn entries_mut<N: Number>(&mut self) -> impl Iterator<Item = (N, &mut T)> {
-        let slots = self.slots.iter_mut().enumerate();
-        slots.filter_map(|(slot, (generation, object))| Some((N::new(slot as u32, *generation), object.as_mut()?)))
-    }
-
-    /// All objects, by slot.
-    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
+    /// Returns all objects, by slot.
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut T> {
         self.slots.iter_mut().filter_map(|(_, object)| object.as_mut())
     }
 }
@@ -149,8 +132,7 @@ mod tests {
         let third: QpId = slots.insert_with(made_for).unwrap();
         assert_eq!((slots.get(third), third.slot()), (Some(&'d'), 0));
         assert_eq!(slots.insert_with(made_for), None, "it has made nothing for the next");
-        let all: Vec<(QpId, _)> = slots.iter().collect();
-        assert_eq!(all, [(third, &'d')]);
+        assert_eq!(slots.iter_mut().collect::<Vec<_>>(), [&'d']);
         slots.remove(third);
         for _ in 0..5000 {
             let id: QpId = slots.insert('c').unwrap();
