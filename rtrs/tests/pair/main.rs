@@ -328,7 +328,7 @@ fn a_server_listens_on_all_its_addresses_or_on_none() {
     };
     let refused = pair.far.with(pair.now, |cx| Server::listen(cx, config(99)));
     let text = refused.unwrap_err().to_string();
-    assert!(text.contains("192.0.2.99:999"), "{text}");
+    assert!(text.contains("192.0.2.99"), "{text}");
     assert_eq!(pair.far.fabric.usage(), before);
     let (mut other, local) = pair.far.with(pair.now, |cx| Server::listen(cx, config(12))).unwrap();
     assert_eq!(local, config(12).listen_addr());
