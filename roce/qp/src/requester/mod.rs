@@ -152,6 +152,7 @@ impl Requester {
     }
 
     /// Queues a checked work request. `path_mtu` limits a datagram, bytes.
+    #[inline]
     pub(crate) fn post(&mut self, qp: &QpContext, wr: &SendWr<'_>, target: Target, checked: Checked, path_mtu: usize) {
         match qp.config().qp_type {
             QpType::Rc | QpType::Uc => self.sq.push(wr, checked, qp.mtu()),

@@ -170,6 +170,7 @@ impl Responder {
     }
 
     /// GET_REQ: processes a request packet.
+    #[inline]
     pub(crate) fn handle_request(
         &mut self,
         qp: &mut QpContext,
@@ -192,6 +193,7 @@ impl Responder {
     }
 
     /// Executes the expected packet and those buffered behind it. `arrived`: the packet received last.
+    #[inline]
     pub(crate) fn run_request(
         &mut self,
         qp: &mut QpContext,
@@ -234,6 +236,7 @@ impl Responder {
     }
 
     /// Executes buffered packets if the packet just executed closed the gap. `arrived`: the packet received last.
+    #[inline]
     fn process_buffered(&mut self, qp: &mut QpContext, replies: &mut Replies, ctx: &mut Ctx<'_>, arrived: Seq) {
         self.note_outstanding(replies);
         if self.reorder.as_ref().is_none_or(|buffer| buffer.is_empty()) {
@@ -330,6 +333,7 @@ impl Responder {
     }
 
     /// CHK_PSN: passes only the expected packet, reports a gap once and answers duplicates.
+    #[inline]
     fn chk_psn(
         &mut self,
         qp: &QpContext,
