@@ -161,8 +161,8 @@ pub use roce_net::{
     Thread, environment, gids, iface, links, names, neighbours, now,
 };
 pub use roce_port::{
-    AcceptArgs, CmEventKind, ConnTransport, ConnectArgs, ListenArgs, PortCounters, PortSpace, QpnParts, QpnSlot,
-    RemoteQp, ResolveArgs, RxMeta, ServiceId, SidrAnswer,
+    AcceptArgs, Arrival, CmEventKind, ConnTransport, ConnectArgs, ListenArgs, Placement, PortCounters, PortSpace,
+    QpnParts, QpnSlot, RemoteQp, ResolveArgs, RxMeta, ServiceId, SidrAnswer,
 };
 pub use roce_qp::{Failure, Notify, WindowConfig};
 pub use roce_verbs as verbs;
@@ -173,5 +173,4 @@ pub use roce_verbs::{
     provider::{ConnParams, NoAnswer, RangeError, RejectReason, VerbsError},
     wr::PostError,
 };
-pub use shards::{Arrival, Placement};
 pub use srq::{Srq, SrqInit, Xrcd};

@@ -5,7 +5,7 @@ use std::{io, net::IpAddr, os::fd::BorrowedFd, sync::Arc, time::Duration};
 use roce_local::{Fabric, FabricConfig, Hardware, Ports, Usage};
 use roce_mem::MemoryTable;
 use roce_net::{Flush, iface};
-use roce_port::{Port, PortChange, RxMeta};
+use roce_port::{Placement, Port, PortChange, RxMeta};
 use roce_verbs::{
     DeviceLimits, Instant, Mtu,
     provider::{DeviceIx, Provider, VerbsError},
@@ -19,7 +19,7 @@ use crate::{
     member::{Member, Opened},
     open,
     opener::{NewDevice, Opener},
-    shards::{Endpoints, Placement},
+    shards::Endpoints,
     shared::{self, join_error},
     tap::SharedTap,
 };

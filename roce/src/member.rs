@@ -4,14 +4,14 @@ use std::{net::IpAddr, os::fd::BorrowedFd, sync::Arc};
 
 use roce_mem::MemoryTable;
 use roce_net::{LocalConfig, LocalDriver, OpenSockets, UdpDatapath};
-use roce_port::{Forwarded, Numbers, Recipients, Steering};
+use roce_port::{Arrival, Forwarded, Numbers, Placement, Recipients, Steering};
 use roce_verbs::{DeviceLimits, Instant, Mtu, provider::VerbsError};
 
 use crate::{
     device::DeviceConfig,
     joined::Joining,
     open::{self, Parts},
-    shards::{Arrival, Endpoints, Placement, Shard},
+    shards::{Endpoints, Shard},
     tap::SharedTap,
 };
 

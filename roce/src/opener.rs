@@ -5,7 +5,7 @@ use std::{io, net::IpAddr, os::fd::BorrowedFd, sync::Arc};
 use parking_lot::Mutex;
 use roce_fault::Faults;
 use roce_net::{OpenError, OpenSockets, iface};
-use roce_port::Steering;
+use roce_port::{Placement, Steering};
 use roce_verbs::{DeviceLimits, provider::VerbsError};
 
 use crate::{
@@ -14,7 +14,6 @@ use crate::{
     joined::{Joining, WeakJoining},
     member::{Member, Opened},
     open,
-    shards::Placement,
     shared::join_error,
     tap::{SharedTap, WeakTap},
 };

@@ -14,40 +14,40 @@ use crate::sys::EventFd;
 /// Limit of queued packets that came by the wrong socket, and of management datagrams. Both come again if they are lost.
 const MAX_WAITING: usize = 1024;
 
-/// A bounded queue whose descriptor is readable when something waits in it.
+/// Bounded queue with a descriptor that is readable while messages wait.
 #[derive(Debug)]
 pub struct Inbox<T> {
-    letters: Mutex<VecDeque<T>>,
-    /// There are letters.
+    messages: Mutex<VecDeque<T>>,
+    /// Messages wait.
     full: AtomicBool,
-    bell: EventFd,
-    /// Packets that there was no room for, and that nobody has counted yet.
+    event: EventFd,
+    /// Messages lost since the last [`Inbox::take_lost`].
     lost: AtomicUsize,
 }
 
 impl<T> Inbox<T> {
-    /// An empty one.
+    /// Creates an empty inbox.
     ///
     /// # Errors
     /// When the system has no descriptor left.
     pub fn new() -> io::Result<Self> {
         Ok(Self {
-            letters: Mutex::default(),
+            messages: Mutex::default(),
             full: AtomicBool::new(false),
-            bell: EventFd::new()?,
+            event: EventFd::new()?,
             lost: AtomicUsize::new(0),
         })
     }
 
-    /// False: too much waits already.
-    pub fn send(&self, letter: T) -> bool {
-        let mut letters = self.letters.lock();
-        if letters.len() >= MAX_WAITING {
+    /// Sends a message. Returns false if too many wait already.
+    pub fn send(&self, message: T) -> bool {
+        let mut messages = self.messages.lock();
+        if messages.len() >= MAX_WAITING {
             return false;
         }
-        letters.push_back(letter);
-        let first = letters.len() == 1;
-        drop(letters);
+        messages.push_back(message);
+        let first = messages.len() == 1;
+        drop(messages);
         if first {
             self.ring();
         }
@@ -55,35 +55,35 @@ impl<T> Inbox<T> {
     }
 
     /// Sends a message that must not be lost. The caller bounds how many there are.
-    pub fn push(&self, letter: T) {
-        self.letters.lock().push_back(letter);
+    pub fn push(&self, message: T) {
+        self.messages.lock().push_back(message);
         self.ring();
     }
 
-    /// Like [`send`](Self::send); what there is no room for is counted.
-    pub fn send_or_lose(&self, letter: T) {
-        if !self.send(letter) {
+    /// Sends a message, or counts it as lost if too many wait already.
+    pub fn send_or_lose(&self, message: T) {
+        if !self.send(message) {
             self.lost.fetch_add(1, SeqCst);
         }
     }
 
-    /// Wakes whoever waits for the descriptor.
+    /// Makes the descriptor readable.
     pub fn ring(&self) {
         self.full.store(true, SeqCst);
-        self.bell.raise();
+        self.event.raise();
     }
 
-    /// Takes all letters.
+    /// Takes all messages.
     pub fn take(&self) -> VecDeque<T> {
         if !self.full.load(SeqCst) || !self.full.swap(false, SeqCst) {
             return VecDeque::new();
         }
-        // Before the letters are taken: the first that comes afterwards rings again.
-        self.bell.clear();
-        std::mem::take(&mut *self.letters.lock())
+        // Before the messages are taken, so that the first later one makes the descriptor readable again.
+        self.event.clear();
+        std::mem::take(&mut *self.messages.lock())
     }
 
-    /// How many were lost since the last call.
+    /// Returns how many messages were lost since the last call.
     pub fn take_lost(&self) -> usize {
         match self.lost.load(SeqCst) {
             0 => 0,
@@ -94,7 +94,7 @@ impl<T> Inbox<T> {
 
 impl<T> AsFd for Inbox<T> {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.bell.as_fd()
+        self.event.as_fd()
     }
 }
 
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn letters_come_in_order_and_the_bell_rings_for_the_first() {
+    fn messages_come_in_order_and_the_first_raises_the_event() {
         let inbox = Inbox::new().unwrap();
         assert!(!rings(&inbox) && inbox.take().is_empty());
         assert!(inbox.send(1) && inbox.send(2));

@@ -11,7 +11,7 @@ use crate::{
     motor::{Flush, Forward, Motor},
 };
 
-/// How a [`LocalDriver`] works.
+/// Configuration of a [`LocalDriver`].
 #[derive(Default)]
 pub struct LocalConfig {
     /// Bytes of the staging slab: what is sent with one round of system calls; 0: 256 KiB.
@@ -54,7 +54,7 @@ impl LocalDriver {
         Self { port, motor }
     }
 
-    /// The port.
+    /// Returns the port.
     pub fn port(&mut self) -> &mut Port {
         &mut self.port
     }
@@ -79,13 +79,13 @@ impl LocalDriver {
         self.motor.run_timers(&mut self.port, now, more);
     }
 
-    /// Sends what the port has to send. Before that, what peers want to have persistent is made so, here and now.
+    /// Makes memory persistent as peers have requested, then sends the packets that are due.
     pub fn flush(&mut self, now: Instant) -> Flush {
         self.port.persist_here(now);
         self.motor.flush(&mut self.port, now)
     }
 
-    /// When to call [`run_timers`](Self::run_timers) at the latest.
+    /// Returns the latest time to call [`run_timers`](Self::run_timers).
     pub fn next_timeout(&mut self) -> Option<Instant> {
         self.motor.next_timeout(&mut self.port)
     }

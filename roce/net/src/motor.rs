@@ -13,9 +13,9 @@ use crate::{
     faulty::Faulty,
 };
 
-/// Full send batches of one flush: a bound for how long a caller can be held up by what its peers let it send.
+/// Largest number of full send batches in one flush, so that peers with large windows do not hold up the caller.
 const SEND_ROUNDS: usize = 16;
-/// So many times a timer that is due may be put off while packets wait: packets that never end must not stop the clock.
+/// Largest number of times in a row that a due timer is put off because packets wait. Endless packets must not stop timers.
 const MAX_DEFERRED: u32 = 64;
 
 impl<'a> From<Train<'a>> for Burst<'a> {
@@ -35,18 +35,18 @@ impl<'a> From<Train<'a>> for Burst<'a> {
 /// Forwards a packet that is not for the port which received it.
 pub type Forward<'a> = &'a dyn Fn(Recipient, &RxMeta, &[u8]) -> Forwarded;
 
-/// How far a flush came.
+/// Result of a flush.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Flush {
-    /// All is sent.
+    /// Everything is sent.
     Done,
-    /// There is more to send than one flush sends.
+    /// More is to be sent than one flush sends.
     More,
     /// The send buffer is full.
     Blocked,
 }
 
-/// See the module.
+/// Datapath of a port, with its send batch.
 pub(crate) struct Motor {
     pub(crate) path: Box<dyn Datapath>,
     batch: TxBatch,
@@ -54,18 +54,18 @@ pub(crate) struct Motor {
     sent: usize,
     /// Times in a row that packets waited while a timer was due.
     deferred: u32,
-    /// When the last datagram was read: the port has been told that time.
+    /// Time of the last datagram, as the port knows it.
     read: Instant,
     tap: Option<Box<dyn Tap>>,
     /// Recipients of packets at a shared address.
     recipients: Option<Recipients>,
     /// A connect request waits for an answer, and ICMP errors are kept.
     hears: bool,
-    /// Faults on demand, if they may be demanded.
+    /// Faults on demand, if the configuration permits them.
     faults: Option<Box<Faulty>>,
 }
 
-/// Passes on what was received for this port.
+/// Delivers a datagram to the port.
 #[inline]
 fn deliver(faults: &mut Option<Box<Faulty>>, port: &mut Port, now: Instant, meta: &RxMeta, bytes: &[u8]) {
     match faults {
@@ -79,7 +79,7 @@ fn packets<'a>(d: &Datagram<'a>) -> impl Iterator<Item = &'a [u8]> + use<'a> {
 }
 
 impl Motor {
-    /// `batch_bytes`: the staging slab, what is sent with one round of system calls.
+    /// Creates the event loop of a port. `batch_bytes`: size of the staging slab, which one round of system calls sends.
     pub(crate) fn new(
         path: Box<dyn Datapath>,
         tap: Option<Box<dyn Tap>>,
@@ -153,7 +153,7 @@ impl Motor {
         received
     }
 
-    /// Takes one datagram that did not come through the datapath.
+    /// Processes a datagram that did not come through the datapath.
     pub(crate) fn take_datagram(&mut self, port: &mut Port, now: Instant, bytes: &[u8], meta: &RxMeta) {
         if let Some(tap) = &mut self.tap {
             tap_datagram(
@@ -175,7 +175,7 @@ impl Motor {
         deliver(&mut self.faults, port, now, meta, bytes);
     }
 
-    /// Takes a packet that reached the socket of another shard or process.
+    /// Processes a packet that reached the socket of another shard or process.
     pub(crate) fn handed_over(&mut self, port: &mut Port, now: Instant, packet: &HandedOver) {
         match packet.captured {
             true => deliver(&mut self.faults, port, now, &packet.meta, &packet.bytes),
@@ -183,7 +183,7 @@ impl Motor {
         }
     }
 
-    /// Returns when to run timers, or to flush, at the latest.
+    /// Returns the latest time to run timers or to flush.
     pub(crate) fn next_timeout(&self, port: &mut Port) -> Option<Instant> {
         let at = port.poll_timeout();
         match &self.faults {
@@ -192,7 +192,7 @@ impl Motor {
         }
     }
 
-    /// Runs timers that are due, unless packets wait (`more`) that could be what they wait for. Returns whether one was run.
+    /// Runs due timers, unless packets are waiting (`more`), which may stop them. Returns whether one was run.
     pub(crate) fn run_timers(&mut self, port: &mut Port, now: Instant, more: bool) -> bool {
         let now = now.max(self.read);
         let arrived = self.faults.as_mut().is_some_and(|faults| faults.run_due(port, now));
@@ -205,7 +205,7 @@ impl Motor {
         port.handle_timeout(now) | arrived
     }
 
-    /// Sends what the port has to send.
+    /// Sends the packets that are due.
     pub(crate) fn flush(&mut self, port: &mut Port, now: Instant) -> Flush {
         let mut now = now.max(self.read);
         // Before a request leaves: the error may be there when the system call returns.
@@ -252,7 +252,7 @@ impl Motor {
         Flush::More
     }
 
-    /// Sends what is left of the batch. False: the send buffer is full.
+    /// Sends the rest of the batch. Returns false if the send buffer is full.
     fn send_batch(&mut self) -> bool {
         let mut bursts = self.batch.trains().skip(self.sent).map(Burst::from);
         let sent = self.path.send(&mut bursts);
@@ -266,7 +266,7 @@ impl Motor {
         true
     }
 
-    /// Nothing is seen any more; the tap ends its work here, as others may hold the device for longer.
+    /// Ends the capture, because the device may be held for longer.
     pub(crate) fn end_tap(&mut self) {
         self.tap = None;
     }

@@ -11,8 +11,8 @@ use roce_icrc::IdSolver;
 use roce_mem::MemoryTable;
 use roce_qp::{Ctx, Failure, FreePaces, QpConfig, QueuePair, ReceiveQueue, WaitReason, Window};
 use roce_verbs::{
-    AddressVector, AsyncEvent, DeviceLimits, Instant, Mtu, PathMtus, QpAttr, QpCaps, QpState, QpType, RecvWr,
-    SendRequest, SendWr, Target, provider::VerbsError, wr::PostError,
+    AddressVector, AsyncEvent, DeviceLimits, Instant, Mtu, PathMtus, QpAttr, QpCaps, QpState, QpType,
+    provider::VerbsError, wr::PostError,
 };
 use slab::Slab;
 
@@ -376,14 +376,6 @@ impl Port {
         self.qps[slot].qp.take_failure()
     }
 
-    /// Posts send work requests in order, up to the first invalid one.
-    ///
-    /// # Errors
-    /// The number of work requests posted, and the error of the next one.
-    pub fn post_send(&mut self, now: Instant, qpn: Qpn, wrs: &[SendWr<'_>]) -> Result<(), (usize, PostError)> {
-        self.post(now, qpn, wrs, |qp, ctx, wr| qp.post_send(ctx, wr))
-    }
-
     /// Returns a queue pair's receive queue. `None` if it has none of its own, or does not exist.
     ///
     /// Threads may post to it without the port, see [`ReceiveQueue::post`](roce_qp::ReceiveQueue::post).
@@ -391,55 +383,13 @@ impl Port {
         self.qps[self.qpns.get(qpn)?].qp.receive_queue().cloned()
     }
 
-    /// Posts receive work requests in order, up to the first invalid one.
-    ///
-    /// # Errors
-    /// The number of work requests posted, and the error of the next one.
-    pub fn post_recv(&mut self, now: Instant, qpn: Qpn, wrs: &[RecvWr<'_>]) -> Result<(), (usize, PostError)> {
-        self.post(now, qpn, wrs, |qp, ctx, wr| qp.post_recv(ctx, wr))
-    }
-
-    /// Posts send work requests with a target each: datagrams, and messages of XRC initiators.
-    ///
-    /// # Errors
-    /// The number of work requests posted, and the error of the next one.
-    pub fn post_requests(
-        &mut self,
-        now: Instant,
-        qpn: Qpn,
-        requests: &[SendRequest<'_>],
-    ) -> Result<(), (usize, PostError)> {
-        let mtus = self.config.mtus.clone();
-        self.post(now, qpn, requests, |qp, ctx, r| match r.target {
-            Target::Datagram(to) => qp.post_send_within(ctx, &r.wr, r.target, mtus.of(to.av.local).bytes()),
-            _ => qp.post_send_to(ctx, &r.wr, r.target),
-        })
-    }
-
-    /// Posts send work requests with a target each, all or none (`ibv_wr_complete`).
-    ///
-    /// # Errors
-    /// The index of the first invalid work request, and its error. Then nothing is posted.
-    pub fn post_batch(
-        &mut self,
-        now: Instant,
-        qpn: Qpn,
-        requests: &[SendRequest<'_>],
-    ) -> Result<(), (usize, PostError)> {
-        let slot = self.qpns.get(qpn).ok_or((0, PostError::NoQueuePair))?;
-        let qp = &self.qps[slot].qp;
-        for (i, r) in requests.iter().enumerate() {
-            qp.check_post(&r.wr, &r.target, i).map_err(|e| (i, e))?;
-        }
-        self.post_requests(now, qpn, requests)
-    }
-
     /// Queues an asynchronous event that was detected outside of the port.
     pub fn push_event(&mut self, event: AsyncEvent) {
         self.events.push_back(event);
     }
 
-    fn post<W>(
+    /// Posts work requests in order, up to the first invalid one.
+    pub(crate) fn post<W>(
         &mut self,
         now: Instant,
         qpn: Qpn,

@@ -11,7 +11,7 @@ use rand_chacha::ChaCha12Rng;
 use roce_bth::Qpn;
 use roce_verbs::{Instant, NumberHasher};
 
-/// How long a number rests after its queue pair is gone: longer than packets and the kernel's timewait live.
+/// Quarantine of a number after its queue pair is gone: longer than packets and the kernel's timewait live.
 const REST: Duration = Duration::from_secs(60);
 /// The most numbers of a range that is searched through, when random draws find none that is free.
 const SEARCHED: u32 = 1 << 17;
@@ -30,7 +30,7 @@ pub struct QpnRange {
 }
 
 impl QpnRange {
-    /// How many of them a queue pair can have: neither those of management (0, 1) nor the one of multicast.
+    /// Returns how many of them a queue pair can have: neither those of management (0, 1) nor that of multicast.
     pub const fn count(&self) -> u32 {
         let Self { first, last } = self.usable();
         (last + 1).saturating_sub(first)
@@ -64,7 +64,7 @@ impl Default for QpnRange {
     }
 }
 
-/// Which parts of a [`QpnRange`] of a whole slot are drawn from. A process that ends leaves numbers behind that peers may still send to;
+/// Parts of a slot's [`QpnRange`] that numbers are drawn from. A process that ends leaves numbers behind that peers may still send to;
 /// they are those of one part, unless it has had very many queue pairs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct QpnParts {
@@ -78,7 +78,7 @@ impl QpnParts {
     /// Parts of a range.
     pub const COUNT: u32 = u16::BITS;
 
-    /// How many numbers of a range can be had.
+    /// Returns how many numbers of a range are available.
     pub fn count(self, range: QpnRange) -> u32 {
         let parts = (0..Self::COUNT).filter(|part| self.resting & (1 << part) == 0);
         parts.map(|part| range.part(part).count()).sum()
@@ -89,14 +89,14 @@ impl QpnParts {
 /// slot. Packets and management datagrams show by their numbers which process they are for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct QpnSlot {
-    /// How many top bits of a number name the slot: 1 to 12.
+    /// Number of top bits that name the slot: 1 to 12.
     pub bits: u8,
     /// The slot, less than 2^bits.
     pub slot: u16,
 }
 
 impl QpnSlot {
-    /// Whether there is such a slot.
+    /// Returns whether there is such a slot.
     pub const fn is_valid(self) -> bool {
         self.bits >= 1 && self.bits <= 12 && (self.slot as u32) < 1 << self.bits
     }
@@ -180,7 +180,7 @@ impl QpnTable {
         }
     }
 
-    /// Whether numbers of all parts are used from now on. True once.
+    /// Returns true once: when numbers of all parts are used from now on.
     pub(crate) fn take_spread(&mut self) -> bool {
         match &mut self.parts {
             Some(parts) if parts.use_ == Use::Spreading => {
@@ -216,7 +216,7 @@ impl QpnTable {
         }
     }
 
-    /// Whether it may be given here.
+    /// Returns whether the number may be assigned here.
     pub(crate) fn includes(&self, qpn: Qpn) -> bool {
         (self.range.first..=self.range.last).contains(&qpn.value())
     }

@@ -11,7 +11,7 @@ use roce_bth::Qpn;
 
 use crate::qpn::QpnSlot;
 
-/// How the numbers of an address are spread over its shards.
+/// Assignment of all numbers of an address to its shards, by their top bits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Steering {
     shards: u16,
@@ -19,10 +19,10 @@ pub struct Steering {
 }
 
 impl Steering {
-    /// The most shards.
+    /// Largest number of shards.
     pub const MAX_SHARDS: usize = 64;
 
-    /// For so many shards; `None` unless there are 2 to [`MAX_SHARDS`](Self::MAX_SHARDS).
+    /// Creates the assignment to 2 to [`MAX_SHARDS`](Self::MAX_SHARDS) shards; `None` for any other number.
     pub fn new(shards: usize) -> Option<Self> {
         if !(2..=Self::MAX_SHARDS).contains(&shards) {
             return None;
@@ -33,17 +33,17 @@ impl Steering {
         })
     }
 
-    /// How many.
+    /// Returns the number of shards.
     pub const fn shards(self) -> usize {
         self.shards as usize
     }
 
-    /// Top bits of a number that name its shard.
+    /// Returns the number of top bits that name a shard.
     pub const fn bits(self) -> u8 {
         self.bits
     }
 
-    /// The numbers of a shard; `None` when there is none of this number.
+    /// Returns the numbers of a shard; `None` if there is no such shard.
     pub const fn slot(self, shard: usize) -> Option<QpnSlot> {
         if shard >= self.shards as usize {
             return None;
@@ -54,7 +54,7 @@ impl Steering {
         })
     }
 
-    /// Whose a queue pair number is. QP0, QP1, that of multicast and those of no shard are shard 0's.
+    /// Returns the shard that has a queue pair number. The first has QP0, QP1, that of multicast and those of no shard.
     pub const fn of_qpn(self, qpn: Qpn) -> usize {
         if qpn.value() == Qpn::MULTICAST.value() {
             return 0;
@@ -62,7 +62,7 @@ impl Steering {
         self.of(qpn.value() >> (24 - self.bits as u32))
     }
 
-    /// Whose a communication ID, or a SIDR request ID, is. Those of no shard are shard 0's.
+    /// Returns the shard that has a communication ID or SIDR request ID. The first has those of no shard.
     pub const fn of_comm_id(self, id: u32) -> usize {
         self.of(id >> (32 - self.bits as u32))
     }

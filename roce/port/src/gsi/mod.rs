@@ -5,6 +5,7 @@
 
 mod datagram;
 mod link;
+mod placement;
 mod terms;
 
 use core::net::IpAddr;
@@ -22,6 +23,7 @@ use roce_verbs::{
 pub(crate) use self::{datagram::pkey_matches, link::GsiLink, terms::Terms};
 pub use self::{
     datagram::{GsiDrop, check_gsi},
+    placement::{Arrival, GsiRouter, Placement},
     terms::Agreement,
 };
 use crate::{
