@@ -28,7 +28,7 @@ impl World {
             4 => self.force_state(conn, end, QpState::Reset)?,
             5 => self.disconnect(conn, end)?,
             6 => self.take_memory(conn, end)?,
-            7 => self.fall_mute(end),
+            7 => self.stop_receives(end),
             _ => self.drain(conn, end)?,
         }
         Ok(())
@@ -83,7 +83,7 @@ impl World {
             && !e.failed
     }
 
-    /// From now on both ends may see what follows when one of them is taken away.
+    /// Allows both ends the errors that follow when one of them is taken away.
     fn doom(&mut self, conn: usize) {
         for e in &mut self.conns[conn].ends {
             e.allow.flush = true;
@@ -128,7 +128,7 @@ impl World {
         self.service(host)
     }
 
-    /// Deregisters an end's target under the peer's hands.
+    /// Deregisters an end's target while the peer works with it.
     fn take_memory(&mut self, conn: usize, end: usize) -> Check {
         if !self.is_live(conn, end) || self.conns[conn].ends[end].target_gone {
             return Ok(());
@@ -145,7 +145,7 @@ impl World {
     }
 
     /// Lets an end's program post no receives any more, if its peer gives up on that some time.
-    fn fall_mute(&mut self, end: usize) {
+    fn stop_receives(&mut self, end: usize) {
         for conn in 0..self.conns.len() {
             if self.is_live(conn, end) && self.conns[conn].plan.rnr_retry < 7 {
                 self.conns[conn].ends[end].mute = true;
@@ -191,7 +191,7 @@ impl World {
         self.service(host)
     }
 
-    /// The faults end. From here on everything must come to a good end.
+    /// Ends the faults. From here on everything must complete.
     pub(crate) fn enter_quiet(&mut self) -> Check {
         self.trace.note(self.now, || "the quiet phase begins".into());
         self.quiet = true;

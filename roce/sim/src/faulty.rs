@@ -41,7 +41,7 @@ const FAULTS: [Fault; 8] = [
 ];
 
 impl Fault {
-    /// Status of the work request.
+    /// Returns the status of the work request.
     fn status(self) -> WcStatus {
         match self {
             Self::Misaligned => WcStatus::RemoteInvalidRequestError,
@@ -50,7 +50,7 @@ impl Fault {
         }
     }
 
-    /// Half of the bad keys are keys of missing pages, by the work request's number: so runs draw as many random numbers as they
+    /// Turns half of the bad keys into keys of missing pages, by the work request's number: so runs draw as many random numbers as they
     /// did before.
     fn of_pages(self, wr_id: u64) -> Self {
         match self {
@@ -68,7 +68,7 @@ fn before_hole(len: usize) -> u64 {
 }
 
 impl World {
-    /// A work request that must fail.
+    /// Drafts a work request that must fail.
     pub(crate) fn draft_fault(&mut self, conn: usize, end: usize) -> Option<Draft> {
         let fault = self.rng.pick(&FAULTS);
         let mut draft = match fault {
@@ -162,7 +162,7 @@ impl World {
         }
     }
 
-    /// A SEND that its receive can't take.
+    /// Drafts a SEND that its receive can't take.
     fn draft_too_long(&mut self, conn: usize, end: usize, most: usize) -> Option<Draft> {
         let len = most + self.rng.pick(&[1, 2, 5000]);
         let data = self.rng.bytes(len);
@@ -182,7 +182,7 @@ impl World {
         Some(draft)
     }
 
-    /// A SEND that arrives, but names the peer's target to be invalidated, which is not for peers to do: acknowledged,
+    /// Drafts a SEND that arrives, but names the peer's target to be invalidated, which is not for peers to do: acknowledged,
     /// and then the receiver fails (class J of IBA table 57).
     fn draft_bad_invalidation(&mut self, conn: usize, end: usize) -> Option<Draft> {
         let key = self.conns[conn].ends[1 - end].target.rkey();
@@ -192,7 +192,7 @@ impl World {
     }
 }
 
-/// The place in the peer's memory that an operation names.
+/// Returns the remote address of an operation.
 fn remote_of(op: &mut SendOp) -> Option<&mut RemoteAddr> {
     match op {
         SendOp::Write(remote)

@@ -209,19 +209,19 @@ fn run_strangers(config: &SimConfig) -> Result<Stats, Failure> {
     Ok(attacked)
 }
 
-/// The share of its goodput that work keeps under attack, over [`MANY_PAIRS`] of runs or more.
+/// Least share of its goodput that work keeps under attack, over [`MANY_PAIRS`] of runs or more.
 pub const LEAST_GOODPUT: f64 = 0.7;
 /// Number of pairs from which on their sum is significant. Depending on when the last connection ends, 14 of 1000 pairs are below
 /// [`LEAST_GOODPUT`], and less than one of 10,000 sums of five.
 pub const MANY_PAIRS: u64 = 5;
-/// In a single pair. Most are over within 20 ms, and end with whichever connection happens to be last.
+/// Least share in a single pair. Most are over within 20 ms, and end with whichever connection happens to be last.
 const LEAST_OF_A_PAIR: f64 = 0.5;
 /// Time that any pair may take longer, nanoseconds.
 const SHORT_NS: f64 = 10e6;
-/// The stream that decides which runs have an adversary.
+/// Stream that decides which runs have an adversary.
 const PLAN: u64 = 24;
 
-/// The runs of a seed.
+/// Runs of a seed.
 #[derive(Default)]
 struct Plan {
     main: Option<Class>,

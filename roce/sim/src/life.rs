@@ -1,4 +1,4 @@
-//! The lives of a connection: made by modify or by the connection manager, broken, settled, made anew.
+//! The lives of a connection: created by modify or by the connection manager, broken, repaired, created again.
 
 use std::{collections::VecDeque, sync::Arc};
 
@@ -131,7 +131,7 @@ impl World {
         e.target_gone = false;
     }
 
-    /// Begins a life.
+    /// Begins a life of a connection.
     pub(crate) fn connect(&mut self, conn: usize) -> Check {
         let c = &mut self.conns[conn];
         if c.phase != Phase::Down {
@@ -230,7 +230,7 @@ impl World {
         self.service(host)
     }
 
-    /// INIT to RTS.
+    /// Moves a queue pair from INIT to RTS.
     fn raise(&mut self, conn: usize, end: usize, dest: Qpn) -> Check {
         let c = &self.conns[conn];
         let p = &c.plan;
@@ -255,7 +255,7 @@ impl World {
         Ok(())
     }
 
-    /// The end's program learns that it may send.
+    /// Lets the end's program send.
     fn set_up(&mut self, conn: usize, end: usize) {
         let c = &mut self.conns[conn];
         c.ends[end].up = true;
@@ -308,12 +308,12 @@ impl World {
         mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x6a09_e667_f3bc_c908
     }
 
-    /// Once all connections are up, throughput counts.
+    /// Notes when all connections are up: from then on throughput counts.
     fn note_all_up(&mut self) {
         if self.all_up.is_none() && self.conns.iter().all(|c| c.phase == Phase::Up) {
             self.all_up = Some(self.now);
             if self.class.is_goodput() && self.blind.is_some() {
-                self.unleash(0);
+                self.start_attack(0);
             }
         }
     }
@@ -325,8 +325,8 @@ impl World {
         })
     }
 
-    /// An event that waits may explain completions that wait as well.
-    pub(crate) fn foresee(&mut self, h: usize, event: &CmEventKind) {
+    /// Allows the flushes that an event explains: their completions may be polled before it.
+    pub(crate) fn allow_flushes(&mut self, h: usize, event: &CmEventKind) {
         let goes_on = matches!(
             event,
             CmEventKind::Request { .. } | CmEventKind::Established { .. } | CmEventKind::TimewaitExit { .. }
@@ -524,7 +524,7 @@ impl World {
         Ok(())
     }
 
-    /// The queue pair's work requests are gone without completions.
+    /// Forgets the queue pair's work requests, which get no completions.
     pub(crate) fn drop_outstanding(&mut self, conn: usize, end: usize) {
         let e = &mut self.conns[conn].ends[end];
         let undone: Vec<Effect> = e.sent.drain(..).filter_map(|s| s.effect).collect();

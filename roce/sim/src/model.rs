@@ -19,7 +19,7 @@ pub(crate) const RECV: usize = 256 << 10;
 /// Pages of the region whose first page is there and all others are missing.
 pub(crate) const HOLE_PAGES: usize = 32;
 
-/// Ranges of a region handed out and taken back in order.
+/// Ranges of a region, taken and given back in order.
 #[derive(Debug, Default)]
 pub(crate) struct Ring {
     size: usize,
@@ -35,7 +35,7 @@ impl Ring {
         }
     }
 
-    /// A range of at least one byte that overlaps none handed out; `None` when there is none.
+    /// Takes a range of at least one byte that overlaps none taken; `None` when there is none.
     pub(crate) fn take(&mut self, len: usize) -> Option<Range<usize>> {
         let len = len.max(1);
         let start = match self.used.front() {
@@ -109,7 +109,7 @@ impl Pieces {
     }
 }
 
-/// How a work request may end.
+/// Allowed end of a work request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Expect {
     Success,
@@ -140,7 +140,7 @@ pub(crate) struct Sent {
     pub(crate) signaled: bool,
     pub(crate) expect: Expect,
     pub(crate) byte_len: u32,
-    /// It has a range of the local ring, which must look so when it has succeeded (READ, atomics).
+    /// Its range of the local ring, which must hold `image` when it has succeeded (READ, atomics).
     pub(crate) local: Option<Range<usize>>,
     pub(crate) image: Option<Vec<u8>>,
     pub(crate) effect: Option<Effect>,
@@ -176,7 +176,7 @@ pub(crate) struct Message {
     pub(crate) solicited: bool,
     /// Longer than the receive that waits for it.
     pub(crate) too_long: bool,
-    /// It ends in this error on this side too, after its receive was taken.
+    /// Error in which it ends on this side too, after its receive was taken.
     pub(crate) fails: Option<WcStatus>,
 }
 
@@ -234,11 +234,11 @@ pub(crate) struct End {
     pub(crate) pd: PdHandle,
     pub(crate) qpn: Option<Qpn>,
     pub(crate) cm: Option<ConnId>,
-    /// It may post sends.
+    /// Its program may post sends.
     pub(crate) up: bool,
     /// Its queue pair is in error, as far as completions have shown.
     pub(crate) failed: bool,
-    /// It drains: no sends until it is drained and raised again.
+    /// Its send queue drains: no sends until it is raised again.
     pub(crate) draining: bool,
     pub(crate) cq: usize,
     pub(crate) target: Arc<Region>,
@@ -303,7 +303,7 @@ pub(crate) struct Conn {
     pub(crate) repair_scheduled: bool,
 }
 
-/// Marks: connection, end, life, send or receive, number.
+/// Builds a work request ID: connection, end, life, send or receive, number.
 pub(crate) fn wr_id(conn: usize, end: usize, life: u32, is_recv: bool, n: u64) -> u64 {
     (conn as u64) << 56
         | (end as u64) << 55
@@ -312,7 +312,7 @@ pub(crate) fn wr_id(conn: usize, end: usize, life: u32, is_recv: bool, n: u64) -
         | n & 0x3f_ffff_ffff
 }
 
-/// Connection, end, life, whether it is a receive.
+/// Returns connection, end, life, and whether it is a receive.
 pub(crate) fn wr_owner(id: u64) -> (usize, usize, u32, bool) {
     (
         (id >> 56) as usize,

@@ -17,7 +17,7 @@ use crate::{
 /// Bytes of private data that a program puts into a request to connect.
 pub const PRIVATE_LEN: usize = 92 - cma::HEADER_LEN;
 
-/// Programs of all hosts of a run. While a method runs, no other one is called: packets and events that it causes are
+/// Programs of all hosts of a run, which [`simulate_program`] calls. While a method runs, no other one is called: packets and events that it causes are
 /// delivered after it.
 pub trait Program {
     /// Handles a timer that [`World::set_timer`] has set.
@@ -65,7 +65,7 @@ pub fn simulate_program(
         let mut rng = Rng::new(config.seed, ADVERSARY);
         let program = make(&mut world, &mut rng);
         world.program = Some(program);
-        world.unleash(0);
+        world.start_attack(0);
         let effort = Effort::flood(&mut rng);
         world.blind = Some(Box::new(Blind::new(rng, effort)));
         world

@@ -386,7 +386,7 @@ impl World {
             scenario,
         };
         world.plan_events();
-        world.invite();
+        world.create_attacker();
         world
     }
 
@@ -408,7 +408,7 @@ impl World {
     }
 
     /// Creates the run's attacker.
-    fn invite(&mut self) {
+    fn create_attacker(&mut self) {
         let mut rng = Rng::new(self.seed, ADVERSARY);
         let effort = match self.class {
             Class::Blind => Effort::draw(&mut rng, self.scenario.chaos_end),
@@ -435,8 +435,8 @@ impl World {
         let after = rng.range(0, self.scenario.chaos_end / 2);
         self.blind = Some(Box::new(Blind::new(rng, effort)));
         match self.class {
-            Class::Blind => self.unleash(after),
-            Class::Strangers { .. } => self.unleash(0),
+            Class::Blind => self.start_attack(after),
+            Class::Strangers { .. } => self.start_attack(0),
             _ => {}
         }
     }
@@ -491,7 +491,7 @@ impl World {
         self.stats.work_ns = self.now - self.all_up.unwrap_or_default();
         self.stats.longest_quiet_ns = self.now - self.quiet_since;
         self.stats.events += events;
-        self.linger()
+        self.run_idle()
     }
 
     fn is_finished(&self) -> bool {
@@ -506,7 +506,7 @@ impl World {
     }
 
     /// Runs on when all work is done: late copies and answers to them pass, then hardly an event may occur.
-    fn linger(&mut self) -> Check {
+    fn run_idle(&mut self) -> Check {
         let calm = self.now + self.adversary_rest();
         let (rest, end) = (calm + 10 * SEC, calm + 30 * SEC);
         let allowance = 20 + 40 * self.conns.len() as u32;
@@ -619,7 +619,7 @@ impl World {
             let port = &mut self.hosts[h].port;
             let events: Vec<CmEventKind> = std::iter::from_fn(|| port.poll_cm_event(now)).collect();
             for event in &events {
-                self.foresee(h, event);
+                self.allow_flushes(h, event);
             }
             self.poll_cqs(h)?;
             self.poll_services(h)?;

@@ -311,7 +311,7 @@ fn stranger(v6: bool, rng: &mut Rng) -> IpAddr {
 
 impl World {
     /// Starts the attack after a pause.
-    pub(crate) fn unleash(&mut self, after: u64) {
+    pub(crate) fn start_attack(&mut self, after: u64) {
         self.schedule(after, Event::Attack);
     }
 
