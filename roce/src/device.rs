@@ -19,7 +19,7 @@ use roce_qp::{FreePaces, WindowConfig};
 use roce_verbs::{AsyncEvent, DeviceLimits, Mtu, provider::VerbsError};
 
 use crate::{
-    broker::Report,
+    broker::Snapshot,
     engines::Engines,
     open::{self, Parts},
     port::PortView,
@@ -101,8 +101,9 @@ pub trait Services: Send + Sync + core::fmt::Debug {
     fn hand_over(&self, _meta: &RxMeta, _bytes: &[u8]) {}
     /// The port has changed for the others. Called under the lock of the device, so it must not wait.
     fn port_change(&self, _change: PortChange) {}
-    /// The device has closed, and this is what it has counted. Called with no lock of the device held.
-    fn closing(&self, _report: Report) {}
+    /// Publishes status and counters of the device to the others. Called under the lock of the device, so it must not wait; for the last
+    /// time when the device closes.
+    fn publish(&self, _status: &Snapshot) {}
 }
 
 impl Default for DeviceConfig {
@@ -192,10 +193,12 @@ impl DeviceStats {
 
     /// Returns the counters for other processes: the hardware counters, and connect requests that were dropped because a listener's
     /// backlog was full.
-    pub(crate) fn reported(&self, link_downed: u64) -> impl Iterator<Item = (&'static str, u64)> {
+    pub(crate) fn published(&self, link_downed: u64) -> [u64; 16] {
         let full = [DropReason::Backlog, DropReason::BacklogPeer].map(|reason| self.port.cm.dropped(reason));
-        let more = [("cm_drop_backlog", full.iter().sum())];
-        self.hw_counters(link_downed).into_iter().chain(more)
+        let mut values = [full.iter().sum(); 16];
+        let hardware = self.hw_counters(link_downed).map(|(_, value)| value);
+        values[..hardware.len()].copy_from_slice(&hardware);
+        values
     }
 
     /// Packets that were sent more than once.
@@ -427,11 +430,7 @@ impl Drop for DeviceInner {
         if self.engines.is_inherited() {
             return;
         }
-        // What it still sends is in the report.
         self.engines.close();
-        for (index, services) in self.engines.services() {
-            services.closing(self.report(index));
-        }
     }
 }
 

@@ -13,20 +13,21 @@ use std::{
 
 use roce_bth::Qpn;
 use roce_net::{
-    Closed, Driver, DriverConfig, EventSink, Inbox, Waiter,
+    Closed, DatapathCounters, Driver, DriverConfig, EventSink, Inbox, Waiter,
     links::{LinkChange, LinkWatch},
 };
 use roce_port::{
-    CmEventKind, ConnId, Forwarded, FromShard, HandedOver, Numbers, PortChange, QpCommand, Recipient, Recipients,
+    CmEventKind, ConnId, Forwarded, FromShard, HandedOver, Numbers, Port, PortChange, QpCommand, Recipient, Recipients,
     RxMeta, Steering, ToShard, dest_qpn,
 };
 use roce_verbs::{
-    AsyncEvent, PathMtus, QpType,
+    AsyncEvent, Mtu, PathMtus, QpType,
     provider::{ConnParams, VerbsError},
 };
 
 use crate::{
-    device::{DeviceConfig, Services, closed, io_error},
+    broker::Snapshot,
+    device::{DeviceConfig, DeviceStats, Services, closed, io_error},
     open::Parts,
     router::Router,
 };
@@ -53,6 +54,8 @@ impl EngineGroup {
 
 /// Event sink of an engine.
 struct Sink {
+    index: usize,
+    mtu: Mtu,
     router: Arc<Router>,
     services: Option<Arc<dyn Services>>,
     group: Arc<EngineGroup>,
@@ -82,6 +85,21 @@ impl EventSink for Sink {
         if let Some(services) = &self.services {
             services.port_change(change);
         }
+    }
+
+    fn publish(&self, port: &Port, path: &DatapathCounters) {
+        let Some(services) = &self.services else { return };
+        let stats = DeviceStats::from((port.counters(), *path));
+        let link_downed = if self.index == 0 {
+            self.router.port.link_downed()
+        } else {
+            0
+        };
+        services.publish(&Snapshot {
+            mtu: self.mtu.bytes() as u32,
+            queue_pairs: port.queue_pairs() as u64,
+            counters: stats.published(link_downed),
+        });
     }
 
     fn forward(&self, to: Recipient, meta: &RxMeta, bytes: &[u8]) -> Forwarded {
@@ -133,8 +151,6 @@ pub(crate) struct Engines {
     drivers: Vec<Driver>,
     /// Number of queue pairs of each engine.
     loads: Vec<AtomicU32>,
-    /// Registry of services of each engine, if it is a member of the broker.
-    services: Vec<Option<Arc<dyn Services>>>,
     group: Arc<EngineGroup>,
 }
 
@@ -151,14 +167,12 @@ impl Engines {
             closing: AtomicBool::new(false),
         });
         all.iter_mut().skip(1).for_each(|(_, parts)| parts.port.leave_gsi());
-        let services = all.iter().map(|(config, _)| config.services.clone()).collect();
         let loads = all.iter().map(|_| AtomicU32::new(0)).collect();
         let drivers = all.into_iter().enumerate();
         let drivers = drivers.map(|(index, one)| drive(index, one, router, &group));
         let engines = Arc::new(Self {
             drivers: drivers.collect::<Result<_, _>>()?,
             loads,
-            services,
             group: group.clone(),
         });
         // This is the only call of `set`.
@@ -178,12 +192,6 @@ impl Engines {
 
     pub(crate) fn all(&self) -> &[Driver] {
         &self.drivers
-    }
-
-    /// Iterates over the engines that are members of the broker: index and registry of services.
-    pub(crate) fn services(&self) -> impl Iterator<Item = (usize, &Arc<dyn Services>)> {
-        let all = self.services.iter().enumerate();
-        all.filter_map(|(index, services)| Some((index, services.as_ref()?)))
     }
 
     /// Iterates over the engines in a set. If it is empty, returns only the first engine.
@@ -382,6 +390,8 @@ fn drive(
         false => None,
     };
     let sink = Arc::new(Sink {
+        index,
+        mtu: parts.mtu,
         router: router.clone(),
         services: config.services.clone(),
         group: group.clone(),
@@ -403,6 +413,7 @@ fn drive(
         tap: parts.tap,
         faults: parts.faults,
         inbox: group.inboxes.get(index).cloned(),
+        publishes: config.services.is_some(),
         ..DriverConfig::default()
     };
     Driver::new(parts.port, Box::new(parts.path), sink, driver).map_err(io_error("starting the device's thread"))
@@ -470,6 +481,8 @@ mod tests {
         let broker = Arc::new(Broker::default());
         let addr = IpAddr::from([127, 0, 0, 1]);
         let sink = Sink {
+            index: 1,
+            mtu: Mtu::B1024,
             router: Arc::new(Router::new(EventQueue::new().unwrap(), PortView::new(addr, None))),
             services: Some(broker.clone()),
             group: group.clone(),

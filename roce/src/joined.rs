@@ -2,62 +2,23 @@
 
 use std::{
     net::IpAddr,
-    sync::{
-        Arc, Weak,
-        atomic::{AtomicBool, Ordering::SeqCst},
-    },
+    sync::{Arc, Weak},
     time::Duration,
 };
 
-use parking_lot::{Condvar, Mutex};
 use roce_net::OpenSockets;
-use roce_port::{HandedOver, QpnSlot, RxMeta, ToShard};
-use roce_verbs::provider::VerbsError;
+use roce_port::{HandedOver, QpnSlot, ToShard};
+use roce_verbs::{Instant, provider::VerbsError};
 
 use crate::{
-    broker::{self, Inbox, JoinConfig, JoinError, Membership, Report},
+    broker::{self, Inbox, JoinConfig, JoinError, Membership, Snapshot},
     device::{DeviceConfig, Services},
     shards::Endpoints,
     shared::{Listeners, join_error},
 };
 
-/// Time that a busy loop has to report. After that its previous report is sent.
-const REPORT_TIMEOUT: Duration = Duration::from_millis(200);
-
-/// Status reports of a loop to the broker.
-#[derive(Default)]
-struct Reports {
-    requested: AtomicBool,
-    last: Mutex<Option<Report>>,
-    /// Signaled when `last` changes.
-    updated: Condvar,
-}
-
-/// Receives the broker's messages for a loop.
-struct LoopInbox {
-    endpoints: Arc<Endpoints>,
-    reports: Arc<Reports>,
-}
-
-impl Inbox for LoopInbox {
-    fn datagram(&self, meta: &RxMeta, bytes: &[u8]) {
-        if let Some(endpoint) = self.endpoints.of(meta.local.to_canonical()) {
-            endpoint
-                .inbox()
-                .send_or_lose(ToShard::Packet(HandedOver::forwarded(meta, bytes)));
-        }
-    }
-
-    fn report(&self) -> Option<Report> {
-        let mut last = self.reports.last.lock();
-        self.reports.requested.store(true, SeqCst);
-        if !self.endpoints.wake() {
-            return None;
-        }
-        self.reports.updated.wait_for(&mut last, REPORT_TIMEOUT);
-        last.clone()
-    }
-}
+/// Interval at which a loop publishes its counters.
+const PUBLISH: Duration = Duration::from_millis(100);
 
 /// Membership of a loop whose devices are not open yet.
 pub(crate) struct Joining {
@@ -118,21 +79,24 @@ impl Joining {
     }
 
     /// Sets the receiver of the broker's messages.
-    pub(crate) fn set_inbox(&self, inbox: Arc<dyn Inbox>) {
+    pub(crate) fn set_inbox(&self, inbox: Box<Inbox>) {
         self.membership.set_inbox(inbox);
     }
 
     /// Completes joining: from now on the endpoint of an address receives its packets from the broker.
     pub(crate) fn joined(self, endpoints: Arc<Endpoints>) -> Joined {
-        let reports = Arc::<Reports>::default();
-        self.membership.set_inbox(Arc::new(LoopInbox {
-            endpoints: endpoints.clone(),
-            reports: reports.clone(),
+        let theirs = endpoints.clone();
+        self.membership.set_inbox(Box::new(move |meta, bytes| {
+            if let Some(endpoint) = theirs.of(meta.local.to_canonical()) {
+                let packet = ToShard::Packet(HandedOver::forwarded(meta, bytes));
+                endpoint.inbox().send_or_lose(packet);
+            }
         }));
         Joined {
             membership: self.membership,
             endpoints,
-            reports,
+            publish_at: Instant::ZERO,
+            unpublished: false,
         }
     }
 }
@@ -141,7 +105,9 @@ impl Joining {
 pub(crate) struct Joined {
     membership: Arc<Membership>,
     endpoints: Arc<Endpoints>,
-    reports: Arc<Reports>,
+    /// Time to publish the counters next, and whether they may have changed since the last time.
+    publish_at: Instant,
+    unpublished: bool,
 }
 
 impl Joined {
@@ -150,21 +116,20 @@ impl Joined {
         &self.endpoints
     }
 
-    /// Returns whether the broker has requested a report.
-    pub(crate) fn is_report_requested(&self) -> bool {
-        self.reports.requested.load(SeqCst)
+    /// Notes that the loop has done something. Returns whether it is time to publish the counters.
+    pub(crate) fn is_publish_due(&mut self, now: Instant) -> bool {
+        self.unpublished = true;
+        now >= self.publish_at
     }
 
-    /// Stores the report that the broker requested.
-    pub(crate) fn report(&self, report: Report) {
-        self.reports.requested.store(false, SeqCst);
-        *self.reports.last.lock() = Some(report);
-        self.reports.updated.notify_all();
+    /// Publishes the loop's status.
+    pub(crate) fn publish(&mut self, now: Instant, status: &Snapshot) {
+        self.publish_at = now + PUBLISH;
+        self.unpublished = self.membership.publish(status);
     }
 
-    /// Leaves the broker with a last report.
-    pub(crate) fn leave(&self, report: Report) {
-        self.report(report.clone());
-        self.membership.report_last(report);
+    /// Returns when to publish the counters, if they may have changed.
+    pub(crate) fn publish_at(&self) -> Option<Instant> {
+        self.unpublished.then_some(self.publish_at)
     }
 }

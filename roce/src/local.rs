@@ -12,7 +12,7 @@ use roce_verbs::{
 };
 
 use crate::{
-    broker::{JoinConfig, Report},
+    broker::{JoinConfig, Snapshot},
     cm::service_id,
     device::{DeviceConfig, DeviceStats, Services},
     joined::{Joined, Joining},
@@ -20,7 +20,7 @@ use crate::{
     open,
     opener::{NewDevice, Opener},
     shards::Endpoints,
-    shared::{self, join_error},
+    shared::join_error,
     tap::SharedTap,
 };
 
@@ -49,18 +49,22 @@ impl Members {
         self.0[index].shard.as_ref()?.registry()
     }
 
-    /// Returns counters and addresses for the broker's status report.
-    fn report(&mut self) -> Report {
+    /// Publishes counters to other processes.
+    fn publish(&mut self, now: Instant, joined: &mut Joined) {
         let mut all = DeviceStats::default();
         let mut queue_pairs = 0;
         for member in &mut self.0 {
             all.add(&member.driver.counters().into());
             queue_pairs += member.driver.port().queue_pairs();
         }
-        let addrs: Vec<_> = self.0.iter().map(|m| m.addr).collect();
         let mtu = self.0.iter().map(|m| m.mtu).max().unwrap_or(Mtu::B256);
-        // `link_downed` is 0, because a loop does not watch its interfaces.
-        shared::report(&addrs, mtu, queue_pairs, all.reported(0))
+        let status = Snapshot {
+            mtu: mtu.bytes() as u32,
+            queue_pairs: queue_pairs as u64,
+            // A loop does not watch its interfaces.
+            counters: all.published(0),
+        };
+        joined.publish(now, &status);
     }
 }
 
@@ -174,9 +178,7 @@ pub struct LocalDevice {
 
 impl Drop for LocalDevice {
     fn drop(&mut self) {
-        if let Some(joined) = self.joined.take() {
-            joined.leave(self.fabric.ports().report());
-        }
+        self.publish(roce_net::now());
     }
 }
 
@@ -296,6 +298,7 @@ impl LocalDevice {
         let endpoints = Arc::<Endpoints>::default();
         this.members().iter_mut().for_each(|member| member.register(&endpoints));
         this.joined = Some(joining.joined(endpoints));
+        this.publish(roce_net::now());
         this
     }
 
@@ -314,7 +317,14 @@ impl LocalDevice {
             member.register(joined.endpoints());
         }
         self.fabric.ports().0.push(member);
+        self.publish(roce_net::now());
         self.fabric.add_device(limits, addrs)
+    }
+
+    fn publish(&mut self, now: Instant) {
+        if let Some(joined) = &mut self.joined {
+            self.fabric.ports().publish(now, joined);
+        }
     }
 
     fn members(&mut self) -> &mut [Member] {
@@ -402,10 +412,6 @@ impl LocalDevice {
         for member in self.members() {
             more |= member.receive(now, budget);
         }
-        if self.joined.as_ref().is_some_and(Joined::is_report_requested) {
-            let report = self.fabric.ports().report();
-            self.joined.iter().for_each(|joined| joined.report(report.clone()));
-        }
         more
     }
 
@@ -435,13 +441,17 @@ impl LocalDevice {
                 (Flush::Done, Flush::Done) => Flush::Done,
             };
         }
+        if self.joined.as_mut().is_some_and(|joined| joined.is_publish_due(now)) {
+            self.publish(now);
+        }
         all
     }
 
     /// Returns the time until the next timer expires. `None`: no timer is armed.
     pub fn next_timeout(&mut self, now: Instant) -> Option<Duration> {
-        let next = self.members().iter_mut().filter_map(|m| m.driver.next_timeout()).min();
-        next.map(|at| at.saturating_since(now))
+        let publish_at = self.joined.as_ref().and_then(Joined::publish_at);
+        let timeouts = self.members().iter_mut().filter_map(|m| m.driver.next_timeout());
+        timeouts.chain(publish_at).min().map(|at| at.saturating_since(now))
     }
 
     /// Returns the descriptors to poll for reading: packets, or room after [`Flush::Blocked`].

@@ -1,6 +1,6 @@
 //! Stands for the crate `roce-broker` where the feature `broker` is off. There is no [`JoinConfig`], so nothing else is ever made.
 
-use std::{collections::BTreeMap, convert::Infallible, io, net::IpAddr, path::PathBuf, sync::Arc};
+use std::{convert::Infallible, io, net::IpAddr, path::PathBuf};
 
 use roce_net::OpenSockets;
 use roce_port::{PortChange, QpnParts, QpnSlot, RxMeta};
@@ -57,23 +57,17 @@ pub mod proto {
     }
 }
 
-/// Status of a device.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
+/// Status of a member's devices.
+#[derive(Clone, Debug)]
 #[allow(missing_docs)]
-pub struct Report {
-    pub addrs: Vec<IpAddr>,
+pub struct Snapshot {
     pub mtu: u32,
     pub queue_pairs: u64,
-    pub counters: BTreeMap<String, u64>,
+    pub counters: [u64; 16],
 }
 
-/// Receiver of the broker's messages.
-pub trait Inbox: Send + Sync {
-    /// A packet that another process's socket received.
-    fn datagram(&self, meta: &RxMeta, bytes: &[u8]);
-    /// The status that the broker asks for.
-    fn report(&self) -> Option<Report>;
-}
+/// Receiver of packets.
+pub type Inbox = dyn Fn(&RxMeta, &[u8]) + Send + Sync;
 
 /// Never called.
 pub(crate) fn join(config: &JoinConfig) -> Result<Membership, JoinError> {
@@ -99,11 +93,11 @@ impl Membership {
         match self.0 {}
     }
 
-    pub(crate) fn set_inbox(&self, _inbox: Arc<dyn Inbox>) {
+    pub(crate) fn set_inbox(&self, _inbox: Box<Inbox>) {
         match self.0 {}
     }
 
-    pub(crate) fn report_last(&self, _report: Report) {
+    pub(crate) fn publish(&self, _status: &Snapshot) -> bool {
         match self.0 {}
     }
 

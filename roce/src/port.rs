@@ -144,6 +144,11 @@ impl PortView {
         }
     }
 
+    /// Returns how often the link has gone down.
+    pub(crate) fn link_downed(&self) -> u64 {
+        self.link_downed.load(Ordering::Relaxed)
+    }
+
     /// Returns the MTUs that the interfaces carry now.
     pub(crate) fn path_mtus(&self) -> Option<PathMtus> {
         let fits = iface::path_mtus(self.addr).ok()?;
@@ -339,11 +344,6 @@ impl Device {
 
 impl DeviceInner {
     pub(crate) fn hw_counters(&self) -> [(&'static str, u64); 15] {
-        self.stats().hw_counters(self.link_downed())
-    }
-
-    /// How often the link has gone down.
-    pub(crate) fn link_downed(&self) -> u64 {
-        self.router.port.link_downed.load(Ordering::Relaxed)
+        self.stats().hw_counters(self.router.port.link_downed())
     }
 }

@@ -49,10 +49,6 @@ impl Endpoints {
         self.0.write().push(endpoint);
     }
 
-    fn first(&self) -> Option<Endpoint> {
-        self.0.read().first().cloned()
-    }
-
     /// Returns the endpoint at exactly this address.
     fn at(&self, addr: IpAddr) -> Option<Endpoint> {
         self.0.read().iter().find(|endpoint| endpoint.addr == addr).cloned()
@@ -62,13 +58,6 @@ impl Endpoints {
     pub(crate) fn of(&self, local: IpAddr) -> Option<Endpoint> {
         let has = |endpoint: &&Endpoint| endpoint.addr.is_unspecified() && serves(endpoint.addr, local);
         self.at(local).or_else(|| self.0.read().iter().find(has).cloned())
-    }
-
-    /// Wakes the loop up. Returns false if it has no address.
-    pub(crate) fn wake(&self) -> bool {
-        let first = self.first();
-        first.iter().for_each(|endpoint| endpoint.inbox().ring());
-        first.is_some()
     }
 }
 

@@ -1,16 +1,13 @@
 //! Devices that share their address with other processes, through a broker (`roce_broker`).
 
-use std::{
-    net::IpAddr,
-    sync::{Arc, Weak},
-};
+use std::{net::IpAddr, sync::Arc};
 
 use roce_port::{PortChange, RxMeta};
-use roce_verbs::{Mtu, provider::VerbsError};
+use roce_verbs::provider::VerbsError;
 
 use crate::{
-    broker::{self, Inbox, JoinConfig, JoinError, Membership, Report, StartError},
-    device::{Device, DeviceConfig, DeviceInner, DeviceStats, Services},
+    broker::{self, JoinConfig, JoinError, Membership, Snapshot, StartError},
+    device::{Device, DeviceConfig, Services},
     joined::Joining,
     open,
 };
@@ -51,8 +48,8 @@ impl Services for Listeners {
         }
     }
 
-    fn closing(&self, report: Report) {
-        self.0.report_last(report);
+    fn publish(&self, status: &Snapshot) {
+        self.0.publish(status);
     }
 
     fn port_change(&self, change: PortChange) {
@@ -62,54 +59,6 @@ impl Services for Listeners {
     fn hand_over(&self, meta: &RxMeta, bytes: &[u8]) {
         // Lost if the broker has no room: the sender sends it again.
         self.0.hand_over(meta, bytes);
-    }
-}
-
-/// Takes what the broker has for one of the device's engines.
-struct Post {
-    device: Weak<DeviceInner>,
-    index: usize,
-}
-
-impl Inbox for Post {
-    fn datagram(&self, meta: &RxMeta, bytes: &[u8]) {
-        if let Some(inner) = self.device.upgrade() {
-            // A device that is closed takes nothing any more.
-            let _ = inner.engines.get(self.index).inject(bytes, meta);
-        }
-    }
-
-    fn report(&self) -> Option<Report> {
-        Some(self.device.upgrade()?.report(self.index))
-    }
-}
-
-/// A report of these addresses.
-pub(crate) fn report(
-    addrs: &[IpAddr],
-    mtu: Mtu,
-    queue_pairs: usize,
-    counters: impl Iterator<Item = (&'static str, u64)>,
-) -> Report {
-    let addrs = addrs.iter().filter(|a| !a.is_unspecified());
-    let counters = counters.map(|(name, value)| (name.to_owned(), value));
-    Report {
-        addrs: addrs.copied().collect(),
-        mtu: mtu.bytes() as u32,
-        queue_pairs: queue_pairs as u64,
-        counters: counters.collect(),
-    }
-}
-
-impl DeviceInner {
-    /// Returns the report about one of the device's engines for other processes: each is a process of its own to them.
-    pub(crate) fn report(&self, index: usize) -> Report {
-        let driver = self.engines.get(index);
-        // A process that ends is asked for its last report: with this call goes what its queue pairs owe.
-        let queue_pairs = driver.with(|port, _| port.queue_pairs()).unwrap_or(0);
-        let link_downed = if index == 0 { self.link_downed() } else { 0 };
-        let stats = DeviceStats::from(driver.counters());
-        report(&[self.addr], self.mtu, queue_pairs, stats.reported(link_downed))
     }
 }
 
@@ -141,7 +90,12 @@ impl Device {
         let device = Self::start(opened.collect::<Result<_, VerbsError>>()?)?;
         for (index, joining) in joining.iter().enumerate() {
             let device = Arc::downgrade(&device.0);
-            joining.set_inbox(Arc::new(Post { device, index }));
+            joining.set_inbox(Box::new(move |meta, bytes| {
+                if let Some(inner) = device.upgrade() {
+                    // A device that is closed takes nothing any more.
+                    let _ = inner.engines.get(index).inject(bytes, meta);
+                }
+            }));
         }
         Ok(device)
     }

@@ -15,13 +15,13 @@ rdma_rxe; then one for all that have ended since the broker was started, with th
 had single ones); and one line with the broker's own, which says of a broker for several users whether it keeps them apart \
 (`users isolated`) or they have to trust each other (`users one-trust-domain`). Counters that are zero are left out.
 
-A process tells its counters when it closes its device and when it exits. Of one that was killed by a signal nobody knows \
-what it had counted since it told last, which is when somebody asked (this command, or a reader of hw_counters in sysfs).
+Counters of a process that runs are 100 ms old at most, and so are those of one that was killed or has ended without closing its \
+device.
 
 With --json: one object with `pid` (the broker's), `isolation` (OneUser, Isolated or TrustDomain), `addrs`, `processes`, `ended` (an array of objects with `addrs`, \
-`processes`, their number, and `counters`), `ended_unknown` (how many have ended without having told anything), \
-`counters` and `translated` (null, or `text` and `age` in seconds of the last connect request that proved address translation); `null` if no broker runs. Of the ports of a process `bindings` has 64 at most. A process that does not answer \
-within 2 seconds has `answered` false, and in `report` what it told last, or null.")]
+`processes`, their number, and `counters`), `ended_unknown` (how many have ended whose counters are unknown), \
+`counters` and `translated` (null, or `text` and `age` in seconds of the last connect request that proved address translation); `null` if no broker runs. Of the ports of a process `bindings` has 64 at most. \
+`report` is null while a process has no device.")]
 pub(crate) struct StatArgs {
     /// Only this process
     #[arg(long, value_name = "PID")]
@@ -76,18 +76,17 @@ fn list(addrs: &[std::net::IpAddr]) -> String {
 }
 
 fn process_line(p: &ProcessReport, zeroes: bool) -> String {
-    // A process chooses its name, and those of the counters, and may be another user's.
+    // A process chooses its name, and may be another user's.
     let head = format!("process {} {} slot {}", p.pid, shown(&p.name), p.place.slot);
-    let silent = if p.answered { "" } else { " (does not answer)" };
     match &p.report {
         Some(r) => format!(
-            "{head} addr {} qps {} connections {}{}{silent}",
+            "{head} addr {} qps {} connections {}{}",
             list(&r.addrs),
             r.queue_pairs,
             p.connections,
             counters(r.counters.iter(), zeroes)
         ),
-        None => format!("{head} connections {}{silent}", p.connections),
+        None => format!("{head} connections {}", p.connections),
     }
 }
 
@@ -135,12 +134,11 @@ mod tests {
             place: Place { slot: 3, generation: 1 },
             connections: 1,
             bindings: vec![],
-            answered: false,
             report: None,
         };
         assert_eq!(
             process_line(&process, false),
-            "process 7 ib_write_bw slot 3 connections 1 (does not answer)"
+            "process 7 ib_write_bw slot 3 connections 1"
         );
         let counters = [("sent_pkts".to_owned(), 5), ("rcvd_pkts".to_owned(), 0)];
         process.report = Some(Report {
@@ -149,8 +147,6 @@ mod tests {
             ..Report::default()
         });
         let known = "process 7 ib_write_bw slot 3 addr all qps 2 connections 1 sent_pkts 5";
-        assert_eq!(process_line(&process, false), format!("{known} (does not answer)"));
-        process.answered = true;
         assert_eq!(process_line(&process, false), known);
         process.name = "a\x1b[2J\nb".into();
         assert!(!process_line(&process, false).contains(char::is_control));

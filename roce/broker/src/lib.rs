@@ -11,6 +11,8 @@
 //! * The broker is [`server::run`]; it exits when no process needs it any more.
 //! * If the broker dies, all connections go on. Each member holds a reference to the whole group (the
 //!   [vault](group)), and one of them starts another broker, which gets the group back from there.
+//! * A member keeps its counters in a [page](COUNTERS) that it shares with the broker, which reads them there, also after the member has
+//!   ended.
 //! * If a member dies, its numbers are quarantined for a minute; the broker disconnects its connections from their peers (DREQ), as
 //!   a kernel does for a process that exits.
 //!
@@ -22,6 +24,7 @@ mod client;
 #[doc(hidden)]
 pub mod fuzz;
 pub mod group;
+mod page;
 pub mod proto;
 pub mod server;
 mod start;
@@ -29,6 +32,7 @@ mod sys;
 mod track;
 mod wire;
 
-pub use client::{Inbox, JoinConfig, JoinError, Membership, exits, join, running_broker, statistics};
-pub use proto::{Ended, Isolation, Place, ProcessReport, Report, Statistics, Translated};
-pub use start::{StartError, make_home, runtime_dir};
+pub use client::{Inbox, Membership, join, running_broker, statistics};
+pub use page::{COUNTERS, MAX_ADDRS, Report, Snapshot};
+pub use proto::{Ended, Isolation, Place, ProcessReport, Statistics, Translated};
+pub use start::{JoinConfig, JoinError, StartError, make_home, runtime_dir};

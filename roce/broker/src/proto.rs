@@ -14,16 +14,10 @@ use roce_bth::Qpn;
 use roce_port::{QpnSlot, RxMeta};
 use serde::{Deserialize, Serialize};
 
+use crate::page::Report;
+
 /// Version of this protocol. Broker and members of other versions refuse each other.
-pub const VERSION: u32 = 6;
-/// The token of reports that nobody waits for.
-pub const UNASKED: u64 = 0;
-/// Counters of a [`Report`] that are kept, and those of all that have ended at an address.
-pub const MAX_COUNTERS: usize = 32;
-/// The longest name of a counter, bytes.
-pub const MAX_COUNTER_NAME: usize = 32;
-/// Addresses of a [`Report`] that are kept.
-pub const MAX_REPORT_ADDRS: usize = 4;
+pub const VERSION: u32 = 7;
 /// Ports of a process that statistics show.
 pub const MAX_SHOWN: usize = 64;
 /// How much of the statistics a record takes, bytes, about: the largest process or sum fits in beside it.
@@ -233,16 +227,6 @@ pub enum ToBroker {
         /// They are over, by our communication IDs.
         down: Vec<u32>,
     },
-    /// Answer to [`ToClient::Query`], or told unasked.
-    Report {
-        /// The query's, or [`UNASKED`].
-        token: u64,
-        /// The report; `None`: there is none (any more).
-        report: Option<Report>,
-    },
-    /// The process is about to exit with its device open, and wants a [`ToClient::Query`] of [`UNASKED`]: what it answers
-    /// is the last that the broker hears of its counters.
-    Exiting,
     /// From now on the member uses all that it may of its place ([`Parts::spread`]).
     Spread,
     /// The member leaves, having ended its connections itself.
@@ -336,17 +320,12 @@ pub enum ToClient {
     },
     /// A packet for this member that another socket received.
     Datagram(Meta),
-    /// Wants a [`ToBroker::Report`].
-    Query {
-        /// To be repeated.
-        token: u64,
-    },
 }
 
 /// Answers.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Reply {
-    /// The member's place.
+    /// The member's place, and beside it the page for its counters, unless the broker can't make one.
     Welcome {
         /// See [`Place`].
         place: Place,
@@ -407,47 +386,14 @@ pub enum Refusal {
     Internal,
 }
 
-/// Report of a member about itself.
-#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub struct Report {
-    /// Addresses of the device; empty: all of the host.
-    pub addrs: Vec<IpAddr>,
-    /// Path MTU, bytes.
-    pub mtu: u32,
-    /// Queue pairs.
-    pub queue_pairs: u64,
-    /// Counters by name.
-    pub counters: BTreeMap<String, u64>,
-}
-
-impl Report {
-    /// Returns the part that a broker stores, as members are not trusted: [`MAX_REPORT_ADDRS`] addresses, in order, and
-    /// [`MAX_COUNTERS`] counters, with names of at most [`MAX_COUNTER_NAME`] lower-case letters, digits and underscores.
-    pub fn bounded(mut self) -> Self {
-        let is_name = |name: &String| {
-            let is_sound = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_';
-            (1..=MAX_COUNTER_NAME).contains(&name.len()) && name.bytes().all(is_sound)
-        };
-        let counters = self.counters.into_iter().filter(|(name, _)| is_name(name));
-        self.counters = counters.take(MAX_COUNTERS).collect();
-        for addr in &mut self.addrs {
-            *addr = addr.to_canonical();
-        }
-        self.addrs.sort_unstable();
-        self.addrs.dedup();
-        self.addrs.truncate(MAX_REPORT_ADDRS);
-        self
-    }
-}
-
-/// Counters of processes that have ended. For one that was killed they are those of its last report.
+/// Sums of the counters of processes that have ended.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Ended {
-    /// Addresses of their device, as in [`Report`].
+    /// Addresses of their devices, as in [`Report`].
     pub addrs: Vec<IpAddr>,
-    /// How many they were.
+    /// Number of processes.
     pub processes: u64,
-    /// Their sums by name. They stop at the largest value.
+    /// Sums by name. They stop at the largest value.
     pub counters: BTreeMap<String, u64>,
 }
 
@@ -466,9 +412,7 @@ pub struct ProcessReport {
     pub connections: u64,
     /// Its ports, [`MAX_SHOWN`] at most.
     pub bindings: Vec<Binding>,
-    /// It answered in time.
-    pub answered: bool,
-    /// Its latest report; `None` if there was none.
+    /// Its status; `None` if it has published none.
     pub report: Option<Report>,
 }
 
@@ -512,7 +456,7 @@ pub struct Statistics {
     pub processes: Vec<ProcessReport>,
     /// Counters of members that ended since the broker was started, by the addresses of their devices.
     pub ended: Vec<Ended>,
-    /// Ended members whose counters are not known: they had not told any, or are of more addresses than are kept.
+    /// Number of ended members whose counters are unknown: they had published none, or sums are kept for too many sets of addresses.
     pub ended_unknown: u64,
     /// Counters of the broker, by name.
     pub counters: BTreeMap<String, u64>,
@@ -576,6 +520,7 @@ impl Statistics {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::page::{COUNTERS, MAX_ADDRS, named};
 
     #[test]
     fn what_is_known_of_a_datagram_stays_with_it() {
@@ -600,37 +545,6 @@ mod tests {
     }
 
     #[test]
-    fn a_report_is_cut_to_what_is_kept() {
-        let usual = report(&[[127, 0, 0, 1]], &[("sent_pkts", 7), ("rdma_sends2", 0)]);
-        assert_eq!(usual.clone().bounded(), usual);
-        let long = "x".repeat(MAX_COUNTER_NAME + 1);
-        let odd = report(
-            &[],
-            &[
-                ("", 1),
-                ("a b", 2),
-                ("é", 3),
-                ("A", 4),
-                ("a\n", 5),
-                (&long, 6),
-                (&long[1..], 7),
-            ],
-        );
-        assert_eq!(odd.bounded().counters, report(&[], &[(&long[1..], 7)]).counters);
-        let mut many = Report::default();
-        many.counters.extend((0..1000).map(|n| (format!("c{n}"), n)));
-        many.addrs
-            .extend((0..1000).map(|n: u16| IpAddr::from([10, 0, 1, (n % 200) as u8])));
-        many.addrs.push("::ffff:10.0.1.0".parse().unwrap());
-        let kept = many.bounded();
-        assert_eq!(
-            (kept.counters.len(), kept.addrs.len()),
-            (MAX_COUNTERS, MAX_REPORT_ADDRS)
-        );
-        assert_eq!(kept.addrs[1], IpAddr::from([10, 0, 1, 1]), "in order, each once");
-    }
-
-    #[test]
     fn a_counter_of_a_device_is_that_of_its_processes_ended_or_not() {
         let living = |addrs: &[[u8; 4]], n| ProcessReport {
             pid: 1,
@@ -639,7 +553,6 @@ mod tests {
             place: Place { slot: 1, generation: 0 },
             connections: 0,
             bindings: vec![],
-            answered: true,
             report: Some(report(addrs, &[("sent_pkts", n)])),
         };
         let ended = |addrs: &[[u8; 4]], n| Ended {
@@ -662,8 +575,7 @@ mod tests {
 
     /// Returns the largest statistics that members can cause.
     fn worst_statistics() -> Statistics {
-        let name = |n: usize| format!("{n:0>width$}", width = MAX_COUNTER_NAME);
-        let counters: BTreeMap<String, u64> = (0..MAX_COUNTERS).map(|n| (name(n), u64::MAX)).collect();
+        let counters = named(&[u64::MAX; COUNTERS.len()]);
         let addr: IpAddr = "1111:2222:3333:4444:5555:6666:7777:8888".parse().unwrap();
         let binding = Binding {
             service: u64::MAX,
@@ -683,16 +595,15 @@ mod tests {
             },
             connections: u64::MAX,
             bindings: vec![binding; MAX_SHOWN],
-            answered: false,
             report: Some(Report {
-                addrs: vec![addr; MAX_REPORT_ADDRS],
+                addrs: vec![addr; MAX_ADDRS],
                 mtu: u32::MAX,
                 queue_pairs: u64::MAX,
                 counters: counters.clone(),
             }),
         };
         let sums = Ended {
-            addrs: vec![addr; MAX_REPORT_ADDRS],
+            addrs: vec![addr; MAX_ADDRS],
             processes: u64::MAX,
             counters,
         };

@@ -1,4 +1,4 @@
-//! Search for the broker, and its start: one per user, by the first process that needs it.
+//! Joining: search for the broker, and its start: one per user, by the first process that needs it.
 
 use std::{
     ffi::OsStr,
@@ -14,12 +14,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-use roce_net::{environment, holder::BROKER_SOCKET};
+use roce_net::{
+    environment,
+    holder::{BROKER_DIR_VARIABLE, BROKER_SOCKET, BROKER_VARIABLE},
+};
 use rustix::{
     fs::FlockOperation,
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
     process::geteuid,
 };
+
+use crate::proto::{Place, Refusal};
 
 /// The socket's name in the broker's directory.
 pub(crate) const SOCKET: &str = BROKER_SOCKET;
@@ -41,6 +46,83 @@ const NETWORK: &str = "net-";
 const UNUSED: Duration = Duration::from_secs(24 * 3600);
 /// Pause between two attempts.
 const PAUSE: Duration = Duration::from_millis(10);
+
+/// Why a process is not a member.
+#[derive(Debug, thiserror::Error)]
+pub enum JoinError {
+    /// There is no broker.
+    #[error(transparent)]
+    Start(#[from] StartError),
+    /// It refuses.
+    #[error("{text}")]
+    Refused {
+        /// Why, for programs.
+        why: Refusal,
+        /// Why, for people.
+        text: String,
+    },
+    /// It does not answer.
+    #[error("the broker does not answer")]
+    Timeout,
+    /// It answers something else.
+    #[error("the broker's answer makes no sense")]
+    Protocol,
+    /// The connection belongs to the process that this one was forked from.
+    #[error("joined by the parent process, not by this one")]
+    Forked,
+    /// A system call failed.
+    #[error("{context}: {source}")]
+    Io {
+        /// Operation that failed.
+        context: &'static str,
+        /// Error of the system.
+        source: io::Error,
+    },
+}
+
+pub(crate) fn join_io(context: &'static str) -> impl Fn(io::Error) -> JoinError {
+    move |source| JoinError::Io { context, source }
+}
+
+/// How to join.
+#[derive(Clone, Debug)]
+pub struct JoinConfig {
+    /// Directory of the broker's socket.
+    pub dir: PathBuf,
+    /// The program to start as `PROGRAM broker …`; `None`: this one if it is called `ferroce`, or else that of the search
+    /// path.
+    pub program: Option<PathBuf>,
+    /// Name of this process.
+    pub name: String,
+}
+
+impl JoinConfig {
+    /// How many queue pairs a process is sure to be able to have, as far as can be told before it joins.
+    pub fn sure_numbers(&self) -> u32 {
+        let place = match is_of_others(&self.dir) {
+            // A broker of several users gives a process a generation at least.
+            true => Place { slot: 1, generation: 0 },
+            false => Place::whole(1),
+        };
+        place.numbers().qpns().count()
+    }
+
+    /// By the environment: `FERROCE_BROKER` (a program, or `off`) and `FERROCE_BROKER_DIR`, neither of which a program with
+    /// rights that its user hasn't believes. `None` when it is switched off.
+    pub fn from_env() -> Option<Self> {
+        let program = environment::var_os(BROKER_VARIABLE).map(PathBuf::from);
+        if program.as_deref() == Some(Path::new("off")) {
+            return None;
+        }
+        let dir = environment::var_os(BROKER_DIR_VARIABLE).map(PathBuf::from);
+        let exe = std::env::current_exe().unwrap_or_default();
+        Some(Self {
+            dir: dir.unwrap_or_else(runtime_dir),
+            program,
+            name: exe.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+        })
+    }
+}
 
 /// Why there is no broker.
 #[derive(Debug, thiserror::Error)]

@@ -91,15 +91,6 @@ pub(crate) fn wait_for(socket: BorrowedFd<'_>, room: bool, counter: BorrowedFd<'
     }
 }
 
-/// Has a function called when the process ends by `exit()` or by returning from `main`.
-pub(crate) fn at_exit(handler: extern "C" fn()) -> io::Result<()> {
-    // SAFETY: the function stays: what this crate is linked into owns threads, so it is never unloaded.
-    match unsafe { libc::atexit(handler) } {
-        0 => Ok(()),
-        _ => Err(io::ErrorKind::OutOfMemory.into()),
-    }
-}
-
 fn check(rc: c_int) -> io::Result<()> {
     match rc {
         0 => Ok(()),

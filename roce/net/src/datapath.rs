@@ -180,6 +180,10 @@ pub trait Datapath: Send {
     fn descriptors(&self) -> Vec<BorrowedFd<'_>>;
     /// Counts so far.
     fn counters(&self) -> DatapathCounters;
+    /// Returns counts so far without a system call. Those that the kernel keeps may be missing.
+    fn own_counters(&self) -> DatapathCounters {
+        self.counters()
+    }
     /// Sets the receive buffer and returns what the system granted.
     ///
     /// # Errors

@@ -56,6 +56,8 @@ pub struct DriverConfig {
     pub inbox: Option<Arc<Inbox<ToShard>>>,
     /// Faults on demand.
     pub faults: Option<Network>,
+    /// Publish counters ([`EventSink::publish`]).
+    pub publishes: bool,
 }
 
 impl Default for DriverConfig {
@@ -70,6 +72,7 @@ impl Default for DriverConfig {
             recipients: None,
             inbox: None,
             faults: None,
+            publishes: false,
         }
     }
 }
@@ -107,14 +110,26 @@ impl Driver {
         }
         let motor = Motor::new(path, tap, config.batch_bytes, config.recipients, config.faults);
         let persister = Arc::<Persister>::default();
-        let engine = Engine::new(port, motor, sink.clone(), wake.clone(), persister.clone(), config.inbox);
+        let (inbox, publishes) = (config.inbox, config.publishes);
+        let engine = Engine::new(
+            port,
+            motor,
+            sink.clone(),
+            wake.clone(),
+            persister.clone(),
+            inbox,
+            publishes,
+        );
         let runtime = Runtime {
             wake,
             sink,
             born: sys::generation(),
         };
         let shared = Arc::new(Shared::new(engine, runtime));
-        shared.with_closed(|engine| engine.report = Some(reporter(&shared)));
+        shared.with_closed(|engine| {
+            engine.report = Some(reporter(&shared));
+            engine.publish(clock::now(), true);
+        });
         let theirs = shared.clone();
         let start = |poll| {
             let sleep = Sleep::new(poll, config.spin);
@@ -294,6 +309,7 @@ impl Driver {
         let _ = self.shared.with(|engine| {
             engine.pass(clock::now());
             engine.flush(clock::now());
+            engine.publish(clock::now(), true);
             engine.motor.end_tap();
         });
         self.stop();
@@ -407,10 +423,9 @@ fn run(shared: &Shared, mut sleep: Sleep, mut links: Option<LinkWatch>) {
             match links.take() {
                 Ok(changes) if changes.is_empty() => {}
                 Ok(changes) => {
-                    if let Some(mtus) = shared.env().sink.links(changes) {
-                        // Closed: no call needs them any more.
-                        let _ = shared.with(|engine| engine.port.set_path_mtus(mtus));
-                    }
+                    let mtus = shared.env().sink.links(changes);
+                    // Closed: no call needs them any more.
+                    let _ = shared.with(|engine| engine.links_changed(mtus));
                 }
                 Err(e) => tracing::warn!("reading changes of interfaces failed: {e}"),
             }

@@ -7,7 +7,7 @@ use roce_verbs::{AsyncEvent, Instant, PathMtus};
 
 use crate::{
     clock,
-    datapath::Received,
+    datapath::{DatapathCounters, Received},
     inbox::Inbox,
     links::LinkChange,
     motor::{Flush, Motor},
@@ -25,6 +25,8 @@ const SINGLES: u32 = 8;
 const SOCKET_BUDGET: usize = 4096;
 /// Time up to which the progress thread waits for a timer awake. Arming a near timer takes 20 to 50 us in virtual machines.
 const SOON: Duration = Duration::from_micros(50);
+/// Interval at which counters are published while there is no pause.
+const PUBLISH: Duration = Duration::from_millis(100);
 
 /// Receives a port's events under the port's lock. An implementation must not call a driver, except [`Driver::stop`], and acquires leaf
 /// locks only.
@@ -47,6 +49,8 @@ pub trait EventSink: Send + Sync {
     fn command(&self, _command: QpCommand) {}
     /// Takes a report for the engine that has the connections.
     fn report(&self, _report: FromShard) {}
+    /// Publishes counters to other processes, if the driver is configured so.
+    fn publish(&self, _port: &Port, _path: &DatapathCounters) {}
     /// Reports changes of interfaces, without the port's lock. Returns the path MTUs that they carry now, if known.
     fn links(&self, _changes: Vec<(String, LinkChange)>) -> Option<PathMtus> {
         None
@@ -75,11 +79,16 @@ pub(crate) struct Engine {
     /// Polls in a row that found a single datagram, and whether the last poll found any.
     singles: u32,
     found: bool,
+    /// Whether counters are published, whether they have changed since, and when to publish them at the latest.
+    publishes: bool,
+    unpublished: bool,
+    publish_at: Instant,
 }
 
 impl Advance for Engine {
     fn pass(&mut self, now: Instant) -> Work {
         let (work, _) = self.receive_and_send(now, BUDGET);
+        self.publish(now, work == Work::None);
         self.soon = self.arm_timer(now);
         self.with_timer(work)
     }
@@ -89,6 +98,7 @@ impl Advance for Engine {
         let budget = if self.singles >= SINGLES { 1 } else { BUDGET };
         let (work, idle) = self.receive_and_send(now, budget);
         self.note_found(self.datagrams - before);
+        self.publish(now, false);
         if !idle {
             self.soon = self.arm_timer(now);
         }
@@ -112,6 +122,7 @@ impl Engine {
         wake: Arc<Wake>,
         persister: Arc<Persister>,
         inbox: Option<Arc<Inbox<ToShard>>>,
+        publishes: bool,
     ) -> Self {
         Self {
             port,
@@ -127,6 +138,9 @@ impl Engine {
             datagrams: 0,
             singles: 0,
             found: false,
+            publishes,
+            unpublished: publishes,
+            publish_at: Instant::ZERO,
         }
     }
 
@@ -234,8 +248,26 @@ impl Engine {
         self.wake_soon(now);
     }
 
+    /// Takes the path MTUs that the interfaces carry now, if known, after something about them has changed.
+    pub(crate) fn links_changed(&mut self, mtus: Option<PathMtus>) {
+        if let Some(mtus) = mtus {
+            self.port.set_path_mtus(mtus);
+        }
+        self.unpublished = self.publishes;
+    }
+
+    /// Publishes the counters if they may have changed: in a pause, when nothing is left to do, otherwise at an interval.
+    pub(crate) fn publish(&mut self, now: Instant, pause: bool) {
+        if self.unpublished && (pause || now >= self.publish_at) {
+            self.unpublished = false;
+            self.publish_at = now + PUBLISH;
+            self.sink.publish(&self.port, &self.motor.path.own_counters());
+        }
+    }
+
     /// Arms the timer in a thread that does not call again.
     fn wake_soon(&mut self, now: Instant) {
+        self.publish(now, false);
         if self.arm_timer(now) {
             let at = if self.wake.is_watching() { SOON } else { LEASE };
             self.wake.wake_by(now, now + at);
@@ -249,7 +281,9 @@ impl Engine {
         if self.wake.is_parked() {
             return false;
         }
-        let Some(at) = self.motor.next_timeout(&mut self.port) else {
+        let publish_at = self.unpublished.then_some(self.publish_at);
+        let timeout = self.motor.next_timeout(&mut self.port).into_iter();
+        let Some(at) = timeout.chain(publish_at).min() else {
             return false;
         };
         let soon = at < now + SOON;
@@ -261,6 +295,7 @@ impl Engine {
     }
 
     fn report(&mut self, now: Instant) {
+        self.unpublished = self.publishes;
         while let Some(change) = self.port.poll_change() {
             self.sink.port_change(change);
         }

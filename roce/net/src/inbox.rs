@@ -68,7 +68,7 @@ impl<T> Inbox<T> {
     }
 
     /// Makes the descriptor readable.
-    pub fn ring(&self) {
+    fn ring(&self) {
         self.full.store(true, SeqCst);
         self.event.raise();
     }

@@ -627,6 +627,10 @@ impl Datapath for UdpDatapath {
         main.chain(mads).chain([self.room.as_fd()]).chain(groups).collect()
     }
 
+    fn own_counters(&self) -> DatapathCounters {
+        self.counters
+    }
+
     fn counters(&self) -> DatapathCounters {
         let drops = self
             .receivers()

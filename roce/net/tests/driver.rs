@@ -34,6 +34,9 @@ const PATIENCE: Duration = Duration::from_secs(60);
 #[derive(Default)]
 struct Sink {
     closed: AtomicBool,
+    /// Packets sent, as published last, and how often something was published.
+    published: AtomicU64,
+    publications: AtomicU64,
 }
 
 impl EventSink for Sink {
@@ -45,6 +48,11 @@ impl EventSink for Sink {
 
     fn closed(&self) {
         self.closed.store(true, Ordering::Release);
+    }
+
+    fn publish(&self, port: &Port, _path: &DatapathCounters) {
+        self.published.store(port.counters().tx_packets, Ordering::Release);
+        self.publications.fetch_add(1, Ordering::AcqRel);
     }
 }
 
@@ -245,6 +253,32 @@ fn a_full_send_buffer_delays_and_loses_nothing() {
     let mut seen = vec![0; 1 << 20];
     b.region.read(0, &mut seen).unwrap();
     assert!(seen == data);
+}
+
+#[test]
+fn counters_are_published_in_pauses_and_while_nothing_happens_they_are_not() {
+    let publishes = DriverConfig {
+        publishes: true,
+        ..DriverConfig::default()
+    };
+    let (a, b) = (host(Oddity::None, publishes), plain());
+    let publications = |host: &Host| host.sink.publications.load(Ordering::Acquire);
+    assert_eq!(publications(&a), 1, "a device shows itself");
+    a.raise(&b);
+    b.raise(&a);
+    a.write(&b).unwrap();
+    assert!(a.completions(1)[0].is_ok());
+    wait_until(|| a.sink.published.load(Ordering::Acquire) == a.driver.counters().0.tx_packets);
+    let before = publications(&a);
+    thread::sleep(Duration::from_millis(500));
+    assert!(publications(&a) <= before + 1, "without a timer of its own");
+    assert_eq!(publications(&b), 0);
+    a.write_some(&b, 64).unwrap();
+    a.driver.close();
+    assert_eq!(
+        a.sink.published.load(Ordering::Acquire),
+        a.driver.counters().0.tx_packets
+    );
 }
 
 #[test]

@@ -3,7 +3,7 @@
 
 use std::{
     ffi::{c_int, c_void},
-    io, mem,
+    mem,
     os::fd::RawFd,
     ptr,
     sync::{
@@ -22,8 +22,6 @@ use super::{
     facade::{Facade, Id},
     ucma::Ucma,
 };
-use roce::broker;
-
 use crate::{
     cancel::{self, Wait},
     device,
@@ -287,12 +285,7 @@ unsafe extern "C-unwind" fn close(fd: c_int) -> c_int {
 unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: usize) -> isize {
     if !is_channel(fd) || !ret::value(false, || takes_commands(fd)) {
         // SAFETY: the caller's.
-        let written = unsafe { next_write(fd, buf, len) };
-        // SAFETY: likewise.
-        if written < 0 && broker::exits() && unsafe { asks_closed_channel(fd, buf, len) } {
-            sleep_on();
-        }
-        return written;
+        return unsafe { next_write(fd, buf, len) };
     }
     // SAFETY: the caller passes `len` readable bytes.
     if ret::value(false, || unsafe { asks_event(fd, buf, len) }) {
@@ -336,17 +329,6 @@ extern "C" fn rearm(number: *mut c_void) {
 unsafe fn asks_event(fd: RawFd, buf: *const c_void, len: usize) -> bool {
     // SAFETY: the caller's promise.
     unsafe { parse(fd, buf, len) }.is_ok_and(|c| c.cmd == Cmd::GetEvent)
-}
-
-/// Whether a write that failed was a reader's whose channel the program has closed just before it called `exit()`. That takes
-/// longer with us: with the kernel the process is gone before the reader comes so far (rping's server).
-///
-/// # Safety
-/// As for [`write`], of which `errno` is.
-unsafe fn asks_closed_channel(fd: RawFd, buf: *const c_void, len: usize) -> bool {
-    let closed = io::Error::last_os_error().raw_os_error() == Some(libc::EBADF);
-    // SAFETY: the caller's promise.
-    closed && unsafe { asks_event(fd, buf, len) }
 }
 
 /// Blocks a reader whose channel is closed meanwhile: the kernel's readers sleep on, and programs close channels that a thread of theirs
@@ -500,23 +482,5 @@ mod tests {
         CHANNELS.remove(fd);
         // SAFETY: the channel has given its descriptor up to us.
         unsafe { libc_close(fd) };
-    }
-
-    #[test]
-    fn a_reader_of_a_closed_channel_is_told_from_other_writers() {
-        for (cmd, reader) in [(12, true), (1, false)] {
-            let buf = bytes(cmd);
-            // SAFETY: a command without addresses; nobody has the descriptor.
-            unsafe {
-                assert_eq!(libc_write(-1, buf.as_ptr().cast(), buf.len()), -1);
-                assert_eq!(asks_closed_channel(-1, buf.as_ptr().cast(), buf.len()), reader);
-            }
-        }
-        let text = b"no command";
-        // SAFETY: ten bytes; nobody has the descriptor.
-        unsafe {
-            assert_eq!(libc_write(-1, text.as_ptr().cast(), text.len()), -1);
-            assert!(!asks_closed_channel(-1, text.as_ptr().cast(), text.len()));
-        }
     }
 }

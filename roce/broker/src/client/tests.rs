@@ -1,8 +1,11 @@
 //! Answers, late and in time, and what goes with a broker.
 
+use std::{path::PathBuf, thread};
+
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
-use super::*;
+use super::{state::MAX_GIVEN_UP, *};
+use crate::proto::Refusal;
 
 /// A member, and the broker's end of its connection.
 fn member() -> (Arc<Shared>, Arc<OwnedFd>, OwnedFd) {
@@ -22,7 +25,7 @@ fn member_in(dir: PathBuf) -> (Arc<Shared>, Arc<OwnedFd>, OwnedFd) {
         token: 7,
         parts: Parts::default(),
     };
-    let shared = Shared::new(config, given, link.clone(), vec![]).unwrap();
+    let shared = Shared::new(config, given, None, link.clone()).unwrap();
     (Arc::new(shared), link, broker)
 }
 

@@ -1,4 +1,4 @@
-//! Which sockets a member gets for an address.
+//! Which sockets a member gets for an address, and when an address is closed.
 //!
 //! Of two sockets, one bound to the packet's address and one bound to all, the kernel takes the former. So
 //!
@@ -7,18 +7,23 @@
 //! - who has all addresses has a socket in their group, and one in the group of each single address, of which there are no new
 //!   ones from then on.
 
-use std::{io, net::IpAddr, os::fd::OwnedFd};
+use std::{io, net::IpAddr, os::fd::OwnedFd, time::Duration};
 
 use roce_net::now;
+use roce_verbs::Instant;
 
 use super::{
     broker::Broker,
+    gsi::Gsi,
     requests::{Outcome, refused},
 };
 use crate::{
     group::{Group, GroupError, Steering, bound_to, family_addresses},
-    proto::{Place, Refusal, Reply},
+    proto::{MAX_GROUPS, Place, Refusal, Reply},
 };
+
+/// Time after a start for which groups stay open for living members of a former broker that have not rejoined.
+const ABSENT_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl Broker {
     /// The group that packets to an address come to.
@@ -84,6 +89,9 @@ impl Broker {
                 }
             }
             c.opened.extend(&groups);
+            if let Some(page) = &mut c.page {
+                page.add_address(addr);
+            }
         }
         let handed_out = match (served, again && self.steering == Steering::Array) {
             (Some(by), _) => Ok(Outcome::Reply(
@@ -202,5 +210,102 @@ impl Broker {
         };
         self.add_group(group, uid).map_err(io)?;
         self.own_group(addr).ok_or(GroupError::NotLocal(addr))
+    }
+
+    /// Closes groups unused for `idle`, so that a program without the broker can bind the port.
+    pub(super) fn close_idle_groups(&mut self, now: Instant) {
+        let absent = !self.slots.absent().is_empty() && now < self.started + ABSENT_TIMEOUT;
+        let idle: Vec<(usize, bool)> = self
+            .groups
+            .iter()
+            .map(|(key, _)| (key, !absent && self.is_idle(key)))
+            .collect();
+        for (key, idle) in idle {
+            let Some(gsi) = self.groups.get_mut(key) else { continue };
+            gsi.idle_since = if idle { gsi.idle_since.or(Some(now)) } else { None };
+        }
+        let over = |g: &Gsi| g.idle_since.is_some_and(|since| now >= since + self.idle);
+        let keys: Vec<usize> = self.groups.iter().filter(|(_, g)| over(g)).map(|(k, _)| k).collect();
+        keys.into_iter().for_each(|key| self.close_group(key));
+        // Restored groups are useful only as long as their former members may rejoin.
+        if !absent && !self.is_rejoining(now) && now >= self.started + self.idle {
+            for group in std::mem::take(&mut self.restored) {
+                self.remove_vault(group.addr());
+            }
+        }
+    }
+
+    /// Returns whether no client has sockets of a group and no DREQ must be sent from it.
+    fn is_idle(&self, key: usize) -> bool {
+        let used = self.clients.iter().any(|(_, c)| c.opened.contains(&key));
+        let has_dreqs = |g: &Gsi| self.orphans.needs(|local| g.covers(local));
+        !used && !self.groups.get(key).is_some_and(has_dreqs)
+    }
+
+    fn close_group(&mut self, key: usize) {
+        let Some(gsi) = self.groups.try_remove(key) else { return };
+        tracing::info!(addr = %gsi.group.addr(), "closing an address");
+        for fd in gsi.descriptors() {
+            self.unwatch(fd);
+        }
+        self.remove_vault(gsi.group.addr());
+    }
+
+    /// Closes the selected groups that are unused, to make room for a requested one.
+    ///
+    /// Closes none while members of a former broker may rejoin.
+    pub(super) fn close_unused(&mut self, which: impl Fn(&Gsi) -> bool) {
+        if !self.slots.absent().is_empty() {
+            return;
+        }
+        let keys = self.groups.iter().filter(|(_, g)| which(g)).map(|(key, _)| key);
+        let keys: Vec<usize> = keys.filter(|key| self.is_idle(*key)).collect();
+        keys.into_iter().for_each(|key| self.close_group(key));
+    }
+
+    /// Returns the number of groups that count for a user: those it uses, and unused ones that it requested.
+    pub(super) fn groups_of(&self, uid: u32) -> usize {
+        let uses = |key: &usize| self.clients.iter().any(|(_, c)| c.uid == uid && c.opened.contains(key));
+        let counts = |(key, g): &(usize, &Gsi)| uses(key) || (g.owner == uid && self.is_idle(*key));
+        self.groups.iter().filter(counts).count()
+    }
+
+    /// Makes room for another group of a user by closing unused ones.
+    ///
+    /// # Errors
+    /// Counter and text of the refusal, if the user's quota or the broker's limit is exhausted.
+    pub(super) fn make_room(&mut self, uid: u32) -> Result<(), (&'static str, String)> {
+        if self.groups_of(uid) >= self.quotas.addresses {
+            self.close_unused(|g| g.owner == uid);
+        }
+        if self.groups_of(uid) >= self.quotas.addresses {
+            let max = self.quotas.addresses;
+            let text = format!("user {uid} has {max} addresses open, which is its limit (--max-addresses)");
+            return Err(("refused_addresses", text));
+        }
+        if self.groups.len() >= MAX_GROUPS {
+            self.close_unused(|_| true);
+        }
+        match self.groups.len() < MAX_GROUPS {
+            true => Ok(()),
+            false => Err((
+                "refused_addresses",
+                format!("the broker has {MAX_GROUPS} addresses open, which is its limit"),
+            )),
+        }
+    }
+
+    /// Stores a group's vault in systemd's file descriptor store.
+    pub(super) fn store_vault(&self, group: &Group) {
+        if let Err(e) = self.notify.keep(group.addr(), group.vault()) {
+            tracing::warn!("can't store the sockets with systemd: {e}");
+        }
+    }
+
+    /// Removes a group's vault from systemd's file descriptor store.
+    fn remove_vault(&self, addr: IpAddr) {
+        if let Err(e) = self.notify.drop_kept(addr) {
+            tracing::warn!("can't remove closed sockets from systemd's store: {e}");
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! Event loop of the broker, and its routing of packets to members.
+//! Event loop of the broker.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -9,7 +9,6 @@ use std::{
 };
 
 use mio::{Events, Interest, Poll, Token, unix::SourceFd};
-use roce_cm::mad::{Mad, Message};
 use roce_net::now;
 use roce_verbs::Instant;
 use rustix::net::SocketFlags;
@@ -19,11 +18,11 @@ use super::{
     Config,
     client::{Client, FIRST_WORD},
     ended::Gone,
-    gsi::{Arrival, Gsi, Target, target},
+    gsi::{Arrival, Gsi},
     orphans::Orphans,
     ports::Ports,
     quota::{MAX_NAMELESS, Quotas, Throttle},
-    requests::{Deferred, StatisticsQuery},
+    requests::Deferred,
     slots::Slots,
     state::{self, Life, StateFile, boot_time},
     systemd::Notify,
@@ -32,26 +31,18 @@ use super::{
 use crate::{
     bpf,
     group::{Group, Steering},
-    proto::{Connection, Isolation, MAX_GROUPS, Meta, Place, ToBroker, ToClient},
+    proto::{Connection, Isolation, Place, ToBroker},
     sys,
     track::Tracker,
     wire::{MAX_RECORD, Record, RecvError},
 };
 
-/// Offsets of management class, method and transaction ID in a MAD, bytes (IBA 13.4.3).
-const MAD_CLASS: usize = 1;
-const MAD_METHOD: usize = 3;
-const MAD_TRANSACTION: usize = 8;
-/// Response bit of a MAD's method.
-const METHOD_RESPONSE: u8 = 0x80;
 /// Largest number of records read from a client before other sources are served.
 pub(super) const CLIENT_BUDGET: usize = 128;
 /// Largest number of records read from a client whose process has exited. Its socket holds fewer.
-const LAST_BUDGET: usize = 4096;
+pub(super) const LAST_BUDGET: usize = 4096;
 /// Time that members of a former broker have to rejoin after a start.
 const REJOIN_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time after a start for which groups stay open for living members of a former broker that have not rejoined.
-const ABSENT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time that a new connection has to join. Until then it keeps the broker running.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(2);
 /// Interval at which the steering programs are attached again. A member that detaches one stops the others for so long.
@@ -100,7 +91,7 @@ pub(super) struct Broker {
     /// Time after which an unused broker exits. `None`: it never does.
     linger: Option<Duration>,
     /// Time after which an unused group is closed.
-    idle: Duration,
+    pub(super) idle: Duration,
     shared: bool,
     pub(super) steering: Steering,
     pub(super) isolation: Isolation,
@@ -116,12 +107,11 @@ pub(super) struct Broker {
     pub(super) slots: Slots,
     pub(super) ports: Ports,
     pub(super) tracker: Tracker,
-    orphans: Orphans,
+    pub(super) orphans: Orphans,
     pub(super) deferred: Vec<Deferred>,
     pub(super) contested: Vec<Deferred>,
     /// Requests of this round that become `contested` after it.
     pub(super) newly_contested: Vec<Deferred>,
-    pub(super) queries: Vec<StatisticsQuery>,
     pub(super) translations: Translations,
     pub(super) gone: Gone,
     pub(super) counters: BTreeMap<&'static str, u64>,
@@ -181,7 +171,6 @@ impl Broker {
             deferred: Vec::new(),
             contested: Vec::new(),
             newly_contested: Vec::new(),
-            queries: Vec::new(),
             translations: Translations::default(),
             gone: Gone::default(),
             counters: BTreeMap::new(),
@@ -229,7 +218,6 @@ impl Broker {
         }
         let needs_tick = self.stalled
             || !self.deferred.is_empty()
-            || !self.queries.is_empty()
             || !self.slots.absent().is_empty()
             || self.clients.iter().any(|(_, c)| c.place.is_none())
             || self.groups.iter().any(|(_, g)| g.idle_since.is_some())
@@ -371,8 +359,6 @@ impl Broker {
                 }
             }
             ToBroker::Connections { up, down } => self.on_connections(key, &up, &down),
-            ToBroker::Report { token, report } => self.on_report(key, token, report),
-            ToBroker::Exiting => self.on_exiting(key),
             ToBroker::Spread => self.on_spread(key),
             ToBroker::Goodbye => self.remove(key, true),
         }
@@ -445,12 +431,12 @@ impl Broker {
         if let Some(pidfd) = &client.pidfd {
             self.unwatch(pidfd.as_raw_fd());
         }
-        self.forget_queries(key);
+        self.forget_requests(key);
         let Some(place) = client.place else { return };
         tracing::info!(pid = client.process.pid, name = client.name, clean, "a process leaves");
         match clean {
-            true => self.gone.left(client.last),
-            false => self.gone.lost(place, client.last),
+            true => self.gone.left(client.page.as_ref()),
+            false => self.gone.lost(place, client.page),
         }
         self.by_place.remove(&place);
         self.slots.release(boot_time(), place, clean);
@@ -502,7 +488,7 @@ impl Broker {
         Ok(())
     }
 
-    fn unwatch(&self, fd: RawFd) {
+    pub(super) fn unwatch(&self, fd: RawFd) {
         // An error is harmless: the descriptor is closed next.
         let _ = self.poll.registry().deregister(&mut SourceFd(&fd));
     }
@@ -529,98 +515,6 @@ impl Broker {
         }
     }
 
-    /// Routes a packet that slot 0 received or a member handed over.
-    fn route(&mut self, arrival: Arrival) {
-        let Arrival { meta, bytes } = arrival;
-        match target(&bytes) {
-            Target::Nobody(counter) => self.count(counter),
-            Target::Member(place) => self.forward(place, &meta, &bytes),
-            Target::Gsi(mad) => {
-                let Some(key) = self.group_of(meta.local) else {
-                    return self.count("drop_local_address");
-                };
-                if !self.groups.get_mut(key).is_some_and(|gsi| gsi.is_sound(&meta, &bytes)) {
-                    self.count("icrc_errors");
-                    return self.look_for_translation(&meta, &bytes, mad.as_slice());
-                }
-                self.route_mad(key, &meta, &bytes, mad.as_slice());
-            }
-        }
-    }
-
-    fn route_mad(&mut self, group: usize, meta: &Meta, bytes: &[u8], mad: &[u8]) {
-        if mad.get(MAD_CLASS) != Some(&roce_cm::mad::CLASS) {
-            return match transaction_owner(mad) {
-                Some(place) => self.forward(place, meta, bytes),
-                None => self.count("drop_bad_mad"),
-            };
-        }
-        let Ok(parsed) = Mad::parse(mad) else {
-            return self.count("drop_bad_mad");
-        };
-        let message = parsed.message;
-        self.count("rx_mads");
-        let remote = meta.remote.ip();
-        if self.tracker.admit(now(), remote, &message).is_err() {
-            return self.count("drop_requests");
-        }
-        if let Some(place) = self.owner(meta, &message).and_then(|p| self.member_at(p)) {
-            self.tracker.forwarded(now(), place, remote, &message);
-            return self.forward(place, meta, bytes);
-        }
-        if self.orphans.observe(remote, &message) {
-            return;
-        }
-        let now = now();
-        if self.is_rejoining(now) {
-            // It may be for a member that has not rejoined or reported its connections. The peer retries.
-            return self.count("drop_settling");
-        }
-        if let Some(gsi) = self.groups.get_mut(group) {
-            gsi.answer(now, meta, mad);
-        }
-        self.count("answered_mads");
-    }
-
-    /// Returns the place that a connection manager message is for.
-    pub(super) fn owner(&self, meta: &Meta, message: &Message) -> Option<Place> {
-        let by_id = |id: u32| Some(Place::of_comm_id(id)).filter(|p| p.is_valid());
-        let by_service = |service: u64| {
-            self.ports
-                .listener(service, meta.local, |p| self.by_place.contains_key(&p))
-        };
-        match message {
-            Message::Req(m) => {
-                let known = self.tracker.owner(now(), meta.remote.ip(), message);
-                known.or_else(|| by_service(m.service_id))
-            }
-            Message::SidrReq(m) => by_service(m.service_id),
-            Message::SidrRep(m) => by_id(m.request_id),
-            Message::Rej(m) => by_id(m.remote_comm_id).or_else(|| self.tracker.owner(now(), meta.remote.ip(), message)),
-            Message::Mra(m) => by_id(m.remote_comm_id),
-            Message::Rep(m) => by_id(m.remote_comm_id),
-            Message::Rtu(m) => by_id(m.remote_comm_id),
-            Message::Dreq(m) => by_id(m.remote_comm_id),
-            Message::Drep(m) => by_id(m.remote_comm_id),
-        }
-    }
-
-    /// Returns the place of the member that owns the numbers of `place`: that generation, or its whole slot.
-    fn member_at(&self, place: Place) -> Option<Place> {
-        let candidates = [place, Place::whole(place.slot)];
-        candidates.into_iter().find(|p| self.by_place.contains_key(p))
-    }
-
-    /// Forwards a packet to the member at a place.
-    pub(super) fn forward(&mut self, place: Place, meta: &Meta, bytes: &[u8]) {
-        let key = self.member_at(place).and_then(|place| self.by_place.get(&place));
-        let Some(client) = key.and_then(|key| self.clients.get(*key)) else {
-            return self.count("drop_no_process");
-        };
-        let sent = client.try_send(&ToClient::Datagram(*meta), bytes);
-        self.count(if sent { "forwarded" } else { "drop_process_busy" });
-    }
-
     /// Returns whether the broker has no members, no absent members, and no DREQs to send.
     ///
     /// Clients that only request statistics don't count.
@@ -635,7 +529,6 @@ impl Broker {
         }
         self.expire_absent(now);
         self.retry_deferred(now);
-        self.end_queries(now);
         self.remove_silent(now);
         for out in self.orphans.poll(now) {
             if let Some(gsi) = self.group_of(out.local).and_then(|key| self.groups.get_mut(key)) {
@@ -690,103 +583,6 @@ impl Broker {
             self.remove(key, false);
         }
     }
-
-    /// Closes groups unused for `idle`, so that a program without the broker can bind the port.
-    fn close_idle_groups(&mut self, now: Instant) {
-        let absent = !self.slots.absent().is_empty() && now < self.started + ABSENT_TIMEOUT;
-        let idle: Vec<(usize, bool)> = self
-            .groups
-            .iter()
-            .map(|(key, _)| (key, !absent && self.is_idle(key)))
-            .collect();
-        for (key, idle) in idle {
-            let Some(gsi) = self.groups.get_mut(key) else { continue };
-            gsi.idle_since = if idle { gsi.idle_since.or(Some(now)) } else { None };
-        }
-        let over = |g: &Gsi| g.idle_since.is_some_and(|since| now >= since + self.idle);
-        let keys: Vec<usize> = self.groups.iter().filter(|(_, g)| over(g)).map(|(k, _)| k).collect();
-        keys.into_iter().for_each(|key| self.close_group(key));
-        // Restored groups are useful only as long as their former members may rejoin.
-        if !absent && !self.is_rejoining(now) && now >= self.started + self.idle {
-            for group in std::mem::take(&mut self.restored) {
-                self.remove_vault(group.addr());
-            }
-        }
-    }
-
-    /// Returns whether no client has sockets of a group and no DREQ must be sent from it.
-    fn is_idle(&self, key: usize) -> bool {
-        let used = self.clients.iter().any(|(_, c)| c.opened.contains(&key));
-        let has_dreqs = |g: &Gsi| self.orphans.needs(|local| g.covers(local));
-        !used && !self.groups.get(key).is_some_and(has_dreqs)
-    }
-
-    fn close_group(&mut self, key: usize) {
-        let Some(gsi) = self.groups.try_remove(key) else { return };
-        tracing::info!(addr = %gsi.group.addr(), "closing an address");
-        for fd in gsi.descriptors() {
-            self.unwatch(fd);
-        }
-        self.remove_vault(gsi.group.addr());
-    }
-
-    /// Closes the selected groups that are unused, to make room for a requested one.
-    ///
-    /// Closes none while members of a former broker may rejoin.
-    pub(super) fn close_unused(&mut self, which: impl Fn(&Gsi) -> bool) {
-        if !self.slots.absent().is_empty() {
-            return;
-        }
-        let keys = self.groups.iter().filter(|(_, g)| which(g)).map(|(key, _)| key);
-        let keys: Vec<usize> = keys.filter(|key| self.is_idle(*key)).collect();
-        keys.into_iter().for_each(|key| self.close_group(key));
-    }
-
-    /// Returns the number of groups that count for a user: those it uses, and unused ones that it requested.
-    pub(super) fn groups_of(&self, uid: u32) -> usize {
-        let uses = |key: &usize| self.clients.iter().any(|(_, c)| c.uid == uid && c.opened.contains(key));
-        let counts = |(key, g): &(usize, &Gsi)| uses(key) || (g.owner == uid && self.is_idle(*key));
-        self.groups.iter().filter(counts).count()
-    }
-
-    /// Makes room for another group of a user by closing unused ones.
-    ///
-    /// # Errors
-    /// Counter and text of the refusal, if the user's quota or the broker's limit is exhausted.
-    pub(super) fn make_room(&mut self, uid: u32) -> Result<(), (&'static str, String)> {
-        if self.groups_of(uid) >= self.quotas.addresses {
-            self.close_unused(|g| g.owner == uid);
-        }
-        if self.groups_of(uid) >= self.quotas.addresses {
-            let max = self.quotas.addresses;
-            let text = format!("user {uid} has {max} addresses open, which is its limit (--max-addresses)");
-            return Err(("refused_addresses", text));
-        }
-        if self.groups.len() >= MAX_GROUPS {
-            self.close_unused(|_| true);
-        }
-        match self.groups.len() < MAX_GROUPS {
-            true => Ok(()),
-            false => Err((
-                "refused_addresses",
-                format!("the broker has {MAX_GROUPS} addresses open, which is its limit"),
-            )),
-        }
-    }
-
-    /// Stores a group's vault in systemd's file descriptor store.
-    pub(super) fn store_vault(&self, group: &Group) {
-        if let Err(e) = self.notify.keep(group.addr(), group.vault()) {
-            tracing::warn!("can't store the sockets with systemd: {e}");
-        }
-    }
-
-    /// Removes a group's vault from systemd's file descriptor store.
-    fn remove_vault(&self, addr: IpAddr) {
-        if let Err(e) = self.notify.drop_kept(addr) {
-            tracing::warn!("can't remove closed sockets from systemd's store: {e}");
-        }
-    }
 }
 
 /// Chooses the steering program, and with it how members of different users are isolated: only the array isolates them.
@@ -810,14 +606,6 @@ fn steering(config: &Config) -> (Steering, Isolation) {
             (Steering::Index, Isolation::TrustDomain)
         }
     }
-}
-
-/// Returns the place that a response of another management class is for, by its transaction ID. `None` for requests.
-fn transaction_owner(mad: &[u8]) -> Option<Place> {
-    let high: &[u8; 4] = mad.get(MAD_TRANSACTION..)?.first_chunk()?;
-    let is_response = mad.get(MAD_METHOD)? & METHOD_RESPONSE != 0;
-    let place = Place::of_comm_id(u32::from_be_bytes(*high));
-    (is_response && place.is_valid()).then_some(place)
 }
 
 fn watch(poll: &Poll, fd: RawFd, source: Source, interest: Interest) -> io::Result<()> {

@@ -12,7 +12,8 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::{slots::Process, state};
 use crate::{
-    proto::{Place, Reply, Report, ToBroker, ToClient},
+    page::PageFile,
+    proto::{Place, Reply, ToBroker, ToClient},
     sys,
     wire::{self, Record, RecvError},
 };
@@ -43,8 +44,8 @@ pub(super) struct Client {
     pub(super) since: Instant,
     /// It had a place with a former broker, and has not told yet all that went with it.
     pub(super) restoring: bool,
-    /// Its latest report.
-    pub(super) last: Option<Report>,
+    /// Page with its counters, once it has a place.
+    pub(super) page: Option<PageFile>,
     waiting: VecDeque<(Vec<u8>, Vec<OwnedFd>)>,
 }
 
@@ -69,7 +70,7 @@ impl Client {
             opened: BTreeSet::new(),
             since: now,
             restoring: false,
-            last: None,
+            page: None,
             waiting: VecDeque::new(),
         })
     }

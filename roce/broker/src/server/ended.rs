@@ -1,37 +1,36 @@
-//! Counters of members that are gone.
+//! Sums of the counters of members that have ended.
 
 use std::{
     collections::{BTreeMap, VecDeque},
     net::IpAddr,
 };
 
-use crate::proto::{Ended, MAX_COUNTERS, Place, Report};
+use crate::{
+    page::{COUNTERS, PageFile, Report, named},
+    proto::{Ended, Place},
+};
 
 /// Sets of addresses that sums are kept for.
 pub(crate) const MAX_SETS: usize = 64;
 /// Members that are gone without a goodbye and might come back.
 const MAX_LOST: usize = 64;
 
-/// The sums of one set of addresses.
+/// Sums of one set of addresses.
 #[derive(Clone, Default)]
 struct Sums {
     processes: u64,
-    counters: BTreeMap<String, u64>,
+    counters: [u64; COUNTERS.len()],
 }
 
-/// Counters of members that are gone. Reports must be [bounded](Report::bounded).
+/// Sums of members that don't come back.
 #[derive(Clone, Default)]
-pub(super) struct Gone {
+struct Totals {
     by_addrs: BTreeMap<Vec<IpAddr>, Sums>,
     unknown: u64,
-    /// Members whose connection ended without a goodbye, the latest last: one whose process lives joins again, and then is
-    /// not gone.
-    lost: VecDeque<(Place, Option<Report>)>,
 }
 
-impl Gone {
-    /// A member has left, and does not come back. `report`: what it told last.
-    pub(super) fn left(&mut self, report: Option<Report>) {
+impl Totals {
+    fn add(&mut self, report: Option<Report>) {
         let is_full = self.by_addrs.len() >= MAX_SETS;
         let Some(report) = report.filter(|r| !is_full || self.by_addrs.contains_key(&r.addrs)) else {
             self.unknown += 1;
@@ -39,27 +38,43 @@ impl Gone {
         };
         let sums = self.by_addrs.entry(report.addrs).or_default();
         sums.processes += 1;
-        for (name, n) in report.counters {
-            if let Some(sum) = sums.counters.get_mut(&name) {
-                *sum = sum.saturating_add(n);
-            } else if sums.counters.len() < MAX_COUNTERS {
-                sums.counters.insert(name, n);
-            }
+        for (sum, name) in sums.counters.iter_mut().zip(COUNTERS) {
+            *sum = sum.saturating_add(report.counters.get(name).copied().unwrap_or(0));
         }
+    }
+}
+
+fn read(page: Option<&PageFile>) -> Option<Report> {
+    page.and_then(PageFile::read)
+}
+
+/// Members that are gone.
+#[derive(Default)]
+pub(super) struct Gone {
+    totals: Totals,
+    /// Members whose connection ended without a goodbye, the latest last: one whose process lives joins again, and then is
+    /// not gone. Until then it counts on in its page.
+    lost: VecDeque<(Place, Option<PageFile>)>,
+}
+
+impl Gone {
+    /// A member has left, and does not come back.
+    pub(super) fn left(&mut self, page: Option<&PageFile>) {
+        self.totals.add(read(page));
     }
 
     /// The connection of the member at `place` has ended, and mostly its process.
-    pub(super) fn lost(&mut self, place: Place, report: Option<Report>) {
+    pub(super) fn lost(&mut self, place: Place, page: Option<PageFile>) {
         if self.lost.len() >= MAX_LOST
             && let Some((_, first)) = self.lost.pop_front()
         {
-            self.left(first);
+            self.left(first.as_ref());
         }
-        self.lost.push_back((place, report));
+        self.lost.push_back((place, page));
     }
 
-    /// The member at `place` is back. Returns what it had told last.
-    pub(super) fn returns(&mut self, place: Place) -> Option<Report> {
+    /// The member at `place` is back. Returns its page.
+    pub(super) fn returns(&mut self, place: Place) -> Option<PageFile> {
         let at = self.lost.iter().position(|(p, _)| *p == place)?;
         self.lost.remove(at)?.1
     }
@@ -67,22 +82,22 @@ impl Gone {
     /// Somebody else has the place now: who had it does not come back.
     pub(super) fn replaced(&mut self, place: Place) {
         if let Some(at) = self.lost.iter().position(|(p, _)| *p == place)
-            && let Some((_, report)) = self.lost.remove(at)
+            && let Some((_, page)) = self.lost.remove(at)
         {
-            self.left(report);
+            self.left(page.as_ref());
         }
     }
 
-    /// The sums, and how many members are not in them.
+    /// Returns the sums, and the number of members that are not in them.
     pub(super) fn sums(&self) -> (Vec<Ended>, u64) {
-        let mut all = self.clone();
-        for (_, report) in std::mem::take(&mut all.lost) {
-            all.left(report);
+        let mut all = self.totals.clone();
+        for (_, page) in &self.lost {
+            all.add(read(page.as_ref()));
         }
         let ended = all.by_addrs.into_iter().map(|(addrs, sums)| Ended {
             addrs,
             processes: sums.processes,
-            counters: sums.counters,
+            counters: named(&sums.counters),
         });
         (ended.collect(), all.unknown)
     }
@@ -91,13 +106,21 @@ impl Gone {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::page::{Page, Snapshot};
 
-    fn report(addr: u32, counters: &[(&str, u64)]) -> Option<Report> {
-        Some(Report {
-            addrs: vec![IpAddr::from(addr.to_be_bytes())],
-            counters: counters.iter().map(|(name, n)| ((*name).to_owned(), *n)).collect(),
-            ..Report::default()
-        })
+    /// Page of a member that has published its first counters.
+    fn page(addr: u32, first: &[u64]) -> Option<PageFile> {
+        let mut file = PageFile::new().unwrap();
+        file.add_address(IpAddr::from(addr.to_be_bytes()));
+        let mut counters = [0; COUNTERS.len()];
+        counters[..first.len()].copy_from_slice(first);
+        let status = Snapshot {
+            mtu: 1024,
+            queue_pairs: 1,
+            counters,
+        };
+        Page::map(&file.for_member().unwrap()).unwrap().publish(&status);
+        Some(file)
     }
 
     fn place(n: usize) -> Place {
@@ -110,62 +133,48 @@ mod tests {
     #[test]
     fn sums_are_kept_by_address_and_stop_at_the_largest_value() {
         let mut gone = Gone::default();
-        gone.left(report(1, &[("a", 5), ("b", u64::MAX)]));
-        gone.left(report(1, &[("a", 6), ("b", 1), ("c", 1)]));
-        gone.left(report(2, &[("a", 7)]));
+        gone.left(page(1, &[5, u64::MAX]).as_ref());
+        gone.left(page(1, &[6, 1, 1]).as_ref());
+        gone.left(page(2, &[7]).as_ref());
         gone.left(None);
+        gone.left(Some(&PageFile::new().unwrap()));
         let (sums, unknown) = gone.sums();
-        assert_eq!(unknown, 1);
-        let text: Vec<_> = sums
-            .iter()
-            .map(|e| (e.processes, format!("{:?}", e.counters)))
-            .collect();
-        let expected = [
-            (2, format!(r#"{{"a": 11, "b": {}, "c": 1}}"#, u64::MAX)),
-            (1, r#"{"a": 7}"#.to_owned()),
-        ];
-        assert_eq!(text, expected);
+        assert_eq!(unknown, 2, "no page, and nothing in it");
+        let first = |e: &Ended| [0, 1, 2].map(|n| e.counters[COUNTERS[n]]);
+        let sums: Vec<_> = sums.iter().map(|e| (e.processes, first(e))).collect();
+        assert_eq!(sums, [(2, [11, u64::MAX, 1]), (1, [7, 0, 0])]);
     }
 
     #[test]
-    fn neither_names_nor_addresses_grow_without_bound() {
+    fn sets_of_addresses_are_bounded() {
         let mut gone = Gone::default();
-        for n in 0..10 * MAX_COUNTERS {
-            gone.left(report(0, &[(&format!("c{n}"), 1), ("c0", 1)]));
+        for addr in 0..2 * MAX_SETS as u32 {
+            gone.left(page(addr, &[1]).as_ref());
         }
-        let (sums, _) = gone.sums();
-        assert_eq!(sums[0].counters.len(), MAX_COUNTERS);
-        assert_eq!(
-            sums[0].counters["c0"],
-            10 * MAX_COUNTERS as u64,
-            "those that are kept are right"
-        );
-        for addr in 1..2 * MAX_SETS as u32 {
-            gone.left(report(addr, &[("a", 1)]));
-        }
-        gone.left(report(1, &[("a", 1)]));
+        gone.left(page(1, &[1]).as_ref());
         let (sums, unknown) = gone.sums();
         assert_eq!((sums.len(), unknown), (MAX_SETS, MAX_SETS as u64));
-        assert_eq!(sums[1].counters["a"], 2);
+        assert_eq!(sums[1].counters[COUNTERS[0]], 2);
     }
 
     #[test]
     fn who_comes_back_is_counted_once() {
         let mut gone = Gone::default();
-        gone.lost(place(20), report(1, &[("a", 5)]));
-        gone.lost(place(21), report(1, &[("a", 6)]));
+        gone.lost(place(20), page(1, &[5]));
+        gone.lost(place(21), page(1, &[6]));
         gone.lost(place(22), None);
-        let sum = |gone: &Gone| gone.sums().0.first().map(|e| (e.processes, e.counters["a"]));
+        let sum = |gone: &Gone| gone.sums().0.first().map(|e| (e.processes, e.counters[COUNTERS[0]]));
         assert_eq!((sum(&gone), gone.sums().1), (Some((2, 11)), 1));
-        assert_eq!(gone.returns(place(20)), report(1, &[("a", 5)]));
-        assert_eq!(gone.returns(place(20)), None);
-        assert_eq!(gone.returns(place(22)), None);
+        let back = gone.returns(place(20)).and_then(|page| page.read()).unwrap();
+        assert_eq!(back.counters[COUNTERS[0]], 5);
+        assert!(gone.returns(place(20)).is_none());
+        assert!(gone.returns(place(22)).is_none());
         assert_eq!((sum(&gone), gone.sums().1), (Some((1, 6)), 0));
         gone.replaced(place(21));
-        assert_eq!(gone.returns(place(21)), None);
+        assert!(gone.returns(place(21)).is_none());
         assert_eq!(sum(&gone), Some((1, 6)));
         for n in 30..30 + 3 * MAX_LOST {
-            gone.lost(place(n), report(1, &[("a", 1)]));
+            gone.lost(place(n), page(1, &[1]));
         }
         assert_eq!(gone.lost.len(), MAX_LOST);
         assert_eq!(sum(&gone), Some((1 + 3 * MAX_LOST as u64, 6 + 3 * MAX_LOST as u64)));

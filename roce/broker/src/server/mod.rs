@@ -9,6 +9,7 @@ mod orphans;
 mod ports;
 mod quota;
 mod requests;
+mod route;
 mod slots;
 mod state;
 mod systemd;
@@ -183,7 +184,7 @@ pub(crate) fn read_state(text: &[u8]) -> bool {
     true
 }
 
-/// Every member is two descriptors, and a group 128 for moments.
+/// A member is three descriptors, and a group 128 for moments.
 fn raise_limits() {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit {

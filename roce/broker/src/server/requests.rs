@@ -1,6 +1,6 @@
 //! Requests of clients.
 
-use std::{collections::BTreeSet, net::IpAddr, os::fd::OwnedFd, time::Duration};
+use std::{net::IpAddr, os::fd::OwnedFd};
 
 use roce_net::now;
 use roce_verbs::Instant;
@@ -10,13 +10,14 @@ use super::{
     slots::{Process, Tenant},
     state::{self, boot_time},
 };
-use crate::proto::{
-    Binding, Connection, Isolation, MAX_SHOWN, Place, ProcessReport, Refusal, Rejoin, Reply, Report, Request, SLOTS,
-    Statistics, ToClient, UNASKED, VERSION,
+use crate::{
+    page::PageFile,
+    proto::{
+        Binding, Connection, Isolation, MAX_SHOWN, Place, ProcessReport, Refusal, Rejoin, Reply, Request, SLOTS,
+        Statistics, VERSION,
+    },
 };
 
-/// How long processes may take to tell about themselves.
-const REPORT_TIME: Duration = Duration::from_secs(2);
 /// Requests of one client that wait.
 pub(super) const MAX_DEFERRED: usize = 64;
 /// The longest name of a process that is kept, characters.
@@ -29,17 +30,6 @@ pub(super) struct Deferred {
     request: Request,
 }
 
-/// Statistics that are being collected.
-pub(super) struct StatisticsQuery {
-    client: usize,
-    seq: u64,
-    token: u64,
-    /// Clients that have not answered.
-    waiting: BTreeSet<usize>,
-    answered: BTreeSet<usize>,
-    until: Instant,
-}
-
 /// How a request comes out.
 pub(super) enum Outcome {
     Reply(Reply, Vec<OwnedFd>),
@@ -49,7 +39,9 @@ pub(super) enum Outcome {
     InUse(Refusal, String),
     /// The user has as much as it may have: the counter, and what its process is told.
     OverQuota(&'static str, String),
-    /// The answer comes by itself.
+    /// The statistics, in as many replies as they take.
+    Statistics,
+    /// The client is gone.
     Pending,
 }
 
@@ -61,9 +53,22 @@ fn done() -> Outcome {
     Outcome::Reply(Reply::Done, vec![])
 }
 
+/// Returns a member's page, which it may have had before, and a descriptor of it for the member. Neither, if the system refuses: then
+/// nothing is known of what the member counts.
+fn hand_out(former: Option<PageFile>) -> (Option<PageFile>, Vec<OwnedFd>) {
+    let page = former.map_or_else(PageFile::new, Ok);
+    match page.and_then(|page| Ok((page.for_member()?, page))) {
+        Ok((theirs, page)) => (Some(page), vec![theirs]),
+        Err(e) => {
+            tracing::warn!("can't make a page for a process's counters: {e}");
+            (None, vec![])
+        }
+    }
+}
+
 impl Broker {
     pub(super) fn on_request(&mut self, client: usize, seq: u64, request: Request, fds: Vec<OwnedFd>) {
-        let outcome = self.handle(client, seq, &request, fds);
+        let outcome = self.handle(client, &request, fds);
         let waiting = || self.deferred.iter().chain(&self.contested).chain(&self.newly_contested);
         match outcome {
             Outcome::InUse(..) | Outcome::Later if waiting().filter(|d| d.client == client).count() >= MAX_DEFERRED => {
@@ -86,6 +91,7 @@ impl Broker {
                 let why = Refusal::Quota;
                 self.reply(client, seq, Reply::Refused { why, text }, vec![]);
             }
+            Outcome::Statistics => self.reply_statistics(client, seq),
             Outcome::Pending => {}
         }
     }
@@ -109,7 +115,7 @@ impl Broker {
             self.remove_dead();
         }
         for d in contested {
-            let outcome = self.handle(d.client, d.seq, &d.request, vec![]);
+            let outcome = self.handle(d.client, &d.request, vec![]);
             self.conclude(d.client, d.seq, d.request, outcome);
         }
     }
@@ -123,13 +129,13 @@ impl Broker {
         }
     }
 
-    fn handle(&mut self, client: usize, seq: u64, request: &Request, fds: Vec<OwnedFd>) -> Outcome {
+    fn handle(&mut self, client: usize, request: &Request, fds: Vec<OwnedFd>) -> Outcome {
         let place = self.clients.get(client).and_then(|c| c.place);
         match (request, place) {
             (Request::Hello { version, name, rejoin }, None) => self.hello(client, *version, name, *rejoin),
             (Request::Statistics, _) => {
                 self.clients.get_mut(client).into_iter().for_each(|c| c.observes = true);
-                self.ask(client, seq)
+                Outcome::Statistics
             }
             (
                 Request::Restore {
@@ -207,16 +213,17 @@ impl Broker {
                 None => Outcome::InUse(Refusal::Full, format!("all {} places are taken", SLOTS - 1)),
             };
         };
-        let last = match rejoin {
+        let former = match rejoin {
             Some(_) => self.gone.returns(place),
             None => {
                 self.gone.replaced(place);
                 None
             }
         };
+        let (page, theirs) = hand_out(former);
         if let Some(c) = self.clients.get_mut(client) {
             c.place = Some(place);
-            c.last = last;
+            c.page = page;
             c.restoring = rejoin.is_some();
             tracing::info!(
                 pid = process.pid,
@@ -228,7 +235,7 @@ impl Broker {
         }
         self.by_place.insert(place, client);
         self.save();
-        Outcome::Reply(Reply::Welcome { place, token, parts }, vec![])
+        Outcome::Reply(Reply::Welcome { place, token, parts }, theirs)
     }
 
     /// Returns why a user may not have another place.
@@ -333,77 +340,22 @@ impl Broker {
         }
     }
 
-    fn ask(&mut self, client: usize, seq: u64) -> Outcome {
-        if self.queries.iter().any(|q| q.client == client) {
-            return refused(Refusal::Invalid, "the answer to the last question is not there yet");
-        }
-        let token = match random() {
-            Ok(bytes) => u64::from_le_bytes(bytes),
-            Err(e) => return refused(Refusal::Internal, e.to_string()),
-        };
-        let query = ToClient::Query { token };
-        let members = self.by_place.values().copied();
-        let asked = members.filter(|key| self.clients.get(*key).is_some_and(|c| c.try_send(&query, &[])));
-        let waiting: BTreeSet<usize> = asked.collect();
-        self.queries.push(StatisticsQuery {
-            client,
-            seq,
-            token,
-            waiting,
-            answered: BTreeSet::new(),
-            until: now() + REPORT_TIME,
-        });
-        Outcome::Pending
-    }
-
-    pub(super) fn on_report(&mut self, client: usize, token: u64, report: Option<Report>) {
-        let Some(c) = self.clients.get_mut(client).filter(|c| c.place.is_some()) else {
-            return;
-        };
-        if let Some(report) = report {
-            c.last = Some(report.bounded());
-        }
-        for q in self.queries.iter_mut().filter(|q| q.token == token) {
-            if q.waiting.remove(&client) {
-                q.answered.insert(client);
-            }
-        }
-    }
-
-    /// A process is about to exit.
-    pub(super) fn on_exiting(&self, client: usize) {
-        let asked = self.clients.get(client).filter(|c| c.place.is_some());
-        if asked.is_some_and(|c| !c.try_send(&ToClient::Query { token: UNASKED }, &[])) {
-            tracing::debug!("a process that exits can't be asked what it has counted");
-        }
-    }
-
-    /// A client is gone: it neither answers nor asks.
-    pub(super) fn forget_queries(&mut self, client: usize) {
-        self.queries.retain(|q| q.client != client);
-        for q in &mut self.queries {
-            q.waiting.remove(&client);
-            q.answered.remove(&client);
-        }
+    /// Forgets the requests of a client that is gone.
+    pub(super) fn forget_requests(&mut self, client: usize) {
         self.deferred.retain(|d| d.client != client);
         self.contested.retain(|d| d.client != client);
         self.newly_contested.retain(|d| d.client != client);
     }
 
-    pub(super) fn end_queries(&mut self, now: Instant) {
-        let all = std::mem::take(&mut self.queries);
-        let (over, waiting) = all.into_iter().partition(|q| q.waiting.is_empty() || now >= q.until);
-        self.queries = waiting;
-        for q in over {
-            let mut parts = self.statistics(&q).parts().into_iter().peekable();
-            while let Some(part) = parts.next() {
-                let more = parts.peek().is_some();
-                self.reply(q.client, q.seq, Reply::Statistics { part, more }, vec![]);
-            }
+    fn reply_statistics(&mut self, client: usize, seq: u64) {
+        let mut parts = self.statistics().parts().into_iter().peekable();
+        while let Some(part) = parts.next() {
+            let more = parts.peek().is_some();
+            self.reply(client, seq, Reply::Statistics { part, more }, vec![]);
         }
     }
 
-    fn statistics(&self, q: &StatisticsQuery) -> Statistics {
+    fn statistics(&self) -> Statistics {
         let mut processes: Vec<ProcessReport> = self
             .by_place
             .iter()
@@ -416,8 +368,7 @@ impl Broker {
                     place: *place,
                     connections: self.tracker.count(*place) as u64,
                     bindings: self.ports.of(*place).into_iter().take(MAX_SHOWN).collect(),
-                    answered: q.answered.contains(key),
-                    report: c.last.clone(),
+                    report: c.page.as_ref().and_then(PageFile::read),
                 })
             })
             .collect();

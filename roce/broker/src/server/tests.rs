@@ -8,7 +8,7 @@ use std::{
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 use super::{
-    broker::{Broker, CLIENT_BUDGET},
+    broker::{Broker, CLIENT_BUDGET, LAST_BUDGET},
     client::{FIRST_WORD, MAX_WAITING, MAX_WAITING_BYTES},
     quota::MAX_NAMELESS,
     requests::{MAX_DEFERRED, MAX_NAME},
@@ -17,7 +17,8 @@ use super::{
     *,
 };
 use crate::{
-    proto::{Connection, Meta, Place, Refusal, Reply, Report, Request, ToBroker, ToClient, UNASKED, VERSION},
+    page::{COUNTERS, Page, Snapshot},
+    proto::{Connection, Meta, Place, Refusal, Rejoin, Reply, Request, Statistics, ToBroker, ToClient, VERSION},
     wire::{self, MAX_RECORD, RecvError},
 };
 
@@ -72,9 +73,25 @@ impl Peer {
     }
 
     fn into_member(self, broker: &mut Broker) -> (Self, Place) {
-        let this = self;
-        match this.ask(broker, hello("member")) {
-            Some(Reply::Welcome { place, .. }) => (this, place),
+        let (this, given, _) = self.join(broker, None);
+        (this, given.place)
+    }
+
+    /// Becomes a member, and maps its page.
+    fn join(self, broker: &mut Broker, rejoin: Option<Rejoin>) -> (Self, Rejoin, Page) {
+        let request = Request::Hello {
+            version: VERSION,
+            name: "member".into(),
+            rejoin,
+        };
+        broker.on_request(self.key, 1, request, vec![]);
+        let record = wire::receive(self.socket.as_fd(), &mut vec![0; MAX_RECORD], false).unwrap();
+        let (message, page) = (record.message, Page::map(&record.fds[0]).unwrap());
+        match message {
+            ToClient::Reply {
+                reply: Reply::Welcome { place, token, parts },
+                ..
+            } => (self, Rejoin { place, token, parts }, page),
             other => panic!("{other:?}"),
         }
     }
@@ -245,45 +262,72 @@ fn answers_that_wait_are_bounded_in_bytes_and_nothing_overtakes_them() {
 }
 
 #[test]
-fn a_process_has_one_question_and_one_turn() {
+fn a_process_has_one_turn_and_when_it_has_ended_all_of_it_is_taken() {
     let dir = tempfile::tempdir().unwrap();
     let mut broker = broker(dir.path());
-    let (_silent, _) = Peer::member(&mut broker);
-    let asking = Peer::new(&mut broker);
-    assert!(asking.ask(&mut broker, Request::Statistics).is_none());
-    assert!(is_refused(
-        asking.ask(&mut broker, Request::Statistics),
-        Refusal::Invalid
-    ));
-    assert_eq!(broker.queries.len(), 1);
-    broker.end_queries(roce_net::now() + Duration::from_secs(60));
-    assert!(matches!(asking.answer(), Some(Reply::Statistics { .. })));
-    assert!(broker.queries.is_empty());
-
     let (eager, place) = Peer::member(&mut broker);
-    let report = |n| ToBroker::Report {
-        token: UNASKED,
-        report: Some(Report {
-            queue_pairs: n,
-            ..Report::default()
-        }),
+    let bound = |broker: &Broker| broker.ports.count(place);
+    let bind_many = |count: usize| {
+        for _ in 0..count {
+            eager.say(&ToBroker::Request {
+                seq: 1,
+                request: bind(TCP),
+            });
+        }
     };
-    for n in 0..CLIENT_BUDGET as u64 + 1 {
-        eager.say(&report(n));
-    }
-    let told = |broker: &Broker| broker.clients[eager.key].last.clone().unwrap().queue_pairs;
+    bind_many(CLIENT_BUDGET + 1);
     broker.serve_client(eager.key, CLIENT_BUDGET);
-    assert_eq!(told(&broker), CLIENT_BUDGET as u64 - 1, "others are served between");
+    assert_eq!(bound(&broker), CLIENT_BUDGET, "others are served between");
     broker.serve_client(eager.key, CLIENT_BUDGET);
-    assert_eq!(told(&broker), CLIENT_BUDGET as u64);
-    // When it has ended, all of it is taken.
-    for n in 0..CLIENT_BUDGET as u64 + 9 {
-        eager.say(&report(n));
+    assert_eq!(bound(&broker), CLIENT_BUDGET + 1);
+    while eager.answer().is_some() {}
+    // As when its process has exited.
+    bind_many(CLIENT_BUDGET + 9);
+    broker.serve_client(eager.key, LAST_BUDGET);
+    assert_eq!(bound(&broker), 2 * CLIENT_BUDGET + 10);
+}
+
+/// Publishes the first counters of a member in its page.
+fn publish(page: &Page, first: u64) {
+    let mut counters = [0; COUNTERS.len()];
+    counters[0] = first;
+    let status = Snapshot {
+        mtu: 1024,
+        queue_pairs: 1,
+        counters,
+    };
+    page.publish(&status);
+}
+
+fn statistics(broker: &mut Broker) -> Statistics {
+    match Peer::new(broker).ask(broker, Request::Statistics) {
+        Some(Reply::Statistics { part, more: false }) => part,
+        other => panic!("{other:?}"),
     }
-    broker.on_process_exit(eager.key);
-    assert!(!broker.by_place.contains_key(&place));
-    let last = broker.gone.returns(place).unwrap();
-    assert_eq!(last.queue_pairs, CLIENT_BUDGET as u64 + 8);
+}
+
+#[test]
+fn counters_are_read_when_somebody_asks_and_when_a_member_ends() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut broker = broker(dir.path());
+    let (member, given, page) = Peer::new(&mut broker).join(&mut broker, None);
+    assert_eq!(statistics(&mut broker).processes[0].report, None);
+    publish(&page, 5);
+    let sum = |s: &Statistics| s.sum(&[], COUNTERS[0]);
+    assert_eq!(sum(&statistics(&mut broker)), 5);
+    // It counts on while its connection is lost, and comes back to the same page.
+    broker.remove(member.key, false);
+    publish(&page, 6);
+    let lost = statistics(&mut broker);
+    assert_eq!((sum(&lost), lost.ended.len(), lost.processes.len()), (6, 1, 0));
+    let (member, _, again) = Peer::new(&mut broker).join(&mut broker, Some(given));
+    let back = statistics(&mut broker);
+    assert_eq!((sum(&back), back.ended.len()), (6, 0));
+    publish(&again, 7);
+    drop((page, again));
+    broker.remove(member.key, true);
+    let left = statistics(&mut broker);
+    assert_eq!((sum(&left), left.ended[0].processes, left.ended_unknown), (7, 1, 0));
 }
 
 #[test]

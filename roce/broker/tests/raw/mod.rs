@@ -1,15 +1,15 @@
 //! A connection to the broker that says what the test likes.
 
 use std::{
+    io::IoSliceMut,
     os::{fd::OwnedFd, unix::net::UnixDatagram},
     path::Path,
 };
 
-use roce_broker::{
-    Report,
-    proto::{Rejoin, Reply, Request, ToBroker, ToClient, UNASKED, VERSION},
+use roce_broker::proto::{Rejoin, Reply, Request, ToBroker, ToClient, VERSION};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, SocketAddrUnix, SocketType, sockopt,
 };
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketType, sockopt};
 
 use super::{PATIENCE, Place};
 
@@ -35,65 +35,75 @@ impl Raw {
         rustix::net::send(&self.0, &bytes, SendFlags::NOSIGNAL).unwrap();
     }
 
-    fn message(&self) -> ToClient {
+    /// Waits for a reply. Returns it with the descriptors beside it. Nothing else may come.
+    fn receive(&self) -> (Reply, Vec<OwnedFd>) {
         let mut bytes = vec![0; 96 << 10];
-        let (len, _) = rustix::net::recv(&self.0, &mut bytes, RecvFlags::empty()).expect("an answer");
-        serde_json::from_slice(&bytes[4..len]).unwrap()
-    }
-
-    /// Waits for a reply. Nothing else may come.
-    pub(crate) fn reply(&self) -> Reply {
-        match self.message() {
-            ToClient::Reply { reply, .. } => reply,
+        let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut parts = [IoSliceMut::new(&mut bytes)];
+        let got = rustix::net::recvmsg(&self.0, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC).expect("an answer");
+        let mut fds = vec![];
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(list) = message {
+                fds.extend(list);
+            }
+        }
+        match serde_json::from_slice(&bytes[4..got.bytes]).unwrap() {
+            ToClient::Reply { reply, .. } => (reply, fds),
             other => panic!("{other:?}"),
         }
     }
 
-    /// Waits for a reply. The broker may ask for counters meanwhile, and is not told.
-    pub(crate) fn reply_among_questions(&self) -> Reply {
-        loop {
-            match self.message() {
-                ToClient::Reply { reply, .. } => return reply,
-                ToClient::Query { .. } => {}
-                other => panic!("{other:?}"),
-            }
-        }
+    pub(crate) fn reply(&self) -> Reply {
+        self.receive().0
     }
 
     /// Becomes a member.
     pub(crate) fn hello(&self, rejoin: Option<Rejoin>) -> Rejoin {
+        self.join(rejoin).0
+    }
+
+    /// Becomes a member, and gets its page.
+    pub(crate) fn join(&self, rejoin: Option<Rejoin>) -> (Rejoin, RawPage) {
         let request = Request::Hello {
             version: VERSION,
             name: "raw".into(),
             rejoin,
         };
         self.say(&ToBroker::Request { seq: 1, request });
-        match self.reply() {
-            Reply::Welcome { place, token, parts } => Rejoin { place, token, parts },
+        let (reply, mut fds) = self.receive();
+        match reply {
+            Reply::Welcome { place, token, parts } => (Rejoin { place, token, parts }, RawPage(fds.remove(0))),
             other => panic!("{other:?}"),
         }
     }
+}
 
-    /// Tells counters unasked.
-    pub(crate) fn report(&self, counters: impl IntoIterator<Item = (String, u64)>) {
-        let report = Report {
-            counters: counters.into_iter().collect(),
-            ..Report::default()
-        };
-        let (token, report) = (UNASKED, Some(report));
-        self.say(&ToBroker::Report { token, report });
+/// A member's page, in which the test writes what it likes.
+pub(crate) struct RawPage(pub(crate) OwnedFd);
+
+impl RawPage {
+    /// Writes words, from a place on.
+    pub(crate) fn write(&self, at: u64, words: &[u64]) {
+        let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_ne_bytes()).collect();
+        assert_eq!(rustix::io::pwrite(&self.0, &bytes, 8 * at), Ok(bytes.len()));
+    }
+
+    /// Publishes counters, behind a path MTU and a number of queue pairs.
+    pub(crate) fn publish(&self, counters: &[u64]) {
+        self.write(2, counters);
+        self.write(0, &[1024, 1]);
     }
 }
 
 /// The descriptor that a broker gives to systemd, among what it tells.
 pub(crate) fn deposited(notify: &UnixDatagram) -> OwnedFd {
-    use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
     notify.set_read_timeout(Some(PATIENCE)).unwrap();
     loop {
         let mut text = [0; 256];
         let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
-        let mut parts = [std::io::IoSliceMut::new(&mut text)];
+        let mut parts = [IoSliceMut::new(&mut text)];
         rustix::net::recvmsg(notify, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC).unwrap();
         for message in control.drain() {
             if let RecvAncillaryMessage::ScmRights(mut fds) = message {

@@ -39,7 +39,7 @@ fn a_request_for_a_connection_waits_until_all_have_said_what_they_had() {
             done: true,
         };
         member.say(&ToBroker::Request { seq: 2, request });
-        assert!(matches!(member.reply_among_questions(), Reply::Done));
+        assert!(matches!(member.reply(), Reply::Done));
         assert!(client.expect("event").starts_with("Rejected"));
         if waits {
             return;
