@@ -133,7 +133,7 @@ fn a_port_of_an_address_has_one_server() {
         let done = run(&args);
         assert_eq!(done.code, Some(1), "{}", done.stdout);
         assert!(done.stderr.contains("port 1234"), "{}", done.stderr);
-        assert!(done.stderr.contains("another process"), "{}", done.stderr);
+        assert!(done.stderr.contains("is taken by ferroce (process"), "{}", done.stderr);
     }
     assert_eq!(first.stop().code, Some(0));
 }

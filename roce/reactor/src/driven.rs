@@ -18,12 +18,12 @@ use crate::{
 /// # use std::os::fd::{AsRawFd, RawFd};
 /// # use roce_reactor::{Driven, Service, Turned};
 /// # fn wait_readable(fd: RawFd, timeout: Option<std::time::Duration>) {}
-/// # fn run<S: Service>(mut driven: Driven<S>) -> Result<S, Box<dyn std::error::Error>> {
+/// # fn run<S: Service>(mut driven: Driven<S>) -> Result<(), Box<dyn std::error::Error>> {
 /// while let Turned::Wait(timeout) = driven.turn()? {
 ///     // By poll, epoll, mio or tokio's AsyncFd, next to the caller's own descriptors.
 ///     wait_readable(driven.as_raw_fd(), timeout);
 /// }
-/// # Ok(driven.into_service())
+/// # Ok(())
 /// # }
 /// ```
 pub struct Driven<S: Service> {

@@ -323,7 +323,7 @@ fn a_device_that_is_not_there_is_named() {
             assert!(finished.stderr.contains(part), "{part:?}: {}", finished.stderr);
         }
     };
-    fails(&["--rdma", "mlx5_7"], 1, &["mlx5_7", "rdma link"]);
+    fails(&["--rdma", "mlx5_7"], 1, &["mlx5_7", "this host has ferroce0"]);
     fails(&["--rdma", "ferroce0"], 1, &["ferroce0", &ours, &other]);
     fails(&["--rdma", "ferroce0:x"], 2, &["ferroce0:x", "port"]);
     fails(&["--rdma", "auto", "--rdma", "ferroce0"], 2, &["auto", "alone"]);
