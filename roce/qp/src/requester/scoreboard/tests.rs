@@ -79,7 +79,7 @@ impl World {
             world.check();
             all.push(world);
         };
-        if let Some(lost) = self.board.clone().next_lost(at(self.una)) {
+        if let Some(lost) = self.board.next_lost(at(self.una)) {
             add(&|w| w.send_again(lost));
         } else if self.next < PACKETS {
             add(&|w| {
@@ -156,7 +156,7 @@ impl World {
         );
         let first = board.slots.iter().position(|slot| slot.mark() == Mark::Lost);
         let first = first.map(|index| board.base.expect("a base").plus(index as u64));
-        assert_eq!(self.board.clone().next_lost(at(self.una)), first, "{}", self.key());
+        assert_eq!(self.board.next_lost(at(self.una)), first, "{}", self.key());
         for (index, slot) in board.slots.iter().enumerate() {
             let seq = board.base.expect("a base").plus(index as u64);
             if let Slot::Resent(resent) = slot {
