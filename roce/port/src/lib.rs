@@ -8,7 +8,7 @@
 //!
 //! An address may have several ports: *shards*, each with a range of queue pair numbers. They exchange messages ([`ToShard`],
 //! [`FromShard`]) with each other and with the GSI, which has QP1 and the connection manager. Engines of one device have one GSI
-//! between them ([`Port::follow`]); loops and processes have one each, for a range of communication IDs.
+//! between them ([`Port::leave_gsi`]); loops and processes have one each, for a range of communication IDs.
 //!
 //! Everything in a datagram is the peer's word and checked: addresses against the queue pair's path, the ICRC, every
 //! header. What does not pass is dropped and counted under its reason ([`PortCounters`]).
