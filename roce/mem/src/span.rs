@@ -220,9 +220,9 @@ impl Mapping {
         self.revoked.load(Ordering::Acquire) || (self.is_view() && self.is_origin_revoked())
     }
 
-    /// Whether the mapping ends with others.
+    /// Returns whether the mapping was opened over others, and ends with them.
     #[inline]
-    fn is_view(&self) -> bool {
+    pub(crate) fn is_view(&self) -> bool {
         self.parent.is_some() || !self.pieces.is_empty()
     }
 

@@ -5,7 +5,10 @@ use std::sync::{Arc, Weak};
 use roce_bth::{Qpn, Reth};
 use roce_verbs::{AccessFlags, Sge};
 
-use super::{MemoryTable, entries::Open};
+use super::{
+    MemoryTable,
+    entries::{Inner, Open},
+};
 use crate::{
     error::KeyError,
     object::PdHandle,
@@ -28,6 +31,16 @@ struct Cached {
     mapping: Weak<Mapping>,
 }
 
+/// Access to a range of addresses under a key.
+#[derive(Clone, Copy)]
+struct Access {
+    pd: PdHandle,
+    key: u32,
+    addr: u64,
+    len: u64,
+    need: AccessFlags,
+}
+
 /// Keys of one kind, used last.
 #[derive(Debug, Default)]
 struct Recent {
@@ -39,17 +52,35 @@ struct Recent {
 impl Recent {
     /// Resolves a range if the key is cached, still open, and permits the access.
     #[inline]
-    fn resolve(&self, pd: PdHandle, key: u32, addr: u64, len: u64, need: AccessFlags) -> Option<Span> {
-        let cached = self.keys.iter().find(|cached| cached.key == key && cached.pd == pd)?;
-        let offset = addr.wrapping_sub(cached.iova);
-        if offset > cached.len || len > cached.len - offset || !cached.access.contains(need) {
+    fn resolve(&self, access: &Access) -> Option<Span> {
+        let cached = self.keys.iter().find(|c| c.key == access.key && c.pd == access.pd)?;
+        let offset = access.addr.wrapping_sub(cached.iova);
+        if offset > cached.len || access.len > cached.len - offset || !cached.access.contains(access.need) {
             return None;
         }
         let mapping = cached.mapping.upgrade()?;
         match mapping.is_revoked() {
             true => None,
-            false => Span::new(mapping, offset as usize, len as usize),
+            false => Span::new(mapping, offset as usize, access.len as usize),
         }
+    }
+
+    /// Resolves a range by the table, and caches the key.
+    #[cold]
+    fn look_up(
+        &mut self,
+        table: &MemoryTable,
+        access: &Access,
+        find: impl FnOnce(&Inner) -> Result<&Open, KeyError>,
+    ) -> Result<Span, KeyError> {
+        let inner = table.inner.read();
+        let open = find(&inner)?;
+        let span = open.span(access.addr, access.len, access.need)?;
+        // The key of a window or fast registration is mostly used once.
+        if !open.mapping.is_view() {
+            self.insert(access.pd, access.key, open);
+        }
+        Ok(span)
     }
 
     fn insert(&mut self, pd: PdHandle, key: u32, open: &Open) {
@@ -72,7 +103,7 @@ impl Recent {
     }
 }
 
-/// Keys that one queue pair used last.
+/// Keys of registrations that one queue pair used last.
 #[derive(Debug, Default)]
 pub struct KeyCache {
     local: Recent,
@@ -92,26 +123,19 @@ impl KeyCache {
         sge: &Sge,
         need: AccessFlags,
     ) -> Result<Span, KeyError> {
-        let cached = self.local.resolve(pd, sge.lkey.0, sge.addr, sge.length.into(), need);
-        match cached {
+        let access = Access {
+            pd,
+            key: sge.lkey.0,
+            addr: sge.addr,
+            len: sge.length.into(),
+            need,
+        };
+        match self.local.resolve(&access) {
             Some(span) => Ok(span),
-            None => self.look_up_local(table, pd, sge, need),
+            None => self
+                .local
+                .look_up(table, &access, |inner| inner.find_local(pd, sge.lkey)),
         }
-    }
-
-    #[cold]
-    fn look_up_local(
-        &mut self,
-        table: &MemoryTable,
-        pd: PdHandle,
-        sge: &Sge,
-        need: AccessFlags,
-    ) -> Result<Span, KeyError> {
-        let inner = table.inner.read();
-        let open = inner.find_local(pd, sge.lkey)?;
-        let span = open.span(sge.addr, sge.length.into(), need)?;
-        self.local.insert(pd, sge.lkey.0, open);
-        Ok(span)
     }
 
     /// Does the same as [`MemoryTable::resolve_remote`].
@@ -127,26 +151,18 @@ impl KeyCache {
         reth: &Reth,
         need: AccessFlags,
     ) -> Result<Span, KeyError> {
-        let cached = self.remote.resolve(pd, reth.rkey.0, reth.va, reth.dma_len.into(), need);
-        match cached {
+        let access = Access {
+            pd,
+            key: reth.rkey.0,
+            addr: reth.va,
+            len: reth.dma_len.into(),
+            need,
+        };
+        match self.remote.resolve(&access) {
             Some(span) => Ok(span),
-            None => self.look_up_remote(table, pd, qpn, reth, need),
+            None => self
+                .remote
+                .look_up(table, &access, |inner| inner.find_remote(pd, qpn, reth.rkey)),
         }
-    }
-
-    #[cold]
-    fn look_up_remote(
-        &mut self,
-        table: &MemoryTable,
-        pd: PdHandle,
-        qpn: Qpn,
-        reth: &Reth,
-        need: AccessFlags,
-    ) -> Result<Span, KeyError> {
-        let inner = table.inner.read();
-        let open = inner.find_remote(pd, qpn, reth.rkey)?;
-        let span = open.span(reth.va, reth.dma_len.into(), need)?;
-        self.remote.insert(pd, reth.rkey.0, open);
-        Ok(span)
     }
 }
