@@ -1,4 +1,4 @@
-//! Where the GSI of a port is.
+//! Location of a port's GSI.
 
 use std::collections::VecDeque;
 

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use roce_bth::{Class, ExtHeader, Opcode, Packet, Reth};
-use roce_mem::AtomicError;
+use roce_mem::{AtomicError, Span};
 use roce_verbs::{AccessFlags, Completion, WcFlags, WcOpcode, WcStatus};
 
 use super::{Gap, Inbound, Responder};
@@ -15,6 +15,9 @@ use crate::{
     sendq::packets_for,
     seq::{MAX_OUTSTANDING, Seq},
 };
+
+/// Length of the memory of an atomic operation, bytes.
+const WORD: u32 = 8;
 
 impl Responder {
     /// EXECUTE: copies the payload and advances the responder to the next packet.
@@ -118,17 +121,12 @@ impl Responder {
         packet: &Packet<'_>,
     ) -> Result<(), Refusal> {
         let eth = packet.header.atomic_eth().unwrap_or_default();
-        // An invalid request takes precedence over a forbidden one (IBA 9.7.4.1).
-        if !eth.va.is_multiple_of(8) {
-            return Err(Refusal::Misaligned);
-        }
         let word = Reth {
             va: eth.va,
             rkey: eth.rkey,
-            dma_len: 8,
+            dma_len: WORD,
         };
-        let span = self.remote_span(qp, ctx, self.key_domain(qp), &word, AccessFlags::REMOTE_ATOMIC)?;
-        let span = span.ok_or(Refusal::RKey)?;
+        let span = self.remote_word(qp, ctx, &word, AccessFlags::REMOTE_ATOMIC)?;
         let swap = matches!(packet.header.bth.opcode, Opcode::RcCompareSwap | Opcode::XrcCompareSwap);
         let done = match swap {
             true => span.compare_swap(eth.compare, eth.swap_add),
@@ -148,16 +146,22 @@ impl Responder {
         packet: &Packet<'_>,
     ) -> Result<(), Refusal> {
         let reth = packet.header.reth().unwrap_or_default();
-        if !reth.va.is_multiple_of(8) {
-            return Err(Refusal::Misaligned);
-        }
-        let word = Reth { dma_len: 8, ..reth };
-        let span = self.remote_span(qp, ctx, self.key_domain(qp), &word, AccessFlags::REMOTE_WRITE)?;
-        let span = span.ok_or(Refusal::RKey)?;
+        let word = Reth { dma_len: WORD, ..reth };
+        let span = self.remote_word(qp, ctx, &word, AccessFlags::REMOTE_WRITE)?;
         let bytes = packet.payload.try_into().map_err(|_| Refusal::Length)?;
         span.store(bytes).map_err(atomic_refusal)?;
         self.add_resource(replies, ctx, seq, 1, Work::Done);
         Ok(())
+    }
+
+    /// Resolves the aligned word that an atomic operation names.
+    fn remote_word(&mut self, qp: &QpContext, ctx: &Ctx<'_>, word: &Reth, need: AccessFlags) -> Result<Span, Refusal> {
+        // An invalid request takes precedence over a forbidden one (IBA 9.7.4.1).
+        if !word.va.is_multiple_of(u64::from(WORD)) {
+            return Err(Refusal::Misaligned);
+        }
+        let span = self.remote_span(qp, ctx, self.key_domain(qp), word, need)?;
+        span.ok_or(Refusal::RKey)
     }
 
     fn add_resource(&mut self, replies: &mut Replies, ctx: &mut Ctx<'_>, first: Seq, packets: u32, work: Work) {

@@ -122,7 +122,7 @@ impl Responder {
         }
     }
 
-    /// Starts anew at the PSN `first`, with the same receive queue.
+    /// Starts again at the PSN `first`, with the same receive queue.
     pub(crate) fn restart(&mut self, first: Seq) {
         *self = Self::new(self.receives.clone(), first);
     }
