@@ -19,7 +19,7 @@ use roce_qp::{FreePaces, WindowConfig};
 use roce_verbs::{AsyncEvent, DeviceLimits, Mtu, provider::VerbsError};
 
 use crate::{
-    broker::Snapshot,
+    broker::{COUNTERS, Snapshot},
     engines::Engines,
     open::{self, Parts},
     port::PortView,
@@ -193,12 +193,23 @@ impl DeviceStats {
 
     /// Returns the counters for other processes: the hardware counters, and connect requests that were dropped because a listener's
     /// backlog was full.
-    pub(crate) fn published(&self, link_downed: u64) -> [u64; 16] {
+    fn published(&self, link_downed: u64) -> impl Iterator<Item = (&'static str, u64)> {
         let full = [DropReason::Backlog, DropReason::BacklogPeer].map(|reason| self.port.cm.dropped(reason));
-        let mut values = [full.iter().sum(); 16];
-        let hardware = self.hw_counters(link_downed).map(|(_, value)| value);
-        values[..hardware.len()].copy_from_slice(&hardware);
-        values
+        let more = [("cm_drop_backlog", full.iter().sum())];
+        self.hw_counters(link_downed).into_iter().chain(more)
+    }
+
+    /// Returns the status that other processes get, whose counters are known by their places.
+    pub(crate) fn snapshot(&self, mtu: Mtu, queue_pairs: usize, link_downed: u64) -> Snapshot {
+        let mut counters = [0; COUNTERS.len()];
+        for (place, (_, value)) in counters.iter_mut().zip(self.published(link_downed)) {
+            *place = value;
+        }
+        Snapshot {
+            mtu: mtu.bytes() as u32,
+            queue_pairs: queue_pairs as u64,
+            counters,
+        }
     }
 
     /// Packets that were sent more than once.
@@ -453,5 +464,16 @@ impl DeviceInner {
 
     pub(crate) fn new_cq_handle(&self) -> u32 {
         self.next_cq.fetch_add(1, Ordering::Relaxed)
+    }
+}
+
+#[cfg(all(test, feature = "broker"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn published_counters_have_the_places_that_the_broker_names() {
+        let names: Vec<_> = DeviceStats::default().published(0).map(|(name, _)| name).collect();
+        assert_eq!(names, COUNTERS);
     }
 }

@@ -26,7 +26,6 @@ use roce_verbs::{
 };
 
 use crate::{
-    broker::Snapshot,
     device::{DeviceConfig, DeviceStats, Services, closed, io_error},
     open::Parts,
     router::Router,
@@ -95,11 +94,7 @@ impl EventSink for Sink {
         } else {
             0
         };
-        services.publish(&Snapshot {
-            mtu: self.mtu.bytes() as u32,
-            queue_pairs: port.queue_pairs() as u64,
-            counters: stats.published(link_downed),
-        });
+        services.publish(&stats.snapshot(self.mtu, port.queue_pairs(), link_downed));
     }
 
     fn forward(&self, to: Recipient, meta: &RxMeta, bytes: &[u8]) -> Forwarded {
@@ -280,19 +275,24 @@ impl Engines {
             return;
         }
         if let Ok(Some(qp)) = self.first().with_quiet(|port, _| port.qp_of(conn))
-            && let Some(index) = self.group.numbers.of_qpn(qp.qpn()).filter(|index| *index > 0)
+            && let Some(engine) = self.beyond_first(qp.qpn())
         {
             let fail = QpCommand::Fail { qp, conn };
             // A closed engine has no queue pairs.
-            let _ = self.drivers[index].with(|port, now| port.handle_command(now, fail));
+            let _ = engine.with(|port, now| port.handle_command(now, fail));
         }
     }
 
     /// Fixes the UDP source port of a queue pair that a REQ or REP is going to name. `None`: the first engine does so for its own.
     pub(crate) fn promise_source(&self, qpn: Qpn) -> Option<u16> {
-        let index = self.group.numbers.of_qpn(qpn).filter(|index| *index > 0)?;
-        let promised = self.drivers[index].with_quiet(|port, _| port.promise_source(qpn));
+        let promised = self.beyond_first(qpn)?.with_quiet(|port, _| port.promise_source(qpn));
         promised.ok()?
+    }
+
+    /// Returns the engine of a queue pair, unless that is the first.
+    fn beyond_first(&self, qpn: Qpn) -> Option<&Driver> {
+        let index = self.group.numbers.of_qpn(qpn).filter(|index| *index > 0)?;
+        self.drivers.get(index)
     }
 
     /// Applies the terms of a connection to its queue pair, which the program moves, if that is another engine's than the first.
@@ -303,9 +303,9 @@ impl Engines {
         let agreement = self.first().with_quiet(|port, _| port.cm_agreement(conn, qpn));
         // A closed engine has no queue pairs.
         if let Ok(Some(agreement)) = agreement
-            && let Some(index) = self.group.numbers.of_qpn(agreement.qpn()).filter(|index| *index > 0)
+            && let Some(engine) = self.beyond_first(agreement.qpn())
         {
-            let _ = self.drivers[index].with_quiet(|port, _| port.agree(&agreement));
+            let _ = engine.with_quiet(|port, _| port.agree(&agreement));
         }
     }
 

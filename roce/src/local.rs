@@ -12,7 +12,7 @@ use roce_verbs::{
 };
 
 use crate::{
-    broker::{JoinConfig, Snapshot},
+    broker::JoinConfig,
     cm::service_id,
     device::{DeviceConfig, DeviceStats, Services},
     joined::{Joined, Joining},
@@ -58,13 +58,8 @@ impl Members {
             queue_pairs += member.driver.port().queue_pairs();
         }
         let mtu = self.0.iter().map(|m| m.mtu).max().unwrap_or(Mtu::B256);
-        let status = Snapshot {
-            mtu: mtu.bytes() as u32,
-            queue_pairs: queue_pairs as u64,
-            // A loop does not watch its interfaces.
-            counters: all.published(0),
-        };
-        joined.publish(now, &status);
+        // A loop does not watch its interfaces.
+        joined.publish(now, &all.snapshot(mtu, queue_pairs, 0));
     }
 }
 
