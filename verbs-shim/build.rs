@@ -91,7 +91,7 @@ fn script(symbols: &[Symbol]) -> String {
     for version in symbols::versions(symbols) {
         let names = symbols.iter().filter(|s| s.version == version);
         let names: Vec<&str> = names.map(|s| s.name.as_str()).collect();
-        // Labels are nobody's business.
+        // Labels are not exported.
         let local = if before.is_none() { " local: *;" } else { "" };
         // Private versions inherit nothing.
         let parent = before.filter(|_| !version.contains("PRIVATE")).unwrap_or_default();
@@ -235,19 +235,22 @@ fn tables(verbs: &[Symbol], rdmacm: &[Symbol]) -> String {
         }
         out.push_str("];\n");
     }
+    out
+}
+
+/// Functions of the system's librdmacm, for `src/rdmacm/forward.rs`.
+fn system(rdmacm: &[Symbol]) -> String {
     let names: Vec<String> = rdmacm
         .iter()
         .filter(|s| matches!(s.answer, Answer::System(_)))
         .map(|s| format!("    c\"{}\",\n", s.name))
         .collect();
-    let _ = write!(
-        out,
-        "/// Functions of the system's librdmacm, by the number of [`forward::call`].\n\
+    format!(
+        "/// Functions of the system's librdmacm, by the number of [`call`].\n\
          pub(crate) static SYSTEM: [&std::ffi::CStr; {}] = [\n{}];\n",
         names.len(),
         names.concat()
-    );
-    out
+    )
 }
 
 /// The folder of the profile: `target/debug`, of which cargo gives a folder's folder.
@@ -267,6 +270,7 @@ fn run() -> Result<()> {
     verbs.extend(symbols::private(&read("private.txt")?)?);
     let rdmacm = symbols::rdmacm(&read("librdmacm.txt")?)?;
     put(&out.join("table.rs"), &tables(&verbs, &rdmacm))?;
+    put(&out.join("system.rs"), &system(&rdmacm))?;
 
     let dir = profile_dir(&out)?.join("lib/ferroce");
     fs::create_dir_all(&dir).map_err(failed(&dir))?;

@@ -54,8 +54,8 @@ const SILENCE: Duration = Duration::from_secs(5);
 Examples:
   ferroce map --session backup --path 192.0.2.7 --device disk --nbd /run/disk.sock
   ferroce map --session test --path 127.0.0.2,127.0.0.1 --device disk --nbd disk.sock --ro
-  ferroce map --session copy --path 192.0.2.7 --device disk --nbd disk.sock --threads 4
-  ferroce map --session two --path 192.0.2.1,192.0.2.7 --path 198.51.100.1,198.51.100.7 --device disk --nbd disk.sock --on-loss queue --threads 2
+  ferroce map --session copy --path 192.0.2.7 --device disk --nbd disk.sock
+  ferroce map --session two --path 192.0.2.1,192.0.2.7 --path 198.51.100.1,198.51.100.7 --device disk --nbd disk.sock --on-loss queue
   ferroce map --session many --path 192.0.2.7 --device disk --device system,ro --nbd disks.sock
   ferroce map --session far --path 192.0.2.7 --device disk --nbd-listen 192.0.2.8 --tls require --tls-certificates /etc/pki/nbd --tls-verify-peer
   ferroce map --session guest --path 192.0.2.7 --device disk --vhost-user /run/disk.vhost
@@ -69,7 +69,7 @@ them at Unix sockets if there are TCP sockets, too. They connect to the sockets 
 A socket for virtual machines takes one front end at a time.
 
 With --attach devices become /dev/nbdN of this machine, to partition, format and mount. It needs the kernel's module nbd, which is loaded if \
-need be, and root in the host's network namespace; --nbd is not needed then. --threads N gives each device N connections. At SIGINT or SIGTERM what the kernel holds is written \
+need be, and root in the host's network namespace; --nbd is not needed then. At SIGINT or SIGTERM what the kernel holds is written \
 back and the nodes are detached; while one is mounted or otherwise claimed the mapping waits for its end, and goes on serving. `ctl unmap --force` detaches one at once.
 
 Exits on SIGINT or SIGTERM, or when every path has used up its reconnect attempts. With --json, one event per line on standard output: \
@@ -101,13 +101,9 @@ pub(crate) struct MapArgs {
     /// Open devices read-only, as with --access-mode ro
     #[arg(long, conflicts_with = "access_mode")]
     ro: bool,
-    /// Connections of each path for I/O, at least one for each thread [default: as many as threads, as few connections batch best]
-    #[arg(long, value_name = "N")]
-    connections: Option<u16>,
-    /// Threads, each with an event loop and a part of the session's connections and requests; NBD clients are distributed over them.
-    /// More than one pays with several NBD clients, or one with several connections, and a processor for each thread
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
-    threads: u16,
+    /// Connections of each path for I/O. One batches best; a server that spreads a session's connections over threads uses more
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    connections: u16,
     /// Timeout of each step of connecting. The default is the kernel client's: a kernel server on a busy machine may take more than 5 s
     /// to register its chunks before it answers
     #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "30")]
@@ -221,13 +217,13 @@ impl MapArgs {
         self.paths.iter().map(way).collect()
     }
 
-    /// The devices of the loops: one for each of our addresses.
-    fn devices(&self, ways: &[PathAddr], faults: Option<&Demanded>) -> Result<Vec<LocalDevice>, Failure> {
+    /// The loop's device, with all of our addresses.
+    fn local_device(&self, ways: &[PathAddr], faults: Option<&Demanded>) -> Result<LocalDevice, Failure> {
         let mut sources: Vec<IpAddr> = ways.iter().filter_map(|way| way.src).collect();
         sources.sort_unstable();
         sources.dedup();
-        self.transport
-            .open(&sources, self.threads.into(), Arc::new(Nobody), faults)
+        let mut opened = self.transport.open(&sources, 1, Arc::new(Nobody), faults)?;
+        opened.pop().ok_or_else(|| Failure::failed("no device is open"))
     }
 
     fn session(&self, ways: Vec<PathAddr>) -> SessionConfig {
@@ -237,9 +233,7 @@ impl MapArgs {
         session.connect_any = self.lasting.connect_any;
         session.reconnect_delay = self.lasting.reconnect_delay;
         session.max_reconnects = self.lasting.max_reconnects;
-        if let Some(connections) = self.connections {
-            session.connections = connections;
-        }
+        session.connections = self.connections;
         // RNBD's longest message names a device.
         session.max_user_header = size_of::<rnbd::proto::MsgOpen>() as u16;
         session.connect_timeout = self.connect_timeout;
@@ -371,7 +365,7 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
     let attachments = args
         .attach
         .prepare(&config.devices, tls.as_ref().is_some_and(Tls::is_required))?;
-    let started = Mapping::start_shards(args.devices(&ways, faults.as_ref())?, config);
+    let started = Mapping::start(args.local_device(&ways, faults.as_ref())?, config);
     let mut mapping = started.map_err(|e| Failure::failed(e.to_string()))?;
     // Dropped before the mapping, whose end waits for NBD clients.
     let mut attachments = attachments;
@@ -394,7 +388,7 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
                 mapped = true;
                 tell(Stage::Up);
                 announce(args, &reporter, &ways, (&addresses, &vhost), &device, &info, &geometry)?;
-                attachments.mapped(&reporter, &mapping, (&device, &geometry), args.threads)?;
+                attachments.mapped(&reporter, &mapping, (&device, &geometry))?;
             }
             // Until then the log says what there is to say of paths.
             Some(MapEvent::News(_)) if !mapped => {}
@@ -504,9 +498,8 @@ fn announce(
         "uri": uris.first(),
         "uris": uris,
         "vhost_user": vhost,
-        "queue_depth": info.session_depth,
+        "queue_depth": info.queue_depth,
         "max_io_bytes": info.max_io_size,
-        "threads": args.threads,
     });
     reporter.event("mapped", fields, &text)
 }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use rnbd::client::OnLoss;
-use rnbd_host::map::MapNews;
+use rnbd_host::{control::read_on_loss, map::MapNews};
 use rtrs::client::{Policy, SessionConfig};
 use serde_json::{Value, json};
 
@@ -53,7 +53,7 @@ fn shown(news: &MapNews) -> (&'static str, Value, String) {
         ),
         MapNews::Back(info) => (
             "session_back",
-            json!({ "queue_depth": info.session_depth, "max_io_bytes": info.max_io_size }),
+            json!({ "queue_depth": info.queue_depth, "max_io_bytes": info.max_io_size }),
             "the session is back".to_owned(),
         ),
         MapNews::Remapped { device } => (
@@ -96,16 +96,6 @@ fn shown(news: &MapNews) -> (&'static str, Value, String) {
     }
 }
 
-/// Reads `error`, `queue` or `queue=SECONDS`.
-pub(crate) fn on_loss(text: &str) -> Result<OnLoss, String> {
-    match text.split_once('=') {
-        None if text == "error" => Ok(OnLoss::Error),
-        None if text == "queue" => Ok(OnLoss::Queue(None)),
-        Some(("queue", time)) => seconds(time).map(|time| OnLoss::Queue(Some(time))),
-        _ => Err("must be error, queue or queue=SECONDS".into()),
-    }
-}
-
 /// Reads a number of attempts, -1 for those without end.
 pub(crate) fn attempts(text: &str) -> Result<u32, String> {
     match text.parse::<i64>() {
@@ -143,7 +133,7 @@ pub(crate) struct PathArgs {
     /// a write cache: the next flush and the next FUA write of each user of the device fail with EIO, and `writes_lost` is
     /// reported. With `error` it is the same. A kernel's server does not say whether its machine has restarted: there they fail each
     /// time that all paths were lost, unless its device has no write cache
-    #[arg(long, value_name = "error|queue[=SECONDS]", value_parser = on_loss, default_value = "error")]
+    #[arg(long, value_name = "error|queue[=SECONDS]", value_parser = read_on_loss, default_value = "error")]
     pub(crate) on_loss: OnLoss,
 }
 
@@ -153,15 +143,6 @@ mod tests {
 
     #[test]
     fn what_can_be_said_is_understood() {
-        assert_eq!(on_loss("error"), Ok(OnLoss::Error));
-        assert_eq!(on_loss("queue"), Ok(OnLoss::Queue(None)));
-        assert_eq!(
-            on_loss("queue=1.5"),
-            Ok(OnLoss::Queue(Some(Duration::from_millis(1500))))
-        );
-        for wrong in ["", "wait", "queue=", "queue=-1", "error=3"] {
-            assert!(on_loss(wrong).is_err(), "{wrong}");
-        }
         assert_eq!(attempts("-1"), Ok(SessionConfig::FOREVER));
         assert_eq!((attempts("0"), attempts("9999")), (Ok(0), Ok(9999)));
         for wrong in ["-2", "10000", "x", ""] {

@@ -43,14 +43,6 @@ pub(crate) struct Path {
     dst: Endpoint,
 }
 
-/// Reads a path of addresses, whose link-local ones may name their interface; `port` is used where the destination has none.
-///
-/// # Errors
-/// Says which part is wrong.
-pub(crate) fn path_of_addresses(text: &str, port: u16) -> Result<PathAddr, AddrError> {
-    PathAddr::parse(text, port, &interface)
-}
-
 /// Number of the interface of this name.
 fn interface(name: &str) -> Option<u32> {
     nix::net::if_::if_nametoindex(name).ok()

@@ -14,7 +14,7 @@ use rnbd_admin::Parameters;
 use rnbd_disk::{Caching, DiskConfig, ExportSpec, Exports, FolderSpec};
 use rnbd_host::{
     LoopStats,
-    gate::Gate,
+    admission::ServerAdmission,
     serve::{ServeConfig, ServeEvent, ServeStats, ServedPath, Serving},
 };
 use roce::{LocalDevice, Mtu};
@@ -116,8 +116,8 @@ pub(crate) struct ServeArgs {
     /// it; requests are a little cheaper
     #[arg(long, value_name = "on|off", value_parser = on_off, default_value = "on", action = ArgAction::Set)]
     always_invalidate: bool,
-    /// Threads, each with an event loop; the connections of each session are distributed over them. More than one pays with several
-    /// clients, or clients with several connections (Linux has one for each of its processors), and a processor for each thread
+    /// Threads, each with an event loop; sessions are distributed over them. More than one pays with several sessions, and a processor
+    /// for each thread
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     threads: u16,
     /// Bypass the page cache (O_DIRECT), where the file system can do that
@@ -399,17 +399,14 @@ fn start(
             addrs.push(ip);
         }
     }
-    let gate = Gate::new(&config.rtrs, loops);
-    let mut devices = args.transport.open(&addrs, loops, gate.clone(), faults)?;
+    let admission = ServerAdmission::new(&config.rtrs, loops);
+    let mut devices = args.transport.open(&addrs, loops, admission.clone(), faults)?;
     let mtus = |device: &mut LocalDevice| {
         let all = addrs.iter();
         all.filter_map(|addr| Some((*addr, device.mtu(*addr).ok()?))).collect()
     };
     let mtus = devices.first_mut().map(mtus).unwrap_or_default();
-    let started = match <[LocalDevice; 1]>::try_from(devices) {
-        Ok([device]) => Serving::start(device, config),
-        Err(devices) => Serving::start_shards(devices, config, &gate),
-    };
+    let started = Serving::start_shards(devices, config, &admission);
     let server = started.map_err(|e| Failure::failed(format!("can't serve: {e}")))?;
     Ok((server, mtus))
 }

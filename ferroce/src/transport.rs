@@ -8,8 +8,8 @@ use std::{
 };
 
 use clap::Args;
+use roce::reactor::{ReactorConfig, SpinMode};
 use roce::{DeviceConfig, DeviceStats, JoinConfig, LocalDevice, Mtu, Placement, broker::running_broker};
-use roce_reactor::{ReactorConfig, SpinMode};
 use rtrs::heartbeat::HeartbeatConfig;
 use serde_json::{Map, Value};
 

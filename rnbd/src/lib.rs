@@ -8,10 +8,9 @@
 //! - [`nbd`]: [`nbd::Connection`], a client of an NBD server for any block device.
 //! - [`virtio_blk`]: the virtio block device that a virtual machine sees.
 //!
-//! Server and client stand beside the machines of [`rtrs`] on one loop, which passes on what one has for another: what RTRS tells
-//! goes to [`server::Server::rtrs`] or [`client::Client::rtrs`]. [`server::Server::poll_action`] says what is to be answered,
-//! opened and done with a disk; [`client::Client::poll_submission`] gives requests for RTRS, [`client::Client::poll_output`] what
-//! concerns the client's user. The crate `rnbd-host` has both loops.
+//! Server and client run on one loop with the machines of [`rtrs`]. The client owns RTRS's ([`client::Client::rtrs`]), and its user's
+//! operations come back by [`client::Client::poll_output`]. What RTRS reports to the server goes to [`server::Server::rtrs`]. The crate
+//! `rnbd-host` has both loops.
 
 pub mod block;
 pub mod client;

@@ -10,8 +10,8 @@ use rnbd::{
     block::Geometry,
     proto::{AccessMode, MsgClose, MsgOpen, MsgOpenRsp, parse_open_rsp},
     server::{
-        Limits, Server,
-        action::{Action, Identity, Opened},
+        Limits,
+        action::{Identity, Opened},
         disk::StoreId,
     },
 };
@@ -26,6 +26,11 @@ use tracing::{
     span::{Attributes, Id, Record},
 };
 use zerocopy::IntoBytes;
+
+#[path = "support/served.rs"]
+mod served;
+
+use served::{Action, Served};
 
 /// Counts the lines of the server.
 struct Lines;
@@ -70,7 +75,7 @@ const GEOMETRY: Geometry = Geometry {
 
 /// A server with one device, "disk".
 struct Bench {
-    server: Server,
+    server: Served,
     now: Instant,
     serial: u32,
 }
@@ -151,7 +156,7 @@ const OPENS: u64 = 50;
 fn clients_do_not_fill_the_log() {
     tracing::subscriber::set_global_default(Lines).unwrap();
     let mut bench = Bench {
-        server: Server::new(Limits::default()),
+        server: Served::new(Limits::default()),
         now: Instant::ZERO,
         serial: 0,
     };

@@ -9,8 +9,8 @@ use std::{
 };
 
 use roce::{
-    AccessFlags, CmEventKind, ConnParams, Device, DeviceConfig, Id, Payload, Pd, QpCaps, QpInit, RecvWr, SendFlags,
-    SendOp, SendWr, WcOpcode, WcStatus,
+    AccessFlags, CmEventKind, ConnParams, Device, DeviceConfig, Id, Payload, Pd, QpInit, RecvWr, SendFlags, SendOp,
+    SendWr, WcOpcode, WcStatus,
     aio::{AsyncCq, AsyncEventChannel},
 };
 
@@ -24,12 +24,7 @@ const LEN: usize = 4096;
 /// Accepts a client and echoes its messages until it disconnects. Returns how many there were.
 async fn client(device: Device, pd: Pd, id: Id) -> Outcome<u64> {
     let cq = AsyncCq::new(&device, 16)?;
-    let init = QpInit {
-        send_cq: cq.cq(),
-        recv_cq: cq.cq(),
-        caps: QpCaps::default(),
-        signal_all: false,
-    };
+    let init = QpInit::new(cq.cq());
     let qp = device.create_qp(&pd, &init)?;
     let memory = device.alloc_mr(&pd, LEN, AccessFlags::LOCAL_WRITE)?;
     let receive = || {

@@ -15,7 +15,7 @@ use std::{
 use mio::{Events, Interest, Poll, Token, unix::SourceFd};
 use roce::{
     AccessFlags, Channel, CmEvent, CmEventKind, ConnParams, Cq, Device, DeviceConfig, EventChannel, Mr, Payload, Pd,
-    Qp, QpCaps, QpInit, Qpn, RecvWr, SendFlags, SendOp, SendWr, WcOpcode, WcStatus,
+    Qp, QpInit, Qpn, RecvWr, SendFlags, SendOp, SendWr, WcOpcode, WcStatus,
 };
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -107,12 +107,7 @@ impl Server {
             // The end of a connection shows as a flushed receive.
             return Ok(());
         };
-        let init = QpInit {
-            send_cq: &self.cq,
-            recv_cq: &self.cq,
-            caps: QpCaps::default(),
-            signal_all: false,
-        };
+        let init = QpInit::new(&self.cq);
         let client = Client {
             qp: self.device.create_qp(&self.pd, &init)?,
             memory: self.device.alloc_mr(&self.pd, LEN, AccessFlags::LOCAL_WRITE)?,

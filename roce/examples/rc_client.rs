@@ -10,8 +10,8 @@ use std::{
 };
 
 use roce::{
-    AccessFlags, CmEventKind, ConnParams, Device, DeviceConfig, Payload, QpCaps, QpInit, RecvWr, SendFlags, SendOp,
-    SendWr, WcOpcode,
+    AccessFlags, CmEventKind, ConnParams, Device, DeviceConfig, Payload, QpInit, RecvWr, SendFlags, SendOp, SendWr,
+    WcOpcode,
 };
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -28,12 +28,7 @@ pub(crate) fn run(from: IpAddr, server: IpAddr, message: &[u8]) -> Outcome<Vec<u
     let device = Device::open(DeviceConfig::new(from))?;
     let pd = device.alloc_pd()?;
     let cq = device.create_cq(16, None, 0)?;
-    let init = QpInit {
-        send_cq: &cq,
-        recv_cq: &cq,
-        caps: QpCaps::default(),
-        signal_all: false,
-    };
+    let init = QpInit::new(&cq);
     let qp = device.create_qp(&pd, &init)?;
     let (outgoing, incoming) = (
         device.alloc_mr(&pd, LEN, AccessFlags::empty())?,

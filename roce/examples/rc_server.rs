@@ -10,8 +10,8 @@ use std::{
 };
 
 use roce::{
-    AccessFlags, CmEventKind, ConnParams, Cq, Device, DeviceConfig, EventChannel, Mr, Payload, Pd, Qp, QpCaps, QpInit,
-    RecvWr, SendFlags, SendOp, SendWr, WcOpcode, WcStatus,
+    AccessFlags, CmEventKind, ConnParams, Cq, Device, DeviceConfig, EventChannel, Mr, Payload, Pd, Qp, QpInit, RecvWr,
+    SendFlags, SendOp, SendWr, WcOpcode, WcStatus,
 };
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -21,7 +21,7 @@ const SERVICE: u16 = 7471;
 /// Longest message in bytes.
 const LEN: usize = 4096;
 
-/// What a connection needs, for any number of them one after another.
+/// Objects for any number of connections, one after another.
 struct Server {
     device: Device,
     events: EventChannel,
@@ -45,12 +45,7 @@ impl Server {
 
     /// Creates a queue pair with a receive, so that the first message of a client finds one.
     fn queue_pair(&self) -> Outcome<Qp> {
-        let init = QpInit {
-            send_cq: &self.cq,
-            recv_cq: &self.cq,
-            caps: QpCaps::default(),
-            signal_all: false,
-        };
+        let init = QpInit::new(&self.cq);
         let qp = self.device.create_qp(&self.pd, &init)?;
         self.receive(&qp)?;
         Ok(qp)

@@ -2,14 +2,14 @@
 
 use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
-    sync::{Arc, atomic::Ordering},
+    sync::Arc,
 };
 
 use roce_qp::GRH_LEN;
 use roce_verbs::{AddressVector, Completion, Datagram, QKey, Qpn, WcFlags, provider::VerbsError};
 
 use crate::{
-    device::{Device, DeviceInner, closed},
+    device::{Counted, Device},
     memory::Pd,
 };
 
@@ -18,46 +18,28 @@ const IPV4_LEN: usize = 20;
 /// Hop limit of answers (`ib_init_ah_attr_from_wc`).
 const REPLY_HOP_LIMIT: u8 = 0xff;
 
-/// An address handle. Datagrams copy what it holds, so it may go while they wait.
-#[derive(Clone)]
-pub struct AddressHandle(Arc<AhInner>);
-
-struct AhInner {
+/// An address handle. Datagrams copy its path, so it may be dropped while they wait.
+#[derive(Clone, Debug)]
+pub struct AddressHandle {
     av: AddressVector,
-    device: Arc<DeviceInner>,
     pd: Pd,
-}
-
-impl Drop for AhInner {
-    fn drop(&mut self) {
-        self.device.ahs.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-impl core::fmt::Debug for AddressHandle {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.debug_tuple("AddressHandle").field(&self.0.av).finish()
-    }
+    _counted: Arc<Counted>,
 }
 
 impl AddressHandle {
     /// The path.
     pub fn path(&self) -> AddressVector {
-        self.0.av
+        self.av
     }
 
     /// Its protection domain.
     pub fn pd(&self) -> &Pd {
-        &self.0.pd
+        &self.pd
     }
 
     /// The target of a work request: a queue pair at the end of the path, and the key that it must have.
     pub fn to(&self, qpn: Qpn, qkey: QKey) -> Datagram {
-        Datagram {
-            av: self.0.av,
-            qpn,
-            qkey,
-        }
+        Datagram { av: self.av, qpn, qkey }
     }
 }
 
@@ -116,17 +98,11 @@ impl Device {
         if av.local.is_unspecified() {
             av.local = self.0.local_for(av.remote)?;
         }
-        let checked = self.0.engines.first().with_quiet(|port, _| port.path(&av));
-        let av = checked.map_err(closed)??;
-        if self.0.ahs.fetch_add(1, Ordering::Relaxed) >= self.0.limits.max_ah {
-            self.0.ahs.fetch_sub(1, Ordering::Relaxed);
-            return Err(VerbsError::Limit("address handles"));
-        }
-        Ok(AddressHandle(Arc::new(AhInner {
-            av,
-            device: self.0.clone(),
+        Ok(AddressHandle {
+            av: self.0.engines.first().with_quiet(|port, _| port.path(&av))??,
             pd: pd.clone(),
-        })))
+            _counted: self.0.ahs.take(self.0.limits.max_ah, "address handles")?,
+        })
     }
 
     /// The path back to the sender of a datagram (`ibv_init_ah_from_wc`); `header` is what stands before its data. What
@@ -148,19 +124,6 @@ impl Device {
             traffic_class: header.traffic_class,
             ..AddressVector::new(local, header.source)
         })
-    }
-
-    /// Makes an address handle for the answer to a datagram (`ibv_create_ah_from_wc`).
-    ///
-    /// # Errors
-    /// Like [`Device::reply_path`] and [`Device::create_ah`].
-    pub fn create_ah_from_wc(
-        &self,
-        pd: &Pd,
-        completion: &Completion,
-        header: &[u8; GRH_LEN],
-    ) -> Result<AddressHandle, VerbsError> {
-        self.create_ah(pd, &self.reply_path(completion, header)?)
     }
 }
 

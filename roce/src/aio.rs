@@ -7,7 +7,7 @@
 //! use std::net::{IpAddr, SocketAddr};
 //!
 //! use roce::{
-//!     AccessFlags, CmEventKind, ConnParams, Device, DeviceConfig, Payload, QpCaps, QpInit, RecvWr, SendFlags, SendOp, SendWr,
+//!     AccessFlags, CmEventKind, ConnParams, Device, DeviceConfig, Payload, QpInit, RecvWr, SendFlags, SendOp, SendWr,
 //!     aio::{AsyncCq, AsyncEventChannel},
 //! };
 //!
@@ -18,7 +18,7 @@
 //! let device = Device::open(DeviceConfig::new(addr))?;
 //! let pd = device.alloc_pd()?;
 //! let cq = AsyncCq::new(&device, 16)?;
-//! let init = || QpInit { send_cq: cq.cq(), recv_cq: cq.cq(), caps: QpCaps::default(), signal_all: false };
+//! let init = || QpInit::new(cq.cq());
 //! let (server, client) = (device.create_qp(&pd, &init())?, device.create_qp(&pd, &init())?);
 //! let memory = device.alloc_mr(&pd, 4096, AccessFlags::LOCAL_WRITE)?;
 //! server.post_recv(&[RecvWr { wr_id: 7, sges: &[memory.sge(0, 4096)] }]).map_err(|(_, e)| e)?;
@@ -67,7 +67,12 @@ use std::{
 use roce_verbs::{AsyncEvent, Completion, provider::VerbsError};
 use tokio::io::{Interest, unix::AsyncFd};
 
-use crate::{Channel, CmEvent, Cq, Device, EventChannel, device::io_error};
+use crate::{
+    cm::{CmEvent, EventChannel},
+    cq::{Channel, Cq},
+    device::Device,
+    error::io_error,
+};
 
 /// Source of events whose descriptor the runtime watches.
 #[derive(Debug)]

@@ -16,11 +16,14 @@ use roce_verbs::{
 };
 
 use crate::{
+    config::Services,
     cq::wait,
-    device::{Device, DeviceInner, closed, io_error},
+    device::{Device, DeviceInner},
+    error::io_error,
     qp::Qp,
     queue::EventQueue,
     router::{CmQueue, Key, Taken},
+    sync::Handle,
 };
 
 /// Event of a connection, resolution or listener (`rdma_cm_event`).
@@ -38,16 +41,17 @@ pub struct CmEvent {
 ///
 /// It ends with its last clone: a listener stops listening, a connection is disconnected, a waiting request is rejected. A queue pair
 /// that was connected by [`Device::connect`] or [`Id::accept`] keeps a clone: [`disconnect`](Id::disconnect) it, or drop both.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Id(pub(crate) Arc<IdInner>);
 
+#[derive(Debug)]
 pub(crate) struct IdInner {
     key: Key,
     device: Arc<DeviceInner>,
     local: SocketAddr,
     remote: Option<SocketAddr>,
-    /// Service that a listener has claimed among the processes that share the address.
-    claim: Option<(ServiceId, Option<IpAddr>)>,
+    /// Service of a listener.
+    _claim: Option<Claim>,
 }
 
 impl IdInner {
@@ -63,38 +67,23 @@ impl IdInner {
             device: device.clone(),
             local,
             remote: Some(remote),
-            claim: None,
+            _claim: None,
         })
     }
 }
 
 impl Drop for IdInner {
     fn drop(&mut self) {
-        if self.device.engines.is_inherited() {
-            return;
-        }
+        let Ok(engines) = self.device.live() else { return };
         self.device.router.remove(self.key);
         if let Key::Conn(conn) = self.key {
-            self.device.engines.fail_qp_of(conn);
+            engines.fail_qp_of(conn);
         }
         // A closed device has no connections.
-        let _ = self.device.engines.first().with(|port, now| match self.key {
+        let _ = engines.first().with(|port, now| match self.key {
             Key::Listener(id) => port.cm_unlisten(id),
             Key::Conn(id) => port.cm_destroy(now, id),
         });
-        if let (Some((service, addr)), Some(services)) = (self.claim, &self.device.services) {
-            services.release(service.0, addr);
-        }
-    }
-}
-
-impl core::fmt::Debug for Id {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.debug_struct("Id")
-            .field("key", &self.0.key)
-            .field("local", &self.0.local)
-            .field("remote", &self.0.remote)
-            .finish()
     }
 }
 
@@ -123,8 +112,7 @@ impl Id {
 
     fn with<R>(&self, call: impl FnOnce(&mut Port, Instant, ConnId) -> Result<R, VerbsError>) -> Result<R, VerbsError> {
         let conn = self.conn()?;
-        let done = self.0.device.engines.first().with(|port, now| call(port, now, conn));
-        done.map_err(closed)?
+        self.0.device.engines.first().with(|port, now| call(port, now, conn))?
     }
 
     /// Accepts a connect request: moves the queue pair to RTS and answers. [`CmEventKind::Established`] follows.
@@ -132,9 +120,9 @@ impl Id {
     /// # Errors
     /// If the id is not a waiting request, or the queue pair can't be used.
     pub fn accept(&self, qp: &Qp, params: ConnParams) -> Result<(), VerbsError> {
-        check_device(qp, &self.0.device)?;
+        self.0.device.check(qp.device(), "queue pair")?;
         self.0.device.engines.accept(self.conn()?, qp.place(), params)?;
-        qp.keep_connection(self.clone());
+        qp.keep_connection(self.0.clone());
         Ok(())
     }
 
@@ -143,11 +131,9 @@ impl Id {
     /// # Errors
     /// If the id is not a waiting request, or the private data is too long.
     pub fn accept_with(&self, args: &AcceptArgs) -> Result<(), VerbsError> {
-        let args = AcceptArgs {
-            src_port: self.0.device.engines.promise_source(args.qpn),
-            ..args.clone()
-        };
-        self.0.device.engines.agree(self.conn()?, Some(args.qpn));
+        let mut args = args.clone();
+        args.qp.src_port = self.0.device.engines.promise_source(args.qp.qpn);
+        self.0.device.engines.agree(self.conn()?, Some(args.qp.qpn));
         self.with(|port, now, conn| port.cm_accept(now, conn, &args))
     }
 
@@ -230,44 +216,31 @@ fn specific(ip: IpAddr) -> Option<IpAddr> {
     Some(ip.to_canonical()).filter(|ip| !ip.is_unspecified())
 }
 
-fn check_device(qp: &Qp, device: &Arc<DeviceInner>) -> Result<(), VerbsError> {
-    match Arc::ptr_eq(qp.device(), device) {
-        true => Ok(()),
-        false => Err(VerbsError::Invalid("the queue pair is another device's".into())),
+/// Service that this process has among those that share the address, until the drop, which is without a lock of the device.
+#[derive(Debug)]
+struct Claim {
+    service: ServiceId,
+    addr: Option<IpAddr>,
+    device: Arc<DeviceInner>,
+    release: fn(&(dyn Services + 'static), u64, Option<IpAddr>),
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        if let (Some(services), Ok(_)) = (&self.device.config.services, self.device.live()) {
+            (self.release)(&**services, self.service.0, self.addr);
+        }
     }
 }
 
 /// Port kept for this process among those that share the address. It is free again with the drop.
-pub struct PortHold {
-    service: ServiceId,
-    addr: Option<IpAddr>,
-    device: Arc<DeviceInner>,
-}
-
-impl core::fmt::Debug for PortHold {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        let Self { service, addr, .. } = self;
-        f.debug_struct("PortHold")
-            .field("service", service)
-            .field("addr", addr)
-            .finish()
-    }
-}
+#[derive(Debug)]
+pub struct PortHold(Claim);
 
 impl PortHold {
     /// Returns the port; 0 if any was requested and no other process shares the address: then every one is free.
     pub const fn port(&self) -> u16 {
-        self.service.0 as u16
-    }
-}
-
-impl Drop for PortHold {
-    fn drop(&mut self) {
-        if let Some(services) = &self.device.services
-            && !self.device.engines.is_inherited()
-        {
-            services.unreserve(self.service.0, self.addr);
-        }
+        self.0.service.0 as u16
     }
 }
 
@@ -275,9 +248,10 @@ impl Drop for PortHold {
 ///
 /// The channel's methods are for programs that move their queue pairs themselves, like librdmacm's, and for datagram services (SIDR).
 /// [`Device::listen`], [`Device::connect`] and [`Id::accept`] do that for the program.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct EventChannel(Arc<ChannelInner>);
 
+#[derive(Debug)]
 struct ChannelInner {
     queue: Arc<CmQueue>,
     device: Arc<DeviceInner>,
@@ -286,7 +260,7 @@ struct ChannelInner {
 /// Rejects the requests that the program has not taken.
 impl Drop for ChannelInner {
     fn drop(&mut self) {
-        if self.device.engines.is_inherited() {
+        if self.device.live().is_err() {
             return;
         }
         self.queue.close();
@@ -304,20 +278,7 @@ fn end_orphan(device: &DeviceInner, conn: ConnId) {
     let _ = device.engines.first().with(|port, now| port.cm_destroy(now, conn));
 }
 
-impl core::fmt::Debug for EventChannel {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.debug_struct("EventChannel").finish_non_exhaustive()
-    }
-}
-
 impl EventChannel {
-    fn check(&self, device: &Device) -> Result<(), VerbsError> {
-        match Arc::ptr_eq(&self.0.device, &device.0) {
-            true => Ok(()),
-            false => Err(VerbsError::Invalid("the event channel is another device's".into())),
-        }
-    }
-
     /// Returns the descriptor, for poll, epoll and mio. It is readable while events wait.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         AsFd::as_fd(&*self.0.queue)
@@ -329,13 +290,20 @@ impl EventChannel {
     /// If none is left and the device is closed.
     pub fn take(&self) -> Result<Option<CmEvent>, VerbsError> {
         let device = &self.0.device;
-        if device.engines.is_inherited() {
-            return Err(VerbsError::Closed);
-        }
+        device.live()?;
         loop {
-            match device.router.take(device, &self.0.queue)? {
+            let connection = |conn, local, remote| -> Handle { IdInner::connection(device, conn, local, remote) };
+            match device.router.take(&self.0.queue, connection)? {
                 Taken::Nothing => return Ok(None),
-                Taken::Event(event) => return Ok(Some(event)),
+                Taken::Event(kind, id, listener) => {
+                    let Ok(id) = id.downcast::<IdInner>() else { continue };
+                    let listener = listener.map(Key::number);
+                    return Ok(Some(CmEvent {
+                        id: Id(id),
+                        listener,
+                        kind,
+                    }));
+                }
                 Taken::Stale => {}
                 Taken::Orphan(conn) => end_orphan(device, conn),
             }
@@ -347,7 +315,7 @@ impl EventChannel {
     /// # Errors
     /// If waiting fails, or the device is closed.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<Option<CmEvent>, VerbsError> {
-        wait(&self.0.device, &self.0.queue, timeout, || self.take())
+        wait(&self.0.device, &self.0.queue, timeout, None, || self.take())
     }
 
     /// Keeps a port of a port space for this process, on the addresses of [`ListenArgs::addr`]; port 0: any that is free. Needed only
@@ -364,15 +332,16 @@ impl EventChannel {
     ) -> Result<PortHold, VerbsError> {
         let device = &self.0.device;
         let (requested, addr) = (ServiceId::new(space, port), addr.map(|a| a.to_canonical()));
-        let service = match &device.services {
+        let service = match &device.config.services {
             Some(services) => ServiceId(services.reserve(requested.0, addr, reuse)?),
             None => requested,
         };
-        Ok(PortHold {
+        Ok(PortHold(Claim {
             service,
             addr,
             device: device.clone(),
-        })
+            release: <dyn Services>::unreserve,
+        }))
     }
 
     /// Listens for [`CmEventKind::Request`], in a datagram port space for [`CmEventKind::SidrRequest`]. Dropping the id ends it.
@@ -389,9 +358,15 @@ impl EventChannel {
         let device = &self.0.device;
         let service = ServiceId::new(args.space, args.port);
         let addr = args.addr.map(|a| a.to_canonical());
-        if let Some(services) = &device.services {
+        if let Some(services) = &device.config.services {
             services.claim(service.0, addr)?;
         }
+        let mut claim = Some(Claim {
+            service,
+            addr,
+            device: device.clone(),
+            release: <dyn Services>::release,
+        });
         // The route is added under the port's lock, so that no event precedes it.
         let made = device.engines.first().with_quiet(|port, _| {
             let key = Key::Listener(port.cm_listen(args)?);
@@ -400,16 +375,12 @@ impl EventChannel {
                 device: device.clone(),
                 local,
                 remote: None,
-                claim: Some((service, addr)),
+                _claim: claim.take(),
             });
-            device.router.add(key, &self.0.queue, &id);
+            device.router.add(key, &self.0.queue, &(id.clone() as Handle));
             Ok(Id(id))
         });
-        let made = made.map_err(closed).and_then(|made| made);
-        if let (Err(_), Some(services)) = (&made, &device.services) {
-            services.release(service.0, addr);
-        }
-        made
+        made?
     }
 
     /// Sends a connect request. [`CmEventKind::Reply`], [`CmEventKind::Rejected`] or [`CmEventKind::Unreachable`] follows; after a reply
@@ -419,12 +390,8 @@ impl EventChannel {
     /// If there is no route to the peer, or an argument is invalid.
     pub fn connect(&self, args: &ConnectArgs) -> Result<Id, VerbsError> {
         let local = self.local_for(args.local, args.remote)?;
-        let src_port = self.0.device.engines.promise_source(args.qpn);
-        let args = ConnectArgs {
-            local,
-            src_port,
-            ..args.clone()
-        };
+        let mut args = ConnectArgs { local, ..args.clone() };
+        args.qp.src_port = self.0.device.engines.promise_source(args.qp.qpn);
         self.start(local, args.remote, |port, now| port.cm_connect(now, &args))
     }
 
@@ -453,17 +420,17 @@ impl EventChannel {
         call: impl FnOnce(&mut Port, Instant) -> Result<ConnId, VerbsError>,
     ) -> Result<Id, VerbsError> {
         let device = &self.0.device;
-        let made = device.engines.first().with(|port, now| {
+        device.engines.first().with(|port, now| {
             let conn = call(port, now)?;
             Ok(self.new_id(conn, local, remote))
-        });
-        made.map_err(closed)?
+        })?
     }
 
     /// Creates the id of a connection. Called under the port's lock, so that no event precedes its route.
     fn new_id(&self, conn: ConnId, local: SocketAddr, remote: SocketAddr) -> Id {
         let id = IdInner::connection(&self.0.device, conn, local, remote);
-        self.0.device.router.add(Key::Conn(conn), &self.0.queue, &id);
+        let handle: Handle = id.clone();
+        self.0.device.router.add(Key::Conn(conn), &self.0.queue, &handle);
         Id(id)
     }
 }
@@ -487,7 +454,7 @@ impl Device {
     /// # Errors
     /// If the port is in use, or the address is not local.
     pub fn listen(&self, channel: &EventChannel, addr: SocketAddr, backlog: u32) -> Result<Id, VerbsError> {
-        channel.check(self)?;
+        self.0.check(&channel.0.device, "event channel")?;
         let args = ListenArgs::new(specific(addr.ip()), addr.port(), backlog);
         channel.listen_as(&args, addr)
     }
@@ -504,13 +471,13 @@ impl Device {
         qp: &Qp,
         params: ConnParams,
     ) -> Result<Id, VerbsError> {
-        channel.check(self)?;
-        check_device(qp, &self.0)?;
+        self.0.check(&channel.0.device, "event channel")?;
+        self.0.check(qp.device(), "queue pair")?;
         let local = SocketAddr::new(src.unwrap_or(Ipv6Addr::UNSPECIFIED.into()), 0);
         let local = channel.local_for(local, dst)?;
         let started = |conn| channel.new_id(conn, local, dst);
         let id = self.0.engines.connect((local, dst), qp.place(), params, started)?;
-        qp.keep_connection(id.clone());
+        qp.keep_connection(id.0.clone());
         Ok(id)
     }
 }

@@ -12,8 +12,9 @@ use roce_qp::{CompletionQueue as Queue, Notify};
 use roce_verbs::{Completion, Qpn, provider::VerbsError};
 
 use crate::{
-    device::{Device, DeviceInner, io_error},
+    device::{Counted, Device, DeviceInner},
     engines::EngineSet,
+    error::io_error,
     faults::replace_statuses,
     queue::{EventQueue, deadline},
 };
@@ -22,21 +23,17 @@ use crate::{
 const POLL_INTERVAL: Duration = Duration::from_micros(200);
 
 /// Completion queue.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Cq(Arc<CqInner>);
 
+#[derive(Debug)]
 struct CqInner {
     queue: Arc<Queue>,
     device: Arc<DeviceInner>,
     has_channel: bool,
     /// Engines whose queue pairs complete into the queue.
     engine_set: EngineSet,
-}
-
-impl Drop for CqInner {
-    fn drop(&mut self) {
-        self.device.cqs.fetch_sub(1, Ordering::Relaxed);
-    }
+    _counted: Arc<Counted>,
 }
 
 /// Pushes a completion queue's cookie to its channel.
@@ -49,12 +46,6 @@ impl Notify for ChannelNotify {
     fn notify(&self, _handle: u32) {
         // Ignore a closed channel: no thread waits for its events.
         let _ = self.events.push(self.cookie);
-    }
-}
-
-impl core::fmt::Debug for Cq {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.debug_tuple("Cq").field(&self.0.queue.handle()).finish()
     }
 }
 
@@ -74,16 +65,15 @@ impl Cq {
     fn notifying(device: &Device, entries: u32, notify: Option<Arc<dyn Notify>>) -> Result<Self, VerbsError> {
         let limits = &device.0.limits;
         let entries = granted_entries(entries, limits.max_cqe)?;
-        if device.0.cqs.fetch_add(1, Ordering::Relaxed) >= limits.max_cq {
-            device.0.cqs.fetch_sub(1, Ordering::Relaxed);
-            return Err(VerbsError::Limit("completion queues"));
-        }
+        let counted = device.0.cqs.take(limits.max_cq, "completion queues")?;
         let has_channel = notify.is_some();
+        let handle = device.0.next_cq.fetch_add(1, Ordering::Relaxed);
         Ok(Self(Arc::new(CqInner {
-            queue: Queue::new(device.0.new_cq_handle(), entries, notify),
+            queue: Queue::new(handle, entries, notify),
             device: device.0.clone(),
             has_channel,
             engine_set: EngineSet::default(),
+            _counted: counted,
         })))
     }
 
@@ -118,10 +108,8 @@ impl Cq {
             let asked = entries;
             return Err(VerbsError::Invalid(roce_qp::CqResizeError { held, asked }.to_string()));
         }
-        self.0
-            .queue
-            .resize(granted)
-            .map_err(|e| VerbsError::Invalid(e.to_string()))
+        let resized = self.0.queue.resize(granted);
+        resized.map_err(|e| VerbsError::Invalid(e.to_string()))
     }
 
     /// Returns the number of completions in the queue, counted up to `max`. Removes none.
@@ -137,12 +125,7 @@ impl Cq {
     }
 
     pub(crate) fn check(&self, device: &Arc<DeviceInner>) -> Result<(), VerbsError> {
-        match Arc::ptr_eq(&self.0.device, device) {
-            true => Ok(()),
-            false => Err(VerbsError::Invalid(
-                "the completion queue belongs to another device".into(),
-            )),
-        }
+        device.check(&self.0.device, "completion queue")
     }
 
     pub(crate) fn engine_set(&self) -> &EngineSet {
@@ -172,10 +155,7 @@ impl Cq {
     /// # Errors
     /// If the queue has overflowed, or the device is closed.
     pub fn poll(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize, VerbsError> {
-        let engines = &self.0.device.engines;
-        if engines.is_inherited() {
-            return Err(VerbsError::Closed);
-        }
+        let engines = self.0.device.live()?;
         let before = out.len();
         let mut taken = self.take(out, max)?;
         if taken == 0 && max > 0 {
@@ -221,7 +201,7 @@ impl Device {
         Ok(Channel {
             events,
             device: self.0.clone(),
-            spin: Arc::new(Mutex::new(Spin::new(self.0.spin))),
+            spin: Arc::new(Mutex::new(Spin::new(self.0.config.spin))),
         })
     }
 
@@ -249,42 +229,14 @@ impl Device {
 }
 
 /// Completion channel.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Channel {
     events: Arc<EventQueue<u64>>,
     device: Arc<DeviceInner>,
     spin: Arc<Mutex<Spin>>,
 }
 
-impl core::fmt::Debug for Channel {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.debug_struct("Channel").finish_non_exhaustive()
-    }
-}
-
 impl Channel {
-    /// Polls the ports and the channel before the thread sleeps, for as long as [`Spin`] permits.
-    ///
-    /// Returns the event received, if any.
-    fn spin(&self, until: Option<Instant>, ports: &mut [Waiter<'_>]) -> Result<Option<u64>, VerbsError> {
-        let left = until.map(|at| at.saturating_duration_since(Instant::now()));
-        let Some(spinning) = self.spin.lock().begin(left) else {
-            return Ok(None);
-        };
-        let event = loop {
-            let owns = ports.iter_mut().fold(false, |any, port| port.advance() | any);
-            if !owns {
-                return Ok(None);
-            }
-            let event = self.events.pop()?;
-            if event.is_some() || !spinning.goes_on() {
-                break event;
-            }
-        };
-        self.spin.lock().end(&spinning, event.is_some());
-        Ok(event)
-    }
-
     /// Returns the descriptor, for poll, epoll and mio. It is readable (level-triggered) while events wait.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         AsFd::as_fd(&*self.events)
@@ -296,56 +248,77 @@ impl Channel {
     /// # Errors
     /// If waiting fails, or the device is closed.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<Option<u64>, VerbsError> {
-        if !self.device.background || timeout == Some(Duration::ZERO) || self.device.engines.is_inherited() {
-            return wait(&self.device, &self.events, timeout, || self.events.pop());
-        }
-        if let Some(event) = self.events.pop()? {
-            return Ok(Some(event));
-        }
-        let until = deadline(timeout);
-        let mut ports = self.device.engines.begin_wait();
-        if let Some(event) = self.spin(until, &mut ports)? {
-            return Ok(Some(event));
-        }
-        while self.events.sleep_beside(until, &mut ports)? {
-            if let Some(event) = self.events.pop()? {
-                return Ok(Some(event));
-            }
-        }
-        self.events.pop()
+        wait(&self.device, &self.events, timeout, Some(&self.spin), || {
+            self.events.pop()
+        })
     }
 }
 
-/// Waits for an event that `take` returns, up to `timeout`.
+/// Polls the ports and `take` before the thread sleeps, for as long as [`Spin`] permits. Returns the event received, if any.
+fn poll_for_a_while<E>(
+    spin: &Mutex<Spin>,
+    until: Option<Instant>,
+    ports: &mut [Waiter<'_>],
+    take: &mut impl FnMut() -> Result<Option<E>, VerbsError>,
+) -> Result<Option<E>, VerbsError> {
+    let left = until.map(|at| at.saturating_duration_since(Instant::now()));
+    let Some(spinning) = spin.lock().begin(left) else {
+        return Ok(None);
+    };
+    let event = loop {
+        let owns = ports.iter_mut().fold(false, |any, port| port.advance() | any);
+        if !owns {
+            return Ok(None);
+        }
+        let event = take()?;
+        if event.is_some() || !spinning.goes_on() {
+            break event;
+        }
+    };
+    spin.lock().end(&spinning, event.is_some());
+    Ok(event)
+}
+
+/// Waits for an event that `take` returns, up to `timeout`. With `spin` the thread advances the ports, and may poll before it sleeps.
 pub(crate) fn wait<Q, E>(
     device: &DeviceInner,
     queue: &EventQueue<Q>,
     timeout: Option<Duration>,
+    spin: Option<&Mutex<Spin>>,
     mut take: impl FnMut() -> Result<Option<E>, VerbsError>,
 ) -> Result<Option<E>, VerbsError> {
-    if device.engines.is_inherited() {
-        return Err(VerbsError::Closed);
-    }
+    let engines = device.live()?;
     if let Some(event) = take()? {
         return Ok(Some(event));
     }
+    let background = device.config.background;
     if timeout == Some(Duration::ZERO) {
         // A zero timeout polls once and does not count as waiting.
-        if !device.background {
-            device.engines.progress();
+        if !background {
+            engines.progress();
         }
         return take();
     }
-    device.engines.stop_polling();
     let until = deadline(timeout);
+    let mut ports = Vec::new();
+    match spin.filter(|_| background) {
+        Some(spin) => {
+            ports = engines.begin_wait();
+            if let Some(event) = poll_for_a_while(spin, until, &mut ports, &mut take)? {
+                return Ok(Some(event));
+            }
+        }
+        None => engines.stop_polling(),
+    }
+    let slice = (!background).then_some(POLL_INTERVAL);
     loop {
-        if !device.background {
-            device.engines.progress();
+        if !background {
+            engines.progress();
         }
         if let Some(event) = take()? {
             return Ok(Some(event));
         }
-        if !queue.sleep(until, (!device.background).then_some(POLL_INTERVAL))? {
+        if !queue.sleep(until, slice, &mut ports)? {
             return take();
         }
     }

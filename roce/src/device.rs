@@ -2,229 +2,34 @@
 
 use std::{
     net::IpAddr,
-    num::NonZeroU64,
-    path::PathBuf,
+    os::fd::{AsFd, BorrowedFd},
     sync::{
         Arc,
         atomic::{AtomicU32, Ordering},
     },
 };
 
-use roce_cm::DropReason;
-use roce_fault::Faults;
-use roce_mem::{MemError, MemoryTable};
-use roce_net::{Closed, DatapathCounters, OpenError, OpenSockets, SpinMode, UdpConfig, UdpDatapath, iface};
-use roce_port::{PortChange, PortCounters, QpnParts, QpnSlot, RxMeta, Steering};
-use roce_qp::{FreePaces, WindowConfig};
+use roce_net::{Driver, OpenError, iface};
+use roce_port::RxMeta;
+use roce_verbs::mem::MemoryTable;
 use roce_verbs::{AsyncEvent, DeviceLimits, Mtu, provider::VerbsError};
 
 use crate::{
-    broker::{COUNTERS, Snapshot},
+    broker::{self, JoinConfig},
+    config::DeviceConfig,
     engines::Engines,
-    open::{self, Parts},
-    port::PortView,
+    error::io_error,
+    joined::{self, Sharing},
+    open::{self, Bound, Memory, Parts},
     queue::EventQueue,
     router::Router,
-    shared,
+    stats::DeviceStats,
     tap::SharedTap,
+    view::PortView,
 };
 
-/// How a device is opened.
-#[derive(Clone, Debug)]
-pub struct DeviceConfig {
-    /// Our address. Unspecified: all addresses of this IP version, and `::` means IPv4 too.
-    pub addr: IpAddr,
-    /// Path MTU to offer at most; `None`: the largest that the interface carries.
-    pub mtu: Option<Mtu>,
-    /// Receive buffer to ask the system for, bytes.
-    pub socket_buffer: usize,
-    /// Send several packets with one call (UDP_SEGMENT).
-    pub gso: bool,
-    /// Receive several packets with one call (UDP_GRO).
-    pub gro: bool,
-    /// Run a background thread. Without one nothing moves but while the program posts, polls and waits: peers that
-    /// read or write memory meanwhile are not answered.
-    pub background: bool,
-    /// How long a thread that waits for completions ([`Channel`](crate::Channel)) looks for packets before it sleeps. If it is a number, the
-    /// background thread does so too.
-    pub spin: SpinMode,
-    /// Bounds of the bytes in flight towards one peer; `None`: chosen by the receive buffer.
-    pub window: Option<WindowConfig>,
-    /// Bytes per second towards one address of the services that nobody acknowledges (UC, UD); `None`: no limit.
-    pub unreliable_rate: Option<NonZeroU64>,
-    /// Write all packets sent and received to this file.
-    pub pcap: Option<PathBuf>,
-    /// Add to that file if it exists, instead of starting it again.
-    pub pcap_append: bool,
-    /// Identifies the device to connection managers; `None`: random. No two live devices may share one, unless they
-    /// have distinct slots.
-    pub guid: Option<u64>,
-    /// Receive on these sockets instead of opening some. `addr` says what the device is called, and must be theirs.
-    pub sockets: Option<OpenSockets>,
-    /// Engines of a [`Device`]: each has a socket, a lock and a thread of its own, and a part of the reliable connected queue pairs. Those
-    /// whose completion queues are polled without a channel stay together, queue by queue, because the threads that poll advance them;
-    /// others are spread. 1 to [`MAX_SHARDS`](Self::MAX_SHARDS).
-    pub shards: usize,
-    /// Our part of the queue pair numbers and communication IDs, when several processes share the address.
-    pub qpn_slot: Option<QpnSlot>,
-    /// Which of them are drawn from, if the slot is a whole one.
-    pub qpn_parts: Option<QpnParts>,
-    /// Told of the services that this device listens for, when several processes share the address.
-    pub services: Option<Arc<dyn Services>>,
-    /// Faults on demand, which may change at any time; `None`: there are none, and none can be demanded.
-    pub faults: Option<Faults>,
-}
-
-/// Who listens for what among several processes behind one address.
-pub trait Services: Send + Sync + core::fmt::Debug {
-    /// This process is going to take connect requests for a service ID on one address or (`None`) all. Called with no
-    /// lock of the device held.
-    ///
-    /// # Errors
-    /// When another has it ([`VerbsError::Address`]).
-    fn claim(&self, service_id: u64, addr: Option<IpAddr>) -> Result<(), VerbsError>;
-    /// It no longer does. Called with no lock of the device held.
-    fn release(&self, service_id: u64, addr: Option<IpAddr>);
-    /// Keeps a port for this process before it listens; port 0 in the service ID stands for any that is free. Returns the
-    /// service ID with the port: with 0 when nobody keeps ports. `reuse`: it may be shared with others who allow that.
-    /// Called with no lock of the device held.
-    ///
-    /// # Errors
-    /// When another has it ([`VerbsError::Address`]).
-    fn reserve(&self, service_id: u64, _addr: Option<IpAddr>, _reuse: bool) -> Result<u64, VerbsError> {
-        Ok(service_id)
-    }
-    /// It is not kept any more. Called with no lock of the device held.
-    fn unreserve(&self, _service_id: u64, _addr: Option<IpAddr>) {}
-    /// A packet for another of the processes, which came merged behind one for this one. Called under the lock of the
-    /// device, so it must not wait.
-    fn hand_over(&self, _meta: &RxMeta, _bytes: &[u8]) {}
-    /// The port has changed for the others. Called under the lock of the device, so it must not wait.
-    fn port_change(&self, _change: PortChange) {}
-    /// Publishes status and counters of the device to the others. Called under the lock of the device, so it must not wait; for the last
-    /// time when the device closes.
-    fn publish(&self, _status: &Snapshot) {}
-}
-
-impl Default for DeviceConfig {
-    fn default() -> Self {
-        let udp = UdpConfig::default();
-        Self {
-            addr: udp.addr,
-            mtu: None,
-            socket_buffer: udp.receive_buffer,
-            gso: true,
-            gro: true,
-            background: true,
-            spin: SpinMode::default(),
-            window: None,
-            unreliable_rate: FreePaces::USUAL,
-            pcap: None,
-            pcap_append: false,
-            guid: None,
-            sockets: None,
-            shards: 1,
-            qpn_slot: None,
-            qpn_parts: None,
-            services: None,
-            faults: None,
-        }
-    }
-}
-
-impl DeviceConfig {
-    /// The most engines of a device.
-    pub const MAX_SHARDS: usize = Steering::MAX_SHARDS;
-
-    /// The usual settings for a device at an address.
-    pub fn new(addr: IpAddr) -> Self {
-        Self {
-            addr,
-            ..Self::default()
-        }
-    }
-}
-
-/// Counters of a device.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct DeviceStats {
-    /// Packets, drops and the transport.
-    pub port: PortCounters,
-    /// System calls and sockets.
-    pub path: DatapathCounters,
-}
-
-impl From<(PortCounters, DatapathCounters)> for DeviceStats {
-    fn from((port, path): (PortCounters, DatapathCounters)) -> Self {
-        Self { port, path }
-    }
-}
-
-impl DeviceStats {
-    /// Adds what another device has counted.
-    pub fn add(&mut self, other: &Self) {
-        self.port.add(&other.port);
-        self.path.add(&other.path);
-    }
-
-    /// The hardware counters that rdma_rxe has, by its names and in its order (`rxe_hw_counters.c`); the device's link has gone down
-    /// so many times.
-    pub(crate) fn hw_counters(&self, link_downed: u64) -> [(&'static str, u64); 15] {
-        let (t, path) = (&self.port.transport, &self.path);
-        let lost = path.tx_too_long + path.tx_no_buffers + path.tx_unreachable + path.tx_forbidden + path.tx_errors;
-        [
-            ("sent_pkts", self.port.tx_packets),
-            ("rcvd_pkts", self.port.rx_packets),
-            ("duplicate_request", t.duplicate_request),
-            ("out_of_seq_request", t.out_of_seq_request),
-            ("rcvd_rnr_err", t.rcvd_rnr_err),
-            ("send_rnr_err", t.send_rnr_err),
-            ("rcvd_seq_err", t.rcvd_seq_err),
-            ("ack_deferred", t.ack_deferred),
-            ("retry_exceeded_err", t.retry_exceeded_err),
-            ("retry_rnr_exceeded_err", t.retry_rnr_exceeded_err),
-            ("completer_retry_err", t.completer_retry_err),
-            ("send_err", t.send_err + lost),
-            ("link_downed", link_downed),
-            ("rdma_sends", t.rdma_sends),
-            ("rdma_recvs", t.rdma_recvs),
-        ]
-    }
-
-    /// Returns the counters for other processes: the hardware counters, and connect requests that were dropped because a listener's
-    /// backlog was full.
-    fn published(&self, link_downed: u64) -> impl Iterator<Item = (&'static str, u64)> {
-        let full = [DropReason::Backlog, DropReason::BacklogPeer].map(|reason| self.port.cm.dropped(reason));
-        let more = [("cm_drop_backlog", full.iter().sum())];
-        self.hw_counters(link_downed).into_iter().chain(more)
-    }
-
-    /// Returns the status that other processes get, whose counters are known by their places.
-    pub(crate) fn snapshot(&self, mtu: Mtu, queue_pairs: usize, link_downed: u64) -> Snapshot {
-        let mut counters = [0; COUNTERS.len()];
-        for (place, (_, value)) in counters.iter_mut().zip(self.published(link_downed)) {
-            *place = value;
-        }
-        Snapshot {
-            mtu: mtu.bytes() as u32,
-            queue_pairs: queue_pairs as u64,
-            counters,
-        }
-    }
-
-    /// Packets that were sent more than once.
-    pub fn retransmits(&self) -> u64 {
-        self.port.tx_retransmissions
-    }
-
-    /// Packets dropped because of their ICRC.
-    pub fn icrc_errors(&self) -> u64 {
-        self.port.icrc_errors + self.port.icrc_implausible
-    }
-}
-
 /// A RoCE device on UDP sockets. Cheap to clone; it closes when the last clone and the last object made from it are gone.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Device(pub(crate) Arc<DeviceInner>);
 
 /// State shared by all objects of a device.
@@ -233,45 +38,52 @@ pub(crate) struct DeviceInner {
     pub(crate) mem: Arc<MemoryTable>,
     pub(crate) router: Arc<Router>,
     pub(crate) limits: DeviceLimits,
-    pub(crate) background: bool,
-    pub(crate) spin: SpinMode,
-    pub(crate) services: Option<Arc<dyn Services>>,
-    pub(crate) faults: Option<Faults>,
-    pub(crate) cqs: AtomicU32,
-    pub(crate) ahs: AtomicU32,
-    pub(crate) srqs: AtomicU32,
-    pub(crate) xrcds: AtomicU32,
+    pub(crate) config: DeviceConfig,
+    pub(crate) cqs: Count,
+    pub(crate) ahs: Count,
+    pub(crate) srqs: Count,
+    pub(crate) xrcds: Count,
     pub(crate) next_srq: AtomicU32,
-    next_cq: AtomicU32,
-    pub(crate) addr: IpAddr,
+    pub(crate) next_cq: AtomicU32,
     pub(crate) mtu: Mtu,
 }
 
-impl core::fmt::Debug for Device {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.debug_struct("Device")
-            .field("addr", &self.0.addr)
-            .field("mtu", &self.0.mtu)
-            .finish_non_exhaustive()
+debug!(DeviceInner, "Device", |this| addr: this.config.addr, mtu: this.mtu);
+
+/// Returns how to join the broker that has this address open, if there is one.
+pub(crate) fn holder(addr: IpAddr) -> Option<JoinConfig> {
+    let how = JoinConfig::from_env()?;
+    let open = broker::statistics(&how.dir).ok()??.addrs;
+    let addr = addr.to_canonical();
+    let covers = |a: &IpAddr| *a == addr || (a.is_unspecified() && a.is_ipv4() == addr.is_ipv4());
+    open.iter().any(covers).then_some(how)
+}
+
+/// Number of a device's objects of one kind.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Count(Arc<AtomicU32>);
+
+impl Count {
+    /// Counts one more object, as long as a clone of the result lives.
+    ///
+    /// # Errors
+    /// If there are `most` already.
+    pub(crate) fn take(&self, most: u32, objects: &'static str) -> Result<Arc<Counted>, VerbsError> {
+        let counted = Arc::new(Counted(self.clone()));
+        match self.0.fetch_add(1, Ordering::Relaxed) < most {
+            true => Ok(counted),
+            false => Err(VerbsError::Limit(objects)),
+        }
     }
 }
 
-pub(crate) fn closed(_: Closed) -> VerbsError {
-    VerbsError::Closed
-}
+/// Object that counts.
+#[derive(Debug)]
+pub(crate) struct Counted(Count);
 
-pub(crate) fn mem_error(e: MemError) -> VerbsError {
-    match e {
-        MemError::Limit(what) => VerbsError::Limit(what),
-        MemError::Busy(what) => VerbsError::Busy(what),
-        other => VerbsError::Invalid(other.to_string()),
-    }
-}
-
-pub(crate) fn io_error(context: &str) -> impl Fn(std::io::Error) -> VerbsError {
-    move |source| VerbsError::Io {
-        context: context.into(),
-        source,
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -282,55 +94,68 @@ impl Device {
     /// # Errors
     /// When the port is taken (the text says by whom and what to do), the address is not ours, or the system refuses.
     pub fn open(config: DeviceConfig) -> Result<Self, VerbsError> {
-        let paths = open::datapaths(&config)?;
-        if let (Err(OpenError::PortTaken { .. }), None) = (&paths, &config.sockets)
-            && let Some(how) = shared::holder(config.addr)
-        {
-            return Self::open_shared(config, &how);
+        let steering = open::check_shards(config.shards)?;
+        open::check(&config, steering)?;
+        match open::bind(&config, steering) {
+            Err(OpenError::PortTaken { .. })
+                if config.sockets.is_none()
+                    && let Some(how) = holder(config.addr) =>
+            {
+                Self::open_shared(config, &how)
+            }
+            bound => Self::start(bound.map_err(open::error)?),
         }
-        let paths = paths.map_err(open::error)?.into_iter().enumerate();
-        let steering = Steering::new(config.shards);
-        let configs = paths.map(|(shard, path)| {
-            let qpn_slot = steering.and_then(|s| s.slot(shard)).or(config.qpn_slot);
-            let config = DeviceConfig {
-                qpn_slot,
-                ..config.clone()
-            };
-            (config, path)
-        });
-        Self::start(configs.collect())
     }
 
-    /// Sets in motion what has sockets: an engine for each configuration, which all are the device's with what is an engine's own.
-    pub(crate) fn start(all: Vec<(DeviceConfig, UdpDatapath)>) -> Result<Self, VerbsError> {
-        let (config, _) = all
-            .first()
-            .ok_or_else(|| VerbsError::Invalid("a device of no shards".into()))?;
-        let config = config.clone();
+    /// Opens a device at an address that other processes of this user may use at the same time: becomes a member of the
+    /// broker's, which is started if none runs.
+    ///
+    /// # Errors
+    /// As [`Device::open`], and when there is no broker and none can be started.
+    pub fn open_shared(config: DeviceConfig, how: &JoinConfig) -> Result<Self, VerbsError> {
+        open::check_shards(config.shards)?;
+        let members = joined::join(how, config.shards)?;
+        let device = Self::start(Sharing::of(&members).open(&config)?)?;
+        for (index, member) in members.iter().enumerate() {
+            let device = Arc::downgrade(&device.0);
+            member.set_inbox(Box::new(move |meta, bytes| {
+                if let Some(inner) = device.upgrade() {
+                    // A closed device takes nothing any more.
+                    let _ = inner.engines.get(index).inject(bytes, meta);
+                }
+            }));
+        }
+        Ok(device)
+    }
+
+    /// Starts an engine for each configuration. They have the address and settings in common.
+    pub(crate) fn start(bound: Bound) -> Result<Self, VerbsError> {
+        let first = bound.first().map(|(config, _)| config.clone());
+        let config = first.ok_or_else(|| VerbsError::Invalid("a device of no shards".into()))?;
         let router = Arc::new(Router::new(
             EventQueue::new().map_err(io_error("making an event queue"))?,
             PortView::new(config.addr.to_canonical(), config.mtu),
         ));
         let tap = SharedTap::of(std::slice::from_ref(&config))?.pop().flatten();
-        let all = Parts::sharing_memory(all.into_iter(), tap.as_ref())?;
-        let (_, Parts { mem, limits, mtu, .. }) = &all[0];
+        let all = Parts::all(bound, tap.as_ref(), Memory::Shared)?;
+        let Parts { mem, limits, mtu, .. } = &all[0];
         let (mem, limits, mtu) = (mem.clone(), limits.clone(), *mtu);
         Ok(Self(Arc::new(DeviceInner {
             engines: Engines::start(all, &router)?,
             mem,
             router,
             limits,
-            background: config.background,
-            spin: config.spin,
-            services: config.services,
-            faults: config.faults,
-            cqs: AtomicU32::new(0),
-            ahs: AtomicU32::new(0),
-            srqs: AtomicU32::new(0),
-            xrcds: AtomicU32::new(0),
+            // The datapaths have the sockets.
+            config: DeviceConfig {
+                sockets: None,
+                ..config
+            },
+            cqs: Count::default(),
+            ahs: Count::default(),
+            srqs: Count::default(),
+            xrcds: Count::default(),
             next_srq: AtomicU32::new(1),
             next_cq: AtomicU32::new(1),
-            addr: config.addr,
             mtu,
         })))
     }
@@ -342,7 +167,7 @@ impl Device {
 
     /// Our address, as it was given.
     pub fn addr(&self) -> IpAddr {
-        self.0.addr
+        self.0.config.addr
     }
 
     /// The largest path MTU that holds from every address of the device.
@@ -355,11 +180,8 @@ impl Device {
     /// # Errors
     /// When the device is closed.
     pub fn mtu_from(&self, local: IpAddr) -> Result<Mtu, VerbsError> {
-        self.0
-            .engines
-            .first()
-            .with_quiet(|port, _| port.path_mtu(local))
-            .map_err(closed)
+        let engine = self.0.engines.first();
+        Ok(engine.with_quiet(|port, _| port.path_mtu(local))?)
     }
 
     /// Identifies the device to connection managers.
@@ -369,24 +191,12 @@ impl Device {
 
     /// Returns the counters.
     pub fn stats(&self) -> DeviceStats {
-        self.0.stats()
+        DeviceStats::sum(self.0.engines.all().iter().map(Driver::counters))
     }
 
-    /// Sets the receive buffer of the sockets, bytes, and returns what the system granted (as it counts: twice the
-    /// bytes, for its own overhead).
-    ///
-    /// # Errors
-    /// When the system refuses.
-    pub fn set_socket_buffer(&self, bytes: usize) -> Result<usize, VerbsError> {
-        let granted = self
-            .0
-            .engines
-            .all()
-            .iter()
-            .map(|driver| driver.set_receive_buffer(bytes));
-        let granted = granted.collect::<std::io::Result<Vec<_>>>();
-        let granted = granted.map_err(io_error("setting the receive buffer"))?;
-        Ok(granted.into_iter().min().unwrap_or(0))
+    /// Returns the hardware counters that rdma_rxe has, by its names and in its order (`rxe_hw_counters.c`).
+    pub fn hw_counters(&self) -> [(&'static str, u64); 15] {
+        self.stats().hw_counters(self.0.router.port.link_downed())
     }
 
     /// Takes one asynchronous event. See [`Device::async_fd`].
@@ -394,15 +204,12 @@ impl Device {
     /// # Errors
     /// When none is left and the device is closed.
     pub fn async_event(&self) -> Result<Option<AsyncEvent>, VerbsError> {
-        if self.is_inherited() {
-            return Err(VerbsError::Closed);
-        }
+        self.0.live()?;
         self.0.router.async_events().pop()
     }
 
     /// Readable while an asynchronous event waits.
-    pub fn async_fd(&self) -> std::os::fd::BorrowedFd<'_> {
-        use std::os::fd::AsFd;
+    pub fn async_fd(&self) -> BorrowedFd<'_> {
         self.0.router.async_events().as_fd()
     }
 
@@ -411,7 +218,7 @@ impl Device {
     /// # Errors
     /// When the device is closed.
     pub fn inject(&self, datagram: &[u8], meta: &RxMeta) -> Result<(), VerbsError> {
-        self.0.engines.inject(datagram, meta).map_err(closed)
+        Ok(self.0.engines.inject(datagram, meta)?)
     }
 
     /// Advances the device by the calling thread: for programs that poll memory and run no background thread.
@@ -438,42 +245,33 @@ impl Device {
 
 impl Drop for DeviceInner {
     fn drop(&mut self) {
-        if self.engines.is_inherited() {
-            return;
-        }
         self.engines.close();
     }
 }
 
 impl DeviceInner {
-    pub(crate) fn stats(&self) -> DeviceStats {
-        let mut all = DeviceStats::default();
-        for driver in self.engines.all() {
-            all.add(&driver.counters().into());
+    /// Returns the engines. A fork of the process that opened the device gets none: it must touch nothing of the device, whose locks
+    /// other threads may have held.
+    pub(crate) fn live(&self) -> Result<&Engines, VerbsError> {
+        match self.engines.is_inherited() {
+            true => Err(VerbsError::Closed),
+            false => Ok(&self.engines),
         }
-        all
     }
 
     /// The local address for a peer when the program named none.
     pub(crate) fn local_for(&self, remote: IpAddr) -> Result<IpAddr, VerbsError> {
-        if !self.addr.is_unspecified() {
-            return Ok(self.addr);
+        if !self.config.addr.is_unspecified() {
+            return Ok(self.config.addr);
         }
         iface::route_to(remote).map_err(|e| VerbsError::Address(format!("no way to {remote}: {e}")))
     }
 
-    pub(crate) fn new_cq_handle(&self) -> u32 {
-        self.next_cq.fetch_add(1, Ordering::Relaxed)
-    }
-}
-
-#[cfg(all(test, feature = "broker"))]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn published_counters_have_the_places_that_the_broker_names() {
-        let names: Vec<_> = DeviceStats::default().published(0).map(|(name, _)| name).collect();
-        assert_eq!(names, COUNTERS);
+    /// Checks that an object is of this device.
+    pub(crate) fn check(self: &Arc<Self>, owner: &Arc<Self>, object: &str) -> Result<(), VerbsError> {
+        match Arc::ptr_eq(self, owner) {
+            true => Ok(()),
+            false => Err(VerbsError::Invalid(format!("the {object} is another device's"))),
+        }
     }
 }

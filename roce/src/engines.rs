@@ -13,12 +13,12 @@ use std::{
 
 use roce_bth::Qpn;
 use roce_net::{
-    Closed, DatapathCounters, Driver, DriverConfig, EventSink, Inbox, Waiter,
+    Closed, DatapathCounters, Driver, DriverConfig, EventSink, LocalConfig, Waiter,
     links::{LinkChange, LinkWatch},
 };
 use roce_port::{
     CmEventKind, ConnId, Forwarded, FromShard, HandedOver, Numbers, Port, PortChange, QpCommand, Recipient, Recipients,
-    RxMeta, Steering, ToShard, dest_qpn,
+    RxMeta, ToShard, dest_qpn,
 };
 use roce_verbs::{
     AsyncEvent, Mtu, PathMtus, QpType,
@@ -26,26 +26,31 @@ use roce_verbs::{
 };
 
 use crate::{
-    device::{DeviceConfig, DeviceStats, Services, closed, io_error},
-    open::Parts,
+    config::Services,
+    error::io_error,
+    open::{self, Parts},
     router::Router,
+    shards::{Inbox, inboxes},
+    stats::DeviceStats,
 };
-
-/// Configuration and port of an engine.
-pub(crate) type EngineParts = (DeviceConfig, Parts);
 
 /// State shared by the engines of a device.
 struct EngineGroup {
     /// Set when all engines are started.
     engines: OnceLock<Weak<Engines>>,
     /// Inbox of each engine. Empty if there is only one engine.
-    inboxes: Box<[Arc<Inbox<ToShard>>]>,
-    numbers: Numbers,
+    inboxes: Arc<[Arc<Inbox>]>,
+    numbers: Option<Numbers>,
     /// [`Engines::close`] is closing the engines one after the other.
     closing: AtomicBool,
 }
 
 impl EngineGroup {
+    /// Returns the engine that has a queue pair number.
+    fn engine_of(&self, qpn: Qpn) -> Option<usize> {
+        self.numbers.as_ref()?.of_qpn(qpn)
+    }
+
     fn engines(&self) -> Option<Arc<Engines>> {
         self.engines.get()?.upgrade()
     }
@@ -103,7 +108,7 @@ impl EventSink for Sink {
             Recipient::This | Recipient::Gsi => Forwarded::Back,
             Recipient::Shard(index) => {
                 let inbox = self.group.inboxes.get(index);
-                match inbox.is_some_and(|inbox| inbox.send(ToShard::Packet(HandedOver::captured(meta, bytes)))) {
+                match inbox.is_some_and(|inbox| inbox.send(ToShard::Packet(HandedOver::new(meta, bytes, true)))) {
                     true => Forwarded::Shard,
                     false => Forwarded::Lost,
                 }
@@ -118,7 +123,7 @@ impl EventSink for Sink {
     }
 
     fn command(&self, command: QpCommand) {
-        let index = self.group.numbers.of_qpn(command.qp().qpn());
+        let index = self.group.engine_of(command.qp().qpn());
         if let Some(inbox) = index.and_then(|index| self.group.inboxes.get(index)) {
             inbox.push(ToShard::Command(command));
         }
@@ -151,17 +156,14 @@ pub(crate) struct Engines {
 
 impl Engines {
     /// Starts the engines.
-    pub(crate) fn start(mut all: Vec<EngineParts>, router: &Arc<Router>) -> Result<Arc<Self>, VerbsError> {
-        let several = all.len() > 1;
-        let inboxes = (0..all.len()).filter(|_| several).map(|_| Inbox::new().map(Arc::new));
-        let inboxes = inboxes.collect::<Result<_, _>>();
+    pub(crate) fn start(mut all: Vec<Parts>, router: &Arc<Router>) -> Result<Arc<Self>, VerbsError> {
         let group = Arc::new(EngineGroup {
             engines: OnceLock::new(),
-            inboxes: inboxes.map_err(io_error("creating an event descriptor"))?,
-            numbers: numbers(&all),
+            inboxes: inboxes(if all.len() > 1 { all.len() } else { 0 })?,
+            numbers: open::numbers(&all.iter().map(|parts| &parts.config).collect::<Vec<_>>()),
             closing: AtomicBool::new(false),
         });
-        all.iter_mut().skip(1).for_each(|(_, parts)| parts.port.leave_gsi());
+        all.iter_mut().skip(1).for_each(|parts| parts.port.leave_gsi());
         let loads = all.iter().map(|_| AtomicU32::new(0)).collect();
         let drivers = all.into_iter().enumerate();
         let drivers = drivers.map(|(index, one)| drive(index, one, router, &group));
@@ -228,14 +230,12 @@ impl Engines {
         started: impl FnOnce(ConnId) -> R,
     ) -> Result<R, VerbsError> {
         let engine = self.get(engine);
-        let offer = engine
-            .with(|port, now| port.offer_qp(now, qpn, &params))
-            .map_err(closed)??;
+        let offer = engine.with(|port, now| port.offer_qp(now, qpn, &params))??;
         let connected = self.first().with(|port, now| {
             let conn = port.connect_offered(now, local, remote, &offer, params)?;
             Ok(started(conn))
         });
-        let connected = connected.map_err(closed).flatten();
+        let connected = connected.map_err(VerbsError::from).flatten();
         if connected.is_err() {
             // A closed engine has no queue pairs.
             let _ = engine.with(|port, now| port.handle_command(now, QpCommand::Release(offer.qp())));
@@ -253,14 +253,12 @@ impl Engines {
         params: ConnParams,
     ) -> Result<(), VerbsError> {
         let engine = self.get(engine);
-        let path = self.first().with_quiet(|port, _| port.accept_path(conn, &params));
-        let path = path.map_err(closed)??;
-        let offer = engine.with(|port, now| port.offer_accepted(now, conn, qpn, &path, &params));
-        let offer = offer.map_err(closed)??;
+        let path = self.first().with_quiet(|port, _| port.accept_path(conn, &params))??;
+        let offer = engine.with(|port, now| port.offer_accepted(now, conn, qpn, &path, &params))??;
         let accepted = self
             .first()
             .with(|port, now| port.accept_offered(now, conn, &offer, params));
-        let accepted = accepted.map_err(closed).flatten();
+        let accepted = accepted.map_err(VerbsError::from).flatten();
         if accepted.is_err() {
             // A closed engine has no queue pairs.
             let _ = engine.with(|port, now| port.withdraw(now, &offer));
@@ -271,9 +269,6 @@ impl Engines {
     /// Moves the queue pair of a connection that is about to end to error, so that its last acknowledgement precedes the DREQ. The first
     /// engine does so itself for its own.
     pub(crate) fn fail_qp_of(&self, conn: ConnId) {
-        if self.drivers.len() == 1 {
-            return;
-        }
         if let Ok(Some(qp)) = self.first().with_quiet(|port, _| port.qp_of(conn))
             && let Some(engine) = self.beyond_first(qp.qpn())
         {
@@ -291,21 +286,18 @@ impl Engines {
 
     /// Returns the engine of a queue pair, unless that is the first.
     fn beyond_first(&self, qpn: Qpn) -> Option<&Driver> {
-        let index = self.group.numbers.of_qpn(qpn).filter(|index| *index > 0)?;
+        let index = self.group.engine_of(qpn).filter(|index| *index > 0)?;
         self.drivers.get(index)
     }
 
     /// Applies the terms of a connection to its queue pair, which the program moves, if that is another engine's than the first.
     pub(crate) fn agree(&self, conn: ConnId, qpn: Option<Qpn>) {
-        if self.drivers.len() == 1 {
-            return;
-        }
         let agreement = self.first().with_quiet(|port, _| port.cm_agreement(conn, qpn));
         // A closed engine has no queue pairs.
-        if let Ok(Some(agreement)) = agreement
-            && let Some(engine) = self.beyond_first(agreement.qpn())
+        if let Ok(Some((qpn, peer))) = agreement
+            && let Some(engine) = self.beyond_first(qpn)
         {
-            let _ = engine.with_quiet(|port, _| port.agree(&agreement));
+            let _ = engine.with_quiet(|port, _| port.agree(qpn, &peer));
         }
     }
 
@@ -357,7 +349,7 @@ impl Engines {
     /// Processes a datagram at the engine with its destination queue pair.
     pub(crate) fn inject(&self, datagram: &[u8], meta: &RxMeta) -> Result<(), Closed> {
         let index = dest_qpn(datagram)
-            .and_then(|qpn| self.group.numbers.of_qpn(qpn))
+            .and_then(|qpn| self.group.engine_of(qpn))
             .unwrap_or(0);
         self.drivers[index].inject(datagram, meta)
     }
@@ -369,54 +361,38 @@ impl Engines {
     }
 }
 
-/// Returns the assignment of queue pair numbers to engines.
-fn numbers(all: &[EngineParts]) -> Numbers {
-    match Steering::new(all.len()).filter(|_| all[0].0.services.is_none()) {
-        Some(steering) => Numbers::All(steering),
-        None => Numbers::Places(all.iter().filter_map(|(config, _)| config.qpn_slot).collect()),
-    }
-}
-
-fn drive(
-    index: usize,
-    (config, parts): EngineParts,
-    router: &Arc<Router>,
-    group: &Arc<EngineGroup>,
-) -> Result<Driver, VerbsError> {
-    let links = match config.background && index == 0 {
-        true => LinkWatch::new()
+/// Starts an engine.
+fn drive(index: usize, parts: Parts, router: &Arc<Router>, group: &Arc<EngineGroup>) -> Result<Driver, VerbsError> {
+    let config = &parts.config;
+    let watch = || {
+        LinkWatch::new()
             .map_err(|e| tracing::info!("can't watch interfaces: changes of MTU and carrier are not noticed: {e}"))
-            .ok(),
-        false => None,
+            .ok()
     };
-    let sink = Arc::new(Sink {
+    let sink = Sink {
         index,
         mtu: parts.mtu,
         router: router.clone(),
         services: config.services.clone(),
         group: group.clone(),
-    });
-    let recipients = match &group.numbers {
-        Numbers::Places(places) if places.is_empty() => None,
-        numbers => Some(Recipients::new(numbers.clone(), index, None)),
     };
-    let name = match index {
-        0 => format!("roce {}", config.addr),
-        n => format!("roce {} {n}", config.addr),
-    };
+    let numbers = group.numbers.clone();
     let driver = DriverConfig {
-        recipients,
-        links,
-        name,
+        local: LocalConfig {
+            recipients: numbers.map(|numbers| Recipients::new(numbers, index, None)),
+            ..parts.local
+        },
+        links: (config.background && index == 0).then(watch).flatten(),
+        name: match index {
+            0 => format!("roce {}", config.addr),
+            n => format!("roce {} {n}", config.addr),
+        },
         background: config.background,
         spin: config.spin,
-        tap: parts.tap,
-        faults: parts.faults,
         inbox: group.inboxes.get(index).cloned(),
         publishes: config.services.is_some(),
-        ..DriverConfig::default()
     };
-    Driver::new(parts.port, Box::new(parts.path), sink, driver).map_err(io_error("starting the device's thread"))
+    Driver::new(parts.port, parts.path, Arc::new(sink), driver).map_err(io_error("starting the device's thread"))
 }
 
 /// Set of engines whose queue pairs complete into a queue: bit *i* stands for engine *i*.
@@ -437,7 +413,7 @@ mod tests {
     use roce_port::QpnSlot;
 
     use super::*;
-    use crate::{port::PortView, queue::EventQueue};
+    use crate::{queue::EventQueue, view::PortView};
 
     /// Records packets handed over to other processes.
     #[derive(Debug, Default)]
@@ -475,7 +451,7 @@ mod tests {
         let group = Arc::new(EngineGroup {
             engines: OnceLock::new(),
             inboxes: slots.iter().map(|_| Arc::new(Inbox::new().unwrap())).collect(),
-            numbers: Numbers::Places(slots.into()),
+            numbers: Some(Numbers::Places(slots.into())),
             closing: AtomicBool::new(false),
         });
         let broker = Arc::new(Broker::default());
@@ -488,7 +464,7 @@ mod tests {
             group: group.clone(),
         };
         let meta = RxMeta::new(addr, SocketAddr::new(addr, 4791));
-        let recipients = Recipients::new(group.numbers.clone(), 1, None);
+        let recipients = Recipients::new(group.numbers.clone().unwrap(), 1, None);
         let [of_first, of_others] = [slots[0].qpns().last, slots[0].qpns().last + 1].map(packet);
         for (bytes, forwarded) in [(&of_first, Forwarded::Shard), (&of_others, Forwarded::Process)] {
             let to = recipients.of(addr, bytes);

@@ -4,16 +4,13 @@ use roce_fault::Faults;
 use roce_net::Driver;
 use roce_verbs::{AsyncEvent, Completion, QpAttr, QpState, Qpn, provider::VerbsError};
 
-use crate::{
-    device::{DeviceInner, io_error},
-    engines::Engines,
-};
+use crate::{device::DeviceInner, engines::Engines, error::io_error};
 
 impl DeviceInner {
     /// Returns the rules, if there are any about verbs.
     #[inline]
     pub(crate) fn verb_faults(&self) -> Option<&Faults> {
-        self.faults.as_ref().filter(|faults| faults.concern_verbs())
+        self.config.faults.as_ref().filter(|faults| faults.concern_verbs())
     }
 
     /// Decides about the registration of memory.

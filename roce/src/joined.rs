@@ -1,4 +1,5 @@
-//! Membership of a loop in the broker (`roce_broker`), which shares addresses among processes.
+//! Addresses that several loops or engines have: of this process alone, or as members of the broker (`roce_broker`), which shares them
+//! among processes.
 
 use std::{
     net::IpAddr,
@@ -7,97 +8,123 @@ use std::{
 };
 
 use roce_net::OpenSockets;
-use roce_port::{HandedOver, QpnSlot, ToShard};
+use roce_port::{HandedOver, PortChange, RxMeta, Steering, ToShard};
 use roce_verbs::{Instant, provider::VerbsError};
 
 use crate::{
-    broker::{self, Inbox, JoinConfig, JoinError, Membership, Snapshot},
-    device::{DeviceConfig, Services},
+    broker::{self, Error, JoinConfig, Membership, Snapshot},
+    config::{DeviceConfig, Services},
+    open::{self, Bound},
     shards::Endpoints,
-    shared::{Listeners, join_error},
 };
 
 /// Interval at which a loop publishes its counters.
 const PUBLISH: Duration = Duration::from_millis(100);
 
-/// Membership of a loop whose devices are not open yet.
-pub(crate) struct Joining {
-    membership: Arc<Membership>,
-}
-
-/// Weak reference to a loop's membership.
-pub(crate) struct WeakJoining(Weak<Membership>);
-
-impl WeakJoining {
-    /// Returns the membership. `None` if the loop was dropped.
-    pub(crate) fn upgrade(&self) -> Option<Joining> {
-        let membership = self.0.upgrade()?;
-        Some(Joining { membership })
+pub(crate) fn join_error(e: Error) -> VerbsError {
+    match e {
+        Error::Io { context, source } => VerbsError::Io { context, source },
+        other => VerbsError::Address(other.to_string()),
     }
 }
 
-impl Joining {
-    /// Joins the broker, which is started if none runs.
-    ///
-    /// # Errors
-    /// If the broker refuses, or none runs and none can be started.
-    pub(crate) fn join(config: &JoinConfig) -> Result<Self, VerbsError> {
-        let membership = broker::join(config).map_err(join_error)?;
-        Ok(Self {
-            membership: Arc::new(membership),
-        })
+/// Joins the broker for each of so many loops or engines. It is started if none runs.
+///
+/// # Errors
+/// If the broker refuses, or none runs and none can be started.
+pub(crate) fn join(config: &JoinConfig, members: usize) -> Result<Vec<Arc<Membership>>, VerbsError> {
+    let joined = (0..members).map(|_| broker::join(config).map(Arc::new));
+    joined.collect::<Result<_, _>>().map_err(join_error)
+}
+
+/// Loops or engines that have an address, and others who may have it too.
+pub(crate) enum Sharing {
+    /// This process's alone; `None`: a single one.
+    Process(Option<Steering>),
+    /// Each is a member of the broker.
+    Broker(Vec<Weak<Membership>>),
+}
+
+impl Sharing {
+    pub(crate) fn of(members: &[Arc<Membership>]) -> Self {
+        Self::Broker(members.iter().map(Arc::downgrade).collect())
     }
 
-    /// Returns a weak reference, to open devices later.
-    pub(crate) fn downgrade(&self) -> WeakJoining {
-        WeakJoining(Arc::downgrade(&self.membership))
+    /// Asks the broker for the sockets of the members that have `given` none yet: it gives them once.
+    pub(crate) fn ask(&self, addr: IpAddr, given: &mut Vec<OpenSockets>) -> Result<(), Error> {
+        let Self::Broker(members) = self else { return Ok(()) };
+        // Without those that have left, the address can't be bound.
+        for member in members.iter().skip(given.len()).map_while(Weak::upgrade) {
+            given.push(member.open(addr)?);
+        }
+        Ok(())
     }
 
-    /// Returns the loop's range of queue pair numbers, which holds at all its addresses, and the registry of services.
-    pub(crate) fn place(&self) -> (QpnSlot, Arc<dyn Services>) {
-        (self.membership.numbers(), Arc::new(Listeners(self.membership.clone())))
+    /// Opens an address for all, on the sockets that the broker has `given`.
+    pub(crate) fn bind(&self, config: &DeviceConfig, given: &[OpenSockets]) -> Result<Bound, VerbsError> {
+        let members = match self {
+            Self::Process(steering) => return open::open(config, *steering),
+            Self::Broker(members) => members,
+        };
+        let mut bound = Bound::new();
+        for (index, member) in members.iter().enumerate() {
+            let (Some(member), Some(sockets)) = (member.upgrade(), given.get(index)) else {
+                return Err(VerbsError::Closed);
+            };
+            let config = DeviceConfig {
+                sockets: Some(sockets.clone()),
+                // The range of queue pair numbers holds at all addresses.
+                qpn_slot: Some(member.numbers()),
+                qpn_parts: member.parts(),
+                services: Some(member),
+                ..config.clone()
+            };
+            bound.extend(open::open(&config, None)?);
+        }
+        Ok(bound)
     }
 
-    /// Requests the loop's sockets for an address from the broker. Blocks until it answers.
-    ///
-    /// # Errors
-    /// If the address is not local, or a process that is no member uses its port.
-    pub(crate) fn sockets(&self, addr: IpAddr) -> Result<OpenSockets, JoinError> {
-        self.membership.open(addr)
+    /// Opens an address of which nobody has asked for sockets before.
+    pub(crate) fn open(&self, config: &DeviceConfig) -> Result<Bound, VerbsError> {
+        let mut given = Vec::new();
+        self.ask(config.addr, &mut given).map_err(join_error)?;
+        self.bind(config, &given)
+    }
+}
+
+/// The membership's own methods come before the trait's, some of which have the same names.
+impl Services for Membership {
+    fn claim(&self, service_id: u64, addr: Option<IpAddr>) -> Result<(), VerbsError> {
+        self.listen(service_id, addr).map_err(join_error)
     }
 
-    /// Returns a device's configuration with these sockets and this membership.
-    pub(crate) fn config(&self, config: &DeviceConfig, sockets: OpenSockets) -> DeviceConfig {
-        let (slot, services) = self.place();
-        DeviceConfig {
-            sockets: Some(sockets),
-            qpn_slot: Some(slot),
-            qpn_parts: self.membership.parts(),
-            services: Some(services),
-            ..config.clone()
+    fn release(&self, service_id: u64, addr: Option<IpAddr>) {
+        if let Err(e) = self.unlisten(service_id, addr) {
+            tracing::debug!("the broker is not told that a listener is gone: {e}");
         }
     }
 
-    /// Sets the receiver of the broker's messages.
-    pub(crate) fn set_inbox(&self, inbox: Box<Inbox>) {
-        self.membership.set_inbox(inbox);
+    fn reserve(&self, service_id: u64, addr: Option<IpAddr>, reuse: bool) -> Result<u64, VerbsError> {
+        self.bind(service_id, addr, reuse).map_err(join_error)
     }
 
-    /// Completes joining: from now on the endpoint of an address receives its packets from the broker.
-    pub(crate) fn joined(self, endpoints: Arc<Endpoints>) -> Joined {
-        let theirs = endpoints.clone();
-        self.membership.set_inbox(Box::new(move |meta, bytes| {
-            if let Some(endpoint) = theirs.of(meta.local.to_canonical()) {
-                let packet = ToShard::Packet(HandedOver::forwarded(meta, bytes));
-                endpoint.inbox().send_or_lose(packet);
-            }
-        }));
-        Joined {
-            membership: self.membership,
-            endpoints,
-            publish_at: Instant::ZERO,
-            unpublished: false,
+    fn unreserve(&self, service_id: u64, addr: Option<IpAddr>) {
+        if let Err(e) = self.unbind(service_id, addr) {
+            tracing::debug!("the broker is not told that a port is free: {e}");
         }
+    }
+
+    fn publish(&self, status: &Snapshot) {
+        self.publish(status);
+    }
+
+    fn port_change(&self, change: PortChange) {
+        self.port_change(&change);
+    }
+
+    fn hand_over(&self, meta: &RxMeta, bytes: &[u8]) {
+        // Lost if the broker has no room: the sender sends it again.
+        self.hand_over(meta, bytes);
     }
 }
 
@@ -111,6 +138,23 @@ pub(crate) struct Joined {
 }
 
 impl Joined {
+    /// Completes joining: from now on the endpoint of an address receives its packets from the broker.
+    pub(crate) fn new(membership: Arc<Membership>, endpoints: Arc<Endpoints>) -> Self {
+        let theirs = endpoints.clone();
+        membership.set_inbox(Box::new(move |meta, bytes| {
+            if let Some(endpoint) = theirs.of(meta.local.to_canonical()) {
+                let packet = ToShard::Packet(HandedOver::new(meta, bytes, false));
+                endpoint.inbox.send_or_lose(packet);
+            }
+        }));
+        Self {
+            membership,
+            endpoints,
+            publish_at: Instant::ZERO,
+            unpublished: false,
+        }
+    }
+
     /// Returns the endpoints of the loop's addresses.
     pub(crate) fn endpoints(&self) -> &Arc<Endpoints> {
         &self.endpoints

@@ -6,8 +6,7 @@
 //! use std::net::{IpAddr, SocketAddr};
 //!
 //! use roce::{
-//!     AccessFlags, CmEventKind, ConnParams, Device, DeviceConfig, Payload, QpCaps, QpInit, RemoteAddr, SendFlags, SendOp,
-//!     SendWr,
+//!     AccessFlags, CmEventKind, ConnParams, Device, DeviceConfig, Payload, QpInit, RemoteAddr, SendFlags, SendOp, SendWr,
 //! };
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -18,8 +17,7 @@
 //! let pd = server.alloc_pd()?;
 //! let target = server.alloc_mr(&pd, 4096, AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_WRITE)?;
 //! let cq = server.create_cq(16, None, 0)?;
-//! let init = QpInit { send_cq: &cq, recv_cq: &cq, caps: QpCaps::default(), signal_all: false };
-//! let accepting = server.create_qp(&pd, &init)?;
+//! let accepting = server.create_qp(&pd, &QpInit::new(&cq))?;
 //! let requests = server.create_cm_channel()?;
 //! let _listener = server.listen(&requests, SocketAddr::new(addr, 7000), 16)?;
 //!
@@ -29,8 +27,7 @@
 //! let client = Device::open(DeviceConfig::new(own))?;
 //! let pd = client.alloc_pd()?;
 //! let cq = client.create_cq(16, None, 0)?;
-//! let init = QpInit { send_cq: &cq, recv_cq: &cq, caps: QpCaps::default(), signal_all: false };
-//! let qp = client.create_qp(&pd, &init)?;
+//! let qp = client.create_qp(&pd, &QpInit::new(&cq))?;
 //! let events = client.create_cm_channel()?;
 //! let id = client.connect(&events, None, SocketAddr::new(addr, 7000), &qp, ConnParams::default())?;
 //!
@@ -69,7 +66,7 @@
 //! ```
 //!
 //! Whole programs are in the crate's `examples`: `rc_server` and `rc_client`, `events` (a server that sleeps until a descriptor is
-//! readable), `async_echo` (the same on tokio), and `own_loop` (without a thread of the device's).
+//! readable), `async_echo` (the same on tokio), and `event_loop` (without a thread of the device's).
 //!
 //! # Overview
 //!
@@ -114,31 +111,37 @@
 //! and dropping objects, and by the background thread. `roce_net::Driver` tells the order of the locks. With several engines
 //! ([`DeviceConfig::shards`]) each has one, so that threads with queue pairs and completion queues of their own don't meet.
 
+#[macro_use]
+mod debug;
+
 mod ah;
 #[cfg(feature = "tokio")]
 pub mod aio;
 #[cfg(not(feature = "broker"))]
-#[path = "no_broker.rs"]
 pub mod broker;
 mod cm;
+mod config;
 mod cq;
 mod device;
 mod engines;
+mod error;
 mod faults;
+mod group;
 mod joined;
 mod local;
-mod member;
 mod memory;
 mod open;
 mod opener;
-mod port;
 mod qp;
 mod queue;
+pub mod reactor;
 mod router;
 mod shards;
-mod shared;
 mod srq;
+mod stats;
+mod sync;
 mod tap;
+mod view;
 
 #[cfg(feature = "broker")]
 pub use roce_broker as broker;
@@ -146,31 +149,34 @@ pub use roce_broker as broker;
 pub use ah::{AddressHandle, NetworkHeader};
 pub use broker::JoinConfig;
 pub use cm::{CmEvent, EventChannel, Id, PortHold};
+pub use config::{DeviceConfig, Services};
 pub use cq::{Channel, Cq};
-pub use device::{Device, DeviceConfig, DeviceStats, Services};
+pub use device::Device;
+pub use group::Membership;
 pub use local::LocalDevice;
 pub use memory::{Mr, Mw, Pd, Reregister, Revocable};
 pub use opener::{NewDevice, Opener};
-pub use port::{GidEntry, LinkState, Membership, PortAttr};
 pub use qp::{Grant, Qp, QpInit, QpOptions};
 pub use roce_fault::{self as fault, Faults};
-pub use roce_local::{DeviceName, Hardware, Usage};
-pub use roce_mem::{Pages, Persist, WindowKind};
 pub use roce_net::{
     DatapathCounters, EventFd, FaultControl, FaultRequest, FaultTarget, Flush, OpenSockets, RuleStatus, Spin, SpinMode,
     Thread, environment, gids, iface, links, names, neighbours, now,
 };
+pub use roce_port::fabric::{DeviceName, Hardware, Usage};
 pub use roce_port::{
-    AcceptArgs, Arrival, CmEventKind, ConnTransport, ConnectArgs, ListenArgs, Placement, PortCounters, PortSpace,
-    QpnParts, QpnSlot, RemoteQp, ResolveArgs, RxMeta, ServiceId, SidrAnswer,
+    AcceptArgs, Arrival, CmEventKind, ConnTransport, ConnectArgs, ListenArgs, LocalQp, Placement, PortCounters,
+    PortSpace, QpnParts, QpnSlot, RemoteQp, ResolveArgs, RxMeta, ServiceId, SidrAnswer,
 };
 pub use roce_qp::{Failure, Notify, WindowConfig};
 pub use roce_verbs as verbs;
+pub use roce_verbs::mem::{Pages, Persist, WindowKind};
 pub use roce_verbs::{
     AccessFlags, AddressVector, AsyncEvent, Completion, Datagram, DeviceLimits, LKey, Mtu, PKey, Payload, Psn, QKey,
     QpAttr, QpCaps, QpState, QpType, Qpn, RKey, RecvWr, RemoteAddr, RnrTimer, SendFlags, SendOp, SendRequest, SendWr,
-    Sge, SrqAttr, SrqModify, SrqType, Srqn, Target, ToRts, WcFlags, WcOpcode, WcStatus,
+    Sge, SrqAttr, SrqModify, SrqType, Srqn, Target, WcFlags, WcOpcode, WcStatus, counters,
     provider::{ConnParams, NoAnswer, RangeError, RejectReason, VerbsError},
     wr::PostError,
 };
 pub use srq::{Srq, SrqInit, Xrcd};
+pub use stats::DeviceStats;
+pub use view::LinkState;

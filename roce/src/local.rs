@@ -2,42 +2,35 @@
 
 use std::{io, net::IpAddr, os::fd::BorrowedFd, sync::Arc, time::Duration};
 
-use roce_local::{Fabric, FabricConfig, Hardware, Ports, Usage};
-use roce_mem::MemoryTable;
 use roce_net::{Flush, iface};
-use roce_port::{Placement, Port, PortChange, RxMeta};
+use roce_port::fabric::{Fabric, FabricConfig, Hardware, Ports, Usage};
+use roce_port::{Placement, Port, PortChange};
+use roce_verbs::mem::MemoryTable;
 use roce_verbs::{
     DeviceLimits, Instant, Mtu,
     provider::{DeviceIx, Provider, VerbsError},
 };
 
 use crate::{
-    broker::JoinConfig,
+    broker::{JoinConfig, Membership},
     cm::service_id,
-    device::{DeviceConfig, DeviceStats, Services},
-    joined::{Joined, Joining},
-    member::{Member, Opened},
+    config::{DeviceConfig, Services},
+    joined::{self, Joined, Sharing},
     open,
     opener::{NewDevice, Opener},
-    shards::Endpoints,
-    shared::join_error,
+    shards::{Endpoints, Member},
+    stats::DeviceStats,
     tap::SharedTap,
 };
 
-/// Members of each of several loops.
-struct Loops(Vec<Vec<Opened>>);
+/// Sorts members, one for each loop at each address, by loop.
+fn by_loop(loops: usize, addresses: Vec<Vec<Member>>) -> impl Iterator<Item = Vec<Member>> {
+    let mut addresses: Vec<_> = addresses.into_iter().map(Vec::into_iter).collect();
+    (0..loops).map(move |_| addresses.iter_mut().filter_map(Iterator::next).collect())
+}
 
-impl Loops {
-    fn new(loops: usize) -> Self {
-        Self((0..loops).map(|_| Vec::new()).collect())
-    }
-
-    /// Adds the members at another address, one for each loop.
-    fn add(&mut self, members: Vec<Opened>) {
-        for (of_loop, member) in self.0.iter_mut().zip(members) {
-            of_loop.push(member);
-        }
-    }
+fn check_apart(configs: &[DeviceConfig]) -> Result<(), VerbsError> {
+    open::check_apart(configs.iter().map(|config| config.addr))
 }
 
 /// Addresses of a loop.
@@ -49,14 +42,14 @@ impl Members {
         self.0[index].shard.as_ref()?.registry()
     }
 
+    fn stats(&self) -> DeviceStats {
+        DeviceStats::sum(self.0.iter().map(|m| m.driver.counters()))
+    }
+
     /// Publishes counters to other processes.
     fn publish(&mut self, now: Instant, joined: &mut Joined) {
-        let mut all = DeviceStats::default();
-        let mut queue_pairs = 0;
-        for member in &mut self.0 {
-            all.add(&member.driver.counters().into());
-            queue_pairs += member.driver.port().queue_pairs();
-        }
+        let queue_pairs = self.0.iter_mut().map(|m| m.driver.port().queue_pairs()).sum();
+        let all = self.stats();
         let mtu = self.0.iter().map(|m| m.mtu).max().unwrap_or(Mtu::B256);
         // A loop does not watch its interfaces.
         joined.publish(now, &all.snapshot(mtu, queue_pairs, 0));
@@ -77,27 +70,24 @@ impl Ports for Members {
     }
 
     fn route(&self, src: Option<IpAddr>, dst: IpAddr) -> Result<(usize, IpAddr), VerbsError> {
-        let no_route = |e: io::Error| VerbsError::Address(format!("no route to {dst}: {e}"));
-        let has = |addr: IpAddr| self.0.iter().position(|m| m.addr == addr);
-        let any = || {
-            self.0
-                .iter()
-                .position(|m| m.addr.is_unspecified() && open::serves(m.addr, dst))
+        let any = |m: &Member| m.addr.is_unspecified() && open::serves(m.addr, dst);
+        let with = |local: IpAddr| {
+            let has = self.0.iter().position(|m| m.addr == local);
+            Some((has.or_else(|| self.0.iter().position(any))?, local))
         };
         if let Some(src) = src {
-            let found = has(src).or_else(any);
-            return found
-                .map(|index| (index, src))
-                .ok_or_else(|| VerbsError::Address(format!("{src} is not an address of this device")));
+            let none = || VerbsError::Address(format!("{src} is not an address of this device"));
+            return with(src).ok_or_else(none);
         }
         // A single device needs no routing table.
-        let one = self.0.first().filter(|m| self.0.len() == 1 && !m.addr.is_unspecified());
-        if let Some(one) = one {
+        if let [one] = &self.0[..]
+            && !one.addr.is_unspecified()
+        {
             return Ok((0, one.addr));
         }
+        let no_route = |e| VerbsError::Address(format!("no route to {dst}: {e}"));
         let local = iface::route_to(dst).map_err(no_route)?;
-        let found = has(local).or_else(any);
-        found.map(|index| (index, local)).ok_or_else(|| {
+        with(local).ok_or_else(|| {
             VerbsError::Address(format!(
                 "the route to {dst} has source address {local}, which is no device's: open a device at it"
             ))
@@ -129,7 +119,7 @@ impl Ports for Members {
 /// The loop receives, runs timers and sends; in between it uses the devices as a [`Provider`]. Only
 /// [`flush`](Self::flush) sends, so that all requests posted in an iteration are sent together.
 ///
-/// A sketch of the loop; `examples/own_loop.rs` has a complete one:
+/// A sketch of the loop; `examples/event_loop.rs` has a complete one:
 ///
 /// ```no_run
 /// # use roce::{DeviceConfig, Flush, LocalDevice, VerbsError, verbs::provider::Provider};
@@ -177,13 +167,7 @@ impl Drop for LocalDevice {
     }
 }
 
-impl core::fmt::Debug for LocalDevice {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.debug_struct("LocalDevice")
-            .field("usage", &self.fabric.usage())
-            .finish_non_exhaustive()
-    }
-}
+debug!(LocalDevice, "LocalDevice", |this| usage: this.fabric.usage());
 
 impl LocalDevice {
     /// Opens a device for each configuration. Ignores `background`. Devices with the same `pcap` file share a capture.
@@ -192,23 +176,32 @@ impl LocalDevice {
     /// If a UDP port is in use (the text names the process), an address is not local, two devices have the same one, or
     /// a system call fails.
     pub fn open(configs: &[DeviceConfig]) -> Result<Self, VerbsError> {
-        open::check_apart(configs)?;
-        let paths = configs
-            .iter()
-            .map(|config| open::datapath(config)?.map_err(open::error));
-        let paths = paths.collect::<Result<Vec<_>, _>>()?;
+        Self::several(configs, 1, Sharing::Process(None), None)?
+            .pop()
+            .ok_or_else(|| VerbsError::Invalid("no loop".into()))
+    }
+
+    fn several(
+        configs: &[DeviceConfig],
+        loops: usize,
+        sharing: Sharing,
+        placement: Option<Arc<dyn Placement>>,
+    ) -> Result<Vec<Self>, VerbsError> {
+        check_apart(configs)?;
+        let bound = configs.iter().map(|config| sharing.open(config));
+        let bound = bound.collect::<Result<Vec<_>, _>>()?;
         let taps = SharedTap::of(configs)?;
-        let opener = Opener::of_one(configs, &taps);
-        let members = configs.iter().zip(paths).zip(taps);
-        let members = members.map(|((config, path), tap)| Member::single(config, path, tap));
-        Ok(Self::of(members.collect::<Result<_, _>>()?, opener))
+        let members = bound.into_iter().zip(&taps);
+        let members = members.map(|(bound, tap)| Member::all(bound, placement.as_ref(), tap.as_ref()));
+        let loops = by_loop(loops, members.collect::<Result<_, _>>()?);
+        let opener = Opener::new(configs, &taps, sharing, placement);
+        Ok(loops.map(|members| Self::of(members, opener.clone())).collect())
     }
 
     /// Opens devices for several loops. Each loop has a *shard* of every device.
     ///
-    /// The shards of a device share its address and memory table, so that one loop's provider can share memory with
-    /// another's ([`Provider::lend_pd`]). Each has its own sockets, queue pairs and connections. A device has the same
-    /// index in each loop.
+    /// The shards of a device share its address. Each has its own sockets, memory table, queue pairs and connections. A device has
+    /// the same index in each loop.
     ///
     /// The kernel delivers a packet to the shard of its queue pair. Connect requests arrive at the first loop. It
     /// forwards them, and the messages that follow, to the shard that `placement` chooses. Each loop must listen for
@@ -226,22 +219,8 @@ impl LocalDevice {
         shards: usize,
         placement: Arc<dyn Placement>,
     ) -> Result<Vec<Self>, VerbsError> {
-        let Some(steering) = open::check_shards(shards)? else {
-            return Ok(vec![Self::open(configs)?]);
-        };
-        open::check_apart(configs)?;
-        let paths = configs
-            .iter()
-            .map(|config| open::shard_datapaths(config, steering)?.map_err(open::error));
-        let paths = paths.collect::<Result<Vec<_>, _>>()?;
-        let taps = SharedTap::of(configs)?;
-        let opener = Opener::of_shards(configs, &taps, steering, &placement);
-        let mut loops = Loops::new(shards);
-        for ((config, paths), tap) in configs.iter().zip(paths).zip(&taps) {
-            loops.add(Member::shards(config, paths, steering, &placement, tap.as_ref())?);
-        }
-        let loops = loops.0.into_iter();
-        Ok(loops.map(|members| Self::of(members, opener.clone())).collect())
+        let sharing = Sharing::Process(open::check_shards(shards)?);
+        Self::several(configs, shards, sharing, Some(placement))
     }
 
     /// Opens devices whose addresses other processes may use at the same time, for one or several loops.
@@ -257,27 +236,16 @@ impl LocalDevice {
         placement: Arc<dyn Placement>,
         join: &JoinConfig,
     ) -> Result<Vec<Self>, VerbsError> {
-        open::check_apart(configs)?;
-        let joining = (0..loops.max(1)).map(|_| Joining::join(join));
-        let joining = joining.collect::<Result<Vec<_>, _>>()?;
-        let taps = SharedTap::of(configs)?;
-        let opener = Opener::of_members(configs, &taps, &joining, &placement);
-        let mut all = Loops::new(joining.len());
-        for (config, tap) in configs.iter().zip(&taps) {
-            let sockets = joining
-                .iter()
-                .map(|joining| joining.sockets(config.addr).map_err(join_error));
-            let sockets = sockets.collect::<Result<Vec<_>, _>>()?;
-            all.add(Member::joined(config, &joining, sockets, &placement, tap.as_ref())?);
-        }
-        let opened = all.0.into_iter().zip(joining);
-        Ok(opened
-            .map(|(members, joining)| Self::of_member(members, joining, opener.clone()))
-            .collect())
+        // Before a broker is started.
+        check_apart(configs)?;
+        let members = joined::join(join, loops.max(1))?;
+        let opened = Self::several(configs, members.len(), Sharing::of(&members), Some(placement))?;
+        let opened = opened.into_iter().zip(members);
+        Ok(opened.map(|(this, member)| this.joined(member)).collect())
     }
 
-    fn of(opened: Vec<Opened>, opener: Opener) -> Self {
-        let (members, devices) = opened.into_iter().unzip();
+    fn of(members: Vec<Member>, opener: Opener) -> Self {
+        let devices = members.iter().map(Member::device).collect();
         let mut fabric = Fabric::new(Members(members), FabricConfig::default(), devices);
         fabric.set_faults(opener.faults());
         Self {
@@ -287,14 +255,13 @@ impl LocalDevice {
         }
     }
 
-    /// Creates the devices of a loop that is a member of the broker.
-    fn of_member(opened: Vec<Opened>, joining: Joining, opener: Opener) -> Self {
-        let mut this = Self::of(opened, opener);
+    /// Completes joining of a loop that is a member of the broker.
+    fn joined(mut self, membership: Arc<Membership>) -> Self {
         let endpoints = Arc::<Endpoints>::default();
-        this.members().iter_mut().for_each(|member| member.register(&endpoints));
-        this.joined = Some(joining.joined(endpoints));
-        this.publish(roce_net::now());
-        this
+        self.members().iter_mut().for_each(|member| member.register(&endpoints));
+        self.joined = Some(Joined::new(membership, endpoints));
+        self.publish(roce_net::now());
+        self
     }
 
     /// Returns an opener of further addresses for this loop and those opened with it.
@@ -307,7 +274,8 @@ impl LocalDevice {
     /// Its [descriptors](Self::descriptors) must be polled from the next iteration on. Existing listeners at all
     /// addresses do not include its address.
     pub fn attach(&mut self, new: NewDevice) -> DeviceIx {
-        let (mut member, (limits, addrs)) = new.into_opened();
+        let mut member = new.0;
+        let (limits, addrs) = member.device();
         if let Some(joined) = &self.joined {
             member.register(joined.endpoints());
         }
@@ -388,11 +356,8 @@ impl LocalDevice {
         if let Some(member) = self.members().iter().find(|m| m.addr == addr) {
             return Ok(member.mtu);
         }
-        let hardware = self.fabric.hardware();
-        hardware.map_or_else(
-            || Err(io::ErrorKind::AddrNotAvailable.into()),
-            |hardware| hardware.mtu(addr),
-        )
+        let hardware = self.fabric.hardware().ok_or(io::ErrorKind::AddrNotAvailable)?;
+        hardware.mtu(addr)
     }
 
     /// Returns the limits of a device.
@@ -408,13 +373,6 @@ impl LocalDevice {
             more |= member.receive(now, budget);
         }
         more
-    }
-
-    /// Processes a datagram received by other means as if a device's socket had received it, with all checks.
-    pub fn inject(&mut self, now: Instant, index: usize, datagram: &[u8], meta: &RxMeta) {
-        if let Some(member) = self.members().get_mut(index) {
-            member.driver.inject(now, datagram, meta);
-        }
     }
 
     /// Runs timers that are due. With `more`, packets are waiting to be received, which may stop timers: then they are
@@ -461,9 +419,7 @@ impl LocalDevice {
 
     /// Returns the sum of the counters of all software devices.
     pub fn total_stats(&mut self) -> DeviceStats {
-        let mut sum = DeviceStats::default();
-        self.all_stats().iter().for_each(|(_, stats)| sum.add(stats));
-        sum
+        self.fabric.ports().stats()
     }
 
     /// Returns the counters of each software device, with the address it was opened with.

@@ -1,23 +1,31 @@
 //! Protection domains, memory regions, revocable regions and memory windows.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, Ordering},
+use std::{
+    ops::Deref,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use parking_lot::Mutex;
-use roce_mem::{FastRegion, NewRegion, PdHandle, Persist, PostedKey, Region, Window, WindowKind};
+use roce_verbs::mem::{FastRegion, NewRegion, PdHandle, Persist, PostedKey, Region, Window, WindowKind};
 use roce_verbs::{
-    AccessFlags, LKey, RKey, Sge,
-    provider::{RangeError, VerbsError},
+    AccessFlags, RKey, SendOp, Sge,
+    provider::VerbsError,
+    wr::{BindWindow, FastRegister},
 };
 
-use crate::device::{Device, DeviceInner, mem_error};
+use crate::{
+    device::{Device, DeviceInner},
+    error::mem_error,
+};
 
 /// A protection domain.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Pd(pub(crate) Arc<PdInner>);
 
+#[derive(Debug)]
 pub(crate) struct PdInner {
     pub(crate) device: Arc<DeviceInner>,
     pub(crate) handle: PdHandle,
@@ -25,49 +33,34 @@ pub(crate) struct PdInner {
 
 impl Drop for PdInner {
     fn drop(&mut self) {
-        if self.device.engines.is_inherited() {
-            return;
-        }
+        let Ok(engines) = self.device.live() else { return };
         // Everything made in it holds it, so it is empty now; but a closed device ends no queue pairs any more.
         if let Err(e) = self.device.mem.dealloc_pd(self.handle)
-            && !self.device.engines.is_closed()
+            && !engines.is_closed()
         {
             tracing::error!("releasing a protection domain failed: {e}");
         }
     }
 }
 
-impl core::fmt::Debug for Pd {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.debug_tuple("Pd").field(&self.0.handle).finish()
-    }
-}
-
 impl Pd {
-    /// Whether it was made by this device.
     pub(crate) fn check(&self, device: &Arc<DeviceInner>) -> Result<(), VerbsError> {
-        match Arc::ptr_eq(&self.0.device, device) {
-            true => Ok(()),
-            false => Err(VerbsError::Invalid("the protection domain is another device's".into())),
-        }
+        device.check(&self.0.device, "protection domain")
     }
 }
 
 /// A memory region. It ends with its last clone; when that drop has returned, no peer reaches the memory any more.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Mr(Arc<MrInner>);
 
+#[derive(Debug)]
 struct MrInner {
     region: Arc<Region>,
     pd: Pd,
     /// The memory is the program's.
-    lent: Option<Lent>,
-    ended: AtomicBool,
-}
-
-/// Memory that the program registered.
-struct Lent {
+    lent: bool,
     persist: Option<Arc<dyn Persist>>,
+    ended: AtomicBool,
 }
 
 /// Changes to a registration (`ibv_rereg_mr`). What is `None` stays.
@@ -84,33 +77,25 @@ pub struct Reregister<'a> {
 impl Drop for MrInner {
     fn drop(&mut self) {
         let device = &self.pd.0.device;
-        if self.ended.load(Ordering::Acquire) || device.engines.is_inherited() {
+        let Ok(engines) = device.live() else { return };
+        if self.ended.load(Ordering::Acquire) {
             return;
         }
         if let Err(e) = device.mem.revoke(&self.region) {
             tracing::error!("deregistering memory failed: {e}");
         }
         // Whoever had resolved the key before is done when the port's lock is free.
-        device.engines.pass_locks();
-    }
-}
-
-impl core::fmt::Debug for Mr {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.debug_struct("Mr")
-            .field("addr", &format_args!("{:#x}", self.addr()))
-            .field("len", &self.len())
-            .field("lkey", &self.lkey())
-            .finish_non_exhaustive()
+        engines.pass_locks();
     }
 }
 
 impl Mr {
-    fn of(pd: &Pd, region: Arc<Region>, lent: Option<Lent>) -> Self {
+    fn new(pd: &Pd, region: Arc<Region>, lent: bool, persist: Option<Arc<dyn Persist>>) -> Self {
         Self(Arc::new(MrInner {
             region,
             pd: pd.clone(),
             lent,
+            persist,
             ended: AtomicBool::new(false),
         }))
     }
@@ -127,12 +112,10 @@ impl Mr {
     /// [`VerbsError::Busy`] while memory windows are bound to it; nothing changes then.
     pub fn deregister(&self) -> Result<(), VerbsError> {
         let device = &self.0.pd.0.device;
-        if device.engines.is_inherited() {
-            return Err(VerbsError::Closed);
-        }
+        let engines = device.live()?;
         device.mem.deregister(&self.0.region).map_err(mem_error)?;
         self.0.ended.store(true, Ordering::Release);
-        device.engines.pass_locks();
+        engines.pass_locks();
         Ok(())
     }
 
@@ -145,11 +128,11 @@ impl Mr {
     /// # Safety
     /// As [`Device::register_mr`], for the memory named or the memory registered before.
     pub unsafe fn reregister(&self, change: &Reregister<'_>) -> Result<Self, VerbsError> {
-        let Some(lent) = &self.0.lent else {
+        if !self.0.lent {
             return Err(VerbsError::Invalid(
                 "only memory of the program's own can be registered anew".into(),
             ));
-        };
+        }
         let (old, device) = (&self.0.region, &self.0.pd.0.device);
         let pd = change.pd.unwrap_or(&self.0.pd);
         pd.check(device)?;
@@ -160,14 +143,13 @@ impl Mr {
             len,
             iova,
             access: change.access.unwrap_or(old.access()),
-            persist: lent.persist.clone(),
+            persist: self.0.persist.clone(),
         };
         // SAFETY: the caller promises it; dropping the region passes the port's lock.
         let region = unsafe { device.mem.reregister(old, &new) }.map_err(mem_error)?;
         self.0.ended.store(true, Ordering::Release);
         device.engines.pass_locks();
-        let persist = lent.persist.clone();
-        Ok(Self::of(pd, region, Some(Lent { persist })))
+        Ok(Self::new(pd, region, true, self.0.persist.clone()))
     }
 
     /// A scatter/gather element for a range of it. Ranges are checked when the element is used.
@@ -178,77 +160,15 @@ impl Mr {
             lkey: self.lkey(),
         }
     }
-
-    /// The rights.
-    pub fn access(&self) -> AccessFlags {
-        self.0.region.access()
-    }
-
-    /// Returns the address of the first byte, for SGEs and for peers.
-    pub fn addr(&self) -> u64 {
-        self.0.region.addr()
-    }
-
-    /// Returns the length, bytes.
-    pub fn len(&self) -> usize {
-        self.0.region.len()
-    }
-
-    /// Returns whether the length is 0.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// Returns the local key.
-    pub fn lkey(&self) -> LKey {
-        self.0.region.lkey()
-    }
-
-    /// Returns the remote key. It is valid if the access flags include a remote right.
-    pub fn rkey(&self) -> RKey {
-        self.0.region.rkey()
-    }
-
-    /// Copies bytes out. Peers may change them at any time.
-    ///
-    /// # Errors
-    /// If the range is outside the region. Then nothing is copied.
-    pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<(), RangeError> {
-        self.0.region.read(offset, out)
-    }
-
-    /// Copies bytes in.
-    ///
-    /// # Errors
-    /// If the range is outside the region. Then nothing is copied.
-    pub fn write(&self, offset: usize, data: &[u8]) -> Result<(), RangeError> {
-        self.0.region.write(offset, data)
-    }
-
-    /// Returns the first byte, for system calls that read or write the memory (`pread`, `pwrite`, io_uring).
-    ///
-    /// It is valid while the region lives. Never make a reference from it: peers may change the memory at any time.
-    pub fn as_ptr(&self) -> *mut u8 {
-        self.0.region.as_ptr()
-    }
 }
 
-/// # Safety
-/// As [`Device::register_mr`].
-unsafe fn register(
-    pd: &Pd,
-    ptr: *mut u8,
-    len: usize,
-    iova: u64,
-    access: AccessFlags,
-    persist: Option<Arc<dyn Persist>>,
-) -> Result<Mr, VerbsError> {
-    pd.0.device.may_register()?;
-    let mem = &pd.0.device.mem;
-    // SAFETY: the caller promises the same; ending the region passes the port's lock, under which all of the device's
-    // queue pairs work.
-    let region = unsafe { mem.register_persistent(pd.0.handle, ptr, len, iova, access, persist.clone()) };
-    Ok(Mr::of(pd, region.map_err(mem_error)?, Some(Lent { persist })))
+/// Addresses, keys, and copies in and out. Peers may change the bytes at any time.
+impl Deref for Mr {
+    type Target = Region;
+
+    fn deref(&self) -> &Region {
+        &self.0.region
+    }
 }
 
 impl Device {
@@ -272,7 +192,7 @@ impl Device {
         pd.check(&self.0)?;
         self.0.may_register()?;
         let region = self.0.mem.alloc_region(pd.0.handle, len, access).map_err(mem_error)?;
-        Ok(Mr::of(pd, region, None))
+        Ok(Mr::new(pd, region, false, None))
     }
 
     /// Creates a revocable region, closed until it is granted with [`crate::Qp::post_grant`].
@@ -282,12 +202,8 @@ impl Device {
     pub fn alloc_revocable(&self, pd: &Pd) -> Result<Revocable, VerbsError> {
         pd.check(&self.0)?;
         let fast = self.0.mem.alloc_fast(pd.0.handle).map_err(mem_error)?;
-        let key = Mutex::new(PostedKey::new(fast.rkey()));
-        Ok(Revocable(Arc::new(RevocableInner {
-            fast,
-            pd: pd.clone(),
-            key,
-        })))
+        let key = fast.rkey();
+        Ok(Revocable(Keyed::new(pd, Object::Fast(fast), key)))
     }
 
     /// Registers memory of the program, whose first byte gets the address `iova` (zero with
@@ -308,9 +224,8 @@ impl Device {
         iova: u64,
         access: AccessFlags,
     ) -> Result<Mr, VerbsError> {
-        pd.check(&self.0)?;
         // SAFETY: the caller promises the same.
-        unsafe { register(pd, ptr, len, iova, access, None) }
+        unsafe { self.register(pd, ptr, len, iova, access, None) }
     }
 
     /// Like [`Device::register_mr`], of memory that survives the loss of power: `persist` makes bytes of it do so, and peers
@@ -330,9 +245,35 @@ impl Device {
         access: AccessFlags,
         persist: Arc<dyn Persist>,
     ) -> Result<Mr, VerbsError> {
-        pd.check(&self.0)?;
         // SAFETY: the caller promises the same.
-        unsafe { register(pd, ptr, len, iova, access, Some(persist)) }
+        unsafe { self.register(pd, ptr, len, iova, access, Some(persist)) }
+    }
+
+    /// # Safety
+    /// As [`Device::register_mr`].
+    unsafe fn register(
+        &self,
+        pd: &Pd,
+        ptr: *mut u8,
+        len: usize,
+        iova: u64,
+        access: AccessFlags,
+        persist: Option<Arc<dyn Persist>>,
+    ) -> Result<Mr, VerbsError> {
+        pd.check(&self.0)?;
+        self.0.may_register()?;
+        let new = NewRegion {
+            pd: pd.0.handle,
+            ptr,
+            len,
+            iova,
+            access,
+            persist: persist.clone(),
+        };
+        // SAFETY: the caller promises the same; ending the region passes the port's lock, under which all of the device's
+        // queue pairs work.
+        let region = unsafe { self.0.mem.register(&new) };
+        Ok(Mr::new(pd, region.map_err(mem_error)?, true, persist))
     }
 
     /// Makes a memory window of type 2B, closed until it is bound with [`crate::Qp::post_bind`].
@@ -350,84 +291,96 @@ impl Device {
     pub fn alloc_window(&self, pd: &Pd, kind: WindowKind) -> Result<Mw, VerbsError> {
         pd.check(&self.0)?;
         let window = self.0.mem.alloc_window(pd.0.handle, kind).map_err(mem_error)?;
-        let key = Mutex::new(PostedKey::new(window.rkey()));
-        Ok(Mw(Arc::new(MwInner {
-            window,
+        let key = window.rkey();
+        Ok(Mw(Keyed::new(pd, Object::Window(window), key), kind))
+    }
+}
+
+/// Object whose key work requests of a queue pair change.
+#[derive(Debug)]
+pub(crate) struct Keyed {
+    object: Object,
+    pd: Pd,
+    pub(crate) key: Mutex<PostedKey>,
+}
+
+#[derive(Debug)]
+enum Object {
+    Fast(Arc<FastRegion>),
+    Window(Arc<Window>),
+}
+
+impl Keyed {
+    fn new(pd: &Pd, object: Object, key: RKey) -> Arc<Self> {
+        Arc::new(Self {
+            object,
             pd: pd.clone(),
-            key,
-        })))
+            key: Mutex::new(PostedKey::new(key)),
+        })
+    }
+
+    pub(crate) fn is_window_1(&self) -> bool {
+        matches!(&self.object, Object::Window(window) if !window.kind().is_type2())
+    }
+
+    /// Returns the operation that opens a range.
+    pub(crate) fn open(&self, at: FastRegister) -> SendOp {
+        match self.object {
+            Object::Fast(_) => SendOp::FastRegister(at),
+            Object::Window(_) => SendOp::BindWindow(BindWindow {
+                key: at.key,
+                lkey: at.lkey,
+                addr: at.addr,
+                length: at.length,
+                access: at.access,
+            }),
+        }
+    }
+
+    /// Returns the key that it has once everything posted is executed.
+    fn rkey(&self) -> RKey {
+        self.key.lock().key
+    }
+}
+
+impl Drop for Keyed {
+    fn drop(&mut self) {
+        let device = &self.pd.0.device;
+        let Ok(engines) = device.live() else { return };
+        let done = match &self.object {
+            Object::Fast(fast) => device.mem.dealloc_fast(fast),
+            Object::Window(window) => device.mem.dealloc_window(window),
+        };
+        if let Err(e) = done {
+            tracing::error!("releasing a memory window or revocable region failed: {e}");
+        }
+        engines.pass_locks();
     }
 }
 
 /// A fast-registered region: a key that is renewed and taken back in the order of a send queue.
-#[derive(Clone)]
-pub struct Revocable(Arc<RevocableInner>);
-
-struct RevocableInner {
-    fast: Arc<FastRegion>,
-    pd: Pd,
-    key: Mutex<PostedKey>,
-}
-
-impl Drop for RevocableInner {
-    fn drop(&mut self) {
-        let device = &self.pd.0.device;
-        if device.engines.is_inherited() {
-            return;
-        }
-        if let Err(e) = device.mem.dealloc_fast(&self.fast) {
-            tracing::error!("releasing a revocable region failed: {e}");
-        }
-        device.engines.pass_locks();
-    }
-}
+#[derive(Clone, Debug)]
+pub struct Revocable(pub(crate) Arc<Keyed>);
 
 impl Revocable {
-    pub(crate) fn posted(&self) -> &Mutex<PostedKey> {
-        &self.0.key
-    }
-
     /// Returns the current key.
     pub fn rkey(&self) -> RKey {
-        self.0.key.lock().key
+        self.0.rkey()
     }
 }
 
 /// A memory window.
-#[derive(Clone)]
-pub struct Mw(Arc<MwInner>);
-
-struct MwInner {
-    window: Arc<Window>,
-    pd: Pd,
-    key: Mutex<PostedKey>,
-}
-
-impl Drop for MwInner {
-    fn drop(&mut self) {
-        let device = &self.pd.0.device;
-        if device.engines.is_inherited() {
-            return;
-        }
-        if let Err(e) = device.mem.dealloc_window(&self.window) {
-            tracing::error!("releasing a memory window failed: {e}");
-        }
-        device.engines.pass_locks();
-    }
-}
+#[derive(Clone, Debug)]
+pub struct Mw(pub(crate) Arc<Keyed>, WindowKind);
 
 impl Mw {
-    /// The key that it has once everything posted is executed.
+    /// Returns the key that it has once everything posted is executed.
     pub fn rkey(&self) -> RKey {
-        self.0.key.lock().key
+        self.0.rkey()
     }
 
-    /// Its type.
+    /// Returns its type.
     pub fn kind(&self) -> WindowKind {
-        self.0.window.kind()
-    }
-
-    pub(crate) fn posted(&self) -> &Mutex<PostedKey> {
-        &self.0.key
+        self.1
     }
 }

@@ -1,18 +1,15 @@
 //! Opening of devices: engines, addresses, memory tables.
 
-use std::{net::IpAddr, path::PathBuf, sync::Arc};
+use std::{net::IpAddr, sync::Arc};
 
-use roce_fault::{Faults, Network};
-use roce_mem::MemoryTable;
-use roce_net::{Datapath as _, OpenError, Tap, UdpConfig, UdpDatapath, iface};
-use roce_port::{Port, PortConfig, Steering};
+use roce_fault::Faults;
+use roce_net::{Datapath, LocalConfig, OpenError, Tap, UdpConfig, UdpDatapath, iface};
+use roce_port::{Numbers, Port, PortConfig, Steering};
 use roce_qp::WindowConfig;
+use roce_verbs::mem::MemoryTable;
 use roce_verbs::{DeviceLimits, Mtu, PathMtus, provider::VerbsError};
 
-use crate::{
-    device::{DeviceConfig, io_error},
-    tap::{PcapTap, SharedTap},
-};
+use crate::{config::DeviceConfig, error::io_error, tap::SharedTap};
 
 pub(crate) fn error(e: OpenError) -> VerbsError {
     match e {
@@ -24,7 +21,7 @@ pub(crate) fn error(e: OpenError) -> VerbsError {
     }
 }
 
-/// 32 bytes from the system's random number generator.
+/// Returns 32 bytes from the system's random number generator.
 pub(crate) fn random() -> Result<[u8; 32], VerbsError> {
     let mut seed = [0; 32];
     getrandom::fill(&mut seed).map_err(|e| VerbsError::Io {
@@ -34,7 +31,7 @@ pub(crate) fn random() -> Result<[u8; 32], VerbsError> {
     Ok(seed)
 }
 
-/// The path MTUs to use: what the interfaces carry, unless less was asked for.
+/// Returns the path MTUs to use: what the interfaces carry, unless less was requested.
 fn choose_mtus(addr: IpAddr, wanted: Option<Mtu>) -> Result<PathMtus, VerbsError> {
     let fits = match iface::path_mtus(addr) {
         Ok(mtus) => mtus,
@@ -55,68 +52,98 @@ fn choose_mtus(addr: IpAddr, wanted: Option<Mtu>) -> Result<PathMtus, VerbsError
     }
 }
 
-fn udp_config(config: &DeviceConfig) -> UdpConfig {
-    UdpConfig {
-        addr: config.addr,
-        receive_buffer: config.socket_buffer,
-        gso: config.gso,
-        gro: config.gro,
-        ..UdpConfig::default()
-    }
-}
-
-/// Whether a device on all addresses has those of the peer's IP version; `::` has both.
+/// Returns whether a device on all addresses has those of the peer's IP version; `::` has both.
 pub(crate) fn serves(any: IpAddr, dst: IpAddr) -> bool {
     any.is_ipv6() || dst.to_canonical().is_ipv4()
 }
 
-/// Each address is one device's; an unspecified one has all of its IP version, and `::` those of both.
-pub(crate) fn check_apart(configs: &[DeviceConfig]) -> Result<(), VerbsError> {
+/// Checks that no two devices have the same address. An unspecified one has all addresses of its IP version, and `::` those of both.
+pub(crate) fn check_apart(addrs: impl Iterator<Item = IpAddr>) -> Result<(), VerbsError> {
     let covers = |a: IpAddr, b: IpAddr| a == b || (a.is_unspecified() && (a.is_ipv6() || b.is_ipv4()));
-    for (index, config) in configs.iter().enumerate() {
-        let addr = config.addr.to_canonical();
-        for other in configs[..index].iter().map(|other| other.addr.to_canonical()) {
-            if covers(addr, other) || covers(other, addr) {
-                return Err(VerbsError::Address(match addr == other {
-                    true => format!("{addr} can't be two devices"),
-                    false => format!("{addr} and {other} can't be two devices: one includes the other"),
-                }));
-            }
+    let mut others = Vec::new();
+    for addr in addrs.map(|addr| addr.to_canonical()) {
+        if let Some(other) = others
+            .iter()
+            .find(|other| covers(addr, **other) || covers(**other, addr))
+        {
+            return Err(VerbsError::Address(match addr == *other {
+                true => format!("{addr} can't be two devices"),
+                false => format!("{addr} and {other} can't be two devices: one includes the other"),
+            }));
         }
+        others.push(addr);
     }
     Ok(())
 }
 
-/// The sockets of loops that share a device's address.
+/// Configurations and sockets of the loops or engines at an address.
+pub(crate) type Bound = Vec<(DeviceConfig, UdpDatapath)>;
+
+/// Checks a device's configuration.
 ///
 /// # Errors
-/// As [`datapath`]; when other processes have the address too. Inside: when they can't be opened.
-pub(crate) fn shard_datapaths(
-    config: &DeviceConfig,
-    steering: Steering,
-) -> Result<Result<Vec<UdpDatapath>, OpenError>, VerbsError> {
-    if config.sockets.is_some() || config.qpn_slot.is_some() || config.services.is_some() {
+/// If the interface does not carry the MTU, the slot does not exist, or several shards have an address that other processes have too.
+pub(crate) fn check(config: &DeviceConfig, steering: Option<Steering>) -> Result<(), VerbsError> {
+    let shared = config.sockets.is_some() || config.qpn_slot.is_some() || config.services.is_some();
+    if steering.is_some() && shared {
         let addr = config.addr;
         return Err(VerbsError::Invalid(format!(
             "several loops or shards can't have {addr}, which is shared with other processes"
         )));
     }
-    choose_mtus(config.addr, config.mtu)?;
-    Ok(UdpDatapath::open_shards(&udp_config(config), steering))
+    if let Some(slot) = config.qpn_slot.filter(|s| !s.is_valid()) {
+        return Err(VerbsError::Invalid(format!(
+            "no slot {} of {} bits",
+            slot.slot, slot.bits
+        )));
+    }
+    choose_mtus(config.addr, config.mtu).map(drop)
 }
 
-/// The sockets of each of a device's engines.
+/// Opens the sockets of each of a device's shards.
 ///
 /// # Errors
-/// As [`shard_datapaths`], and for a number of shards that is not possible.
-pub(crate) fn datapaths(config: &DeviceConfig) -> Result<Result<Vec<UdpDatapath>, OpenError>, VerbsError> {
-    match check_shards(config.shards)? {
-        None => Ok(datapath(config)?.map(|path| vec![path])),
-        Some(steering) => shard_datapaths(config, steering),
-    }
+/// If the port is taken, or the system refuses.
+pub(crate) fn bind(config: &DeviceConfig, steering: Option<Steering>) -> Result<Bound, OpenError> {
+    let udp = UdpConfig {
+        addr: config.addr,
+        receive_buffer: config.socket_buffer,
+        gso: config.gso,
+        gro: config.gro,
+        ..UdpConfig::default()
+    };
+    let paths = match &config.sockets {
+        Some(sockets) => vec![UdpDatapath::from_sockets(&udp, sockets)?],
+        None => UdpDatapath::open_shards(&udp, steering)?,
+    };
+    let of_shard = |(shard, path)| {
+        let qpn_slot = steering.and_then(|s| s.slot(shard)).or(config.qpn_slot);
+        let config = config.clone();
+        (DeviceConfig { qpn_slot, ..config }, path)
+    };
+    Ok(paths.into_iter().enumerate().map(of_shard).collect())
 }
 
-/// How numbers are spread over so many shards; `None`: there is one.
+/// Checks the configuration and opens the sockets of each of a device's shards.
+///
+/// # Errors
+/// As [`check`] and [`bind`].
+pub(crate) fn open(config: &DeviceConfig, steering: Option<Steering>) -> Result<Bound, VerbsError> {
+    check(config, steering)?;
+    bind(config, steering).map_err(error)
+}
+
+/// Returns the assignment of numbers to these loops or engines. `None`: one has all numbers.
+pub(crate) fn numbers(configs: &[&DeviceConfig]) -> Option<Numbers> {
+    let alone = configs.iter().all(|config| config.services.is_none());
+    if let Some(steering) = Steering::new(configs.len()).filter(|_| alone) {
+        return Some(Numbers::All(steering));
+    }
+    let places: Arc<[_]> = configs.iter().filter_map(|config| config.qpn_slot).collect();
+    (!places.is_empty()).then_some(Numbers::Places(places))
+}
+
+/// Returns how numbers are spread over so many shards; `None`: there is one.
 ///
 /// # Errors
 /// When that many are not possible.
@@ -131,79 +158,63 @@ pub(crate) fn check_shards(shards: usize) -> Result<Option<Steering>, VerbsError
     }
 }
 
-/// Opens the capture of a device's packets, if one is wanted.
-pub(crate) fn tap(config: &DeviceConfig) -> Result<Option<PcapTap>, VerbsError> {
-    let create = |file: &PathBuf| {
-        PcapTap::create(file, config.pcap_append).map_err(io_error(&format!("creating {}", file.display())))
-    };
-    config.pcap.as_ref().map(create).transpose()
-}
-
-/// The sockets of a device.
-///
-/// # Errors
-/// When it makes no sense. Inside: when they can't be opened.
-pub(crate) fn datapath(config: &DeviceConfig) -> Result<Result<UdpDatapath, OpenError>, VerbsError> {
-    let udp = udp_config(config);
-    if let Some(slot) = config.qpn_slot.filter(|s| !s.is_valid()) {
-        return Err(VerbsError::Invalid(format!(
-            "no slot {} of {} bits",
-            slot.slot, slot.bits
-        )));
+/// Returns a device's addresses: none if it is open at the unspecified address.
+pub(crate) fn addresses(addr: IpAddr) -> Vec<IpAddr> {
+    match addr.is_unspecified() {
+        true => Vec::new(),
+        false => vec![addr.to_canonical()],
     }
-    choose_mtus(config.addr, config.mtu)?;
-    Ok(match &config.sockets {
-        Some(sockets) => UdpDatapath::from_sockets(&udp, sockets),
-        None => UdpDatapath::open(&udp),
-    })
 }
 
-/// A port, and what moves it.
+/// Memory tables of the parts at an address.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Memory {
+    /// One for all.
+    Shared,
+    /// One for each.
+    Separate,
+}
+
+/// A port, with its configuration, datapath, capture and faults.
 pub(crate) struct Parts {
-    pub(crate) path: UdpDatapath,
-    pub(crate) tap: Option<Box<dyn Tap>>,
-    pub(crate) faults: Option<Network>,
+    pub(crate) config: DeviceConfig,
     pub(crate) port: Port,
+    pub(crate) path: Box<dyn Datapath>,
+    pub(crate) local: LocalConfig,
     pub(crate) mem: Arc<MemoryTable>,
     pub(crate) limits: DeviceLimits,
     pub(crate) mtu: Mtu,
 }
 
 impl Parts {
-    /// Builds the parts of loops or engines that share a memory table; `tap` captures the packets of all.
-    pub(crate) fn sharing_memory(
-        all: impl Iterator<Item = (DeviceConfig, UdpDatapath)>,
-        tap: Option<&SharedTap>,
-    ) -> Result<Vec<(DeviceConfig, Self)>, VerbsError> {
+    /// Builds the parts of loops or engines at an address. Engines of a device share a memory table, loops do not. `tap` captures the
+    /// packets of all.
+    pub(crate) fn all(bound: Bound, tap: Option<&SharedTap>, memory: Memory) -> Result<Vec<Self>, VerbsError> {
+        let [a, b, c, d, e, f, g, h, ..] = random()?;
+        let guid = roce_port::cm::guid::keeping(u64::from_le_bytes([a, b, c, d, e, f, g, h]));
         let mut mem = None;
-        let parts = all.map(|(config, path)| {
-            let parts = Self::new(&config, path, tap.cloned().map(SharedTap::boxed), mem.clone())?;
-            mem.get_or_insert_with(|| parts.mem.clone());
-            Ok((config, parts))
+        let parts = bound.into_iter().map(|(config, path)| {
+            let tap = tap.cloned().map(|tap| Box::new(tap) as Box<dyn Tap>);
+            let parts = Self::new(config, path, tap, guid, mem.clone())?;
+            if memory == Memory::Shared {
+                mem.get_or_insert_with(|| parts.mem.clone());
+            }
+            Ok(parts)
         });
         parts.collect()
     }
 
-    /// With somebody who sees all packets; the configuration's file is not written. `mem` is another port's, if they are to have
-    /// the same.
-    pub(crate) fn new(
-        config: &DeviceConfig,
+    fn new(
+        config: DeviceConfig,
         path: UdpDatapath,
         tap: Option<Box<dyn Tap>>,
+        guid: u64,
         mem: Option<Arc<MemoryTable>>,
     ) -> Result<Self, VerbsError> {
         let mtus = choose_mtus(config.addr, config.mtu)?;
-        let seed = random()?;
-        let guid = config
-            .guid
-            .unwrap_or_else(|| roce_cm::guid::keeping(u64::from_le_bytes(std::array::from_fn(|i| seed[i]))));
         let caps = path.capabilities();
-        let local = match config.addr.is_unspecified() {
-            true => vec![],
-            false => vec![config.addr.to_canonical()],
-        };
         let mtu = mtus.usual();
-        let mut port = PortConfig::new(local, mtu, guid);
+        let mut port = PortConfig::new(addresses(config.addr), mtu, config.guid.unwrap_or(guid));
         port.mtus = mtus;
         port.src_ports = caps.src_ports;
         port.mad_port = caps.mad_port;
@@ -231,10 +242,14 @@ impl Parts {
         };
         let port = Port::new(port, mem.clone(), random()?);
         Ok(Self {
-            path,
-            tap,
-            faults: config.faults.as_ref().map(Faults::network),
             port,
+            path: Box::new(path),
+            local: LocalConfig {
+                tap,
+                recipients: None,
+                faults: config.faults.as_ref().map(Faults::network),
+            },
+            config,
             mem,
             limits,
             mtu,

@@ -1,20 +1,19 @@
 //! Addresses that loops get while they run.
 
-use std::{io, net::IpAddr, os::fd::BorrowedFd, sync::Arc};
+use std::{collections::HashMap, io, net::IpAddr, os::fd::BorrowedFd, sync::Arc};
 
 use parking_lot::Mutex;
 use roce_fault::Faults;
 use roce_net::{OpenError, OpenSockets, iface};
-use roce_port::{Placement, Steering};
-use roce_verbs::{DeviceLimits, provider::VerbsError};
+use roce_port::Placement;
+use roce_verbs::provider::VerbsError;
 
 use crate::{
-    broker::{JoinError, proto::Refusal},
-    device::DeviceConfig,
-    joined::{Joining, WeakJoining},
-    member::{Member, Opened},
+    broker::{self, proto::Refusal},
+    config::DeviceConfig,
+    joined::{Sharing, join_error},
     open,
-    shared::join_error,
+    shards::Member,
     tap::{SharedTap, WeakTap},
 };
 
@@ -22,31 +21,21 @@ use crate::{
 const MAX_ADDRESSES: usize = 128;
 
 /// A device that is open, for one loop: [`LocalDevice::attach`](crate::LocalDevice::attach) takes it.
-pub struct NewDevice(Opened);
+pub struct NewDevice(pub(crate) Member);
 
 impl NewDevice {
-    /// Its address.
+    /// Returns its address.
     pub fn addr(&self) -> IpAddr {
-        self.0.0.addr
+        self.0.addr
     }
 
     /// Returns the descriptors to watch, once it is attached.
     pub fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
-        self.0.0.descriptors().collect()
-    }
-
-    pub(crate) fn into_opened(self) -> (Member, (DeviceLimits, Vec<IpAddr>)) {
-        self.0
+        self.0.descriptors().collect()
     }
 }
 
-impl core::fmt::Debug for NewDevice {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.debug_struct("NewDevice")
-            .field("addr", &self.addr())
-            .finish_non_exhaustive()
-    }
-}
+debug!(NewDevice, "NewDevice", |this| addr: this.addr());
 
 /// Opens further addresses for loops that run, as those were opened that they began with: with the same settings, for all of the loops,
 /// and beside other processes if these are. It is for any thread that may wait, and keeps nothing alive of the loops. What it has
@@ -56,7 +45,9 @@ pub struct Opener(Arc<Inner>);
 
 struct Inner {
     usual: DeviceConfig,
-    how: How,
+    sharing: Sharing,
+    /// Of connect requests, if there are several loops.
+    placement: Option<Arc<dyn Placement>>,
     /// The capture of the loops' devices.
     tap: Option<WeakTap>,
     /// Open, or being opened.
@@ -64,26 +55,10 @@ struct Inner {
     /// Addresses of the loop's RDMA devices, which need not be opened.
     hardware: Mutex<Vec<IpAddr>>,
     /// Sockets that the broker has given to some of the loops, when it has refused others.
-    given: Mutex<Vec<(IpAddr, Vec<OpenSockets>)>>,
+    given: Mutex<HashMap<IpAddr, Vec<OpenSockets>>>,
 }
 
-/// Whose addresses are.
-enum How {
-    /// A single loop's.
-    One,
-    /// Of several loops.
-    Shards(Steering, Arc<dyn Placement>),
-    /// Of loops that are members of the broker's.
-    Members(Vec<WeakJoining>, Arc<dyn Placement>),
-}
-
-impl core::fmt::Debug for Opener {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.debug_struct("Opener")
-            .field("addrs", &self.0.addrs)
-            .finish_non_exhaustive()
-    }
-}
+debug!(Opener, "Opener", |this| addrs: this.0.addrs);
 
 /// Error of an address that can't be used, with this kind of reason.
 fn refused(addr: IpAddr, kind: io::ErrorKind, why: impl Into<String>) -> VerbsError {
@@ -94,35 +69,17 @@ fn refused(addr: IpAddr, kind: io::ErrorKind, why: impl Into<String>) -> VerbsEr
 }
 
 impl Opener {
-    pub(crate) fn of_one(configs: &[DeviceConfig], taps: &[Option<SharedTap>]) -> Self {
-        Self::new(configs, taps, How::One)
-    }
-
-    pub(crate) fn of_shards(
-        configs: &[DeviceConfig],
-        taps: &[Option<SharedTap>],
-        steering: Steering,
-        placement: &Arc<dyn Placement>,
-    ) -> Self {
-        Self::new(configs, taps, How::Shards(steering, placement.clone()))
-    }
-
-    pub(crate) fn of_members(
-        configs: &[DeviceConfig],
-        taps: &[Option<SharedTap>],
-        joining: &[Joining],
-        placement: &Arc<dyn Placement>,
-    ) -> Self {
-        let joining = joining.iter().map(Joining::downgrade).collect();
-        Self::new(configs, taps, How::Members(joining, placement.clone()))
-    }
-
     /// Returns the rules of faults on demand.
     pub(crate) fn faults(&self) -> Option<Faults> {
         self.0.usual.faults.clone()
     }
 
-    fn new(configs: &[DeviceConfig], taps: &[Option<SharedTap>], how: How) -> Self {
+    pub(crate) fn new(
+        configs: &[DeviceConfig],
+        taps: &[Option<SharedTap>],
+        sharing: Sharing,
+        placement: Option<Arc<dyn Placement>>,
+    ) -> Self {
         let usual = DeviceConfig {
             // Of one address each.
             guid: None,
@@ -134,7 +91,8 @@ impl Opener {
         };
         Self(Arc::new(Inner {
             usual,
-            how,
+            sharing,
+            placement,
             tap: taps.first().and_then(Option::as_ref).map(SharedTap::weak),
             addrs: Mutex::new(configs.iter().map(|config| config.addr.to_canonical()).collect()),
             hardware: Mutex::default(),
@@ -146,7 +104,7 @@ impl Opener {
         *self.0.hardware.lock() = addrs;
     }
 
-    /// The addresses that are open, or being opened.
+    /// Returns the addresses that are open, or being opened.
     pub fn addrs(&self) -> Vec<IpAddr> {
         self.0.addrs.lock().clone()
     }
@@ -178,9 +136,7 @@ impl Opener {
 
     fn reserve(&self, config: &DeviceConfig) -> Result<(), VerbsError> {
         let mut addrs = self.0.addrs.lock();
-        let mut all: Vec<_> = addrs.iter().map(|addr| DeviceConfig::new(*addr)).collect();
-        all.push(config.clone());
-        open::check_apart(&all)?;
+        open::check_apart(addrs.iter().copied().chain([config.addr]))?;
         if addrs.len() >= MAX_ADDRESSES {
             return Err(VerbsError::Limit("addresses of a loop"));
         }
@@ -194,56 +150,37 @@ impl Opener {
         if iface::path_mtus(addr).is_err_and(|e| e.kind() == elsewhere) {
             return Err(refused(addr, elsewhere, OpenError::NotLocal(addr).to_string()));
         }
-        let tap = match &self.0.tap {
-            Some(tap) => Some(tap.get().ok_or(VerbsError::Closed)?),
-            None => None,
+        let mut given = self.0.given.lock().remove(&addr).unwrap_or_default();
+        let opened = match self.0.sharing.ask(addr, &mut given) {
+            Ok(()) => self.members(config, &given),
+            Err(e) => Err(not_given(addr, e)),
         };
-        let opened = match &self.0.how {
-            How::One => open::datapath(config)
-                .and_then(|path| path.map_err(open::error))
-                .and_then(|path| Ok(vec![Member::single(config, path, tap)?])),
-            How::Shards(steering, placement) => open::shard_datapaths(config, *steering)
-                .and_then(|paths| paths.map_err(open::error))
-                .and_then(|paths| Member::shards(config, paths, *steering, placement, tap.as_ref())),
-            How::Members(joining, placement) => {
-                let joining: Option<Vec<_>> = joining.iter().map(WeakJoining::upgrade).collect();
-                let joining = joining.ok_or(VerbsError::Closed)?;
-                let sockets = self.sockets(addr, &joining)?;
-                let opened = Member::joined(config, &joining, sockets.clone(), placement, tap.as_ref());
-                opened.inspect_err(|_| self.0.given.lock().push((addr, sockets)))
-            }
-        };
-        let opened = opened.map_err(|e| match e {
-            VerbsError::Address(why) => refused(addr, io::ErrorKind::AddrInUse, why),
-            e => e,
-        })?;
-        Ok(opened.into_iter().map(NewDevice).collect())
+        // The broker gives sockets once: those of a failed attempt are for the next, if there can be one.
+        let again = matches!(&opened, Err(e) if !matches!(e, VerbsError::Closed));
+        if again && !given.is_empty() {
+            self.0.given.lock().insert(addr, given);
+        }
+        Ok(opened?.into_iter().map(NewDevice).collect())
     }
 
-    /// Returns the sockets of each loop. If one is refused, the others' are kept for the next attempt: the broker gives them once.
-    fn sockets(&self, addr: IpAddr, joining: &[Joining]) -> Result<Vec<OpenSockets>, VerbsError> {
-        let mut sockets = {
-            let mut given = self.0.given.lock();
-            let kept = given.iter().position(|(of, _)| *of == addr);
-            kept.map_or_else(Vec::new, |index| given.swap_remove(index).1)
+    fn members(&self, config: &DeviceConfig, given: &[OpenSockets]) -> Result<Vec<Member>, VerbsError> {
+        let tap = match &self.0.tap {
+            Some(tap) => Some(SharedTap::upgrade(tap).ok_or(VerbsError::Closed)?),
+            None => None,
         };
-        for joining in joining.iter().skip(sockets.len()) {
-            match joining.sockets(addr) {
-                Ok(some) => sockets.push(some),
-                Err(e) => {
-                    self.0.given.lock().push((addr, sockets));
-                    return Err(not_given(addr, e));
-                }
-            }
-        }
-        Ok(sockets)
+        let bound = self.0.sharing.bind(config, given);
+        let opened = bound.and_then(|bound| Member::all(bound, self.0.placement.as_ref(), tap.as_ref()));
+        opened.map_err(|e| match e {
+            VerbsError::Address(why) => refused(config.addr, io::ErrorKind::AddrInUse, why),
+            e => e,
+        })
     }
 }
 
-fn not_given(addr: IpAddr, e: JoinError) -> VerbsError {
+fn not_given(addr: IpAddr, e: broker::Error) -> VerbsError {
     match e {
-        JoinError::Timeout => refused(addr, io::ErrorKind::TimedOut, e.to_string()),
-        JoinError::Refused {
+        broker::Error::Timeout => refused(addr, io::ErrorKind::TimedOut, e.to_string()),
+        broker::Error::Refused {
             why: Refusal::Address,
             text,
         } => refused(addr, io::ErrorKind::AddrInUse, text),

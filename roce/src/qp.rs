@@ -4,31 +4,31 @@ use std::{net::IpAddr, sync::Arc};
 
 use parking_lot::Mutex;
 use roce_fault::{PostStep, Posted, Posting, QpRef};
-use roce_mem::PostedKey;
-use roce_net::Driver;
+use roce_net::{Closed, Driver};
 use roce_port::{Port, QpInit as PortQpInit};
-use roce_qp::{CompletionQueue as Queue, Failure, NO_RECEIVE_QUEUE, ReceiveQueue};
+use roce_qp::{CompletionQueue as Queue, Failure, NO_RECEIVE_QUEUE, QueuePair, ReceiveQueue};
 use roce_verbs::{
     AccessFlags, LKey, QpAttr, QpCaps, QpState, QpType, Qpn, RKey, RecvWr, SendFlags, SendOp, SendRequest, SendWr,
     provider::VerbsError,
-    wr::{BindWindow, FastRegister, Payload, PostError},
+    wr::{FastRegister, Payload, PostError},
 };
 
 use crate::{
-    cm::Id,
     cq::Cq,
-    device::{Device, DeviceInner, closed},
+    device::{Device, DeviceInner},
     faults::fail,
-    memory::{Mr, Mw, Pd, Revocable},
-    port::Membership,
+    group::Membership,
+    memory::{Keyed, Mr, Mw, Pd, Revocable},
     srq::{Srq, Xrcd},
+    sync::Handle,
 };
 
 /// A queue pair. It ends with its last clone, and then so does its connection, unless the program still has the
-/// [`Id`].
-#[derive(Clone)]
+/// [`Id`](crate::Id).
+#[derive(Clone, Debug)]
 pub struct Qp(Arc<QpInner>);
 
+#[derive(Debug)]
 struct QpInner {
     qpn: Qpn,
     /// Its place in the order of creation, for faults on demand.
@@ -46,7 +46,7 @@ struct QpInner {
     _cqs: [Option<Cq>; 2],
     srq: Option<Srq>,
     /// Handle of its connection, which stays up as long as the queue pair.
-    connection: Mutex<Option<Id>>,
+    connection: Mutex<Option<Handle>>,
     /// Its own receive queue, if it has one.
     receives: Option<Arc<ReceiveQueue>>,
     _xrcd: Option<Xrcd>,
@@ -63,6 +63,18 @@ pub struct QpInit<'a> {
     pub caps: QpCaps,
     /// Every send makes a completion.
     pub signal_all: bool,
+}
+
+impl<'a> QpInit<'a> {
+    /// Queues of the usual sizes. Sends, if they have [`SendFlags::SIGNALED`], and receives complete into one queue.
+    pub fn new(cq: &'a Cq) -> Self {
+        Self {
+            send_cq: cq,
+            recv_cq: cq,
+            caps: QpCaps::default(),
+            signal_all: false,
+        }
+    }
 }
 
 /// Memory that a key opens to the peer.
@@ -99,9 +111,7 @@ pub struct QpOptions<'a> {
 
 impl Drop for QpInner {
     fn drop(&mut self) {
-        if self.device.engines.is_inherited() {
-            return;
-        }
+        let Ok(engines) = self.device.live() else { return };
         let router = &self.device.router;
         // Under the port's lock: the number may be another's as soon as that is free.
         let ended = self.driver().with(|port, now| {
@@ -115,7 +125,7 @@ impl Drop for QpInner {
             // On a closed device there is nothing left to end.
             Err(_) => router.forget_qp(self.qpn),
         }
-        self.device.engines.remove_queue_pair(self.engine);
+        engines.remove_queue_pair(self.engine);
     }
 }
 
@@ -125,49 +135,46 @@ impl QpInner {
     }
 }
 
-impl core::fmt::Debug for Qp {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.debug_tuple("Qp").field(&self.0.qpn).finish()
+const GONE: (usize, PostError) = (0, PostError::NoQueuePair);
+
+/// Returns the change from RESET to INIT, with the rights that rdma_cm gives (`cm_init_qp_init_attr`).
+fn init_attr() -> QpAttr {
+    QpAttr {
+        state: Some(QpState::Init),
+        access: Some(AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_READ | AccessFlags::REMOTE_ATOMIC),
+        pkey_index: Some(0),
+        port: Some(1),
+        ..QpAttr::default()
     }
 }
 
-const GONE: (usize, PostError) = (0, PostError::NoQueuePair);
-
-/// From RESET to INIT, with the rights that rdma_cm gives (`cm_init_qp_init_attr`).
-const INIT: QpAttr = QpAttr {
-    state: Some(QpState::Init),
-    cur_state: None,
-    en_sqd_async_notify: None,
-    access: Some(
-        AccessFlags::REMOTE_WRITE
-            .union(AccessFlags::REMOTE_READ)
-            .union(AccessFlags::REMOTE_ATOMIC),
-    ),
-    pkey_index: Some(0),
-    port: Some(1),
-    qkey: None,
-    av: None,
-    path_mtu: None,
-    timeout: None,
-    retry_cnt: None,
-    rnr_retry: None,
-    rq_psn: None,
-    max_rd_atomic: None,
-    min_rnr_timer: None,
-    sq_psn: None,
-    max_dest_rd_atomic: None,
-    dest_qpn: None,
-    path_mig_state: None,
-    sq_draining: false,
-};
-
-/// The range of a grant, in the region's addresses.
-fn granted_range(grant: &Grant<'_>) -> Result<(u64, u64), PostError> {
-    let size = grant.region.len();
-    if grant.offset > size || grant.len > size - grant.offset {
-        return Err(PostError::Invalid("the granted range is outside the region"));
+/// Returns a work request about a key.
+fn key_wr(wr_id: u64, op: SendOp, flags: SendFlags) -> SendWr<'static> {
+    SendWr {
+        wr_id,
+        op,
+        flags,
+        payload: Payload::Sges(&[]),
     }
-    Ok((grant.region.addr() + grant.offset as u64, grant.len as u64))
+}
+
+impl Grant<'_> {
+    /// Returns the range, in the region's addresses and still without a key.
+    fn range(&self) -> Result<FastRegister, PostError> {
+        let size = self.region.len();
+        if self.offset > size || self.len > size - self.offset {
+            return Err(PostError::Invalid("the granted range is outside the region"));
+        }
+        let addr = self.region.addr() + self.offset as u64;
+        Ok(FastRegister {
+            key: RKey::default(),
+            lkey: self.region.lkey(),
+            addr,
+            length: self.len as u64,
+            iova: addr,
+            access: self.access,
+        })
+    }
 }
 
 impl Device {
@@ -176,17 +183,6 @@ impl Device {
     /// # Errors
     /// If the limit of the device is reached.
     pub fn create_qp(&self, pd: &Pd, init: &QpInit<'_>) -> Result<Qp, VerbsError> {
-        let qp = self.create_qp_in_reset(pd, init)?;
-        qp.modify(&INIT)?;
-        Ok(qp)
-    }
-
-    /// Creates a queue pair in RESET, as `ibv_create_qp` does. [`Device::create_qp`] returns one in INIT, as `rdma_create_qp` does,
-    /// so that receives can be posted before it is connected.
-    ///
-    /// # Errors
-    /// At the device's limit.
-    pub fn create_qp_in_reset(&self, pd: &Pd, init: &QpInit<'_>) -> Result<Qp, VerbsError> {
         let options = QpOptions {
             qp_type: QpType::Rc,
             send_cq: Some(init.send_cq),
@@ -196,7 +192,9 @@ impl Device {
             caps: init.caps,
             signal_all: init.signal_all,
         };
-        Qp::of(self, Some(pd), &options)
+        let qp = self.create_qp_as(Some(pd), &options)?;
+        qp.modify(&init_attr())?;
+        Ok(qp)
     }
 
     /// Makes a queue pair of any service, in RESET (`ibv_create_qp`, `ibv_create_qp_ex`). An XRC target needs no
@@ -205,27 +203,21 @@ impl Device {
     /// # Errors
     /// At the device's limits, or when the options don't go together.
     pub fn create_qp_as(&self, pd: Option<&Pd>, options: &QpOptions<'_>) -> Result<Qp, VerbsError> {
-        Qp::of(self, pd, options)
-    }
-}
-
-impl Qp {
-    fn of(device: &Device, pd: Option<&Pd>, options: &QpOptions<'_>) -> Result<Self, VerbsError> {
         let qp_type = options.qp_type;
         let pd = match (qp_type, options.xrcd, pd) {
             (QpType::XrcTgt, Some(xrcd), None) => xrcd.pd(),
             (_, _, Some(pd)) => pd,
             _ => return Err(VerbsError::Invalid("the queue pair has no protection domain".into())),
         };
-        pd.check(&device.0)?;
+        pd.check(&self.0)?;
         for cq in [options.send_cq, options.recv_cq].into_iter().flatten() {
-            cq.check(&device.0)?;
+            cq.check(&self.0)?;
         }
         if let Some(srq) = options.srq {
-            srq.check(&device.0)?;
+            srq.check(&self.0)?;
         }
         if let Some(xrcd) = options.xrcd {
-            xrcd.pd().check(&device.0)?;
+            xrcd.pd().check(&self.0)?;
         }
         let queue = |cq: Option<&Cq>, needed: bool| match cq {
             Some(cq) => Ok(cq.queue().clone()),
@@ -243,8 +235,8 @@ impl Qp {
             srq: options.srq.map(|s| s.queue().clone()),
             xrcd: options.xrcd.map(|x| x.domain().clone()),
         };
-        let engines = &device.0.engines;
-        if engines.queue_pairs() >= device.0.limits.max_qp {
+        let engines = &self.0.engines;
+        if engines.queue_pairs() >= self.0.limits.max_qp {
             return Err(VerbsError::Limit("queue pairs"));
         }
         let cqs: Vec<_> = [options.send_cq, options.recv_cq].into_iter().flatten().collect();
@@ -253,16 +245,17 @@ impl Qp {
         let made = engines.get(engine).with_quiet(|port, now| -> Result<_, VerbsError> {
             port.set_now(now);
             let qpn = port.create_qp(args)?;
-            Ok((qpn, port.receive_queue(qpn), port.qp_serial(qpn)))
+            let receive_queue = port.qp(qpn).and_then(QueuePair::receive_queue).cloned();
+            Ok((qpn, receive_queue, port.qp_serial(qpn)))
         });
-        let (qpn, receives, serial) = made.map_err(closed)??;
+        let (qpn, receives, serial) = made??;
         engines.add_queue_pair(engine, &engine_sets);
-        Ok(Self(Arc::new(QpInner {
+        Ok(Qp(Arc::new(QpInner {
             qpn,
             serial: serial.unwrap_or(0),
             receives,
             engine,
-            device: device.0.clone(),
+            device: self.0.clone(),
             qp_type,
             caps: options.caps.of_queues(qp_type, options.srq.is_some()),
             signal_all: options.signal_all,
@@ -274,7 +267,9 @@ impl Qp {
             _xrcd: options.xrcd.cloned(),
         })))
     }
+}
 
+impl Qp {
     /// Its transport service.
     pub fn qp_type(&self) -> QpType {
         self.0.qp_type
@@ -301,14 +296,10 @@ impl Qp {
     /// # Errors
     /// The refusal, with the number of requests that were accepted before it.
     pub fn post_requests(&self, requests: &[SendRequest<'_>]) -> Result<(), (usize, PostError)> {
-        let post = |requests: &[SendRequest<'_>]| {
-            let posted = self
-                .0
-                .driver()
-                .with(|port, now| port.post_requests(now, self.0.qpn, requests));
-            posted.unwrap_or(Err(GONE))
-        };
-        self.post(Posting::Send, requests, false, post)
+        let driver = self.0.driver();
+        self.post(Posting::Send, requests, false, |wrs| {
+            driver.with(|port, now| port.post_requests(now, self.0.qpn, wrs))
+        })
     }
 
     /// Like [`Qp::post_requests`], but all of them or none (`ibv_wr_complete`).
@@ -316,14 +307,10 @@ impl Qp {
     /// # Errors
     /// The first refusal, with the number of requests before it; nothing was posted.
     pub fn post_batch(&self, requests: &[SendRequest<'_>]) -> Result<(), (usize, PostError)> {
-        let post = |requests: &[SendRequest<'_>]| {
-            let posted = self
-                .0
-                .driver()
-                .with(|port, now| port.post_batch(now, self.0.qpn, requests));
-            posted.unwrap_or(Err(GONE))
-        };
-        self.post(Posting::Send, requests, true, post)
+        let driver = self.0.driver();
+        self.post(Posting::Send, requests, true, |wrs| {
+            driver.with(|port, now| port.post_batch(now, self.0.qpn, wrs))
+        })
     }
 
     /// Takes the reason why it has failed, as text for people: what was asked of whom, and what was wrong with it. `None` if it has
@@ -341,8 +328,7 @@ impl Qp {
     pub fn attach_mcast(&self, group: IpAddr, local: IpAddr) -> Result<(), VerbsError> {
         let mut groups = self.0.groups.lock();
         let driver = self.0.driver();
-        let added = driver.with_quiet(|port, _| port.attach_mcast(self.0.qpn, group));
-        if !added.map_err(closed)?? {
+        if !driver.with_quiet(|port, _| port.attach_mcast(self.0.qpn, group))?? {
             return Ok(());
         }
         match Membership::new(&self.0.device, group, local) {
@@ -351,8 +337,7 @@ impl Qp {
                 Ok(())
             }
             Err(e) => {
-                let undone = driver.with_quiet(|port, _| port.detach_mcast(self.0.qpn, group));
-                undone.map_err(closed)??;
+                driver.with_quiet(|port, _| port.detach_mcast(self.0.qpn, group))??;
                 Err(e)
             }
         }
@@ -365,8 +350,7 @@ impl Qp {
     pub fn detach_mcast(&self, group: IpAddr) -> Result<(), VerbsError> {
         let mut groups = self.0.groups.lock();
         let driver = self.0.driver();
-        let done = driver.with_quiet(|port, _| port.detach_mcast(self.0.qpn, group));
-        done.map_err(closed)??;
+        driver.with_quiet(|port, _| port.detach_mcast(self.0.qpn, group))??;
         groups.retain(|m| m.group() != group.to_canonical());
         Ok(())
     }
@@ -386,7 +370,7 @@ impl Qp {
     }
 
     /// Keeps the handle of its connection, in the place of a former one.
-    pub(crate) fn keep_connection(&self, id: Id) {
+    pub(crate) fn keep_connection(&self, id: Handle) {
         let former = self.0.connection.lock().replace(id);
         // Dropping a handle takes the port's lock.
         drop(former);
@@ -397,8 +381,8 @@ impl Qp {
     /// # Errors
     /// When the device is closed.
     pub fn state(&self) -> Result<QpState, VerbsError> {
-        let state = self.0.driver().with_quiet(|port, _| port.qp_state(self.0.qpn));
-        state.map_err(closed)?.ok_or(VerbsError::Post(PostError::NoQueuePair))
+        let state = self.0.driver().with_quiet(|port, _| port.qp_state(self.0.qpn))?;
+        state.ok_or(VerbsError::Post(PostError::NoQueuePair))
     }
 
     /// Queues the binding of a memory window. Peers may use the returned key once what was posted before is
@@ -407,44 +391,7 @@ impl Qp {
     /// # Errors
     /// Like [`Qp::post_send`]; also when the range is outside the region.
     pub fn post_bind(&self, window: &Mw, grant: &Grant<'_>, wr_id: u64, flags: SendFlags) -> Result<RKey, PostError> {
-        let (addr, length) = granted_range(grant)?;
-        let (lkey, access) = (grant.region.lkey(), grant.access);
-        let bind = |key| {
-            SendOp::BindWindow(BindWindow {
-                key,
-                lkey,
-                addr,
-                length,
-                access,
-            })
-        };
-        let mut posted = window.posted().lock();
-        if !window.kind().is_type2() {
-            // Binding anew is how the former binding of type 1 ends (IBA 10.6.7.2.1).
-            return self.rebind(&mut posted, wr_id, flags, bind);
-        }
-        self.renew(&mut posted, wr_id, flags, bind)
-    }
-
-    /// Opens the next key without closing the former one first.
-    fn rebind(
-        &self,
-        posted: &mut PostedKey,
-        wr_id: u64,
-        flags: SendFlags,
-        open: impl Fn(RKey) -> SendOp,
-    ) -> Result<RKey, PostError> {
-        let key = posted.next(&self.0.device.mem);
-        let wr = SendWr {
-            wr_id,
-            op: open(key),
-            flags,
-            payload: Payload::Sges(&[]),
-        };
-        self.post_send(&[wr]).map_err(|(_, e)| e)?;
-        posted.key = key;
-        posted.granted = true;
-        Ok(key)
+        self.open(&window.0, grant, wr_id, flags)
     }
 
     /// Queues the end of a window's binding.
@@ -452,27 +399,13 @@ impl Qp {
     /// # Errors
     /// Like [`Qp::post_send`].
     pub fn post_unbind(&self, window: &Mw, wr_id: u64, flags: SendFlags) -> Result<(), PostError> {
-        let mut posted = window.posted().lock();
-        if window.kind().is_type2() {
-            return self.revoke(&mut posted, wr_id, flags);
-        }
-        // A binding of no length ends one of type 1.
-        self.rebind(&mut posted, wr_id, flags, |key| {
-            SendOp::BindWindow(BindWindow {
-                key,
-                lkey: LKey::default(),
-                addr: 0,
-                length: 0,
-                access: AccessFlags::empty(),
-            })
-        })?;
-        posted.granted = false;
-        Ok(())
+        self.close(&window.0, wr_id, flags)
     }
 
     /// Posts, with the faults that rules demand.
     #[inline]
-    fn post<T>(&self, verb: Posting, wrs: &[T], whole: bool, post: impl Fn(&[T]) -> Posted) -> Posted {
+    fn post<T>(&self, verb: Posting, wrs: &[T], whole: bool, post: impl Fn(&[T]) -> Result<Posted, Closed>) -> Posted {
+        let post = |wrs: &[T]| post(wrs).unwrap_or(Err(GONE));
         let Some(faults) = self.0.device.verb_faults() else {
             return post(wrs);
         };
@@ -504,34 +437,22 @@ impl Qp {
             .map_err(|(n, e)| (queued + n, e))
     }
 
-    /// Invalidates the former key, if there is one, and opens the next.
-    fn renew(
-        &self,
-        posted: &mut PostedKey,
-        wr_id: u64,
-        flags: SendFlags,
-        open: impl Fn(RKey) -> SendOp,
-    ) -> Result<RKey, PostError> {
-        let next = posted.next(&self.0.device.mem);
-        let wr = |op, flags| SendWr {
-            wr_id,
-            op,
-            flags,
-            payload: Payload::Sges(&[]),
-        };
+    /// Posts the opening of a range under the object's next key.
+    fn open(&self, object: &Keyed, grant: &Grant<'_>, wr_id: u64, flags: SendFlags) -> Result<RKey, PostError> {
+        let mut at = grant.range()?;
+        let mut posted = object.key.lock();
+        at.key = posted.next(&self.0.device.mem);
+        let unsignaled = flags.difference(SendFlags::SIGNALED);
         let wrs = [
-            wr(
-                SendOp::LocalInvalidate(posted.key),
-                flags.difference(SendFlags::SIGNALED),
-            ),
-            wr(open(next), flags),
+            key_wr(wr_id, SendOp::LocalInvalidate(posted.key), unsignaled),
+            key_wr(wr_id, object.open(at), flags),
         ];
-        let skip = usize::from(!posted.granted);
+        // A window of type 1 is bound again without invalidation (IBA 10.6.7.2.1).
+        let skip = usize::from(!posted.granted || object.is_window_1());
         match self.post_send(&wrs[skip..]) {
             Ok(()) => {
-                posted.key = next;
-                posted.granted = true;
-                Ok(next)
+                (posted.key, posted.granted) = (at.key, true);
+                Ok(at.key)
             }
             Err((done, e)) => {
                 // The invalidation alone may have been taken.
@@ -541,15 +462,25 @@ impl Qp {
         }
     }
 
-    fn revoke(&self, posted: &mut PostedKey, wr_id: u64, flags: SendFlags) -> Result<(), PostError> {
-        let wr = SendWr {
-            wr_id,
-            op: SendOp::LocalInvalidate(posted.key),
-            flags,
-            payload: Payload::Sges(&[]),
-        };
-        self.post_send(&[wr]).map_err(|(_, e)| e)?;
-        posted.granted = false;
+    /// Posts the end of the object's key.
+    fn close(&self, object: &Keyed, wr_id: u64, flags: SendFlags) -> Result<(), PostError> {
+        let mut posted = object.key.lock();
+        let mut key = posted.key;
+        let mut close = SendOp::LocalInvalidate(key);
+        if object.is_window_1() {
+            // A binding of no length ends it.
+            key = posted.next(&self.0.device.mem);
+            close = object.open(FastRegister {
+                key,
+                lkey: LKey::default(),
+                addr: 0,
+                length: 0,
+                iova: 0,
+                access: AccessFlags::empty(),
+            });
+        }
+        self.post_send(&[key_wr(wr_id, close, flags)]).map_err(|(_, e)| e)?;
+        (posted.key, posted.granted) = (key, false);
         Ok(())
     }
 
@@ -566,11 +497,10 @@ impl Qp {
     /// # Errors
     /// The number of work requests posted, and the error of the next one.
     pub fn post_send(&self, wrs: &[SendWr<'_>]) -> Result<(), (usize, PostError)> {
-        let post = |wrs: &[SendWr<'_>]| {
-            let posted = self.0.driver().with(|port, now| port.post_send(now, self.0.qpn, wrs));
-            posted.unwrap_or(Err(GONE))
-        };
-        self.post(Posting::Send, wrs, false, post)
+        let driver = self.0.driver();
+        self.post(Posting::Send, wrs, false, |wrs| {
+            driver.with(|port, now| port.post_send(now, self.0.qpn, wrs))
+        })
     }
 
     /// Posts receives in order, up to the first invalid one.
@@ -581,7 +511,7 @@ impl Qp {
     /// # Errors
     /// The number of receives posted, and the error of the next one.
     pub fn post_recv(&self, wrs: &[RecvWr<'_>]) -> Result<(), (usize, PostError)> {
-        self.post(Posting::Recv, wrs, false, |wrs| self.queue_receives(wrs))
+        self.post(Posting::Recv, wrs, false, |wrs| Ok(self.queue_receives(wrs)))
     }
 
     /// Queues the renewal of a revocable region's key. Peers may use the returned key when the work requests before it are executed;
@@ -598,18 +528,7 @@ impl Qp {
         wr_id: u64,
         flags: SendFlags,
     ) -> Result<RKey, PostError> {
-        let (addr, length) = granted_range(grant)?;
-        let (lkey, access) = (grant.region.lkey(), grant.access);
-        self.renew(&mut region.posted().lock(), wr_id, flags, |key| {
-            SendOp::FastRegister(FastRegister {
-                key,
-                lkey,
-                addr,
-                length,
-                iova: addr,
-                access,
-            })
-        })
+        self.open(&region.0, grant, wr_id, flags)
     }
 
     /// Queues the end of a revocable region's current key.
@@ -617,21 +536,20 @@ impl Qp {
     /// # Errors
     /// As [`Qp::post_send`].
     pub fn post_revoke(&self, region: &Revocable, wr_id: u64, flags: SendFlags) -> Result<(), PostError> {
-        self.revoke(&mut region.posted().lock(), wr_id, flags)
+        self.close(&region.0, wr_id, flags)
     }
 
-    /// Changes attributes and state. The queue pairs of [`Device::connect`] and [`Id::accept`] are moved to RTS without it.
+    /// Changes attributes and state. The queue pairs of [`Device::connect`] and [`Id::accept`](crate::Id::accept) are moved to RTS without it.
     ///
     /// # Errors
     /// If the transition or an attribute is not permitted.
     pub fn modify(&self, attr: &QpAttr) -> Result<(), VerbsError> {
         let driver = self.0.driver();
         let modify = |port: &mut Port, now| port.modify_qp(now, self.0.qpn, attr);
-        let done = match attr.stops() {
-            true => driver.with_arrived(modify),
-            false => driver.with(modify),
-        };
-        done.map_err(closed)?
+        match attr.stops() {
+            true => driver.with_arrived(modify)?,
+            false => driver.with(modify)?,
+        }
     }
 
     /// Returns the current attributes.
@@ -639,7 +557,6 @@ impl Qp {
     /// # Errors
     /// If the queue pair is gone, or the device is closed.
     pub fn query(&self) -> Result<QpAttr, VerbsError> {
-        let attr = self.0.driver().with_quiet(|port, _| port.query_qp(self.0.qpn));
-        attr.map_err(closed)?
+        self.0.driver().with_quiet(|port, _| port.query_qp(self.0.qpn))?
     }
 }

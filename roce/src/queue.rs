@@ -8,15 +8,19 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use roce_net::{EventFd, Waiter, wait_readable};
+use roce_net::{EventFd, Waiter};
 use roce_verbs::provider::VerbsError;
 
+use crate::error::io_error;
+
+#[derive(Debug)]
 struct State<T> {
     items: VecDeque<T>,
     closed: bool,
 }
 
 /// A queue of events. Its descriptor is readable while an event waits, and for ever once it is closed.
+#[derive(Debug)]
 pub(crate) struct EventQueue<T> {
     state: Mutex<State<T>>,
     fd: EventFd,
@@ -84,35 +88,21 @@ impl<T> EventQueue<T> {
         self.fd.raise();
     }
 
-    /// Sleeps until the descriptor is readable, at most until `deadline`. False: it is past.
-    pub(crate) fn sleep(&self, deadline: Option<Instant>, slice: Option<Duration>) -> Result<bool, VerbsError> {
-        let Some(left) = left(deadline) else { return Ok(false) };
-        let timeout = match (left, slice) {
-            (Some(a), Some(b)) => Some(a.min(b)),
-            (a, b) => a.or(b),
-        };
-        wait_readable(self.fd.as_fd(), timeout).map_err(waiting)?;
+    /// Sleeps until the descriptor is readable, at most until `deadline`, and for `slice`. Handles packets of the ports that come in that
+    /// time. False: the deadline is past.
+    pub(crate) fn sleep(
+        &self,
+        deadline: Option<Instant>,
+        slice: Option<Duration>,
+        ports: &mut [Waiter<'_>],
+    ) -> Result<bool, VerbsError> {
+        let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
+        if left == Some(Duration::ZERO) {
+            return Ok(false);
+        }
+        let timeout = left.into_iter().chain(slice).min();
+        roce_net::wait(self.fd.as_fd(), ports, timeout).map_err(io_error("waiting for an event"))?;
         Ok(true)
-    }
-
-    /// The same, and takes packets of the ports that come meanwhile.
-    pub(crate) fn sleep_beside(&self, deadline: Option<Instant>, ports: &mut [Waiter<'_>]) -> Result<bool, VerbsError> {
-        let Some(left) = left(deadline) else { return Ok(false) };
-        roce_net::wait(self.fd.as_fd(), ports, left).map_err(waiting)?;
-        Ok(true)
-    }
-}
-
-/// The time until a deadline, if it is not past.
-fn left(deadline: Option<Instant>) -> Option<Option<Duration>> {
-    let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
-    (!left.is_some_and(|d| d.is_zero())).then_some(left)
-}
-
-fn waiting(source: io::Error) -> VerbsError {
-    VerbsError::Io {
-        context: "waiting for an event".into(),
-        source,
     }
 }
 
@@ -122,7 +112,7 @@ impl<T> AsFd for EventQueue<T> {
     }
 }
 
-/// A point in time after `timeout`; `None` is never.
+/// Returns the point in time after `timeout`; `None` is never.
 pub(crate) fn deadline(timeout: Option<Duration>) -> Option<Instant> {
     timeout.and_then(|t| Instant::now().checked_add(t))
 }

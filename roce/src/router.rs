@@ -2,19 +2,18 @@
 
 use std::{
     collections::HashMap,
+    net::SocketAddr,
     sync::{Arc, Weak},
 };
 
-use parking_lot::Mutex;
 use roce_net::links::LinkChange;
 use roce_port::{CmEventKind, ConnId, ListenId};
 use roce_verbs::{AsyncEvent, EventSource as Subject, PathMtus, Qpn, provider::VerbsError};
 
 use crate::{
-    cm::{CmEvent, Id, IdInner},
-    device::DeviceInner,
-    port::PortView,
     queue::EventQueue,
+    sync::{Handle, Mutex, WeakHandle},
+    view::PortView,
 };
 
 pub(crate) type CmQueue = EventQueue<CmEventKind>;
@@ -38,13 +37,19 @@ impl Key {
 
 struct Route {
     queue: Arc<CmQueue>,
-    /// The handle. Dangling until the program takes the request.
-    id: Weak<IdInner>,
+    /// Handle, once the program has taken the request.
+    id: Option<WeakHandle>,
 }
 
 /// Object that is closed with the device.
 trait Close: Send + Sync {
     fn close(&self);
+}
+
+impl Route {
+    fn handle(&self) -> Option<Handle> {
+        self.id.as_ref()?.upgrade()
+    }
 }
 
 impl<T: Send> Close for EventQueue<T> {
@@ -77,7 +82,8 @@ const MAX_ASYNC_EVENTS: usize = 1024;
 /// Result of [`Router::take`].
 pub(crate) enum Taken {
     Nothing,
-    Event(CmEvent),
+    /// Event, its handle, and the listener of a request.
+    Event(CmEventKind, Handle, Option<Key>),
     /// Event of a connection without handle.
     Stale,
     /// Request for a listener without handle.
@@ -117,10 +123,10 @@ impl Router {
     }
 
     /// Adds the route of a handle.
-    pub(crate) fn add(&self, key: Key, queue: &Arc<CmQueue>, id: &Arc<IdInner>) {
+    pub(crate) fn add(&self, key: Key, queue: &Arc<CmQueue>, id: &Handle) {
         let route = Route {
             queue: queue.clone(),
-            id: Arc::downgrade(id),
+            id: Some(Handle::downgrade(id)),
         };
         self.routes.lock().by_key.insert(key, route);
     }
@@ -131,8 +137,12 @@ impl Router {
         drop(route);
     }
 
-    /// Takes one event of a queue and finds its handle; makes the handle of a request.
-    pub(crate) fn take(&self, device: &Arc<DeviceInner>, queue: &Arc<CmQueue>) -> Result<Taken, VerbsError> {
+    /// Takes one event of a queue and finds its handle; `connection` makes the handle of a request, of its addresses.
+    pub(crate) fn take(
+        &self,
+        queue: &CmQueue,
+        connection: impl FnOnce(ConnId, SocketAddr, SocketAddr) -> Handle,
+    ) -> Result<Taken, VerbsError> {
         // One lock for both steps: otherwise another thread could take a later event of a new connection before its
         // handle is known.
         let mut routes = self.routes.lock();
@@ -154,28 +164,19 @@ impl Router {
             ..
         }) = kind
         else {
-            let route = routes.by_key.get(&Key::Conn(kind.conn()));
-            let id = route.and_then(|route| route.id.upgrade());
-            return Ok(id.map_or(Taken::Stale, |id| {
-                Taken::Event(CmEvent {
-                    id: Id(id),
-                    listener: None,
-                    kind,
-                })
-            }));
+            let id = routes.by_key.get(&Key::Conn(kind.conn())).and_then(Route::handle);
+            return Ok(id.map_or(Taken::Stale, |id| Taken::Event(kind, id, None)));
         };
         let listener = Key::Listener(listener);
-        let listens = routes.by_key.get(&listener).is_some_and(|l| l.id.strong_count() > 0);
+        // Without a handle, which could be the last one and would need the lock when it is dropped.
+        let id = routes.by_key.get(&listener).and_then(|l| l.id.as_ref());
+        let listens = id.is_some_and(|id| id.strong_count() > 0);
         let Some(route) = routes.by_key.get_mut(&Key::Conn(conn)).filter(|_| listens) else {
             return Ok(Taken::Orphan(conn));
         };
-        let id = IdInner::connection(device, conn, local, remote);
-        route.id = Arc::downgrade(&id);
-        Ok(Taken::Event(CmEvent {
-            id: Id(id),
-            listener: Some(listener.number()),
-            kind,
-        }))
+        let id = connection(conn, local, remote);
+        route.id = Some(Handle::downgrade(&id));
+        Ok(Taken::Event(kind, id, Some(listener)))
     }
 }
 
@@ -183,26 +184,20 @@ impl Router {
 impl Router {
     /// Returns false if no queue takes the event.
     pub(crate) fn cm_event(&self, event: CmEventKind) -> bool {
+        let request = event.request();
+        let key = request.map_or(Key::Conn(event.conn()), |(listener, _)| Key::Listener(listener));
         let mut routes = self.routes.lock();
-        let (key, new) = match event.request() {
-            Some((listener, conn)) => (Key::Listener(listener), Some(conn)),
-            None => (Key::Conn(event.conn()), None),
-        };
-        let Some(queue) = routes.by_key.get(&key).map(|r| r.queue.clone()) else {
+        let Some(queue) = routes.by_key.get(&key).map(|route| route.queue.clone()) else {
             return false;
         };
-        if let Some(conn) = new {
-            let route = Route {
-                queue: queue.clone(),
-                id: Weak::new(),
-            };
-            routes.by_key.insert(Key::Conn(conn), route);
+        if queue.push(event).is_err() {
+            return false;
         }
-        let taken = queue.push(event).is_ok();
-        if let (Some(conn), false) = (new, taken) {
-            routes.by_key.remove(&Key::Conn(conn));
+        // Nobody looks for it before the lock is free.
+        if let Some((_, conn)) = request {
+            routes.by_key.insert(Key::Conn(conn), Route { queue, id: None });
         }
-        taken
+        true
     }
 
     pub(crate) fn async_event(&self, event: AsyncEvent) {

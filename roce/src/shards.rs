@@ -10,34 +10,36 @@ use std::{
 
 use parking_lot::RwLock;
 use roce_bth::Qpn;
-use roce_net::LocalDriver;
+use roce_net::{LocalConfig, LocalDriver};
 use roce_port::{
-    Forwarded, GsiRouter, HandedOver, Numbers, Placement, PortChange, QpnSlot, Recipient, Recipients, RxMeta, Steering,
-    ToShard, dest_qpn,
+    Forwarded, GsiRouter, HandedOver, Placement, PortChange, Recipient, Recipients, RxMeta, ToShard, dest_qpn,
 };
-use roce_verbs::{Instant, provider::VerbsError};
+use roce_verbs::mem::MemoryTable;
+use roce_verbs::{DeviceLimits, Instant, Mtu, provider::VerbsError};
 
 use crate::{
-    device::{Services, io_error},
-    open::serves,
+    config::{DeviceConfig, Services},
+    error::io_error,
+    open::{self, Bound, Memory, Parts, serves},
+    tap::SharedTap,
 };
 
 /// Queue of a loop's messages.
 pub(crate) type Inbox = roce_net::Inbox<ToShard>;
 
-/// One address of a loop, and the inboxes of the loops that share it.
-#[derive(Clone)]
-pub(crate) struct Endpoint {
-    pub(crate) addr: IpAddr,
-    inboxes: Arc<[Inbox]>,
-    /// The loop's own place among the inboxes.
-    index: usize,
+/// Creates the inboxes of so many loops or engines.
+pub(crate) fn inboxes(count: usize) -> Result<Arc<[Arc<Inbox>]>, VerbsError> {
+    let inboxes = (0..count).map(|_| Inbox::new().map(Arc::new));
+    inboxes
+        .collect::<Result<_, _>>()
+        .map_err(io_error("creating an event descriptor"))
 }
 
-impl Endpoint {
-    pub(crate) fn inbox(&self) -> &Inbox {
-        &self.inboxes[self.index]
-    }
+/// One address of a loop, and its inbox there.
+#[derive(Clone)]
+pub(crate) struct Endpoint {
+    addr: IpAddr,
+    pub(crate) inbox: Arc<Inbox>,
 }
 
 /// Addresses of a loop; more may be added while it runs.
@@ -70,62 +72,41 @@ pub(crate) struct Shard {
     recipients: Recipients,
     index: usize,
     /// Inboxes of all loops of this process.
-    inboxes: Arc<[Inbox]>,
+    inboxes: Arc<[Arc<Inbox>]>,
     /// Present in the first of several loops.
     router: Option<RefCell<GsiRouter>>,
     /// Other processes at the address.
     processes: Option<Arc<dyn Services>>,
 }
 
-/// Creates an inbox for each loop.
-fn inboxes(loops: usize) -> Result<Arc<[Inbox]>, VerbsError> {
-    let inboxes = (0..loops).map(|_| Inbox::new().map_err(io_error("making an event descriptor")));
-    Ok(inboxes.collect::<Result<Vec<_>, _>>()?.into())
-}
-
 impl Shard {
-    /// Creates the shards of loops that have an address for themselves.
-    pub(crate) fn all(steering: Steering, placement: Arc<dyn Placement>) -> Result<Vec<Self>, VerbsError> {
-        let processes = (0..steering.shards()).map(|_| None).collect();
-        Self::several(&Numbers::All(steering), processes, placement)
-    }
-
-    /// Creates the shards of the loops that have these places. `placement` is asked if there are several loops.
-    pub(crate) fn of_places(
-        places: &[(QpnSlot, Arc<dyn Services>)],
-        placement: Arc<dyn Placement>,
-    ) -> Result<Vec<Self>, VerbsError> {
-        let numbers = Numbers::Places(places.iter().map(|(slot, _)| *slot).collect());
-        let processes = places.iter().map(|(_, services)| Some(services.clone())).collect();
-        Self::several(&numbers, processes, placement)
-    }
-
-    fn several(
-        numbers: &Numbers,
-        processes: Vec<Option<Arc<dyn Services>>>,
-        placement: Arc<dyn Placement>,
-    ) -> Result<Vec<Self>, VerbsError> {
-        let loops = numbers.shards();
-        let inboxes = inboxes(loops)?;
-        let mut router = (loops > 1).then(|| RefCell::new(GsiRouter::new(numbers.clone(), placement)));
-        let shards = processes.into_iter().enumerate().map(|(index, processes)| Self {
-            endpoints: Arc::default(),
-            addr: None,
-            recipients: Recipients::new(numbers.clone(), index, None),
-            index,
-            inboxes: inboxes.clone(),
-            router: router.take(),
-            processes,
+    /// Creates the shards of the loops that have these configurations at one address; `None` for a loop that has it alone. Several loops
+    /// have `placement`.
+    pub(crate) fn all(
+        loops: &[&DeviceConfig],
+        placement: Option<&Arc<dyn Placement>>,
+    ) -> Result<Vec<Option<Self>>, VerbsError> {
+        let Some(numbers) = open::numbers(loops) else {
+            return Ok(loops.iter().map(|_| None).collect());
+        };
+        let inboxes = inboxes(loops.len())?;
+        let several = placement.filter(|_| loops.len() > 1);
+        let mut router = several.map(|placement| RefCell::new(GsiRouter::new(numbers.clone(), placement.clone())));
+        let shards = loops.iter().enumerate().map(|(index, config)| {
+            // Another address may be opened for a loop of several processes later: packets are filtered by address.
+            let filter = config.services.is_some() && !config.addr.is_unspecified();
+            let addr = filter.then(|| config.addr.to_canonical());
+            Some(Self {
+                endpoints: Arc::default(),
+                addr: None,
+                recipients: Recipients::new(numbers.clone(), index, addr),
+                index,
+                inboxes: inboxes.clone(),
+                router: router.take(),
+                processes: config.services.clone(),
+            })
         });
         Ok(shards.collect())
-    }
-
-    /// Returns the shard with packets to other addresses than `addr` filtered out.
-    pub(crate) fn filtering(self, addr: Option<IpAddr>) -> Self {
-        Self {
-            recipients: Recipients::new(self.recipients.numbers().clone(), self.index, addr),
-            ..self
-        }
     }
 
     /// Returns the recipients of the packets that the shard's socket receives.
@@ -141,11 +122,8 @@ impl Shard {
     /// Adds the shard's address to the loop's endpoints. Packets that come here for another of them are handed over to that:
     /// where other processes have opened all addresses, one socket receives what is for each.
     pub(crate) fn add_address(&mut self, addr: IpAddr, endpoints: &Arc<Endpoints>) {
-        endpoints.add(Endpoint {
-            addr,
-            inboxes: self.inboxes.clone(),
-            index: self.index,
-        });
+        let inbox = self.inboxes[self.index].clone();
+        endpoints.add(Endpoint { addr, inbox });
         (self.addr, self.endpoints) = (Some(addr), endpoints.clone());
     }
 
@@ -170,7 +148,8 @@ impl Shard {
 
     /// Receives about `budget` packets, and those that others hand over to this loop. Returns true if more are waiting.
     pub(crate) fn receive(&self, driver: &mut LocalDriver, now: Instant, budget: usize) -> bool {
-        let more = driver.receive(now, budget, &|to, meta, bytes| self.forward(now, to, meta, bytes, true));
+        let forward = |to, meta: &RxMeta, bytes: &[u8]| self.forward(now, to, meta, bytes, true);
+        let received = driver.receive(now, budget, &forward);
         let inbox = &self.inboxes[self.index];
         for message in inbox.take() {
             match message {
@@ -181,7 +160,7 @@ impl Shard {
         }
         // Only the number of these is known.
         (0..inbox.take_lost()).for_each(|_| driver.port().count_forwarded(Forwarded::Lost, 0));
-        more
+        received.more
     }
 
     /// Forwards a packet from this loop's socket or inbox.
@@ -202,14 +181,11 @@ impl Shard {
         };
         let endpoint = self.other_endpoint(meta.local).filter(|_| target == self.index);
         let inbox = match &endpoint {
-            Some(endpoint) => endpoint.inbox(),
+            Some(endpoint) => &endpoint.inbox,
             None if target == self.index => return Forwarded::Back,
             None => &self.inboxes[target],
         };
-        let packet = HandedOver {
-            captured,
-            ..HandedOver::captured(meta, bytes)
-        };
+        let packet = HandedOver::new(meta, bytes, captured);
         match (inbox.send(ToShard::Packet(packet)), to) {
             (false, _) => Forwarded::Lost,
             (true, Recipient::Gsi) => Forwarded::Placed,
@@ -231,9 +207,74 @@ impl Shard {
     }
 }
 
+/// Driver, memory and shard of one address of a loop.
+pub(crate) struct Member {
+    pub(crate) driver: LocalDriver,
+    pub(crate) mem: Arc<MemoryTable>,
+    pub(crate) addr: IpAddr,
+    pub(crate) mtu: Mtu,
+    limits: DeviceLimits,
+    /// Shard of an address used by several loops or processes.
+    pub(crate) shard: Option<Shard>,
+}
+
+impl Member {
+    /// Creates the members of the loops that have an address. Several loops have `placement`.
+    pub(crate) fn all(
+        bound: Bound,
+        placement: Option<&Arc<dyn Placement>>,
+        tap: Option<&SharedTap>,
+    ) -> Result<Vec<Self>, VerbsError> {
+        let all = Parts::all(bound, tap, Memory::Separate)?;
+        let shards = Shard::all(&all.iter().map(|parts| &parts.config).collect::<Vec<_>>(), placement)?;
+        let members = all.into_iter().zip(shards).map(|(parts, shard)| {
+            let local = LocalConfig {
+                recipients: shard.as_ref().map(|shard| shard.recipients().clone()),
+                ..parts.local
+            };
+            Self {
+                driver: LocalDriver::new(parts.port, parts.path, local),
+                mem: parts.mem,
+                addr: parts.config.addr.to_canonical(),
+                mtu: parts.mtu,
+                limits: parts.limits,
+                shard,
+            }
+        });
+        Ok(members.collect())
+    }
+
+    /// Returns the limits and the addresses of the device.
+    pub(crate) fn device(&self) -> (DeviceLimits, Vec<IpAddr>) {
+        (self.limits.clone(), open::addresses(self.addr))
+    }
+
+    /// Registers the address for packets that the broker forwards.
+    pub(crate) fn register(&mut self, endpoints: &Arc<Endpoints>) {
+        if let Some(shard) = &mut self.shard {
+            shard.add_address(self.addr, endpoints);
+        }
+    }
+
+    /// Receives about `budget` packets. Returns whether more are waiting.
+    pub(crate) fn receive(&mut self, now: Instant, budget: usize) -> bool {
+        let driver = &mut self.driver;
+        match &self.shard {
+            None => driver.receive(now, budget, &|_, _, _| Forwarded::Process).more,
+            Some(shard) => shard.receive(driver, now, budget),
+        }
+    }
+
+    /// Returns the descriptors to poll.
+    pub(crate) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let shard = self.shard.as_ref().map(Shard::descriptor);
+        self.driver.descriptors().into_iter().chain(shard)
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use roce_port::Arrival;
+    use roce_port::{Arrival, QpnSlot};
 
     use super::*;
 
@@ -259,8 +300,19 @@ mod tests {
 
     #[test]
     fn only_the_first_loop_tells_others_of_services() {
-        let places = [3, 9].map(|slot| (QpnSlot { bits: 7, slot }, Arc::new(Others) as Arc<dyn Services>));
-        let shards = Shard::of_places(&places, Arc::new(Second)).unwrap();
-        assert!(shards.iter().map(|s| s.registry().is_some()).eq([true, false]));
+        let loops = [3, 9].map(|slot| DeviceConfig {
+            qpn_slot: Some(QpnSlot { bits: 7, slot }),
+            services: Some(Arc::new(Others)),
+            ..DeviceConfig::default()
+        });
+        let second: Arc<dyn Placement> = Arc::new(Second);
+        let shards = Shard::all(&loops.each_ref(), Some(&second)).unwrap();
+        assert!(
+            shards
+                .iter()
+                .flatten()
+                .map(|s| s.registry().is_some())
+                .eq([true, false])
+        );
     }
 }

@@ -8,7 +8,7 @@ use roce_verbs::{RecvWr, SrqAttr, SrqModify, SrqType, Srqn, provider::VerbsError
 
 use crate::{
     cq::Cq,
-    device::{Device, DeviceInner, closed},
+    device::{Counted, Device, DeviceInner},
     memory::Pd,
 };
 
@@ -22,33 +22,26 @@ pub struct SrqInit<'a> {
 }
 
 /// A shared receive queue. It ends with its last clone; queue pairs that take from it hold one.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Srq(Arc<SrqInner>);
 
+#[derive(Debug)]
 struct SrqInner {
     queue: Arc<SharedReceiveQueue>,
     pd: Pd,
     xrc: Option<(Xrcd, Cq)>,
+    _counted: Arc<Counted>,
 }
 
 impl Drop for SrqInner {
     fn drop(&mut self) {
-        let device = &self.pd.0.device;
-        if device.engines.is_inherited() {
-            return;
+        if let Some((xrcd, _)) = &self.xrc
+            && let Ok(engines) = self.pd.0.device.live()
+        {
+            xrcd.domain.detach(self.queue.number());
+            // A thread that had found it before is done when the port's lock is free.
+            engines.pass_locks();
         }
-        if let Some((xrcd, _)) = &self.xrc {
-            xrcd.0.domain.detach(self.queue.number());
-            // Whoever had found it before is done when the port's lock is free.
-            device.engines.pass_locks();
-        }
-        device.srqs.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-impl core::fmt::Debug for Srq {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.debug_tuple("Srq").field(&self.0.queue.handle()).finish()
     }
 }
 
@@ -112,11 +105,7 @@ impl Srq {
         let event = self.0.queue.modify(attr);
         let event = event.map_err(|e| VerbsError::Invalid(e.to_string()))?;
         match event {
-            Some(event) => device
-                .engines
-                .first()
-                .with_quiet(|port, _| port.push_event(event))
-                .map_err(closed),
+            Some(event) => Ok(device.engines.first().with_quiet(|port, _| port.push_event(event))?),
             None => Ok(()),
         }
     }
@@ -141,50 +130,32 @@ impl Srq {
     }
 
     pub(crate) fn check(&self, device: &Arc<DeviceInner>) -> Result<(), VerbsError> {
-        match Arc::ptr_eq(&self.0.pd.0.device, device) {
-            true => Ok(()),
-            false => Err(VerbsError::Invalid(
-                "the shared receive queue is another device's".into(),
-            )),
-        }
+        device.check(&self.0.pd.0.device, "shared receive queue")
     }
 }
 
 /// A domain of extended reliable connections. It ends with its last clone; its queue pairs and shared receive queues hold
 /// one each.
-#[derive(Clone)]
-pub struct Xrcd(Arc<XrcdInner>);
-
-struct XrcdInner {
+#[derive(Clone, Debug)]
+pub struct Xrcd {
     domain: Arc<XrcDomain>,
     /// Of its target queue pairs, which have none of their own: keys are checked against the shared receive queue's.
     pd: Pd,
-}
-
-impl Drop for XrcdInner {
-    fn drop(&mut self) {
-        self.pd.0.device.xrcds.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-impl core::fmt::Debug for Xrcd {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.debug_tuple("Xrcd").field(&self.0.pd).finish()
-    }
+    _counted: Arc<Counted>,
 }
 
 impl Xrcd {
     /// Whether both are the same domain.
     pub fn is(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
+        Arc::ptr_eq(&self.domain, &other.domain)
     }
 
     pub(crate) fn domain(&self) -> &Arc<XrcDomain> {
-        &self.0.domain
+        &self.domain
     }
 
     pub(crate) fn pd(&self) -> &Pd {
-        &self.0.pd
+        &self.pd
     }
 }
 
@@ -209,10 +180,7 @@ impl Device {
             // The first engine has the targets of extended reliable connections.
             cq.engine_set().insert(0);
         }
-        if self.0.srqs.fetch_add(1, Ordering::Relaxed) >= limits.max_srq {
-            self.0.srqs.fetch_sub(1, Ordering::Relaxed);
-            return Err(VerbsError::Limit("shared receive queues"));
-        }
+        let counted = self.0.srqs.take(limits.max_srq, "shared receive queues")?;
         // Numbers go round long before they could meet one in use: there are 2^24, and 2^16 queues.
         let handle = self.0.next_srq.fetch_add(1, Ordering::Relaxed);
         let queue = SharedReceiveQueue::new(SrqConfig {
@@ -231,6 +199,7 @@ impl Device {
             queue,
             pd: pd.clone(),
             xrc: init.xrc.map(|(x, cq)| (x.clone(), cq.clone())),
+            _counted: counted,
         }));
         match init.xrc {
             Some((xrcd, _)) if !xrcd.domain().attach(srq.queue()) => {
@@ -245,14 +214,10 @@ impl Device {
     /// # Errors
     /// At the device's limit.
     pub fn open_xrcd(&self) -> Result<Xrcd, VerbsError> {
-        let pd = self.alloc_pd()?;
-        if self.0.xrcds.fetch_add(1, Ordering::Relaxed) >= self.0.limits.max_xrcd {
-            self.0.xrcds.fetch_sub(1, Ordering::Relaxed);
-            return Err(VerbsError::Limit("XRC domains"));
-        }
-        Ok(Xrcd(Arc::new(XrcdInner {
+        Ok(Xrcd {
             domain: XrcDomain::new(),
-            pd,
-        })))
+            pd: self.alloc_pd()?,
+            _counted: self.0.xrcds.take(self.0.limits.max_xrcd, "XRC domains")?,
+        })
     }
 }

@@ -2,6 +2,7 @@
 
 use std::{
     net::SocketAddr,
+    path::PathBuf,
     sync::{Arc, Weak},
 };
 
@@ -9,12 +10,12 @@ use parking_lot::Mutex;
 use roce_net::Tap;
 use roce_verbs::provider::VerbsError;
 
-use crate::{device::DeviceConfig, open};
+use crate::{config::DeviceConfig, error::io_error};
 
 #[cfg_attr(not(feature = "pcap"), path = "tap/without.rs")]
 mod file;
 
-pub(crate) use file::PcapTap;
+use file::PcapTap;
 
 /// One capture of several loops and devices.
 #[derive(Clone)]
@@ -28,34 +29,37 @@ impl SharedTap {
             let same = configs[..index].iter().position(|other| other.pcap == config.pcap);
             let tap = match same {
                 Some(other) => taps[other].clone(),
-                None => open::tap(config)?.map(|tap| Self(Arc::new(Mutex::new(tap)))),
+                None => capture(config)?.map(|tap| Self(Arc::new(Mutex::new(tap)))),
             };
             taps.push(tap);
         }
         Ok(taps)
     }
 
-    pub(crate) fn boxed(self) -> Box<dyn Tap> {
-        Box::new(self)
-    }
-
-    /// For devices that come later. It does not keep the file open.
+    /// Returns a reference for devices that come later, which does not keep the file open.
     pub(crate) fn weak(&self) -> WeakTap {
-        WeakTap(Arc::downgrade(&self.0))
+        Arc::downgrade(&self.0)
+    }
+
+    /// Returns the capture, as long as devices write to it.
+    pub(crate) fn upgrade(weak: &WeakTap) -> Option<Self> {
+        weak.upgrade().map(Self)
     }
 }
 
-/// The capture of loops, as long as they are there.
-pub(crate) struct WeakTap(Weak<Mutex<PcapTap>>);
-
-impl WeakTap {
-    pub(crate) fn get(&self) -> Option<SharedTap> {
-        self.0.upgrade().map(SharedTap)
-    }
-}
+/// Capture of loops, as long as they live.
+pub(crate) type WeakTap = Weak<Mutex<PcapTap>>;
 
 impl Tap for SharedTap {
     fn packet(&mut self, from: SocketAddr, to: SocketAddr, index: u16, bytes: &[u8]) {
         self.0.lock().packet(from, to, index, bytes);
     }
+}
+
+/// Opens the capture of a device's packets, if one is wanted.
+fn capture(config: &DeviceConfig) -> Result<Option<PcapTap>, VerbsError> {
+    let create = |file: &PathBuf| {
+        PcapTap::create(file, config.pcap_append).map_err(io_error(&format!("creating {}", file.display())))
+    };
+    config.pcap.as_ref().map(create).transpose()
 }

@@ -16,7 +16,7 @@ fn both_ip_versions_and_the_right_local_address() {
     }
 }
 
-/// What the test is about; the port is this network namespace's alone.
+/// Exercises a device on all addresses, whose port no other process in this network namespace has.
 fn exercise_all_addresses() {
     let device = Device::open(DeviceConfig::new(Ipv6Addr::UNSPECIFIED.into())).unwrap();
     let addresses: [IpAddr; 3] = [

@@ -213,9 +213,6 @@ pub enum IoError {
     /// The path ended before the answer came. Whether the request was executed is not known.
     #[error("path lost: {0}")]
     Path(#[from] PathError),
-    /// A message of the service connection at a share that has not got it; nothing was sent.
-    #[error("the service connection is not at this share of the session")]
-    NoService,
     /// Header or data are longer than the session allows; nothing was sent.
     #[error("{what} of {len} bytes, at most {max} are possible")]
     TooLong {
@@ -234,7 +231,6 @@ impl IoError {
         match self {
             Self::Remote(e) => *e,
             Self::Path(_) => errno::ECONNABORTED,
-            Self::NoService => errno::EINVAL,
             Self::TooLong { .. } => errno::EMSGSIZE,
         }
     }

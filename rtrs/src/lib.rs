@@ -7,8 +7,7 @@
 //! - hands them completions and events of the provider, the user's requests or answers, and calls `timeout` when `next_timeout` says
 //!   so;
 //! - takes what they tell from `poll_output` until there is nothing more;
-//! - calls `end_batch` at the end of the turn: it posts what the turn has brought, many work requests with one call;
-//! - carries letters between the loops, if the sessions of a client are spread over several ([`client::Client::share`]).
+//! - calls `end_batch` at the end of the turn: it posts what the turn has brought, many work requests with one call.
 //!
 //! Buffers of a client and requests of a server are values to be given back or answered: nothing does that when they are dropped.
 //!
@@ -18,17 +17,15 @@
 //!
 //! - [`proto`]: every message and the immediate values;
 //! - [`addr`]: path addresses as the kernel writes them;
-//! - [`admission`]: who gets into a server; [`door`]: how a server asks for that;
+//! - [`admission`]: admission control of a server;
 //! - [`client`]: [`client::Client`], its sessions, registered I/O buffers, permits, requests;
-//! - [`server`]: [`server::Server`], its sessions, their chunks, requests. It may be in several loops, a [`server::Share`] in each:
-//!   then `poll_letter` has what one has to tell another.
+//! - [`server`]: [`server::Server`], its sessions, their chunks, requests.
 #![forbid(unsafe_code)]
 
 pub mod addr;
 pub mod admission;
 pub mod client;
 pub mod cx;
-pub mod door;
 mod error;
 pub mod heartbeat;
 pub mod mark;

@@ -129,7 +129,7 @@ impl Network {
             Cut::Carrier => return self.carrier(cable, "off"),
         };
         for from in silent {
-            self.wire.set(network(cable), *from, Conditions::CUT);
+            self.wire.set(network(cable), *from, Conditions::cut());
         }
     }
 

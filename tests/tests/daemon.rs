@@ -360,7 +360,7 @@ fn a_reload_changes_what_has_changed_and_nothing_else() {
     ]);
     let done = lab.ctl(&["reload"]);
     assert_eq!(done["changed"], json!(["serve.images", "map.a"]), "{done}");
-    assert_eq!(done["begun"], json!(["map.c"]), "{done}");
+    assert_eq!(done["started"], json!(["map.c"]), "{done}");
     assert_eq!(done["unchanged"], json!(["map.b"]), "{done}");
     reads(&lab.path("a.sock"), "three");
     lab.is_up("map.c");
@@ -401,12 +401,16 @@ fn a_reload_changes_what_has_changed_and_nothing_else() {
     lab.write(&[
         lab.serves(&["one", "two", "three"]),
         lab.maps("a", &["one", "three"]),
-        lab.maps("b", &["two"]) + "threads = 2\n",
+        lab.maps("b", &["two"]) + "connections = 2\n",
     ]);
     assert_eq!(lab.ctl(&["reload"])["restarted"], json!(["map.b"]));
     assert!(a.read(0, 4096).is_ok());
     lab.is_up("map.b");
     reads(&lab.path("b.sock"), "");
+    let tasks = fs::read_dir(format!("/proc/{}/task", daemon.id())).unwrap();
+    let names = tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok());
+    let loops = names.filter(|name| name.trim() == "ferroce-io").count();
+    assert_eq!(loops, 3, "a server and two mappings, each with a loop of its own");
     drop((a, b));
     let ended = daemon.stop();
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
@@ -557,7 +561,7 @@ fn mappings_end_before_the_servers_that_they_are_of() {
         client.write(0, &pattern(9, MIB)).unwrap();
         if by_reload {
             lab.write(&[]);
-            assert_eq!(lab.ctl(&["reload"])["ended"], json!(["serve.images", "map.a"]));
+            assert_eq!(lab.ctl(&["reload"])["stopped"], json!(["serve.images", "map.a"]));
             eventually("the end of all", || lab.ctl(&["tasks"])["tasks"] == json!([]));
         }
         let ended = daemon.stop();
@@ -567,7 +571,7 @@ fn mappings_end_before_the_servers_that_they_are_of() {
         let of_mapping: Vec<_> = events.iter().filter(|e| e["task"] == "map.a").collect();
         let summary = of_mapping.iter().find(|e| e["event"] == "summary").expect("an end");
         assert_eq!(summary["failed_requests"], 0, "{summary}");
-        let well = |e: &Value| e["event"] != "task_ended" || e["why"].is_null();
+        let well = |e: &Value| e["event"] != "task_exited" || e["why"].is_null();
         assert!(of_mapping.iter().all(|e| well(e)), "{of_mapping:?}");
         assert!(!ended.stderr.contains("flush"), "{}", ended.stderr);
     }
@@ -774,7 +778,7 @@ fn the_file_has_options_of_the_daemon() {
         Running::start_command(command, "ferroce daemon".into())
     };
     let mut running = start(&[]);
-    running.event("task_begun");
+    running.event("task_started");
     assert!(lab.run(&["ctl", "tasks"]).stdout.contains("serve.images"));
     // They hold from the start on: who changes them is told.
     lab.write(&[daemon("other"), lab.serves(&["one"])]);
@@ -790,7 +794,7 @@ fn the_file_has_options_of_the_daemon() {
     // The command line takes precedence.
     let own = lab.path("ctl");
     let mut running = start(&["--control", own.to_str().unwrap()]);
-    running.event("task_begun");
+    running.event("task_started");
     assert!(lab.run(&["ctl", "tasks"]).stdout.contains("serve.images"));
     assert!(!lab.path("other").exists());
     assert_eq!(running.stop().code, Some(0));

@@ -53,7 +53,7 @@ fn mappings_and_servers_share_an_address_and_go_on_when_one_of_them_or_the_broke
     let export = |name: &str| format!("{name}={}", image(dir.path(), name, &vec![0; 2 * MIB]).display());
     let exports = ["a", "b", "c"].map(export);
     let (_far, _) = serve(far, &exports, &["--threads", "2"]);
-    let mut a = mapped(here, &far.to_string(), dir.path(), "a", &["--threads", "2"]);
+    let mut a = mapped(here, &far.to_string(), dir.path(), "a", &["--connections", "2"]);
     let mut b = mapped(here, &far.to_string(), dir.path(), "b", &[]);
     // A server after mappings, at their address, and one of its devices mapped at the other server's.
     let (own, _) = serve(here, &[export("d")], &["--threads", "2"]);
@@ -69,7 +69,7 @@ fn mappings_and_servers_share_an_address_and_go_on_when_one_of_them_or_the_broke
 
     kill_broker();
     [&mut a, &mut b, &mut d].into_iter().for_each(Device::works);
-    let mut c = mapped(here, &far.to_string(), dir.path(), "c", &["--threads", "2"]);
+    let mut c = mapped(here, &far.to_string(), dir.path(), "c", &["--connections", "2"]);
     [&mut a, &mut b, &mut c, &mut d].into_iter().for_each(Device::works);
 
     own.stop();

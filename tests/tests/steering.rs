@@ -69,7 +69,7 @@ impl Lab {
         let also = if port == 1234 { &listens[2..] } else { &listens[..] };
         let (serve, _) = steered(&serve_args(server, &export, also), "listening");
         let client = fresh_address();
-        let mut all = vec!["--threads", threads, "--reconnect-delay", "0.2"];
+        let mut all = vec!["--connections", threads, "--reconnect-delay", "0.2"];
         all.extend(more);
         let args = map_args(client, &at, &dir.path().join("nbd"), &all);
         let (map, _) = steered(&args, "mapped");
@@ -151,7 +151,7 @@ fn what_is_listed_is_of_all_loops() {
                 "{what} with {threads} loops: {at_server} {path}"
             );
         }
-        assert_eq!(at_server["made"], at_server["connections"]);
+        assert_eq!(at_server["established"], at_server["connections"]);
         let devices = lab.serve.done(json!({ "do": "devices" }));
         assert_eq!(devices["devices"].as_array().unwrap().len(), 1);
         assert_eq!(devices["devices"][0]["name"], "disk");
@@ -162,7 +162,7 @@ fn what_is_listed_is_of_all_loops() {
         assert_eq!(lab.list()["paths"][0]["writes"], 0);
         let (session, path) = (&sessions[0]["session"], &at_server["path"]);
         lab.serve
-            .done(json!({ "do": "reset_path_stats", "session": session, "path": path }));
+            .done(json!({ "do": "reset_server_path_stats", "session": session, "path": path }));
         assert_eq!(lab.sessions()[0]["paths"][0]["writes"], 0);
         drop(clients);
         lab.end();
@@ -257,7 +257,7 @@ fn a_path_is_taken_down_and_connected_again() {
         assert_eq!(lab.list()["devices"][0]["waiting"], 1);
         lab.reconnect();
         let mut client = waiting.join().unwrap();
-        // One that is up is connected anew.
+        // One that is up is connected again.
         lab.reconnect();
         assert!(client.read(0, BLOCK).unwrap() == pattern(2, BLOCK));
         let listing = lab.list();
@@ -550,7 +550,10 @@ fn the_server_ends_paths_and_sessions() {
         for (n, what) in ["close_path", "close_session"].into_iter().enumerate() {
             client.write(0, &pattern(n as u64, BLOCK)).unwrap();
             let session = lab.sessions().remove(0);
-            let request = json!({ "do": what, "session": session["session"], "path": session["paths"][0]["path"] });
+            let mut request = json!({ "do": what, "session": session["session"] });
+            if what == "close_path" {
+                request["path"] = session["paths"][0]["path"].clone();
+            }
             lab.serve.done(request.clone());
             let down = lab.serve.event("path_down");
             assert_eq!((&down["path"], &down["why"]), (&json!(lab.path), &json!("closed")));

@@ -1,4 +1,4 @@
-//! Servers and mappings with several loops, as processes.
+//! Servers with several loops, mappings with several connections, and daemons with several mappings, as processes.
 
 use std::{fs, os::unix::fs::FileExt, sync::mpsc, thread, time::Instant};
 
@@ -58,7 +58,7 @@ fn several_clients(loops: usize) {
         .map(|n| {
             let socket = dir.path().join(format!("s{n}"));
             let (session, device) = (format!("client{n}"), format!("disk{n}"));
-            // At one loop, or at all.
+            // All at one loop.
             let connections = (1 + n % 2 * loops).to_string();
             let more = [
                 "--max-reconnects",
@@ -151,14 +151,6 @@ fn the_number_of_loops_is_checked() {
             threads,
         ];
         assert_eq!(run(&args).code, Some(2), "{threads}");
-        let dir = tempfile::tempdir().unwrap();
-        let args = map_args(
-            fresh_address(),
-            "127.0.0.1",
-            &dir.path().join("s"),
-            &["--threads", threads],
-        );
-        assert_eq!(run(&args).code, Some(2), "{threads}");
     }
 }
 
@@ -189,12 +181,7 @@ fn a_client_is_killed_and_its_device_is_free_at_all_loops() {
     let more = ["--threads", "3", "--heartbeat", "0.3"];
     let (mut serve, _) = serve(addr, &[format!("disk={}", path.display())], &more);
     let socket = dir.path().join("s");
-    let (first, _) = map(
-        fresh_address(),
-        &addr.to_string(),
-        &socket,
-        &["--threads", "2", "--connections", "5"],
-    );
+    let (first, _) = map(fresh_address(), &addr.to_string(), &socket, &["--connections", "5"]);
     let mut clients: Vec<Client> = (0..4).map(|_| Client::connect(&socket).unwrap()).collect();
     let (go, killer) = mpsc::channel();
     let flushed: Vec<usize> = thread::scope(|scope| {
@@ -254,20 +241,20 @@ fn a_client_is_killed_and_its_device_is_free_at_all_loops() {
     assert_eq!(count("session_opened"), count("session_closed"));
 }
 
-/// A mapping with NBD clients at all its loops, which it is stopped under, or whose server dies.
-fn mapping(loops: usize, at_the_server: usize, killed: bool) {
+/// A mapping with several NBD clients, which is stopped while they are connected, or whose server dies.
+fn mapping(connections: usize, at_the_server: usize, killed: bool) {
     let dir = tempfile::tempdir().unwrap();
     let before = pattern(5, 8 * MIB);
     let path = image(dir.path(), "i", &before);
     let addr = fresh_address();
-    let (loops_there, loops_here) = (at_the_server.to_string(), loops.to_string());
+    let (loops_there, count) = (at_the_server.to_string(), connections.to_string());
     let export = [format!("disk={}", path.display())];
     let (mut serve, _) = serve(addr, &export, &["--threads", &loops_there]);
     let (socket, pcap) = (dir.path().join("s"), dir.path().join("trace.pcap"));
     let trace = pcap.display().to_string();
     let more = [
-        "--threads",
-        &loops_here,
+        "--connections",
+        &count,
         "--heartbeat",
         "0.3",
         "--pcap",
@@ -276,12 +263,9 @@ fn mapping(loops: usize, at_the_server: usize, killed: bool) {
         "0",
     ];
     let (map, mapped) = map(fresh_address(), &addr.to_string(), &socket, &more);
-    assert_eq!(
-        (&mapped["threads"], &mapped["queue_depth"]),
-        (&loops.into(), &512.into())
-    );
-    assert_eq!(threads(&map), names(loops));
-    assert_eq!(serve.event("session_opened")["connections"], 1 + loops);
+    assert_eq!(mapped["queue_depth"], 512);
+    assert_eq!(threads(&map), names(1));
+    assert_eq!(serve.event("session_opened")["connections"], 1 + connections);
     let mut clients: Vec<Client> = (0..4).map(|_| Client::connect(&socket).unwrap()).collect();
     thread::scope(|scope| {
         for (n, client) in clients.iter_mut().enumerate() {
@@ -315,7 +299,6 @@ fn mapping(loops: usize, at_the_server: usize, killed: bool) {
         }
     };
     assert!(clients.iter_mut().all(|client| client.flush().is_err()) && !socket.exists());
-    // Once, whatever the number of loops.
     let of = |event: &str| events.iter().filter(|e| e["event"] == event).collect::<Vec<_>>();
     assert_eq!((of("mapped").len(), of("error").len()), (1, usize::from(killed)));
     let [summary] = of("summary")[..] else {
@@ -334,34 +317,16 @@ fn mapping(loops: usize, at_the_server: usize, killed: bool) {
 }
 
 #[test]
-fn a_mapping_on_two_loops() {
-    mapping(2, 1, false);
+fn a_mapping_with_one_connection() {
+    mapping(1, 1, false);
 }
 
 #[test]
-fn a_mapping_on_three_loops_at_a_server_of_two() {
+fn a_mapping_with_three_connections_at_a_server_of_two_loops() {
     mapping(3, 2, false);
 }
 
 #[test]
-fn a_mapping_on_two_loops_whose_server_is_killed() {
+fn a_mapping_whose_server_of_two_loops_is_killed() {
     mapping(2, 2, true);
-}
-
-#[test]
-fn a_mapping_can_not_have_more_loops_than_the_server_takes_requests() {
-    let dir = tempfile::tempdir().unwrap();
-    let export = [format!("disk={}", image(dir.path(), "i", &[0; 4096]).display())];
-    let addr = fresh_address();
-    let (serve, _) = serve(addr, &export, &["--queue-depth", "3"]);
-    let (src, socket) = (fresh_address(), dir.path().join("s"));
-    let done = run(&map_args(src, &addr.to_string(), &socket, &["--threads", "4"]));
-    assert_eq!(done.code, Some(1), "{}", done.stdout);
-    assert!(
-        done.stderr.contains("4 loops") && done.stderr.contains("takes 3"),
-        "{}",
-        done.stderr
-    );
-    assert!(!socket.exists());
-    assert_eq!(serve.stop().code, Some(0));
 }

@@ -6,47 +6,20 @@
 
 use std::{fmt::Write as _, path::Path};
 
-/// The old version of most.
+/// The old version of all but [`LATER`].
 const OLD: &str = "GLIBC_2.2.5";
-/// Name that a linker looks for, the SONAME, and the functions with their versions.
-type Library = (&'static str, &'static str, &'static [(&'static str, &'static str)]);
-/// The libraries that had functions which libc has now.
-const MOVED: [Library; 2] = [
+/// A function of a later version.
+const LATER: (&str, &str) = ("pthread_setname_np", "GLIBC_2.12");
+/// Libraries that had functions which libc has today: name that a linker looks for, SONAME, and functions.
+const MOVED: [(&str, &str, &str); 2] = [
     (
         "libpthread.so",
         "libpthread.so.0",
-        &[
-            ("_pthread_cleanup_pop", OLD),
-            ("_pthread_cleanup_push", OLD),
-            ("pthread_attr_getguardsize", OLD),
-            ("pthread_attr_getstack", OLD),
-            ("pthread_attr_setstacksize", OLD),
-            ("pthread_create", OLD),
-            ("pthread_detach", OLD),
-            ("pthread_getattr_np", OLD),
-            ("pthread_getspecific", OLD),
-            ("pthread_join", OLD),
-            ("pthread_key_create", OLD),
-            ("pthread_key_delete", OLD),
-            ("pthread_kill", OLD),
-            ("pthread_once", OLD),
-            ("pthread_setname_np", "GLIBC_2.12"),
-            ("pthread_setspecific", OLD),
-            ("pthread_sigmask", OLD),
-            ("pthread_testcancel", OLD),
-        ],
+        "_pthread_cleanup_pop _pthread_cleanup_push pthread_attr_getguardsize pthread_attr_getstack pthread_attr_setstacksize \
+         pthread_create pthread_detach pthread_getattr_np pthread_getspecific pthread_join pthread_key_create \
+         pthread_key_delete pthread_kill pthread_once pthread_setname_np pthread_setspecific pthread_sigmask pthread_testcancel",
     ),
-    (
-        "libdl.so",
-        "libdl.so.2",
-        &[
-            ("dladdr", OLD),
-            ("dlclose", OLD),
-            ("dlerror", OLD),
-            ("dlopen", OLD),
-            ("dlsym", OLD),
-        ],
-    ),
+    ("libdl.so", "libdl.so.2", "dladdr dlclose dlerror dlopen dlsym"),
 ];
 /// Functions of the library's own: `fstat`, which glibc before 2.33 has for the linker alone (the kernel's structure is the
 /// C library's on 64-bit machines), and, absent, what Rust's library does without where a C library lacks it.
@@ -89,17 +62,17 @@ pub(crate) fn arguments(out: &Path) -> super::Result<Vec<String>> {
     for (file, soname, functions) in MOVED {
         let mut text = String::from(".section .note.GNU-stack,\"\",%progbits\n.text\n");
         let mut map = String::new();
-        for (function, version) in functions {
+        let mut old = Vec::new();
+        for function in functions.split_whitespace() {
             let _ = write!(
                 text,
                 ".globl {function}\n.type {function},%function\n{function}:\n\tret\n"
             );
-            if *version != OLD {
-                let _ = writeln!(map, "{version} {{ global: {function}; }} {OLD};");
+            match function == LATER.0 {
+                true => map = format!("{} {{ global: {function}; }} {OLD};\n", LATER.1),
+                false => old.push(function),
             }
         }
-        let old = functions.iter().filter(|(_, v)| *v == OLD);
-        let old: Vec<&str> = old.map(|(f, _)| *f).collect();
         let (source, script) = (dir.join(file).with_extension("s"), dir.join(file).with_extension("map"));
         super::put(&source, &text)?;
         super::put(&script, &format!("{OLD} {{ global: {}; }};\n{map}", old.join("; ")))?;

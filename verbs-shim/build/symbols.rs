@@ -20,7 +20,7 @@ pub(crate) struct Symbol {
     pub(crate) name: String,
     /// Its version.
     pub(crate) version: String,
-    /// Whether who names no version gets this one.
+    /// Whether a name without a version means this one.
     pub(crate) default: bool,
     /// Its implementation.
     pub(crate) answer: Answer,
@@ -86,7 +86,7 @@ pub(crate) fn rdmacm(text: &str) -> Result<Vec<Symbol>, String> {
     Ok(all)
 }
 
-/// The version that names without one get, among private ones.
+/// The private version that names without a version mean.
 const USUAL: u32 = 34;
 
 /// Reads the private ones: `NAME FIRST-LAST [ANSWER]`, after a line `versions N…`.

@@ -6,19 +6,17 @@ use libc::c_int;
 use roce::{AddressHandle, AddressVector, NetworkHeader};
 
 use crate::{
-    abi::{ibv_ah, ibv_ah_attr, ibv_context, ibv_grh, ibv_pd, ibv_wc},
-    context::{Context, Core},
+    abi::{IBV_WC_GRH, ibv_ah, ibv_ah_attr, ibv_context, ibv_grh, ibv_pd, ibv_wc},
+    core::{Context, Core},
     gids,
     live::{self, Object as _},
     pd::{Pd, Users},
     ret::{self, Errno, Result},
 };
 
-/// Hop limit of packets that are not for a group, whatever the program asked for: the route's, as the kernel's
+/// Least hop limit of packets that are not for a group: the route's, as the kernel's
 /// (`ib_resolve_unicast_gid_dmac`). Programs leave theirs at 0 or 1.
 const HOP_LIMIT: u8 = 64;
-/// `IBV_WC_GRH`.
-const WC_GRH: u32 = 1;
 
 /// An address handle.
 #[repr(C)]
@@ -29,7 +27,7 @@ pub(crate) struct Ah {
     _user: Users,
 }
 
-live::object!(Ah, ibv_ah, 0, |ah| (*ah).context, (*ah).handle);
+live::object!(Ah, "address handle", ibv_ah, |ah| (*ah).context, (*ah).handle);
 
 /// The UDP source port that a flow label stands for (`ibv_flow_label_to_udp_sport`); 0 for none.
 fn source_port(flow_label: u32) -> u16 {
@@ -80,41 +78,39 @@ pub(crate) fn address_vector(core: &Core, attr: &ibv_ah_attr) -> Result<AddressV
     })
 }
 
+/// # Safety
+/// The program does not deallocate the domain during the call.
+unsafe fn create(pd: *mut ibv_pd, attr: impl FnOnce(&Core) -> Result<ibv_ah_attr>) -> Result<*mut ibv_ah> {
+    // SAFETY: the caller's promise.
+    let domain = unsafe { Pd::lookup(pd)? };
+    let path = address_vector(&domain.core, &attr(&domain.core)?)?;
+    let inner = domain.engine()?.device.create_ah(&domain.inner, &path)?;
+    let ah = Ah {
+        abi: ibv_ah {
+            context: domain.context(),
+            pd,
+            handle: live::handle(),
+        },
+        core: domain.core.clone(),
+        inner,
+        _user: domain.users.clone(),
+    };
+    ah.publish()
+}
+
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_create_ah(pd: *mut ibv_pd, attr: *mut ibv_ah_attr) -> *mut ibv_ah {
-    ret::pointer(|| {
-        // SAFETY: the program passes a domain of ours and attributes.
-        let (domain, attr) = unsafe { (Pd::lookup(pd)?, attr.read_unaligned()) };
-        let device = &domain.engine()?.device;
-        let inner = device.create_ah(&domain.inner, &address_vector(&domain.core, &attr)?)?;
-        let ah = Ah {
-            abi: ibv_ah {
-                context: domain.context(),
-                pd,
-                handle: live::handle(),
-            },
-            core: domain.core.clone(),
-            inner,
-            _user: domain.user(),
-        };
-        ah.publish()
-    })
+    // SAFETY: the program passes a domain of ours and attributes.
+    ret::pointer(|| unsafe { create(pd, |_| Ok(attr.read_unaligned())) })
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_destroy_ah(ah: *mut ibv_ah) -> c_int {
-    ret::code(|| {
-        let this = Ah::claim(ah)?;
-        match this.core.alive() {
-            Ok(()) => this.free(),
-            Err(_) => this.forget(),
-        }
-        Ok(())
-    })
+    ret::code(|| Ah::destroy(ah, |_| Ok(())))
 }
 
 fn reply_to(core: &Core, port: u8, wc: &ibv_wc, grh: *const ibv_grh) -> Result<ibv_ah_attr> {
-    if port != 1 || wc.wc_flags & WC_GRH == 0 || grh.is_null() {
+    if port != 1 || wc.wc_flags & IBV_WC_GRH == 0 || grh.is_null() {
         // On Ethernet the address is in the header and nowhere else.
         return Err(Errno::INVAL.because("only a completion with a GRH (IBV_WC_GRH) on port 1 says who has sent"));
     }
@@ -122,11 +118,11 @@ fn reply_to(core: &Core, port: u8, wc: &ibv_wc, grh: *const ibv_grh) -> Result<i
     let header = NetworkHeader::parse(&unsafe { grh.read_unaligned() }.bytes);
     let ours = header.destination;
     // To a group: answered from any address of the same kind.
-    let index = core.device.gids.find(ours).or_else(|| {
-        let entries = core.device.gids.entries();
-        let same = entries.into_iter().find(|(_, ip)| ip.is_ipv4() == ours.is_ipv4());
-        same.map(|(index, _)| index).filter(|_| ours.is_multicast())
-    });
+    let gids = &core.device.gids;
+    let index = match ours.is_multicast() {
+        true => gids.like(ours).map(|(index, _)| index),
+        false => gids.find(ours),
+    };
     let mut attr = ibv_ah_attr {
         src_path_bits: wc.dlid_path_bits,
         dlid: wc.slid,
@@ -166,17 +162,6 @@ unsafe extern "C" fn ibv_create_ah_from_wc(
     grh: *mut ibv_grh,
     port: u8,
 ) -> *mut ibv_ah {
-    let attr = ret::pointer(|| {
-        // SAFETY: the program passes a domain of ours and a completion.
-        let attr = unsafe { reply_to(&Pd::lookup(pd)?.core, port, &wc.read_unaligned(), grh)? };
-        Ok(Box::into_raw(Box::new(attr)))
-    });
-    if attr.is_null() {
-        return std::ptr::null_mut();
-    }
-    // SAFETY: just boxed; the domain is the program's.
-    unsafe {
-        let mut attr = Box::from_raw(attr);
-        ibv_create_ah(pd, &raw mut *attr)
-    }
+    // SAFETY: the program passes a domain of ours and a completion.
+    ret::pointer(|| unsafe { create(pd, |core| reply_to(core, port, &wc.read_unaligned(), grh)) })
 }

@@ -43,12 +43,13 @@ fn root() -> Option<&'static Path> {
     there.then(|| ROOT.get_or_init(|| named).as_path())
 }
 
-fn is_below(path: &[u8], dir: &str) -> bool {
+/// Whether a path is a directory or below it.
+pub(crate) fn is_below(path: &[u8], dir: &str) -> bool {
     let rest = path.strip_prefix(dir.as_bytes());
     rest.is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
 }
 
-/// Says once that there is no tree.
+/// Reports once that there is no tree.
 fn complain() {
     static SAID: AtomicBool = AtomicBool::new(false);
     if !SAID.swap(true, Ordering::Relaxed) {
@@ -59,7 +60,7 @@ fn complain() {
 }
 
 /// Returns the replacement of a path, and the tree that it is in, if it is one of these.
-pub(crate) fn place(path: &CStr) -> Option<(CString, &'static Path)> {
+pub(crate) fn resolve(path: &CStr) -> Option<(CString, &'static Path)> {
     let bytes = path.to_bytes();
     if OURS.iter().any(|dir| is_below(bytes, dir)) {
         let root = root();

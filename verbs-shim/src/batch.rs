@@ -1,7 +1,8 @@
 //! Send work requests on their way from C's form to the transport's.
 
-use std::{ops::Range, slice};
+use std::{cell::UnsafeCell, ops::Range, slice};
 
+use parking_lot::{RawMutex, lock_api::RawMutex as _};
 use roce::{
     LKey, PostError, SendFlags, SendOp, SendWr, Sge,
     verbs::{Payload, SendRequest, Target},
@@ -10,8 +11,7 @@ use smallvec::SmallVec;
 
 use crate::{
     abi::{ibv_mw, ibv_sge},
-    qp::Qp,
-    ret::Errno,
+    errno::Errno,
 };
 
 /// Work requests gathered for one call.
@@ -58,6 +58,32 @@ pub(crate) unsafe fn sge_list(list: *const ibv_sge, count: usize) -> SmallVec<[S
     elements.collect()
 }
 
+/// Work requests between start and complete.
+pub(crate) struct Builder {
+    /// Held from start to complete or abort: threads that share a queue pair take turns.
+    pub(crate) lock: RawMutex,
+    pub(crate) work: UnsafeCell<Work>,
+}
+
+#[derive(Default)]
+pub(crate) struct Work {
+    pub(crate) batch: Batch,
+    /// Error of the first bad call; complete returns it and posts nothing.
+    pub(crate) error: Option<Errno>,
+}
+
+// SAFETY: the work is only touched between start and complete, under the lock.
+unsafe impl Sync for Builder {}
+
+impl Builder {
+    pub(crate) fn new() -> Self {
+        Self {
+            lock: RawMutex::INIT,
+            work: UnsafeCell::default(),
+        }
+    }
+}
+
 impl Batch {
     pub(crate) fn clear(&mut self) {
         self.parts.clear();
@@ -82,7 +108,7 @@ impl Batch {
         });
     }
 
-    /// The window that the last one begun binds: when it is posted, the program finds its new key in it, as with irdma.
+    /// Notes the window that the last request binds. Once it is posted, the window has its new key, as with irdma.
     ///
     /// # Safety
     /// The window lives until the batch is posted or cleared.
@@ -104,14 +130,14 @@ impl Batch {
         }
     }
 
-    /// Sets the destination of the last one begun.
+    /// Sets the destination of the last request.
     pub(crate) fn target(&mut self, target: Target) {
         if let Some(part) = self.parts.last_mut() {
             part.target = target;
         }
     }
 
-    /// The registered memory of the last one begun.
+    /// Sets the registered memory of the last request.
     pub(crate) fn sges(&mut self, list: &[Sge]) {
         let start = self.sges.len();
         self.sges.extend_from_slice(list);
@@ -121,7 +147,7 @@ impl Batch {
         }
     }
 
-    /// Bytes of the last one begun, copied now.
+    /// Copies the inline data of the last request.
     ///
     /// # Safety
     /// Each pair of address and length is readable memory of the program.
@@ -142,8 +168,8 @@ impl Batch {
     ///
     /// # Errors
     /// With the number of work requests that were accepted before.
-    pub(crate) fn submit(&self, qp: &Qp) -> Result<(), (usize, PostError)> {
-        let done = qp.inner().post_requests(&self.requests());
+    pub(crate) fn submit(&self, qp: &roce::Qp) -> Result<(), (usize, PostError)> {
+        let done = qp.post_requests(&self.requests());
         self.tell_keys(done.as_ref().map_or_else(|(posted, _)| *posted, |()| self.len()));
         done
     }
@@ -151,9 +177,9 @@ impl Batch {
     /// Posts what was gathered, or nothing of it.
     ///
     /// # Errors
-    /// What is wrong with the first bad one.
-    pub(crate) fn submit_all(&self, qp: &Qp) -> Result<(), Errno> {
-        qp.inner().post_batch(&self.requests()).map_err(|(_, e)| e)?;
+    /// The error of the first bad one.
+    pub(crate) fn submit_all(&self, qp: &roce::Qp) -> Result<(), Errno> {
+        qp.post_batch(&self.requests()).map_err(|(_, e)| e)?;
         self.tell_keys(self.len());
         Ok(())
     }

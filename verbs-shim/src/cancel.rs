@@ -2,18 +2,12 @@
 //!
 //! A cancelled thread unwinds from the cancellation point that it is in: any system call of the C library that may block. That
 //! must not pass Rust frames with destructors or `catch_unwind` (Rust RFC 2945). So every entry point disables cancellation
-//! ([`Disabled`], by [`ret::guard`]), which delays it until the program's next cancellation point. Calls that block have
-//! cancellation points, as they have with the kernel's descriptors, outside of these frames: [`blocking`] and what calls it
-//! own nothing that has to be dropped.
+//! ([`Disabled`]), which delays it until the program's next cancellation point. Calls that block have cancellation points, as
+//! they have with the kernel's descriptors, outside of these frames: they own nothing that has to be dropped.
 
 use std::{ffi::c_void, mem::MaybeUninit, os::fd::RawFd};
 
 use libc::c_int;
-
-use crate::{
-    log,
-    ret::{self, Result},
-};
 
 /// `struct _pthread_cleanup_buffer` of `pthread.h`.
 #[repr(C)]
@@ -103,78 +97,4 @@ impl Wait {
 pub(crate) fn point() {
     // SAFETY: no arguments.
     unsafe { pthread_testcancel() };
-}
-
-/// Runs a call that blocks: attempts it until it succeeds, and waits in between for the descriptor that the attempt names.
-/// Returns 0, or -1 and sets errno.
-///
-/// The attempt learns whether the descriptor was read before it. It is `Copy`, and thus has nothing to drop.
-pub(crate) fn blocking<F: Fn(bool) -> Result<Option<Wait>> + Copy>(attempt: F) -> c_int {
-    point();
-    let mut waited = false;
-    loop {
-        match ret::run(|| attempt(waited)) {
-            Ok(None) => return 0,
-            Ok(Some(wait)) if wait.read() => waited = true,
-            Ok(Some(_)) => return -1,
-            Err(e) => {
-                log::failed_verb::<F>(e);
-                e.set();
-                return -1;
-            }
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::{
-        io, ptr,
-        sync::atomic::{AtomicUsize, Ordering},
-    };
-
-    use super::*;
-
-    unsafe extern "C" {
-        fn pthread_cancel(thread: libc::pthread_t) -> c_int;
-    }
-
-    static REARMED: AtomicUsize = AtomicUsize::new(0);
-
-    extern "C" fn count(_: *mut c_void) {
-        REARMED.fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// Waits for a descriptor that never becomes readable, after a frame that must not be unwound.
-    extern "C-unwind" fn waits(fd: *mut c_void) -> *mut c_void {
-        let fd = fd.addr() as RawFd;
-        // SAFETY: a plain function.
-        blocking(|_| Ok(Some(unsafe { Wait::new(fd, count, ptr::null_mut()) })));
-        ptr::null_mut()
-    }
-
-    #[test]
-    fn a_thread_that_waits_is_cancelled() {
-        // SAFETY: the thread's function takes a number; threads are cancelled and joined once each.
-        unsafe {
-            let fd = libc::eventfd(0, libc::EFD_CLOEXEC);
-            assert!(fd >= 0, "{}", io::Error::last_os_error());
-            for n in 1..=100 {
-                let mut thread = 0;
-                let start = std::mem::transmute::<
-                    extern "C-unwind" fn(*mut c_void) -> *mut c_void,
-                    extern "C" fn(*mut c_void) -> *mut c_void,
-                >(waits);
-                let arg = ptr::without_provenance_mut(fd as usize);
-                assert_eq!(libc::pthread_create(&raw mut thread, ptr::null(), start, arg), 0);
-                std::thread::sleep(std::time::Duration::from_micros(200 * (n % 5)));
-                assert_eq!(pthread_cancel(thread), 0);
-                let mut result = ptr::null_mut();
-                assert_eq!(libc::pthread_join(thread, &raw mut result), 0);
-                assert_eq!(result.addr(), usize::MAX, "PTHREAD_CANCELED");
-            }
-            libc::close(fd);
-        }
-        assert!(REARMED.load(Ordering::Relaxed) > 0);
-    }
 }

@@ -1,44 +1,44 @@
 //! Settings of `ferroce run`: the environment, unless the program has rights that its user hasn't.
 
 use std::{
+    fmt::{self, Display},
     fs::{self, File},
     io::ErrorKind,
     net::IpAddr,
-    num::NonZeroU64,
     os::unix::fs::OpenOptionsExt,
     path::PathBuf,
 };
 
 use parking_lot::Mutex;
-use roce::{DeviceConfig, Faults, Mtu, SpinMode, environment, names::DeviceNames};
+use roce::{DeviceConfig, Faults, Mtu, environment, names::DeviceNames};
 
 use crate::fork::Own;
 
 /// Addresses of the devices, separated by commas.
 pub(crate) const ADDR: &str = "FERROCE_ADDR";
 /// Names of the devices, separated by commas: NAME or INTERFACE=NAME.
-pub(crate) const DEVICE_NAME: &str = "FERROCE_DEVICE_NAME";
+const DEVICE_NAME: &str = "FERROCE_DEVICE_NAME";
 /// Largest path MTU: 256, 512, 1024, 2048 or 4096.
-pub(crate) const MTU: &str = "FERROCE_MTU";
+const MTU: &str = "FERROCE_MTU";
 /// Bytes per second of UC and UD towards one peer, or `off`.
-pub(crate) const UNRELIABLE_RATE: &str = "FERROCE_UNRELIABLE_RATE";
+const UNRELIABLE_RATE: &str = "FERROCE_UNRELIABLE_RATE";
 /// Engines of the device.
-pub(crate) const SHARDS: &str = "FERROCE_SHARDS";
+const SHARDS: &str = "FERROCE_SHARDS";
 /// How long threads look for packets before they sleep.
-pub(crate) const SPIN: &str = "FERROCE_SPIN";
+const SPIN: &str = "FERROCE_SPIN";
 /// Capture file; `%p` stands for the process number.
-pub(crate) const PCAP: &str = "FERROCE_PCAP";
+const PCAP: &str = "FERROCE_PCAP";
 /// Rules of faults on demand, with `;` between; `none`: none yet.
-pub(crate) const FAULT: &str = "FERROCE_FAULT";
+const FAULT: &str = "FERROCE_FAULT";
 /// The tree of `--sysfs`.
 pub(crate) const SYS: &str = "FERROCE_SYS";
 
-/// Says something that the user has to know. Programs check errno, but it can't say why.
-pub(crate) fn complain(text: std::fmt::Arguments<'_>) {
+/// Reports something to the user. Programs check errno, which has no reason.
+pub(crate) fn complain(text: fmt::Arguments<'_>) {
     eprintln!("ferroce: {text}");
 }
 
-/// The addresses asked for; none: all interfaces.
+/// Returns the requested addresses; none: all interfaces.
 pub(crate) fn addresses() -> Vec<IpAddr> {
     let text = environment::var(ADDR).unwrap_or_default();
     let mut out = Vec::new();
@@ -52,62 +52,59 @@ pub(crate) fn addresses() -> Vec<IpAddr> {
     out
 }
 
-/// Returns the names that devices shall have.
+/// Reads a setting, if it is given. A malformed value is reported and ignored.
+fn setting<T, E: Display>(name: &str, parse: impl FnOnce(&str) -> Result<T, E>) -> Option<T> {
+    let parsed = parse(environment::var(name)?.trim());
+    parsed
+        .inspect_err(|e| complain(format_args!("{name}: {e}; it is ignored")))
+        .ok()
+}
+
+/// Returns the requested names of devices.
 pub(crate) fn device_names() -> DeviceNames {
-    let text = environment::var(DEVICE_NAME).unwrap_or_default();
-    text.parse().unwrap_or_else(|e| {
-        complain(format_args!("{DEVICE_NAME}: {e}; it is ignored"));
-        DeviceNames::default()
-    })
+    setting(DEVICE_NAME, str::parse).unwrap_or_default()
 }
 
-/// The path MTU asked for.
+/// Returns the requested path MTU.
 pub(crate) fn mtu() -> Option<Mtu> {
-    let text = environment::var(MTU)?;
-    let mtu = text.trim().parse::<Mtu>();
-    mtu.inspect_err(|e| complain(format_args!("{MTU}: {e}; it is ignored")))
-        .ok()
+    setting(MTU, str::parse)
 }
 
-/// The pace of UC and UD asked for: `Some(None)` is none at all.
-pub(crate) fn unreliable_rate() -> Option<Option<NonZeroU64>> {
-    let text = environment::var(UNRELIABLE_RATE)?;
-    let rate = match text.trim() {
-        "off" => Some(None),
-        number => number.parse().ok().map(Some),
+/// Makes the configuration of the transport.
+pub(crate) fn device(bind: IpAddr) -> DeviceConfig {
+    let mut device = DeviceConfig::new(bind);
+    device.mtu = mtu();
+    if let Some((file, begun)) = pcap() {
+        (device.pcap, device.pcap_append) = (Some(file), begun);
+    }
+    let rate = |text: &str| match text {
+        "off" => Ok(None),
+        number => number
+            .parse()
+            .map(Some)
+            .map_err(|_| format!("{text:?} is neither a number of bytes per second nor `off`")),
     };
-    if rate.is_none() {
-        complain(format_args!(
-            "{UNRELIABLE_RATE}: {text:?} is neither a number of bytes per second nor `off`; it is ignored"
-        ));
+    if let Some(rate) = setting(UNRELIABLE_RATE, rate) {
+        device.unreliable_rate = rate;
     }
-    rate
-}
-
-/// How many engines the device has, if that was asked for.
-pub(crate) fn shards() -> Option<usize> {
-    let text = environment::var(SHARDS)?;
-    let most = DeviceConfig::MAX_SHARDS;
-    let shards = text.trim().parse().ok().filter(|n| (1..=most).contains(n));
-    if shards.is_none() {
-        complain(format_args!(
-            "{SHARDS}: {text:?} is not a number from 1 to {most}; it is ignored"
-        ));
+    let shards = |text: &str| {
+        let most = DeviceConfig::MAX_SHARDS;
+        let count = text.parse().ok().filter(|n| (1..=most).contains(n));
+        count.ok_or_else(|| format!("{text:?} is not a number from 1 to {most}"))
+    };
+    if let Some(shards) = setting(SHARDS, shards) {
+        device.shards = shards;
     }
-    shards
+    if let Some(spin) = setting(SPIN, str::parse) {
+        device.spin = spin;
+    }
+    device.faults = faults();
+    device
 }
 
-/// How long threads look for packets before they sleep, if that was asked for.
-pub(crate) fn spin() -> Option<SpinMode> {
-    let text = environment::var(SPIN)?;
-    let spin = text.trim().parse();
-    spin.map_err(|e| complain(format_args!("{SPIN}: {e}; it is ignored")))
-        .ok()
-}
-
-/// The faults asked for, if there may be any. Of rules with a mistake none holds, so that a test does not pass for want of faults: the
-/// process ends.
-pub(crate) fn faults() -> Option<Faults> {
+/// Reads the fault rules, if faults are allowed. A mistake in one of them ends the process, so that a test does not pass for want of
+/// faults.
+fn faults() -> Option<Faults> {
     let text = environment::var(FAULT)?;
     match roce::fault::rules(&text).and_then(Faults::new) {
         Ok(faults) => Some(faults),
@@ -121,9 +118,9 @@ pub(crate) fn faults() -> Option<Faults> {
 /// Capture file of this process: a program may open the transport more than once.
 static CAPTURE: Own<Mutex<Option<PathBuf>>> = Own::new(Mutex::default);
 
-/// Returns the capture file of this process, and whether the process has begun it before. A file that exists is another process's:
-/// the process's number is appended then, and the user told.
-pub(crate) fn pcap() -> Option<(PathBuf, bool)> {
+/// Returns the capture file of this process, and whether it is open already. A file that exists is another process's: the process's
+/// number is appended then, which is reported.
+fn pcap() -> Option<(PathBuf, bool)> {
     let text = environment::var(PCAP)?;
     let mut capture = CAPTURE.get().lock();
     if let Some(begun) = &*capture {

@@ -1,57 +1,56 @@
 //! Completion queues (`ibv_create_cq` and the calls on its result).
 
-use std::{
-    cell::UnsafeCell,
-    ptr,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
-    },
-};
+use std::{cell::UnsafeCell, sync::Arc};
 
-use libc::{c_int, c_void};
-use parking_lot::Mutex;
-use roce::{Completion, Notify, WcFlags};
+use libc::c_int;
+use parking_lot::{Mutex, RawMutex, lock_api::RawMutex as _};
+use roce::{Completion, WcFlags};
 
 use crate::{
-    abi::{c_enum, ibv_comp_channel, ibv_context, ibv_cq, ibv_cq_ex, ibv_modify_cq_attr, ibv_wc},
-    channel::{Channel, CompEvent},
-    context::{COMP_VECTORS, Context, Core},
-    cqex,
+    abi::{
+        IBV_CREATE_CQ_ATTR_SINGLE_THREADED, c_enum, ibv_context, ibv_cq, ibv_cq_ex, ibv_cq_init_attr_ex,
+        ibv_modify_cq_attr, ibv_wc,
+    },
+    channel::{Channel, CqEvents, Notifier},
+    core::{COMP_VECTORS, Context, Core},
+    errno,
     events::{Acks, Target},
     live::{self, Object as _},
-    log,
     pd::Users,
-    queue::EventQueue,
     ret::{self, Errno, Result},
 };
 
-/// Event state of a completion queue, shared with its channel.
-pub(crate) struct CqEvents {
-    channel: Option<Arc<EventQueue<CompEvent>>>,
-    /// Address of the `ibv_cq`.
-    cq: AtomicUsize,
-    /// The queue is being destroyed. Written and read under the channel's lock.
-    dead: AtomicBool,
-    /// Acknowledgements of completion events.
-    pub(crate) acks: Acks,
+/// Current completion, between start and end of a poll.
+pub(crate) struct Poll {
+    /// Held between start and end, unless the queue was created for one polling thread.
+    lock: RawMutex,
+    single: bool,
+    pub(crate) current: UnsafeCell<Completion>,
 }
 
-impl CqEvents {
-    /// Returns the queue as the program knows it.
-    pub(crate) fn address(&self) -> *mut ibv_cq {
-        ptr::with_exposed_provenance_mut(self.cq.load(Ordering::Acquire))
+// SAFETY: the completion is only touched between start and end of a poll, under the lock or by the only thread.
+unsafe impl Sync for Poll {}
+
+impl Poll {
+    fn new(single: bool) -> Self {
+        Self {
+            lock: RawMutex::INIT,
+            single,
+            current: UnsafeCell::default(),
+        }
     }
-}
 
-/// Pushes a completion event to the channel when the transport notifies the queue.
-struct Notifier(Arc<CqEvents>);
+    pub(crate) fn lock(&self) {
+        if !self.single {
+            self.lock.lock();
+        }
+    }
 
-impl Notify for Notifier {
-    fn notify(&self, _handle: u32) {
-        let Some(channel) = &self.0.channel else { return };
-        let event = CompEvent { cq: self.0.clone() };
-        channel.push_unless(event, || self.0.dead.load(Ordering::Relaxed));
+    pub(crate) fn unlock(&self) {
+        if !self.single {
+            // SAFETY: locked by the start of this poll.
+            unsafe { self.lock.unlock() };
+        }
     }
 }
 
@@ -62,74 +61,52 @@ pub(crate) struct Cq {
     pub(crate) core: Arc<Core>,
     pub(crate) inner: roce::Cq,
     events: Arc<CqEvents>,
-    async_acks: Arc<Acks>,
-    users: Users,
+    pub(crate) async_acks: Arc<Acks>,
+    pub(crate) users: Users,
     scratch: Mutex<Vec<Completion>>,
-    pub(crate) poll: cqex::Poll,
+    pub(crate) poll: Poll,
 }
 
-/// Attributes of a new completion queue.
-pub(crate) struct CqInit {
-    pub(crate) entries: u32,
-    pub(crate) cookie: *mut c_void,
-    pub(crate) channel: *mut ibv_comp_channel,
-    pub(crate) vector: c_int,
-    pub(crate) single_threaded: bool,
-}
-
-live::object!(Cq, ibv_cq, 0, |cq| (*cq).context, (*cq).handle);
+live::object!(Cq, "CQ", ibv_cq, |cq| (*cq).context, (*cq).handle);
 
 impl Cq {
-    pub(crate) fn user(&self) -> Users {
-        self.users.clone()
-    }
-
-    pub(crate) fn async_acks(&self) -> &Acks {
-        &self.async_acks
-    }
-
-    pub(crate) fn acknowledge(&self, count: u32) {
-        self.events.acks.acknowledged(count);
-    }
-
-    /// Creates a completion queue.
+    /// Creates a completion queue, of which `public` makes the extended structure.
     ///
     /// # Errors
     /// EINVAL for a number of entries or a vector out of range, EBADF for a channel that the context does not have.
     ///
     /// # Safety
-    /// `context` is open, and `init.channel` is null or a channel created by this library.
-    pub(crate) unsafe fn create(context: *mut ibv_context, init: &CqInit) -> Result<*mut ibv_cq> {
+    /// `context` is open, and `attr.channel` is null or a channel created by this library.
+    pub(crate) unsafe fn create(
+        context: *mut ibv_context,
+        attr: &ibv_cq_init_attr_ex,
+        public: fn(ibv_cq) -> ibv_cq_ex,
+    ) -> Result<*mut ibv_cq> {
         // A channel is looked up by its descriptor.
         let other = |_| Errno::BADF.because("the completion channel is of another context, or was destroyed");
         // SAFETY: guaranteed by the caller.
         let core = unsafe { Context::of(context)? }.core();
         // SAFETY: likewise.
-        let channel = unsafe { Channel::given(init.channel) }.map_err(other)?;
+        let channel = unsafe { Channel::given(attr.channel) }.map_err(other)?;
         channel
             .map_or(Ok(()), |channel| core.same(&channel.core))
             .map_err(other)?;
         let engine = core.engine()?;
-        if init.entries == 0 || !(0..COMP_VECTORS).contains(&init.vector) {
+        if attr.cqe == 0 || attr.comp_vector >= COMP_VECTORS {
             return Err(Errno::INVAL.because(format_args!(
                 "cqe {}, comp_vector {}: expected 1 or more entries and a vector below {COMP_VECTORS}",
-                init.entries, init.vector
+                attr.cqe, attr.comp_vector
             )));
         }
-        let events = Arc::new(CqEvents {
-            channel: channel.map(|channel| channel.events().clone()),
-            cq: AtomicUsize::new(0),
-            dead: AtomicBool::new(false),
-            acks: Acks::default(),
-        });
+        let events = CqEvents::new(channel);
         let notify = Arc::new(Notifier(events.clone()));
-        let inner = engine.device.create_cq_notifying(init.entries, Some(notify))?;
+        let inner = engine.device.create_cq_notifying(attr.cqe, Some(notify))?;
         let handle = inner.handle();
         let async_acks = Arc::new(Acks::default());
         let base = ibv_cq {
             context,
-            channel: init.channel,
-            cq_context: init.cookie,
+            channel: attr.channel,
+            cq_context: attr.cq_context,
             handle,
             cqe: inner.capacity() as c_int,
             mutex: libc::PTHREAD_MUTEX_INITIALIZER,
@@ -138,20 +115,20 @@ impl Cq {
             async_events_completed: 0,
         };
         let cq = Self {
-            abi: UnsafeCell::new(cqex::public(base)),
+            abi: UnsafeCell::new(public(base)),
             core: core.clone(),
             inner,
             events: events.clone(),
             async_acks: async_acks.clone(),
             users: Users::default(),
             scratch: Mutex::default(),
-            poll: cqex::Poll::new(init.single_threaded),
+            poll: Poll::new(attr.flags & IBV_CREATE_CQ_ATTR_SINGLE_THREADED != 0),
         };
-        let address = cq.publish()?.expose_provenance();
-        events.cq.store(address, Ordering::Release);
-        let target = Target::new(core, address, &async_acks);
+        let cq = cq.publish()?;
+        events.set_address(cq);
+        let target = Target::new(&core.events, cq as usize, &async_acks);
         engine.objects().cqs.insert(handle, target);
-        Ok(ptr::with_exposed_provenance_mut(address))
+        Ok(cq)
     }
 
     /// Removes up to `max` completions and passes each to `each`. Returns their number.
@@ -159,7 +136,6 @@ impl Cq {
     /// # Errors
     /// In a forked child, or if the queue has overflowed.
     fn take(&self, max: usize, mut each: impl FnMut(&Completion)) -> Result<usize> {
-        self.core.alive()?;
         let mut own;
         let mut shared;
         // A thread that finds the shared buffer in use allocates one instead of waiting.
@@ -175,7 +151,7 @@ impl Cq {
         };
         buffer.clear();
         let count = self.inner.poll(buffer, max)?;
-        if count > 0 && log::is_on() {
+        if count > 0 && errno::is_logged() {
             self.log(buffer);
         }
         buffer.iter().for_each(&mut each);
@@ -186,7 +162,7 @@ impl Cq {
     #[cold]
     fn log(&self, completions: &[Completion]) {
         if let Some(engine) = self.core.opened() {
-            log::completions(engine, completions);
+            engine.log_completions(completions);
         }
     }
 
@@ -246,7 +222,6 @@ pub(crate) unsafe extern "C" fn req_notify_cq(cq: *mut ibv_cq, solicited_only: c
     ret::code(|| {
         // SAFETY: the program passes a completion queue created by this library.
         let cq = unsafe { Cq::hot(cq)? };
-        cq.core.alive()?;
         Ok(cq.inner.arm(solicited_only != 0)?)
     })
 }
@@ -256,7 +231,6 @@ unsafe extern "C" fn ibv_resize_cq(cq: *mut ibv_cq, entries: c_int) -> c_int {
     ret::code(|| {
         // SAFETY: the program passes a completion queue created by this library.
         let this = unsafe { Cq::of(cq)? };
-        this.core.alive()?;
         let count = u32::try_from(entries).ok().filter(|n| *n > 0);
         let count =
             count.ok_or_else(|| Errno::INVAL.because(format_args!("cqe {entries}: expected 1 or more entries")))?;
@@ -281,52 +255,24 @@ pub(crate) unsafe extern "C" fn modify_cq(cq: *mut ibv_cq, attr: *mut ibv_modify
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_create_cq(
-    context: *mut ibv_context,
-    entries: c_int,
-    cookie: *mut c_void,
-    channel: *mut ibv_comp_channel,
-    vector: c_int,
-) -> *mut ibv_cq {
-    ret::pointer(|| {
-        let init = CqInit {
-            entries: u32::try_from(entries)
-                .map_err(|_| Errno::INVAL.because(format_args!("cqe {entries} is negative")))?,
-            cookie,
-            channel,
-            vector,
-            single_threaded: false,
-        };
-        // SAFETY: the program passes an open context, and a channel created by this library or null.
-        unsafe { Cq::create(context, &init) }
-    })
+unsafe extern "C" fn ibv_ack_cq_events(cq: *mut ibv_cq, count: libc::c_uint) {
+    ret::value((), || {
+        // SAFETY: a queue with events that are not acknowledged lives: its destruction waits.
+        if let Some(cq) = unsafe { Cq::any(cq) } {
+            cq.events.acknowledge(count);
+        }
+    });
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_destroy_cq(cq: *mut ibv_cq) -> c_int {
     ret::code(|| {
-        let this = Cq::claim(cq)?;
-        let Ok(engine) = this.core.engine() else {
-            // In a forked child: the transport belongs to the parent.
-            this.forget();
-            return Ok(());
-        };
-        if this.users.in_use() {
-            return Err(Errno::BUSY.because("queue pairs or SRQs use the completion queue"));
-        }
-        let target = engine.objects().cqs.remove(&this.inner.handle());
-        match &this.events.channel {
-            Some(channel) => channel.purge(
-                || this.events.dead.store(true, Ordering::Relaxed),
-                |event| Arc::ptr_eq(&event.cq, &this.events),
-            ),
-            None => this.events.dead.store(true, Ordering::Relaxed),
-        }
-        if let Some(target) = target {
-            target.finish();
-        }
-        this.events.acks.wait();
-        this.free();
-        Ok(())
+        Cq::destroy(cq, |this| {
+            this.users.none("queue pairs or SRQs use the completion queue")?;
+            let target = this.core.engine()?.objects().cqs.remove(&this.inner.handle());
+            target.into_iter().for_each(Target::finish);
+            this.events.finish();
+            Ok(())
+        })
     })
 }

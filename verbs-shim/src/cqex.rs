@@ -1,59 +1,23 @@
-//! Extended completion queues: `ibv_start_poll` and what reads the completion found.
+//! Creation of completion queues, and their extended interface: `ibv_start_poll` and readers of the current completion.
 
 use std::{
-    cell::UnsafeCell,
-    ptr,
     sync::atomic::{AtomicU64, Ordering},
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use libc::{c_int, c_uint};
-use parking_lot::{RawMutex, lock_api::RawMutex as _};
+use libc::{c_int, c_uint, c_void};
 use roce::Completion;
+use zerocopy::FromZeros as _;
 
 use crate::{
-    abi::{CQ_WC_FLAGS, c_enum, ibv_context, ibv_cq, ibv_cq_ex, ibv_cq_init_attr_ex, ibv_poll_cq_attr, ibv_wc_tm_info},
-    cq::{self, Cq, CqInit},
+    abi::{
+        CQ_WC_FLAGS, IBV_CREATE_CQ_ATTR_SINGLE_THREADED, c_enum, cq_init, ibv_comp_channel, ibv_context, ibv_cq,
+        ibv_cq_ex, ibv_cq_init_attr_ex, ibv_poll_cq_attr, ibv_wc_tm_info,
+    },
+    cq::{self, Cq},
     live::Object as _,
     ret::{self, Errno, Result},
 };
-
-/// `IBV_CREATE_CQ_ATTR_SINGLE_THREADED` and `_IGNORE_OVERRUN`; the latter is not done.
-const SINGLE_THREADED: u32 = 1;
-
-/// The completion at hand, between start and end of a poll.
-pub(crate) struct Poll {
-    /// Held between start and end, unless the program said that only one thread polls.
-    lock: RawMutex,
-    single: bool,
-    current: UnsafeCell<Completion>,
-}
-
-// SAFETY: the completion is only touched between start and end of a poll, under the lock or by the only thread.
-unsafe impl Sync for Poll {}
-
-impl Poll {
-    pub(crate) fn new(single: bool) -> Self {
-        Self {
-            lock: RawMutex::INIT,
-            single,
-            current: UnsafeCell::default(),
-        }
-    }
-
-    fn lock(&self) {
-        if !self.single {
-            self.lock.lock();
-        }
-    }
-
-    fn unlock(&self) {
-        if !self.single {
-            // SAFETY: locked by the start of this poll.
-            unsafe { self.lock.unlock() };
-        }
-    }
-}
 
 /// The public part of a queue.
 pub(crate) fn public(base: ibv_cq) -> ibv_cq_ex {
@@ -83,15 +47,15 @@ pub(crate) fn public(base: ibv_cq) -> ibv_cq_ex {
     }
 }
 
-/// Takes the next completion and shows it.
+/// Takes the next completion and makes it the current one.
 ///
 /// # Safety
-/// `cq` is a queue of ours whose poll this thread has begun.
+/// `cq` is a queue of ours whose poll this thread has started.
 unsafe fn advance(cq: *mut ibv_cq_ex) -> Result<()> {
     // SAFETY: the caller's promise.
     let this = unsafe { Cq::hot(cq.cast())? };
-    let next = this.take_one()?.ok_or(Errno(libc::ENOENT))?;
-    // SAFETY: likewise: nobody else polls meanwhile.
+    let next = this.take_one()?.ok_or(Errno::NOENT)?;
+    // SAFETY: likewise: no other thread polls during this call.
     unsafe {
         *this.poll.current.get() = next;
         (&raw mut (*cq).wr_id).write(next.wr_id);
@@ -108,7 +72,7 @@ unsafe extern "C" fn start_poll(cq: *mut ibv_cq_ex, attr: *mut ibv_poll_cq_attr)
             return libc::EINVAL;
         }
         // SAFETY: a queue of ours.
-        let this = match unsafe { Cq::hot(cq.cast()) }.and_then(|cq| cq.core.alive().map(|()| cq)) {
+        let this = match unsafe { Cq::hot(cq.cast()) } {
             Ok(cq) => cq,
             Err(e) => return e.0,
         };
@@ -131,7 +95,7 @@ unsafe extern "C" fn next_poll(cq: *mut ibv_cq_ex) -> c_int {
 
 unsafe extern "C" fn end_poll(cq: *mut ibv_cq_ex) {
     ret::value((), || {
-        // SAFETY: a queue of ours, whose poll this thread has begun.
+        // SAFETY: a queue of ours, whose poll this thread has started.
         if let Some(cq) = unsafe { Cq::any(cq.cast()) } {
             cq.poll.unlock();
         }
@@ -141,7 +105,7 @@ unsafe extern "C" fn end_poll(cq: *mut ibv_cq_ex) {
 /// The completion at hand.
 ///
 /// # Safety
-/// `cq` is a queue of ours whose poll this thread has begun.
+/// `cq` is a queue of ours whose poll this thread has started.
 unsafe fn current<'a>(cq: *mut ibv_cq_ex) -> &'a Completion {
     // SAFETY: the caller's promise. The memory is a queue's for ever.
     unsafe { &*(*cq.cast::<Cq>()).poll.current.get() }
@@ -179,7 +143,7 @@ unsafe extern "C" fn read_tm_info(_cq: *mut ibv_cq_ex, info: *mut ibv_wc_tm_info
     unsafe { info.write_unaligned(ibv_wc_tm_info { tag: 0, private: 0 }) };
 }
 
-/// When a completion was made, on the wall's clock: nanoseconds since 1970. The order of completions is kept.
+/// Returns the time of a completion by the wall clock, in nanoseconds since 1970. The order of completions is kept.
 fn wallclock(c: &Completion) -> u64 {
     static KEPT: AtomicU64 = AtomicU64::new(0);
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -192,11 +156,11 @@ fn wallclock(c: &Completion) -> u64 {
     c.timestamp.as_nanos().saturating_add(ahead)
 }
 
-/// How far the wall's clock may be from where it was taken to be: the time between reading two clocks is no reason to
-/// take it to be elsewhere, somebody who has set it is.
+/// Largest difference between the two clocks that counts as the time between reading them. A larger one means that the wall clock
+/// was set.
 const STEP_NS: u64 = 1_000_000;
 
-/// How far the wall's clock is ahead of the transport's: what was `kept`, as long as it is near what was `seen`.
+/// Returns how far the wall clock is ahead of the transport's: `kept`, as long as it is near the one `seen`.
 fn offset(kept: u64, seen: u64) -> u64 {
     match kept.abs_diff(seen) < STEP_NS {
         true => kept,
@@ -210,25 +174,39 @@ pub(crate) unsafe extern "C" fn create_cq_ex(
 ) -> *mut ibv_cq_ex {
     let cq: *mut ibv_cq = ret::pointer(|| {
         // SAFETY: the program passes attributes.
-        let attr = unsafe { attr.read_unaligned() };
-        if attr.comp_mask & !3 != 0 || attr.wc_flags & !CQ_WC_FLAGS != 0 {
+        let mut attr = unsafe { attr.read_unaligned() };
+        if attr.comp_mask & !(cq_init::FLAGS | cq_init::PD) != 0 || attr.wc_flags & !CQ_WC_FLAGS != 0 {
             return Err(Errno::NOTSUP.because("comp_mask or wc_flags has bits that this device does not support"));
         }
-        let flags = if attr.comp_mask & 1 != 0 { attr.flags } else { 0 };
-        if flags & !SINGLE_THREADED != 0 {
+        if attr.comp_mask & cq_init::FLAGS == 0 {
+            attr.flags = 0;
+        }
+        if attr.flags & !IBV_CREATE_CQ_ATTR_SINGLE_THREADED != 0 {
             return Err(Errno::NOTSUP.because("flags has bits that this device does not support"));
         }
-        let init = CqInit {
-            entries: attr.cqe,
-            cookie: attr.cq_context,
-            channel: attr.channel,
-            vector: c_int::try_from(attr.comp_vector).unwrap_or(c_int::MAX),
-            single_threaded: flags & SINGLE_THREADED != 0,
-        };
         // SAFETY: the program passes an open context and a channel or null.
-        unsafe { Cq::create(context, &init) }
+        unsafe { Cq::create(context, &attr, public) }
     });
-    if cq.is_null() { ptr::null_mut() } else { cq.cast() }
+    cq.cast()
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_create_cq(
+    context: *mut ibv_context,
+    entries: c_int,
+    cookie: *mut c_void,
+    channel: *mut ibv_comp_channel,
+    vector: c_int,
+) -> *mut ibv_cq {
+    ret::pointer(|| {
+        let mut attr = ibv_cq_init_attr_ex::new_zeroed();
+        attr.cqe =
+            u32::try_from(entries).map_err(|_| Errno::INVAL.because(format_args!("cqe {entries} is negative")))?;
+        (attr.cq_context, attr.channel) = (cookie, channel);
+        attr.comp_vector = vector.cast_unsigned();
+        // SAFETY: the program passes an open context, and a channel created by this library or null.
+        unsafe { Cq::create(context, &attr, public) }
+    })
 }
 
 #[cfg(test)]
@@ -240,7 +218,7 @@ mod tests {
         assert_eq!(offset(0, 5_000_000_000), 5_000_000_000);
         assert_eq!(offset(5_000_000_000, 5_000_000_400), 5_000_000_000);
         assert_eq!(offset(5_000_000_000, 4_999_999_600), 5_000_000_000);
-        assert_eq!(offset(5_000_000_000, 3_000_000_000), 3_000_000_000, "somebody set it");
+        assert_eq!(offset(5_000_000_000, 3_000_000_000), 3_000_000_000, "the clock was set");
         let at = |nanos| Completion {
             timestamp: roce::verbs::Instant::from_nanos(nanos),
             ..Completion::default()

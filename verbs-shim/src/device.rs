@@ -1,24 +1,30 @@
 //! The list of devices: one for each interface that has an address.
 
-use std::{fs, io, net::IpAddr, ptr, sync::atomic::AtomicU64};
+use std::{
+    cell::RefCell,
+    fs,
+    net::IpAddr,
+    ptr,
+    sync::{Mutex, MutexGuard, PoisonError, atomic::AtomicU64},
+};
 
 use libc::{c_char, c_int};
-use roce::{LinkState, gids::device_names, iface, names};
+use roce::{LinkState, Mtu, gids::device_names, iface, names};
 
 use crate::{
     abi::{IBV_NODE_CA, IBV_TRANSPORT_IB, ibv_device},
-    config, engine, fork,
-    gids::GidTable,
-    log, rebind,
-    ret::{self, Result},
-    unopened,
+    config,
+    errno::Result,
+    fork,
+    gids::{self, GidTable},
+    live, log, ret, unopened,
 };
 
-/// Room behind the public part: providers' libraries (libmlx5) look at fields of the private structure around it, and
-/// have to find zeroes there.
+/// Bytes behind the public part: providers' libraries (libmlx5) read fields of the private structure around it, and must find
+/// zeroes there.
 const TAIL: usize = 1024;
 
-/// A device as programs see it, and what we know of it. Never freed.
+/// A device as programs see it, and its private part. Never freed.
 #[repr(C)]
 pub(crate) struct VerbsDevice {
     abi: ibv_device,
@@ -35,6 +41,32 @@ pub(crate) struct VerbsDevice {
 unsafe impl Sync for VerbsDevice {}
 // SAFETY: as above.
 unsafe impl Send for VerbsDevice {}
+
+/// All devices that were ever listed; they are never freed, since programs keep pointers to them. A `std` lock: it needs nothing
+/// that a fork could leave half done.
+static DEVICES: Mutex<Vec<&'static VerbsDevice>> = Mutex::new(Vec::new());
+
+type Held = (MutexGuard<'static, Vec<&'static VerbsDevice>>, MutexGuard<'static, ()>);
+
+thread_local! {
+    static HELD: RefCell<Option<Held>> = const { RefCell::new(None) };
+}
+
+/// Locks the tables that a forked child keeps, before the fork.
+extern "C" fn hold() {
+    let held = (known(), live::hold());
+    HELD.with(|h| *h.borrow_mut() = Some(held));
+}
+
+/// Unlocks them after a fork, in both processes.
+extern "C" fn release() {
+    HELD.with(|h| h.borrow_mut().take());
+}
+
+/// Returns all devices that were ever listed.
+pub(crate) fn known() -> MutexGuard<'static, Vec<&'static VerbsDevice>> {
+    DEVICES.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Copies a name into a zeroed C array.
 fn put(to: &mut [c_char], text: &str) {
@@ -72,8 +104,7 @@ impl VerbsDevice {
 
     /// The device of a pointer that the program has from our list.
     pub(crate) fn of(device: *mut ibv_device) -> Option<&'static Self> {
-        let known = engine::devices();
-        known.iter().copied().find(|d| ptr::eq(d.as_abi(), device))
+        known().iter().copied().find(|d| ptr::eq(d.as_abi(), device))
     }
 
     pub(crate) fn as_abi(&'static self) -> *mut ibv_device {
@@ -104,9 +135,10 @@ impl VerbsDevice {
         unsafe { libc::if_nametoindex(name.as_ptr()) }
     }
 
-    /// The interface's MTU, bytes.
-    pub(crate) fn interface_mtu(&self) -> u32 {
-        iface::mtu_of(&self.interface).unwrap_or(1500)
+    /// Returns the largest path MTU that the interface carries, or a smaller one if set; `None` if it carries none.
+    pub(crate) fn path_mtu(&self) -> Option<Mtu> {
+        let carries = Mtu::for_interface(iface::mtu_of(&self.interface).unwrap_or(1500))?;
+        Some(config::mtu().map_or(carries, |wanted| wanted.min(carries)))
     }
 
     /// The interface's link.
@@ -115,36 +147,12 @@ impl VerbsDevice {
     }
 }
 
-/// The interface that has an address now, if any.
-///
-/// # Errors
-/// When the system can't tell, as without a descriptor left.
-pub(crate) fn interface_of(ip: IpAddr) -> Result<Option<String>> {
-    match iface::interface_of(ip) {
-        Ok((name, _)) => Ok(Some(name)),
-        Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => Ok(None),
-        Err(e) => Err(e.into()),
-    }
-}
-
-/// The addresses that the devices are restricted to, which exist; empty: no restriction.
-///
-/// # Errors
-/// When the system can't tell.
-pub(crate) fn selected() -> Result<Vec<IpAddr>> {
-    let mut out = Vec::new();
-    for ip in config::addresses() {
-        out.extend(interface_of(ip)?.map(|_| ip));
-    }
-    Ok(out)
-}
-
 /// The interfaces to make devices of, with the addresses that each is restricted to.
 fn interfaces() -> Result<Vec<(String, Vec<IpAddr>)>> {
     let mut out: Vec<(String, Vec<IpAddr>)> = Vec::new();
     let asked = config::addresses();
     for ip in &asked {
-        match interface_of(*ip)? {
+        match gids::interface_of(*ip)? {
             Some(name) => match out.iter_mut().find(|(n, _)| *n == name) {
                 Some((_, ips)) => ips.push(*ip),
                 None => out.push((name, vec![*ip])),
@@ -153,7 +161,7 @@ fn interfaces() -> Result<Vec<(String, Vec<IpAddr>)>> {
         }
     }
     if asked.is_empty() {
-        let all = iface::interface_addresses()?;
+        let all = iface::interfaces()?;
         let names = device_names(&all).into_iter();
         out.extend(names.map(|name| (name.to_owned(), Vec::new())));
     }
@@ -163,16 +171,14 @@ fn interfaces() -> Result<Vec<(String, Vec<IpAddr>)>> {
 /// The devices that there are now.
 ///
 /// # Errors
-/// When the system can't tell: EMFILE without a descriptor left.
+/// When a query fails: EMFILE without a descriptor left.
 pub(crate) fn list() -> Result<Vec<&'static VerbsDevice>> {
-    fork::watch();
+    fork::watch(hold, release);
     log::start();
-    // Whoever looks for devices is about to look at their files.
-    rebind::run();
     let (wanted, names) = (interfaces()?, config::device_names());
     let all: Vec<&str> = wanted.iter().map(|(interface, _)| interface.as_str()).collect();
     let given = names.assign(&all);
-    let mut known = engine::devices();
+    let mut known = known();
     let mut out = Vec::new();
     for (position, (interface, only)) in wanted.iter().enumerate() {
         let old = known.iter().find(|d| d.interface == *interface).copied();
@@ -191,35 +197,11 @@ pub(crate) fn list() -> Result<Vec<&'static VerbsDevice>> {
         out.push(device);
     }
     drop(known);
-    unopened::listed(&out);
+    unopened::listed(|| {
+        let names = out.iter().map(|d| format!("{} ({})", d.name, d.interface));
+        names.collect()
+    });
     Ok(out)
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_get_device_list(count: *mut c_int) -> *mut *mut ibv_device {
-    ret::pointer(|| {
-        let mut devices: Vec<*mut ibv_device> = list()?.into_iter().map(VerbsDevice::as_abi).collect();
-        if !count.is_null() {
-            // SAFETY: the program passes room for the number.
-            unsafe { count.write_unaligned(devices.len() as c_int) };
-        }
-        devices.push(ptr::null_mut());
-        // SAFETY: room for as many pointers as are copied; freed with free() in ibv_free_device_list.
-        unsafe {
-            let array = libc::calloc(devices.len(), size_of::<*mut ibv_device>()).cast::<*mut ibv_device>();
-            if array.is_null() {
-                return Err(ret::Errno::NOMEM);
-            }
-            ptr::copy_nonoverlapping(devices.as_ptr(), array, devices.len());
-            Ok(array)
-        }
-    })
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_free_device_list(list: *mut *mut ibv_device) {
-    // SAFETY: made by ibv_get_device_list with calloc.
-    unsafe { libc::free(list.cast()) };
 }
 
 /// Returns the name in the structure, as rdma-core does; it may be the program's own.

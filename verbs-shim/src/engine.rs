@@ -1,176 +1,101 @@
 //! The transport behind the devices: one per process, opened with the first object that needs it.
 
 use std::{
-    cell::RefCell,
     collections::HashMap,
     net::{IpAddr, Ipv6Addr},
     path::PathBuf,
     slice,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak},
 };
 
-use roce::{AsyncEvent, Device, DeviceConfig, FaultControl, JoinConfig, VerbsError, verbs::EventSource};
+use roce::{
+    AsyncEvent, Completion, Device, DeviceConfig, FaultControl, JoinConfig, VerbsError, WcStatus, verbs::EventSource,
+};
 
 use crate::{
     abi::{c_enum, event},
     config,
-    device::{self, VerbsDevice},
-    events::{Entry, Target},
+    errno::{self, Errno, Result},
+    events::{AsyncEvents, Entry, Target},
     fork::Own,
-    links::Links,
-    live, log,
-    qp::SharedTarget,
-    rebind,
-    ret::{self, Errno, Result},
+    gids,
+    singleton::Singleton,
+    symbols,
     worker::{Next, Worker},
 };
 
 /// The transport, and the thread that hands its events to the contexts.
 pub(crate) struct Engine {
+    /// Set once, right after it is made. Dropped first: its thread ends before the device closes.
+    worker: OnceLock<Worker>,
     pub(crate) device: Device,
     /// Lets `ferroce fault` change the rules.
     _faults: Option<FaultControl>,
     objects: Mutex<Objects>,
-    /// Set once, right after it is made.
-    worker: Mutex<Option<Worker>>,
 }
 
-/// Who gets which events.
+/// Destinations of events, and objects that several handles share.
 #[derive(Default)]
 pub(crate) struct Objects {
-    /// By number; several objects of one target queue pair.
-    pub(crate) qps: HashMap<u32, Vec<Target>>,
-    /// Target queue pairs that can be opened once more.
-    pub(crate) targets: HashMap<u32, SharedTarget>,
+    /// By number.
+    qps: HashMap<u32, QpEntry>,
     pub(crate) cqs: HashMap<u32, Target>,
     pub(crate) srqs: HashMap<u32, Target>,
     /// XRC domains that were opened by file: device and inode, and how often.
     pub(crate) xrcds: HashMap<(u64, u64), (roce::Xrcd, usize)>,
-    /// Contexts, for what concerns the device.
-    pub(crate) contexts: Vec<Weak<crate::context::Core>>,
+    /// Contexts, for events of the device.
+    contexts: Vec<Weak<AsyncEvents>>,
+}
+
+/// A queue pair with the destinations of its events: several of an XRC target.
+struct QpEntry {
+    inner: roce::Qp,
+    /// The domain of an XRC target.
+    xrcd: Option<roce::Xrcd>,
+    targets: Vec<Target>,
 }
 
 impl Objects {
-    /// Takes an object of a queue pair out; with the last one goes the queue pair.
+    /// Adds a handle of a queue pair; `xrcd` is the domain of an XRC target.
+    pub(crate) fn add_qp(&mut self, inner: roce::Qp, xrcd: Option<&roce::Xrcd>, target: Target) {
+        let entry = self.qps.entry(inner.qpn().value()).or_insert_with(|| QpEntry {
+            inner,
+            xrcd: xrcd.cloned(),
+            targets: Vec::new(),
+        });
+        entry.targets.push(target);
+    }
+
+    /// Returns an XRC target of this process by its number and domain.
+    pub(crate) fn xrc_target(&self, number: u32, xrcd: &roce::Xrcd) -> Option<roce::Qp> {
+        let entry = self.qps.get(&number)?;
+        let same = entry.xrcd.as_ref().is_some_and(|own| own.is(xrcd));
+        same.then(|| entry.inner.clone())
+    }
+
+    /// Takes out the handle of a queue pair at an address, and the queue pair with its last one.
     pub(crate) fn forget_qp(&mut self, number: u32, element: usize) -> Option<Target> {
-        let all = self.qps.get_mut(&number)?;
-        let at = all.iter().position(|t| t.element() == element)?;
+        let all = &mut self.qps.get_mut(&number)?.targets;
+        let at = all.iter().position(|t| t.is_of(element))?;
         let target = all.swap_remove(at);
         if all.is_empty() {
             self.qps.remove(&number);
-            self.targets.remove(&number);
         }
         Some(target)
     }
 
-    /// Adds a context. Those that are closed go, so that a program that opens devices again and again leaves nothing.
-    pub(crate) fn watch(&mut self, context: &Arc<crate::context::Core>) {
+    /// Adds a context. Closed ones are removed, so that a program that opens devices again and again leaves nothing.
+    pub(crate) fn watch(&mut self, context: &Arc<AsyncEvents>) {
         self.contexts.retain(|c| c.strong_count() > 0);
         self.contexts.push(Arc::downgrade(context));
     }
 }
 
-/// Object of which a process has one while somebody uses it.
-struct Sole<T> {
-    slot: Mutex<Slot<T>>,
-    /// It was opened, or that failed.
-    changed: Condvar,
-}
-
-enum Slot<T> {
-    Empty,
-    /// A thread opens it, without the lock: it may have to start a broker first.
-    Opening,
-    Open(Weak<T>),
-}
-
-/// The tables of the process. `std` locks: they need nothing that a fork could leave half done.
-static ENGINE: Own<Sole<Engine>> = Own::new(Sole::new);
-static LINKS: Own<Sole<Links>> = Own::new(Sole::new);
-static DEVICES: Mutex<Vec<&'static VerbsDevice>> = Mutex::new(Vec::new());
-
-fn lock<T>(table: &Mutex<T>) -> MutexGuard<'_, T> {
-    table.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-impl<T> Sole<T> {
-    fn new() -> Self {
-        Self {
-            slot: Mutex::new(Slot::Empty),
-            changed: Condvar::new(),
-        }
-    }
-
-    /// The one that there is.
-    fn current(&self) -> Option<Arc<T>> {
-        match &*lock(&self.slot) {
-            Slot::Open(weak) => weak.upgrade(),
-            _ => None,
-        }
-    }
-
-    /// The one of this process, made if there is none. Who comes while it is made waits for that.
-    fn get(&self, open: impl FnOnce() -> Result<Arc<T>>) -> Result<Arc<T>> {
-        let mut slot = lock(&self.slot);
-        loop {
-            match &*slot {
-                Slot::Opening => {
-                    slot = self.changed.wait(slot).unwrap_or_else(PoisonError::into_inner);
-                    continue;
-                }
-                Slot::Open(weak) => {
-                    if let Some(one) = weak.upgrade() {
-                        return Ok(one);
-                    }
-                }
-                Slot::Empty => {}
-            }
-            break;
-        }
-        *slot = Slot::Opening;
-        drop(slot);
-        let opened = ret::run(open);
-        let mut slot = lock(&self.slot);
-        *slot = opened
-            .as_ref()
-            .map_or(Slot::Empty, |one| Slot::Open(Arc::downgrade(one)));
-        self.changed.notify_all();
-        opened
-    }
-}
-
-type Held = (MutexGuard<'static, Vec<&'static VerbsDevice>>, MutexGuard<'static, ()>);
-
-thread_local! {
-    static HELD: RefCell<Option<Held>> = const { RefCell::new(None) };
-}
-
-/// Before a fork: nobody else is in the list of devices.
-pub(crate) fn hold_tables() {
-    let held = (lock(&DEVICES), live::hold());
-    HELD.with(|h| *h.borrow_mut() = Some(held));
-}
-
-/// After a fork, in both processes.
-pub(crate) fn release_tables() {
-    HELD.with(|h| h.borrow_mut().take());
-}
-
-/// All devices that were ever listed; they are never freed, since programs keep pointers to them.
-pub(crate) fn devices() -> MutexGuard<'static, Vec<&'static VerbsDevice>> {
-    lock(&DEVICES)
-}
-
-/// Returns the source of port events, if the system has one.
-pub(crate) fn links() -> Option<Arc<Links>> {
-    let got = LINKS.get().get(Links::open);
-    got.map_err(|e| tracing::info!("changes of interfaces are not seen: {e:?}"))
-        .ok()
-}
+static ENGINE: Own<Singleton<Engine>> = Own::new(Singleton::new);
 
 /// The address to bind: the only one, or all.
 fn bind_address() -> Result<IpAddr> {
-    Ok(match device::selected()?.as_slice() {
+    Ok(match gids::selected()?.as_slice() {
         [one] => *one,
         _ => Ipv6Addr::UNSPECIFIED.into(),
     })
@@ -179,7 +104,7 @@ fn bind_address() -> Result<IpAddr> {
 /// The program `ferroce` that this library was installed with, or built with: `ferroce run` names it, other ways of loading
 /// don't.
 fn own_program() -> Option<PathBuf> {
-    let library = rebind::own_path()?;
+    let library = symbols::own_path()?;
     let dir = library.parent()?;
     let places = [".", "../bin", "../../bin"];
     let mut programs = places.iter().map(|place| dir.join(place).join("ferroce"));
@@ -192,7 +117,7 @@ fn program_name() -> String {
     exe.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// Opens the device, shared with other processes unless that is switched off, or nobody could be the broker.
+/// Opens the device, shared with other processes unless that is switched off or there is no program to be the broker.
 fn open_device(wanted: DeviceConfig) -> std::result::Result<Device, VerbsError> {
     let Some(mut how) = JoinConfig::from_env() else {
         tracing::info!("no broker (FERROCE_BROKER=off): this process has its addresses alone");
@@ -208,7 +133,7 @@ fn open_device(wanted: DeviceConfig) -> std::result::Result<Device, VerbsError> 
     }
 }
 
-/// The engine of this process if there is one.
+/// Returns the engine of this process if there is one.
 pub(crate) fn current() -> Option<Arc<Engine>> {
     ENGINE.get().current()
 }
@@ -223,21 +148,7 @@ impl Engine {
     }
 
     fn open() -> Result<Arc<Self>> {
-        let mut wanted = DeviceConfig::new(bind_address()?);
-        wanted.mtu = config::mtu();
-        if let Some((file, begun)) = config::pcap() {
-            (wanted.pcap, wanted.pcap_append) = (Some(file), begun);
-        }
-        if let Some(rate) = config::unreliable_rate() {
-            wanted.unreliable_rate = rate;
-        }
-        if let Some(shards) = config::shards() {
-            wanted.shards = shards;
-        }
-        if let Some(spin) = config::spin() {
-            wanted.spin = spin;
-        }
-        wanted.faults = config::faults();
+        let wanted = config::device(bind_address()?);
         let faults = wanted.faults.as_ref().and_then(|faults| {
             let control = FaultControl::start(&program_name(), faults);
             control
@@ -250,45 +161,30 @@ impl Engine {
         })?;
         let events = device.async_fd().try_clone_to_owned()?;
         let engine = Arc::new(Self {
+            worker: OnceLock::new(),
             device,
             _faults: faults,
             objects: Mutex::default(),
-            worker: Mutex::default(),
         });
-        let weak = Arc::downgrade(&engine);
-        let worker = Worker::start("ferroce events", events, move || {
-            match weak.upgrade().is_some_and(|engine| engine.hand_out()) {
-                true => Next::Ready,
-                false => Next::End,
-            }
-        })?;
-        *engine.worker.lock().unwrap_or_else(PoisonError::into_inner) = Some(worker);
+        let worker = Worker::on("ferroce events", events, &engine, Self::hand_out)?;
+        let _ = engine.worker.set(worker);
         Ok(engine)
     }
 
-    /// The tables of objects.
+    /// Locks the tables of objects.
     pub(crate) fn objects(&self) -> MutexGuard<'_, Objects> {
         self.objects.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
 
-impl Drop for Engine {
-    fn drop(&mut self) {
-        // Its thread ends before the device closes.
-        drop(self.worker.get_mut().unwrap_or_else(PoisonError::into_inner).take());
-    }
-}
-
-impl Engine {
-    /// Takes the events that there are; false: there will be no more.
-    fn hand_out(&self) -> bool {
+    /// Hands out the events that there are.
+    fn hand_out(&self) -> Next {
         loop {
             match self.device.async_event() {
                 Ok(Some(event)) => self.deliver(event),
-                Ok(None) => return true,
+                Ok(None) => return Next::Ready,
                 Err(_) => {
                     self.to_contexts(event::DEVICE_FATAL);
-                    return false;
+                    return Next::End;
                 }
             }
         }
@@ -296,17 +192,17 @@ impl Engine {
 
     fn deliver(&self, event: AsyncEvent) {
         tracing::debug!("asynchronous event {event:?}");
-        if let EventSource::Qp(number) = event.describe().1 {
-            log::queue_pair(self, number.value());
-        }
         let (kind, source) = event.describe();
+        if let EventSource::Qp(number) = source {
+            self.log_failure(number.value());
+        }
         let kind = kind as c_enum;
         let objects = self.objects();
         let targets = match source {
             EventSource::Cq(n) => objects.cqs.get(&n).map(slice::from_ref),
-            EventSource::Qp(n) => objects.qps.get(&n.value()).map(Vec::as_slice),
+            EventSource::Qp(n) => objects.qps.get(&n.value()).map(|qp| &*qp.targets),
             EventSource::Srq(n) => objects.srqs.get(&n).map(slice::from_ref),
-            // Of all interfaces together; `links` tells what happens to each.
+            // Of all interfaces together; `port_events` reports each one's.
             EventSource::Port => return,
             EventSource::Device => {
                 drop(objects);
@@ -320,10 +216,33 @@ impl Engine {
     }
 
     fn to_contexts(&self, kind: c_enum) {
-        let mut objects = self.objects();
-        objects.contexts.retain(|c| c.strong_count() > 0);
-        for context in objects.contexts.iter().filter_map(Weak::upgrade) {
-            context.events.push(Entry::of_port(kind));
+        for events in self.objects().contexts.iter().filter_map(Weak::upgrade) {
+            events.push(Entry::of_port(kind));
         }
     }
+
+    /// Logs the completions that are errors; of the work requests that a failed queue pair flushes only its failure.
+    pub(crate) fn log_completions(&self, completions: &[Completion]) {
+        for completion in completions.iter().filter(|c| !c.is_ok()) {
+            let explained = self.log_failure(completion.qpn.value());
+            if !explained && completion.status != WcStatus::FlushError {
+                let Completion { wr_id, status, qpn, .. } = completion;
+                tracing::info!("work request {wr_id:#x} of QP {:#x} failed: {status}", qpn.value());
+            }
+        }
+    }
+
+    /// Logs why a queue pair has failed, if it has and that was not logged before. Returns whether it did.
+    fn log_failure(&self, number: u32) -> bool {
+        errno::is_logged() && self.objects().qps.get(&number).is_some_and(|qp| log_failure(&qp.inner))
+    }
+}
+
+/// Logs why a queue pair has failed, if it has and that was not logged before. Returns whether it did.
+pub(crate) fn log_failure(qp: &roce::Qp) -> bool {
+    let failure = qp.take_failure();
+    if let Some(failure) = &failure {
+        tracing::info!("{failure}");
+    }
+    failure.is_some()
 }

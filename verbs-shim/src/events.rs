@@ -1,20 +1,13 @@
-//! Asynchronous events: who gets them, and how many still have to be acknowledged.
+//! Asynchronous events: destinations, and counts of events that are not acknowledged.
 
 use std::sync::Arc;
 
-use libc::c_int;
 use parking_lot::{Condvar, Mutex};
 
-use crate::{
-    abi::{c_enum, event, ibv_async_event, ibv_context, ibv_cq, ibv_qp, ibv_srq},
-    cancel,
-    context::{Context, Core},
-    cq::Cq,
-    live::Object as _,
-    qp::Qp,
-    ret,
-    srq::Srq,
-};
+use crate::{abi::c_enum, queue::EventQueue};
+
+/// Asynchronous events of a context.
+pub(crate) type AsyncEvents = EventQueue<Entry>;
 
 /// Events that were handed to the program against those that it acknowledged. Destroying an object waits until they are
 /// equal.
@@ -47,14 +40,14 @@ impl Acks {
 
 /// An event that waits for the program.
 pub(crate) struct Entry {
-    kind: c_enum,
+    pub(crate) kind: c_enum,
     /// The object's address, or the port's number.
-    element: usize,
+    pub(crate) element: usize,
     acks: Option<Arc<Acks>>,
 }
 
 impl Entry {
-    /// About port 1.
+    /// Makes an event of port 1.
     pub(crate) fn of_port(kind: c_enum) -> Self {
         Self {
             kind,
@@ -62,96 +55,50 @@ impl Entry {
             acks: None,
         }
     }
+
+    /// Counts it as handed to the program.
+    pub(crate) fn delivered(&self) {
+        if let Some(acks) = &self.acks {
+            acks.delivered();
+        }
+    }
 }
 
 /// Destination of an object's events.
 pub(crate) struct Target {
-    core: Arc<Core>,
+    events: Arc<AsyncEvents>,
+    /// The object's address.
     element: usize,
     acks: Arc<Acks>,
 }
 
 impl Target {
-    pub(crate) fn new(core: &Arc<Core>, element: usize, acks: &Arc<Acks>) -> Self {
+    pub(crate) fn new(events: &Arc<AsyncEvents>, element: usize, acks: &Arc<Acks>) -> Self {
         Self {
-            core: core.clone(),
+            events: events.clone(),
             element,
             acks: acks.clone(),
         }
     }
 
-    /// The object's address.
-    pub(crate) fn element(&self) -> usize {
-        self.element
+    /// Whether it is the destination of the object at this address.
+    pub(crate) fn is_of(&self, element: usize) -> bool {
+        self.element == element
     }
 
     pub(crate) fn push(&self, kind: c_enum) {
-        self.core.events.push(Entry {
+        self.events.push(Entry {
             kind,
             element: self.element,
             acks: Some(self.acks.clone()),
         });
     }
 
-    /// Forgets what waits for the object, which was taken out of the engine's tables, and waits for the program to
-    /// acknowledge what it has got.
+    /// Removes the events that wait for the object, which was taken out of the engine's tables, and waits until the program
+    /// has acknowledged those that it got.
     pub(crate) fn finish(self) {
         let element = self.element;
-        self.core
-            .events
-            .purge(|| (), |e| e.element == element && e.acks.is_some());
+        self.events.purge(|| (), |e| e.element == element && e.acks.is_some());
         self.acks.wait();
     }
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C-unwind" fn ibv_get_async_event(context: *mut ibv_context, event: *mut ibv_async_event) -> c_int {
-    cancel::blocking(|waited| {
-        // SAFETY: the program passes an open context.
-        let core = unsafe { Context::of(context)? }.core();
-        core.alive()?;
-        let delivered = |entry: &Entry| {
-            if let Some(acks) = &entry.acks {
-                acks.delivered();
-            }
-        };
-        let entry = match core.events.take(waited, delivered)? {
-            Ok(entry) => entry,
-            Err(wait) => return Ok(Some(wait)),
-        };
-        let out = ibv_async_event {
-            element: entry.element,
-            event_type: entry.kind,
-        };
-        // SAFETY: the program passes room for an event.
-        unsafe { event.write_unaligned(out) };
-        Ok(None)
-    })
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_ack_async_event(event: *mut ibv_async_event) {
-    ret::value((), || {
-        // SAFETY: the program passes an event that it got.
-        let ibv_async_event { element, event_type } = unsafe { event.read_unaligned() };
-        // SAFETY: the object of an event that is not acknowledged lives: its destruction waits.
-        let acks = unsafe {
-            match event_type {
-                event::CQ_ERR => Cq::any(element as *mut ibv_cq).map(Cq::async_acks),
-                event::QP_FATAL
-                | event::QP_REQ_ERR
-                | event::QP_ACCESS_ERR
-                | event::COMM_EST
-                | event::SQ_DRAINED
-                | event::PATH_MIG
-                | event::PATH_MIG_ERR
-                | event::QP_LAST_WQE_REACHED => Qp::any(element as *mut ibv_qp).map(Qp::acks),
-                event::SRQ_ERR | event::SRQ_LIMIT_REACHED => Srq::any(element as *mut ibv_srq).map(Srq::acks),
-                _ => return,
-            }
-        };
-        if let Some(acks) = acks {
-            acks.acknowledged(1);
-        }
-    });
 }

@@ -1,8 +1,8 @@
 //! State of the library after a fork.
 //!
 //! A child has the parent's memory, but none of its threads, and it shares the parent's sockets. So everything made before
-//! the fork is dead in the child: verbs on it fail with EIO and touch neither locks nor the wire. What the child opens
-//! itself is its own. What this library keeps of a process is an [`Own`], of which the child has a fresh one; only the list
+//! the fork is dead in the child, where verbs touch neither its locks nor the wire: destroying an object forgets it and
+//! returns 0, used or not, and all other verbs on it fail with EIO. What the child opens itself is its own. What this library keeps of a process is an [`Own`], of which the child has a fresh one; only the list
 //! of devices, to which programs keep pointers, is the same in both, and its lock is held across a fork, so that the child
 //! finds it whole.
 
@@ -10,14 +10,16 @@ use std::{
     ptr,
     sync::{
         Once,
-        atomic::{AtomicPtr, AtomicU32, Ordering},
+        atomic::{AtomicI64, AtomicPtr, AtomicU32, Ordering},
     },
 };
 
-use crate::ret::{Errno, Result};
+use crate::errno::{Errno, Result};
 
 static GENERATION: AtomicU32 = AtomicU32::new(1);
 static HANDLERS: Once = Once::new();
+/// The process whose memory this is.
+static OWNER: AtomicI64 = AtomicI64::new(0);
 
 /// Counts the forks between the first process and this one.
 pub(crate) fn generation() -> u32 {
@@ -34,7 +36,7 @@ pub(crate) struct Own<T: 'static> {
 struct Born<T> {
     generation: u32,
     value: T,
-    /// The parent's, never freed: that would end what the parent goes on with.
+    /// The parent's, never freed: that would end connections of the parent.
     _parents: *const Self,
 }
 
@@ -83,24 +85,38 @@ pub(crate) fn check(born: u32) -> Result<()> {
     }
 }
 
-extern "C" fn prepare() {
-    crate::engine::hold_tables();
+/// Whether the memory is this process's own. A child of vfork (Python's subprocess, posix_spawn) has its parent's, but
+/// descriptors of its own, which it closes before it executes a program. False before [`watch`].
+pub(crate) fn owns_memory() -> bool {
+    OWNER.load(Ordering::Relaxed) == own_pid()
 }
 
-extern "C" fn parent() {
-    crate::engine::release_tables();
+/// Makes this process the owner of its memory: a child by a system call (clone) runs no handlers.
+pub(crate) fn own_memory() {
+    OWNER.store(own_pid(), Ordering::Relaxed);
+}
+
+/// Number of this process. Asked of the kernel: a child of vfork shares what is remembered.
+fn own_pid() -> i64 {
+    // SAFETY: no arguments.
+    unsafe { libc::syscall(libc::SYS_getpid) }
 }
 
 extern "C" fn child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
-    crate::engine::release_tables();
+    own_memory();
 }
 
-/// Sets the handlers up, once: not at load, since a preloaded library is in every program.
-pub(crate) fn watch() {
+/// Sets the handlers up, once: not at load, since a preloaded library is in every program. `hold` locks the tables that both
+/// processes keep, before a fork; `release` unlocks them, in both.
+pub(crate) fn watch(hold: extern "C" fn(), release: extern "C" fn()) {
     HANDLERS.call_once(|| {
+        own_memory();
         // SAFETY: the handlers are plain functions of this library, which is never unloaded (it owns threads).
-        let failed = unsafe { libc::pthread_atfork(Some(prepare), Some(parent), Some(child)) };
+        let failed = unsafe {
+            libc::pthread_atfork(Some(hold), Some(release), Some(release))
+                | libc::pthread_atfork(None, None, Some(child))
+        };
         if failed != 0 {
             tracing::error!("pthread_atfork failed: forked children must not use verbs");
         }

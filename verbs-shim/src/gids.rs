@@ -7,9 +7,9 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use roce::gids;
+use roce::{gids, iface};
 
-use crate::{abi::ibv_gid, device};
+use crate::{abi::ibv_gid, config, errno::Result};
 
 /// Entries of the table (`gid_tbl_len`).
 pub(crate) const TABLE_LEN: usize = 128;
@@ -26,11 +26,35 @@ pub(crate) fn ip_of(gid: &ibv_gid) -> IpAddr {
     gids::ip_of(&gid.raw)
 }
 
+/// Returns the interface that has an address, if any.
+///
+/// # Errors
+/// When the query fails, as without a descriptor left.
+pub(crate) fn interface_of(ip: IpAddr) -> Result<Option<String>> {
+    match iface::interface_of(ip) {
+        Ok((name, _)) => Ok(Some(name)),
+        Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => Ok(None),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// Returns the addresses that the devices are restricted to and that exist; empty: no restriction.
+///
+/// # Errors
+/// When a query fails.
+pub(crate) fn selected() -> Result<Vec<IpAddr>> {
+    let mut out = Vec::new();
+    for ip in config::addresses() {
+        out.extend(interface_of(ip)?.map(|_| ip));
+    }
+    Ok(out)
+}
+
 struct State {
     table: gids::GidTable,
     seen: Option<Instant>,
     /// Addresses at the last renewal.
-    told: Option<Vec<IpAddr>>,
+    renewed: Option<Vec<IpAddr>>,
 }
 
 /// The table of one device.
@@ -49,12 +73,12 @@ impl GidTable {
             state: Mutex::new(State {
                 table: gids::GidTable::default(),
                 seen: None,
-                told: None,
+                renewed: None,
             }),
         }
     }
 
-    /// The addresses that the device has now; `None` if the system can't tell.
+    /// Returns the addresses that the device has; `None` if the query fails.
     fn current(&self) -> Option<Vec<IpAddr>> {
         let mut have = match self.only.is_empty() {
             true => match gids::GidTable::addresses(&self.interface) {
@@ -66,7 +90,7 @@ impl GidTable {
             false => {
                 let mut only = Vec::new();
                 for ip in &self.only {
-                    only.extend(device::interface_of(*ip).ok()?.map(|_| *ip));
+                    only.extend(interface_of(*ip).ok()?.map(|_| *ip));
                 }
                 only.sort_by_key(IpAddr::is_ipv6);
                 only
@@ -76,13 +100,13 @@ impl GidTable {
         Some(have)
     }
 
-    /// Looks at the addresses anew; whether they are others than the last time that this was called.
+    /// Reads the addresses again. Returns whether they differ from those of the last call.
     pub(crate) fn renew(&self) -> bool {
         let mut state = self.state.lock();
         let Some(have) = self.current() else { return false };
         state.seen = Some(Instant::now());
         state.table.follow(&have);
-        state.told.replace(have.clone()) != Some(have)
+        state.renewed.replace(have.clone()) != Some(have)
     }
 
     /// The table as it is now.
@@ -105,6 +129,11 @@ impl GidTable {
     /// The index of an address.
     pub(crate) fn find(&self, ip: IpAddr) -> Option<usize> {
         self.with(|t| t.index_of(ip.to_canonical()))
+    }
+
+    /// The first address of the same IP version as another, with its index.
+    pub(crate) fn like(&self, ip: IpAddr) -> Option<(usize, IpAddr)> {
+        self.with(|t| t.iter().find(|(_, own)| own.is_ipv4() == ip.is_ipv4()))
     }
 
     /// All entries in use.

@@ -1,7 +1,7 @@
 //! The C ABI of libibverbs and librdmacm (Debian 12, rdma-core 44) over ferroce: preloaded by `ferroce run`, linked, or behind
 //! the stubs of libibverbs.so.1 and librdmacm.so.1 that `build.rs` makes (`table`).
 //!
-//! Programs call the exported functions and the function tables that `context` fills. Objects are structures that begin with
+//! Programs call the exported functions and the function tables that `verbs_table` fills. Objects are structures that begin with
 //! the public C structure, in memory of their kind (`live`); it is followed by handles of the `roce` crate. One transport per process (`engine`)
 //! serves all devices; a device is an interface, and its table of GIDs the interface's addresses.
 //!
@@ -12,22 +12,22 @@
 
 mod abi;
 mod ah;
+mod async_event;
 mod attributes;
 mod batch;
-mod bell;
 mod cancel;
 mod channel;
 mod config;
-mod context;
+mod core;
 mod cq;
 mod cqex;
 mod device;
 mod engine;
+mod errno;
 mod events;
 mod fork;
 mod gids;
 mod interpose;
-mod links;
 mod live;
 mod log;
 mod marshall;
@@ -36,23 +36,29 @@ mod mr;
 mod mw;
 mod pd;
 mod pin;
+mod port_events;
 mod post;
 mod qp;
+mod qp_verbs;
 mod qpattr;
 mod query;
 mod queue;
 pub mod rdmacm;
+mod ready_fd;
 mod rebind;
 mod ret;
 mod signals;
+mod singleton;
 mod srq;
 mod strings;
+mod symbols;
 mod sysfs;
 mod table;
 #[cfg(test)]
 mod tests;
 mod unopened;
 mod unsupported;
+mod verbs_table;
 mod worker;
 mod wrex;
 mod xrc;

@@ -13,7 +13,6 @@
 
 use std::{
     alloc::{Layout, alloc_zeroed},
-    any::type_name,
     cell::UnsafeCell,
     mem::{ManuallyDrop, MaybeUninit},
     ops::Deref,
@@ -24,7 +23,10 @@ use std::{
     },
 };
 
-use crate::ret::{Errno, Result};
+use crate::{
+    errno::{Errno, Result},
+    fork,
+};
 
 /// Key that an object is found by: the address of its context, and its handle if it has one.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
@@ -37,8 +39,12 @@ pub(crate) struct Name(pub(crate) usize, pub(crate) u32);
 pub(crate) unsafe trait Object: Sized + 'static {
     /// The public part.
     type Abi;
+    /// Name of the kind, for people.
+    const KIND: &'static str;
     /// Offset of the public part.
     const AT: usize = 0;
+    /// Whether a forked child may use it too.
+    const INHERITED: bool = false;
 
     /// Memory of all objects of this kind.
     fn arena() -> &'static Arena<Self>;
@@ -67,9 +73,8 @@ pub(crate) unsafe trait Object: Sized + 'static {
     /// The program does not destroy it while the reference lives.
     unsafe fn of<'a>(abi: *mut Self::Abi) -> Result<&'a Self> {
         let slot = Self::arena().slot(abi).ok_or_else(unknown::<Self>)?;
-        slot.check()?;
-        // SAFETY: it is alive, and stays so by the caller's promise.
-        Ok(unsafe { slot.value() })
+        // SAFETY: the caller's promise.
+        unsafe { slot.named() }
     }
 
     /// The object of a pointer from which another object is made.
@@ -81,7 +86,10 @@ pub(crate) unsafe trait Object: Sized + 'static {
     /// As for [`Object::of`].
     unsafe fn lookup<'a>(abi: *mut Self::Abi) -> Result<&'a Self> {
         // SAFETY: the caller's promise.
-        unsafe { Self::of(abi) }.map_err(|_| not_found::<Self>(abi))
+        unsafe { Self::of(abi) }.map_err(|e| match e {
+            Errno::INVAL => not_found::<Self>(abi),
+            other => other,
+        })
     }
 
     /// Like [`Object::lookup`], for a pointer that may be NULL.
@@ -105,9 +113,8 @@ pub(crate) unsafe trait Object: Sized + 'static {
     /// As for [`Object::of`].
     unsafe fn named<'a>(abi: *mut Self::Abi) -> Result<&'a Self> {
         let slot = Self::arena().slot(abi).ok_or_else(unknown::<Self>)?;
-        slot.check_state()?;
-        // SAFETY: as in `of`.
-        Ok(unsafe { slot.value() })
+        // SAFETY: the caller's promise.
+        unsafe { slot.live() }
     }
 
     /// The object that work is posted to: neither is the pointer looked up, nor are context and handle compared.
@@ -119,10 +126,7 @@ pub(crate) unsafe trait Object: Sized + 'static {
     /// As for [`Object::hot`].
     unsafe fn posting<'a>(abi: *mut Self::Abi) -> Result<&'a Self> {
         // SAFETY: the caller's promise; the memory of a kind is never freed.
-        let slot = unsafe { &*abi.byte_sub(Self::AT).cast::<Slot<Self>>() };
-        slot.check_state()?;
-        // SAFETY: as in `of`.
-        Ok(unsafe { slot.value() })
+        unsafe { (*abi.byte_sub(Self::AT).cast::<Slot<Self>>()).live() }
     }
 
     /// Like [`Object::of`], without looking the pointer up.
@@ -134,10 +138,7 @@ pub(crate) unsafe trait Object: Sized + 'static {
     /// As for [`Object::of`]; the pointer is from [`Object::publish`].
     unsafe fn hot<'a>(abi: *mut Self::Abi) -> Result<&'a Self> {
         // SAFETY: the caller's promise; the memory of a kind is never freed.
-        let slot = unsafe { &*abi.byte_sub(Self::AT).cast::<Slot<Self>>() };
-        slot.check()?;
-        // SAFETY: as in `of`.
-        Ok(unsafe { slot.value() })
+        unsafe { (*abi.byte_sub(Self::AT).cast::<Slot<Self>>()).named() }
     }
 
     /// The object of a pointer, even if it is being destroyed or calls itself otherwise.
@@ -157,19 +158,35 @@ pub(crate) unsafe trait Object: Sized + 'static {
     /// ENOENT for a pointer that is no object of this kind, and for an object whose context or handle was changed; EINVAL
     /// for NULL.
     fn claim(abi: *mut Self::Abi) -> Result<Claim<Self>> {
-        let slot = Self::arena().slot(abi).ok_or_else(|| not_found::<Self>(abi))?;
-        slot.check().map_err(|_| not_found::<Self>(abi))?;
+        let slot = Self::arena().slot(abi).filter(|slot| slot.is_live() && slot.has_name());
+        let slot = slot.ok_or_else(|| not_found::<Self>(abi))?;
         let won = slot
             .state
             .compare_exchange(LIVE, GOING, Ordering::AcqRel, Ordering::Acquire);
         won.map(|_| Claim { slot }).map_err(|_| not_found::<Self>(abi))
+    }
+
+    /// Destroys an object, after `end` has ended what it stands for. A forked child's copy is forgotten: the rest is its parent's.
+    ///
+    /// # Errors
+    /// As for [`Object::claim`], and those of `end`: the object stays then.
+    fn destroy(abi: *mut Self::Abi, end: impl FnOnce(&Self) -> Result<()>) -> Result<()> {
+        let claim = Self::claim(abi)?;
+        match claim.slot.check_process() {
+            Ok(()) => {
+                end(&claim)?;
+                claim.free();
+            }
+            Err(_) => claim.forget(),
+        }
+        Ok(())
     }
 }
 
 /// Error of a lookup that has found nothing. NULL has no handle that could be looked up.
 fn not_found<T: Object>(abi: *mut T::Abi) -> Errno {
     match abi.is_null() {
-        true => Errno::INVAL.because(format_args!("the pointer to the {} is NULL", kind::<T>())),
+        true => Errno::INVAL.because(format_args!("the pointer to the {} is NULL", T::KIND)),
         false => no_object::<T>(Errno::NOENT),
     }
 }
@@ -180,37 +197,24 @@ fn unknown<T: Object>() -> Errno {
     no_object::<T>(Errno::INVAL)
 }
 
-fn no_object<T>(errno: Errno) -> Errno {
+fn no_object<T: Object>(errno: Errno) -> Errno {
     errno.because(format_args!(
         "the pointer is to no {} of this library: it was destroyed, or its context or handle was overwritten",
-        kind::<T>()
+        T::KIND
     ))
 }
 
-/// Name of a kind of object, for people.
-fn kind<T>() -> &'static str {
-    match type_name::<T>().rsplit("::").next() {
-        Some("Qp") => "QP",
-        Some("Cq") => "CQ",
-        Some("Mr") => "MR",
-        Some("Pd") => "PD",
-        Some("Srq") => "SRQ",
-        Some("Ah") => "address handle",
-        Some("Mw") => "memory window",
-        Some("Xrcd") => "XRC domain",
-        Some("Td") => "thread domain",
-        Some("Channel") => "completion channel",
-        _ => "object",
-    }
-}
-
-/// Makes a structure an [`Object`]: `AT` bytes into it is the C structure, whose context and handle are named.
+/// Makes a structure an [`Object`] that begins with the C structure, whose context and handle are given.
 macro_rules! object {
-    ($kind:ty, $abi:ty, $at:expr, |$public:ident| $context:expr, $handle:expr) => {
+    ($kind:ty, $name:literal, $abi:ty, |$public:ident| $context:expr, $handle:expr $(, inherited at $at:expr)?) => {
         // SAFETY: `repr(C)`, and the public part is at that offset.
         unsafe impl $crate::live::Object for $kind {
             type Abi = $abi;
-            const AT: usize = $at;
+            const KIND: &'static str = $name;
+            $(
+                const AT: usize = $at;
+                const INHERITED: bool = true;
+            )?
 
             fn arena() -> &'static $crate::live::Arena<Self> {
                 static ARENA: $crate::live::Arena<$kind> = $crate::live::Arena::new();
@@ -239,8 +243,8 @@ const GOING: u32 = 1;
 struct Slot<T> {
     value: UnsafeCell<MaybeUninit<T>>,
     state: AtomicU32,
-    /// Key that the object was made with.
-    name: UnsafeCell<Name>,
+    /// Key that the object was made with, and the process that made it.
+    made: UnsafeCell<(Name, u32)>,
     next: AtomicPtr<Self>,
 }
 
@@ -250,21 +254,48 @@ impl<T: Object> Slot<T> {
     }
 
     #[inline(always)]
-    fn check_state(&self) -> Result<()> {
-        match self.state.load(Ordering::Acquire) {
-            LIVE => Ok(()),
-            _ => Err(unknown::<T>()),
-        }
+    fn is_live(&self) -> bool {
+        self.state.load(Ordering::Acquire) == LIVE
     }
 
     #[inline(always)]
-    fn check(&self) -> Result<()> {
-        self.check_state()?;
+    fn has_name(&self) -> bool {
         // SAFETY: written before the state said that it is alive. The public part is the program's to read and write.
-        match unsafe { *self.name.get() == T::name(self.abi()) } {
-            true => Ok(()),
-            false => Err(unknown::<T>()),
+        unsafe { (*self.made.get()).0 == T::name(self.abi()) }
+    }
+
+    /// Fails in a child of the process that made the object.
+    #[inline(always)]
+    fn check_process(&self) -> Result<()> {
+        // SAFETY: as above.
+        fork::check(unsafe { (*self.made.get()).1 })
+    }
+
+    /// The object in it, if it is alive in this process.
+    ///
+    /// # Safety
+    /// As for [`Object::of`].
+    #[inline(always)]
+    unsafe fn live<'a>(&self) -> Result<&'a T> {
+        if !self.is_live() {
+            return Err(unknown::<T>());
         }
+        if !T::INHERITED {
+            self.check_process()?;
+        }
+        // SAFETY: it is alive, and stays so by the caller's promise.
+        Ok(unsafe { self.value() })
+    }
+
+    /// Like [`Slot::live`]; the program has left its context and handle alone.
+    ///
+    /// # Safety
+    /// As for [`Object::of`].
+    #[inline(always)]
+    unsafe fn named<'a>(&self) -> Result<&'a T> {
+        // SAFETY: the caller's promise.
+        let object = unsafe { self.live() }?;
+        self.has_name().then_some(object).ok_or_else(unknown::<T>)
     }
 
     /// # Safety
@@ -366,7 +397,7 @@ impl<T: Object> Arena<T> {
         // SAFETY: the slot is this thread's alone until its state is LIVE.
         unsafe {
             slot.value.get().write(MaybeUninit::new(value));
-            slot.name.get().write(T::name(slot.abi()));
+            slot.made.get().write((T::name(slot.abi()), fork::generation()));
         }
         slot.state.store(LIVE, Ordering::Release);
         Ok(slot.abi())
@@ -429,7 +460,7 @@ mod tests {
         held: Arc<()>,
     }
 
-    object!(Thing, Abi, mem::offset_of!(Thing, abi), |p| (*p).context, (*p).handle);
+    object!(Thing, "thing", Abi, |p| (*p).context, (*p).handle, inherited at mem::offset_of!(Thing, abi));
 
     fn thing(handle: u32, held: &Arc<()>) -> Thing {
         let abi = Abi { context: 7, handle };

@@ -1,22 +1,27 @@
 //! Log of the library: lines on standard error, as `ferroce run -v` and `FERROCE_LOG` ask for.
 //!
-//! Failed verbs, error completions and failed queue pairs are one line each, at level INFO: programs try what they may not get,
-//! so that a failure is news to the person who debugs and not an error of ferroce. While the level is lower, nothing is
+//! Failed verbs, error completions and failed queue pairs are one line each, at level INFO: programs try features that may be missing,
+//! so that a failure matters to debugging and is not an error of ferroce. While the level is lower, nothing is
 //! formatted, and a verb that succeeds has no cost.
 
 use std::{
     any::type_name,
     io::{self, Write},
+    os::fd::{AsFd, BorrowedFd},
     sync::{Mutex, Once},
     time::{Duration, Instant},
 };
 
 use libc::c_int;
-use roce::{Completion, WcStatus, environment};
+use roce::environment;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tracing::Level;
 use tracing_subscriber::{filter::Targets, fmt::MakeWriter, layer::SubscriberExt as _, util::SubscriberInitExt as _};
 
-use crate::{abi::ibv_qp, config, engine::Engine, live::Object as _, qp::Qp, ret::Errno};
+use crate::{
+    config,
+    errno::{self, Errno},
+};
 
 /// Log filter, such as `info` or `roce_port=trace,info`.
 const FILTER: &str = "FERROCE_LOG";
@@ -52,16 +57,11 @@ pub(crate) fn start() {
     });
 }
 
-/// Whether failures are logged.
-pub(crate) fn is_on() -> bool {
-    tracing::enabled!(Level::INFO)
-}
-
 /// Logs a verb that failed. `F` is the closure of its entry point, whose name is the verb's.
 #[cold]
 pub(crate) fn failed_verb<F>(error: Errno) {
     // Answers that programs ask for in loops: nothing is there yet, or no more.
-    if is_on() && error != Errno::AGAIN && error != Errno::NODATA {
+    if errno::is_logged() && error != Errno::AGAIN && error != Errno::NODATA {
         failed(&verb_of(type_name::<F>()), error);
     }
 }
@@ -69,7 +69,7 @@ pub(crate) fn failed_verb<F>(error: Errno) {
 /// Logs something that failed under its name.
 #[cold]
 pub(crate) fn failed(name: &str, error: Errno) {
-    if !is_on() {
+    if !errno::is_logged() {
         return;
     }
     let errno = error_text(error.0);
@@ -96,38 +96,6 @@ fn verb_of(closure: &str) -> String {
     }
 }
 
-/// Logs the completions that are errors; of the work requests that a failed queue pair flushes only its failure.
-pub(crate) fn completions(engine: &Engine, completions: &[Completion]) {
-    for completion in completions.iter().filter(|c| !c.is_ok()) {
-        let explained = queue_pair(engine, completion.qpn.value());
-        if !explained && completion.status != WcStatus::FlushError {
-            let Completion { wr_id, status, qpn, .. } = completion;
-            tracing::info!("work request {wr_id:#x} of QP {:#x} failed: {status}", qpn.value());
-        }
-    }
-}
-
-/// Logs why a queue pair has failed, if it has and that was not logged before. Returns whether it did.
-pub(crate) fn queue_pair(engine: &Engine, number: u32) -> bool {
-    if !is_on() {
-        return false;
-    }
-    let objects = engine.objects();
-    let target = objects.qps.get(&number).and_then(|all| all.first());
-    // SAFETY: an object in the table is not freed before it is taken out, for which this lock is needed.
-    let qp = target.and_then(|target| unsafe { Qp::any(target.element() as *mut ibv_qp) });
-    qp.is_some_and(failure_of)
-}
-
-/// Logs why a queue pair has failed, as [`queue_pair`].
-pub(crate) fn failure_of(qp: &Qp) -> bool {
-    let failure = qp.inner().take_failure();
-    if let Some(failure) = &failure {
-        tracing::info!("{failure}");
-    }
-    failure.is_some()
-}
-
 /// Standard error. A line is one system call, so that those of several threads and processes don't mix.
 pub(crate) struct Stderr;
 
@@ -151,9 +119,10 @@ impl Write for Stderr {
             Some(times) => format!("ferroce: the last line again {times} times\n"),
         };
         let text = [more.as_bytes(), b"ferroce: ", line].concat();
-        if is_ready(libc::STDERR_FILENO) {
-            // SAFETY: a buffer and its length. What can't be written is lost: nobody is there to be told.
-            unsafe { libc::write(libc::STDERR_FILENO, text.as_ptr().cast(), text.len()) };
+        let stderr = io::stderr();
+        if is_ready(stderr.as_fd()) {
+            // What can't be written is lost: it could not be reported either.
+            let _ = rustix::io::write(stderr, &text);
         }
         Ok(line.len())
     }
@@ -187,14 +156,10 @@ fn suppressed(line: &[u8]) -> Option<u64> {
 }
 
 /// Whether a line can be written without waiting for a reader: lines are written under locks that traffic needs.
-fn is_ready(fd: c_int) -> bool {
-    let mut poll = libc::pollfd {
-        fd,
-        events: libc::POLLOUT,
-        revents: 0,
-    };
-    // SAFETY: one entry.
-    unsafe { libc::poll(&raw mut poll, 1, 0) > 0 && poll.revents & libc::POLLOUT != 0 }
+fn is_ready(fd: BorrowedFd<'_>) -> bool {
+    let mut entry = [PollFd::from_borrowed_fd(fd, PollFlags::OUT)];
+    let ready = poll(&mut entry, Some(&Timespec::default()));
+    ready.is_ok() && entry[0].revents().contains(PollFlags::OUT)
 }
 
 #[cfg(test)]
@@ -239,16 +204,12 @@ mod tests {
     fn a_full_pipe_is_not_waited_for() {
         use std::os::fd::AsRawFd;
         let (reader, writer) = io::pipe().unwrap();
-        let fd = writer.as_raw_fd();
-        assert!(is_ready(fd));
+        assert!(is_ready(writer.as_fd()));
         // SAFETY: a descriptor of this test.
-        let capacity = unsafe {
-            libc::fcntl(fd, libc::F_SETFL, libc::O_NONBLOCK);
-            libc::fcntl(fd, libc::F_GETPIPE_SZ)
-        };
+        let capacity = unsafe { libc::fcntl(writer.as_raw_fd(), libc::F_GETPIPE_SZ) };
         let all = vec![0; usize::try_from(capacity).unwrap()];
         (&writer).write_all(&all).unwrap();
-        assert!(!is_ready(fd));
+        assert!(!is_ready(writer.as_fd()));
         drop(reader);
     }
 }

@@ -1,55 +1,44 @@
 //! Structures of the kernel's user interface and of programs, converted for librdmacm (libibverbs' `marshall.h`).
+//!
+//! # Safety
+//! Both arguments of each function point to such a structure.
+
+use std::mem;
 
 use libc::c_int;
 
 use crate::{
-    abi::{ibv_ah_attr, ibv_gid, ibv_qp_attr, ibv_qp_cap},
+    abi::{c_types, ibv_ah_attr, ibv_gid, ibv_qp_attr},
     rdmacm::abi::{AhAttr, QpAttrResp, UserPathRec},
 };
 
-/// `struct ibv_sa_path_rec` (`infiniband/sa.h`); what is big-endian there stays so.
-#[repr(C)]
-struct SaPathRec {
-    dgid: ibv_gid,
-    sgid: ibv_gid,
-    dlid: u16,
-    slid: u16,
-    raw_traffic: c_int,
-    flow_label: [u8; 4],
-    hop_limit: u8,
-    traffic_class: u8,
-    reversible: c_int,
-    numb_path: u8,
-    pkey: u16,
-    sl: u8,
-    mtu_selector: u8,
-    mtu: u8,
-    rate_selector: u8,
-    rate: u8,
-    packet_life_time_selector: u8,
-    packet_life_time: u8,
-    preference: u8,
+c_types! {
+    derive(Clone, Copy);
+
+    /// Path record of programs; its big-endian fields stay so.
+    struct SaPathRec = "struct ibv_sa_path_rec" {
+        dgid sgid: ibv_gid,
+        dlid slid: u16,
+        raw_traffic: c_int,
+        flow_label: [u8; 4],
+        hop_limit traffic_class: u8,
+        reversible: c_int,
+        numb_path: u8,
+        pkey: u16,
+        sl mtu_selector mtu rate_selector rate packet_life_time_selector packet_life_time preference: u8,
+    }
 }
 
-/// Fills an address vector, but for what the kernel does not tell.
+macro_rules! copy {
+    ($to:expr, $from:expr; $($field:ident)*) => { $($to.$field = $from.$field;)* };
+}
+
 fn ah_attr(to: &mut ibv_ah_attr, from: &AhAttr) {
     to.grh.dgid.raw = from.dgid;
-    to.grh.flow_label = from.flow_label;
-    to.grh.sgid_index = from.sgid_index;
-    to.grh.hop_limit = from.hop_limit;
-    to.grh.traffic_class = from.traffic_class;
-    to.dlid = from.dlid;
-    to.sl = from.sl;
-    to.src_path_bits = from.src_path_bits;
-    to.static_rate = from.static_rate;
-    to.is_global = from.is_global;
-    to.port_num = from.port_num;
+    copy!(to.grh, from; flow_label sgid_index hop_limit traffic_class);
+    copy!(to, from; dlid sl src_path_bits static_rate is_global port_num);
 }
 
-/// An address vector of the kernel's.
-///
-/// # Safety
-/// Both are there; as in the functions below.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_copy_ah_attr_from_kern(to: *mut ibv_ah_attr, from: *const AhAttr) {
     // SAFETY: the caller's promise. All fields are plain numbers.
@@ -60,119 +49,58 @@ unsafe extern "C" fn ibv_copy_ah_attr_from_kern(to: *mut ibv_ah_attr, from: *con
     }
 }
 
-/// Attributes of a queue pair; its state is not among them, librdmacm sets it.
-///
-/// # Safety
-/// As above.
+/// Converts attributes of a queue pair but for its state, which librdmacm sets.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_copy_qp_attr_from_kern(to: *mut ibv_qp_attr, from: *const QpAttrResp) {
     // SAFETY: the caller's promise. All fields are plain numbers.
     let (mut out, from) = unsafe { (to.read_unaligned(), from.read_unaligned()) };
-    out.cur_qp_state = from.cur_state.cast_signed();
-    out.path_mtu = from.path_mtu.cast_signed();
-    out.path_mig_state = from.path_mig_state.cast_signed();
-    out.qkey = from.qkey;
-    out.rq_psn = from.rq_psn;
-    out.sq_psn = from.sq_psn;
-    out.dest_qp_num = from.dest_qp_num;
+    out.cur_qp_state = from.cur_state;
     out.qp_access_flags = from.access;
-    let [max_send_wr, max_recv_wr, max_send_sge, max_recv_sge, max_inline_data] = from.caps;
-    out.cap = ibv_qp_cap {
-        max_send_wr,
-        max_recv_wr,
-        max_send_sge,
-        max_recv_sge,
-        max_inline_data,
-    };
+    copy!(out.cap, from; max_send_wr max_recv_wr max_send_sge max_recv_sge max_inline_data);
     ah_attr(&mut out.ah_attr, &from.ah_attr);
     ah_attr(&mut out.alt_ah_attr, &from.alt_ah_attr);
-    out.pkey_index = from.pkey_index;
-    out.alt_pkey_index = from.alt_pkey_index;
-    out.en_sqd_async_notify = from.en_sqd_async_notify;
-    out.sq_draining = from.sq_draining;
-    out.max_rd_atomic = from.max_rd_atomic;
-    out.max_dest_rd_atomic = from.max_dest_rd_atomic;
-    out.min_rnr_timer = from.min_rnr_timer;
-    out.port_num = from.port_num;
-    out.timeout = from.timeout;
-    out.retry_cnt = from.retry_cnt;
-    out.rnr_retry = from.rnr_retry;
-    out.alt_port_num = from.alt_port_num;
-    out.alt_timeout = from.alt_timeout;
+    copy!(out, from; path_mtu path_mig_state qkey rq_psn sq_psn dest_qp_num pkey_index alt_pkey_index en_sqd_async_notify
+        sq_draining max_rd_atomic max_dest_rd_atomic min_rnr_timer port_num timeout retry_cnt rnr_retry alt_port_num alt_timeout);
     // SAFETY: likewise.
     unsafe { to.write_unaligned(out) };
 }
 
-/// A path record of the kernel's.
-///
-/// # Safety
-/// As above.
+/// Copies the fields that both forms of a path record have.
+macro_rules! copy_path {
+    ($to:expr, $from:expr) => {
+        copy!($to, $from; dlid slid raw_traffic flow_label hop_limit traffic_class reversible numb_path pkey sl mtu_selector
+            rate_selector rate packet_life_time_selector packet_life_time preference)
+    };
+}
+
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_copy_path_rec_from_kern(to: *mut SaPathRec, from: *const UserPathRec) {
-    // SAFETY: the caller's promise; `to` is written as a whole.
+    // SAFETY: the caller's promise; `to` is written as a whole. All fields are plain numbers.
     unsafe {
-        let from = from.read_unaligned();
-        to.write_unaligned(SaPathRec {
-            dgid: ibv_gid { raw: from.dgid },
-            sgid: ibv_gid { raw: from.sgid },
-            dlid: from.dlid,
-            slid: from.slid,
-            raw_traffic: from.raw_traffic.cast_signed(),
-            flow_label: from.flow_label,
-            hop_limit: from.hop_limit,
-            traffic_class: from.traffic_class,
-            reversible: from.reversible.cast_signed(),
-            numb_path: from.numb_path,
-            pkey: u16::from_ne_bytes(from.pkey),
-            sl: from.sl,
-            mtu_selector: from.mtu_selector,
-            // A code of IBA, which needs six bits.
-            mtu: from.mtu as u8,
-            rate_selector: from.rate_selector,
-            rate: from.rate,
-            packet_life_time_selector: from.packet_life_time_selector,
-            packet_life_time: from.packet_life_time,
-            preference: from.preference,
-        });
+        let (mut out, from) = (mem::zeroed::<SaPathRec>(), from.read_unaligned());
+        copy_path!(out, from);
+        (out.dgid.raw, out.sgid.raw) = (from.dgid, from.sgid);
+        // A code of IBA, which needs six bits.
+        out.mtu = from.mtu as u8;
+        to.write_unaligned(out);
     }
 }
 
-/// A path record for the kernel.
-///
-/// # Safety
-/// As above.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_copy_path_rec_to_kern(to: *mut UserPathRec, from: *const SaPathRec) {
-    // SAFETY: the caller's promise; `to` is written as a whole.
+    // SAFETY: the caller's promise; `to` is written as a whole. All fields are plain numbers.
     unsafe {
-        let from = from.read_unaligned();
-        to.write_unaligned(UserPathRec {
-            dgid: from.dgid.raw,
-            sgid: from.sgid.raw,
-            dlid: from.dlid,
-            slid: from.slid,
-            raw_traffic: from.raw_traffic.cast_unsigned(),
-            flow_label: from.flow_label,
-            reversible: from.reversible.cast_unsigned(),
-            mtu: u32::from(from.mtu),
-            pkey: from.pkey.to_ne_bytes(),
-            hop_limit: from.hop_limit,
-            traffic_class: from.traffic_class,
-            numb_path: from.numb_path,
-            sl: from.sl,
-            mtu_selector: from.mtu_selector,
-            rate_selector: from.rate_selector,
-            rate: from.rate,
-            packet_life_time_selector: from.packet_life_time_selector,
-            packet_life_time: from.packet_life_time,
-            preference: from.preference,
-        });
+        let (mut out, from) = (mem::zeroed::<UserPathRec>(), from.read_unaligned());
+        copy_path!(out, from);
+        (out.dgid, out.sgid) = (from.dgid.raw, from.sgid.raw);
+        out.mtu = from.mtu.into();
+        to.write_unaligned(out);
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::mem::{offset_of, zeroed};
+    use std::mem::zeroed;
 
     use zerocopy::IntoBytes;
 
@@ -180,12 +108,6 @@ mod tests {
 
     #[test]
     fn path_records_come_back_as_they_went() {
-        // `infiniband/sa.h` on LP64.
-        assert_eq!(size_of::<SaPathRec>(), 64);
-        assert_eq!(offset_of!(SaPathRec, flow_label), 40);
-        assert_eq!(offset_of!(SaPathRec, reversible), 48);
-        assert_eq!(offset_of!(SaPathRec, pkey), 54);
-        assert_eq!(offset_of!(SaPathRec, preference), 63);
         let mut kernel: UserPathRec = crate::rdmacm::abi::zeroed();
         for (i, byte) in kernel.as_mut_bytes().iter_mut().enumerate() {
             *byte = i as u8 + 1;
@@ -195,10 +117,7 @@ mod tests {
         unsafe {
             let (mut user, mut back) = (zeroed::<SaPathRec>(), crate::rdmacm::abi::zeroed::<UserPathRec>());
             ibv_copy_path_rec_from_kern(&raw mut user, &raw const kernel);
-            assert_eq!(
-                (user.pkey.to_ne_bytes(), user.sl, user.mtu),
-                (kernel.pkey, kernel.sl, 5)
-            );
+            assert_eq!((user.pkey, user.sl, user.mtu), (kernel.pkey, kernel.sl, 5));
             ibv_copy_path_rec_to_kern(&raw mut back, &raw const user);
             assert_eq!(back.as_bytes(), kernel.as_bytes());
         }
@@ -210,7 +129,8 @@ mod tests {
             state: 3,
             cur_state: 2,
             dest_qp_num: 7,
-            caps: [1, 2, 3, 4, 5],
+            max_send_wr: 1,
+            max_inline_data: 5,
             timeout: 14,
             alt_timeout: 9,
             ..QpAttrResp::default()

@@ -3,6 +3,7 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use libc::c_int;
+use roce::VerbsError;
 
 use crate::{
     abi::{IBV_QPT_UD, ibv_gid, ibv_qp},
@@ -14,7 +15,6 @@ use crate::{
 
 /// The group of a GID, if the queue pair can have to do with groups at all.
 fn group(qp: &Qp, gid: &ibv_gid) -> Result<IpAddr> {
-    qp.alive()?;
     let ip = gids::ip_of(gid);
     match qp.kind() == IBV_QPT_UD && ip.is_multicast() {
         true => Ok(ip),
@@ -26,33 +26,35 @@ fn group(qp: &Qp, gid: &ibv_gid) -> Result<IpAddr> {
 
 /// The address whose interface joins a group.
 fn local(qp: &Qp, group: IpAddr) -> IpAddr {
-    let entries = qp.core().device.gids.entries();
-    let same = entries.into_iter().find(|(_, ip)| ip.is_ipv4() == group.is_ipv4());
-    same.map_or_else(
-        || match group {
-            IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
-            IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
-        },
-        |(_, ip)| ip,
-    )
+    let any = match group {
+        IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+    };
+    qp.core.device.gids.like(group).map_or(any, |(_, ip)| ip)
+}
+
+/// Changes the membership of a queue pair in the group of a GID.
+///
+/// # Safety
+/// The program does not destroy the queue pair during the call, and `gid` is readable.
+unsafe fn change(
+    qp: *mut ibv_qp,
+    gid: *const ibv_gid,
+    change: impl FnOnce(&Qp, IpAddr) -> std::result::Result<(), VerbsError>,
+) -> Result<()> {
+    // SAFETY: the caller's promise.
+    let (this, gid) = unsafe { (Qp::of(qp)?, gid.read_unaligned()) };
+    Ok(change(this, group(this, &gid)?)?)
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_attach_mcast(qp: *mut ibv_qp, gid: *const ibv_gid, _lid: u16) -> c_int {
-    ret::code(|| {
-        // SAFETY: the program passes a queue pair of ours and a GID.
-        let (this, gid) = unsafe { (Qp::of(qp)?, gid.read_unaligned()) };
-        let group = group(this, &gid)?;
-        Ok(this.inner().attach_mcast(group, local(this, group))?)
-    })
+    // SAFETY: the program passes a queue pair of ours and a GID.
+    ret::code(|| unsafe { change(qp, gid, |qp, group| qp.inner.attach_mcast(group, local(qp, group))) })
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_detach_mcast(qp: *mut ibv_qp, gid: *const ibv_gid, _lid: u16) -> c_int {
-    ret::code(|| {
-        // SAFETY: the program passes a queue pair of ours and a GID.
-        let (this, gid) = unsafe { (Qp::of(qp)?, gid.read_unaligned()) };
-        let group = group(this, &gid)?;
-        Ok(this.inner().detach_mcast(group)?)
-    })
+    // SAFETY: the program passes a queue pair of ours and a GID.
+    ret::code(|| unsafe { change(qp, gid, |qp, group| qp.inner.detach_mcast(group)) })
 }

@@ -7,8 +7,8 @@ use parking_lot::Mutex;
 use roce::{AccessFlags, Reregister};
 
 use crate::{
-    abi::{access, c_enum, ibv_mr, ibv_pd, ibv_sge},
-    context::Core,
+    abi::{access, c_enum, ibv_mr, ibv_pd, ibv_sge, rereg},
+    core::Core,
     live::{self, Object as _},
     log,
     pd::{Pd, Users},
@@ -25,12 +25,11 @@ pub(crate) struct Mr {
     state: Mutex<State>,
 }
 
-live::object!(Mr, ibv_mr, 0, |mr| (*mr).context, (*mr).handle);
+live::object!(Mr, "MR", ibv_mr, |mr| (*mr).context, (*mr).handle);
 
 struct State {
     inner: roce::Mr,
     memory: (*mut c_void, size_t),
-    pd: *mut ibv_pd,
     access: u32,
     /// Keeps the domain.
     user: Users,
@@ -54,38 +53,24 @@ fn check_memory(addr: *mut c_void, length: size_t, rights: AccessFlags) -> Resul
     pin::check(addr as usize, length, rights.intersects(WRITERS))
 }
 
-/// Memory to register.
-#[derive(Clone, Copy)]
-struct Range {
-    addr: *mut c_void,
-    length: size_t,
-    iova: u64,
-}
-
-fn register(pd: &Pd, range: Range, flags: u32) -> Result<roce::Mr> {
-    let rights = access_flags(flags)?;
-    if flags & access::ON_DEMAND != 0 && range.length == size_t::MAX {
-        // All of the program's memory, whatever is there.
-        return Err(Errno::NOTSUP.because("implicit on-demand paging (all of the program's memory) is not supported"));
-    }
-    check_memory(range.addr, range.length, rights)?;
-    signals::prepare();
-    let device = &pd.engine()?.device;
-    // SAFETY: memory of the program, which Rust has no references to. If the program takes it away, accesses fail.
-    Ok(unsafe { device.register_mr(&pd.inner, range.addr.cast(), range.length, range.iova, rights) }?)
-}
-
-fn reg(pd: *mut ibv_pd, range: Range, flags: u32) -> Result<*mut ibv_mr> {
+fn reg(pd: *mut ibv_pd, addr: *mut c_void, length: size_t, iova: u64, flags: u32) -> Result<*mut ibv_mr> {
     // SAFETY: the program passes a domain of ours.
     let domain = unsafe { Pd::lookup(pd)? };
-    domain.core.alive()?;
-    let inner = register(domain, range, flags)?;
+    let rights = access_flags(flags)?;
+    if flags & access::ON_DEMAND != 0 && length == size_t::MAX {
+        return Err(Errno::NOTSUP.because("implicit on-demand paging (all of the program's memory) is not supported"));
+    }
+    check_memory(addr, length, rights)?;
+    signals::prepare();
+    let device = &domain.engine()?.device;
+    // SAFETY: memory of the program, which Rust has no references to. If the program unmaps it, accesses fail.
+    let inner = unsafe { device.register_mr(&domain.inner, addr.cast(), length, iova, rights) }?;
     let mr = Mr {
         abi: ibv_mr {
             context: domain.context(),
             pd,
-            addr: range.addr,
-            length: range.length,
+            addr,
+            length,
             handle: inner.lkey().0 >> 8,
             lkey: inner.lkey().0,
             rkey: inner.rkey().0,
@@ -93,10 +78,9 @@ fn reg(pd: *mut ibv_pd, range: Range, flags: u32) -> Result<*mut ibv_mr> {
         core: domain.core.clone(),
         state: Mutex::new(State {
             inner,
-            memory: (range.addr, range.length),
-            pd,
+            memory: (addr, length),
             access: flags,
-            user: domain.user(),
+            user: domain.users.clone(),
         }),
     };
     mr.publish()
@@ -114,7 +98,7 @@ fn natural(addr: *mut c_void, flags: u32) -> u64 {
 unsafe extern "C" fn ibv_reg_mr(pd: *mut ibv_pd, addr: *mut c_void, length: size_t, flags: c_int) -> *mut ibv_mr {
     let flags = flags as u32;
     let iova = natural(addr, flags);
-    ret::pointer(|| reg(pd, Range { addr, length, iova }, flags))
+    ret::pointer(|| reg(pd, addr, length, iova, flags))
 }
 
 #[unsafe(no_mangle)]
@@ -125,7 +109,7 @@ unsafe extern "C" fn ibv_reg_mr_iova(
     iova: u64,
     flags: c_int,
 ) -> *mut ibv_mr {
-    ret::pointer(|| reg(pd, Range { addr, length, iova }, flags as u32))
+    ret::pointer(|| reg(pd, addr, length, iova, flags as u32))
 }
 
 #[unsafe(no_mangle)]
@@ -139,25 +123,7 @@ unsafe extern "C" fn ibv_reg_mr_iova2(
     // ibv_reg_mr with optional rights comes here, with the address as iova.
     let zero_based = flags & AccessFlags::ZERO_BASED.bits() != 0;
     let iova = if zero_based && iova == addr as u64 { 0 } else { iova };
-    ret::pointer(|| reg(pd, Range { addr, length, iova }, flags))
-}
-
-/// `ibv_rereg_mr_flags`.
-mod change {
-    pub(super) const TRANSLATION: c_int = 1;
-    pub(super) const PD: c_int = 1 << 1;
-    pub(super) const ACCESS: c_int = 1 << 2;
-    use libc::c_int;
-}
-
-/// `ibv_rereg_mr_err_code`; the region is as it was after each of them. The others are about memory that libibverbs keeps from
-/// forked children, which is not done here.
-mod refused {
-    use libc::c_int;
-    /// By libibverbs: the arguments make no sense.
-    pub(super) const INPUT: c_int = -1;
-    /// By the kernel, for whatever reason.
-    pub(super) const CMD: c_int = -4;
+    ret::pointer(|| reg(pd, addr, length, iova, flags))
 }
 
 /// Changes to a region that a program asks for.
@@ -176,35 +142,34 @@ impl Change {
 
     /// Whether libibverbs would ask the kernel at all.
     fn makes_sense(&self) -> bool {
-        self.what & !(change::TRANSLATION | change::PD | change::ACCESS) == 0
-            && (!self.has(change::TRANSLATION) || (self.length > 0 && !self.addr.is_null()))
-            && (!self.has(change::PD) || !self.pd.is_null())
-            && (self.has(change::ACCESS) || self.access == 0)
+        self.what & !(rereg::CHANGE_TRANSLATION | rereg::CHANGE_PD | rereg::CHANGE_ACCESS) == 0
+            && (!self.has(rereg::CHANGE_TRANSLATION) || (self.length > 0 && !self.addr.is_null()))
+            && (!self.has(rereg::CHANGE_PD) || !self.pd.is_null())
+            && (self.has(rereg::CHANGE_ACCESS) || self.access == 0)
     }
 }
 
 /// Changes a region, or leaves it as it was.
 ///
 /// # Errors
-/// EINVAL, EFAULT, and what the transport says.
+/// EINVAL, EFAULT, and errors of the transport.
 ///
 /// # Safety
-/// The program uses neither the region nor the domain otherwise meanwhile.
+/// The program uses neither the region nor the domain otherwise during the call.
 unsafe fn reregister(mr: *mut ibv_mr, wanted: &Change) -> Result<()> {
     // SAFETY: the caller's promise.
     let this = unsafe { Mr::lookup(mr)? };
-    this.core.alive()?;
     if wanted.what == 0 {
         return Err(Errno::INVAL.because("flags is 0: nothing is to change"));
     }
     let mut state = this.state.lock();
-    let domain = match wanted.has(change::PD) {
+    let domain = match wanted.has(rereg::CHANGE_PD) {
         // SAFETY: the caller's promise.
         true => Some(unsafe { Pd::of(wanted.pd)? }),
         false => None,
     };
     domain.map_or(Ok(()), |domain| this.core.same(&domain.core))?;
-    let (moves, allows) = (wanted.has(change::TRANSLATION), wanted.has(change::ACCESS));
+    let (moves, allows) = (wanted.has(rereg::CHANGE_TRANSLATION), wanted.has(rereg::CHANGE_ACCESS));
     let access = if allows { wanted.access } else { state.access };
     let rights = access_flags(access)?;
     let memory = if moves {
@@ -220,15 +185,18 @@ unsafe fn reregister(mr: *mut ibv_mr, wanted: &Change) -> Result<()> {
         memory: moves.then(|| (memory.0.cast(), memory.1, natural(memory.0, access))),
         access: allows.then_some(rights),
     };
-    // SAFETY: as for `register`.
+    // SAFETY: as for `reg`.
     state.inner = unsafe { state.inner.reregister(&new) }?;
     (state.memory, state.access) = (memory, access);
     if let Some(domain) = domain {
-        (state.pd, state.user) = (wanted.pd, domain.user());
+        state.user = domain.users.clone();
     }
-    // SAFETY: the public part, which nobody else writes meanwhile.
+    // SAFETY: the public part, which no other thread writes during this call.
     unsafe {
-        ((*mr).pd, (*mr).addr, (*mr).length) = (state.pd, memory.0, memory.1);
+        if domain.is_some() {
+            (*mr).pd = wanted.pd;
+        }
+        ((*mr).addr, (*mr).length) = memory;
         ((*mr).lkey, (*mr).rkey) = (state.inner.lkey().0, state.inner.rkey().0);
     }
     Ok(())
@@ -254,28 +222,18 @@ unsafe extern "C" fn ibv_rereg_mr(
     if mr.is_null() || !wanted.makes_sense() {
         log::failed("ibv_rereg_mr", Errno::INVAL.because("the arguments don't fit flags"));
         Errno::INVAL.set();
-        return refused::INPUT;
+        return rereg::ERR_INPUT;
     }
     // SAFETY: the program's arguments.
     match ret::code(|| unsafe { reregister(mr, &wanted) }) {
         0 => 0,
-        _ => refused::CMD,
+        _ => rereg::ERR_CMD,
     }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_dereg_mr(mr: *mut ibv_mr) -> c_int {
-    ret::code(|| {
-        let this = Mr::claim(mr)?;
-        if this.core.alive().is_err() {
-            // A forked child's copy: the region is the parent's.
-            this.forget();
-            return Ok(());
-        }
-        this.state.lock().inner.deregister()?;
-        this.free();
-        Ok(())
-    })
+    ret::code(|| Mr::destroy(mr, |this| Ok(this.state.lock().inner.deregister()?)))
 }
 
 /// Advice is about paging on demand, which is not done here.
@@ -295,7 +253,7 @@ pub(crate) unsafe extern "C" fn advise_mr(
 /// EINVAL for what is no region of this context.
 ///
 /// # Safety
-/// The program does not deregister it meanwhile.
+/// The program does not deregister it during the call.
 pub(crate) unsafe fn key_of(core: &Core, mr: *mut ibv_mr) -> Result<u32> {
     let mr = match mr.is_null() {
         true => return Ok(0),
@@ -324,19 +282,25 @@ mod tests {
         let (no_pd, no_addr) = (std::ptr::null_mut(), std::ptr::null_mut());
         for fine in [
             change(0, no_pd, no_addr, 0, 0),
-            change(change::TRANSLATION, no_pd, addr, 1, 0),
-            change(change::PD, pd, no_addr, 0, 0),
-            change(change::ACCESS, no_pd, no_addr, 0, 1),
-            change(change::TRANSLATION | change::PD | change::ACCESS, pd, addr, 1, 1),
+            change(rereg::CHANGE_TRANSLATION, no_pd, addr, 1, 0),
+            change(rereg::CHANGE_PD, pd, no_addr, 0, 0),
+            change(rereg::CHANGE_ACCESS, no_pd, no_addr, 0, 1),
+            change(
+                rereg::CHANGE_TRANSLATION | rereg::CHANGE_PD | rereg::CHANGE_ACCESS,
+                pd,
+                addr,
+                1,
+                1,
+            ),
         ] {
             assert!(fine.makes_sense(), "{:x}", fine.what);
         }
         for bad in [
             change(1 << 3, pd, addr, 1, 1),
-            change(change::TRANSLATION, pd, no_addr, 1, 0),
-            change(change::TRANSLATION, pd, addr, 0, 0),
-            change(change::PD, no_pd, no_addr, 0, 0),
-            change(change::PD, pd, no_addr, 0, 1),
+            change(rereg::CHANGE_TRANSLATION, pd, no_addr, 1, 0),
+            change(rereg::CHANGE_TRANSLATION, pd, addr, 0, 0),
+            change(rereg::CHANGE_PD, no_pd, no_addr, 0, 0),
+            change(rereg::CHANGE_PD, pd, no_addr, 0, 1),
         ] {
             assert!(!bad.makes_sense(), "{:x}", bad.what);
         }

@@ -3,16 +3,13 @@
 use std::sync::Arc;
 
 use libc::c_int;
-use roce::{RKey, SendFlags, WindowKind};
+use roce::WindowKind;
 
 use crate::{
-    abi::{IBV_MW_TYPE_1, IBV_MW_TYPE_2, c_enum, ibv_mw, ibv_mw_bind, ibv_pd, ibv_qp},
-    batch::Batch,
-    context::Core,
+    abi::{IBV_MW_TYPE_1, IBV_MW_TYPE_2, c_enum, ibv_mw, ibv_pd},
+    core::Core,
     live::{self, Object as _},
     pd::{Pd, Users},
-    post,
-    qp::Qp,
     ret::{self, Errno},
 };
 
@@ -26,7 +23,7 @@ pub(crate) struct Mw {
     _user: Users,
 }
 
-live::object!(Mw, ibv_mw, 0, |mw| (*mw).context, (*mw).handle);
+live::object!(Mw, "memory window", ibv_mw, |mw| (*mw).context, (*mw).handle);
 
 pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, kind: c_enum) -> *mut ibv_mw {
     ret::pointer(|| {
@@ -49,42 +46,12 @@ pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, kind: c_enum) -> *mut 
             core: domain.core.clone(),
             inner,
             kind,
-            _user: domain.user(),
+            _user: domain.users.clone(),
         };
         mw.publish()
     })
 }
 
 pub(crate) unsafe extern "C" fn dealloc_mw(mw: *mut ibv_mw) -> c_int {
-    ret::code(|| {
-        let this = Mw::claim(mw)?;
-        match this.core.alive() {
-            Ok(()) => this.free(),
-            Err(_) => this.forget(),
-        }
-        Ok(())
-    })
-}
-
-/// Binds a type 1 window; its key changes with each binding.
-pub(crate) unsafe extern "C" fn bind_mw(qp: *mut ibv_qp, mw: *mut ibv_mw, bind: *mut ibv_mw_bind) -> c_int {
-    ret::code(|| {
-        // SAFETY: the program passes a queue pair and a window of ours, and a binding.
-        let (this, window, bind, key) = unsafe { (Qp::named(qp)?, Mw::named(mw)?, bind.read_unaligned(), (*mw).rkey) };
-        this.alive()?;
-        this.core().same(&window.core)?;
-        if window.kind != IBV_MW_TYPE_1 {
-            return Err(Errno::INVAL.because("ibv_bind_mw binds windows of type 1 only"));
-        }
-        let next = RKey(key).next().0;
-        let mut batch = Batch::default();
-        // SAFETY: the binding's region is ours.
-        let op = unsafe { post::bind(this, next, &bind.bind_info)? };
-        let flags: SendFlags = post::flags(bind.send_flags);
-        batch.begin(bind.wr_id, op, flags);
-        batch.submit(this).map_err(|(_, e)| Errno::from(e))?;
-        // SAFETY: as above.
-        unsafe { (*mw).rkey = next };
-        Ok(())
-    })
+    ret::code(|| Mw::destroy(mw, |_| Ok(())))
 }

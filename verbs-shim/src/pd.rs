@@ -5,8 +5,8 @@ use std::sync::Arc;
 use libc::c_int;
 
 use crate::{
-    abi::{ibv_context, ibv_parent_domain_init_attr, ibv_pd, ibv_td},
-    context::{Context, Core},
+    abi::{ibv_context, ibv_parent_domain_init_attr, ibv_pd, ibv_td, parent_domain},
+    core::{Context, Core},
     engine::Engine,
     live::{self, Object as _},
     ret::{self, Errno, Result},
@@ -18,31 +18,33 @@ pub(crate) struct Pd {
     abi: ibv_pd,
     pub(crate) core: Arc<Core>,
     pub(crate) inner: roce::Pd,
-    /// Objects that were made in it, and parent domains of it. It can't go before them.
-    users: Users,
+    /// Objects that were made in it, and parent domains of it. It can't be deallocated before them.
+    pub(crate) users: Users,
     /// The uses that a parent domain makes of the one below and of its thread domain.
     _of: Vec<Users>,
 }
 
-/// Counts what uses an object.
+/// Count of the uses of an object; a clone is a use.
 #[derive(Clone, Default)]
 pub(crate) struct Users(Arc<()>);
 
 impl Users {
-    pub(crate) fn in_use(&self) -> bool {
-        Arc::strong_count(&self.0) > 1
+    /// Checks that nothing uses the object.
+    ///
+    /// # Errors
+    /// EBUSY, for this reason.
+    pub(crate) fn none(&self, reason: &str) -> Result<()> {
+        match Arc::strong_count(&self.0) {
+            1 => Ok(()),
+            _ => Err(Errno::BUSY.because(reason)),
+        }
     }
 }
 
-live::object!(Pd, ibv_pd, 0, |pd| (*pd).context, (*pd).handle);
+live::object!(Pd, "PD", ibv_pd, |pd| (*pd).context, (*pd).handle);
 
 impl Pd {
-    /// A use of it, which keeps it from being deallocated.
-    pub(crate) fn user(&self) -> Users {
-        self.users.clone()
-    }
-
-    /// Its context, as the program knows it.
+    /// Returns its context, as the program knows it.
     pub(crate) fn context(&self) -> *mut ibv_context {
         self.abi.context
     }
@@ -78,19 +80,12 @@ unsafe extern "C" fn ibv_alloc_pd(context: *mut ibv_context) -> *mut ibv_pd {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_dealloc_pd(pd: *mut ibv_pd) -> c_int {
     ret::code(|| {
-        let this = Pd::claim(pd)?;
-        this.core.alive()?;
-        if this.users.in_use() {
-            return Err(Errno::BUSY.because(
-                "objects of the protection domain exist: queue pairs, regions, windows, address handles or SRQs",
-            ));
-        }
-        this.free();
-        Ok(())
+        let reason = "objects of the protection domain exist: queue pairs, regions, windows, address handles or SRQs";
+        Pd::destroy(pd, |this| this.users.none(reason))
     })
 }
 
-/// A domain that stands for another one. Allocators of the program are not called: nothing is allocated for hardware.
+/// Allocates a domain that stands for another one. Allocators of the program are not called: nothing is allocated for hardware.
 pub(crate) unsafe extern "C" fn alloc_parent_domain(
     context: *mut ibv_context,
     attr: *mut ibv_parent_domain_init_attr,
@@ -98,14 +93,14 @@ pub(crate) unsafe extern "C" fn alloc_parent_domain(
     ret::pointer(|| {
         // SAFETY: the program passes an open context and attributes.
         let (core, attr) = unsafe { (Context::of(context)?.core(), attr.read_unaligned()) };
-        if attr.comp_mask & !3 != 0 {
+        if attr.comp_mask & !(parent_domain::ALLOCATORS | parent_domain::PD_CONTEXT) != 0 {
             return Err(Errno::INVAL.because("comp_mask has unknown bits"));
         }
-        // SAFETY: the program destroys neither meanwhile.
+        // SAFETY: the program destroys neither during this call.
         let (of, td) = unsafe { (Pd::lookup(attr.pd)?, Td::given(attr.td)?) };
         core.finds(&of.core)?;
         td.map_or(Ok(()), |td| core.finds(&td.core))?;
-        let uses = [Some(of.user()), td.map(|td| td.users.clone())];
+        let uses = [Some(of.users.clone()), td.map(|td| td.users.clone())];
         let uses = uses.into_iter().flatten().collect();
         Pd::make(context, core, of.inner.clone(), uses)
     })
@@ -120,7 +115,7 @@ struct Td {
     users: Users,
 }
 
-live::object!(Td, ibv_td, 0, |td| (*td).context, 0);
+live::object!(Td, "thread domain", ibv_td, |td| (*td).context, 0);
 
 pub(crate) unsafe extern "C" fn alloc_td(context: *mut ibv_context, attr: *mut u32) -> *mut ibv_td {
     ret::pointer(|| {
@@ -140,12 +135,5 @@ pub(crate) unsafe extern "C" fn alloc_td(context: *mut ibv_context, attr: *mut u
 }
 
 pub(crate) unsafe extern "C" fn dealloc_td(td: *mut ibv_td) -> c_int {
-    ret::code(|| {
-        let td = Td::claim(td)?;
-        if td.users.in_use() {
-            return Err(Errno::BUSY.because("parent domains with the thread domain exist"));
-        }
-        td.free();
-        Ok(())
-    })
+    ret::code(|| Td::destroy(td, |td| td.users.none("parent domains with the thread domain exist")))
 }

@@ -7,7 +7,7 @@ use libc::{c_int, c_void};
 use crate::ret::{Errno, Result};
 
 /// Faults pages in as pinning them does. Fails with EFAULT, as that would, unless all of the range is mapped memory that
-/// may be read, and written if `write` says so. Not pinned: if the program takes it away, work that needs it fails.
+/// may be read, and written if `write` is set. Not pinned: if the program unmaps it, work that needs it fails.
 ///
 /// # Errors
 /// EFAULT; or why /proc/self/maps can't be read, which only kernels before 5.14 need.

@@ -1,4 +1,4 @@
-//! `ibv_post_send` and `ibv_post_recv`.
+//! `ibv_post_send`, `ibv_post_recv` and `ibv_bind_mw`.
 
 use libc::c_int;
 use roce::{
@@ -7,8 +7,8 @@ use roce::{
 
 use crate::{
     abi::{
-        IBV_MW_TYPE_2, IBV_QPT_UD, IBV_QPT_XRC_SEND, IBV_SEND_INLINE, IBV_SEND_IP_CSUM, ibv_mw, ibv_mw_bind_info,
-        ibv_qp, ibv_recv_wr, ibv_send_wr, op,
+        IBV_MW_TYPE_1, IBV_MW_TYPE_2, IBV_QPT_UD, IBV_QPT_XRC_SEND, IBV_SEND_INLINE, IBV_SEND_IP_CSUM, ibv_mw,
+        ibv_mw_bind, ibv_mw_bind_info, ibv_qp, ibv_recv_wr, ibv_send_wr, op,
     },
     ah::Ah,
     batch::{self, Batch},
@@ -30,10 +30,10 @@ pub(crate) fn flags(bits: u32) -> SendFlags {
 /// A window's binding.
 ///
 /// # Safety
-/// The program does not deregister the region meanwhile.
+/// The program does not deregister the region during the call.
 pub(crate) unsafe fn bind(qp: &Qp, rkey: u32, info: &ibv_mw_bind_info) -> Result<SendOp> {
     // SAFETY: the caller's promise.
-    let lkey = unsafe { mr::key_of(qp.core(), info.mr)? };
+    let lkey = unsafe { mr::key_of(&qp.core, info.mr)? };
     Ok(SendOp::BindWindow(BindWindow {
         key: RKey(rkey),
         lkey: LKey(lkey),
@@ -51,11 +51,11 @@ pub(crate) unsafe fn bind(qp: &Qp, rkey: u32, info: &ibv_mw_bind_info) -> Result
 /// The binding of a type 2 window by a work request: `rkey` gives the new key's last byte, the rest is the window's.
 ///
 /// # Safety
-/// The program destroys neither the window nor the region meanwhile.
+/// The program destroys neither the window nor the region during the call.
 pub(crate) unsafe fn bind_type2(qp: &Qp, mw: *mut ibv_mw, rkey: u32, info: &ibv_mw_bind_info) -> Result<SendOp> {
     // SAFETY: the caller's promise.
     let mw = unsafe { Mw::named(mw)? };
-    qp.core().same(&mw.core)?;
+    qp.core.same(&mw.core)?;
     if mw.kind != IBV_MW_TYPE_2 {
         return Err(Errno::INVAL.because("a memory window of type 1 is bound by ibv_bind_mw, not by a work request"));
     }
@@ -111,7 +111,7 @@ unsafe fn operation(qp: &Qp, wr: &ibv_send_wr) -> Result<SendOp> {
 /// Returns the destination of a work request.
 ///
 /// # Safety
-/// The program does not destroy a datagram's address handle meanwhile.
+/// The program does not destroy a datagram's address handle during the call.
 unsafe fn target(qp: &Qp, wr: &ibv_send_wr) -> Result<Target> {
     match qp.kind() {
         // Of another operation, which fails, the union's other members are set.
@@ -129,11 +129,11 @@ unsafe fn target(qp: &Qp, wr: &ibv_send_wr) -> Result<Target> {
 /// A datagram's receiver.
 ///
 /// # Safety
-/// The program does not destroy the address handle meanwhile.
+/// The program does not destroy the address handle during the call.
 pub(crate) unsafe fn datagram(qp: &Qp, ah: *mut crate::abi::ibv_ah, qpn: u32, qkey: u32) -> Result<Target> {
     // SAFETY: the caller's promise.
     let ah = unsafe { Ah::named(ah)? };
-    qp.core().same(&ah.core)?;
+    qp.core.same(&ah.core)?;
     Ok(Target::Datagram(ah.inner.to(Qpn::new(qpn), QKey(qkey))))
 }
 
@@ -141,6 +141,16 @@ pub(crate) unsafe fn datagram(qp: &Qp, ah: *mut crate::abi::ibv_ah, qpn: u32, qk
 pub(crate) fn sge_count(given: c_int, max: usize) -> Result<usize> {
     let count = usize::try_from(given).ok().filter(|n| *n <= max);
     count.ok_or_else(|| Errno::INVAL.because(format_args!("num_sge {given}: the queue has at most {max}")))
+}
+
+/// Checks the length of inline data.
+pub(crate) fn check_inline(qp: &Qp, lengths: impl Iterator<Item = u64>) -> Result<()> {
+    let most = qp.max_inline();
+    let total = lengths.fold(0, u64::saturating_add);
+    match total <= most {
+        true => Ok(()),
+        false => Err(Errno::INVAL.because(format_args!("more inline data than max_inline_data, {most} bytes"))),
+    }
 }
 
 /// Adds a work request to a batch.
@@ -154,16 +164,13 @@ unsafe fn add(batch: &mut Batch, qp: &Qp, wr: &ibv_send_wr) -> Result<()> {
     let count = sge_count(wr.num_sge, qp.max_send_sge())?;
     // SAFETY: the caller's promise.
     let (what, to, list) = unsafe { (operation(qp, wr)?, target(qp, wr)?, batch::sge_list(wr.sg_list, count)) };
-    // LOCAL_INV and BIND_MW have no data: what the list says is left over from what the structure was used for before.
+    // LOCAL_INV and BIND_MW have no data: the list may be left over from the structure's last use.
     let has_data = !matches!(wr.opcode, op::LOCAL_INV | op::BIND_MW);
     let inline = has_data && wr.send_flags & IBV_SEND_INLINE != 0;
-    if inline && list.iter().map(|s| u64::from(s.length)).sum::<u64>() > qp.max_inline() {
-        return Err(Errno::INVAL.because(format_args!(
-            "more inline data than max_inline_data, {} bytes",
-            qp.max_inline()
-        )));
+    if inline {
+        check_inline(qp, list.iter().map(|s| s.length.into()))?;
     }
-    // Nothing is refused from here on: what has begun is posted.
+    // Nothing is refused from here on: a request in the batch is posted.
     batch.begin(wr.wr_id, what, flags(wr.send_flags));
     batch.target(to);
     if wr.opcode == op::BIND_MW {
@@ -189,7 +196,6 @@ pub(crate) unsafe extern "C" fn post_send(qp: *mut ibv_qp, wr: *mut ibv_send_wr,
         let mut first = wr;
         // SAFETY: the program passes a queue pair of ours.
         let done = unsafe { Qp::posting(qp) }.and_then(|this| {
-            this.alive()?;
             let mut batch = Batch::default();
             let mut next = wr;
             while !next.is_null() {
@@ -223,7 +229,7 @@ pub(crate) unsafe extern "C" fn post_send(qp: *mut ibv_qp, wr: *mut ibv_send_wr,
 /// # Safety
 /// The list at `first` is as long as the batch.
 unsafe fn submit(qp: &Qp, batch: &Batch, failed: bool, first: &mut *mut ibv_send_wr) -> Result<()> {
-    let (taken, error) = match batch.submit(qp) {
+    let (taken, error) = match batch.submit(&qp.inner) {
         Ok(()) => (if failed { batch.len() } else { 0 }, None),
         Err((taken, e)) => (taken, Some(e)),
     };
@@ -274,9 +280,30 @@ pub(crate) unsafe extern "C" fn post_recv(qp: *mut ibv_qp, wr: *mut ibv_recv_wr,
     ret::code(|| {
         // SAFETY: the program passes a queue pair of ours, a list of receives, and room for the pointer.
         unsafe {
-            let this = Qp::posting(qp).and_then(|qp| qp.alive().map(|()| qp));
-            let this = this.inspect_err(|_| bad.write_unaligned(wr))?;
-            each_recv(wr, bad, this.max_recv_sge(), |wrs| this.inner().post_recv(wrs))
+            let this = Qp::posting(qp).inspect_err(|_| bad.write_unaligned(wr))?;
+            each_recv(wr, bad, this.max_recv_sge(), |wrs| this.inner.post_recv(wrs))
         }
+    })
+}
+
+/// Binds a type 1 window; its key changes with each binding.
+pub(crate) unsafe extern "C" fn bind_mw(qp: *mut ibv_qp, mw: *mut ibv_mw, request: *mut ibv_mw_bind) -> c_int {
+    ret::code(|| {
+        // SAFETY: the program passes a queue pair and a window of ours, and a binding.
+        let (this, window, request, key) =
+            unsafe { (Qp::named(qp)?, Mw::named(mw)?, request.read_unaligned(), (*mw).rkey) };
+        this.core.same(&window.core)?;
+        if window.kind != IBV_MW_TYPE_1 {
+            return Err(Errno::INVAL.because("ibv_bind_mw binds windows of type 1 only"));
+        }
+        let next = RKey(key).next().0;
+        let mut batch = Batch::default();
+        // SAFETY: the binding's region is ours.
+        let op = unsafe { bind(this, next, &request.bind_info)? };
+        batch.begin(request.wr_id, op, flags(request.send_flags));
+        batch.submit(&this.inner).map_err(|(_, e)| Errno::from(e))?;
+        // SAFETY: as above.
+        unsafe { (*mw).rkey = next };
+        Ok(())
     })
 }

@@ -8,7 +8,7 @@ use roce::{
 use crate::{
     abi::{IBV_QPT_XRC_RECV, IBV_QPT_XRC_SEND, c_enum, ibv_qp_attr},
     ah,
-    context::Core,
+    core::Core,
     gids, mr,
     ret::{Errno, Result},
 };

@@ -1,18 +1,18 @@
 //! Queries of devices and ports: attributes, GIDs, partition keys, clocks.
 
-use std::{ptr, time::Duration};
+use std::{net::IpAddr, ptr, time::Duration};
 
 use libc::{c_char, c_int, c_void, size_t};
 use roce::{DeviceLimits, JoinConfig, Mtu};
+use zerocopy::FromZeros as _;
 
 use crate::{
     abi::{
-        IBV_ATOMIC_HCA, IBV_GID_TYPE_ROCE_V2, IBV_LINK_LAYER_ETHERNET, IBV_PORT_ACTIVE, IBV_PORT_DOWN,
-        IBV_QPF_GRH_REQUIRED, cap, ibv_context, ibv_device_attr, ibv_device_attr_ex, ibv_gid, ibv_gid_entry,
-        ibv_port_attr, ibv_query_device_ex_input, ibv_values_ex,
+        CAP_EX_ATOMIC_WRITE, IBV_ATOMIC_HCA, IBV_GID_TYPE_ROCE_V2, IBV_LINK_LAYER_ETHERNET, IBV_PORT_ACTIVE,
+        IBV_PORT_DOWN, IBV_QPF_GRH_REQUIRED, cap, ibv_context, ibv_device_attr, ibv_device_attr_ex, ibv_gid,
+        ibv_gid_entry, ibv_port_attr, ibv_query_device_ex_input, ibv_values_ex,
     },
-    config,
-    context::{Context, Core},
+    core::{Context, Core},
     device::VerbsDevice,
     gids,
     live::Object as _,
@@ -25,7 +25,7 @@ const PKEY: u16 = 0xffff;
 const VENDOR_ID: u32 = 0x00ff_ffff;
 
 fn limits(core: &Core) -> DeviceLimits {
-    // Without a transport yet the attributes are what it is sure to have.
+    // Without a transport yet: the least that it will have.
     core.opened().map_or_else(
         || {
             let limits = DeviceLimits::software(0);
@@ -46,8 +46,7 @@ fn guid(device: &VerbsDevice) -> u64 {
 fn device_attr(core: &Core) -> ibv_device_attr {
     let l = limits(core);
     let n = |v: u32| c_int::try_from(v).unwrap_or(c_int::MAX);
-    // SAFETY: plain numbers, for which zero is a value.
-    let mut a: ibv_device_attr = unsafe { std::mem::zeroed() };
+    let mut a = ibv_device_attr::new_zeroed();
     a.node_guid = guid(core.device);
     a.sys_image_guid = a.node_guid;
     a.max_mr_size = l.max_mr_size;
@@ -129,14 +128,13 @@ pub(crate) unsafe extern "C" fn query_device_ex(
                 Errno::INVAL.because("the input has a comp_mask, or the structure is shorter than ibv_device_attr")
             );
         }
-        // SAFETY: plain numbers, for which zero is a value.
-        let mut out: ibv_device_attr_ex = unsafe { std::mem::zeroed() };
+        let mut out = ibv_device_attr_ex::new_zeroed();
         // SAFETY: the program passes an open context.
         out.orig_attr = device_attr(unsafe { Context::of(context)? }.core());
         out.completion_timestamp_mask = u64::MAX;
         // Completions are stamped in nanoseconds: kHz.
         out.hca_core_clock = 1_000_000;
-        out.device_cap_flags_ex = u64::from(out.orig_attr.device_cap_flags) | cap::EX_ATOMIC_WRITE;
+        out.device_cap_flags_ex = u64::from(out.orig_attr.device_cap_flags) | CAP_EX_ATOMIC_WRITE;
         out.phys_port_cnt_ex = 1;
         // SAFETY: the caller's structure is `size` bytes.
         unsafe { copy_out(attr, &out, size) };
@@ -144,20 +142,13 @@ pub(crate) unsafe extern "C" fn query_device_ex(
     })
 }
 
-/// The largest path MTU of the device's interface, no more than asked for.
-fn path_mtu(device: &VerbsDevice) -> Mtu {
-    let fits = Mtu::for_interface(device.interface_mtu()).unwrap_or(Mtu::B256);
-    config::mtu().map_or(fits, |m| m.min(fits))
-}
-
 fn port_attr(core: &Core) -> ibv_port_attr {
     let link = core.device.link();
     let counters = core.opened().map(|e| e.device.stats().port).unwrap_or_default();
-    // SAFETY: plain numbers, for which zero is a value.
-    let mut a: ibv_port_attr = unsafe { std::mem::zeroed() };
+    let mut a = ibv_port_attr::new_zeroed();
     a.state = if link.active { IBV_PORT_ACTIVE } else { IBV_PORT_DOWN };
     a.max_mtu = Mtu::B4096 as c_int;
-    a.active_mtu = path_mtu(core.device) as c_int;
+    a.active_mtu = core.device.path_mtu().unwrap_or(Mtu::B256) as c_int;
     a.gid_tbl_len = gids::TABLE_LEN as c_int;
     // IBV_PORT_CM_SUP and IBV_PORT_IP_BASED_GIDS, as rxe.
     a.port_cap_flags = 1 << 16 | 1 << 26;
@@ -201,14 +192,6 @@ unsafe extern "C" fn ibv_query_port(context: *mut ibv_context, port: u8, attr: *
     unsafe { compat_query_port(context, port, attr) }
 }
 
-/// Error for a GID index out of range.
-fn no_gid_index() -> Errno {
-    Errno::INVAL.because(format_args!(
-        "the table of GIDs has indices 0 to {}",
-        gids::TABLE_LEN - 1
-    ))
-}
-
 fn check_port(port: u32) -> Result<()> {
     match port {
         1 => Ok(()),
@@ -216,29 +199,42 @@ fn check_port(port: u32) -> Result<()> {
     }
 }
 
-fn entry(device: &VerbsDevice, index: usize) -> Option<ibv_gid_entry> {
-    let ip = device.gids.get(index)?;
-    Some(ibv_gid_entry {
+/// Looks up the GID at an index of a port's table: `None` in a slot that is not in use.
+///
+/// # Errors
+/// EINVAL for another port, and for an index out of range.
+///
+/// # Safety
+/// The program does not close the context during the call.
+unsafe fn gid_at(context: *mut ibv_context, port: u32, index: u32) -> Result<Option<ibv_gid_entry>> {
+    check_port(port)?;
+    let last = gids::TABLE_LEN - 1;
+    if index as usize > last {
+        return Err(Errno::INVAL.because(format_args!("the table of GIDs has indices 0 to {last}")));
+    }
+    // SAFETY: the caller's promise.
+    let device = unsafe { Context::of(context)? }.core().device;
+    Ok(device.gids.get(index as usize).map(|ip| entry(device, index, ip)))
+}
+
+fn entry(device: &VerbsDevice, gid_index: u32, ip: IpAddr) -> ibv_gid_entry {
+    ibv_gid_entry {
         gid: gids::gid_of(ip),
-        gid_index: index as u32,
+        gid_index,
         port_num: 1,
         gid_type: IBV_GID_TYPE_ROCE_V2,
         ndev_ifindex: device.ifindex(),
-    })
+    }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_query_gid(context: *mut ibv_context, port: u8, index: c_int, gid: *mut ibv_gid) -> c_int {
     ret::minus_one(|| {
-        check_port(u32::from(port))?;
-        let index = usize::try_from(index).ok().filter(|index| *index < gids::TABLE_LEN);
-        let index = index.ok_or_else(no_gid_index)?;
-        // SAFETY: the program passes an open context.
-        let device = unsafe { Context::of(context)? }.core().device;
-        // A slot that is not in use reads as zero.
-        let value = device.gids.get(index).map(gids::gid_of).unwrap_or_default();
-        // SAFETY: the program passes room for a GID.
-        unsafe { gid.write_unaligned(value) };
+        // SAFETY: the program passes an open context and room for a GID. A slot that is not in use reads as zero.
+        unsafe {
+            let entry = gid_at(context, port.into(), index.cast_unsigned())?;
+            gid.write_unaligned(entry.map(|e| e.gid).unwrap_or_default());
+        }
         Ok(0)
     })
 }
@@ -253,15 +249,11 @@ unsafe extern "C" fn _ibv_query_gid_ex(
     size: size_t,
 ) -> c_int {
     ret::code(|| {
-        check_port(port)?;
-        if index as usize >= gids::TABLE_LEN || flags != 0 {
-            return Err(no_gid_index());
+        if flags != 0 {
+            return Err(Errno::INVAL.because("flags has unknown bits"));
         }
-        // SAFETY: the program passes an open context.
-        let device = unsafe { Context::of(context)? }.core().device;
-        let value = entry(device, index as usize).ok_or(Errno::NODATA)?;
-        // SAFETY: the caller's structure is `size` bytes.
-        unsafe { copy_out(out, &value, size) };
+        // SAFETY: the program passes an open context and `size` bytes.
+        unsafe { copy_out(out, &gid_at(context, port, index)?.ok_or(Errno::NODATA)?, size) };
         Ok(())
     })
 }
@@ -274,28 +266,20 @@ unsafe extern "C" fn _ibv_query_gid_table(
     flags: u32,
     size: size_t,
 ) -> isize {
-    ret::value(-(libc::EIO as isize), || {
-        if flags != 0 || size == 0 {
-            return -(libc::EINVAL as isize);
-        }
+    let count = ret::run(|| {
         // SAFETY: the program passes an open context.
-        let Ok(context) = (unsafe { Context::of(context) }) else {
-            return -(libc::EINVAL as isize);
-        };
-        let device = context.core().device;
-        let mut count = 0;
+        let device = unsafe { Context::of(context)? }.core().device;
         let all = device.gids.entries();
-        if all.len() > max {
-            return -(libc::EINVAL as isize);
+        if flags != 0 || size == 0 || all.len() > max {
+            return Err(Errno::INVAL);
         }
-        for (index, _) in all {
-            let Some(value) = entry(device, index) else { continue };
+        for (n, (index, ip)) in all.iter().enumerate() {
             // SAFETY: the caller has room for `max` structures of `size` bytes.
-            unsafe { copy_out(entries.byte_add(count * size), &value, size) };
-            count += 1;
+            unsafe { copy_out(entries.byte_add(n * size), &entry(device, *index as u32, *ip), size) };
         }
-        count as isize
-    })
+        Ok(all.len() as isize)
+    });
+    count.unwrap_or_else(|e| -(e.0 as isize))
 }
 
 /// `IBV_GID_TYPE_SYSFS_ROCE_V2`.
@@ -303,23 +287,11 @@ const GID_TYPE_SYSFS_ROCE_V2: c_int = 1;
 
 /// An internal call of libibverbs that rdma-core's own programs make.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_query_gid_type(
-    context: *mut ibv_context,
-    port: u8,
-    index: libc::c_uint,
-    kind: *mut c_int,
-) -> c_int {
+unsafe extern "C" fn ibv_query_gid_type(context: *mut ibv_context, port: u8, index: u32, kind: *mut c_int) -> c_int {
     ret::minus_one(|| {
-        check_port(u32::from(port))?;
-        if index as usize >= gids::TABLE_LEN {
-            return Err(no_gid_index());
-        }
-        // SAFETY: the program passes an open context and room for the answer.
-        unsafe {
-            let device = Context::of(context)?.core().device;
-            // 0 is "IB or RoCE v1", which is also what unused slots say.
-            kind.write_unaligned(device.gids.get(index as usize).map_or(0, |_| GID_TYPE_SYSFS_ROCE_V2));
-        }
+        // SAFETY: the program passes an open context and room for the answer. 0 is "IB or RoCE v1", and also the type of slots that are
+        // not in use.
+        unsafe { kind.write_unaligned(gid_at(context, port.into(), index)?.map_or(0, |_| GID_TYPE_SYSFS_ROCE_V2)) };
         Ok(0)
     })
 }
@@ -360,15 +332,11 @@ pub(crate) unsafe extern "C" fn query_rt_values(context: *mut ibv_context, value
         unsafe { Context::of(context)? };
         // SAFETY: the program passes a structure to read and fill.
         let mut out = unsafe { values.read_unaligned() };
-        let asked = out.comp_mask & 1;
-        if asked != 0 {
+        out.comp_mask &= 1;
+        if out.comp_mask != 0 {
             let now = Duration::from_nanos(roce::now().as_nanos());
-            out.raw_clock = libc::timespec {
-                tv_sec: now.as_secs() as libc::time_t,
-                tv_nsec: now.subsec_nanos().into(),
-            };
+            out.raw_clock = [now.as_secs() as i64, now.subsec_nanos().into()];
         }
-        out.comp_mask = asked;
         // SAFETY: likewise.
         unsafe { values.write_unaligned(out) };
         Ok(())

@@ -6,27 +6,25 @@
 //! (librspreload).
 
 use std::{
-    ffi::{CStr, CString, OsStr, c_int, c_void},
-    os::unix::ffi::{OsStrExt, OsStringExt},
-    path::PathBuf,
+    ffi::{CStr, CString, c_void},
+    os::unix::ffi::OsStringExt,
     ptr,
     sync::{
         Mutex, Once,
-        atomic::{AtomicPtr, AtomicU8, Ordering},
+        atomic::{AtomicPtr, Ordering},
     },
 };
 
-use libc::{Elf64_Phdr, Elf64_Rela, Elf64_Sym, dl_phdr_info};
+use libc::{Elf64_Rela, Elf64_Sym, dl_phdr_info};
 use roce::environment;
 
 use crate::{
-    interpose::{self, Call},
+    interpose,
     rdmacm::ffi,
-    signals, table,
+    signals,
+    symbols::{self, Call, Segment},
 };
 
-/// SONAME of this library.
-pub(crate) const REAL: &str = "libferroce_verbs.so";
 /// Relocations of a table's entries: `R_*_GLOB_DAT`, `R_*_JUMP_SLOT`.
 const SLOTS: [u64; 2] = if cfg!(target_arch = "aarch64") {
     [1025, 1026]
@@ -50,97 +48,18 @@ struct Dynamic {
     value: u64,
 }
 
-/// Whether an address is in this library.
-pub(crate) fn is_ours(address: *const c_void) -> bool {
-    static BASE: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
-    let mut own = BASE.load(Ordering::Relaxed);
-    if own.is_null() {
-        own = object_of(table::inside());
-        BASE.store(own, Ordering::Relaxed);
-    }
-    object_of(address) == own
-}
-
-/// The file of this library; none when it is part of a program, as in its tests.
-pub(crate) fn own_path() -> Option<PathBuf> {
-    // SAFETY: plain data, which the call fills; the name lives as long as the library.
-    let path: PathBuf = unsafe {
-        let mut info: libc::Dl_info = std::mem::zeroed();
-        let known = libc::dladdr(table::inside(), &raw mut info) != 0 && !info.dli_fname.is_null();
-        known.then(|| OsStr::from_bytes(CStr::from_ptr(info.dli_fname).to_bytes()).into())?
-    };
-    let path = path.canonicalize().ok()?;
-    (path.file_name() == Some(REAL.as_ref())).then_some(path)
-}
-
-/// Returns the beginning of the object that has an address, or null.
-fn object_of(address: *const c_void) -> *mut c_void {
-    // SAFETY: plain data, which the call fills; any address may be asked for.
-    unsafe {
-        let mut info: libc::Dl_info = std::mem::zeroed();
-        match libc::dladdr(address, &raw mut info) {
-            0 => ptr::null_mut(),
-            _ => info.dli_fbase,
-        }
-    }
-}
-
-/// Whether our calls are behind libc's, in the order in which the dynamic linker looks. Nothing changes that.
-pub(crate) fn is_late() -> bool {
-    const NO: u8 = 1;
-    const YES: u8 = 2;
-    static KNOWN: AtomicU8 = AtomicU8::new(0);
-    match KNOWN.load(Ordering::Relaxed) {
-        NO => false,
-        YES => true,
-        _ => {
-            // SAFETY: a C string.
-            let first = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"write".as_ptr()) };
-            let late = !is_ours(first) && is_behind_libc();
-            KNOWN.store(if late { YES } else { NO }, Ordering::Relaxed);
-            late
-        }
-    }
-}
-
-/// Whether the dynamic linker has loaded this library after libc; somebody else may be in front of both.
-fn is_behind_libc() -> bool {
-    let mut behind = false;
-    // SAFETY: `first_of_two` gets what it expects.
-    unsafe { libc::dl_iterate_phdr(Some(first_of_two), (&raw mut behind).cast()) };
-    behind
-}
-
-/// Ends at the first object that is libc or this library, in the order of loading.
-unsafe extern "C" fn first_of_two(info: *mut dl_phdr_info, _size: usize, behind: *mut c_void) -> c_int {
-    // SAFETY: what the dynamic linker passes, of a loaded object.
-    let Some(object) = (unsafe { Object::of(&*info) }) else {
-        return 0;
-    };
-    let libc = object.has(ffi::inside_libc());
-    // SAFETY: what `is_behind_libc` passes.
-    unsafe { *behind.cast::<bool>() = libc };
-    c_int::from(libc || object.has(table::inside()))
-}
-
-/// A call, and what it is bound to without us.
-struct Target {
-    name: &'static str,
-    ours: *const c_void,
-    /// Null: whatever it is.
+/// A call, and what it is bound to without us: null, whatever that is.
+struct Target<'a> {
+    call: &'a Call,
     theirs: *const c_void,
 }
 
-impl Target {
-    fn of(call: &Call) -> Option<Self> {
+impl<'a> Target<'a> {
+    fn of(call: &'a Call) -> Option<Self> {
         let name = CString::new(call.name).ok()?;
         // SAFETY: a C string.
         let theirs = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
-        (!theirs.is_null()).then_some(Self {
-            name: call.name,
-            ours: call.ours,
-            theirs,
-        })
+        (!theirs.is_null()).then_some(Self { call, theirs })
     }
 }
 
@@ -150,32 +69,36 @@ static SEEN: Mutex<(u64, u64)> = Mutex::new((0, 0));
 /// Leads the file and signal calls of all objects that the process has loaded to ours, if it loaded us too late. Cheap when nothing
 /// was loaded since.
 pub(crate) fn run() {
-    if !is_late() {
+    if !symbols::is_late() {
         return;
     }
-    // Who comes meanwhile, even in a child that was forked at this moment, goes on without.
+    // Another thread is at it, or was when this child was forked: go on without.
     let Ok(mut seen) = SEEN.try_lock() else {
         return;
     };
     let mut now = (0, 0);
-    // SAFETY: `count` gets what it expects.
-    unsafe { libc::dl_iterate_phdr(Some(count), (&raw mut now).cast()) };
+    symbols::each_object(|info| {
+        now = (info.dlpi_adds, info.dlpi_subs);
+        true
+    });
     if *seen == now {
         return;
     }
     *seen = now;
-    let calls = interpose::CALLS.iter().chain(&ffi::CALLS).chain(&signals::CALLS);
+    let calls = interpose::CALLS.iter().chain(ffi::CALLS).chain(signals::CALLS);
     // Not from within the walk, which holds a lock of the dynamic linker.
-    let targets = calls.filter_map(Target::of).collect();
-    walk(targets, ptr::null_mut());
+    let targets: Vec<Target<'_>> = calls.filter_map(Target::of).collect();
+    // libc's own calls are not for us: it has the functions themselves.
+    let left = |object: &Object| object.has(symbols::inside()) || targets.iter().any(|t| object.has(t.theirs));
+    walk(&targets, |object| !left(object));
     static CHILDREN: Once = Once::new();
     CHILDREN.call_once(preload_children);
 }
 
-/// Has the programs that this one starts find the devices' files too (rdma-core's tests ask `ls`), as under `ferroce run`.
+/// Makes programs that this one starts find the devices' files too (rdma-core's tests run `ls`), as under `ferroce run`.
 fn preload_children() {
     const PRELOAD: &CStr = c"LD_PRELOAD";
-    let Some(path) = own_path().filter(|_| !environment::is_secure()) else {
+    let Some(path) = symbols::own_path().filter(|_| !environment::is_secure()) else {
         return;
     };
     let mut list = path.into_os_string().into_vec();
@@ -192,51 +115,26 @@ fn preload_children() {
     }
 }
 
-/// Leads the event channels of a librdmacm that we have loaded to ours.
-pub(crate) fn librdmacm(handle: *mut c_void) {
+/// Leads calls of the librdmacm that this library has loaded to ours.
+pub(crate) fn librdmacm(handle: *mut c_void, calls: &[Call]) {
     // SAFETY: a handle, and a C string.
     let inside = unsafe { libc::dlsym(handle, c"rdma_create_id".as_ptr()) };
-    let targets = ffi::CHANNEL_CALLS.iter().map(|call| Target {
-        name: call.name,
-        ours: call.ours,
-        theirs: ptr::null(),
+    let theirs = ptr::null();
+    let targets: Vec<Target<'_>> = calls.iter().map(|call| Target { call, theirs }).collect();
+    walk(&targets, |object| object.has(inside));
+}
+
+/// Changes the objects that are wanted.
+fn walk(targets: &[Target<'_>], is_wanted: impl Fn(&Object) -> bool) {
+    symbols::each_object(|info| {
+        // SAFETY: a loaded object's headers and tables.
+        unsafe {
+            if let Some(object) = Object::of(info).filter(&is_wanted) {
+                object.rebind(targets);
+            }
+        }
+        false
     });
-    walk(targets.collect(), object_of(inside));
-}
-
-/// Changes one object, or all.
-fn walk(targets: Vec<Target>, only: *mut c_void) {
-    let mut walk = Walk { targets, only };
-    // SAFETY: `visit` gets what it expects.
-    unsafe { libc::dl_iterate_phdr(Some(visit), (&raw mut walk).cast()) };
-}
-
-/// Takes how many objects were loaded and unloaded so far.
-unsafe extern "C" fn count(info: *mut dl_phdr_info, _size: usize, now: *mut c_void) -> c_int {
-    // SAFETY: what `run` passes, and what the dynamic linker does.
-    unsafe { *now.cast::<(u64, u64)>() = ((*info).dlpi_adds, (*info).dlpi_subs) };
-    1
-}
-
-struct Walk {
-    targets: Vec<Target>,
-    /// The object to change; null: every one but libc and this.
-    only: *mut c_void,
-}
-
-/// Takes one object; the dynamic linker keeps it from being unloaded meanwhile.
-unsafe extern "C" fn visit(info: *mut dl_phdr_info, _size: usize, walk: *mut c_void) -> c_int {
-    // SAFETY: what `walk` passes, and what the dynamic linker does.
-    let (walk, info) = unsafe { (&*walk.cast::<Walk>(), &*info) };
-    // SAFETY: a loaded object's headers and tables.
-    let done = unsafe { Object::of(info) };
-    if let Some(object) = done
-        && object.is_wanted(walk)
-    {
-        // SAFETY: as above.
-        unsafe { object.rebind(&walk.targets) };
-    }
-    0
 }
 
 /// A loaded object, as far as it is needed.
@@ -257,18 +155,17 @@ impl Object {
     /// # Safety
     /// `info` is the dynamic linker's, of an object that is loaded.
     unsafe fn of(info: &dl_phdr_info) -> Option<Self> {
-        let base = info.dlpi_addr as usize;
         // SAFETY: the caller's promise.
-        let headers = unsafe { std::slice::from_raw_parts(info.dlpi_phdr, usize::from(info.dlpi_phnum)) };
-        let address = |p: &Elf64_Phdr| base.wrapping_add(p.p_vaddr as usize);
-        let loads = || headers.iter().filter(|p| p.p_type == libc::PT_LOAD);
-        let dynamic = headers.iter().find(|p| p.p_type == libc::PT_DYNAMIC).map(address)?;
-        let relro = headers.iter().find(|p| p.p_type == PT_GNU_RELRO);
+        let segments = unsafe { symbols::segments(info) };
+        let find = |kind: u32| segments.clone().find(|s| s.kind == kind);
+        let loads = || segments.clone().filter(|s| s.kind == libc::PT_LOAD);
+        let base = info.dlpi_addr as usize;
+        let dynamic = find(libc::PT_DYNAMIC)?.at;
         let mut out = Self {
             base,
-            start: loads().map(address).min()?,
-            end: loads().map(|p| address(p) + p.p_memsz as usize).max()?,
-            relro: relro.map_or((0, 0), |p| (address(p), p.p_memsz as usize)),
+            start: loads().map(|s| s.at).min()?,
+            end: loads().map(|s| s.at + s.len).max()?,
+            relro: find(PT_GNU_RELRO).map_or((0, 0), |Segment { at, len, .. }| (at, len)),
             symbols: ptr::null(),
             strings: ptr::null(),
             tables: [(0, 0); 2],
@@ -303,17 +200,9 @@ impl Object {
         (self.start..self.end).contains(&(address as usize))
     }
 
-    fn is_wanted(&self, walk: &Walk) -> bool {
-        match walk.only.is_null() {
-            // libc's own calls are not for us: it has the functions themselves.
-            true => !self.has(table::inside()) && !walk.targets.iter().any(|t| self.has(t.theirs)),
-            false => self.has(walk.only),
-        }
-    }
-
     /// # Safety
     /// The object is loaded.
-    unsafe fn rebind(&self, targets: &[Target]) {
+    unsafe fn rebind(&self, targets: &[Target<'_>]) {
         for (at, bytes) in self.tables.iter().filter(|t| t.0 != 0) {
             let count = bytes / size_of::<Elf64_Rela>();
             // SAFETY: the table's own length.
@@ -328,7 +217,7 @@ impl Object {
                     let symbol = &*self.symbols.add(symbol);
                     CStr::from_ptr(self.strings.add(symbol.st_name as usize)).to_bytes()
                 };
-                if let Some(target) = targets.iter().find(|t| t.name.as_bytes() == name) {
+                if let Some(target) = targets.iter().find(|t| t.call.name.as_bytes() == name) {
                     // SAFETY: a slot of the table, by the relocation.
                     unsafe { self.lead(self.base.wrapping_add(relocation.r_offset as usize), target) };
                 }
@@ -340,7 +229,7 @@ impl Object {
     ///
     /// # Safety
     /// `slot` is an entry of the object's global offset table, for this function.
-    unsafe fn lead(&self, slot: usize, target: &Target) {
+    unsafe fn lead(&self, slot: usize, target: &Target<'_>) {
         // SAFETY: the caller's promise. Other threads may call through it at any time.
         let entry = unsafe { AtomicPtr::from_ptr(slot as *mut *mut c_void) };
         let bound = entry.load(Ordering::Relaxed).cast_const();
@@ -356,7 +245,7 @@ impl Object {
         if protected && unsafe { libc::mprotect(at, page, libc::PROT_READ | libc::PROT_WRITE) } != 0 {
             return;
         }
-        entry.store(target.ours.cast_mut(), Ordering::Relaxed);
+        entry.store(target.call.ours.cast_mut(), Ordering::Relaxed);
         if protected {
             // SAFETY: as it was.
             unsafe { libc::mprotect(at, page, libc::PROT_READ) };

@@ -1,100 +1,14 @@
-//! The frame around every entry point: what it must leave as it was, how it reports errors, and what becomes of a panic.
+//! Frames around entry points: they keep errno, report errors as each verb does, and stop panics.
 
-use std::{
-    cell::RefCell,
-    fmt::Display,
-    panic::{AssertUnwindSafe, catch_unwind},
-};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use libc::c_int;
-use roce::{PostError, VerbsError};
 
-use crate::{cancel::Disabled, config, log};
-
-/// An error number of `errno.h`.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Errno(pub(crate) c_int);
-
-pub(crate) type Result<T> = std::result::Result<T, Errno>;
-
-impl Errno {
-    pub(crate) const INVAL: Self = Self(libc::EINVAL);
-    pub(crate) const NOMEM: Self = Self(libc::ENOMEM);
-    pub(crate) const NOTSUP: Self = Self(libc::EOPNOTSUPP);
-    pub(crate) const IO: Self = Self(libc::EIO);
-    pub(crate) const BUSY: Self = Self(libc::EBUSY);
-    pub(crate) const FAULT: Self = Self(libc::EFAULT);
-    pub(crate) const AGAIN: Self = Self(libc::EAGAIN);
-    pub(crate) const NODEV: Self = Self(libc::ENODEV);
-    pub(crate) const NODATA: Self = Self(libc::ENODATA);
-    pub(crate) const NOENT: Self = Self(libc::ENOENT);
-    pub(crate) const BADF: Self = Self(libc::EBADF);
-
-    /// Returns the calling thread's errno.
-    pub(crate) fn last() -> Self {
-        Self(std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO))
-    }
-
-    /// Notes why it is returned, for the line that reports the failed verb.
-    #[cold]
-    pub(crate) fn because(self, reason: impl Display) -> Self {
-        if log::is_on() {
-            // While the thread's variables are destroyed there is no place for it.
-            let _ = REASON.try_with(|slot| slot.replace(Some((self, reason.to_string()))));
-        }
-        self
-    }
-
-    /// Takes the reason that was noted last on this thread, if it is that of this error.
-    pub(crate) fn take_reason(self) -> Option<String> {
-        let last = REASON.try_with(RefCell::take).ok().flatten();
-        last.filter(|(error, _)| *error == self).map(|(_, reason)| reason)
-    }
-
-    /// Sets the calling thread's errno.
-    pub(crate) fn set(self) {
-        // SAFETY: the location belongs to the calling thread.
-        unsafe { *libc::__errno_location() = self.0 }
-    }
-}
-
-thread_local! {
-    /// Reason of the last error, as long as no verb has reported it.
-    static REASON: RefCell<Option<(Errno, String)>> = const { RefCell::new(None) };
-}
-
-impl From<PostError> for Errno {
-    fn from(e: PostError) -> Self {
-        let errno = match e {
-            PostError::QueueFull => Self::NOMEM,
-            _ => Self::INVAL,
-        };
-        errno.because(e)
-    }
-}
-
-impl From<VerbsError> for Errno {
-    fn from(e: VerbsError) -> Self {
-        let errno = match &e {
-            VerbsError::Invalid(_) | VerbsError::State(_) => Self::INVAL,
-            VerbsError::Limit(_) => Self::NOMEM,
-            VerbsError::Busy(_) => Self::BUSY,
-            VerbsError::Address(_) => Self(libc::EADDRNOTAVAIL),
-            VerbsError::Unsupported(_) => Self::NOTSUP,
-            VerbsError::Post(PostError::QueueFull) => Self::NOMEM,
-            VerbsError::Post(_) => Self::INVAL,
-            VerbsError::Io { source, .. } => Self(source.raw_os_error().unwrap_or(libc::EIO)),
-            _ => Self::IO,
-        };
-        errno.because(e)
-    }
-}
-
-impl From<std::io::Error> for Errno {
-    fn from(e: std::io::Error) -> Self {
-        Self(e.raw_os_error().unwrap_or(libc::EIO)).because(e)
-    }
-}
+pub(crate) use crate::errno::{Errno, Result};
+use crate::{
+    cancel::{self, Disabled, Wait},
+    config, log,
+};
 
 /// State of the calling thread that an entry point restores when it returns.
 ///
@@ -125,22 +39,21 @@ impl Drop for Caller {
 
 /// Runs the body of an entry point: errno stays as it was, the thread is not cancelled, and a panic does not unwind into C.
 ///
-/// Returns None after a panic, which is a bug of ferroce; the user is told.
+/// Returns None after a panic, which is a bug of ferroce and is reported on standard error.
 pub(crate) fn guard<T>(body: impl FnOnce() -> T) -> Option<T> {
     let _caller = Caller::enter();
-    caught(body)
+    catch_panic(body)
 }
 
-/// Runs something; a panic does not unwind into C.
-fn caught<T>(body: impl FnOnce() -> T) -> Option<T> {
+/// Runs a body; a panic does not unwind into C.
+fn catch_panic<T>(body: impl FnOnce() -> T) -> Option<T> {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(done) => Some(done),
         Err(payload) => {
             let _caller = Caller::enter();
             let text = payload.downcast_ref::<String>().map(String::as_str);
-            let text = text
-                .or_else(|| payload.downcast_ref::<&str>().copied())
-                .unwrap_or("no reason");
+            let text = text.or_else(|| payload.downcast_ref::<&str>().copied());
+            let text = text.unwrap_or("no reason");
             config::complain(format_args!(
                 "a verb has failed by a bug of ferroce ({text}); the program gets an I/O error (EIO) or nothing"
             ));
@@ -154,34 +67,27 @@ pub(crate) fn run<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
     guard(body).unwrap_or(Err(Errno::IO))
 }
 
+/// Logs the failed verb whose body is `F`, and sets errno.
+#[cold]
+fn fail<F, T>(e: Errno, returned: T) -> T {
+    log::failed_verb::<F>(e);
+    e.set();
+    returned
+}
+
 /// Runs a verb that returns an object, or NULL and sets errno.
 pub(crate) fn pointer<T, F: FnOnce() -> Result<*mut T>>(body: F) -> *mut T {
-    run(body).unwrap_or_else(|e| {
-        log::failed_verb::<F>(e);
-        e.set();
-        std::ptr::null_mut()
-    })
+    run(body).unwrap_or_else(|e| fail::<F, _>(e, std::ptr::null_mut()))
 }
 
 /// Runs a verb that returns 0 or a positive error number. It sets errno too, as system calls do.
 pub(crate) fn code<F: FnOnce() -> Result<()>>(body: F) -> c_int {
-    match run(body) {
-        Ok(()) => 0,
-        Err(e) => {
-            log::failed_verb::<F>(e);
-            e.set();
-            e.0
-        }
-    }
+    run(body).map_or_else(|e| fail::<F, _>(e, e.0), |()| 0)
 }
 
 /// Runs a verb that returns a number, or -1 and sets errno.
 pub(crate) fn minus_one<F: FnOnce() -> Result<c_int>>(body: F) -> c_int {
-    run(body).unwrap_or_else(|e| {
-        log::failed_verb::<F>(e);
-        e.set();
-        -1
-    })
+    run(body).unwrap_or_else(|e| fail::<F, _>(e, -1))
 }
 
 /// Runs a verb that can't fail; returns `fallback` after a panic.
@@ -191,11 +97,36 @@ pub(crate) fn value<T>(fallback: T, body: impl FnOnce() -> T) -> T {
 
 /// Runs a verb that makes no system call and can't fail; returns `fallback` after a panic.
 pub(crate) fn leaf<T>(fallback: T, body: impl FnOnce() -> T) -> T {
-    caught(body).unwrap_or(fallback)
+    catch_panic(body).unwrap_or(fallback)
+}
+
+/// Runs a call that blocks: attempts it until it succeeds, and waits in between for the descriptor that the attempt names.
+/// Returns 0, or -1 and sets errno.
+///
+/// The attempt learns whether the descriptor was read before it. It is `Copy`, and thus has nothing to drop.
+pub(crate) fn blocking<F: Fn(bool) -> Result<Option<Wait>> + Copy>(attempt: F) -> c_int {
+    cancel::point();
+    let mut waited = false;
+    loop {
+        match run(|| attempt(waited)) {
+            Ok(None) => return 0,
+            Ok(Some(wait)) if wait.read() => waited = true,
+            Ok(Some(_)) => return -1,
+            Err(e) => return fail::<F, _>(e, -1),
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::{
+        ffi::c_void,
+        io,
+        os::fd::RawFd,
+        ptr,
+        sync::atomic::{AtomicUsize, Ordering},
+    };
+
     use super::*;
 
     #[test]
@@ -220,5 +151,48 @@ mod tests {
             -1
         );
         assert_eq!(Errno::last(), Errno::INVAL);
+    }
+
+    unsafe extern "C" {
+        fn pthread_cancel(thread: libc::pthread_t) -> c_int;
+    }
+
+    static REARMED: AtomicUsize = AtomicUsize::new(0);
+
+    extern "C" fn count(_: *mut c_void) {
+        REARMED.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Waits for a descriptor that never becomes readable, after a frame that must not be unwound.
+    extern "C-unwind" fn waits(fd: *mut c_void) -> *mut c_void {
+        let fd = fd.addr() as RawFd;
+        // SAFETY: a plain function.
+        blocking(|_| Ok(Some(unsafe { Wait::new(fd, count, ptr::null_mut()) })));
+        ptr::null_mut()
+    }
+
+    #[test]
+    fn a_thread_that_waits_is_cancelled() {
+        // SAFETY: the thread's function takes a number; threads are cancelled and joined once each.
+        unsafe {
+            let fd = libc::eventfd(0, libc::EFD_CLOEXEC);
+            assert!(fd >= 0, "{}", io::Error::last_os_error());
+            for n in 1..=100 {
+                let mut thread = 0;
+                let start = std::mem::transmute::<
+                    extern "C-unwind" fn(*mut c_void) -> *mut c_void,
+                    extern "C" fn(*mut c_void) -> *mut c_void,
+                >(waits);
+                let arg = ptr::without_provenance_mut(fd as usize);
+                assert_eq!(libc::pthread_create(&raw mut thread, ptr::null(), start, arg), 0);
+                std::thread::sleep(std::time::Duration::from_micros(200 * (n % 5)));
+                assert_eq!(pthread_cancel(thread), 0);
+                let mut result = ptr::null_mut();
+                assert_eq!(libc::pthread_join(thread, &raw mut result), 0);
+                assert_eq!(result.addr(), usize::MAX, "PTHREAD_CANCELED");
+            }
+            libc::close(fd);
+        }
+        assert!(REARMED.load(Ordering::Relaxed) > 0);
     }
 }

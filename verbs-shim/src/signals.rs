@@ -1,55 +1,39 @@
 //! Signal calls of libc, in front of the real ones.
 //!
-//! Faults of copies from and to registered memory have a handler ([`roce_mem::fault`]). Actions that the program sets for SIGSEGV and
+//! Faults of copies from and to registered memory have a handler ([`roce_verbs::mem::fault`]). Actions that the program sets for SIGSEGV and
 //! SIGBUS are beneath it, where the program finds them as it has set them, and no thread blocks these two. Everything else goes straight
 //! through, and everything does before memory is registered.
 
-use std::{ffi::c_void, mem, ptr};
+use std::{mem, ptr};
 
 use libc::{c_int, sighandler_t, sigset_t};
-use roce_mem::fault;
+use roce_verbs::mem::fault;
 
 use crate::{
-    interpose::{Call, Next},
-    ret::Errno,
+    errno::Errno,
+    symbols::{Call, Next, calls},
 };
 
 /// Signal calls, for programs that loaded this library too late.
-pub(crate) static CALLS: [Call; 4] = [
-    Call {
-        name: "sigaction",
-        ours: sigaction as *const c_void,
-    },
-    Call {
-        name: "signal",
-        ours: signal as *const c_void,
-    },
-    Call {
-        name: "sigprocmask",
-        ours: sigprocmask as *const c_void,
-    },
-    Call {
-        name: "pthread_sigmask",
-        ours: pthread_sigmask as *const c_void,
-    },
-];
+pub(crate) static CALLS: &[Call] = calls![sigaction, signal, sigprocmask, pthread_sigmask];
 
 /// Has the handler of faults set by the real `sigaction`. Call it before memory is registered.
 pub(crate) fn prepare() {
     fault::use_sigaction(real_sigaction);
 }
 
+/// Fails with ENOSYS: libc has no such function.
+fn missing<T>(returned: T) -> T {
+    Errno::NOSYS.set();
+    returned
+}
+
 unsafe extern "C" fn real_sigaction(number: c_int, new: *const libc::sigaction, old: *mut libc::sigaction) -> c_int {
-    static NEXT: Next = Next::new(c"sigaction");
     // SAFETY: libc's function of this name has this signature, or there is none.
-    match unsafe { mem::transmute::<*mut c_void, Option<fault::Sigaction>>(NEXT.get()) } {
-        // SAFETY: the caller's arguments.
-        Some(real) => unsafe { real(number, new, old) },
-        None => {
-            Errno(libc::ENOSYS).set();
-            -1
-        }
-    }
+    static NEXT: Next<fault::Sigaction> = unsafe { Next::new(c"sigaction") };
+    // SAFETY: the caller's arguments.
+    NEXT.get()
+        .map_or_else(|| missing(-1), |real| unsafe { real(number, new, old) })
 }
 
 #[unsafe(no_mangle)]
@@ -60,8 +44,8 @@ unsafe extern "C" fn sigaction(number: c_int, new: *const libc::sigaction, old: 
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn signal(number: c_int, handler: sighandler_t) -> sighandler_t {
-    type Real = unsafe extern "C" fn(c_int, sighandler_t) -> sighandler_t;
-    static NEXT: Next = Next::new(c"signal");
+    // SAFETY: libc's function of this name has this signature, or there is none.
+    static NEXT: Next<unsafe extern "C" fn(c_int, sighandler_t) -> sighandler_t> = unsafe { Next::new(c"signal") };
     // SAFETY: zeroes are an action, and a set without signals.
     let (mut new, mut old): (libc::sigaction, libc::sigaction) = unsafe { mem::zeroed() };
     new.sa_sigaction = handler;
@@ -77,14 +61,11 @@ unsafe extern "C" fn signal(number: c_int, handler: sighandler_t) -> sighandler_
     match status {
         Some(0) => old.sa_sigaction,
         Some(_) => libc::SIG_ERR,
-        // SAFETY: libc's function of this name has this signature, or there is none; the arguments are the program's.
-        None => match unsafe { mem::transmute::<*mut c_void, Option<Real>>(NEXT.get()) } {
-            // SAFETY: as above.
+        // Looked up only here: the rest is async-signal-safe, and `dlsym` is not.
+        None => match NEXT.get() {
+            // SAFETY: the program's arguments.
             Some(real) => unsafe { real(number, handler) },
-            None => {
-                Errno(libc::ENOSYS).set();
-                libc::SIG_ERR
-            }
+            None => missing(libc::SIG_ERR),
         },
     }
 }
@@ -95,10 +76,10 @@ type Mask = unsafe extern "C" fn(c_int, *const sigset_t, *mut sigset_t) -> c_int
 ///
 /// # Safety
 /// As for that function; `next` is it.
-unsafe fn change_mask(next: &Next, how: c_int, new: *const sigset_t, old: *mut sigset_t) -> Option<c_int> {
+unsafe fn change_mask(next: &Next<Mask>, how: c_int, new: *const sigset_t, old: *mut sigset_t) -> Option<c_int> {
+    let real = next.get()?;
     // SAFETY: the caller's promise.
     unsafe {
-        let real = mem::transmute::<*mut c_void, Option<Mask>>(next.get())?;
         let fewer = fault::program_mask(how, new);
         Some(real(how, fewer.as_ref().map_or(new, ptr::from_ref), old))
     }
@@ -106,17 +87,16 @@ unsafe fn change_mask(next: &Next, how: c_int, new: *const sigset_t, old: *mut s
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn sigprocmask(how: c_int, new: *const sigset_t, old: *mut sigset_t) -> c_int {
-    static NEXT: Next = Next::new(c"sigprocmask");
+    // SAFETY: libc's function of this name has this signature, or there is none.
+    static NEXT: Next<Mask> = unsafe { Next::new(c"sigprocmask") };
     // SAFETY: the program's arguments.
-    unsafe { change_mask(&NEXT, how, new, old) }.unwrap_or_else(|| {
-        Errno(libc::ENOSYS).set();
-        -1
-    })
+    unsafe { change_mask(&NEXT, how, new, old) }.unwrap_or_else(|| missing(-1))
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pthread_sigmask(how: c_int, new: *const sigset_t, old: *mut sigset_t) -> c_int {
-    static NEXT: Next = Next::new(c"pthread_sigmask");
+    // SAFETY: libc's function of this name has this signature, or there is none.
+    static NEXT: Next<Mask> = unsafe { Next::new(c"pthread_sigmask") };
     // SAFETY: the program's arguments.
     unsafe { change_mask(&NEXT, how, new, old) }.unwrap_or(libc::ENOSYS)
 }

@@ -10,7 +10,7 @@ use crate::{
         IBV_SRQ_LIMIT, IBV_SRQ_MAX_WR, IBV_SRQT_BASIC, IBV_SRQT_XRC, ibv_context, ibv_pd, ibv_recv_wr, ibv_srq,
         ibv_srq_attr, ibv_srq_init_attr, ibv_srq_init_attr_ex, srq_init,
     },
-    context::{Context, Core},
+    core::{Context, Core},
     cq::Cq,
     events::{Acks, Target},
     live::{self, Object as _},
@@ -27,31 +27,13 @@ pub(crate) struct Srq {
     pub(crate) core: Arc<Core>,
     pub(crate) inner: roce::Srq,
     max_sge: usize,
-    acks: Arc<Acks>,
-    users: Users,
+    pub(crate) acks: Arc<Acks>,
+    pub(crate) users: Users,
     /// Its protection domain, XRC domain and completion queue.
     _uses: Vec<Users>,
 }
 
-live::object!(Srq, ibv_srq, 0, |srq| (*srq).context, (*srq).handle);
-
-impl Srq {
-    pub(crate) fn acks(&self) -> &Acks {
-        &self.acks
-    }
-
-    pub(crate) fn user(&self) -> Users {
-        self.users.clone()
-    }
-}
-
-fn attr_of(a: &ibv_srq_attr) -> SrqAttr {
-    SrqAttr {
-        max_wr: a.max_wr,
-        max_sge: a.max_sge,
-        limit: a.srq_limit,
-    }
-}
+live::object!(Srq, "SRQ", ibv_srq, |srq| (*srq).context, (*srq).handle);
 
 /// # Safety
 /// `pd` is a domain of ours, `xrc` objects of ours.
@@ -69,10 +51,11 @@ unsafe fn create(
     }
     let engine = domain.engine()?;
     let init = SrqInit {
-        // The limit is armed by modify (ibv_create_srq(3)).
         attr: SrqAttr {
+            max_wr: attr.max_wr,
+            max_sge: attr.max_sge,
+            // Armed by modify (ibv_create_srq(3)).
             limit: 0,
-            ..attr_of(attr)
         },
         xrc: xrc.map(|(x, c)| (&x.inner, &c.inner)),
     };
@@ -81,10 +64,8 @@ unsafe fn create(
     (attr.max_wr, attr.max_sge) = (granted.max_wr, granted.max_sge);
     let handle = inner.handle();
     let acks = Arc::new(Acks::default());
-    let mut uses = vec![domain.user()];
-    if let Some((x, c)) = xrc {
-        uses.extend([x.user(), c.user()]);
-    }
+    let xrc_uses = xrc.into_iter().flat_map(|(x, c)| [x.users.clone(), c.users.clone()]);
+    let uses = xrc_uses.chain([domain.users.clone()]).collect();
     let srq = Srq {
         abi: UnsafeCell::new(ibv_srq {
             context: domain.context(),
@@ -103,7 +84,7 @@ unsafe fn create(
         _uses: uses,
     };
     let public = srq.publish()?;
-    let target = Target::new(&domain.core, public as usize, &acks);
+    let target = Target::new(&domain.core.events, public as usize, &acks);
     engine.objects().srqs.insert(handle, target);
     Ok(public)
 }
@@ -140,7 +121,7 @@ pub(crate) unsafe extern "C" fn create_srq_ex(
             IBV_SRQT_BASIC
         };
         let pd = if has(srq_init::PD) { init.pd } else { ptr::null_mut() };
-        // SAFETY: the program destroys none of the objects meanwhile.
+        // SAFETY: the program destroys none of the objects during this call.
         unsafe {
             core.finds(&Pd::lookup(pd)?.core)?;
             let srq = match kind {
@@ -170,8 +151,7 @@ pub(crate) unsafe extern "C" fn post_srq_recv(
     ret::code(|| {
         // SAFETY: the program passes a queue of ours, a list of receives, and room for the pointer.
         unsafe {
-            let this = Srq::posting(srq).and_then(|srq| srq.core.alive().map(|()| srq));
-            let this = this.inspect_err(|_| bad.write_unaligned(wr))?;
+            let this = Srq::posting(srq).inspect_err(|_| bad.write_unaligned(wr))?;
             post::each_recv(wr, bad, this.max_sge, |wrs| this.inner.post_recv(wrs))
         }
     })
@@ -193,7 +173,6 @@ unsafe extern "C" fn ibv_modify_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_attr, 
     ret::code(|| {
         // SAFETY: the program passes a queue of ours and attributes.
         let (this, attr) = unsafe { (Srq::of(srq)?, attr.read_unaligned()) };
-        this.core.alive()?;
         if mask & !(IBV_SRQ_MAX_WR | IBV_SRQ_LIMIT) != 0 {
             return Err(Errno::INVAL.because(format_args!("srq_attr_mask {mask:#x} has unknown bits")));
         }
@@ -210,7 +189,6 @@ unsafe extern "C" fn ibv_query_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_attr) -
     ret::code(|| {
         // SAFETY: the program passes a queue of ours.
         let this = unsafe { Srq::of(srq)? };
-        this.core.alive()?;
         let now = this.inner.query();
         let out = ibv_srq_attr {
             max_wr: now.max_wr,
@@ -226,20 +204,11 @@ unsafe extern "C" fn ibv_query_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_attr) -
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_destroy_srq(srq: *mut ibv_srq) -> c_int {
     ret::code(|| {
-        let this = Srq::claim(srq)?;
-        let Ok(engine) = this.core.engine() else {
-            // A forked child's copy.
-            this.forget();
-            return Ok(());
-        };
-        if this.users.in_use() {
-            return Err(Errno::BUSY.because("queue pairs use the SRQ"));
-        }
-        let target = engine.objects().srqs.remove(&this.inner.handle());
-        if let Some(target) = target {
-            target.finish();
-        }
-        this.free();
-        Ok(())
+        Srq::destroy(srq, |this| {
+            this.users.none("queue pairs use the SRQ")?;
+            let target = this.core.engine()?.objects().srqs.remove(&this.inner.handle());
+            target.into_iter().for_each(Target::finish);
+            Ok(())
+        })
     })
 }

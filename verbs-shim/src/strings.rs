@@ -150,8 +150,7 @@ extern "C" fn mbps_to_ibv_rate(mbps: c_int) -> c_enum {
     RATES.iter().find(|r| r.2 == mbps).map_or(RATE_MAX, |r| r.0)
 }
 
-/// Nothing to prepare: registered memory is reached through the process's own mappings, not by DMA, so that
-/// copy-on-write does no harm.
+/// Does nothing: registered memory is accessed through the process's own mappings, not by DMA, so that copy-on-write is harmless.
 #[unsafe(no_mangle)]
 extern "C" fn ibv_fork_init() -> c_int {
     0

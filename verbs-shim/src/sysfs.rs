@@ -1,7 +1,7 @@
 //! The files under /sys/class/infiniband that programs read, made in a private directory.
 //!
 //! The directory's name is a hash of what is in it: all processes with the same devices share one, it is never changed,
-//! and who finds it there has nothing to write.
+//! and a process that finds it has nothing to write.
 
 use std::{
     collections::BTreeMap,
@@ -11,7 +11,7 @@ use std::{
     io::{self, Write},
     net::IpAddr,
     os::{
-        fd::{AsRawFd, FromRawFd, OwnedFd},
+        fd::{AsRawFd, OwnedFd},
         unix::fs::symlink,
     },
     path::{Path, PathBuf},
@@ -20,9 +20,8 @@ use std::{
 };
 
 use libc::{c_char, c_int, size_t};
-use roce::LinkState;
-
-use roce::{JoinConfig, broker};
+use roce::{JoinConfig, LinkState, broker};
+use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::{
     attributes,
@@ -44,46 +43,23 @@ const OURS: [&str; 4] = [
 const FORMAT: u32 = 3;
 /// Directory of a device's counters.
 const HW_COUNTERS: &str = "ports/1/hw_counters";
-/// rdma_rxe's counters (`rxe_hw_counters.c`).
-const COUNTERS: [&str; 15] = [
-    "sent_pkts",
-    "rcvd_pkts",
-    "duplicate_request",
-    "out_of_seq_request",
-    "rcvd_rnr_err",
-    "send_rnr_err",
-    "rcvd_seq_err",
-    "ack_deferred",
-    "retry_exceeded_err",
-    "retry_rnr_exceeded_err",
-    "completer_retry_err",
-    "send_err",
-    LINK_DOWNED,
-    "rdma_sends",
-    "rdma_recvs",
-];
+/// Counters that rdma_rxe has (`rxe_hw_counters.c`): the first of those that processes share.
+const COUNTERS: &[&str] = broker::COUNTERS.split_at(15).0;
 const LINK_DOWNED: &str = "link_downed";
 /// How long the directory is believed to be right.
 const FRESH: Duration = Duration::from_millis(500);
 
-/// Whether a path is one of ours. Cheap: it is asked for every file that a program opens.
+/// Whether a path is answered from the private directory. Cheap, since it runs for every file that a program opens.
 fn is_ours(path: &[u8]) -> bool {
-    OURS.iter().any(|root| {
-        path.strip_prefix(root.as_bytes())
-            .is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
-    })
+    OURS.iter().any(|root| attributes::is_below(path, root))
 }
 
 /// Files by path, relative to the private directory. An empty content with a trailing slash is a directory; below `dev`
-/// are devices, which programs look at (UCX wants a character device that it may write to) and never use.
+/// are devices, which programs look up (UCX expects a writable character device) and never use.
 type Tree = BTreeMap<String, String>;
 
-fn guid_text(guid: [u8; 8]) -> String {
-    let words: Vec<String> = guid.chunks(2).map(|w| format!("{:02x}{:02x}", w[0], w[1])).collect();
-    words.join(":") + "\n"
-}
-
-fn gid_text(raw: &[u8; 16]) -> String {
+/// A GID or GUID.
+fn gid_text(raw: &[u8]) -> String {
     let words: Vec<String> = raw.chunks(2).map(|w| format!("{:02x}{:02x}", w[0], w[1])).collect();
     words.join(":") + "\n"
 }
@@ -120,8 +96,8 @@ fn add_device(tree: &mut Tree, device: &VerbsDevice) {
         tree.insert(format!("{base}/{path}"), text.to_owned());
     };
     put("node_type", "1: CA\n");
-    put("node_guid", &guid_text(device.guid()));
-    put("sys_image_guid", &guid_text(device.guid()));
+    put("node_guid", &gid_text(&device.guid()));
+    put("sys_image_guid", &gid_text(&device.guid()));
     put("node_desc", &format!("{name}\n"));
     put("fw_ver", "\n");
     put(&format!("device/net/{}/", device.interface), "");
@@ -212,7 +188,7 @@ fn build() -> io::Result<PathBuf> {
 static ROOT: Own<Mutex<Option<(Instant, PathBuf)>>> = Own::new(Mutex::default);
 
 fn root() -> Option<PathBuf> {
-    // Whoever comes while it is made (from the file calls that make it) gets no answer rather than a deadlock.
+    // A call while it is made (from the file calls that make it) gets no answer rather than a deadlock.
     let mut root = ROOT.get().try_lock().ok()?;
     if let Some((at, dir)) = &*root
         && at.elapsed() < FRESH
@@ -240,13 +216,13 @@ pub(crate) struct Target {
     pub(crate) path: CString,
     /// The tree of attributes, if that is where it leads.
     pub(crate) tree: Option<&'static Path>,
-    /// Descriptor of the file that `path` names, if that is nobody else's.
+    /// Descriptor of the file that `path` names, if it was made for this call.
     _file: Option<OwnedFd>,
 }
 
 /// The same for calls that are not about the content.
-pub(crate) fn place(path: &CStr) -> Option<Target> {
-    let of_tree = || ret::value(None, || attributes::place(path)).map(|(path, tree)| (path, Some(tree)));
+pub(crate) fn resolve(path: &CStr) -> Option<Target> {
+    let of_tree = || ret::value(None, || attributes::resolve(path)).map(|(path, tree)| (path, Some(tree)));
     let (path, tree) = redirect(path).map(|path| (path, None)).or_else(of_tree)?;
     Some(Target {
         path,
@@ -256,12 +232,12 @@ pub(crate) fn place(path: &CStr) -> Option<Target> {
 }
 
 /// The same for calls that open the file: a counter is what it is now.
-pub(crate) fn content(path: &CStr) -> Option<Target> {
+pub(crate) fn resolve_content(path: &CStr) -> Option<Target> {
     let live = || -> Option<Target> {
         let (device, name) = counter_of(path.to_str().ok()?)?;
         let device = device::list().ok()?.into_iter().find(|d| d.name == device)?;
         let file = memory_file(&format!("{}\n", count(device, name)?)).ok()?;
-        // Opened anew by this name, it is read from its beginning.
+        // Opened again by this name, it is read from its beginning.
         let path = CString::new(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
         Some(Target {
             path,
@@ -270,9 +246,9 @@ pub(crate) fn content(path: &CStr) -> Option<Target> {
         })
     };
     if !is_ours(path.to_bytes()) {
-        return place(path);
+        return resolve(path);
     }
-    ret::value(None, live).or_else(|| place(path))
+    ret::value(None, live).or_else(|| resolve(path))
 }
 
 /// Device and counter that a path names.
@@ -296,15 +272,9 @@ fn count(device: &VerbsDevice, name: &str) -> Option<u64> {
     counters.iter().find(|(n, _)| *n == name).map(|(_, value)| *value)
 }
 
-/// A file that nobody else sees.
+/// Makes a file without a name.
 fn memory_file(text: &str) -> io::Result<OwnedFd> {
-    // SAFETY: a C string; makes a descriptor, or fails.
-    let fd = unsafe { libc::memfd_create(c"ferroce-counter".as_ptr(), libc::MFD_CLOEXEC) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: just made and ours alone.
-    let mut file = fs::File::from(unsafe { OwnedFd::from_raw_fd(fd) });
+    let mut file = fs::File::from(memfd_create(c"ferroce-counter", MemfdFlags::CLOEXEC)?);
     file.write_all(text.as_bytes())?;
     Ok(file.into())
 }
@@ -322,7 +292,7 @@ unsafe extern "C" fn ibv_read_sysfs_file(
         let (dir, file) = unsafe { (CStr::from_ptr(dir), CStr::from_ptr(file)) };
         let path = format!("{}/{}", dir.to_string_lossy(), file.to_string_lossy());
         let path = CString::new(path).map_err(|_| ret::Errno::INVAL)?;
-        let target = content(&path);
+        let target = resolve_content(&path);
         let path = target.as_ref().map_or(&path, |t| &t.path);
         let mut text = fs::read(Path::new(&*path.to_string_lossy()))?;
         if text.last() == Some(&b'\n') {
@@ -373,7 +343,7 @@ mod tests {
             assert_eq!(counter_of(&format!("{at}{other}")), None);
         }
         assert_eq!(counter_of("/sys/class/infiniband/ferroce0/ports/1/state"), None);
-        assert!(content(c"/etc/hostname").is_none());
+        assert!(resolve_content(c"/etc/hostname").is_none());
     }
 
     #[test]

@@ -12,8 +12,3 @@ struct Entry(*const c_void);
 unsafe impl Sync for Entry {}
 
 include!(concat!(env!("OUT_DIR"), "/table.rs"));
-
-/// An address inside of this library.
-pub(crate) fn inside() -> *const c_void {
-    (&raw const ferroce_ibverbs_table).cast()
-}

@@ -1,5 +1,7 @@
-//! Programs whose structures lie at odd addresses, as within packed ones: work requests and their lists of elements,
+//! Structures of programs at odd addresses, as within packed ones: work requests and their lists of elements,
 //! completions, attributes.
+
+mod forked;
 
 use std::{env, mem, process::Command, ptr};
 
@@ -11,7 +13,7 @@ use crate::{
         ibv_pd, ibv_qp, ibv_qp_attr, ibv_qp_cap, ibv_qp_ex, ibv_qp_init_attr, ibv_qp_init_attr_ex, ibv_recv_wr,
         ibv_send_wr, ibv_sge, ibv_srq, ibv_srq_attr, ibv_srq_init_attr, ibv_wc, op, qp_init,
     },
-    cq, post, qp, srq,
+    cq, post, qp_verbs, srq,
 };
 
 #[expect(
@@ -38,8 +40,7 @@ unsafe extern "C" {
 }
 
 /// Set for the process that has the device.
-const CHILD: &str = "FERROCE_TEST_UNALIGNED";
-const NAME: &str = "tests::whatever_programs_pass_may_lie_at_any_address";
+const CHILD: &str = "FERROCE_TEST_PROCESS";
 const LOCAL_WRITE: c_int = 1;
 /// `IBV_QP_EX_WITH_SEND`.
 const EX_WITH_SEND: u64 = 1 << 2;
@@ -312,7 +313,7 @@ unsafe fn posts_extended(p: &mut Program) {
         (init.send_cq, init.recv_cq, init.srq, init.pd) = (p.cq, p.cq, srq, p.pd);
         (init.cap, init.qp_type, init.comp_mask) = (CAP, IBV_QPT_RC, qp_init::PD | qp_init::SEND_OPS_FLAGS);
         init.send_ops_flags = EX_WITH_SEND;
-        let qp = qp::create_qp_ex(p.context, odd(init).at(0));
+        let qp = qp_verbs::create_qp_ex(p.context, odd(init).at(0));
         p.connect(qp);
         let ex: *mut ibv_qp_ex = qp.cast();
         let (mut into, mut from) = (p.parts_of_receive(12), p.parts_of_send());
@@ -338,21 +339,14 @@ unsafe fn posts_extended(p: &mut Program) {
     }
 }
 
-#[test]
-fn whatever_programs_pass_may_lie_at_any_address() {
+/// Runs a test in a process of its own, since the addresses of the library's devices are those of its process. Returns whether this is that
+/// process.
+fn in_process(name: &str) -> bool {
     if env::var_os(CHILD).is_some() {
-        // SAFETY: as a program does it, with structures of its own.
-        return unsafe {
-            let mut program = Program::open();
-            let qp = ibv_create_qp(program.pd, odd(program.init(ptr::null_mut())).at(0));
-            program.connect(qp);
-            posts(&mut program, qp);
-            posts_extended(&mut program);
-        };
+        return true;
     }
-    // The addresses of the library's devices are those of its process.
     let out = Command::new(env::current_exe().unwrap())
-        .args(["--exact", NAME, "--nocapture"])
+        .args(["--exact", name, "--nocapture"])
         .env(CHILD, "1")
         .env("FERROCE_ADDR", ferroce_loopback::address().to_string())
         .env("FERROCE_BROKER", "off")
@@ -360,4 +354,20 @@ fn whatever_programs_pass_may_lie_at_any_address() {
         .unwrap();
     let text = [out.stdout, out.stderr].concat();
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&text));
+    false
+}
+
+#[test]
+fn whatever_programs_pass_may_lie_at_any_address() {
+    if !in_process("tests::whatever_programs_pass_may_lie_at_any_address") {
+        return;
+    }
+    // SAFETY: as a program does it, with structures of its own.
+    unsafe {
+        let mut program = Program::open();
+        let qp = ibv_create_qp(program.pd, odd(program.init(ptr::null_mut())).at(0));
+        program.connect(qp);
+        posts(&mut program, qp);
+        posts_extended(&mut program);
+    }
 }

@@ -12,7 +12,7 @@ use std::{
 
 use libc::{c_int, c_void};
 
-use crate::{device::VerbsDevice, log};
+use crate::{errno, log};
 
 /// Whether this process or a parent has opened a device.
 static OPENED: AtomicBool = AtomicBool::new(false);
@@ -22,17 +22,17 @@ unsafe extern "C" {
     fn on_exit(function: unsafe extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
 }
 
-/// A device is being opened.
+/// Notes that a device is being opened.
 pub(crate) fn opened() {
     OPENED.store(true, Ordering::Relaxed);
 }
 
 /// Prepares the line, with the first list of devices, if failures are logged.
-pub(crate) fn listed(devices: &[&VerbsDevice]) {
+pub(crate) fn listed(names: impl FnOnce() -> Vec<String>) {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        if log::is_on() {
-            let line: *mut String = Box::into_raw(Box::new(line(devices)));
+        if errno::is_logged() {
+            let line: *mut String = Box::into_raw(Box::new(line(&names())));
             // SAFETY: the library, and so the function, is never unloaded (`-z nodelete`). The line is never freed.
             if unsafe { on_exit(at_exit, line.cast()) } != 0 {
                 tracing::debug!("no memory for a function at exit");
@@ -41,11 +41,7 @@ pub(crate) fn listed(devices: &[&VerbsDevice]) {
     });
 }
 
-fn line(devices: &[&VerbsDevice]) -> String {
-    let names: Vec<String> = devices
-        .iter()
-        .map(|d| format!("{} ({})", d.name, d.interface))
-        .collect();
+fn line(names: &[String]) -> String {
     let there_are = match names.is_empty() {
         true => return "there is no device: no interface is up and has an address (`ferroce doctor`)\n".to_owned(),
         false => names.join(", "),

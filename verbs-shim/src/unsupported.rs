@@ -1,12 +1,12 @@
-//! Verbs that this device does not have: they report EOPNOTSUPP. The lists in `symbols` say which function here stands for
+//! Verbs that this device does not have, which report EOPNOTSUPP. The lists in `symbols` name the function here that stands for
 //! each other symbol of libibverbs.
 
 use std::sync::Once;
 
-use libc::{c_char, c_int, c_void};
+use libc::{c_int, c_void};
 
 use crate::{
-    abi::{ibv_context, ibv_ece, ibv_mr, ibv_pd, ibv_qp, ibv_srq},
+    abi::{ibv_ece, ibv_qp, ibv_srq},
     config, log,
     ret::{self, Errno},
 };
@@ -54,7 +54,7 @@ fn obsolete() {
             ));
         });
     });
-    Errno(libc::ENOSYS).set();
+    Errno::NOSYS.set();
 }
 
 /// `ibv_get_device_list` of 1.0.
@@ -97,12 +97,6 @@ pub(crate) unsafe extern "C" fn post_srq_ops(_srq: *mut ibv_srq, op: *mut c_void
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_set_ece(_qp: *mut ibv_qp, _ece: *mut ibv_ece) -> c_int {
-    refuse();
-    libc::EOPNOTSUPP
-}
-
-#[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_query_ece(_qp: *mut ibv_qp, ece: *mut ibv_ece) -> c_int {
     // SAFETY: the program passes room for the answer, which libibverbs clears.
     unsafe {
@@ -116,52 +110,29 @@ unsafe extern "C" fn ibv_query_ece(_qp: *mut ibv_qp, ece: *mut ibv_ece) -> c_int
     libc::EOPNOTSUPP
 }
 
-#[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_reg_dmabuf_mr(
-    _pd: *mut ibv_pd,
-    _offset: u64,
-    _length: usize,
-    _iova: u64,
-    _fd: c_int,
-    _access: c_int,
-) -> *mut ibv_mr {
-    refuse();
-    std::ptr::null_mut()
+/// Exports functions whose arguments are not read.
+macro_rules! exports {
+    ($($name:ident -> $ret:ty: $as:ident;)*) => {$(
+        #[unsafe(no_mangle)]
+        unsafe extern "C" fn $name() -> $ret {
+            // SAFETY: no arguments.
+            unsafe { $as() }
+        }
+    )*};
 }
 
-#[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_import_pd(_context: *mut ibv_context, _handle: u32) -> *mut ibv_pd {
-    refuse();
-    std::ptr::null_mut()
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_unimport_pd(_pd: *mut ibv_pd) {}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_import_mr(_pd: *mut ibv_pd, _handle: u32) -> *mut ibv_mr {
-    refuse();
-    std::ptr::null_mut()
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_unimport_mr(_mr: *mut ibv_mr) {}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_import_dm(_context: *mut ibv_context, _handle: u32) -> *mut c_void {
-    refuse();
-    std::ptr::null_mut()
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_unimport_dm(_dm: *mut c_void) {}
-
-/// Providers that are linked in or found by name can't register here: there are none.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_register_driver(_name: *const c_char, _init: *mut c_void) {}
-
-/// Whether data lands in order: no promise is made.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_query_qp_data_in_order(_qp: *mut ibv_qp, _op: c_int, _flags: u32) -> c_int {
-    0
+exports! {
+    ibv_set_ece -> c_int: code;
+    ibv_reg_dmabuf_mr -> *mut c_void: pointer;
+    ibv_import_device -> *mut c_void: pointer;
+    ibv_import_pd -> *mut c_void: pointer;
+    ibv_unimport_pd -> (): nothing;
+    ibv_import_mr -> *mut c_void: pointer;
+    ibv_unimport_mr -> (): nothing;
+    ibv_import_dm -> *mut c_void: pointer;
+    ibv_unimport_dm -> (): nothing;
+    // Providers that are linked in or found by name can't register here: there are none.
+    ibv_register_driver -> (): nothing;
+    // Whether data lands in order: no promise is made.
+    ibv_query_qp_data_in_order -> c_int: zero;
 }

@@ -1,7 +1,7 @@
 //! Threads that wait for a descriptor.
 
 use std::{
-    os::fd::{AsFd, AsRawFd, OwnedFd},
+    os::fd::{AsFd, OwnedFd},
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -10,13 +10,14 @@ use std::{
 };
 
 use roce::{EventFd, Thread};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::ret::Result;
+use crate::errno::Result;
 
 /// When a worker works again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Next {
-    /// When its descriptor is readable or somebody wakes it.
+    /// When its descriptor is readable or it is woken.
     Ready,
     /// The same, and at this time at the latest.
     At(Instant),
@@ -31,15 +32,20 @@ struct Control {
     ends: AtomicBool,
 }
 
-/// A thread that works whenever a descriptor is readable. It ends with this.
+/// A thread that works whenever a descriptor is readable. Dropping it ends the thread.
 pub(crate) struct Worker {
+    name: &'static str,
     control: Arc<Control>,
     thread: Mutex<Option<Thread>>,
 }
 
 impl Worker {
     /// `work` returns when to go on.
-    pub(crate) fn start(name: &str, watched: OwnedFd, mut work: impl FnMut() -> Next + Send + 'static) -> Result<Self> {
+    pub(crate) fn start(
+        name: &'static str,
+        watched: OwnedFd,
+        mut work: impl FnMut() -> Next + Send + 'static,
+    ) -> Result<Self> {
         let control = Arc::new(Control {
             wake: EventFd::new()?,
             ends: AtomicBool::new(false),
@@ -52,8 +58,22 @@ impl Worker {
             }
         })?;
         Ok(Self {
+            name,
             control,
             thread: Mutex::new(Some(thread)),
+        })
+    }
+
+    /// Starts a worker on an object, which ends with the object.
+    pub(crate) fn on<T: Send + Sync + 'static>(
+        name: &'static str,
+        watched: OwnedFd,
+        object: &Arc<T>,
+        mut work: impl FnMut(&T) -> Next + Send + 'static,
+    ) -> Result<Self> {
+        let weak = Arc::downgrade(object);
+        Self::start(name, watched, move || {
+            weak.upgrade().map_or(Next::End, |object| work(&object))
         })
     }
 
@@ -68,30 +88,23 @@ impl Drop for Worker {
         self.control.ends.store(true, Ordering::Release);
         self.wake();
         let thread = self.thread.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(thread) = thread {
-            let _ = thread.finish();
+        if thread.is_some_and(|thread| !thread.finish()) {
+            let name = self.name;
+            tracing::error!("the thread {name:?} panicked, or does not end within 5 s: what it uses may stay open");
         }
     }
 }
 
-/// Sleeps until there is something to do. False: it shall end.
+/// Sleeps until there is work. Returns false when the thread is to end.
 fn wait(watched: &OwnedFd, control: &Control, next: Next) -> bool {
     let timeout = match next {
         Next::End => return false,
-        Next::Ready => -1,
-        Next::At(at) => {
-            let left = at.saturating_duration_since(Instant::now()).as_millis() + 1;
-            i32::try_from(left).unwrap_or(i32::MAX)
-        }
+        Next::Ready => None,
+        Next::At(at) => Some(at.saturating_duration_since(Instant::now())),
     };
-    let entry = |fd: std::os::fd::BorrowedFd<'_>| libc::pollfd {
-        fd: fd.as_raw_fd(),
-        events: libc::POLLIN,
-        revents: 0,
-    };
-    let mut fds = [entry(watched.as_fd()), entry(control.wake.as_fd())];
-    // SAFETY: two entries on the stack.
-    unsafe { libc::poll(fds.as_mut_ptr(), 2, timeout) };
+    let timeout = timeout.and_then(|left| Timespec::try_from(left).ok());
+    let mut fds = [watched.as_fd(), control.wake.as_fd()].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+    let _ = poll(&mut fds, timeout.as_ref());
     control.wake.clear();
     !control.ends.load(Ordering::Acquire)
 }

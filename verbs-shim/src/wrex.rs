@@ -1,9 +1,7 @@
 //! The extended way to post: `ibv_wr_start`, one call per work request, `ibv_wr_complete`.
 
-use std::cell::UnsafeCell;
-
 use libc::{c_int, c_void, size_t};
-use parking_lot::{RawMutex, lock_api::RawMutex as _};
+use parking_lot::lock_api::RawMutex as _;
 use roce::{
     LKey, RKey, RemoteAddr, SendOp, Sge,
     verbs::{Srqn, Target},
@@ -17,32 +15,6 @@ use crate::{
     qp::Qp,
     ret::{self, Errno, Result},
 };
-
-/// Work requests between start and complete.
-pub(crate) struct Builder {
-    /// Held from start to complete or abort: threads that share a queue pair take turns.
-    lock: RawMutex,
-    work: UnsafeCell<Work>,
-}
-
-#[derive(Default)]
-struct Work {
-    batch: Batch,
-    /// Error of the first bad call; complete returns it and posts nothing.
-    error: Option<Errno>,
-}
-
-// SAFETY: the work is only touched between start and complete, under the lock.
-unsafe impl Sync for Builder {}
-
-impl Builder {
-    pub(crate) fn new() -> Self {
-        Self {
-            lock: RawMutex::INIT,
-            work: UnsafeCell::default(),
-        }
-    }
-}
 
 /// The public part of a queue pair.
 pub(crate) fn public(qp_base: ibv_qp) -> ibv_qp_ex {
@@ -86,7 +58,7 @@ unsafe fn with(qp: *mut ibv_qp_ex, body: impl FnOnce(&Qp, &mut Batch) -> Result<
             return;
         };
         // SAFETY: nobody else is at the work.
-        let work = unsafe { &mut *this.builder().work.get() };
+        let work = unsafe { &mut *this.builder.work.get() };
         if let Err(e) = body(this, &mut work.batch) {
             work.error.get_or_insert(e);
         }
@@ -97,22 +69,15 @@ unsafe fn with(qp: *mut ibv_qp_ex, body: impl FnOnce(&Qp, &mut Batch) -> Result<
 ///
 /// # Safety
 /// As [`with`].
-unsafe fn begin(qp: *mut ibv_qp_ex, op: Result<SendOp>) {
-    // SAFETY: the caller's promise.
-    unsafe { begin_with(qp, |_| op) }
-}
-
-/// Begins a work request whose operation depends on the queue pair.
-///
-/// # Safety
-/// As [`with`].
-unsafe fn begin_with(qp: *mut ibv_qp_ex, op: impl FnOnce(&Qp) -> Result<SendOp>) {
+unsafe fn begin(qp: *mut ibv_qp_ex, op: impl FnOnce(&Qp) -> Result<SendOp>, then: impl FnOnce(&mut Batch, &SendOp)) {
     // SAFETY: the program sets both fields before the call.
     let (wr_id, flags) = unsafe { ((*qp).wr_id, (*qp).wr_flags) };
     // SAFETY: the caller's promise.
     unsafe {
         with(qp, |this, batch| {
-            batch.begin(wr_id, op(this)?, post::flags(flags));
+            let op = op(this)?;
+            batch.begin(wr_id, op, post::flags(flags));
+            then(batch, &op);
             Ok(())
         });
     }
@@ -123,16 +88,24 @@ fn remote(addr: u64, rkey: u32) -> RemoteAddr {
     RemoteAddr { addr, rkey }
 }
 
-macro_rules! begins {
+/// Defines calls that begin a work request, and those that change the current one.
+macro_rules! calls {
     ($($name:ident($($arg:ident: $ty:ty),*) => $op:expr;)*) => {$(
         unsafe extern "C" fn $name(qp: *mut ibv_qp_ex $(, $arg: $ty)*) {
             // SAFETY: the program has called start on a queue pair of ours.
-            unsafe { begin(qp, Ok($op)) };
+            unsafe { begin(qp, |_| Ok($op), |_, _| ()) };
+        }
+    )*};
+    (change $($name:ident($($arg:ident: $ty:ty),*) |$this:pat_param, $batch:ident| $change:expr;)*) => {$(
+        unsafe extern "C" fn $name(qp: *mut ibv_qp_ex $(, $arg: $ty)*) {
+            // SAFETY: the program has called start on a queue pair of ours. Objects, lists and buffers that it passes are as the call
+            // demands.
+            unsafe { with(qp, |$this, $batch| { $change; Ok(()) }) };
         }
     )*};
 }
 
-begins! {
+calls! {
     wr_atomic_cmp_swp(rkey: u32, addr: u64, compare: u64, swap: u64) =>
         SendOp::CompareSwap { remote: remote(addr, rkey), compare, swap };
     wr_atomic_fetch_add(rkey: u32, addr: u64, add: u64) => SendOp::FetchAdd { remote: remote(addr, rkey), add };
@@ -145,116 +118,58 @@ begins! {
     wr_send_inv(rkey: u32) => SendOp::SendWithInv(RKey(rkey));
 }
 
-unsafe extern "C" fn wr_send_tso(qp: *mut ibv_qp_ex, _header: *mut c_void, _size: u16, _mss: u16) {
-    // SAFETY: the program has called start on a queue pair of ours.
-    unsafe { begin(qp, Err(Errno::NOTSUP.because("this device has no TSO"))) };
+calls! {
+    change
+    wr_send_tso(_header: *mut c_void, _size: u16, _mss: u16) |_, _batch|
+        Err::<(), _>(Errno::NOTSUP.because("this device has no TSO"))?;
+    wr_set_ud_addr(ah: *mut ibv_ah, qpn: u32, qkey: u32) |this, batch| batch.target(post::datagram(this, ah, qpn, qkey)?);
+    wr_set_xrc_srqn(srqn: u32) |_, batch| batch.target(Target::Srq(Srqn::new(srqn)));
+    wr_set_inline_data(addr: *mut c_void, len: size_t) |this, batch|
+        inline(this, batch, std::iter::once((addr.cast_const().cast(), len)))?;
+    wr_set_inline_data_list(count: size_t, list: *const ibv_data_buf) |this, batch| {
+        let buffers = (0..count).map(|n| list.add(n).read_unaligned());
+        inline(this, batch, buffers.map(|b| (b.addr.cast_const().cast(), b.length)))?;
+    };
+    wr_set_sge(lkey: u32, addr: u64, length: u32) |_, batch| batch.sges(&[Sge { addr, length, lkey: LKey(lkey) }]);
+    wr_set_sge_list(count: size_t, list: *const ibv_sge) |this, batch| {
+        post::sge_count(c_int::try_from(count).unwrap_or(c_int::MAX), this.max_send_sge())?;
+        batch.sges(&batch::sge_list(list, count));
+    };
 }
 
 unsafe extern "C" fn wr_bind_mw(qp: *mut ibv_qp_ex, mw: *mut ibv_mw, rkey: u32, info: *const ibv_mw_bind_info) {
-    let mut bound = None;
     // SAFETY: as above; the binding is readable, the window and the region are ours, and live until they are bound.
     unsafe {
-        begin_with(qp, |this| {
-            let op = post::bind_type2(this, mw, rkey, &info.read_unaligned())?;
-            bound = Some(op);
-            Ok(op)
-        });
-        if let Some(op) = bound {
-            with(qp, |_, batch| {
-                batch.binds(mw, &op);
-                Ok(())
-            });
-        }
+        let bind = |this: &Qp| post::bind_type2(this, mw, rkey, &info.read_unaligned());
+        begin(qp, bind, |batch, op| batch.binds(mw, op));
     }
 }
 
 unsafe extern "C" fn wr_atomic_write(qp: *mut ibv_qp_ex, rkey: u32, addr: u64, word: *const c_void) {
-    // SAFETY: as above; the program passes eight bytes, which are taken now.
+    // SAFETY: as above; the program passes eight bytes, which are copied here.
     unsafe {
-        begin(qp, Ok(SendOp::AtomicWrite(remote(addr, rkey))));
-        with(qp, |_, batch| {
-            batch.inline(std::iter::once((word.cast(), 8)));
-            Ok(())
-        });
+        let op = SendOp::AtomicWrite(remote(addr, rkey));
+        begin(
+            qp,
+            |_| Ok(op),
+            |batch, _| batch.inline(std::iter::once((word.cast(), 8))),
+        );
     }
 }
 
-unsafe extern "C" fn wr_set_ud_addr(qp: *mut ibv_qp_ex, ah: *mut ibv_ah, qpn: u32, qkey: u32) {
-    // SAFETY: as above; the address handle is ours.
-    unsafe {
-        with(qp, |this, batch| {
-            batch.target(post::datagram(this, ah, qpn, qkey)?);
-            Ok(())
-        });
-    }
-}
-
-unsafe extern "C" fn wr_set_xrc_srqn(qp: *mut ibv_qp_ex, srqn: u32) {
-    // SAFETY: as above.
-    unsafe {
-        with(qp, |_, batch| {
-            batch.target(Target::Srq(Srqn::new(srqn)));
-            Ok(())
-        });
-    }
-}
-
-/// Copies inline data, if it is not too long.
+/// Copies inline data.
+///
+/// # Errors
+/// EINVAL if it is too long.
 ///
 /// # Safety
-/// As [`with`]; the buffers are readable.
-unsafe fn inline(qp: *mut ibv_qp_ex, buffers: impl Iterator<Item = (*const u8, usize)> + Clone) {
+/// The buffers are readable.
+unsafe fn inline(qp: &Qp, batch: &mut Batch, buffers: impl Iterator<Item = (*const u8, usize)> + Clone) -> Result<()> {
+    let lengths = buffers.clone().map(|(_, len)| len as u64);
+    post::check_inline(qp, lengths)?;
     // SAFETY: the caller's promise.
-    unsafe {
-        with(qp, |this, batch| {
-            let total = buffers
-                .clone()
-                .try_fold(0u64, |sum, (_, len)| sum.checked_add(len as u64));
-            if total.is_none_or(|t| t > this.max_inline()) {
-                return Err(Errno::INVAL.because(format_args!(
-                    "more inline data than max_inline_data, {} bytes",
-                    this.max_inline()
-                )));
-            }
-            batch.inline(buffers);
-            Ok(())
-        });
-    }
-}
-
-unsafe extern "C" fn wr_set_inline_data(qp: *mut ibv_qp_ex, addr: *mut c_void, len: size_t) {
-    // SAFETY: as above; the program passes `len` bytes.
-    unsafe { inline(qp, std::iter::once((addr.cast_const().cast(), len))) };
-}
-
-unsafe extern "C" fn wr_set_inline_data_list(qp: *mut ibv_qp_ex, count: size_t, list: *const ibv_data_buf) {
-    // SAFETY: as above; the program passes `count` buffers.
-    unsafe {
-        let buffers = (0..count).map(|n| list.add(n).read_unaligned());
-        inline(qp, buffers.map(|b| (b.addr.cast_const().cast(), b.length)));
-    }
-}
-
-unsafe extern "C" fn wr_set_sge(qp: *mut ibv_qp_ex, lkey: u32, addr: u64, length: u32) {
-    // SAFETY: as above.
-    unsafe {
-        with(qp, |_, batch| {
-            let lkey = LKey(lkey);
-            batch.sges(&[Sge { addr, length, lkey }]);
-            Ok(())
-        });
-    }
-}
-
-unsafe extern "C" fn wr_set_sge_list(qp: *mut ibv_qp_ex, count: size_t, list: *const ibv_sge) {
-    // SAFETY: as above; the program passes `count` elements.
-    unsafe {
-        with(qp, |this, batch| {
-            post::sge_count(c_int::try_from(count).unwrap_or(c_int::MAX), this.max_send_sge())?;
-            batch.sges(&batch::sge_list(list, count));
-            Ok(())
-        });
-    }
+    unsafe { batch.inline(buffers) };
+    Ok(())
 }
 
 unsafe extern "C" fn wr_start(qp: *mut ibv_qp_ex) {
@@ -263,11 +178,11 @@ unsafe extern "C" fn wr_start(qp: *mut ibv_qp_ex) {
         let Some(this) = (unsafe { Qp::any(qp.cast()) }) else {
             return;
         };
-        if this.alive().is_ok() {
-            this.builder().lock.lock();
+        if this.core.alive().is_ok() {
+            this.builder.lock.lock();
         }
         // SAFETY: locked; in a forked child there is one thread.
-        let work = unsafe { &mut *this.builder().work.get() };
+        let work = unsafe { &mut *this.builder.work.get() };
         work.batch.clear();
         // SAFETY: as above.
         work.error = unsafe { Qp::posting(qp.cast()) }.err();
@@ -278,18 +193,18 @@ unsafe extern "C" fn wr_complete(qp: *mut ibv_qp_ex) -> c_int {
     ret::code(|| {
         // SAFETY: the program has called start on a queue pair of ours.
         let this = unsafe { Qp::any(qp.cast()) }.ok_or_else(|| Errno::INVAL.because("the queue pair was destroyed"))?;
-        this.alive()?;
+        this.core.alive()?;
         // SAFETY: locked by start.
-        let work = unsafe { &mut *this.builder().work.get() };
+        let work = unsafe { &mut *this.builder.work.get() };
         // SAFETY: as above.
         let gone = unsafe { Qp::posting(qp.cast()) }.err();
         let done = match work.error.take().or(gone) {
             Some(e) => Err(e),
-            None => work.batch.submit_all(this),
+            None => work.batch.submit_all(&this.inner),
         };
         work.batch.clear();
         // SAFETY: likewise.
-        unsafe { this.builder().lock.unlock() };
+        unsafe { this.builder.lock.unlock() };
         done
     })
 }
@@ -300,11 +215,11 @@ unsafe extern "C" fn wr_abort(qp: *mut ibv_qp_ex) {
         let Some(this) = (unsafe { Qp::any(qp.cast()) }) else {
             return;
         };
-        if this.alive().is_ok() {
+        if this.core.alive().is_ok() {
             // SAFETY: locked by start.
             unsafe {
-                (*this.builder().work.get()).batch.clear();
-                this.builder().lock.unlock();
+                (*this.builder.work.get()).batch.clear();
+                this.builder.lock.unlock();
             }
         }
     });

@@ -1,12 +1,12 @@
 //! Domains of extended reliable connections.
 
-use std::sync::Arc;
+use std::{collections::hash_map::Entry, os::fd::BorrowedFd, sync::Arc};
 
 use libc::c_int;
 
 use crate::{
-    abi::{ibv_context, ibv_xrcd, ibv_xrcd_init_attr},
-    context::{Context, Core},
+    abi::{ibv_context, ibv_xrcd, ibv_xrcd_init_attr, xrcd_init},
+    core::{Context, Core},
     engine::Engine,
     live::{self, Object as _},
     pd::Users,
@@ -19,27 +19,17 @@ pub(crate) struct Xrcd {
     abi: ibv_xrcd,
     pub(crate) core: Arc<Core>,
     pub(crate) inner: roce::Xrcd,
-    users: Users,
+    pub(crate) users: Users,
     /// The file that it was opened by: device and inode.
     file: Option<(u64, u64)>,
 }
 
-live::object!(Xrcd, ibv_xrcd, 0, |xrcd| (*xrcd).context, 0);
-
-impl Xrcd {
-    pub(crate) fn user(&self) -> Users {
-        self.users.clone()
-    }
-}
+live::object!(Xrcd, "XRC domain", ibv_xrcd, |xrcd| (*xrcd).context, 0);
 
 fn inode(fd: c_int) -> Result<(u64, u64)> {
-    // SAFETY: plain numbers, for which zero is a value.
-    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-    // SAFETY: room for the answer.
-    match unsafe { libc::fstat(fd, &raw mut stat) } {
-        0 => Ok((stat.st_dev, stat.st_ino)),
-        _ => Err(Errno::last()),
-    }
+    // SAFETY: the program's descriptor, for the time of this call.
+    let stat = rustix::fs::fstat(unsafe { BorrowedFd::borrow_raw(fd) })?;
+    Ok((stat.st_dev, stat.st_ino))
 }
 
 /// The domain of a file, within this process (`ib_uverbs_open_xrcd`).
@@ -60,8 +50,8 @@ fn shared(engine: &Engine, file: (u64, u64), flags: c_int) -> Result<roce::Xrcd>
     Ok(xrcd)
 }
 
-/// `IBV_XRCD_INIT_ATTR_FD` and `_OFLAGS`: both must be there.
-const INIT_MASK: u32 = 3;
+/// Both must be given.
+const INIT_MASK: u32 = xrcd_init::FD | xrcd_init::OFLAGS;
 
 pub(crate) unsafe extern "C" fn open_xrcd(context: *mut ibv_context, attr: *mut ibv_xrcd_init_attr) -> *mut ibv_xrcd {
     ret::pointer(|| {
@@ -88,26 +78,18 @@ pub(crate) unsafe extern "C" fn open_xrcd(context: *mut ibv_context, attr: *mut 
 }
 
 pub(crate) unsafe extern "C" fn close_xrcd(xrcd: *mut ibv_xrcd) -> c_int {
-    ret::code(|| {
-        let this = Xrcd::claim(xrcd)?;
-        let Ok(engine) = this.core.engine() else {
-            this.forget();
-            return Ok(());
-        };
-        if this.users.in_use() {
-            return Err(Errno::BUSY.because("queue pairs or SRQs of the XRC domain exist"));
-        }
-        if let Some(file) = this.file {
-            let mut objects = engine.objects();
-            let last = objects.xrcds.get_mut(&file).is_some_and(|(_, count)| {
-                *count -= 1;
-                *count == 0
-            });
-            if last {
-                objects.xrcds.remove(&file);
+    let end = |this: &Xrcd| {
+        this.users.none("queue pairs or SRQs of the XRC domain exist")?;
+        let mut objects = this.core.engine()?.objects();
+        if let Some(file) = this.file
+            && let Entry::Occupied(mut shared) = objects.xrcds.entry(file)
+        {
+            shared.get_mut().1 -= 1;
+            if shared.get().1 == 0 {
+                shared.remove();
             }
         }
-        this.free();
         Ok(())
-    })
+    };
+    ret::code(|| Xrcd::destroy(xrcd, end))
 }

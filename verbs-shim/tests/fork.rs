@@ -1,4 +1,4 @@
-//! While a thread waits for a broker that is being started, the rest of the process goes on: other threads use RDMA_CM and
+//! While a thread waits for a broker that is being started, the rest of the process runs: other threads use RDMA_CM and
 //! fork.
 
 use std::{

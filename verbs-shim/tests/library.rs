@@ -85,7 +85,7 @@ fn file_of(address: *mut c_void) -> PathBuf {
 type List = unsafe extern "C" fn(*mut c_int) -> *mut *mut c_void;
 type Name = unsafe extern "C" fn(*mut c_void) -> *const c_char;
 
-/// The devices of a list, by what each of the two functions says; they are never freed.
+/// Returns the devices of a list with their names; they are never freed.
 fn devices(handle: *mut c_void) -> Vec<(usize, String)> {
     let (list, name) = (
         find(handle, "ibv_get_device_list", Some("IBVERBS_1.1")),
@@ -190,7 +190,7 @@ fn one_instance_however_it_is_loaded() {
     let out = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "one_instance_however_it_is_loaded", "--nocapture"])
         .env(CHILD, "1")
-        // By its real name, and by the one beside the stubs.
+        // By its real name, and by the one in the directory of the stubs.
         .env("LD_PRELOAD", built().0)
         .env("LD_LIBRARY_PATH", dir.path())
         .output()
@@ -200,7 +200,7 @@ fn one_instance_however_it_is_loaded() {
     assert!(!text.contains("version"), "the dynamic linker warns: {text}");
 }
 
-/// A library of the system's with the same SONAME may be loaded meanwhile, and be taken for ours by the next who needs it.
+/// The system's library of the same SONAME may be loaded later, and be taken for ours by the next library that needs it.
 #[test]
 fn its_names_stay_taken_when_the_last_user_has_closed_it() {
     let dir = tempfile::tempdir().unwrap();
@@ -218,7 +218,7 @@ fn its_names_stay_taken_when_the_last_user_has_closed_it() {
     }
 }
 
-/// Whoever stands in front of the C library's `write` and `close` with descriptors of its own, as librspreload does; 7000 is one.
+/// A library that interposes `write` and `close` for descriptors of its own, as librspreload does; 7000 is one.
 const IN_FRONT: &str = "
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -265,7 +265,7 @@ fn connects_and_disconnects(p: &Program) {
 }
 
 fn refusals(p: &Program) {
-    // Nobody there: after some patience.
+    // No listener: rejected after the retries.
     let active = p.routed(200, TCP, 9);
     p.connect(active, b"");
     assert_eq!(p.expect(event::REJECTED).status, 8);
@@ -287,7 +287,7 @@ fn refusals(p: &Program) {
     }
 }
 
-/// Who connects first and listens then still gets together.
+/// A connection to a listener that comes a little later succeeds.
 fn a_listener_that_comes_late(p: &Program) {
     let active = p.routed(200, TCP, PORT);
     p.connect(active, b"early");
@@ -349,7 +349,7 @@ fn waiting(p: &Program) {
     p.destroy(id);
 }
 
-/// What was made before a fork is out of reach in the child, and nothing of it ends with the child.
+/// Checks that a child can't use its parent's objects, and that they outlive the child.
 fn a_forked_child(p: &Program) {
     let listener = p.listener(100, TCP);
     // SAFETY: the child only makes calls that need no locks of other threads, and leaves at once.
@@ -401,10 +401,28 @@ fn a_vforked_child(p: &Program) {
     }
 }
 
+/// A child by the system call alone, which runs no handlers of forks, has channels of its own. Called while the library has no threads
+/// that could hold a lock.
+fn a_cloned_child() {
+    drop(Program::new());
+    // SAFETY: a copy of this process, which makes its calls and ends.
+    let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) } as libc::pid_t;
+    if child == 0 {
+        let done = std::panic::catch_unwind(|| Program::new().create(1, TCP));
+        // SAFETY: ends the child.
+        unsafe { libc::_exit(i32::from(done.is_err())) };
+    }
+    let mut status = -1;
+    // SAFETY: our own child.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert_eq!(status, 0);
+}
+
 /// One test, because the library's device is the process's.
 #[test]
 fn commands_over_the_real_transport() {
     setup();
+    a_cloned_child();
     let p = Program::new();
     connects_and_disconnects(&p);
     refusals(&p);

@@ -10,7 +10,7 @@ use std::{
 
 use serde_json::Value;
 
-use crate::{Result, harness::TestProgram, process, tools};
+use crate::{Result, process, test_program::TestProgram, tools};
 
 /// Which build.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -259,6 +259,22 @@ pub(crate) fn build_product(profile: Profile) -> Result<PathBuf> {
     executable(
         &[&["-p", "ferroce", "-p", "verbs-shim"], profile.args()].concat(),
         "ferroce",
+    )
+}
+
+/// Builds `ferroce-ublk`, which is outside the workspace.
+pub(crate) fn build_ublk() -> Result<PathBuf> {
+    let target = target_dir()?;
+    let target = target.to_str().ok_or("the target folder's path isn't UTF-8")?;
+    executable(
+        &[
+            "--release",
+            "--manifest-path",
+            "tests/ublk/Cargo.toml",
+            "--target-dir",
+            target,
+        ],
+        "ferroce-ublk",
     )
 }
 

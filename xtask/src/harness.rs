@@ -1,70 +1,29 @@
-//! Test programs that are built already: what tests they have, and running them.
+//! Runs test programs that are built already.
 //!
-//! A program counts as run only if it did what it was to do: every test that it lists has a result.
+//! A program counts as run only if every test that it lists has a result.
 
 use std::{
     fs::{self, File},
-    path::PathBuf,
-    process::{Command, Stdio},
-    time::Instant,
+    process::Stdio,
+    time::{Duration, Instant},
 };
 
-use crate::{Result, cargo, process, tally::Tally};
+use crate::{Result, cargo, process, tally::Tally, test_program::TestProgram};
 
-/// A program of libtest's: the unit tests of a crate, or a file in `tests/`.
-#[derive(Clone, Debug)]
-pub(crate) struct TestProgram {
-    pub(crate) package: String,
-    pub(crate) target: String,
-    /// The package's folder: tests expect to be started there.
-    pub(crate) dir: PathBuf,
-    pub(crate) path: PathBuf,
-}
+/// Longest run of a program.
+const LIMIT: Duration = Duration::from_secs(30 * 60);
 
-impl TestProgram {
-    fn name(&self) -> String {
-        format!("{} {}", self.package, self.target)
-    }
-
-    /// Whether these pairs of package and file have it.
-    pub(crate) fn is_one_of(&self, files: &[(&str, &str)]) -> bool {
-        files.contains(&(&*self.package, &*self.target))
-    }
-
-    fn command(&self) -> Command {
-        let mut command = Command::new(&self.path);
-        command.current_dir(&self.dir).env("CARGO_MANIFEST_DIR", &self.dir);
-        command
-    }
-
-    fn list(&self, more: &[&str]) -> Result<Vec<String>> {
-        let mut command = self.command();
-        let out = process::capture(&self.name(), command.args(["--list", "--format", "terse"]).args(more))?;
-        let text = String::from_utf8_lossy(&out.stdout);
-        Ok(text
-            .lines()
-            .filter_map(|l| l.strip_suffix(": test"))
-            .map(str::to_owned)
-            .collect())
-    }
-
-    /// The names of its tests that are marked as ignored.
-    pub(crate) fn ignored(&self) -> Result<Vec<String>> {
-        self.list(&["--ignored"])
-    }
-}
-
-/// A run of a program.
+/// Run of a program.
 pub(crate) struct Job<'a> {
     program: &'a TestProgram,
-    /// Ignored tests, by their full names; otherwise all that are not ignored.
+    /// Full names of ignored tests; `None`: all tests that are not ignored.
     ignored: Option<Vec<String>>,
     expected: u64,
     one_by_one: bool,
 }
 
 impl<'a> Job<'a> {
-    /// All tests that are not marked as ignored.
+    /// Selects all tests that are not ignored.
     pub(crate) fn all(program: &'a TestProgram) -> Result<Self> {
         let expected = program.list(&[])?.len() - program.ignored()?.len();
         Ok(Self {
@@ -75,7 +34,7 @@ impl<'a> Job<'a> {
         })
     }
 
-    /// These ignored tests.
+    /// Selects ignored tests by name.
     pub(crate) fn ignored(program: &'a TestProgram, names: Vec<String>) -> Self {
         Self {
             program,
@@ -85,7 +44,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// No two tests at a time.
+    /// Runs one test at a time.
     pub(crate) fn one_by_one(self) -> Self {
         Self {
             one_by_one: true,
@@ -93,7 +52,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Runs it to its end. Its output is shown if it did not pass.
+    /// Runs the program to its end. Shows the output of a failure.
     fn run(&self, env: &[(&str, &str)]) -> Result<Tally> {
         let logs = cargo::target_dir()?.join("test-logs");
         let ignored = if self.ignored.is_some() { "-ignored" } else { "" };
@@ -111,17 +70,24 @@ impl<'a> Job<'a> {
             command.args(["--test-threads", "1"]);
         }
         let begin = Instant::now();
-        let status = process::Guard::spawn(&self.program.name(), &mut command)?.wait()?;
+        let name = self.program.name();
+        let mut child = process::Guard::spawn(&name, &mut command)?;
+        let status = child.wait_for(LIMIT)?;
+        drop(child);
         let text = String::from_utf8_lossy(&fs::read(&log).map_err(named)?).into_owned();
         let mut tally = count(&text);
-        let name = self.program.name();
         tally.failures.iter_mut().for_each(|f| *f = format!("{name}: {f}"));
         let ran = tally.passed + tally.failed;
         if ran != self.expected {
             tally.fail(format!("{name}: {ran} tests have a result, of {}", self.expected));
         }
-        if !status.success() && tally.failed == 0 {
-            tally.fail(format!("{name} ended with {status}"));
+        match status {
+            None => tally.fail(format!(
+                "{name} ran for {LIMIT:?} and was stopped at: {}",
+                hanging(&text).join(", ")
+            )),
+            Some(status) if !status.success() && tally.failed == 0 => tally.fail(format!("{name} ended with {status}")),
+            Some(_) => {}
         }
         let took = begin.elapsed().as_secs_f64();
         let shown = if tally.failed > 0 {
@@ -137,7 +103,7 @@ impl<'a> Job<'a> {
     }
 }
 
-/// Runs them one after the other: each has as many threads as there are processors.
+/// Runs programs one after the other; each has as many threads as there are processors.
 pub(crate) fn run(jobs: Vec<Job<'_>>, env: &[(&str, &str)]) -> Result<Tally> {
     let mut jobs = jobs.into_iter().filter(|j| j.expected > 0).peekable();
     if jobs.peek().is_none() {
@@ -150,7 +116,7 @@ pub(crate) fn run(jobs: Vec<Job<'_>>, env: &[(&str, &str)]) -> Result<Tally> {
     Ok(tally)
 }
 
-/// The documentation's examples, of all crates. They use what [`cargo::build_tests`] has built.
+/// Runs the documentation's examples of all crates, with the libraries of [`cargo::build_tests`].
 pub(crate) fn doc_tests() -> Result<Tally> {
     let mut command = cargo::compiling();
     let args = [
@@ -179,7 +145,17 @@ pub(crate) fn doc_tests() -> Result<Tally> {
     Ok(tally)
 }
 
-/// Counts what libtest says. Ignored tests are not in it: they are run by name.
+/// Returns the tests that libtest has reported as slow, and that have no result.
+fn hanging(output: &str) -> Vec<&str> {
+    let slow = output.lines().filter_map(|line| {
+        let rest = line.strip_prefix("test ")?;
+        rest.strip_suffix(" has been running for over 60 seconds")
+    });
+    slow.filter(|name| !output.contains(&format!("test {name} ... ")))
+        .collect()
+}
+
+/// Counts libtest's results. Ignored tests are not counted: they run by name.
 fn count(output: &str) -> Tally {
     let mut tally = Tally::default();
     for line in output.lines() {
@@ -204,7 +180,7 @@ fn count(output: &str) -> Tally {
 mod tests {
     use std::{fs, os::unix::fs::PermissionsExt as _};
 
-    use super::{Job, TestProgram, count, run};
+    use super::{Job, TestProgram, count, hanging, run};
 
     #[test]
     fn results_are_counted() {
@@ -219,6 +195,14 @@ mod tests {
             (tally.passed, tally.failed, tally.failures),
             (17, 1, vec!["a::c".to_owned()])
         );
+    }
+
+    #[test]
+    fn hanging_tests_are_named() {
+        let text = "test a has been running for over 60 seconds\n\
+                    test b::c has been running for over 60 seconds\n\
+                    test a ... ok\n";
+        assert_eq!(hanging(text), ["b::c"]);
     }
 
     /// A program that lists two tests, one of them ignored, and prints `result` when it is to run them.

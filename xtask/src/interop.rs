@@ -4,7 +4,7 @@ use std::{
     ffi::OsString,
     fs,
     os::unix::process::CommandExt as _,
-    path::Path,
+    path::{Path, PathBuf},
     process::{Command, Stdio},
     thread,
     time::Duration,
@@ -26,47 +26,71 @@ pub(crate) fn run(args: &[OsString]) -> Result<()> {
     let mut command = Command::new(built.program("ferroce-interop")?);
     command.args(args);
     let words: Vec<_> = args.iter().map(|arg| arg.to_string_lossy()).collect();
-    if wants_kit(&words.iter().map(|word| word.as_ref()).collect::<Vec<_>>()) {
-        add_kit(&mut command);
-    }
+    let words: Vec<&str> = words.iter().map(|word| word.as_ref()).collect();
+    EXTRAS
+        .iter()
+        .filter(|extra| extra.is_wanted(&words))
+        .for_each(|extra| extra.add(&mut command));
     process::hand_over("ferroce-interop", &mut command)
 }
 
-/// The scenario that tries the conformance kit.
-const KIT_SCENARIO: &str = "hardware-kit";
-
-/// Whether that is among what runs with these arguments.
-fn wants_kit(args: &[&str]) -> bool {
-    let has = |option: &str| args.iter().any(|arg| arg.split('=').next() == Some(option));
-    let else_wise = [
-        "--kit",
-        "--peer",
-        "--peer-script",
-        "--list",
-        "--from",
-        "--help",
-        "-h",
-        "--version",
-        "capture",
-        "speed",
-        "ci",
-    ];
-    let value = |n: usize| {
-        args[n]
-            .strip_prefix("--only=")
-            .or_else(|| (n > 0 && args[n - 1] == "--only").then_some(args[n]))
-    };
-    let named = (0..args.len())
-        .filter_map(value)
-        .any(|name| KIT_SCENARIO.contains(name));
-    !else_wise.into_iter().any(has) && !args.contains(&"--set=ci") && (named || !has("--only"))
+/// File that one scenario needs, and says that there is none where it can't be made.
+struct Extra {
+    scenario: &'static str,
+    option: &'static str,
+    what: &'static str,
+    make: fn() -> Result<PathBuf>,
 }
 
-/// Makes one; the scenario says that there is none, where it can't be made.
-fn add_kit(command: &mut Command) {
-    match kit::make(None) {
-        Ok(file) => drop(command.arg("--kit").arg(file)),
-        Err(e) => eprintln!("no conformance kit: {e}"),
+const EXTRAS: [Extra; 2] = [
+    Extra {
+        scenario: "hardware-kit",
+        option: "--kit",
+        what: "conformance kit",
+        make: || kit::make(None),
+    },
+    Extra {
+        scenario: "attach-speed",
+        option: "--ublk",
+        what: "program for ublk",
+        make: cargo::build_ublk,
+    },
+];
+
+impl Extra {
+    /// Whether its scenario is among what runs with these arguments, and they don't give the file.
+    fn is_wanted(&self, args: &[&str]) -> bool {
+        let has = |option: &str| args.iter().any(|arg| arg.split('=').next() == Some(option));
+        let else_wise = [
+            self.option,
+            "--peer",
+            "--peer-script",
+            "--list",
+            "--from",
+            "--help",
+            "-h",
+            "--version",
+            "capture",
+            "speed",
+            "ci",
+        ];
+        let value = |n: usize| {
+            args[n]
+                .strip_prefix("--only=")
+                .or_else(|| (n > 0 && args[n - 1] == "--only").then_some(args[n]))
+        };
+        let named = (0..args.len())
+            .filter_map(value)
+            .any(|name| self.scenario.contains(name));
+        !else_wise.into_iter().any(has) && !args.contains(&"--set=ci") && (named || !has("--only"))
+    }
+
+    /// Makes it, and passes it on.
+    fn add(&self, command: &mut Command) {
+        match (self.make)() {
+            Ok(file) => drop(command.arg(self.option).arg(file)),
+            Err(e) => eprintln!("no {}: {e}", self.what),
+        }
     }
 }
 
@@ -115,24 +139,25 @@ pub(crate) fn suite(built: &Built, set: &str) -> Result<Tally> {
     let mut command = Command::new(built.program("ferroce-interop")?);
     command.args(["--set", set]);
     if set == "full" {
-        add_kit(&mut command);
+        EXTRAS.iter().for_each(|extra| extra.add(&mut command));
     }
     Tally::of_program("ferroce-interop", &mut command, &format!("interop-{set}.json"))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::wants_kit;
+    use super::EXTRAS;
 
     #[test]
     fn a_kit_is_made_for_the_scenario_that_tries_it() {
+        let [kit, ublk] = &EXTRAS;
         for with in [
             &[][..],
             &["--set", "full"],
             &["--only", "kit"],
             &["--only=rping", "--only", "hardware-kit"],
         ] {
-            assert!(wants_kit(with), "{with:?}");
+            assert!(kit.is_wanted(with), "{with:?}");
         }
         for without in [
             &["--list"][..],
@@ -144,7 +169,9 @@ mod tests {
             &["capture"],
             &["speed"],
         ] {
-            assert!(!wants_kit(without), "{without:?}");
+            assert!(!kit.is_wanted(without), "{without:?}");
         }
+        assert!(ublk.is_wanted(&["--kernel", "6.12", "--only", "attach-speed"]));
+        assert!(!ublk.is_wanted(&["--only", "kit"]));
     }
 }

@@ -23,6 +23,7 @@ mod results;
 mod sim;
 mod suites;
 mod tally;
+mod test_program;
 mod tools;
 
 use std::{ffi::OsString, path::PathBuf, process::ExitCode};
@@ -74,8 +75,8 @@ enum Task {
     Fmt,
     /// fmt --check, clippy, docs (warnings are errors), rules for dependencies, and the rules for files
     ///
-    /// The engine, RTRS and RNBD do no I/O; no two files of RTRS, RNBD and what is right below them import each other; no file is
-    /// longer than 1000 lines; docstrings don't begin with "What" and its like.
+    /// The engine, RTRS and RNBD do no I/O; no two files of a crate import each other; no file is longer than 1000 lines; docstrings
+    /// don't begin with "What" and its like.
     ///
     /// The rules for dependencies are in deny.toml; cargo-deny, which checks them, is built if it is missing. Known
     /// vulnerabilities are looked up where their database can be reached; it is told when not.

@@ -21,9 +21,9 @@ use nix::{
 
 use crate::Result;
 
-/// How often waits look at the interrupt flag.
+/// Interval at which waits check the interrupt flag.
 const TICK: Duration = Duration::from_millis(20);
-/// What a child gets between SIGTERM and SIGKILL.
+/// Time between SIGTERM and SIGKILL.
 const GRACE: Duration = Duration::from_secs(5);
 
 static INTERRUPTED: OnceLock<Arc<AtomicBool>> = OnceLock::new();
@@ -32,7 +32,7 @@ static INTERRUPTED: OnceLock<Arc<AtomicBool>> = OnceLock::new();
 pub(crate) fn catch_signals() {
     let flag = INTERRUPTED.get_or_init(|| Arc::new(AtomicBool::new(false)));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        // In this order: the flag is looked at before it is set.
+        // In this order: the flag is checked before it is set.
         let first = signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(flag));
         if let Err(e) = first.and_then(|_| signal_hook::flag::register(signal, Arc::clone(flag))) {
             eprintln!("warning: ctrl-C will not clean up: {e}");
@@ -40,7 +40,7 @@ pub(crate) fn catch_signals() {
     }
 }
 
-/// Whether the user wants to stop.
+/// Returns whether the user wants to stop.
 pub(crate) fn interrupted() -> bool {
     INTERRUPTED.get().is_some_and(|f| f.load(Ordering::Relaxed))
 }
@@ -58,7 +58,7 @@ thread_local! {
     static LOWEST_PRIORITY: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What `work` starts by [`command`] on this thread gets the processor time that nobody else wants.
+/// Runs `work`, whose commands by [`command`] on this thread have the lowest priority.
 pub(crate) fn at_lowest_priority<T>(work: impl FnOnce() -> T) -> T {
     LOWEST_PRIORITY.set(true);
     let done = work();
@@ -66,25 +66,25 @@ pub(crate) fn at_lowest_priority<T>(work: impl FnOnce() -> T) -> T {
     done
 }
 
-/// A command of the priority that this thread's children have.
+/// Returns a command with the priority of this thread's children.
 pub(crate) fn command(program: impl AsRef<OsStr>) -> Command {
     if !LOWEST_PRIORITY.get() {
         return Command::new(program);
     }
     let mut command = Command::new("nice");
-    // It is added to our own, which may be raised; the kernel stops at 19.
+    // The kernel adds it to our own and limits the sum to 19.
     command.args(["-n", "39"]).arg(program);
     command
 }
 
-/// A child that is ended when this goes out of scope.
+/// Child process. The drop ends it.
 pub(crate) struct Guard {
     name: String,
     child: Child,
 }
 
 impl Guard {
-    /// Starts it.
+    /// Starts a child.
     pub(crate) fn spawn(name: &str, command: &mut Command) -> Result<Self> {
         check_interrupt()?;
         let child = command.spawn().map_err(|e| format!("can't start {name}: {e}"))?;
@@ -94,22 +94,22 @@ impl Guard {
         })
     }
 
-    /// Its id.
+    /// Returns the process id.
     pub(crate) fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// Lines of its piped standard output, as they come. Ends with the output.
+    /// Returns lines of the piped standard output as they arrive.
     pub(crate) fn stdout_lines(&mut self) -> Receiver<String> {
         lines_of(self.child.stdout.take())
     }
 
-    /// Lines of its piped standard error, as they come. Ends with the output.
+    /// Returns lines of the piped standard error as they arrive.
     pub(crate) fn stderr_lines(&mut self) -> Receiver<String> {
         lines_of(self.child.stderr.take())
     }
 
-    /// Gives each line of its piped standard output to `line` and waits for its end.
+    /// Calls `line` with each line of the piped standard output, and waits for the end of the child.
     pub(crate) fn for_each_line(&mut self, mut line: impl FnMut(&str)) -> Result<ExitStatus> {
         let lines = self.stdout_lines();
         loop {
@@ -121,29 +121,34 @@ impl Guard {
         }
     }
 
-    /// Its exit status if it has ended.
+    /// Returns the exit status if the child has exited.
     pub(crate) fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
         self.child.try_wait().map_err(|e| format!("{}: {e}", self.name))
     }
 
-    /// Waits for its end, calling `tick` in between.
-    pub(crate) fn wait_with(&mut self, mut tick: impl FnMut()) -> Result<ExitStatus> {
+    /// Waits for the end of the child, at most for `limit`.
+    pub(crate) fn wait_for(&mut self, limit: Duration) -> Result<Option<ExitStatus>> {
+        let end = Instant::now() + limit;
         loop {
-            if let Some(status) = self.try_wait()? {
+            let status = self.try_wait()?;
+            if status.is_some() || Instant::now() >= end {
                 return Ok(status);
             }
             check_interrupt()?;
-            tick();
             thread::sleep(TICK);
         }
     }
 
-    /// Waits for its end.
+    /// Waits for the end of the child.
     pub(crate) fn wait(&mut self) -> Result<ExitStatus> {
-        self.wait_with(|| ())
+        loop {
+            if let Some(status) = self.wait_for(Duration::from_secs(3600))? {
+                return Ok(status);
+            }
+        }
     }
 
-    /// Asks it to end (SIGTERM) and waits; kills it after five seconds.
+    /// Sends SIGTERM and waits; kills the child after 5 s.
     pub(crate) fn stop(&mut self) -> Result<ExitStatus> {
         if let Some(status) = self.try_wait()? {
             return Ok(status);
@@ -166,7 +171,7 @@ impl Guard {
     }
 }
 
-/// Asks a child to end that has not been waited for, so that the id is still its own.
+/// Sends SIGTERM to a child that has not been waited for, so that the id is still its own.
 pub(crate) fn terminate(id: u32) {
     if let Ok(id) = i32::try_from(id) {
         let _ = kill(Pid::from_raw(id), Signal::SIGTERM);
@@ -183,7 +188,7 @@ impl Drop for Guard {
     }
 }
 
-/// Reads on a thread of its own, so that nobody who waits for a line is deaf to ctrl-C.
+/// Reads lines on a thread, so that waits for a line can be interrupted.
 fn lines_of(stream: Option<impl Read + Send + 'static>) -> Receiver<String> {
     let (sender, receiver) = mpsc::channel();
     if let Some(stream) = stream {
@@ -198,7 +203,7 @@ fn lines_of(stream: Option<impl Read + Send + 'static>) -> Receiver<String> {
     receiver
 }
 
-/// Runs a program that does a task to its end. If that is no success, its exit status is ours: it has said why.
+/// Runs a program to its end. If it fails, exits with its status: it has printed the reason.
 pub(crate) fn hand_over(name: &str, command: &mut Command) -> Result<()> {
     let status = Guard::spawn(name, command)?.wait()?;
     match status.code() {
@@ -208,7 +213,7 @@ pub(crate) fn hand_over(name: &str, command: &mut Command) -> Result<()> {
     }
 }
 
-/// Runs a tool to its end and gives its output, which is also part of the error.
+/// Runs a tool to its end and returns its output, which is also part of the error.
 pub(crate) fn capture(name: &str, command: &mut Command) -> Result<Output> {
     check_interrupt()?;
     let output = command.output().map_err(|e| format!("can't start {name}: {e}"))?;

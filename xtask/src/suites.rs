@@ -12,15 +12,16 @@ use crate::{
     Result, apps,
     cargo::{self, Built, Profile},
     demo, dist,
-    harness::{self, Job, TestProgram},
+    harness::{self, Job},
     interop, lint,
     long::{self, Long},
     process, results, sim,
     tally::{self, Tally},
+    test_program::TestProgram,
     tools,
 };
 
-/// How much of each suite runs.
+/// Size of each suite.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Set {
     /// What CI has time for
@@ -35,14 +36,14 @@ enum Set {
 const SIM_SEEDS: [(u64, u64); 3] = [(100, 20), (250, 50), (20_000, 2000)];
 /// Likewise of the simulator of storage, where beside a quarter of the runs there is one of a server under a flood.
 const STORAGE_SEEDS: [(u64, u64); 3] = [(60, 20), (300, 100), (4000, 400)];
-/// Cases of each property that does not say how many itself, in the set `full`.
+/// Cases of each property without a number of its own, in the set `full`.
 const FULL_CASES: (&str, &str) = ("PROPTEST_CASES", "4096");
 
 /// The provider contract and `--rdma` over roce-hw, on our verbs library. They are built where libibverbs and librdmacm are. Ignored
 /// tests make namespaces.
 const OVER_LIBRARY: [(&str, &str); 2] = [("ferroce-contract", "library"), ("ferroce-contract", "rdma")];
 
-/// Which suite has the tests of a program that are not ignored.
+/// Returns the suite of a program's tests that are not ignored.
 fn suite_of(program: &TestProgram) -> &'static str {
     match &*program.package {
         _ if program.is_one_of(&OVER_LIBRARY) => HARDWARE,
@@ -54,8 +55,7 @@ fn suite_of(program: &TestProgram) -> &'static str {
     }
 }
 
-/// Tests that judge how fast something is, or who gets through a flood: nothing else may compute beside them. Package and
-/// file.
+/// Programs whose tests judge speed, or floods: nothing else may run next to them. Package and program.
 const ALONE: [(&str, &str); 5] = [
     ("ferroce-hostile", "broker"),
     ("ferroce-hostile", "strangers"),
@@ -64,16 +64,15 @@ const ALONE: [(&str, &str); 5] = [
     ("rtrs", "hostile"),
 ];
 
-/// Ignored tests that need programs of others, or rights: packages.
+/// Packages whose ignored tests need other programs, or privileges.
 const CLIENTS_OF: &[&str] = &["rnbd-disk", "rnbd-host", "ferroce-tests", "ferroce-wire"];
-/// Those of them that make a namespace, mount a file system, set up a loop device or are several users.
+/// Tests of those that make a namespace, mount a file system, set up a loop device or run as several users.
 const PRIVILEGED: &[&str] = &[
     "a_block_device_has_its_own_geometry",
     "a_block_device_is_written_discarded_and_zeroed",
     "a_cut_network_is_left_for_the_other_and_taken_again",
     "a_cut_wire_is_silent_and_a_mended_one_is_not",
     "a_device_over_ipv6",
-    "a_flush_at_one_loop_covers_the_writes_of_another",
     "a_full_disk_is_an_error_and_what_was_flushed_stays",
     "a_host_where_nobody_listens_ends_the_wait_at_once",
     "a_lossy_wire_loses_what_it_counts",
@@ -100,7 +99,7 @@ const PRIVILEGED: &[&str] = &[
     "what_goes_into_a_wire_comes_out_on_the_same_network",
 ];
 
-/// Those of them that mount a file system of their own program (FUSE).
+/// Tests of those that mount a FUSE file system.
 const MOUNTING: &[&str] = &[
     "a_tree_is_its_owners_and_its_groups",
     "a_write_that_waits_holds_up_nobody_and_can_be_interrupted",
@@ -112,32 +111,24 @@ const MOUNTING: &[&str] = &[
     "writes_are_orders_and_nothing_can_be_made",
 ];
 
-/// Those of them that look at units of systemd.
+/// Tests of those that need systemd.
 const OF_UNITS: &[&str] = &["units_are_hardened"];
 
-/// Ignored tests that only root can run, as they need several users, a set-uid program or a namespace: package and file.
-const AS_ROOT: [(&str, &str); 7] = [
-    ("roce", "links"),
-    ("roce", "sharing"),
-    ("roce-broker", "isolation"),
-    ("roce-broker", "sharing"),
-    ("roce-broker", "environment"),
-    ("roce-net", "environment"),
-    ("roce-net", "socket_file"),
-];
+/// Ignored tests that only root can run, as they need several users, a set-uid program or a namespace: package and program.
+const AS_ROOT: [(&str, &str); 3] = [("roce", "it"), ("roce-broker", "it"), ("roce-net", "it")];
 
-/// Ignored tests of whether the lab leaves nothing behind.
+/// Ignored tests that the lab leaves nothing behind.
 const CLEANUP: (&str, &str) = ("ferroce-interop", "cleanup");
-/// Those in the set `ci`, the cheapest (a quarter of a minute together): a run that is interrupted, and one that fails.
+/// Tests of those in the set `ci`, the cheapest (15 s together): an interrupted run, and a failed one.
 const CI_CLEANUP: [&str; 2] = ["ctrl_c_while_a_guest_boots", "a_scenario_that_fails"];
 
-/// Marked as ignored because they are no tests, but processes that tests start.
+/// Ignored functions that are no tests, but processes that tests start.
 const HELPERS: [(&str, &str, &str); 2] = [
-    ("roce-broker", "isolation", "member"),
-    ("roce-broker", "sharing", "member::member"),
+    ("roce-broker", "it", "isolation::member"),
+    ("roce-broker", "it", "sharing::member::member"),
 ];
 
-/// What comes before the suites: the programs, and the tests.
+/// Builds before the suites: of the programs, and of the tests.
 const BUILD: [&str; 2] = ["build", "build tests"];
 const LINT: &str = "lint";
 const UNIT: &str = "unit";
@@ -150,9 +141,9 @@ const PACKAGES: &str = "packages";
 const LAB: &str = "interop";
 const FLOOD: &str = "flood";
 const SOAK: &str = "soak";
-/// In the full set only.
+/// Suites of the full set only.
 const LONG: [(&str, Long); 2] = [(FLOOD, long::FLOOD), (SOAK, long::SOAK)];
-/// In the table they have this order; with --quick there are only the first ones.
+/// All suites, in the order of the table.
 const SUITES: [&str; 10] = [
     UNIT,
     SIM,
@@ -165,6 +156,7 @@ const SUITES: [&str; 10] = [
     FLOOD,
     SOAK,
 ];
+/// Number of suites with --quick, the first ones.
 const QUICK: usize = 2;
 
 #[derive(Args, Clone)]
@@ -198,12 +190,17 @@ impl TestArgs {
         }
     }
 
-    /// Programs of others that the suites need, but for the lab's.
+    /// Returns the other programs that the suites need, without the lab's.
     fn needed(&self) -> Vec<tools::Tool> {
         let clients = self.runs(REAL_CLIENTS).then(client_tools);
+        let unit = self.runs(UNIT).then(tools::of_unit);
         let hardware = self.runs(HARDWARE).then(tools::of_hardware);
         let apps = self.runs(APPS).then(|| apps::needed(self.full()));
-        [clients, hardware, apps].into_iter().flatten().flatten().collect()
+        [clients, unit, hardware, apps]
+            .into_iter()
+            .flatten()
+            .flatten()
+            .collect()
     }
 
     fn runs(&self, suite: &str) -> bool {
@@ -213,7 +210,7 @@ impl TestArgs {
             .is_some_and(|i| self.left_out(i).is_none())
     }
 
-    /// Why a suite does not run.
+    /// Returns why a suite does not run.
     fn left_out(&self, index: usize) -> Option<&'static str> {
         let asked = self.suites.iter().any(|s| s == SUITES[index]);
         if !asked && !self.suites.is_empty() {
@@ -228,7 +225,7 @@ impl TestArgs {
     }
 }
 
-/// A suite, what it came to, and how long it took.
+/// A suite, its result, and its duration.
 type Row = (&'static str, Tally, Duration);
 
 /// Runs the suites and prints the result; the last line is `N passed, M failed, K not run`.
@@ -265,21 +262,21 @@ fn run(args: &TestArgs, lints: bool) -> Result<()> {
     report(&rows, args, begin.elapsed())
 }
 
-/// Builds the programs under test, which the lab begins with, and installs what the suites need meanwhile.
+/// Builds the programs under test, and installs what the suites need at the same time.
 fn build(args: &TestArgs, rows: &mut Vec<Row>) -> Result<Option<Built>> {
     let mut made = None;
     // The build itself depends on these.
     let _ = args.runs(HARDWARE) && tools::ensure(&tools::of_hardware()).is_ok();
     let row = timed(BUILD[0], || {
         let programs = thread::scope(|scope| {
-            // What can not be installed is told by the suite that needs it.
+            // The suite that needs a tool reports that it can't be installed.
             scope.spawn(|| {
                 let _ = args.needed().is_empty() || tools::ensure(&args.needed()).is_ok();
                 args.runs(LAB)
                     .then(|| process::at_lowest_priority(|| interop::prepare(args.set_name())))
             });
             match args.full() {
-                // What users have.
+                // As users have it.
                 true => cargo::build_programs(Profile::Release),
                 false => cargo::build_programs(Profile::Dev),
             }
@@ -291,7 +288,7 @@ fn build(args: &TestArgs, rows: &mut Vec<Row>) -> Result<Option<Built>> {
     Ok(made)
 }
 
-/// Builds the tests. All of them have a suite.
+/// Builds the tests, and checks that each belongs to a suite.
 fn build_tests(rows: &mut Vec<Row>) -> Result<Option<Built>> {
     let mut made = None;
     let row = timed(BUILD[1], || {
@@ -305,8 +302,8 @@ fn build_tests(rows: &mut Vec<Row>) -> Result<Option<Built>> {
     Ok(made)
 }
 
-/// Runs what was chosen. The lab's guests have one processor each and wait for one another, and tests wait too, so what only
-/// computes has the rest of the machine beside them, at the lowest priority: the compiler and the simulator.
+/// Runs the selected suites. The lab's guests and the tests wait much, so the compiler and the simulator run next to them, at the
+/// lowest priority.
 fn suites(args: &TestArgs, clippy: Option<Result<()>>, programs: &Built, rows: &mut Vec<Row>) -> Result<()> {
     let tests = OnceCell::new();
     thread::scope(|scope| {
@@ -329,7 +326,7 @@ fn suites(args: &TestArgs, clippy: Option<Result<()>>, programs: &Built, rows: &
     })
 }
 
-/// The lints, if there are to be any, and the simulator.
+/// Runs the lints, if requested, and the simulator.
 fn computing(clippy: Option<Result<()>>, warnings: usize, stage: Option<Stage<'_>>) -> Result<Vec<Row>> {
     let lint = clippy.map(|clippy| timed(LINT, || Ok(lints(clippy, warnings))));
     let stage = stage.filter(|s| s.args.runs(SIM));
@@ -341,8 +338,7 @@ fn joined<T>(thread: thread::ScopedJoinHandle<'_, Result<T>>) -> Result<T> {
     thread.join().map_err(|_| "the thread of a suite panicked")?
 }
 
-/// Suites that need no tests and begin with the programs: the lab, packages, and beside them in the full set, where it takes as long as
-/// the lab, what others have written.
+/// Returns the suites that start before the tests are built: the lab, packages, and in the full set, where they take as long, `apps`.
 fn early(args: &TestArgs) -> impl Iterator<Item = &'static str> {
     [LAB, PACKAGES, APPS]
         .into_iter()
@@ -357,7 +353,7 @@ fn with_programs(name: &str, args: &TestArgs, programs: &Built) -> Result<Tally>
     }
 }
 
-/// All lints. What clippy has to say it said in the builds.
+/// Runs all lints; `warnings`: of clippy, in the builds.
 fn lints(clippy: Result<()>, warnings: usize) -> Tally {
     let mut tally = lint::beside_clippy();
     tally.expect(clippy.and_then(|()| match warnings {
@@ -367,7 +363,7 @@ fn lints(clippy: Result<()>, warnings: usize) -> Tally {
     tally
 }
 
-/// Adds what a suite came to, or its second half.
+/// Adds the result of a suite, or of its second half.
 fn add(rows: &mut Vec<Row>, (name, tally, took): Row) {
     match rows.iter_mut().find(|(n, ..)| *n == name) {
         Some((_, half, time)) => {
@@ -378,7 +374,7 @@ fn add(rows: &mut Vec<Row>, (name, tally, took): Row) {
     }
 }
 
-/// Runs a suite. An error of its own counts as its failure; the others run nevertheless.
+/// Runs a suite. Its error counts as a failure; the other suites still run.
 fn timed(name: &'static str, suite: impl FnOnce() -> Result<Tally>) -> Result<Row> {
     process::check_interrupt()?;
     println!("\n=== {name}");
@@ -517,8 +513,7 @@ impl<'a> Stage<'a> {
         Ok(tally)
     }
 
-    /// What several users can do to each other: ignored tests that only root can run. Those of the broker also need a kernel
-    /// to load programs into.
+    /// Runs the ignored tests that only root can run. Those of the broker also need a kernel that loads BPF programs.
     fn as_root(&self) -> Result<Tally> {
         let mut tally = Tally::default();
         for (package, file) in AS_ROOT {
@@ -534,7 +529,7 @@ impl<'a> Stage<'a> {
         Ok(tally)
     }
 
-    /// Ignored tests: they need programs of others, or the right to make namespaces.
+    /// Runs the ignored tests that need other programs, or privileges.
     fn real_clients(&self) -> Result<Tally> {
         if let Err(why) = tools::ensure(&client_tools()) {
             return Ok(Tally::not_run(why));
@@ -552,7 +547,7 @@ impl<'a> Stage<'a> {
             let may = |name: &String| {
                 rights
                     .iter()
-                    .all(|(named, may, _)| *may || !named.contains(&name.as_str()))
+                    .all(|(named, may, _)| *may || !named.contains(&function(name)))
             };
             jobs.push(Job::ignored(program, names.into_iter().filter(may).collect()));
         }
@@ -566,7 +561,7 @@ impl<'a> Stage<'a> {
         Ok(tally)
     }
 
-    /// roce-hw where every machine has it: on our own verbs library.
+    /// Runs roce-hw on our own verbs library, which every machine has.
     fn hardware(&self) -> Result<Tally> {
         let tools = tools::ensure(&tools::of_hardware()).and_then(|()| tools::may_build_hardware());
         if let Err(why) = tools {
@@ -588,7 +583,7 @@ impl<'a> Stage<'a> {
         Ok(tally)
     }
 
-    /// Whether the lab leaves nothing behind.
+    /// Checks that the lab leaves nothing behind.
     fn cleanup(&self) -> Result<Tally> {
         let program = find(self.tests, CLEANUP.0, CLEANUP.1)?;
         let mut names = ignored(program)?;
@@ -619,18 +614,23 @@ fn find<'a>(tests: &'a [TestProgram], package: &str, file: &str) -> Result<&'a T
     found.ok_or_else(|| format!("{package} has no test {file}"))
 }
 
-/// The ignored tests of a program, without [`HELPERS`].
+/// Returns the ignored tests of a program, without [`HELPERS`].
 fn ignored(program: &TestProgram) -> Result<Vec<String>> {
     let mut names = program.ignored()?;
     names.retain(|name| !HELPERS.contains(&(program.package.as_str(), program.target.as_str(), name.as_str())));
     Ok(names)
 }
 
-/// Tests that a suite names exist.
+/// Returns the name of a test without its modules.
+fn function(test: &str) -> &str {
+    test.rsplit("::").next().unwrap_or(test)
+}
+
+/// Checks that the tests that a suite names exist.
 fn all_there(named: &[&str], present: &[String]) -> Result<()> {
     let gone: Vec<_> = named
         .iter()
-        .filter(|n| !present.iter().any(|p| p == *n))
+        .filter(|n| !present.iter().any(|p| function(p) == **n))
         .copied()
         .collect();
     match gone.is_empty() {
@@ -639,7 +639,7 @@ fn all_there(named: &[&str], present: &[String]) -> Result<()> {
     }
 }
 
-/// Ignored tests that no suite would run, and programs that suites name and that are not there.
+/// Returns ignored tests that no suite runs, and programs of suites that don't exist.
 fn unclaimed(tests: &[TestProgram]) -> Result<Vec<String>> {
     let named = || AS_ROOT.into_iter().chain([CLEANUP]);
     let helpers = HELPERS.iter().map(|(package, file, _)| (*package, *file));

@@ -1,20 +1,20 @@
-//! What suites come to.
+//! Results of suites.
 
 use std::{fmt, path::Path, process::Command};
 
 use crate::{Result, cargo, process};
 
-/// What a suite came to.
+/// Result of a suite.
 #[derive(Clone, Default, Debug)]
 pub(crate) struct Tally {
     pub(crate) passed: u64,
     pub(crate) failed: u64,
-    /// Tests (or whole suites, as 1) that could not be run, with the reason.
+    /// Numbers of tests (a whole suite counts as 1) that could not be run, with the reason.
     pub(crate) not_run: Vec<(u64, String)>,
-    /// Left out on purpose, by an option.
+    /// Option that left the suite out.
     left_out: Option<&'static str>,
     pub(crate) failures: Vec<String>,
-    /// What was tried again, and why.
+    /// Tests that ran again, and why.
     pub(crate) retried: Vec<String>,
 }
 
@@ -40,7 +40,7 @@ impl Tally {
         }
     }
 
-    /// Counts a test that is no more than this.
+    /// Counts one test.
     pub(crate) fn expect(&mut self, done: Result<()>) {
         match done {
             Ok(()) => self.passed += 1,
@@ -54,8 +54,8 @@ impl Tally {
         self.failures.push(what);
     }
 
-    /// Runs a program that writes a list of outcomes into `file` of cargo's folder (`--json`), and counts them. It fails if
-    /// the program does, even if no outcome says so.
+    /// Runs a program that writes a list of outcomes to `file` in cargo's folder (`--json`), and counts them. Fails if
+    /// the program does, even without a failed outcome.
     pub(crate) fn of_program(name: &str, command: &mut Command, file: &str) -> Result<Self> {
         let json = cargo::target_dir()?.join(file);
         let _ = std::fs::remove_file(&json);
@@ -105,7 +105,7 @@ impl Tally {
         self.not_run.iter().map(|(n, _)| n).sum()
     }
 
-    /// A row of [`HEAD`]'s table, and lines about it.
+    /// Returns a row of [`HEAD`]'s table, and lines about it.
     pub(crate) fn row(&self, suite: &str, seconds: f64) -> String {
         let mut row = match self.left_out {
             Some(why) => format!("{suite:<14}left out ({why})\n"),
@@ -126,7 +126,7 @@ impl Tally {
     }
 }
 
-/// As much of a reason as helps somebody who has only the end of a log: its first lines, on one.
+/// Returns the beginning of a reason on one line.
 fn beginning(detail: &str) -> String {
     const LONGEST: usize = 600;
     let lines: Vec<_> = detail.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
@@ -137,7 +137,7 @@ fn beginning(detail: &str) -> String {
     }
 }
 
-/// The head of the table of suites.
+/// Head of the table of suites.
 pub(crate) const HEAD: &str = "suite           passed  failed  not run  seconds";
 
 #[cfg(test)]

@@ -55,6 +55,12 @@ const HARDWARE: [Tool; 4] = [
     Tool::new("/usr/share/doc/libclang-dev/copyright", "libclang-dev"),
 ];
 
+/// C compiler and headers that declarations of verbs-shim are compared with.
+pub(crate) fn of_unit() -> Vec<Tool> {
+    let [_, verbs, rdmacm, _] = HARDWARE;
+    vec![Tool::new("cc", "gcc"), verbs, rdmacm]
+}
+
 /// The same, and what their tests need.
 pub(crate) fn of_hardware() -> Vec<Tool> {
     HARDWARE.into_iter().chain([VALGRIND]).collect()

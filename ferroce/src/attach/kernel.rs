@@ -26,12 +26,9 @@ pub(super) struct Kernel {
 }
 
 /// Attributes of the request to connect a device: at this node, or at one that is free.
-fn connection(node: Option<u32>, sockets: &[UnixStream], export: Export, block_size: u32) -> Attributes {
-    let item = |list: Attributes, socket: &UnixStream| {
-        let fd = Attributes::default().u32(NBD_SOCK_FD, socket.as_raw_fd() as u32);
-        list.nested(NBD_SOCK_ITEM, &fd)
-    };
-    let list = sockets.iter().fold(Attributes::default(), item);
+fn connection(node: Option<u32>, socket: &UnixStream, export: Export, block_size: u32) -> Attributes {
+    let fd = Attributes::default().u32(NBD_SOCK_FD, socket.as_raw_fd() as u32);
+    let list = Attributes::default().nested(NBD_SOCK_ITEM, &fd);
     let named = match node {
         Some(node) => Attributes::default().u32(NBD_ATTR_INDEX, node),
         None => Attributes::default(),
@@ -67,11 +64,11 @@ impl Kernel {
     pub(super) fn connect(
         &mut self,
         node: Option<u32>,
-        sockets: &[UnixStream],
+        socket: &UnixStream,
         export: Export,
         block_size: u32,
     ) -> Result<u32, String> {
-        let attributes = connection(node, sockets, export, block_size);
+        let attributes = connection(node, socket, export, block_size);
         let reply = self.netlink.ask(self.family, NBD_CMD_CONNECT, &attributes);
         let reply = reply.map_err(|e| refused(&e, node))?;
         let connected = number(&reply, NBD_ATTR_INDEX).or(node);
@@ -149,26 +146,18 @@ mod tests {
     };
 
     #[test]
-    fn a_device_has_its_sockets_in_a_list() {
-        let (a, b) = UnixStream::pair().unwrap();
-        let of = |socket: &UnixStream| {
-            let fd = Attributes::default().u32(1, socket.as_raw_fd() as u32);
-            Attributes::default().nested(1, &fd)
+    fn a_device_has_its_socket_in_a_list() {
+        let (socket, _) = UnixStream::pair().unwrap();
+        let fd = Attributes::default().u32(1, socket.as_raw_fd() as u32);
+        let list = Attributes::default().nested(1, &fd);
+        let of = |named: Attributes, block| {
+            let sizes = named.u64(2, 1 << 20).u64(3, block);
+            sizes.u64(5, 0x10d).nested(7, &list)
         };
-        let one = Attributes::default()
-            .u64(2, 1 << 20)
-            .u64(3, 512)
-            .u64(5, 0x10d)
-            .nested(7, &of(&a));
-        assert_eq!(connection(None, std::slice::from_ref(&a), EXPORT, 512), one);
-        let fd = Attributes::default().u32(1, b.as_raw_fd() as u32);
-        let two = Attributes::default()
-            .u32(1, 3)
-            .u64(2, 1 << 20)
-            .u64(3, 4096)
-            .u64(5, 0x10d)
-            .nested(7, &of(&a).nested(1, &fd));
-        assert_eq!(connection(Some(3), &[a, b], EXPORT, 4096), two);
+        let any = of(Attributes::default(), 512);
+        assert_eq!(connection(None, &socket, EXPORT, 512), any);
+        let third = of(Attributes::default().u32(1, 3), 4096);
+        assert_eq!(connection(Some(3), &socket, EXPORT, 4096), third);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! `ferroce map --attach`: devices of a mapping as block devices of the kernel, `/dev/nbdN`.
 //!
-//! The kernel's NBD client gets one end of a socket pair for each loop; the mapping serves the other as it serves any NBD client. So the
+//! The kernel's NBD client gets one end of a socket pair; the mapping serves the other as it serves any NBD client. So the
 //! data goes the way of `--nbd` with `nbd-client`, but for a socket file and a second program.
 
 mod genl;
@@ -15,7 +15,7 @@ use std::{
 };
 
 use clap::Args;
-use rnbd::{block::Geometry, nbd::proto::tx};
+use rnbd::block::Geometry;
 use rnbd_host::map::{MapDevice, MapNews, Mapping};
 use serde_json::json;
 
@@ -203,13 +203,12 @@ pub(crate) struct Attachments {
 }
 
 impl Attachments {
-    /// A device is open: attaches it if that is wanted, over so many connections.
+    /// A device is open: attaches it if that is wanted.
     pub(crate) fn mapped(
         &mut self,
         reporter: &Reporter,
         mapping: &Mapping,
         (device, geometry): (&MapDevice, &Geometry),
-        connections: u16,
     ) -> Result<(), Failure> {
         let Some(at) = self.wanted.iter().position(|wanted| wanted.device == device.name) else {
             return Ok(());
@@ -217,10 +216,10 @@ impl Attachments {
         let Wanted { device, node } = self.wanted.remove(at);
         let failed = |e: String| Failure::failed(format!("can't attach {device}: {e}"));
         let Some(kernel) = &mut self.kernel else { return Ok(()) };
-        let (sockets, export) = sockets(mapping, &device, connections).map_err(|e| failed(e.to_string()))?;
-        let connected = kernel.connect(node, &sockets, export, geometry.logical_block_size);
-        // The kernel has the sockets now.
-        drop(sockets);
+        let (socket, export) = connect(mapping, &device).map_err(|e| failed(e.to_string()))?;
+        let connected = kernel.connect(node, &socket, export, geometry.logical_block_size);
+        // The kernel has the socket now.
+        drop(socket);
         let attached = Attached::new(device.clone(), connected.map_err(failed)?);
         let path = attached.path();
         let missing = !fs::exists(&path).unwrap_or(false);
@@ -311,24 +310,17 @@ impl Drop for Attachments {
     }
 }
 
-/// Connections to the mapping that have chosen a device: several if it lets a client have several.
-fn sockets(mapping: &Mapping, device: &str, connections: u16) -> io::Result<(Vec<UnixStream>, Export)> {
-    let mut sockets = Vec::new();
-    loop {
-        let (mut ours, theirs) = UnixStream::pair()?;
-        ours.set_read_timeout(Some(PATIENCE))?;
-        ours.set_write_timeout(Some(PATIENCE))?;
-        mapping.connect(theirs)?;
-        let export = handshake::choose(&mut ours, device)?;
-        // The kernel waits for as long as a request takes.
-        ours.set_read_timeout(None)?;
-        ours.set_write_timeout(None)?;
-        sockets.push(ours);
-        let several = export.flags & tx::CAN_MULTI_CONN != 0;
-        if !several || sockets.len() >= connections.into() {
-            return Ok((sockets, export));
-        }
-    }
+/// Connects to the mapping, and chooses a device.
+fn connect(mapping: &Mapping, device: &str) -> io::Result<(UnixStream, Export)> {
+    let (mut ours, theirs) = UnixStream::pair()?;
+    ours.set_read_timeout(Some(PATIENCE))?;
+    ours.set_write_timeout(Some(PATIENCE))?;
+    mapping.connect(theirs)?;
+    let export = handshake::choose(&mut ours, device)?;
+    // The kernel waits for as long as a request takes.
+    ours.set_read_timeout(None)?;
+    ours.set_write_timeout(None)?;
+    Ok((ours, export))
 }
 
 #[cfg(test)]

@@ -11,41 +11,41 @@ use std::{
     time::{Duration, Instant},
 };
 
-use roce_bth::{BTH_LEN, Bth, ExtHeader, Header, ICRC_LEN, Opcode, Packet, Psn, Qpn, ROCE_UDP_PORT, Reth};
+use roce_bth::{Bth, ExtHeader, Header, ICRC_LEN, Opcode, Packet, Psn, Qpn, ROCE_UDP_PORT, Reth};
 use roce_icrc::{Flow, IdSolver, Recovery};
-use roce_net::{Burst, DEFAULT_HOP_LIMIT, Datagram, Datapath, OpenError, UdpConfig, UdpDatapath};
+use roce_net::{DEFAULT_HOP_LIMIT, Datapath, OpenError, Train, UdpConfig, UdpDatapath, packets};
 
 /// Settings of a measurement.
 #[derive(Clone, Debug)]
 pub(crate) struct CeilingConfig {
-    /// The sender's address.
+    /// Address of the sender.
     pub(crate) from: IpAddr,
-    /// The receiver's.
+    /// Address of the receiver.
     pub(crate) to: IpAddr,
     /// Payload bytes of a packet.
     pub(crate) mtu: usize,
     /// Bytes of a message.
     pub(crate) bytes: usize,
-    /// Bytes that may be on the way.
+    /// Most bytes in flight.
     pub(crate) window: usize,
     /// Send many packets with one call.
     pub(crate) gso: bool,
     /// Receive many packets with one call.
     pub(crate) gro: bool,
-    /// How long.
+    /// Duration.
     pub(crate) duration: Duration,
 }
 
 /// Result of a measurement.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Ceiling {
-    /// Payload bytes put into place per second, in units of 10^9.
+    /// 10^9 payload bytes copied into place per second.
     pub(crate) gbytes_per_s: f64,
     /// Messages per second.
     pub(crate) msgs_per_s: f64,
-    /// How long it took.
+    /// Time taken.
     pub(crate) time: Duration,
-    /// Packets put into place.
+    /// Packets copied into place.
     pub(crate) packets: u64,
     /// Packets that did not arrive.
     pub(crate) lost: u64,
@@ -53,16 +53,16 @@ pub(crate) struct Ceiling {
     pub(crate) icrc_errors: u64,
 }
 
-/// Bursts that are staged before they are sent.
+/// Trains that are staged before they are sent.
 const SPANS: usize = 4;
-/// When nothing arrives for so long, what is on the way is lost.
+/// Time without arrivals after which packets in flight count as lost.
 const LOST: Duration = Duration::from_millis(5);
 
 /// State shared by the two threads.
 struct Shared {
     start: Barrier,
     stop: AtomicBool,
-    /// Packets put into place.
+    /// Packets copied into place.
     placed: AtomicU64,
     icrc_errors: AtomicU64,
     sent: AtomicU64,
@@ -111,7 +111,7 @@ pub(crate) fn run(config: &CeilingConfig) -> Result<Ceiling, OpenError> {
     })
 }
 
-/// The headers of packet `index` of a message of `count`.
+/// Returns the headers of packet `index` of a message of `count`.
 fn header(index: usize, count: usize, psn: u64, bytes: usize) -> Header {
     let opcode = match (index, count) {
         (_, 1) => Opcode::RcWriteOnly,
@@ -129,7 +129,7 @@ fn header(index: usize, count: usize, psn: u64, bytes: usize) -> Header {
     header
 }
 
-/// Stages messages and sends them, never more than the window ahead of the receiver.
+/// Stages and sends messages, at most the window ahead of the receiver.
 fn send(config: &CeilingConfig, path: &mut UdpDatapath, shared: &Shared) -> Duration {
     let source = vec![0x5au8; config.bytes];
     let caps = path.capabilities();
@@ -140,7 +140,7 @@ fn send(config: &CeilingConfig, path: &mut UdpDatapath, shared: &Shared) -> Dura
     };
     let count = config.bytes.div_ceil(config.mtu);
     let window = (config.window / config.mtu).max(1) as u64;
-    let mut stage = vec![0u8; SPANS * caps.max_burst_bytes.max(config.mtu + 64)];
+    let mut stage = vec![0u8; SPANS * caps.max_train_bytes.max(config.mtu + 64)];
     let mut spans: Vec<(usize, usize, usize)> = vec![];
     let mut psn = 0u64;
     shared.start.wait();
@@ -156,7 +156,7 @@ fn send(config: &CeilingConfig, path: &mut UdpDatapath, shared: &Shared) -> Dura
             let payload = &source[index * config.mtu..config.bytes.min((index + 1) * config.mtu)];
             let total = head_len + payload.len() + ICRC_LEN;
             let joins = spans.last().is_some_and(|(_, len, segment)| {
-                total == *segment && *len / *segment < caps.max_segments && *len + total <= caps.max_burst_bytes
+                total == *segment && *len / *segment < caps.max_segments && *len + total <= caps.max_train_bytes
             });
             if !joins && spans.len() == SPANS {
                 break;
@@ -179,16 +179,16 @@ fn send(config: &CeilingConfig, path: &mut UdpDatapath, shared: &Shared) -> Dura
             index = (index + 1) % count;
             psn += 1;
         }
-        let mut bursts = spans.iter().map(|&(start, len, segment_len)| Burst {
+        let mut trains = spans.iter().map(|&(start, len, segment_len)| Train {
             local: config.from,
             remote,
             src_port,
-            traffic_class: 0,
-            hop_limit: DEFAULT_HOP_LIMIT,
+            tos: 0,
+            ttl: DEFAULT_HOP_LIMIT,
             segment_len,
             bytes: &stage[start..start + len],
         });
-        path.send(&mut bursts);
+        path.send(&mut trains);
         shared.sent.store(psn, Ordering::Relaxed);
         flight.wait(psn, window, shared);
     }
@@ -199,12 +199,12 @@ fn send(config: &CeilingConfig, path: &mut UdpDatapath, shared: &Shared) -> Dura
     began.elapsed()
 }
 
-/// In-flight messages, as far as the sender knows.
+/// Packets in flight, as the sender knows.
 struct Flight {
-    /// Packets put into place at the last look, and when that number grew last.
+    /// Packets copied into place at the last look, and when that number last grew.
     placed: u64,
     grown: Instant,
-    /// Packets that are taken for lost.
+    /// Packets that count as lost.
     lost: u64,
 }
 
@@ -217,7 +217,7 @@ impl Flight {
         }
     }
 
-    /// Waits until no more than `window` of `sent` packets are on the way. What does not come for a while is lost.
+    /// Waits until at most `window` of `sent` packets are in flight.
     fn wait(&mut self, sent: u64, window: u64, shared: &Shared) {
         loop {
             let placed = shared.placed.load(Ordering::Acquire);
@@ -231,7 +231,7 @@ impl Flight {
                 self.lost = sent.saturating_sub(placed);
                 return;
             }
-            // Lets the receiver run where both have to share a processor.
+            // Lets the receiver run if both share a processor.
             thread::yield_now();
         }
     }
@@ -245,13 +245,13 @@ fn receive(config: &CeilingConfig, path: &mut UdpDatapath, shared: &Shared) {
     shared.start.wait();
     while !shared.stop.load(Ordering::Relaxed) {
         let (mut good, mut bad) = (0, 0);
-        let received = path.receive(64, &mut |datagram: &Datagram<'_>| {
-            let local = SocketAddr::new(datagram.local, ROCE_UDP_PORT);
-            let Ok(flow) = Flow::try_from((datagram.remote, local)) else {
+        let received = path.receive(64, &mut |meta, bytes| {
+            let local = SocketAddr::new(meta.local, ROCE_UDP_PORT);
+            let Ok(flow) = Flow::try_from((meta.remote, local)) else {
                 return;
             };
-            for (i, packet) in datagram.bytes.chunks(datagram.segment_len.max(BTH_LEN)).enumerate() {
-                // Merged packets show their place; of single ones the Identification is to be found.
+            for (i, packet) in packets(meta, bytes).enumerate() {
+                // Merged packets show their Identification; that of single ones must be solved for.
                 let sound = match config.gro {
                     true => flow.verify(i as u16, packet),
                     false => matches!(flow.recover_with(&mut solver, packet, 0), Recovery::Exact(_)),

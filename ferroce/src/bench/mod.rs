@@ -1,15 +1,14 @@
 //! `ferroce bench`: bandwidth and latency of the transport, within one process or between two.
 
-mod bandwidth;
+mod active;
 mod ceiling;
-mod client;
-mod driven;
-mod latency;
-mod on_device;
+mod endpoint;
+mod looped;
+mod passive;
 mod report;
 mod rtrs;
 mod rtrs_server;
-mod server;
+mod threads;
 mod udp;
 mod usage;
 mod wire;
@@ -25,10 +24,10 @@ use std::{
     time::Duration,
 };
 
-use ::rtrs::{proto::MAX_HDR_SIZE, server::ServerConfig};
 use clap::{Args, ValueEnum};
+use roce::reactor::{ReactorConfig, SpinMode};
 use roce::{Device, DeviceConfig, Faults, LocalDevice, Mtu, VerbsError, WindowConfig, iface};
-use roce_reactor::{ReactorConfig, SpinMode};
+use serde_json::json;
 
 use crate::{
     fault::{Demanded, FaultArgs},
@@ -38,16 +37,18 @@ use crate::{
     signals::Stop,
     units,
 };
+use active::{Bandwidth, Load, Stopped};
+use ceiling::Ceiling;
+use endpoint::Endpoint as Connections;
+use passive::Passive;
 use report::Measurement;
-use serde_json::json;
 
 /// RDMA_CM port that the passive side listens on.
 const PORT: u16 = 4792;
-/// Within one process the measurement alternates with that of the ceiling so many times, so that both see the same
-/// machine.
+/// Alternations between the measurement and its ceiling within one process, so that both see the same machine.
 const ROUNDS: u32 = 4;
 
-/// What to measure.
+/// Measurement.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum Operation {
     /// RDMA WRITE bandwidth, and its ratio to the ceiling
@@ -63,6 +64,17 @@ pub(crate) enum Operation {
     Rtrs,
     /// The same packets through the same sockets, with ICRC and copies but without a protocol
     Ceiling,
+}
+
+impl Operation {
+    /// Returns the name of a bandwidth measurement.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Send => "send",
+            Self::Write | Self::Latency | Self::Rtrs | Self::Ceiling => "write",
+        }
+    }
 }
 
 /// Options of `ferroce bench`.
@@ -178,15 +190,15 @@ pub(crate) struct BenchArgs {
 /// Part of this process in a measurement.
 #[derive(Clone, Copy, Debug)]
 enum Role {
-    /// The server, at this address.
+    /// Server at this address.
     Server(SocketAddr),
-    /// The side that measures against a server.
+    /// Side that measures against a server.
     Client { from: IpAddr, server: SocketAddr },
-    /// Both sides, at the address that is named and the next one.
+    /// Both sides, at the given address and the next one.
     Both(Option<IpAddr>),
 }
 
-/// How much to measure.
+/// Length of a measurement.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Amount {
     Time(Duration),
@@ -198,15 +210,7 @@ pub(crate) fn failed(what: &str) -> impl Fn(VerbsError) -> Failure {
 }
 
 impl BenchArgs {
-    /// The same in software.
-    fn in_software(&self) -> Self {
-        Self {
-            rdma: RdmaArgs::soft(),
-            ..self.clone()
-        }
-    }
-
-    /// Resolves the options that say where to measure. Blocks while names are resolved.
+    /// Resolves the addresses of both sides. Blocks while names are resolved.
     fn role(&self) -> Result<Role, Failure> {
         let resolver = Resolver::default();
         let own = |endpoint: &Endpoint| Ok::<_, Failure>(resolver.own(endpoint, PORT)?[0]);
@@ -214,7 +218,7 @@ impl BenchArgs {
             return Ok(Role::Server(own(endpoint)?));
         }
         if let Some(Endpoint { port: Some(_), .. }) = self.addr {
-            return Err(Failure::usage("--addr has a port with --server only: leave it away"));
+            return Err(Failure::usage("--addr has a port with --server only: omit the port"));
         }
         let own = self.addr.as_ref().map(own).transpose()?.map(|addr| addr.ip());
         let Some(connect) = &self.connect else {
@@ -227,7 +231,7 @@ impl BenchArgs {
         Ok(Role::Client { from, server })
     }
 
-    /// Settings of a device; `near`: of the side that measures, or of the only one here.
+    /// Returns the settings of a software device; `near`: of the side that measures, or of the only side here.
     fn config(&self, addr: IpAddr, near: bool) -> DeviceConfig {
         DeviceConfig {
             addr,
@@ -247,12 +251,8 @@ impl BenchArgs {
         }
     }
 
-    fn device(&self, addr: IpAddr, near: bool) -> Result<Device, Failure> {
-        Device::open(self.config(addr, near)).map_err(|e| Failure::failed(e.to_string()))
-    }
-
-    /// The device of a loop of ours at an address.
-    fn devices(&self, addr: IpAddr) -> Result<LocalDevice, Failure> {
+    /// Opens the device of a loop.
+    fn local_device(&self, addr: IpAddr) -> Result<LocalDevice, Failure> {
         let soft = |addrs: &[IpAddr]| {
             let configs: Vec<_> = addrs.iter().map(|addr| self.config(*addr, true)).collect();
             let opened = LocalDevice::open(&configs).map_err(|e| Failure::failed(e.to_string()));
@@ -262,15 +262,28 @@ impl BenchArgs {
         opened.pop().ok_or_else(|| Failure::failed("no device has been opened"))
     }
 
-    /// What the server of RTRS is told.
+    /// Opens the device at an address, for some threads.
+    fn endpoints(&self, addr: IpAddr, near: bool, threads: u32) -> Result<Vec<Box<dyn Connections>>, Failure> {
+        if !self.rdma.owns(addr)? {
+            let device = Device::open(self.config(addr, near)).map_err(|e| Failure::failed(e.to_string()))?;
+            let endpoint = |_| Ok(Box::new(threads::Threads::new(&device)?) as Box<dyn Connections>);
+            return (0..threads).map(endpoint).collect();
+        }
+        Ok(vec![Box::new(looped::Loop::new(self.local_device(addr)?, addr)?)])
+    }
+
+    /// Opens the device of the passive side.
+    fn passive(&self, addr: SocketAddr, near: bool) -> Result<Passive, Failure> {
+        Passive::listen(self.endpoints(addr.ip(), near, 1)?.remove(0), addr)
+    }
+
+    /// Returns the options of the server of RTRS.
     fn server_options(&self) -> Vec<String> {
         let on_off = if self.always_invalidate { "on" } else { "off" };
-        let mut options = vec![
-            "--until-eof".to_owned(),
-            "--always-invalidate".to_owned(),
-            on_off.to_owned(),
-        ];
-        options.extend(["--spin".to_owned(), self.spin.to_string()]);
+        let mut options: Vec<_> = ["--until-eof", "--always-invalidate", on_off, "--spin"]
+            .map(str::to_owned)
+            .into();
+        options.push(self.spin.to_string());
         options.extend(self.rdma.options());
         options.extend(["--socket-buffer".to_owned(), self.socket_buffer.to_string()]);
         if let Some(mtu) = self.mtu {
@@ -295,26 +308,8 @@ impl BenchArgs {
         }
     }
 
-    fn waiting(&self) -> latency::Waiting {
-        match self.events {
-            true => latency::Waiting::Sleeping,
-            false => latency::Waiting::Polling,
-        }
-    }
-
-    fn shape(&self, operation: Operation, bytes: u32) -> bandwidth::Shape {
-        bandwidth::Shape {
-            operation,
-            bytes,
-            depth: self.depth,
-            qps: self.qps,
-            idle: self.idle_qps,
-            threads: self.threads,
-        }
-    }
-
-    fn ceiling(&self, from: IpAddr, to: IpAddr, bytes: u32, mtu: Mtu, duration: Duration) -> ceiling::CeilingConfig {
-        ceiling::CeilingConfig {
+    fn ceiling(&self, [from, to]: [IpAddr; 2], bytes: u32, mtu: Mtu, duration: Duration) -> Result<Ceiling, Failure> {
+        let config = ceiling::CeilingConfig {
             from,
             to,
             mtu: mtu.bytes(),
@@ -323,70 +318,257 @@ impl BenchArgs {
             gso: !self.no_gso,
             gro: !self.no_gro,
             duration,
-        }
+        };
+        ceiling::run(&config).map_err(|e| Failure::failed(e.to_string()))
     }
 }
+
+type Emit<'a> = &'a mut dyn FnMut(&Measurement) -> Result<(), Failure>;
 
 /// Runs `ferroce bench`.
 pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     let stop = Stop::on_signals()?;
+    let stopped: Stopped<'_> = &|| stop.requested();
     let role = args.role()?;
     let demanded = args.fault.start("bench")?;
     let args = &BenchArgs {
         faults: demanded.as_ref().map(Demanded::faults),
         ..args.clone()
     };
-    if args.operation == Some(Operation::Rtrs) {
-        return run_rtrs(args, role, &stop);
-    }
     let mut emit = |m: &Measurement| match args.json {
         true => output::json(m),
         false => output::line(&m.to_string()),
     };
     match (role, args.operation) {
-        (Role::Server(addr), None) => serve(args, addr, &stop),
+        (role, Some(Operation::Rtrs)) => run_rtrs(args, role, stopped),
+        (Role::Server(addr), None) => {
+            let server = args.passive(addr, true)?;
+            listening(args, addr, Some(server.endpoint()))?;
+            server.run(stopped)
+        }
         (Role::Server(_), Some(_)) => Err(Failure::usage(
-            "--server serves any operation: leave the operation away, unless it is rtrs",
+            "--server serves any operation: omit the operation, unless it is rtrs",
         )),
         (_, None) => Err(Failure::usage(
             "say what to measure: write, read, send, latency, rtrs or ceiling",
         )),
-        (Role::Client { from, server }, Some(operation)) => remote(args, operation, (from, server), &stop, &mut emit),
+        (Role::Client { .. }, Some(Operation::Ceiling)) => Err(Failure::usage(
+            "the ceiling is measured within one process: omit --connect",
+        )),
+        (Role::Client { from, server }, Some(operation)) => {
+            let endpoints = args.endpoints(from, true, args.threads)?;
+            measure(args, operation, endpoints, (from, server), None, stopped, &mut emit)
+        }
         (Role::Both(own), Some(operation)) => match args.rdma.first_addr()? {
-            Some(addr) => on_device::both(args, operation, own.unwrap_or(addr), &stop, &mut emit),
-            None => local(args, operation, own, &stop, &mut emit),
+            Some(addr) => on_rdma(args, operation, own.unwrap_or(addr), stopped, &mut emit),
+            None => in_software(args, operation, own, stopped, &mut emit),
         },
     }
 }
 
-/// Serves the measurements of other processes.
-fn serve(args: &BenchArgs, addr: SocketAddr, stop: &Stop) -> Result<(), Failure> {
-    if args.rdma.owns(addr.ip())? {
-        return on_device::listen(args, addr, stop);
+fn listening(args: &BenchArgs, addr: SocketAddr, endpoint: Option<&dyn Connections>) -> Result<(), Failure> {
+    let (mut event, mut text) = (
+        json!({ "event": "listening", "address": addr.to_string() }),
+        String::new(),
+    );
+    if let Some(name) = endpoint.and_then(Connections::name) {
+        event["device"] = name.into();
+        text = format!(", RDMA device {name}");
     }
-    let device = args.device(addr.ip(), true)?;
-    let server = server::Server::new(&device, addr)?;
-    let mtu = device.mtu().bytes();
+    if let Some(mtu) = endpoint.map(|e| e.mtu().bytes()) {
+        event["mtu"] = mtu.into();
+        text += &format!(", path MTU {mtu}");
+    }
     match args.json {
-        true => output::json(&json!({ "event": "listening", "address": addr.to_string(), "mtu": mtu }))?,
-        false => output::line(&format!("listening on {addr}, path MTU {mtu}; ctrl-C ends it"))?,
+        true => output::json(&event),
+        false => output::line(&format!("listening on {addr}{text}; ctrl-C ends it")),
     }
-    server.run(&|| stop.requested())
 }
 
-type Emit<'a> = &'a mut dyn FnMut(&Measurement) -> Result<(), Failure>;
+/// Returns the first address of both sides on this host, and the addresses after it.
+fn on_one_host(own: Option<IpAddr>) -> Result<(IpAddr, impl Fn(u32) -> IpAddr), Failure> {
+    let IpAddr::V4(first) = own.unwrap_or(Ipv4Addr::LOCALHOST.into()) else {
+        return Err(Failure::usage(
+            "without --connect both sides are on this host and need an IPv4 address and the next ones: omit --addr",
+        ));
+    };
+    let next = move |n: u32| Ipv4Addr::from(u32::from(first).wrapping_add(n)).into();
+    Ok((first.into(), next))
+}
 
-/// Room behind the largest request for its headers.
-const CHUNK_HEADERS: u32 = MAX_HDR_SIZE;
+/// Measures against a passive side. If that is in this process, in software, `ceiling` has the addresses for the ceiling.
+fn measure(
+    args: &BenchArgs,
+    operation: Operation,
+    mut endpoints: Vec<Box<dyn Connections>>,
+    (from, peer): (IpAddr, SocketAddr),
+    ceiling: Option<[IpAddr; 2]>,
+    stopped: Stopped<'_>,
+    emit: Emit<'_>,
+) -> Result<(), Failure> {
+    let in_software = args.events || args.idle_qps > 0 || args.shards > 1 || args.threads > 1;
+    if endpoints[0].name().is_some() && in_software {
+        return Err(Failure::usage(
+            "--events, --idle-qps, --shards and --threads are measured in software: use --rdma soft",
+        ));
+    }
+    if operation == Operation::Latency {
+        for &bytes in &args.sizes(64) {
+            let how = (args.events, args.amount());
+            if ceiling.is_some() && bytes <= udp::LONGEST {
+                udp::run(from, peer.ip(), bytes, how, stopped, emit)?;
+            }
+            active::latency(&mut *endpoints[0], peer, bytes, how, stopped, emit)?;
+        }
+    } else {
+        for &bytes in &args.sizes(1 << 20) {
+            let load = Load {
+                operation,
+                bytes,
+                depth: args.depth,
+                qps: args.qps,
+                idle: args.idle_qps,
+            };
+            let mut run = Bandwidth::connect(&mut endpoints, peer, load)?;
+            emit(&match (ceiling, args.amount()) {
+                // The passive side of SENDs polls all the time, next to which no ceiling can be measured.
+                (Some(addrs), Amount::Time(total)) if operation != Operation::Send => {
+                    with_ceiling(args, &mut run, (addrs, bytes, total), stopped)?
+                }
+                (_, amount) => {
+                    run.run(amount, stopped)?;
+                    run.measurement()
+                }
+            })?;
+        }
+    }
+    tracing::debug!(stats = ?endpoints[0].stats(), "counters");
+    Ok(())
+}
+
+/// Measures in turns with the ceiling.
+fn with_ceiling(
+    args: &BenchArgs,
+    run: &mut Bandwidth<'_>,
+    (addrs, bytes, total): ([IpAddr; 2], u32, Duration),
+    stopped: Stopped<'_>,
+) -> Result<Measurement, Failure> {
+    let slice = total / ROUNDS;
+    let (mut best, mut sum) = (0f64, 0f64);
+    for _ in 0..ROUNDS {
+        let ceiling = args.ceiling(addrs, bytes, run.mtu(), slice)?;
+        best = best.max(ceiling.gbytes_per_s);
+        sum += ceiling.gbytes_per_s;
+        run.run(Amount::Time(slice), stopped)?;
+    }
+    let mut m = run.measurement();
+    m.set_ceiling(sum / f64::from(ROUNDS), best);
+    Ok(m)
+}
+
+/// Measures between two software devices of this process.
+fn in_software(
+    args: &BenchArgs,
+    operation: Operation,
+    own: Option<IpAddr>,
+    stopped: Stopped<'_>,
+    emit: Emit<'_>,
+) -> Result<(), Failure> {
+    let (from, next) = on_one_host(own)?;
+    if operation == Operation::Ceiling {
+        for &bytes in &args.sizes(1 << 20) {
+            let mtu = args.mtu.unwrap_or(Mtu::B4096);
+            let result = args.ceiling([from, next(1)], bytes, mtu, args.seconds)?;
+            emit(&Measurement::of_ceiling(bytes, mtu, &result))?;
+        }
+        return Ok(());
+    }
+    let peer = SocketAddr::new(next(1), PORT);
+    let args = &BenchArgs {
+        rdma: RdmaArgs::soft(),
+        ..args.clone()
+    };
+    // Before the other side's, whose address is not the user's.
+    let endpoints = args.endpoints(from, true, args.threads)?;
+    let addrs = Some([next(2), next(3)]);
+    with_passive(args.passive(peer, false)?, || {
+        measure(args, operation, endpoints, (from, peer), addrs, stopped, emit)
+    })
+}
+
+/// Measures between two ends on one RDMA device, and then in software, with the ratio.
+fn on_rdma(
+    args: &BenchArgs,
+    operation: Operation,
+    addr: IpAddr,
+    stopped: Stopped<'_>,
+    emit: Emit<'_>,
+) -> Result<(), Failure> {
+    if operation == Operation::Ceiling {
+        return Err(Failure::usage("the ceiling is that of software: omit --rdma"));
+    }
+    if !args.rdma.owns(addr)? {
+        return Err(Failure::failed(format!("no RDMA device has {addr}")));
+    }
+    let peer = SocketAddr::new(addr, PORT);
+    let (mut hardware, mut software) = (Vec::new(), Vec::new());
+    let endpoints = args.endpoints(addr, true, args.threads)?;
+    with_passive(args.passive(peer, false)?, || {
+        let mut keep = |m: &Measurement| {
+            hardware.push(m.clone());
+            Ok(())
+        };
+        measure(args, operation, endpoints, (addr, peer), None, stopped, &mut keep)
+    })?;
+    let mut keep = |m: &Measurement| {
+        software.push(m.clone());
+        Ok(())
+    };
+    if let Err(e) = in_software(args, operation, Some(args.beside.into()), stopped, &mut keep) {
+        // A kernel with rdma_rxe has the port at all addresses.
+        tracing::warn!("not measured in software: {}", e.text().unwrap_or_default());
+    }
+    let of = |m: &Measurement| match operation {
+        Operation::Latency => m.latency_us.p50,
+        _ => m.gbytes_per_s,
+    };
+    for mut m in hardware {
+        let same = software.iter().find(|s| (s.op, s.bytes) == (m.op, m.bytes));
+        m.ratio_to_software = same.filter(|s| of(s) > 0.0).map(|s| of(&m) / of(s));
+        emit(&m)?;
+    }
+    software.iter().try_for_each(emit)
+}
+
+/// Measures against a passive side in a thread of this process.
+fn with_passive(passive: Passive, measure: impl FnOnce() -> Result<(), Failure>) -> Result<(), Failure> {
+    let done = Arc::new(AtomicBool::new(false));
+    let flag = done.clone();
+    let passive = thread::Builder::new()
+        .name("passive side".into())
+        .spawn(move || passive.run(&|| flag.load(Ordering::Relaxed)))
+        .map_err(|e| Failure::failed(format!("starting a thread: {e}")))?;
+    let measured = measure();
+    done.store(true, Ordering::Relaxed);
+    let passive = passive
+        .join()
+        .unwrap_or_else(|_| Err(Failure::failed("the passive side panicked")));
+    measured.and(passive)
+}
 
 /// Measures RTRS, or serves it.
-fn run_rtrs(args: &BenchArgs, role: Role, stop: &Stop) -> Result<(), Failure> {
+fn run_rtrs(args: &BenchArgs, role: Role, stopped: Stopped<'_>) -> Result<(), Failure> {
     let reactor = ReactorConfig {
         spin: args.spin,
         ..ReactorConfig::default()
     };
     let (from, server, _process) = match role {
-        Role::Server(addr) => return serve_rtrs(args, addr, reactor, stop),
+        Role::Server(addr) => {
+            let device = args.local_device(addr.ip())?;
+            let config = rtrs_server::config(addr, args.always_invalidate);
+            let ready = || listening(args, addr, None);
+            return rtrs_server::run(device, config, reactor, args.until_eof, stopped, ready);
+        }
         Role::Client { from, server } => (from, server, None),
         Role::Both(own) => {
             let (from, next) = on_one_host(own)?;
@@ -395,7 +577,7 @@ fn run_rtrs(args: &BenchArgs, role: Role, stop: &Stop) -> Result<(), Failure> {
             (from, server, Some(process))
         }
     };
-    let client = rtrs::Rtrs::connect(args.devices(from)?, (from, server), args.connections, reactor)?;
+    let client = rtrs::Rtrs::connect(args.local_device(from)?, (from, server), args.connections, reactor)?;
     for &bytes in &args.sizes(4096) {
         let m = client.run(rtrs::Load {
             bytes,
@@ -407,166 +589,9 @@ fn run_rtrs(args: &BenchArgs, role: Role, stop: &Stop) -> Result<(), Failure> {
             true => output::json(&m)?,
             false => output::line(&m.to_string())?,
         }
-        if stop.requested() {
+        if stopped() {
             break;
         }
     }
     Ok(())
-}
-
-/// Serves RTRS.
-fn serve_rtrs(args: &BenchArgs, addr: SocketAddr, reactor: ReactorConfig, stop: &Stop) -> Result<(), Failure> {
-    let config = ServerConfig {
-        addr: addr.ip(),
-        port: addr.port(),
-        queue_depth: 128,
-        max_chunk_size: ((1 << 20) + CHUNK_HEADERS).next_power_of_two(),
-        always_invalidate: args.always_invalidate,
-        ..ServerConfig::default()
-    };
-    let ready = || match args.json {
-        true => output::json(&json!({ "event": "listening", "address": addr.to_string() })),
-        false => output::line(&format!("listening on {addr}; ctrl-C ends it")),
-    };
-    let device = args.devices(addr.ip())?;
-    rtrs_server::run(device, config, reactor, args.until_eof, &|| stop.requested(), ready)
-}
-
-/// The address to use where both sides are on this host, and the addresses after it.
-fn on_one_host(own: Option<IpAddr>) -> Result<(IpAddr, impl Fn(u32) -> IpAddr), Failure> {
-    let IpAddr::V4(first) = own.unwrap_or(Ipv4Addr::LOCALHOST.into()) else {
-        return Err(Failure::usage(
-            "without --connect both sides are on this host and need an IPv4 address and the next ones: leave --addr away",
-        ));
-    };
-    let next = move |n: u32| Ipv4Addr::from(u32::from(first).wrapping_add(n)).into();
-    Ok((first.into(), next))
-}
-
-/// Measures against a server in another process.
-fn remote(
-    args: &BenchArgs,
-    operation: Operation,
-    (addr, peer): (IpAddr, SocketAddr),
-    stop: &Stop,
-    emit: Emit<'_>,
-) -> Result<(), Failure> {
-    if operation == Operation::Ceiling {
-        return Err(Failure::usage(
-            "the ceiling is measured within one process: leave --connect away",
-        ));
-    }
-    if args.rdma.owns(addr)? {
-        return on_device::measure(args, operation, (addr, peer), stop, emit);
-    }
-    let device = args.device(addr, true)?;
-    let stopped = || stop.requested();
-    if operation == Operation::Latency {
-        for &bytes in &args.sizes(64) {
-            latency::run(&device, peer, bytes, (args.waiting(), args.amount()), &stopped, emit)?;
-        }
-        return Ok(());
-    }
-    for &bytes in &args.sizes(1 << 20) {
-        let mut load = bandwidth::Loads::connect(&device, peer, args.shape(operation, bytes))?;
-        load.run(args.amount(), &stopped)?;
-        emit(&load.measurement())?;
-    }
-    tracing::debug!(stats = ?device.stats(), "counters");
-    Ok(())
-}
-
-/// Measures between two devices of this process.
-fn local(
-    args: &BenchArgs,
-    operation: Operation,
-    own: Option<IpAddr>,
-    stop: &Stop,
-    emit: Emit<'_>,
-) -> Result<(), Failure> {
-    let (from, next) = on_one_host(own)?;
-    if operation == Operation::Ceiling {
-        for &bytes in &args.sizes(1 << 20) {
-            let mtu = args.mtu.unwrap_or(Mtu::B4096);
-            let config = args.ceiling(from, next(1), bytes, mtu, args.seconds);
-            let result = ceiling::run(&config).map_err(|e| Failure::failed(e.to_string()))?;
-            emit(&Measurement::of_ceiling(bytes, mtu, &result))?;
-        }
-        return Ok(());
-    }
-    let (near, far) = (args.device(from, true)?, args.device(next(1), false)?);
-    let peer = SocketAddr::new(next(1), PORT);
-    let server = server::Server::new(&far, peer)?;
-    let stopped = || stop.requested();
-    with_passive(
-        move |done| server.run(done),
-        || {
-            let result = match operation {
-                Operation::Latency => args.sizes(64).iter().try_for_each(|&bytes| {
-                    let how = (args.waiting(), args.amount());
-                    if bytes <= udp::LONGEST {
-                        udp::run(from, next(1), bytes, how, &stopped, emit)?;
-                    }
-                    latency::run(&near, peer, bytes, how, &stopped, emit)
-                }),
-                _ => args.sizes(1 << 20).iter().try_for_each(|&bytes| {
-                    let mut load = bandwidth::Loads::connect(&near, peer, args.shape(operation, bytes))?;
-                    if operation == Operation::Send {
-                        // Its passive side polls without pause, beside which no ceiling can be measured.
-                        load.run(args.amount(), &stopped)?;
-                        return emit(&load.measurement());
-                    }
-                    let m = beside_ceiling(args, &mut load, [next(2), next(3)], &stopped)?;
-                    emit(&m)
-                }),
-            };
-            tracing::debug!(near = ?near.stats(), far = ?far.stats(), "counters");
-            result
-        },
-    )
-}
-
-/// Measures beside a passive side in a thread of this process, which runs until it is told that the measurement is done.
-fn with_passive(
-    serve: impl FnOnce(&dyn Fn() -> bool) -> Result<(), Failure> + Send + 'static,
-    measure: impl FnOnce() -> Result<(), Failure>,
-) -> Result<(), Failure> {
-    let done = Arc::new(AtomicBool::new(false));
-    let flag = done.clone();
-    let passive = thread::Builder::new()
-        .name("passive side".into())
-        .spawn(move || serve(&|| flag.load(Ordering::Relaxed)))
-        .map_err(|e| Failure::failed(format!("starting a thread: {e}")))?;
-    let measured = measure();
-    done.store(true, Ordering::Relaxed);
-    let passive = passive
-        .join()
-        .unwrap_or_else(|_| Err(Failure::failed("the passive side panicked")));
-    measured.and(passive)
-}
-
-/// Measures in turns with the ceiling.
-fn beside_ceiling(
-    args: &BenchArgs,
-    load: &mut bandwidth::Loads<'_>,
-    [from, to]: [IpAddr; 2],
-    stopped: bandwidth::Stopped<'_>,
-) -> Result<Measurement, Failure> {
-    let Amount::Time(total) = args.amount() else {
-        load.run(args.amount(), stopped)?;
-        return Ok(load.measurement());
-    };
-    let slice = total / ROUNDS;
-    let mut best = 0f64;
-    let mut sum = 0f64;
-    for _ in 0..ROUNDS {
-        let config = args.ceiling(from, to, load.bytes(), load.mtu(), slice);
-        let ceiling = ceiling::run(&config).map_err(|e| Failure::failed(e.to_string()))?;
-        best = best.max(ceiling.gbytes_per_s);
-        sum += ceiling.gbytes_per_s;
-        load.run(Amount::Time(slice), stopped)?;
-    }
-    let mut m = load.measurement();
-    m.set_ceiling(sum / f64::from(ROUNDS), best);
-    Ok(m)
 }

@@ -1,8 +1,8 @@
-//! One measurement, for people and for programs.
+//! Result of a measurement, as text and as JSON.
 
 use std::{fmt, time::Duration};
 
-use roce::{Device, DeviceStats, Mtu};
+use roce::Mtu;
 use serde::Serialize;
 
 use super::ceiling::Ceiling;
@@ -16,7 +16,7 @@ pub(crate) struct Latency {
 }
 
 impl Latency {
-    /// Of samples in nanoseconds.
+    /// Returns percentiles of samples in nanoseconds.
     pub(crate) fn of(samples: &mut [u64]) -> Self {
         samples.sort_unstable();
         let at = |permille: usize| {
@@ -34,7 +34,7 @@ impl Latency {
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Measurement {
     pub(crate) op: &'static str,
-    /// The RDMA device of the host that it was measured on; none: in software.
+    /// RDMA device of the host; none in software.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) device: Option<String>,
     /// Bytes of a message.
@@ -48,28 +48,28 @@ pub(crate) struct Measurement {
     /// 10^9 payload bytes per second.
     pub(crate) gbytes_per_s: f64,
     pub(crate) msgs_per_s: f64,
-    /// From posting to completion; of ping-pongs the round trip.
+    /// Time from posting to completion; round trip of ping-pongs.
     pub(crate) latency_us: Latency,
     /// Packets sent by this side.
     pub(crate) packets: u64,
     /// Packets that this side sent more than once.
     pub(crate) retransmits: u64,
     pub(crate) icrc_errors: u64,
-    /// The ceiling in the same run: mean of the rounds.
+    /// Mean of the ceiling's rounds in the same run.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) ceiling_gbytes_per_s: Option<f64>,
-    /// Its best round.
+    /// Best round of the ceiling.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) ceiling_best_gbytes_per_s: Option<f64>,
-    /// Result as a part of the ceiling's mean.
+    /// Bandwidth divided by the mean ceiling.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) ratio_to_ceiling: Option<f64>,
-    /// Of an RDMA device: bandwidth, or the median round trip, as a part of that in software between addresses of this host.
+    /// Bandwidth or median round trip of an RDMA device divided by that in software between addresses of this host.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) ratio_to_software: Option<f64>,
 }
 
-/// Work that was done, and in which time.
+/// Messages completed, and the time it took.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Work {
     pub(crate) messages: u64,
@@ -100,14 +100,6 @@ impl Measurement {
             ratio_to_ceiling: None,
             ratio_to_software: None,
         }
-    }
-
-    /// Fills in what a device counted since `before`.
-    pub(crate) fn count(&mut self, device: &Device, before: &DeviceStats) {
-        let after = device.stats();
-        self.packets = after.port.tx_packets - before.port.tx_packets;
-        self.retransmits = after.retransmits() - before.retransmits();
-        self.icrc_errors = after.icrc_errors() - before.icrc_errors();
     }
 
     pub(crate) fn of_ceiling(bytes: u32, mtu: Mtu, c: &Ceiling) -> Self {
@@ -148,7 +140,7 @@ impl fmt::Display for Measurement {
             write!(f, "  p50 {p50:.1} us  p99 {p99:.1} us")?;
         }
         match &self.device {
-            // It counts for itself.
+            // Its packets are not counted here.
             Some(device) => write!(f, "  on {device}")?,
             None => write!(
                 f,

@@ -1,9 +1,9 @@
-//! RTRS without a block device: requests of one size, as many in flight as asked for, to a server that has its data in memory.
+//! RTRS without a block device: a fixed number of requests of one size in flight to a server with its data in memory.
 
 use std::{
     io::{BufRead, BufReader},
     net::{IpAddr, SocketAddr},
-    process::{Child, Command, Stdio},
+    process::{self, Child, Stdio},
     sync::mpsc::{Receiver, Sender, channel},
     thread::{Builder, JoinHandle},
     time::Duration,
@@ -16,8 +16,8 @@ use ::rtrs::{
     cx::Cx,
 };
 use rand::{RngCore, SeedableRng, rngs::StdRng};
+use roce::reactor::{Handle, Reactor, ReactorConfig, Service, TurnCx};
 use roce::{Completion, LocalDevice};
-use roce_reactor::{Handle, Reactor, ReactorConfig, Service, TurnCx};
 use roce_verbs::{
     Instant,
     provider::{Event, QpId},
@@ -47,14 +47,14 @@ pub(crate) struct Measurement {
     /// Bytes of a request's data.
     pub(crate) bytes: u32,
     pub(crate) depth: u32,
-    /// The server takes a chunk's key back with every request.
+    /// The server invalidates a chunk's key with every request.
     pub(crate) always_invalidate: bool,
     pub(crate) seconds: f64,
     pub(crate) requests: u64,
     pub(crate) failed: u64,
     pub(crate) iops: f64,
     pub(crate) gbytes_per_s: f64,
-    /// From submitting to the answer.
+    /// Time from submission to the answer.
     pub(crate) latency_us: Latency,
     /// CPU time of a request, microseconds.
     pub(crate) client_cpu_us: f64,
@@ -89,13 +89,13 @@ impl std::fmt::Display for Measurement {
     }
 }
 
-/// Request to the loop.
-enum Ask {
+/// Command to the loop.
+enum Command {
     Run(Load, Sender<Result<Ran, String>>),
     Stop,
 }
 
-/// A run.
+/// Result of a run.
 #[derive(Debug, Default)]
 struct Ran {
     requests: u64,
@@ -106,16 +106,16 @@ struct Ran {
     calls: u64,
     /// CPU time of this process, nanoseconds.
     cpu: u64,
-    /// The server's before and after.
+    /// Usage of the server before and after.
     server: [Spent; 2],
 }
 
-/// A run that goes on.
+/// Run in progress.
 struct Running {
     load: Load,
-    tell: Sender<Result<Ran, String>>,
+    result: Sender<Result<Ran, String>>,
     begun: Instant,
-    /// When each request in flight was sent.
+    /// Submission times of requests in flight.
     sent: Vec<Instant>,
     in_flight: u32,
     ran: Ran,
@@ -124,47 +124,47 @@ struct Running {
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Stage {
-    /// The server is asked what it has spent so far.
+    /// Waits for the server's usage.
     Before,
     Running,
-    /// In-flight requests come back.
+    /// Waits for requests in flight.
     Ending,
     After,
 }
 
-/// The tag of a request for the server's report.
+/// Tag of a request for the server's usage.
 const REPORT_TAG: u64 = u64::MAX;
 
-/// A client on a loop.
+/// RTRS client on a loop.
 struct Bench {
     rtrs: Client,
     session: SessionId,
     always_invalidate: bool,
-    dice: StdRng,
+    rng: StdRng,
     opened: Option<Sender<Result<bool, String>>>,
     running: Option<Running>,
     stopping: bool,
-    /// Bytes that the server has.
+    /// Bytes of the server's data.
     space: u64,
 }
 
 impl Bench {
     fn with<T>(&mut self, turn: &mut TurnCx<'_, ()>, f: impl FnOnce(&mut Client, &mut Cx<'_>) -> T) -> T {
-        let dice = &mut self.dice;
+        let rng = &mut self.rng;
         let mut cx = Cx {
             now: turn.now,
             provider: turn.device.provider(),
-            random: &mut |out: &mut [u8]| dice.fill_bytes(out),
+            random: &mut |out: &mut [u8]| rng.fill_bytes(out),
         };
         f(&mut self.rtrs, &mut cx)
     }
 
-    fn told(&mut self, turn: &mut TurnCx<'_, ()>, output: Output) {
+    fn on_output(&mut self, turn: &mut TurnCx<'_, ()>, output: Output) {
         match output {
             Output::Opened(_, info) => {
                 self.always_invalidate = info.new_rkeys;
-                if let Some(tell) = self.opened.take() {
-                    let _ = tell.send(Ok(info.new_rkeys));
+                if let Some(opened) = self.opened.take() {
+                    let _ = opened.send(Ok(info.new_rkeys));
                 }
             }
             Output::OpenFailed(_, e) => self.fail(&e.to_string(), turn),
@@ -182,16 +182,16 @@ impl Bench {
     }
 
     fn fail(&mut self, why: &str, turn: &mut TurnCx<'_, ()>) {
-        if let Some(tell) = self.opened.take() {
-            let _ = tell.send(Err(why.to_owned()));
+        if let Some(opened) = self.opened.take() {
+            let _ = opened.send(Err(why.to_owned()));
             turn.stop();
         }
         if let Some(running) = self.running.take() {
-            let _ = running.tell.send(Err(why.to_owned()));
+            let _ = running.result.send(Err(why.to_owned()));
         }
     }
 
-    /// Asks the server what it has spent.
+    /// Requests the server's usage.
     fn ask_report(&mut self, turn: &mut TurnCx<'_, ()>) {
         let (session, len) = (self.session, size_of::<Spent>());
         let data = self.with(turn, |rtrs, cx| rtrs.take_buffer(cx, session, len));
@@ -224,7 +224,7 @@ impl Bench {
     fn reported(&mut self, turn: &mut TurnCx<'_, ()>, data: Option<Buffer>) {
         let mut bytes = [0; size_of::<Spent>()];
         if let (Some(data), Some(buffers)) = (&data, self.rtrs.buffers(self.session)) {
-            // As long as was asked for.
+            // As long as requested.
             let _ = buffers.read(data, 0, &mut bytes);
         }
         self.give(data);
@@ -244,7 +244,7 @@ impl Bench {
             Stage::After => {
                 running.ran.server[1] = spent;
                 if let Some(running) = self.running.take() {
-                    let _ = running.tell.send(Ok(running.ran));
+                    let _ = running.result.send(Ok(running.ran));
                 }
             }
             Stage::Running | Stage::Ending => {}
@@ -261,7 +261,7 @@ impl Bench {
             return self.fail("no buffer", turn);
         };
         let unit = u64::from(load.bytes).next_multiple_of(512);
-        let at = self.dice.next_u64() % (self.space / unit).max(1) * unit;
+        let at = self.rng.next_u64() % (self.space / unit).max(1) * unit;
         let request = Submission {
             tag: slot,
             con: ConType::Io(slot as usize),
@@ -314,15 +314,15 @@ impl Bench {
 }
 
 impl Service for Bench {
-    type Command = Ask;
+    type Command = Command;
     type Output = ();
 
-    fn command(&mut self, turn: &mut TurnCx<'_, ()>, ask: Ask) {
-        match ask {
-            Ask::Run(load, tell) => {
+    fn command(&mut self, turn: &mut TurnCx<'_, ()>, command: Command) {
+        match command {
+            Command::Run(load, result) => {
                 self.running = Some(Running {
                     load,
-                    tell,
+                    result,
                     begun: turn.now,
                     sent: vec![turn.now; load.depth as usize],
                     in_flight: 0,
@@ -331,8 +331,8 @@ impl Service for Bench {
                 });
                 self.ask_report(turn);
             }
-            Ask::Stop if self.stopping => {}
-            Ask::Stop => {
+            Command::Stop if self.stopping => {}
+            Command::Stop => {
                 self.stopping = true;
                 let session = self.session;
                 self.with(turn, |rtrs, cx| rtrs.close(cx, session));
@@ -360,7 +360,7 @@ impl Service for Bench {
         let mut worked = false;
         while let Some(output) = self.rtrs.poll_output() {
             worked = true;
-            self.told(turn, output);
+            self.on_output(turn, output);
         }
         worked
     }
@@ -374,9 +374,9 @@ impl Service for Bench {
     }
 }
 
-/// A client with a session.
+/// Client with a session.
 pub(crate) struct Rtrs {
-    handle: Handle<Ask, ()>,
+    handle: Handle<Command, ()>,
     thread: Option<JoinHandle<()>>,
     always_invalidate: bool,
 }
@@ -402,9 +402,9 @@ impl Rtrs {
         );
         config.connections = connections;
         config.max_user_header = HEADER as u16;
-        let (reactor, _helper) = Reactor::<Bench>::new(reactor).map_err(system)?;
+        let reactor = Reactor::<Bench>::new(reactor).map_err(system)?;
         let handle = reactor.handle();
-        let (tell, opened) = channel();
+        let (open, opened) = channel();
         let mut seed = [0; 32];
         getrandom::fill(&mut seed).map_err(system)?;
         let thread = Builder::new().name("ferroce-io".into()).spawn(move || {
@@ -413,8 +413,8 @@ impl Rtrs {
                     rtrs: Client::new(),
                     session: SessionId(0),
                     always_invalidate: false,
-                    dice: StdRng::from_seed(seed),
-                    opened: Some(tell),
+                    rng: StdRng::from_seed(seed),
+                    opened: Some(open),
                     running: None,
                     stopping: false,
                     space: super::rtrs_server::SPACE as u64,
@@ -441,8 +441,8 @@ impl Rtrs {
 
     /// Measures.
     pub(crate) fn run(&self, load: Load) -> Result<Measurement, Failure> {
-        let (tell, ran): (_, Receiver<Result<Ran, String>>) = channel();
-        self.handle.command(Ask::Run(load, tell));
+        let (result, ran): (_, Receiver<Result<Ran, String>>) = channel();
+        self.handle.command(Command::Run(load, result));
         let ran = ran.recv().unwrap_or_else(|_| Err("the loop has ended".into()));
         let mut ran = ran.map_err(Failure::failed)?;
         let seconds = ran.time.as_secs_f64();
@@ -469,21 +469,21 @@ impl Rtrs {
 
 impl Drop for Rtrs {
     fn drop(&mut self) {
-        self.handle.command(Ask::Stop);
+        self.handle.command(Command::Stop);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
     }
 }
 
-/// A server in a process of its own, which ends with this value.
+/// Server in a process of its own. The drop ends it.
 pub(crate) struct ServerProcess(Child);
 
 impl ServerProcess {
     /// Starts this program as a server.
     pub(crate) fn start(listen: SocketAddr, options: &[String]) -> Result<Self, Failure> {
         let program = std::env::current_exe().map_err(system)?;
-        let mut child = Command::new(program)
+        let mut child = process::Command::new(program)
             .args(["bench", "rtrs", "--server", "--addr", &listen.to_string()])
             .args(options)
             .stdin(Stdio::piped())
@@ -505,7 +505,7 @@ impl ServerProcess {
 
 impl Drop for ServerProcess {
     fn drop(&mut self) {
-        // It ends with its standard input.
+        // The server exits at the end of its standard input.
         drop(self.0.stdin.take());
         let _ = self.0.wait();
     }

@@ -5,7 +5,7 @@ use std::{
     net::SocketAddr,
     sync::{
         Arc,
-        mpsc::{Sender, channel},
+        mpsc::{RecvTimeoutError, Sender, channel},
     },
     thread::Builder,
 };
@@ -14,15 +14,16 @@ use ::rtrs::{
     Direction,
     cx::Cx,
     errno,
+    proto::MAX_HDR_SIZE,
     server::{
         Server, ServerConfig,
         request::{Output, Request, Ticket},
     },
 };
 use rand::{RngCore, SeedableRng, rngs::StdRng};
+use roce::reactor::{JobResult, JobTicket, Reactor, ReactorConfig, Service, TurnCx};
 use roce::{Completion, LocalDevice};
-use roce_mem::Pages;
-use roce_reactor::{JobResult, JobTicket, Reactor, ReactorConfig, Service, TurnCx};
+use roce_verbs::mem::{MemError, Pages};
 use roce_verbs::{
     Instant,
     provider::{Event, QpId},
@@ -31,19 +32,19 @@ use roce_verbs::{
 use super::usage;
 use crate::output::Failure;
 
-/// Bytes that the server has.
+/// Bytes of data.
 pub(crate) const SPACE: usize = 64 << 20;
-/// Bytes of a request's header: where the data is.
+/// Bytes of a request's header: the offset of the data.
 pub(crate) const HEADER: usize = 8;
-/// Offset that has no data, but the server's usage.
+/// Offset whose data is the server's usage.
 pub(crate) const REPORT: u64 = u64::MAX;
 
-/// A request's header.
+/// Returns a request's header.
 pub(crate) fn header(at: u64) -> [u8; HEADER] {
     at.to_le_bytes()
 }
 
-/// Usage of the server so far.
+/// Resources that the server has used.
 #[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct Spent {
     /// System calls of its loop.
@@ -69,23 +70,23 @@ impl Spent {
     }
 }
 
-type Memory = (Ticket, Result<Arc<Pages>, roce_mem::MemError>);
+type Memory = (Ticket, Result<Arc<Pages>, MemError>);
 
-/// A server on a loop.
+/// RTRS server on a loop, with data in memory.
 struct Memories {
     rtrs: Server,
-    dice: StdRng,
+    rng: StdRng,
     data: Vec<u8>,
     jobs: u64,
     stopping: bool,
 }
 
 macro_rules! cx {
-    ($turn:expr, $dice:expr) => {
+    ($turn:expr, $rng:expr) => {
         &mut Cx {
             now: $turn.now,
             provider: $turn.device.provider(),
-            random: &mut |out: &mut [u8]| $dice.fill_bytes(out),
+            random: &mut |out: &mut [u8]| $rng.fill_bytes(out),
         }
     };
 }
@@ -94,7 +95,7 @@ impl Memories {
     fn answer(&mut self, turn: &mut TurnCx<'_, Memory>, request: &Request) {
         let done = self.transfer(turn, request);
         let errno = if done.is_some() { 0 } else { errno::EINVAL };
-        self.rtrs.answer(cx!(turn, self.dice), request.key, errno);
+        self.rtrs.answer(cx!(turn, self.rng), request.key, errno);
     }
 
     fn transfer(&mut self, turn: &mut TurnCx<'_, Memory>, request: &Request) -> Option<()> {
@@ -120,31 +121,31 @@ impl Service for Memories {
     type Command = ();
     type Output = Memory;
 
-    /// To end.
+    /// Stops.
     fn command(&mut self, turn: &mut TurnCx<'_, Memory>, (): ()) {
         self.stopping = true;
-        self.rtrs.stop(cx!(turn, self.dice));
+        self.rtrs.stop(cx!(turn, self.rng));
     }
 
     fn completions(&mut self, turn: &mut TurnCx<'_, Memory>, completions: &[(QpId, Completion)]) {
-        let cx = cx!(turn, self.dice);
+        let cx = cx!(turn, self.rng);
         for (qp, wc) in completions {
             self.rtrs.completion(cx, *qp, wc);
         }
     }
 
     fn event(&mut self, turn: &mut TurnCx<'_, Memory>, event: Event) {
-        self.rtrs.event(cx!(turn, self.dice), &event);
+        self.rtrs.event(cx!(turn, self.rng), &event);
     }
 
     fn job_done(&mut self, turn: &mut TurnCx<'_, Memory>, done: JobResult<Memory>) {
         if let Ok((ticket, memory)) = done.result {
-            self.rtrs.ready(cx!(turn, self.dice), ticket, memory);
+            self.rtrs.ready(cx!(turn, self.rng), ticket, memory);
         }
     }
 
     fn timeout(&mut self, turn: &mut TurnCx<'_, Memory>) {
-        self.rtrs.timeout(cx!(turn, self.dice));
+        self.rtrs.timeout(cx!(turn, self.rng));
     }
 
     fn work(&mut self, turn: &mut TurnCx<'_, Memory>) -> bool {
@@ -155,10 +156,11 @@ impl Service for Memories {
                 Output::Request(request) => self.answer(turn, &request),
                 Output::Allocate { ticket, bytes } => {
                     self.jobs += 1;
-                    let job = move || (ticket, Pages::allocate(bytes));
-                    if turn.jobs.start(JobTicket(self.jobs), job).is_err() {
-                        let full = Err(roce_mem::MemError::Limit("jobs"));
-                        self.rtrs.ready(cx!(turn, self.dice), ticket, full);
+                    let started = turn.jobs.begin(JobTicket(self.jobs));
+                    let job = move || started.finish((ticket, Pages::allocate(bytes)));
+                    if Builder::new().spawn(job).is_err() {
+                        let refused = Err(MemError::Limit("threads"));
+                        self.rtrs.ready(cx!(turn, self.rng), ticket, refused);
                     }
                 }
                 _ => {}
@@ -168,7 +170,7 @@ impl Service for Memories {
     }
 
     fn end(&mut self, turn: &mut TurnCx<'_, Memory>) {
-        self.rtrs.end_batch(cx!(turn, self.dice));
+        self.rtrs.end_batch(cx!(turn, self.rng));
         if self.stopping && self.rtrs.is_idle() {
             turn.stop();
         }
@@ -179,7 +181,19 @@ impl Service for Memories {
     }
 }
 
-/// Serves until `stopped`, or until standard input ends if that is wanted; `ready` is called when it listens.
+/// Returns the settings of a server.
+pub(crate) fn config(addr: SocketAddr, always_invalidate: bool) -> ServerConfig {
+    ServerConfig {
+        addr: addr.ip(),
+        port: addr.port(),
+        queue_depth: 128,
+        max_chunk_size: ((1 << 20) + MAX_HDR_SIZE).next_power_of_two(),
+        always_invalidate,
+        ..ServerConfig::default()
+    }
+}
+
+/// Serves until `stopped`, and with `until_eof` until standard input ends. Calls `ready` when it listens.
 pub(crate) fn run(
     device: LocalDevice,
     config: ServerConfig,
@@ -189,31 +203,31 @@ pub(crate) fn run(
     ready: impl FnOnce() -> Result<(), Failure>,
 ) -> Result<(), Failure> {
     let failed = |e: io::Error| Failure::failed(e.to_string());
-    let (reactor, helper) = Reactor::<Memories>::new(reactor).map_err(failed)?;
+    let reactor = Reactor::<Memories>::new(reactor).map_err(failed)?;
     let handle = reactor.handle();
     let mut seed = [0; 32];
     getrandom::fill(&mut seed).map_err(|e| Failure::failed(e.to_string()))?;
-    let (tell, listens): (Sender<Result<SocketAddr, ::rtrs::Error>>, _) = channel();
+    let (result, listens): (Sender<Result<SocketAddr, ::rtrs::Error>>, _) = channel();
     let turns = Builder::new().name("ferroce-io".into()).spawn(move || {
-        let (mut device, mut dice) = (device, StdRng::from_seed(seed));
+        let (mut device, mut rng) = (device, StdRng::from_seed(seed));
         let cx = &mut Cx {
             now: roce::now(),
             provider: device.provider(),
-            random: &mut |out: &mut [u8]| dice.fill_bytes(out),
+            random: &mut |out: &mut [u8]| rng.fill_bytes(out),
         };
         let rtrs = match Server::listen(cx, config) {
             Ok((rtrs, local)) => {
-                let _ = tell.send(Ok(local));
+                let _ = result.send(Ok(local));
                 rtrs
             }
             Err(e) => {
-                let _ = tell.send(Err(e));
+                let _ = result.send(Err(e));
                 return;
             }
         };
         let memories = Memories {
             rtrs,
-            dice,
+            rng,
             data: vec![0x5a; SPACE],
             jobs: 0,
             stopping: false,
@@ -223,8 +237,8 @@ pub(crate) fn run(
         }
     });
     let turns = turns.map_err(failed)?;
-    let listens = listens.recv().map_err(|e| Failure::failed(e.to_string()))?;
-    listens.map_err(|e| Failure::failed(e.to_string()))?;
+    let bound = listens.recv().map_err(|e| Failure::failed(e.to_string()))?;
+    bound.map_err(|e| Failure::failed(e.to_string()))?;
     ready()?;
     if until_eof {
         let end = handle.clone();
@@ -236,7 +250,8 @@ pub(crate) fn run(
         input.map_err(failed)?;
     }
     let mut asked = false;
-    while helper.run_for(std::time::Duration::from_millis(100)) {
+    // The loop drops its end of the channel when it ends.
+    while let Err(RecvTimeoutError::Timeout) = listens.recv_timeout(std::time::Duration::from_millis(100)) {
         if stopped() && !core::mem::replace(&mut asked, true) {
             handle.command(());
         }

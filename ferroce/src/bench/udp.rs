@@ -1,4 +1,4 @@
-//! The bare UDP ping-pong that latencies are compared with.
+//! UDP ping-pong, the baseline of latencies.
 
 use std::{
     io::{self, ErrorKind},
@@ -12,26 +12,26 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTime
 
 use super::{
     Amount, Emit,
-    latency::{Waiting, over},
+    active::{Stopped, over},
     report::{Measurement, Work},
 };
 use crate::output::Failure;
 
-/// After this a datagram counts as lost, and the next is sent.
+/// Time after which a datagram counts as lost, and the next is sent.
 const LOST: Duration = Duration::from_millis(100);
 
-/// Waits for datagrams, one after the other.
+/// Waits for datagrams.
 struct Waiter<'a> {
     socket: &'a UdpSocket,
-    /// None: it spins on the socket.
+    /// None: the thread polls the socket.
     epoll: Option<Epoll>,
 }
 
 impl<'a> Waiter<'a> {
-    fn new(socket: &'a UdpSocket, waiting: Waiting) -> io::Result<Self> {
-        let epoll = match waiting {
-            Waiting::Polling => None,
-            Waiting::Sleeping => {
+    fn new(socket: &'a UdpSocket, sleeps: bool) -> io::Result<Self> {
+        let epoll = match sleeps {
+            false => None,
+            true => {
                 let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
                 epoll.add(socket, EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
                 Some(epoll)
@@ -40,11 +40,11 @@ impl<'a> Waiter<'a> {
         Ok(Self { socket, epoll })
     }
 
-    /// A datagram's length; none: nothing has come so far, or in [`LOST`].
+    /// Receives a datagram. Returns its length; `None`: there is none, or none in [`LOST`].
     fn next(&self, buffer: &mut [u8]) -> io::Result<Option<usize>> {
         if let Some(epoll) = &self.epoll {
-            let patience = EpollTimeout::try_from(LOST).unwrap_or(EpollTimeout::ZERO);
-            epoll.wait(&mut [EpollEvent::empty()], patience)?;
+            let timeout = EpollTimeout::try_from(LOST).unwrap_or(EpollTimeout::ZERO);
+            epoll.wait(&mut [EpollEvent::empty()], timeout)?;
         }
         match self.socket.recv(buffer) {
             Ok(n) => Ok(Some(n)),
@@ -54,16 +54,16 @@ impl<'a> Waiter<'a> {
     }
 }
 
-/// The most bytes of a datagram, without the headers of IPv4.
+/// Largest payload of a datagram over IPv4.
 pub(crate) const LONGEST: u32 = 65_507;
 
-/// Two threads that spin on their sockets, or sleep in epoll.
+/// Measures with two threads that poll their sockets, or sleep in epoll.
 pub(crate) fn run(
     from: IpAddr,
     to: IpAddr,
     bytes: u32,
-    (waiting, amount): (Waiting, Amount),
-    stopped: &dyn Fn() -> bool,
+    (sleeps, amount): (bool, Amount),
+    stopped: Stopped<'_>,
     emit: Emit<'_>,
 ) -> Result<(), Failure> {
     let io = |e| Failure::failed(format!("the UDP ping-pong failed: {e}"));
@@ -75,7 +75,7 @@ pub(crate) fn run(
     far.connect(near.local_addr().map_err(io)?).map_err(io)?;
     near.set_nonblocking(true).map_err(io)?;
     far.set_nonblocking(true).map_err(io)?;
-    let waiter = |socket| Waiter::new(socket, waiting).map_err(io);
+    let waiter = |socket| Waiter::new(socket, sleeps).map_err(io);
     let (near_waits, far_waits) = (waiter(&near)?, waiter(&far)?);
     let done = AtomicBool::new(false);
     let mut samples = vec![];
@@ -114,9 +114,6 @@ pub(crate) fn run(
         result
     })
     .map_err(io)?;
-    let op = match waiting {
-        Waiting::Polling => "udp_lat",
-        Waiting::Sleeping => "udp_event_lat",
-    };
+    let op = if sleeps { "udp_event_lat" } else { "udp_lat" };
     emit(&Measurement::new(op, bytes, 0, work, &mut samples))
 }

@@ -21,19 +21,19 @@ pub(crate) fn credit_at(bytes: u32) -> usize {
 /// Role of the passive side.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Role {
-    /// Let its memory be written.
+    /// Memory that is written.
     Target,
-    /// Let its memory be read.
+    /// Memory that is read.
     Source,
-    /// Receive and post again, and tell how many were posted.
+    /// Receives and posts receives, and reports their number.
     Sink,
-    /// Answer every WRITE with a WRITE.
+    /// Answers every WRITE with a WRITE.
     WriteEcho,
-    /// Answer every SEND with a SEND.
+    /// Answers every SEND with a SEND.
     SendEcho,
-    /// Answer every WRITE with immediate data with another, asleep until its completion queue's event.
+    /// Sleeps until completion events, and answers every WRITE with immediate data with another.
     SleepingWriteEcho,
-    /// The same of SENDs.
+    /// Sleeps until completion events, and answers every SEND with a SEND.
     SleepingSendEcho,
 }
 
@@ -48,17 +48,22 @@ impl Role {
         Self::SleepingSendEcho,
     ];
 
-    /// Whether its completion queue has a channel, on which its thread sleeps.
+    /// Returns whether its thread sleeps until completion events.
     pub(crate) fn sleeps(self) -> bool {
         matches!(self, Self::SleepingWriteEcho | Self::SleepingSendEcho)
     }
 
-    /// Whether it takes messages that consume receives.
+    /// Returns whether there are completions to poll for, or memory to look at.
+    pub(crate) fn completes(self) -> bool {
+        !matches!(self, Self::Target | Self::Source)
+    }
+
+    /// Returns whether it takes messages that consume receives.
     pub(crate) fn receives(self) -> bool {
         self.sleeps() || matches!(self, Self::Sink | Self::SendEcho)
     }
 
-    /// The counterpart of a bandwidth measurement.
+    /// Returns the counterpart of a bandwidth measurement.
     pub(crate) fn of(operation: Operation) -> Self {
         match operation {
             Operation::Read => Self::Source,
@@ -68,13 +73,13 @@ impl Role {
     }
 }
 
-/// The active side's first word.
+/// Private data of the connect request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Hello {
     pub(crate) role: Role,
     pub(crate) bytes: u32,
     pub(crate) depth: u32,
-    /// Memory that those roles write to that write ([`Role::WriteEcho`], [`Role::SleepingWriteEcho`], [`Role::Sink`]).
+    /// Memory of the active side that the roles with answers write to ([`Role::WriteEcho`], [`Role::SleepingWriteEcho`], [`Role::Sink`]).
     pub(crate) memory: RemoteAddr,
 }
 
@@ -99,7 +104,7 @@ impl Hello {
     }
 }
 
-/// A place in memory, as the passive side's answer.
+/// Returns the private data of the accept: the passive side's memory.
 pub(crate) fn emit_memory(memory: RemoteAddr) -> Vec<u8> {
     let mut out = memory.addr.to_be_bytes().to_vec();
     out.extend(memory.rkey.0.to_be_bytes());
@@ -116,6 +121,14 @@ pub(crate) fn parse_memory(data: &[u8]) -> Option<RemoteAddr> {
 fn be32(data: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_be_bytes(*data.get(at..)?.first_chunk()?))
 }
+
+/// Returns the mark of a round in the last byte of a message, below [`ANSWER`].
+pub(crate) fn round_mark(round: u64) -> u8 {
+    (round % 127) as u8 + 1
+}
+
+/// Bit in the marks of answers: each side's memory holds what it sent last, which must not look like a message.
+pub(crate) const ANSWER: u8 = 0x80;
 
 #[cfg(test)]
 mod tests {

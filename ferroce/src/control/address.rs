@@ -1,4 +1,4 @@
-//! Default places of control sockets, and connecting to one.
+//! Default paths of control sockets, and connecting to one.
 
 use std::{
     fs, io,
@@ -12,9 +12,9 @@ use nix::{
 };
 use roce::environment;
 
-/// The environment variable with the socket.
+/// Environment variable with the socket.
 const VARIABLE: &str = "FERROCE_CONTROL";
-/// The folder of the system's daemon.
+/// Folder of the system's daemon.
 pub(crate) const SYSTEM: &str = "/run/ferroce-daemon";
 const NAME: &str = "control.sock";
 
@@ -24,7 +24,7 @@ fn named() -> Option<PathBuf> {
         .map(PathBuf::from)
 }
 
-/// The folder of the user's own daemon. `None` where the environment is another user's, as after `su`.
+/// Returns the folder of the user's own daemon; `None` if the environment is another user's, as after `su`.
 pub(crate) fn own_folder() -> Option<PathBuf> {
     let dir = environment::var_os("XDG_RUNTIME_DIR").map(PathBuf::from)?;
     let is_ours = fs::metadata(&dir).is_ok_and(|meta| meta.uid() == geteuid().as_raw());
@@ -39,19 +39,19 @@ fn of_system() -> PathBuf {
     Path::new(SYSTEM).join(NAME)
 }
 
-/// The socket to connect to: that of the user's own daemon, or else the system's.
+/// Returns the socket to connect to: that of the user's own daemon if there is one, or the system's.
 pub(crate) fn usual_place() -> PathBuf {
     let own = || own().filter(|own| own.exists());
     named().or_else(own).unwrap_or_else(of_system)
 }
 
-/// The socket that a daemon creates; `None`: a user who has no folder for it.
+/// Returns the socket that a daemon creates; `None`: the user has no folder for it.
 pub(super) fn place_of_daemon() -> Option<PathBuf> {
     let usual = || if geteuid().is_root() { Some(of_system()) } else { own() };
     named().or_else(usual)
 }
 
-/// Connects to a control socket that is served by a user who is trusted with it: root, this user, or the owner of its folder.
+/// Connects to a control socket, if a trusted user serves it: root, this user, or the owner of its folder.
 ///
 /// # Errors
 /// As `connect(2)`, and when another user serves the socket.

@@ -8,13 +8,12 @@
 //! {"event": "answer", "id": 2, "ok": false, "errno": 17, "error": "the session has the path ... already"}
 //! ```
 //!
-//! Each request has one answer, sent when it is done: fast requests overtake slow ones. On a socket the first request is `hello`.
-//! After `subscribe` events come in between.
+//! Each request has one answer, sent when it is done: fast requests overtake slow ones. On a socket the first request is `hello`,
+//! whose version must be that of the process. After `subscribe` events come in between.
 
 use std::{
     io::{self, BufRead, BufReader, Read},
     net::Shutdown,
-    os::unix::net::UnixStream,
     sync::{
         Arc,
         mpsc::{SyncSender, sync_channel},
@@ -25,18 +24,22 @@ use std::{
 
 use parking_lot::{Condvar, Mutex};
 use rnbd::Errno;
-use rnbd_host::control::Refused;
+use rnbd_host::control::{self, Answer, ProcessRequest, Refused, Request, VERSION};
+use serde::Serialize;
 use serde_json::{Map, Value, json};
+use socket2::Socket;
 
 use super::{
-    Shared, VERSION,
     events::{Subscription, as_line},
-    ops,
+    execute::execute,
     peer::Authority,
+    shared::Shared,
     sockets::{Place, write_within},
 };
 use crate::printer::Printer;
 
+/// Program that greets.
+const PROGRAM: &str = concat!("ferroce ", env!("CARGO_PKG_VERSION"));
 /// Bytes of a request at most.
 pub(crate) const MAX_REQUEST: usize = 64 << 10;
 /// Requests of a connection that may be in progress together; further ones wait to be read.
@@ -56,9 +59,9 @@ pub(crate) enum Output {
 }
 
 impl Output {
-    /// An answer waits for room.
+    /// Queues an answer; waits for room.
     fn answer(&self, text: String) {
-        // The peer may have gone.
+        // The peer may be gone.
         match self {
             Self::Stdout => Printer::stdout().answer(text.trim_end_matches('\n').to_owned()),
             Self::Lines(lines) => drop(lines.send(text)),
@@ -66,12 +69,12 @@ impl Output {
     }
 }
 
-/// Whether the peer has to agree on a version first.
+/// State of the greeting.
 #[derive(Clone, Copy)]
 enum Greeting<'a> {
-    /// It has, or it has started this process.
+    /// Received, or not needed: the peer has started this process.
     Done,
-    /// Its first request has to be `hello`. Until then its place is half-open.
+    /// The first request must be `hello`. Until then the place of the connection is half-open.
     Wanted(&'a Place),
 }
 
@@ -89,9 +92,9 @@ pub(crate) struct Requests {
 /// Result of a read.
 enum Input {
     Line(String),
-    /// The peer sends no more.
+    /// End of the input.
     End,
-    /// No request; where the next one begins is unknown.
+    /// Malformed; the start of the next request is unknown.
     Wrong(Refused),
 }
 
@@ -106,7 +109,7 @@ impl Requests {
         }
     }
 
-    /// Reads requests until there are no more, or one is malformed. Does not wait for the answers.
+    /// Reads requests until there are no more, or one is no JSON object. Does not wait for the answers.
     fn read(&self, input: impl Read, mut greeting: Greeting<'_>) {
         let mut input = BufReader::new(input);
         loop {
@@ -118,57 +121,61 @@ impl Requests {
             if text.trim().is_empty() {
                 continue;
             }
-            let request: Value = match serde_json::from_str(&text) {
-                Ok(request @ Value::Object(_)) => request,
-                Ok(_) => return self.answer(&Value::Null, Err(wrong("a request is a JSON object"))),
-                Err(e) => return self.answer(&Value::Null, Err(wrong(format!("a request is a line of JSON: {e}")))),
+            let mut fields: Map<String, Value> = match serde_json::from_str(&text) {
+                Ok(fields) => fields,
+                Err(e) => {
+                    let refused = wrong(format!("a request is a line with a JSON object: {e}"));
+                    return self.answer(&Value::Null, Err(refused));
+                }
             };
-            match (&greeting, request["do"].as_str()) {
-                (_, Some("hello")) => match self.hello(&request) {
-                    // Evicted a moment ago.
-                    Ok(_) if matches!(greeting, Greeting::Wanted(place) if !place.opened()) => return,
-                    Ok(hello) => {
-                        greeting = Greeting::Done;
-                        self.answer(&request["id"], Ok(hello));
+            let id = fields.remove("id").unwrap_or_default();
+            // The version decides how the rest of the greeting is read.
+            let request = check_version(&fields).and_then(|()| Request::try_from(fields));
+            match (&greeting, request) {
+                (_, Ok(Request::Process(ProcessRequest::Hello { .. }))) => {
+                    if matches!(greeting, Greeting::Wanted(place) if !place.opened()) {
+                        // Evicted a moment ago.
+                        return;
                     }
-                    Err(refused) => return self.answer(&request["id"], Err(refused)),
-                },
-                (Greeting::Wanted(_), _) => {
-                    let text = format!("the first request is {}", json!({ "do": "hello", "version": VERSION }));
-                    return self.answer(&request["id"], Err(wrong(text)));
+                    greeting = Greeting::Done;
+                    self.answer(&id, Ok(Answer::Greeting(self.greeting())));
                 }
+                (Greeting::Wanted(_), Ok(_)) => {
+                    let text = format!(
+                        "the first request must be {}",
+                        json!({ "do": "hello", "version": VERSION })
+                    );
+                    return self.answer(&id, Err(wrong(text)));
+                }
+                (Greeting::Wanted(_), Err(refused)) => return self.answer(&id, Err(refused)),
                 (Greeting::Done, _) if self.shared.is_ending() => {
-                    self.answer(&request["id"], Err(Refused::new(Errno::ESHUTDOWN, "it is ending")));
+                    self.answer(&id, Err(Refused::new(Errno::ESHUTDOWN, "the process is ending")));
                 }
-                (Greeting::Done, Some("subscribe")) => self.subscribe(&request["id"]),
-                (Greeting::Done, _) => self.comply(request),
+                (Greeting::Done, Err(refused)) => self.answer(&id, Err(refused)),
+                (Greeting::Done, Ok(Request::Process(ProcessRequest::Subscribe {}))) => self.subscribe(&id),
+                (Greeting::Done, Ok(request)) => self.execute(id, request),
             }
         }
     }
 
-    /// The answer to `hello`.
-    fn hello(&self, request: &Value) -> ops::Outcome {
-        let version = &request["version"];
-        if *version != VERSION {
-            return Err(wrong(format!("version {version} is not spoken here, but {VERSION}")));
-        }
+    fn greeting(&self) -> control::Greeting {
         let (maps, serves) = self.shared.services.kinds();
-        Ok(ops::fields(json!({
-            "version": VERSION,
-            "program": concat!("ferroce ", env!("CARGO_PKG_VERSION")),
-            "pid": std::process::id(),
-            "maps": maps,
-            "serves": serves,
-            "sysfs": self.shared.sysfs(),
-        })))
+        control::Greeting {
+            version: VERSION,
+            program: PROGRAM.to_owned(),
+            pid: std::process::id(),
+            maps,
+            serves,
+            sysfs: self.shared.sysfs().map(|dir| dir.display().to_string()),
+        }
     }
 
     /// Sends events from here on.
     fn subscribe(&self, id: &Value) {
         match &self.output {
             Output::Lines(lines) => {
-                // First, so that none comes before it.
-                self.answer(id, Ok(Map::new()));
+                // First, so that no event precedes it.
+                self.answer(id, Ok(Answer::Done {}));
                 let subscription = self.shared.events.subscribe(lines.clone());
                 self.subscription.lock().get_or_insert(subscription);
             }
@@ -177,18 +184,18 @@ impl Requests {
     }
 
     /// Runs the request in its own thread, as it may take long.
-    fn comply(&self, request: Value) {
+    fn execute(&self, id: Value, request: Request) {
         self.begin_one();
-        let this = self.clone();
-        let begun = thread::Builder::new().name("ferroce-ctl".into()).spawn(move || {
-            let outcome = ops::comply(&this.shared, &request, this.authority);
-            this.answer(&request["id"], outcome);
+        let (this, of) = (self.clone(), id.clone());
+        let spawned = thread::Builder::new().name("ferroce-ctl".into()).spawn(move || {
+            let outcome = execute(&this.shared, request, this.authority);
+            this.answer(&of, outcome);
             this.end_one();
         });
-        if let Err(e) = begun {
+        if let Err(e) = spawned {
             self.end_one();
-            let refused = Refused::new(Errno::EAGAIN, format!("no thread: {e}"));
-            self.answer(&Value::Null, Err(refused));
+            let refused = Refused::new(Errno::EAGAIN, format!("no thread for the request: {e}"));
+            self.answer(&id, Err(refused));
         }
     }
 
@@ -205,7 +212,7 @@ impl Requests {
         changed.notify_all();
     }
 
-    /// Waits until all requests are answered; no events are sent any more.
+    /// Ends the subscription, after all requests are answered.
     pub(crate) fn end(self) {
         let (open, changed) = &*self.open;
         changed.wait_while(&mut open.lock(), |open| *open > 0);
@@ -213,24 +220,13 @@ impl Requests {
         drop(subscription);
     }
 
-    fn answer(&self, id: &Value, outcome: ops::Outcome) {
-        let mut fields = Map::new();
-        fields.insert("event".into(), "answer".into());
-        fields.insert("id".into(), id.clone());
-        fields.insert("ok".into(), outcome.is_ok().into());
-        match outcome {
-            Ok(more) => fields.extend(more),
-            Err(refused) => {
-                fields.insert("errno".into(), refused.errno.raw().into());
-                fields.insert("error".into(), refused.text.into());
-            }
-        }
-        self.output.answer(as_line(&fields.into()));
+    fn answer(&self, id: &Value, outcome: Result<Answer, Refused>) {
+        self.output.answer(answer_line(id, outcome));
     }
 }
 
 /// Requests and answers, to the end of the connection.
-pub(super) fn converse(shared: &Arc<Shared>, stream: &UnixStream, place: &Place) {
+pub(super) fn converse(shared: &Arc<Shared>, stream: &Socket, place: &Place) {
     let Ok(writing) = stream.try_clone() else { return };
     let (lines, to_write) = sync_channel::<String>(MAX_LINES);
     let writer = thread::Builder::new().name("ferroce-ctl".into()).spawn(move || {
@@ -239,7 +235,7 @@ pub(super) fn converse(shared: &Arc<Shared>, stream: &UnixStream, place: &Place)
                 break;
             }
         }
-        // The reader is not to wait for more either.
+        // Ends the reader, too.
         let _ = writing.shutdown(Shutdown::Both);
     });
     let requests = Requests::new(shared.clone(), Output::Lines(lines), place.authority());
@@ -254,27 +250,55 @@ pub(super) fn converse(shared: &Arc<Shared>, stream: &UnixStream, place: &Place)
 pub(super) fn converse_on_stdio(shared: &Arc<Shared>) -> Requests {
     let requests = Requests::new(shared.clone(), Output::Stdout, Authority::Full);
     let reading = requests.clone();
-    // It is not joined: nothing ends a read of standard input.
+    // Not joined: nothing ends a read of standard input.
     thread::spawn(move || reading.read(io::stdin().lock(), Greeting::Done));
     requests
 }
 
-/// A refusal of the connection, before any request.
-pub(super) fn refusal(refused: &Refused) -> String {
-    as_line(&json!({
-        "event": "answer",
-        "id": null,
-        "ok": false,
-        "errno": refused.errno.raw(),
-        "error": refused.text,
-    }))
+/// Line that refuses a connection, before any request.
+pub(super) fn refusal(refused: Refused) -> String {
+    answer_line(&Value::Null, Err(refused))
+}
+
+fn answer_line(id: &Value, outcome: Result<Answer, Refused>) -> String {
+    /// An answer as a line.
+    #[derive(Serialize)]
+    struct Line<'a> {
+        event: &'static str,
+        id: &'a Value,
+        ok: bool,
+        #[serde(flatten)]
+        answer: Option<Answer>,
+        #[serde(flatten)]
+        refused: Option<Refused>,
+    }
+    as_line(&Line {
+        event: "answer",
+        id,
+        ok: outcome.is_ok(),
+        refused: outcome.as_ref().err().cloned(),
+        answer: outcome.ok(),
+    })
+}
+
+/// Refuses the greeting of a client with another version.
+fn check_version(fields: &Map<String, Value>) -> Result<(), Refused> {
+    if fields.get("do").is_some_and(|name| name == "hello") {
+        let version = fields.get("version").unwrap_or(&Value::Null);
+        if *version != VERSION {
+            return Err(wrong(format!(
+                "protocol version {version} of the client is not supported: this process, {PROGRAM}, has version {VERSION}"
+            )));
+        }
+    }
+    Ok(())
 }
 
 fn wrong(text: impl Into<String>) -> Refused {
     Refused::new(Errno::EINVAL, text)
 }
 
-/// Reads a line that is not longer than it may be.
+/// Reads a line of at most [`MAX_REQUEST`] bytes.
 fn read_line(input: &mut impl BufRead) -> io::Result<Input> {
     let mut bytes = Vec::new();
     let limit = MAX_REQUEST as u64 + 1;
@@ -289,7 +313,7 @@ fn read_line(input: &mut impl BufRead) -> io::Result<Input> {
             let text = format!("a request has at most {MAX_REQUEST} bytes");
             Input::Wrong(Refused::new(Errno::EMSGSIZE, text))
         }
-        Some(_) => Input::Wrong(wrong("the last line has no end")),
+        Some(_) => Input::Wrong(wrong("the last line has no newline")),
     })
 }
 

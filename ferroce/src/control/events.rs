@@ -6,6 +6,7 @@ use std::sync::{
 };
 
 use parking_lot::Mutex;
+use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use crate::output::escape_json;
@@ -41,7 +42,7 @@ struct Subscriber {
 }
 
 impl Events {
-    /// Sends all events from now on, as lines. A subscriber that does not read them loses some, and gets their number.
+    /// Sends all events from here on, as lines. A subscriber that does not read them loses some, and is notified how many.
     pub(crate) fn subscribe(&self, lines: SyncSender<String>) -> Subscription {
         let mut subscribers = self.0.lock();
         subscribers.count += 1;
@@ -62,13 +63,13 @@ impl Events {
         }
         let mut event = event.clone();
         event.insert("text".into(), text.into());
-        let line = as_line(&event.into());
+        let line = as_line(&event);
         subscribers.retain_mut(|subscriber| subscriber.send(&line));
     }
 }
 
 impl Subscriber {
-    /// False when the subscriber has gone.
+    /// Sends a line; false: the subscriber is gone.
     fn send(&mut self, line: &str) -> bool {
         if self.lost > 0 {
             let text = format!("{} events were lost, as they were not read", self.lost);
@@ -93,9 +94,14 @@ impl Subscriber {
     }
 }
 
-/// A line of JSON.
-pub(super) fn as_line(value: &Value) -> String {
-    escape_json(&value.to_string()).into_owned() + "\n"
+/// A value as a line of JSON.
+pub(super) fn as_line(value: &impl Serialize) -> String {
+    let json = serde_json::to_string(value).unwrap_or_else(|e| {
+        // Only of maps whose keys are no strings.
+        tracing::error!("a line has no JSON: {e}");
+        String::new()
+    });
+    escape_json(&json).into_owned() + "\n"
 }
 
 #[cfg(test)]

@@ -2,15 +2,16 @@
 
 use std::{
     io::{self, Read},
-    net::TcpStream,
     sync::Arc,
     time::Duration,
 };
 
 use roce_net::places::{Full, Identity, Limits, Peer};
+use socket2::Socket;
 
 use super::{
-    Shared, metrics,
+    metrics,
+    shared::Shared,
     sockets::{Place, Service, write_within},
 };
 
@@ -23,7 +24,7 @@ const TIME: Duration = Duration::from_secs(5);
 #[derive(Clone)]
 pub(super) struct Metrics(pub(super) Arc<Shared>);
 
-impl Service<TcpStream> for Metrics {
+impl Service for Metrics {
     /// Many enough that a request arrives before a peer that connects again and again has evicted its connection.
     const LIMITS: Limits = Limits {
         all: 128,
@@ -33,16 +34,17 @@ impl Service<TcpStream> for Metrics {
     };
     const FIRST_REQUEST: Duration = TIME;
 
-    fn identify(&self, stream: &TcpStream) -> Result<Peer, String> {
-        // A peer that has gone needs no answer.
-        let addr = stream.peer_addr().map_err(|_| String::new())?;
+    fn identify(&self, stream: &Socket) -> Result<Peer, String> {
+        // A peer that is gone needs no answer.
+        let addr = stream.peer_addr().ok().and_then(|addr| addr.as_socket());
+        let addr = addr.ok_or_else(String::new)?;
         Ok(Peer {
             identity: Identity::host(addr.ip()),
             trusted: false,
         })
     }
 
-    fn serve(&self, stream: &TcpStream, place: &Place) {
+    fn serve(&self, stream: &Socket, place: &Place) {
         // A client that is too slow, or has gone, gets no answer.
         let _ = read_request(stream).and_then(|request| {
             if !place.opened() {
@@ -71,7 +73,7 @@ fn empty(status: &str) -> String {
 }
 
 /// The first line of a request whose head is complete; `None`: it is too long. Until the deadline of its place.
-fn read_request(mut stream: &TcpStream) -> io::Result<Option<String>> {
+fn read_request(mut stream: &Socket) -> io::Result<Option<String>> {
     let mut head = Vec::new();
     let mut part = [0; 1024];
     loop {

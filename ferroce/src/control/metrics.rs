@@ -1,27 +1,31 @@
 //! Statistics in Prometheus's text format.
 
-use std::fmt::{Display, Write};
+use std::{
+    fmt::{Display, Write},
+    sync::Arc,
+};
 
 use rnbd::client::state::DeviceState;
 use rnbd_admin::{Host, Server};
 use rnbd_host::{
     LoopStats,
-    control::{
-        map::{MapAnswer, MapListing, MapRequest},
-        serve::{ServeAnswer, ServeRequest},
-    },
+    control::{MapAnswer, MapListing, MapRequest, MappedDevice, MappedPath, ServeAnswer, ServeRequest},
+    serve::ServeStats,
 };
-use rtrs::client::state::PathState;
+use rtrs::{
+    client::state::PathState,
+    server::listing::{PathListing, SessionListing},
+};
 use serde_json::Value;
 
 use super::registry::ServiceRegistry;
 use crate::transport::stats_json;
 
-/// The metrics of all mappings and servers, but for those that end in between.
+/// Returns the metrics of all mappings and servers; those that end in between are missing.
 pub(super) fn text(services: &ServiceRegistry) -> String {
     let mut out = Metrics::default();
-    out.gauge("ferroce_info", "What this is.");
-    out.value(&[("version", &env!("CARGO_PKG_VERSION"))], 1);
+    out.begin("ferroce_info", "Version of the program.", "gauge");
+    out.value(&[("version", env!("CARGO_PKG_VERSION").to_owned())], 1);
     let clients = services.clients();
     let listings: Vec<MapListing> = clients.iter().filter_map(|c| c.listing().ok()).collect();
     if !listings.is_empty() {
@@ -31,45 +35,59 @@ pub(super) fn text(services: &ServiceRegistry) -> String {
     }
     let mut loops = Vec::new();
     for client in &clients {
-        if let Ok(MapAnswer::Stats(stats)) = client.ask(MapRequest::Stats) {
+        if let Ok(MapAnswer::Stats(stats)) = client.ask(MapRequest::Stats {}) {
             loops.push(stats.turns);
         }
     }
-    for server in services.servers() {
-        served(&mut out, &*server, &mut loops);
-    }
+    loops.extend(servers(&mut out, &services.servers()));
     packets(&mut out, &loops);
     out.0
 }
 
-/// The text so far.
+/// Name, help and value of a metric of a `T`.
+type Metric<T> = (&'static str, &'static str, fn(&T) -> u64);
+type Labels = Vec<(&'static str, String)>;
+
+/// Text so far, and the name of the metric begun last.
 #[derive(Default)]
 struct Metrics(String, String);
 
 impl Metrics {
-    fn counter(&mut self, name: &str, help: &str) {
-        self.begin(name, help, "counter");
-    }
-
-    fn gauge(&mut self, name: &str, help: &str) {
-        self.begin(name, help, "gauge");
-    }
-
     fn begin(&mut self, name: &str, help: &str, kind: &str) {
         let _ = write!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}\n");
         name.clone_into(&mut self.1);
     }
 
-    /// A value of the metric that was begun last.
-    fn value(&mut self, labels: &[(&str, &dyn Display)], value: impl Display) {
+    /// Writes a value of the metric begun last.
+    fn value(&mut self, labels: &[(&str, String)], value: impl Display) {
         let labels: Vec<_> = labels
             .iter()
-            .map(|(name, value)| format!("{name}=\"{}\"", escaped(&value.to_string())))
+            .map(|(name, value)| format!("{name}=\"{}\"", escaped(value)))
             .collect();
         let _ = match labels.is_empty() {
             true => writeln!(self.0, "{} {value}", self.1),
             false => writeln!(self.0, "{}{{{}}} {value}", self.1, labels.join(",")),
         };
+    }
+
+    /// Writes counters of all objects.
+    fn counters<T>(&mut self, prefix: &str, metrics: &[Metric<T>], objects: &[(Labels, &T)]) {
+        for (name, help, value) in metrics {
+            self.begin(&format!("ferroce_{prefix}_{name}_total"), help, "counter");
+            objects
+                .iter()
+                .for_each(|(labels, object)| self.value(labels, value(object)));
+        }
+    }
+
+    /// Writes gauges of all objects.
+    fn gauges<T>(&mut self, prefix: &str, metrics: &[Metric<T>], objects: &[(Labels, &T)]) {
+        for (name, help, value) in metrics {
+            self.begin(&format!("ferroce_{prefix}_{name}"), help, "gauge");
+            objects
+                .iter()
+                .for_each(|(labels, object)| self.value(labels, value(object)));
+        }
     }
 }
 
@@ -78,187 +96,189 @@ fn escaped(text: &str) -> String {
 }
 
 fn sessions(out: &mut Metrics, listings: &[MapListing]) {
-    out.gauge(
+    out.begin(
         "ferroce_session_paths",
         "Paths of a mapping's session, by whether they are up.",
+        "gauge",
     );
     for listing in listings {
         let up = listing.paths.iter().filter(|p| p.state == PathState::Connected).count();
         for (state, number) in [("up", up), ("down", listing.paths.len() - up)] {
-            out.value(&[("session", &listing.session), ("state", &state)], number);
+            let labels = [("session", listing.session.clone()), ("state", state.to_owned())];
+            out.value(&labels, number);
         }
     }
 }
 
+const PATH_COUNTERS: &[Metric<MappedPath>] = &[
+    ("reads", "Read requests sent by a path.", |p| p.stats.rdma.reads),
+    ("read_bytes", "Bytes that they requested.", |p| p.stats.rdma.read_bytes),
+    ("writes", "Write and other requests sent by a path.", |p| {
+        p.stats.rdma.writes
+    }),
+    ("write_bytes", "Bytes that they sent.", |p| p.stats.rdma.write_bytes),
+    ("failovers", "Requests taken over from lost paths.", |p| {
+        p.stats.failovers
+    }),
+    ("reconnects", "Reconnects of a path.", |p| {
+        p.stats.reconnects.max(0).unsigned_abs().into()
+    }),
+    ("failed_reconnects", "Failed attempts to reconnect.", |p| {
+        p.stats.failed_reconnects.into()
+    }),
+    ("cpu_migrations", "Answers received on another processor.", |p| {
+        p.stats.cpu_migration.to.iter().sum()
+    }),
+];
+const PATH_GAUGES: &[Metric<MappedPath>] = &[
+    ("up", "Whether a path carries requests.", |p| {
+        u64::from(p.state == PathState::Connected)
+    }),
+    ("in_flight", "Requests in flight on a path.", |p| p.in_flight.into()),
+];
+
 fn paths(out: &mut Metrics, listings: &[MapListing]) {
-    type Get = fn(&rtrs::client::PathStatus) -> u64;
-    let counters: [(&str, &str, Get); 8] = [
-        ("reads", "Read requests sent by a path.", |p| p.stats.rdma.reads),
-        ("read_bytes", "Bytes that they asked for.", |p| p.stats.rdma.read_bytes),
-        ("writes", "Write and other requests sent by a path.", |p| {
-            p.stats.rdma.writes
-        }),
-        ("write_bytes", "Bytes that they brought.", |p| p.stats.rdma.write_bytes),
-        ("failovers", "Requests taken over from paths that were lost.", |p| {
-            p.stats.failovers
-        }),
-        ("reconnects", "Times that a path came back.", |p| {
-            p.stats.reconnects.max(0).unsigned_abs().into()
-        }),
-        (
-            "failed_reconnects",
-            "Attempts to connect a path again that failed.",
-            |p| p.stats.failed_reconnects.into(),
-        ),
-        ("cpu_migrations", "Answers taken on another processor.", |p| {
-            p.stats.cpu_migration.to.iter().sum()
-        }),
-    ];
-    let gauges: [(&str, &str, Get); 2] = [
-        ("up", "Whether a path carries requests.", |p| {
-            u64::from(p.state == PathState::Connected)
-        }),
-        ("in_flight", "Requests in flight on a path.", |p| p.in_flight.into()),
-    ];
-    let each = |out: &mut Metrics, get: Get| {
-        for (listing, path) in listings.iter().flat_map(|l| l.paths.iter().map(move |p| (l, p))) {
-            let labels: [(&str, &dyn Display); 3] = [
-                ("session", &listing.session),
-                ("path", &path.addr),
-                ("port", &path.addr.dst.port()),
-            ];
-            out.value(&labels, get(path));
-        }
+    let of = |listing: &MapListing, path: &MappedPath| -> Labels {
+        vec![
+            ("session", listing.session.clone()),
+            ("path", path.addr.to_string()),
+            ("port", path.addr.dst.port().to_string()),
+        ]
     };
-    for (name, help, get) in counters {
-        out.counter(&format!("ferroce_path_{name}_total"), help);
-        each(out, get);
-    }
-    for (name, help, get) in gauges {
-        out.gauge(&format!("ferroce_path_{name}"), help);
-        each(out, get);
-    }
-    out.gauge("ferroce_path_latency_seconds", "Round trip of the last heartbeat.");
-    for (listing, path) in listings.iter().flat_map(|l| l.paths.iter().map(move |p| (l, p))) {
+    let all = listings.iter().flat_map(|l| l.paths.iter().map(move |p| (of(l, p), p)));
+    let all: Vec<_> = all.collect();
+    out.counters("path", PATH_COUNTERS, &all);
+    out.gauges("path", PATH_GAUGES, &all);
+    out.begin(
+        "ferroce_path_latency_seconds",
+        "Round trip of the last heartbeat.",
+        "gauge",
+    );
+    for (labels, path) in all {
         if let Some(latency) = path.latency {
-            let port = path.addr.dst.port();
-            let labels: [(&str, &dyn Display); 3] =
-                [("session", &listing.session), ("path", &path.addr), ("port", &port)];
             out.value(&labels, latency.as_secs_f64());
         }
     }
 }
 
+const DEVICE_COUNTERS: &[Metric<MappedDevice>] = &[
+    ("requests", "Requests answered.", |d| d.counters.completed),
+    ("failed", "Requests answered with an error.", |d| d.counters.failed),
+    ("reads", "Reads done.", |d| d.counters.reads),
+    ("read_bytes", "Bytes read.", |d| d.counters.read_bytes),
+    ("writes", "Writes done.", |d| d.counters.writes),
+    ("written_bytes", "Bytes written.", |d| d.counters.written_bytes),
+    ("repeated", "Requests sent again.", |d| d.counters.repeated),
+    (
+        "writes_lost",
+        "Acknowledged writes that the server may have lost.",
+        |d| d.counters.lost,
+    ),
+];
+const DEVICE_GAUGES: &[Metric<MappedDevice>] = &[
+    ("up", "Whether the server has the device open.", |d| {
+        u64::from(d.state == DeviceState::Mapped)
+    }),
+    ("size_bytes", "Size.", |d| d.bytes.unwrap_or(0)),
+    ("waiting", "Requests that wait for a path or for the server.", |d| {
+        d.waiting as u64
+    }),
+    ("nbd_clients", "NBD clients that have chosen it.", |d| d.clients as u64),
+];
+
 fn devices(out: &mut Metrics, listings: &[MapListing]) {
-    type Get = fn(&rnbd_host::control::map::MappedDevice) -> u64;
-    let counters: [(&str, &str, Get); 8] = [
-        ("requests", "Requests answered.", |d| d.counters.completed),
-        ("failed", "Of these, with an error.", |d| d.counters.failed),
-        ("reads", "Reads done.", |d| d.counters.reads),
-        ("read_bytes", "Bytes read.", |d| d.counters.read_bytes),
-        ("writes", "Writes done.", |d| d.counters.writes),
-        ("written_bytes", "Bytes written.", |d| d.counters.written_bytes),
-        ("repeated", "Requests that had to be sent again.", |d| {
-            d.counters.repeated
-        }),
-        (
-            "writes_lost",
-            "Acknowledged writes that the server may have lost.",
-            |d| d.counters.lost,
-        ),
-    ];
-    let gauges: [(&str, &str, Get); 4] = [
-        ("up", "Whether the server has the device open.", |d| {
-            u64::from(d.state == Some(DeviceState::Mapped))
-        }),
-        ("size_bytes", "Size.", |d| d.geometry.map_or(0, |g| g.size)),
-        ("waiting", "Requests that wait for a path or for the server.", |d| {
-            d.waiting as u64
-        }),
-        ("nbd_clients", "NBD clients that have chosen it.", |d| d.clients as u64),
-    ];
-    let each = |out: &mut Metrics, get: Get| {
-        for (listing, device) in listings.iter().flat_map(|l| l.devices.iter().map(move |d| (l, d))) {
-            out.value(&[("session", &listing.session), ("device", &device.name)], get(device));
-        }
+    let of = |listing: &MapListing, device: &MappedDevice| -> Labels {
+        vec![("session", listing.session.clone()), ("device", device.name.clone())]
     };
-    for (name, help, get) in counters {
-        out.counter(&format!("ferroce_device_{name}_total"), help);
-        each(out, get);
-    }
-    for (name, help, get) in gauges {
-        out.gauge(&format!("ferroce_device_{name}"), help);
-        each(out, get);
-    }
+    let all = listings
+        .iter()
+        .flat_map(|l| l.devices.iter().map(move |d| (of(l, d), d)));
+    let all: Vec<_> = all.collect();
+    out.counters("device", DEVICE_COUNTERS, &all);
+    out.gauges("device", DEVICE_GAUGES, &all);
 }
 
-fn served(out: &mut Metrics, server: &dyn Server, loops: &mut Vec<LoopStats>) {
-    let stats = match server.ask(ServeRequest::Stats) {
-        Ok(ServeAnswer::Stats(stats)) => stats,
-        _ => return,
+const SERVER_COUNTERS: &[Metric<ServeStats>] = &[
+    ("opens", "Devices opened.", |s| s.rnbd.opens),
+    ("opens_refused", "Open requests refused.", |s| s.rnbd.refused),
+    (
+        "opens_refused_limit",
+        "Open requests refused for the number of open devices.",
+        |s| s.rnbd.refused_limit,
+    ),
+    ("requests", "Block requests answered.", |s| s.rnbd.requests),
+    ("failed", "Block requests answered with an error.", |s| s.rnbd.failed),
+    ("read_bytes", "Bytes read.", |s| s.rnbd.read_bytes),
+    ("written_bytes", "Bytes written.", |s| s.rnbd.written_bytes),
+    ("malformed", "Malformed or unexpected messages.", |s| s.rnbd.malformed),
+];
+const SERVER_GAUGES: &[Metric<ServeStats>] = &[
+    ("open_devices", "Open devices.", |s| s.rnbd.open),
+    ("sessions", "Open sessions.", |s| {
+        s.sessions.iter().sum::<usize>() as u64
+    }),
+];
+const SERVER_PATH_COUNTERS: &[Metric<PathListing>] = &[
+    ("reads", "Read requests received by a path.", |p| p.rdma.reads),
+    ("read_bytes", "Bytes that they requested.", |p| p.rdma.read_bytes),
+    ("writes", "Write and other requests received by a path.", |p| {
+        p.rdma.writes
+    }),
+    ("write_bytes", "Bytes that they sent.", |p| p.rdma.write_bytes),
+];
+
+/// Writes the metrics of all servers, and returns the statistics of their loops. Several servers have a label each.
+fn servers(out: &mut Metrics, servers: &[Arc<dyn Server>]) -> Vec<LoopStats> {
+    let labels = |place: usize| match servers.len() {
+        1 => Labels::new(),
+        _ => vec![("place", place.to_string())],
     };
-    let c = &stats.rnbd;
-    let counters = [
-        ("opens", "Devices opened.", c.opens),
-        ("opens_refused", "Open requests refused.", c.refused),
-        (
-            "opens_refused_limit",
-            "Of these, for the number of open devices.",
-            c.refused_limit,
-        ),
-        ("requests", "Block requests answered.", c.requests),
-        ("failed", "Of these, with an error.", c.failed),
-        ("read_bytes", "Bytes read.", c.read_bytes),
-        ("written_bytes", "Bytes written.", c.written_bytes),
-        ("malformed", "Messages that were malformed or unexpected.", c.malformed),
-    ];
-    for (name, help, value) in counters {
-        out.counter(&format!("ferroce_server_{name}_total"), help);
-        out.value(&[], value);
+    let mut all = Vec::new();
+    let mut sessions = Vec::new();
+    for (place, server) in servers.iter().enumerate() {
+        if let Ok(ServeAnswer::Stats(stats)) = server.ask(ServeRequest::Stats {}) {
+            all.push((labels(place), stats));
+            sessions.extend(
+                server
+                    .sessions()
+                    .unwrap_or_default()
+                    .into_iter()
+                    .map(|s| (labels(place), s)),
+            );
+        }
     }
-    out.gauge("ferroce_server_open_devices", "Devices open now.");
-    out.value(&[], c.open);
-    out.gauge("ferroce_server_sessions", "Sessions open now.");
-    out.value(&[], stats.sessions.iter().sum::<usize>());
-    out.counter(
+    if all.is_empty() {
+        return Vec::new();
+    }
+    let stats: Vec<_> = all.iter().map(|(labels, stats)| (labels.clone(), &**stats)).collect();
+    out.counters("server", SERVER_COUNTERS, &stats);
+    out.gauges("server", SERVER_GAUGES, &stats);
+    out.begin(
         "ferroce_server_rtrs_total",
-        "What has happened to sessions and connections.",
+        "Events of sessions and connections.",
+        "counter",
     );
-    for (name, value) in &stats.rtrs {
-        out.value(&[("event", name)], value);
-    }
-    served_paths(out, server);
-    loops.push(stats.turns);
-}
-
-fn served_paths(out: &mut Metrics, server: &dyn Server) {
-    type Get = fn(&rtrs::server::listing::PathListing) -> u64;
-    let counters: [(&str, &str, Get); 4] = [
-        ("reads", "Read requests that came by a path.", |p| p.rdma.reads),
-        ("read_bytes", "Bytes that they asked for.", |p| p.rdma.read_bytes),
-        ("writes", "Write and other requests that came by a path.", |p| {
-            p.rdma.writes
-        }),
-        ("write_bytes", "Bytes that they brought.", |p| p.rdma.write_bytes),
-    ];
-    let sessions = server.sessions().unwrap_or_default();
-    for (name, help, get) in counters {
-        out.counter(&format!("ferroce_server_path_{name}_total"), help);
-        for session in &sessions {
-            for path in &session.paths {
-                let labels: [(&str, &dyn Display); 4] = [
-                    ("session", &session.name),
-                    ("path", &path.path.value()),
-                    ("client", &path.client.ip().to_canonical()),
-                    ("server", &path.server.to_canonical()),
-                ];
-                out.value(&labels, get(path));
-            }
+    for (labels, stats) in stats {
+        for (name, value) in &stats.rtrs {
+            out.value(&[&labels[..], &[("event", (*name).to_owned())]].concat(), value);
         }
     }
+    let of = |labels: &Labels, session: &SessionListing, path: &PathListing| -> Labels {
+        let own = [
+            ("session", session.name.clone()),
+            ("path", path.path.value().to_string()),
+            ("client", path.client.ip().to_canonical().to_string()),
+            ("server", path.server.to_canonical().to_string()),
+        ];
+        [&labels[..], &own].concat()
+    };
+    let paths = sessions.iter();
+    let paths = paths.flat_map(|(labels, s)| s.paths.iter().map(move |p| (of(labels, s, p), p)));
+    out.counters("server_path", SERVER_PATH_COUNTERS, &paths.collect::<Vec<_>>());
+    all.into_iter().map(|(_, stats)| stats.turns).collect()
 }
 
-/// The counters of our addresses, under the names that `--json` has.
+/// Writes the counters of our addresses, under the names of `--json`.
 fn packets(out: &mut Metrics, loops: &[LoopStats]) {
     let mut all = LoopStats::default();
     loops.iter().for_each(|stats| all.add(stats));
@@ -276,25 +296,58 @@ fn packets(out: &mut Metrics, loops: &[LoopStats]) {
             .chars()
             .map(|c| if c.is_ascii_alphanumeric() { c } else { '_' })
             .collect();
-        out.counter(
+        out.begin(
             &format!("ferroce_roce_{metric}_total"),
-            "A counter of the RoCE port at an address of ours.",
+            "Counter of the RoCE port of an address of this process.",
+            "counter",
         );
         for (addr, counters) in &shown {
-            out.value(&[("address", addr)], &counters["counters"][name]);
+            out.value(&[("address", addr.to_string())], &counters["counters"][name]);
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use rnbd_admin::Parameters;
+    use rnbd_host::control::Refused;
+
     use super::*;
+
+    /// A server without sessions.
+    struct Idle;
+
+    impl Server for Idle {
+        fn ask(&self, request: ServeRequest) -> Result<ServeAnswer, Refused> {
+            Ok(match request {
+                ServeRequest::Stats {} => ServeAnswer::Stats(Box::default()),
+                ServeRequest::Sessions => ServeAnswer::Sessions(Vec::new()),
+                _ => ServeAnswer::Done,
+            })
+        }
+
+        fn parameters(&self) -> Parameters {
+            unimplemented!("not a metric")
+        }
+    }
+
+    #[test]
+    fn each_metric_of_several_servers_is_described_once() {
+        let services = Arc::new(ServiceRegistry::default());
+        let _servers = [services.add_server(Idle), services.add_server(Idle)];
+        let text = text(&services);
+        let name = "ferroce_server_opens_total";
+        assert_eq!(text.matches(&format!("# TYPE {name} ")).count(), 1, "{text}");
+        for place in 0..2 {
+            assert!(text.contains(&format!("{name}{{place=\"{place}\"}} 0\n")), "{text}");
+        }
+    }
 
     #[test]
     fn labels_can_have_any_name_in_them() {
         let mut out = Metrics::default();
-        out.gauge("a", "B.");
-        out.value(&[("name", &"x\"y\\z\n")], 1);
+        out.begin("a", "B.", "gauge");
+        out.value(&[("name", "x\"y\\z\n".to_owned())], 1);
         out.value(&[], 0.5);
         assert_eq!(
             out.0,

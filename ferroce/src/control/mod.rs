@@ -4,12 +4,12 @@
 pub(crate) mod address;
 pub(crate) mod connection;
 mod events;
+mod execute;
 mod http;
 mod metrics;
-mod ops;
 mod peer;
 mod registry;
-mod show;
+mod shared;
 mod sockets;
 
 use std::{
@@ -18,10 +18,7 @@ use std::{
     net::{Ipv4Addr, SocketAddr, TcpListener},
     os::unix::{fs::DirBuilderExt, net::UnixStream},
     path::{Path, PathBuf},
-    sync::{
-        Arc, OnceLock,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::Arc,
     time::Duration,
 };
 
@@ -31,7 +28,7 @@ use nix::{
     unistd::geteuid,
 };
 use rnbd::Errno;
-use rnbd_admin::{Names, Registry};
+use rnbd_admin::Names;
 use rnbd_host::control::Refused;
 use rnbd_sysfs::{MountError, Mounted};
 use roce_net::{
@@ -39,6 +36,7 @@ use roce_net::{
     socket_file::{Access, Kind, SocketFile},
 };
 use roce_verbs::shown;
+use socket2::Socket;
 
 pub(crate) use events::Events;
 pub(crate) use peer::Authority;
@@ -48,15 +46,13 @@ use self::{
     connection::{converse, converse_on_stdio, refusal},
     http::Metrics,
     peer::AccessControl,
+    shared::Shared,
     sockets::{Acceptor, Place, Service},
 };
 use crate::{
     names::{Endpoint, Resolver},
     output::Failure,
 };
-
-/// Version of what is spoken on the socket.
-pub(crate) const VERSION: u32 = 1;
 
 /// Name for standard input and output.
 const STDIO: &str = "-";
@@ -66,23 +62,22 @@ const HELLO_TIME: Duration = Duration::from_secs(10);
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Administration")]
 pub(crate) struct ControlArgs {
-    /// Unix socket to create for `ferroce ctl` (mode 0660, removed at the end), in a folder that others can't write to. Root, its owner and
-    /// the members of its group may inspect and control what runs. Repeat it for several sockets. `-`: read requests from standard input and
-    /// answer on standard output
+    /// Create this Unix socket for `ferroce ctl` (mode 0660), in a folder that others can't write to. Root, its owner and the members of its
+    /// group may inspect and control the process. Repeatable. `-`: read requests from standard input, answer on standard output
     #[arg(long, value_name = "SOCKET")]
     control: Vec<PathBuf>,
-    /// Group of the socket and of the files of --sysfs, by name or number [default: that of the process]
+    /// Group of the socket and of the files of --sysfs, by name or number [default: group of the process]
     #[arg(long, value_name = "GROUP")]
     control_group: Option<String>,
-    /// Serve statistics over HTTP in Prometheus's text format, at /metrics. Without an address or name only this host can read them, with
-    /// one everybody who reaches it
+    /// Serve statistics for Prometheus over HTTP, at /metrics. With a port alone only this host can read them, with an address everybody
+    /// who reaches it
     #[arg(long, value_name = "[HOST:]PORT", value_parser = metrics_address)]
     metrics: Option<Endpoint>,
-    /// Mount the attributes there as a file system (FUSE), with the paths, texts and modes that Linux has under /sys. Users who may use
-    /// the control socket may use it. `ferroce run -- TOOL` finds it in /run/ferroce-daemon/sys without an option
+    /// Mount the attribute tree there (FUSE), with the paths, texts and modes that Linux has under /sys, for the users of the control
+    /// socket. `ferroce run -- TOOL` finds it in /run/ferroce-daemon/sys
     #[arg(long, value_name = "DIR")]
     sysfs: Option<PathBuf>,
-    /// Have only the attributes of the kernel's code there, without those that only its documentation has
+    /// Mount only the attributes of the kernel's code, without those that only its documentation has
     #[arg(long, requires = "sysfs")]
     sysfs_strict: bool,
 }
@@ -93,28 +88,6 @@ fn metrics_address(text: &str) -> Result<Endpoint, String> {
     }
     let endpoint = text.parse().ok().filter(|endpoint: &Endpoint| endpoint.port.is_some());
     endpoint.ok_or_else(|| format!("{text:?} is neither a port nor a host with one (9100, 192.0.2.7:9100, [::1]:9100)"))
-}
-
-/// State shared by all views of a process.
-pub(crate) struct Shared {
-    pub(crate) services: Arc<ServiceRegistry>,
-    pub(crate) registry: Registry,
-    pub(crate) events: Events,
-    /// Mount point of the attributes.
-    sysfs: OnceLock<PathBuf>,
-    /// The process ends: requests in progress are answered, further ones refused.
-    ending: AtomicBool,
-}
-
-impl Shared {
-    pub(crate) fn is_ending(&self) -> bool {
-        self.ending.load(Ordering::Acquire)
-    }
-
-    /// Returns the mount point of the attributes, if they are mounted.
-    pub(crate) fn sysfs(&self) -> Option<&Path> {
-        self.sysfs.get().map(PathBuf::as_path)
-    }
 }
 
 /// The views of a process. Dropping it answers the requests in progress, so what they ask has to have ended before.
@@ -136,15 +109,8 @@ impl Control {
 
     fn with(args: &ControlArgs, services: ServiceRegistry) -> Result<Self, Failure> {
         let services = Arc::new(services);
-        let shared = Arc::new(Shared {
-            registry: Registry::new(services.clone(), Names::All),
-            services,
-            events: Events::default(),
-            sysfs: OnceLock::new(),
-            ending: AtomicBool::new(false),
-        });
         let mut this = Self {
-            shared,
+            shared: Arc::new(Shared::new(services)),
             acceptors: Vec::new(),
             files: Vec::new(),
             stdio: None,
@@ -222,7 +188,7 @@ impl Control {
             shared: self.shared.clone(),
             access: AccessControl::new(group),
         };
-        let acceptor = Acceptor::start(file.listener().try_clone()?, self.shared.clone(), service)?;
+        let acceptor = Acceptor::start(file.listener().try_clone()?.into(), self.shared.clone(), service)?;
         self.acceptors.push(acceptor);
         self.files.push(file);
         Ok(())
@@ -231,14 +197,14 @@ impl Control {
     fn mount(&mut self, dir: &Path, names: Names, group: Option<u32>) -> Result<(), MountError> {
         let registry = self.shared.registry.with_names(names);
         let mounted = Mounted::mount(dir, registry, AccessControl::new(group))?;
-        let _ = self.shared.sysfs.set(mounted.dir().to_owned());
+        self.shared.mounted_at(mounted.dir());
         self.sysfs = Some(mounted);
         Ok(())
     }
 
     fn serve_metrics(&mut self, addr: SocketAddr) -> io::Result<()> {
         let listener = TcpListener::bind(addr)?;
-        let acceptor = Acceptor::start(listener, self.shared.clone(), Metrics(self.shared.clone()))?;
+        let acceptor = Acceptor::start(listener.into(), self.shared.clone(), Metrics(self.shared.clone()))?;
         self.acceptors.push(acceptor);
         Ok(())
     }
@@ -255,7 +221,7 @@ struct Administration {
     access: AccessControl,
 }
 
-impl Service<UnixStream> for Administration {
+impl Service for Administration {
     const LIMITS: Limits = Limits {
         all: 32,
         open: 32,
@@ -264,35 +230,35 @@ impl Service<UnixStream> for Administration {
     };
     const FIRST_REQUEST: Duration = HELLO_TIME;
 
-    fn identify(&self, stream: &UnixStream) -> Result<Peer, String> {
+    fn identify(&self, stream: &Socket) -> Result<Peer, String> {
         self.access.identify(stream).map_err(|refused| {
             tracing::warn!("control socket: {refused}");
-            refusal(&refused)
+            refusal(refused)
         })
     }
 
-    fn serve(&self, stream: &UnixStream, place: &Place) {
+    fn serve(&self, stream: &Socket, place: &Place) {
         converse(&self.shared, stream, place);
     }
 
     fn full(&self, full: &Full) -> String {
-        refusal(&Refused::new(Errno::EBUSY, full.to_string()))
+        refusal(Refused::new(Errno::EBUSY, full.to_string()))
     }
 
     fn late(&self) -> String {
         let text = format!("no hello within {} s", HELLO_TIME.as_secs());
-        refusal(&Refused::new(Errno::ETIMEDOUT, text))
+        refusal(Refused::new(Errno::ETIMEDOUT, text))
     }
 
     fn evicted(&self) -> String {
         let text = "no hello yet, and other connections need the place";
-        refusal(&Refused::new(Errno::EBUSY, text))
+        refusal(Refused::new(Errno::EBUSY, text))
     }
 }
 
 impl Drop for Control {
     fn drop(&mut self) {
-        self.shared.ending.store(true, Ordering::Release);
+        self.shared.end();
         for acceptor in self.acceptors.drain(..) {
             acceptor.end();
         }

@@ -1,10 +1,10 @@
 //! Access control of control sockets and mounted trees: root, the owner, and the members of a group.
 //!
-//! The mode of the file says the same. The check here holds also when that mode has been changed.
+//! The mode of the file grants the same. The check here holds even if that mode has been changed.
 
 use std::{
     io,
-    os::{fd::AsRawFd, unix::net::UnixStream},
+    os::fd::{AsFd, AsRawFd},
 };
 
 use nix::{
@@ -18,10 +18,10 @@ use roce_net::places::{Identity, Peer};
 
 use crate::output::Failure;
 
-/// Groups of a process at most, as of Linux (`NGROUPS_MAX`).
+/// Groups of a process at most (`NGROUPS_MAX` of Linux); more are an error.
 const MAX_GROUPS: usize = 65_536;
 
-/// The number of a group, by its name or number.
+/// Finds the number of a group by its name or number.
 pub(super) fn group(text: &str) -> Result<u32, Failure> {
     if let Ok(number) = text.parse() {
         return Ok(number);
@@ -42,9 +42,9 @@ struct Credentials {
 }
 
 impl Credentials {
-    /// Credentials of the process that connected, at that time.
-    fn of(stream: &UnixStream) -> io::Result<Self> {
-        let credentials = getsockopt(stream, PeerCredentials)?;
+    /// Returns the credentials of the process that connected, as of that time.
+    fn of(stream: &impl AsFd) -> io::Result<Self> {
+        let credentials = getsockopt(&stream.as_fd(), PeerCredentials)?;
         Ok(Self {
             user: credentials.uid(),
             group: credentials.gid(),
@@ -53,15 +53,15 @@ impl Credentials {
     }
 }
 
-/// The supplementary groups that it had when it connected.
-fn further_groups(stream: &UnixStream) -> io::Result<Vec<u32>> {
+/// Returns the supplementary groups that the peer had when it connected.
+fn further_groups(stream: &impl AsFd) -> io::Result<Vec<u32>> {
     let mut groups = vec![0_u32; 64];
     loop {
         let mut len = size_of_val(groups.as_slice()) as libc::socklen_t;
         // SAFETY: the buffer has `len` bytes, of numbers for which any bytes are right.
         let r = unsafe {
             libc::getsockopt(
-                stream.as_raw_fd(),
+                stream.as_fd().as_raw_fd(),
                 libc::SOL_SOCKET,
                 libc::SO_PEERGROUPS,
                 groups.as_mut_ptr().cast(),
@@ -84,9 +84,9 @@ fn further_groups(stream: &UnixStream) -> io::Result<Vec<u32>> {
 /// Rights of a peer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Authority {
-    /// All that the process can do: root, its own user, and the program that has started it.
+    /// All requests: root, the user of the process, and the program that started it.
     Full,
-    /// Of what touches files of this user, only what its configuration allows: members of the group.
+    /// Members of the group: of requests that touch files of the process's user, only those that the configuration allows.
     Limited,
 }
 
@@ -98,7 +98,7 @@ pub(super) struct AccessControl {
 }
 
 impl AccessControl {
-    /// Root, the user of this process, and the members of this group, or else of its own.
+    /// Allows root, the user of this process, and the members of this group, by default that of the process.
     pub(super) fn new(group: Option<u32>) -> Self {
         Self {
             owner: geteuid().as_raw(),
@@ -106,7 +106,7 @@ impl AccessControl {
         }
     }
 
-    /// Root and the owner, who can do what this process does without asking it.
+    /// Whether a user is root or the owner, who could do all that this process does anyway.
     const fn trusts(&self, user: u32) -> bool {
         user == 0 || user == self.owner
     }
@@ -129,8 +129,8 @@ impl AccessControl {
         Err(Refused::new(Errno::EACCES, text))
     }
 
-    /// The peer of a connection, if it may use the socket.
-    pub(super) fn identify(&self, stream: &UnixStream) -> Result<Peer, Refused> {
+    /// Returns the peer of a connection, if it may use the socket.
+    pub(super) fn identify(&self, stream: &impl AsFd) -> Result<Peer, Refused> {
         let credentials = Credentials::of(stream);
         let credentials =
             credentials.map_err(|e| Refused::new(Errno::EIO, format!("the user who connects is unknown: {e}")))?;
@@ -154,6 +154,8 @@ impl Admission for AccessControl {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixStream;
+
     use super::*;
 
     #[test]
@@ -184,9 +186,9 @@ mod tests {
         let peer = Credentials::of(&a).unwrap();
         assert_eq!((peer.user, peer.group), (geteuid().as_raw(), getegid().as_raw()));
         let mut ours: Vec<u32> = nix::unistd::getgroups().unwrap().iter().map(|g| g.as_raw()).collect();
-        let mut told = peer.further;
+        let mut found = peer.further;
         ours.sort_unstable();
-        told.sort_unstable();
-        assert_eq!(told, ours);
+        found.sort_unstable();
+        assert_eq!(found, ours);
     }
 }

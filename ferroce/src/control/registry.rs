@@ -1,4 +1,4 @@
-//! The mappings and servers of this process, for its administration.
+//! Registry of this process's mappings and servers.
 
 use std::{
     net::IpAddr,
@@ -7,23 +7,18 @@ use std::{
 
 use parking_lot::RwLock;
 use rnbd::Errno;
-use rnbd_admin::{Client, Host, MapOrder, Parameters, Server};
+use rnbd_admin::{Client, Host, Parameters, Server};
 use rnbd_host::{
-    control::{
-        Refused,
-        serve::{ServeAnswer, ServeControl, ServeRequest},
-    },
+    control::{MapOrder, Refused, Reloaded, ServeAnswer, ServeRequest, Tasks, serve::ServeControl},
     tls::{Tls, TlsError},
 };
-
-use serde_json::{Map, Value, json};
 
 use super::peer::Authority;
 use crate::sharing::link;
 
 /// Text of a failure to load other certificates.
 pub(crate) fn not_renewed(e: &TlsError) -> String {
-    format!("TLS: {e}; the certificates of before stay in use")
+    format!("TLS: {e}; the previous certificates stay in use")
 }
 
 /// A running server.
@@ -42,21 +37,21 @@ impl Server for Served {
     }
 }
 
-/// Runs several tasks in this process: the daemon.
+/// Runner of several tasks in this process: the daemon.
 pub(crate) trait Supervisor: Send + Sync {
-    /// Reads the configuration again; returns what was done.
-    fn reload(&self) -> Result<Map<String, Value>, Refused>;
+    /// Reads the configuration again.
+    fn reload(&self) -> Result<Reloaded, Refused>;
     /// Lists the tasks.
-    fn tasks(&self) -> Map<String, Value>;
-    /// Starts a task, as far as this authority goes: `map.NAME` or `serve.NAME`, with the arguments of the command.
+    fn tasks(&self) -> Tasks;
+    /// Starts a task, if this authority suffices: `map.NAME` or `serve.NAME`, with the arguments of the command.
     fn start(&self, name: &str, words: Vec<String>, authority: Authority) -> Result<(), Refused>;
     /// Stops a task.
     fn stop(&self, name: &str) -> Result<(), Refused>;
     /// Opens a session and a device over it.
-    fn open(&self, order: &MapOrder) -> Result<(), Refused>;
+    fn open(&self, session: &str, order: &MapOrder) -> Result<(), Refused>;
 }
 
-/// The mappings and servers that run.
+/// Registry of the mappings and servers of this process.
 #[derive(Default)]
 pub(crate) struct ServiceRegistry {
     supervisor: OnceLock<Arc<dyn Supervisor>>,
@@ -115,8 +110,8 @@ impl ServiceRegistry {
         let _ = self.tls.set(tls);
     }
 
-    /// Has a daemon read its configuration again, or a mapping in the foreground its certificates; returns what was done.
-    pub(crate) fn reload(&self) -> Result<Map<String, Value>, Refused> {
+    /// Reads a daemon's configuration again, or the certificates of a mapping in the foreground.
+    pub(crate) fn reload(&self) -> Result<Reloaded, Refused> {
         if let Ok(supervisor) = self.supervisor() {
             return supervisor.reload();
         }
@@ -125,8 +120,14 @@ impl ServiceRegistry {
             return Err(Refused::new(Errno::EOPNOTSUPP, text));
         };
         let renewed = tls.renew().map_err(|e| Refused::new(Errno::EINVAL, not_renewed(&e)))?;
-        let done = if renewed { "changed" } else { "unchanged" };
-        Ok(Map::from_iter([(done.to_owned(), json!(["certificates"]))]))
+        let mut done = Reloaded::default();
+        let list = if renewed {
+            &mut done.changed
+        } else {
+            &mut done.unchanged
+        };
+        list.push("certificates".to_owned());
+        Ok(done)
     }
 
     pub(crate) fn add_client(self: &Arc<Self>, client: impl Client + 'static) -> Listed {
@@ -161,7 +162,7 @@ impl ServiceRegistry {
             let mut all = clients.into_iter();
             return match (all.next(), all.next()) {
                 (Some(client), None) => Ok(client),
-                _ => Err(Refused::new(Errno::EINVAL, "there are several sessions: say which")),
+                _ => Err(Refused::new(Errno::EINVAL, "there are several sessions: name one")),
             };
         };
         let has_name = |client: &Arc<dyn Client>| client.listing().is_ok_and(|l| l.session == wanted);
@@ -169,7 +170,7 @@ impl ServiceRegistry {
         found.ok_or_else(|| {
             Refused::new(
                 Errno::ENOENT,
-                format!("there is no session {wanted:?} of a mapping here"),
+                format!("no mapping of this process has the session {wanted:?}"),
             )
         })
     }
@@ -179,10 +180,10 @@ impl ServiceRegistry {
         let servers = self.servers();
         match (place, servers.len()) {
             (_, 0) => Err(Refused::new(Errno::ENODEV, "nothing is served by this process")),
-            (None, 2..) => Err(Refused::new(Errno::EINVAL, "there are several servers: say which")),
+            (None, 2..) => Err(Refused::new(Errno::EINVAL, "there are several servers: name one")),
             (place, _) => {
                 let found = servers.into_iter().nth(place.unwrap_or_default());
-                found.ok_or_else(|| Refused::new(Errno::ENOENT, "there is no such server"))
+                found.ok_or_else(|| Refused::new(Errno::ENOENT, "no such server"))
             }
         }
     }
@@ -201,16 +202,16 @@ impl Host for ServiceRegistry {
         link::device_at(addr).unwrap_or_default()
     }
 
-    fn open(&self, order: &MapOrder) -> Result<(), Refused> {
+    fn open(&self, session: &str, order: &MapOrder) -> Result<(), Refused> {
         if let Ok(supervisor) = self.supervisor() {
-            return supervisor.open(order);
+            return supervisor.open(session, order);
         }
         let sessions: Vec<_> = self.clients().iter().filter_map(|c| c.listing().ok()).collect();
         let has = match sessions.first() {
-            Some(listing) => format!("this process has the session {:?} alone", listing.session),
+            Some(listing) => format!("this process has only the session {:?}", listing.session),
             None => "this process maps nothing".to_owned(),
         };
-        let text = format!("{has}: start `ferroce map` for the session {:?}", order.session);
+        let text = format!("{has}: start `ferroce map` for the session {session:?}");
         Err(Refused::new(Errno::EOPNOTSUPP, text))
     }
 }

@@ -2,11 +2,8 @@
 
 use std::{
     io::{self, Write},
-    net::{Shutdown, TcpListener, TcpStream},
-    os::{
-        fd::AsFd,
-        unix::net::{UnixListener, UnixStream},
-    },
+    net::Shutdown,
+    os::{fd::AsFd, unix::net::UnixStream},
     sync::Arc,
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -15,72 +12,17 @@ use std::{
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use parking_lot::Mutex;
 use roce_net::places::{Entered, Full, Limits, Peer, Places};
+use socket2::Socket;
 
-use super::{Shared, peer::Authority};
+use super::{peer::Authority, shared::Shared};
 
-/// How long the end waits for answers to be taken.
+/// Time that the end waits for answers to be read.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 /// Pause after a failure to accept.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// A stream of either kind.
-pub(super) trait Stream: Send + Sync + Sized + 'static {
-    fn write(&self, bytes: &[u8]) -> io::Result<usize>;
-    fn try_clone(&self) -> io::Result<Self>;
-    fn shutdown(&self, how: Shutdown) -> io::Result<()>;
-    fn set_write_timeout(&self, time: Option<Duration>) -> io::Result<()>;
-}
-
-/// A listener of either kind.
-pub(super) trait Listener: AsFd + Send + 'static {
-    type Stream: Stream;
-    /// The next connection, whose reads and writes block.
-    fn next(&self) -> io::Result<Self::Stream>;
-    fn set_nonblocking(&self) -> io::Result<()>;
-}
-
-macro_rules! sockets {
-    ($listener:ty, $stream:ty) => {
-        impl Stream for $stream {
-            fn write(&self, bytes: &[u8]) -> io::Result<usize> {
-                let mut this = self;
-                Write::write(&mut this, bytes)
-            }
-
-            fn try_clone(&self) -> io::Result<Self> {
-                Self::try_clone(self)
-            }
-
-            fn shutdown(&self, how: Shutdown) -> io::Result<()> {
-                Self::shutdown(self, how)
-            }
-
-            fn set_write_timeout(&self, time: Option<Duration>) -> io::Result<()> {
-                Self::set_write_timeout(self, time)
-            }
-        }
-
-        impl Listener for $listener {
-            type Stream = $stream;
-
-            fn next(&self) -> io::Result<$stream> {
-                let (stream, _) = self.accept()?;
-                stream.set_nonblocking(false)?;
-                Ok(stream)
-            }
-
-            fn set_nonblocking(&self) -> io::Result<()> {
-                Self::set_nonblocking(self, true)
-            }
-        }
-    };
-}
-
-sockets!(UnixListener, UnixStream);
-sockets!(TcpListener, TcpStream);
-
-/// Writes all of it, or fails after this time, however little the peer takes at a time.
-pub(super) fn write_within(stream: &impl Stream, mut bytes: &[u8], time: Duration) -> io::Result<()> {
+/// Writes all bytes, or fails after this time, however little the peer takes at a time.
+pub(super) fn write_within(mut stream: &Socket, mut bytes: &[u8], time: Duration) -> io::Result<()> {
     let end = Instant::now() + time;
     while !bytes.is_empty() {
         let left = end.saturating_duration_since(Instant::now());
@@ -99,19 +41,19 @@ pub(super) fn write_within(stream: &impl Stream, mut bytes: &[u8], time: Duratio
 }
 
 /// Protocol that a listener serves.
-pub(super) trait Service<S>: Clone + Send + 'static {
+pub(super) trait Service: Clone + Send + 'static {
     const LIMITS: Limits;
-    /// Time for the first request. Until it has arrived a connection is half-open.
+    /// Time for the first request; until it has arrived the connection is half-open.
     const FIRST_REQUEST: Duration;
-    /// The peer of a new connection; an error is the line that it gets.
-    fn identify(&self, stream: &S) -> Result<Peer, String>;
+    /// Returns the peer of a new connection; an error is its last line.
+    fn identify(&self, stream: &Socket) -> Result<Peer, String>;
     /// Serves a connection to its end.
-    fn serve(&self, stream: &S, place: &Place);
-    /// The last line of a connection that gets no place.
+    fn serve(&self, stream: &Socket, place: &Place);
+    /// Last line of a connection that gets no place.
     fn full(&self, full: &Full) -> String;
-    /// The last line of a connection whose first request has not arrived in time.
+    /// Last line of a connection whose first request is late.
     fn late(&self) -> String;
-    /// The last line of a half-open connection that is evicted.
+    /// Last line of an evicted half-open connection.
     fn evicted(&self) -> String;
 }
 
@@ -160,7 +102,7 @@ impl Place {
         }
     }
 
-    /// The first request has arrived: no deadline any more, and no eviction. False: the connection has been evicted before.
+    /// Ends the deadline and the risk of eviction: the first request has arrived. False: the connection was evicted before.
     pub(super) fn opened(&self) -> bool {
         self.connections.lock().places.open(self.id).is_ok()
     }
@@ -173,12 +115,8 @@ impl Drop for Place {
 }
 
 impl Acceptor {
-    pub(super) fn start<L: Listener, V: Service<L::Stream>>(
-        listener: L,
-        shared: Arc<Shared>,
-        service: V,
-    ) -> io::Result<Self> {
-        listener.set_nonblocking()?;
+    pub(super) fn start<V: Service>(listener: Socket, shared: Arc<Shared>, service: V) -> io::Result<Self> {
+        listener.set_nonblocking(true)?;
         let (wake, woken) = UnixStream::pair()?;
         let connections = Arc::new(Mutex::new(Connections {
             places: Places::new(V::LIMITS),
@@ -192,11 +130,11 @@ impl Acceptor {
                     break;
                 }
                 expire(&all, &service);
-                match listener.next() {
-                    Ok(stream) => admit(&all, stream, &service),
+                match listener.accept() {
+                    Ok((stream, _)) => admit(&all, stream, &service),
                     Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
                     Err(e) => {
-                        // Such as too many open files: connections that end make room.
+                        // Such as too many open files: closed connections make room.
                         tracing::warn!("a connection could not be accepted: {e}");
                         thread::sleep(PAUSE);
                     }
@@ -210,7 +148,7 @@ impl Acceptor {
         })
     }
 
-    /// Accepts no more, has all requests answered, and waits until all connections have ended.
+    /// Stops accepting, lets all requests be answered, and waits until all connections are closed.
     pub(super) fn end(self) {
         drop(self.wake);
         let _ = self.thread.join();
@@ -229,7 +167,7 @@ impl Acceptor {
     }
 }
 
-/// Waits for a connection or a deadline; false when it is to end.
+/// Waits for a connection or a deadline; false: stop.
 fn wait(listener: &impl AsFd, woken: &UnixStream, deadline: Option<Instant>) -> bool {
     let mut fds = [
         PollFd::new(listener.as_fd(), PollFlags::POLLIN),
@@ -238,12 +176,12 @@ fn wait(listener: &impl AsFd, woken: &UnixStream, deadline: Option<Instant>) -> 
     let left = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
     // Rounded up, so that the deadline has passed afterwards.
     let timeout = deadline.map(|at| PollTimeout::try_from(left(at).as_millis() + 1).unwrap_or(PollTimeout::MAX));
-    // When it is interrupted it is tried again.
+    // An interrupted poll is repeated by the caller.
     let _ = poll(&mut fds, timeout.unwrap_or(PollTimeout::NONE));
     fds[1].any() != Some(true)
 }
 
-fn expire<S, V: Service<S>>(all: &Mutex<Connections>, service: &V) {
+fn expire<V: Service>(all: &Mutex<Connections>, service: &V) {
     let mut all = all.lock();
     let late = all.places.expire(V::FIRST_REQUEST, Instant::now());
     if !late.is_empty() {
@@ -251,7 +189,7 @@ fn expire<S, V: Service<S>>(all: &Mutex<Connections>, service: &V) {
     }
 }
 
-fn admit<S: Stream>(all: &Arc<Mutex<Connections>>, stream: S, service: &impl Service<S>) {
+fn admit(all: &Arc<Mutex<Connections>>, stream: Socket, service: &impl Service) {
     let mut connections = all.lock();
     connections
         .threads
@@ -266,7 +204,7 @@ fn admit<S: Stream>(all: &Arc<Mutex<Connections>>, stream: S, service: &impl Ser
         Ok(entered) => entered,
         Err(text) => {
             // A new socket has room for a line.
-            let _ = stream.write(text.as_bytes());
+            let _ = (&stream).write(text.as_bytes());
             return;
         }
     };
@@ -293,7 +231,7 @@ fn admit<S: Stream>(all: &Arc<Mutex<Connections>>, stream: S, service: &impl Ser
             thread,
             end: Box::new(move |text, how| {
                 // Nothing has been written to a half-open connection: it has room for a line.
-                let _ = other.write(text.as_bytes());
+                let _ = (&other).write(text.as_bytes());
                 let _ = other.shutdown(how);
             }),
         }),

@@ -9,22 +9,20 @@ use std::{
 
 use indicatif::{ProgressBar, ProgressStyle};
 use nix::unistd::geteuid;
+use rnbd_host::control::{Greeting, ProcessRequest, Refused, Request, VERSION};
 use roce_verbs::shown;
-use serde::de::DeserializeOwned;
-use serde_json::{Value, json};
+use serde::{Serialize, de::DeserializeOwned};
+use serde_json::Value;
 
 use crate::{
-    control::{
-        VERSION,
-        address::{connect, usual_place},
-    },
+    control::address::{connect, usual_place},
     output::Failure,
     signals::Stop,
 };
 
-/// How often a wait checks whether the user wants to end.
+/// Interval at which a wait checks for signals.
 const LOOK: Duration = Duration::from_millis(100);
-/// After this time the user is shown that the answer is awaited.
+/// Time without an answer after which progress is shown.
 const SILENCE: Duration = Duration::from_secs(1);
 /// Bytes of an answer at most.
 const MAX_ANSWER: u64 = 256 << 20;
@@ -32,31 +30,19 @@ const MAX_ANSWER: u64 = 256 << 20;
 /// A connection to a process.
 pub(super) struct Client {
     stream: BufReader<UnixStream>,
-    asked: u64,
+    /// Requests so far.
+    requests: u64,
     stop: Stop,
-    pub(super) hello: Hello,
+    pub(super) greeting: Greeting,
 }
 
-/// Greeting of the process.
-#[derive(Clone, Default, serde::Deserialize)]
-pub(super) struct Hello {
-    pub(super) maps: bool,
-    pub(super) serves: bool,
-}
-
-/// A request that was refused.
-pub(super) struct NotDone {
-    pub(super) errno: i64,
-    pub(super) text: String,
-}
-
-impl From<NotDone> for Failure {
-    fn from(refused: NotDone) -> Self {
-        Self::failed(refused.text)
+impl From<Refused> for Failure {
+    fn from(refused: Refused) -> Self {
+        Self::failed(shown(&refused.text).to_string())
     }
 }
 
-/// Progress that a user is shown while an answer is long in coming.
+/// Progress display of a request that takes long.
 struct Progress {
     since: Instant,
     bar: Option<ProgressBar>,
@@ -73,7 +59,7 @@ impl Progress {
         }
     }
 
-    fn hear(&mut self, event: &Value) {
+    fn event(&mut self, event: &Value) {
         if let Some(line) = event["text"].as_str().and_then(|text| text.lines().next()) {
             self.event = format!(", {}", shown(line));
         }
@@ -102,17 +88,17 @@ impl Drop for Progress {
     }
 }
 
-/// A line that came.
+/// Result of waiting for a line.
 enum Line {
     Json(Value),
     /// The process has closed the connection.
     End,
-    /// The user wants to end.
+    /// Interrupted by a signal.
     Stopped,
 }
 
 impl Client {
-    /// Connects to this socket, or to the one that there usually is.
+    /// Connects to this socket, or to the default one.
     pub(super) fn connect(socket: Option<&Path>) -> Result<Self, Failure> {
         let path = socket.map_or_else(usual_place, Path::to_owned);
         let stream = connect(&path).map_err(|e| not_connected(&path, &e))?;
@@ -120,62 +106,76 @@ impl Client {
         set.map_err(|e| Failure::failed(format!("{}: {e}", path.display())))?;
         let mut this = Self {
             stream: BufReader::new(stream),
-            asked: 0,
+            requests: 0,
             stop: Stop::on_signals()?,
-            hello: Hello::default(),
+            greeting: Greeting::default(),
         };
-        let hello = this.ask(json!({ "do": "hello", "version": VERSION }))?;
-        this.hello = read(hello)?;
+        let greeting: Value = this.ask(ProcessRequest::Hello { version: VERSION })?;
+        this.greeting = check_version(greeting)?;
         Ok(this)
     }
 
     /// Subscribes to events, to show them while a request takes long.
     pub(super) fn follow(&mut self) -> Result<(), Failure> {
         match io::stderr().is_terminal() {
-            true => self.ask(json!({ "do": "subscribe" })).map(drop),
+            true => self.done(ProcessRequest::Subscribe {}),
             false => Ok(()),
         }
     }
 
-    /// Asks, and is not refused.
-    pub(super) fn ask(&mut self, request: Value) -> Result<Value, Failure> {
+    /// Sends a request whose answer has no fields.
+    pub(super) fn done(&mut self, request: impl Into<Request>) -> Result<(), Failure> {
+        self.ask::<Value>(request).map(drop)
+    }
+
+    /// Sends a request; a refusal is a failure.
+    pub(super) fn ask<T: DeserializeOwned>(&mut self, request: impl Into<Request>) -> Result<T, Failure> {
         Ok(self.try_ask(request)??)
     }
 
-    /// Asks; the answer, or why it was refused.
-    pub(super) fn try_ask(&mut self, mut request: Value) -> Result<Result<Value, NotDone>, Failure> {
-        self.asked += 1;
-        request["id"] = self.asked.into();
-        // A process that has refused the connection has said why, though it reads no more.
-        let sent = self.stream.get_mut().write_all(format!("{request}\n").as_bytes());
+    /// Sends a request, and returns its answer or its refusal.
+    pub(super) fn try_ask<T: DeserializeOwned>(
+        &mut self,
+        request: impl Into<Request>,
+    ) -> Result<Result<T, Refused>, Failure> {
+        self.requests += 1;
+        let line = Numbered {
+            id: self.requests,
+            request: request.into(),
+        };
+        let mut line = serde_json::to_vec(&line).map_err(|e| Failure::failed(format!("the request: {e}")))?;
+        line.push(b'\n');
+        // A process that has refused the connection has sent the reason, though it reads no more.
+        let sent = self.stream.get_mut().write_all(&line);
         let mut progress = Progress::new();
         loop {
-            let answer = match self.line(|| progress.show())? {
+            let mut answer = match self.line(|| progress.show())? {
                 Line::Json(answer) => answer,
                 Line::Stopped => return Err(Failure::reported(130)),
                 Line::End => {
                     let why = sent.err().map_or(String::new(), |e| format!(": {e}"));
-                    return Err(Failure::failed(format!("the process has ended the connection{why}")));
+                    return Err(Failure::failed(format!("the process has closed the connection{why}")));
                 }
             };
             if answer["event"] != "answer" {
-                progress.hear(&answer);
+                progress.event(&answer);
                 continue;
             }
-            if answer["id"] != self.asked && !answer["id"].is_null() {
+            if answer["id"] != self.requests && !answer["id"].is_null() {
                 continue;
             }
-            return Ok(match answer["ok"] == true {
-                true => Ok(answer),
-                false => Err(NotDone {
-                    errno: answer["errno"].as_i64().unwrap_or_default(),
-                    text: shown(answer["error"].as_str().unwrap_or("refused")).to_string(),
-                }),
+            let done = answer["ok"] == true;
+            if let Some(fields) = answer.as_object_mut() {
+                fields.retain(|name, _| !["event", "id", "ok"].contains(&name.as_str()));
+            }
+            return Ok(match done {
+                true => Ok(read(answer)?),
+                false => Err(read(answer)?),
             });
         }
     }
 
-    /// The next event; `None`: there are no more. `Stopped` by the user, it is no failure.
+    /// Waits for the next event; `None`: the connection is closed. A signal ends the command with status 0.
     pub(super) fn event(&mut self) -> Result<Option<Value>, Failure> {
         match self.line(|| ())? {
             Line::Json(event) => Ok(Some(event)),
@@ -197,7 +197,7 @@ impl Client {
                     waiting();
                 }
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                // It has ended while something of ours was on its way to it.
+                // The process has exited with a request of ours unread.
                 Err(e) if e.kind() == io::ErrorKind::ConnectionReset => break,
                 Err(e) => return Err(Failure::failed(format!("the connection: {e}"))),
             }
@@ -208,13 +208,33 @@ impl Client {
         let parsed = serde_json::from_slice(&bytes);
         parsed
             .map(Line::Json)
-            .map_err(|e| Failure::failed(format!("this is no control socket of ferroce: {e}")))
+            .map_err(|e| Failure::failed(format!("not a control socket of ferroce: {e}")))
     }
 }
 
-/// Takes what an answer has in it.
-pub(super) fn read<T: DeserializeOwned>(answer: Value) -> Result<T, Failure> {
-    serde_json::from_value(answer).map_err(|e| Failure::failed(format!("the answer is not understood: {e}")))
+/// A request with the number that its answer has.
+#[derive(Serialize)]
+struct Numbered {
+    id: u64,
+    #[serde(flatten)]
+    request: Request,
+}
+
+fn read<T: DeserializeOwned>(answer: Value) -> Result<T, Failure> {
+    serde_json::from_value(answer).map_err(|e| Failure::failed(format!("malformed answer: {e}")))
+}
+
+/// Reads a greeting of our version.
+fn check_version(greeting: Value) -> Result<Greeting, Failure> {
+    match &greeting["version"] {
+        version if *version == VERSION => read(greeting),
+        version => Err(Failure::failed(format!(
+            "the process, {}, has version {version} of the control protocol, this program, ferroce {}, has {VERSION}: use the `ferroce` that \
+             started it",
+            shown(greeting["program"].as_str().unwrap_or("unknown")),
+            env!("CARGO_PKG_VERSION"),
+        ))),
+    }
 }
 
 fn not_connected(path: &Path, e: &io::Error) -> Failure {
@@ -238,4 +258,27 @@ fn not_connected(path: &Path, e: &io::Error) -> Failure {
         _ => String::new(),
     };
     Failure::failed(format!("control socket {}: {e}{hint}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_process_of_another_version_is_refused_with_both_versions() {
+        let mut greeting = json!({ "version": VERSION, "program": "ferroce 9", "pid": 1, "maps": true, "serves": false, "sysfs": null });
+        assert!(check_version(greeting.clone()).unwrap().maps);
+        greeting = json!({ "version": VERSION + 1, "program": "ferroce 9", "surprise": [] });
+        let text = check_version(greeting).unwrap_err();
+        let text = text.text().unwrap();
+        for part in [
+            "ferroce 9",
+            &format!("version {}", VERSION + 1),
+            &format!("has {VERSION}"),
+        ] {
+            assert!(text.contains(part), "{text}");
+        }
+    }
 }

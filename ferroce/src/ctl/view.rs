@@ -1,233 +1,299 @@
-//! Listings and events.
+//! Listings, counters and details of devices, sessions and paths.
 
-use serde_json::Value;
+use rnbd_host::control::{
+    ClientPath, ClientSession, LoopTotals, MapListing, MapRequest, MappedDevice, MappedPath, Named, OpenDevice,
+    Request, ServeRequest, on_loss_text,
+};
+use serde_json::{Value, json};
 
 use super::{
-    What,
+    args::What,
     client::Client,
-    model::{All, Device, Mapping, OpenDevice, Path, ServedPath, Session},
-    table::{facts, print},
+    state::{All, client_path_name},
+    table,
 };
-use crate::output::{self, Failure};
+use crate::output::{self, Failure, bytes};
 
-/// Lists what there is of these.
-pub(super) fn list(client: &mut Client, what: Option<What>, json: bool) -> Result<(), Failure> {
-    let all = All::of(client)?;
-    let wants = |one: What| what.is_none_or(|what| what == one);
-    if json {
-        return output::json(&listed(&all, what));
-    }
-    let mut sections: Vec<(&[&str], Vec<Vec<String>>)> = Vec::new();
-    if client.hello.maps {
-        if wants(What::Devices) {
-            sections.push((DEVICE, mapped_rows(&all)));
-        }
-        if wants(What::Sessions) {
-            sections.push((SESSION, all.mappings.iter().map(session_row).collect()));
-        }
-        if wants(What::Paths) {
-            let rows = all.mappings.iter().flat_map(|m| m.paths.iter().map(|p| path_row(m, p)));
-            sections.push((PATH, rows.collect()));
-        }
-    }
-    if client.hello.serves {
-        if wants(What::Devices) {
-            sections.push((OPEN, all.open.iter().map(open_row).collect()));
-        }
-        if wants(What::Sessions) {
-            sections.push((CLIENT, all.sessions.iter().map(|s| client_row(&all, s)).collect()));
-        }
-        if wants(What::Paths) {
-            let rows = all
-                .sessions
-                .iter()
-                .flat_map(|s| s.paths.iter().map(|p| served_row(s, p)));
-            sections.push((SERVED, rows.collect()));
-        }
-    }
-    if sections.is_empty() {
-        return output::line("nothing runs there yet");
-    }
-    for (n, (heads, rows)) in sections.into_iter().enumerate() {
-        if n > 0 {
-            output::line("")?;
-        }
-        print(heads, &rows)?;
-    }
-    Ok(())
-}
+/// Commands that show a column: `list`, `stats`, `show`.
+type Views = u8;
+const LIST: Views = 1;
+const STATS: Views = 2;
+const SHOW: Views = 4;
 
-/// Returns the listings that are wanted.
-fn listed(all: &All, what: Option<What>) -> Value {
-    let mut json = all.json.clone();
-    let Some(what) = what else { return json };
-    let (of_mapping, of_server) = match what {
-        What::Devices => ("devices", "devices"),
-        What::Sessions => ("", "sessions"),
-        What::Paths => ("paths", "sessions"),
-    };
-    for mapping in json["mappings"].as_array_mut().into_iter().flatten() {
-        let Some(fields) = mapping.as_object_mut() else {
-            continue;
-        };
-        match what {
-            What::Sessions => fields.retain(|name, _| name != "devices" && name != "paths"),
-            What::Devices | What::Paths => fields.retain(|name, _| name == "session" || name == of_mapping),
-        }
-    }
-    if let Some(fields) = json.as_object_mut() {
-        fields.retain(|name, value| (name == "mappings" && !value.is_null()) || name == of_server);
-    }
-    json
-}
+/// A column of `list` and `stats`, and a line of `show`: a fact of a `T`, which belongs to a `P`.
+struct Column<P, T>(&'static str, Views, fn(&P, &T) -> String);
 
-const DEVICE: &[&str] = &[
-    "DEVICE", "BLOCK", "SESSION", "STATE", "MODE", "SIZE", "CLIENTS", "WAITING", "READ", "WRITTEN",
-];
-const SESSION: &[&str] = &[
-    "SESSION",
-    "POLICY",
-    "PATHS",
-    "DEVICES",
-    "DEPTH",
-    "MAX IO",
-    "RECONNECTS",
-    "DELAY",
-];
-const PATH: &[&str] = &[
-    "PATH",
-    "SESSION",
-    "STATE",
-    "LATENCY",
-    "IN FLIGHT",
-    "READ",
-    "WRITTEN",
-    "FAILOVERS",
-    "RECONNECTS",
-];
-const OPEN: &[&str] = &["OPEN DEVICE", "SESSION", "CLIENT", "MODE", "SIZE", "IMAGE"];
-const CLIENT: &[&str] = &["CLIENT SESSION", "PATHS", "DEVICES"];
-const SERVED: &[&str] = &[
-    "CLIENT PATH",
-    "SESSION",
-    "STATE",
-    "CONNECTIONS",
-    "REQUESTS",
-    "READ",
-    "WRITTEN",
+const DEVICE: &[Column<MapListing, MappedDevice>] = &[
+    Column("device", LIST | SHOW, |_, d| d.name.clone()),
+    Column("block", LIST | SHOW, |_, d| d.block.clone().unwrap_or_default()),
+    Column("session", LIST | SHOW, |m, _| m.session.clone()),
+    Column("state", LIST | SHOW, |_, d| d.state.name().to_owned()),
+    Column("mode", LIST | SHOW, |_, d| d.mode.to_string()),
+    Column("size", LIST | SHOW, |_, d| size(d.bytes)),
+    Column("block size", SHOW, |_, d| number(d.block_size)),
+    Column("on loss", SHOW, |_, d| on_loss_text(d.on_loss)),
+    Column("clients", LIST | SHOW, |_, d| d.clients.to_string()),
+    Column("waiting", LIST | SHOW, |_, d| d.waiting.to_string()),
+    Column("requests", SHOW, |_, d| d.counters.completed.to_string()),
+    Column("failed", SHOW, |_, d| d.counters.failed.to_string()),
+    Column("reads", SHOW, |_, d| d.counters.reads.to_string()),
+    Column("read", LIST | SHOW, |_, d| bytes(d.counters.read_bytes)),
+    Column("writes", SHOW, |_, d| d.counters.writes.to_string()),
+    Column("written", LIST | SHOW, |_, d| bytes(d.counters.written_bytes)),
+    Column("sent again", SHOW, |_, d| d.counters.repeated.to_string()),
+    Column("writes lost", SHOW, |_, d| d.counters.lost.to_string()),
 ];
 
-fn size(bytes: Option<u64>) -> String {
-    bytes.map_or_else(|| "-".into(), output::bytes)
-}
+const SESSION: &[Column<All, MapListing>] = &[
+    Column("session", LIST | SHOW, |_, m| m.session.clone()),
+    Column("port", SHOW, |_, m| m.port.to_string()),
+    Column("policy", LIST | SHOW, |_, m| m.policy.to_string()),
+    Column("paths", LIST, |_, m| up(m.paths.iter().map(|p| p.state.name()))),
+    Column("paths", SHOW, |_, m| {
+        joined(m.paths.iter().map(|p| named(&p.addr, p.state)))
+    }),
+    Column("devices", LIST, |_, m| m.devices.len().to_string()),
+    Column("devices", SHOW, |_, m| joined(m.devices.iter().map(|d| d.name.clone()))),
+    Column("depth", LIST | SHOW, |_, m| number(m.queue_depth)),
+    Column("max io", LIST | SHOW, |_, m| size(m.max_io_bytes.map(u64::from))),
+    Column("reconnects", LIST | SHOW, |_, m| attempts(m)),
+    Column("delay", LIST | SHOW, |_, m| {
+        format!("{} s", m.reconnect_delay.as_secs_f64())
+    }),
+];
 
-fn mapped_rows(all: &All) -> Vec<Vec<String>> {
-    let devices = all.mappings.iter().flat_map(|m| m.devices.iter().map(move |d| (m, d)));
-    let row = |(mapping, device): (&Mapping, &Device)| {
-        vec![
-            device.name.clone(),
-            device.block.clone().unwrap_or_default(),
-            mapping.session.clone(),
-            device.state.clone(),
-            device.mode.clone(),
-            size(device.bytes),
-            device.clients.to_string(),
-            device.waiting.to_string(),
-            output::bytes(device.read_bytes),
-            output::bytes(device.written_bytes),
-        ]
-    };
-    devices.map(row).collect()
-}
+const PATH: &[Column<MapListing, MappedPath>] = &[
+    Column("path", LIST | STATS | SHOW, |_, p| p.addr.to_string()),
+    Column("port", SHOW, |_, p| p.addr.dst.port().to_string()),
+    Column("session", LIST | SHOW, |m, _| m.session.clone()),
+    Column("state", LIST | SHOW, |_, p| p.state.name().to_owned()),
+    Column("device", SHOW, |_, p| device(p.device.as_ref())),
+    Column("keys of reads", SHOW, |_, p| {
+        p.keys.clone().unwrap_or_else(|| "-".into())
+    }),
+    Column("latency", LIST | SHOW, |_, p| latency(p)),
+    Column("reads", STATS | SHOW, |_, p| p.stats.rdma.reads.to_string()),
+    Column("read bytes", STATS, |_, p| p.stats.rdma.read_bytes.to_string()),
+    Column("writes", STATS | SHOW, |_, p| p.stats.rdma.writes.to_string()),
+    Column("write bytes", STATS, |_, p| p.stats.rdma.write_bytes.to_string()),
+    Column("in flight", LIST | STATS | SHOW, |_, p| p.in_flight.to_string()),
+    Column("read", LIST | SHOW, |_, p| bytes(p.stats.rdma.read_bytes)),
+    Column("written", LIST | SHOW, |_, p| bytes(p.stats.rdma.write_bytes)),
+    Column("failovers", LIST | STATS | SHOW, |_, p| p.stats.failovers.to_string()),
+    Column("reconnects", LIST | STATS | SHOW, |_, p| p.stats.reconnects.to_string()),
+    Column("failed", STATS | SHOW, |_, p| p.stats.failed_reconnects.to_string()),
+];
 
-fn up<'a>(states: impl Iterator<Item = &'a String>) -> String {
-    let (mut up, mut all) = (0, 0);
-    for state in states {
-        up += u32::from(state == "connected");
-        all += 1;
-    }
-    format!("{up} of {all} up")
-}
+const OPEN_DEVICE: &[Column<All, OpenDevice>] = &[
+    Column("open device", LIST | SHOW, |_, d| d.name.clone()),
+    Column("session", LIST | SHOW, |_, d| d.session_name.clone()),
+    Column("client", LIST | SHOW, |_, d| d.client.to_string()),
+    Column("number", SHOW, |_, d| d.device.to_string()),
+    Column("mode", LIST | SHOW, |_, d| d.mode.to_string()),
+    Column("size", LIST | SHOW, |_, d| bytes(d.bytes)),
+    Column("image", LIST | SHOW, |_, d| d.image.clone()),
+];
 
-fn attempts(mapping: &Mapping) -> String {
-    match mapping.max_reconnects {
-        -1 => "no limit".into(),
-        n => n.to_string(),
-    }
+const CLIENT_SESSION: &[Column<All, ClientSession>] = &[
+    Column("client session", LIST | SHOW, |_, s| s.name.clone()),
+    Column("number", SHOW, |_, s| s.session.0.to_string()),
+    Column("paths", LIST, |_, s| up(s.paths.iter().map(|p| p.state.name()))),
+    Column("paths", SHOW, |_, s| {
+        joined(s.paths.iter().map(|p| named(&client_path_name(p), p.state)))
+    }),
+    Column("devices", LIST, |all, s| all.open_of(s).len().to_string()),
+    Column("devices", SHOW, |all, s| {
+        joined(all.open_of(s).iter().map(|d| d.name.clone()))
+    }),
+];
+
+const CLIENT_PATH: &[Column<ClientSession, ClientPath>] = &[
+    Column("client path", LIST | STATS | SHOW, |_, p| client_path_name(p)),
+    Column("session", LIST | STATS | SHOW, |s, _| s.name.clone()),
+    Column("number", SHOW, |_, p| p.path.value().to_string()),
+    Column("state", LIST | SHOW, |_, p| p.state.name().to_owned()),
+    Column("device", SHOW, |_, p| device(p.device.as_ref())),
+    Column("keys of chunks", SHOW, |_, p| p.keys.clone()),
+    Column("connections", LIST | SHOW, |_, p| {
+        format!("{} of {}", p.established, p.connections)
+    }),
+    Column("reads", STATS | SHOW, |_, p| p.rdma.reads.to_string()),
+    Column("read bytes", STATS, |_, p| p.rdma.read_bytes.to_string()),
+    Column("writes", STATS | SHOW, |_, p| p.rdma.writes.to_string()),
+    Column("write bytes", STATS, |_, p| p.rdma.write_bytes.to_string()),
+    Column("requests", LIST | STATS | SHOW, |_, p| p.requests.to_string()),
+    Column("read", LIST | SHOW, |_, p| bytes(p.rdma.read_bytes)),
+    Column("written", LIST | SHOW, |_, p| bytes(p.rdma.write_bytes)),
+];
+
+fn size(size: Option<u64>) -> String {
+    size.map_or_else(|| "-".into(), bytes)
 }
 
 fn number(number: Option<u32>) -> String {
     number.map_or_else(|| "-".into(), |n| n.to_string())
 }
 
-fn session_row(mapping: &Mapping) -> Vec<String> {
-    vec![
-        mapping.session.clone(),
-        mapping.policy.clone(),
-        up(mapping.paths.iter().map(|p| &p.state)),
-        mapping.devices.len().to_string(),
-        number(mapping.queue_depth),
-        size(mapping.max_io_bytes),
-        attempts(mapping),
-        format!("{} s", mapping.reconnect_delay),
-    ]
+fn attempts(mapping: &MapListing) -> String {
+    match mapping.max_reconnects {
+        -1 => "no limit".into(),
+        n => n.to_string(),
+    }
 }
 
-fn latency(path: &Path) -> String {
-    path.latency_us.map_or_else(|| "-".into(), |us| format!("{us} us"))
+fn latency(path: &MappedPath) -> String {
+    path.latency
+        .map_or_else(|| "-".into(), |latency| format!("{} us", latency.as_micros()))
 }
 
-fn path_row(mapping: &Mapping, path: &Path) -> Vec<String> {
-    vec![
-        path.path.clone(),
-        mapping.session.clone(),
-        path.state.clone(),
-        latency(path),
-        path.in_flight.to_string(),
-        output::bytes(path.read_bytes),
-        output::bytes(path.write_bytes),
-        path.failovers.to_string(),
-        path.reconnects.to_string(),
-    ]
+/// Name of an RDMA device of the host.
+fn device(name: Option<&String>) -> String {
+    name.map_or_else(|| "in software".into(), Clone::clone)
 }
 
-fn open_row(device: &OpenDevice) -> Vec<String> {
-    vec![
-        device.name.clone(),
-        device.session_name.clone(),
-        device.client.clone(),
-        device.mode.clone(),
-        output::bytes(device.bytes),
-        device.image.clone(),
-    ]
+fn named(path: &impl std::fmt::Display, state: impl Named) -> String {
+    format!("{path} ({})", state.name())
 }
 
-fn client_row(all: &All, session: &Session) -> Vec<String> {
-    let open = all
-        .open
-        .iter()
-        .filter(|d| (d.server, d.session) == (session.server, session.session))
-        .count();
-    vec![
-        session.name.clone(),
-        up(session.paths.iter().map(|p| &p.state)),
-        open.to_string(),
-    ]
+fn joined(texts: impl Iterator<Item = String>) -> String {
+    texts.collect::<Vec<_>>().join(", ")
 }
 
-fn served_row(session: &Session, path: &ServedPath) -> Vec<String> {
-    vec![
-        path.name(),
-        session.name.clone(),
-        path.state.clone(),
-        format!("{} of {}", path.made, path.connections),
-        path.requests.to_string(),
-        output::bytes(path.read_bytes),
-        output::bytes(path.write_bytes),
-    ]
+fn up(states: impl Iterator<Item = &'static str>) -> String {
+    let states: Vec<_> = states.collect();
+    let up = states.iter().filter(|state| **state == "connected").count();
+    format!("{up} of {} up", states.len())
 }
 
-/// Among what a name is looked for.
+/// Prints tables and details, with an empty line between them.
+#[derive(Default)]
+struct Printer {
+    printed: bool,
+}
+
+impl Printer {
+    fn next(&mut self) -> Result<(), Failure> {
+        match std::mem::replace(&mut self.printed, true) {
+            true => output::line(""),
+            false => Ok(()),
+        }
+    }
+
+    /// Prints objects as a table.
+    fn table<P, T>(&mut self, columns: &[Column<P, T>], view: Views, objects: &[(&P, &T)]) -> Result<(), Failure> {
+        self.next()?;
+        let columns: Vec<_> = columns.iter().filter(|column| column.1 & view != 0).collect();
+        let heads: Vec<_> = columns.iter().map(|column| column.0.to_uppercase()).collect();
+        let row = |(parent, object): &(&P, &T)| columns.iter().map(|column| (column.2)(parent, object)).collect();
+        table::print(heads, objects.iter().map(row).collect())
+    }
+}
+
+/// Lists all devices, sessions and paths, or those of one kind.
+pub(super) fn list(client: &mut Client, what: Option<What>, json: bool) -> Result<(), Failure> {
+    let all = All::of(client)?;
+    if json {
+        return match what {
+            None => output::json(&all),
+            Some(what) => output::json(&listed(&all, what)),
+        };
+    }
+    let wants = |one: What| what.is_none_or(|what| what == one);
+    let mut printer = Printer::default();
+    if client.greeting.maps {
+        if wants(What::Devices) {
+            printer.table(DEVICE, LIST, &all.all_mapped())?;
+        }
+        if wants(What::Sessions) {
+            printer.table(SESSION, LIST, &all.with(&all.mappings))?;
+        }
+        if wants(What::Paths) {
+            printer.table(PATH, LIST, &all.all_paths())?;
+        }
+    }
+    if client.greeting.serves {
+        if wants(What::Devices) {
+            printer.table(OPEN_DEVICE, LIST, &all.with(&all.open))?;
+        }
+        if wants(What::Sessions) {
+            printer.table(CLIENT_SESSION, LIST, &all.with(&all.sessions))?;
+        }
+        if wants(What::Paths) {
+            printer.table(CLIENT_PATH, LIST, &all.all_client_paths())?;
+        }
+    }
+    match printer.printed {
+        true => Ok(()),
+        false => output::line("nothing is mapped or served by this process yet"),
+    }
+}
+
+/// Returns the listings of one kind.
+fn listed(all: &All, what: What) -> Value {
+    let mappings = all.mappings.iter().map(|mapping| match what {
+        What::Devices => json!({ "session": mapping.session, "devices": mapping.devices }),
+        What::Paths => json!({ "session": mapping.session, "paths": mapping.paths }),
+        What::Sessions => {
+            let mut shown = json!(mapping);
+            if let Some(fields) = shown.as_object_mut() {
+                fields.retain(|name, _| name != "devices" && name != "paths");
+            }
+            shown
+        }
+    });
+    let mappings: Vec<Value> = mappings.collect();
+    match what {
+        What::Devices => json!({ "mappings": mappings, "devices": all.open }),
+        What::Sessions | What::Paths => json!({ "mappings": mappings, "sessions": all.sessions }),
+    }
+}
+
+/// Shows counters.
+pub(super) fn stats(client: &mut Client, json: bool) -> Result<(), Failure> {
+    let all = All::of(client)?;
+    let loops = loops(client, &all)?;
+    if json {
+        let loops: serde_json::Map<_, _> = loops.into_iter().map(|(of, totals)| (of, json!(totals))).collect();
+        let mut shown = json!(all);
+        shown["loops"] = loops.into();
+        return output::json(&shown);
+    }
+    let mut printer = Printer::default();
+    if !all.mappings.is_empty() {
+        printer.table(PATH, STATS, &all.all_paths())?;
+    }
+    if !all.sessions.is_empty() {
+        printer.table(CLIENT_PATH, STATS, &all.all_client_paths())?;
+    }
+    printer.next()?;
+    let facts = loops.iter().map(|(of, totals)| {
+        let counters = totals.0.iter().map(|(name, number)| format!("{name} {number}"));
+        (of.as_str(), joined(counters))
+    });
+    table::facts(&facts.collect::<Vec<_>>())
+}
+
+/// Returns the totals of the loops of each mapping and of each server.
+fn loops(client: &mut Client, all: &All) -> Result<Vec<(String, LoopTotals)>, Failure> {
+    let mut loops = Vec::new();
+    for mapping in &all.mappings {
+        let request = Request::to_mapping(&mapping.session, MapRequest::Stats {});
+        loops.push((format!("session {}", mapping.session), client.ask(request)?));
+    }
+    // Up to the first place without a server.
+    let serves = client.greeting.serves;
+    for place in (0..).take_while(|_| serves) {
+        match client.try_ask(Request::to_server(place, ServeRequest::Stats {}))? {
+            Ok(totals) if place == 0 => loops.push(("server".into(), totals)),
+            Ok(totals) => loops.push((format!("server {}", place + 1), totals)),
+            Err(_) if place > 0 => break,
+            Err(refused) => return Err(refused.into()),
+        }
+    }
+    Ok(loops)
+}
+
+/// Kind of objects that a name stands for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Of {
     Any,
@@ -235,211 +301,55 @@ pub(super) enum Of {
     Path,
 }
 
-/// Shows all that is known of what has this name.
+type Facts = Vec<(&'static str, String)>;
+
+/// Details of an object: its facts, which JSON has with those of its type.
+fn details<P, T: serde::Serialize>(columns: &[Column<P, T>], (parent, object): (&P, &T)) -> (Value, Facts) {
+    let shown = columns.iter().filter(|column| column.1 & SHOW != 0);
+    (
+        json!(object),
+        shown.map(|column| (column.0, (column.2)(parent, object))).collect(),
+    )
+}
+
+/// Shows details of the objects of this name.
 pub(super) fn show(client: &mut Client, of: Of, name: &str, json: bool) -> Result<(), Failure> {
     let all = All::of(client)?;
     let mut found: Vec<(Value, Facts)> = Vec::new();
     if of == Of::Any {
-        found.extend(
-            all.mapped(name)
-                .into_iter()
-                .map(|(m, d)| (in_json(&all, m, d), device_facts(m, d))),
-        );
+        for (mapping, device) in all.mapped(name) {
+            let (mut value, facts) = details(DEVICE, (mapping, device));
+            value["session"] = json!(mapping.session);
+            found.push((value, facts));
+        }
         let open = all.open.iter().filter(|d| d.name == name);
-        found.extend(open.map(|d| {
-            (
-                json_of(&all.json["devices"], "device", d.device, Some(d.session)),
-                open_facts(d),
-            )
-        }));
+        found.extend(open.map(|d| details(OPEN_DEVICE, (&all, d))));
     }
     if of != Of::Path {
         let mappings = all.mappings.iter().filter(|m| m.session == name);
-        found.extend(mappings.map(|m| (named(&all.json["mappings"], "session", &m.session), session_facts(m))));
+        found.extend(mappings.map(|m| details(SESSION, (&all, m))));
         let sessions = all.sessions.iter().filter(|s| s.name == name);
-        found.extend(sessions.map(|s| {
-            (
-                json_of(&all.json["sessions"], "session", s.session, None),
-                client_facts(&all, s),
-            )
-        }));
+        found.extend(sessions.map(|s| details(CLIENT_SESSION, (&all, s))));
     }
     if of != Of::Session {
-        for (mapping, path) in all.paths(None, name) {
-            let of_mapping = named(&all.json["mappings"], "session", &mapping.session);
-            let mut shown = of_mapping["paths"].as_array().cloned().unwrap_or_default();
-            shown.retain(|p| p["path"] == path.path && p["port"] == path.port);
-            found.push((shown.pop().unwrap_or_default(), path_facts(mapping, path)));
-        }
-        for (session, path) in all.served_paths(None, name) {
-            let of_session = json_of(&all.json["sessions"], "session", session.session, None);
-            found.push((
-                json_of(&of_session["paths"], "path", path.path, None),
-                served_facts(session, path),
-            ));
-        }
+        found.extend(all.paths(None, name).into_iter().map(|path| details(PATH, path)));
+        let paths = all.client_paths(None, name).into_iter();
+        found.extend(paths.map(|path| details(CLIENT_PATH, path)));
     }
     if found.is_empty() {
         let names: Vec<_> = all.session_names().into_iter().collect();
         let text = format!("there is no {name:?} (sessions: {})", names.join(", "));
         return Err(Failure::failed(text));
     }
-    for (n, (value, rows)) in found.into_iter().enumerate() {
-        if json {
-            output::json(&value)?;
-            continue;
+    let mut printer = Printer::default();
+    for (value, facts) in found {
+        match json {
+            true => output::json(&value)?,
+            false => {
+                printer.next()?;
+                table::facts(&facts)?;
+            }
         }
-        if n > 0 {
-            output::line("")?;
-        }
-        facts(&rows)?;
     }
     Ok(())
-}
-
-type Facts = Vec<(&'static str, String)>;
-
-fn named(list: &Value, key: &str, name: &str) -> Value {
-    let found = list.as_array().into_iter().flatten().find(|v| v[key] == name);
-    found.cloned().unwrap_or_default()
-}
-
-fn json_of(list: &Value, key: &str, number: u64, session: Option<u64>) -> Value {
-    let is = |v: &&Value| v[key] == number && session.is_none_or(|s| v["session"] == s);
-    list.as_array()
-        .into_iter()
-        .flatten()
-        .find(is)
-        .cloned()
-        .unwrap_or_default()
-}
-
-fn in_json(all: &All, mapping: &Mapping, device: &Device) -> Value {
-    let of_mapping = named(&all.json["mappings"], "session", &mapping.session);
-    let mut shown = named(&of_mapping["devices"], "name", &device.name);
-    shown["session"] = mapping.session.clone().into();
-    shown
-}
-
-fn device_facts(mapping: &Mapping, device: &Device) -> Facts {
-    vec![
-        ("device", device.name.clone()),
-        ("block", device.block.clone().unwrap_or_default()),
-        ("session", mapping.session.clone()),
-        ("state", device.state.clone()),
-        ("access mode", device.mode.clone()),
-        ("size", size(device.bytes)),
-        ("block size", number(device.block_size)),
-        ("on loss", device.on_loss.clone()),
-        ("NBD clients", device.clients.to_string()),
-        ("requests", format!("{} ({} failed)", device.completed, device.failed)),
-        (
-            "reads",
-            format!("{} ({})", device.reads, output::bytes(device.read_bytes)),
-        ),
-        (
-            "writes",
-            format!("{} ({})", device.writes, output::bytes(device.written_bytes)),
-        ),
-        ("sent again", device.repeated.to_string()),
-        ("writes lost", device.lost.to_string()),
-        ("waiting", device.waiting.to_string()),
-    ]
-}
-
-fn open_facts(device: &OpenDevice) -> Facts {
-    vec![
-        ("open device", device.name.clone()),
-        ("session", device.session_name.clone()),
-        ("client", device.client.clone()),
-        ("number", device.device.to_string()),
-        ("access mode", device.mode.clone()),
-        ("size", output::bytes(device.bytes)),
-        ("image", device.image.clone()),
-    ]
-}
-
-fn session_facts(mapping: &Mapping) -> Facts {
-    let devices: Vec<_> = mapping.devices.iter().map(|d| d.name.as_str()).collect();
-    let mut rows = vec![
-        ("session", mapping.session.clone()),
-        ("port", mapping.port.to_string()),
-        ("policy", mapping.policy.clone()),
-        ("queue depth", number(mapping.queue_depth)),
-        ("max I/O", size(mapping.max_io_bytes)),
-        ("reconnect attempts", attempts(mapping)),
-        ("reconnect delay", format!("{} s", mapping.reconnect_delay)),
-        ("devices", devices.join(", ")),
-    ];
-    rows.extend(
-        mapping
-            .paths
-            .iter()
-            .map(|p| ("path", format!("{} ({})", p.path, p.state))),
-    );
-    rows
-}
-
-fn client_facts(all: &All, session: &Session) -> Facts {
-    let open = all
-        .open
-        .iter()
-        .filter(|d| (d.server, d.session) == (session.server, session.session));
-    let devices: Vec<_> = open.map(|d| d.name.as_str()).collect();
-    let mut rows = vec![
-        ("client session", session.name.clone()),
-        ("number", session.session.to_string()),
-        ("devices", devices.join(", ")),
-    ];
-    rows.extend(
-        session
-            .paths
-            .iter()
-            .map(|p| ("path", format!("{} ({})", p.name(), p.state))),
-    );
-    rows
-}
-
-/// An RDMA device of the host, or none.
-fn device(name: Option<&String>) -> String {
-    name.map_or_else(|| "in software".into(), Clone::clone)
-}
-
-fn path_facts(mapping: &Mapping, path: &Path) -> Facts {
-    vec![
-        ("path", path.path.clone()),
-        ("port", path.port.to_string()),
-        ("session", mapping.session.clone()),
-        ("state", path.state.clone()),
-        ("device", device(path.device.as_ref())),
-        ("keys of reads", path.keys.clone().unwrap_or_else(|| "-".into())),
-        ("latency", latency(path)),
-        ("in flight", path.in_flight.to_string()),
-        ("reads", format!("{} ({})", path.reads, output::bytes(path.read_bytes))),
-        (
-            "writes",
-            format!("{} ({})", path.writes, output::bytes(path.write_bytes)),
-        ),
-        ("failovers", path.failovers.to_string()),
-        ("reconnects", path.reconnects.to_string()),
-        ("failed reconnects", path.failed_reconnects.to_string()),
-    ]
-}
-
-fn served_facts(session: &Session, path: &ServedPath) -> Facts {
-    vec![
-        ("client path", path.name()),
-        ("session", session.name.clone()),
-        ("number", path.path.to_string()),
-        ("state", path.state.clone()),
-        ("device", device(path.device.as_ref())),
-        ("keys of chunks", path.keys.clone()),
-        ("connections", format!("{} of {}", path.made, path.connections)),
-        ("requests", path.requests.to_string()),
-        ("reads", format!("{} ({})", path.reads, output::bytes(path.read_bytes))),
-        (
-            "writes",
-            format!("{} ({})", path.writes, output::bytes(path.write_bytes)),
-        ),
-    ]
 }

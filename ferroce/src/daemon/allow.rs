@@ -1,5 +1,5 @@
-//! Tasks that members of the control socket's group may have the daemon start. They are other users than the daemon's: with its rights they
-//! get no more than the `[control]` table of the configuration file allows.
+//! Limits of tasks that members of the control socket's group start. They are other users than the daemon's: of its rights they get only
+//! those that the `[control]` table of the configuration file allows.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -10,45 +10,11 @@ use rnbd_host::control::Refused;
 use super::task::{Job, Kind, Task};
 use crate::{map::MapArgs, output::Failure, serve::ServeArgs};
 
-/// Options that touch no file and open nothing but what sessions of RTRS need.
-const FREE: [&str; 36] = [
-    "access-mode",
-    "addr",
-    "allow",
-    "always-invalidate",
-    "connect-any",
-    "connect-timeout",
-    "connections",
-    "device",
-    "direct",
-    "heartbeat",
-    "max-chunk-size",
-    "max-connections",
-    "max-devices",
-    "max-devices-per-session",
-    "max-paths",
-    "max-reconnects",
-    "max-sessions",
-    "max-sessions-per-client",
-    "mtu",
-    "no-gro",
-    "no-gso",
-    "on-loss",
-    "path",
-    "policy",
-    "queue-depth",
-    "rdma",
-    "reconnect-delay",
-    "ro",
-    "session",
-    "socket-buffer",
-    "spin",
-    "stats-interval",
-    "json",
-    "threads",
-    "tls",
-    "tls-verify-peer",
-];
+/// Options that touch no file, and open nothing but RTRS sessions.
+const FREE: &str = "access-mode addr allow always-invalidate connect-any connect-timeout connections device direct heartbeat \
+    max-chunk-size max-connections max-devices max-devices-per-session max-paths max-reconnects max-sessions \
+    max-sessions-per-client mtu no-gro no-gso on-loss path policy queue-depth rdma reconnect-delay ro session \
+    socket-buffer spin stats-interval json threads tls tls-verify-peer";
 /// Options whose values are checked.
 const CHECKED: [&str; 7] = [
     EXPORT,
@@ -103,7 +69,7 @@ pub(crate) const KEYS: [(Limit, &str, &str, &str); 4] = [
     ),
 ];
 
-/// The table `[control]`: nothing, unless the file says more.
+/// The table `[control]`; by default it allows nothing.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub(crate) struct Allowed {
     /// Files and folders: an export must be one of them, or lie below one.
@@ -112,11 +78,11 @@ pub(crate) struct Allowed {
     pub(super) pcap: Vec<PathBuf>,
     /// Folders of certificates.
     pub(super) tls_certificates: Vec<PathBuf>,
-    /// NBD clients may come by TCP.
+    /// NBD clients may connect by TCP.
     pub(super) nbd_listen: bool,
 }
 
-/// Refuses an option, and names what would allow it.
+/// Refuses an option, and names the key that would allow it.
 fn denied(option: &str, what: &str, key: &str) -> Refused {
     let text = format!(
         "--{option}: {what}. Members of the control socket's group start only what the daemon's configuration file allows: add \
@@ -130,7 +96,7 @@ fn quoted(path: &Path) -> String {
 }
 
 impl Allowed {
-    /// The task that these arguments stand for, if a member may start it. The sockets of its clients are in `sockets`.
+    /// Returns the task with these arguments, if a member may start it. The sockets of its clients are in `sockets`.
     pub(super) fn task(&self, kind: &Kind, mut words: Vec<String>, sockets: &Path) -> Result<Task, Refused> {
         self.check_options(kind, &words)?;
         let task = Task { words: words.clone() };
@@ -138,7 +104,7 @@ impl Allowed {
         match task.job(kind).map_err(invalid)? {
             Job::Serve(args) => {
                 self.check_server(&args)?;
-                // Whatever links become of these paths until they are opened.
+                // Checked again when files are opened: links may change until then.
                 words.extend(self.export.iter().map(root_option));
             }
             Job::Map(args) => {
@@ -152,10 +118,8 @@ impl Allowed {
     fn check_options(&self, kind: &Kind, words: &[String]) -> Result<(), Refused> {
         let given = kind.given(words);
         let given = given.map_err(|e| Refused::new(Errno::EINVAL, e.text().unwrap_or_default()))?;
-        match given
-            .iter()
-            .find(|o| !FREE.contains(&&***o) && !CHECKED.contains(&&***o))
-        {
+        let is_known = |option: &&String| FREE.split(' ').chain(CHECKED).any(|known| known == *option);
+        match given.iter().find(|option| !is_known(option)) {
             None => Ok(()),
             Some(option) => {
                 let text = format!("--{option} is not for tasks that members of the control socket's group start");
@@ -212,7 +176,7 @@ impl Allowed {
     }
 }
 
-/// The option that keeps exports below a root.
+/// Returns the option that keeps exports below a root.
 fn root_option(root: &FolderSpec) -> String {
     let path = root.path.display().to_string().replace(',', ",,");
     let access = if root.read_only { ",ro" } else { "" };
@@ -227,7 +191,7 @@ fn is_below(path: &Path, root: &Path) -> bool {
     is_plain(path) && path.starts_with(root)
 }
 
-/// In the folder itself, whose owner alone can put links there.
+/// Whether a path is in the folder itself, where only its owner can create links.
 fn is_child(path: &Path, folder: &Path) -> bool {
     is_plain(path) && path.file_name().is_some() && path.parent() == Some(folder)
 }
@@ -388,7 +352,11 @@ mod tests {
         for kind in [Kind::Serve, Kind::Map] {
             for arg in kind.command().get_arguments() {
                 let long = arg.get_long().expect("a long option");
-                let known = [&FREE[..], &CHECKED, OF_THE_DAEMON].concat();
+                let known: Vec<_> = FREE
+                    .split(' ')
+                    .chain(CHECKED)
+                    .chain(OF_THE_DAEMON.iter().copied())
+                    .collect();
                 assert!(known.contains(&long), "--{long}: may members start a task with it?");
             }
         }

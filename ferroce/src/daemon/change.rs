@@ -1,6 +1,6 @@
-//! Changes of a task by a reload: as much as possible is changed while it runs.
+//! Changes of a task by a reload, while it runs if possible.
 
-use rnbd_host::{control::map::MapRequest, map::MapDevice};
+use rnbd_host::control::{MapDevice, MapRequest, signed_attempts};
 
 use super::task::{Job, Kind, Task};
 use crate::{
@@ -9,21 +9,21 @@ use crate::{
     output::Failure,
 };
 
-/// How a task becomes another.
+/// Steps that turn a task into another.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Change {
-    /// The mapping gets these requests, one after the other.
+    /// These requests to the mapping, in their order.
     Map(Vec<MapRequest>),
-    /// The server gets another table of exports.
+    /// Another table of exports of the server.
     Exports,
-    /// It ends and starts again.
+    /// A restart.
     Restart,
 }
 
-/// Options of a server that can be changed.
+/// Options of a server that can change while it runs.
 const OF_SERVERS: [&str; 1] = ["export"];
 
-/// How `old` becomes `new`. Blocks while a name is resolved that the task does not have yet in `resolver`.
+/// Finds the steps from `old` to `new`. Blocks while it resolves names that are not in `resolver` yet.
 ///
 /// # Errors
 /// When a name of a path can't be resolved, or there is no route to a server.
@@ -40,7 +40,7 @@ pub(crate) fn change(kind: &Kind, old: &Task, new: &Task, resolver: &Resolver) -
 
 fn mapping(old: &MapArgs, new: &MapArgs, resolver: &Resolver) -> Result<Change, Failure> {
     let (old, new) = (old.changeable(resolver)?, new.changeable(resolver)?);
-    // The device without a name is one as long as the mapping lasts.
+    // The default device stays the same as long as the mapping runs.
     let first = |c: &Changeable| c.devices.first().cloned();
     if first(&old) != first(&new) {
         return Ok(Change::Restart);
@@ -51,21 +51,27 @@ fn mapping(old: &MapArgs, new: &MapArgs, resolver: &Resolver) -> Result<Change, 
 fn requests(old: &Changeable, new: &Changeable) -> Vec<MapRequest> {
     let mut requests = Vec::new();
     if old.lasting.policy != new.lasting.policy {
-        requests.push(MapRequest::SetPolicy(new.lasting.policy));
+        requests.push(MapRequest::SetPolicy {
+            policy: new.lasting.policy,
+        });
     }
     let reconnects = |c: &Changeable| (c.lasting.max_reconnects, c.lasting.reconnect_delay);
     if reconnects(old) != reconnects(new) {
-        let (attempts, delay) = reconnects(new);
-        requests.push(MapRequest::SetReconnects { attempts, delay });
+        requests.push(MapRequest::SetReconnects {
+            attempts: Some(signed_attempts(new.lasting.max_reconnects)),
+            delay: Some(new.lasting.reconnect_delay),
+        });
     }
     if old.lasting.on_loss != new.lasting.on_loss {
-        requests.push(MapRequest::SetOnLoss(new.lasting.on_loss));
+        requests.push(MapRequest::SetOnLoss {
+            on_loss: new.lasting.on_loss,
+        });
     }
-    // New paths first, so that there is always one; and old devices first, which others may have the places of.
+    // New paths first, so that one is always up. Old devices first, as others may take their places.
     let more = new.paths.iter().filter(|path| !old.paths.contains(path));
-    requests.extend(more.map(|path| MapRequest::AddPath(*path)));
+    requests.extend(more.map(|path| MapRequest::AddPath { path: *path }));
     let less = old.paths.iter().filter(|path| !new.paths.contains(path));
-    requests.extend(less.map(|path| MapRequest::RemovePath(*path)));
+    requests.extend(less.map(|path| MapRequest::RemovePath { path: *path }));
     let less = old.devices.iter().filter(|device| !new.devices.contains(device));
     requests.extend(less.map(|device| MapRequest::Unmap {
         device: device.name.clone(),
@@ -76,7 +82,7 @@ fn requests(old: &Changeable, new: &Changeable) -> Vec<MapRequest> {
     requests
 }
 
-/// Of these requests, those for devices that are not yet as they ask for.
+/// Drops requests for devices that are already as requested.
 pub(crate) fn still_to_do(mut requests: Vec<MapRequest>, mapped: &[MapDevice]) -> Vec<MapRequest> {
     let mut as_wanted = mapped.to_vec();
     as_wanted.retain(|device| requests.contains(&MapRequest::Map(device.clone())));
@@ -127,15 +133,17 @@ mod tests {
         ];
         let Change::Map(requests) = to(&new) else { panic!() };
         assert!(
-            requests.contains(&MapRequest::SetPolicy(Policy::RoundRobin)),
+            requests.contains(&MapRequest::SetPolicy {
+                policy: Policy::RoundRobin
+            }),
             "{requests:?}"
         );
         let kinds: Vec<&str> = requests
             .iter()
             .map(|request| match request {
-                MapRequest::SetPolicy(_) => "policy",
-                MapRequest::AddPath(_) => "add",
-                MapRequest::RemovePath(_) => "remove",
+                MapRequest::SetPolicy { .. } => "policy",
+                MapRequest::AddPath { .. } => "add",
+                MapRequest::RemovePath { .. } => "remove",
                 MapRequest::Unmap { device, force: false } if device == "b" => "unmap b",
                 MapRequest::Map(device) if device.name == "c" => "map c",
                 _ => "?",
@@ -150,8 +158,12 @@ mod tests {
         other[2] = "--path=127.0.0.9,127.0.0.2";
         let path = |text: &str| text.parse().unwrap();
         let requests = vec![
-            MapRequest::AddPath(path("127.0.0.9,127.0.0.2")),
-            MapRequest::RemovePath(path("127.0.0.1,127.0.0.2")),
+            MapRequest::AddPath {
+                path: path("127.0.0.9,127.0.0.2"),
+            },
+            MapRequest::RemovePath {
+                path: path("127.0.0.1,127.0.0.2"),
+            },
         ];
         assert_eq!(to(&other), Change::Map(requests));
     }

@@ -1,17 +1,17 @@
-//! `ferroce daemon --check`: what a configuration file stands for, and whether it could start on this host.
+//! `ferroce daemon --check`: prints the commands of a configuration file, and checks that they could start on this host.
 
 use std::collections::BTreeMap;
 
 use serde_json::json;
 
 use super::{
-    DaemonArgs,
+    args::DaemonArgs,
     config::Config,
     task::{Job, TaskName},
 };
 use crate::output::{self, Failure};
 
-/// A word as a shell reads it.
+/// Quotes a word for a shell.
 fn quoted(word: &str) -> String {
     let plain = |b: u8| b.is_ascii_alphanumeric() || b"-_=+./:,@%[]".contains(&b);
     match word.bytes().all(plain) {
@@ -55,7 +55,7 @@ fn check_task(name: &TaskName, job: &Job, used: &mut Used) -> Result<(), Failure
     }
 }
 
-/// Prints the commands that a file stands for.
+/// Prints the commands of a file.
 ///
 /// # Errors
 /// Names each task that could not start on this host, and why.

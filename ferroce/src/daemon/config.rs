@@ -1,4 +1,4 @@
-//! The daemon's configuration file: what is served and mapped, with the options of `ferroce serve` and `ferroce map` as keys.
+//! The daemon's configuration file: servers and mappings, with the options of `ferroce serve` and `ferroce map` as keys.
 
 use std::{
     collections::BTreeMap,
@@ -15,13 +15,13 @@ use toml::{
 };
 
 use super::{
-    DaemonArgs,
     allow::{self, Allowed, Limit},
+    args::DaemonArgs,
     task::{Kind, Task, TaskName, described},
 };
 use crate::serve;
 
-/// Options of a task's command that the daemon has for all tasks.
+/// Options of a task's command that the daemon sets for all tasks.
 const OF_DAEMON: [&str; 9] = [
     "help",
     "daemon",
@@ -36,11 +36,11 @@ const OF_DAEMON: [&str; 9] = [
 /// Options of the daemon that choose and check the file.
 const OF_FILE: [&str; 3] = ["help", "config", "check"];
 
-/// The table of what members of the control socket's group may start.
+/// Name of the table that limits the tasks of the control socket's group.
 const CONTROL: &str = "control";
-/// The table of the daemon's own options.
+/// Name of the table with the daemon's own options.
 const DAEMON: &str = "daemon";
-/// Form of a value that is on or off.
+/// Form of the value of a flag.
 const BOOLEAN: &str = "true or false";
 /// Similarity from which a name is suggested for another (0 to 1).
 const SIMILAR: f64 = 0.8;
@@ -93,7 +93,7 @@ struct Section<'a> {
     help: String,
 }
 
-/// The name that was probably meant by an unknown one.
+/// Finds the name that was probably meant.
 fn similar<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let likely = known
         .into_iter()
@@ -103,7 +103,7 @@ fn similar<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&
         .map(|(_, known)| known)
 }
 
-/// Hint for an unknown name: the one that was probably meant, or else where all are listed.
+/// Hint for an unknown name: the one that was probably meant, or a reference to the list of all.
 fn hint<'a>(name: &str, known: impl IntoIterator<Item = &'a str>, all: &str) -> String {
     match similar(name, known) {
         Some(known) => format!("did you mean `{known}`?"),
@@ -324,6 +324,13 @@ impl Section<'_> {
         if OF_DAEMON[2..].contains(&key) && self.title != format!("[{DAEMON}]") {
             return format!(
                 "unknown key `{key}` of {}: it is an option of the daemon, for [{DAEMON}]",
+                self.title
+            );
+        }
+        if key == "threads" && self.command.get_name() == "map" {
+            return format!(
+                "unknown key `{key}` of {}: a mapping has one thread; spread its devices over several tables [map.NAME], \
+                 each of which has a thread of its own",
                 self.title
             );
         }
@@ -575,9 +582,14 @@ mod tests {
             ("\n[serve.a]\nexport = 'a=b'".to_owned(), 2, "addr"),
             (format!("{map}device = 'd'\njson = true"), 5, "unknown key `json`"),
             (format!("{map}device = 'd'\nro = 1"), 5, "true or false"),
-            (format!("{map}device = 'd'\nthreads = [1, 2]"), 5, "one value"),
-            (format!("{map}device = 'd'\nthreads = 65"), 5, "65"),
-            (format!("{map}device = 'd'\nthreads = 0x10"), 5, "such a value"),
+            (
+                format!("{map}device = 'd'\nthreads = 2"),
+                5,
+                "several tables [map.NAME]",
+            ),
+            (format!("{map}device = 'd'\nconnections = [1, 2]"), 5, "one value"),
+            (format!("{map}device = 'd'\nconnections = 65536"), 5, "65536"),
+            (format!("{map}device = 'd'\nconnections = 0x10"), 5, "such a value"),
             (format!("{map}device = {{ name = 'd' }}"), 4, "such a value"),
             (format!("{map}device = 'd'\npolicy = 'none'"), 5, "none"),
             (map.to_owned(), 1, "device"),

@@ -1,4 +1,4 @@
-//! `ferroce serve --daemon` and `ferroce map --daemon`: a task for a daemon that runs.
+//! `ferroce serve --daemon` and `ferroce map --daemon`: start a task of a running daemon.
 
 use std::path::Path;
 
@@ -7,10 +7,10 @@ use clap::{ArgAction, ArgMatches, Command, parser::ValueSource};
 use super::task::Kind;
 use crate::{ctl, output::Failure};
 
-/// Options that are not handed over.
+/// Options of this process, which are not handed over.
 const OWN: [&str; 3] = ["daemon", "verbose", "quiet"];
 
-/// Hands what the command line says to the daemon, as a task of this name.
+/// Starts the command line as a task of the daemon, with this name.
 pub(crate) fn hand_over(kind: &Kind, name: &str, command: &Command, matches: &ArgMatches) -> Result<(), Failure> {
     let of_kind = command
         .find_subcommand(kind.name())
@@ -19,7 +19,7 @@ pub(crate) fn hand_over(kind: &Kind, name: &str, command: &Command, matches: &Ar
     ctl::start(&format!("{}.{name}", kind.name()), &words)
 }
 
-/// The options that were given, each in one word; paths are ours, and the daemon's folder is another.
+/// The given options, each in one word, with absolute paths: the daemon has another working folder.
 pub(super) fn words(command: &Command, matches: &ArgMatches) -> Result<Vec<String>, Failure> {
     let mut words = Vec::new();
     for arg in command.get_arguments() {
@@ -37,21 +37,21 @@ pub(super) fn words(command: &Command, matches: &ArgMatches) -> Result<Vec<Strin
         for value in matches.get_raw(id).into_iter().flatten() {
             let text = value
                 .to_str()
-                .ok_or_else(|| Failure::usage(format!("--{long} is no UTF-8")))?;
+                .ok_or_else(|| Failure::usage(format!("--{long} is not valid UTF-8")))?;
             words.push(format!("--{long}={}", from_root(long, text)?));
         }
     }
     Ok(words)
 }
 
-/// A value, in which paths are absolute.
+/// Makes paths in a value absolute.
 fn from_root(long: &str, value: &str) -> Result<String, Failure> {
     let absolute = |path: &str| {
         let path = std::path::absolute(Path::new(path));
-        let path = path.map_err(|e| Failure::failed(format!("the folder we are in: {e}")))?;
+        let path = path.map_err(|e| Failure::failed(format!("working folder: {e}")))?;
         path.into_os_string()
             .into_string()
-            .map_err(|path| Failure::usage(format!("{} is no UTF-8", path.display())))
+            .map_err(|path| Failure::usage(format!("{} is not valid UTF-8", path.display())))
     };
     match (long, value.split_once('=')) {
         ("nbd" | "pcap" | "export-dir" | "export-within" | "tls-certificates", _) => absolute(value),

@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 
 use roce::{broker::server::Notify, environment};
 
-/// The service manager that has started this process, if one has.
+/// The service manager that started this process, if any.
 pub(super) struct Manager {
     notify: Notify,
     ready: bool,
-    /// How often it wants to hear of us, and when it is time.
+    /// Interval of watchdog notifications, and the time of the next.
     watchdog: Option<(Duration, Instant)>,
 }
 
@@ -17,7 +17,7 @@ impl Manager {
     pub(super) fn from_env() -> Self {
         let number = |name| environment::var(name).and_then(|text| text.parse::<u64>().ok());
         let ours = number("WATCHDOG_PID").is_none_or(|pid| pid == u64::from(std::process::id()));
-        // Twice as often as it wants, as it says.
+        // Half of it, as sd_watchdog_enabled(3) recommends.
         let every = number("WATCHDOG_USEC").filter(|usec| ours && *usec > 0);
         let every = every.map(|usec| Duration::from_micros(usec / 2));
         Self {
@@ -27,28 +27,28 @@ impl Manager {
         }
     }
 
-    fn say(&self, text: &str) {
+    fn notify(&self, text: &str) {
         if let Err(e) = self.notify.say(text, &[]) {
-            tracing::warn!("the service manager is not notified of {text:?}: {e}");
+            tracing::warn!("can't notify the service manager of {text:?}: {e}");
         }
     }
 
-    /// Notifies it of what is due; `settled`: all tasks are up, or have failed.
+    /// Sends the notifications that are due; `settled`: each task is up or has failed.
     pub(super) fn turn(&mut self, settled: bool) {
         if settled && !std::mem::replace(&mut self.ready, true) {
-            self.say("READY=1");
+            self.notify("READY=1");
         }
         let now = Instant::now();
         if let Some((every, next)) = &mut self.watchdog
             && now >= *next
         {
             *next = now + *every;
-            self.say("WATCHDOG=1");
+            self.notify("WATCHDOG=1");
         }
     }
 
-    /// The daemon ends.
+    /// Notifies it that the daemon stops.
     pub(super) fn stopping(&self) {
-        self.say("STOPPING=1");
+        self.notify("STOPPING=1");
     }
 }

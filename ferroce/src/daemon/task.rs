@@ -16,7 +16,7 @@ pub(crate) enum Kind {
 impl Kind {
     pub(super) const ALL: [Self; 2] = [Self::Serve, Self::Map];
 
-    /// As the command and the table are called.
+    /// Name of the command and the table.
     pub(crate) const fn name(&self) -> &'static str {
         match self {
             Self::Serve => "serve",
@@ -24,7 +24,7 @@ impl Kind {
         }
     }
 
-    /// The one that is called so.
+    /// Finds a kind by its name.
     pub(crate) fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.name() == name)
     }
@@ -45,7 +45,7 @@ impl Kind {
         }
     }
 
-    /// The options that arguments name.
+    /// Names of the options in the arguments.
     pub(super) fn given(&self, words: &[String]) -> Result<Vec<String>, Failure> {
         let command = self.command();
         let matches = command.clone().try_get_matches_from(words);
@@ -58,7 +58,7 @@ impl Kind {
     }
 }
 
-/// A task's name: its kind and what the file calls it.
+/// Name of a task: its kind and its name in the file.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) struct TaskName {
     pub(crate) kind: Kind,
@@ -71,14 +71,14 @@ impl fmt::Display for TaskName {
     }
 }
 
-/// A task, as arguments of its command, each in one word. Two with equal arguments are the same.
+/// A task: arguments of its command, each in one word. Tasks with equal arguments are the same.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Task {
     pub(crate) words: Vec<String>,
 }
 
 impl Task {
-    /// Kind of task.
+    /// Parses the arguments.
     ///
     /// # Errors
     /// When they are not the command's arguments.
@@ -87,14 +87,14 @@ impl Task {
         job.map_err(|e| failure(&e))
     }
 
-    /// The arguments but for those of these options.
+    /// The arguments without those of these options.
     pub(crate) fn without(&self, options: &[&str]) -> Vec<&str> {
         let is = |word: &str| options.iter().any(|option| word.starts_with(&format!("--{option}=")));
         self.words.iter().map(String::as_str).filter(|word| !is(word)).collect()
     }
 }
 
-/// Arguments that were read.
+/// Parsed arguments of a task.
 pub(crate) enum Job {
     Serve(Box<ServeArgs>),
     Map(Box<MapArgs>),
@@ -105,15 +105,15 @@ fn failure(e: &clap::Error) -> Failure {
     Failure::usage(described(e))
 }
 
-/// Returns the error of the arguments, in words.
+/// Describes an error of the arguments.
 pub(super) fn described(e: &clap::Error) -> String {
     let text = e.to_string();
     let mut parts = text.split("\n\n");
-    let said = parts.next().unwrap_or(&text);
-    let said = said.strip_prefix("error: ").unwrap_or(said);
+    let message = parts.next().unwrap_or(&text);
+    let message = message.strip_prefix("error: ").unwrap_or(message);
     let tip = parts.find(|part| part.starts_with("  tip: "));
     match tip {
-        Some(tip) => format!("{said}\n{tip}"),
-        None => said.to_owned(),
+        Some(tip) => format!("{message}\n{tip}"),
+        None => message.to_owned(),
     }
 }

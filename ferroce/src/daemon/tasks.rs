@@ -1,4 +1,4 @@
-//! The daemon's tasks: those that run, wait to be restarted, and end.
+//! Tasks of the daemon: start, restart after a failure, reload, end.
 
 use std::{
     collections::BTreeMap,
@@ -16,13 +16,11 @@ use rnbd::Errno;
 use rnbd_disk::Exports;
 use rnbd_host::{
     control::{
-        Refused,
-        map::{MapAnswer, MapControl, MapRequest, MappedDevice},
+        MapAnswer, MapDevice, MapRequest, MappedDevice, Refused, Reloaded, TaskState, TaskStatus, map::MapControl,
     },
-    map::MapDevice,
     tls::Tls,
 };
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::{
     change::{Change, change, still_to_do},
@@ -40,17 +38,17 @@ use crate::{
     signals::Stop,
 };
 
-/// Time before a task that has failed is restarted, the first time; it doubles with each failure in a row.
+/// Time before a failed task is restarted, the first time; it doubles with each failure in a row.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
-/// The longest.
+/// Longest time before a restart.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
-/// How long the start waits for servers.
+/// Time that the start waits for servers before it starts mappings.
 const SERVERS_FIRST: Duration = Duration::from_secs(5);
-/// The order in which tasks end: a mapping may be of one of our servers, and needs it until what was written is durable.
+/// Order in which tasks end: a mapping may be of one of our servers, and needs it for its last flush.
 const ENDING: [Kind; 2] = [Kind::Map, Kind::Serve];
-/// Tasks that are not in the file, at a time.
+/// Tasks at a time that are not in the file; EBUSY beyond.
 const MAX_REQUESTED: usize = 64;
-/// A task that ran for so long had not failed in a row.
+/// Run time after which a failure is the first in a row.
 const LASTED: Duration = Duration::from_secs(60);
 
 /// Origin of a task.
@@ -62,7 +60,7 @@ enum Origin {
     Request,
 }
 
-/// How a running task is reached.
+/// Handle of a running task.
 #[derive(Clone)]
 enum Live {
     /// With the TLS of its NBD clients.
@@ -70,7 +68,7 @@ enum Live {
     Serve(Arc<Exports>),
 }
 
-/// Report of a task's thread.
+/// State that a task's thread reports.
 #[derive(Default)]
 struct Reported {
     live: Mutex<Option<Live>>,
@@ -82,21 +80,21 @@ struct Reported {
 /// A task that has a thread.
 struct Running {
     stop: Stop,
-    told: Arc<Reported>,
-    begun: Instant,
+    reported: Arc<Reported>,
+    started: Instant,
     thread: JoinHandle<Result<(), Failure>>,
 }
 
-/// How a task is.
+/// State of a task.
 enum State {
     Running(Running),
-    /// It has failed, and is restarted then.
+    /// Failed; waits for its restart.
     Waiting {
         until: Instant,
         why: Refused,
     },
-    /// It has ended by itself: its last device was unmapped.
-    Ended,
+    /// Exited: its last device was unmapped.
+    Exited,
 }
 
 struct Entry {
@@ -105,12 +103,12 @@ struct Entry {
     state: State,
     /// Failures in a row.
     failures: u32,
-    /// Next step once it has ended.
+    /// Next step after its exit.
     next: Option<Next>,
 }
 
 impl Entry {
-    /// Requests its end, if it runs.
+    /// Stops it, if it runs.
     fn stop(&self) {
         if let State::Running(running) = &self.state {
             running.stop.request();
@@ -118,55 +116,27 @@ impl Entry {
     }
 }
 
+/// Next step of a task that is being stopped.
 enum Next {
-    Gone,
+    Removed,
     Task(Task),
 }
 
-/// Result of a reload, by task.
-#[derive(Default)]
-struct Reloaded {
-    begun: Vec<String>,
-    changed: Vec<String>,
-    restarted: Vec<String>,
-    ended: Vec<String>,
-    unchanged: Vec<String>,
-    failed: Vec<String>,
-}
-
-impl Reloaded {
-    fn lists(&self) -> [(&'static str, &Vec<String>); 6] {
-        [
-            ("begun", &self.begun),
-            ("changed", &self.changed),
-            ("restarted", &self.restarted),
-            ("ended", &self.ended),
-            ("unchanged", &self.unchanged),
-            ("failed", &self.failed),
-        ]
-    }
-
-    fn fields(&self) -> Map<String, Value> {
-        let each = self.lists().into_iter();
-        each.map(|(what, tasks)| (what.to_owned(), tasks.clone().into()))
-            .collect()
-    }
-
-    fn text(&self) -> String {
-        let said = self.lists().into_iter().filter(|(_, tasks)| !tasks.is_empty());
-        let said: Vec<_> = said
-            .map(|(what, tasks)| format!("{what}: {}", tasks.join(", ")))
-            .collect();
-        match said.is_empty() {
-            true => "reloaded: there is nothing to do".to_owned(),
-            false => format!("reloaded; {}", said.join("; ")),
-        }
+/// The result of a reload in words.
+fn reloaded_text(done: &Reloaded) -> String {
+    let lists = done.lists().into_iter().filter(|(_, tasks)| !tasks.is_empty());
+    let lists: Vec<_> = lists
+        .map(|(what, tasks)| format!("{what}: {}", tasks.join(", ")))
+        .collect();
+    match lists.is_empty() {
+        true => "reloaded: nothing to do".to_owned(),
+        false => format!("reloaded; {}", lists.join("; ")),
     }
 }
 
-/// Makes a mapping what its file says. What is so already, as after a reload that has failed half-way, is left alone.
-fn comply(control: &MapControl, requests: Vec<MapRequest>) -> Result<(), String> {
-    let requests = match control.ask(MapRequest::List) {
+/// Changes a mapping to what its file says. Skips what is so already, as after a reload that has failed half-way.
+fn apply(control: &MapControl, requests: Vec<MapRequest>) -> Result<(), String> {
+    let requests = match control.ask(MapRequest::List {}) {
         Ok(MapAnswer::Listing(listing)) => {
             let device = |device: MappedDevice| MapDevice {
                 name: device.name,
@@ -179,8 +149,8 @@ fn comply(control: &MapControl, requests: Vec<MapRequest>) -> Result<(), String>
     };
     for request in requests {
         let so_already = match request {
-            MapRequest::AddPath(_) => Some(Errno::EEXIST),
-            MapRequest::RemovePath(_) => Some(Errno::ENOENT),
+            MapRequest::AddPath { .. } => Some(Errno::EEXIST),
+            MapRequest::RemovePath { .. } => Some(Errno::ENOENT),
             _ => None,
         };
         match control.ask(request.clone()) {
@@ -191,19 +161,19 @@ fn comply(control: &MapControl, requests: Vec<MapRequest>) -> Result<(), String>
     Ok(())
 }
 
-/// Why a task has failed, as the answer to a request.
+/// A failure of a task as the answer to a request.
 fn refused(failure: &Failure) -> Refused {
-    Refused::new(failure.errno(), failure.text().unwrap_or("it can't report"))
+    Refused::new(failure.errno(), failure.text().unwrap_or("its output failed"))
 }
 
-/// All tasks.
+/// The tasks of the daemon.
 pub(super) struct Tasks {
     entries: Mutex<BTreeMap<TaskName, Entry>>,
     /// One reload at a time.
     reloading: Mutex<()>,
     services: Arc<ServiceRegistry>,
     events: Events,
-    report: ReportArgs,
+    report_args: ReportArgs,
     reporter: Reporter,
     /// The daemon's own options in the file, when it started.
     of_daemon: Vec<String>,
@@ -218,19 +188,19 @@ impl Tasks {
             reloading: Mutex::default(),
             services: control.services().clone(),
             events: control.events(),
-            report: report.clone(),
+            report_args: report.clone(),
             reporter: report.reporter(control.events()),
             ending: AtomicBool::new(false),
         }
     }
 
-    fn tell(&self, name: &str, fields: Value, text: &str) {
+    fn report(&self, name: &str, fields: Value, text: &str) {
         if let Err(e) = self.reporter.event(name, fields, text) {
             tracing::debug!("the daemon's report is not read: {e:?}");
         }
     }
 
-    /// Reports that there is nothing to do yet, and how tasks come.
+    /// Reports that there are no tasks yet, and how to start one.
     pub(super) fn announce_idle(&self, config: Option<&Path>, control: Option<&Path>) {
         let why = match config {
             None => "no --config FILE was given".to_owned(),
@@ -242,27 +212,27 @@ impl Tasks {
              example of a file",
             at.unwrap_or_default()
         );
-        self.tell("idle", json!({ "config": config, "control": control }), &text);
+        self.report("idle", json!({ "config": config, "control": control }), &text);
     }
 
     fn spawn(&self, name: &TaskName, task: &Task) -> Result<Running, Failure> {
         let job = task.job(&name.kind)?;
-        let (stop, told) = (Stop::by_request(), Arc::<Reported>::default());
+        let (stop, reported) = (Stop::by_request(), Arc::<Reported>::default());
         let place = (name.name.clone(), stop.clone(), self.services.clone());
-        let reporter = self.report.reporter(self.events.clone()).of_task(name.to_string());
-        let tell = told.clone();
+        let reporter = self.report_args.reporter(self.events.clone()).of_task(name.to_string());
+        let to = reported.clone();
         let run = move || {
             let (sockets, stop, services) = place;
             let place = Place {
                 sockets: Some(sockets),
                 stop,
                 services,
-                resolver: tell.resolver.clone(),
+                resolver: to.resolver.clone(),
                 reporter,
                 tell: &|stage| match stage {
-                    Stage::Mapping(control, tls) => *tell.live.lock() = Some(Live::Map(control, tls)),
-                    Stage::Serving(exports) => *tell.live.lock() = Some(Live::Serve(exports)),
-                    Stage::Up => tell.up.store(true, Ordering::Release),
+                    Stage::Mapping(control, tls) => *to.live.lock() = Some(Live::Map(control, tls)),
+                    Stage::Serving(exports) => *to.live.lock() = Some(Live::Serve(exports)),
+                    Stage::Up => to.up.store(true, Ordering::Release),
                 },
             };
             match job {
@@ -276,130 +246,96 @@ impl Tasks {
             .map_err(|e| Failure::failed(format!("no thread: {e}")))?;
         Ok(Running {
             stop,
-            told,
-            begun: Instant::now(),
+            reported,
+            started: Instant::now(),
             thread,
         })
     }
 
-    fn begin(&self, name: &TaskName, task: Task, origin: Origin, failures: u32) -> Entry {
-        let state = match self.spawn(name, &task) {
+    fn launch(&self, name: &TaskName, task: &Task, failures: u32) -> State {
+        match self.spawn(name, task) {
             Ok(running) => {
-                self.tell(
-                    "task_begun",
-                    json!({ "task": name.to_string() }),
-                    &format!("{name} begins"),
-                );
+                let fields = json!({ "task": name.to_string() });
+                self.report("task_started", fields, &format!("{name} starts"));
                 State::Running(running)
             }
             Err(failure) => self.pause(name, failures, refused(&failure)),
-        };
-        Entry {
-            task,
-            origin,
-            state,
-            failures,
-            next: None,
         }
     }
 
-    /// After a failure.
+    /// State after a failure.
     fn pause(&self, name: &TaskName, failures: u32, why: Refused) -> State {
         let pause = FIRST_PAUSE.saturating_mul(1 << failures.min(8)).min(LONGEST_PAUSE);
-        let fields = json!({ "task": name.to_string(), "why": why.text, "again_in": pause.as_secs_f64() });
-        let text = format!("{name} has failed, and is restarted in {} s: {why}", pause.as_secs());
-        self.tell("task_failed", fields, &text);
+        let fields = json!({ "task": name.to_string(), "why": why.text, "restart_in": pause.as_secs_f64() });
+        let text = format!("{name} failed, restart in {} s: {why}", pause.as_secs());
+        self.report("task_failed", fields, &text);
         State::Waiting {
             until: Instant::now() + pause,
             why,
         }
     }
 
-    /// Removes the tasks that have ended, and restarts those whose time has come.
-    pub(super) fn tend(&self) {
+    /// Removes stopped tasks, and restarts failed ones when it is time.
+    pub(super) fn poll(&self) {
         let mut entries = self.entries.lock();
-        let names: Vec<TaskName> = entries.keys().cloned().collect();
-        for name in names {
-            let Some(entry) = entries.remove(&name) else { continue };
-            if let Some(entry) = self.tended(&name, entry) {
-                entries.insert(name, entry);
-            }
-        }
+        entries.retain(|name, entry| self.poll_one(name, entry));
     }
 
-    /// The next state of a task; `None`: it is gone.
-    fn tended(&self, name: &TaskName, entry: Entry) -> Option<Entry> {
-        match entry.state {
+    /// The next state of a task; false: it is removed.
+    fn poll_one(&self, name: &TaskName, entry: &mut Entry) -> bool {
+        let stopped = entry.next.is_some() || self.is_ending();
+        let (outcome, lasted) = match std::mem::replace(&mut entry.state, State::Exited) {
             State::Running(running) if running.thread.is_finished() => {
-                let lasted = running.begun.elapsed() >= LASTED;
-                let ended = running
-                    .thread
-                    .join()
-                    .unwrap_or_else(|_| Err(Failure::failed("it has panicked")));
-                self.ended(
-                    name,
-                    Entry {
-                        state: State::Ended,
-                        ..entry
-                    },
-                    ended,
-                    lasted,
-                )
+                let lasted = running.started.elapsed() >= LASTED;
+                let panicked = |_| Err(Failure::failed("the task panicked"));
+                (running.thread.join().unwrap_or_else(panicked), lasted)
             }
-            State::Waiting { .. } | State::Ended if entry.next.is_some() || self.is_ending() => self.ended(
-                name,
-                Entry {
-                    state: State::Ended,
-                    ..entry
-                },
-                Ok(()),
-                true,
-            ),
+            State::Waiting { .. } | State::Exited if stopped => (Ok(()), true),
             State::Waiting { until, .. } if until <= Instant::now() => {
-                Some(self.begin(name, entry.task, entry.origin, entry.failures + 1))
+                entry.failures += 1;
+                entry.state = self.launch(name, &entry.task, entry.failures);
+                return true;
             }
-            _ => Some(entry),
-        }
+            other => {
+                entry.state = other;
+                return true;
+            }
+        };
+        self.exited(name, entry, outcome.err().map(|failure| refused(&failure)), lasted)
     }
 
-    fn ended(&self, name: &TaskName, entry: Entry, how: Result<(), Failure>, lasted: bool) -> Option<Entry> {
-        let why = how.err().map(|failure| refused(&failure));
-        let gone = |why: Option<Refused>| {
+    /// The next state of a task that has exited, and why if it failed; false: it is removed.
+    fn exited(&self, name: &TaskName, entry: &mut Entry, why: Option<Refused>, lasted: bool) -> bool {
+        let report = |why: Option<Refused>| {
             let why = why.map(|why| why.text);
             let text = match &why {
-                None => format!("{name} has ended"),
-                Some(why) => format!("{name} has ended: {why}"),
+                None => format!("{name} has exited"),
+                Some(why) => format!("{name} has exited: {why}"),
             };
-            self.tell("task_ended", json!({ "task": name.to_string(), "why": why }), &text);
+            self.report("task_exited", json!({ "task": name.to_string(), "why": why }), &text);
         };
-        match (entry.next, why) {
-            (_, why) if self.is_ending() => {
-                if why.is_some() {
-                    gone(why);
-                }
-                None
-            }
-            (Some(Next::Gone), why) => {
-                gone(why);
-                None
-            }
-            (Some(Next::Task(task)), why) => {
-                gone(why);
-                Some(self.begin(name, task, entry.origin, 0))
+        match (entry.next.take(), why) {
+            (_, None) if self.is_ending() => false,
+            (Some(Next::Task(task)), why) if !self.is_ending() => {
+                report(why);
+                entry.state = self.launch(name, &task, 0);
+                (entry.task, entry.failures) = (task, 0);
+                true
             }
             (None, None) => {
-                gone(None);
-                (entry.origin == Origin::File).then_some(Entry { next: None, ..entry })
+                report(None);
+                entry.origin == Origin::File
             }
-            (None, Some(why)) => {
-                let failures = if lasted { 0 } else { entry.failures };
-                let state = self.pause(name, failures, why);
-                Some(Entry {
-                    state,
-                    failures,
-                    next: None,
-                    ..entry
-                })
+            (None, Some(why)) if !self.is_ending() => {
+                if lasted {
+                    entry.failures = 0;
+                }
+                entry.state = self.pause(name, entry.failures, why);
+                true
+            }
+            (_, why) => {
+                report(why);
+                false
             }
         }
     }
@@ -418,18 +354,18 @@ impl Tasks {
                 .filter(|(name, _)| name.kind == kind)
                 .for_each(|(_, entry)| entry.stop());
             while self.entries.lock().keys().any(|name| name.kind == kind) {
-                self.tend();
+                self.poll();
                 thread::sleep(Duration::from_millis(20));
             }
         }
     }
 
-    /// Ends tasks that are no longer in the file.
+    /// Stops the tasks that the file has dropped.
     fn drop_from_file(&self, gone: &[TaskName]) {
         for kind in ENDING {
             let names: Vec<_> = gone.iter().filter(|name| name.kind == kind).collect();
             for name in &names {
-                self.replace(name, Next::Gone);
+                self.replace(name, Next::Removed);
             }
             let others_wait = kind != Kind::Serve && gone.iter().any(|name| name.kind == Kind::Serve);
             while others_wait && names.iter().any(|name| self.entries.lock().contains_key(name)) {
@@ -438,16 +374,16 @@ impl Tasks {
         }
     }
 
-    /// Whether each task has come up, or has failed once.
+    /// Whether each task is up, or has failed once.
     pub(super) fn settled(&self) -> bool {
         self.entries.lock().values().all(|entry| match &entry.state {
-            State::Running(running) => entry.failures > 0 || running.told.up.load(Ordering::Acquire),
-            State::Waiting { .. } | State::Ended => true,
+            State::Running(running) => entry.failures > 0 || running.reported.up.load(Ordering::Acquire),
+            State::Waiting { .. } | State::Exited => true,
         })
     }
 
-    /// Makes the tasks of the file those that it has. What is the same goes on.
-    pub(super) fn reload(&self, config: Config) -> Map<String, Value> {
+    /// Applies a new configuration file. Unchanged tasks keep running.
+    pub(super) fn reload(&self, config: Config) -> Reloaded {
         let _one = self.reloading.lock();
         let mut done = Reloaded::default();
         let known: Vec<(TaskName, Task)> = {
@@ -460,12 +396,12 @@ impl Tasks {
         let names = known.iter().map(|(name, _)| name);
         let gone: Vec<TaskName> = names.filter(|name| !config.tasks.contains_key(name)).cloned().collect();
         self.drop_from_file(&gone);
-        done.ended.extend(gone.iter().map(ToString::to_string));
+        done.stopped.extend(gone.iter().map(ToString::to_string));
         for (name, task) in config.tasks {
             let text = name.to_string();
             match known.iter().find(|(known, _)| *known == name) {
                 None => match self.add(name, task, Origin::File) {
-                    Ok(()) => done.begun.push(text),
+                    Ok(()) => done.started.push(text),
                     Err(refused) => done.failed.push(format!("{text} ({refused})")),
                 },
                 Some((_, old)) if *old == task => match self.renew(&name) {
@@ -478,21 +414,23 @@ impl Tasks {
         }
         if config.daemon != self.of_daemon {
             done.failed
-                .push("[daemon] (it has changed, which takes a restart of the daemon)".to_owned());
+                .push("[daemon] (changed: restart the daemon to apply it)".to_owned());
         }
-        self.tell("reloaded", done.fields().into(), &done.text());
-        done.fields()
+        self.report("reloaded", json!(done), &reloaded_text(&done));
+        done
     }
 
-    /// How a task is reached, and its resolver, if it runs.
+    /// Handle and resolver of a task that runs.
     fn live(&self, name: &TaskName) -> Option<(Live, Arc<Resolver>)> {
         match self.entries.lock().get(name).map(|entry| &entry.state) {
-            Some(State::Running(running)) => Some((running.told.live.lock().clone()?, running.told.resolver.clone())),
+            Some(State::Running(running)) => {
+                Some((running.reported.live.lock().clone()?, running.reported.resolver.clone()))
+            }
             _ => None,
         }
     }
 
-    /// A task is the same, but there may be other certificates in its files: whether there are.
+    /// Loads a task's certificates again; returns whether they have changed.
     fn renew(&self, name: &TaskName) -> Result<bool, String> {
         match self.live(name) {
             Some((Live::Map(_, Some(tls)), _)) => tls.renew().map_err(|e| not_renewed(&e)),
@@ -508,14 +446,14 @@ impl Tasks {
             Some((_, Err(e))) => Err(refused(&e).to_string()),
             // Certificates first: when they are wrong, nothing else has been done yet.
             Some((Live::Map(control, _), Ok(Change::Map(requests)))) => {
-                self.renew(name).and_then(|_| comply(&control, requests))
+                self.renew(name).and_then(|_| apply(&control, requests))
             }
             Some((Live::Serve(exports), Ok(Change::Exports))) => match new.job(&name.kind) {
                 Ok(Job::Serve(args)) => args
                     .exports()
                     .map_err(|e| e.text().unwrap_or_default().to_owned())
                     .and_then(|named| exports.set_named(named).map_err(|e| e.to_string())),
-                _ => Err("it is no server".to_owned()),
+                _ => Err("not a server".to_owned()),
             },
             _ => {
                 self.replace(name, Next::Task(new));
@@ -529,7 +467,7 @@ impl Tasks {
                 }
                 done.changed.push(name.to_string());
             }
-            // It stays different from the file, so that the next reload tries again.
+            // The entry stays different from the file, so that the next reload tries again.
             Err(why) => done.failed.push(format!("{name} ({why})")),
         }
     }
@@ -547,66 +485,74 @@ impl Tasks {
             return Err(Refused::new(Errno::ESHUTDOWN, "the daemon is ending"));
         }
         if entries.contains_key(&name) {
-            return Err(Refused::new(Errno::EEXIST, format!("there is a task {name} already")));
+            return Err(Refused::new(Errno::EEXIST, format!("task {name} exists already")));
         }
         let requested = entries.values().filter(|entry| entry.origin == Origin::Request).count();
         if origin == Origin::Request && requested >= MAX_REQUESTED {
-            let text = format!(
-                "{MAX_REQUESTED} tasks were started over the control socket, as many as there may be: stop one"
-            );
+            let text = format!("{MAX_REQUESTED} tasks were started over the control socket, the limit: stop one");
             return Err(Refused::new(Errno::EBUSY, text));
         }
-        let entry = self.begin(&name, task, origin, 0);
-        entries.insert(name, entry);
+        let state = self.launch(&name, &task, 0);
+        let (failures, next) = (0, None);
+        entries.insert(
+            name,
+            Entry {
+                task,
+                origin,
+                state,
+                failures,
+                next,
+            },
+        );
         Ok(())
     }
 
-    /// Begins a task that is not in the file; it ends with the daemon.
+    /// Starts a task that is not in the file.
     pub(super) fn start(&self, name: TaskName, task: Task) -> Result<(), Refused> {
         let job = task.job(&name.kind);
         job.map_err(|e| Refused::new(Errno::EINVAL, e.text().unwrap_or_default()))?;
         self.add(name, task, Origin::Request)
     }
 
-    /// Ends a task, and waits for that. One of the file begins again with the next reload.
+    /// Stops a task, and waits for its exit. The next reload starts one of the file again.
     pub(super) fn stop(&self, name: &TaskName) -> Result<(), Refused> {
         if !self.entries.lock().contains_key(name) {
             return Err(Refused::new(Errno::ENOENT, format!("there is no task {name}")));
         }
-        self.replace(name, Next::Gone);
+        self.replace(name, Next::Removed);
         while self.entries.lock().contains_key(name) {
             thread::sleep(Duration::from_millis(20));
         }
         Ok(())
     }
 
-    /// The tasks of the file, at the start. Mappings may be of the file's own servers: these come first.
+    /// Starts the tasks of the file, servers first: mappings may be of these.
     pub(super) fn load(&self, config: Config) {
         let (servers, mappings): (Vec<_>, Vec<_>) =
             config.tasks.into_iter().partition(|(name, _)| name.kind == Kind::Serve);
         // The file has each name once.
-        let begin = |tasks: Vec<(TaskName, Task)>| {
+        let start = |tasks: Vec<(TaskName, Task)>| {
             for (name, task) in tasks {
                 let _ = self.add(name, task, Origin::File);
             }
         };
-        begin(servers);
-        let begun = Instant::now();
-        while !self.settled() && begun.elapsed() < SERVERS_FIRST {
-            self.tend();
+        start(servers);
+        let started = Instant::now();
+        while !self.settled() && started.elapsed() < SERVERS_FIRST {
+            self.poll();
             thread::sleep(Duration::from_millis(5));
         }
-        begin(mappings);
+        start(mappings);
     }
 
-    /// Begins a mapping, and waits until it has come up or failed: then it is gone again.
+    /// Starts a mapping, and waits until it is up. One that fails is removed.
     pub(super) fn open(&self, name: TaskName, task: Task) -> Result<(), Refused> {
         self.start(name.clone(), task)?;
         loop {
-            match self.come_up(&name) {
+            match self.started(&name) {
                 Some(Ok(())) => return Ok(()),
                 Some(Err(refused)) => {
-                    // It may be gone already.
+                    // It may have exited already.
                     let _ = self.stop(&name);
                     return Err(refused);
                 }
@@ -615,46 +561,45 @@ impl Tasks {
         }
     }
 
-    /// Whether a task has come up, or why not; `None`: not yet.
-    fn come_up(&self, name: &TaskName) -> Option<Result<(), Refused>> {
+    /// Whether a task is up, or why not; `None`: not yet.
+    fn started(&self, name: &TaskName) -> Option<Result<(), Refused>> {
         match self.entries.lock().get(name).map(|entry| &entry.state) {
-            Some(State::Running(running)) => running.told.up.load(Ordering::Acquire).then_some(Ok(())),
+            Some(State::Running(running)) => running.reported.up.load(Ordering::Acquire).then_some(Ok(())),
             Some(State::Waiting { why, .. }) => Some(Err(why.clone())),
-            Some(State::Ended) | None => Some(Err(Refused::new(Errno::ENODEV, "it has ended"))),
+            Some(State::Exited) | None => Some(Err(Refused::new(Errno::ENODEV, "it has exited"))),
         }
     }
 
-    /// A reload was refused.
+    /// Reports a refused reload.
     pub(super) fn not_reloaded(&self, why: &Refused) {
         let text = format!("not reloaded: {}", why.text);
-        self.tell("not_reloaded", json!({ "why": why.text }), &text);
+        self.report("not_reloaded", json!({ "why": why.text }), &text);
     }
 
-    /// How they are.
-    pub(super) fn list(&self) -> Map<String, Value> {
+    /// Lists the tasks.
+    pub(super) fn list(&self) -> Vec<TaskStatus> {
         let entries = self.entries.lock();
-        let shown = |(name, entry): (&TaskName, &Entry)| {
+        let status = |(name, entry): (&TaskName, &Entry)| {
             let (state, why) = match &entry.state {
-                State::Running(_) if entry.next.is_some() => ("ending", None),
-                State::Running(running) if running.told.up.load(Ordering::Acquire) => ("up", None),
-                State::Running(_) => ("starting", None),
-                State::Waiting { why, .. } => ("failed", Some(&why.text)),
-                State::Ended => ("ended", None),
+                State::Running(_) if entry.next.is_some() => (TaskState::Stopping, None),
+                State::Running(running) if running.reported.up.load(Ordering::Acquire) => (TaskState::Up, None),
+                State::Running(_) => (TaskState::Starting, None),
+                State::Waiting { why, .. } => (TaskState::Failed, Some(why.text.clone())),
+                State::Exited => (TaskState::Exited, None),
             };
-            json!({
-                "task": name.to_string(),
-                "kind": name.kind.name(),
-                "state": state,
-                "why": why,
-                "in_file": entry.origin == Origin::File,
-                "options": entry.task.words,
-            })
+            TaskStatus {
+                task: name.to_string(),
+                kind: name.kind.name().to_owned(),
+                state,
+                why,
+                in_file: entry.origin == Origin::File,
+                options: entry.task.words.clone(),
+            }
         };
-        let all: Vec<Value> = entries.iter().map(shown).collect();
-        Map::from_iter([("tasks".to_owned(), all.into())])
+        entries.iter().map(status).collect()
     }
 
-    /// The kind and name that a text stands for, `map.NAME` or `serve.NAME`.
+    /// Reads the name of a task, `map.NAME` or `serve.NAME`.
     pub(super) fn name(text: &str) -> Result<TaskName, Refused> {
         let split = text
             .split_once('.')
@@ -666,7 +611,7 @@ impl Tasks {
             }),
             _ => Err(Refused::new(
                 Errno::EINVAL,
-                format!("{text:?} is no task: map.NAME or serve.NAME"),
+                format!("{text:?} is not a task: map.NAME or serve.NAME"),
             )),
         }
     }

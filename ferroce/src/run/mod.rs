@@ -280,7 +280,7 @@ fn device_names(given: &[DeviceNames]) -> Result<String, Failure> {
 
 /// Names of the interfaces that devices are made of, for messages.
 fn interfaces() -> String {
-    let all = iface::interface_addresses().unwrap_or_default();
+    let all = iface::interfaces().unwrap_or_default();
     let names = gids::device_names(&all);
     match names.is_empty() {
         true => "interfaces that are up and have an address, and there is none".to_owned(),

@@ -8,12 +8,10 @@ use std::{
     time::Duration,
 };
 
+use rnbd_host::control::VERSION;
 use serde_json::{Value, json};
 
-use crate::control::{
-    VERSION,
-    address::{SYSTEM, connect, own_folder, usual_place},
-};
+use crate::control::address::{SYSTEM, connect, own_folder, usual_place};
 
 /// The name that is suggested for --sysfs, in the folder of the system's daemon and in the user's own.
 const NAME: &str = "sys";

@@ -100,7 +100,7 @@ pub(crate) fn device_at(addr: IpAddr) -> Option<String> {
 
 /// One per interface, in the order in which programs see them.
 pub(crate) fn links(processes: &[ProcessReport]) -> std::io::Result<Vec<Link>> {
-    let all = iface::interface_addresses()?;
+    let all = iface::interfaces()?;
     let mut out = Vec::new();
     let interfaces = gids::device_names(&all);
     let names: DeviceNames = environment::var(DEVICE_NAME_VARIABLE)

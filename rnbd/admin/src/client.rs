@@ -2,17 +2,14 @@
 
 use std::{fmt::Write, sync::Arc};
 
-use rnbd_host::control::{
-    Refused,
-    map::{MapListing, MapRequest},
-};
+use rnbd_host::control::{MapListing, MapRequest, MappedPath, Refused};
 use rtrs::{
     addr::PathAddr,
-    client::{CpuMigration, PathCounters, PathStatus, Policy, SessionConfig, state::PathState},
+    client::{CpuMigration, PathCounters, Policy, SessionConfig, state::PathState},
 };
 
 use crate::{
-    Client, Host, Names,
+    host::{Client, Host, Names},
     text::{invalid, line, one, signed},
     tree::{Attr, Entries, Node, dir, files},
 };
@@ -25,7 +22,7 @@ struct Session {
 
 struct Path {
     session: Arc<Session>,
-    status: PathStatus,
+    status: MappedPath,
 }
 
 /// `class/rtrs-client`.
@@ -86,7 +83,7 @@ const SESSION: &[Attr<Session>] = &[
 const PATH: &[Attr<Path>] = &[
     Attr::ro("hca_name", |path| {
         let software = || path.status.addr.src.map(|src| path.session.host.hca_name(src));
-        let name = path.status.hca.as_deref().map(str::to_owned);
+        let name = path.status.device.clone();
         Ok(format!("{}\n", name.or_else(software).unwrap_or_default()))
     }),
     Attr::ro("hca_port", |_| Ok("1\n".into())),
@@ -107,7 +104,7 @@ const PATH: &[Attr<Path>] = &[
         |_| usage("reconnect"),
         |path, text| {
             one(text)?;
-            path.ask(MapRequest::Reconnect(path.status.addr))
+            path.ask(MapRequest::Reconnect { path: path.status.addr })
         },
     ),
     Attr::rw(
@@ -115,7 +112,7 @@ const PATH: &[Attr<Path>] = &[
         |_| usage("disconnect"),
         |path, text| {
             one(text)?;
-            path.ask(MapRequest::Disconnect(path.status.addr))
+            path.ask(MapRequest::Disconnect { path: path.status.addr })
         },
     ),
     Attr::rw(
@@ -123,7 +120,7 @@ const PATH: &[Attr<Path>] = &[
         |_| usage("remove_path"),
         |path, text| {
             one(text)?;
-            path.ask(MapRequest::RemovePath(path.status.addr))
+            path.ask(MapRequest::RemovePath { path: path.status.addr })
         },
     ),
     Attr::ro("cur_latency", |path| {
@@ -177,36 +174,29 @@ impl Path {
 
     fn reset(&self, which: PathCounters, text: &str) -> Result<(), Refused> {
         one(text)?;
-        self.ask(MapRequest::ResetPathStats(self.status.addr, which))
+        let path = self.status.addr;
+        self.ask(MapRequest::ResetPathStats { path, which })
     }
 }
 
 fn add_path(session: &Session, text: &str) -> Result<(), Refused> {
     let text = line(text).trim();
     let path = PathAddr::parse(text, session.listing.port, &|_| None).map_err(|e| invalid(e.to_string()))?;
-    session.client.ask(MapRequest::AddPath(path)).map(|_| ())
+    session.client.ask(MapRequest::AddPath { path }).map(|_| ())
 }
 
 fn max_reconnects(session: &Session) -> Result<String, Refused> {
-    Ok(match session.listing.max_reconnects {
-        SessionConfig::FOREVER => "-1\n".into(),
-        attempts => format!("{attempts}\n"),
-    })
+    Ok(format!("{}\n", session.listing.max_reconnects))
 }
 
 fn set_max_reconnects(session: &Session, text: &str) -> Result<(), Refused> {
-    let attempts = match signed(text)? {
-        -1 => SessionConfig::FOREVER,
-        n => u32::try_from(n)
-            .ok()
-            .filter(|n| *n <= SessionConfig::MAX_RECONNECTS)
-            .ok_or_else(|| invalid("attempts are -1 (without end) to 9999"))?,
-    };
-    let delay = session.listing.reconnect_delay;
-    session
-        .client
-        .ask(MapRequest::SetReconnects { attempts, delay })
-        .map(|_| ())
+    let attempts = i64::from(signed(text)?);
+    if !(-1..=i64::from(SessionConfig::MAX_RECONNECTS)).contains(&attempts) {
+        return Err(invalid("attempts are -1 (no limit) to 9999"));
+    }
+    let (attempts, delay) = (Some(attempts), None);
+    let request = MapRequest::SetReconnects { attempts, delay };
+    session.client.ask(request).map(|_| ())
 }
 
 fn policy(session: &Session) -> Result<String, Refused> {
@@ -228,7 +218,7 @@ fn set_policy(session: &Session, text: &str) -> Result<(), Refused> {
         Some(policy) => *policy,
         None => text.parse().map_err(|e| invalid(format!("{e}")))?,
     };
-    session.client.ask(MapRequest::SetPolicy(policy)).map(|_| ())
+    session.client.ask(MapRequest::SetPolicy { policy }).map(|_| ())
 }
 
 fn rdma(path: &Path) -> Result<String, Refused> {

@@ -3,27 +3,23 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use parking_lot::Mutex;
-use rnbd::client::state::DeviceState;
-use rnbd_host::control::{
-    Refused,
-    map::{MapRequest, MappedDevice},
-};
+use rnbd_host::control::{MapRequest, MappedDevice, Named, Refused};
 
 use crate::{
-    Client, Host, MapOrder, Names,
-    order::USAGE,
+    host::{Client, Host, Names},
+    order::{self, USAGE},
     server::{self, export_name},
     text::{invalid, line, one, unsigned},
     tree::{Attr, Entries, File, Node, dir, files},
 };
 
-/// The numbers of `rnbdN`, by session and device: each is the smallest that is free when the device is first seen, and stays until
-/// it is gone.
+/// The numbers of `rnbdN`, by session and device. A device gets the smallest free number when it is first seen, and keeps it until
+/// it is unmapped.
 #[derive(Default)]
 pub(crate) struct Numbers(BTreeMap<(String, String), u32>);
 
 impl Numbers {
-    /// Returns the numbers of all devices that there are, in their order.
+    /// Returns the numbers of all devices, in their order.
     fn of(&mut self, all: Vec<(String, String)>) -> Vec<u32> {
         self.0.retain(|name, _| all.contains(name));
         let number = |name: (String, String)| {
@@ -42,10 +38,10 @@ pub(crate) struct Mapped {
     pub(crate) device: MappedDevice,
 }
 
-/// All of them, by their numbers.
+/// Returns all mapped devices, by their numbers.
 pub(crate) fn mapped(host: &dyn Host, numbers: &Mutex<Numbers>) -> Result<Vec<Arc<Mapped>>, Refused> {
     let mut found = Vec::new();
-    // Held meanwhile, so that who comes later sees no fewer.
+    // Held until the numbers are assigned, so that a later caller sees no fewer devices.
     let mut numbers = numbers.lock();
     for client in host.clients() {
         let Ok(listing) = client.listing() else { continue };
@@ -86,13 +82,16 @@ pub(crate) fn client_ctl(host: &Arc<dyn Host>, numbers: &Arc<Mutex<Numbers>>) ->
     });
     let map_device = Node::File(File {
         show: Box::new(|| Ok(USAGE.into())),
-        store: Some(Box::new(move |text| MapOrder::parse(text)?.carry_out(&*at))),
+        store: Some(Box::new(move |text| {
+            let (session, order) = order::parse(text)?;
+            order::execute(&session, &order, &*at)
+        })),
     });
     let entries = vec![("map_device".into(), map_device), ("devices".into(), devices)];
     dir(move || Ok(vec![("ctl".into(), dir(move || Ok(entries)))]))
 }
 
-/// `block`: what is mapped, and what is served.
+/// `block`: mapped devices and exports.
 pub(crate) fn block(host: &Arc<dyn Host>, numbers: &Arc<Mutex<Numbers>>) -> Result<Entries, Refused> {
     let mut entries = Entries::new();
     for mapped in mapped(&**host, numbers)? {
@@ -114,12 +113,11 @@ pub(crate) fn block(host: &Arc<dyn Host>, numbers: &Arc<Mutex<Numbers>>) -> Resu
 
 const BLOCK: &[Attr<Mapped>] = &[
     Attr::ro("ro", |mapped| {
-        let read_only = mapped.device.geometry.is_some_and(|g| g.read_only);
+        let read_only = mapped.device.read_only == Some(true);
         Ok(format!("{}\n", u8::from(read_only)))
     }),
     Attr::ro("size", |mapped| {
-        let bytes = mapped.device.geometry.map_or(0, |g| g.size);
-        Ok(format!("{}\n", bytes / 512))
+        Ok(format!("{}\n", mapped.device.bytes.unwrap_or(0) / 512))
     }),
     Attr::ro("stat", stat),
 ];
@@ -151,14 +149,15 @@ const RNBD: &[Attr<Mapped>] = &[
         |_| Ok(REMAP.into()),
         |mapped, text| {
             one(text)?;
-            mapped.ask(MapRequest::Remap(mapped.device.name.clone()))
+            let device = mapped.device.name.clone();
+            mapped.ask(MapRequest::Remap { device })
         },
     ),
-    Attr::ro("state", |mapped| Ok(format!("{}\n", state_name(mapped.device.state)))),
+    Attr::ro("state", |mapped| Ok(format!("{}\n", mapped.device.state.name()))),
     Attr::ro("session", |mapped| Ok(format!("{}\n", mapped.session))),
     Attr::ro("mapping_path", |mapped| Ok(format!("{}\n", mapped.device.name))),
     Attr::ro("access_mode", |mapped| Ok(format!("{}\n", mapped.device.mode))),
-    // Loops look for work, whoever waits.
+    // Loops poll for all requests alike.
     Attr::ro("nr_poll_queues", |_| Ok("0\n".into())),
 ];
 
@@ -172,18 +171,8 @@ impl Mapped {
     }
 }
 
-/// The kernel's word for a device's state; that of one that is not known (yet) is `init`.
-pub fn state_name(state: Option<DeviceState>) -> &'static str {
-    match state {
-        None | Some(DeviceState::Init) => "init",
-        Some(DeviceState::Mapped) => "open",
-        Some(DeviceState::MappedDisconnected) => "closed",
-        Some(DeviceState::Unmapped) => "unmapped",
-    }
-}
-
-/// As of all block devices (`part_stat_show`): requests, merged ones, sectors, milliseconds, first of reads and then of writes; requests
-/// under way. Nothing is merged here, and times are not measured.
+/// Statistics of a block device (`part_stat_show`): requests, merges, sectors and milliseconds of reads, then of writes; requests
+/// in progress. Nothing is merged here, and times are not measured.
 fn stat(mapped: &Mapped) -> Result<String, Refused> {
     let c = &mapped.device.counters;
     let (read, written) = (c.read_bytes / 512, c.written_bytes / 512);
@@ -193,7 +182,7 @@ fn stat(mapped: &Mapped) -> Result<String, Refused> {
         text.push_str(&format!("{number:8} "));
     }
     text.push_str(&format!("{:8} {:8} {:8}", mapped.device.waiting, 0, 0));
-    // Discards and flushes are not told apart.
+    // Discards and flushes are not counted apart.
     text.push_str(&format!(" {:8}", 0).repeat(6));
     Ok(text + "\n")
 }

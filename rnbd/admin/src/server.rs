@@ -3,7 +3,7 @@
 use std::{net::IpAddr, sync::Arc};
 
 use rnbd::server::listing::DeviceListing;
-use rnbd_host::control::{Refused, serve::ServeRequest};
+use rnbd_host::control::{Refused, ServeRequest};
 use rtrs::{
     addr::PathAddr,
     server::{
@@ -13,8 +13,8 @@ use rtrs::{
 };
 
 use crate::{
-    Host, Names, Parameters, Server,
     client::{RESET_ALL, usage},
+    host::{Host, Names, Parameters, Server},
     text::one,
     tree::{Attr, Entries, Node, dir, files},
 };
@@ -34,7 +34,7 @@ pub(crate) fn sessions(host: &Arc<dyn Host>, names: Names) -> Node {
         for server in host.servers() {
             let Ok(sessions) = server.sessions() else { continue };
             for session in sessions {
-                // It has no name before its client has asked for the chunks; one whose paths are all going may have the name of the next.
+                // A session has no name until its client has sent it. A closing session may have the name of a new one.
                 let name = session.name.clone();
                 if name.is_empty() || entries.iter().any(|(taken, _)| *taken == name) {
                     continue;
@@ -52,7 +52,7 @@ fn paths(server: &Arc<dyn Server>, host: &Arc<dyn Host>, session: SessionListing
     let mut entries = Entries::new();
     for listing in session.paths {
         let name = path_name(&listing);
-        // One that goes may have the addresses of one that comes.
+        // A closing path may have the addresses of a new one.
         if entries.iter().any(|(taken, _)| *taken == name) {
             continue;
         }
@@ -72,7 +72,7 @@ fn paths(server: &Arc<dyn Server>, host: &Arc<dyn Host>, session: SessionListing
     entries
 }
 
-/// As its client names it.
+/// Name of a path, as its client names it.
 fn path_name(path: &PathListing) -> String {
     let (client, server) = ends(path);
     PathAddr {
@@ -101,7 +101,11 @@ const PATH: &[Attr<Path>] = &[
         |_| usage("disconnect"),
         |path, text| {
             one(text)?;
-            path.ask(ServeRequest::ClosePath(path.session, path.listing.path))
+            let (session, path_key) = (path.session, path.listing.path);
+            path.ask(ServeRequest::ClosePath {
+                session,
+                path: path_key,
+            })
         },
     ),
 ];
@@ -125,7 +129,8 @@ impl Path {
 
     fn reset(&self, text: &str) -> Result<(), Refused> {
         one(text)?;
-        self.ask(ServeRequest::ResetPathStats(self.session, self.listing.path))
+        let (session, path) = (self.session, self.listing.path);
+        self.ask(ServeRequest::ResetPathStats { session, path })
     }
 }
 
@@ -204,7 +209,8 @@ const OPENED: &[Attr<Opened>] = &[
         |opened, text| {
             one(text)?;
             let device = &opened.device;
-            let close = ServeRequest::ForceClose(device.session, device.id);
+            let (session, device) = (device.session, device.id);
+            let close = ServeRequest::ForceClose { session, device };
             opened.server.ask(close).map(|_| ())
         },
     ),

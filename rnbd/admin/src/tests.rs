@@ -8,20 +8,18 @@ use std::{
 
 use rnbd::{
     Errno,
-    block::Geometry,
     client::{OnLoss, device::DeviceCounters, state::DeviceState},
     proto::AccessMode,
     server::{disk::StoreId, listing::DeviceListing},
 };
 use rnbd_host::control::{
-    Refused,
-    map::{MapAnswer, MapListing, MapRequest, MappedDevice},
-    serve::{ServeAnswer, ServeRequest},
+    Kind, MapAnswer, MapListing, MapOrder, MapRequest, MappedDevice, MappedPath, Refused, ServeAnswer, ServeRequest,
+    Stat,
 };
 use roce_verbs::provider::{DeviceIx, KeyStrategy};
 use rtrs::{
     admission::PathKey,
-    client::{PathId, PathStats, PathStatus, Policy, SessionConfig, state::PathState},
+    client::{PathCounters, PathStats, Policy, state::PathState},
     proto::Uuid,
     server::{
         listing::{PathListing, SessionListing},
@@ -31,7 +29,7 @@ use rtrs::{
     stats::RdmaStats,
 };
 
-use crate::{Client, Host, Kind, MapOrder, Names, Parameters, Registry, Server, Stat};
+use crate::{Client, Host, Names, Parameters, Registry, Server};
 
 /// A mapping that notes what it is asked for, and refuses it if it is to.
 struct Noting {
@@ -42,7 +40,7 @@ struct Noting {
 
 impl Client for Noting {
     fn ask(&self, request: MapRequest) -> Result<MapAnswer, Refused> {
-        if request == MapRequest::List {
+        if request == (MapRequest::List {}) {
             return Ok(MapAnswer::Listing(Box::new(self.listing.lock().unwrap().clone())));
         }
         self.asked.lock().unwrap().push(request);
@@ -97,7 +95,7 @@ impl Host for Two {
         format!("ferroce{}", u8::from(addr.is_ipv6()))
     }
 
-    fn open(&self, order: &MapOrder) -> Result<(), Refused> {
+    fn open(&self, _session: &str, order: &MapOrder) -> Result<(), Refused> {
         self.opened.lock().unwrap().push(order.clone());
         Ok(())
     }
@@ -127,7 +125,6 @@ fn served(key: u64, name: &str) -> SessionListing {
         session: SessionKey(key),
         uuid: Uuid([2; 16]),
         name: name.into(),
-        home: true,
         paths: vec![path],
     }
 }
@@ -147,7 +144,7 @@ fn opened(session: u64, name: &str) -> DeviceListing {
     }
 }
 
-fn path(id: u16, addr: &str) -> PathStatus {
+fn path(id: u32, addr: &str) -> MappedPath {
     let mut stats = PathStats::default();
     stats.rdma.reads = 3;
     stats.rdma.read_bytes = 12_000;
@@ -155,13 +152,11 @@ fn path(id: u16, addr: &str) -> PathStatus {
     stats.reconnects = -1;
     stats.failed_reconnects = 2;
     stats.cpu_migration.from = vec![4];
-    PathStatus {
-        id: PathId::of_opening(id),
+    MappedPath {
+        id,
         addr: addr.parse().unwrap(),
-        uuid: Uuid([3; 16]),
         state: PathState::Connected,
         device: None,
-        hca: None,
         keys: None,
         latency: Some(Duration::from_nanos(1234)),
         in_flight: 1,
@@ -173,20 +168,11 @@ fn device(name: &str) -> MappedDevice {
     MappedDevice {
         name: name.into(),
         mode: AccessMode::ReadWrite,
-        state: Some(DeviceState::Mapped),
-        geometry: Some(Geometry {
-            size: 1 << 20,
-            logical_block_size: 512,
-            physical_block_size: 4096,
-            max_transfer: 65_536,
-            max_discard: 0,
-            discard_granularity: 0,
-            read_only: false,
-            write_cache: true,
-            fua: true,
-            max_write_zeroes: 0,
-            queue_depth: 64,
-        }),
+        block: None,
+        state: DeviceState::Mapped,
+        bytes: Some(1 << 20),
+        block_size: Some(512),
+        read_only: Some(false),
         on_loss: OnLoss::Error,
         counters: DeviceCounters {
             completed: 3,
@@ -205,9 +191,11 @@ fn host() -> Arc<Two> {
     let listing = MapListing {
         session: "many".into(),
         port: 1300,
-        info: None,
+        queue_depth: None,
+        max_io_bytes: None,
+        new_rkeys: None,
         policy: Policy::MinInflight,
-        max_reconnects: SessionConfig::FOREVER,
+        max_reconnects: -1,
         reconnect_delay: Duration::from_secs(2),
         paths: vec![
             path(0, "10.0.0.1,10.0.0.2:1300"),
@@ -415,45 +403,62 @@ fn texts_are_the_kernels() {
 fn what_is_written_is_asked_for() {
     let (host, registry) = registry(Names::All);
     let of = |at: &str, file: &str| format!("{at}/{file}");
-    let first = "10.0.0.1,10.0.0.2:1300".parse().unwrap();
+    let path = "10.0.0.1,10.0.0.2:1300".parse().unwrap();
     let writes = [
         (
             of(SESSION, "mpath_policy"),
             "rr\n",
-            MapRequest::SetPolicy(Policy::RoundRobin),
+            MapRequest::SetPolicy {
+                policy: Policy::RoundRobin,
+            },
         ),
-        (of(SESSION, "mp_policy"), "2", MapRequest::SetPolicy(Policy::MinLatency)),
+        (
+            of(SESSION, "mp_policy"),
+            "2",
+            MapRequest::SetPolicy {
+                policy: Policy::MinLatency,
+            },
+        ),
         (
             of(SESSION, "mpath_policy"),
             "Min-Inflight, please",
-            MapRequest::SetPolicy(Policy::MinInflight),
+            MapRequest::SetPolicy {
+                policy: Policy::MinInflight,
+            },
         ),
         (
             of(SESSION, "mpath_policy"),
             "+1\n",
-            MapRequest::SetPolicy(Policy::MinInflight),
+            MapRequest::SetPolicy {
+                policy: Policy::MinInflight,
+            },
         ),
         (
             of(SESSION, "max_reconnect_attempts"),
             "17\n",
             MapRequest::SetReconnects {
-                attempts: 17,
-                delay: Duration::from_secs(2),
+                attempts: Some(17),
+                delay: None,
             },
         ),
         // The port is the session's.
         (
             of(SESSION, "add_path"),
             "ip:10.1.0.1@ip:10.1.0.2\n",
-            MapRequest::AddPath("10.1.0.1,10.1.0.2:1300".parse().unwrap()),
+            MapRequest::AddPath {
+                path: "10.1.0.1,10.1.0.2:1300".parse().unwrap(),
+            },
         ),
-        (of(PATH, "reconnect"), "1\n", MapRequest::Reconnect(first)),
-        (of(PATH, "disconnect"), "1", MapRequest::Disconnect(first)),
-        (of(PATH, "remove_path"), "1\n", MapRequest::RemovePath(first)),
+        (of(PATH, "reconnect"), "1\n", MapRequest::Reconnect { path }),
+        (of(PATH, "disconnect"), "1", MapRequest::Disconnect { path }),
+        (of(PATH, "remove_path"), "1\n", MapRequest::RemovePath { path }),
         (
             of(PATH, "stats/rdma"),
             "1\n",
-            MapRequest::ResetPathStats(first, rtrs::client::PathCounters::Rdma),
+            MapRequest::ResetPathStats {
+                path,
+                which: PathCounters::Rdma,
+            },
         ),
         (
             of(DEVICE, "resize"),
@@ -463,7 +468,13 @@ fn what_is_written_is_asked_for() {
                 sectors: 16,
             },
         ),
-        (of(DEVICE, "remap_device"), "1\n", MapRequest::Remap("vg/disk".into())),
+        (
+            of(DEVICE, "remap_device"),
+            "1\n",
+            MapRequest::Remap {
+                device: "vg/disk".into(),
+            },
+        ),
         (
             of("class/rnbd-client/ctl/devices/vg!disk@many/rnbd", "unmap_device"),
             "force\n",
@@ -483,8 +494,14 @@ fn what_is_written_is_asked_for() {
     registry.write(&close, b"1\n").unwrap();
     let asked = host.server.0.lock().unwrap().clone();
     let expected = [
-        ServeRequest::ClosePath(SessionKey(1), PathKey::of(7)),
-        ServeRequest::ForceClose(SessionKey(3), 5),
+        ServeRequest::ClosePath {
+            session: SessionKey(1),
+            path: PathKey::of(7),
+        },
+        ServeRequest::ForceClose {
+            session: SessionKey(3),
+            device: 5,
+        },
     ];
     assert_eq!(asked, expected);
 }
@@ -560,8 +577,8 @@ fn devices_are_mapped_over_the_session_that_there_is_or_a_new_one() {
     let order = host.opened.lock().unwrap().pop().unwrap();
     let paths: Vec<_> = order.paths.iter().map(|path| path.dst.to_string()).collect();
     assert_eq!(
-        (order.session.as_str(), paths),
-        ("other", vec!["10.0.0.3:1234".into(), "10.0.0.4:99".into()])
+        (order.session.as_deref(), paths),
+        (Some("other"), vec!["10.0.0.3:1234".into(), "10.0.0.4:99".into()])
     );
     assert_eq!(map("sessname=other device_path=d").unwrap_err().errno, Errno::ENXIO);
     for wrong in [

@@ -30,7 +30,7 @@ pub(crate) fn unsigned(text: &str) -> Result<u64, Refused> {
         None => (digits, 10),
     };
     if digits.is_empty() || !digits.chars().all(|c| c.is_digit(base)) {
-        return Err(invalid(format!("{:?} is no number", line(text))));
+        return Err(invalid(format!("{:?} is not a number", line(text))));
     }
     u64::from_str_radix(digits, base).map_err(|_| Refused::new(Errno::ERANGE, format!("{digits} is too large")))
 }
@@ -40,7 +40,7 @@ pub(crate) fn signed(text: &str) -> Result<i32, Refused> {
     let text = line(text);
     let digits = text.strip_prefix(['-', '+']).unwrap_or(text);
     if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
-        return Err(invalid(format!("{text:?} is no number")));
+        return Err(invalid(format!("{text:?} is not a number")));
     }
     text.parse()
         .map_err(|_| Refused::new(Errno::ERANGE, format!("{text} is too large")))

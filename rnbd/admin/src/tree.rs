@@ -1,63 +1,25 @@
-//! Directories, files and links, made as they are looked at.
+//! Directories, files and links, created on access.
 
 use std::sync::Arc;
 
 use rnbd::Errno;
-use rnbd_host::control::Refused;
+use rnbd_host::control::{Kind, Refused, Stat};
 
-use crate::Names;
+use crate::host::Names;
 
-/// Links that a path may lead through, as in the kernel (`MAXSYMLINKS`).
+/// Links that a path may pass, as in the kernel (`MAXSYMLINKS`); ELOOP beyond.
 const MAX_LINKS: usize = 40;
-
-/// Kind of node that a name stands for.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Kind {
-    /// A directory.
-    Dir,
-    /// A file with a text.
-    File,
-    /// A link to somewhere else in the tree, relative to its own directory.
-    Link(String),
-}
-
-/// Status of a node.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Stat {
-    /// Kind.
-    pub kind: Kind,
-    /// Permissions, as of `chmod`: 0644 of what can be written, 0444 of what can't, 0755 of directories, 0777 of links.
-    pub mode: u32,
-}
-
-/// A name in a directory.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Entry {
-    /// The name.
-    pub name: String,
-    /// Status.
-    pub stat: Stat,
-}
-
-impl From<(String, Node)> for Entry {
-    fn from((name, node): (String, Node)) -> Self {
-        Self {
-            name,
-            stat: node.stat(),
-        }
-    }
-}
 
 /// Entries of a directory.
 pub(crate) type Entries = Vec<(String, Node)>;
-/// Finds out what a directory has in it.
+/// Lists a directory.
 pub(crate) type Children = Box<dyn FnOnce() -> Result<Entries, Refused>>;
 
-/// Gives a file's text.
+/// Reads a file.
 type Show = Box<dyn FnOnce() -> Result<String, Refused>>;
-/// Does what was written to a file.
+/// Executes a write to a file.
 type Store = Box<dyn FnOnce(&str) -> Result<(), Refused>>;
-/// The same of a kind of files.
+/// Executes a write to the file of a `T`.
 type StoreOf<T> = fn(&T, &str) -> Result<(), Refused>;
 
 /// A file.
@@ -66,7 +28,7 @@ pub(crate) struct File {
     pub(crate) store: Option<Store>,
 }
 
-/// A place in the tree.
+/// A node of the tree.
 pub(crate) enum Node {
     Dir(Children),
     File(File),
@@ -90,7 +52,7 @@ pub(crate) fn dir(children: impl FnOnce() -> Result<Entries, Refused> + 'static)
     Node::Dir(Box::new(children))
 }
 
-/// A file of something.
+/// An attribute of a `T`, which is a file.
 pub(crate) struct Attr<T: 'static> {
     name: &'static str,
     names: Names,
@@ -99,7 +61,7 @@ pub(crate) struct Attr<T: 'static> {
 }
 
 impl<T> Attr<T> {
-    /// Only to be read.
+    /// A read-only attribute.
     pub(crate) const fn ro(name: &'static str, show: fn(&T) -> Result<String, Refused>) -> Self {
         Self {
             name,
@@ -109,7 +71,7 @@ impl<T> Attr<T> {
         }
     }
 
-    /// To be read and written.
+    /// A writable attribute.
     pub(crate) const fn rw(name: &'static str, show: fn(&T) -> Result<String, Refused>, store: StoreOf<T>) -> Self {
         Self {
             name,
@@ -119,7 +81,7 @@ impl<T> Attr<T> {
         }
     }
 
-    /// Only the documents know it.
+    /// An attribute that only the kernel's documents have.
     pub(crate) const fn of_documents(self) -> Self {
         Self {
             names: Names::All,
@@ -128,7 +90,7 @@ impl<T> Attr<T> {
     }
 }
 
-/// The files of something.
+/// The attributes of a `T` as files.
 pub(crate) fn files<T: 'static>(of: &Arc<T>, attrs: &'static [Attr<T>], names: Names) -> Entries {
     let known = attrs.iter().filter(|attr| attr.names <= names);
     let file = |attr: &'static Attr<T>| {
@@ -142,7 +104,7 @@ pub(crate) fn files<T: 'static>(of: &Arc<T>, attrs: &'static [Attr<T>], names: N
     known.map(file).collect()
 }
 
-/// Finds the node at a path; a link at its end is followed if `follow` says so.
+/// Finds the node at a path; `follow`: a link at its end is followed, too.
 pub(crate) fn find(root: impl Fn() -> Node, path: &str, follow: bool) -> Result<Node, Refused> {
     let mut at: Vec<String> = Vec::new();
     let mut ahead: Vec<String> = parts(path).rev().map(str::to_owned).collect();

@@ -10,7 +10,7 @@ use std::{
 };
 
 use rnbd::block::Geometry;
-use roce_reactor::{Handle, Reactor, ReactorConfig};
+use roce::reactor::{Handle, Reactor, ReactorConfig};
 use rtrs::addr::PathAddr;
 
 use crate::{
@@ -42,8 +42,7 @@ impl Shared {
             spin: options.spin,
             ..ReactorConfig::default()
         };
-        // It has no jobs.
-        let (reactor, _) = Reactor::<DiskService>::new(config)?;
+        let reactor = Reactor::<DiskService>::new(config)?;
         let (handle, status) = (reactor.handle(), Status::default());
         let known = status.clone();
         let run = move || {

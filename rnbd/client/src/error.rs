@@ -7,7 +7,7 @@ use std::{
 
 use rnbd::{Errno, client::error::MapError};
 use roce::VerbsError;
-use roce_reactor::ReactorError;
+use roce::reactor::ReactorError;
 use rtrs::{Error, PathError};
 
 /// Why a disk could not be opened, or was lost.

@@ -9,7 +9,7 @@ use std::{
 };
 
 use rnbd::block::Geometry;
-use roce_reactor::{Driven, Handle, Reactor, ReactorConfig, Turned};
+use roce::reactor::{Driven, Handle, Reactor, ReactorConfig, Turned};
 
 use crate::{
     error::OpenError,
@@ -80,8 +80,7 @@ impl DiskOptions {
     /// When our address can't be used.
     pub fn open_in_loop(mut self) -> Result<DiskLoop, OpenError> {
         let device = self.open_device()?;
-        // It has no jobs.
-        let (reactor, _) = Reactor::<DiskService>::new(ReactorConfig::default())?;
+        let reactor = Reactor::<DiskService>::new(ReactorConfig::default())?;
         let (send, opened) = channel();
         let (handle, status) = (reactor.handle(), Status::default());
         let known = status.clone();

@@ -12,19 +12,19 @@ use rnbd::{
     Errno,
     block::{BlockOp, Geometry},
     client::{
-        Client as Rnbd, OnLoss, Opener, Unmap,
+        Client as RnbdClient, OnLoss, Opener, Unmap,
         output::{DeviceKey, Output},
     },
 };
 use roce::Completion;
-use roce_reactor::{Service, TurnCx};
+use roce::reactor::{Service, TurnCx};
 use roce_verbs::{
     Instant,
     provider::{Event, QpId},
 };
 use rtrs::{
     Error, PathError,
-    client::{Buffer, Client as Rtrs, Output as RtrsOutput, PathId, PathNews, SessionId, state::PathState},
+    client::{Buffer, PathId, PathNews, SessionId, state::PathState},
     cx::Cx,
 };
 use slab::Slab;
@@ -122,7 +122,10 @@ impl Status {
     }
 }
 
+type Rnbd = RnbdClient<Owner>;
+
 /// Owner of an operation of RNBD's client.
+#[derive(Debug)]
 enum Owner {
     /// A part of a transfer.
     Part(usize, Range<usize>),
@@ -133,7 +136,6 @@ enum Owner {
 /// A disk on a loop.
 pub(crate) struct DiskService {
     options: DiskOptions,
-    rtrs: Rtrs,
     rnbd: Rnbd,
     rng: StdRng,
     phase: Phase,
@@ -142,7 +144,8 @@ pub(crate) struct DiskService {
     opener: Option<Opener>,
     status: Status,
     transfers: Slab<Transfer>,
-    owners: Slab<Owner>,
+    /// Operations in flight.
+    operations: usize,
     /// Transfers with parts that have not begun, in order.
     waiting: VecDeque<usize>,
     /// Results for the caller's loop.
@@ -162,7 +165,6 @@ impl DiskService {
         let seeded = getrandom::fill(&mut seed);
         let mut this = Self {
             options,
-            rtrs: Rtrs::new(),
             rnbd: Rnbd::new(),
             rng: StdRng::from_seed(seed),
             phase: Phase::Connecting,
@@ -171,7 +173,7 @@ impl DiskService {
             opener: None,
             status,
             transfers: Slab::new(),
-            owners: Slab::new(),
+            operations: 0,
             waiting: VecDeque::new(),
             results: VecDeque::new(),
             on_open: Some(on_open),
@@ -184,7 +186,7 @@ impl DiskService {
             return this;
         }
         let session = this.options.session.clone();
-        match this.rtrs.open(cx!(this, turn), session) {
+        match this.rnbd.rtrs_mut().open(cx!(this, turn), session) {
             Ok(session) => this.session = Some(session),
             Err(e) => this.end_with(turn, this.options.no_session(e)),
         }
@@ -249,8 +251,9 @@ impl DiskService {
         match &self.opener {
             Some(opener) if writable && self.failure.is_none() => {
                 self.phase = Phase::Flushing;
-                let user = self.owners.insert(Owner::LastFlush) as u64;
-                self.rnbd.submit(opener, user, BlockOp::Flush, 0, 0, None, 0);
+                self.operations += 1;
+                self.rnbd
+                    .submit(opener, Owner::LastFlush, BlockOp::Flush, 0, 0, None, 0);
             }
             _ => self.unmap(turn),
         }
@@ -271,7 +274,7 @@ impl DiskService {
         }
         self.phase = Phase::Closing;
         match self.session {
-            Some(session) => self.rtrs.close(cx!(self, turn), session),
+            Some(session) => self.rnbd.rtrs_mut().close(cx!(self, turn), session),
             None => self.finish(turn),
         }
     }
@@ -315,42 +318,28 @@ impl DiskService {
 
 /// Outputs of the machines.
 impl DiskService {
-    fn rtrs_output(&mut self, turn: &mut TurnCx<'_, ()>, output: RtrsOutput) {
-        match output {
-            RtrsOutput::Opened(session, _) => {
-                self.rnbd.rtrs(&mut self.rtrs, output);
-                if self.phase == Phase::Connecting {
-                    self.phase = Phase::Mapping;
-                    let device = self.rnbd.map(session, &self.options.name, self.options.mode);
-                    if let Err(e) = self.rnbd.set_on_loss(device, self.options.on_loss) {
-                        // Why it can't be mapped is reported.
-                        tracing::debug!("on loss: {e}");
-                    }
-                    self.device = Some(device);
-                }
+    fn session_opened(&mut self, session: SessionId) {
+        if self.phase == Phase::Connecting {
+            self.phase = Phase::Mapping;
+            let device = self.rnbd.map(session, &self.options.name, self.options.mode);
+            if let Err(e) = self.rnbd.set_on_loss(device, self.options.on_loss) {
+                // Why it can't be mapped is reported.
+                tracing::debug!("on loss: {e}");
             }
-            RtrsOutput::OpenFailed(_, error) => self.end_with(turn, self.options.no_session(error)),
-            RtrsOutput::Closed(_) => {
-                self.rnbd.rtrs(&mut self.rtrs, output);
-                self.rnbd_outputs(turn);
-                self.finish(turn);
-            }
-            RtrsOutput::Path { session, path, news } => self.path_news(turn, session, path, news),
-            RtrsOutput::Down(_, ref why) => {
-                tracing::warn!("no path to {} is up: {why}", self.options.name);
-                let why = why.clone();
-                self.rnbd.rtrs(&mut self.rtrs, output);
-                if !matches!(self.phase, Phase::Open | Phase::Draining) {
-                    self.failed(OpenError::Lost(why));
-                    self.close_session(turn);
-                }
-            }
-            RtrsOutput::Up(..) | RtrsOutput::Done { .. } => self.rnbd.rtrs(&mut self.rtrs, output),
+            self.device = Some(device);
+        }
+    }
+
+    fn session_down(&mut self, turn: &mut TurnCx<'_, ()>, why: PathError) {
+        tracing::warn!("no path to {} is up: {why}", self.options.name);
+        if !matches!(self.phase, Phase::Open | Phase::Draining) {
+            self.failed(OpenError::Lost(why));
+            self.close_session(turn);
         }
     }
 
     fn path_news(&mut self, turn: &mut TurnCx<'_, ()>, session: SessionId, id: PathId, news: PathNews) {
-        let paths = self.rtrs.paths(session);
+        let paths = self.rnbd.rtrs().paths(session);
         let path = paths.iter().find(|p| p.id == id).map(|p| p.addr.to_string());
         let path = path.unwrap_or_default();
         match news {
@@ -369,17 +358,14 @@ impl DiskService {
         }
     }
 
-    fn rnbd_outputs(&mut self, turn: &mut TurnCx<'_, ()>) -> bool {
-        let mut any = false;
-        while let Some(output) = self.rnbd.poll_output() {
-            any = true;
-            self.rnbd_output(turn, output);
-        }
-        any
-    }
-
-    fn rnbd_output(&mut self, turn: &mut TurnCx<'_, ()>, output: Output) {
+    fn output(&mut self, turn: &mut TurnCx<'_, ()>, output: Output<Owner>) {
         match output {
+            Output::Opened(session, _) => self.session_opened(session),
+            Output::OpenFailed(_, error) => self.end_with(turn, self.options.no_session(error)),
+            Output::Down(_, why) => self.session_down(turn, why),
+            Output::Up(..) => {}
+            Output::Closed(_) => self.finish(turn),
+            Output::Path { session, path, news } => self.path_news(turn, session, path, news),
             Output::Mapped(key, geometry) => {
                 self.status.with(|known| known.geometry = Some(geometry));
                 self.opener = Some(self.rnbd.opener(key));
@@ -411,15 +397,17 @@ impl DiskService {
         }
     }
 
-    fn done(&mut self, turn: &mut TurnCx<'_, ()>, user: u64, result: Result<(), Errno>, data: Option<Buffer>) {
-        match self.owners.try_remove(user as usize) {
-            Some(Owner::Part(index, part)) => {
+    fn done(&mut self, turn: &mut TurnCx<'_, ()>, owner: Owner, result: Result<(), Errno>, data: Option<Buffer>) {
+        self.operations -= 1;
+        match owner {
+            Owner::Part(index, part) => {
                 let mut result = result.map_err(io::Error::from);
                 if let Some(transfer) = self.transfers.get_mut(index) {
                     let read = transfer.op() == BlockOp::Read && result.is_ok();
                     if let (true, Some(buffer), Some(session)) = (read, &data, self.session) {
                         let copied = self
-                            .rtrs
+                            .rnbd
+                            .rtrs()
                             .buffers(session)
                             .map(|all| all.read(buffer, 0, transfer.bytes(part)));
                         if !matches!(copied, Some(Ok(()))) {
@@ -430,20 +418,19 @@ impl DiskService {
                     self.look_over(index);
                 }
             }
-            Some(Owner::LastFlush) => {
+            Owner::LastFlush => {
                 if let Err(errno) = result {
                     self.failed(OpenError::Flush(errno));
                 }
                 self.unmap(turn);
             }
-            None => {}
         }
         self.give(data);
     }
 
     fn give(&mut self, data: Option<Buffer>) {
         if let (Some(buffer), Some(session)) = (data, self.session) {
-            self.rtrs.give_buffer(session, buffer);
+            self.rnbd.rtrs_mut().give_buffer(session, buffer);
         }
     }
 
@@ -455,27 +442,20 @@ impl DiskService {
         }
     }
 
-    /// Passes on what one machine has for the other.
+    /// Runs the machines until they have nothing more to do.
     fn pass_on(&mut self, turn: &mut TurnCx<'_, ()>) -> bool {
         let mut worked = false;
-        while let Some(output) = self.rtrs.poll_output() {
-            worked = true;
-            self.rtrs_output(turn, output);
-        }
-        worked |= self.rnbd_outputs(turn);
-        while let Some((session, submission)) = self.rnbd.poll_submission(cx!(self, turn), &mut self.rtrs) {
-            worked = true;
-            if let Err((back, error)) = self.rtrs.submit(cx!(self, turn), session, submission) {
-                let done = RtrsOutput::Done {
-                    session,
-                    tag: back.tag,
-                    result: Err(error),
-                    data: back.data,
-                };
-                self.rnbd.rtrs(&mut self.rtrs, done);
+        loop {
+            let mut more = self.rnbd.turn(cx!(self, turn));
+            while let Some(output) = self.rnbd.poll_output() {
+                more = true;
+                self.output(turn, output);
             }
+            if !more {
+                return worked;
+            }
+            worked = true;
         }
-        worked | self.rnbd_outputs(turn)
     }
 }
 
@@ -514,16 +494,17 @@ impl DiskService {
         let (op, (offset, len)) = (transfer.op(), transfer.range());
         if !op.has_data() {
             transfer.begin(&(0..0));
-            let user = self.owners.insert(Owner::Part(index, 0..0)) as u64;
-            self.rnbd.submit(opener, user, op, offset, len, None, 0);
+            self.operations += 1;
+            self.rnbd
+                .submit(opener, Owner::Part(index, 0..0), op, offset, len, None, 0);
             return Begun::All;
         }
         let Some(part) = transfer.next_part(most) else {
             return Begun::All;
         };
-        let buffer = match self.rtrs.take_buffer(cx!(self, turn), session, part.len()) {
+        let buffer = match self.rnbd.rtrs_mut().take_buffer(cx!(self, turn), session, part.len()) {
             Ok(buffer) => buffer,
-            Err(Error::NoBuffer { .. }) if !self.owners.is_empty() => return Begun::NoBuffer,
+            Err(Error::NoBuffer { .. }) if self.operations > 0 => return Begun::NoBuffer,
             Err(e) => {
                 transfer.fail(Errno::from_wire(e.errno()).into());
                 return Begun::All;
@@ -531,7 +512,11 @@ impl DiskService {
         };
         if op != BlockOp::Read {
             let bytes = transfer.bytes(part.clone());
-            let written = self.rtrs.buffers(session).map(|all| all.write(&buffer, 0, bytes));
+            let written = self
+                .rnbd
+                .rtrs()
+                .buffers(session)
+                .map(|all| all.write(&buffer, 0, bytes));
             if !matches!(written, Some(Ok(()))) {
                 transfer.fail(Errno::EIO.into());
                 self.give(Some(buffer));
@@ -540,8 +525,9 @@ impl DiskService {
         }
         transfer.begin(&part);
         let (at, bytes) = (offset + part.start as u64, part.len() as u64);
-        let user = self.owners.insert(Owner::Part(index, part)) as u64;
-        self.rnbd.submit(opener, user, op, at, bytes, Some(buffer), 0);
+        self.operations += 1;
+        self.rnbd
+            .submit(opener, Owner::Part(index, part), op, at, bytes, Some(buffer), 0);
         Begun::More
     }
 }
@@ -569,16 +555,16 @@ impl Service for DiskService {
 
     fn completions(&mut self, turn: &mut TurnCx<'_, ()>, completions: &[(QpId, Completion)]) {
         for (qp, wc) in completions {
-            self.rtrs.completion(cx!(self, turn), *qp, wc);
+            self.rnbd.rtrs_mut().completion(cx!(self, turn), *qp, wc);
         }
     }
 
     fn event(&mut self, turn: &mut TurnCx<'_, ()>, event: Event) {
-        self.rtrs.event(cx!(self, turn), &event);
+        self.rnbd.rtrs_mut().event(cx!(self, turn), &event);
     }
 
     fn timeout(&mut self, turn: &mut TurnCx<'_, ()>) {
-        self.rtrs.timeout(cx!(self, turn));
+        self.rnbd.rtrs_mut().timeout(cx!(self, turn));
         self.rnbd.timeout(turn.now);
         if self.deadline.is_some_and(|at| at <= turn.now) {
             self.deadline = None;
@@ -598,19 +584,19 @@ impl Service for DiskService {
     }
 
     fn end(&mut self, turn: &mut TurnCx<'_, ()>) {
-        self.rtrs.end_batch(cx!(self, turn));
+        self.rnbd.rtrs_mut().end_batch(cx!(self, turn));
         self.pass_on(turn);
         self.look_drained(turn);
-        self.rtrs.end_batch(cx!(self, turn));
+        self.rnbd.rtrs_mut().end_batch(cx!(self, turn));
     }
 
     fn sent(&mut self, _: &mut TurnCx<'_, ()>) -> bool {
         // Buffers may have come back at the end of the turn.
-        !self.waiting.is_empty() && self.owners.is_empty()
+        !self.waiting.is_empty() && self.operations == 0
     }
 
     fn next_timeout(&self) -> Option<Instant> {
-        let times = [self.rtrs.next_timeout(), self.rnbd.next_timeout(), self.deadline];
+        let times = [self.rnbd.rtrs().next_timeout(), self.rnbd.next_timeout(), self.deadline];
         times.into_iter().flatten().min()
     }
 }

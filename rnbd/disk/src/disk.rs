@@ -4,33 +4,30 @@ use std::{
     collections::{BTreeMap, VecDeque},
     fmt, io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{Arc, Weak, atomic::Ordering::Relaxed},
+    sync::{Arc, Weak},
 };
 
 use rnbd::{
     Errno,
     block::BlockOp,
     server::{
-        disk::{DiskOp, IoTicket, StoreId},
+        disk::{Disks, Op, StoreId},
         queue::QueueLimits,
-        schedule::{Begun, Ended, Schedule, UnderWay},
+        schedule::Schedule,
     },
 };
-use roce_mem::Pages;
 use rtrs::server::request::SessionKey;
-use slab::Slab;
 
 use crate::{
     exports::OpenExport,
     file_system::FileSystem,
     image::{Image, Look},
-    job::{Job, Outcome},
+    op::{Io, Part, Work},
     pool::Pool,
     probe::{Way, Ways},
     ring::Ring,
     sys,
     task::Task,
-    writing::Bell,
 };
 
 /// Times that one [`Disk::pump`] starts what there is room for, when it is over at once.
@@ -110,19 +107,6 @@ pub struct DiskCounters {
     pub flushes: u64,
 }
 
-/// An operation that has had its turn.
-#[derive(Debug)]
-struct Flight {
-    under_way: UnderWay,
-    way: Way,
-    /// It is among the store's writes that are under way.
-    entered: bool,
-    /// It writes parts of blocks, and so is to be the only write.
-    alone: bool,
-    /// When neither the ring nor the pool has it.
-    job: Option<Job>,
-}
-
 #[derive(Debug)]
 struct Store {
     export: OpenExport,
@@ -131,8 +115,12 @@ struct Store {
     look: (u64, Look),
     /// The device's, as was told.
     size: u64,
-    /// Writes that wait for one that is to be alone, or are it, in their order.
-    held: VecDeque<usize>,
+    /// Writes in flight past the page cache.
+    writing: u32,
+    /// One of them writes parts of blocks: it reads the blocks and writes them back, so it must be the only one.
+    alone: bool,
+    /// Writes that wait for one that must be alone, or are it, in their order.
+    held: VecDeque<Io>,
 }
 
 impl Store {
@@ -156,19 +144,21 @@ impl Store {
         before != size
     }
 
-    /// Lets a write begin, if it may; else `bell` is rung when another loop's write is over that it perhaps waits for.
-    fn enter(&self, alone: bool, bell: &Arc<Bell>) -> bool {
-        let image = self.export.image();
-        let bell = image.shared.load(Relaxed).then_some(bell);
-        !image.is_direct() || image.writing.enter(alone, bell)
+    /// Starts a write, if it may.
+    fn enter(&mut self, alone: bool) -> bool {
+        if !self.export.image().is_direct() {
+            return true;
+        }
+        let may = if alone { self.writing == 0 } else { !self.alone };
+        if may {
+            (self.writing, self.alone) = (self.writing + 1, alone);
+        }
+        may
     }
 
-    /// A write that has begun is over.
-    fn leave(&self) {
-        let image = self.export.image();
-        if image.is_direct() {
-            image.writing.leave();
-        }
+    /// Ends a write that has started.
+    fn leave(&mut self) {
+        (self.writing, self.alone) = (self.writing.saturating_sub(1), false);
     }
 }
 
@@ -181,32 +171,28 @@ enum RingState {
     Missing,
 }
 
-/// The open devices of one loop, and what is under way on them. It is used in the thread that made it. Dropping it waits
-/// for what is under way.
+/// The open devices of one loop, and their operations. It is used in the thread that made it. Dropping it waits for operations in flight.
 ///
-/// After [`start`](Self::start), and when [`descriptor`](Self::descriptor) is readable, the loop calls
-/// [`pump`](Self::pump), and again in its next turn as long as that returns true.
+/// After [`submit`](Disks::submit), and when [`descriptor`](Self::descriptor) is readable, the loop calls
+/// [`pump`](Self::pump), and again in its next turn as long as that returns true; then [`poll`](Disks::poll) returns operations that have
+/// ended.
 pub struct Disk {
     config: DiskConfig,
-    // The operations that these two have are waited for.
+    // Dropping these waits for their operations.
     ring: RingState,
     pool: Option<Pool>,
-    /// Rung when a write is over that held ones may have waited for.
-    bell: Arc<Bell>,
-    /// Watches all three.
+    /// Watches both.
     epoll: OwnedFd,
     stores: BTreeMap<StoreId, Store>,
-    schedule: Schedule<Arc<Pages>>,
-    flights: Slab<Flight>,
-    /// Flights whose next call is to be made.
-    ready: VecDeque<usize>,
-    /// Over before they had their turn.
-    over: Vec<Ended>,
+    schedule: Schedule<Part>,
+    /// Operations whose next call is to be made.
+    ready: VecDeque<Io>,
     /// Devices that were found to have another size than before.
     resized: Vec<StoreId>,
     /// Calls of [`pump`](Self::pump).
     turn: u64,
-    outcomes: Vec<Outcome>,
+    /// Room for the next operations that the ring and the pool have ended.
+    ended: Vec<Io>,
     counters: DiskCounters,
 }
 
@@ -215,7 +201,7 @@ impl fmt::Debug for Disk {
         f.debug_struct("Disk")
             .field("stores", &self.stores.len())
             .field("waiting", &self.schedule.waiting())
-            .field("flights", &self.flights.len())
+            .field("ready", &self.ready.len())
             .finish_non_exhaustive()
     }
 }
@@ -226,34 +212,29 @@ impl Disk {
     /// # Errors
     /// When the system gives no descriptor.
     pub fn new(config: DiskConfig) -> io::Result<Self> {
-        let (epoll, bell) = (sys::epoll()?, Bell::new()?);
-        sys::watch(&epoll, &*bell)?;
         Ok(Self {
             ring: RingState::Unopened,
             pool: None,
-            bell,
-            epoll,
+            epoll: sys::epoll()?,
             stores: BTreeMap::new(),
             schedule: Schedule::new(config.limits),
-            flights: Slab::new(),
             ready: VecDeque::new(),
-            over: Vec::new(),
             resized: Vec::new(),
             turn: 0,
-            outcomes: Vec::new(),
+            ended: Vec::new(),
             counters: DiskCounters::default(),
             config,
         })
     }
 
-    /// Readable when something is over that [`pump`](Self::pump) does not know of yet. It is the same all the time.
+    /// Readable when an operation has ended that [`pump`](Self::pump) does not know of yet. It is the same all the time.
     pub fn descriptor(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
     }
 
-    /// Whether anything was asked for that is not over.
+    /// Whether an operation was submitted that [`poll`](Disks::poll) has not returned.
     pub fn is_busy(&self) -> bool {
-        self.schedule.waiting() > 0 || !self.flights.is_empty() || !self.over.is_empty()
+        !self.schedule.is_idle()
     }
 
     /// Returns the counters.
@@ -281,6 +262,8 @@ impl Disk {
             export,
             ways,
             look: (0, Look::default()),
+            writing: 0,
+            alone: false,
             held: VecDeque::new(),
         };
         tracing::debug!(image = store.export.image().label(), ?ways, "disk");
@@ -336,24 +319,13 @@ impl Disk {
         }
     }
 
-    /// A device that has another size than was known, and its size in bytes. It is found by operations beyond the old end, and by
-    /// [`note_sizes`](Self::note_sizes).
-    pub fn poll_resized(&mut self) -> Option<(StoreId, u64)> {
-        while let Some(id) = self.resized.pop() {
-            if let Some(store) = self.stores.get(&id) {
-                return Some((id, store.size));
-            }
-        }
-        None
-    }
-
     /// The ways of a device's operations.
     pub fn ways(&self, id: StoreId) -> Option<Ways> {
         self.stores.get(&id).map(|s| s.ways)
     }
 
     /// Gives a device back, to be closed where waiting for the disk does no harm. `None`: there is no such device, or
-    /// something that was asked of it is not over.
+    /// an operation of it has not ended.
     pub fn take(&mut self, id: StoreId) -> Option<OpenExport> {
         if !self.schedule.close(id) {
             return None;
@@ -361,45 +333,21 @@ impl Disk {
         self.stores.remove(&id).map(|s| s.export)
     }
 
-    /// Asks for an operation, which [`pump`](Self::pump) starts and ends. The data of reads and writes lies in `memory`, the
-    /// session's, which is kept until the operation is over. A flush covers the writes that were over before.
-    ///
-    /// How it may end: EINVAL when the data is outside the memory; ENXIO without such a store; EIO beyond the end of the
-    /// device or of a file that was truncated meanwhile, and for ever, as far as flushes and FUA are concerned, after a
-    /// sync has failed; EROFS; EOPNOTSUPP for discards that the device can't do; ENOSPC when the disk below a sparse image is
-    /// full; what else the system says. Part of the bytes of a write that failed may have been written.
-    pub fn start(&mut self, session: SessionKey, ticket: IoTicket, op: DiskOp, memory: &Arc<Pages>) {
-        if let Err(e) = self.schedule.start(session, ticket, op, memory) {
-            self.over.push((ticket, Err(e)));
-        }
-    }
-
-    /// A session is gone: what it waits with ends with ECONNABORTED, what is under way in its own time, and its memory is
-    /// let go of after that. A flush that others wait for, too, is run.
-    pub fn forget(&mut self, session: SessionKey) {
-        self.schedule.forget(session, &mut self.over);
-        if let RingState::Open(ring) = &mut self.ring {
-            ring.forget(session);
-        }
-    }
-
-    /// Starts what has its turn, and appends what is over to `done`. What is copied in the loop is taken from `budget`; when
+    /// Starts operations whose turn it is, and takes those that have ended. What is copied in the loop is taken from `budget`; when
     /// that is spent the rest waits. Returns whether there is more to do at once; else
     /// [`descriptor`](Self::descriptor) tells when.
     ///
     /// What a file's size is, is asked once in each call at most.
-    pub fn pump(&mut self, budget: &mut Budget, done: &mut Vec<Ended>) -> bool {
+    pub fn pump(&mut self, budget: &mut Budget) -> bool {
         self.turn += 1;
-        done.append(&mut self.over);
-        self.ask_again();
-        self.end(done);
+        self.end();
         let mut stopped = true;
         for _ in 0..ROUNDS {
-            self.begin(budget, done);
+            self.begin(budget);
             if let RingState::Open(ring) = &mut self.ring {
                 ring.submit();
             }
-            let ended = self.end(done);
+            let ended = self.end();
             if budget.is_spent() {
                 break;
             }
@@ -415,130 +363,105 @@ impl Disk {
         behind || !self.ready.is_empty() || (stopped && self.schedule.waiting() > 0)
     }
 
-    /// Writes that are held begin, if another loop's that they waited for is over.
-    fn ask_again(&mut self) {
-        if self.bell.silence() {
-            let held = self.stores.iter().filter(|(_, store)| !store.held.is_empty());
-            let held: Vec<StoreId> = held.map(|(id, _)| *id).collect();
-            held.into_iter().for_each(|store| self.let_in(store));
-        }
-    }
-
     /// Starts operations and goes on with them, as far as there is room and the budget reaches.
-    fn begin(&mut self, budget: &mut Budget, done: &mut Vec<Ended>) {
+    fn begin(&mut self, budget: &mut Budget) {
         while !budget.is_spent() {
             // One after the other, so that a long operation does not keep those that wait.
-            let next = self.schedule.begin();
+            let next = self.schedule.start();
             let launched = next.is_some();
-            if let Some(begun) = next {
-                self.launch(begun, done);
+            if let Some(op) = next {
+                self.launch(op);
             }
             match self.ready.pop_front() {
-                Some(key) => self.go_on(key, budget, done),
+                Some(op) => self.go_on(op, budget),
                 None if launched => budget.charge(0),
                 None => return,
             }
         }
     }
 
-    /// An operation has its turn: it is checked, and ready to begin, or held.
-    fn launch(&mut self, begun: Begun<Arc<Pages>>, done: &mut Vec<Ended>) {
-        let Begun { under_way, op, memory } = begun;
-        let session = under_way.session();
-        let mut flight = Flight {
-            under_way,
-            way: Way::Pool,
-            entered: false,
-            alone: false,
-            job: None,
-        };
-        let Some(store) = self.stores.get_mut(&op.store) else {
-            return self.finish(flight, Err(Errno::ENXIO), done);
+    /// Checks an operation whose turn it is: it is ready, or held.
+    fn launch(&mut self, mut op: Io) {
+        let Some(store) = self.stores.get_mut(&op.disk.store) else {
+            return self.finish(op, Err(Errno::ENXIO));
         };
         if store.look.0 != self.turn {
             store.look = (self.turn, Look::default());
         }
         let image = store.export.share().clone();
-        let task = Task::new(&image, &op, memory.as_ref(), &mut store.look.1);
+        let task = Task::new(&image, &op.disk, op.memory.as_ref(), &mut store.look.1);
         if store.is_resized() {
-            self.resized.push(op.store);
+            self.resized.push(op.disk.store);
         }
         let task = match task {
             Ok(Some(task)) => task,
-            Ok(None) => return self.finish(flight, Ok(()), done),
-            Err(e) => return self.finish(flight, Err(e), done),
+            Ok(None) => return self.finish(op, Ok(())),
+            Err(e) => return self.finish(op, Err(e)),
         };
-        flight.way = store.way(op.op);
-        flight.alone = task.is_patch();
+        op.part.way = store.way(op.disk.op);
+        op.part.alone = task.is_patch();
         let writes = task.writes();
-        let entry = self.flights.vacant_entry();
-        let key = entry.key();
-        flight.job = Some(Job {
-            key,
-            session,
-            image,
-            task,
-        });
-        flight.entered = writes && store.held.is_empty() && store.enter(flight.alone, &self.bell);
-        if writes && !flight.entered {
-            store.held.push_back(key);
-        } else {
-            self.ready.push_back(key);
+        op.part.work = Some(Work { image, task });
+        op.part.entered = writes && store.held.is_empty() && store.enter(op.part.alone);
+        match writes && !op.part.entered {
+            true => store.held.push_back(op),
+            false => self.ready.push_back(op),
         }
-        entry.insert(flight);
     }
 
-    /// Makes the next call of an operation, or lets somebody else make it.
-    fn go_on(&mut self, key: usize, budget: &mut Budget, done: &mut Vec<Ended>) {
-        let Some(flight) = self.flights.get_mut(key) else {
-            return;
+    /// Makes the next call of an operation, or passes it on.
+    fn go_on(&mut self, mut op: Io, budget: &mut Budget) {
+        let Some(work) = op.part.work.as_mut() else {
+            return self.finish(op, Err(Errno::EIO));
         };
-        let Some(mut job) = flight.job.take() else { return };
-        let cost = match flight.way {
-            // Somebody else copies.
+        let cost = match op.part.way {
+            // Another thread copies.
             Way::Pool => 0,
-            Way::Ring if job.image.is_direct() => 0,
-            Way::InPlace | Way::TryNow | Way::Ring => job.task.call().cost(),
-        };
-        let over = match flight.way {
-            Way::InPlace => {
-                self.counters.in_place += 1;
-                let result = job.task.make_call(&job.image);
-                let over = job.task.returned(&job.image, result);
-                if over.is_none() {
-                    // A long one takes several turns.
-                    flight.job = Some(job);
-                    self.ready.push_back(key);
-                    return budget.charge(cost);
-                }
-                over
-            }
-            Way::TryNow => {
-                let over = job.task.read_now(&job.image);
-                self.counters.at_once += u64::from(over.is_some());
-                over.or_else(|| self.pass_on(job))
-            }
-            Way::Ring | Way::Pool => self.pass_on(job),
+            Way::Ring if work.image.is_direct() => 0,
+            Way::InPlace | Way::TryNow | Way::Ring => work.task.call().cost(),
         };
         budget.charge(cost);
-        if let Some(result) = over {
-            self.ended(key, result, done);
+        match op.part.way {
+            Way::InPlace => {
+                self.counters.in_place += 1;
+                let result = work.task.make_call(&work.image);
+                match work.returned(result) {
+                    Some(result) => self.finish(op, result),
+                    // A long one takes several turns.
+                    None => self.ready.push_back(op),
+                }
+            }
+            Way::TryNow => match work.task.read_now(&work.image) {
+                Some(result) => {
+                    self.counters.at_once += 1;
+                    self.finish(op, result);
+                }
+                None => self.pass_on(op),
+            },
+            Way::Ring | Way::Pool => self.pass_on(op),
         }
     }
 
-    /// Gives a job to the ring, or to a thread. `Some`: it could not be started.
-    fn pass_on(&mut self, job: Job) -> Option<Result<(), Errno>> {
-        let by_ring = self.flights.get(job.key).is_some_and(|f| f.way != Way::Pool);
+    /// Gives an operation to the ring, or to a thread.
+    fn pass_on(&mut self, op: Io) {
+        let call = op.part.work.as_ref().map(|work| work.task.call());
         if let RingState::Open(ring) = &mut self.ring
-            && by_ring
-            && Ring::has(&job.task.call())
+            && op.part.way != Way::Pool
+            && call.is_some_and(|call| Ring::has(&call))
         {
             self.counters.ring += 1;
-            ring.start(job);
-            return None;
+            return ring.start(op);
         }
         self.counters.pool += 1;
-        self.pool().and_then(|pool| pool.start(job)).err().map(Err)
+        match self.pool() {
+            Ok(pool) => {
+                if let Err(op) = pool.start(op) {
+                    let result = op.result;
+                    self.finish(op, result);
+                }
+            }
+            Err(e) => self.finish(op, Err(e)),
+        }
     }
 
     /// The threads, of which there is one for what the ring lacks.
@@ -555,60 +478,81 @@ impl Disk {
         self.pool.as_mut().ok_or(Errno::ENOMEM)
     }
 
-    /// Takes what the ring and the pool have done; returns how much.
-    fn end(&mut self, done: &mut Vec<Ended>) -> usize {
-        let mut outcomes = std::mem::take(&mut self.outcomes);
+    /// Takes what the ring and the pool have ended; returns how much.
+    fn end(&mut self) -> usize {
+        let mut ended = std::mem::take(&mut self.ended);
         if let RingState::Open(ring) = &mut self.ring {
-            ring.take(&mut outcomes);
+            ring.take(&mut ended);
         }
         if let Some(pool) = &self.pool {
-            pool.take(&mut outcomes);
+            pool.take(&mut ended);
         }
-        let count = outcomes.len();
-        for Outcome { key, result } in outcomes.drain(..) {
-            self.ended(key, result, done);
+        let count = ended.len();
+        for op in ended.drain(..) {
+            let result = op.result;
+            self.finish(op, result);
         }
-        self.outcomes = outcomes;
+        self.ended = ended;
         count
     }
 
-    fn ended(&mut self, key: usize, result: Result<(), Errno>, done: &mut Vec<Ended>) {
-        if let Some(flight) = self.flights.try_remove(key) {
-            self.finish(flight, result, done);
-        }
-    }
-
-    /// An operation is over: who asked for it is told, and who waits for it goes on.
-    fn finish(&mut self, flight: Flight, result: Result<(), Errno>, done: &mut Vec<Ended>) {
-        let Flight { under_way, entered, .. } = flight;
+    /// An operation has ended: operations that wait for it go on.
+    fn finish(&mut self, mut op: Io, result: Result<(), Errno>) {
+        let entered = op.part.entered;
         if entered {
-            self.leave(under_way.store());
+            self.leave(op.disk.store);
         }
-        self.counters.flushes += u64::from(under_way.is_flush());
-        self.schedule.done(under_way, entered, result, done);
+        self.counters.flushes += u64::from(op.disk.op == BlockOp::Flush);
+        // Releases the file.
+        op.part = Part::default();
+        op.result = result;
+        self.schedule.end(op, entered);
     }
 
     /// A write of a store is over; those that it kept waiting are ready.
     fn leave(&mut self, store: StoreId) {
-        if let Some(store) = self.stores.get(&store) {
-            store.leave();
-        }
-        self.let_in(store);
-    }
-
-    /// Writes that were held begin, as far as they may.
-    fn let_in(&mut self, store: StoreId) {
         let Some(store) = self.stores.get_mut(&store) else {
             return;
         };
-        while let Some(&key) = store.held.front() {
-            let next = self.flights.get_mut(key);
-            let Some(next) = next.filter(|next| store.enter(next.alone, &self.bell)) else {
-                return;
-            };
-            next.entered = true;
-            store.held.pop_front();
-            self.ready.push_back(key);
+        store.leave();
+        while let Some(mut next) = store.held.pop_front() {
+            if !store.enter(next.part.alone) {
+                return store.held.push_front(next);
+            }
+            next.part.entered = true;
+            self.ready.push_back(next);
+        }
+    }
+}
+
+/// An operation ends with EINVAL when the data is outside the memory; ENXIO without such a store; EIO beyond the end of the
+/// device or of a file that was truncated meanwhile, and for ever, as far as flushes and FUA are concerned, after a
+/// sync has failed; EROFS; EOPNOTSUPP for discards that the device can't do; ENOSPC when the disk below a sparse image is
+/// full; any other error of the system. Part of the bytes of a write that failed may have been written.
+impl Disks for Disk {
+    type Part = Part;
+
+    fn submit(&mut self, op: Box<Op<Part>>) {
+        self.schedule.submit(op);
+    }
+
+    fn poll(&mut self) -> Option<Box<Op<Part>>> {
+        self.schedule.poll()
+    }
+
+    /// Found by operations beyond the old end, and by [`note_sizes`](Self::note_sizes).
+    fn poll_resized(&mut self) -> Option<(StoreId, u64)> {
+        while let Some(id) = self.resized.pop() {
+            if let Some(store) = self.stores.get(&id) {
+                return Some((id, store.size));
+            }
+        }
+        None
+    }
+
+    fn forget(&mut self, session: SessionKey) {
+        if let RingState::Open(ring) = &mut self.ring {
+            ring.forget(session);
         }
     }
 }
@@ -618,15 +562,5 @@ impl Drop for Disk {
         // Their operations end first.
         self.ring = RingState::Missing;
         self.pool = None;
-        for (_, flight) in &self.flights {
-            if let Some(store) = self.stores.get(&flight.under_way.store())
-                && flight.entered
-            {
-                store.leave();
-            }
-        }
-        for store in self.stores.values().filter(|s| !s.held.is_empty()) {
-            store.export.image().writing.give_up();
-        }
     }
 }

@@ -11,7 +11,7 @@ use std::{
     },
     path::{Path, PathBuf},
     str::FromStr,
-    sync::{Arc, atomic::Ordering::SeqCst},
+    sync::Arc,
 };
 
 use parking_lot::RwLock;
@@ -331,17 +331,6 @@ impl OpenExport {
     /// Makes what was written durable, closes it, and admits the next writer. Waits for the disk.
     pub fn close(self) {
         self.image.make_durable();
-    }
-
-    /// The same open file for another loop's disks: what is written by any of them, flushed, or lost is that of all. The right to
-    /// write stays here, so that parts are to be dropped first.
-    pub fn part(&self) -> Self {
-        self.image.shared.store(true, SeqCst);
-        Self {
-            image: self.image.clone(),
-            writer: None,
-            instance: self.instance,
-        }
     }
 }
 

@@ -24,7 +24,6 @@ use crate::{
     probe::Traits,
     sys,
     throttle::Throttle,
-    writing::Writing,
 };
 
 /// For all images: a peer can have one opened again and again, so a throttle of each would let a line through each time.
@@ -73,10 +72,6 @@ pub struct Image {
     /// State of writes through this descriptor.
     sync: SyncState,
     pub(crate) missing: Missing,
-    /// Writes that are under way.
-    pub(crate) writing: Writing,
-    /// Other loops have it too.
-    pub(crate) shared: AtomicBool,
 }
 
 impl Image {
@@ -156,8 +151,6 @@ impl Image {
             size: AtomicU64::new(geometry.size),
             geometry,
             sync: SyncState::default(),
-            writing: Writing::default(),
-            shared: AtomicBool::new(false),
         })
     }
 

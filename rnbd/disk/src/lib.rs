@@ -5,7 +5,7 @@
 //! - [`Image`]: an open file or device. Nothing is memory-mapped: a file that shrinks gives errors, not signals.
 //! - [`Disk`]: the open devices of one loop. Operations of many sessions are started in a fair order, each the [`Way`] that
 //!   its file needs: file systems in memory by system calls in the loop, others by io_uring, and by a few threads where
-//!   there is none. The loop calls [`Disk::start`] for each operation and [`Disk::pump`] once a round, and watches
+//!   there is none. The server submits operations (`rnbd::server::disk::Disks`), the loop calls [`Disk::pump`] once a round, and watches
 //!   [`Disk::descriptor`].
 //!
 //! Between the two halves stands the operation as a row of system calls (`task.rs`), which says what is checked, what follows
@@ -20,8 +20,8 @@ mod failures;
 mod file_system;
 mod geometry;
 mod image;
-mod job;
 mod lookup;
+mod op;
 mod pool;
 mod probe;
 mod registered;
@@ -31,14 +31,13 @@ mod task;
 mod throttle;
 mod workers;
 mod writers;
-mod writing;
 
 pub use boot::Boot;
 pub use disk::{Budget, Disk, DiskConfig, DiskCounters};
 pub use exports::{Closing, ExportId, ExportSpec, Exports, FolderSpec, Found, OpenError, OpenExport};
 pub use file_system::FileSystem;
 pub use image::{Caching, Image};
+pub use op::Part;
 pub use probe::{Way, Ways};
 pub use ring::Ring;
-pub use rnbd::server::schedule::Ended;
 pub use workers::{Work, Workers};

@@ -14,40 +14,39 @@ use parking_lot::Mutex;
 use rnbd::Errno;
 
 use crate::{
-    job::{Job, Outcome},
+    op::Io,
     sys,
     workers::{Work, Workers},
 };
 
-/// Outcomes that the disk has not taken, and the eventfd that reports them.
+/// Operations that have ended and that the disk has not taken, and the eventfd that reports them.
 #[derive(Debug)]
-struct Outcomes {
-    list: Mutex<Vec<Outcome>>,
-    /// The eventfd is raised. Both change under the lock of the list: otherwise a wakeup for an outcome that is added at the same time
+struct Ended {
+    list: Mutex<Vec<Io>>,
+    /// The eventfd is raised. Both change under the lock of the list: otherwise a wakeup for an operation that is added at the same time
     /// could be lost.
     raised: AtomicBool,
     eventfd: OwnedFd,
 }
 
-/// A job and the place of its outcome.
+/// An operation, and where it goes when it has ended.
 struct DiskWork {
-    job: Job,
-    outcomes: Arc<Outcomes>,
+    op: Io,
+    ended: Arc<Ended>,
 }
 
 impl Work for DiskWork {
-    fn run(self) {
-        let key = self.job.key;
-        let result = run(self.job);
-        self.outcomes.add(Outcome { key, result });
+    fn run(mut self) {
+        self.op.result = run(&mut self.op);
+        self.ended.add(self.op);
     }
 }
 
-/// Threads that run jobs in the order in which they come, started on demand. The queue is not bounded here: the disk bounds its
+/// Threads that run operations in the order in which they come, started on demand. The queue is not bounded here: the disk bounds its
 /// operations in flight. Dropping it runs what is queued, then ends the threads.
 #[derive(Debug)]
 pub(crate) struct Pool {
-    outcomes: Arc<Outcomes>,
+    ended: Arc<Ended>,
     workers: Workers<(), DiskWork>,
 }
 
@@ -58,31 +57,34 @@ impl Pool {
     /// When the system gives no descriptor.
     pub(crate) fn new(limit: usize) -> io::Result<Self> {
         Ok(Self {
-            outcomes: Arc::new(Outcomes::new()?),
+            ended: Arc::new(Ended::new()?),
             workers: Workers::new("rnbd-io", limit),
         })
     }
 
-    /// Eventfd that is readable when there are outcomes.
+    /// Eventfd that is readable when operations have ended.
     pub(crate) fn eventfd(&self) -> &OwnedFd {
-        &self.outcomes.eventfd
+        &self.ended.eventfd
     }
 
-    /// Queues a job.
+    /// Queues an operation.
     ///
     /// # Errors
-    /// ENOMEM when there is no thread, and the system gives none.
-    pub(crate) fn start(&self, job: Job) -> Result<(), Errno> {
+    /// When there is no thread, and the system gives none: the operation, with ENOMEM.
+    pub(crate) fn start(&self, op: Io) -> Result<(), Io> {
         let work = DiskWork {
-            job,
-            outcomes: self.outcomes.clone(),
+            op,
+            ended: self.ended.clone(),
         };
-        self.workers.start((), work).map_err(|_| Errno::ENOMEM)
+        self.workers.start((), work).map_err(|mut work| {
+            work.op.result = Err(Errno::ENOMEM);
+            work.op
+        })
     }
 
-    /// Moves the outcomes to `out`.
-    pub(crate) fn take(&self, out: &mut Vec<Outcome>) {
-        self.outcomes.take(out);
+    /// Moves operations that have ended to `out`.
+    pub(crate) fn take(&self, out: &mut Vec<Io>) {
+        self.ended.take(out);
     }
 }
 
@@ -92,7 +94,7 @@ impl Drop for Pool {
     }
 }
 
-impl Outcomes {
+impl Ended {
     fn new() -> Result<Self, Errno> {
         Ok(Self {
             list: Mutex::default(),
@@ -101,15 +103,15 @@ impl Outcomes {
         })
     }
 
-    fn add(&self, outcome: Outcome) {
+    fn add(&self, op: Io) {
         let mut list = self.list.lock();
-        list.push(outcome);
+        list.push(op);
         if !self.raised.swap(true, SeqCst) {
             sys::raise(&self.eventfd);
         }
     }
 
-    fn take(&self, out: &mut Vec<Outcome>) {
+    fn take(&self, out: &mut Vec<Io>) {
         // Usually there are none, and the lock is not needed.
         if self.raised.load(SeqCst) {
             let mut list = self.list.lock();
@@ -120,12 +122,13 @@ impl Outcomes {
     }
 }
 
-/// Runs a job, and releases its file and its memory.
-fn run(mut job: Job) -> Result<(), Errno> {
-    let result = catch_unwind(AssertUnwindSafe(|| job.task.run(&job.image)));
-    mem::drop(job);
+/// Makes the calls of an operation, and releases its file.
+fn run(op: &mut Io) -> Result<(), Errno> {
+    let mut work = op.part.work.take().ok_or(Errno::EIO)?;
+    let result = catch_unwind(AssertUnwindSafe(|| work.task.run(&work.image)));
+    mem::drop(work);
     result.unwrap_or_else(|_| {
-        tracing::error!("an I/O job panicked; its request fails");
+        tracing::error!("a disk operation panicked; its request fails");
         Err(Errno::EIO)
     })
 }
@@ -134,37 +137,59 @@ fn run(mut job: Job) -> Result<(), Errno> {
 mod tests {
     use std::{os::fd::AsRawFd, thread};
 
+    use rnbd::{
+        block::BlockOp,
+        server::disk::{DiskOp, Op, StoreId},
+    };
+    use rtrs::server::request::{RequestKey, SessionKey};
+
     use super::*;
+
+    fn op() -> Io {
+        let id = RequestKey {
+            session: SessionKey(1),
+            chunk: 0,
+            serial: 0,
+        };
+        let disk = DiskOp {
+            store: StoreId(0),
+            op: BlockOp::Flush,
+            offset: 0,
+            len: 0,
+            data: 0,
+        };
+        Box::new(Op::new(id, disk, None))
+    }
 
     const EACH: usize = 20_000;
     const THREADS: usize = 4;
 
     #[test]
-    fn the_eventfd_reports_every_outcome() {
-        let outcomes = Outcomes::new().unwrap();
+    fn the_eventfd_reports_every_operation() {
+        let ended = Ended::new().unwrap();
         let mut all = Vec::new();
         thread::scope(|scope| {
             for _ in 0..THREADS {
                 scope.spawn(|| {
-                    for key in 0..EACH {
-                        outcomes.add(Outcome { key, result: Ok(()) });
+                    for _ in 0..EACH {
+                        ended.add(op());
                     }
                 });
             }
             while all.len() < THREADS * EACH {
                 let mut poll = libc::pollfd {
-                    fd: outcomes.eventfd.as_raw_fd(),
+                    fd: ended.eventfd.as_raw_fd(),
                     events: libc::POLLIN,
                     revents: 0,
                 };
                 // SAFETY: one descriptor to poll.
                 let ready = unsafe { libc::poll(&raw mut poll, 1, 60_000) };
                 assert!(ready == 1, "no wakeup after {} of {}", all.len(), THREADS * EACH);
-                outcomes.take(&mut all);
+                ended.take(&mut all);
             }
         });
         let mut none = Vec::new();
-        outcomes.take(&mut none);
-        assert!(none.is_empty() && !outcomes.raised.load(SeqCst));
+        ended.take(&mut none);
+        assert!(none.is_empty() && !ended.raised.load(SeqCst));
     }
 }

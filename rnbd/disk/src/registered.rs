@@ -7,7 +7,7 @@ use std::{
 };
 
 use io_uring::Submitter;
-use roce_mem::Pages;
+use roce_verbs::mem::Pages;
 use rtrs::server::request::SessionKey;
 
 /// Bytes of a piece: registering one takes some 50 µs, and chunks of usual sizes lie within one.

@@ -6,19 +6,19 @@ use std::{
     marker::PhantomData,
     mem,
     os::fd::{AsRawFd, RawFd},
+    ptr,
 };
 
 use io_uring::{
     IoUring, Probe, cqueue, opcode, squeue,
     types::{Fd, FsyncFlags},
 };
-use rnbd::Errno;
+use rnbd::{Errno, server::disk::Op};
 use rtrs::server::request::SessionKey;
-use slab::Slab;
 
 use crate::{
     call::Call,
-    job::{Job, Outcome},
+    op::{Io, Part, Work},
     registered::Registered,
     throttle::Throttle,
 };
@@ -29,17 +29,16 @@ const WORKERS: [u32; 2] = [4, 2];
 /// A ring of one loop: it is used by the thread that opened it. Dropping it waits for what is under way.
 pub struct Ring {
     ring: IoUring,
-    /// Under way, and waiting for room. They own their memory until the kernel has done with it.
-    jobs: Slab<Job>,
-    /// Their next call is to be put into the submission queue.
-    waiting: VecDeque<usize>,
-    /// Calls in the submission queue, and with the kernel.
+    /// Their next call waits for room in the submission queue.
+    waiting: VecDeque<Io>,
+    /// Operations with a call in the submission queue or the kernel, which own their memory and their file. `user_data` of the call is the
+    /// exposed address of the operation, as [`Box::into_raw`] returned it.
     in_flight: usize,
     registered: Registered,
     calls: u64,
     fixed: u64,
     log: Throttle,
-    completions: Vec<(usize, i32)>,
+    completions: Vec<(u64, i32)>,
     /// The kernel wants every call from one thread (IORING_SETUP_SINGLE_ISSUER).
     _one_thread: PhantomData<*const ()>,
 }
@@ -47,7 +46,7 @@ pub struct Ring {
 impl fmt::Debug for Ring {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Ring")
-            .field("jobs", &self.jobs.len())
+            .field("waiting", &self.waiting.len())
             .field("in_flight", &self.in_flight)
             .finish_non_exhaustive()
     }
@@ -97,7 +96,6 @@ impl Ring {
         }
         Ok(Self {
             ring,
-            jobs: Slab::new(),
             waiting: VecDeque::new(),
             in_flight: 0,
             registered: Registered::default(),
@@ -129,10 +127,9 @@ impl Ring {
         !matches!(call, Call::Range { .. } | Call::Seek { .. })
     }
 
-    /// Takes a job; [`submit`](Self::submit) starts it.
-    pub(crate) fn start(&mut self, job: Job) {
-        let key = self.jobs.insert(job);
-        self.waiting.push_back(key);
+    /// Takes an operation; [`submit`](Self::submit) starts it.
+    pub(crate) fn start(&mut self, op: Io) {
+        self.waiting.push_back(op);
     }
 
     /// Hands the kernel what waits. What is in the page cache may be over afterwards.
@@ -167,28 +164,31 @@ impl Ring {
 
     /// Puts what waits into the submission queue. False: there is no room for all of it.
     fn fill(&mut self) -> bool {
-        while let Some(&key) = self.waiting.front() {
-            let Some(entry) = self.entry(key) else {
-                self.waiting.pop_front();
-                continue;
-            };
-            // SAFETY: the job owns the memory and the file, and stays until the entry's completion has been taken.
+        while let Some(op) = self.waiting.pop_front() {
+            let entry = self.entry(&op);
+            let raw = Box::into_raw(op);
+            let entry = entry.user_data(raw.expose_provenance() as u64);
+            // SAFETY: the operation owns the memory and the file, and stays at its address until the entry's completion has been taken.
             if unsafe { self.ring.submission().push(&entry) }.is_err() {
+                // SAFETY: `into_raw` returned it above, and the queue has not taken the entry.
+                self.waiting.push_front(unsafe { Box::from_raw(raw) });
                 return false;
             }
-            self.waiting.pop_front();
             self.in_flight += 1;
         }
         true
     }
 
-    /// A job's next call, as io_uring has it.
-    fn entry(&mut self, key: usize) -> Option<squeue::Entry> {
-        let job = self.jobs.get(key)?;
-        let call = job.task.call();
-        let slot = slot_of(&mut self.registered, &self.ring, job, &call);
+    /// The next call of an operation, as io_uring has it, without `user_data`.
+    fn entry(&mut self, op: &Io) -> squeue::Entry {
+        let Some(Work { image, task }) = &op.part.work else {
+            // `take` fails it.
+            return opcode::Nop::new().build();
+        };
+        let call = task.call();
+        let slot = slot_of(&mut self.registered, &self.ring, op, &call);
         self.fixed += u64::from(slot.is_some());
-        let fd = Fd(job.image.fd());
+        let fd = Fd(image.fd());
         let entry = match call {
             Call::Read { offset, to, len } => match slot {
                 Some(slot) => opcode::ReadFixed::new(fd, to, len as u32, slot).offset(offset).build(),
@@ -214,31 +214,33 @@ impl Ring {
             Call::Allocate { mode, offset, len } => opcode::Fallocate::new(fd, len).offset(offset).mode(mode).build(),
             Call::Range { .. } | Call::Seek { .. } => opcode::Nop::new().build(),
         };
-        let flags = match job.task.insists() {
+        let flags = match task.insists() {
             // It was not possible without waiting: a worker waits.
             true => squeue::Flags::ASYNC,
             false => squeue::Flags::empty(),
         };
-        Some(entry.flags(flags).user_data(key as u64))
+        entry.flags(flags)
     }
 
-    /// Takes what is over.
-    pub(crate) fn take(&mut self, out: &mut Vec<Outcome>) {
+    /// Moves operations that have ended to `out`.
+    pub(crate) fn take(&mut self, out: &mut Vec<Io>) {
         let mut completions = mem::take(&mut self.completions);
-        let completion = |c: cqueue::Entry| (c.user_data() as usize, c.result());
+        let completion = |c: cqueue::Entry| (c.user_data(), c.result());
         completions.extend(self.ring.completion().map(completion));
-        for (key, result) in completions.drain(..) {
+        for (user_data, result) in completions.drain(..) {
+            // SAFETY: the kernel completes each entry once.
+            let mut op = unsafe { completed(user_data) };
             self.in_flight -= 1;
-            let Some(job) = self.jobs.get_mut(key) else { continue };
             let result = match usize::try_from(result) {
                 Ok(n) => Ok(n),
                 Err(_) => Err(Errno::from(io::Error::from_raw_os_error(-result))),
             };
-            match job.task.returned(&job.image, result) {
-                None => self.waiting.push_back(key),
+            let ended = op.part.work.as_mut().map(|work| work.returned(result));
+            match ended.unwrap_or(Some(Err(Errno::EIO))) {
+                None => self.waiting.push_back(op),
                 Some(result) => {
-                    let job = self.jobs.remove(key);
-                    out.push(Outcome { key: job.key, result });
+                    op.result = result;
+                    out.push(op);
                 }
             }
         }
@@ -251,16 +253,26 @@ impl Ring {
     }
 }
 
+/// Returns the operation of a completed entry.
+///
+/// # Safety
+/// `user_data` is of an entry whose completion has been taken, for the first time.
+unsafe fn completed(user_data: u64) -> Io {
+    // SAFETY: `fill` has exposed the address of a box that it released with `into_raw`, and nothing has used it since.
+    unsafe { Box::from_raw(ptr::with_exposed_provenance_mut::<Op<Part>>(user_data as usize)) }
+}
+
 /// Returns the slot of a call's registered memory. Only direct I/O gains by that.
-fn slot_of(registered: &mut Registered, ring: &IoUring, job: &Job, call: &Call) -> Option<u16> {
+fn slot_of(registered: &mut Registered, ring: &IoUring, op: &Io, call: &Call) -> Option<u16> {
+    let Work { image, task } = op.part.work.as_ref()?;
     let (at, len) = match *call {
         Call::Read { to, len, .. } => (to.cast_const(), len),
         Call::Write { from, len, .. } => (from, len),
         _ => return None,
     };
-    let memory = job.task.memory().filter(|_| job.image.is_direct())?;
+    let memory = task.memory().filter(|_| image.is_direct())?;
     let at = (at as usize).checked_sub(memory.as_ptr() as usize)?;
-    registered.slot(&ring.submitter(), job.session, memory, at, len)
+    registered.slot(&ring.submitter(), op.id.session, memory, at, len)
 }
 
 impl Drop for Ring {
@@ -271,13 +283,15 @@ impl Drop for Ring {
                 Ok(_) => {}
                 Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)) => {}
                 Err(e) => {
-                    tracing::error!("io_uring does not end: {e}");
-                    // Somebody may still write to the memory.
-                    mem::forget(mem::take(&mut self.jobs));
-                    return;
+                    // The kernel may still write to their memory, so operations in flight are never released.
+                    return tracing::error!("io_uring does not end: {e}");
                 }
             }
-            self.in_flight -= self.ring.completion().count();
+            for completion in self.ring.completion() {
+                self.in_flight -= 1;
+                // SAFETY: the kernel completes each entry once.
+                drop(unsafe { completed(completion.user_data()) });
+            }
         }
     }
 }

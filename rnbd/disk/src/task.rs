@@ -12,7 +12,7 @@ use rnbd::{
     proto::status,
     server::{disk::DiskOp, sync::Covered},
 };
-use roce_mem::Pages;
+use roce_verbs::mem::Pages;
 
 use crate::{
     call::Call,

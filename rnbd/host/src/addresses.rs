@@ -9,16 +9,13 @@ use std::{
 
 use parking_lot::Mutex;
 use rnbd::Errno;
+use roce::reactor::Handle;
 use roce::{NewDevice, Opener, VerbsError};
-use roce_reactor::Handle;
 
 use crate::{control::Refused, mapper::Command};
 
 /// Whether a loop has taken a device, which else comes back.
 pub(crate) type Taken = Result<(), (io::Error, Box<NewDevice>)>;
-
-/// A device for the loop of this number.
-type OfLoop = (usize, Box<NewDevice>);
 
 /// How an attempt to open an address has ended, once it has.
 type Attempt = Arc<OnceLock<Result<(), Refused>>>;
@@ -27,17 +24,17 @@ type Attempt = Arc<OnceLock<Result<(), Refused>>>;
 enum Address {
     /// Somebody opens it; others wait for that.
     Opening(Attempt),
-    /// All loops have it.
+    /// The loop has it.
     Open,
-    /// It is open, and these loops have not taken it.
-    Left(Vec<OfLoop>),
+    /// It is open, and the loop has not taken it.
+    Left(Box<NewDevice>),
 }
 
-/// Opens addresses of ours for the loops of a mapping, in the thread of whoever asks: a broker may take half a minute to answer, and no
-/// loop waits for it. It keeps nothing of the loops alive.
+/// Opens addresses of ours for the loop of a mapping, in the requesting thread: a broker may take half a minute to answer, and the
+/// loop must not wait for it. It keeps nothing of the loop alive.
 pub(crate) struct Addresses {
     opener: Opener,
-    loops: Arc<[Handle<Command, ()>]>,
+    handle: Handle<Command, ()>,
     /// Addresses that it has opened.
     later: Mutex<BTreeMap<IpAddr, Address>>,
 }
@@ -51,13 +48,13 @@ impl core::fmt::Debug for Addresses {
 }
 
 impl Addresses {
-    pub(crate) fn new(opener: Opener, loops: Arc<[Handle<Command, ()>]>) -> Self {
+    pub(crate) fn new(opener: Opener, handle: Handle<Command, ()>) -> Self {
         let later = Mutex::default();
-        Self { opener, loops, later }
+        Self { opener, handle, later }
     }
 
-    /// Sees to it that all loops have an address. Who asks for one that is being opened waits for the same answer. What is sent to the
-    /// loops afterwards comes to them after the address.
+    /// Sees to it that the loop has an address. Who asks for one that is being opened waits for the same answer. Commands that are sent
+    /// afterwards come to the loop after the address.
     ///
     /// # Errors
     /// EADDRNOTAVAIL when it is not ours, EADDRINUSE when somebody has its port, ETIMEDOUT when the broker does not answer, ENODEV when the
@@ -65,21 +62,24 @@ impl Addresses {
     pub(crate) fn ensure(&self, addr: IpAddr) -> Result<(), Refused> {
         let addr = addr.to_canonical();
         let mut later = self.later.lock();
-        let left = match later.get_mut(&addr) {
+        match later.get(&addr) {
             Some(Address::Open) => return Ok(()),
             Some(Address::Opening(attempt)) => {
                 let attempt = attempt.clone();
                 drop(later);
                 return attempt.wait().clone();
             }
-            Some(Address::Left(left)) => core::mem::take(left),
             // One that it began with.
             None if self.opener.has(addr) => return Ok(()),
-            None => Vec::new(),
-        };
+            Some(Address::Left(_)) | None => {}
+        }
         let attempt = Attempt::default();
-        later.insert(addr, Address::Opening(attempt.clone()));
+        let before = later.insert(addr, Address::Opening(attempt.clone()));
         drop(later);
+        let left = match before {
+            Some(Address::Left(device)) => Some(device),
+            _ => None,
+        };
         let opening = Opening {
             addresses: self,
             addr,
@@ -88,32 +88,18 @@ impl Addresses {
         opening.open(left)
     }
 
-    /// Gives each loop its device, each in the same order. What is not taken comes back, with the reason.
-    fn hand_out(&self, devices: Vec<OfLoop>) -> Result<(), (Refused, Vec<OfLoop>)> {
-        let order = self.later.lock();
-        let give = |(index, device): OfLoop| {
-            let (taken, answer) = channel();
-            if let Some(handle) = self.loops.get(index) {
-                handle.command(Command::Attach(device, taken));
+    /// Gives the loop a device. One that is not taken comes back, with the reason.
+    fn hand_over(&self, device: Box<NewDevice>) -> Result<(), (Refused, Option<Box<NewDevice>>)> {
+        let (taken, answer) = channel();
+        self.handle.command(Command::Attach(device, taken));
+        match answer.recv() {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err((e, device))) => {
+                let refused = Refused::new(Errno::from(e), "the loop can't watch one more address");
+                Err((refused, Some(device)))
             }
-            (index, answer)
-        };
-        let asked: Vec<_> = devices.into_iter().map(give).collect();
-        drop(order);
-        let (mut left, mut failure) = (Vec::new(), None);
-        for (index, answer) in asked {
-            match answer.recv() {
-                Ok(Ok(())) => {}
-                Ok(Err((e, device))) => {
-                    left.push((index, device));
-                    failure.get_or_insert(Refused::new(Errno::from(e), "a loop can't watch one more address"));
-                }
-                Err(_) => {
-                    failure.get_or_insert(Refused::new(Errno::ENODEV, "it has ended"));
-                }
-            }
+            Err(_) => Err((Refused::new(Errno::ENODEV, "the mapping has exited"), None)),
         }
-        failure.map_or(Ok(()), |refused| Err((refused, left)))
     }
 }
 
@@ -125,20 +111,17 @@ struct Opening<'a> {
 }
 
 impl Opening<'_> {
-    fn open(&self, left: Vec<OfLoop>) -> Result<(), Refused> {
-        let devices = match left.is_empty() {
-            true => self.addresses.opener.open(self.addr).map_err(refused).map(|opened| {
-                let devices = opened.into_iter().map(Box::new);
-                devices.enumerate().collect()
-            }),
-            false => Ok(left),
+    fn open(&self, left: Option<Box<NewDevice>>) -> Result<(), Refused> {
+        let opened = || {
+            let opened = self.addresses.opener.open(self.addr).map_err(refused)?;
+            let device = opened.into_iter().next();
+            device.map(Box::new).ok_or_else(|| Refused::from(Errno::EIO))
         };
-        let (state, done) = match devices.map(|devices| self.addresses.hand_out(devices)) {
+        let device = left.map_or_else(opened, Ok);
+        let (state, done) = match device.map(|device| self.addresses.hand_over(device)) {
             Err(why) => (None, Err(why)),
             Ok(Ok(())) => (Some(Address::Open), Ok(())),
-            // The loops that have not got theirs are gone.
-            Ok(Err((why, left))) if left.is_empty() => (Some(Address::Open), Err(why)),
-            Ok(Err((why, left))) => (Some(Address::Left(left)), Err(why)),
+            Ok(Err((why, left))) => (left.map(Address::Left), Err(why)),
         };
         self.end(state, done.clone());
         done

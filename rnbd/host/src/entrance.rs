@@ -1,12 +1,12 @@
-//! The accept path of NBD clients: the listening sockets of a mapping, who gets a place, and which loop a client is for.
+//! The accept path of NBD clients: the listening sockets of a mapping, and who gets a place.
 
 use std::{collections::VecDeque, io, os::fd::AsFd};
 
 use core::time::Duration;
 use mio::{Interest, Token};
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
+use roce::reactor::Sockets;
 use roce_net::places::{Full, Identity, Limits, Peer, Places, Refusal};
-use roce_reactor::Sockets;
 use roce_verbs::Instant;
 use socket2::Socket;
 
@@ -21,20 +21,11 @@ const SPARE: Duration = Duration::from_millis(250);
 /// The share of places that is reserved for clients of Unix sockets, if there are such sockets and TCP.
 const RESERVED: usize = 4;
 
-/// A client on a loop.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Accepted {
-    /// Names the client at all loops.
-    pub(crate) id: u64,
-    /// The loop, which counts it from now on.
-    pub(crate) at: usize,
-}
-
 /// A connection.
 #[derive(Debug)]
 pub(crate) enum Connected {
-    /// A client, which is half-open, and the one that is evicted for it.
-    For(Accepted, Socket, Option<Accepted>),
+    /// A half-open client by its number, and the one that is evicted for it.
+    Client(u64, Socket, Option<u64>),
     /// It is not served.
     Rejected(io::Error),
 }
@@ -95,7 +86,7 @@ fn peer(stream: &Socket) -> Peer {
     }
 }
 
-/// The listening sockets, who has a place, and how many clients each loop has.
+/// The listening sockets, and who has a place.
 #[derive(Debug)]
 pub(crate) struct Entrance {
     ways: Vec<Way>,
@@ -104,13 +95,9 @@ pub(crate) struct Entrance {
     /// The one that is asked first.
     first: usize,
     paused_until: Option<Instant>,
-    /// Clients of each loop, those included that are on their way to it or of which it has not said yet that they are gone.
-    loads: Vec<usize>,
-    /// NBD clients at most that have chosen a device, of all loops.
+    /// NBD clients at most that have chosen a device.
     most: usize,
     places: Places<Instant>,
-    /// Clients that have a place.
-    clients: Vec<Accepted>,
 }
 
 fn limits(most: usize, reserved: usize) -> Limits {
@@ -124,17 +111,15 @@ fn limits(most: usize, reserved: usize) -> Limits {
 }
 
 impl Entrance {
-    /// For so many loops, closed.
-    pub(crate) fn new(loops: usize, most: usize) -> Self {
+    /// Without listeners.
+    pub(crate) fn new(most: usize) -> Self {
         Self {
             ways: Vec::new(),
             offered: VecDeque::new(),
             first: 0,
             paused_until: None,
-            loads: vec![0; loops],
             most,
             places: Places::new(limits(most, 0)),
-            clients: Vec::new(),
         }
     }
 
@@ -215,31 +200,12 @@ impl Entrance {
         None
     }
 
-    /// A client gets a place at the loop with the fewest.
+    /// A client gets a place.
     fn receive(&mut self, stream: Socket, peer: Peer, now: Instant) -> Connected {
         match self.places.enter(peer, now) {
-            Ok(entered) => {
-                let evicted = entered.evicted.and_then(|id| self.forget(id));
-                let (id, at) = (entered.id, self.place());
-                let accepted = Accepted { id, at };
-                self.clients.push(accepted);
-                Connected::For(accepted, stream, evicted)
-            }
+            Ok(entered) => Connected::Client(entered.id, stream, entered.evicted),
             Err(full) => Connected::Rejected(io::Error::other(full.to_string())),
         }
-    }
-
-    fn forget(&mut self, id: u64) -> Option<Accepted> {
-        let at = self.clients.iter().position(|client| client.id == id)?;
-        Some(self.clients.swap_remove(at))
-    }
-
-    /// The loop with the fewest takes one more: an NBD client, or somebody who has come another way.
-    pub(crate) fn place(&mut self) -> usize {
-        let fewest = self.loads.iter().enumerate().min_by_key(|(_, load)| **load);
-        let to = fewest.map_or(0, |(index, _)| index);
-        self.loads[to] += 1;
-        to
     }
 
     /// A client has chosen a device: it can't be evicted from here on.
@@ -248,28 +214,17 @@ impl Entrance {
     /// When as many have as may, and it has to go.
     pub(crate) fn chosen(&mut self, id: u64) -> Result<(), Full> {
         match self.places.open(id) {
-            Err(Refusal::Full(full)) => {
-                self.forget(id);
-                Err(full)
-            }
+            Err(Refusal::Full(full)) => Err(full),
             // One that was evicted is on its way out.
             Ok(()) | Err(Refusal::Evicted) => Ok(()),
         }
     }
 
-    /// An NBD client is gone, or was not taken by its loop.
+    /// An NBD client is gone, or was not taken.
     pub(crate) fn left(&mut self, id: u64) {
         self.places.leave(id);
-        self.forget(id);
         let waiting = self.ways.iter_mut().filter_map(|way| way.waiting.as_mut());
         waiting.for_each(|waiting| waiting.until = None);
-    }
-
-    /// A loop has a client less, of whatever kind.
-    pub(crate) fn unload(&mut self, index: usize) {
-        if let Some(load) = self.loads.get_mut(index) {
-            *load = load.saturating_sub(1);
-        }
     }
 
     /// When [`timeout`](Self::timeout) is due.
@@ -302,65 +257,44 @@ mod tests {
     }
 
     /// One that chooses a device at once.
-    fn open(entrance: &mut Entrance) -> Option<Accepted> {
+    fn open(entrance: &mut Entrance) -> Option<u64> {
         match connect(entrance) {
-            Connected::For(accepted, ..) => {
-                entrance.chosen(accepted.id).unwrap();
-                Some(accepted)
+            Connected::Client(id, ..) => {
+                entrance.chosen(id).unwrap();
+                Some(id)
             }
             Connected::Rejected(_) => None,
         }
     }
 
-    fn part(entrance: &mut Entrance, client: Accepted) {
-        entrance.left(client.id);
-        entrance.unload(client.at);
-    }
-
     #[test]
-    fn clients_are_spread_and_the_limit_is_that_of_all_loops() {
-        let mut entrance = Entrance::new(3, 5);
-        let connected: Vec<_> = (0..6).map(|_| open(&mut entrance)).collect();
-        let loops: Vec<_> = connected.iter().map(|client| client.map(|client| client.at)).collect();
-        assert_eq!(loops, [Some(0), Some(1), Some(2), Some(0), Some(1), None]);
-        part(&mut entrance, connected[1].unwrap());
-        assert_eq!(open(&mut entrance).map(|client| client.at), Some(1));
-        assert_eq!(open(&mut entrance), None);
-        for client in [0, 3] {
-            part(&mut entrance, connected[client].unwrap());
-        }
-        for _ in 0..2 {
-            assert_eq!(open(&mut entrance).map(|client| client.at), Some(0));
-        }
-        assert_eq!(open(&mut entrance), None);
+    fn as_many_clients_as_may_have_a_place() {
+        let mut entrance = Entrance::new(3);
+        let ids: Vec<_> = (0..4).map(|_| open(&mut entrance)).collect();
+        assert!(ids[..3].iter().all(Option::is_some) && ids[3].is_none(), "{ids:?}");
+        entrance.left(ids[1].unwrap());
+        assert!(open(&mut entrance).is_some() && open(&mut entrance).is_none());
         // Nobody can be gone who was not there.
-        let mut empty = Entrance::new(2, 1);
-        for at in [1, 7] {
-            part(&mut empty, Accepted { id: 4711, at });
-        }
-        assert_eq!(empty.loads, [0; 2]);
-        assert_eq!(open(&mut empty).map(|client| client.at), Some(0));
-        assert_eq!(open(&mut empty), None);
+        entrance.left(4711);
+        assert!(open(&mut entrance).is_none());
     }
 
     #[test]
     fn half_open_clients_are_evicted_and_take_no_place_of_others() {
-        let mut entrance = Entrance::new(2, 2);
-        let mut evicted = Vec::new();
+        let mut entrance = Entrance::new(2);
+        let (mut ids, mut evicted) = (Vec::new(), Vec::new());
         for _ in 0..40 {
             match connect(&mut entrance) {
-                Connected::For(_, _, Some(old)) => evicted.push(old),
-                Connected::For(..) => {}
+                Connected::Client(id, _, old) => {
+                    ids.push(id);
+                    evicted.extend(old);
+                }
                 Connected::Rejected(e) => panic!("{e}"),
             }
         }
-        let expected = (0..40 - 2 - HALF_OPEN as u64).map(|id| Accepted {
-            id,
-            at: id as usize % 2,
-        });
-        assert!(evicted.into_iter().eq(expected), "the oldest");
-        assert_eq!(entrance.clients.len(), 2 + HALF_OPEN);
-        let ids: Vec<u64> = entrance.clients.iter().map(|client| client.id).collect();
+        let oldest = 40 - 2 - HALF_OPEN;
+        assert_eq!(evicted, ids[..oldest], "the oldest");
+        ids.drain(..oldest);
         assert!(entrance.chosen(ids[0]).is_ok() && entrance.chosen(ids[1]).is_ok());
         // Too late; and one that is gone by now.
         assert_eq!(entrance.chosen(ids[2]), Err(Full::All(2)));
@@ -370,7 +304,7 @@ mod tests {
 
     #[test]
     fn nobody_is_served_where_nobody_may_be() {
-        let mut entrance = Entrance::new(2, 0);
+        let mut entrance = Entrance::new(0);
         assert!(matches!(connect(&mut entrance), Connected::Rejected(_)));
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{io, os::fd::AsRawFd};
 
-use roce_mem::Pages;
+use roce_verbs::mem::Pages;
 
 /// Pieces of one call at most: what `readv` and `writev` take.
 pub(crate) const MAX_PIECES: usize = 1024;

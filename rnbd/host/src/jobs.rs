@@ -13,8 +13,8 @@ use rnbd::{
     server::action::{Identity, OpenRefused, Ticket},
 };
 use rnbd_disk::{Closing, Exports, FileSystem, Image, OpenError, OpenExport};
-use roce_mem::{MemError, Pages};
-use roce_reactor::StartedJob;
+use roce::reactor::StartedJob;
+use roce_verbs::mem::{MemError, Pages};
 use rtrs::server::request::Ticket as MemoryTicket;
 
 /// Threads of a queue at most: so many files of one file system may hang before jobs of their kind wait.

@@ -1,7 +1,7 @@
 //! RNBD on one thread, or on several: a loop that drives RTRS, RNBD, disks and NBD sockets, and what the rest of a program has of it.
 //!
 //! - [`serve`]: a server of exports;
-//! - [`gate`]: what the loops of such a server share, if it has several;
+//! - [`admission`]: admission control of such a server, shared by its loops;
 //! - [`map`]: devices of a server as exports at NBD sockets;
 //! - [`listen`], [`activation`], [`tls`]: where NBD clients come in, the sockets that a program is started with, and what they are
 //!   encrypted with;
@@ -44,13 +44,12 @@
 
 pub mod activation;
 mod addresses;
+pub mod admission;
 mod caught;
 pub mod control;
-mod dice;
 mod entrance;
 mod events;
-pub mod gate;
-mod images;
+mod front;
 mod iov;
 mod jobs;
 mod links;
@@ -58,6 +57,7 @@ pub mod listen;
 pub mod map;
 mod mapper;
 mod nbd;
+mod rng;
 pub mod serve;
 mod server;
 mod stats;

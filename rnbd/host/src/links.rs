@@ -11,8 +11,8 @@ use std::{
 };
 
 use mio::{Events, Interest, Poll, Token, Waker, unix::SourceFd};
+use roce::reactor::Handle;
 use roce_net::links::LinkWatch;
-use roce_reactor::Handle;
 
 use crate::mapper::Command;
 
@@ -27,16 +27,16 @@ pub(crate) struct Links {
 }
 
 impl Links {
-    /// Tells a loop of addresses that lose their link. `None` where the system has no netlink or gives no thread: paths by them then
+    /// Notifies the loop of addresses that lose their link. `None` where the system has no netlink or gives no thread: paths by them then
     /// end as other silent paths do.
-    pub(crate) fn watch(home: Handle<Command, ()>) -> Option<Self> {
-        let watched = Self::begin(home);
+    pub(crate) fn watch(handle: Handle<Command, ()>) -> Option<Self> {
+        let watched = Self::begin(handle);
         watched
             .inspect_err(|e| tracing::warn!("interfaces that go down are not noticed at once: {e}"))
             .ok()
     }
 
-    fn begin(home: Handle<Command, ()>) -> io::Result<Self> {
+    fn begin(handle: Handle<Command, ()>) -> io::Result<Self> {
         let links = LinkWatch::new()?;
         let poll = Poll::new()?;
         let stop = Arc::new(Waker::new(poll.registry(), STOP)?);
@@ -45,7 +45,7 @@ impl Links {
             .register(&mut SourceFd(&fd), WATCH, Interest::READABLE)?;
         let thread = Builder::new()
             .name("ferroce-links".to_owned())
-            .spawn(move || run(poll, links, &home))?;
+            .spawn(move || run(poll, links, &handle))?;
         let thread = Some(thread);
         Ok(Self { stop, thread })
     }
@@ -61,7 +61,7 @@ impl Drop for Links {
     }
 }
 
-fn run(mut poll: Poll, mut links: LinkWatch, home: &Handle<Command, ()>) {
+fn run(mut poll: Poll, mut links: LinkWatch, handle: &Handle<Command, ()>) {
     let mut events = Events::with_capacity(4);
     loop {
         match poll.poll(&mut events, None) {
@@ -73,7 +73,9 @@ fn run(mut poll: Poll, mut links: LinkWatch, home: &Handle<Command, ()>) {
             return;
         }
         match links.take_lost() {
-            Ok(lost) => lost.into_iter().for_each(|addr| home.command(Command::LinkDown(addr))),
+            Ok(lost) => lost
+                .into_iter()
+                .for_each(|addr| handle.command(Command::LinkDown(addr))),
             Err(e) => tracing::warn!("reading changes of interfaces failed: {e}"),
         }
     }

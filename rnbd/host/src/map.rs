@@ -8,7 +8,7 @@ use std::{
     path::PathBuf,
     sync::{
         Arc,
-        mpsc::{Receiver, RecvTimeoutError, channel},
+        mpsc::{RecvTimeoutError, channel},
     },
     thread::{Builder, JoinHandle},
 };
@@ -16,11 +16,11 @@ use std::{
 use rnbd::{
     Errno,
     block::Geometry,
-    client::{OnLoss, device::DeviceCounters, error::MapError, output::LossCause},
+    client::{OnLoss, error::MapError, output::LossCause},
     proto::AccessMode,
 };
+use roce::reactor::{Handle, Reactor, ReactorConfig};
 use roce::{Arrival, LocalDevice, Placement};
-use roce_reactor::{Handle, Helper, Reactor, ReactorConfig};
 use rtrs::{
     Error, IoError, PathError,
     addr::PathAddr,
@@ -34,19 +34,11 @@ use crate::{
     events::{EventReceiver, EventSender, queue},
     links::Links,
     listen::{Listen, NbdAddress},
-    mapper::{Command, Place, Service},
-    stats::LoopStats,
+    mapper::{Command, Service},
     tls::Tls,
 };
 
-/// A device that is to be mapped.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct MapDevice {
-    /// As the server calls it; NBD clients find it by this name.
-    pub name: String,
-    /// How it is opened.
-    pub mode: AccessMode,
-}
+pub use crate::{control::MapDevice, stats::MapStats};
 
 /// A socket where a virtual machine's front end finds a device as a disk.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -86,12 +78,12 @@ pub struct MapConfig {
     pub tls: Option<Tls>,
     /// Sockets for the front ends of virtual machines (vhost-user-blk), made with mode 0600 and removed at the end.
     pub vhost: Vec<VhostSocket>,
-    /// NBD clients that have chosen a device, at all loops together; further ones are rejected. A quarter of them is reserved for Unix
+    /// NBD clients that have chosen a device; further ones are rejected. A quarter of them is reserved for Unix
     /// sockets if there are TCP sockets, too.
     pub max_clients: usize,
     /// Time for the requests of NBD clients in flight when it stops.
     pub grace: Duration,
-    /// The loops.
+    /// The loop.
     pub reactor: ReactorConfig,
 }
 
@@ -168,7 +160,7 @@ pub enum MapFailure {
         /// Why.
         error: IoError,
     },
-    /// A loop could not go on.
+    /// The loop could not go on.
     #[error("{0}")]
     Loop(String),
 }
@@ -279,7 +271,7 @@ pub enum MapNews {
         /// Size and limits.
         geometry: Geometry,
     },
-    /// A device is gone, as [was asked for](crate::control::map::MapRequest::Unmap).
+    /// A device is gone, as [was asked for](crate::control::MapRequest::Unmap).
     Unmapped {
         /// Name of the device.
         device: String,
@@ -290,39 +282,7 @@ pub enum MapNews {
     EventsLost(u64),
 }
 
-/// Statistics of a mapping.
-#[derive(Clone, Debug, Default)]
-pub struct MapStats {
-    /// The loops.
-    pub turns: LoopStats,
-    /// Its devices together, those included that are unmapped.
-    pub device: DeviceCounters,
-    /// NBD clients connected now, of each loop.
-    pub clients: Vec<usize>,
-    /// Requests answered, of each loop.
-    pub requests: Vec<u64>,
-    /// NBD clients that were rejected, or evicted before they had chosen a device.
-    pub turned_away: u64,
-    /// Front ends of virtual machines connected now, of each loop.
-    pub front_ends: Vec<usize>,
-    /// Requests of virtual machines that made no sense.
-    pub malformed: u64,
-}
-
-impl MapStats {
-    /// Adds those of another loop.
-    pub(crate) fn add(&mut self, other: &Self) {
-        self.turns.add(&other.turns);
-        self.device.add(&other.device);
-        self.clients.extend(&other.clients);
-        self.requests.extend(&other.requests);
-        self.turned_away += other.turned_away;
-        self.front_ends.extend(&other.front_ends);
-        self.malformed += other.malformed;
-    }
-}
-
-/// Nobody connects to a mapping: the first of its loops says so.
+/// Placement of connect requests at a mapping, which accepts none.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Nobody;
 
@@ -332,27 +292,75 @@ impl Placement for Nobody {
     }
 }
 
-/// One loop of a mapping.
+/// A mapping. Dropping it ends it, and waits for that.
 #[derive(Debug)]
-struct Turning {
+pub struct Mapping {
     handle: Handle<Command, ()>,
     thread: Option<JoinHandle<MapStats>>,
-    /// At its end.
+    /// At the end.
     last: MapStats,
+    addresses: Arc<Addresses>,
+    /// Notifies the loop of interfaces that go down.
+    _links: Option<Links>,
+    events: EventReceiver<MapEvent>,
+    ended: bool,
 }
 
-impl Turning {
-    fn ask(&self) -> Receiver<MapStats> {
-        let (send, answer) = channel();
-        self.handle.command(Command::Stats(send));
-        answer
+impl Mapping {
+    /// Begins to open the session, on a loop in a thread of its own; [`MapEvent::Mapped`] or [`MapEvent::Ended`] follows.
+    ///
+    /// # Errors
+    /// When the devices [can't be](MapConfig::check_devices), or the system gives no thread or descriptor.
+    pub fn start(device: LocalDevice, config: MapConfig) -> io::Result<Self> {
+        let check = config.check_devices();
+        check.map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
+        let reactor = Reactor::<Service>::new(config.reactor)?;
+        let handle = reactor.handle();
+        let addresses = Arc::new(Addresses::new(device.opener(), handle.clone()));
+        let links = Links::watch(handle.clone());
+        let (tell, events) = queue(|lost| MapEvent::News(MapNews::EventsLost(lost)));
+        let thread = Builder::new().name("ferroce-io".to_owned()).spawn(move || {
+            let told = tell.clone();
+            let run = || Ok::<_, Infallible>(Service::run(reactor, device, config, tell));
+            caught(run).unwrap_or_else(|e| {
+                told.send(MapEvent::Ended(Err(MapFailure::Loop(e))));
+                MapStats::default()
+            })
+        })?;
+        Ok(Self {
+            handle,
+            thread: Some(thread),
+            last: MapStats::default(),
+            addresses,
+            _links: links,
+            events,
+            ended: false,
+        })
+    }
+
+    /// The next event, or `None` after this time.
+    pub fn next(&mut self, time: Duration) -> Option<MapEvent> {
+        let event = self.events.next(time)?;
+        self.ended |= matches!(event, MapEvent::Ended(_));
+        Some(event)
     }
 
     fn is_finished(&self) -> bool {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    fn wait_for(&mut self, answer: &Receiver<MapStats>) -> MapStats {
+    fn join(&mut self) {
+        if let Some(thread) = self.thread.take()
+            && let Ok(last) = thread.join()
+        {
+            self.last = last;
+        }
+    }
+
+    /// Returns the statistics.
+    pub fn stats(&mut self) -> MapStats {
+        let (send, answer) = channel();
+        self.handle.command(Command::Stats(send));
         loop {
             match answer.recv_timeout(Duration::from_millis(100)) {
                 Ok(stats) => return stats,
@@ -364,130 +372,9 @@ impl Turning {
         answer.try_recv().unwrap_or_else(|_| self.last.clone())
     }
 
-    fn join(&mut self) {
-        if let Some(thread) = self.thread.take()
-            && let Ok(last) = thread.join()
-        {
-            self.last = last;
-        }
-    }
-}
-
-/// A mapping. Dropping it ends it, and waits for that.
-#[derive(Debug)]
-pub struct Mapping {
-    loops: Vec<Turning>,
-    addresses: Arc<Addresses>,
-    helper: Helper<()>,
-    /// Tells home of interfaces that go down.
-    _links: Option<Links>,
-    events: EventReceiver<MapEvent>,
-    /// Loops that have not said that they have ended.
-    running: usize,
-    /// Why one of them ended.
-    failure: Option<MapFailure>,
-}
-
-impl Mapping {
-    /// Begins to open the session; [`MapEvent::Mapped`] or [`MapEvent::Ended`] follows.
-    ///
-    /// # Errors
-    /// When the devices [can't be](MapConfig::check_devices), or the system gives no thread or descriptor.
-    pub fn start(device: LocalDevice, config: MapConfig) -> io::Result<Self> {
-        Self::start_shards(vec![device], config)
-    }
-
-    /// The same on several loops, one for each shard of its devices ([`LocalDevice::open_shards`], placed by [`Nobody`]). Each has a
-    /// share of the session, with at least one connection, and NBD clients are spread over them.
-    ///
-    /// # Errors
-    /// As [`start`](Self::start); without a shard.
-    pub fn start_shards(devices: Vec<LocalDevice>, config: MapConfig) -> io::Result<Self> {
-        let Some(opener) = devices.first().map(LocalDevice::opener) else {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "a mapping needs a loop"));
-        };
-        let check = config.check_devices();
-        check.map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
-        let (reactors, helper) = Reactor::<Service>::several(config.reactor, devices.len())?;
-        let handles: Arc<[_]> = reactors.iter().map(Reactor::handle).collect();
-        let (tell, events) = queue(|lost| MapEvent::News(MapNews::EventsLost(lost)));
-        let mut this = Self {
-            loops: Vec::new(),
-            addresses: Arc::new(Addresses::new(opener, handles.clone())),
-            helper,
-            _links: Links::watch(handles[0].clone()),
-            events,
-            running: 0,
-            failure: None,
-        };
-        // Home is last, for the others have to be there.
-        let parts = reactors.into_iter().zip(devices).enumerate().rev();
-        for (index, (reactor, device)) in parts {
-            let (config, tell) = (config.clone(), tell.clone());
-            let loops = handles.clone();
-            let handle = handles[index].clone();
-            let name = match index {
-                0 => "ferroce-io".to_owned(),
-                _ => format!("ferroce-io-{index}"),
-            };
-            // Those that run already are ended when this is dropped.
-            let thread = Builder::new().name(name).spawn(move || {
-                let told = tell.clone();
-                let place = Place { index, loops };
-                let run = || Ok::<_, Infallible>(Service::run(reactor, device, place, config, tell));
-                caught(run).unwrap_or_else(|e| {
-                    told.send(MapEvent::Ended(Err(MapFailure::Loop(e))));
-                    MapStats::default()
-                })
-            });
-            let thread = thread.inspect_err(|_| this.quit())?;
-            let (thread, last) = (Some(thread), MapStats::default());
-            this.loops.insert(0, Turning { handle, thread, last });
-            this.running += 1;
-        }
-        Ok(this)
-    }
-
-    /// The next event, or `None` after this time.
-    pub fn next(&mut self, time: Duration) -> Option<MapEvent> {
-        match self.events.next(time)? {
-            MapEvent::Ended(result) => self.ended(result),
-            event => Some(event),
-        }
-    }
-
-    /// A loop has ended. It is over when all have.
-    fn ended(&mut self, result: Result<(), MapFailure>) -> Option<MapEvent> {
-        self.running = self.running.saturating_sub(1);
-        if let Err(why) = result {
-            self.failure.get_or_insert(why);
-            // A part of a mapping is none.
-            self.quit();
-        }
-        let over = self.running == 0;
-        over.then(|| MapEvent::Ended(self.failure.take().map_or(Ok(()), Err)))
-    }
-
-    fn quit(&self) {
-        for turning in &self.loops {
-            turning.handle.command(Command::Quit);
-        }
-    }
-
-    /// Returns the statistics.
-    pub fn stats(&mut self) -> MapStats {
-        let asked: Vec<_> = self.loops.iter().map(Turning::ask).collect();
-        let mut sum = MapStats::default();
-        for (turning, answer) in self.loops.iter_mut().zip(&asked) {
-            sum.add(&turning.wait_for(answer));
-        }
-        sum
-    }
-
     /// Steers it, from any thread.
     pub fn control(&self) -> MapControl {
-        let loops = self.loops.iter().map(|turning| turning.handle.clone());
-        MapControl::new(loops.collect(), self.addresses.clone())
+        MapControl::new(self.handle.clone(), self.addresses.clone())
     }
 
     /// Serves an NBD client of this process, at the other end of a socket pair, as one that came to a Unix socket. The pair is closed
@@ -497,35 +384,28 @@ impl Mapping {
     /// When the socket can't be set up.
     pub fn connect(&self, client: UnixStream) -> io::Result<()> {
         client.set_nonblocking(true)?;
-        if let Some(home) = self.loops.first() {
-            home.handle.command(Command::Connect(client));
-        }
+        self.handle.command(Command::Connect(client));
         Ok(())
     }
 
     /// Ends it: NBD clients' requests are answered, what was written is made durable, the devices are closed and the session ended.
     /// [`MapEvent::Ended`] follows.
     pub fn stop(&self) {
-        if let Some(home) = self.loops.first() {
-            home.handle.command(Command::Stop);
-        }
+        self.handle.command(Command::Stop);
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
         self.stop();
-        // A loop that fails ends the others.
-        while self.running > 0 && self.loops.iter().any(|turning| !turning.is_finished()) {
+        while !self.ended && !self.is_finished() {
             self.next(Duration::from_millis(50));
         }
-        self.loops.iter_mut().for_each(Turning::join);
-        // It has no jobs.
-        self.helper.run_for(Duration::ZERO);
+        self.join();
     }
 }
 
-/// Sender of the loops' events.
+/// Sender of the loop's events.
 pub(crate) type Tell = EventSender<MapEvent>;
 
 #[cfg(test)]
@@ -571,7 +451,7 @@ mod tests {
         Serving::start(device, config).unwrap()
     }
 
-    fn map(loops: usize, server: std::net::SocketAddr, folder: &std::path::Path) -> Mapping {
+    fn map(server: std::net::SocketAddr, folder: &std::path::Path) -> Mapping {
         let src = ferroce_loopback::address().into();
         let path = PathAddr {
             src: Some(src),
@@ -579,8 +459,8 @@ mod tests {
         };
         let listen = vec![Listen::Unix(folder.join("nbd"))];
         let config = MapConfig::new(SessionConfig::new("s", path), "disk", listen);
-        let devices = LocalDevice::open_shards(&[DeviceConfig::new(src)], loops, Arc::new(Nobody)).unwrap();
-        Mapping::start_shards(devices, config).unwrap()
+        let device = LocalDevice::open(&[DeviceConfig::new(src)]).unwrap();
+        Mapping::start(device, config).unwrap()
     }
 
     /// The next event, while the server's files are opened and closed.
@@ -598,29 +478,26 @@ mod tests {
     }
 
     #[test]
-    fn a_loop_that_fails_ends_all() {
+    fn a_loop_that_panics_ends_the_mapping() {
         let dir = tempfile::tempdir().unwrap();
         let mut server = server(dir.path());
-        for failing in 0..3 {
-            for mapped in [true, false] {
-                let mut mapping = map(3, server.local_addr(), dir.path());
-                if mapped {
-                    assert!(matches!(next(&mut mapping, &mut server), MapEvent::Mapped { .. }));
-                    assert_eq!(mapping.stats().clients, [0; 3]);
-                }
-                mapping.loops[failing].handle.command(Command::Panic);
-                match next(&mut mapping, &mut server) {
-                    MapEvent::Ended(Err(MapFailure::Loop(why))) => assert!(why.contains("as it is to be"), "{why}"),
-                    other => panic!("{failing}, {mapped}: {other:?}"),
-                }
-                assert!(!dir.path().join("nbd").exists(), "nobody is let in any more");
-                assert_eq!(mapping.running, 0);
-                // The server may take some time to notice.
-                let noticed = Instant::now() + PATIENCE;
-                while server.stats().unwrap().sessions != [0] {
-                    assert!(Instant::now() < noticed);
-                    server.next(Duration::from_millis(10));
-                }
+        for mapped in [true, false] {
+            let mut mapping = map(server.local_addr(), dir.path());
+            if mapped {
+                assert!(matches!(next(&mut mapping, &mut server), MapEvent::Mapped { .. }));
+                assert_eq!(mapping.stats().clients, 0);
+            }
+            mapping.handle.command(Command::Panic);
+            match next(&mut mapping, &mut server) {
+                MapEvent::Ended(Err(MapFailure::Loop(why))) => assert!(why.contains("as it is to be"), "{why}"),
+                other => panic!("{mapped}: {other:?}"),
+            }
+            assert!(!dir.path().join("nbd").exists(), "nobody is let in any more");
+            // The server may take some time to notice.
+            let noticed = Instant::now() + PATIENCE;
+            while server.stats().unwrap().sessions != [0] {
+                assert!(Instant::now() < noticed);
+                server.next(Duration::from_millis(10));
             }
         }
     }
@@ -644,16 +521,16 @@ mod tests {
     }
 
     #[test]
-    fn loops_that_are_asked_to_end_end_once() {
+    fn a_mapping_ends_once() {
         let dir = tempfile::tempdir().unwrap();
         let mut server = server(dir.path());
-        let mut mapping = map(2, server.local_addr(), dir.path());
+        let mut mapping = map(server.local_addr(), dir.path());
         assert!(matches!(next(&mut mapping, &mut server), MapEvent::Mapped { .. }));
         mapping.stop();
         assert!(matches!(next(&mut mapping, &mut server), MapEvent::Ended(Ok(()))));
-        assert!(mapping.next(Duration::ZERO).is_none() && mapping.running == 0);
+        assert!(mapping.next(Duration::ZERO).is_none() && mapping.ended);
         // Dropped without having been ended.
-        let mut again = map(2, server.local_addr(), dir.path());
+        let mut again = map(server.local_addr(), dir.path());
         assert!(matches!(next(&mut again, &mut server), MapEvent::Mapped { .. }));
         std::thread::scope(|scope| {
             let ended = scope.spawn(move || drop(again));

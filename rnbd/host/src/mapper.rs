@@ -1,61 +1,40 @@
-//! A loop of a mapping. The first, *home*, maps the devices, lets NBD clients in and decides when it ends; each has its share of the
-//! session and its NBD clients.
+//! The loop of a mapping: its session, its devices, NBD clients and virtual machines.
 
-use std::{
-    collections::VecDeque,
-    net::IpAddr,
-    os::unix::net::UnixStream,
-    sync::{Arc, mpsc::Sender},
-};
+use std::{collections::VecDeque, net::IpAddr, os::unix::net::UnixStream, sync::mpsc::Sender};
 
 use mio::Token;
 use rnbd::{
     Errno,
     block::Extent,
-    client::{Client as Rnbd, OnLoss, device::DeviceCounters, letter::Letter as RnbdLetter, output::DeviceKey},
-    nbd::PendingKey,
+    client::{Client as RnbdClient, OnLoss, Request, output::Output},
 };
+use roce::reactor::{Reactor, Readiness, Service as Loop, TurnCx};
 use roce::{Completion, LocalDevice, NewDevice};
-use roce_reactor::{Handle, Reactor, Readiness, Service as Loop, TurnCx};
 use roce_verbs::{
     AsyncEvent, Instant,
     provider::{DeviceIx, Event, QpId},
 };
 use rtrs::{
     PathError,
-    client::{
-        Buffer, Client as Rtrs, Letter as RtrsLetter, Output, PathId, PathNews, SessionId, SessionInfo,
-        state::PathState,
-    },
-    cx::Cx,
+    client::{Buffer, Client as RtrsClient, PathId, PathNews, SessionId, SessionInfo, state::PathState},
     throttle::{INTERVAL, Throttle},
 };
 use slab::Slab;
 use smallvec::SmallVec;
-use socket2::Socket;
 
 use crate::{
     addresses::Taken,
-    control::{
-        Reply,
-        map::{MapAnswer, MapRequest},
-    },
-    dice::Dice,
-    entrance::{Accepted, Entrance},
+    control::{MapAnswer, MapRequest, Reply},
+    entrance::Entrance,
+    front::{Completed, FrontEnd as _, Part},
     map::{MapConfig, MapEvent, MapFailure, MapNews, MapStats, Tell},
     nbd::NbdSocket,
+    rng::Rng,
     stats::LoopStats,
 };
 
-macro_rules! cx {
-    ($turn:expr, $dice:expr) => {
-        &mut Cx {
-            now: $turn.now,
-            provider: $turn.device.provider(),
-            random: &mut |out: &mut [u8]| $dice.fill(out),
-        }
-    };
-}
+type Rnbd = RnbdClient<Part>;
+type Rtrs = RtrsClient<Request<Part>>;
 
 mod clients;
 mod devices;
@@ -65,19 +44,16 @@ mod handshakes;
 mod steer;
 
 use clients::READS;
-use devices::{Device, Stage};
+use devices::Device;
 use fronts::Fronts;
 use handshakes::Handshakes;
 use steer::Orders;
-
-/// The loop that decides.
-pub(crate) const HOME: usize = 0;
 
 /// The listeners'.
 const LISTENER: Token = Token(0);
 /// Clients' are their number and this.
 const FIRST_CLIENT: usize = 1;
-/// Tokens of front ends, and of their sockets, at home.
+/// Tokens of front ends, and of their listeners.
 const FIRST_FRONT: usize = 1 << 32;
 const FIRST_DOOR: usize = 1 << 48;
 /// Bytes that a turn reads from clients, and writes to one of them, about. What is larger leaves the processor's cache
@@ -89,17 +65,13 @@ const AT_ONCE: usize = 32 << 10;
 /// Command of another thread.
 pub(crate) enum Command {
     Stats(Sender<MapStats>),
-    /// Request to home, or to every loop if each has a part of what it is about.
+    /// Request while the mapping runs.
     Steer(MapRequest, Reply<MapAnswer>),
-    /// Connects an NBD client of this process. Sent to home.
+    /// Connects an NBD client of this process.
     Connect(UnixStream),
-    /// Ends in good order. Sent to home.
+    /// Ends the mapping in an orderly way.
     Stop,
-    /// To end at once: another loop has failed.
-    Quit,
-    /// From another loop, and which.
-    Letter(usize, Letter),
-    /// An address of ours has no link any more. Sent to home.
+    /// An address of ours has no link any more.
     LinkDown(IpAddr),
     /// There is one more of our addresses.
     Attach(Box<NewDevice>, Sender<Taken>),
@@ -107,57 +79,7 @@ pub(crate) enum Command {
     Panic,
 }
 
-/// Message between the loops of a mapping.
-pub(crate) enum Letter {
-    Rtrs(RtrsLetter),
-    Rnbd(RnbdLetter),
-    /// Home: an NBD client for this loop, its number, and the devices that it can choose, in their order.
-    Client(Socket, u64, Vec<String>),
-    /// Home: this client is closed, and why.
-    Evict(u64, String),
-    /// Home: no more requests are taken.
-    Drain,
-    /// To home: there are no clients here any more, and none will be taken.
-    Drained,
-    /// To home: a client is gone, or was not taken; and the device that it had chosen.
-    Left(u64, Option<String>),
-    /// To home: a client has chosen this device.
-    Chosen(u64, String),
-    /// Home: nobody may choose this device any more, and those who have are let go.
-    Withdraw(String),
-    /// To home: nobody uses a device any more that was withdrawn.
-    Vacated(String),
-    /// Home: a front end for this loop, the socket that it came by, and its device.
-    Front(UnixStream, usize, String),
-    /// To home: it is gone, or was not taken.
-    FrontLeft(usize, String),
-}
-
-/// Index of a loop, and the loops of the same mapping.
-pub(crate) struct Place {
-    pub(crate) index: usize,
-    pub(crate) loops: Arc<[Handle<Command, ()>]>,
-}
-
-impl Place {
-    fn is_home(&self) -> bool {
-        self.index == HOME
-    }
-
-    /// There are others.
-    fn has_others(&self) -> bool {
-        self.loops.len() > 1
-    }
-
-    fn tell(&self, to: usize, letter: Letter) {
-        if let Some(handle) = self.loops.get(to) {
-            handle.command(Command::Letter(self.index, letter));
-        }
-    }
-}
-
-/// Phase of a mapping. Other loops follow the messages of home: from `Draining` they go to `Unmapping`, and are there until
-/// the session is closed.
+/// Phase of a mapping.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Phase {
     /// The session is being opened.
@@ -176,23 +98,11 @@ enum Phase {
     Ended,
 }
 
-/// Source of an operation.
-#[derive(Clone, Copy, Debug)]
-enum Whose {
-    Client(usize, PendingKey),
-    /// Front end, and the operation's number there.
-    Front(usize, usize),
-    /// The flush at the end of a device.
-    Flush(DeviceKey),
-}
-
-/// A mapping on a loop.
+/// A mapping.
 pub(crate) struct Service {
     config: MapConfig,
-    place: Place,
-    rtrs: Rtrs,
     rnbd: Rnbd,
-    dice: Dice,
+    rng: Rng,
     tell: Tell,
     phase: Phase,
     /// Why it ends, unless it was asked to.
@@ -200,20 +110,14 @@ pub(crate) struct Service {
     session: Option<SessionId>,
     info: Option<SessionInfo>,
     devices: Vec<Device>,
-    /// Counters of devices that are unmapped.
-    gone: DeviceCounters,
     /// Loss policy: the fate of requests while no path is up.
     on_loss: OnLoss,
-    /// Home's.
     entrance: Entrance,
-    /// At home: other loops that have clients, while it drains.
-    undrained: usize,
     clients: Slab<NbdSocket>,
     handshakes: Handshakes,
     fronts: Fronts,
     /// Clients that wait for a buffer, in the order in which they found none.
     starved: VecDeque<usize>,
-    operations: Slab<Whose>,
     orders: Orders,
     turned_away: u64,
     /// The client that comes first in this turn.
@@ -229,32 +133,19 @@ pub(crate) struct Service {
 
 impl Service {
     /// Runs the loop to its end.
-    pub(crate) fn run(
-        reactor: Reactor<Self>,
-        device: LocalDevice,
-        place: Place,
-        config: MapConfig,
-        tell: Tell,
-    ) -> MapStats {
+    pub(crate) fn run(reactor: Reactor<Self>, device: LocalDevice, config: MapConfig, tell: Tell) -> MapStats {
         let ended = tell.clone();
         let fail = |e: String| {
             ended.send(MapEvent::Ended(Err(MapFailure::Loop(e))));
             MapStats::default()
         };
-        let dice = match Dice::new() {
-            Ok(dice) => dice,
-            Err(e) => return fail(e.to_string()),
-        };
-        let (index, count) = (place.index as u16, place.loops.len() as u16);
-        let rtrs = match Rtrs::share(index, count) {
-            Ok(rtrs) => rtrs,
+        let rng = match Rng::new() {
+            Ok(rng) => rng,
             Err(e) => return fail(e.to_string()),
         };
         let run = reactor.run(device, |turn| {
-            let mut service = Self::new(config, place, rtrs, dice, tell);
-            if service.place.is_home() {
-                service.open(turn);
-            }
+            let mut service = Self::new(config, rng, tell);
+            service.open(turn);
             service
         });
         match run {
@@ -269,29 +160,23 @@ impl Service {
         }
     }
 
-    fn new(config: MapConfig, place: Place, rtrs: Rtrs, dice: Dice, tell: Tell) -> Self {
-        let count = place.loops.len();
+    fn new(config: MapConfig, rng: Rng, tell: Tell) -> Self {
         Self {
-            entrance: Entrance::new(count, config.max_clients),
-            undrained: 0,
-            rnbd: Rnbd::share(place.index as u16, count as u16),
+            entrance: Entrance::new(config.max_clients),
+            rnbd: Rnbd::new(),
             on_loss: config.on_loss,
             config,
-            place,
-            rtrs,
-            dice,
+            rng,
             tell,
             phase: Phase::Opening,
             failure: None,
             session: None,
             info: None,
             devices: Vec::new(),
-            gone: DeviceCounters::default(),
             clients: Slab::new(),
             handshakes: Handshakes::default(),
             fronts: Fronts::default(),
             starved: VecDeque::new(),
-            operations: Slab::new(),
             orders: Orders::default(),
             turned_away: 0,
             first: 0,
@@ -312,46 +197,42 @@ impl Service {
     }
 
     fn open(&mut self, turn: &mut TurnCx<'_, ()>) {
-        match self.rtrs.open(cx!(turn, self.dice), self.config.session.clone()) {
+        match self
+            .rnbd
+            .rtrs_mut()
+            .open(&mut self.rng.cx(turn), self.config.session.clone())
+        {
             Ok(session) => self.session = Some(session),
             Err(e) => self.end_with(turn, MapFailure::Session(e)),
         }
     }
 
-    /// Handles an output of RTRS.
-    fn told(&mut self, turn: &mut TurnCx<'_, ()>, output: Output) {
+    fn output(&mut self, turn: &mut TurnCx<'_, ()>, output: Output<Part>) {
         match output {
-            Output::Opened(session, info) => {
-                self.rnbd.rtrs(&mut self.rtrs, output);
-                self.opened(session, info);
-            }
-            // Home says why.
-            Output::OpenFailed(..) if !self.place.is_home() => self.finish(turn),
+            Output::Done {
+                user,
+                result,
+                data,
+                losses,
+                ..
+            } => self.complete(turn, user, Completed { result, data, losses }),
+            Output::Opened(session, info) => self.opened(session, info),
             Output::OpenFailed(_, error) => self.end_with(turn, MapFailure::Session(error)),
-            Output::Down(_, ref why) if self.place.is_home() => {
-                let why = why.clone();
-                self.rnbd.rtrs(&mut self.rtrs, output);
-                self.down(turn, why);
-            }
+            Output::Down(_, why) => self.down(turn, why),
             Output::Up(_, info) => {
                 self.info = Some(info);
-                self.rnbd.rtrs(&mut self.rtrs, output);
                 self.tell(MapNews::Back(info));
             }
-            Output::Closed(_) => {
-                self.count();
-                self.rnbd.rtrs(&mut self.rtrs, output);
-                self.finish(turn);
-            }
+            Output::Closed(_) => self.finish(turn),
             Output::Path { session, path, news } => self.path_news(turn, session, path, news),
-            Output::Down(..) | Output::Done { .. } => self.rnbd.rtrs(&mut self.rtrs, output),
+            output => self.device_told(turn, output),
         }
     }
 
     fn opened(&mut self, session: SessionId, info: SessionInfo) {
         (self.session, self.info) = (Some(session), Some(info));
-        self.orders.opened(&self.rtrs.paths(session));
-        if self.place.is_home() && self.phase == Phase::Opening {
+        self.orders.opened(&self.rnbd.rtrs().paths(session));
+        if self.phase == Phase::Opening {
             self.phase = Phase::Mapping;
             for device in self.config.devices.clone() {
                 self.map_device(session, device, None);
@@ -359,9 +240,9 @@ impl Service {
         }
     }
 
-    /// Home tells its user.
+    /// Reports to the user.
     fn tell(&self, news: MapNews) {
-        if self.place.is_home() && self.phase != Phase::Ended {
+        if self.phase != Phase::Ended {
             self.tell.report(MapEvent::News(news));
         }
     }
@@ -370,7 +251,7 @@ impl Service {
         if let PathNews::Done(command, result) = news {
             return self.orders.path_done(id, command, result);
         }
-        let paths = self.rtrs.paths(session);
+        let paths = self.rnbd.rtrs().paths(session);
         let listed = paths.iter().find(|p| p.id == id).map(|p| p.addr);
         let Some(path) = listed.or_else(|| self.orders.addr(id)) else {
             return;
@@ -382,9 +263,7 @@ impl Service {
                 self.tell(MapNews::PathUp { path, again });
             }
             PathNews::Down(why) => self.tell(MapNews::PathDown { path, why }),
-            PathNews::TookOver(requests) => {
-                self.tell.report(MapEvent::News(MapNews::TookOver { path, requests }));
-            }
+            PathNews::TookOver(requests) => self.tell(MapNews::TookOver { path, requests }),
             PathNews::AttemptFailed(error) => self.tell(MapNews::AttemptFailed { path, error }),
             PathNews::Closed(why) => {
                 let open = !matches!(self.phase, Phase::Opening | Phase::Closing | Phase::Ended);
@@ -422,7 +301,7 @@ impl Service {
         }
     }
 
-    /// All devices are there that it begins with: home makes the sockets. The others are told of devices before they are given clients.
+    /// All devices are open that it begins with: NBD clients and virtual machines can come.
     fn all_mapped(&mut self, turn: &mut TurnCx<'_, ()>) {
         self.phase = Phase::Serving;
         let fronts = self.fronts.open(&turn.sockets, &self.config.vhost);
@@ -439,39 +318,28 @@ impl Service {
         }
     }
 
-    fn done(
-        &mut self,
-        turn: &mut TurnCx<'_, ()>,
-        user: u64,
-        result: Result<(), Errno>,
-        data: Option<Buffer>,
-        losses: u64,
-    ) {
-        let whose = self.operations.try_remove(user as usize);
-        match whose {
-            Some(Whose::Client(client, key)) => {
-                let free = match self.clients.get_mut(client) {
-                    Some(client) => {
-                        client.connection.done(turn.now, key, result, data, losses);
-                        None
-                    }
-                    None => data,
-                };
-                self.give(free);
+    /// An operation has ended.
+    fn complete(&mut self, turn: &mut TurnCx<'_, ()>, front: Part, completion: Completed) {
+        let unused = match front {
+            Part::Nbd(client, request) => match self.clients.get_mut(client) {
+                Some(client) => client.complete(turn.now, request, completion),
+                None => completion.data,
+            },
+            Part::Vhost(front, request) => match self.fronts.get_mut(front) {
+                Some(front) => front.complete(turn.now, request, completion),
+                None => completion.data,
+            },
+            Part::Flush(device) => {
+                self.flushed(turn, device, completion.result);
+                completion.data
             }
-            // Its data is the guest's own.
-            Some(Whose::Front(front, slot)) => self.fronts.done(front, slot, result, losses),
-            Some(Whose::Flush(device)) => {
-                self.give(data);
-                self.flushed(turn, device, result);
-            }
-            None => self.give(data),
-        }
+        };
+        self.give(unused);
     }
 
     /// A block status has ended, which only NBD clients ask for.
-    fn status(&mut self, now: Instant, user: u64, result: Result<Vec<Extent>, Errno>) {
-        if let Some(Whose::Client(client, key)) = self.operations.try_remove(user as usize)
+    fn status(&mut self, now: Instant, front: Part, result: Result<Vec<Extent>, Errno>) {
+        if let Part::Nbd(client, key) = front
             && let Some(client) = self.clients.get_mut(client)
         {
             let extents = result.as_deref().map_err(|e| *e);
@@ -481,102 +349,39 @@ impl Service {
 
     fn give(&mut self, buffer: Option<Buffer>) {
         if let (Some(buffer), Some(session)) = (buffer, self.session) {
-            self.rtrs.give_buffer(session, buffer);
+            self.rnbd.rtrs_mut().give_buffer(session, buffer);
         }
     }
 
-    /// Another loop has something to say.
-    fn letter(&mut self, turn: &mut TurnCx<'_, ()>, from: usize, letter: Letter) {
-        match letter {
-            Letter::Rtrs(letter) => self.rtrs.letter(cx!(turn, self.dice), from as u16, letter),
-            Letter::Rnbd(letter) => {
-                // What RTRS was told before comes first.
-                self.pass_on(turn);
-                self.count();
-                self.rnbd.letter(from as u16, letter);
-            }
-            Letter::Client(stream, id, devices) => {
-                self.pass_on(turn);
-                self.admit(turn, stream, id, &devices);
-            }
-            Letter::Evict(id, why) => self.evicted(turn.now, id, &why),
-            Letter::Drain if self.phase != Phase::Ended => self.drain(turn),
-            Letter::Drain => {}
-            Letter::Drained => self.undrained = self.undrained.saturating_sub(1),
-            Letter::Left(id, device) => self.client_parted(from, id, device.as_deref()),
-            Letter::Chosen(id, device) => self.client_chosen(turn.now, Accepted { id, at: from }, &device),
-            Letter::Withdraw(device) => self.leave(turn, &device),
-            Letter::Vacated(device) => self.left_elsewhere(turn, &device),
-            Letter::Front(stream, door, device) => {
-                self.pass_on(turn);
-                self.admit_front(turn, stream, door, &device);
-            }
-            Letter::FrontLeft(door, device) => self.front_parted(turn, from, door, &device),
-        }
-    }
-
-    /// Sends what the machines here have for those of other loops.
-    fn post_letters(&mut self) {
-        while let Some((to, letter)) = self.rtrs.poll_letter() {
-            self.place.tell(to.into(), Letter::Rtrs(letter));
-        }
-        while let Some((to, letter)) = self.rnbd.poll_letter() {
-            self.place.tell(to.into(), Letter::Rnbd(letter));
-        }
-    }
-
-    /// Passes on what one machine has for the other.
+    /// Runs the machines until they have nothing more to do.
     fn pass_on(&mut self, turn: &mut TurnCx<'_, ()>) -> bool {
         let mut worked = false;
-        while let Some(output) = self.rtrs.poll_output() {
-            worked = true;
-            self.told(turn, output);
-        }
-        worked |= self.tell_devices(turn);
-        while let Some((session, submission)) = self.rnbd.poll_submission(cx!(turn, self.dice), &mut self.rtrs) {
-            worked = true;
-            if let Err((back, error)) = self.rtrs.submit(cx!(turn, self.dice), session, submission) {
-                let done = Output::Done {
-                    session,
-                    tag: back.tag,
-                    result: Err(error),
-                    data: back.data,
-                };
-                self.rnbd.rtrs(&mut self.rtrs, done);
+        loop {
+            let mut more = self.rnbd.turn(&mut self.rng.cx(turn));
+            while let Some(output) = self.rnbd.poll_output() {
+                more = true;
+                self.output(turn, output);
             }
+            if !more {
+                return worked;
+            }
+            worked = true;
         }
-        // Operations that ended without a request.
-        worked |= self.tell_devices(turn);
-        if self.place.has_others() {
-            self.post_letters();
-        }
-        worked
-    }
-
-    fn tell_devices(&mut self, turn: &mut TurnCx<'_, ()>) -> bool {
-        let mut told = false;
-        while let Some(output) = self.rnbd.poll_output() {
-            told = true;
-            self.device_told(turn, output);
-        }
-        told
     }
 
     /// The system may have moved the thread.
     fn note_cpu(&mut self) {
         let cpu = nix::sched::sched_getcpu().unwrap_or_default();
-        self.rtrs.set_cpu(cpu as u16);
+        self.rnbd.rtrs_mut().set_cpu(cpu as u16);
     }
 
     fn stats(&self, turn: &mut TurnCx<'_, ()>) -> MapStats {
-        let device = self.counters();
         MapStats {
             turns: LoopStats::of(turn),
-            device,
-            clients: vec![self.clients.len()],
-            requests: vec![device.completed],
+            device: self.rnbd.all_counters(),
+            clients: self.clients.len(),
             turned_away: self.turned_away,
-            front_ends: vec![self.fronts.len()],
+            front_ends: self.fronts.len(),
             malformed: self.fronts.malformed(),
         }
     }
@@ -596,8 +401,6 @@ impl Loop for Service {
             // Its end sees that nobody is there.
             Command::Connect(_) => {}
             Command::Stop => self.stop(turn),
-            Command::Quit => self.quit(turn),
-            Command::Letter(from, letter) => self.letter(turn, from, letter),
             Command::LinkDown(addr) => self.link_down(turn, addr),
             Command::Attach(device, taken) => {
                 let _ = taken.send(turn.attach(device).map(drop));
@@ -619,18 +422,18 @@ impl Loop for Service {
 
     fn completions(&mut self, turn: &mut TurnCx<'_, ()>, completions: &[(QpId, Completion)]) {
         self.note_cpu();
-        let cx = cx!(turn, self.dice);
+        let cx = &mut self.rng.cx(turn);
         for (qp, wc) in completions {
-            self.rtrs.completion(cx, *qp, wc);
+            self.rnbd.rtrs_mut().completion(cx, *qp, wc);
         }
     }
 
     fn event(&mut self, turn: &mut TurnCx<'_, ()>, event: Event) {
-        self.rtrs.event(cx!(turn, self.dice), &event);
+        self.rnbd.rtrs_mut().event(&mut self.rng.cx(turn), &event);
     }
 
     fn timeout(&mut self, turn: &mut TurnCx<'_, ()>) {
-        self.rtrs.timeout(cx!(turn, self.dice));
+        self.rnbd.rtrs_mut().timeout(&mut self.rng.cx(turn));
         self.rnbd.timeout(turn.now);
         self.entrance.timeout(turn.now);
         self.handshakes.timeout(turn.now);
@@ -663,7 +466,7 @@ impl Loop for Service {
     }
 
     fn end(&mut self, turn: &mut TurnCx<'_, ()>) {
-        self.rtrs.end_batch(cx!(turn, self.dice));
+        self.rnbd.rtrs_mut().end_batch(&mut self.rng.cx(turn));
         // Short replies are not kept waiting by packets, and packets not by long replies.
         self.fronts.notify();
         self.more = self.reply(turn, AT_ONCE);
@@ -671,10 +474,7 @@ impl Loop for Service {
         self.look_drained(turn);
         self.pass_on(turn);
         self.fronts.notify();
-        self.rtrs.end_batch(cx!(turn, self.dice));
-        if self.place.has_others() {
-            self.post_letters();
-        }
+        self.rnbd.rtrs_mut().end_batch(&mut self.rng.cx(turn));
         if self.phase == Phase::Ended {
             self.last = self.stats(turn);
         }
@@ -695,7 +495,7 @@ impl Loop for Service {
             .filter_map(|(_, client)| client.next_timeout())
             .min();
         [
-            self.rtrs.next_timeout(),
+            self.rnbd.rtrs().next_timeout(),
             self.rnbd.next_timeout(),
             clients,
             self.handshakes

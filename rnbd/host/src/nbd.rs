@@ -12,15 +12,16 @@ use mio::Interest;
 use rnbd::{
     block::Geometry,
     client::{Opener, output::DeviceKey},
-    nbd::{self, BufferCopy, Connection, End, Export, Exports, NbdRequest, Phase, TlsMode, Want},
+    nbd::{self, BufferCopy, Connection, End, Export, Exports, NbdRequest, PendingKey, Phase, TlsMode, Want},
 };
-use roce_reactor::Readiness;
+use roce::reactor::Readiness;
 use roce_verbs::Instant;
 use rtrs::client::{Buffer, Buffers};
 use smallvec::SmallVec;
 use socket2::Socket;
 
 use crate::{
+    front::{Completed, FrontEnd},
     iov::{self, Piece},
     tls::{Session, Tls},
 };
@@ -32,7 +33,7 @@ const SEND_BUFFER: usize = 1 << 20;
 #[derive(Debug)]
 pub(crate) struct NbdSocket {
     stream: Socket,
-    /// Names it at all loops.
+    /// Names it in the accept path.
     pub(crate) id: u64,
     /// Its address, if it has come by TCP.
     peer: Option<SocketAddr>,
@@ -53,7 +54,7 @@ pub(crate) struct NbdSocket {
     pub(crate) queued: bool,
     /// The devices behind its exports, by their numbers.
     devices: Vec<DeviceKey>,
-    /// The device that it has chosen, once home knows: it is a user of that.
+    /// The device that it has chosen, once it counts as a user of that.
     pub(crate) opener: Option<Opener>,
     /// It is let go, and cut off then.
     until: Option<Instant>,
@@ -176,7 +177,7 @@ impl NbdSocket {
         (self.readable || unread) && (self.in_handshake() || !matches!(self.connection.want(), Want::Nothing(_)))
     }
 
-    /// It has not chosen a device yet, as far as home knows.
+    /// It does not use a device yet.
     pub(crate) fn is_half_open(&self) -> bool {
         self.opener.is_none()
     }
@@ -335,6 +336,16 @@ impl NbdSocket {
             self.begin_tls(now);
         }
         sent > 0
+    }
+}
+
+impl FrontEnd for NbdSocket {
+    type Request = PendingKey;
+
+    fn complete(&mut self, now: Instant, request: PendingKey, completion: Completed) -> Option<Buffer> {
+        let Completed { result, data, losses } = completion;
+        self.connection.done(now, request, result, data, losses);
+        None
     }
 }
 

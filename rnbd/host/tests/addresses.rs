@@ -15,10 +15,7 @@ use std::{
 
 use common::{Client, Lab, Mapped, eventually};
 use rnbd::Errno;
-use rnbd_host::control::{
-    Refused,
-    map::{MapAnswer, MapControl, MapListing, MapRequest},
-};
+use rnbd_host::control::{MapAnswer, MapListing, MapRequest, Refused, map::MapControl};
 use rtrs::{addr::PathAddr, client::state::PathState};
 
 const BLOCK: usize = 64 << 10;
@@ -96,103 +93,97 @@ fn write_on(client: &mut Client, index: usize, clients: usize, stop: &AtomicBool
 #[test]
 fn a_session_moves_from_address_to_address_under_load() {
     let _alone = ALONE.lock();
-    for loops in [1, 2] {
-        let lab = Lab::on_loops(loops, |_| ());
-        let config = lab.config("s", "disk");
-        let first = config.session.paths[0];
-        let map = lab.try_map_on(loops, config).unwrap();
-        let control = map.mapping.control();
-        let load = Load::on(&map, 2);
+    let lab = Lab::new();
+    let config = lab.config("s", "disk");
+    let first = config.session.paths[0];
+    let map = lab.try_map(config).unwrap();
+    let control = map.mapping.control();
+    let load = Load::on(&map, 2);
+    load.goes_on();
+    let second = lab.path();
+    let mut counted = Vec::new();
+    for (come, go) in [(second, first), (first, second), (second, first)] {
+        ask(&control, MapRequest::AddPath { path: come }).unwrap();
         load.goes_on();
-        let second = lab.path();
-        let mut counted = Vec::new();
-        for (come, go) in [(second, first), (first, second), (second, first)] {
-            ask(&control, MapRequest::AddPath(come)).unwrap();
-            load.goes_on();
-            let paths = listing(&control).paths;
-            assert!(paths.iter().all(|path| path.state == PathState::Connected), "{paths:?}");
-            assert_eq!(paths.len(), 2);
-            ask(&control, MapRequest::RemovePath(go)).unwrap();
-            load.goes_on();
-            let paths = listing(&control).paths;
-            assert_eq!(paths.iter().map(|path| path.addr).collect::<Vec<_>>(), [come]);
-            counted.push((own("fd"), own("task")));
-        }
-        // The address stays open for the next path from there, and nothing comes on top.
-        let most = counted[0];
-        assert!(
-            counted
-                .iter()
-                .all(|(fds, threads)| *fds <= most.0 && *threads <= most.1),
-            "{counted:?}"
-        );
-        load.end();
-        let device = &listing(&control).devices[0];
-        assert_eq!((device.counters.failed, device.waiting), (0, 0));
-        map.end().unwrap();
-        let bytes = fs::read(lab.image("disk")).unwrap();
-        for (n, block) in bytes.chunks(BLOCK).take(BLOCKS).enumerate() {
-            let word = u64::from_le_bytes(*block.first_chunk().unwrap());
-            assert_eq!((word >> 32) as usize, n);
-            assert!(block == stamp(n, word & 0xffff_ffff), "block {n}");
-        }
+        let paths = listing(&control).paths;
+        assert!(paths.iter().all(|path| path.state == PathState::Connected), "{paths:?}");
+        assert_eq!(paths.len(), 2);
+        ask(&control, MapRequest::RemovePath { path: go }).unwrap();
+        load.goes_on();
+        let paths = listing(&control).paths;
+        assert_eq!(paths.iter().map(|path| path.addr).collect::<Vec<_>>(), [come]);
+        counted.push((own("fd"), own("task")));
+    }
+    // The address stays open for the next path from there, and nothing comes on top.
+    let most = counted[0];
+    assert!(
+        counted
+            .iter()
+            .all(|(fds, threads)| *fds <= most.0 && *threads <= most.1),
+        "{counted:?}"
+    );
+    load.end();
+    let device = &listing(&control).devices[0];
+    assert_eq!((device.counters.failed, device.waiting), (0, 0));
+    map.end().unwrap();
+    let bytes = fs::read(lab.image("disk")).unwrap();
+    for (n, block) in bytes.chunks(BLOCK).take(BLOCKS).enumerate() {
+        let word = u64::from_le_bytes(*block.first_chunk().unwrap());
+        assert_eq!((word >> 32) as usize, n);
+        assert!(block == stamp(n, word & 0xffff_ffff), "block {n}");
     }
 }
 
 #[test]
 fn an_address_that_can_not_be_opened_leaves_nothing() {
     let _alone = ALONE.lock();
-    for loops in [1, 2] {
-        let lab = Lab::new();
-        let map = lab.try_map_on(loops, lab.config("s", "disk")).unwrap();
-        let control = map.mapping.control();
-        let before = (own("fd"), own("task"));
-        let elsewhere = PathAddr {
-            src: Some([192, 0, 2, 1].into()),
-            ..lab.path()
-        };
-        let refused = ask(&control, MapRequest::AddPath(elsewhere)).unwrap_err();
-        assert_eq!(refused.errno, Errno::EADDRNOTAVAIL, "{refused}");
-        assert!(refused.text.contains("192.0.2.1"), "{refused}");
-        let taken = lab.path();
-        let holder = UdpSocket::bind((taken.src.unwrap(), 4791)).unwrap();
-        let refused = ask(&control, MapRequest::AddPath(taken)).unwrap_err();
-        assert_eq!(refused.errno, Errno::EADDRINUSE, "{refused}");
-        assert!(refused.text.contains("4791"), "{refused}");
-        drop(holder);
-        let after = (own("fd"), own("task"));
-        // A thread of another test may have been about to end.
-        assert!(after.0 <= before.0 && after.1 <= before.1, "{before:?} {after:?}");
-        assert_eq!(listing(&control).paths.len(), 1);
-        ask(&control, MapRequest::AddPath(taken)).unwrap();
-        assert_eq!(listing(&control).paths.len(), 2);
-        map.end().unwrap();
-        let refused = ask(&control, MapRequest::AddPath(lab.path())).unwrap_err();
-        assert_eq!(refused.errno, Errno::ENODEV, "{refused}");
-    }
+    let lab = Lab::new();
+    let map = lab.try_map(lab.config("s", "disk")).unwrap();
+    let control = map.mapping.control();
+    let before = (own("fd"), own("task"));
+    let elsewhere = PathAddr {
+        src: Some([192, 0, 2, 1].into()),
+        ..lab.path()
+    };
+    let refused = ask(&control, MapRequest::AddPath { path: elsewhere }).unwrap_err();
+    assert_eq!(refused.errno, Errno::EADDRNOTAVAIL, "{refused}");
+    assert!(refused.text.contains("192.0.2.1"), "{refused}");
+    let taken = lab.path();
+    let holder = UdpSocket::bind((taken.src.unwrap(), 4791)).unwrap();
+    let refused = ask(&control, MapRequest::AddPath { path: taken }).unwrap_err();
+    assert_eq!(refused.errno, Errno::EADDRINUSE, "{refused}");
+    assert!(refused.text.contains("4791"), "{refused}");
+    drop(holder);
+    let after = (own("fd"), own("task"));
+    // A thread of another test may have been about to end.
+    assert!(after.0 <= before.0 && after.1 <= before.1, "{before:?} {after:?}");
+    assert_eq!(listing(&control).paths.len(), 1);
+    ask(&control, MapRequest::AddPath { path: taken }).unwrap();
+    assert_eq!(listing(&control).paths.len(), 2);
+    map.end().unwrap();
+    let refused = ask(&control, MapRequest::AddPath { path: lab.path() }).unwrap_err();
+    assert_eq!(refused.errno, Errno::ENODEV, "{refused}");
 }
 
 #[test]
 fn who_asks_for_an_address_that_is_being_opened_waits_for_it() {
     let _alone = ALONE.lock();
-    for loops in [1, 2] {
-        let lab = Lab::new();
-        let map = lab.try_map_on(loops, lab.config("s", "disk")).unwrap();
-        let control = map.mapping.control();
-        // To one port of the server, and to others where nobody listens.
-        let path = lab.path();
-        let ports = [1234, 9, 10, 11];
-        let asked = ports.map(|port| {
-            let (control, mut path) = (control.clone(), path);
-            path.dst.set_port(port);
-            thread::spawn(move || ask(&control, MapRequest::AddPath(path)))
-        });
-        let [done, refused @ ..] = asked.map(|asked| asked.join().unwrap());
-        done.unwrap();
-        for refused in refused {
-            assert_eq!(refused.unwrap_err().errno, Errno::ECONNRESET);
-        }
-        assert_eq!(listing(&control).paths.len(), 2);
-        map.end().unwrap();
+    let lab = Lab::new();
+    let map = lab.try_map(lab.config("s", "disk")).unwrap();
+    let control = map.mapping.control();
+    // To one port of the server, and to others where nobody listens.
+    let path = lab.path();
+    let ports = [1234, 9, 10, 11];
+    let asked = ports.map(|port| {
+        let (control, mut path) = (control.clone(), path);
+        path.dst.set_port(port);
+        thread::spawn(move || ask(&control, MapRequest::AddPath { path }))
+    });
+    let [done, refused @ ..] = asked.map(|asked| asked.join().unwrap());
+    done.unwrap();
+    for refused in refused {
+        assert_eq!(refused.unwrap_err().errno, Errno::ECONNRESET);
     }
+    assert_eq!(listing(&control).paths.len(), 2);
+    map.end().unwrap();
 }

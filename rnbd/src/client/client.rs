@@ -7,7 +7,7 @@ use rtrs::{
     client::{
         buffers::Buffer,
         config::SessionInfo,
-        request::{Output as RtrsOutput, SessionId, Submission},
+        request::{Output as RtrsOutput, SessionId},
     },
     cx::Cx,
     table,
@@ -16,15 +16,14 @@ use rtrs::{
 use super::{
     device::{Device, DeviceCounters},
     error::MapError,
-    flight::{Flight, Message},
-    letter::{Letter, Word},
-    losses::{Opener, Stake},
-    memory::{self, SessionBuffers},
+    flight::{Kind, Message, Request},
+    losses::{Losses, Opener, Stake},
     operation::{Operation, Span},
     output::{DeviceKey, Output},
     patience::Alarm,
     session::Session,
     state::{DEVICE, DeviceAction, DeviceEvent, DeviceState},
+    transport::Transport,
     work::Work,
 };
 use crate::{
@@ -58,52 +57,73 @@ pub enum Unmap {
 
 /// RNBD's client, without I/O: devices of servers, over sessions of RTRS's client.
 ///
-/// Whoever owns both hands over what RTRS says ([`rtrs`](Self::rtrs)) and submits what
-/// [`poll_submission`](Self::poll_submission) gives, until there is nothing more of either, and does so again whenever buffers
-/// have been given back, and calls [`timeout`](Self::timeout) in time. Memory stays with the sessions: both calls are lent it as [`SessionBuffers`], and what is taken from
-/// there has been given back when a device is unmapped.
+/// It owns RTRS's client ([`rtrs`](Self::rtrs)), which is driven as it says, and sends requests by it. `F` is a front end's part of an
+/// operation, which comes back with the end. In each turn of a loop [`turn`](Self::turn) is called until it returns false, with
+/// [`poll_output`](Self::poll_output) until there is nothing more, and again whenever operations were submitted or buffers given back;
+/// and [`timeout`](Self::timeout) in time.
 ///
-/// Sessions become known by [`Opened`](RtrsOutput::Opened) and agree on a protocol version at once. One that is lost and
-/// comes back opens its devices again, each for itself. What operations meet meanwhile is each device's
-/// [`OnLoss`](super::patience::OnLoss).
-///
-/// Where RTRS's client is one share of several, so is this. Devices are mapped and unmapped at the first share, *home*, which has
-/// the service connection; the others come to know them by letters, have names of their own for them, and are told what they are like
-/// now. Operations are taken at each share, and stay there.
-#[derive(Debug, Default)]
-pub struct Client {
-    /// Number of this share, and how many there are.
-    pub(super) index: u16,
-    pub(super) others: u16,
-    pub(super) letters: VecDeque<(u16, Letter)>,
+/// Sessions agree on a protocol version as soon as they are open. One that is lost and comes back opens its devices again, each for
+/// itself. The fate of operations meanwhile is each device's [`OnLoss`](super::patience::OnLoss).
+#[derive(Debug)]
+pub struct Client<F = u64, T = rtrs::client::Client<Request<F>>> {
+    pub(super) rtrs: T,
     pub(super) sessions: BTreeMap<SessionId, Session>,
     pub(super) devices: Slab<Device>,
-    pub(super) work: Work,
-    pub(super) flights: Slab<Flight>,
-    /// Messages to be sent.
-    pub(super) messages: VecDeque<u64>,
+    /// Counters of devices that are unmapped.
+    unmapped: DeviceCounters,
+    pub(super) work: Work<F>,
+    /// Messages to be sent, by their numbers.
+    pub(super) messages: VecDeque<(u64, Message)>,
+    pub(super) messages_begun: u64,
+    /// Messages that RTRS has.
+    pub(super) messages_in_flight: usize,
     /// There are alarms to be started, or reserves to be looked after.
     pub(super) stirred: bool,
-    pub(super) outputs: VecDeque<Output>,
+    pub(super) outputs: VecDeque<Output<F>>,
 }
 
-impl Client {
+impl<F> Default for Client<F> {
+    fn default() -> Self {
+        Self::over(rtrs::client::Client::new())
+    }
+}
+
+impl<F> Client<F> {
     /// A client without sessions.
     pub fn new() -> Self {
         Self::default()
     }
+}
 
-    /// The part of a client that goes with share number `index` of `count` of [RTRS's](rtrs::client::Client::share).
-    pub fn share(index: u16, count: u16) -> Self {
+impl<F, T: Transport<F>> Client<F, T> {
+    /// A client over this one of RTRS, without sessions.
+    pub fn over(rtrs: T) -> Self {
         Self {
-            index,
-            others: count.saturating_sub(1),
-            ..Self::default()
+            rtrs,
+            sessions: BTreeMap::new(),
+            devices: Slab::default(),
+            unmapped: DeviceCounters::default(),
+            work: Work::default(),
+            messages: VecDeque::new(),
+            messages_begun: 0,
+            messages_in_flight: 0,
+            stirred: false,
+            outputs: VecDeque::new(),
         }
     }
 
+    /// RTRS's client.
+    pub fn rtrs(&self) -> &T {
+        &self.rtrs
+    }
+
+    /// RTRS's client, to drive it, and to open, change and close sessions.
+    pub fn rtrs_mut(&mut self) -> &mut T {
+        &mut self.rtrs
+    }
+
     /// Returns the next output.
-    pub fn poll_output(&mut self) -> Option<Output> {
+    pub fn poll_output(&mut self) -> Option<Output<F>> {
         self.outputs.pop_front()
     }
 
@@ -137,52 +157,96 @@ impl Client {
         self.devices.get(device.0).map(|d| d.counters)
     }
 
-    /// RTRS has something to tell. What it tells of sessions is for others as well: they look at it first.
-    pub fn rtrs(&mut self, memory: &mut dyn SessionBuffers, output: RtrsOutput) {
+    /// Requests of all devices so far, those included that are unmapped.
+    pub fn all_counters(&self) -> DeviceCounters {
+        let mut sum = self.unmapped;
+        self.devices.iter().for_each(|(_, device)| sum.add(&device.counters));
+        sum
+    }
+
+    /// Requests that RTRS has.
+    pub fn in_flight(&self) -> usize {
+        let parts = self.devices.iter().map(|(_, device)| device.in_flight as usize);
+        parts.sum::<usize>() + self.messages_in_flight
+    }
+
+    /// Takes what RTRS has, and sends what can be sent: messages and operations for whose buffers there is memory. Returns whether
+    /// there was something to do.
+    pub fn turn(&mut self, cx: &mut Cx<'_>) -> bool {
+        let mut worked = false;
+        while let Some(output) = self.rtrs.poll_output() {
+            worked = true;
+            self.receive(output);
+        }
+        if self.stirred {
+            self.look_around(cx);
+        }
+        worked |= self.send_messages(cx);
+        worked |= self.work.send(cx, &mut self.rtrs, &mut self.devices);
+        self.finish();
+        worked
+    }
+
+    fn receive(&mut self, output: RtrsOutput<Request<F>>) {
         match output {
             RtrsOutput::Opened(id, info) => {
                 self.sessions.insert(id, Session::new(info));
                 self.ask_version(id);
+                self.outputs.push_back(Output::Opened(id, info));
             }
-            RtrsOutput::Up(id, info) => self.session_up(id, info),
-            RtrsOutput::Down(id, why) => self.session_down(id, &why),
+            RtrsOutput::Up(id, info) => {
+                self.session_up(id, info);
+                self.outputs.push_back(Output::Up(id, info));
+            }
+            RtrsOutput::Down(id, why) => {
+                self.session_down(id, &why);
+                self.outputs.push_back(Output::Down(id, why));
+            }
             RtrsOutput::Closed(id) => {
-                self.drop_reserve(memory, id);
+                self.drop_reserve(id);
                 self.session_closed(id);
+                self.outputs.push_back(Output::Closed(id));
             }
             // Nothing was mapped over it.
-            RtrsOutput::OpenFailed(..) | RtrsOutput::Path { .. } => {}
+            RtrsOutput::OpenFailed(id, error) => self.outputs.push_back(Output::OpenFailed(id, error)),
+            RtrsOutput::Path { session, path, news } => self.outputs.push_back(Output::Path { session, path, news }),
             RtrsOutput::Done {
                 session,
-                tag,
+                tag: Request(kind),
                 result,
                 data,
-            } => match self.flights.remove(tag) {
-                Some(Flight::Part(part)) => {
-                    if let Err(IoError::TooLong { max, .. }) = result {
-                        self.shrink(session, max);
-                    }
-                    self.stirred |= result.is_err();
-                    if self.work.part_done(memory, &mut self.devices, part, result, data) {
-                        self.session_stale(session);
-                    }
-                    self.finish();
-                }
-                Some(Flight::Message { message, .. }) => {
-                    self.message_done(memory, session, tag, message, result, data);
-                }
-                None => {
-                    if let Some(buffer) = data {
-                        memory::give(memory, session, buffer);
-                    }
-                }
-            },
+            } => self.ended(session, kind, result, data),
         }
+    }
+
+    /// A request has ended.
+    fn ended(&mut self, session: SessionId, kind: Kind<F>, result: Result<(), IoError>, data: Option<Buffer>) {
+        let (operation, sent) = match kind {
+            Kind::Message(number, message) => return self.message_done(session, number, message, result, data),
+            Kind::Whole(operation, sent) => (Some(operation), sent),
+            Kind::Part(number, sent) => (self.work.of_part(number), sent),
+        };
+        if let Err(IoError::TooLong { max, .. }) = result {
+            self.shrink(session, max);
+        }
+        self.stirred |= result.is_err();
+        // Both are there as long as there are parts.
+        let Some(operation) = operation else { return };
+        let Some(device) = self.devices.get_mut(operation.device.0) else {
+            return;
+        };
+        if self
+            .work
+            .part_done(&mut self.rtrs, device, operation, sent, (result, data))
+        {
+            self.session_stale(session);
+        }
+        self.finish();
     }
 }
 
 /// Sessions.
-impl Client {
+impl<F, T: Transport<F>> Client<F, T> {
     fn session_up(&mut self, id: SessionId, info: SessionInfo) {
         if let Some(session) = self.sessions.get_mut(&id) {
             session.info = info;
@@ -197,7 +261,7 @@ impl Client {
         };
         session.down = Some(why.clone());
         session.version = None;
-        session.drain.stop();
+        session.drain = Alarm::Off;
         if let Some(tag) = session.asking.take() {
             self.cancel(tag);
         }
@@ -222,10 +286,6 @@ impl Client {
                 device.id = None;
                 device.lost = Some(why.clone());
                 (device.again, device.unasked) = (Alarm::Off, false);
-                if event == DeviceEvent::SessionGone {
-                    // RTRS ends a session at home when it has ended everywhere.
-                    device.holders.clear();
-                }
                 if let Some(tag) = device.message.take() {
                     self.cancel(tag);
                 }
@@ -246,8 +306,8 @@ fn down(why: &PathError) -> MapError {
 }
 
 /// Devices.
-impl Client {
-    /// Opens a device of the server: ends with [`Output::Mapped`] or [`Output::MapFailed`]. At home only.
+impl<F, T: Transport<F>> Client<F, T> {
+    /// Opens a device of the server: ends with [`Output::Mapped`] or [`Output::MapFailed`].
     pub fn map(&mut self, session: SessionId, name: &str, mode: AccessMode) -> DeviceKey {
         let error = self.unmappable(session, name, mode);
         let key = DeviceKey(self.devices.insert(Device::new(session, name.into(), mode)));
@@ -259,10 +319,6 @@ impl Client {
     }
 
     fn unmappable(&self, id: SessionId, name: &str, mode: AccessMode) -> Option<MapError> {
-        if !self.is_home() {
-            let text = "devices are mapped at the first share";
-            return Some(MapError::Session(rtrs::Error::Config(text.into())));
-        }
         match self.sessions.get(&id) {
             None => return Some(down(&PathError::Closed)),
             Some(Session { down: Some(why), .. }) => return Some(down(why)),
@@ -289,12 +345,10 @@ impl Client {
     ///
     /// # Errors
     /// As the kernel's `remap_device`: EALREADY when it is mapped, EBUSY when it has not been yet, ENODEV when it is unmapped, or
-    /// gone. EINVAL elsewhere than at home.
+    /// gone.
     pub fn remap(&mut self, key: DeviceKey) -> Result<(), Errno> {
-        let home = self.is_home();
         let device = self.devices.get_mut(key.0).ok_or(Errno::ENODEV)?;
         match device.state {
-            _ if !home => return Err(Errno::EINVAL),
             DeviceState::Mapped => return Err(Errno::EALREADY),
             DeviceState::Init => return Err(Errno::EBUSY),
             DeviceState::Unmapped => return Err(Errno::ENODEV),
@@ -314,17 +368,14 @@ impl Client {
         Ok(())
     }
 
-    /// Takes no more operations at any share, ends those under way and closes the device on the server: ends with
-    /// [`Output::Unmapped`], at each share. What waits for a lost device ends at once.
+    /// Takes no more operations, ends those under way and closes the device on the server: ends with [`Output::Unmapped`]. Operations
+    /// that wait for a lost device end at once.
     ///
     /// # Errors
-    /// As the kernel's `unmap_device`: EBUSY when it is in use, EALREADY when it is being unmapped. ENODEV when it is gone; EINVAL
-    /// elsewhere than at home.
+    /// As the kernel's `unmap_device`: EBUSY when it is in use, EALREADY when it is being unmapped. ENODEV when it is gone.
     pub fn unmap(&mut self, key: DeviceKey, how: Unmap) -> Result<(), Errno> {
-        let home = self.is_home();
         let device = self.devices.get_mut(key.0).ok_or(Errno::ENODEV)?;
         match (device.state, how) {
-            _ if !home => return Err(Errno::EINVAL),
             (DeviceState::Unmapped, _) => return Err(Errno::EALREADY),
             (_, Unmap::Normal { in_use: true }) => return Err(Errno::EBUSY),
             (_, how) => device.forced = how == Unmap::Force,
@@ -351,11 +402,11 @@ impl Client {
     /// Goes on with a device that is being unmapped, when nothing of it is under way.
     pub(super) fn settle(&mut self, key: DeviceKey) {
         let Some(device) = self.devices.get(key.0) else { return };
-        let busy = device.operations > 0 || device.message.is_some() || !device.holders.is_empty();
+        let busy = device.operations > 0 || device.message.is_some();
         if device.state != DeviceState::Unmapped || busy {
             return;
         }
-        if device.id.is_some() && device.home.is_none() {
+        if device.id.is_some() {
             return self.step(key, DeviceEvent::Idle, News::Nothing);
         }
         let lost = device.lost.clone();
@@ -382,15 +433,6 @@ impl Client {
                     }));
                     self.outputs.extend(geometry.map(|g| Output::Geometry(key, g)));
                 }
-            }
-            DeviceAction::Share => {
-                if let News::Opened(answer) = news {
-                    self.tell_opened(key, *answer);
-                }
-            }
-            DeviceAction::Release => {
-                let force = device.forced;
-                self.tell_holders(key, || Word::Release { device: key, force });
             }
             DeviceAction::TellMapped => {
                 let mapped = device.geometry.map(|g| Output::Mapped(key, g));
@@ -431,20 +473,18 @@ impl Client {
             DeviceAction::TryLater => self.try_later(key),
             DeviceAction::Forget => {
                 self.stirred = true;
-                let gone = self.devices.remove(key.0);
-                if let Some(home) = gone.and_then(|device| device.home) {
-                    self.tell_released(home);
-                }
+                self.unmapped.add(&device.counters);
+                self.devices.remove(key.0);
             }
         }
     }
 }
 
 /// Operations.
-impl Client {
+impl<F, T: Transport<F>> Client<F, T> {
     /// A new user of a device, who is told of losses from here on, and of those of which nobody has been told.
     pub fn opener(&self, key: DeviceKey) -> Opener {
-        Opener::new(key, self.devices.get(key.0).map(|device| &*device.losses))
+        Opener::new(key, self.devices.get(key.0).map(|device| &device.losses))
     }
 
     /// Starts an operation on `len` bytes from `offset`: ends with [`Output::Done`], which brings `data` back. Reads and writes
@@ -461,7 +501,7 @@ impl Client {
     pub fn submit(
         &mut self,
         opener: &Opener,
-        user: u64,
+        user: F,
         op: BlockOp,
         offset: u64,
         len: u64,
@@ -491,6 +531,7 @@ impl Client {
         };
         device.operations += 1;
         let operation = Operation {
+            number: 0,
             device: key,
             opened: device.opened,
             user,
@@ -504,6 +545,7 @@ impl Client {
             spare: Vec::new(),
             extents: Vec::new(),
             queued: false,
+            waits: false,
             stake: Stake::of(opener, op),
         };
         self.work.add(operation);
@@ -532,44 +574,33 @@ impl Client {
         }
     }
 
-    /// The next request, for RTRS: it is to be submitted at once. `None`: nothing is to be sent, or it waits for buffers; those
-    /// for messages come from the session's memory, those for block status, and those for zeroes too where the server has no other way
-    /// to make them.
-    pub fn poll_submission(
-        &mut self,
-        cx: &mut Cx<'_>,
-        memory: &mut dyn SessionBuffers,
-    ) -> Option<(SessionId, Submission)> {
-        if self.stirred {
-            self.look_around(cx, memory);
-        }
-        if let Some(message) = self.poll_message(cx, memory) {
-            return Some(message);
-        }
-        let (devices, flights) = (&mut self.devices, &mut self.flights);
-        let submission = self.work.poll(cx, memory, devices, flights);
-        self.finish();
-        submission
-    }
-
     /// Tells of the operations that have ended.
     pub(super) fn finish(&mut self) {
-        while let Some((operation, result)) = self.work.poll_ended() {
-            let (device, user) = (operation.device, operation.user);
-            let losses = self.devices.get(device.0).map(|d| &d.losses);
-            let count = losses.map_or(0, |losses| losses.count());
-            let result = losses.map_or(result, |losses| operation.stake.verdict(result, losses));
-            self.outputs.push_back(match operation.op {
+        while let Some(operation) = self.work.poll_ended() {
+            let result = operation.span.over().unwrap_or(Ok(()));
+            let Operation {
+                device,
+                user,
+                op,
+                stake,
+                extents,
+                data,
+                ..
+            } = *operation;
+            let mut losses = self.devices.get_mut(device.0).map(|d| &mut d.losses);
+            let count = losses.as_deref().map_or(0, Losses::count);
+            let result = losses.as_mut().map_or(result, |losses| stake.verdict(result, losses));
+            self.outputs.push_back(match op {
                 BlockOp::BlockStatus { .. } => Output::Status {
                     device,
                     user,
-                    result: result.map(|()| operation.extents),
+                    result: result.map(|()| extents),
                 },
                 _ => Output::Done {
                     device,
                     user,
                     result,
-                    data: operation.data,
+                    data,
                     losses: count,
                 },
             });

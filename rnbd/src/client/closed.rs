@@ -7,10 +7,8 @@
 //! requests fail.
 //!
 //! The device numbers of before may be given to other devices (`xa_alloc` takes the lowest that is free), so a request that is still
-//! in flight could reach another device than it was meant for. Hence no device of the session is opened before all requests of all
-//! shards have been answered, and all of its devices are opened again.
-
-use std::collections::BTreeSet;
+//! in flight could reach another device than it was meant for. Hence no device of the session is opened before all requests have been
+//! answered, and all of its devices are opened again.
 
 use roce_verbs::Instant;
 use rtrs::client::request::SessionId;
@@ -18,33 +16,31 @@ use rtrs::client::request::SessionId;
 use super::{
     client::{Client, News},
     device::Device,
-    letter::{Letter, Word},
     output::DeviceKey,
     patience::{Alarm, RETRY},
-    shares::HOME,
     state::DeviceEvent,
+    transport::Transport,
 };
 
-impl Client {
-    /// Handles the answer to a request that its device is not open, of a session that is up.
+impl<F, T: Transport<F>> Client<F, T> {
+    /// Handles the answer to a request that its device is not open, of a session that is up: stops sending requests to the session's
+    /// devices.
     pub(super) fn session_stale(&mut self, id: SessionId) {
-        if !self.begin_drain(id) {
-            return;
-        }
-        if !self.is_home() {
-            return self.letters.push_back((HOME, Letter(Word::Stale(id))));
-        }
-        tracing::warn!(session = id.0, "the server has closed devices: they are opened again");
-        let others: BTreeSet<u16> = (1..=self.others).collect();
-        let Some(session) = self.sessions.get_mut(&id) else {
+        let session = self.sessions.get_mut(&id).filter(|s| s.down.is_none());
+        let Some(session) = session.filter(|s| s.drain == Alarm::Off) else {
             return;
         };
+        tracing::warn!(session = id.0, "the server has closed devices: they are opened again");
+        session.drain = Alarm::Set(RETRY);
         session.version = None;
-        session.drain.number = session.drain.number.wrapping_add(1);
-        let number = session.drain.number;
-        let letters = others.iter().map(|to| (*to, Letter(Word::Drain(id, number))));
-        self.letters.extend(letters);
-        session.drain.missing = others;
+        self.stirred = true;
+        // A message that is under way has been sent to the server as it is now, or is a close.
+        for key in self.devices_of(id, |d| d.id.is_some() && d.message.is_none()) {
+            if let Some(device) = self.devices.get_mut(key.0) {
+                device.id = None;
+            }
+            self.step(key, DeviceEvent::LinkDown, News::Nothing);
+        }
     }
 
     /// Looks whether the number of a device that was opened is another one's, too: that one is closed, and has not been used since.
@@ -60,81 +56,22 @@ impl Client {
         }
     }
 
-    /// Stops sending requests to a session's devices. False: it does so already, or there is no session that is up.
-    fn begin_drain(&mut self, id: SessionId) -> bool {
-        let session = self.sessions.get_mut(&id).filter(|s| s.down.is_none());
-        let Some(session) = session.filter(|s| s.drain.check == Alarm::Off) else {
-            return false;
-        };
-        session.drain.check = Alarm::Set(RETRY);
-        self.stirred = true;
-        // A message that is under way has been sent to the server as it is now, or is a close.
-        for key in self.devices_of(id, |d| d.id.is_some() && d.message.is_none()) {
-            if let Some(device) = self.devices.get_mut(key.0) {
-                device.id = None;
-            }
-            self.step(key, DeviceEvent::LinkDown, News::Nothing);
-        }
-        true
-    }
-
-    /// Home waits until this shard has no request to a session's devices in flight.
-    pub(super) fn drain_asked(&mut self, id: SessionId, number: u32) {
-        self.begin_drain(id);
-        match self.sessions.get_mut(&id).filter(|s| s.down.is_none()) {
-            Some(session) => {
-                session.drain.asked = Some(number);
-                session.drain.check = Alarm::Set(RETRY);
-                self.stirred = true;
-                self.report_drained(id);
-            }
-            // Its requests end with it.
-            None => self.letters.push_back((HOME, Letter(Word::Drained(id, number)))),
-        }
-    }
-
-    /// A shard has no request to a session's devices in flight.
-    pub(super) fn drained(&mut self, from: u16, id: SessionId, number: u32) {
-        let session = self.sessions.get_mut(&id);
-        if let Some(session) = session.filter(|s| s.drain.number == number) {
-            session.drain.missing.remove(&from);
-        }
-    }
-
-    /// Reports to home once nothing is in flight. False: something is.
-    fn report_drained(&mut self, id: SessionId) -> bool {
-        if self.in_flight(id) {
-            return false;
-        }
-        if let Some(session) = self.sessions.get_mut(&id) {
-            let asked = session.drain.asked.take();
-            session.drain.check = Alarm::Off;
-            let letter = asked.map(|number| (HOME, Letter(Word::Drained(id, number))));
-            self.letters.extend(letter);
-        }
-        true
-    }
-
     /// Whether requests or messages about a session's devices are in flight.
-    fn in_flight(&self, id: SessionId) -> bool {
-        let of_session = |device: DeviceKey| self.devices.get(device.0).is_some_and(|d| d.session == id);
-        self.devices.iter().any(|(_, d)| d.session == id && d.message.is_some()) || self.work.in_flight(of_session)
+    fn uses_devices(&self, id: SessionId) -> bool {
+        let mut devices = self.devices.iter().filter(|(_, d)| d.session == id);
+        devices.any(|(_, d)| d.message.is_some() || d.in_flight > 0)
     }
 
     /// Opens the devices of sessions again of which nothing is in flight any more.
     pub(super) fn check_drains(&mut self, now: Instant) {
         let sessions = self.sessions.iter_mut();
         let due: Vec<SessionId> = sessions
-            .filter_map(|(id, s)| s.drain.check.rings(now).then_some(*id))
+            .filter_map(|(id, s)| s.drain.rings(now).then_some(*id))
             .collect();
         for id in due {
-            let missing = self.sessions.get(&id).is_some_and(|s| !s.drain.missing.is_empty());
-            let drained = match self.is_home() {
-                true => !missing && !self.in_flight(id),
-                false => self.report_drained(id),
-            };
+            let drained = !self.uses_devices(id);
             match self.sessions.get_mut(&id) {
-                Some(session) if !drained => session.drain.check = Alarm::At(now + RETRY),
+                Some(session) if !drained => session.drain = Alarm::At(now + RETRY),
                 _ => self.ask_version(id),
             }
         }

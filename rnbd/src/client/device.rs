@@ -1,7 +1,5 @@
 //! A mapped device.
 
-use std::{collections::BTreeSet, sync::Arc};
-
 use rtrs::{
     IoError, PathError,
     client::{config::SessionInfo, request::SessionId},
@@ -9,10 +7,10 @@ use rtrs::{
 use zerocopy::little_endian::U32;
 
 use super::{
-    flight::{Admission, Fate, FlightPart},
+    flight::{Admission, Fate, Sent},
     losses::Losses,
     operation::Operation,
-    output::{DeviceKey, LossCause},
+    output::LossCause,
     patience::{Alarm, Patience},
     state::DeviceState,
 };
@@ -64,7 +62,7 @@ impl DeviceCounters {
         }
     }
 
-    /// Adds those of the same device at another share.
+    /// Adds those of another device.
     pub fn add(&mut self, other: &Self) {
         self.completed += other.completed;
         self.failed += other.failed;
@@ -87,10 +85,6 @@ impl DeviceCounters {
 #[derive(Debug)]
 pub(super) struct Device {
     pub(super) session: SessionId,
-    /// Key of the device at home; `None` at home.
-    pub(super) home: Option<DeviceKey>,
-    /// At home: the other shares that know it, and may have operations on it.
-    pub(super) holders: BTreeSet<u16>,
     pub(super) name: String,
     pub(super) mode: AccessMode,
     pub(super) state: DeviceState,
@@ -103,22 +97,24 @@ pub(super) struct Device {
     /// Instance of the server's unflushed data; `None` if the server names none.
     pub(super) instance: Option<Instance>,
     /// Acknowledged writes that no flush has covered, and losses among them.
-    pub(super) losses: Arc<Losses>,
+    pub(super) losses: Losses,
     /// How often it has been opened.
     pub(super) opened: u32,
     /// Operations under way.
     pub(super) operations: u32,
+    /// Requests that RTRS has of them.
+    pub(super) in_flight: u32,
     /// The message about it that is under way.
     pub(super) message: Option<u64>,
     /// Why its session was lost, since it was opened last.
     pub(super) lost: Option<PathError>,
     /// How long operations wait while it is lost.
     pub(super) patience: Patience,
-    /// At home: when it is to be opened again, which the server has refused.
+    /// Time of the next attempt to open it, after the server refused one.
     pub(super) again: Alarm,
-    /// At home: nobody has asked for the attempt that is under way.
+    /// The attempt in progress was not requested.
     pub(super) unasked: bool,
-    /// At home: who has asked for it to be opened again waits for the end of that.
+    /// A requested remap waits for its end.
     pub(super) remapping: bool,
     /// In-flight operations end as soon as they can.
     pub(super) forced: bool,
@@ -129,8 +125,6 @@ impl Device {
     pub(super) fn new(session: SessionId, name: String, mode: AccessMode) -> Self {
         Self {
             session,
-            home: None,
-            holders: BTreeSet::new(),
             name,
             mode,
             state: DeviceState::Init,
@@ -138,9 +132,10 @@ impl Device {
             geometry: None,
             answers_status: false,
             instance: None,
-            losses: Arc::default(),
+            losses: Losses::default(),
             opened: 0,
             operations: 0,
+            in_flight: 0,
             message: None,
             lost: None,
             patience: Patience::default(),
@@ -163,12 +158,10 @@ impl Device {
         before.filter(|b| *b != geometry).map(|_| geometry)
     }
 
-    /// The server is about to [have opened](Self::take_open) it: what it had acknowledged before may be lost. Returns how many writes,
-    /// at home, where all shards' are counted.
+    /// The server is about to [have opened](Self::take_open) it: what it had acknowledged before may be lost. Returns how many writes.
     pub(super) fn lose_unflushed(&mut self, rsp: &MsgOpenRsp) -> Option<(u64, LossCause)> {
         let before = core::mem::replace(&mut self.instance, rsp.instance());
         let cause = match (before, self.instance) {
-            _ if self.home.is_some() => return None,
             (Some(before), Some(now)) if before == now => return None,
             (Some(_), Some(_)) => LossCause::AnotherInstance,
             _ => LossCause::Unknown,
@@ -179,10 +172,10 @@ impl Device {
     }
 
     /// A part of an operation has succeeded.
-    pub(super) fn part_succeeded(&self, flight: &FlightPart, operation: &mut Operation) {
+    pub(super) fn part_succeeded<F>(&mut self, sent: &Sent, operation: &mut Operation<F>) {
         match operation.op {
-            BlockOp::Flush => self.losses.flush_ends(flight.covers),
-            op if self.leaves_volatile(op) => operation.stake.acknowledged(&self.losses),
+            BlockOp::Flush => self.losses.flush_ends(sent.covers),
+            op if self.leaves_volatile(op) => operation.stake.acknowledged(&mut self.losses),
             _ => {}
         }
     }
@@ -225,7 +218,7 @@ impl Device {
     }
 
     /// Whether an operation may go on. It is looked at again if the device has been opened again.
-    pub(super) fn admits(&self, operation: &mut Operation) -> Admission {
+    pub(super) fn admits<F>(&self, operation: &mut Operation<F>) -> Admission {
         let lost = if self.waits() {
             Admission::Later
         } else {
@@ -259,9 +252,9 @@ impl Device {
     }
 
     /// Decides how a part of an operation that has come back goes on.
-    pub(super) fn fate(&self, flight: &FlightPart, result: Result<(), IoError>) -> Fate {
-        let former = flight.opened != self.opened;
-        let (_, len) = flight.part;
+    pub(super) fn fate(&self, sent: &Sent, result: Result<(), IoError>) -> Fate {
+        let former = sent.opened != self.opened;
+        let (_, len) = sent.part;
         let most = self.geometry.map_or(0, |g| u64::from(g.max_transfer));
         match result {
             Ok(()) => Fate::Over(Ok(())),

@@ -1,8 +1,15 @@
-//! In-flight requests, and messages that wait to be sent.
+//! RNBD's part of a request, which lies in RTRS's table of requests in flight, and what becomes of it.
 
-use rtrs::client::request::SessionId;
+use rtrs::{
+    Direction,
+    client::{buffers::Buffer, request::SessionId},
+};
+use smallvec::SmallVec;
 
-use super::{operation::Part, output::DeviceKey};
+use super::{
+    operation::{Operation, Part},
+    output::DeviceKey,
+};
 use crate::{errno::Errno, proto::IoOp};
 
 /// A message that is no block request.
@@ -16,38 +23,30 @@ pub(super) enum Message {
     Close(DeviceKey),
 }
 
-/// A request; its number is its tag.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Flight {
-    /// A message.
-    Message {
-        message: Message,
-        /// RTRS has it.
-        sent: bool,
-    },
-    /// Part of an operation.
-    Part(FlightPart),
+/// RNBD's part of a request of RTRS: its tag. `F` is the front end's part.
+#[derive(Debug)]
+pub struct Request<F>(pub(super) Kind<F>);
+
+/// The whole of a [`Request`].
+#[derive(Debug)]
+pub(super) enum Kind<F> {
+    /// A message, by its number.
+    Message(u64, Message),
+    /// The only request of an operation.
+    Whole(Box<Operation<F>>, Sent),
+    /// One of several requests of the operation of this number.
+    Part(u64, Sent),
 }
 
 /// Part of an operation, on its way.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct FlightPart {
-    pub(super) operation: u64,
+pub(super) struct Sent {
     pub(super) op: IoOp,
     pub(super) part: Part,
     /// How often its device had been opened.
     pub(super) opened: u32,
     /// Acknowledged writes that a flush covers.
     pub(super) covers: u64,
-}
-
-impl Flight {
-    /// RTRS has it.
-    pub(super) fn mark_sent(&mut self) {
-        if let Self::Message { sent, .. } = self {
-            *sent = true;
-        }
-    }
 }
 
 /// Whether an operation may go on.
@@ -71,4 +70,12 @@ pub(super) enum Fate {
     Again,
     /// The same, because the server has closed the device.
     Closed,
+}
+
+/// A request for a part of an operation.
+pub(super) struct Prepared {
+    pub(super) sent: Sent,
+    pub(super) direction: Direction,
+    pub(super) header: SmallVec<[u8; 64]>,
+    pub(super) data: Option<Buffer>,
 }

@@ -13,37 +13,29 @@ use rtrs::{
 use super::{
     client::Client,
     device::Device,
-    letter::Word,
-    memory::{self, SessionBuffers},
+    memory,
     output::{DeviceKey, Output},
     patience::{Alarm, OnLoss, RETRY},
     session::Session,
     state::{DeviceEvent, DeviceState},
+    transport::Transport,
 };
 use crate::{block::Geometry, errno::Errno, proto::SECTOR};
 
 /// Sizes and limits.
-impl Client {
+impl<F, T: Transport<F>> Client<F, T> {
     /// Sets the size of a mapped device, as the kernel's `resize` does: the server is not asked, and has the last word about what is
-    /// done there. Ends with [`Output::Geometry`] at each share, and holds until the device is opened again.
+    /// done there. Ends with [`Output::Geometry`], and holds until the device is opened again.
     ///
     /// # Errors
-    /// ENOENT unless the device is mapped; EINVAL when there are not so many bytes, and elsewhere than at home.
+    /// ENOENT unless the device is mapped; EINVAL when there are not so many bytes.
     pub fn resize(&mut self, key: DeviceKey, sectors: u64) -> Result<(), Errno> {
-        let device = self.devices.get(key.0).filter(|d| d.state == DeviceState::Mapped);
-        device.ok_or(Errno::ENOENT)?;
-        let size = sectors.checked_mul(SECTOR).filter(|_| self.is_home());
-        let size = size.ok_or(Errno::EINVAL)?;
-        self.change_size(key, size);
-        self.tell_holders(key, || Word::Resized(key, size));
-        Ok(())
-    }
-
-    pub(super) fn change_size(&mut self, key: DeviceKey, size: u64) {
         let device = self.devices.get_mut(key.0);
-        let mapped = device.filter(|d| d.state == DeviceState::Mapped);
-        let geometry = mapped.and_then(|d| d.resize(size));
+        let device = device.filter(|d| d.state == DeviceState::Mapped).ok_or(Errno::ENOENT)?;
+        let size = sectors.checked_mul(SECTOR).ok_or(Errno::EINVAL)?;
+        let geometry = device.resize(size);
         self.changed(key, geometry);
+        Ok(())
     }
 
     fn changed(&mut self, key: DeviceKey, geometry: Option<Geometry>) {
@@ -79,26 +71,16 @@ impl Client {
 }
 
 /// Lost devices.
-impl Client {
-    /// Sets the loss policy of a device, [`OnLoss::Error`] by default. At home only; set before
-    /// the device is mapped it holds at each share from the beginning.
+impl<F, T: Transport<F>> Client<F, T> {
+    /// Sets the loss policy of a device, [`OnLoss::Error`] by default.
     ///
     /// # Errors
-    /// ENODEV when there is no such device; EINVAL elsewhere than at home.
+    /// ENODEV when there is no such device.
     pub fn set_on_loss(&mut self, key: DeviceKey, on_loss: OnLoss) -> Result<(), Errno> {
-        self.devices.get(key.0).ok_or(Errno::ENODEV)?;
-        if !self.is_home() {
-            return Err(Errno::EINVAL);
+        let device = self.devices.get_mut(key.0).ok_or(Errno::ENODEV)?;
+        if device.patience.on_loss() == on_loss {
+            return Ok(());
         }
-        self.change_on_loss(key, on_loss);
-        self.tell_holders(key, || Word::OnLoss(key, on_loss));
-        Ok(())
-    }
-
-    pub(super) fn change_on_loss(&mut self, key: DeviceKey, on_loss: OnLoss) {
-        let Some(device) = self.devices.get_mut(key.0).filter(|d| d.patience.on_loss() != on_loss) else {
-            return;
-        };
         device
             .patience
             .set(on_loss, device.state == DeviceState::MappedDisconnected);
@@ -110,6 +92,7 @@ impl Client {
         } else if device.state == DeviceState::MappedDisconnected && device.message.is_none() {
             self.try_later(key);
         }
+        Ok(())
     }
 
     /// Returns the loss policy of a device; `None` when it is gone.
@@ -119,14 +102,13 @@ impl Client {
 
     /// Operations that wait for this device, or will, when it is lost.
     pub fn waiting(&self, key: DeviceKey) -> usize {
-        self.work.held_of(key).len()
+        self.work.waiting(key)
     }
 
     /// The server has refused to open it again: that may be different in a while, if the server has just started, or has still to do
     /// with the session that was lost.
     pub(super) fn try_later(&mut self, key: DeviceKey) {
-        let home = self.is_home();
-        let device = self.devices.get_mut(key.0).filter(|d| home && d.waits());
+        let device = self.devices.get_mut(key.0).filter(|d| d.waits());
         if let Some(device) = device {
             device.again = Alarm::Set(RETRY);
             self.stirred = true;
@@ -136,7 +118,7 @@ impl Client {
     /// When [`timeout`](Self::timeout) wants to be called.
     pub fn next_timeout(&self) -> Option<Instant> {
         let devices = self.devices.iter().map(|(_, d)| [d.patience.end(), d.again.at()]);
-        let drains = self.sessions.values().map(|s| s.drain.check.at());
+        let drains = self.sessions.values().map(|s| s.drain.at());
         let others = drains.chain([self.work.next_timeout()]);
         devices.flatten().chain(others).flatten().min()
     }
@@ -190,9 +172,9 @@ impl Client {
 }
 
 /// Buffers for answers.
-impl Client {
+impl<F, T: Transport<F>> Client<F, T> {
     /// Starts the alarms that were set, and looks after the reserves.
-    pub(super) fn look_around(&mut self, cx: &mut Cx<'_>, memory: &mut dyn SessionBuffers) {
+    pub(super) fn look_around(&mut self, cx: &mut Cx<'_>) {
         self.stirred = false;
         self.work.alarm().start(cx.now);
         let keys = self.all_devices(|_| true);
@@ -203,14 +185,14 @@ impl Client {
             }
         }
         for session in self.sessions.values_mut() {
-            session.drain.check.start(cx.now);
+            session.drain.start(cx.now);
         }
         let sessions: Vec<SessionId> = self.sessions.keys().copied().collect();
         for id in sessions {
             if !self.keeps_reserve(id) {
-                self.drop_reserve(memory, id);
+                self.drop_reserve(id);
             } else if self.sessions.get(&id).is_some_and(Session::lacks_reserve) {
-                let taken = memory::for_answer(cx, memory, id, MIN_BYTES, MIN_BYTES);
+                let taken = memory::for_answer(cx, &mut self.rtrs, id, MIN_BYTES, MIN_BYTES);
                 let session = self.sessions.get_mut(&id);
                 match (session, taken) {
                     (Some(session), Ok(Some(buffer))) => session.reserve = Some(buffer),
@@ -225,22 +207,22 @@ impl Client {
     /// Whether operations of a session's devices may come to have all buffers.
     fn keeps_reserve(&self, id: SessionId) -> bool {
         let waits = |d: &Device| d.session == id && d.patience.on_loss() != OnLoss::Error;
-        self.is_home() && self.devices.iter().any(|(_, d)| waits(d))
+        self.devices.iter().any(|(_, d)| waits(d))
     }
 
     /// A buffer that an answer came in is not needed any more.
-    pub(super) fn give_answer_buffer(&mut self, memory: &mut dyn SessionBuffers, id: SessionId, buffer: Buffer) {
+    pub(super) fn give_answer_buffer(&mut self, id: SessionId, buffer: Buffer) {
         let keeps = self.keeps_reserve(id);
         match self.sessions.get_mut(&id).filter(|s| keeps && s.reserve.is_none()) {
             Some(session) => session.reserve = Some(buffer),
-            None => memory::give(memory, id, buffer),
+            None => memory::give(&mut self.rtrs, id, buffer),
         }
     }
 
-    pub(super) fn drop_reserve(&mut self, memory: &mut dyn SessionBuffers, id: SessionId) {
+    pub(super) fn drop_reserve(&mut self, id: SessionId) {
         let reserve = self.sessions.get_mut(&id).and_then(|s| s.reserve.take());
         if let Some(buffer) = reserve {
-            memory::give(memory, id, buffer);
+            memory::give(&mut self.rtrs, id, buffer);
         }
     }
 }

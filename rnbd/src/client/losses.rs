@@ -4,29 +4,26 @@
 //! fails that began before it was. So does a write with FUA, for which it is told apart: a program may take the error of a write for
 //! that of this write alone, and would then believe its next flush.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering::SeqCst},
-};
+use std::{cell::Cell, rc::Rc};
 
 use super::output::DeviceKey;
 use crate::{block::BlockOp, errno::Errno};
 
-/// Counts of a device. Shared by all shards that have it, since a flush of one covers the writes of all.
+/// Counts of a device.
 #[derive(Debug, Default)]
 pub(super) struct Losses {
     /// Writes acknowledged that only a flush makes durable.
-    acknowledged: AtomicU64,
+    acknowledged: u64,
     /// Writes that are covered by a flush that succeeded, or are lost.
-    covered: AtomicU64,
+    covered: u64,
     /// How often some were lost.
-    lost: AtomicU64,
+    lost: u64,
     /// The last loss that an opener was told of by a flush.
-    told: AtomicU64,
+    told: u64,
 }
 
 /// The last loss that an opener was told of: by a flush, and by a write with FUA.
-type Told = [AtomicU64; 2];
+type Told = [Cell<u64>; 2];
 
 /// Indices of the two kinds.
 const BY_FLUSH: usize = 0;
@@ -34,34 +31,31 @@ const BY_WRITE: usize = 1;
 
 impl Losses {
     /// Counts an acknowledged write. Call it before its user can know of it.
-    pub(super) fn acknowledge(&self) {
-        self.acknowledged.fetch_add(1, SeqCst);
+    pub(super) fn acknowledge(&mut self) {
+        self.acknowledged += 1;
     }
 
     /// Writes that a flush covers if it is sent now.
     pub(super) fn flush_begins(&self) -> u64 {
-        self.acknowledged.load(SeqCst)
+        self.acknowledged
     }
 
     /// A flush that covers so many has succeeded.
-    pub(super) fn flush_ends(&self, covers: u64) {
-        self.covered.fetch_max(covers, SeqCst);
+    pub(super) fn flush_ends(&mut self, covers: u64) {
+        self.covered = self.covered.max(covers);
     }
 
     /// The server has none of what no flush has covered. Returns how many writes that were.
-    pub(super) fn lose(&self) -> u64 {
-        let acknowledged = self.acknowledged.load(SeqCst);
-        let covered = self.covered.fetch_max(acknowledged, SeqCst);
-        let writes = acknowledged.saturating_sub(covered);
-        if writes > 0 {
-            self.lost.fetch_add(1, SeqCst);
-        }
+    pub(super) fn lose(&mut self) -> u64 {
+        let writes = self.acknowledged.saturating_sub(self.covered);
+        self.flush_ends(self.acknowledged);
+        self.lost += u64::from(writes > 0);
         writes
     }
 
     /// How often writes were lost.
     pub(super) fn count(&self) -> u64 {
-        self.lost.load(SeqCst)
+        self.lost
     }
 }
 
@@ -70,17 +64,17 @@ impl Losses {
 #[derive(Clone, Debug)]
 pub struct Opener {
     device: DeviceKey,
-    told: Arc<Told>,
+    told: Rc<Told>,
     /// Its flushes are parts of writes.
     forces: bool,
 }
 
 impl Opener {
     pub(super) fn new(device: DeviceKey, losses: Option<&Losses>) -> Self {
-        let told = losses.map_or(0, |losses| losses.told.load(SeqCst));
+        let told = losses.map_or(0, |losses| losses.told);
         Self {
             device,
-            told: Arc::new([told, told].map(AtomicU64::new)),
+            told: Rc::new([told, told].map(Cell::new)),
             forces: false,
         }
     }
@@ -120,7 +114,7 @@ pub(super) struct Stake {
     /// Losses that its opener had been told of when it began.
     known: u64,
     /// Record of losses reported to its opener, and which entry, if it makes writes durable.
-    tells: Option<(Arc<Told>, usize)>,
+    tells: Option<(Rc<Told>, usize)>,
     /// The losses so far when its first part was acknowledged that only a flush makes durable.
     volatile_since: Option<u64>,
 }
@@ -132,14 +126,14 @@ impl Stake {
             _ => BY_WRITE,
         };
         Self {
-            known: opener.told[by].load(SeqCst),
+            known: opener.told[by].get(),
             tells: op.makes_durable().then(|| (opener.told.clone(), by)),
             volatile_since: None,
         }
     }
 
     /// A part of it was acknowledged that only a flush makes durable.
-    pub(super) fn acknowledged(&mut self, losses: &Losses) {
+    pub(super) fn acknowledged(&mut self, losses: &mut Losses) {
         self.volatile_since.get_or_insert(losses.count());
         losses.acknowledge();
     }
@@ -158,16 +152,16 @@ impl Stake {
     ///
     /// # Errors
     /// The server's; EIO if it would make durable what was lost, or if parts of it are among that.
-    pub(super) fn verdict(&self, result: Result<(), Errno>, losses: &Losses) -> Result<(), Errno> {
+    pub(super) fn verdict(&self, result: Result<(), Errno>, losses: &mut Losses) -> Result<(), Errno> {
         if result.is_err_and(|e| e != Errno::EIO) {
             return result;
         }
         let lost = losses.count();
         let tells = self.tells.as_ref().filter(|_| self.known < lost);
         if let Some((told, by)) = tells {
-            told[*by].fetch_max(lost, SeqCst);
+            told[*by].set(told[*by].get().max(lost));
             if *by == BY_FLUSH {
-                losses.told.fetch_max(lost, SeqCst);
+                losses.told = losses.told.max(lost);
             }
         }
         match self.is_torn(losses) || tells.is_some() {
@@ -188,13 +182,13 @@ mod tests {
         Opener::new(DeviceKey(1), Some(losses))
     }
 
-    fn ends(losses: &Losses, opener: &Opener, op: BlockOp) -> bool {
+    fn ends(losses: &mut Losses, opener: &Opener, op: BlockOp) -> bool {
         Stake::of(opener, op).verdict(Ok(()), losses).is_ok()
     }
 
     #[test]
     fn only_what_no_flush_has_covered_is_lost() {
-        let losses = Losses::default();
+        let mut losses = Losses::default();
         assert_eq!(losses.lose(), 0);
         losses.acknowledge();
         let covers = losses.flush_begins();
@@ -204,47 +198,51 @@ mod tests {
         assert_eq!((losses.lose(), losses.count()), (2, 1));
         assert_eq!((losses.lose(), losses.count()), (0, 1), "once");
         losses.acknowledge();
-        losses.flush_ends(losses.flush_begins());
+        {
+            let covers = losses.flush_begins();
+            losses.flush_ends(covers)
+        };
         losses.flush_ends(covers);
         assert_eq!((losses.lose(), losses.count()), (0, 1));
     }
 
     #[test]
     fn each_opener_is_told_once_by_a_flush() {
-        let losses = Losses::default();
+        let mut losses = Losses::default();
         let (one, two) = (opener(&losses), opener(&losses));
         let early = Stake::of(&one, BlockOp::Flush);
         losses.acknowledge();
         losses.lose();
-        assert!(!ends(&losses, &one, FORCED) && ends(&losses, &one, FORCED));
+        assert!(!ends(&mut losses, &one, FORCED) && ends(&mut losses, &one, FORCED));
         assert!(
             [BlockOp::Read, WRITE, BlockOp::Discard]
                 .iter()
-                .all(|op| ends(&losses, &one, *op))
+                .all(|op| ends(&mut losses, &one, *op))
         );
         assert!(
-            !ends(&losses, &one, BlockOp::Flush),
+            !ends(&mut losses, &one, BlockOp::Flush),
             "the error of a write is no flush's"
         );
-        assert!(ends(&losses, &one, BlockOp::Flush));
+        assert!(ends(&mut losses, &one, BlockOp::Flush));
         assert!(
-            early.verdict(Ok(()), &losses).is_err(),
+            early.verdict(Ok(()), &mut losses).is_err(),
             "it began before the loss was told"
         );
-        assert!(!ends(&losses, &two, BlockOp::Flush) && ends(&losses, &two, BlockOp::Flush));
-        assert!(ends(&losses, &opener(&losses), BlockOp::Flush), "others know");
+        assert!(!ends(&mut losses, &two, BlockOp::Flush) && ends(&mut losses, &two, BlockOp::Flush));
+        let later = opener(&losses);
+        assert!(ends(&mut losses, &later, BlockOp::Flush), "others know");
     }
 
     #[test]
     fn a_flush_in_the_place_of_fua_is_part_of_a_write() {
-        let losses = Losses::default();
+        let mut losses = Losses::default();
         let opener = opener(&losses);
         losses.acknowledge();
         losses.lose();
         let forcing = opener.forcing();
-        assert!(!ends(&losses, &forcing, BlockOp::Flush) && ends(&losses, &forcing, BlockOp::Flush));
-        assert!(ends(&losses, &opener, FORCED), "it has been told of a write");
-        assert!(!ends(&losses, &opener, BlockOp::Flush));
+        assert!(!ends(&mut losses, &forcing, BlockOp::Flush) && ends(&mut losses, &forcing, BlockOp::Flush));
+        assert!(ends(&mut losses, &opener, FORCED), "it has been told of a write");
+        assert!(!ends(&mut losses, &opener, BlockOp::Flush));
     }
 
     #[test]
@@ -258,46 +256,47 @@ mod tests {
 
     #[test]
     fn who_comes_is_told_of_what_nobody_knows() {
-        let losses = Losses::default();
+        let mut losses = Losses::default();
         losses.acknowledge();
         losses.lose();
         let (one, two) = (opener(&losses), opener(&losses));
-        assert!(!ends(&losses, &one, BlockOp::Flush) && !ends(&losses, &two, BlockOp::Flush));
+        assert!(!ends(&mut losses, &one, BlockOp::Flush) && !ends(&mut losses, &two, BlockOp::Flush));
         losses.acknowledge();
         losses.lose();
-        assert!(!ends(&losses, &opener(&losses), BlockOp::Flush));
-        assert!(!ends(&losses, &one, BlockOp::Flush) && ends(&losses, &one, BlockOp::Flush));
+        let later = opener(&losses);
+        assert!(!ends(&mut losses, &later, BlockOp::Flush));
+        assert!(!ends(&mut losses, &one, BlockOp::Flush) && ends(&mut losses, &one, BlockOp::Flush));
     }
 
     #[test]
     fn an_error_of_the_server_tells_as_well_but_not_that_there_is_no_server() {
-        let losses = Losses::default();
+        let mut losses = Losses::default();
         let opener = opener(&losses);
         losses.acknowledge();
         losses.lose();
         for e in [Errno::ECONNABORTED, Errno::EIO] {
             let flush = Stake::of(&opener, BlockOp::Flush);
-            assert!(flush.verdict(Ok(()), &Losses::default()).is_ok());
-            assert_eq!(flush.verdict(Err(e), &losses), Err(e));
+            assert!(flush.verdict(Ok(()), &mut Losses::default()).is_ok());
+            assert_eq!(flush.verdict(Err(e), &mut losses), Err(e));
         }
-        assert!(ends(&losses, &opener, BlockOp::Flush));
+        assert!(ends(&mut losses, &opener, BlockOp::Flush));
     }
 
     #[test]
     fn an_operation_fails_that_has_lost_a_part() {
-        let losses = Losses::default();
+        let mut losses = Losses::default();
         let opener = opener(&losses);
         let mut stake = Stake::of(&opener, WRITE);
-        stake.acknowledged(&losses);
-        assert_eq!(stake.verdict(Ok(()), &losses), Ok(()));
+        stake.acknowledged(&mut losses);
+        assert_eq!(stake.verdict(Ok(()), &mut losses), Ok(()));
         losses.lose();
-        stake.acknowledged(&losses);
-        assert_eq!(stake.verdict(Ok(()), &losses), Err(Errno::EIO));
+        stake.acknowledged(&mut losses);
+        assert_eq!(stake.verdict(Ok(()), &mut losses), Err(Errno::EIO));
         stake.restart();
-        stake.acknowledged(&losses);
-        assert_eq!(stake.verdict(Ok(()), &losses), Ok(()));
+        stake.acknowledged(&mut losses);
+        assert_eq!(stake.verdict(Ok(()), &mut losses), Ok(()));
         let mut later = Stake::of(&opener, WRITE);
-        later.acknowledged(&losses);
-        assert_eq!(later.verdict(Ok(()), &losses), Ok(()));
+        later.acknowledged(&mut losses);
+        assert_eq!(later.verdict(Ok(()), &mut losses), Ok(()));
     }
 }

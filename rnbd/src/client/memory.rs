@@ -12,13 +12,13 @@ use rtrs::{
 
 use crate::errno::Errno;
 
-/// Finds the buffers of a session: implemented by whoever owns the sessions, which is RTRS's client.
+/// Buffers of sessions.
 pub trait SessionBuffers {
     /// The buffers of a session; `None` when it is gone, and they with it.
     fn buffers(&mut self, session: SessionId) -> Option<&mut Buffers>;
 }
 
-impl SessionBuffers for Client {
+impl<U> SessionBuffers for Client<U> {
     fn buffers(&mut self, session: SessionId) -> Option<&mut Buffers> {
         self.buffers_mut(session)
     }

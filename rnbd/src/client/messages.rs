@@ -16,10 +16,11 @@ use super::{
     client::{Client, News},
     device::Device,
     error::MapError,
-    flight::{Flight, Message},
-    memory::{self, SessionBuffers},
+    flight::{Kind, Message, Request},
+    memory,
     output::DeviceKey,
     state::{DeviceEvent, DeviceState},
+    transport::Transport,
 };
 use crate::{
     errno::Errno,
@@ -36,7 +37,7 @@ const ANSWER: usize = size_of::<MsgOpenRsp>();
 const _: () = assert!(ANSWER >= size_of::<MsgSessInfo>());
 
 /// Protocol versions.
-impl Client {
+impl<F, T: Transport<F>> Client<F, T> {
     /// Devices that can't be opened before there is a protocol version.
     fn waiting_devices(&self, id: SessionId) -> Vec<DeviceKey> {
         let states = [DeviceState::Init, DeviceState::MappedDisconnected];
@@ -44,14 +45,10 @@ impl Client {
     }
 
     pub(super) fn ask_version(&mut self, id: SessionId) {
-        if !self.is_home() {
-            return;
-        }
         if let Some(session) = self.sessions.get_mut(&id).filter(|s| s.is_to_ask()) {
-            let message = Message::Version(id);
-            let tag = self.flights.insert(Flight::Message { message, sent: false });
-            session.asking = Some(tag);
-            self.messages.push_back(tag);
+            self.messages_begun += 1;
+            session.asking = Some(self.messages_begun);
+            self.messages.push_back((self.messages_begun, Message::Version(id)));
         }
     }
 
@@ -91,84 +88,68 @@ impl Client {
 }
 
 /// Messages.
-impl Client {
+impl<F, T: Transport<F>> Client<F, T> {
     /// A message about a device is sent, unless one is under way.
     pub(super) fn send(&mut self, key: DeviceKey, message: Message) {
         if let Some(device) = self.devices.get_mut(key.0).filter(|d| d.message.is_none()) {
-            let tag = self.flights.insert(Flight::Message { message, sent: false });
-            device.message = Some(tag);
-            self.messages.push_back(tag);
+            self.messages_begun += 1;
+            device.message = Some(self.messages_begun);
+            self.messages.push_back((self.messages_begun, message));
         }
     }
 
     /// The answer to a message is of no interest any more, and it need not be sent if it has not been.
     pub(super) fn cancel(&mut self, tag: u64) {
-        if let Some(Flight::Message { sent: false, .. }) = self.flights.get(tag) {
-            self.flights.remove(tag);
-        }
+        self.messages.retain(|(number, _)| *number != tag);
     }
 
-    /// The next message that can be sent.
-    pub(super) fn poll_message(
-        &mut self,
-        cx: &mut Cx<'_>,
-        memory: &mut dyn SessionBuffers,
-    ) -> Option<(SessionId, Submission)> {
+    /// Sends the messages that have buffers for their answers. Returns whether there was one.
+    pub(super) fn send_messages(&mut self, cx: &mut Cx<'_>) -> bool {
+        let mut worked = false;
         for _ in 0..self.messages.len() {
-            let tag = self.messages.pop_front()?;
-            let Some(&Flight::Message { message, .. }) = self.flights.get(tag) else {
-                continue;
+            let Some((number, message)) = self.messages.pop_front() else {
+                break;
             };
             let Some((session, header, answer)) = self.compose(message) else {
-                self.flights.remove(tag);
                 continue;
             };
             let data = match answer {
-                0 => Ok(None),
-                len => match self.answer_buffer(cx, memory, session, len) {
+                0 => None,
+                len => match self.answer_buffer(cx, session, len) {
                     Ok(None) => {
-                        self.messages.push_back(tag);
+                        self.messages.push_back((number, message));
                         continue;
                     }
-                    buffer => buffer,
+                    Ok(buffer) => buffer,
+                    Err(e) => {
+                        self.no_buffer(number, message, e);
+                        continue;
+                    }
                 },
             };
-            match data {
-                Ok(data) => {
-                    self.flights.get_mut(tag).into_iter().for_each(Flight::mark_sent);
-                    let submission = Submission {
-                        tag,
-                        con: ConType::Admin,
-                        direction: if answer > 0 { Direction::Read } else { Direction::Write },
-                        header,
-                        data,
-                    };
-                    return Some((session, submission));
-                }
-                Err(e) => {
-                    self.flights.remove(tag);
-                    self.no_buffer(tag, message, e);
-                }
-            }
+            worked = true;
+            self.messages_in_flight += 1;
+            let submission = Submission {
+                tag: Request(Kind::Message(number, message)),
+                con: ConType::Admin,
+                direction: if answer > 0 { Direction::Read } else { Direction::Write },
+                header,
+                data,
+            };
+            self.rtrs.send(cx, session, submission);
         }
-        None
+        worked
     }
 
     /// A buffer for an answer of `len` bytes. `None`: one has to come back first.
-    fn answer_buffer(
-        &mut self,
-        cx: &mut Cx<'_>,
-        memory: &mut dyn SessionBuffers,
-        session: SessionId,
-        len: usize,
-    ) -> Result<Option<Buffer>, Errno> {
+    fn answer_buffer(&mut self, cx: &mut Cx<'_>, session: SessionId, len: usize) -> Result<Option<Buffer>, Errno> {
         let known = self.sessions.get_mut(&session);
         if let Some(mut buffer) = known.and_then(|session| session.reserve.take()) {
             buffer.set_len(len);
             return Ok(Some(buffer));
         }
         let most = self.sessions.get(&session).map_or(0, |s| s.info.max_io_size as usize);
-        memory::for_answer(cx, memory, session, len, most)
+        memory::for_answer(cx, &mut self.rtrs, session, len, most)
     }
 
     /// Session, bytes, and how many bytes the answer has; `None` when the device is gone.
@@ -203,22 +184,22 @@ impl Client {
 
     pub(super) fn message_done(
         &mut self,
-        memory: &mut dyn SessionBuffers,
         session: SessionId,
         tag: u64,
         message: Message,
         result: Result<(), IoError>,
         data: Option<Buffer>,
     ) {
+        self.messages_in_flight = self.messages_in_flight.saturating_sub(1);
         let mut bytes = [0; ANSWER];
         let mut len = 0;
         if let Some(buffer) = data {
             let answer = &mut bytes[..buffer.len().min(ANSWER)];
-            let buffers = memory.buffers(session);
+            let buffers = self.rtrs.buffers(session);
             if buffers.is_some_and(|b| b.read(&buffer, 0, answer).is_ok()) {
                 len = answer.len();
             }
-            self.give_answer_buffer(memory, session, buffer);
+            self.give_answer_buffer(session, buffer);
         }
         match message {
             Message::Version(id) => self.version_answered(id, tag, result.map(|()| &bytes[..len])),

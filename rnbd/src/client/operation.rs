@@ -181,13 +181,15 @@ impl Span {
 
 /// An operation of a user.
 #[derive(Debug)]
-pub(super) struct Operation {
+pub(super) struct Operation<F> {
+    /// Its number, from which the order follows in which operations were begun.
+    pub(super) number: u64,
     /// On this device,
     pub(super) device: DeviceKey,
     /// which had been opened so often when it was [looked at](super::device::Device::check): the device may be another one since.
     pub(super) opened: u32,
-    /// The user's name for it.
-    pub(super) user: u64,
+    /// The front end's part of the request.
+    pub(super) user: F,
     /// Chooses the connection.
     pub(super) hint: usize,
     /// Kind of operation,
@@ -206,13 +208,15 @@ pub(super) struct Operation {
     pub(super) spare: Vec<Buffer>,
     /// Extents that a block status has found.
     pub(super) extents: Vec<Extent>,
-    /// It stands in a queue.
+    /// With parts in flight it stands in the queue of those that can be sent.
     pub(super) queued: bool,
+    /// It waits for its device; once it has no part in flight nothing else is done for it.
+    pub(super) waits: bool,
     /// State of the operation with respect to lost writes.
     pub(super) stake: Stake,
 }
 
-impl Operation {
+impl<F> Operation<F> {
     /// Whether a part of it may be begun at once.
     pub(super) fn wants_turn(&self) -> bool {
         let most = match self.zeroes {

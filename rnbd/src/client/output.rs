@@ -2,7 +2,15 @@
 
 use std::fmt;
 
-use rtrs::{IoError, client::buffers::Buffer};
+use rtrs::{
+    IoError, PathError,
+    client::{
+        buffers::Buffer,
+        config::SessionInfo,
+        request::SessionId,
+        status::{PathId, PathNews},
+    },
+};
 
 use super::{error::MapError, state::DeviceState};
 use crate::{
@@ -45,9 +53,28 @@ impl fmt::Display for LossCause {
     }
 }
 
-/// Output of a client for its user.
+/// Output of a client for its user. `F` is a front end's part of an operation.
 #[derive(Debug)]
-pub enum Output {
+pub enum Output<F = u64> {
+    /// A session is open: devices can be mapped.
+    Opened(SessionId, SessionInfo),
+    /// A session could not be opened, and is gone.
+    OpenFailed(SessionId, rtrs::Error),
+    /// No path of a session is left, and why the last one went.
+    Down(SessionId, PathError),
+    /// A session has a path again. Its devices are opened again.
+    Up(SessionId, SessionInfo),
+    /// Event of a path of a session.
+    Path {
+        /// The session.
+        session: SessionId,
+        /// The path.
+        path: PathId,
+        /// The event.
+        news: PathNews,
+    },
+    /// A session has been closed, and is gone.
+    Closed(SessionId),
     /// The device is mapped: operations are taken.
     Mapped(DeviceKey, Geometry),
     /// The device could not be opened. If it had never been mapped it is gone; else it stays
@@ -57,8 +84,8 @@ pub enum Output {
     Done {
         /// The device.
         device: DeviceKey,
-        /// The user's name for the operation.
-        user: u64,
+        /// The front end's part of the operation.
+        user: F,
         /// How it went.
         result: Result<(), Errno>,
         /// The operation's buffer, which belongs to the device's session.
@@ -70,13 +97,13 @@ pub enum Output {
     Status {
         /// The device.
         device: DeviceKey,
-        /// The user's name for the operation.
-        user: u64,
+        /// The front end's part of the operation.
+        user: F,
         /// Extents of the range from its beginning on: at least one, no two neighbours alike. They may end before the range
         /// does.
         result: Result<Vec<Extent>, Errno>,
     },
-    /// The device was opened again, at home, and the server may have lost writes that it had acknowledged: as many as this, of which
+    /// The device was opened again, and the server may have lost writes that it had acknowledged: as many as this, of which
     /// no flush that succeeded covers any. The next flush of each [`Opener`](super::Opener) fails with EIO, and so does
     /// its next write with FUA.
     WritesLost {

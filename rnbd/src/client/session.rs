@@ -1,7 +1,5 @@
 //! A session, as far as devices need to know it.
 
-use std::collections::BTreeSet;
-
 use rtrs::{
     PathError,
     client::{buffers::Buffer, config::SessionInfo},
@@ -22,30 +20,9 @@ pub(super) struct Session {
     pub(super) asking: Option<u64>,
     /// For answers, when operations that wait for devices have all other buffers.
     pub(super) reserve: Option<Buffer>,
-    /// Requests to devices that the server has closed.
-    pub(super) drain: Drain,
-}
-
-/// Requests from before the server [closed](super::closed) a session's devices, as far as they are in flight.
-#[derive(Debug, Default)]
-pub(super) struct Drain {
-    /// When to look whether there are any left. [`Alarm::Off`]: nothing is waited for.
-    pub(super) check: Alarm,
-    /// Number of the drain at home, so that reports of an earlier one are ignored.
-    pub(super) number: u32,
-    /// At home: shards that have not reported that they have none.
-    pub(super) missing: BTreeSet<u16>,
-    /// At other shards: the drain that home waits for.
-    pub(super) asked: Option<u32>,
-}
-
-impl Drain {
-    /// The session is down, which ends its requests.
-    pub(super) fn stop(&mut self) {
-        self.check = Alarm::Off;
-        self.missing.clear();
-        self.asked = None;
-    }
+    /// When to look again whether requests are in flight from before the server [closed](super::closed) the session's devices.
+    /// [`Alarm::Off`]: nothing is waited for.
+    pub(super) drain: Alarm,
 }
 
 impl Session {
@@ -57,7 +34,7 @@ impl Session {
             version: None,
             asking: None,
             reserve: None,
-            drain: Drain::default(),
+            drain: Alarm::Off,
         }
     }
 
@@ -73,7 +50,7 @@ impl Session {
 
     /// Whether a version is to be agreed on before devices can be opened.
     pub(super) fn is_to_ask(&self) -> bool {
-        let drained = self.drain.check == Alarm::Off;
+        let drained = self.drain == Alarm::Off;
         self.down.is_none() && self.version.is_none() && self.asking.is_none() && drained
     }
 }

@@ -47,10 +47,6 @@ pub enum DeviceAction {
     SendClose,
     /// From here on it has the number and the geometry that the server says.
     TakeOpen,
-    /// Tell the other shares that it is open.
-    Share,
-    /// Have the other shares end what they do with it.
-    Release,
     /// Tell the user that it is mapped.
     TellMapped,
     /// Tell the user its state.
@@ -80,14 +76,14 @@ pub const DEVICE: Table<DeviceState, DeviceEvent, DeviceAction> = {
     use DeviceState as S;
     &[
         (S::Init, E::LinkUp, S::Init, &[A::SendOpen]),
-        (S::Init, E::Opened, S::Mapped, &[A::TakeOpen, A::Share, A::TellMapped]),
+        (S::Init, E::Opened, S::Mapped, &[A::TakeOpen, A::TellMapped]),
         (S::Init, E::Refused, S::Unmapped, &[A::TellFailed, A::Forget]),
         (S::Init, E::LinkDown, S::Unmapped, &[A::TellFailed, A::Forget]),
         (S::Init, E::SessionGone, S::Unmapped, &[A::TellFailed, A::Forget]),
         (S::Init, E::UnmapAsked, S::Unmapped, &[]),
         (S::Mapped, E::LinkDown, S::MappedDisconnected, &[A::Wait, A::TellState]),
         (S::Mapped, E::SessionGone, S::Unmapped, &[A::GiveUp]),
-        (S::Mapped, E::UnmapAsked, S::Unmapped, &[A::Release, A::GiveUp]),
+        (S::Mapped, E::UnmapAsked, S::Unmapped, &[A::GiveUp]),
         (S::MappedDisconnected, E::LinkUp, S::MappedDisconnected, &[A::SendOpen]),
         (
             S::MappedDisconnected,
@@ -99,7 +95,7 @@ pub const DEVICE: Table<DeviceState, DeviceEvent, DeviceAction> = {
             S::MappedDisconnected,
             E::Opened,
             S::Mapped,
-            &[A::TakeOpen, A::Share, A::TellState, A::Resume],
+            &[A::TakeOpen, A::TellState, A::Resume],
         ),
         (
             S::MappedDisconnected,
@@ -114,12 +110,7 @@ pub const DEVICE: Table<DeviceState, DeviceEvent, DeviceAction> = {
             &[A::TellLost],
         ),
         (S::MappedDisconnected, E::SessionGone, S::Unmapped, &[A::GiveUp]),
-        (
-            S::MappedDisconnected,
-            E::UnmapAsked,
-            S::Unmapped,
-            &[A::Release, A::GiveUp],
-        ),
+        (S::MappedDisconnected, E::UnmapAsked, S::Unmapped, &[A::GiveUp]),
         // An open was under way when the user unmapped it.
         (S::Unmapped, E::Opened, S::Unmapped, &[A::TakeOpen]),
         (S::Unmapped, E::Refused, S::Unmapped, &[]),

@@ -4,11 +4,7 @@ use core::fmt::Display;
 
 use rtrs::{
     Direction,
-    client::{
-        buffers::Buffer,
-        config::ConType,
-        request::{SessionId, Submission},
-    },
+    client::{buffers::Buffer, request::SessionId},
     cx::Cx,
 };
 use smallvec::SmallVec;
@@ -16,23 +12,23 @@ use zerocopy::IntoBytes;
 
 use super::{
     device::Device,
-    flight::{Fate, FlightPart},
+    flight::{Fate, Prepared, Sent},
     memory::{self, SessionBuffers},
-    operation::{Operation, Part},
+    operation::Operation,
 };
 use crate::{
     block::{BlockOp, Extent},
     errno::Errno,
-    proto::status,
+    proto::{IoOp, status},
 };
 
 /// Whether an operation is one.
-pub(super) fn is_status(operation: &Operation) -> bool {
+pub(super) fn is_status<F>(operation: &Operation<F>) -> bool {
     matches!(operation.op, BlockOp::BlockStatus { .. })
 }
 
 /// Extents that are wanted at most.
-fn most(operation: &Operation) -> u32 {
+fn most<F>(operation: &Operation<F>) -> u32 {
     match operation.op {
         BlockOp::BlockStatus { most } => most.clamp(1, status::MAX_EXTENTS),
         _ => 0,
@@ -40,28 +36,28 @@ fn most(operation: &Operation) -> u32 {
 }
 
 /// All of the range may have data.
-fn all_data(operation: &Operation) -> Vec<Extent> {
+fn all_data<F>(operation: &Operation<F>) -> Vec<Extent> {
     vec![Extent::data(operation.len)]
 }
 
 /// Nobody is asked.
-pub(super) fn answer_unasked(operation: &mut Operation) {
+pub(super) fn answer_unasked<F>(operation: &mut Operation<F>) {
     operation.span.take(0);
     operation.extents = all_data(operation);
     operation.span.ended(Ok(()));
 }
 
-/// The request, without a tag, and what it moves: room for the answer. `None`: a buffer has to come back first.
+/// The request, which moves room for the answer. `None`: a buffer has to come back first.
 ///
 /// # Errors
 /// ECONNABORTED without the session; ENOMEM when there will never be a buffer.
-pub(super) fn request(
+pub(super) fn prepare<F>(
     cx: &mut Cx<'_>,
     memory: &mut dyn SessionBuffers,
-    operation: &mut Operation,
+    operation: &mut Operation<F>,
     device: &Device,
     id: u32,
-) -> Result<Option<(Part, Submission)>, Errno> {
+) -> Result<Option<Prepared>, Errno> {
     let room = device.status_room();
     let largest = device.geometry.map_or(room, |g| g.max_transfer) as usize;
     let Some(buffer) = memory::for_answer(cx, memory, device.session, room as usize, largest)? else {
@@ -71,22 +67,25 @@ pub(super) fn request(
     let len = operation.len.min(status::MAX_RANGE / block * block);
     let message = status::request(id, operation.offset, len, room, most(operation));
     operation.span.take(0);
-    let submission = Submission {
-        tag: 0,
-        con: ConType::Io(operation.hint),
+    Ok(Some(Prepared {
+        sent: Sent {
+            op: IoOp::BlockStatus,
+            part: (operation.offset, room.into()),
+            opened: device.opened,
+            covers: 0,
+        },
         direction: Direction::Read,
         header: SmallVec::from_slice(message.as_bytes()),
         data: Some(buffer),
-    };
-    Ok(Some(((operation.offset, room.into()), submission)))
+    }))
 }
 
 /// A request has ended like this; `refused`: by the server's answer. Its buffer goes back.
-pub(super) fn ended(
+pub(super) fn ended<F>(
     memory: &mut dyn SessionBuffers,
-    operation: &mut Operation,
+    operation: &mut Operation<F>,
     device: &mut Device,
-    flight: &FlightPart,
+    sent: &Sent,
     fate: Fate,
     refused: bool,
     data: Option<Buffer>,
@@ -98,14 +97,14 @@ pub(super) fn ended(
                 let block = device.geometry.map_or(1, |g| u64::from(g.logical_block_size));
                 match status::parse(&bytes, operation.len, most(operation), block) {
                     Ok(extents) => operation.extents = extents,
-                    Err(why) => give_up(operation, device, flight, why),
+                    Err(why) => give_up(operation, device, sent, why),
                 }
                 Fate::Over(Ok(()))
             }
             Err(e) => Fate::Over(Err(e)),
         },
         Fate::Over(Err(e)) if refused => {
-            give_up(operation, device, flight, e);
+            give_up(operation, device, sent, e);
             Fate::Over(Ok(()))
         }
         other => other,
@@ -117,9 +116,9 @@ pub(super) fn ended(
 }
 
 /// The server can't after all: it is not asked again before it has opened the device again.
-fn give_up(operation: &mut Operation, device: &mut Device, flight: &FlightPart, why: impl Display) {
+fn give_up<F>(operation: &mut Operation<F>, device: &mut Device, sent: &Sent, why: impl Display) {
     operation.extents = all_data(operation);
-    if flight.opened == device.opened && core::mem::take(&mut device.answers_status) {
+    if sent.opened == device.opened && core::mem::take(&mut device.answers_status) {
         tracing::warn!(
             device = device.name,
             "holes are told as data: the server answers block status with: {why}"

@@ -1,6 +1,6 @@
-//! Operations under way: whose turn it is to send a part, and who waits for a buffer.
+//! Operations that no request of RTRS has: those that are to be sent, and those that wait.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 
 use roce_verbs::Instant;
 use rtrs::{
@@ -17,12 +17,13 @@ use zerocopy::IntoBytes;
 
 use super::{
     device::Device,
-    flight::{Admission, Fate, Flight, FlightPart},
+    flight::{Admission, Fate, Kind, Prepared, Request, Sent},
     memory::{self, SessionBuffers},
-    operation::{Operation, Part},
+    operation::Operation,
     output::DeviceKey,
     patience::{Alarm, RETRY},
     status,
+    transport::Transport,
 };
 use crate::{
     errno::Errno,
@@ -30,262 +31,222 @@ use crate::{
     slab::Slab,
 };
 
-/// Outcome of an operation's turn.
+/// An operation whose turn comes.
 #[derive(Debug)]
-enum Turn {
-    /// A part of it is to be sent.
-    Send(SessionId, Submission),
-    /// It waits for a buffer.
-    Starved,
-    /// There is nothing to do for it.
-    Nothing,
+enum Turn<F> {
+    Whole(Box<Operation<F>>),
+    /// It has parts in flight.
+    Split(u64),
 }
 
-/// All operations of a client.
-#[derive(Debug, Default)]
-pub(super) struct Work {
-    operations: Slab<Operation>,
+/// All operations of a client but those that lie in [requests](Request) of RTRS.
+#[derive(Debug)]
+pub(super) struct Work<F> {
+    /// Number of the next operation.
+    next: u64,
     /// Operations of which a part can be sent, in turns.
-    ready: VecDeque<u64>,
+    ready: VecDeque<Turn<F>>,
     /// Operations of which a part could be sent if there were a buffer.
-    starved: VecDeque<u64>,
+    starved: VecDeque<Box<Operation<F>>>,
+    /// Operations that have several requests in flight, by their numbers.
+    split: BTreeMap<u64, Box<Operation<F>>>,
     /// Operations that wait for their device, in the order in which they were begun.
-    held: BTreeSet<u64>,
+    held: BTreeMap<u64, Box<Operation<F>>>,
     /// When those are sent again whose device does not seem to be lost.
     retry: Alarm,
-    /// Operations that have ended, and how.
-    ended: VecDeque<(Operation, Result<(), Errno>)>,
+    /// Operations that have ended.
+    ended: VecDeque<Box<Operation<F>>>,
 }
 
-impl Work {
+impl<F> Default for Work<F> {
+    fn default() -> Self {
+        Self {
+            next: 0,
+            ready: VecDeque::new(),
+            starved: VecDeque::new(),
+            split: BTreeMap::new(),
+            held: BTreeMap::new(),
+            retry: Alarm::Off,
+            ended: VecDeque::new(),
+        }
+    }
+}
+
+impl<F> Work<F> {
     /// Begins with an operation, on a device that is there until [it has ended](Self::poll_ended).
-    pub(super) fn add(&mut self, operation: Operation) {
-        let key = self.operations.insert(operation);
-        self.proceed(key);
+    pub(super) fn add(&mut self, operation: Operation<F>) {
+        self.next += 1;
+        let number = self.next;
+        self.place(Box::new(Operation { number, ..operation }));
     }
 
-    /// The next operation that has ended, and how.
-    pub(super) fn poll_ended(&mut self) -> Option<(Operation, Result<(), Errno>)> {
+    /// The next operation that has ended.
+    pub(super) fn poll_ended(&mut self) -> Option<Box<Operation<F>>> {
         self.ended.pop_front()
     }
 
-    /// Goes on with an operation: it ends, or stands in a queue, or waits for parts that are under way.
-    fn proceed(&mut self, key: u64) {
-        let Some(operation) = self.operations.get_mut(key) else {
-            return;
-        };
-        if let Some(result) = operation.span.over() {
-            self.held.remove(&key);
-            let ended = self.operations.remove(key);
-            self.ended.extend(ended.map(|operation| (operation, result)));
-        } else if operation.wants_turn() && !operation.queued {
-            operation.queued = true;
-            self.ready.push_back(key);
+    /// Puts an operation where it stays until something can be done for it.
+    fn place(&mut self, mut operation: Box<Operation<F>>) {
+        if operation.span.over().is_some() {
+            self.ended.push_back(operation);
+        } else if operation.span.parts() > 0 {
+            let turn = operation.wants_turn() && !operation.waits;
+            if turn && !core::mem::replace(&mut operation.queued, true) {
+                self.ready.push_back(Turn::Split(operation.number));
+            }
+            self.split.insert(operation.number, operation);
+        } else if operation.waits {
+            self.held.insert(operation.number, operation);
+        } else {
+            self.ready.push_back(Turn::Whole(operation));
         }
     }
 
-    /// The next request, which is kept as a flight. `None`: there is none, or there are no buffers.
-    pub(super) fn poll(
-        &mut self,
-        cx: &mut Cx<'_>,
-        memory: &mut dyn SessionBuffers,
-        devices: &mut Slab<Device>,
-        flights: &mut Slab<Flight>,
-    ) -> Option<(SessionId, Submission)> {
+    /// Sends as many requests as there are buffers for. Returns whether there was something to do.
+    pub(super) fn send<T: Transport<F>>(&mut self, cx: &mut Cx<'_>, rtrs: &mut T, devices: &mut Slab<Device>) -> bool {
         // Those that find no buffer below need not look again.
         let mut starved = self.starved.len();
+        let mut worked = false;
         loop {
-            let key = match self.ready.pop_front() {
-                Some(key) => key,
-                None if starved > 0 => {
-                    starved -= 1;
-                    self.starved.pop_front()?
-                }
-                None => return None,
+            let turn = self.ready.pop_front().or_else(|| {
+                starved = starved.checked_sub(1)?;
+                self.starved.pop_front().map(Turn::Whole)
+            });
+            let operation = match turn {
+                Some(Turn::Whole(operation)) => Some(operation),
+                Some(Turn::Split(number)) => self.split.remove(&number),
+                None => return worked,
             };
-            match self.turn(cx, memory, devices, flights, key) {
-                Turn::Send(session, submission) => return Some((session, submission)),
-                Turn::Starved => self.starved.push_back(key),
-                Turn::Nothing => {}
+            if let Some(operation) = operation {
+                worked |= self.turn(cx, rtrs, devices, operation);
             }
         }
     }
 
-    /// The next part of an operation, which has been taken out of its queue.
-    fn turn(
+    /// Sends the next part of an operation. `false`: it waits for a buffer.
+    fn turn<T: Transport<F>>(
         &mut self,
         cx: &mut Cx<'_>,
-        memory: &mut dyn SessionBuffers,
+        rtrs: &mut T,
         devices: &mut Slab<Device>,
-        flights: &mut Slab<Flight>,
-        key: u64,
-    ) -> Turn {
-        let Some(operation) = self.operations.get_mut(key) else {
-            return Turn::Nothing;
-        };
+        mut operation: Box<Operation<F>>,
+    ) -> bool {
         operation.queued = false;
-        if self.held.contains(&key) {
-            // A part has come back since: the device may be lost without our knowing yet.
-            return Turn::Nothing;
-        }
-        let device = devices.get_mut(operation.device.0);
-        let Some(device) = device.filter(|_| operation.wants_turn()) else {
-            return Turn::Nothing;
+        let Some(device) = devices.get_mut(operation.device.0) else {
+            // A device outlives its operations. One without must end: placed again, it would have its turn again at once.
+            operation.waits = false;
+            operation.span.fail(Errno::ESHUTDOWN);
+            self.place(operation);
+            return true;
         };
+        // A part may have come back since: the device may be lost without our knowing yet.
+        if !operation.wants_turn() || operation.waits {
+            self.place(operation);
+            return true;
+        }
         let session = device.session;
-        let id = match device.admits(operation) {
-            Admission::Now(id) => id,
-            Admission::Later => return self.hold(memory, session, key),
+        let prepared = match device.admits(&mut operation) {
+            Admission::Now(_) if status::is_status(&operation) && !device.answers_status => {
+                status::answer_unasked(&mut operation);
+                self.place(operation);
+                return true;
+            }
+            Admission::Now(id) => prepare(cx, rtrs, &mut operation, device, id),
+            Admission::Later => {
+                self.hold(rtrs, session, &mut operation);
+                self.place(operation);
+                return true;
+            }
             Admission::Never(e) => {
                 device.counters.count_unsent();
-                return self.give_up(memory, session, key, e);
+                Err(e)
             }
         };
-        if status::is_status(operation) {
-            return self.status_turn(cx, memory, device, flights, key, id);
-        }
-        let lent = operation.is_lent();
-        let mut data = if lent { None } else { operation.data.take() };
-        let mut step = device.step(operation.op);
-        if lent {
-            let block = device.geometry.map_or(0, |g| g.logical_block_size as usize);
-            match operation.lent_part(step, block) {
-                Ok(buffer) => {
-                    step = buffer.len() as u64;
-                    data = Some(buffer);
-                }
-                Err(e) => return self.give_up(memory, session, key, e),
+        match prepared {
+            Ok(Some(prepared)) => {
+                device.in_flight += 1;
+                self.send_part(cx, rtrs, session, operation, prepared);
+                true
             }
-        }
-        if operation.zeroes {
-            match zeroes(cx, memory, operation, device, step) {
-                Ok(Some(buffer)) => {
-                    step = step.min(buffer.len() as u64);
-                    data = Some(buffer);
-                }
-                // A part that is under way brings one back.
-                Ok(None) if operation.span.parts() > 0 => return Turn::Nothing,
-                Ok(None) => {
-                    operation.queued = true;
-                    return Turn::Starved;
-                }
-                Err(e) => return self.give_up(memory, session, key, e),
-            }
-        }
-        let part = operation.span.take(step);
-        let prepared = match data.as_mut() {
-            Some(buffer) if operation.zeroes => {
-                buffer.set_len(part.1 as usize);
-                Ok(())
-            }
-            Some(buffer) => operation.prepare(memory, session, buffer, part),
-            None => Ok(()),
-        };
-        if let Err(e) = prepared {
-            operation.data = operation.data.take().or(data);
-            operation.span.ended(Err(e));
-            return self.give_up(memory, session, key, e);
-        }
-        let request = request(operation, device, id, part, data);
-        if operation.wants_turn() {
-            operation.queued = true;
-            self.ready.push_back(key);
-        }
-        let flight = FlightPart {
-            operation: key,
-            op: request.op,
-            part,
-            opened: device.opened,
-            covers: device.losses.flush_begins(),
-        };
-        Turn::Send(session, request.with_tag(flights.insert(Flight::Part(flight))))
-    }
-
-    /// The turn of a block status, on the server's device `id`.
-    fn status_turn(
-        &mut self,
-        cx: &mut Cx<'_>,
-        memory: &mut dyn SessionBuffers,
-        device: &Device,
-        flights: &mut Slab<Flight>,
-        key: u64,
-        id: u32,
-    ) -> Turn {
-        let Some(operation) = self.operations.get_mut(key) else {
-            return Turn::Nothing;
-        };
-        if !device.answers_status {
-            status::answer_unasked(operation);
-            self.proceed(key);
-            return Turn::Nothing;
-        }
-        match status::request(cx, memory, operation, device, id) {
-            Ok(Some((part, submission))) => {
-                let flight = FlightPart {
-                    operation: key,
-                    op: IoOp::BlockStatus,
-                    part,
-                    opened: device.opened,
-                    covers: 0,
-                };
-                let tag = flights.insert(Flight::Part(flight));
-                Turn::Send(device.session, Submission { tag, ..submission })
+            // A part that is under way brings a buffer back.
+            Ok(None) if operation.span.parts() > 0 => {
+                self.split.insert(operation.number, operation);
+                false
             }
             Ok(None) => {
-                operation.queued = true;
-                Turn::Starved
+                self.starved.push_back(operation);
+                false
             }
-            Err(e) => self.give_up(memory, device.session, key, e),
+            Err(e) => {
+                operation.span.fail(e);
+                operation.give_spare(rtrs, session);
+                self.place(operation);
+                true
+            }
         }
     }
 
-    fn give_up(&mut self, memory: &mut dyn SessionBuffers, session: SessionId, key: u64, e: Errno) -> Turn {
-        if let Some(operation) = self.operations.get_mut(key) {
-            operation.span.fail(e);
-            operation.give_spare(memory, session);
-        }
-        self.proceed(key);
-        Turn::Nothing
+    /// Sends the request for a part of an operation, with the operation if it has no other.
+    fn send_part<T: Transport<F>>(
+        &mut self,
+        cx: &mut Cx<'_>,
+        rtrs: &mut T,
+        session: SessionId,
+        operation: Box<Operation<F>>,
+        prepared: Prepared,
+    ) {
+        let con = ConType::Io(operation.hint);
+        let kind = match operation.span.parts() == 1 && !operation.wants_turn() {
+            true => Kind::Whole(operation, prepared.sent),
+            false => {
+                let number = operation.number;
+                self.place(operation);
+                Kind::Part(number, prepared.sent)
+            }
+        };
+        let submission = Submission {
+            tag: Request(kind),
+            con,
+            direction: prepared.direction,
+            header: prepared.header,
+            data: prepared.data,
+        };
+        rtrs.send(cx, session, submission);
     }
 
-    /// An operation waits for its device.
-    fn hold(&mut self, memory: &mut dyn SessionBuffers, session: SessionId, key: u64) -> Turn {
-        if let Some(operation) = self.operations.get_mut(key) {
-            // Who opens the device again needs buffers, too.
-            operation.give_all_spare(memory, session);
-            self.held.insert(key);
-            if self.retry == Alarm::Off {
-                self.retry = Alarm::Set(RETRY);
-            }
+    /// An operation is to wait for its device.
+    fn hold(&mut self, memory: &mut dyn SessionBuffers, session: SessionId, operation: &mut Operation<F>) {
+        // Who opens the device again needs buffers, too.
+        operation.give_all_spare(memory, session);
+        operation.waits = true;
+        if self.retry == Alarm::Off {
+            self.retry = Alarm::Set(RETRY);
         }
-        Turn::Nothing
+    }
+
+    /// The operation of a request that has come back.
+    pub(super) fn of_part(&mut self, number: u64) -> Option<Box<Operation<F>>> {
+        self.split.remove(&number)
     }
 
     /// Handles the answer to a part of an operation. True: it says that the server has [closed](Fate::Closed) the device.
     pub(super) fn part_done(
         &mut self,
         memory: &mut dyn SessionBuffers,
-        devices: &mut Slab<Device>,
-        flight: FlightPart,
-        result: Result<(), IoError>,
-        data: Option<Buffer>,
+        device: &mut Device,
+        mut operation: Box<Operation<F>>,
+        sent: Sent,
+        (result, data): (Result<(), IoError>, Option<Buffer>),
     ) -> bool {
-        let key = flight.operation;
-        // Both are there as long as there are parts.
-        let Some(operation) = self.operations.get_mut(key) else {
-            return false;
-        };
-        let Some(device) = devices.get_mut(operation.device.0) else {
-            return false;
-        };
         let session = device.session;
+        device.in_flight = device.in_flight.saturating_sub(1);
         let refused = matches!(result, Err(IoError::Remote(_)));
-        let mut fate = device.fate(&flight, result);
+        let mut fate = device.fate(&sent, result);
         let mut moved = Ok(());
-        if status::is_status(operation) {
-            fate = status::ended(memory, operation, device, &flight, fate, refused, data);
+        if status::is_status(&operation) {
+            fate = status::ended(memory, &mut operation, device, &sent, fate, refused, data);
         } else if operation.op.has_data() {
-            moved = operation.take_back(memory, session, data, flight.part);
+            moved = operation.take_back(memory, session, data, sent.part);
         } else {
             operation.spare.extend(data);
         }
@@ -293,67 +254,64 @@ impl Work {
             Fate::Over(result) => {
                 let result = result.and(moved);
                 if result.is_ok() {
-                    device.part_succeeded(&flight, operation);
+                    device.part_succeeded(&sent, &mut operation);
                 }
-                device.counters.count(flight.op, flight.part.1 as u32, result);
+                device.counters.count(sent.op, sent.part.1 as u32, result);
                 operation.span.ended(result);
             }
             Fate::Smaller | Fate::Again | Fate::Closed => {
                 device.counters.repeated += 1;
-                operation.span.lost(flight.part);
+                operation.span.lost(sent.part);
             }
         }
         operation.give_spare(memory, session);
         let closed = fate == Fate::Closed;
-        let waits = closed || fate == Fate::Again || self.held.contains(&key);
-        // Its device may be back already.
-        let is_back = device.is_other_than(operation.opened) && operation.span.parts() == 0;
-        if !waits || is_back || operation.span.over().is_some() {
-            self.held.remove(&key);
-            self.proceed(key);
-        } else {
-            self.hold(memory, session, key);
+        if closed || fate == Fate::Again || operation.waits {
+            // Its device may be back already.
+            let is_back = device.is_other_than(operation.opened) && operation.span.parts() == 0;
+            match is_back || operation.span.over().is_some() {
+                true => operation.waits = false,
+                false => self.hold(memory, session, &mut operation),
+            }
         }
+        self.place(operation);
         closed
-    }
-
-    /// Whether requests to such devices are in flight.
-    pub(super) fn in_flight(&self, to: impl Fn(DeviceKey) -> bool) -> bool {
-        let mut all = self.operations.iter();
-        all.any(|(_, operation)| operation.span.parts() > 0 && to(operation.device))
     }
 
     /// A device is back: what waits for it comes before what is begun now.
     pub(super) fn resume(&mut self, device: DeviceKey) {
-        for key in self.held_of(device).into_iter().rev() {
-            let Some(operation) = self.operations.get_mut(key) else {
-                continue;
-            };
-            // A part that is still on its way back goes on with it when it is there.
-            if operation.span.parts() == 0 {
-                self.held.remove(&key);
-                if !core::mem::replace(&mut operation.queued, true) {
-                    self.ready.push_front(key);
-                }
-            }
+        // An operation with a part that is still on its way back goes on with it when it is there.
+        for mut operation in self.take_held(device).into_iter().rev() {
+            operation.waits = false;
+            self.ready.push_front(Turn::Whole(operation));
         }
     }
 
     /// Fails the operations that wait for a device.
     pub(super) fn fail_held(&mut self, device: DeviceKey, e: Errno) {
-        for key in self.held_of(device) {
-            self.held.remove(&key);
-            if let Some(operation) = self.operations.get_mut(key) {
-                operation.span.fail(e);
-            }
-            self.proceed(key);
+        let split = self.split.values_mut();
+        for operation in split.filter(|operation| operation.device == device && operation.waits) {
+            operation.waits = false;
+            operation.span.fail(e);
+        }
+        for mut operation in self.take_held(device) {
+            operation.span.fail(e);
+            self.place(operation);
         }
     }
 
-    /// Operations that wait for a device.
-    pub(super) fn held_of(&self, device: DeviceKey) -> Vec<u64> {
-        let of = |key: &&u64| self.operations.get(**key).is_some_and(|o| o.device == device);
-        self.held.iter().filter(of).copied().collect()
+    /// Takes the operations out that wait for a device, in their order.
+    fn take_held(&mut self, device: DeviceKey) -> Vec<Box<Operation<F>>> {
+        let held = self.held.iter().filter(|(_, operation)| operation.device == device);
+        let numbers: Vec<u64> = held.map(|(number, _)| *number).collect();
+        numbers.iter().filter_map(|number| self.held.remove(number)).collect()
+    }
+
+    /// How many operations wait for a device.
+    pub(super) fn waiting(&self, device: DeviceKey) -> usize {
+        let all = self.held.values().chain(self.split.values());
+        all.filter(|operation| operation.device == device && operation.waits)
+            .count()
     }
 
     /// When what waits is looked at again: a path can be lost without the device.
@@ -368,29 +326,63 @@ impl Work {
 
     /// Whether anything waits.
     pub(super) fn holds(&self) -> bool {
-        !self.held.is_empty()
+        !self.held.is_empty() || self.split.values().any(|operation| operation.waits)
     }
 }
 
-/// A request that has no name yet.
-struct Request {
-    op: IoOp,
-    submission: Submission,
-}
-
-impl Request {
-    fn with_tag(self, tag: u64) -> Submission {
-        Submission { tag, ..self.submission }
+/// The request for the next part of an operation, on the server's device `id`. `None`: a buffer has to come back first.
+///
+/// # Errors
+/// The memory's errors; EINVAL for lent memory that is in too many pieces.
+fn prepare<F>(
+    cx: &mut Cx<'_>,
+    memory: &mut dyn SessionBuffers,
+    operation: &mut Operation<F>,
+    device: &mut Device,
+    id: u32,
+) -> Result<Option<Prepared>, Errno> {
+    if status::is_status(operation) {
+        return status::prepare(cx, memory, operation, device, id);
     }
-}
-
-/// The request for a part of an operation, on the server's device `id`.
-fn request(operation: &Operation, device: &Device, id: u32, (offset, len): Part, data: Option<Buffer>) -> Request {
+    let mut step = device.step(operation.op);
+    let mut data = None;
+    if operation.is_lent() {
+        let block = device.geometry.map_or(0, |g| g.logical_block_size as usize);
+        let buffer = operation.lent_part(step, block)?;
+        step = buffer.len() as u64;
+        data = Some(buffer);
+    } else if operation.zeroes {
+        let Some(buffer) = zeroes(cx, memory, operation, device, step)? else {
+            return Ok(None);
+        };
+        step = step.min(buffer.len() as u64);
+        data = Some(buffer);
+    } else if let Some(buffer) = operation.data.take() {
+        data = Some(buffer);
+    }
+    let part = operation.span.take(step);
+    let prepared = match data.as_mut() {
+        Some(buffer) if operation.zeroes => {
+            buffer.set_len(part.1 as usize);
+            Ok(())
+        }
+        Some(buffer) => operation.prepare(memory, device.session, buffer, part),
+        None => Ok(()),
+    };
+    if let Err(e) = prepared {
+        operation.data = operation.data.take().or(data);
+        operation.span.ended(Err(e));
+        return Err(e);
+    }
     let rw = device.rw(operation.op);
-    let message = MsgIo::new(id, rw, offset / SECTOR, len as u32);
-    let submission = Submission {
-        tag: 0,
-        con: ConType::Io(operation.hint),
+    let message = MsgIo::new(id, rw, part.0 / SECTOR, part.1 as u32);
+    Ok(Some(Prepared {
+        sent: Sent {
+            op: rw.op,
+            part,
+            opened: device.opened,
+            covers: device.losses.flush_begins(),
+        },
         // The kernel's client sends a flush as a read without data.
         direction: match rw.op {
             IoOp::Read | IoOp::Flush => Direction::Read,
@@ -398,15 +390,14 @@ fn request(operation: &Operation, device: &Device, id: u32, (offset, len): Part,
         },
         header: SmallVec::from_slice(message.as_bytes()),
         data,
-    };
-    Request { op: rw.op, submission }
+    }))
 }
 
 /// A buffer of zeroes for a part of at most `step` bytes.
-fn zeroes(
+fn zeroes<F>(
     cx: &mut Cx<'_>,
     memory: &mut dyn SessionBuffers,
-    operation: &mut Operation,
+    operation: &mut Operation<F>,
     device: &Device,
     step: u64,
 ) -> Result<Option<Buffer>, Errno> {

@@ -1,16 +1,13 @@
-//! Actions that a server asks its loop for.
+//! Outputs of a server to its host, and what the host returns.
 
-use rtrs::server::request::{RequestKey, SessionKey};
-use smallvec::SmallVec;
-
-use super::disk::{DiskOp, IoTicket, StoreId};
+use super::disk::StoreId;
 use crate::{
     block::Geometry,
     errno::Errno,
     proto::{AccessMode, instance::Instance},
 };
 
-/// Names a device that is being opened or closed, until the loop says how that went.
+/// Names a device that is being opened or closed.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Ticket(pub u64);
 
@@ -22,7 +19,7 @@ pub struct Identity(pub Vec<u8>);
 /// A device that has been opened.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Opened {
-    /// Its name in [`DiskOp`] and [`Action::Close`]. No other open device has it.
+    /// Its number at the disks. No other open device has it.
     pub store: StoreId,
     /// Size, limits, abilities. `read_only` says whether it was opened for writing.
     pub geometry: Geometry,
@@ -50,30 +47,12 @@ impl From<Errno> for OpenRefused {
     }
 }
 
-/// Action for the loop, in this order.
-#[derive(Clone, PartialEq, Debug)]
-pub enum Action {
-    /// The request is answered with this error number; 0 is success.
-    Answer(RequestKey, i32),
-    /// The message becomes the data of a read; then the request is answered with success. There is room for it.
-    AnswerWith {
-        /// The request.
-        request: RequestKey,
-        /// First byte in the session's memory.
-        at: usize,
-        /// The message.
-        message: SmallVec<[u8; 64]>,
-    },
-    /// Bytes in the session's memory become zero; the request's answer follows.
-    Zero {
-        /// The request.
-        request: RequestKey,
-        /// First byte in the session's memory.
-        from: usize,
-        /// Bytes.
-        len: usize,
-    },
-    /// A device is to be opened: ends with [`Server::opened`](super::Server::opened).
+/// Report of a server to its host, or a job for it.
+#[derive(Debug)]
+pub enum Output {
+    /// Report of RTRS: anything but a request.
+    Rtrs(rtrs::server::request::Output),
+    /// Open a device. Ends with [`Server::opened`](super::Server::opened).
     Open {
         /// Names the end.
         ticket: Ticket,
@@ -84,26 +63,12 @@ pub enum Action {
         /// How it is to be opened.
         mode: AccessMode,
     },
-    /// A device is to be closed, after what was written is durable: ends with [`Server::closed`](super::Server::closed).
-    /// Nothing is under way on it.
+    /// Close a device, after what was written is durable. Ends with [`Server::closed`](super::Server::closed). No operation on it is in
+    /// flight.
     Close {
         /// Names the end.
         ticket: Ticket,
         /// The device.
         store: StoreId,
     },
-    /// Another share has opened a device, which this loop's disks are to have too, as they would have one that they open, and without
-    /// the right to write it being asked for again: ends with [`Server::taken_over`](super::Server::taken_over).
-    TakeOver {
-        /// Names the end.
-        ticket: Ticket,
-        /// The share.
-        home: usize,
-        /// ID of the device at the disks.
-        store: StoreId,
-    },
-    /// An operation on a device: ends with [`Server::io_done`](super::Server::io_done). A read-only device is not asked
-    /// to change. The range may lie beyond the device's end, but not beyond that of the numbers: whoever knows the size best
-    /// refuses it.
-    Io(IoTicket, SessionKey, DiskOp),
 }

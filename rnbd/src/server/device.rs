@@ -5,7 +5,6 @@ use rtrs::server::request::RequestKey;
 use super::{
     action::{Identity, Opened},
     disk::StoreId,
-    parts::{Original, Parts},
 };
 use crate::{
     block::Geometry,
@@ -49,10 +48,6 @@ pub(super) struct Device {
     pub(super) owner: String,
     requests: u32,
     life: Life,
-    /// Parts at other shards.
-    pub(super) parts: Parts,
-    /// The device of another share that this is a part of.
-    pub(super) part_of: Option<Original>,
 }
 
 impl Device {
@@ -68,23 +63,6 @@ impl Device {
             instance: opened.instance,
             requests: 0,
             life: Life::Open,
-            parts: Parts::default(),
-            part_of: None,
-        }
-    }
-
-    /// A part of another share's device.
-    pub(super) fn part(store: StoreId, geometry: Geometry, of: Original) -> Self {
-        let opened = Opened {
-            store,
-            geometry,
-            identity: Identity(Vec::new()),
-            label: String::new(),
-            instance: None,
-        };
-        Self {
-            part_of: Some(of),
-            ..Self::new(Vec::new(), AccessMode::ReadOnly, String::new(), opened)
         }
     }
 
@@ -110,7 +88,7 @@ impl Device {
 
     /// Whether it is to be closed, and nothing is under way on it.
     pub(super) fn may_close(&self) -> bool {
-        self.requests == 0 && self.is_closing() && self.parts.are_closed()
+        self.requests == 0 && self.is_closing()
     }
 
     /// Returns the store to close, and the request to answer then.

@@ -1,7 +1,5 @@
 //! Limits and counters of a server.
 
-use core::fmt;
-
 /// Limits of a server.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Limits {
@@ -19,33 +17,6 @@ impl Default for Limits {
             max_devices: 256,
             max_open: 1024,
         }
-    }
-}
-
-/// Counts the devices that are open, being opened or being closed: of a server, or of several together.
-pub trait Places: fmt::Debug + Send {
-    /// One more, if there is room.
-    fn take(&mut self) -> bool;
-    /// One less.
-    fn give_back(&mut self);
-}
-
-/// Open devices of one server.
-#[derive(Debug)]
-pub(super) struct OwnPlaces {
-    pub(super) taken: usize,
-    pub(super) most: usize,
-}
-
-impl Places for OwnPlaces {
-    fn take(&mut self) -> bool {
-        let room = self.taken < self.most;
-        self.taken += usize::from(room);
-        room
-    }
-
-    fn give_back(&mut self) {
-        self.taken = self.taken.saturating_sub(1);
     }
 }
 

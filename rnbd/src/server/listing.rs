@@ -5,7 +5,11 @@ use core::net::SocketAddr;
 use roce_verbs::Instant;
 use rtrs::server::request::SessionKey;
 
-use super::{disk::StoreId, server::Server, session::Session};
+use super::{
+    disk::{Disks, StoreId},
+    server::Server,
+    session::Session,
+};
 use crate::proto::AccessMode;
 
 /// A device that a session has open.
@@ -33,11 +37,10 @@ pub struct DeviceListing {
     pub size: u64,
 }
 
-impl Server {
-    /// Devices that are open, those of sessions whose home this share is.
+impl<D: Disks> Server<D> {
+    /// Devices that are open.
     pub fn listing(&self) -> Vec<DeviceListing> {
-        let at_home = self.sessions.iter().filter(|(key, _)| self.is_home(**key));
-        let listed = at_home.flat_map(|(key, session)| {
+        let listed = self.sessions.iter().flat_map(|(key, session)| {
             let open = session.devices();
             open.filter_map(|(id, device)| self.listed(*key, session, id, device))
         });
@@ -62,11 +65,8 @@ impl Server {
 
     /// Closes a device for a session, whatever its client does, as the kernel's `force_close`: requests that are under way are answered,
     /// and for later ones the device is not connected (ENOTCONN). Its number is not used again. False when the session has no such
-    /// device, and elsewhere than at its home.
+    /// device.
     pub fn force_close(&mut self, now: Instant, session: SessionKey, id: u32) -> bool {
-        if !self.is_home(session) {
-            return false;
-        }
         let Some(device) = self.sessions.get_mut(&session).and_then(|s| s.leave(id)) else {
             return false;
         };

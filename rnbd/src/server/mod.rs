@@ -6,15 +6,14 @@ pub mod disk;
 mod limits;
 pub mod listing;
 mod logs;
-pub mod parts;
 pub mod queue;
 mod request;
 pub mod schedule;
 #[expect(clippy::module_inception, reason = "the machine itself, beside its parts")]
 mod server;
 mod session;
-mod spread;
 pub mod sync;
+pub mod transport;
 
-pub use limits::{Limits, Places, ServerCounters};
+pub use limits::{Limits, ServerCounters};
 pub use server::Server;

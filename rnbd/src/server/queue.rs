@@ -95,12 +95,6 @@ impl<K: Ord + Copy, T> Lines<K, T> {
             return Some((session, operation));
         }
     }
-
-    fn forget(&mut self, session: K) -> impl Iterator<Item = T> + use<K, T> {
-        self.turns.retain(|s| *s != session);
-        let line = self.by_session.remove(&session).unwrap_or_default();
-        line.waiting.into_iter().map(|(_, operation)| operation)
-    }
 }
 
 /// Operations that wait for the disk.
@@ -109,7 +103,9 @@ pub struct FairQueue<K, T> {
     limits: QueueLimits,
     data: Lines<K, T>,
     slow: Lines<K, T>,
-    /// Under way.
+    /// Operations in the queue.
+    waiting: usize,
+    /// Operations in flight.
     running: u32,
     running_slow: u32,
     /// The class that has its turn, when both wait.
@@ -123,6 +119,7 @@ impl<K: Ord + Copy, T> FairQueue<K, T> {
             limits,
             data: Lines::new(),
             slow: Lines::new(),
+            waiting: 0,
             running: 0,
             running_slow: 0,
             next_slow: false,
@@ -131,6 +128,7 @@ impl<K: Ord + Copy, T> FairQueue<K, T> {
 
     /// Adds an operation of a session.
     pub fn push(&mut self, session: K, class: Class, bytes: u64, operation: T) {
+        self.waiting += 1;
         match class {
             Class::Data => self.data.push(session, bytes, operation),
             Class::Slow => self.slow.push(session, 0, operation),
@@ -157,6 +155,7 @@ impl<K: Ord + Copy, T> FairQueue<K, T> {
             Some((session, class, operation))
         })?;
         self.next_slow = class == Class::Data;
+        self.waiting -= 1;
         self.running += 1;
         self.running_slow += u32::from(class == Class::Slow);
         Some((session, class, operation))
@@ -168,72 +167,66 @@ impl<K: Ord + Copy, T> FairQueue<K, T> {
         self.running_slow = self.running_slow.saturating_sub(u32::from(class == Class::Slow));
     }
 
-    /// Operations under way.
+    /// Operations in flight.
     pub fn running(&self) -> u32 {
         self.running
     }
 
-    /// Takes out what a session waits with.
-    pub fn forget(&mut self, session: K) -> Vec<T> {
-        let data = self.data.forget(session);
-        data.chain(self.slow.forget(session)).collect()
+    /// Operations that wait.
+    pub fn waiting(&self) -> usize {
+        self.waiting
     }
 }
 
-/// Flushes of one store: at most one runs, and several requests may be answered with it.
+/// Flushes of one store: at most one runs, and its result answers others.
 #[derive(Debug)]
 pub struct Flushes<T> {
-    /// Waiters of the running one.
-    running: Option<Vec<T>>,
-    /// A write has completed since it was started, so that it need not cover it.
+    running: bool,
+    /// A write has ended since the running one was started, so that it need not cover it.
     written: bool,
-    /// For the next one.
+    /// Requests that the running one answers, too.
+    joined: Vec<T>,
+    /// Requests for the next one.
     waiting: Vec<T>,
 }
 
 impl<T> Default for Flushes<T> {
     fn default() -> Self {
         Self {
-            running: None,
+            running: false,
             written: false,
+            joined: Vec::new(),
             waiting: Vec::new(),
         }
     }
 }
 
 impl<T> Flushes<T> {
-    /// A flush is asked for. True: one is to be started.
-    pub fn request(&mut self, who: T) -> bool {
-        match &mut self.running {
-            None => {
-                (self.running, self.written) = (Some(vec![who]), false);
-                true
-            }
-            Some(running) if !self.written => {
-                running.push(who);
-                false
-            }
-            Some(_) => {
-                self.waiting.push(who);
-                false
-            }
+    /// A flush is requested. Returns it if it must be started.
+    pub fn request(&mut self, flush: T) -> Option<T> {
+        if !core::mem::replace(&mut self.running, true) {
+            return Some(flush);
         }
+        match self.written {
+            true => self.waiting.push(flush),
+            false => self.joined.push(flush),
+        }
+        None
     }
 
-    /// A write of the store has completed.
+    /// A write of the store has ended.
     pub fn wrote(&mut self) {
-        self.written = self.running.is_some();
+        self.written = self.running;
     }
 
-    /// The running one has ended. Returns whom it was for, and whether another is to be started.
-    pub fn done(&mut self) -> (Vec<T>, bool) {
-        let answered = self.running.take().unwrap_or_default();
-        self.written = false;
-        if self.waiting.is_empty() {
-            return (answered, false);
-        }
-        self.running = Some(core::mem::take(&mut self.waiting));
-        (answered, true)
+    /// The running one has ended. Returns those that it answers, too, and the next to start.
+    pub fn done(&mut self) -> (Vec<T>, Option<T>) {
+        let answered = core::mem::take(&mut self.joined);
+        let mut waiting = core::mem::take(&mut self.waiting).into_iter();
+        let next = waiting.next();
+        self.joined.extend(waiting);
+        (self.running, self.written) = (next.is_some(), false);
+        (answered, next)
     }
 }
 
@@ -302,31 +295,29 @@ mod tests {
     }
 
     #[test]
-    fn a_session_keeps_its_order_and_takes_along_what_it_waits_with() {
+    fn a_session_keeps_its_order() {
         let mut queue = FairQueue::new(LIMITS);
         for i in 0..5 {
             queue.push('a', Class::Data, 512, i);
-            queue.push('b', Class::Data, 512, 10 + i);
         }
-        queue.push('b', Class::Slow, 0, 20);
-        assert_eq!(queue.forget('b'), [10, 11, 12, 13, 14, 20]);
+        assert_eq!(queue.waiting(), 5);
         let order: Vec<_> = std::iter::from_fn(|| queue.pop()).map(|(.., i)| i).collect();
         assert_eq!(order, [0, 1, 2, 3, 4]);
+        assert_eq!((queue.waiting(), queue.running()), (0, 5));
     }
 
     #[test]
     fn a_flush_answers_only_what_it_covers() {
         let mut flushes = Flushes::default();
-        assert!(flushes.request(1));
-        assert!(!flushes.request(2), "nothing was written since the first began");
+        assert_eq!(flushes.request(1), Some(1));
+        assert_eq!(flushes.request(2), None, "nothing was written since the first began");
         flushes.wrote();
-        assert!(!flushes.request(3));
-        assert!(!flushes.request(4));
-        assert_eq!(flushes.done(), (vec![1, 2], true));
-        assert!(!flushes.request(5), "begun after all that was written");
-        assert_eq!(flushes.done(), (vec![3, 4, 5], false));
+        assert_eq!((flushes.request(3), flushes.request(4)), (None, None));
+        assert_eq!(flushes.done(), (vec![2], Some(3)));
+        assert_eq!(flushes.request(5), None, "begun after all that was written");
+        assert_eq!(flushes.done(), (vec![4, 5], None));
         flushes.wrote();
-        assert!(flushes.request(6));
-        assert_eq!(flushes.done(), (vec![6], false));
+        assert_eq!(flushes.request(6), Some(6));
+        assert_eq!(flushes.done(), (vec![], None));
     }
 }

@@ -1,30 +1,25 @@
 //! Block requests of clients, checked.
 
+use core::ops::Range;
+
 use rtrs::{Direction, server::request::Request};
 
 use crate::{
     block::{BlockOp, Geometry},
     errno::Errno,
     proto::{IoOp, MsgIo, Rw, SECTOR, status},
+    server::disk::{DiskOp, StoreId},
 };
 
 /// A block request that makes sense.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Io {
-    /// Operation and flags.
-    pub(super) rw: Rw,
-    /// First byte on the device.
-    pub(super) offset: u64,
-    /// Bytes on the device.
-    pub(super) len: u64,
-    /// First byte of the data in the session's memory.
-    pub(super) data: usize,
-    /// Bytes of data that the client is sent.
-    pub(super) read: usize,
-    /// Bytes that it has room for beyond these.
-    pub(super) tail: usize,
-    /// Extents that it wants to be told of at most.
-    extents: u32,
+    /// The operation, after the flush if one comes first.
+    pub(super) op: DiskOp,
+    /// A flush comes first, and the operation only if that succeeds.
+    pub(super) flush_first: bool,
+    /// Bytes of the client's room behind what it reads.
+    pub(super) tail: Range<usize>,
 }
 
 impl Io {
@@ -32,7 +27,7 @@ impl Io {
     ///
     /// # Errors
     /// What the client is answered.
-    pub(super) fn check(m: &MsgIo, request: &Request) -> Result<Self, Errno> {
+    pub(super) fn check(m: &MsgIo, request: &Request, store: StoreId) -> Result<Self, Errno> {
         let rw = Rw::from_wire(m.rw.get()).ok_or(Errno::EINVAL)?;
         let asks = rw.op == IoOp::BlockStatus;
         let moved = u64::from(m.bi_size.get());
@@ -69,19 +64,21 @@ impl Io {
             IoOp::BlockStatus => status::answer_len(extents) as u64,
             _ => 0,
         };
-        let tail = if read > 0 || rw.op == IoOp::Read {
-            room - read
-        } else {
-            0
-        };
+        let tail = if read > 0 || rw.op == IoOp::Read { room } else { read };
+        let in_memory = |at: u64| request.data_offset + at as usize;
         Ok(Self {
-            rw,
-            offset,
-            len,
-            data: request.data_offset,
-            read: read as usize,
-            tail: tail as usize,
-            extents,
+            op: DiskOp {
+                store,
+                op: operation(rw, len, extents),
+                offset,
+                len,
+                data: request.data_offset,
+            },
+            flush_first: match rw.op {
+                IoOp::Flush => len > 0,
+                _ => rw.preflush,
+            },
+            tail: in_memory(read)..in_memory(tail),
         })
     }
 
@@ -90,38 +87,30 @@ impl Io {
     /// # Errors
     /// What the client is answered.
     pub(super) fn permitted(&self, geometry: &Geometry) -> Result<(), Errno> {
-        if self.operation().writes() && geometry.read_only {
+        if self.op.op.writes() && geometry.read_only {
             return Err(Errno::EROFS);
         }
         // Zeroes that are written would keep the disk busy as long as a client likes.
-        if self.rw.op == IoOp::WriteZeroes && self.len > geometry.max_write_zeroes {
+        let zeroes = matches!(self.op.op, BlockOp::WriteZeroes { .. });
+        if zeroes && self.op.len > geometry.max_write_zeroes {
             return Err(Errno::EOPNOTSUPP);
         }
         Ok(())
     }
+}
 
-    /// A flush comes first, and the operation only if that succeeds.
-    pub(super) fn flush_first(&self) -> bool {
-        match self.rw.op {
-            IoOp::Flush => self.len > 0,
-            _ => self.rw.preflush,
-        }
-    }
-
-    /// Returns the operation for the disk, after the flush if one comes first.
-    pub(super) fn operation(&self) -> BlockOp {
-        let fua = self.rw.fua;
-        match self.rw.op {
-            IoOp::Read => BlockOp::Read,
-            IoOp::Flush if self.len == 0 => BlockOp::Flush,
-            IoOp::Write | IoOp::Flush => BlockOp::Write { fua },
-            // A secure erase is refused by `check`.
-            IoOp::Discard | IoOp::SecureErase => BlockOp::Discard,
-            IoOp::WriteZeroes => BlockOp::WriteZeroes {
-                fua,
-                may_unmap: !self.rw.no_unmap,
-            },
-            IoOp::BlockStatus => BlockOp::BlockStatus { most: self.extents },
-        }
+fn operation(rw: Rw, len: u64, extents: u32) -> BlockOp {
+    let fua = rw.fua;
+    match rw.op {
+        IoOp::Read => BlockOp::Read,
+        IoOp::Flush if len == 0 => BlockOp::Flush,
+        IoOp::Write | IoOp::Flush => BlockOp::Write { fua },
+        // A secure erase is refused before.
+        IoOp::Discard | IoOp::SecureErase => BlockOp::Discard,
+        IoOp::WriteZeroes => BlockOp::WriteZeroes {
+            fua,
+            may_unmap: !rw.no_unmap,
+        },
+        IoOp::BlockStatus => BlockOp::BlockStatus { most: extents },
     }
 }

@@ -1,6 +1,6 @@
-//! Schedule of the disks, without the I/O: order of operations, flushes, and who is notified of their end.
+//! Schedule of the disks, without the I/O: order of operations, and which of them a flush answers.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 use rtrs::server::request::SessionKey;
 
@@ -8,115 +8,72 @@ use crate::{
     block::BlockOp,
     errno::Errno,
     server::{
-        disk::{DiskOp, IoTicket, StoreId},
+        disk::{Op, StoreId},
         queue::{Class, FairQueue, Flushes, QueueLimits},
     },
 };
 
-/// An operation that is over, and how it ended.
-pub type Ended = (IoTicket, Result<(), Errno>);
-
-/// Whom an operation is for.
-#[derive(Clone, Copy, Debug)]
-enum Who {
-    Ticket(IoTicket),
-    /// Operations that the store's flush is for.
-    Flush,
-}
-
-/// An operation that waits for its turn.
-#[derive(Debug)]
-struct Waiting<M> {
-    who: Who,
-    op: DiskOp,
-    /// Memory of operations with data in it.
-    memory: Option<M>,
-}
-
-/// An operation that has its turn. It ends with [`Schedule::done`].
-#[derive(Debug)]
-pub struct Begun<M> {
-    /// Names it.
-    pub under_way: UnderWay,
-    /// Operation.
-    pub op: DiskOp,
-    /// The memory of the data, if there is any.
-    pub memory: Option<M>,
-}
-
-/// Names an operation that was started, until it is over.
-#[derive(Debug)]
-#[must_use = "an operation that does not end keeps its place"]
-pub struct UnderWay {
-    who: Who,
-    session: SessionKey,
-    store: StoreId,
-    class: Class,
-}
-
-impl UnderWay {
-    /// The session that it is started for.
-    pub fn session(&self) -> SessionKey {
-        self.session
-    }
-
-    /// The device that it works on.
-    pub fn store(&self) -> StoreId {
-        self.store
-    }
-
-    /// Whether it is a flush.
-    pub fn is_flush(&self) -> bool {
-        matches!(self.who, Who::Flush)
-    }
-}
-
 /// An open device.
-#[derive(Debug, Default)]
-struct Store {
-    flushes: Flushes<IoTicket>,
-    /// Requests that are not answered.
+#[derive(Debug)]
+struct Store<P> {
+    flushes: Flushes<Box<Op<P>>>,
+    /// Operations that have not ended.
     unanswered: usize,
 }
 
-/// See the module. `M` is the handle of a session's memory.
+/// See the module.
 #[derive(Debug)]
-pub struct Schedule<M> {
-    queue: FairQueue<SessionKey, Waiting<M>>,
-    /// Operations in the queue.
-    waiting: usize,
-    stores: BTreeMap<StoreId, Store>,
+pub struct Schedule<P> {
+    queue: FairQueue<SessionKey, Box<Op<P>>>,
+    stores: BTreeMap<StoreId, Store<P>>,
     next_store: u32,
+    ended: VecDeque<Box<Op<P>>>,
 }
 
-impl<M: Clone> Schedule<M> {
+fn class(op: BlockOp) -> Class {
+    match op {
+        BlockOp::Read | BlockOp::Write { .. } => Class::Data,
+        BlockOp::Flush | BlockOp::Discard | BlockOp::WriteZeroes { .. } | BlockOp::BlockStatus { .. } => Class::Slow,
+    }
+}
+
+impl<P> Schedule<P> {
     /// Without devices.
     pub fn new(limits: QueueLimits) -> Self {
         Self {
             queue: FairQueue::new(limits),
-            waiting: 0,
             stores: BTreeMap::new(),
             next_store: 0,
+            ended: VecDeque::new(),
         }
     }
 
-    /// Operations that have not had their turn.
+    /// Operations that wait for their turn.
     pub fn waiting(&self) -> usize {
-        self.waiting
+        self.queue.waiting()
     }
 
-    /// A device is open. Its number is no other's.
+    /// Whether no operation waits, is in flight, or has ended and was not taken.
+    pub fn is_idle(&self) -> bool {
+        self.queue.waiting() == 0 && self.queue.running() == 0 && self.ended.is_empty()
+    }
+
+    /// Adds a device. Its number is no other's.
     pub fn open(&mut self) -> StoreId {
         while self.stores.contains_key(&StoreId(self.next_store)) {
             self.next_store = self.next_store.wrapping_add(1);
         }
         let id = StoreId(self.next_store);
         self.next_store = self.next_store.wrapping_add(1);
-        self.stores.insert(id, Store::default());
+        let store = Store {
+            flushes: Flushes::default(),
+            unanswered: 0,
+        };
+        self.stores.insert(id, store);
         id
     }
 
-    /// Forgets a device. False: there is no such device, or something that was asked of it is not over.
+    /// Removes a device. False: there is no such device, or an operation of it has not ended.
     pub fn close(&mut self, id: StoreId) -> bool {
         let idle = self.stores.get(&id).is_some_and(|store| store.unanswered == 0);
         if idle {
@@ -125,121 +82,80 @@ impl<M: Clone> Schedule<M> {
         idle
     }
 
-    /// Asks for an operation. A flush covers the writes that were over before, and may be answered with another that does.
-    ///
-    /// # Errors
-    /// ENXIO when the device is not open.
-    pub fn start(&mut self, session: SessionKey, ticket: IoTicket, op: DiskOp, memory: &M) -> Result<(), Errno> {
-        let store = self.stores.get_mut(&op.store).ok_or(Errno::ENXIO)?;
+    /// Queues an operation. A flush covers the writes that had ended before, and may be answered with another that does. Without such
+    /// a device it ends with ENXIO.
+    pub fn submit(&mut self, mut op: Box<Op<P>>) {
+        let Some(store) = self.stores.get_mut(&op.disk.store) else {
+            op.result = Err(Errno::ENXIO);
+            return self.ended.push_back(op);
+        };
         store.unanswered += 1;
-        let (who, begins) = match op.op {
-            BlockOp::Flush => (Who::Flush, store.flushes.request(ticket)),
-            _ => (Who::Ticket(ticket), true),
+        let starts = match op.disk.op {
+            BlockOp::Flush => store.flushes.request(op),
+            _ => Some(op),
         };
-        if begins {
-            let memory = op.data_len().map(|_| memory.clone());
-            self.wait(session, Waiting { who, op, memory });
-        }
-        Ok(())
-    }
-
-    fn wait(&mut self, session: SessionKey, waiting: Waiting<M>) {
-        let class = match waiting.op.op {
-            BlockOp::Read | BlockOp::Write { .. } => Class::Data,
-            BlockOp::Flush | BlockOp::Discard | BlockOp::WriteZeroes { .. } | BlockOp::BlockStatus { .. } => {
-                Class::Slow
-            }
-        };
-        self.queue.push(session, class, waiting.op.len, waiting);
-        self.waiting += 1;
-    }
-
-    /// A session is gone: what it waits with ends with ECONNABORTED, in `ended`. A flush that others wait for, too, is run, and
-    /// what is under way ends in its own time.
-    pub fn forget(&mut self, session: SessionKey, ended: &mut Vec<Ended>) {
-        let dropped = self.queue.forget(session);
-        self.waiting -= dropped.len();
-        for waiting in dropped {
-            match waiting.who {
-                Who::Flush => self.wait(session, waiting),
-                Who::Ticket(ticket) => {
-                    if let Some(store) = self.stores.get_mut(&waiting.op.store) {
-                        store.unanswered -= 1;
-                    }
-                    ended.push((ticket, Err(Errno::ECONNABORTED)));
-                }
-            }
+        if let Some(op) = starts {
+            self.wait(op);
         }
     }
 
-    /// The next operation to start, if there is room for one.
-    pub fn begin(&mut self) -> Option<Begun<M>> {
-        let (session, class, waiting) = self.queue.pop()?;
-        self.waiting -= 1;
-        let Waiting { who, op, memory } = waiting;
-        let store = op.store;
-        Some(Begun {
-            under_way: UnderWay {
-                who,
-                session,
-                store,
-                class,
-            },
-            op,
-            memory,
-        })
+    fn wait(&mut self, op: Box<Op<P>>) {
+        self.queue.push(op.id.session, class(op.disk.op), op.disk.len, op);
     }
 
-    /// An operation is over; `wrote`: the device may be another than before. All for whom it was are in `ended`; who came too late
-    /// for a flush gets the next one.
-    pub fn done(&mut self, over: UnderWay, wrote: bool, result: Result<(), Errno>, ended: &mut Vec<Ended>) {
-        self.queue.done(over.class);
-        // A store stays as long as something of it is not answered.
-        let mut store = self.stores.get_mut(&over.store);
-        if let Some(store) = store.as_mut().filter(|_| wrote) {
+    /// Takes the next operation to start, if there is room for one. It ends with [`end`](Self::end).
+    pub fn start(&mut self) -> Option<Box<Op<P>>> {
+        self.queue.pop().map(|(_, _, op)| op)
+    }
+
+    /// Ends an operation that was started; `wrote`: it may have changed the device. Operations that came too late for a flush get the
+    /// next one.
+    pub fn end(&mut self, op: Box<Op<P>>, wrote: bool) {
+        self.queue.done(class(op.disk.op));
+        // A store stays as long as an operation of it has not ended.
+        let Some(store) = self.stores.get_mut(&op.disk.store) else {
+            return self.ended.push_back(op);
+        };
+        store.unanswered -= 1;
+        if wrote {
             store.flushes.wrote();
         }
-        match (over.who, store) {
-            (Who::Ticket(ticket), store) => {
-                if let Some(store) = store {
-                    store.unanswered -= 1;
-                }
-                ended.push((ticket, result));
-            }
-            (Who::Flush, Some(store)) => {
-                let (answered, again) = store.flushes.done();
-                store.unanswered -= answered.len();
-                ended.extend(answered.into_iter().map(|ticket| (ticket, result)));
-                if again {
-                    self.flush_again(&over);
-                }
-            }
-            (Who::Flush, None) => {}
+        if op.disk.op != BlockOp::Flush {
+            return self.ended.push_back(op);
+        }
+        let (result, (joined, next)) = (op.result, store.flushes.done());
+        store.unanswered -= joined.len();
+        self.ended.push_back(op);
+        self.ended.extend(joined.into_iter().map(|mut op| {
+            op.result = result;
+            op
+        }));
+        if let Some(next) = next {
+            self.wait(next);
         }
     }
 
-    /// The flush of those who came too late for the one that has ended.
-    fn flush_again(&mut self, over: &UnderWay) {
-        let op = DiskOp {
-            store: over.store,
-            op: BlockOp::Flush,
-            offset: 0,
-            len: 0,
-            data: 0,
-        };
-        let (who, memory) = (Who::Flush, None);
-        self.wait(over.session, Waiting { who, op, memory });
+    /// Takes an operation that has ended.
+    pub fn poll(&mut self) -> Option<Box<Op<P>>> {
+        self.ended.pop_front()
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use rtrs::server::request::RequestKey;
+
     use super::*;
+    use crate::server::disk::DiskOp;
 
     const A: SessionKey = SessionKey(1);
-    const B: SessionKey = SessionKey(2);
 
-    fn ask(s: &mut Schedule<char>, session: SessionKey, ticket: u64, store: StoreId, op: BlockOp) {
+    fn ask(s: &mut Schedule<()>, chunk: u16, store: StoreId, op: BlockOp) {
+        let id = RequestKey {
+            session: A,
+            chunk,
+            serial: 0,
+        };
         let op = DiskOp {
             store,
             op,
@@ -247,101 +163,63 @@ mod tests {
             len: 4096,
             data: 0,
         };
-        s.start(session, IoTicket(ticket), op, &'m').unwrap();
+        s.submit(Box::new(Op::new(id, op, None)));
     }
 
-    fn begin(s: &mut Schedule<char>) -> UnderWay {
-        s.begin().expect("its turn").under_way
+    fn next(s: &mut Schedule<()>) -> Box<Op<()>> {
+        s.start().expect("its turn")
     }
 
-    fn end(s: &mut Schedule<char>, over: UnderWay, wrote: bool, result: Result<(), Errno>) -> Vec<Ended> {
-        let mut ended = Vec::new();
-        s.done(over, wrote, result, &mut ended);
-        ended
+    fn end(s: &mut Schedule<()>, mut op: Box<Op<()>>, wrote: bool, result: Result<(), Errno>) {
+        op.result = result;
+        s.end(op, wrote);
     }
 
-    #[test]
-    fn memory_goes_along_with_data_only() {
-        let mut s = Schedule::new(QueueLimits::default());
-        let store = s.open();
-        for (op, memory) in [
-            (BlockOp::Read, Some('m')),
-            (BlockOp::Write { fua: false }, Some('m')),
-            (BlockOp::BlockStatus { most: 1 }, Some('m')),
-            (BlockOp::Flush, None),
-            (BlockOp::Discard, None),
-        ] {
-            ask(&mut s, A, 0, store, op);
-            let begun = s.begin().unwrap();
-            assert_eq!((begun.op.op, begun.memory), (op, memory));
-            assert_eq!(end(&mut s, begun.under_way, op.writes(), Ok(())).len(), 1);
-        }
+    fn ended(s: &mut Schedule<()>) -> Vec<(u16, Result<(), Errno>)> {
+        std::iter::from_fn(|| s.poll())
+            .map(|op| (op.id.chunk, op.result))
+            .collect()
     }
 
     #[test]
-    fn a_device_stays_as_long_as_something_is_not_answered() {
+    fn a_device_stays_as_long_as_an_operation_has_not_ended() {
         let mut s = Schedule::new(QueueLimits::default());
         let (store, other) = (s.open(), s.open());
         assert_ne!(store, other);
-        ask(&mut s, A, 1, store, BlockOp::Read);
+        ask(&mut s, 1, store, BlockOp::Read);
         assert!(!s.close(store));
         assert_eq!(s.waiting(), 1);
-        let over = begin(&mut s);
+        let op = next(&mut s);
         assert_eq!((s.waiting(), s.close(store)), (0, false));
-        assert_eq!(
-            end(&mut s, over, false, Err(Errno::EIO)),
-            [(IoTicket(1), Err(Errno::EIO))]
-        );
-        assert!(s.close(store));
+        end(&mut s, op, false, Err(Errno::EIO));
+        assert_eq!(ended(&mut s), [(1, Err(Errno::EIO))]);
+        assert!(s.close(store) && s.is_idle());
         assert!(!s.close(store), "it is closed");
-        let op = DiskOp {
-            store,
-            op: BlockOp::Read,
-            offset: 0,
-            len: 512,
-            data: 0,
+        ask(&mut s, 2, store, BlockOp::Read);
+        assert_eq!(ended(&mut s), [(2, Err(Errno::ENXIO))]);
+    }
+
+    #[test]
+    fn a_flush_after_a_write_is_another_flush() {
+        let mut s = Schedule::new(QueueLimits::default());
+        let store = s.open();
+        ask(&mut s, 1, store, BlockOp::Write { fua: false });
+        ask(&mut s, 2, store, BlockOp::Flush);
+        ask(&mut s, 3, store, BlockOp::Flush);
+        let (one, two) = (next(&mut s), next(&mut s));
+        let (write, flush) = if one.disk.op == BlockOp::Flush {
+            (two, one)
+        } else {
+            (one, two)
         };
-        assert_eq!(s.start(A, IoTicket(2), op, &'m'), Err(Errno::ENXIO));
-    }
-
-    #[test]
-    fn who_comes_after_a_write_gets_the_next_flush() {
-        let mut s = Schedule::new(QueueLimits::default());
-        let store = s.open();
-        ask(&mut s, A, 1, store, BlockOp::Write { fua: false });
-        ask(&mut s, A, 2, store, BlockOp::Flush);
-        ask(&mut s, B, 3, store, BlockOp::Flush);
-        let (write, flush) = (begin(&mut s), begin(&mut s));
-        assert!(s.begin().is_none() && flush.is_flush());
-        assert_eq!(end(&mut s, write, true, Ok(())), [(IoTicket(1), Ok(()))]);
-        ask(&mut s, B, 4, store, BlockOp::Flush);
-        assert!(s.begin().is_none(), "one at a time");
+        end(&mut s, write, true, Ok(()));
+        ask(&mut s, 4, store, BlockOp::Flush);
+        end(&mut s, flush, false, Err(Errno::EIO));
         let failed = Err(Errno::EIO);
-        assert_eq!(
-            end(&mut s, flush, false, failed),
-            [(IoTicket(2), failed), (IoTicket(3), failed)]
-        );
-        let again = begin(&mut s);
-        assert!(again.is_flush() && !s.close(store));
-        assert_eq!(end(&mut s, again, false, Ok(())), [(IoTicket(4), Ok(()))]);
-        assert!(s.close(store));
-    }
-
-    #[test]
-    fn a_session_that_is_gone_keeps_nobody_waiting() {
-        let mut s = Schedule::new(QueueLimits::default());
-        let store = s.open();
-        ask(&mut s, A, 1, store, BlockOp::Read);
-        ask(&mut s, A, 2, store, BlockOp::Flush);
-        ask(&mut s, B, 3, store, BlockOp::Flush);
-        let mut ended = Vec::new();
-        s.forget(A, &mut ended);
-        assert_eq!(ended, [(IoTicket(1), Err(Errno::ECONNABORTED))]);
-        let flush = begin(&mut s);
-        assert_eq!(
-            end(&mut s, flush, false, Ok(())),
-            [(IoTicket(2), Ok(())), (IoTicket(3), Ok(()))]
-        );
-        assert!(s.waiting() == 0 && s.close(store));
+        assert_eq!(ended(&mut s), [(1, Ok(())), (2, failed), (3, failed)]);
+        let flush = next(&mut s);
+        end(&mut s, flush, false, Ok(()));
+        assert_eq!(ended(&mut s), [(4, Ok(()))]);
+        assert!(s.close(store) && s.is_idle());
     }
 }

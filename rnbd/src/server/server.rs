@@ -1,128 +1,99 @@
-//! The server's state machine: what clients ask for becomes opens, closes and operations of disks, and their ends become
-//! answers.
+//! The server's state machine: requests of clients become operations of its disks, and their ends become answers. Devices are opened
+//! and closed by the host.
 
-use core::fmt::Display;
-use std::collections::{BTreeMap, VecDeque};
+use core::{fmt::Display, ops::Range};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::SeqCst},
+    },
+};
 
 use roce_verbs::Instant;
 use rtrs::{
     Direction,
+    cx::Cx,
     server::{
-        Share,
-        request::{Output, Request, RequestKey, SessionKey, SessionOpened},
+        Server as Rtrs,
+        request::{Output as RtrsOutput, Request, RequestKey, SessionKey, SessionOpened},
     },
 };
-use smallvec::SmallVec;
 use zerocopy::IntoBytes;
 
 use super::{
-    action::{Action, Identity, OpenRefused, Opened, Ticket},
+    action::{Identity, OpenRefused, Opened, Output, Ticket},
     device::{Device, Tenancy},
-    disk::{DiskOp, IoTicket, StoreId},
-    limits::{Limits, OwnPlaces, Places, ServerCounters},
+    disk::{DiskOp, Disks, Op, StoreId},
+    limits::{Limits, ServerCounters},
     logs::Logs,
-    parts::{Coming, Letter, Original, Part},
     request::Io,
     session::{OpenRequest, Session},
+    transport::{OverRtrs, Transport},
 };
 use crate::{
     block::BlockOp,
     errno::Errno,
-    proto::{AccessMode, ClientMsg, IoOp, MsgIo, MsgOpen, MsgOpenRsp, MsgSessInfo, VERSION_MAJOR},
+    proto::{AccessMode, ClientMsg, MsgIo, MsgOpen, MsgOpenRsp, MsgSessInfo, VERSION_MAJOR},
     slab::Slab,
 };
 
-/// Job of the loop that concerns a device.
+/// Ended operations that are kept to be used again.
+const MAX_SPARE: usize = 256;
+
+/// Job of the host that concerns a device.
 #[derive(Debug)]
 pub(super) enum Job {
     /// Opens it, for this request.
     Open(Box<OpenRequest>, AccessMode, Tenancy),
     /// Closes it; then the request is answered, and whoever had it open may open it again.
     Close(Option<RequestKey>, Option<Tenancy>),
-    /// Takes over one that another share has opened.
-    TakeOver(Box<Coming>),
-    /// Closes the part of another share's device.
-    ClosePart(Original),
 }
 
-/// A block request that the disk works on.
-#[derive(Clone, Copy, Debug)]
-struct Flight {
-    request: RequestKey,
-    device: u64,
-    store: StoreId,
-    io: Io,
-    /// The flush that comes first is under way.
-    flushing: bool,
-}
-
-impl Flight {
-    fn operation(&self) -> DiskOp {
-        let (op, offset, len, data) = match self.flushing {
-            true => (BlockOp::Flush, 0, 0, 0),
-            false => (self.io.operation(), self.io.offset, self.io.len, self.io.data),
-        };
-        DiskOp {
-            store: self.store,
-            op,
-            offset,
-            len,
-            data,
-        }
-    }
-}
-
-/// RNBD's part of a server, without I/O: it is told what RTRS tells its user and how the disks' work went, and says by
-/// [`poll_action`](Self::poll_action) what is to be done. Each request is answered once, those of a session that is gone as
-/// well.
+/// RNBD's part of a server, without I/O: takes requests from RTRS, gives operations to its disks, and answers. Each request is answered
+/// once, those of a session that is gone as well.
 #[derive(Debug)]
-pub struct Server {
+pub struct Server<D: Disks> {
+    disks: D,
     limits: Limits,
-    /// Allocator of the devices' numbers.
-    places: Box<dyn Places>,
+    /// Devices open, being opened or being closed: of all servers that share the limit.
+    open: Arc<AtomicUsize>,
     pub(super) sessions: BTreeMap<SessionKey, Session>,
     /// Open devices, and those that are to be closed after their last request.
     pub(super) devices: Slab<Device>,
-    flights: Slab<Flight>,
-    pub(super) jobs: Slab<Job>,
+    /// Operations that the disks have.
+    in_flight: usize,
+    /// Operations that have ended, to be used again.
+    spare: Vec<Box<Op<D::Part>>>,
+    jobs: Slab<Job>,
     /// Devices that are being closed.
     leaving: Vec<Tenancy>,
-    pub(super) share: Share,
-    /// Parts of other shares' devices.
-    pub(super) parts: BTreeMap<Original, Part>,
-    pub(super) letters: VecDeque<(usize, Letter)>,
     counters: ServerCounters,
     logs: Logs,
-    pub(super) actions: VecDeque<Action>,
+    outputs: VecDeque<Output>,
 }
 
-impl Server {
-    /// A server without sessions.
-    pub fn new(limits: Limits) -> Self {
-        let places = OwnPlaces {
-            taken: 0,
-            most: limits.max_open,
-        };
-        Self::with_share(limits, Box::new(places), Share::WHOLE)
+impl<D: Disks> Server<D> {
+    /// A server without sessions, and with these disks.
+    pub fn new(limits: Limits, disks: D) -> Self {
+        Self::sharing(limits, Arc::default(), disks)
     }
 
-    /// One share of a server that is in several loops, as the RTRS server beside it is. All ask the same one whether one more device
-    /// may be open.
-    pub fn with_share(limits: Limits, places: Box<dyn Places>, share: Share) -> Self {
+    /// One of the servers of several loops, which together have no more devices open than [`Limits::max_open`]: they share the count.
+    pub fn sharing(limits: Limits, open: Arc<AtomicUsize>, disks: D) -> Self {
         Self {
-            share,
-            parts: BTreeMap::new(),
-            letters: VecDeque::new(),
+            disks,
             limits,
-            places,
+            open,
             sessions: BTreeMap::new(),
             devices: Slab::default(),
-            flights: Slab::default(),
+            in_flight: 0,
+            spare: Vec::new(),
             jobs: Slab::default(),
             leaving: Vec::new(),
             counters: ServerCounters::default(),
             logs: Logs::new(),
-            actions: VecDeque::new(),
+            outputs: VecDeque::new(),
         }
     }
 
@@ -133,56 +104,79 @@ impl Server {
 
     /// Whether no device is open, or being opened or closed: what was written is durable.
     pub fn is_idle(&self) -> bool {
-        self.devices.len() == 0 && self.jobs.len() == 0 && self.flights.len() == 0
+        self.devices.len() == 0 && self.jobs.len() == 0 && self.in_flight == 0
     }
 
-    /// Returns the next action.
-    pub fn poll_action(&mut self) -> Option<Action> {
-        self.actions.pop_front()
+    /// The disks.
+    pub fn disks(&self) -> &D {
+        &self.disks
     }
 
-    /// RTRS has something to tell. Returns what is not for its user's user: paths that come and go, and memory
-    /// that is wanted or not wanted any more.
-    pub fn rtrs(&mut self, now: Instant, output: Output) -> Option<Output> {
-        match output {
-            Output::SessionOpened(opened) => self.session_opened(now, opened),
-            Output::Request(request) => self.request(now, &request),
-            Output::SessionClosed { session, .. } => self.session_closed(now, session),
-            Output::PathUp {
-                session, connections, ..
-            } => {
-                self.path_up(session, connections);
-                return Some(output);
-            }
-            Output::PathDown { .. } | Output::Allocate { .. } | Output::Free(_) => {
-                return Some(output);
-            }
+    /// The disks, to open and close devices, and to run.
+    pub fn disks_mut(&mut self) -> &mut D {
+        &mut self.disks
+    }
+
+    /// Processes what RTRS and the disks have. Appends to `outputs` what is for the host. Returns whether there was anything.
+    pub fn work(&mut self, rtrs: &mut Rtrs, cx: &mut Cx<'_>, outputs: &mut Vec<Output>) -> bool {
+        let mut worked = false;
+        while let Some(output) = rtrs.poll_output() {
+            worked = true;
+            let transport = &mut OverRtrs { rtrs, cx };
+            self.rtrs(transport, output);
         }
-        None
+        worked |= self.poll_disks(&mut OverRtrs { rtrs, cx });
+        worked |= !self.outputs.is_empty();
+        outputs.extend(self.outputs.drain(..));
+        worked
     }
 
-    fn session_opened(&mut self, now: Instant, opened: SessionOpened) {
-        let SessionOpened {
-            session,
-            name,
-            peer,
-            connections,
-        } = opened;
+    /// Takes an output of RTRS.
+    pub fn rtrs(&mut self, transport: &mut impl Transport, output: RtrsOutput) {
+        match &output {
+            RtrsOutput::Request(request) => return self.request(transport, request),
+            RtrsOutput::SessionOpened(opened) => self.session_opened(transport.now(), opened),
+            RtrsOutput::SessionClosed { session, .. } => self.session_closed(transport, *session),
+            _ => {}
+        }
+        self.outputs.push_back(Output::Rtrs(output));
+    }
+
+    /// Takes what the disks have ended. Returns whether there was anything.
+    pub fn poll_disks(&mut self, transport: &mut impl Transport) -> bool {
+        let mut worked = false;
+        while let Some(op) = self.disks.poll() {
+            worked = true;
+            self.ended(transport, op);
+        }
+        while let Some((store, size)) = self.disks.poll_resized() {
+            self.resized(store, size);
+        }
+        worked
+    }
+
+    /// Returns the next output for the host.
+    pub fn poll_output(&mut self) -> Option<Output> {
+        self.outputs.pop_front()
+    }
+
+    fn session_opened(&mut self, now: Instant, opened: &SessionOpened) {
+        let (name, peer) = (opened.name.clone(), opened.peer);
         if let Some(suppressed) = self.logs.sessions.pass(now) {
             tracing::info!(session = name, %peer, suppressed, "session opened");
         }
-        let shares = self.share.others_of_path(connections).collect();
         // A client that comes back may have requests of before on the way, which must not find another device under their number.
         let first = (now.as_nanos() / 1000) as u32;
-        self.sessions.insert(session, Session::new(name, peer, shares, first));
+        self.sessions.insert(opened.session, Session::new(name, peer, first));
     }
 
     /// Its devices are closed, each after its last request; one that is being opened is closed when it has come.
-    fn session_closed(&mut self, now: Instant, key: SessionKey) {
+    fn session_closed(&mut self, transport: &mut impl Transport, key: SessionKey) {
+        self.disks.forget(key);
         let Some(session) = self.sessions.remove(&key) else {
             return;
         };
-        if let Some(suppressed) = self.logs.sessions.pass(now) {
+        if let Some(suppressed) = self.logs.sessions.pass(transport.now()) {
             tracing::info!(session = session.name, peer = %session.peer, suppressed, "session closed");
         }
         for (_, device) in session.devices() {
@@ -194,21 +188,8 @@ impl Server {
         });
         self.leaving.extend(opening);
         for open in session.into_waiting() {
-            self.answer(open.request, Err(Errno::ENODEV));
+            answer(transport, open.request, Err(Errno::ENODEV));
         }
-    }
-
-    pub(super) fn answer(&mut self, request: RequestKey, result: Result<(), Errno>) {
-        let errno = result.map_or_else(Errno::raw, |()| 0);
-        self.actions.push_back(Action::Answer(request, errno));
-    }
-
-    fn answer_with(&mut self, request: RequestKey, at: usize, message: &[u8]) {
-        self.actions.push_back(Action::AnswerWith {
-            request,
-            at,
-            message: SmallVec::from_slice(message),
-        });
     }
 
     fn complain(&mut self, now: Instant, session: SessionKey, what: impl Display) {
@@ -222,36 +203,38 @@ impl Server {
         self.sessions.get(&session).map_or("", |s| &s.name)
     }
 
-    fn request(&mut self, now: Instant, request: &Request) {
-        let key = request.key;
+    fn request(&mut self, transport: &mut impl Transport, request: &Request) {
+        let (key, now) = (request.key, transport.now());
         if !self.sessions.contains_key(&key.session) {
-            return self.answer(key, Err(Errno::ENODEV));
+            return answer(transport, key, Err(Errno::ENODEV));
         }
         match ClientMsg::parse(&request.header) {
-            Ok(ClientMsg::Io(m)) => self.io(now, &m, request),
+            Ok(ClientMsg::Io(m)) => self.io(transport, &m, request),
             Ok(ClientMsg::SessInfo(m)) => {
                 let response = MsgSessInfo::response(m.ver.min(VERSION_MAJOR));
                 match room(request, size_of_val(&response)) {
-                    Some(at) => self.answer_with(key, at, response.as_bytes()),
-                    None => self.answer(key, Err(Errno::EINVAL)),
+                    Some(at) => answer_with(transport, key, at, response.as_bytes()),
+                    None => answer(transport, key, Err(Errno::EINVAL)),
                 }
             }
-            Ok(ClientMsg::Open(_) | ClientMsg::Close(_)) if !self.is_home(key.session) => {
-                self.complain(
-                    now,
-                    key.session,
-                    "a device is opened or closed over a connection for I/O",
-                );
-                self.answer(key, Err(Errno::EINVAL));
-            }
-            Ok(ClientMsg::Open(m)) => self.open(now, m, request),
-            Ok(ClientMsg::Close(m)) => self.close(now, m.device_id.get(), key),
+            Ok(ClientMsg::Open(m)) => self.open(transport, m, request),
+            Ok(ClientMsg::Close(m)) => self.close(transport, m.device_id.get(), key),
             Err(e) => {
                 self.complain(now, key.session, e);
-                self.answer(key, Err(Errno::EINVAL));
+                answer(transport, key, Err(Errno::EINVAL));
             }
         }
     }
+}
+
+fn answer(transport: &mut impl Transport, request: RequestKey, result: Result<(), Errno>) {
+    transport.answer(request, result.map_or_else(Errno::raw, |()| 0));
+}
+
+/// Answers a read with a message, for which there is room.
+fn answer_with(transport: &mut impl Transport, request: RequestKey, at: usize, message: &[u8]) {
+    let written = transport.write(request, at, message);
+    answer(transport, request, written.then_some(()).ok_or(Errno::EINVAL));
 }
 
 /// Returns the offset in the session's memory of an answer of `len` bytes to a request, if there is room.
@@ -261,95 +244,103 @@ fn room(request: &Request, len: usize) -> Option<usize> {
 }
 
 /// Block requests.
-impl Server {
-    fn io(&mut self, now: Instant, m: &MsgIo, request: &Request) {
+impl<D: Disks> Server<D> {
+    fn io(&mut self, transport: &mut impl Transport, m: &MsgIo, request: &Request) {
         let key = request.key;
         let id = m.device_id.get();
         let found = self.sessions.get(&key.session).and_then(|s| s.device(id));
         let (Some(found), Some(device)) = (found, found.and_then(|d| self.devices.get_mut(d))) else {
-            self.complain(
-                now,
-                key.session,
-                format_args!("request for device {id}, which is not open"),
-            );
-            return self.answer(key, Err(Errno::ENOTCONN));
+            let text = format_args!("request for device {id}, which is not open");
+            self.complain(transport.now(), key.session, text);
+            return answer(transport, key, Err(Errno::ENOTCONN));
         };
-        let io = match Io::check(m, request) {
+        let io = match Io::check(m, request, device.store) {
             Ok(io) => io,
             Err(e) => {
                 self.counters.malformed += 1;
-                return self.io_ended(key, None, Err(e));
+                return self.refuse(transport, key, e);
             }
         };
         if let Err(e) = io.permitted(&device.geometry) {
-            return self.io_ended(key, None, Err(e));
+            return self.refuse(transport, key, e);
         }
+        // A session has its memory as long as it has requests.
+        let Some(memory) = transport.memory(key.session) else {
+            return self.refuse(transport, key, Errno::ECONNABORTED);
+        };
         device.begin();
-        let flight = Flight {
-            request: key,
-            device: found,
-            store: device.store,
-            io,
-            flushing: io.flush_first(),
+        let flush = DiskOp {
+            op: BlockOp::Flush,
+            offset: 0,
+            len: 0,
+            data: 0,
+            ..io.op
         };
-        self.start(flight);
+        let (disk, next) = match io.flush_first {
+            true => (flush, Some(io.op)),
+            false => (io.op, None),
+        };
+        let mut op = self.spare.pop().unwrap_or_else(|| Box::new(Op::new(key, disk, None)));
+        (op.id, op.disk, op.next, op.device, op.tail) = (key, disk, next, found, io.tail);
+        op.memory = Some(Arc::clone(memory));
+        self.in_flight += 1;
+        self.disks.submit(op);
     }
 
-    fn start(&mut self, flight: Flight) {
-        let ticket = IoTicket(self.flights.insert(flight));
-        let action = Action::Io(ticket, flight.request.session, flight.operation());
-        self.actions.push_back(action);
-    }
-
-    /// An operation has ended. What was read is in the session's memory.
-    pub fn io_done(&mut self, ticket: IoTicket, result: Result<(), Errno>) {
-        let Some(flight) = self.flights.remove(ticket.0) else {
-            return;
-        };
-        if flight.flushing && result.is_ok() {
-            return self.start(Flight {
-                flushing: false,
-                ..flight
-            });
+    /// An operation has ended.
+    fn ended(&mut self, transport: &mut impl Transport, mut op: Box<Op<D::Part>>) {
+        if let (Some(next), Ok(())) = (op.next.take(), op.result) {
+            op.disk = next;
+            return self.disks.submit(op);
         }
-        self.io_ended(flight.request, Some(&flight.io), result);
-        if let Some(device) = self.devices.get_mut(flight.device) {
+        self.in_flight -= 1;
+        // All of the client's room is sent: nothing of earlier requests shall be.
+        if op.result.is_ok() && !zero(transport, op.id, op.tail.clone()) {
+            op.result = Err(Errno::EIO);
+        }
+        let counters = &mut self.counters;
+        counters.requests += 1;
+        match (op.result, op.disk.op) {
+            (Err(_), _) => counters.failed += 1,
+            (Ok(()), BlockOp::Read) => counters.read_bytes += op.disk.len,
+            (Ok(()), BlockOp::Write { .. }) => counters.written_bytes += op.disk.len,
+            (Ok(()), _) => {}
+        }
+        answer(transport, op.id, op.result);
+        if let Some(device) = self.devices.get_mut(op.device) {
             device.end();
         }
         // After the answer, which need not wait for it.
-        self.close_if_unused(flight.device);
+        self.close_if_unused(op.device);
+        if self.spare.len() < MAX_SPARE {
+            op.memory = None;
+            self.spare.push(op);
+        }
     }
 
-    fn io_ended(&mut self, request: RequestKey, io: Option<&Io>, result: Result<(), Errno>) {
-        let counters = &mut self.counters;
-        counters.requests += 1;
-        match (result, io) {
-            (Err(_), _) => counters.failed += 1,
-            (Ok(()), Some(io)) if io.rw.op == IoOp::Read => counters.read_bytes += io.len,
-            (Ok(()), Some(io)) if io.rw.op == IoOp::Write => counters.written_bytes += io.len,
-            (Ok(()), _) => {}
-        }
-        // All of the client's room is sent: nothing of earlier requests shall be.
-        if let (Ok(()), Some(io)) = (result, io)
-            && io.tail > 0
-        {
-            self.actions.push_back(Action::Zero {
-                request,
-                from: io.data + io.read,
-                len: io.tail,
-            });
-        }
-        self.answer(request, result);
+    fn refuse(&mut self, transport: &mut impl Transport, request: RequestKey, e: Errno) {
+        self.counters.requests += 1;
+        self.counters.failed += 1;
+        answer(transport, request, Err(e));
     }
 }
 
+/// Clears bytes of a session's memory. False: they are not all in it.
+fn zero(transport: &mut impl Transport, request: RequestKey, range: Range<usize>) -> bool {
+    const ZEROES: [u8; 4096] = [0; 4096];
+    range.clone().step_by(ZEROES.len()).all(|at| {
+        let len = ZEROES.len().min(range.end - at);
+        transport.write(request, at, &ZEROES[..len])
+    })
+}
+
 /// Opening and closing.
-impl Server {
-    fn open(&mut self, now: Instant, message: MsgOpen, request: &Request) {
+impl<D: Disks> Server<D> {
+    fn open(&mut self, transport: &mut impl Transport, message: MsgOpen, request: &Request) {
         let key = request.key;
         // An answer that does not fit must not leave a device open.
         let Some(at) = room(request, size_of::<MsgOpenRsp>()) else {
-            return self.answer(key, Err(Errno::EINVAL));
+            return answer(transport, key, Err(Errno::EINVAL));
         };
         if let Some(session) = self.sessions.get_mut(&key.session) {
             session.wait(OpenRequest {
@@ -358,11 +349,11 @@ impl Server {
                 message,
             });
         }
-        self.next_open(now, key.session);
+        self.next_open(transport, key.session);
     }
 
     /// Begins with the opens that wait, until there is one that takes time.
-    pub(super) fn next_open(&mut self, now: Instant, key: SessionKey) {
+    fn next_open(&mut self, transport: &mut impl Transport, key: SessionKey) {
         while let Some(open) = self.sessions.get_mut(&key).and_then(Session::begin_open) {
             if self.is_leaving(key, &open) {
                 if let Some(session) = self.sessions.get_mut(&key) {
@@ -372,8 +363,8 @@ impl Server {
             }
             match self.begin_open(key, &open) {
                 Ok(None) => return,
-                Ok(Some((id, device))) => self.open_succeeded(&open, id, device),
-                Err(e) => self.open_refused(now, &open, e),
+                Ok(Some((id, device))) => self.open_succeeded(transport, &open, id, device),
+                Err(e) => self.open_refused(transport, &open, e),
             }
             if let Some(session) = self.sessions.get_mut(&key) {
                 session.end_open();
@@ -400,7 +391,7 @@ impl Server {
         }
         let full = if session.open() >= self.limits.max_devices {
             Some(Errno::EMFILE)
-        } else if !self.places.take() {
+        } else if !self.take_place() {
             Some(Errno::ENFILE)
         } else {
             None
@@ -415,7 +406,7 @@ impl Server {
             device: name.clone(),
         };
         self.counters.open += 1;
-        self.actions.push_back(Action::Open {
+        self.outputs.push_back(Output::Open {
             ticket: Ticket(self.jobs.insert(Job::Open(Box::new(open.clone()), mode, tenancy))),
             session_name,
             name,
@@ -425,39 +416,35 @@ impl Server {
     }
 
     /// A device has been opened, or not.
-    pub fn opened(&mut self, now: Instant, ticket: Ticket, result: Result<Opened, OpenRefused>) {
+    pub fn opened(&mut self, transport: &mut impl Transport, ticket: Ticket, result: Result<Opened, OpenRefused>) {
         let Some(Job::Open(open, mode, tenancy)) = self.jobs.remove(ticket.0) else {
             return;
         };
         let key = open.request.session;
-        let mut done = true;
         match result {
             Ok(opened) if !self.sessions.contains_key(&key) => {
                 self.close_by(opened.store, Job::Close(None, Some(tenancy)));
-                self.answer(open.request, Err(Errno::ENODEV));
+                answer(transport, open.request, Err(Errno::ENODEV));
             }
             // One device under two spellings would be closed under both with the first.
             Ok(opened) if self.has_open(key, &opened.identity) => {
                 self.close_by(opened.store, Job::Close(None, None));
-                self.open_refused(now, &open, Errno::EEXIST);
+                self.open_refused(transport, &open, Errno::EEXIST);
             }
-            Ok(opened) => done = self.enter(now, &open, mode, opened),
+            Ok(opened) => self.enter(transport, &open, mode, opened),
             Err(OpenRefused { errno, identity }) => {
                 self.left();
                 let twice = identity.is_some_and(|i| self.has_open(key, &i));
-                self.open_refused(now, &open, if twice { Errno::EEXIST } else { errno });
+                self.open_refused(transport, &open, if twice { Errno::EEXIST } else { errno });
                 if !self.sessions.contains_key(&key) {
-                    self.has_left(now, &tenancy);
+                    self.has_left(transport, &tenancy);
                 }
             }
-        }
-        if !done {
-            return;
         }
         if let Some(session) = self.sessions.get_mut(&key) {
             session.end_open();
         }
-        self.next_open(now, key);
+        self.next_open(transport, key);
     }
 
     fn has_open(&self, key: SessionKey, identity: &Identity) -> bool {
@@ -466,10 +453,9 @@ impl Server {
         session.is_some_and(|s| s.devices().any(|(_, device)| is_it(device)))
     }
 
-    /// True: the client is answered. Else other shares have to be asked first.
-    fn enter(&mut self, now: Instant, open: &OpenRequest, mode: AccessMode, opened: Opened) -> bool {
+    fn enter(&mut self, transport: &mut impl Transport, open: &OpenRequest, mode: AccessMode, opened: Opened) {
         let key = open.request.session;
-        if let Some(suppressed) = self.logs.devices.pass(now) {
+        if let Some(suppressed) = self.logs.devices.pass(transport.now()) {
             tracing::info!(session = self.name(key), image = opened.label, %mode, suppressed, "device opened");
         }
         let name = open.message.name().unwrap_or_default().to_vec();
@@ -477,38 +463,34 @@ impl Server {
         let device = self.devices.insert(Device::new(name, mode, owner, opened));
         if let Some(session) = self.sessions.get_mut(&key) {
             let id = session.enter(device);
-            if !self.tell_shares(open, id, device) {
-                return false;
-            }
-            self.open_succeeded(open, id, device);
+            self.open_succeeded(transport, open, id, device);
         }
-        true
     }
 
-    pub(super) fn open_succeeded(&mut self, open: &OpenRequest, id: u32, device: u64) {
+    fn open_succeeded(&mut self, transport: &mut impl Transport, open: &OpenRequest, id: u32, device: u64) {
         let Some(response) = self.devices.get(device).map(|d| d.response(id)) else {
             return;
         };
         self.counters.opens += 1;
-        self.answer_with(open.request, open.at, response.as_bytes());
+        answer_with(transport, open.request, open.at, response.as_bytes());
     }
 
-    pub(super) fn open_refused(&mut self, now: Instant, open: &OpenRequest, e: Errno) {
+    fn open_refused(&mut self, transport: &mut impl Transport, open: &OpenRequest, e: Errno) {
         self.counters.refused += 1;
-        if let Some(suppressed) = self.logs.refused.pass(now) {
+        if let Some(suppressed) = self.logs.refused.pass(transport.now()) {
             let session = self.name(open.request.session);
             tracing::warn!(session, request = ?open.message, suppressed, "open refused: {e}");
         }
-        self.answer(open.request, Err(e));
+        answer(transport, open.request, Err(e));
     }
 
     /// The kernel's server answers success also for a device that is not open.
-    fn close(&mut self, now: Instant, id: u32, request: RequestKey) {
+    fn close(&mut self, transport: &mut impl Transport, id: u32, request: RequestKey) {
         let session = self.sessions.get_mut(&request.session);
         let Some(device) = session.and_then(|s| s.leave(id)) else {
-            return self.answer(request, Ok(()));
+            return answer(transport, request, Ok(()));
         };
-        self.log_close(now, request.session, device);
+        self.log_close(transport.now(), request.session, device);
         self.finish_device(device, Some(request));
     }
 
@@ -523,11 +505,8 @@ impl Server {
     pub(super) fn finish_device(&mut self, device: u64, request: Option<RequestKey>) {
         if let Some(d) = self.devices.get_mut(device).filter(|d| !d.is_closing()) {
             d.finish(request);
-            if d.part_of.is_none() {
-                self.leaving.push(d.tenancy());
-            }
+            self.leaving.push(d.tenancy());
         }
-        self.close_parts(device);
         self.close_if_unused(device);
     }
 
@@ -535,47 +514,45 @@ impl Server {
         if self.devices.get(device).is_some_and(Device::may_close)
             && let Some(d) = self.devices.remove(device)
         {
-            let (of, tenancy) = (d.part_of, d.tenancy());
+            let tenancy = d.tenancy();
             let (store, request) = d.into_close();
-            match of {
-                Some(of) => {
-                    self.part_goes(of);
-                    self.close_by(store, Job::ClosePart(of));
-                }
-                None => self.close_by(store, Job::Close(request, Some(tenancy))),
-            }
+            self.close_by(store, Job::Close(request, Some(tenancy)));
         }
     }
 
-    /// A device is open no more.
+    /// Takes the place of one more device, if there is one.
+    fn take_place(&self) -> bool {
+        let one_more = |open| (open < self.limits.max_open).then_some(open + 1);
+        self.open.fetch_update(SeqCst, SeqCst, one_more).is_ok()
+    }
+
+    /// A device has been closed, or was not opened.
     fn left(&mut self) {
         self.counters.open -= 1;
-        self.places.give_back();
+        self.open.fetch_sub(1, SeqCst);
     }
 
     fn close_by(&mut self, store: StoreId, job: Job) {
         let ticket = Ticket(self.jobs.insert(job));
-        self.actions.push_back(Action::Close { ticket, store });
+        self.outputs.push_back(Output::Close { ticket, store });
     }
 
     /// A device has been closed, as well as that could be done: what could not be made durable stays so.
-    pub fn closed(&mut self, now: Instant, ticket: Ticket) {
-        let (request, tenancy) = match self.jobs.remove(ticket.0) {
-            Some(Job::Close(request, tenancy)) => (request, tenancy),
-            Some(Job::ClosePart(of)) => return self.part_closed(of),
-            _ => return,
+    pub fn closed(&mut self, transport: &mut impl Transport, ticket: Ticket) {
+        let Some(Job::Close(request, tenancy)) = self.jobs.remove(ticket.0) else {
+            return;
         };
         self.left();
         if let Some(request) = request {
-            self.answer(request, Ok(()));
+            answer(transport, request, Ok(()));
         }
         if let Some(of) = tenancy {
-            self.has_left(now, &of);
+            self.has_left(transport, &of);
         }
     }
 
     /// A client has left a device: it may open it again.
-    fn has_left(&mut self, now: Instant, of: &Tenancy) {
+    fn has_left(&mut self, transport: &mut impl Transport, of: &Tenancy) {
         let Some(at) = self.leaving.iter().position(|known| known == of) else {
             return;
         };
@@ -583,18 +560,15 @@ impl Server {
         let named = self.sessions.iter().filter(|(_, s)| s.name == of.session);
         let waiting: Vec<SessionKey> = named.map(|(key, _)| *key).collect();
         for session in waiting {
-            self.next_open(now, session);
+            self.next_open(transport, session);
         }
     }
 
     /// An open device has another size than it had, in bytes: clients that open it again are told.
-    pub fn resized(&mut self, store: StoreId, size: u64) {
+    fn resized(&mut self, store: StoreId, size: u64) {
         let found = self.devices.iter().find(|(_, d)| d.store == store).map(|(key, _)| key);
         if let Some(device) = found.and_then(|key| self.devices.get_mut(key)) {
             device.geometry.size = size;
-            if let Some(of) = device.part_of {
-                self.tell_size(of, size);
-            }
         }
     }
 }

@@ -1,7 +1,7 @@
 //! A client's session: which devices it has open, and in which order it opens them.
 
 use core::net::SocketAddr;
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 
 use rtrs::server::request::RequestKey;
 
@@ -25,8 +25,6 @@ pub(super) struct Session {
     pub(super) name: String,
     /// The client's address.
     pub(super) peer: SocketAddr,
-    /// At home: other shares that have connections of it.
-    pub(super) shares: BTreeSet<usize>,
     /// Open devices by the number that the client has for them: the server's key.
     devices: BTreeMap<u32, u64>,
     next: u32,
@@ -37,11 +35,10 @@ pub(super) struct Session {
 
 impl Session {
     /// One without devices, of which the first gets the number `first`.
-    pub(super) fn new(name: String, peer: SocketAddr, shares: BTreeSet<usize>, first: u32) -> Self {
+    pub(super) fn new(name: String, peer: SocketAddr, first: u32) -> Self {
         Self {
             name,
             peer,
-            shares,
             devices: BTreeMap::new(),
             next: first,
             waiting: VecDeque::new(),
@@ -74,11 +71,6 @@ impl Session {
         self.next = id.wrapping_add(1);
         self.devices.insert(id, key);
         id
-    }
-
-    /// Home has opened a device under this number.
-    pub(super) fn put(&mut self, id: u32, key: u64) {
-        self.devices.insert(id, key);
     }
 
     /// A device is to be closed: its number means nothing any more.
@@ -124,7 +116,7 @@ mod tests {
 
     #[test]
     fn numbers_are_not_used_again_at_once_and_never_twice_at_a_time() {
-        let mut session = Session::new("s".into(), ([127, 0, 0, 1], 1).into(), BTreeSet::new(), 0);
+        let mut session = Session::new("s".into(), ([127, 0, 0, 1], 1).into(), 0);
         assert_eq!([session.enter(10), session.enter(11)], [0, 1]);
         assert_eq!((session.leave(0), session.leave(0)), (Some(10), None));
         assert_eq!(session.enter(12), 2);

@@ -1,15 +1,15 @@
-//! The process that a request comes from, as far as the kernel reports it.
+//! Callers of the file system, and their access control.
 
 use std::fs;
 
-/// The process that a request of the file system comes from.
+/// Process that sent a request of the file system.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Caller {
     /// The user.
     pub user: u32,
     /// The first of its groups.
     pub group: u32,
-    /// Number of the thread, 0 if it is of a namespace that does not see us.
+    /// Number of the thread; 0: in a namespace that this process does not see.
     pub(crate) thread: u32,
 }
 
@@ -22,7 +22,7 @@ impl Caller {
         }
     }
 
-    /// Its supplementary groups; none if the system does not tell.
+    /// Returns its supplementary groups; none if they can't be read.
     pub fn further_groups(&self) -> Vec<u32> {
         let status = self.status().unwrap_or_default();
         let groups = field(&status, "Groups").unwrap_or_default();
@@ -47,6 +47,18 @@ impl Caller {
             }
         }
     }
+}
+
+/// Access control of a tree.
+pub trait Admission: Send + Sync + 'static {
+    /// Whether this caller may use the tree; others get EACCES.
+    fn admits(&self, caller: &Caller) -> bool;
+
+    /// Whether this user may take reserved places: root and the owner.
+    fn trusts(&self, user: u32) -> bool;
+
+    /// Returns the group of the files.
+    fn group(&self) -> u32;
 }
 
 fn field<'a>(status: &'a str, name: &str) -> Option<&'a str> {

@@ -1,20 +1,20 @@
 //! Open files and directories.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{collections::HashMap, sync::Arc, time::Instant};
 
 use fuser::FileType;
 use parking_lot::Mutex;
+use roce_net::places::{Full, Limits, Peer, Places};
 
-use crate::quota::{Full, Limits, Quota, User};
-
-/// Open files and directories.
+/// Limits of open files and directories.
 const LIMITS: Limits = Limits {
     all: 4096,
+    open: 4096,
     reserved: 1024,
     each: 1024,
 };
 
-/// An entry of a directory that is read.
+/// An entry of a listed directory.
 pub(crate) struct Name {
     pub(crate) number: u64,
     pub(crate) kind: FileType,
@@ -24,43 +24,38 @@ pub(crate) struct Name {
 /// An open file or directory.
 pub(crate) struct Open {
     pub(crate) path: Arc<str>,
-    user: User,
     /// A file's text, from the first read on.
     pub(crate) text: Mutex<Option<Arc<str>>>,
     /// The entries of a directory at the first read.
     pub(crate) names: Mutex<Arc<[Name]>>,
 }
 
-/// All of them.
+/// Open files and directories by their handles.
 pub(crate) struct Handles {
-    last: u64,
     open: HashMap<u64, Arc<Open>>,
-    quota: Quota,
+    places: Places<Instant>,
 }
 
 impl Default for Handles {
     fn default() -> Self {
         Self {
-            last: 0,
             open: HashMap::new(),
-            quota: Quota::new(LIMITS),
+            places: Places::new(LIMITS),
         }
     }
 }
 
 impl Handles {
-    /// A handle of what is at this path, for this user.
-    pub(crate) fn open(&mut self, user: User, path: Arc<str>) -> Result<u64, Full> {
-        self.quota.take(user)?;
-        self.last += 1;
+    /// Opens the node at this path for this user; returns its handle.
+    pub(crate) fn open(&mut self, user: Peer, path: Arc<str>) -> Result<u64, Full> {
+        let handle = self.places.take(user)?;
         let open = Open {
             path,
-            user,
             text: Mutex::default(),
             names: Mutex::new([].into()),
         };
-        self.open.insert(self.last, Arc::new(open));
-        Ok(self.last)
+        self.open.insert(handle, Arc::new(open));
+        Ok(handle)
     }
 
     pub(crate) fn get(&self, handle: u64) -> Option<Arc<Open>> {
@@ -68,24 +63,26 @@ impl Handles {
     }
 
     pub(crate) fn close(&mut self, handle: u64) {
-        if let Some(open) = self.open.remove(&handle) {
-            self.quota.give_back(open.user);
-        }
+        self.open.remove(&handle);
+        self.places.leave(handle);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use roce_net::places::Identity;
+
     use super::*;
 
     #[test]
     fn handles_are_bounded_and_come_back() {
         let mut handles = Handles::default();
-        let [root, one] = [true, false].map(|trusted| User { id: 1, trusted });
+        let identity = Identity::User(1);
+        let [root, one] = [true, false].map(|trusted| Peer { identity, trusted });
         let all: Vec<u64> = (0..LIMITS.each)
             .map(|_| handles.open(one, "x".into()).unwrap())
             .collect();
-        assert_eq!(handles.open(one, "x".into()), Err(Full::User));
+        assert_eq!(handles.open(one, "x".into()), Err(Full::Peer(identity, LIMITS.each)));
         assert!(handles.open(root, "x".into()).is_ok());
         handles.close(all[0]);
         handles.close(all[0]);
@@ -93,6 +90,6 @@ mod tests {
         let next = handles.open(one, "y".into()).unwrap();
         assert!(!all.contains(&next), "a number is not given twice");
         assert_eq!(&*handles.get(next).unwrap().path, "y");
-        assert_eq!(handles.open(one, "x".into()), Err(Full::User));
+        assert_eq!(handles.open(one, "x".into()), Err(Full::Peer(identity, LIMITS.each)));
     }
 }

@@ -1,4 +1,4 @@
-//! Numbers of files: the same for the same path, as long as the tree is mounted.
+//! Inode numbers. A path keeps its number as long as the tree is mounted.
 
 use std::{
     collections::HashMap,
@@ -11,7 +11,7 @@ pub(crate) const ROOT: u64 = 1;
 
 struct Known {
     path: Arc<str>,
-    /// How often the kernel has looked it up.
+    /// Look-ups of the kernel.
     lookups: u64,
 }
 
@@ -60,7 +60,7 @@ impl Inodes {
         self.0.get(&number).map(|known| known.path.clone())
     }
 
-    /// The kernel has forgotten so many look-ups of it.
+    /// Forgets look-ups of the kernel.
     pub(crate) fn forget(&mut self, number: u64, lookups: u64) {
         if number == ROOT {
             return;

@@ -10,22 +10,9 @@ mod caller;
 mod handles;
 mod inodes;
 mod mount;
-mod quota;
 mod tree;
 mod writes;
 
-pub use caller::Caller;
+pub use caller::{Admission, Caller};
 pub use mount::{MountError, Mounted};
 pub use rnbd_admin::Registry;
-
-/// Access control of a tree.
-pub trait Admission: Send + Sync + 'static {
-    /// Whether this caller may see and change everything; others get EACCES.
-    fn admits(&self, caller: &Caller) -> bool;
-
-    /// Whether this user, of those, gets what is reserved: root and the owner.
-    fn trusts(&self, user: u32) -> bool;
-
-    /// Group of the files.
-    fn group(&self) -> u32;
-}

@@ -1,4 +1,4 @@
-//! Mounting a tree, and taking it away.
+//! Mounting and unmounting a tree.
 
 use std::{
     fs::{self, DirBuilder},
@@ -17,36 +17,36 @@ use nix::{
 use rnbd_admin::Registry;
 use roce_net::environment;
 
-use crate::{Admission, tree::Tree};
+use crate::{caller::Admission, tree::Tree};
 
-/// Threads that answer what does not wait.
+/// Threads that answer requests; writes have their own.
 const THREADS: usize = 4;
-/// Dead mounts one over the other that are taken away at most.
+/// Stacked dead mounts that are unmounted at most; more are an error.
 const MAX_DEAD: usize = 16;
 /// The device behind every mount of this kind.
 const DEVICE: &str = "/dev/fuse";
 /// Program that mounts for users other than root.
 const HELPER: &str = "fusermount3";
 
-/// Why a tree is not mounted.
+/// Reason why a tree is not mounted.
 #[derive(Debug, thiserror::Error)]
 pub enum MountError {
-    /// There is something mounted that answers.
+    /// A live file system is mounted there.
     #[error("something is mounted there: unmount it, or take another directory")]
     Mounted,
     /// The directory is not empty: its content would be hidden.
     #[error("the directory is not empty")]
     NotEmpty,
-    /// It is no directory.
-    #[error("it is no directory")]
+    /// The path is not a directory.
+    #[error("not a directory")]
     NoDirectory,
-    /// The kernel's module is not there, or this container does not see the device.
+    /// The kernel's module is not loaded, or the container has no device.
     #[error("there is no /dev/fuse: load the module (`modprobe fuse`), or let the container have the device")]
     NoDevice,
-    /// Only root mounts without it, and not in every container.
-    #[error("we may not mount by ourselves, and there is no fusermount3: install the package fuse3")]
+    /// Users other than root, and root in some containers, need it.
+    #[error("mounting needs fusermount3 here: install the package fuse3")]
     NoHelper,
-    /// The system does not let us.
+    /// System call error.
     #[error(transparent)]
     Io(#[from] io::Error),
 }
@@ -55,16 +55,15 @@ pub enum MountError {
 pub struct Mounted {
     session: Option<BackgroundSession>,
     dir: PathBuf,
-    /// The number of the file system, by which it is told from what somebody else has mounted there since.
+    /// Device number of the file system, which distinguishes it from a later mount.
     device: u64,
 }
 
 impl Mounted {
-    /// Mounts a view of this registry. The directory is made if it is missing; what a process that has died has left there is
-    /// replaced.
+    /// Mounts a view of this registry. Creates the directory if it is missing, and replaces the mount of a dead process.
     ///
     /// # Errors
-    /// When the directory is in use, or the system does not let us.
+    /// When the directory is in use, and those of mounting.
     pub fn mount(dir: &Path, registry: Registry, admission: impl Admission + Clone) -> Result<Self, MountError> {
         let dir = prepare(dir)?;
         let device = dir.metadata()?.dev();
@@ -75,12 +74,12 @@ impl Mounted {
             let tree = Tree::new(registry.with_names(registry.names()), admission.clone())?;
             fuser::spawn_mount(tree, &dir, &options(acl))
         };
-        // Others are let in by the admission, if the system lets them as far as that.
+        // The admission checks other users, if the system allows them to get that far.
         let session = match mount(SessionACL::All) {
             Err(e) if e.kind() == io::ErrorKind::PermissionDenied && !geteuid().is_root() => mount(SessionACL::Owner),
             other => other,
         };
-        // The device is there. Of a program that is missing the system may also say that a folder on the way to it can't be entered.
+        // The device exists. A missing program may also be reported as a folder in its path that can't be entered.
         let session = session.map_err(|e| match e.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied if !has_helper() => MountError::NoHelper,
             _ => MountError::Io(e),
@@ -103,11 +102,11 @@ impl Mounted {
 impl Drop for Mounted {
     fn drop(&mut self) {
         let Some(session) = self.session.take() else { return };
-        // Not what somebody else has mounted there since.
+        // A later mount of somebody else stays.
         let ours = self.dir.metadata().is_ok_and(|meta| meta.dev() == self.device);
-        // Who is in there keeps what he has; the rest ends with this process.
+        // Detached: open files stay until they are closed, or this process exits.
         match ours.then(|| umount2(&self.dir, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW)) {
-            // fusermount3 does it.
+            // fuser calls fusermount3.
             Some(Err(Errno::EPERM)) => drop(session),
             Some(Err(e)) => tracing::warn!("{} stays mounted: {e}", self.dir.display()),
             // fuser would unmount what is there now.
@@ -130,13 +129,13 @@ fn options(acl: SessionACL) -> Config {
     config
 }
 
-/// An empty directory, without what the dead have left there.
+/// Returns an empty directory, after unmounting what dead processes have left there.
 fn prepare(dir: &Path) -> Result<PathBuf, MountError> {
     for _ in 0..MAX_DEAD {
         match fs::metadata(dir) {
             Ok(_) => break,
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
-                // Who may use it is decided inside.
+                // The admission decides who may use it.
                 let mode = if geteuid().is_root() { 0o755 } else { 0o700 };
                 DirBuilder::new().recursive(true).mode(mode).create(dir)?;
             }
@@ -158,14 +157,14 @@ fn prepare(dir: &Path) -> Result<PathBuf, MountError> {
     }
 }
 
-/// Whether there is what mounts for us.
+/// Whether fusermount3 is installed.
 fn has_helper() -> bool {
     let always = ["/bin", "/sbin"].map(PathBuf::from);
     let mut dirs = environment::search_path().into_iter().chain(always);
     dirs.any(|dir| dir.join(HELPER).is_file())
 }
 
-/// Nobody answers there any more.
+/// Whether the process that served the mount is dead.
 fn is_dead(e: &io::Error) -> bool {
     [Errno::ENOTCONN, Errno::ECONNABORTED].contains(&Errno::from_raw(e.raw_os_error().unwrap_or_default()))
 }

@@ -15,15 +15,14 @@ use fuser::{
     ReplyLseek, ReplyOpen, ReplyPoll, ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
 use parking_lot::Mutex;
-use rnbd_admin::{Kind, Registry, Stat};
-use rnbd_host::control::Refused;
+use rnbd_admin::Registry;
+use rnbd_host::control::{Entry, Kind, Refused, Stat};
+use roce_net::places::{Full, Identity, Peer};
 
 use crate::{
-    Admission,
-    caller::Caller,
+    caller::{Admission, Caller},
     handles::{Handles, Name, Open},
     inodes::Inodes,
-    quota::{Full, User},
     writes::Writes,
 };
 
@@ -31,9 +30,9 @@ use crate::{
 const FILE_SIZE: u64 = 4096;
 /// Bytes of a name at most.
 const NAME_MAX: usize = 255;
-/// Bytes that the kernel sends with one request: more than can be written, so that a write that is too long comes as one, and is refused.
+/// Bytes of one write request of the kernel at most. More than an attribute takes, so that a longer write is one request, and is refused.
 const MAX_WRITE: u32 = 128 << 10;
-/// Nothing is remembered by the kernel.
+/// Cache time of the kernel: attributes change at any time.
 const NO_TIME: Duration = Duration::ZERO;
 
 /// The file system.
@@ -127,7 +126,7 @@ impl Tree {
         }
     }
 
-    /// A mode without the right to write is for everybody, root included (`kernfs_fop_open`).
+    /// Checks the mode, also for root, as the kernel does (`kernfs_fop_open`).
     fn allow(&self, request: &Request, inode: INodeNo, writes: bool, executes: bool) -> Answer<Arc<str>> {
         self.admit(request)?;
         let path = self.path(inode)?;
@@ -139,19 +138,19 @@ impl Tree {
         }
     }
 
-    fn user(&self, request: &Request) -> User {
-        let id = request.uid();
-        User {
-            id,
-            trusted: self.admission.trusts(id),
+    fn user(&self, request: &Request) -> Peer {
+        let user = request.uid();
+        Peer {
+            identity: Identity::User(user),
+            trusted: self.admission.trusts(user),
         }
     }
 
     fn open_at(&self, request: &Request, path: Arc<str>) -> Answer<FileHandle> {
         let opened = self.handles.lock().open(self.user(request), path);
         opened.map(FileHandle).map_err(|full| match full {
-            Full::User => Errno::EMFILE,
-            Full::All => Errno::ENFILE,
+            Full::Peer(..) => Errno::EMFILE,
+            Full::All(_) => Errno::ENFILE,
         })
     }
 
@@ -182,7 +181,7 @@ impl Tree {
             };
             // Sessions have names of their clients' choice. The kernel would show nothing of a directory with one that is none.
             let entries = found.into_iter().filter(|entry| is_name(&entry.name));
-            let entry = |entry: rnbd_admin::Entry| Name {
+            let entry = |entry: Entry| Name {
                 number: inodes.number(&join(&open.path, &entry.name)),
                 kind: kind(&entry.stat.kind),
                 name: entry.name,
@@ -218,12 +217,21 @@ fn refused(refused: Refused) -> Errno {
     Errno::from_i32(refused.errno.raw())
 }
 
-/// Error of an open file: if its directory is gone it has no device (`kernfs_get_active`). ENOENT may also be the outcome of a request.
+/// Error of an open file: ENODEV if its directory has been removed (`kernfs_get_active`). ENOENT may also be the result of a request.
 fn gone(registry: &Registry, path: &str, why: Refused) -> Errno {
     match refused(why) {
         Errno::ENOENT if registry.stat(path).is_err() => Errno::ENODEV,
         other => other,
     }
+}
+
+/// Operations that are refused, each with its arguments, its reply, and its error.
+macro_rules! refuse {
+    ($($name:ident($($argument:ty),*) $reply:ty: $errno:ident;)*) => {
+        $(fn $name(&self, _: &Request, $(_: $argument,)* reply: $reply) {
+            reply.error(Errno::$errno);
+        })*
+    };
 }
 
 impl Filesystem for Tree {
@@ -407,172 +415,29 @@ impl Filesystem for Tree {
         reply.ok();
     }
 
-    // What sysfs has no use for. After ENOSYS the kernel does not ask again, and does as it does without.
-
-    fn flush(&self, _request: &Request, _inode: INodeNo, _handle: FileHandle, _owner: LockOwner, reply: ReplyEmpty) {
-        reply.error(Errno::ENOSYS);
-    }
-
-    fn fsync(&self, _request: &Request, _inode: INodeNo, _handle: FileHandle, _data: bool, reply: ReplyEmpty) {
-        reply.error(Errno::ENOSYS);
-    }
-
-    fn fsyncdir(&self, _request: &Request, _inode: INodeNo, _handle: FileHandle, _data: bool, reply: ReplyEmpty) {
-        reply.error(Errno::ENOSYS);
-    }
-
-    fn poll(
-        &self,
-        _request: &Request,
-        _inode: INodeNo,
-        _handle: FileHandle,
-        _notifier: PollNotifier,
-        _events: PollEvents,
-        _flags: PollFlags,
-        reply: ReplyPoll,
-    ) {
-        reply.error(Errno::ENOSYS);
-    }
-
-    fn lseek(
-        &self,
-        _request: &Request,
-        _inode: INodeNo,
-        _handle: FileHandle,
-        _offset: i64,
-        _whence: i32,
-        reply: ReplyLseek,
-    ) {
-        reply.error(Errno::ENOSYS);
-    }
-
-    fn fallocate(
-        &self,
-        _request: &Request,
-        _inode: INodeNo,
-        _handle: FileHandle,
-        _offset: u64,
-        _length: u64,
-        _mode: i32,
-        reply: ReplyEmpty,
-    ) {
-        reply.error(Errno::ENOSYS);
-    }
-
-    fn copy_file_range(
-        &self,
-        _request: &Request,
-        _from: INodeNo,
-        _from_handle: FileHandle,
-        _from_offset: u64,
-        _to: INodeNo,
-        _to_handle: FileHandle,
-        _to_offset: u64,
-        _length: u64,
-        _flags: CopyFileRangeFlags,
-        reply: ReplyWrite,
-    ) {
-        reply.error(Errno::ENOSYS);
-    }
-
-    fn ioctl(
-        &self,
-        _request: &Request,
-        _inode: INodeNo,
-        _handle: FileHandle,
-        _flags: IoctlFlags,
-        _command: u32,
-        _data: &[u8],
-        _size: u32,
-        reply: ReplyIoctl,
-    ) {
-        reply.error(Errno::ENOTTY);
-    }
-
-    fn getxattr(&self, _request: &Request, _inode: INodeNo, _name: &OsStr, _size: u32, reply: ReplyXattr) {
-        reply.error(Errno::ENOSYS);
-    }
-
-    fn listxattr(&self, _request: &Request, _inode: INodeNo, _size: u32, reply: ReplyXattr) {
-        reply.error(Errno::ENOSYS);
-    }
-
-    fn setxattr(
-        &self,
-        _request: &Request,
-        _inode: INodeNo,
-        _name: &OsStr,
-        _value: &[u8],
-        _flags: i32,
-        _position: u32,
-        reply: ReplyEmpty,
-    ) {
-        reply.error(Errno::ENOSYS);
-    }
-
-    fn removexattr(&self, _request: &Request, _inode: INodeNo, _name: &OsStr, reply: ReplyEmpty) {
-        reply.error(Errno::ENOSYS);
-    }
-
-    // What sysfs has no operation for, the kernel refuses with these.
-
-    fn create(
-        &self,
-        _request: &Request,
-        _parent: INodeNo,
-        _name: &OsStr,
-        _mode: u32,
-        _umask: u32,
-        _flags: i32,
-        reply: ReplyCreate,
-    ) {
-        reply.error(Errno::EACCES);
-    }
-
-    fn mknod(
-        &self,
-        _request: &Request,
-        _parent: INodeNo,
-        _name: &OsStr,
-        _mode: u32,
-        _umask: u32,
-        _device: u32,
-        reply: ReplyEntry,
-    ) {
-        reply.error(Errno::EPERM);
-    }
-
-    fn mkdir(&self, _request: &Request, _parent: INodeNo, _name: &OsStr, _mode: u32, _umask: u32, reply: ReplyEntry) {
-        reply.error(Errno::EPERM);
-    }
-
-    fn unlink(&self, _request: &Request, _parent: INodeNo, _name: &OsStr, reply: ReplyEmpty) {
-        reply.error(Errno::EPERM);
-    }
-
-    fn rmdir(&self, _request: &Request, _parent: INodeNo, _name: &OsStr, reply: ReplyEmpty) {
-        reply.error(Errno::EPERM);
-    }
-
-    fn symlink(&self, _request: &Request, _parent: INodeNo, _name: &OsStr, _target: &Path, reply: ReplyEntry) {
-        reply.error(Errno::EPERM);
-    }
-
-    fn link(&self, _request: &Request, _inode: INodeNo, _parent: INodeNo, _name: &OsStr, reply: ReplyEntry) {
-        reply.error(Errno::EPERM);
-    }
-
-    fn rename(
-        &self,
-        _request: &Request,
-        _parent: INodeNo,
-        _name: &OsStr,
-        _to: INodeNo,
-        _new: &OsStr,
-        _flags: RenameFlags,
-        reply: ReplyEmpty,
-    ) {
-        reply.error(Errno::EPERM);
+    refuse! {
+        // The kernel does without these after ENOSYS, and does not ask again.
+        flush(INodeNo, FileHandle, LockOwner) ReplyEmpty: ENOSYS;
+        fsync(INodeNo, FileHandle, bool) ReplyEmpty: ENOSYS;
+        fsyncdir(INodeNo, FileHandle, bool) ReplyEmpty: ENOSYS;
+        poll(INodeNo, FileHandle, PollNotifier, PollEvents, PollFlags) ReplyPoll: ENOSYS;
+        lseek(INodeNo, FileHandle, i64, i32) ReplyLseek: ENOSYS;
+        fallocate(INodeNo, FileHandle, u64, u64, i32) ReplyEmpty: ENOSYS;
+        copy_file_range(INodeNo, FileHandle, u64, INodeNo, FileHandle, u64, u64, CopyFileRangeFlags) ReplyWrite: ENOSYS;
+        getxattr(INodeNo, &OsStr, u32) ReplyXattr: ENOSYS;
+        listxattr(INodeNo, u32) ReplyXattr: ENOSYS;
+        setxattr(INodeNo, &OsStr, &[u8], i32, u32) ReplyEmpty: ENOSYS;
+        removexattr(INodeNo, &OsStr) ReplyEmpty: ENOSYS;
+        // The kernel's sysfs refuses these so.
+        ioctl(INodeNo, FileHandle, IoctlFlags, u32, &[u8], u32) ReplyIoctl: ENOTTY;
+        create(INodeNo, &OsStr, u32, u32, i32) ReplyCreate: EACCES;
+        mknod(INodeNo, &OsStr, u32, u32, u32) ReplyEntry: EPERM;
+        mkdir(INodeNo, &OsStr, u32, u32) ReplyEntry: EPERM;
+        unlink(INodeNo, &OsStr) ReplyEmpty: EPERM;
+        rmdir(INodeNo, &OsStr) ReplyEmpty: EPERM;
+        symlink(INodeNo, &OsStr, &Path) ReplyEntry: EPERM;
+        link(INodeNo, INodeNo, &OsStr) ReplyEntry: EPERM;
+        rename(INodeNo, &OsStr, INodeNo, &OsStr, RenameFlags) ReplyEmpty: EPERM;
     }
 }
 

@@ -6,33 +6,33 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use fuser::{Errno, ReplyWrite};
 use parking_lot::{Condvar, Mutex};
+use roce_net::places::{Limits, Peer, Places};
 
-use crate::{
-    caller::Caller,
-    quota::{Full, Limits, Quota, User},
-};
+use crate::caller::Caller;
 
-/// Writes in progress.
+/// Limits of writes in progress.
 const LIMITS: Limits = Limits {
     all: 32,
+    open: 32,
     reserved: 8,
     each: 8,
 };
-/// How often callers are checked for signals.
+/// Interval at which callers are checked for signals.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// A write in progress.
 struct Waiting {
+    /// Its place among the writes in progress.
+    place: u64,
     caller: Caller,
-    user: User,
     /// Until it is answered.
     reply: Mutex<Option<ReplyWrite>>,
-    /// A signal was pending when it was last looked at. One that another thread of the process takes is gone by the next time.
+    /// A signal was pending at the last check. One that another thread of the process takes is gone at the next.
     signal: AtomicBool,
 }
 
@@ -48,7 +48,7 @@ impl Waiting {
 
 struct InProgress {
     writes: Vec<Arc<Waiting>>,
-    quota: Quota,
+    places: Places<Instant>,
     ended: bool,
 }
 
@@ -64,7 +64,7 @@ impl Writes {
     pub(crate) fn new() -> std::io::Result<Self> {
         let in_progress = InProgress {
             writes: Vec::new(),
-            quota: Quota::new(LIMITS),
+            places: Places::new(LIMITS),
             ended: false,
         };
         let shared = Arc::new((Mutex::new(in_progress), Condvar::new()));
@@ -74,31 +74,30 @@ impl Writes {
         Ok(Self { shared })
     }
 
-    /// Answers with what this gives: the bytes written, or why not.
+    /// Runs a write in a thread, and answers with its result: the number of bytes, or an error.
     pub(crate) fn start(
         &self,
         caller: Caller,
-        user: User,
+        user: Peer,
         reply: ReplyWrite,
         write: impl FnOnce() -> Result<u32, Errno> + Send + 'static,
     ) {
         let (lock, some) = &*self.shared;
         let mut in_progress = lock.lock();
-        if let Err(full) = in_progress.quota.take(user) {
-            drop(in_progress);
-            let limit = match full {
-                Full::User => LIMITS.each,
-                Full::All => LIMITS.all,
-            };
-            tracing::warn!(
-                user = user.id,
-                "a write to an attribute is refused: {limit} are in progress"
-            );
-            return reply.error(Errno::EBUSY);
-        }
+        let place = match in_progress.places.take(user) {
+            Ok(place) => place,
+            Err(_) => {
+                drop(in_progress);
+                tracing::warn!(
+                    "{}: write to an attribute refused, too many are in progress",
+                    user.identity
+                );
+                return reply.error(Errno::EBUSY);
+            }
+        };
         let waiting = Arc::new(Waiting {
+            place,
             caller,
-            user,
             reply: Mutex::new(Some(reply)),
             signal: AtomicBool::new(false),
         });
@@ -130,7 +129,7 @@ impl Drop for Writes {
 fn end(shared: &Shared, own: &Arc<Waiting>) {
     let mut in_progress = shared.0.lock();
     in_progress.writes.retain(|other| !Arc::ptr_eq(own, other));
-    in_progress.quota.give_back(own.user);
+    in_progress.places.leave(own.place);
 }
 
 fn watch((lock, some): &Shared) {

@@ -1,11 +1,18 @@
 //! Bench that the machines run on.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
-use rnbd::{block::Geometry, client::memory::SessionBuffers};
+use rnbd::{
+    block::Geometry,
+    client::{Request, Transport, memory::SessionBuffers},
+};
 use roce_verbs::Instant;
 use rtrs::{
-    client::{buffers::Buffers, config::SessionInfo, request::SessionId},
+    client::{
+        buffers::Buffers,
+        config::SessionInfo,
+        request::{self, SessionId},
+    },
     cx::Cx,
 };
 
@@ -29,13 +36,35 @@ pub(crate) fn with_cx_at<T>(now: Instant, f: impl FnOnce(&mut Cx<'_>) -> T) -> T
     })
 }
 
-/// The buffers of sessions.
-#[derive(Default)]
-pub(crate) struct Pools(pub(crate) BTreeMap<SessionId, Buffers>);
+/// A request, with RNBD's part.
+pub(crate) type Submission = request::Submission<Request<u64>>;
+/// An output of RTRS's client.
+pub(crate) type RtrsOutput = request::Output<Request<u64>>;
 
-impl SessionBuffers for Pools {
+/// RTRS's client of a test, which takes requests and reports what the test says.
+#[derive(Default)]
+pub(crate) struct Script {
+    /// The buffers of sessions.
+    pub(crate) pools: BTreeMap<SessionId, Buffers>,
+    /// Requests that the test has not looked at.
+    pub(crate) sent: VecDeque<(SessionId, Submission)>,
+    /// Outputs that RNBD has not taken.
+    pub(crate) told: VecDeque<RtrsOutput>,
+}
+
+impl SessionBuffers for Script {
     fn buffers(&mut self, session: SessionId) -> Option<&mut Buffers> {
-        self.0.get_mut(&session)
+        self.pools.get_mut(&session)
+    }
+}
+
+impl Transport<u64> for Script {
+    fn send(&mut self, _: &mut Cx<'_>, session: SessionId, request: Submission) {
+        self.sent.push_back((session, request));
+    }
+
+    fn poll_output(&mut self) -> Option<RtrsOutput> {
+        self.told.pop_front()
     }
 }
 
@@ -43,7 +72,6 @@ pub(crate) fn session_info() -> SessionInfo {
     SessionInfo {
         max_io_size: MAX_IO,
         queue_depth: 64,
-        session_depth: 64,
         max_segments: 1,
         max_user_header: 320,
         new_rkeys: true,

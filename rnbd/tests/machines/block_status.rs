@@ -5,7 +5,7 @@ use rnbd::{
     block::{BlockOp, Extent},
     client::{OnLoss, output::Output},
     proto::{AccessMode, F_PREFLUSH, IoOp, MsgIo, MsgOpenRsp, status},
-    server::{Limits, action::Action},
+    server::Limits,
 };
 use rtrs::{
     Direction::{Read, Write},
@@ -13,13 +13,13 @@ use rtrs::{
     client::{
         buffers::{Buffer, Buffers},
         config::ConType,
-        request::Submission,
     },
 };
 use zerocopy::IntoBytes;
 
+use crate::served::Action;
 use crate::{
-    bench::{MIB, geometry, with_cx},
+    bench::{MIB, Submission, geometry, with_cx},
     client_bench::{Bench, S, io, open_rsp},
     server::{self, A, data_offset, disk_op, response, with_flags},
 };
@@ -268,7 +268,7 @@ fn without_a_buffer_it_waits_for_one() {
     bench.agree();
     let device = bench.map("disk", &ours(7));
     let mut all = Vec::new();
-    while let Ok(buffer) = with_cx(|cx| bench.pools.0.get_mut(&S).unwrap().take(cx, 4096)) {
+    while let Ok(buffer) = with_cx(|cx| bench.client.rtrs_mut().pools.get_mut(&S).unwrap().take(cx, 4096)) {
         all.push(buffer);
     }
     let user = bench.submit(device, ALL, 0, 8192);
@@ -280,7 +280,7 @@ fn without_a_buffer_it_waits_for_one() {
     for buffer in all {
         bench.give(Some(buffer));
     }
-    assert_eq!(bench.pools.0.get(&S).map_or(1, Buffers::lent), 0);
+    assert_eq!(bench.client.rtrs().pools.get(&S).map_or(1, Buffers::lent), 0);
 }
 
 fn ask(device: u32, offset: u64, len: u64, room: u32, most: u32) -> MsgIo {

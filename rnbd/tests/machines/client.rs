@@ -4,26 +4,21 @@ use proptest::prelude::*;
 use rnbd::{
     Errno,
     block::{BlockOp, Geometry},
-    client::{
-        Client,
-        error::MapError,
-        output::{DeviceKey, Output},
-        state::DeviceState,
-    },
+    client::{error::MapError, output::Output, state::DeviceState},
     proto::{AccessMode, CACHE_WRITEBACK, ClientMsg, F_FUA, F_SYNC, IoOp, MsgOpenRsp, MsgSessInfo},
 };
 use rtrs::{
     Direction, IoError, PathError,
     client::{
-        buffers::{Buffer, Buffers},
+        buffers::Buffer,
         config::{ConType, SessionInfo},
-        request::{Output as RtrsOutput, SessionId, Submission},
+        request::SessionId,
     },
 };
 use zerocopy::IntoBytes;
 
 use crate::{
-    bench::{MAX_IO, MIB, session_info, with_cx},
+    bench::{MAX_IO, MIB, RtrsOutput, Submission, session_info},
     client_bench::{Bench, FLAGS, RW, S, io, lost, message, open_rsp, zeroes},
 };
 
@@ -294,10 +289,20 @@ fn a_session_that_comes_back_opens_its_devices_again() {
     let read = bench.sent_one();
     let unsent = bench.submit(device, BlockOp::Read, 0, 4096);
     bench.lose();
-    assert!(matches!(bench.output(), Output::State(key, DeviceState::MappedDisconnected) if key == device));
+    // Neither an operation that was accepted before the session was lost is sent, nor one that comes after.
+    let mut outputs = bench.outputs();
+    assert!(matches!(outputs[0], Output::State(key, DeviceState::MappedDisconnected) if key == device));
+    match outputs.pop() {
+        Some(Output::Done { user, result, data, .. }) if user == unsent => {
+            assert_eq!((result, outputs.len()), (Err(Errno::ECONNABORTED), 1));
+            bench.give(data);
+        }
+        other => panic!("{other:?}"),
+    }
+    assert!(bench.sent().is_empty());
     bench.answer(read, Err(lost()));
     assert_eq!(bench.done(in_flight), Err(Errno::ECONNABORTED));
-    assert_eq!(bench.refused_beside(device, unsent), Errno::ECONNABORTED);
+    assert_eq!(bench.refused(device, BlockOp::Flush, 0, 0), Errno::ECONNABORTED);
     bench.client.map(S, "other", RW);
     let e = bench.map_error();
     assert!(
@@ -330,28 +335,6 @@ fn a_session_that_comes_back_opens_its_devices_again() {
     assert_eq!(bench.lent(), 0);
 }
 
-impl Bench {
-    /// An operation that was accepted before the session was lost, and one that comes after: neither is sent.
-    fn refused_beside(&mut self, device: DeviceKey, before: u64) -> Errno {
-        let after = self.submit(device, BlockOp::Flush, 0, 0);
-        assert!(self.sent().is_empty());
-        let mut ended: Vec<_> = self
-            .outputs()
-            .into_iter()
-            .map(|output| match output {
-                Output::Done { user, result, data, .. } => {
-                    self.give(data);
-                    (user, result.unwrap_err())
-                }
-                other => panic!("{other:?}"),
-            })
-            .collect();
-        ended.sort_unstable_by_key(|(user, _)| *user);
-        assert_eq!(ended, [(before, ended[0].1), (after, ended[0].1)]);
-        ended[0].1
-    }
-}
-
 /// The server's number of the device may be another one's by then.
 #[test]
 fn what_was_asked_for_before_is_not_for_what_is_opened_after() {
@@ -359,9 +342,7 @@ fn what_was_asked_for_before_is_not_for_what_is_opened_after() {
     let unsent = bench.submit(device, BlockOp::Write { fua: false }, 0, 4096);
     bench.lose();
     bench.tell(RtrsOutput::Up(S, session_info()));
-    let ask = with_cx(|cx| bench.client.poll_submission(cx, &mut bench.pools))
-        .unwrap()
-        .1;
+    let ask = bench.next().unwrap();
     bench.answer_with(ask, MsgSessInfo::response(2).as_bytes());
     let open = bench.sent_one();
     bench.answer_with(open, open_rsp(7).as_bytes());
@@ -562,22 +543,13 @@ fn answers_that_come_after_the_loss_are_of_no_interest() {
     bench.answer(flush, Ok(()));
     let outputs = bench.outputs();
     assert!(matches!(outputs[..], [Output::State(..), Output::Done { user: u, result: Ok(()), .. }] if u == user));
-    // And tags that nobody knows.
-    let data = Some(bench.buffer(512));
-    bench.tell(RtrsOutput::Done {
-        session: S,
-        tag: u64::MAX,
-        result: Ok(()),
-        data,
-    });
     assert_eq!(bench.lent(), 0);
 }
 
 #[test]
 fn messages_wait_for_buffers() {
     // One slab of the largest buffers, all lent to others.
-    let mut bench = Bench::of(Client::new());
-    bench.pools.0.insert(S, Buffers::new(256 << 10));
+    let mut bench = Bench::before_the_session(256 << 10);
     let held: Vec<_> = (0..2).map(|_| bench.buffer(128 << 10)).collect();
     bench.tell(RtrsOutput::Opened(S, session_info()));
     bench.client.map(S, "disk", RW);
@@ -596,7 +568,9 @@ fn zeroes_as_data_take_few_buffers_and_go_on_as_they_come_back() {
     // What was in the buffers before is not what is written.
     let used: Vec<_> = (0..4).map(|_| bench.buffer(MAX_IO as usize)).collect();
     for buffer in used {
-        bench.pools.0[&S].write(&buffer, 0, &[1; MAX_IO as usize]).unwrap();
+        bench.client.rtrs().pools[&S]
+            .write(&buffer, 0, &[1; MAX_IO as usize])
+            .unwrap();
         bench.give(Some(buffer));
     }
     let (offset, len) = (512, 3 * MIB + 1024);
@@ -615,7 +589,7 @@ fn zeroes_as_data_take_few_buffers_and_go_on_as_they_come_back() {
         covered += u64::from(m.bi_size.get());
         let buffer = part.data.as_ref().unwrap();
         let mut bytes = vec![1; buffer.len()];
-        bench.pools.0[&S].read(buffer, 0, &mut bytes).unwrap();
+        bench.client.rtrs().pools[&S].read(buffer, 0, &mut bytes).unwrap();
         assert_eq!(bytes.len(), m.bi_size.get() as usize);
         assert!(bytes.iter().all(|b| *b == 0));
         bench.answer(part, Ok(()));

@@ -20,12 +20,12 @@ use rtrs::{
     IoError, PathError,
     client::{
         buffers::{Buffer, Buffers},
-        request::{Output as RtrsOutput, SessionId, Submission},
+        request::SessionId,
     },
 };
 use zerocopy::IntoBytes;
 
-use crate::bench::{MIB, Pools, session_info, with_cx_at};
+use crate::bench::{MIB, RtrsOutput, Script, Submission, session_info, with_cx_at};
 
 pub(crate) const S: SessionId = SessionId(3);
 pub(crate) const RW: AccessMode = AccessMode::ReadWrite;
@@ -33,8 +33,7 @@ pub(crate) const FLAGS: u32 = F_SYNC | F_FUA | F_NO_UNMAP;
 
 /// A client with one session.
 pub(crate) struct Bench {
-    pub(crate) client: Client,
-    pub(crate) pools: Pools,
+    pub(crate) client: Client<u64, Script>,
     pub(crate) user: u64,
     openers: BTreeMap<DeviceKey, Opener>,
     pub(crate) now: Instant,
@@ -42,12 +41,11 @@ pub(crate) struct Bench {
 
 impl Bench {
     /// A client, and memory for its session.
-    pub(crate) fn of(client: Client) -> Self {
-        let mut pools = Pools::default();
-        pools.0.insert(S, Buffers::new(64 << 20));
+    pub(crate) fn before_the_session(bytes: usize) -> Self {
+        let mut script = Script::default();
+        script.pools.insert(S, Buffers::new(bytes));
         Self {
-            client,
-            pools,
+            client: Client::over(script),
             user: 0,
             openers: BTreeMap::new(),
             now: Instant::ZERO,
@@ -56,8 +54,7 @@ impl Bench {
 
     /// A session that is up, before anything has been agreed on.
     pub(crate) fn with_limit(bytes: usize) -> Self {
-        let mut bench = Self::of(Client::new());
-        bench.pools.0.insert(S, Buffers::new(bytes));
+        let mut bench = Self::before_the_session(bytes);
         bench.tell(RtrsOutput::Opened(S, session_info()));
         bench
     }
@@ -77,7 +74,12 @@ impl Bench {
     }
 
     pub(crate) fn tell(&mut self, output: RtrsOutput) {
-        self.client.rtrs(&mut self.pools, output);
+        self.client.rtrs_mut().told.push_back(output);
+        self.turn();
+    }
+
+    fn turn(&mut self) {
+        with_cx_at(self.now, |cx| while self.client.turn(cx) {});
     }
 
     pub(crate) fn lose(&mut self) {
@@ -97,11 +99,10 @@ impl Bench {
     }
 
     pub(crate) fn next(&mut self) -> Option<Submission> {
-        let next = with_cx_at(self.now, |cx| self.client.poll_submission(cx, &mut self.pools));
-        next.map(|(session, submission)| {
-            assert_eq!(session, S);
-            submission
-        })
+        self.turn();
+        let (session, submission) = self.client.rtrs_mut().sent.pop_front()?;
+        assert_eq!(session, S);
+        Some(submission)
     }
 
     pub(crate) fn sent(&mut self) -> Vec<Submission> {
@@ -125,7 +126,7 @@ impl Bench {
 
     pub(crate) fn answer_with(&mut self, submission: Submission, message: &[u8]) {
         let buffer = submission.data.as_ref().unwrap();
-        self.pools.0[&S].write(buffer, 0, message).unwrap();
+        self.client.rtrs().pools[&S].write(buffer, 0, message).unwrap();
         self.answer(submission, Ok(()));
     }
 
@@ -158,7 +159,15 @@ impl Bench {
     }
 
     pub(crate) fn outputs(&mut self) -> Vec<Output> {
-        std::iter::from_fn(|| self.client.poll_output()).collect()
+        let outputs = std::iter::from_fn(|| self.client.poll_output());
+        // The test has told of the session itself.
+        let session = |output: &Output| {
+            matches!(
+                output,
+                Output::Opened(..) | Output::Down(..) | Output::Up(..) | Output::Closed(_)
+            )
+        };
+        outputs.filter(|output| !session(output)).collect()
     }
 
     pub(crate) fn output(&mut self) -> Output {
@@ -175,17 +184,18 @@ impl Bench {
     }
 
     pub(crate) fn buffer(&mut self, len: usize) -> Buffer {
-        with_cx_at(self.now, |cx| self.pools.0.get_mut(&S).unwrap().take(cx, len)).unwrap()
+        let pools = &mut self.client.rtrs_mut().pools;
+        with_cx_at(self.now, |cx| pools.get_mut(&S).unwrap().take(cx, len)).unwrap()
     }
 
     pub(crate) fn give(&mut self, buffer: Option<Buffer>) {
         if let Some(buffer) = buffer {
-            self.pools.0.get_mut(&S).unwrap().give(buffer);
+            self.client.rtrs_mut().pools.get_mut(&S).unwrap().give(buffer);
         }
     }
 
     pub(crate) fn lent(&self) -> usize {
-        self.pools.0[&S].lent()
+        self.client.rtrs().pools[&S].lent()
     }
 
     /// Starts an operation, with the buffer that it needs. Returns its name.

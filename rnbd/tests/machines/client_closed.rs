@@ -12,12 +12,12 @@ use rnbd::{
     },
     proto::ClientMsg,
 };
-use rtrs::{IoError, client::request::Submission};
+use rtrs::IoError;
 use zerocopy::IntoBytes;
 
 use crate::{
+    bench::Submission,
     client_bench::{Bench, RW, S, io, message, open_rsp, open_rsp_of},
-    client_shares::Three,
 };
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -267,36 +267,4 @@ fn the_order_to_close_counts_where_the_server_names_its_instance() {
     bench.answer(sent, CLOSED);
     assert_eq!(bench.ends(), [(write, Err(Errno::ENOTCONN))]);
     assert!(bench.sent().is_empty());
-}
-
-#[test]
-fn home_waits_for_the_requests_of_all_shards() {
-    let (mut three, keys) = Three::mapped_as(&open_rsp(7));
-    three.0[0].client.set_on_loss(keys[0], OnLoss::Queue(None)).unwrap();
-    three.post();
-    let users = [1, 2].map(|n: usize| three.0[n].submit(keys[n], BlockOp::Read, 0, 512));
-    let [slow, refused] = [1, 2].map(|n: usize| three.0[n].sent_one());
-    assert!(three.0[0].sent().is_empty());
-    three.0[2].answer(refused, CLOSED);
-    three.post();
-    let late = three.0[0].submit(keys[0], BlockOp::Read, 0, 512);
-    let tick = |three: &mut Three| {
-        for n in 0..3 {
-            assert!(three.0[n].sent().is_empty());
-            three.0[n].wait(SECOND);
-        }
-        three.post();
-    };
-    (0..10).for_each(|_| tick(&mut three));
-    three.0[1].answer(slow, CLOSED);
-    (0..2).for_each(|_| tick(&mut three));
-    three.0[0].agree();
-    let open = three.0[0].sent_one();
-    three.0[0].answer_with(open, open_rsp(7).as_bytes());
-    three.post();
-    for (n, user) in [late, users[0], users[1]].into_iter().enumerate() {
-        let read = three.0[n].sent_one();
-        three.0[n].answer(read, Ok(()));
-        assert_eq!(three.0[n].ends(), [(user, Ok(()))]);
-    }
 }

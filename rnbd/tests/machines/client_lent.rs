@@ -5,12 +5,12 @@ use rnbd::{
     block::BlockOp,
     client::{OnLoss, output::DeviceKey},
 };
-use roce_mem::Pages;
-use rtrs::client::{Buffer, LentId, LentPiece, MAX_PIECES, Submission};
+use roce_verbs::mem::Pages;
+use rtrs::client::{Buffer, LentId, LentPiece, MAX_PIECES};
 use zerocopy::IntoBytes;
 
 use crate::{
-    bench::with_cx_at,
+    bench::{Submission, with_cx_at},
     client_bench::{Bench, S, io, open_rsp_of},
 };
 
@@ -23,7 +23,7 @@ fn lend(bench: &mut Bench, pages: usize) -> LentId {
     for page in 0..pages {
         memory.write(2 * page * PAGE, &[page as u8; PAGE]).unwrap();
     }
-    let buffers = bench.pools.0.get_mut(&S).unwrap();
+    let buffers = bench.client.rtrs_mut().pools.get_mut(&S).unwrap();
     with_cx_at(bench.now, |cx| buffers.lend(cx, memory)).unwrap()
 }
 
@@ -40,7 +40,7 @@ fn scattered(memory: LentId, pages: usize, len: u32) -> Buffer {
 fn place(bench: &Bench, submission: &Submission) -> (u64, u8) {
     let mut first = [0];
     let data = submission.data.as_ref().unwrap();
-    bench.pools.0[&S].read(data, 0, &mut first).unwrap();
+    bench.client.rtrs().pools[&S].read(data, 0, &mut first).unwrap();
     assert_eq!(data.len(), io(submission).bi_size.get() as usize);
     (io(submission).sector.get() * 512, first[0])
 }

@@ -6,25 +6,18 @@ use rnbd::{
     Errno,
     block::BlockOp,
     client::{
-        Client, OnLoss, Unmap,
+        OnLoss, Unmap,
         error::MapError,
         output::{DeviceKey, Output},
         state::DeviceState,
     },
     proto::{AccessMode, ClientMsg, IoOp, MsgOpenRsp},
 };
-use rtrs::{
-    Direction, IoError, PathError,
-    client::{
-        buffers::Buffers,
-        config::SessionInfo,
-        request::{Output as RtrsOutput, Submission},
-    },
-};
+use rtrs::{Direction, IoError, PathError, client::config::SessionInfo};
 use zerocopy::IntoBytes;
 
 use crate::{
-    bench::{MAX_IO, MIB, session_info},
+    bench::{MAX_IO, MIB, RtrsOutput, Submission, session_info},
     client_bench::{Bench, RW, S, io, lost, message, open_rsp, zeroes},
 };
 
@@ -583,8 +576,7 @@ fn a_request_that_is_lost_alone_is_sent_again_later() {
 
 #[test]
 fn a_device_is_opened_again_though_operations_have_all_buffers() {
-    let mut bench = Bench::of(Client::new());
-    bench.pools.0.insert(S, Buffers::new(256 << 10));
+    let mut bench = Bench::before_the_session(256 << 10);
     bench.tell(RtrsOutput::Opened(S, session_info()));
     bench.agree();
     let device = bench.map("disk", &open_rsp(7));

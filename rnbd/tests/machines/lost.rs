@@ -8,15 +8,14 @@ use rnbd::{
         output::{DeviceKey, LossCause, Output},
     },
     proto::{CACHE_FUA, MsgOpenRsp, instance::Instance},
-    server::{Limits, action::Action},
+    server::Limits,
 };
-use rtrs::client::request::Submission;
 use zerocopy::IntoBytes;
 
+use crate::served::Action;
 use crate::{
-    bench::{MIB, geometry},
-    client_bench::{Bench, RW, lost, open_rsp, open_rsp_of, zeroes},
-    client_shares::Three,
+    bench::{MIB, Submission, geometry},
+    client_bench::{Bench, RW, open_rsp, open_rsp_of, zeroes},
     server::{A, Bench as Server, response},
 };
 
@@ -272,50 +271,6 @@ fn a_device_that_is_mapped_anew_has_lost_nothing() {
     assert!(matches!(bench.output(), Output::Unmapped(_, Ok(()))));
     let device = bench.map("disk", &open_rsp_of(9, "2"));
     assert_eq!(bench.does(device, FLUSH), Ok(()));
-}
-
-/// A shard writes, another one flushes.
-#[test]
-fn shards_lose_their_writes_together() {
-    for (boot, end) in BOOTS.into_iter().zip([Ok(()), Err(Errno::EIO)]) {
-        let (mut three, [home, one, two]) = Three::mapped_as(&open_rsp_of(7, "1"));
-        three.0[0].client.set_on_loss(home, OnLoss::Queue(None)).unwrap();
-        three.post();
-        assert!(three.0[0].sent().is_empty());
-        three.0[1].does(one, WRITE).unwrap();
-        let held = three.0[2].submit(two, FLUSH, 0, 0);
-        let flush = three.0[2].sent_one();
-        three.lose();
-        three.0[2].answer(flush, Err(lost()));
-        three.back();
-        let open = three.0[0].sent_one();
-        three.0[0].answer_with(open, open_rsp_of(9, boot).as_bytes());
-        let told = three.0[0].losses();
-        assert_eq!(told.len(), usize::from(end.is_err()), "home tells it");
-        three.post();
-        let flush = three.0[2].sent_one();
-        three.0[2].answer(flush, Ok(()));
-        assert_eq!(three.0[2].ends(), [(held, end)]);
-        assert_eq!(three.0[1].losses(), []);
-        assert_eq!(three.0[1].does(one, FLUSH), end, "each has a user of its own");
-        assert_eq!([three.0[1].does(one, FLUSH), three.0[2].does(two, FLUSH)], [Ok(()); 2]);
-    }
-}
-
-/// A flush of one shard covers the writes of another.
-#[test]
-fn shards_flush_together() {
-    let (mut three, [home, one, two]) = Three::mapped_as(&open_rsp_of(7, "1"));
-    three.0[0].client.set_on_loss(home, OnLoss::Queue(None)).unwrap();
-    three.post();
-    assert!(three.0[0].sent().is_empty());
-    three.0[1].does(one, WRITE).unwrap();
-    three.0[2].does(two, FLUSH).unwrap();
-    three.lose();
-    three.back();
-    let open = three.0[0].sent_one();
-    three.0[0].answer_with(open, open_rsp_of(9, "2").as_bytes());
-    assert_eq!(three.0[0].losses(), []);
 }
 
 #[test]

@@ -7,11 +7,11 @@ mod client_bench;
 mod client_closed;
 mod client_lent;
 mod client_loss;
-mod client_shares;
 mod lost;
 #[path = "../../../rtrs/tests/machine/provider.rs"]
 mod provider;
+#[path = "../support/served.rs"]
+mod served;
 mod server;
 mod server_admin;
-mod shares;
 mod together;

@@ -6,10 +6,7 @@ use rnbd::{
     Errno,
     block::{BlockOp, Geometry},
     proto::{AccessMode, IoOp, MsgClose},
-    server::{
-        Limits,
-        action::{Action, OpenRefused},
-    },
+    server::{Limits, action::OpenRefused},
 };
 use rtrs::{
     Direction::{Read, Write},
@@ -17,6 +14,7 @@ use rtrs::{
 };
 use zerocopy::IntoBytes;
 
+use crate::served::Action;
 use crate::{
     bench::{MIB, geometry},
     server::{A, B, Bench, disk_op, io, response, ticket_of},
@@ -154,7 +152,7 @@ fn an_open_that_is_under_way_is_waited_for_as_well() {
             true => {
                 bench.opened(open, geometry(MIB), "disk");
                 let actions = bench.actions();
-                let [close, Action::Answer(answered, _)] = &actions[..] else {
+                let [Action::Answer(answered, _), close] = &actions[..] else {
                     panic!("{actions:?}")
                 };
                 assert_eq!(*answered, lost);

@@ -9,23 +9,20 @@ use rnbd::{
     client::{Client, OnLoss, Unmap, output::Output as ClientOutput},
     proto::{AccessMode, instance::Instance, status},
     server::{
-        Limits, Server,
-        action::{Action, Identity, Opened},
+        Limits,
+        action::{Identity, Opened},
         disk::{DiskOp, StoreId},
     },
 };
 use roce_verbs::Instant;
 use rtrs::{
     Direction, IoError, PathError,
-    client::{
-        buffers::Buffers,
-        config::SessionInfo,
-        request::{Output as RtrsOutput, SessionId, Submission},
-    },
+    client::{buffers::Buffers, config::SessionInfo, request::SessionId},
     server::request::{Output as ServerOutput, Request, RequestKey, SessionKey, SessionOpened},
 };
 
-use crate::bench::{Pools, geometry, session_info, with_cx};
+use crate::bench::{RtrsOutput, Script, Submission, geometry, session_info, with_cx};
+use crate::served::{Action, Served};
 
 const S: SessionId = SessionId(1);
 const CHUNK: usize = 128 << 10;
@@ -33,9 +30,8 @@ const CHUNKS: usize = 64;
 
 /// Two machines and what lies between them.
 struct World {
-    client: Client,
-    pools: Pools,
-    server: Server,
+    client: Client<u64, Script>,
+    server: Served,
     session: SessionKey,
     memory: Vec<u8>,
     disk: Vec<u8>,
@@ -68,9 +64,8 @@ fn extents(bytes: &[u8], most: u32) -> Vec<Extent> {
 impl World {
     fn new(geometry: Geometry) -> Self {
         let mut world = Self {
-            client: Client::new(),
-            pools: Pools::default(),
-            server: Server::new(Limits::default()),
+            client: Client::over(Script::default()),
+            server: Served::new(Limits::default()),
             session: SessionKey(0),
             memory: vec![0xee; CHUNK * CHUNKS],
             disk: (0..geometry.size).map(|i| (i / 512) as u8).collect(),
@@ -83,10 +78,15 @@ impl World {
             done: BTreeMap::new(),
             found: BTreeMap::new(),
         };
-        world.pools.0.insert(S, Buffers::new(64 << 20));
+        world.client.rtrs_mut().pools.insert(S, Buffers::new(64 << 20));
         world.begin();
-        world.client.rtrs(&mut world.pools, RtrsOutput::Opened(S, world.info));
+        world.tell(RtrsOutput::Opened(S, world.info));
         world
+    }
+
+    fn tell(&mut self, output: RtrsOutput) {
+        self.client.rtrs_mut().told.push_back(output);
+        with_cx(|cx| while self.client.turn(cx) {});
     }
 
     fn begin(&mut self) {
@@ -103,7 +103,7 @@ impl World {
     /// Both ends lose the session; the disk's work goes on.
     fn lose(&mut self) {
         let why = || PathError::PeerDisconnected;
-        self.client.rtrs(&mut self.pools, RtrsOutput::Down(S, why()));
+        self.tell(RtrsOutput::Down(S, why()));
         for submission in core::mem::take(&mut self.requests).into_values() {
             self.end(submission, Err(IoError::Path(why())));
         }
@@ -119,7 +119,7 @@ impl World {
     fn come_back(&mut self, max_io_size: u32) {
         self.begin();
         self.info.max_io_size = max_io_size;
-        self.client.rtrs(&mut self.pools, RtrsOutput::Up(S, self.info));
+        self.tell(RtrsOutput::Up(S, self.info));
     }
 
     fn end(&mut self, submission: Submission, result: Result<(), IoError>) {
@@ -129,14 +129,14 @@ impl World {
             result,
             data: submission.data,
         };
-        self.client.rtrs(&mut self.pools, done);
+        self.tell(done);
     }
 
     /// Everything but the disk's work.
     fn settle(&mut self) {
         loop {
-            let next = with_cx(|cx| self.client.poll_submission(cx, &mut self.pools));
-            if let Some((_, submission)) = next {
+            with_cx(|cx| while self.client.turn(cx) {});
+            if let Some((_, submission)) = self.client.rtrs_mut().sent.pop_front() {
                 self.waiting.insert(0, submission);
             } else if let Some(action) = self.server.poll_action() {
                 self.act(action);
@@ -167,7 +167,7 @@ impl World {
             data_len = buffer.len();
             if submission.direction == Direction::Write {
                 let to = &mut self.memory[data_offset..][..data_len];
-                self.pools.0[&S].read(buffer, 0, to).unwrap();
+                self.client.rtrs().pools[&S].read(buffer, 0, to).unwrap();
             }
         }
         let request = Request {
@@ -208,7 +208,7 @@ impl World {
         }
         if let (Some(buffer), Direction::Read) = (&submission.data, submission.direction) {
             let from = &self.memory[usize::from(key.chunk) * CHUNK..][..buffer.len()];
-            self.pools.0[&S].write(buffer, 0, from).unwrap();
+            self.client.rtrs().pools[&S].write(buffer, 0, from).unwrap();
         }
         self.end(submission, Ok(()));
     }
@@ -225,7 +225,7 @@ impl World {
         if let ClientOutput::Done { user, result, data, .. } = output {
             let mut bytes = Vec::new();
             if let Some(buffer) = data {
-                let pool = self.pools.0.get_mut(&S).unwrap();
+                let pool = self.client.rtrs_mut().pools.get_mut(&S).unwrap();
                 bytes.resize(buffer.len(), 0);
                 pool.read(&buffer, 0, &mut bytes).unwrap();
                 pool.give(buffer);
@@ -332,7 +332,7 @@ proptest! {
                 _ => BlockOp::Flush,
             };
             let data = (*kind < 2).then(|| {
-                let pool = world.pools.0.get_mut(&S).unwrap();
+                let pool = world.client.rtrs_mut().pools.get_mut(&S).unwrap();
                 let buffer = with_cx(|cx| pool.take(cx, len as usize)).unwrap();
                 pool.write(&buffer, 0, &pattern(*fill, len as usize)).unwrap();
                 buffer
@@ -384,7 +384,7 @@ proptest! {
                 }
             }
         }
-        prop_assert_eq!(world.pools.0[&S].lent(), 0);
+        prop_assert_eq!(world.client.rtrs().pools[&S].lent(), 0);
         prop_assert!(world.server.is_idle());
         prop_assert_eq!(world.server.counters().malformed, 0);
         prop_assert!(world.client.state(device).is_none());

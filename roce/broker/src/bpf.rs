@@ -23,11 +23,11 @@ const PROG_TYPE_SK_REUSEPORT: u32 = 21;
 /// Helpers (`enum bpf_func_id`).
 const SKB_LOAD_BYTES: i32 = 26;
 const SK_SELECT_REUSEPORT: i32 = 82;
-/// The index behind those of the slots: where packets go that are nobody's.
-const NOBODY: u32 = SLOTS as u32;
+/// Index of packets without a receiver, behind those of the slots.
+pub(crate) const NOBODY: u32 = SLOTS as u32;
 /// Offset of the top byte of the destination queue pair number: behind the UDP header, byte 5 of the BTH.
 const QPN_BYTE: i32 = 8 + 5;
-/// A socket that another array has, which is being freed: how often and when to try again.
+/// Attempts, and the pause between them, for a socket of another array that is being freed.
 const BUSY_TRIES: u32 = 200;
 const BUSY_PAUSE: Duration = Duration::from_millis(1);
 
@@ -112,7 +112,7 @@ fn address<T: ?Sized>(of: &T) -> u64 {
 
 /// The sockets by slot.
 #[derive(Debug)]
-pub(crate) struct SocketArray(OwnedFd);
+pub(crate) struct SocketArray(pub(crate) OwnedFd);
 
 impl SocketArray {
     pub(crate) fn new() -> io::Result<Self> {
@@ -127,11 +127,6 @@ impl SocketArray {
         unsafe { bpf_fd(MAP_CREATE, &mut attr) }.map(Self)
     }
 
-    /// Adopts a descriptor that [`Self::as_fd`] gave to another process.
-    pub(crate) const fn adopt(fd: OwnedFd) -> Self {
-        Self(fd)
-    }
-
     /// `value`: none for a command that has none, which refuses one.
     fn element(&self, command: c_int, slot: u32, value: Option<&mut u64>) -> io::Result<()> {
         let mut attr = ElemAttr {
@@ -144,23 +139,11 @@ impl SocketArray {
         unsafe { bpf(command, &mut attr) }.map(drop)
     }
 
-    /// Gives the packets of a slot to a socket.
+    /// Gives the packets of a slot, or of [`NOBODY`], to a socket.
     ///
     /// # Errors
     /// When that is none of a reuseport group.
-    pub(crate) fn set(&self, slot: u8, socket: BorrowedFd<'_>) -> io::Result<()> {
-        self.put(slot.into(), socket)
-    }
-
-    /// Gives what is nobody's to a socket.
-    ///
-    /// # Errors
-    /// As [`Self::set`].
-    pub(crate) fn set_nobody(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
-        self.put(NOBODY, socket)
-    }
-
-    fn put(&self, index: u32, socket: BorrowedFd<'_>) -> io::Result<()> {
+    pub(crate) fn set(&self, index: u32, socket: BorrowedFd<'_>) -> io::Result<()> {
         let mut value = socket.as_raw_fd() as u64;
         for _ in 0..BUSY_TRIES {
             match self.element(MAP_UPDATE_ELEM, index, Some(&mut value)) {
@@ -172,7 +155,7 @@ impl SocketArray {
         Err(io::ErrorKind::ResourceBusy.into())
     }
 
-    /// Nobody has the slot's packets any more.
+    /// Has the slot's packets dropped from now on.
     pub(crate) fn clear(&self, slot: u8) -> io::Result<()> {
         match self.element(MAP_DELETE_ELEM, slot.into(), None) {
             Err(e) if e.raw_os_error() == Some(libc::ENOENT) => Ok(()),
@@ -180,7 +163,7 @@ impl SocketArray {
         }
     }
 
-    /// The cookie of the socket that has a slot's packets.
+    /// Returns the cookie of the socket that has a slot's packets.
     pub(crate) fn cookie(&self, slot: u8) -> Option<u64> {
         let mut cookie = 0;
         self.element(MAP_LOOKUP_ELEM, slot.into(), Some(&mut cookie)).ok()?;
@@ -261,10 +244,10 @@ fn program(array: RawFd) -> Vec<Insn> {
     code
 }
 
-/// Whether this process may load the program.
+/// Checks that this process may load the program.
 ///
 /// # Errors
-/// Why not.
+/// Reason for which it may not.
 pub(crate) fn probe() -> io::Result<()> {
     load_program(&SocketArray::new()?).map(drop)
 }

@@ -1,64 +1,129 @@
-//! The side of a member.
+//! Membership of a process: its requests to the broker, and its place at the next broker when one has ended.
 
 mod ask;
-mod links;
-mod state;
+mod resources;
 
 use std::{
+    collections::{BTreeSet, HashMap},
     io,
     net::IpAddr,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{Arc, OnceLock},
+    sync::{Arc, OnceLock, mpsc},
     time::{Duration, Instant},
 };
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
-use roce_net::OpenSockets;
+use roce_net::{EventFd, OpenSockets};
 use roce_port::{PortChange, QpnParts, QpnSlot, RxMeta};
+use rustix::{
+    event::{PollFd, PollFlags, poll},
+    io::Errno,
+};
 
 pub use self::ask::{running_broker, statistics};
 use self::{
-    ask::{REQUEST_TIME, accepted, ask, say_hello},
-    links::Links,
-    state::{State, given_back, undo},
+    ask::{REQUEST_TIME, accepted, ask, say, say_hello},
+    resources::{Resources, undo},
 };
 use crate::{
+    error::{Error, context},
     page::{Page, Snapshot},
-    proto::{Binding, Connection, Parts, Place, Rejoin, Reply, Request, ToBroker, ToClient},
-    start::{self, JoinConfig, JoinError, join_io},
-    wire::{self, MAX_RECORD, Record, RecvError},
+    proto::{Connection, Grant, Parts, Place, Reply, Request, ToBroker, ToClient},
+    start::{self, JoinConfig},
+    wire::{self, MAX_RECORD, Outbox, Record, RecvError},
 };
 
-/// Pause between two attempts to find a broker again.
+/// Pause between two attempts to find a broker again, or to wait for one.
 const RETRY: Duration = Duration::from_millis(200);
-/// Connections or ports of one record.
+/// Connections or ports in one record.
 const RESTORED: usize = 256;
-/// Attempts to join a broker that ends just then.
+/// Attempts to join a broker that is about to end.
 const ATTEMPTS: usize = 20;
+/// Largest number of requests whose answers are awaited, or must be undone. Beyond it, what is given too late is kept.
+const MAX_PENDING: usize = 1024;
 
-/// Takes a packet that another socket received: for QP1, or one that was merged behind another process's. Called by the membership's
+/// Receiver of packets that another socket received: for QP1, or merged behind another process's. Called by the membership's
 /// thread.
 pub type Inbox = dyn Fn(&RxMeta, &[u8]) + Send + Sync;
 
-/// State that has been restored at the next broker.
-struct Rejoined {
-    link: OwnedFd,
-    bindings: Vec<Binding>,
-    /// Messages that it sent to this member meanwhile.
-    early: Vec<Record<ToClient>>,
+/// Request without an answer so far, and the sender of its answer. Nobody receives that when the request has timed out.
+type Pending = (Request, mpsc::Sender<Result<Reply, Error>>);
+
+/// Communication of a member with its broker.
+#[derive(Default)]
+struct State {
+    /// The connection; `None` while there is none, or while a new broker is told what this member has.
+    link: Option<Arc<OwnedFd>>,
+    /// A broker knows, or is being told, what this member has, and must be told of changes.
+    joined: bool,
+    outbox: Outbox,
+    /// Connections whose changes the broker has not been told, by our communication IDs. Peers make as many changes as they like, so
+    /// each connection is in it once.
+    untold: BTreeSet<u32>,
+    seq: u64,
+    pending: HashMap<u64, Pending>,
+    resources: Resources,
+    closing: bool,
+}
+
+impl State {
+    /// Uses a connection from now on.
+    fn connect(&mut self, link: Arc<OwnedFd>) {
+        self.joined = true;
+        self.link = Some(link);
+    }
+
+    /// The broker is gone: what it has answered is done, the rest is asked again.
+    fn disconnect(&mut self) {
+        self.joined = false;
+        self.link = None;
+        self.outbox.clear();
+        self.untold.clear();
+        self.pending.clear();
+    }
+
+    /// Sends what waits. Returns whether the broker has had room for all of it.
+    fn flush(&mut self) -> bool {
+        let Some(link) = self.link.clone() else { return true };
+        loop {
+            // An error means that the broker is gone; the thread finds that out as well.
+            if self.outbox.flush(link.as_fd()).is_err() {
+                self.outbox.clear();
+                self.untold.clear();
+            }
+            if !self.outbox.is_empty() || self.untold.is_empty() {
+                return self.outbox.is_empty();
+            }
+            let (mut up, mut down) = (vec![], vec![]);
+            for id in (0..RESTORED).map_while(|_| self.untold.pop_first()) {
+                match self.resources.established.get(&id) {
+                    Some(conn) => up.push(*conn),
+                    None => down.push(id),
+                }
+            }
+            self.push(&ToBroker::Connections { up, down });
+        }
+    }
+
+    fn push(&mut self, message: &ToBroker) {
+        match wire::encode(message, &[]) {
+            Ok(bytes) => self.outbox.push(bytes, vec![]),
+            Err(e) => tracing::warn!("a message to the broker is left out: {e}"),
+        }
+    }
 }
 
 struct Shared {
     config: JoinConfig,
     pid: u32,
-    place: Place,
-    /// Gets the place again from the next broker.
-    token: u64,
-    parts: Parts,
+    /// Place, and what gets it again from the next broker.
+    given: Grant,
+    /// Held for moments only, and nobody waits for the broker while holding it: the thread that takes it may hold a device's lock.
     state: Mutex<State>,
     changed: Condvar,
+    /// Wakes the thread when the broker had no room.
+    stuck: EventFd,
     inbox: OnceLock<Box<Inbox>>,
-    links: Links,
     /// Page for counters, which the broker reads.
     page: Mutex<Option<Page>>,
 }
@@ -71,7 +136,7 @@ pub struct Membership {
 impl core::fmt::Debug for Membership {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         f.debug_struct("Membership")
-            .field("place", &self.shared.place)
+            .field("place", &self.place())
             .finish_non_exhaustive()
     }
 }
@@ -80,7 +145,7 @@ impl core::fmt::Debug for Membership {
 ///
 /// # Errors
 /// When there is no broker and none can be started, or when it has no place left.
-pub fn join(config: &JoinConfig) -> Result<Membership, JoinError> {
+pub fn join(config: &JoinConfig) -> Result<Membership, Error> {
     let mut attempt = 0;
     let (link, (given, page)) = loop {
         attempt += 1;
@@ -88,38 +153,37 @@ pub fn join(config: &JoinConfig) -> Result<Membership, JoinError> {
         match say_hello(&link, &config.name, None) {
             Ok(given) => break (link, given),
             // It was about to end.
-            Err(JoinError::Io { .. }) if attempt < ATTEMPTS => {}
+            Err(Error::Io { .. }) if attempt < ATTEMPTS => {}
             Err(e) => return Err(e),
         }
     };
     let link = Arc::new(link);
-    let shared = Shared::new(config.clone(), given, page, link.clone()).map_err(join_io("making an event counter"))?;
+    let shared = Shared::new(config.clone(), given, page, link.clone()).map_err(context("making an event counter"))?;
     let shared = Arc::new(shared);
     let theirs = shared.clone();
     roce_net::start_thread("ferroce broker", move || theirs.serve(link))
-        .map_err(join_io("starting the thread that listens to the broker"))?;
+        .map_err(context("starting the thread that listens to the broker"))?;
     Ok(Membership { shared })
 }
 
 impl Membership {
-    /// The place.
+    /// Returns the place.
     pub fn place(&self) -> Place {
-        self.shared.place
+        self.shared.given.place
     }
 
-    /// The part of all queue pair numbers and communication IDs that is this member's.
+    /// Returns this member's part of all queue pair numbers and communication IDs.
     pub fn numbers(&self) -> QpnSlot {
-        self.shared.place.numbers()
+        self.place().numbers()
     }
 
-    /// Which of these numbers the member draws from, if it has a whole slot.
+    /// Returns which of these numbers the member draws from, if it has a whole slot.
     pub fn parts(&self) -> Option<QpnParts> {
-        let Parts { home, resting, .. } = self.shared.parts;
-        self.shared.place.is_whole().then_some(QpnParts { home, resting })
+        let Parts { home, resting, .. } = self.shared.given.parts;
+        self.place().is_whole().then_some(QpnParts { home, resting })
     }
 
-    /// Sets the handler of the broker's messages. Only the first call counts; earlier messages are lost, as in a
-    /// network.
+    /// Sets the receiver of packets. Only the first call counts; earlier packets are lost, as in a network.
     pub fn set_inbox(&self, inbox: Box<Inbox>) {
         let _ = self.shared.inbox.set(inbox);
     }
@@ -127,58 +191,53 @@ impl Membership {
     /// Publishes the status of the member's devices for other processes. Returns whether it differs from the last one. Stores a few
     /// words, which stay when the process ends.
     pub fn publish(&self, status: &Snapshot) -> bool {
-        self.shared
-            .page
-            .lock()
-            .as_ref()
-            .is_some_and(|page| page.publish(status))
+        let page = self.shared.page.lock();
+        page.as_ref().is_some_and(|page| page.publish(status))
     }
 
-    /// The sockets of an address: the member's, and what holds the groups. `::` means IPv4 too.
+    /// Returns the sockets of an address: the member's, and what holds the groups. `::` means IPv4 too.
     ///
     /// # Errors
-    /// When the address is not ours, or somebody else has its port.
-    pub fn open(&self, addr: IpAddr) -> Result<OpenSockets, JoinError> {
+    /// When the address is not ours, or another program has its port.
+    pub fn open(&self, addr: IpAddr) -> Result<OpenSockets, Error> {
         let addr = addr.to_canonical();
-        let given = || self.shared.state.lock().given.remove(&addr);
-        // They may have come too late for who asked before.
+        let given = || self.shared.own_state()?.resources.given.remove(&addr);
+        // They may have come too late for an earlier request.
         if let Some(sockets) = given() {
             return Ok(sockets);
         }
         let asked = self.shared.call(&Request::Open { addr, again: false });
-        if let Some(sockets) = given() {
-            return Ok(sockets);
+        match given() {
+            Some(sockets) => Ok(sockets),
+            None => asked.and(Err(Error::Protocol)),
         }
-        asked.and(Err(JoinError::Protocol))
     }
 
     /// Binds a port of a port space: `service` is port space and port, port 0 any that is free. Returns it with the port.
     ///
     /// # Errors
     /// When the port is taken.
-    pub fn bind(&self, service: u64, addr: Option<IpAddr>, reuse: bool) -> Result<u64, JoinError> {
-        let request = Request::Bind { service, addr, reuse };
-        let Reply::Bound { service } = self.shared.call(&request)?.message else {
-            return Err(JoinError::Protocol);
-        };
-        Ok(service)
+    pub fn bind(&self, service: u64, addr: Option<IpAddr>, reuse: bool) -> Result<u64, Error> {
+        match self.shared.call(&Request::Bind { service, addr, reuse })? {
+            Reply::Bound { service } => Ok(service),
+            _ => Err(Error::Protocol),
+        }
     }
 
-    /// Gives a port back: whoever asks for it after this returns may have it. While there is no broker nobody has it: the next
-    /// one is not told of it.
+    /// Gives a port back: a process that asks for it after this returns may have it. While there is no broker nobody has it: the
+    /// next one is not told of it.
     ///
     /// # Errors
     /// In a child of the process that joined.
-    pub fn unbind(&self, service: u64, addr: Option<IpAddr>) -> Result<(), JoinError> {
-        self.shared.change(service, addr, |b| b.bound, |b| b.bound = false);
-        self.shared.tell(Request::Unbind { service, addr })
+    pub fn unbind(&self, service: u64, addr: Option<IpAddr>) -> Result<(), Error> {
+        self.shared.release(service, addr, false)
     }
 
     /// Takes the connect requests for a service ID, on one address or all, from now on.
     ///
     /// # Errors
     /// When another process has the port.
-    pub fn listen(&self, service: u64, addr: Option<IpAddr>) -> Result<(), JoinError> {
+    pub fn listen(&self, service: u64, addr: Option<IpAddr>) -> Result<(), Error> {
         self.shared.call(&Request::Listen { service, addr }).map(drop)
     }
 
@@ -186,189 +245,165 @@ impl Membership {
     ///
     /// # Errors
     /// In a child of the process that joined.
-    pub fn unlisten(&self, service: u64, addr: Option<IpAddr>) -> Result<(), JoinError> {
-        self.shared
-            .change(service, addr, |b| b.listening, |b| b.listening = false);
-        self.shared.tell(Request::Unlisten { service, addr })
+    pub fn unlisten(&self, service: u64, addr: Option<IpAddr>) -> Result<(), Error> {
+        self.shared.release(service, addr, true)
     }
 
-    /// The member's port has changed. Doesn't wait: what the broker has no room for now it is told later.
+    /// Reports a change of the member's port. Doesn't wait: what the broker has no room for now it is told later.
     pub fn port_change(&self, change: &PortChange) {
-        if self.shared.is_ours() {
-            self.shared.links.change(change);
+        let Some(mut state) = self.shared.own_state() else {
+            return;
+        };
+        match change {
+            PortChange::Spread => {
+                state.resources.spread = true;
+                self.shared.say(&mut state, &ToBroker::Spread);
+            }
+            PortChange::Connection(change) => {
+                state.resources.change(change);
+                if state.joined {
+                    state.untold.insert(change.local_id);
+                    self.shared.flush(&mut state);
+                }
+            }
         }
     }
 
-    /// Hands a packet over to the member whose queue pair it is for. Doesn't wait. False: it is lost.
-    pub fn hand_over(&self, meta: &RxMeta, bytes: &[u8]) -> bool {
-        let link = self.shared.links.link();
-        let message = wire::encode(&ToBroker::Datagram(meta.into()), bytes);
-        match (link, message) {
-            (Some(link), Ok(message)) if self.shared.is_ours() => {
-                wire::send(link.as_fd(), &message, &[], false).is_ok()
-            }
-            _ => false,
+    /// Hands a packet over to the member whose queue pair it is for. Doesn't wait: it is lost if the broker has no room.
+    pub fn hand_over(&self, meta: &RxMeta, bytes: &[u8]) {
+        // Sent without the lock, which the holder of a device's lock may want.
+        let link = self.shared.own_state().and_then(|state| state.link.clone());
+        if let (Some(link), Ok(record)) = (link, wire::encode(&ToBroker::Datagram(*meta), bytes)) {
+            let _ = wire::send(link.as_fd(), &record, &[], false);
         }
     }
 }
 
 impl Drop for Membership {
     fn drop(&mut self) {
-        if !self.shared.is_ours() {
-            // A child of the process that joined: the connection is the parent's.
+        let Some(mut state) = self.shared.own_state() else {
             return;
-        }
-        let link = {
-            let mut state = self.shared.state.lock();
-            state.closing = true;
-            self.shared.links.set_link(None);
-            state.link.take()
         };
-        self.shared.changed.notify_all();
-        if let Some(link) = link {
-            if let Ok(bytes) = wire::encode(&ToBroker::Goodbye, &[]) {
-                // If it does not get through the broker sees that we are gone, and treats us as killed.
-                let _ = wire::send(link.as_fd(), &bytes, &[], false);
-            }
+        state.closing = true;
+        // If it does not get through, the broker sees that the connection is closed and treats this process as killed.
+        self.shared.say(&mut state, &ToBroker::Goodbye);
+        if let Some(link) = state.link.take() {
             // Ends the thread's wait.
             let _ = rustix::net::shutdown(&*link, rustix::net::Shutdown::Both);
         }
+        self.shared.changed.notify_all();
     }
 }
 
 impl Shared {
-    fn new(config: JoinConfig, given: Rejoin, page: Option<Page>, link: Arc<OwnedFd>) -> io::Result<Self> {
+    fn new(config: JoinConfig, given: Grant, page: Option<Page>, link: Arc<OwnedFd>) -> io::Result<Self> {
+        let mut state = State::default();
+        state.connect(link);
         Ok(Self {
-            links: Links::new(link.clone())?,
             config,
             pid: std::process::id(),
-            place: given.place,
-            token: given.token,
-            parts: given.parts,
-            state: Mutex::new(State {
-                link: Some(link),
-                ..State::default()
-            }),
+            given,
+            state: Mutex::new(state),
             changed: Condvar::new(),
+            stuck: EventFd::new()?,
             inbox: OnceLock::new(),
             page: Mutex::new(page),
         })
     }
 
-    fn is_ours(&self) -> bool {
-        self.pid == std::process::id()
+    /// Returns the state; `None` in a child of the process that joined, as the connection is the parent's.
+    fn own_state(&self) -> Option<MutexGuard<'_, State>> {
+        (self.pid == std::process::id()).then(|| self.state.lock())
     }
 
-    /// Asks the broker, the next one if this one ends meanwhile.
-    fn call(&self, request: &Request) -> Result<Record<Reply>, JoinError> {
+    /// Sends a message, now or when the broker has room for it. Without a broker it is not sent: the next one is told all.
+    fn say(&self, state: &mut State, message: &ToBroker) {
+        if !state.joined {
+            return;
+        }
+        state.push(message);
+        self.flush(state);
+    }
+
+    fn flush(&self, state: &mut State) {
+        if !state.flush() {
+            self.stuck.raise();
+        }
+    }
+
+    /// Asks the broker, the next one if this one ends before it has answered.
+    fn call(&self, request: &Request) -> Result<Reply, Error> {
         self.call_until(request, Instant::now() + REQUEST_TIME)
     }
 
-    fn call_until(&self, request: &Request, deadline: Instant) -> Result<Record<Reply>, JoinError> {
-        if !self.is_ours() {
-            return Err(JoinError::Forked);
-        }
-        let mut state = self.state.lock();
+    fn call_until(&self, request: &Request, deadline: Instant) -> Result<Reply, Error> {
         loop {
-            let Some(link) = state.link.clone() else {
+            let mut state = self.own_state().ok_or(Error::Forked)?;
+            while state.link.is_none() {
                 self.wait(&mut state, deadline)?;
-                continue;
-            };
+            }
+            let (sender, answer) = mpsc::channel();
             state.seq += 1;
-            let (seq, epoch) = (state.seq, state.epoch);
-            let message = ToBroker::Request {
-                seq,
-                request: request.clone(),
-            };
-            let bytes = wire::encode(&message, &[]).map_err(join_io("asking the broker"))?;
-            state.awaited.insert(seq, request.clone());
-            // If this fails the thread finds the connection at its end as well.
-            let sent = MutexGuard::unlocked(&mut state, || wire::send(link.as_fd(), &bytes, &[], true));
-            if let Err(e) = sent {
-                tracing::debug!("the broker is gone: {e}");
+            let (seq, request) = (state.seq, request.clone());
+            let pending = (request.clone(), sender);
+            self.say(&mut state, &ToBroker::Request { seq, request });
+            state.pending.insert(seq, pending);
+            drop(state);
+            let left = deadline.saturating_duration_since(Instant::now());
+            match answer.recv_timeout(left) {
+                Ok(reply) => return reply,
+                Err(mpsc::RecvTimeoutError::Disconnected) => continue,
+                Err(mpsc::RecvTimeoutError::Timeout) => {}
             }
-            loop {
-                if let Some(reply) = state.replies.remove(&seq) {
-                    return accepted(reply);
-                }
-                if state.epoch != epoch {
-                    break;
-                }
-                if let Err(e) = self.wait(&mut state, deadline) {
-                    // It may have come just then.
-                    if let Some(reply) = state.replies.remove(&seq) {
-                        return accepted(reply);
-                    }
-                    state.give_up(seq);
-                    return Err(e);
-                }
-            }
-        }
-    }
-
-    /// Tells the broker something that it does not refuse, without waiting for its answer. One that is being told what there
-    /// was is waited for.
-    fn tell(&self, request: Request) -> Result<(), JoinError> {
-        if !self.is_ours() {
-            return Err(JoinError::Forked);
-        }
-        let (link, seq) = {
             let mut state = self.state.lock();
-            let deadline = Instant::now() + REQUEST_TIME;
-            // Another process may ask for what was given back as soon as this returns.
-            while state.restoring && self.wait(&mut state, deadline).is_ok() {}
-            state.seq += 1;
-            (state.link.clone(), state.seq)
-        };
-        let Some(link) = link else { return Ok(()) };
-        let bytes = wire::encode(
-            &ToBroker::Request {
-                seq,
-                request: request.clone(),
-            },
-            &[],
-        );
-        match bytes.and_then(|bytes| wire::send(link.as_fd(), &bytes, &[], false)) {
-            // It has much to do: then in turn.
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => self.call(&request).map(drop),
-            // Otherwise it is gone, and the next one is not told.
-            _ => Ok(()),
+            // It may have come just then. From here on nobody receives it.
+            let last = answer.try_recv();
+            drop(answer);
+            if state.pending.len() > MAX_PENDING {
+                state.pending.remove(&seq);
+            }
+            return last.unwrap_or(Err(Error::Timeout));
         }
     }
 
-    fn wait(&self, state: &mut MutexGuard<'_, State>, deadline: Instant) -> Result<(), JoinError> {
-        if self.changed.wait_until(state, deadline).timed_out() {
-            return Err(JoinError::Timeout);
+    /// Gives a port or a listener back. Waits until the broker has that in its socket: it handles it before what another process
+    /// asks for from now on.
+    fn release(&self, service: u64, addr: Option<IpAddr>, listening: bool) -> Result<(), Error> {
+        let deadline = Instant::now() + REQUEST_TIME;
+        let mut state = self.own_state().ok_or(Error::Forked)?;
+        self.release_in(&mut state, service, addr, listening);
+        while state.joined && !state.outbox.is_empty() {
+            self.wait(&mut state, deadline)?;
         }
         Ok(())
     }
 
-    fn change(
-        &self,
-        service: u64,
-        addr: Option<IpAddr>,
-        which: impl Fn(&Binding) -> bool,
-        change: impl Fn(&mut Binding),
-    ) {
-        let mut state = self.state.lock();
-        let found = state
-            .bindings
-            .iter_mut()
-            .find(|b| b.service == service && b.addr == addr && which(b));
-        if let Some(binding) = found {
-            change(binding);
-        }
-        state.bindings.retain(|b| b.bound || b.listening);
+    fn release_in(&self, state: &mut State, service: u64, addr: Option<IpAddr>, listening: bool) {
+        state.resources.release(service, addr, listening);
+        let request = Request::Release {
+            service,
+            addr,
+            listening,
+        };
+        // Nobody awaits the answer.
+        self.say(state, &ToBroker::Request { seq: 0, request });
     }
 
-    /// The thread: listens to the broker, and finds or starts another when it is gone.
+    fn wait(&self, state: &mut MutexGuard<'_, State>, deadline: Instant) -> Result<(), Error> {
+        match self.changed.wait_until(state, deadline).timed_out() {
+            true => Err(Error::Timeout),
+            false => Ok(()),
+        }
+    }
+
+    /// Body of the thread: listens to the broker, and finds or starts another one when it is gone.
     fn serve(&self, mut link: Arc<OwnedFd>) {
         let mut buffer = vec![0; MAX_RECORD];
         loop {
             match wire::receive(link.as_fd(), &mut buffer, false) {
-                Ok(record) => self.take(&link, record),
-                Err(RecvError::Empty) => self.links.wait(&link),
-                Err(RecvError::Malformed(text)) => tracing::warn!("the broker says what makes no sense: {text}"),
+                Ok(record) => self.take(record),
+                Err(RecvError::Empty) => self.wait_for_broker(&link),
+                Err(RecvError::Malformed(text)) => tracing::warn!("the broker sends an invalid record: {text}"),
                 Err(RecvError::Closed) => match self.reconnect() {
                     Some(new) => link = new,
                     None => return,
@@ -377,71 +412,81 @@ impl Shared {
         }
     }
 
-    fn take(&self, link: &OwnedFd, record: Record<ToClient>) {
-        match record.message {
-            ToClient::Reply { seq, reply } => {
-                let mut record = Record {
-                    message: reply,
-                    payload: vec![],
-                    fds: record.fds,
-                    lacks_fds: record.lacks_fds,
-                };
-                let mut state = self.state.lock();
-                let asked = state.awaited.get(&seq).or_else(|| state.given_up.get(&seq)).cloned();
-                if let (Some(Request::Open { addr, .. }), false) = (asked, record.lacks_fds) {
-                    // Whether somebody waits for it or not: the broker has noted that this member has the address.
-                    state.open(addr, &record.message, std::mem::take(&mut record.fds));
-                }
-                if let Some(request) = state.awaited.remove(&seq) {
-                    // At once: a broker may be gone before whoever waits has woken, and the next one must be told.
-                    state.note(&request, &record.message);
-                    state.replies.insert(seq, record);
-                    drop(state);
-                    self.changed.notify_all();
-                } else if let Some(request) = state.given_up.remove(&seq).and_then(|r| undo(&r, &record.message)) {
-                    // It comes too late: nobody has what is given. Descriptors go with the record.
-                    state.seq += 1;
-                    let seq = state.seq;
-                    drop(state);
-                    let message = wire::encode(&ToBroker::Request { seq, request }, &[]);
-                    if let Err(e) = message.and_then(|bytes| wire::send(link.as_fd(), &bytes, &[], true)) {
-                        tracing::debug!("the broker is gone: {e}");
-                    }
-                }
-            }
-            ToClient::Datagram(meta) => {
-                if let Some(inbox) = self.inbox.get() {
-                    inbox(&RxMeta::from(&meta), &record.payload);
-                }
+    /// Waits until the broker has sent something. Sends what it had no room for when it has.
+    fn wait_for_broker(&self, link: &OwnedFd) {
+        self.stuck.clear();
+        let flushed = self.state.lock().flush();
+        if flushed {
+            self.changed.notify_all();
+        }
+        let room = if flushed { PollFlags::empty() } else { PollFlags::OUT };
+        let mut all = [
+            PollFd::new(link, PollFlags::IN | room),
+            PollFd::from_borrowed_fd(self.stuck.as_fd(), PollFlags::IN),
+        ];
+        match poll(&mut all, None) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(e) => {
+                tracing::warn!("waiting for the broker failed: {e}");
+                std::thread::sleep(RETRY);
             }
         }
     }
 
-    /// The broker is gone. Returns the connection to the next one; `None` when the member leaves.
-    fn reconnect(&self) -> Option<Arc<OwnedFd>> {
-        self.links.set_link(None);
-        {
-            let mut state = self.state.lock();
-            state.link = None;
-            // What was answered was done; the rest is asked again.
-            state.awaited.clear();
-            state.given_up.clear();
+    fn take(&self, record: Record<ToClient>) {
+        let (seq, reply) = match record.message {
+            ToClient::Reply { seq, reply } => (seq, reply),
+            ToClient::Datagram(meta) => {
+                if let Some(inbox) = self.inbox.get() {
+                    inbox(&meta, &record.payload);
+                }
+                return;
+            }
+        };
+        let mut state = self.state.lock();
+        let Some((request, answer)) = state.pending.remove(&seq) else {
+            return;
+        };
+        let reply = accepted(reply, record.lacks_fds);
+        let mut given_back = None;
+        if let Ok(reply) = &reply {
+            // Whether a thread waits or not: the broker may end before one that waits wakes up.
+            state.resources.note(&request, reply, record.fds);
+            given_back = undo(&request, reply);
         }
+        if let (Err(_), Some((service, addr, listening))) = (answer.send(reply), given_back) {
+            // The thread that asked no longer waits.
+            self.release_in(&mut state, service, addr, listening);
+        }
+    }
+
+    /// Finds or starts another broker. Returns the connection to it; `None` when the member leaves.
+    fn reconnect(&self) -> Option<Arc<OwnedFd>> {
         let mut warned = false;
         loop {
-            if self.state.lock().closing {
+            let closing = {
+                let mut state = self.state.lock();
+                state.disconnect();
+                state.closing
+            };
+            self.changed.notify_all();
+            if closing {
                 return None;
             }
-            match self.rejoin() {
-                Ok(rejoined) => return self.go_on(rejoined),
+            let rejoined = self.rejoin();
+            let mut state = self.state.lock();
+            match rejoined {
+                Ok(_) if state.closing => {}
+                Ok(link) => {
+                    let link = Arc::new(link);
+                    state.connect(link.clone());
+                    self.changed.notify_all();
+                    return Some(link);
+                }
                 Err(e) if !std::mem::replace(&mut warned, true) => {
                     tracing::warn!("the broker is gone, and there is no other yet: {e}");
                 }
                 Err(_) => {}
-            }
-            let mut state = self.state.lock();
-            if std::mem::take(&mut state.restoring) {
-                self.changed.notify_all();
             }
             if !state.closing {
                 self.changed.wait_for(&mut state, RETRY);
@@ -449,84 +494,47 @@ impl Shared {
         }
     }
 
-    /// Tells the next broker what was given back while it was told, and uses the connection to it from now on. `None` when
-    /// the member leaves.
-    fn go_on(&self, Rejoined { link, bindings, early }: Rejoined) -> Option<Arc<OwnedFd>> {
-        let link = Arc::new(link);
-        let mut state = self.state.lock();
-        if state.closing {
-            return None;
+    /// Joins another broker with the place, sockets, ports and connections that this process has. Changes from then on wait in
+    /// the outbox.
+    fn rejoin(&self) -> Result<OwnedFd, Error> {
+        let link = start::connect_or_start(&self.config.dir, self.config.program.as_deref())?;
+        let (opened, bindings, established, spread) = {
+            let mut state = self.state.lock();
+            state.joined = true;
+            state.untold.clear();
+            let all = &state.resources;
+            let established: Vec<Connection> = all.established.values().copied().collect();
+            (all.opened.clone(), all.bindings.clone(), established, all.spread)
+        };
+        let parts = Parts {
+            spread,
+            ..self.given.parts
+        };
+        let (_, page) = say_hello(&link, &self.config.name, Some(Grant { parts, ..self.given }))?;
+        self.replace_page(page);
+        for one in opened {
+            let fds: Vec<BorrowedFd<'_>> = one.for_next.iter().map(|fd| fd.as_fd()).collect();
+            let addr = one.addr;
+            ask(&link, Request::Open { addr, again: true }, &fds)?;
         }
-        // The lock is held until the link is there: what is given back from now on is told over it.
-        for request in given_back(&bindings, &state.bindings) {
-            state.seq += 1;
-            let seq = state.seq;
-            let message = wire::encode(&ToBroker::Request { seq, request }, &[]);
-            if let Err(e) = message.and_then(|bytes| wire::send(link.as_fd(), &bytes, &[], true)) {
-                tracing::debug!("the broker is gone again: {e}");
-            }
+        for bindings in bindings.chunks(RESTORED) {
+            ask(&link, Request::Restore(bindings.to_vec()), &[])?;
         }
-        state.restoring = false;
-        state.link = Some(link.clone());
-        self.links.set_link(Some(link.clone()));
-        state.epoch += 1;
-        drop(state);
-        self.changed.notify_all();
-        // The inbox may wait for somebody who waits for the link.
-        for record in early {
-            self.take(&link, record);
+        for up in established.chunks(RESTORED) {
+            let (up, down) = (up.to_vec(), vec![]);
+            say(&link, &ToBroker::Connections { up, down }, &[])?;
         }
-        Some(link)
+        ask(&link, Request::Restored, &[])?;
+        Ok(link)
     }
 
-    /// Goes on in the page of the next broker.
+    /// Uses the page of the next broker from now on, and copies the counters there.
     fn replace_page(&self, new: Option<Page>) {
         let mut page = self.page.lock();
         if let (Some(new), Some(former)) = (&new, &*page) {
             new.copy(former);
         }
         *page = new;
-    }
-
-    /// Joins another broker with the place, sockets, ports and connections that this process has.
-    fn rejoin(&self) -> Result<Rejoined, JoinError> {
-        let link = start::connect_or_start(&self.config.dir, self.config.program.as_deref())?;
-        let rejoin = Rejoin {
-            place: self.place,
-            token: self.token,
-            parts: Parts {
-                spread: self.links.is_spread(),
-                ..self.parts
-            },
-        };
-        let (_, page) = say_hello(&link, &self.config.name, Some(rejoin))?;
-        self.replace_page(page);
-        let (opened, bindings) = {
-            let mut state = self.state.lock();
-            state.restoring = true;
-            let opened: Vec<_> = state.opened.iter().map(|o| (o.addr, o.for_next.clone())).collect();
-            (opened, state.bindings.clone())
-        };
-        let mut early = Vec::new();
-        let mut other = |record: Record<ToClient>| early.push(record);
-        for (addr, given) in opened {
-            let fds: Vec<BorrowedFd<'_>> = given.iter().map(|v| v.as_fd()).collect();
-            ask(&link, Request::Open { addr, again: true }, &fds, &mut other)?;
-        }
-        let connections = self.links.established();
-        let mut chunks: Vec<(Vec<Binding>, Vec<Connection>)> =
-            bindings.chunks(RESTORED).map(|b| (b.to_vec(), vec![])).collect();
-        chunks.extend(connections.chunks(RESTORED).map(|c| (vec![], c.to_vec())));
-        let restore = |(bindings, connections), done| Request::Restore {
-            bindings,
-            connections,
-            done,
-        };
-        for chunk in chunks {
-            ask(&link, restore(chunk, false), &[], &mut other)?;
-        }
-        ask(&link, restore((vec![], vec![]), true), &[], &mut other)?;
-        Ok(Rejoined { link, bindings, early })
     }
 }
 

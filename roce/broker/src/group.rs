@@ -2,10 +2,10 @@
 //!
 //! The kernel gives every packet to the socket whose index the BPF program returns, and indices must not change: closing a
 //! socket moves the last one of the group into its place. So no socket of a group is ever closed as long as anybody uses
-//! the group. All of them are put, as `SCM_RIGHTS`, into the queue of a unix socket, the *vault*. Whoever has the vault
+//! the group. All of them are put, as `SCM_RIGHTS`, into the queue of a unix socket, the *vault*. A process that has the vault
 //! holds the group, at the price of one descriptor, and can take references out of it by peeking.
 //!
-//! So whoever has had a socket of such a group may keep it, and any of them can replace the program: its users are one trust
+//! So a process that has had a socket of such a group may keep it, and any of them can replace the program: its users are one trust
 //! domain. Between users the broker has a program of another kind ([`Steering::Array`]), which takes the socket from an array
 //! that the broker alone can write. Each member then gets a socket of its own, with a filter that it can't change, and which
 //! lets packets for its place through and nothing else, however they come there.
@@ -13,46 +13,38 @@
 use std::{
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
 };
 
 use roce_bth::ROCE_UDP_PORT;
 use roce_net::{holder, iface};
-use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, socketpair, sockopt::socket_cookie};
 use socket2::{Protocol, SockFilter, SockRef, Socket, Type};
 
 use crate::{
     bpf::{self, SocketArray},
+    error::{Error, context},
     proto::{Place, SLOT_BITS, SLOTS},
     sys, wire,
 };
 
-/// `linux/in.h`, `linux/in6.h`: not in the libc crate for every target.
-const IP_MULTICAST_ALL: i32 = 49;
-const IPV6_MULTICAST_ALL: i32 = 29;
-
-/// Why there is no group.
+/// Reason why there is no group.
 #[derive(Debug, thiserror::Error)]
-pub enum GroupError {
-    /// Somebody else has the port of this address.
+pub(crate) enum GroupError {
+    /// Another program has the port of this address.
     #[error("UDP port {ROCE_UDP_PORT} of {0} is taken")]
     Taken(IpAddr),
     /// The address is no interface's.
     #[error("{0} is not an address of this host (`ip addr` lists them)")]
     NotLocal(IpAddr),
     /// A system call failed.
-    #[error("{context}: {source}")]
-    Io {
-        /// Operation that failed.
-        context: &'static str,
-        /// Error of the system.
-        source: io::Error,
-    },
+    #[error(transparent)]
+    System(#[from] Error),
 }
 
 impl GroupError {
-    /// For a user. Who has the port is looked for in all processes, which takes long.
-    pub fn explain(&self) -> String {
+    /// Returns a text for users. The owner of the port is looked for in all processes, which takes long.
+    pub(crate) fn explain(&self) -> String {
         match self {
             Self::Taken(addr) => format!("{self}: {}", holder::explain(*addr, ROCE_UDP_PORT)),
             _ => self.to_string(),
@@ -60,13 +52,9 @@ impl GroupError {
     }
 }
 
-fn context(context: &'static str) -> impl Fn(io::Error) -> GroupError {
-    move |source| GroupError::Io { context, source }
-}
-
-/// How the kernel finds the socket of a packet.
+/// Way in which the kernel finds the socket of a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Steering {
+pub(crate) enum Steering {
     /// By its index in the group (classic BPF): needs no right.
     Index,
     /// By an array of sockets (`SK_REUSEPORT`): needs CAP_BPF.
@@ -80,13 +68,13 @@ struct Array {
     program: OwnedFd,
     /// Slot 0.
     broker: Socket,
-    /// Drops what is nobody's.
-    _nobody: Socket,
+    /// Drops packets without a receiver.
+    nobody: Socket,
 }
 
 /// The group of one address, or of all addresses of one IP version.
 #[derive(Debug)]
-pub struct Group {
+pub(crate) struct Group {
     addr: IpAddr,
     vault: OwnedFd,
     array: Option<Array>,
@@ -164,21 +152,28 @@ impl Array {
         if let Err(e) = sys::set_int(nobody.as_fd(), libc::SOL_UDP, libc::UDP_GRO, 1) {
             tracing::debug!("packets are not merged: {e}");
         }
-        sys::steer_group_by(broker.as_fd(), program.as_fd()).map_err(context("attaching the steering program"))?;
-        sockets
-            .set(0, broker.as_fd())
-            .and_then(|()| sockets.set_nobody(nobody.as_fd()))
-            .map_err(make)?;
-        Ok(Self {
+        let this = Self {
             sockets,
             program,
             broker,
-            _nobody: nobody,
-        })
+            nobody,
+        };
+        this.steer().map_err(context("attaching the steering program"))?;
+        let sockets = &this.sockets;
+        let done = sockets.set(0, this.broker.as_fd());
+        done.and_then(|()| sockets.set(bpf::NOBODY, this.nobody.as_fd()))
+            .map_err(make)?;
+        Ok(this)
+    }
+
+    /// Has the group's sockets chosen by the program.
+    fn steer(&self) -> io::Result<()> {
+        let (level, name) = (libc::SOL_SOCKET, libc::SO_ATTACH_REUSEPORT_EBPF);
+        sys::set_int(self.broker.as_fd(), level, name, self.program.as_raw_fd())
     }
 
     fn parts(&self) -> [BorrowedFd<'_>; 4] {
-        let (broker, nobody) = (self.broker.as_fd(), self._nobody.as_fd());
+        let (broker, nobody) = (self.broker.as_fd(), self.nobody.as_fd());
         [self.sockets.as_fd(), self.program.as_fd(), broker, nobody]
     }
 
@@ -186,46 +181,44 @@ impl Array {
     fn adopt(parts: Vec<OwnedFd>) -> Option<Self> {
         let [sockets, program, broker, nobody] = <[OwnedFd; 4]>::try_from(parts).ok()?;
         let this = Self {
-            sockets: SocketArray::adopt(sockets),
+            sockets: SocketArray(sockets),
             program,
             broker: broker.into(),
-            _nobody: nobody.into(),
+            nobody: nobody.into(),
         };
         // Neither is something else: the array has the socket, and the program steers its group.
-        let cookie = sys::cookie(this.broker.as_fd()).ok()?;
-        let steers = sys::steer_group_by(this.broker.as_fd(), this.program.as_fd());
-        (this.sockets.cookie(0) == Some(cookie) && steers.is_ok()).then_some(this)
+        let cookie = socket_cookie(&this.broker).ok()?;
+        (this.sockets.cookie(0) == Some(cookie) && this.steer().is_ok()).then_some(this)
     }
 }
 
 impl Group {
-    /// Opens a group. Packets for other slots than 0 are dropped until these are [taken](Self::take). `beside`: the addresses of
-    /// the other groups of whoever opens it, of which some may include this one's or be included.
+    /// Opens a group. Packets for other slots than 0 are dropped until these are [taken](Self::take). `beside`: addresses of
+    /// the broker's other groups, of which some may include this one's or be included.
     ///
     /// # Errors
-    /// When somebody has the port already, or the address is not ours; with [`Steering::Array`] also when this process may
+    /// When another program has the port, or the address is not local; with [`Steering::Array`] also when this process may
     /// not load programs.
-    pub fn open(addr: IpAddr, steering: Steering, beside: &[IpAddr]) -> Result<Self, GroupError> {
+    pub(crate) fn open(addr: IpAddr, steering: Steering, beside: &[IpAddr]) -> Result<Self, GroupError> {
+        let keep = context("keeping the group's sockets");
         if steering == Steering::Array {
-            // A former member may have kept a socket, which must not be in the way: no check that nobody has the port.
+            // A former member may have kept a socket, which must not be in the way: the port need not be free.
             let array = Array::open(addr)?;
-            let vault = seal(&array.parts()).map_err(context("keeping the group's sockets"))?;
+            let vault = seal(&array.parts()).map_err(keep)?;
             let array = Some(array);
             return Ok(Self { addr, vault, array });
         }
         check_free(addr, beside)?;
         let first = bind(addr, true)?;
-        let mut program = program();
-        roce_net::steer_group(first.as_fd(), &mut program).map_err(context("attaching the steering program"))?;
+        roce_net::steer_group(first.as_fd(), &mut program()).map_err(context("attaching the steering program"))?;
         let mut sockets = vec![first];
         while sockets.len() < SLOTS {
-            sockets.push(bind(addr, true)?);
-        }
-        for socket in sockets.iter().skip(1) {
-            set_idle(socket).map_err(context("attaching a filter"))?;
+            let socket = bind(addr, true)?;
+            set_idle(&socket).map_err(context("attaching a filter"))?;
+            sockets.push(socket);
         }
         let fds: Vec<BorrowedFd<'_>> = sockets.iter().map(AsFd::as_fd).collect();
-        let vault = seal(&fds).map_err(context("keeping the group's sockets"))?;
+        let vault = seal(&fds).map_err(keep)?;
         let array = None;
         Ok(Self { addr, vault, array })
     }
@@ -234,68 +227,55 @@ impl Group {
     ///
     /// # Errors
     /// When that does not hold a group on the RoCE port.
-    pub fn adopt(vault: OwnedFd) -> io::Result<Self> {
-        let bound = |s: &Socket| s.local_addr().ok().and_then(|a| a.as_socket());
+    pub(crate) fn adopt(vault: OwnedFd) -> io::Result<Self> {
         let invalid = || io::Error::new(io::ErrorKind::InvalidData, "not the sockets of a group");
         let stored = wire::stored(vault.as_fd())?;
-        if stored.len() == PARTS {
+        let (addr, array) = if stored.len() == PARTS {
             let array = Array::adopt(stored).ok_or_else(invalid)?;
-            let addr = bound(&array.broker).filter(|a| a.port() == ROCE_UDP_PORT);
-            let addr = addr.ok_or_else(invalid)?.ip();
-            let array = Some(array);
-            return Ok(Self { addr, vault, array });
-        }
-        let sockets: Vec<Socket> = stored.into_iter().map(Socket::from).collect();
-        let first = sockets.first().and_then(bound).filter(|a| a.port() == ROCE_UDP_PORT);
-        let right = |s: &Socket| {
-            matches!(s.r#type(), Ok(Type::DGRAM)) && bound(s) == first && s.reuse_port().is_ok_and(|on| on)
+            (bound_to(&array.broker), Some(array))
+        } else {
+            let first = stored.first().and_then(bound_to);
+            let right = |fd: &OwnedFd| {
+                let socket = SockRef::from(fd);
+                let kind = (socket.r#type().ok(), socket.reuse_port().ok());
+                kind == (Some(Type::DGRAM), Some(true)) && bound_to(fd) == first
+            };
+            let all = stored.len() == SLOTS && stored.iter().all(right);
+            (first.filter(|_| all), None)
         };
-        match first {
-            Some(at) if sockets.len() == SLOTS && sockets.iter().all(right) => Ok(Self {
-                addr: at.ip(),
-                vault,
-                array: None,
-            }),
-            _ => Err(invalid()),
-        }
+        let addr = addr.ok_or_else(invalid)?;
+        Ok(Self { addr, vault, array })
     }
 
-    /// How it is steered.
-    pub const fn steering(&self) -> Steering {
+    /// Returns how it is steered.
+    pub(crate) const fn steering(&self) -> Steering {
         match self.array {
             Some(_) => Steering::Array,
             None => Steering::Index,
         }
     }
 
-    /// Attaches the steering program anew, which any member can detach (`SO_DETACH_REUSEPORT_BPF` asks nobody). Does nothing
+    /// Attaches the steering program again, which any member can detach (`SO_DETACH_REUSEPORT_BPF` asks nobody). Does nothing
     /// to a group of [`Steering::Index`].
     ///
     /// # Errors
     /// When the kernel refuses.
     pub(crate) fn steer_again(&self) -> io::Result<()> {
-        match &self.array {
-            Some(array) => sys::steer_group_by(array.broker.as_fd(), array.program.as_fd()),
-            None => Ok(()),
-        }
+        self.array.as_ref().map_or(Ok(()), Array::steer)
     }
 
-    /// The socket of slot 0.
+    /// Returns the socket of slot 0.
     ///
     /// # Errors
     /// When the process has no descriptors left.
     pub(crate) fn broker_socket(&self) -> io::Result<OwnedFd> {
         match &self.array {
             Some(array) => Ok(array.broker.try_clone()?.into()),
-            None => {
-                let socket = self.socket(0)?;
-                set_open(&socket)?;
-                Ok(socket.into())
-            }
+            None => self.retake(0),
         }
     }
 
-    /// A member's own socket, which a former broker had handed out to it: of [`Steering::Array`].
+    /// Takes a member's own socket, which a former broker had handed out to it: of [`Steering::Array`].
     ///
     /// # Errors
     /// When it is no socket of the group.
@@ -303,81 +283,66 @@ impl Group {
         let Some(array) = &self.array else {
             return Err(io::ErrorKind::Unsupported.into());
         };
+        let bound = bound_to(&socket);
         let socket = Socket::from(socket);
-        let bound = socket.local_addr()?.as_socket();
         let is_udp = matches!(socket.r#type(), Ok(Type::DGRAM)) && socket.protocol()? == Some(Protocol::UDP);
-        if !is_udp || bound.is_none_or(|at| (at.ip(), at.port()) != (self.addr, ROCE_UDP_PORT)) {
+        if !is_udp || bound != Some(self.addr) {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "not a socket of the group"));
         }
         confine(&socket, place)?;
-        if array.sockets.cookie(place.slot) == Some(sys::cookie(socket.as_fd())?) {
+        if array.sockets.cookie(place.slot) == Some(socket_cookie(&socket)?) {
             return Ok(());
         }
-        array.sockets.set(place.slot, socket.as_fd())
+        array.sockets.set(place.slot.into(), socket.as_fd())
     }
 
-    /// The address.
-    pub const fn addr(&self) -> IpAddr {
+    /// Returns the address.
+    pub(crate) const fn addr(&self) -> IpAddr {
         self.addr
     }
 
-    /// The vault.
-    pub fn vault(&self) -> BorrowedFd<'_> {
+    /// Returns the vault.
+    pub(crate) fn vault(&self) -> BorrowedFd<'_> {
         self.vault.as_fd()
     }
 
-    /// References to all sockets, in the order of their indices.
-    ///
-    /// # Errors
-    /// When the process has no descriptors left.
-    pub(crate) fn sockets(&self) -> io::Result<Vec<Socket>> {
-        Ok(wire::stored(self.vault.as_fd())?
-            .into_iter()
-            .map(Socket::from)
-            .collect())
-    }
-
+    /// Returns a reference to the socket of a slot, which is its index.
     fn socket(&self, slot: u8) -> io::Result<Socket> {
-        let mut sockets = self.sockets()?;
-        match usize::from(slot) < sockets.len() {
-            true => Ok(sockets.swap_remove(slot.into())),
-            false => Err(io::ErrorKind::InvalidInput.into()),
-        }
+        let socket = wire::stored(self.vault())?.into_iter().nth(slot.into());
+        Ok(socket.ok_or(io::ErrorKind::InvalidInput)?.into())
     }
 
-    /// The socket of a place for its new owner: empty, and receiving from now on. With [`Steering::Array`] it is a new one.
+    /// Returns the socket of a place for its new owner: empty, and receiving from now on. With [`Steering::Array`] it is a new one.
     ///
     /// # Errors
     /// When the process has no descriptors left.
-    pub fn take(&self, place: Place) -> io::Result<OwnedFd> {
+    pub(crate) fn take(&self, place: Place) -> io::Result<OwnedFd> {
         let Some(array) = &self.array else {
             let socket = self.socket(place.slot)?;
-            set_busy(&socket)?;
-            return Ok(socket.into());
+            drain(&socket);
+            return receiving(socket);
         };
         let socket = make(self.addr, true).map_err(io::Error::other)?;
         confine(&socket, place)?;
         bind_to(&socket, self.addr).map_err(io::Error::other)?;
-        array.sockets.set(place.slot, socket.as_fd())?;
+        array.sockets.set(place.slot.into(), socket.as_fd())?;
         Ok(socket.into())
     }
 
-    /// The socket of a slot whose owner uses it already: what it has received stays. It receives even if the owner had
+    /// Returns the socket of a slot whose owner uses it already: what it has received stays. It receives even if the owner had
     /// been taken for dead. Of [`Steering::Index`].
     ///
     /// # Errors
     /// When the process has no descriptors left.
     pub(crate) fn retake(&self, slot: u8) -> io::Result<OwnedFd> {
-        let socket = self.socket(slot)?;
-        set_open(&socket)?;
-        Ok(socket.into())
+        receiving(self.socket(slot)?)
     }
 
-    /// The owner of a slot is gone: what comes for it is dropped.
+    /// Has packets for a slot dropped, whose owner is gone.
     ///
     /// # Errors
     /// When the process has no descriptors left.
-    pub fn put_back(&self, slot: u8) -> io::Result<()> {
+    pub(crate) fn put_back(&self, slot: u8) -> io::Result<()> {
         if let Some(array) = &self.array {
             return array.sockets.clear(slot);
         }
@@ -388,7 +353,7 @@ impl Group {
     }
 }
 
-/// Whether nobody else has the port of an address. A group of another broker of this user would let us in, behind its own
+/// Checks that no other program has the port of an address. A group of another broker of this user would let us in, behind its own
 /// sockets.
 fn check_free(addr: IpAddr, beside: &[IpAddr]) -> Result<(), GroupError> {
     let overlaps = |other: &IpAddr| {
@@ -423,20 +388,16 @@ fn set_idle(socket: &Socket) -> io::Result<()> {
     socket.attach_filter(&[SockFilter::new((libc::BPF_RET | libc::BPF_K) as u16, 0, 0, 0)])
 }
 
-fn set_busy(socket: &Socket) -> io::Result<()> {
-    drain(socket);
-    set_open(socket)
-}
-
-fn set_open(socket: &Socket) -> io::Result<()> {
+/// Lets a socket receive.
+fn receiving(socket: Socket) -> io::Result<OwnedFd> {
     match socket.detach_filter() {
-        Err(e) if e.raw_os_error() == Some(libc::ENOENT) => Ok(()),
-        done => done,
+        Err(e) if e.raw_os_error() != Some(libc::ENOENT) => Err(e),
+        _ => Ok(socket.into()),
     }
 }
 
 /// Returns the address of a socket that is bound to the port of RoCE.
-pub(crate) fn bound_to(socket: &OwnedFd) -> Option<IpAddr> {
+pub(crate) fn bound_to(socket: &impl AsFd) -> Option<IpAddr> {
     let at = SockRef::from(socket).local_addr().ok()?.as_socket()?;
     (at.port() == ROCE_UDP_PORT).then(|| at.ip())
 }
@@ -445,7 +406,7 @@ pub(crate) fn bound_to(socket: &OwnedFd) -> Option<IpAddr> {
 fn drain(socket: &Socket) {
     let mut buffer = [0];
     for _ in 0..1 << 16 {
-        if let Err(e) = rustix::net::recv(socket, &mut buffer, rustix::net::RecvFlags::DONTWAIT)
+        if let Err(e) = rustix::net::recv(socket, &mut buffer, RecvFlags::DONTWAIT)
             && e != rustix::io::Errno::INTR
         {
             break;
@@ -462,13 +423,12 @@ fn bind(addr: IpAddr, shared: bool) -> Result<Socket, GroupError> {
 fn make(addr: IpAddr, shared: bool) -> Result<Socket, GroupError> {
     let make = context("making a UDP socket");
     let socket = Socket::from(roce_net::udp_socket(addr.is_ipv4()).map_err(&make)?);
-    let set = |level, name, value| sys::set_int(socket.as_fd(), level, name, value);
     // Multicast comes by sockets of its own; by default these would get whatever any process of the host has joined.
     let done = match addr {
-        IpAddr::V4(_) => set(libc::IPPROTO_IP, IP_MULTICAST_ALL, 0),
-        IpAddr::V6(_) => {
-            set(libc::IPPROTO_IPV6, libc::IPV6_V6ONLY, 1).and_then(|()| set(libc::IPPROTO_IPV6, IPV6_MULTICAST_ALL, 0))
-        }
+        IpAddr::V4(_) => socket.set_multicast_all_v4(false),
+        IpAddr::V6(_) => socket
+            .set_only_v6(true)
+            .and_then(|()| socket.set_multicast_all_v6(false)),
     };
     done.and_then(|()| socket.set_reuse_port(shared))
         .and_then(|()| socket.set_nonblocking(true))
@@ -481,7 +441,7 @@ fn bind_to(socket: &Socket, addr: IpAddr) -> Result<(), GroupError> {
     socket.bind(&at.into()).map_err(|e| match e.kind() {
         io::ErrorKind::AddrInUse => GroupError::Taken(addr),
         io::ErrorKind::AddrNotAvailable => GroupError::NotLocal(addr),
-        _ => context("binding a UDP socket")(e),
+        _ => context("binding a UDP socket")(e).into(),
     })
 }
 

@@ -10,7 +10,7 @@
 //! * A process calls [`join`], which starts a broker if none runs, and gives a [`Membership`].
 //! * The broker is [`server::run`]; it exits when no process needs it any more.
 //! * If the broker dies, all connections go on. Each member holds a reference to the whole group (the
-//!   [vault](group)), and one of them starts another broker, which gets the group back from there.
+//!   vault, see `group.rs`), and one of them starts another broker, which gets the group back from there.
 //! * A member keeps its counters in a [page](COUNTERS) that it shares with the broker, which reads them there, also after the member has
 //!   ended.
 //! * If a member dies, its numbers are quarantined for a minute; the broker disconnects its connections from their peers (DREQ), as
@@ -21,9 +21,8 @@
 
 mod bpf;
 mod client;
-#[doc(hidden)]
-pub mod fuzz;
-pub mod group;
+mod error;
+mod group;
 mod page;
 pub mod proto;
 pub mod server;
@@ -33,6 +32,9 @@ mod track;
 mod wire;
 
 pub use client::{Inbox, Membership, join, running_broker, statistics};
+pub use error::Error;
 pub use page::{COUNTERS, MAX_ADDRS, Report, Snapshot};
 pub use proto::{Ended, Isolation, Place, ProcessReport, Statistics, Translated};
-pub use start::{JoinConfig, JoinError, StartError, make_home, runtime_dir};
+#[doc(hidden)]
+pub use server::fuzz;
+pub use start::{JoinConfig, make_home, runtime_dir};

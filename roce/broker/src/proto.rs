@@ -7,7 +7,6 @@
 use std::{
     collections::BTreeMap,
     net::{IpAddr, SocketAddr},
-    ops::Range,
 };
 
 use roce_bth::Qpn;
@@ -17,21 +16,19 @@ use serde::{Deserialize, Serialize};
 use crate::page::Report;
 
 /// Version of this protocol. Broker and members of other versions refuse each other.
-pub const VERSION: u32 = 7;
+pub const VERSION: u32 = 8;
 /// Ports of a process that statistics show.
 pub const MAX_SHOWN: usize = 64;
-/// How much of the statistics a record takes, bytes, about: the largest process or sum fits in beside it.
-const PART: usize = 32 << 10;
-/// How many top bits of a queue pair number choose the socket.
+/// Number of top bits of a queue pair number that choose the socket.
 pub const SLOT_BITS: u8 = 7;
 /// Sockets of a group. Slot 0 is the broker's.
 pub const SLOTS: usize = 1 << SLOT_BITS;
 /// Groups that a broker has open for all users: each keeps a record with systemd (`FileDescriptorStoreMax`), and is up to 128
 /// sockets.
 pub const MAX_GROUPS: usize = 64;
-/// How many further bits tell successive owners of a slot apart.
+/// Number of further bits, which distinguish successive owners of a slot.
 pub const GENERATION_BITS: u8 = 4;
-/// Successive owners of a slot that are told apart.
+/// Number of successive owners of a slot that are distinguished.
 pub const GENERATIONS: usize = 1 << GENERATION_BITS;
 /// Stands for all generations of a slot, which has one owner with all of its numbers.
 pub const ALL_GENERATIONS: u8 = GENERATIONS as u8;
@@ -72,26 +69,16 @@ impl Place {
         self.slot == other.slot && (self.is_whole() || self.generation == other.generation)
     }
 
-    /// The generations that it is made of.
-    pub const fn generations(self) -> Range<usize> {
-        match self.is_whole() {
-            true => 0..GENERATIONS,
-            false => self.generation as usize..self.generation as usize + 1,
-        }
-    }
-
     /// The part of all queue pair numbers and communication IDs that belongs to it.
     pub const fn numbers(self) -> QpnSlot {
-        match self.is_whole() {
-            true => QpnSlot {
-                bits: SLOT_BITS,
-                slot: self.slot as u16,
-            },
-            false => QpnSlot {
-                bits: PLACE_BITS,
-                slot: ((self.slot as u16) << GENERATION_BITS) | self.generation as u16,
-            },
-        }
+        let (bits, slot) = match self.is_whole() {
+            true => (SLOT_BITS, self.slot as u16),
+            false => {
+                let slot = ((self.slot as u16) << GENERATION_BITS) | self.generation as u16;
+                (PLACE_BITS, slot)
+            }
+        };
+        QpnSlot { bits, slot }
     }
 
     /// Returns the owner of a queue pair number: a single generation, which an owner of the whole slot [covers](Self::covers).
@@ -157,7 +144,20 @@ pub struct Binding {
     pub listening: bool,
 }
 
-/// A connection that is established: its end must be told to the peer when the process dies.
+impl Binding {
+    /// Creates a binding by [`Request::Bind`], or one that only takes requests.
+    pub(crate) const fn new(service: u64, addr: Option<IpAddr>, reuse: bool, bound: bool) -> Self {
+        Self {
+            service,
+            addr,
+            reuse,
+            bound,
+            listening: !bound,
+        }
+    }
+}
+
+/// An established connection: the peer gets a DREQ when the process dies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Connection {
     /// Our address.
@@ -172,42 +172,21 @@ pub struct Connection {
     pub remote_qpn: u32,
 }
 
-/// Addresses and IP header fields of a datagram.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Meta {
-    /// The address that it was sent to.
-    pub local: IpAddr,
-    /// The sender.
-    pub remote: SocketAddr,
-    /// TOS or traffic class.
-    pub tos: u8,
-    /// TTL or hop limit, 0 if not known.
-    #[serde(default)]
-    pub hop_limit: u8,
+/// Addresses and IP header fields of a single packet.
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "RxMeta")]
+struct Meta {
+    local: IpAddr,
+    remote: SocketAddr,
+    #[serde(skip)]
+    identification: Option<u16>,
+    #[serde(skip)]
+    segment_len: usize,
+    tos: u8,
+    hop_limit: u8,
 }
 
-impl From<&Meta> for RxMeta {
-    fn from(meta: &Meta) -> Self {
-        Self {
-            tos: meta.tos,
-            hop_limit: meta.hop_limit,
-            ..Self::new(meta.local, meta.remote)
-        }
-    }
-}
-
-impl From<&RxMeta> for Meta {
-    fn from(meta: &RxMeta) -> Self {
-        Self {
-            local: meta.local,
-            remote: meta.remote,
-            tos: meta.tos,
-            hop_limit: meta.hop_limit,
-        }
-    }
-}
-
-/// From a member, or somebody who only asks, to the broker.
+/// Message from a member, or a process that only asks for statistics, to the broker.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum ToBroker {
     /// Is answered with a [`ToClient::Reply`] of the same number.
@@ -219,7 +198,7 @@ pub enum ToBroker {
     },
     /// A packet for another member that the kernel gave to this one: several packets of one sender may come merged, and
     /// are steered by the first.
-    Datagram(Meta),
+    Datagram(#[serde(with = "Meta")] RxMeta),
     /// Changes of the member's connections. The broker doesn't learn of them from packets: anybody may send those.
     Connections {
         /// They are established.
@@ -233,14 +212,14 @@ pub enum ToBroker {
     Goodbye,
 }
 
-/// Place that a member had with a former broker.
+/// Place of a member, and what gets it again from the next broker.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Rejoin {
+pub struct Grant {
     /// Its place.
     pub place: Place,
-    /// Token from [`Reply::Welcome`]: shows that the place was this member's.
+    /// Shows that the place was this member's: nobody else knows it.
     pub token: u64,
-    /// Generations that it uses.
+    /// Generations that it may use, and uses.
     pub parts: Parts,
 }
 
@@ -254,18 +233,14 @@ pub enum Request {
         /// Name of the process.
         name: String,
         /// The place that it had with a former broker.
-        rejoin: Option<Rejoin>,
+        rejoin: Option<Grant>,
     },
-    /// Bindings that a member had with a former broker; may come several times before `done`. What is not its own, or another's by
-    /// now, is left out. Answer: [`Reply::Done`].
-    Restore {
-        /// Its ports.
-        bindings: Vec<Binding>,
-        /// Its connections.
-        connections: Vec<Connection>,
-        /// That was all. Until every member that is left has said so, nobody gets a port.
-        done: bool,
-    },
+    /// Ports that a member had with a former broker; may come several times. One that another process has by now is left out.
+    /// Answer: [`Reply::Done`].
+    Restore(Vec<Binding>),
+    /// The member has reported all the ports and connections that it had. Until all members have, nobody gets a port. Answer:
+    /// [`Reply::Done`].
+    Restored,
     /// Wants its sockets of an address, `::` meaning IPv4 too. Members that rejoin send the groups' vaults with it, or where
     /// they have none their sockets. Answer: [`Reply::Opened`].
     Open {
@@ -283,13 +258,6 @@ pub enum Request {
         /// See [`Binding::reuse`].
         reuse: bool,
     },
-    /// Gives a port back. Answer: [`Reply::Done`].
-    Unbind {
-        /// Service ID, as bound.
-        service: u64,
-        /// Address, as bound.
-        addr: Option<IpAddr>,
-    },
     /// Wants the connect requests for a service ID. Answer: [`Reply::Done`].
     Listen {
         /// Service ID.
@@ -297,12 +265,14 @@ pub enum Request {
         /// To one address or to all.
         addr: Option<IpAddr>,
     },
-    /// No longer wants them. Answer: [`Reply::Done`].
-    Unlisten {
-        /// Service ID, as in `Listen`.
+    /// Gives back what `Bind` or `Listen` gave. Answer: [`Reply::Done`].
+    Release {
+        /// Service ID, as bound.
         service: u64,
-        /// Address, as in `Listen`.
+        /// Address, as bound.
         addr: Option<IpAddr>,
+        /// Whether it came from `Listen`.
+        listening: bool,
     },
     /// Wants to know what is going on. Answer: [`Reply::Statistics`].
     Statistics,
@@ -319,21 +289,14 @@ pub enum ToClient {
         reply: Reply,
     },
     /// A packet for this member that another socket received.
-    Datagram(Meta),
+    Datagram(#[serde(with = "Meta")] RxMeta),
 }
 
 /// Answers.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Reply {
     /// The member's place, and beside it the page for its counters, unless the broker can't make one.
-    Welcome {
-        /// See [`Place`].
-        place: Place,
-        /// See [`Rejoin`]. Nobody else knows it.
-        token: u64,
-        /// Generations that the member may use.
-        parts: Parts,
-    },
+    Welcome(Grant),
     /// The sockets of an address: for each IP version the member's socket, unless it has that already, and the vault if
     /// `vault`.
     Opened {
@@ -358,14 +321,14 @@ pub enum Reply {
     },
     /// Not done.
     Refused {
-        /// Why, for programs.
+        /// Reason for programs.
         why: Refusal,
-        /// Why, for people.
+        /// Reason for people.
         text: String,
     },
 }
 
-/// Why a request is refused.
+/// Reason why a request is refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum Refusal {
     /// Another version of the protocol.
@@ -374,7 +337,7 @@ pub enum Refusal {
     Full,
     /// The place that the member had is another's.
     PlaceTaken,
-    /// The address can't be opened: not ours, taken by somebody else, or overlapping with another group.
+    /// The address can't be opened: not ours, taken by another program, or overlapping with another group.
     Address,
     /// The port is taken.
     PortInUse,
@@ -408,7 +371,7 @@ pub struct ProcessReport {
     pub name: String,
     /// Its place.
     pub place: Place,
-    /// Connections that it has told of.
+    /// Number of connections that it has reported.
     pub connections: u64,
     /// Its ports, [`MAX_SHOWN`] at most.
     pub bindings: Vec<Binding>,
@@ -439,7 +402,7 @@ pub struct Translated {
 
 impl Translated {
     /// Cause and remedy.
-    pub const ADVICE: &'static str = roce_cm::Translation::ADVICE;
+    pub const ADVICE: &'static str = roce_port::cm::Translation::ADVICE;
 }
 
 /// Answer to [`Request::Statistics`].
@@ -466,39 +429,21 @@ pub struct Statistics {
 }
 
 impl Statistics {
-    /// Divides them into parts that each fit into a record.
+    /// Divides them into parts that each fit into a record: one for each process and each sum.
     pub(crate) fn parts(mut self) -> Vec<Self> {
-        fn size(item: &impl Serialize) -> usize {
-            serde_json::to_vec(item).map_or(0, |text| text.len())
-        }
-        let (addrs, processes) = (std::mem::take(&mut self.addrs), std::mem::take(&mut self.processes));
-        let ended = std::mem::take(&mut self.ended);
-        let (mut parts, mut used) = (vec![self], 0);
-        let mut add = |size: usize, put: &mut dyn FnMut(&mut Self)| {
-            if used > 0 && used + size > PART {
-                parts.push(Self::default());
-                used = 0;
-            }
-            used += size;
-            if let Some(last) = parts.last_mut() {
-                put(last);
-            }
-        };
-        for addr in addrs {
-            add(size(&addr), &mut |part| part.addrs.push(addr));
-        }
-        for process in processes {
-            add(size(&process), &mut |part| part.processes.push(process.clone()));
-        }
-        for sums in ended {
-            add(size(&sums), &mut |part| part.ended.push(sums.clone()));
-        }
-        parts
+        let processes = std::mem::take(&mut self.processes).into_iter().map(|process| Self {
+            processes: vec![process],
+            ..Self::default()
+        });
+        let ended = std::mem::take(&mut self.ended).into_iter().map(|sums| Self {
+            ended: vec![sums],
+            ..Self::default()
+        });
+        std::iter::once(self).chain(processes).chain(ended).collect()
     }
 
     /// Adds a further part.
     pub(crate) fn append(&mut self, part: Self) {
-        self.addrs.extend(part.addrs);
         self.processes.extend(part.processes);
         self.ended.extend(part.ended);
     }
@@ -520,7 +465,6 @@ impl Statistics {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::page::{COUNTERS, MAX_ADDRS, named};
 
     #[test]
     fn what_is_known_of_a_datagram_stays_with_it() {
@@ -530,8 +474,10 @@ mod tests {
             hop_limit: 9,
             ..RxMeta::new([192, 0, 2, 1].into(), sender)
         };
-        let text = serde_json::to_string(&Meta::from(&seen)).unwrap();
-        let told = RxMeta::from(&serde_json::from_str::<Meta>(&text).unwrap());
+        let text = serde_json::to_string(&ToClient::Datagram(seen)).unwrap();
+        let ToClient::Datagram(told) = serde_json::from_str(&text).unwrap() else {
+            panic!("{text}");
+        };
         assert_eq!((told.local, told.remote), (seen.local, sender));
         assert_eq!((told.tos, told.hop_limit), (0x68, 9));
     }
@@ -571,67 +517,6 @@ mod tests {
         assert_eq!(statistics.sum(&[], "sent_pkts"), 9);
         assert_eq!(statistics.sum(&[one.into()], "huge"), u64::MAX);
         assert_eq!(statistics.sum(&[one.into()], "none"), 0);
-    }
-
-    /// Returns the largest statistics that members can cause.
-    fn worst_statistics() -> Statistics {
-        let counters = named(&[u64::MAX; COUNTERS.len()]);
-        let addr: IpAddr = "1111:2222:3333:4444:5555:6666:7777:8888".parse().unwrap();
-        let binding = Binding {
-            service: u64::MAX,
-            addr: Some(addr),
-            reuse: false,
-            bound: false,
-            listening: false,
-        };
-        let process = ProcessReport {
-            pid: u32::MAX,
-            uid: u32::MAX,
-            // Of the longest characters.
-            name: "\u{10ffff}".repeat(crate::server::MAX_NAME),
-            place: Place {
-                slot: 127,
-                generation: 15,
-            },
-            connections: u64::MAX,
-            bindings: vec![binding; MAX_SHOWN],
-            report: Some(Report {
-                addrs: vec![addr; MAX_ADDRS],
-                mtu: u32::MAX,
-                queue_pairs: u64::MAX,
-                counters: counters.clone(),
-            }),
-        };
-        let sums = Ended {
-            addrs: vec![addr; MAX_ADDRS],
-            processes: u64::MAX,
-            counters,
-        };
-        Statistics {
-            addrs: vec![addr; 1000],
-            processes: vec![process; SLOTS - 1],
-            ended: vec![sums; crate::server::MAX_SETS],
-            ended_unknown: 7,
-            ..Statistics::default()
-        }
-    }
-
-    #[test]
-    fn statistics_of_any_size_are_told_in_parts() {
-        let all = worst_statistics();
-        let parts = all.clone().parts();
-        let encode = |(n, part): (usize, &Statistics)| {
-            let (part, more) = (part.clone(), n + 1 < parts.len());
-            let reply = Reply::Statistics { part, more };
-            crate::wire::encode(&ToClient::Reply { seq: u64::MAX, reply }, &[]).expect("it fits into a record")
-        };
-        let total: usize = parts.iter().enumerate().map(encode).map(|bytes| bytes.len()).sum();
-        assert!(total < crate::server::MAX_WAITING_BYTES, "{total} bytes may wait");
-        let mut parts = parts.into_iter();
-        let mut joined = parts.next().unwrap();
-        parts.for_each(|part| joined.append(part));
-        assert_eq!(joined, all);
-        assert_eq!(Statistics::default().parts(), [Statistics::default()]);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::{
     ffi::OsStr,
-    fs::{self, DirBuilder, File},
+    fs::{self, DirBuilder, File, TryLockError},
     io::{self, BufRead, BufReader},
     os::{
         fd::{AsFd, OwnedFd},
@@ -19,18 +19,21 @@ use roce_net::{
     holder::{BROKER_DIR_VARIABLE, BROKER_SOCKET, BROKER_VARIABLE},
 };
 use rustix::{
-    fs::FlockOperation,
+    io::Errno,
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
     process::geteuid,
 };
 
-use crate::proto::{Place, Refusal};
+use crate::{
+    error::{Error, RUNS_ALREADY, context},
+    proto::Place,
+};
 
 /// The socket's name in the broker's directory.
 pub(crate) const SOCKET: &str = BROKER_SOCKET;
 /// Held by the broker as long as it lives.
 pub(crate) const LIFE_LOCK: &str = "broker.lock";
-/// Held by whoever starts a broker.
+/// Held by a process that starts a broker.
 const START_LOCK: &str = "start.lock";
 /// Name of the broker's log.
 const LOG: &str = "broker.log";
@@ -38,53 +41,26 @@ const LOG: &str = "broker.log";
 pub(crate) const SYSTEM_DIR: &str = "/run/ferroce";
 /// Line that a broker writes to standard output when it accepts connections.
 pub(crate) const READY: &str = "ready";
-/// How long starting may take.
+/// Time that starting may take.
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Prefix of the directories of network namespaces.
 const NETWORK: &str = "net-";
 /// After so long without a broker such a directory is of no use.
 const UNUSED: Duration = Duration::from_secs(24 * 3600);
+/// Variables that a broker does not get: a library to load, and those of a service manager, which are for this process.
+const NOT_ITS_OWN: [&str; 7] = [
+    "LD_PRELOAD",
+    "NOTIFY_SOCKET",
+    "WATCHDOG_PID",
+    "WATCHDOG_USEC",
+    "LISTEN_PID",
+    "LISTEN_FDS",
+    "LISTEN_FDNAMES",
+];
 /// Pause between two attempts.
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// Why a process is not a member.
-#[derive(Debug, thiserror::Error)]
-pub enum JoinError {
-    /// There is no broker.
-    #[error(transparent)]
-    Start(#[from] StartError),
-    /// It refuses.
-    #[error("{text}")]
-    Refused {
-        /// Why, for programs.
-        why: Refusal,
-        /// Why, for people.
-        text: String,
-    },
-    /// It does not answer.
-    #[error("the broker does not answer")]
-    Timeout,
-    /// It answers something else.
-    #[error("the broker's answer makes no sense")]
-    Protocol,
-    /// The connection belongs to the process that this one was forked from.
-    #[error("joined by the parent process, not by this one")]
-    Forked,
-    /// A system call failed.
-    #[error("{context}: {source}")]
-    Io {
-        /// Operation that failed.
-        context: &'static str,
-        /// Error of the system.
-        source: io::Error,
-    },
-}
-
-pub(crate) fn join_io(context: &'static str) -> impl Fn(io::Error) -> JoinError {
-    move |source| JoinError::Io { context, source }
-}
-
-/// How to join.
+/// Parameters of joining.
 #[derive(Clone, Debug)]
 pub struct JoinConfig {
     /// Directory of the broker's socket.
@@ -97,7 +73,7 @@ pub struct JoinConfig {
 }
 
 impl JoinConfig {
-    /// How many queue pairs a process is sure to be able to have, as far as can be told before it joins.
+    /// Returns the number of queue pairs that a process can have in any case, as far as is known before it joins.
     pub fn sure_numbers(&self) -> u32 {
         let place = match is_of_others(&self.dir) {
             // A broker of several users gives a process a generation at least.
@@ -124,54 +100,7 @@ impl JoinConfig {
     }
 }
 
-/// Why there is no broker.
-#[derive(Debug, thiserror::Error)]
-pub enum StartError {
-    /// The directory can't be used.
-    #[error("the broker's directory {}: {text}", dir.display())]
-    Directory {
-        /// Which.
-        dir: PathBuf,
-        /// The fault, and how to mend it.
-        text: String,
-    },
-    /// The socket is another user's.
-    #[error("the broker at {} is run by user {uid}, whom user {own} does not trust", socket.display())]
-    WrongUser {
-        /// Its socket.
-        socket: PathBuf,
-        /// Its user.
-        uid: u32,
-        /// Our user.
-        own: u32,
-    },
-    /// Nothing to start.
-    #[error("no broker runs, and the program `ferroce` that would be one is not found: set FERROCE_BROKER to its path")]
-    NoProgram,
-    /// It did not come up.
-    #[error("starting the broker ({} broker) failed: {text}", program.display())]
-    Failed {
-        /// The program.
-        program: PathBuf,
-        /// Its message.
-        text: String,
-    },
-    /// A system call failed.
-    #[error("{context}: {source}")]
-    Io {
-        /// Operation that failed.
-        context: String,
-        /// Error of the system.
-        source: io::Error,
-    },
-}
-
-fn context(context: impl Into<String>) -> impl FnOnce(io::Error) -> StartError {
-    let context = context.into();
-    move |source| StartError::Io { context, source }
-}
-
-/// Names to try in `/tmp`: somebody else may have the first, such as who has our user's number in another user namespace.
+/// Number of names to try in `/tmp`: another user may have the first, such as one with our user's number in another user namespace.
 const HOMES: usize = 16;
 
 /// The directory of this user's broker: that of a system broker if there is one, else one for each network namespace in
@@ -184,7 +113,7 @@ pub fn runtime_dir() -> PathBuf {
     home().join(network())
 }
 
-/// Whether the directory of a broker belongs to another user, who runs it for several.
+/// Returns whether the directory of a broker belongs to another user, who runs it for several.
 pub(crate) fn is_of_others(dir: &Path) -> bool {
     fs::metadata(dir).is_ok_and(|m| m.uid() != geteuid().as_raw())
 }
@@ -199,7 +128,7 @@ fn home() -> PathBuf {
         .map_or_else(|| home_in(Path::new("/tmp"), own), |dir| dir.join("ferroce"))
 }
 
-/// In a directory for everybody: what we have there, or else the first name that nobody has.
+/// Returns this user's directory within one for all users: an existing one, or else the first free name.
 fn home_in(base: &Path, own: u32) -> PathBuf {
     let names = (0..HOMES).map(|n| match n {
         0 => base.join(format!("ferroce-{own}")),
@@ -211,30 +140,25 @@ fn home_in(base: &Path, own: u32) -> PathBuf {
         match meta {
             Ok(m) if m.is_dir() && m.uid() == own && m.mode() & 0o022 == 0 => return dir,
             Err(e) if e.kind() == io::ErrorKind::NotFound => free = free.or(Some(dir)),
-            // Whoever uses it is told what is wrong.
+            // Preparing it reports the fault.
             _ => first = first.or(Some(dir)),
         }
     }
     free.or(first).unwrap_or_else(|| base.into())
 }
 
-/// A name for this thread's network namespace, as sockets of one are of no use in another.
+/// Returns a name for this thread's network namespace, as sockets of one are of no use in another.
 fn network() -> String {
-    let link = fs::read_link("/proc/thread-self/ns/net").unwrap_or_default();
-    let digits = link
-        .to_string_lossy()
-        .chars()
-        .filter(char::is_ascii_digit)
-        .collect::<String>();
-    format!("{NETWORK}{digits}")
+    let number = fs::metadata("/proc/thread-self/ns/net").map_or(0, |m| m.ino());
+    format!("{NETWORK}{number}")
 }
 
 /// This user's directory: `$XDG_RUNTIME_DIR/ferroce` or, where that is not this user's, `/run/user/UID/ferroce` or
-/// `/tmp/ferroce-UID`, or, where somebody else has that, `/tmp/ferroce-UID.1` and so on. Made if need be.
+/// `/tmp/ferroce-UID`, or, where another user has that, `/tmp/ferroce-UID.1` and so on. Made if need be.
 ///
 /// # Errors
-/// When it can't be made or somebody else could put things into it.
-pub fn make_home() -> Result<PathBuf, StartError> {
+/// When it can't be made, or another user could write to it.
+pub fn make_home() -> Result<PathBuf, Error> {
     let home = home();
     prepare_dir(&home, PRIVATE)?;
     Ok(home)
@@ -245,9 +169,9 @@ pub(crate) const PRIVATE: u32 = 0o700;
 /// Permissions of a directory whose socket others may use.
 pub(crate) const SHARED: u32 = 0o755;
 
-/// Makes the directory with these permissions if need be, and checks that nobody else can put things into it.
-pub(crate) fn prepare_dir(dir: &Path, mode: u32) -> Result<(), StartError> {
-    let fail = |text: String| Err(StartError::Directory { dir: dir.into(), text });
+/// Makes the directory with these permissions if need be, and checks that no other user can write to it.
+pub(crate) fn prepare_dir(dir: &Path, mode: u32) -> Result<(), Error> {
+    let fail = |text: String| Err(Error::Directory { dir: dir.into(), text });
     if let Some(parent) = dir.parent().filter(|parent| *parent == home()) {
         prepare_dir(parent, PRIVATE)?;
     }
@@ -303,48 +227,38 @@ fn sweep_in(home: &Path, keep: &Path, unused: Duration) {
     }
 }
 
-/// A socket that speaks the protocol's records.
-pub(crate) fn new_socket() -> io::Result<OwnedFd> {
-    let flags = SocketFlags::CLOEXEC;
-    Ok(rustix::net::socket_with(
-        AddressFamily::UNIX,
-        SocketType::SEQPACKET,
-        flags,
-        None,
-    )?)
+/// Creates a socket for the protocol's records.
+pub(crate) fn new_socket() -> rustix::io::Result<OwnedFd> {
+    rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
 }
 
 /// Connects to the broker of a directory; `None` when none is running.
-pub(crate) fn connect(dir: &Path) -> Result<Option<OwnedFd>, StartError> {
-    use rustix::io::Errno;
+pub(crate) fn connect(dir: &Path) -> Result<Option<OwnedFd>, Error> {
     let path = dir.join(SOCKET);
-    let io = |e: io::Error| context(format!("connecting to {}", path.display()))(e);
-    let addr = SocketAddrUnix::new(&path).map_err(|e| io(e.into()))?;
+    let io = |e: Errno| context(format!("connecting to {}", path.display()))(e.into());
+    let addr = SocketAddrUnix::new(&path).map_err(io)?;
     let socket = new_socket().map_err(io)?;
     match rustix::net::connect(&socket, &addr) {
-        Ok(()) => {}
-        Err(Errno::NOENT | Errno::CONNREFUSED | Errno::NOTDIR) => return Ok(None),
-        Err(Errno::ACCESS | Errno::PERM) => {
-            return Err(StartError::Directory {
-                dir: dir.into(),
-                text: "no permission to connect to the broker there; for a system broker, join its group".into(),
-            });
-        }
-        Err(e) => return Err(io(e.into())),
+        Ok(()) => check_server(dir, &path, socket).map(Some),
+        Err(Errno::NOENT | Errno::CONNREFUSED | Errno::NOTDIR) => Ok(None),
+        Err(Errno::ACCESS | Errno::PERM) => Err(Error::Directory {
+            dir: dir.into(),
+            text: "no permission to connect to the broker there; for a system broker, join its group".into(),
+        }),
+        Err(e) => Err(io(e)),
     }
-    check_server(dir, &path, socket).map(Some)
 }
 
 /// Checks who answers, as it hands us the sockets that we receive from: it must be us, root, or a directory's owner whom root let
 /// have it.
-fn check_server(dir: &Path, path: &Path, socket: OwnedFd) -> Result<OwnedFd, StartError> {
+fn check_server(dir: &Path, path: &Path, socket: OwnedFd) -> Result<OwnedFd, Error> {
     let own = geteuid().as_raw();
     let io = |e: io::Error| context(format!("asking who serves {}", path.display()))(e);
     let (_, uid) = crate::sys::peer_credentials(socket.as_fd()).map_err(io)?;
     let system = dir == Path::new(SYSTEM_DIR) && fs::metadata(dir).is_ok_and(|m| m.uid() == uid);
     match uid == own || uid == 0 || system {
         true => Ok(socket),
-        false => Err(StartError::WrongUser {
+        false => Err(Error::WrongUser {
             socket: path.into(),
             uid,
             own,
@@ -367,24 +281,24 @@ impl Lock {
             .custom_flags(libc::O_NOFOLLOW)
             .open(dir.join(name))?;
         loop {
-            match rustix::fs::flock(file.as_fd(), FlockOperation::NonBlockingLockExclusive) {
+            match file.try_lock() {
                 Ok(()) => return Ok(Some(Self(file))),
-                Err(rustix::io::Errno::WOULDBLOCK) if Instant::now() < deadline => thread::sleep(PAUSE),
-                Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
-                Err(rustix::io::Errno::INTR) => {}
-                Err(e) => return Err(e.into()),
+                Err(TryLockError::WouldBlock) if Instant::now() < deadline => thread::sleep(PAUSE),
+                Err(TryLockError::WouldBlock) => return Ok(None),
+                Err(TryLockError::Error(e)) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(TryLockError::Error(e)) => return Err(e),
             }
         }
     }
 }
 
 /// Connects to the broker of a directory, starting it if need be.
-pub(crate) fn connect_or_start(dir: &Path, program: Option<&Path>) -> Result<OwnedFd, StartError> {
+pub(crate) fn connect_or_start(dir: &Path, program: Option<&Path>) -> Result<OwnedFd, Error> {
     if let Some(socket) = connect(dir)? {
         return Ok(socket);
     }
     if dir == Path::new(SYSTEM_DIR) {
-        return Err(StartError::Directory {
+        return Err(Error::Directory {
             dir: dir.into(),
             text: "the system broker does not run: `systemctl start ferroce-broker`".into(),
         });
@@ -393,7 +307,7 @@ pub(crate) fn connect_or_start(dir: &Path, program: Option<&Path>) -> Result<Own
     let deadline = Instant::now() + PATIENCE;
     let lock = Lock::take(dir, START_LOCK, deadline)
         .map_err(context(format!("locking {}", dir.join(START_LOCK).display())))?;
-    // Whoever had the lock has started one.
+    // The process that had the lock has started one.
     let mut last = None;
     while Instant::now() < deadline {
         if let Some(socket) = connect(dir)? {
@@ -401,13 +315,10 @@ pub(crate) fn connect_or_start(dir: &Path, program: Option<&Path>) -> Result<Own
         }
         if lock.is_some() {
             match spawn(dir, program) {
-                // It may have found another at its end: then there is none a moment later.
-                Err(e @ StartError::Failed { .. }) => last = Some(e),
-                Err(e) => return Err(e),
                 Ok(()) => continue,
-            }
-            if !last.as_ref().is_some_and(is_transient) {
-                break;
+                // It has found another one about to exit: then there is none a moment later.
+                Err(e) if is_transient(&e) => last = Some(e),
+                Err(e) => return Err(e),
             }
         }
         thread::sleep(PAUSE);
@@ -415,17 +326,14 @@ pub(crate) fn connect_or_start(dir: &Path, program: Option<&Path>) -> Result<Own
     Err(last.unwrap_or_else(|| context(dir.display().to_string())(io::ErrorKind::TimedOut.into())))
 }
 
-/// Message of a broker that found another one alive.
-pub(crate) const RUNS_ALREADY: &str = "another broker runs";
-
-fn is_transient(e: &StartError) -> bool {
-    matches!(e, StartError::Failed { text, .. } if text.contains(RUNS_ALREADY))
+fn is_transient(e: &Error) -> bool {
+    matches!(e, Error::Failed { text, .. } if text.contains(RUNS_ALREADY))
 }
 
 /// Starts a broker and waits until it can be connected to.
-fn spawn(dir: &Path, program: Option<&Path>) -> Result<(), StartError> {
-    let program = find_program(program).ok_or(StartError::NoProgram)?;
-    let failed = |text: String| StartError::Failed {
+fn spawn(dir: &Path, program: Option<&Path>) -> Result<(), Error> {
+    let program = find_program(program).ok_or(Error::NoProgram)?;
+    let failed = |text: String| Error::Failed {
         program: program.clone(),
         text,
     };
@@ -442,21 +350,12 @@ fn spawn(dir: &Path, program: Option<&Path>) -> Result<(), StartError> {
         // The broker has our rights, and the environment is our user's.
         command.env_clear();
     }
+    for name in NOT_ITS_OWN {
+        command.env_remove(name);
+    }
     let mut child = command
-        .args([
-            OsStr::new("broker"),
-            OsStr::new("--detach"),
-            OsStr::new("--dir"),
-            dir.as_os_str(),
-        ])
-        .env_remove("LD_PRELOAD")
-        // What a service manager wants to hear and has given is this process's.
-        .env_remove("NOTIFY_SOCKET")
-        .env_remove("WATCHDOG_PID")
-        .env_remove("WATCHDOG_USEC")
-        .env_remove("LISTEN_PID")
-        .env_remove("LISTEN_FDS")
-        .env_remove("LISTEN_FDNAMES")
+        .args(["broker", "--detach", "--dir"])
+        .arg(dir)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(log)

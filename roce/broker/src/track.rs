@@ -3,14 +3,10 @@
 //!
 //! Packets create no connections, since anybody may send them.
 
-use std::{
-    collections::{HashMap, hash_map::Entry},
-    net::IpAddr,
-    time::Duration,
-};
+use std::{collections::HashMap, net::IpAddr, time::Duration};
 
-pub(crate) use roce_cm::requests::host;
-use roce_cm::{
+pub(crate) use roce_port::cm::requests::host;
+use roce_port::cm::{
     mad::{Message, Subject},
     requests::{HostLimit, RequestKey, RequestLimits, Requests},
 };
@@ -21,13 +17,11 @@ use crate::proto::{Connection, Place};
 /// Time for which a request is remembered.
 const REQUEST_TIME: Duration = Duration::from_secs(30);
 
-/// Members' connections and requests.
+/// Peers' names of members' connections and requests.
 #[derive(Debug)]
 pub(crate) struct Tracker {
-    /// By our communication ID, which names the place.
-    established: HashMap<u32, Connection>,
+    /// Our communication IDs, which name the place, of established connections.
     by_remote: HashMap<RequestKey, u32>,
-    counts: HashMap<Place, usize>,
     /// Requests that were forwarded, and to which place.
     requests: Requests<Place>,
 }
@@ -35,9 +29,7 @@ pub(crate) struct Tracker {
 impl Default for Tracker {
     fn default() -> Self {
         Self {
-            established: HashMap::new(),
             by_remote: HashMap::new(),
-            counts: HashMap::new(),
             requests: Requests::new(RequestLimits::new(REQUEST_TIME)),
         }
     }
@@ -70,44 +62,20 @@ impl Tracker {
         }
     }
 
-    /// Records a connection that a member has established. Returns false if its communication ID is not the member's.
-    pub(crate) fn establish(&mut self, place: Place, conn: Connection) -> bool {
-        if !place.covers(Place::of_comm_id(conn.local_id)) {
-            return false;
-        }
-        self.over(place, conn.local_id);
+    /// Records a connection that a member has established.
+    pub(crate) fn establish(&mut self, conn: &Connection) {
         let key = (conn.remote, conn.remote_id);
         self.requests.remove(key);
         // Two members can't have the same key: the first keeps it.
         self.by_remote.entry(key).or_insert(conn.local_id);
-        self.established.insert(conn.local_id, conn);
-        *self.counts.entry(place).or_default() += 1;
-        true
     }
 
-    /// Forgets a connection that a member has closed.
-    pub(crate) fn over(&mut self, place: Place, local_id: u32) {
-        if !place.covers(Place::of_comm_id(local_id)) {
-            return;
-        }
-        let Some(conn) = self.established.remove(&local_id) else {
-            return;
-        };
+    /// Forgets a connection that is closed.
+    pub(crate) fn over(&mut self, conn: &Connection) {
         let key = (conn.remote, conn.remote_id);
-        if self.by_remote.get(&key) == Some(&local_id) {
+        if self.by_remote.get(&key) == Some(&conn.local_id) {
             self.by_remote.remove(&key);
         }
-        if let Entry::Occupied(mut count) = self.counts.entry(place) {
-            *count.get_mut() -= 1;
-            if *count.get() == 0 {
-                count.remove();
-            }
-        }
-    }
-
-    /// Whether a connection is known.
-    pub(crate) fn knows(&self, local_id: u32) -> bool {
-        self.established.contains_key(&local_id)
     }
 
     /// Returns the place that a message is for which names its connection by the peer's communication ID only.
@@ -122,30 +90,16 @@ impl Tracker {
         established.or_else(|| self.requests.get(now, key).copied())
     }
 
-    /// Returns the number of a member's connections.
-    pub(crate) fn count(&self, place: Place) -> usize {
-        self.counts.get(&place).copied().unwrap_or(0)
-    }
-
-    /// Forgets a member, and returns its connections.
-    pub(crate) fn take(&mut self, place: Place) -> Vec<Connection> {
-        let all = self.established.values();
-        let all: Vec<Connection> = all
-            .filter(|c| place.covers(Place::of_comm_id(c.local_id)))
-            .copied()
-            .collect();
-        for conn in &all {
-            self.over(place, conn.local_id);
-        }
+    /// Forgets the requests that were forwarded to a member.
+    pub(crate) fn forget(&mut self, place: Place) {
         self.requests.retain(|of| *of != place);
-        all
     }
 }
 
 #[cfg(test)]
 mod tests {
     use roce_bth::Qpn;
-    use roce_cm::mad::{Dreq, Rej, Rep, Req, Rtu};
+    use roce_port::cm::mad::{Dreq, Rej, Rep, Req, Rtu};
 
     use super::*;
 
@@ -193,11 +147,12 @@ mod tests {
         assert_eq!(t.owner(ZERO, ip(2), &req(9)), None);
         t.forwarded(ZERO, HERE, ip(2), &req(10));
         assert_eq!(t.owner(ZERO + REQUEST_TIME, ip(2), &req(10)), None, "it was long ago");
-        assert!(t.take(HERE).is_empty() && t.requests.is_empty());
+        t.forget(HERE);
+        assert!(t.requests.is_empty());
     }
 
     #[test]
-    fn a_connection_is_what_its_member_tells_and_no_packet_makes_or_ends_one() {
+    fn a_connection_is_what_its_member_reports_and_no_packet_makes_or_ends_one() {
         let mut t = Tracker::default();
         let conn = connection(HERE, 7, 9);
         t.forwarded(ZERO, HERE, ip(2), &req(9));
@@ -218,25 +173,23 @@ mod tests {
             ..Dreq::default()
         });
         [&rep, &rtu].iter().for_each(|m| t.forwarded(ZERO, HERE, ip(2), m));
-        assert_eq!((t.count(HERE), t.established.len()), (0, 0));
-        assert!(t.establish(HERE, conn) && t.establish(HERE, conn));
-        assert_eq!((t.count(HERE), t.requests.len()), (1, 0));
+        assert!(t.by_remote.is_empty());
+        t.establish(&conn);
+        t.establish(&conn);
+        assert_eq!((t.by_remote.len(), t.requests.len()), (1, 0));
         t.forwarded(ZERO, HERE, ip(2), &dreq);
         assert_eq!(t.owner(ZERO + 2 * REQUEST_TIME, ip(2), &req(9)), Some(HERE));
-        t.over(OTHER, conn.local_id);
-        assert!(t.knows(conn.local_id), "it is not the other's to end");
-        assert_eq!(t.take(HERE), [conn]);
-        assert!(t.counts.is_empty() && t.by_remote.is_empty() && t.established.is_empty());
+        t.over(&conn);
+        assert!(t.by_remote.is_empty());
     }
 
     #[test]
-    fn a_member_is_only_given_what_is_its_own() {
+    fn the_first_member_keeps_the_name_of_a_peers_connection() {
         let mut t = Tracker::default();
-        assert!(!t.establish(OTHER, connection(HERE, 1, 9)), "another's number");
-        assert!(t.establish(HERE, connection(HERE, 1, 9)));
-        assert!(t.establish(OTHER, connection(OTHER, 1, 9)), "as good as any");
-        assert_eq!(t.owner(ZERO, ip(2), &req(9)), Some(HERE), "who was first has the name");
-        t.over(OTHER, connection(OTHER, 1, 9).local_id);
+        t.establish(&connection(HERE, 1, 9));
+        t.establish(&connection(OTHER, 1, 9));
+        assert_eq!(t.owner(ZERO, ip(2), &req(9)), Some(HERE));
+        t.over(&connection(OTHER, 1, 9));
         assert_eq!(t.owner(ZERO, ip(2), &req(9)), Some(HERE));
     }
 
@@ -244,7 +197,7 @@ mod tests {
     fn a_hosts_requests_are_refused_beyond_its_limit_and_others_are_not() {
         let mut t = Tracker::default();
         let conn = connection(HERE, 1, 1);
-        assert!(t.establish(HERE, conn));
+        t.establish(&conn);
         let mut admitted = 0;
         for id in 10..10_000 {
             if t.admit(ZERO, ip(2), &req(id)).is_ok() {

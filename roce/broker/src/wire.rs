@@ -1,19 +1,27 @@
 //! Records of a unix socket, with descriptors.
 
 use std::{
+    collections::VecDeque,
     io::{self, IoSlice, IoSliceMut},
     mem::MaybeUninit,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
 };
 
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags,
+use rustix::{
+    io::Errno,
+    net::{
+        RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+        SendFlags,
+    },
 };
 use serde::{Serialize, de::DeserializeOwned};
 
 use crate::proto::MAX_GROUPS;
 
+/// The most descriptors that the kernel takes with one message (`SCM_MAX_FD`).
+const MAX_STORED: usize = 253;
+/// The record that a vault holds.
+const STORED: &[u8] = b"ferroce vault 1";
 /// The longest record. A socket's default send buffer (208 KiB) holds it.
 pub(crate) const MAX_RECORD: usize = 96 << 10;
 /// The most descriptors of a record: socket and vault of each group that a broker has open.
@@ -28,7 +36,7 @@ pub(crate) struct Record<T> {
     pub(crate) lacks_fds: bool,
 }
 
-/// Why a receive gave no record.
+/// Reason why a receive gave no record.
 #[derive(Debug)]
 pub(crate) enum RecvError {
     /// None is there now.
@@ -64,21 +72,86 @@ pub(crate) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<(T, Vec<u8>), 
 
 /// Sends a record that is encoded already.
 pub(crate) fn send(socket: BorrowedFd<'_>, bytes: &[u8], fds: &[BorrowedFd<'_>], wait: bool) -> io::Result<()> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_STORED))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "too many descriptors"));
     }
     let mut flags = SendFlags::NOSIGNAL;
-    if !wait {
-        flags |= SendFlags::DONTWAIT;
-    }
+    flags.set(SendFlags::DONTWAIT, !wait);
     loop {
         match rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags) {
             Ok(_) => return Ok(()),
-            Err(rustix::io::Errno::INTR) => {}
+            Err(Errno::INTR) => {}
             Err(e) => return Err(e.into()),
         }
+    }
+}
+
+/// Receives bytes, and `max` descriptors at most with them.
+fn receive_raw(
+    socket: BorrowedFd<'_>,
+    buffer: &mut [u8],
+    flags: RecvFlags,
+    max: usize,
+) -> rustix::io::Result<(usize, ReturnFlags, Vec<OwnedFd>)> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_STORED))];
+    let mut control = RecvAncillaryBuffer::new(&mut space[..rustix::cmsg_space!(ScmRights(max))]);
+    let mut parts = [IoSliceMut::new(buffer)];
+    let got = rustix::net::recvmsg(socket, &mut parts, &mut control, flags | RecvFlags::CMSG_CLOEXEC)?;
+    let rights = control.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(list) => Some(list),
+        _ => None,
+    });
+    Ok((got.bytes, got.flags, rights.flatten().collect()))
+}
+
+/// Records that wait until a socket has room for them, in order.
+#[derive(Default)]
+pub(crate) struct Outbox {
+    waiting: VecDeque<(Vec<u8>, Vec<OwnedFd>)>,
+}
+
+impl Outbox {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.waiting.is_empty()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Returns the number of bytes that wait.
+    pub(crate) fn bytes(&self) -> usize {
+        self.waiting.iter().map(|(bytes, _)| bytes.len()).sum()
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.waiting.clear();
+    }
+
+    pub(crate) fn push(&mut self, record: Vec<u8>, fds: Vec<OwnedFd>) {
+        self.waiting.push_back((record, fds));
+    }
+
+    /// Sends records as long as there is room. A peer that has closed its end is no error: receiving reports it, after what the
+    /// peer has sent.
+    pub(crate) fn flush(&mut self, socket: BorrowedFd<'_>) -> io::Result<()> {
+        while let Some((bytes, fds)) = self.waiting.front() {
+            let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
+            match send(socket, bytes, &fds, false).map_err(|e| (e.kind(), e)) {
+                Ok(()) => drop(self.waiting.pop_front()),
+                Err((io::ErrorKind::WouldBlock, _)) => return Ok(()),
+                Err((io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset, _)) => self.clear(),
+                Err((_, e)) => return Err(e),
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends a record that may get lost, unless others wait. Returns whether it was sent.
+    pub(crate) fn try_send<T: Serialize>(&self, socket: BorrowedFd<'_>, message: &T, payload: &[u8]) -> bool {
+        self.is_empty() && encode(message, payload).is_ok_and(|bytes| send(socket, &bytes, &[], false).is_ok())
     }
 }
 
@@ -88,80 +161,49 @@ pub(crate) fn receive<T: DeserializeOwned>(
     buffer: &mut [u8],
     wait: bool,
 ) -> Result<Record<T>, RecvError> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let mut flags = RecvFlags::CMSG_CLOEXEC;
-    if !wait {
-        flags |= RecvFlags::DONTWAIT;
-    }
-    let got = loop {
-        match rustix::net::recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut control, flags) {
+    let mut flags = RecvFlags::empty();
+    flags.set(RecvFlags::DONTWAIT, !wait);
+    let (len, flags, fds) = loop {
+        match receive_raw(socket, buffer, flags, MAX_FDS) {
+            Ok((0, ..)) => return Err(RecvError::Closed),
             Ok(got) => break got,
-            // It left unread what we had sent. Told once: what it had sent itself comes next, and then its end.
-            Err(rustix::io::Errno::INTR | rustix::io::Errno::CONNRESET) => {}
-            Err(rustix::io::Errno::AGAIN) => return Err(RecvError::Empty),
+            // It left unread what we had sent. Reported once: what it had sent itself comes next, and then its end.
+            Err(Errno::INTR | Errno::CONNRESET) => {}
+            Err(Errno::AGAIN) => return Err(RecvError::Empty),
             Err(_) => return Err(RecvError::Closed),
         }
     };
-    let fds = received_fds(&mut control);
-    if got.bytes == 0 {
-        return Err(RecvError::Closed);
-    }
-    if got.flags.contains(ReturnFlags::TRUNC) {
+    if flags.contains(ReturnFlags::TRUNC) {
         return Err(RecvError::Malformed("a record too long".into()));
     }
-    let bytes = buffer.get(..got.bytes).unwrap_or_default();
+    let bytes = buffer.get(..len).unwrap_or_default();
     let (message, payload) = decode(bytes).map_err(RecvError::Malformed)?;
     Ok(Record {
         message,
         payload,
         fds,
-        lacks_fds: got.flags.contains(ReturnFlags::CTRUNC),
+        lacks_fds: flags.contains(ReturnFlags::CTRUNC),
     })
-}
-
-fn received_fds(control: &mut RecvAncillaryBuffer<'_>) -> Vec<OwnedFd> {
-    let mut fds = Vec::new();
-    for message in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(list) = message {
-            fds.extend(list);
-        }
-    }
-    fds
 }
 
 /// Puts descriptors into a socket's queue, where they stay open as long as it does.
 pub(crate) fn store(socket: BorrowedFd<'_>, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_STORED))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    if !control.push(SendAncillaryMessage::ScmRights(fds)) {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "too many descriptors"));
-    }
-    rustix::net::sendmsg(socket, &[IoSlice::new(STORED)], &mut control, SendFlags::NOSIGNAL)?;
-    Ok(())
+    send(socket, STORED, fds, true)
 }
 
-/// New references to the descriptors that [`store`] has put there. They stay where they are.
+/// Returns new references to the descriptors that [`store`] has put there. They stay where they are.
 pub(crate) fn stored(socket: BorrowedFd<'_>) -> io::Result<Vec<OwnedFd>> {
-    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_STORED))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut buffer = [0; STORED.len() + 1];
-    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-    let got = rustix::net::recvmsg(socket.as_fd(), &mut [IoSliceMut::new(&mut buffer)], &mut control, flags)?;
-    let fds = received_fds(&mut control);
-    if buffer.get(..got.bytes) != Some(STORED) || got.flags.contains(ReturnFlags::CTRUNC) {
-        return Err(io::Error::new(
+    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+    let (len, flags, fds) = receive_raw(socket, &mut buffer, flags, MAX_STORED)?;
+    match buffer.get(..len) == Some(STORED) && !flags.contains(ReturnFlags::CTRUNC) {
+        true => Ok(fds),
+        false => Err(io::Error::new(
             io::ErrorKind::InvalidData,
             "not a vault, or no descriptors left",
-        ));
+        )),
     }
-    Ok(fds)
 }
-
-/// The most descriptors that the kernel takes with one message (`SCM_MAX_FD`).
-const MAX_STORED: usize = 253;
-/// The record that a vault holds.
-const STORED: &[u8] = b"ferroce vault 1";
 
 #[cfg(test)]
 mod tests {

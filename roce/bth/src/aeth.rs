@@ -2,7 +2,10 @@
 
 use core::time::Duration;
 
-use crate::{header::Wire, psn::Msn};
+use crate::{
+    psn::Msn,
+    wire::{Wire, header, wire},
+};
 
 /// Reason why a responder refuses a request (IBTA table 47).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
@@ -130,31 +133,16 @@ impl Syndrome {
     }
 }
 
-/// ACK extended transport header: 4 bytes.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
-pub struct Aeth {
-    /// Acknowledgement, RNR NAK or NAK.
-    pub syndrome: Syndrome,
-    /// Messages that the responder has completed.
-    pub msn: Msn,
+wire! {
+    Syndrome = u8[1]: Self::from_byte, Self::to_byte;
 }
 
-impl Aeth {
-    /// Bytes on the wire.
-    pub const LEN: usize = 4;
-}
-
-impl Wire<4> for Aeth {
-    fn read(b: &[u8; 4]) -> Self {
-        Self {
-            syndrome: Syndrome::from_byte(b[0]),
-            msn: Msn::new(u32::from_be_bytes(*b)),
-        }
-    }
-
-    fn write(&self) -> [u8; 4] {
-        let mut b = self.msn.value().to_be_bytes();
-        b[0] = self.syndrome.to_byte();
-        b
+header! {
+    /// ACK extended transport header: 4 bytes.
+    Aeth[4] {
+        /// Acknowledgement, RNR NAK or NAK.
+        syndrome: Syndrome[1],
+        /// Messages that the responder has completed.
+        msn: Msn[3],
     }
 }

@@ -1,10 +1,59 @@
 //! Identifiers on the wire.
 
-use core::fmt;
+use crate::wire::{Wire, wire};
 
-/// A queue pair number, 24 bits.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
-pub struct Qpn(u32);
+macro_rules! number24 {
+    ($(#[$meta:meta])* $name:ident) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
+        pub struct $name(u32);
+
+        impl $name {
+            /// The number's low 24 bits.
+            pub const fn new(value: u32) -> Self {
+                Self(value & 0x00ff_ffff)
+            }
+
+            /// The value, below 2^24.
+            pub const fn value(self) -> u32 {
+                self.0
+            }
+        }
+
+        $crate::ids::shown!($name, "{:#08x}");
+        $crate::wire::wire! { $name = u32[3]: Self::new, Self::value; }
+    };
+}
+pub(crate) use number24;
+
+/// Shows a number in hexadecimal; `Debug` with its type.
+macro_rules! shown {
+    ($name:ident, $format:literal) => {
+        impl core::fmt::Debug for $name {
+            fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+                write!(f, concat!(stringify!($name), "(", $format, ")"), self.0)
+            }
+        }
+
+        impl core::fmt::Display for $name {
+            fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+                write!(f, $format, self.0)
+            }
+        }
+    };
+}
+pub(crate) use shown;
+
+number24! {
+    /// A queue pair number, 24 bits.
+    #[derive(PartialOrd, Ord)]
+    Qpn
+}
+number24! {
+    /// A shared receive queue's number, 24 bits (IBTA Annex A14).
+    #[derive(PartialOrd, Ord)]
+    Srqn
+}
 
 impl Qpn {
     /// QP0, subnet management; RoCE drops it (IBTA A17.9).
@@ -13,50 +62,6 @@ impl Qpn {
     pub const GSI: Self = Self(1);
     /// The destination of multicast packets.
     pub const MULTICAST: Self = Self(0x00ff_ffff);
-
-    /// The number's low 24 bits.
-    pub const fn new(value: u32) -> Self {
-        Self(value & 0x00ff_ffff)
-    }
-
-    /// The value, below 2^24.
-    pub const fn value(self) -> u32 {
-        self.0
-    }
-}
-
-impl fmt::Debug for Qpn {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Qpn({:#08x})", self.0)
-    }
-}
-
-impl fmt::Display for Qpn {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:#08x}", self.0)
-    }
-}
-
-/// A shared receive queue's number, 24 bits (IBTA Annex A14).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Debug)]
-pub struct Srqn(u32);
-
-impl Srqn {
-    /// The number's low 24 bits.
-    pub const fn new(value: u32) -> Self {
-        Self(value & 0x00ff_ffff)
-    }
-
-    /// The value, below 2^24.
-    pub const fn value(self) -> u32 {
-        self.0
-    }
-}
-
-impl fmt::Display for Srqn {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:#08x}", self.0)
-    }
 }
 
 macro_rules! key {
@@ -65,17 +70,7 @@ macro_rules! key {
         #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
         pub struct $name(pub $int);
 
-        impl fmt::Debug for $name {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                write!(f, concat!(stringify!($name), "({:#x})"), self.0)
-            }
-        }
-
-        impl fmt::Display for $name {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                write!(f, "{:#x}", self.0)
-            }
-        }
+        shown!($name, "{:#x}");
     };
 }
 
@@ -96,14 +91,14 @@ key! {
     PKey(u16)
 }
 
+wire! {
+    RKey = u32[4]: Self, |key: Self| key.0;
+    QKey = u32[4]: Self, |key: Self| key.0;
+}
+
 impl PKey {
     /// The default partition, full member: the only one on RoCE.
     pub const DEFAULT: Self = Self(0xffff);
-
-    /// Whether a packet with the key `self` may reach a full member with the key `mine`: same partition (IBTA 10.9.3).
-    pub const fn matches(self, mine: Self) -> bool {
-        self.0 & 0x7fff == mine.0 & 0x7fff
-    }
 }
 
 impl RKey {

@@ -16,6 +16,7 @@ mod ids;
 mod opcode;
 mod packet;
 mod psn;
+mod wire;
 
 pub use aeth::{Aeth, Credits, NakCode, RnrTimer, Syndrome};
 pub use header::{AtomicEth, Bth, Deth, Feth, Placement, Reth, Selectivity, XrcEth};
@@ -23,12 +24,4 @@ pub use ids::{LKey, PKey, QKey, Qpn, RKey, Srqn};
 pub use opcode::{Class, ExtHeader, Opcode, OpcodeInfo, Position, Service};
 pub use packet::{Header, HeaderView, HeaderWriter, Packet, ParseError};
 pub use psn::{Msn, Psn};
-
-/// UDP destination port of RoCEv2 (IBTA A17.9.2).
-pub const ROCE_UDP_PORT: u16 = 4791;
-/// Bytes of the invariant CRC behind every packet.
-pub const ICRC_LEN: usize = 4;
-/// Bytes of the base transport header.
-pub const BTH_LEN: usize = 12;
-/// The most bytes of transport headers before the payload of any opcode in the table.
-pub const MAX_HEADER_LEN: usize = BTH_LEN + 4 + 28;
+pub use wire::{BTH_LEN, ICRC_LEN, MAX_HEADER_LEN, ROCE_UDP_PORT};

@@ -1,20 +1,23 @@
 //! Opcode table (IBTA table 38).
 
+use crate::wire::BTH_LEN;
+
 /// Transport service: the top three bits of an opcode.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+#[repr(u8)]
 pub enum Service {
     /// Reliable connection.
-    Rc,
+    Rc = 0x00,
     /// Unreliable connection.
-    Uc,
+    Uc = 0x20,
     /// Unreliable datagram.
-    Ud,
+    Ud = 0x60,
     /// Congestion notification (IBTA A17.9.3), which belongs to no service.
-    Cnp,
+    Cnp = 0x80,
     /// Extended reliable connection (IBTA Annex A14).
-    Xrc,
+    Xrc = 0xa0,
     /// Manufacturer-defined opcodes (IBTA table 38): ferroce's, between peers that announced them.
-    Manufacturer,
+    Manufacturer = 0xc0,
 }
 
 /// Function of a packet, whatever its place in the message.
@@ -40,7 +43,8 @@ pub enum Class {
     AtomicWrite,
     /// Congestion notification packet.
     Cnp,
-    /// Packets that arrived beyond a gap.
+    /// Packets that arrived beyond a gap. Payload: the expected PSN (32 bits, big-endian), then 64-bit words (little-endian), a bit for
+    /// each PSN, the lowest first, from the multiple of 64 before that one on.
     SelectiveAcknowledge,
 }
 
@@ -95,6 +99,16 @@ impl OpcodeInfo {
         self.offsets[header as usize] != 0
     }
 
+    const fn with(mut self, headers: &[ExtHeader]) -> Self {
+        let mut i = 0;
+        while i < headers.len() {
+            self.offsets[headers[i] as usize] = self.header_len as u8;
+            self.header_len += headers[i].len();
+            i += 1;
+        }
+        self
+    }
+
     /// Returns the offset of an extended header, bytes. `None` if packets have none.
     #[inline]
     pub(crate) const fn offset(&self, header: ExtHeader) -> Option<usize> {
@@ -114,43 +128,67 @@ impl OpcodeInfo {
     }
 }
 
+macro_rules! prefix {
+    (Rc) => {
+        "RC "
+    };
+    (Uc) => {
+        "UC "
+    };
+    (Ud) => {
+        "UD "
+    };
+    (Xrc) => {
+        "XRC "
+    };
+    ($other:ident) => {
+        ""
+    };
+}
+
 macro_rules! opcodes {
-    ($( $(#[$doc:meta])* $name:ident = $value:literal, $text:literal, $service:ident, $class:ident, $pos:ident, [$($hdr:ident),*], $payload:literal; )*) => {
-        /// A defined opcode.
+    ($( [$($name:ident: $service:ident),*] = $operation:literal, $text:literal, $class:ident, $pos:ident, $headers:tt, $payload:literal; )*) => {
+        /// A defined opcode: an operation in a transport service.
         #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
         #[repr(u8)]
         pub enum Opcode {
-            $( $(#[$doc])* $name = $value, )*
+            $($(
+                #[doc = concat!(prefix!($service), $text, ".")]
+                $name = Service::$service as u8 | $operation,
+            )*)*
         }
 
         impl Opcode {
-            /// Every opcode of the table.
-            pub const ALL: &'static [Self] = &[$(Self::$name),*];
-
-            /// The opcode with this code, or `None`.
-            #[inline]
-            pub const fn from_byte(byte: u8) -> Option<Self> {
-                BY_BYTE[byte as usize]
-            }
-
-            /// The opcode's row of the table.
-            #[inline]
-            pub const fn info(self) -> &'static OpcodeInfo {
-                &ROWS[self as usize]
-            }
+            /// Every opcode, ascending.
+            pub const ALL: &'static [Self] = &{
+                let mut all = [$($(Self::$name),*),*];
+                let (mut count, mut byte) = (0, 0);
+                while count < all.len() {
+                    if let Some(opcode) = BY_BYTE[byte] {
+                        all[count] = opcode;
+                        count += 1;
+                    }
+                    byte += 1;
+                }
+                all
+            };
         }
 
         /// The opcodes by their codes.
         static BY_BYTE: [Option<Opcode>; 256] = {
             let mut all = [None; 256];
-            $( all[$value] = Some(Opcode::$name); )*
+            $($( all[Opcode::$name as usize] = Some(Opcode::$name); )*)*
             all
         };
 
         /// The rows by their opcodes' codes; those of no opcode are never looked at.
         static ROWS: [OpcodeInfo; 256] = {
+            use ExtHeader::*;
             let mut all = [row("", Service::Manufacturer, Class::Cnp, Position::Only, &[], false); 256];
-            $( all[$value] = row($text, Service::$service, Class::$class, Position::$pos, &[$(ExtHeader::$hdr),*], $payload); )*
+            $($(
+                let name = concat!(prefix!($service), $text);
+                all[Opcode::$name as usize] = row(name, Service::$service, Class::$class, Position::$pos, &$headers, $payload);
+            )*)*
             all
         };
     };
@@ -203,178 +241,73 @@ const fn row(
     headers: &[ExtHeader],
     payload: bool,
 ) -> OpcodeInfo {
-    let mut info = OpcodeInfo {
+    let info = OpcodeInfo {
         name,
         service,
         class,
         position,
         payload,
-        header_len: crate::BTH_LEN,
+        header_len: BTH_LEN,
         offsets: [0; ExtHeader::COUNT],
     };
-    let mut i = 0;
-    while i < headers.len() {
-        info.offsets[headers[i] as usize] = info.header_len as u8;
-        info.header_len += headers[i].len();
-        i += 1;
-    }
-    info
+    let of_service: &[ExtHeader] = match (service, class) {
+        (Service::Ud, _) => &[ExtHeader::Deth],
+        // Responses concern no shared receive queue.
+        (Service::Xrc, Class::ReadResponse | Class::Acknowledge | Class::AtomicAcknowledge) => &[],
+        (Service::Xrc, _) => &[ExtHeader::Xrceth],
+        _ => &[],
+    };
+    info.with(of_service).with(headers)
 }
 
+// An operation in each service that has it: opcodes, code without the service's bits, name, function, position, headers behind
+// those of the service, and whether payload may follow.
 opcodes! {
-    /// RC SEND First.
-    RcSendFirst = 0x00, "RC Send First", Rc, Send, First, [], true;
-    /// RC SEND Middle.
-    RcSendMiddle = 0x01, "RC Send Middle", Rc, Send, Middle, [], true;
-    /// RC SEND Last.
-    RcSendLast = 0x02, "RC Send Last", Rc, Send, Last, [], true;
-    /// RC SEND Last with immediate.
-    RcSendLastImm = 0x03, "RC Send Last with Immediate", Rc, Send, Last, [Imm], true;
-    /// RC SEND Only.
-    RcSendOnly = 0x04, "RC Send Only", Rc, Send, Only, [], true;
-    /// RC SEND Only with immediate.
-    RcSendOnlyImm = 0x05, "RC Send Only with Immediate", Rc, Send, Only, [Imm], true;
-    /// RC RDMA WRITE First.
-    RcWriteFirst = 0x06, "RC RDMA Write First", Rc, Write, First, [Reth], true;
-    /// RC RDMA WRITE Middle.
-    RcWriteMiddle = 0x07, "RC RDMA Write Middle", Rc, Write, Middle, [], true;
-    /// RC RDMA WRITE Last.
-    RcWriteLast = 0x08, "RC RDMA Write Last", Rc, Write, Last, [], true;
-    /// RC RDMA WRITE Last with immediate.
-    RcWriteLastImm = 0x09, "RC RDMA Write Last with Immediate", Rc, Write, Last, [Imm], true;
-    /// RC RDMA WRITE Only.
-    RcWriteOnly = 0x0a, "RC RDMA Write Only", Rc, Write, Only, [Reth], true;
-    /// RC RDMA WRITE Only with immediate.
-    RcWriteOnlyImm = 0x0b, "RC RDMA Write Only with Immediate", Rc, Write, Only, [Reth, Imm], true;
-    /// RC RDMA READ Request.
-    RcReadRequest = 0x0c, "RC RDMA Read Request", Rc, ReadRequest, Only, [Reth], false;
-    /// RC RDMA READ Response First.
-    RcReadResponseFirst = 0x0d, "RC RDMA Read Response First", Rc, ReadResponse, First, [Aeth], true;
-    /// RC RDMA READ Response Middle.
-    RcReadResponseMiddle = 0x0e, "RC RDMA Read Response Middle", Rc, ReadResponse, Middle, [], true;
-    /// RC RDMA READ Response Last.
-    RcReadResponseLast = 0x0f, "RC RDMA Read Response Last", Rc, ReadResponse, Last, [Aeth], true;
-    /// RC RDMA READ Response Only.
-    RcReadResponseOnly = 0x10, "RC RDMA Read Response Only", Rc, ReadResponse, Only, [Aeth], true;
-    /// RC Acknowledge.
-    RcAcknowledge = 0x11, "RC Acknowledge", Rc, Acknowledge, Only, [Aeth], false;
-    /// RC Atomic Acknowledge.
-    RcAtomicAcknowledge = 0x12, "RC Atomic Acknowledge", Rc, AtomicAcknowledge, Only, [Aeth, AtomicAckEth], false;
-    /// RC CmpSwap.
-    RcCompareSwap = 0x13, "RC Compare and Swap", Rc, Atomic, Only, [AtomicEth], false;
-    /// RC FetchAdd.
-    RcFetchAdd = 0x14, "RC Fetch and Add", Rc, Atomic, Only, [AtomicEth], false;
-    /// RC SEND Last with Invalidate.
-    RcSendLastInv = 0x16, "RC Send Last with Invalidate", Rc, Send, Last, [Ieth], true;
-    /// RC SEND Only with Invalidate.
-    RcSendOnlyInv = 0x17, "RC Send Only with Invalidate", Rc, Send, Only, [Ieth], true;
-    /// RC FLUSH.
-    RcFlush = 0x1c, "RC Flush", Rc, Flush, Only, [Feth, Reth], false;
-    /// RC ATOMIC WRITE.
-    RcAtomicWrite = 0x1d, "RC Atomic Write", Rc, AtomicWrite, Only, [Reth], true;
-    /// UC SEND First.
-    UcSendFirst = 0x20, "UC Send First", Uc, Send, First, [], true;
-    /// UC SEND Middle.
-    UcSendMiddle = 0x21, "UC Send Middle", Uc, Send, Middle, [], true;
-    /// UC SEND Last.
-    UcSendLast = 0x22, "UC Send Last", Uc, Send, Last, [], true;
-    /// UC SEND Last with immediate.
-    UcSendLastImm = 0x23, "UC Send Last with Immediate", Uc, Send, Last, [Imm], true;
-    /// UC SEND Only.
-    UcSendOnly = 0x24, "UC Send Only", Uc, Send, Only, [], true;
-    /// UC SEND Only with immediate.
-    UcSendOnlyImm = 0x25, "UC Send Only with Immediate", Uc, Send, Only, [Imm], true;
-    /// UC RDMA WRITE First.
-    UcWriteFirst = 0x26, "UC RDMA Write First", Uc, Write, First, [Reth], true;
-    /// UC RDMA WRITE Middle.
-    UcWriteMiddle = 0x27, "UC RDMA Write Middle", Uc, Write, Middle, [], true;
-    /// UC RDMA WRITE Last.
-    UcWriteLast = 0x28, "UC RDMA Write Last", Uc, Write, Last, [], true;
-    /// UC RDMA WRITE Last with immediate.
-    UcWriteLastImm = 0x29, "UC RDMA Write Last with Immediate", Uc, Write, Last, [Imm], true;
-    /// UC RDMA WRITE Only.
-    UcWriteOnly = 0x2a, "UC RDMA Write Only", Uc, Write, Only, [Reth], true;
-    /// UC RDMA WRITE Only with immediate.
-    UcWriteOnlyImm = 0x2b, "UC RDMA Write Only with Immediate", Uc, Write, Only, [Reth, Imm], true;
-    /// UD SEND Only.
-    UdSendOnly = 0x64, "UD Send Only", Ud, Send, Only, [Deth], true;
-    /// UD SEND Only with immediate.
-    UdSendOnlyImm = 0x65, "UD Send Only with Immediate", Ud, Send, Only, [Deth, Imm], true;
-    /// Congestion notification.
-    Cnp = 0x81, "CNP", Cnp, Cnp, Only, [CnpReserved], false;
-    /// XRC SEND First.
-    XrcSendFirst = 0xa0, "XRC Send First", Xrc, Send, First, [Xrceth], true;
-    /// XRC SEND Middle.
-    XrcSendMiddle = 0xa1, "XRC Send Middle", Xrc, Send, Middle, [Xrceth], true;
-    /// XRC SEND Last.
-    XrcSendLast = 0xa2, "XRC Send Last", Xrc, Send, Last, [Xrceth], true;
-    /// XRC SEND Last with immediate.
-    XrcSendLastImm = 0xa3, "XRC Send Last with Immediate", Xrc, Send, Last, [Xrceth, Imm], true;
-    /// XRC SEND Only.
-    XrcSendOnly = 0xa4, "XRC Send Only", Xrc, Send, Only, [Xrceth], true;
-    /// XRC SEND Only with immediate.
-    XrcSendOnlyImm = 0xa5, "XRC Send Only with Immediate", Xrc, Send, Only, [Xrceth, Imm], true;
-    /// XRC RDMA WRITE First.
-    XrcWriteFirst = 0xa6, "XRC RDMA Write First", Xrc, Write, First, [Xrceth, Reth], true;
-    /// XRC RDMA WRITE Middle.
-    XrcWriteMiddle = 0xa7, "XRC RDMA Write Middle", Xrc, Write, Middle, [Xrceth], true;
-    /// XRC RDMA WRITE Last.
-    XrcWriteLast = 0xa8, "XRC RDMA Write Last", Xrc, Write, Last, [Xrceth], true;
-    /// XRC RDMA WRITE Last with immediate.
-    XrcWriteLastImm = 0xa9, "XRC RDMA Write Last with Immediate", Xrc, Write, Last, [Xrceth, Imm], true;
-    /// XRC RDMA WRITE Only.
-    XrcWriteOnly = 0xaa, "XRC RDMA Write Only", Xrc, Write, Only, [Xrceth, Reth], true;
-    /// XRC RDMA WRITE Only with immediate.
-    XrcWriteOnlyImm = 0xab, "XRC RDMA Write Only with Immediate", Xrc, Write, Only, [Xrceth, Reth, Imm], true;
-    /// XRC RDMA READ Request.
-    XrcReadRequest = 0xac, "XRC RDMA Read Request", Xrc, ReadRequest, Only, [Xrceth, Reth], false;
-    /// XRC RDMA READ Response First.
-    XrcReadResponseFirst = 0xad, "XRC RDMA Read Response First", Xrc, ReadResponse, First, [Aeth], true;
-    /// XRC RDMA READ Response Middle.
-    XrcReadResponseMiddle = 0xae, "XRC RDMA Read Response Middle", Xrc, ReadResponse, Middle, [], true;
-    /// XRC RDMA READ Response Last.
-    XrcReadResponseLast = 0xaf, "XRC RDMA Read Response Last", Xrc, ReadResponse, Last, [Aeth], true;
-    /// XRC RDMA READ Response Only.
-    XrcReadResponseOnly = 0xb0, "XRC RDMA Read Response Only", Xrc, ReadResponse, Only, [Aeth], true;
-    /// XRC Acknowledge.
-    XrcAcknowledge = 0xb1, "XRC Acknowledge", Xrc, Acknowledge, Only, [Aeth], false;
-    /// XRC Atomic Acknowledge.
-    XrcAtomicAcknowledge = 0xb2, "XRC Atomic Acknowledge", Xrc, AtomicAcknowledge, Only, [Aeth, AtomicAckEth], false;
-    /// XRC CmpSwap.
-    XrcCompareSwap = 0xb3, "XRC Compare and Swap", Xrc, Atomic, Only, [Xrceth, AtomicEth], false;
-    /// XRC FetchAdd.
-    XrcFetchAdd = 0xb4, "XRC Fetch and Add", Xrc, Atomic, Only, [Xrceth, AtomicEth], false;
-    /// XRC SEND Last with Invalidate.
-    XrcSendLastInv = 0xb6, "XRC Send Last with Invalidate", Xrc, Send, Last, [Xrceth, Ieth], true;
-    /// XRC SEND Only with Invalidate.
-    XrcSendOnlyInv = 0xb7, "XRC Send Only with Invalidate", Xrc, Send, Only, [Xrceth, Ieth], true;
-    /// XRC FLUSH.
-    XrcFlush = 0xbc, "XRC Flush", Xrc, Flush, Only, [Xrceth, Feth, Reth], false;
-    /// XRC ATOMIC WRITE.
-    XrcAtomicWrite = 0xbd, "XRC Atomic Write", Xrc, AtomicWrite, Only, [Xrceth, Reth], true;
-    /// An acknowledgement of a reliable connection, with what has arrived beyond a gap as its payload: the expected PSN (32 bits,
-    /// big-endian), then 64-bit words (little-endian), a bit for each PSN, the lowest first, from the multiple of 64 before that one on.
-    SelectiveAck = 0xc0, "Selective Acknowledge (ferroce)", Manufacturer, SelectiveAcknowledge, Only, [Aeth], true;
-}
-
-impl Service {
-    /// The top three bits of the service's opcodes.
-    pub const fn bits(self) -> u8 {
-        match self {
-            Self::Rc => 0x00,
-            Self::Uc => 0x20,
-            Self::Ud => 0x60,
-            Self::Cnp => 0x80,
-            Self::Xrc => 0xa0,
-            Self::Manufacturer => 0xc0,
-        }
-    }
+    [RcSendFirst: Rc, UcSendFirst: Uc, XrcSendFirst: Xrc] = 0x00, "Send First", Send, First, [], true;
+    [RcSendMiddle: Rc, UcSendMiddle: Uc, XrcSendMiddle: Xrc] = 0x01, "Send Middle", Send, Middle, [], true;
+    [RcSendLast: Rc, UcSendLast: Uc, XrcSendLast: Xrc] = 0x02, "Send Last", Send, Last, [], true;
+    [RcSendLastImm: Rc, UcSendLastImm: Uc, XrcSendLastImm: Xrc] = 0x03, "Send Last with Immediate", Send, Last, [Imm], true;
+    [RcSendOnly: Rc, UcSendOnly: Uc, UdSendOnly: Ud, XrcSendOnly: Xrc] = 0x04, "Send Only", Send, Only, [], true;
+    [RcSendOnlyImm: Rc, UcSendOnlyImm: Uc, UdSendOnlyImm: Ud, XrcSendOnlyImm: Xrc] = 0x05, "Send Only with Immediate", Send, Only, [Imm], true;
+    [RcWriteFirst: Rc, UcWriteFirst: Uc, XrcWriteFirst: Xrc] = 0x06, "RDMA Write First", Write, First, [Reth], true;
+    [RcWriteMiddle: Rc, UcWriteMiddle: Uc, XrcWriteMiddle: Xrc] = 0x07, "RDMA Write Middle", Write, Middle, [], true;
+    [RcWriteLast: Rc, UcWriteLast: Uc, XrcWriteLast: Xrc] = 0x08, "RDMA Write Last", Write, Last, [], true;
+    [RcWriteLastImm: Rc, UcWriteLastImm: Uc, XrcWriteLastImm: Xrc] = 0x09, "RDMA Write Last with Immediate", Write, Last, [Imm], true;
+    [RcWriteOnly: Rc, UcWriteOnly: Uc, XrcWriteOnly: Xrc] = 0x0a, "RDMA Write Only", Write, Only, [Reth], true;
+    [RcWriteOnlyImm: Rc, UcWriteOnlyImm: Uc, XrcWriteOnlyImm: Xrc] = 0x0b, "RDMA Write Only with Immediate", Write, Only, [Reth, Imm], true;
+    [RcReadRequest: Rc, XrcReadRequest: Xrc] = 0x0c, "RDMA Read Request", ReadRequest, Only, [Reth], false;
+    [RcReadResponseFirst: Rc, XrcReadResponseFirst: Xrc] = 0x0d, "RDMA Read Response First", ReadResponse, First, [Aeth], true;
+    [RcReadResponseMiddle: Rc, XrcReadResponseMiddle: Xrc] = 0x0e, "RDMA Read Response Middle", ReadResponse, Middle, [], true;
+    [RcReadResponseLast: Rc, XrcReadResponseLast: Xrc] = 0x0f, "RDMA Read Response Last", ReadResponse, Last, [Aeth], true;
+    [RcReadResponseOnly: Rc, XrcReadResponseOnly: Xrc] = 0x10, "RDMA Read Response Only", ReadResponse, Only, [Aeth], true;
+    [RcAcknowledge: Rc, XrcAcknowledge: Xrc] = 0x11, "Acknowledge", Acknowledge, Only, [Aeth], false;
+    [RcAtomicAcknowledge: Rc, XrcAtomicAcknowledge: Xrc] = 0x12, "Atomic Acknowledge", AtomicAcknowledge, Only, [Aeth, AtomicAckEth], false;
+    [RcCompareSwap: Rc, XrcCompareSwap: Xrc] = 0x13, "Compare and Swap", Atomic, Only, [AtomicEth], false;
+    [RcFetchAdd: Rc, XrcFetchAdd: Xrc] = 0x14, "Fetch and Add", Atomic, Only, [AtomicEth], false;
+    [RcSendLastInv: Rc, XrcSendLastInv: Xrc] = 0x16, "Send Last with Invalidate", Send, Last, [Ieth], true;
+    [RcSendOnlyInv: Rc, XrcSendOnlyInv: Xrc] = 0x17, "Send Only with Invalidate", Send, Only, [Ieth], true;
+    [RcFlush: Rc, XrcFlush: Xrc] = 0x1c, "Flush", Flush, Only, [Feth, Reth], false;
+    [RcAtomicWrite: Rc, XrcAtomicWrite: Xrc] = 0x1d, "Atomic Write", AtomicWrite, Only, [Reth], true;
+    [Cnp: Cnp] = 0x01, "CNP", Cnp, Only, [CnpReserved], false;
+    [SelectiveAck: Manufacturer] = 0x00, "Selective Acknowledge (ferroce)", SelectiveAcknowledge, Only, [Aeth], true;
 }
 
 impl Opcode {
+    /// The opcode with this code, or `None`.
+    #[inline]
+    pub const fn from_byte(byte: u8) -> Option<Self> {
+        BY_BYTE[byte as usize]
+    }
+
+    /// The opcode's row of the table.
+    #[inline]
+    pub const fn info(self) -> &'static OpcodeInfo {
+        &ROWS[self as usize]
+    }
+
     /// Returns the same operation in another transport service, or `None` if that does not have it.
     pub const fn in_service(self, service: Service) -> Option<Self> {
-        Self::from_byte(service.bits() | (self as u8 & 0x1f))
+        Self::from_byte(service as u8 | (self as u8 & 0x1f))
     }
 }
 

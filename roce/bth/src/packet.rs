@@ -3,11 +3,11 @@
 use thiserror::Error;
 
 use crate::{
-    BTH_LEN, ICRC_LEN, MAX_HEADER_LEN,
     aeth::Aeth,
-    header::{AtomicEth, Bth, Deth, Feth, Reth, Wire, XrcEth},
+    header::{AtomicEth, Bth, Deth, Feth, Reth, XrcEth},
     ids::RKey,
     opcode::{ExtHeader, Opcode, OpcodeInfo},
+    wire::{BTH_LEN, ICRC_LEN, MAX_HEADER_LEN, Wire},
 };
 
 /// Reason why bytes are not a RoCEv2 packet: the check that failed.

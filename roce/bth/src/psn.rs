@@ -1,25 +1,18 @@
 //! 24-bit sequence numbers.
 
+use crate::{ids::number24, wire::Wire};
+
 const MASK: u32 = 0x00ff_ffff;
 const HALF: u32 = 0x0080_0000;
 
 macro_rules! seq24 {
     ($(#[$doc:meta])* $name:ident) => {
-        $(#[$doc])*
-        #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
-        pub struct $name(u32);
+        number24! {
+            $(#[$doc])*
+            $name
+        }
 
         impl $name {
-            /// The number's low 24 bits.
-            pub const fn new(value: u32) -> Self {
-                Self(value & MASK)
-            }
-
-            /// The value, below 2^24.
-            pub const fn value(self) -> u32 {
-                self.0
-            }
-
             /// `self + n`, modulo 2^24.
             #[must_use]
             #[allow(clippy::should_implement_trait)]
@@ -59,18 +52,6 @@ macro_rules! seq24 {
             /// Whether `self` comes after `other` on the circle.
             pub const fn is_after(self, other: Self) -> bool {
                 self.diff(other) > 0
-            }
-        }
-
-        impl core::fmt::Debug for $name {
-            fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-                write!(f, concat!(stringify!($name), "({:#08x})"), self.0)
-            }
-        }
-
-        impl core::fmt::Display for $name {
-            fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-                write!(f, "{:#08x}", self.0)
             }
         }
     };

@@ -15,33 +15,17 @@ use std::{
 use parking_lot::Mutex;
 use rand::{Rng, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
-use roce_verbs::{Completion, WcStatus, wr::PostError};
+use roce_verbs::{Completion, WcStatus, counters, wr::PostError};
 
-use crate::{
-    network::Network,
-    rule::{Action, Kind, MAX_RULES, PostErrno, Posting, QpRef, Rule, RuleError, VerbFault},
-};
+use crate::rule::{Action, Kind, Posting, QpRef, Rule, RuleError, VerbFault, check_number};
 
 /// Queue pairs of which a rule keeps the state; beyond that those that were used longest ago start again.
 const MAX_STREAMS: usize = 1 << 16;
 
-macro_rules! counts {
-    ($( $(#[$doc:meta])* $name:ident, )*) => {
-        /// Counts of a rule.
-        #[derive(Default, Debug)]
-        pub(crate) struct Counts {
-            $( $(#[$doc])* pub(crate) $name: AtomicU64, )*
-        }
+counters! {
+    /// Counts of a rule.
+    pub(crate) struct Counts;
 
-        impl Counts {
-            fn named(&self) -> Vec<(&'static str, u64)> {
-                vec![ $( (stringify!($name), self.$name.load(Relaxed)), )* ]
-            }
-        }
-    };
-}
-
-counts! {
     /// Packets that the rule applied to.
     packets,
     /// Packets lost.
@@ -66,17 +50,12 @@ counts! {
     failed,
 }
 
-impl Counts {
-    pub(crate) fn add(counter: &AtomicU64, n: u64) {
-        counter.fetch_add(n, Relaxed);
-    }
-}
-
 /// A rule that holds, and what it has done.
 #[derive(Debug)]
 pub(crate) struct Active {
     pub(crate) rule: Rule,
-    pub(crate) counts: Counts,
+    /// Leaf lock: acquire no other lock while holding it.
+    pub(crate) counts: Mutex<Counts>,
 }
 
 /// Counts of a rule.
@@ -88,18 +67,11 @@ pub struct RuleReport {
     pub counts: Vec<(&'static str, u64)>,
 }
 
-/// State of a rule for each queue pair, bounded.
+/// State of a rule for each queue pair, bounded; each with when it was used last.
 #[derive(Debug)]
 pub(crate) struct Streams<K, S> {
-    all: HashMap<K, Stream<S>>,
+    all: HashMap<K, (u64, S)>,
     tick: u64,
-}
-
-#[derive(Debug)]
-struct Stream<S> {
-    serial: u32,
-    used: u64,
-    state: S,
 }
 
 impl<K, S> Default for Streams<K, S> {
@@ -111,23 +83,19 @@ impl<K, S> Default for Streams<K, S> {
     }
 }
 
-impl<K: Eq + Hash + Copy, S> Streams<K, S> {
-    /// Returns the state of a queue pair. It starts again when the number is that of another queue pair.
-    pub(crate) fn of(&mut self, key: K, serial: u32, make: impl FnOnce() -> S) -> &mut S {
+impl<K: Eq + Hash, S> Streams<K, S> {
+    /// Returns the state of a queue pair.
+    pub(crate) fn of(&mut self, key: K, make: impl FnOnce() -> S) -> &mut S {
         self.tick += 1;
         if self.all.len() >= MAX_STREAMS && !self.all.contains_key(&key) {
-            let mut ages: Vec<u64> = self.all.values().map(|s| s.used).collect();
+            let mut ages: Vec<u64> = self.all.values().map(|(used, _)| *used).collect();
             ages.sort_unstable();
             let middle = ages[ages.len() / 2];
-            self.all.retain(|_, s| s.used > middle);
+            self.all.retain(|_, (used, _)| *used > middle);
         }
-        if self.all.get(&key).is_none_or(|s| s.serial != serial) {
-            let (used, state) = (self.tick, make());
-            self.all.insert(key, Stream { serial, used, state });
-        }
-        let stream = self.all.get_mut(&key).expect("it was inserted if it was not there");
-        stream.used = self.tick;
-        &mut stream.state
+        let (used, state) = self.all.entry(key).or_insert_with(|| (0, make()));
+        *used = self.tick;
+        state
     }
 }
 
@@ -152,8 +120,8 @@ struct Calls {
 #[derive(Default)]
 struct Plan {
     rules: Arc<[Active]>,
-    /// By rule and queue pair number.
-    calls: Streams<(usize, u32), Calls>,
+    /// By rule and queue pair.
+    calls: Streams<(usize, QpRef), Calls>,
 }
 
 impl Plan {
@@ -161,7 +129,7 @@ impl Plan {
     /// chooses it.
     fn next(&mut self, index: usize, qp: QpRef) -> (u64, bool) {
         let rule = &self.rules[index].rule;
-        let calls = self.calls.of((index, qp.qpn), qp.serial, || Calls {
+        let calls = self.calls.of((index, qp), || Calls {
             seen: 0,
             rng: ChaCha8Rng::seed_from_u64(stream_seed(rule.seed, index, 2, qp.serial)),
         });
@@ -169,6 +137,21 @@ impl Plan {
         let nth = rule.which.nth.as_ref().is_none_or(|nth| nth.contains(calls.seen));
         let chosen = nth && rule.which.probability.is_none_or(|p| calls.rng.random::<f64>() < p);
         (calls.seen, chosen)
+    }
+
+    /// Counts a call with the rules that have an outcome for it, up to the first that chooses it. Returns that one's outcome.
+    fn first<T>(&mut self, qp: QpRef, outcome: impl Fn(&Rule, VerbFault) -> Option<T>) -> Option<T> {
+        for (index, fault) in self.verbs(qp) {
+            let Some(outcome) = outcome(&self.rules[index].rule, fault) else {
+                continue;
+            };
+            let (_, chosen) = self.next(index, qp);
+            self.count(index, chosen);
+            if chosen {
+                return Some(outcome);
+            }
+        }
+        None
     }
 
     /// Returns the verb's rules that concern a queue pair.
@@ -182,12 +165,13 @@ impl Plan {
     }
 
     fn count(&self, index: usize, failed: bool) {
-        let counts = &self.rules[index].counts;
-        Counts::add(&counts.calls, 1);
-        Counts::add(&counts.failed, u64::from(failed));
+        let mut counts = self.rules[index].counts.lock();
+        counts.calls += 1;
+        counts.failed += u64::from(failed);
     }
 }
 
+#[derive(Default)]
 struct Shared {
     /// Changes with the rules.
     generation: AtomicU64,
@@ -197,23 +181,13 @@ struct Shared {
 }
 
 /// The rules of a device, which may change at any time. Clones share them.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 pub struct Faults(Arc<Shared>);
 
 impl core::fmt::Debug for Faults {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         let rules: Vec<String> = self.report().into_iter().map(|r| r.rule).collect();
         f.debug_tuple("Faults").field(&rules).finish()
-    }
-}
-
-impl Default for Faults {
-    fn default() -> Self {
-        Self(Arc::new(Shared {
-            generation: AtomicU64::new(0),
-            verbs: AtomicBool::new(false),
-            plan: Mutex::default(),
-        }))
     }
 }
 
@@ -244,7 +218,7 @@ impl Faults {
     /// Creates faults with these rules.
     ///
     /// # Errors
-    /// More than [`MAX_RULES`].
+    /// More than [`MAX_RULES`](crate::MAX_RULES).
     pub fn new(rules: Vec<Rule>) -> Result<Self, RuleError> {
         let this = Self::default();
         this.set(rules)?;
@@ -254,23 +228,14 @@ impl Faults {
     /// Replaces all rules. Counts and ordinal numbers start again; packets under way arrive.
     ///
     /// # Errors
-    /// More than [`MAX_RULES`]; nothing changes.
+    /// More than [`MAX_RULES`](crate::MAX_RULES); nothing changes.
     pub fn set(&self, rules: Vec<Rule>) -> Result<(), RuleError> {
-        if rules.len() > MAX_RULES {
-            return Err(RuleError::new(format!(
-                "{} rules: {MAX_RULES} are possible",
-                rules.len()
-            )));
-        }
-        let counts = Counts::default;
+        check_number(&rules)?;
         let verbs = rules.iter().any(|rule| matches!(rule.action, Action::Verb(_)));
-        let rules = rules
-            .into_iter()
-            .map(|rule| Active { rule, counts: counts() })
-            .collect();
-        let mut plan = self.0.plan.lock();
-        *plan = Plan {
-            rules,
+        let counts = Mutex::default;
+        let active = rules.into_iter().map(|rule| Active { rule, counts: counts() });
+        *self.0.plan.lock() = Plan {
+            rules: active.collect(),
             calls: Streams::default(),
         };
         self.0.verbs.store(verbs, Relaxed);
@@ -289,14 +254,9 @@ impl Faults {
         let rules = self.rules();
         let report = |active: &Active| RuleReport {
             rule: active.rule.to_string(),
-            counts: active.counts.named(),
+            counts: active.counts.lock().named().collect(),
         };
         rules.iter().map(report).collect()
-    }
-
-    /// Creates the network faults of one port, which follow changes of the rules.
-    pub fn network(&self) -> Network {
-        Network::new(self.clone())
     }
 
     pub(crate) fn generation(&self) -> u64 {
@@ -362,10 +322,7 @@ impl Faults {
                 let (_, chosen) = plan.next(*index, qp);
                 plan.count(*index, chosen);
                 if chosen && result.refusal.is_none() {
-                    result.refusal = Some(match refusal {
-                        PostErrno::NoMemory => PostError::QueueFull,
-                        PostErrno::Invalid => PostError::Invalid("refused by a fault rule"),
-                    });
+                    result.refusal = Some(refusal);
                 }
             }
             if result.refusal.is_some() {
@@ -396,36 +353,24 @@ impl Faults {
             qpn: completion.qpn.value(),
             serial,
         };
-        let mut plan = self.0.plan.lock();
-        for (index, fault) in plan.verbs(qp) {
-            let VerbFault::Completion(status) = fault else { continue };
-            let kind = plan.rules[index].rule.which.kind;
-            if kind.is_some() && kind != Kind::of_completion(completion.opcode) {
-                continue;
+        let outcome = |rule: &Rule, fault| match fault {
+            VerbFault::Completion(status) => {
+                let kind = rule.which.kind;
+                (kind.is_none() || kind == Kind::of_completion(completion.opcode)).then_some(status)
             }
-            let (_, chosen) = plan.next(index, qp);
-            plan.count(index, chosen);
-            if chosen {
-                completion.status = status;
-                return true;
-            }
-        }
-        false
+            _ => None,
+        };
+        let status = self.0.plan.lock().first(qp, outcome);
+        status.map(|status| completion.status = status).is_some()
     }
 
     /// Decides about the registration of memory. Returns the error number if it fails.
     pub fn registering(&self) -> Option<i32> {
         let none = QpRef { qpn: 0, serial: 0 };
-        let mut plan = self.0.plan.lock();
-        for (index, fault) in plan.verbs(none) {
-            let VerbFault::Register(errno) = fault else { continue };
-            let (_, chosen) = plan.next(index, none);
-            plan.count(index, chosen);
-            if chosen {
-                return Some(errno);
-            }
-        }
-        None
+        self.0.plan.lock().first(none, |_, fault| match fault {
+            VerbFault::Register(errno) => Some(errno),
+            _ => None,
+        })
     }
 }
 
@@ -546,9 +491,9 @@ mod tests {
     fn state_is_bounded() {
         let mut streams = Streams::<u32, u64>::default();
         for key in 0..200_000 {
-            *streams.of(key, 1, || 0) += 1;
+            *streams.of(key, || 0) += 1;
         }
         assert!(streams.all.len() <= MAX_STREAMS);
-        assert_eq!(*streams.of(199_999, 1, || 7), 1, "the last one is kept");
+        assert_eq!(*streams.of(199_999, || 7), 1, "the last one is kept");
     }
 }

@@ -1,15 +1,11 @@
 //! Impairments of one direction of a network, decided packet by packet by a seeded generator. Times are those since a start that the
 //! caller chooses.
 
-use std::{
-    cmp::{Ordering, Reverse},
-    collections::BinaryHeap,
-    ops::{Add, AddAssign},
-    time::Duration,
-};
+use std::{collections::BTreeMap, time::Duration};
 
 use rand::{Rng, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
+use roce_verbs::counters;
 
 /// Losses in a row.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -60,48 +56,19 @@ pub struct Conditions {
 
 impl Conditions {
     /// Nothing comes through.
-    pub const CUT: Self = Self {
-        cut: true,
-        loss: 0.0,
-        burst: None,
-        duplicate: 0.0,
-        reorder: 0.0,
-        reorder_by: Duration::ZERO,
-        delay: Duration::ZERO,
-        jitter: Duration::ZERO,
-        corrupt: 0.0,
-        mark: 0.0,
-        line: None,
-    };
-}
-
-macro_rules! counters {
-    ($( $(#[$doc:meta])* $name:ident, )*) => {
-        /// Counts of packets. Each packet that came in is cut, lost, dropped, refused or delivered, once for itself and once for each
-        /// duplicate: `taken + repeated == cut + lost + dropped + refused + delivered +` packets under way.
-        #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-        pub struct Counters {
-            $( $(#[$doc])* pub $name: u64, )*
+    pub fn cut() -> Self {
+        Self {
+            cut: true,
+            ..Self::default()
         }
-
-        impl Counters {
-            /// Returns the counts with their names.
-            pub fn named(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
-                [ $( (stringify!($name), self.$name), )* ].into_iter()
-            }
-        }
-
-        impl Add for Counters {
-            type Output = Self;
-
-            fn add(self, other: Self) -> Self {
-                Self { $( $name: self.$name + other.$name, )* }
-            }
-        }
-    };
+    }
 }
 
 counters! {
+    /// Counts of packets. Each packet that came in is cut, lost, dropped, refused or delivered, once for itself and once for each
+    /// duplicate: `taken + repeated == cut + lost + dropped + refused + delivered +` packets under way.
+    pub struct Counters;
+
     /// Came in.
     taken,
     /// Came while the way was cut.
@@ -122,12 +89,6 @@ counters! {
     delivered,
     /// Were due, but the receiving side did not take them.
     refused,
-}
-
-impl AddAssign for Counters {
-    fn add_assign(&mut self, other: Self) {
-        *self = *self + other;
-    }
 }
 
 /// One arrival of a packet.
@@ -275,51 +236,17 @@ impl Impairment {
     }
 }
 
-/// An item under way, ordered by its time of arrival, and by the order of pushes at the same time.
-#[derive(Debug)]
-struct Entry<T> {
-    due: Duration,
-    number: u64,
-    item: T,
-}
-
-impl<T> Entry<T> {
-    fn key(&self) -> (Duration, u64) {
-        (self.due, self.number)
-    }
-}
-
-impl<T> PartialEq for Entry<T> {
-    fn eq(&self, other: &Self) -> bool {
-        self.key() == other.key()
-    }
-}
-
-impl<T> Eq for Entry<T> {}
-
-impl<T> PartialOrd for Entry<T> {
-    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl<T> Ord for Entry<T> {
-    fn cmp(&self, other: &Self) -> Ordering {
-        self.key().cmp(&other.key())
-    }
-}
-
-/// Packets under way, until they are due.
+/// Packets under way, until they are due: by time of arrival, and in the order of pushes at the same time.
 #[derive(Debug)]
 pub struct UnderWay<T> {
-    heap: BinaryHeap<Reverse<Entry<T>>>,
+    packets: BTreeMap<(Duration, u64), T>,
     number: u64,
 }
 
 impl<T> Default for UnderWay<T> {
     fn default() -> Self {
         Self {
-            heap: BinaryHeap::new(),
+            packets: BTreeMap::new(),
             number: 0,
         }
     }
@@ -327,33 +254,30 @@ impl<T> Default for UnderWay<T> {
 
 impl<T> UnderWay<T> {
     /// Adds a packet.
-    pub fn push(&mut self, due: Duration, item: T) {
+    pub fn push(&mut self, due: Duration, packet: T) {
         self.number += 1;
-        let number = self.number;
-        self.heap.push(Reverse(Entry { due, number, item }));
+        self.packets.insert((due, self.number), packet);
     }
 
     /// Takes the next packet that is due.
     pub fn pop(&mut self, now: Duration) -> Option<T> {
-        if self.next_due()? > now {
-            return None;
-        }
-        self.heap.pop().map(|Reverse(entry)| entry.item)
+        let next = self.packets.first_entry().filter(|entry| entry.key().0 <= now)?;
+        Some(next.remove())
     }
 
     /// Returns when the next packet is due.
     pub fn next_due(&self) -> Option<Duration> {
-        self.heap.peek().map(|Reverse(entry)| entry.due)
+        self.packets.first_key_value().map(|((due, _), _)| *due)
     }
 
     /// Returns the number of packets.
     pub fn len(&self) -> usize {
-        self.heap.len()
+        self.packets.len()
     }
 
     /// Returns whether there are none.
     pub fn is_empty(&self) -> bool {
-        self.heap.is_empty()
+        self.packets.is_empty()
     }
 }
 

@@ -9,7 +9,7 @@ use roce_verbs::Instant;
 
 use crate::{
     faults::{Active, Counts, Faults, Streams, stream_seed},
-    impairment::{Impairment, Passage, Passages},
+    impairment::{Counters, Impairment, Passage, Passages},
     rule::{Action, Direction, Kind, QpRef, Which},
 };
 
@@ -56,8 +56,8 @@ pub struct Network {
     /// That of `rules`.
     generation: u64,
     rules: Arc<[Active]>,
-    /// By rule, direction and queue pair number.
-    ways: Streams<(usize, Direction, u32), Way>,
+    /// By rule, direction and queue pair.
+    ways: Streams<(usize, Direction, QpRef), Way>,
     /// The rule that decided last.
     last: usize,
 }
@@ -96,17 +96,20 @@ fn takes_receive(opcode: Opcode) -> bool {
     }
 }
 
-impl Network {
-    pub(crate) fn new(faults: Faults) -> Self {
-        Self {
+impl Faults {
+    /// Creates the network faults of one port, which follow changes of the rules.
+    pub fn network(&self) -> Network {
+        Network {
+            faults: self.clone(),
             generation: 0,
             rules: Arc::default(),
             ways: Streams::default(),
             last: 0,
-            faults,
         }
     }
+}
 
+impl Network {
     /// Takes over changes of the rules. Returns whether there are any.
     pub fn is_active(&mut self) -> bool {
         let generation = self.faults.generation();
@@ -121,7 +124,7 @@ impl Network {
     /// Counts an arrival of the last packet as dropped, because there is no memory for it.
     pub fn count_overflow(&self) {
         if let Some(active) = self.rules.get(self.last) {
-            Counts::add(&active.counts.dropped, 1);
+            active.counts.lock().dropped += 1;
         }
     }
 
@@ -137,9 +140,8 @@ impl Network {
             if !active.rule.which.has(packet, kind) {
                 continue;
             }
-            let QpRef { qpn, serial } = packet.qp;
-            let way = self.ways.of((index, packet.direction, qpn), serial, || {
-                let seed = |stream| stream_seed(active.rule.seed, index, stream, serial);
+            let way = self.ways.of((index, packet.direction, packet.qp), || {
+                let seed = |stream| stream_seed(active.rule.seed, index, stream, packet.qp.serial);
                 let direction = u64::from(packet.direction == Direction::Rx);
                 let mut impairment = Impairment::new(seed(direction));
                 impairment.set(conditions);
@@ -150,13 +152,8 @@ impl Network {
                 }
             });
             way.seen += 1;
-            if active
-                .rule
-                .which
-                .nth
-                .as_ref()
-                .is_some_and(|nth| !nth.contains(way.seen))
-            {
+            let nth = active.rule.which.nth.as_ref();
+            if nth.is_some_and(|nth| !nth.contains(way.seen)) {
                 continue;
             }
             let mut passages = way.impairment.pass(now, packet.bytes.len());
@@ -166,24 +163,32 @@ impl Network {
             let may = packet.direction == Direction::Rx && rnr > 0.0 && opcode.is_some_and(takes_receive);
             let rnr = may && way.rng.random::<f64>() < rnr;
             self.last = index;
-            count(&active.counts, now, way.impairment.take_counters(), &passages);
-            Counts::add(&active.counts.rnr, u64::from(rnr));
+            count(
+                &mut active.counts.lock(),
+                now,
+                way.impairment.take_counters(),
+                &Fate { passages, rnr },
+            );
             return Some(Fate { passages, rnr });
         }
         None
     }
 }
 
-fn count(counts: &Counts, now: Duration, done: crate::Counters, passages: &Passages) {
-    Counts::add(&counts.packets, done.taken);
-    Counts::add(&counts.lost, done.lost + done.cut);
-    Counts::add(&counts.dropped, done.dropped);
-    Counts::add(&counts.duplicated, done.repeated);
-    Counts::add(&counts.reordered, done.reordered);
-    Counts::add(&counts.corrupted, done.corrupted);
-    let any = |f: &dyn Fn(&Passage) -> bool| u64::from(passages.iter().flatten().any(f));
-    Counts::add(&counts.delayed, any(&|p| p.due > now));
-    Counts::add(&counts.ecn_marked, any(&|p| p.marked));
+fn count(counts: &mut Counts, now: Duration, done: Counters, fate: &Fate) {
+    let any = |f: &dyn Fn(&Passage) -> bool| u64::from(fate.passages.iter().flatten().any(f));
+    counts.add(&Counts {
+        packets: done.taken,
+        lost: done.lost + done.cut,
+        dropped: done.dropped,
+        duplicated: done.repeated,
+        reordered: done.reordered,
+        delayed: any(&|p| p.due > now),
+        corrupted: done.corrupted,
+        ecn_marked: any(&|p| p.marked),
+        rnr: u64::from(fate.rnr),
+        ..Counts::default()
+    });
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use std::{fmt, net::IpAddr, str::FromStr, time::Duration};
 
 use roce_bth::{Class, Opcode};
-use roce_verbs::{WcOpcode, WcStatus};
+use roce_verbs::{WcOpcode, WcStatus, wr::PostError};
 
 use crate::{
     impairment::{Burst, Conditions, Line},
@@ -29,12 +29,6 @@ P is 1% or 0.01, TIME is 20us, 5ms or 1s, BYTES is 64K or 8M";
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct RuleError(String);
-
-impl RuleError {
-    pub(crate) fn new(text: impl Into<String>) -> Self {
-        Self(text.into())
-    }
-}
 
 /// Direction of a packet, as the program's host sees it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -118,7 +112,7 @@ pub(crate) enum QpFilter {
 }
 
 /// Queue pair of a packet or call.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct QpRef {
     /// Number.
     pub qpn: u32,
@@ -172,13 +166,6 @@ impl Which {
     }
 }
 
-/// Errors of posting, as drivers report them.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum PostErrno {
-    NoMemory,
-    Invalid,
-}
-
 /// A verb that posts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Posting {
@@ -191,7 +178,7 @@ pub enum Posting {
 /// Fault of a verb.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum VerbFault {
-    Post(Posting, PostErrno),
+    Post(Posting, PostError),
     Completion(WcStatus),
     /// The queue pair moves to the error state after this number of messages.
     QpError(u64),
@@ -239,6 +226,14 @@ struct Draft {
     seed: Option<u64>,
 }
 
+/// Keys that choose packets or calls.
+const WHICH: [&str; 7] = ["dir", "peer", "qp", "nth", "kind", "p", "seed"];
+/// Keys of verbs' faults.
+const VERBS: [&str; 5] = ["post_send", "post_recv", "wc", "qp_error", "reg_mr"];
+
+const INVALID: PostError = PostError::Invalid("refused by a fault rule");
+const POST_ERRORS: [(&str, PostError); 2] = [("ENOMEM", PostError::QueueFull), ("EINVAL", INVALID)];
+
 const ERRNOS: [(&str, i32); 7] = [
     ("EPERM", 1),
     ("EAGAIN", 11),
@@ -247,26 +242,6 @@ const ERRNOS: [(&str, i32); 7] = [
     ("EFAULT", 14),
     ("EINVAL", 22),
     ("EOPNOTSUPP", 95),
-];
-
-const STATUSES: [(&str, WcStatus); 17] = [
-    ("LOC_LEN_ERR", WcStatus::LocalLengthError),
-    ("LOC_QP_OP_ERR", WcStatus::LocalQpOperationError),
-    ("LOC_PROT_ERR", WcStatus::LocalProtectionError),
-    ("WR_FLUSH_ERR", WcStatus::FlushError),
-    ("MW_BIND_ERR", WcStatus::MwBindError),
-    ("BAD_RESP_ERR", WcStatus::BadResponseError),
-    ("LOC_ACCESS_ERR", WcStatus::LocalAccessError),
-    ("REM_INV_REQ_ERR", WcStatus::RemoteInvalidRequestError),
-    ("REM_ACCESS_ERR", WcStatus::RemoteAccessError),
-    ("REM_OP_ERR", WcStatus::RemoteOperationError),
-    ("RETRY_EXC_ERR", WcStatus::RetryExceeded),
-    ("RNR_RETRY_EXC_ERR", WcStatus::RnrRetryExceeded),
-    ("REM_ABORT_ERR", WcStatus::RemoteAborted),
-    ("FATAL_ERR", WcStatus::FatalError),
-    ("RESP_TIMEOUT_ERR", WcStatus::ResponseTimeout),
-    ("GENERAL_ERR", WcStatus::GeneralError),
-    ("LOC_RDD_VIOL_ERR", WcStatus::LocalRddViolation),
 ];
 
 /// Finds a name, whatever its case.
@@ -317,20 +292,22 @@ fn burst(value: &str) -> Result<Burst, String> {
     })
 }
 
-impl Draft {
-    /// Reads one `key=value`. `Err(None)`: no such key.
-    fn read(&mut self, key: &str, value: Option<&str>) -> Result<(), Option<String>> {
-        if self.read_which(key, value)? || self.read_verb(key, value)? {
-            return Ok(());
-        }
-        self.read_packets(key, value)?;
-        self.packets.get_or_insert_with(|| key.to_owned());
-        Ok(())
-    }
+fn reorder(value: Option<&str>) -> Result<(f64, Duration), String> {
+    let (p, by) = match value.and_then(|v| v.split_once(':')) {
+        Some((p, by)) => (Some(p), Some(by)),
+        None => (value, None),
+    };
+    let p = p.map_or(Ok(1.0), value::probability)?;
+    Ok((p, by.map_or(Ok(REORDER_BY), value::time)?))
+}
 
-    fn read_which(&mut self, key: &str, value: Option<&str>) -> Result<bool, String> {
-        let which = &mut self.which;
+impl Draft {
+    /// Reads one `key=value`.
+    fn read(&mut self, key: &str, value: Option<&str>) -> Result<(), String> {
         let given = || value.ok_or_else(|| format!("{key} has no value"));
+        // Without a probability it happens always.
+        let chance = || value.map_or(Ok(1.0), value::probability);
+        let (which, c) = (&mut self.which, &mut self.conditions);
         match key {
             "dir" => which.direction = Some(named(key, given()?, &[("tx", Direction::Tx), ("rx", Direction::Rx)])?),
             "peer" => which.peer = Some(peer(given()?)?),
@@ -339,77 +316,53 @@ impl Draft {
             "kind" => which.kind = Some(named(key, given()?, &Kind::ALL)?),
             "p" => which.probability = Some(value::probability(given()?)?),
             "seed" => {
-                self.seed = Some(
-                    given()?
-                        .parse()
-                        .map_err(|_| format!("seed={}: a number", value.unwrap_or("")))?,
-                )
+                let seed = given()?;
+                self.seed = Some(seed.parse().map_err(|_| format!("seed={seed}: a number"))?);
             }
-            _ => return Ok(false),
-        }
-        Ok(true)
-    }
-
-    fn read_verb(&mut self, key: &str, value: Option<&str>) -> Result<bool, String> {
-        let given = || value.ok_or_else(|| format!("{key} has no value"));
-        let post = |verb| {
-            let errors = [("ENOMEM", PostErrno::NoMemory), ("EINVAL", PostErrno::Invalid)];
-            Ok::<_, String>(VerbFault::Post(verb, named(key, given()?, &errors)?))
-        };
-        let fault = match key {
-            "post_send" => post(Posting::Send)?,
-            "post_recv" => post(Posting::Recv)?,
+            "post_send" => self.verb(key, VerbFault::Post(Posting::Send, named(key, given()?, &POST_ERRORS)?))?,
+            "post_recv" => self.verb(key, VerbFault::Post(Posting::Recv, named(key, given()?, &POST_ERRORS)?))?,
             "wc" => {
                 let status = given()?;
                 let status = status.strip_prefix("IBV_WC_").unwrap_or(status);
-                VerbFault::Completion(named(key, status, &STATUSES)?)
+                self.verb(key, VerbFault::Completion(named(key, status, &WcStatus::NAMED[1..])?))?;
             }
             "qp_error" => {
                 let number = given()?.parse().ok().filter(|n| *n > 0);
-                VerbFault::QpError(number.ok_or("qp_error: a number of messages, from 1")?)
+                let number = number.ok_or("qp_error: a number of messages, from 1")?;
+                self.verb(key, VerbFault::QpError(number))?;
             }
-            "reg_mr" => VerbFault::Register(named(key, given()?, &ERRNOS)?),
-            _ => return Ok(false),
-        };
-        if let Some((other, _)) = &self.verb {
-            return Err(format!(
-                "a rule has one fault of verbs, not {other} and {key}: write two rules"
-            ));
-        }
-        self.verb = Some((key.to_owned(), fault));
-        Ok(true)
-    }
-
-    fn read_packets(&mut self, key: &str, value: Option<&str>) -> Result<(), Option<String>> {
-        let c = &mut self.conditions;
-        // Without a probability it happens always.
-        let chance = || value.map_or(Ok(1.0), value::probability);
-        let given = || value.ok_or_else(|| format!("{key} has no value"));
-        match key {
+            "reg_mr" => self.verb(key, VerbFault::Register(named(key, given()?, &ERRNOS)?))?,
             "loss" => c.loss = chance()?,
             "dup" => c.duplicate = chance()?,
             "corrupt" => c.corrupt = chance()?,
             "ecn" => c.mark = chance()?,
             "rnr" => self.rnr = chance()?,
-            "reorder" => {
-                let (p, by) = value
-                    .and_then(|v| v.split_once(':'))
-                    .map_or((value, None), |(p, by)| (Some(p), Some(by)));
-                c.reorder = p.map_or(Ok(1.0), value::probability)?;
-                c.reorder_by = by.map_or(Ok(REORDER_BY), value::time)?;
-            }
+            "reorder" => (c.reorder, c.reorder_by) = reorder(value)?,
             "delay" => c.delay = value::time(given()?)?,
             "jitter" => c.jitter = value::time(given()?)?,
             "burst" => c.burst = Some(burst(given()?)?),
             "rate" => match value::bytes(given()?)? {
-                0 => return Err(Some("rate=0 would send nothing: that is loss=100%".into())),
+                0 => return Err("rate=0 would send nothing: that is loss=100%".into()),
                 rate => self.rate = Some(rate),
             },
             "queue" => self.queue = Some(value::bytes(given()?)?),
             "ecn_above" => self.mark_above = Some(value::bytes(given()?)?),
-            _ => return Err(None),
+            _ => return Err(format!("unknown key {key:?}; known are\n{SYNTAX}")),
+        }
+        let about_packets = !WHICH.contains(&key) && !VERBS.contains(&key);
+        if about_packets && self.packets.is_none() {
+            self.packets = Some(key.to_owned());
         }
         Ok(())
+    }
+
+    fn verb(&mut self, key: &str, fault: VerbFault) -> Result<(), String> {
+        match self.verb.replace((key.to_owned(), fault)) {
+            None => Ok(()),
+            Some((other, _)) => Err(format!(
+                "a rule has one fault of verbs, not {other} and {key}: write two rules"
+            )),
+        }
     }
 
     /// Checks that the keys go together.
@@ -471,7 +424,7 @@ impl FromStr for Rule {
 
     fn from_str(text: &str) -> Result<Self, RuleError> {
         let text = text.trim();
-        let error = |why: String| RuleError::new(format!("fault {text:?}: {why}"));
+        let error = |why: String| RuleError(format!("fault {text:?}: {why}"));
         if text.contains(char::is_control) {
             return Err(error("it has control characters".into()));
         }
@@ -485,10 +438,7 @@ impl FromStr for Rule {
                 return Err(error(format!("{key} is there twice")));
             }
             seen.push(key);
-            draft.read(key, value).map_err(|why| match why {
-                Some(why) => error(why),
-                None => error(format!("unknown key {key:?}; known are\n{SYNTAX}")),
-            })?;
+            draft.read(key, value).map_err(error)?;
         }
         let action = draft.action().map_err(error)?;
         Ok(Self {
@@ -510,12 +460,14 @@ pub fn rules(text: &str) -> Result<Vec<Rule>, RuleError> {
         .map(str::trim)
         .filter(|part| !matches!(*part, "" | "none"));
     let rules = parts.map(Rule::from_str).collect::<Result<Vec<_>, _>>()?;
-    match rules.len() <= MAX_RULES {
-        true => Ok(rules),
-        false => Err(RuleError::new(format!(
-            "{} rules: {MAX_RULES} are possible",
-            rules.len()
-        ))),
+    check_number(&rules)?;
+    Ok(rules)
+}
+
+pub(crate) fn check_number(rules: &[Rule]) -> Result<(), RuleError> {
+    match rules.len() {
+        0..=MAX_RULES => Ok(()),
+        n => Err(RuleError(format!("{n} rules: {MAX_RULES} are possible"))),
     }
 }
 
@@ -573,12 +525,9 @@ mod tests {
         assert_eq!(hit, [3, 7, 8, 9, 20, 21, 22]);
         assert_eq!(
             verb("post_send=enomem,nth=3"),
-            VerbFault::Post(Posting::Send, PostErrno::NoMemory)
+            VerbFault::Post(Posting::Send, PostError::QueueFull)
         );
-        assert_eq!(
-            verb("post_recv=EINVAL,p=1%"),
-            VerbFault::Post(Posting::Recv, PostErrno::Invalid)
-        );
+        assert_eq!(verb("post_recv=EINVAL,p=1%"), VerbFault::Post(Posting::Recv, INVALID));
         assert_eq!(
             verb("wc=IBV_WC_RETRY_EXC_ERR,kind=recv"),
             VerbFault::Completion(WcStatus::RetryExceeded)

@@ -4,7 +4,7 @@ use std::{io, path::Path};
 
 use roce_verbs::provider::VerbsError;
 
-use crate::sys::{self, NODES};
+use crate::sys::NODES;
 
 pub(crate) fn failed(context: impl Into<String>, source: io::Error) -> VerbsError {
     VerbsError::Io {
@@ -68,7 +68,7 @@ pub(crate) fn no_cm(e: io::Error) -> VerbsError {
     failed(format!("opening the connection manager{hint}"), e)
 }
 
-/// Bytes as people say them.
+/// Formats a size with its unit.
 fn size(bytes: u64) -> String {
     match bytes {
         n if n >= 1 << 20 => format!("{} MiB", n >> 20),
@@ -78,7 +78,8 @@ fn size(bytes: u64) -> String {
 }
 
 pub(crate) fn not_registered(name: &str, bytes: usize, e: io::Error) -> VerbsError {
-    not_registered_of(name, bytes, sys::lockable(), e)
+    let lockable = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;
+    not_registered_of(name, bytes, lockable, e)
 }
 
 fn not_registered_of(name: &str, bytes: usize, lockable: Option<u64>, e: io::Error) -> VerbsError {

@@ -3,9 +3,12 @@
 use std::{io, sync::Arc};
 
 use rdma_sys::{ibv_atomic_cap, ibv_device_attr};
-use roce_verbs::{DeviceLimits, QpCaps, provider::DeviceCaps};
+use roce_verbs::{
+    DeviceLimits, QpCaps,
+    provider::{DeviceCaps, KeyKind},
+};
 
-use crate::sys::{Channel, Context, Cq, Kind, Mw, Pd, Qp};
+use crate::sys::{Context, Cq, Mw, Pd, Qp};
 
 /// `IBV_DEVICE_MEM_WINDOW`.
 const MEM_WINDOW: u32 = 1 << 17;
@@ -13,17 +16,8 @@ const MEM_WINDOW: u32 = 1 << 17;
 const MEM_WINDOW_2: u32 = 1 << 23 | 1 << 24;
 /// `RXE_VENDOR_ID` (`rxe_param.h`): what it tells programs of a SEND with invalidate has neither a flag nor the key.
 const RXE_VENDOR_ID: u32 = 0x00ff_ffff;
-/// Inline data that is asked for, until a queue pair can be made with so much. No driver says how much it can.
+/// Inline data that is tried in this order, bytes, until a queue pair can be created with it. Drivers do not report their limit.
 const INLINE: [u32; 6] = [1024, 512, 256, 128, 64, 32];
-
-/// Facts about a device, found when it is opened.
-pub(crate) struct Known {
-    pub(crate) caps: DeviceCaps,
-    /// The ports of its addresses.
-    pub(crate) ports: Vec<u8>,
-    /// It has atomics.
-    pub(crate) atomics: bool,
-}
 
 fn number(n: i32) -> u32 {
     u32::try_from(n).unwrap_or(0)
@@ -71,9 +65,9 @@ fn limits(attr: &ibv_device_attr, max_msg_size: u32, max_inline_data: u32) -> De
     }
 }
 
-/// Inline data that a queue pair of one element can have.
-fn inline(pd: &Arc<Pd>, channel: &Arc<Channel>) -> io::Result<u32> {
-    let cq = Cq::create(channel, 2, 0)?;
+/// Returns the inline data that a queue pair of one element can have.
+fn inline(pd: &Arc<Pd>, context: &Arc<Context>) -> io::Result<u32> {
+    let cq = Cq::create(context, 2, 0)?;
     let with = |max_inline_data| QpCaps {
         max_send_wr: 1,
         max_recv_wr: 1,
@@ -81,23 +75,25 @@ fn inline(pd: &Arc<Pd>, channel: &Arc<Channel>) -> io::Result<u32> {
         max_recv_sge: 1,
         max_inline_data,
     };
-    let made = |bytes: u32| Some(Qp::create(pd, &cq, &with(bytes), false).ok()?.granted().max_inline_data);
-    Ok(INLINE.into_iter().find_map(made).unwrap_or(0))
+    let mut made = INLINE
+        .into_iter()
+        .filter_map(|bytes| Qp::create(pd, &cq, &with(bytes), false, 0).ok());
+    Ok(made.next().map_or(0, |qp| qp.max_inline_data()))
 }
 
-/// Asks a device, of which one port is used, or all.
-pub(crate) fn ask(context: &Arc<Context>, port: Option<u8>, channel: &Arc<Channel>) -> io::Result<Known> {
+/// Queries a device, of which one port is used, or all. Returns its capabilities, the ports of its addresses, and whether it has atomics.
+pub(crate) fn query(context: &Arc<Context>, port: Option<u8>) -> io::Result<(DeviceCaps, Vec<u8>, bool)> {
     let attr = context.attributes()?;
     let max_msg_size = context.port(port.unwrap_or(1))?.max_msg_sz;
     let pd = Pd::alloc(context)?;
     let (addrs, ports) = context.addresses(port)?.into_iter().unzip();
     let window = |flags: u32, kind| attr.device_cap_flags & flags != 0 && Mw::alloc(&pd, kind).is_ok();
     let caps = DeviceCaps {
-        name: Some(context.name().into()),
-        limits: limits(&attr, max_msg_size, inline(&pd, channel)?),
+        name: None,
+        limits: limits(&attr, max_msg_size, inline(&pd, context)?),
         fast_registration: false,
-        window_1: window(MEM_WINDOW, Kind::One),
-        window_2: window(MEM_WINDOW_2, Kind::Two),
+        window_1: window(MEM_WINDOW, KeyKind::Window1),
+        window_2: window(MEM_WINDOW_2, KeyKind::Window2),
         tells_invalidated: attr.vendor_id != RXE_VENDOR_ID,
         instant_keys: false,
         scattered_keys: false,
@@ -106,5 +102,5 @@ pub(crate) fn ask(context: &Arc<Context>, port: Option<u8>, channel: &Arc<Channe
         addrs,
     };
     let atomics = attr.atomic_cap != ibv_atomic_cap::IBV_ATOMIC_NONE;
-    Ok(Known { caps, ports, atomics })
+    Ok((caps, ports, atomics))
 }

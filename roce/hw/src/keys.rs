@@ -3,20 +3,19 @@
 use std::sync::Arc;
 
 use roce_verbs::{
-    AccessFlags, Payload, RKey, SendFlags, SendOp, SendWr,
-    provider::{DeviceCaps, GrantOf, Granted, KeyKind, Revoked, VerbsError},
+    AccessFlags, RKey, SendFlags,
+    provider::{DeviceCaps, GrantOf, Granted, KeyKind, MrId, QpId, Revoked, VerbsError},
     wr::PostError,
 };
 
 use crate::{
     advice,
-    device::{Mr, Pd},
-    post::refused,
-    qp::Qp,
-    sys::{self, Bind, Kind, Mw, SendList},
+    device::Pd,
+    qp::{Qp, local_invalidate},
+    sys::{self, Bind, Mr, Mw, SendList},
 };
 
-const NO_KEY: PostError = PostError::Invalid("no such key");
+pub(crate) const NO_KEY: PostError = PostError::Invalid("no such key");
 /// Rights that a window may have; the rest are rights of registrations.
 const RIGHTS: AccessFlags = AccessFlags::REMOTE_WRITE
     .union(AccessFlags::REMOTE_READ)
@@ -24,79 +23,58 @@ const RIGHTS: AccessFlags = AccessFlags::REMOTE_WRITE
 
 /// Key that work requests grant and revoke.
 pub(crate) struct Key {
-    device: usize,
+    pub(crate) device: usize,
     pd: Arc<sys::Pd>,
-    kind: Kind,
+    kind: KeyKind,
     /// `None` if no new window could be allocated when the former was closed.
     mw: Option<Mw>,
     /// Remote key once everything posted is executed.
     key: RKey,
     granted: bool,
+    /// Registration that it was bound to last.
+    pub(crate) mr: Option<MrId>,
+    /// Queue pair that it was bound through last.
+    pub(crate) qp: Option<QpId>,
 }
 
-/// A byte for a key, another than before.
-fn another(byte: u8) -> u8 {
-    loop {
-        let mut random = [0];
+/// Returns the key with another last byte.
+fn next(key: RKey) -> RKey {
+    let mut random = [key.0 as u8];
+    while random[0] == key.0 as u8 {
         // Without randomness keys can be guessed, but work.
         if getrandom::fill(&mut random).is_err() {
-            return byte.wrapping_add(1);
-        }
-        if random[0] != byte {
-            return random[0];
+            random[0] = (key.0 as u8).wrapping_add(1);
         }
     }
-}
-
-fn next(key: RKey) -> RKey {
-    RKey(key.0 & !0xff | u32::from(another(key.0 as u8)))
-}
-
-fn local_invalidate(key: RKey, wr_id: u64, flags: SendFlags) -> SendWr<'static> {
-    SendWr {
-        wr_id,
-        op: SendOp::LocalInvalidate(key),
-        flags,
-        payload: Payload::Sges(&[]),
-    }
+    RKey(key.0 & !0xff | u32::from(random[0]))
 }
 
 /// Returns the binding to the range of a grant.
 fn bind<'a>(mr: &'a Mr, grant: &GrantOf) -> Result<Bind<'a>, PostError> {
     let end = grant.offset.checked_add(grant.len);
-    if end.is_none_or(|end| end > mr.len) || grant.len == 0 {
+    if end.is_none_or(|end| end > mr.len()) || grant.len == 0 {
         return Err(PostError::Invalid("the range is outside the region"));
     }
-    let addr = mr.addr.wrapping_add(grant.offset as u64);
+    let addr = mr.addr().wrapping_add(grant.offset as u64);
     if grant.iova.is_some_and(|iova| iova != addr) {
         return Err(PostError::Invalid("a window has the addresses of its region"));
     }
     Ok(Bind {
-        mr: &mr.raw,
+        mr,
         addr,
         length: grant.len as u64,
         access: grant.access & RIGHTS,
     })
 }
 
-/// Returns the binding that closes a type 1 window. It names the region all the same: librxe reads its key from there.
-const fn nothing(mr: &Mr) -> Bind<'_> {
-    Bind {
-        mr: &mr.raw,
-        addr: mr.addr,
-        length: 0,
-        access: AccessFlags::empty(),
-    }
-}
-
 impl Key {
     /// Allocates a window of a device with these capabilities.
     pub(crate) fn alloc(pd: &Pd, caps: &DeviceCaps, kind: KeyKind) -> Result<Self, VerbsError> {
-        let kind = match kind {
-            KeyKind::Window1 if caps.window_1 => Kind::One,
-            KeyKind::Window2 if caps.window_2 => Kind::Two,
+        match kind {
+            KeyKind::Window1 if caps.window_1 => {}
+            KeyKind::Window2 if caps.window_2 => {}
             _ => return Err(VerbsError::Unsupported("keys of this kind")),
-        };
+        }
         let mw = Mw::alloc(&pd.raw, kind).map_err(|e| advice::failed("making a memory window", e))?;
         Ok(Self {
             device: pd.device,
@@ -105,7 +83,18 @@ impl Key {
             key: mw.rkey(),
             mw: Some(mw),
             granted: false,
+            mr: None,
+            qp: None,
         })
+    }
+
+    pub(crate) fn rkey(&self) -> RKey {
+        self.key
+    }
+
+    /// Returns whether it ends with its queue pair, and SEND with invalidate closes it.
+    pub(crate) fn is_window_2(&self) -> bool {
+        self.kind == KeyKind::Window2
     }
 
     /// Posts a binding to a range of a registration.
@@ -119,14 +108,18 @@ impl Key {
     ) -> Result<Granted, PostError> {
         qp.check_sends()?;
         let bind = bind(mr, grant)?;
-        if [self.device, mr.device] != [qp.device; 2] {
-            return Err(PostError::Invalid(
-                "the key, the region and the queue pair are of different devices",
-            ));
-        }
-        match self.kind {
-            Kind::One => self.post_1(qp, &bind, wr_id)?,
-            Kind::Two => self.post_2(qp, list, &bind, wr_id)?,
+        let mw = self.mw.as_mut().ok_or(NO_KEY)?;
+        if self.kind == KeyKind::Window1 {
+            qp.post_bind_1(mw, &bind, wr_id)?;
+            self.key = mw.rkey();
+        } else {
+            let (open, next) = (self.granted.then_some(self.key), next(self.key));
+            let posted = qp.post_bind_2(list, (mw, open, next), &bind, wr_id);
+            posted.map_err(|(closed, e)| {
+                self.granted &= !closed;
+                e
+            })?;
+            self.key = next;
         }
         self.granted = true;
         Ok(Granted::Queued(self.key))
@@ -144,12 +137,20 @@ impl Key {
             return Ok(Revoked::Now);
         }
         qp.check_sends()?;
-        match self.kind {
-            Kind::One => self.post_1(qp, &nothing(mr.ok_or(NO_KEY)?), wr_id)?,
-            Kind::Two => {
-                let close = local_invalidate(self.key, wr_id, SendFlags::SIGNALED);
-                qp.post_send(list, &[close]).map_err(|(_, e)| e)?;
-            }
+        if self.kind == KeyKind::Window1 {
+            let (mw, mr) = (self.mw.as_mut().ok_or(NO_KEY)?, mr.ok_or(NO_KEY)?);
+            // It names the region all the same: librxe reads its key from there.
+            let nothing = Bind {
+                mr,
+                addr: mr.addr(),
+                length: 0,
+                access: AccessFlags::empty(),
+            };
+            qp.post_bind_1(mw, &nothing, wr_id)?;
+            self.key = mw.rkey();
+        } else {
+            let close = local_invalidate(self.key, wr_id, SendFlags::SIGNALED);
+            qp.post_send(list, &[close]).map_err(|(_, e)| e)?;
         }
         self.granted = false;
         Ok(Revoked::Queued)
@@ -160,61 +161,9 @@ impl Key {
         self.granted = false;
     }
 
-    /// Posts a type 1 window's binding, which closes what it opened before.
-    fn post_1(&mut self, qp: &mut Qp, bind: &Bind<'_>, wr_id: u64) -> Result<(), PostError> {
-        let (Some(mw), Some(raw)) = (&mut self.mw, &qp.raw) else {
-            return Err(NO_KEY);
-        };
-        if qp.send.is_full() {
-            return Err(PostError::QueueFull);
-        }
-        let number = qp.send.push(wr_id);
-        let posted = raw.post_bind_1(qp.send_id(number), mw, bind);
-        if let Err(e) = posted {
-            qp.send.unpush(1);
-            return Err(refused(&e));
-        }
-        self.key = mw.rkey();
-        Ok(())
-    }
-
-    /// Posts a type 2 window's binding, behind its end if it is open: it may be bound only when it is not.
-    fn post_2(&mut self, qp: &mut Qp, list: &mut SendList, bind: &Bind<'_>, wr_id: u64) -> Result<(), PostError> {
-        list.clear();
-        if self.granted {
-            if qp.send.is_full() {
-                return Err(PostError::QueueFull);
-            }
-            let number = qp.send.push(wr_id);
-            list.push(
-                &local_invalidate(self.key, wr_id, SendFlags::empty()),
-                qp.send_id(number),
-            )?;
-        }
-        let before = list.len();
-        let full = qp.send.is_full();
-        let (Some(mw), Some(raw)) = (&mut self.mw, &qp.raw) else {
-            qp.send.unpush(before);
-            return Err(NO_KEY);
-        };
-        if full {
-            qp.send.unpush(before);
-            return Err(PostError::QueueFull);
-        }
-        let number = qp.send.push(wr_id);
-        let key = next(self.key);
-        if let Err((accepted, e)) = raw.post_bind_2(list, qp.send_id(number), (mw, key), bind) {
-            qp.send.unpush(before + 1 - accepted);
-            self.granted &= accepted == 0;
-            return Err(refused(&e));
-        }
-        self.key = key;
-        Ok(())
-    }
-
     /// Closes the window at once, by replacing it with a new one: verbs have no other way.
     pub(crate) fn replace(&mut self) {
-        self.granted = false;
+        (self.granted, self.mr, self.qp) = (false, None, None);
         self.mw = None;
         match Mw::alloc(&self.pd, self.kind) {
             Ok(mw) => {

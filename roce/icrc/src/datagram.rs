@@ -1,6 +1,6 @@
 //! The ICRC of a whole IP datagram, with its headers as they came.
 
-use crate::{BTH_LEN, BTH_MASKED, ICRC_LEN, IPV4_LEN, IPV6_LEN, UDP_LEN, start};
+use crate::layout::{BTH_LEN, BTH_MASKED, ICRC_LEN, IPV4_LEN, IPV6_LEN, UDP_LEN, start};
 
 const UDP_PROTOCOL: u8 = 17;
 /// More than the longest IPv4 header (60), UDP header and BTH.

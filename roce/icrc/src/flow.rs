@@ -2,8 +2,6 @@
 
 use core::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use crate::{IcrcPrefix, UDP_LEN, solver::IdSolver, split};
-
 /// IP addresses of a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum IpPair {
@@ -111,46 +109,5 @@ impl Flow {
     /// Returns the receiver's address and port.
     pub const fn dst(&self) -> SocketAddr {
         SocketAddr::new(self.ip.dst(), self.dst_port)
-    }
-
-    /// Computes the part of the ICRC that all packets of the flow share.
-    pub fn prefix(&self) -> IcrcPrefix {
-        IcrcPrefix::new(self)
-    }
-
-    /// Computes the ICRC of a packet given without its last four bytes. Ignores `identification` for IPv6.
-    pub fn compute(&self, identification: u16, packet_without_icrc: &[u8]) -> u32 {
-        self.prefix().compute(identification, packet_without_icrc)
-    }
-
-    /// Writes the ICRC into the last four bytes of `packet`. Leaves a packet of fewer bytes unchanged.
-    pub fn seal(&self, identification: u16, packet: &mut [u8]) {
-        self.prefix().seal(identification, packet);
-    }
-
-    /// Returns whether the last four bytes of `packet` are its ICRC. False when it is too short to hold a BTH and an ICRC.
-    pub fn verify(&self, identification: u16, packet: &[u8]) -> bool {
-        self.prefix().verify(identification, packet)
-    }
-
-    /// Finds the Identification with which the ICRC is right. One pass over the packet; when `hint` is wrong, up to a
-    /// dozen multiplications follow, of which [`Flow::recover_with`] saves all but one.
-    pub fn recover(&self, packet: &[u8], hint: u16) -> Recovery {
-        self.prefix().recover_by(packet, hint, IdSolver::solve_uncached)
-    }
-
-    /// [`Flow::recover`] with a cache of factors, for peers that count their Identification up.
-    pub fn recover_with(&self, solver: &mut IdSolver, packet: &[u8], hint: u16) -> Recovery {
-        self.prefix().recover_with(solver, packet, hint)
-    }
-
-    /// Finds the source port with which the ICRC is right, for a known Identification (ignored for IPv6). Of corrupt packets one in 2^16
-    /// has one.
-    pub fn recover_source_port(&self, identification: u16, packet: &[u8]) -> Option<u16> {
-        let (body, icrc) = split(packet)?;
-        let difference = self.compute(identification, body) ^ icrc;
-        // The rest of the UDP header and the packet.
-        let trailing = u32::try_from(body.len() + UDP_LEN - 2).ok()?;
-        Some(self.src_port ^ IdSolver::solve_uncached(difference, trailing)?)
     }
 }

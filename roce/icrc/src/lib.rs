@@ -17,34 +17,12 @@ extern crate std;
 mod datagram;
 mod flow;
 mod gf2;
+mod layout;
 mod prefix;
 mod solver;
 
 pub use datagram::{Checked, check_datagram};
 pub use flow::{Flow, IpPair, MixedFamilies, Recovery};
+pub use layout::ICRC_LEN;
 pub use prefix::IcrcPrefix;
 pub use solver::IdSolver;
-
-/// Bytes of the ICRC.
-pub const ICRC_LEN: usize = 4;
-
-const IPV4_LEN: usize = 20;
-const IPV6_LEN: usize = 40;
-const UDP_LEN: usize = 8;
-/// Bytes of the base transport header.
-const BTH_LEN: usize = 12;
-/// Index in the BTH of the byte with FECN, BECN and reserved bits, which switches may change.
-const BTH_MASKED: usize = 4;
-/// The CRC-32 of the eight bytes of ones that stand for an InfiniBand link header.
-const CRC_OF_LINK_HEADER: u32 = 0x2144_df1c;
-
-/// Returns a hasher that has processed the eight bytes of ones.
-fn start() -> crc32fast::Hasher {
-    crc32fast::Hasher::new_with_initial(CRC_OF_LINK_HEADER)
-}
-
-/// Returns the packet without its ICRC, and its ICRC. `None` when it is too short to hold a BTH and an ICRC.
-fn split(packet: &[u8]) -> Option<(&[u8], u32)> {
-    let (body, icrc) = packet.split_last_chunk::<ICRC_LEN>()?;
-    (body.len() >= BTH_LEN).then_some((body, u32::from_le_bytes(*icrc)))
-}

@@ -4,11 +4,10 @@
 //! many bytes follow. So a flow's headers are hashed once, and each packet adds its lengths and Identification by tables.
 
 use crate::{
-    BTH_MASKED, ICRC_LEN, IPV4_LEN, IPV6_LEN, UDP_LEN,
     flow::{Flow, IpPair, Recovery},
     gf2,
+    layout::{BTH_MASKED, ICRC_LEN, IPV4_LEN, IPV6_LEN, UDP_LEN, split, start},
     solver::IdSolver,
-    split, start,
 };
 
 /// Offset of the total length in the IPv4 header; the Identification follows.
@@ -60,7 +59,7 @@ pub struct IcrcPrefix {
 }
 
 impl IcrcPrefix {
-    pub(crate) fn new(flow: &Flow) -> Self {
+    fn new(flow: &Flow) -> Self {
         let mut buf = [0xff; IPV6_LEN + UDP_LEN];
         let ip_len = match flow.ip {
             IpPair::V4 { src, dst } => {
@@ -108,7 +107,7 @@ impl IcrcPrefix {
     }
 
     /// Computes the ICRC of a packet given without its last four bytes.
-    pub(crate) fn compute(self, identification: u16, packet_without_icrc: &[u8]) -> u32 {
+    fn compute(self, identification: u16, packet_without_icrc: &[u8]) -> u32 {
         let mut state = self.state(identification, packet_without_icrc.len());
         if let Some(&byte) = packet_without_icrc.get(BTH_MASKED) {
             state ^= MASKED[usize::from(!byte)];
@@ -132,10 +131,6 @@ impl IcrcPrefix {
 
     /// [`Flow::recover_with`].
     pub fn recover_with(self, solver: &mut IdSolver, packet: &[u8], hint: u16) -> Recovery {
-        self.recover_by(packet, hint, |difference, trailing| solver.solve(difference, trailing))
-    }
-
-    pub(crate) fn recover_by(self, packet: &[u8], hint: u16, solve: impl FnOnce(u32, u32) -> Option<u16>) -> Recovery {
         let Some((body, icrc)) = split(packet) else {
             return Recovery::Corrupt;
         };
@@ -148,9 +143,52 @@ impl IcrcPrefix {
         }
         // Flags to destination address, UDP header, packet.
         let trailing = u32::try_from(body.len() + IPV4_LEN - 6 + UDP_LEN);
-        match trailing.ok().and_then(|n| solve(difference, n)) {
+        match trailing.ok().and_then(|n| solver.solve(difference, n)) {
             Some(delta) => Recovery::Exact(hint ^ delta),
             None => Recovery::Corrupt,
         }
+    }
+}
+
+impl Flow {
+    /// Computes the part of the ICRC that all packets of the flow share.
+    pub fn prefix(&self) -> IcrcPrefix {
+        IcrcPrefix::new(self)
+    }
+
+    /// Computes the ICRC of a packet given without its last four bytes. Ignores `identification` for IPv6.
+    pub fn compute(&self, identification: u16, packet_without_icrc: &[u8]) -> u32 {
+        self.prefix().compute(identification, packet_without_icrc)
+    }
+
+    /// Writes the ICRC into the last four bytes of `packet`. Leaves a packet of fewer bytes unchanged.
+    pub fn seal(&self, identification: u16, packet: &mut [u8]) {
+        self.prefix().seal(identification, packet);
+    }
+
+    /// Returns whether the last four bytes of `packet` are its ICRC. False when it is too short to hold a BTH and an ICRC.
+    pub fn verify(&self, identification: u16, packet: &[u8]) -> bool {
+        self.prefix().verify(identification, packet)
+    }
+
+    /// Finds the Identification with which the ICRC is right. One pass over the packet; when `hint` is wrong, up to a
+    /// dozen multiplications follow, of which [`Flow::recover_with`] saves all but one.
+    pub fn recover(&self, packet: &[u8], hint: u16) -> Recovery {
+        self.prefix().recover_with(&mut IdSolver::new(), packet, hint)
+    }
+
+    /// [`Flow::recover`] with a cache of factors, for peers that count their Identification up.
+    pub fn recover_with(&self, solver: &mut IdSolver, packet: &[u8], hint: u16) -> Recovery {
+        self.prefix().recover_with(solver, packet, hint)
+    }
+
+    /// Finds the source port with which the ICRC is right, for a known Identification (ignored for IPv6). Of corrupt packets one in 2^16
+    /// has one.
+    pub fn recover_source_port(&self, identification: u16, packet: &[u8]) -> Option<u16> {
+        let (body, icrc) = split(packet)?;
+        let difference = self.compute(identification, body) ^ icrc;
+        // The rest of the UDP header and the packet.
+        let trailing = u32::try_from(body.len() + UDP_LEN - 2).ok()?;
+        Some(self.src_port ^ IdSolver::solve_uncached(difference, trailing)?)
     }
 }

@@ -6,65 +6,28 @@ use std::{
     os::fd::BorrowedFd,
 };
 
-use roce_verbs::provider::NoAnswer;
+use roce_port::{RxMeta, Train};
+use roce_verbs::{counters, provider::NoAnswer};
 
 /// The hop limit that sockets are set to; others cost a control message.
 pub const DEFAULT_HOP_LIMIT: u8 = 64;
 
-/// Packets for one send: all `segment_len` bytes long but the last, which may be shorter; packet *i* is sealed with IPv4
-/// Identification *i*.
-#[derive(Clone, Copy, Debug)]
-pub struct Burst<'a> {
-    /// Our address.
-    pub local: IpAddr,
-    /// Destination.
-    pub remote: SocketAddr,
-    /// Our UDP port: one of [`Capabilities::src_ports`], [`Capabilities::mad_port`], or the RoCE port.
-    pub src_port: u16,
-    /// TOS or traffic class.
-    pub traffic_class: u8,
-    /// TTL or hop limit.
-    pub hop_limit: u8,
-    /// Bytes of each packet but the last; not zero.
-    pub segment_len: usize,
-    /// The packets, one behind the other.
-    pub bytes: &'a [u8],
-}
-
-impl Burst<'_> {
-    /// How many packets it holds.
-    pub fn packets(&self) -> usize {
-        self.bytes.len().div_ceil(self.segment_len.max(1))
-    }
-}
-
-/// A received datagram, or several of one flow that the kernel merged (GRO).
-#[derive(Clone, Copy, Debug)]
-pub struct Datagram<'a> {
-    /// The address that it was sent to.
-    pub local: IpAddr,
-    /// The sender.
-    pub remote: SocketAddr,
-    /// The IPv4 Identification, where the datapath sees headers.
-    pub identification: Option<u16>,
-    /// Bytes of each packet but the last, which may be shorter.
-    pub segment_len: usize,
-    /// TOS or traffic class.
-    pub traffic_class: u8,
-    /// TTL or hop limit as it came, 0 if not known.
-    pub hop_limit: u8,
-    /// The UDP payloads, one behind the other.
-    pub bytes: &'a [u8],
+/// Returns the packets of a received datagram, or of several of one flow that the kernel merged (GRO).
+pub fn packets<'a>(meta: &RxMeta, bytes: &'a [u8]) -> impl Iterator<Item = &'a [u8]> + use<'a> {
+    bytes.chunks(match meta.segment_len {
+        0 => bytes.len().max(1),
+        len => len,
+    })
 }
 
 /// Abilities of a datapath.
 #[derive(Clone, Debug)]
 pub struct Capabilities {
-    /// The most packets of a burst; 1 when it can't segment.
+    /// The most packets of a train; 1 when it can't segment.
     pub max_segments: usize,
-    /// The most bytes of a burst.
-    pub max_burst_bytes: usize,
-    /// UDP ports that bursts may come from.
+    /// The most bytes of a train.
+    pub max_train_bytes: usize,
+    /// UDP ports that trains may come from.
     pub src_ports: Vec<u16>,
     /// UDP port for management datagrams alone: ICMP errors about what leaves from it can be [heard](Datapath::hear_undeliverable).
     pub mad_port: Option<u16>,
@@ -86,8 +49,8 @@ pub struct Undeliverable<'a> {
 /// How far a send came.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Sent {
-    /// Bursts that were sent, or lost as the network may lose them (each loss is counted).
-    pub bursts: usize,
+    /// Trains that were sent, or lost as the network may lose them (each loss is counted).
+    pub trains: usize,
     /// The send buffer is full. When it has room again, a [descriptor](Datapath::descriptors) is readable.
     pub blocked: bool,
 }
@@ -101,67 +64,49 @@ pub struct Received {
     pub more: bool,
 }
 
-/// Counts kept by a datapath.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct DatapathCounters {
-    /// System calls that sent something.
-    pub tx_calls: u64,
-    /// Bursts sent.
-    pub tx_bursts: u64,
-    /// Bursts that were sent packet by packet because segmentation was refused.
-    pub tx_unsegmented: u64,
-    /// Times the send buffer was full.
-    pub tx_blocked: u64,
-    /// Bursts lost because a packet is longer than the interface or the path takes.
-    pub tx_too_long: u64,
-    /// Bursts lost because the system had no buffers.
-    pub tx_no_buffers: u64,
-    /// Bursts lost because there is no way to the peer.
-    pub tx_unreachable: u64,
-    /// Bursts lost because a firewall rule forbids them.
-    pub tx_forbidden: u64,
-    /// Bursts lost for another reason.
-    pub tx_errors: u64,
-    /// System calls that received something.
-    pub rx_calls: u64,
-    /// Datagrams or merged buffers received.
-    pub rx_datagrams: u64,
-    /// Datagrams dropped because they were longer than any RoCE packet or came from an unknown address family.
-    pub rx_malformed: u64,
-    /// Receives that failed.
-    pub rx_errors: u64,
-    /// Packets that the kernel dropped because the receive buffer was full.
-    pub rx_buffer_drops: u64,
-}
+counters! {
+    /// Counters of a datapath.
+    pub struct DatapathCounters;
 
-impl DatapathCounters {
-    /// Adds what another datapath has counted.
-    pub fn add(&mut self, other: &Self) {
-        self.tx_calls += other.tx_calls;
-        self.tx_bursts += other.tx_bursts;
-        self.tx_unsegmented += other.tx_unsegmented;
-        self.tx_blocked += other.tx_blocked;
-        self.tx_too_long += other.tx_too_long;
-        self.tx_no_buffers += other.tx_no_buffers;
-        self.tx_unreachable += other.tx_unreachable;
-        self.tx_forbidden += other.tx_forbidden;
-        self.tx_errors += other.tx_errors;
-        self.rx_calls += other.rx_calls;
-        self.rx_datagrams += other.rx_datagrams;
-        self.rx_malformed += other.rx_malformed;
-        self.rx_errors += other.rx_errors;
-        self.rx_buffer_drops += other.rx_buffer_drops;
-    }
+    /// System calls that sent something.
+    tx_calls,
+    /// Trains sent.
+    tx_bursts,
+    /// Trains that were sent packet by packet because segmentation was refused.
+    tx_unsegmented,
+    /// Times the send buffer was full.
+    tx_blocked,
+    /// Trains lost because a packet is longer than the interface or the path takes.
+    tx_too_long,
+    /// Trains lost because the system had no buffers.
+    tx_no_buffers,
+    /// Trains lost because there is no way to the peer.
+    tx_unreachable,
+    /// Trains lost because a firewall rule forbids them.
+    tx_forbidden,
+    /// Trains lost for another reason.
+    tx_errors,
+    /// System calls that received something.
+    rx_calls,
+    /// Datagrams or merged buffers received.
+    rx_datagrams,
+    /// Datagrams dropped because they were longer than any RoCE packet or came from an unknown address family.
+    rx_malformed,
+    /// Receives that failed.
+    rx_errors,
+    /// Packets that the kernel dropped because the receive buffer was full.
+    rx_buffer_drops,
 }
 
 /// Moves sealed packets. One thread at a time drives it, under the port's lock. None of the methods waits.
 pub trait Datapath: Send {
     /// Returns its abilities.
     fn capabilities(&self) -> Capabilities;
-    /// Sends bursts in order, until the send buffer is full.
-    fn send(&mut self, bursts: &mut dyn Iterator<Item = Burst<'_>>) -> Sent;
+    /// Sends trains in order, until the send buffer is full. Trains from a UDP port that is not among the [`Capabilities`] count as
+    /// errors.
+    fn send(&mut self, trains: &mut dyn Iterator<Item = Train<'_>>) -> Sent;
     /// Receives about `budget` packets at most (with 1: one datagram, in one system call) and hands each datagram to `handle`.
-    fn receive(&mut self, budget: usize, handle: &mut dyn FnMut(&Datagram<'_>)) -> Received;
+    fn receive(&mut self, budget: usize, handle: &mut dyn FnMut(&RxMeta, &[u8])) -> Received;
     /// Receives what is sent to a multicast group on the interface that has the local address. Counted: as many leaves as
     /// joins end it. Afterwards there may be another descriptor.
     ///
@@ -184,11 +129,6 @@ pub trait Datapath: Send {
     fn own_counters(&self) -> DatapathCounters {
         self.counters()
     }
-    /// Sets the receive buffer and returns what the system granted.
-    ///
-    /// # Errors
-    /// When the system refuses.
-    fn set_receive_buffer(&mut self, bytes: usize) -> io::Result<usize>;
 }
 
 /// Receives a copy of every packet. A driver calls it under the port's lock.

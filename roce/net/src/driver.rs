@@ -13,22 +13,21 @@ use std::{
     time::Duration,
 };
 
-use mio::{Events, Poll};
+use nix::sys::epoll::EpollEvent;
 use parking_lot::Mutex;
-use roce_fault::Network;
-use roce_port::{Port, PortCounters, Recipients, RxMeta, ToShard};
-use roce_verbs::Instant;
+use roce_port::{Port, PortCounters, RxMeta, ToShard};
+use roce_verbs::{Instant, provider::VerbsError};
 
 use crate::{
     clock,
-    datapath::{Datapath, DatapathCounters, Tap},
-    engine::{Engine, EventSink},
+    datapath::{Datapath, DatapathCounters},
+    engine::{Engine, Shared},
     inbox::Inbox,
     links::LinkWatch,
-    motor::Motor,
+    local::{LocalConfig, LocalDriver},
     persist::{Persister, Report},
     progress::{Advance, Closed, Environment},
-    runtime::{Runtime, Shared},
+    sink::EventSink,
     spin::{Spin, SpinMode},
     sys,
     wait::Waiter,
@@ -39,23 +38,17 @@ use crate::{
 pub struct DriverConfig {
     /// Run a progress thread. Without one the port advances only while the program posts and polls.
     pub background: bool,
+    /// Capture, recipients and faults.
+    pub local: LocalConfig,
     /// Time for which the progress thread polls the sockets before it sleeps. [`SpinMode::Auto`]: 50 us after packets have come, while
     /// that finds more; none on a single processor.
     pub spin: SpinMode,
-    /// Bytes of the staging slab, which one round of system calls sends.
-    pub batch_bytes: usize,
-    /// Capture of all packets.
-    pub tap: Option<Box<dyn Tap>>,
     /// Name of the progress thread.
     pub name: String,
     /// Changes of interfaces, which the progress thread reports to the event sink.
     pub links: Option<LinkWatch>,
-    /// Recipients of packets, if others share the address.
-    pub recipients: Option<Recipients>,
     /// Messages of other engines of the device.
     pub inbox: Option<Arc<Inbox<ToShard>>>,
-    /// Faults on demand.
-    pub faults: Option<Network>,
     /// Publish counters ([`EventSink::publish`]).
     pub publishes: bool,
 }
@@ -64,16 +57,19 @@ impl Default for DriverConfig {
     fn default() -> Self {
         Self {
             background: true,
+            local: LocalConfig::default(),
             spin: SpinMode::default(),
-            batch_bytes: 256 << 10,
-            tap: None,
             name: "roce".into(),
             links: None,
-            recipients: None,
             inbox: None,
-            faults: None,
             publishes: false,
         }
+    }
+}
+
+impl From<Closed> for VerbsError {
+    fn from(_: Closed) -> Self {
+        Self::Closed
     }
 }
 
@@ -94,48 +90,27 @@ impl Driver {
         port: Port,
         path: Box<dyn Datapath>,
         sink: Arc<dyn EventSink>,
-        mut config: DriverConfig,
+        config: DriverConfig,
     ) -> io::Result<Self> {
-        let (tap, links) = (config.tap.take(), config.links.take());
-        let poll = config.background.then(Poll::new).transpose()?;
-        let wake = Arc::new(match &poll {
-            Some(poll) => Wake::new(poll, &path.descriptors())?,
-            None => Wake::without_thread(),
-        });
-        if let (Some(poll), Some(links)) = (&poll, &links) {
-            Wake::also(poll, links.as_fd(), TOKEN_LINKS)?;
+        let wake = Arc::new(Wake::new(config.background, &path.descriptors(), sink)?);
+        if let Some(links) = &config.links {
+            wake.also(links.as_fd(), TOKEN_LINKS)?;
         }
-        if let (Some(poll), Some(inbox)) = (&poll, &config.inbox) {
-            Wake::also(poll, inbox.as_fd(), TOKEN_INBOX)?;
+        if let Some(inbox) = &config.inbox {
+            wake.also(inbox.as_fd(), TOKEN_INBOX)?;
         }
-        let motor = Motor::new(path, tap, config.batch_bytes, config.recipients, config.faults);
+        let driver = LocalDriver::new(port, path, config.local);
         let persister = Arc::<Persister>::default();
-        let (inbox, publishes) = (config.inbox, config.publishes);
-        let engine = Engine::new(
-            port,
-            motor,
-            sink.clone(),
-            wake.clone(),
-            persister.clone(),
-            inbox,
-            publishes,
-        );
-        let runtime = Runtime {
-            wake,
-            sink,
-            born: sys::generation(),
-        };
-        let shared = Arc::new(Shared::new(engine, runtime));
+        let engine = Engine::new(driver, wake.clone(), persister.clone(), config.inbox, config.publishes);
+        let shared = Arc::new(Shared::new(engine, wake));
         shared.with_closed(|engine| {
             engine.report = Some(reporter(&shared));
             engine.publish(clock::now(), true);
         });
         let theirs = shared.clone();
-        let start = |poll| {
-            let sleep = Sleep::new(poll, config.spin);
-            sys::Thread::start(config.name, move || run(&theirs, sleep, links))
-        };
-        let thread = poll.map(start).transpose()?;
+        let run = move || run(&theirs, Sleep::new(config.spin), config.links);
+        let start = config.background.then(|| sys::Thread::start(config.name, run));
+        let thread = start.transpose()?;
         Ok(Self {
             thread_id: thread.as_ref().map(sys::Thread::id),
             persister,
@@ -149,7 +124,7 @@ impl Driver {
     /// # Errors
     /// When the device is closed.
     pub fn with<R>(&self, call: impl FnOnce(&mut Port, Instant) -> R) -> Result<R, Closed> {
-        self.advance(|engine, now| engine.call(now, call))
+        self.shared.with(|engine, now| engine.call(now, call))
     }
 
     /// Receives, then calls the port: for a call that stops a queue pair. Its acknowledgements may have arrived, and what they
@@ -158,7 +133,7 @@ impl Driver {
     /// # Errors
     /// When the device is closed.
     pub fn with_arrived<R>(&self, call: impl FnOnce(&mut Port, Instant) -> R) -> Result<R, Closed> {
-        self.advance(|engine, now| {
+        self.shared.with(|engine, now| {
             let now = engine.catch_up(now);
             engine.call(now, call)
         })
@@ -170,9 +145,9 @@ impl Driver {
     /// # Errors
     /// When the device is closed.
     pub fn inject(&self, datagram: &[u8], meta: &RxMeta) -> Result<(), Closed> {
-        self.advance(|engine, now| {
+        self.shared.with(|engine, now| {
             let now = engine.catch_up(now);
-            engine.take_datagram(now, datagram, meta);
+            engine.driver.inject(now, meta, datagram);
             engine.flush_once(now);
         })
     }
@@ -182,15 +157,11 @@ impl Driver {
     /// # Errors
     /// When the device is closed.
     pub fn with_quiet<R>(&self, call: impl FnOnce(&mut Port, Instant) -> R) -> Result<R, Closed> {
-        self.advance(|engine, now| {
-            let result = call(&mut engine.port, now);
+        self.shared.with(|engine, now| {
+            let result = call(engine.driver.port(), now);
             engine.report_only(now);
             result
         })
-    }
-
-    fn advance<R>(&self, call: impl FnOnce(&mut Engine, Instant) -> R) -> Result<R, Closed> {
-        self.shared.with(|engine| call(engine, clock::now()))
     }
 
     /// Advances the port after a poll of an empty completion queue, unless another thread does already.
@@ -207,7 +178,7 @@ impl Driver {
 
     /// Begins a wait for an event, which ends when the result is dropped.
     pub fn begin_wait(&self) -> Waiter<'_> {
-        let counted = !self.is_inherited() && self.shared.env().wake.has_thread();
+        let counted = !self.is_inherited() && self.shared.env().has_thread();
         Waiter {
             shared: &self.shared,
             counted,
@@ -219,8 +190,7 @@ impl Driver {
     /// Returns when every current holder of the port's lock has released it, and the persister has finished its current job. No thread
     /// uses memory any more that was deregistered before the call.
     pub fn pass_lock(&self) {
-        if !self.is_inherited() {
-            self.shared.with_closed(|_| ());
+        if self.shared.with_closed(|_| ()).is_some() {
             self.persister.pass();
         }
     }
@@ -236,25 +206,22 @@ impl Driver {
     /// # Errors
     /// When the system refuses, or the datapath can't.
     pub fn join(&self, group: IpAddr, local: IpAddr) -> io::Result<()> {
-        self.check_inherited()?;
-        self.shared.with_closed(|engine| {
-            engine.motor.path.join(group, local)?;
-            let done = self.shared.env().wake.follow(&engine.motor.path.descriptors());
+        let joined = self.shared.with_closed(|engine| {
+            engine.driver.join(group, local)?;
+            let done = self.shared.env().follow(&engine.driver.descriptors());
             if done.is_err() {
-                engine.motor.path.leave(group, local);
+                engine.driver.leave(group, local);
             }
             done
-        })
+        });
+        joined.unwrap_or_else(|| Err(io::ErrorKind::NotConnected.into()))
     }
 
     /// Undoes one [`Driver::join`].
     pub fn leave(&self, group: IpAddr, local: IpAddr) {
-        if self.is_inherited() {
-            return;
-        }
         self.shared.with_closed(|engine| {
-            engine.motor.path.leave(group, local);
-            if let Err(e) = self.shared.env().wake.follow(&engine.motor.path.descriptors()) {
+            engine.driver.leave(group, local);
+            if let Err(e) = self.shared.env().follow(&engine.driver.descriptors()) {
                 tracing::error!("epoll_ctl of the progress thread's sockets failed: {e}");
             }
         });
@@ -262,28 +229,8 @@ impl Driver {
 
     /// Returns the counters of the port and its datapath.
     pub fn counters(&self) -> (PortCounters, DatapathCounters) {
-        if self.is_inherited() {
-            return Default::default();
-        }
-        self.shared
-            .with_closed(|engine| (engine.port.counters(), engine.motor.path.counters()))
-    }
-
-    /// Sets the receive buffer, bytes, and returns the size that the system granted.
-    ///
-    /// # Errors
-    /// When the system refuses.
-    pub fn set_receive_buffer(&self, bytes: usize) -> io::Result<usize> {
-        self.check_inherited()?;
-        self.shared
-            .with_closed(|engine| engine.motor.path.set_receive_buffer(bytes))
-    }
-
-    fn check_inherited(&self) -> io::Result<()> {
-        match self.is_inherited() {
-            true => Err(io::ErrorKind::NotConnected.into()),
-            false => Ok(()),
-        }
+        let counters = self.shared.with_closed(|engine| engine.driver.counters());
+        counters.unwrap_or_default()
     }
 
     /// Returns whether it has stopped, or is another process's.
@@ -295,7 +242,7 @@ impl Driver {
     pub fn stop(&self) {
         if !self.is_inherited() {
             self.shared.close();
-            self.shared.env().wake.stop();
+            self.shared.env().stop();
         }
     }
 
@@ -306,11 +253,11 @@ impl Driver {
             return;
         }
         // Closed already: a thread panicked under the lock.
-        let _ = self.shared.with(|engine| {
-            engine.pass(clock::now());
+        let _ = self.shared.with(|engine, now| {
+            engine.pass(now, false);
             engine.flush(clock::now());
             engine.publish(clock::now(), true);
-            engine.motor.end_tap();
+            engine.driver.end_tap();
         });
         self.stop();
         self.persister.close();
@@ -336,9 +283,8 @@ fn reporter(shared: &Arc<Shared>) -> Arc<Report> {
     let shared = Arc::downgrade(shared);
     Arc::new(move |done| {
         let Some(shared) = shared.upgrade() else { return false };
-        let reported = shared.with(|engine| {
-            let now = clock::now();
-            engine.port.persisted(now, done);
+        let reported = shared.with(|engine, now| {
+            engine.driver.port().persisted(now, done);
             engine.flush_once(now);
         });
         reported.is_ok()
@@ -352,53 +298,53 @@ const HOT: Duration = Duration::from_micros(50);
 
 /// Sleep of the progress thread.
 struct Sleep {
-    poll: Poll,
-    events: Events,
+    events: [EpollEvent; 16],
+    /// Number of those that have come.
+    count: usize,
     spin: Spin,
     /// Datagrams that the last wake-up brought.
     received: u64,
 }
 
 impl Sleep {
-    fn new(poll: Poll, spin: SpinMode) -> Self {
+    fn new(spin: SpinMode) -> Self {
         // The peer may run on the machine's only processor.
         let spin = match spin {
-            SpinMode::Auto if sys::processors() == 1 => SpinMode::Off,
+            SpinMode::Auto if sys::processors() == Some(1) => SpinMode::Off,
             configured => configured,
         };
         Self {
-            poll,
-            events: Events::with_capacity(16),
+            events: [EpollEvent::empty(); 16],
+            count: 0,
             spin: Spin::new(spin).at_most(HOT),
             received: 0,
         }
     }
 
-    /// Waits for an event.
-    fn wait(&mut self, shared: &Shared) -> io::Result<()> {
-        // A parked thread has no packets to poll for, and bulk data is cheaper in large batches.
-        let spins = (1..=FEW).contains(&self.received) && shared.env().watches_sockets();
-        if spins && self.spin()? {
-            return Ok(());
-        }
-        shared.env().wake.before_sleep();
-        self.poll.poll(&mut self.events, None)
+    /// Returns the tokens of the events that have come.
+    fn tokens(&self) -> impl Iterator<Item = u64> {
+        self.events[..self.count].iter().map(EpollEvent::data)
     }
 
-    /// Polls for a while, if that pays. True: an event has come.
-    fn spin(&mut self) -> io::Result<bool> {
-        let Some(spinning) = self.spin.begin(None) else {
-            return Ok(false);
-        };
-        loop {
-            self.poll.poll(&mut self.events, Some(Duration::ZERO))?;
-            if !self.events.is_empty() || !spinning.goes_on() {
-                break;
+    /// Waits for an event.
+    fn wait(&mut self, wake: &Wake) -> io::Result<()> {
+        self.count = 0;
+        // A parked thread has no packets to poll for, and bulk data is cheaper in large batches.
+        let spins = (1..=FEW).contains(&self.received) && wake.watches_sockets();
+        if spins && let Some(spinning) = self.spin.begin(None) {
+            loop {
+                self.count = wake.wait(&mut self.events, false)?;
+                if self.count > 0 || !spinning.goes_on() {
+                    break;
+                }
             }
+            let packets = self.tokens().any(|token| token >= TOKEN_SOCKETS);
+            self.spin.end(&spinning, packets);
         }
-        let packets = self.events.iter().any(|e| e.token().0 >= TOKEN_SOCKETS);
-        self.spin.end(&spinning, packets);
-        Ok(!self.events.is_empty())
+        if self.count == 0 {
+            self.count = wake.wait(&mut self.events, true)?;
+        }
+        Ok(())
     }
 }
 
@@ -406,26 +352,23 @@ impl Sleep {
 fn run(shared: &Shared, mut sleep: Sleep, mut links: Option<LinkWatch>) {
     sys::shorten_slice();
     loop {
-        if let Err(e) = sleep.wait(shared)
+        if let Err(e) = sleep.wait(shared.env())
             && e.kind() != io::ErrorKind::Interrupted
         {
             tracing::error!("epoll_wait of the progress thread failed: {e}");
             shared.close();
         }
-        let events = &sleep.events;
-        shared
-            .env()
-            .wake
-            .after_sleep(events.iter().any(|e| e.token() == TOKEN_TIMER));
-        if events.iter().any(|e| e.token() == TOKEN_LINKS)
+        let expired = sleep.tokens().any(|token| token == TOKEN_TIMER);
+        shared.env().after_sleep(expired);
+        if sleep.tokens().any(|token| token == TOKEN_LINKS)
             && let Some(links) = &mut links
         {
             match links.take() {
                 Ok(changes) if changes.is_empty() => {}
                 Ok(changes) => {
-                    let mtus = shared.env().sink.links(changes);
+                    let mtus = shared.env().sink().links(changes);
                     // Closed: no call needs them any more.
-                    let _ = shared.with(|engine| engine.links_changed(mtus));
+                    let _ = shared.with(|engine, _| engine.links_changed(mtus));
                 }
                 Err(e) => tracing::warn!("reading changes of interfaces failed: {e}"),
             }

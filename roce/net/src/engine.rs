@@ -2,17 +2,16 @@
 
 use std::{sync::Arc, time::Duration};
 
-use roce_port::{CmEventKind, Forwarded, FromShard, Port, PortChange, QpCommand, Recipient, RxMeta, ToShard};
-use roce_verbs::{AsyncEvent, Instant, PathMtus};
+use roce_port::{Forwarded, Port, Recipient, RxMeta, ToShard};
+use roce_verbs::{Instant, PathMtus};
 
 use crate::{
     clock,
-    datapath::{DatapathCounters, Received},
+    datapath::Received,
     inbox::Inbox,
-    links::LinkChange,
-    motor::{Flush, Motor},
+    local::{Flush, LocalDriver},
     persist::{Persister, Report},
-    progress::{Advance, LEASE, Work},
+    progress::{Advance, Environment as _, LEASE, Progress, Work},
     wake::Wake,
 };
 
@@ -28,40 +27,9 @@ const SOON: Duration = Duration::from_micros(50);
 /// Interval at which counters are published while there is no pause.
 const PUBLISH: Duration = Duration::from_millis(100);
 
-/// Receives a port's events under the port's lock. An implementation must not call a driver, except [`Driver::stop`], and acquires leaf
-/// locks only.
-///
-/// [`Driver::stop`]: crate::Driver::stop
-pub trait EventSink: Send + Sync {
-    /// Takes a connection event. False: it has no receiver; a connect request is then rejected.
-    fn cm_event(&self, event: CmEventKind) -> bool;
-    /// Takes an asynchronous event.
-    fn async_event(&self, event: AsyncEvent);
-    /// Wakes all waiting threads: the device has stopped.
-    fn closed(&self);
-    /// Reports a change that other processes at the address have to know, if the port is configured so. Comes before the event of it.
-    fn port_change(&self, _change: PortChange) {}
-    /// Forwards a packet that is not for the port which received it.
-    fn forward(&self, _to: Recipient, _meta: &RxMeta, _bytes: &[u8]) -> Forwarded {
-        Forwarded::Process
-    }
-    /// Takes a command for the engine that has a queue pair.
-    fn command(&self, _command: QpCommand) {}
-    /// Takes a report for the engine that has the connections.
-    fn report(&self, _report: FromShard) {}
-    /// Publishes counters to other processes, if the driver is configured so.
-    fn publish(&self, _port: &Port, _path: &DatapathCounters) {}
-    /// Reports changes of interfaces, without the port's lock. Returns the path MTUs that they carry now, if known.
-    fn links(&self, _changes: Vec<(String, LinkChange)>) -> Option<PathMtus> {
-        None
-    }
-}
-
 /// Port, datapath and event sink behind the driver's lock.
 pub(crate) struct Engine {
-    pub(crate) port: Port,
-    pub(crate) motor: Motor,
-    sink: Arc<dyn EventSink>,
+    pub(crate) driver: LocalDriver,
     wake: Arc<Wake>,
     persister: Arc<Persister>,
     /// Callback of the persister.
@@ -85,24 +53,30 @@ pub(crate) struct Engine {
     publish_at: Instant,
 }
 
-impl Advance for Engine {
-    fn pass(&mut self, now: Instant) -> Work {
-        let (work, _) = self.receive_and_send(now, BUDGET);
-        self.publish(now, work == Work::None);
-        self.soon = self.arm_timer(now);
-        self.with_timer(work)
-    }
+/// Engine that threads share.
+pub(crate) type Shared = Progress<Engine, Wake>;
 
-    fn poll(&mut self, now: Instant) -> Work {
+impl Advance for Engine {
+    fn pass(&mut self, now: Instant, polls: bool) -> Work {
         let before = self.datagrams;
-        let budget = if self.singles >= SINGLES { 1 } else { BUDGET };
-        let (work, idle) = self.receive_and_send(now, budget);
-        self.note_found(self.datagrams - before);
-        self.publish(now, false);
-        if !idle {
+        let budget = if polls && self.singles >= SINGLES { 1 } else { BUDGET };
+        let received = self.take_in(now, budget);
+        let idle = received.datagrams == 0 && !self.unsent && !self.worked;
+        let unsent = !idle && self.flush(now);
+        let left = received.more || unsent;
+        if polls {
+            self.note_found(self.datagrams - before);
+        }
+        self.publish(now, !polls && !left);
+        // Timers that a poller's last pass has left are still armed.
+        if !(polls && idle) {
             self.soon = self.arm_timer(now);
         }
-        self.with_timer(work)
+        match (left, self.soon) {
+            (true, _) => Work::More,
+            (false, true) => Work::Soon,
+            (false, false) => Work::None,
+        }
     }
 
     fn arm(&mut self, now: Instant) {
@@ -116,18 +90,14 @@ impl Advance for Engine {
 
 impl Engine {
     pub(crate) fn new(
-        port: Port,
-        motor: Motor,
-        sink: Arc<dyn EventSink>,
+        driver: LocalDriver,
         wake: Arc<Wake>,
         persister: Arc<Persister>,
         inbox: Option<Arc<Inbox<ToShard>>>,
         publishes: bool,
     ) -> Self {
         Self {
-            port,
-            motor,
-            sink,
+            driver,
             wake,
             persister,
             report: None,
@@ -144,19 +114,6 @@ impl Engine {
         }
     }
 
-    /// Makes a pass but for arming the timer. Returns the work that is left, and whether there was nothing to do.
-    fn receive_and_send(&mut self, now: Instant, budget: usize) -> (Work, bool) {
-        let received = self.take_in(now, budget);
-        let idle = received.datagrams == 0 && !self.unsent && !self.worked;
-        let unsent = !idle && self.flush(now);
-        let work = if received.more || unsent {
-            Work::More
-        } else {
-            Work::None
-        };
-        (work, idle)
-    }
-
     /// Counts polls that find a single datagram after one that found none.
     fn note_found(&mut self, datagrams: u64) {
         let single = datagrams == 1 && !self.found;
@@ -168,21 +125,14 @@ impl Engine {
         self.found = datagrams > 0;
     }
 
-    fn with_timer(&self, work: Work) -> Work {
-        match (work, self.soon) {
-            (Work::None, true) => Work::Soon,
-            (work, _) => work,
-        }
-    }
-
     /// Receives and runs timers; sends nothing.
     fn take_in(&mut self, now: Instant, budget: usize) -> Received {
-        let sink = &self.sink;
+        let sink = self.wake.sink();
         let forward = |to: Recipient, meta: &RxMeta, bytes: &[u8]| sink.forward(to, meta, bytes);
-        let received = self.motor.receive(&mut self.port, now, budget, &forward);
+        let received = self.driver.receive(now, budget, &forward);
         self.datagrams += received.datagrams as u64;
         self.worked = self.take_messages(now);
-        self.worked |= self.motor.run_timers(&mut self.port, now, received.more);
+        self.worked |= self.driver.run_timers(now, received.more);
         received
     }
 
@@ -196,14 +146,14 @@ impl Engine {
     fn take_messages(&mut self, now: Instant) -> bool {
         let Some(inbox) = &self.inbox else { return false };
         // Of lost packets only the number is known.
-        (0..inbox.take_lost()).for_each(|_| self.port.count_forwarded(Forwarded::Lost, 0));
+        (0..inbox.take_lost()).for_each(|_| self.driver.port().count_forwarded(Forwarded::Lost, 0));
         let messages = inbox.take();
         let any = !messages.is_empty();
         for message in messages {
             match message {
-                ToShard::Packet(packet) => self.motor.handed_over(&mut self.port, now, &packet),
-                ToShard::Command(command) => self.port.handle_command(now, command),
-                ToShard::Report(report) => self.port.handle_report(now, report),
+                ToShard::Packet(packet) => self.driver.handed_over(now, &packet),
+                ToShard::Command(command) => self.driver.port().handle_command(now, command),
+                ToShard::Report(report) => self.driver.port().handle_report(now, report),
             }
         }
         any
@@ -213,21 +163,16 @@ impl Engine {
     pub(crate) fn call<R>(&mut self, now: Instant, call: impl FnOnce(&mut Port, Instant) -> R) -> R {
         // The connections of the program's queue pairs may have ended.
         self.take_messages(now);
-        let result = call(&mut self.port, now);
+        let result = call(self.driver.port(), now);
         self.flush_once(now);
         result
-    }
-
-    /// Takes one datagram that did not come through the datapath.
-    pub(crate) fn take_datagram(&mut self, now: Instant, bytes: &[u8], meta: &RxMeta) {
-        self.motor.take_datagram(&mut self.port, now, bytes, meta);
     }
 
     /// Reports events and sends. True: more is to be sent.
     pub(crate) fn flush(&mut self, now: Instant) -> bool {
         // Before sending: a connect request that nobody takes is rejected.
         self.report(now);
-        let flushed = self.motor.flush(&mut self.port, now);
+        let flushed = self.driver.send(now);
         self.unsent = flushed != Flush::Done;
         // Sending makes events too: a local request that ends in an error.
         self.report(now);
@@ -251,7 +196,7 @@ impl Engine {
     /// Takes the path MTUs that the interfaces carry now, if known, after something about them has changed.
     pub(crate) fn links_changed(&mut self, mtus: Option<PathMtus>) {
         if let Some(mtus) = mtus {
-            self.port.set_path_mtus(mtus);
+            self.driver.port().set_path_mtus(mtus);
         }
         self.unpublished = self.publishes;
     }
@@ -261,7 +206,8 @@ impl Engine {
         if self.unpublished && (pause || now >= self.publish_at) {
             self.unpublished = false;
             self.publish_at = now + PUBLISH;
-            self.sink.publish(&self.port, &self.motor.path.own_counters());
+            let (port, path) = self.driver.published();
+            self.wake.sink().publish(port, &path);
         }
     }
 
@@ -269,7 +215,7 @@ impl Engine {
     fn wake_soon(&mut self, now: Instant) {
         self.publish(now, false);
         if self.arm_timer(now) {
-            let at = if self.wake.is_watching() { SOON } else { LEASE };
+            let at = if self.wake.watches_sockets() { SOON } else { LEASE };
             self.wake.wake_by(now, now + at);
         }
     }
@@ -282,13 +228,13 @@ impl Engine {
             return false;
         }
         let publish_at = self.unpublished.then_some(self.publish_at);
-        let timeout = self.motor.next_timeout(&mut self.port).into_iter();
+        let timeout = self.driver.next_timeout().into_iter();
         let Some(at) = timeout.chain(publish_at).min() else {
             return false;
         };
         let soon = at < now + SOON;
         if !soon {
-            let earliest = if self.wake.is_watching() { now } else { now + LEASE };
+            let earliest = if self.wake.watches_sockets() { now } else { now + LEASE };
             self.wake.wake_by(now, at.max(earliest));
         }
         soon
@@ -296,27 +242,28 @@ impl Engine {
 
     fn report(&mut self, now: Instant) {
         self.unpublished = self.publishes;
-        while let Some(change) = self.port.poll_change() {
-            self.sink.port_change(change);
+        let (port, sink) = (self.driver.port(), self.wake.sink());
+        while let Some(change) = port.poll_change() {
+            sink.port_change(change);
         }
-        while let Some(event) = self.port.poll_cm_event(now) {
+        while let Some(event) = port.poll_cm_event(now) {
             let request = event.request();
-            let taken = self.sink.cm_event(event);
+            let taken = sink.cm_event(event);
             if let (Some((_, conn)), false) = (request, taken) {
                 // Destroying a waiting request rejects it.
-                self.port.cm_destroy(now, conn);
+                port.cm_destroy(now, conn);
             }
         }
-        while let Some(command) = self.port.poll_command() {
-            self.sink.command(command);
+        while let Some(command) = port.poll_command() {
+            sink.command(command);
         }
-        while let Some(report) = self.port.poll_report() {
-            self.sink.report(report);
+        while let Some(report) = port.poll_report() {
+            sink.report(report);
         }
-        while let Some(event) = self.port.poll_async_event() {
-            self.sink.async_event(event);
+        while let Some(event) = port.poll_async_event() {
+            sink.async_event(event);
         }
-        while let Some(job) = self.port.poll_persist() {
+        while let Some(job) = port.poll_persist() {
             if let Some(report) = &self.report {
                 self.persister.push(job, report);
             }

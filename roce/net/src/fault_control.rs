@@ -5,7 +5,6 @@
 //! user and root are answered.
 
 use std::{
-    fs,
     io::{self, Read, Write},
     net::Shutdown,
     os::{
@@ -26,7 +25,7 @@ use roce_fault::{Faults, RuleReport};
 use roce_verbs::shown;
 use socket2::SockRef;
 
-use crate::sys;
+use crate::{sys, unix_table};
 
 /// The beginning of the sockets' names.
 const PREFIX: &str = "ferroce-fault/";
@@ -39,8 +38,6 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 const SAME_NAME: u32 = 64;
 /// Longest name, bytes: that of a socket has 107 at most.
 const MAX_NAME: usize = 64;
-/// Flag of a listening socket in `/proc/net/unix` (`__SO_ACCEPTCON`).
-const LISTENS: u64 = 1 << 16;
 
 /// Lets `ferroce fault` show and change rules of this process, until it is dropped.
 #[derive(Debug)]
@@ -158,7 +155,7 @@ impl FaultControl {
 impl Drop for FaultControl {
     fn drop(&mut self) {
         // In a forked child the socket and the thread are the parent's.
-        if self.generation != sys::generation_now() {
+        if self.generation != sys::generation() {
             return;
         }
         let _ = SockRef::from(&self.listener.as_fd()).shutdown(Shutdown::Both);
@@ -203,27 +200,20 @@ impl FaultTarget {
     /// # Errors
     /// When the system's list of sockets can't be read.
     pub fn all() -> io::Result<Vec<Self>> {
-        // Anybody's socket can have a name that is no UTF-8.
-        let table = fs::read("/proc/net/unix")?;
-        let table = String::from_utf8_lossy(&table);
-        let mut found: Vec<Self> = table.lines().filter_map(Self::of_line).collect();
+        let mut found: Vec<Self> = unix_table::listening(&unix_table::read()?)
+            .filter_map(|(_, path)| Self::of_path(path))
+            .collect();
         found.sort();
         Ok(found)
     }
 
-    /// Parses a line: Num RefCount Protocol Flags Type St Inode Path. Anybody can listen under such a name, so one that
-    /// [`FaultControl::start`] does not make is ignored.
-    fn of_line(line: &str) -> Option<Self> {
-        let fields: Vec<&str> = line.split_ascii_whitespace().collect();
-        let [_, _, _, flags, _, _, _, path] = *fields else {
-            return None;
-        };
-        let listens = u64::from_str_radix(flags, 16).is_ok_and(|flags| flags & LISTENS != 0);
+    /// Parses the path of a listening socket. Anybody can listen under such a name, so one that [`FaultControl::start`] does not make is
+    /// ignored.
+    fn of_path(path: &str) -> Option<Self> {
         let (pid, name) = path.strip_prefix('@')?.strip_prefix(PREFIX)?.split_once('/')?;
-        let pid = pid.parse().ok().filter(|_| listens)?;
         let name = Some(name).filter(|name| name.chars().all(|c| is_plain(c) || c == '+'))?;
         Some(Self {
-            pid,
+            pid: pid.parse().ok()?,
             name: name.to_owned(),
         })
     }
@@ -329,22 +319,13 @@ mod tests {
         for answer in ["", "ok", "no\n", "ok\nx\n", "ok\nlost 5\n", "ok\nrule a\nlost x\n"] {
             assert!(read_answer(answer).is_err(), "{answer:?}");
         }
-        assert_eq!(
-            FaultTarget::of_line("Num RefCount Protocol Flags Type St Inode Path"),
-            None
-        );
+        let target = |line: &str| unix_table::listening(line).find_map(|(_, path)| FaultTarget::of_path(path));
+        assert_eq!(target("Num RefCount Protocol Flags Type St Inode Path"), None);
         let line = "0000000000000000: 00000002 00000000 00010000 0001 01 12345 @ferroce-fault/7/x";
-        assert_eq!(
-            FaultTarget::of_line(line).map(|t| (t.pid, t.name)),
-            Some((7, "x".into()))
-        );
-        assert_eq!(FaultTarget::of_line(&line.replace("00010000", "00000000")), None);
+        assert_eq!(target(line).map(|t| (t.pid, t.name)), Some((7, "x".into())));
+        assert_eq!(target(&line.replace("00010000", "00000000")), None);
         for name in ["\u{1b}[2J", "a\u{9b}31m", "a\u{202e}b", "\u{fffd}", "a/b"] {
-            assert_eq!(
-                FaultTarget::of_line(&line.replace("7/x", &format!("7/{name}"))),
-                None,
-                "{name:?}"
-            );
+            assert_eq!(target(&line.replace("7/x", &format!("7/{name}"))), None, "{name:?}");
         }
         let refused = read_answer("error\nno\u{1b}[2J\n").unwrap_err();
         assert_eq!(refused.to_string(), "no\\u{1b}[2J");

@@ -1,9 +1,6 @@
 //! Faults on demand, between a port and its datapath.
 
-use std::{
-    collections::VecDeque,
-    net::{IpAddr, SocketAddr},
-};
+use std::{collections::VecDeque, net::SocketAddr};
 
 use roce_bth::{Opcode, Qpn};
 use roce_fault::{Direction, Fate, Network, Packet, Passage, QpRef, UnderWay, flip};
@@ -11,7 +8,7 @@ use roce_icrc::Flow;
 use roce_port::{Port, RxMeta, Train, TxBatch};
 use roce_verbs::Instant;
 
-use crate::datapath::{Burst, Datapath, Tap};
+use crate::datapath::{Datapath, Tap, packets};
 
 /// Memory of packets that are under way, bytes: what does not fit is lost, as in a full queue.
 const MAX_HELD: usize = 64 << 20;
@@ -24,24 +21,16 @@ const DETH_SRC_QP: usize = 12 + 5;
 
 /// Packet on its way out.
 struct Outgoing {
-    local: IpAddr,
-    remote: SocketAddr,
-    src_port: u16,
-    traffic_class: u8,
-    hop_limit: u8,
+    /// All but the bytes.
+    head: Train<'static>,
     bytes: Vec<u8>,
 }
 
 impl Outgoing {
-    fn burst(&self) -> Burst<'_> {
-        Burst {
-            local: self.local,
-            remote: self.remote,
-            src_port: self.src_port,
-            traffic_class: self.traffic_class,
-            hop_limit: self.hop_limit,
-            segment_len: self.bytes.len(),
+    fn train(&self) -> Train<'_> {
+        Train {
             bytes: &self.bytes,
+            ..self.head
         }
     }
 }
@@ -100,12 +89,12 @@ fn queue_pair(port: &Port, qpn: u32) -> QpRef {
 }
 
 /// Our queue pair of a packet that is sent. Datagrams name it themselves: their trains may be several queue pairs'.
-fn sender(train: &Train<'_>, bytes: &[u8]) -> u32 {
+fn sender(of_train: Qpn, bytes: &[u8]) -> u32 {
     let datagram = [Opcode::UdSendOnly as u8, Opcode::UdSendOnlyImm as u8];
     let named = bytes.first().filter(|opcode| datagram.contains(opcode));
     named
         .and_then(|_| number_at(bytes, DETH_SRC_QP))
-        .unwrap_or(train.qpn.value())
+        .unwrap_or(of_train.value())
 }
 
 impl Faulty {
@@ -135,19 +124,20 @@ impl Faulty {
         if !self.network.is_active() && self.ready.is_empty() {
             return false;
         }
-        for train in batch.trains() {
+        for (train, qpn) in batch.trains().zip(batch.senders()) {
             for (index, bytes) in train.packets().enumerate() {
-                self.take(port, now, &train, index as u16, bytes);
+                let qp = queue_pair(port, sender(qpn, bytes));
+                self.take(qp, now, &train, index as u16, bytes);
             }
         }
         batch.clear();
         true
     }
 
-    fn take(&mut self, port: &Port, now: Instant, train: &Train<'_>, index: u16, bytes: &[u8]) {
+    fn take(&mut self, qp: QpRef, now: Instant, train: &Train<'_>, index: u16, bytes: &[u8]) {
         let packet = Packet {
             direction: Direction::Tx,
-            qp: queue_pair(port, sender(train, bytes)),
+            qp,
             peer: train.remote.ip(),
             traffic_class: train.tos,
             bytes,
@@ -171,14 +161,16 @@ impl Faulty {
             if let Some(random) = passage.damage {
                 damage(&mut bytes, random);
             }
-            let out = Outgoing {
+            let head = Train {
                 local: train.local,
                 remote: train.remote,
                 src_port: train.src_port,
-                traffic_class: train.tos | if passage.marked { ECN_CE } else { 0 },
-                hop_limit: train.ttl,
-                bytes,
+                tos: train.tos | if passage.marked { ECN_CE } else { 0 },
+                ttl: train.ttl,
+                segment_len: bytes.len(),
+                bytes: &[],
             };
+            let out = Outgoing { head, bytes };
             // What is not held back stays in its order.
             if passage.due <= since_zero(now) {
                 self.ready.push_back(out);
@@ -194,12 +186,12 @@ impl Faulty {
             self.ready.push_back(packet);
         }
         while !self.ready.is_empty() {
-            let sent = path.send(&mut self.ready.iter().map(Outgoing::burst));
-            for packet in self.ready.drain(..sent.bursts) {
+            let sent = path.send(&mut self.ready.iter().map(Outgoing::train));
+            for packet in self.ready.drain(..sent.trains) {
                 self.held -= packet.bytes.len();
                 if let Some(tap) = tap {
-                    let from = SocketAddr::new(packet.local, packet.src_port);
-                    tap.packet(from, packet.remote, 0, &packet.bytes);
+                    let from = SocketAddr::new(packet.head.local, packet.head.src_port);
+                    tap.packet(from, packet.head.remote, 0, &packet.bytes);
                 }
             }
             if sent.blocked {
@@ -214,11 +206,7 @@ impl Faulty {
         if !self.network.is_active() {
             return port.handle_datagram(now, meta, bytes);
         }
-        let step = match meta.segment_len {
-            0 => bytes.len().max(1),
-            len => len,
-        };
-        for (index, packet) in bytes.chunks(step).enumerate() {
+        for (index, packet) in packets(meta, bytes).enumerate() {
             let identification = meta.identification.map(|id| id.wrapping_add(index as u16));
             let meta = RxMeta {
                 segment_len: 0,

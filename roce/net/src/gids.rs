@@ -5,7 +5,7 @@ use std::{
     net::{IpAddr, Ipv6Addr},
 };
 
-use crate::iface::{InterfaceAddr, interface_addresses, interfaces};
+use crate::iface::{Interface, interfaces};
 
 /// Entries of a table (`RXE_PORT_GID_TBL_LEN`).
 pub const TABLE_LEN: usize = 1024;
@@ -32,19 +32,16 @@ fn is_link_local(ip: IpAddr) -> bool {
 ///
 /// First come interfaces that lead to other hosts, then loopback, last what has no link: programs that are told no device take
 /// the first, which should reach other hosts, or else work on this one. Within each group they are in the kernel's order.
-pub fn device_names(all: &[InterfaceAddr]) -> Vec<&str> {
-    let mut names: Vec<&str> = Vec::new();
-    for i in all {
-        if i.up && !i.ip.is_unspecified() && !is_link_local(i.ip) && !names.contains(&i.name.as_str()) {
-            names.push(&i.name);
-        }
-    }
-    names.sort_by_key(|name| all.iter().find(|i| i.name == *name).map(rank));
-    names
+pub fn device_names(all: &[Interface]) -> Vec<&str> {
+    let counts = |ip: &IpAddr| !ip.is_unspecified() && !is_link_local(*ip);
+    let mut devices: Vec<&Interface> = all.iter().filter(|i| i.up && i.addresses.iter().any(counts)).collect();
+    // The kernel lists IPv4 addresses first.
+    devices.sort_by_key(|i| (rank(i), !i.addresses.iter().any(|ip| ip.is_ipv4() && counts(ip))));
+    devices.iter().map(|i| i.name.as_str()).collect()
 }
 
 /// Place of an interface among devices.
-fn rank(interface: &InterfaceAddr) -> u8 {
+fn rank(interface: &Interface) -> u8 {
     match (interface.loopback, interface.running) {
         (true, _) => 1,
         (false, true) => 0,
@@ -72,11 +69,10 @@ impl GidTable {
     /// # Errors
     /// When the kernel can't tell, or there is no such interface.
     pub fn addresses(interface: &str) -> io::Result<Vec<IpAddr>> {
-        if !interfaces()?.iter().any(|i| i.name == interface) {
-            return Err(io::ErrorKind::NotFound.into());
-        }
-        let all = interface_addresses()?.into_iter().filter(|a| a.name == interface);
-        Ok(in_order(all.map(|a| a.ip).filter(|ip| !ip.is_unspecified()).collect()))
+        let found = interfaces()?.into_iter().find(|i| i.name == interface);
+        let mut all = found.ok_or(io::ErrorKind::NotFound)?.addresses;
+        all.retain(|ip| !ip.is_unspecified());
+        Ok(in_order(all))
     }
 
     /// Brings the table up to date with the addresses that there are: known ones keep their places. Says whether
@@ -145,25 +141,24 @@ mod tests {
 
     #[test]
     fn interfaces_with_addresses_are_devices_and_those_to_other_hosts_are_first() {
-        let have = |name: &str, up, ip: &str| InterfaceAddr {
+        let have = |name: &str, up, addresses: &[&str]| Interface {
             name: name.into(),
-            ip: ip.parse().unwrap(),
             index: 1,
             loopback: name == "lo",
             up,
             running: up && name != "docker0",
+            addresses: addresses.iter().map(|ip| ip.parse().unwrap()).collect(),
         };
         let all = [
-            have("lo", true, "127.0.0.1"),
-            have("down0", false, "10.0.0.1"),
-            have("veth7", true, "fe80::7"),
-            have("docker0", true, "172.17.0.1"),
-            have("eth0", true, "fe80::1"),
-            have("eth0", true, "10.0.0.2"),
-            have("eth0", true, "10.0.0.3"),
-            have("eth1", true, "10.0.1.2"),
+            have("lo", true, &["127.0.0.1"]),
+            have("down0", false, &["10.0.0.1"]),
+            have("veth7", true, &["fe80::7"]),
+            have("docker0", true, &["172.17.0.1"]),
+            have("eth2", true, &["2001:db8::2"]),
+            have("eth0", true, &["fe80::1", "10.0.0.2", "10.0.0.3"]),
+            have("eth1", true, &["10.0.1.2"]),
         ];
-        assert_eq!(device_names(&all), ["eth0", "eth1", "lo", "docker0"]);
+        assert_eq!(device_names(&all), ["eth0", "eth1", "eth2", "lo", "docker0"]);
     }
 
     #[test]

@@ -14,27 +14,21 @@ use crate::{
     socket::{configure_receiver, new_socket},
 };
 
-/// A socket that is bound to a group's address.
-struct GroupSocket {
-    group: IpAddr,
-    socket: Socket,
-    /// Interfaces on which it has joined.
-    joined: usize,
-}
-
-/// A group on an interface.
+/// Membership of a group on an interface.
 struct Joined {
     /// How often it was joined.
     count: usize,
-    /// By a socket of its own, not by the one for all addresses.
+    /// By the group's own socket, not by the one for all addresses.
     own: bool,
 }
 
 /// All memberships of a datapath. A host's other processes and devices may be members of the same groups.
 #[derive(Default)]
 pub(crate) struct Groups {
-    counts: BTreeMap<(IpAddr, u32), Joined>,
-    sockets: Vec<GroupSocket>,
+    /// By group and interface.
+    joined: BTreeMap<(IpAddr, u32), Joined>,
+    /// Sockets that are bound to a group, oldest first.
+    sockets: Vec<(IpAddr, Socket)>,
 }
 
 impl Groups {
@@ -50,93 +44,71 @@ impl Groups {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let index = iface::index_of(local)?;
-        if let Some(joined) = self.counts.get_mut(&(group, index)) {
+        if let Some(joined) = self.joined.get_mut(&(group, index)) {
             joined.count += 1;
             return Ok(());
         }
-        let done = main.map(|main| membership(&SockRef::from(&main), group, index, true));
-        let own = match done {
-            None => join_own(&mut self.sockets, group, index, port, false).map(|()| true),
-            Some(Ok(())) => Ok(false),
+        let own = match main.map(|main| membership(&main, group, index, true)) {
+            None => self.join_own(group, index, port, false).map(|()| true)?,
             // A socket is in so many groups and no more (`net.ipv4.igmp_max_memberships`: 20).
             Some(Err(e)) if FULL.contains(&e.raw_os_error()) => {
-                let own = join_own(&mut self.sockets, group, index, port, true);
-                own.map(|()| true).map_err(|_| e)
+                self.join_own(group, index, port, true).map(|()| true).map_err(|_| e)?
             }
-            Some(Err(e)) => Err(e),
-        }?;
-        self.counts.insert((group, index), Joined { count: 1, own });
+            Some(done) => done.map(|()| false)?,
+        };
+        self.joined.insert((group, index), Joined { count: 1, own });
+        Ok(())
+    }
+
+    /// Joins by a socket that is bound to the group, `beside` one that is bound to all addresses.
+    fn join_own(&mut self, group: IpAddr, index: u32, port: u16, beside: bool) -> io::Result<()> {
+        if let Some((_, socket)) = self.sockets.iter().find(|(g, _)| *g == group) {
+            return membership(socket, group, index, true);
+        }
+        let socket = new_socket(group).map_err(io::Error::other)?;
+        // Every process that has joined gets a copy of each packet.
+        socket.set_reuse_address(true)?;
+        // Sockets for all addresses let those of the same user be bound beside them in this way only.
+        socket.set_reuse_port(beside)?;
+        configure_receiver(&socket, group)?;
+        socket.bind(&SocketAddr::new(group, port).into())?;
+        membership(&socket, group, index, true)?;
+        self.sockets.push((group, socket));
         Ok(())
     }
 
     /// Takes back one join. On an interface that is gone the kernel has ended it already.
     pub(crate) fn leave(&mut self, group: IpAddr, local: IpAddr, main: Option<BorrowedFd<'_>>) {
         let known = iface::index_of(local).ok();
-        let key = self
-            .counts
-            .keys()
-            .find(|(g, i)| *g == group && known.is_none_or(|k| k == *i));
-        let Some(key) = key.copied() else { return };
-        let Some(joined) = self.counts.get_mut(&key) else {
-            return;
-        };
+        let mut all = self.joined.iter_mut();
+        let found = all.find(|((g, i), _)| *g == group && known.is_none_or(|k| k == *i));
+        let Some((&(_, index), joined)) = found else { return };
         joined.count -= 1;
         if joined.count > 0 {
             return;
         }
-        let by_own = joined.own;
-        self.counts.remove(&key);
-        match self.sockets.iter().position(|s| by_own && s.group == group) {
-            Some(at) => {
-                let own = &mut self.sockets[at];
-                own.joined -= 1;
-                if own.joined == 0 {
-                    self.sockets.remove(at);
-                } else {
-                    let _ = membership(&SockRef::from(&own.socket), group, key.1, false);
-                }
-            }
-            None => {
-                if let Some(main) = main {
-                    let _ = membership(&SockRef::from(&main), group, key.1, false);
-                }
-            }
+        let own = joined.own;
+        self.joined.remove(&(group, index));
+        if own && !self.joined.iter().any(|((g, _), joined)| *g == group && joined.own) {
+            return self.sockets.retain(|(g, _)| *g != group);
+        }
+        let by_own = self.sockets().find(|(g, _)| own && *g == group);
+        if let Some(socket) = by_own.map(|(_, socket)| socket).or(main) {
+            let _ = membership(&socket, group, index, false);
         }
     }
 
     /// The groups that have sockets of their own.
     pub(crate) fn sockets(&self) -> impl Iterator<Item = (IpAddr, BorrowedFd<'_>)> {
-        self.sockets.iter().map(|s| (s.group, s.socket.as_fd()))
+        self.sockets.iter().map(|(group, socket)| (*group, socket.as_fd()))
     }
 }
 
 /// Errors of a socket that is in as many groups as it may be.
 const FULL: [Option<i32>; 2] = [Some(libc::ENOBUFS), Some(libc::ENOMEM)];
 
-/// Joins by a socket that is bound to the group, `beside` one that is bound to all addresses.
-fn join_own(sockets: &mut Vec<GroupSocket>, group: IpAddr, index: u32, port: u16, beside: bool) -> io::Result<()> {
-    if let Some(own) = sockets.iter_mut().find(|s| s.group == group) {
-        membership(&SockRef::from(&own.socket), group, index, true)?;
-        own.joined += 1;
-        return Ok(());
-    }
-    let socket = new_socket(group).map_err(io::Error::other)?;
-    // Every process that has joined gets a copy of each packet.
-    socket.set_reuse_address(true)?;
-    // Sockets for all addresses let those of the same user be bound beside them in this way only.
-    socket.set_reuse_port(beside)?;
-    configure_receiver(&socket, group, false)?;
-    socket.bind(&SocketAddr::new(group, port).into())?;
-    membership(&SockRef::from(&socket), group, index, true)?;
-    sockets.push(GroupSocket {
-        group,
-        socket,
-        joined: 1,
-    });
-    Ok(())
-}
-
-fn membership(socket: &SockRef<'_>, group: IpAddr, index: u32, on: bool) -> io::Result<()> {
+fn membership(socket: &impl AsFd, group: IpAddr, index: u32, on: bool) -> io::Result<()> {
+    let socket = SockRef::from(socket);
     let interface = InterfaceIndexOrAddress::Index(index);
     match (group, on) {
         (IpAddr::V4(g), true) => socket.join_multicast_v4_n(&g, &interface),
@@ -177,11 +149,11 @@ mod tests {
             .set_multicast_if_v4(&Ipv4Addr::LOCALHOST)
             .unwrap();
         sender.send_to(b"last", (group(GROUPS - 1), port)).unwrap();
-        if let Some(own) = groups.sockets.last() {
-            assert_eq!(own.group, group(GROUPS - 1));
-            own.socket.set_nonblocking(false).unwrap();
+        if let Some((own, socket)) = groups.sockets.last() {
+            assert_eq!(*own, group(GROUPS - 1));
+            socket.set_nonblocking(false).unwrap();
             let mut buffer = [std::mem::MaybeUninit::uninit(); 8];
-            assert_eq!(own.socket.recv(&mut buffer).unwrap(), 4);
+            assert_eq!(socket.recv(&mut buffer).unwrap(), 4);
         }
 
         for n in 0..GROUPS {
@@ -191,7 +163,7 @@ mod tests {
         for n in 0..GROUPS {
             groups.leave(group(n), local, Some(main.as_fd()));
         }
-        assert_eq!((groups.sockets().count(), groups.counts.len()), (0, 0));
+        assert_eq!((groups.sockets().count(), groups.joined.len()), (0, 0));
         groups.join(group(0), local, Some(main.as_fd()), port).unwrap();
         assert_eq!(groups.sockets().count(), 0);
     }

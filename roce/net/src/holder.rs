@@ -11,9 +11,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use nix::unistd::geteuid;
 use roce_verbs::shown;
 
-use crate::{environment, sys};
+use crate::{environment, unix_table};
 
 /// Name of a broker's socket in its directory.
 pub const BROKER_SOCKET: &str = "broker.sock";
@@ -79,7 +80,7 @@ impl Owner {
         const SHARE: &str = "processes share an address if one broker serves them";
         match self {
             Self::Process { .. } => "end it, or give this device another address".into(),
-            Self::Broker { uid, .. } if *uid != sys::effective_user() => format!(
+            Self::Broker { uid, .. } if *uid != geteuid().as_raw() => format!(
                 "{SHARE}: for several users the system's (ferroce-broker.service, members of the group `ferroce`), for the containers \
                  of a pod one in a directory that they share ({BROKER_DIR_VARIABLE}); or give this device another address"
             ),
@@ -109,7 +110,7 @@ impl Owner {
 pub struct Holder {
     /// The bound address.
     pub addr: IpAddr,
-    /// Whose they are.
+    /// Their owner.
     pub owner: Owner,
     /// How many there are.
     pub sockets: usize,
@@ -120,12 +121,12 @@ pub struct Holder {
 pub fn port_holders(addr: IpAddr, port: u16) -> Vec<Holder> {
     let sockets = read_twice(|table| sockets_in_the_way(table, addr, port)).unwrap_or_default();
     let processes = processes_with(&sockets.iter().map(|bound| bound.inode).collect());
-    let table = fs::read("/proc/net/unix").unwrap_or_default();
+    let table = unix_table::read().unwrap_or_default();
     let own = process_sockets(Path::new("/proc/self/fd"));
     let seen = Seen {
         processes,
-        brokers: listening_brokers(&String::from_utf8_lossy(&table), &own),
-        may_be_kernel: sys::effective_user() == 0 && Path::new("/sys/module/rdma_rxe").exists(),
+        brokers: listening_brokers(&table, &own),
+        may_be_kernel: geteuid().as_raw() == 0 && Path::new("/sys/module/rdma_rxe").exists(),
     };
     grouped(&sockets, &seen)
 }
@@ -156,33 +157,25 @@ fn grouped(sockets: &BTreeSet<Bound>, seen: &Seen) -> Vec<Holder> {
     }
     let mut holders = Vec::new();
     for ((addr, uid), inodes) in by_user {
-        let processes = || inodes.iter().filter_map(|inode| seen.processes.get(inode));
-        let broker = processes().find_map(|p| Some((p.pid, p.broker.clone()?)));
-        let (visible, hidden): (Vec<u64>, Vec<u64>) = inodes.iter().partition(|i| seen.processes.contains_key(*i));
-        let unseen = !hidden.is_empty() && !seen.brokers.is_empty();
-        if broker.is_some() || unseen {
+        let processes: Vec<&Process> = inodes.iter().filter_map(|inode| seen.processes.get(inode)).collect();
+        let hidden = inodes.len() - processes.len();
+        let broker = processes.iter().find_map(|p| Some((p.pid, p.broker.clone()?)));
+        let mut owners = BTreeMap::<Owner, usize>::new();
+        if broker.is_some() || (hidden > 0 && !seen.brokers.is_empty()) {
             let (pid, dir) = broker.unzip();
             let sockets = dir.map_or_else(|| seen.brokers.clone(), |dir| vec![dir.join(BROKER_SOCKET)]);
-            let owner = Owner::Broker { uid, pid, sockets };
-            let sockets = inodes.len();
-            holders.push(Holder { addr, owner, sockets });
-            continue;
-        }
-        let mut owners = BTreeMap::<Owner, usize>::new();
-        for process in visible.iter().filter_map(|inode| seen.processes.get(inode)) {
-            let (pid, name) = (process.pid, process.name.clone());
-            *owners.entry(Owner::Process { pid, name, uid }).or_default() += 1;
-        }
-        if !hidden.is_empty() {
-            let kernel = seen.may_be_kernel && hidden.len() == 1 && addr.is_unspecified();
+            owners.insert(Owner::Broker { uid, pid, sockets }, inodes.len());
+        } else {
+            for process in processes {
+                let (pid, name) = (process.pid, process.name.clone());
+                *owners.entry(Owner::Process { pid, name, uid }).or_default() += 1;
+            }
+            let kernel = seen.may_be_kernel && hidden == 1 && addr.is_unspecified();
             let owner = if kernel { Owner::Kernel } else { Owner::Hidden { uid } };
-            owners.insert(owner, hidden.len());
+            owners.extend((hidden > 0).then_some((owner, hidden)));
         }
-        holders.extend(
-            owners
-                .into_iter()
-                .map(|(owner, sockets)| Holder { addr, owner, sockets }),
-        );
+        let holder = |(owner, sockets)| Holder { addr, owner, sockets };
+        holders.extend(owners.into_iter().map(holder));
     }
     holders
 }
@@ -323,17 +316,12 @@ fn broker_dir(cmdline: &[u8]) -> Option<PathBuf> {
     Some(PathBuf::from(String::from_utf8_lossy(dir).into_owned()))
 }
 
-/// The brokers' sockets that listen in this network namespace, in whichever container, without this process's own: of `/proc/net/unix`.
+/// Returns the brokers' sockets that listen in this network namespace, in whichever container, without this process's own.
 fn listening_brokers(table: &str, own: &BTreeSet<u64>) -> Vec<PathBuf> {
-    /// `__SO_ACCEPTCON` of `linux/net.h`.
-    const LISTENS: u32 = 1 << 16;
-    let sockets = table.lines().filter_map(|line| {
-        let mut fields = line.split_whitespace();
-        let flags = u32::from_str_radix(fields.nth(3)?, 16).ok()?;
-        let inode: u64 = fields.nth(2)?.parse().ok()?;
-        let path = Path::new(fields.next()?);
+    let sockets = unix_table::listening(table).filter_map(|(inode, path)| {
+        let path = Path::new(path);
         let is_broker = path.file_name().is_some_and(|name| name == BROKER_SOCKET);
-        (is_broker && flags & LISTENS != 0 && !own.contains(&inode)).then(|| path.to_owned())
+        (is_broker && !own.contains(&inode)).then(|| path.to_owned())
     });
     // Two containers may have the same path.
     sockets.collect::<BTreeSet<_>>().into_iter().collect()

@@ -1,31 +1,94 @@
 //! Interfaces and routes.
 
 use std::{
-    collections::BTreeMap,
     io,
     net::{IpAddr, SocketAddr, SocketAddrV6, UdpSocket},
     os::fd::AsFd,
 };
 
+use nix::{
+    ifaddrs::{InterfaceAddress, getifaddrs},
+    net::if_::InterfaceFlags,
+};
 use roce_verbs::{Mtu, PathMtus};
 
 use crate::sys;
-pub use sys::{Interface, InterfaceAddr, interface_addresses, interfaces};
+
+/// One network interface.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Interface {
+    /// Name.
+    pub name: String,
+    /// Number.
+    pub index: u32,
+    /// It is a loopback interface.
+    pub loopback: bool,
+    /// It is up.
+    pub up: bool,
+    /// It is up and has a link.
+    pub running: bool,
+    /// IPv4 and IPv6 addresses, in the kernel's order.
+    pub addresses: Vec<IpAddr>,
+}
+
+/// Flags of an interface that is up and has a carrier, as rdma_rxe's port. IFF_RUNNING follows the carrier up to a second later.
+const RUNNING: InterfaceFlags = InterfaceFlags::IFF_UP.union(InterfaceFlags::IFF_LOWER_UP);
+
+/// All interfaces of this network namespace, in the order of their numbers.
+///
+/// # Errors
+/// When the kernel can't tell.
+pub fn interfaces() -> io::Result<Vec<Interface>> {
+    Ok(fold(getifaddrs()?))
+}
+
+/// Puts the kernel's list, which has one entry for each interface and one for each address, together.
+fn fold(entries: impl Iterator<Item = InterfaceAddress>) -> Vec<Interface> {
+    let mut all: Vec<Interface> = Vec::new();
+    let (links, addresses): (Vec<_>, Vec<_>) = entries.partition(|e| link_index(e).is_some());
+    for link in links {
+        all.push(Interface {
+            index: link_index(&link).unwrap_or(0),
+            loopback: link.flags.contains(InterfaceFlags::IFF_LOOPBACK),
+            up: link.flags.contains(InterfaceFlags::IFF_UP),
+            running: link.flags.contains(RUNNING),
+            name: link.interface_name,
+            addresses: Vec::new(),
+        });
+    }
+    for entry in addresses {
+        // An address may have a label: the name, and more behind it.
+        let owners = all.iter_mut().filter(|i| entry.interface_name.starts_with(&i.name));
+        if let Some(owner) = owners.max_by_key(|i| i.name.len()) {
+            owner.addresses.extend(entry.address.as_ref().and_then(sys::ip_of));
+        }
+    }
+    all.sort_by_key(|i| i.index);
+    all
+}
+
+/// Returns the number of the interface that an entry is of itself.
+fn link_index(entry: &InterfaceAddress) -> Option<u32> {
+    let link = entry.address.as_ref()?.as_link_addr()?;
+    Some(link.ifindex() as u32)
+}
 
 /// The number of the interface that owns an address. Every address of 127.0.0.0/8 is the loopback interface's.
 ///
 /// # Errors
 /// `AddrNotAvailable` when no interface has it.
 pub fn index_of(addr: IpAddr) -> io::Result<u32> {
-    let all = interface_addresses()?;
-    owner(&all, addr).map(|i| i.index)
+    owner(addr).map(|i| i.index)
 }
 
-fn owner(all: &[InterfaceAddr], addr: IpAddr) -> io::Result<&InterfaceAddr> {
+fn owner(addr: IpAddr) -> io::Result<Interface> {
     let addr = addr.to_canonical();
-    all.iter()
-        .find(|i| i.ip == addr)
-        .or_else(|| all.iter().find(|i| i.loopback && addr.is_loopback() && addr.is_ipv4()))
+    let mut all = interfaces()?;
+    let loopback = |i: &Interface| i.loopback && !i.addresses.is_empty() && addr.is_loopback() && addr.is_ipv4();
+    let found = all.iter().position(|i| i.addresses.contains(&addr));
+    let found = found.or_else(|| all.iter().position(loopback));
+    found
+        .map(|at| all.swap_remove(at))
         .ok_or_else(|| io::ErrorKind::AddrNotAvailable.into())
 }
 
@@ -44,8 +107,7 @@ pub fn scoped(addr: IpAddr, port: u16) -> SocketAddr {
 /// # Errors
 /// `AddrNotAvailable` when no interface has it.
 pub fn interface_of(addr: IpAddr) -> io::Result<(String, u32)> {
-    let all = interface_addresses()?;
-    let name = owner(&all, addr)?.name.clone();
+    let name = owner(addr)?.name;
     let mtu = mtu_of(&name)?;
     Ok((name, mtu))
 }
@@ -68,20 +130,19 @@ pub fn path_mtus(addr: IpAddr) -> io::Result<PathMtus> {
     if !addr.is_unspecified() {
         return fits(interface_of(addr)?.1).map(PathMtus::from);
     }
-    let mut all = interface_addresses()?;
-    all.retain(|i| i.up);
-    let mut by_name = BTreeMap::new();
-    for i in &all {
-        if let (false, Ok(bytes)) = (by_name.contains_key(&i.name), mtu_of(&i.name)) {
-            by_name.insert(i.name.clone(), bytes);
-        }
-    }
+    let mut all = interfaces()?;
+    all.retain(|i| i.up && !i.addresses.is_empty());
+    let mtus: Vec<(&Interface, u32)> = all.iter().filter_map(|i| Some((i, mtu_of(&i.name).ok()?))).collect();
     // What is too small for RoCE holds nobody back; if nothing is left, the error says how small.
-    let most = *by_name.values().max().ok_or(io::ErrorKind::AddrNotAvailable)?;
-    let each = by_name.values().filter_map(|bytes| Mtu::for_interface(*bytes));
-    let usual = each.min().map_or_else(|| fits(most), Ok)?;
-    let of = |i: &InterfaceAddr| Some((i.ip, Mtu::for_interface(*by_name.get(&i.name)?)?));
-    Ok(PathMtus::new(usual, all.iter().filter_map(of).collect()))
+    let most = mtus.iter().map(|(_, bytes)| *bytes).max();
+    let most = most.ok_or(io::ErrorKind::AddrNotAvailable)?;
+    let fitting = mtus
+        .iter()
+        .filter_map(|(i, bytes)| Some((i, Mtu::for_interface(*bytes)?)));
+    let usual = fitting.clone().map(|(_, mtu)| mtu).min();
+    let usual = usual.map_or_else(|| fits(most), Ok)?;
+    let each = fitting.flat_map(|(i, mtu)| i.addresses.iter().map(move |ip| (*ip, mtu)));
+    Ok(PathMtus::new(usual, each.collect()))
 }
 
 fn fits(bytes: u32) -> io::Result<Mtu> {

@@ -15,14 +15,13 @@ pub mod iface;
 mod inbox;
 pub mod links;
 mod local;
-mod motor;
 pub mod names;
 pub mod neighbours;
 mod persist;
 pub mod places;
 mod progress;
-mod runtime;
 mod senders;
+mod sink;
 mod socket;
 pub mod socket_file;
 mod spin;
@@ -31,21 +30,22 @@ mod sync;
 mod sys;
 mod udp;
 mod undeliverable;
+mod unix_table;
 mod unsegmented;
 mod wait;
 mod wake;
 
 pub use clock::now;
 pub use datapath::{
-    Burst, Capabilities, DEFAULT_HOP_LIMIT, Datagram, Datapath, DatapathCounters, Received, Sent, Tap, Undeliverable,
+    Capabilities, DEFAULT_HOP_LIMIT, Datapath, DatapathCounters, Received, Sent, Tap, Undeliverable, packets,
 };
 pub use driver::{Driver, DriverConfig};
-pub use engine::EventSink;
 pub use fault_control::{FaultControl, FaultRequest, FaultTarget, RuleStatus};
 pub use inbox::Inbox;
-pub use local::{LocalConfig, LocalDriver};
-pub use motor::{Flush, Forward};
+pub use local::{Flush, Forward, LocalConfig, LocalDriver};
 pub use progress::Closed;
+pub use roce_port::Train;
+pub use sink::EventSink;
 pub use socket::{OpenError, UdpConfig};
 pub use spin::{Spin, SpinMode, Spinning};
 pub use steer::steer_group;

@@ -8,7 +8,7 @@ use std::{
 };
 
 use crate::{
-    iface::{interface_addresses, interfaces, mtu_of},
+    iface::{Interface, interfaces, mtu_of},
     sys,
 };
 
@@ -36,21 +36,16 @@ struct LinkState {
 type Picture = BTreeMap<String, LinkState>;
 
 fn picture() -> io::Result<Picture> {
-    let mut all: Picture = BTreeMap::new();
-    for link in interfaces()? {
-        let mtu = mtu_of(&link.name).unwrap_or(0);
-        let entry = all.entry(link.name).or_default();
-        (entry.running, entry.mtu) = (link.running, mtu);
-    }
-    for a in interface_addresses()? {
-        if let Some(link) = all.get_mut(&a.name) {
-            link.addresses.push(a.ip);
-        }
-    }
-    for link in all.values_mut() {
+    let state = |mut link: Interface| {
         link.addresses.sort_unstable();
-    }
-    Ok(all)
+        let state = LinkState {
+            running: link.running,
+            mtu: mtu_of(&link.name).unwrap_or(0),
+            addresses: link.addresses,
+        };
+        (link.name, state)
+    };
+    Ok(interfaces()?.into_iter().map(state).collect())
 }
 
 /// Differences between two pictures.

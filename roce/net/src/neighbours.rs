@@ -10,7 +10,7 @@ use socket2::Socket;
 
 use crate::{
     iface::scoped,
-    sys::{self, Rtnetlink},
+    sys::{self, Rtnetlink, attribute, number},
 };
 
 /// The discard service, to which rdma-core sends for the same purpose (`libibverbs/neigh.c`).
@@ -55,23 +55,6 @@ fn put(to: &mut Vec<u8>, kind: u16, value: &[u8]) {
     to.extend(value);
 }
 
-/// Finds an attribute.
-fn find(mut from: &[u8], wanted: u16) -> Option<&[u8]> {
-    loop {
-        let (head, _) = from.split_first_chunk::<4>()?;
-        let len = usize::from(u16::from_ne_bytes([head[0], head[1]]));
-        let value = from.get(4..len)?;
-        if u16::from_ne_bytes([head[2], head[3]]) == wanted {
-            return Some(value);
-        }
-        from = from.get(len.next_multiple_of(4)..)?;
-    }
-}
-
-fn number(bytes: &[u8]) -> Option<u32> {
-    Some(u32::from_ne_bytes(*bytes.first_chunk()?))
-}
-
 /// The first hop of a route.
 #[derive(Debug, PartialEq, Eq)]
 struct Hop {
@@ -85,11 +68,11 @@ fn hop(route: &[u8], peer: IpAddr) -> Option<Hop> {
         return None;
     }
     let attributes = route.get(ROUTE..)?;
-    let gateway = find(attributes, libc::RTA_GATEWAY).and_then(address);
+    let gateway = attribute(attributes, libc::RTA_GATEWAY).and_then(address);
     // An IPv4 route by an IPv6 gateway: its family, then its address.
-    let via = || find(attributes, RTA_VIA).and_then(|via| address(via.get(2..)?));
+    let via = || attribute(attributes, RTA_VIA).and_then(|via| address(via.get(2..)?));
     Some(Hop {
-        interface: number(find(attributes, libc::RTA_OIF)?)?,
+        interface: number(attribute(attributes, libc::RTA_OIF)?)?,
         neighbour: gateway.or_else(via).unwrap_or(peer),
     })
 }
@@ -151,9 +134,7 @@ impl Neighbours {
 
     /// Whether an interface resolves addresses at all (`IFF_NOARP`, `IFF_LOOPBACK`).
     fn resolves(&self, interface: u32) -> io::Result<bool> {
-        let mut request = [0; size_of::<[u32; 4]>()];
-        request[4..8].copy_from_slice(&interface.to_ne_bytes());
-        let link = self.requests.ask(libc::RTM_GETLINK, &request)?;
+        let link = self.requests.link(interface)?;
         let flags = link.get(8..).and_then(number).ok_or(io::ErrorKind::UnexpectedEof)?;
         Ok(flags & (libc::IFF_NOARP | libc::IFF_LOOPBACK) as u32 == 0)
     }
@@ -247,8 +228,8 @@ mod tests {
         for len in 0..whole.len() {
             assert_eq!(hop(&whole[..len], "10.0.0.9".parse().unwrap()), None, "{len}");
         }
-        assert_eq!(find(&[3, 0, 1, 0], 1), None, "shorter than its header");
-        assert_eq!(find(&[0; 8], 1), None);
+        assert_eq!(attribute(&[3, 0, 1, 0], 1), None, "shorter than its header");
+        assert_eq!(attribute(&[0; 8], 1), None);
     }
 
     #[test]

@@ -1,113 +1,95 @@
 //! The thread that makes memory persistent for peers' FLUSHes, with no lock of the port held. It begins with the first of them.
 
 use std::{
-    collections::VecDeque,
-    sync::Arc,
+    sync::{
+        Arc,
+        mpsc::{Receiver, Sender, channel},
+    },
     thread::{self, ThreadId},
 };
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 use roce_port::{Persisted, Persisting};
 
 use crate::sys;
 
-/// Takes what is done. False: nobody is there any more.
+/// Takes a finished job. False: the port is gone.
 pub(crate) type Report = dyn Fn(Persisted) -> bool + Send + Sync;
 
 #[derive(Default)]
 struct State {
-    jobs: VecDeque<Persisting>,
-    /// The thread is at one.
-    busy: bool,
-    /// Of those that it has begun.
-    begun: u64,
     closed: bool,
-    thread: Option<sys::Thread>,
+    worker: Option<(Sender<Persisting>, sys::Thread)>,
+    /// Identifier of the thread, also after [`Persister::close`].
     id: Option<ThreadId>,
 }
 
-/// See the module. The lock in it is the last in the order: nothing is called under it.
+/// Jobs of the thread. Both locks are leaf locks.
 #[derive(Default)]
 pub(crate) struct Persister {
     state: Mutex<State>,
-    changed: Condvar,
+    /// Held during a job.
+    job: Mutex<()>,
 }
 
 impl Persister {
-    /// Has it done; `report` is called when it is. Starts the thread if there is none.
+    /// Queues a job; `report` is called when it is done. Starts the thread if there is none.
     pub(crate) fn push(self: &Arc<Self>, job: Persisting, report: &Arc<Report>) {
         let mut state = self.state.lock();
         if state.closed {
             return;
         }
-        state.jobs.push_back(job);
-        if state.thread.is_none() {
+        if state.worker.is_none() {
+            let (jobs, queue) = channel();
             let (this, report) = (self.clone(), report.clone());
-            match sys::Thread::start("roce persist", move || this.work(&*report)) {
+            match sys::Thread::start("roce persist", move || this.work(&queue, &*report)) {
                 Ok(thread) => {
                     state.id = Some(thread.id());
-                    state.thread = Some(thread);
+                    state.worker = Some((jobs, thread));
                 }
                 // The peer asks again and gives up in the end.
                 Err(e) => tracing::error!("no thread to make memory persistent: {e}"),
             }
         }
-        drop(state);
-        self.changed.notify_all();
+        if let Some((jobs, _)) = &state.worker {
+            // The thread has ended because the port is gone.
+            let _ = jobs.send(job);
+        }
     }
 
-    fn work(&self, report: &Report) {
-        while let Some(job) = self.next() {
+    fn work(&self, queue: &Receiver<Persisting>, report: &Report) {
+        while let Ok(job) = queue.recv() {
+            if self.state.lock().closed {
+                return;
+            }
+            let running = self.job.lock();
             let done = job.run();
-            self.state.lock().busy = false;
-            self.changed.notify_all();
+            drop(running);
             if !report(done) {
                 return;
             }
         }
     }
 
-    fn next(&self) -> Option<Persisting> {
-        let mut state = self.state.lock();
-        loop {
-            if state.closed {
-                return None;
-            }
-            if let Some(job) = state.jobs.pop_front() {
-                state.busy = true;
-                state.begun += 1;
-                return Some(job);
-            }
-            self.changed.wait(&mut state);
-        }
-    }
-
-    /// Returns when what is being made persistent at the time of the call is. What has not begun finds memory that was taken back
-    /// before, and leaves it alone.
+    /// Returns when the job that runs at the time of the call is done. A job that has not begun finds that memory was revoked before, and
+    /// leaves it alone.
     pub(crate) fn pass(&self) {
-        let mut state = self.state.lock();
-        // It may be called by what it calls.
-        if state.id == Some(thread::current().id()) {
-            return;
-        }
-        let begun = state.begun;
-        while state.busy && state.begun == begun {
-            self.changed.wait(&mut state);
+        // A job may call the program, which may deregister memory.
+        if self.state.lock().id != Some(thread::current().id()) {
+            drop(self.job.lock());
         }
     }
 
-    /// Ends the thread, which finishes what it is at.
+    /// Ends the thread, which finishes its job.
     pub(crate) fn close(&self) {
-        let thread = {
+        let worker = {
             let mut state = self.state.lock();
             state.closed = true;
-            state.jobs.clear();
-            state.thread.take()
+            state.worker.take()
         };
-        self.changed.notify_all();
-        if let Some(thread) = thread
-            && !thread.finish()
-        {
+        let Some((jobs, thread)) = worker else { return };
+        drop(jobs);
+        if !thread.finish() {
             tracing::error!("the thread that makes memory persistent had panicked, or does not end");
         }
     }

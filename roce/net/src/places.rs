@@ -54,25 +54,17 @@ pub struct Peer {
     pub trusted: bool,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum State<T> {
-    /// Its handshake, or first request, is awaited since then.
-    HalfOpen {
-        since: T,
-    },
-    Open,
-}
-
 #[derive(Debug)]
 struct Place<T> {
     id: u64,
     peer: Peer,
-    state: State<T>,
+    /// Time since which its handshake, or first request, is awaited. `None`: it is open.
+    half_open: Option<T>,
 }
 
 impl<T> Place<T> {
     const fn is_open(&self) -> bool {
-        matches!(self.state, State::Open)
+        self.half_open.is_none()
     }
 }
 
@@ -186,12 +178,12 @@ impl<T: Copy + Ord + Add<Duration, Output = T>> Places<T> {
     pub fn spared_until(&self, peer: Peer, spare: Duration, now: T) -> Option<T> {
         self.check_open(&peer).ok()?;
         let victim = self.victim(&peer)?;
-        let State::HalfOpen { since } = victim.state else {
-            return None;
-        };
         let yields = (peer.trusted && !victim.peer.trusted)
             || self.half_open_of(&victim.peer) > self.half_open_of(&peer) + usize::from(victim.peer != peer);
-        Some(since + spare).filter(|until| *until > now && !yields)
+        victim
+            .half_open
+            .map(|since| since + spare)
+            .filter(|until| *until > now && !yields)
     }
 
     /// Gives a connection a place, in which it is half-open. Where the limit of its peer, or of all, is reached, the oldest half-open
@@ -205,11 +197,24 @@ impl<T: Copy + Ord + Add<Duration, Output = T>> Places<T> {
         if let Some(id) = evicted {
             self.leave(id);
         }
+        let id = self.push(peer, Some(now));
+        Ok(Entered { id, evicted })
+    }
+
+    /// Gives a place that is open from the start, without a handshake.
+    ///
+    /// # Errors
+    /// When as many are open as may be.
+    pub fn take(&mut self, peer: Peer) -> Result<u64, Full> {
+        self.check_open(&peer)?;
+        Ok(self.push(peer, None))
+    }
+
+    fn push(&mut self, peer: Peer, half_open: Option<T>) -> u64 {
         let id = self.next_id;
         self.next_id += 1;
-        let state = State::HalfOpen { since: now };
-        self.taken.push(Place { id, peer, state });
-        Ok(Entered { id, evicted })
+        self.taken.push(Place { id, peer, half_open });
+        id
     }
 
     /// Its handshake is over, or its first request has arrived: it is neither evicted nor expires from here on.
@@ -227,7 +232,7 @@ impl<T: Copy + Ord + Add<Duration, Output = T>> Places<T> {
             self.taken.remove(at);
             return Err(Refusal::Full(full));
         }
-        self.taken[at].state = State::Open;
+        self.taken[at].half_open = None;
         Ok(())
     }
 
@@ -238,16 +243,15 @@ impl<T: Copy + Ord + Add<Duration, Output = T>> Places<T> {
 
     /// When the next half-open connection has had this time.
     pub fn deadline(&self, time: Duration) -> Option<T> {
-        let deadlines = self.taken.iter().filter_map(|place| match place.state {
-            State::HalfOpen { since } => Some(since + time),
-            State::Open => None,
-        });
-        deadlines.min()
+        self.taken
+            .iter()
+            .filter_map(|place| Some(place.half_open? + time))
+            .min()
     }
 
     /// Takes their places from half-open connections that have had this time, whatever has arrived from them.
     pub fn expire(&mut self, time: Duration, now: T) -> Vec<u64> {
-        let late = |place: &Place<T>| matches!(place.state, State::HalfOpen { since } if since + time <= now);
+        let late = |place: &Place<T>| place.half_open.is_some_and(|since| since + time <= now);
         let expired = self.taken.extract_if(.., |place| late(place));
         expired.map(|place| place.id).collect()
     }
@@ -283,6 +287,18 @@ mod tests {
         assert_eq!(entered.evicted, None);
         assert_eq!(places.open(entered.id), Ok(()));
         entered.id
+    }
+
+    #[test]
+    fn places_without_a_handshake_have_the_same_limits() {
+        let mut places: Places<Instant> = Places::new(LIMITS);
+        let mut take = |who, times: usize| (0..times).try_for_each(|_| places.take(user(who)).map(drop));
+        assert_eq!(
+            (take(7, 3), take(7, 1)),
+            (Ok(()), Err(Full::Peer(Identity::User(7), 3)))
+        );
+        assert_eq!((take(8, 3), take(9, 1)), (Ok(()), Err(Full::All(6))));
+        assert_eq!((take(0, 2), take(0, 1)), (Ok(()), Err(Full::All(8))));
     }
 
     #[test]

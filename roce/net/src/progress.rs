@@ -21,7 +21,7 @@
 //! The port and its environment are traits, and locks and atomics come from `crate::sync`: `tests/progress.rs` compiles this file with
 //! shuttle's.
 
-use std::{thread, time::Duration};
+use std::{sync::Arc, thread, time::Duration};
 
 use roce_verbs::Instant;
 
@@ -31,7 +31,7 @@ use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering,
 pub(crate) const LEASE: Duration = Duration::from_micros(100);
 /// Longest lease, where arming a near timer takes [`EXPENSIVE_TIMER`]. Half of it is still beyond the next tick of most kernels.
 const LONGEST_LEASE: Duration = Duration::from_millis(8);
-const EXPENSIVE_TIMER: Duration = Duration::from_micros(4);
+pub(crate) const EXPENSIVE_TIMER: Duration = Duration::from_micros(4);
 /// Part of the time for which a program has polled that its peers may wait, once, when it stops.
 const STREAK_SHARE: u32 = 16;
 /// Time without a poll that counts as a pause: longer than most preemptions.
@@ -54,10 +54,8 @@ pub(crate) enum Work {
 
 /// Port that threads advance under the lock.
 pub(crate) trait Advance {
-    /// Receives, runs timers that are due, and sends all that is due.
-    fn pass(&mut self, now: Instant) -> Work;
-    /// Does the same in a poller, which calls again soon: timers that the last pass left are still armed.
-    fn poll(&mut self, now: Instant) -> Work;
+    /// Receives, runs timers that are due, and sends all that is due. `polls`: in a poller, which calls again soon.
+    fn pass(&mut self, now: Instant, polls: bool) -> Work;
     /// Wakes the progress thread for the next timer.
     fn arm(&mut self, now: Instant);
     /// Returns the number of datagrams received so far.
@@ -97,7 +95,7 @@ pub struct Closed;
 /// Port behind its lock, and the state that decides who advances it.
 pub(crate) struct Progress<P: Advance, E: Environment> {
     port: Mutex<P>,
-    env: E,
+    env: Arc<E>,
     closed: AtomicBool,
     /// Set by the progress thread when it finds the lock taken.
     wanted: AtomicBool,
@@ -143,7 +141,7 @@ impl<P: Advance, E: Environment> Guard<'_, P, E> {
 }
 
 impl<P: Advance, E: Environment> Progress<P, E> {
-    pub(crate) fn new(port: P, env: E) -> Self {
+    pub(crate) fn new(port: P, env: Arc<E>) -> Self {
         Self {
             port: Mutex::new(port),
             env,
@@ -191,26 +189,29 @@ impl<P: Advance, E: Environment> Progress<P, E> {
         self.guard(self.port.try_lock()?)
     }
 
-    /// Calls the port under the lock.
+    /// Calls the port under the lock, with the time.
     ///
     /// # Errors
     /// When the port is closed, or another process's.
-    pub(crate) fn with<R>(&self, call: impl FnOnce(&mut P) -> R) -> Result<R, Closed> {
+    pub(crate) fn with<R>(&self, call: impl FnOnce(&mut P, Instant) -> R) -> Result<R, Closed> {
         if self.is_closed() || self.env.is_inherited() {
             return Err(Closed);
         }
         let mut guard = self.guard(self.port.lock()).ok_or(Closed)?;
-        let result = call(&mut guard.port);
+        let result = call(&mut guard.port, self.env.now());
         drop(guard);
         self.serve_wanted();
         Ok(result)
     }
 
-    /// Calls the port under the lock even if it is closed: for reading, and for clean-up.
-    pub(crate) fn with_closed<R>(&self, call: impl FnOnce(&mut P) -> R) -> R {
+    /// Calls the port under the lock even if it is closed: for reading, and for clean-up. `None`: it is another process's.
+    pub(crate) fn with_closed<R>(&self, call: impl FnOnce(&mut P) -> R) -> Option<R> {
+        if self.env.is_inherited() {
+            return None;
+        }
         let result = call(&mut self.port.lock());
         self.serve_wanted();
-        result
+        Some(result)
     }
 
     /// Makes a pass for the progress thread if it found the lock taken. Called after each release of the lock.
@@ -225,7 +226,7 @@ impl<P: Advance, E: Environment> Progress<P, E> {
             let Some(mut guard) = self.try_lock() else { return };
             self.wanted.store(false, Ordering::Relaxed);
             let now = self.env.now();
-            if guard.port.pass(now) != Work::None {
+            if guard.port.pass(now, false) != Work::None {
                 self.env.wake_by(now, now);
             }
         }
@@ -310,7 +311,7 @@ impl<P: Advance, E: Environment> Progress<P, E> {
         self.note_pause(now);
         self.renew_lease(now);
         let before = guard.port.datagrams();
-        let work = guard.port.poll(now);
+        let work = guard.port.pass(now, true);
         let received = guard.port.datagrams() != before;
         // A pass of bulk data takes longer than a lease.
         let end = if received { self.env.now() } else { now };
@@ -382,7 +383,7 @@ impl<P: Advance, E: Environment> Progress<P, E> {
             self.env.wake_by(now, now + LEASE);
             return None;
         }
-        self.with(|port| port.pass(now) != Work::None).ok()
+        self.with(|port, now| port.pass(now, false) != Work::None).ok()
     }
 
     /// Ends a wait. `owns`: packets woke the calling thread. `more`: its last pass left something to do.
@@ -439,7 +440,7 @@ impl<P: Advance, E: Environment> Progress<P, E> {
                 break;
             }
             let before = guard.port.datagrams();
-            let work = guard.port.pass(self.env.now());
+            let work = guard.port.pass(self.env.now(), false);
             received += guard.port.datagrams() - before;
             guard.release();
             if work == Work::None || self.is_closed() {

@@ -1,12 +1,13 @@
 //! The sockets that packets leave from. A flow has the same source port whatever the IP version.
 
-use std::{io, net::IpAddr, os::fd::AsFd as _};
+use std::{io, net::IpAddr};
 
-use socket2::Socket;
+use nix::sys::socket::{setsockopt, sockopt::SndBufForce};
+use socket2::{SockFilter, Socket};
 
 use crate::{
     iface,
-    socket::{OpenError, context, enlarge, new_socket},
+    socket::{OpenError, context, new_socket},
     sys,
 };
 
@@ -51,8 +52,15 @@ fn bind_one_of(addrs: &[IpAddr], ports: impl Iterator<Item = u16>) -> Result<(u1
 
 fn new_sender(addr: IpAddr) -> Result<Socket, OpenError> {
     let socket = new_socket(addr)?;
-    sys::drop_all_received(socket.as_fd()).map_err(context("attaching a filter to a sending socket"))?;
-    enlarge(&socket, libc::SO_SNDBUF, libc::SO_SNDBUFFORCE, SEND_BUFFER).map_err(context("setting the send buffer"))?;
+    // What arrives there is dropped before it is queued.
+    let accept_nothing = SockFilter::new((libc::BPF_RET | libc::BPF_K) as u16, 0, 0, 0);
+    let attached = socket.attach_filter(&[accept_nothing]);
+    attached.map_err(context("attaching a filter to a sending socket"))?;
+    // Past the system's limit with CAP_NET_ADMIN.
+    if setsockopt(&socket, SndBufForce, &SEND_BUFFER).is_err() {
+        let set = socket.set_send_buffer_size(SEND_BUFFER);
+        set.map_err(context("setting the send buffer"))?;
+    }
     Ok(socket)
 }
 

@@ -90,16 +90,9 @@ pub(crate) fn family_addresses(addr: IpAddr) -> Vec<IpAddr> {
 }
 
 impl Family {
-    /// Binds the receiving socket.
-    pub(crate) fn open(config: &UdpConfig, addr: IpAddr) -> Result<Self, OpenError> {
-        let main = new_socket(addr)?;
-        bind_receiver(&main, config, addr)?;
-        Self::of(main, addr)
-    }
-
     /// Sets up a bound socket as the receiving one. There are none to send from yet.
     pub(crate) fn of(main: Socket, addr: IpAddr) -> Result<Self, OpenError> {
-        configure_receiver(&main, addr, addr.is_unspecified()).map_err(context("setting up the receiving socket"))?;
+        configure_receiver(&main, addr).map_err(context("setting up the receiving socket"))?;
         Ok(Self {
             main,
             senders: vec![],
@@ -157,28 +150,32 @@ pub(crate) fn new_socket(addr: IpAddr) -> Result<Socket, OpenError> {
 fn set_up(socket: &Socket, addr: IpAddr) -> io::Result<()> {
     let set = |level, name, value| sys::set_int(socket.as_fd(), level, name, value);
     let hops = i32::from(DEFAULT_HOP_LIMIT);
-    let done = match addr {
-        IpAddr::V4(_) => set(libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::IP_PMTUDISC_PROBE)
-            .and_then(|()| set(libc::IPPROTO_IP, libc::IP_TTL, hops))
-            .and_then(|()| set(libc::IPPROTO_IP, libc::IP_MULTICAST_TTL, hops))
-            // Groups that only other sockets have joined are not received.
-            .and_then(|()| set(libc::IPPROTO_IP, libc::IP_MULTICAST_ALL, 0)),
-        IpAddr::V6(_) => set(libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER, libc::IPV6_PMTUDISC_PROBE)
-            .and_then(|()| set(libc::IPPROTO_IPV6, libc::IPV6_UNICAST_HOPS, hops))
-            .and_then(|()| set(libc::IPPROTO_IPV6, libc::IPV6_MULTICAST_HOPS, hops))
-            .and_then(|()| set(libc::IPPROTO_IPV6, sys::IPV6_MULTICAST_ALL, 0)),
-    };
-    done.and_then(|()| socket.set_nonblocking(true))
+    // Groups that only other sockets have joined are not received.
+    match addr {
+        IpAddr::V4(_) => {
+            set(libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::IP_PMTUDISC_PROBE)?;
+            set(libc::IPPROTO_IP, libc::IP_TTL, hops)?;
+            set(libc::IPPROTO_IP, libc::IP_MULTICAST_TTL, hops)?;
+            set(libc::IPPROTO_IP, libc::IP_MULTICAST_ALL, 0)?;
+        }
+        IpAddr::V6(_) => {
+            set(libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER, libc::IPV6_PMTUDISC_PROBE)?;
+            set(libc::IPPROTO_IPV6, libc::IPV6_UNICAST_HOPS, hops)?;
+            set(libc::IPPROTO_IPV6, libc::IPV6_MULTICAST_HOPS, hops)?;
+            set(libc::IPPROTO_IPV6, sys::IPV6_MULTICAST_ALL, 0)?;
+        }
+    }
+    socket.set_nonblocking(true)
 }
 
 /// Sets the options of a receiving socket.
-pub(crate) fn configure_receiver(socket: &Socket, addr: IpAddr, unspecified: bool) -> io::Result<()> {
+pub(crate) fn configure_receiver(socket: &Socket, addr: IpAddr) -> io::Result<()> {
     let set = |level, name| sys::set_int(socket.as_fd(), level, name, 1);
     match addr {
         IpAddr::V4(_) => {
             set(libc::IPPROTO_IP, libc::IP_RECVTOS)?;
             set(libc::IPPROTO_IP, libc::IP_RECVTTL)?;
-            if unspecified {
+            if addr.is_unspecified() {
                 set(libc::IPPROTO_IP, libc::IP_PKTINFO)?;
             }
         }
@@ -187,22 +184,10 @@ pub(crate) fn configure_receiver(socket: &Socket, addr: IpAddr, unspecified: boo
             set(libc::IPPROTO_IPV6, libc::IPV6_RECVHOPLIMIT)?;
             // rdma_rxe sends UDP checksum 0, which the kernel would drop.
             set(libc::SOL_UDP, libc::UDP_NO_CHECK6_RX)?;
-            if unspecified {
+            if addr.is_unspecified() {
                 set(libc::IPPROTO_IPV6, libc::IPV6_RECVPKTINFO)?;
             }
         }
     }
     Ok(())
-}
-
-/// Sets a buffer size, bytes, past the system's limit with CAP_NET_ADMIN. Returns the size that was granted.
-pub(crate) fn enlarge(socket: &Socket, name: i32, force: i32, bytes: usize) -> io::Result<usize> {
-    let value = i32::try_from(bytes).unwrap_or(i32::MAX / 2);
-    // The kernel doubles the value, to make room for its own overhead.
-    sys::set_int(socket.as_fd(), libc::SOL_SOCKET, force, value)
-        .or_else(|_| sys::set_int(socket.as_fd(), libc::SOL_SOCKET, name, value))?;
-    Ok(match name {
-        libc::SO_RCVBUF => socket.recv_buffer_size()?,
-        _ => socket.send_buffer_size()?,
-    })
 }

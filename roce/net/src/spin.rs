@@ -85,15 +85,6 @@ impl Spinning {
     }
 }
 
-/// Result of a spin.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Spun {
-    /// Duration.
-    time: Duration,
-    /// Whether there was work before it ended.
-    found: bool,
-}
-
 /// Decides how long to spin.
 ///
 /// The time between two pieces of work of a sleeping thread says little: the peer may sleep too, and each waits for the other's wake-up.
@@ -147,7 +138,7 @@ impl Spin {
         let time = now.saturating_since(spinning.begun);
         // A spin that was cut short could not find anything.
         if found || time >= spinning.wanted {
-            self.ended(now, Spun { time, found });
+            self.ended(now, time, found);
         }
     }
 
@@ -161,13 +152,13 @@ impl Spin {
         }
     }
 
-    fn ended(&mut self, now: Instant, spun: Spun) {
-        if spun.time >= TAKEN {
+    fn ended(&mut self, now: Instant, time: Duration, found: bool) {
+        if time >= TAKEN {
             self.forget();
             self.not_before = now + REST_OF_TAKEN;
             return;
         }
-        self.successes = self.successes << 1 | u64::from(spun.found);
+        self.successes = self.successes << 1 | u64::from(found);
         self.remembered = (self.remembered + 1).min(REMEMBERED);
         let pays = self.successes.count_ones() * 2 >= self.remembered;
         if !pays && self.remembered >= TRIAL {
@@ -196,10 +187,6 @@ mod tests {
         Duration::from_micros(n)
     }
 
-    fn spun(n: u64, found: bool) -> Spun {
-        Spun { time: us(n), found }
-    }
-
     #[test]
     fn modes_are_read_and_shown() {
         for (text, mode) in [
@@ -221,7 +208,7 @@ mod tests {
         let mut spin = Spin::new(SpinMode::Auto);
         assert_eq!(spin.budget(at(0)), MOST);
         for n in 0..1000 {
-            spin.ended(at(n), spun(10, n % 2 == 0));
+            spin.ended(at(n), us(10), n % 2 == 0);
             assert_eq!(spin.budget(at(n)), MOST, "{n}: half of them pay");
         }
     }
@@ -233,17 +220,17 @@ mod tests {
         for rest in [10, 20, 40, 80, 160, 320, 640, 640] {
             for n in 0..TRIAL {
                 assert_eq!(spin.budget(at(now)), MOST, "spin {n} before a rest of {rest} ms");
-                spin.ended(at(now), spun(50, false));
+                spin.ended(at(now), us(50), false);
             }
             now += rest * 1000;
             assert_eq!(spin.budget(at(now - 1)), Duration::ZERO, "{rest} ms");
         }
         // Success makes the next rest short again.
         for _ in 0..REMEMBERED {
-            spin.ended(at(now), spun(10, true));
+            spin.ended(at(now), us(10), true);
         }
         while spin.budget(at(now)) != Duration::ZERO {
-            spin.ended(at(now), spun(50, false));
+            spin.ended(at(now), us(50), false);
         }
         assert_eq!(spin.budget(at(now + 9_999)), Duration::ZERO);
         assert_eq!(spin.budget(at(now + 10_000)), MOST);
@@ -253,11 +240,11 @@ mod tests {
     fn only_the_history_counts() {
         let mut spin = Spin::new(SpinMode::Auto);
         for _ in 0..1000 {
-            spin.ended(at(0), spun(10, true));
+            spin.ended(at(0), us(10), true);
         }
         let mut failures = 0;
         while spin.budget(at(0)) != Duration::ZERO {
-            spin.ended(at(0), spun(50, false));
+            spin.ended(at(0), us(50), false);
             failures += 1;
         }
         assert_eq!(failures, REMEMBERED / 2 + 1);
@@ -267,10 +254,10 @@ mod tests {
     fn a_spin_that_another_thread_made_long_is_followed_by_a_rest() {
         let mut spin = Spin::new(SpinMode::Auto);
         // The peer's turn.
-        spin.ended(at(0), spun(300, true));
+        spin.ended(at(0), us(300), true);
         assert_eq!(spin.budget(at(0)), MOST);
         for (n, found) in [(0, true), (1_000_000, false)] {
-            spin.ended(at(n), spun(3000, found));
+            spin.ended(at(n), us(3000), found);
             assert_eq!(spin.budget(at(n + 99_999)), Duration::ZERO);
             assert_eq!(spin.budget(at(n + 100_000)), MOST);
         }
@@ -305,7 +292,7 @@ mod tests {
         for (mode, time) in [(SpinMode::Off, Duration::ZERO), (SpinMode::For(us(30)), us(30))] {
             let mut spin = Spin::new(mode);
             for _ in 0..100 {
-                spin.ended(at(0), spun(50, false));
+                spin.ended(at(0), us(50), false);
             }
             assert_eq!(spin.budget(at(0)), time);
         }

@@ -11,14 +11,12 @@ use std::{
     sync::Arc,
 };
 
+use nix::sys::socket::{setsockopt, sockopt::AttachReusePortCbpf};
 use roce_bth::Qpn;
 use roce_port::Steering;
 use socket2::Socket;
 
-use crate::{
-    socket::{OpenError, UdpConfig, bind_receiver, context, family_addresses, new_socket},
-    sys,
-};
+use crate::socket::{Family, OpenError, UdpConfig, bind_receiver, context, family_addresses, new_socket};
 
 /// `BPF_A` of `linux/filter.h`: returns the accumulator.
 const BPF_A: u32 = 0x10;
@@ -26,34 +24,25 @@ const BPF_A: u32 = 0x10;
 /// Index of the socket: the top bits of the destination queue pair number, bytes 5 to 7 of the BTH. Socket 0 gets what is not a
 /// shard's, and (a load beyond the end returns 0) what is too short.
 fn program(steering: Steering) -> [libc::sock_filter; 7] {
-    let jump = |code: u32, jt: u8, jf: u8, k: u32| libc::sock_filter {
+    let op = |code: u32, jt: u8, k: u32| libc::sock_filter {
         code: code as u16,
         jt,
-        jf,
+        jf: 0,
         k,
     };
-    let op = |code: u32, k: u32| jump(code, 0, 0, k);
+    let multicast = Qpn::MULTICAST.value();
     [
-        op(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 4),
-        op(libc::BPF_ALU | libc::BPF_AND | libc::BPF_K, Qpn::MULTICAST.value()),
-        jump(
-            libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K,
-            3,
-            0,
-            Qpn::MULTICAST.value(),
-        ),
+        op(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 4),
+        op(libc::BPF_ALU | libc::BPF_AND | libc::BPF_K, 0, multicast),
+        op(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 3, multicast),
         op(
             libc::BPF_ALU | libc::BPF_RSH | libc::BPF_K,
+            0,
             24 - u32::from(steering.bits()),
         ),
-        jump(
-            libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K,
-            1,
-            0,
-            steering.shards() as u32,
-        ),
-        op(libc::BPF_RET | BPF_A, 0),
-        op(libc::BPF_RET | libc::BPF_K, 0),
+        op(libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K, 1, steering.shards() as u32),
+        op(libc::BPF_RET | BPF_A, 0, 0),
+        op(libc::BPF_RET | libc::BPF_K, 0, 0),
     ]
 }
 
@@ -63,62 +52,69 @@ fn program(steering: Steering) -> [libc::sock_filter; 7] {
 /// # Errors
 /// When the socket is in no group, or the kernel refuses the program.
 pub fn steer_group(socket: BorrowedFd<'_>, program: &mut [libc::sock_filter]) -> io::Result<()> {
-    sys::attach_program(socket, libc::SO_ATTACH_REUSEPORT_CBPF, program)
+    let program = libc::sock_fprog {
+        len: u16::try_from(program.len()).map_err(|_| io::ErrorKind::InvalidInput)?,
+        filter: program.as_mut_ptr(),
+    };
+    Ok(setsockopt(&socket, AttachReusePortCbpf, &program)?)
 }
 
-/// One shard's receiving sockets: one for each IP version.
-pub(crate) struct ShardSockets {
-    pub(crate) sockets: Vec<(IpAddr, Socket)>,
+/// Receiving sockets of a shard.
+pub(crate) struct Receivers {
+    /// One for each IP version.
+    pub(crate) families: Vec<Family>,
     /// All sockets of the groups: were one closed, the last would move into its place.
     pub(crate) held: Vec<Arc<OwnedFd>>,
 }
 
-/// Binds a group for each IP version of the address; what each shard has of them.
-pub(crate) fn open_groups(config: &UdpConfig, steering: Steering) -> Result<Vec<ShardSockets>, OpenError> {
-    let mut shards: Vec<Vec<(IpAddr, Socket)>> = (0..steering.shards()).map(|_| Vec::new()).collect();
+/// Binds a group of sockets for each IP version of the address, with a member for each shard. Without steering it binds one socket that
+/// no other can join.
+pub(crate) fn open_receivers(config: &UdpConfig, steering: Option<Steering>) -> Result<Vec<Receivers>, OpenError> {
+    let count = steering.map_or(1, Steering::shards);
+    let mut shards: Vec<Vec<Family>> = (0..count).map(|_| Vec::new()).collect();
     for addr in family_addresses(config.addr) {
-        match open_group(config, addr, steering) {
-            Ok(group) => {
-                for (shard, socket) in shards.iter_mut().zip(group) {
-                    shard.push((addr, socket));
-                }
-            }
+        let group = match open_group(config, addr, steering) {
             // A host without IPv6 still has the other half of the unspecified address.
             Err(OpenError::Io { source, .. })
-                if config.addr.is_unspecified() && source.raw_os_error() == Some(libc::EAFNOSUPPORT) => {}
-            Err(e) => return Err(e),
+                if config.addr.is_unspecified() && source.raw_os_error() == Some(libc::EAFNOSUPPORT) =>
+            {
+                continue;
+            }
+            group => group?,
+        };
+        for (shard, socket) in shards.iter_mut().zip(group) {
+            shard.push(Family::of(socket, addr)?);
         }
     }
     if shards.iter().any(Vec::is_empty) {
         return Err(OpenError::NotLocal(config.addr));
     }
-    let all = shards.iter().flatten().map(|(_, socket)| socket.try_clone());
-    let held = all
-        .map(|socket| socket.map(|s| Arc::new(OwnedFd::from(s))))
+    let members = shards.iter().flatten().filter(|_| steering.is_some());
+    let held = members
+        .map(|family| Ok(Arc::new(OwnedFd::from(family.main.try_clone()?))))
         .collect::<io::Result<Vec<_>>>()
         .map_err(context("duplicating sockets"))?;
-    Ok(shards
-        .into_iter()
-        .map(|sockets| ShardSockets {
-            sockets,
-            held: held.clone(),
-        })
-        .collect())
+    let receivers = shards.into_iter().map(|families| Receivers {
+        families,
+        held: held.clone(),
+    });
+    Ok(receivers.collect())
 }
 
-fn open_group(config: &UdpConfig, addr: IpAddr, steering: Steering) -> Result<Vec<Socket>, OpenError> {
+fn open_group(config: &UdpConfig, addr: IpAddr, steering: Option<Steering>) -> Result<Vec<Socket>, OpenError> {
+    // The first takes the port for itself: no device or group that has the port is joined.
+    let first = new_socket(addr)?;
+    bind_receiver(&first, config, addr)?;
+    let Some(steering) = steering else {
+        return Ok(vec![first]);
+    };
     let set_up = context("making a group of UDP sockets");
-    let mut group = Vec::new();
-    for shard in 0..steering.shards() {
+    first.set_reuse_port(true).map_err(&set_up)?;
+    let mut group = vec![first];
+    for _ in 1..steering.shards() {
         let socket = new_socket(addr)?;
-        // The first takes the port for itself: who has one of his own, or such a group, is not to be joined.
-        if shard > 0 {
-            socket.set_reuse_port(true).map_err(&set_up)?;
-        }
+        socket.set_reuse_port(true).map_err(&set_up)?;
         bind_receiver(&socket, config, addr)?;
-        if shard == 0 {
-            socket.set_reuse_port(true).map_err(&set_up)?;
-        }
         group.push(socket);
     }
     steer_group(group[0].as_fd(), &mut program(steering)).map_err(context("steering packets to the loops"))?;
@@ -135,7 +131,6 @@ mod tests {
     use roce_bth::ROCE_UDP_PORT;
 
     use super::*;
-    use crate::socket::Family;
 
     fn packet(qpn: u32, mark: u8) -> [u8; 24] {
         let mut bytes = [0; 24];
@@ -147,16 +142,16 @@ mod tests {
         bytes
     }
 
-    fn groups(addr: IpAddr, shards: usize) -> Vec<ShardSockets> {
+    fn groups(addr: IpAddr, shards: usize) -> Vec<Receivers> {
         let config = UdpConfig {
             addr,
             ..UdpConfig::default()
         };
-        open_groups(&config, Steering::new(shards).unwrap()).unwrap()
+        open_receivers(&config, Steering::new(shards)).unwrap()
     }
 
-    fn next(shard: &ShardSockets) -> Vec<u8> {
-        let socket = UdpSocket::from(shard.sockets[0].1.try_clone().unwrap());
+    fn next(shard: &Receivers) -> Vec<u8> {
+        let socket = UdpSocket::from(shard.families[0].main.try_clone().unwrap());
         socket.set_nonblocking(false).unwrap();
         socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         let mut bytes = [0; 64];
@@ -219,14 +214,14 @@ mod tests {
             addr,
             ..UdpConfig::default()
         };
-        let again = open_groups(&config, Steering::new(2).unwrap());
+        let again = open_receivers(&config, Steering::new(2));
         assert!(matches!(again, Err(OpenError::PortTaken { .. })));
-        let alone = Family::open(&config, addr);
+        let alone = open_receivers(&config, None);
         assert!(matches!(alone, Err(OpenError::PortTaken { .. })));
         drop(_first);
-        let _alone = Family::open(&config, addr).unwrap();
+        let _alone = open_receivers(&config, None).unwrap();
         assert!(matches!(
-            open_groups(&config, Steering::new(2).unwrap()),
+            open_receivers(&config, Steering::new(2)),
             Err(OpenError::PortTaken { .. })
         ));
     }

@@ -5,31 +5,35 @@
 
 use std::{
     collections::HashMap,
-    io,
+    io, mem,
     net::{IpAddr, SocketAddr},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::Arc,
     time::Duration,
 };
 
+use nix::sys::socket::{
+    setsockopt,
+    sockopt::{RcvBufForce, UdpGroSegment, UdpGsoSegment},
+};
 use roce_icrc::Flow;
-use roce_port::Steering;
+use roce_port::{MAX_SEGMENTS, MAX_TRAIN_BYTES, RxMeta, Steering, Train};
 use roce_verbs::Instant;
 use socket2::Socket;
 
 use crate::{
     clock,
-    datapath::{Burst, Capabilities, Datagram, Datapath, DatapathCounters, Received, Sent, Undeliverable},
+    datapath::{Capabilities, Datapath, DatapathCounters, Received, Sent, Undeliverable, packets},
     group::Groups,
     iface, senders,
-    socket::{Family, OpenError, UdpConfig, adopt, configure_receiver, context, enlarge, family_addresses},
+    socket::{Family, OpenError, UdpConfig, adopt, context},
     steer,
     sys::{self, Origin, RecvRing, SendQueue},
     undeliverable,
     unsegmented::Unsegmented,
 };
 
-/// Bursts of one system call.
+/// Trains of one system call.
 const SEND_BATCH: usize = 32;
 /// Buffers of one receive call. Merged buffers fill all 64 KiB, so fewer of those are taken at a time.
 const RECV_SLOTS: usize = 64;
@@ -37,9 +41,6 @@ const RECV_SLOTS: usize = 64;
 const RECV_MERGED: usize = 4;
 /// The longest UDP payload.
 const MAX_DATAGRAM: usize = 65_536;
-/// Segments and bytes that every kernel with UDP_SEGMENT takes.
-const MAX_SEGMENTS: usize = 64;
-const MAX_BURST_BYTES: usize = 65_507;
 /// Time for which the interface of a local address is not looked up again: an address may move to another one.
 const SCOPE_AGE: Duration = Duration::from_secs(1);
 /// Below this a burst of a few messages overflows the receive buffer.
@@ -60,9 +61,8 @@ pub struct OpenSockets {
 /// UDP sockets on the RoCE port.
 pub struct UdpDatapath {
     port: u16,
+    /// Sockets by IP version. Those that receive what comes to a single address, next to one for all, come last and send nothing.
     families: Vec<Family>,
-    /// Sockets that receive what comes to a single address, beside one for all.
-    singles: Vec<(IpAddr, Socket)>,
     /// Which sender of each family is for management datagrams alone.
     mad_sender: Option<usize>,
     /// ICMP errors about those are kept.
@@ -79,6 +79,7 @@ pub struct UdpDatapath {
     counters: DatapathCounters,
     /// Kinds of send errors that were already reported in the log.
     warned: u32,
+    /// Packet that is sent on its own.
     scratch: Vec<u8>,
     /// Other members of the sockets' groups.
     _held: Vec<Arc<OwnedFd>>,
@@ -94,20 +95,8 @@ impl UdpDatapath {
     /// # Errors
     /// When the port is taken or the address is not ours.
     pub fn open(config: &UdpConfig) -> Result<Self, OpenError> {
-        let mut families = vec![];
-        for addr in family_addresses(config.addr) {
-            match Family::open(config, addr) {
-                Ok(family) => families.push(family),
-                // A host without IPv6 still has the other half of the unspecified address.
-                Err(OpenError::Io { source, .. })
-                    if config.addr.is_unspecified() && source.raw_os_error() == Some(libc::EAFNOSUPPORT) => {}
-                Err(e) => return Err(e),
-            }
-        }
-        if families.is_empty() {
-            return Err(OpenError::NotLocal(config.addr));
-        }
-        Self::with_sockets(config, families, vec![])
+        let mut one = Self::open_shards(config, None)?;
+        one.pop().ok_or(OpenError::NotLocal(config.addr))
     }
 
     /// Receives on sockets that are open already; opens those to send from. Of the settings `addr` and `port` are not
@@ -131,44 +120,34 @@ impl UdpDatapath {
         taken.sort_by_key(|(_, at)| !at.ip().is_unspecified());
         let (mut families, mut singles) = (Vec::<Family>::new(), Vec::new());
         for (socket, at) in taken {
-            let addr = at.ip();
-            match families.iter().find(|f| f.addr.is_ipv4() == addr.is_ipv4()) {
-                None => families.push(Family::of(socket, addr)?),
-                Some(all) if all.addr.is_unspecified() && !addr.is_unspecified() => {
-                    configure_receiver(&socket, addr, false).map_err(context("setting up the receiving socket"))?;
-                    singles.push((addr, socket));
-                }
+            let family = Family::of(socket, at.ip())?;
+            match families.iter().find(|f| f.addr.is_ipv4() == at.is_ipv4()) {
+                None => families.push(family),
+                Some(all) if all.bound().is_none() && family.bound().is_some() => singles.push(family),
                 Some(_) => return Err(refused(invalid("two of one IP version"))),
             }
         }
         let config = UdpConfig { port, ..config.clone() };
-        let mut this = Self::with_sockets(&config, families, singles)?;
-        this._held = sockets.held.clone();
-        Ok(this)
+        Self::with_sockets(&config, families, singles, sockets.held.clone())
     }
 
     /// Binds the sockets of several loops that share an address, one datapath for each; the kernel steers packets to them by
-    /// queue pair number. Each has senders of its own.
+    /// queue pair number. Each has senders of its own. Without steering there is one loop.
     ///
     /// # Errors
     /// As [`open`](Self::open).
-    pub fn open_shards(config: &UdpConfig, steering: Steering) -> Result<Vec<Self>, OpenError> {
-        let shards = steer::open_groups(config, steering)?.into_iter().map(|shard| {
-            let mut families = vec![];
-            for (addr, socket) in shard.sockets {
-                families.push(Family::of(socket, addr)?);
-            }
-            let mut this = Self::with_sockets(config, families, vec![])?;
-            this._held = shard.held;
-            Ok(this)
-        });
-        shards.collect()
+    pub fn open_shards(config: &UdpConfig, steering: Option<Steering>) -> Result<Vec<Self>, OpenError> {
+        let shards = steer::open_receivers(config, steering)?.into_iter();
+        shards
+            .map(|shard| Self::with_sockets(config, shard.families, vec![], shard.held))
+            .collect()
     }
 
     fn with_sockets(
         config: &UdpConfig,
         mut families: Vec<Family>,
-        singles: Vec<(IpAddr, Socket)>,
+        singles: Vec<Family>,
+        held: Vec<Arc<OwnedFd>>,
     ) -> Result<Self, OpenError> {
         let addrs: Vec<IpAddr> = families.iter().map(|f| f.addr).collect();
         // Errors that ICMP reports of requests must not hold up data: those have a socket of their own.
@@ -179,14 +158,14 @@ impl UdpDatapath {
                 family.senders.push((port, socket));
             }
         }
+        families.extend(singles);
         let mut this = Self {
             port: config.port,
             families,
-            singles,
             mad_sender,
             hears: false,
             room: sys::RoomWatch::new().map_err(context("watching send buffers"))?,
-            queue: SendQueue::new(SEND_BATCH),
+            queue: SendQueue::new(SEND_BATCH).map_err(context("allocating send headers"))?,
             ring: RecvRing::new(RECV_SLOTS, MAX_DATAGRAM).map_err(context("allocating receive buffers"))?,
             vlen: RECV_MERGED,
             gso: config.gso,
@@ -195,15 +174,14 @@ impl UdpDatapath {
             counters: DatapathCounters::default(),
             warned: 0,
             scratch: vec![],
-            _held: vec![],
+            _held: held,
             groups: Groups::default(),
             scopes: HashMap::new(),
             scopes_since: Instant::ZERO,
         };
         if this.gro {
-            let merge = |(socket, _): (&Socket, _)| sys::set_int(socket.as_fd(), libc::SOL_UDP, libc::UDP_GRO, 1);
-            let merged = this.receivers().try_for_each(merge);
-            if let Err(e) = merged {
+            let merge = |f: &Family| setsockopt(&f.main, UdpGroSegment, &true);
+            if let Err(e) = this.families.iter().try_for_each(merge) {
                 tracing::info!("UDP_GRO is refused ({e}): packets are received one by one");
                 this.gro = false;
             }
@@ -212,9 +190,9 @@ impl UdpDatapath {
             tracing::info!("UDP_SEGMENT is refused: packets are sent one by one");
             this.gso = false;
         }
-        let granted = this
-            .set_receive_buffer(config.receive_buffer)
+        this.set_receive_buffer(config.receive_buffer)
             .map_err(context("setting the receive buffer"))?;
+        let granted = this.receive_buffer();
         if granted < config.receive_buffer.min(SMALL_BUFFER) {
             tracing::warn!(
                 "the receive buffer is only {granted} bytes of {} asked for: packets will be lost under load; as root: \
@@ -226,13 +204,7 @@ impl UdpDatapath {
         Ok(this)
     }
 
-    /// The sockets that packets come by, and the address that each is bound to if that is a specific one.
-    fn receivers(&self) -> impl Iterator<Item = (&Socket, Option<IpAddr>)> {
-        let main = self.families.iter().map(|f| (&f.main, f.bound()));
-        main.chain(self.singles.iter().map(|(addr, socket)| (socket, Some(*addr))))
-    }
-
-    /// The sockets that management datagrams leave from, and whether each is of IPv4.
+    /// Returns the sockets that management datagrams leave from, and whether each is of IPv4.
     fn mad_senders(&self) -> impl Iterator<Item = (&Socket, bool)> {
         self.families.iter().filter_map(|f| {
             let (_, socket) = f.senders.get(self.mad_sender?)?;
@@ -240,17 +212,27 @@ impl UdpDatapath {
         })
     }
 
-    /// Whether merged buffers are received.
-    pub fn merging(&self) -> bool {
-        self.gro
+    /// Sets the receive buffers, past the system's limit with CAP_NET_ADMIN.
+    fn set_receive_buffer(&self, bytes: usize) -> io::Result<()> {
+        // The kernel doubles the number, to make room for its own overhead.
+        let bytes = bytes.min(i32::MAX as usize / 2);
+        for family in &self.families {
+            if setsockopt(&family.main, RcvBufForce, &bytes).is_err() {
+                family.main.set_recv_buffer_size(bytes)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the size of the smallest receive buffer, as the kernel counts: twice the bytes that were asked for.
+    fn receive_buffer(&self) -> usize {
+        let sizes = self.families.iter().filter_map(|f| f.main.recv_buffer_size().ok());
+        sizes.min().unwrap_or(0)
     }
 
     /// Asks the kernel whether it knows UDP_SEGMENT, without keeping it set.
     fn segmentation_available(&self) -> bool {
-        let all = |size| {
-            self.sockets()
-                .all(|s| sys::set_int(s.as_fd(), libc::SOL_UDP, libc::UDP_SEGMENT, size).is_ok())
-        };
+        let all = |size| self.sockets().all(|s| setsockopt(s, UdpGsoSegment, &size).is_ok());
         all(1024) && all(0)
     }
 
@@ -260,81 +242,73 @@ impl UdpDatapath {
             .flat_map(|f| std::iter::once(&f.main).chain(f.senders.iter().map(|(_, s)| s)))
     }
 
-    /// Sends a chunk whose bursts all leave from the same socket.
-    fn send_chunk(&mut self, family: usize, sender: Option<usize>, bursts: &[Burst<'_>]) -> Sent {
+    /// Sends trains that all leave from the same socket. Returns how many; if fewer than all, the send buffer is full.
+    fn send_chunk(&mut self, route: Route, trains: &[Train<'_>]) -> usize {
         let mut done = 0;
-        while done < bursts.len() {
-            let Some(sent) = self.send_some(family, sender, &bursts[done..]) else {
+        while let Some(first) = trains.get(done) {
+            let to = first.remote.ip();
+            let refused =
+                first.segments() > 1 && !self.unsegmented.is_empty() && self.unsegmented.has(clock::now(), to);
+            let sent = match refused {
+                true => self.send_one_by_one(route, first).then_some(1),
+                false => match self.transmit(route, &trains[done..]) {
+                    Ok(n) => {
+                        self.counters.tx_calls += 1;
+                        self.counters.tx_bursts += n as u64;
+                        Some(n)
+                    }
+                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => None,
+                    Err(e) if e.kind() == io::ErrorKind::Interrupted => Some(0),
+                    Err(e) => self.train_failed(route, first, &e).then_some(1),
+                },
+            };
+            let Some(sent) = sent else {
                 self.counters.tx_blocked += 1;
-                self.watch_room(family, sender);
+                if let Err(e) = self.room.arm(route.socket(&self.families).as_fd()) {
+                    // The next packet that arrives, or timer, sends the rest.
+                    tracing::warn!("epoll_ctl of a full send buffer failed: {e}");
+                }
                 break;
             };
             done += sent;
         }
-        Sent {
-            bursts: done,
-            blocked: done < bursts.len(),
-        }
+        done
     }
 
-    fn watch_room(&mut self, family: usize, sender: Option<usize>) {
-        let f = &self.families[family];
-        let socket = sender.map_or(&f.main, |i| &f.senders[i].1);
-        if let Err(e) = self.room.arm(socket.as_fd()) {
-            // The next packet that arrives, or timer, sends the rest.
-            tracing::warn!("epoll_ctl of a full send buffer failed: {e}");
-        }
-    }
-
-    /// Sends as many of a chunk as one system call takes. `None`: the send buffer is full.
-    fn send_some(&mut self, family: usize, sender: Option<usize>, bursts: &[Burst<'_>]) -> Option<usize> {
-        let first = bursts.first()?;
-        let to = first.remote.ip();
-        if first.packets() > 1 && !self.unsegmented.is_empty() && self.unsegmented.has(clock::now(), to) {
-            return self.send_one_by_one(family, sender, first).then_some(1);
-        }
-        let f = &self.families[family];
-        let socket = sender.map_or(&f.main, |i| &f.senders[i].1).as_fd();
+    /// Sends as many trains as one system call takes.
+    fn transmit(&mut self, route: Route, trains: &[Train<'_>]) -> io::Result<usize> {
         let origin = Origin {
-            any: f.addr.is_unspecified(),
+            any: self.families[route.family].addr.is_unspecified(),
             scopes: &self.scopes,
         };
-        let mut sent = self.queue.send(socket, bursts, &origin);
-        if sent.is_err() && self.hears && sender == self.mad_sender {
-            // An earlier packet's error may have been reported, which a socket does once.
-            sent = self.queue.send(socket, bursts, &origin);
-        }
-        match sent {
-            Ok(n) => {
-                self.counters.tx_calls += 1;
-                self.counters.tx_bursts += n as u64;
-                Some(n)
-            }
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => None,
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => Some(0),
-            Err(e) => self.burst_failed(family, sender, first, &e).then_some(1),
+        let socket = route.socket(&self.families).as_fd();
+        let sent = self.queue.send(socket, trains, &origin);
+        // An earlier packet's error may have been reported, which a socket does once.
+        match sent.is_err() && self.hears && route.sender == self.mad_sender {
+            true => self.queue.send(socket, trains, &origin),
+            false => sent,
         }
     }
 
-    /// A burst was refused. Segmentation may be to blame; else it is lost, as a network may lose it. False: it is to be sent
-    /// when there is room.
-    fn burst_failed(&mut self, family: usize, sender: Option<usize>, burst: &Burst<'_>, error: &io::Error) -> bool {
+    /// Handles a train that was refused. Segmentation may be to blame; otherwise it is lost, as a network may lose it. False: it has to be
+    /// sent when there is room.
+    fn train_failed(&mut self, route: Route, train: &Train<'_>, error: &io::Error) -> bool {
         let code = error.raw_os_error().unwrap_or(0);
-        if burst.packets() > 1 && matches!(code, libc::EIO | libc::EINVAL | libc::EOPNOTSUPP) {
-            if self.unsegmented.on_refused(clock::now(), burst.remote.ip()) {
-                let to = burst.remote.ip();
+        if train.segments() > 1 && matches!(code, libc::EIO | libc::EINVAL | libc::EOPNOTSUPP) {
+            if self.unsegmented.on_refused(clock::now(), train.remote.ip()) {
+                let to = train.remote.ip();
                 tracing::warn!(
                     "a segmented send to {to} was refused ({error}): packets go there one by one for a while"
                 );
             }
-            return self.send_one_by_one(family, sender, burst);
+            return self.send_one_by_one(route, train);
         }
-        self.count_lost(burst, error);
+        self.count_lost(train, error);
         true
     }
 
-    /// A burst, or a packet of it, is lost.
-    fn count_lost(&mut self, burst: &Burst<'_>, error: &io::Error) {
+    /// Counts a train, or a packet of it, as lost.
+    fn count_lost(&mut self, train: &Train<'_>, error: &io::Error) {
         let code = error.raw_os_error().unwrap_or(0);
         let (counter, hint) = match code {
             libc::EMSGSIZE => (
@@ -360,60 +334,57 @@ impl UdpDatapath {
             self.warned |= bit;
             tracing::warn!(
                 "sending to {} from {} failed: {error}; {hint}",
-                burst.remote,
-                burst.local
+                train.remote,
+                train.local
             );
         }
     }
 
-    /// Sends the packets of a burst each on its own. Each then carries Identification 0, so it is sealed anew. False: the send
+    /// Sends the packets of a train each on its own. Each then carries Identification 0, so it is sealed again. False: the send
     /// buffer is full, and nothing was sent.
-    fn send_one_by_one(&mut self, family: usize, sender: Option<usize>, burst: &Burst<'_>) -> bool {
-        let local = SocketAddr::new(burst.local, burst.src_port);
-        let Ok(flow) = Flow::try_from((local, burst.remote)) else {
+    fn send_one_by_one(&mut self, route: Route, train: &Train<'_>) -> bool {
+        let local = SocketAddr::new(train.local, train.src_port);
+        let Ok(flow) = Flow::try_from((local, train.remote)) else {
             return true;
         };
-        for (index, packet) in burst.bytes.chunks(burst.segment_len.max(1)).enumerate() {
-            self.scratch.clear();
-            self.scratch.extend_from_slice(packet);
-            flow.seal(0, &mut self.scratch);
-            let f = &self.families[family];
-            let socket = sender.map_or(&f.main, |i| &f.senders[i].1).as_fd();
-            let single = Burst {
+        for (index, packet) in train.packets().enumerate() {
+            let mut bytes = mem::take(&mut self.scratch);
+            bytes.clear();
+            bytes.extend_from_slice(packet);
+            flow.seal(0, &mut bytes);
+            let single = Train {
                 segment_len: packet.len(),
-                bytes: &self.scratch,
-                ..*burst
+                bytes: &bytes,
+                ..*train
             };
-            let origin = Origin {
-                any: f.addr.is_unspecified(),
-                scopes: &self.scopes,
-            };
-            match self.queue.send(socket, &[single], &origin) {
+            let sent = self.transmit(route, &[single]);
+            self.scratch = bytes;
+            match sent {
                 Ok(_) => self.counters.tx_calls += 1,
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock && index == 0 => return false,
-                Err(e) => self.count_lost(burst, &e),
+                Err(e) => self.count_lost(train, &e),
             }
         }
         self.counters.tx_unsegmented += 1;
         true
     }
 
-    /// Which socket a burst must leave from.
-    fn route(&self, burst: &Burst<'_>) -> Option<(usize, Option<usize>)> {
-        let (index, family) = self
-            .families
-            .iter()
-            .enumerate()
-            .find(|(_, f)| f.addr.is_ipv4() == burst.remote.is_ipv4())?;
-        match family.senders.iter().position(|(port, _)| *port == burst.src_port) {
-            Some(sender) => Some((index, Some(sender))),
-            None => (burst.src_port == self.port).then_some((index, None)),
-        }
+    /// Returns the socket that a train must leave from.
+    fn route(&self, train: &Train<'_>) -> Option<Route> {
+        let family = self.position(train.remote.ip())?;
+        let senders = &self.families[family].senders;
+        let sender = senders.iter().position(|(port, _)| *port == train.src_port);
+        (sender.is_some() || train.src_port == self.port).then_some(Route { family, sender })
     }
 
-    /// Notes the interface of a burst's local address, if its destination needs one.
-    fn note_scope(&mut self, burst: &Burst<'_>) {
-        if !Origin::needs_scope(burst.remote.ip()) {
+    /// Returns the place of the sockets that reach an address.
+    fn position(&self, ip: IpAddr) -> Option<usize> {
+        self.families.iter().position(|f| f.addr.is_ipv4() == ip.is_ipv4())
+    }
+
+    /// Notes the interface of a train's local address, if its destination needs one.
+    fn note_scope(&mut self, train: &Train<'_>) {
+        if !Origin::needs_scope(train.remote.ip()) {
             return;
         }
         let now = clock::now();
@@ -421,78 +392,25 @@ impl UdpDatapath {
             self.scopes_since = now;
             self.scopes.clear();
         }
-        if !self.scopes.contains_key(&burst.local)
-            && let Ok(index) = iface::index_of(burst.local)
+        if !self.scopes.contains_key(&train.local)
+            && let Ok(index) = iface::index_of(train.local)
         {
-            self.scopes.insert(burst.local, index);
+            self.scopes.insert(train.local, index);
         }
     }
 }
 
-/// Receiving socket, and the address that it is bound to if that is a specific one.
-struct Inlet<'a> {
-    socket: BorrowedFd<'a>,
-    bound: Option<IpAddr>,
+/// Socket that trains leave from: a sender of a family, or its receiving socket.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Route {
+    family: usize,
+    sender: Option<usize>,
 }
 
-/// The part of a datapath that receives.
-struct Receiver<'a> {
-    ring: &'a mut RecvRing,
-    vlen: &'a mut usize,
-    counters: &'a mut DatapathCounters,
-}
-
-impl Receiver<'_> {
-    fn receive(&mut self, inlet: &Inlet<'_>, budget: usize, handle: &mut dyn FnMut(&Datagram<'_>)) -> Received {
-        let (mut datagrams, mut packets) = (0, 0);
-        while packets < budget {
-            // Looking for a further one costs as much as finding that there is none.
-            let asked = (*self.vlen).min(budget);
-            let got = match self.ring.receive(inlet.socket, asked) {
-                Ok(n) => n,
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => 0,
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
-                Err(e) => {
-                    // An ICMP error can't come here (unconnected); whatever it is, the next call tells.
-                    tracing::debug!("receiving failed: {e}");
-                    self.counters.rx_errors += 1;
-                    0
-                }
-            };
-            if got == 0 {
-                return Received { datagrams, more: false };
-            }
-            self.counters.rx_calls += 1;
-            let mut merged = false;
-            for i in 0..got {
-                let slot = self.ring.slot(i);
-                let (Some(remote), Some(local), false) = (slot.remote, inlet.bound.or(slot.local), slot.truncated)
-                else {
-                    self.counters.rx_malformed += 1;
-                    packets += 1;
-                    continue;
-                };
-                merged |= slot.segment_len.is_some();
-                let segment_len = slot.segment_len.unwrap_or(slot.bytes.len()).max(1);
-                packets += slot.bytes.len().div_ceil(segment_len).max(1);
-                handle(&Datagram {
-                    local,
-                    remote,
-                    identification: None,
-                    segment_len,
-                    traffic_class: slot.traffic_class,
-                    hop_limit: slot.hop_limit,
-                    bytes: slot.bytes,
-                });
-            }
-            self.counters.rx_datagrams += got as u64;
-            datagrams += got;
-            *self.vlen = if merged { RECV_MERGED } else { self.ring.slots() };
-            if got < asked {
-                return Received { datagrams, more: false };
-            }
-        }
-        Received { datagrams, more: true }
+impl Route {
+    fn socket(self, families: &[Family]) -> &Socket {
+        let family = &families[self.family];
+        self.sender.map_or(&family.main, |sender| &family.senders[sender].1)
     }
 }
 
@@ -504,104 +422,93 @@ impl Datapath for UdpDatapath {
         Capabilities {
             mad_port,
             max_segments: if self.gso { MAX_SEGMENTS } else { 1 },
-            max_burst_bytes: MAX_BURST_BYTES,
+            max_train_bytes: MAX_TRAIN_BYTES,
             src_ports,
-            receive_buffer: self
-                .receivers()
-                .filter_map(|(socket, _)| socket.recv_buffer_size().ok())
-                .min()
-                .unwrap_or(0),
+            receive_buffer: self.receive_buffer(),
         }
     }
 
-    fn send(&mut self, bursts: &mut dyn Iterator<Item = Burst<'_>>) -> Sent {
-        let mut done = 0;
-        let mut next = bursts.next();
-        while let Some(first) = next.take() {
-            self.note_scope(&first);
+    fn send(&mut self, trains: &mut dyn Iterator<Item = Train<'_>>) -> Sent {
+        let (mut done, mut blocked) = (0, false);
+        let mut trains = trains.peekable();
+        while !blocked && let Some(first) = trains.next() {
             let Some(route) = self.route(&first) else {
                 self.counters.tx_errors += 1;
                 done += 1;
-                next = bursts.next();
                 continue;
             };
-            let mut chunk = smallvec::SmallVec::<[Burst<'_>; SEND_BATCH]>::new();
+            let mut chunk = smallvec::SmallVec::<[Train<'_>; SEND_BATCH]>::new();
             chunk.push(first);
-            while chunk.len() < self.queue.capacity() {
-                next = bursts.next();
-                match next {
-                    Some(b) if self.route(&b) == Some(route) => {
-                        self.note_scope(&b);
-                        chunk.push(b);
-                    }
-                    _ => break,
-                }
-                next = None;
+            while chunk.len() < self.queue.capacity()
+                && let Some(next) = trains.next_if(|b| self.route(b) == Some(route))
+            {
+                chunk.push(next);
             }
-            if chunk.len() == self.queue.capacity() {
-                next = bursts.next();
-            }
-            let sent = self.send_chunk(route.0, route.1, &chunk);
-            done += sent.bursts;
-            if sent.blocked {
-                return Sent {
-                    bursts: done,
-                    blocked: true,
-                };
-            }
+            chunk.iter().for_each(|train| self.note_scope(train));
+            let sent = self.send_chunk(route, &chunk);
+            done += sent;
+            blocked = sent < chunk.len();
         }
-        Sent {
-            bursts: done,
-            blocked: false,
-        }
+        Sent { trains: done, blocked }
     }
 
-    fn receive(&mut self, budget: usize, handle: &mut dyn FnMut(&Datagram<'_>)) -> Received {
-        let mut total = Received {
-            datagrams: 0,
-            more: false,
-        };
+    fn receive(&mut self, budget: usize, handle: &mut dyn FnMut(&RxMeta, &[u8])) -> Received {
+        let (mut datagrams, mut more) = (0, false);
         self.room.clear();
-        let mut receiver = Receiver {
-            ring: &mut self.ring,
-            vlen: &mut self.vlen,
-            counters: &mut self.counters,
-        };
-        let main = self.families.iter().map(|f| Inlet {
-            socket: f.main.as_fd(),
-            bound: f.bound(),
-        });
-        let singles = self.singles.iter().map(|(addr, socket)| Inlet {
-            socket: socket.as_fd(),
-            bound: Some(*addr),
-        });
-        let groups = self.groups.sockets().map(|(group, socket)| Inlet {
-            socket,
-            bound: Some(group),
-        });
-        for inlet in main.chain(singles).chain(groups) {
+        let main = self.families.iter().map(|f| (f.main.as_fd(), f.bound()));
+        let groups = self.groups.sockets().map(|(group, socket)| (socket, Some(group)));
+        for (socket, bound) in main.chain(groups) {
             // Each has its own budget, so that none starves another.
-            let one = receiver.receive(&inlet, budget, handle);
-            total.datagrams += one.datagrams;
-            total.more |= one.more;
+            let (mut taken, mut emptied) = (0, false);
+            while taken < budget && !emptied {
+                // Looking for a further one costs as much as finding that there is none.
+                let asked = self.vlen.min(budget);
+                let got = match self.ring.receive(socket, asked) {
+                    Ok(n) => n,
+                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => 0,
+                    Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+                    Err(e) => {
+                        // An ICMP error can't come here (unconnected); whatever it is, the next call tells.
+                        tracing::debug!("receiving failed: {e}");
+                        self.counters.rx_errors += 1;
+                        0
+                    }
+                };
+                emptied = got < asked;
+                if got == 0 {
+                    break;
+                }
+                let mut merged = false;
+                for i in 0..got {
+                    let Some((meta, bytes)) = self.ring.slot(i, bound) else {
+                        self.counters.rx_malformed += 1;
+                        taken += 1;
+                        continue;
+                    };
+                    merged |= meta.segment_len > 0;
+                    taken += packets(&meta, bytes).count().max(1);
+                    handle(&meta, bytes);
+                }
+                self.counters.rx_calls += 1;
+                self.counters.rx_datagrams += got as u64;
+                datagrams += got;
+                self.vlen = if merged { RECV_MERGED } else { self.ring.slots() };
+            }
+            more |= !emptied;
         }
-        total
+        Received { datagrams, more }
     }
 
     fn join(&mut self, group: IpAddr, local: IpAddr) -> io::Result<()> {
-        let family = self.families.iter().find(|f| f.addr.is_ipv4() == group.is_ipv4());
-        let family = family.ok_or(io::ErrorKind::AddrNotAvailable)?;
+        let family = self.position(group).ok_or(io::ErrorKind::AddrNotAvailable)?;
+        let family = &self.families[family];
         // A socket that is bound to one address gets nothing that is sent to a group: those have sockets of their own.
         let main = family.addr.is_unspecified().then(|| family.main.as_fd());
         self.groups.join(group, local, main, self.port)
     }
 
     fn leave(&mut self, group: IpAddr, local: IpAddr) {
-        let main = self
-            .families
-            .iter()
-            .find(|f| f.addr.is_ipv4() == group.is_ipv4())
-            .map(|f| f.main.as_fd());
+        let main = self.position(group).map(|at| self.families[at].main.as_fd());
         self.groups.leave(group, local, main);
     }
 
@@ -621,7 +528,7 @@ impl Datapath for UdpDatapath {
     }
 
     fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
-        let main = self.receivers().map(|(socket, _)| socket.as_fd());
+        let main = self.families.iter().map(|f| f.main.as_fd());
         let mads = self.mad_senders().map(|(socket, _)| socket.as_fd());
         let groups = self.groups.sockets().map(|(_, socket)| socket);
         main.chain(mads).chain([self.room.as_fd()]).chain(groups).collect()
@@ -632,22 +539,10 @@ impl Datapath for UdpDatapath {
     }
 
     fn counters(&self) -> DatapathCounters {
-        let drops = self
-            .receivers()
-            .filter_map(|(socket, _)| sys::receive_drops(socket.as_fd()));
+        let drops = self.families.iter().filter_map(|f| sys::receive_drops(f.main.as_fd()));
         DatapathCounters {
             rx_buffer_drops: drops.sum(),
             ..self.counters
         }
-    }
-
-    fn set_receive_buffer(&mut self, bytes: usize) -> io::Result<usize> {
-        let mut granted = usize::MAX;
-        for (socket, _) in self.receivers() {
-            // Twice what is asked for is what the kernel makes of it.
-            let got = enlarge(socket, libc::SO_RCVBUF, libc::SO_RCVBUFFORCE, bytes)?;
-            granted = granted.min(got);
-        }
-        Ok(granted)
     }
 }

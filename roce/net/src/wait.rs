@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use crate::{runtime::Shared, sys};
+use crate::{engine::Shared, sys};
 
 /// Thread that sleeps for an event of a port ([`Driver::begin_wait`](crate::Driver::begin_wait)).
 pub struct Waiter<'a> {
@@ -48,7 +48,7 @@ pub fn wait(event: BorrowedFd<'_>, ports: &mut [Waiter<'_>], timeout: Option<Dur
     fds.push(event.as_raw_fd());
     let ends = ports.iter_mut().map(|port| {
         if port.owns {
-            port.shared.env().wake.sockets(&mut fds);
+            port.shared.env().sockets(&mut fds);
         }
         fds.len()
     });

@@ -1,10 +1,10 @@
 //! Checks of the frames of a capture: addresses, lengths, headers, ICRCs.
 
-use std::{fs::File, io::Read, net::SocketAddr, path::Path};
+use std::{io::Read, net::SocketAddr, path::Path};
 
 use roce_bth::{Opcode, Packet, ParseError, Psn, Qpn, ROCE_UDP_PORT};
-use roce_cm::Translation;
 use roce_icrc::{Flow, check_datagram};
+use roce_port::cm::Translation;
 use serde::Serialize;
 
 use crate::{
@@ -145,7 +145,11 @@ pub struct FrameReport {
 }
 
 impl FrameReport {
-    /// Whether a receiver would drop it.
+    fn find(&mut self, kind: Kind, text: impl Into<String>) {
+        self.findings.push(Finding::new(self.index, kind, text));
+    }
+
+    /// Returns whether a receiver would drop it.
     pub fn is_bad(&self) -> bool {
         self.findings.iter().any(|f| f.severity == Severity::Error)
     }
@@ -241,19 +245,18 @@ pub fn check_file(path: impl AsRef<Path>) -> Result<Report, Error> {
 /// Checks a file as [`check_file`] does, and reports each frame.
 pub fn check_file_with(path: impl AsRef<Path>, each: impl FnMut(&FrameReport)) -> Result<Report, Error> {
     let name = path.as_ref().display().to_string();
-    let file = File::open(path.as_ref()).map_err(|source| Error::Open {
-        path: path.as_ref().to_owned(),
-        source,
-    })?;
-    check_reader(&name, file, each)
+    check(&name, Capture::open(path)?, each)
 }
 
 /// [`check_file_with`] for any reader; `name` is what the report calls it.
 ///
 /// # Errors
 /// When the bytes are not a capture.
-pub fn check_reader(name: &str, reader: impl Read, mut each: impl FnMut(&FrameReport)) -> Result<Report, Error> {
-    let mut capture = Capture::new(reader)?;
+pub fn check_reader(name: &str, reader: impl Read, each: impl FnMut(&FrameReport)) -> Result<Report, Error> {
+    check(name, Capture::new(reader)?, each)
+}
+
+fn check<R: Read>(name: &str, mut capture: Capture<R>, mut each: impl FnMut(&FrameReport)) -> Result<Report, Error> {
     let mut report = Report {
         file: name.to_owned(),
         complete: true,
@@ -369,9 +372,7 @@ fn roce_frame(frame: &Frame<'_>, dissected: &frame::Dissected<'_>, splitter: &mu
                 Some(opcode) => format!("{opcode}, incomplete"),
                 None => "incomplete".to_owned(),
             };
-            report
-                .findings
-                .push(Finding::new(frame.index, kind, problem.to_string()));
+            report.find(kind, problem.to_string());
         }
     }
     report
@@ -387,15 +388,14 @@ fn ip_findings(report: &mut FrameReport, ip: &Ip) {
     else {
         return;
     };
-    let mut find = |kind, text| report.findings.push(Finding::new(report.index, kind, text));
     if ihl != 5 {
-        find(Kind::IpOptions, format!("IPv4 header of {ihl} words, 5 expected"));
+        report.find(Kind::IpOptions, format!("IPv4 header of {ihl} words, 5 expected"));
     }
     if !dont_fragment {
-        find(Kind::DfClear, "DF is clear".to_owned());
+        report.find(Kind::DfClear, "DF is clear");
     }
     if !checksum_ok {
-        find(Kind::IpChecksum, "the IPv4 header checksum is wrong".to_owned());
+        report.find(Kind::IpChecksum, "the IPv4 header checksum is wrong");
     }
 }
 
@@ -423,11 +423,11 @@ fn complete_packet(report: &mut FrameReport, datagram: &Datagram<'_>, splitter: 
         checked.carried.swap_bytes(),
         checked.computed.swap_bytes()
     );
-    report.findings.push(Finding::new(report.index, Kind::IcrcBad, text));
+    report.find(Kind::IcrcBad, text);
     let flow = Flow::try_from((src, dst)).ok();
     if let Some(found) = flow.and_then(|flow| Translation::of(&flow, Some(id), datagram.payload)) {
         let text = format!("{found}: the ICRC is right for these addresses");
-        report.findings.push(Finding::new(report.index, Kind::Translated, text));
+        report.find(Kind::Translated, text);
     }
 }
 
@@ -437,21 +437,21 @@ fn segmented(report: &mut FrameReport, datagram: &Datagram<'_>, size: usize) {
     report.packets = packets.len() as u64;
     report.icrc = Icrc::Ok;
     let text = format!("{} packets of up to {size} bytes in one frame", packets.len());
-    report.findings.push(Finding::new(report.index, Kind::Segments, text));
+    report.find(Kind::Segments, text);
     describe(report, &datagram.payload[..size.min(datagram.payload.len())]);
     for (nth, packet) in packets.enumerate() {
         let place = format!("packet {} of {}", nth + 1, report.packets);
         if !segments::segment_ok(datagram.src, datagram.dst, datagram.identification(), nth, packet) {
             report.icrc = Icrc::Bad;
             let text = format!("{place}: wrong ICRC");
-            report.findings.push(Finding::new(report.index, Kind::IcrcBad, text));
+            report.find(Kind::IcrcBad, text);
         }
         // The first has been described.
         if nth > 0
             && let Some((kind, text)) = packet_finding(packet)
         {
             let text = format!("{place}: {text}");
-            report.findings.push(Finding::new(report.index, kind, text));
+            report.find(kind, text);
         }
     }
 }
@@ -482,6 +482,6 @@ fn describe(report: &mut FrameReport, packet: &[u8]) {
         Err(e) => report.summary = e.to_string(),
     }
     if let Some((kind, text)) = packet_finding(packet) {
-        report.findings.push(Finding::new(report.index, kind, text));
+        report.find(kind, text);
     }
 }

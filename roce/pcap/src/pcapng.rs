@@ -3,10 +3,10 @@
 
 use std::io::{self, BufRead, BufReader, ErrorKind, Read};
 
-use crate::{
-    frame::LinkType,
-    reader::{MAX_FRAME, Meta},
-};
+use crate::frame::LinkType;
+
+/// Longest frame that is read, bytes: more than IP packets have, merged ones (BIG TCP) included.
+pub(crate) const MAX_FRAME: u32 = 1 << 20;
 
 const SECTION_HEADER: u32 = 0x0a0d_0d0a;
 const INTERFACE_DESCRIPTION: u32 = 1;
@@ -25,7 +25,14 @@ pub(crate) const MAX_INTERFACES: usize = 4096;
 /// Type, length, and length again at the end.
 const FRAMING: u32 = 12;
 
-/// Why it can't be read further.
+/// A frame without its bytes.
+pub(crate) struct Meta {
+    pub(crate) time_ns: u64,
+    pub(crate) link: LinkType,
+    pub(crate) original_len: u32,
+}
+
+/// Reason why a file can't be read further.
 pub(crate) enum Stop {
     Cut,
     Io(io::Error),
@@ -86,10 +93,7 @@ impl<R: Read> Body<'_, R> {
     }
 
     fn fill(&mut self, out: &mut [u8]) -> Result<(), Stop> {
-        match u32::try_from(out.len()).ok().and_then(|n| self.left.checked_sub(n)) {
-            Some(left) => self.left = left,
-            None => return corrupt("a block is too short for what it should have"),
-        }
+        self.take(u32::try_from(out.len()).unwrap_or(u32::MAX))?;
         Ok(self.input.read_exact(out)?)
     }
 
@@ -114,13 +118,21 @@ impl<R: Read> Body<'_, R> {
         })
     }
 
+    fn take(&mut self, n: u32) -> Result<(), Stop> {
+        match self.left.checked_sub(n) {
+            Some(left) => self.left = left,
+            None => return corrupt("a block is too short for what it should have"),
+        }
+        Ok(())
+    }
+
     /// Reads past `n` bytes.
     fn skip(&mut self, n: u32) -> Result<(), Stop> {
-        let Some(left) = self.left.checked_sub(n) else {
-            return corrupt("a block is too short for what it should have");
-        };
-        self.left = left;
-        skip(self.input, u64::from(n))
+        self.take(n)?;
+        match io::copy(&mut self.input.take(n.into()), &mut io::sink())? {
+            read if read == u64::from(n) => Ok(()),
+            _ => Err(Stop::Cut),
+        }
     }
 
     /// The bytes of a frame.
@@ -144,14 +156,7 @@ fn number(bytes: [u8; 4], big: bool) -> u32 {
     }
 }
 
-fn skip(input: &mut impl Read, n: u64) -> Result<(), Stop> {
-    match io::copy(&mut input.take(n), &mut io::sink())? {
-        read if read == n => Ok(()),
-        _ => Err(Stop::Cut),
-    }
-}
-
-/// Whether nothing follows.
+/// Returns whether nothing follows.
 fn at_end(input: &mut impl BufRead) -> io::Result<bool> {
     loop {
         match input.fill_buf() {
@@ -222,8 +227,16 @@ impl<R: Read> PcapNg<R> {
         match kind {
             _ if section => start_section(&mut body, &mut self.interfaces)?,
             INTERFACE_DESCRIPTION => add_interface(&mut body, &mut self.interfaces)?,
-            ENHANCED_PACKET => meta = Some(enhanced(&mut body, &self.interfaces, data)?),
-            PACKET => meta = Some(obsolete(&mut body, &self.interfaces, data)?),
+            ENHANCED_PACKET => {
+                let interface = find(&self.interfaces, body.u32()?)?;
+                meta = Some(timed(&mut body, interface, data)?);
+            }
+            PACKET => {
+                let interface = find(&self.interfaces, body.u16()?.into())?;
+                // The number of dropped packets.
+                body.skip(2)?;
+                meta = Some(timed(&mut body, interface, data)?);
+            }
             SIMPLE_PACKET => meta = Some(simple(&mut body, &self.interfaces, data)?),
             // Names, statistics, secrets, what others have added.
             _ => {}
@@ -286,18 +299,6 @@ fn find(interfaces: &[Interface], id: u32) -> Result<Interface, Stop> {
         || corrupt(format!("a frame of interface {id}, which is not described")),
         Ok,
     )
-}
-
-fn enhanced<R: Read>(body: &mut Body<'_, R>, interfaces: &[Interface], data: &mut Vec<u8>) -> Result<Meta, Stop> {
-    let interface = find(interfaces, body.u32()?)?;
-    timed(body, interface, data)
-}
-
-fn obsolete<R: Read>(body: &mut Body<'_, R>, interfaces: &[Interface], data: &mut Vec<u8>) -> Result<Meta, Stop> {
-    let interface = find(interfaces, body.u16()?.into())?;
-    // How many were dropped.
-    body.skip(2)?;
-    timed(body, interface, data)
 }
 
 /// Time stamp, lengths and the frame.

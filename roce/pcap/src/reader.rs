@@ -2,7 +2,7 @@
 
 use std::{
     fs::File,
-    io::{self, Chain, Cursor, ErrorKind, Read},
+    io::{self, Chain, Cursor, Read},
     path::{Path, PathBuf},
 };
 
@@ -11,13 +11,10 @@ use thiserror::Error;
 
 use crate::{
     frame::LinkType,
-    pcapng::{PcapNg, Stop},
+    pcapng::{MAX_FRAME, Meta, PcapNg, Stop},
 };
 
-/// Longest frame that is read, bytes: more than IP packets have, merged ones (BIG TCP) included.
-pub(crate) const MAX_FRAME: u32 = 1 << 20;
-
-/// Why a capture cannot be read, or not further.
+/// Reason why a capture cannot be read, or not further.
 #[derive(Debug, Error)]
 pub enum Error {
     /// The operating system refused.
@@ -56,23 +53,21 @@ pub enum Error {
 }
 
 impl Error {
-    fn from_pcap(error: PcapError, after: u64) -> Self {
-        match error {
-            PcapError::IncompleteBuffer => Self::CutOff { after },
-            PcapError::IoError(e) if e.kind() == ErrorKind::UnexpectedEof => Self::CutOff { after },
-            PcapError::IoError(source) => Self::Read { after, source },
-            other => Self::Corrupt {
-                after,
-                reason: other.to_string(),
-            },
-        }
-    }
-
-    fn from_pcapng(stop: Stop, after: u64) -> Self {
+    fn new(stop: Stop, after: u64) -> Self {
         match stop {
             Stop::Cut => Self::CutOff { after },
             Stop::Io(source) => Self::Read { after, source },
             Stop::Corrupt(reason) => Self::Corrupt { after, reason },
+        }
+    }
+}
+
+impl From<PcapError> for Stop {
+    fn from(e: PcapError) -> Self {
+        match e {
+            PcapError::IncompleteBuffer => Self::Cut,
+            PcapError::IoError(e) => e.into(),
+            other => Self::Corrupt(other.to_string()),
         }
     }
 }
@@ -142,80 +137,55 @@ impl<R: Read> Capture<R> {
         let mut magic = Vec::with_capacity(4);
         let read = reader.by_ref().take(4).read_to_end(&mut magic);
         read.map_err(|source| Error::Read { after: 0, source })?;
-        let known = Self::format_of(&magic)?;
+        let known = magic.clone();
         let rewound = Cursor::new(magic).chain(reader);
-        let format = match known {
-            Known::Pcap => Format::Pcap(PcapReader::new(rewound).map_err(|e| Error::from_pcap(e, 0))?),
-            Known::PcapNg => Format::PcapNg(PcapNg::new(rewound).map_err(|e| Error::from_pcapng(e, 0))?),
+        let format = match *known {
+            [0x0a, 0x0d, 0x0d, 0x0a] => PcapNg::new(rewound).map(Format::PcapNg),
+            [0xa1, 0xb2, 0xc3, 0xd4]
+            | [0xa1, 0xb2, 0x3c, 0x4d]
+            | [0xd4, 0xc3, 0xb2, 0xa1]
+            | [0x4d, 0x3c, 0xb2, 0xa1] => PcapReader::new(rewound).map(Format::Pcap).map_err(Stop::from),
+            [] => return Err(Error::NotACapture(": it is empty")),
+            [0x1f, 0x8b, ..] => return Err(Error::NotACapture(": it is compressed, gunzip it first")),
+            [0x28, 0xb5, 0x2f, 0xfd] => return Err(Error::NotACapture(": it is compressed, unzstd it first")),
+            _ => return Err(Error::NotACapture("")),
         };
         Ok(Self {
-            format,
+            format: format.map_err(|stop| Error::new(stop, 0))?,
             count: 0,
             data: vec![],
             failed: false,
         })
     }
 
-    fn format_of(magic: &[u8]) -> Result<Known, Error> {
-        match magic {
-            [0x0a, 0x0d, 0x0d, 0x0a] => Ok(Known::PcapNg),
-            [0xa1, 0xb2, 0xc3, 0xd4] | [0xa1, 0xb2, 0x3c, 0x4d] => Ok(Known::Pcap),
-            [0xd4, 0xc3, 0xb2, 0xa1] | [0x4d, 0x3c, 0xb2, 0xa1] => Ok(Known::Pcap),
-            [] => Err(Error::NotACapture(": it is empty")),
-            [0x1f, 0x8b, ..] => Err(Error::NotACapture(": it is compressed, gunzip it first")),
-            [0x28, 0xb5, 0x2f, 0xfd] => Err(Error::NotACapture(": it is compressed, unzstd it first")),
-            _ => Err(Error::NotACapture("")),
-        }
-    }
-
-    /// The next frame, or `None` at the end of the file and behind an error.
+    /// Returns the next frame, or `None` at the end of the file and behind an error.
     pub fn next_frame(&mut self) -> Option<Result<Frame<'_>, Error>> {
         if self.failed {
             return None;
         }
         let next = match &mut self.format {
-            Format::Pcap(reader) => next_pcap(reader, &mut self.data).map_err(|e| Error::from_pcap(e, self.count)),
-            Format::PcapNg(reader) => reader
-                .next(&mut self.data)
-                .map_err(|e| Error::from_pcapng(e, self.count)),
+            Format::Pcap(reader) => next_pcap(reader, &mut self.data),
+            Format::PcapNg(reader) => reader.next(&mut self.data),
         };
-        match next {
-            Ok(None) => None,
-            Ok(Some(Meta {
-                time_ns,
-                link,
-                original_len,
-            })) => {
-                self.count += 1;
-                Some(Ok(Frame {
-                    index: self.count,
-                    time_ns,
-                    link,
-                    original_len,
-                    data: &self.data,
-                }))
-            }
-            Err(e) => {
+        let meta = match next {
+            Ok(meta) => meta?,
+            Err(stop) => {
                 self.failed = true;
-                Some(Err(e))
+                return Some(Err(Error::new(stop, self.count)));
             }
-        }
+        };
+        self.count += 1;
+        Some(Ok(Frame {
+            index: self.count,
+            time_ns: meta.time_ns,
+            link: meta.link,
+            original_len: meta.original_len,
+            data: &self.data,
+        }))
     }
 }
 
-enum Known {
-    Pcap,
-    PcapNg,
-}
-
-/// A frame without its bytes.
-pub(crate) struct Meta {
-    pub(crate) time_ns: u64,
-    pub(crate) link: LinkType,
-    pub(crate) original_len: u32,
-}
-
-fn next_pcap<R: Read>(reader: &mut PcapReader<R>, data: &mut Vec<u8>) -> Result<Option<Meta>, PcapError> {
+fn next_pcap<R: Read>(reader: &mut PcapReader<R>, data: &mut Vec<u8>) -> Result<Option<Meta>, Stop> {
     let header = reader.header();
     // The raw packet: the cooked one refuses frames that `tcpdump -s` has cut.
     let Some(packet) = reader.next_raw_packet() else {
@@ -223,19 +193,17 @@ fn next_pcap<R: Read>(reader: &mut PcapReader<R>, data: &mut Vec<u8>) -> Result<
     };
     let packet = packet?;
     if packet.incl_len > packet.orig_len {
-        return Err(PcapError::InvalidField("a frame with more bytes captured than it had"));
+        return Err(PcapError::InvalidField("a frame with more bytes captured than it had").into());
     }
     if packet.incl_len > MAX_FRAME {
-        return Err(PcapError::InvalidField("a frame of more than 1 MiB"));
+        return Err(PcapError::InvalidField("a frame of more than 1 MiB").into());
     }
     let nanos = match header.ts_resolution {
         TsResolution::MicroSecond => u64::from(packet.ts_frac) * 1000,
         TsResolution::NanoSecond => u64::from(packet.ts_frac),
     };
     if nanos >= 1_000_000_000 {
-        return Err(PcapError::InvalidField(
-            "a time stamp with a fraction of more than a second",
-        ));
+        return Err(PcapError::InvalidField("a time stamp with a fraction of more than a second").into());
     }
     data.clear();
     data.extend_from_slice(&packet.data);

@@ -9,7 +9,7 @@ use std::{
 
 use etherparse::{EtherType, Ethernet2Header, IpNumber, Ipv4Header, Ipv6FlowLabel, Ipv6Header, UdpHeader};
 
-use crate::create_private;
+use crate::create::create_private;
 
 const HOPS: u8 = 64;
 /// Bytes of a record before its frame: time stamp and lengths.

@@ -1,19 +1,15 @@
 //! Operations between two ports in memory, for `cargo xtask bench` to count instructions of: `instructions OPERATION BYTES COUNT`.
 //! `bare` copies payloads twice, as the two ends do, and makes two ICRCs of each packet.
 
-use std::{
-    hint::black_box,
-    net::{IpAddr, SocketAddr},
-    sync::Arc,
-};
+mod ends;
 
+use std::{hint::black_box, net::SocketAddr, sync::Arc};
+
+use ends::{End, NOW};
 use roce_icrc::Flow;
-use roce_mem::{MemoryTable, Region};
-use roce_port::{Port, PortConfig, QpInit, RxMeta, TxBatch, TxConfig};
-use roce_qp::CompletionQueue;
+use roce_verbs::mem::Region;
 use roce_verbs::{
-    AccessFlags, AddressVector, Instant, Mtu, Payload, QpCaps, QpType, Qpn, RecvWr, RemoteAddr, SendFlags, SendOp,
-    SendWr, Sge, ToRts,
+    AccessFlags, AddressVector, Mtu, Payload, QpAttr, QpType, Qpn, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge,
 };
 
 const RIGHTS: AccessFlags = AccessFlags::LOCAL_WRITE
@@ -22,53 +18,31 @@ const RIGHTS: AccessFlags = AccessFlags::LOCAL_WRITE
 /// Operations outstanding.
 const DEPTH: u32 = 16;
 
-struct End {
-    addr: IpAddr,
-    port: Port,
-    cq: Arc<CompletionQueue>,
+/// End with a queue pair and memory.
+struct Host {
+    end: End,
     region: Arc<Region>,
-    batch: TxBatch,
     qpn: Qpn,
 }
 
-impl End {
+impl Host {
     fn new(last: u8) -> Self {
-        let addr = IpAddr::from([192, 0, 2, last]);
-        let config = PortConfig::new(vec![addr], Mtu::B4096, u64::from(last));
-        let mem = Arc::new(MemoryTable::new([last; 32], &config.limits));
-        let pd = mem.alloc_pd().expect("a protection domain");
-        let cq = CompletionQueue::new(0, 4 * DEPTH, None);
-        let mut port = Port::new(config, mem.clone(), [last; 32]);
-        let init = QpInit {
-            pd,
-            qp_type: QpType::Rc,
-            send_cq: cq.clone(),
-            recv_cq: cq.clone(),
-            caps: QpCaps::default(),
-            signal_all: true,
-            srq: None,
-            xrcd: None,
-        };
-        let qpn = port.create_qp(init).expect("a queue pair");
-        Self {
-            addr,
-            port,
-            cq,
-            region: mem.alloc_region(pd, 1 << 20, RIGHTS).expect("memory"),
-            batch: TxBatch::new(TxConfig::default()),
-            qpn,
-        }
+        let mut end = End::new(last, Mtu::B4096, 4 * DEPTH);
+        end.init.signal_all = true;
+        let qpn = end.port.create_qp(end.init.clone()).expect("a queue pair");
+        let region = end.mem.alloc_region(end.init.pd, 1 << 20, RIGHTS).expect("memory");
+        Self { end, region, qpn }
     }
 
     fn raise(&mut self, peer: &Self) {
-        let way = ToRts {
-            access: RIGHTS,
-            max_rd_atomic: 16,
-            max_dest_rd_atomic: 16,
-            ..ToRts::new(AddressVector::new(self.addr, peer.addr), Mtu::B4096, peer.qpn)
+        let way = QpAttr {
+            access: Some(RIGHTS),
+            max_rd_atomic: Some(16),
+            max_dest_rd_atomic: Some(16),
+            ..QpAttr::to_rts(AddressVector::new(self.end.addr, peer.end.addr), Mtu::B4096, peer.qpn)
         };
         for attr in way.steps(QpType::Rc) {
-            self.port.modify_qp(NOW, self.qpn, &attr).expect("a transition");
+            self.end.port.modify_qp(NOW, self.qpn, &attr).expect("a transition");
         }
     }
 
@@ -88,38 +62,18 @@ impl End {
             flags: SendFlags::SIGNALED,
             payload: Payload::Sges(&sges),
         };
-        self.port.post_send(NOW, self.qpn, &[wr]).expect("posting");
+        self.end.port.post_send(NOW, self.qpn, &[wr]).expect("posting");
     }
 
     fn post_recv(&mut self) {
         let sges = self.sge(1 << 20);
         let wr = RecvWr { wr_id: 0, sges: &sges };
-        self.port.post_recv(NOW, self.qpn, &[wr]).expect("posting");
-    }
-
-    /// Hands everything that it has to send to the other end, as buffers of a socket with GRO.
-    fn send_to(&mut self, other: &mut Self) {
-        loop {
-            let more = self.port.poll_transmit(NOW, &mut self.batch);
-            for train in self.batch.trains() {
-                let meta = RxMeta {
-                    segment_len: train.segment_len,
-                    ..RxMeta::new(train.remote.ip(), SocketAddr::new(train.local, train.src_port))
-                };
-                other.port.handle_datagram(NOW, &meta, train.bytes);
-            }
-            self.batch.clear();
-            if !more {
-                return;
-            }
-        }
+        self.end.port.post_recv(NOW, self.qpn, &[wr]).expect("posting");
     }
 }
 
-const NOW: Instant = Instant::from_nanos(1);
-
 fn operations(operation: &str, bytes: u32, count: u32) {
-    let (mut a, mut b) = (End::new(1), End::new(2));
+    let (mut a, mut b) = (Host::new(1), Host::new(2));
     a.raise(&b);
     b.raise(&a);
     let remote = RemoteAddr {
@@ -144,12 +98,12 @@ fn operations(operation: &str, bytes: u32, count: u32) {
         }
         let mut completed = 0;
         while completed < turn {
-            a.send_to(&mut b);
-            b.send_to(&mut a);
+            a.end.send_to(&mut b.end);
+            b.end.send_to(&mut a.end);
             out.clear();
-            completed += a.cq.poll(&mut out, turn as usize).expect("completions") as u32;
+            completed += a.end.cq.poll(&mut out, turn as usize).expect("completions") as u32;
         }
-        b.cq.poll(&mut out, turn as usize).expect("completions");
+        b.end.cq.poll(&mut out, turn as usize).expect("completions");
         done += turn;
     }
 }

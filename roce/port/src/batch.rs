@@ -3,11 +3,11 @@
 use core::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use roce_bth::{ICRC_LEN, Qpn, ROCE_UDP_PORT};
-use roce_icrc::{Flow, IcrcPrefix, IpPair};
+use roce_icrc::IpPair;
 use roce_qp::{TxKind, TxSink};
 use roce_verbs::AddressVector;
 
-use crate::{config::PortConfig, gso::Staging, peer::Peers, qpn::udp_source_port};
+use crate::{config::PortConfig, gso::Staging, path::TxPath, peer::Peers, qpn::udp_source_port};
 
 /// Largest number of segments in one GSO send: `UDP_MAX_SEGMENTS` of Linux before 6.9, which rejects more.
 pub const MAX_SEGMENTS: usize = 64;
@@ -40,32 +40,6 @@ impl Default for TxConfig {
     }
 }
 
-/// Network path of a queue pair's packets, with the flow that their ICRCs cover.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct TxPath {
-    pub(crate) flow: Flow,
-    pub(crate) prefix: IcrcPrefix,
-    pub(crate) tos: u8,
-    pub(crate) ttl: u8,
-}
-
-impl TxPath {
-    /// Creates the path of packets between two addresses from this UDP source port.
-    pub(crate) fn new(ip: IpPair, src_port: u16, tos: u8, ttl: u8) -> Self {
-        let flow = Flow {
-            ip,
-            src_port,
-            dst_port: ROCE_UDP_PORT,
-        };
-        Self {
-            prefix: flow.prefix(),
-            flow,
-            tos,
-            ttl,
-        }
-    }
-}
-
 struct TrainRecord {
     path: TxPath,
     src: Qpn,
@@ -88,7 +62,7 @@ pub struct TxBatch {
     trains: Vec<TrainRecord>,
 }
 
-/// Packets of one queue pair for one system call.
+/// Packets to one queue pair, for one send (`UDP_SEGMENT`).
 ///
 /// All are `segment_len` bytes long but the last, which may be shorter. Packet *i* is sealed with IPv4 Identification
 /// *i*, because Linux numbers the segments of a GSO send so.
@@ -100,21 +74,22 @@ pub struct Train<'a> {
     pub remote: SocketAddr,
     /// Our UDP port.
     pub src_port: u16,
-    /// Our queue pair. A train of datagrams may have packets of others, too.
-    pub qpn: Qpn,
     /// TOS or traffic class.
     pub tos: u8,
     /// TTL or hop limit.
     pub ttl: u8,
-    /// Bytes of each packet but the last.
+    /// Bytes of each packet but the last; not zero.
     pub segment_len: usize,
-    /// Number of packets.
-    pub segments: usize,
     /// The packets back to back.
     pub bytes: &'a [u8],
 }
 
 impl<'a> Train<'a> {
+    /// Returns the number of packets.
+    pub fn segments(&self) -> usize {
+        self.bytes.len().div_ceil(self.segment_len.max(1))
+    }
+
     /// Iterates over the packets in the order of their Identifications.
     pub fn packets(&self) -> impl Iterator<Item = &'a [u8]> + use<'a> {
         self.bytes.chunks(self.segment_len.max(1))
@@ -151,13 +126,16 @@ impl TxBatch {
             local: t.path.flow.ip.src(),
             remote: SocketAddr::new(t.path.flow.ip.dst(), ROCE_UDP_PORT),
             src_port: t.path.flow.src_port,
-            qpn: t.src,
             tos: t.path.tos,
             ttl: t.path.ttl,
             segment_len: t.segment_len,
-            segments: t.segments,
             bytes: &self.slab[t.start..t.start + t.len],
         })
+    }
+
+    /// Iterates over our queue pair of each train. A train of datagrams may have packets of others, too.
+    pub fn senders(&self) -> impl ExactSizeIterator<Item = Qpn> {
+        self.trains.iter().map(|t| t.src)
     }
 
     /// Returns whether no train is staged.
@@ -187,13 +165,6 @@ impl TxBatch {
         if let Some(train) = self.trains.last_mut() {
             train.open = false;
         }
-    }
-
-    fn reserve(&mut self, len: usize) -> Option<&mut [u8]> {
-        if !self.has_room(len) {
-            return None;
-        }
-        Some(&mut self.slab[self.used..self.used + len])
     }
 
     /// Returns whether the last train is one of packets to this receiver.
@@ -232,11 +203,11 @@ impl TxBatch {
         &self.slab[self.last..self.used]
     }
 
-    /// Seals the `len` bytes just written and adds them to the last train (`joins`) or a new one. Returns the packet's index in it.
-    fn commit(&mut self, path: &TxPath, [src, dest]: [Qpn; 2], len: usize, alone: bool, joins: bool) -> usize {
-        let total = len + ICRC_LEN;
+    /// Seals the packet just written and adds it to the last train or a new one. Returns its index in the train.
+    fn commit(&mut self, path: &TxPath, [src, dest]: [Qpn; 2], packet: &Reserved) -> usize {
+        let total = packet.len + ICRC_LEN;
         let start = self.used;
-        let index = match self.trains.last_mut().filter(|_| joins) {
+        let index = match self.trains.last_mut().filter(|_| packet.joins) {
             Some(train) => {
                 train.len += total;
                 train.segments += 1;
@@ -252,7 +223,7 @@ impl TxBatch {
                     len: total,
                     segment_len: total,
                     segments: 1,
-                    open: !alone,
+                    open: !packet.alone,
                 });
                 0
             }
@@ -289,8 +260,9 @@ pub(crate) struct QpSink<'a> {
     /// Whether the batch's last train leads to the receiver.
     continues: bool,
     reserved: Option<Reserved>,
-    staged: Staged,
-    full: bool,
+    pub(crate) staged: Staged,
+    /// The slab, not the turn's budget, has rejected a packet.
+    pub(crate) full: bool,
 }
 
 /// Packet that is being written.
@@ -369,15 +341,6 @@ impl<'a> QpSink<'a> {
             full: false,
         }
     }
-
-    pub(crate) fn staged(&self) -> Staged {
-        self.staged
-    }
-
-    /// Returns whether the slab, not the turn's budget, rejected a packet.
-    pub(crate) fn is_full(&self) -> bool {
-        self.full
-    }
 }
 
 impl TxSink for QpSink<'_> {
@@ -398,27 +361,19 @@ impl TxSink for QpSink<'_> {
             alone,
             joins,
         });
-        self.batch.reserve(len)
+        let at = self.batch.used;
+        Some(&mut self.batch.slab[at..at + len])
     }
 
     fn commit(&mut self) {
-        let Some(Reserved {
-            kind,
-            len,
-            alone,
-            joins,
-        }) = self.reserved.take()
-        else {
-            return;
-        };
-        let retransmission = kind.is_again();
-        let index = self.batch.commit(&self.path, [self.src, self.dest], len, alone, joins);
+        let Some(packet) = self.reserved.take() else { return };
+        let index = self.batch.commit(&self.path, [self.src, self.dest], &packet);
         self.continues = true;
         self.budget -= 1;
         self.staged.packets += 1;
-        self.staged.bytes += (len + ICRC_LEN) as u64;
-        self.staged.retransmissions += u64::from(retransmission);
-        self.staged.trains.note(kind, index, self.batch.last());
+        self.staged.bytes += (packet.len + ICRC_LEN) as u64;
+        self.staged.retransmissions += u64::from(packet.kind.is_again());
+        self.staged.trains.note(packet.kind, index, self.batch.last());
     }
 
     fn direct(&mut self, to: &AddressVector, dest: Qpn) -> bool {
@@ -456,7 +411,7 @@ mod tests {
     fn shape(batch: &TxBatch) -> Vec<(usize, usize, usize)> {
         batch
             .trains()
-            .map(|t| (t.segment_len, t.segments, t.bytes.len()))
+            .map(|t| (t.segment_len, t.segments(), t.bytes.len()))
             .collect()
     }
 
@@ -468,7 +423,7 @@ mod tests {
             stage(&mut b, &p, 7, TxKind::Request, len);
         }
         assert_eq!(shape(&b), [(100, 4, 344), (44, 1, 44)]);
-        assert!(b.trains().all(|train| train.qpn == Qpn::new(9)));
+        assert!(b.senders().all(|qpn| qpn == Qpn::new(9)));
         for train in b.trains() {
             for (i, packet) in train.packets().enumerate() {
                 assert!(p.flow.verify(i as u16, packet), "packet {i}");
@@ -514,7 +469,7 @@ mod tests {
         ] {
             stage(&mut b, &p, 7, kind, 96);
         }
-        assert!(b.trains().all(|t| t.segments == 1));
+        assert!(b.trains().all(|t| t.segments() == 1));
     }
 
     #[test]
@@ -534,7 +489,7 @@ mod tests {
         while sink.reserve(TxKind::Request, 96).is_some() {
             sink.commit();
         }
-        assert!(sink.is_full());
+        assert!(sink.full);
         let total: usize = b.trains().map(|t| t.bytes.len()).sum();
         // No train starts that the slab's end would cut short.
         assert!(
@@ -552,7 +507,7 @@ mod tests {
         assert!(sink.reserve(TxKind::Ack, 16).is_some());
         sink.commit();
         sink.commit();
-        assert_eq!(sink.staged().packets, 1);
+        assert_eq!(sink.staged.packets, 1);
         assert_eq!(shape(&b), [(20, 1, 20)]);
     }
 }

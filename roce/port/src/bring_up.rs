@@ -5,18 +5,16 @@
 
 use core::net::SocketAddr;
 
+use crate::cm::{AcceptArgs, ConnId, ConnTransport, ConnectArgs, LocalQp, RemoteQp};
 use rand::Rng;
 use roce_bth::{Psn, Qpn};
-use roce_cm::{AcceptArgs, ConnId, ConnTransport, ConnectArgs, RemoteQp};
 use roce_verbs::{
-    AccessFlags, Instant, QpAttr, QpState, QpType, ToRts,
+    AccessFlags, Instant, QpAttr, QpState, QpType,
     provider::{ConnParams, VerbsError},
 };
 
 use crate::{
-    cm::cm_error,
     entry::Binding,
-    gsi::Terms,
     message::{FromShard, Offer, QpCommand, QpKey},
     port::{Port, invalid},
 };
@@ -38,7 +36,7 @@ impl Port {
         let offer = self.offer_qp(now, qpn, &params)?;
         let connected = self.connect_offered(now, local, remote, &offer, params);
         if connected.is_err() {
-            self.perform(now, QpCommand::Release(offer.qp));
+            self.perform(now, QpCommand::Release(offer.qp()));
         }
         connected
     }
@@ -64,10 +62,9 @@ impl Port {
     /// # Errors
     /// The queue pair can't be used.
     pub fn offer_qp(&mut self, now: Instant, qpn: Qpn, params: &ConnParams) -> Result<Offer, VerbsError> {
-        self.now = now;
-        let (transport, srq) = self.check_free(qpn, QpType::XrcIni)?;
+        let qp = self.check_free(qpn, QpType::XrcIni)?;
         self.init_qp(now, qpn)?;
-        self.reserve(qpn, transport, srq, params)
+        self.reserve(qp, params)
     }
 
     /// Moves a queue pair in RESET or INIT to RTS, for a connect request that it is going to accept. [`Port::accept_offered`] or
@@ -83,16 +80,15 @@ impl Port {
         path: &RemoteQp,
         params: &ConnParams,
     ) -> Result<Offer, VerbsError> {
-        self.now = now;
-        let (transport, srq) = self.check_free(qpn, QpType::XrcTgt)?;
-        if path.transport != transport {
+        let qp = self.check_free(qpn, QpType::XrcTgt)?;
+        if path.transport != qp.transport {
             return Err(invalid(format_args!(
-                "the peer requests transport {:?}, the queue pair has {transport:?}",
-                path.transport
+                "the peer requests transport {:?}, the queue pair has {:?}",
+                path.transport, qp.transport
             )));
         }
-        let offer = self.reserve(qpn, transport, srq, params)?;
-        if let Err(e) = self.bring_up(now, offer.qp, path) {
+        let offer = self.reserve(qp, params)?;
+        if let Err(e) = self.bring_up(now, offer.qp(), path) {
             self.withdraw(now, &offer);
             return Err(e);
         }
@@ -103,10 +99,9 @@ impl Port {
 
     /// Moves a queue pair whose request could not be accepted to error. It is free for another connection.
     pub fn withdraw(&mut self, now: Instant, offer: &Offer) {
-        self.now = now;
-        if self.keyed(offer.qp).is_some() {
+        if self.keyed(offer.qp()).is_some() {
             self.fail_qp(now, offer.qp.qpn);
-            self.perform(now, QpCommand::Release(offer.qp));
+            self.perform(now, QpCommand::Release(offer.qp()));
         }
     }
 
@@ -125,13 +120,11 @@ impl Port {
         let mtu = self.config.mtus.of(self.endpoints(local, remote)?.0.ip());
         let args = ConnectArgs {
             params,
-            srq: offer.srq,
-            transport: offer.transport,
-            src_port: offer.src_port,
-            ..ConnectArgs::new(local, remote, offer.qp.qpn, offer.start_psn, mtu)
+            qp: offer.qp,
+            ..ConnectArgs::new(local, remote, offer.qp.qpn, offer.qp.start_psn, mtu)
         };
         let conn = self.cm_connect(now, &args)?;
-        self.gsi()?.bind(conn, offer.qp);
+        self.gsi()?.bind(conn, offer.qp());
         Ok(conn)
     }
 
@@ -140,7 +133,7 @@ impl Port {
     /// # Errors
     /// There is no such request, or the private data is too long.
     pub fn accept_path(&mut self, conn: ConnId, params: &ConnParams) -> Result<RemoteQp, VerbsError> {
-        self.gsi()?.manager().accept_path(conn, params).map_err(cm_error)
+        self.gsi()?.cm.accept_path(conn, params)
     }
 
     /// Sends the REP for a queue pair that its shard has moved to RTS.
@@ -154,13 +147,9 @@ impl Port {
         offer: &Offer,
         params: ConnParams,
     ) -> Result<(), VerbsError> {
-        let args = AcceptArgs {
-            srq: offer.srq,
-            src_port: offer.src_port,
-            ..AcceptArgs::new(offer.qp.qpn, offer.start_psn, params)
-        };
-        self.cm_accept(now, conn, &args)?;
-        self.gsi()?.bind(conn, offer.qp);
+        let qp = offer.qp;
+        self.cm_accept(now, conn, &AcceptArgs { qp, params })?;
+        self.gsi()?.bind(conn, offer.qp());
         Ok(())
     }
 
@@ -168,10 +157,6 @@ impl Port {
     pub(crate) fn perform(&mut self, now: Instant, command: QpCommand) -> Option<FromShard> {
         match command {
             QpCommand::BringUp { qp, conn, path } => Some(FromShard::BroughtUp(conn, self.bring_up(now, qp, &path))),
-            QpCommand::Established(qp) => {
-                self.set_binding(qp, Binding::Bound);
-                None
-            }
             QpCommand::Fail { qp, conn } => {
                 if self.keyed(qp).is_some() {
                     self.fail_qp(now, qp.qpn);
@@ -197,10 +182,10 @@ impl Port {
         }
     }
 
-    /// Checks that a queue pair can be connected; returns its transport and whether it uses an SRQ.
+    /// Checks that a queue pair can be connected; returns it with a random PSN.
     ///
     /// `xrc` is the type for XRC connections, which differs between the active and the passive side.
-    fn check_free(&self, qpn: Qpn, xrc: QpType) -> Result<(ConnTransport, bool), VerbsError> {
+    fn check_free(&mut self, qpn: Qpn, xrc: QpType) -> Result<LocalQp, VerbsError> {
         let entry = &self.qps[self.slot(qpn)?];
         let config = entry.qp.config();
         let transport = match config.qp_type {
@@ -214,7 +199,11 @@ impl Port {
             }
         };
         match (entry.qp.state(), entry.binding) {
-            (QpState::Reset | QpState::Init, Binding::Free) => Ok((transport, config.srq.is_some())),
+            (QpState::Reset | QpState::Init, Binding::Free) => Ok(LocalQp {
+                transport,
+                srq: config.srq.is_some(),
+                ..LocalQp::new(qpn, Psn::new(self.rng.random()))
+            }),
             (state, Binding::Free) => Err(VerbsError::State(format!(
                 "the queue pair is in state {state:?}, expected RESET or INIT"
             ))),
@@ -223,33 +212,20 @@ impl Port {
     }
 
     /// Reserves a queue pair for a connection.
-    fn reserve(
-        &mut self,
-        qpn: Qpn,
-        transport: ConnTransport,
-        srq: bool,
-        params: &ConnParams,
-    ) -> Result<Offer, VerbsError> {
-        let rq_psn = Psn::new(self.rng.random());
-        let min_rnr_timer = params.min_rnr_timer.unwrap_or(self.config.min_rnr_timer);
-        let src_port = self.promise_source(qpn);
-        let slot = self.slot(qpn)?;
+    fn reserve(&mut self, qp: LocalQp, params: &ConnParams) -> Result<Offer, VerbsError> {
+        let slot = self.slot(qp.qpn)?;
         let entry = &mut *self.qps[slot];
-        entry.binding = Binding::Offered { rq_psn, min_rnr_timer };
-        Ok(Offer {
-            qp: QpKey {
-                qpn,
-                serial: entry.serial,
-            },
-            start_psn: rq_psn,
-            transport,
-            srq,
-            src_port,
-        })
+        entry.binding = Binding::Offered {
+            rq_psn: qp.start_psn,
+            min_rnr_timer: params.min_rnr_timer.unwrap_or(self.config.min_rnr_timer),
+        };
+        let serial = entry.serial;
+        let qp = self.promised(&qp);
+        Ok(Offer { qp, serial })
     }
 
     /// Moves a queue pair from RESET to INIT, with rdma_cm's access flags (`cm_init_qp_init_attr`).
-    fn init_qp(&mut self, now: Instant, qpn: Qpn) -> Result<(), VerbsError> {
+    pub(crate) fn init_qp(&mut self, now: Instant, qpn: Qpn) -> Result<(), VerbsError> {
         if self.qp_state(qpn) != Some(QpState::Reset) {
             return Ok(());
         }
@@ -273,24 +249,25 @@ impl Port {
         };
         let qpn = qp.qpn;
         self.init_qp(now, qpn)?;
-        let steps = ToRts {
-            rq_psn,
-            sq_psn: path.sq_psn,
-            max_dest_rd_atomic: path.responder_resources,
-            max_rd_atomic: path.initiator_depth,
-            min_rnr_timer,
-            timeout: path.timeout,
-            retry_cnt: path.retry_cnt,
-            rnr_retry: path.rnr_retry,
-            ..ToRts::new(path.av, path.mtu, path.qpn)
+        let steps = QpAttr {
+            rq_psn: Some(rq_psn),
+            sq_psn: Some(path.sq_psn),
+            max_dest_rd_atomic: Some(path.responder_resources),
+            max_rd_atomic: Some(path.initiator_depth),
+            min_rnr_timer: Some(min_rnr_timer),
+            timeout: Some(path.timeout),
+            retry_cnt: Some(path.retry_cnt),
+            rnr_retry: Some(path.rnr_retry),
+            ..QpAttr::to_rts(path.av, path.mtu, path.qpn)
         };
-        self.modify_with(now, qpn, &steps.step(qp_type, QpState::Rtr), Terms::of(path))?;
+        self.modify_with(now, qpn, &steps.step(qp_type, QpState::Rtr), Some(path))?;
         self.modify_qp(now, qpn, &steps.step(qp_type, QpState::Rts))?;
         self.set_binding(qp, Binding::Bound);
         Ok(())
     }
 
-    fn fail_qp(&mut self, now: Instant, qpn: Qpn) {
+    /// Moves a queue pair to the error state, unless it is in RESET.
+    pub(crate) fn fail_qp(&mut self, now: Instant, qpn: Qpn) {
         if matches!(self.qp_state(qpn), None | Some(QpState::Reset | QpState::Err)) {
             return;
         }

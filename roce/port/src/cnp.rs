@@ -6,12 +6,13 @@
 
 use core::time::Duration;
 
-use roce_bth::{Bth, Class, Header, Opcode, Packet, Psn};
+use roce_bth::{Bth, Class, Header, Opcode, Packet};
 use roce_qp::{Origin, TxKind, TxSink};
 use roce_verbs::Instant;
 
 use crate::{
     batch::{QpSink, TxBatch},
+    entry::Notified,
     port::Port,
 };
 
@@ -26,14 +27,6 @@ const CNP_CLASS: u8 = 48 << 2;
 const INTERVAL: Duration = Duration::from_micros(50);
 /// Size of a notification, bytes: BTH and 16 reserved bytes.
 const CNP_LEN: usize = 12 + 16;
-
-/// Congestion notifications of a queue pair to its peer.
-#[derive(Clone, Copy, Default, Debug)]
-pub(crate) struct Notified {
-    last: Option<Instant>,
-    /// PSN of the marked packet to notify the peer of.
-    due: Option<Psn>,
-}
 
 impl Port {
     /// Sets the traffic class of a queue pair's packets: the application's, to a ferroce peer with ECT.
@@ -84,7 +77,7 @@ impl Port {
         };
         header.emit(bytes);
         sink.commit();
-        let staged = sink.staged();
+        let staged = sink.staged;
         self.counters.np_cnp_sent += 1;
         self.counters.count_staged(&staged);
     }

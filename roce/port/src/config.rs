@@ -3,14 +3,14 @@
 use core::{net::IpAddr, num::NonZeroU64};
 use std::sync::Arc;
 
-use roce_cm::CmConfig;
+use crate::cm::CmConfig;
 use roce_icrc::IpPair;
-use roce_mem::PdHandle;
 use roce_qp::{CompletionQueue, FreePaces, ReorderBudget, SharedReceiveQueue, WindowConfig, XrcDomain};
+use roce_verbs::mem::PdHandle;
 use roce_verbs::{AddressVector, DeviceLimits, Mtu, PathMtus, QpCaps, QpType, RnrTimer, provider::VerbsError};
 
 use crate::{
-    batch::TxPath,
+    path::TxPath,
     qpn::{QpnParts, QpnRange},
 };
 

@@ -1,5 +1,6 @@
 //! Statistics of a port, with stable names.
 
+use roce_bth::ParseError;
 use roce_qp::Counters;
 
 use crate::batch::Staged;
@@ -14,7 +15,7 @@ macro_rules! port_counters {
             /// Counters of the queue pairs.
             pub transport: Counters,
             /// Counters of the connection manager.
-            pub cm: roce_cm::Counters,
+            pub cm: crate::cm::Counters,
             $( $(#[$doc])* pub $name: u64, )*
         }
 
@@ -119,6 +120,18 @@ port_counters! {
 }
 
 impl PortCounters {
+    /// Counts a packet that can't be read.
+    pub(crate) fn count_unreadable(&mut self, e: &ParseError) {
+        *match e {
+            ParseError::TooShort { .. } | ParseError::HeaderTruncated { .. } => &mut self.drop_truncated,
+            ParseError::UnknownOpcode(_) => &mut self.drop_opcode,
+            ParseError::Version(_) => &mut self.drop_version,
+            ParseError::PadTooLong { .. } | ParseError::Unaligned(_) | ParseError::UnexpectedPayload { .. } => {
+                &mut self.drop_malformed
+            }
+        } += 1;
+    }
+
     /// Adds the packets that a sink has staged.
     pub(crate) fn count_staged(&mut self, staged: &Staged) {
         self.tx_packets += staged.packets;

@@ -1,12 +1,12 @@
 //! Queue pairs of a port, each with the port's own state of it.
 
+use crate::cm::ConnId;
 use roce_bth::{Psn, RnrTimer};
-use roce_cm::ConnId;
-use roce_mem::PdHandle;
 use roce_qp::QueuePair;
 use roce_verbs::Instant;
+use roce_verbs::mem::PdHandle;
 
-use crate::{batch::Receiver, cnp::Notified, peer::QpPath};
+use crate::{batch::Receiver, peer::QpPath};
 
 /// Connection of a queue pair.
 #[derive(Clone, Copy, Debug)]
@@ -54,4 +54,12 @@ pub(crate) struct SourcePort {
     pub(crate) port: u16,
     /// A REQ or REP has named the port: the peer drops packets from any other.
     pub(crate) promised: bool,
+}
+
+/// Congestion notifications of a queue pair to its peer.
+#[derive(Clone, Copy, Default, Debug)]
+pub(crate) struct Notified {
+    pub(crate) last: Option<Instant>,
+    /// PSN of the marked packet to notify the peer of.
+    pub(crate) due: Option<Psn>,
 }

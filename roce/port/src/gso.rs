@@ -1,40 +1,43 @@
-//! Whether trains of several packets reach a peer with the Identifications that they were sealed with.
+//! Detection of interfaces that break trains of several packets.
 //!
 //! Segmentation in the hardware of some interfaces numbers the segments otherwise than Linux does. Then the ICRC of all but
 //! the first packet of each train is wrong, and the peer drops them. It looks like loss, but always of the same packet: the
 //! second of a train is the first that is sent again. So the second packet of one train at a time is a witness. Its
-//! acknowledgement proves that trains arrive. If it is the first one to be sent again it has failed; if the peer lacks
-//! something before it, nothing is known. So many failures in a row, and packets go out one by one.
+//! acknowledgement proves that trains arrive. If it is the first one to be sent again, it has failed; if the peer lacks
+//! an earlier one, nothing is known. After [`FAILURES`] in a row, packets are sent one by one.
 
 use roce_bth::{Class, Opcode, Psn, Qpn};
 use roce_qp::TxKind;
 
-/// So many witnesses must fail in a row: at 10 % random loss that is one run in 10^10.
+/// Witnesses that must fail in a row: at 10 % random loss, one run in 10^10 does.
 const FAILURES: u8 = 10;
-/// A witness whose fate has not been heard of after so many packets makes room for another.
+/// Packets after which a witness without result is replaced.
 const PATIENCE: u64 = 4096;
-/// After so many single packets trains are tried again, but not for long: routes change.
+/// Single packets after which trains are tried again: routes change.
 const RETRY: u64 = 1 << 18;
-/// So many failures end such a trial.
+/// Failures that end such a trial.
 const RETRY_FAILURES: u8 = 3;
 
-/// Packets that one turn of a queue pair has staged, as far as it concerns trains.
+/// Statistics of the packets that one turn of a queue pair has staged.
 #[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct Staging {
     packets: u64,
-    /// The first that was the second of a train.
+    /// First packet that was the second of a train.
     second: Option<(TxKind, Psn)>,
-    /// The first request, and the first answer, that was sent before.
+    /// First request, and first answer, that was sent again.
     resent: Option<Psn>,
     repeated: Option<Psn>,
-    /// Answers to READs that were begun.
+    /// READs whose answer was begun.
     reads: u32,
 }
 
 impl Staging {
-    /// A packet, from its BTH on, was staged as number `index` of its train.
+    /// Counts a packet, from its BTH on, that was staged as number `index` of its train.
     pub(crate) fn note(&mut self, kind: TxKind, index: usize, packet: &[u8]) {
         self.packets += 1;
+        if kind == TxKind::Request && index != 1 {
+            return;
+        }
         let Some(&[opcode, .., p2, p1, p0]) = packet.first_chunk::<12>() else {
             return;
         };
@@ -53,13 +56,13 @@ impl Staging {
     }
 }
 
-/// The second packet of a train.
+/// Second packet of a train, whose fate is awaited.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Witness {
     qpn: Qpn,
     psn: Psn,
     answer: bool,
-    /// Packets towards the peer since.
+    /// Packets sent to the peer since.
     packets: u64,
     /// READs that the queue pair has begun to answer since.
     reads: u32,
@@ -76,17 +79,17 @@ pub(crate) struct Gso {
 }
 
 impl Gso {
-    /// Whether trains of several packets may be sent.
+    /// Returns whether trains of several packets may be sent.
     pub(crate) fn may_send(&self) -> bool {
         self.off.is_none()
     }
 
-    /// Whether trains are known to arrive as they were sealed.
+    /// Returns whether trains are known to arrive as they were sealed.
     pub(crate) fn is_proven(&self) -> bool {
         self.proven
     }
 
-    /// Notes what a reliable queue pair has staged, whose peer has at most `max_reads` READs outstanding. True when this
+    /// Records the packets staged by a reliable queue pair, whose peer has at most `max_reads` READs outstanding. Returns whether this
     /// has switched trains off.
     pub(crate) fn on_staged(&mut self, qpn: Qpn, staged: &Staging, max_reads: u32) -> bool {
         if let Some(single) = &mut self.off {
@@ -123,7 +126,7 @@ impl Gso {
                 Some(psn) if psn.is_before(w.psn) => self.witness = None,
                 _ if w.answer => {
                     w.reads += staged.reads;
-                    // The requester has had its answer, or it would not ask for so many others.
+                    // The requester has its answer: otherwise it would not send so many other requests.
                     if w.reads > max_reads {
                         self.arrived();
                     }
@@ -137,12 +140,12 @@ impl Gso {
         false
     }
 
-    /// Whether the fate of a queue pair's request is waited for.
+    /// Returns whether the witness is a packet of this queue pair.
     pub(crate) fn waits_for(&self, qpn: Qpn) -> bool {
         self.witness.is_some_and(|w| w.qpn == qpn)
     }
 
-    /// Of a queue pair's requests those before `una` are acknowledged; `None`: nobody will acknowledge them.
+    /// Records that a queue pair's requests before `una` are acknowledged; `None`: none will be.
     pub(crate) fn on_acked(&mut self, qpn: Qpn, una: Option<Psn>) {
         let Some(w) = self.witness.filter(|w| w.qpn == qpn) else {
             return;

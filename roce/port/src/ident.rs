@@ -1,51 +1,50 @@
 //! IPv4 Identifications of peers, which the ICRC covers and a UDP socket does not show.
 //!
-//! Recovery (see `roce-icrc`) finds an Identification for one in 2^16 corrupt packets. What the peer has shown so far
-//! wins bits back: ConnectX sends 0 and ferroce a small index, so those are held to (nearly) all 32 bits of the ICRC;
-//! rdma_rxe sends a counter, so an Identification far from the next one is not believed at first.
+//! Recovery (see `roce-icrc`) finds an Identification for one in 2^16 corrupt packets. The peer's pattern wins bits back: ConnectX
+//! sends 0 and ferroce a small index, so that their ICRCs count with (nearly) all 32 bits; rdma_rxe sends a counter, so that an
+//! Identification far from the next one is implausible.
 //!
-//! This finds damage. Against forgery it does nothing, as anybody can seal a packet with any Identification; but who could
-//! teach a tracker wrong numbers would have it refuse the peer's own packets. So it matters who teaches what:
+//! This detects corruption, not forgery: anybody can seal a packet with any Identification. But a forger who teaches a tracker wrong
+//! numbers would have it refuse the peer's own packets. Therefore only some packets teach:
 //!
 //! | packets from the peer's address | judged by | teach |
 //! | --- | --- | --- |
-//! | to a connected queue pair, its PSN where that expects one (`QueuePair::expects`) | [`IdentTracker`] | it: a believed one confirms and moves it, three others in a row that fit together replace it |
-//! | the same, and the first that its queue pair hears (`QueuePair::heard`) | nothing | it: the address may belong to another host by now |
+//! | to a connected queue pair, with a PSN that it expects (`QueuePair::expects`) | [`IdentTracker`] | it: a plausible one confirms and moves it, three others in a row that fit together replace it |
+//! | the same, the first of its queue pair (`QueuePair::heard`) | nothing | it: the address may belong to another host by now |
 //! | to a connected queue pair, any other PSN | [`IdentTracker`] | nothing |
-//! | of strangers: to QP1, datagrams, multicast | [`IdentTracker`], and what that refuses by [`Strangers`] | [`Strangers`], that there was one to refuse |
+//! | of strangers: to QP1, datagrams, multicast | [`IdentTracker`], if implausible also [`Strangers`] | [`Strangers`], that there was an implausible one |
 //!
-//! [`Strangers`] only ever lets in more, and only strangers. An address without queue pairs leaves no trace at all: from
-//! there every Identification is believed.
+//! [`Strangers`] only admits more packets, and only of strangers. No state is kept of an address without queue pairs: every
+//! Identification from there is plausible.
 
 use core::time::Duration;
 
 use roce_verbs::Instant;
 
-/// Identifications below this are a place in a GSO send (`UDP_MAX_SEGMENTS` of newer kernels).
+/// Identifications below this are an index in a GSO send (`UDP_MAX_SEGMENTS` of newer kernels).
 const INDEX_END: u16 = 128;
-/// So many zeros, and nothing but small numbers, make a peer one that sends small numbers. A counter does not repeat.
+/// Zeros, among only small numbers, that prove that a peer sends small numbers. A counter does not repeat.
 const ZEROS_OF_PROOF: u8 = 4;
-/// So far ahead of the expected one a counter may be at once: packets lost, or under way to others.
+/// Distance by which a counter may be ahead at once: packets lost, or sent to others.
 const COUNTER_SPREAD: u64 = 4096;
-/// So far behind it: packets overtaken.
+/// Distance by which a counter may be behind: packets overtaken.
 const OVERTAKEN: u16 = 1024;
-/// And one further ahead per so much time: packets of the same counter that don't teach, and the random step by which Linux
-/// moves an idle counter on. After 16 ms nothing is predicted any more.
+/// Time in which the counter may move one further: packets of the same counter that don't teach, and the random step by which Linux
+/// moves an idle counter. After 16 ms every Identification is plausible.
 const NANOS_PER_STEP: u64 = 256;
-/// So many packets in a row that fit together under a counter refute everything believed before.
+/// Packets in a row that fit together as a counter and replace the pattern.
 const DISSENTERS_OF_PROOF: u8 = 3;
-/// Strangers with Identifications that are not believed come once in so long a time, when it is damage: 2^16 damaged
-/// packets make one of them.
+/// Interval in which at most one implausible stranger comes from corruption: 2^16 corrupt packets make one.
 const STRANGERS_MEMORY: Duration = Duration::from_secs(60);
 
 /// Pattern of a peer's Identifications.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Pattern {
-    /// Nothing yet but so many zeros and (if true) only small numbers.
+    /// Not known yet: number of zeros, and whether all numbers were small.
     Unknown { zeros: u8, only_small: bool },
     /// Zero or a small index.
     Index,
-    /// Counts up. `zeros`: how often 0 came with nothing but small numbers around it.
+    /// Counts up. `zeros`: zeros in a row, with only small numbers between them.
     Counter { next: u16, at: Instant, zeros: u8 },
 }
 
@@ -56,7 +55,7 @@ pub(crate) struct IdentTracker {
     dissent: Option<Dissent>,
 }
 
-/// The last Identification that was not believed, and how many in a row fit after it.
+/// Last implausible Identification, and the number of those in a row that fit together.
 #[derive(Clone, Copy, Debug)]
 struct Dissent {
     id: u16,
@@ -76,19 +75,19 @@ impl Default for IdentTracker {
     }
 }
 
-/// How many steps ahead of where it stood at a time a counter may be now.
+/// Returns the number of steps that a counter may be ahead of its position at a time.
 fn reach(at: Instant, now: Instant) -> u64 {
     now.as_nanos().saturating_sub(at.as_nanos()) / NANOS_PER_STEP + COUNTER_SPREAD
 }
 
-/// Whether `id` is where a counter may be now that stood at `next` at a time.
+/// Returns whether a counter whose position was `next` at a time may be at `id` now.
 fn near(id: u16, next: u16, at: Instant, now: Instant) -> bool {
     let (ahead, behind) = (u64::from(id.wrapping_sub(next)), next.wrapping_sub(id));
     ahead < COUNTER_SPREAD || behind < OVERTAKEN || ahead < reach(at, now)
 }
 
 impl IdentTracker {
-    /// The Identification to try first for packet `index` of a GRO buffer. A wrong one only costs time.
+    /// Returns the Identification to try first for packet `index` of a GRO buffer. A wrong one only costs time.
     pub(crate) fn hint(&self, index: u16) -> u16 {
         match self.pattern {
             Pattern::Counter { next, .. } => next.wrapping_add(index),
@@ -96,8 +95,8 @@ impl IdentTracker {
         }
     }
 
-    /// Judges the Identification with which a packet's ICRC came out right, of a packet that may be anybody's. False: it is
-    /// taken for corrupt.
+    /// Returns whether the Identification with which a packet's ICRC is right is plausible. Else the packet is taken for corrupt. Anybody
+    /// may have sent it: nothing is learned.
     pub(crate) fn judge(&self, now: Instant, id: u16) -> bool {
         match self.pattern {
             Pattern::Unknown { .. } => true,
@@ -106,14 +105,13 @@ impl IdentTracker {
         }
     }
 
-    /// Whether a packet with this Identification is believed and has nothing to teach, wherever it is: most packets, in few
-    /// instructions.
+    /// Returns whether the Identification is plausible and teaches nothing: a shortcut for most packets.
     #[inline]
     pub(crate) fn is_usual(&self, id: u16) -> bool {
         self.pattern == Pattern::Index && id < INDEX_END && self.dissent.is_none()
     }
 
-    /// Judges and learns from a packet that is where a queue pair expects one. False: it is taken for corrupt.
+    /// Judges and learns the Identification of a packet with an expected PSN. Returns false if it is implausible.
     pub(crate) fn learn(&mut self, now: Instant, id: u16) -> bool {
         if !self.judge(now, id) {
             self.doubt(now, id);
@@ -126,7 +124,7 @@ impl IdentTracker {
         true
     }
 
-    /// Learns from the first packet that a queue pair hears of its peer, which is believed whatever there was before.
+    /// Learns from the first packet of a queue pair, which is plausible in any case.
     pub(crate) fn learn_first(&mut self, now: Instant, id: u16) {
         if !self.judge(now, id) {
             *self = Self::default();
@@ -134,7 +132,7 @@ impl IdentTracker {
         self.learn(now, id);
     }
 
-    /// Takes in an Identification that was believed.
+    /// Learns a plausible Identification.
     fn confirm(&mut self, now: Instant, id: u16) {
         match &mut self.pattern {
             Pattern::Unknown { zeros, only_small } => {
@@ -148,17 +146,17 @@ impl IdentTracker {
             }
             Pattern::Index => {}
             Pattern::Counter { next, at, zeros } => {
-                let gone_round = |near: u16| reach(*at, now) + u64::from(near) >= 1 << 16;
-                // Zero again, and the counter can't have gone round: a corrupt packet at the start, or a peer that is no
-                // more, had made it look like one.
+                let wrapped = |near: u16| reach(*at, now) + u64::from(near) >= 1 << 16;
+                // Zero again, and the counter can't have wrapped: a corrupt packet at the start, or a former peer, had made it
+                // look like a counter.
                 *zeros = match id {
-                    0 if *next <= INDEX_END && !gone_round(INDEX_END) => zeros.saturating_add(1),
+                    0 if *next <= INDEX_END && !wrapped(INDEX_END) => zeros.saturating_add(1),
                     1..INDEX_END => *zeros,
                     _ => 0,
                 };
-                // A packet that was overtaken does not move the counter back. It looks the same as one that has nearly gone
-                // round; then those that it has overtaken are behind it.
-                if !(1..OVERTAKEN).contains(&next.wrapping_sub(id)) || gone_round(OVERTAKEN) {
+                // An overtaken packet does not move the counter back. It looks like a counter that has nearly wrapped, which
+                // does move.
+                if !(1..OVERTAKEN).contains(&next.wrapping_sub(id)) || wrapped(OVERTAKEN) {
                     *next = id.wrapping_add(1);
                 }
                 *at = now;
@@ -169,7 +167,7 @@ impl IdentTracker {
         }
     }
 
-    /// Counts Identifications that were not believed; enough that fit together start a new counter.
+    /// Counts implausible Identifications. Enough that fit together start a new counter.
     fn doubt(&mut self, now: Instant, id: u16) {
         let run = match self.dissent {
             Some(d) if near(id, d.id, d.at, now) => d.run.saturating_add(1),
@@ -183,7 +181,7 @@ impl IdentTracker {
     }
 }
 
-/// A counter that stood at `id`.
+/// Creates a counter whose position is `id`.
 fn counter(now: Instant, id: u16) -> Pattern {
     Pattern::Counter {
         next: id.wrapping_add(1),
@@ -192,16 +190,15 @@ fn counter(now: Instant, id: u16) -> Pattern {
     }
 }
 
-/// Strangers from a peer's address with Identifications that the peer's tracker does not believe. One may be damage. If
-/// others come as well the peer has started anew, or somebody forges: then they are let in, because a flood of forged
-/// ones must not keep the peer's own out.
+/// Strangers from a peer's address with implausible Identifications. A single one may be corrupt. If others follow, the peer has
+/// restarted, or somebody forges packets: then they are admitted, because a flood of forged ones must not keep the peer's own out.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Strangers {
     last: Option<Instant>,
 }
 
 impl Strangers {
-    /// Whether one that was not believed is let in.
+    /// Returns whether an implausible one is admitted.
     pub(crate) fn admit(&mut self, now: Instant) -> bool {
         let before = self.last.replace(now);
         before.is_some_and(|at| now.saturating_since(at) < STRANGERS_MEMORY)
@@ -269,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn a_counter_that_may_have_gone_round_is_not_taken_for_an_index() {
+    fn a_counter_that_may_have_wrapped_is_not_taken_for_an_index() {
         let mut t = IdentTracker::default();
         assert!(t.learn(T, 500));
         let mut now = T;
@@ -281,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn a_counter_that_has_nearly_gone_round_is_where_it_is_seen() {
+    fn a_counter_that_has_nearly_wrapped_is_where_it_is_seen() {
         let mut t = IdentTracker::default();
         assert!(t.learn(T, 311));
         let later = T + Duration::from_secs(2);

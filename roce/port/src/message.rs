@@ -2,11 +2,11 @@
 //!
 //! A shard is a [`Port`](crate::Port). Where an address has several, one of them has the GSI: the connection manager and QP1.
 
-use roce_bth::{Psn, Qpn};
-use roce_cm::{ConnId, ConnTransport, RemoteQp};
+use crate::cm::{ConnId, LocalQp, RemoteQp};
+use roce_bth::Qpn;
 use roce_verbs::provider::VerbsError;
 
-use crate::rx::RxMeta;
+use crate::meta::RxMeta;
 
 /// Queue pair as the GSI names it: a later queue pair with the same number has another key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -23,21 +23,20 @@ impl QpKey {
     }
 }
 
-/// Queue pair that its shard has reserved for a connection, with what a REQ or REP says of it.
+/// Queue pair that its shard has reserved for a connection, with its attributes in a REQ or REP.
 #[derive(Clone, Copy, Debug)]
 pub struct Offer {
-    pub(crate) qp: QpKey,
-    /// First PSN that the queue pair expects.
-    pub(crate) start_psn: Psn,
-    pub(crate) transport: ConnTransport,
-    pub(crate) srq: bool,
-    pub(crate) src_port: Option<u16>,
+    pub(crate) qp: LocalQp,
+    pub(crate) serial: u32,
 }
 
 impl Offer {
     /// Returns the queue pair.
     pub const fn qp(&self) -> QpKey {
-        self.qp
+        QpKey {
+            qpn: self.qp.qpn,
+            serial: self.serial,
+        }
     }
 }
 
@@ -64,20 +63,12 @@ pub struct HandedOver {
 }
 
 impl HandedOver {
-    /// Copies a packet that a shard of this process has received.
-    pub fn captured(meta: &RxMeta, bytes: &[u8]) -> Self {
+    /// Copies a packet. `captured`: a shard of this process has received it.
+    pub fn new(meta: &RxMeta, bytes: &[u8], captured: bool) -> Self {
         Self {
             meta: *meta,
             bytes: bytes.to_vec(),
-            captured: true,
-        }
-    }
-
-    /// Copies a packet that another process has received.
-    pub fn forwarded(meta: &RxMeta, bytes: &[u8]) -> Self {
-        Self {
-            captured: false,
-            ..Self::captured(meta, bytes)
+            captured,
         }
     }
 }
@@ -94,8 +85,6 @@ pub enum QpCommand {
         /// The peer's queue pair and the path to it.
         path: Box<RemoteQp>,
     },
-    /// The connection is established: its first packet is no news any more.
-    Established(QpKey),
     /// The connection has ended: move the queue pair to error. [`FromShard::Failed`] answers.
     Fail {
         /// The queue pair.
@@ -111,7 +100,7 @@ impl QpCommand {
     /// Returns the queue pair that the command is about.
     pub const fn qp(&self) -> QpKey {
         match self {
-            Self::BringUp { qp, .. } | Self::Established(qp) | Self::Fail { qp, .. } | Self::Release(qp) => *qp,
+            Self::BringUp { qp, .. } | Self::Fail { qp, .. } | Self::Release(qp) => *qp,
         }
     }
 }

@@ -1,15 +1,16 @@
-//! Acknowledgements that stopping queue pairs still owe. The driver lets acknowledgements wait for what a program posts next; without
-//! this a message that was completed here would fail at its sender.
+//! Last acknowledgements of stopping queue pairs. An acknowledgement may wait for what the program posts next; without it a message
+//! that was completed here would fail at its sender.
 
 use roce_bth::Qpn;
 use roce_qp::{TxKind, TxSink};
 
 use crate::{
-    batch::{QpSink, TxBatch, TxPath},
-    port::Port,
+    batch::{QpSink, Staged, TxBatch},
+    entry::QpEntry,
+    path::TxPath,
 };
 
-/// A packet of a queue pair that may be gone.
+/// Last acknowledgement of a queue pair that may be destroyed.
 pub(crate) struct Parting {
     path: TxPath,
     src: Qpn,
@@ -18,7 +19,7 @@ pub(crate) struct Parting {
     packet: Vec<u8>,
 }
 
-/// Takes one packet.
+/// Sink for one packet.
 #[derive(Default)]
 struct One {
     packet: Vec<u8>,
@@ -30,8 +31,7 @@ impl TxSink for One {
         if self.is_sealed {
             return None;
         }
-        self.packet.clear();
-        self.packet.resize(len, 0);
+        self.packet = vec![0; len];
         Some(&mut self.packet)
     }
 
@@ -40,36 +40,26 @@ impl TxSink for One {
     }
 }
 
-impl Port {
-    /// A queue pair is about to stop.
-    pub(crate) fn part(&mut self, slot: usize) {
-        let entry = &mut *self.qps[slot];
-        let Some(path) = &entry.path else { return };
+impl Parting {
+    /// Takes the acknowledgement that a queue pair owes its peer.
+    pub(crate) fn of(entry: &mut QpEntry) -> Option<Self> {
+        let path = entry.path.as_ref()?;
         let mut last = One::default();
         entry.qp.flush_ack(&mut last);
-        if last.is_sealed {
-            self.partings.push_back(Parting {
-                path: path.tx,
-                src: entry.qp.qpn(),
-                dest: path.dest,
-                packet: last.packet,
-            });
-        }
+        last.is_sealed.then(|| Self {
+            path: path.tx,
+            src: entry.qp.qpn(),
+            dest: path.dest,
+            packet: last.packet,
+        })
     }
 
-    /// Stages what such queue pairs have left. False: the batch is full.
-    pub(crate) fn stage_partings(&mut self, batch: &mut TxBatch) -> bool {
-        while let Some(parting) = self.partings.front() {
-            let mut sink = QpSink::new(batch, &parting.path, [parting.src, parting.dest], false, 1);
-            let Some(bytes) = sink.reserve(TxKind::Ack, parting.packet.len()) else {
-                return false;
-            };
-            bytes.copy_from_slice(&parting.packet);
-            sink.commit();
-            let staged = sink.staged();
-            self.counters.count_staged(&staged);
-            self.partings.pop_front();
-        }
-        true
+    /// Stages it. `None`: the batch is full.
+    pub(crate) fn stage(&self, batch: &mut TxBatch) -> Option<Staged> {
+        let mut sink = QpSink::new(batch, &self.path, [self.src, self.dest], false, 1);
+        sink.reserve(TxKind::Ack, self.packet.len())?
+            .copy_from_slice(&self.packet);
+        sink.commit();
+        Some(sink.staged)
     }
 }

@@ -10,9 +10,9 @@ use roce_verbs::{AddressHashes, AddressVector, Instant};
 use slab::Slab;
 
 use crate::{
-    batch::TxPath,
     gso::Gso,
     ident::{IdentTracker, Strangers},
+    path::TxPath,
 };
 
 /// Time for which a peer's state outlives its last queue pair: the next one begins with the known round trip, window and GSO proof.

@@ -1,57 +1,32 @@
-//! Flushes to persistence for peers, which may take long: the driver does them when it holds no lock.
+//! Flushes to persistence for peers. They may take long: the driver runs them without the port's lock.
 
 use std::panic::{self, AssertUnwindSafe};
 
 use roce_bth::Qpn;
-use roce_mem::FlushError;
 use roce_qp::PersistJob;
-use roce_verbs::Instant;
+use roce_verbs::mem::FlushError;
 
-use crate::port::Port;
-
-/// Memory that is to be made persistent for a queue pair.
+/// FLUSH job of a queue pair: memory to make persistent.
 #[derive(Debug)]
 pub struct Persisting {
     pub(crate) qpn: Qpn,
     pub(crate) job: PersistJob,
 }
 
-/// Such work that is done: for [`Port::persisted`].
+/// Finished [`Persisting`], for [`Port::persisted`](crate::Port::persisted).
 #[derive(Debug)]
 pub struct Persisted {
-    of: Persisting,
-    result: Result<(), FlushError>,
+    pub(crate) of: Persisting,
+    pub(crate) result: Result<(), FlushError>,
 }
 
 impl Persisting {
-    /// Does it. Memory that was taken back is left alone. What panics has failed.
+    /// Makes the memory persistent. Revoked memory is left alone. A panic is a failure.
     pub fn run(self) -> Persisted {
         let result = panic::catch_unwind(AssertUnwindSafe(|| self.job.run()));
         Persisted {
             of: self,
             result: result.unwrap_or(Err(FlushError::Failed)),
-        }
-    }
-}
-
-impl Port {
-    /// Takes the next such work.
-    pub fn poll_persist(&mut self) -> Option<Persisting> {
-        self.persists.pop_front()
-    }
-
-    /// It is done: the queue pair goes on, if it still waits for that.
-    pub fn persisted(&mut self, now: Instant, done: Persisted) {
-        self.now = now;
-        if let Some(slot) = self.qpns.get(done.of.qpn) {
-            self.with_qp(now, slot, |qp, ctx| qp.persisted(ctx, &done.of.job, done.result));
-        }
-    }
-
-    /// Does all of it here, for who drives the port alone.
-    pub fn persist_here(&mut self, now: Instant) {
-        while let Some(next) = self.poll_persist() {
-            self.persisted(now, next.run());
         }
     }
 }

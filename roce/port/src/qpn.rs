@@ -1,8 +1,9 @@
-//! Queue pair numbers: drawn at random, found fast, not used again as long as there are others.
+//! Queue pair numbers: drawn at random, and quarantined after use as long as there are others.
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{HashMap, HashSet, VecDeque},
     hash::BuildHasherDefault,
+    mem,
     time::Duration,
 };
 
@@ -11,21 +12,21 @@ use rand_chacha::ChaCha12Rng;
 use roce_bth::Qpn;
 use roce_verbs::{Instant, NumberHasher};
 
-/// Quarantine of a number after its queue pair is gone: longer than packets and the kernel's timewait live.
-const REST: Duration = Duration::from_secs(60);
-/// The most numbers of a range that is searched through, when random draws find none that is free.
+/// Quarantine of a number after its queue pair is destroyed: longer than packets and the kernel's timewait live.
+const QUARANTINE: Duration = Duration::from_secs(60);
+/// Largest range that is searched when random draws find no free number.
 const SEARCHED: u32 = 1 << 17;
-/// The most numbers at rest; beyond, the oldest ones are let go early.
-const MAX_RESTING: usize = 1 << 16;
-/// Random draws before another way is taken; with at most 2^17 of 2^24 numbers taken the odds of that are 2^-400.
+/// Largest number of quarantined numbers. Beyond it, the oldest are released early.
+const MAX_QUARANTINED: usize = 1 << 16;
+/// Random draws before the search; with at most 2^17 of 2^24 numbers taken all fail with probability 2^-400.
 const DRAWS: usize = 64;
 
-/// Numbers that a port gives to its queue pairs. One process of several behind one address has a part of the space.
+/// Range of queue pair numbers. Each of several processes behind one address has one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct QpnRange {
-    /// The lowest; at least 2.
+    /// Lowest number; at least 2.
     pub first: u32,
-    /// The highest; at most 2^24 - 2.
+    /// Highest number; at most 2^24 - 2.
     pub last: u32,
 }
 
@@ -36,7 +37,11 @@ impl QpnRange {
         (last + 1).saturating_sub(first)
     }
 
-    /// One of the parts of the range.
+    pub(crate) const fn contains(&self, n: u32) -> bool {
+        self.first <= n && n <= self.last
+    }
+
+    /// Returns one of the range's [parts](QpnParts).
     const fn part(&self, index: u32) -> Self {
         let len = (self.last + 1 - self.first) / QpnParts::COUNT;
         let first = self.first + index * len;
@@ -64,11 +69,11 @@ impl Default for QpnRange {
     }
 }
 
-/// Parts of a slot's [`QpnRange`] that numbers are drawn from. A process that ends leaves numbers behind that peers may still send to;
-/// they are those of one part, unless it has had very many queue pairs.
+/// Parts of a slot's [`QpnRange`] that numbers are drawn from. A process that exits leaves numbers that peers may still send to.
+/// They are those of one part, unless it has had very many queue pairs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct QpnParts {
-    /// The part of the first numbers. The others are used when none of it is left.
+    /// Part of the first numbers. The others are used when it has none left.
     pub home: u8,
     /// Parts that are not used, a bit for each: peers may send to the queue pairs that had their numbers.
     pub resting: u16,
@@ -80,13 +85,18 @@ impl QpnParts {
 
     /// Returns how many numbers of a range are available.
     pub fn count(self, range: QpnRange) -> u32 {
-        let parts = (0..Self::COUNT).filter(|part| self.resting & (1 << part) == 0);
-        parts.map(|part| range.part(part).count()).sum()
+        self.of(range, 0).map(|part| part.count()).sum()
+    }
+
+    /// Iterates over the parts that are used (`resting`: 0) or not (1).
+    fn of(self, range: QpnRange, resting: u16) -> impl Iterator<Item = QpnRange> {
+        let parts = (0..Self::COUNT).filter(move |part| self.resting >> part & 1 == resting);
+        parts.map(move |part| range.part(part))
     }
 }
 
-/// The part of all numbers that belongs to one process or loop of several behind one address: those whose top bits are its
-/// slot. Packets and management datagrams show by their numbers which process they are for.
+/// Slot of one process or loop of several behind one address: all numbers with these top bits. Packets and management datagrams show
+/// by their numbers which process they are for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct QpnSlot {
     /// Number of top bits that name the slot: 1 to 12.
@@ -101,7 +111,7 @@ impl QpnSlot {
         self.bits >= 1 && self.bits <= 12 && (self.slot as u32) < 1 << self.bits
     }
 
-    /// Its queue pair numbers: the top bits of 24.
+    /// Returns its queue pair numbers: the top bits of 24.
     pub const fn qpns(self) -> QpnRange {
         let low = 24 - self.bits as u32;
         let first = (self.slot as u32) << low;
@@ -111,7 +121,7 @@ impl QpnSlot {
         }
     }
 
-    /// One of the [parts](QpnParts) of its numbers. It must not have more than 8 bits.
+    /// Returns one of the [parts](QpnParts) of its numbers. The slot must not have more than 8 bits.
     pub const fn part(self, index: u8) -> Self {
         let bits = QpnParts::COUNT.trailing_zeros() as u8;
         Self {
@@ -120,7 +130,7 @@ impl QpnSlot {
         }
     }
 
-    /// Its communication IDs and SIDR request IDs, first and last: the top bits of 32.
+    /// Returns its communication IDs and SIDR request IDs, first and last: the top bits of 32.
     pub const fn comm_ids(self) -> (u32, u32) {
         let low = 32 - self.bits as u32;
         let first = (self.slot as u32) << low;
@@ -128,97 +138,52 @@ impl QpnSlot {
     }
 }
 
-/// From numbers to places in the port's slab.
+/// Maps numbers to slots of the port's slab.
 #[derive(Default)]
 pub(crate) struct QpnTable {
     used: HashMap<u32, usize, BuildHasherDefault<NumberHasher>>,
-    resting: HashMap<u32, (), BuildHasherDefault<NumberHasher>>,
+    quarantined: HashSet<u32, BuildHasherDefault<NumberHasher>>,
+    /// Quarantined numbers, oldest first.
     order: VecDeque<(Instant, u32)>,
     /// All numbers of the port.
     range: QpnRange,
-    parts: Option<Parts>,
-}
-
-/// The parts of a range, and how far they are used.
-struct Parts {
-    /// Of the whole range.
-    whole: QpnRange,
-    which: QpnParts,
-    use_: Use,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Use {
-    /// The first part is enough.
-    Home,
-    /// All are used, which nobody has been told yet.
-    Spreading,
-    Spread,
-}
-
-impl Parts {
-    fn rests(&self, n: u32) -> bool {
-        let mut resting = (0..QpnParts::COUNT).filter(|part| self.which.resting & (1 << part) != 0);
-        resting.any(|part| {
-            let QpnRange { first, last } = self.whole.part(part);
-            (first..=last).contains(&n)
-        })
-    }
+    /// Parts of the range, if it is a whole slot's.
+    parts: Option<QpnParts>,
+    /// Numbers of all parts are used.
+    spread: bool,
+    spread_unreported: bool,
 }
 
 impl QpnTable {
-    /// A range that is a whole slot's may be divided into parts.
+    /// Creates an empty table. A range that is a whole slot's may be divided into parts.
     pub(crate) fn new(range: QpnRange, parts: Option<QpnParts>) -> Self {
         Self {
-            range: range.usable(),
-            parts: parts.map(|which| Parts {
-                whole: range,
-                which,
-                use_: Use::Home,
-            }),
+            range,
+            parts,
             ..Self::default()
         }
     }
 
     /// Returns true once: when numbers of all parts are used from now on.
     pub(crate) fn take_spread(&mut self) -> bool {
-        match &mut self.parts {
-            Some(parts) if parts.use_ == Use::Spreading => {
-                parts.use_ = Use::Spread;
-                true
-            }
-            _ => false,
-        }
+        mem::take(&mut self.spread_unreported)
     }
 
-    /// Uses all parts. False: they are used already.
-    fn spread(&mut self) -> bool {
-        match &mut self.parts {
-            Some(parts) if parts.use_ == Use::Home => {
-                parts.use_ = Use::Spreading;
-                true
-            }
-            _ => false,
-        }
-    }
-
-    /// The numbers to draw from, and how many of them can be had.
+    /// Returns the numbers to draw from, and how many of them are available.
     fn drawn_from(&self) -> (QpnRange, u32) {
-        match &self.parts {
-            None => (self.range, self.range.count()),
-            Some(Parts { whole, which, use_ }) => match use_ {
-                Use::Home => {
-                    let home = whole.part(which.home.into()).usable();
-                    (home, home.count())
-                }
-                Use::Spreading | Use::Spread => (self.range, which.count(*whole)),
-            },
+        match self.parts {
+            None => (self.range.usable(), self.range.count()),
+            Some(parts) if self.spread => (self.range.usable(), parts.count(self.range)),
+            Some(parts) => {
+                let home = self.range.part(parts.home.into());
+                (home.usable(), home.count())
+            }
         }
     }
 
     /// Returns whether the number may be assigned here.
     pub(crate) fn includes(&self, qpn: Qpn) -> bool {
-        (self.range.first..=self.range.last).contains(&qpn.value())
+        self.range.usable().contains(qpn.value())
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -229,32 +194,33 @@ impl QpnTable {
         self.used.get(&qpn.value()).copied()
     }
 
-    /// Draws a number that is neither in use nor at rest. If there is none, the one that has rested longest comes back
-    /// early, for there is no other way to go on: random PSNs and the connection manager keep apart what is sent to the former
-    /// queue pair and to the new one. `None` when all are in use.
+    /// Draws a number that is neither in use nor quarantined. If there is none, releases the one that has been quarantined longest:
+    /// random PSNs and the connection manager keep apart what is sent to the former queue pair and to the new one. `None` if all are
+    /// in use.
     pub(crate) fn draw(&mut self, now: Instant, rng: &mut ChaCha12Rng) -> Option<Qpn> {
-        self.wake(now);
+        self.release_expired(now);
         let (QpnRange { first, last }, count) = self.drawn_from();
-        if first > last || self.used.len() + self.resting.len() >= count as usize {
-            if self.spread() {
+        if first > last || self.used.len() + self.quarantined.len() >= count as usize {
+            if self.parts.is_some() && !mem::replace(&mut self.spread, true) {
+                self.spread_unreported = true;
                 return self.draw(now, rng);
             }
-            return self.wake_oldest().or_else(|| self.search(rng)).map(Qpn::new);
+            return self.release_oldest().or_else(|| self.search(rng)).map(Qpn::new);
         }
         let mut draws = (0..DRAWS).map(|_| rng.random_range(first..=last));
         let drawn = draws.find(|n| self.is_free(*n));
         drawn
             .or_else(|| self.search(rng))
-            .or_else(|| self.wake_oldest())
+            .or_else(|| self.release_oldest())
             .map(Qpn::new)
     }
 
     fn is_free(&self, n: u32) -> bool {
-        let rests = self.parts.as_ref().is_some_and(|parts| parts.rests(n));
-        !rests && !self.used.contains_key(&n) && !self.resting.contains_key(&n)
+        let mut unused = self.parts.into_iter().flat_map(|parts| parts.of(self.range, 1));
+        !self.used.contains_key(&n) && !self.quarantined.contains(&n) && !unused.any(|part| part.contains(n))
     }
 
-    /// One process of several has a small part of the space, which may be in use up to its last number.
+    /// Searches for a free number in the small part of the space that one of several processes has.
     fn search(&self, rng: &mut ChaCha12Rng) -> Option<u32> {
         let (QpnRange { first, last }, _) = self.drawn_from();
         if first > last || last - first >= SEARCHED {
@@ -264,41 +230,40 @@ impl QpnTable {
         (start..=last).chain(first..start).find(|n| self.is_free(*n))
     }
 
-    fn wake_oldest(&mut self) -> Option<u32> {
+    fn release_oldest(&mut self) -> Option<u32> {
         let (_, qpn) = self.order.pop_front()?;
-        self.resting.remove(&qpn);
+        self.quarantined.remove(&qpn);
         Some(qpn)
+    }
+
+    fn release_expired(&mut self, now: Instant) {
+        while self
+            .order
+            .front()
+            .is_some_and(|(since, _)| self.order.len() > MAX_QUARANTINED || now.saturating_since(*since) >= QUARANTINE)
+        {
+            self.release_oldest();
+        }
     }
 
     pub(crate) fn insert(&mut self, qpn: Qpn, slot: usize) {
         self.used.insert(qpn.value(), slot);
     }
 
-    /// Takes a number out of use; it rests for a while. One that is never drawn, QP1's, is free at once.
+    /// Quarantines a number that is no longer in use. One that is never drawn, QP1's, is free at once.
     pub(crate) fn remove(&mut self, now: Instant, qpn: Qpn) -> Option<usize> {
         let slot = self.used.remove(&qpn.value())?;
-        self.wake(now);
-        if !(self.range.first..=self.range.last).contains(&qpn.value()) {
-            return Some(slot);
+        self.release_expired(now);
+        if self.includes(qpn) {
+            self.quarantined.insert(qpn.value());
+            self.order.push_back((now, qpn.value()));
         }
-        self.resting.insert(qpn.value(), ());
-        self.order.push_back((now, qpn.value()));
         Some(slot)
-    }
-
-    fn wake(&mut self, now: Instant) {
-        while let Some(&(since, qpn)) = self.order.front() {
-            if self.order.len() <= MAX_RESTING && now.saturating_since(since) < REST {
-                break;
-            }
-            self.order.pop_front();
-            self.resting.remove(&qpn);
-        }
     }
 }
 
-/// The UDP source port that a pair of queue pair numbers stands for when none is given: the fold that
-/// `rdma_get_udp_sport` (`rdma/ib_verbs.h`) makes, the same on both sides, in 0xC000 to 0xFFFF.
+/// Returns the default UDP source port for a pair of queue pair numbers, in 0xC000 to 0xFFFF: that of `rdma_get_udp_sport`
+/// (`rdma/ib_verbs.h`), the same on both sides.
 pub(crate) fn udp_source_port(local: Qpn, remote: Qpn) -> u16 {
     let mut v = u64::from(local.value()) * u64::from(remote.value());
     v ^= v >> 20;

@@ -1,42 +1,46 @@
-//! Send path: turns of queue pairs, behind everything that goes first.
+//! Send path: last acknowledgements, management datagrams, notifications, and then the turns of queue pairs.
 
+use crate::cm::datagram::PACKET_LEN;
 use roce_bth::Qpn;
 use roce_qp::Poll;
 use roce_verbs::Instant;
 
 use crate::{
     batch::{Directory, QpSink, TxBatch},
-    gsi::MAD_PACKET_LEN,
-    port::Port,
+    port::{Port, enqueue},
     qpn::udp_source_port,
 };
 
 /// Smallest number of packets for which a train is cut short. Shorter ones cost more system calls than overlapping them gains.
 const MIN_CUT_TRAIN: u64 = 16;
 
-/// How a queue pair's turn ended.
+/// Result of a queue pair's turn.
 enum Turn {
-    /// It has nothing more to send now.
+    /// Nothing more to send now.
     Done,
-    /// It has more, but it's the next one's turn.
+    /// More to send, after the turns of others.
     More,
     /// The batch is full.
     Full,
 }
 
 impl Port {
-    /// Stages what there is to send behind what the batch holds already. True: the batch is full and more is waiting.
+    /// Stages packets behind those that the batch holds. Returns true if the batch is full and more are waiting.
     pub fn poll_transmit(&mut self, now: Instant, batch: &mut TxBatch) -> bool {
         self.now = now;
         // Before a request to disconnect: what it overtakes fails at the peer.
-        if !self.stage_partings(batch) {
-            return true;
+        while let Some(parting) = self.partings.front() {
+            let Some(staged) = parting.stage(batch) else {
+                return true;
+            };
+            self.counters.count_staged(&staged);
+            self.partings.pop_front();
         }
         if !self.stage_mads(batch) {
             return true;
         }
         while !self.notifications.is_empty() {
-            if !batch.has_room(MAD_PACKET_LEN) {
+            if !batch.has_room(PACKET_LEN) {
                 return true;
             }
             self.stage_notification(now, batch);
@@ -49,28 +53,15 @@ impl Port {
             let staged_before = self.counters.tx_packets;
             match self.take_turn(now, slot, batch) {
                 Turn::Done => {}
-                Turn::More => self.requeue(slot, false),
+                Turn::More => drop(enqueue(&mut self.ready, &mut self.qps[slot], false)),
                 Turn::Full => {
-                    self.requeue(slot, self.counters.tx_packets == staged_before);
+                    let next = self.counters.tx_packets == staged_before;
+                    enqueue(&mut self.ready, &mut self.qps[slot], next);
                     return true;
                 }
             }
         }
         false
-    }
-
-    fn requeue(&mut self, slot: usize, next: bool) {
-        let entry = &mut *self.qps[slot];
-        if entry.queued {
-            return;
-        }
-        entry.queued = true;
-        let qpn = entry.qp.qpn();
-        if next {
-            self.ready.push_front(qpn);
-        } else {
-            self.ready.push_back(qpn);
-        }
     }
 
     fn take_turn(&mut self, now: Instant, slot: usize, batch: &mut TxBatch) -> Turn {
@@ -85,7 +76,7 @@ impl Port {
         };
         let key = path.peer;
         let peer = self.peers.get_mut(key);
-        // Without acknowledgements nothing tells whether trains arrive.
+        // Only acknowledgements show whether trains arrive.
         let reliable = entry.qp.config().qp_type.is_reliable();
         let gso = match reliable {
             true => peer.gso.may_send(),
@@ -107,7 +98,7 @@ impl Port {
         };
         let mut sink = QpSink::new(batch, &path.tx, [qpn, path.dest], gso, budget);
         let poll = entry.qp.poll_transmit(&mut ctx, &mut sink);
-        let (staged, full) = (sink.staged(), sink.is_full());
+        let (staged, full) = (sink.staged, sink.full);
         if cuts && poll == Poll::More {
             batch.close_train();
         }
@@ -117,7 +108,7 @@ impl Port {
         if reliable && peer.gso.on_staged(qpn, &staged.trains, max_reads) {
             self.counters.gso_switched_off += 1;
             let addr = peer.addr;
-            // A peer can cause this again with each connection: the counter tells of further ones.
+            // A peer can cause this again with each connection: further ones are only counted.
             if self.counters.gso_switched_off == 1 {
                 tracing::warn!(peer = %addr, "of trains only the first packets come through: segmentation offload (GSO) is off for this peer");
             } else {
@@ -135,9 +126,9 @@ impl Port {
                 }
                 Turn::Done
             }
-            // An engine that says more and takes no room has changed its state under way: an event brings it back.
+            // A queue pair that reports more and stages nothing has changed its state meanwhile: an event makes it ready again.
             Poll::Idle | Poll::More => {
-                // What it left of the window (or gave back to it) is for those that wait.
+                // The rest of the window is for those that wait.
                 if room_left > 0 && !peer.blocked.is_empty() {
                     self.wake_blocked(key);
                 }
@@ -146,7 +137,7 @@ impl Port {
         }
     }
 
-    /// The turn of a queue pair that has no peer, and so no window.
+    /// Gives a turn to a datagram queue pair, which has no peer and no window.
     fn take_datagram_turn(&mut self, now: Instant, slot: usize, batch: &mut TxBatch) -> Turn {
         let entry = &mut *self.qps[slot];
         let qpn = entry.qp.qpn();
@@ -166,7 +157,7 @@ impl Port {
         };
         let mut sink = QpSink::directed(batch, directory, self.config.turn_packets.max(1));
         let poll = entry.qp.poll_transmit(&mut ctx, &mut sink);
-        let (staged, full) = (sink.staged(), sink.is_full());
+        let (staged, full) = (sink.staged, sink.full);
         self.timers.update(qpn, &mut entry.armed, entry.qp.next_timeout());
         self.counters.count_staged(&staged);
         match poll {
@@ -178,10 +169,12 @@ impl Port {
 
     /// Stages the management datagrams that wait. Returns false if the batch is full.
     fn stage_mads(&mut self, batch: &mut TxBatch) -> bool {
-        let Some(gsi) = self.gsi.get_mut() else { return true };
+        let Some(gsi) = self.gsi.as_deref_mut() else {
+            return true;
+        };
         let default_port = || self.config.src_port(udp_source_port(Qpn::GSI, Qpn::GSI));
         let src_port = self.config.mad_port.unwrap_or_else(default_port);
-        while batch.has_room(MAD_PACKET_LEN) {
+        while batch.has_room(PACKET_LEN) {
             let Some(staged) = gsi.stage(batch, src_port) else {
                 return true;
             };

@@ -1,4 +1,4 @@
-//! What a connected queue pair costs while nothing happens.
+//! Memory of a connected idle queue pair.
 
 #[path = "../examples/idle.rs"]
 mod idle;

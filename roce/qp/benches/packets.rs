@@ -1,16 +1,16 @@
-//! What a packet costs in the engine, beside the copy of its payload.
+//! Cost of a packet in the engine without the copy of its payload.
 
 use std::{collections::VecDeque, hint::black_box, sync::Arc};
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use roce_bth::{Packet, Qpn, RnrTimer};
-use roce_mem::{MemoryTable, PdHandle, Region};
 use roce_qp::{
     CompletionQueue, Counters, Ctx, FreePaces, Poll, QpConfig, QueuePair, TxKind, TxSink, Window, WindowConfig,
 };
+use roce_verbs::mem::{MemoryTable, PdHandle, Region};
 use roce_verbs::{
-    AccessFlags, AddressVector, DeviceLimits, Instant, Mtu, Payload, QpCaps, QpType, RemoteAddr, SendFlags, SendOp,
-    SendWr, Sge, ToRts,
+    AccessFlags, AddressVector, DeviceLimits, Instant, Mtu, Payload, QpAttr, QpCaps, QpType, RemoteAddr, SendFlags,
+    SendOp, SendWr, Sge,
 };
 
 /// Packets side by side in one buffer, reused.
@@ -91,12 +91,12 @@ impl World {
             cq,
         };
         let addr = "10.0.0.1".parse().unwrap();
-        let way = ToRts {
-            access: AccessFlags::REMOTE_READ | AccessFlags::REMOTE_WRITE,
-            max_dest_rd_atomic: 16,
-            max_rd_atomic: 16,
-            min_rnr_timer: RnrTimer::new(1),
-            ..ToRts::new(AddressVector::new(addr, addr), mtu, Qpn::new(peer))
+        let way = QpAttr {
+            access: Some(AccessFlags::REMOTE_READ | AccessFlags::REMOTE_WRITE),
+            max_dest_rd_atomic: Some(16),
+            max_rd_atomic: Some(16),
+            min_rnr_timer: Some(RnrTimer::new(1)),
+            ..QpAttr::to_rts(AddressVector::new(addr, addr), mtu, Qpn::new(peer))
         };
         for attr in way.steps(QpType::Rc) {
             self.with(&mut end, |qp, ctx, _| qp.modify(ctx, &attr).unwrap());
@@ -128,7 +128,9 @@ impl World {
             flags: SendFlags::empty(),
             payload: Payload::Sges(&sges),
         };
-        self.with(end, |qp, ctx, _| qp.post_send(ctx, &wr).unwrap());
+        self.with(end, |qp, ctx, _| {
+            qp.post_send(ctx, &wr, roce_verbs::Target::Peer, usize::MAX).unwrap()
+        });
     }
 
     /// Sends until idle; the packets are in the slab.

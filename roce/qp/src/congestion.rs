@@ -1,95 +1,85 @@
-//! Congestion control: how many bytes may be under way to a peer.
+//! Congestion control: decides how many bytes may be in flight towards a peer.
 
-use core::{fmt, time::Duration};
+use core::time::Duration;
 
 use roce_verbs::Instant;
 
-use crate::window_config::WindowConfig;
-
-/// Bytes that arrived.
-#[derive(Clone, Copy, Debug)]
-pub struct Acked {
-    /// When that was heard.
-    pub now: Instant,
-    /// How many.
-    pub bytes: usize,
-    /// In flight before, these included.
-    pub in_flight: usize,
-    /// A round trip that was measured with them.
-    pub rtt: Option<Duration>,
-}
-
-/// How a loss was noticed.
+/// Way in which a loss was noticed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Loss {
-    /// A go-back-N peer reported a gap: everything behind it is sent again.
+    /// A go-back-N peer reported a gap: everything behind it is retransmitted.
     Gap,
-    /// A peer that keeps packets said what it lacks: nothing else is sent again.
-    Told,
-    /// Nothing came back for so long that everything in flight must be lost.
+    /// A selective ACK reported what is missing: nothing else is retransmitted.
+    Selective,
+    /// No answer within the timeout: everything in flight counts as lost.
     Timeout,
 }
 
-/// Decides about the size of a [`Window`](crate::Window).
-pub trait CongestionControl: fmt::Debug + Send {
-    /// How many bytes may be in flight.
-    fn size(&self) -> usize;
-    /// How many were, or are, before the last loss or queue made it shrink; no less than the size.
-    fn potential(&self) -> usize;
-    /// The shortest round trip of late.
-    fn shortest_rtt(&self) -> Option<Duration>;
-    /// Bytes arrived.
-    fn on_acked(&mut self, acked: Acked);
-    /// So many bytes were lost.
-    fn on_loss(&mut self, now: Instant, loss: Loss, bytes: usize);
-    /// The last timeout was spurious: packets taken for lost were only late.
-    fn on_spurious_timeout(&mut self);
+/// Limits of a [`Window`](crate::Window), bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct WindowConfig {
+    /// Initial size.
+    pub initial: usize,
+    /// Smallest size.
+    pub min: usize,
+    /// Largest size: about what the peer's socket buffer holds.
+    pub max: usize,
 }
 
-/// Bytes of each sender in the queue of the slowest link: enough to keep the link busy, and the same share for all if all have as much
-/// in the queue.
+impl Default for WindowConfig {
+    fn default() -> Self {
+        Self {
+            initial: 64 << 10,
+            min: 16 << 10,
+            max: 4 << 20,
+        }
+    }
+}
+
+/// Bytes that each sender keeps in the queue of the slowest link: enough to keep the link busy. Senders with as much in the queue get
+/// the same share.
 const SHARE: usize = 256 << 10;
-/// Growth per round trip towards a go-back-N peer that has lost something. As many times more as the path is longer than this, up to
+/// Growth per round trip towards a go-back-N peer after a loss. Multiplied by round trip / [`LONG_PATH`], at most
 /// [`LONG_PATH_MOST`] times.
 const STEP: usize = 16 << 10;
 const LONG_PATH: Duration = Duration::from_millis(2);
 const LONG_PATH_MOST: u128 = 16;
-/// Growth per round trip beside senders that fill the queue (about what CUBIC does there), and as much more for each microsecond of the
-/// path up to a limit.
-const STEP_BESIDE: usize = 4 << 10;
-const STEP_BESIDE_PER_US: usize = 4;
-const STEP_BESIDE_MOST: usize = 128 << 10;
-/// The queue is empty as long as round trips take no more than one part in so many longer than the shortest one and
-/// [`SLACK`], which scheduling alone can take.
+/// Growth per round trip in competition with loss-based senders, about that of CUBIC: a base, more for each microsecond of the round
+/// trip, and a limit.
+const STEP_LOSS_BASED: usize = 4 << 10;
+const STEP_LOSS_BASED_PER_US: usize = 4;
+const STEP_LOSS_BASED_MOST: usize = 128 << 10;
+/// The queue is empty while round trips exceed the shortest one by no more than this part of it and [`SLACK`], which scheduling
+/// alone can take.
 const EMPTY: u32 = 16;
-/// It is long when they take more than that longer. What is lost then may have overflowed.
+/// The queue is long if they exceed it by more than this part. Losses may be overflows then.
 const LONG: u32 = 4;
 /// See [`EMPTY`].
 const SLACK: Duration = Duration::from_micros(500);
-/// The shortest round trip is forgotten after one to two of these: paths change.
+/// Lifetime of the shortest round trip, once to twice this: paths change.
 const EPOCH: Duration = Duration::from_secs(30);
-/// A queue that was not empty for so long is made so, if nobody else fills it, …
-const LOOK: Duration = Duration::from_millis(500);
-/// … and this long after a look that has not found it empty. Never more often than once in so many round trips.
-const LOOK_AGAIN: Duration = Duration::from_millis(100);
-const LOOK_ROUNDS: u32 = 10;
-/// How many rounds a look takes at most.
-const LOOK_LASTS: u8 = 5;
-/// After so many looks in vain there is somebody else who fills the queue, and does not give way.
-const LOOKS: u8 = 4;
-/// How often to look whether that is still so, or when the queue falls: somebody else may look.
-const LOOK_BESIDE: Duration = Duration::from_secs(1);
-const LOOK_ALONG: Duration = Duration::from_millis(250);
-/// For so long after that one look in vain is enough: who fills the queue lets it become empty now and then.
+/// Time without an empty queue after which a probe drains it, …
+const PROBE_INTERVAL: Duration = Duration::from_millis(500);
+/// … and after a probe that has not found it empty. At least [`PROBE_MIN_RTTS`] round trips pass between probes.
+const PROBE_RETRY: Duration = Duration::from_millis(100);
+const PROBE_MIN_RTTS: u32 = 10;
+/// Longest probe, rounds.
+const PROBE_ROUNDS: u8 = 5;
+/// Failed probes in a row that show that loss-based senders fill the queue.
+const FAILED_PROBES: u8 = 4;
+/// Time between probes in competition with them, and when the queue falls: another sender may be probing.
+const PROBE_INTERVAL_LOSS_BASED: Duration = Duration::from_secs(1);
+const PROBE_JOIN: Duration = Duration::from_millis(250);
+/// Time after such competition in which one failed probe shows it again: loss-based senders let the queue become empty now and then.
 const WARY: Duration = Duration::from_secs(5);
-/// Losing more than a window divided by this at once is heavy (15 %).
+/// A loss of more than a window divided by this is heavy (15 %).
 const HEAVY: usize = 7;
-/// Of what a peer that keeps packets was sent, losing more than a part of this size is heavy (17 %).
-const HEAVY_TOLD: usize = 6;
-/// That is judged of no less than this, bytes.
-const TOLD_LEAST: usize = 128 << 10;
+/// A loss of more than this part of the bytes sent to a peer with selective ACKs is heavy (17 %).
+const HEAVY_SELECTIVE: usize = 6;
+/// Fewest bytes of which that is judged.
+const SELECTIVE_LEAST: usize = 128 << 10;
 
-/// State of queues on the way, as round trips show it.
+/// State of the queues on the path, as round trips show it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 enum Queue {
     Empty,
@@ -97,95 +87,95 @@ enum Queue {
     Long,
 }
 
-/// Who else fills the queue.
+/// Competing senders in the queue.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Company {
-    /// Nobody, or senders that give way as this one does.
-    Polite,
-    /// Senders that fill it until it overflows, as TCP does.
-    Greedy,
+enum Competition {
+    /// None, or ones that keep the queue short as this one does.
+    DelayBased,
+    /// Ones that fill it until it overflows, as TCP does.
+    LossBased,
 }
 
-/// One round trip's worth of acknowledgements.
+/// Acknowledgements of one round trip.
 #[derive(Clone, Copy, Debug, Default)]
 struct Round {
     begun: Instant,
-    /// The shortest round trip in it, and the longest of it and the one before.
+    /// Shortest round trip in it; longest of it and of the round before.
     least: Option<Duration>,
     most: [Duration; 2],
-    /// The most bytes in flight, and in the round before.
+    /// Most bytes in flight in it, and in the round before.
     peak: usize,
     peak_before: usize,
 }
 
-/// Judges by round trips and, where those say that there is a queue, by losses: random loss does not make it slow.
+/// Congestion control by round trips and, if those show a queue, by losses: random loss does not slow it down.
 ///
-/// The window doubles per round trip until a queue shows. From there on it approaches the size at which a fixed number of bytes
-/// is in the queue (256 KiB, as FAST TCP has it): senders that have as much in the same queue get the same share of the link.
-/// That takes the round trip without a queue, which a sender that comes late has never seen. So the queue is made empty now and
-/// then: one sender has less in flight for a round trip, and those that see the queue fall do the same. Senders that only stop
-/// when the queue overflows, as TCP's do, never let it become empty. Beside them the window grows by steps and shrinks with
+/// The window doubles per round trip until a queue builds up. Then it approaches the size at which a fixed number of bytes
+/// is in the queue (256 KiB, as in FAST TCP): senders with as much in the same queue get the same share of the link.
+/// That requires the round trip without a queue, which a late sender has never seen. So probes drain the queue now and
+/// then: one sender has less in flight for a round trip, and those that see the queue fall do the same. Loss-based senders,
+/// such as TCP's, never let it become empty. In competition with them the window grows by steps and shrinks with
 /// losses as theirs do, until the queue is found empty again (the modes of Copa, Arun and Balakrishnan, NSDI 2018).
 ///
-/// A peer that says what it lacks costs no more than the lost packets. Losses count only where the queue was long in two rounds, beside
-/// greedy senders, or if they are heavy: a receive buffer overflows without a queue. Towards a go-back-N peer a loss counts if
+/// With selective ACKs a loss costs no more than the lost packets. It counts only if the queue was long in two rounds, in competition
+/// with loss-based senders, or if it is heavy: a receive buffer overflows without a queue. Towards a go-back-N peer a loss counts if
 /// less than half a window was delivered since the loss before: a window much longer than the runs between losses is wasted
 /// anyway.
 #[derive(Debug)]
-pub struct DelayAware {
+pub(crate) struct DelayAware {
     config: WindowConfig,
     size: usize,
-    /// Below this the window doubles per round trip.
+    /// Size up to which the window doubles per round trip.
     threshold: usize,
     /// Bytes delivered since the last loss.
     run: usize,
-    /// Bytes delivered, and lost, since it was judged last how much a peer that keeps packets loses.
-    told: (usize, usize),
+    /// Bytes delivered and lost since losses reported by selective ACKs were judged last.
+    selective: (usize, usize),
     /// Bytes delivered towards the next step of growth.
     credit: usize,
     round: Round,
-    /// The shortest round trips of this epoch and the one before.
+    /// Shortest round trips of this epoch and the one before.
     shortest: [Option<Duration>; 2],
     epoch: Instant,
-    /// State in the last round and the one before, and the last round trip.
+    /// State in the last round, in the one before, and by the last round trip.
     queue: Queue,
     queue_before: Queue,
     latest: Queue,
-    /// How long a round takes.
+    /// Duration of a round.
     rtt: Duration,
-    company: Company,
-    /// When the queue was last seen empty, or looked for that.
-    looked: Instant,
-    /// Rounds that are left of a look, and the size to return to.
-    look: Option<(u8, usize)>,
-    /// The shortest round trip before the last look, and whether that has found a shorter one: there may be a shorter one yet.
-    known: Duration,
-    learnt: bool,
-    /// Looks in a row that have not found the queue empty.
-    looks: u8,
-    /// When there was greedy company last, and the window's size beside it.
-    beside: Option<(Instant, usize)>,
+    competition: Competition,
+    /// Time when the queue was last empty, or probed.
+    probed: Instant,
+    /// Probe in progress: rounds left, and the size to return to.
+    probe: Option<(u8, usize)>,
+    /// Shortest round trip before the last probe, and whether that has found a shorter one: there may be one yet.
+    rtt_before: Duration,
+    found_shorter: bool,
+    /// Probes in a row that have not found the queue empty.
+    failed_probes: u8,
+    /// Last time of competition with loss-based senders, and the window's size then.
+    competed: Option<(Instant, usize)>,
     /// Delays in the queue of the last two rounds.
     delays: [Duration; 2],
-    /// The peer goes back when it lacks something.
-    strict: bool,
-    /// Rounds since a loss made it shrink: each lets it grow by one step more than the one before.
+    /// The peer is go-back-N and has reported a gap.
+    go_back_n: bool,
+    /// Rounds since a loss shrank the window: each permits growth by one step more than the one before.
     rounds: usize,
-    /// Losses before this are those for which the window has shrunk already.
+    /// End of the losses for which the window has shrunk already.
     shrunk_until: Instant,
-    /// Size and threshold before a timeout that may prove unfounded.
+    /// Size and threshold before a timeout that may be spurious.
     before: Option<(usize, usize)>,
 }
 
 impl DelayAware {
-    /// As nothing is known of the path.
-    pub fn new(config: WindowConfig) -> Self {
+    /// Creates the state for an unknown path.
+    pub(crate) fn new(config: WindowConfig) -> Self {
         Self {
             config,
             size: config.initial.clamp(config.min, config.max.max(config.min)),
             threshold: config.max,
             run: 0,
-            told: (0, 0),
+            selective: (0, 0),
             credit: 0,
             round: Round::default(),
             shortest: [None; 2],
@@ -194,22 +184,22 @@ impl DelayAware {
             queue_before: Queue::Empty,
             latest: Queue::Empty,
             rtt: Duration::ZERO,
-            company: Company::Polite,
-            looked: Instant::ZERO,
-            look: None,
-            known: Duration::ZERO,
-            learnt: false,
-            looks: 0,
-            beside: None,
+            competition: Competition::DelayBased,
+            probed: Instant::ZERO,
+            probe: None,
+            rtt_before: Duration::ZERO,
+            found_shorter: false,
+            failed_probes: 0,
+            competed: None,
             delays: [Duration::ZERO; 2],
-            strict: false,
+            go_back_n: false,
             rounds: usize::MAX,
             shrunk_until: Instant::ZERO,
             before: None,
         }
     }
 
-    /// A queue is a nuisance, not a loss: it makes the window no smaller than this.
+    /// Returns the size below which a queue does not shrink the window.
     fn floor(&self) -> usize {
         self.config.min * 4
     }
@@ -257,67 +247,67 @@ impl DelayAware {
         let before = self.delays[0].min(self.delays[1]);
         self.delays = [delay, self.delays[0]];
         if self.queue == Queue::Empty {
-            self.learnt = self.look.is_some() && least + least / EMPTY < self.known;
-            self.company = Company::Polite;
-            self.looked = now;
-            self.beside = self.beside.filter(|(at, _)| now.saturating_since(*at) < WARY);
-            self.looks = if self.beside.is_some() { LOOKS - 1 } else { 0 };
+            self.found_shorter = self.probe.is_some() && least + least / EMPTY < self.rtt_before;
+            self.competition = Competition::DelayBased;
+            self.probed = now;
+            self.competed = self.competed.filter(|(at, _)| now.saturating_since(*at) < WARY);
+            self.failed_probes = if self.competed.is_some() { FAILED_PROBES - 1 } else { 0 };
         }
-        if let Some((left, back)) = self.look {
+        if let Some((left, back)) = self.probe {
             let found = self.queue == Queue::Empty;
             if !found && left > 1 {
-                self.look = Some((left - 1, back));
+                self.probe = Some((left - 1, back));
                 return;
             }
-            // At once: whoever grows back slowly finds that others have taken its place.
-            (self.look, self.size, self.threshold) = (None, back, back);
+            // At once: while growing back slowly, others would take the share.
+            (self.probe, self.size, self.threshold) = (None, back, back);
             if !found {
-                self.not_found(now, back);
+                self.on_failed_probe(now, back);
             }
             return;
         }
-        if self.queue != Queue::Empty && self.is_time_to_look(now, delay < before / 4 * 3) {
-            self.begin_look(now);
+        if self.queue != Queue::Empty && self.is_probe_due(now, delay < before / 4 * 3) {
+            self.begin_probe(now);
             return;
         }
-        if self.company == Company::Polite && used {
+        if self.competition == Competition::DelayBased && used {
             self.approach();
         }
     }
 
-    fn is_time_to_look(&self, now: Instant, falls: bool) -> bool {
-        let rest = match (self.company, self.looks) {
-            // Somebody else looks: together it is found empty. But it also falls when somebody greedy has lost something.
-            (Company::Greedy, _) if falls => LOOK_ALONG,
-            (Company::Greedy, _) => LOOK_BESIDE,
-            _ if falls => LOOK_AGAIN,
-            (Company::Polite, 0) if !self.learnt => LOOK,
-            (Company::Polite, _) => LOOK_AGAIN,
+    fn is_probe_due(&self, now: Instant, falls: bool) -> bool {
+        let rest = match (self.competition, self.failed_probes) {
+            // Another sender probes: together they drain it. But it also falls after a loss of a loss-based sender.
+            (Competition::LossBased, _) if falls => PROBE_JOIN,
+            (Competition::LossBased, _) => PROBE_INTERVAL_LOSS_BASED,
+            _ if falls => PROBE_RETRY,
+            (Competition::DelayBased, 0) if !self.found_shorter => PROBE_INTERVAL,
+            (Competition::DelayBased, _) => PROBE_RETRY,
         };
-        let rest = rest.max(self.shortest_rtt().unwrap_or_default() * LOOK_ROUNDS);
-        now.saturating_since(self.looked) > rest
+        let rest = rest.max(self.shortest_rtt().unwrap_or_default() * PROBE_MIN_RTTS);
+        now.saturating_since(self.probed) > rest
     }
 
-    /// Lets the queue become empty.
-    fn begin_look(&mut self, now: Instant) {
-        self.looked = now;
+    /// Starts a probe: drains the queue.
+    fn begin_probe(&mut self, now: Instant) {
+        self.probed = now;
         self.credit = 0;
-        self.look = Some((LOOK_LASTS, self.size));
-        self.known = self.shortest_rtt().unwrap_or_default();
-        let held = self.part(self.known);
+        self.probe = Some((PROBE_ROUNDS, self.size));
+        self.rtt_before = self.shortest_rtt().unwrap_or_default();
+        let held = self.part(self.rtt_before);
         self.size = (held / 4 * 3).max(self.config.min * 2).min(self.size);
     }
 
-    fn not_found(&mut self, now: Instant, back: usize) {
-        self.looks = self.looks.saturating_add(1);
-        if self.looks < LOOKS {
+    fn on_failed_probe(&mut self, now: Instant, back: usize) {
+        self.failed_probes = self.failed_probes.saturating_add(1);
+        if self.failed_probes < FAILED_PROBES {
             return;
         }
-        if self.company == Company::Polite {
-            self.company = Company::Greedy;
-            self.threshold = self.beside.map_or(self.config.max, |(_, size)| size.max(back));
+        if self.competition == Competition::DelayBased {
+            self.competition = Competition::LossBased;
+            self.threshold = self.competed.map_or(self.config.max, |(_, size)| size.max(back));
         }
-        self.beside = Some((now, self.threshold));
+        self.competed = Some((now, self.threshold));
     }
 
     /// Goes half of the way to the size at which [`SHARE`] is in the queue (FAST TCP, Wei et al., 2006).
@@ -330,7 +320,7 @@ impl DelayAware {
         let goal = self.part(still) + SHARE;
         let (half, step) = ((self.size + goal) / 2, self.size + self.step());
         let size = match self.queue {
-            Queue::Empty if self.strict => step,
+            Queue::Empty if self.go_back_n => step,
             Queue::Empty => half.min(self.size * 2).max(step),
             Queue::Some | Queue::Long => half,
         };
@@ -346,15 +336,15 @@ impl DelayAware {
     }
 
     fn grow(&mut self, bytes: usize) {
-        let greedy = self.company == Company::Greedy;
-        if self.look.is_some() {
+        let loss_based = self.competition == Competition::LossBased;
+        if self.probe.is_some() {
             return;
         }
         if self.size < self.threshold {
-            if greedy || self.latest != Queue::Long {
+            if loss_based || self.latest != Queue::Long {
                 self.size = (self.size + bytes).min(self.threshold);
             }
-        } else if greedy {
+        } else if loss_based {
             self.credit += bytes;
             if self.credit >= self.size {
                 self.credit = 0;
@@ -366,26 +356,26 @@ impl DelayAware {
 
     fn step(&self) -> usize {
         let shortest = self.shortest_rtt().unwrap_or_default();
-        match self.company {
-            Company::Polite => {
+        match self.competition {
+            Competition::DelayBased => {
                 let times = shortest.as_nanos() / LONG_PATH.as_nanos();
                 STEP * times.clamp(1, LONG_PATH_MOST) as usize
             }
-            Company::Greedy => {
-                let more = (shortest.as_micros() as usize).saturating_mul(STEP_BESIDE_PER_US);
-                STEP_BESIDE.saturating_add(more).min(STEP_BESIDE_MOST)
+            Competition::LossBased => {
+                let more = (shortest.as_micros() as usize).saturating_mul(STEP_LOSS_BASED_PER_US);
+                STEP_LOSS_BASED.saturating_add(more).min(STEP_LOSS_BASED_MOST)
             }
         }
     }
 
-    /// The size, or the one to return to from a look.
+    /// Returns the size, or the one to return to after a probe.
     fn full(&self) -> usize {
-        self.look.map_or(self.size, |(_, back)| back)
+        self.probe.map_or(self.size, |(_, back)| back)
     }
 
     fn shrink_to(&mut self, size: usize) {
         self.before = None;
-        self.look = None;
+        self.probe = None;
         self.credit = 0;
         self.rounds = 0;
         self.size = size.max(self.config.min);
@@ -393,7 +383,7 @@ impl DelayAware {
     }
 
     fn on_gap(&mut self, bytes: usize) {
-        self.strict = true;
+        self.go_back_n = true;
         let run = core::mem::take(&mut self.run);
         let full = self.full();
         if run < full / 2 || bytes > full / HEAVY {
@@ -403,50 +393,50 @@ impl DelayAware {
         self.threshold = self.full();
     }
 
-    fn on_told(&mut self, now: Instant, bytes: usize) {
-        self.told.1 = self.told.1.saturating_add(bytes);
-        self.judge_told(now);
-        let greedy = self.company == Company::Greedy;
-        if now < self.shrunk_until || !(greedy || self.is_long()) {
+    fn on_selective(&mut self, now: Instant, bytes: usize) {
+        self.selective.1 = self.selective.1.saturating_add(bytes);
+        self.judge_selective(now);
+        let loss_based = self.competition == Competition::LossBased;
+        if now < self.shrunk_until || !(loss_based || self.is_long()) {
             return;
         }
         let full = self.full();
         let less = full / 10 * 7;
-        if greedy {
-            self.beside = Some((now, less));
+        if loss_based {
+            self.competed = Some((now, less));
         }
         let floor = self.floor().min(full);
         self.shrink_for(now, less.max(floor));
     }
 
-    /// Shrinks for all that is lost of what was sent before now: that is told within a round trip.
+    /// Shrinks once for all losses of what was sent before now, which are reported within a round trip.
     fn shrink_for(&mut self, now: Instant, size: usize) {
         self.shrunk_until = now + self.round.most[0].max(self.round.most[1]);
         self.shrink_to(size);
     }
 
-    /// Whether the queue has been long for two rounds: in one of them somebody may not have run who carries packets.
+    /// Returns whether the queue was long for two rounds: in one, a process that forwards packets may not have been scheduled.
     fn is_long(&self) -> bool {
         self.queue == Queue::Long && self.queue_before == Queue::Long
     }
 
-    fn judge_told(&mut self, now: Instant) {
-        let (delivered, lost) = self.told;
+    fn judge_selective(&mut self, now: Instant) {
+        let (delivered, lost) = self.selective;
         let all = delivered.saturating_add(lost);
         let full = self.full();
-        if all < full.max(TOLD_LEAST) {
+        if all < full.max(SELECTIVE_LEAST) {
             return;
         }
-        self.told = (0, 0);
-        if lost > all / HEAVY_TOLD && now >= self.shrunk_until {
+        self.selective = (0, 0);
+        if lost > all / HEAVY_SELECTIVE && now >= self.shrunk_until {
             self.shrink_for(now, full / 4 * 3);
         }
     }
 
     fn on_timeout(&mut self) {
         let size = self.full();
-        self.look = None;
-        // The queue pairs of a peer that is silent time out one after the other.
+        self.probe = None;
+        // The queue pairs to a silent peer time out one after the other.
         if self.before.is_none() {
             self.before = Some((size, self.threshold));
             self.threshold = (size / 2).max(self.config.min * 2);
@@ -455,35 +445,36 @@ impl DelayAware {
         self.run = 0;
         self.credit = 0;
     }
-}
 
-impl CongestionControl for DelayAware {
-    fn size(&self) -> usize {
+    /// Returns the limits.
+    pub(crate) fn config(&self) -> WindowConfig {
+        self.config
+    }
+
+    /// Returns how many bytes may be in flight.
+    pub(crate) fn size(&self) -> usize {
         self.size
     }
 
-    fn potential(&self) -> usize {
+    /// Returns the size before the last loss or queue made it shrink; no less than the size.
+    pub(crate) fn potential(&self) -> usize {
         self.size.max(self.threshold)
     }
 
+    /// Returns the shortest recent round trip.
     fn shortest_rtt(&self) -> Option<Duration> {
         self.shortest.into_iter().flatten().min()
     }
 
-    fn on_acked(&mut self, acked: Acked) {
-        let Acked {
-            now,
-            bytes,
-            in_flight,
-            rtt,
-        } = acked;
+    /// Records the arrival of `bytes` of `in_flight`, and a round trip measured with them.
+    pub(crate) fn on_acked(&mut self, now: Instant, bytes: usize, in_flight: usize, rtt: Option<Duration>) {
         self.round.peak = self.round.peak.max(in_flight);
         if self.size >= self.threshold {
             self.before = None;
         }
         self.run = self.run.saturating_add(bytes);
-        self.told.0 = self.told.0.saturating_add(bytes);
-        self.judge_told(now);
+        self.selective.0 = self.selective.0.saturating_add(bytes);
+        self.judge_selective(now);
         let used = self.round.peak.max(self.round.peak_before) >= self.size / 2;
         if let Some(rtt) = rtt {
             self.on_round_trip(now, rtt, used);
@@ -493,15 +484,17 @@ impl CongestionControl for DelayAware {
         }
     }
 
-    fn on_loss(&mut self, now: Instant, loss: Loss, bytes: usize) {
+    /// Records a loss of `bytes`.
+    pub(crate) fn on_loss(&mut self, now: Instant, loss: Loss, bytes: usize) {
         match loss {
             Loss::Gap => self.on_gap(bytes),
-            Loss::Told => self.on_told(now, bytes),
+            Loss::Selective => self.on_selective(now, bytes),
             Loss::Timeout => self.on_timeout(),
         }
     }
 
-    fn on_spurious_timeout(&mut self) {
+    /// Records that the last timeout was spurious: packets taken for lost were only late.
+    pub(crate) fn on_spurious_timeout(&mut self) {
         if let Some((size, threshold)) = self.before.take() {
             self.size = self.size.max(size);
             self.threshold = self.threshold.max(threshold);

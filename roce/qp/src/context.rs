@@ -5,24 +5,28 @@
 //!
 //! [`QueuePair`]: crate::QueuePair
 
-use std::sync::Arc;
+use std::{collections::VecDeque, sync::Arc};
 
-use core::{net::IpAddr, time::Duration};
+use core::time::Duration;
 
 use roce_bth::{Class, Opcode, Service};
+use roce_verbs::mem::MemoryTable;
 use roce_verbs::{
-    AccessFlags, AsyncEvent, Completion, Instant, PathMigState, QKey, QpAttr, QpState, QpType, Qpn, Target, WcStatus,
+    AccessFlags, AsyncEvent, Completion, Instant, PathMigState, QKey, QpAttr, QpAttrMask, QpState, QpType, Qpn, Target,
+    WcStatus,
 };
 
 use crate::{
-    cq::CompletionQueue,
+    counters::Counters,
     ctx::{Ctx, QpConfig},
     dcqcn::ReactionPoint,
-    failure::{Detail, Failure},
+    failure::Failure,
+    pace::FreePaces,
     refusal::Refusal,
     sendq::SendWqe,
     source::{Direction, Sources},
     srq::SharedReceiveQueue,
+    window::Window,
 };
 
 /// Path MTU of a connected queue pair before it is set, bytes.
@@ -57,7 +61,7 @@ pub(crate) struct QpContext {
     /// The queue pair has entered the error state, and its queues must be flushed.
     stopping: bool,
     /// Why it has failed, until that is taken.
-    failure: Option<Box<Failure>>,
+    failure: Option<Failure>,
 }
 
 impl QpContext {
@@ -182,45 +186,18 @@ impl QpContext {
 
     /// Stores the attributes that are set.
     pub(crate) fn apply(&mut self, attr: &QpAttr) {
-        let current = &mut self.attr;
-        macro_rules! store {
-            ($($field:ident),*) => { $( if attr.$field.is_some() { current.$field = attr.$field; } )* };
-        }
-        store!(
-            en_sqd_async_notify,
-            access,
-            pkey_index,
-            port,
-            qkey,
-            av,
-            path_mtu,
-            timeout,
-            retry_cnt,
-            rnr_retry
-        );
-        store!(
-            rq_psn,
-            max_rd_atomic,
-            min_rnr_timer,
-            sq_psn,
-            max_dest_rd_atomic,
-            dest_qpn
-        );
+        // The state is the context's, and paths don't migrate.
+        let not_stored = QpAttrMask::STATE | QpAttrMask::CUR_STATE | QpAttrMask::PATH_MIG_STATE;
+        let current = attr.only(!not_stored).or(self.attr);
         self.mtu = current.path_mtu.map_or(self.mtu, |m| m.bytes());
         self.peer = current.dest_qpn.unwrap_or_default();
         self.access = current.access.unwrap_or_default();
+        self.attr = current;
     }
 
-    /// Forgets everything that belongs to a connection, on the way to RESET.
+    /// Returns to RESET.
     pub(crate) fn reset(&mut self) {
-        self.attr = QpAttr::default();
-        self.overflowed = false;
-        self.stopping = false;
-        self.failure = None;
-        self.established = false;
-        self.sources = Sources::default();
-        (self.reaction_point, self.slowed_until) = (None, None);
-        self.state = QpState::Reset;
+        *self = Self::new(self.config.clone());
     }
 
     /// Moves to RTR, where the peer's options are not known yet.
@@ -252,58 +229,15 @@ impl QpContext {
         self.overflowed = false;
     }
 
-    /// Moves to the error state if a completion was lost (IBA 11.6.3.2, class G).
-    pub(crate) fn fail_on_overflow(&mut self, ctx: &mut Ctx<'_>) {
-        if self.overflowed && self.state != QpState::Err {
-            let (qpn, peer) = (self.config.qpn, self.peer_address());
-            self.record_failure(|| Failure::of_overflow(qpn, peer));
-            ctx.events.push_back(AsyncEvent::QpFatal(self.config.qpn));
-            self.fail();
-        }
-    }
-
-    fn peer_address(&self) -> Option<IpAddr> {
-        self.attr.av.map(|av| av.remote)
-    }
-
-    /// Stores the first failure.
-    fn record_failure(&mut self, failure: impl FnOnce() -> Failure) {
-        self.failure.get_or_insert_with(|| Box::new(failure()));
-    }
-
-    /// Records why the oldest send work request fails.
-    pub(crate) fn note_send_failure(&mut self, ctx: &Ctx<'_>, wqe: &SendWqe, target: &Target, status: WcStatus) {
-        let (config, attr) = (&self.config, &self.attr);
-        self.failure
-            .get_or_insert_with(|| Box::new(Failure::of_send(ctx, config, attr, (wqe, target), status)));
-    }
-
     /// Records why a request of the peer is refused.
-    pub(crate) fn note_refusal(&mut self, class: Class, refusal: Refusal, detail: Detail) {
-        let (qpn, peer) = (self.config.qpn, self.peer_address());
-        self.record_failure(|| Failure::of_request(qpn, peer, class, refusal, detail));
+    pub(crate) fn note_refusal(&mut self, class: Class, refusal: Refusal, reason: &str) {
+        let peer = self.attr.av.map(|av| av.remote);
+        let failure = || Failure::of_request(self.config.qpn, peer, class, refusal, reason);
+        self.failure.get_or_insert_with(failure);
     }
 
     pub(crate) fn take_failure(&mut self) -> Option<Failure> {
-        self.failure.take().map(|failure| *failure)
-    }
-
-    /// Completes a send work request.
-    pub(crate) fn push_send(&mut self, ctx: &mut Ctx<'_>, completion: Completion) {
-        self.overflowed |= !push(&self.config.send_cq, ctx, completion);
-    }
-
-    /// Completes a receive work request, which `srq` has served if it is one of XRC.
-    pub(crate) fn push_recv(
-        &mut self,
-        ctx: &mut Ctx<'_>,
-        srq: Option<&Arc<SharedReceiveQueue>>,
-        completion: Completion,
-    ) {
-        // XRC receives complete into the completion queue of their shared receive queue.
-        let shared = srq.and_then(|srq| srq.config().cq.as_ref());
-        let cq = shared.unwrap_or(&self.config.recv_cq);
-        self.overflowed |= !push(cq, ctx, completion);
+        self.failure.take()
     }
 
     pub(crate) fn is_established(&self) -> bool {
@@ -313,20 +247,6 @@ impl QpContext {
     /// Records an answer of the peer.
     pub(crate) fn on_answer(&mut self) {
         self.established = true;
-    }
-
-    /// Reports the first packet of a connection in RTR as an event.
-    ///
-    /// Call only for packets at the expected PSN: others may be forged.
-    pub(crate) fn note_established(&mut self, ctx: &mut Ctx<'_>) {
-        if self.established {
-            return;
-        }
-        self.established = true;
-        if self.state == QpState::Rtr {
-            ctx.events
-                .push_back(AsyncEvent::CommunicationEstablished(self.config.qpn));
-        }
     }
 
     pub(crate) fn sources(&self) -> &Sources {
@@ -340,16 +260,6 @@ impl QpContext {
     /// Returns whether the port of responses is known. Until then only one request packet may be outstanding.
     pub(crate) fn knows_responder(&self) -> bool {
         !self.reliable || self.sources.knows(Direction::Response)
-    }
-
-    /// Takes the shared receive queue away; see [`QueuePair::hide_receives`](crate::QueuePair::hide_receives).
-    pub(crate) fn take_srq(&mut self) -> Option<Arc<SharedReceiveQueue>> {
-        self.config.srq.take()
-    }
-
-    /// Gives the shared receive queue back.
-    pub(crate) fn restore_srq(&mut self, srq: Option<Arc<SharedReceiveQueue>>) {
-        self.config.srq = srq;
     }
 
     /// Processes a congestion notification. `rtt`: the usual round trip.
@@ -392,18 +302,87 @@ impl QpContext {
     }
 }
 
-/// Adds a completion to its queue. Returns false if the queue was full and the completion is lost.
-fn push(cq: &CompletionQueue, ctx: &mut Ctx<'_>, mut completion: Completion) -> bool {
-    completion.timestamp = ctx.now;
-    match cq.push(completion) {
-        Ok(()) => true,
-        Err(first) => {
-            ctx.counters.cq_overflow += 1;
-            if first {
-                ctx.events.push_back(AsyncEvent::CqError(cq.handle()));
-            }
-            false
+/// Call of a queue pair: its context, and the state that it shares with others.
+#[derive(Debug)]
+pub(crate) struct Call<'a> {
+    pub(crate) qp: &'a mut QpContext,
+    pub(crate) now: Instant,
+    pub(crate) mem: &'a MemoryTable,
+    pub(crate) window: &'a mut Window,
+    pub(crate) paces: &'a mut FreePaces,
+    pub(crate) events: &'a mut VecDeque<AsyncEvent>,
+    pub(crate) counters: &'a mut Counters,
+}
+
+impl<'a> Call<'a> {
+    pub(crate) fn new(qp: &'a mut QpContext, ctx: &'a mut Ctx<'_>) -> Self {
+        Self {
+            qp,
+            now: ctx.now,
+            mem: ctx.mem,
+            window: ctx.window,
+            paces: ctx.paces,
+            events: ctx.events,
+            counters: ctx.counters,
         }
+    }
+
+    /// Moves to the error state if a completion was lost (IBA 11.6.3.2, class G).
+    pub(crate) fn fail_on_overflow(&mut self) {
+        if self.qp.overflowed && self.qp.state != QpState::Err {
+            let qpn = self.qp.qpn();
+            self.qp.failure.get_or_insert_with(|| Failure::of_overflow(qpn));
+            self.events.push_back(AsyncEvent::QpFatal(qpn));
+            self.qp.fail();
+        }
+    }
+
+    /// Records why the oldest send work request fails.
+    pub(crate) fn note_send_failure(&mut self, wqe: &SendWqe, target: &Target, status: WcStatus) {
+        let (config, attr) = (&self.qp.config, &self.qp.attr);
+        let failure = || Failure::of_send(self.mem, config, attr, (wqe, target), status);
+        self.qp.failure.get_or_insert_with(failure);
+    }
+
+    /// Reports the first packet of a connection in RTR as an event.
+    ///
+    /// Call only for packets at the expected PSN: others may be forged.
+    pub(crate) fn note_established(&mut self) {
+        if !core::mem::replace(&mut self.qp.established, true) && self.qp.state == QpState::Rtr {
+            let event = AsyncEvent::CommunicationEstablished(self.qp.qpn());
+            self.events.push_back(event);
+        }
+    }
+
+    /// Completes a send work request.
+    pub(crate) fn push_send(&mut self, mut completion: Completion) {
+        completion.timestamp = self.now;
+        let pushed = self.qp.config.send_cq.push(completion);
+        self.note_pushed(pushed);
+    }
+
+    /// Completes a receive work request, which `srq` has served if it is one of XRC.
+    pub(crate) fn push_recv(&mut self, srq: Option<&Arc<SharedReceiveQueue>>, mut completion: Completion) {
+        completion.timestamp = self.now;
+        // XRC receives complete into the completion queue of their shared receive queue.
+        let shared = srq.and_then(|srq| srq.config().cq.as_ref());
+        let pushed = shared.unwrap_or(&self.qp.config.recv_cq).push(completion);
+        self.note_pushed(pushed);
+    }
+
+    #[inline]
+    fn note_pushed(&mut self, pushed: Result<(), Option<AsyncEvent>>) {
+        if let Err(event) = pushed {
+            self.on_lost(event);
+        }
+    }
+
+    /// Records a lost completion.
+    #[cold]
+    fn on_lost(&mut self, event: Option<AsyncEvent>) {
+        self.counters.cq_overflow += 1;
+        self.events.extend(event);
+        self.qp.overflowed = true;
     }
 }
 

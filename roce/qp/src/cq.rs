@@ -3,20 +3,20 @@
 use std::{collections::VecDeque, sync::Arc};
 
 use parking_lot::Mutex;
-use roce_verbs::{Completion, Qpn};
+use roce_verbs::{AsyncEvent, Completion, Qpn};
 
-/// Told when an armed completion queue gets a completion.
+/// Receiver of notifications by armed completion queues.
 pub trait Notify: Send + Sync {
-    /// `cq_handle` has a completion. Called at most once per arming, with no lock of the queue held.
+    /// Reports that `cq_handle` has a completion. Called at most once per arming, with no lock of the queue held.
     fn notify(&self, cq_handle: u32);
 }
 
-/// The queue lost completions: it was too small for what was put in. It stays unusable (IBA C11-30).
+/// Error of a queue that was too small and lost completions. It stays unusable (IBA C11-30).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("the completion queue overflowed")]
 pub struct CqOverflow;
 
-/// The queue holds more completions than its new size.
+/// Error of a resize below the number of completions in the queue.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("a completion queue that holds {held} completions can't be made {asked} long")]
 pub struct CqResizeError {
@@ -26,7 +26,7 @@ pub struct CqResizeError {
     pub asked: u32,
 }
 
-/// Which completions wake the consumer.
+/// Completions that wake the consumer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Armed {
     No,
@@ -42,7 +42,7 @@ struct Inner {
     armed: Armed,
 }
 
-/// A completion queue. Any thread may poll it; queue pairs under any lock may fill it.
+/// Completion queue. Any thread may poll it; queue pairs under any lock may fill it.
 pub struct CompletionQueue {
     handle: u32,
     inner: Mutex<Inner>,
@@ -59,7 +59,7 @@ impl core::fmt::Debug for CompletionQueue {
 }
 
 impl CompletionQueue {
-    /// A queue for `capacity` completions. Memory grows with use.
+    /// Creates a queue for `capacity` completions. Memory grows with use.
     pub fn new(handle: u32, capacity: u32, notifier: Option<Arc<dyn Notify>>) -> Arc<Self> {
         Arc::new(Self {
             handle,
@@ -73,17 +73,17 @@ impl CompletionQueue {
         })
     }
 
-    /// The number that names the queue in events.
+    /// Returns the number that names the queue in events.
     pub fn handle(&self) -> u32 {
         self.handle
     }
 
-    /// Completions waiting.
+    /// Returns the number of completions in it.
     pub fn len(&self) -> usize {
         self.inner.lock().entries.len()
     }
 
-    /// Whether none waits.
+    /// Returns whether it has none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -91,7 +91,7 @@ impl CompletionQueue {
     /// Appends at most `max` completions to `out`, oldest first, and returns how many.
     ///
     /// # Errors
-    /// When the queue has overflowed and what it still held is taken.
+    /// If the queue has overflowed and all completions that it still had are taken.
     pub fn poll(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize, CqOverflow> {
         let mut inner = self.inner.lock();
         let n = inner.entries.len().min(max);
@@ -102,15 +102,15 @@ impl CompletionQueue {
         }
     }
 
-    /// How many completions it has room for.
+    /// Returns the number of completions that it has room for.
     pub fn capacity(&self) -> u32 {
         self.inner.lock().capacity as u32
     }
 
-    /// Changes how many completions it has room for. What it holds stays.
+    /// Changes the number of completions that it has room for. Those in it stay.
     ///
     /// # Errors
-    /// When it holds more than that; then nothing changes.
+    /// If it has more than that. Then nothing changes.
     pub fn resize(&self, capacity: u32) -> Result<(), CqResizeError> {
         let mut inner = self.inner.lock();
         let held = inner.entries.len() as u32;
@@ -121,17 +121,17 @@ impl CompletionQueue {
         Ok(())
     }
 
-    /// How many completions wait, counted no further than `max` (`ib_peek_cq`).
+    /// Returns the number of completions in it, at most `max` (`ib_peek_cq`).
     pub fn peek(&self, max: usize) -> usize {
         self.len().min(max)
     }
 
-    /// Drops the completions of a queue pair that begins anew.
+    /// Drops the completions of a queue pair that is reset.
     pub fn forget(&self, qpn: Qpn) {
         self.inner.lock().entries.retain(|c| c.qpn != qpn);
     }
 
-    /// Asks for one notification at the next completion (or the next solicited or failed one).
+    /// Requests one notification at the next completion (or the next solicited or failed one).
     pub fn arm(&self, solicited_only: bool) {
         let mut inner = self.inner.lock();
         // Arming for any completion includes the solicited ones, and is not weakened by a later call (IBA 11.4.2.2).
@@ -144,12 +144,12 @@ impl CompletionQueue {
     /// Adds a completion.
     ///
     /// # Errors
-    /// When the queue is full, or was once: the completion is lost. `Err(true)` says that this is the first time, so
-    /// that one asynchronous event is raised.
-    pub fn push(&self, completion: Completion) -> Result<(), bool> {
+    /// If the queue is full or has been: the completion is lost. The event to raise comes with the first one lost.
+    pub fn push(&self, completion: Completion) -> Result<(), Option<AsyncEvent>> {
         let mut inner = self.inner.lock();
         if inner.overflowed || inner.entries.len() >= inner.capacity {
-            return Err(!core::mem::replace(&mut inner.overflowed, true));
+            let is_first = !core::mem::replace(&mut inner.overflowed, true);
+            return Err(is_first.then_some(AsyncEvent::CqError(self.handle)));
         }
         inner.entries.push_back(completion);
         let wakes = match inner.armed {

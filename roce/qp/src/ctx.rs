@@ -2,7 +2,7 @@
 
 use std::{collections::VecDeque, sync::Arc};
 
-use roce_mem::{MemoryTable, PdHandle};
+use roce_verbs::mem::{MemoryTable, PdHandle};
 use roce_verbs::{AsyncEvent, Instant, Mtu, QpAttrMask, QpCaps, QpState, QpType, Qpn};
 
 use crate::{

@@ -1,4 +1,4 @@
-//! Network header of a datagram, which lands before its data.
+//! Network header of a datagram, which is written before its data.
 
 use core::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -10,12 +10,12 @@ const UDP_HEADER: usize = 8;
 const IPV4_HEADER: usize = 20;
 const PROTOCOL_UDP: u8 = 17;
 
-/// The network header of a received datagram, as far as the driver knows it.
+/// Network header of a received datagram, as far as the driver knows it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DatagramSource {
-    /// The sender's address.
+    /// Sender's address.
     pub src: IpAddr,
-    /// The address that it was sent to: ours, or a multicast group's.
+    /// Destination: our address, or a multicast group's.
     pub dst: IpAddr,
     /// TOS or traffic class.
     pub traffic_class: u8,
@@ -26,7 +26,7 @@ pub struct DatagramSource {
 }
 
 impl DatagramSource {
-    /// A datagram of which only the addresses are known.
+    /// Creates the header of a datagram of which only the addresses are known.
     pub const fn new(src: IpAddr, dst: IpAddr) -> Self {
         Self {
             src,
@@ -37,8 +37,8 @@ impl DatagramSource {
         }
     }
 
-    /// What completions tell in the place of a service level: which header is before the data, in ConnectX's numbers. UCX
-    /// finds the destination address by it.
+    /// Returns the type of the header before the data, in ConnectX's numbers. Completions have it in place of a service level;
+    /// UCX finds the destination address by it.
     pub(crate) const fn packet_type(&self) -> u8 {
         const ROCE_V2_IPV6: u8 = 1;
         const ROCE_V2_IPV4: u8 = 2;
@@ -48,7 +48,7 @@ impl DatagramSource {
         }
     }
 
-    /// The 40 bytes before the data, `None` when the addresses are of different families.
+    /// Returns the 40 bytes before the data. `None`: the addresses are of different families.
     pub(crate) fn header(&self, packet: &Packet<'_>) -> Option<[u8; GRH_LEN]> {
         let pad = usize::from(packet.header.bth.pad);
         let udp = UDP_HEADER + packet.header.bytes().len() + packet.payload.len() + pad + ICRC_LEN;
@@ -59,7 +59,7 @@ impl DatagramSource {
         }
     }
 
-    /// As rdma_rxe and hardware: the first 20 bytes are unused. Programs tell the two apart by this header's checksum
+    /// Leaves the first 20 bytes unused, as rdma_rxe and hardware do. Programs tell the two apart by this header's checksum
     /// (`ibv_init_ah_from_wc`).
     fn ipv4(&self, src: Ipv4Addr, dst: Ipv4Addr, udp: usize) -> [u8; GRH_LEN] {
         let mut ip = [0; IPV4_HEADER];
@@ -67,7 +67,7 @@ impl DatagramSource {
         ip[1] = self.traffic_class;
         ip[2..4].copy_from_slice(&((IPV4_HEADER + udp) as u16).to_be_bytes());
         ip[4..6].copy_from_slice(&self.identification.to_be_bytes());
-        // Don't fragment: everybody sends RoCE so.
+        // Don't fragment, as all senders of RoCE have it.
         ip[6] = 0x40;
         ip[8] = self.hop_limit;
         ip[9] = PROTOCOL_UDP;

@@ -47,7 +47,7 @@ struct Pace {
     rate: f64,
     /// The rate before the last cut, which it recovers to.
     target: f64,
-    /// How congested the path is, from 0 to 1.
+    /// Congestion of the path, from 0 to 1.
     congestion: f64,
     decayed: Instant,
     unit: Duration,
@@ -63,7 +63,7 @@ struct Pace {
 }
 
 impl ReactionPoint {
-    /// As the first notification comes.
+    /// Creates it at the first notification.
     pub(crate) fn new(now: Instant) -> Self {
         Self {
             notified: now,
@@ -73,7 +73,7 @@ impl ReactionPoint {
         }
     }
 
-    /// A further notification came; `rtt` is the round trip, as far as it is known.
+    /// Processes a further notification. `rtt`: the round trip, as far as it is known.
     pub(crate) fn on_notified(&mut self, now: Instant, rtt: Duration) {
         self.notified = now;
         if let Some(pace) = &mut self.pace {
@@ -93,12 +93,15 @@ impl ReactionPoint {
         }
     }
 
-    /// Whether no notification has come for so long that it can be forgotten.
+    /// Returns whether the last notification is so old that it has no effect any more.
     pub(crate) fn is_over(&self, now: Instant) -> bool {
         now.saturating_since(self.notified) > OVER
     }
 
-    /// Whether the queue pair may send now, or when.
+    /// Checks whether the queue pair may send now.
+    ///
+    /// # Errors
+    /// The time from when on it may.
     pub(crate) fn may_send(&mut self, now: Instant) -> Result<(), Instant> {
         let Some(pace) = &mut self.pace else {
             return Ok(());
@@ -112,7 +115,7 @@ impl ReactionPoint {
         Err(now + Duration::from_secs_f64(missing / pace.rate).max(Duration::from_micros(1)))
     }
 
-    /// Bytes were sent.
+    /// Records sent bytes.
     pub(crate) fn on_sent(&mut self, bytes: usize) {
         match &mut self.pace {
             Some(pace) => pace.on_sent(bytes),
@@ -186,7 +189,7 @@ impl Pace {
     }
 }
 
-/// How many whole periods have passed; a bounded number, after which nothing changes any more that matters.
+/// Returns the number of whole periods that have passed, bounded because further ones have no effect.
 fn periods(now: Instant, since: Instant, period: Duration) -> u32 {
     let passed = now.saturating_since(since).min(OVER).as_nanos();
     (passed / period.as_nanos()) as u32

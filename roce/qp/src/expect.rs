@@ -47,7 +47,7 @@ impl QueuePair {
 
     /// Sets the port that the peer named in its REQ or REP. Call in RTR.
     pub fn set_peer_source(&mut self, port: u16) {
-        *self.context.sources_mut() = Sources::agreed(port);
+        *self.context.sources_mut() = Sources::Agreed(port);
     }
 
     /// Classifies a packet by its opcode, PSN and UDP source port alone. Changes no state.

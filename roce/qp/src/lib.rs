@@ -7,15 +7,17 @@
 //!
 //! # Who may change what
 //!
-//! A [`QueuePair`] has four parts. Their fields are private: only the module in the second column writes them. The others
-//! call its methods or get a value of it.
+//! A [`QueuePair`] has three parts, and the responder one of its own. Their fields are private: only the module in the second
+//! column writes them. The others call its methods or get a value of it.
 //!
 //! | part | written in | contents | other parts that it is passed |
 //! | --- | --- | --- | --- |
 //! | `QpContext` | `context.rs` | configuration, attributes, state, negotiated options, DCQCN, the failure | none |
 //! | `Requester` | `requester/` | send queue, PSNs of requests, retries, recovery, round trips | the context |
-//! | `Responder` | `responder/` | receive queue, expected PSN, message being received, gap, reorder buffer, FLUSH | the context and the replies |
-//! | `Replies` | `replies.rs` | acknowledgement that is due, its delay, READs and atomics to answer | the context, and a view of the responder (`Received`) |
+//! | `Responder` | `responder/` | receive queue, expected PSN, message being received, gap, reorder buffer, FLUSH | the context |
+//! | `Replies` of the responder | `replies.rs` | acknowledgement that is due, its delay, READs and atomics to answer | the context, and a view of the responder (`Acknowledgement`) |
+//!
+//! Requester and responder get a `Call`: the context, and what the caller passes in [`Ctx`].
 //!
 //! `QueuePair` (`qp.rs`) changes attributes and state, and decides the order of packets. A part that fails the queue pair
 //! calls `QpContext::fail`. `QueuePair` flushes both queues at the end of that call.
@@ -40,17 +42,15 @@ mod reorder;
 mod replies;
 mod requester;
 mod responder;
-mod rights;
+mod ring;
 mod sendq;
 mod seq;
 mod source;
 mod srq;
-mod state;
 mod tx;
 mod window;
-mod window_config;
 
-pub use congestion::{Acked, CongestionControl, DelayAware, Loss};
+pub use congestion::{Loss, WindowConfig};
 pub use counters::Counters;
 pub use cq::{CompletionQueue, CqOverflow, CqResizeError, Notify};
 pub use ctx::{CreateError, Ctx, ModifyError, QpConfig, WaitReason};
@@ -60,9 +60,8 @@ pub use pace::FreePaces;
 pub use qp::{NO_RECEIVE_QUEUE, QueuePair};
 pub use recvq::ReceiveQueue;
 pub use reorder::ReorderBudget;
-pub use responder::{HiddenReceives, PersistJob};
+pub use responder::PersistJob;
 pub use source::Origin;
 pub use srq::{SharedReceiveQueue, SrqConfig, SrqError, XrcDomain};
 pub use tx::{Poll, TxKind, TxSink};
 pub use window::Window;
-pub use window_config::WindowConfig;

@@ -1,4 +1,4 @@
-//! The paces of what is sent without anything coming back: READ responses, and the services without acknowledgements.
+//! Paces of packets that nothing acknowledges: READ responses, and the services without acknowledgements.
 
 use core::{net::IpAddr, num::NonZeroU64, time::Duration};
 use std::collections::HashMap;
@@ -11,72 +11,114 @@ const OVERFLOW: usize = 256 << 10;
 const QUEUE: usize = 32 << 10;
 /// … and if the peer noticed only by a timeout: one that sees gaps asks for less.
 const BLIND: Duration = Duration::from_millis(50);
-/// The smallest burst.
-const MIN_BURST: usize = 128 << 10;
+/// Smallest burst.
+const MIN_BURST: i64 = 128 << 10;
 /// One burst goes out in this time.
 const PERIOD: Duration = Duration::from_millis(20);
 /// After as long without an overflow the burst doubles …
 const PATIENCE: Duration = Duration::from_secs(1);
 /// … and beyond this there is no limit any more.
-const NO_LIMIT: usize = 64 << 20;
+const NO_LIMIT: i64 = 64 << 20;
 /// Pauses end when a period divided by this has been earned: before a requester takes them for a loss.
-const SHARES: usize = 40;
+const SHARES: i64 = 40;
 
-/// Limits READ responses. Nothing on the wire tells a responder how much of them has arrived; a requester such as
-/// rdma_rxe asks for any amount at once, and when that overflows a queue on the way it asks again, after its timeout, for
-/// all that is missing, which overflows the same queue again. So a request for what was sent in vain tells how much can go
-/// out in one burst, and from then on responses go out at that pace.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Pace {
-    /// Bytes per [`PERIOD`], and at once; `None`: no limit.
-    burst: Option<usize>,
-    /// Bytes that may be sent; less than zero: too many were.
+/// Rate of a [`Bucket`].
+#[derive(Clone, Copy, Debug)]
+struct Rate {
+    /// Bytes that may be sent at once, and that are earned in a period.
+    burst: i64,
+    period: Duration,
+    /// A pause ends when a burst divided by this is earned: a timer for each packet would cost more than it brings.
+    shares: i64,
+}
+
+/// Token bucket.
+#[derive(Clone, Copy, Default, Debug)]
+struct Bucket {
+    /// `None`: no limit.
+    rate: Option<Rate>,
+    /// Bytes that may be sent; negative after too many.
     credit: i64,
-    /// When the credit was brought up to date.
+    /// Time to which the credit is up to date.
     at: Instant,
+}
+
+impl Bucket {
+    /// Creates a full bucket.
+    fn new(now: Instant, rate: Option<Rate>) -> Self {
+        Self {
+            rate,
+            credit: rate.map_or(0, |rate| rate.burst),
+            at: now,
+        }
+    }
+
+    fn may_send(&mut self, now: Instant) -> Result<(), Instant> {
+        let Some(rate) = self.rate else {
+            return Ok(());
+        };
+        let (burst, period) = (i128::from(rate.burst), rate.period.as_nanos() as i128);
+        let passed = now.saturating_since(self.at).min(rate.period * 2).as_nanos() as i128;
+        let earned = (passed * burst / period) as i64;
+        if earned > 0 {
+            self.at = now;
+            self.credit = (self.credit + earned).min(rate.burst);
+        }
+        if self.credit > 0 {
+            return Ok(());
+        }
+        let missing = i128::from(rate.burst / rate.shares - self.credit);
+        let nanos = u64::try_from(missing * period / burst).unwrap_or(u64::MAX);
+        Err(now + Duration::from_nanos(nanos.max(1)))
+    }
+
+    fn on_sent(&mut self, bytes: usize) {
+        if self.rate.is_some() {
+            self.credit -= bytes as i64;
+        }
+    }
+}
+
+/// Pace of READ responses.
+///
+/// Nothing on the wire tells a responder how much of them has arrived. A requester such as rdma_rxe requests any amount at once.
+/// When that overflows a queue on the way, it requests again, after its timeout, all that is missing, which overflows the same
+/// queue again. So a request for what was sent in vain tells how much can be sent in one burst, and from then on responses are
+/// sent at that pace.
+#[derive(Clone, Default, Debug)]
+pub(crate) struct Pace {
+    bucket: Bucket,
     /// The last overflow or doubling.
     changed: Instant,
 }
 
 impl Pace {
     pub(crate) fn may_send(&mut self, now: Instant) -> Result<(), Instant> {
-        let Some(mut burst) = self.burst else {
-            return Ok(());
-        };
-        if now.saturating_since(self.changed) > PATIENCE {
+        if let Some(rate) = &mut self.bucket.rate
+            && now.saturating_since(self.changed) > PATIENCE
+        {
             self.changed = now;
-            burst *= 2;
-            self.burst = (burst < NO_LIMIT).then_some(burst);
+            rate.burst *= 2;
         }
-        let passed = now.saturating_since(self.at).min(PERIOD).as_nanos() as i64;
-        let period = PERIOD.as_nanos() as i64;
-        let earned = passed.saturating_mul(burst as i64) / period;
-        if earned > 0 {
-            self.at = now;
-            self.credit = (self.credit + earned).min(burst as i64);
-        }
-        if self.credit > 0 {
-            return Ok(());
-        }
-        let missing = (burst / SHARES) as i64 - self.credit;
-        Err(now + Duration::from_nanos((missing.saturating_mul(period) / burst as i64) as u64))
+        self.bucket.rate = self.bucket.rate.filter(|rate| rate.burst < NO_LIMIT);
+        self.bucket.may_send(now)
     }
 
     pub(crate) fn on_sent(&mut self, bytes: usize) {
-        if self.burst.is_some() {
-            self.credit -= bytes as i64;
-        }
+        self.bucket.on_sent(bytes);
     }
 
     pub(crate) fn on_loss(&mut self, now: Instant, silence: Duration, arrived: usize, lost: usize) {
         if lost < OVERFLOW || arrived < QUEUE || silence < BLIND {
             return;
         }
-        let most = self.burst.map_or(NO_LIMIT, |b| b / 2);
-        let burst = (arrived / 2).min(most).max(MIN_BURST);
-        self.burst = Some(burst);
-        self.credit = burst as i64;
-        self.at = now;
+        let most = self.bucket.rate.map_or(NO_LIMIT, |rate| rate.burst / 2);
+        let rate = Rate {
+            burst: (arrived as i64 / 2).min(most).max(MIN_BURST),
+            period: PERIOD,
+            shares: SHARES,
+        };
+        self.bucket = Bucket::new(now, Some(rate));
         self.changed = now;
     }
 }
@@ -84,73 +126,34 @@ impl Pace {
 /// Bytes that may be sent at once without acknowledgements: half of a socket buffer of the usual size (212,992 bytes, which Linux doubles
 /// for its own bookkeeping).
 const FREE_BURST: i64 = 128 << 10;
-/// How fast it is earned anew unless somebody wishes otherwise, bytes per second: a receiver that is away for half a
-/// millisecond loses nothing.
-pub(crate) const FREE_RATE: NonZeroU64 = NonZeroU64::new(256 << 20).unwrap();
-/// Pauses end when as much has been earned: a timer per packet would cost more than it brings.
-const FREE_PIECE: i64 = FREE_BURST / 4;
+/// Default rate at which it is earned again, bytes per second: a receiver that is away for half a millisecond loses nothing.
+const FREE_RATE: NonZeroU64 = NonZeroU64::new(256 << 20).unwrap();
 
-/// Limits datagrams and unreliable connections. Nobody tells whether a receiver keeps up, and a queue pair could send faster
-/// than any socket buffer is emptied: messages of a thousand packets would never arrive whole.
-#[derive(Clone, Debug)]
-pub(crate) struct FreePace {
-    /// In this time all of the burst is earned; `None`: there is no limit.
-    period: Option<Duration>,
-    /// Bytes that may be sent; less than zero: too many were.
-    credit: i64,
-    /// When the credit was brought up to date.
-    at: Instant,
+/// Creates the bucket of datagrams and unreliable connections at so many bytes per second; `None`: no limit.
+///
+/// No acknowledgement tells whether a receiver keeps up, and a queue pair could send faster than any socket buffer is emptied: messages
+/// of a thousand packets would never arrive whole.
+fn free_bucket(rate: Option<NonZeroU64>) -> Bucket {
+    let rate = rate.map(|rate| Rate {
+        burst: FREE_BURST,
+        period: Duration::from_nanos((FREE_BURST as u64 * 1_000_000_000).div_ceil(rate.get())),
+        shares: 4,
+    });
+    Bucket::new(Instant::ZERO, rate)
 }
 
-impl FreePace {
-    /// A pace of so many bytes per second; `None`: no limit.
-    pub(crate) fn new(rate: Option<NonZeroU64>) -> Self {
-        let nanos = |rate: NonZeroU64| (FREE_BURST as u64 * 1_000_000_000).div_ceil(rate.get());
-        Self {
-            period: rate.map(|r| Duration::from_nanos(nanos(r))),
-            credit: FREE_BURST,
-            at: Instant::ZERO,
-        }
-    }
-
-    pub(crate) fn may_send(&mut self, now: Instant) -> Result<(), Instant> {
-        let Some(period) = self.period else {
-            return Ok(());
-        };
-        let passed = now.saturating_since(self.at).min(period * 2).as_nanos() as i128;
-        let period = period.as_nanos() as i128;
-        let earned = (passed * i128::from(FREE_BURST) / period) as i64;
-        if earned > 0 {
-            self.at = now;
-            self.credit = (self.credit + earned).min(FREE_BURST);
-        }
-        if self.credit > 0 {
-            return Ok(());
-        }
-        let missing = i128::from(FREE_PIECE - self.credit);
-        let nanos = missing * period / i128::from(FREE_BURST);
-        Err(now + Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX).max(1)))
-    }
-
-    pub(crate) fn on_sent(&mut self, bytes: usize) {
-        if self.period.is_some() {
-            self.credit -= bytes as i64;
-        }
-    }
-}
-
-/// The most destinations that have a pace of their own; beyond them all share one.
+/// Most destinations that have a pace of their own; all others share one.
 const MOST_PACES: usize = 1024;
 
-/// The paces of what nobody acknowledges, one for each destination address: a slow receiver holds up what goes to others no more
-/// than their queue pairs have in common.
+/// Paces of the services without acknowledgements, one for each destination address: a slow receiver delays packets to others no
+/// more than they share queue pairs.
 #[derive(Debug)]
 pub struct FreePaces {
     rate: Option<NonZeroU64>,
-    paces: HashMap<IpAddr, FreePace, AddressHashes>,
-    /// Of those that have none of their own.
-    others: FreePace,
-    /// When those that are not in use were removed last.
+    paces: HashMap<IpAddr, Bucket, AddressHashes>,
+    /// Pace of destinations without their own.
+    others: Bucket,
+    /// Last removal of those not in use.
     swept: Instant,
 }
 
@@ -161,20 +164,23 @@ impl Default for FreePaces {
 }
 
 impl FreePaces {
-    /// The usual rate, bytes per second: a receiver that is away for half a millisecond loses nothing.
+    /// Default rate, bytes per second: a receiver that is away for half a millisecond loses nothing.
     pub const USUAL: Option<NonZeroU64> = Some(FREE_RATE);
 
-    /// Paces of so many bytes per second each; `None`: there is no limit.
+    /// Creates paces of `rate` bytes per second each; `None`: no limit.
     pub fn new(rate: Option<NonZeroU64>) -> Self {
         Self {
             rate,
             paces: HashMap::default(),
-            others: FreePace::new(rate),
+            others: free_bucket(rate),
             swept: Instant::ZERO,
         }
     }
 
-    /// Whether a packet may be sent to an address now, or when.
+    /// Checks whether a packet may be sent to an address now.
+    ///
+    /// # Errors
+    /// The time from when on it may.
     pub(crate) fn may_send(&mut self, now: Instant, to: IpAddr) -> Result<(), Instant> {
         if self.rate.is_none() {
             return Ok(());
@@ -182,14 +188,14 @@ impl FreePaces {
         self.pace(now, to).may_send(now)
     }
 
-    /// A packet was sent.
+    /// Records a sent packet.
     pub(crate) fn on_sent(&mut self, now: Instant, to: IpAddr, bytes: usize) {
         if self.rate.is_some() {
             self.pace(now, to).on_sent(bytes);
         }
     }
 
-    fn pace(&mut self, now: Instant, to: IpAddr) -> &mut FreePace {
+    fn pace(&mut self, now: Instant, to: IpAddr) -> &mut Bucket {
         if self.paces.len() >= MOST_PACES && !self.paces.contains_key(&to) {
             self.sweep(now);
             if self.paces.len() >= MOST_PACES {
@@ -197,12 +203,12 @@ impl FreePaces {
             }
         }
         let rate = self.rate;
-        self.paces.entry(to).or_insert_with(|| FreePace::new(rate))
+        self.paces.entry(to).or_insert_with(|| free_bucket(rate))
     }
 
-    /// Removes those that have earned all of their burst: a new one is the same. Not more often than that takes.
+    /// Removes the paces that have earned all of their burst, where a new one is the same. Not more often than that takes.
     fn sweep(&mut self, now: Instant) {
-        let period = self.others.period.unwrap_or_default();
+        let period = self.others.rate.map_or(Duration::ZERO, |rate| rate.period);
         if now.saturating_since(self.swept) >= period {
             self.swept = now;
             self.paces.retain(|_, pace| now.saturating_since(pace.at) < period * 2);
@@ -272,8 +278,8 @@ mod tests {
 
     #[test]
     fn what_is_not_acknowledged_has_a_burst_and_a_rate() {
-        let mut pace = FreePace::new(Some(FREE_RATE));
-        let period = pace.period.unwrap();
+        let mut pace = free_bucket(Some(FREE_RATE));
+        let period = pace.rate.unwrap().period;
         assert_eq!(period.as_micros(), 488, "128 KiB at 256 MiB/s");
         let mut now = at(5);
         let mut sent = 0;
@@ -308,7 +314,7 @@ mod tests {
     #[test]
     fn any_rate_is_kept() {
         for rate in [1u64, 1000, 10 << 20, 10 << 30, u64::MAX] {
-            let mut pace = FreePace::new(NonZeroU64::new(rate));
+            let mut pace = free_bucket(NonZeroU64::new(rate));
             let mut now = at(5);
             let mut sent = 0u64;
             for _ in 0..10_000 {
@@ -327,7 +333,7 @@ mod tests {
             let allowed = u128::from(rate) * time / 1_000_000_000 + FREE_BURST as u128 + (4 << 10);
             assert!(u128::from(sent) <= allowed, "rate {rate}: {sent} bytes in {time} ns");
         }
-        let mut free = FreePace::new(None);
+        let mut free = free_bucket(None);
         for _ in 0..10_000 {
             assert_eq!(free.may_send(at(5)), Ok(()));
             free.on_sent(1 << 20);
@@ -376,6 +382,6 @@ mod tests {
         for second in 0..40 {
             let _ = pace.may_send(at(second * 1000));
         }
-        assert_eq!(pace.burst, None);
+        assert!(pace.bucket.rate.is_none());
     }
 }

@@ -1,12 +1,10 @@
 //! Checks of send work requests before they are queued.
 
-use roce_verbs::{
-    Payload, Placement, QpState, QpType, Selectivity, SendOp, SendWr, Target, WcStatus, legal, wr::PostError,
-};
+use roce_verbs::{Payload, QpState, QpType, Selectivity, SendOp, SendWr, Target, WcStatus, legal, wr::PostError};
 
 use crate::{
     context::QpContext,
-    sendq::{Checked, Kind, kind_of},
+    sendq::{Checked, Kind, op_info},
 };
 
 /// Completion status of an operation that the service does not have.
@@ -34,7 +32,7 @@ impl QpContext {
         }
         let checked = self.check_send(wr)?;
         if checked.fault != Some(UNSUPPORTED) {
-            self.check_target(kind_of(&wr.op), target)?;
+            self.check_target(op_info(&wr.op).kind, target)?;
         }
         Ok(checked)
     }
@@ -44,7 +42,7 @@ impl QpContext {
     /// Like hardware it accepts operations that the service does not have, and atomics of other than 8 bytes. These
     /// complete with an error in their turn (IBA 11.6.2).
     fn check_send(&self, wr: &SendWr<'_>) -> Result<Checked, PostError> {
-        let kind = kind_of(&wr.op);
+        let kind = op_info(&wr.op).kind;
         let row = legal::operation(wr.op.code());
         let unsupported = !row.services.contains(self.config().qp_type);
         let binds = matches!(wr.op, SendOp::BindWindow(_) | SendOp::FastRegister(_));
@@ -79,7 +77,7 @@ impl QpContext {
             return Err(PostError::Length(len));
         }
         if let SendOp::Flush(flush) = &wr.op
-            && (flush.placement == Placement::default() || matches!(flush.selectivity, Selectivity::Reserved(_)))
+            && (flush.placement.bits() & 0xf == 0 || matches!(flush.selectivity, Selectivity::Reserved(_)))
         {
             return Err(PostError::Invalid(
                 "a FLUSH needs a placement type and a selectivity level",

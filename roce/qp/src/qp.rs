@@ -1,27 +1,27 @@
 //! Queue pair: attributes, states, posting and the order in which packets are sent.
 
 use roce_bth::{Class, Packet, Psn};
-use roce_mem::FlushError;
+use roce_verbs::mem::FlushError;
 use roce_verbs::{
     AddressVector, AsyncEvent, Instant, PathMigState, QpAttr, QpAttrMask, QpState, QpType, Qpn, RecvWr, SendWr,
-    SrqType, Target, wr::PostError,
+    SrqType, Target, WcStatus,
+    legal::{Illegal, check_transition},
+    wr::PostError,
 };
 
 use std::sync::Arc;
 
 use crate::{
-    context::QpContext,
+    context::{Call, QpContext},
     ctx::{CreateError, Ctx, ModifyError, QpConfig, WaitReason},
     datagram::DatagramSource,
     failure::Failure,
     recvq::ReceiveQueue,
     reorder::ReorderBudget,
-    replies::{AckDue, Replies},
     requester::Requester,
-    responder::{HiddenReceives, PersistJob, Responder},
+    responder::{PersistJob, Responder},
     seq::Seq,
     srq::SharedReceiveQueue,
-    state,
     tx::{Poll, Step, TxSink},
 };
 
@@ -39,7 +39,6 @@ pub struct QueuePair {
     pub(crate) context: QpContext,
     pub(crate) requester: Requester,
     pub(crate) responder: Responder,
-    replies: Replies,
 }
 
 /// Error of a receive posted to a queue pair with a shared receive queue, or with none.
@@ -63,7 +62,6 @@ impl QueuePair {
         Ok(Self {
             requester: Requester::new(first),
             responder: Responder::new(ReceiveQueue::new(&config.caps), first),
-            replies: Replies::new(first),
             context: QpContext::new(config),
         })
     }
@@ -160,7 +158,7 @@ impl QueuePair {
     /// Then the send queue is empty and no response or acknowledgement is due now. One may be due later
     /// ([`QueuePair::next_timeout`]).
     pub fn is_idle(&self) -> bool {
-        self.requester.len() == 0 && self.replies.is_idle()
+        self.requester.len() == 0 && self.responder.replies().is_idle()
     }
 
     /// Returns the number of send work requests that have not completed.
@@ -168,7 +166,7 @@ impl QueuePair {
         self.requester.len()
     }
 
-    /// Returns the receive queue. `None` if the queue pair has a shared one or receives nothing.
+    /// Returns the receive queue. `None` if the queue pair has a shared one or receives nothing. Threads may post to it without the port.
     pub fn receive_queue(&self) -> Option<&Arc<ReceiveQueue>> {
         let config = self.config();
         let own = config.srq.is_none() && config.qp_type.receives();
@@ -190,7 +188,11 @@ impl QueuePair {
         if attr.cur_state.is_some_and(|s| s != from) {
             return Err(ModifyError::CurrentState(from));
         }
-        state::check(self.config().qp_type, from, to, attr.mask())?;
+        check_transition(self.config().qp_type, from, to, attr.mask()).map_err(|illegal| match illegal {
+            Illegal::Transition => ModifyError::Transition { from, to },
+            Illegal::Missing(which) => ModifyError::Missing(which),
+            Illegal::NotAllowed(which) => ModifyError::NotAllowed(which),
+        })?;
         check_values(attr)?;
         self.context.apply(attr);
         // Set in SQD, the retry limits apply at once.
@@ -199,14 +201,13 @@ impl QueuePair {
             (from, to) if from == to => {}
             (_, QpState::Reset) => self.reset(ctx),
             (_, QpState::Err) => {
-                self.replies.clear();
+                self.responder.replies_mut().clear();
                 self.context.fail();
-                self.finish(ctx);
+                self.flush_if_failed(ctx);
             }
             (_, QpState::Rtr) => {
                 let first = Seq::start(self.context.attr().rq_psn.unwrap_or_default());
                 self.responder.restart(first);
-                self.replies = Replies::new(first);
                 self.context.enter_rtr();
             }
             (QpState::Rtr, QpState::Rts) => {
@@ -217,7 +218,7 @@ impl QueuePair {
             }
             (_, QpState::Sqd) => {
                 self.context.set_state(to);
-                self.requester.drain(&self.context, ctx);
+                self.requester.drain(&mut Call::new(&mut self.context, ctx));
             }
             (QpState::Reset, to) => {
                 self.context.set_state(to);
@@ -231,9 +232,9 @@ impl QueuePair {
     /// Returns to RESET without completing work requests. Completions already in the completion queues stay there.
     fn reset(&mut self, ctx: &mut Ctx<'_>) {
         let first = Seq::start(Psn::new(0));
-        self.requester.clear(ctx, first);
+        ctx.window.forget(self.requester.in_flight());
+        self.requester = Requester::new(first);
         self.responder.restart(first);
-        self.replies = Replies::new(first);
         self.context.reset();
         self.responder.receives().follow(QpState::Reset);
     }
@@ -246,18 +247,19 @@ impl QueuePair {
         self.reset(ctx);
     }
 
-    /// Ends a call that may have failed the queue pair: flushes both queues in order if it has.
-    fn finish(&mut self, ctx: &mut Ctx<'_>) {
+    /// Flushes both queues in order if the queue pair has failed. Ends every call that may have failed it.
+    #[inline]
+    fn flush_if_failed(&mut self, ctx: &mut Ctx<'_>) {
         if !self.context.take_stopping() {
             return;
         }
-        self.replies.stop();
-        self.requester.flush(&mut self.context, ctx);
-        self.responder.stop(&mut self.context, ctx);
-        self.context.on_flushed();
-        if self.config().srq.is_some() {
+        let call = &mut Call::new(&mut self.context, ctx);
+        self.requester.flush(call);
+        self.responder.stop(call);
+        call.qp.on_flushed();
+        if call.qp.config().srq.is_some() {
             // IBA 10.2.9: the queue pair takes no more work requests from the shared queue. Those it took are flushed.
-            ctx.events.push_back(AsyncEvent::LastWqeReached(self.qpn()));
+            call.events.push_back(AsyncEvent::LastWqeReached(call.qp.qpn()));
         }
     }
 
@@ -266,29 +268,14 @@ impl QueuePair {
         self.context.take_failure()
     }
 
-    /// Queues a send work request to the peer. In the error states it is flushed at once.
+    /// Queues a send work request with its target: the peer, a datagram's destination, or an XRC message's shared receive queue. In the
+    /// error states it is flushed at once.
+    ///
+    /// `path_mtu` is that of a datagram, bytes. A longer one is not sent, without an error (IBA C10-93.1.1).
     ///
     /// # Errors
     /// If it is invalid or the queue is full. Then nothing is queued.
-    pub fn post_send(&mut self, ctx: &mut Ctx<'_>, wr: &SendWr<'_>) -> Result<(), PostError> {
-        self.post_send_to(ctx, wr, Target::Peer)
-    }
-
-    /// Queues a send work request with its target: a datagram's destination, or an XRC message's shared receive queue.
-    ///
-    /// # Errors
-    /// If it is invalid or the queue is full. Then nothing is queued.
-    pub fn post_send_to(&mut self, ctx: &mut Ctx<'_>, wr: &SendWr<'_>, target: Target) -> Result<(), PostError> {
-        self.post_send_within(ctx, wr, target, self.context.mtu())
-    }
-
-    /// Queues a send work request like [`QueuePair::post_send_to`], with the path MTU of a datagram, bytes.
-    ///
-    /// A longer datagram is not sent, without an error (IBA C10-93.1.1).
-    ///
-    /// # Errors
-    /// If it is invalid or the queue is full. Then nothing is queued.
-    pub fn post_send_within(
+    pub fn post_send(
         &mut self,
         ctx: &mut Ctx<'_>,
         wr: &SendWr<'_>,
@@ -296,10 +283,10 @@ impl QueuePair {
         path_mtu: usize,
     ) -> Result<(), PostError> {
         let checked = self.context.check_post(wr, &target, (self.requester.len(), 0))?;
-        self.replies.on_posted(ctx.now);
+        self.responder.replies_mut().on_posted(ctx.now);
         self.requester.post(&self.context, wr, target, checked, path_mtu);
         if matches!(self.state(), QpState::Err | QpState::Sqe) {
-            self.requester.flush_posted(&mut self.context, ctx);
+            self.requester.flush_posted(&mut Call::new(&mut self.context, ctx));
         }
         Ok(())
     }
@@ -322,7 +309,9 @@ impl QueuePair {
         let queue = self.receive_queue().ok_or(NO_RECEIVE_QUEUE)?;
         let queued = queue.post(core::slice::from_ref(wr)).map_err(|(_, e)| e)?;
         if queued == 0 {
-            self.responder.flush_posted(&mut self.context, ctx, wr.wr_id);
+            let call = &mut Call::new(&mut self.context, ctx);
+            self.responder
+                .complete_receive_error(call, wr.wr_id, WcStatus::FlushError);
         }
         Ok(())
     }
@@ -334,26 +323,27 @@ impl QueuePair {
             info.class,
             Class::Acknowledge | Class::ReadResponse | Class::AtomicAcknowledge
         );
-        let (qp, replies) = (&mut self.context, &mut self.replies);
-        match (qp.config().qp_type, is_response) {
+        let call = &mut Call::new(&mut self.context, ctx);
+        match (call.qp.config().qp_type, is_response) {
             (QpType::Rc, _) if info.class == Class::SelectiveAcknowledge => {
-                self.requester.handle_selective_ack(qp, ctx, packet);
+                self.requester.handle_selective_ack(call, packet);
             }
-            _ if info.service != qp.service() => ctx.counters.dropped_opcode += 1,
-            (QpType::Rc | QpType::XrcIni, true) => self.requester.handle_response(qp, ctx, packet),
-            (QpType::Rc | QpType::XrcTgt, false) => self.responder.handle_request(qp, replies, ctx, packet),
-            (QpType::Uc, false) => self.responder.handle_unacknowledged(qp, replies, ctx, packet),
+            _ if info.service != call.qp.service() => call.counters.dropped_opcode += 1,
+            (QpType::Rc | QpType::XrcIni, true) => self.requester.handle_response(call, packet),
+            (QpType::Rc | QpType::XrcTgt, false) => self.responder.handle_request(call, packet),
+            (QpType::Uc, false) => self.responder.handle_unacknowledged(call, packet),
             // `handle_datagram` takes datagrams, because it also needs their network header.
-            _ => ctx.counters.dropped_opcode += 1,
+            _ => call.counters.dropped_opcode += 1,
         }
-        self.finish(ctx);
+        self.flush_if_failed(ctx);
     }
 
     /// Processes a datagram to this queue pair, or to a multicast group that it is in. The caller has checked its ICRC and
     /// its partition key.
     pub fn handle_datagram(&mut self, ctx: &mut Ctx<'_>, packet: &Packet<'_>, source: &DatagramSource) {
-        self.responder.handle_datagram(&mut self.context, ctx, packet, source);
-        self.finish(ctx);
+        let call = &mut Call::new(&mut self.context, ctx);
+        self.responder.handle_datagram(call, packet, source);
+        self.flush_if_failed(ctx);
     }
 
     /// Takes the pending job of a FLUSH. Call [`QueuePair::persisted`] with its result to resume the queue pair.
@@ -363,20 +353,15 @@ impl QueuePair {
 
     /// Resumes after a job. Ignores a job that the queue pair no longer waits for.
     pub fn persisted(&mut self, ctx: &mut Ctx<'_>, job: &PersistJob, result: Result<(), FlushError>) {
-        let (qp, replies) = (&mut self.context, &mut self.replies);
-        self.responder.persisted(qp, replies, ctx, job, result);
-        self.finish(ctx);
+        let call = &mut Call::new(&mut self.context, ctx);
+        self.responder.persisted(call, job, result);
+        self.flush_if_failed(ctx);
     }
 
-    /// Takes the receive queues away until [`QueuePair::restore_receives`], if the packet would find a receive work request
-    /// in them: it is refused as by a receiver that is not ready, and changes nothing else. `None`: the packet needs none.
-    pub fn hide_receives(&mut self, packet: &Packet<'_>) -> Option<HiddenReceives> {
-        self.responder.hide_receives(&mut self.context, packet)
-    }
-
-    /// Gives the receive queues back.
-    pub fn restore_receives(&mut self, hidden: HiddenReceives) {
-        self.responder.restore_receives(&mut self.context, hidden);
+    /// Hides the receive work requests from a packet that would take one: it is refused as by a receiver that is not ready, and
+    /// changes nothing else. `None` shows them again.
+    pub fn hide_receives(&mut self, packet: Option<&Packet<'_>>) {
+        self.responder.hide_receives(&self.context, packet);
     }
 
     /// Returns the reason why the requester is not sending.
@@ -389,7 +374,7 @@ impl QueuePair {
         let qp = &self.context;
         let timers = [
             self.requester.next_timeout(qp),
-            self.replies.next_timeout(qp),
+            self.responder.replies().next_timeout(qp),
             qp.slowed_until(),
         ];
         timers.into_iter().flatten().min()
@@ -397,79 +382,68 @@ impl QueuePair {
 
     /// Runs the timers that are due. Calling it early is harmless.
     pub fn handle_timeout(&mut self, ctx: &mut Ctx<'_>) {
-        self.replies.handle_timeout(ctx.now);
+        self.responder.replies_mut().handle_timeout(ctx.now);
         self.context.end_slowed(Some(ctx.now));
-        self.requester.handle_timeout(&mut self.context, ctx);
-        self.finish(ctx);
+        let call = &mut Call::new(&mut self.context, ctx);
+        self.requester.handle_timeout(call);
+        self.flush_if_failed(ctx);
     }
 
     /// Sends the acknowledgement that is due, even if it is delayed.
     ///
     /// Call before the queue pair stops. Otherwise the peer would retry requests completed here until it fails.
     pub fn flush_ack(&mut self, tx: &mut impl TxSink) {
-        self.replies.release();
-        self.transmit_ack(tx);
+        self.responder.replies_mut().release();
+        self.responder.acknowledgement().transmit(&self.context, 0, tx);
     }
 
     /// Writes packets that are due into `tx`: acknowledgements, then responses and requests in turn.
     ///
     /// Writes at most 128 requests and responses, so that one queue pair can't starve the others.
     pub fn poll_transmit(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Poll {
-        let poll = self.transmit(ctx, tx);
-        self.finish(ctx);
-        poll
-    }
-
-    fn transmit(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Poll {
-        if self.transmit_ack(tx) == Step::Full
-            || self.requester.transmit_probe(&mut self.context, ctx, tx) == Step::Full
-        {
-            return Poll::More;
-        }
         let mut budget = POLL_BUDGET;
-        let mut blocked = false;
-        let (mut replies, mut requests) = (true, true);
+        let (mut replies, mut requests, mut blocked) = (true, true, false);
         self.context.end_slowed(None);
-        while (replies || requests) && !self.context.is_slowed(ctx.now) {
+        let mut full = !self.responder.acknowledgement().transmit(&self.context, 0, tx);
+        if !full {
+            let call = &mut Call::new(&mut self.context, ctx);
+            full = self.requester.transmit_probe(call, tx) == Step::Full;
+        }
+        while !full && (replies || requests) && budget > 0 && !self.context.is_slowed(ctx.now) {
             if replies {
-                match self.transmit_burst(&mut budget, |qp| qp.transmit_reply(ctx, tx)) {
-                    Step::Full => return Poll::More,
-                    step => replies = step == Step::Sent,
-                }
+                let step = self.transmit_replies(ctx, &mut budget, tx);
+                (replies, full) = (step == Step::Sent, step == Step::Full);
             }
-            if requests {
+            if requests && !full {
                 let before = budget;
-                let step = self.transmit_burst(&mut budget, |qp| qp.transmit_request(ctx, tx));
-                if step == Step::Full {
-                    return Poll::More;
-                }
-                if budget < before {
+                let step = self.transmit_requests(ctx, &mut budget, tx);
+                full = step == Step::Full;
+                if budget < before && !full {
                     // A delayed acknowledgement waits for this request: send both in one train.
-                    self.replies.release();
+                    self.responder.replies_mut().release();
                 }
-                if self.transmit_ack(tx) == Step::Full {
-                    return Poll::More;
-                }
+                full = full || !self.responder.acknowledgement().transmit(&self.context, 0, tx);
                 // A request may have to wait for an acknowledgement, which waits for responses: retry after each burst.
-                let waits = step == Step::Idle && self.replies.ack() != AckDue::No && !self.replies.is_held();
+                let waits = step == Step::Idle && self.responder.replies().ack_waits();
                 requests = step == Step::Sent || (waits && replies);
                 blocked = step == Step::Blocked;
             }
-            if budget == 0 {
-                return Poll::More;
-            }
         }
         // The acknowledgement may have waited for the responses just sent.
-        if self.transmit_ack(tx) == Step::Full {
-            return Poll::More;
+        let more = full || budget == 0 || !self.responder.acknowledgement().transmit(&self.context, 0, tx);
+        self.flush_if_failed(ctx);
+        match (more, blocked) {
+            (true, _) => Poll::More,
+            (false, true) => Poll::Blocked,
+            (false, false) => Poll::Idle,
         }
-        if blocked { Poll::Blocked } else { Poll::Idle }
     }
 
-    /// Sends up to [`BURST`] packets of one kind. Returns `Sent` if more may follow.
-    fn transmit_burst(&mut self, budget: &mut u32, mut send: impl FnMut(&mut Self) -> Step) -> Step {
+    /// Sends up to [`BURST`] responses. Returns `Sent` if more may follow.
+    fn transmit_replies(&mut self, ctx: &mut Ctx<'_>, budget: &mut u32, tx: &mut impl TxSink) -> Step {
+        let call = &mut Call::new(&mut self.context, ctx);
         for _ in 0..BURST.min(*budget) {
-            match send(self) {
+            match self.responder.transmit_reply(call, tx) {
                 Step::Sent => *budget -= 1,
                 other => return other,
             }
@@ -477,38 +451,28 @@ impl QueuePair {
         Step::Sent
     }
 
-    fn transmit_ack(&mut self, tx: &mut impl TxSink) -> Step {
-        self.replies.transmit_ack(&self.context, &self.responder.received(), tx)
-    }
-
-    /// Sends one READ response or atomic result.
-    fn transmit_reply(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Step {
-        let (qp, replies) = (&mut self.context, &mut self.replies);
-        replies.transmit_reply(qp, ctx, tx).unwrap_or_else(|(seq, refusal)| {
-            // The memory was revoked during the READ.
-            self.responder.refuse(qp, replies, ctx, seq, refusal, None);
-            Step::Sent
-        })
-    }
-
-    /// Sends one request packet, after the acknowledgement that is due before it.
-    fn transmit_request(&mut self, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Step {
-        let (qp, requester) = (&mut self.context, &mut self.requester);
-        loop {
-            let Some(next) = requester.prepare(qp, ctx) else {
+    /// Sends up to [`BURST`] requests, each after the acknowledgement that is due before it. Returns `Sent` if more may follow.
+    fn transmit_requests(&mut self, ctx: &mut Ctx<'_>, budget: &mut u32, tx: &mut impl TxSink) -> Step {
+        let call = &mut Call::new(&mut self.context, ctx);
+        let rest = budget.saturating_sub(BURST);
+        while *budget > rest {
+            let Some(next) = self.requester.prepare(call) else {
                 return Step::Idle;
             };
-            if self.replies.is_due() {
-                let packet = (requester.completes_receive(next), requester.packet_len(qp, next));
-                let received = self.responder.received();
-                if let Some(step) = self.replies.acknowledge_before(qp, &received, packet, tx) {
+            if self.responder.replies().is_due() {
+                let outline = self.requester.outline(call.qp, next);
+                if let Some(step) = self.responder.acknowledgement().transmit_before(call.qp, outline, tx) {
                     return step;
                 }
             }
-            if let Some(step) = requester.transmit(qp, ctx, next, tx) {
-                return step;
+            match self.requester.transmit(call, next, tx) {
+                Some(Step::Sent) => *budget -= 1,
+                Some(other) => return other,
+                // Its work request has failed, and another one may be due.
+                None => {}
             }
         }
+        Step::Sent
     }
 }
 

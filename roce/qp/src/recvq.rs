@@ -3,7 +3,7 @@
 use std::{collections::VecDeque, sync::Arc};
 
 use parking_lot::Mutex;
-use roce_mem::SgList;
+use roce_verbs::mem::SgList;
 use roce_verbs::{QpCaps, QpState, RecvWr, Sge, wr::PostError};
 use smallvec::SmallVec;
 

@@ -48,31 +48,56 @@ pub(crate) enum Refusal {
 impl Refusal {
     /// Returns the status that the peer's work request gets; of those that the peer is not told of, our own.
     pub(crate) fn status(self) -> WcStatus {
-        let row = refusal_row(self);
+        let row = self.row();
         row.nak.and_then(nak_status).unwrap_or(row.status)
     }
 
-    /// Returns the reason in words.
-    pub(crate) const fn text(self) -> &'static str {
+    /// Returns its effects on both sides (IBA table 57 and 9.9.3; `rxe_resp.c`).
+    pub(crate) const fn row(self) -> RefusalRow {
         match self {
-            Self::NoReceive => "no receive is posted",
-            Self::MissingFirst => "its first packet is missing",
-            Self::MissingLast => "the message before lacks its last packet",
-            Self::Operation => "the operation or its fields are not valid for this queue pair",
-            Self::TooManyRdAtomic => "more READs and atomics at once than max_dest_rd_atomic",
-            Self::Length => "its length does not fit its packets, or the path MTU of the two sides differs",
-            Self::ReceiveTooShort => "it is longer than the receive",
-            Self::RKey => "its memory is not accessible",
-            Self::Misaligned => "the address is not a multiple of 8",
-            Self::LocalProtection => "the memory of the receive is not accessible",
-            Self::Invalidate => "it may not invalidate the key that it names",
-            Self::SharedQueue => "the XRC domain has no shared receive queue of the number that it names",
-            Self::Persist => "the memory could not be made persistent",
+            Self::NoReceive => invalid("no receive is posted"),
+            Self::MissingFirst => invalid("its first packet is missing"),
+            Self::MissingLast => invalid("the message before lacks its last packet"),
+            Self::Operation => invalid("the operation or its fields are not valid for this queue pair"),
+            Self::TooManyRdAtomic => invalid("more READs and atomics at once than max_dest_rd_atomic"),
+            Self::Length => invalid("its length does not fit its packets, or the path MTU of the two sides differs"),
+            Self::Misaligned => invalid("the address is not a multiple of 8"),
+            Self::ReceiveTooShort => RefusalRow {
+                status: WcStatus::LocalLengthError,
+                ..invalid("it is longer than the receive")
+            },
+            // The status concerns the receive of an RDMA WRITE with immediate data (IBA 11.6.2).
+            Self::RKey => RefusalRow {
+                nak: Some(NakCode::RemoteAccessError),
+                status: WcStatus::LocalAccessError,
+                event: AsyncEvent::QpAccessError,
+                text: "its memory was deregistered, unmapped or protected meanwhile",
+            },
+            Self::SharedQueue => RefusalRow {
+                event: AsyncEvent::QpAccessError,
+                ..invalid("the XRC domain has no shared receive queue of the number that it names")
+            },
+            Self::Persist => RefusalRow {
+                nak: Some(NakCode::RemoteOperationalError),
+                status: WcStatus::LocalQpOperationError,
+                event: AsyncEvent::QpFatal,
+                text: "the memory could not be made persistent",
+            },
+            Self::LocalProtection => RefusalRow {
+                nak: Some(NakCode::RemoteOperationalError),
+                status: WcStatus::LocalProtectionError,
+                event: AsyncEvent::QpFatal,
+                text: "the memory of the receive is not accessible",
+            },
+            Self::Invalidate => RefusalRow {
+                nak: None,
+                ..invalid("it may not invalidate the key that it names")
+            },
         }
     }
 }
 
-/// Effects of a refusal on both sides (IBA table 57 and 9.9.3; `rxe_resp.c`).
+/// Effects of a refusal.
 pub(crate) struct RefusalRow {
     /// NAK for the peer. `None`: acknowledge the request, only our side fails (class J).
     pub(crate) nak: Option<NakCode>,
@@ -80,50 +105,16 @@ pub(crate) struct RefusalRow {
     pub(crate) status: WcStatus,
     /// Event if it has taken none.
     pub(crate) event: fn(Qpn) -> AsyncEvent,
+    /// Reason in words.
+    pub(crate) text: &'static str,
 }
 
-pub(crate) const fn refusal_row(refusal: Refusal) -> RefusalRow {
-    let invalid = RefusalRow {
+/// Returns the effects of an invalid request.
+const fn invalid(text: &'static str) -> RefusalRow {
+    RefusalRow {
         nak: Some(NakCode::InvalidRequest),
         status: WcStatus::RemoteInvalidRequestError,
         event: AsyncEvent::QpRequestError,
-    };
-    match refusal {
-        Refusal::NoReceive
-        | Refusal::MissingFirst
-        | Refusal::MissingLast
-        | Refusal::Operation
-        | Refusal::TooManyRdAtomic
-        | Refusal::Length
-        | Refusal::Misaligned => invalid,
-        Refusal::ReceiveTooShort => RefusalRow {
-            status: WcStatus::LocalLengthError,
-            ..invalid
-        },
-        // The status concerns the receive of an RDMA WRITE with immediate data (IBA 11.6.2).
-        Refusal::RKey => RefusalRow {
-            nak: Some(NakCode::RemoteAccessError),
-            status: WcStatus::LocalAccessError,
-            event: AsyncEvent::QpAccessError,
-        },
-        Refusal::SharedQueue => RefusalRow {
-            event: AsyncEvent::QpAccessError,
-            ..invalid
-        },
-        Refusal::Persist => RefusalRow {
-            nak: Some(NakCode::RemoteOperationalError),
-            status: WcStatus::LocalQpOperationError,
-            event: AsyncEvent::QpFatal,
-        },
-        Refusal::LocalProtection => RefusalRow {
-            nak: Some(NakCode::RemoteOperationalError),
-            status: WcStatus::LocalProtectionError,
-            event: AsyncEvent::QpFatal,
-        },
-        Refusal::Invalidate => RefusalRow {
-            nak: None,
-            status: WcStatus::RemoteInvalidRequestError,
-            event: AsyncEvent::QpRequestError,
-        },
+        text,
     }
 }

@@ -3,18 +3,18 @@
 //! Accepts packets from the peer's UDP source port only ([`Origin`](crate::Origin)). Even a forger that knows the port
 //! can't replace the peer's packet: if two copies differ, neither is executed and the peer has to resend the packet.
 
-use std::{
-    collections::BTreeMap,
-    sync::{
-        Arc, LazyLock,
-        atomic::{AtomicUsize, Ordering::Relaxed},
-    },
+use std::sync::{
+    Arc, LazyLock,
+    atomic::{AtomicUsize, Ordering::Relaxed},
 };
 
-use bitvec::{order::Lsb0, vec::BitVec};
 use roce_bth::{Bth, Class, HeaderView, Packet};
 
-use crate::{sendq::packets_for, seq::Seq};
+use crate::{
+    ring::{SeqRing, WORD},
+    sendq::packets_for,
+    seq::Seq,
+};
 
 /// Largest payload buffered per queue pair, bytes beyond the oldest gap.
 const BYTES: usize = 16 << 20;
@@ -24,8 +24,8 @@ pub(crate) const PACKETS: u64 = 4096;
 const INITIAL_REACH: u64 = 64;
 /// Memory of a buffered packet besides its payload, bytes.
 const OVERHEAD: usize = 256;
-/// Bits in a word of the bitmap.
-pub(crate) const WORD: u64 = 64;
+/// Memory of each PSN up to the newest buffered one, bytes.
+const SLOT: usize = size_of::<Slot>();
 /// Memory for the buffered packets of all queue pairs in a process, bytes.
 const PROCESS_BYTES: usize = 256 << 20;
 
@@ -77,35 +77,32 @@ impl ReorderBudget {
 }
 
 /// Owned copy of a packet.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct BufferedPacket {
     bth: Bth,
-    /// Length of the headers, bytes.
-    head: usize,
     /// Headers and payload.
     bytes: Box<[u8]>,
 }
 
 impl BufferedPacket {
     pub(crate) fn of(packet: &Packet<'_>) -> Self {
-        let head = packet.header.bytes();
         Self {
             bth: packet.header.bth,
-            head: head.len(),
-            bytes: [head, packet.payload].concat().into(),
+            bytes: [packet.header.bytes(), packet.payload].concat().into(),
         }
     }
 
     pub(crate) fn packet(&self) -> Packet<'_> {
-        let (head, payload) = self.bytes.split_at(self.head);
+        let (head, payload) = self.bytes.split_at(self.bth.opcode.info().header_len);
         Packet {
             header: HeaderView::new(self.bth, head),
             payload,
         }
     }
 
-    fn bytes(&self) -> usize {
-        self.bytes.len() - self.head + OVERHEAD
+    /// Returns the memory that it takes, bytes.
+    fn cost(&self) -> usize {
+        self.bytes.len() + OVERHEAD
     }
 
     /// Returns whether a copy has the same effect.
@@ -122,18 +119,21 @@ impl BufferedPacket {
 }
 
 /// Slot of a PSN beyond the gap.
-#[derive(Debug)]
+#[derive(Clone, Default, Debug)]
 enum Slot {
+    #[default]
+    Empty,
     Packet(BufferedPacket),
     /// Two copies differ: one of them is forged.
     Conflict,
 }
 
 impl Slot {
-    fn bytes(&self) -> usize {
+    /// Returns its memory, bytes.
+    fn cost(&self) -> usize {
         match self {
-            Self::Packet(packet) => packet.bytes(),
-            Self::Conflict => 0,
+            Self::Packet(packet) => SLOT + packet.cost(),
+            Self::Empty | Self::Conflict => SLOT,
         }
     }
 }
@@ -141,11 +141,8 @@ impl Slot {
 /// Packets beyond the gap of one queue pair.
 #[derive(Debug, Default)]
 pub(crate) struct ReorderBuffer {
-    slots: BTreeMap<Seq, Slot>,
-    /// Bitmap of arrived PSNs from `base` on. Bits before the oldest gap may be clear.
-    arrived: BitVec<u64, Lsb0>,
-    /// First PSN of the bitmap, a multiple of [`WORD`].
-    base: Option<Seq>,
+    /// Slots, the last one in use, and bits for the PSNs that have arrived. Those before the oldest gap may be clear.
+    ring: SeqRing<Slot>,
     /// Largest number of PSNs that the peer is known to have had outstanding.
     outstanding: u64,
     budget: Arc<ReorderBudget>,
@@ -159,7 +156,7 @@ impl ReorderBuffer {
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.slots.is_empty()
+        self.ring.len() == 0
     }
 
     /// Records how many PSNs the peer had outstanding, all executed by now.
@@ -169,9 +166,9 @@ impl ReorderBuffer {
 
     /// Returns the end of the accepted PSNs: no further ahead than the peer ever had outstanding.
     fn limit(&self, expected: Seq, mtu: usize) -> Seq {
-        let newest = self.slots.last_key_value().map_or(expected, |(seq, _)| *seq);
+        let newest = self.ring.end().map_or(expected, Seq::prev).max(expected);
         let reach = self.outstanding.max(INITIAL_REACH);
-        newest.max(expected).plus(reach).min(expected.plus(max_window(mtu)))
+        newest.plus(reach).min(expected.plus(max_window(mtu)))
     }
 
     /// Buffers a packet at `seq` while `expected` is missing.
@@ -181,106 +178,95 @@ impl ReorderBuffer {
         if seq >= self.limit(expected, mtu) || packet.payload.len() > mtu {
             return false;
         }
-        match self.slots.get(&seq) {
-            None => {}
-            Some(Slot::Packet(copy)) if copy.is_same(packet) => return true,
+        match self.ring.get(seq) {
+            Some(Slot::Packet(copy)) if copy.is_same(packet) => true,
             Some(Slot::Packet(_)) => {
                 self.reject_copies(seq, mtu);
-                return false;
+                false
             }
-            Some(Slot::Conflict) => return false,
+            Some(Slot::Conflict) => false,
+            Some(Slot::Empty) | None => {
+                let stored = self.store(expected, seq, BufferedPacket::of(packet));
+                if stored {
+                    self.mark(seq, packet, mtu, true);
+                }
+                stored
+            }
         }
-        let buffered = BufferedPacket::of(packet);
-        if !self.budget.take(buffered.bytes()) {
-            return false;
+    }
+
+    /// Stores a packet in an empty slot. Returns false without memory for it.
+    fn store(&mut self, expected: Seq, seq: Seq, packet: BufferedPacket) -> bool {
+        let new_slots = seq.plus(1).since(self.ring.end().unwrap_or(expected));
+        let stored = self.budget.take(packet.cost() + new_slots as usize * SLOT);
+        if stored {
+            self.ring.begin(expected);
+            *self.ring.entry(seq) = Slot::Packet(packet);
         }
-        self.slots.insert(seq, Slot::Packet(buffered));
-        self.base.get_or_insert_with(|| expected.round_down(WORD));
-        self.mark(seq, packet, mtu, true);
-        true
+        stored
     }
 
     /// Drops a packet after a different copy arrived, and marks it as missing.
     fn reject_copies(&mut self, seq: Seq, mtu: usize) {
-        if let Some(Slot::Packet(copy)) = self.slots.insert(seq, Slot::Conflict) {
-            self.budget.release(copy.bytes());
+        if let Slot::Packet(copy) = core::mem::replace(self.ring.entry(seq), Slot::Conflict) {
+            self.budget.release(copy.cost());
             self.mark(seq, &copy.packet(), mtu, false);
         }
     }
 
     /// Sets or clears the bits of a packet's PSNs.
     fn mark(&mut self, seq: Seq, packet: &Packet<'_>, mtu: usize, arrived: bool) {
-        let Some(base) = self.base else { return };
         let count = match (packet.header.bth.opcode.info().class, packet.header.reth()) {
             (Class::ReadRequest, Some(reth)) => u64::from(packets_for(reth.dma_len, mtu)),
             _ => 1,
         };
-        let from = seq.since(base) as usize;
         // The PSNs of a READ may exceed the bitmap; the peer has no requests there.
-        let to = (seq.since(base) + count).min(PACKETS + 2 * WORD) as usize;
-        if self.arrived.len() < to {
-            self.arrived.resize(to.next_multiple_of(WORD as usize), false);
-        }
-        if from < to {
-            self.arrived[from..to].fill(arrived);
-        }
+        self.ring.set_bits(seq, seq.plus(count.min(PACKETS)), arrived);
     }
 
     /// Removes and returns the expected packet.
     pub(crate) fn take(&mut self, expected: Seq) -> Option<BufferedPacket> {
-        // Earlier packets were executed from copies that arrived in order.
-        while let Some(first) = self.slots.first_entry()
-            && *first.key() < expected
-        {
-            self.budget.release(first.remove().bytes());
-        }
-        let slot = self.slots.remove(&expected)?;
-        self.budget.release(slot.bytes());
-        match slot {
-            Slot::Packet(packet) => Some(packet),
-            Slot::Conflict => None,
+        self.advance(expected);
+        self.ring.get(expected)?;
+        match core::mem::take(self.ring.entry(expected)) {
+            Slot::Packet(packet) => {
+                self.budget.release(packet.cost());
+                Some(packet)
+            }
+            Slot::Empty | Slot::Conflict => None,
         }
     }
 
     /// Buffers a taken packet again that can't be executed yet.
     pub(crate) fn put_back(&mut self, seq: Seq, packet: BufferedPacket) {
-        if self.budget.take(packet.bytes()) {
-            self.slots.insert(seq, Slot::Packet(packet));
-        }
+        self.store(seq, seq, packet);
     }
 
-    /// Removes the bits of executed packets, those before `expected`.
+    /// Removes what is before `expected`: such packets were executed, perhaps from copies that arrived in order.
     pub(crate) fn advance(&mut self, expected: Seq) {
-        if self.slots.is_empty() {
-            self.clear_bitmap();
-            return;
+        while let Some(slot) = self.ring.pop_before(expected) {
+            self.budget.release(slot.cost());
         }
-        let Some(base) = self.base else { return };
-        let to = expected.round_down(WORD);
-        let bits = (to.since(base) as usize).min(self.arrived.len());
-        if bits > 0 {
-            self.arrived.drain(..bits);
-            self.base = Some(to);
+        self.ring.advance(expected);
+        self.ring.trim();
+        // Or only the slot is left whose packet was taken.
+        if self.ring.len() <= 1 && !matches!(self.ring.get(expected), Some(Slot::Packet(_))) {
+            self.clear();
         }
-    }
-
-    fn clear_bitmap(&mut self) {
-        self.base = None;
-        self.arrived = BitVec::new();
     }
 
     pub(crate) fn clear(&mut self) {
-        let bytes = self.slots.values().map(Slot::bytes).sum();
-        self.budget.release(bytes);
-        self.slots.clear();
-        self.clear_bitmap();
+        while let Some(slot) = self.ring.end().and_then(|end| self.ring.pop_before(end)) {
+            self.budget.release(slot.cost());
+        }
+        self.ring = SeqRing::default();
     }
 
-    /// Returns the bitmap's first PSN and at most `room` bytes, lowest PSN first.
-    pub(crate) fn bitmap(&self, room: usize) -> Option<(Seq, &[u64])> {
-        let words = self.arrived.as_raw_slice();
+    /// Returns the words of the bitmap in at most `room` bytes, the one with `expected` first. The lowest PSN is the lowest bit.
+    pub(crate) fn bitmap(&self, expected: Seq, room: usize) -> impl ExactSizeIterator<Item = u64> {
         let most = ((PACKETS / WORD) as usize + 1).min(room / size_of::<u64>());
-        Some((self.base?, &words[..words.len().min(most)]))
+        let start = expected.round_down(WORD);
+        (0..self.ring.words().min(most)).map(move |index| self.ring.word(start.plus(index as u64 * WORD)))
     }
 }
 
@@ -324,14 +310,17 @@ mod tests {
 
     /// Returns the PSNs from `from` on that the bitmap reports.
     fn arrived(buffer: &ReorderBuffer, from: u64) -> Vec<u64> {
-        let Some((base, words)) = buffer.bitmap(4096) else {
-            return Vec::new();
-        };
+        let words: Vec<u64> = buffer.bitmap(at(from), 4096).collect();
         let set = |n: &u64| {
-            let bit = at(*n).since(base);
+            let bit = at(*n).since(at(from).round_down(WORD));
             words.get((bit / 64) as usize).is_some_and(|w| w >> (bit % 64) & 1 == 1)
         };
         (from..from + PACKETS).filter(set).collect()
+    }
+
+    /// Returns the memory of so many full packets in so many slots.
+    fn memory(packets: usize, slots: usize) -> usize {
+        packets * (12 + 1024 + OVERHEAD) + slots * SLOT
     }
 
     #[test]
@@ -342,7 +331,7 @@ mod tests {
             assert!(insert(&mut buffer, 1, seq, 1024));
         }
         assert_eq!(arrived(&buffer, 1), [2, 3, 5, 200]);
-        assert_eq!(budget.used(), 4 * (1024 + OVERHEAD));
+        assert_eq!(budget.used(), memory(4, 200));
         assert!(buffer.take(at(1)).is_none());
         for seq in [2, 3] {
             assert_eq!(buffer.take(at(seq)).expect("buffered").packet().payload, [7; 1024]);
@@ -355,14 +344,14 @@ mod tests {
         assert_eq!(arrived(&buffer, 151), [200]);
         assert!(buffer.take(at(200)).is_some());
         buffer.advance(at(201));
-        assert!(buffer.is_empty() && buffer.bitmap(4096).is_none());
+        assert!(buffer.is_empty() && buffer.bitmap(at(201), 4096).len() == 0);
         assert_eq!(budget.used(), 0);
     }
 
     #[test]
     fn no_more_is_buffered_than_there_is_room_for() {
         let budget = Arc::new(ReorderBudget {
-            max: 3 * (1024 + OVERHEAD),
+            max: memory(3, 5),
             ..ReorderBudget::default()
         });
         let [mut a, mut b] = [(); 2].map(|()| wide(&budget));
@@ -405,8 +394,10 @@ mod tests {
         };
         assert_eq!(insert_read(2, 3000), (true, vec![2, 3, 4]));
         assert!(insert_read(2, 1000).0, "a part again");
-        assert!(insert_read(10, u32::MAX).0);
-        assert!(buffer.bitmap(4096).expect("bits").1.len() as u64 <= PACKETS / 64 + 1);
+        let (inserted, all) = insert_read(10, u32::MAX);
+        assert!(inserted && all.last() == Some(&(PACKETS - 1)));
+        // What is stored, not what is reported of it, which has a bound of its own.
+        assert!(buffer.ring.words() as u64 <= PACKETS / WORD + 1);
     }
 
     proptest! {
@@ -427,6 +418,7 @@ mod tests {
                 let out = buffer.take(at(seq)).map(|p| p.packet().payload.to_vec());
                 prop_assert_eq!(out, expected);
             }
+            buffer.advance(at(8));
             prop_assert_eq!(budget.used(), 0);
         }
     }

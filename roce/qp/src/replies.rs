@@ -4,13 +4,12 @@ use core::time::Duration;
 use std::collections::VecDeque;
 
 use roce_bth::{Aeth, Bth, Credits, HeaderWriter, Msn, NakCode, Opcode, Syndrome};
-use roce_mem::Span;
+use roce_verbs::mem::Span;
 use roce_verbs::{Instant, RKey};
 
 use crate::{
     ack_policy::AckPolicy,
-    context::{QpContext, in_service},
-    ctx::Ctx,
+    context::{Call, QpContext, in_service},
     refusal::Refusal,
     reorder::ReorderBuffer,
     sendq::PACKET_OVERHEAD,
@@ -71,13 +70,15 @@ impl ReadReply {
         true
     }
 
+    /// Makes a part the current one.
+    pub(crate) fn start(&mut self, (begin, end): (u32, u32)) {
+        (self.begin, self.offset, self.end, self.opens) = (begin, begin, end, true);
+    }
+
     /// Makes the next queued part the current one. Returns false if none is queued.
     fn next_part(&mut self) -> bool {
-        let Some((begin, end)) = self.more.pop_front() else {
-            return false;
-        };
-        (self.begin, self.offset, self.end, self.opens) = (begin, begin, end, true);
-        true
+        let next = self.more.pop_front();
+        next.inspect(|part| self.start(*part)).is_some()
     }
 }
 
@@ -119,9 +120,10 @@ pub(crate) enum AckDue {
     Refuse(Seq, Syndrome),
 }
 
-/// State of the responder that acknowledgements report.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Received<'a> {
+/// Acknowledgement that may be due, with the responder's state that it reports.
+#[derive(Debug)]
+pub(crate) struct Acknowledgement<'a> {
+    pub(crate) replies: &'a mut Replies,
     /// PSN expected next.
     pub(crate) expected: Seq,
     /// Messages completed.
@@ -196,9 +198,9 @@ impl Replies {
     }
 
     /// Schedules an acknowledgement that the peer requests. `at_once`: without the delay that the policy permits.
-    pub(crate) fn ack_requested(&mut self, ctx: &mut Ctx<'_>, at_once: bool) {
-        let hold = self.policy.on_received(ctx.now);
-        self.ack_due(ctx, if at_once { Duration::ZERO } else { hold });
+    pub(crate) fn ack_requested(&mut self, call: &mut Call<'_>, at_once: bool) {
+        let hold = self.policy.on_received(call.now);
+        self.ack_due(call, if at_once { Duration::ZERO } else { hold });
     }
 
     /// Sends only the acknowledgement that is due, the last one before the queue pair fails.
@@ -293,16 +295,16 @@ impl Replies {
     }
 
     /// Schedules an acknowledgement of everything executed, delayed by at most `hold`.
-    pub(crate) fn ack_due(&mut self, ctx: &mut Ctx<'_>, hold: Duration) {
+    pub(crate) fn ack_due(&mut self, call: &mut Call<'_>, hold: Duration) {
         let first = self.ack == AckDue::No;
         if !first {
-            ctx.counters.ack_deferred += 1;
+            call.counters.ack_deferred += 1;
         }
         self.ack = AckDue::Ack;
         if hold.is_zero() || self.executed.0.since(self.acked) >= HELD_PACKETS {
             self.held_until = None;
         } else if first {
-            self.held_until = Some(ctx.now + hold);
+            self.held_until = Some(call.now + hold);
         }
     }
 
@@ -315,20 +317,25 @@ impl Replies {
     /// Returns whether nothing is due now.
     pub(crate) fn is_idle(&self) -> bool {
         let pending = self.resources.iter().skip(self.first_pending).any(|r| r.pending);
-        (self.ack == AckDue::No || self.is_held()) && !pending
+        !self.ack_waits() && !pending
+    }
+
+    /// Returns whether an acknowledgement is due that is not delayed.
+    pub(crate) fn ack_waits(&self) -> bool {
+        self.is_due() && !self.is_held()
     }
 
     /// Returns whether the acknowledgement is delayed.
-    pub(crate) fn is_held(&self) -> bool {
+    fn is_held(&self) -> bool {
         self.held_until.is_some() && self.ack == AckDue::Ack
     }
 
     /// Schedules the acknowledgement of a duplicate. Any other acknowledgement that is due covers it.
-    pub(crate) fn ack_duplicate(&mut self, ctx: &mut Ctx<'_>, seq: Seq) {
+    pub(crate) fn ack_duplicate(&mut self, call: &mut Call<'_>, seq: Seq) {
         self.ack = match self.ack {
             AckDue::No => AckDue::Duplicate(seq),
             AckDue::Duplicate(before) => {
-                ctx.counters.ack_deferred += 1;
+                call.counters.ack_deferred += 1;
                 AckDue::Duplicate(before.max(seq))
             }
             due => due,
@@ -336,9 +343,9 @@ impl Replies {
     }
 
     /// Cancels the acknowledgement, because a READ response or atomic result will acknowledge everything before it.
-    pub(crate) fn ack_implied(&mut self, ctx: &mut Ctx<'_>) {
+    pub(crate) fn ack_implied(&mut self, call: &mut Call<'_>) {
         if self.ack != AckDue::No {
-            ctx.counters.ack_deferred += 1;
+            call.counters.ack_deferred += 1;
             self.ack = AckDue::No;
             self.held_until = None;
         }
@@ -388,89 +395,12 @@ impl Replies {
         matches!(qp.state(), Rtr | Rts | Sqd | Sqe) || (qp.state() == Err && self.closing)
     }
 
-    /// Sends the acknowledgement that is due, unless it is delayed.
-    pub(crate) fn transmit_ack(&mut self, qp: &QpContext, received: &Received<'_>, tx: &mut impl TxSink) -> Step {
-        self.transmit_padded_ack(qp, received, 0, tx)
-    }
-
-    /// Sends the acknowledgement that is due, unless it is delayed.
-    ///
-    /// A selective ACK is padded to `len` bytes without ICRC; other peers accept no padding.
-    fn transmit_padded_ack(
-        &mut self,
-        qp: &QpContext,
-        received: &Received<'_>,
-        len: usize,
-        tx: &mut impl TxSink,
-    ) -> Step {
-        if self.ack == AckDue::No || self.is_held() || !self.may_reply(qp) {
-            return Step::Idle;
-        }
-        let Some((seq, syndrome, msn)) = self.ack_ready() else {
-            return Step::Idle;
-        };
-        // A NAK carries the MSN without the refused message.
-        let msn = if matches!(syndrome, Syndrome::Ack(_)) {
-            msn
-        } else {
-            received.msn
-        };
-        let aeth = Aeth { syndrome, msn };
-        let buffered = received.buffered.filter(|_| qp.is_selective());
-        let sent = match (syndrome, buffered) {
-            (Syndrome::Ack(_), Some(buffer)) if !buffer.is_empty() || len >= SELECTIVE_ACK_LEN => {
-                emit_selective(qp, received.expected, buffer, (seq, aeth, len), tx)
-            }
-            _ => emit_ack(qp, seq, aeth, tx),
-        };
-        if !sent {
-            return Step::Full;
-        }
-        self.ack = AckDue::No;
-        self.held_until = None;
-        self.acked = self.executed.0;
-        if self.closing {
-            self.clear();
-        }
-        Step::Sent
-    }
-
-    /// Sends the acknowledgement that is due ahead of a request of `len` bytes without ICRC.
-    ///
-    /// Programs take an answer as proof that the request it answers has completed. Returns `Some` if the request must
-    /// wait. A request that does not complete a receive (`completes`) may be sent ahead of a delayed acknowledgement.
-    pub(crate) fn acknowledge_before(
-        &mut self,
-        qp: &QpContext,
-        received: &Received<'_>,
-        (completes, len): (bool, usize),
-        tx: &mut impl TxSink,
-    ) -> Option<Step> {
-        if self.ack == AckDue::No || (self.is_held() && !completes) {
-            return None;
-        }
-        self.held_until = None;
-        // Only packets of one length form a GSO train.
-        let len = if len <= LONGEST_PADDED_ACK { len } else { 0 };
-        match self.transmit_padded_ack(qp, received, len, tx) {
-            Step::Full => Some(Step::Full),
-            // Responses must be sent before the acknowledgement.
-            _ if self.ack != AckDue::No => Some(Step::Idle),
-            _ => None,
-        }
-    }
-
     /// Sends one READ response or atomic result.
     ///
     /// # Errors
     /// PSN and reason if the memory was revoked during the READ. Then nothing after this point is answered.
-    pub(crate) fn transmit_reply(
-        &mut self,
-        qp: &mut QpContext,
-        ctx: &mut Ctx<'_>,
-        tx: &mut impl TxSink,
-    ) -> Result<Step, (Seq, Refusal)> {
-        if !self.may_reply(qp) {
+    pub(crate) fn transmit_reply(&mut self, call: &mut Call<'_>, tx: &mut impl TxSink) -> Result<Step, (Seq, Refusal)> {
+        if !self.may_reply(call.qp) {
             return Ok(Step::Idle);
         }
         let Some(resource) = self.next_pending() else {
@@ -481,28 +411,29 @@ impl Replies {
         } else {
             TxKind::Response
         };
-        let value = match resource.work {
-            Work::Read(_) => return self.transmit_read(qp, ctx, kind, tx),
-            Work::Atomic(value) => Some(value),
-            Work::Done => None,
+        let (opcode, value) = match resource.work {
+            Work::Read(_) => return self.transmit_read(call, kind, tx),
+            Work::Atomic(value) => (Opcode::RcAtomicAcknowledge, Some(value)),
+            // FLUSH and ATOMIC WRITE are answered by a READ response without data (IBA Annex A19).
+            Work::Done => (Opcode::RcReadResponseOnly, None),
         };
-        if !emit_result(qp, resource, value, kind, tx) {
+        let bth = Bth::new(call.qp.wire(opcode), call.qp.peer(), resource.first.psn());
+        if !emit_head(&bth, ack_header(resource.msn), value, kind, tx) {
             return Ok(Step::Full);
         }
         resource.pending = false;
-        ctx.counters.retransmits += u64::from(kind == TxKind::Repetition);
+        call.counters.retransmits += u64::from(kind == TxKind::Repetition);
         Ok(Step::Sent)
     }
 
     /// Sends one READ response of the oldest pending resource.
     fn transmit_read(
         &mut self,
-        qp: &mut QpContext,
-        ctx: &mut Ctx<'_>,
+        call: &mut Call<'_>,
         kind: TxKind,
         tx: &mut impl TxSink,
     ) -> Result<Step, (Seq, Refusal)> {
-        if let Err(at) = ctx.window.may_respond(ctx.now) {
+        if let Err(at) = call.window.may_respond(call.now) {
             self.paced_until = Some(at);
             return Ok(Step::Idle);
         }
@@ -512,10 +443,10 @@ impl Replies {
         let Work::Read(read) = &mut resource.work else {
             return Ok(Step::Idle);
         };
-        let mtu = qp.mtu() as u32;
+        let mtu = call.qp.mtu() as u32;
         let seq = resource.first.plus(u64::from(read.offset / mtu));
         let sent_bytes = read.end.saturating_sub(read.offset).min(mtu) as usize;
-        let bth = Bth::new(qp.wire(Opcode::RcReadResponseOnly), qp.peer(), seq.psn());
+        let bth = Bth::new(call.qp.wire(Opcode::RcReadResponseOnly), call.qp.peer(), seq.psn());
         match emit_read(read, bth, resource.msn, mtu, kind, tx) {
             Ok(Step::Sent) => {
                 let more = read.is_sent() && read.next_part();
@@ -525,41 +456,108 @@ impl Replies {
                     // Don't keep the memory alive: a duplicate looks it up again.
                     read.span = None;
                 }
-                read.sent = ctx.now;
-                ctx.window.on_responded(sent_bytes + PACKET_OVERHEAD);
-                qp.note_sent(sent_bytes + PACKET_OVERHEAD);
+                read.sent = call.now;
+                call.window.on_responded(sent_bytes + PACKET_OVERHEAD);
+                call.qp.note_sent(sent_bytes + PACKET_OVERHEAD);
             }
             Ok(other) => return Ok(other),
             Err(_) if resource.replay => {
                 // The peer may have had the data before the key was revoked, as in `duplicate_read`.
                 resource.pending = false;
-                self.refuse_replay(ctx, seq);
+                self.refuse_replay(call, seq);
             }
             Err(refusal) => {
                 self.clear();
                 return Err((seq, refusal));
             }
         }
-        ctx.counters.retransmits += u64::from(kind == TxKind::Repetition);
+        call.counters.retransmits += u64::from(kind == TxKind::Repetition);
         Ok(Step::Sent)
     }
 
     /// Refuses a repeated READ whose memory is no longer accessible, without failing the queue pair.
-    pub(crate) fn refuse_replay(&mut self, ctx: &mut Ctx<'_>, seq: Seq) {
-        ctx.counters.naks_sent += 1;
+    pub(crate) fn refuse_replay(&mut self, call: &mut Call<'_>, seq: Seq) {
+        call.counters.naks_sent += 1;
         if self.ack == AckDue::No {
             self.ack_now(AckDue::Refuse(seq, Syndrome::Nak(NakCode::RemoteAccessError)));
         }
     }
 }
 
-/// Writes an ACK or NAK. Returns false if `tx` is full.
-fn emit_ack(qp: &QpContext, seq: Seq, aeth: Aeth, tx: &mut impl TxSink) -> bool {
-    let opcode = qp.wire(Opcode::RcAcknowledge);
-    let Some(out) = tx.reserve(TxKind::Ack, opcode.info().header_len) else {
+impl Acknowledgement<'_> {
+    /// Sends the acknowledgement that is due, unless it is delayed. Returns false if `tx` is full.
+    ///
+    /// A selective ACK is padded to `len` bytes without ICRC; other peers accept no padding.
+    pub(crate) fn transmit(&mut self, qp: &QpContext, len: usize, tx: &mut impl TxSink) -> bool {
+        let replies = &mut *self.replies;
+        if !replies.ack_waits() || !replies.may_reply(qp) {
+            return true;
+        }
+        let Some((seq, syndrome, msn)) = replies.ack_ready() else {
+            return true;
+        };
+        // A NAK carries the MSN without the refused message.
+        let msn = if matches!(syndrome, Syndrome::Ack(_)) {
+            msn
+        } else {
+            self.msn
+        };
+        let aeth = Aeth { syndrome, msn };
+        let buffered = self.buffered.filter(|_| qp.is_selective());
+        let sent = match (syndrome, buffered) {
+            (Syndrome::Ack(_), Some(buffer)) if !buffer.is_empty() || len >= SELECTIVE_ACK_LEN => {
+                emit_selective(qp, self.expected, buffer, (seq, aeth, len), tx)
+            }
+            _ => {
+                let bth = Bth::new(qp.wire(Opcode::RcAcknowledge), qp.peer(), seq.psn());
+                emit_head(&bth, aeth, None, TxKind::Ack, tx)
+            }
+        };
+        if sent {
+            replies.ack = AckDue::No;
+            replies.held_until = None;
+            replies.acked = replies.executed.0;
+            if replies.closing {
+                replies.clear();
+            }
+        }
+        sent
+    }
+
+    /// Sends the acknowledgement that is due ahead of a request of `len` bytes without ICRC.
+    ///
+    /// Programs take an answer as proof that the request it answers has completed. Returns `Some` if the request must
+    /// wait. A request that does not complete a receive (`completes`) may be sent ahead of a delayed acknowledgement.
+    pub(crate) fn transmit_before(
+        &mut self,
+        qp: &QpContext,
+        (completes, len): (bool, usize),
+        tx: &mut impl TxSink,
+    ) -> Option<Step> {
+        if self.replies.ack == AckDue::No || (self.replies.is_held() && !completes) {
+            return None;
+        }
+        self.replies.held_until = None;
+        // Only packets of one length form a GSO train.
+        let len = if len <= LONGEST_PADDED_ACK { len } else { 0 };
+        match self.transmit(qp, len, tx) {
+            false => Some(Step::Full),
+            // Responses must be sent before the acknowledgement.
+            true => (self.replies.ack != AckDue::No).then_some(Step::Idle),
+        }
+    }
+}
+
+/// Writes a response without payload. `value`: the result of an atomic. Returns false if `tx` is full.
+fn emit_head(bth: &Bth, aeth: Aeth, value: Option<u64>, kind: TxKind, tx: &mut impl TxSink) -> bool {
+    let Some(out) = tx.reserve(kind, bth.opcode.info().header_len) else {
         return false;
     };
-    HeaderWriter::new(&Bth::new(opcode, qp.peer(), seq.psn()), out).aeth(aeth);
+    let mut header = HeaderWriter::new(bth, out);
+    header.aeth(aeth);
+    if let Some(value) = value {
+        header.atomic_ack(value);
+    }
     tx.commit();
     true
 }
@@ -573,10 +571,10 @@ fn emit_selective(
     (seq, aeth, len): (Seq, Aeth, usize),
     tx: &mut impl TxSink,
 ) -> bool {
-    let (_, words) = buffer.bitmap(qp.mtu() - EXPECTED_LEN).unwrap_or((expected, &[]));
+    let words = buffer.bitmap(expected, qp.mtu() - EXPECTED_LEN);
     let bth = Bth::new(Opcode::SelectiveAck, qp.peer(), seq.psn());
     let head = bth.opcode.info().header_len;
-    let len = len.max(head + EXPECTED_LEN + size_of_val(words));
+    let len = len.max(head + EXPECTED_LEN + words.len() * size_of::<u64>());
     let Some(out) = tx.reserve(TxKind::Ack, len) else {
         return false;
     };
@@ -585,26 +583,6 @@ fn emit_selective(
     out[head..head + EXPECTED_LEN].copy_from_slice(&expected.psn().value().to_be_bytes());
     for (out, word) in out[head + EXPECTED_LEN..].chunks_exact_mut(size_of::<u64>()).zip(words) {
         out.copy_from_slice(&word.to_le_bytes());
-    }
-    tx.commit();
-    true
-}
-
-/// Writes the response of an atomic, FLUSH or ATOMIC WRITE. `value`: the result of an atomic. Returns false if `tx` is full.
-fn emit_result(qp: &QpContext, resource: &Resource, value: Option<u64>, kind: TxKind, tx: &mut impl TxSink) -> bool {
-    let opcode = match value {
-        Some(_) => Opcode::RcAtomicAcknowledge,
-        // FLUSH and ATOMIC WRITE are answered by a READ response without data (IBA Annex A19).
-        None => Opcode::RcReadResponseOnly,
-    };
-    let bth = Bth::new(qp.wire(opcode), qp.peer(), resource.first.psn());
-    let Some(out) = tx.reserve(kind, bth.opcode.info().header_len) else {
-        return false;
-    };
-    let mut header = HeaderWriter::new(&bth, out);
-    header.aeth(ack_header(resource.msn));
-    if let Some(value) = value {
-        header.atomic_ack(value);
     }
     tx.commit();
     true

@@ -3,8 +3,8 @@
 use std::collections::VecDeque;
 
 use roce_bth::{Class, Opcode};
-use roce_mem::{AccessError, KeyCache, KeyError, MemoryTable, PdHandle, SgList};
-use roce_verbs::{AccessFlags, Payload, SendFlags, SendOp, SendWr, Sge, Target, WcOpcode, WcStatus};
+use roce_verbs::mem::{AccessError, KeyCache, KeyError, MemoryTable, PdHandle, SgList};
+use roce_verbs::{AccessFlags, Payload, RemoteAddr, SendFlags, SendOp, Sge, Target, WcOpcode, WcStatus};
 use smallvec::SmallVec;
 
 use crate::seq::Seq;
@@ -24,73 +24,57 @@ pub(crate) enum Kind {
 }
 
 /// One row per operation: kind, completion opcode, and the opcodes of its packets (first, middle, last, only).
-struct OpRow {
-    kind: Kind,
+#[derive(Debug)]
+pub(crate) struct OpRow {
+    pub(crate) kind: Kind,
     wc: WcOpcode,
     packets: [Opcode; 4],
 }
 
-const fn op_row(kind: Kind, wc: WcOpcode, packets: [Opcode; 4]) -> OpRow {
+/// Returns a row whose packets all have one opcode.
+const fn single(kind: Kind, wc: WcOpcode, packet: Opcode) -> OpRow {
+    let packets = [packet; 4];
     OpRow { kind, wc, packets }
+}
+
+/// Returns the row of a SEND with these last and only packets.
+const fn send(last: Opcode, only: Opcode) -> OpRow {
+    OpRow {
+        kind: Kind::Send,
+        wc: WcOpcode::Send,
+        packets: [O::RcSendFirst, O::RcSendMiddle, last, only],
+    }
+}
+
+/// Returns the row of a WRITE with these last and only packets.
+const fn write(last: Opcode, only: Opcode) -> OpRow {
+    OpRow {
+        kind: Kind::Write,
+        wc: WcOpcode::RdmaWrite,
+        packets: [O::RcWriteFirst, O::RcWriteMiddle, last, only],
+    }
 }
 
 use Opcode as O;
 
-static SEND: OpRow = op_row(
-    Kind::Send,
-    WcOpcode::Send,
-    [O::RcSendFirst, O::RcSendMiddle, O::RcSendLast, O::RcSendOnly],
-);
-static SEND_IMM: OpRow = op_row(
-    Kind::Send,
-    WcOpcode::Send,
-    [O::RcSendFirst, O::RcSendMiddle, O::RcSendLastImm, O::RcSendOnlyImm],
-);
-static SEND_INV: OpRow = op_row(
-    Kind::Send,
-    WcOpcode::Send,
-    [O::RcSendFirst, O::RcSendMiddle, O::RcSendLastInv, O::RcSendOnlyInv],
-);
-static WRITE: OpRow = op_row(
-    Kind::Write,
-    WcOpcode::RdmaWrite,
-    [O::RcWriteFirst, O::RcWriteMiddle, O::RcWriteLast, O::RcWriteOnly],
-);
-static WRITE_IMM: OpRow = op_row(
-    Kind::Write,
-    WcOpcode::RdmaWrite,
-    [O::RcWriteFirst, O::RcWriteMiddle, O::RcWriteLastImm, O::RcWriteOnlyImm],
-);
-static READ: OpRow = op_row(Kind::Read, WcOpcode::RdmaRead, [O::RcReadRequest; 4]);
-static COMPARE_SWAP: OpRow = op_row(Kind::Atomic, WcOpcode::CompareSwap, [O::RcCompareSwap; 4]);
-static FETCH_ADD: OpRow = op_row(Kind::Atomic, WcOpcode::FetchAdd, [O::RcFetchAdd; 4]);
-static ATOMIC_WRITE: OpRow = op_row(Kind::AtomicWrite, WcOpcode::AtomicWrite, [O::RcAtomicWrite; 4]);
-static FLUSH: OpRow = op_row(Kind::Flush, WcOpcode::Flush, [O::RcFlush; 4]);
-static INVALIDATE: OpRow = op_row(Kind::Local, WcOpcode::LocalInvalidate, [O::RcSendOnly; 4]);
-static REGISTER: OpRow = op_row(Kind::Local, WcOpcode::FastRegister, [O::RcSendOnly; 4]);
-static BIND: OpRow = op_row(Kind::Local, WcOpcode::BindWindow, [O::RcSendOnly; 4]);
-
-const fn op_info(op: &SendOp) -> &'static OpRow {
+/// Returns the row of an operation.
+pub(crate) const fn op_info(op: &SendOp) -> &'static OpRow {
+    use {Kind as K, WcOpcode as W};
     match op {
-        SendOp::Send => &SEND,
-        SendOp::SendWithImm(_) => &SEND_IMM,
-        SendOp::SendWithInv(_) => &SEND_INV,
-        SendOp::Write(_) => &WRITE,
-        SendOp::WriteWithImm(..) => &WRITE_IMM,
-        SendOp::Read(_) => &READ,
-        SendOp::CompareSwap { .. } => &COMPARE_SWAP,
-        SendOp::FetchAdd { .. } => &FETCH_ADD,
-        SendOp::LocalInvalidate(_) => &INVALIDATE,
-        SendOp::FastRegister(_) => &REGISTER,
-        SendOp::BindWindow(_) => &BIND,
-        SendOp::AtomicWrite(_) => &ATOMIC_WRITE,
-        SendOp::Flush(_) => &FLUSH,
+        SendOp::Send => const { &send(O::RcSendLast, O::RcSendOnly) },
+        SendOp::SendWithImm(_) => const { &send(O::RcSendLastImm, O::RcSendOnlyImm) },
+        SendOp::SendWithInv(_) => const { &send(O::RcSendLastInv, O::RcSendOnlyInv) },
+        SendOp::Write(_) => const { &write(O::RcWriteLast, O::RcWriteOnly) },
+        SendOp::WriteWithImm(..) => const { &write(O::RcWriteLastImm, O::RcWriteOnlyImm) },
+        SendOp::Read(_) => const { &single(K::Read, W::RdmaRead, O::RcReadRequest) },
+        SendOp::CompareSwap { .. } => const { &single(K::Atomic, W::CompareSwap, O::RcCompareSwap) },
+        SendOp::FetchAdd { .. } => const { &single(K::Atomic, W::FetchAdd, O::RcFetchAdd) },
+        SendOp::AtomicWrite(_) => const { &single(K::AtomicWrite, W::AtomicWrite, O::RcAtomicWrite) },
+        SendOp::Flush(_) => const { &single(K::Flush, W::Flush, O::RcFlush) },
+        SendOp::LocalInvalidate(_) => const { &single(K::Local, W::LocalInvalidate, O::RcSendOnly) },
+        SendOp::FastRegister(_) => const { &single(K::Local, W::FastRegister, O::RcSendOnly) },
+        SendOp::BindWindow(_) => const { &single(K::Local, W::BindWindow, O::RcSendOnly) },
     }
-}
-
-/// Returns the kind of an operation.
-pub(crate) const fn kind_of(op: &SendOp) -> Kind {
-    op_info(op).kind
 }
 
 /// Local bytes of a work request.
@@ -135,6 +119,7 @@ impl Data {
 }
 
 /// Resolves scatter/gather elements. `None` if one is invalid.
+#[inline]
 pub(crate) fn resolve(
     keys: &mut KeyCache,
     mem: &MemoryTable,
@@ -175,6 +160,7 @@ pub(crate) struct Checked {
 pub(crate) struct SendWqe {
     pub(crate) wr_id: u64,
     pub(crate) op: SendOp,
+    pub(crate) row: &'static OpRow,
     pub(crate) flags: SendFlags,
     pub(crate) progress: Progress,
     /// Status that it fails with in its turn.
@@ -194,11 +180,11 @@ pub(crate) struct SendWqe {
 
 impl SendWqe {
     pub(crate) fn kind(&self) -> Kind {
-        op_info(&self.op).kind
+        self.row.kind
     }
 
     pub(crate) fn wc_opcode(&self) -> WcOpcode {
-        op_info(&self.op).wc
+        self.row.wc
     }
 
     /// Returns whether the responder answers it with a response of its own: READ, atomics, FLUSH and ATOMIC WRITE.
@@ -212,9 +198,22 @@ impl SendWqe {
         self.kind() == Kind::Send || matches!(self.op, SendOp::WriteWithImm(..))
     }
 
-    /// Returns whether the response's data is written to local memory.
-    pub(crate) fn is_answered_with_data(&self) -> bool {
-        matches!(self.kind(), Kind::Read | Kind::Atomic)
+    /// Returns the rights that it needs to its local memory: the response's data is written there.
+    pub(crate) fn local_rights(&self) -> AccessFlags {
+        match self.kind() {
+            Kind::Read | Kind::Atomic => AccessFlags::LOCAL_WRITE,
+            _ => AccessFlags::empty(),
+        }
+    }
+
+    /// Returns the memory that it names at the peer.
+    pub(crate) fn remote(&self) -> Option<RemoteAddr> {
+        match self.op {
+            SendOp::Write(to) | SendOp::WriteWithImm(to, _) | SendOp::Read(to) | SendOp::AtomicWrite(to) => Some(to),
+            SendOp::CompareSwap { remote, .. } | SendOp::FetchAdd { remote, .. } => Some(remote),
+            SendOp::Flush(flush) => Some(flush.remote),
+            _ => None,
+        }
     }
 
     /// Returns offset and length of the payload of packet `index`.
@@ -233,18 +232,21 @@ impl SendWqe {
 
     /// Returns the opcode of packet `index`.
     pub(crate) fn opcode(&self, index: u64) -> Opcode {
-        let row = &op_info(&self.op).packets;
-        match (index == 0, index + 1 >= u64::from(self.packets)) {
-            (true, true) => row[3],
-            (true, false) => row[0],
-            (false, false) => row[1],
-            (false, true) => row[2],
+        let [first, middle, last, only] = self.row.packets;
+        match index {
+            _ if self.packets <= 1 => only,
+            0 => first,
+            _ if index + 1 < u64::from(self.packets) => middle,
+            _ => last,
         }
     }
 
     /// Returns offset and length of the part of the message that belongs to PSN `index`.
     pub(crate) fn slice(&self, index: u64, mtu: usize) -> (usize, usize) {
         let len = self.len as usize;
+        if self.packets == 1 {
+            return (0, len);
+        }
         let offset = (index as usize).saturating_mul(mtu).min(len);
         (offset, (len - offset).min(mtu))
     }
@@ -277,6 +279,7 @@ impl SendWqe {
     }
 
     /// Returns the weight of the packets `from..to` in the window.
+    #[inline]
     pub(crate) fn cost(&self, from: Seq, to: Seq, mtu: usize) -> usize {
         let (from, to) = (from.max(self.first), to.min(self.end()));
         let n = to.since(from);
@@ -309,7 +312,7 @@ pub(crate) const PACKET_OVERHEAD: usize = 512;
 pub(crate) struct SendQueue {
     pub(crate) wqes: VecDeque<SendWqe>,
     /// Destination of each, in queue pairs without a peer or with a choice of queues there; else empty.
-    targets: VecDeque<Target>,
+    pub(crate) targets: VecDeque<Target>,
     /// First PSN of the next work request.
     pub(crate) tail: Seq,
 }
@@ -350,48 +353,6 @@ impl SendQueue {
     /// Returns whether a packet has a response: it belongs to a READ, atomic, FLUSH or ATOMIC WRITE.
     pub(crate) fn is_answered(&self, seq: Seq) -> bool {
         self.index_of(seq).is_some_and(|index| self.wqes[index].has_response())
-    }
-
-    /// Appends a work request with its target.
-    pub(crate) fn push_to(&mut self, wr: &SendWr<'_>, target: Target, checked: Checked, mtu: usize) {
-        if matches!(target, Target::Datagram(_)) && checked.len as usize > mtu {
-            // A datagram that is too long is not sent, without an error (IBA C10-93.1.1).
-            self.push_packets(wr, checked, 0);
-        } else {
-            self.push(wr, checked, mtu);
-        }
-        self.targets.push_back(target);
-    }
-
-    /// Appends a checked work request.
-    pub(crate) fn push(&mut self, wr: &SendWr<'_>, checked: Checked, mtu: usize) {
-        let packets = match kind_of(&wr.op) {
-            _ if checked.fault.is_some() => 0,
-            Kind::Local => 0,
-            _ => packets_for(checked.len, mtu),
-        };
-        self.push_packets(wr, checked, packets);
-    }
-
-    fn push_packets(&mut self, wr: &SendWr<'_>, checked: Checked, packets: u32) {
-        let Checked { len, fault } = checked;
-        self.wqes.push_back(SendWqe {
-            wr_id: wr.wr_id,
-            op: wr.op,
-            flags: wr.flags,
-            progress: Progress::Posted,
-            fault,
-            key_error: None,
-            len,
-            packets,
-            stride: match kind_of(&wr.op) {
-                Kind::Read => packets,
-                _ => 1,
-            },
-            first: self.tail,
-            data: Data::new(&wr.payload),
-        });
-        self.tail = self.tail.plus(u64::from(packets));
     }
 
     /// Removes the oldest work request.

@@ -22,7 +22,7 @@ pub enum Origin {
 
 /// UDP source ports known of the peer.
 #[derive(Clone, Copy, Default, Debug)]
-enum Known {
+pub(crate) enum Sources {
     /// None yet.
     #[default]
     Nothing,
@@ -55,48 +55,39 @@ impl Direction {
     }
 }
 
-/// Source ports from which a queue pair accepts packets.
-#[derive(Clone, Copy, Default, Debug)]
-pub(crate) struct Sources(Known);
-
 impl Sources {
-    /// Returns the port that the peer named in its REQ or REP.
-    pub(crate) const fn agreed(port: u16) -> Self {
-        Self(Known::Agreed(port))
-    }
-
     /// Returns the port that the peer named in its REQ or REP, if it did.
     pub(crate) fn agreed_port(&self) -> Option<u16> {
-        match self.0 {
-            Known::Agreed(port) => Some(port),
-            Known::Nothing | Known::Learned { .. } => None,
+        match *self {
+            Self::Agreed(port) => Some(port),
+            Self::Nothing | Self::Learned { .. } => None,
         }
     }
 
     /// Returns whether a port is known for a direction.
     pub(crate) fn knows(&self, direction: Direction) -> bool {
-        match self.0 {
-            Known::Nothing => false,
-            Known::Agreed(_) => true,
-            Known::Learned { ports, .. } => ports[direction as usize].is_some(),
+        match *self {
+            Self::Nothing => false,
+            Self::Agreed(_) => true,
+            Self::Learned { ports, .. } => ports[direction as usize].is_some(),
         }
     }
 
     /// Returns whether packets from a port are the peer's.
     pub(crate) fn is_peers(&self, port: u16, direction: Direction) -> bool {
-        match self.0 {
-            Known::Nothing => false,
-            Known::Agreed(agreed) => agreed == port,
-            Known::Learned { ports, .. } => ports[direction as usize] == Some(port),
+        match *self {
+            Self::Nothing => false,
+            Self::Agreed(agreed) => agreed == port,
+            Self::Learned { ports, .. } => ports[direction as usize] == Some(port),
         }
     }
 
     /// Learns a port seen at the expected PSN. Returns false while the port is not trusted.
     pub(crate) fn learn(&mut self, port: u16, direction: Direction, at: Seq) -> bool {
-        let (mut ports, rival) = match self.0 {
-            Known::Agreed(agreed) => return agreed == port,
-            Known::Nothing => ([None; 2], None),
-            Known::Learned { ports, rival } => (ports, rival),
+        let (mut ports, rival) = match *self {
+            Self::Agreed(agreed) => return agreed == port,
+            Self::Nothing => ([None; 2], None),
+            Self::Learned { ports, rival } => (ports, rival),
         };
         let known = &mut ports[direction as usize];
         let trusted = known.is_none_or(|known| known == port) || rival == Some((port, at));
@@ -104,7 +95,7 @@ impl Sources {
             *known = Some(port);
         }
         let rival = (!trusted).then_some((port, at));
-        self.0 = Known::Learned { ports, rival };
+        *self = Self::Learned { ports, rival };
         trusted
     }
 }

@@ -7,7 +7,7 @@ use std::{
 };
 
 use parking_lot::{Mutex, RwLock};
-use roce_mem::PdHandle;
+use roce_verbs::mem::PdHandle;
 use roce_verbs::{AsyncEvent, NumberHasher, RecvWr, SrqAttr, SrqModify, SrqType, Srqn, wr::PostError};
 
 use crate::{
@@ -15,7 +15,7 @@ use crate::{
     recvq::{RecvQueue, RecvWqe},
 };
 
-/// Settings of a new shared receive queue.
+/// Configuration of a new shared receive queue.
 #[derive(Clone, Debug)]
 pub struct SrqConfig {
     /// The number that names it in events.
@@ -32,10 +32,10 @@ pub struct SrqConfig {
     pub cq: Option<Arc<CompletionQueue>>,
 }
 
-/// Why attributes of a shared receive queue were not changed.
+/// Error of a change of a shared receive queue's attributes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum SrqError {
-    /// Smaller than what it holds, or nothing.
+    /// The size is 0, or smaller than the number of work requests in it.
     #[error("a shared receive queue that holds {held} work requests can't be made {asked} long")]
     Size {
         /// Work requests in it.
@@ -62,7 +62,7 @@ struct Inner {
 }
 
 impl Inner {
-    /// Whether the limit is armed and passed; it is disarmed then (IBA 10.2.9).
+    /// Returns whether the limit is armed and passed, and disarms it then (IBA 10.2.9).
     fn passes_limit(&mut self) -> bool {
         let passed = (self.wqes.len() as u64) < u64::from(self.limit);
         if passed {
@@ -72,7 +72,7 @@ impl Inner {
     }
 }
 
-/// A receive queue that many queue pairs take from, in the order in which their messages begin. Any thread may post; queue
+/// Receive queue that many queue pairs take from, in the order in which their messages begin. Any thread may post; queue
 /// pairs under any lock may take.
 #[derive(Debug)]
 pub struct SharedReceiveQueue {
@@ -81,7 +81,7 @@ pub struct SharedReceiveQueue {
 }
 
 impl SharedReceiveQueue {
-    /// A queue. Memory grows with use.
+    /// Creates a queue. Memory grows with use.
     pub fn new(config: SrqConfig) -> Arc<Self> {
         let inner = Mutex::new(Inner {
             wqes: RecvQueue::default(),
@@ -96,32 +96,32 @@ impl SharedReceiveQueue {
         &self.config
     }
 
-    /// The number that names it in events.
+    /// Returns the number that names it in events.
     pub fn handle(&self) -> u32 {
         self.config.handle
     }
 
-    /// The number that peers name it by.
+    /// Returns the number that peers name it by.
     pub fn number(&self) -> Srqn {
         self.config.number
     }
 
-    /// Its protection domain.
+    /// Returns its protection domain.
     pub fn pd(&self) -> PdHandle {
         self.config.pd
     }
 
-    /// Receive work requests that no message has taken.
+    /// Returns the number of receive work requests that no message has taken.
     pub fn len(&self) -> usize {
         self.inner.lock().wqes.len()
     }
 
-    /// Whether there is none.
+    /// Returns whether there is none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Sizes, and the limit as it is armed (0: it is not).
+    /// Returns the sizes, and the limit as it is armed (0: it is not).
     pub fn query(&self) -> SrqAttr {
         let inner = self.inner.lock();
         SrqAttr {
@@ -131,10 +131,10 @@ impl SharedReceiveQueue {
         }
     }
 
-    /// Resizes the queue, or arms its limit. A limit that is passed already is reported at once: the event is returned.
+    /// Resizes the queue, or arms its limit. Returns the event of a limit that is passed already.
     ///
     /// # Errors
-    /// When size, limit and what the queue holds don't fit together; then nothing changes.
+    /// If size, limit and the number of work requests in the queue don't fit together. Then nothing changes.
     pub fn modify(&self, attr: &SrqModify) -> Result<Option<AsyncEvent>, SrqError> {
         let mut inner = self.inner.lock();
         let size = attr.max_wr.unwrap_or(inner.max_wr);
@@ -155,7 +155,7 @@ impl SharedReceiveQueue {
     /// Queues a receive work request.
     ///
     /// # Errors
-    /// When it does not fit; then nothing was queued.
+    /// If it does not fit. Then nothing is queued.
     pub fn post(&self, wr: &RecvWr<'_>) -> Result<(), PostError> {
         let (given, max) = (wr.sges.len(), self.config.attr.max_sge as usize);
         if given > max {
@@ -169,7 +169,7 @@ impl SharedReceiveQueue {
         Ok(())
     }
 
-    /// Takes the oldest receive work request, and says whether that passed the limit.
+    /// Takes the oldest receive work request. Returns also whether that passed the limit.
     pub(crate) fn take(&self) -> Option<(RecvWqe, bool)> {
         let mut inner = self.inner.lock();
         let wqe = inner.wqes.pop()?;
@@ -178,7 +178,7 @@ impl SharedReceiveQueue {
     }
 }
 
-/// A domain of extended reliable connections (IBTA Annex A14): its target queue pairs deliver to its shared receive queues,
+/// Domain of extended reliable connections (IBTA Annex A14): its target queue pairs deliver to its shared receive queues,
 /// which they find by number.
 #[derive(Debug, Default)]
 pub struct XrcDomain {
@@ -186,12 +186,12 @@ pub struct XrcDomain {
 }
 
 impl XrcDomain {
-    /// An empty domain.
+    /// Creates an empty domain.
     pub fn new() -> Arc<Self> {
         Arc::new(Self::default())
     }
 
-    /// Makes a queue known. `false`: it is not an XRC queue with a completion queue, or its number is taken.
+    /// Adds a queue. Returns false if it is not an XRC queue with a completion queue, or its number is taken.
     pub fn attach(&self, queue: &Arc<SharedReceiveQueue>) -> bool {
         if queue.config.srq_type != SrqType::Xrc || queue.config.cq.is_none() {
             return false;
@@ -206,22 +206,22 @@ impl XrcDomain {
         }
     }
 
-    /// Forgets a queue: messages that name it are refused from now on.
+    /// Removes a queue. Messages that name it are refused from now on.
     pub fn detach(&self, number: Srqn) {
         self.queues.write().remove(&number);
     }
 
-    /// Queues in it.
+    /// Returns the number of queues in it.
     pub fn len(&self) -> usize {
         self.queues.read().values().filter(|q| q.strong_count() > 0).count()
     }
 
-    /// Whether there is none.
+    /// Returns whether there is none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The queue with this number.
+    /// Returns the queue with this number.
     pub fn find(&self, number: Srqn) -> Option<Arc<SharedReceiveQueue>> {
         self.queues.read().get(&number)?.upgrade()
     }

@@ -5,18 +5,16 @@ use core::time::Duration;
 use roce_verbs::Instant;
 
 use crate::{
-    congestion::{Acked, CongestionControl, DelayAware, Loss},
+    congestion::{DelayAware, Loss, WindowConfig},
     pace::Pace,
-    window_config::WindowConfig,
 };
 
 /// Window of bytes in flight towards a peer, for all queue pairs, and the pace of READ responses.
 ///
-/// Its [`CongestionControl`] decides the size.
+/// Congestion control (`DelayAware`) decides the size.
 #[derive(Debug)]
 pub struct Window {
-    config: WindowConfig,
-    control: Box<dyn CongestionControl>,
+    control: DelayAware,
     in_flight: usize,
     pace: Pace,
 }
@@ -24,14 +22,8 @@ pub struct Window {
 impl Window {
     /// Creates a window with nothing in flight.
     pub fn new(config: WindowConfig) -> Self {
-        Self::with(config, Box::new(DelayAware::new(config)))
-    }
-
-    /// Creates a window with the caller's congestion control.
-    pub fn with(config: WindowConfig, control: Box<dyn CongestionControl>) -> Self {
         Self {
-            config,
-            control,
+            control: DelayAware::new(config),
             in_flight: 0,
             pace: Pace::default(),
         }
@@ -57,18 +49,13 @@ impl Window {
     /// The window can't hold the response back after the request. Half of the size before any loss, so that two READs take
     /// turns.
     pub fn read_limit(&self) -> usize {
-        let WindowConfig { min, max, .. } = self.config;
+        let WindowConfig { min, max, .. } = self.control.config();
         (self.control.potential() / 2).max(min * 2).min(max)
     }
 
     /// Returns the largest part of a READ to request again when nothing else is in flight, bytes.
     pub fn piece_limit(&self) -> usize {
-        (self.read_limit() * 2).min(self.config.max)
-    }
-
-    /// Returns the shortest recent round trip.
-    pub fn shortest_rtt(&self) -> Option<Duration> {
-        self.control.shortest_rtt()
+        (self.read_limit() * 2).min(self.control.config().max)
     }
 
     /// Records sent bytes, or those that a READ requests.
@@ -80,12 +67,7 @@ impl Window {
     pub fn on_acked(&mut self, now: Instant, bytes: usize, rtt: Option<Duration>) {
         let in_flight = self.in_flight;
         self.forget(bytes);
-        self.control.on_acked(Acked {
-            now,
-            bytes,
-            in_flight,
-            rtt,
-        });
+        self.control.on_acked(now, bytes, in_flight, rtt);
     }
 
     /// Records a loss of `bytes`.

@@ -1,4 +1,4 @@
-//! What an idle connected queue pair costs.
+//! Memory of an idle connected queue pair.
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
@@ -7,13 +7,13 @@ use std::{
 };
 
 use roce_bth::{Packet, Qpn, RnrTimer};
-use roce_mem::MemoryTable;
 use roce_qp::{
     CompletionQueue, Counters, Ctx, FreePaces, Poll, QpConfig, QueuePair, TxKind, TxSink, Window, WindowConfig,
 };
+use roce_verbs::mem::MemoryTable;
 use roce_verbs::{
-    AccessFlags, AddressVector, DeviceLimits, Instant, Mtu, Payload, QpCaps, QpType, RemoteAddr, SendFlags, SendOp,
-    SendWr, Sge, ToRts,
+    AccessFlags, AddressVector, DeviceLimits, Instant, Mtu, Payload, QpAttr, QpCaps, QpType, RemoteAddr, SendFlags,
+    SendOp, SendWr, Sge,
 };
 
 struct Counting;
@@ -113,12 +113,12 @@ impl World {
 
 fn connect(world: &mut World, end: &mut End, peer: u32) {
     let addr = "10.0.0.1".parse().unwrap();
-    let way = ToRts {
-        access: AccessFlags::REMOTE_READ | AccessFlags::REMOTE_WRITE | AccessFlags::LOCAL_WRITE,
-        max_dest_rd_atomic: 16,
-        max_rd_atomic: 16,
-        min_rnr_timer: RnrTimer::new(1),
-        ..ToRts::new(AddressVector::new(addr, addr), Mtu::B4096, Qpn::new(peer))
+    let way = QpAttr {
+        access: Some(AccessFlags::REMOTE_READ | AccessFlags::REMOTE_WRITE | AccessFlags::LOCAL_WRITE),
+        max_dest_rd_atomic: Some(16),
+        max_rd_atomic: Some(16),
+        min_rnr_timer: Some(RnrTimer::new(1)),
+        ..QpAttr::to_rts(AddressVector::new(addr, addr), Mtu::B4096, Qpn::new(peer))
     };
     for attr in way.steps(QpType::Rc) {
         world.with(end, |qp, ctx, _| qp.modify(ctx, &attr).unwrap());
@@ -206,7 +206,9 @@ fn an_idle_connection_is_small_and_a_packet_allocates_nothing() {
             } else {
                 (&mut pair.1, &mut pair.0)
             };
-            world.with(a, |qp, ctx, _| qp.post_send(ctx, &wr).unwrap());
+            world.with(a, |qp, ctx, _| {
+                qp.post_send(ctx, &wr, roce_verbs::Target::Peer, usize::MAX).unwrap()
+            });
             if i == 899 {
                 world.settle(a, b);
             }
@@ -230,7 +232,9 @@ fn an_idle_connection_is_small_and_a_packet_allocates_nothing() {
             flags: SendFlags::empty(),
             payload: Payload::Sges(&sges),
         };
-        world.with(a, |qp, ctx, _| qp.post_send(ctx, &wr).unwrap());
+        world.with(a, |qp, ctx, _| {
+            qp.post_send(ctx, &wr, roce_verbs::Target::Peer, usize::MAX).unwrap()
+        });
         let calls = CALLS.load(Ordering::SeqCst);
         world.settle(a, b);
         let calls = CALLS.load(Ordering::SeqCst) - calls;
@@ -251,7 +255,9 @@ fn an_idle_connection_is_small_and_a_packet_allocates_nothing() {
         flags: SendFlags::empty(),
         payload: Payload::Sges(&sges),
     };
-    world.with(a, |qp, ctx, _| qp.post_send(ctx, &wr).unwrap());
+    world.with(a, |qp, ctx, _| {
+        qp.post_send(ctx, &wr, roce_verbs::Target::Peer, usize::MAX).unwrap()
+    });
     world.settle(a, b);
     assert_eq!(cq.poll(&mut out, 10).unwrap(), 1);
     world.mem.deregister(&granted).unwrap();

@@ -7,7 +7,7 @@ use crate::{
     model::Phase,
     runner::Check,
     scenario::{MS, US},
-    world::{Event, World},
+    world::World,
 };
 
 impl World {
@@ -52,7 +52,13 @@ impl World {
                 }
             }
         }
-        self.schedule(duration, Event::Heal { a, b });
+        self.schedule(duration, "heal", move |w| w.heal(a, b));
+    }
+
+    fn heal(&mut self, a: usize, b: usize) -> Check {
+        self.link(a, b).cut = false;
+        self.link(b, a).cut = false;
+        Ok(())
     }
 
     fn kill_some(&mut self) -> Check {
@@ -62,7 +68,7 @@ impl World {
         }
         self.kill(host);
         let down = self.chaos_rng.pick(&[MS, 20 * MS, 100 * MS]);
-        self.schedule(down, Event::Boot { host });
+        self.schedule(down, "boot", move |w| w.boot(host));
         // Services of others that end make room for what waits to be sent.
         for other in 0..self.hosts.len() {
             if self.hosts[other].alive {
@@ -79,15 +85,14 @@ impl World {
         matches!(c.phase, Phase::Up | Phase::Connecting)
             && e.qpn.is_some()
             && self.hosts[e.host].alive
-            && e.up
-            && !e.failed
+            && e.session.up
+            && !e.session.failed
     }
 
     /// Allows both ends the errors that follow when one of them is taken away.
     fn doom(&mut self, conn: usize) {
         for e in &mut self.conns[conn].ends {
-            e.allow.flush = true;
-            e.allow.retry = true;
+            e.allow.end();
         }
         let c = &mut self.conns[conn];
         if !c.repair_scheduled {
@@ -95,7 +100,7 @@ impl World {
             let life = c.life;
             // Long enough, mostly, for the peer to notice by itself.
             let after = self.chaos_rng.pick(&[100 * US, 50 * MS, 500 * MS]);
-            self.schedule(after, Event::Repair { conn, life });
+            self.schedule(after, "repair", move |w| w.repair(conn, life));
         }
     }
 
@@ -111,7 +116,7 @@ impl World {
         }
         if state == QpState::Reset {
             self.drop_outstanding(conn, end);
-            self.conns[conn].ends[end].failed = true;
+            self.conns[conn].ends[end].session.failed = true;
         }
         self.modify(conn, end, &to_state(state))?;
         self.service(host)
@@ -148,7 +153,7 @@ impl World {
     fn stop_receives(&mut self, end: usize) {
         for conn in 0..self.conns.len() {
             if self.is_live(conn, end) && self.conns[conn].plan.rnr_retry < 7 {
-                self.conns[conn].ends[end].mute = true;
+                self.conns[conn].ends[end].session.mute = true;
             }
         }
     }
@@ -156,14 +161,14 @@ impl World {
     /// Asks a send queue to drain; it goes on when it has.
     fn drain(&mut self, conn: usize, end: usize) -> Check {
         let e = &self.conns[conn].ends[end];
-        if !self.is_live(conn, end) || e.draining || e.failed {
+        if !self.is_live(conn, end) || e.session.draining || e.session.failed {
             return Ok(());
         }
         let (host, qpn) = (e.host, e.qpn);
         if qpn.and_then(|q| self.hosts[host].port.qp_state(q)) != Some(QpState::Rts) {
             return Ok(());
         }
-        self.conns[conn].ends[end].draining = true;
+        self.conns[conn].ends[end].session.draining = true;
         let attr = QpAttr {
             en_sqd_async_notify: Some(true),
             ..to_state(QpState::Sqd)
@@ -174,14 +179,14 @@ impl World {
 
     pub(crate) fn resume(&mut self, conn: usize, end: usize, life: u32) -> Check {
         let e = &self.conns[conn].ends[end];
-        if self.conns[conn].life != life || !e.draining {
+        if self.conns[conn].life != life || !e.session.draining {
             return Ok(());
         }
         let (host, qpn) = (e.host, e.qpn);
         let state = qpn
             .filter(|_| self.hosts[host].alive)
             .and_then(|q| self.hosts[host].port.qp_state(q));
-        self.conns[conn].ends[end].draining = false;
+        self.conns[conn].ends[end].session.draining = false;
         if state != Some(QpState::Sqd) {
             // An error has moved it on.
             return Ok(());

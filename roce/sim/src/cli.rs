@@ -1,6 +1,6 @@
 //! Options and output that the simulators' programs share.
 
-use std::{path::PathBuf, process::ExitCode, time::Instant};
+use std::{process::ExitCode, time::Instant};
 
 use crate::runner::{Failure, RunConfig, Total, run_many};
 
@@ -13,27 +13,14 @@ pub struct RunArgs {
     /// How many seeds to run
     #[arg(long, default_value_t = 200)]
     seeds: u64,
-    /// First seed; with --seeds 1 it repeats one run exactly
-    #[arg(long, default_value_t = 1)]
-    seed: u64,
     /// Runs at a time; default: the processors
     #[arg(long)]
     jobs: Option<usize>,
-    /// About how many work requests each direction of a connection carries
-    #[arg(long, default_value_t = 150)]
-    scale: u32,
-    /// Folder for captures of failed runs; default: the system's for temporary files
-    #[arg(long)]
-    pcap_dir: Option<PathBuf>,
-    /// Write a capture of the (last) run, whether it fails or not
-    #[arg(long, value_name = "FILE")]
-    capture: Option<PathBuf>,
-    /// Print every packet, completion and event of connections
-    #[arg(long)]
-    log: bool,
     /// Stop after so many failures
     #[arg(long, default_value_t = 10)]
     max_failures: u64,
+    #[command(flatten)]
+    run: RunConfig,
 }
 
 impl RunArgs {
@@ -44,12 +31,17 @@ impl RunArgs {
             .jobs
             .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
         let begin = Instant::now();
-        let seeds = self.seed..self.seed.saturating_add(self.seeds);
+        let seeds = self.run.seed..self.run.seed.saturating_add(self.seeds);
         let (mut passed, mut failed) = (0u64, 0u64);
         let (total, _) = run_many(
             seeds,
             jobs,
-            |seed| run(self.config(seed)),
+            |seed| {
+                run(RunConfig {
+                    seed,
+                    ..self.run.clone()
+                })
+            },
             |result| {
                 match result {
                     Ok(_) => passed += 1,
@@ -73,16 +65,6 @@ impl RunArgs {
             passed,
             failed,
             begin,
-        }
-    }
-
-    fn config(&self, seed: u64) -> RunConfig {
-        RunConfig {
-            seed,
-            scale: self.scale,
-            pcap_dir: self.pcap_dir.clone(),
-            capture: self.capture.clone(),
-            log: self.log,
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Work requests that must fail.
 
 use ferroce_pages::PAGE;
-use roce_mem::Region;
+use roce_verbs::mem::Region;
 use roce_verbs::{RKey, RemoteAddr, SendOp, Sge, WcOpcode, WcStatus};
 
 use crate::{
@@ -73,7 +73,7 @@ impl World {
         let fault = self.rng.pick(&FAULTS);
         let mut draft = match fault {
             Fault::TooLong => {
-                let most = *self.conns[conn].ends[1 - end].promised.front()?;
+                let most = *self.conns[conn].ends[1 - end].session.promised.front()?;
                 return self.draft_too_long(conn, end, most);
             }
             Fault::Invalidate => return self.draft_bad_invalidation(conn, end),
@@ -94,7 +94,7 @@ impl World {
         };
         // Nothing is checked for nothing (IBA C9-88).
         let is_possible = fault != Fault::ClosedKey
-            || peer.fast.is_some() && peer.fast_key == FastKey::Closed && len <= peer.fast_view.1;
+            || peer.session.fast.is_some() && peer.session.fast_key == FastKey::Closed && len <= peer.fast_view.1;
         if len == 0 || !is_possible {
             return Some(draft);
         }
@@ -135,7 +135,7 @@ impl World {
             Fault::RemoteRight => *remote = at(&peer.local, 0),
             Fault::Misaligned => *remote = at(&peer.target, shift),
             Fault::ClosedKey => {
-                if let Some(grant) = &peer.fast {
+                if let Some(grant) = &peer.session.fast {
                     *remote = RemoteAddr {
                         addr: (peer.fast_view.2 + 7) & !7,
                         rkey: grant.rkey(),
@@ -167,17 +167,14 @@ impl World {
         let len = most + self.rng.pick(&[1, 2, 5000]);
         let data = self.rng.bytes(len);
         let sent = self.blank(conn, end, "SEND", WcOpcode::Send);
-        let mut draft = self.new_draft(sent, SendOp::Send);
+        let mut draft = Draft::new(sent, SendOp::Send);
         self.payload(conn, end, &data, &mut draft)?;
         draft.sent.expect = Expect::Fails(WcStatus::RemoteInvalidRequestError);
         draft.message = Some(Message {
             data: Some(data),
             len,
-            imm: None,
-            invalidates: None,
-            solicited: false,
             too_long: true,
-            fails: None,
+            ..Message::default()
         });
         Some(draft)
     }

@@ -4,14 +4,17 @@
 use std::net::{IpAddr, SocketAddr};
 
 use roce_bth::{Aeth, Bth, Deth, Header, Msn, Opcode, Psn, QKey, Qpn, RKey, ROCE_UDP_PORT, Reth, Syndrome};
-use roce_cm::{
+use roce_icrc::Flow;
+use roce_port::cm::{
     RejectReason,
     cma::{CmaHeader, HEADER_LEN, PortSpace, ServiceId},
     mad::{Attribute, Drep, Dreq, Message, Mra, Rej, Rep, Req, Rtu, SidrRep, SidrReq, Subject, Transport},
 };
-use roce_icrc::Flow;
 
 use crate::rng::Rng;
+
+/// Bytes of private data that a program puts into a request to connect.
+pub const PRIVATE_LEN: usize = 92 - HEADER_LEN;
 
 /// Claimed sender or receiver of management datagrams, as an attacker knows it.
 #[derive(Clone, Debug)]
@@ -156,7 +159,10 @@ pub fn message(kind: Attribute, ids: [u32; 2], from: &Endpoint, to: &Endpoint, r
             ..Drep::default()
         }
         .into(),
-        Attribute::SidrReq => sidr_req(local_comm_id, from, to, rng).into(),
+        Attribute::SidrReq => {
+            let space = rng.pick(&[PortSpace::Udp, PortSpace::Ipoib, PortSpace::Ib, PortSpace::Tcp]);
+            sidr_req(local_comm_id, space, from, to, rng).into()
+        }
         Attribute::SidrRep => SidrRep {
             request_id: remote_comm_id,
             qpn,
@@ -166,8 +172,8 @@ pub fn message(kind: Attribute, ids: [u32; 2], from: &Endpoint, to: &Endpoint, r
     }
 }
 
-fn sidr_req(request_id: u32, from: &Endpoint, to: &Endpoint, rng: &mut Rng) -> SidrReq {
-    let space = rng.pick(&[PortSpace::Udp, PortSpace::Ipoib, PortSpace::Ib, PortSpace::Tcp]);
+/// Forges a question for the queue pair of a service in a port space.
+pub(crate) fn sidr_req(request_id: u32, space: PortSpace, from: &Endpoint, to: &Endpoint, rng: &mut Rng) -> SidrReq {
     let mut private_data = [0; 216];
     private_data[..HEADER_LEN].copy_from_slice(&cma_header(from, to, rng));
     SidrReq {
@@ -229,8 +235,8 @@ pub(crate) fn req(from: &Endpoint, to: &Endpoint, rng: &mut Rng) -> Req {
         rnr_retry_count: rng.range(0, 7) as u8,
         max_cm_retries: rng.pick(&[0, 1, 15, 15]),
         srq: rng.chance(0.2),
-        primary_local_gid: from.addr.into(),
-        primary_remote_gid: to.addr.into(),
+        primary_local_gid: from.addr,
+        primary_remote_gid: to.addr,
         primary_ack_timeout: rng.range(0, 31) as u8,
         primary_traffic_class: rng.number() as u8,
         primary_hop_limit: 64,

@@ -18,8 +18,10 @@
 mod adversary;
 mod chaos;
 pub mod cli;
+mod config;
 mod faulty;
 pub mod forge;
+mod host;
 mod life;
 mod model;
 mod net;
@@ -31,123 +33,27 @@ mod scenario;
 mod services;
 mod stats;
 mod trace;
+mod turn;
 mod verdict;
 mod world;
 
 use std::path::PathBuf;
 
+use crate::config::Class;
+
 pub use crate::{
+    config::{Runs, SimConfig},
+    forge::PRIVATE_LEN,
+    host::LISTEN_PORT,
     net::{Faults, Frame, Link, NetStats},
-    program::{PRIVATE_LEN, Program, simulate_program},
+    program::simulate_program,
     rng::Rng,
     runner::{Check, Failure, RunConfig, Simulation, Total, run_many, simulate},
     scenario::{HostPlan, MS, SEC, Scenario, US},
     stats::Stats,
     trace::{Notes, Trace},
-    world::{LISTEN_PORT, World},
+    world::{Program, World},
 };
-
-/// Whether runs have an adversary (`adversary/mod.rs`). What a seed draws for everything else does not depend on it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Adversary {
-    /// None.
-    Never,
-    /// As the seed decides: a quarter of the runs, and further runs beside some.
-    Drawn,
-    /// Every run, and beside some a pair of runs that compares goodput.
-    Always,
-}
-
-/// Kind of run, beside the choices that its seed draws.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Class {
-    /// The network's faults and the hosts' misfortunes.
-    Plain,
-    /// With an off-path attacker.
-    Blind,
-    /// With an on-path attacker that sees all packets and attacks one connection.
-    Observed,
-    /// Programs of others, no faults, and a flood of requests to the first host.
-    Flood,
-    /// Connections over a network without faults: what gets through, with an off-path attacker or without.
-    Goodput { attacked: bool },
-    /// As `Plain`, with forged copies ahead of packets beyond a gap, from the right source ports.
-    Copies,
-    /// As `Plain`, with forged packets to connected queue pairs alone or without: both runs are the same.
-    Strangers { attacked: bool },
-}
-
-impl Class {
-    pub(crate) const fn is_goodput(self) -> bool {
-        matches!(self, Self::Goodput { .. })
-    }
-
-    const fn name(self) -> &'static str {
-        match self {
-            Self::Plain => "plain",
-            Self::Blind => "blind",
-            Self::Observed => "observed",
-            Self::Flood => "flood",
-            Self::Goodput { .. } => "goodput",
-            Self::Copies => "copies",
-            Self::Strangers { .. } => "strangers",
-        }
-    }
-}
-
-/// Options of a run.
-#[derive(Clone, Debug)]
-pub struct SimConfig {
-    /// Seed, size, capture and log.
-    pub run: RunConfig,
-    /// Whether somebody attacks.
-    pub adversary: Adversary,
-    /// Only runs with an observer (`adversary/observer.rs`).
-    pub observer: bool,
-    /// Only pairs of runs that compare goodput.
-    pub goodput: bool,
-    /// Only runs with forged copies of packets beyond a gap.
-    pub copies: bool,
-    /// Only pairs of runs with and without forged packets to connected queue pairs.
-    pub strangers: bool,
-    /// The network has no faults but narrow links and queues that overflow, and nothing else goes wrong.
-    pub bottleneck: bool,
-}
-
-impl SimConfig {
-    /// Returns the options of a run without an adversary.
-    pub const fn new(run: RunConfig) -> Self {
-        Self {
-            run,
-            adversary: Adversary::Never,
-            observer: false,
-            goodput: false,
-            copies: false,
-            strangers: false,
-            bottleneck: false,
-        }
-    }
-
-    /// Returns the same options for another seed.
-    pub fn with_seed(&self, seed: u64) -> Self {
-        let mut config = self.clone();
-        config.run.seed = seed;
-        config
-    }
-
-    /// Returns the options of `cargo xtask sim` that repeat a run.
-    fn options(&self) -> &'static str {
-        match (self.adversary, self.bottleneck) {
-            _ if self.observer => " --observer",
-            _ if self.goodput => " -- --goodput",
-            _ if self.strangers => " -- --strangers",
-            _ if self.copies => " -- --copies",
-            (Adversary::Always, _) => " --adversary",
-            (_, true) => " -- --bottleneck",
-            _ => "",
-        }
-    }
-}
 
 /// Runs one seed. A failing run is repeated to write its capture.
 ///
@@ -155,29 +61,24 @@ impl SimConfig {
 /// When a rule is broken or the code under test panics.
 pub fn run(config: &SimConfig) -> Result<Stats, Failure> {
     let plan = Plan::draw(config);
-    let capture = &config.run.capture;
-    let mut stats = match plan.main {
-        Some(class) => run_class(config, class, capture.clone())?,
-        None => Stats::default(),
-    };
-    for (class, wanted) in [(Class::Observed, plan.observed), (Class::Copies, plan.copies)] {
-        if wanted {
-            stats.add(&run_class(config, class, None)?);
-        }
+    let mut stats = Stats::default();
+    // The capture is that of the first run, or of the second of a pair that is alone.
+    let mut capture = config.run.capture.clone();
+    for class in plan.single {
+        stats.add(&run_class(config, class, capture.take())?);
     }
     if plan.goodput {
-        stats.add(&run_goodput(config)?);
+        stats.add(&run_goodput(config, capture.take())?);
     }
     if plan.strangers {
-        stats.add(&run_strangers(config)?);
+        stats.add(&run_strangers(config, capture.take())?);
     }
     stats.runs = 1;
     Ok(stats)
 }
 
 /// Runs a seed with and without an adversary, and compares how fast the work was.
-fn run_goodput(config: &SimConfig) -> Result<Stats, Failure> {
-    let capture = config.run.capture.clone().filter(|_| config.goodput);
+fn run_goodput(config: &SimConfig, capture: Option<PathBuf>) -> Result<Stats, Failure> {
     let pair = [(false, None), (true, capture)];
     let [alone, attacked] = pair.map(|(attacked, to)| run_class(config, Class::Goodput { attacked }, to));
     let (alone, attacked) = (alone?, attacked?);
@@ -186,7 +87,7 @@ fn run_goodput(config: &SimConfig) -> Result<Stats, Failure> {
     let same = before as f64 * attacked.work_bytes as f64 / alone.work_bytes.max(1) as f64;
     if under as f64 > same / LEAST_OF_A_PAIR + SHORT_NS {
         let text = format!("under attack the work took {under} ns instead of {same:.0} ns");
-        return Err(failure(config, text));
+        return Err(config.failure(text));
     }
     let mut stats = alone.clone();
     stats.add(&attacked);
@@ -197,14 +98,13 @@ fn run_goodput(config: &SimConfig) -> Result<Stats, Failure> {
 }
 
 /// Runs a seed with and without forged packets to connected queue pairs. They change nothing, to the nanosecond.
-fn run_strangers(config: &SimConfig) -> Result<Stats, Failure> {
-    let capture = config.run.capture.clone().filter(|_| config.strangers);
+fn run_strangers(config: &SimConfig, capture: Option<PathBuf>) -> Result<Stats, Failure> {
     let pair = [(false, None), (true, capture)];
     let [alone, attacked] = pair.map(|(attacked, to)| run_class(config, Class::Strangers { attacked }, to));
     let (alone, attacked) = (alone?, attacked?);
     if alone.trace_hash != attacked.trace_hash {
         let text = format!("packets of strangers changed a run: {attacked:?} instead of {alone:?}");
-        return Err(failure(config, text));
+        return Err(config.failure(text));
     }
     Ok(attacked)
 }
@@ -224,51 +124,35 @@ const PLAN: u64 = 24;
 /// Runs of a seed.
 #[derive(Default)]
 struct Plan {
-    main: Option<Class>,
-    observed: bool,
+    single: Vec<Class>,
     goodput: bool,
     strangers: bool,
-    copies: bool,
 }
 
 impl Plan {
     fn draw(config: &SimConfig) -> Self {
         let mut rng = Rng::new(config.run.seed, PLAN);
-        let mut chance = |drawn: f64, always: f64| match config.adversary {
-            Adversary::Never => false,
-            Adversary::Drawn => rng.chance(drawn),
-            Adversary::Always => rng.chance(always),
+        let mut chance = |drawn: f64, attacked: f64| match config.runs {
+            Runs::Drawn => rng.chance(drawn),
+            Runs::Attacked => rng.chance(attacked),
+            _ => false,
         };
-        let only = |main: Option<Class>, goodput: bool| Self {
-            main,
+        let main = match config.runs {
+            Runs::Goodput | Runs::Strangers => None,
+            Runs::Observed => Some(Class::Observed),
+            Runs::Copies => Some(Class::Copies),
+            _ if chance(0.25, 1.0) => Some(Class::Blind),
+            _ => Some(Class::Plain),
+        };
+        let goodput = config.runs == Runs::Goodput || chance(0.04, 0.3);
+        let observed = chance(0.05, 0.0).then_some(Class::Observed);
+        let strangers = config.runs == Runs::Strangers || chance(0.1, 0.5);
+        let copies = chance(0.05, 0.1).then_some(Class::Copies);
+        Self {
+            single: [main, observed, copies].into_iter().flatten().collect(),
             goodput,
-            ..Self::default()
-        };
-        match config {
-            SimConfig { observer: true, .. } => only(Some(Class::Observed), false),
-            SimConfig { goodput: true, .. } => only(None, true),
-            SimConfig { copies: true, .. } => only(Some(Class::Copies), false),
-            SimConfig { strangers: true, .. } => Self {
-                strangers: true,
-                ..Self::default()
-            },
-            _ => Self {
-                main: Some(if chance(0.25, 1.0) { Class::Blind } else { Class::Plain }),
-                goodput: chance(0.04, 0.3),
-                observed: chance(0.05, 0.0),
-                strangers: chance(0.1, 0.5),
-                copies: chance(0.05, 0.1),
-            },
+            strangers,
         }
-    }
-}
-
-fn failure(config: &SimConfig, text: String) -> Failure {
-    Failure {
-        seed: config.run.seed,
-        options: config.options(),
-        text,
-        pcap: None,
     }
 }
 

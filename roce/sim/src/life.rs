@@ -3,19 +3,17 @@
 use std::{collections::VecDeque, sync::Arc};
 
 use ferroce_pages::{Loss, PAGE, Pages};
-use roce_mem::{MemoryTable, PdHandle, Region};
-use roce_port::{CmEventKind, ConnId, QpInit};
-use roce_verbs::{
-    AccessFlags, AddressVector, QpAttr, QpState, QpType, Qpn, ToRts,
-    provider::{ConnParams, RejectReason},
-};
+use roce_port::{CmEventKind, ConnId};
+use roce_verbs::mem::{MemoryTable, PdHandle, Region};
+use roce_verbs::{AccessFlags, AddressVector, QpAttr, QpState, QpType, Qpn, provider::RejectReason};
 
 use crate::{
-    Class,
-    model::{Allow, Conn, Effect, End, FastKey, Grant, HOLE_PAGES, LOCAL, Phase, RECV, Ring, TARGET},
+    config::Class,
+    host::{CQS, LISTEN_PORT},
+    model::{Allow, Conn, Effect, End, FastKey, Grant, HOLE_PAGES, LOCAL, Phase, RECV, Session, TARGET},
     runner::Check,
     scenario::{ConnPlan, MS, US},
-    world::{CQS, Event, LISTEN_PORT, World},
+    world::World,
 };
 
 pub(crate) const RIGHTS: AccessFlags = AccessFlags::REMOTE_WRITE
@@ -55,15 +53,9 @@ impl World {
     fn make_end(&mut self, plan: &ConnPlan, end: usize, pd: Option<PdHandle>) -> End {
         let host = plan.hosts[end];
         let h = &self.hosts[host];
-        let zero = if plan.zero_based {
-            AccessFlags::ZERO_BASED
-        } else {
-            AccessFlags::empty()
-        };
-        let bind = if plan.zero_based {
-            AccessFlags::empty()
-        } else {
-            AccessFlags::MW_BIND
+        let (zero, bind) = match plan.zero_based {
+            true => (AccessFlags::ZERO_BASED, AccessFlags::empty()),
+            false => (AccessFlags::empty(), AccessFlags::MW_BIND),
         };
         // Beside an observer's victim, keys of others are to be of no use.
         let pd = pd.unwrap_or_else(|| match self.class {
@@ -76,9 +68,7 @@ impl World {
             pd,
             qpn: None,
             cm: None,
-            up: false,
-            failed: false,
-            draining: false,
+            session: Session::default(),
             cq: self.rng.index(CQS),
             target: alloc(TARGET, RIGHTS | AccessFlags::LOCAL_WRITE | zero | bind),
             local: alloc(LOCAL, AccessFlags::LOCAL_WRITE | zero),
@@ -88,30 +78,18 @@ impl World {
                 pd,
                 [Loss::Unmapped, Loss::Protected, Loss::Truncated][(host + end) % 3],
             ),
-            fast: None,
-            fast_key: FastKey::Closed,
             fast_view: (0, 0, 0),
-            local_ring: Ring::new(LOCAL),
-            recv_ring: Ring::new(RECV),
             shadow: vec![0; TARGET],
             sent: VecDeque::new(),
             undone: Vec::new(),
-            unsignaled_run: 0,
-            unsignaled_bytes: 0,
             posted: VecDeque::new(),
             next_wr: 0,
-            incoming: VecDeque::new(),
-            messages_posted: 0,
-            messages_received: 0,
-            promised: VecDeque::new(),
-            unclaimed: VecDeque::new(),
             operations_left: plan.operations[end],
             allow: Allow::default(),
             target_gone: false,
             app_scheduled: false,
             looks_in_vain: 0,
             recv_scheduled: false,
-            mute: false,
         }
     }
 
@@ -126,8 +104,7 @@ impl World {
         e.recv = fresh.recv;
         e.hole = fresh.hole;
         e.shadow = fresh.shadow;
-        e.fast = None;
-        e.fast_key = FastKey::Closed;
+        (e.session.fast, e.session.fast_key) = (None, FastKey::Closed);
         e.target_gone = false;
     }
 
@@ -139,7 +116,7 @@ impl World {
         }
         let [a, b] = c.plan.hosts;
         if !self.hosts[a].alive || !self.hosts[b].alive {
-            self.schedule(5 * MS, Event::Connect { conn });
+            self.schedule(5 * MS, "connect", move |w| w.connect(conn));
             return Ok(());
         }
         c.phase = Phase::Connecting;
@@ -150,7 +127,7 @@ impl World {
         let c = &mut self.conns[conn];
         for e in &mut c.ends {
             // A host may have died since the last life.
-            (e.up, e.failed, e.draining, e.mute) = (false, false, false, false);
+            e.session = Session::default();
             e.undone.clear();
             e.allow = Allow {
                 // By modify, the first packets find a peer that is not there yet.
@@ -173,32 +150,16 @@ impl World {
         }
     }
 
-    fn new_qp(&mut self, conn: usize, end: usize) -> Result<Qpn, String> {
-        let c = &self.conns[conn];
-        let e = &c.ends[end];
-        let host = &mut self.hosts[e.host];
-        let cq = host.cqs[e.cq].clone();
-        let qpn = host.port.create_qp(QpInit {
-            pd: e.pd,
-            qp_type: QpType::Rc,
-            send_cq: cq.clone(),
-            recv_cq: cq,
-            caps: c.plan.caps,
-            signal_all: c.plan.signal_all,
-            srq: None,
-            xrcd: None,
-        });
-        qpn.map_err(|e| format!("conn {conn}: no queue pair: {e}"))
-    }
-
     /// Brings a queue pair to INIT and posts its first receives.
     fn ready_qp(&mut self, conn: usize, end: usize) -> Result<Qpn, String> {
-        let qpn = match self.conns[conn].ends[end].qpn {
+        let c = &self.conns[conn];
+        let e = &c.ends[end];
+        let qpn = match e.qpn {
             Some(qpn) => qpn,
-            None => self.new_qp(conn, end)?,
+            None => self.hosts[e.host].create_qp(e.pd, e.cq, c.plan.caps, c.plan.signal_all)?,
         };
         self.conns[conn].ends[end].qpn = Some(qpn);
-        self.forget_genuine(self.conns[conn].ends[end].host, qpn);
+        self.live.forget(self.conns[conn].ends[end].host, qpn);
         let init = QpAttr {
             state: Some(QpState::Init),
             pkey_index: Some(0),
@@ -225,7 +186,7 @@ impl World {
         self.raise(conn, 0, qpns[1])?;
         let life = self.conns[conn].life;
         let after = self.rng.range(0, 200 * US);
-        self.schedule(after, Event::Raise { conn, life });
+        self.schedule(after, "raise", move |w| w.raise_second(conn, life));
         let host = self.conns[conn].ends[0].host;
         self.service(host)
     }
@@ -237,16 +198,16 @@ impl World {
         let [local, remote] = [end, 1 - end].map(|e| self.hosts[c.ends[e].host].plan.addr);
         // A queue pair that is used again must not take packets of its former life for new ones: far from the old PSNs.
         let psn = |direction: usize| p.psn[direction].add((c.life - 1) << 21);
-        let way = ToRts {
-            rq_psn: psn(1 - end),
-            sq_psn: psn(end),
-            max_dest_rd_atomic: p.rd_atomic,
-            max_rd_atomic: p.rd_atomic,
-            min_rnr_timer: p.min_rnr_timer,
-            timeout: p.timeout,
-            retry_cnt: p.retry_cnt,
-            rnr_retry: p.rnr_retry,
-            ..ToRts::new(AddressVector::new(local, remote), p.mtu, dest)
+        let way = QpAttr {
+            rq_psn: Some(psn(1 - end)),
+            sq_psn: Some(psn(end)),
+            max_dest_rd_atomic: Some(p.rd_atomic),
+            max_rd_atomic: Some(p.rd_atomic),
+            min_rnr_timer: Some(p.min_rnr_timer),
+            timeout: Some(p.timeout),
+            retry_cnt: Some(p.retry_cnt),
+            rnr_retry: Some(p.rnr_retry),
+            ..QpAttr::to_rts(AddressVector::new(local, remote), p.mtu, dest)
         };
         for to in [QpState::Rtr, QpState::Rts] {
             self.modify(conn, end, &way.step(QpType::Rc, to))?;
@@ -258,8 +219,8 @@ impl World {
     /// Lets the end's program send.
     fn set_up(&mut self, conn: usize, end: usize) {
         let c = &mut self.conns[conn];
-        c.ends[end].up = true;
-        if c.phase == Phase::Connecting && c.ends.iter().all(|e| e.up) {
+        c.ends[end].session.up = true;
+        if c.phase == Phase::Connecting && c.ends.iter().all(|e| e.session.up) {
             c.phase = Phase::Up;
         }
         self.kick(conn, end);
@@ -284,17 +245,9 @@ impl World {
         let c = &self.conns[conn];
         let (host, life) = (c.ends[0].host, c.life);
         let [local, remote] = [0, 1].map(|e| self.hosts[c.ends[e].host].plan.addr);
-        let mut private_data = (conn as u32).to_be_bytes().to_vec();
-        private_data.extend_from_slice(&life.to_be_bytes());
-        private_data.extend_from_slice(&self.token(conn, life).to_be_bytes());
-        let params = ConnParams {
-            private_data,
-            responder_resources: c.plan.rd_atomic,
-            initiator_depth: c.plan.rd_atomic,
-            retry_count: c.plan.retry_cnt,
-            rnr_retry_count: c.plan.rnr_retry,
-            ..ConnParams::default()
-        };
+        let mut params = c.plan.params(conn);
+        params.private_data.extend_from_slice(&life.to_be_bytes());
+        params.private_data.extend_from_slice(&self.token(conn, life));
         let port = &mut self.hosts[host].port;
         let id = port.connect_qp(now, (local, 0).into(), (remote, LISTEN_PORT).into(), qpn, params);
         let id = id.map_err(|e| format!("conn {conn}: connect: {e}"))?;
@@ -303,9 +256,9 @@ impl World {
     }
 
     /// Returns the token by which this model, but no program, distinguishes genuine requests from forged ones.
-    fn token(&self, conn: usize, life: u32) -> u64 {
+    fn token(&self, conn: usize, life: u32) -> [u8; 8] {
         let mixed = self.seed ^ (conn as u64) << 32 ^ u64::from(life);
-        mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x6a09_e667_f3bc_c908
+        (mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x6a09_e667_f3bc_c908).to_be_bytes()
     }
 
     /// Notes when all connections are up: from then on throughput counts.
@@ -318,11 +271,14 @@ impl World {
         }
     }
 
+    /// Finds an end of a connection.
+    pub(crate) fn find_end(&self, is_it: impl Fn(&End) -> bool) -> Option<(usize, usize)> {
+        let mut conns = self.conns.iter().enumerate();
+        conns.find_map(|(i, c)| Some((i, c.ends.iter().position(&is_it)?)))
+    }
+
     fn owner(&self, h: usize, id: ConnId) -> Option<(usize, usize)> {
-        self.conns.iter().enumerate().find_map(|(i, c)| {
-            let end = c.ends.iter().position(|e| e.host == h && e.cm == Some(id))?;
-            Some((i, end))
-        })
+        self.find_end(|e| e.host == h && e.cm == Some(id))
     }
 
     /// Allows the flushes that an event explains: their completions may be polled before it.
@@ -346,6 +302,9 @@ impl World {
         {
             return self.on_request(h, *id, private_data);
         }
+        if let CmEventKind::SidrRequest { conn: id, .. } = &event {
+            return self.on_question(h, *id);
+        }
         if self.on_stray_event(h, &event)? {
             return Ok(());
         }
@@ -364,7 +323,7 @@ impl World {
                 {
                     return Err(format!("conn {conn}: the accept's private data is not what was given"));
                 }
-                if self.conns[conn].ends[end].up {
+                if self.conns[conn].ends[end].session.up {
                     return Err(format!("conn {conn} end {end}: established twice"));
                 }
                 self.set_up(conn, end);
@@ -380,9 +339,8 @@ impl World {
             | CmEventKind::Disconnected { .. } => {
                 let ends = &mut self.conns[conn].ends;
                 ends[end].allow.flush = true;
-                ends[end].failed = true;
-                ends[1 - end].allow.retry = true;
-                ends[1 - end].allow.flush = true;
+                ends[end].session.failed = true;
+                ends[1 - end].allow.end();
                 self.break_later(conn);
             }
         }
@@ -391,15 +349,12 @@ impl World {
 
     fn on_request(&mut self, h: usize, id: ConnId, private_data: &[u8]) -> Check {
         let now = self.instant();
-        let word = |at: usize| {
-            let bytes = private_data.get(at..at + 4)?;
-            Some(u32::from_be_bytes(bytes.try_into().ok()?))
-        };
-        let (Some(conn), Some(life), Some(token)) = (word(0), word(4), private_data.get(8..16)) else {
+        let Some(([a, b, c, d, e, f, g, i], rest)) = private_data.split_first_chunk() else {
             return Err(format!("host {h}: a connect request without its private data"));
         };
-        let conn = conn as usize;
-        if token != self.token(conn, life).to_be_bytes() {
+        let conn = u32::from_be_bytes([*a, *b, *c, *d]) as usize;
+        let life = u32::from_be_bytes([*e, *f, *g, *i]);
+        if !rest.starts_with(&self.token(conn, life)) {
             return self.on_stray(h, id);
         }
         let known = self.conns.get(conn).filter(|c| c.ends[1].host == h && c.life >= life);
@@ -408,22 +363,15 @@ impl World {
                 "host {h}: a connect request that nobody made: {conn}, life {life}"
             ));
         };
-        let wanted = c.life == life && c.phase == Phase::Connecting && c.ends[1].cm.is_none();
-        let twice = c.life == life && c.phase == Phase::Connecting && c.ends[1].cm.is_some();
+        let current = c.life == life && c.phase == Phase::Connecting;
+        let twice = current && c.ends[1].cm.is_some();
         if twice && !self.is_victim(conn) {
             return Err(format!("conn {conn}: one connect made two requests"));
         }
-        if !wanted || (!self.quiet && self.chaos_rng.chance(0.05)) {
+        if !current || twice || (!self.quiet && self.chaos_rng.chance(0.05)) {
             return self.refuse(h, id, RejectReason::CONSUMER);
         }
-        let params = ConnParams {
-            private_data: (conn as u32).to_be_bytes().to_vec(),
-            responder_resources: c.plan.rd_atomic,
-            initiator_depth: c.plan.rd_atomic,
-            retry_count: c.plan.retry_cnt,
-            rnr_retry_count: c.plan.rnr_retry,
-            ..ConnParams::default()
-        };
+        let params = c.plan.params(conn);
         let qpn = self.ready_qp(conn, 1)?;
         let accepted = self.hosts[h].port.accept_qp(now, id, qpn, params);
         self.conns[conn].ends[1].cm = Some(id);
@@ -446,7 +394,7 @@ impl World {
         c.phase = Phase::Broken;
         let life = c.life;
         let after = self.rng.pick(&[0, 100 * US, 30 * MS]);
-        self.schedule(after, Event::Repair { conn, life });
+        self.schedule(after, "repair", move |w| w.repair(conn, life));
     }
 
     /// Ends a life: both queue pairs stop, everything outstanding is accounted for, memory is compared.
@@ -459,9 +407,8 @@ impl World {
         c.repair_scheduled = false;
         c.phase = Phase::Broken;
         for e in &mut c.ends {
-            e.allow.flush = true;
-            e.allow.retry = true;
-            e.up = false;
+            e.allow.end();
+            e.session.up = false;
         }
         for end in [0, 1] {
             self.stop_end(conn, end)?;
@@ -479,7 +426,7 @@ impl World {
         c.repair_scheduled = false;
         self.stats.repairs += 1;
         let after = self.rng.range(0, 20 * MS);
-        self.schedule(after, Event::Connect { conn });
+        self.schedule(after, "connect", move |w| w.connect(conn));
         Ok(())
     }
 
@@ -582,21 +529,7 @@ impl World {
         let now = self.instant();
         let e = &mut self.conns[conn].ends[end];
         let (host, qpn, cm) = (e.host, e.qpn, e.cm.take());
-        e.up = false;
-        e.failed = false;
-        e.draining = false;
-        e.mute = false;
-        e.local_ring.clear();
-        e.recv_ring.clear();
-        e.incoming.clear();
-        e.messages_posted = 0;
-        e.messages_received = 0;
-        e.promised.clear();
-        e.unclaimed.clear();
-        e.unsignaled_run = 0;
-        e.unsignaled_bytes = 0;
-        let fast = e.fast.take();
-        e.fast_key = FastKey::Closed;
+        let fast = std::mem::take(&mut e.session).fast;
         let target_gone = e.target_gone;
         if self.hosts[host].alive {
             let h = &mut self.hosts[host];
@@ -667,14 +600,13 @@ impl World {
                     let e = &mut self.conns[conn].ends[end];
                     e.qpn = None;
                     e.cm = None;
-                    e.up = false;
-                    e.failed = true;
-                    e.fast = None;
+                    e.session.up = false;
+                    e.session.failed = true;
+                    e.session.fast = None;
                     e.target_gone = true;
                 } else {
                     let allow = &mut self.conns[conn].ends[end].allow;
-                    allow.retry = true;
-                    allow.flush = true;
+                    allow.end();
                 }
             }
             let c = &mut self.conns[conn];
@@ -684,7 +616,7 @@ impl World {
                 c.repair_scheduled = true;
                 let life = c.life;
                 let after = self.rng.range(0, 300 * MS);
-                self.schedule(after, Event::Repair { conn, life });
+                self.schedule(after, "repair", move |w| w.repair(conn, life));
             }
         }
     }

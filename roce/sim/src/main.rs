@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use roce_sim::{Adversary, LEAST_GOODPUT, MANY_PAIRS, SimConfig, Stats, cli::RunArgs, run};
+use roce_sim::{LEAST_GOODPUT, MANY_PAIRS, Runs, SimConfig, Stats, cli::RunArgs, run};
 
 /// Runs simulated networks with every fault.
 #[derive(Parser)]
@@ -11,6 +11,14 @@ use roce_sim::{Adversary, LEAST_GOODPUT, MANY_PAIRS, SimConfig, Stats, cli::RunA
 struct Cli {
     #[command(flatten)]
     run: RunArgs,
+    #[command(flatten)]
+    only: Only,
+}
+
+/// Runs of each seed, instead of those that it draws.
+#[derive(clap::Args)]
+#[group(multiple = false)]
+struct Only {
     /// No faults but narrow links and queues that overflow
     #[arg(long)]
     bottleneck: bool,
@@ -19,43 +27,47 @@ struct Cli {
     #[arg(long)]
     adversary: bool,
     /// No adversary in any run
-    #[arg(long, conflicts_with = "adversary")]
+    #[arg(long)]
     peaceful: bool,
     /// Only runs with an observer, who sees all packets and sends its own in the name of one connection
-    #[arg(long, conflicts_with_all = ["adversary", "goodput"])]
+    #[arg(long)]
     observer: bool,
     /// Only pairs of runs over a network without faults, with and without an adversary, which compare goodput
     #[arg(long)]
     goodput: bool,
     /// Only pairs of runs with and without forged packets to connected queue pairs, at and around the PSNs in use
-    #[arg(long, conflicts_with_all = ["adversary", "observer", "goodput"])]
+    #[arg(long)]
     strangers: bool,
     /// Only runs with forged copies of packets beyond a gap, which come before the genuine ones from the right source ports
-    #[arg(long, conflicts_with_all = ["adversary", "observer", "goodput", "strangers"])]
+    #[arg(long)]
     copies: bool,
+}
+
+impl Only {
+    fn runs(&self) -> Runs {
+        let all = [
+            (self.bottleneck, Runs::Narrow),
+            (self.adversary, Runs::Attacked),
+            (self.peaceful, Runs::Peaceful),
+            (self.observer, Runs::Observed),
+            (self.goodput, Runs::Goodput),
+            (self.strangers, Runs::Strangers),
+            (self.copies, Runs::Copies),
+        ];
+        all.iter()
+            .find(|(wanted, _)| *wanted)
+            .map_or(Runs::Drawn, |(_, runs)| *runs)
+    }
 }
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    let adversary = match (cli.adversary, cli.peaceful || cli.bottleneck) {
-        (true, _) => Adversary::Always,
-        (_, true) => Adversary::Never,
-        _ => Adversary::Drawn,
-    };
-    let outcome = cli.run.run_seeds(|run_config| {
-        run(&SimConfig {
-            adversary,
-            observer: cli.observer,
-            goodput: cli.goodput,
-            copies: cli.copies,
-            strangers: cli.strangers,
-            bottleneck: cli.bottleneck,
-            ..SimConfig::new(run_config)
-        })
-    });
+    let runs = cli.only.runs();
+    let outcome = cli
+        .run
+        .run_seeds(|run_config| run(&SimConfig { runs, run: run_config }));
     let total = &outcome.total;
     print_totals(total);
-    print_attacks(total);
     let fast_enough = total.pairs < MANY_PAIRS || total.goodput() >= LEAST_GOODPUT;
     if !fast_enough {
         println!("goodput under attack is too low");
@@ -64,40 +76,13 @@ fn main() -> ExitCode {
 }
 
 fn print_totals(total: &Stats) {
-    println!(
-        "{} packets, {} retransmitted, {} lost, {} damaged ({} ICRC errors); {} operations, {} messages ({} of UC, UD, XRC and \
-         shared queues), {} connections, {} repairs; {:.1} s of virtual time, at most {:.1} s to recover",
-        total.packets,
-        total.retransmissions,
-        total.lost + total.overflowed,
-        total.corrupted,
-        total.icrc_errors,
-        total.operations,
-        total.messages,
-        total.service_messages,
-        total.connections,
-        total.repairs,
-        total.simulated_ns as f64 / 1e9,
-        total.longest_quiet_ns as f64 / 1e9
-    );
+    let counts: Vec<String> = total.named().map(|(name, n)| format!("{name} {n}")).collect();
     let errors: Vec<String> = total.errors.iter().map(|(status, n)| format!("{status} {n}")).collect();
+    println!("{}", counts.join(", ").replace('_', " "));
     println!("completions with an error: {}", errors.join(", "));
-}
-
-fn print_attacks(total: &Stats) {
+    println!("longest recovery: {:.1} s", total.longest_quiet_ns as f64 / 1e9);
     println!(
-        "{} forged packets, {} of them to queue pairs at live PSNs, {} at the exact one of a learned port ({} guesses redrawn that \
-         hit the port, {} the PSN), {} of observers, {} copies beyond gaps; {} packets to addresses that they were forged in the \
-         name of; {} requests that found a backlog full; goodput under attack: {:.3} of that without ({} pairs of runs)",
-        total.forged,
-        total.at_live,
-        total.exact,
-        total.port_hits,
-        total.psn_hits,
-        total.meddled,
-        total.copies,
-        total.reflected,
-        total.backlog_drops,
+        "goodput under attack: {:.3} of that without ({} pairs)",
         total.goodput(),
         total.pairs
     );

@@ -3,8 +3,8 @@
 
 use std::{collections::VecDeque, ops::Range, sync::Arc};
 
-use roce_mem::{FastRegion, PdHandle, Region, Window};
 use roce_port::ConnId;
+use roce_verbs::mem::{FastRegion, PdHandle, Region, Window};
 use roce_verbs::{Qpn, RKey, Sge, WcOpcode, WcStatus};
 
 use crate::scenario::ConnPlan;
@@ -21,31 +21,23 @@ pub(crate) const HOLE_PAGES: usize = 32;
 
 /// Ranges of a region, taken and given back in order.
 #[derive(Debug, Default)]
-pub(crate) struct Ring {
-    size: usize,
+pub(crate) struct Ring<const SIZE: usize> {
     head: usize,
     used: VecDeque<Range<usize>>,
 }
 
-impl Ring {
-    pub(crate) fn new(size: usize) -> Self {
-        Self {
-            size,
-            ..Self::default()
-        }
-    }
-
+impl<const SIZE: usize> Ring<SIZE> {
     /// Takes a range of at least one byte that overlaps none taken; `None` when there is none.
     pub(crate) fn take(&mut self, len: usize) -> Option<Range<usize>> {
         let len = len.max(1);
         let start = match self.used.front() {
             None => 0,
-            Some(oldest) if oldest.start < self.head && self.head + len <= self.size => self.head,
+            Some(oldest) if oldest.start < self.head && self.head + len <= SIZE => self.head,
             Some(oldest) if oldest.start < self.head && len < oldest.start => 0,
             Some(oldest) if oldest.start >= self.head && self.head + len < oldest.start => self.head,
             Some(_) => return None,
         };
-        (start + len <= self.size).then(|| {
+        (start + len <= SIZE).then(|| {
             let range = start..start + len;
             self.head = range.end;
             self.used.push_back(range.clone());
@@ -67,11 +59,6 @@ impl Ring {
         if self.used.is_empty() {
             self.head = 0;
         }
-    }
-
-    pub(crate) fn clear(&mut self) {
-        self.used.clear();
-        self.head = 0;
     }
 }
 
@@ -110,8 +97,9 @@ impl Pieces {
 }
 
 /// Allowed end of a work request.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub(crate) enum Expect {
+    #[default]
     Success,
     /// The peer or the own side refuses it with this status.
     Fails(WcStatus),
@@ -126,13 +114,18 @@ pub(crate) struct Effect {
 }
 
 impl Effect {
+    pub(crate) fn new(at: usize, new: Vec<u8>) -> Self {
+        let old = Vec::new();
+        Self { at, old, new }
+    }
+
     pub(crate) fn range(&self) -> Range<usize> {
         self.at..self.at + self.new.len()
     }
 }
 
 /// An outstanding send work request.
-#[derive(Clone, Debug)]
+#[derive(Clone, Default, Debug)]
 pub(crate) struct Sent {
     pub(crate) wr_id: u64,
     pub(crate) what: &'static str,
@@ -166,7 +159,7 @@ pub(crate) struct Posted {
 }
 
 /// A message that a peer has posted and that is not delivered yet.
-#[derive(Clone, Debug)]
+#[derive(Clone, Default, Debug)]
 pub(crate) struct Message {
     /// `None`: RDMA WRITE with immediate data.
     pub(crate) data: Option<Vec<u8>>,
@@ -198,8 +191,9 @@ impl Grant {
 }
 
 /// Whether an end's grant is open.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub(crate) enum FastKey {
+    #[default]
     Closed,
     /// A registration or invalidation is under way.
     Changing,
@@ -220,6 +214,11 @@ pub(crate) struct Allow {
 }
 
 impl Allow {
+    /// The peer, or the own queue pair, is taken away.
+    pub(crate) fn end(&mut self) {
+        (self.flush, self.retry) = (true, true);
+    }
+
     pub(crate) const ALL: Self = Self {
         flush: true,
         retry: true,
@@ -228,36 +227,22 @@ impl Allow {
     };
 }
 
-/// One end of a connection.
-pub(crate) struct End {
-    pub(crate) host: usize,
-    pub(crate) pd: PdHandle,
-    pub(crate) qpn: Option<Qpn>,
-    pub(crate) cm: Option<ConnId>,
+/// State of an end in one life of its connection.
+#[derive(Default)]
+pub(crate) struct Session {
     /// Its program may post sends.
     pub(crate) up: bool,
     /// Its queue pair is in error, as far as completions have shown.
     pub(crate) failed: bool,
     /// Its send queue drains: no sends until it is raised again.
     pub(crate) draining: bool,
-    pub(crate) cq: usize,
-    pub(crate) target: Arc<Region>,
-    pub(crate) local: Arc<Region>,
-    pub(crate) recv: Arc<Region>,
-    /// A region with all rights, of which only the first page is there.
-    pub(crate) hole: Arc<Region>,
     pub(crate) fast: Option<Grant>,
     pub(crate) fast_key: FastKey,
-    pub(crate) local_ring: Ring,
-    pub(crate) recv_ring: Ring,
-    /// Content of `target` once everything that the peer has posted is done.
-    pub(crate) shadow: Vec<u8>,
-    pub(crate) sent: VecDeque<Sent>,
+    pub(crate) local_ring: Ring<LOCAL>,
+    pub(crate) recv_ring: Ring<RECV>,
     /// Sends, and their bytes, since the last signalled one: they come back only with the next.
     pub(crate) unsignaled_run: u32,
     pub(crate) unsignaled_bytes: usize,
-    pub(crate) posted: VecDeque<Posted>,
-    pub(crate) next_wr: u64,
     /// Messages on their way to this end.
     pub(crate) incoming: VecDeque<Message>,
     /// Messages that the peer has posted, and that this end has received, since the connection began.
@@ -265,6 +250,30 @@ pub(crate) struct End {
     pub(crate) messages_received: u64,
     /// Bytes that receives take which no message has claimed yet.
     pub(crate) promised: VecDeque<usize>,
+    /// Lengths of messages posted by the peer before the receives that they will find.
+    pub(crate) unclaimed: VecDeque<usize>,
+    /// Its program posts no receives any more: a peer that does not wait for ever must fail.
+    pub(crate) mute: bool,
+}
+
+/// One end of a connection.
+pub(crate) struct End {
+    pub(crate) host: usize,
+    pub(crate) pd: PdHandle,
+    pub(crate) qpn: Option<Qpn>,
+    pub(crate) cm: Option<ConnId>,
+    pub(crate) session: Session,
+    pub(crate) cq: usize,
+    pub(crate) target: Arc<Region>,
+    pub(crate) local: Arc<Region>,
+    pub(crate) recv: Arc<Region>,
+    /// A region with all rights, of which only the first page is there.
+    pub(crate) hole: Arc<Region>,
+    /// Content of `target` once everything that the peer has posted is done.
+    pub(crate) shadow: Vec<u8>,
+    pub(crate) sent: VecDeque<Sent>,
+    pub(crate) posted: VecDeque<Posted>,
+    pub(crate) next_wr: u64,
     pub(crate) operations_left: u32,
     pub(crate) allow: Allow,
     /// Changes in the peer's target of work requests that did not succeed, in order.
@@ -273,14 +282,10 @@ pub(crate) struct End {
     pub(crate) target_gone: bool,
     /// Part of `target` that the open fast key covers: offset, bytes, address of the first byte.
     pub(crate) fast_view: (usize, usize, u64),
-    /// Lengths of messages posted by the peer before the receives that they will find.
-    pub(crate) unclaimed: VecDeque<usize>,
     pub(crate) app_scheduled: bool,
     /// Times in a row that it found its send queue full.
     pub(crate) looks_in_vain: u32,
     pub(crate) recv_scheduled: bool,
-    /// Its program posts no receives any more: a peer that does not wait for ever must fail.
-    pub(crate) mute: bool,
 }
 
 /// Phase of a connection.
@@ -328,7 +333,7 @@ mod tests {
 
     #[test]
     fn ranges_of_a_ring_never_overlap() {
-        let mut ring = Ring::new(100);
+        let mut ring = Ring::<100>::default();
         let mut live: VecDeque<Range<usize>> = VecDeque::new();
         let mut rng = crate::rng::Rng::new(7, 0);
         let mut taken = 0;

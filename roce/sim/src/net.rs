@@ -32,13 +32,20 @@ impl Faults {
     /// Returns a link without faults.
     pub fn quiet(self) -> Self {
         Self {
+            jitter: 0,
+            bandwidth: self.bandwidth.max(100_000_000),
+            queue: 64 << 20,
+            ..self.sound()
+        }
+    }
+
+    /// Returns a link that loses, doubles, swaps and damages nothing.
+    pub(crate) fn sound(self) -> Self {
+        Self {
             loss: 0.0,
             duplicate: 0.0,
             reorder: 0.0,
             corrupt: 0.0,
-            jitter: 0,
-            bandwidth: self.bandwidth.max(100_000_000),
-            queue: 64 << 20,
             ..self
         }
     }
@@ -211,15 +218,9 @@ fn looks_sound(frame: &Frame) -> bool {
     let Ok(flow) = Flow::try_from((frame.src, dst)) else {
         return false;
     };
-    let step = if frame.segment_len == 0 {
-        frame.bytes.len().max(1)
-    } else {
-        frame.segment_len
-    };
     // Sound packets beside a damaged one in the same buffer pass, of course: the whole frame is spared then only if all
     // are sound.
     frame
-        .bytes
-        .chunks(step)
+        .packets()
         .all(|p| matches!(flow.recover(p, 0), Recovery::Exact(_)))
 }

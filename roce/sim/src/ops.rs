@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use roce_mem::WindowKind;
+use roce_verbs::mem::WindowKind;
 use roce_verbs::{
     Flush, Payload, Placement, RKey, RecvWr, RemoteAddr, Selectivity, SendFlags, SendOp, SendWr, Sge, WcOpcode,
     WcStatus,
@@ -14,7 +14,7 @@ use crate::{
     model::{Effect, Expect, FastKey, Grant, LOCAL, Message, Phase, Pieces, Posted, RECV, Sent, TARGET, wr_id},
     runner::Check,
     scenario::US,
-    world::{Event, World},
+    world::World,
 };
 
 /// A work request about to be posted.
@@ -27,6 +27,20 @@ pub(crate) struct Draft {
     inline: Option<Vec<u8>>,
     pub(crate) sges: Vec<Sge>,
     pub(crate) message: Option<Message>,
+}
+
+impl Draft {
+    pub(crate) fn new(sent: Sent, op: SendOp) -> Self {
+        Self {
+            sent,
+            op,
+            fence: false,
+            solicited: false,
+            inline: None,
+            sges: Vec::new(),
+            message: None,
+        }
+    }
 }
 
 fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
@@ -47,7 +61,7 @@ impl World {
             // A program that has waited for long need not look as often.
             let rest = if e.looks_in_vain > MANY_LOOKS { 64 } else { 1 };
             let after = self.rng.range(0, think * rest);
-            self.schedule(after, Event::Send { conn, end, life });
+            self.schedule(after, "send", move |w| w.on_send(conn, end, life));
         }
     }
 
@@ -56,7 +70,7 @@ impl World {
         if c.life != life {
             // The event was of a former life; this one may have asked meanwhile.
             c.ends[end].app_scheduled = false;
-            if c.ends[end].up {
+            if c.ends[end].session.up {
                 self.kick(conn, end);
             }
             return Ok(());
@@ -64,7 +78,13 @@ impl World {
         let active = matches!(c.phase, Phase::Up | Phase::Connecting);
         let e = &mut c.ends[end];
         e.app_scheduled = false;
-        if !active || !e.up || e.failed || e.draining || e.qpn.is_none() || !self.hosts[e.host].alive {
+        if !active
+            || !e.session.up
+            || e.session.failed
+            || e.session.draining
+            || e.qpn.is_none()
+            || !self.hosts[e.host].alive
+        {
             return Ok(());
         }
         let host = e.host;
@@ -91,7 +111,7 @@ impl World {
     fn post_one(&mut self, conn: usize, end: usize) -> Result<bool, String> {
         let c = &self.conns[conn];
         let e = &c.ends[end];
-        if e.operations_left == 0 || e.failed || e.sent.len() + 1 >= c.plan.caps.max_send_wr as usize {
+        if e.operations_left == 0 || e.session.failed || e.sent.len() + 1 >= c.plan.caps.max_send_wr as usize {
             return Ok(false);
         }
         let bad = !self.quiet && self.rng.chance(self.conns[conn].plan.bad_operations);
@@ -165,7 +185,7 @@ impl World {
     fn local_pieces(&mut self, conn: usize, end: usize, len: usize) -> Option<Pieces> {
         let gap = self.rng.pick(&[0, 0, 1, 37]);
         let e = &mut self.conns[conn].ends[end];
-        let range = e.local_ring.take((len + gap).min(LOCAL))?;
+        let range = e.session.local_ring.take((len + gap).min(LOCAL))?;
         let most = self.conns[conn].plan.caps.max_send_sge;
         Some(self.cut(range, len, most))
     }
@@ -180,17 +200,7 @@ impl World {
             wr_id: wr_id(conn, end, life, false, n),
             what,
             opcode,
-            signaled: false,
-            expect: Expect::Success,
-            byte_len: 0,
-            local: None,
-            image: None,
-            effect: None,
-            reads: None,
-            rd_atomic: false,
-            message: None,
-            uses_fast: false,
-            fast: None,
+            ..Sent::default()
         }
     }
 
@@ -214,21 +224,9 @@ impl World {
         Some(())
     }
 
-    pub(crate) fn new_draft(&self, sent: Sent, op: SendOp) -> Draft {
-        Draft {
-            sent,
-            op,
-            fence: false,
-            solicited: false,
-            inline: None,
-            sges: Vec::new(),
-            message: None,
-        }
-    }
-
     pub(crate) fn draft_send(&mut self, conn: usize, end: usize, invalidates: Option<RKey>) -> Option<Draft> {
         let mut len = self.size(conn);
-        if let Some(most) = self.conns[conn].ends[1 - end].promised.front() {
+        if let Some(most) = self.conns[conn].ends[1 - end].session.promised.front() {
             len = len.min(*most);
         }
         let data = self.rng.bytes(len);
@@ -239,7 +237,7 @@ impl World {
             (None, None) => SendOp::Send,
         };
         let sent = self.blank(conn, end, "SEND", WcOpcode::Send);
-        let mut draft = self.new_draft(sent, op);
+        let mut draft = Draft::new(sent, op);
         self.payload(conn, end, &data, &mut draft)?;
         draft.solicited = self.rng.chance(0.3);
         draft.message = Some(Message {
@@ -248,8 +246,7 @@ impl World {
             imm,
             invalidates,
             solicited: draft.solicited,
-            too_long: false,
-            fails: None,
+            ..Message::default()
         });
         Some(draft)
     }
@@ -257,7 +254,7 @@ impl World {
     /// A place of `len` bytes in the peer's target, sometimes through its fast key.
     fn place(&mut self, conn: usize, end: usize, len: usize, align: usize) -> (usize, RemoteAddr, bool) {
         let peer = &self.conns[conn].ends[1 - end];
-        let (fast_key, (fast_at, fast_len, fast_iova)) = (peer.fast_key, peer.fast_view);
+        let (fast_key, (fast_at, fast_len, fast_iova)) = (peer.session.fast_key, peer.fast_view);
         let (base, rkey) = (peer.target.addr(), peer.target.rkey());
         if let FastKey::Open(key) = fast_key
             && len + align <= fast_len
@@ -286,22 +283,15 @@ impl World {
         let op = imm.map_or(SendOp::Write(remote), |imm| SendOp::WriteWithImm(remote, imm));
         let mut sent = self.blank(conn, end, "WRITE", WcOpcode::RdmaWrite);
         sent.uses_fast = uses_fast;
-        sent.effect = Some(Effect {
-            at,
-            old: Vec::new(),
-            new: data.clone(),
-        });
-        let mut draft = self.new_draft(sent, op);
+        sent.effect = Some(Effect::new(at, data.clone()));
+        let mut draft = Draft::new(sent, op);
         self.payload(conn, end, &data, &mut draft)?;
         draft.solicited = imm.is_some() && self.rng.chance(0.3);
         draft.message = imm.map(|imm| Message {
-            data: None,
             len,
             imm: Some(imm),
-            invalidates: None,
             solicited: draft.solicited,
-            too_long: false,
-            fails: None,
+            ..Message::default()
         });
         Some(draft)
     }
@@ -329,7 +319,7 @@ impl World {
         let mut sent = self.blank(conn, end, what, opcode);
         sent.rd_atomic = true;
         sent.byte_len = expected.len() as u32;
-        let mut draft = self.new_draft(sent, op);
+        let mut draft = Draft::new(sent, op);
         let pieces = self.local_pieces(conn, end, expected.len())?;
         let mut image = self.rng.bytes(pieces.range.len());
         let e = &self.conns[conn].ends[end];
@@ -361,11 +351,7 @@ impl World {
         };
         let mut draft = self.draft_into(conn, end, &bytes, "atomic", opcode, op)?;
         draft.sent.uses_fast = uses_fast;
-        draft.sent.effect = Some(Effect {
-            at,
-            old: Vec::new(),
-            new: new.to_ne_bytes().to_vec(),
-        });
+        draft.sent.effect = Some(Effect::new(at, new.to_ne_bytes().to_vec()));
         Some(draft)
     }
 
@@ -374,12 +360,8 @@ impl World {
         let (at, remote, uses_fast) = self.place(conn, end, 8, 8);
         let mut sent = self.blank(conn, end, "ATOMIC WRITE", WcOpcode::AtomicWrite);
         (sent.uses_fast, sent.rd_atomic, sent.byte_len) = (uses_fast, true, 8);
-        sent.effect = Some(Effect {
-            at,
-            old: Vec::new(),
-            new: data.clone(),
-        });
-        let mut draft = self.new_draft(sent, SendOp::AtomicWrite(remote));
+        sent.effect = Some(Effect::new(at, data.clone()));
+        let mut draft = Draft::new(sent, SendOp::AtomicWrite(remote));
         self.payload(conn, end, &data, &mut draft)?;
         Some(draft)
     }
@@ -396,13 +378,13 @@ impl World {
             placement: Placement::GLOBAL_VISIBILITY,
             selectivity: if whole { Selectivity::Region } else { Selectivity::Range },
         };
-        Some(self.new_draft(sent, SendOp::Flush(flush)))
+        Some(Draft::new(sent, SendOp::Flush(flush)))
     }
 
     /// Opens or closes a fast key: this end's own, or the peer's with a SEND.
     fn draft_fast(&mut self, conn: usize, end: usize) -> Option<Draft> {
         let c = &self.conns[conn];
-        if let FastKey::Open(key) = c.ends[1 - end].fast_key {
+        if let FastKey::Open(key) = c.ends[1 - end].session.fast_key {
             let mut draft = self.draft_send(conn, end, Some(key))?;
             // A READ that is asked for again would find the key gone.
             draft.fence = self.conns[conn].ends[end]
@@ -412,15 +394,15 @@ impl World {
             draft.sent.uses_fast = true;
             return Some(draft);
         }
-        match c.ends[end].fast_key {
+        match c.ends[end].session.fast_key {
             FastKey::Changing => None,
             FastKey::Open(key) => {
-                if c.ends[1 - end].sent.iter().any(|s| s.uses_fast) || c.ends[1 - end].failed {
+                if c.ends[1 - end].sent.iter().any(|s| s.uses_fast) || c.ends[1 - end].session.failed {
                     return None;
                 }
                 let mut sent = self.blank(conn, end, "LOCAL INVALIDATE", WcOpcode::LocalInvalidate);
                 sent.fast = Some(FastKey::Closed);
-                Some(self.new_draft(sent, SendOp::LocalInvalidate(key)))
+                Some(Draft::new(sent, SendOp::LocalInvalidate(key)))
             }
             FastKey::Closed => self.draft_register(conn, end),
         }
@@ -435,7 +417,7 @@ impl World {
         let h = &self.hosts[host];
         let e = &mut self.conns[conn].ends[end];
         let pd = e.pd;
-        let grant = match &e.fast {
+        let grant = match &e.session.fast {
             Some(grant) => grant.clone(),
             None if wants_window => {
                 let kind = match self.scenario.extended && key_byte & 1 == 1 {
@@ -446,7 +428,7 @@ impl World {
             }
             None => Grant::Fast(h.mem.alloc_fast(pd).ok()?),
         };
-        e.fast = Some(grant.clone());
+        e.session.fast = Some(grant.clone());
         // Another one than before: the old key stays closed.
         let key_byte = if key_byte == grant.rkey().key_byte() {
             key_byte ^ 1
@@ -484,7 +466,7 @@ impl World {
         };
         let mut sent = self.blank(conn, end, what, opcode);
         sent.fast = Some(FastKey::Open(key));
-        Some(self.new_draft(sent, op))
+        Some(Draft::new(sent, op))
     }
 
     /// Hands a draft to the port, and the model learns of it.
@@ -496,8 +478,8 @@ impl World {
             let last_place = e.sent.len() + 2 >= c.plan.caps.max_send_wr as usize;
             last_place
                 || e.operations_left == 1
-                || e.unsignaled_run >= 4
-                || e.unsignaled_bytes > LOCAL / 4
+                || e.session.unsignaled_run >= 4
+                || e.session.unsignaled_bytes > LOCAL / 4
                 || draft.sent.expect != Expect::Success
         };
         let changes_fast = draft.sent.fast.is_some();
@@ -546,7 +528,7 @@ impl World {
     fn unpost(&mut self, conn: usize, end: usize, draft: &Draft) {
         let e = &mut self.conns[conn].ends[end];
         if draft.sent.local.is_some() {
-            e.local_ring.take_back();
+            e.session.local_ring.take_back();
         }
     }
 
@@ -561,8 +543,7 @@ impl World {
         let c = &mut self.conns[conn];
         if sent.expect == Expect::Success && peer_fails {
             for e in &mut c.ends {
-                e.allow.retry = true;
-                e.allow.flush = true;
+                e.allow.end();
             }
         }
         if sent.expect != Expect::Success {
@@ -578,10 +559,10 @@ impl World {
         let moved = sent.effect.as_ref().map_or(sent.byte_len as usize, |e| e.new.len());
         self.stats.work_bytes += message.as_ref().map_or(moved, |m| m.len) as u64;
         if sent.signaled {
-            (own.unsignaled_run, own.unsignaled_bytes) = (0, 0);
+            (own.session.unsignaled_run, own.session.unsignaled_bytes) = (0, 0);
         } else {
-            own.unsignaled_run += 1;
-            own.unsignaled_bytes += sent.local.as_ref().map_or(0, Range::len);
+            own.session.unsignaled_run += 1;
+            own.session.unsignaled_bytes += sent.local.as_ref().map_or(0, Range::len);
         }
         if let Some(effect) = &mut sent.effect {
             let range = effect.range();
@@ -589,19 +570,19 @@ impl World {
             peer.shadow[range].copy_from_slice(&effect.new);
         }
         if sent.fast.is_some() {
-            own.fast_key = FastKey::Changing;
+            own.session.fast_key = FastKey::Changing;
         }
         if let Some(message) = message {
-            sent.message = Some(peer.messages_posted);
-            peer.messages_posted += 1;
-            if peer.promised.pop_front().is_none() {
+            sent.message = Some(peer.session.messages_posted);
+            peer.session.messages_posted += 1;
+            if peer.session.promised.pop_front().is_none() {
                 let len = if message.data.is_some() { message.len } else { 0 };
-                peer.unclaimed.push_back(len);
+                peer.session.unclaimed.push_back(len);
             }
             if message.invalidates.is_some() && message.fails.is_none() {
-                peer.fast_key = FastKey::Changing;
+                peer.session.fast_key = FastKey::Changing;
             }
-            peer.incoming.push_back(message);
+            peer.session.incoming.push_back(message);
         }
         let has_message = sent.message.is_some();
         own.sent.push_back(sent);
@@ -619,7 +600,7 @@ impl World {
         if !c.ends[end].recv_scheduled {
             c.ends[end].recv_scheduled = true;
             let after = self.rng.range(0, lag);
-            self.schedule(after, Event::Recv { conn, end, life });
+            self.schedule(after, "receive", move |w| w.on_recv(conn, end, life));
         }
     }
 
@@ -632,7 +613,7 @@ impl World {
             return Ok(());
         }
         let e = &c.ends[end];
-        if c.phase == Phase::Down || c.phase == Phase::Broken || e.failed || e.qpn.is_none() {
+        if c.phase == Phase::Down || c.phase == Phase::Broken || e.session.failed || e.qpn.is_none() {
             return Ok(());
         }
         let host = e.host;
@@ -654,16 +635,16 @@ impl World {
             let needed = if self.is_victim(conn) {
                 most
             } else {
-                e.incoming.len() + ahead
+                e.session.incoming.len() + ahead
             };
-            if e.mute || e.posted.len() >= most.min(needed) {
+            if e.session.mute || e.posted.len() >= most.min(needed) {
                 return Ok(());
             }
-            let size = match e.unclaimed.front() {
+            let size = match e.session.unclaimed.front() {
                 Some(len) => *len + self.rng.pick(&[0, 0, 3, 500]),
                 None => self.size(conn),
             };
-            let Some(range) = self.conns[conn].ends[end].recv_ring.take(size.min(RECV)) else {
+            let Some(range) = self.conns[conn].ends[end].session.recv_ring.take(size.min(RECV)) else {
                 return Ok(());
             };
             let pieces = self.cut(range, size, sges);
@@ -683,8 +664,8 @@ impl World {
             }
             self.stats.receives += 1;
             let e = &mut self.conns[conn].ends[end];
-            if e.unclaimed.pop_front().is_none() {
-                e.promised.push_back(size);
+            if e.session.unclaimed.pop_front().is_none() {
+                e.session.promised.push_back(size);
             }
             e.posted.push_back(Posted {
                 wr_id: id,

@@ -2,51 +2,17 @@
 
 use std::net::IpAddr;
 
-use roce_cm::cma;
-use roce_port::{CmEventKind, Port};
+use roce_port::Port;
 use roce_verbs::Instant;
 
 use crate::{
-    Class, SimConfig, Stats,
-    adversary::{Blind, Effort},
+    adversary::state::{Blind, Effort},
+    config::{Class, SimConfig},
     rng::Rng,
     runner::{Check, Failure, RunConfig, simulate},
-    world::{ADVERSARY, Event, World},
+    stats::Stats,
+    world::{ADVERSARY, Program, World},
 };
-
-/// Bytes of private data that a program puts into a request to connect.
-pub const PRIVATE_LEN: usize = 92 - cma::HEADER_LEN;
-
-/// Programs of all hosts of a run, which [`simulate_program`] calls. While a method runs, no other one is called: packets and events that it causes are
-/// delivered after it.
-pub trait Program {
-    /// Handles a timer that [`World::set_timer`] has set.
-    ///
-    /// # Errors
-    /// When a rule is broken.
-    fn on_timer(&mut self, world: &mut World, timer: usize) -> Check;
-
-    /// Handles an event of a host's connection manager.
-    ///
-    /// # Errors
-    /// When a rule is broken.
-    fn on_event(&mut self, world: &mut World, host: usize, event: &CmEventKind) -> Check;
-
-    /// Draws the private data of a request that the adversary forges.
-    fn forged_request(&self, rng: &mut Rng) -> [u8; PRIVATE_LEN];
-
-    /// Whether all work is done.
-    fn is_done(&self) -> bool;
-
-    /// Checks that nothing is left of the flood, when the run has ended.
-    ///
-    /// # Errors
-    /// When a rule is broken.
-    fn check_end(&self) -> Check;
-
-    /// Returns a summary of its state, for reports.
-    fn situation(&self) -> String;
-}
 
 /// Runs programs that `make` creates on a network without faults, under a flood of requests to the first host. A failing
 /// run is repeated to write its capture.
@@ -95,7 +61,7 @@ impl World {
 
     /// Calls [`Program::on_timer`] `after` nanoseconds from now.
     pub fn set_timer(&mut self, after: u64, timer: usize) {
-        self.schedule(after, Event::Program { timer });
+        self.schedule(after, "program", move |w| w.on_program_timer(timer));
     }
 
     /// Prints a line of the log, if there is one.

@@ -15,17 +15,22 @@ use crate::trace::Trace;
 pub type Check = Result<(), String>;
 
 /// Options of a run of any kind.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, clap::Args)]
 pub struct RunConfig {
-    /// Decides everything.
+    /// First seed; with --seeds 1 it repeats one run exactly
+    #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// About how many work requests each direction of a connection carries.
+    /// About how many work requests each direction of a connection carries
+    #[arg(long, default_value_t = 150)]
     pub scale: u32,
-    /// Directory for captures of failing runs; `None`: the system's for temporary files.
+    /// Folder for captures of failed runs; default: the system's for temporary files
+    #[arg(long)]
     pub pcap_dir: Option<PathBuf>,
-    /// File for a capture of the run, whether it fails or not.
+    /// Write a capture of the (last) run, whether it fails or not
+    #[arg(long, value_name = "FILE")]
     pub capture: Option<PathBuf>,
-    /// Print every packet, completion and event of connections.
+    /// Print every packet, completion and event of connections
+    #[arg(long)]
     pub log: bool,
 }
 

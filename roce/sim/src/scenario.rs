@@ -4,7 +4,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use roce_port::TxConfig;
 use roce_qp::WindowConfig;
-use roce_verbs::{Mtu, Psn, QpCaps, RnrTimer};
+use roce_verbs::{Mtu, Psn, QpCaps, RnrTimer, provider::ConnParams};
 
 use crate::{net::Faults, rng::Rng};
 
@@ -73,6 +73,20 @@ pub(crate) struct ConnPlan {
     /// Regions start at address zero.
     pub(crate) zero_based: bool,
     pub(crate) largest: usize,
+}
+
+impl ConnPlan {
+    /// Returns what its ends ask of each other, with its number as private data.
+    pub(crate) fn params(&self, conn: usize) -> ConnParams {
+        ConnParams {
+            private_data: (conn as u32).to_be_bytes().to_vec(),
+            responder_resources: self.rd_atomic,
+            initiator_depth: self.rd_atomic,
+            retry_count: self.retry_cnt,
+            rnr_retry_count: self.rnr_retry,
+            ..ConnParams::default()
+        }
+    }
 }
 
 /// Plan of a run.
@@ -239,15 +253,11 @@ impl Scenario {
     /// Leaves no faults but narrow links and queues that overflow.
     pub(crate) fn narrow(&mut self, rng: &mut Rng) {
         self.faults = Faults {
-            loss: 0.0,
-            duplicate: 0.0,
-            reorder: 0.0,
-            corrupt: 0.0,
             bandwidth: rng.pick(&[20_000_000, 125_000_000, 1_250_000_000]),
             queue: rng.pick(&[48 << 10, 100 << 10, 256 << 10]),
             // Longer than the first pause before a probe, too.
             delay: rng.pick(&[US, 30 * US, 200 * US, 200 * US, 2 * MS, 20 * MS]),
-            ..self.faults
+            ..self.faults.sound()
         };
         self.disturbances = 0;
         self.chaos_end = 5 * SEC;
@@ -272,13 +282,9 @@ impl Scenario {
     /// Leaves no faults at all, and enough work to see what is got through.
     pub(crate) fn clear(&mut self, rng: &mut Rng) {
         self.faults = Faults {
-            loss: 0.0,
-            duplicate: 0.0,
-            reorder: 0.0,
-            corrupt: 0.0,
             bandwidth: rng.pick(&[125_000_000, 1_250_000_000]),
             queue: 64 << 20,
-            ..self.faults
+            ..self.faults.sound()
         };
         self.disturbances = 0;
         self.chaos_end = 0;

@@ -28,7 +28,7 @@ impl Notes {
 pub struct Trace {
     hash: u64,
     pcap: Option<Writer<BufWriter<File>>>,
-    log: bool,
+    notes: Notes,
 }
 
 impl Trace {
@@ -40,7 +40,7 @@ impl Trace {
         Ok(Self {
             hash: 0xcbf2_9ce4_8422_2325,
             pcap: pcap.map(Writer::create).transpose()?,
-            log,
+            notes: Notes { on: log },
         })
     }
 
@@ -58,12 +58,7 @@ impl Trace {
         let Some(pcap) = &mut self.pcap else {
             return;
         };
-        let step = if frame.segment_len == 0 {
-            frame.bytes.len().max(1)
-        } else {
-            frame.segment_len
-        };
-        for (i, packet) in frame.bytes.chunks(step).enumerate() {
+        for (i, packet) in frame.packets().enumerate() {
             let dst = SocketAddr::new(frame.dst, ROCE_UDP_PORT);
             let id = frame.identification.wrapping_add(i as u16);
             // The capture is an aid; the run goes on without it.
@@ -73,31 +68,30 @@ impl Trace {
 
     /// Logs a train that is sent.
     pub(crate) fn leaves(&self, now: u64, host: usize, train: &roce_port::Train<'_>) {
-        if !self.log {
+        if !self.notes.on {
             return;
         }
         for packet in train.packets().filter_map(|bytes| roce_bth::Packet::parse(bytes).ok()) {
             let b = &packet.header.bth;
-            eprintln!(
-                "{now:>12} host {host} sends {:?} to {} psn {}",
-                b.opcode, b.dest_qp, b.psn
-            );
+            self.note(now, || {
+                format!("host {host} sends {:?} to {} psn {}", b.opcode, b.dest_qp, b.psn)
+            });
         }
     }
 
     /// Logs a forged packet that is processed. It has no part in the fingerprint.
     pub(crate) fn forged(&mut self, now: u64, host: usize, frame: &Frame) {
-        if self.log {
+        self.note(now, || {
             let head = &frame.bytes[..frame.bytes.len().min(BTH_LEN)];
             let (src, id) = (frame.src, frame.identification);
-            eprintln!("{now:>12} host {host} takes forged {head:02x?} from {src}, Identification {id}");
-        }
+            format!("host {host} takes forged {head:02x?} from {src}, Identification {id}")
+        });
         self.sent(now, frame);
     }
 
     /// Adds a packet that is processed. Addresses in memory differ from run to run, so only the BTH enters the fingerprint.
     pub fn received(&mut self, now: u64, host: usize, frame: &Frame) {
-        if self.log
+        if self.notes.on
             && let Ok(p) = roce_bth::Packet::parse(&frame.bytes)
         {
             let b = &p.header.bth;
@@ -121,32 +115,28 @@ impl Trace {
     }
 
     pub(crate) fn completed(&mut self, now: u64, host: usize, c: &Completion) {
-        if self.log {
-            eprintln!(
-                "{now:>12} host {host}: {} {:?} {:?} {} bytes",
-                c.wr_id, c.opcode, c.status, c.byte_len
-            );
-        }
+        self.note(now, || {
+            let (id, opcode, status, len) = (c.wr_id, c.opcode, c.status, c.byte_len);
+            format!("host {host}: {id} {opcode:?} {status:?} {len} bytes")
+        });
         self.mix(now);
         self.mix(c.wr_id);
         self.mix(u64::from(c.status as u32) << 32 | u64::from(c.byte_len));
     }
 
     pub(crate) fn cm(&mut self, now: u64, host: usize, event: &CmEventKind) {
-        if self.log {
-            eprintln!("{now:>12} host {host}: {event:?}");
-        }
+        self.note(now, || format!("host {host}: {event:?}"));
         self.mix(now);
         self.mix(event.conn().0);
     }
 
     /// Prints a line of the log, if there is one.
     pub fn note(&self, now: u64, text: impl FnOnce() -> String) {
-        self.notes().print(now, text);
+        self.notes.print(now, text);
     }
 
     /// Returns the log.
     pub fn notes(&self) -> Notes {
-        Notes { on: self.log }
+        self.notes
     }
 }

@@ -3,7 +3,7 @@
 use roce_verbs::{Completion, Qpn, WcFlags, WcOpcode, WcStatus};
 
 use crate::{
-    adversary::MARK,
+    adversary::packets::MARK,
     model::{Expect, FastKey, Message, Phase, Posted, Sent, TARGET, wr_owner},
     runner::Check,
     world::World,
@@ -31,7 +31,7 @@ impl World {
         result.map_err(|text| format!("conn {conn} end {end} life {life}: {text}"))?;
         if !wc.is_ok() {
             self.stats.count_error(wc.status);
-            self.conns[conn].ends[end].failed = true;
+            self.conns[conn].ends[end].session.failed = true;
             self.break_later(conn);
         }
         Ok(())
@@ -42,7 +42,7 @@ impl World {
         let Some(place) = e.sent.iter().position(|s| s.wr_id == wc.wr_id) else {
             return Err(format!("a send completed that is not outstanding (twice?): {wc:?}"));
         };
-        if wc.status != WcStatus::FlushError && e.failed {
+        if wc.status != WcStatus::FlushError && e.session.failed {
             return Err(format!("{:?} after the queue pair had failed: {wc:?}", wc.status));
         }
         // Those before it make no completion if they succeed.
@@ -76,7 +76,7 @@ impl World {
             return Err("nothing is outstanding".into());
         };
         let allowed = match status {
-            WcStatus::FlushError => e.failed || e.allow.flush,
+            WcStatus::FlushError => e.session.failed || e.allow.flush,
             WcStatus::RetryExceeded => e.allow.retry,
             WcStatus::RnrRetryExceeded => e.allow.rnr && s.message.is_some(),
             WcStatus::RemoteAccessError => e.allow.access,
@@ -92,14 +92,13 @@ impl World {
             ));
         }
         if s.local.is_some() {
-            e.local_ring.give_back();
+            e.session.local_ring.give_back();
         }
         e.undone.extend(s.effect);
         if status != WcStatus::FlushError {
             // The peer's queue pair may be in error as well, and does not answer then.
             let peer = &mut self.conns[conn].ends[1 - end];
-            peer.allow.flush = true;
-            peer.allow.retry = true;
+            peer.allow.end();
         }
         Ok(())
     }
@@ -116,9 +115,9 @@ impl World {
         self.stats.succeeded += 1;
         if victim {
             if s.local.is_some() {
-                own.local_ring.give_back();
+                own.session.local_ring.give_back();
             }
-            own.fast_key = s.fast.unwrap_or(own.fast_key);
+            own.session.fast_key = s.fast.unwrap_or(own.session.fast_key);
             return Ok(());
         }
         if s.expect != Expect::Success {
@@ -135,16 +134,16 @@ impl World {
                     ));
                 }
             }
-            own.local_ring.give_back();
+            own.session.local_ring.give_back();
         }
         let peer_is_there = self.hosts[peer.host].alive && !peer.target_gone;
         if let Some(n) = s.message
             && peer_is_there
-            && peer.messages_received <= n
+            && peer.session.messages_received <= n
         {
             return Err(format!(
                 "{} number {n} completed, but the peer has only {}",
-                s.what, peer.messages_received
+                s.what, peer.session.messages_received
             ));
         }
         if let Some(effect) = &s.effect
@@ -163,7 +162,7 @@ impl World {
             }
         }
         if let Some(state) = s.fast {
-            own.fast_key = state;
+            own.session.fast_key = state;
         }
         Ok(())
     }
@@ -178,47 +177,47 @@ impl World {
         let Some(posted) = posted else {
             return Err(format!("a receive completed out of turn: {wc:?}"));
         };
-        e.recv_ring.give_back();
+        e.session.recv_ring.give_back();
         if victim {
             // Whoever sent it.
-            e.messages_received += u64::from(e.incoming.pop_front().is_some());
+            e.session.messages_received += u64::from(e.session.incoming.pop_front().is_some());
             self.want_receives(conn, end);
             return Ok(());
         }
         match wc.status {
             WcStatus::Success => {
-                let Some(message) = e.incoming.pop_front() else {
+                let Some(message) = e.session.incoming.pop_front() else {
                     return Err(format!("a message arrived that nobody has sent: {wc:?}"));
                 };
-                e.messages_received += 1;
+                e.session.messages_received += 1;
                 let mut actual = vec![0; posted.before.len()];
                 e.recv
                     .read(posted.pieces.range.start, &mut actual)
                     .map_err(|e| e.to_string())?;
                 check_message(&message, &posted, wc, &actual)?;
                 if message.invalidates.is_some() {
-                    e.fast_key = FastKey::Closed;
+                    e.session.fast_key = FastKey::Closed;
                 }
                 self.stats.messages += 1;
                 self.want_receives(conn, end);
                 Ok(())
             }
-            WcStatus::FlushError if e.failed || e.allow.flush => Ok(()),
-            WcStatus::LocalLengthError if e.incoming.front().is_some_and(|m| m.too_long) => {
-                e.incoming.pop_front();
+            WcStatus::FlushError if e.session.failed || e.allow.flush => Ok(()),
+            WcStatus::LocalLengthError if e.session.incoming.front().is_some_and(|m| m.too_long) => {
+                e.session.incoming.pop_front();
                 Ok(())
             }
             WcStatus::LocalAccessError if e.target_gone => {
-                e.incoming.pop_front();
+                e.session.incoming.pop_front();
                 Ok(())
             }
             // As rdma_rxe does: the receive was taken already.
-            status if e.incoming.front().is_some_and(|m| m.fails == Some(status)) => {
+            status if e.session.incoming.front().is_some_and(|m| m.fails == Some(status)) => {
                 if status == WcStatus::RemoteInvalidRequestError {
                     // The message is there, and its sender is told so.
-                    e.messages_received += 1;
+                    e.session.messages_received += 1;
                 }
-                e.incoming.pop_front();
+                e.session.incoming.pop_front();
                 Ok(())
             }
             _ => Err(format!("a receive ended with {:?}; allowed: {:?}", wc.status, e.allow)),
@@ -226,21 +225,17 @@ impl World {
     }
 
     pub(crate) fn on_drained(&mut self, h: usize, qpn: Qpn) -> Check {
-        let owner = self.conns.iter().enumerate().find_map(|(i, c)| {
-            let end = c.ends.iter().position(|e| e.host == h && e.qpn == Some(qpn))?;
-            Some((i, end))
-        });
-        let Some((conn, end)) = owner else {
+        let Some((conn, end)) = self.find_end(|e| e.host == h && e.qpn == Some(qpn)) else {
             return Ok(());
         };
         let c = &self.conns[conn];
-        if !c.ends[end].draining {
+        if !c.ends[end].session.draining {
             return Err(format!("conn {conn} end {end}: drained without having been asked to"));
         }
         self.stats.drains += 1;
         let life = c.life;
         let after = self.rng.range(0, 1_000_000);
-        self.schedule(after, crate::world::Event::Resume { conn, end, life });
+        self.schedule(after, "resume", move |w| w.resume(conn, end, life));
         Ok(())
     }
 
@@ -248,8 +243,8 @@ impl World {
         let victim = self.is_victim(conn);
         self.conns[conn].ends.iter().all(|e| {
             e.operations_left == 0
-                && (victim || e.incoming.is_empty())
-                && !e.draining
+                && (victim || e.session.incoming.is_empty())
+                && !e.session.draining
                 && e.sent.iter().all(|s| !s.signaled)
         })
     }
@@ -271,8 +266,8 @@ impl World {
                 if let Some(text) = difference(&actual, &e.shadow) {
                     return Err(format!("conn {conn} end {end}: memory is not what was written: {text}"));
                 }
-                if e.messages_posted != e.messages_received {
-                    let (posted, received) = (e.messages_posted, e.messages_received);
+                if e.session.messages_posted != e.session.messages_received {
+                    let (posted, received) = (e.session.messages_posted, e.session.messages_received);
                     return Err(format!(
                         "conn {conn} end {end}: {received} of {posted} messages arrived"
                     ));
@@ -332,19 +327,19 @@ impl World {
             for (j, e) in c.ends.iter().enumerate() {
                 let host = &self.hosts[e.host];
                 let state = e.qpn.and_then(|q| host.port.qp_state(q));
-                let wait = e.qpn.and_then(|q| host.port.wait_reason(q));
-                let cm = e.cm.and_then(|id| host.port.cm_state(id));
+                let wait = e.qpn.and_then(|q| Some(host.port.qp(q)?.wait_reason()));
+                let cm = e.cm.and_then(|id| host.port.cm()?.state(id));
                 out += &format!(
                     "\n    end {j} on host {}: up {} failed {} draining {}; {} to post, {} sent, {} receives posted, {} \
                      messages on their way; qp {state:?} {wait:?} cm {cm:?}; oldest: {:?}",
                     e.host,
-                    e.up,
-                    e.failed,
-                    e.draining,
+                    e.session.up,
+                    e.session.failed,
+                    e.session.draining,
                     e.operations_left,
                     e.sent.len(),
                     e.posted.len(),
-                    e.incoming.len(),
+                    e.session.incoming.len(),
                     e.sent.front().map(|s: &Sent| (s.what, s.byte_len, s.signaled)),
                 );
             }

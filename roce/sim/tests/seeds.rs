@@ -1,6 +1,6 @@
 //! A few simulated networks in every `cargo test`; `cargo xtask sim` runs thousands.
 
-use roce_sim::{Adversary, Failure, LEAST_GOODPUT, RunConfig, SimConfig, Stats, run, run_many};
+use roce_sim::{Failure, LEAST_GOODPUT, RunConfig, Runs, SimConfig, Stats, run, run_many};
 
 /// Seeds that reach what few others do (README.md), or that once showed a bug. A change of what a seed draws takes their
 /// meaning away: a bug found in earnest gets a test of its own as well.
@@ -81,7 +81,7 @@ fn some_networks() {
 #[test]
 fn queues_that_overflow_cost_a_bounded_share_of_retransmissions() {
     let base = SimConfig {
-        bottleneck: true,
+        runs: Runs::Narrow,
         ..SimConfig::new(RunConfig::new(0))
     };
     let (total, failures) = run_seeds(1..=24, &base);
@@ -129,7 +129,7 @@ fn failed(failures: &[Failure]) -> String {
 #[test]
 fn an_adversary_that_sees_nothing_changes_nothing() {
     let base = SimConfig {
-        adversary: Adversary::Always,
+        runs: Runs::Attacked,
         ..small(0)
     };
     let (total, failures) = run_seeds(1..=16, &base);
@@ -138,17 +138,25 @@ fn an_adversary_that_sees_nothing_changes_nothing() {
     assert!(total.at_live > 1000, "{total:?}");
     assert!(total.backlog_drops > 0, "no backlog was full: {total:?}");
     // A request that waits names the peer of a queue pair that programs connect without one.
-    let waiting = SimConfig {
-        adversary: Adversary::Always,
-        ..SimConfig::new(RunConfig::new(1766))
+    let attacked = |seed| {
+        let config = SimConfig {
+            runs: Runs::Attacked,
+            ..SimConfig::new(RunConfig::new(seed))
+        };
+        run(&config).unwrap_or_else(|failure| panic!("{failure}"))
     };
-    run(&waiting).unwrap_or_else(|failure| panic!("{failure}"));
+    attacked(1766);
+    let stats = attacked(131);
+    assert!(
+        stats.question_drops > 0,
+        "no program held all the questions that it may: {stats:?}"
+    );
 }
 
 #[test]
 fn packets_of_strangers_at_live_psns_change_nothing() {
     let base = SimConfig {
-        strangers: true,
+        runs: Runs::Strangers,
         ..small(0)
     };
     let (total, failures) = run_seeds(1..=30, &base);
@@ -159,7 +167,7 @@ fn packets_of_strangers_at_live_psns_change_nothing() {
 #[test]
 fn copies_of_packets_beyond_a_gap_are_not_executed() {
     let base = SimConfig {
-        copies: true,
+        runs: Runs::Copies,
         ..small(0)
     };
     let (total, failures) = run_seeds(1..=30, &base);
@@ -172,7 +180,7 @@ fn what_is_drawn_does_not_depend_on_the_adversary() {
     let mut peaceful = 0;
     for seed in 1..=4 {
         let drawn = SimConfig {
-            adversary: Adversary::Drawn,
+            runs: Runs::Drawn,
             ..small(seed)
         };
         let with = run(&drawn).unwrap();
@@ -187,7 +195,7 @@ fn what_is_drawn_does_not_depend_on_the_adversary() {
 #[test]
 fn goodput_stays_under_attack() {
     let base = SimConfig {
-        goodput: true,
+        runs: Runs::Goodput,
         ..small(0)
     };
     let (total, failures) = run_seeds(GOODPUT.iter().copied(), &base);
@@ -200,7 +208,7 @@ fn goodput_stays_under_attack() {
 #[test]
 fn who_sees_everything_harms_one_connection_only() {
     let base = SimConfig {
-        observer: true,
+        runs: Runs::Observed,
         ..small(0)
     };
     let (total, failures) = run_seeds(1..=16, &base);

@@ -11,8 +11,8 @@ use std::{
 
 use roce::{
     AccessFlags, AddressVector, CmEvent, CmEventKind, Completion, ConnParams, Cq, Device, DeviceConfig, EventChannel,
-    Id, Mr, Payload, Pd, Psn, Qp, QpCaps, QpInit, QpState, QpType, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr,
-    ToRts, WcFlags, WcOpcode, WcStatus,
+    Id, Mr, Payload, Pd, Psn, Qp, QpAttr, QpCaps, QpInit, QpState, QpType, RecvWr, RemoteAddr, SendFlags, SendOp,
+    SendWr, WcFlags, WcOpcode, WcStatus,
 };
 
 pub const ALL: AccessFlags = AccessFlags::LOCAL_WRITE
@@ -20,7 +20,7 @@ pub const ALL: AccessFlags = AccessFlags::LOCAL_WRITE
     .union(AccessFlags::REMOTE_READ)
     .union(AccessFlags::REMOTE_ATOMIC);
 
-/// What must have happened by then, or it will not.
+/// Longest time that anything takes.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// An address that no other device uses.
@@ -165,11 +165,11 @@ pub fn connect(a: &Side, b: &Side, qa: &Qp, qb: &Qp, addr: SocketAddr) -> (Id, I
 
 /// Brings a queue pair to RTS by hand, as ibv_rc_pingpong does.
 pub fn raise(qp: &Qp, local: IpAddr, remote: &Qp, remote_addr: IpAddr, psns: [u32; 2]) {
-    let way = ToRts {
-        rq_psn: Psn::new(psns[1]),
-        sq_psn: Psn::new(psns[0]),
-        retry_cnt: 6,
-        ..ToRts::new(AddressVector::new(local, remote_addr), roce::Mtu::B1024, remote.qpn())
+    let way = QpAttr {
+        rq_psn: Some(Psn::new(psns[1])),
+        sq_psn: Some(Psn::new(psns[0])),
+        retry_cnt: Some(6),
+        ..QpAttr::to_rts(AddressVector::new(local, remote_addr), roce::Mtu::B1024, remote.qpn())
     };
     for to in [QpState::Rtr, QpState::Rts] {
         qp.modify(&way.step(QpType::Rc, to)).unwrap();

@@ -5,7 +5,28 @@ use core::{net::IpAddr, str::FromStr, time::Duration};
 use roce_bth::{Psn, Qpn, RnrTimer, Service};
 use std::sync::Arc;
 
-use crate::wr::AccessFlags;
+bitflags! {
+    /// Rights that a memory region, window or queue pair gives to a peer (`ibv_access_flags`; same bits).
+    #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+    pub struct AccessFlags: u32 {
+        /// The local device may write (receives, READ responses, atomic results).
+        const LOCAL_WRITE = 1;
+        /// A peer may RDMA WRITE.
+        const REMOTE_WRITE = 1 << 1;
+        /// A peer may RDMA READ.
+        const REMOTE_READ = 1 << 2;
+        /// A peer may use atomics.
+        const REMOTE_ATOMIC = 1 << 3;
+        /// A memory window may be bound to the region.
+        const MW_BIND = 1 << 4;
+        /// Addresses in the region start at zero.
+        const ZERO_BASED = 1 << 5;
+        /// A peer may FLUSH for global visibility.
+        const FLUSH_GLOBAL = 1 << 8;
+        /// A peer may FLUSH to persistence.
+        const FLUSH_PERSISTENT = 1 << 9;
+    }
+}
 
 /// RoCE path MTU (`ibv_mtu`; same numbers).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -326,82 +347,89 @@ bitflags! {
     }
 }
 
-/// Attributes to set with modify, or as query returns them. What is `None` is left alone.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct QpAttr {
+macro_rules! attributes {
+    ($( $(#[$doc:meta])* $name:ident: $type:ty = $flag:ident; )*) => {
+        /// Attributes to set with modify, or as query returns them. What is `None` is left alone.
+        #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+        pub struct QpAttr {
+            $( $(#[$doc])* pub $name: Option<$type>, )*
+            /// The send queue is draining (returned by query only).
+            pub sq_draining: bool,
+        }
+
+        impl QpAttr {
+            /// Which attributes are set.
+            pub fn mask(&self) -> QpAttrMask {
+                let set = [$( (self.$name.is_some(), QpAttrMask::$flag), )*];
+                set.into_iter().filter(|(on, _)| *on).map(|(_, flag)| flag).collect()
+            }
+
+            /// Returns the attributes with those of `other` where they are not set.
+            #[must_use]
+            pub fn or(self, other: Self) -> Self {
+                Self {
+                    $( $name: self.$name.or(other.$name), )*
+                    ..other
+                }
+            }
+
+            /// Returns these of the attributes alone.
+            #[must_use]
+            pub fn only(self, mask: QpAttrMask) -> Self {
+                Self {
+                    $( $name: self.$name.filter(|_| mask.contains(QpAttrMask::$flag)), )*
+                    ..Self::default()
+                }
+            }
+        }
+    };
+}
+
+attributes! {
     /// Next state.
-    pub state: Option<QpState>,
+    state: QpState = STATE;
     /// The state that the program believes the queue pair to be in.
-    pub cur_state: Option<QpState>,
+    cur_state: QpState = CUR_STATE;
     /// Report the drained send queue with an event.
-    pub en_sqd_async_notify: Option<bool>,
+    en_sqd_async_notify: bool = EN_SQD_ASYNC_NOTIFY;
     /// Rights of the peer.
-    pub access: Option<AccessFlags>,
+    access: AccessFlags = ACCESS_FLAGS;
     /// Index of the partition key: 0.
-    pub pkey_index: Option<u16>,
+    pkey_index: u16 = PKEY_INDEX;
     /// Port number: 1.
-    pub port: Option<u8>,
+    port: u8 = PORT;
     /// Queue key (UD).
-    pub qkey: Option<u32>,
+    qkey: u32 = QKEY;
     /// Path to the peer.
-    pub av: Option<AddressVector>,
+    av: AddressVector = AV;
     /// Path MTU.
-    pub path_mtu: Option<Mtu>,
+    path_mtu: Mtu = PATH_MTU;
     /// Local ACK timeout code: 4.096 us * 2^code, 0 = for ever.
-    pub timeout: Option<u8>,
+    timeout: u8 = TIMEOUT;
     /// Retries after timeouts and sequence errors, 0 to 7.
-    pub retry_cnt: Option<u8>,
+    retry_cnt: u8 = RETRY_CNT;
     /// Retries after RNR NAK, 7 = for ever.
-    pub rnr_retry: Option<u8>,
+    rnr_retry: u8 = RNR_RETRY;
     /// First PSN expected.
-    pub rq_psn: Option<Psn>,
+    rq_psn: Psn = RQ_PSN;
     /// Outstanding READs and atomics as requester.
-    pub max_rd_atomic: Option<u8>,
+    max_rd_atomic: u8 = MAX_RD_ATOMIC;
     /// Waiting time that RNR NAKs ask for.
-    pub min_rnr_timer: Option<RnrTimer>,
+    min_rnr_timer: RnrTimer = MIN_RNR_TIMER;
     /// First PSN sent.
-    pub sq_psn: Option<Psn>,
+    sq_psn: Psn = SQ_PSN;
     /// Outstanding READs and atomics as responder.
-    pub max_dest_rd_atomic: Option<u8>,
+    max_dest_rd_atomic: u8 = MAX_DEST_RD_ATOMIC;
     /// The peer's queue pair.
-    pub dest_qpn: Option<Qpn>,
+    dest_qpn: Qpn = DEST_QPN;
     /// Path migration: only [`PathMigState::Migrated`].
-    pub path_mig_state: Option<PathMigState>,
-    /// The send queue is draining (returned by query only).
-    pub sq_draining: bool,
+    path_mig_state: PathMigState = PATH_MIG_STATE;
 }
 
 impl QpAttr {
     /// Whether they stop the queue pair: what is under way is given up.
     pub fn stops(&self) -> bool {
         matches!(self.state, Some(QpState::Reset | QpState::Err))
-    }
-
-    /// Which attributes are set.
-    pub fn mask(&self) -> QpAttrMask {
-        use QpAttrMask as M;
-        let set = [
-            (self.state.is_some(), M::STATE),
-            (self.cur_state.is_some(), M::CUR_STATE),
-            (self.en_sqd_async_notify.is_some(), M::EN_SQD_ASYNC_NOTIFY),
-            (self.access.is_some(), M::ACCESS_FLAGS),
-            (self.pkey_index.is_some(), M::PKEY_INDEX),
-            (self.port.is_some(), M::PORT),
-            (self.qkey.is_some(), M::QKEY),
-            (self.av.is_some(), M::AV),
-            (self.path_mtu.is_some(), M::PATH_MTU),
-            (self.timeout.is_some(), M::TIMEOUT),
-            (self.retry_cnt.is_some(), M::RETRY_CNT),
-            (self.rnr_retry.is_some(), M::RNR_RETRY),
-            (self.rq_psn.is_some(), M::RQ_PSN),
-            (self.max_rd_atomic.is_some(), M::MAX_RD_ATOMIC),
-            (self.min_rnr_timer.is_some(), M::MIN_RNR_TIMER),
-            (self.sq_psn.is_some(), M::SQ_PSN),
-            (self.max_dest_rd_atomic.is_some(), M::MAX_DEST_RD_ATOMIC),
-            (self.dest_qpn.is_some(), M::DEST_QPN),
-            (self.path_mig_state.is_some(), M::PATH_MIG_STATE),
-        ];
-        set.into_iter().filter(|(on, _)| *on).map(|(_, m)| m).collect()
     }
 }
 
@@ -410,80 +438,62 @@ pub fn ack_timeout(code: u8) -> Option<Duration> {
     (code != 0).then(|| Duration::from_nanos(4096 << u32::from(code & 0x1f)))
 }
 
-/// Limits of a device (`ibv_device_attr`).
-#[derive(Clone, Debug)]
-#[allow(missing_docs)]
-pub struct DeviceLimits {
-    pub node_guid: u64,
-    pub max_qp: u32,
-    pub max_qp_wr: u32,
-    pub max_sge: u32,
-    pub max_inline_data: u32,
-    pub max_cq: u32,
-    pub max_cqe: u32,
-    pub max_mr: u32,
-    pub max_mr_size: u64,
-    pub max_mw: u32,
-    pub max_pd: u32,
-    pub max_qp_rd_atom: u8,
-    pub max_qp_init_rd_atom: u8,
-    pub max_msg_size: u32,
-    pub page_size: u32,
+macro_rules! limits {
+    ($( $(#[$doc:meta])* $name:ident: $type:ty = $software:expr, )*) => {
+        /// Limits of a device (`ibv_device_attr`).
+        #[derive(Clone, Debug)]
+        #[allow(missing_docs)]
+        pub struct DeviceLimits {
+            pub node_guid: u64,
+            $( $(#[$doc])* pub $name: $type, )*
+        }
+
+        impl DeviceLimits {
+            /// The limits of the software device; rdma_rxe's orders of magnitude.
+            pub const fn software(node_guid: u64) -> Self {
+                Self { node_guid, $( $name: $software, )* }
+            }
+        }
+    };
+}
+
+limits! {
+    max_qp: u32 = 0x1_0000,
+    max_qp_wr: u32 = 0x4000,
+    max_sge: u32 = 32,
+    max_inline_data: u32 = 512,
+    max_cq: u32 = 0x1_0000,
+    max_cqe: u32 = 0x8_0000,
+    max_mr: u32 = 0x8_0000,
+    max_mr_size: u64 = 1 << 47,
+    max_mw: u32 = 0x1_0000,
+    max_pd: u32 = 0x8000,
+    max_qp_rd_atom: u8 = 128,
+    max_qp_init_rd_atom: u8 = 128,
+    max_msg_size: u32 = 1 << 31,
+    page_size: u32 = 4096,
     /// Elements of an RDMA READ.
-    pub max_sge_rd: u32,
-    pub max_srq: u32,
-    pub max_srq_wr: u32,
-    pub max_srq_sge: u32,
+    max_sge_rd: u32 = 32,
+    max_srq: u32 = 0x1_0000,
+    max_srq_wr: u32 = 0x8000,
+    max_srq_sge: u32 = 27,
     /// Address handles.
-    pub max_ah: u32,
+    max_ah: u32 = 0x7fff,
     /// XRC domains.
-    pub max_xrcd: u32,
-    /// Multicast groups.
-    pub max_mcast_grp: u32,
+    max_xrcd: u32 = 0x1000,
+    /// Multicast groups. One may take a socket: a quarter of the descriptors that a process usually may have.
+    max_mcast_grp: u32 = 256,
     /// Queue pairs in one multicast group.
-    pub max_mcast_qp_attach: u32,
+    max_mcast_qp_attach: u32 = 56,
     /// Memberships of queue pairs in multicast groups.
-    pub max_total_mcast_qp_attach: u32,
+    max_total_mcast_qp_attach: u32 = 256 * 56,
     /// Entries of the partition table.
-    pub max_pkeys: u16,
+    max_pkeys: u16 = 1,
     /// Longest delay of an acknowledgement, as a code: 4.096 us * 2^code.
-    pub local_ca_ack_delay: u8,
+    local_ca_ack_delay: u8 = 15,
 }
 
 impl DeviceLimits {
-    /// The limits of the software device; rdma_rxe's orders of magnitude.
-    pub const fn software(node_guid: u64) -> Self {
-        Self {
-            node_guid,
-            max_qp: 0x1_0000,
-            max_qp_wr: 0x4000,
-            max_sge: 32,
-            max_inline_data: 512,
-            max_cq: 0x1_0000,
-            max_cqe: 0x8_0000,
-            max_mr: 0x8_0000,
-            max_mr_size: 1 << 47,
-            max_mw: 0x1_0000,
-            max_pd: 0x8000,
-            max_qp_rd_atom: 128,
-            max_qp_init_rd_atom: 128,
-            max_msg_size: 1 << 31,
-            page_size: 4096,
-            max_sge_rd: 32,
-            max_srq: 0x1_0000,
-            max_srq_wr: 0x8000,
-            max_srq_sge: 27,
-            max_ah: 0x7fff,
-            max_xrcd: 0x1000,
-            // A group may take a socket: a quarter of the descriptors that a process usually may have.
-            max_mcast_grp: 256,
-            max_mcast_qp_attach: 56,
-            max_total_mcast_qp_attach: 256 * 56,
-            max_pkeys: 1,
-            local_ca_ack_delay: 15,
-        }
-    }
-
     /// READs and atomics that all queue pairs together answer at a time: what each may have does not depend on the others
     /// (`max_res_rd_atom`).
     pub const fn max_res_rd_atom(&self) -> u32 {

@@ -2,43 +2,6 @@
 
 use roce_bth::Qpn;
 
-/// Asynchronous event of an object, without a work request to report it.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum AsyncEvent {
-    /// Error on a completion queue (overflow); the number is the queue's handle.
-    CqError(u32),
-    /// The queue pair failed in a way that no completion tells.
-    QpFatal(Qpn),
-    /// A request that the responder had to refuse as invalid.
-    QpRequestError(Qpn),
-    /// A request with a local access violation.
-    QpAccessError(Qpn),
-    /// First packet on a queue pair in RTR.
-    CommunicationEstablished(Qpn),
-    /// The send queue is drained after SQD was asked for.
-    SqDrained(Qpn),
-    /// The last receive of a queue pair with a shared receive queue is used up.
-    LastWqeReached(Qpn),
-    /// The path of the queue pair migrated. RoCE has no path migration; only providers on hardware tell this.
-    PathMigrated(Qpn),
-    /// A path migration failed.
-    PathMigrationError(Qpn),
-    /// A shared receive queue failed; the number is the queue's handle.
-    SrqError(u32),
-    /// A shared receive queue fell below its limit; the number is the queue's handle.
-    SrqLimitReached(u32),
-    /// The device can't go on.
-    DeviceFatal,
-    /// The table of partition keys changed.
-    PkeyChange,
-    /// The port became usable.
-    PortActive,
-    /// The port went down.
-    PortError,
-    /// The table of GIDs changed.
-    GidChange,
-}
-
 /// Object of an event.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum EventSource {
@@ -54,27 +17,92 @@ pub enum EventSource {
     Device,
 }
 
-impl AsyncEvent {
-    /// The number that it has in `ibv_event_type`, and what it is about.
-    pub const fn describe(&self) -> (u32, EventSource) {
-        use EventSource::{Cq, Device, Port, Qp, Srq};
-        match *self {
-            Self::CqError(cq) => (0, Cq(cq)),
-            Self::QpFatal(qpn) => (1, Qp(qpn)),
-            Self::QpRequestError(qpn) => (2, Qp(qpn)),
-            Self::QpAccessError(qpn) => (3, Qp(qpn)),
-            Self::CommunicationEstablished(qpn) => (4, Qp(qpn)),
-            Self::SqDrained(qpn) => (5, Qp(qpn)),
-            Self::PathMigrated(qpn) => (6, Qp(qpn)),
-            Self::PathMigrationError(qpn) => (7, Qp(qpn)),
-            Self::DeviceFatal => (8, Device),
-            Self::PortActive => (9, Port),
-            Self::PortError => (10, Port),
-            Self::PkeyChange => (12, Port),
-            Self::SrqError(srq) => (14, Srq(srq)),
-            Self::SrqLimitReached(srq) => (15, Srq(srq)),
-            Self::LastWqeReached(qpn) => (16, Qp(qpn)),
-            Self::GidChange => (18, Port),
+macro_rules! events {
+    ($( $(#[$doc:meta])* $name:ident $(($of:ident: $type:ty))? = $number:literal, $source:ident; )*) => {
+        /// Asynchronous event of an object, without a work request to report it.
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+        pub enum AsyncEvent {
+            $( $(#[$doc])* $name $(($type))?, )*
         }
+
+        impl AsyncEvent {
+            /// Returns the number that it has in `ibv_event_type`, and its object.
+            pub const fn describe(&self) -> (u32, EventSource) {
+                match *self {
+                    $( Self::$name $(($of))? => ($number, EventSource::$source $(($of))?), )*
+                }
+            }
+
+            /// Returns the event with a number of `ibv_event_type`; `None` of one that RoCE does not have, or not for such an object.
+            pub const fn new(number: u32, source: EventSource) -> Option<Self> {
+                match (number, source) {
+                    $( ($number, EventSource::$source $(($of))?) => Some(Self::$name $(($of))?), )*
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+events! {
+    /// Error on a completion queue (overflow); the number is the queue's handle.
+    CqError(cq: u32) = 0, Cq;
+    /// The queue pair failed in a way that no completion tells.
+    QpFatal(qpn: Qpn) = 1, Qp;
+    /// A request that the responder had to refuse as invalid.
+    QpRequestError(qpn: Qpn) = 2, Qp;
+    /// A request with a local access violation.
+    QpAccessError(qpn: Qpn) = 3, Qp;
+    /// First packet on a queue pair in RTR.
+    CommunicationEstablished(qpn: Qpn) = 4, Qp;
+    /// The send queue is drained after SQD was asked for.
+    SqDrained(qpn: Qpn) = 5, Qp;
+    /// The last receive of a queue pair with a shared receive queue is used up.
+    LastWqeReached(qpn: Qpn) = 16, Qp;
+    /// The path of the queue pair migrated. RoCE has no path migration; only providers on hardware tell this.
+    PathMigrated(qpn: Qpn) = 6, Qp;
+    /// A path migration failed.
+    PathMigrationError(qpn: Qpn) = 7, Qp;
+    /// A shared receive queue failed; the number is the queue's handle.
+    SrqError(srq: u32) = 14, Srq;
+    /// A shared receive queue fell below its limit; the number is the queue's handle.
+    SrqLimitReached(srq: u32) = 15, Srq;
+    /// The device can't go on.
+    DeviceFatal = 8, Device;
+    /// The table of partition keys changed.
+    PkeyChange = 12, Port;
+    /// The port became usable.
+    PortActive = 9, Port;
+    /// The port went down.
+    PortError = 10, Port;
+    /// The table of GIDs changed.
+    GidChange = 18, Port;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_event_is_known_by_its_number_and_object() {
+        let qpn = Qpn::new(7);
+        let sources = [
+            EventSource::Cq(9),
+            EventSource::Qp(qpn),
+            EventSource::Srq(9),
+            EventSource::Port,
+            EventSource::Device,
+        ];
+        let all = (0..32).flat_map(|number| sources.map(|source| (number, source)));
+        let known: Vec<_> = all
+            .filter(|(number, source)| {
+                let event = AsyncEvent::new(*number, *source);
+                event
+                    .inspect(|event| assert_eq!(event.describe(), (*number, *source)))
+                    .is_some()
+            })
+            .collect();
+        let numbers: Vec<u32> = known.iter().map(|(number, _)| *number).collect();
+        assert_eq!(numbers, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 15, 16, 18]);
     }
 }

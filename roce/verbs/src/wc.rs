@@ -8,65 +8,53 @@ use core::{
 use bitflags::bitflags;
 use roce_bth::{Qpn, RKey};
 
-use crate::time::Instant;
+use crate::{numbered::numbered, time::Instant};
 
-/// How a work request ended (`ibv_wc_status`; same numbers).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
-#[repr(u32)]
-#[allow(missing_docs)]
-pub enum WcStatus {
-    #[default]
-    Success = 0,
-    LocalLengthError = 1,
-    LocalQpOperationError = 2,
-    LocalEecOperationError = 3,
-    LocalProtectionError = 4,
-    FlushError = 5,
-    MwBindError = 6,
-    BadResponseError = 7,
-    LocalAccessError = 8,
-    RemoteInvalidRequestError = 9,
-    RemoteAccessError = 10,
-    RemoteOperationError = 11,
-    RetryExceeded = 12,
-    RnrRetryExceeded = 13,
-    LocalRddViolation = 14,
-    RemoteInvalidRdRequest = 15,
-    RemoteAborted = 16,
-    InvalidEecn = 17,
-    InvalidEecState = 18,
-    FatalError = 19,
-    ResponseTimeout = 20,
-    GeneralError = 21,
+macro_rules! statuses {
+    ($( $name:ident = $number:literal, $short:literal, $text:literal; )*) => {
+        /// How a work request ended (`ibv_wc_status`; same numbers).
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+        #[repr(u32)]
+        #[allow(missing_docs)]
+        pub enum WcStatus {
+            #[default]
+            $( $name = $number, )*
+        }
+
+        impl WcStatus {
+            /// All by number, with their names in `ibv_wc_status` behind `IBV_WC_`.
+            pub const NAMED: &[(&str, Self)] = &[$( ($short, Self::$name), )*];
+        }
+
+        /// Texts of `ibv_wc_status_str`, by number.
+        pub static WC_STATUS_TEXTS: [&CStr; 24] = [$( $text, )* c"TM error", c"TM software rendezvous"];
+    };
 }
 
-/// Texts of `ibv_wc_status_str`, by number.
-pub static WC_STATUS_TEXTS: [&CStr; 24] = [
-    c"success",
-    c"local length error",
-    c"local QP operation error",
-    c"local EE context operation error",
-    c"local protection error",
-    c"Work Request Flushed Error",
-    c"memory management operation error",
-    c"bad response error",
-    c"local access error",
-    c"remote invalid request error",
-    c"remote access error",
-    c"remote operation error",
-    c"transport retry counter exceeded",
-    c"RNR retry counter exceeded",
-    c"local RDD violation error",
-    c"remote invalid RD request",
-    c"aborted error",
-    c"invalid EE context number",
-    c"invalid EE context state",
-    c"fatal error",
-    c"response timeout error",
-    c"general error",
-    c"TM error",
-    c"TM software rendezvous",
-];
+statuses! {
+    Success = 0, "SUCCESS", c"success";
+    LocalLengthError = 1, "LOC_LEN_ERR", c"local length error";
+    LocalQpOperationError = 2, "LOC_QP_OP_ERR", c"local QP operation error";
+    LocalEecOperationError = 3, "LOC_EEC_OP_ERR", c"local EE context operation error";
+    LocalProtectionError = 4, "LOC_PROT_ERR", c"local protection error";
+    FlushError = 5, "WR_FLUSH_ERR", c"Work Request Flushed Error";
+    MwBindError = 6, "MW_BIND_ERR", c"memory management operation error";
+    BadResponseError = 7, "BAD_RESP_ERR", c"bad response error";
+    LocalAccessError = 8, "LOC_ACCESS_ERR", c"local access error";
+    RemoteInvalidRequestError = 9, "REM_INV_REQ_ERR", c"remote invalid request error";
+    RemoteAccessError = 10, "REM_ACCESS_ERR", c"remote access error";
+    RemoteOperationError = 11, "REM_OP_ERR", c"remote operation error";
+    RetryExceeded = 12, "RETRY_EXC_ERR", c"transport retry counter exceeded";
+    RnrRetryExceeded = 13, "RNR_RETRY_EXC_ERR", c"RNR retry counter exceeded";
+    LocalRddViolation = 14, "LOC_RDD_VIOL_ERR", c"local RDD violation error";
+    RemoteInvalidRdRequest = 15, "REM_INV_RD_REQ_ERR", c"remote invalid RD request";
+    RemoteAborted = 16, "REM_ABORT_ERR", c"aborted error";
+    InvalidEecn = 17, "INV_EECN_ERR", c"invalid EE context number";
+    InvalidEecState = 18, "INV_EEC_STATE_ERR", c"invalid EE context state";
+    FatalError = 19, "FATAL_ERR", c"fatal error";
+    ResponseTimeout = 20, "RESP_TIMEOUT_ERR", c"response timeout error";
+    GeneralError = 21, "GENERAL_ERR", c"general error";
+}
 
 impl Display for WcStatus {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
@@ -74,25 +62,25 @@ impl Display for WcStatus {
     }
 }
 
-/// Operation that completed (`ibv_wc_opcode`; same numbers).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
-#[repr(u32)]
-#[allow(missing_docs)]
-pub enum WcOpcode {
-    #[default]
-    Send = 0,
-    RdmaWrite = 1,
-    RdmaRead = 2,
-    CompareSwap = 3,
-    FetchAdd = 4,
-    BindWindow = 5,
-    LocalInvalidate = 6,
-    Flush = 8,
-    AtomicWrite = 9,
-    /// Fast registration (`IB_WC_REG_MR` has no number in userspace verbs).
-    FastRegister = 16,
-    Recv = 128,
-    RecvRdmaWithImm = 129,
+numbered! {
+    /// Operation that completed (`ibv_wc_opcode`; same numbers).
+    #[derive(Default)]
+    pub enum WcOpcode {
+        #[default]
+        Send = 0,
+        RdmaWrite = 1,
+        RdmaRead = 2,
+        CompareSwap = 3,
+        FetchAdd = 4,
+        BindWindow = 5,
+        LocalInvalidate = 6,
+        Flush = 8,
+        AtomicWrite = 9,
+        /// Fast registration (`IB_WC_REG_MR` has no number in userspace verbs).
+        FastRegister = 16,
+        Recv = 128,
+        RecvRdmaWithImm = 129,
+    }
 }
 
 bitflags! {

@@ -3,30 +3,10 @@
 use bitflags::bitflags;
 use roce_bth::{LKey, Placement, QKey, Qpn, RKey, Selectivity, Srqn};
 
-use crate::attr::AddressVector;
-
-bitflags! {
-    /// Rights that a memory region, window or queue pair gives to a peer (`ibv_access_flags`; same bits).
-    #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
-    pub struct AccessFlags: u32 {
-        /// The local device may write (receives, READ responses, atomic results).
-        const LOCAL_WRITE = 1;
-        /// A peer may RDMA WRITE.
-        const REMOTE_WRITE = 1 << 1;
-        /// A peer may RDMA READ.
-        const REMOTE_READ = 1 << 2;
-        /// A peer may use atomics.
-        const REMOTE_ATOMIC = 1 << 3;
-        /// A memory window may be bound to the region.
-        const MW_BIND = 1 << 4;
-        /// Addresses in the region start at zero.
-        const ZERO_BASED = 1 << 5;
-        /// A peer may FLUSH for global visibility.
-        const FLUSH_GLOBAL = 1 << 8;
-        /// A peer may FLUSH to persistence.
-        const FLUSH_PERSISTENT = 1 << 9;
-    }
-}
+use crate::{
+    attr::{AccessFlags, AddressVector, QpState},
+    numbered::numbered,
+};
 
 bitflags! {
     /// Flags of a send work request (`ibv_send_flags`; same bits).
@@ -115,44 +95,24 @@ pub enum SendOp {
     Flush(Flush),
 }
 
-/// A send work request's operation alone (`ibv_wr_opcode`; same numbers).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-#[repr(u32)]
-#[allow(missing_docs)]
-pub enum WrOpcode {
-    RdmaWrite = 0,
-    RdmaWriteWithImm = 1,
-    Send = 2,
-    SendWithImm = 3,
-    RdmaRead = 4,
-    CompareSwap = 5,
-    FetchAdd = 6,
-    LocalInvalidate = 7,
-    BindWindow = 8,
-    SendWithInv = 9,
-    Flush = 14,
-    AtomicWrite = 15,
-    /// Fast registration (`IB_WR_REG_MR`, which userspace verbs don't have).
-    FastRegister = 32,
-}
-
-impl WrOpcode {
-    /// All of them.
-    pub const ALL: [Self; 13] = [
-        Self::RdmaWrite,
-        Self::RdmaWriteWithImm,
-        Self::Send,
-        Self::SendWithImm,
-        Self::RdmaRead,
-        Self::CompareSwap,
-        Self::FetchAdd,
-        Self::LocalInvalidate,
-        Self::BindWindow,
-        Self::SendWithInv,
-        Self::Flush,
-        Self::AtomicWrite,
-        Self::FastRegister,
-    ];
+numbered! {
+    /// A send work request's operation alone (`ibv_wr_opcode`; same numbers).
+    pub enum WrOpcode {
+        RdmaWrite = 0,
+        RdmaWriteWithImm = 1,
+        Send = 2,
+        SendWithImm = 3,
+        RdmaRead = 4,
+        CompareSwap = 5,
+        FetchAdd = 6,
+        LocalInvalidate = 7,
+        BindWindow = 8,
+        SendWithInv = 9,
+        Flush = 14,
+        AtomicWrite = 15,
+        /// Fast registration (`IB_WR_REG_MR`, which userspace verbs don't have).
+        FastRegister = 32,
+    }
 }
 
 impl SendOp {
@@ -288,7 +248,7 @@ pub struct RecvWr<'a> {
 pub enum PostError {
     /// The queue pair's state does not allow it.
     #[error("the queue pair is in state {0:?}")]
-    State(super::QpState),
+    State(QpState),
     /// The queue is full.
     #[error("the work queue is full")]
     QueueFull,

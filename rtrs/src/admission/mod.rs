@@ -4,17 +4,22 @@
 //! A connection request may come from anybody, with any source address. So it gets no more than a queue pair: the path
 //! is *half-open*. Only when connection 0 stands has the client shown that it receives what is sent to its address; then
 //! the path counts against the limits of sessions, paths and connections, and the caller may allocate. Half-open paths
-//! have limits of their own, and when these are reached the oldest one gives way to the newcomer, so that whoever answers
-//! gets in, however many don't.
+//! have limits of their own, and when these are reached the oldest one is evicted for the newcomer, so that clients that answer
+//! are admitted, however many don't.
 //!
-//! The caller ([`crate::server`], or a simulator) tells what happens and does what is answered:
-//! [`Admission::request`] for each connection request, [`Admission::established`] when connection 0 of a path stands,
+//! The caller ([`crate::server`], or a simulator) reports events and does what is answered:
+//! [`Admission::request`] for each connection request, [`Admission::established`] when connection 0 of a path is established,
 //! [`Admission::name`] and [`Admission::up`] at the end of the handshake, [`Admission::closing`] and
 //! [`Admission::ended`] for the end of a path, and [`Admission::expired`] when [`Admission::next_deadline`] is reached.
+//!
+//! The servers of several loops share one, each under its index. [`Admission::place`] gives each session to one of them. Limits hold for
+//! all loops together, but for half-open paths and their waiting requests, whose limits are each loop's.
 
 mod access;
+mod homes;
 mod penalty;
 mod refusal;
+pub mod shared;
 
 use core::{
     net::{IpAddr, Ipv6Addr},
@@ -25,6 +30,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use roce_verbs::Instant;
 
 pub use access::{AccessError, AccessList, AccessRule};
+use homes::Homes;
 use penalty::Penalties;
 pub use refusal::Refusal;
 
@@ -43,11 +49,11 @@ pub struct Limits {
     pub connections_per_path: u16,
     /// Connections of all paths.
     pub connections: usize,
-    /// Paths whose client has not proved its address.
+    /// Paths whose client has not proved its address, of each loop.
     pub half_open: usize,
-    /// Half-open paths of one client.
+    /// Half-open paths of one client, at each loop.
     pub half_open_per_client: usize,
-    /// Requests for further connections of half-open paths that wait.
+    /// Requests for further connections of half-open paths that wait, at each loop.
     pub held: usize,
     /// Waiting requests of one path.
     pub held_per_path: usize,
@@ -135,27 +141,31 @@ pub enum Admitted {
     HalfOpen {
         /// The new path.
         path: PathKey,
-        /// A half-open path that gives way; it is forgotten here already.
-        gives_way: Option<PathKey>,
+        /// A half-open path of the same loop that is evicted; it is forgotten here already.
+        evicted: Option<PathKey>,
     },
     /// It is a further connection of a path whose client has proved its address: make a queue pair and accept.
-    Connection(PathKey),
+    Connection(PathKey, SessionKey),
     /// It is a further connection of a half-open path: keep it unanswered, and show it again once the path is
     /// established. What of it stays behind when the path ends is to be refused.
     Held(PathKey),
-    /// It is connection 0 of a later attempt to connect this path: the client has given it up, which we had not noticed. To be closed;
-    /// and this request is to be [refused](Refusal::Unexpected), since requests may still be worked on. The client's next attempt
-    /// finds the way free.
-    GivenUp(PathKey),
+    /// It is connection 0 of a later attempt to connect this path: the client has given it up, which we had not noticed. Close the path,
+    /// and [refuse](Refusal::Unexpected) this request, since requests may still be in flight. The client's next attempt is admitted.
+    /// A half-open path has no session.
+    GivenUp(PathKey, Option<SessionKey>),
 }
+
+/// Names a session; no number is used twice.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct SessionKey(pub u64);
 
 /// A path whose client has proved its address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Opened {
     /// Its session.
     pub session: Uuid,
-    /// It is the session's first: the session is to be made.
-    pub new_session: bool,
+    /// The session's number.
+    pub key: SessionKey,
 }
 
 /// Key by which connections belong to one path. The addresses are part of it, so that nobody elsewhere meets a path whose UUIDs it
@@ -184,6 +194,8 @@ enum Stage {
 }
 
 struct Entry {
+    /// The loop that has it.
+    at: usize,
     /// Request of its connection 0.
     request: ConnectRequest,
     client: Client,
@@ -196,10 +208,20 @@ struct Entry {
 }
 
 struct Session {
+    key: SessionKey,
     /// Client of its first path.
     client: Client,
     paths: BTreeSet<PathKey>,
     name: Option<String>,
+}
+
+#[derive(Default)]
+struct Loop {
+    /// By age.
+    half_open: BTreeSet<PathKey>,
+    /// Connections of those that wait for their path to be established.
+    held: usize,
+    deadlines: BTreeSet<(Instant, PathKey)>,
 }
 
 #[derive(Default)]
@@ -213,16 +235,15 @@ pub struct Admission {
     limits: Limits,
     access: AccessList,
     next_key: u64,
+    next_session: u64,
     paths: BTreeMap<PathKey, Entry>,
     by_identity: BTreeMap<Identity, PathKey>,
     sessions: BTreeMap<Uuid, Session>,
     clients: BTreeMap<Client, Tally>,
-    /// By age.
-    half_open: BTreeSet<PathKey>,
-    deadlines: BTreeSet<(Instant, PathKey)>,
+    loops: Vec<Loop>,
+    homes: Homes,
     /// Connections that the established paths have or may still make.
     connections: usize,
-    held: usize,
     penalties: Penalties,
 }
 
@@ -239,20 +260,25 @@ impl core::fmt::Debug for Admission {
 }
 
 impl Admission {
-    /// A server that nobody has come to yet.
+    /// Admission of a server on one loop, number 0.
     pub fn new(limits: Limits, access: AccessList) -> Self {
+        Self::on_loops(limits, access, 1)
+    }
+
+    /// Admission of a server on so many loops.
+    pub fn on_loops(limits: Limits, access: AccessList, loops: usize) -> Self {
         Self {
             limits,
             access,
             next_key: 1,
+            next_session: 1,
             paths: BTreeMap::new(),
             by_identity: BTreeMap::new(),
             sessions: BTreeMap::new(),
             clients: BTreeMap::new(),
-            half_open: BTreeSet::new(),
-            deadlines: BTreeSet::new(),
+            loops: (0..loops.max(1)).map(|_| Loop::default()).collect(),
+            homes: Homes::new(loops),
             connections: 0,
-            held: 0,
             penalties: Penalties::default(),
         }
     }
@@ -274,12 +300,17 @@ impl Admission {
 
     /// Paths whose client has proved its address.
     pub fn paths(&self) -> usize {
-        self.paths.len() - self.half_open.len()
+        self.paths.len() - self.half_open()
     }
 
     /// Paths whose client has not proved its address.
     pub fn half_open(&self) -> usize {
-        self.half_open.len()
+        self.loops.iter().map(|of| of.half_open.len()).sum()
+    }
+
+    /// Sessions of each loop, half-open and expected ones included.
+    pub fn loads(&self) -> Vec<usize> {
+        self.homes.loads().to_vec()
     }
 
     /// Half-open paths of a client.
@@ -294,14 +325,27 @@ impl Admission {
 
     /// Requests that wait for their path to be established.
     pub fn held(&self) -> usize {
-        self.held
+        self.loops.iter().map(|of| of.held).sum()
     }
 
-    /// A connection request came.
+    /// Returns the loop of a session; for an unknown one the loop with the fewest, where it is expected from here on if it may be new.
+    pub fn place(&mut self, now: Instant, session: Uuid, may_be_new: bool) -> usize {
+        self.homes.place(now, session, may_be_new)
+    }
+
+    /// A connection request came to this loop.
     ///
     /// # Errors
     /// Why it is refused.
-    pub fn request(&mut self, now: Instant, request: &ConnectRequest) -> Result<Admitted, Refusal> {
+    pub fn request(&mut self, now: Instant, at: usize, request: &ConnectRequest) -> Result<Admitted, Refusal> {
+        let admitted = self.decide(now, at, request);
+        if admitted.is_err() {
+            self.homes.leave(request.session);
+        }
+        admitted
+    }
+
+    fn decide(&mut self, now: Instant, at: usize, request: &ConnectRequest) -> Result<Admitted, Refusal> {
         if !self.access.may_connect(request.peer) {
             return Err(Refusal::Address);
         }
@@ -315,6 +359,9 @@ impl Admission {
         if request.cid >= request.connections {
             return Err(Refusal::Unexpected);
         }
+        if self.homes.is_elsewhere(at, request.session) {
+            return Err(Refusal::Unexpected);
+        }
         if let Some(path) = self.by_identity.get(&request.identity()) {
             return self.further(*path, request);
         }
@@ -325,36 +372,38 @@ impl Admission {
             return Err(Refusal::SlowedDown);
         }
         self.check(request)?;
-        let gives_way = self.make_room(Client::of(request.peer));
-        let path = self.insert(now, request);
-        Ok(Admitted::HalfOpen { path, gives_way })
+        let evicted = self.make_room(at, Client::of(request.peer));
+        let path = self.insert(now, at, request);
+        Ok(Admitted::HalfOpen { path, evicted })
     }
 
     /// A further connection of a path.
     fn further(&mut self, path: PathKey, request: &ConnectRequest) -> Result<Admitted, Refusal> {
+        let session = self.session_of(path);
         let entry = self.paths.get_mut(&path).ok_or(Refusal::NoPath)?;
         let cid = request.cid;
         // Counted modulo 2^16. A repetition of the request has the same number.
         let later = request.recon_cnt.wrapping_sub(entry.request.recon_cnt) as i16 > 0;
         if cid == 0 && later && entry.stage != Stage::Closing {
-            return Ok(Admitted::GivenUp(path));
+            return Ok(Admitted::GivenUp(path, session));
         }
         let known = entry.made.contains(&cid) || entry.held.contains(&cid);
         if known || request.connections != entry.request.connections {
             return Err(Refusal::Unexpected);
         }
         match entry.stage {
-            Stage::HalfOpen if entry.held.len() >= self.limits.held_per_path || self.held >= self.limits.held => {
-                Err(Refusal::Held)
-            }
             Stage::HalfOpen => {
+                let of_loop = &mut self.loops[entry.at].held;
+                if entry.held.len() >= self.limits.held_per_path || *of_loop >= self.limits.held {
+                    return Err(Refusal::Held);
+                }
                 entry.held.insert(cid);
-                self.held += 1;
+                *of_loop += 1;
                 Ok(Admitted::Held(path))
             }
             Stage::Opening => {
                 entry.made.insert(cid);
-                Ok(Admitted::Connection(path))
+                Ok(Admitted::Connection(path, session.ok_or(Refusal::NoSession)?))
             }
             Stage::Up | Stage::Closing => Err(Refusal::Unexpected),
         }
@@ -403,25 +452,38 @@ impl Admission {
         Ok(())
     }
 
-    /// Ends a half-open path if there is no room for another: one of the same client if that has its share, otherwise the
-    /// oldest.
-    fn make_room(&mut self, client: Client) -> Option<PathKey> {
-        let oldest = match self.clients.get(&client) {
-            Some(tally) if tally.half_open.len() >= self.limits.half_open_per_client => tally.half_open.first(),
-            _ if self.half_open.len() >= self.limits.half_open => self.half_open.first(),
+    /// Session of a path whose client has proved its address.
+    fn session_of(&self, path: PathKey) -> Option<SessionKey> {
+        let entry = self.paths.get(&path).filter(|e| e.stage != Stage::HalfOpen)?;
+        self.sessions.get(&entry.request.session).map(|session| session.key)
+    }
+
+    /// Evicts a half-open path of a loop if there is no room for another: the oldest of the same client if that has as many as it may,
+    /// otherwise the oldest.
+    fn make_room(&mut self, at: usize, client: Client) -> Option<PathKey> {
+        let here = |path: &&PathKey| self.paths.get(path).is_some_and(|e| e.at == at);
+        let of_client = self
+            .clients
+            .get(&client)
+            .map(|tally| tally.half_open.iter().filter(here));
+        let all = &self.loops[at].half_open;
+        let oldest = match of_client {
+            Some(of) if of.clone().count() >= self.limits.half_open_per_client => of.min(),
+            _ if all.len() >= self.limits.half_open => all.first(),
             _ => None,
         };
         let oldest = *oldest?;
-        self.remove(oldest);
+        self.ended(oldest);
         Some(oldest)
     }
 
-    fn insert(&mut self, now: Instant, request: &ConnectRequest) -> PathKey {
+    fn insert(&mut self, now: Instant, at: usize, request: &ConnectRequest) -> PathKey {
         let path = PathKey(self.next_key);
         self.next_key += 1;
         let client = Client::of(request.peer);
         let deadline = now + self.limits.handshake;
         let entry = Entry {
+            at,
             request: *request,
             client,
             stage: Stage::HalfOpen,
@@ -432,8 +494,9 @@ impl Admission {
         self.paths.insert(path, entry);
         self.by_identity.insert(request.identity(), path);
         self.clients.entry(client).or_default().half_open.insert(path);
-        self.half_open.insert(path);
-        self.deadlines.insert((deadline, path));
+        self.loops[at].half_open.insert(path);
+        self.loops[at].deadlines.insert((deadline, path));
+        self.homes.add_path(at, request.session);
         path
     }
 
@@ -444,49 +507,58 @@ impl Admission {
     pub fn established(&mut self, path: PathKey) -> Option<Result<Opened, Refusal>> {
         let request = self.paths.get(&path).filter(|e| e.stage == Stage::HalfOpen)?.request;
         if let Err(refusal) = self.check(&request) {
-            self.remove(path);
+            self.ended(path);
             return Some(Err(refusal));
         }
         self.leave_half_open(path);
         let entry = self.paths.get_mut(&path)?;
         entry.stage = Stage::Opening;
         self.connections += usize::from(request.connections);
-        let new_session = !self.sessions.contains_key(&request.session);
-        if new_session {
+        if !self.sessions.contains_key(&request.session) {
             self.clients.entry(entry.client).or_default().sessions += 1;
         }
         let client = entry.client;
-        let session = self.sessions.entry(request.session).or_insert_with(|| Session {
-            client,
-            paths: BTreeSet::new(),
-            name: None,
+        let next = &mut self.next_session;
+        let session = self.sessions.entry(request.session).or_insert_with(|| {
+            *next += 1;
+            Session {
+                key: SessionKey(*next - 1),
+                client,
+                paths: BTreeSet::new(),
+                name: None,
+            }
         });
         session.paths.insert(path);
         Some(Ok(Opened {
             session: request.session,
-            new_session,
+            key: session.key,
         }))
     }
 
     /// The client says what its session is called; only the first name counts.
     ///
     /// # Errors
-    /// When a session of this name may not come from there.
+    /// When a session of this name may not come from there, or another session has the name.
     pub fn name(&mut self, path: PathKey, name: &str) -> Result<(), Refusal> {
         let entry = self.paths.get(&path).ok_or(Refusal::NoPath)?;
         let (uuid, peer) = (entry.request.session, entry.request.peer);
-        let session = self.sessions.get_mut(&uuid).ok_or(Refusal::NoSession)?;
+        let session = self.sessions.get(&uuid).ok_or(Refusal::NoSession)?;
         let lasting = session.name.as_deref().unwrap_or(name);
         if !self.access.may_be(lasting, peer) {
             return Err(Refusal::Name);
         }
-        session.name.get_or_insert_with(|| name.into());
+        if self.has_name(path, name) {
+            return Err(Refusal::NameTaken);
+        }
+        if let Some(session) = self.sessions.get_mut(&uuid) {
+            session.name.get_or_insert_with(|| name.into());
+        }
         Ok(())
     }
 
-    /// Whether another session than the path's is called so, and has a path that is not about to end. Of an admission that
-    /// several servers share; a server by itself knows that.
-    pub fn has_name(&self, path: PathKey, name: &str) -> bool {
+    /// Whether another session than the path's has this name, and a path that is not about to end. One that is only being cleaned up
+    /// does not count: its client may be back already.
+    fn has_name(&self, path: PathKey, name: &str) -> bool {
         let own = self.paths.get(&path).map(|e| e.request.session);
         let others = self.sessions.iter().filter(|(uuid, _)| Some(**uuid) != own);
         let lives = |s: &Session| {
@@ -498,17 +570,12 @@ impl Admission {
             .any(|(_, s)| lives(s))
     }
 
-    /// Whether a path is known: half-open, established, or ending.
-    pub fn has_path(&self, path: PathKey) -> bool {
-        self.paths.contains_key(&path)
-    }
-
     /// The handshake of a path is complete.
     pub fn up(&mut self, path: PathKey) {
         if let Some(entry) = self.paths.get_mut(&path).filter(|e| e.stage == Stage::Opening) {
             entry.stage = Stage::Up;
             if let Some(deadline) = entry.deadline.take() {
-                self.deadlines.remove(&(deadline, path));
+                self.loops[entry.at].deadlines.remove(&(deadline, path));
             }
         }
     }
@@ -517,20 +584,27 @@ impl Admission {
     pub fn closing(&mut self, path: PathKey) {
         let Some(entry) = self.paths.get_mut(&path) else { return };
         if entry.stage == Stage::HalfOpen {
-            return self.remove(path);
+            return self.ended(path);
         }
         entry.stage = Stage::Closing;
         if let Some(deadline) = entry.deadline.take() {
-            self.deadlines.remove(&(deadline, path));
+            self.loops[entry.at].deadlines.remove(&(deadline, path));
         }
     }
 
-    /// Nothing of a path is left. True if its session is gone with it.
-    pub fn ended(&mut self, path: PathKey) -> bool {
-        let session = self.paths.get(&path).map(|e| e.request.session);
-        let before = session.is_some_and(|s| self.sessions.contains_key(&s));
-        self.remove(path);
-        before && session.is_some_and(|s| !self.sessions.contains_key(&s))
+    /// Forgets a path of which nothing is left, and its session if that has no other.
+    pub fn ended(&mut self, path: PathKey) {
+        match self.paths.get(&path).map(|e| e.stage) {
+            None => return,
+            Some(Stage::HalfOpen) => self.leave_half_open(path),
+            Some(_) => self.leave_session(path),
+        }
+        let Some(entry) = self.paths.remove(&path) else { return };
+        self.by_identity.remove(&entry.request.identity());
+        if let Some(deadline) = entry.deadline {
+            self.loops[entry.at].deadlines.remove(&(deadline, path));
+        }
+        self.homes.remove_path(entry.request.session);
     }
 
     /// A client that had proved its address has used a key that it had no right to.
@@ -538,33 +612,29 @@ impl Admission {
         self.penalties.add(now, Client::of(peer));
     }
 
-    /// When [`Admission::expired`] wants to be called.
-    pub fn next_deadline(&self) -> Option<Instant> {
-        self.deadlines.first().map(|(deadline, _)| *deadline)
+    /// When [`Admission::expired`] is due for a loop.
+    pub fn next_deadline(&self, at: usize) -> Option<Instant> {
+        self.loops[at].deadlines.first().map(|(deadline, _)| *deadline)
     }
 
-    /// Takes a path whose handshake has not ended in time. It is closing now; a half-open one is forgotten.
-    pub fn expired(&mut self, now: Instant) -> Option<PathKey> {
-        let (_, path) = *self.deadlines.first().filter(|(deadline, _)| *deadline <= now)?;
+    /// Takes a path of a loop whose handshake has not ended in time, and its session. It is closing from here on; a half-open one, which
+    /// has no session, is forgotten.
+    pub fn expired(&mut self, now: Instant, at: usize) -> Option<(PathKey, Option<SessionKey>)> {
+        let (_, path) = *self.loops[at]
+            .deadlines
+            .first()
+            .filter(|(deadline, _)| *deadline <= now)?;
+        let session = self.session_of(path);
         self.closing(path);
-        Some(path)
-    }
-
-    /// Whether the handshake of this path has not ended in time. If so, it is as if [`expired`](Self::expired) had named it.
-    pub fn expire(&mut self, now: Instant, path: PathKey) -> bool {
-        let deadline = self.paths.get(&path).and_then(|e| e.deadline);
-        let late = deadline.is_some_and(|deadline| deadline <= now);
-        if late {
-            self.closing(path);
-        }
-        late
+        Some((path, session))
     }
 
     /// Takes a path out of the half-open ones; its held requests are the caller's.
     fn leave_half_open(&mut self, path: PathKey) {
-        self.half_open.remove(&path);
         let Some(entry) = self.paths.get_mut(&path) else { return };
-        self.held -= entry.held.len();
+        let of_loop = &mut self.loops[entry.at];
+        of_loop.half_open.remove(&path);
+        of_loop.held -= entry.held.len();
         entry.held.clear();
         if let Some(tally) = self.clients.get_mut(&entry.client) {
             tally.half_open.remove(&path);
@@ -584,19 +654,6 @@ impl Admission {
         let idle = |t: &Tally| t.sessions == 0 && t.half_open.is_empty();
         if self.clients.get(&client).is_some_and(idle) {
             self.clients.remove(&client);
-        }
-    }
-
-    fn remove(&mut self, path: PathKey) {
-        match self.paths.get(&path).map(|e| e.stage) {
-            None => return,
-            Some(Stage::HalfOpen) => self.leave_half_open(path),
-            Some(_) => self.leave_session(path),
-        }
-        let Some(entry) = self.paths.remove(&path) else { return };
-        self.by_identity.remove(&entry.request.identity());
-        if let Some(deadline) = entry.deadline {
-            self.deadlines.remove(&(deadline, path));
         }
     }
 

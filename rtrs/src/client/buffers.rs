@@ -12,7 +12,7 @@
 use core::ops::Range;
 use std::{collections::BTreeMap, sync::Arc};
 
-use roce_mem::Pages;
+use roce_verbs::mem::Pages;
 use roce_verbs::{
     AccessFlags,
     provider::{DeviceIx, MrInfo, PdId, RangeError, Registration, VerbsError},

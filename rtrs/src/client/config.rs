@@ -22,7 +22,7 @@ pub struct SessionConfig {
     /// The session is open as soon as one of its paths is up, and goes on trying the others. Off, as in the kernel: if one can't be
     /// connected the session can't be opened.
     pub connect_any: bool,
-    /// Connections for I/O per path, at least 1 (the service connection comes on top), and at least one for each share. Requests of a turn leave in one train
+    /// Connections for I/O per path, at least 1 (the service connection comes on top). Requests of a turn leave in one train
     /// per connection, so one is the fastest unless the server spreads its work by connection. Default: 1.
     pub connections: u16,
     /// Longest time for each step of connecting. Default: 30 s, as the kernel's (`RTRS_CONNECT_TIMEOUT_MS`, `rtrs-clt.c`).
@@ -34,7 +34,7 @@ pub struct SessionConfig {
     /// Have the server revoke the key of each read's buffer when the read is done, as the kernel's client does. Off,
     /// all buffers stay open for the server's writes while the session lives; that spares two work requests per read.
     pub invalidate_reads: bool,
-    /// Registered bytes for I/O buffers at most, of all shares; `None`: what all requests in flight can use.
+    /// Registered bytes for I/O buffers at most; `None`: what all requests in flight can use.
     pub buffer_bytes: Option<usize>,
     /// Attempts to connect a path again after it was lost, at most [`MAX_RECONNECTS`](Self::MAX_RECONNECTS), or
     /// [`FOREVER`](Self::FOREVER); 0: a lost path stays so.
@@ -109,9 +109,9 @@ pub(super) fn check_reconnects(attempts: u32) -> Result<(), Error> {
 /// Kind of connection that a request uses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ConType {
-    /// The service connection: user messages other than I/O. Only the first share has it.
+    /// The service connection: user messages other than I/O.
     Admin,
-    /// An I/O connection of the share; equal hints (a CPU or queue number) give the same one.
+    /// An I/O connection; equal hints (a CPU or queue number) give the same one.
     Io(usize),
 }
 
@@ -120,10 +120,8 @@ pub enum ConType {
 pub struct SessionInfo {
     /// Largest data of a request, bytes.
     pub max_io_size: u32,
-    /// Requests in flight at most, at this share.
+    /// Requests in flight at most.
     pub queue_depth: u32,
-    /// The same at all shares together.
-    pub session_depth: u32,
     /// Pieces of memory that a request's data may have: one buffer.
     pub max_segments: u32,
     /// Longest user header, bytes.

@@ -5,11 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use roce_verbs::provider::{CmRef, QpId};
 
 use crate::{
-    client::{
-        letter::{Letter, Word},
-        request::{Output, SessionId},
-        share::Share,
-    },
+    client::request::{Output, SessionId},
     cx::Cx,
 };
 
@@ -19,8 +15,8 @@ pub(super) struct ConnKey {
     pub(super) session: SessionId,
     /// Index of the path.
     pub(super) path: u16,
-    /// Its place among those of the path that are at this share.
-    pub(super) place: u16,
+    /// Its number in the path; 0 is the service connection.
+    pub(super) cid: u16,
 }
 
 /// Owners of queue pairs and connections.
@@ -65,28 +61,12 @@ impl Names {
 }
 
 /// A call into a client.
-pub(super) struct Env<'a, 'b> {
+pub(super) struct Env<'a, 'b, U> {
     pub(super) cx: &'a mut Cx<'b>,
     pub(super) names: &'a mut Names,
-    pub(super) out: &'a mut VecDeque<Output>,
+    pub(super) out: &'a mut VecDeque<Output<U>>,
     /// Connections that have something to post.
     pub(super) dirty: &'a mut Vec<ConnKey>,
-    /// Share of the sessions that this client has.
-    pub(super) share: Share,
     /// The processor that the loop runs on.
     pub(super) cpu: u16,
-    /// For others.
-    pub(super) letters: &'a mut VecDeque<(u16, Letter)>,
-}
-
-impl Env<'_, '_> {
-    /// Tells another share.
-    pub(super) fn tell(&mut self, share: u16, session: SessionId, word: Word) {
-        self.letters.push_back((share, Letter { session, word }));
-    }
-
-    /// Tells home.
-    pub(super) fn tell_home(&mut self, session: SessionId, word: Word) {
-        self.tell(0, session, word);
-    }
 }

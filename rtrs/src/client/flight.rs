@@ -17,12 +17,12 @@ pub(super) enum Waits {
 
 /// A request that has a permit, and a path.
 #[derive(Debug)]
-pub(super) struct Flight {
-    pub(super) request: Submission,
+pub(super) struct Flight<U> {
+    pub(super) request: Submission<U>,
     /// Index of the path.
     pub(super) path: u16,
-    /// Its connection's place among the path's.
-    pub(super) place: u16,
+    /// Number of its connection.
+    pub(super) cid: u16,
     /// The processor that it was sent on.
     pub(super) cpu: u16,
     /// The key under which the server may write the buffer of a read, if it ends with the request.
@@ -32,12 +32,12 @@ pub(super) struct Flight {
     pub(super) rest: Option<Rest<u16>>,
 }
 
-impl Flight {
-    pub(super) fn new(request: Submission, path: u16, place: u16, cpu: u16, rest: Option<Rest<u16>>) -> Self {
+impl<U> Flight<U> {
+    pub(super) fn new(request: Submission<U>, path: u16, cid: u16, cpu: u16, rest: Option<Rest<u16>>) -> Self {
         Self {
             request,
             path,
-            place,
+            cid,
             cpu,
             key: None,
             waits: Waits::Room,
@@ -61,16 +61,16 @@ impl Flight {
 
 /// A request whose path is lost. It still has its permit.
 #[derive(Debug)]
-pub(super) struct Orphan {
+pub(super) struct Orphan<U> {
     pub(super) permit: u16,
-    pub(super) flight: Flight,
+    pub(super) flight: Flight<U>,
 }
 
 /// A request that is to be sent by another path. It still has its permit.
 #[derive(Debug)]
-pub(super) struct Again {
+pub(super) struct Again<U> {
     pub(super) permit: u16,
-    pub(super) request: Submission,
+    pub(super) request: Submission<U>,
     /// Quarantine of its permit after its end.
     pub(super) rest: Option<Rest<u16>>,
 }

@@ -1,10 +1,9 @@
-//! Opening a path: connection 0 first, because its answer brings the sizes; then the others, those of other shares at the same
-//! time; then the session's name for the addresses of the chunks.
+//! Opening a path: connection 0 first, because its answer brings the sizes; then the others; then the session's name for the addresses
+//! of the chunks.
 
-use core::ops::Range;
 use std::sync::Arc;
 
-use roce_mem::Pages;
+use roce_verbs::mem::Pages;
 use roce_verbs::{
     AccessFlags, Completion, Instant, Sge, WcOpcode,
     provider::{CmKind, ConnParams, DeviceIx, PdId, QpSpec, Registration, VerbsError},
@@ -19,13 +18,13 @@ use crate::{
         conn::{Conn, Post, caps},
         env::Env,
         lane::Lane,
-        letter::{Offer, Word},
-        path::{Path, Region, Report, Step},
+        path::{Path, Region, Report},
+        stage::{Reached, Step},
         state::PathEvent,
         terms::Terms,
     },
     mark::{Mark, MarkKind},
-    proto::{ConnReq, ConnRsp, InfoReq, InfoRsp, RkeyRsp, SERVICE_QUEUE_DEPTH, Uuid, info::ChunkAddr},
+    proto::{ConnReq, ConnRsp, InfoReq, InfoRsp, RkeyRsp, SERVICE_QUEUE_DEPTH, Uuid},
     sendq::SendQueue,
 };
 
@@ -33,10 +32,10 @@ use crate::{
 const IO_SEND_WR: u32 = 1024;
 
 /// Arguments of a step.
-pub(super) struct Handshake<'a, 'b, 'c> {
+pub(super) struct Handshake<'a, 'b, 'c, U> {
     pub(super) path: &'a mut Path,
-    pub(super) env: &'a mut Env<'b, 'c>,
-    pub(super) lane: &'a mut Lane,
+    pub(super) env: &'a mut Env<'b, 'c, U>,
+    pub(super) lane: &'a mut Lane<U>,
     pub(super) config: &'a SessionConfig,
     /// The session's UUID.
     pub(super) uuid: Uuid,
@@ -48,64 +47,45 @@ pub(super) struct Handshake<'a, 'b, 'c> {
     pub(super) ask_at: Option<Instant>,
 }
 
-impl Handshake<'_, '_, '_> {
-    /// Looks for the way to the server, for the first connection: at home number 0. Other shares have got an
-    /// [`Offer`](Self::offered).
+impl<U> Handshake<'_, '_, '_, U> {
+    /// Looks for the way to the server, for connection 0.
     pub(super) fn begin(&mut self) -> Result<(), Error> {
-        self.path.device = None;
-        if self.env.share.is_home() {
-            self.path.recon_cnt = self.path.recon_cnt.wrapping_add(1);
-            self.path.terms = None;
-        }
+        (self.path.device, self.path.terms) = (None, None);
+        self.path.recon_cnt = self.path.recon_cnt.wrapping_add(1);
         self.resolve(0)
     }
 
-    /// Home has connection 0, and asks for ours.
-    pub(super) fn offered(&mut self, offer: Offer) {
-        self.path.terms = Some(offer.terms);
-        (self.path.recon_cnt, self.path.first) = (offer.recon_cnt, offer.first_conn);
-        self.path.asked = true;
+    /// Permits of the session.
+    fn depth(&self) -> u32 {
+        self.path.terms.map_or(0, |terms| terms.layout.queue_depth())
     }
 
-    /// I/O connections that the path has at this share.
-    fn io_connections(&self) -> u16 {
-        self.env.share.io_connections(self.config.connections)
-    }
-
-    /// Our part of the session's permits.
-    fn permits(&self) -> Range<u32> {
-        let depth = self.path.terms.map_or(0, |terms| terms.layout.queue_depth());
-        self.env.share.permits(depth)
-    }
-
-    fn resolve(&mut self, place: u16) -> Result<(), Error> {
+    fn resolve(&mut self, cid: u16) -> Result<(), Error> {
         let addr = &self.path.addr;
         let cm = self.env.cx.provider.cm_resolve(addr.src, addr.dst)?;
-        self.env.names.add_cm(cm, self.path.key(place));
+        self.env.names.add_cm(cm, self.path.key(cid));
         self.path.conns.push(Conn::new(cm));
-        self.step(Step::Resolving { place });
+        self.step(Step::Resolving { cid });
         Ok(())
     }
 
     fn step(&mut self, step: Step) {
-        self.path.step = step;
-        self.path.step_due = Some(self.env.cx.now + self.config.connect_timeout);
+        if let Some(attempt) = self.path.attempt_mut() {
+            attempt.step = step;
+            attempt.due = Some(self.env.cx.now + self.config.connect_timeout);
+        }
     }
 
     /// An event of one of the connections.
-    pub(super) fn event(&mut self, place: u16, kind: CmKind) -> Result<(), Error> {
-        match (kind, self.path.step) {
-            (CmKind::Resolved { device }, Step::Resolving { place: of }) if of == place => self.connect(place, device),
-            (CmKind::Established { private_data }, Step::Connecting { place: of }) if of == place => {
-                self.established(place, &private_data)
+    pub(super) fn event(&mut self, cid: u16, kind: CmKind) -> Result<(), Error> {
+        match (kind, self.path.attempt().step) {
+            (CmKind::Resolved { device }, Step::Resolving { cid: of }) if of == cid => self.connect(cid, device),
+            (CmKind::Established { private_data }, Step::Connecting { cid: of }) if of == cid => {
+                self.established(cid, &private_data)
             }
             (CmKind::Rejected { reason, private_data }, _) => {
                 let errno = ConnRsp::parse(&private_data).ok().map(ConnRsp::errno);
-                Err(Error::Rejected {
-                    cid: self.env.share.cid(place),
-                    reason,
-                    errno,
-                })
+                Err(Error::Rejected { cid, reason, errno })
             }
             (CmKind::Unreachable(why), _) => Err(Error::Unreachable(why)),
             (CmKind::ConnectError(text), _) => Err(Error::Path(PathError::Cm(text))),
@@ -116,7 +96,7 @@ impl Handshake<'_, '_, '_> {
     }
 
     /// The way is known: makes the queue pair and connects it.
-    fn connect(&mut self, place: u16, device: DeviceIx) -> Result<(), Error> {
+    fn connect(&mut self, cid: u16, device: DeviceIx) -> Result<(), Error> {
         if self.path.device.is_some_and(|of| of != device) {
             let why = "the way to the server changed while the path was being connected";
             return Err(Error::Path(PathError::Cm(why.into())));
@@ -124,21 +104,17 @@ impl Handshake<'_, '_, '_> {
         let pd = self.lane.enter(self.env.cx, device, self.config.invalidate_reads)?;
         (self.path.device, self.path.pd) = (Some(device), Some(pd));
         self.path.entered = Some(device);
-        let io = place >= self.env.share.service();
-        if place == 0 && io {
-            self.furnish()?;
-        }
-        self.make_qp(place, device, pd)?;
-        if io {
-            self.post_receives(place)?;
+        self.make_qp(cid, device, pd)?;
+        if cid > 0 {
+            self.post_receives(cid)?;
         }
         let req = ConnReq::new(
-            self.env.share.cid(place),
+            cid,
             self.config.connections + 1,
             self.path.recon_cnt,
             self.path.uuid,
             self.uuid,
-            self.path.first,
+            self.path.attempt().first,
         );
         let params = ConnParams {
             private_data: req.as_bytes().to_vec(),
@@ -148,27 +124,27 @@ impl Handshake<'_, '_, '_> {
             patience: Some(self.config.connect_timeout),
             ..ConnParams::default()
         };
-        let conn = &self.path.conns[usize::from(place)];
+        let conn = &self.path.conns[usize::from(cid)];
         if let Some(qp) = conn.qp {
             self.env.cx.provider.cm_connect(conn.cm, qp, &params)?;
         }
-        self.step(Step::Connecting { place });
+        self.step(Step::Connecting { cid });
         Ok(())
     }
 
-    fn make_qp(&mut self, place: u16, device: DeviceIx, pd: PdId) -> Result<(), Error> {
+    fn make_qp(&mut self, cid: u16, device: DeviceIx, pd: PdId) -> Result<(), Error> {
         let limits = self.env.cx.provider.devices()[usize::from(device.0)].limits.clone();
         let service = caps(&limits, 2 * SERVICE_QUEUE_DEPTH + 2, 2 * SERVICE_QUEUE_DEPTH + 2);
-        let depth = self.permits().len() as u32;
+        let depth = self.depth();
         let io = caps(&limits, (4 * depth + 1).min(IO_SEND_WR), 2 * depth);
-        let is_service = place < self.env.share.service();
+        let is_service = cid == 0;
         let caps = if is_service { service } else { io };
         let cq = match self.path.cq {
             Some(cq) => cq,
             None => {
                 // A server that keeps to the queue depth never fills so many.
                 let per_conn = u64::from(service.max_send_wr + service.max_recv_wr);
-                let entries = per_conn * u64::from(self.env.share.service() + self.io_connections());
+                let entries = per_conn * u64::from(1 + self.config.connections);
                 let entries = u32::try_from(entries).unwrap_or(u32::MAX).min(limits.max_cqe);
                 let cq = self.env.cx.provider.create_cq(device, entries)?;
                 *self.path.cq.insert(cq)
@@ -181,33 +157,31 @@ impl Handshake<'_, '_, '_> {
             signal_all: false,
         };
         let qp = self.env.cx.provider.create_qp(&spec)?;
-        self.env.names.add_qp(qp, self.path.key(place));
+        self.env.names.add_qp(qp, self.path.key(cid));
         // One receive of connection 0 is that of the information.
         let receives = if is_service {
             caps.max_recv_wr - 2
         } else {
             caps.max_recv_wr
         };
-        let before = place
-            .checked_sub(1)
-            .map(|place| self.path.conns[usize::from(place)].receives);
+        let before = cid.checked_sub(1).map(|cid| self.path.conns[usize::from(cid)].receives);
         let first = before.map_or(0, |(first, count)| first + count);
-        let conn = &mut self.path.conns[usize::from(place)];
+        let conn = &mut self.path.conns[usize::from(cid)];
         conn.qp = Some(qp);
         conn.queue = SendQueue::new(caps.max_send_wr);
         conn.receives = (first, receives);
         Ok(())
     }
 
-    fn established(&mut self, place: u16, private_data: &[u8]) -> Result<(), Error> {
+    fn established(&mut self, cid: u16, private_data: &[u8]) -> Result<(), Error> {
         let terms = Terms::parse(private_data)?;
-        self.path.conns[usize::from(place)].established = true;
-        if place < self.env.share.service() {
-            self.path.ever_accepted = true;
+        self.path.conns[usize::from(cid)].established = true;
+        if cid == 0 {
+            self.path.reached = self.path.reached.max(Reached::Accepted);
             self.agree(terms)?;
         }
-        match place + 1 < self.env.share.service() + self.io_connections() {
-            true => self.resolve(place + 1),
+        match cid < self.config.connections {
+            true => self.resolve(cid + 1),
             false => self.connected(),
         }
     }
@@ -217,41 +191,17 @@ impl Handshake<'_, '_, '_> {
         if self.agreed.is_some_and(|agreed| !agreed.agree_with(&terms)) {
             return Err(Error::OtherSizes);
         }
-        let (depth, shares) = (terms.layout.queue_depth(), self.env.share.count());
-        if depth < shares.into() {
-            return Err(Error::Config(format!(
-                "a session over {shares} loops needs a request for each, and the server takes {depth} at a time"
-            )));
-        }
         self.path.terms = Some(terms);
-        self.furnish()?;
-        self.path.others.ask();
-        let offer = Offer {
-            terms,
-            recon_cnt: self.path.recon_cnt,
-            first_conn: self.path.first,
-        };
-        for share in self.env.share.others() {
-            let path = self.path.index;
-            self.env.tell(share, self.path.session, Word::Connect { path, offer });
-        }
-        Ok(())
+        self.furnish()
     }
 
-    /// All connections here stand.
+    /// All connections stand.
     pub(super) fn connected(&mut self) -> Result<(), Error> {
-        (self.path.step, self.path.step_due) = (Step::Gathering, None);
-        if !self.env.share.is_home() {
-            let path = self.path.index;
-            self.env.tell_home(self.path.session, Word::Connected { path });
-            return Ok(());
-        }
         // A kernel's server expects the question when it has all connections.
-        if !self.path.others.all_connected() {
-            return Ok(());
-        }
         if self.ask_at.is_some() {
-            (self.path.step, self.path.step_due) = (Step::Resting, self.ask_at);
+            if let Some(attempt) = self.path.attempt_mut() {
+                (attempt.step, attempt.due) = (Step::Resting, self.ask_at);
+            }
             return Ok(());
         }
         self.ask()
@@ -263,15 +213,11 @@ impl Handshake<'_, '_, '_> {
             return Ok(());
         };
         let info = terms.info(self.config.max_user_header);
-        let permits = self.permits();
-        let depth = permits.len() as u64;
-        self.lane.furnish(self.env.cx, device, permits, info.max_user_header)?;
+        let depth = self.depth();
+        self.lane.furnish(self.env.cx, device, depth, info.max_user_header)?;
         if terms.new_rkeys() {
-            let service = match self.path.conns.first() {
-                Some(conn) if self.env.share.is_home() => conn.receives.1,
-                _ => 0,
-            };
-            let io = 2 * depth * u64::from(self.io_connections());
+            let service = self.path.conns.first().map_or(0, |conn| conn.receives.1);
+            let io = 2 * u64::from(depth) * u64::from(self.config.connections);
             let bytes = (u64::from(service) + io) * RkeyRsp::LEN as u64;
             self.path.key_messages = Some(self.region(pd, bytes as usize)?);
         }
@@ -293,10 +239,10 @@ impl Handshake<'_, '_, '_> {
     }
 
     /// Posts all receives of a connection.
-    fn post_receives(&mut self, place: u16) -> Result<(), Error> {
-        let (first, count) = self.path.conns[usize::from(place)].receives;
-        self.path.conns[usize::from(place)].used = (first..first + count).collect();
-        self.path.mark_dirty(self.env, place);
+    fn post_receives(&mut self, cid: u16) -> Result<(), Error> {
+        let (first, count) = self.path.conns[usize::from(cid)].receives;
+        self.path.conns[usize::from(cid)].used = (first..first + count).collect();
+        self.path.mark_dirty(self.env, cid);
         Ok(())
     }
 
@@ -335,12 +281,14 @@ impl Handshake<'_, '_, '_> {
     /// The server's chunks have come.
     pub(super) fn information(&mut self, wc: &Completion) -> Result<(), Error> {
         let again = || Error::Path(PathError::Unexpected("a second information response"));
-        let (Step::Informing, Some(region), Some(terms)) =
-            (self.path.step, self.path.information.as_ref(), self.path.terms)
-        else {
+        let (Step::Informing, Some(region), Some(terms)) = (
+            self.path.attempt().step,
+            self.path.information.as_ref(),
+            self.path.terms,
+        ) else {
             return Err(again());
         };
-        if self.path.first && self.others_up {
+        if self.path.attempt().first && self.others_up {
             return Err(Error::Overtaken);
         }
         let room = region.pages.len() - InfoReq::LEN;
@@ -354,32 +302,16 @@ impl Handshake<'_, '_, '_> {
             )));
         }
         let chunks = InfoRsp::parse(&bytes).and_then(|rsp| rsp.chunks(&terms.layout));
-        let mut chunks = chunks.map_err(|source| Error::Protocol {
+        self.path.chunks = chunks.map_err(|source| Error::Protocol {
             what: "session information",
             source,
         })?;
-        for share in self.env.share.others() {
-            let word = Word::Up {
-                path: self.path.index,
-                chunks: self.env.share.part_of(share, &chunks).to_vec(),
-            };
-            self.env.tell(share, self.path.session, word);
-        }
-        // The first permits are home's.
-        chunks.truncate(self.permits().len());
-        self.shaken(chunks);
+        self.path.meet(PathEvent::Handshaken);
         Ok(())
     }
 
-    /// The path is up, with these chunks for our permits.
-    pub(super) fn shaken(&mut self, chunks: Vec<ChunkAddr>) {
-        self.path.chunks = chunks;
-        (self.path.step, self.path.step_due) = (Step::Idle, None);
-        self.path.meet(PathEvent::Handshaken);
-    }
-
     /// A failure ends the attempt.
-    pub(super) fn settle(&mut self, done: Result<(), Error>, reports: &mut Vec<Report>) {
+    pub(super) fn settle(&mut self, done: Result<(), Error>, reports: &mut Vec<Report<U>>) {
         if let Err(e) = done {
             self.path.fail(e, reports);
         }

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use roce_mem::Pages;
+use roce_verbs::mem::Pages;
 use roce_verbs::{
     AccessFlags, Sge,
     provider::{DeviceIx, MrInfo, PdId, RangeError, Registration, VerbsError},

@@ -1,7 +1,7 @@
-//! State of a session, or of its share in this loop, that belongs to no path: permits, requests in flight, headers, buffers, and the keys
+//! State of a session that belongs to no path: permits, requests in flight, headers, buffers, and the keys
 //! of reads.
 
-use core::{ops::Range, time::Duration};
+use core::time::Duration;
 use std::{collections::VecDeque, sync::Arc};
 
 use roce_verbs::{
@@ -31,9 +31,9 @@ const LONG_REST: Duration = Duration::from_secs(30);
 
 /// A request with a permit, of which what was sent first may still be under way by a path that is down.
 #[derive(Debug)]
-struct Held {
+struct Held<U> {
     permit: u16,
-    request: Submission,
+    request: Submission<U>,
     rest: Rest<u16>,
     then: Then,
 }
@@ -49,13 +49,13 @@ enum Then {
     SendAgain,
 }
 
-impl Held {
-    /// For how long.
-    fn until(rest: &Rest<u16>) -> Instant {
-        rest.since + PACKET_LIFETIME
-    }
+/// How long a request is held.
+fn held_until(rest: &Rest<u16>) -> Instant {
+    rest.since + PACKET_LIFETIME
+}
 
-    fn again(self) -> Again {
+impl<U> Held<U> {
+    fn again(self) -> Again<U> {
         Again {
             permit: self.permit,
             request: self.request,
@@ -92,29 +92,26 @@ impl Domain {
 
 /// See the module.
 #[derive(Debug)]
-pub(super) struct Lane {
+pub(super) struct Lane<U> {
     session: SessionId,
-    /// The number of its first permit in the session; here they count from 0.
-    pub(super) first: u32,
     pub(super) permits: Permits<u16>,
     /// By permit.
-    pub(super) flights: Vec<Option<Flight>>,
+    pub(super) flights: Vec<Option<Flight<U>>>,
     /// Requests in flight, by path.
     pub(super) loads: Vec<u32>,
     pub(super) headers: Option<Headers>,
     pub(super) buffers: Buffers,
     pub(super) domains: SmallVec<[Domain; 1]>,
     /// Requests that wait for a permit.
-    pub(super) waiting: VecDeque<Submission>,
+    pub(super) waiting: VecDeque<Submission<U>>,
     /// Requests of which something may still be under way.
-    held: Vec<Held>,
+    held: Vec<Held<U>>,
 }
 
-impl Lane {
+impl<U> Lane<U> {
     pub(super) fn new(session: SessionId) -> Self {
         Self {
             session,
-            first: 0,
             permits: Permits::new(0),
             flights: Vec::new(),
             loads: Vec::new(),
@@ -174,18 +171,17 @@ impl Lane {
         }
     }
 
-    /// A path leads through the device, with these of the session's permits for us: there are headers, keys and buffers for them.
+    /// A path leads through the device, and the session has `depth` permits: there are headers, keys and buffers for them.
     pub(super) fn furnish(
         &mut self,
         cx: &mut Cx<'_>,
         device: DeviceIx,
-        permits: Range<u32>,
+        depth: u32,
         max_user_header: u32,
     ) -> Result<(), VerbsError> {
-        let depth = (permits.len() as u32).min(u16::MAX.into());
-        let kept = if permits.start == self.first { depth as usize } else { 0 };
-        let held = self.held.iter().any(|held| usize::from(held.permit) >= kept);
-        if held || self.flights.iter().skip(kept).any(Option::is_some) {
+        let depth = depth.min(u16::MAX.into());
+        let held = self.held.iter().any(|held| u32::from(held.permit) >= depth);
+        if held || self.flights.iter().skip(depth as usize).any(Option::is_some) {
             return Err(VerbsError::State(
                 "the server's queue is another than that of what is in flight".into(),
             ));
@@ -199,7 +195,6 @@ impl Lane {
                 old.close(cx);
             }
         }
-        self.first = permits.start;
         self.permits.set_depth(depth as u16);
         self.flights.resize_with(depth as usize, || None);
         let Some(at) = self.domains.iter().position(|d| d.device == device) else {
@@ -223,7 +218,7 @@ impl Lane {
     }
 
     /// A request that has a permit goes by its path.
-    pub(super) fn launch(&mut self, permit: u16, flight: Flight) {
+    pub(super) fn launch(&mut self, permit: u16, flight: Flight<U>) {
         let path = usize::from(flight.path);
         if self.loads.len() <= path {
             self.loads.resize(path + 1, 0);
@@ -244,14 +239,14 @@ impl Lane {
         now: Instant,
         permit: u16,
         result: Result<(), IoError>,
-        out: &mut VecDeque<Output>,
+        out: &mut VecDeque<Output<U>>,
     ) {
         let flight = self.flights.get_mut(usize::from(permit)).and_then(Option::take);
         let Some(flight) = flight else { return };
         self.landed(flight.path);
         let request = flight.request;
         // What is read twice changes nothing.
-        let early = |rest: &Rest<u16>| request.direction == Direction::Write && now < Held::until(rest);
+        let early = |rest: &Rest<u16>| request.direction == Direction::Write && now < held_until(rest);
         if let Some(rest) = flight.rest.clone().filter(early) {
             let then = Then::Tell(result);
             return self.held.push(Held {
@@ -266,7 +261,7 @@ impl Lane {
     }
 
     /// Holds the reads that have been sent, until what was sent can't come any more. Returns the other requests.
-    pub(super) fn hold(&mut self, requests: Vec<Again>) -> Vec<Again> {
+    pub(super) fn hold(&mut self, requests: Vec<Again<U>>) -> Vec<Again<U>> {
         let mut others = Vec::new();
         for again in requests {
             let is_read = again.request.direction == Direction::Read;
@@ -288,8 +283,8 @@ impl Lane {
     }
 
     /// Tells of requests that have been held for long enough. Returns those that are to be sent again.
-    pub(super) fn let_go(&mut self, now: Instant, out: &mut VecDeque<Output>) -> Vec<Again> {
-        let due = |held: &mut Held| Held::until(&held.rest) <= now;
+    pub(super) fn let_go(&mut self, now: Instant, out: &mut VecDeque<Output<U>>) -> Vec<Again<U>> {
+        let due = |held: &mut Held<U>| held_until(&held.rest) <= now;
         let mut again = Vec::new();
         for held in self.held.extract_if(.., due).collect::<Vec<_>>() {
             match held.then {
@@ -304,13 +299,13 @@ impl Lane {
     }
 
     /// No path is left by which a request could be sent again.
-    pub(super) fn unsent(&mut self) -> Vec<Again> {
-        let unsent = |held: &mut Held| matches!(held.then, Then::SendAgain);
+    pub(super) fn unsent(&mut self) -> Vec<Again<U>> {
+        let unsent = |held: &mut Held<U>| matches!(held.then, Then::SendAgain);
         self.held.extract_if(.., unsent).map(Held::again).collect()
     }
 
     /// The session ends while something of what is held may still come to the server: nobody knows what is left of it.
-    pub(super) fn let_all_go(&mut self, out: &mut VecDeque<Output>) {
+    pub(super) fn let_all_go(&mut self, out: &mut VecDeque<Output<U>>) {
         for held in core::mem::take(&mut self.held) {
             self.release(held.permit, Some(held.rest));
             self.told(held.request, Err(IoError::Path(PathError::Closed)), out);
@@ -319,7 +314,7 @@ impl Lane {
 
     /// When the next request has been held for long enough.
     pub(super) fn next_timeout(&self) -> Option<Instant> {
-        self.held.iter().map(|held| Held::until(&held.rest)).min()
+        self.held.iter().map(|held| held_until(&held.rest)).min()
     }
 
     /// A permit comes back.
@@ -362,7 +357,7 @@ impl Lane {
     }
 
     /// Tells the user that a request has ended.
-    pub(super) fn told(&self, request: Submission, result: Result<(), IoError>, out: &mut VecDeque<Output>) {
+    pub(super) fn told(&self, request: Submission<U>, result: Result<(), IoError>, out: &mut VecDeque<Output<U>>) {
         out.push_back(Output::Done {
             session: self.session,
             tag: request.tag,
@@ -373,7 +368,7 @@ impl Lane {
 
     /// A path is down and drained: nothing of it touches a buffer any more. Takes its requests out, in the order of their permits,
     /// which they keep.
-    pub(super) fn orphans(&mut self, cx: &mut Cx<'_>, path: u16, device: Option<DeviceIx>) -> Vec<Orphan> {
+    pub(super) fn orphans(&mut self, cx: &mut Cx<'_>, path: u16, device: Option<DeviceIx>) -> Vec<Orphan<U>> {
         let mut orphans = Vec::new();
         for permit in 0..self.flights.len() {
             let Some(mut flight) = self.flights[permit].take_if(|f| f.path == path) else {

@@ -4,7 +4,7 @@ use core::time::Duration;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use roce_mem::Pages;
+use roce_verbs::mem::Pages;
 use roce_verbs::{
     AsyncEvent, Completion, Instant,
     provider::{Event, QpId},
@@ -17,78 +17,60 @@ use crate::{
         buffers::{Buffer, Buffers, LentId},
         config::{SessionConfig, SessionInfo},
         env::{ConnKey, Env, Names},
-        letter::{Letter, Word},
         policy::Policy,
         request::{Output, SessionId, Submission},
         session::Session,
-        share::Share,
         status::{PathCommand, PathCounters, PathId, PathStatus},
     },
     cx::Cx,
-    proto::MAX_CONNECTIONS,
 };
 
-/// The client's side of RTRS: sessions with servers.
+/// The client's side of RTRS: sessions with servers. `U` is its user's part of each request, which comes back with the answer.
 ///
 /// It does nothing by itself. Whoever drives it hands it completions and events of the provider, calls
 /// [`timeout`](Self::timeout) when [`next_timeout`](Self::next_timeout) says so, takes what it tells from
 /// [`poll_output`](Self::poll_output), and ends each turn with [`end_batch`](Self::end_batch), which posts what the turn has
 /// brought.
-#[derive(Debug, Default)]
-pub struct Client {
-    sessions: BTreeMap<SessionId, Session>,
+#[derive(Debug)]
+pub struct Client<U = u64> {
+    sessions: BTreeMap<SessionId, Session<U>>,
     next: u32,
     names: Names,
-    out: VecDeque<Output>,
+    out: VecDeque<Output<U>>,
     dirty: Vec<ConnKey>,
     /// Closed, but for buffers that their user still has.
     closed: Vec<SessionId>,
-    share: Share,
     cpu: u16,
-    /// For other shares.
-    letters: VecDeque<(u16, Letter)>,
 }
 
-impl Client {
+impl<U> Default for Client<U> {
+    fn default() -> Self {
+        Self {
+            sessions: BTreeMap::new(),
+            next: 0,
+            names: Names::default(),
+            out: VecDeque::new(),
+            dirty: Vec::new(),
+            closed: Vec::new(),
+            cpu: 0,
+        }
+    }
+}
+
+impl<U> Client<U> {
     /// Without a session.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// A share of the sessions: number `index` of `count`, each in a loop of its own with a provider of its own, all for the same
-    /// addresses. Sessions are opened at share 0, and appear at the others. Besides what a client of its own needs, whoever
-    /// drives it takes letters from [`poll_letter`](Self::poll_letter) to the shares that they are for.
+    /// Begins to open a session; [`Output::Opened`] or [`Output::OpenFailed`] follows.
     ///
     /// # Errors
-    /// [`Error::Config`] when there is no such share.
-    pub fn share(index: u16, count: u16) -> Result<Self, Error> {
-        if count >= MAX_CONNECTIONS {
-            return Err(Error::Config(format!(
-                "{count} shares are more than a path has connections"
-            )));
-        }
-        let share = Share::new(index, count);
-        let share = share.ok_or_else(|| Error::Config(format!("there is no share {index} of {count}")))?;
-        Ok(Self {
-            share,
-            ..Self::default()
-        })
-    }
-
-    /// Begins to open a session; [`Output::Opened`] or [`Output::OpenFailed`] follows, at each share.
-    ///
-    /// # Errors
-    /// When the configuration is not possible, or this is not the first share.
-    pub fn open(&mut self, cx: &mut Cx<'_>, mut config: SessionConfig) -> Result<SessionId, Error> {
+    /// When the configuration is not possible.
+    pub fn open(&mut self, cx: &mut Cx<'_>, config: SessionConfig) -> Result<SessionId, Error> {
         config.check()?;
-        if !self.share.is_home() {
-            return Err(Error::Config("sessions are opened at the first share".into()));
-        }
         let id = SessionId(self.next);
         self.next = self.next.wrapping_add(1);
-        // Every share needs a connection.
-        config.connections = config.connections.max(self.share.count());
-        config.buffer_bytes = config.buffer_bytes.map(|all| all / usize::from(self.share.count()));
         let (sessions, mut env) = self.parts(cx);
         let session = Session::open(&mut env, id, config);
         sessions.insert(id, session);
@@ -96,31 +78,9 @@ impl Client {
         Ok(id)
     }
 
-    /// Closes a session in good order: requests in flight end with an error, then comes [`Output::Closed`], at each share, and
-    /// at the first one when the others are done. Any share may ask for it.
+    /// Closes a session: requests in flight end with an error, then comes [`Output::Closed`].
     pub fn close(&mut self, cx: &mut Cx<'_>, session: SessionId) {
-        self.with(cx, session, |s, env| match env.share.is_home() {
-            true => s.close(env),
-            false => env.tell_home(session, Word::CloseAsked),
-        });
-    }
-
-    /// A letter of share `from` to this one.
-    pub fn letter(&mut self, cx: &mut Cx<'_>, from: u16, letter: Letter) {
-        let Letter { session: id, word } = letter;
-        match word {
-            Word::Open(opening) => {
-                let (sessions, env) = self.parts(cx);
-                let session = Session::join(&env, id, *opening);
-                sessions.insert(id, session);
-            }
-            word => self.with(cx, id, |s, env| s.letter(env, from, word)),
-        }
-    }
-
-    /// The next letter to another share, and to which.
-    pub fn poll_letter(&mut self) -> Option<(u16, Letter)> {
-        self.letters.pop_front()
+        self.with(cx, session, Session::close);
     }
 
     /// The processor that the loop runs on, until it says another. It is only for [`PathStats::cpu_migration`](super::PathStats).
@@ -146,15 +106,15 @@ impl Client {
     /// came up; if not it is gone again.
     ///
     /// # Errors
-    /// When the session has it already, has as many as it may have, or is being opened or closed; elsewhere than at the first share.
+    /// When the session has it already, has as many as it may have, or is being opened or closed.
     pub fn add_path(&mut self, cx: &mut Cx<'_>, session: SessionId, addr: PathAddr) -> Result<PathId, Error> {
-        self.at_home(cx, session, |s, env| s.add_path(env, addr))
+        self.in_session(cx, session, |s, env| s.add_path(env, addr))
     }
 
     /// Asks something for a path. [`PathNews::Done`](super::PathNews::Done) says how it ended.
     ///
     /// # Errors
-    /// When there is no such path, or it can't be asked that now ([`Error::Busy`]); elsewhere than at the first share.
+    /// When there is no such path, or it can't be asked that now ([`Error::Busy`]).
     pub fn path_command(
         &mut self,
         cx: &mut Cx<'_>,
@@ -162,15 +122,15 @@ impl Client {
         path: PathId,
         command: PathCommand,
     ) -> Result<(), Error> {
-        self.at_home(cx, session, |s, env| s.command(env, path, command))
+        self.in_session(cx, session, |s, env| s.command(env, path, command))
     }
 
-    /// Changes how paths are chosen, from the next request on, at all shares.
+    /// Changes how paths are chosen, from the next request on.
     ///
     /// # Errors
-    /// When there is no such session; elsewhere than at the first share.
+    /// When there is no such session.
     pub fn set_policy(&mut self, cx: &mut Cx<'_>, session: SessionId, policy: Policy) -> Result<(), Error> {
-        self.at_home(cx, session, |s, env| {
+        self.in_session(cx, session, |s, env| {
             s.set_policy(env, policy);
             Ok(())
         })
@@ -179,7 +139,7 @@ impl Client {
     /// Changes how often and after which time a lost path is connected again, from its next loss or failure on.
     ///
     /// # Errors
-    /// When there may not be so many attempts, or there is no such session; elsewhere than at the first share.
+    /// When there may not be so many attempts, or there is no such session.
     pub fn set_reconnects(
         &mut self,
         cx: &mut Cx<'_>,
@@ -187,10 +147,10 @@ impl Client {
         attempts: u32,
         delay: Duration,
     ) -> Result<(), Error> {
-        self.at_home(cx, session, |s, _| s.set_reconnects(attempts, delay))
+        self.in_session(cx, session, |s, _| s.set_reconnects(attempts, delay))
     }
 
-    /// The paths of a session, as they are at this share.
+    /// The paths of a session.
     pub fn paths(&self, session: SessionId) -> Vec<PathStatus> {
         self.sessions.get(&session).map_or_else(Vec::new, Session::statuses)
     }
@@ -200,12 +160,12 @@ impl Client {
         self.sessions.get(&session).map(Session::policy)
     }
 
-    /// How often at most, and after which time, a lost path of a session is connected again. The first share knows.
+    /// How often at most, and after which time, a lost path of a session is connected again.
     pub fn reconnects(&self, session: SessionId) -> Option<(u32, Duration)> {
         self.sessions.get(&session).map(Session::reconnects)
     }
 
-    /// Sets counters of a path at this share to zero. What is in flight is none of them.
+    /// Sets counters of a path to zero. What is in flight is none of them.
     ///
     /// # Errors
     /// When there is no such path.
@@ -214,21 +174,18 @@ impl Client {
         session.reset_stats(path, which)
     }
 
-    fn at_home<T>(
+    fn in_session<T>(
         &mut self,
         cx: &mut Cx<'_>,
         session: SessionId,
-        f: impl FnOnce(&mut Session, &mut Env<'_, '_>) -> Result<T, Error>,
+        f: impl FnOnce(&mut Session<U>, &mut Env<'_, '_, U>) -> Result<T, Error>,
     ) -> Result<T, Error> {
-        if !self.share.is_home() {
-            return Err(Error::Config("paths are administered at the first share".into()));
-        }
         let mut done = Err(Error::Down(PathError::Closed));
         self.with(cx, session, |s, env| done = f(s, env));
         done
     }
 
-    /// Permits of this share that requests of a session have: of those that were sent and have not ended.
+    /// Permits that requests of a session have: of those that were sent and have not ended.
     pub fn permits(&self, session: SessionId) -> usize {
         self.sessions.get(&session).map_or(0, Session::permits)
     }
@@ -256,7 +213,7 @@ impl Client {
         self.sweep(session);
     }
 
-    /// Registers memory of somebody else with a session ([`Buffers::lend`]), at this share.
+    /// Registers memory of somebody else with a session ([`Buffers::lend`]).
     ///
     /// # Errors
     /// As there; [`Error::Down`] when the session is not open yet, or is being closed.
@@ -292,8 +249,8 @@ impl Client {
         &mut self,
         cx: &mut Cx<'_>,
         session: SessionId,
-        request: Submission,
-    ) -> Result<(), (Submission, IoError)> {
+        request: Submission<U>,
+    ) -> Result<(), (Submission<U>, IoError)> {
         let (sessions, mut env) = self.parts(cx);
         match sessions.get_mut(&session) {
             Some(found) => found.submit(&mut env, request),
@@ -301,10 +258,22 @@ impl Client {
         }
     }
 
+    /// Sends a request as [`submit`](Self::submit) does; one that can't be sent ends with its error.
+    pub fn send(&mut self, cx: &mut Cx<'_>, session: SessionId, request: Submission<U>) {
+        if let Err((back, error)) = self.submit(cx, session, request) {
+            self.out.push_back(Output::Done {
+                session,
+                tag: back.tag,
+                result: Err(error),
+                data: back.data,
+            });
+        }
+    }
+
     /// A work request has completed. False: the queue pair is none of this client's.
     pub fn completion(&mut self, cx: &mut Cx<'_>, qp: QpId, wc: &Completion) -> bool {
         let Some(key) = self.names.qp(qp) else { return false };
-        self.with(cx, key.session, |s, env| s.completion(env, key.path, key.place, wc));
+        self.with(cx, key.session, |s, env| s.completion(env, key.path, key.cid, wc));
         true
     }
 
@@ -314,12 +283,12 @@ impl Client {
             Event::Cm { id, kind } => {
                 let Some(key) = self.names.cm(*id) else { return false };
                 let kind = kind.clone();
-                self.with(cx, key.session, |s, env| s.cm_event(env, key.path, key.place, kind));
+                self.with(cx, key.session, |s, env| s.cm_event(env, key.path, key.cid, kind));
                 true
             }
             Event::Drained(qp) => {
                 let Some(key) = self.names.qp(*qp) else { return false };
-                self.with(cx, key.session, |s, env| s.drained(env, key.path, key.place));
+                self.with(cx, key.session, |s, env| s.drained(env, key.path, key.cid));
                 true
             }
             Event::DeviceRemoved(device) => {
@@ -339,7 +308,7 @@ impl Client {
     pub fn end_batch(&mut self, cx: &mut Cx<'_>) {
         while !self.dirty.is_empty() {
             for key in core::mem::take(&mut self.dirty) {
-                self.with(cx, key.session, |s, env| s.post(env, key.path, key.place));
+                self.with(cx, key.session, |s, env| s.post(env, key.path, key.cid));
             }
         }
         // The last buffers may have gone back by `buffers_mut`.
@@ -351,7 +320,7 @@ impl Client {
     /// Does what is due.
     pub fn timeout(&mut self, cx: &mut Cx<'_>) {
         let now = cx.now;
-        let due = |s: &Session| s.next_timeout().is_some_and(|due| due <= now);
+        let due = |s: &Session<U>| s.next_timeout().is_some_and(|due| due <= now);
         if self.sessions.values().any(due) {
             self.each(cx, |s, env| s.timeout(env));
         }
@@ -363,25 +332,23 @@ impl Client {
     }
 
     /// The next thing to tell the user.
-    pub fn poll_output(&mut self) -> Option<Output> {
+    pub fn poll_output(&mut self) -> Option<Output<U>> {
         self.out.pop_front()
     }
 
     /// The sessions, and what they work with.
-    fn parts<'a, 'b>(&'a mut self, cx: &'a mut Cx<'b>) -> (&'a mut BTreeMap<SessionId, Session>, Env<'a, 'b>) {
+    fn parts<'a, 'b>(&'a mut self, cx: &'a mut Cx<'b>) -> (&'a mut BTreeMap<SessionId, Session<U>>, Env<'a, 'b, U>) {
         let env = Env {
             cx,
             names: &mut self.names,
             out: &mut self.out,
             dirty: &mut self.dirty,
-            share: self.share,
             cpu: self.cpu,
-            letters: &mut self.letters,
         };
         (&mut self.sessions, env)
     }
 
-    fn with(&mut self, cx: &mut Cx<'_>, id: SessionId, f: impl FnOnce(&mut Session, &mut Env<'_, '_>)) {
+    fn with(&mut self, cx: &mut Cx<'_>, id: SessionId, f: impl FnOnce(&mut Session<U>, &mut Env<'_, '_, U>)) {
         let (sessions, mut env) = self.parts(cx);
         if let Some(session) = sessions.get_mut(&id) {
             f(session, &mut env);
@@ -391,7 +358,7 @@ impl Client {
         }
     }
 
-    fn each(&mut self, cx: &mut Cx<'_>, f: impl Fn(&mut Session, &mut Env<'_, '_>)) {
+    fn each(&mut self, cx: &mut Cx<'_>, f: impl Fn(&mut Session<U>, &mut Env<'_, '_, U>)) {
         let ids: Vec<_> = self.sessions.keys().copied().collect();
         for id in ids {
             self.with(cx, id, &f);

@@ -11,11 +11,11 @@ use crate::{
     client::{
         config::{SessionConfig, check_reconnects},
         env::Env,
-        letter::{Joining, Word},
-        path::{Path, Step},
+        path::Path,
         policy::Policy,
         request::Output,
         session::Session,
+        stage::{Reached, Step},
         state::{PathEvent, PathState, SessionEvent, SessionState},
         status::{PathCommand, PathCounters, PathId, PathNews, PathStatus},
         terms::Terms,
@@ -23,9 +23,9 @@ use crate::{
     proto::Uuid,
 };
 
-impl Session {
+impl<U> Session<U> {
     /// Tells the user of a path.
-    pub(super) fn news(&self, env: &mut Env<'_, '_>, index: usize, news: PathNews) {
+    pub(super) fn news(&self, env: &mut Env<'_, '_, U>, index: usize, news: PathNews) {
         let path = self.paths[index].id;
         env.out.push_back(Output::Path {
             session: self.id,
@@ -36,7 +36,7 @@ impl Session {
 
     /// Terms that the other paths prescribe: those that are up or nearly so.
     pub(super) fn agreed(&self, index: usize) -> Option<Terms> {
-        let counts = |path: &&Path| matches!(path.state, PathState::Connected | PathState::Connecting);
+        let counts = |path: &&Path| matches!(path.state(), PathState::Connected | PathState::Connecting);
         self.others(index).filter(counts).find_map(|path| path.terms)
     }
 
@@ -52,21 +52,14 @@ impl Session {
 
     /// When a path may ask for the chunks: when all has come to the server that was sent by paths which were lost with the session.
     /// The server does not let the path in before it is done with that, even if it has not heard of the loss.
-    pub(super) fn ask_at(&self, now: Instant, index: usize) -> Option<Instant> {
-        let sends =
-            |path: &Path| matches!(path.state, PathState::Reconnecting | PathState::Closing) && !path.others.all_gone();
-        let lost_at = self.lost_at?;
-        let quiet = match self.others(index).any(sends) {
-            true => now,
-            false => lost_at,
-        };
-        Some(quiet + PACKET_LIFETIME).filter(|at| *at > now)
+    pub(super) fn ask_at(&self, now: Instant) -> Option<Instant> {
+        Some(self.lost_at? + PACKET_LIFETIME).filter(|at| *at > now)
     }
 
     /// The session is lost. A path that has asked for the chunks before may be let in while requests are at work that have ended here:
     /// it begins anew.
-    pub(super) fn ask_again(&mut self, env: &mut Env<'_, '_>) {
-        let asked = |path: &Path| path.state == PathState::Connecting && path.step == Step::Informing;
+    pub(super) fn ask_again(&mut self, env: &mut Env<'_, '_, U>) {
+        let asked = |path: &Path| path.attempt().step == Step::Informing;
         for index in 0..self.paths.len() {
             if asked(&self.paths[index]) {
                 let mut reports = Vec::new();
@@ -84,38 +77,39 @@ impl Session {
     ///
     /// Another path may if the session has none by which the server knows it, or will.
     pub(super) fn is_first(&self, index: usize) -> bool {
-        let again = self.paths[index].ever_accepted;
+        let again = self.paths[index].reached >= Reached::Accepted;
         let known = |path: &Path| {
-            let connecting = path.state == PathState::Connecting;
+            let connecting = path.state() == PathState::Connecting;
             match again {
                 true => path.is_up() || connecting && path.terms.is_some(),
-                false => {
-                    path.state != PathState::Dead && (path.ever_accepted || path.begun && path.first && connecting)
-                }
+                false => path.state() != PathState::Dead && (path.reached >= Reached::Accepted || path.attempt().first),
             }
         };
         !self.others(index).any(known)
     }
 
-    /// At home, while the session is being opened: one path after the other, as the kernel does, because the first makes the
+    /// Goes on while the session is being opened: one path after the other, as the kernel does, because the first makes the
     /// session at the server.
-    pub(super) fn go_on_opening(&mut self, env: &mut Env<'_, '_>) {
-        if self.state != SessionState::Opening || self.given_up || !env.share.is_home() {
+    pub(super) fn go_on_opening(&mut self, env: &mut Env<'_, '_, U>) {
+        if self.state != SessionState::Opening || self.given_up {
             return;
         }
         let any = self.config.connect_any;
-        let enough = any || self.paths.iter().all(|path| path.ever_up);
+        let enough = any || self.paths.iter().all(|path| path.reached == Reached::Up);
         if enough && self.paths.iter().any(Path::is_up) {
             return self.opened(env);
         }
-        let fresh = |path: &Path| path.begun && !path.ever_up;
-        let is_under_way = |path: &Path| fresh(path) && path.state == PathState::Connecting;
+        let fresh = |path: &Path| matches!(path.reached, Reached::Asked | Reached::Accepted);
+        let is_under_way = |path: &Path| fresh(path) && path.state() == PathState::Connecting;
         if self.paths.iter().any(is_under_way) {
             return;
         }
         // One that was up, and is lost, is connected again.
         let lost = self.paths.iter().position(fresh);
-        match (self.paths.iter().position(|path| !path.begun), lost) {
+        match (
+            self.paths.iter().position(|path| path.reached == Reached::Nothing),
+            lost,
+        ) {
             (Some(next), None) => self.begin_and_settle(env, next),
             (Some(next), _) if any => self.begin_and_settle(env, next),
             // Too few could be connected.
@@ -128,21 +122,17 @@ impl Session {
         }
     }
 
-    fn opened(&mut self, env: &mut Env<'_, '_>) {
-        self.announced = true;
-        for share in env.share.others() {
-            env.tell(share, self.id, Word::Opened);
-        }
+    fn opened(&mut self, env: &mut Env<'_, '_, U>) {
         self.meet(env, SessionEvent::PathUp);
         for index in 0..self.paths.len() {
-            if !self.paths[index].begun {
+            if self.paths[index].reached == Reached::Nothing {
                 self.begin_and_settle(env, index);
             }
         }
     }
 
     /// The paths go, and when they are gone the user is told.
-    fn give_up_opening(&mut self, env: &mut Env<'_, '_>) {
+    fn give_up_opening(&mut self, env: &mut Env<'_, '_, U>) {
         self.given_up = true;
         for index in 0..self.paths.len() {
             self.paths[index].meet(PathEvent::CloseAsked);
@@ -150,22 +140,22 @@ impl Session {
         }
     }
 
-    fn begin_and_settle(&mut self, env: &mut Env<'_, '_>, index: usize) {
+    fn begin_and_settle(&mut self, env: &mut Env<'_, '_, U>, index: usize) {
         let mut reports = Vec::new();
         self.begin(env, index, &mut reports);
         self.settle(env, index, reports);
     }
 
     /// Begins to connect one more path.
-    pub(super) fn add_path(&mut self, env: &mut Env<'_, '_>, addr: PathAddr) -> Result<PathId, Error> {
+    pub(super) fn add_path(&mut self, env: &mut Env<'_, '_, U>, addr: PathAddr) -> Result<PathId, Error> {
         if !matches!(self.state, SessionState::Open | SessionState::Disconnected) {
             return Err(Error::Busy);
         }
-        let alive = |path: &&Path| path.state != PathState::Dead;
+        let alive = |path: &&Path| path.state() != PathState::Dead;
         if self.paths.iter().filter(alive).any(|path| path.addr == addr) {
             return Err(Error::PathExists(addr));
         }
-        let free = self.paths.iter().position(|path| path.state == PathState::Dead);
+        let free = self.paths.iter().position(|path| path.state() == PathState::Dead);
         let index = free.unwrap_or(self.paths.len());
         if index >= SessionConfig::MAX_PATHS {
             return Err(Error::Config("a session has at most 128 paths".into()));
@@ -173,34 +163,24 @@ impl Session {
         let id = PathId(self.next_path);
         self.next_path += 1;
         let uuid = Uuid::draw(env.cx.random);
-        let joining = Joining { id, addr, uuid };
-        for share in env.share.others() {
-            let path = index as u16;
-            env.tell(share, self.id, Word::Add { path, joining });
+        let path = Path::new(self.id, index as u16, (id, addr, uuid));
+        match self.paths.get_mut(index) {
+            Some(place) => *place = path,
+            None => self.paths.push(path),
         }
-        self.join_path(env, index, joining);
         self.paths[index].commands.push(PathCommand::Add);
         self.begin_and_settle(env, index);
         Ok(id)
     }
 
-    /// A path appears, in a place of its own or that of one which is gone.
-    pub(super) fn join_path(&mut self, env: &Env<'_, '_>, index: usize, joining: Joining) {
-        let path = Path::new(self.id, index as u16, joining, &self.config, env.share);
-        match self.paths.get_mut(index) {
-            Some(place) => *place = path,
-            None => self.paths.push(path),
-        }
-    }
-
     /// Takes a command for a path. [`PathNews::Done`] says how it ended.
-    pub(super) fn command(&mut self, env: &mut Env<'_, '_>, id: PathId, command: PathCommand) -> Result<(), Error> {
+    pub(super) fn command(&mut self, env: &mut Env<'_, '_, U>, id: PathId, command: PathCommand) -> Result<(), Error> {
         let index = self.path_of(id).ok_or(Error::NoPath)?;
         if !matches!(self.state, SessionState::Open | SessionState::Disconnected) {
             return Err(Error::Busy);
         }
         let path = &mut self.paths[index];
-        let event = match (command, path.state) {
+        let event = match (command, path.state()) {
             (PathCommand::Add, _) => return Err(Error::Config("a path is added by its addresses".into())),
             (PathCommand::Reconnect, PathState::Connecting | PathState::Closing) => return Err(Error::Busy),
             (PathCommand::Reconnect, _) => Some(PathEvent::ReconnectAsked),
@@ -219,15 +199,15 @@ impl Session {
     }
 
     /// Answers what was asked for a path, as far as it has come.
-    pub(super) fn answer_commands(&mut self, env: &mut Env<'_, '_>, index: usize) {
+    pub(super) fn answer_commands(&mut self, env: &mut Env<'_, '_, U>, index: usize) {
         let path = &mut self.paths[index];
-        match path.state {
+        match path.state() {
             PathState::Connected => {
                 for command in core::mem::take(&mut path.commands) {
                     self.news(env, index, PathNews::Done(command, Ok(())));
                 }
             }
-            PathState::Closed if path.others.all_gone() => {
+            PathState::Closed => {
                 let removes = |command: &PathCommand| matches!(command, PathCommand::Add | PathCommand::Remove);
                 if path.commands.iter().any(removes) {
                     return self.forget(env, index);
@@ -244,12 +224,8 @@ impl Session {
         }
     }
 
-    /// A path that is closed everywhere leaves the session.
-    fn forget(&mut self, env: &mut Env<'_, '_>, index: usize) {
-        let place = index as u16;
-        for share in env.share.others() {
-            env.tell(share, self.id, Word::Forget { path: place });
-        }
+    /// A closed path leaves the session.
+    fn forget(&mut self, env: &mut Env<'_, '_, U>, index: usize) {
         let path = &mut self.paths[index];
         let (commands, mut failure) = (core::mem::take(&mut path.commands), path.failure.take());
         path.meet(PathEvent::RemoveAsked);
@@ -265,16 +241,16 @@ impl Session {
     }
 
     /// A path is gone: what only it needed of the session's devices goes too, as there may be no end of paths from ever other addresses.
-    pub(super) fn leave_devices(&mut self, env: &mut Env<'_, '_>) {
-        let alive = self.paths.iter().filter(|path| path.state != PathState::Dead);
+    pub(super) fn leave_devices(&mut self, env: &mut Env<'_, '_, U>) {
+        let alive = self.paths.iter().filter(|path| path.state() != PathState::Dead);
         let used: SmallVec<[DeviceIx; 4]> = alive.filter_map(|path| path.entered).collect();
         self.lane.leave_all_but(env.cx, &used);
     }
 
-    /// An attempt to connect a path has failed, at home.
-    pub(super) fn attempt_failed(&mut self, env: &mut Env<'_, '_>, index: usize, error: Error) {
+    /// An attempt to connect a path has failed.
+    pub(super) fn attempt_failed(&mut self, env: &mut Env<'_, '_, U>, index: usize, error: Error) {
         if matches!(error, Error::Overtaken) {
-            tracing::debug!(session = %self.config.name, path = %self.paths[index].addr, "the path is connected anew");
+            tracing::debug!(session = %self.config.name, path = %self.paths[index].addr, "the path is connected again");
             return self.paths[index].come_again();
         }
         tracing::warn!(session = %self.config.name, path = %self.paths[index].addr, %error, "connecting the path failed");
@@ -298,11 +274,8 @@ impl Session {
         self.news(env, index, PathNews::AttemptFailed(error));
     }
 
-    pub(super) fn set_policy(&mut self, env: &mut Env<'_, '_>, policy: Policy) {
+    pub(super) fn set_policy(&mut self, env: &mut Env<'_, '_, U>, policy: Policy) {
         self.config.policy = policy;
-        for share in env.share.others() {
-            env.tell(share, self.id, Word::Policy(policy));
-        }
         if policy == Policy::MinLatency {
             for path in &mut self.paths {
                 path.measure(env.cx.now);
@@ -321,18 +294,18 @@ impl Session {
     }
 
     pub(super) fn statuses(&self) -> Vec<PathStatus> {
-        let alive = |(_, path): &(usize, &Path)| path.state != PathState::Dead;
+        let alive = |(_, path): &(usize, &Path)| path.state() != PathState::Dead;
         let status = |(index, path): (usize, &Path)| {
             let domain = path.device.and_then(|device| self.lane.domain(device));
             PathStatus {
                 id: path.id,
                 addr: path.addr,
                 uuid: path.uuid,
-                state: path.state,
+                state: path.state(),
                 device: path.device,
                 hca: domain.and_then(|domain| domain.name.clone()),
                 keys: domain.map(|domain| domain.strategy),
-                latency: path.questions.latency,
+                latency: path.latency,
                 in_flight: self.lane.loads.get(index).copied().unwrap_or(0),
                 stats: path.stats.clone(),
             }
@@ -351,7 +324,7 @@ impl Session {
     }
 
     fn path_of(&self, id: PathId) -> Option<usize> {
-        let is = |path: &Path| path.id == id && path.state != PathState::Dead;
+        let is = |path: &Path| path.id == id && path.state() != PathState::Dead;
         self.paths.iter().position(is)
     }
 }

@@ -4,24 +4,14 @@ use core::time::Duration;
 
 use crate::client::{path::Path, policy::Policy};
 
-/// The choice of a share.
-#[derive(Debug)]
+/// The choice of a session.
+#[derive(Debug, Default)]
 pub(super) struct Picker {
     /// Path whose turn it is.
     next: usize,
-    /// Path that wins among those with equally many requests in flight. Each share begins with another, as each counts only its own.
-    first: usize,
 }
 
 impl Picker {
-    /// Choice of the share with this number.
-    pub(super) fn of_share(share: u16) -> Self {
-        Self {
-            next: 0,
-            first: share.into(),
-        }
-    }
-
     /// A path that is up and has this permit's chunk. `loads` are the requests in flight of each.
     pub(super) fn pick(&mut self, policy: Policy, paths: &[Path], loads: &[u32], permit: u16) -> Option<usize> {
         let fits = |index: &usize| paths[*index].is_up() && usize::from(permit) < paths[*index].chunks.len();
@@ -38,11 +28,10 @@ impl Picker {
             }
             Policy::MinInflight => {
                 let load = |index: &usize| loads.get(*index).copied().unwrap_or(0);
-                let first = self.first % paths.len().max(1);
-                (first..paths.len()).chain(0..first).filter(fits).min_by_key(load)
+                all.filter(fits).min_by_key(load)
             }
             Policy::MinLatency => {
-                let latency = |index: &usize| paths[*index].questions.latency.unwrap_or(Duration::MAX);
+                let latency = |index: &usize| paths[*index].latency.unwrap_or(Duration::MAX);
                 all.filter(fits).min_by_key(latency)
             }
         }

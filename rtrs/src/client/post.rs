@@ -33,7 +33,7 @@ struct Built {
 }
 
 /// Slots that a request takes at most.
-pub(super) fn slots(lane: &Lane, device: Option<DeviceIx>, direction: Direction) -> u32 {
+pub(super) fn slots<U>(lane: &Lane<U>, device: Option<DeviceIx>, direction: Direction) -> u32 {
     let domain = device.and_then(|device| lane.domain(device));
     match domain {
         Some(d) if direction == Direction::Read && d.strategy != KeyStrategy::Static && !d.instant => GRANT_SLOTS + 1,
@@ -42,8 +42,8 @@ pub(super) fn slots(lane: &Lane, device: Option<DeviceIx>, direction: Direction)
 }
 
 /// Posts what a connection has.
-pub(super) fn post(cx: &mut Cx<'_>, path: &mut Path, lane: &mut Lane, place: u16) -> Result<(), PostError> {
-    let Some(conn) = path.conns.get_mut(usize::from(place)) else {
+pub(super) fn post<U>(cx: &mut Cx<'_>, path: &mut Path, lane: &mut Lane<U>, cid: u16) -> Result<(), PostError> {
+    let Some(conn) = path.conns.get_mut(usize::from(cid)) else {
         return Ok(());
     };
     let Some(qp) = conn.qp else { return Ok(()) };
@@ -51,7 +51,7 @@ pub(super) fn post(cx: &mut Cx<'_>, path: &mut Path, lane: &mut Lane, place: u16
     if !used.is_empty() {
         post_receives(cx, path, qp, &used)?;
     }
-    let conn = &mut path.conns[usize::from(place)];
+    let conn = &mut path.conns[usize::from(cid)];
     let fitting = conn.queue.take();
     if fitting.is_empty() {
         return Ok(());
@@ -102,10 +102,10 @@ fn post_receives(cx: &mut Cx<'_>, path: &Path, qp: QpId, used: &[u32]) -> Result
 }
 
 /// The work request for a piece of work; `None` when it has become pointless, or is done at once.
-fn build(
+fn build<U>(
     cx: &mut Cx<'_>,
     path: &Path,
-    lane: &mut Lane,
+    lane: &mut Lane<U>,
     qp: QpId,
     work: &Post,
     signalled: bool,
@@ -137,17 +137,17 @@ fn build(
 }
 
 /// The key that opens the buffer of a permit's read.
-pub(super) fn key_of(path: &Path, lane: &Lane, permit: u16) -> Result<KeyId, PostError> {
+pub(super) fn key_of<U>(path: &Path, lane: &Lane<U>, permit: u16) -> Result<KeyId, PostError> {
     let domain = path.device.and_then(|device| lane.domain(device));
     let key = domain.and_then(|d| d.keys.get(usize::from(permit))).copied();
     key.ok_or(PostError::Invalid("the permit has no key of its own"))
 }
 
 /// Writes a request's message and opens its buffer.
-fn request(
+fn request<U>(
     cx: &mut Cx<'_>,
     path: &Path,
-    lane: &mut Lane,
+    lane: &mut Lane<U>,
     qp: QpId,
     permit: u16,
 ) -> Result<(SendOp, SmallVec<[Sge; 2]>), PostError> {
@@ -181,11 +181,7 @@ fn request(
         }
     };
     sges.extend(header);
-    let imm = Imm::IoReq(
-        terms
-            .layout
-            .pack(lane.first + u32::from(permit), data_len + usr_len as u32),
-    );
+    let imm = Imm::IoReq(terms.layout.pack(permit.into(), data_len + usr_len as u32));
     let remote = RemoteAddr {
         addr: chunk.addr.wrapping_add(offset.into()),
         rkey: RKey(chunk.rkey),
@@ -200,13 +196,13 @@ struct Message {
     bytes: SmallVec<[u8; RdmaRead::LEN_ONE]>,
 }
 
-fn message(
+fn message<U>(
     cx: &mut Cx<'_>,
-    lane: &Lane,
+    lane: &Lane<U>,
     device: DeviceIx,
     qp: QpId,
     permit: u16,
-    flight: &mut Flight,
+    flight: &mut Flight<U>,
 ) -> Result<Message, PostError> {
     let usr_len = flight.request.header.len() as u16;
     let buffer = flight.request.data.as_ref().filter(|b| !b.is_empty());

@@ -24,8 +24,6 @@ pub(super) struct Questions {
     answered: Option<Instant>,
     /// When anything has come by the path.
     heard: Instant,
-    /// Round trip of the last one.
-    pub(super) latency: Option<Duration>,
     /// Smoothed round-trip time.
     usual: Option<Duration>,
 }
@@ -54,7 +52,7 @@ impl Questions {
     pub(super) fn answer(&mut self, now: Instant) -> Option<Duration> {
         let asked = self.asked.pop_front()?;
         let time = now.saturating_since(asked);
-        (self.answered, self.latency) = (Some(asked), Some(time));
+        self.answered = Some(asked);
         self.usual = Some(self.usual.map_or(time, |usual| (usual * 7 + time) / 8));
         Some(time)
     }
@@ -141,8 +139,7 @@ mod tests {
         path.ask(at(0));
         path.answer(at(1));
         path.ask(at(100));
-        path.answer(at(400));
-        assert_eq!(path.latency, Some(Duration::from_millis(300)));
+        assert_eq!(path.answer(at(400)), Some(Duration::from_millis(300)));
         path.ask(at(1000));
         assert!(path.silent(at(1400)).is_some());
     }

@@ -15,9 +15,9 @@ pub struct SessionId(pub u32);
 
 /// A request on its way into a session.
 #[derive(Debug)]
-pub struct Submission {
-    /// Comes back with the answer.
-    pub tag: u64,
+pub struct Submission<U = u64> {
+    /// The user's part of the request. Comes back with the answer.
+    pub tag: U,
     /// The connection that it takes.
     pub con: ConType,
     /// Direction of the data.
@@ -30,7 +30,7 @@ pub struct Submission {
 
 /// Report of a client to its user.
 #[derive(Debug)]
-pub enum Output {
+pub enum Output<U = u64> {
     /// All paths are up, or the first one if any will do: requests are taken.
     Opened(SessionId, SessionInfo),
     /// The session could not be opened, and is gone.
@@ -39,8 +39,8 @@ pub enum Output {
     Done {
         /// The session.
         session: SessionId,
-        /// The request's.
-        tag: u64,
+        /// The user's part of the request.
+        tag: U,
         /// Success, the server's error number, or what broke.
         result: Result<(), IoError>,
         /// The request's buffer.
@@ -50,7 +50,7 @@ pub enum Output {
     Down(SessionId, PathError),
     /// There is a path again (`RTRS_CLT_LINK_EV_RECONNECTED`). Sizes may be others than before.
     Up(SessionId, SessionInfo),
-    /// Event of a path. The first share tells of it, but of requests that were taken over each tells.
+    /// Event of a path.
     Path {
         /// The session.
         session: SessionId,

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use roce_mem::Pages;
+use roce_verbs::mem::Pages;
 use roce_verbs::{
     Completion, Instant, WcStatus,
     provider::{CmKind, DeviceIx},
@@ -19,12 +19,12 @@ use crate::{
         flight::{Again, Flight, Orphan, Waits},
         handshake::Handshake,
         lane::Lane,
-        letter::{Joining, Opening, Word},
-        path::{Path, Report, Step},
+        path::{Path, Report},
         permits::Rest,
         pick::Picker,
         post,
         request::{Output, SessionId, Submission},
+        stage::Reached,
         state::{PathEvent, PathState, SESSION, SessionAction, SessionEvent, SessionState},
         status::{PathId, PathNews},
     },
@@ -36,7 +36,7 @@ use crate::{
 
 /// See the module.
 #[derive(Debug)]
-pub(super) struct Session {
+pub(super) struct Session<U> {
     pub(super) id: SessionId,
     uuid: Uuid,
     pub(super) config: SessionConfig,
@@ -48,156 +48,46 @@ pub(super) struct Session {
     pub(super) picker: Picker,
     /// Number of the next path.
     pub(super) next_path: u32,
-    pub(super) lane: Lane,
-    /// Home has said that it is open.
-    pub(super) announced: bool,
-    /// At home: it could not be opened, and its paths are taken down.
+    pub(super) lane: Lane<U>,
+    /// It could not be opened, and its paths are taken down.
     pub(super) given_up: bool,
     /// Why it could not be opened.
     pub(super) failure: Option<Error>,
     /// Why the last path went.
     why: PathError,
-    /// At home: other shares of which nothing is left.
-    ended: usize,
     /// When its last path went.
     pub(super) lost_at: Option<Instant>,
-    /// When paths are compared next; elsewhere, when home is told again that requests are under way.
+    /// When paths are compared next.
     pub(super) look_at: Option<Instant>,
-    /// At home: until then other shares have requests under way.
-    pub(super) others_busy: Option<Instant>,
 }
 
-impl Session {
+impl<U> Session<U> {
     /// Begins to connect its paths.
-    pub(super) fn open(env: &mut Env<'_, '_>, id: SessionId, config: SessionConfig) -> Self {
+    pub(super) fn open(env: &mut Env<'_, '_, U>, id: SessionId, config: SessionConfig) -> Self {
         let uuid = Uuid::draw(env.cx.random);
-        let paths: Vec<Uuid> = config.paths.iter().map(|_| Uuid::draw(env.cx.random)).collect();
-        for share in env.share.others() {
-            let (config, paths) = (config.clone(), paths.clone());
-            env.tell(share, id, Word::Open(Box::new(Opening { config, uuid, paths })));
-        }
-        let mut session = Self::join(env, id, Opening { config, uuid, paths });
-        session.go_on_opening(env);
-        session
-    }
-
-    /// A session before anything was done for it. At other shares than home its paths are connected when home says so.
-    pub(super) fn join(env: &Env<'_, '_>, id: SessionId, opening: Opening) -> Self {
-        let Opening { config, uuid, paths } = opening;
-        let joining = config.paths.iter().zip(paths).zip(0..);
-        let joining = joining.map(|((addr, uuid), n)| Joining {
-            id: PathId::of_opening(n),
-            addr: *addr,
-            uuid,
+        let paths = config.paths.iter().zip(0..).map(|(addr, index)| {
+            let what = (PathId::of_opening(index), *addr, Uuid::draw(env.cx.random));
+            Path::new(id, index, what)
         });
-        let paths: Vec<Path> = joining
-            .zip(0..)
-            .map(|(joining, index)| Path::new(id, index, joining, &config, env.share))
-            .collect();
-        Self {
+        let paths: Vec<Path> = paths.collect();
+        let mut session = Self {
             id,
             uuid,
             state: SessionState::Opening,
             info: None,
-            picker: Picker::of_share(env.share.index()),
+            picker: Picker::default(),
             next_path: paths.len() as u32,
             paths,
-            announced: false,
             given_up: false,
             config,
             lane: Lane::new(id),
             failure: None,
             why: PathError::Closed,
             lost_at: None,
-            ended: 0,
             look_at: None,
-            others_busy: None,
-        }
-    }
-
-    /// Another share has something to say.
-    pub(super) fn letter(&mut self, env: &mut Env<'_, '_>, from: u16, word: Word) {
-        match word {
-            // It is open.
-            Word::Open(_) => {}
-            Word::Opened => {
-                self.announced = true;
-                if self.paths.iter().any(Path::is_up) {
-                    self.meet(env, SessionEvent::PathUp);
-                }
-            }
-            Word::Add { path, joining } => self.join_path(env, path.into(), joining),
-            Word::Policy(policy) => self.set_policy(env, policy),
-            Word::Close | Word::CloseAsked => self.close(env),
-            Word::Watch => self.watch_for_others(env),
-            Word::Ended => {
-                self.ended += 1;
-                self.look_over(env);
-            }
-            Word::Connect { path, .. }
-            | Word::Up { path, .. }
-            | Word::Down { path, .. }
-            | Word::Connected { path }
-            | Word::Lost { path, .. }
-            | Word::Latency { path, .. }
-            | Word::Forget { path }
-            | Word::Gone { path } => {
-                let index = usize::from(path);
-                if index < self.paths.len() {
-                    let reports = self.path_letter(env, index, from, word);
-                    self.settle(env, index, reports);
-                }
-            }
-        }
-    }
-
-    fn path_letter(&mut self, env: &mut Env<'_, '_>, index: usize, from: u16, word: Word) -> Vec<Report> {
-        let mut reports = Vec::new();
-        let path = &mut self.paths[index];
-        let (state, step) = (path.state, path.step);
-        match word {
-            Word::Connect { offer, .. } => {
-                self.handshake(env, index).offered(offer);
-                match state {
-                    PathState::Connecting => self.begin(env, index, &mut reports),
-                    state => {
-                        let path = &mut self.paths[index];
-                        if state == PathState::Closed {
-                            path.meet(PathEvent::ReconnectAsked);
-                        }
-                        path.meet(PathEvent::RetryDue);
-                    }
-                }
-            }
-            // If it broke meanwhile its state says so.
-            Word::Up { chunks, .. } => self.handshake(env, index).shaken(chunks),
-            Word::Down { why, for_good, .. } => match for_good {
-                true => {
-                    path.set_why(why);
-                    path.meet(PathEvent::CloseAsked);
-                }
-                false => path.fail_path(why, &mut reports),
-            },
-            Word::Connected { .. } => {
-                path.others.connected(from);
-                if matches!(step, Step::Gathering | Step::Resting) {
-                    let mut handshake = self.handshake(env, index);
-                    let done = handshake.connected();
-                    handshake.settle(done, &mut reports);
-                }
-            }
-            Word::Lost { error, .. } => path.fail(error, &mut reports),
-            Word::Gone { .. } => {
-                path.share_gone(env, &self.config, from);
-                if !path.is_up() {
-                    self.lost_at = self.lost_at.map(|_| env.cx.now);
-                }
-            }
-            Word::Latency { time, .. } => path.questions.latency = Some(time),
-            Word::Forget { .. } => path.meet(PathEvent::RemoveAsked),
-            _ => {}
-        }
-        reports
+        };
+        session.go_on_opening(env);
+        session
     }
 
     pub(super) fn info(&self) -> Option<SessionInfo> {
@@ -249,13 +139,17 @@ impl Session {
         self.lane.give(buffer);
     }
 
-    pub(super) fn close(&mut self, env: &mut Env<'_, '_>) {
+    pub(super) fn close(&mut self, env: &mut Env<'_, '_, U>) {
         self.meet(env, SessionEvent::CloseAsked);
     }
 
     /// Takes a request, or gives it back with the reason.
     #[expect(clippy::result_large_err, reason = "the request comes back as it is")]
-    pub(super) fn submit(&mut self, env: &mut Env<'_, '_>, request: Submission) -> Result<(), (Submission, IoError)> {
+    pub(super) fn submit(
+        &mut self,
+        env: &mut Env<'_, '_, U>,
+        request: Submission<U>,
+    ) -> Result<(), (Submission<U>, IoError)> {
         let Some(info) = self.info.filter(|_| self.state == SessionState::Open) else {
             return Err((request, IoError::Path(self.why.clone())));
         };
@@ -264,9 +158,6 @@ impl Session {
             len,
             max: max as usize,
         };
-        if request.con == ConType::Admin && !env.share.is_home() {
-            return Err((request, IoError::NoService));
-        }
         let (header, data) = (request.header.len(), request.data.as_ref().map_or(0, Buffer::len));
         if header > info.max_user_header as usize {
             return Err((request, too_long("user header", header, info.max_user_header)));
@@ -281,7 +172,7 @@ impl Session {
     }
 
     /// Starts what waits, as far as there are permits and a path.
-    fn start(&mut self, env: &mut Env<'_, '_>) {
+    fn start(&mut self, env: &mut Env<'_, '_, U>) {
         while !self.lane.waiting.is_empty() {
             if !self.paths.iter().any(Path::is_up) {
                 return;
@@ -299,7 +190,14 @@ impl Session {
         }
     }
 
-    fn send(&mut self, env: &mut Env<'_, '_>, path: usize, permit: u16, request: Submission, rest: Option<Rest<u16>>) {
+    fn send(
+        &mut self,
+        env: &mut Env<'_, '_, U>,
+        path: usize,
+        permit: u16,
+        request: Submission<U>,
+        rest: Option<Rest<u16>>,
+    ) {
         let header = self.lane.headers.as_ref().map(|h| h.write(permit, 0, &request.header));
         if !matches!(header, Some(Ok(()))) {
             // The sizes were checked: the path has another idea of them than the session.
@@ -313,25 +211,24 @@ impl Session {
             return self.lane.told(request, Err(error), env.out);
         }
         let path = &mut self.paths[path];
-        let service = env.share.service();
-        let io = path.conns.len().saturating_sub(service.into()).max(1);
-        let place = match request.con {
+        let io = path.conns.len().saturating_sub(1).max(1);
+        let cid = match request.con {
             ConType::Admin => 0,
-            ConType::Io(hint) => service + (hint % io) as u16,
+            ConType::Io(hint) => 1 + (hint % io) as u16,
         };
         let slots = post::slots(&self.lane, path.device, request.direction);
         let bytes = request.header.len() + request.data.as_ref().map_or(0, Buffer::len);
         path.stats.rdma.count(request.direction, bytes as u64);
         self.lane
-            .launch(permit, Flight::new(request, path.index, place, env.cpu, rest));
-        path.push(env, place, Post::Request { permit, slots });
+            .launch(permit, Flight::new(request, path.index, cid, env.cpu, rest));
+        path.push(env, cid, Post::Request { permit, slots });
     }
 
     /// A work request of one of its connections has completed.
-    pub(super) fn completion(&mut self, env: &mut Env<'_, '_>, path: u16, place: u16, wc: &Completion) {
+    pub(super) fn completion(&mut self, env: &mut Env<'_, '_, U>, path: u16, cid: u16, wc: &Completion) {
         let index = usize::from(path);
         let Some(path) = self.paths.get_mut(index) else { return };
-        if !matches!(path.state, PathState::Connecting | PathState::Connected) {
+        if !matches!(path.state(), PathState::Connecting | PathState::Connected) {
             // What was under way when it went down.
             return;
         }
@@ -355,7 +252,7 @@ impl Session {
                 env,
                 lane: &mut self.lane,
             }
-            .completion(place, mark, wc)
+            .completion(cid, mark, wc)
             .map_err(Error::Path),
         };
         match done {
@@ -369,11 +266,11 @@ impl Session {
         }
     }
 
-    fn handshake<'a, 'b, 'c>(&'a mut self, env: &'a mut Env<'b, 'c>, index: usize) -> Handshake<'a, 'b, 'c> {
+    fn handshake<'a, 'b, 'c>(&'a mut self, env: &'a mut Env<'b, 'c, U>, index: usize) -> Handshake<'a, 'b, 'c, U> {
         Handshake {
             agreed: self.agreed(index),
             others_up: self.has_other_up(index),
-            ask_at: self.ask_at(env.cx.now, index),
+            ask_at: self.ask_at(env.cx.now),
             path: &mut self.paths[index],
             env,
             lane: &mut self.lane,
@@ -382,19 +279,20 @@ impl Session {
         }
     }
 
-    pub(super) fn begin(&mut self, env: &mut Env<'_, '_>, index: usize, reports: &mut Vec<Report>) {
-        // Others are told by home.
-        if env.share.is_home() {
-            self.paths[index].first = self.is_first(index);
+    pub(super) fn begin(&mut self, env: &mut Env<'_, '_, U>, index: usize, reports: &mut Vec<Report<U>>) {
+        let first = self.is_first(index);
+        let path = &mut self.paths[index];
+        path.reached = path.reached.max(Reached::Asked);
+        if let Some(attempt) = path.attempt_mut() {
+            attempt.first = first;
         }
-        self.paths[index].begun = true;
         let mut handshake = self.handshake(env, index);
         let begun = handshake.begin();
         handshake.settle(begun, reports);
     }
 
     /// An event of one of its connections.
-    pub(super) fn cm_event(&mut self, env: &mut Env<'_, '_>, path: u16, place: u16, kind: CmKind) {
+    pub(super) fn cm_event(&mut self, env: &mut Env<'_, '_, U>, path: u16, cid: u16, kind: CmKind) {
         let index = usize::from(path);
         let Some(path) = self.paths.get_mut(index) else { return };
         let mut reports = Vec::new();
@@ -402,15 +300,15 @@ impl Session {
             kind,
             CmKind::Disconnected | CmKind::Rejected { .. } | CmKind::Unreachable(_) | CmKind::ConnectError(_)
         ) {
-            path.note_left(place);
+            path.note_left(cid);
         }
-        match (path.state, kind) {
+        match (path.state(), kind) {
             (PathState::Connecting, CmKind::Disconnected) | (PathState::Connected, CmKind::Disconnected) => {
                 path.fail_path(PathError::PeerDisconnected, &mut reports);
             }
             (PathState::Connecting, kind) => {
                 let mut handshake = self.handshake(env, index);
-                let done = handshake.event(place, kind);
+                let done = handshake.event(cid, kind);
                 handshake.settle(done, &mut reports);
             }
             (PathState::Connected, kind) => {
@@ -428,16 +326,16 @@ impl Session {
         self.settle(env, index, reports);
     }
 
-    pub(super) fn drained(&mut self, env: &mut Env<'_, '_>, path: u16, place: u16) {
+    pub(super) fn drained(&mut self, env: &mut Env<'_, '_, U>, path: u16, cid: u16) {
         let index = usize::from(path);
         if let Some(path) = self.paths.get_mut(index) {
-            path.drained(place);
+            path.drained(cid);
             self.settle(env, index, Vec::new());
         }
     }
 
     /// A device is gone. Its paths try again, by whatever device has their address then; the kernel's client closes them.
-    pub(super) fn device_removed(&mut self, env: &mut Env<'_, '_>, device: DeviceIx) {
+    pub(super) fn device_removed(&mut self, env: &mut Env<'_, '_, U>, device: DeviceIx) {
         for index in 0..self.paths.len() {
             let path = &mut self.paths[index];
             if path.entered == Some(device) {
@@ -449,20 +347,20 @@ impl Session {
     }
 
     /// Posts what a connection has.
-    pub(super) fn post(&mut self, env: &mut Env<'_, '_>, path: u16, place: u16) {
+    pub(super) fn post(&mut self, env: &mut Env<'_, '_, U>, path: u16, cid: u16) {
         let index = usize::from(path);
         let Some(path) = self.paths.get_mut(index) else { return };
-        if let Some(conn) = path.conns.get_mut(usize::from(place)) {
+        if let Some(conn) = path.conns.get_mut(usize::from(cid)) {
             conn.dirty = false;
         }
-        if let Err(e) = post::post(env.cx, path, &mut self.lane, place) {
+        if let Err(e) = post::post(env.cx, path, &mut self.lane, cid) {
             let mut reports = Vec::new();
             path.fail_path(PathError::Post(e), &mut reports);
             self.settle(env, index, reports);
         }
     }
 
-    pub(super) fn timeout(&mut self, env: &mut Env<'_, '_>) {
+    pub(super) fn timeout(&mut self, env: &mut Env<'_, '_, U>) {
         for index in 0..self.paths.len() {
             let path = &mut self.paths[index];
             if path.next_timeout().is_some_and(|due| due <= env.cx.now) {
@@ -498,7 +396,7 @@ impl Session {
     }
 
     /// Does what a path's events call for, there and here.
-    pub(super) fn settle(&mut self, env: &mut Env<'_, '_>, index: usize, mut reports: Vec<Report>) {
+    pub(super) fn settle(&mut self, env: &mut Env<'_, '_, U>, index: usize, mut reports: Vec<Report<U>>) {
         loop {
             let path = &mut self.paths[index];
             path.run(env, &mut self.lane, &self.config, &mut reports);
@@ -516,33 +414,29 @@ impl Session {
         self.start(env);
     }
 
-    fn report(&mut self, env: &mut Env<'_, '_>, index: usize, report: Report, reports: &mut Vec<Report>) {
+    fn report(&mut self, env: &mut Env<'_, '_, U>, index: usize, report: Report<U>, reports: &mut Vec<Report<U>>) {
         match report {
             Report::Begin => self.begin(env, index, reports),
             Report::Up { again } => self.path_up(env, index, again),
             Report::Down(why) => {
-                self.tell_lost(env, index, Error::Path(why.clone()));
-                self.log_down(env, index, &why);
-                if env.share.is_home() {
-                    self.news(env, index, PathNews::Down(why.clone()));
+                let (session, path) = (&self.config.name, &self.paths[index].addr);
+                match &why {
+                    PathError::Closed => tracing::info!(%session, %path, "path closed"),
+                    why => tracing::warn!(%session, %path, error = %why, "path lost"),
                 }
+                self.news(env, index, PathNews::Down(why.clone()));
                 self.path_down(env, why);
             }
-            Report::Failed(error) => match env.share.is_home() {
-                true => self.attempt_failed(env, index, error),
-                false => self.tell_lost(env, index, error),
-            },
+            Report::Failed(error) => self.attempt_failed(env, index, error),
             Report::Forgotten => {
                 self.lane.path_forgotten(index as u16);
                 self.leave_devices(env);
             }
             Report::LeftDevice => self.leave_devices(env),
-            Report::Orphans(orphans) => self.orphaned(env, index, orphans),
+            Report::Orphans { orphans, outlived } => self.orphaned(env, index, orphans, outlived),
             Report::Closed => {
-                if env.share.is_home() {
-                    let why = self.paths[index].why();
-                    self.news(env, index, PathNews::Closed(why));
-                }
+                let why = self.paths[index].why();
+                self.news(env, index, PathNews::Closed(why));
                 // With the last path the session may go, and of that nothing is told after its end.
                 if !self.paths[index].commands.is_empty() {
                     self.answer_commands(env, index);
@@ -552,55 +446,28 @@ impl Session {
         }
     }
 
-    fn path_up(&mut self, env: &mut Env<'_, '_>, index: usize, again: bool) {
+    fn path_up(&mut self, env: &mut Env<'_, '_, U>, index: usize, again: bool) {
         if again {
             // A server refuses it as long as it is at work for the connections that were before.
             self.lane.path_gone(index as u16);
         }
         let path = &self.paths[index];
         let Some(terms) = path.terms else { return };
-        let whole = terms.info(self.config.max_user_header);
-        let info = SessionInfo {
-            queue_depth: self.lane.permits.depth().into(),
-            ..whole
-        };
+        let info = terms.info(self.config.max_user_header);
         self.info = Some(info);
         let full = Buffers::bytes_for(info.max_io_size as usize, info.queue_depth as usize);
         self.lane.buffers.set_limit(self.config.buffer_bytes.unwrap_or(full));
-        if env.share.is_home() {
-            tracing::info!(session = %self.config.name, path = %path.addr, info = ?whole, "path is up");
-            self.paths[index].stats.reconnects += 1;
-            self.news(env, index, PathNews::Up { again });
-            self.watch(env);
-        }
-        // Home opens the session, and says so.
-        if self.announced {
+        tracing::info!(session = %self.config.name, path = %path.addr, ?info, "path is up");
+        self.paths[index].stats.reconnects += 1;
+        self.news(env, index, PathNews::Up { again });
+        self.watch(env);
+        // `go_on_opening` opens the session.
+        if self.state != SessionState::Opening {
             self.meet(env, SessionEvent::PathUp);
         }
     }
 
-    /// Home has to know what happened to our part of a path.
-    fn tell_lost(&self, env: &mut Env<'_, '_>, index: usize, error: Error) {
-        if !env.share.is_home() {
-            let path = index as u16;
-            env.tell_home(self.id, Word::Lost { path, error });
-        }
-    }
-
-    fn log_down(&self, env: &Env<'_, '_>, index: usize, why: &PathError) {
-        let (session, path) = (&self.config.name, &self.paths[index].addr);
-        match why {
-            // Home tells of the path. What breaks elsewhere may be known there only.
-            PathError::Closed if !env.share.is_home() => {}
-            why if !env.share.is_home() => {
-                tracing::warn!(%session, %path, share = env.share.index(), error = %why, "connections lost");
-            }
-            PathError::Closed => tracing::info!(%session, %path, "path closed"),
-            why => tracing::warn!(%session, %path, error = %why, "path lost"),
-        }
-    }
-
-    fn path_down(&mut self, env: &mut Env<'_, '_>, why: PathError) {
+    fn path_down(&mut self, env: &mut Env<'_, '_, U>, why: PathError) {
         // There may be nothing left to compare.
         self.look_at = None;
         self.watch(env);
@@ -610,7 +477,7 @@ impl Session {
         self.why = why;
         self.lost_at = Some(env.cx.now);
         for path in &mut self.paths {
-            path.outlived = true;
+            path.state.session_lost();
         }
         self.ask_again(env);
         self.meet(env, SessionEvent::LastPathDown);
@@ -622,7 +489,7 @@ impl Session {
     }
 
     /// Without a path what waits for a permit has nowhere to go.
-    fn fail_waiting(&mut self, env: &mut Env<'_, '_>) {
+    fn fail_waiting(&mut self, env: &mut Env<'_, '_, U>) {
         for request in core::mem::take(&mut self.lane.waiting) {
             self.lane.told(request, Err(IoError::Path(self.why.clone())), env.out);
         }
@@ -630,8 +497,8 @@ impl Session {
 
     /// Requests whose path is drained go by another, or end. What is sent again keeps its permit: in the same chunk the server
     /// can't do it a first time after it has done it a second time, and something else in between.
-    fn orphaned(&mut self, env: &mut Env<'_, '_>, index: usize, orphans: Vec<Orphan>) {
-        let (why, outlived) = (self.paths[index].why(), self.paths[index].outlived);
+    fn orphaned(&mut self, env: &mut Env<'_, '_, U>, index: usize, orphans: Vec<Orphan<U>>, outlived: bool) {
+        let why = self.paths[index].why();
         // Of a path that was in order its last packets are under way now.
         let closed = matches!(why, PathError::Closed) && self.has_other_up(index);
         let mut again = Vec::new();
@@ -663,7 +530,7 @@ impl Session {
     }
 
     /// Sends requests by another path, if there is one.
-    fn send_again(&mut self, env: &mut Env<'_, '_>, requests: Vec<Again>, why: &PathError) {
+    fn send_again(&mut self, env: &mut Env<'_, '_, U>, requests: Vec<Again<U>>, why: &PathError) {
         let mut taken = vec![0; self.paths.len()];
         for request in requests {
             let Some(path) = self.way_for(request.permit) else {
@@ -680,7 +547,7 @@ impl Session {
     }
 
     /// A request ends with its path.
-    fn ended(&mut self, env: &mut Env<'_, '_>, request: Again, why: &PathError) {
+    fn ended(&mut self, env: &mut Env<'_, '_, U>, request: Again<U>, why: &PathError) {
         let Again { permit, request, rest } = request;
         self.lane.release_unanswered(env.cx.now, permit, rest);
         self.lane.told(request, Err(IoError::Path(why.clone())), env.out);
@@ -692,7 +559,7 @@ impl Session {
             .pick(self.config.policy, &self.paths, &self.lane.loads, permit)
     }
 
-    fn path_closed(&mut self, env: &mut Env<'_, '_>, index: usize) {
+    fn path_closed(&mut self, env: &mut Env<'_, '_, U>, index: usize) {
         if !self.all_closed() {
             return;
         }
@@ -704,24 +571,23 @@ impl Session {
     }
 
     fn all_closed(&self) -> bool {
-        let over = |path: &Path| matches!(path.state, PathState::Closed | PathState::Dead);
+        let over = |path: &Path| matches!(path.state(), PathState::Closed | PathState::Dead);
         self.paths.iter().all(over)
     }
 
-    /// It ends when nothing is left of its paths here, and of the session at the other shares.
-    fn look_over(&mut self, env: &mut Env<'_, '_>) {
-        if !self.all_closed() || self.ended < env.share.others().len() {
+    /// The session ends when nothing is left of its paths.
+    fn look_over(&mut self, env: &mut Env<'_, '_, U>) {
+        if !self.all_closed() {
             return;
         }
         match self.state {
-            // Of one that is open elsewhere the paths have only not been up here.
-            SessionState::Opening if !self.announced => self.meet(env, SessionEvent::PathsLost),
+            SessionState::Opening => self.meet(env, SessionEvent::PathsLost),
             SessionState::Closing => self.meet(env, SessionEvent::PathsGone),
             _ => {}
         }
     }
 
-    pub(super) fn meet(&mut self, env: &mut Env<'_, '_>, event: SessionEvent) {
+    pub(super) fn meet(&mut self, env: &mut Env<'_, '_, U>, event: SessionEvent) {
         let Some((next, actions)) = table::step(SESSION, self.state, event) else {
             return;
         };
@@ -729,12 +595,9 @@ impl Session {
         for action in actions {
             self.act(env, *action);
         }
-        if next == SessionState::Closed && !env.share.is_home() {
-            env.tell_home(self.id, Word::Ended);
-        }
     }
 
-    fn act(&mut self, env: &mut Env<'_, '_>, action: SessionAction) {
+    fn act(&mut self, env: &mut Env<'_, '_, U>, action: SessionAction) {
         let info = self.info;
         match action {
             SessionAction::Announce => env.out.extend(info.map(|info| Output::Opened(self.id, info))),
@@ -754,11 +617,8 @@ impl Session {
         }
     }
 
-    fn close_paths(&mut self, env: &mut Env<'_, '_>) {
+    fn close_paths(&mut self, env: &mut Env<'_, '_, U>) {
         self.why = PathError::Closed;
-        for share in env.share.others() {
-            env.tell(share, self.id, Word::Close);
-        }
         self.fail_waiting(env);
         for index in 0..self.paths.len() {
             let path = &mut self.paths[index];

@@ -17,45 +17,32 @@ use roce_verbs::{Instant, provider::DeviceIx};
 
 use crate::{
     PathError,
-    client::{env::Env, letter::Word, path::Path, session::Session},
+    client::{env::Env, path::Path, session::Session},
 };
 
 /// Between two looks at the paths.
 const LOOK: Duration = Duration::from_millis(100);
 
-impl Session {
-    /// Requests are under way: from now on paths are compared, if there are several. Home does it, for all shares.
-    pub(super) fn watch(&mut self, env: &mut Env<'_, '_>) {
+impl<U> Session<U> {
+    /// Requests are under way: from now on paths are compared, if there are several.
+    pub(super) fn watch(&mut self, env: &mut Env<'_, '_, U>) {
         if self.look_at.is_some() || self.paths.iter().filter(|path| path.is_up()).count() < 2 {
             return;
         }
         self.look_at = Some(env.cx.now + LOOK);
-        if !env.share.is_home() {
-            env.tell_home(self.id, Word::Watch);
-        }
-    }
-
-    /// Another share has requests under way.
-    pub(super) fn watch_for_others(&mut self, env: &mut Env<'_, '_>) {
-        self.others_busy = Some(env.cx.now + 2 * LOOK);
-        self.watch(env);
     }
 
     /// Compares the paths, when it is time, and gives those up that are silent beside others.
-    pub(super) fn compare_paths(&mut self, env: &mut Env<'_, '_>) {
+    pub(super) fn compare_paths(&mut self, env: &mut Env<'_, '_, U>) {
         let now = env.cx.now;
         if self.look_at.take_if(|at| *at <= now).is_none() {
             return;
         }
-        let mut busy = self.lane.loads.iter().any(|load| *load > 0);
-        if !env.share.is_home() {
-            if busy {
-                self.watch(env);
-            }
-            return;
-        }
-        busy |= self.others_busy.is_some_and(|until| until > now);
-        let open = self.paths.iter().any(|path| path.is_up() && path.questions.is_open());
+        let busy = self.lane.loads.iter().any(|load| *load > 0);
+        let open = self
+            .paths
+            .iter()
+            .any(|path| path.up().is_some_and(|up| up.questions.is_open()));
         if !busy && !open {
             return;
         }
@@ -76,12 +63,8 @@ impl Session {
         }
     }
 
-    /// The port of a device went down. Its paths are given up at once if another path is up: then nothing is gained by waiting. Home
-    /// does it, for all shares.
-    pub(super) fn port_down(&mut self, env: &mut Env<'_, '_>, device: DeviceIx) {
-        if !env.share.is_home() {
-            return;
-        }
+    /// The port of a device went down. Its paths are given up at once if another path is up: then nothing is gained by waiting.
+    pub(super) fn port_down(&mut self, env: &mut Env<'_, '_, U>, device: DeviceIx) {
         let by_it = |path: &Path| path.is_up() && path.device == Some(device);
         if !self
             .paths
@@ -100,9 +83,8 @@ impl Session {
     }
 
     fn silent_beside_others(&self, index: usize, now: Instant) -> Option<Duration> {
-        let path = Some(&self.paths[index]).filter(|path| path.is_up())?;
-        let (since, time) = path.questions.silent(now)?;
-        let lives = |other: &Path| other.is_up() && other.questions.proves_life(since);
+        let (since, time) = self.paths[index].up()?.questions.silent(now)?;
+        let lives = |other: &Path| other.up().is_some_and(|up| up.questions.proves_life(since));
         let others = self.paths.iter().enumerate().filter(|(other, _)| *other != index);
         others.into_iter().any(|(_, other)| lives(other)).then_some(time)
     }

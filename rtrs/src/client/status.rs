@@ -57,7 +57,7 @@ pub enum PathNews {
     Done(PathCommand, Result<(), Error>),
 }
 
-/// Counters of a path at a share (`rtrs_clt_stats`, `rtrs-clt-stats.c`). A request counts when it is sent, again if it is sent again.
+/// Counters of a path (`rtrs_clt_stats`, `rtrs-clt-stats.c`). A request counts when it is sent, again if it is sent again.
 ///
 /// All are 0 after a reset, but not at the beginning (`rtrs_clt_reset_all_stats`). What is in flight is none of them, and stays.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
@@ -67,9 +67,9 @@ pub struct PathStats {
     /// Requests that came from a path that was lost.
     pub failovers: u64,
     /// Times that it came back: -1 until it is up for the first time. After a reset it counts from 0 each time that it comes up
-    /// (`successful_cnt`). The first share counts.
+    /// (`successful_cnt`).
     pub reconnects: i32,
-    /// Attempts that failed, but for a path's first one (`fail_cnt`). The first share counts.
+    /// Attempts that failed, but for a path's first one (`fail_cnt`).
     pub failed_reconnects: u32,
     /// Answers that came on another processor.
     pub cpu_migration: CpuMigration,
@@ -101,15 +101,6 @@ impl PathStats {
         if matches!(which, PathCounters::CpuMigration | PathCounters::All) {
             *cpu_migration = CpuMigration::default();
         }
-    }
-
-    /// Adds another share's.
-    pub fn add(&mut self, other: &Self) {
-        self.rdma.add(&other.rdma);
-        self.failovers += other.failovers;
-        self.reconnects = self.reconnects.max(other.reconnects);
-        self.failed_reconnects = self.failed_reconnects.max(other.failed_reconnects);
-        self.cpu_migration.add(&other.cpu_migration);
     }
 }
 
@@ -146,15 +137,6 @@ impl CpuMigration {
             *place(&mut self.to, taken.into()) += 1;
         }
     }
-
-    /// Adds another share's.
-    pub fn add(&mut self, other: &Self) {
-        for (sum, more) in [(&mut self.from, &other.from), (&mut self.to, &other.to)] {
-            for (cpu, count) in more.iter().enumerate() {
-                *place(sum, cpu) += count;
-            }
-        }
-    }
 }
 
 /// A processor's place, which is made if there is none.
@@ -184,8 +166,8 @@ pub struct PathStatus {
     pub keys: Option<KeyStrategy>,
     /// Round trip of the last heartbeat; `None`: not measured since it is up.
     pub latency: Option<Duration>,
-    /// Requests in flight at this share.
+    /// Requests in flight.
     pub in_flight: u32,
-    /// Counters of this share.
+    /// Counters of the path.
     pub stats: PathStats,
 }

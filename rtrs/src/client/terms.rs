@@ -61,7 +61,6 @@ impl Terms {
         SessionInfo {
             max_io_size: self.max_io_size,
             queue_depth: self.layout.queue_depth(),
-            session_depth: self.layout.queue_depth(),
             max_segments: 1,
             max_user_header: u32::from(max_user_header).min(room),
             new_rkeys: self.new_rkeys(),

@@ -3,8 +3,6 @@
 //!
 //! So a request for a chunk that another path's request has waits until that one is over, at most one for each path and chunk.
 //! A client that has not been answered can't reuse the chunk, so nothing that it writes later gets into the earlier request.
-//!
-//! Each share of a server has its own: they know of the others' requests by the cells.
 
 use roce_verbs::provider::RangeError;
 
@@ -14,33 +12,41 @@ use crate::{
     proto::SgDesc,
     server::{
         awaited::AtWork,
-        cells::{Hold, Taken},
         request::RequestKey,
         state::{CHUNK, ChunkEvent, ChunkState},
     },
     table::step,
 };
 
-/// A request as it is announced.
+/// A request until it is answered.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Asked {
+pub(crate) struct Pending {
     /// The path that it came by.
     pub(crate) path: PathKey,
     /// And the connection, which its answer takes.
     pub(crate) cid: u16,
     /// Offset of its message in the chunk.
     pub(crate) offset: u32,
-}
-
-/// State of a request until it is answered.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(crate) struct Begun {
-    /// Bytes of data at the start of the chunk.
+    /// Bytes of data at the start of the chunk; 0 until the message has been read.
     pub(crate) data_len: u32,
     /// Destination of the data of a read.
     pub(crate) dest: Option<SgDesc>,
     /// The destination's key is to end.
     pub(crate) need_inval: bool,
+}
+
+impl Pending {
+    /// A request whose message has not been read.
+    pub(crate) const fn new(path: PathKey, cid: u16, offset: u32) -> Self {
+        Self {
+            path,
+            cid,
+            offset,
+            data_len: 0,
+            dest: None,
+            need_inval: false,
+        }
+    }
 }
 
 /// Whether a request may have its chunk.
@@ -58,18 +64,15 @@ struct Chunk {
     /// Tells requests apart that came in it.
     serial: u32,
     /// The request that has it; of no account when it is idle.
-    owner: Option<Asked>,
-    begun: Begun,
+    owner: Option<Pending>,
     /// Requests of other paths, oldest first.
-    parked: Vec<Asked>,
+    parked: Vec<Pending>,
 }
 
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct Chunks {
     chunks: Vec<Chunk>,
-    /// Cells of the chunks, for a server in several shares: the share that takes a chunk has its cell.
-    hold: Option<Hold>,
 }
 
 const NO_CHUNK: PathError = PathError::Unexpected("a chunk that can't be");
@@ -81,7 +84,7 @@ impl Chunk {
     }
 
     /// The request that has it.
-    fn owner(&self) -> Option<Asked> {
+    fn owner(&self) -> Option<Pending> {
         self.owner.filter(|_| !self.is_idle())
     }
 
@@ -107,23 +110,16 @@ impl Chunk {
 
 impl Chunks {
     /// So many, all the client's.
-    pub(crate) fn new(count: u32, hold: Option<Hold>) -> Self {
+    pub(crate) fn new(count: u32) -> Self {
         let chunk = |_| Chunk {
             state: ChunkState::Idle,
             serial: 0,
             owner: None,
-            begun: Begun::default(),
             parked: Vec::new(),
         };
         Self {
             chunks: (0..count).map(chunk).collect(),
-            hold,
         }
-    }
-
-    /// Cells that other shares see.
-    pub(crate) fn hold(&self) -> Option<&Hold> {
-        self.hold.as_ref()
     }
 
     fn get(&self, chunk: u16) -> Option<&Chunk> {
@@ -134,8 +130,7 @@ impl Chunks {
         self.chunks.get_mut(usize::from(chunk))
     }
 
-    /// Whether a request of this path may have the chunk. If it may, the chunk is kept for it: by [`revoking`](Self::revoking),
-    /// [`begin`](Self::begin) or [`let_go`](Self::let_go), at the latest [`path_gone`](Self::path_gone).
+    /// Whether a request of this path may have the chunk.
     ///
     /// # Errors
     /// When a request of the same path has it, or waits for it.
@@ -145,37 +140,22 @@ impl Chunks {
         match chunk.owner() {
             Some(owner) if owner.path == path => Err(IN_USE),
             _ if parked => Err(IN_USE),
-            None if chunk.parked.is_empty() => match self.hold.as_ref().map(|hold| hold.take(index, path)) {
-                None | Some(Taken::Mine) => Ok(Room::Free),
-                Some(Taken::Waits) => Ok(Room::Busy),
-                Some(Taken::Same) => Err(IN_USE),
-            },
+            None if chunk.parked.is_empty() => Ok(Room::Free),
             _ => Ok(Room::Busy),
         }
     }
 
-    /// A request does not begin for which the chunk was kept, or is over. True: another share waits for the chunk.
-    pub(crate) fn let_go(&self, chunk: u16, path: PathKey) -> bool {
-        self.hold.as_ref().is_some_and(|hold| hold.leave(chunk, path))
-    }
-
     /// Has a request wait for its chunk.
-    pub(crate) fn park(&mut self, chunk: u16, asked: Asked) {
+    pub(crate) fn park(&mut self, chunk: u16, asked: Pending) {
         if let Some(chunk) = self.get_mut(chunk) {
             chunk.parked.push(asked);
         }
     }
 
-    /// Takes out the request that has waited longest for an idle chunk, which is kept for it.
-    pub(crate) fn unpark(&mut self, index: u16) -> Option<Asked> {
-        let chunk = self.chunks.get_mut(usize::from(index))?;
-        let first = chunk.parked.first().filter(|_| chunk.is_idle())?;
-        if let Some(hold) = &self.hold
-            && !hold.take_or_wait(index, first.path)
-        {
-            return None;
-        }
-        Some(chunk.parked.remove(0))
+    /// Takes out the request that has waited longest for an idle chunk.
+    pub(crate) fn unpark(&mut self, index: u16) -> Option<Pending> {
+        let chunk = self.get_mut(index)?;
+        (chunk.is_idle() && !chunk.parked.is_empty()).then(|| chunk.parked.remove(0))
     }
 
     /// Idle chunks that requests wait for.
@@ -212,7 +192,7 @@ impl Chunks {
     ///
     /// # Errors
     /// When the chunk is not idle.
-    pub(crate) fn revoking(&mut self, chunk: u16, asked: Asked) -> Result<(), PathError> {
+    pub(crate) fn revoking(&mut self, chunk: u16, asked: Pending) -> Result<(), PathError> {
         let chunk = self.get_mut(chunk).ok_or(NO_CHUNK)?;
         if !chunk.step(ChunkEvent::Asked) {
             return Err(IN_USE);
@@ -222,7 +202,7 @@ impl Chunks {
     }
 
     /// The request whose chunk's key has been taken back over this connection.
-    pub(crate) fn revoked(&self, chunk: u16, path: PathKey, cid: u16) -> Option<Asked> {
+    pub(crate) fn revoked(&self, chunk: u16, path: PathKey, cid: u16) -> Option<Pending> {
         let chunk = self.get(chunk).filter(|c| c.state == ChunkState::Revoking)?;
         chunk.owner().filter(|owner| (owner.path, owner.cid) == (path, cid))
     }
@@ -232,31 +212,21 @@ impl Chunks {
     ///
     /// # Errors
     /// When the chunk is in another's hands.
-    pub(crate) fn begin(
-        &mut self,
-        chunk: u16,
-        event: ChunkEvent,
-        asked: Asked,
-        begun: Begun,
-    ) -> Result<u32, PathError> {
+    pub(crate) fn begin(&mut self, chunk: u16, event: ChunkEvent, asked: Pending) -> Result<u32, PathError> {
         let chunk = self.get_mut(chunk).ok_or(NO_CHUNK)?;
         if !chunk.step(event) {
             return Err(IN_USE);
         }
-        (chunk.owner, chunk.begun) = (Some(asked), begun);
+        chunk.owner = Some(asked);
         chunk.serial = chunk.serial.wrapping_add(1);
         Ok(chunk.serial)
     }
 
-    fn with_user(&self, key: RequestKey) -> Option<&Chunk> {
-        let chunk = self.get(key.chunk)?;
-        (chunk.state == ChunkState::User && chunk.serial == key.serial).then_some(chunk)
-    }
-
     /// A request that the user has; `None` if it has been answered, or never was.
-    pub(crate) fn request(&self, key: RequestKey) -> Option<(Asked, Begun)> {
-        let chunk = self.with_user(key)?;
-        Some((chunk.owner()?, chunk.begun))
+    pub(crate) fn request(&self, key: RequestKey) -> Option<Pending> {
+        let chunk = self.get(key.chunk)?;
+        let with_user = chunk.state == ChunkState::User && chunk.serial == key.serial;
+        chunk.owner().filter(|_| with_user)
     }
 
     /// Checks a range of a request's data.
@@ -264,8 +234,9 @@ impl Chunks {
     /// # Errors
     /// When the range is outside, or the user has no such request.
     pub(crate) fn check(&self, key: RequestKey, offset: usize, len: usize) -> Result<(), RangeError> {
-        let size = self.with_user(key).map_or(0, |chunk| chunk.begun.data_len as usize);
-        if self.with_user(key).is_none() || offset.checked_add(len).is_none_or(|end| end > size) {
+        let request = self.request(key);
+        let size = request.map_or(0, |request| request.data_len as usize);
+        if request.is_none() || offset.checked_add(len).is_none_or(|end| end > size) {
             return Err(RangeError { offset, len, size });
         }
         Ok(())
@@ -291,48 +262,35 @@ impl Chunks {
         debug_assert!(legal, "{event:?} of chunk {chunk}");
     }
 
-    /// A path is drained: what it had is the client's again, but for what the user still works on. Returns what other shares wait
-    /// for.
-    pub(crate) fn path_gone(&mut self, path: PathKey) -> Vec<u16> {
-        let mut wanted = Vec::new();
-        for (index, chunk) in (0..).zip(&mut self.chunks) {
-            let had = chunk.owner().is_some_and(|owner| owner.path == path);
-            if had && !chunk.step(ChunkEvent::PathGone) {
-                continue;
-            }
-            // Also what was kept for a request that did not begin.
-            if self.hold.as_ref().is_some_and(|hold| hold.leave(index, path)) {
-                wanted.push(index);
+    /// A path is drained: what it had is the client's again, but for what the user still works on.
+    pub(crate) fn path_gone(&mut self, path: PathKey) {
+        for chunk in &mut self.chunks {
+            if chunk.owner().is_some_and(|owner| owner.path == path) {
+                // Refused while the user works on it.
+                chunk.step(ChunkEvent::PathGone);
             }
         }
-        wanted
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::server::{
-        cells::{Cells, tests::paths},
-        request::SessionKey,
-    };
+    use crate::server::request::SessionKey;
 
-    fn asked(path: PathKey) -> Asked {
-        Asked {
-            path,
-            cid: 1,
-            offset: 64,
+    fn paths<const N: usize>() -> [PathKey; N] {
+        core::array::from_fn(|n| PathKey::of(n as u64 + 1))
+    }
+
+    fn asked(path: PathKey) -> Pending {
+        Pending {
+            data_len: 60,
+            ..Pending::new(path, 1, 64)
         }
     }
 
-    const WRITE: Begun = Begun {
-        data_len: 60,
-        dest: None,
-        need_inval: false,
-    };
-
-    fn begin(chunks: &mut Chunks, chunk: u16, asked: Asked) -> RequestKey {
-        let serial = chunks.begin(chunk, ChunkEvent::AskedOpen, asked, WRITE).unwrap();
+    fn begin(chunks: &mut Chunks, chunk: u16, asked: Pending) -> RequestKey {
+        let serial = chunks.begin(chunk, ChunkEvent::AskedOpen, asked).unwrap();
         RequestKey {
             session: SessionKey(1),
             chunk,
@@ -342,7 +300,7 @@ mod tests {
 
     #[test]
     fn a_chunk_that_another_path_has_is_waited_for() {
-        let (mut chunks, paths) = (Chunks::new(4, None), paths(3));
+        let (mut chunks, paths) = (Chunks::new(4), paths::<3>());
         let (a, b, c) = (asked(paths[0]), asked(paths[1]), asked(paths[2]));
         assert!(matches!(chunks.room(2, a.path), Ok(Room::Free)));
         let first = begin(&mut chunks, 2, a);
@@ -365,15 +323,12 @@ mod tests {
         let second = begin(&mut chunks, 2, b);
         assert_eq!(chunks.unpark(2), None);
         assert_ne!(first, second);
-        assert_eq!(
-            (chunks.request(first), chunks.request(second)),
-            (None, Some((b, WRITE)))
-        );
+        assert_eq!((chunks.request(first), chunks.request(second)), (None, Some(b)));
     }
 
     #[test]
     fn a_path_has_one_request_in_a_chunk() {
-        let (mut chunks, paths) = (Chunks::new(1, None), paths(1));
+        let (mut chunks, paths) = (Chunks::new(1), paths::<1>());
         let a = asked(paths[0]);
         let in_use = |chunks: &Chunks| matches!(chunks.room(0, a.path), Err(PathError::Unexpected(_)));
         chunks.revoking(0, a).unwrap();
@@ -381,7 +336,7 @@ mod tests {
         assert!(chunks.revoking(0, a).is_err());
         assert_eq!(chunks.revoked(0, a.path, 2), None, "another connection");
         assert_eq!(chunks.revoked(0, a.path, 1), Some(a));
-        chunks.begin(0, ChunkEvent::Revoked, a, WRITE).unwrap();
+        chunks.begin(0, ChunkEvent::Revoked, a).unwrap();
         assert!(in_use(&chunks));
         assert_eq!(chunks.revoked(0, a.path, 1), None);
         chunks.answered(0);
@@ -394,7 +349,7 @@ mod tests {
     /// The user of the server may still read or write the chunk of a path that is long gone.
     #[test]
     fn a_lost_paths_request_keeps_its_chunk_until_the_user_is_done() {
-        let (mut chunks, paths) = (Chunks::new(4, None), paths(2));
+        let (mut chunks, paths) = (Chunks::new(4), paths::<2>());
         let (a, b) = (asked(paths[0]), asked(paths[1]));
         let with_user = begin(&mut chunks, 0, a);
         chunks.revoking(1, a).unwrap();
@@ -406,7 +361,7 @@ mod tests {
         }
         chunks.path_gone(a.path);
         assert_eq!(chunks.wanted(), [1, 2]);
-        assert_eq!(chunks.request(with_user), Some((a, WRITE)));
+        assert_eq!(chunks.request(with_user), Some(a));
         chunks.answered_in_vain(0);
         assert_eq!(chunks.wanted(), [0, 1, 2]);
         assert_eq!(chunks.request(with_user), None);
@@ -414,7 +369,7 @@ mod tests {
 
     #[test]
     fn requests_that_wait_go_with_their_path() {
-        let (mut chunks, paths) = (Chunks::new(1, None), paths(3));
+        let (mut chunks, paths) = (Chunks::new(1), paths::<3>());
         begin(&mut chunks, 0, asked(paths[0]));
         chunks.park(0, asked(paths[1]));
         chunks.park(0, asked(paths[2]));
@@ -426,40 +381,8 @@ mod tests {
     }
 
     #[test]
-    fn a_chunk_that_another_share_has_is_waited_for() {
-        let cells = Cells::new(2);
-        let [mut here, mut there] = [0, 1].map(|share| Chunks::new(2, Some(Hold::new(cells.clone(), share))));
-        let paths = paths(2);
-        let (a, b) = (asked(paths[0]), asked(paths[1]));
-        assert!(matches!(here.room(0, a.path), Ok(Room::Free)));
-        begin(&mut here, 0, a);
-        assert!(there.room(0, a.path).is_err(), "of the same path");
-        assert!(matches!(there.room(0, b.path), Ok(Room::Busy)));
-        there.park(0, b);
-        assert_eq!(there.unpark(0), None);
-        here.answered(0);
-        assert!(here.let_go(0, a.path));
-        here.sent(0);
-        assert_eq!(there.unpark(0), Some(b));
-        begin(&mut there, 0, b);
-        assert!(!here.let_go(0, a.path), "it is another's");
-        assert!(matches!(here.room(0, a.path), Ok(Room::Busy)));
-
-        assert!(matches!(there.room(1, b.path), Ok(Room::Free)));
-        there.revoking(1, b).unwrap();
-        assert!(matches!(here.room(1, a.path), Ok(Room::Busy)));
-        assert_eq!(there.path_gone(b.path), [1], "not what the user works on");
-        // One that was kept, and then not used.
-        assert!(matches!(there.room(1, b.path), Ok(Room::Free)));
-        assert!(matches!(here.room(1, a.path), Ok(Room::Busy)));
-        assert_eq!(there.path_gone(b.path), [1]);
-        assert!(matches!(here.room(1, a.path), Ok(Room::Free)));
-        assert!(matches!(here.room(0, a.path), Ok(Room::Busy)));
-    }
-
-    #[test]
     fn a_request_is_written_to_within_its_data_and_while_it_is_the_users() {
-        let (mut chunks, paths) = (Chunks::new(2, None), paths(1));
+        let (mut chunks, paths) = (Chunks::new(2), paths::<1>());
         let key = begin(&mut chunks, 1, asked(paths[0]));
         for (offset, len, fits) in [
             (0, 60, true),

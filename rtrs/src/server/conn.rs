@@ -2,7 +2,7 @@
 
 use roce_verbs::{
     DeviceLimits, QpCaps, RecvWr,
-    provider::{CmRef, CqId, PdId, QpId, QpSpec, VerbsError},
+    provider::{CmRef, CqId, DeviceCaps, DeviceIx, PdId, QpId, QpSpec, VerbsError},
     wr::PostError,
 };
 use smallvec::SmallVec;
@@ -10,12 +10,15 @@ use smallvec::SmallVec;
 use crate::{
     cx::Cx,
     mark::{Mark, MarkKind},
+    proto::SERVICE_QUEUE_DEPTH,
     sendq::MIN_SEND_WR,
-    server::post::Outgoing,
+    server::{config::ServerConfig, post::Outgoing},
 };
 
 /// Receives that are posted at a time.
 const RECVS: u32 = 32;
+/// Entries of a completion queue beside those of its work requests.
+const SPARE_CQE: usize = 16;
 
 /// Queue sizes of a connection: `send` and `recv` work requests, cut to what the device can.
 pub(crate) fn caps(limits: &DeviceLimits, send: u32, recv: u32) -> QpCaps {
@@ -26,6 +29,28 @@ pub(crate) fn caps(limits: &DeviceLimits, send: u32, recv: u32) -> QpCaps {
         max_recv_sge: 1,
         max_inline_data: 16,
     }
+}
+
+/// Queue sizes of a service connection.
+pub(crate) fn service_caps(limits: &DeviceLimits, config: &ServerConfig) -> QpCaps {
+    caps(limits, config.service_send_wr(), SERVICE_QUEUE_DEPTH + 1)
+}
+
+/// Entries of a completion queue for so many connections of these sizes, cut to what the device can: a peer that keeps to the
+/// queue depth never fills so many.
+pub(crate) fn cq_entries(limits: &DeviceLimits, caps: &QpCaps, connections: usize) -> u32 {
+    let each = caps.max_send_wr as usize + caps.max_recv_wr as usize;
+    let entries = each.saturating_mul(connections).saturating_add(SPARE_CQE);
+    u32::try_from(entries).unwrap_or(u32::MAX).min(limits.max_cqe)
+}
+
+/// Abilities of a device that the caller knows.
+///
+/// # Errors
+/// When there is no such device.
+pub(crate) fn device_caps<'a>(cx: &'a Cx<'_>, device: DeviceIx) -> Result<&'a DeviceCaps, VerbsError> {
+    let caps = cx.provider.devices().get(usize::from(device.0));
+    caps.ok_or_else(|| VerbsError::Invalid("no such device".into()))
 }
 
 /// See the module.

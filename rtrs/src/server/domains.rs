@@ -1,11 +1,11 @@
 //! Protection domains. Each session has its own, on each device that its paths lead through: what another session knows of
-//! its keys opens nothing to it. At shares that are not its home these are home's, borrowed.
+//! its keys opens nothing to it.
 
 use std::collections::BTreeMap;
 
 use roce_verbs::provider::{DeviceIx, PdId, VerbsError};
 
-use crate::cx::Cx;
+use crate::{cx::Cx, proto::Uuid};
 
 #[derive(Debug)]
 struct Domain {
@@ -14,24 +14,18 @@ struct Domain {
     paths: usize,
 }
 
-/// See the module; by what a session is known by.
-#[derive(Debug)]
-pub(crate) struct Domains<K>(BTreeMap<(K, DeviceIx), Domain>);
+/// See the module.
+#[derive(Debug, Default)]
+pub(crate) struct Domains(BTreeMap<(Uuid, DeviceIx), Domain>);
 
-impl<K> Default for Domains<K> {
-    fn default() -> Self {
-        Self(BTreeMap::new())
-    }
-}
-
-impl<K: Copy + Ord> Domains<K> {
+impl Domains {
     /// The domain for a path of a session, made if there is none.
     ///
     /// # Errors
     /// What `make` says.
     pub(crate) fn enter(
         &mut self,
-        session: K,
+        session: Uuid,
         device: DeviceIx,
         make: impl FnOnce() -> Result<PdId, VerbsError>,
     ) -> Result<PdId, VerbsError> {
@@ -45,7 +39,7 @@ impl<K: Copy + Ord> Domains<K> {
     }
 
     /// A path has given back all that it had in its domain, which goes with the last one.
-    pub(crate) fn leave(&mut self, cx: &mut Cx<'_>, session: K, device: DeviceIx) {
+    pub(crate) fn leave(&mut self, cx: &mut Cx<'_>, session: Uuid, device: DeviceIx) {
         let key = (session, device);
         let Some(domain) = self.0.get_mut(&key) else { return };
         domain.paths -= 1;

@@ -9,9 +9,7 @@ use crate::{
     admission::PathKey,
     server::{
         counters::ServerCounters,
-        letter::{Letter, Message, Part},
         request::{Output, SessionKey},
-        share::Share,
     },
 };
 
@@ -37,24 +35,8 @@ pub(crate) struct Effects {
     pub(crate) dirty: Vec<Place>,
     /// Events so far.
     pub(crate) counters: ServerCounters,
-    /// For other shares.
-    pub(crate) letters: VecDeque<(usize, Letter)>,
-    /// Paths that have asked for the chunks, and wait for no request of before any more, here.
-    pub(crate) settled: Vec<Part>,
+    /// Sessions with a path that has asked for the chunks and waits for no earlier request any longer.
+    pub(crate) settled: Vec<SessionKey>,
     /// When sessions are to be looked at.
     pub(crate) wake: Option<Instant>,
-}
-
-impl Effects {
-    /// Writes to a share.
-    pub(crate) fn write(&mut self, to: usize, message: Message) {
-        self.letters.push_back((to, Letter(message)));
-    }
-
-    /// A chunk is free that other shares wait for.
-    pub(crate) fn free(&mut self, share: Share, session: SessionKey, chunk: u16) {
-        for to in share.others() {
-            self.write(to, Message::Free(session, chunk));
-        }
-    }
 }

@@ -12,7 +12,7 @@ use crate::{
     stats::RdmaStats,
 };
 
-/// A path, as a server or one of its shares has it.
+/// A path of a server.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PathListing {
     /// Its number, of which no other path has had the same.
@@ -41,7 +41,7 @@ pub struct PathListing {
     pub rdma: RdmaStats,
 }
 
-/// A session, as a server or one of its shares has it.
+/// A session of a server.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct SessionListing {
     /// The session.
@@ -50,33 +50,6 @@ pub struct SessionListing {
     pub uuid: Uuid,
     /// The name that the client gave; empty as long as it has given none.
     pub name: String,
-    /// This share is its home, and knows best.
-    pub home: bool,
     /// Its paths, in the order in which they came.
     pub paths: Vec<PathListing>,
-}
-
-impl SessionListing {
-    /// Puts together what the shares of a server have: sessions as their homes have them, with the connections, requests and
-    /// statistics of all.
-    pub fn merge(shares: impl IntoIterator<Item = Vec<Self>>) -> Vec<Self> {
-        let (mut sessions, parts): (Vec<_>, Vec<_>) = shares.into_iter().flatten().partition(|s| s.home);
-        for part in parts {
-            if let Some(session) = sessions.iter_mut().find(|s| s.session == part.session) {
-                session.add(&part);
-            }
-        }
-        sessions.sort_by_key(|s| s.session);
-        sessions
-    }
-
-    fn add(&mut self, part: &Self) {
-        for of_part in &part.paths {
-            if let Some(path) = self.paths.iter_mut().find(|p| p.path == of_part.path) {
-                path.made += of_part.made;
-                path.requests += of_part.requests;
-                path.rdma.add(&of_part.rdma);
-            }
-        }
-    }
 }

@@ -1,30 +1,24 @@
 //! The server: accepts sessions, keeps their chunks, and hands requests to its user.
 
+mod accept;
 mod awaited;
-mod branches;
-mod cells;
 mod chunks;
 mod config;
 mod conn;
 mod counters;
-mod desk;
 mod domains;
 mod effects;
-mod half_open;
-mod home;
-pub mod letter;
+mod life;
 pub mod listing;
 mod log;
-mod others;
 mod path;
-mod path_id;
+mod phase;
 mod post;
 mod probe;
 pub mod request;
 #[allow(clippy::module_inception, reason = "the server itself")]
 mod server;
 mod session;
-mod share;
 mod signs;
 mod silence;
 pub mod state;
@@ -32,4 +26,3 @@ pub mod state;
 pub use config::ServerConfig;
 pub use counters::ServerCounters;
 pub use server::Server;
-pub use share::Share;

@@ -1,14 +1,14 @@
 //! A path of a session: its connections and their keys, and how long it waits for its peer.
 
 use core::time::Duration;
-use std::{collections::BTreeSet, sync::Arc};
+use std::sync::Arc;
 
-use roce_mem::Pages;
+use roce_verbs::mem::Pages;
 use roce_verbs::{
-    AccessFlags, Completion, DeviceLimits, Instant, QpCaps, RecvWr, Sge, WcStatus,
+    AccessFlags, Completion, Instant, QpCaps, RecvWr, Sge, WcStatus,
     provider::{
-        CmRef, ConnParams, CqId, DeviceCaps, DeviceIx, KeyId, KeyKind, KeyStrategy, Lent, MrInfo, PdId, Registration,
-        Revoked, VerbsError,
+        CmRef, ConnParams, CqId, DeviceIx, KeyId, KeyKind, KeyStrategy, MrInfo, PdId, QpId, Registration, Revoked,
+        VerbsError,
     },
     wr::PostError,
 };
@@ -17,76 +17,35 @@ use smallvec::SmallVec;
 use crate::{
     PathError,
     cx::Cx,
-    heartbeat::{Beat, Heartbeat},
     mark::{Mark, MarkKind},
-    proto::{ChunkLayout, InfoReq, InfoRsp, SERVICE_QUEUE_DEPTH},
+    proto::{ChunkLayout, InfoReq, InfoRsp},
     server::{
+        accept::{HalfOpen, PathId},
         awaited::Probe,
-        cells::Hold,
         config::ServerConfig,
-        conn::{Conn, caps},
-        half_open::HalfOpen,
+        conn::{Conn, caps, cq_entries, device_caps},
         listing::PathListing,
-        others::Others,
-        path_id::PathId,
+        phase::Phase,
         post::{Done, Ground, InfoMemory, Renewal, ServerWork, revoke_now},
-        share::Share,
         signs::Signs,
-        state::{BRANCH, PATH, PathAction, PathEvent, PathState},
     },
     stats::RdmaStats,
-    table::Table,
 };
 
 /// Send queue of an I/O connection at most: more answers wait their turn.
 const IO_SEND_WR: u32 = 1024;
 /// How long flushed work requests may wait for the event that explains them.
 const FLUSH_GRACE: Duration = Duration::from_secs(2);
-/// Entries of a completion queue beside those of its work requests.
-const SPARE_CQE: usize = 16;
-
-/// Queue sizes of a service connection.
-pub(crate) fn service_caps(limits: &DeviceLimits, config: &ServerConfig) -> QpCaps {
-    caps(limits, config.service_send_wr(), SERVICE_QUEUE_DEPTH + 1)
-}
-
-/// Entries of a completion queue for so many connections of these sizes, cut to what the device can: a peer that keeps to the
-/// queue depth never fills so many.
-pub(crate) fn entries(limits: &DeviceLimits, caps: &QpCaps, connections: usize) -> u32 {
-    let each = caps.max_send_wr as usize + caps.max_recv_wr as usize;
-    let entries = each.saturating_mul(connections).saturating_add(SPARE_CQE);
-    u32::try_from(entries).unwrap_or(u32::MAX).min(limits.max_cqe)
-}
-
-/// Abilities of a device that the caller knows.
-///
-/// # Errors
-/// When there is no such device.
-pub(crate) fn device_caps<'a>(cx: &'a Cx<'_>, device: DeviceIx) -> Result<&'a DeviceCaps, VerbsError> {
-    let caps = cx.provider.devices().get(usize::from(device.0));
-    caps.ok_or_else(|| VerbsError::Invalid("no such device".into()))
-}
-
-/// The heartbeat, and when it is to be looked at.
-#[derive(Debug)]
-struct Pulse {
-    heartbeat: Heartbeat,
-    next: Instant,
-}
 
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct Path {
     pub(crate) id: PathId,
-    pub(crate) state: PathState,
-    /// Its life, here.
-    pub(crate) table: Table<PathState, PathEvent, PathAction>,
-    /// By number; those of other shares are missing.
+    pub(crate) phase: Phase,
+    /// By number.
     conns: Vec<Option<Conn>>,
-    /// At home.
-    pub(crate) others: Others,
     pd: PdId,
-    /// Completion queues of connection 0, if it is here, and of the others.
+    /// Completion queues of connection 0 and of the others.
     cqs: Vec<CqId>,
     io_caps: QpCaps,
     strategy: KeyStrategy,
@@ -98,41 +57,22 @@ pub(crate) struct Path {
     info: Option<InfoMemory>,
     /// The session's chunks as its device knows them, once they are there.
     chunks: Option<MrInfo>,
-    /// At home.
-    pulse: Option<Pulse>,
     /// Packets that came by it of late.
     pub(crate) signs: Signs,
     /// When flushed work requests that nothing has explained end the path.
     flushed: Option<Instant>,
-    /// The client has asked for the chunks, by the session's name; it is answered when they may be used.
-    pub(crate) asked: bool,
-    /// At home: shares where requests may be at work that were when it asked.
-    pub(crate) unsettled: BTreeSet<usize>,
-    /// At home: whether their clients live.
-    pub(crate) probe: Probe,
-    /// The user knows of it.
-    pub(crate) is_up: bool,
     /// Requests of it that are with the user.
     pub(crate) with_user: usize,
     /// Traffic of the path.
     pub(crate) rdma: RdmaStats,
-    /// Nothing of it is under way.
-    pub(crate) drained: bool,
-    /// Why it ends.
-    pub(crate) why: Option<PathError>,
 }
 
 impl Path {
-    /// The objects of a path whose connection 0 stands, here.
+    /// Makes the objects of a path whose connection 0 is established.
     ///
     /// # Errors
     /// At the device's limits, or without memory: nothing of it is left, but for its place in the domain.
-    pub(crate) fn open(
-        cx: &mut Cx<'_>,
-        half_open: HalfOpen,
-        share: Share,
-        config: &ServerConfig,
-    ) -> Result<Self, PathError> {
+    pub(crate) fn open(cx: &mut Cx<'_>, half_open: HalfOpen, config: &ServerConfig) -> Result<Self, PathError> {
         let HalfOpen {
             id,
             pd,
@@ -142,48 +82,14 @@ impl Path {
             ..
         } = half_open;
         let mut path = Self::new(id, pd, service);
-        path.others = Others::new(share, id.connections);
         path.cqs.push(cq);
         if let Some(first) = path.conns.first_mut() {
             *first = Some(conn);
         }
-        path.pulse = Some(Pulse {
-            heartbeat: Heartbeat::new(config.heartbeat),
-            next: cx.now + config.heartbeat.interval,
-        });
         let made = path
-            .equip(cx, share, config)
+            .equip(cx, config)
             .and_then(|()| path.make_keys(cx, config))
             .and_then(|()| path.expect_information(cx, service));
-        match made {
-            Ok(()) => Ok(path),
-            Err(e) => {
-                path.destroy(cx);
-                Err(e)
-            }
-        }
-    }
-
-    /// The objects of a path whose home is another share, which has lent its domain and its keys.
-    ///
-    /// # Errors
-    /// At the device's limits. The domain is the caller's then, and all else is gone.
-    pub(crate) fn branch(
-        cx: &mut Cx<'_>,
-        id: PathId,
-        pd: PdId,
-        keys: &[Lent],
-        home: Share,
-        config: &ServerConfig,
-    ) -> Result<Self, PathError> {
-        let mut path = Self::new(id, pd, QpCaps::default());
-        path.table = BRANCH;
-        let made = path.equip(cx, home, config).and_then(|()| {
-            for key in keys {
-                path.keys.push(cx.provider.borrow_key(pd, key)?);
-            }
-            Ok(())
-        });
         match made {
             Ok(()) => Ok(path),
             Err(e) => {
@@ -198,10 +104,8 @@ impl Path {
         conns.resize_with(usize::from(id.connections).max(1), || None);
         Self {
             id,
-            state: PathState::Connecting,
-            table: PATH,
+            phase: Phase::Connecting(None),
             conns,
-            others: Others::default(),
             pd,
             cqs: Vec::new(),
             io_caps,
@@ -211,22 +115,15 @@ impl Path {
             keys: Vec::new(),
             info: None,
             chunks: None,
-            pulse: None,
             signs: Signs::default(),
             flushed: None,
-            asked: false,
-            unsettled: BTreeSet::new(),
-            probe: Probe::None,
-            is_up: false,
             with_user: 0,
             rdma: RdmaStats::default(),
-            drained: false,
-            why: None,
         }
     }
 
-    /// Creates the resources that its I/O connections of this share need.
-    fn equip(&mut self, cx: &mut Cx<'_>, share: Share, config: &ServerConfig) -> Result<(), PathError> {
+    /// Creates the resources that its I/O connections need.
+    fn equip(&mut self, cx: &mut Cx<'_>, config: &ServerConfig) -> Result<(), PathError> {
         let (depth, device) = (config.queue_depth, self.id.device);
         let known = device_caps(cx, device)?;
         self.strategy = KeyStrategy::for_chunks(known, config.always_invalidate);
@@ -234,10 +131,8 @@ impl Path {
         self.hca.clone_from(&known.name);
         let send = (depth * self.renewal.answer_slots() + 1).min(IO_SEND_WR);
         self.io_caps = caps(&known.limits, send, depth + 1);
-        let count = usize::from(self.id.connections)
-            .saturating_sub(1)
-            .div_ceil(share.count());
-        let entries = entries(&known.limits, &self.io_caps, count);
+        let count = usize::from(self.id.connections).saturating_sub(1);
+        let entries = cq_entries(&known.limits, &self.io_caps, count);
         self.cqs.push(cx.provider.create_cq(device, entries)?);
         Ok(())
     }
@@ -271,28 +166,6 @@ impl Path {
         let Some(conn) = self.conn_mut(0) else { return Ok(()) };
         cx.provider.post_recv(conn.qp, &[first]).map_err(|(_, e)| e)?;
         Ok(conn.post_recvs(cx, service.max_recv_wr.saturating_sub(1))?)
-    }
-
-    /// Lends the domain and the keys to other shares.
-    ///
-    /// # Errors
-    /// When the provider can't share.
-    pub(crate) fn lend(&self, cx: &mut Cx<'_>) -> Result<(Lent, Vec<Lent>), VerbsError> {
-        let pd = cx.provider.lend_pd(self.pd)?;
-        let keys = self
-            .keys
-            .iter()
-            .map(|key| cx.provider.lend_key(*key))
-            .collect::<Result<_, _>>()?;
-        Ok((pd, keys))
-    }
-
-    /// Gives the session's chunks, which home has registered, a number here.
-    ///
-    /// # Errors
-    /// At the provider's limits.
-    pub(crate) fn borrow_chunks(&self, cx: &mut Cx<'_>, chunks: &Lent) -> Result<MrInfo, VerbsError> {
-        cx.provider.borrow_mr(self.pd, chunks)
     }
 
     /// Memory for the information request and the response: a piece per key.
@@ -362,7 +235,7 @@ impl Path {
         cid: u16,
         cm: CmRef,
         params: &ConnParams,
-    ) -> Result<(), PathError> {
+    ) -> Result<QpId, PathError> {
         let place = self.conns.get(usize::from(cid)).filter(|_| cid > 0);
         match place {
             None => return Err(PathError::Unexpected("a connection that can't be")),
@@ -378,14 +251,14 @@ impl Path {
             cx.provider.destroy_qp(conn.qp);
             return Err(e.into());
         }
+        let qp = conn.qp;
         self.conns[usize::from(cid)] = Some(conn);
-        Ok(())
+        Ok(qp)
     }
 
     /// Whether all its connections have been made.
     pub(crate) fn is_complete(&self) -> bool {
-        let mut conns = (0..).zip(&self.conns);
-        conns.all(|(cid, conn)| conn.is_some() || self.others.has(cid))
+        self.conns.iter().all(Option::is_some)
     }
 
     /// For the operator.
@@ -398,7 +271,7 @@ impl Path {
             device: self.id.device,
             hca: self.hca.clone(),
             keys: self.strategy,
-            state: self.state,
+            state: self.phase.state(),
             connections: self.id.connections,
             made: self.conns().count(),
             requests: self.with_user,
@@ -408,7 +281,7 @@ impl Path {
 
     /// Whether it takes requests, or will.
     pub(crate) fn is_alive(&self) -> bool {
-        matches!(self.state, PathState::Connecting | PathState::Connected)
+        matches!(self.phase, Phase::Connecting(_) | Phase::Connected(_))
     }
 
     /// Whether the chunks can be given to the client.
@@ -434,9 +307,7 @@ impl Path {
     /// Records that a packet came from the peer.
     pub(crate) fn heard(&mut self) {
         self.signs.heard();
-        if let Some(pulse) = &mut self.pulse {
-            pulse.heartbeat.heard();
-        }
+        self.phase.heard();
     }
 
     /// Sorts a failed completion: what must end the path at once. That work requests were flushed tells only that the queue
@@ -467,30 +338,30 @@ impl Path {
         Ok(bytes)
     }
 
-    /// The first interval begins now.
-    pub(crate) fn start_heartbeat(&mut self, now: Instant) {
-        if let Some(pulse) = &mut self.pulse {
-            pulse.next = now + pulse.heartbeat.config().interval;
+    /// The client asks for the chunks.
+    pub(crate) fn ask(&mut self) {
+        if let Phase::Connecting(probe @ None) = &mut self.phase {
+            *probe = Some(Probe::None);
         }
     }
 
-    /// Nothing is waited for any more.
-    pub(crate) fn stop_timers(&mut self) {
-        (self.flushed, self.probe) = (None, Probe::None);
+    /// Takes the path down.
+    pub(crate) fn close(&mut self, why: PathError) {
+        self.flushed = None;
+        self.phase.close(why);
+    }
+
+    /// Whether none of its work requests is in flight.
+    pub(crate) fn is_drained(&self) -> bool {
+        self.phase.ending().is_some_and(|ending| ending.drained)
     }
 
     /// When [`Path::tick`] wants to be called.
     pub(crate) fn next_timeout(&self) -> Option<Instant> {
-        let pulse = self.pulse.as_ref().filter(|_| self.state == PathState::Connected);
-        let beat = pulse.map(|pulse| pulse.next);
-        let probe = match self.probe {
-            Probe::Due(at) => Some(at),
-            Probe::None | Probe::Asked => None,
-        };
-        self.flushed.into_iter().chain(beat).chain(probe).min()
+        self.flushed.into_iter().chain(self.phase.next_timeout()).min()
     }
 
-    /// Looks at the clock. True: the peer is to be asked for a sign of life.
+    /// Looks at the clock. True: a heartbeat is due.
     ///
     /// # Errors
     /// Why the path ends.
@@ -498,17 +369,7 @@ impl Path {
         if self.flushed.is_some_and(|due| now >= due) {
             return Err(PathError::Flushed);
         }
-        let connected = self.state == PathState::Connected;
-        let pulse = self.pulse.as_mut().filter(|pulse| connected && now >= pulse.next);
-        let Some(pulse) = pulse else { return Ok(false) };
-        let config = *pulse.heartbeat.config();
-        // From now, not from the last beat: a process that was stopped must not count its own absence.
-        pulse.next = now + config.interval;
-        match pulse.heartbeat.tick() {
-            Beat::Send => Ok(true),
-            Beat::Wait => Ok(false),
-            Beat::Lost => Err(PathError::HeartbeatLost(config.patience())),
-        }
+        self.phase.tick(now)
     }
 
     /// Cause of the end of a path: that the client used a key that it had no right to shows in the queue pair alone.
@@ -570,7 +431,6 @@ impl Path {
         cx: &mut Cx<'_>,
         cid: u16,
         layout: &ChunkLayout,
-        hold: Option<&Hold>,
         done: &mut Done,
     ) -> Result<(), PostError> {
         let Some(chunks) = &self.chunks else {
@@ -586,7 +446,6 @@ impl Path {
             keys: &self.keys,
             renewal: self.renewal,
             info: self.info.as_ref(),
-            hold: hold.map(|hold| (hold, self.id.key)),
         };
         conn.out.post(cx, &ground, done)
     }
@@ -606,12 +465,17 @@ impl Path {
         }
     }
 
-    /// A connection is drained. True if it was the last.
+    /// A connection of a closing path is drained. True if it was the last.
     pub(crate) fn drained(&mut self, cid: u16) -> bool {
-        if let Some(conn) = self.conn_mut(cid) {
+        let Phase::Closing(ending) = &mut self.phase else {
+            return false;
+        };
+        if let Some(Some(conn)) = self.conns.get_mut(usize::from(cid)) {
             conn.drained = true;
         }
-        self.conns().all(|conn| conn.drained)
+        let was_drained = ending.drained;
+        ending.drained = self.conns.iter().flatten().all(|conn| conn.drained);
+        ending.drained && !was_drained
     }
 
     /// Gives back all objects but the session's. A second call does nothing.

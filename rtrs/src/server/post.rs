@@ -7,7 +7,7 @@
 use core::slice;
 use std::sync::Arc;
 
-use roce_mem::Pages;
+use roce_verbs::mem::Pages;
 use roce_verbs::{
     AccessFlags, Payload, QpState, RKey, RemoteAddr, SendFlags, SendOp, SendWr, Sge,
     provider::{DeviceCaps, GrantOf, Granted, KeyId, KeyStrategy, MrInfo, QpId, Revoked},
@@ -17,12 +17,10 @@ use smallvec::SmallVec;
 use zerocopy::IntoBytes;
 
 use crate::{
-    admission::PathKey,
     cx::Cx,
     mark::{Mark, MarkKind},
     proto::{ChunkLayout, Imm, InfoReq, InfoRsp, IoReply, RkeyRsp, SgDesc},
     sendq::{SendQueue, Work},
-    server::cells::Hold,
 };
 
 /// Slots that the renewal of a key may take: a provider may have to end the former key first.
@@ -181,10 +179,7 @@ pub(crate) struct Ground<'a> {
     /// By chunk; none if they are never renewed.
     pub(crate) keys: &'a [KeyId],
     pub(crate) renewal: Renewal,
-    /// At the session's home.
     pub(crate) info: Option<&'a InfoMemory>,
-    /// Cells of the chunks that other shares see, and the path that has those that are answered.
-    pub(crate) hold: Option<(&'a Hold, PathKey)>,
 }
 
 const NO_KEY: PostError = PostError::Invalid("the chunk has no revocable key");
@@ -228,7 +223,7 @@ impl Ground<'_> {
         let bytes = InfoRsp::new(desc).to_bytes();
         let info = self
             .info
-            .ok_or(PostError::Invalid("the information response is home's"))?;
+            .ok_or(PostError::Invalid("a path without memory for the information response"))?;
         let written = info.pages.write(InfoReq::LEN, &bytes);
         written.map_err(|_| PostError::Invalid("the information response does not fit"))?;
         Ok(Sge {
@@ -271,8 +266,6 @@ pub(crate) struct Done {
     pub(crate) sent: SmallVec<[u16; 32]>,
     /// Chunks whose keys were taken back at once.
     pub(crate) revoked: SmallVec<[u16; 4]>,
-    /// Chunks that other shares wait for.
-    pub(crate) wanted: Vec<u16>,
 }
 
 /// The sending side of a connection.
@@ -417,25 +410,15 @@ impl Batch {
             // Keys are work requests of the provider's own, and hold for what is posted behind them.
             send(cx, ground.qp, &self.data())?;
             self.grant(cx, ground)?;
-            self.leave(ground, done);
             send(cx, ground.qp, &self.answers(owed))?;
         } else {
             self.grant(cx, ground)?;
-            self.leave(ground, done);
             let mut wrs = self.data();
             wrs.extend(self.answers(owed));
             send(cx, ground.qp, &wrs)?;
         }
         done.sent.extend(self.replies.iter().map(|reply| reply.answer.chunk));
         Ok(())
-    }
-
-    /// Other shares may have the chunks that are answered: before that, because the client's next request may reach another share
-    /// sooner than the call that posts the answer ends.
-    fn leave(&self, ground: &Ground<'_>, done: &mut Done) {
-        let Some((hold, path)) = ground.hold else { return };
-        let chunks = self.replies.iter().map(|reply| reply.answer.chunk);
-        done.wanted.extend(chunks.filter(|chunk| hold.leave(*chunk, path)));
     }
 
     /// Takes keys back. The last one accounts for the batch if nothing is posted behind it.

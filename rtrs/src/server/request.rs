@@ -3,16 +3,13 @@
 use core::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
-use roce_mem::Pages;
+use roce_verbs::mem::Pages;
 use smallvec::SmallVec;
 
+pub use crate::admission::SessionKey;
 use crate::{Direction, PathError, proto::Uuid};
 
-/// A session of a server. No other has had the number.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct SessionKey(pub u64);
-
-/// Names a request until it is answered, at the share that it came to.
+/// Names a request until it is answered.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct RequestKey {
     /// The session.
@@ -77,21 +74,16 @@ pub struct SessionSummary {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Ticket(pub u64);
 
-/// Report of a server to its user. If it is in several shares, each tells its own user: its requests, and the sessions that they are
-/// of; of paths home alone.
+/// Report of a server to its user.
 #[derive(Debug)]
 pub enum Output {
     /// A session's first path is up. No request of it came before.
-    ///
-    /// At shares that are not its home: requests of it may come. This is told before it is at home.
     SessionOpened(SessionOpened),
     /// A client wants something done.
     Request(Request),
-    /// The session's last path is gone, and all its requests have been answered, at home also those that came to other shares.
+    /// The session's last path is gone, and all its requests have been answered.
     /// While one of its paths is being connected the session stays, up or not: its client may not know yet that the others are down, and uses
     /// what it has open.
-    ///
-    /// At shares that are not its home this is told after it is at home.
     SessionClosed {
         /// The session.
         session: SessionKey,
@@ -129,6 +121,6 @@ pub enum Output {
         bytes: usize,
     },
     /// Memory that is not wanted any more, and that no device touches. To drop it may take a moment, if much of it was used,
-    /// so the loop has another thread do it. Each share that had it says so.
+    /// so the loop has another thread do it.
     Free(Arc<Pages>),
 }

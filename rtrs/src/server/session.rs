@@ -1,15 +1,12 @@
 //! A session: its chunks, its paths, and the requests that come by them.
 
 use core::net::SocketAddr;
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    sync::Arc,
-};
+use std::{collections::BTreeMap, sync::Arc};
 
-use roce_mem::Pages;
+use roce_verbs::mem::Pages;
 use roce_verbs::{
     Completion, WcFlags, WcOpcode,
-    provider::{DeviceIx, Lent, MrInfo, RangeError, Revoked},
+    provider::{DeviceIx, MrInfo, RangeError, Revoked},
 };
 use smallvec::SmallVec;
 
@@ -21,15 +18,12 @@ use crate::{
     proto::{self, ChunkLayout, Imm, InfoReq, IoReply, MAX_HDR_SIZE, ProtoError, Uuid},
     server::{
         awaited::Awaited,
-        cells::{Cells, Hold},
-        chunks::{Asked, Begun, Chunks, Room},
+        chunks::{Chunks, Pending, Room},
         effects::{Effects, Place},
-        letter::{Branch, Part, Terms},
         listing::SessionListing,
         path::Path,
         post::{Answer, Done, Renewal, ServerWork, revoked},
         request::{Output, Request, RequestKey, SessionKey, SessionSummary, Ticket},
-        share::Share,
         signs::Watch,
         state::{ChunkEvent, PathState},
     },
@@ -52,11 +46,6 @@ pub(crate) struct Session {
     pub(crate) peer: SocketAddr,
     pub(crate) named: Option<Named>,
     layout: ChunkLayout,
-    share: Share,
-    /// Its home, if that is another share.
-    pub(crate) home: Option<usize>,
-    /// Other shares that know of it.
-    pub(crate) told: BTreeSet<usize>,
     /// The user knows of it.
     pub(crate) introduced: bool,
     /// Names the memory that was asked for and has not come.
@@ -70,52 +59,26 @@ pub(crate) struct Session {
     pub(crate) paths: BTreeMap<PathKey, Path>,
     /// Paths that the user knows of.
     pub(crate) up: usize,
-    /// At home: over its paths.
+    /// When its paths are compared.
     pub(crate) watch: Watch,
 }
 
 const NO_CONN: PathError = PathError::Unexpected("a completion of no connection");
 
 impl Session {
-    /// One without paths and memory, whose home is this share.
-    pub(crate) fn new(key: SessionKey, uuid: Uuid, peer: SocketAddr, layout: ChunkLayout, share: Share) -> Self {
-        let spread = share.count() > 1;
-        let hold = spread.then(|| Hold::new(Cells::new(layout.queue_depth()), share.index()));
-        Self::with(key, uuid, peer, layout, share, hold)
-    }
-
-    /// The part here of a session whose home is another share.
-    pub(crate) fn branch(branch: &Branch, home: usize, layout: ChunkLayout, share: Share) -> Self {
-        let hold = Hold::new(branch.cells.clone(), share.index());
-        let (key, uuid, peer) = (branch.session, branch.id.session, branch.peer);
-        Self {
-            home: Some(home),
-            ..Self::with(key, uuid, peer, layout, share, Some(hold))
-        }
-    }
-
-    fn with(
-        key: SessionKey,
-        uuid: Uuid,
-        peer: SocketAddr,
-        layout: ChunkLayout,
-        share: Share,
-        hold: Option<Hold>,
-    ) -> Self {
+    /// A session without paths and memory.
+    pub(crate) fn new(key: SessionKey, uuid: Uuid, peer: SocketAddr, layout: ChunkLayout) -> Self {
         Self {
             key,
             uuid,
             peer,
             named: None,
             layout,
-            share,
-            home: None,
-            told: BTreeSet::new(),
             introduced: false,
             ticket: None,
             memory: None,
             mrs: SmallVec::new(),
-            chunks: Chunks::new(layout.queue_depth(), hold),
+            chunks: Chunks::new(layout.queue_depth()),
             awaited: Awaited::default(),
             paths: BTreeMap::new(),
             up: 0,
@@ -141,36 +104,28 @@ impl Session {
         }
     }
 
-    /// All that is here, for the operator.
+    /// Details, for the operator.
     pub(crate) fn listing(&self) -> SessionListing {
         SessionListing {
             session: self.key,
             uuid: self.uuid,
             name: self.name().into(),
-            home: self.home.is_none(),
             paths: self.paths.values().map(Path::listing).collect(),
         }
     }
 
-    /// Whether a path of it takes requests, or will.
-    pub(crate) fn lives(&self) -> bool {
-        self.paths.values().any(Path::is_alive)
-    }
-
     /// Whether the user still has requests of paths that are lost: until it is done with them no new path may bring others,
-    /// as the client may have given up all that it had in the chunks. What other shares have is not known here until they say
-    /// that nothing is left.
+    /// as the client may have given up all that it had in the chunks.
     pub(crate) fn has_late_requests(&self) -> bool {
-        let late = |path: &Path| !path.is_alive() && (path.with_user > 0 || !path.others.is_empty());
-        self.paths.values().any(late)
+        self.paths.values().any(|path| !path.is_alive() && path.with_user > 0)
     }
 
-    /// A path asks for the chunks. True: it waits for requests that are at work here.
+    /// A path asks for the chunks. True: it waits for requests that are at work.
     pub(crate) fn await_requests(&mut self, path: PathKey) -> bool {
         self.awaited.begin(path, self.chunks.all_at_work())
     }
 
-    /// Whether a path waits for requests here that were at work when it asked.
+    /// Whether a path waits for requests that were at work when it asked.
     pub(crate) fn awaits(&self, path: PathKey) -> bool {
         self.awaited.has(path)
     }
@@ -184,7 +139,7 @@ impl Session {
     /// The client of a path lives: a path that asks need not wait for its requests.
     pub(crate) fn spare(&mut self, asker: PathKey, path: PathKey, effects: &mut Effects) {
         if self.awaited.alive(asker, path) {
-            self.tell_settled([asker], effects);
+            effects.settled.push(self.key);
         }
     }
 
@@ -192,14 +147,8 @@ impl Session {
     fn look_at_awaited(&mut self, effects: &mut Effects) {
         if !self.awaited.is_empty() {
             let settled = self.awaited.keep(|request| self.chunks.at_work(request));
-            self.tell_settled(settled, effects);
+            effects.settled.extend(settled.first().map(|_| self.key));
         }
-    }
-
-    fn tell_settled(&self, askers: impl IntoIterator<Item = PathKey>, effects: &mut Effects) {
-        let session = self.key;
-        let parts = askers.into_iter().map(|path| Part { session, path });
-        effects.settled.extend(parts);
     }
 
     /// The chunks.
@@ -227,40 +176,6 @@ impl Session {
         };
         let bytes = self.layout.queue_depth() as usize * self.layout.chunk_size() as usize;
         Ok(path.use_chunks(&mut self.mrs, |path| path.register(cx, memory, bytes))?)
-    }
-
-    /// Home has the chunks: they are registered for a path.
-    ///
-    /// # Errors
-    /// At the provider's limits.
-    pub(crate) fn borrow(&mut self, cx: &mut Cx<'_>, path: PathKey, chunks: &Lent) -> Result<(), PathError> {
-        let Some(path) = self.paths.get_mut(&path) else {
-            return Ok(());
-        };
-        Ok(path.use_chunks(&mut self.mrs, |path| path.borrow_chunks(cx, chunks))?)
-    }
-
-    /// Terms that another share needs to take requests of a path, once that has the chunks.
-    ///
-    /// # Errors
-    /// When the provider can't share.
-    pub(crate) fn terms(&self, cx: &mut Cx<'_>, path: PathKey) -> Result<Terms, PathError> {
-        const NONE: PathError = PathError::Unexpected("a path without chunks");
-        let device = self.paths.get(&path).ok_or(PathError::Closed)?.id.device;
-        let (_, mr) = self.mrs.iter().find(|(of, _)| *of == device).ok_or(NONE)?;
-        Ok(Terms {
-            session: self.key,
-            path,
-            name: self.name().into(),
-            connections: self.named.as_ref().map_or(0, |named| named.connections),
-            memory: self.memory.clone().ok_or(NONE)?,
-            chunks: cx.provider.lend_mr(mr.id)?,
-        })
-    }
-
-    /// Cells of the chunks that all shares see.
-    pub(crate) fn cells(&self) -> Option<Arc<Cells>> {
-        self.chunks.hold().map(Hold::cells)
     }
 
     /// Ends the registrations with devices that no path leads through.
@@ -363,7 +278,7 @@ impl Session {
         };
         let is_beat = place.cid == 0 && matches!(imm, Imm::HbMsg | Imm::HbAck);
         // A client that waits for the chunks may ask for a sign of life meanwhile.
-        if path.state != PathState::Connected && !(path.asked && is_beat) {
+        if path.phase.state() != PathState::Connected && !(path.phase.has_asked() && is_beat) {
             return Err(PathError::Unexpected("a message before the handshake is done"));
         }
         match imm {
@@ -402,11 +317,7 @@ impl Session {
         self.note_request(cx.now, effects);
         let (chunk, offset) = self.layout.unpack(payload)?;
         let (chunk, path) = (chunk as u16, place.path);
-        let asked = Asked {
-            path,
-            cid: place.cid,
-            offset,
-        };
+        let asked = Pending::new(path, place.cid, offset);
         match self.chunks.room(chunk, path)? {
             Room::Free => self.start(cx, chunk, asked, effects),
             Room::Busy => {
@@ -417,21 +328,11 @@ impl Session {
         }
     }
 
-    /// Other shares may have a chunk.
-    fn let_go(&self, chunk: u16, path: PathKey, effects: &mut Effects) {
-        if self.chunks.let_go(chunk, path) {
-            effects.free(self.share, self.key, chunk);
-        }
-    }
-
     /// A request gets its chunk, which is kept for it: first the client's key is taken back. If that fails the path is over, and with
     /// it the chunk is free.
-    fn start(&mut self, cx: &mut Cx<'_>, chunk: u16, asked: Asked, effects: &mut Effects) -> Result<(), PathError> {
+    fn start(&mut self, cx: &mut Cx<'_>, chunk: u16, asked: Pending, effects: &mut Effects) -> Result<(), PathError> {
         let path = self.paths.get(&asked.path).filter(|path| path.is_alive());
-        let Some(path) = path else {
-            self.let_go(chunk, asked.path, effects);
-            return Ok(());
-        };
+        let Some(path) = path else { return Ok(()) };
         let queued = match path.renewal() {
             Renewal::Never => false,
             Renewal::Instant => path.revoke_now(cx, asked.cid, chunk)? == Revoked::Queued,
@@ -455,7 +356,13 @@ impl Session {
     }
 
     /// The chunk is ours: checks the request and hands it to the user.
-    fn begin(&mut self, chunk: u16, event: ChunkEvent, asked: Asked, effects: &mut Effects) -> Result<(), PathError> {
+    fn begin(
+        &mut self,
+        chunk: u16,
+        event: ChunkEvent,
+        mut asked: Pending,
+        effects: &mut Effects,
+    ) -> Result<(), PathError> {
         let outside = |_| PathError::Unexpected("a message outside its chunk");
         let (Some(memory), Some(path)) = (&self.memory, self.paths.get_mut(&asked.path)) else {
             return Err(PathError::Unexpected("a request without memory"));
@@ -468,12 +375,13 @@ impl Session {
         memory
             .read(start + offset as usize, &mut bytes[..len])
             .map_err(outside)?;
-        let (direction, usr_len, begun) = check(proto::Request::parse(&bytes[..len], offset, MAX_HDR_SIZE)?)?;
+        let message = proto::Request::parse(&bytes[..len], offset, MAX_HDR_SIZE)?;
+        let (direction, usr_len) = fill(&mut asked, message)?;
         let mut header = SmallVec::from_elem(0, usr_len.into());
         memory
-            .read(start + begun.data_len as usize, &mut header)
+            .read(start + asked.data_len as usize, &mut header)
             .map_err(outside)?;
-        let serial = self.chunks.begin(chunk, event, asked, begun)?;
+        let serial = self.chunks.begin(chunk, event, asked)?;
         path.with_user += 1;
         path.rdma.count(direction, asked.offset.into());
         effects.outputs.push_back(Output::Request(Request {
@@ -485,7 +393,7 @@ impl Session {
             direction,
             connection: asked.cid,
             header,
-            data_len: begun.data_len,
+            data_len: asked.data_len,
             data_offset: start,
         }));
         Ok(())
@@ -514,17 +422,16 @@ impl Session {
         status: i32,
         effects: &mut Effects,
     ) -> Option<PathKey> {
-        let Some((asked, begun)) = self.chunks.request(key) else {
+        let Some(asked) = self.chunks.request(key) else {
             tracing::debug!(?key, "an answer to no request");
             return None;
         };
         let path = self.paths.get_mut(&asked.path)?;
         path.with_user = path.with_user.saturating_sub(1);
-        let (drained, alive, renewal) = (path.drained, path.is_alive(), path.renewal());
+        let (drained, alive, renewal) = (path.is_drained(), path.is_alive(), path.renewal());
         match drained {
             true => {
                 self.chunks.answered_in_vain(key.chunk);
-                self.let_go(key.chunk, asked.path, effects);
                 self.release(cx, key.chunk, effects);
             }
             false => self.chunks.answered(key.chunk),
@@ -534,12 +441,12 @@ impl Session {
             // The chunk is idle when the path is drained: until then what it had posted may still read it.
             return Some(asked.path);
         }
-        let reply = IoReply::new(key.chunk.into(), status, begun.need_inval);
+        let reply = IoReply::new(key.chunk.into(), status, asked.need_inval);
         let answer = Answer {
             chunk: key.chunk,
             errno: reply.errno,
-            dest: begun.dest,
-            need_inval: begun.need_inval,
+            dest: asked.dest,
+            need_inval: asked.need_inval,
         };
         let work = ServerWork::answer(answer, renewal);
         let place = self.place(asked.path, asked.cid);
@@ -567,11 +474,8 @@ impl Session {
         let Some(path) = path else { return };
         let mut done = Done::default();
         let posted = path
-            .post(cx, place.cid, &self.layout, self.chunks.hold(), &mut done)
+            .post(cx, place.cid, &self.layout, &mut done)
             .map_err(PathError::from);
-        for chunk in done.wanted {
-            effects.free(self.share, self.key, chunk);
-        }
         for chunk in done.sent {
             self.chunks.sent(chunk);
             self.release(cx, chunk, effects);
@@ -610,22 +514,17 @@ impl Session {
     }
 
     /// A path is drained: chunks whose answers have not left are idle.
-    pub(crate) fn drop_answers(&mut self, path: PathKey, effects: &mut Effects) {
-        for chunk in self.chunks.path_gone(path) {
-            effects.free(self.share, self.key, chunk);
-        }
+    pub(crate) fn drop_answers(&mut self, path: PathKey) {
+        self.chunks.path_gone(path);
     }
 }
 
-/// Direction of a request, length of the user's header, and state until the answer.
-fn check(message: proto::Request) -> Result<(Direction, u16, Begun), PathError> {
+/// Fills in what a request's message says. Returns the direction, and the length of the user's header.
+fn fill(pending: &mut Pending, message: proto::Request) -> Result<(Direction, u16), PathError> {
     Ok(match message {
         proto::Request::Write { usr_len, data_len } => {
-            let begun = Begun {
-                data_len,
-                ..Begun::default()
-            };
-            (Direction::Write, usr_len, begun)
+            pending.data_len = data_len;
+            (Direction::Write, usr_len)
         }
         proto::Request::Read {
             usr_len,
@@ -636,12 +535,8 @@ fn check(message: proto::Request) -> Result<(Direction, u16, Begun), PathError> 
             if let Some(len) = dest.map(|d| d.len.get()).filter(|len| *len == 0 || *len > data_len) {
                 return Err(ProtoError::field("length of a read", len, "1 to what the chunk sets aside").into());
             }
-            let begun = Begun {
-                data_len,
-                dest,
-                need_inval,
-            };
-            (Direction::Read, usr_len, begun)
+            (pending.data_len, pending.dest, pending.need_inval) = (data_len, dest, need_inval);
+            (Direction::Read, usr_len)
         }
     })
 }

@@ -38,7 +38,7 @@ impl Signs {
 #[derive(Debug, Default)]
 pub(crate) struct Watch {
     pub(super) at: Option<Instant>,
-    /// Requests have come of late, here or at another share.
+    /// Requests have come of late.
     pub(super) busy_until: Instant,
 }
 

@@ -1,7 +1,7 @@
 //! Heartbeats, and paths that are silent while others of their session are not.
 //!
 //! A path's heartbeat ends it after the time that the configuration says, as a client may be busy, paused or moved. With several
-//! paths it shows by the others that it lives. So when requests have come of late, or are with the user, or a path owes an answer, home
+//! paths it shows by the others that it lives. So when requests have come of late, or are with the user, or a path owes an answer, the server
 //! looks at the paths that are up every [`LOOK`], and asks each. One by which nothing has come for [`LOOKS`] of them, while something
 //! came by another in each, is given up. A client that is merely slow or paused is so by all of them; and looks are counted, not time, as
 //! it may be our own process that was stopped.
@@ -20,7 +20,6 @@ use crate::{
     proto::Imm,
     server::{
         effects::{Effects, Place},
-        letter::Message,
         path::Path,
         post::ServerWork,
         request::SessionKey,
@@ -34,7 +33,7 @@ use crate::{
 const LOOK: Duration = Duration::from_millis(500);
 /// For how long a request makes its session worth looking at. A path that owes an answer then does.
 const BUSY: Duration = Duration::from_secs(2);
-/// How often that is noted, and home told.
+/// How often that is noted.
 const RENEWAL: Duration = Duration::from_secs(1);
 /// Answers that a path may owe before looks do not ask it any more.
 const MAX_OWED: u32 = 16;
@@ -46,17 +45,14 @@ impl Session {
         paths.chain(self.watch.at).min()
     }
 
-    /// A request has come, here or at another share.
+    /// A request has come.
     pub(crate) fn note_request(&mut self, now: Instant, effects: &mut Effects) {
         let until = now + BUSY;
         if self.paths.len() < 2 || until < self.watch.busy_until + RENEWAL {
             return;
         }
         self.watch.busy_until = until;
-        match self.home {
-            Some(home) => effects.write(home, Message::Busy(self.key)),
-            None => self.watch(now, effects),
-        }
+        self.watch(now, effects);
     }
 
     /// From now on paths are looked at, if several are up.
@@ -69,7 +65,9 @@ impl Session {
 
     /// Paths that take requests.
     fn up(&self) -> impl Iterator<Item = &Path> {
-        self.paths.values().filter(|path| path.state == PathState::Connected)
+        self.paths
+            .values()
+            .filter(|path| path.phase.state() == PathState::Connected)
     }
 
     /// Looks at the clock.
@@ -82,10 +80,8 @@ impl Session {
                 Err(why) => effects.broken.push_back((key, path.id.key, why)),
             }
         }
-        if self.home.is_none() {
-            self.probe(now, effects);
-            self.look(now, effects);
-        }
+        self.probe(now, effects);
+        self.look(now, effects);
     }
 
     /// Compares the paths, when it is time, and gives those up that are silent beside others.
@@ -102,7 +98,7 @@ impl Session {
         let up = self
             .paths
             .values_mut()
-            .filter(|path| path.state == PathState::Connected);
+            .filter(|path| path.phase.state() == PathState::Connected);
         for path in up {
             if path.signs.look(life) {
                 let why = PathError::HeartbeatLost(LOOK * LOOKS);
@@ -117,7 +113,7 @@ impl Session {
     pub(crate) fn disconnect(&self, cx: &mut Cx<'_>, key: PathKey) {
         let Some(path) = self.paths.get(&key) else { return };
         let unheard = matches!(
-            path.why,
+            path.phase.ending().map(|ending| &ending.why),
             Some(PathError::HeartbeatLost(_) | PathError::Completion { .. })
         );
         let others = self.up().filter(|other| unheard && other.id.key != key);

@@ -20,7 +20,7 @@ pub enum PathState {
 pub enum PathEvent {
     /// All connections stand, and the client has asked for the chunks by the session's name.
     Named,
-    /// A share lost its part, a connection failed, the handshake took too long, the client is silent or has left, or the operator closes it.
+    /// A connection failed, the handshake took too long, the client is silent or has left, or the operator closes it.
     Broken,
     /// None of its work requests is under way any more.
     Drained,
@@ -33,8 +33,6 @@ pub enum PathEvent {
 pub enum PathAction {
     /// Look after the peer.
     StartHeartbeat,
-    /// Do so no longer.
-    StopHeartbeat,
     /// Requests of it that wait for a chunk are forgotten.
     DropParked,
     /// Tell the user.
@@ -47,8 +45,6 @@ pub enum PathAction {
     Disconnect,
     /// Its place is free.
     TellAdmission,
-    /// It ends at the other shares too.
-    TellShares,
     /// Answers that have not left are dropped: their client is gone.
     DropAnswers,
     /// Requests of other paths may have the chunks that it held, but for those that the user still works on.
@@ -57,12 +53,6 @@ pub enum PathAction {
     DestroyQps,
     /// Tell the user, and the session.
     Withdraw,
-    /// Tell the user of the session, and home that requests may come.
-    Report,
-    /// Tell home.
-    TellHome,
-    /// Tell home that nothing is left.
-    Leave,
 }
 
 /// The life of a path, from [`PathState::Connecting`].
@@ -81,55 +71,16 @@ pub const PATH: Table<PathState, PathEvent, PathAction> = {
             S::Connecting,
             E::Broken,
             S::Closing,
-            &[
-                A::StopHeartbeat,
-                A::DropParked,
-                A::DrainQps,
-                A::Disconnect,
-                A::TellAdmission,
-                A::TellShares,
-            ],
+            &[A::DropParked, A::DrainQps, A::Disconnect, A::TellAdmission],
         ),
         (
             S::Connected,
             E::Broken,
             S::Closing,
-            &[
-                A::StopHeartbeat,
-                A::DropParked,
-                A::DrainQps,
-                A::Disconnect,
-                A::TellAdmission,
-                A::TellShares,
-            ],
+            &[A::DropParked, A::DrainQps, A::Disconnect, A::TellAdmission],
         ),
         (S::Closing, E::Drained, S::Closing, &[A::DropAnswers, A::ReleaseParked]),
         (S::Closing, E::Idle, S::Closed, &[A::DestroyQps, A::Withdraw]),
-    ]
-};
-
-/// The life of a path at a share of the server that is not its home. It has some of the connections, which come and go; what it
-/// meets home tells, but for failures and what is over here.
-pub const BRANCH: Table<PathState, PathEvent, PathAction> = {
-    use PathAction as A;
-    use PathEvent as E;
-    use PathState as S;
-    &[
-        (S::Connecting, E::Named, S::Connected, &[A::Report]),
-        (
-            S::Connecting,
-            E::Broken,
-            S::Closing,
-            &[A::StopHeartbeat, A::DropParked, A::DrainQps, A::Disconnect, A::TellHome],
-        ),
-        (
-            S::Connected,
-            E::Broken,
-            S::Closing,
-            &[A::StopHeartbeat, A::DropParked, A::DrainQps, A::Disconnect, A::TellHome],
-        ),
-        (S::Closing, E::Drained, S::Closing, &[A::DropAnswers, A::ReleaseParked]),
-        (S::Closing, E::Idle, S::Closed, &[A::DestroyQps, A::Leave]),
     ]
 };
 
@@ -191,8 +142,6 @@ mod tests {
     fn the_transitions_of_a_path_are_the_kernels() {
         use PathState::{Closed, Closing, Connected, Connecting};
         check::is_sound(PATH, Connecting, &[Connecting, Connected, Closing, Closed]);
-        check::is_sound(BRANCH, Connecting, &[Connecting, Connected, Closing, Closed]);
-        assert_eq!(check::edges(BRANCH), check::edges(PATH));
         // `__rtrs_srv_change_state`, Linux 6.1.
         let kernel = [
             (Connecting, Connected),
@@ -206,7 +155,7 @@ mod tests {
     /// Work requests of the dying path still read the chunks.
     #[test]
     fn chunks_change_hands_only_when_the_path_is_drained() {
-        for (from, event, _, actions) in PATH.iter().chain(BRANCH) {
+        for (from, event, _, actions) in PATH {
             let frees = [
                 PathAction::DropAnswers,
                 PathAction::ReleaseParked,

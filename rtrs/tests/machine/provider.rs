@@ -10,7 +10,7 @@ use std::{
     sync::Arc,
 };
 
-use roce_mem::{FastRegion, KeyError, MemoryTable, PdHandle, PostedKey, Region, Span, Window, WindowKind};
+use roce_verbs::mem::{FastRegion, KeyError, MemoryTable, PdHandle, PostedKey, Region, Span, Window, WindowKind};
 use roce_verbs::{
     AccessFlags, Completion, DeviceLimits, LKey, Payload, QpCaps, Qpn, RKey, RecvWr, SendFlags, SendOp, SendWr, Sge,
     WcFlags, WcOpcode, WcStatus,

@@ -307,7 +307,7 @@ fn memory_that_comes_too_late_or_not_at_all_is_no_harm() {
     let ticket = bed.memory(true);
     bed.is_clean();
     for ticket in [ticket, Ticket(77)] {
-        bed.call(|server, cx| server.ready(cx, ticket, roce_mem::Pages::allocate(4096)));
+        bed.call(|server, cx| server.ready(cx, ticket, roce_verbs::mem::Pages::allocate(4096)));
     }
     assert!(bed.outputs.is_empty());
     // The client leaves before there is any.
@@ -325,7 +325,7 @@ fn too_little_memory_is_none() {
     bed.hold_memory = true;
     let mut client = Client::new(1);
     client.connect(&mut bed, 0).unwrap();
-    let pages = roce_mem::Pages::allocate((DEPTH * CHUNK) as usize - 4096);
+    let pages = roce_verbs::mem::Pages::allocate((DEPTH * CHUNK) as usize - 4096);
     bed.call(|server, cx| server.ready(cx, Ticket(1), pages));
     assert!(client.is_gone(&bed));
     assert_eq!(bed.server.counters().no_resources, 1);

@@ -3,10 +3,7 @@
 use rtrs::{
     admission::PathKey,
     proto::Imm,
-    server::{
-        listing::{PathListing, SessionListing},
-        state::PathState,
-    },
+    server::{listing::PathListing, state::PathState},
     stats::RdmaStats,
 };
 
@@ -40,10 +37,7 @@ fn sessions_are_listed_with_their_paths() {
     second.open(&mut bed, "s1");
 
     let listed = &bed.server.listing()[0];
-    assert_eq!(
-        (listed.name.as_str(), listed.uuid, listed.home),
-        ("s1", first.session, true)
-    );
+    assert_eq!((listed.name.as_str(), listed.uuid), ("s1", first.session));
     let [one, two] = &listed.paths[..] else {
         panic!("{listed:?}")
     };
@@ -137,27 +131,4 @@ fn a_path_is_disconnected_and_its_client_may_come_again() {
     assert!(bed.call(|server, cx| server.close_path(cx, session, key)));
     assert_eq!(bed.news(), ["path down: closed", "path down: closed", "closed: closed"]);
     bed.is_clean();
-}
-
-#[test]
-fn what_shares_have_is_put_together() {
-    let mut bed = Bed::new(config());
-    let client = Client::opened(&mut bed, 1, "s1");
-    client.send_write(&mut bed, 1, b"data", b"header");
-    let home = bed.server.listing();
-    let mut part = home.clone();
-    part[0].home = false;
-    part[0].name = String::new();
-    part[0].paths[0].state = PathState::Connecting;
-    let stranger = SessionListing {
-        session: rtrs::server::request::SessionKey(99),
-        ..part[0].clone()
-    };
-    part.push(stranger);
-    let merged = SessionListing::merge([part, home.clone()]);
-    assert_eq!(merged.len(), 1, "of another there is nothing at its home");
-    let (path, before) = (&merged[0].paths[0], &home[0].paths[0]);
-    assert_eq!((merged[0].name.as_str(), path.state), ("s1", PathState::Connected));
-    assert_eq!((path.requests, path.made), (2 * before.requests, 2 * before.made));
-    assert_eq!((path.rdma.writes, path.rdma.write_bytes), (2, 20));
 }

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use roce_mem::{MemError, Pages};
+use roce_verbs::mem::{MemError, Pages};
 use roce_verbs::{
     Instant, RKey, SendOp,
     provider::{CmKind, CmRef, Event, Provider, QpId},

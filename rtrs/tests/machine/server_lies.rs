@@ -342,6 +342,13 @@ fn further_connections_wait_for_the_first() {
     client.inform(&mut bed, &name("s1"));
     assert!(client.informed(&mut bed));
     assert_eq!(bed.server.counters().requests_held, 2);
+    // Connection 1 is one of the path's, and the client ends the path by it.
+    bed.news();
+    bed.provider.tell(client.cms[&1], CmKind::Disconnected);
+    bed.turn();
+    assert_eq!(bed.news()[0], "path down: the peer disconnected");
+    assert!(client.is_gone(&bed));
+    bed.is_clean();
 
     // They go with their path.
     let mut lost = Client::new(2);

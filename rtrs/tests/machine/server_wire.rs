@@ -6,9 +6,9 @@ use std::{
     time::Duration,
 };
 
-use roce_local::{Fabric, FabricConfig, Ports, Single, Usage};
-use roce_mem::{MemoryTable, Pages};
+use roce_port::fabric::{Fabric, FabricConfig, Ports, Several, Usage};
 use roce_port::{Port, PortConfig, RxMeta, TxBatch, TxConfig};
+use roce_verbs::mem::{MemoryTable, Pages};
 use roce_verbs::{
     AccessFlags, Completion, DeviceLimits, Instant, Mtu, Payload, QpCaps, RKey, RecvWr, RemoteAddr, SendFlags, SendOp,
     SendWr, Sge, WcOpcode,
@@ -32,11 +32,11 @@ const RECVS: usize = 16;
 const DATA_AT: usize = RECVS * RECV_BYTES;
 const SEND_AT: usize = DATA_AT + (64 << 10);
 
-fn fabric(last: u8, config: FabricConfig) -> Fabric<Single> {
+fn fabric(last: u8, config: FabricConfig) -> Fabric<Several> {
     let ip = IpAddr::from([192, 0, 2, last]);
     let port = PortConfig::new(vec![ip], Mtu::B1024, last.into());
     let mem = Arc::new(MemoryTable::new([last; 32], &port.limits));
-    let one = Single::new(Port::new(port, mem.clone(), [last; 32]), mem, vec![ip]);
+    let one = Several::new(vec![(Port::new(port, mem.clone(), [last; 32]), mem, vec![ip])]);
     Fabric::new(one, config, vec![(DeviceLimits::software(last.into()), vec![ip])])
 }
 
@@ -44,13 +44,13 @@ fn fabric(last: u8, config: FabricConfig) -> Fabric<Single> {
 struct Bed {
     now: Instant,
     server: Server,
-    host: Fabric<Single>,
+    host: Fabric<Several>,
     outputs: Vec<Output>,
     client: Client,
 }
 
 struct Client {
-    fabric: Fabric<Single>,
+    fabric: Fabric<Several>,
     pages: Arc<Pages>,
     pd: PdId,
     cq: CqId,
@@ -62,7 +62,7 @@ struct Client {
     rsp: Option<ConnRsp>,
 }
 
-fn carry(now: Instant, from: &mut Fabric<Single>, to: &mut Fabric<Single>, batch: &mut TxBatch) -> bool {
+fn carry(now: Instant, from: &mut Fabric<Several>, to: &mut Fabric<Several>, batch: &mut TxBatch) -> bool {
     let mut moved = false;
     loop {
         let more = from.ports().port(0).poll_transmit(now, batch);
@@ -353,7 +353,7 @@ impl Bed {
 }
 
 /// The server throws no dice. What has no size leaks nothing.
-fn cx(now: Instant, provider: &mut Fabric<Single>) -> Cx<'_> {
+fn cx(now: Instant, provider: &mut Fabric<Several>) -> Cx<'_> {
     fn dice(_: &mut [u8]) {
         panic!("the server throws no dice");
     }

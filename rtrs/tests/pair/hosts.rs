@@ -7,9 +7,9 @@ use std::{
     sync::Arc,
 };
 
-use roce_local::{Fabric, FabricConfig, Several, Usage};
-use roce_mem::{MemoryTable, Pages};
-use roce_port::{Port, PortConfig, QpnSlot, RxMeta, TxBatch, TxConfig};
+use roce_port::fabric::{Fabric, FabricConfig, Several, Usage};
+use roce_port::{Port, PortConfig, RxMeta, TxBatch, TxConfig};
+use roce_verbs::mem::{MemoryTable, Pages};
 use roce_verbs::{
     DeviceLimits, Instant, Mtu,
     provider::{DeviceCaps, Provider},
@@ -85,29 +85,19 @@ impl Host {
 
     /// Its addresses are spread over so many devices.
     fn with_devices(last: u8, keys: KeyMode, devices: usize) -> Self {
-        Self::seeded(last, keys, devices, [last; 32], u64::from(last), None)
+        Self::seeded(last, keys, devices, [last; 32], u64::from(last))
     }
 
     /// A host that was started anew, with other numbers.
     fn anew(last: u8, keys: KeyMode) -> Self {
-        Self::seeded(last, keys, 1, [last + 100; 32], u64::from(last) + 1000, None)
+        Self::seeded(last, keys, 1, [last + 100; 32], u64::from(last) + 1000)
     }
 
-    /// One of several loops of these addresses: packets and management datagrams show by their numbers which of them they are for.
-    pub(crate) fn shard(last: u8, keys: KeyMode, devices: usize, part: QpnSlot) -> Self {
-        let guid = u64::from(last) << 8 | u64::from(part.slot);
-        Self::seeded(last, keys, devices, [last; 32], guid, Some(part))
-    }
-
-    fn seeded(last: u8, keys: KeyMode, count: usize, seed: [u8; 32], guid: u64, part: Option<QpnSlot>) -> Self {
+    fn seeded(last: u8, keys: KeyMode, count: usize, seed: [u8; 32], guid: u64) -> Self {
         let (mut ports, mut devices) = (Vec::new(), Vec::new());
         for device in 0..count {
             let addrs: Vec<IpAddr> = addresses(last).into_iter().skip(device).step_by(count).collect();
-            let mut config = PortConfig::new(addrs.clone(), Mtu::B1024, guid + 10_000 * device as u64);
-            if let Some(part) = part {
-                config.qpns = part.qpns();
-                config.cm.comm_ids = part.comm_ids();
-            }
+            let config = PortConfig::new(addrs.clone(), Mtu::B1024, guid + 10_000 * device as u64);
             let mut seed = seed;
             seed[31] = seed[31].wrapping_add(device as u8);
             let mem = Arc::new(MemoryTable::new(seed, &config.limits));
@@ -192,17 +182,12 @@ pub(crate) struct Pair {
 
 impl Pair {
     pub(crate) fn new(keys: KeyMode, config: ServerConfig) -> Self {
-        Self::with(Host::new(1, keys), Client::new(), keys, 1, config)
+        Self::over(1, keys, config)
     }
 
-    /// Both hosts' addresses are spread over so many devices.
+    /// Both hosts' addresses are spread over so many devices; the server listens at all of its own.
     pub(crate) fn over(devices: usize, keys: KeyMode, config: ServerConfig) -> Self {
         let near = Host::with_devices(1, keys, devices);
-        Self::with(near, Client::new(), keys, devices, config)
-    }
-
-    /// With this client, and a server with so many devices that listens at all its addresses.
-    pub(crate) fn with(near: Host, client: Client, keys: KeyMode, devices: usize, config: ServerConfig) -> Self {
         let now = Instant::from_nanos(1_000_000);
         let mut far = Host::with_devices(2, keys, devices);
         let empty = [near.fabric.usage(), far.fabric.usage()];
@@ -220,7 +205,7 @@ impl Pair {
             now,
             near,
             far,
-            client,
+            client: Client::new(),
             server,
             session: None,
             files: BTreeMap::new(),
@@ -397,9 +382,7 @@ impl Pair {
         for _ in 0..10_000 {
             let mut moved = self.client_turn();
             moved |= self.server_turn();
-            let cut = |addr: IpAddr| self.cut || self.cut_off.contains(&addr);
-            moved |= carry(self.now, &mut self.near, &mut self.far, cut);
-            moved |= carry(self.now, &mut self.far, &mut self.near, cut);
+            moved |= self.carry();
             if !moved {
                 return;
             }
@@ -407,8 +390,33 @@ impl Pair {
         panic!("it does not come to rest");
     }
 
+    /// Carries what both hosts have sent. Returns whether anything arrived.
+    pub(crate) fn carry(&mut self) -> bool {
+        let cut = |addr: IpAddr| self.cut || self.cut_off.contains(&addr);
+        let moved = carry(self.now, &mut self.near, &mut self.far, cut);
+        moved | carry(self.now, &mut self.far, &mut self.near, cut)
+    }
+
     pub(crate) fn client_turn(&mut self) -> bool {
-        let mut moved = client_turn(self.now, &mut self.near, &mut self.client);
+        let (now, client) = (self.now, &mut self.client);
+        self.near.timers(now);
+        let mut moved = self.near.with(now, |cx| {
+            let mut moved = false;
+            let mut wcs = Vec::new();
+            while cx.provider.poll_completions(&mut wcs, 64).unwrap() > 0 {
+                moved = true;
+                for (qp, wc) in wcs.drain(..) {
+                    client.completion(cx, qp, &wc);
+                }
+            }
+            while let Some(event) = cx.provider.poll_event() {
+                moved = true;
+                client.event(cx, &event);
+            }
+            client.timeout(cx);
+            client.end_batch(cx);
+            moved
+        });
         while let Some(output) = self.client.poll_output() {
             moved = true;
             match output {
@@ -487,47 +495,14 @@ impl Pair {
     }
 }
 
-/// A turn of a client's loop.
-pub(crate) fn client_turn(now: Instant, host: &mut Host, client: &mut Client) -> bool {
-    host.timers(now);
-    host.with(now, |cx| {
-        let mut moved = false;
-        let mut wcs = Vec::new();
-        while cx.provider.poll_completions(&mut wcs, 64).unwrap() > 0 {
-            moved = true;
-            for (qp, wc) in wcs.drain(..) {
-                client.completion(cx, qp, &wc);
-            }
-        }
-        while let Some(event) = cx.provider.poll_event() {
-            moved = true;
-            client.event(cx, &event);
-        }
-        client.timeout(cx);
-        client.end_batch(cx);
-        moved
-    })
-}
-
+/// Moves packets; those from or to an address for which `cut` is true are lost.
 fn carry(now: Instant, from: &mut Host, to: &mut Host, cut: impl Fn(IpAddr) -> bool) -> bool {
-    carry_watched(now, from, to, cut, |_| ())
-}
-
-/// What comes from or goes to an address of which `cut` says so is lost; `watch` is shown what gets through.
-pub(crate) fn carry_watched(
-    now: Instant,
-    from: &mut Host,
-    to: &mut Host,
-    cut: impl Fn(IpAddr) -> bool,
-    mut watch: impl FnMut(&[u8]),
-) -> bool {
     let mut moved = false;
     from.drain(now, |meta, bytes| {
         if cut(meta.local) || cut(meta.remote.ip()) {
             return;
         }
         moved = true;
-        watch(bytes);
         to.receive(now, meta, bytes);
     });
     moved

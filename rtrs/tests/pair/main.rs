@@ -1,20 +1,19 @@
 //! Client and server, each over a fabric of its own, and a wire between them that loses nothing: the whole of RTRS without a
 //! socket, a thread or a clock.
 
+mod chaos;
 #[path = "../support/devices.rs"]
 mod devices;
 mod hosts;
 mod paths;
-mod shares;
 mod silence;
-mod spread;
 mod stats;
 mod watch;
 
 use std::sync::Arc;
 
 use hosts::{KeyMode, Pair};
-use roce_mem::Pages;
+use roce_verbs::mem::Pages;
 use roce_verbs::provider::KeyStrategy;
 use rtrs::{
     Direction, Error, IoError, PathError,

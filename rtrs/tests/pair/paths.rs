@@ -609,6 +609,9 @@ fn min_latency_goes_by_the_last_heartbeat() {
     pair.settle();
     pair.pass(Duration::from_millis(1));
     assert!(pair.statuses()[0].latency.is_some());
+    pair.pass(Duration::from_secs(2));
+    assert_eq!(pair.states(), [PathState::Connected; 2]);
+    assert!(pair.statuses()[0].latency.is_some());
 }
 
 #[test]

@@ -3,8 +3,8 @@
 use core::time::Duration;
 use std::net::IpAddr;
 
-use roce_cm::DropReason;
-use roce_local::Ports;
+use roce_port::cm::DropReason;
+use roce_port::fabric::Ports;
 use rtrs::{
     Direction, PathError,
     client::{Policy, state::PathState},

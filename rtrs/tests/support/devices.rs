@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 
-use roce_local::Several;
+use roce_port::fabric::Several;
 use roce_port::{RxMeta, TxBatch};
 use roce_verbs::Instant;
 

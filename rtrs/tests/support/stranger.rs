@@ -8,9 +8,9 @@ use std::{
 };
 
 use roce::{AccessFlags, ConnParams, Payload, QpCaps, Qpn, RecvWr, SendFlags, SendOp, SendWr, Sge};
-use roce_mem::{MemoryTable, PdHandle, Region};
 use roce_port::{CmEventKind, ConnId, Port, PortConfig, QpInit, RxMeta, TxBatch, TxConfig};
 use roce_qp::CompletionQueue;
+use roce_verbs::mem::{MemoryTable, PdHandle, Region};
 use roce_verbs::{Mtu, QpType};
 
 use super::PATIENCE;

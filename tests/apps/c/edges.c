@@ -110,10 +110,10 @@ static void xrc_halves_ignore_attributes_of_the_other(void)
 	struct ibv_qp_attr rts = { .qp_state = IBV_QPS_RTS, .timeout = 14, .retry_cnt = 7, .rnr_retry = 7,
 				   .max_rd_atomic = 1 };
 	struct ibv_qp_attr timer = { .min_rnr_timer = 5 }, retries = { .retry_cnt = 5, .rnr_retry = 5 }, rtr;
-	struct ibv_xrcd *in = domain(-1, O_CREAT);
 	struct ibv_qp *sender, *target, *halves[2];
+	struct ibv_xrcd *in;
 
-	MUST(in);
+	MUST(in = domain(-1, O_CREAT));
 	of_target.xrcd = in;
 	MUST(target = ibv_create_qp_ex(context, &of_target));
 	MUST(sender = ibv_create_qp_ex(context, &of_sender));

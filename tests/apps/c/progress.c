@@ -215,10 +215,10 @@ static void serve(void)
 			break;
 		case WRITE:
 		case READ:
+		case ECHO:
+			/* The initiator yields meanwhile, to whatever else runs: for the echo as well. */
 			for (int i = 0; i < 500; i++)
 				poll_once();
-			/* Fall through. */
-		case ECHO:
 			compute(round);
 			break;
 		case ASLEEP:

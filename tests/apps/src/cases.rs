@@ -2,7 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::{crates::Source, killed::Kill, memcheck, migration::Migration, site::Net};
+use crate::{memcheck, site::Net};
+
+/// Debian packages of several modules' programs.
+pub(crate) const IBVERBS: &str = "ibverbs-utils";
+pub(crate) const PERFTEST: &str = "perftest";
+pub(crate) const RDMACM: &str = "rdmacm-utils";
 
 /// How the client knows that the server is ready.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -30,6 +35,49 @@ pub(crate) struct Server {
     pub(crate) command: Vec<String>,
     pub(crate) ready: Ready,
     pub(crate) end: ServerEnd,
+}
+
+/// Side of a case.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Side {
+    Server,
+    Client,
+}
+
+/// Moment of the kill.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Moment {
+    /// The server, before the client starts.
+    BeforeConnect,
+    /// On the way to a connection: several times, a little later each time.
+    Connecting,
+    /// When the victim has printed this.
+    Says(&'static str),
+}
+
+/// Killing of one side.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Kill {
+    pub(crate) victim: Side,
+    pub(crate) moment: Moment,
+    /// Texts of which the other side prints one. They show that it noticed the end of a connection in progress, if it does not exit.
+    pub(crate) says: &'static [&'static str],
+}
+
+/// Migration of a guest.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Migration {
+    /// All memory is registered beforehand (`rdma-pin-all`), instead of piece by piece.
+    pub(crate) pin: bool,
+    /// The guest keeps running.
+    pub(crate) busy: bool,
+}
+
+/// Crate, and the targets that cargo builds of it.
+pub(crate) struct Source {
+    pub(crate) name: &'static str,
+    pub(crate) version: &'static str,
+    pub(crate) targets: &'static [&'static str],
 }
 
 /// How a case goes.
@@ -270,4 +318,11 @@ pub(crate) fn find(program: &str) -> Option<PathBuf> {
         .chain(["/usr/sbin", "/sbin"].map(PathBuf::from))
         .map(|dir| dir.join(program))
         .find(|p| Path::is_file(p))
+}
+
+/// Returns a pingpong of ibverbs-utils with options.
+pub(crate) fn one_pingpong(kind: &str, options: &str) -> Case {
+    let command = format!("ibv_{kind}_pingpong -g 0 -p {{port}} {options}");
+    let name = format!("ibv_{kind}_pingpong {options}");
+    Case::pair(name.trim(), IBVERBS, &command, &format!("{command} {{addr}}"))
 }

@@ -15,14 +15,11 @@ use std::{
 
 use serde_json::Value;
 
-use crate::{Result, cases::Case, wheels::quietly};
-
-/// A crate, and what cargo builds of it.
-pub(crate) struct Source {
-    name: &'static str,
-    version: &'static str,
-    targets: &'static [&'static str],
-}
+use crate::{
+    Result,
+    cases::{Case, Source},
+    wheels::quietly,
+};
 
 const SIDEWAY: Source = Source {
     name: "sideway",

@@ -4,7 +4,7 @@
 use crate::cases::Case;
 
 /// Cases of the matrix that are run in this way too: one of each program, and those whose modules come in late.
-const ALSO: [&str; 23] = [
+pub(crate) const ALSO: [&str; 23] = [
     "ibv_devinfo -v",
     "ibv_rc_pingpong -e",
     "ibv_ud_pingpong",
@@ -31,7 +31,7 @@ const ALSO: [&str; 23] = [
 ];
 /// What can be had by preloading alone: sysfs for programs that have nothing to do with verbs (cat, ls, python), and programs with
 /// a libibverbs of their own, of another name.
-const PRELOADED: [&str; 3] = ["hw_counters in sysfs", "sysfs by other calls", "nixl over ucx"];
+pub(crate) const PRELOADED: [&str; 3] = ["hw_counters in sysfs", "sysfs by other calls", "nixl over ucx"];
 
 /// A program that knows the libraries by name alone, as NCCL, PyPI's ibverbs and others do.
 const BY_NAME: &str = r#"import ctypes, os
@@ -119,19 +119,4 @@ pub(crate) fn all(matrix: &[Case]) -> Vec<Case> {
             .map(|case| Case { ci: false, ..case }.by_directory()),
     );
     out
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn all_names_are_cases_of_the_matrix() {
-        let all = crate::matrix::all();
-        for name in ALSO.iter().chain(&PRELOADED) {
-            assert!(all.iter().any(|case| case.name == *name), "{name}");
-        }
-        let beside = all.iter().filter(|case| case.directory).count();
-        assert_eq!(beside, ALSO.len() + 2);
-    }
 }

@@ -1,10 +1,7 @@
 //! Programs that nobody tells an address: each interface of the host is a device, here loopback and an Ethernet interface of
 //! another MTU.
 
-use crate::{
-    cases::{Case, Ready},
-    matrix::{IBVERBS, PERFTEST, RDMACM},
-};
+use crate::cases::{Case, IBVERBS, PERFTEST, RDMACM, Ready};
 
 /// The devices of [`crate::site`]'s namespace: number, address, and the longest datagram. Loopback comes after what leads to
 /// other hosts.

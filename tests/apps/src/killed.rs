@@ -13,36 +13,9 @@ use ferroce_loopback::tcp::{free_port, listens};
 
 use crate::{
     Result,
-    cases::{Case, Ready},
+    cases::{Case, Kill, Moment, Ready, Side},
     process::{Group, PAUSE, Setup, interrupted},
 };
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Side {
-    Server,
-    Client,
-}
-
-/// When it is killed.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Moment {
-    /// The server, before the client starts.
-    BeforeConnect,
-    /// On the way to a connection: several times, a little later each time.
-    Connecting,
-    /// When it has printed this.
-    Says(&'static str),
-}
-
-/// Who is killed and when.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Kill {
-    pub(crate) victim: Side,
-    pub(crate) moment: Moment,
-    /// What the other one prints, any of it. On the way to a connection there are several ways to learn of the end: this
-    /// is what shows that it did when it does not end.
-    pub(crate) says: &'static [&'static str],
-}
 
 /// Milliseconds after the client was started, on the way to a connection; or after the victim has said what it was waited for.
 const DELAYS: [u64; 6] = [5, 15, 30, 60, 120, 250];

@@ -1,9 +1,8 @@
 //! Cases about object lifetimes and API contracts: memcheck, repeated creation, invalid use, killed peers.
 
 use crate::{
-    cases::{Case, Plan, Ready},
-    killed::{Kill, Moment, Side},
-    matrix::{self, IBVERBS, PERFTEST, RDMACM},
+    cases::{Case, IBVERBS, Kill, Moment, PERFTEST, Plan, RDMACM, Ready, Side, one_pingpong},
+    python,
 };
 
 pub(crate) fn all() -> Vec<Case> {
@@ -252,14 +251,14 @@ fn linked() -> Case {
 
 fn memcheck() -> Vec<Case> {
     let pingpong = |kind: &str, options: &str| {
-        let few = matrix::one_pingpong(kind, &format!("-n 50 {options}"));
+        let few = one_pingpong(kind, &format!("-n 50 {options}"));
         Case {
             name: format!("ibv_{kind}_pingpong {options}"),
             ..few
         }
     };
     let cm = |name: &str, server: &str, client: &str| Case::pair(name, RDMACM, server, client).ready(Ready::Retry);
-    let python = matrix::python().within(3600);
+    let python = python::case().within(3600);
     let part = Case {
         // Tests that are quick under valgrind, at least one for each kind of object.
         plan: Plan::Python(&[

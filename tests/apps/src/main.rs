@@ -19,6 +19,7 @@ mod process;
 mod python;
 mod report;
 mod rsocket;
+mod run;
 mod site;
 mod speed;
 mod stalls;
@@ -33,11 +34,9 @@ use std::{
 
 use clap::{Parser, ValueEnum};
 
-use crate::{
-    cases::Case,
-    process::Setup,
-    report::{Outcome, Report},
-};
+use cases::Case;
+use process::Setup;
+use report::{Outcome, Report};
 
 /// Result with an error text for the user.
 pub(crate) type Result<T, E = String> = std::result::Result<T, E>;
@@ -186,7 +185,7 @@ fn run(cli: &Cli) -> Result<bool> {
     for case in &cases {
         let outcome = match case.missing() {
             Some(why) => Outcome::NotRun(why),
-            None => setup.run(case),
+            None => run::run(&setup, case),
         };
         if process::interrupted() {
             setup.finish();

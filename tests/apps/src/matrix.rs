@@ -1,15 +1,11 @@
 //! The matrix: every program with the options that it must do.
 
-use crate::cases::{Case, Plan, Ready};
+use crate::cases::{Case, IBVERBS, PERFTEST, RDMACM, Ready, one_pingpong};
 
-pub(crate) const IBVERBS: &str = "ibverbs-utils";
-pub(crate) const PERFTEST: &str = "perftest";
-pub(crate) const RDMACM: &str = "rdmacm-utils";
 const QPERF: &str = "qperf";
 const FIO: &str = "fio";
 const UCX: &str = "ucx-utils";
 const FABRIC: &str = "libfabric-bin";
-const PYVERBS: &str = "python3-pyverbs";
 
 /// Path MTUs.
 const MTUS: [u32; 5] = [256, 512, 1024, 2048, 4096];
@@ -28,7 +24,7 @@ pub(crate) fn all() -> Vec<Case> {
     out.extend(fabric());
     out.extend(crate::everywhere::all());
     out.extend(crate::collectives::all());
-    out.push(python());
+    out.push(crate::python::case());
     out.extend(crate::wheels::all());
     out.extend(crate::crates::all());
     out.extend(crate::lifetime::all());
@@ -51,13 +47,6 @@ fn devices() -> Vec<Case> {
             .ready(Ready::AtOnce)
             .stopped(),
     ]
-}
-
-/// One of the pingpongs with one set of options.
-pub(crate) fn one_pingpong(kind: &str, options: &str) -> Case {
-    let command = format!("ibv_{kind}_pingpong -g 0 -p {{port}} {options}");
-    let name = format!("ibv_{kind}_pingpong {options}");
-    Case::pair(name.trim(), IBVERBS, &command, &format!("{command} {{addr}}"))
 }
 
 /// Has the two sides find each other over IPv4, the only family in which ibverbs-utils and perftest do, whatever their GIDs.
@@ -384,10 +373,24 @@ fn fabric() -> Vec<Case> {
     ]
 }
 
-/// rdma-core's own tests.
-pub(crate) fn python() -> Case {
-    Case {
-        plan: Plan::Python(&[]),
-        ..Case::alone("pyverbs", PYVERBS, "/usr/bin/python3").within(1800)
+#[cfg(test)]
+mod tests {
+    use crate::{directory, engines};
+
+    #[test]
+    fn cases_that_run_in_other_ways_are_in_the_matrix() {
+        let all = super::all();
+        for name in directory::ALSO
+            .iter()
+            .chain(&directory::PRELOADED)
+            .chain(&engines::ALSO)
+        {
+            assert!(all.iter().any(|case| case.name == *name), "{name}");
+        }
+        let by_directory = all.iter().filter(|case| case.directory).count();
+        assert_eq!(by_directory, directory::ALSO.len() + 2);
+        let ours = engines::all(&all);
+        assert_eq!(ours.len(), engines::ALSO.len());
+        assert_eq!(ours.iter().filter(|case| case.ci).count(), engines::SHORT.len());
     }
 }

@@ -23,7 +23,7 @@ use serde_json::{Value, json};
 
 use crate::{
     Result,
-    cases::{Case, Plan},
+    cases::{Case, Migration, Plan},
     process::{Group, PAUSE, Setup, interrupted},
 };
 
@@ -45,15 +45,6 @@ const BUILD: &str = concat!(
     env!("CARGO_MANIFEST_DIR"),
     "/c/guest.S"
 );
-
-/// How a guest is migrated.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Migration {
-    /// All of its memory is registered beforehand (`rdma-pin-all`), rather than piece by piece.
-    pin: bool,
-    /// It runs meanwhile.
-    busy: bool,
-}
 
 pub(crate) fn all() -> Vec<Case> {
     let case = |name: &str, pin, busy| {

@@ -28,11 +28,10 @@ use signal_hook::{
 use tempfile::TempDir;
 
 use crate::{
-    Result, capture,
+    Result,
     cases::{Case, Plan, Ready, ServerEnd},
     crates::Crates,
-    killed, memcheck, migration, python,
-    report::Outcome,
+    memcheck,
     site::{self, Namespace, Place, User},
     wheels::Environment,
 };
@@ -244,59 +243,28 @@ impl Setup {
         Ok(dir)
     }
 
-    /// Runs a case.
-    pub(crate) fn run(&self, case: &Case) -> Outcome {
-        if case.net.ethernet
-            && let Err(why) = self.namespace(case)
-        {
-            return Outcome::NotRun(why);
+    /// Makes what a case needs: namespaces, wheels and crates.
+    pub(crate) fn prepare(&self, case: &Case) -> Result<()> {
+        if case.net.ethernet {
+            self.namespace(case)?;
         }
-        if let Err(why) = self.wheels.install(case).and_then(|()| self.crates.build(case)) {
-            return Outcome::NotRun(why);
-        }
-        let dir = match self.directory(&case.name) {
-            Ok(dir) => dir,
-            Err(text) => return Outcome::Failed(text),
-        };
-        let started = Instant::now();
-        let done = match case.memcheck {
-            true => self.checked(case, &dir),
-            false => self.once(case, &dir),
-        };
-        sweep(&self.holders(), false);
-        match done {
-            Ok(()) => Outcome::Passed(started.elapsed()),
-            Err(text) => Outcome::Failed(text),
-        }
+        self.wheels.install(case)?;
+        self.crates.build(case)
     }
 
-    /// What was tried again since the last call.
+    /// Ends the processes that a case has left behind.
+    pub(crate) fn sweep(&self) {
+        sweep(&self.holders(), false);
+    }
+
+    /// Notes that a case is tried again.
+    pub(crate) fn note_retry(&self, why: String) {
+        self.retried.borrow_mut().push(why);
+    }
+
+    /// Returns the retries since the last call.
     pub(crate) fn take_retried(&self) -> Vec<String> {
         self.retried.take()
-    }
-
-    fn once(&self, case: &Case, dir: &Path) -> Result<()> {
-        match case.plan {
-            Plan::Programs => self.attempt(case, dir).map(drop),
-            Plan::Captured => {
-                self.attempt(case, dir)?;
-                capture::check_order(dir)
-            }
-            Plan::Python(only) => python::run(self, case, dir, only),
-            Plan::Kill(kill) => killed::run(self, case, dir, kill),
-            Plan::Migrate(how) => migration::run(self, case, dir, how),
-        }
-    }
-
-    fn checked(&self, case: &Case, dir: &Path) -> Result<()> {
-        let mut done = self.once(case, dir);
-        for _ in 1..memcheck::TRIES {
-            let why = memcheck::try_again(dir, &done).filter(|_| !interrupted());
-            let Some(why) = why else { break };
-            self.retried.borrow_mut().push(format!("under valgrind: {why}"));
-            done = self.once(case, dir);
-        }
-        memcheck::judge(dir, done)
     }
 
     /// A case's commands with what stands for addresses, ports and directories filled in, and under valgrind if it is to

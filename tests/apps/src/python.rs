@@ -7,7 +7,12 @@ use std::{
     process::{Command, Stdio},
 };
 
-use crate::{Result, cases::Case, memcheck, process::Setup};
+use crate::{
+    Result,
+    cases::{Case, Plan},
+    memcheck,
+    process::Setup,
+};
 
 /// Where Debian's package has them, compressed.
 const TESTS: &str = "/usr/share/doc/rdma-core/tests";
@@ -100,6 +105,14 @@ pub(crate) fn run(setup: &Setup, case: &Case, dir: &Path, only: &[&str]) -> Resu
             must_pass().filter(wanted).count(),
             failed.join("\n")
         )),
+    }
+}
+
+/// Returns the case of rdma-core's own tests.
+pub(crate) fn case() -> Case {
+    Case {
+        plan: Plan::Python(&[]),
+        ..Case::alone("pyverbs", "python3-pyverbs", "/usr/bin/python3").within(1800)
     }
 }
 

@@ -18,8 +18,7 @@ use serde::Serialize;
 
 use crate::{
     Result,
-    cases::{Case, find},
-    matrix::PERFTEST,
+    cases::{Case, PERFTEST, find},
     process::{Group, Setup, interrupted},
 };
 

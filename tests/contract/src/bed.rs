@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use roce_mem::Pages;
+use roce_verbs::mem::Pages;
 use roce_verbs::{
     AccessFlags, Completion, Payload, QpCaps, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge,
     provider::{

@@ -11,12 +11,12 @@ use std::{
     },
 };
 
-use roce_local::{Completed, Drain, Hardware, HardwareEvent, Object, Registered};
+use roce_port::fabric::{Backend, Connections, Hardware, Keys, NewCm, Table};
 use roce_verbs::{
     Completion, Mtu, Qpn, RecvWr, SendWr, WcStatus,
     provider::{
-        CmKind, CmRef, ConnParams, CqId, DeviceCaps, DeviceIx, Event, GrantOf, Granted, KeyId, KeyKind, MrId, PdId,
-        QpId, QpSpec, Registration, RejectReason, Revoked, VerbsError,
+        CmKind, CmRef, ConnParams, CqId, DeviceCaps, DeviceIx, Event, GrantOf, Granted, KeyId, KeyKind, MrId, MrInfo,
+        PdId, QpId, QpSpec, Registration, RejectReason, Revoked, VerbsError,
     },
     wr::PostError,
 };
@@ -31,60 +31,6 @@ pub(crate) fn lock(station: &Shared) -> MutexGuard<'_, Station> {
     station.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Number of an object at the station.
-#[derive(Clone, Copy)]
-enum Number {
-    Pd(PdId),
-    Mr(MrId),
-    Key(KeyId),
-    Cq(CqId),
-    Qp(QpId),
-    Cm(CmRef),
-}
-
-/// Object of a card.
-struct Held {
-    number: Number,
-    station: Shared,
-    /// Its count is that of objects.
-    _objects: Arc<()>,
-}
-
-impl Drop for Held {
-    fn drop(&mut self) {
-        let mut station = lock(&self.station);
-        let provider = station.provider();
-        match self.number {
-            Number::Pd(id) => provider.free_pd(id),
-            Number::Mr(id) => provider.deregister(id),
-            Number::Key(id) => provider.free_key(id),
-            Number::Cq(id) => provider.destroy_cq(id),
-            Number::Qp(id) => provider.destroy_qp(id),
-            Number::Cm(id) => provider.cm_destroy(id),
-        }
-    }
-}
-
-macro_rules! numbers {
-    ($($get:ident: $kind:ident -> $id:ty;)*) => {$(
-        fn $get(object: &Object) -> $id {
-            match object.get() {
-                Held { number: Number::$kind(id), .. } => *id,
-                _ => panic!("an object of another kind"),
-            }
-        }
-    )*};
-}
-
-numbers! {
-    pd_of: Pd -> PdId;
-    mr_of: Mr -> MrId;
-    key_of: Key -> KeyId;
-    cq_of: Cq -> CqId;
-    qp_of: Qp -> QpId;
-    cm_of: Cm -> CmRef;
-}
-
 /// Switch of a card, for tests.
 #[derive(Default)]
 pub(crate) struct Slot {
@@ -94,7 +40,15 @@ pub(crate) struct Slot {
     pub(crate) is_closed: AtomicBool,
 }
 
-/// Backend whose only device is that of a station.
+/// Queue pair of the fabric.
+struct Qp {
+    /// Its number at the station.
+    id: QpId,
+    /// Receives that have not completed.
+    receives: Vec<u64>,
+}
+
+/// Backend whose only device is that of a station. Its objects are numbers of the station.
 pub(crate) struct Card {
     station: Shared,
     slot: Arc<Slot>,
@@ -102,14 +56,18 @@ pub(crate) struct Card {
     gone: bool,
     caps: Vec<DeviceCaps>,
     addrs: Vec<IpAddr>,
-    /// Receives that have not completed.
-    receives: HashMap<QpId, Vec<u64>>,
-    /// Queue pairs that wait for the end of a drain.
-    draining: Vec<QpId>,
-    objects: Arc<()>,
-    /// Connections and listeners of the station, and their numbers in the fabric.
-    cms: HashMap<CmRef, CmRef>,
-    events: VecDeque<HardwareEvent>,
+    pds: Table<PdId, PdId>,
+    mrs: Table<MrId, MrId>,
+    keys: Table<KeyId, KeyId>,
+    cqs: Table<CqId, CqId>,
+    qps: Table<QpId, Qp>,
+    cms: Table<CmRef, CmRef>,
+    /// Numbers of the fabric.
+    qps_of: HashMap<QpId, QpId>,
+    cms_of: HashMap<CmRef, CmRef>,
+    events: VecDeque<Event>,
+    /// Completions of queue pairs that were drained without the device.
+    flushed: Vec<(QpId, Completion)>,
     polled: Vec<(QpId, Completion)>,
 }
 
@@ -118,6 +76,8 @@ impl fmt::Debug for Card {
         f.write_str("Card")
     }
 }
+
+const THERE: &str = "the fabric has it";
 
 impl Card {
     pub(crate) fn new(station: Shared, slot: Arc<Slot>) -> Self {
@@ -130,11 +90,16 @@ impl Card {
             gone: false,
             addrs: caps[0].addrs.clone(),
             caps,
-            receives: HashMap::new(),
-            draining: Vec::new(),
-            objects: Arc::default(),
-            cms: HashMap::new(),
+            pds: Table::default(),
+            mrs: Table::default(),
+            keys: Table::default(),
+            cqs: Table::default(),
+            qps: Table::default(),
+            cms: Table::default(),
+            qps_of: HashMap::new(),
+            cms_of: HashMap::new(),
             events: VecDeque::new(),
+            flushed: Vec::new(),
             polled: Vec::new(),
         }
     }
@@ -155,57 +120,57 @@ impl Card {
         }
         self.slot.is_closed.store(false, Ordering::Relaxed);
         self.caps[0].addrs = if gone { Vec::new() } else { self.addrs.clone() };
-        self.events.push_back(match gone {
-            true => HardwareEvent::Removed(0),
-            false => HardwareEvent::Changed,
-        });
+        if gone {
+            self.events.push_back(Event::DeviceRemoved(DeviceIx(0)));
+        }
         true
     }
 
-    fn held(&self, number: Number) -> Object {
-        Object::new(Held {
-            number,
-            station: self.station.clone(),
-            _objects: self.objects.clone(),
-        })
+    /// Closes the device if it is gone, and nothing of it is left.
+    fn close_removed(&mut self) {
+        let objects = self.pds.iter_mut().count()
+            + self.mrs.iter_mut().count()
+            + self.keys.iter_mut().count()
+            + self.cqs.iter_mut().count()
+            + self.qps.iter_mut().count()
+            + self.cms.iter_mut().count();
+        if self.is_gone() && objects == 0 {
+            self.slot.is_closed.store(true, Ordering::Relaxed);
+        }
     }
 
     /// Reports an event of the station, if it is for the fabric.
-    fn take(&mut self, event: Event) {
-        let event = match event {
-            Event::Cm {
-                id,
-                kind:
-                    CmKind::ConnectRequest {
-                        listener,
-                        device,
-                        private_data,
-                        initiator_depth,
-                        responder_resources,
-                    },
-            } => {
-                let Some(listener) = self.cms.get(&listener).copied() else {
-                    return;
-                };
-                HardwareEvent::Request {
-                    listener,
-                    device: usize::from(device.0),
-                    cm: self.held(Number::Cm(id)),
-                    private_data,
-                    initiator_depth,
-                    responder_resources,
+    fn take(&mut self, event: Event, new: NewCm<'_>) {
+        match event {
+            Event::Cm { id, mut kind } => {
+                if let CmKind::ConnectRequest { listener, .. } = &mut kind {
+                    let (Some(at), Some(number)) = (self.cms_of.get(listener).copied(), new()) else {
+                        return;
+                    };
+                    *listener = at;
+                    self.insert_cm(number, id);
+                }
+                if let Some(id) = self.cms_of.get(&id).copied() {
+                    self.events.push_back(Event::Cm { id, kind });
                 }
             }
-            Event::Cm { id, kind } => {
-                let Some(id) = self.cms.get(&id).copied() else { return };
-                let event = Object::new(kind);
-                HardwareEvent::Cm { id, event }
-            }
-            Event::Async(device, event) => HardwareEvent::Async(usize::from(device.0), event),
+            Event::Async(..) => self.events.push_back(event),
             // A drain is done at once.
-            Event::Drained(_) | Event::DeviceRemoved(_) => return,
-        };
-        self.events.push_back(event);
+            Event::Drained(_) | Event::DeviceRemoved(_) => {}
+        }
+    }
+
+    fn insert_cm(&mut self, number: CmRef, id: CmRef) {
+        self.cms.insert(number, id);
+        self.cms_of.insert(id, number);
+    }
+
+    fn qp(&self, qp: QpId) -> QpId {
+        self.qps.get(qp).expect(THERE).id
+    }
+
+    fn cm(&self, cm: CmRef) -> CmRef {
+        *self.cms.get(cm).expect(THERE)
     }
 }
 
@@ -218,18 +183,11 @@ impl Hardware for Card {
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    fn close_removed(&mut self) {
-        let is_unused = Arc::strong_count(&self.objects) == 1;
-        if self.is_gone() && is_unused {
-            self.slot.is_closed.store(true, Ordering::Relaxed);
-        }
-    }
-
     fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
         Vec::new()
     }
 
-    fn poll(&mut self) -> Result<bool, VerbsError> {
+    fn poll(&mut self, new: NewCm<'_>) -> Result<bool, VerbsError> {
         let events: Vec<_> = {
             let mut station = self.station();
             let provider = station.provider();
@@ -237,191 +195,214 @@ impl Hardware for Card {
         };
         let any = self.look_at_slot() || !events.is_empty();
         if !self.gone {
-            events.into_iter().for_each(|event| self.take(event));
+            events.into_iter().for_each(|event| self.take(event, new));
         }
         Ok(any)
     }
 
-    fn next_event(&mut self) -> Option<HardwareEvent> {
+    fn next_event(&mut self) -> Option<Event> {
         self.events.pop_front()
     }
 
-    fn alloc_pd(&mut self, device: usize) -> Result<Object, VerbsError> {
-        if self.is_gone() {
-            return Err(VerbsError::Invalid("the device is gone".into()));
-        }
-        let id = self.station().provider().alloc_pd(DeviceIx(device as u16))?;
-        Ok(self.held(Number::Pd(id)))
-    }
-
-    fn register(&mut self, pd: &Object, what: &Registration) -> Result<Registered, VerbsError> {
-        let info = self.station().provider().register(pd_of(pd), what)?;
-        Ok(Registered {
-            object: self.held(Number::Mr(info.id)),
-            addr: info.addr,
-            lkey: info.lkey,
-            rkey: info.rkey,
-        })
-    }
-
-    fn alloc_key(&mut self, pd: &Object, kind: KeyKind) -> Result<Object, VerbsError> {
-        let id = self.station().provider().alloc_key(pd_of(pd), kind)?;
-        Ok(self.held(Number::Key(id)))
-    }
-
-    fn create_cq(&mut self, device: usize, entries: u32, _: CqId) -> Result<Object, VerbsError> {
-        let id = self.station().provider().create_cq(DeviceIx(device as u16), entries)?;
-        Ok(self.held(Number::Cq(id)))
-    }
-
-    fn create_qp(&mut self, pd: &Object, cq: &Object, spec: &QpSpec) -> Result<(Object, Qpn), VerbsError> {
-        let (pd, cq) = (pd_of(pd), cq_of(cq));
-        let mut station = self.station();
-        let provider = station.provider();
-        let id = provider.create_qp(&QpSpec { pd, cq, ..*spec })?;
-        let qpn = provider.qpn(id).expect("it was just created");
-        drop(station);
-        Ok((self.held(Number::Qp(id)), qpn))
-    }
-
-    fn post_send(&mut self, qp: &mut Object, wrs: &[SendWr<'_>]) -> Result<(), (usize, PostError)> {
-        self.station().provider().post_send(qp_of(qp), wrs)
-    }
-
-    fn post_recv(&mut self, qp: &mut Object, wrs: &[RecvWr<'_>]) -> Result<(), (usize, PostError)> {
-        let id = qp_of(qp);
-        self.station().provider().post_recv(id, wrs)?;
-        let receives = self.receives.entry(id).or_default();
-        receives.extend(wrs.iter().map(|wr| wr.wr_id));
+    fn arm(&mut self) -> Result<(), VerbsError> {
         Ok(())
     }
 
-    fn grant(
-        &mut self,
-        qp: &mut Object,
-        key: &mut Object,
-        mr: &Object,
-        grant: &GrantOf,
-        wr_id: u64,
-    ) -> Result<Granted, PostError> {
-        let grant = GrantOf {
-            mr: mr_of(mr),
-            ..*grant
-        };
-        self.station().provider().grant(qp_of(qp), key_of(key), &grant, wr_id)
-    }
-
-    fn revoke(
-        &mut self,
-        qp: &mut Object,
-        key: &mut Object,
-        _: Option<&Object>,
-        wr_id: u64,
-    ) -> Result<Revoked, PostError> {
-        self.station().provider().revoke(qp_of(qp), key_of(key), wr_id)
-    }
-
-    fn invalidated(&mut self, _: &mut Object) {}
-
-    fn replace_key(&mut self, key: &mut Object) {
-        self.station().provider().close_key(key_of(key));
-    }
-
-    fn drain(&mut self, qp: &mut Object) -> Drain {
-        if self.is_gone() {
-            self.draining.push(qp_of(qp));
-            return Drain::Dead;
-        }
-        self.station().provider().drain(qp_of(qp));
-        Drain::Done
-    }
-
-    fn is_draining(&self, qp: &Object) -> bool {
-        self.draining.contains(&qp_of(qp))
-    }
-
-    fn abandon(&mut self, qp: &mut Object) -> Vec<u64> {
-        let id = qp_of(qp);
-        self.draining.retain(|of| *of != id);
-        self.receives.remove(&id).unwrap_or_default()
-    }
-
-    fn poll_cq(&mut self, _: &mut Object, out: &mut Vec<Completion>, max: usize) -> Result<usize, VerbsError> {
-        if self.is_gone() {
-            return Ok(0);
-        }
-        let mut polled = mem::take(&mut self.polled);
-        let count = self.station().provider().poll_completions(&mut polled, max);
-        out.extend(polled.drain(..).map(|(_, wc)| wc));
-        self.polled = polled;
-        count
-    }
-
-    fn complete(&mut self, qp: &mut Object, completion: &mut Completion) -> Completed {
-        if let Some(receives) = self.receives.get_mut(&qp_of(qp)) {
-            receives.retain(|wr_id| *wr_id != completion.wr_id);
-        }
-        Completed {
-            is_users: true,
-            drained: false,
-            violated: completion.status == WcStatus::LocalAccessError,
-        }
-    }
-
-    fn arm(&mut self, _: &mut Object) -> Result<(), VerbsError> {
-        Ok(())
-    }
-
-    fn disarm(&mut self, _: &mut Object) {}
-
-    fn listen(&mut self, addr: SocketAddr, backlog: u32, id: CmRef) -> Result<(Object, SocketAddr), VerbsError> {
+    fn listen(&mut self, addr: SocketAddr, backlog: u32, id: CmRef) -> Result<SocketAddr, VerbsError> {
         let mut station = self.station();
         let provider = station.provider();
         let listener = provider.cm_listen(addr, backlog)?;
         let (addr, _) = provider.cm_addrs(listener).expect("it was just created");
         drop(station);
-        self.cms.insert(listener, id);
-        Ok((self.held(Number::Cm(listener)), addr))
+        self.insert_cm(id, listener);
+        Ok(addr)
     }
 
-    fn listen_again(&mut self, _: &mut Object) {}
+    fn resolve(&mut self, src: IpAddr, dst: SocketAddr, id: CmRef) -> Result<(), VerbsError> {
+        let cm = self.station().provider().cm_resolve(Some(src), dst)?;
+        self.insert_cm(id, cm);
+        Ok(())
+    }
+}
 
-    fn lose_listener(&mut self, _: &mut Object, _: usize) {}
-
-    fn resolve(&mut self, src: Option<IpAddr>, dst: SocketAddr, id: CmRef) -> Result<Object, VerbsError> {
-        let cm = self.station().provider().cm_resolve(src, dst)?;
-        self.cms.insert(cm, id);
-        Ok(self.held(Number::Cm(cm)))
+impl Backend for Card {
+    fn alloc_pd(&mut self, device: usize, id: PdId) -> Result<(), VerbsError> {
+        if self.is_gone() {
+            return Err(VerbsError::Invalid("the device is gone".into()));
+        }
+        let made = self.station().provider().alloc_pd(DeviceIx(device as u16))?;
+        self.pds.insert(id, made);
+        Ok(())
     }
 
-    fn number_request(&mut self, cm: &mut Object, id: CmRef) {
-        self.cms.insert(cm_of(cm), id);
+    fn free_pd(&mut self, pd: PdId) {
+        let pd = self.pds.remove(pd).expect(THERE);
+        self.station().provider().free_pd(pd);
     }
 
-    fn connect(&mut self, cm: &mut Object, qp: &Object, params: &ConnParams) -> Result<(), VerbsError> {
-        self.station().provider().cm_connect(cm_of(cm), qp_of(qp), params)
+    fn register(&mut self, pd: PdId, what: &Registration, id: MrId) -> Result<MrInfo, VerbsError> {
+        let pd = *self.pds.get(pd).expect(THERE);
+        let info = self.station().provider().register(pd, what)?;
+        self.mrs.insert(id, info.id);
+        Ok(MrInfo { id, ..info })
     }
 
-    fn accept(&mut self, cm: &mut Object, qp: &mut Object, params: &ConnParams) -> Result<(), VerbsError> {
-        self.station().provider().cm_accept(cm_of(cm), qp_of(qp), params)
+    fn deregister(&mut self, mr: MrId) {
+        let mr = self.mrs.remove(mr).expect(THERE);
+        self.station().provider().deregister(mr);
     }
 
-    fn reject(&mut self, cm: &mut Object, reason: RejectReason, private_data: &[u8]) -> Result<(), VerbsError> {
-        self.station().provider().cm_reject(cm_of(cm), reason, private_data)
+    fn create_cq(&mut self, device: usize, entries: u32, id: CqId) -> Result<(), VerbsError> {
+        let made = self.station().provider().create_cq(DeviceIx(device as u16), entries)?;
+        self.cqs.insert(id, made);
+        Ok(())
     }
 
-    fn disconnect(&mut self, cm: &mut Object, _: Option<&mut Object>) {
-        self.station().provider().cm_disconnect(cm_of(cm));
+    fn destroy_cq(&mut self, cq: CqId) {
+        let cq = self.cqs.remove(cq).expect(THERE);
+        self.station().provider().destroy_cq(cq);
     }
 
-    fn cm_event(&mut self, _: &mut Object, _: Option<&mut Object>, event: Object) -> Option<CmKind> {
-        Some(event.into_inner())
+    fn create_qp(&mut self, spec: &QpSpec, id: QpId) -> Result<(), VerbsError> {
+        let (pd, cq) = (
+            *self.pds.get(spec.pd).expect(THERE),
+            *self.cqs.get(spec.cq).expect(THERE),
+        );
+        let made = self.station().provider().create_qp(&QpSpec { pd, cq, ..*spec })?;
+        self.qps_of.insert(made, id);
+        let qp = Qp {
+            id: made,
+            receives: Vec::new(),
+        };
+        self.qps.insert(id, qp);
+        Ok(())
     }
 
-    fn communication_established(&mut self, _: &mut Object) {}
+    fn destroy_qp(&mut self, qp: QpId) {
+        self.flushed.retain(|(of, _)| *of != qp);
+        let qp = self.qps.remove(qp).expect(THERE);
+        self.qps_of.remove(&qp.id);
+        self.station().provider().destroy_qp(qp.id);
+    }
 
-    fn cm_addrs(&self, cm: &Object) -> (SocketAddr, Option<SocketAddr>) {
-        let addrs = self.station().provider().cm_addrs(cm_of(cm));
-        addrs.expect("the fabric has it")
+    fn qpn(&self, qp: QpId) -> Option<Qpn> {
+        self.station().provider().qpn(self.qp(qp))
+    }
+
+    fn access_violated(&self, qp: QpId) -> bool {
+        self.station().provider().access_violated(self.qp(qp))
+    }
+
+    fn post_send(&mut self, qp: QpId, wrs: &[SendWr<'_>]) -> Result<(), (usize, PostError)> {
+        self.station().provider().post_send(self.qp(qp), wrs)
+    }
+
+    fn post_recv(&mut self, qp: QpId, wrs: &[RecvWr<'_>]) -> Result<(), (usize, PostError)> {
+        self.station().provider().post_recv(self.qp(qp), wrs)?;
+        let receives = &mut self.qps.get_mut(qp).expect(THERE).receives;
+        receives.extend(wrs.iter().map(|wr| wr.wr_id));
+        Ok(())
+    }
+
+    fn drain(&mut self, qp: QpId) {
+        let id = self.qp(qp);
+        if self.is_gone() {
+            let receives = mem::take(&mut self.qps.get_mut(qp).expect(THERE).receives);
+            self.flushed.extend(receives.into_iter().map(|wr_id| {
+                let flushed = Completion {
+                    wr_id,
+                    status: WcStatus::FlushError,
+                    ..Completion::default()
+                };
+                (qp, flushed)
+            }));
+        } else {
+            self.station().provider().drain(id);
+        }
+        self.events.push_back(Event::Drained(qp));
+    }
+
+    fn poll_completions(&mut self, out: &mut Vec<(QpId, Completion)>, max: usize) -> Result<(), VerbsError> {
+        self.close_removed();
+        let flushed = self.flushed.len().min(max);
+        out.extend(self.flushed.drain(..flushed));
+        if self.is_gone() {
+            return Ok(());
+        }
+        let mut polled = mem::take(&mut self.polled);
+        let done = self.station().provider().poll_completions(&mut polled, max - flushed);
+        for (qp, wc) in polled.drain(..) {
+            let Some(id) = self.qps_of.get(&qp).copied() else {
+                continue;
+            };
+            let receives = &mut self.qps.get_mut(id).expect(THERE).receives;
+            receives.retain(|wr_id| *wr_id != wc.wr_id);
+            out.push((id, wc));
+        }
+        self.polled = polled;
+        done.map(drop)
+    }
+}
+
+impl Keys for Card {
+    fn alloc_key(&mut self, pd: PdId, kind: KeyKind, id: KeyId) -> Result<(), VerbsError> {
+        let pd = *self.pds.get(pd).expect(THERE);
+        let made = self.station().provider().alloc_key(pd, kind)?;
+        self.keys.insert(id, made);
+        Ok(())
+    }
+
+    fn free_key(&mut self, key: KeyId) {
+        let key = self.keys.remove(key).expect(THERE);
+        self.station().provider().free_key(key);
+    }
+
+    fn grant(&mut self, qp: QpId, key: KeyId, grant: &GrantOf, wr_id: u64) -> Result<Granted, PostError> {
+        let grant = GrantOf {
+            mr: *self.mrs.get(grant.mr).expect(THERE),
+            ..*grant
+        };
+        let key = *self.keys.get(key).expect(THERE);
+        self.station().provider().grant(self.qp(qp), key, &grant, wr_id)
+    }
+
+    fn revoke(&mut self, qp: QpId, key: KeyId, wr_id: u64) -> Result<Revoked, PostError> {
+        let key = *self.keys.get(key).expect(THERE);
+        self.station().provider().revoke(self.qp(qp), key, wr_id)
+    }
+
+    fn close_key(&mut self, key: KeyId) {
+        let key = *self.keys.get(key).expect(THERE);
+        self.station().provider().close_key(key);
+    }
+}
+
+impl Connections for Card {
+    fn connect(&mut self, id: CmRef, qp: QpId, params: &ConnParams) -> Result<(), VerbsError> {
+        self.station().provider().cm_connect(self.cm(id), self.qp(qp), params)
+    }
+
+    fn accept(&mut self, id: CmRef, qp: QpId, params: &ConnParams) -> Result<(), VerbsError> {
+        self.station().provider().cm_accept(self.cm(id), self.qp(qp), params)
+    }
+
+    fn reject(&mut self, id: CmRef, reason: RejectReason, private_data: &[u8]) -> Result<(), VerbsError> {
+        self.station().provider().cm_reject(self.cm(id), reason, private_data)
+    }
+
+    fn disconnect(&mut self, id: CmRef) {
+        self.station().provider().cm_disconnect(self.cm(id));
+    }
+
+    fn destroy_cm(&mut self, id: CmRef) {
+        if let Some(cm) = self.cms.remove(id) {
+            self.cms_of.remove(&cm);
+            self.station().provider().cm_destroy(cm);
+        }
+    }
+
+    fn cm_addrs(&self, id: CmRef) -> Option<(SocketAddr, SocketAddr)> {
+        let (local, remote) = self.station().provider().cm_addrs(self.cm(id))?;
+        Some((local, remote?))
     }
 }

@@ -6,7 +6,7 @@ use std::{
     sync::{Arc, Mutex, atomic::Ordering},
 };
 
-use roce_local::FabricConfig;
+use roce_port::fabric::FabricConfig;
 use roce_verbs::provider::Provider;
 
 use crate::{

@@ -3,8 +3,7 @@
 use std::net::IpAddr;
 
 use roce::iface;
-use roce_hw::{HwConfig, HwDevice};
-use roce_local::{Fabric, FabricConfig, Hardware as Backend, Several};
+use roce_port::fabric::{Fabric, FabricConfig, Hardware as Backend, Several};
 use roce_verbs::provider::Provider;
 
 use crate::{Pair, Side, sockets::moment};
@@ -23,12 +22,12 @@ impl Hardware {
     /// When there are no devices, or none of them has an address.
     pub fn new(addrs: [IpAddr; 2]) -> Result<Self, String> {
         let open = |addr| {
-            let devices = HwDevice::open(&HwConfig::default()).map_err(|e| e.to_string())?;
+            let devices = roce_hw::open(&[]).map_err(|e| e.to_string())?;
             devices
                 .owner(addr)
                 .ok_or_else(|| format!("no RDMA device has {addr}"))?;
             let mut fabric = Fabric::new(Several::new(Vec::new()), FabricConfig::default(), Vec::new());
-            fabric.set_hardware(Box::new(devices), iface::route_to);
+            fabric.set_hardware(devices, iface::route_to);
             Ok::<_, String>(fabric)
         };
         let hosts = [open(addrs[0])?, open(addrs[1])?];

@@ -6,9 +6,9 @@ use std::{
     sync::Arc,
 };
 
-use roce_local::{Fabric, FabricConfig, Ports, Single};
-use roce_mem::MemoryTable;
+use roce_port::fabric::{Fabric, FabricConfig, Ports, Several};
 use roce_port::{Port, PortConfig, RxMeta, TxBatch, TxConfig};
+use roce_verbs::mem::MemoryTable;
 use roce_verbs::{DeviceLimits, Instant, Mtu, provider::Provider};
 
 use crate::{Pair, Side};
@@ -16,7 +16,7 @@ use crate::{Pair, Side};
 /// A device on the network.
 pub struct Station {
     addr: IpAddr,
-    fabric: Fabric<Single>,
+    fabric: Fabric<Several>,
 }
 
 impl Station {
@@ -32,7 +32,7 @@ impl Station {
         let mem = Arc::new(MemoryTable::new(seed, &limits));
         let port = PortConfig::new(vec![addr], Mtu::B1024, number.into());
         let port = Port::new(port, mem.clone(), seed);
-        let ports = Single::new(port, mem, vec![addr]);
+        let ports = Several::new(vec![(port, mem, vec![addr])]);
         let fabric = Fabric::new(ports, config, vec![(limits, vec![addr])]);
         Self { addr, fabric }
     }
@@ -47,7 +47,7 @@ impl Station {
         &mut self.fabric
     }
 
-    pub(crate) fn fabric(&mut self) -> &mut Fabric<Single> {
+    pub(crate) fn fabric(&mut self) -> &mut Fabric<Several> {
         &mut self.fabric
     }
 

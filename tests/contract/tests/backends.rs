@@ -7,7 +7,7 @@ use ferroce_contract::{
     halves::{Half, Halves, Host},
     wire::Station,
 };
-use roce_local::FabricConfig;
+use roce_port::fabric::FabricConfig;
 use roce_verbs::{
     AccessFlags, Completion, Payload, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, WcStatus,
     provider::{CmKind, CmRef, ConnParams, Event, GrantOf, KeyKind, QpId, QpSpec, RejectReason, VerbsError},

@@ -7,7 +7,7 @@ use ferroce_contract::{
     sockets::Sockets,
     wire::Wire,
 };
-use roce_local::FabricConfig;
+use roce_port::fabric::FabricConfig;
 
 fn passes(make: impl FnMut() -> Result<Box<dyn Pair>, String>) {
     assert_eq!(run_all(&[], make), 0, "cases have failed");

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use roce_cm::{
+use roce_port::cm::{
     AcceptArgs, CmConfig, ConnId, ConnParams, ConnTransport, ConnectArgs, Event, ListenArgs, Manager, OutMad,
     RejectReason, ResolveArgs, SidrAnswer, cma::PortSpace, mad::Attribute,
 };
@@ -76,10 +76,8 @@ impl Side {
         } else {
             let qpn = Qpn::new(2 + u32::from(input.byte() % 8));
             let transports = [ConnTransport::Rc, ConnTransport::Uc, ConnTransport::Xrc];
-            let args = ConnectArgs {
-                transport: transports[input.below(3)],
-                ..ConnectArgs::new(local, remote, qpn, Psn::new(1), Mtu::B1024)
-            };
+            let mut args = ConnectArgs::new(local, remote, qpn, Psn::new(1), Mtu::B1024);
+            args.qp.transport = transports[input.below(3)];
             self.manager.connect(now, &args)
         };
         self.ids.extend(begun.ok());
@@ -101,14 +99,14 @@ impl Side {
             }
             1 => _ = m.reject(now, id, RejectReason::CONSUMER, input.take(4)),
             2 => _ = m.qp_ready(now, id),
-            3 => _ = m.qp_failed(now, id, RejectReason::CONSUMER),
+            3 => _ = m.reject(now, id, RejectReason::CONSUMER, &[]),
             4 => m.disconnect(now, id),
             5 => {
                 m.destroy(now, id);
                 self.ids.retain(|i| *i != id);
                 self.destroyed.insert(id);
             }
-            6 => _ = m.refuse_reply(now, id, RejectReason::CONSUMER, &[]),
+            6 => _ = m.reject(now, id, RejectReason::NO_QP, &[]),
             7 => {
                 let answer = SidrAnswer {
                     status: input.byte(),
@@ -131,7 +129,7 @@ impl Side {
             }
             assert!(self.ids.contains(&id), "{event:?} of nothing known");
         }
-        assert!(self.manager.connections() <= CONNECTIONS);
+        assert!(self.manager.usage().connections <= CONNECTIONS);
     }
 }
 
@@ -217,6 +215,6 @@ pub fn run(data: &[u8]) {
             while side.manager.poll_mad().is_some() {}
             side.events();
         }
-        assert_eq!(side.manager.connections(), 0, "what is destroyed stays");
+        assert_eq!(side.manager.usage().connections, 0, "what is destroyed stays");
     }
 }

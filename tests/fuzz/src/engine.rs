@@ -9,14 +9,14 @@ use std::{
 };
 
 use roce_bth::{Packet, Psn, Qpn, RnrTimer};
-use roce_mem::MemoryTable;
 use roce_qp::{
     CompletionQueue, Counters, Ctx, DatagramSource, FreePaces, Poll, QpConfig, QueuePair, SharedReceiveQueue,
     SrqConfig, TxKind, TxSink, Window, WindowConfig, XrcDomain,
 };
+use roce_verbs::mem::MemoryTable;
 use roce_verbs::{
     AccessFlags, AddressVector, DeviceLimits, Instant, Mtu, Payload, QpAttr, QpAttrMask as M, QpCaps, QpState, QpType,
-    RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, SrqAttr, SrqType, Srqn, legal,
+    RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, SrqAttr, SrqType, Srqn, Target, legal,
 };
 
 const RIGHTS: AccessFlags = AccessFlags::all().difference(AccessFlags::ZERO_BASED.union(AccessFlags::FLUSH_PERSISTENT));
@@ -183,7 +183,7 @@ pub fn run(data: &[u8]) {
             POST => {
                 let length = u32::from(value & 0xfff);
                 let sges = [Sge { length, ..sges[0] }];
-                let _ = qp.post_send(&mut ctx, &work(value >> 12, &sges));
+                let _ = qp.post_send(&mut ctx, &work(value >> 12, &sges), Target::Peer, usize::MAX);
             }
             _ => {
                 let _ = qp.post_recv(&mut ctx, &RecvWr { wr_id: 9, sges: &sges });

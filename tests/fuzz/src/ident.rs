@@ -11,12 +11,12 @@ use std::sync::Arc;
 
 use roce_bth::{Aeth, Bth, Credits, Deth, Header, Msn, Opcode, QKey, ROCE_UDP_PORT, Reth, Syndrome};
 use roce_icrc::{Flow, Recovery};
-use roce_mem::MemoryTable;
 use roce_port::{Port, PortConfig, QpInit, RxMeta, TxBatch, TxConfig};
 use roce_qp::CompletionQueue;
+use roce_verbs::mem::MemoryTable;
 use roce_verbs::{
-    AccessFlags, AddressVector, Instant, Mtu, Payload, Psn, QpCaps, QpState, QpType, Qpn, RemoteAddr, SendFlags,
-    SendOp, SendWr, ToRts,
+    AccessFlags, AddressVector, Instant, Mtu, Payload, Psn, QpAttr, QpCaps, QpState, QpType, Qpn, RemoteAddr,
+    SendFlags, SendOp, SendWr,
 };
 
 use crate::input::Input;
@@ -72,12 +72,12 @@ struct World {
 }
 
 fn raise(port: &mut Port, qpn: Qpn, qp_type: QpType) {
-    let way = ToRts {
-        access: AccessFlags::REMOTE_WRITE,
-        rq_psn: Psn::new(FIRST),
-        sq_psn: Psn::new(FIRST),
-        qkey: 7,
-        ..ToRts::new(AddressVector::new(HERE, PEER), Mtu::B1024, Qpn::new(9))
+    let way = QpAttr {
+        access: Some(AccessFlags::REMOTE_WRITE),
+        rq_psn: Some(Psn::new(FIRST)),
+        sq_psn: Some(Psn::new(FIRST)),
+        qkey: Some(7),
+        ..QpAttr::to_rts(AddressVector::new(HERE, PEER), Mtu::B1024, Qpn::new(9))
     };
     for attr in way.steps(qp_type) {
         port.modify_qp(Instant::ZERO, qpn, &attr).expect("legal attributes");
@@ -299,7 +299,7 @@ impl World {
     fn drain(&mut self) -> usize {
         let mut packets = 0;
         while self.port.poll_transmit(self.now, &mut self.batch) || !self.batch.is_empty() {
-            packets += self.batch.trains().map(|t| t.segments).sum::<usize>();
+            packets += self.batch.trains().map(|t| t.segments()).sum::<usize>();
             self.batch.clear();
         }
         packets

@@ -17,15 +17,19 @@ use rnbd::{
     },
     server::{
         Limits, Server,
-        action::{Action, OpenRefused, Opened},
+        action::{OpenRefused, Opened, Output},
+        transport::Transport,
     },
 };
 use rnbd_disk::{Budget, Caching, Disk, DiskConfig, Exports, Way, Ways};
-use roce_mem::Pages;
+use roce_verbs::{Instant, mem::Pages};
 use rtrs::{
     cx::Cx,
     proto::ChunkLayout,
-    server::{Server as Rtrs, ServerConfig, request::Output},
+    server::{
+        Server as Rtrs, ServerConfig,
+        request::{Output as RtrsOutput, RequestKey, SessionKey},
+    },
 };
 use zerocopy::IntoBytes;
 
@@ -120,11 +124,36 @@ struct Open {
     mode: AccessMode,
 }
 
+/// RTRS below the server: requests have their session's memory, and answers are inside it.
+struct Checked<'a, 'b> {
+    rtrs: &'a mut Rtrs,
+    cx: &'a mut Cx<'b>,
+}
+
+impl Transport for Checked<'_, '_> {
+    fn now(&self) -> Instant {
+        self.cx.now
+    }
+
+    fn memory(&self, session: SessionKey) -> Option<&Arc<Pages>> {
+        Some(self.rtrs.memory(session).expect("the session's memory"))
+    }
+
+    fn write(&mut self, request: RequestKey, at: usize, bytes: &[u8]) -> bool {
+        let memory = self.rtrs.memory(request.session).expect("the session's memory");
+        memory.write(at, bytes).expect("inside the memory");
+        true
+    }
+
+    fn answer(&mut self, request: RequestKey, errno: i32) {
+        self.rtrs.answer(self.cx, request, errno);
+    }
+}
+
 /// What a server does with its disks, at once.
 struct Backend {
-    rnbd: Server,
+    rnbd: Server<Disk>,
     exports: Arc<Exports>,
-    disk: Disk,
 }
 
 impl Backend {
@@ -138,9 +167,8 @@ impl Backend {
             ..Limits::default()
         };
         Self {
-            rnbd: Server::new(limits),
+            rnbd: Server::new(limits, Disk::new(config).expect("a disk")),
             exports,
-            disk: Disk::new(config).expect("a disk"),
         }
     }
 
@@ -157,62 +185,42 @@ impl Backend {
             label: export.image().label().to_owned(),
             instance: export.instance(),
             identity,
-            store: self.disk.add(export),
+            store: self.rnbd.disks_mut().add(export),
         })
     }
 
-    fn act(&mut self, rtrs: &mut Rtrs, cx: &mut Cx<'_>, action: Action) {
-        let memory = |session| rtrs.memory(session).expect("the session's memory");
-        match action {
-            Action::Answer(request, errno) => rtrs.answer(cx, request, errno),
-            Action::AnswerWith { request, at, message } => {
-                memory(request.session).write(at, &message).expect("inside the memory");
-                rtrs.answer(cx, request, 0);
-            }
-            Action::Zero { request, from, len } => {
-                let zeroes = vec![0; len];
-                memory(request.session).write(from, &zeroes).expect("inside the memory");
-            }
-            Action::Open {
+    fn output(&mut self, rtrs: &mut Rtrs, cx: &mut Cx<'_>, output: Output) {
+        match output {
+            Output::Rtrs(RtrsOutput::Allocate { ticket, bytes }) => rtrs.ready(cx, ticket, Pages::allocate(bytes)),
+            Output::Rtrs(_) => {}
+            Output::Open {
                 ticket,
                 session_name,
                 name,
                 mode,
             } => {
                 let opened = self.open(&session_name, &name, mode);
-                self.rnbd.opened(cx.now, ticket, opened);
+                self.rnbd.opened(&mut Checked { rtrs, cx }, ticket, opened);
             }
-            Action::Close { ticket, store } => {
-                drop(self.disk.take(store).expect("a store that is not used"));
-                self.rnbd.closed(cx.now, ticket);
+            Output::Close { ticket, store } => {
+                drop(self.rnbd.disks_mut().take(store).expect("a store that is not used"));
+                self.rnbd.closed(&mut Checked { rtrs, cx }, ticket);
             }
-            Action::TakeOver { .. } => unreachable!("there is one share"),
-            Action::Io(ticket, session, op) => self.disk.start(session, ticket, op, memory(session)),
         }
     }
 }
 
 impl User for Backend {
-    fn told(&mut self, server: &mut Rtrs, cx: &mut Cx<'_>, output: Output) {
-        if let Output::SessionClosed { session, .. } = &output {
-            self.disk.forget(*session);
-        }
-        if let Some(Output::Allocate { ticket, bytes }) = self.rnbd.rtrs(cx.now, output) {
-            server.ready(cx, ticket, Pages::allocate(bytes));
-        }
+    fn told(&mut self, rtrs: &mut Rtrs, cx: &mut Cx<'_>, output: RtrsOutput) {
+        self.rnbd.rtrs(&mut Checked { rtrs, cx }, output);
     }
 
-    fn work(&mut self, server: &mut Rtrs, cx: &mut Cx<'_>) -> bool {
-        let mut worked = false;
-        while let Some(action) = self.rnbd.poll_action() {
+    fn work(&mut self, rtrs: &mut Rtrs, cx: &mut Cx<'_>) -> bool {
+        let mut worked = self.rnbd.disks_mut().pump(&mut Budget::default());
+        worked |= self.rnbd.poll_disks(&mut Checked { rtrs, cx });
+        while let Some(output) = self.rnbd.poll_output() {
             worked = true;
-            self.act(server, cx, action);
-        }
-        let mut ended = Vec::new();
-        worked |= self.disk.pump(&mut Budget::default(), &mut ended);
-        for (ticket, result) in ended {
-            worked = true;
-            self.rnbd.io_done(ticket, result);
+            self.output(rtrs, cx, output);
         }
         worked
     }
@@ -268,7 +276,7 @@ pub fn run(data: &[u8]) {
     }
     let backend = run.peers.host.stop();
     assert!(
-        backend.rnbd.is_idle() && !backend.disk.is_busy(),
+        backend.rnbd.is_idle() && !backend.rnbd.disks().is_busy(),
         "something is open still"
     );
     assert_eq!(backend.rnbd.counters().open, 0);

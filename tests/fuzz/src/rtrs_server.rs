@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use roce_mem::{MemError, Pages};
+use roce_verbs::mem::{MemError, Pages};
 use roce_verbs::{
     WcStatus,
     provider::{CmKind, NoAnswer, RejectReason},

@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use rnbd_host::fuzz::{self, Memories};
-use roce_mem::Pages;
 use roce_verbs::Instant;
+use roce_verbs::mem::Pages;
 use rtrs::{
     client::{Buffer, Buffers, LentId},
     cx::Cx,

@@ -7,11 +7,11 @@ use std::{
 };
 
 use roce_bth::{Bth, Deth, ICRC_LEN, Opcode, PKey, Qpn, ROCE_UDP_PORT};
-use roce_cm::{
+use roce_icrc::Flow;
+use roce_port::cm::{
     cma,
     mad::{Attribute, Mad, Message, Req},
 };
-use roce_icrc::Flow;
 pub use roce_sim::forge::Identifications;
 use roce_sim::{
     Rng,
@@ -21,7 +21,7 @@ use rtrs::proto::{ConnReq, Uuid};
 use zerocopy::IntoBytes;
 
 /// Bytes of a management datagram with BTH, DETH and ICRC.
-pub const MAD_PACKET_LEN: usize = Bth::LEN + Deth::LEN + roce_cm::mad::MAD_LEN + ICRC_LEN;
+pub const MAD_PACKET_LEN: usize = Bth::LEN + Deth::LEN + roce_port::cm::mad::MAD_LEN + ICRC_LEN;
 
 /// Connections of a path that shared requests are for.
 const CONNECTIONS: u16 = 8;
@@ -252,7 +252,7 @@ impl Forger {
 
 /// Returns a packet's message, if it is a MAD of communication management.
 pub fn message_of(packet: &[u8]) -> Option<Message> {
-    let mad = packet.get(Bth::LEN + Deth::LEN..)?.get(..roce_cm::mad::MAD_LEN)?;
+    let mad = packet.get(Bth::LEN + Deth::LEN..)?.get(..roce_port::cm::mad::MAD_LEN)?;
     Mad::parse(mad).ok().map(|mad| mad.message)
 }
 
@@ -270,8 +270,8 @@ fn uuid(rng: &mut Rng) -> Uuid {
 #[cfg(test)]
 mod tests {
     use roce_bth::Packet;
-    use roce_cm::cma::{PortSpace, ServiceId};
     use roce_icrc::Recovery;
+    use roce_port::cm::cma::{PortSpace, ServiceId};
 
     use super::*;
 

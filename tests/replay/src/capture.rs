@@ -10,7 +10,7 @@ use roce_bth::{Class, ICRC_LEN, Opcode, Packet, Service};
 use roce_pcap::{Capture, decode};
 use roce_verbs::Instant;
 
-use crate::Error;
+use crate::error::Error;
 
 /// An RC packet of a capture.
 #[derive(Clone, Debug)]

@@ -19,6 +19,7 @@
 
 mod capture;
 mod compare;
+mod error;
 pub mod made;
 mod manifest;
 mod model;
@@ -28,17 +29,7 @@ mod verdict;
 
 pub use capture::{Connection, Event, connections, is_request, load};
 pub use compare::{Difference, Kind};
+pub use error::Error;
 pub use manifest::{Allowed, Common, Entry, Manifest, Replay, fixtures, locate};
 pub use player::{Outcome, Settings, play};
 pub use verdict::{Verdict, replay_all, replay_folder};
-
-/// What stops a replay.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// The capture can't be read.
-    #[error(transparent)]
-    Capture(#[from] roce_pcap::Error),
-    /// The capture is not one side's view of a connection, or the manifest is wrong.
-    #[error("{0}")]
-    Unsuitable(String),
-}

@@ -9,7 +9,7 @@ use roce_bth::{Aeth, AtomicEth, Bth, Credits, Header, ICRC_LEN, Msn, Opcode, Psn
 use roce_icrc::Flow;
 use roce_pcap::Writer;
 
-use crate::Error;
+use crate::error::Error;
 
 /// Path MTU of the made connection, bytes.
 pub const MADE_MTU: usize = 1024;

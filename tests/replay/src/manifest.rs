@@ -9,7 +9,7 @@ use std::{
 
 use serde::Deserialize;
 
-use crate::{Error, compare::Kind, player::Settings};
+use crate::{compare::Kind, error::Error, player::Settings};
 
 /// The manifest.
 #[derive(Debug, Deserialize)]

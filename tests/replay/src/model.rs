@@ -3,10 +3,10 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use roce_bth::{Class, Header, HeaderView, Packet};
-use roce_mem::{FastRegion, MemoryTable, PdHandle, Region};
+use roce_verbs::mem::{FastRegion, MemoryTable, PdHandle, Region};
 use roce_verbs::{AccessFlags, Psn, RKey, wr::FastRegister};
 
-use crate::Error;
+use crate::error::Error;
 
 /// Longer regions than this are taken for a mistake.
 const MAX_REGION: u64 = 256 << 20;

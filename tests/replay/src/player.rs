@@ -10,25 +10,25 @@ use std::{
 
 use roce_bth::{Class, ExtHeader, Header, MAX_HEADER_LEN, NakCode, Opcode, Packet, Syndrome};
 use roce_icrc::Flow;
-use roce_mem::{MemoryTable, Region};
 use roce_qp::{CompletionQueue, Counters, Ctx, FreePaces, QpConfig, QueuePair, TxKind, TxSink, Window, WindowConfig};
+use roce_verbs::mem::{MemoryTable, Region};
 use roce_verbs::{
-    AccessFlags, AddressVector, AsyncEvent, Completion, DeviceLimits, Instant, Mtu, Payload, Psn, QpCaps, QpType, Qpn,
-    RecvWr, RnrTimer, SendWr, Sge, ToRts, WcStatus,
+    AccessFlags, AddressVector, AsyncEvent, Completion, DeviceLimits, Instant, Mtu, Payload, Psn, QpAttr, QpCaps,
+    QpType, Qpn, RecvWr, RnrTimer, SendWr, Sge, Target, WcStatus,
 };
 use serde::Deserialize;
 
 use requester::{Asking, Repetition};
 
 use crate::{
-    Error,
     capture::{Connection, Event, is_request},
     compare::{Answers, Difference, Kind, Sent, align, describe},
+    error::Error,
     model::{Model, read_packets, within},
     requests::{Messages, messages},
 };
 
-/// What the wire does not tell.
+/// Settings that a capture does not show.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(default, rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Settings {
@@ -298,18 +298,20 @@ impl<'a> Player<'a> {
             });
         let path_mtu = Mtu::from_bytes(self.mtu);
         let path_mtu = path_mtu.ok_or_else(|| unsuitable("queue pair")(format!("path MTU {}", self.mtu)))?;
-        let usual = ToRts::new(AddressVector::new(ours.0, theirs.0), path_mtu, Qpn::new(theirs.1));
-        let way = ToRts {
-            rq_psn: rq_psn.unwrap_or_default(),
-            sq_psn: sq_psn.unwrap_or_default(),
-            max_dest_rd_atomic: 16,
-            max_rd_atomic: 16,
-            min_rnr_timer: rnr.unwrap_or(RnrTimer::new(12)),
-            timeout: self.settings.timeout,
-            retry_cnt: self.settings.retry_cnt,
-            rnr_retry: self.settings.rnr_retry,
+        let usual = QpAttr::to_rts(AddressVector::new(ours.0, theirs.0), path_mtu, Qpn::new(theirs.1));
+        let way = QpAttr {
+            rq_psn: Some(rq_psn.unwrap_or_default()),
+            sq_psn: Some(sq_psn.unwrap_or_default()),
+            max_dest_rd_atomic: Some(16),
+            max_rd_atomic: Some(16),
+            min_rnr_timer: Some(rnr.unwrap_or(RnrTimer::new(12))),
+            timeout: Some(self.settings.timeout),
+            retry_cnt: Some(self.settings.retry_cnt),
+            rnr_retry: Some(self.settings.rnr_retry),
             // What is refused is refused for the region's rights.
-            access: usual.access | AccessFlags::FLUSH_GLOBAL | AccessFlags::FLUSH_PERSISTENT,
+            access: usual
+                .access
+                .map(|access| access | AccessFlags::FLUSH_GLOBAL | AccessFlags::FLUSH_PERSISTENT),
             ..usual
         };
         for attr in way.steps(QpType::Rc) {
@@ -409,7 +411,7 @@ impl<'a> Player<'a> {
         };
         self.outcome.posted += 1;
         let (qp, mut ctx) = self.ctx(now);
-        if let Err(e) = qp.post_send(&mut ctx, &wr) {
+        if let Err(e) = qp.post_send(&mut ctx, &wr, Target::Peer, usize::MAX) {
             self.differ(index, Kind::OnlyTheirRequest, format!("ours could not post it: {e}"));
         }
     }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use roce_bth::{Class, ExtHeader, HeaderView, Opcode, Psn};
 use roce_verbs::{Flush, RemoteAddr, SendFlags, SendOp};
 
-use crate::{Error, capture::Event};
+use crate::{capture::Event, error::Error};
 
 /// A message that a side sent.
 #[derive(Clone, Debug)]

@@ -7,7 +7,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::{Connection, Difference, Entry, Error, Kind, Manifest, Outcome, connections, load, play};
+use crate::{
+    capture::{Connection, connections, load},
+    compare::{Difference, Kind},
+    error::Error,
+    manifest::{Entry, Manifest},
+    player::{Outcome, play},
+};
 
 /// What is wrong with a side's replay, in words.
 fn judge(entry: &Entry, side: IpAddr, outcomes: &[Outcome], everywhere: &BTreeSet<Kind>) -> Vec<String> {

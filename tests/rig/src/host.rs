@@ -4,39 +4,50 @@ use core::fmt;
 use std::{
     collections::BTreeMap,
     net::IpAddr,
-    sync::{Arc, mpsc::channel},
+    sync::{
+        Arc,
+        mpsc::{Sender, channel},
+    },
     thread::{Builder, JoinHandle},
 };
 
 use rand::{RngCore, SeedableRng, rngs::StdRng};
+use roce::reactor::{Handle, JobResult, JobTicket, Reactor, ReactorConfig, Service, TurnCx};
 use roce::{Completion, DeviceConfig, DeviceStats, LocalDevice};
-use roce_mem::Pages;
-use roce_reactor::{Handle, JobResult, JobTicket, Reactor, ReactorConfig, Service, TurnCx};
+use roce_verbs::mem::Pages;
 use roce_verbs::{
     Instant,
     provider::{Event, Provider, QpId},
 };
 use rtrs::{
-    client::{Client, Output, SessionId},
+    Error, IoError,
+    client::{Buffer, Client, Output, SessionId, SessionInfo},
     cx::Cx,
     server::{Server, request},
 };
 
-use crate::{
-    server::{Ops, serve},
-    session::{Opening, Pending},
-};
-
-/// Something to be done on the loop.
+/// Call on the loop.
 type Task = Box<dyn FnOnce(&mut Machines, &mut TurnCx<'_, Memory>) + Send>;
 
-/// What jobs return: memory that a server has asked for.
-type Memory = (request::Ticket, Result<Arc<Pages>, roce_mem::MemError>);
+/// Work of the helper.
+type Job = Box<dyn FnOnce() + Send>;
 
-/// Is called when a session is lost, with the reason.
+/// Result of a job: memory that a server has requested.
+type Memory = (request::Ticket, Result<Arc<Pages>, roce_verbs::mem::MemError>);
+
+/// Called with the reason when a session is lost.
 type OnDown = Box<dyn FnOnce(&rtrs::PathError) + Send>;
 
-/// What a session's user has on the loop.
+/// Called with the result of an open.
+pub(crate) type Opening = Box<dyn FnOnce(Result<SessionInfo, Error>) + Send>;
+
+/// Called with the result of a request.
+pub(crate) type Pending = Box<dyn FnOnce(&Client, Result<(), IoError>, Option<Buffer>) + Send>;
+
+/// Called with what a server reports, and the server's number.
+pub(crate) type Reports = Box<dyn FnMut(&Host, usize, &Server, request::Output) + Send>;
+
+/// State of a session's user on the loop.
 #[derive(Default)]
 pub(crate) struct Seat {
     pub(crate) opening: Option<Opening>,
@@ -49,7 +60,7 @@ pub(crate) struct Seat {
 /// A server with its user.
 pub(crate) struct Shop {
     pub(crate) machine: Server,
-    pub(crate) ops: Ops,
+    pub(crate) reports: Reports,
     pub(crate) stopping: Vec<Box<dyn FnOnce() + Send>>,
 }
 
@@ -60,6 +71,7 @@ pub(crate) struct Machines {
     pub(crate) shops: Vec<Option<Shop>>,
     dice: StdRng,
     jobs: u64,
+    helper: Sender<Job>,
     myself: Handle<Task, Memory>,
 }
 
@@ -127,15 +139,14 @@ impl Machines {
             self.jobs += 1;
             // The shop is in the number, for when the memory comes.
             let number = JobTicket(self.jobs << 16 | shop as u64);
-            let job = move || (ticket, Pages::allocate(bytes));
-            if turn.jobs.start(number, job).is_err() {
-                self.memory(turn, shop, ticket, Err(roce_mem::MemError::Limit("jobs")));
-            }
+            let started = turn.jobs.begin(number);
+            let job = move || started.finish((ticket, Pages::allocate(bytes)));
+            self.helper.send(Box::new(job)).expect("the helper ends after the loop");
             return;
         }
         let myself = Host::of(self.myself.clone());
-        if let Some(Some(shop_of)) = self.shops.get_mut(shop) {
-            serve(&myself, shop, shop_of, output);
+        if let Some(Some(Shop { machine, reports, .. })) = self.shops.get_mut(shop) {
+            reports(&myself, shop, machine, output);
         }
     }
 
@@ -144,7 +155,7 @@ impl Machines {
         turn: &mut TurnCx<'_, Memory>,
         shop: usize,
         ticket: request::Ticket,
-        memory: Result<Arc<Pages>, roce_mem::MemError>,
+        memory: Result<Arc<Pages>, roce_verbs::mem::MemError>,
     ) {
         self.with(turn, |_, shops, cx| {
             if let Some(Some(shop)) = shops.get_mut(shop) {
@@ -289,9 +300,10 @@ impl Host {
 
     fn with_configs(configs: &[DeviceConfig]) -> Self {
         let device = LocalDevice::open(configs).expect("devices");
-        let (reactor, helper) = Reactor::<Machines>::new(ReactorConfig::default()).expect("a loop");
+        let reactor = Reactor::<Machines>::new(ReactorConfig::default()).expect("a loop");
         let handle = reactor.handle();
         let myself = handle.clone();
+        let (helper, work) = channel::<Job>();
         let turns = Builder::new().name("rig".into()).spawn(move || {
             let mut seed = [0; 32];
             getrandom::fill(&mut seed).expect("random bytes");
@@ -301,12 +313,15 @@ impl Host {
                 shops: Vec::new(),
                 dice: StdRng::from_seed(seed),
                 jobs: 0,
+                helper,
                 myself,
             };
             let ended = reactor.run(device, |_| machines);
             ended.expect("the loop goes on");
         });
-        let jobs = Builder::new().name("rig-helper".into()).spawn(move || helper.run());
+        let jobs = Builder::new()
+            .name("rig-helper".into())
+            .spawn(move || work.into_iter().for_each(|job| job()));
         let threads = [turns, jobs].map(|t| t.expect("a thread")).into();
         let life = Some(Arc::new(Life {
             handle: handle.clone(),

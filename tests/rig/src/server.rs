@@ -3,7 +3,7 @@
 use core::{fmt, net::SocketAddr};
 use std::sync::{Arc, mpsc::channel};
 
-use roce_mem::Pages;
+use roce_verbs::mem::Pages;
 use roce_verbs::provider::RangeError;
 use rtrs::{
     Direction, Error,
@@ -30,7 +30,7 @@ pub trait ServerOps: Send + Sync + 'static {
 }
 
 /// A server's user, and the sessions that it knows.
-pub(crate) struct Ops {
+struct Ops {
     user: Arc<dyn ServerOps>,
     open: Vec<SessionHandle>,
 }
@@ -132,34 +132,36 @@ impl Drop for Request {
     }
 }
 
-/// What a server has to tell its user.
-pub(crate) fn serve(host: &Host, index: usize, shop: &mut Shop, output: Output) {
-    match output {
-        Output::SessionOpened(opened) => {
-            shop.ops.user.session_opened(&opened);
-            shop.ops.open.push(opened);
-        }
-        Output::SessionClosed { session, .. } => {
-            if let Some(at) = shop.ops.open.iter().position(|s| s.session == session) {
-                let closed = shop.ops.open.swap_remove(at);
-                shop.ops.user.session_closed(&closed);
+impl Ops {
+    /// Passes a server's report on to its user.
+    fn report(&mut self, host: &Host, shop: usize, machine: &Machine, output: Output) {
+        match output {
+            Output::SessionOpened(opened) => {
+                self.user.session_opened(&opened);
+                self.open.push(opened);
             }
-        }
-        Output::Request(request) => {
-            let session = shop.ops.open.iter().find(|s| s.session == request.key.session);
-            let pages = shop.machine.memory(request.key.session).cloned();
-            if let Some(session) = session.cloned() {
-                shop.ops.user.rdma_request(Request {
-                    host: host.weak(),
-                    shop: index,
-                    request,
-                    session,
-                    pages,
-                    answered: false,
-                });
+            Output::SessionClosed { session, .. } => {
+                if let Some(at) = self.open.iter().position(|s| s.session == session) {
+                    let closed = self.open.swap_remove(at);
+                    self.user.session_closed(&closed);
+                }
             }
+            Output::Request(request) => {
+                let session = self.open.iter().find(|s| s.session == request.key.session);
+                let pages = machine.memory(request.key.session).cloned();
+                if let Some(session) = session.cloned() {
+                    self.user.rdma_request(Request {
+                        host: host.weak(),
+                        shop,
+                        request,
+                        session,
+                        pages,
+                        answered: false,
+                    });
+                }
+            }
+            Output::PathUp { .. } | Output::PathDown { .. } | Output::Allocate { .. } | Output::Free(_) => {}
         }
-        Output::PathUp { .. } | Output::PathDown { .. } | Output::Allocate { .. } | Output::Free(_) => {}
     }
 }
 
@@ -188,10 +190,11 @@ impl Server {
         let wanted = config.clone();
         let listens = host.ask(move |m, turn| {
             let (machine, local) = m.with(turn, |_, _, cx| Machine::listen(cx, wanted))?;
-            let ops = Ops { user, open: Vec::new() };
+            let mut ops = Ops { user, open: Vec::new() };
+            let reports = move |host: &Host, shop, machine: &Machine, output| ops.report(host, shop, machine, output);
             m.shops.push(Some(Shop {
                 machine,
-                ops,
+                reports: Box::new(reports),
                 stopping: Vec::new(),
             }));
             Ok::<_, Error>((m.shops.len() - 1, local))

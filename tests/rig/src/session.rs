@@ -6,7 +6,7 @@ use std::sync::{
     mpsc::{Receiver, channel},
 };
 
-use roce_mem::Pages;
+use roce_verbs::mem::Pages;
 use roce_verbs::provider::RangeError;
 use rtrs::{
     Direction, Error, IoError, PathError,
@@ -15,12 +15,7 @@ use rtrs::{
     },
 };
 
-use crate::host::{Host, Seat};
-
-/// Told how opening ended.
-pub(crate) type Opening = Box<dyn FnOnce(Result<SessionInfo, Error>) + Send>;
-/// Told how a request ended.
-pub(crate) type Pending = Box<dyn FnOnce(&Client, Result<(), IoError>, Option<Buffer>) + Send>;
+use crate::host::{Host, Opening, Pending, Seat};
 
 /// How a request ended.
 #[derive(Debug)]

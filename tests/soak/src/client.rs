@@ -15,11 +15,11 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use crate::{
+    limits::{CONNECT_TIMEOUT, LIMIT},
     load::Load,
     logs::Logs,
     seen::{Counts, Seen},
     trouble::Ending,
-    world::{CONNECT_TIMEOUT, LIMIT},
 };
 
 /// What NBD clients met while there was no mapping may be noticed this much later.
@@ -56,7 +56,7 @@ pub(crate) const PLANS: [Plan; 4] = [
             "round-robin",
             "--heartbeat",
             "0.5",
-            "--threads",
+            "--connections",
             "2",
         ],
     },

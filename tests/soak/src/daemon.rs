@@ -33,10 +33,10 @@ use serde_json::Value;
 
 use crate::{
     client::PLANS,
+    limits::{BASE, BEYOND, CONNECT_TIMEOUT, LIMIT},
     load::Load,
     logs::Logs,
     trouble::NETWORKS,
-    world::{BASE, BEYOND, CONNECT_TIMEOUT, LIMIT},
 };
 
 /// Its devices: one under load, two that come and go, and a virtual machine's.

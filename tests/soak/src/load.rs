@@ -19,8 +19,8 @@ use rand::{Rng, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
 
 use crate::{
+    limits::BASE,
     model::{BLOCK, Model},
-    world::BASE,
 };
 
 /// Writers of a device, each with a connection and blocks of its own.

@@ -2,6 +2,7 @@
 
 mod client;
 mod daemon;
+mod limits;
 mod load;
 mod logs;
 mod model;

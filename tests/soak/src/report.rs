@@ -1,7 +1,6 @@
 //! What a run tells: a line a minute, and a summary.
 
 use std::{
-    collections::BTreeMap,
     io::{self, Write as _},
     sync::atomic::Ordering::Relaxed,
     time::Duration,
@@ -17,22 +16,6 @@ const FLAT: Flat = Flat {
     threads: 2,
     descriptors: 4,
 };
-
-/// What happened, for the summary.
-#[derive(Default)]
-pub(crate) struct Tally {
-    pub(crate) trouble: BTreeMap<&'static str, u64>,
-    pub(crate) commands: BTreeMap<&'static str, u64>,
-    pub(crate) allowed_errors: u64,
-    /// The longest request, of those that took long, while one of two paths was well.
-    pub(crate) failover: Duration,
-    pub(crate) long: Vec<(f64, Duration, String)>,
-    pub(crate) compared: (u64, u64),
-    pub(crate) usage: BTreeMap<String, (Usage, Usage)>,
-    /// Bytes of the chunks of all sessions, of servers: they are there from the beginning, and count once they have been used.
-    pub(crate) chunks: BTreeMap<String, u64>,
-    pub(crate) moments: u32,
-}
 
 impl Run<'_> {
     /// What has grown.

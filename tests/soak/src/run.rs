@@ -17,11 +17,11 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::{
     daemon::Daemon,
+    limits::{BASE, BEYOND, LIMIT},
     load::Failed,
-    report::Tally,
     steer::{Order, Steering, Who},
     trouble::{self, NETWORKS, Outage, Weather},
-    world::{BASE, BEYOND, LIMIT, World},
+    world::World,
 };
 
 /// What an error says when the user wants to stop.
@@ -62,6 +62,22 @@ impl Troubles {
         let before = |then: Instant| then + SETTLED < begun;
         before(self.everything) && self.networks.into_iter().any(before)
     }
+}
+
+/// Counts for the summary.
+#[derive(Default)]
+pub(crate) struct Tally {
+    pub(crate) trouble: BTreeMap<&'static str, u64>,
+    pub(crate) commands: BTreeMap<&'static str, u64>,
+    pub(crate) allowed_errors: u64,
+    /// Longest request while one of two paths was well.
+    pub(crate) failover: Duration,
+    pub(crate) long: Vec<(f64, Duration, String)>,
+    pub(crate) compared: (u64, u64),
+    pub(crate) usage: BTreeMap<String, (Usage, Usage)>,
+    /// Bytes of the chunks of servers' sessions: they exist from the beginning, and count once they have been used.
+    pub(crate) chunks: BTreeMap<String, u64>,
+    pub(crate) moments: u32,
 }
 
 /// The driver.

@@ -6,7 +6,7 @@ use rand::{Rng, seq::IndexedRandom as _};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 
-use crate::world::{BASE, BEYOND};
+use crate::limits::{BASE, BEYOND};
 
 const EPERM: i64 = 1;
 const ENOENT: i64 = 2;

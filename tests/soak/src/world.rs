@@ -1,6 +1,6 @@
 //! The processes and networks under test.
 
-use std::{fs::File, io, path::PathBuf, time::Duration};
+use std::{fs::File, io, path::PathBuf};
 
 use ferroce_tests::{process::Running, usage::Usage};
 use ferroce_wire::{
@@ -13,22 +13,12 @@ use serde_json::Value;
 use crate::{
     client::{Device, PLANS},
     daemon::{self, Daemon},
+    limits::BASE,
     load::Load,
     logs::Logs,
     steer::{Command, Who},
-    trouble::{LONGEST, NETWORKS, Outage, ServeOptions, Weather},
+    trouble::{NETWORKS, Outage, ServeOptions, Weather},
 };
-
-/// Bytes of a device that are worked on; an image never gets smaller.
-pub(crate) const BASE: u64 = 32 << 20;
-/// Bytes that an image may have beyond those.
-pub(crate) const BEYOND: u64 = 16 << 20;
-/// Longest time for each step of connecting, seconds.
-pub(crate) const CONNECT_TIMEOUT: u64 = 5;
-/// No request takes longer: one outage follows another only after some calm, so it meets two of them at most that leave it without a
-/// path; after each a path is found dead (five heartbeats and the one that was due) and connected again, perhaps at the second attempt,
-/// as the weather may be bad.
-pub(crate) const LIMIT: Duration = Duration::from_secs(2 * (LONGEST.as_secs() + 2 * (7 + CONNECT_TIMEOUT + 3)));
 
 /// All of it.
 pub(crate) struct World {
@@ -289,8 +279,9 @@ impl World {
     /// All lanes together, and how many frames are under way.
     pub(crate) fn counters(&self) -> (Counters, usize) {
         let lanes = (0..NETWORKS).flat_map(|network| End::BOTH.map(|from| self.wire.counters(network, from)));
-        lanes.fold((Counters::default(), 0), |(sum, under_way), (counters, more)| {
-            (sum + counters, under_way + more)
+        lanes.fold((Counters::default(), 0), |(mut sum, under_way), (counters, more)| {
+            sum.add(&counters);
+            (sum, under_way + more)
         })
     }
 

@@ -229,19 +229,19 @@ impl AdmissionTest {
     }
 
     fn on_request(&mut self, world: &mut World, id: ConnId, request: &ConnectRequest) -> Check {
-        let path = match self.admission.request(world.instant(), request) {
+        let path = match self.admission.request(world.instant(), 0, request) {
             Err(_) => return world.refuse(SERVER, id, RejectReason::CONSUMER),
-            Ok(Admitted::HalfOpen { path, gives_way }) => {
-                if let Some(evicted) = gives_way {
+            Ok(Admitted::HalfOpen { path, evicted }) => {
+                if let Some(evicted) = evicted {
                     self.close_path(world, evicted)?;
                 }
                 path
             }
-            Ok(Admitted::GivenUp(path)) => {
+            Ok(Admitted::GivenUp(path, _)) => {
                 self.close_path(world, path)?;
                 return world.refuse(SERVER, id, RejectReason::CONSUMER);
             }
-            Ok(Admitted::Connection(path)) => path,
+            Ok(Admitted::Connection(path, _)) => path,
             Ok(Admitted::Held(path)) => {
                 self.by_conn.insert(id, path);
                 self.paths.entry(path).or_default().waiting.push((id, *request));
@@ -326,7 +326,7 @@ impl AdmissionTest {
     }
 
     fn watch_handshakes(&self, world: &mut World) {
-        if let Some(at) = self.admission.next_deadline() {
+        if let Some(at) = self.admission.next_deadline(0) {
             let now = world.instant().as_nanos();
             world.set_timer(at.as_nanos().saturating_sub(now), HANDSHAKES);
         }
@@ -371,7 +371,7 @@ impl Program for AdmissionTest {
         if timer != HANDSHAKES {
             return self.start_client(world, timer);
         }
-        while let Some(path) = self.admission.expired(world.instant()) {
+        while let Some((path, _)) = self.admission.expired(world.instant(), 0) {
             self.close_path(world, path)?;
         }
         self.check(world)

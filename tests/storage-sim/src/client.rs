@@ -6,7 +6,7 @@ use rnbd::{
     block::BlockOp,
     client::{
         Client as Rnbd, OnLoss, Opener, Unmap,
-        output::{DeviceKey, Output as DeviceOutput},
+        output::{DeviceKey, Output},
         state::DeviceState,
     },
     proto::AccessMode,
@@ -15,7 +15,7 @@ use roce_verbs::{Instant, WcStatus};
 use rtrs::{
     PathError,
     addr::PathAddr,
-    client::{Buffer, Client as Rtrs, Output, PathCommand, PathId, SessionConfig, SessionId},
+    client::{Buffer, PathCommand, PathId, SessionConfig, SessionId},
     cx::Cx,
 };
 
@@ -172,15 +172,12 @@ struct Watched {
 
 /// Host of a client: its state machines, its program, and its devices.
 pub(crate) struct ClientSide {
-    pub(crate) rtrs: Rtrs,
     pub(crate) rnbd: Rnbd,
     pub(crate) life: Life,
     pub(crate) plan: ClientPlan,
     pub(crate) app: App,
     pub(crate) session: Option<SessionId>,
     opened_at: u64,
-    /// Requests that the session has taken, and that have not ended.
-    asked: usize,
     down_since: Option<u64>,
     /// Since then it has had a path.
     pub(crate) up_since: u64,
@@ -219,13 +216,11 @@ impl ClientSide {
         Self {
             slots: slots.collect(),
             notes,
-            rtrs: Rtrs::new(),
             rnbd: Rnbd::new(),
             life: Life { client, life: 0 },
             app: App::Idle,
             session: None,
             opened_at: 0,
-            asked: 0,
             down_since: None,
             up_since: 0,
             commanded: Vec::new(),
@@ -313,39 +308,12 @@ impl ClientSide {
         }
         for _ in 0..ROUNDS {
             let mut moved = false;
-            while let Some(output) = self.rtrs.poll_output() {
-                moved = true;
-                match output {
-                    Output::Done { .. } => self.asked -= 1,
-                    _ => self
-                        .notes
-                        .print(now, || format!("client {}: {output:?}", self.life.client)),
-                }
-                self.on_output(&output, now, env)?;
-                self.rnbd.rtrs(&mut self.rtrs, output);
-            }
+            moved |= self.rnbd.turn(cx);
             while let Some(output) = self.rnbd.poll_output() {
                 moved = true;
                 self.notes
                     .print(now, || format!("client {}: {output:?}", self.life.client));
-                self.on_device_output(now, output, env)?;
-            }
-            while let Some((session, submission)) = self.rnbd.poll_submission(cx, &mut self.rtrs) {
-                moved = true;
-                match self.rtrs.submit(cx, session, submission) {
-                    Ok(()) => self.asked += 1,
-                    Err((back, error)) => {
-                        let client = self.life.client;
-                        self.notes.print(now, || format!("client {client}: not sent: {error}"));
-                        let done = Output::Done {
-                            session,
-                            tag: back.tag,
-                            result: Err(error),
-                            data: back.data,
-                        };
-                        self.rnbd.rtrs(&mut self.rtrs, done);
-                    }
-                }
+                self.on_output(now, output, env)?;
             }
             if !moved {
                 return self.check_permits();
@@ -356,8 +324,8 @@ impl ClientSide {
 
     /// Only requests that have not ended have permits, also of a session whose path is lost.
     fn check_permits(&self) -> Check {
-        let held = self.session.map_or(0, |session| self.rtrs.permits(session));
-        match held.checked_sub(self.asked) {
+        let held = self.session.map_or(0, |session| self.rnbd.rtrs().permits(session));
+        match held.checked_sub(self.rnbd.in_flight()) {
             None | Some(0) => Ok(()),
             Some(lost) => Err(format!(
                 "client {}: {lost} permits have not come back",
@@ -392,7 +360,7 @@ impl ClientSide {
         self.life.life += 1;
         let mut config = self.plan.config.clone();
         config.name = format!("c{}-{}", self.life.client, self.life.life);
-        let opened = self.rtrs.open(cx, config);
+        let opened = self.rnbd.rtrs_mut().open(cx, config);
         self.session = Some(opened.expect("a possible configuration"));
         (self.app, self.opened_at, self.down_since) = (App::Opening, cx.now.as_nanos(), None);
     }
@@ -406,7 +374,7 @@ impl ClientSide {
     /// Works with a session that is open.
     fn serve(&mut self, cx: &mut Cx<'_>, session: SessionId, env: &mut ClientEnv<'_>) -> Check {
         let now = cx.now.as_nanos();
-        if self.rtrs.state(session).is_err() {
+        if self.rnbd.rtrs().state(session).is_err() {
             let until = *self.down_since.get_or_insert(now) + self.plan.patience;
             if self.plan.config.max_reconnects == 0 || now >= until {
                 self.close(cx, session);
@@ -472,8 +440,7 @@ impl ClientSide {
         }
     }
 
-    /// Handles an output of RTRS.
-    fn on_output(&mut self, output: &Output, now: u64, env: &mut ClientEnv<'_>) -> Check {
+    fn on_session_output(&mut self, output: &Output, now: u64, env: &mut ClientEnv<'_>) -> Check {
         match output {
             Output::Opened(..) => {
                 (self.app, self.up_since) = (App::Open, now);
@@ -503,20 +470,20 @@ impl ClientSide {
                 self.wake_at(now + env.rng.range(MS, rest));
             }
             Output::Path { path, news, .. } => self.on_path_event(*path, news, env)?,
-            Output::Done { .. } => {}
+            _ => {}
         }
         Ok(())
     }
 
     pub(crate) fn close(&mut self, cx: &mut Cx<'_>, session: SessionId) {
         self.app = App::Closing;
-        self.rtrs.close(cx, session);
+        self.rnbd.rtrs_mut().close(cx, session);
     }
 
-    fn on_device_output(&mut self, now: u64, output: DeviceOutput, env: &mut ClientEnv<'_>) -> Check {
+    fn on_output(&mut self, now: u64, output: Output, env: &mut ClientEnv<'_>) -> Check {
         let again = now + env.rng.range(MS, 200 * MS);
         match output {
-            DeviceOutput::Mapped(device, _) => {
+            Output::Mapped(device, _) => {
                 env.coverage.note("device opened");
                 let opener = self.rnbd.opener(device);
                 let slot = self.slot(device)?;
@@ -524,7 +491,7 @@ impl ClientSide {
                 (slot.opener, slot.unflushed) = (Some(opener), Unflushed::default());
                 self.wake_at(now);
             }
-            DeviceOutput::MapFailed(device, why) => {
+            Output::MapFailed(device, why) => {
                 env.coverage.note("open refused");
                 self.notes.print(now, || format!("client {}: {why}", self.life.client));
                 let slot = self.slot(device)?;
@@ -534,7 +501,7 @@ impl ClientSide {
                 }
                 self.wake_at(again);
             }
-            DeviceOutput::Unmapped(device, result) => {
+            Output::Unmapped(device, result) => {
                 let mut ops = self.in_flight.values();
                 if ops.any(|op| self.slots[op.slot].place.key() == Some(device)) {
                     let text = self.situation();
@@ -547,18 +514,18 @@ impl ClientSide {
                 }
                 self.wake_at(again);
             }
-            DeviceOutput::Done { user, result, data, .. } => {
+            Output::Done { user, result, data, .. } => {
                 self.done(now, user, result, data.as_ref(), env)?;
                 if let (Some(session), Some(data)) = (self.session, data) {
                     self.give_back(now, session, data, env.rng)?;
                 }
                 self.wake_at(now + env.rng.range(0, self.plan.think));
             }
-            DeviceOutput::Status { user, result, .. } => {
+            Output::Status { user, result, .. } => {
                 self.on_block_status(now, user, result, env)?;
                 self.wake_at(now + env.rng.range(0, self.plan.think));
             }
-            DeviceOutput::State(device, DeviceState::Mapped) => {
+            Output::State(device, DeviceState::Mapped) => {
                 env.coverage.note("device opened after reconnecting");
                 let slot = self.slot(device)?;
                 (slot.place, slot.flush_failed) = (Place::Up(device), false);
@@ -570,16 +537,17 @@ impl ClientSide {
                     .for_each(|op| op.after_error = false);
                 self.wake_at(now);
             }
-            DeviceOutput::State(device, DeviceState::MappedDisconnected) => {
+            Output::State(device, DeviceState::MappedDisconnected) => {
                 let slot = self.slot(device)?;
                 (slot.place, slot.again_at) = (Place::Lost(device), u64::MAX);
             }
-            DeviceOutput::WritesLost { device, .. } => {
+            Output::WritesLost { device, .. } => {
                 env.coverage.note("writes reported lost");
                 let reported = self.slot(device)?.unflushed.reported(env.silent);
                 reported.map_err(|e| format!("client {}: {e}", self.life.client))?;
             }
-            DeviceOutput::State(..) | DeviceOutput::Geometry(..) => {}
+            Output::State(..) | Output::Geometry(..) => {}
+            output => self.on_session_output(&output, now, env)?,
         }
         Ok(())
     }
@@ -592,8 +560,8 @@ impl ClientSide {
     /// A buffer goes back, or is watched for a while.
     fn give_back(&mut self, now: u64, session: SessionId, buffer: Buffer, rng: &mut Rng) -> Check {
         let watch = self.watched.len() < WATCHED && rng.chance(0.5);
-        let Some(buffers) = self.rtrs.buffers(session).filter(|_| watch) else {
-            self.rtrs.give_buffer(session, buffer);
+        let Some(buffers) = self.rnbd.rtrs().buffers(session).filter(|_| watch) else {
+            self.rnbd.rtrs_mut().give_buffer(session, buffer);
             return Ok(());
         };
         let filled = buffers.write(&buffer, 0, &vec![UNTOUCHED; buffer.len()]);
@@ -609,7 +577,7 @@ impl ClientSide {
         self.watched = rest;
         for watched in over {
             let mut bytes = vec![0; watched.buffer.len()];
-            if let Some(buffers) = self.rtrs.buffers(watched.session) {
+            if let Some(buffers) = self.rnbd.rtrs().buffers(watched.session) {
                 buffers
                     .read(&watched.buffer, 0, &mut bytes)
                     .map_err(|e| e.to_string())?;
@@ -617,7 +585,7 @@ impl ClientSide {
                     return Err("a buffer was written after its operation had ended".into());
                 }
             }
-            self.rtrs.give_buffer(watched.session, watched.buffer);
+            self.rnbd.rtrs_mut().give_buffer(watched.session, watched.buffer);
         }
         if let Some(at) = self.watched.iter().map(|watched| watched.until).min() {
             self.wake_at(at);
@@ -627,7 +595,7 @@ impl ClientSide {
 
     /// Whether nothing is left of its sessions.
     pub(crate) fn check_empty(&self) -> Check {
-        let sessions = self.rtrs.sessions().count();
+        let sessions = self.rnbd.rtrs().sessions().count();
         match (self.in_flight.len(), sessions) {
             (0, 0) => Ok(()),
             (operations, sessions) => Err(format!(

@@ -4,7 +4,7 @@ use core::time::Duration;
 use std::net::{IpAddr, SocketAddr};
 
 use rnbd::{client::OnLoss, proto::AccessMode, server::queue::QueueLimits};
-use roce_local::FabricConfig;
+use roce_port::fabric::FabricConfig;
 use rtrs::{addr::PathAddr, client::SessionConfig, heartbeat::HeartbeatConfig, server::ServerConfig};
 
 use roce_sim::{Faults, HostPlan, MS, Rng, SEC, Scenario, US};

@@ -1,21 +1,21 @@
 //! The server's work on its disks: in the order, and with the answers, of the real one (`rnbd::server::schedule`), and done when the
 //! disk has had its time.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::collections::BTreeMap;
 
 use rnbd::{
     Errno,
     block::{self, BlockOp, Extent},
     proto::status,
     server::{
-        disk::{DiskOp, IoTicket, StoreId},
+        disk::{DiskOp, Disks, Op, StoreId},
         queue::QueueLimits,
-        schedule::{Begun, Ended, Schedule, UnderWay},
+        schedule::Schedule,
         sync::{Covered, SyncState},
     },
 };
-use roce_mem::Pages;
-use rtrs::server::request::SessionKey;
+use roce_verbs::mem::Pages;
+use rtrs::server::request::{RequestKey, SessionKey};
 
 use roce_sim::Rng;
 
@@ -32,25 +32,28 @@ const UNREAD: u8 = 0xdb;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) struct RunId(u64);
 
-/// An operation that the disk works on.
+/// State of an operation that the disk works on.
 #[derive(Debug)]
-struct Running {
-    under_way: UnderWay,
-    work: Work,
-    /// Result of the checks at its beginning.
-    checked: Result<(), Errno>,
-}
-
-#[derive(Debug)]
-struct Work {
-    op: DiskOp,
-    memory: Option<Arc<Pages>>,
+pub(crate) struct Work {
     /// The bytes of a write, if they were taken at its start.
     early: Option<Vec<u8>>,
     /// Blocks that a flush covers.
     mark: u64,
-    /// Changes that a flush covers.
-    covers: Covered,
+    /// Changes that a flush covers; `None` of an operation that was never started.
+    covers: Option<Covered>,
+    /// Result of the checks at its beginning.
+    checked: Result<(), Errno>,
+}
+
+impl Default for Work {
+    fn default() -> Self {
+        Self {
+            early: None,
+            mark: 0,
+            covers: None,
+            checked: Ok(()),
+        }
+    }
 }
 
 /// A device that a session has open.
@@ -64,14 +67,16 @@ struct Store {
 /// Engine of the server's disks.
 #[derive(Debug)]
 pub(crate) struct Engine {
-    schedule: Schedule<Arc<Pages>>,
+    schedule: Schedule<Work>,
     stores: BTreeMap<StoreId, Store>,
-    running: BTreeMap<RunId, Running>,
+    running: BTreeMap<RunId, Box<Op<Work>>>,
     next_run: u64,
     /// Session and offset of the data of each request that has not ended.
-    data: BTreeMap<IoTicket, (SessionKey, usize)>,
-    /// Over without having begun.
-    over: Vec<Ended>,
+    data: BTreeMap<RequestKey, (SessionKey, usize)>,
+    /// The first mistake of the server.
+    wrong: Option<String>,
+    /// A flush has answered several requests.
+    pub(crate) joined: bool,
     /// Memory holds garbage while it is read into.
     garbage: bool,
 }
@@ -84,7 +89,8 @@ impl Engine {
             running: BTreeMap::new(),
             next_run: 0,
             data: BTreeMap::new(),
-            over: Vec::new(),
+            wrong: None,
+            joined: false,
             garbage,
         }
     }
@@ -92,7 +98,7 @@ impl Engine {
     /// Nothing is open or under way.
     pub(crate) fn is_idle(&self) -> bool {
         let idle = self.stores.is_empty() && self.running.is_empty() && self.data.is_empty();
-        idle && self.schedule.waiting() == 0 && self.over.is_empty()
+        idle && self.schedule.is_idle()
     }
 
     /// Whether somebody has the device open for writing.
@@ -132,42 +138,34 @@ impl Engine {
         }
     }
 
-    /// Takes an operation. The data lies in the session's memory.
-    pub(crate) fn start(
-        &mut self,
-        session: SessionKey,
-        ticket: IoTicket,
-        op: DiskOp,
-        memory: &Arc<Pages>,
-    ) -> Result<(), String> {
-        let has_data = op.data_len().is_some();
-        if has_data && self.data.values().any(|of| *of == (session, op.data)) {
+    /// Checks an operation of the server.
+    fn check(&mut self, op: &Op<Work>) -> Result<(), String> {
+        let (session, disk) = (op.id.session, &op.disk);
+        let memory = op.memory.as_ref().ok_or("an operation without memory")?;
+        let has_data = disk.data_len().is_some();
+        if has_data && self.data.values().any(|of| *of == (session, disk.data)) {
             return Err(format!(
                 "two requests of {session:?} work with the chunk at {}",
-                op.data
+                disk.data
             ));
         }
-        if has_data && self.data.insert(ticket, (session, op.data)).is_some() {
-            return Err(format!("{ticket:?} is under way twice"));
+        if has_data && self.data.insert(op.id, (session, disk.data)).is_some() {
+            return Err(format!("{:?} is in flight twice", op.id));
         }
-        if let (BlockOp::Read | BlockOp::BlockStatus { .. }, Some(len), true) = (op.op, op.data_len(), self.garbage) {
-            let garbage = memory.write(op.data, &vec![UNREAD; len as usize]);
+        if let (BlockOp::Read | BlockOp::BlockStatus { .. }, Some(len), true) = (disk.op, disk.data_len(), self.garbage)
+        {
+            let garbage = memory.write(disk.data, &vec![UNREAD; len as usize]);
             garbage.map_err(|e| format!("a read to outside the session's memory: {e}"))?;
         }
-        let started = self.schedule.start(session, ticket, op, memory);
-        started.map_err(|e| format!("an operation on {:?}: {e}", op.store))
+        match self.stores.contains_key(&disk.store) {
+            true => Ok(()),
+            false => Err(format!("an operation on {:?}, which is not open", disk.store)),
+        }
     }
 
-    /// A session is gone.
-    pub(crate) fn forget(&mut self, session: SessionKey) {
-        self.schedule.forget(session, &mut self.over);
-    }
-
-    /// Returns a request that ended before it began.
-    pub(crate) fn poll_over(&mut self) -> Option<Ended> {
-        let (ticket, result) = self.over.pop()?;
-        self.data.remove(&ticket);
-        Some((ticket, result))
+    /// Returns the first mistake of the server.
+    pub(crate) fn verdict(&mut self) -> Result<(), String> {
+        self.wrong.take().map_or(Ok(()), Err)
     }
 
     /// Starts what has its turn. `plan` gets what ends when.
@@ -177,42 +175,36 @@ impl Engine {
         rng: &mut Rng,
         mut plan: impl FnMut(u64, RunId),
     ) -> Result<(), String> {
-        while let Some(Begun { under_way, op, memory }) = self.schedule.begin() {
-            let Some(store) = self.stores.get(&op.store) else {
+        while let Some(mut op) = self.schedule.start() {
+            let Some(store) = self.stores.get(&op.disk.store) else {
                 return Err("an operation on a device that was closed under it".into());
             };
             let disk = &disks[store.device];
-            let early = match &memory {
-                Some(memory) if matches!(op.op, BlockOp::Write { .. }) && rng.chance(0.5) => Some(taken(memory, &op)?),
+            let early = match &op.memory {
+                Some(memory) if matches!(op.disk.op, BlockOp::Write { .. }) && rng.chance(0.5) => {
+                    Some(taken(memory, &op.disk)?)
+                }
                 _ => None,
             };
-            let checked = store.sync.check(op.op);
-            if op.op.writes() {
+            let checked = store.sync.check(op.disk.op);
+            if op.disk.op.writes() {
                 store.sync.change_begins();
             }
             let id = RunId(self.next_run);
             self.next_run += 1;
             plan(disk.faults.duration(rng), id);
-            let (mark, covers) = (disk.begin_flush(), store.sync.sync_begins());
-            self.running.insert(
-                id,
-                Running {
-                    under_way,
-                    work: Work {
-                        op,
-                        memory,
-                        early,
-                        mark,
-                        covers,
-                    },
-                    checked,
-                },
-            );
+            op.part = Work {
+                early,
+                mark: disk.begin_flush(),
+                covers: Some(store.sync.sync_begins()),
+                checked,
+            };
+            self.running.insert(id, op);
         }
         Ok(())
     }
 
-    /// The disk is done with an operation. Returns whom that ends.
+    /// The disk is done with an operation.
     pub(crate) fn finish(
         &mut self,
         id: RunId,
@@ -220,53 +212,64 @@ impl Engine {
         ledger: &Ledger,
         rng: &mut Rng,
         coverage: &mut Coverage,
-    ) -> Result<Vec<Ended>, String> {
-        let Some(running) = self.running.remove(&id) else {
-            return Ok(Vec::new());
+    ) -> Result<(), String> {
+        let Some(mut op) = self.running.remove(&id) else {
+            return Ok(());
         };
-        let Running {
-            under_way,
-            work,
-            checked,
-        } = running;
-        let Some(store) = self.stores.get(&work.op.store) else {
+        let Some(store) = self.stores.get(&op.disk.store) else {
             return Err("an operation on a device that was closed under it".into());
         };
-        let result = match checked {
-            Ok(()) => operate(&work, store, &mut disks[store.device], ledger, rng)?,
+        let result = match op.part.checked {
+            Ok(()) => operate(&op, store, &mut disks[store.device], ledger, rng)?,
             Err(e) => Err(e),
         };
-        match (work.op.op, &result) {
-            (BlockOp::Flush, Ok(())) => store.sync.sync_ends(work.covers),
-            (op, Ok(())) if op.writes() && op.makes_durable() => store.sync.change_is_durable(),
-            (op, _) if op.writes() => store.sync.change_ends(),
+        let what = op.disk.op;
+        match (what, &result) {
+            (BlockOp::Flush, Ok(())) => op
+                .part
+                .covers
+                .into_iter()
+                .for_each(|covered| store.sync.sync_ends(covered)),
+            (what, Ok(())) if what.writes() && what.makes_durable() => store.sync.change_is_durable(),
+            (what, _) if what.writes() => store.sync.change_ends(),
             _ => {}
         }
-        let result = result.and_then(|()| store.sync.check(work.op.op));
-        if result.is_err() {
+        op.result = result.and_then(|()| store.sync.check(what));
+        if op.result.is_err() {
             coverage.note("disk error");
         }
-        let mut ended = Vec::new();
-        self.schedule.done(under_way, work.op.op.writes(), result, &mut ended);
-        if ended.len() > 1 {
-            coverage.note("one flush for several");
-        }
-        for (ticket, _) in &ended {
-            self.data.remove(ticket);
-        }
-        Ok(ended)
+        self.schedule.end(op, what.writes());
+        Ok(())
+    }
+}
+
+impl Disks for Engine {
+    type Part = Work;
+
+    fn submit(&mut self, op: Box<Op<Work>>) {
+        let checked = self.check(&op);
+        self.wrong = self.wrong.take().or(checked.err());
+        self.schedule.submit(op);
+    }
+
+    fn poll(&mut self) -> Option<Box<Op<Work>>> {
+        let mut op = self.schedule.poll()?;
+        self.data.remove(&op.id);
+        let started = core::mem::take(&mut op.part).covers.is_some();
+        self.joined |= op.disk.op == BlockOp::Flush && !started;
+        Some(op)
     }
 }
 
 /// Carries out an operation on the disk.
 fn operate(
-    work: &Work,
+    work: &Op<Work>,
     store: &Store,
     disk: &mut SimDisk,
     ledger: &Ledger,
     rng: &mut Rng,
 ) -> Result<Result<(), Errno>, String> {
-    let (op, device) = (&work.op, store.device);
+    let (op, device) = (&work.disk, store.device);
     let (lba, count) = (op.offset / BLOCK as u64, op.len / BLOCK as u64);
     if op.op != BlockOp::Flush && op.offset.saturating_add(op.len) > disk.blocks() * BLOCK as u64 {
         return Ok(Err(Errno::EIO));
@@ -295,7 +298,7 @@ fn operate(
                 disk.fail_sync();
                 return Ok(Err(Errno::EIO));
             }
-            disk.end_flush(work.mark);
+            disk.end_flush(work.part.mark);
         }
         BlockOp::Discard => {
             ledger.allow_zeroes(device, lba, count)?;
@@ -318,17 +321,17 @@ fn operate(
 
 /// Writes whole blocks, whose contents the ledger must know; or some of them, and fails.
 fn write(
-    work: &Work,
+    work: &Op<Work>,
     store: &Store,
     disk: &mut SimDisk,
     ledger: &Ledger,
     rng: &mut Rng,
     fua: bool,
 ) -> Result<Result<(), Errno>, String> {
-    let (lba, count) = (work.op.offset / BLOCK as u64, work.op.len / BLOCK as u64);
-    let bytes = match (&work.early, &work.memory) {
+    let (lba, count) = (work.disk.offset / BLOCK as u64, work.disk.len / BLOCK as u64);
+    let bytes = match (&work.part.early, &work.memory) {
         (Some(bytes), _) => bytes.clone(),
-        (None, Some(memory)) => taken(memory, &work.op)?,
+        (None, Some(memory)) => taken(memory, &work.disk)?,
         (None, None) => return Err("a write without memory".into()),
     };
     let Some(new) = contents(&bytes) else {

@@ -7,9 +7,9 @@ use std::{
     sync::Arc,
 };
 
-use roce_local::{Fabric, FabricConfig, Ports as _, Single};
-use roce_mem::MemoryTable;
+use roce_port::fabric::{Fabric, FabricConfig, Ports as _, Several};
 use roce_port::{Port, PortConfig, RxMeta, TxBatch};
+use roce_verbs::mem::MemoryTable;
 use roce_verbs::{DeviceLimits, Instant, provider::Provider as _};
 
 use roce_sim::{Frame, HostPlan, Link, NetStats, Rng, Trace};
@@ -18,7 +18,7 @@ use crate::late::{Lag, LagPlan, Late};
 
 /// A host's network side.
 pub(crate) struct Node {
-    pub(crate) fabric: Fabric<Single>,
+    pub(crate) fabric: Fabric<Several>,
     pub(crate) lag: Lag,
     plan: HostPlan,
     /// By network.
@@ -43,15 +43,19 @@ pub(crate) fn address(addr: IpAddr, network: usize) -> IpAddr {
     }
 }
 
-fn fabric(plan: &HostPlan, addrs: &[IpAddr], keys: FabricConfig, guid: u64, rng: &mut Rng) -> Fabric<Single> {
-    let guid = if plan.keeps { roce_cm::guid::keeping(guid) } else { guid };
+fn fabric(plan: &HostPlan, addrs: &[IpAddr], keys: FabricConfig, guid: u64, rng: &mut Rng) -> Fabric<Several> {
+    let guid = if plan.keeps {
+        roce_port::cm::guid::keeping(guid)
+    } else {
+        guid
+    };
     let mut config = PortConfig::new(addrs.to_vec(), plan.mtu, guid);
     config.window = plan.window;
     config.turn_packets = plan.turn_packets;
     let mem = Arc::new(MemoryTable::new(rng.seed(), &config.limits));
     let port = Port::new(config, mem.clone(), rng.seed());
     let devices = vec![(DeviceLimits::software(guid), addrs.to_vec())];
-    Fabric::new(Single::new(port, mem, addrs.to_vec()), keys, devices)
+    Fabric::new(Several::new(vec![(port, mem, addrs.to_vec())]), keys, devices)
 }
 
 impl Node {
@@ -65,7 +69,7 @@ impl Node {
     }
 
     /// Returns the provider of its state machines.
-    pub(crate) fn provider(&mut self, now: Instant) -> Late<'_, Single> {
+    pub(crate) fn provider(&mut self, now: Instant) -> Late<'_, Several> {
         self.fabric.set_now(now);
         Late::new(&mut self.fabric, &mut self.lag, now)
     }
@@ -311,7 +315,7 @@ impl<E> Lan<E> {
 
     /// A train as one frame, or packet by packet.
     fn frames(&mut self, train: &roce_port::Train<'_>) -> Vec<Frame> {
-        self.packets += train.segments as u64;
+        self.packets += train.segments() as u64;
         let frame = |bytes: &[u8], identification, segment_len| Frame {
             src: SocketAddr::new(train.local, train.src_port),
             dst: train.remote.ip(),
@@ -323,7 +327,7 @@ impl<E> Lan<E> {
         };
         let to = self.find(train.remote.ip());
         let whole = to.is_some_and(|[to, _]| self.nodes[to].plan.gro && !self.nodes[to].plan.sees_headers);
-        if whole && train.segments > 1 && self.rng.chance(0.7) {
+        if whole && train.segments() > 1 && self.rng.chance(0.7) {
             return vec![frame(train.bytes, 0, train.segment_len)];
         }
         let packets = train.packets().enumerate();

@@ -4,12 +4,12 @@
 use core::net::{IpAddr, SocketAddr};
 use std::collections::VecDeque;
 
-use roce_local::{Fabric, Ports};
+use roce_port::fabric::{Fabric, Ports};
 use roce_verbs::{
     Completion, Instant, Qpn, RecvWr, SendWr, WcOpcode,
     provider::{
-        CmRef, ConnParams, CqId, DeviceCaps, DeviceIx, Event, GrantOf, Granted, KeyId, KeyKind, Lent, MrId, MrInfo,
-        PdId, Provider, QpId, QpSpec, Registration, RejectReason, Revoked, VerbsError,
+        CmRef, ConnParams, CqId, DeviceCaps, DeviceIx, Event, GrantOf, Granted, KeyId, KeyKind, MrId, MrInfo, PdId,
+        Provider, QpId, QpSpec, Registration, RejectReason, Revoked, VerbsError,
     },
     wr::PostError,
 };
@@ -195,30 +195,6 @@ impl<P: Ports> Provider for Late<'_, P> {
 
     fn free_key(&mut self, key: KeyId) {
         self.fabric.free_key(key);
-    }
-
-    fn lend_pd(&mut self, pd: PdId) -> Result<Lent, VerbsError> {
-        self.fabric.lend_pd(pd)
-    }
-
-    fn borrow_pd(&mut self, device: DeviceIx, pd: &Lent) -> Result<PdId, VerbsError> {
-        self.fabric.borrow_pd(device, pd)
-    }
-
-    fn lend_mr(&mut self, mr: MrId) -> Result<Lent, VerbsError> {
-        self.fabric.lend_mr(mr)
-    }
-
-    fn borrow_mr(&mut self, pd: PdId, mr: &Lent) -> Result<MrInfo, VerbsError> {
-        self.fabric.borrow_mr(pd, mr)
-    }
-
-    fn lend_key(&mut self, key: KeyId) -> Result<Lent, VerbsError> {
-        self.fabric.lend_key(key)
-    }
-
-    fn borrow_key(&mut self, pd: PdId, key: &Lent) -> Result<KeyId, VerbsError> {
-        self.fabric.borrow_key(pd, key)
     }
 
     fn create_cq(&mut self, device: DeviceIx, entries: u32) -> Result<CqId, VerbsError> {

@@ -164,7 +164,7 @@ impl ClientSide {
             return false;
         };
         let data = match op {
-            BlockOp::Read | BlockOp::Write { .. } => match self.rtrs.take_buffer(cx, session, len) {
+            BlockOp::Read | BlockOp::Write { .. } => match self.rnbd.rtrs_mut().take_buffer(cx, session, len) {
                 Ok(buffer) => Some(buffer),
                 Err(_) => {
                     env.coverage.note("no buffer");
@@ -189,7 +189,7 @@ impl ClientSide {
                 (Some(env.ledger.zero(now, self.life, change)), Vec::new())
             }
         };
-        if let (Some(data), Some(buffers)) = (&data, self.rtrs.buffers(session)) {
+        if let (Some(data), Some(buffers)) = (&data, self.rnbd.rtrs().buffers(session)) {
             buffers.write(data, 0, &fill).expect("as long as the operation");
         }
         env.coverage.note(name(op));
@@ -356,7 +356,7 @@ impl ClientSide {
     }
 
     fn check_read(&self, now: u64, op: Op, data: Option<&Buffer>, env: &mut ClientEnv<'_>) -> Check {
-        let buffers = self.session.and_then(|session| self.rtrs.buffers(session));
+        let buffers = self.session.and_then(|session| self.rnbd.rtrs().buffers(session));
         let (Some(data), Some(buffers)) = (data, buffers) else {
             return Err("a read without its buffer".into());
         };

@@ -1,6 +1,10 @@
 //! The server's host: RTRS, RNBD, and disks that take their time.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    cell::OnceCell,
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use rnbd::{
     Errno,
@@ -8,18 +12,21 @@ use rnbd::{
     proto::{AccessMode, ClientMsg, instance::Instance},
     server::{
         Limits, Server as Rnbd,
-        action::{Action, Identity, OpenRefused, Opened, Ticket},
+        action::{Identity, OpenRefused, Opened, Output, Ticket},
         disk::StoreId,
         queue::QueueLimits,
+        transport::Transport,
     },
 };
-use roce_mem::{MemError, Pages};
-use roce_verbs::Instant;
+use roce_verbs::{
+    Instant,
+    mem::{MemError, Pages},
+};
 use rtrs::{
     cx::Cx,
     server::{
         Server as Rtrs, ServerConfig,
-        request::{Output, Request, RequestKey, SessionKey, Ticket as MemoryTicket},
+        request::{Output as RtrsOutput, Request, RequestKey, SessionKey, Ticket as MemoryTicket},
     },
 };
 
@@ -114,17 +121,128 @@ pub(crate) struct ServerEnv<'a> {
 /// Host of the server: its state machines and the engine of its disks.
 pub(crate) struct ServerSide {
     pub(crate) rtrs: Rtrs,
-    pub(crate) rnbd: Rnbd,
-    engine: Engine,
+    pub(crate) rnbd: Rnbd<Engine>,
     sessions: BTreeMap<SessionKey, Option<Life>>,
+    answers: Answers,
+    plan: ServerPlan,
+    notes: Notes,
+}
+
+/// Checks of the server's answers.
+#[derive(Debug, Default)]
+struct Answers {
     /// Requests that RTRS has handed over and that are not answered.
     asked: BTreeSet<RequestKey>,
     /// Requests that came before a request to close their device.
     closes: BTreeMap<RequestKey, Vec<RequestKey>>,
     /// The device of a block request, as its client names it.
     about: BTreeMap<RequestKey, u32>,
-    plan: ServerPlan,
-    notes: Notes,
+    /// The first mistake.
+    wrong: OnceCell<String>,
+}
+
+impl Answers {
+    /// Remembers a request, and which block requests come before a close.
+    fn request(&mut self, request: &Request) -> Check {
+        let key = request.key;
+        let in_use = |other: &RequestKey| (other.session, other.chunk) == (key.session, key.chunk);
+        if self.asked.iter().any(in_use) {
+            return Err(format!("{key:?} is in a chunk that is worked on"));
+        }
+        self.asked.insert(key);
+        match ClientMsg::parse(&request.header) {
+            Ok(ClientMsg::Io(m)) => {
+                self.about.insert(key, m.device_id.get());
+            }
+            Ok(ClientMsg::Close(m)) => {
+                let about = |(of, device): (&RequestKey, &u32)| {
+                    (of.session == key.session && *device == m.device_id.get()).then_some(*of)
+                };
+                self.closes.insert(key, self.about.iter().filter_map(about).collect());
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn answer(&mut self, request: RequestKey) -> Check {
+        if !self.asked.remove(&request) {
+            return Err(format!("{request:?} is answered twice"));
+        }
+        self.about.remove(&request);
+        let before = self.closes.remove(&request).unwrap_or_default();
+        match before.iter().find(|key| self.asked.contains(key)) {
+            Some(key) => Err(format!("{request:?}, a close, is answered before {key:?}")),
+            None => Ok(()),
+        }
+    }
+
+    fn note(&self, checked: Check) {
+        if let Err(text) = checked {
+            let _ = self.wrong.set(text);
+        }
+    }
+}
+
+/// RTRS below RNBD, with checks.
+struct Checked<'a, 'b> {
+    rtrs: &'a mut Rtrs,
+    cx: &'a mut Cx<'b>,
+    answers: &'a mut Answers,
+    notes: &'a Notes,
+}
+
+impl Transport for Checked<'_, '_> {
+    fn now(&self) -> Instant {
+        self.cx.now
+    }
+
+    fn memory(&self, session: SessionKey) -> Option<&Arc<Pages>> {
+        let memory = self.rtrs.memory(session);
+        if memory.is_none() {
+            let text = format!("an operation of {session:?}, which is gone");
+            self.answers.note(Err(text));
+        }
+        memory
+    }
+
+    fn write(&mut self, request: RequestKey, at: usize, bytes: &[u8]) -> bool {
+        if !self.answers.asked.contains(&request) {
+            let text = format!("an answer is written after {request:?} was answered");
+            self.answers.note(Err(text));
+        }
+        let memory = self.rtrs.memory(request.session);
+        let written = memory.is_some_and(|memory| memory.write(at, bytes).is_ok());
+        if !written {
+            let text = format!("an answer of {request:?} outside the session's memory");
+            self.answers.note(Err(text));
+        }
+        written
+    }
+
+    fn answer(&mut self, request: RequestKey, errno: i32) {
+        self.notes.print(self.cx.now.as_nanos(), || {
+            format!("server: {request:?} is answered {errno}")
+        });
+        let checked = self.answers.answer(request);
+        self.answers.note(checked);
+        self.rtrs.answer(self.cx, request, errno);
+    }
+}
+
+/// RTRS below RNBD, and RNBD.
+macro_rules! parts {
+    ($self:expr, $cx:expr) => {
+        (
+            &mut Checked {
+                rtrs: &mut $self.rtrs,
+                cx: $cx,
+                answers: &mut $self.answers,
+                notes: &$self.notes,
+            },
+            &mut $self.rnbd,
+        )
+    };
 }
 
 /// The session that a name stands for.
@@ -141,12 +259,9 @@ impl ServerSide {
         let (rtrs, _) = Rtrs::listen(cx, config).expect("the port is free");
         Self {
             rtrs,
-            rnbd: Rnbd::new(Limits::default()),
-            engine: Engine::new(plan.limits, plan.garbage),
+            rnbd: Rnbd::new(Limits::default(), Engine::new(plan.limits, plan.garbage)),
             sessions: BTreeMap::new(),
-            asked: BTreeSet::new(),
-            closes: BTreeMap::new(),
-            about: BTreeMap::new(),
+            answers: Answers::default(),
             plan,
             notes,
         }
@@ -158,132 +273,92 @@ impl ServerSide {
             let mut moved = false;
             while let Some(output) = self.rtrs.poll_output() {
                 moved = true;
-                self.on_output(cx.now, output, env)?;
+                self.on_output(cx, output, env)?;
             }
-            while let Some(action) = self.rnbd.poll_action() {
+            let (transport, rnbd) = parts!(self, cx);
+            moved |= rnbd.poll_disks(transport);
+            while let Some(output) = self.rnbd.poll_output() {
                 moved = true;
-                self.act(cx, action, env)?;
+                self.act(cx, output, env)?;
             }
-            while let Some((ticket, result)) = self.engine.poll_over() {
-                moved = true;
-                self.rnbd.io_done(ticket, result);
-            }
+            self.verdict()?;
             if !moved {
                 break;
             }
         }
-        let ServerEnv { disks, rng, plan, .. } = env;
-        self.engine
-            .pump(disks, rng, |after, id| plan.push((after, Job::Io(id))))
+        let ServerEnv {
+            disks,
+            rng,
+            plan,
+            coverage,
+            ..
+        } = env;
+        let engine = self.rnbd.disks_mut();
+        coverage.note_if("one flush for several", engine.joined);
+        engine.pump(disks, rng, |after, id| plan.push((after, Job::Io(id))))
     }
 
-    fn on_output(&mut self, now: Instant, output: Output, env: &mut ServerEnv<'_>) -> Check {
-        if !matches!(output, Output::Free(_)) {
+    /// Returns the first mistake of the server.
+    fn verdict(&mut self) -> Check {
+        self.rnbd.disks_mut().verdict()?;
+        self.answers.wrong.take().map_or(Ok(()), Err)
+    }
+
+    fn on_output(&mut self, cx: &mut Cx<'_>, output: RtrsOutput, env: &mut ServerEnv<'_>) -> Check {
+        let now = cx.now;
+        if !matches!(output, RtrsOutput::Free(_)) {
             self.notes.print(now.as_nanos(), || format!("server: {output:?}"));
         }
         match &output {
-            Output::SessionOpened(opened) => {
+            RtrsOutput::SessionOpened(opened) => {
                 self.sessions.insert(opened.session, life(&opened.name));
             }
-            Output::SessionClosed { session, .. } => {
+            RtrsOutput::SessionClosed { session, .. } => {
                 let Some(life) = self.sessions.remove(session) else {
                     return Err(format!("{session:?} is closed, which was not open"));
                 };
-                if let Some(key) = self.asked.iter().find(|key| key.session == *session) {
+                if let Some(key) = self.answers.asked.iter().find(|key| key.session == *session) {
                     return Err(format!("{session:?} is closed before {key:?} is answered"));
                 }
-                self.engine.forget(*session);
                 if let Some(life) = life {
                     env.ledger.session_over(now.as_nanos(), life);
                 }
             }
-            Output::PathDown { why, .. } => honest(why)?,
-            Output::Request(request) => {
-                let in_use = |key: &RequestKey| (key.session, key.chunk) == (request.key.session, request.key.chunk);
-                if self.asked.iter().any(in_use) {
-                    return Err(format!("{:?} is in a chunk that is worked on", request.key));
-                }
+            RtrsOutput::PathDown { why, .. } => honest(why)?,
+            RtrsOutput::Request(request) => {
                 if !self.sessions.contains_key(&request.key.session) {
                     return Err(format!("{:?} is of no session", request.key));
                 }
-                self.asked.insert(request.key);
-                self.look(request);
+                self.answers.request(request)?;
+            }
+            RtrsOutput::Allocate { ticket, bytes } => {
+                let after = env.rng.range(1_000, 3_000_000);
+                env.plan.push((after, Job::Allocate(*ticket, *bytes)));
             }
             _ => {}
         }
-        if let Some(Output::Allocate { ticket, bytes }) = self.rnbd.rtrs(now, output) {
-            let after = env.rng.range(1_000, 3_000_000);
-            env.plan.push((after, Job::Allocate(ticket, bytes)));
-        }
+        let (transport, rnbd) = parts!(self, cx);
+        rnbd.rtrs(transport, output);
         Ok(())
     }
 
-    /// Remembers which block requests come before a close.
-    fn look(&mut self, request: &Request) {
-        match ClientMsg::parse(&request.header) {
-            Ok(ClientMsg::Io(m)) => {
-                self.about.insert(request.key, m.device_id.get());
-            }
-            Ok(ClientMsg::Close(m)) => {
-                let about = |(key, device): (&RequestKey, &u32)| {
-                    (key.session == request.key.session && *device == m.device_id.get()).then_some(*key)
-                };
-                self.closes
-                    .insert(request.key, self.about.iter().filter_map(about).collect());
-            }
-            _ => {}
-        }
-    }
-
-    fn act(&mut self, cx: &mut Cx<'_>, action: Action, env: &mut ServerEnv<'_>) -> Check {
-        self.notes.print(cx.now.as_nanos(), || format!("server: {action:?}"));
-        match action {
-            Action::Answer(request, errno) => self.answer(cx, request, errno)?,
-            Action::AnswerWith { request, at, message } => {
-                self.write(request, at, &message)?;
-                self.answer(cx, request, 0)?;
-            }
-            Action::Zero { request, from, len } => self.write(request, from, &vec![0; len])?,
-            Action::Open { ticket, name, mode, .. } => {
+    fn act(&mut self, cx: &Cx<'_>, output: Output, env: &mut ServerEnv<'_>) -> Check {
+        match output {
+            Output::Rtrs(_) => return Ok(()),
+            Output::Open {
+                ticket, ref name, mode, ..
+            } => {
                 let after = env.rng.range(1_000, 20_000_000);
-                env.plan.push((after, Job::Open(ticket, name, mode)));
+                env.plan.push((after, Job::Open(ticket, name.clone(), mode)));
             }
-            Action::Close { ticket, store } => {
-                self.engine.begin_close(store)?;
+            Output::Close { ticket, store } => {
+                self.rnbd.disks_mut().begin_close(store)?;
                 let after = env.rng.range(1_000, 20_000_000);
                 env.plan.push((after, Job::Close(ticket, store)));
             }
-            Action::TakeOver { .. } => return Err("a device is taken over where there is one share".into()),
-            Action::Io(ticket, session, op) => match self.rtrs.memory(session) {
-                Some(memory) => self.engine.start(session, ticket, op, memory)?,
-                // A session that is gone is answered to nobody.
-                None => return Err(format!("an operation of {session:?}, which is gone")),
-            },
         }
+        self.notes.print(cx.now.as_nanos(), || format!("server: {output:?}"));
         Ok(())
-    }
-
-    fn answer(&mut self, cx: &mut Cx<'_>, request: RequestKey, errno: i32) -> Check {
-        if !self.asked.remove(&request) {
-            return Err(format!("{request:?} is answered twice"));
-        }
-        self.about.remove(&request);
-        let before = self.closes.remove(&request).unwrap_or_default();
-        if let Some(key) = before.iter().find(|key| self.asked.contains(key)) {
-            return Err(format!("{request:?}, a close, is answered before {key:?}"));
-        }
-        self.rtrs.answer(cx, request, errno);
-        Ok(())
-    }
-
-    fn write(&self, request: RequestKey, at: usize, bytes: &[u8]) -> Check {
-        if !self.asked.contains(&request) {
-            return Err(format!("an answer is written after {request:?} was answered"));
-        }
-        let memory = self.rtrs.memory(request.session);
-        let memory = memory.ok_or_else(|| format!("{request:?} has no memory"))?;
-        let written = memory.write(at, bytes);
-        written.map_err(|e| format!("an answer outside the session's memory: {e}"))
     }
 
     /// A job has come to its end.
@@ -300,11 +375,13 @@ impl ServerSide {
             }
             Job::Open(ticket, name, mode) => {
                 let opened = self.open(&name, mode, env);
-                self.rnbd.opened(cx.now, ticket, opened);
+                let (transport, rnbd) = parts!(self, cx);
+                rnbd.opened(transport, ticket, opened);
             }
             Job::Close(ticket, store) => {
-                self.engine.close(store, env.disks);
-                self.rnbd.closed(cx.now, ticket);
+                self.rnbd.disks_mut().close(store, env.disks);
+                let (transport, rnbd) = parts!(self, cx);
+                rnbd.closed(transport, ticket);
             }
             Job::Io(id) => {
                 let ServerEnv {
@@ -314,9 +391,10 @@ impl ServerSide {
                     coverage,
                     ..
                 } = env;
-                for (ticket, result) in self.engine.finish(id, disks, ledger, rng, coverage)? {
-                    self.rnbd.io_done(ticket, result);
-                }
+                let engine = self.rnbd.disks_mut();
+                engine.finish(id, disks, ledger, rng, coverage)?;
+                let (transport, rnbd) = parts!(self, cx);
+                rnbd.poll_disks(transport);
             }
         }
         Ok(())
@@ -329,7 +407,7 @@ impl ServerSide {
             .filter(|n| *n < env.disks.len());
         let device = device.ok_or(OpenRefused::from(Errno::ENOENT))?;
         let identity = Identity(name.to_vec());
-        if mode.writable() && self.engine.is_written(device) {
+        if mode.writable() && self.rnbd.disks().is_written(device) {
             env.coverage.note("device taken");
             return Err(OpenRefused {
                 errno: Errno::EPERM,
@@ -339,7 +417,7 @@ impl ServerSide {
         let size = env.disks[device].blocks() * BLOCK as u64;
         let longest = (self.plan.longest * BLOCK as u64).min(size);
         Ok(Opened {
-            store: self.engine.open(device, mode.writable(), env.disks),
+            store: self.rnbd.disks_mut().open(device, mode.writable(), env.disks),
             geometry: Geometry {
                 size,
                 logical_block_size: BLOCK as u32,
@@ -390,7 +468,13 @@ impl ServerSide {
     /// Whether nothing is left of any session.
     pub(crate) fn check_empty(&self) -> Check {
         let sessions = (self.sessions.len(), self.rtrs.sessions().len());
-        match (self.rnbd.is_idle(), self.engine.is_idle(), self.asked.len(), sessions) {
+        let engine = self.rnbd.disks();
+        match (
+            self.rnbd.is_idle(),
+            engine.is_idle(),
+            self.answers.asked.len(),
+            sessions,
+        ) {
             (true, true, 0, (0, 0)) => Ok(()),
             left => Err(format!(
                 "the server is not empty: idle, disks idle, requests, sessions: {left:?}"

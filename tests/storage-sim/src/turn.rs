@@ -56,6 +56,7 @@ macro_rules! rtrs {
 }
 
 rtrs!(client::Client);
+rtrs!(client::Client<rnbd::client::Request<u64>>);
 rtrs!(server::Server);
 
 /// A host's machines, and what they work with.
@@ -160,10 +161,10 @@ pub(crate) struct ClientTurn<'a> {
 }
 
 impl Machines for ClientTurn<'_> {
-    type Rtrs = client::Client;
+    type Rtrs = client::Client<rnbd::client::Request<u64>>;
 
     fn rtrs(&mut self) -> &mut Self::Rtrs {
-        &mut self.client.rtrs
+        self.client.rnbd.rtrs_mut()
     }
 
     fn work(&mut self, cx: &mut Cx<'_>) -> Check {

@@ -123,22 +123,22 @@ pub(crate) fn another_server(config: &mut ServerConfig, rng: &mut Rng) {
 impl ClientSide {
     /// Its user does something with the paths.
     pub(crate) fn administer(&mut self, cx: &mut Cx<'_>, session: SessionId, env: &mut ClientEnv<'_>) {
-        let (rng, paths) = (&mut *env.rng, self.rtrs.paths(session));
+        let (rng, paths) = (&mut *env.rng, self.rnbd.rtrs().paths(session));
         match rng.index(8) {
             0 => {
                 let policy = rng.pick(&Policy::ALL);
-                let set = self.rtrs.set_policy(cx, session, policy);
+                let set = self.rnbd.rtrs_mut().set_policy(cx, session, policy);
                 env.coverage.note_if("policy changed", set.is_ok());
             }
             1 => {
                 let attempts = rng.pick(&[0, 1, 100, SessionConfig::FOREVER]);
                 let delay = Duration::from_nanos(rng.pick(&[MS, 50 * MS, SEC]));
                 // A session that is gone needs none.
-                let _ = self.rtrs.set_reconnects(cx, session, attempts, delay);
+                let _ = self.rnbd.rtrs_mut().set_reconnects(cx, session, attempts, delay);
             }
             2 | 3 => {
                 let way = rng.pick(&self.plan.ways);
-                if let Ok(path) = self.rtrs.add_path(cx, session, way) {
+                if let Ok(path) = self.rnbd.rtrs_mut().add_path(cx, session, way) {
                     env.coverage.note("path added");
                     self.commanded.push((path, PathCommand::Add));
                 }
@@ -156,7 +156,7 @@ impl ClientSide {
                 if self.safe_from == Some(0) && !other {
                     return;
                 }
-                if self.rtrs.path_command(cx, session, path.id, command).is_ok() {
+                if self.rnbd.rtrs_mut().path_command(cx, session, path.id, command).is_ok() {
                     env.coverage.note(what);
                     self.commanded.push((path.id, command));
                 }
@@ -171,7 +171,7 @@ impl ClientSide {
         };
         let over = |addr: &PathAddr| addr.src == way.src || addr.dst == way.dst;
         let command = env.rng.pick(&[PathCommand::Disconnect, PathCommand::Reconnect]);
-        let paths = self.rtrs.paths(session);
+        let paths = self.rnbd.rtrs().paths(session);
         // Not the last one: what a lost session had in the chunks is another matter.
         let up = |other: bool| {
             paths
@@ -182,7 +182,7 @@ impl ClientSide {
             return;
         }
         for path in up(false) {
-            if self.rtrs.path_command(cx, session, path.id, command).is_ok() {
+            if self.rnbd.rtrs_mut().path_command(cx, session, path.id, command).is_ok() {
                 env.coverage.note("slow path given up by hand");
                 self.commanded.push((path.id, command));
             }

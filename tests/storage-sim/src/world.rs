@@ -1,6 +1,6 @@
 //! A server, its clients, and everything that can happen to them.
 
-use roce_local::Usage;
+use roce_port::fabric::Usage;
 use roce_verbs::Instant;
 use rtrs::{cx::Cx, server::ServerConfig};
 

@@ -195,7 +195,10 @@ fn what_there_is_is_listed_and_shown() {
         assert!(listed.contains(part), "{part}: {listed}");
     }
     assert!(!lab.ctl("map", &["list", "devices"]).contains(&path));
-    assert_eq!(lab.ctl("map", &["path", "list"]), lab.ctl("map", &["list", "paths"]));
+    // A heartbeat between the two changes the latency.
+    eventually("the same list", || {
+        lab.ctl("map", &["path", "list"]) == lab.ctl("map", &["list", "paths"])
+    });
     assert!(lab.ctl("map", &["session", "list"]).contains("POLICY"));
     let mapping = lab.mapping();
     let device = &mapping["devices"][0];
@@ -217,7 +220,7 @@ fn what_there_is_is_listed_and_shown() {
     // By each of their names.
     for name in ["disk", "rnbd0", "disk@test"] {
         let shown = lab.ctl("map", &["show", name]);
-        assert!(shown.contains("reads        1 (4.0 KiB)"), "{name}: {shown}");
+        assert!(shown.contains("read         4.0 KiB"), "{name}: {shown}");
         assert_eq!(lab.json("map", &["show", name])["name"], "disk");
     }
     for name in [
@@ -270,7 +273,7 @@ fn devices_come_and_go() {
         "map",
         &["map", "disk", "from", "another", "path", "127.0.0.1"],
         1,
-        "this process has the session \"test\" alone",
+        "this process has only the session \"test\"",
     );
     lab.refused(
         "serve",
@@ -377,16 +380,13 @@ fn paths_and_sessions_are_taken_down_and_brought_up() {
     );
     let readded = lab.ctl("map", &["path", "readd", &path]);
     assert_eq!(readded, format!("path {path} is deleted\npath {path} is up\n"));
-    assert_eq!(lab.ctl("map", &["path", "recover", &path]), "nothing was to be done\n");
+    assert_eq!(lab.ctl("map", &["path", "recover", &path]), "nothing to do\n");
 
     lab.ctl("map", &["session", "disconnect"]);
     assert_eq!(lab.path_state(), "closed");
     assert!(lab.ctl("map", &["recover"]).contains(&format!("path {path} is up")));
     eventually("the device is back", || lab.mapping()["devices"][0]["state"] == "open");
-    assert_eq!(
-        lab.ctl("map", &["session", "recover", "test"]),
-        "nothing was to be done\n"
-    );
+    assert_eq!(lab.ctl("map", &["session", "recover", "test"]), "nothing to do\n");
     lab.ctl("map", &["session", "disconnect", "test"]);
     lab.ctl("map", &["path", "recover", &path]);
     assert!(lab.ctl("map", &["session", "reconnect"]).contains("is up"));
@@ -418,7 +418,7 @@ fn paths_and_sessions_are_taken_down_and_brought_up() {
         1,
         "there is no session \"wrong\"",
     );
-    lab.refused("serve", &["session", "disconnect"], 2, "say which");
+    lab.refused("serve", &["session", "disconnect"], 2, "name one");
     lab.refused("serve", &["path", "add", &both], 1, "nothing is mapped");
     lab.end();
 }
@@ -472,7 +472,7 @@ fn policies_losses_and_counters_are_set() {
     assert!(reads("map") > 0 && reads("serve") > 0);
     assert!(
         lab.ctl("map", &["stats", "reset", &lab.path(), "--which", "reconnects"])
-            .contains("counts from zero")
+            .contains("counters reset")
     );
     assert!(reads("map") > 0);
     lab.ctl("map", &["stats", "reset"]);
@@ -482,7 +482,7 @@ fn policies_losses_and_counters_are_set() {
         "serve",
         &["stats", "reset", "--which", "reconnects"],
         2,
-        "have no reconnects",
+        "have no such counters",
     );
     lab.refused("map", &["stats", "reset", "127.0.0.9"], 1, "there is no path");
     lab.end();
@@ -519,9 +519,9 @@ fn the_tree_is_read_and_written() {
     );
     let attempts = format!("{session}/max_reconnect_attempts");
     lab.ctl("map", &["write", &attempts, "-1"]);
-    lab.refused("map", &["write", &attempts, "-2"], 1, "-1 (without end) to 9999");
+    lab.refused("map", &["write", &attempts, "-2"], 1, "-1 (no limit) to 9999");
     lab.refused("map", &["cat", &format!("{path}/nothing")], 1, "there is no");
-    lab.refused("map", &["write", &format!("{path}/state"), "1"], 1, "only to be read");
+    lab.refused("map", &["write", &format!("{path}/state"), "1"], 1, "read-only");
     eventually("the device is back", || lab.mapping()["devices"][0]["state"] == "open");
     lab.ctl(
         "map",
@@ -752,7 +752,7 @@ fn a_socket_that_another_user_serves_is_not_used() {
         line.read_line(&mut String::new()).unwrap();
     });
     let done = by(&["ctl", "list"]);
-    assert!(done.stderr.contains("ended the connection"), "{}", done.stderr);
+    assert!(done.stderr.contains("closed the connection"), "{}", done.stderr);
     answers.join().unwrap();
 }
 

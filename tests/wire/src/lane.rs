@@ -39,7 +39,9 @@ impl Lane {
 
     /// Returns what became of frames.
     pub fn counters(&self) -> Counters {
-        self.impairment.counters() + self.own
+        let mut all = self.impairment.counters();
+        all.add(&self.own);
+        all
     }
 
     /// Returns the number of frames under way.
@@ -170,7 +172,7 @@ mod tests {
             ..Conditions::default()
         });
         lane.push(Duration::ZERO, frame(1));
-        lane.set(Conditions::CUT);
+        lane.set(Conditions::cut());
         lane.push(Duration::ZERO, frame(2));
         assert_eq!(lane.pop(Duration::ZERO), None);
         assert_eq!((lane.pop(MS), lane.pop(MS)), (Some(frame(1)), None));

@@ -141,7 +141,7 @@ fn a_lossy_wire_loses_what_it_counts() {
 fn a_cut_wire_is_silent_and_a_mended_one_is_not() {
     let wire = wire(1);
     let [a, b] = pair(&wire, 0);
-    wire.set(0, End::B, Conditions::CUT);
+    wire.set(0, End::B, Conditions::cut());
     let before = settled(&wire, 0, End::B);
     b.send(b"lost").unwrap();
     while settled(&wire, 0, End::B).cut == before.cut {

@@ -4,38 +4,7 @@ use libc::{c_int, c_uint, c_void};
 
 use super::{c_enum, ibv_ah, ibv_mw, ibv_mw_bind_info};
 
-#[repr(C)]
 #[derive(Clone, Copy)]
-pub(crate) struct ibv_sge {
-    pub addr: u64,
-    pub length: u32,
-    pub lkey: u32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(crate) struct wr_rdma {
-    pub remote_addr: u64,
-    pub rkey: u32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(crate) struct wr_atomic {
-    pub remote_addr: u64,
-    pub compare_add: u64,
-    pub swap: u64,
-    pub rkey: u32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(crate) struct wr_ud {
-    pub ah: *mut ibv_ah,
-    pub remote_qpn: u32,
-    pub remote_qkey: u32,
-}
-
 #[repr(C)]
 pub(crate) union wr_target {
     pub rdma: wr_rdma,
@@ -43,66 +12,78 @@ pub(crate) union wr_target {
     pub ud: wr_ud,
 }
 
-#[repr(C)]
 #[derive(Clone, Copy)]
-pub(crate) struct wr_bind_mw {
-    pub mw: *mut ibv_mw,
-    pub rkey: u32,
-    pub bind_info: ibv_mw_bind_info,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(crate) struct wr_tso {
-    pub hdr: *mut c_void,
-    pub hdr_sz: u16,
-    pub mss: u16,
-}
-
 #[repr(C)]
 pub(crate) union wr_extra {
     pub bind_mw: wr_bind_mw,
     pub tso: wr_tso,
 }
 
-#[repr(C)]
-pub(crate) struct ibv_send_wr {
-    pub wr_id: u64,
-    pub next: *mut ibv_send_wr,
-    pub sg_list: *mut ibv_sge,
-    pub num_sge: c_int,
-    pub opcode: c_enum,
-    pub send_flags: c_uint,
-    /// Immediate data in network byte order, or the rkey to invalidate.
-    pub imm_data: u32,
-    pub wr: wr_target,
-    pub remote_srqn: u32,
-    pub extra: wr_extra,
-}
+c_types! {
+    derive(Clone, Copy);
 
-#[repr(C)]
-pub(crate) struct ibv_recv_wr {
-    pub wr_id: u64,
-    pub next: *mut ibv_recv_wr,
-    pub sg_list: *mut ibv_sge,
-    pub num_sge: c_int,
-}
+    struct ibv_sge {
+        addr: u64,
+        length lkey: u32,
+    }
 
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-pub(crate) struct ibv_wc {
-    pub wr_id: u64,
-    pub status: c_enum,
-    pub opcode: c_enum,
-    pub vendor_err: u32,
-    pub byte_len: u32,
-    /// Immediate data in network byte order, or the invalidated rkey.
-    pub imm_data: u32,
-    pub qp_num: u32,
-    pub src_qp: u32,
-    pub wc_flags: c_uint,
-    pub pkey_index: u16,
-    pub slid: u16,
-    pub sl: u8,
-    pub dlid_path_bits: u8,
+    struct wr_rdma = "__typeof__(((struct ibv_send_wr *)0)->wr.rdma)" {
+        remote_addr: u64,
+        rkey: u32,
+    }
+
+    struct wr_atomic = "__typeof__(((struct ibv_send_wr *)0)->wr.atomic)" {
+        remote_addr compare_add swap: u64,
+        rkey: u32,
+    }
+
+    struct wr_ud = "__typeof__(((struct ibv_send_wr *)0)->wr.ud)" {
+        ah: *mut ibv_ah,
+        remote_qpn remote_qkey: u32,
+    }
+
+    struct wr_bind_mw = "__typeof__(((struct ibv_send_wr *)0)->bind_mw)" {
+        mw: *mut ibv_mw,
+        rkey: u32,
+        bind_info: ibv_mw_bind_info,
+    }
+
+    struct wr_tso = "__typeof__(((struct ibv_send_wr *)0)->tso)" {
+        hdr: *mut c_void,
+        hdr_sz mss: u16,
+    }
+
+    struct ibv_send_wr {
+        wr_id: u64,
+        next: *mut ibv_send_wr,
+        sg_list: *mut ibv_sge,
+        num_sge: c_int,
+        opcode: c_enum,
+        send_flags: c_uint,
+        /// Immediate data in network byte order, or the rkey to invalidate.
+        imm_data: u32,
+        wr: wr_target,
+        remote_srqn = "qp_type.xrc.remote_srqn": u32,
+        extra = "bind_mw": wr_extra,
+    }
+
+    struct ibv_recv_wr {
+        wr_id: u64,
+        next: *mut ibv_recv_wr,
+        sg_list: *mut ibv_sge,
+        num_sge: c_int,
+    }
+
+    #[derive(Default)]
+    struct ibv_wc {
+        wr_id: u64,
+        status opcode: c_enum,
+        vendor_err byte_len: u32,
+        /// Immediate data in network byte order, or the invalidated rkey.
+        imm_data: u32,
+        qp_num src_qp: u32,
+        wc_flags: c_uint,
+        pkey_index slid: u16,
+        sl dlid_path_bits: u8,
+    }
 }

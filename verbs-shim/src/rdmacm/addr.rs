@@ -6,7 +6,6 @@ use super::{
     Errno,
     abi::{SOCKADDR_IN6, STORAGE},
 };
-use crate::gids::gid_of;
 
 /// `AF_IB`, the family of InfiniBand addresses.
 pub(crate) const AF_IB: u16 = 27;
@@ -38,7 +37,7 @@ fn chunk<const N: usize>(bytes: &[u8], at: usize) -> Result<[u8; N], Errno> {
         .get(at..)
         .and_then(|b| b.first_chunk::<N>())
         .copied()
-        .ok_or(Errno(libc::EINVAL))
+        .ok_or(Errno::INVAL)
 }
 
 /// The family; 0 is none.
@@ -71,7 +70,7 @@ impl Addr {
                 sid: u64::from_be_bytes(chunk(bytes, 24)?),
                 sid_mask: u64::from_be_bytes(chunk(bytes, 32)?),
             })),
-            _ => Err(Errno(libc::EINVAL)),
+            _ => Err(Errno::INVAL),
         }
     }
 
@@ -80,7 +79,7 @@ impl Addr {
         let addr = Self::parse(bytes)?;
         match addr.size() == usize::from(size) {
             true => Ok(addr),
-            false => Err(Errno(libc::EINVAL)),
+            false => Err(Errno::INVAL),
         }
     }
 
@@ -202,7 +201,7 @@ impl Addr {
 
 /// The GID of an address: IPv4 addresses are mapped into IPv6 (`rdma_ip2gid`).
 pub(crate) fn gid(ip: IpAddr) -> [u8; 16] {
-    gid_of(ip).raw
+    roce::gids::gid_of(ip)
 }
 
 #[cfg(test)]
@@ -230,10 +229,10 @@ mod tests {
 
     #[test]
     fn broken_addresses_are_refused() {
-        assert_eq!(Addr::parse(&[]), Err(Errno(libc::EINVAL)));
-        assert_eq!(Addr::parse(&[0; 128]), Err(Errno(libc::EINVAL)));
+        assert_eq!(Addr::parse(&[]), Err(Errno::INVAL));
+        assert_eq!(Addr::parse(&[0; 128]), Err(Errno::INVAL));
         let v6 = Addr::Ip("[::1]:1".parse().unwrap()).emit();
-        assert_eq!(Addr::parse(&v6[..27]), Err(Errno(libc::EINVAL)));
+        assert_eq!(Addr::parse(&v6[..27]), Err(Errno::INVAL));
         assert!(Addr::parse(&v6[..28]).is_ok());
     }
 

@@ -6,13 +6,15 @@ use std::{
 };
 
 use roce::{Mtu, RejectReason};
-use roce_cm::{AcceptArgs, ConnectArgs, Event as CmEventKind, ListenArgs, ResolveArgs, SidrAnswer, cma::PortSpace};
+use roce_port::cm::{
+    AcceptArgs, ConnectArgs, Event as CmEventKind, ListenArgs, ResolveArgs, SidrAnswer, cma::PortSpace,
+};
 
 use super::Result;
 
 /// The device that has an address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Place {
+pub(crate) struct CmaDevice {
     /// Number of the device, as `ibv_get_device_index` gives it.
     pub(crate) index: u32,
     /// Its GUID, big-endian.
@@ -44,8 +46,8 @@ pub(crate) trait Backend: Send {
     /// The device that has a local address.
     ///
     /// # Errors
-    /// EADDRNOTAVAIL when it is nobody's here, ENODEV when no device has it.
-    fn place_of(&mut self, local: IpAddr) -> Result<Place>;
+    /// EADDRNOTAVAIL when no interface has it, ENODEV when no device has it.
+    fn cma_dev_of(&mut self, local: IpAddr) -> Result<CmaDevice>;
     /// The local address from which a peer is reached.
     ///
     /// # Errors
@@ -61,11 +63,11 @@ pub(crate) trait Backend: Send {
     fn resolve_neighbour(
         &mut self,
         ticket: u64,
-        way: (IpAddr, SocketAddr),
+        route: (IpAddr, SocketAddr),
         timeout: Option<Duration>,
     ) -> Result<Option<Self::Query>>;
     /// Keeps a port from other processes, on one address or all; port 0: any that is free. Returns the port too: 0 when
-    /// nobody else minds.
+    /// other processes are not concerned.
     ///
     /// # Errors
     /// EADDRINUSE when another process has it.
@@ -73,7 +75,7 @@ pub(crate) trait Backend: Send {
     /// Listens.
     ///
     /// # Errors
-    /// EADDRINUSE when somebody else does.
+    /// EADDRINUSE when another process does.
     fn listen(&mut self, args: &ListenArgs) -> Result<Self::Handle>;
     /// Sends a REQ.
     ///
@@ -90,17 +92,17 @@ pub(crate) trait Backend: Send {
     /// Answers a request with a queue pair that is in RTS.
     ///
     /// # Errors
-    /// When it does not wait any more.
+    /// When it has ended.
     fn accept(&mut self, conn: &Self::Handle, args: &AcceptArgs) -> Result<()>;
     /// Answers a SIDR request.
     ///
     /// # Errors
-    /// When it does not wait any more.
+    /// When it has ended.
     fn answer(&mut self, conn: &Self::Handle, answer: &SidrAnswer) -> Result<()>;
     /// Tells the peer that our queue pair is in RTS too.
     ///
     /// # Errors
-    /// When the peer's answer is not there, or the connection is over.
+    /// When the peer's answer is not there, or the connection has ended.
     fn establish(&mut self, conn: &Self::Handle) -> Result<()>;
     /// Refuses a request or an answer.
     ///

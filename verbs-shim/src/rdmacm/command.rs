@@ -2,7 +2,7 @@
 
 use std::{os::fd::RawFd, time::Duration};
 
-use roce_cm::{ConnTransport, cma::PortSpace};
+use roce_port::cm::{ConnTransport, cma::PortSpace};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::{
@@ -69,6 +69,12 @@ impl<'a> Command<'a> {
         }
     }
 
+    /// The structure of a command that is answered by a number.
+    fn numbered<T: FromBytes + KnownLayout + Immutable>(&self) -> Result<T> {
+        self.need(size_of::<Number>())?;
+        self.get()
+    }
+
     fn answer<T: IntoBytes + Immutable>(&self, to: u64, value: &T) -> Answer {
         let bytes = value.as_bytes();
         Answer {
@@ -78,7 +84,7 @@ impl<'a> Command<'a> {
     }
 
     fn number(&self, to: u64, n: u32) -> Answer {
-        self.answer(to, &Number(n))
+        self.answer(to, &Number { id: n })
     }
 }
 
@@ -96,13 +102,12 @@ impl<B: Backend> Ucma<B> {
     /// Executes any command but GET_EVENT, which may wait.
     ///
     /// # Errors
-    /// What the kernel would say.
+    /// The kernel's.
     pub(crate) fn execute(&mut self, c: &Command<'_>, read: ReadUser<'_>) -> Result<Answer> {
         match c.cmd {
             Cmd::CreateId => self.create_id(c),
             Cmd::DestroyId => {
-                c.need(size_of::<Number>())?;
-                let cmd: abi::DestroyId = c.get()?;
+                let cmd: abi::DestroyId = c.numbered()?;
                 self.destroy(c.fd, cmd.id).map(|n| c.number(cmd.response, n))
             }
             Cmd::BindIp => {
@@ -113,8 +118,18 @@ impl<B: Backend> Ucma<B> {
                 let cmd: abi::Bind = c.get()?;
                 done(self.bind(c.fd, cmd.id, Addr::parse_sized(&cmd.addr, cmd.addr_size)?, true))
             }
-            Cmd::ResolveIp => self.resolve_ip(c),
-            Cmd::ResolveAddr => self.resolve_sized(c),
+            Cmd::ResolveIp => {
+                let cmd: abi::ResolveIp = c.get()?;
+                let src = (addr::family(&cmd.src) != 0).then(|| Addr::parse(&cmd.src));
+                let addrs = (src.transpose()?, Addr::parse(&cmd.dst)?);
+                done(self.resolve_addr(c.fd, cmd.id, addrs, timeout(cmd.timeout_ms)))
+            }
+            Cmd::ResolveAddr => {
+                let cmd: abi::ResolveAddr = c.get()?;
+                let src = (cmd.src_size != 0).then(|| Addr::parse_sized(&cmd.src, cmd.src_size));
+                let addrs = (src.transpose()?, Addr::parse_sized(&cmd.dst, cmd.dst_size)?);
+                done(self.resolve_addr(c.fd, cmd.id, addrs, timeout(cmd.timeout_ms)))
+            }
             Cmd::ResolveRoute => {
                 let cmd: abi::IdValue = c.get()?;
                 done(self.resolve_route(c.fd, cmd.id))
@@ -135,21 +150,19 @@ impl<B: Backend> Ucma<B> {
             Cmd::SetOption => self.set_option(c, read),
             Cmd::JoinIpMcast | Cmd::JoinMcast => self.join_command(c),
             Cmd::LeaveMcast => {
-                c.need(size_of::<Number>())?;
-                let cmd: abi::DestroyId = c.get()?;
+                let cmd: abi::DestroyId = c.numbered()?;
                 self.leave(c.fd, cmd.id).map(|n| c.number(cmd.response, n))
             }
             Cmd::MigrateId => {
-                c.need(size_of::<Number>())?;
-                let cmd: abi::MigrateId = c.get()?;
-                let from = RawFd::try_from(cmd.fd).map_err(|_| Errno(libc::ENOENT))?;
+                let cmd: abi::MigrateId = c.numbered()?;
+                let from = RawFd::try_from(cmd.fd).map_err(|_| Errno::NOENT)?;
                 self.migrate(c.fd, from, cmd.id).map(|n| c.number(cmd.response, n))
             }
             Cmd::Connect | Cmd::Listen | Cmd::Accept | Cmd::Reject | Cmd::Disconnect | Cmd::Notify => {
                 done(self.connection_command(c))
             }
             // The kernel has none either.
-            Cmd::GetOption | Cmd::GetEvent => Err(Errno(libc::ENOSYS)),
+            Cmd::GetOption | Cmd::GetEvent => Err(Errno::NOSYS),
         }
     }
 
@@ -163,31 +176,11 @@ impl<B: Backend> Ucma<B> {
     }
 
     fn create_id(&mut self, c: &Command<'_>) -> Result<Answer> {
-        c.need(size_of::<Number>())?;
-        let cmd: abi::CreateId = c.get()?;
+        let cmd: abi::CreateId = c.numbered()?;
         let space = PortSpace::from_number(cmd.ps).ok_or(Errno::INVAL)?;
         let service = Service::choose(space, cmd.qp_type)?;
         let id = self.insert(Context::new(c.fd, cmd.uid, space, service));
         Ok(c.number(cmd.response, id))
-    }
-
-    fn resolve_ip(&mut self, c: &Command<'_>) -> Result<Answer> {
-        let cmd: abi::ResolveIp = c.get()?;
-        let src = match addr::family(&cmd.src) {
-            0 => None,
-            _ => Some(Addr::parse(&cmd.src)?),
-        };
-        done(self.resolve_addr(c.fd, cmd.id, (src, Addr::parse(&cmd.dst)?), timeout(cmd.timeout_ms)))
-    }
-
-    fn resolve_sized(&mut self, c: &Command<'_>) -> Result<Answer> {
-        let cmd: abi::ResolveAddr = c.get()?;
-        let src = match cmd.src_size {
-            0 => None,
-            size => Some(Addr::parse_sized(&cmd.src, size)?),
-        };
-        let dst = Addr::parse_sized(&cmd.dst, cmd.dst_size)?;
-        done(self.resolve_addr(c.fd, cmd.id, (src, dst), timeout(cmd.timeout_ms)))
     }
 
     fn connection_command(&mut self, c: &Command<'_>) -> Result<()> {
@@ -208,7 +201,7 @@ impl<B: Backend> Ucma<B> {
             }
             Cmd::Disconnect => {
                 let id: Number = c.get()?;
-                self.disconnect(fd, id.0)
+                self.disconnect(fd, id.id)
             }
             Cmd::Listen => {
                 let cmd: abi::IdValue = c.get()?;
@@ -225,15 +218,15 @@ impl<B: Backend> Ucma<B> {
         let cmd: abi::Query = c.get()?;
         let ctx = self.get(c.fd, cmd.id)?;
         match cmd.option {
-            abi::query::ADDR => {
+            option::USER_CM_QUERY_ADDR => {
                 c.need(abi::QUERY_ADDR_MIN)?;
                 Ok(c.answer(cmd.response, &query::addresses(ctx)))
             }
-            abi::query::GID => {
+            option::USER_CM_QUERY_GID => {
                 c.need(abi::QUERY_ADDR_MIN)?;
                 Ok(c.answer(cmd.response, &query::gids(ctx)))
             }
-            abi::query::PATH => {
+            option::USER_CM_QUERY_PATH => {
                 let (head, data) = query::paths(ctx, c.room)?;
                 let mut answer = c.answer(cmd.response, &head);
                 if let Some(data) = data {
@@ -241,7 +234,7 @@ impl<B: Backend> Ucma<B> {
                 }
                 Ok(answer)
             }
-            _ => Err(Errno(libc::ENOSYS)),
+            _ => Err(Errno::NOSYS),
         }
     }
 
@@ -260,8 +253,8 @@ impl<B: Backend> Ucma<B> {
                 .map_err(|_| Errno::INVAL)
         };
         match (cmd.level, cmd.optname) {
-            (option::LEVEL_ID, option::ID_TOS) => ctx.tos = byte()?,
-            (option::LEVEL_ID, option::ID_ACK_TIMEOUT) => {
+            (option::OPTION_ID, option::OPTION_ID_TOS) => ctx.tos = byte()?,
+            (option::OPTION_ID, option::OPTION_ID_ACK_TIMEOUT) => {
                 let timeout = byte()?;
                 let acknowledged = matches!(ctx.service, Service::Connected(ConnTransport::Rc | ConnTransport::Xrc));
                 if timeout > 31 || !acknowledged {
@@ -269,7 +262,7 @@ impl<B: Backend> Ucma<B> {
                 }
                 ctx.ack_timeout = Some(timeout);
             }
-            (option::LEVEL_ID, option::ID_REUSEADDR) => {
+            (option::OPTION_ID, option::OPTION_ID_REUSEADDR) => {
                 let reuse = flag()?;
                 // Once it is bound it can only be turned on, and a listener's port is its own (`rdma_set_reuseaddr`).
                 if ctx.state != State::Idle && (!reuse || ctx.state == State::Listen) {
@@ -277,15 +270,15 @@ impl<B: Backend> Ucma<B> {
                 }
                 ctx.reuse = reuse;
             }
-            (option::LEVEL_ID, option::ID_AFONLY) => {
+            (option::OPTION_ID, option::OPTION_ID_AFONLY) => {
                 let afonly = flag()?;
                 if !matches!(ctx.state, State::Idle | State::AddrBound) {
                     return Err(Errno::INVAL);
                 }
                 ctx.afonly = Some(afonly);
             }
-            (option::LEVEL_IB, option::IB_PATH) => return self.set_path(c.fd, cmd.id, &value),
-            _ => return Err(Errno(libc::ENOSYS)),
+            (option::OPTION_IB, option::OPTION_IB_PATH) => return self.set_path(c.fd, cmd.id, &value),
+            _ => return Err(Errno::NOSYS),
         }
         self.update_owner(cmd.id);
         Ok(Answer::default())
@@ -298,9 +291,9 @@ impl<B: Backend> Ucma<B> {
             return Err(Errno::INVAL);
         }
         let ctx = self.get(fd, id)?;
-        ctx.place()?;
+        ctx.cma_dev()?;
         ctx.step(Op::ResolveRoute)?;
-        self.tell(id, &Event::new(abi::EventType::RouteResolved));
+        self.report_event(id, &Event::new(abi::EventType::RouteResolved));
         Ok(Answer::default())
     }
 

@@ -1,4 +1,4 @@
-//! LISTEN, CONNECT, ACCEPT, REJECT and DISCONNECT, and what the transport tells of connections.
+//! LISTEN, CONNECT, ACCEPT, REJECT and DISCONNECT, and the transport's events of connections.
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
@@ -7,9 +7,9 @@ use std::{
 };
 
 use roce::{Psn, Qpn, RejectReason, verbs::QKey};
-use roce_cm::{
-    AcceptArgs, ConnParams, ConnTransport, ConnectArgs, Event as CmEventKind, ListenArgs, RemoteQp, ResolveArgs,
-    SidrAnswer, mad::sidr_status,
+use roce_port::cm::{
+    AcceptArgs, ConnParams, ConnTransport, ConnectArgs, Event as CmEventKind, ListenArgs, LocalQp, RemoteQp,
+    ResolveArgs, SidrAnswer, mad::sidr_status,
 };
 
 use super::{
@@ -17,7 +17,7 @@ use super::{
     abi::{ConnParam, EventType},
     addr::Addr,
     backend::{Backend, Report},
-    context::{Again, Context, Question, Service},
+    context::{Attempt, Context, Retry, Service},
     event::{Event, Param},
     query::Path,
     state::{Op, State},
@@ -28,7 +28,7 @@ use super::{
 const MAX_BACKLOG: u32 = 1024;
 /// Retry counts are three bits.
 const MAX_RETRIES: u8 = 7;
-/// `IB_CM_REJ_CONSUMER_DEFINED` and `IB_CM_REJ_VENDOR_OPTION_NOT_SUPPORTED`: what a program may say.
+/// `IB_CM_REJ_CONSUMER_DEFINED` and `IB_CM_REJ_VENDOR_OPTION_NOT_SUPPORTED`: the reasons that a program may give.
 const REASONS: [u8; 2] = [28, 35];
 /// The one asynchronous event that means something to a connection (`IBV_EVENT_COMM_EST`).
 const COMM_EST: u32 = 4;
@@ -37,15 +37,15 @@ fn private_data(param: &ConnParam) -> Vec<u8> {
     param.private_data[..usize::from(param.private_data_len)].to_vec()
 }
 
-/// How long a question is asked again when nobody listens.
-const PATIENCE: Duration = Duration::from_millis(500);
-/// The pause between two questions.
-const PAUSE: Duration = Duration::from_millis(20);
+/// How long an attempt is repeated while the peer has no listener.
+const RETRY_FOR: Duration = Duration::from_millis(500);
+/// Pause between two attempts.
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
-fn ask<B: Backend>(backend: &mut B, question: &Question) -> Result<B::Handle> {
-    match question {
-        Question::Connect(args) => backend.connect(args),
-        Question::Resolve(args) => backend.resolve(args),
+fn send_attempt<B: Backend>(backend: &mut B, attempt: &Attempt) -> Result<B::Handle> {
+    match attempt {
+        Attempt::Connect(args) => backend.connect(args),
+        Attempt::Resolve(args) => backend.resolve(args),
     }
 }
 
@@ -62,18 +62,29 @@ fn params(param: &ConnParam) -> ConnParams {
 
 fn connect_args<B: Backend>(ctx: &Context<B>, transport: ConnTransport, param: &ConnParam) -> Result<ConnectArgs> {
     let (local, remote) = ctx.ips()?;
-    let mtu = ctx.place()?.mtu;
+    let mtu = ctx.cma_dev()?.mtu;
     Ok(ConnectArgs {
+        local,
+        remote,
+        qp: LocalQp {
+            transport,
+            ..local_qp(ctx, param)
+        },
+        mtu,
         params: ConnParams {
             tos: Some(ctx.tos),
             ..params(param)
         },
+        space: ctx.space,
+    })
+}
+
+fn local_qp<B: Backend>(ctx: &Context<B>, param: &ConnParam) -> LocalQp {
+    LocalQp {
         flow_control: param.flow_control != 0,
         srq: ctx.srq,
-        space: ctx.space,
-        transport,
-        ..ConnectArgs::new(local, remote, Qpn::new(ctx.qpn), Psn::new(ctx.psn), mtu)
-    })
+        ..LocalQp::new(Qpn::new(ctx.qpn), Psn::new(ctx.psn))
+    }
 }
 
 impl<B: Backend> Ucma<B> {
@@ -117,14 +128,13 @@ impl<B: Backend> Ucma<B> {
         }
         let (ctx, backend) = self.get_with(fd, id)?;
         ctx.check(Op::Connect)?;
-        ctx.qpn = param.qp_num & 0x00ff_ffff;
-        ctx.srq = param.srq != 0;
+        ctx.set_qp(param);
         ctx.responder_resources = param.responder_resources;
-        let question = match ctx.service {
-            Service::Connected(transport) => Question::Connect(Box::new(connect_args(ctx, transport, param)?)),
+        let attempt = match ctx.service {
+            Service::Connected(transport) => Attempt::Connect(Box::new(connect_args(ctx, transport, param)?)),
             Service::Datagram => {
                 let (local, remote) = ctx.ips()?;
-                Question::Resolve(Box::new(ResolveArgs {
+                Attempt::Resolve(Box::new(ResolveArgs {
                     local,
                     remote,
                     space: ctx.space,
@@ -133,44 +143,44 @@ impl<B: Backend> Ucma<B> {
             }
             Service::Any => return Err(Errno::INVAL),
         };
-        let handle = ask(backend, &question)?;
-        let until = Instant::now() + PATIENCE;
-        ctx.again = Some(Again { question, until });
+        let handle = send_attempt(backend, &attempt)?;
+        let until = Instant::now() + RETRY_FOR;
+        ctx.retry = Some(Retry { attempt, until });
         ctx.step(Op::Connect)?;
         self.attach(id, handle);
         Ok(())
     }
 
-    /// Nobody listens at the peer: whether the question will be asked again.
-    fn ask_later(&mut self, key: u64, now: Instant) -> bool {
+    /// Schedules another attempt after the peer had no listener. Returns whether there will be one.
+    fn retry_later(&mut self, key: u64, now: Instant) -> bool {
         let Some(id) = self.by_key(key) else { return false };
         let patient = self.parts(id).is_some_and(|(ctx, _)| {
-            ctx.state == State::Connect && ctx.again.as_ref().is_some_and(|again| now < again.until)
+            ctx.state == State::Connect && ctx.retry.as_ref().is_some_and(|retry| now < retry.until)
         });
         if patient {
-            self.later.push((now + PAUSE, id));
+            self.retries.push((now + RETRY_INTERVAL, id));
         }
         patient
     }
 
-    /// Asks again what is due. Returns when to come back.
-    pub(crate) fn ask_again(&mut self, now: Instant) -> Option<Instant> {
+    /// Repeats the attempts that are due. Returns when to call again.
+    pub(crate) fn retry_due(&mut self, now: Instant) -> Option<Instant> {
         let due: Vec<u32> = self
-            .later
+            .retries
             .extract_if(.., |(at, _)| *at <= now)
             .map(|(_, id)| id)
             .collect();
         for id in due {
             let Some((ctx, backend)) = self.parts(id) else { continue };
-            let Some(again) = ctx.again.as_ref().filter(|_| ctx.state == State::Connect) else {
+            let Some(retry) = ctx.retry.as_ref().filter(|_| ctx.state == State::Connect) else {
                 continue;
             };
-            match ask(backend, &again.question) {
+            match send_attempt(backend, &retry.attempt) {
                 Ok(handle) => self.attach(id, handle),
-                Err(e) => self.tell(id, &Event::failed(EventType::Unreachable, -e.0)),
+                Err(e) => self.report_event(id, &Event::failed(EventType::Unreachable, -e.0)),
             }
         }
-        self.later.iter().map(|(at, _)| *at).min()
+        self.retries.iter().map(|(at, _)| *at).min()
     }
 
     /// Accepts a request (`rdma_accept`); without parameters (`valid` is 0) confirms the peer's accept.
@@ -199,12 +209,10 @@ impl<B: Backend> Ucma<B> {
     }
 
     fn accept_connection(ctx: &mut Context<B>, backend: &mut B, param: &ConnParam) -> Result<()> {
-        ctx.qpn = param.qp_num & 0x00ff_ffff;
-        ctx.srq = param.srq != 0;
+        ctx.set_qp(param);
         let args = AcceptArgs {
-            flow_control: param.flow_control != 0,
-            srq: ctx.srq,
-            ..AcceptArgs::new(Qpn::new(ctx.qpn), Psn::new(ctx.psn), params(param))
+            qp: local_qp(ctx, param),
+            params: params(param),
         };
         backend.accept(ctx.handle()?, &args)?;
         if let Some(path) = &mut ctx.path {
@@ -216,7 +224,7 @@ impl<B: Backend> Ucma<B> {
 
     fn answer(ctx: &mut Context<B>, backend: &mut B, param: Option<&ConnParam>) -> Result<()> {
         if let Some(param) = param {
-            ctx.qpn = param.qp_num & 0x00ff_ffff;
+            ctx.set_qp(param);
         }
         let qkey = ctx.qkey();
         ctx.set_qkey(qkey)?;
@@ -240,7 +248,7 @@ impl<B: Backend> Ucma<B> {
             _ => return Err(Errno::INVAL),
         };
         let (ctx, backend) = self.get_with(fd, id)?;
-        ctx.place()?;
+        ctx.cma_dev()?;
         Self::refuse(ctx, backend, RejectReason(reason.into()), data)
     }
 
@@ -262,10 +270,10 @@ impl<B: Backend> Ucma<B> {
     /// Ends a connection (`rdma_disconnect`). DISCONNECTED follows, unless it came already.
     ///
     /// # Errors
-    /// EINVAL when it was never begun.
+    /// EINVAL when there is none.
     pub(crate) fn disconnect(&mut self, fd: RawFd, id: u32) -> Result<()> {
         let (ctx, backend) = self.get_with(fd, id)?;
-        ctx.place()?;
+        ctx.cma_dev()?;
         let handle = ctx.handle()?;
         match ctx.service {
             Service::Connected(_) => backend.disconnect(handle),
@@ -273,13 +281,13 @@ impl<B: Backend> Ucma<B> {
         }
     }
 
-    /// The program tells what its queue pair has reported (`rdma_notify`).
+    /// Handles an event of the program's queue pair (`rdma_notify`).
     ///
     /// # Errors
-    /// EINVAL for events that no connection cares for.
+    /// EINVAL for events that don't concern connections.
     pub(crate) fn notify(&mut self, fd: RawFd, id: u32, event: u32) -> Result<()> {
         let (ctx, backend) = self.get_with(fd, id)?;
-        ctx.place()?;
+        ctx.cma_dev()?;
         match event {
             COMM_EST => backend.notify(ctx.handle()?),
             _ => Err(Errno::INVAL),
@@ -330,7 +338,7 @@ impl<B: Backend> Ucma<B> {
             CmEventKind::Rejected {
                 reason, private_data, ..
             } => {
-                if reason == RejectReason::INVALID_SERVICE_ID && self.ask_later(key, Instant::now()) {
+                if reason == RejectReason::INVALID_SERVICE_ID && self.retry_later(key, Instant::now()) {
                     return;
                 }
                 let event = Event::failed(EventType::Rejected, reason.0.into());
@@ -356,7 +364,7 @@ impl<B: Backend> Ucma<B> {
         &mut self,
         listener: u64,
         conn: Option<B::Handle>,
-        way: (SocketAddr, SocketAddr),
+        route: (SocketAddr, SocketAddr),
         path: Option<RemoteQp>,
         private_data: Vec<u8>,
     ) {
@@ -365,11 +373,11 @@ impl<B: Backend> Ucma<B> {
         let Some((ctx, backend)) = self.parts(listener) else {
             return;
         };
-        let other_family = ctx.local.ip().is_some_and(|a| a.is_ipv4() != way.0.is_ipv4());
+        let other_family = ctx.local.ip().is_some_and(|a| a.is_ipv4() != route.0.is_ipv4());
         if other_family && ctx.afonly == Some(true) {
             return;
         }
-        let Ok(place) = backend.place_of(way.0.ip()) else {
+        let Ok(cma_dev) = backend.cma_dev_of(route.0.ip()) else {
             return;
         };
         let service = match path {
@@ -377,8 +385,8 @@ impl<B: Backend> Ucma<B> {
             None => Service::Datagram,
         };
         let mut new = Context::new(ctx.channel, 0, ctx.space, service);
-        (new.local, new.remote) = (Addr::Ip(way.0), Addr::Ip(way.1));
-        (new.place, new.path, new.handle) = (Some(place), path, conn);
+        (new.local, new.remote) = (Addr::Ip(route.0), Addr::Ip(route.1));
+        (new.cma_dev, new.path, new.handle) = (Some(cma_dev), path, conn);
         (new.tos, new.ack_timeout) = (ctx.tos, ctx.ack_timeout);
         (new.state, new.passive) = (State::Connect, true);
         let param = path.map_or(Param::None, Param::Conn);
@@ -386,7 +394,7 @@ impl<B: Backend> Ucma<B> {
             .with(param)
             .with_data(private_data);
         let request = self.insert(new);
-        self.tell_request(listener, request, &event);
+        self.report_request(listener, request, &event);
     }
 
     fn on_reply(&mut self, key: u64, path: RemoteQp, private_data: Vec<u8>) {
@@ -400,7 +408,7 @@ impl<B: Backend> Ucma<B> {
     }
 
     fn on_resolved(&mut self, key: u64, answer: SidrAnswer) {
-        if answer.status == sidr_status::UNSUPPORTED && self.ask_later(key, Instant::now()) {
+        if answer.status == sidr_status::UNSUPPORTED && self.retry_later(key, Instant::now()) {
             return;
         }
         let id = self.by_key(key);
@@ -425,7 +433,7 @@ impl<B: Backend> Ucma<B> {
     fn on_progress(&mut self, key: u64, op: Op, event: &Event) {
         let Some(id) = self.by_key(key) else { return };
         if self.parts(id).is_some_and(|(ctx, _)| ctx.step(op).is_ok()) {
-            self.tell(id, event);
+            self.report_event(id, event);
         }
     }
 }

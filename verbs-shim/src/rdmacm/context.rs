@@ -1,14 +1,15 @@
-//! An id.
+//! Ids of RDMA_CM.
 
 use core::net::SocketAddr;
 use std::{os::fd::RawFd, time::Instant};
 
-use roce_cm::{ConnTransport, ConnectArgs, RemoteQp, ResolveArgs, cma::PortSpace};
+use roce_port::cm::{ConnTransport, ConnectArgs, RemoteQp, ResolveArgs, cma::PortSpace};
 
 use super::{
     Errno, Result,
+    abi::ConnParam,
     addr::{Addr, IbAddr},
-    backend::{Backend, Place},
+    backend::{Backend, CmaDevice},
     ports::random,
     state::{Op, State},
 };
@@ -63,21 +64,21 @@ impl Service {
     }
 }
 
-/// A question to a listener.
+/// A message to a listener.
 #[derive(Clone)]
-pub(crate) enum Question {
+pub(crate) enum Attempt {
     /// A REQ.
     Connect(Box<ConnectArgs>),
     /// A SIDR REQ.
     Resolve(Box<ResolveArgs>),
 }
 
-/// A question that is asked again while nobody listens.
+/// An attempt that is repeated while the peer has no listener.
 ///
 /// Programs (perftest's, for one) agree over another channel that they are about to listen and to connect, and then do
-/// both at the same time. With the kernel the one who connects is slower; here nothing makes it so.
-pub(crate) struct Again {
-    pub(crate) question: Question,
+/// both at the same time. With the kernel connecting is slower than listening; here it is not.
+pub(crate) struct Retry {
+    pub(crate) attempt: Attempt,
     /// No more after this.
     pub(crate) until: Instant,
 }
@@ -92,7 +93,18 @@ pub(crate) struct Resolution<B: Backend> {
     pub(crate) local: SocketAddr,
     pub(crate) remote: SocketAddr,
     /// The device of the local one.
-    pub(crate) place: Place,
+    pub(crate) cma_dev: CmaDevice,
+}
+
+/// Membership of an id in a multicast group.
+pub(crate) struct Member<B: Backend> {
+    pub(crate) id: u32,
+    /// librdmacm's name for it.
+    pub(crate) uid: u64,
+    /// Events that were taken from the channel.
+    pub(crate) reported: u32,
+    /// Dropping it leaves the group.
+    pub(crate) _membership: B::Member,
 }
 
 /// An id: `struct ucma_context` and the `rdma_cm_id` behind it.
@@ -111,7 +123,7 @@ pub(crate) struct Context<B: Backend> {
     /// Keeps that port from other processes, if it was chosen by or for a program that may listen.
     pub(crate) hold: Option<B::Hold>,
     /// The device, once the local address is known.
-    pub(crate) place: Option<Place>,
+    pub(crate) cma_dev: Option<CmaDevice>,
     /// The address resolution that it waits for.
     pub(crate) resolution: Option<Resolution<B>>,
     /// Its listener, connection or resolution.
@@ -125,9 +137,9 @@ pub(crate) struct Context<B: Backend> {
     pub(crate) passive: bool,
     /// The peer's queue pair: known in a request and after a reply.
     pub(crate) path: Option<RemoteQp>,
-    /// Request to repeat if nobody listens yet.
-    pub(crate) again: Option<Again>,
-    /// READs and atomics that we answer at a time, as asked for when connecting.
+    /// Attempt to repeat if the peer has no listener yet.
+    pub(crate) retry: Option<Retry>,
+    /// READs and atomics that we answer at a time, as requested when connecting.
     pub(crate) responder_resources: u8,
     pub(crate) tos: u8,
     pub(crate) reuse: bool,
@@ -150,7 +162,7 @@ impl<B: Backend> Context<B> {
             remote: any,
             bound: false,
             hold: None,
-            place: None,
+            cma_dev: None,
             resolution: None,
             handle: None,
             psn: random() & 0x00ff_ffff,
@@ -159,7 +171,7 @@ impl<B: Backend> Context<B> {
             qkey: None,
             passive: false,
             path: None,
-            again: None,
+            retry: None,
             responder_resources: 0,
             tos: 0,
             reuse: false,
@@ -169,7 +181,13 @@ impl<B: Backend> Context<B> {
         }
     }
 
-    /// Does what an operation does to the state.
+    /// Takes the program's queue pair from the parameters of a connection.
+    pub(crate) fn set_qp(&mut self, param: &ConnParam) {
+        self.qpn = param.qp_num & 0x00ff_ffff;
+        self.srq = param.srq != 0;
+    }
+
+    /// Applies an operation to the state.
     ///
     /// # Errors
     /// EINVAL when the state does not allow it.
@@ -193,8 +211,8 @@ impl<B: Backend> Context<B> {
     ///
     /// # Errors
     /// EINVAL before it has one.
-    pub(crate) fn place(&self) -> Result<Place> {
-        self.place
+    pub(crate) fn cma_dev(&self) -> Result<CmaDevice> {
+        self.cma_dev
             .ok_or_else(|| Errno::INVAL.because("the id has no device yet: bind it to an address, or resolve one"))
     }
 
@@ -234,6 +252,6 @@ impl<B: Backend> Context<B> {
     /// Whether there is a path to describe: after route resolution and for requests.
     pub(crate) fn is_routed(&self) -> bool {
         let routed = matches!(self.state, State::RouteResolved | State::Connect | State::Disconnect);
-        routed && self.place.is_some()
+        routed && self.cma_dev.is_some()
     }
 }

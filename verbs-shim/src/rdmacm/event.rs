@@ -1,6 +1,6 @@
 //! Events as librdmacm reads them.
 
-use roce_cm::RemoteQp;
+use roce_port::cm::RemoteQp;
 use zerocopy::IntoBytes;
 
 use crate::log;

@@ -3,73 +3,63 @@
 use std::{
     collections::HashMap,
     net::{IpAddr, SocketAddr},
-    os::fd::{AsRawFd, OwnedFd},
-    sync::{Arc, Weak},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
-use roce::{CmEvent, EventChannel, Membership, Mtu, PortHold, RejectReason, Thread, VerbsError, iface};
-use roce_cm::{AcceptArgs, ConnectArgs, ListenArgs, ResolveArgs, SidrAnswer, cma::PortSpace};
+use roce::{CmEvent, EventChannel, Membership, PortHold, RejectReason, VerbsError, iface};
+use roce_port::cm::{AcceptArgs, ConnectArgs, ListenArgs, ResolveArgs, SidrAnswer, cma::PortSpace};
 
 use super::{
     Errno, Result,
-    backend::{Backend, Handle, Place, Report},
-    ffi,
-    resolver::{self, Resolver, Started},
+    backend::{Backend, CmaDevice, Handle, Report},
+    neighbour::{self, Resolver, Started},
 };
-use crate::{config, device, engine::Engine};
+use crate::{
+    device,
+    engine::Engine,
+    gids,
+    worker::{Next, Worker},
+};
 
-/// The connection manager while it is in use.
-pub(crate) struct Link {
+/// The connection manager while it is in use. Its parts are dropped in this order.
+struct Link {
     cm: Arc<EventChannel>,
+    /// Reports events of connections.
+    _worker: Worker,
     /// Keeps the device open.
     engine: Arc<Engine>,
-    /// Runs [`report_events`].
-    thread: Thread,
 }
 
-impl Link {
-    /// Lets the device go. When this returns, and nobody else has it, its address may be opened anew. Not to be called
-    /// with a lock that the thread takes.
-    pub(crate) fn end(self) {
-        let Self { cm, engine, thread } = self;
-        drop(cm);
-        if !thread.finish() {
-            tracing::error!("the thread for connection events has failed, or does not end");
-        }
-        drop(engine);
-    }
-}
-
-/// Remains of a process without channels, to be ended.
+/// Remains of a process without channels. Not to be dropped with a lock that its threads take. Afterwards, and when nothing else
+/// has the device, its address may be opened again.
 pub(crate) struct Ending {
-    link: Option<Link>,
-    resolver: Option<Resolver>,
+    _resolver: Option<Resolver>,
+    _link: Option<Link>,
 }
 
-impl Ending {
-    /// Ends all of it. Not to be called with a lock that its threads take.
-    pub(crate) fn end(self) {
-        drop(self.resolver);
-        if let Some(link) = self.link {
-            link.end();
-        }
-    }
-}
-
-/// How long what is known of an address is believed.
+/// How long the device of an address is cached.
 const FRESH: Duration = Duration::from_millis(500);
 
+/// Functions that the transport's threads call, without its locks.
+#[derive(Clone, Copy)]
+pub(crate) struct Reports {
+    /// Takes a report.
+    pub(crate) deliver: fn(Report<Id>),
+    /// Does what is due, and returns when to call again.
+    pub(crate) tend: fn() -> Option<Instant>,
+}
+
 /// The real transport. It is opened with the first connection or listener.
-#[derive(Default)]
 pub(crate) struct Facade {
+    reports: Reports,
     link: Option<Link>,
     /// Started with the first address that has to be resolved.
-    resolver: Option<Resolver>,
+    neighbour: Option<Resolver>,
     /// Result of opening the link on behalf of a caller: opening takes too long for the lock that this is under.
     offered: Option<Result<Arc<Engine>>>,
-    /// Devices of addresses that were asked for lately.
-    places: HashMap<IpAddr, (Instant, Place)>,
+    /// Devices of recently used addresses.
+    places: HashMap<IpAddr, (Instant, CmaDevice)>,
 }
 
 /// A connection, resolution or listener.
@@ -82,23 +72,38 @@ impl Handle for Id {
 }
 
 impl Facade {
+    pub(crate) fn new(reports: Reports) -> Self {
+        Self {
+            reports,
+            link: None,
+            neighbour: None,
+            offered: None,
+            places: HashMap::new(),
+        }
+    }
+
     fn cm(&mut self) -> Result<&EventChannel> {
         if self.link.is_none() {
             let engine = self.offered.clone().unwrap_or_else(Engine::get)?;
             let cm = Arc::new(engine.device.create_cm_channel()?);
             let readable = cm.as_fd().try_clone_to_owned()?;
-            let weak = Arc::downgrade(&cm);
-            let thread = Thread::start("ferroce cm", move || report_events(&weak, &readable))?;
-            self.link = Some(Link { cm, engine, thread });
+            let reports = self.reports;
+            let work = move |cm: &EventChannel| report_events(cm, reports);
+            let worker = Worker::on("ferroce cm", readable, &cm, work)?;
+            self.link = Some(Link {
+                cm,
+                _worker: worker,
+                engine,
+            });
         }
         self.link.as_ref().map(|l| &*l.cm).ok_or(Errno::IO)
     }
 
-    /// Gives up the link and the resolver, which the caller ends.
+    /// Gives up the link and the neighbour, which the caller drops.
     pub(crate) fn close(&mut self) -> Ending {
         Ending {
-            link: self.link.take(),
-            resolver: self.resolver.take(),
+            _resolver: self.neighbour.take(),
+            _link: self.link.take(),
         }
     }
 
@@ -107,41 +112,25 @@ impl Facade {
         self.link.is_none()
     }
 
-    /// Has the link made of this when it is needed; `None`: not any more.
+    /// Offers an engine for the link, until it is called with `None`.
     pub(crate) fn offer(&mut self, engine: Option<Result<Arc<Engine>>>) {
         self.offered = engine;
     }
 }
 
-/// Thread that reports events of connections.
-fn report_events(cm: &Weak<EventChannel>, readable: &OwnedFd) {
-    let mut alarm: Option<Instant> = None;
+/// Reports the events of connections that there are.
+fn report_events(cm: &EventChannel, reports: Reports) -> Next {
     loop {
-        let wait = alarm.map_or(-1, |at| {
-            let left = at.saturating_duration_since(Instant::now()).as_millis() + 1;
-            i32::try_from(left).unwrap_or(i32::MAX)
-        });
-        let mut entry = libc::pollfd {
-            fd: readable.as_raw_fd(),
-            events: libc::POLLIN,
-            revents: 0,
-        };
-        // SAFETY: one entry on the stack.
-        unsafe { libc::poll(&raw mut entry, 1, wait) };
-        // Closing the queue makes its descriptor readable, so this ends when the link does.
-        let Some(cm) = cm.upgrade() else { return };
-        loop {
-            match cm.take() {
-                Ok(Some(event)) => ffi::deliver(report(event)),
-                Ok(None) => break,
-                Err(_) => {
-                    ffi::deliver(Report::Gone);
-                    return;
-                }
+        match cm.take() {
+            Ok(Some(event)) => (reports.deliver)(report(event)),
+            Ok(None) => break,
+            Err(_) => {
+                (reports.deliver)(Report::Gone);
+                return Next::End;
             }
         }
-        alarm = ffi::tend();
     }
+    (reports.tend)().map_or(Next::Ready, Next::At)
 }
 
 fn report(CmEvent { id, listener, kind }: CmEvent) -> Report<Id> {
@@ -160,7 +149,7 @@ fn report(CmEvent { id, listener, kind }: CmEvent) -> Report<Id> {
     }
 }
 
-/// The error when a port can't be had.
+/// Returns the error for a port that can't be had.
 fn in_use(e: VerbsError) -> Errno {
     match e {
         VerbsError::Address(reason) => Errno(libc::EADDRINUSE).because(reason),
@@ -168,59 +157,47 @@ fn in_use(e: VerbsError) -> Errno {
     }
 }
 
-/// The path MTU of a device: what its interface carries, unless less was asked for.
-fn path_mtu(device: &device::VerbsDevice) -> Result<Mtu> {
-    let carries = Mtu::for_interface(device.interface_mtu()).ok_or(Errno::INVAL)?;
-    Ok(config::mtu().map_or(carries, |wanted| wanted.min(carries)))
-}
-
 impl Backend for Facade {
     type Handle = Id;
     type Query = Started;
-    /// None for who only sends.
+    /// `None` for a sender only.
     type Member = Option<Membership>;
     type Hold = PortHold;
 
-    fn place_of(&mut self, local: IpAddr) -> Result<Place> {
+    fn cma_dev_of(&mut self, local: IpAddr) -> Result<CmaDevice> {
         self.places.retain(|_, (seen, _)| seen.elapsed() < FRESH);
-        if let Some((_, place)) = self.places.get(&local) {
-            return Ok(*place);
+        if let Some((_, cma_dev)) = self.places.get(&local) {
+            return Ok(*cma_dev);
         }
         let found = device::list()?.into_iter().find_map(|d| Some((d, d.gids.find(local)?)));
         let Some((device, index)) = found else {
-            return Err(match device::interface_of(local)? {
+            return Err(match gids::interface_of(local)? {
                 Some(interface) => Errno::NODEV.because(format_args!(
                     "{local} is an address of {interface}, which is no device here: it is down, or FERROCE_ADDR (--addr) leaves it out"
                 )),
                 None => Errno(libc::EADDRNOTAVAIL).because(format_args!("no interface has the address {local}")),
             });
         };
-        let place = Place {
+        let cma_dev = CmaDevice {
             index: device.index as u32,
             guid: device.guid(),
             gid_index: u8::try_from(index).map_err(|_| Errno::NODEV)?,
-            mtu: path_mtu(device)?,
+            mtu: device.path_mtu().ok_or(Errno::INVAL)?,
         };
-        self.places.insert(local, (Instant::now(), place));
-        Ok(place)
+        self.places.insert(local, (Instant::now(), cma_dev));
+        Ok(cma_dev)
     }
 
     fn source_for(&mut self, remote: SocketAddr) -> Result<IpAddr> {
         let usual = iface::route_to_scoped(remote)?;
-        if self.place_of(usual).is_ok() {
+        if self.cma_dev_of(usual).is_ok() {
             return Ok(usual);
         }
         // The program is confined to other addresses than the one that the system would take: one of the same
         // interface serves as well.
         let interface = iface::interface_of(usual)?.0;
-        let beside = device::list()?.into_iter().find(|d| d.interface == interface);
-        let own = beside.and_then(|d| {
-            d.gids
-                .entries()
-                .into_iter()
-                .find(|(_, ip)| ip.is_ipv4() == usual.is_ipv4())
-        });
-        Ok(own.map_or(usual, |(_, ip)| ip))
+        let device = device::list()?.into_iter().find(|d| d.interface == interface);
+        Ok(device.and_then(|d| d.gids.like(usual)).map_or(usual, |(_, ip)| ip))
     }
 
     fn some_address(&mut self, v6: bool) -> Option<IpAddr> {
@@ -236,17 +213,17 @@ impl Backend for Facade {
     fn resolve_neighbour(
         &mut self,
         ticket: u64,
-        way: (IpAddr, SocketAddr),
+        route: (IpAddr, SocketAddr),
         timeout: Option<Duration>,
     ) -> Result<Option<Started>> {
-        if resolver::is_resolved(way.0, way.1)? {
+        if neighbour::is_resolved(route.0, route.1)? {
             return Ok(None);
         }
-        let resolver = match self.resolver.take() {
-            Some(resolver) => resolver,
-            None => Resolver::start()?,
+        let neighbour = match self.neighbour.take() {
+            Some(neighbour) => neighbour,
+            None => Resolver::start(self.reports.deliver)?,
         };
-        Ok(Some(self.resolver.insert(resolver).query(ticket, way, timeout)))
+        Ok(Some(self.neighbour.insert(neighbour).query(ticket, route, timeout)))
     }
 
     fn reserve(&mut self, space: PortSpace, port: u16, addr: Option<IpAddr>, reuse: bool) -> Result<(u16, PortHold)> {

@@ -1,53 +1,41 @@
-//! Functions that programs and librdmacm call: event channels, and the C library's `write` and `close`, which go on to the C library
-//! for every descriptor that is not an event channel.
+//! `write` and `close` in front of the C library's: commands when they go to an event channel, else passed on.
 
 use std::{
     ffi::{c_int, c_void},
-    mem,
     os::fd::RawFd,
     ptr,
-    sync::{
-        Mutex, Once, PoisonError,
-        atomic::{AtomicI64, Ordering},
-    },
+    sync::{Mutex, OnceLock, PoisonError},
     time::Instant,
 };
 
 use super::{
     Errno, Result,
     abi::{self, Cmd},
-    backend::Report,
-    channel::FdSet,
     command::{Answer, Command},
-    facade::{Facade, Id},
+    facade::{Facade, Reports},
+    fd_set::FdSet,
     ucma::Ucma,
 };
 use crate::{
     cancel::{self, Wait},
-    device,
     engine::Engine,
     fork::{self, Own},
-    interpose::{Call, Next},
     log, ret,
+    symbols::{Call, Next, calls, libc_write},
 };
 
-/// `struct rdma_event_channel`.
-#[repr(C)]
-struct RdmaEventChannel {
-    fd: c_int,
-}
-
-// The C library's own, under the names that nobody interposes. A thread may be cancelled in them, which unwinds.
+// The C library's own, under a name that is not interposed. A thread may be cancelled in them, which unwinds.
 unsafe extern "C-unwind" {
-    #[link_name = "__write"]
-    fn libc_write(fd: c_int, buf: *const c_void, len: usize) -> isize;
     #[link_name = "__close"]
-    fn libc_close(fd: c_int) -> c_int;
+    pub(crate) fn libc_close(fd: c_int) -> c_int;
     fn pause() -> c_int;
 }
 
-static NEXT_WRITE: Next = Next::new(c"write");
-static NEXT_CLOSE: Next = Next::new(c"close");
+// SAFETY: libc's function of this name has this signature.
+static NEXT_WRITE: Next<unsafe extern "C-unwind" fn(c_int, *const c_void, usize) -> isize> =
+    unsafe { Next::new(c"write") };
+// SAFETY: likewise.
+static NEXT_CLOSE: Next<unsafe extern "C-unwind" fn(c_int) -> c_int> = unsafe { Next::new(c"close") };
 
 /// Looked up before the program begins: it may write in a handler of signals first, where nothing can be looked up.
 #[used]
@@ -60,74 +48,19 @@ static FIND_NEXT: extern "C" fn() = {
     find
 };
 
-/// `write` as if this library were not there.
-///
-/// # Safety
-/// As the C library's.
-unsafe fn next_write(fd: c_int, buf: *const c_void, len: usize) -> isize {
-    type Write = unsafe extern "C-unwind" fn(c_int, *const c_void, usize) -> isize;
-    // SAFETY: a function of this name, or none.
-    let next = unsafe { mem::transmute::<*mut c_void, Option<Write>>(NEXT_WRITE.get()) };
-    // SAFETY: the caller's.
-    unsafe { next.unwrap_or(libc_write)(fd, buf, len) }
-}
+/// Calls for programs that loaded this library too late for symbol order.
+pub(crate) static CALLS: &[Call] = calls![write, close];
 
-/// `close` as if this library were not there.
-///
-/// # Safety
-/// As the C library's.
-unsafe fn next_close(fd: c_int) -> c_int {
-    type Close = unsafe extern "C-unwind" fn(c_int) -> c_int;
-    // SAFETY: a function of this name, or none.
-    let next = unsafe { mem::transmute::<*mut c_void, Option<Close>>(NEXT_CLOSE.get()) };
-    // SAFETY: the caller's.
-    unsafe { next.unwrap_or(libc_close)(fd) }
-}
-
-/// An address within libc.
-pub(crate) fn inside_libc() -> *const c_void {
-    libc_write as *const c_void
-}
-
-/// Replacements for libc's functions, for programs that loaded this library too late for symbol order.
-pub(crate) static CALLS: [Call; 2] = [
-    Call {
-        name: "write",
-        ours: write as *const c_void,
-    },
-    Call {
-        name: "close",
-        ours: close as *const c_void,
-    },
-];
-/// Replacements for librdmacm's own, likewise.
-pub(crate) static CHANNEL_CALLS: [Call; 2] = [
-    Call {
-        name: "rdma_create_event_channel",
-        ours: rdma_create_event_channel as *const c_void,
-    },
-    Call {
-        name: "rdma_destroy_event_channel",
-        ours: rdma_destroy_event_channel as *const c_void,
-    },
-];
-
-static CHANNELS: FdSet = FdSet::new();
+/// `rebind::run`, set before the first channel: that module is above this one.
+pub(crate) static REBIND: OnceLock<fn()> = OnceLock::new();
+/// Descriptors of event channels.
+pub(crate) static CHANNELS: FdSet = FdSet::new();
 /// Channels that are being closed, which takes as long as the device does.
 static CLOSING: FdSet = FdSet::new();
-/// The process that [`CHANNELS`] tells of. A child of vfork (Python's subprocess, posix_spawn) has the parent's memory but
-/// descriptors of its own, and closes them before it executes a program.
-static OWNER: AtomicI64 = AtomicI64::new(0);
-
-/// This process. Asked of the kernel: a child of vfork shares whatever is remembered.
-fn own_pid() -> i64 {
-    // SAFETY: no arguments.
-    unsafe { libc::syscall(libc::SYS_getpid) }
-}
 
 /// Whether a descriptor's number is that of an event channel of this process.
 fn is_channel(fd: RawFd) -> bool {
-    CHANNELS.contains(fd) && OWNER.load(Ordering::Relaxed) == own_pid()
+    CHANNELS.contains(fd) && fork::owns_memory()
 }
 
 /// Whether the descriptor of an event channel still is that channel's. A channel that the program has closed by `dup2` or
@@ -140,124 +73,36 @@ fn takes_commands(fd: RawFd) -> bool {
     !lost
 }
 
-/// Whether the number of an event channel is another file's, or nobody's.
-fn is_lost(fd: RawFd) -> bool {
-    with(|ucma| ucma.has_channel(fd) && !ucma.is_there(fd))
+/// Whether the number of an event channel is another file's, or is closed.
+pub(crate) fn is_lost(fd: RawFd) -> bool {
+    with(|ucma| ucma.has_channel(fd) && !ucma.is_intact(fd))
 }
 
 /// State of this process. The state of the process that it was forked from is out of reach, and never freed, since that would end
 /// that process's connections.
 static GLOBAL: Own<Mutex<Option<Ucma<Facade>>>> = Own::new(Mutex::default);
 
-extern "C" fn after_fork_in_child() {
-    OWNER.store(own_pid(), Ordering::Relaxed);
-}
-
-/// Watches for forks, once.
-fn watch_forks() {
-    static HANDLERS: Once = Once::new();
-    fork::watch();
-    HANDLERS.call_once(|| {
-        // SAFETY: a plain function of this library, which is never unloaded.
-        let failed = unsafe { libc::pthread_atfork(None, None, Some(after_fork_in_child)) };
-        if failed != 0 {
-            tracing::error!("pthread_atfork failed: forked children must not use RDMA_CM");
-        }
-    });
-}
-
-/// Runs something on what this process keeps. It must not wait for a broker: the whole of RDMA_CM would.
-fn with<R>(body: impl FnOnce(&mut Ucma<Facade>) -> R) -> R {
+/// Runs a function on the state of this process. It must not wait for a broker: all of RDMA_CM would.
+pub(crate) fn with<R>(body: impl FnOnce(&mut Ucma<Facade>) -> R) -> R {
     let mut slot = GLOBAL.get().lock().unwrap_or_else(PoisonError::into_inner);
-    body(slot.get_or_insert_with(|| Ucma::new(Facade::default())))
+    body(slot.get_or_insert_with(|| Ucma::new(Facade::new(REPORTS))))
 }
 
-/// Takes a report of the transport.
-pub(crate) fn deliver(report: Report<Id>) {
-    with(|ucma| ucma.on_report(report));
-}
+const REPORTS: Reports = Reports {
+    deliver: |report| with(|ucma| ucma.on_report(report)),
+    tend: || with(|ucma| ucma.retry_due(Instant::now())),
+};
 
-/// Does what is due. Returns when to come again.
-pub(crate) fn tend() -> Option<Instant> {
-    with(|ucma| ucma.ask_again(Instant::now()))
-}
-
-fn create_event_channel() -> Result<*mut RdmaEventChannel> {
-    watch_forks();
-    if device::list()?.is_empty() {
-        return Err(
-            Errno::NODEV.because("no interface is up and has an address, or none has one of FERROCE_ADDR (--addr)")
-        );
-    }
-    // SAFETY: plain allocation; freed in rdma_destroy_event_channel, or by librdmacm's own free().
-    let channel = unsafe { libc::malloc(size_of::<RdmaEventChannel>()) }.cast::<RdmaEventChannel>();
-    if channel.is_null() {
-        return Err(Errno::NOMEM);
-    }
-    let opened = with(|ucma| {
-        let fd = ucma.open_channel()?;
-        OWNER.store(own_pid(), Ordering::Relaxed);
-        CHANNELS.insert(fd).map(|()| fd).inspect_err(|_| {
-            ucma.close_channel(fd);
-            // SAFETY: the channel has given its descriptor up to us.
-            unsafe { libc_close(fd) };
-        })
-    });
-    match opened {
-        Ok(fd) => {
-            // SAFETY: just allocated with this size.
-            unsafe { channel.write(RdmaEventChannel { fd }) };
-            Ok(channel)
-        }
-        Err(e) => {
-            // SAFETY: just allocated.
-            unsafe { libc::free(channel.cast()) };
-            Err(e)
-        }
-    }
-}
-
-/// Makes an event channel, or returns NULL with errno: ENODEV without devices.
-#[unsafe(no_mangle)]
-extern "C" fn rdma_create_event_channel() -> *mut RdmaEventChannel {
-    ret::pointer(create_event_channel)
-}
-
-/// Destroys an event channel and what is left on it.
-///
-/// # Safety
-/// `channel` is from [`rdma_create_event_channel`] and is not used any more.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn rdma_destroy_event_channel(channel: *mut RdmaEventChannel) {
-    if channel.is_null() {
-        return;
-    }
-    ret::value((), || {
-        // SAFETY: the caller's promise.
-        let fd = unsafe { (*channel).fd };
-        let lost = CHANNELS.contains(fd) && is_lost(fd);
-        forget_channel(fd);
-        // SAFETY: the channel's own descriptor and memory, by the caller's promise.
-        unsafe {
-            if !lost {
-                libc_close(fd);
-            }
-            libc::free(channel.cast());
-        }
-    });
-}
-
-/// Ends what is left on a channel whose descriptor is about to be closed.
-fn forget_channel(fd: RawFd) {
+/// Removes a channel whose descriptor is about to be closed.
+pub(crate) fn forget_channel(fd: RawFd) {
     if CHANNELS.contains(fd) && !CLOSING.contains(fd) && CLOSING.insert(fd).is_ok() {
         ret::guard(|| {
             let ending = with(|ucma| {
                 ucma.close_channel(fd);
                 ucma.is_idle().then(|| ucma.backend.close())
             });
-            if let Some(ending) = ending {
-                ending.end();
-            }
+            // Without the lock.
+            drop(ending);
         });
         CHANNELS.remove(fd);
         CLOSING.remove(fd);
@@ -274,18 +119,18 @@ unsafe extern "C-unwind" fn close(fd: c_int) -> c_int {
         forget_channel(fd);
     }
     // SAFETY: the caller's.
-    unsafe { next_close(fd) }
+    unsafe { NEXT_CLOSE.get().unwrap_or(libc_close)(fd) }
 }
 
 /// The C library's `write`; commands when it goes to an event channel.
 ///
 /// # Safety
-/// As the C library's. A command's addresses are the program's, for as many bytes as the command says.
+/// As the C library's. A command's addresses are the program's, for the command's numbers of bytes.
 #[unsafe(no_mangle)]
 unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: usize) -> isize {
     if !is_channel(fd) || !ret::value(false, || takes_commands(fd)) {
         // SAFETY: the caller's.
-        return unsafe { next_write(fd, buf, len) };
+        return unsafe { NEXT_WRITE.get().unwrap_or(libc_write)(fd, buf, len) };
     }
     // SAFETY: the caller passes `len` readable bytes.
     if ret::value(false, || unsafe { asks_event(fd, buf, len) }) {
@@ -294,13 +139,13 @@ unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: usize) -> 
     loop {
         // SAFETY: likewise, and addresses in them that are its own.
         match unsafe { command(fd, buf, len) } {
-            Outcome::Done => return len as isize,
-            Outcome::Failed(e) => {
+            Ok(Outcome::Done) => return len as isize,
+            Ok(Outcome::Wait) => {}
+            Ok(Outcome::Closed) => sleep_on(),
+            Err(e) => {
                 e.set();
                 return -1;
             }
-            Outcome::Closed => sleep_on(),
-            Outcome::Wait => {}
         }
         let number = ptr::without_provenance_mut(fd as usize);
         // SAFETY: a plain function that takes a number.
@@ -325,13 +170,13 @@ extern "C" fn rearm(number: *mut c_void) {
 /// Whether a command asks for an event, and thus may block.
 ///
 /// # Safety
-/// As for [`write`].
+/// As for [`write()`].
 unsafe fn asks_event(fd: RawFd, buf: *const c_void, len: usize) -> bool {
     // SAFETY: the caller's promise.
     unsafe { parse(fd, buf, len) }.is_ok_and(|c| c.cmd == Cmd::GetEvent)
 }
 
-/// Blocks a reader whose channel is closed meanwhile: the kernel's readers sleep on, and programs close channels that a thread of theirs
+/// Blocks a reader after its channel was closed: the kernel's readers sleep on, and programs close channels that a thread of theirs
 /// reads just before they exit. The descriptor's number may be another's already.
 fn sleep_on() -> ! {
     loop {
@@ -342,21 +187,10 @@ fn sleep_on() -> ! {
 
 enum Outcome {
     Done,
-    Failed(Errno),
-    /// Nothing there: read the descriptor, then come again.
+    /// No event: read the descriptor, then try again.
     Wait,
-    /// The channel was closed before its event could be asked for.
+    /// The channel was closed before its event was read.
     Closed,
-}
-
-impl From<Result<Self>> for Outcome {
-    fn from(r: Result<Self>) -> Self {
-        r.unwrap_or_else(Self::Failed)
-    }
-}
-
-fn guarded(body: impl FnOnce() -> Result<Outcome>) -> Outcome {
-    ret::run(body).into()
 }
 
 /// Reads the program's memory.
@@ -364,14 +198,12 @@ fn guarded(body: impl FnOnce() -> Result<Outcome>) -> Outcome {
 /// # Safety
 /// `from` is readable for `len` bytes, or null.
 unsafe fn read_user(from: u64, len: usize) -> Result<Vec<u8>> {
-    let from = from as *const u8;
-    if len > 0 && from.is_null() {
-        return Err(Errno::FAULT);
+    match from as *const u8 {
+        _ if len == 0 => Ok(Vec::new()),
+        from if from.is_null() => Err(Errno::FAULT),
+        // SAFETY: the caller's promise.
+        from => Ok(unsafe { std::slice::from_raw_parts(from, len) }.to_vec()),
     }
-    let mut out = vec![0; len];
-    // SAFETY: the caller's promise; the vector has this length.
-    unsafe { ptr::copy_nonoverlapping(from, out.as_mut_ptr(), len) };
-    Ok(out)
 }
 
 /// Writes an answer to the program's memory.
@@ -406,15 +238,21 @@ unsafe fn parse<'a>(fd: RawFd, buf: *const c_void, len: usize) -> Result<Command
 /// Executes a command that was written to a channel.
 ///
 /// # Safety
-/// As for [`write`].
-unsafe fn command(fd: RawFd, buf: *const c_void, len: usize) -> Outcome {
+/// As for [`write()`].
+unsafe fn command(fd: RawFd, buf: *const c_void, len: usize) -> Result<Outcome> {
     let mut name = "a command of librdmacm";
-    let outcome = guarded(|| {
+    let outcome = ret::run(|| {
         // SAFETY: the caller's promise.
         let c = unsafe { parse(fd, buf, len) }?;
         name = c.cmd.function();
+        // The command may look for devices, as `ibv_get_device_list` does.
+        if c.cmd.may_open()
+            && let Some(rebind) = REBIND.get()
+        {
+            rebind();
+        }
         let must_open = c.cmd.may_open() && with(|ucma| ucma.has_channel(fd) && ucma.backend.is_closed());
-        // Whoever gets here first may start a broker, and nobody waits for that but those who need it too.
+        // The first caller may start a broker. Only callers that need the transport wait for that.
         let engine = must_open.then(Engine::get);
         with(|ucma| {
             if !ucma.has_channel(fd) {
@@ -423,7 +261,7 @@ unsafe fn command(fd: RawFd, buf: *const c_void, len: usize) -> Outcome {
                     (true, _) => Err(Errno::IO),
                     // Closed while we waited for our turn, or at this moment.
                     (false, Cmd::GetEvent) => Ok(Outcome::Closed),
-                    (false, _) => Err(Errno(libc::EBADF)),
+                    (false, _) => Err(Errno::BADF),
                 };
             }
             let answer = if c.cmd == Cmd::GetEvent {
@@ -444,10 +282,7 @@ unsafe fn command(fd: RawFd, buf: *const c_void, len: usize) -> Outcome {
             Ok(Outcome::Done)
         })
     });
-    if let Outcome::Failed(e) = outcome {
-        ret::value((), || log::failed(name, e));
-    }
-    outcome
+    outcome.inspect_err(|e| ret::value((), || log::failed(name, *e)))
 }
 
 #[cfg(test)]
@@ -461,7 +296,7 @@ mod tests {
         [&cmd.to_ne_bytes()[..], &len.to_ne_bytes(), &out.to_ne_bytes(), &body].concat()
     }
 
-    fn outcome(fd: RawFd, cmd: u32) -> Outcome {
+    fn outcome(fd: RawFd, cmd: u32) -> Result<Outcome> {
         let buf = bytes(cmd);
         // SAFETY: the command has no addresses.
         unsafe { command(fd, buf.as_ptr().cast(), buf.len()) }
@@ -473,11 +308,11 @@ mod tests {
         const DESTROY_ID: u32 = 1;
         let fd = with(|ucma| ucma.open_channel()).unwrap_or_else(|e| panic!("{}", e.0));
         assert!(CHANNELS.insert(fd).is_ok());
-        assert!(matches!(outcome(fd, GET_EVENT), Outcome::Wait));
+        assert!(matches!(outcome(fd, GET_EVENT), Ok(Outcome::Wait)));
         assert!(CLOSING.insert(fd).is_ok());
         with(|ucma| ucma.close_channel(fd));
-        assert!(matches!(outcome(fd, GET_EVENT), Outcome::Closed));
-        assert!(matches!(outcome(fd, DESTROY_ID), Outcome::Failed(Errno(libc::EBADF))));
+        assert!(matches!(outcome(fd, GET_EVENT), Ok(Outcome::Closed)));
+        assert!(matches!(outcome(fd, DESTROY_ID), Err(Errno::BADF)));
         CLOSING.remove(fd);
         CHANNELS.remove(fd);
         // SAFETY: the channel has given its descriptor up to us.

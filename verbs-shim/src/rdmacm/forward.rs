@@ -15,14 +15,17 @@ use std::{
 use libc::c_int;
 use roce::environment;
 
+use super::event_channel;
 use crate::{
     config, rebind,
     ret::{self, Errno, Result},
-    table::SYSTEM,
+    symbols,
 };
 
+include!(concat!(env!("OUT_DIR"), "/system.rs"));
+
 const LIBRARY: &str = "librdmacm.so.1";
-/// Has the path of every library that the dynamic linker finds by itself, between zeroes (ldconfig(8)).
+/// Paths of the libraries in the dynamic linker's search path, between zeroes (ldconfig(8)).
 const CACHE: &str = "/etc/ld.so.cache";
 /// Directories that the dynamic linker searches as well.
 const FOLDERS: [&str; 6] = [
@@ -42,7 +45,7 @@ const ZERO: [&str; 4] = [
 ];
 
 /// Without a librdmacm of the system.
-const MISSING: Errno = Errno(libc::ENOSYS);
+const MISSING: Errno = Errno::NOSYS;
 
 /// The library and its functions, looked up at their first call. No lock: threads that race find the same address, and a fork
 /// interrupts no update.
@@ -144,7 +147,7 @@ fn library() -> Result<*mut c_void> {
     }
     // Its writes to event channels become commands.
     rebind::run();
-    rebind::librdmacm(handle);
+    rebind::librdmacm(handle, event_channel::CALLS);
     HANDLE.store(handle, Ordering::Release);
     Ok(handle)
 }
@@ -157,7 +160,7 @@ fn open(path: &Path) -> std::result::Result<*mut c_void, (Errno, String)> {
     if !handle.is_null() {
         return Ok(handle);
     }
-    // dlopen does not say with what error.
+    // dlopen gives no error number.
     let errno = fs::File::open(path).map_or_else(Errno::from, |_| MISSING);
     // SAFETY: the text lives until the next call of this thread.
     let text = unsafe {
@@ -176,7 +179,7 @@ fn places() -> Vec<PathBuf> {
         .map(|dir| dir.join(LIBRARY))
         .chain(cached(&cache))
         .chain(FOLDERS.map(|dir| Path::new(dir).join(LIBRARY)));
-    all.filter(|path| path.is_file() && !path.with_file_name(rebind::REAL).exists())
+    all.filter(|path| path.is_file() && !path.with_file_name(symbols::REAL).exists())
         .collect()
 }
 

@@ -7,6 +7,7 @@ use super::{
     abi::{AhAttr, EventType},
     addr::{self, Addr},
     backend::Backend,
+    context::Member,
     event::{Event, Param},
     query::PORT,
     state::Op,
@@ -21,17 +22,6 @@ const HOP_LIMIT: u8 = 64;
 const FULL_MEMBER: u16 = 0;
 const SEND_ONLY: u16 = 1;
 
-/// An id in a group.
-pub(crate) struct Member<B: Backend> {
-    pub(crate) id: u32,
-    /// librdmacm's name for it.
-    pub(crate) uid: u64,
-    /// Events that were taken from the channel.
-    pub(crate) reported: u32,
-    /// Held until it leaves.
-    _membership: B::Member,
-}
-
 impl<B: Backend> Ucma<B> {
     /// Joins a group (`rdma_join_multicast`). Returns the membership's number; MULTICAST_JOIN follows.
     ///
@@ -44,7 +34,7 @@ impl<B: Backend> Ucma<B> {
             _ => return Err(Errno::INVAL),
         };
         let (ctx, backend) = self.get_with(fd, id)?;
-        let place = ctx.place()?;
+        let cma_dev = ctx.cma_dev()?;
         ctx.check(Op::Join)?;
         let (Some(local), Some(group)) = (ctx.local.ip(), group.ip()) else {
             return Err(Errno::INVAL);
@@ -59,7 +49,7 @@ impl<B: Backend> Ucma<B> {
             qkey: *ctx.qkey.insert(ctx.qkey()),
             ah: AhAttr {
                 dgid: addr::gid(group),
-                sgid_index: place.gid_index,
+                sgid_index: cma_dev.gid_index,
                 hop_limit: HOP_LIMIT,
                 traffic_class: ctx.tos,
                 is_global: 1,
@@ -73,7 +63,7 @@ impl<B: Backend> Ucma<B> {
             reported: 0,
             _membership: membership,
         });
-        self.tell_member(member, &Event::new(EventType::MulticastJoin).with(param));
+        self.report_member(member, &Event::new(EventType::MulticastJoin).with(param));
         Ok(member)
     }
 
@@ -82,10 +72,9 @@ impl<B: Backend> Ucma<B> {
     /// # Errors
     /// ENOENT when there is no such membership, EINVAL when it is another channel's.
     pub(crate) fn leave(&mut self, fd: RawFd, member: u32) -> Result<u32> {
-        let id = self.members.get(&member).ok_or(Errno(libc::ENOENT))?.id;
+        let id = self.member(member)?.id;
         self.get(fd, id)?;
         self.retract(fd, |e| e.member == Some(member));
-        let member = self.remove_member(member).ok_or(Errno(libc::ENOENT))?;
-        Ok(member.reported)
+        Ok(self.remove_member(member).reported)
     }
 }

@@ -40,7 +40,7 @@ fn ephemeral() -> RangeInclusive<u16> {
     low..=high
 }
 
-/// A number that nobody can guess.
+/// Returns a number that can't be guessed.
 pub(crate) fn random() -> u32 {
     let mut bytes = [0u8; 4];
     // SAFETY: writes at most four bytes into a local.
@@ -56,7 +56,7 @@ fn both_set(a: u16, b: u16) -> bool {
 }
 
 impl Owner {
-    /// The addresses of the port, as [`roce_cm::ListenArgs::addr`] has them.
+    /// The addresses of the port, as [`roce_port::cm::ListenArgs::addr`] has them.
     pub(crate) fn scope(&self) -> Option<IpAddr> {
         let ip = self.local.ip()?.ip();
         Some(ip).filter(|ip| !ip.is_unspecified() || self.afonly)
@@ -70,7 +70,7 @@ impl Owner {
             || hosts(&self.remote, &other.remote)
     }
 
-    /// Whether `self` may have the port beside `other` (`cma_check_port`).
+    /// Checks whether `self` may share the port with `other` (`cma_check_port`).
     fn check_beside(&self, other: &Self, reuse: bool) -> Result<()> {
         if (reuse && other.reuse) || (self.afonly && other.afonly && !self.local.same_family(&other.local)) {
             return Ok(());
@@ -94,8 +94,7 @@ impl Ports {
         let port = match owner.local.port() {
             0 => self.pick(space, &owner)?,
             port => {
-                // SAFETY: takes nothing and only returns a number.
-                if port < UNPRIVILEGED && unsafe { libc::geteuid() } != 0 {
+                if port < UNPRIVILEGED && !rustix::process::geteuid().is_root() {
                     return Err(Errno(libc::EACCES).because("ports below 1024 are the superuser's"));
                 }
                 self.check(space, port, &owner, owner.reuse)?;

@@ -1,7 +1,7 @@
 //! INIT_QP_ATTR: what a program's queue pair must be set to (`rdma_init_qp_attr`, `ib_cm_init_qp_attr`).
 
 use roce::{AccessFlags, QpState, verbs::attr::QpAttrMask};
-use roce_cm::ConnTransport;
+use roce_port::cm::ConnTransport;
 
 use super::{
     Errno, Result,
@@ -41,7 +41,7 @@ pub(crate) fn attributes<B: Backend>(ctx: &Context<B>, state: u32) -> Result<QpA
     if state > QpState::Err as u32 {
         return Err(Errno::INVAL);
     }
-    ctx.place()?;
+    ctx.cma_dev()?;
     let mut attr = QpAttrResp {
         state,
         ..QpAttrResp::default()
@@ -83,7 +83,7 @@ fn init<B: Backend>(ctx: &Context<B>, attr: &mut QpAttrResp) -> QpAttrMask {
 fn rtr<B: Backend>(ctx: &Context<B>, attr: &mut QpAttrResp) -> Result<QpAttrMask> {
     let path = ctx.path.ok_or(Errno::INVAL)?;
     attr.ah_attr = Path::of(ctx)?.ah();
-    attr.path_mtu = path.mtu as u32;
+    attr.path_mtu = path.mtu as i32;
     attr.dest_qp_num = path.qpn.value();
     attr.rq_psn = ctx.psn;
     attr.max_dest_rd_atomic = path.responder_resources;

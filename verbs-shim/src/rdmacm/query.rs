@@ -1,7 +1,7 @@
 //! Answers to QUERY and QUERY_ROUTE, and addresses and paths in events.
 
 use roce::Mtu;
-use roce_cm::cma::{self, ServiceId};
+use roce_port::cm::cma::{self, ServiceId};
 
 use super::{
     Errno, Result,
@@ -15,8 +15,8 @@ use super::{
 
 /// The one port of a device.
 pub(crate) const PORT: u8 = 1;
-/// The default partition, big-endian.
-const PKEY: [u8; 2] = 0xffffu16.to_be_bytes();
+/// The default partition, in either byte order.
+const PKEY: u16 = 0xffff;
 /// Hop limit of paths: what the kernel's interfaces have.
 const HOP_LIMIT: u8 = 64;
 /// `CMA_IBOE_PACKET_LIFETIME`.
@@ -45,7 +45,7 @@ impl Path {
     /// EINVAL before they are known.
     pub(crate) fn of<B: Backend>(ctx: &Context<B>) -> Result<Self> {
         let (local, remote) = ctx.ips()?;
-        let place = ctx.place()?;
+        let cma_dev = ctx.cma_dev()?;
         let life_time = ctx.ack_timeout.filter(|t| *t > 0).map_or(PACKET_LIFE_TIME, |t| t - 1);
         Ok(Self {
             sgid: ctx.local.gid(),
@@ -53,10 +53,10 @@ impl Path {
             flow_label: cma::flow_label(local.port(), remote.port()),
             traffic_class: ctx.path.map_or(ctx.tos, |p| p.av.traffic_class),
             hop_limit: ctx.path.map_or(HOP_LIMIT, |p| p.av.hop_limit),
-            mtu: ctx.path.map_or(place.mtu, |p| p.mtu),
+            mtu: ctx.path.map_or(cma_dev.mtu, |p| p.mtu),
             packet_life_time: life_time,
             service_id: ServiceId::new(ctx.space, remote.port()).0,
-            sgid_index: place.gid_index,
+            sgid_index: cma_dev.gid_index,
         })
     }
 
@@ -115,9 +115,9 @@ pub(crate) fn route<B: Backend>(ctx: &Context<B>) -> QueryRouteResp {
     let mut resp: QueryRouteResp = zeroed();
     resp.src_addr = ctx.local.emit_in6();
     resp.dst_addr = ctx.remote.emit_in6();
-    let Some(place) = ctx.place else { return resp };
-    resp.node_guid = place.guid;
-    resp.ibdev_index = place.index;
+    let Some(cma_dev) = ctx.cma_dev else { return resp };
+    resp.node_guid = cma_dev.guid;
+    resp.ibdev_index = cma_dev.index;
     resp.port_num = PORT;
     match Path::of(ctx) {
         Ok(path) if ctx.is_routed() => {
@@ -135,9 +135,9 @@ pub(crate) fn route<B: Backend>(ctx: &Context<B>) -> QueryRouteResp {
 
 fn device<B: Backend>(ctx: &Context<B>) -> QueryAddrResp {
     let mut resp: QueryAddrResp = zeroed();
-    if let Some(place) = ctx.place {
-        resp.node_guid = place.guid;
-        resp.ibdev_index = place.index;
+    if let Some(cma_dev) = ctx.cma_dev {
+        resp.node_guid = cma_dev.guid;
+        resp.ibdev_index = cma_dev.index;
         resp.port_num = PORT;
         resp.pkey = PKEY;
     }
@@ -164,8 +164,8 @@ pub(crate) fn gids<B: Backend>(ctx: &Context<B>) -> QueryAddrResp {
     let ib = |addr: &Addr| match addr {
         Addr::Ib(_) => *addr,
         Addr::Ip(ip) => Addr::Ib(IbAddr {
-            pkey: u16::from_be_bytes(resp.pkey),
-            gid: if ctx.place.is_some() { addr.gid() } else { [0; 16] },
+            pkey: resp.pkey,
+            gid: if ctx.cma_dev.is_some() { addr.gid() } else { [0; 16] },
             sid: ServiceId::new(ctx.space, ip.port()).0,
             sid_mask: 0,
         }),

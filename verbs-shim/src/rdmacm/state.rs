@@ -38,7 +38,7 @@ pub(crate) enum Op {
     Join,
     /// The connection ended, by either side.
     Disconnected,
-    /// Timewait is over.
+    /// Timewait has expired.
     TimewaitExit,
     /// Any other event of a connection.
     Progress,
@@ -91,7 +91,7 @@ mod tests {
     /// The active side's, the passive side's and the listener's way; everything else is refused.
     #[test]
     fn only_the_ways_of_cma_are_legal() {
-        let way = [
+        let route = [
             Op::Bind,
             Op::ResolveAddr,
             Op::AddrFailed,
@@ -101,7 +101,7 @@ mod tests {
             Op::Connect,
             Op::Disconnected,
         ];
-        let end = way.into_iter().try_fold(State::Idle, State::after);
+        let end = route.into_iter().try_fold(State::Idle, State::after);
         assert_eq!(end, Some(State::Disconnect));
         assert_eq!(State::Idle.after(Op::Listen), Some(State::Listen));
         for state in State::ALL {

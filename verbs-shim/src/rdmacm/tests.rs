@@ -1,4 +1,4 @@
-//! Commands as librdmacm writes them, over a transport that only writes down what it is asked for.
+//! Commands as librdmacm writes them, over a transport that only logs its calls.
 
 mod addresses;
 mod connections;
@@ -14,7 +14,7 @@ use std::{
 };
 
 use roce::{AddressVector, Mtu, Psn, QpState, Qpn, RejectReason, verbs::attr::QpAttrMask};
-use roce_cm::{
+use roce_port::cm::{
     AcceptArgs, ConnId, ConnTransport, ConnectArgs, Event as CmEventKind, ListenArgs, ListenId, RemoteQp, ResolveArgs,
     SidrAnswer, cma::PortSpace, mad::sidr_status,
 };
@@ -24,7 +24,7 @@ use super::{
     Errno, Result,
     abi::{self, Cmd, ConnParam, EventResp, EventType, QpAttrResp, QueryAddrResp, QueryRouteResp, UdParam},
     addr::Addr,
-    backend::{Backend, Handle, Place, Report},
+    backend::{Backend, CmaDevice, Handle, Report},
     command::Command,
     ucma::Ucma,
 };
@@ -100,14 +100,14 @@ impl Backend for Fake {
     type Member = Thing;
     type Hold = Thing;
 
-    fn place_of(&mut self, local: IpAddr) -> Result<Place> {
+    fn cma_dev_of(&mut self, local: IpAddr) -> Result<CmaDevice> {
         let gid_index = match local.to_string().as_str() {
             "10.0.0.1" | "127.0.0.7" => 2,
             "fd00::1" => 3,
             "10.0.1.1" => return Err(Errno::NODEV),
             _ => return Err(Errno(libc::EADDRNOTAVAIL)),
         };
-        Ok(Place {
+        Ok(CmaDevice {
             index: 4,
             guid: [9; 8],
             gid_index,
@@ -127,10 +127,10 @@ impl Backend for Fake {
     fn resolve_neighbour(
         &mut self,
         ticket: u64,
-        way: (IpAddr, SocketAddr),
+        route: (IpAddr, SocketAddr),
         timeout: Option<Duration>,
     ) -> Result<Option<Thing>> {
-        match way.1.ip().to_string().as_str() {
+        match route.1.ip().to_string().as_str() {
             "10.0.0.77" => self.thing(format!("resolve {ticket} {timeout:?}")).map(Some),
             _ => Ok(None),
         }
@@ -155,7 +155,7 @@ impl Backend for Fake {
 
     fn connect(&mut self, args: &ConnectArgs) -> Result<Thing> {
         let data = String::from_utf8_lossy(&args.params.private_data).into_owned();
-        let text = format!("connect {} {:?} {}", args.remote, args.transport, data);
+        let text = format!("connect {} {:?} {}", args.remote, args.qp.transport, data);
         self.thing(text)
     }
 
@@ -168,7 +168,7 @@ impl Backend for Fake {
     }
 
     fn accept(&mut self, conn: &Thing, args: &AcceptArgs) -> Result<()> {
-        self.say(format!("accept {} {:?}", conn.key, args.qpn))
+        self.say(format!("accept {} {:?}", conn.key, args.qp.qpn))
     }
 
     fn answer(&mut self, conn: &Thing, answer: &SidrAnswer) -> Result<()> {

@@ -1,61 +1,58 @@
 //! Ids, channels and events of a process.
 
-use std::{
-    collections::{BTreeSet, HashMap},
-    os::fd::RawFd,
-    time::Instant,
-};
+use std::{collections::HashMap, os::fd::RawFd, time::Instant};
+
+use slab::Slab;
 
 use super::{
     Errno, Result,
     abi::{EventResp, EventType},
     addr::Addr,
     backend::{Backend, Handle},
-    channel::{Channel, Queued},
-    context::Context,
+    context::{Context, Member},
     event::Event,
-    multicast::Member,
     ports::Ports,
 };
+use crate::queue::EventQueue;
+
+/// An event in a channel.
+pub(crate) struct Queued {
+    /// The id that it counts for: of a connect request the listener.
+    pub(crate) id: u32,
+    /// The new id of a connect request.
+    pub(crate) request: Option<u32>,
+    /// The membership that it reports on.
+    pub(crate) member: Option<u32>,
+    pub(crate) resp: EventResp,
+}
+
+impl Queued {
+    fn new(id: u32, resp: EventResp) -> Self {
+        Self {
+            id,
+            request: None,
+            member: None,
+            resp,
+        }
+    }
+}
 
 /// Everything that RDMA_CM keeps for the process. One lock around it is enough: nothing here is on a data path.
 pub(crate) struct Ucma<B: Backend> {
     pub(crate) backend: B,
-    channels: HashMap<RawFd, Channel>,
-    ids: HashMap<u32, Context<B>>,
+    channels: HashMap<RawFd, EventQueue<Queued>>,
+    /// By number, of which low ones are reused, as the kernel does: librdmacm keeps an array by them, which only grows, and has room
+    /// for 65,536.
+    ids: Slab<Context<B>>,
     /// Ids by the transport's number of their connection.
     keys: HashMap<u64, u32>,
-    pub(crate) members: HashMap<u32, Member<B>>,
+    /// Likewise.
+    members: Slab<Member<B>>,
     pub(crate) ports: Ports,
-    /// Ids whose question is to be asked again, and when.
-    pub(crate) later: Vec<(Instant, u32)>,
+    /// Ids with an attempt to repeat, and when.
+    pub(crate) retries: Vec<(Instant, u32)>,
     /// The name of the next address resolution.
     next_ticket: u64,
-    id_numbers: Numbers,
-    member_numbers: Numbers,
-}
-
-/// Numbers of ids or memberships, the lowest that is free first, as the kernel gives them: librdmacm keeps an array by
-/// them, which only grows, and has room for 65,536.
-#[derive(Default)]
-struct Numbers {
-    /// The highest that was ever given.
-    last: u32,
-    /// Free numbers below it.
-    free: BTreeSet<u32>,
-}
-
-impl Numbers {
-    fn take(&mut self) -> u32 {
-        self.free.pop_first().unwrap_or_else(|| {
-            self.last += 1;
-            self.last
-        })
-    }
-
-    fn give_back(&mut self, number: u32) {
-        self.free.insert(number);
-    }
 }
 
 impl<B: Backend> Ucma<B> {
@@ -63,14 +60,12 @@ impl<B: Backend> Ucma<B> {
         Self {
             backend,
             channels: HashMap::new(),
-            ids: HashMap::new(),
+            ids: Slab::new(),
             keys: HashMap::new(),
-            members: HashMap::new(),
+            members: Slab::new(),
             ports: Ports::default(),
-            later: Vec::new(),
+            retries: Vec::new(),
             next_ticket: 0,
-            id_numbers: Numbers::default(),
-            member_numbers: Numbers::default(),
         }
     }
 
@@ -79,7 +74,7 @@ impl<B: Backend> Ucma<B> {
     /// # Errors
     /// When the process can't have another descriptor.
     pub(crate) fn open_channel(&mut self) -> Result<RawFd> {
-        let channel = Channel::new()?;
+        let channel = EventQueue::new()?;
         let fd = channel.fd();
         // The program closed one of this number in a way that we did not see.
         self.close_channel(fd);
@@ -87,7 +82,7 @@ impl<B: Backend> Ucma<B> {
         Ok(fd)
     }
 
-    /// Whether there are no channels, and so no ids.
+    /// Whether there are no channels, and thus no ids.
     pub(crate) fn is_idle(&self) -> bool {
         self.channels.is_empty()
     }
@@ -97,40 +92,34 @@ impl<B: Backend> Ucma<B> {
     }
 
     /// Whether a channel's descriptor still is its own.
-    pub(crate) fn is_there(&self, fd: RawFd) -> bool {
-        self.channels.get(&fd).is_some_and(Channel::is_there)
+    pub(crate) fn is_intact(&self, fd: RawFd) -> bool {
+        self.channels.get(&fd).is_some_and(EventQueue::is_intact)
     }
 
-    /// Somebody has read a channel's descriptor.
+    /// Restores a channel's descriptor after a read.
     pub(crate) fn was_read(&self, fd: RawFd) {
         if let Some(channel) = self.channels.get(&fd) {
-            channel.was_read();
+            channel.rearm();
         }
     }
 
-    /// Forgets a channel with all its ids. Its descriptor stays open: the caller closes it.
+    /// Removes a channel with all its ids. Its descriptor stays open: the caller closes it.
     pub(crate) fn close_channel(&mut self, fd: RawFd) {
-        let ids: Vec<u32> = self
-            .ids
-            .iter()
-            .filter(|(_, c)| c.channel == fd)
-            .map(|(id, _)| *id)
-            .collect();
-        for id in ids {
+        for id in self.ids_with(|ctx| ctx.channel == fd) {
             self.remove(id);
         }
         if let Some(channel) = self.channels.remove(&fd) {
-            channel.give_up();
+            channel.forget();
         }
     }
 
     /// Adds an id.
     pub(crate) fn insert(&mut self, ctx: Context<B>) -> u32 {
-        let id = self.id_numbers.take();
-        if let Some(handle) = &ctx.handle {
-            self.keys.insert(handle.key(), id);
+        let key = ctx.handle.as_ref().map(Handle::key);
+        let id = self.ids.insert(ctx) as u32;
+        if let Some(key) = key {
+            self.keys.insert(key, id);
         }
-        self.ids.insert(id, ctx);
         id
     }
 
@@ -139,25 +128,25 @@ impl<B: Backend> Ucma<B> {
     /// # Errors
     /// ENOENT when there is none of this number, EINVAL when it is another channel's.
     pub(crate) fn get(&mut self, fd: RawFd, id: u32) -> Result<&mut Context<B>> {
-        match self.ids.get_mut(&id) {
+        match self.ids.get_mut(id as usize) {
             Some(ctx) if ctx.channel == fd => Ok(ctx),
             Some(_) => Err(Errno::INVAL.because("the rdma_cm_id is of another event channel")),
-            None => Err(Errno(libc::ENOENT).because("there is no such rdma_cm_id")),
+            None => Err(Errno::NOENT.because("there is no such rdma_cm_id")),
         }
     }
 
-    /// An id and the transport beside it.
+    /// Returns an id and the transport.
     ///
     /// # Errors
     /// Like [`Ucma::get`].
     pub(crate) fn get_with(&mut self, fd: RawFd, id: u32) -> Result<(&mut Context<B>, &mut B)> {
         self.get(fd, id)?;
-        self.parts(id).ok_or(Errno(libc::ENOENT))
+        self.parts(id).ok_or(Errno::NOENT)
     }
 
-    /// An id whatever its channel, and the transport beside it.
+    /// Returns an id of any channel, and the transport.
     pub(crate) fn parts(&mut self, id: u32) -> Option<(&mut Context<B>, &mut B)> {
-        Some((self.ids.get_mut(&id)?, &mut self.backend))
+        Some((self.ids.get_mut(id as usize)?, &mut self.backend))
     }
 
     /// The id of a connection of the transport.
@@ -165,43 +154,47 @@ impl<B: Backend> Ucma<B> {
         self.keys.get(&key).copied()
     }
 
-    /// A name for an address resolution.
+    /// Returns a number for an address resolution.
     pub(crate) fn ticket(&mut self) -> u64 {
         self.next_ticket += 1;
         self.next_ticket
     }
 
-    /// The id that waits for an address resolution.
+    /// Returns the id that waits for an address resolution.
     pub(crate) fn by_ticket(&self, ticket: u64) -> Option<u32> {
         let waits = |ctx: &Context<B>| ctx.resolution.as_ref().is_some_and(|r| r.ticket == ticket);
-        self.all().find(|(_, ctx)| waits(ctx)).map(|(id, _)| id)
+        self.ids_with(waits).pop()
     }
 
-    /// All ids.
-    pub(crate) fn all(&self) -> impl Iterator<Item = (u32, &Context<B>)> {
-        self.ids.iter().map(|(id, ctx)| (*id, ctx))
+    fn ids_with(&self, which: impl Fn(&Context<B>) -> bool) -> Vec<u32> {
+        let found = self.ids.iter().filter(|(_, ctx)| which(ctx));
+        found.map(|(id, _)| id as u32).collect()
     }
 
     /// Gives an id its listener, connection or resolution.
     pub(crate) fn attach(&mut self, id: u32, handle: B::Handle) {
         self.keys.insert(handle.key(), id);
-        let old = self.ids.get_mut(&id).and_then(|ctx| ctx.handle.replace(handle));
+        let old = self.ids.get_mut(id as usize).and_then(|ctx| ctx.handle.replace(handle));
         if let Some(old) = old {
             self.keys.remove(&old.key());
         }
     }
 
     pub(crate) fn add_member(&mut self, member: Member<B>) -> u32 {
-        let id = self.member_numbers.take();
-        self.members.insert(id, member);
-        id
+        self.members.insert(member) as u32
+    }
+
+    /// A membership.
+    ///
+    /// # Errors
+    /// ENOENT when there is none of this number.
+    pub(crate) fn member(&self, member: u32) -> Result<&Member<B>> {
+        self.members.get(member as usize).ok_or(Errno::NOENT)
     }
 
     /// Takes a membership out.
-    pub(crate) fn remove_member(&mut self, member: u32) -> Option<Member<B>> {
-        let found = self.members.remove(&member)?;
-        self.member_numbers.give_back(member);
-        Some(found)
+    pub(crate) fn remove_member(&mut self, member: u32) -> Member<B> {
+        self.members.remove(member as usize)
     }
 
     /// Destroys an id of a channel and returns how many of its events were taken.
@@ -210,31 +203,25 @@ impl<B: Backend> Ucma<B> {
     /// Like [`Ucma::get`].
     pub(crate) fn destroy(&mut self, fd: RawFd, id: u32) -> Result<u32> {
         self.get(fd, id)?;
-        self.remove(id).ok_or(Errno(libc::ENOENT))
+        self.remove(id).ok_or(Errno::NOENT)
     }
 
-    /// Ends what an id has, takes its events back, and forgets it. Requests that nobody has seen yet go with their
+    /// Removes an id with its connection and events. Requests that the program has not fetched are removed with their
     /// listener.
     fn remove(&mut self, id: u32) -> Option<u32> {
-        let ctx = self.ids.remove(&id)?;
+        let ctx = self.ids.try_remove(id as usize)?;
         if let Some(handle) = &ctx.handle {
             self.keys.remove(&handle.key());
         }
         if ctx.bound {
             self.ports.release(ctx.space as u16, ctx.local.port(), id);
         }
-        for member in self.members.extract_if(|_, m| m.id == id) {
-            self.member_numbers.give_back(member.0);
-        }
+        self.members.retain(|_, member| member.id != id);
         // The number may be another id's soon.
-        self.later.retain(|(_, waiting)| *waiting != id);
-        let events = match self.channels.get_mut(&ctx.channel) {
-            Some(channel) => channel.extract(|e| e.id == id || e.request == Some(id)),
-            None => Vec::new(),
-        };
+        self.retries.retain(|(_, waiting)| *waiting != id);
+        let events = self.retract(ctx.channel, |e| e.id == id || e.request == Some(id));
         let reported = ctx.reported;
         drop(ctx);
-        self.id_numbers.give_back(id);
         for request in events.iter().filter_map(|e| e.request) {
             self.remove(request);
         }
@@ -242,69 +229,52 @@ impl<B: Backend> Ucma<B> {
     }
 
     /// Queues an event of an id, unless librdmacm does not know the id yet (`ucma_event_handler`).
-    pub(crate) fn tell(&mut self, id: u32, event: &Event) {
-        let Some(ctx) = self.ids.get(&id).filter(|ctx| ctx.uid != 0) else {
+    pub(crate) fn report_event(&mut self, id: u32, event: &Event) {
+        let Some(ctx) = self.ids.get(id as usize).filter(|ctx| ctx.uid != 0) else {
             return;
         };
         if event.status != 0 {
             tracing::info!("{}", event.failure(&ctx.local, &ctx.remote));
         }
-        let (fd, resp) = (ctx.channel, event.emit_for(ctx, id));
-        self.queue(
-            fd,
-            Queued {
-                id,
-                request: None,
-                member: None,
-                resp,
-            },
-        );
+        self.queue(ctx.channel, Queued::new(id, event.emit_for(ctx, id)));
     }
 
     /// Queues a connect request: `request` came to `listener`.
-    pub(crate) fn tell_request(&mut self, listener: u32, request: u32, event: &Event) {
-        let Some(ctx) = self.ids.get(&listener) else { return };
-        let (fd, resp) = (ctx.channel, event.emit_for(ctx, request));
-        self.queue(
-            fd,
-            Queued {
-                id: listener,
-                request: Some(request),
-                member: None,
-                resp,
-            },
-        );
+    pub(crate) fn report_request(&mut self, listener: u32, request: u32, event: &Event) {
+        let Some(ctx) = self.ids.get(listener as usize) else {
+            return;
+        };
+        let event = Queued {
+            request: Some(request),
+            ..Queued::new(listener, event.emit_for(ctx, request))
+        };
+        self.queue(ctx.channel, event);
     }
 
     /// Queues an event of a membership.
-    pub(crate) fn tell_member(&mut self, member: u32, event: &Event) {
-        let Some(m) = self.members.get(&member) else { return };
-        let (id, resp) = (m.id, event.emit(m.uid, member, true));
-        let Some(ctx) = self.ids.get(&id) else { return };
-        self.queue(
-            ctx.channel,
-            Queued {
-                id,
-                request: None,
-                member: Some(member),
-                resp,
-            },
-        );
+    pub(crate) fn report_member(&mut self, member: u32, event: &Event) {
+        let Ok(m) = self.member(member) else { return };
+        let Some(ctx) = self.ids.get(m.id as usize) else { return };
+        let event = Queued {
+            member: Some(member),
+            ..Queued::new(m.id, event.emit(m.uid, member, true))
+        };
+        self.queue(ctx.channel, event);
     }
 
-    fn queue(&mut self, fd: RawFd, event: Queued) {
-        if let Some(channel) = self.channels.get_mut(&fd) {
+    fn queue(&self, fd: RawFd, event: Queued) {
+        if let Some(channel) = self.channels.get(&fd) {
             channel.push(event);
         }
     }
 
     /// Takes the oldest event of a channel.
     pub(crate) fn take_event(&mut self, fd: RawFd) -> Option<EventResp> {
-        let event = self.channels.get_mut(&fd)?.pop()?;
-        if let Some(ctx) = self.ids.get_mut(&event.id) {
+        let event = self.channels.get(&fd)?.take(false, |_| ()).ok()?.ok()?;
+        if let Some(ctx) = self.ids.get_mut(event.id as usize) {
             ctx.reported += 1;
         }
-        if let Some(member) = event.member.and_then(|m| self.members.get_mut(&m)) {
+        if let Some(member) = event.member.and_then(|m| self.members.get_mut(m as usize)) {
             member.reported += 1;
         }
         // The backlog counts requests that the program has not fetched (`ucma_get_event`).
@@ -317,8 +287,9 @@ impl<B: Backend> Ucma<B> {
     }
 
     /// Takes an id's events out of a channel that fit `which`.
-    pub(crate) fn retract(&mut self, fd: RawFd, which: impl Fn(&Queued) -> bool) -> Vec<Queued> {
-        self.channels.get_mut(&fd).map_or_else(Vec::new, |c| c.extract(which))
+    pub(crate) fn retract(&self, fd: RawFd, which: impl Fn(&Queued) -> bool) -> Vec<Queued> {
+        let channel = self.channels.get(&fd);
+        channel.map_or_else(Vec::new, |c| c.purge(|| (), which))
     }
 
     /// Moves an id from one channel to another and returns how many of its events were taken from the old one.
@@ -333,7 +304,7 @@ impl<B: Backend> Ucma<B> {
         ctx.channel = to;
         let reported = ctx.reported;
         for event in self.retract(from, |e| e.id == id) {
-            if let Some(request) = event.request.and_then(|r| self.ids.get_mut(&r)) {
+            if let Some(request) = event.request.and_then(|r| self.ids.get_mut(r as usize)) {
                 request.channel = to;
             }
             self.queue(to, event);
@@ -341,25 +312,20 @@ impl<B: Backend> Ucma<B> {
         Ok(reported)
     }
 
-    /// The transport has stopped: every id with a device hears of it.
+    /// Reports to every id with a device that the transport has stopped.
     pub(crate) fn device_gone(&mut self) {
-        let ids: Vec<u32> = self
-            .all()
-            .filter(|(_, c)| c.place.is_some())
-            .map(|(id, _)| id)
-            .collect();
-        for id in ids {
-            self.tell(id, &Event::new(EventType::DeviceRemoval));
+        for id in self.ids_with(|ctx| ctx.cma_dev.is_some()) {
+            self.report_event(id, &Event::new(EventType::DeviceRemoval));
         }
     }
 
     /// Changes a port's owner as its id changed.
     pub(crate) fn update_owner(&mut self, id: u32) {
-        let Some(ctx) = self.ids.get(&id).filter(|c| c.bound) else {
+        let Some(ctx) = self.ids.get(id as usize).filter(|c| c.bound) else {
             return;
         };
         let (space, remote): (u16, Addr) = (ctx.space as u16, ctx.remote);
-        let local = ctx.place.map_or_else(|| ctx.local.at_any(), |_| ctx.local);
+        let local = ctx.cma_dev.map_or_else(|| ctx.local.at_any(), |_| ctx.local);
         let (reuse, afonly) = (ctx.reuse, ctx.afonly);
         self.ports.update(space, local.port(), id, |o| {
             (o.local, o.remote, o.reuse) = (local, remote, reuse);
@@ -370,6 +336,6 @@ impl<B: Backend> Ucma<B> {
     /// Events waiting in a channel.
     #[cfg(test)]
     pub(crate) fn waiting(&self, fd: RawFd) -> usize {
-        self.channels.get(&fd).map_or(0, Channel::len)
+        self.channels.get(&fd).map_or(0, EventQueue::len)
     }
 }

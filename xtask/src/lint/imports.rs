@@ -1,19 +1,19 @@
-//! No two files of a crate import each other, not even by way of others: then each can be read by itself, below what uses it.
+//! Checks that no two files of a crate import each other, directly or through others, so that each can be read alone.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 use crate::Result;
 
-/// The files that each file imports, by module path (`client::path`; the crate's root is empty).
+/// Files that each file imports, by module path (`client::path`; the crate's root is empty).
 type Graph = BTreeMap<String, BTreeSet<String>>;
 
-/// Findings of a crate.
-pub(super) fn cycles(krate: &str, files: &[std::path::PathBuf]) -> Result<Vec<String>> {
-    let src = Path::new(krate).join("src");
+/// Returns the cycles of a crate.
+pub(super) fn cycles(krate: &Path, files: &[PathBuf]) -> Result<Vec<String>> {
+    let src = krate.join("src");
     let mut texts = BTreeMap::new();
     for file in files {
         let text = fs::read_to_string(file).map_err(|e| format!("{}: {e}", file.display()))?;
@@ -22,7 +22,7 @@ pub(super) fn cycles(krate: &str, files: &[std::path::PathBuf]) -> Result<Vec<St
     }
     let cycles = components(&graph(&texts)).into_iter();
     Ok(cycles
-        .map(|files| format!("{krate}: these import each other: {}", files.join(", ")))
+        .map(|files| format!("{}: these import each other: {}", krate.display(), files.join(", ")))
         .collect())
 }
 
@@ -48,7 +48,7 @@ fn graph(texts: &BTreeMap<String, String>) -> Graph {
     texts.iter().map(edges).collect()
 }
 
-/// The file that a path leads to: the longest part of it that is one.
+/// Returns the file of a path: its longest prefix that is a file.
 fn target(texts: &BTreeMap<String, String>, path: &[String]) -> Option<String> {
     (0..=path.len())
         .rev()
@@ -56,7 +56,7 @@ fn target(texts: &BTreeMap<String, String>, path: &[String]) -> Option<String> {
         .find(|module| texts.contains_key(module))
 }
 
-/// All paths of a file that begin in its crate, as segments from the root.
+/// Returns all paths of a file that begin in its crate, as segments from the root.
 fn paths(module: &str, text: &str) -> Vec<Vec<String>> {
     let code = without_comments(text);
     let here: Vec<String> = module
@@ -88,7 +88,7 @@ fn paths(module: &str, text: &str) -> Vec<Vec<String>> {
     found
 }
 
-/// Reads a path, or a tree of them in braces; returns what is left of the text.
+/// Reads a path, or a tree of paths in braces. Returns the remaining text.
 fn tree<'a>(text: &'a str, base: &[String], found: &mut Vec<Vec<String>>) -> &'a str {
     let text = text.trim_start();
     if let Some(mut rest) = text.strip_prefix('{') {
@@ -138,7 +138,7 @@ fn without_comments(text: &str) -> String {
     code
 }
 
-/// Groups of files of which each reaches each other one.
+/// Returns groups of files that reach each other.
 fn components(graph: &Graph) -> Vec<Vec<String>> {
     let reached: BTreeMap<&String, BTreeSet<&String>> = graph.keys().map(|from| (from, reach(graph, from))).collect();
     let mut seen = BTreeSet::new();

@@ -1,75 +1,29 @@
-//! Steering a running mapping or server: what is asked of its loops, and what they answer.
+//! Control of running mappings and servers: requests, answers, and handles that send them.
 //!
-//! Each side has one type of requests, one of answers, and a handle, which can be cloned and used from any thread. A request gets one
-//! answer, when what was asked for is done or has failed; what else happens is told as events, as always.
+//! A handle can be cloned and used from any thread. A request gets one answer, when it is done or has failed. Events report
+//! all other changes, as always.
 
+mod answer;
 pub mod map;
+mod names;
+mod refused;
+mod reply;
+mod request;
 pub mod serve;
+mod wire;
 
-use std::sync::mpsc::{Receiver, RecvError, Sender, channel};
+pub(crate) use self::reply::Reply;
+pub use self::{
+    answer::{
+        Answer, ClientPath, ClientSession, Entries, Entry, Greeting, Kind, LoopTotals, MapListing, MappedDevice,
+        MappedPath, Mappings, OpenDevice, OpenDevices, Reloaded, Sessions, Stat, TaskStatus, Tasks, Text,
+    },
+    names::{Named, TaskState},
+    refused::Refused,
+    reply::{MapAnswer, Pending, ServeAnswer},
+    request::{AttributePath, MapDevice, MapOrder, MapRequest, ProcessRequest, Request, ServeRequest},
+    wire::{on_loss_text, path_text, read_on_loss, read_path, signed_attempts},
+};
 
-use rnbd::Errno;
-
-/// A request was not, or could not be, complied with.
-#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("{text}")]
-pub struct Refused {
-    /// The kernel's error number for it.
-    pub errno: Errno,
-    /// Reason for people.
-    pub text: String,
-}
-
-impl Refused {
-    /// With this error number, and what is wrong.
-    pub fn new(errno: Errno, text: impl Into<String>) -> Self {
-        Self {
-            errno,
-            text: text.into(),
-        }
-    }
-}
-
-impl From<Errno> for Refused {
-    fn from(errno: Errno) -> Self {
-        Self::new(errno, errno.to_string())
-    }
-}
-
-impl From<rtrs::Error> for Refused {
-    fn from(e: rtrs::Error) -> Self {
-        Self::new(Errno::from_wire(e.errno()), e.to_string())
-    }
-}
-
-/// Channel for a loop's answer to a request.
-#[derive(Debug)]
-pub(crate) struct Reply<T>(Sender<Result<T, Refused>>);
-
-impl<T> Reply<T> {
-    pub(crate) fn send(self, answer: Result<T, Refused>) {
-        // Who asked may have gone.
-        let _ = self.0.send(answer);
-    }
-}
-
-/// The answer to a request that has been made.
-#[derive(Debug)]
-pub struct Pending<T>(Receiver<Result<T, Refused>>);
-
-impl<T> Pending<T> {
-    /// Waits for the answer, which may take as long as connecting does.
-    ///
-    /// # Errors
-    /// The answer's; ENODEV when the loop has ended.
-    pub fn wait(self) -> Result<T, Refused> {
-        let gone = |_: RecvError| Err(Refused::new(Errno::ENODEV, "it has ended"));
-        self.0.recv().unwrap_or_else(gone)
-    }
-}
-
-/// Both ends of an answer.
-pub(crate) fn answer<T>() -> (Reply<T>, Pending<T>) {
-    let (send, receive) = channel();
-    (Reply(send), Pending(receive))
-}
+/// Version of the control socket's protocol, with each release frozen: it changes with the first request, answer or field changed after one.
+pub const VERSION: u32 = 1;

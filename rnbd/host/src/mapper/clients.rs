@@ -1,4 +1,4 @@
-//! The NBD clients of a loop.
+//! The NBD clients of a mapping.
 
 use std::io;
 
@@ -8,17 +8,17 @@ use rnbd::{
     client::output::DeviceKey,
     nbd::{End, Export, Exports},
 };
-use roce_reactor::TurnCx;
+use roce::reactor::TurnCx;
 use roce_verbs::Instant;
-use rtrs::{Error, PathError, cx::Cx};
+use rtrs::{Error, PathError};
 use smallvec::SmallVec;
 use socket2::Socket;
 
 use super::{
-    FIRST_CLIENT, HOME, Letter, Service, Whose,
+    FIRST_CLIENT, Service,
     devices::{Device, Stage},
 };
-use crate::nbd::NbdSocket;
+use crate::{front::Part, nbd::NbdSocket};
 
 /// Reads from one client's socket in a round.
 pub(super) const READS: usize = 16;
@@ -34,20 +34,16 @@ fn export(device: &Device) -> Option<Export> {
 }
 
 impl Service {
-    /// Takes an accepted client, which finds these devices.
-    pub(super) fn admit(&mut self, turn: &mut TurnCx<'_, ()>, stream: Socket, id: u64, devices: &[String]) {
-        if let Err(e) = self.begin(turn, stream, id, devices) {
+    /// Takes an accepted client, which finds the devices that are open.
+    pub(super) fn admit(&mut self, turn: &mut TurnCx<'_, ()>, stream: Socket, id: u64) {
+        if let Err(e) = self.begin(turn, stream, id) {
             self.turn_away(turn.now, &e);
-            self.left(id, None);
+            self.entrance.left(id);
         }
     }
 
-    fn begin(&mut self, turn: &mut TurnCx<'_, ()>, stream: Socket, id: u64, devices: &[String]) -> io::Result<()> {
-        let named = |name: &String| self.devices.iter().find(|device| device.what.name == *name);
-        let open = devices
-            .iter()
-            .filter_map(named)
-            .filter(|device| device.stage == Stage::Open);
+    fn begin(&mut self, turn: &mut TurnCx<'_, ()>, stream: Socket, id: u64) -> io::Result<()> {
+        let open = self.devices.iter().filter(|device| device.stage == Stage::Open);
         let (keys, exports): (Vec<_>, Vec<_>) = open.filter_map(|d| Some((d.key, export(d)?))).unzip();
         if keys.is_empty() {
             return Err(io::Error::other("no device is there"));
@@ -90,32 +86,9 @@ impl Service {
         }
     }
 
-    /// A client, of whatever loop, has chosen this device.
-    pub(super) fn chosen(&mut self, name: &str) {
-        if let Some(device) = self.device_named(name) {
-            device.users += 1;
-        }
-    }
-
-    /// A client of this loop is gone, or was not taken, and the device that it had chosen.
-    fn left(&mut self, id: u64, device: Option<DeviceKey>) {
-        let name = device.and_then(|key| self.name_of(key));
-        match self.place.is_home() {
-            true => self.client_parted(HOME, id, name.as_deref()),
-            false => self.place.tell(HOME, Letter::Left(id, name)),
-        }
-    }
-
-    /// An NBD client of that loop is gone.
-    pub(super) fn client_parted(&mut self, from: usize, id: u64, device: Option<&str>) {
-        self.entrance.left(id);
-        self.parted(from, device);
-    }
-
-    /// A client of that loop, of whatever kind, is gone.
-    pub(super) fn parted(&mut self, from: usize, device: Option<&str>) {
-        self.entrance.unload(from);
-        if let Some(device) = device.and_then(|name| self.device_named(name)) {
+    /// A client or front end no longer uses a device.
+    pub(super) fn release(&mut self, device: Option<DeviceKey>) {
+        if let Some(device) = device.and_then(|key| self.device(key)) {
             device.users = device.users.saturating_sub(1);
         }
     }
@@ -147,7 +120,7 @@ impl Service {
             if self.unread == 0 {
                 break;
             }
-            let buffers = self.session.and_then(|session| self.rtrs.buffers(session));
+            let buffers = self.session.and_then(|session| self.rnbd.rtrs().buffers(session));
             match client.read(turn.now, buffers) {
                 Some(bytes) => self.unread = self.unread.saturating_sub(bytes),
                 None => break,
@@ -176,15 +149,17 @@ impl Service {
             let mut moved = false;
             while let Some(buffer) = client.next_free() {
                 moved = true;
-                self.rtrs.give_buffer(session, buffer);
+                self.rnbd.rtrs_mut().give_buffer(session, buffer);
             }
-            if let Some(buffers) = self.rtrs.buffers(session) {
+            if let Some(buffers) = self.rnbd.rtrs().buffers(session) {
                 client.copy(buffers);
             }
             while let Some(len) = client.connection.poll_need() {
-                let taken = match self.rtrs.buffers(session) {
+                let taken = match self.rnbd.rtrs().buffers(session) {
                     Some(buffers) if buffers.lent() < most => {
-                        self.rtrs.take_buffer(cx!(turn, self.dice), session, size.max(len))
+                        self.rnbd
+                            .rtrs_mut()
+                            .take_buffer(&mut self.rng.cx(turn), session, size.max(len))
                     }
                     Some(buffers) => Err(Error::NoBuffer {
                         len,
@@ -213,11 +188,11 @@ impl Service {
             }
             while let Some((opener, request)) = client.next_request() {
                 moved = true;
-                let user = self.operations.insert(Whose::Client(index, request.key)) as u64;
+                let front = Part::Nbd(index, request.key);
                 let forcing = request.forces.then(|| opener.forcing());
                 self.rnbd.submit(
                     forcing.as_ref().unwrap_or(opener),
-                    user,
+                    front,
                     request.op,
                     request.offset,
                     request.len,
@@ -238,7 +213,7 @@ impl Service {
         let mut taken: SmallVec<[usize; 8]> = SmallVec::new();
         let mut gone = Vec::new();
         for (index, client) in &mut self.clients {
-            let buffers = self.session.and_then(|session| self.rtrs.buffers(session));
+            let buffers = self.session.and_then(|session| self.rnbd.rtrs().buffers(session));
             if client.write(turn.now, buffers, bytes) {
                 taken.push(index);
             }
@@ -251,7 +226,7 @@ impl Service {
             }
             while let Some(buffer) = client.next_free() {
                 if let Some(session) = self.session {
-                    self.rtrs.give_buffer(session, buffer);
+                    self.rnbd.rtrs_mut().give_buffer(session, buffer);
                 }
             }
             if client.is_over() {
@@ -288,7 +263,8 @@ impl Service {
         self.starved.retain(|waits| *waits != index);
         self.handshakes.forget(index);
         let _ = turn.sockets.deregister(client.descriptor());
-        self.left(client.id, client.opener.map(|opener| opener.device()));
+        self.entrance.left(client.id);
+        self.release(client.opener.map(|opener| opener.device()));
     }
 
     /// Clients that found no buffer ask again, in their order.
@@ -309,7 +285,7 @@ impl Service {
         self.turned_away += 1;
         let more = self.log.due(now).unwrap_or_default();
         if self.log.hit(now) {
-            tracing::warn!(more, "an NBD client is turned away: {why}");
+            tracing::warn!(more, "an NBD client is rejected: {why}");
         }
     }
 }

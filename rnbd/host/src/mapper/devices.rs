@@ -1,34 +1,35 @@
-//! The devices of a mapping at a loop, from their opening to their end.
+//! The devices of a mapping, from their opening to their end.
 
 use rnbd::{
     Errno,
     block::{BlockOp, Geometry},
     client::{
         OnLoss, Unmap,
-        device::DeviceCounters,
         error::MapError,
         output::{DeviceKey, LossCause, Output},
         state::DeviceState,
     },
 };
-use roce_reactor::TurnCx;
+use roce::reactor::TurnCx;
 use rtrs::{IoError, client::SessionId};
+use smallvec::SmallVec;
 
-use super::{HOME, Letter, Phase, Service, Whose, steer};
+use super::{Phase, Service, steer};
 use crate::{
-    control::{Refused, Reply, map::MapAnswer},
+    control::{MapAnswer, Refused, Reply},
+    front::Part,
     map::{MapDevice, MapEvent, MapFailure, MapNews},
 };
 
-/// How far a device is. Other loops than home go from `Open` by `Leaving` to `Closing`, as home says.
+/// How far a device is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Stage {
     /// The server is asked to open it.
     Opening,
     /// NBD clients can choose it.
     Open,
-    /// Nobody can choose it any more, and those who have are let go; at home, also at so many other loops.
-    Leaving(usize),
+    /// Nobody can choose it any more, and its clients are released.
+    Leaving,
     /// It is flushed.
     Flushing,
     /// It is being closed.
@@ -42,9 +43,7 @@ pub(super) struct Device {
     pub(super) stage: Stage,
     /// `None` until it is open.
     pub(super) geometry: Option<Geometry>,
-    /// Counters at the last look: it may be gone soon.
-    pub(super) counted: DeviceCounters,
-    /// At home: NBD clients that have chosen it, of all loops.
+    /// NBD clients and front ends that use it.
     pub(super) users: usize,
     /// It is closed at any price.
     forced: bool,
@@ -63,7 +62,6 @@ impl Device {
             key,
             stage,
             geometry,
-            counted: DeviceCounters::default(),
             users: 0,
             forced: false,
             mapping: None,
@@ -83,36 +81,14 @@ impl Service {
         self.devices.iter_mut().find(|device| device.key == key)
     }
 
-    pub(super) fn device_named(&mut self, name: &str) -> Option<&mut Device> {
-        self.devices.iter_mut().find(|device| device.what.name == name)
-    }
-
     pub(super) fn name_of(&self, key: DeviceKey) -> Option<String> {
         self.devices.iter().find(|d| d.key == key).map(Device::name)
-    }
-
-    /// Keeps what the devices have done: they may be gone soon.
-    pub(super) fn count(&mut self) {
-        for device in &mut self.devices {
-            if let Some(counters) = self.rnbd.counters(device.key) {
-                device.counted = counters;
-            }
-        }
-    }
-
-    /// Returns the counters of all devices, those that are gone included.
-    pub(super) fn counters(&self) -> DeviceCounters {
-        let mut sum = self.gone;
-        for device in &self.devices {
-            sum.add(&self.rnbd.counters(device.key).unwrap_or(device.counted));
-        }
-        sum
     }
 }
 
 /// Outputs of RNBD.
 impl Service {
-    pub(super) fn device_told(&mut self, turn: &mut TurnCx<'_, ()>, output: Output) {
+    pub(super) fn device_told(&mut self, turn: &mut TurnCx<'_, ()>, output: Output<Part>) {
         match output {
             Output::Mapped(key, geometry) => self.device_is_there(turn, key, geometry),
             Output::MapFailed(key, error) if self.rnbd.state(key).is_some() => {
@@ -123,13 +99,6 @@ impl Service {
                 }
             }
             Output::MapFailed(key, error) => self.device_refused(turn, key, error),
-            Output::Done {
-                user,
-                result,
-                data,
-                losses,
-                ..
-            } => self.done(turn, user, result, data, losses),
             Output::Status { user, result, .. } => self.status(turn.now, user, result),
             Output::WritesLost { device, writes, cause } => self.writes_lost(device, writes, cause),
             Output::Geometry(key, geometry) => self.device_changed(key, geometry),
@@ -141,22 +110,13 @@ impl Service {
             }
             Output::State(..) => {}
             Output::Unmapped(key, result) => self.device_unmapped(turn, key, result),
+            // The session's and its requests'.
+            _ => {}
         }
     }
 
-    /// A device is open: home lets clients in when all those are that it begins with, and others come to know it by this.
+    /// A device is open: clients are accepted when all those are that it begins with.
     fn device_is_there(&mut self, turn: &mut TurnCx<'_, ()>, key: DeviceKey, geometry: Geometry) {
-        if !self.place.is_home() {
-            let (Some(name), Some(mode)) = (self.rnbd.name(key), self.rnbd.mode(key)) else {
-                return;
-            };
-            let what = MapDevice {
-                name: name.into(),
-                mode,
-            };
-            self.devices.push(Device::new(what, key, Stage::Open, Some(geometry)));
-            return self.offer(key);
-        }
         let Some(device) = self.device(key).filter(|d| d.stage == Stage::Opening) else {
             return;
         };
@@ -224,7 +184,7 @@ impl Service {
 
 /// Their beginning and their end.
 impl Service {
-    /// Asks the server for a device. At home.
+    /// Asks the server for a device.
     pub(super) fn map_device(&mut self, session: SessionId, what: MapDevice, reply: Option<Reply<MapAnswer>>) {
         let key = self.rnbd.map(session, &what.name, what.mode);
         if let Err(e) = self.rnbd.set_on_loss(key, self.on_loss) {
@@ -238,7 +198,7 @@ impl Service {
         });
     }
 
-    /// Somebody wants a device to be closed, which is open. At home.
+    /// Closes an open device on request.
     pub(super) fn unmap_device(
         &mut self,
         turn: &mut TurnCx<'_, ()>,
@@ -246,15 +206,12 @@ impl Service {
         force: bool,
         reply: Reply<MapAnswer>,
     ) {
-        let others = self.place.loops.len() - 1;
         let Some(device) = self.device(key) else { return };
-        (device.stage, device.forced, device.unmapping) = (Stage::Leaving(others), force, Some(reply));
-        let name = device.name();
+        (device.stage, device.forced, device.unmapping) = (Stage::Leaving, force, Some(reply));
         // Nobody waits for a lost device then.
         if let Err(e) = self.rnbd.set_on_loss(key, OnLoss::Error) {
             tracing::debug!("on loss: {e}");
         }
-        (1..=others).for_each(|other| self.place.tell(other, Letter::Withdraw(name.clone())));
         self.withdraw(turn.now, key);
         if force {
             self.close_device(turn, key);
@@ -262,46 +219,18 @@ impl Service {
         self.look_left(turn);
     }
 
-    /// Home wants a device to be left.
-    pub(super) fn leave(&mut self, turn: &mut TurnCx<'_, ()>, name: &str) {
-        if let Some(device) = self.device_named(name).filter(|d| d.stage == Stage::Open) {
-            device.stage = Stage::Leaving(0);
-            let key = device.key;
-            self.withdraw(turn.now, key);
-            self.look_left(turn);
-        }
-    }
-
-    /// Another loop has nobody any more who uses the device.
-    pub(super) fn left_elsewhere(&mut self, turn: &mut TurnCx<'_, ()>, name: &str) {
-        if let Some(device) = self.device_named(name)
-            && let Stage::Leaving(others) = &mut device.stage
-        {
-            *others = others.saturating_sub(1);
-            self.look_left(turn);
-        }
-    }
-
     /// Goes on with devices that nobody uses any more.
     pub(super) fn look_left(&mut self, turn: &mut TurnCx<'_, ()>) {
-        for at in 0..self.devices.len() {
-            let Some(device) = self.devices.get(at).filter(|d| d.stage == Stage::Leaving(0)) else {
-                continue;
-            };
-            let (key, name) = (device.key, device.name());
-            if self.fronts.uses(key) || self.clients.iter().any(|(_, client)| client.device() == Some(key)) {
-                continue;
-            }
-            if self.place.is_home() {
+        let leaving = self.devices.iter().filter(|d| d.stage == Stage::Leaving);
+        let keys: SmallVec<[DeviceKey; 4]> = leaving.map(|d| d.key).collect();
+        for key in keys {
+            if !self.fronts.uses(key) && !self.clients.iter().any(|(_, client)| client.device() == Some(key)) {
                 self.end_device(turn, key);
-            } else {
-                self.devices[at].stage = Stage::Closing;
-                self.place.tell(HOME, Letter::Vacated(name));
             }
         }
     }
 
-    /// Nobody uses a device any more: what was written is made durable, and it is closed. At home.
+    /// Nobody uses a device any more: what was written is made durable, and it is closed.
     pub(super) fn end_device(&mut self, turn: &mut TurnCx<'_, ()>, key: DeviceKey) {
         // What went wrong with another device is no reason.
         let own = |why: &MapFailure| matches!(why, MapFailure::Flush { .. } | MapFailure::Close { .. });
@@ -315,9 +244,9 @@ impl Service {
             return self.close_device(turn, key);
         }
         device.stage = Stage::Flushing;
-        let user = self.operations.insert(Whose::Flush(key)) as u64;
         let opener = self.rnbd.opener(key);
-        self.rnbd.submit(&opener, user, BlockOp::Flush, 0, 0, None, 0);
+        self.rnbd
+            .submit(&opener, Part::Flush(key), BlockOp::Flush, 0, 0, None, 0);
     }
 
     pub(super) fn flushed(&mut self, turn: &mut TurnCx<'_, ()>, key: DeviceKey, result: Result<(), Errno>) {
@@ -329,7 +258,6 @@ impl Service {
     }
 
     fn close_device(&mut self, turn: &mut TurnCx<'_, ()>, key: DeviceKey) {
-        self.count();
         let Some(device) = self.device(key) else { return };
         device.stage = Stage::Closing;
         let how = match device.forced {
@@ -351,10 +279,6 @@ impl Service {
             return;
         };
         let mut device = self.devices.remove(at);
-        self.gone.add(&device.counted);
-        if !self.place.is_home() {
-            return;
-        }
         let name = device.name();
         // With the session the server closes whatever is open.
         let over = !self.session_is_up() || matches!(self.phase, Phase::Closing | Phase::Ended);
@@ -387,7 +311,7 @@ impl Service {
         if self.devices.is_empty() {
             match self.phase {
                 Phase::Serving => self.drain(turn),
-                Phase::Unmapping if self.place.is_home() => self.close_session(turn),
+                Phase::Unmapping => self.close_session(turn),
                 _ => {}
             }
         }

@@ -1,10 +1,9 @@
 //! How a mapping ends.
 
 use rnbd::client::OnLoss;
-use roce_reactor::TurnCx;
-use rtrs::cx::Cx;
+use roce::reactor::TurnCx;
 
-use super::{HOME, Letter, Phase, Service};
+use super::{Phase, Service};
 use crate::map::MapFailure;
 
 impl Service {
@@ -21,21 +20,17 @@ impl Service {
         turn.stop();
     }
 
-    /// No new clients, and no new requests of those that are there, at any loop.
+    /// No new clients, and no new requests of those that are there.
     pub(super) fn drain(&mut self, turn: &mut TurnCx<'_, ()>) {
         self.phase = Phase::Draining;
         self.entrance.close(&turn.sockets);
         self.fronts.close(&turn.sockets);
         self.fronts.let_go(None);
-        if self.place.is_home() {
-            // Nobody waits for a lost device then.
-            for device in &self.devices {
-                if let Err(e) = self.rnbd.set_on_loss(device.key, OnLoss::Error) {
-                    tracing::debug!("on loss: {e}");
-                }
+        // Nobody waits for a lost device then.
+        for device in &self.devices {
+            if let Err(e) = self.rnbd.set_on_loss(device.key, OnLoss::Error) {
+                tracing::debug!("on loss: {e}");
             }
-            self.undrained = self.place.loops.len() - 1;
-            (1..=self.undrained).for_each(|other| self.place.tell(other, Letter::Drain));
         }
         let until = turn.now + self.config.grace;
         for (_, client) in &mut self.clients {
@@ -45,13 +40,10 @@ impl Service {
 
     /// Goes on when the clients are gone.
     pub(super) fn look_drained(&mut self, turn: &mut TurnCx<'_, ()>) {
-        if self.phase != Phase::Draining || !self.clients.is_empty() || !self.fronts.is_empty() || self.undrained > 0 {
+        if self.phase != Phase::Draining || !self.clients.is_empty() || !self.fronts.is_empty() {
             return;
         }
         self.phase = Phase::Unmapping;
-        if !self.place.is_home() {
-            return self.place.tell(HOME, Letter::Drained);
-        }
         if self.devices.is_empty() {
             return self.close_session(turn);
         }
@@ -62,7 +54,8 @@ impl Service {
     }
 
     pub(super) fn session_is_up(&self) -> bool {
-        self.session.is_some_and(|session| self.rtrs.state(session).is_ok())
+        self.session
+            .is_some_and(|session| self.rnbd.rtrs().state(session).is_ok())
     }
 
     pub(super) fn close_session(&mut self, turn: &mut TurnCx<'_, ()>) {
@@ -71,17 +64,9 @@ impl Service {
         }
         self.phase = Phase::Closing;
         match self.session {
-            Some(session) => self.rtrs.close(cx!(turn, self.dice), session),
+            Some(session) => self.rnbd.rtrs_mut().close(&mut self.rng.cx(turn), session),
             None => turn.stop(),
         }
-    }
-
-    /// Another loop has failed, and what waits for it would wait for ever. The server is told to go.
-    pub(super) fn quit(&mut self, turn: &mut TurnCx<'_, ()>) {
-        if let Some(session) = self.session.filter(|_| self.place.is_home()) {
-            self.rtrs.close(cx!(turn, self.dice), session);
-        }
-        self.finish(turn);
     }
 
     pub(super) fn stop(&mut self, turn: &mut TurnCx<'_, ()>) {

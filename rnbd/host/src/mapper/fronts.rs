@@ -1,4 +1,4 @@
-//! The front ends of virtual machines: sockets that they come by, one for a device, and those that each loop has.
+//! The front ends of virtual machines, and the sockets that they come by, one for a device.
 
 use std::{
     io,
@@ -11,42 +11,39 @@ use std::{
 
 use mio::{Interest, Token};
 use rnbd::{
-    Errno,
     block::Geometry,
     client::{Opener, output::DeviceKey},
 };
-use roce_mem::Pages;
+use roce::reactor::{Readiness, Sockets, TurnCx};
 use roce_net::socket_file::{Access, Kind, SocketFile};
-use roce_reactor::{Readiness, Sockets, TurnCx};
 use roce_verbs::Instant;
-use rtrs::{
-    client::{Client as Rtrs, LentId, SessionId},
-    cx::Cx,
-};
+use roce_verbs::mem::Pages;
+use rtrs::client::{LentId, SessionId};
 use slab::Slab;
 
-use super::{FIRST_DOOR, FIRST_FRONT, HOME, Letter, Service, Whose, devices::Stage};
+use super::{FIRST_DOOR, FIRST_FRONT, Rtrs, Service, devices::Stage};
 use crate::{
-    dice::Dice,
+    front::Part,
     map::VhostSocket,
+    rng::Rng,
     vhost::{Front, FrontRequest, Lender, Surroundings, Watched},
 };
 
 /// Tokens of a front end: that of its socket, and those of its rings.
 const TOKENS: usize = 1024;
 
-/// A socket for the front ends of a device, one at a time. At home.
+/// A socket for the front ends of a device, one at a time.
 #[derive(Debug)]
 struct Door {
     file: SocketFile,
     device: String,
     /// Somebody has come, as far as is known.
     accepts: bool,
-    /// Somebody is there, at some loop.
+    /// A front end is connected.
     taken: bool,
 }
 
-/// The front ends of a loop, and, at home, where they come in.
+/// The front ends, and their listeners.
 #[derive(Debug, Default)]
 pub(super) struct Fronts {
     doors: Vec<Door>,
@@ -126,6 +123,13 @@ impl Fronts {
         None
     }
 
+    /// A listener's front end is gone, or was not taken: the next may come.
+    fn vacate(&mut self, door: usize) {
+        if let Some(door) = self.doors.get_mut(door) {
+            (door.taken, door.accepts) = (false, true);
+        }
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.all.is_empty()
     }
@@ -171,11 +175,8 @@ impl Fronts {
         }
     }
 
-    /// Completes a front end's request.
-    pub(super) fn done(&mut self, front: usize, slot: usize, result: Result<(), Errno>, losses: u64) {
-        if let Some(front) = self.all.get_mut(front) {
-            front.done(slot, result, losses);
-        }
+    pub(super) fn get_mut(&mut self, front: usize) -> Option<&mut Front> {
+        self.all.get_mut(front)
     }
 
     /// Guests are notified of answers.
@@ -190,19 +191,19 @@ struct Around<'a, 'b> {
     turn: &'a mut TurnCx<'b, ()>,
     rtrs: &'a mut Rtrs,
     session: Option<SessionId>,
-    dice: &'a mut Dice,
+    rng: &'a mut Rng,
 }
 
 impl Lender for Around<'_, '_> {
     fn lend(&mut self, memory: Arc<Pages>) -> Result<LentId, String> {
         let session = self.session.ok_or("there is no session")?;
-        let lent = self.rtrs.lend_memory(cx!(self.turn, self.dice), session, memory);
+        let lent = self.rtrs.lend_memory(&mut self.rng.cx(self.turn), session, memory);
         lent.map_err(|e| e.to_string())
     }
 
     fn take_back(&mut self, id: LentId) {
         if let Some(session) = self.session {
-            self.rtrs.take_memory_back(cx!(self.turn, self.dice), session, id);
+            self.rtrs.take_memory_back(&mut self.rng.cx(self.turn), session, id);
         }
     }
 }
@@ -227,9 +228,9 @@ macro_rules! around {
         &mut Around {
             index: $index,
             turn: $turn,
-            rtrs: &mut $service.rtrs,
+            rtrs: $service.rnbd.rtrs_mut(),
             session: $service.session,
-            dice: &mut $service.dice,
+            rng: &mut $service.rng,
         }
     };
 }
@@ -240,21 +241,17 @@ impl Service {
         let mut worked = false;
         while let Some((door, stream)) = self.fronts.next_comer() {
             worked = true;
-            let device = self.fronts.doors[door].device.clone();
-            self.chosen(&device);
-            match self.entrance.place() {
-                HOME => self.admit_front(turn, stream, door, &device),
-                to => self.place.tell(to, Letter::Front(stream, door, device)),
-            }
+            self.admit_front(turn, stream, door);
         }
         worked
     }
 
     /// Takes a front end that was let in.
-    pub(super) fn admit_front(&mut self, turn: &mut TurnCx<'_, ()>, stream: UnixStream, door: usize, device: &str) {
+    fn admit_front(&mut self, turn: &mut TurnCx<'_, ()>, stream: UnixStream, door: usize) {
+        let device = self.fronts.doors[door].device.clone();
         let open = |d: &&super::Device| d.what.name == device && d.stage == Stage::Open;
         let found = self.devices.iter().find(open);
-        let found = found.and_then(|d| Some((self.rnbd.opener(d.key), d.what.name.clone(), d.geometry?)));
+        let found = found.and_then(|d| Some((self.rnbd.opener(d.key), device.clone(), d.geometry?)));
         let begun = match found {
             Some(found) => {
                 let index = self.fronts.all.vacant_key();
@@ -264,38 +261,23 @@ impl Service {
         };
         match begun {
             Ok(front) => {
-                tracing::info!(device, "a front end has come");
+                tracing::info!(device, "a front end connected");
+                if let Some(device) = self.device(front.opener.device()) {
+                    device.users += 1;
+                }
                 self.fronts.all.insert(front);
             }
             Err(e) => {
                 let more = self.log.due(turn.now).unwrap_or_default();
                 if self.log.hit(turn.now) {
-                    tracing::warn!(device, more, "a front end is turned away: {e}");
+                    tracing::warn!(device, more, "a front end is rejected: {e}");
                 }
-                self.front_left(turn, door, device);
+                self.fronts.vacate(door);
             }
         }
     }
 
-    /// A front end of this loop is gone, or was not taken.
-    fn front_left(&mut self, turn: &mut TurnCx<'_, ()>, door: usize, device: &str) {
-        match self.place.is_home() {
-            true => self.front_parted(turn, HOME, door, device),
-            false => self.place.tell(HOME, Letter::FrontLeft(door, device.to_owned())),
-        }
-    }
-
-    /// One of that loop is gone: the next may come by its socket.
-    pub(super) fn front_parted(&mut self, turn: &mut TurnCx<'_, ()>, from: usize, door: usize, device: &str) {
-        self.parted(from, Some(device));
-        if let Some(door) = self.fronts.doors.get_mut(door) {
-            door.taken = false;
-            door.accepts = true;
-            self.accept_fronts(turn);
-        }
-    }
-
-    /// Everything that the front ends of this loop want.
+    /// Everything that the front ends want.
     pub(super) fn serve_fronts(&mut self, turn: &mut TurnCx<'_, ()>) -> bool {
         let mut worked = false;
         let mut over = Vec::new();
@@ -319,9 +301,10 @@ impl Service {
             let mut front = self.fronts.all.remove(index);
             front.notify();
             self.fronts.malformed += front.malformed;
-            let (door, device) = (front.door, front.name().to_owned());
+            self.fronts.vacate(front.door);
+            self.release(Some(front.opener.device()));
             front.part(around!(self, turn, index));
-            self.front_left(turn, door, &device);
+            self.accept_fronts(turn);
         }
         worked
     }
@@ -338,7 +321,7 @@ impl Service {
         } = request;
         let forcing = forces.then(|| opener.forcing());
         let opener = forcing.as_ref().unwrap_or(opener);
-        let user = self.operations.insert(Whose::Front(index, slot)) as u64;
-        self.rnbd.submit(opener, user, op, offset, len, data, index + ring);
+        self.rnbd
+            .submit(opener, Part::Vhost(index, slot), op, offset, len, data, index + ring);
     }
 }

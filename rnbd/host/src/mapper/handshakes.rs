@@ -3,11 +3,11 @@
 
 use std::{collections::VecDeque, io, time::Duration};
 
-use roce_reactor::TurnCx;
+use roce::reactor::TurnCx;
 use roce_verbs::Instant;
 
-use super::{HOME, Letter, Service, Stage};
-use crate::entrance::{Accepted, Connected};
+use super::Service;
+use crate::entrance::Connected;
 
 /// Connections that are accepted in a step.
 const ACCEPTS: usize = 4;
@@ -104,16 +104,11 @@ impl Service {
                 return count > 0;
             };
             match connected {
-                Connected::For(client, stream, evicted) => {
+                Connected::Client(id, stream, evicted) => {
                     if let Some(evicted) = evicted {
-                        self.evict(turn.now, evicted, "others came before it had chosen a device".into());
+                        self.evict(turn.now, evicted, "others came before it had chosen a device");
                     }
-                    let open = self.devices.iter().filter(|device| device.stage == Stage::Open);
-                    let devices: Vec<String> = open.map(|device| device.what.name.clone()).collect();
-                    match client.at {
-                        HOME => self.admit(turn, stream, client.id, &devices),
-                        other => self.place.tell(other, Letter::Client(stream, client.id, devices)),
-                    }
+                    self.admit(turn, stream, id);
                 }
                 Connected::Rejected(why) => self.turn_away(turn.now, &why),
             }
@@ -122,15 +117,7 @@ impl Service {
     }
 
     /// A client's connection is closed, for this reason.
-    fn evict(&mut self, now: Instant, client: Accepted, why: String) {
-        match client.at {
-            HOME => self.evicted(now, client.id, &why),
-            other => self.place.tell(other, Letter::Evict(client.id, why)),
-        }
-    }
-
-    /// Home has evicted a client of this loop.
-    pub(super) fn evicted(&mut self, now: Instant, id: u64, why: &str) {
+    fn evict(&mut self, now: Instant, id: u64, why: &str) {
         let mut all = self.clients.iter_mut().map(|(_, client)| client);
         let Some(client) = all.find(|client| client.id == id) else {
             return;
@@ -140,15 +127,7 @@ impl Service {
         self.turn_away(now, &io::Error::other(format!("{origin}{why}")));
     }
 
-    /// A client of that loop has chosen this device.
-    pub(super) fn client_chosen(&mut self, now: Instant, client: Accepted, device: &str) {
-        self.chosen(device);
-        if let Err(full) = self.entrance.chosen(client.id) {
-            self.evict(now, client, full.to_string());
-        }
-    }
-
-    /// Notifies home of the device that a client has chosen, once.
+    /// Takes note of the device that a client has chosen, once.
     pub(super) fn look_chosen(&mut self, now: Instant, index: usize) {
         let Some(client) = self.clients.get_mut(index).filter(|c| c.is_half_open()) else {
             return;
@@ -156,11 +135,11 @@ impl Service {
         let Some(key) = client.device() else { return };
         let id = client.id;
         client.opener = Some(self.rnbd.opener(key));
-        if let Some(name) = self.name_of(key) {
-            match self.place.is_home() {
-                true => self.client_chosen(now, Accepted { id, at: HOME }, &name),
-                false => self.place.tell(HOME, Letter::Chosen(id, name)),
-            }
+        if let Some(device) = self.device(key) {
+            device.users += 1;
+        }
+        if let Err(full) = self.entrance.chosen(id) {
+            self.evict(now, id, &full.to_string());
         }
     }
 }

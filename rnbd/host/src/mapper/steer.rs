@@ -1,17 +1,16 @@
-//! Requests to a loop of a mapping while it runs.
+//! Requests to a mapping while it runs.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, time::Duration};
 
 use rnbd::{
     Errno,
-    client::{OnLoss, output::DeviceKey},
+    client::{OnLoss, output::DeviceKey, state::DeviceState},
 };
-use roce_reactor::TurnCx;
+use roce::reactor::TurnCx;
 use rtrs::{
     Error,
     addr::PathAddr,
-    client::{PathCommand, PathCounters, PathId, PathStatus, SessionId},
-    cx::Cx,
+    client::{PathCommand, PathCounters, PathId, PathStatus, SessionConfig, SessionId},
     proto::DEFAULT_PORT,
 };
 
@@ -20,14 +19,11 @@ use super::{
     devices::{Device, Stage},
 };
 use crate::{
-    control::{
-        Refused, Reply,
-        map::{MapAnswer, MapListing, MapRequest, MappedDevice},
-    },
+    control::{MapAnswer, MapListing, MapRequest, MappedDevice, MappedPath, Refused, Reply, signed_attempts},
     map::{MapDevice, MapFailure},
 };
 
-/// Pending commands. All of them are at home.
+/// Pending commands.
 #[derive(Default)]
 pub(super) struct Orders {
     /// Addresses of paths, those included that are removed but still referenced by queued events.
@@ -91,25 +87,22 @@ impl Service {
     /// Complies with a request, or sees to it that it is answered later.
     pub(super) fn steer(&mut self, turn: &mut TurnCx<'_, ()>, request: MapRequest, reply: Reply<MapAnswer>) {
         let done = match request {
-            MapRequest::AddPath(addr) => return self.add_path(turn, addr, reply),
-            MapRequest::RemovePath(addr) => return self.path_command(turn, addr, PathCommand::Remove, reply),
-            MapRequest::Disconnect(addr) => return self.path_command(turn, addr, PathCommand::Disconnect, reply),
-            MapRequest::Reconnect(addr) => return self.path_command(turn, addr, PathCommand::Reconnect, reply),
+            MapRequest::AddPath { path } => return self.add_path(turn, path, reply),
+            MapRequest::RemovePath { path } => return self.path_command(turn, path, PathCommand::Remove, reply),
+            MapRequest::Disconnect { path } => return self.path_command(turn, path, PathCommand::Disconnect, reply),
+            MapRequest::Reconnect { path } => return self.path_command(turn, path, PathCommand::Reconnect, reply),
             MapRequest::Map(device) => return self.map_asked(device, reply),
-            MapRequest::Remap(device) => return self.remap(&device, reply),
+            MapRequest::Remap { device } => return self.remap(&device, reply),
             MapRequest::Unmap { device, force } => return self.unmap_asked(turn, &device, force, reply),
-            MapRequest::List => return reply.send(self.listing().map(|l| MapAnswer::Listing(Box::new(l)))),
-            MapRequest::Stats => return reply.send(Ok(MapAnswer::Stats(Box::new(self.stats(turn))))),
-            MapRequest::ResetPathStats(addr, which) => self.reset_path_stats(addr, which),
-            MapRequest::SetPolicy(policy) => self.there().and_then(|session| {
-                let set = self.rtrs.set_policy(cx!(turn, self.dice), session, policy);
+            MapRequest::List {} => return reply.send(self.listing().map(|l| MapAnswer::Listing(Box::new(l)))),
+            MapRequest::Stats {} => return reply.send(Ok(MapAnswer::Stats(Box::new(self.stats(turn))))),
+            MapRequest::ResetPathStats { path, which } => self.reset_path_stats(path, which),
+            MapRequest::SetPolicy { policy } => self.there().and_then(|session| {
+                let set = self.rnbd.rtrs_mut().set_policy(&mut self.rng.cx(turn), session, policy);
                 set.map_err(Refused::from)
             }),
-            MapRequest::SetReconnects { attempts, delay } => self.there().and_then(|session| {
-                let set = self.rtrs.set_reconnects(cx!(turn, self.dice), session, attempts, delay);
-                set.map_err(Refused::from)
-            }),
-            MapRequest::SetOnLoss(on_loss) => self.set_on_loss(on_loss).map_err(Refused::from),
+            MapRequest::SetReconnects { attempts, delay } => self.set_reconnects(turn, attempts, delay),
+            MapRequest::SetOnLoss { on_loss } => self.set_on_loss(on_loss).map_err(Refused::from),
             MapRequest::Resize { device, sectors } => self.key_of(&device).and_then(|device| {
                 let set = self.rnbd.resize(device, sectors);
                 set.map_err(Refused::from)
@@ -122,9 +115,37 @@ impl Service {
         self.session.ok_or_else(|| Errno::ENODEV.into())
     }
 
+    /// The reconnect settings, before the session is open those that it is opened with.
+    fn reconnects(&self) -> (u32, Duration) {
+        let config = &self.config.session;
+        let set = self.session.and_then(|session| self.rnbd.rtrs().reconnects(session));
+        set.unwrap_or((config.max_reconnects, config.reconnect_delay))
+    }
+
+    fn set_reconnects(
+        &mut self,
+        turn: &mut TurnCx<'_, ()>,
+        attempts: Option<i64>,
+        delay: Option<Duration>,
+    ) -> Result<(), Refused> {
+        let session = self.there()?;
+        let (old_attempts, old_delay) = self.reconnects();
+        let attempts = match attempts {
+            None => old_attempts,
+            Some(-1) => SessionConfig::FOREVER,
+            // Too many for it are refused by the session.
+            Some(attempts) => u32::try_from(attempts).map_err(|_| Errno::EINVAL)?,
+        };
+        let delay = delay.unwrap_or(old_delay);
+        Ok(self
+            .rnbd
+            .rtrs_mut()
+            .set_reconnects(&mut self.rng.cx(turn), session, attempts, delay)?)
+    }
+
     fn path_at(&self, addr: PathAddr) -> Result<(SessionId, PathId), Refused> {
         let session = self.there()?;
-        let mut all = self.rtrs.paths(session);
+        let mut all = self.rnbd.rtrs().paths(session);
         all.retain(|path| path.addr.dst.ip() == addr.dst.ip() && addr.src.is_none_or(|src| path.addr.src == Some(src)));
         // As a path is listed, and the kernel names it, it has no port.
         if all.iter().any(|path| path.addr.dst == addr.dst) {
@@ -135,7 +156,7 @@ impl Service {
             (Some(path), None) => Ok((session, path.id)),
             (None, _) => Err(Error::NoPath.into()),
             (Some(_), Some(_)) => {
-                let text = format!("several paths lead to {}: say which by our address, too", addr.dst);
+                let text = format!("several paths lead to {}: name one with our address, too", addr.dst);
                 Err(Refused::new(Errno::EINVAL, text))
             }
         }
@@ -143,7 +164,7 @@ impl Service {
 
     fn add_path(&mut self, turn: &mut TurnCx<'_, ()>, addr: PathAddr, reply: Reply<MapAnswer>) {
         let added = self.there().and_then(|session| {
-            let added = self.rtrs.add_path(cx!(turn, self.dice), session, addr);
+            let added = self.rnbd.rtrs_mut().add_path(&mut self.rng.cx(turn), session, addr);
             added.map_err(Refused::from)
         });
         match added {
@@ -163,7 +184,10 @@ impl Service {
         reply: Reply<MapAnswer>,
     ) {
         let taken = self.path_at(addr).and_then(|(session, path)| {
-            let taken = self.rtrs.path_command(cx!(turn, self.dice), session, path, command);
+            let taken = self
+                .rnbd
+                .rtrs_mut()
+                .path_command(&mut self.rng.cx(turn), session, path, command);
             taken.map(|()| path).map_err(Refused::from)
         });
         match taken {
@@ -174,7 +198,7 @@ impl Service {
 
     fn reset_path_stats(&mut self, addr: PathAddr, which: PathCounters) -> Result<(), Refused> {
         let (session, path) = self.path_at(addr)?;
-        Ok(self.rtrs.reset_path_stats(session, path, which)?)
+        Ok(self.rnbd.rtrs_mut().reset_path_stats(session, path, which)?)
     }
 
     fn key_of(&self, name: &str) -> Result<DeviceKey, Refused> {
@@ -208,7 +232,7 @@ impl Service {
         let session = match self.not_serving() {
             Some(Errno::EALREADY) => Err(Errno::ESHUTDOWN.into()),
             Some(errno) => Err(errno.into()),
-            None if self.device_named(&what.name).is_some() => {
+            None if self.key_of(&what.name).is_ok() => {
                 let text = format!("device {:?} is mapped already", what.name);
                 Err(Refused::new(Errno::EEXIST, text))
             }
@@ -246,7 +270,7 @@ impl Service {
                 Stage::Opening => Err(Errno::EBUSY.into()),
                 Stage::Open if device.users > 0 && !force => Err(Errno::EBUSY.into()),
                 Stage::Open => Ok(device.key),
-                Stage::Leaving(_) | Stage::Flushing | Stage::Closing => Err(Errno::EALREADY.into()),
+                Stage::Leaving | Stage::Flushing | Stage::Closing => Err(Errno::EALREADY.into()),
             });
         match key {
             Ok(key) => self.unmap_device(turn, key, force, reply),
@@ -264,39 +288,38 @@ impl Service {
         }
     }
 
-    /// Returns this loop's part of the listing.
+    /// Returns the listing.
     fn listing(&self) -> Result<MapListing, Refused> {
-        let session = self.there();
-        let session = match self.place.is_home() {
-            true => Some(session?),
-            // It may not have heard of it yet.
-            false => session.ok(),
-        };
-        let reconnects = session.and_then(|session| self.rtrs.reconnects(session));
+        let session = self.there()?;
         let config = &self.config.session;
-        let (max_reconnects, reconnect_delay) = reconnects.unwrap_or((config.max_reconnects, config.reconnect_delay));
+        let (max_reconnects, reconnect_delay) = self.reconnects();
+        let paths = self.rnbd.rtrs().paths(session).into_iter();
         Ok(MapListing {
             session: config.name.clone(),
             port: config.paths.first().map_or(DEFAULT_PORT, |path| path.dst.port()),
-            info: self.info,
-            policy: session.and_then(|s| self.rtrs.policy(s)).unwrap_or(config.policy),
-            max_reconnects,
+            queue_depth: self.info.map(|info| info.queue_depth),
+            max_io_bytes: self.info.map(|info| info.max_io_size),
+            new_rkeys: self.info.map(|info| info.new_rkeys),
+            policy: self.rnbd.rtrs().policy(session).unwrap_or(config.policy),
+            max_reconnects: signed_attempts(max_reconnects),
             reconnect_delay,
-            paths: session.map_or_else(Vec::new, |session| self.rtrs.paths(session)),
+            paths: paths.map(MappedPath::from).collect(),
             devices: self.devices_listed(),
         })
     }
 
     fn devices_listed(&self) -> Vec<MappedDevice> {
-        if self.phase == Phase::Opening && self.place.is_home() {
+        if self.phase == Phase::Opening {
             let device = |what: &MapDevice| MappedDevice::new(what.clone(), self.on_loss);
             return self.config.devices.iter().map(device).collect();
         }
         let listed = self.devices.iter().map(|device| MappedDevice {
-            state: self.rnbd.state(device.key),
-            geometry: device.geometry,
+            state: self.rnbd.state(device.key).unwrap_or(DeviceState::Init),
+            bytes: device.geometry.map(|g| g.size),
+            block_size: device.geometry.map(|g| g.logical_block_size),
+            read_only: device.geometry.map(|g| g.read_only),
             on_loss: self.rnbd.on_loss(device.key).unwrap_or(self.on_loss),
-            counters: self.rnbd.counters(device.key).unwrap_or(device.counted),
+            counters: self.rnbd.counters(device.key).unwrap_or_default(),
             waiting: self.rnbd.waiting(device.key),
             clients: self
                 .clients

@@ -10,13 +10,15 @@ use std::{
 };
 
 use rnbd::{
-    Errno,
     block::Geometry,
     client::Opener,
     virtio_blk::{self, feature},
 };
 use roce_verbs::Instant;
+use rtrs::client::Buffer;
 use vhost::vhost_user::message::{FrontendReq, VhostUserProtocolFeatures, VhostUserVringState};
+
+use crate::front::{Completed, FrontEnd};
 
 use super::{
     inflight::Inflight,
@@ -165,11 +167,6 @@ impl Front {
             out: VecDeque::new(),
             malformed: 0,
         })
-    }
-
-    /// The device's name.
-    pub(crate) fn name(&self) -> &str {
-        &self.name
     }
 
     /// A descriptor is ready.
@@ -364,16 +361,6 @@ impl Front {
         }
     }
 
-    /// Completes a request to the device.
-    pub(crate) fn done(&mut self, slot: usize, result: Result<(), Errno>, losses: u64) {
-        match self.requests.done(slot, result, losses) {
-            None => {}
-            // Nobody is left who would know.
-            Some(Begun::Operations(operations)) => self.out.extend(operations),
-            Some(Begun::Ended(ended)) => self.ended(&ended),
-        }
-    }
-
     fn ended(&mut self, ended: &Ended) {
         if self.phase != Phase::Gone && !write_status(&self.memory, ended) {
             tracing::debug!(device = self.name, "the place of a status is not there any more");
@@ -419,5 +406,21 @@ impl Front {
             }
         }
         self.memory.clear(around);
+    }
+}
+
+impl FrontEnd for Front {
+    /// Its slot.
+    type Request = usize;
+
+    fn complete(&mut self, _: Instant, slot: usize, completion: Completed) -> Option<Buffer> {
+        match self.requests.done(slot, completion.result, completion.losses) {
+            None => {}
+            // Nobody is left who would know.
+            Some(Begun::Operations(operations)) => self.out.extend(operations),
+            Some(Begun::Ended(ended)) => self.ended(&ended),
+        }
+        // Its data is the guest's own.
+        None
     }
 }

@@ -17,7 +17,7 @@ use rnbd::{
     client::{Client, output::DeviceKey},
     virtio_blk,
 };
-use roce_mem::Pages;
+use roce_verbs::mem::Pages;
 use roce_verbs::{Instant, provider::Memory};
 use rtrs::client::{Buffer, LentId};
 use rustix::{
@@ -28,6 +28,7 @@ use vhost::vhost_user::message::{FrontendReq, VhostUserMemoryRegion, VhostUserVr
 use vm_memory::ByteValued as _;
 
 use super::{Front, FrontRequest, Lender, Surroundings, Watched, mapped::Mapped, wire};
+use crate::front::{Completed, FrontEnd as _};
 
 /// Bytes of the guest's memory, and of a ring.
 const MEMORY: u64 = 64 << 10;
@@ -220,7 +221,11 @@ pub fn run(bytes: &[u8], memories: &mut dyn Memories) -> usize {
     let memory = Pages::of(&memory).expect("memory");
     let mut around = Around { memories, lent: 0 };
     let geometry = geometry(input.next());
-    let device = (Client::new().opener(DeviceKey::default()), "disk".to_owned(), geometry);
+    let device = (
+        Client::<()>::new().opener(DeviceKey::default()),
+        "disk".to_owned(),
+        geometry,
+    );
     let mut front = Front::new(&mut around, ours, 0, device).expect("a front end");
     let mut player = Player {
         stream,
@@ -284,5 +289,10 @@ fn end(front: &mut Front, around: &Around<'_>, request: FrontRequest, how: u8) {
         2 => Err(Errno::EOPNOTSUPP),
         _ => Ok(()),
     };
-    front.done(request.slot, result, 0);
+    let completion = Completed {
+        result,
+        data: None,
+        losses: 0,
+    };
+    front.complete(Instant::ZERO, request.slot, completion);
 }

@@ -9,14 +9,13 @@ use std::{
     sync::Arc,
 };
 
-use roce_mem::Pages;
+use roce_verbs::mem::Pages;
 use roce_verbs::provider::{Memory, RangeError};
 use vhost::vhost_user::message::VhostUserInflight;
 
 use super::{
-    MAX_QUEUES,
+    MAX_QUEUES, MAX_RING,
     mapped::{Mapped, sealed_file},
-    ring::MAX_SIZE,
 };
 
 /// Bytes before the descriptors' states: features, version, number of descriptors, last batch's head, used index.
@@ -94,7 +93,7 @@ impl Inflight {
 }
 
 fn check(what: &VhostUserInflight) -> io::Result<()> {
-    let fit = (1..=MAX_QUEUES).contains(&what.num_queues) && (1..=MAX_SIZE).contains(&what.queue_size);
+    let fit = (1..=MAX_QUEUES).contains(&what.num_queues) && (1..=MAX_RING).contains(&what.queue_size);
     fit.then_some(()).ok_or_else(|| invalid("so much can't be under way"))
 }
 
@@ -211,7 +210,7 @@ mod tests {
             (0, 8),
             (MAX_QUEUES + 1, 8),
             (1, 0),
-            (1, MAX_SIZE + 1),
+            (1, MAX_RING + 1),
             (u16::MAX, u16::MAX),
         ] {
             assert!(Inflight::make(&VhostUserInflight::new(0, 0, queues, size)).is_err());

@@ -11,7 +11,7 @@ use std::{
     sync::Arc,
 };
 
-use roce_mem::fault::Guard;
+use roce_verbs::mem::fault::Guard;
 use roce_verbs::provider::Memory;
 
 const PAGE: usize = 4096;
@@ -142,7 +142,7 @@ pub(crate) fn sealed_file(len: u64) -> io::Result<OwnedFd> {
 mod tests {
     use std::os::fd::AsFd;
 
-    use roce_mem::Pages;
+    use roce_verbs::mem::Pages;
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
     use super::*;

@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use roce_mem::Pages;
+use roce_verbs::mem::Pages;
 use roce_verbs::provider::Memory;
 use rtrs::client::{LentId, LentPiece};
 use vhost::vhost_user::message::VhostUserMemoryRegion;

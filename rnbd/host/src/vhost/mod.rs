@@ -18,5 +18,7 @@ pub(crate) use front::{Front, Surroundings, Watched};
 pub(crate) use memory::Lender;
 pub(crate) use requests::FrontRequest;
 
-/// Rings of a front end at most.
+/// Maximum number of rings of a front end.
 pub(crate) const MAX_QUEUES: u16 = 64;
+/// Maximum number of descriptors of a ring.
+pub(crate) const MAX_RING: u16 = 1024;

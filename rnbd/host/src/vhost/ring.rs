@@ -12,10 +12,7 @@ use roce_verbs::Instant;
 use virtio_queue::{Queue, QueueOwnedT as _, QueueT as _};
 use vm_memory::{Address as _, Bytes as _, GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap, GuestRegionMmap};
 
-use super::{chain::Chain, inflight::RingInflight};
-
-/// Descriptors of a ring at most.
-pub(crate) const MAX_SIZE: u16 = 1024;
+use super::{MAX_RING, chain::Chain, inflight::RingInflight};
 
 /// State of a ring.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -85,7 +82,7 @@ impl Ring {
     /// Never for this size.
     pub(crate) fn new() -> Result<Self, RingError> {
         Ok(Self {
-            queue: Queue::new(MAX_SIZE)?,
+            queue: Queue::new(MAX_RING)?,
             state: State::Stopped,
             enabled: false,
             kicked: false,
@@ -109,7 +106,7 @@ impl Ring {
     }
 
     /// # Errors
-    /// When it is no power of two up to [`MAX_SIZE`].
+    /// When it is no power of two up to [`MAX_RING`].
     pub(crate) fn set_size(&mut self, size: u32) -> Result<(), RingError> {
         let size = u16::try_from(size).map_err(|_| virtio_queue::Error::InvalidSize)?;
         Ok(self.queue.try_set_size(size)?)
@@ -319,7 +316,7 @@ impl Ring {
             .ok_or(RingError::Outside)?;
         let region = GuestRegionMmap::from_range(at, RING, None).map_err(|_| RingError::Outside)?;
         let memory = memory.insert_region(Arc::new(region)).map_err(|_| RingError::Outside)?;
-        let mut queue = Queue::new(MAX_SIZE)?;
+        let mut queue = Queue::new(MAX_RING)?;
         queue.try_set_size(self.queue.size())?;
         queue.try_set_desc_table_address(GuestAddress(self.queue.desc_table()))?;
         queue.try_set_avail_ring_address(at)?;

@@ -22,13 +22,13 @@ use rnbd::{
 };
 use rnbd_disk::{Caching, DiskConfig, ExportSpec, Exports, FolderSpec};
 use rnbd_host::{
-    gate::Gate,
+    admission::ServerAdmission,
     listen::{Listen, NbdAddress},
-    map::{MapConfig, MapEvent, MapFailure, Mapping, Nobody},
+    map::{MapConfig, MapEvent, MapFailure, Mapping},
     serve::{ServeConfig, ServeEvent, ServeStats, Serving},
 };
+use roce::reactor::ReactorConfig;
 use roce::{DeviceConfig, LocalDevice};
-use roce_reactor::ReactorConfig;
 use rtrs::{addr::PathAddr, client::SessionConfig, server::ServerConfig};
 
 pub(crate) const MIB: u64 = 1 << 20;
@@ -56,8 +56,8 @@ pub(crate) fn eventually(what: &str, mut cond: impl FnMut() -> bool) {
 pub(crate) struct Lab {
     pub(crate) dir: tempfile::TempDir,
     pub(crate) addr: IpAddr,
-    /// Gate of several loops.
-    pub(crate) gate: Option<Arc<Gate>>,
+    /// Admission of several loops.
+    pub(crate) admission: Option<Arc<ServerAdmission>>,
     stop: Arc<AtomicBool>,
     stats: Arc<Mutex<ServeStats>>,
     thread: Option<JoinHandle<()>>,
@@ -146,12 +146,12 @@ impl Lab {
             grace: Duration::from_secs(10),
         };
         change(&mut config);
-        let gate = (loops > 1).then(|| Gate::new(&config.rtrs, loops));
-        let mut server = match &gate {
+        let admission = (loops > 1).then(|| ServerAdmission::new(&config.rtrs, loops));
+        let mut server = match &admission {
             None => Serving::start(device(addr), config).unwrap(),
-            Some(gate) => {
-                let opened = LocalDevice::open_shards(&[device_config(addr)], loops, gate.clone());
-                Serving::start_shards(opened.unwrap(), config, gate).unwrap()
+            Some(admission) => {
+                let opened = LocalDevice::open_shards(&[device_config(addr)], loops, admission.clone());
+                Serving::start_shards(opened.unwrap(), config, admission).unwrap()
             }
         };
         let stop = Arc::new(AtomicBool::new(false));
@@ -169,7 +169,7 @@ impl Lab {
         Self {
             dir,
             addr,
-            gate,
+            admission,
             stop,
             stats,
             thread: Some(thread),
@@ -207,12 +207,7 @@ impl Lab {
     }
 
     pub(crate) fn try_map(&self, config: MapConfig) -> Result<Mapped, MapFailure> {
-        self.try_map_on(1, config)
-    }
-
-    /// On so many loops.
-    pub(crate) fn try_map_on(&self, loops: usize, config: MapConfig) -> Result<Mapped, MapFailure> {
-        let mut map = self.begin(loops, config);
+        let mut map = self.begin(config);
         let deadline = Instant::now() + PATIENCE;
         loop {
             assert!(Instant::now() < deadline, "no device");
@@ -226,14 +221,14 @@ impl Lab {
     }
 
     /// One that is not open yet.
-    pub(crate) fn begin(&self, loops: usize, config: MapConfig) -> Mapped {
+    pub(crate) fn begin(&self, config: MapConfig) -> Mapped {
         let from = config.session.paths[0].src.unwrap();
         let socket = config.listen.iter().find_map(|listen| match listen {
             Listen::Unix(path) => Some(path.clone()),
             _ => None,
         });
-        let devices = LocalDevice::open_shards(&[device_config(from)], loops, Arc::new(Nobody)).unwrap();
-        let mapping = Mapping::start_shards(devices, config).unwrap();
+        let device = LocalDevice::open(&[device_config(from)]).unwrap();
+        let mapping = Mapping::start(device, config).unwrap();
         Mapped {
             mapping,
             socket: socket.unwrap_or_default(),

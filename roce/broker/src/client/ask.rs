@@ -1,4 +1,4 @@
-//! Requests over a connection that nobody else uses.
+//! Requests over a connection that no other thread uses.
 
 use std::{
     io,
@@ -8,110 +8,94 @@ use std::{
 };
 
 use crate::{
+    error::{Error, context},
     page::Page,
-    proto::{Rejoin, Reply, Request, Statistics, ToBroker, ToClient, VERSION},
-    start::{self, JoinError, join_io},
-    wire::{self, MAX_RECORD, Record, RecvError},
+    proto::{Grant, Reply, Request, Statistics, ToBroker, ToClient, VERSION},
+    start,
+    wire::{self, MAX_RECORD, RecvError},
 };
 
-/// How long a request may take, the start of another broker included.
+/// Time that a request may take, the start of another broker included.
 pub(super) const REQUEST_TIME: Duration = Duration::from_secs(30);
-/// The number of requests over a connection that nobody else uses.
-const SEQ: u64 = 0;
 
-/// Sends a request over a connection that nobody else uses, and waits for the answer. What comes besides is passed to
-/// `other`.
-pub(super) fn ask(
-    link: &OwnedFd,
-    request: Request,
-    fds: &[BorrowedFd<'_>],
-    other: &mut dyn FnMut(Record<ToClient>),
-) -> Result<Record<Reply>, JoinError> {
-    let bytes = wire::encode(&ToBroker::Request { seq: SEQ, request }, &[]).map_err(join_io("asking the broker"))?;
-    wire::send(link.as_fd(), &bytes, fds, true).map_err(join_io("asking the broker"))?;
-    answer(link, other)
+/// Sends a request and waits for the answer. Packets that come instead are lost.
+pub(super) fn ask(link: &OwnedFd, request: Request, fds: &[BorrowedFd<'_>]) -> Result<(Reply, Vec<OwnedFd>), Error> {
+    say(link, &ToBroker::Request { seq: 0, request }, fds)?;
+    answer(link)
 }
 
-/// Waits for the answer to a request of [`ask`], or for another one to the same.
-fn answer(link: &OwnedFd, other: &mut dyn FnMut(Record<ToClient>)) -> Result<Record<Reply>, JoinError> {
+/// Sends a message, waiting for room.
+pub(super) fn say(link: &OwnedFd, message: &ToBroker, fds: &[BorrowedFd<'_>]) -> Result<(), Error> {
+    let bytes = wire::encode(message, &[]);
+    let sent = bytes.and_then(|bytes| wire::send(link.as_fd(), &bytes, fds, true));
+    sent.map_err(context("asking the broker"))
+}
+
+/// Waits for the answer to a request, or for a further one to the same.
+fn answer(link: &OwnedFd) -> Result<(Reply, Vec<OwnedFd>), Error> {
     let mut buffer = vec![0; MAX_RECORD];
     let deadline = Instant::now() + REQUEST_TIME;
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(JoinError::Timeout);
+            return Err(Error::Timeout);
         }
-        if !roce_net::wait_readable(link.as_fd(), Some(left)).map_err(join_io("waiting for the broker"))? {
+        if !roce_net::wait_readable(link.as_fd(), Some(left)).map_err(context("waiting for the broker"))? {
             continue;
         }
-        match wire::receive(link.as_fd(), &mut buffer, false) {
-            Ok(Record {
-                message: ToClient::Reply { seq: SEQ, reply },
-                fds,
-                lacks_fds,
-                ..
-            }) => {
-                return accepted(Record {
-                    message: reply,
-                    payload: vec![],
-                    fds,
-                    lacks_fds,
-                });
-            }
-            Ok(record) => other(record),
-            Err(RecvError::Empty) => {}
+        let record = match wire::receive(link.as_fd(), &mut buffer, false) {
+            Ok(record) => record,
+            Err(RecvError::Empty) => continue,
             Err(RecvError::Closed) => {
-                return Err(join_io("asking the broker")(io::ErrorKind::ConnectionReset.into()));
+                return Err(context("asking the broker")(io::ErrorKind::ConnectionReset.into()));
             }
-            Err(RecvError::Malformed(_)) => return Err(JoinError::Protocol),
+            Err(RecvError::Malformed(_)) => return Err(Error::Protocol),
+        };
+        if let ToClient::Reply { reply, .. } = record.message {
+            return Ok((accepted(reply, record.lacks_fds)?, record.fds));
         }
     }
 }
 
-pub(super) fn accepted(record: Record<Reply>) -> Result<Record<Reply>, JoinError> {
-    match record.message {
-        Reply::Refused { why, text } => Err(JoinError::Refused { why, text }),
-        _ if record.lacks_fds => Err(join_io("receiving sockets of the broker")(
-            io::Error::from_raw_os_error(rustix::io::Errno::MFILE.raw_os_error()),
+/// Turns a refusal, or an answer without its descriptors, into an error.
+pub(super) fn accepted(reply: Reply, lacks_fds: bool) -> Result<Reply, Error> {
+    match reply {
+        Reply::Refused { why, text } => Err(Error::Refused { why, text }),
+        _ if lacks_fds => Err(context("receiving sockets of the broker")(
+            rustix::io::Errno::MFILE.into(),
         )),
-        _ => Ok(record),
+        _ => Ok(reply),
     }
 }
 
-/// Joins over a connection that nobody else uses. Returns what the member was given, and its page.
-pub(super) fn say_hello(
-    link: &OwnedFd,
-    name: &str,
-    rejoin: Option<Rejoin>,
-) -> Result<(Rejoin, Option<Page>), JoinError> {
+/// Joins. Returns the member's place, and its page.
+pub(super) fn say_hello(link: &OwnedFd, name: &str, rejoin: Option<Grant>) -> Result<(Grant, Option<Page>), Error> {
     let hello = Request::Hello {
         version: VERSION,
         name: name.to_owned(),
         rejoin,
     };
-    let record = ask(link, hello, &[], &mut |_| {})?;
-    let Reply::Welcome { place, token, parts } = record.message else {
-        return Err(JoinError::Protocol);
+    let (reply, fds) = ask(link, hello, &[])?;
+    let given = match reply {
+        Reply::Welcome(given) if given.place.is_valid() => given,
+        _ => return Err(Error::Protocol),
     };
-    if !place.is_valid() {
-        return Err(JoinError::Protocol);
-    }
-    let page = record.fds.first().map(Page::map).transpose();
-    let page = page.map_err(join_io("mapping the page for counters"))?;
-    Ok((Rejoin { place, token, parts }, page))
+    let page = fds.first().map(Page::map).transpose();
+    let page = page.map_err(context("mapping the page for counters"))?;
+    Ok((given, page))
 }
 
-/// Asks a running broker who is there; `None` when none runs.
+/// Returns the statistics of a running broker; `None` if none runs.
 ///
 /// # Errors
 /// When it does not answer.
-pub fn statistics(dir: &Path) -> Result<Option<Statistics>, JoinError> {
+pub fn statistics(dir: &Path) -> Result<Option<Statistics>, Error> {
     let Some(link) = start::connect(dir)? else {
         return Ok(None);
     };
     let mut all: Option<Statistics> = None;
-    let mut record = ask(&link, Request::Statistics, &[], &mut |_| {})?;
-    while let Reply::Statistics { part, more } = record.message {
+    let (mut reply, _) = ask(&link, Request::Statistics, &[])?;
+    while let Reply::Statistics { part, more } = reply {
         match &mut all {
             None => all = Some(part),
             Some(all) => all.append(part),
@@ -119,12 +103,12 @@ pub fn statistics(dir: &Path) -> Result<Option<Statistics>, JoinError> {
         if !more {
             return Ok(all);
         }
-        record = answer(&link, &mut |_| {})?;
+        (reply, _) = answer(&link)?;
     }
-    Err(JoinError::Protocol)
+    Err(Error::Protocol)
 }
 
-/// Whether a broker runs that this user may use.
+/// Returns whether a broker runs that this user may use.
 pub fn running_broker(dir: &Path) -> bool {
     matches!(start::connect(dir), Ok(Some(_)))
 }

@@ -1,11 +1,11 @@
-//! Which sockets a member gets for an address, and when an address is closed.
+//! Sockets that a member gets for an address, and the time at which an address is closed.
 //!
 //! Of two sockets, one bound to the packet's address and one bound to all, the kernel takes the former. So
 //!
 //! - an address has the group of its own if there is one, else that of all addresses of its IP version;
 //! - it gets one of its own only as long as there is none of all;
-//! - who has all addresses has a socket in their group, and one in the group of each single address, of which there are no new
-//!   ones from then on.
+//! - a member that has all addresses has a socket in their group, and one in the group of each single address, of which there are no
+//!   new ones from then on.
 
 use std::{io, net::IpAddr, os::fd::OwnedFd, time::Duration};
 
@@ -15,9 +15,10 @@ use roce_verbs::Instant;
 use super::{
     broker::Broker,
     gsi::Gsi,
-    requests::{Outcome, refused},
+    requests::{Hold, Member, Outcome, refused},
 };
 use crate::{
+    error::{Error, context},
     group::{Group, GroupError, Steering, bound_to, family_addresses},
     proto::{MAX_GROUPS, Place, Refusal, Reply},
 };
@@ -26,7 +27,7 @@ use crate::{
 const ABSENT_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl Broker {
-    /// The group that packets to an address come to.
+    /// Returns the group that packets to an address come to.
     pub(super) fn group_of(&self, addr: IpAddr) -> Option<usize> {
         let covers = || self.groups.iter().find(|(_, g)| g.covers(addr)).map(|(key, _)| key);
         self.own_group(addr).or_else(covers)
@@ -37,93 +38,78 @@ impl Broker {
         own.map(|(key, _)| key)
     }
 
-    /// `given`: what a member had of a former broker, see [`Request::Open`](crate::proto::Request::Open).
-    pub(super) fn open(
-        &mut self,
-        client: usize,
-        place: Place,
-        addr: IpAddr,
-        again: bool,
-        given: Vec<OwnedFd>,
-    ) -> Outcome {
-        let Some((trusted, uid)) = self.clients.get(client).map(|c| (c.trusted, c.uid)) else {
-            return Outcome::Pending;
-        };
-        let (sockets, had) = self.take_given(given, trusted, uid);
+    /// Opens an address for a member. `given`: the descriptors that it had of a former broker, see
+    /// [`Request::Open`](crate::proto::Request::Open).
+    pub(super) fn open(&mut self, member: &Member, addr: IpAddr, again: bool, given: Vec<OwnedFd>) -> Outcome {
+        let isolated = self.steering == Steering::Array;
+        let (sockets, had) = self.take_given(given, member);
         let exactly = again && !had.is_empty();
         let wanted = if exactly { had } else { self.wanted(addr) };
-        let mut groups = Vec::new();
-        for one in &wanted {
-            let present = if exactly {
-                self.own_group(*one)
-            } else {
-                self.group_of(*one)
-            };
-            if present.is_none()
-                && let Err((counter, text)) = self.make_room(uid)
-            {
-                return Outcome::OverQuota(counter, text);
-            }
-            match present.map_or_else(|| self.open_group(*one, uid), Ok) {
-                Ok(key) => groups.push(key),
-                // Sockets that came with a request do not wait with it.
-                Err(GroupError::Taken(_)) if self.is_rejoining(now()) && sockets.is_empty() => {
-                    return Outcome::Later;
-                }
-                // A host without IPv6 still has the other half of the unspecified address.
-                Err(GroupError::Io { source, .. })
-                    if wanted.len() > 1 && source.raw_os_error() == Some(libc::EAFNOSUPPORT) => {}
-                Err(e) => return refused(Refusal::Address, e.explain()),
-            }
+        let groups = self.groups_for(member.uid, &wanted, exactly, sockets.is_empty())?;
+        let addrs: Vec<IpAddr> = groups.iter().map(|key| self.groups[*key].group.addr()).collect();
+        let client = &mut self.clients[member.key];
+        // A further socket would take the place of the first, which brings what comes to another address if it is for all.
+        let served = isolated && !again && groups.iter().any(|g| client.opened.contains(g));
+        if served && (groups.len() > 1 || addrs == [addr]) {
+            return refused(Refusal::Invalid, "the process has its socket of that address");
         }
-        let mut served = None;
-        if let Some(c) = self.clients.get_mut(client) {
-            // A further socket would take the place of the first, which brings what comes to another address if it is for all.
-            if self.steering == Steering::Array && !again && groups.iter().any(|g| c.opened.contains(g)) {
-                served = groups
-                    .first()
-                    .and_then(|key| self.groups.get(*key))
-                    .map(|g| g.group.addr());
-                if groups.len() > 1 || served == Some(addr) {
-                    return refused(Refusal::Invalid, "the process has its socket of that address");
-                }
-            }
-            c.opened.extend(&groups);
-            if let Some(page) = &mut c.page {
-                page.add_address(addr);
-            }
+        client.opened.extend(&groups);
+        if let Some(page) = &mut client.page {
+            page.add_address(addr);
         }
-        let handed_out = match (served, again && self.steering == Steering::Array) {
-            (Some(by), _) => Ok(Outcome::Reply(
-                Reply::Opened {
-                    addrs: vec![by],
-                    vault: false,
-                },
-                vec![],
-            )),
-            (None, true) => self.take_back(&groups, place, sockets),
-            (None, false) => self.hand_out(&groups, place, again, trusted),
+        let vault = member.trusted && !isolated;
+        let fds = match again && isolated {
+            _ if served => Ok(vec![]),
+            true => self.take_back(member.place, sockets).map(|()| vec![]),
+            false => self.hand_out(&groups, member.place, again, vault),
         };
-        match handed_out {
-            Ok(outcome) => outcome,
+        match fds {
+            Ok(fds) => Ok((Reply::Opened { addrs, vault }, fds)),
             Err(e) => refused(Refusal::Internal, format!("the sockets can't be handed out: {e}")),
         }
     }
 
-    /// Takes what a member brings: the sockets that are to be its own again, and of which addresses it had some.
-    fn take_given(&mut self, given: Vec<OwnedFd>, trusted: bool, uid: u32) -> (Vec<OwnedFd>, Vec<IpAddr>) {
-        if self.steering == Steering::Index && trusted {
-            let had = given.into_iter().filter_map(|vault| self.adopt(vault, uid));
-            return (vec![], had.collect());
+    /// Returns the groups of addresses, which are opened if need be. `exactly`: each has its own. `may_wait`: for members of a former
+    /// broker.
+    fn groups_for(&mut self, uid: u32, wanted: &[IpAddr], exactly: bool, may_wait: bool) -> Result<Vec<usize>, Hold> {
+        let mut groups = Vec::new();
+        for addr in wanted.iter().copied() {
+            let present = if exactly {
+                self.own_group(addr)
+            } else {
+                self.group_of(addr)
+            };
+            if let Some(key) = present {
+                groups.push(key);
+                continue;
+            }
+            self.make_room(uid)?;
+            match self.open_group(addr, uid) {
+                Ok(key) => groups.push(key),
+                Err(GroupError::Taken(_)) if may_wait && self.is_rejoining(now()) => return Err(Hold::Later),
+                // A host without IPv6 still has the other half of the unspecified address.
+                Err(GroupError::System(Error::Io { source, .. }))
+                    if wanted.len() > 1 && source.raw_os_error() == Some(libc::EAFNOSUPPORT) => {}
+                Err(e) => return refused(Refusal::Address, e.explain()),
+            }
         }
-        let had = given.iter().filter_map(bound_to).collect();
-        match self.steering {
-            Steering::Array => (given, had),
-            Steering::Index => (vec![], had),
-        }
+        Ok(groups)
     }
 
-    /// The addresses whose groups a member gets sockets of.
+    /// Takes what a member brings. Returns the sockets that are to be its own again, and the addresses of which it had some.
+    fn take_given(&mut self, given: Vec<OwnedFd>, member: &Member) -> (Vec<OwnedFd>, Vec<IpAddr>) {
+        if self.steering == Steering::Array {
+            let had = given.iter().filter_map(bound_to).collect();
+            return (given, had);
+        }
+        let had = given.into_iter().filter_map(|fd| match member.trusted {
+            true => self.adopt(fd, member.uid),
+            false => bound_to(&fd),
+        });
+        (vec![], had.collect())
+    }
+
+    /// Returns the addresses whose groups a member gets sockets of.
     fn wanted(&mut self, addr: IpAddr) -> Vec<IpAddr> {
         let mut wanted = family_addresses(addr);
         if addr.is_unspecified() {
@@ -136,49 +122,37 @@ impl Broker {
         wanted
     }
 
-    fn hand_out(&self, groups: &[usize], place: Place, again: bool, trusted: bool) -> io::Result<Outcome> {
-        let vault = trusted && self.steering == Steering::Index;
-        let (mut addrs, mut fds) = (Vec::new(), Vec::new());
-        for gsi in groups.iter().filter_map(|key| self.groups.get(*key)) {
-            addrs.push(gsi.group.addr());
+    fn hand_out(&self, groups: &[usize], place: Place, again: bool, vault: bool) -> io::Result<Vec<OwnedFd>> {
+        let mut fds = Vec::new();
+        for key in groups {
+            let group = &self.groups[*key].group;
             fds.push(match again {
-                true => gsi.group.retake(place.slot)?,
-                false => gsi.group.take(place)?,
+                true => group.retake(place.slot)?,
+                false => group.take(place)?,
             });
             if vault {
-                fds.push(gsi.group.vault().try_clone_to_owned()?);
+                fds.push(group.vault().try_clone_to_owned()?);
             }
         }
-        Ok(Outcome::Reply(Reply::Opened { addrs, vault }, fds))
+        Ok(fds)
     }
 
-    /// A member has its sockets: each is again what its group's packets for the place go to.
-    fn take_back(&self, groups: &[usize], place: Place, sockets: Vec<OwnedFd>) -> io::Result<Outcome> {
-        let groups: Vec<&Group> = groups
-            .iter()
-            .filter_map(|k| Some(&self.groups.get(*k)?.group))
-            .collect();
+    /// Takes the sockets that a member has: each is again the one that its group's packets for the place go to.
+    fn take_back(&self, place: Place, sockets: Vec<OwnedFd>) -> io::Result<()> {
         for socket in sockets {
-            // Of one of the groups; which, the group itself knows best.
-            let mut result = Err(io::ErrorKind::NotFound.into());
-            for group in &groups {
-                result = group.give_again(place, socket.try_clone()?);
-                if result.is_ok() {
-                    break;
-                }
-            }
-            result?;
+            let key = bound_to(&socket).and_then(|addr| self.own_group(addr));
+            let key = key.ok_or(io::ErrorKind::NotFound)?;
+            self.groups[key].group.give_again(place, socket)?;
         }
-        let addrs = groups.iter().map(|g| g.addr()).collect();
-        Ok(Outcome::Reply(Reply::Opened { addrs, vault: false }, vec![]))
+        Ok(())
     }
 
-    /// Takes a group back that a member kept; its address.
+    /// Takes a group back that a member kept. Returns its address.
     fn adopt(&mut self, vault: OwnedFd, uid: u32) -> Option<IpAddr> {
         let group = match Group::adopt(vault) {
             Ok(group) => group,
             Err(e) => {
-                tracing::warn!("what a process kept is of no use: {e}");
+                tracing::warn!("a process has kept descriptors that are of no use: {e}");
                 return None;
             }
         };
@@ -200,16 +174,11 @@ impl Broker {
             None => {
                 let beside: Vec<IpAddr> = self.groups.iter().map(|(_, g)| g.group.addr()).collect();
                 let group = Group::open(addr, self.steering, &beside)?;
-                self.store_vault(&group);
+                self.notify.keep(addr, group.vault());
                 group
             }
         };
-        let io = |source| GroupError::Io {
-            context: "watching a group",
-            source,
-        };
-        self.add_group(group, uid).map_err(io)?;
-        self.own_group(addr).ok_or(GroupError::NotLocal(addr))
+        Ok(self.add_group(group, uid).map_err(context("watching a group"))?)
     }
 
     /// Closes groups unused for `idle`, so that a program without the broker can bind the port.
@@ -224,13 +193,13 @@ impl Broker {
             let Some(gsi) = self.groups.get_mut(key) else { continue };
             gsi.idle_since = if idle { gsi.idle_since.or(Some(now)) } else { None };
         }
-        let over = |g: &Gsi| g.idle_since.is_some_and(|since| now >= since + self.idle);
+        let over = |g: &Gsi| g.idle_since.is_some_and(|since| now >= since + self.config.idle);
         let keys: Vec<usize> = self.groups.iter().filter(|(_, g)| over(g)).map(|(k, _)| k).collect();
         keys.into_iter().for_each(|key| self.close_group(key));
         // Restored groups are useful only as long as their former members may rejoin.
-        if !absent && !self.is_rejoining(now) && now >= self.started + self.idle {
+        if !absent && !self.is_rejoining(now) && now >= self.started + self.config.idle {
             for group in std::mem::take(&mut self.restored) {
-                self.remove_vault(group.addr());
+                self.notify.drop_kept(group.addr());
             }
         }
     }
@@ -245,16 +214,13 @@ impl Broker {
     fn close_group(&mut self, key: usize) {
         let Some(gsi) = self.groups.try_remove(key) else { return };
         tracing::info!(addr = %gsi.group.addr(), "closing an address");
-        for fd in gsi.descriptors() {
-            self.unwatch(fd);
-        }
-        self.remove_vault(gsi.group.addr());
+        self.notify.drop_kept(gsi.group.addr());
     }
 
     /// Closes the selected groups that are unused, to make room for a requested one.
     ///
     /// Closes none while members of a former broker may rejoin.
-    pub(super) fn close_unused(&mut self, which: impl Fn(&Gsi) -> bool) {
+    fn close_unused(&mut self, which: impl Fn(&Gsi) -> bool) {
         if !self.slots.absent().is_empty() {
             return;
         }
@@ -264,48 +230,28 @@ impl Broker {
     }
 
     /// Returns the number of groups that count for a user: those it uses, and unused ones that it requested.
-    pub(super) fn groups_of(&self, uid: u32) -> usize {
+    fn groups_of(&self, uid: u32) -> usize {
         let uses = |key: &usize| self.clients.iter().any(|(_, c)| c.uid == uid && c.opened.contains(key));
         let counts = |(key, g): &(usize, &Gsi)| uses(key) || (g.owner == uid && self.is_idle(*key));
         self.groups.iter().filter(counts).count()
     }
 
     /// Makes room for another group of a user by closing unused ones.
-    ///
-    /// # Errors
-    /// Counter and text of the refusal, if the user's quota or the broker's limit is exhausted.
-    pub(super) fn make_room(&mut self, uid: u32) -> Result<(), (&'static str, String)> {
-        if self.groups_of(uid) >= self.quotas.addresses {
+    fn make_room(&mut self, uid: u32) -> Result<(), Hold> {
+        let max = self.config.quotas.addresses;
+        if self.groups_of(uid) >= max {
             self.close_unused(|g| g.owner == uid);
-        }
-        if self.groups_of(uid) >= self.quotas.addresses {
-            let max = self.quotas.addresses;
-            let text = format!("user {uid} has {max} addresses open, which is its limit (--max-addresses)");
-            return Err(("refused_addresses", text));
         }
         if self.groups.len() >= MAX_GROUPS {
             self.close_unused(|_| true);
         }
-        match self.groups.len() < MAX_GROUPS {
-            true => Ok(()),
-            false => Err((
-                "refused_addresses",
-                format!("the broker has {MAX_GROUPS} addresses open, which is its limit"),
-            )),
-        }
-    }
-
-    /// Stores a group's vault in systemd's file descriptor store.
-    pub(super) fn store_vault(&self, group: &Group) {
-        if let Err(e) = self.notify.keep(group.addr(), group.vault()) {
-            tracing::warn!("can't store the sockets with systemd: {e}");
-        }
-    }
-
-    /// Removes a group's vault from systemd's file descriptor store.
-    fn remove_vault(&self, addr: IpAddr) {
-        if let Err(e) = self.notify.drop_kept(addr) {
-            tracing::warn!("can't remove closed sockets from systemd's store: {e}");
-        }
+        let text = if self.groups_of(uid) >= max {
+            format!("user {uid} has {max} addresses open, which is its limit (--max-addresses)")
+        } else if self.groups.len() >= MAX_GROUPS {
+            format!("the broker has {MAX_GROUPS} addresses open, which is its limit")
+        } else {
+            return Ok(());
+        };
+        self.over_quota("refused_addresses", text)
     }
 }

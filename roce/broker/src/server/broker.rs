@@ -1,28 +1,30 @@
 //! Event loop of the broker.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::BTreeMap,
     io,
     net::IpAddr,
-    os::fd::{AsFd, AsRawFd, OwnedFd, RawFd},
+    os::fd::{AsFd, OwnedFd},
     time::Duration,
 };
 
-use mio::{Events, Interest, Poll, Token, unix::SourceFd};
 use roce_net::now;
 use roce_verbs::Instant;
-use rustix::net::SocketFlags;
+use rustix::{
+    event::{PollFd, PollFlags, Timespec},
+    io::Errno,
+    net::SocketFlags,
+};
 use slab::Slab;
 
 use super::{
-    Config,
     client::{Client, FIRST_WORD},
+    config::Config,
     ended::Gone,
-    gsi::{Arrival, Gsi},
+    gsi::Gsi,
     orphans::Orphans,
     ports::Ports,
-    quota::{MAX_NAMELESS, Quotas, Throttle},
-    requests::Deferred,
+    quota::{MAX_NAMELESS, Throttle},
     slots::Slots,
     state::{self, Life, StateFile, boot_time},
     systemd::Notify,
@@ -50,57 +52,28 @@ const REATTACH_INTERVAL: Duration = Duration::from_millis(250);
 /// Poll interval while there is work for which no event arrives.
 const TICK: Duration = Duration::from_millis(100);
 
-/// Event source; encoded in the poll's tokens.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+/// Source of events.
+#[derive(Clone, Copy)]
 enum Source {
     Client(usize),
     Process(usize),
     Gsi(usize),
-    /// Served last: a new client may reuse the key of one removed in this round, which may have further events.
     Listener,
-}
-
-impl Source {
-    const fn token(self) -> Token {
-        Token(match self {
-            Self::Listener => 0,
-            Self::Client(key) => (key << 2) | 1,
-            Self::Process(key) => (key << 2) | 2,
-            Self::Gsi(key) => (key << 2) | 3,
-        })
-    }
-
-    const fn of(token: Token) -> Self {
-        match token.0 & 3 {
-            0 => Self::Listener,
-            1 => Self::Client(token.0 >> 2),
-            2 => Self::Process(token.0 >> 2),
-            _ => Self::Gsi(token.0 >> 2),
-        }
-    }
 }
 
 /// Broker: clients, groups (addresses), slots and connections of exited processes.
 pub(super) struct Broker {
-    poll: Poll,
+    pub(super) config: Config,
     listener: OwnedFd,
     /// Network namespace of the sockets that the broker hands out.
     pub(super) network: Option<u64>,
     pub(super) notify: Notify,
     state: StateFile,
-    /// Time after which an unused broker exits. `None`: it never does.
-    linger: Option<Duration>,
-    /// Time after which an unused group is closed.
-    pub(super) idle: Duration,
-    shared: bool,
     pub(super) steering: Steering,
-    pub(super) isolation: Isolation,
-    pub(super) quotas: Quotas,
     throttle: Throttle,
     /// Time when the steering programs were last attached again.
     last_reattached: Instant,
     pub(super) clients: Slab<Client>,
-    pub(super) by_place: HashMap<Place, usize>,
     pub(super) groups: Slab<Gsi>,
     /// Groups restored from systemd's file descriptor store whose address no member has requested yet.
     pub(super) restored: Vec<Group>,
@@ -108,19 +81,13 @@ pub(super) struct Broker {
     pub(super) ports: Ports,
     pub(super) tracker: Tracker,
     pub(super) orphans: Orphans,
-    pub(super) deferred: Vec<Deferred>,
-    pub(super) contested: Vec<Deferred>,
-    /// Requests of this round that become `contested` after it.
-    pub(super) newly_contested: Vec<Deferred>,
     pub(super) translations: Translations,
     pub(super) gone: Gone,
     pub(super) counters: BTreeMap<&'static str, u64>,
     pub(super) started: Instant,
     /// Time since when the broker is unused.
     unused_since: Instant,
-    /// Sources with more to read. The poll is edge-triggered and does not report them again.
-    ready: Vec<Source>,
-    /// Accepting failed: connections are pending for which no further event arrives.
+    /// Accepting failed: connections are pending, and are tried again at each tick.
     stalled: bool,
     buffer: Vec<u8>,
 }
@@ -134,52 +101,49 @@ pub(super) fn random<const N: usize>() -> io::Result<[u8; N]> {
 
 impl Broker {
     pub(super) fn new(config: &Config, listener: OwnedFd, vaults: Vec<OwnedFd>, notify: Notify) -> io::Result<Self> {
-        let poll = Poll::new()?;
-        watch(&poll, listener.as_raw_fd(), Source::Listener, Interest::READABLE)?;
         let state = StateFile::new(&config.dir);
         let mut slots = match state.read() {
             Some(slots) => slots,
             None => Slots::new(u32::from_le_bytes(random()?), state::namespace()),
         };
         slots.inherit(boot_time(), state::namespace(), state::is_alive);
-        let (steering, isolation) = steering(config);
+        let steering = steering(config);
         let restored = vaults.into_iter().filter_map(|vault| Group::adopt(vault).ok());
         let restored = restored.filter(|group| group.steering() == steering).collect();
         let time = now();
         Ok(Self {
+            config: config.clone(),
             steering,
-            isolation,
-            quotas: config.quotas,
             throttle: Throttle::default(),
             last_reattached: time,
-            idle: config.idle,
-            poll,
             network: sys::network(listener.as_fd()),
             listener,
             notify,
             state,
-            linger: config.linger,
-            shared: config.shared.is_some(),
             clients: Slab::new(),
-            by_place: HashMap::new(),
             groups: Slab::new(),
             restored,
             slots,
             ports: Ports::default(),
             tracker: Tracker::default(),
             orphans: Orphans::default(),
-            deferred: Vec::new(),
-            contested: Vec::new(),
-            newly_contested: Vec::new(),
             translations: Translations::default(),
             gone: Gone::default(),
             counters: BTreeMap::new(),
             started: time,
             unused_since: time,
-            ready: Vec::new(),
             stalled: false,
             buffer: vec![0; MAX_RECORD],
         })
+    }
+
+    /// Returns whom the members have to trust.
+    pub(super) fn isolation(&self) -> Isolation {
+        match self.steering {
+            Steering::Array => Isolation::Isolated,
+            Steering::Index if self.config.shared.is_some() => Isolation::TrustDomain,
+            Steering::Index => Isolation::OneUser,
+        }
     }
 
     /// Notifies systemd that the broker is ready.
@@ -191,19 +155,8 @@ impl Broker {
 
     /// Runs the event loop until the broker has been unused for `linger`.
     pub(super) fn run(&mut self) -> io::Result<()> {
-        let mut events = Events::with_capacity(256);
         loop {
-            let timeout = self.timeout(now());
-            if let Err(e) = self.poll.poll(&mut events, timeout)
-                && e.kind() != io::ErrorKind::Interrupted
-            {
-                return Err(e);
-            }
-            let mut sources = std::mem::take(&mut self.ready);
-            sources.extend(events.iter().map(|event| Source::of(event.token())));
-            sources.sort_unstable();
-            sources.dedup();
-            for source in sources {
+            for source in self.poll()? {
                 self.serve(source);
             }
             if self.housekeeping(now()) {
@@ -212,14 +165,44 @@ impl Broker {
         }
     }
 
+    /// Waits for events. Returns their sources, the listener last: a new client may have the key of one that is removed in this round.
+    fn poll(&self) -> io::Result<Vec<Source>> {
+        let mut all = Vec::new();
+        for (key, client) in &self.clients {
+            all.push((Source::Client(key), client.socket.as_fd(), client.interest()));
+            let pidfd = client.pidfd.iter();
+            all.extend(pidfd.map(|fd| (Source::Process(key), fd.as_fd(), PollFlags::IN)));
+        }
+        for (key, gsi) in &self.groups {
+            let fds = gsi.descriptors().into_iter();
+            all.extend(fds.map(|fd| (Source::Gsi(key), fd, PollFlags::IN)));
+        }
+        if !self.stalled {
+            all.push((Source::Listener, self.listener.as_fd(), PollFlags::IN));
+        }
+        let fds = all.iter().map(|(_, fd, events)| PollFd::from_borrowed_fd(*fd, *events));
+        let mut fds: Vec<PollFd<'_>> = fds.collect();
+        let timeout = self.timeout(now()).and_then(|t| Timespec::try_from(t).ok());
+        match rustix::event::poll(&mut fds, timeout.as_ref()) {
+            Ok(_) => {}
+            Err(Errno::INTR) => return Ok(vec![]),
+            Err(e) => return Err(e.into()),
+        }
+        let ready = all.iter().zip(&fds).filter(|(_, fd)| !fd.revents().is_empty());
+        Ok(ready.map(|((source, ..), _)| *source).collect())
+    }
+
     fn timeout(&self, now: Instant) -> Option<Duration> {
-        if !self.ready.is_empty() || !self.contested.is_empty() {
+        let mut waiting = self.clients.iter().flat_map(|(_, c)| &c.waiting);
+        if waiting.any(|w| w.last_in.is_some()) {
             return Some(Duration::ZERO);
         }
         let needs_tick = self.stalled
-            || !self.deferred.is_empty()
             || !self.slots.absent().is_empty()
-            || self.clients.iter().any(|(_, c)| c.place.is_none())
+            || self
+                .clients
+                .iter()
+                .any(|(_, c)| c.place.is_none() || !c.waiting.is_empty())
             || self.groups.iter().any(|(_, g)| g.idle_since.is_some())
             || !self.restored.is_empty()
             || self.is_unused();
@@ -238,14 +221,12 @@ impl Broker {
             }
             Source::Process(key) => self.on_process_exit(key),
             Source::Gsi(key) => {
-                let mut arrivals = Vec::new();
-                if let Some(gsi) = self.groups.get_mut(key)
-                    && gsi.receive(&mut arrivals)
-                {
-                    self.ready.push(source);
+                let mut packets = Vec::new();
+                if let Some(gsi) = self.groups.get_mut(key) {
+                    gsi.receive(&mut packets);
                 }
-                for arrival in arrivals {
-                    self.route(arrival);
+                for (meta, bytes) in packets {
+                    self.route(&meta, &bytes);
                 }
             }
         }
@@ -268,13 +249,13 @@ impl Broker {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             let socket = match rustix::net::accept_with(&self.listener, flags) {
                 Ok(socket) => socket,
-                Err(rustix::io::Errno::INTR | rustix::io::Errno::CONNABORTED) => continue,
-                Err(rustix::io::Errno::AGAIN) => {
+                Err(Errno::INTR | Errno::CONNABORTED) => continue,
+                Err(Errno::AGAIN) => {
                     self.stalled = false;
                     return;
                 }
                 Err(e) => {
-                    // The poll is edge-triggered: retry at each tick, but warn once.
+                    // Retried at each tick. Warn once.
                     if !std::mem::replace(&mut self.stalled, true) {
                         tracing::warn!("a connection can't be accepted: {e}");
                     }
@@ -289,7 +270,8 @@ impl Broker {
 
     pub(super) fn add_client(&mut self, socket: OwnedFd) -> io::Result<()> {
         let client = Client::new(socket, now(), u64::from_le_bytes(random()?))?;
-        if !client.trusted && !self.shared && client.uid != 0 {
+        let shared = self.config.shared.is_some();
+        if !client.trusted && !shared && client.uid != 0 {
             return Err(io::Error::new(
                 io::ErrorKind::PermissionDenied,
                 format!(
@@ -299,21 +281,13 @@ impl Broker {
             ));
         }
         let uid = client.uid;
-        let nameless = |(_, c): &(usize, &Client)| c.uid == uid && c.place.is_none();
-        if self.shared && self.clients.iter().filter(nameless).count() >= MAX_NAMELESS {
+        if shared && self.of_user(uid).filter(|c| c.place.is_none()).count() >= MAX_NAMELESS {
             let text =
                 || format!("user {uid} has {MAX_NAMELESS} connections without a place, the limit: closing a new one");
             self.report("refused_connects", text);
             return Ok(());
         }
-        let entry = self.clients.vacant_entry();
-        let key = entry.key();
-        let both = Interest::READABLE | Interest::WRITABLE;
-        watch(&self.poll, client.socket.as_raw_fd(), Source::Client(key), both)?;
-        if let Some(pidfd) = &client.pidfd {
-            watch(&self.poll, pidfd.as_raw_fd(), Source::Process(key), Interest::READABLE)?;
-        }
-        entry.insert(client);
+        self.clients.insert(client);
         Ok(())
     }
 
@@ -342,7 +316,6 @@ impl Broker {
                 }
             }
         }
-        self.ready.push(Source::Client(key));
     }
 
     fn take_record(&mut self, key: usize, record: Record<ToBroker>) {
@@ -352,10 +325,7 @@ impl Broker {
                 // Only members may hand packets over, and only for their own addresses. The source is not verified.
                 if self.has_opened(key, meta.local) {
                     self.count("handed_over");
-                    self.route(Arrival {
-                        meta,
-                        bytes: record.payload,
-                    });
+                    self.route(&meta, &record.payload);
                 }
             }
             ToBroker::Connections { up, down } => self.on_connections(key, &up, &down),
@@ -369,20 +339,24 @@ impl Broker {
         let Some((place, uid)) = self.clients.get(key).and_then(|c| Some((c.place?, c.uid))) else {
             return;
         };
-        for id in down {
-            self.tracker.over(place, *id);
+        for conn in down.iter().filter_map(|id| self.clients[key].connections.remove(id)) {
+            self.tracker.over(&conn);
         }
-        let mut used = self.of_user(uid).map(|place| self.tracker.count(place)).sum::<usize>();
+        let mut used = self.of_user(uid).map(|c| c.connections.len()).sum::<usize>();
         for conn in up {
-            let known = self.tracker.knows(conn.local_id);
-            if !known && used >= self.quotas.connections {
-                let max = self.quotas.connections;
+            let known = self.clients[key].connections.contains_key(&conn.local_id);
+            if !known && used >= self.config.quotas.connections {
+                let max = self.config.quotas.connections;
                 let text = || {
                     format!("user {uid} has {max} connections, the limit: not recording another (--max-connections)")
                 };
                 self.report("refused_connections", text);
-            } else if self.has_opened(key, conn.local) && self.tracker.establish(place, *conn) {
+            } else if place.covers(Place::of_comm_id(conn.local_id)) && self.has_opened(key, conn.local) {
                 used += usize::from(!known);
+                if let Some(former) = self.clients[key].connections.insert(conn.local_id, *conn) {
+                    self.tracker.over(&former);
+                }
+                self.tracker.establish(conn);
             } else {
                 self.report("refused_foreign_connections", || {
                     format!("a process of user {uid} reports a connection that is not its own")
@@ -400,10 +374,16 @@ impl Broker {
         }
     }
 
-    /// Returns the places of a user's members.
-    pub(super) fn of_user(&self, uid: u32) -> impl Iterator<Item = Place> {
-        let of_user = self.clients.iter().filter(move |(_, c)| c.uid == uid);
-        of_user.filter_map(|(_, c)| c.place)
+    /// Returns the clients of a user.
+    pub(super) fn of_user(&self, uid: u32) -> impl Iterator<Item = &Client> {
+        let all = self.clients.iter().map(|(_, client)| client);
+        all.filter(move |c| c.uid == uid)
+    }
+
+    /// Returns the client that has a place, or the whole slot that it is in.
+    pub(super) fn member_at(&self, place: Place) -> Option<usize> {
+        let has = |c: &Client| c.place.is_some_and(|own| own.covers(place));
+        self.clients.iter().find(|(_, c)| has(c)).map(|(key, _)| key)
     }
 
     /// Returns whether a client has a socket that receives packets to an address.
@@ -427,34 +407,30 @@ impl Broker {
         let Some(client) = self.clients.try_remove(key) else {
             return;
         };
-        self.unwatch(client.socket.as_raw_fd());
-        if let Some(pidfd) = &client.pidfd {
-            self.unwatch(pidfd.as_raw_fd());
-        }
-        self.forget_requests(key);
         let Some(place) = client.place else { return };
         tracing::info!(pid = client.process.pid, name = client.name, clean, "a process leaves");
         match clean {
             true => self.gone.left(client.page.as_ref()),
             false => self.gone.lost(place, client.page),
         }
-        self.by_place.remove(&place);
         self.slots.release(boot_time(), place, clean);
         self.ports.remove_all(place);
-        self.release_place(place);
-        self.save();
-    }
-
-    /// Disconnects the connections of an exited process and takes its sockets back.
-    fn release_place(&mut self, place: Place) {
+        self.tracker.forget(place);
         let now = now();
-        for conn in self.tracker.take(place) {
+        for conn in client.connections.into_values() {
+            self.tracker.over(&conn);
             if !self.orphans.add(now, conn) {
                 self.report("ends_not_told", || {
                     "too many connections of exited processes at once: some peers get no DREQ".into()
                 });
             }
         }
+        self.put_back(place);
+        self.save();
+    }
+
+    /// Takes the sockets of a place back.
+    fn put_back(&self, place: Place) {
         for (_, gsi) in &self.groups {
             if let Err(e) = gsi.group.put_back(place.slot) {
                 tracing::warn!("can't empty the socket of an exited process: {e}");
@@ -475,22 +451,10 @@ impl Broker {
         waiting && now < self.started + REJOIN_TIMEOUT
     }
 
-    /// Adds a new or restored group. `owner` is the user of the process that requested the address.
-    pub(super) fn add_group(&mut self, group: Group, owner: u32) -> io::Result<()> {
+    /// Adds a new or restored group. Returns its key. `owner` is the user of the process that requested the address.
+    pub(super) fn add_group(&mut self, group: Group, owner: u32) -> io::Result<usize> {
         let gsi = Gsi::new(group, owner, random()?).map_err(|e| io::Error::other(e.to_string()))?;
-        let key = self.groups.vacant_key();
-        for fd in gsi.descriptors() {
-            watch(&self.poll, fd, Source::Gsi(key), Interest::READABLE)?;
-        }
-        self.groups.insert(gsi);
-        // Packets that arrived before the sockets were registered cause no event.
-        self.ready.push(Source::Gsi(key));
-        Ok(())
-    }
-
-    pub(super) fn unwatch(&self, fd: RawFd) {
-        // An error is harmless: the descriptor is closed next.
-        let _ = self.poll.registry().deregister(&mut SourceFd(&fd));
+        Ok(self.groups.insert(gsi))
     }
 
     /// Returns when to attach the steering programs again, if a member can detach one.
@@ -501,8 +465,8 @@ impl Broker {
 
     /// Attaches the steering programs again.
     ///
-    /// A member may have detached one. Nothing tells of that: packets then arrive at any socket of the group, of which those
-    /// of members drop them.
+    /// A member may have detached one, which causes no event. Packets then arrive at any socket of the group, and those of members drop
+    /// them.
     fn reattach_steering(&mut self, now: Instant) {
         if self.next_reattach().is_none_or(|at| now < at) {
             return;
@@ -519,7 +483,8 @@ impl Broker {
     ///
     /// Clients that only request statistics don't count.
     fn is_unused(&self) -> bool {
-        self.by_place.is_empty() && self.orphans.is_empty() && self.slots.absent().is_empty()
+        let has_members = self.clients.iter().any(|(_, c)| c.place.is_some());
+        !has_members && self.orphans.is_empty() && self.slots.absent().is_empty()
     }
 
     /// Runs timers and retries. Returns whether the broker must exit because it is unused.
@@ -528,23 +493,23 @@ impl Broker {
             self.accept();
         }
         self.expire_absent(now);
-        self.retry_deferred(now);
+        self.retry_waiting();
         self.remove_silent(now);
         for out in self.orphans.poll(now) {
             if let Some(gsi) = self.group_of(out.local).and_then(|key| self.groups.get_mut(key)) {
                 gsi.send(&out);
             }
-            self.counters
-                .entry("tx_dreqs_for_dead")
-                .and_modify(|n| *n += 1)
-                .or_insert(1);
+            self.count("tx_dreqs_for_dead");
         }
         self.reattach_steering(now);
         self.close_idle_groups(now);
         if !self.is_unused() {
             self.unused_since = now;
         }
-        let over = self.linger.is_some_and(|linger| now >= self.unused_since + linger);
+        let over = self
+            .config
+            .linger
+            .is_some_and(|linger| now >= self.unused_since + linger);
         over && !self.awaits_join(now)
     }
 
@@ -568,7 +533,7 @@ impl Broker {
         };
         let dead = self.slots.bury(boot_time(), alive);
         for place in &dead {
-            self.release_place(*place);
+            self.put_back(*place);
         }
         if !dead.is_empty() {
             self.save();
@@ -586,28 +551,18 @@ impl Broker {
 }
 
 /// Chooses the steering program, and with it how members of different users are isolated: only the array isolates them.
-fn steering(config: &Config) -> (Steering, Isolation) {
+fn steering(config: &Config) -> Steering {
     if config.shared.is_none() {
-        return (Steering::Index, Isolation::OneUser);
+        return Steering::Index;
     }
-    match bpf::probe() {
+    let why = match bpf::probe() {
         Ok(()) if config.isolate => {
             tracing::info!("members are isolated: none can receive packets of another");
-            (Steering::Array, Isolation::Isolated)
+            return Steering::Array;
         }
-        probed => {
-            let why = probed.map_or_else(
-                |e| format!("can't load the BPF program, which requires CAP_BPF: {e}"),
-                |()| "isolation is disabled by --trust-domain".into(),
-            );
-            tracing::warn!(
-                "members are not isolated: every user of this broker can read the packets of all others ({why})"
-            );
-            (Steering::Index, Isolation::TrustDomain)
-        }
-    }
-}
-
-fn watch(poll: &Poll, fd: RawFd, source: Source, interest: Interest) -> io::Result<()> {
-    poll.registry().register(&mut SourceFd(&fd), source.token(), interest)
+        Ok(()) => "isolation is disabled by --trust-domain".into(),
+        Err(e) => format!("can't load the BPF program, which requires CAP_BPF: {e}"),
+    };
+    tracing::warn!("members are not isolated: every user of this broker can read the packets of all others ({why})");
+    Steering::Index
 }

@@ -1,28 +1,40 @@
 //! One connection of the broker's socket.
 
 use std::{
-    collections::{BTreeSet, VecDeque},
+    collections::{BTreeSet, HashMap},
     io,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::fd::{AsFd, OwnedFd},
     time::Duration,
 };
 
+use roce_port::RxMeta;
 use roce_verbs::Instant;
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::{
+    event::PollFlags,
+    process::{Pid, PidfdFlags, pidfd_open},
+};
 
 use super::{slots::Process, state};
 use crate::{
     page::PageFile,
-    proto::{Place, Reply, ToBroker, ToClient},
+    proto::{Connection, Place, Reply, Request, ToBroker, ToClient},
     sys,
-    wire::{self, Record, RecvError},
+    wire::{self, Outbox, Record, RecvError},
 };
 
-/// Answers that a client has not taken, and their bytes: with more it is given up.
-pub(super) const MAX_WAITING: usize = 4096;
-pub(crate) const MAX_WAITING_BYTES: usize = 2 << 20;
-/// How long a connection may say nothing at all.
+/// Largest number of answers that a client has not taken, and of their bytes. With more it is given up.
+pub(super) const MAX_ANSWERS: usize = 4096;
+pub(crate) const MAX_ANSWER_BYTES: usize = 2 << 20;
+/// Time within which a connection must send something.
 pub(super) const FIRST_WORD: Duration = Duration::from_secs(10);
+
+/// Request that waits: for members of a former broker, or for processes to leave whose end is not known yet.
+pub(super) struct Waiting {
+    pub(super) seq: u64,
+    pub(super) request: Request,
+    /// Rounds until the last attempt to get what another process has. `None`: members of a former broker are awaited.
+    pub(super) last_in: Option<u32>,
+}
 
 /// Connection of a member, or of a process that may become one.
 pub(super) struct Client {
@@ -33,20 +45,23 @@ pub(super) struct Client {
     pub(super) uid: u32,
     /// Runs as the broker's own user.
     pub(super) trusted: bool,
-    /// Network namespace of whoever connected.
+    /// Network namespace of the process that connected.
     pub(super) network: Option<u64>,
     pub(super) name: String,
     pub(super) place: Option<Place>,
-    /// It has come to look.
+    /// It asks for statistics only.
     pub(super) observes: bool,
     /// Groups that it has sockets of.
     pub(super) opened: BTreeSet<usize>,
     pub(super) since: Instant,
-    /// It had a place with a former broker, and has not told yet all that went with it.
+    /// It had a place with a former broker, and has not reported yet all that went with it.
     pub(super) restoring: bool,
     /// Page with its counters, once it has a place.
     pub(super) page: Option<PageFile>,
-    waiting: VecDeque<(Vec<u8>, Vec<OwnedFd>)>,
+    /// Connections that it has reported as established, by its communication IDs.
+    pub(super) connections: HashMap<u32, Connection>,
+    pub(super) waiting: Vec<Waiting>,
+    outbox: Outbox,
 }
 
 impl Client {
@@ -55,7 +70,7 @@ impl Client {
         let (pid, uid) = sys::peer_credentials(socket.as_fd())?;
         let number = i32::try_from(pid).ok().and_then(Pid::from_raw);
         let pidfd = number.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
-        // In a namespace of its own it has no number here; then it is told apart by one of ours.
+        // In a namespace of its own it has no number here; then it is told apart by a number of ours.
         let unseen = Process { pid: 0, start: nonce };
         Ok(Self {
             network: sys::network(socket.as_fd()),
@@ -71,7 +86,9 @@ impl Client {
             since: now,
             restoring: false,
             page: None,
-            waiting: VecDeque::new(),
+            connections: HashMap::new(),
+            waiting: Vec::new(),
+            outbox: Outbox::default(),
         })
     }
 
@@ -85,40 +102,34 @@ impl Client {
 
     /// Answers, now or when the client has room.
     pub(super) fn reply(&mut self, seq: u64, reply: Reply, fds: Vec<OwnedFd>) -> io::Result<()> {
-        let bytes = wire::encode(&ToClient::Reply { seq, reply }, &[])?;
-        self.waiting.push_back((bytes, fds));
+        let record = wire::encode(&ToClient::Reply { seq, reply }, &[])?;
+        self.outbox.push(record, fds);
         self.flush()?;
-        let bytes: usize = self.waiting.iter().map(|(bytes, _)| bytes.len()).sum();
-        if self.waiting.len() > MAX_WAITING || bytes > MAX_WAITING_BYTES {
-            return Err(io::Error::new(
+        match self.outbox.len() > MAX_ANSWERS || self.outbox.bytes() > MAX_ANSWER_BYTES {
+            true => Err(io::Error::new(
                 io::ErrorKind::QuotaExceeded,
                 "it does not take its answers",
-            ));
+            )),
+            false => Ok(()),
         }
-        Ok(())
     }
 
-    /// Sends what waits. That the other side is gone is no error here: reading tells, after what it has said.
+    /// Returns the events to wait for.
+    pub(super) fn interest(&self) -> PollFlags {
+        match self.outbox.is_empty() {
+            true => PollFlags::IN,
+            false => PollFlags::IN | PollFlags::OUT,
+        }
+    }
+
+    /// Sends the answers that wait.
     pub(super) fn flush(&mut self) -> io::Result<()> {
-        while let Some((bytes, fds)) = self.waiting.front() {
-            let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
-            match wire::send(self.socket.as_fd(), bytes, &fds, false) {
-                Ok(()) => {}
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(()),
-                Err(e) if matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {
-                    self.waiting.clear();
-                    return Ok(());
-                }
-                Err(e) => return Err(e),
-            }
-            self.waiting.pop_front();
-        }
-        Ok(())
+        self.outbox.flush(self.socket.as_fd())
     }
 
-    /// Sends something that may get lost. False: it did.
-    pub(super) fn try_send(&self, message: &ToClient, payload: &[u8]) -> bool {
-        let bytes = wire::encode(message, payload);
-        self.waiting.is_empty() && bytes.is_ok_and(|b| wire::send(self.socket.as_fd(), &b, &[], false).is_ok())
+    /// Forwards a packet. Returns false if it is lost.
+    pub(super) fn forward(&self, meta: RxMeta, bytes: &[u8]) -> bool {
+        self.outbox
+            .try_send(self.socket.as_fd(), &ToClient::Datagram(meta), bytes)
     }
 }

@@ -6,46 +6,38 @@ use std::{
 };
 
 use crate::{
-    page::{COUNTERS, PageFile, Report, named},
+    page::PageFile,
     proto::{Ended, Place},
 };
 
-/// Sets of addresses that sums are kept for.
+/// Largest number of sets of addresses that sums are kept for.
 pub(crate) const MAX_SETS: usize = 64;
-/// Members that are gone without a goodbye and might come back.
+/// Largest number of members that are gone without a goodbye and might come back.
 const MAX_LOST: usize = 64;
-
-/// Sums of one set of addresses.
-#[derive(Clone, Default)]
-struct Sums {
-    processes: u64,
-    counters: [u64; COUNTERS.len()],
-}
 
 /// Sums of members that don't come back.
 #[derive(Clone, Default)]
 struct Totals {
-    by_addrs: BTreeMap<Vec<IpAddr>, Sums>,
+    by_addrs: BTreeMap<Vec<IpAddr>, Ended>,
     unknown: u64,
 }
 
 impl Totals {
-    fn add(&mut self, report: Option<Report>) {
+    fn add(&mut self, page: Option<&PageFile>) {
         let is_full = self.by_addrs.len() >= MAX_SETS;
+        let report = page.and_then(PageFile::read);
         let Some(report) = report.filter(|r| !is_full || self.by_addrs.contains_key(&r.addrs)) else {
             self.unknown += 1;
             return;
         };
-        let sums = self.by_addrs.entry(report.addrs).or_default();
+        let sums = self.by_addrs.entry(report.addrs.clone()).or_default();
+        sums.addrs = report.addrs;
         sums.processes += 1;
-        for (sum, name) in sums.counters.iter_mut().zip(COUNTERS) {
-            *sum = sum.saturating_add(report.counters.get(name).copied().unwrap_or(0));
+        for (name, n) in report.counters {
+            let sum = sums.counters.entry(name).or_default();
+            *sum = sum.saturating_add(n);
         }
     }
-}
-
-fn read(page: Option<&PageFile>) -> Option<Report> {
-    page.and_then(PageFile::read)
 }
 
 /// Members that are gone.
@@ -58,12 +50,12 @@ pub(super) struct Gone {
 }
 
 impl Gone {
-    /// A member has left, and does not come back.
+    /// Counts a member that has left, and does not come back.
     pub(super) fn left(&mut self, page: Option<&PageFile>) {
-        self.totals.add(read(page));
+        self.totals.add(page);
     }
 
-    /// The connection of the member at `place` has ended, and mostly its process.
+    /// Keeps the page of the member at `place`, whose connection has ended, and mostly its process.
     pub(super) fn lost(&mut self, place: Place, page: Option<PageFile>) {
         if self.lost.len() >= MAX_LOST
             && let Some((_, first)) = self.lost.pop_front()
@@ -73,17 +65,19 @@ impl Gone {
         self.lost.push_back((place, page));
     }
 
-    /// The member at `place` is back. Returns its page.
-    pub(super) fn returns(&mut self, place: Place) -> Option<PageFile> {
+    fn take(&mut self, place: Place) -> Option<Option<PageFile>> {
         let at = self.lost.iter().position(|(p, _)| *p == place)?;
-        self.lost.remove(at)?.1
+        self.lost.remove(at).map(|(_, page)| page)
     }
 
-    /// Somebody else has the place now: who had it does not come back.
+    /// Forgets the member at `place`, which is back. Returns its page.
+    pub(super) fn returns(&mut self, place: Place) -> Option<PageFile> {
+        self.take(place).flatten()
+    }
+
+    /// Counts the former member at `place`, which another one has now.
     pub(super) fn replaced(&mut self, place: Place) {
-        if let Some(at) = self.lost.iter().position(|(p, _)| *p == place)
-            && let Some((_, page)) = self.lost.remove(at)
-        {
+        if let Some(page) = self.take(place) {
             self.left(page.as_ref());
         }
     }
@@ -91,22 +85,15 @@ impl Gone {
     /// Returns the sums, and the number of members that are not in them.
     pub(super) fn sums(&self) -> (Vec<Ended>, u64) {
         let mut all = self.totals.clone();
-        for (_, page) in &self.lost {
-            all.add(read(page.as_ref()));
-        }
-        let ended = all.by_addrs.into_iter().map(|(addrs, sums)| Ended {
-            addrs,
-            processes: sums.processes,
-            counters: named(&sums.counters),
-        });
-        (ended.collect(), all.unknown)
+        self.lost.iter().for_each(|(_, page)| all.add(page.as_ref()));
+        (all.by_addrs.into_values().collect(), all.unknown)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::page::{Page, Snapshot};
+    use crate::page::{COUNTERS, Page, Snapshot};
 
     /// Page of a member that has published its first counters.
     fn page(addr: u32, first: &[u64]) -> Option<PageFile> {

@@ -1,65 +1,55 @@
-//! Slot 0 of a group: what arrives there, and what the broker itself has to say.
+//! Slot 0 of a group: the packets that arrive there, and those that the broker sends.
 
 use std::{
     net::{IpAddr, SocketAddr},
-    os::fd::{AsRawFd, RawFd},
+    os::fd::BorrowedFd,
     sync::Arc,
 };
 
-use roce_bth::{Bth, Deth, Header, ICRC_LEN, Opcode, Packet, Psn, QKey, Qpn, ROCE_UDP_PORT};
-use roce_cm::{CmConfig, Manager, OutMad, mad};
+use roce_bth::{ICRC_LEN, Packet, Psn, Qpn, ROCE_UDP_PORT};
 use roce_icrc::{Flow, IdSolver, IpPair};
-use roce_net::{Burst, DEFAULT_HOP_LIMIT, Datagram, Datapath, OpenError, OpenSockets, UdpConfig, UdpDatapath};
-use roce_port::{GsiDrop, RxMeta, check_gsi};
+use roce_net::{DEFAULT_HOP_LIMIT, Datapath, OpenError, OpenSockets, Train, UdpConfig, UdpDatapath, packets};
+use roce_port::RxMeta;
+use roce_port::cm::{
+    CmConfig, Manager, OutMad,
+    datagram::{self, GsiDrop},
+    mad,
+};
 use roce_verbs::{Instant, Mtu};
 
-use crate::{
-    group::Group,
-    proto::{Meta, Place},
-};
+use crate::{group::Group, proto::Place};
 
 /// Packets of one receive.
 const BUDGET: usize = 256;
 
-/// A packet that slot 0 received, or that a member handed over.
-pub(super) struct Arrival {
-    pub(super) meta: Meta,
-    pub(super) bytes: Vec<u8>,
-}
-
 /// Receiver of a packet.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) enum Target {
-    /// A management datagram.
-    Gsi(Box<[u8; mad::MAD_LEN]>),
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Target<'a> {
+    /// QP1: a management datagram.
+    Gsi(&'a [u8; mad::MAD_LEN]),
     /// A queue pair of a member.
     Member(Place),
-    /// Nobody; the name of the counter.
+    /// None. The name of the counter.
     Nobody(&'static str),
 }
 
-/// Finds out whom a packet is for. Its ICRC is not checked.
-pub(super) fn target(bytes: &[u8]) -> Target {
-    let packet = match Packet::parse(bytes) {
-        Ok(packet) => packet,
-        Err(_) => return Target::Nobody("drop_malformed"),
+/// Returns the receiver of a packet. Its ICRC is not checked.
+pub(super) fn target(bytes: &[u8]) -> Target<'_> {
+    let Ok(packet) = Packet::parse(bytes) else {
+        return Target::Nobody("drop_malformed");
     };
     match packet.header.bth.dest_qp {
-        Qpn::GSI => {}
-        Qpn::SMI => return Target::Nobody("drop_qp0"),
-        Qpn::MULTICAST => return Target::Nobody("drop_multicast"),
-        qpn => {
-            let place = Place::of_qpn(qpn);
-            return match place.is_valid() {
-                true => Target::Member(place),
-                false => Target::Nobody("drop_no_qp"),
-            };
-        }
-    }
-    match check_gsi(&packet) {
-        Ok(Some(mad)) => Target::Gsi(Box::new(*mad)),
-        Err(GsiDrop::PKey) => Target::Nobody("drop_pkey"),
-        Ok(None) | Err(GsiDrop::Service | GsiDrop::QKey) => Target::Nobody("drop_bad_mad"),
+        Qpn::GSI => match datagram::check(&packet) {
+            Ok(Some(mad)) => Target::Gsi(mad),
+            Err(GsiDrop::PKey) => Target::Nobody("drop_pkey"),
+            Ok(None) | Err(GsiDrop::Service | GsiDrop::QKey) => Target::Nobody("drop_bad_mad"),
+        },
+        Qpn::SMI => Target::Nobody("drop_qp0"),
+        Qpn::MULTICAST => Target::Nobody("drop_multicast"),
+        qpn => match Place::of_qpn(qpn) {
+            place if place.is_valid() => Target::Member(place),
+            _ => Target::Nobody("drop_no_qp"),
+        },
     }
 }
 
@@ -67,13 +57,13 @@ pub(super) fn target(bytes: &[u8]) -> Target {
 pub(super) struct Gsi {
     pub(super) group: Group,
     path: UdpDatapath,
-    /// Answers what nobody is there for.
+    /// Answers datagrams for which there is no member.
     manager: Manager,
     solver: IdSolver,
     psn: Psn,
     /// The user whose process had it opened.
     pub(super) owner: u32,
-    /// Since when no member uses the group.
+    /// Time since when no member uses the group.
     pub(super) idle_since: Option<Instant>,
 }
 
@@ -109,45 +99,39 @@ impl Gsi {
     }
 
     /// Returns the descriptors to watch for input.
-    pub(super) fn descriptors(&self) -> Vec<RawFd> {
-        self.path.descriptors().iter().map(AsRawFd::as_raw_fd).collect()
+    pub(super) fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        self.path.descriptors()
     }
 
-    /// Whether packets to an address arrive here.
+    /// Returns whether packets to an address arrive here.
     pub(super) fn covers(&self, addr: IpAddr) -> bool {
         let own = self.group.addr();
         own == addr || (own.is_unspecified() && own.is_ipv4() == addr.is_ipv4())
     }
 
-    /// Takes packets. True: more may be waiting.
-    pub(super) fn receive(&mut self, out: &mut Vec<Arrival>) -> bool {
-        let received = self.path.receive(BUDGET, &mut |d: &Datagram<'_>| {
-            let meta = Meta {
-                local: d.local,
-                remote: d.remote,
-                tos: d.traffic_class,
-                hop_limit: d.hop_limit,
+    /// Receives packets.
+    pub(super) fn receive(&mut self, out: &mut Vec<(RxMeta, Vec<u8>)>) {
+        self.path.receive(BUDGET, &mut |datagram: &RxMeta, bytes: &[u8]| {
+            let meta = RxMeta {
+                segment_len: 0,
+                ..*datagram
             };
-            out.extend(d.bytes.chunks(d.segment_len.max(1)).map(|bytes| Arrival {
-                meta,
-                bytes: bytes.to_vec(),
-            }));
+            out.extend(packets(datagram, bytes).map(|bytes| (meta, bytes.to_vec())));
         });
-        received.more
     }
 
-    /// Whether a packet's ICRC is right, with whatever IPv4 Identification.
-    pub(super) fn is_sound(&mut self, meta: &Meta, bytes: &[u8]) -> bool {
-        RxMeta::from(meta).is_sound(&mut self.solver, bytes)
+    /// Returns whether a packet's ICRC is right, for some IPv4 Identification.
+    pub(super) fn is_sound(&mut self, meta: &RxMeta, bytes: &[u8]) -> bool {
+        meta.is_sound(&mut self.solver, bytes)
     }
 
     /// Answers a management datagram that concerns no member (any more).
-    pub(super) fn answer(&mut self, now: Instant, meta: &Meta, mad: &[u8]) {
+    pub(super) fn answer(&mut self, now: Instant, meta: &RxMeta, mad: &[u8]) {
         self.manager.handle_mad(now, meta.local, meta.remote.ip(), mad);
         while let Some(mad) = self.manager.poll_mad() {
             self.send(&mad);
         }
-        // It has no listeners, and connects to nobody.
+        // It has no listeners and no connections of its own.
         while self.manager.poll_event().is_some() {}
     }
 
@@ -163,31 +147,24 @@ impl Gsi {
         };
         let bytes = wrap(&flow, self.psn, &out.mad);
         self.psn = self.psn.next();
-        let burst = Burst {
+        let train = Train {
             local: out.local,
             remote: SocketAddr::new(out.remote, ROCE_UDP_PORT),
             src_port: ROCE_UDP_PORT,
-            traffic_class: 0,
-            hop_limit: DEFAULT_HOP_LIMIT,
+            tos: 0,
+            ttl: DEFAULT_HOP_LIMIT,
             segment_len: bytes.len(),
             bytes: &bytes,
         };
         // What does not go out is lost, as in a network; it is sent again.
-        self.path.send(&mut std::iter::once(burst));
+        self.path.send(&mut std::iter::once(train));
     }
 }
 
-/// A MAD in a UD SEND ONLY from QP1 to QP1 (IBA 13.5.1), sealed with Identification 0.
+/// Returns a MAD's packet, sealed with Identification 0.
 fn wrap(flow: &Flow, psn: Psn, mad: &[u8; mad::MAD_LEN]) -> Vec<u8> {
-    let mut header = Header::new(Bth::new(Opcode::UdSendOnly, Qpn::GSI, psn));
-    header.deth = Some(Deth {
-        qkey: QKey::GSI,
-        reserved: 0,
-        src_qp: Qpn::GSI,
-    });
-    let mut bytes = vec![0; header.wire_len() + mad.len() + ICRC_LEN];
-    let at = header.emit(&mut bytes);
-    bytes[at..at + mad.len()].copy_from_slice(mad);
+    let mut bytes = vec![0; datagram::PACKET_LEN + ICRC_LEN];
+    datagram::write(psn, mad, &mut bytes);
     flow.seal(0, &mut bytes);
     bytes
 }
@@ -206,14 +183,14 @@ mod tests {
         };
         let mad = [7; mad::MAD_LEN];
         let mut bytes = wrap(&flow, Psn::new(1), &mad);
-        assert_eq!(target(&bytes), Target::Gsi(Box::new(mad)));
-        let partition = |key: u16| {
+        assert_eq!(target(&bytes), Target::Gsi(&mad));
+        let of_partition = |key: u16| {
             let mut bytes = bytes.clone();
             bytes[2..4].copy_from_slice(&key.to_be_bytes());
-            target(&bytes)
+            bytes
         };
-        assert_eq!(partition(0x7fff), Target::Gsi(Box::new(mad)), "a limited member");
-        assert_eq!(partition(0x8001), Target::Nobody("drop_pkey"));
+        assert_eq!(target(&of_partition(0x7fff)), Target::Gsi(&mad), "a limited member");
+        assert_eq!(target(&of_partition(0x8001)), Target::Nobody("drop_pkey"));
         assert_eq!(target(&bytes[..40]), Target::Nobody("drop_bad_mad"));
         assert_eq!(target(&bytes[..9]), Target::Nobody("drop_malformed"));
         bytes[7] = 0;

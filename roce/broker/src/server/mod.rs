@@ -3,7 +3,10 @@
 mod addresses;
 mod broker;
 mod client;
+mod config;
 mod ended;
+#[doc(hidden)]
+pub mod fuzz;
 mod gsi;
 mod orphans;
 mod ports;
@@ -17,18 +20,14 @@ mod systemd;
 mod tests;
 mod translations;
 
-#[cfg(test)]
-pub(crate) use {client::MAX_WAITING_BYTES, ended::MAX_SETS, requests::MAX_NAME};
-
+pub use config::Config;
 pub use quota::Quotas;
 pub use systemd::Notify;
 
 use std::{
-    ffi::OsStr,
     fs, io,
     io::Write,
     os::fd::{AsFd, OwnedFd},
-    path::PathBuf,
     process::{Command, Stdio},
     time::{Duration, Instant},
 };
@@ -37,105 +36,38 @@ use roce_net::socket_file::{Access, Kind, SocketFile};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::{
-    start::{self, LIFE_LOCK, Lock, PRIVATE, READY, RUNS_ALREADY, SHARED, SOCKET, StartError},
+    error::{Error, context},
+    start::{self, LIFE_LOCK, Lock, PRIVATE, READY, SHARED, SOCKET},
     sys,
 };
 
-/// Seconds that a broker stays when nobody needs it; tests shorten it.
-pub const LINGER_VARIABLE: &str = "FERROCE_BROKER_LINGER";
-/// How long it stays otherwise.
-const LINGER: Duration = Duration::from_secs(5);
-/// How long a predecessor may take to end.
+/// Time that a predecessor may take to exit.
 const PREDECESSOR: Duration = Duration::from_secs(3);
-
-/// How a broker runs.
-#[derive(Clone, Debug)]
-pub struct Config {
-    /// Directory of its socket.
-    pub dir: PathBuf,
-    /// How long it stays when nobody needs it; `None`: for ever.
-    pub linger: Option<Duration>,
-    /// How long it keeps an address open that nobody uses.
-    pub idle: Duration,
-    /// Limits of one user.
-    pub quotas: Quotas,
-    /// Keep users from receiving each other's packets, if it serves several and may load programs (CAP_BPF).
-    pub isolate: bool,
-    /// Serve other users too, and give the socket these permissions.
-    pub shared: Option<u32>,
-    /// Leave the process group and close what the starting program left open. Only for a program that has not opened
-    /// anything itself.
-    pub detach: bool,
-    /// Say on standard output when it can be connected to (or why not), and close that.
-    pub announce: bool,
-}
-
-impl Config {
-    /// A broker of this user alone.
-    pub fn new(dir: PathBuf) -> Self {
-        let given = roce_net::environment::var(LINGER_VARIABLE).and_then(|t| t.parse().ok());
-        let linger = given.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-        let linger = linger.unwrap_or(LINGER);
-        Self {
-            dir,
-            linger: Some(linger),
-            idle: linger,
-            quotas: Quotas::PRIVATE,
-            isolate: true,
-            shared: None,
-            detach: false,
-            announce: false,
-        }
-    }
-}
-
-/// Why a broker does not run.
-#[derive(Debug, thiserror::Error)]
-pub enum BrokerError {
-    /// Another one has the directory.
-    #[error("{RUNS_ALREADY} in {}", .0.display())]
-    Runs(PathBuf),
-    /// The directory can't be used.
-    #[error(transparent)]
-    Start(#[from] StartError),
-    /// A system call failed.
-    #[error("{context}: {source}")]
-    Io {
-        /// Operation that failed.
-        context: &'static str,
-        /// Error of the system.
-        source: io::Error,
-    },
-}
-
-fn context(context: &'static str) -> impl Fn(io::Error) -> BrokerError {
-    move |source| BrokerError::Io { context, source }
-}
 
 /// Runs a broker until nobody needs it. With [`Config::detach`]: starts one that is nobody's child and returns.
 ///
 /// # Errors
 /// When another one runs in the directory or the system refuses something.
-pub fn run(config: &Config) -> Result<(), BrokerError> {
+pub fn run(config: &Config) -> Result<(), Error> {
     if config.detach {
         return detach(config);
     }
     let kept = systemd::kept_descriptors();
     let outcome = serve(config, kept);
     if let (Err(e), true) = (&outcome, config.announce) {
-        // Whoever started us tells its user.
+        // The process that started this one shows it to its user.
         let _ = writeln!(io::stdout(), "{e}");
     }
     outcome
 }
 
-fn serve(config: &Config, kept: Vec<OwnedFd>) -> Result<(), BrokerError> {
+fn serve(config: &Config, kept: Vec<OwnedFd>) -> Result<(), Error> {
     let mode = if config.shared.is_some() { SHARED } else { PRIVATE };
     start::prepare_dir(&config.dir, mode)?;
     let deadline = Instant::now() + PREDECESSOR;
     let lock = Lock::take(&config.dir, LIFE_LOCK, deadline).map_err(context("locking the directory"))?;
     let Some(lock) = lock else {
-        return Err(BrokerError::Runs(config.dir.clone()));
+        return Err(Error::Runs(config.dir.clone()));
     };
     start::sweep(&config.dir);
     raise_limits();
@@ -159,32 +91,7 @@ fn serve(config: &Config, kept: Vec<OwnedFd>) -> Result<(), BrokerError> {
     outcome
 }
 
-/// Parses a packet's bytes as a broker does. For fuzzing.
-pub(crate) fn classify(bytes: &[u8]) {
-    if let gsi::Target::Gsi(mad) = gsi::target(bytes) {
-        let _ = roce_cm::mad::Mad::parse(mad.as_slice());
-    }
-}
-
-/// Reads the state of a former broker. For fuzzing.
-pub(crate) fn read_state(text: &[u8]) -> bool {
-    let Some(mut slots) = state::parse(text) else {
-        return false;
-    };
-    slots.inherit(0, 0, |p| p.pid % 2 == 0);
-    for (place, _) in slots.absent() {
-        slots.release(0, place, true);
-    }
-    let tenant = slots::Tenant {
-        process: slots::Process { pid: 1, start: 1 },
-        uid: 1,
-        token: 1,
-    };
-    let _ = slots.allocate(0, tenant, 0);
-    true
-}
-
-/// A member is three descriptors, and a group 128 for moments.
+/// Raises the limit of open files: a member takes three, and a group 128 for moments.
 fn raise_limits() {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit {
@@ -196,7 +103,7 @@ fn raise_limits() {
     }
 }
 
-/// A socket that a dead broker has left is replaced.
+/// Creates the listener. A socket file that a dead broker has left is replaced.
 fn listen(config: &Config) -> io::Result<SocketFile> {
     let access = config.shared.map_or(Access::Owner, Access::Mode);
     let file = SocketFile::bind(&config.dir.join(SOCKET), Kind::Records, access)?;
@@ -204,7 +111,7 @@ fn listen(config: &Config) -> io::Result<SocketFile> {
     Ok(file)
 }
 
-/// Tells whoever waits for it, which ends its waiting.
+/// Notifies the process that started this one, and closes standard output.
 fn announce() -> io::Result<()> {
     let mut out = io::stdout();
     writeln!(out, "{READY}")?;
@@ -214,20 +121,16 @@ fn announce() -> io::Result<()> {
     Ok(())
 }
 
-fn detach(config: &Config) -> Result<(), BrokerError> {
+fn detach(config: &Config) -> Result<(), Error> {
     // SAFETY: `Config::detach` says that this program has opened nothing.
     unsafe { sys::close_from(3) }.map_err(context("closing what the starting program left open"))?;
     // Not of the terminal, so that its ctrl-C is none of ours.
     let _ = rustix::process::setsid();
     let program = std::env::current_exe().map_err(context("finding the own program"))?;
     let child = Command::new(program)
-        .args([
-            OsStr::new("broker"),
-            OsStr::new("--announce"),
-            OsStr::new("--dir"),
-            config.dir.as_os_str(),
-        ])
-        // It outlives whoever needed it first, and shall keep no file system busy.
+        .args(["broker", "--announce", "--dir"])
+        .arg(&config.dir)
+        // It outlives the process that needed it first, and must keep no file system busy.
         .current_dir("/")
         .stdin(Stdio::null())
         .stdout(Stdio::inherit())

@@ -1,7 +1,7 @@
-//! Connections whose process is gone. Their peers are told with a DREQ, as a kernel does for a process that ends.
+//! Connections whose process has exited. Their peers get a DREQ, as a kernel sends one for a process that exits.
 //!
-//! What is told is what members have said to be established, and nobody can verify that. So it is paced, by host and in all,
-//! and a host that answers nothing is told little.
+//! The connections are those that members have reported, which can't be verified. So DREQs are paced, by host and in all, and a
+//! host that answers none gets few.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -10,7 +10,7 @@ use std::{
 };
 
 use roce_bth::Qpn;
-use roce_cm::{
+use roce_port::cm::{
     OutMad,
     mad::{Dreq, Mad, Message},
 };
@@ -20,15 +20,15 @@ use crate::{proto::Connection, track::host};
 
 /// The pause before the first repetition; it doubles each time.
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
-/// How often a DREQ is sent at most: to a host that has answered any, and to one that has not.
+/// Largest number of times that a DREQ is sent: to a host that has answered any, and to one that has not.
 const TRIES: u32 = 6;
 const TRIES_UNANSWERED: u32 = 3;
 /// DREQs to a host that answers none of them.
 pub(super) const MAX_UNANSWERED: u32 = 256;
-/// Connections that are told of at a time: in all, and to one host.
+/// Largest number of connections that are ended at a time: in all, and to one host.
 const MAX: usize = 1 << 14;
 const MAX_PER_HOST: usize = 4096;
-/// Hosts that are remembered, and how long after the last connection to one.
+/// Largest number of hosts that are remembered, and the time after the last connection to one.
 const MAX_HOSTS: usize = 4096;
 const REMEMBERED: Duration = Duration::from_secs(60);
 /// DREQs at once to one host, and the pause between further ones.
@@ -56,7 +56,7 @@ impl Pace {
         }
     }
 
-    /// When one may be at the earliest, if not before `at`.
+    /// Returns the earliest time for one, `at` or later.
     fn earliest(&self, at: Instant) -> Instant {
         match self.next.saturating_since(at) > self.slack {
             true => at + (self.next.saturating_since(at) - self.slack),
@@ -64,7 +64,7 @@ impl Pace {
         }
     }
 
-    /// Takes the turn that [`Self::earliest`] tells.
+    /// Takes the turn that [`Self::earliest`] returns.
     fn take(&mut self, at: Instant) -> Instant {
         let turn = self.earliest(at);
         self.next = self.next.max(turn) + self.interval;
@@ -95,7 +95,7 @@ pub(super) struct Orphans {
     all: HashMap<u32, Orphan>,
     queue: BTreeSet<(Instant, u32)>,
     hosts: HashMap<IpAddr, Host>,
-    /// How many there are of each of our addresses.
+    /// Number of connections of each local address.
     locals: HashMap<IpAddr, usize>,
     pace: Pace,
 }
@@ -113,7 +113,7 @@ impl Default for Orphans {
 }
 
 impl Orphans {
-    /// A process is gone that had this connection. False: there are too many, and its peer is not told.
+    /// Adds a connection whose process has exited. Returns false if there are too many, and its peer gets no DREQ.
     pub(super) fn add(&mut self, now: Instant, conn: Connection) -> bool {
         if self.all.len() >= MAX {
             return false;
@@ -166,11 +166,11 @@ impl Orphans {
         }
     }
 
-    /// Takes note of a message. True: it was the answer to a DREQ.
+    /// Processes a message. Returns whether it was the answer to a DREQ.
     pub(super) fn observe(&mut self, remote: IpAddr, message: &Message) -> bool {
         let id = match message {
             Message::Drep(m) => m.remote_comm_id,
-            // The peer ends it as well; that is answered elsewhere.
+            // The peer disconnects as well. Answered elsewhere.
             Message::Dreq(m) => m.remote_comm_id,
             _ => return false,
         };
@@ -184,17 +184,17 @@ impl Orphans {
         matches!(message, Message::Drep(_))
     }
 
-    /// Whether nobody is left to be told.
+    /// Returns whether no DREQ must be sent.
     pub(super) fn is_empty(&self) -> bool {
         self.all.is_empty()
     }
 
-    /// Whether a peer of one of these addresses of ours is to be told.
+    /// Returns whether a DREQ must be sent from one of these local addresses.
     pub(super) fn needs(&self, covers: impl Fn(IpAddr) -> bool) -> bool {
         self.locals.keys().any(|local| covers(*local))
     }
 
-    /// When [`Self::poll`] has something to do.
+    /// Returns the time of the next [`Self::poll`].
     pub(super) fn next(&self) -> Option<Instant> {
         self.queue.first().map(|(due, _)| self.pace.earliest(*due))
     }
@@ -256,7 +256,7 @@ fn dreq(conn: &Connection) -> Mad {
 
 #[cfg(test)]
 mod tests {
-    use roce_cm::mad::Drep;
+    use roce_port::cm::mad::Drep;
 
     use super::*;
 

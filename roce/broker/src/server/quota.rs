@@ -16,7 +16,7 @@ pub struct Quotas {
     /// Ports of RDMA_CM's port spaces, of all of its processes.
     pub ports: usize,
     /// Connections that are recorded, of all of its processes. Others work as well; when their process dies their peers are
-    /// not told.
+    /// not disconnected.
     pub connections: usize,
 }
 
@@ -47,31 +47,30 @@ impl Quotas {
         }
     }
 
-    /// Places that may rest of processes that ended without a goodbye: more are not had until some have rested.
-    pub(super) const fn resting(&self) -> usize {
+    /// Returns how many places may rest of processes that ended without a goodbye: more are not had until some have rested.
+    pub(super) fn resting(&self) -> usize {
         let all = SLOTS * GENERATIONS;
-        if self.places >= SLOTS - 1 {
-            return all;
+        match self.places >= SLOTS - 1 {
+            true => all,
+            false => (all / 4).min(4 * self.places),
         }
-        let some = 4 * self.places;
-        if some < all / 4 { some } else { all / 4 }
     }
 }
 
-/// Connections of one user that have no place (yet).
+/// Largest number of connections of one user without a place.
 pub(super) const MAX_NAMELESS: usize = 256;
 
-/// How often the same is written to the log.
+/// Interval between log lines of one kind.
 const PAUSE: Duration = Duration::from_secs(10);
 
-/// Lets one line of a kind through in a while.
+/// Limits the rate of log lines of each kind.
 #[derive(Default)]
 pub(super) struct Throttle {
     last: HashMap<&'static str, (Instant, u64)>,
 }
 
 impl Throttle {
-    /// Whether a line of this kind is to be written now; if so, how many were not before it.
+    /// Returns the number of lines suppressed since the last one, if a line of this kind may be written now.
     pub(super) fn pass(&mut self, now: Instant, kind: &'static str) -> Option<u64> {
         match self.last.get_mut(kind) {
             Some((at, left_out)) if *at + PAUSE > now => {

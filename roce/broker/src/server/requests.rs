@@ -3,54 +3,50 @@
 use std::{net::IpAddr, os::fd::OwnedFd};
 
 use roce_net::now;
-use roce_verbs::Instant;
 
 use super::{
     broker::{Broker, random},
+    client::{Client, Waiting},
     slots::{Process, Tenant},
     state::{self, boot_time},
 };
 use crate::{
     page::PageFile,
     proto::{
-        Binding, Connection, Isolation, MAX_SHOWN, Place, ProcessReport, Refusal, Rejoin, Reply, Request, SLOTS,
-        Statistics, VERSION,
+        Binding, Grant, Isolation, MAX_SHOWN, Place, ProcessReport, Refusal, Reply, Request, SLOTS, Statistics, VERSION,
     },
 };
 
-/// Requests of one client that wait.
-pub(super) const MAX_DEFERRED: usize = 64;
-/// The longest name of a process that is kept, characters.
+/// Largest number of waiting requests of one client.
+pub(super) const MAX_WAITING_REQUESTS: usize = 64;
+/// Longest name of a process that is kept, characters.
 pub(crate) const MAX_NAME: usize = 64;
 
-/// A request that waits: for members of a former broker, or for processes to leave whose end is not known yet.
-pub(super) struct Deferred {
-    client: usize,
-    seq: u64,
-    request: Request,
-}
-
-/// How a request comes out.
-pub(super) enum Outcome {
-    Reply(Reply, Vec<OwnedFd>),
+/// Reason for which a request is not done, or not now.
+pub(super) enum Hold {
+    Refused(Refusal, String),
     /// Try again when the members of a former broker are back.
     Later,
-    /// Somebody else has it. Try once more when all that was to be read is read: who has it may be gone.
+    /// Another process has it. Try again when all received records are processed: that process may have exited.
     InUse(Refusal, String),
-    /// The user has as much as it may have: the counter, and what its process is told.
-    OverQuota(&'static str, String),
-    /// The statistics, in as many replies as they take.
-    Statistics,
-    /// The client is gone.
-    Pending,
 }
 
-pub(super) fn refused(why: Refusal, text: impl Into<String>) -> Outcome {
-    Outcome::Reply(Reply::Refused { why, text: text.into() }, vec![])
+/// Reply to a request, and the descriptors with it.
+pub(super) type Outcome = Result<(Reply, Vec<OwnedFd>), Hold>;
+
+/// Client that has a place.
+#[derive(Clone, Copy)]
+pub(super) struct Member {
+    pub(super) key: usize,
+    pub(super) place: Place,
+    pub(super) process: Process,
+    pub(super) uid: u32,
+    /// Runs as the broker's own user.
+    pub(super) trusted: bool,
 }
 
-fn done() -> Outcome {
-    Outcome::Reply(Reply::Done, vec![])
+pub(super) fn refused<T>(why: Refusal, text: impl Into<String>) -> Result<T, Hold> {
+    Err(Hold::Refused(why, text.into()))
 }
 
 /// Returns a member's page, which it may have had before, and a descriptor of it for the member. Neither, if the system refuses: then
@@ -68,32 +64,33 @@ fn hand_out(former: Option<PageFile>) -> (Option<PageFile>, Vec<OwnedFd>) {
 
 impl Broker {
     pub(super) fn on_request(&mut self, client: usize, seq: u64, request: Request, fds: Vec<OwnedFd>) {
-        let outcome = self.handle(client, &request, fds);
-        let waiting = || self.deferred.iter().chain(&self.contested).chain(&self.newly_contested);
-        match outcome {
-            Outcome::InUse(..) | Outcome::Later if waiting().filter(|d| d.client == client).count() >= MAX_DEFERRED => {
-                let text = format!("{MAX_DEFERRED} requests of this process wait already");
-                let why = Refusal::Internal;
-                self.reply(client, seq, Reply::Refused { why, text }, vec![]);
-            }
-            Outcome::InUse(..) => self.newly_contested.push(Deferred { client, seq, request }),
-            other => self.conclude(client, seq, request, other),
-        }
+        let last_in = None;
+        let request = Waiting { seq, request, last_in };
+        self.attempt(client, request, fds);
     }
 
-    fn conclude(&mut self, client: usize, seq: u64, request: Request, outcome: Outcome) {
-        match outcome {
-            Outcome::Reply(reply, fds) => self.reply(client, seq, reply, fds),
-            Outcome::Later => self.deferred.push(Deferred { client, seq, request }),
-            Outcome::InUse(why, text) => self.reply(client, seq, Reply::Refused { why, text }, vec![]),
-            Outcome::OverQuota(counter, text) => {
-                self.report(counter, || text.clone());
-                let why = Refusal::Quota;
-                self.reply(client, seq, Reply::Refused { why, text }, vec![]);
-            }
-            Outcome::Statistics => self.reply_statistics(client, seq),
-            Outcome::Pending => {}
+    /// Handles a request, which waits if it can't be done yet.
+    fn attempt(&mut self, client: usize, mut waiting: Waiting, fds: Vec<OwnedFd>) {
+        if matches!(waiting.request, Request::Statistics) {
+            return self.reply_statistics(client, waiting.seq);
         }
+        let outcome = self.handle(client, &waiting.request, fds);
+        let Some(c) = self.clients.get_mut(client) else { return };
+        let (why, text) = match outcome {
+            Ok((reply, fds)) => return self.reply(client, waiting.seq, reply, fds),
+            Err(Hold::Refused(why, text)) => (why, text),
+            Err(Hold::InUse(why, text)) if waiting.last_in == Some(0) => (why, text),
+            Err(_) if c.waiting.len() >= MAX_WAITING_REQUESTS => {
+                let text = format!("{MAX_WAITING_REQUESTS} requests of this process wait already");
+                (Refusal::Internal, text)
+            }
+            Err(hold) => {
+                // Messages that were sent before the request was are read by the next round at the latest.
+                waiting.last_in = matches!(hold, Hold::InUse(..)).then_some(1);
+                return c.waiting.push(waiting);
+            }
+        };
+        self.reply(client, waiting.seq, Reply::Refused { why, text }, vec![]);
     }
 
     fn reply(&mut self, client: usize, seq: u64, reply: Reply, fds: Vec<OwnedFd>) {
@@ -104,23 +101,34 @@ impl Broker {
         }
     }
 
-    pub(super) fn retry_deferred(&mut self, _now: Instant) {
-        for d in std::mem::take(&mut self.deferred) {
-            self.on_request(d.client, d.seq, d.request, vec![]);
+    /// Tries again what waits.
+    pub(super) fn retry_waiting(&mut self) {
+        if self.clients.iter().all(|(_, c)| c.waiting.is_empty()) {
+            return;
         }
-        // What was sent before a request was is read by the next round at the latest.
-        let newly_contested = std::mem::take(&mut self.newly_contested);
-        let contested = std::mem::replace(&mut self.contested, newly_contested);
-        if !contested.is_empty() {
+        let all = self.clients.iter_mut();
+        let all: Vec<_> = all.map(|(key, c)| (key, std::mem::take(&mut c.waiting))).collect();
+        if all
+            .iter()
+            .flat_map(|(_, waiting)| waiting)
+            .any(|w| w.last_in == Some(0))
+        {
             self.remove_dead();
         }
-        for d in contested {
-            let outcome = self.handle(d.client, &d.request, vec![]);
-            self.conclude(d.client, d.seq, d.request, outcome);
+        for (key, waiting) in all {
+            for mut one in waiting {
+                match (one.last_in, self.clients.get_mut(key)) {
+                    (Some(rounds @ 1..), Some(client)) => {
+                        one.last_in = Some(rounds - 1);
+                        client.waiting.push(one);
+                    }
+                    _ => self.attempt(key, one, vec![]),
+                }
+            }
         }
     }
 
-    /// Processes that have ended, although no event has told yet.
+    /// Removes processes that have exited without an event so far.
     fn remove_dead(&mut self) {
         let dead = self.clients.iter().filter(|(_, c)| !state::is_alive(c.process));
         let keys: Vec<usize> = dead.map(|(key, _)| key).collect();
@@ -129,47 +137,43 @@ impl Broker {
         }
     }
 
-    fn handle(&mut self, client: usize, request: &Request, fds: Vec<OwnedFd>) -> Outcome {
-        let place = self.clients.get(client).and_then(|c| c.place);
-        match (request, place) {
-            (Request::Hello { version, name, rejoin }, None) => self.hello(client, *version, name, *rejoin),
-            (Request::Statistics, _) => {
-                self.clients.get_mut(client).into_iter().for_each(|c| c.observes = true);
-                Outcome::Statistics
-            }
-            (
-                Request::Restore {
-                    bindings,
-                    connections,
-                    done,
-                },
-                Some(place),
-            ) if self.clients.get(client).is_some_and(|c| c.restoring) => {
-                self.restore(client, place, bindings, connections);
-                if let Some(c) = self.clients.get_mut(client) {
-                    c.restoring &= !done;
-                }
-                Outcome::Reply(Reply::Done, vec![])
-            }
-            (Request::Open { addr, again }, Some(place)) => self.open(client, place, *addr, *again, fds),
-            (Request::Bind { service, addr, reuse }, Some(place)) => self.bind(client, place, *service, *addr, *reuse),
-            (Request::Unbind { service, addr }, Some(place)) => {
-                self.ports.unbind(place, *service, *addr);
-                done()
-            }
-            (Request::Listen { service, addr }, Some(place)) => self.listen(client, place, *service, *addr),
-            (Request::Unlisten { service, addr }, Some(place)) => {
-                self.ports.unlisten(place, *service, *addr);
-                done()
-            }
-            _ => refused(Refusal::Invalid, "not at this point"),
+    fn handle(&mut self, key: usize, request: &Request, fds: Vec<OwnedFd>) -> Outcome {
+        let Some(c) = self.clients.get_mut(key) else {
+            return refused(Refusal::Invalid, "the process is gone");
+        };
+        let (restoring, place) = (c.restoring, c.place);
+        let not_now = || refused(Refusal::Invalid, "not at this point");
+        let Some(place) = place else {
+            return match request {
+                Request::Hello { version, name, rejoin } => self.hello(key, *version, name, *rejoin),
+                _ => not_now(),
+            };
+        };
+        let member = Member {
+            key,
+            place,
+            process: c.process,
+            uid: c.uid,
+            trusted: c.trusted,
+        };
+        match request {
+            Request::Restore(bindings) if restoring => self.restore(&member, bindings),
+            Request::Restored => c.restoring = false,
+            Request::Open { addr, again } => return self.open(&member, *addr, *again, fds),
+            Request::Bind { service, addr, reuse } => return self.bind(&member, *service, *addr, *reuse),
+            Request::Listen { service, addr } => self.listen(&member, *service, *addr)?,
+            Request::Release {
+                service,
+                addr,
+                listening,
+            } => self.ports.release(place, *service, *addr, *listening),
+            _ => return not_now(),
         }
+        Ok((Reply::Done, vec![]))
     }
 
-    fn hello(&mut self, client: usize, version: u32, name: &str, rejoin: Option<Rejoin>) -> Outcome {
-        let Some(c) = self.clients.get_mut(client) else {
-            return Outcome::Pending;
-        };
+    fn hello(&mut self, key: usize, version: u32, name: &str, rejoin: Option<Grant>) -> Outcome {
+        let c = &mut self.clients[key];
         if version != VERSION {
             let text = format!("the broker speaks version {VERSION} of its protocol, not {version}: end it");
             return refused(Refusal::Version, text);
@@ -184,98 +188,81 @@ impl Broker {
             );
             return refused(Refusal::Address, text);
         }
-        let (process, uid, trusted) = (c.process, c.uid, c.trusted);
         c.name = name.chars().filter(|c| !c.is_control()).take(MAX_NAME).collect();
-        let token = match (rejoin, random()) {
-            (Some(rejoin), _) => rejoin.token,
-            (None, Ok(bytes)) => u64::from_le_bytes(bytes),
-            (None, Err(e)) => return refused(Refusal::Internal, e.to_string()),
-        };
-        let tenant = Tenant { process, uid, token };
-        if let (None, Some(text)) = (rejoin, self.over_quota(uid)) {
-            return Outcome::OverQuota("refused_places", text);
-        }
-        // A broker that has lost its state takes the word of its own user's processes.
-        let unknown = trusted && self.isolation == Isolation::OneUser;
-        let place = match rejoin {
-            Some(rejoin) => Some((rejoin.place, rejoin.parts))
-                .filter(|(place, parts)| self.slots.reclaim(*place, tenant, *parts, unknown)),
-            None => self
-                .slots
-                .allocate(boot_time(), tenant, self.quotas.whole(self.isolation)),
-        };
-        let Some((place, parts)) = place else {
-            return match rejoin {
-                Some(_) => refused(
-                    Refusal::PlaceTaken,
-                    "the numbers that the process has are another's now",
-                ),
-                None => Outcome::InUse(Refusal::Full, format!("all {} places are taken", SLOTS - 1)),
-            };
-        };
-        let former = match rejoin {
-            Some(_) => self.gone.returns(place),
+        let (process, uid, trusted) = (c.process, c.uid, c.trusted);
+        let given = match rejoin {
             None => {
+                self.check_places(uid)?;
+                let token = u64::from_le_bytes(number()?);
+                let tenant = Tenant { process, uid, token };
+                let whole = self.config.quotas.whole(self.isolation());
+                let Some((place, parts)) = self.slots.allocate(boot_time(), tenant, whole) else {
+                    let text = format!("all {} places are taken", SLOTS - 1);
+                    return Err(Hold::InUse(Refusal::Full, text));
+                };
                 self.gone.replaced(place);
-                None
+                Grant { place, token, parts }
+            }
+            Some(given) => {
+                let token = given.token;
+                let tenant = Tenant { process, uid, token };
+                // A broker that has lost its state takes the word of its own user's processes.
+                let unknown = trusted && self.isolation() == Isolation::OneUser;
+                if !self.slots.reclaim(given.place, tenant, given.parts, unknown) {
+                    let text = "the numbers that the process has are another's now";
+                    return refused(Refusal::PlaceTaken, text);
+                }
+                given
             }
         };
+        let place = given.place;
+        let former = rejoin.and_then(|_| self.gone.returns(place));
         let (page, theirs) = hand_out(former);
-        if let Some(c) = self.clients.get_mut(client) {
-            c.place = Some(place);
-            c.page = page;
-            c.restoring = rejoin.is_some();
-            tracing::info!(
-                pid = process.pid,
-                name = c.name,
-                ?place,
-                rejoin = rejoin.is_some(),
-                "a process joins"
-            );
-        }
-        self.by_place.insert(place, client);
+        let c = &mut self.clients[key];
+        (c.place, c.page, c.restoring) = (Some(place), page, rejoin.is_some());
+        let (pid, name, rejoin) = (process.pid, &c.name, rejoin.is_some());
+        tracing::info!(pid, name, ?place, rejoin, "a process joins");
         self.save();
-        Outcome::Reply(Reply::Welcome { place, token, parts }, theirs)
+        Ok((Reply::Welcome(given), theirs))
     }
 
-    /// Returns why a user may not have another place.
-    fn over_quota(&self, uid: u32) -> Option<String> {
+    /// Refuses something beyond a quota.
+    pub(super) fn over_quota<T>(&mut self, counter: &'static str, text: String) -> Result<T, Hold> {
+        self.report(counter, || text.clone());
+        refused(Refusal::Quota, text)
+    }
+
+    /// Checks that a user may have another place.
+    fn check_places(&mut self, uid: u32) -> Result<(), Hold> {
         let (has, resting) = self.slots.of_user(boot_time(), uid);
-        if has >= self.quotas.places {
-            Some(format!(
-                "user {uid} has {has} processes here, and may not have more (--max-places)"
-            ))
-        } else if resting >= self.quotas.resting() {
-            Some(format!(
-                "user {uid} has had {resting} processes killed within a minute, whose numbers rest"
-            ))
+        let text = if has >= self.config.quotas.places {
+            format!("user {uid} has {has} processes here, and may not have more (--max-places)")
+        } else if resting >= self.config.quotas.resting() {
+            format!("user {uid} has had {resting} processes killed within a minute, whose numbers rest")
         } else {
-            None
-        }
+            return Ok(());
+        };
+        self.over_quota("refused_places", text)
     }
 
-    fn restore(&mut self, client: usize, place: Place, bindings: &[Binding], connections: &[Connection]) {
-        let Some(process) = self.clients.get(client).map(|c| c.process) else {
-            return;
-        };
+    fn restore(&mut self, member: &Member, bindings: &[Binding]) {
+        let Member {
+            process, place, uid, ..
+        } = *member;
         for binding in bindings {
-            if self.has_all_ports(client) || !self.ports.restore(place, process, binding.clone()) {
+            if self.has_all_ports(uid) || !self.ports.restore(place, process, binding.clone()) {
                 let text = self.port_text(process, binding.service, binding.addr);
-                tracing::warn!(
-                    pid = process.pid,
-                    ?place,
-                    "a process is not given back what it had: {text}"
-                );
+                let pid = process.pid;
+                tracing::warn!(pid, ?place, "a process is not given back what it had: {text}");
             }
         }
-        self.on_connections(client, connections, &[]);
     }
 
     /// Explains to a process that a port is taken, and by which process.
     fn port_text(&self, process: Process, service: u64, addr: Option<IpAddr>) -> String {
         let at = addr.map_or_else(|| "all addresses".to_owned(), |a| a.to_string());
         let holder = self.ports.holder(process, service, addr);
-        let holder = holder.and_then(|place| self.clients.get(*self.by_place.get(&place)?));
+        let holder = holder.and_then(|place| self.clients.get(self.member_at(place)?));
         let taken = match holder {
             Some(c) if c.process == process => "taken by this process".to_owned(),
             Some(c) if c.process.pid == 0 => format!("taken by {} in another container", c.name),
@@ -288,66 +275,50 @@ impl Broker {
         )
     }
 
-    /// Whether the user of a client may not have more ports.
-    fn has_all_ports(&self, client: usize) -> bool {
-        let Some(uid) = self.clients.get(client).map(|c| c.uid) else {
-            return true;
-        };
-        let ports = self.of_user(uid).map(|place| self.ports.count(place));
-        ports.sum::<usize>() >= self.quotas.ports
+    fn port_in_use(&self, process: Process, service: u64, addr: Option<IpAddr>) -> Hold {
+        Hold::InUse(Refusal::PortInUse, self.port_text(process, service, addr))
     }
 
-    fn too_many_ports(&self, client: usize) -> Outcome {
-        let uid = self.clients.get(client).map_or(0, |c| c.uid);
-        let most = self.quotas.ports;
+    /// Returns whether a user may not have more ports.
+    fn has_all_ports(&self, uid: u32) -> bool {
+        let ports = self.of_user(uid).filter_map(|c| Some(self.ports.count(c.place?)));
+        ports.sum::<usize>() >= self.config.quotas.ports
+    }
+
+    /// Checks that a member may be given a port now.
+    fn check_ports(&mut self, uid: u32, needs_one: bool) -> Result<(), Hold> {
+        if self.is_rejoining(now()) {
+            return Err(Hold::Later);
+        }
+        if !needs_one || !self.has_all_ports(uid) {
+            return Ok(());
+        }
+        let most = self.config.quotas.ports;
         let text = format!("user {uid} has {most} ports, and may not have more (--max-ports)");
-        Outcome::OverQuota("refused_ports", text)
+        self.over_quota("refused_ports", text)
     }
 
-    fn bind(&mut self, client: usize, place: Place, service: u64, addr: Option<IpAddr>, reuse: bool) -> Outcome {
-        if self.is_rejoining(now()) {
-            return Outcome::Later;
-        }
-        let Some(process) = self.clients.get(client).map(|c| c.process) else {
-            return Outcome::Pending;
-        };
-        if self.has_all_ports(client) {
-            return self.too_many_ports(client);
-        }
-        let start = match random() {
-            Ok(bytes) => u16::from_le_bytes(bytes),
-            Err(e) => return refused(Refusal::Internal, e.to_string()),
-        };
+    fn bind(&mut self, member: &Member, service: u64, addr: Option<IpAddr>, reuse: bool) -> Outcome {
+        let Member { place, process, .. } = *member;
+        self.check_ports(member.uid, true)?;
+        let start = u16::from_le_bytes(number()?);
         match self.ports.bind(place, process, service, addr, reuse, start) {
-            Ok(service) => Outcome::Reply(Reply::Bound { service }, vec![]),
-            Err(_) => Outcome::InUse(Refusal::PortInUse, self.port_text(process, service, addr)),
+            Some(service) => Ok((Reply::Bound { service }, vec![])),
+            None => Err(self.port_in_use(process, service, addr)),
         }
     }
 
-    fn listen(&mut self, client: usize, place: Place, service: u64, addr: Option<IpAddr>) -> Outcome {
-        if self.is_rejoining(now()) {
-            return Outcome::Later;
-        }
-        let Some(process) = self.clients.get(client).map(|c| c.process) else {
-            return Outcome::Pending;
-        };
-        if self.has_all_ports(client) && !self.ports.has(place, service, addr) {
-            return self.too_many_ports(client);
-        }
+    fn listen(&mut self, member: &Member, service: u64, addr: Option<IpAddr>) -> Result<(), Hold> {
+        let Member { place, process, .. } = *member;
+        self.check_ports(member.uid, !self.ports.has(place, service, addr))?;
         match self.ports.listen(place, process, service, addr) {
-            Ok(()) => done(),
-            Err(_) => Outcome::InUse(Refusal::PortInUse, self.port_text(process, service, addr)),
+            true => Ok(()),
+            false => Err(self.port_in_use(process, service, addr)),
         }
-    }
-
-    /// Forgets the requests of a client that is gone.
-    pub(super) fn forget_requests(&mut self, client: usize) {
-        self.deferred.retain(|d| d.client != client);
-        self.contested.retain(|d| d.client != client);
-        self.newly_contested.retain(|d| d.client != client);
     }
 
     fn reply_statistics(&mut self, client: usize, seq: u64) {
+        self.clients.get_mut(client).into_iter().for_each(|c| c.observes = true);
         let mut parts = self.statistics().parts().into_iter().peekable();
         while let Some(part) = parts.next() {
             let more = parts.peek().is_some();
@@ -356,27 +327,24 @@ impl Broker {
     }
 
     fn statistics(&self) -> Statistics {
-        let mut processes: Vec<ProcessReport> = self
-            .by_place
-            .iter()
-            .filter_map(|(place, key)| {
-                let c = self.clients.get(*key)?;
-                Some(ProcessReport {
-                    pid: c.process.pid,
-                    uid: c.uid,
-                    name: c.name.clone(),
-                    place: *place,
-                    connections: self.tracker.count(*place) as u64,
-                    bindings: self.ports.of(*place).into_iter().take(MAX_SHOWN).collect(),
-                    report: c.page.as_ref().and_then(PageFile::read),
-                })
+        let report = |c: &Client| {
+            let place = c.place?;
+            Some(ProcessReport {
+                pid: c.process.pid,
+                uid: c.uid,
+                name: c.name.clone(),
+                place,
+                connections: c.connections.len() as u64,
+                bindings: self.ports.of(place).into_iter().take(MAX_SHOWN).collect(),
+                report: c.page.as_ref().and_then(PageFile::read),
             })
-            .collect();
+        };
+        let mut processes: Vec<_> = self.clients.iter().filter_map(|(_, c)| report(c)).collect();
         processes.sort_by_key(|p| (p.pid, p.place));
         let (ended, ended_unknown) = self.gone.sums();
         Statistics {
             pid: std::process::id(),
-            isolation: self.isolation,
+            isolation: self.isolation(),
             addrs: self.groups.iter().map(|(_, g)| g.group.addr()).collect(),
             processes,
             ended,
@@ -385,4 +353,9 @@ impl Broker {
             translated: self.translations.last(now()),
         }
     }
+}
+
+/// Returns random bytes for a request.
+fn number<const N: usize>() -> Result<[u8; N], Hold> {
+    random().map_err(|e| Hold::Refused(Refusal::Internal, e.to_string()))
 }

@@ -9,9 +9,9 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-use crate::proto::{GENERATIONS, Parts, Place, SLOTS};
+use crate::proto::{ALL_GENERATIONS, GENERATIONS, Parts, Place, SLOTS};
 
-/// How long a place rests, milliseconds: longer than packets live and than peers retry (8 times 4.3 s) in general.
+/// Quarantine of a place, milliseconds: longer than packets live and than peers retry (8 times 4.3 s) in general.
 pub(super) const REST: u64 = 60_000;
 
 /// Generations that the owner of a whole slot can use at least: as many queue pairs as a device can have.
@@ -22,7 +22,7 @@ const ENOUGH: usize = GENERATIONS / 2;
 pub(super) struct Process {
     /// Process id; 0 if it is in a namespace that can't be seen.
     pub(super) pid: u32,
-    /// When it was started (`/proc/PID/stat`, field 22).
+    /// Start time (`/proc/PID/stat`, field 22).
     pub(super) start: u64,
 }
 
@@ -36,40 +36,14 @@ pub(super) struct Tenant {
     pub(super) token: u64,
 }
 
-/// Owner of a slot.
+/// Owner of a slot, or of one generation of it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-enum Owner {
-    Nobody,
-    /// A member that is connected.
-    Member(Holding),
-    /// A member of a former broker that has not come back yet.
-    Absent(Holding),
-}
-
-/// Part of a slot that an owner has.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-struct Holding {
+struct Owner {
     generation: u8,
     tenant: Tenant,
     parts: Parts,
-}
-
-impl Holding {
-    const fn place(&self, slot: usize) -> Place {
-        Place {
-            slot: slot as u8,
-            generation: self.generation,
-        }
-    }
-}
-
-impl Owner {
-    fn holding(&self) -> Option<&Holding> {
-        match self {
-            Self::Nobody => None,
-            Self::Member(holding) | Self::Absent(holding) => Some(holding),
-        }
-    }
+    /// A member of a former broker that has not come back yet.
+    absent: bool,
 }
 
 /// A generation that rests.
@@ -82,222 +56,226 @@ struct Rest {
 }
 
 impl Rest {
-    /// A clock that was set back is no reason to rest for longer.
+    /// Returns whether it has ended. A clock that was set back does not extend it.
     fn is_over(&self, now: u64) -> bool {
         self.until <= now || self.until > now + REST
+    }
+
+    /// Returns the end of a generation's rest, 0 if it does not rest; `None` if it may not be used. `early`: one that was left cleanly
+    /// may.
+    fn end(rest: Option<Self>, now: u64, early: bool) -> Option<u64> {
+        match rest.filter(|r| !r.is_over(now)) {
+            None => Some(0),
+            Some(r) => (early && r.clean).then_some(r.until),
+        }
+    }
+}
+
+/// A slot, and its generations that rest.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+struct Slot {
+    owner: Option<Owner>,
+    rests: [Option<Rest>; GENERATIONS],
+}
+
+impl Slot {
+    /// Returns the quarantines of a set of generations.
+    fn rests_in(&mut self, set: u16) -> impl Iterator<Item = &mut Option<Rest>> {
+        let all = self.rests.iter_mut().enumerate();
+        all.filter(move |(generation, _)| set & (1 << generation) != 0)
+            .map(|(_, rest)| rest)
+    }
+
+    fn give(&mut self, place: Place, tenant: Tenant, parts: Parts) {
+        self.rests_in(parts.usable(place)).for_each(|rest| *rest = None);
+        self.owner = Some(Owner {
+            generation: place.generation,
+            tenant,
+            parts,
+            absent: false,
+        });
+    }
+
+    /// Returns whether all of it belongs to a user, or blocks of generations that its processes have used.
+    fn is_whole_of(&self, now: u64, uid: u32) -> bool {
+        match &self.owner {
+            Some(owner) => owner.tenant.uid == uid && owner.generation == ALL_GENERATIONS,
+            None => {
+                let its = self.rests.iter().flatten();
+                its.filter(|r| r.uid == uid && !r.is_over(now)).count() > GENERATIONS - ENOUGH
+            }
+        }
+    }
+
+    /// Returns the generations that the owner of the whole slot may use, if they are enough. `early`: of those that were left cleanly
+    /// as many as that takes, too, the longest first.
+    fn usable_parts(&self, now: u64, early: bool) -> Option<Parts> {
+        let ends = self.rests.iter().enumerate();
+        let mut ends: Vec<(u64, usize)> = ends
+            .filter_map(|(n, rest)| Some((Rest::end(*rest, now, early)?, n)))
+            .collect();
+        ends.sort_unstable();
+        let rested = ends.iter().take_while(|(end, _)| *end == 0).count();
+        ends.truncate(rested.max(ENOUGH));
+        let usable = ends.iter().fold(0u16, |set, (_, n)| set | (1 << n));
+        let home = ends.first().filter(|_| ends.len() >= ENOUGH)?.1;
+        Some(Parts {
+            home: home as u8,
+            resting: !usable,
+            spread: false,
+        })
     }
 }
 
 /// Slots of a broker and their owners. Times are milliseconds of a clock that goes on while the machine sleeps.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(super) struct Slots {
-    owners: Vec<Owner>,
-    rests: Vec<Option<Rest>>,
+    /// Slot 0 is the broker's.
+    slots: Vec<Slot>,
     next: u32,
     /// The process id namespace that process ids are of (its inode).
     namespace: u64,
 }
 
 impl Slots {
-    /// All free; `start` says where the search begins.
+    /// Creates slots that are all free. The search begins at `start`.
     pub(super) fn new(start: u32, namespace: u64) -> Self {
         Self {
-            owners: vec![Owner::Nobody; SLOTS],
-            rests: vec![None; SLOTS * GENERATIONS],
+            slots: vec![Slot::default(); SLOTS],
             next: start,
             namespace,
         }
     }
 
-    /// Whether a state that was read has the right shape.
+    /// Returns whether a state that was read has the right shape.
     pub(super) fn is_sound(&self) -> bool {
-        self.owners.len() == SLOTS && self.rests.len() == SLOTS * GENERATIONS
+        self.slots.len() == SLOTS
     }
 
-    /// The generations of a slot, an entry each.
-    fn rests_of(&mut self, slot: u8) -> &mut [Option<Rest>] {
-        let start = usize::from(slot) * GENERATIONS;
-        self.rests.get_mut(start..start + GENERATIONS).unwrap_or_default()
+    /// Returns the members' slots with their numbers.
+    fn numbered(&self) -> impl Iterator<Item = (u8, &Slot)> {
+        (0..).zip(&self.slots).skip(1)
     }
 
-    /// Returns the quarantines of a set of generations.
-    fn rests_in(&mut self, slot: u8, set: u16) -> impl Iterator<Item = &mut Option<Rest>> {
-        let all = self.rests_of(slot).iter_mut().enumerate();
-        all.filter(move |(generation, _)| set & (1 << generation) != 0)
-            .map(|(_, rest)| rest)
+    fn slot_mut(&mut self, place: Place) -> Option<&mut Slot> {
+        self.slots.get_mut(usize::from(place.slot))
     }
 
-    /// A place for a new member, a whole slot if its user has less than `whole` of them, and what the member may use of it; `None` when
-    /// all are taken or rest.
+    /// Allocates a place for a new member, a whole slot if its user has less than `whole` of them, and what the member may use of it;
+    /// `None` when all are taken or rest.
     pub(super) fn allocate(&mut self, now: u64, tenant: Tenant, whole: usize) -> Option<(Place, Parts)> {
         let one = |place| (place, Parts::default());
         let (place, parts) = self
             .find_whole(now, tenant.uid, whole)
-            .or_else(|| self.find_rested(now).map(one))
-            .or_else(|| self.find_clean().map(one))?;
-        self.give(place, tenant, parts);
+            .or_else(|| self.find_one(now).map(one))?;
+        self.slot_mut(place)?.give(place, tenant, parts);
         Some((place, parts))
     }
 
-    /// The rests of each slot but the broker's, with who has it.
-    fn by_slot(&self) -> impl Iterator<Item = (u8, &Owner, &[Option<Rest>])> {
-        let all = self.owners.iter().zip(self.rests.chunks(GENERATIONS));
-        let all = all.enumerate().skip(1);
-        all.map(|(slot, (owner, rests))| (slot as u8, owner, rests))
-    }
-
-    /// Returns how many whole slots a user has, or blocks by generations that its processes have used.
-    fn whole_of(&self, now: u64, uid: u32) -> usize {
-        let taken = |(_, owner, rests): &(u8, &Owner, &[Option<Rest>])| match owner.holding() {
-            Some(h) => h.tenant.uid == uid && h.place(0).is_whole(),
-            None => {
-                let its = rests.iter().flatten().filter(|r| r.uid == uid && !r.is_over(now));
-                its.count() > GENERATIONS - ENOUGH
-            }
-        };
-        self.by_slot().filter(taken).count()
-    }
-
     fn find_whole(&mut self, now: u64, uid: u32, most: usize) -> Option<(Place, Parts)> {
-        if self.whole_of(now, uid) >= most {
+        if self.numbered().filter(|(_, slot)| slot.is_whole_of(now, uid)).count() >= most {
             return None;
         }
-        // What was left cleanly is used again early only if there is no other way.
+        // Generations that were left cleanly are used again early only if there is no other way.
         [false, true].into_iter().find_map(|early| {
-            let usable = self.by_slot().filter(|(_, owner, _)| **owner == Owner::Nobody);
-            let usable = usable.filter_map(|(slot, _, rests)| Some((slot, usable_parts(now, rests, early)?)));
-            let free: Vec<(u8, Parts)> = usable.collect();
+            let free = self.numbered().filter(|(_, slot)| slot.owner.is_none());
+            let usable = free.filter_map(|(n, slot)| Some((n, slot.usable_parts(now, early)?)));
+            let usable: Vec<(u8, Parts)> = usable.collect();
             // The next one in turn, as below.
-            let slots = (SLOTS - 1) as u32;
-            let start = self.next % slots;
-            let after = free.iter().find(|(slot, _)| u32::from(*slot) > start);
-            let (slot, parts) = *after.or(free.first())?;
-            self.next = self.next - start + u32::from(slot);
-            Some((Place::whole(slot), parts))
+            let start = self.next % (SLOTS - 1) as u32;
+            let after = usable.iter().find(|(n, _)| u32::from(*n) > start);
+            let (n, parts) = *after.or(usable.first())?;
+            self.next = (self.next - start).wrapping_add(n.into());
+            Some((Place::whole(n), parts))
         })
     }
 
-    fn find_rested(&mut self, now: u64) -> Option<Place> {
-        let all = ((SLOTS - 1) * GENERATIONS) as u32;
-        for _ in 0..all {
+    /// Returns the next place in turn that does not rest, or else the one that has rested longest of those that were left cleanly.
+    fn find_one(&mut self, now: u64) -> Option<Place> {
+        let slots = (SLOTS - 1) as u32;
+        let all = slots * GENERATIONS as u32;
+        let start = self.next % all;
+        let usable = (start..start + all).filter_map(|n| {
             // Slot by slot, so that a slot's generations take long to come round.
-            let n = self.next % all;
-            self.next = (n + 1) % all;
-            let slots = (SLOTS - 1) as u32;
-            let place = Place {
-                slot: (n % slots) as u8 + 1,
-                generation: (n / slots) as u8,
-            };
-            let free = self.owners.get(usize::from(place.slot)) == Some(&Owner::Nobody);
-            let rested = |r: &mut Option<Rest>| r.is_none_or(|r| r.is_over(now));
-            if free && self.rests_in(place.slot, 1 << place.generation).all(rested) {
-                return Some(place);
-            }
-        }
-        None
+            let (slot, generation) = ((n % slots) as u8 + 1, (n % all / slots) as u8);
+            let of = &self.slots[usize::from(slot)];
+            let end = Rest::end(of.rests[usize::from(generation)], now, true)?;
+            of.owner.is_none().then_some((end, n, Place { slot, generation }))
+        });
+        let (_, n, place) = usable.min_by_key(|(end, ..)| *end)?;
+        self.next = (n + 1) % all;
+        Some(place)
     }
 
-    /// The place that has rested longest among those that a process left cleanly.
-    fn find_clean(&self) -> Option<Place> {
-        let all = self.rests.iter().enumerate().filter_map(|(i, r)| Some((i, (*r)?)));
-        all.filter(|(i, r)| r.clean && self.owners.get(i / GENERATIONS) == Some(&Owner::Nobody))
-            .min_by_key(|(_, r)| r.until)
-            .map(|(i, _)| Place {
-                slot: (i / GENERATIONS) as u8,
-                generation: (i % GENERATIONS) as u8,
-            })
-    }
-
-    fn give(&mut self, place: Place, tenant: Tenant, parts: Parts) {
-        self.rests_in(place.slot, parts.usable(place))
-            .for_each(|rest| *rest = None);
-        if let Some(owner) = self.owners.get_mut(usize::from(place.slot)) {
-            *owner = Owner::Member(Holding {
-                generation: place.generation,
-                tenant,
-                parts,
-            });
-        }
-    }
-
-    /// A member uses all that it may of its place. False: that is known.
+    /// Notes that a member uses all that it may of its place. Returns false if that is known.
     pub(super) fn spread(&mut self, place: Place) -> bool {
-        match self.owners.get_mut(usize::from(place.slot)) {
-            Some(Owner::Member(holding)) => !std::mem::replace(&mut holding.parts.spread, true),
-            _ => false,
-        }
+        let owner = self.slot_mut(place).and_then(|slot| slot.owner.as_mut());
+        owner.is_some_and(|o| !o.absent && !std::mem::replace(&mut o.parts.spread, true))
     }
 
-    /// A member of a former broker wants its place again. False: it is another's. `unknown`: it may have one that nobody is
-    /// known to have, which a broker says that has lost its state and has members of its own user only.
+    /// Gives a member of a former broker its place again. Returns false if it is another's. `unknown`: it may have one that nobody is
+    /// known to have had, as a broker says that has lost its state and has members of its own user only.
     pub(super) fn reclaim(&mut self, place: Place, tenant: Tenant, parts: Parts, unknown: bool) -> bool {
-        if !place.is_valid() {
+        let Some(slot) = self.slot_mut(place).filter(|_| place.is_valid()) else {
             return false;
-        }
-        let same = |t: &Tenant| (t.uid, t.token) == (tenant.uid, tenant.token);
-        let parts = match self.owners.get(usize::from(place.slot)) {
-            Some(Owner::Absent(h)) if h.generation == place.generation && same(&h.tenant) => Parts {
-                spread: h.parts.spread || parts.spread,
-                ..h.parts
+        };
+        let same = |uid, token| (uid, token) == (tenant.uid, tenant.token);
+        let parts = match &slot.owner {
+            Some(o) if o.absent && o.generation == place.generation && same(o.tenant.uid, o.tenant.token) => Parts {
+                spread: o.parts.spread || parts.spread,
+                ..o.parts
             },
+            Some(_) => return false,
             // It was taken for dead, or nobody is known to have had it.
-            Some(Owner::Nobody) => {
-                let own = |r: &mut Option<Rest>| r.is_none_or(|r| (r.uid, r.token) == (tenant.uid, tenant.token));
+            None => {
+                let own = |r: &mut Option<Rest>| r.is_none_or(|r| same(r.uid, r.token));
                 let known = |r: &mut Option<Rest>| r.is_some() || unknown;
-                let is_free = self.rests_in(place.slot, parts.usable(place)).all(own);
-                if !is_free || !self.rests_in(place.slot, parts.used(place)).all(known) {
+                let is_free = slot.rests_in(parts.usable(place)).all(own);
+                if !is_free || !slot.rests_in(parts.used(place)).all(known) {
                     return false;
                 }
                 parts
             }
-            _ => return false,
         };
-        self.give(place, tenant, parts);
+        slot.give(place, tenant, parts);
         true
     }
 
-    /// A member is gone.
+    /// Releases the place of a member that is gone.
     pub(super) fn release(&mut self, now: u64, place: Place, clean: bool) {
-        let Some(owner) = self.owners.get_mut(usize::from(place.slot)) else {
+        let Some(slot) = self.slot_mut(place) else { return };
+        let Some(Owner { tenant, parts, .. }) = slot.owner.take() else {
             return;
         };
-        let Some(Holding { tenant, parts, .. }) = owner.holding().copied() else {
-            return;
-        };
-        *owner = Owner::Nobody;
         let rest = Rest {
             until: now + REST,
             clean,
             uid: tenant.uid,
             token: tenant.token,
         };
-        self.rests_in(place.slot, parts.used(place))
-            .for_each(|entry| *entry = Some(rest));
+        slot.rests_in(parts.used(place)).for_each(|entry| *entry = Some(rest));
     }
 
-    /// How many places a user has, and how many rest that its processes left without a goodbye.
+    /// Returns the number of a user's places, and of places in quarantine that its processes left without a goodbye.
     pub(super) fn of_user(&self, now: u64, uid: u32) -> (usize, usize) {
-        let has = |o: &&Owner| o.holding().is_some_and(|h| h.tenant.uid == uid);
+        let has = |(_, slot): &(u8, &Slot)| slot.owner.is_some_and(|o| o.tenant.uid == uid);
         let rests = |r: &&Rest| r.uid == uid && !r.clean && !r.is_over(now);
-        let resting = self.by_slot().map(|(_, _, rests_of_slot)| {
+        let resting = self.numbered().map(|(_, slot)| {
             // Those of a whole slot are one.
-            let tokens = rests_of_slot.iter().flatten().filter(rests).map(|r| r.token);
+            let tokens = slot.rests.iter().flatten().filter(rests).map(|r| r.token);
             tokens.collect::<BTreeSet<_>>().len()
         });
-        let resting = resting.sum();
-        (self.owners.iter().filter(has).count(), resting)
+        (self.numbered().filter(has).count(), resting.sum())
     }
 
     /// Takes over the places of a former broker: its members may come back, unless they are dead. Process ids of another
     /// namespace than ours say nothing.
     pub(super) fn inherit(&mut self, now: u64, namespace: u64, is_alive: impl Fn(Process) -> bool) {
         let foreign = std::mem::replace(&mut self.namespace, namespace) != namespace;
-        for owner in &mut self.owners {
-            if let Some(mut holding) = owner.holding().copied() {
-                if foreign {
-                    holding.tenant.process.pid = 0;
-                }
-                *owner = Owner::Absent(holding);
+        for owner in self.slots.iter_mut().filter_map(|slot| slot.owner.as_mut()) {
+            owner.absent = true;
+            if foreign {
+                owner.tenant.process.pid = 0;
             }
         }
         self.bury(now, is_alive);
@@ -305,48 +283,23 @@ impl Slots {
 
     /// Lets the places of absent members that are dead rest. Returns those places.
     pub(super) fn bury(&mut self, now: u64, is_alive: impl Fn(Process) -> bool) -> Vec<Place> {
-        let absent = self.absent();
-        let dead: Vec<Place> = absent
-            .into_iter()
-            .filter(|(_, p)| !is_alive(*p))
-            .map(|(place, _)| place)
-            .collect();
+        let dead = self.absent().into_iter().filter(|(_, p)| !is_alive(*p));
+        let dead: Vec<Place> = dead.map(|(place, _)| place).collect();
         for place in &dead {
             self.release(now, *place, false);
         }
         dead
     }
 
-    /// Members of a former broker that have not come back.
+    /// Returns the members of a former broker that have not come back.
     pub(super) fn absent(&self) -> Vec<(Place, Process)> {
-        let all = self.owners.iter().enumerate();
-        all.filter_map(|(slot, owner)| match owner {
-            Owner::Absent(holding) => Some((holding.place(slot), holding.tenant.process)),
-            _ => None,
-        })
-        .collect()
+        let absent = self.numbered().filter_map(|(slot, s)| {
+            let owner = s.owner.filter(|o| o.absent)?;
+            let generation = owner.generation;
+            Some((Place { slot, generation }, owner.tenant.process))
+        });
+        absent.collect()
     }
-}
-
-/// Returns the generations that the owner of a whole slot may use, if they are enough. `early`: of what was left cleanly as much as is needed for that, too,
-/// the longest first.
-fn usable_parts(now: u64, rests: &[Option<Rest>], early: bool) -> Option<Parts> {
-    let ends = |r: Option<Rest>| match r.filter(|r| !r.is_over(now)) {
-        None => Some(0),
-        Some(r) => Some(r.until).filter(|_| early && r.clean),
-    };
-    let ends = rests.iter().enumerate().filter_map(|(n, r)| Some((ends(*r)?, n)));
-    let mut ends: Vec<(u64, usize)> = ends.collect();
-    ends.sort_unstable();
-    let rested = ends.iter().take_while(|(end, _)| *end == 0).count();
-    ends.truncate(rested.max(ENOUGH));
-    let usable = ends.iter().fold(0u16, |set, (_, n)| set | (1 << n));
-    let home = ends.first().filter(|_| ends.len() >= ENOUGH)?.1;
-    Some(Parts {
-        home: home as u8,
-        resting: !usable,
-        spread: false,
-    })
 }
 
 #[cfg(test)]
@@ -559,7 +512,7 @@ mod tests {
         // Somebody else has had a part of it since.
         slots.release(3, a, true);
         let part = Place { generation: 5, ..a };
-        slots.give(part, tenant(2), Parts::default());
+        slots.slot_mut(part).unwrap().give(part, tenant(2), Parts::default());
         slots.release(4, part, true);
         assert!(!again(&mut slots, a, tenant(1), true));
     }

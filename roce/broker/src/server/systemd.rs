@@ -7,7 +7,7 @@ use std::{
     mem::MaybeUninit,
     net::IpAddr,
     os::{
-        fd::{BorrowedFd, OwnedFd},
+        fd::{BorrowedFd, FromRawFd, OwnedFd},
         unix::ffi::OsStrExt,
     },
 };
@@ -18,8 +18,6 @@ use rustix::net::{
 
 use roce_net::environment;
 
-use crate::sys;
-
 /// The first descriptor that is passed (`SD_LISTEN_FDS_START`).
 const FIRST: i32 = 3;
 
@@ -28,7 +26,7 @@ const FIRST: i32 = 3;
 pub struct Notify(Option<OsString>);
 
 impl Notify {
-    /// The socket that the environment names, if it names one.
+    /// Takes the socket that the environment names, if it names one.
     pub fn from_env() -> Self {
         Self(environment::var_os("NOTIFY_SOCKET"))
     }
@@ -55,7 +53,7 @@ impl Notify {
     }
 }
 
-/// The descriptors that systemd kept for us. Call it once, and before the process opens any of its own.
+/// Returns the descriptors that systemd kept for us. Call it once, and before the process opens any of its own.
 pub(super) fn kept_descriptors() -> Vec<OwnedFd> {
     let number = |name: &str| environment::var(name)?.parse::<u32>().ok();
     let ours = number("LISTEN_PID") == Some(std::process::id());
@@ -63,30 +61,33 @@ pub(super) fn kept_descriptors() -> Vec<OwnedFd> {
     (FIRST..FIRST + count)
         .map(|fd| {
             // SAFETY: systemd has opened these before it started us, for us alone; this is called once.
-            unsafe { sys::inherited(fd) }
+            unsafe { OwnedFd::from_raw_fd(fd) }
         })
         .collect()
 }
 
 /// Returns the name of a vault among the descriptors that systemd stores: letters and digits only.
 fn vault_name(addr: IpAddr) -> String {
-    let bytes: Vec<u8> = match addr {
-        IpAddr::V4(a) => a.octets().into(),
-        IpAddr::V6(a) => a.octets().into(),
-    };
-    let digits: Vec<String> = bytes.iter().map(|b| format!("{b:02x}")).collect();
-    format!("vault-{}", digits.concat())
+    match addr {
+        IpAddr::V4(a) => format!("vault-{:08x}", a.to_bits()),
+        IpAddr::V6(a) => format!("vault-{:032x}", a.to_bits()),
+    }
 }
 
 impl Notify {
-    /// Has a vault kept. That its other end is closed is no reason to drop it (`FDPOLL`).
-    pub(super) fn keep(&self, addr: IpAddr, vault: BorrowedFd<'_>) -> io::Result<()> {
-        self.say(&format!("FDSTORE=1\nFDPOLL=0\nFDNAME={}", vault_name(addr)), &[vault])
+    /// Has systemd store a vault. That its other end is closed is no reason to drop it (`FDPOLL`).
+    pub(super) fn keep(&self, addr: IpAddr, vault: BorrowedFd<'_>) {
+        let text = format!("FDSTORE=1\nFDPOLL=0\nFDNAME={}", vault_name(addr));
+        if let Err(e) = self.say(&text, &[vault]) {
+            tracing::warn!("can't store the sockets with systemd: {e}");
+        }
     }
 
-    /// Has a vault dropped.
-    pub(super) fn drop_kept(&self, addr: IpAddr) -> io::Result<()> {
-        self.say(&format!("FDSTOREREMOVE=1\nFDNAME={}", vault_name(addr)), &[])
+    /// Has systemd drop a vault.
+    pub(super) fn drop_kept(&self, addr: IpAddr) {
+        if let Err(e) = self.say(&format!("FDSTOREREMOVE=1\nFDNAME={}", vault_name(addr)), &[]) {
+            tracing::warn!("can't remove closed sockets from systemd's store: {e}");
+        }
     }
 }
 
@@ -108,7 +109,7 @@ mod tests {
         assert_eq!(&bytes[..n], b"READY=1");
         let n = socket.recv(&mut bytes).unwrap();
         assert_eq!(&bytes[..n], b"FDSTORE=1");
-        notify.drop_kept("fe80::1".parse().unwrap()).unwrap();
+        notify.drop_kept("fe80::1".parse().unwrap());
         let n = socket.recv(&mut bytes).unwrap();
         let text = str::from_utf8(&bytes[..n]).unwrap();
         assert_eq!(text, "FDSTOREREMOVE=1\nFDNAME=vault-fe800000000000000000000000000001");

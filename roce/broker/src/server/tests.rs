@@ -1,24 +1,33 @@
 //! Limits of what members can make a broker store, and for how long.
 
 use std::{
+    net::IpAddr,
     os::{fd::AsFd, unix::net::UnixListener},
     path::Path,
 };
 
+use roce_port::{
+    RxMeta,
+    cm::mad::{Drep, Mad, Message, Req},
+};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 use super::{
     broker::{Broker, CLIENT_BUDGET, LAST_BUDGET},
-    client::{FIRST_WORD, MAX_WAITING, MAX_WAITING_BYTES},
+    client::{FIRST_WORD, MAX_ANSWER_BYTES, MAX_ANSWERS},
+    ended::MAX_SETS,
     quota::MAX_NAMELESS,
-    requests::{MAX_DEFERRED, MAX_NAME},
+    requests::{MAX_NAME, MAX_WAITING_REQUESTS},
     slots::{Slots, Tenant},
     state::{StateFile, boot_time, namespace, process},
     *,
 };
 use crate::{
-    page::{COUNTERS, Page, Snapshot},
-    proto::{Connection, Meta, Place, Refusal, Rejoin, Reply, Request, Statistics, ToBroker, ToClient, VERSION},
+    page::{COUNTERS, MAX_ADDRS, Page, Report, Snapshot, named},
+    proto::{
+        Binding, Connection, Ended, Grant, MAX_GROUPS, MAX_SHOWN, Place, ProcessReport, Refusal, Reply, Request, SLOTS,
+        Statistics, ToBroker, ToClient, VERSION,
+    },
     wire::{self, MAX_RECORD, RecvError},
 };
 
@@ -78,7 +87,7 @@ impl Peer {
     }
 
     /// Becomes a member, and maps its page.
-    fn join(self, broker: &mut Broker, rejoin: Option<Rejoin>) -> (Self, Rejoin, Page) {
+    fn join(self, broker: &mut Broker, rejoin: Option<Grant>) -> (Self, Grant, Page) {
         let request = Request::Hello {
             version: VERSION,
             name: "member".into(),
@@ -89,9 +98,9 @@ impl Peer {
         let (message, page) = (record.message, Page::map(&record.fds[0]).unwrap());
         match message {
             ToClient::Reply {
-                reply: Reply::Welcome { place, token, parts },
+                reply: Reply::Welcome(given),
                 ..
-            } => (self, Rejoin { place, token, parts }, page),
+            } => (self, given, page),
             other => panic!("{other:?}"),
         }
     }
@@ -153,18 +162,18 @@ fn requests_that_wait_for_a_port_to_be_free_are_bounded() {
         holder.ask(&mut broker, bind(PORT)),
         Some(Reply::Bound { service: PORT })
     ));
-    for n in 0..MAX_DEFERRED {
+    for n in 0..MAX_WAITING_REQUESTS {
         assert!(one.ask(&mut broker, bind(PORT)).is_none(), "{n} wait");
         // After a round they wait at another place.
-        if n == MAX_DEFERRED / 2 {
-            broker.retry_deferred(roce_net::now());
+        if n == MAX_WAITING_REQUESTS / 2 {
+            broker.retry_waiting();
         }
     }
     assert!(is_refused(one.ask(&mut broker, bind(PORT)), Refusal::Internal));
     assert!(other.ask(&mut broker, bind(PORT)).is_none(), "of another process");
-    broker.retry_deferred(roce_net::now());
-    broker.retry_deferred(roce_net::now());
-    for _ in 0..MAX_DEFERRED {
+    broker.retry_waiting();
+    broker.retry_waiting();
+    for _ in 0..MAX_WAITING_REQUESTS {
         assert!(is_refused(one.answer(), Refusal::PortInUse));
     }
     assert!(is_refused(other.answer(), Refusal::PortInUse));
@@ -188,18 +197,18 @@ fn requests_that_wait_for_a_former_member_are_bounded_and_go_with_their_process(
     // However long this takes.
     broker.started = roce_net::now() + Duration::from_secs(3600);
     let ((one, _), (other, _)) = (Peer::member(&mut broker), Peer::member(&mut broker));
-    for _ in 0..MAX_DEFERRED {
+    for _ in 0..MAX_WAITING_REQUESTS {
         assert!(one.ask(&mut broker, bind(TCP)).is_none());
     }
     assert!(is_refused(one.ask(&mut broker, bind(TCP)), Refusal::Internal));
     assert!(other.ask(&mut broker, bind(TCP)).is_none());
     broker.remove(one.key, false);
-    assert_eq!(broker.deferred.len(), 1);
+    assert_eq!(broker.clients[other.key].waiting.len(), 1);
     // The former member turns out to be dead.
     assert_eq!(broker.slots.bury(boot_time(), |_| false), [absent]);
-    broker.retry_deferred(roce_net::now());
+    broker.retry_waiting();
     assert!(matches!(other.answer(), Some(Reply::Bound { .. })));
-    assert!(broker.deferred.is_empty());
+    assert!(broker.clients[other.key].waiting.is_empty());
 }
 
 #[test]
@@ -207,13 +216,13 @@ fn who_does_not_take_its_answers_is_given_up() {
     let dir = tempfile::tempdir().unwrap();
     let mut broker = broker(dir.path());
     let ((busy, place), (other, _)) = (Peer::member(&mut broker), Peer::member(&mut broker));
-    let asked = (0..2 * MAX_WAITING).find(|_| {
+    let asked = (0..2 * MAX_ANSWERS).find(|_| {
         broker.on_request(busy.key, 1, bind(TCP), vec![]);
         !broker.clients.contains(busy.key)
     });
     // What its socket holds comes on top.
-    assert!(asked.is_some_and(|n| n >= MAX_WAITING), "{asked:?}");
-    assert!(!broker.by_place.contains_key(&place));
+    assert!(asked.is_some_and(|n| n >= MAX_ANSWERS), "{asked:?}");
+    assert!(broker.ports.of(place).is_empty());
     assert!(matches!(other.ask(&mut broker, bind(TCP)), Some(Reply::Bound { .. })));
 }
 
@@ -224,33 +233,25 @@ fn answers_that_wait_are_bounded_in_bytes_and_nothing_overtakes_them() {
     let mut broker = broker(dir.path());
     let (peer, _) = Peer::member(&mut broker);
     let client = &mut broker.clients[peer.key];
-    let meta = Meta {
-        local: [127, 0, 0, 1].into(),
-        remote: "127.0.0.1:4791".parse().unwrap(),
-        tos: 0,
-        hop_limit: 0,
-    };
-    assert!(client.try_send(&ToClient::Datagram(meta), &[]));
+    let meta = RxMeta::new([127, 0, 0, 1].into(), "127.0.0.1:4791".parse().unwrap());
+    assert!(client.forward(meta, &[]));
     let large = || Reply::Refused {
         why: Refusal::Internal,
         text: "x".repeat(LEN),
     };
-    let most = MAX_WAITING_BYTES / LEN;
+    let most = MAX_ANSWER_BYTES / LEN;
     let sent = (0..10 * most)
         .find(|_| client.reply(1, large(), vec![]).is_err())
         .unwrap();
     // A socket holds 208 KiB unless the host has it otherwise.
     assert!((most..5 * most).contains(&sent), "{sent} of {LEN} bytes");
-    assert!(!client.try_send(&ToClient::Datagram(meta), &[]));
+    assert!(!client.forward(meta, &[]));
     // Whoever takes them gets all, in order.
     let mut buffer = vec![0; MAX_RECORD];
     let first = wire::receive::<ToClient>(peer.socket.as_fd(), &mut buffer, false).unwrap();
     assert!(matches!(first.message, ToClient::Datagram(_)));
     assert!(peer.answer().is_some());
-    assert!(
-        !client.try_send(&ToClient::Datagram(meta), &[]),
-        "although there is room"
-    );
+    assert!(!client.forward(meta, &[]), "although there is room");
     let mut taken = 1;
     client.flush().unwrap();
     while peer.answer().is_some() {
@@ -258,7 +259,7 @@ fn answers_that_wait_are_bounded_in_bytes_and_nothing_overtakes_them() {
         client.flush().unwrap();
     }
     assert_eq!(taken, sent + 1);
-    assert!(client.try_send(&ToClient::Datagram(meta), &[]));
+    assert!(client.forward(meta, &[]));
 }
 
 #[test]
@@ -300,10 +301,14 @@ fn publish(page: &Page, first: u64) {
 }
 
 fn statistics(broker: &mut Broker) -> Statistics {
-    match Peer::new(broker).ask(broker, Request::Statistics) {
-        Some(Reply::Statistics { part, more: false }) => part,
-        other => panic!("{other:?}"),
+    let peer = Peer::new(broker);
+    let Some(Reply::Statistics { part: mut all, .. }) = peer.ask(broker, Request::Statistics) else {
+        panic!("no statistics");
+    };
+    while let Some(Reply::Statistics { part, .. }) = peer.answer() {
+        all.append(part);
     }
+    all
 }
 
 #[test]
@@ -394,7 +399,7 @@ fn a_user_has_so_many_places_and_others_have_theirs() {
 fn a_user_has_so_many_ports_and_connections() {
     let dir = tempfile::tempdir().unwrap();
     let mut broker = shared_broker(dir.path(), QUOTAS);
-    let own: std::net::IpAddr = [127, 44, 1, 1].into();
+    let own: IpAddr = [127, 44, 1, 1].into();
     let open = |addr| Request::Open { addr, again: false };
     let member = |broker: &mut Broker, uid| {
         let (peer, place) = Peer::of_user(broker, uid).into_member(broker);
@@ -425,7 +430,7 @@ fn a_user_has_so_many_ports_and_connections() {
     broker.on_connections(one.0.key, &all(one.1)[..3], &[]);
     broker.on_connections(other.0.key, &all(other.1), &[]);
     broker.on_connections(third.0.key, &all(third.1), &[]);
-    let count = |broker: &Broker| [one.1, other.1, third.1].map(|place| broker.tracker.count(place));
+    let count = |broker: &Broker| [&one.0, &other.0, &third.0].map(|peer| broker.clients[peer.key].connections.len());
     assert_eq!(count(&broker), [3, 2, 5]);
     assert_eq!(broker.counters["refused_connections"], 7 + 4);
     // Told again they are no more; and what is over makes room.
@@ -441,6 +446,44 @@ fn a_user_has_so_many_ports_and_connections() {
     broker.on_connections(one.0.key, &[elsewhere, conn(other.1, 30)], &[]);
     assert_eq!(count(&broker), [2, 2, 5]);
     assert_eq!(broker.counters["refused_foreign_connections"], 2);
+    // With a member the peers' names of its connections are forgotten.
+    let owner = |broker: &Broker| {
+        let req = Message::Req(Req {
+            local_comm_id: 5,
+            ..Req::default()
+        });
+        broker.tracker.owner(roce_net::now(), [127, 44, 1, 2].into(), &req)
+    };
+    assert_eq!(owner(&broker).map(|place| place.slot), Some(third.1.slot));
+    broker.remove(third.0.key, false);
+    assert_eq!(owner(&broker), None);
+}
+
+#[test]
+fn the_answer_to_a_killed_process_is_noticed_whoever_has_its_slot() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut broker = broker(dir.path());
+    let (peer, place) = Peer::member(&mut broker);
+    assert_eq!(place, Place::whole(place.slot));
+    let remote: IpAddr = [127, 44, 1, 2].into();
+    let conn = Connection {
+        local: [127, 44, 1, 1].into(),
+        remote,
+        local_id: place.numbers().comm_ids().0 + 1,
+        remote_id: 9,
+        remote_qpn: 7,
+    };
+    assert!(broker.orphans.add(roce_net::now(), conn));
+    let answer = Drep {
+        local_comm_id: conn.remote_id,
+        remote_comm_id: conn.local_id,
+        ..Drep::default()
+    };
+    let mad = Mad::new(1, Message::Drep(answer));
+    let meta = RxMeta::new(conn.local, (remote, 50_000).into());
+    broker.route_mad(0, &meta, &[], &mad.emit());
+    assert!(broker.orphans.is_empty());
+    assert!(broker.clients.contains(peer.key));
 }
 
 #[test]
@@ -480,4 +523,65 @@ fn a_user_has_so_many_connections_to_the_broker_without_a_place() {
         .collect();
     assert_eq!((broker.clients.len(), all.len()), (MAX_NAMELESS, MAX_NAMELESS + 50));
     assert_eq!(broker.counters["refused_connects"], 50);
+}
+
+/// Returns the largest statistics that members can cause.
+fn worst_statistics() -> Statistics {
+    let counters = named(&[u64::MAX; COUNTERS.len()]);
+    let addr: IpAddr = "1111:2222:3333:4444:5555:6666:7777:8888".parse().unwrap();
+    let binding = Binding {
+        service: u64::MAX,
+        addr: Some(addr),
+        reuse: false,
+        bound: false,
+        listening: false,
+    };
+    let process = ProcessReport {
+        pid: u32::MAX,
+        uid: u32::MAX,
+        // Of the longest characters.
+        name: "\u{10ffff}".repeat(MAX_NAME),
+        place: Place {
+            slot: 127,
+            generation: 15,
+        },
+        connections: u64::MAX,
+        bindings: vec![binding; MAX_SHOWN],
+        report: Some(Report {
+            addrs: vec![addr; MAX_ADDRS],
+            mtu: u32::MAX,
+            queue_pairs: u64::MAX,
+            counters: counters.clone(),
+        }),
+    };
+    let sums = Ended {
+        addrs: vec![addr; MAX_ADDRS],
+        processes: u64::MAX,
+        counters,
+    };
+    Statistics {
+        addrs: vec![addr; MAX_GROUPS],
+        processes: vec![process; SLOTS - 1],
+        ended: vec![sums; MAX_SETS],
+        ended_unknown: 7,
+        ..Statistics::default()
+    }
+}
+
+#[test]
+fn statistics_of_any_size_are_told_in_parts() {
+    let all = worst_statistics();
+    let parts = all.clone().parts();
+    let encode = |(n, part): (usize, &Statistics)| {
+        let (part, more) = (part.clone(), n + 1 < parts.len());
+        let reply = Reply::Statistics { part, more };
+        wire::encode(&ToClient::Reply { seq: u64::MAX, reply }, &[]).expect("it fits into a record")
+    };
+    let total: usize = parts.iter().enumerate().map(encode).map(|bytes| bytes.len()).sum();
+    assert!(total < MAX_ANSWER_BYTES, "{total} bytes may wait");
+    let mut parts = parts.into_iter();
+    let mut joined = parts.next().unwrap();
+    parts.for_each(|part| joined.append(part));
+    assert_eq!(joined, all);
+    assert_eq!(Statistics::default().parts(), [Statistics::default()]);
 }

@@ -6,60 +6,47 @@ use std::{
     mem::{self, MaybeUninit},
     net::{IpAddr, Ipv6Addr},
     os::fd::BorrowedFd,
-    ptr::NonNull,
+    ptr::{self, NonNull},
 };
 
 use rdma_sys::{
-    ibv_ack_async_event, ibv_async_event, ibv_close_device, ibv_context, ibv_device, ibv_device_attr, ibv_fork_init,
-    ibv_free_device_list, ibv_get_async_event, ibv_get_device_list, ibv_get_device_name, ibv_gid_entry,
-    ibv_open_device, ibv_port_attr, ibv_query_device, ibv_transport_type,
+    ibv_ack_async_event, ibv_async_event, ibv_comp_channel, ibv_context, ibv_create_comp_channel, ibv_device,
+    ibv_device_attr, ibv_fork_init, ibv_free_device_list, ibv_get_async_event, ibv_get_cq_event, ibv_get_device_list,
+    ibv_get_device_name, ibv_gid_entry, ibv_open_device, ibv_port_attr, ibv_query_device, ibv_transport_type,
 };
+
+use roce_verbs::{EventSource, Qpn};
 
 use super::{
-    NODES, done,
     ffi::{_ibv_query_gid_table, GID_TYPE_ROCE_V2},
-    made, set_nonblocking, unless_empty,
+    object::{Owned, done, found},
 };
 
-/// An open device.
-#[derive(Debug)]
+/// Open device, with a completion channel for all of its completion queues.
 pub(crate) struct Context {
-    raw: NonNull<ibv_context>,
-    name: String,
+    channel: Owned<ibv_comp_channel>,
+    raw: Owned<ibv_context>,
 }
 
-// SAFETY: libibverbs lets any thread use a context, and several at a time.
-unsafe impl Send for Context {}
-// SAFETY: as above.
-unsafe impl Sync for Context {}
-
-/// A device that was found, open or not.
+/// Device that was found, open or not.
 pub(crate) struct Found {
     pub(crate) name: String,
-    /// Its device file.
+    /// Name of its device file.
     pub(crate) file: String,
     pub(crate) opened: io::Result<Context>,
 }
 
-/// Object of an asynchronous event.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Element {
-    /// A queue pair, by its number.
-    Qp(u32),
-    /// A completion queue, by its cookie.
-    Cq(u64),
-    /// The device, or a port.
-    Device,
-}
-
-/// An asynchronous event: the number of `enum ibv_event_type`, which may be one that our headers do not know.
+/// Asynchronous event: the number of `enum ibv_event_type`, which may be one that our headers do not know.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct AsyncNews {
     pub(crate) kind: u32,
-    pub(crate) element: Element,
+    /// Queue pair, or completion queue by its cookie; `Port` for all other events.
+    pub(crate) source: EventSource,
+    /// Cookie of the queue pair or completion queue that it is about, or 0.
+    pub(crate) cookie: u64,
 }
 
-/// A C string of a structure or the library.
+/// Returns a C string of a structure or the library.
 ///
 /// # Safety
 /// It ends with a zero, and lives during the call.
@@ -68,7 +55,7 @@ unsafe fn text(s: *const libc::c_char) -> String {
     unsafe { CStr::from_ptr(s) }.to_string_lossy().into_owned()
 }
 
-/// The name of a device.
+/// Returns the name of a device.
 ///
 /// # Safety
 /// It is one of a list that is not freed, or of an open context.
@@ -81,11 +68,12 @@ impl Context {
     /// Opens all devices that speak InfiniBand's transport and are `wanted`.
     ///
     /// # Errors
-    /// When the list of devices can't be had.
+    /// If there is no list of devices.
     pub(crate) fn open_all(mut wanted: impl FnMut(&str) -> bool) -> io::Result<Vec<Found>> {
         let mut count = 0;
         // SAFETY: fills in the number of devices.
-        let list = made(unsafe { ibv_get_device_list(&raw mut count) })?;
+        let list = unsafe { ibv_get_device_list(&raw mut count) };
+        let list = NonNull::new(list).ok_or_else(io::Error::last_os_error)?;
         let mut found = Vec::new();
         for i in 0..usize::try_from(count).unwrap_or(0) {
             // SAFETY: the list has so many devices, and is freed below.
@@ -97,8 +85,7 @@ impl Context {
             if transport != ibv_transport_type::IBV_TRANSPORT_IB || !wanted(&name) {
                 continue;
             }
-            let opened = Self::open(device, &name);
-            let file = format!("{NODES}/{file}");
+            let opened = Self::open(device);
             found.push(Found { name, file, opened });
         }
         // SAFETY: what was made above. Devices that are open live on.
@@ -106,15 +93,15 @@ impl Context {
         Ok(found)
     }
 
-    fn open(device: *mut ibv_device, name: &str) -> io::Result<Self> {
+    fn open(device: *mut ibv_device) -> io::Result<Self> {
         // SAFETY: a device of a list that is not freed yet.
-        let raw = made(unsafe { ibv_open_device(device) })?;
-        let context = Self {
-            raw,
-            name: name.to_owned(),
-        };
+        let raw = unsafe { Owned::new(ibv_open_device(device)) }?;
         // SAFETY: the context is open.
-        set_nonblocking(unsafe { (*raw.as_ptr()).async_fd })?;
+        let channel = unsafe { Owned::new(ibv_create_comp_channel(raw.as_ptr())) }?;
+        let context = Self { channel, raw };
+        for fd in [context.async_fd(), context.channel_fd()] {
+            rustix::io::ioctl_fionbio(fd, true)?;
+        }
         Ok(context)
     }
 
@@ -124,12 +111,12 @@ impl Context {
         done(unsafe { ibv_fork_init() })
     }
 
-    pub(crate) fn name(&self) -> &str {
-        &self.name
-    }
-
     pub(super) fn as_ptr(&self) -> *mut ibv_context {
         self.raw.as_ptr()
+    }
+
+    pub(super) fn channel(&self) -> *mut ibv_comp_channel {
+        self.channel.as_ptr()
     }
 
     pub(crate) fn attributes(&self) -> io::Result<ibv_device_attr> {
@@ -150,8 +137,8 @@ impl Context {
         }
     }
 
-    /// The addresses of the RoCE v2 GIDs of a port or of all, each with its port, without link-local ones, which say nothing without
-    /// an interface.
+    /// Returns the addresses of the RoCE v2 GIDs of a port or of all, each with its port, without link-local ones, which need an
+    /// interface.
     pub(crate) fn addresses(&self, port: Option<u8>) -> io::Result<Vec<(IpAddr, u8)>> {
         let mut room = 0;
         for port in 1..=self.attributes()?.phys_port_cnt {
@@ -186,12 +173,25 @@ impl Context {
         unsafe { BorrowedFd::borrow_raw((*self.as_ptr()).async_fd) }
     }
 
-    /// The next asynchronous event, already acknowledged: destroying what it is about need not wait for us.
+    pub(crate) fn channel_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the channel has the descriptor as long as it lives.
+        unsafe { BorrowedFd::borrow_raw((*self.channel()).fd) }
+    }
+
+    /// Takes an event of the channel: the cookie of the completion queue, whose [`Cq::count_event`](super::Cq::count_event) must be
+    /// called.
+    pub(crate) fn completion_event(&self) -> io::Result<Option<u64>> {
+        let (mut cq, mut cookie) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: room for both.
+        let found = found(unsafe { ibv_get_cq_event(self.channel(), &raw mut cq, &raw mut cookie) })?;
+        Ok(found.then_some(cookie as u64))
+    }
+
+    /// Returns the next asynchronous event, already acknowledged: destroying what it is about need not wait for us.
     pub(crate) fn async_event(&self) -> io::Result<Option<AsyncNews>> {
         let mut event = MaybeUninit::<ibv_async_event>::zeroed();
         // SAFETY: room for an event.
-        let got = done(unsafe { ibv_get_async_event(self.as_ptr(), event.as_mut_ptr()) });
-        if unless_empty(got)?.is_none() {
+        if !found(unsafe { ibv_get_async_event(self.as_ptr(), event.as_mut_ptr()) })? {
             return Ok(None);
         }
         let event = event.as_mut_ptr();
@@ -199,22 +199,19 @@ impl Context {
         // only be one that our headers know. What it is about lives until the event is acknowledged.
         unsafe {
             let kind = (&raw const (*event).event_type).cast::<u32>().read();
-            let element = match kind {
-                0 => Element::Cq((*(*event).element.cq).cq_context as u64),
-                1..=7 | 16 => Element::Qp((*(*event).element.qp).qp_num),
-                _ => Element::Device,
+            let (source, cookie) = match kind {
+                0 => {
+                    let cookie = (*(*event).element.cq).cq_context as u64;
+                    (EventSource::Cq(cookie as u32), cookie)
+                }
+                1..=7 | 16 => {
+                    let qp = (*event).element.qp;
+                    (EventSource::Qp(Qpn::new((*qp).qp_num)), (*qp).qp_context as u64)
+                }
+                _ => (EventSource::Port, 0),
             };
             ibv_ack_async_event(event);
-            Ok(Some(AsyncNews { kind, element }))
-        }
-    }
-}
-
-impl Drop for Context {
-    fn drop(&mut self) {
-        // SAFETY: what is made on it keeps it, so nothing is left.
-        if let Err(e) = done(unsafe { ibv_close_device(self.as_ptr()) }) {
-            tracing::warn!("closing {} failed: {e}", self.name);
+            Ok(Some(AsyncNews { kind, source, cookie }))
         }
     }
 }

@@ -5,120 +5,116 @@ use std::{
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     os::fd::{AsRawFd, BorrowedFd},
-    ptr::NonNull,
 };
 
-use libc::{c_int, c_void, cmsghdr, iovec, mmsghdr, msghdr, sockaddr_in, sockaddr_in6, sockaddr_storage};
+use libc::{c_int, cmsghdr, iovec, mmsghdr, msghdr};
 use memmap2::{MmapMut, MmapRaw};
+use roce_port::{RxMeta, Train};
+use socket2::{SockAddr, SockAddrStorage};
 
-use crate::datapath::{Burst, DEFAULT_HOP_LIMIT};
+use crate::datapath::DEFAULT_HOP_LIMIT;
 
 /// Room for every control message that is sent or received at a time (PKTINFO, TOS, TTL, UDP_SEGMENT or UDP_GRO).
 const CONTROL_LEN: usize = 128;
 
+/// Targets of the pointers in a message header, but for the data.
+#[repr(C)]
+struct Slot {
+    vector: iovec,
+    name: SockAddrStorage,
+    control: Control,
+}
+
 /// Bytes for control messages, aligned as `cmsghdr` must be.
-#[derive(Clone, Copy)]
 #[repr(C, align(8))]
 struct Control([u8; CONTROL_LEN]);
 
-/// A message header with everything zero.
-fn empty_header() -> mmsghdr {
-    // SAFETY: integers and pointers, for which zero is a value.
-    unsafe { std::mem::zeroed() }
+/// Message headers for one system call, each with a slot of its own, and room for data.
+///
+/// All of it is one mapping, to which pointers stay valid as long as it lives. Data is large, and glibc keeps as much more in each arena
+/// once that much has been freed (mallopt(3), `M_MMAP_THRESHOLD`).
+struct Messages {
+    map: MmapRaw,
+    count: usize,
 }
 
-pub(super) fn empty_name() -> sockaddr_storage {
-    // SAFETY: plain data, for which zero is a value.
-    unsafe { std::mem::zeroed() }
+impl Messages {
+    /// Maps `count` headers and slots, and `room` bytes for data.
+    fn new(count: usize, room: usize) -> io::Result<Self> {
+        let len = count * (size_of::<mmsghdr>() + size_of::<Slot>()) + room;
+        let map = MmapMut::map_anon(len)?.into();
+        let this = Self { map, count };
+        for i in 0..count {
+            let slot = this.slot(i);
+            // SAFETY: header and slot are this message's alone, aligned, and zero, which is a value for all of their fields.
+            unsafe {
+                let header = &mut (*this.header(i)).msg_hdr;
+                header.msg_name = (&raw mut (*slot).name).cast();
+                header.msg_iov = &raw mut (*slot).vector;
+                header.msg_iovlen = 1;
+                header.msg_control = (&raw mut (*slot).control).cast();
+            }
+        }
+        Ok(this)
+    }
+
+    fn header(&self, i: usize) -> *mut mmsghdr {
+        assert!(i < self.count);
+        // SAFETY: the mapping begins with the headers.
+        unsafe { self.map.as_mut_ptr().cast::<mmsghdr>().add(i) }
+    }
+
+    fn slot(&self, i: usize) -> *mut Slot {
+        assert!(i < self.count);
+        // SAFETY: the slots follow the headers.
+        unsafe { self.header(0).add(self.count).cast::<Slot>().add(i) }
+    }
+
+    /// Returns the room for data.
+    fn data(&self) -> *mut u8 {
+        // SAFETY: it follows the slots.
+        unsafe { self.slot(0).add(self.count).cast() }
+    }
 }
 
-/// Scratch space for sending several bursts with one system call.
-pub(crate) struct SendQueue {
-    headers: Box<[mmsghdr]>,
-    vectors: Box<[iovec]>,
-    names: Box<[sockaddr_storage]>,
-    controls: Box<[Control]>,
-}
-
-// SAFETY: the pointers inside are rewritten before every system call and only used during it.
-unsafe impl Send for SendQueue {}
+/// Scratch space for sending several trains with one system call.
+pub(crate) struct SendQueue(Messages);
 
 impl SendQueue {
-    pub(crate) fn new(capacity: usize) -> Self {
-        let none = iovec {
-            iov_base: std::ptr::null_mut(),
-            iov_len: 0,
-        };
-        Self {
-            headers: vec![empty_header(); capacity].into_boxed_slice(),
-            vectors: vec![none; capacity].into_boxed_slice(),
-            names: vec![empty_name(); capacity].into_boxed_slice(),
-            controls: vec![Control([0; CONTROL_LEN]); capacity].into_boxed_slice(),
-        }
+    /// # Errors
+    /// Without memory.
+    pub(crate) fn new(capacity: usize) -> io::Result<Self> {
+        Messages::new(capacity, 0).map(Self)
     }
 
     pub(crate) fn capacity(&self) -> usize {
-        self.headers.len()
+        self.0.count
     }
 
-    /// Sends the first [`Self::capacity`] bursts, in order, until one fails. Returns how many were taken.
+    /// Sends the first [`Self::capacity`] trains, in order, until one fails. Returns how many were taken.
     ///
     /// # Errors
     /// When the first of them failed.
-    pub(crate) fn send(&mut self, fd: BorrowedFd<'_>, bursts: &[Burst<'_>], from: &Origin<'_>) -> io::Result<usize> {
-        let count = bursts.len().min(self.headers.len());
-        for (i, burst) in bursts[..count].iter().enumerate() {
-            self.fill(i, burst, from.pktinfo(burst));
+    pub(crate) fn send(&mut self, fd: BorrowedFd<'_>, trains: &[Train<'_>], from: &Origin<'_>) -> io::Result<usize> {
+        let count = trains.len().min(self.capacity());
+        for (i, train) in trains[..count].iter().enumerate() {
+            self.fill(i, train, from.pktinfo(train));
         }
-        // SAFETY: the first `count` headers point at vectors, names and controls of `self` and at bytes of `bursts`, all
-        // of which live until the call returns. The kernel only reads the data.
-        let sent = unsafe { libc::sendmmsg(fd.as_raw_fd(), self.headers.as_mut_ptr(), count as _, 0) };
+        // SAFETY: the first `count` headers point at slots of `self` and at bytes of `trains`, all of which live until the call
+        // returns. The kernel only reads the data.
+        let sent = unsafe { libc::sendmmsg(fd.as_raw_fd(), self.0.header(0), count as _, 0) };
         usize::try_from(sent).map_err(|_| io::Error::last_os_error())
     }
 
-    fn fill(&mut self, i: usize, burst: &Burst<'_>, pktinfo: Option<u32>) {
-        self.vectors[i] = iovec {
-            iov_base: burst.bytes.as_ptr().cast_mut().cast::<c_void>(),
-            iov_len: burst.bytes.len(),
-        };
-        let name_len = write_name(&mut self.names[i], burst.remote);
-        let control_len = write_control(&mut self.controls[i], burst, pktinfo);
-        let header = &mut self.headers[i].msg_hdr;
-        header.msg_name = (&raw mut self.names[i]).cast::<c_void>();
-        header.msg_namelen = name_len as _;
-        header.msg_iov = &raw mut self.vectors[i];
-        header.msg_iovlen = 1;
-        header.msg_controllen = control_len as _;
-        header.msg_control = match control_len {
-            0 => std::ptr::null_mut(),
-            _ => self.controls[i].0.as_mut_ptr().cast::<c_void>(),
-        };
-    }
-}
-
-fn write_name(name: &mut sockaddr_storage, addr: SocketAddr) -> usize {
-    match addr {
-        SocketAddr::V4(a) => {
-            // SAFETY: plain data; zero is a value.
-            let mut v4: sockaddr_in = unsafe { std::mem::zeroed() };
-            v4.sin_family = libc::AF_INET as _;
-            v4.sin_port = a.port().to_be();
-            v4.sin_addr.s_addr = u32::from(*a.ip()).to_be();
-            // SAFETY: a sockaddr_storage is large enough and aligned for every socket address.
-            unsafe { (&raw mut *name).cast::<sockaddr_in>().write(v4) };
-            size_of::<sockaddr_in>()
-        }
-        SocketAddr::V6(a) => {
-            // SAFETY: plain data; zero is a value.
-            let mut v6: sockaddr_in6 = unsafe { std::mem::zeroed() };
-            v6.sin6_family = libc::AF_INET6 as _;
-            v6.sin6_port = a.port().to_be();
-            v6.sin6_addr.s6_addr = a.ip().octets();
-            v6.sin6_scope_id = a.scope_id();
-            // SAFETY: as above.
-            unsafe { (&raw mut *name).cast::<sockaddr_in6>().write(v6) };
-            size_of::<sockaddr_in6>()
-        }
+    fn fill(&mut self, i: usize, train: &Train<'_>, pktinfo: Option<u32>) {
+        // SAFETY: both are this message's alone, and `self` is borrowed mutably.
+        let (header, slot) = unsafe { (&mut (*self.0.header(i)).msg_hdr, &mut *self.0.slot(i)) };
+        let name = SockAddr::from(train.remote);
+        header.msg_namelen = name.len();
+        header.msg_controllen = write_control(&mut slot.control, train, pktinfo) as _;
+        slot.name = name.as_storage();
+        slot.vector.iov_base = train.bytes.as_ptr().cast_mut().cast();
+        slot.vector.iov_len = train.bytes.len();
     }
 }
 
@@ -170,125 +166,64 @@ impl Origin<'_> {
     }
 
     /// The interface to name in a control message, 0 for whichever the routing table gives; `None`: no message.
-    fn pktinfo(&self, burst: &Burst<'_>) -> Option<u32> {
-        let scope = match Self::needs_scope(burst.remote.ip()) {
-            true => self.scopes.get(&burst.local).copied(),
+    fn pktinfo(&self, train: &Train<'_>) -> Option<u32> {
+        let scope = match Self::needs_scope(train.remote.ip()) {
+            true => self.scopes.get(&train.local).copied(),
             false => None,
         };
         scope.or(self.any.then_some(0))
     }
 }
 
-fn write_control(control: &mut Control, burst: &Burst<'_>, pktinfo: Option<u32>) -> usize {
+fn write_control(control: &mut Control, train: &Train<'_>, pktinfo: Option<u32>) -> usize {
     let mut writer = ControlWriter { control, len: 0 };
-    if burst.bytes.len() > burst.segment_len {
+    if train.bytes.len() > train.segment_len {
         // At most 65,507 bytes are sent at a time: the cast loses nothing.
-        writer.put(libc::SOL_UDP, libc::UDP_SEGMENT, burst.segment_len as u16);
+        writer.put(libc::SOL_UDP, libc::UDP_SEGMENT, train.segment_len as u16);
     }
-    let hops = c_int::from(burst.hop_limit);
-    let tos = c_int::from(burst.traffic_class);
-    match burst.local {
-        IpAddr::V4(local) => {
-            if let Some(index) = pktinfo {
-                let info = libc::in_pktinfo {
-                    ipi_ifindex: index as c_int,
-                    ipi_spec_dst: libc::in_addr {
-                        s_addr: u32::from(local).to_be(),
-                    },
-                    ipi_addr: libc::in_addr { s_addr: 0 },
-                };
-                writer.put(libc::IPPROTO_IP, libc::IP_PKTINFO, info);
-            }
-            if tos != 0 {
-                writer.put(libc::IPPROTO_IP, libc::IP_TOS, tos);
-            }
-            if burst.hop_limit != DEFAULT_HOP_LIMIT {
-                writer.put(libc::IPPROTO_IP, libc::IP_TTL, hops);
-            }
+    let (level, tos, hops) = match train.local {
+        IpAddr::V4(_) => (libc::IPPROTO_IP, libc::IP_TOS, libc::IP_TTL),
+        IpAddr::V6(_) => (libc::IPPROTO_IPV6, libc::IPV6_TCLASS, libc::IPV6_HOPLIMIT),
+    };
+    match (train.local, pktinfo) {
+        (IpAddr::V4(local), Some(index)) => {
+            let info = libc::in_pktinfo {
+                ipi_ifindex: index as c_int,
+                ipi_spec_dst: libc::in_addr {
+                    s_addr: u32::from(local).to_be(),
+                },
+                ipi_addr: libc::in_addr { s_addr: 0 },
+            };
+            writer.put(level, libc::IP_PKTINFO, info);
         }
-        IpAddr::V6(local) => {
-            if let Some(index) = pktinfo {
-                let info = libc::in6_pktinfo {
-                    ipi6_addr: libc::in6_addr {
-                        s6_addr: local.octets(),
-                    },
-                    ipi6_ifindex: index as _,
-                };
-                writer.put(libc::IPPROTO_IPV6, libc::IPV6_PKTINFO, info);
-            }
-            if tos != 0 {
-                writer.put(libc::IPPROTO_IPV6, libc::IPV6_TCLASS, tos);
-            }
-            if burst.hop_limit != DEFAULT_HOP_LIMIT {
-                writer.put(libc::IPPROTO_IPV6, libc::IPV6_HOPLIMIT, hops);
-            }
+        (IpAddr::V6(local), Some(index)) => {
+            let info = libc::in6_pktinfo {
+                ipi6_addr: libc::in6_addr {
+                    s6_addr: local.octets(),
+                },
+                ipi6_ifindex: index as _,
+            };
+            writer.put(level, libc::IPV6_PKTINFO, info);
         }
+        (_, None) => {}
+    }
+    if train.tos != 0 {
+        writer.put(level, tos, c_int::from(train.tos));
+    }
+    if train.ttl != DEFAULT_HOP_LIMIT {
+        writer.put(level, hops, c_int::from(train.ttl));
     }
     writer.len
 }
 
-/// Metadata of one received message.
-pub(crate) struct Slot<'a> {
-    /// Sender; `None` when it is of no family that we know.
-    pub(crate) remote: Option<SocketAddr>,
-    /// The address that it was sent to, if the kernel told.
-    pub(crate) local: Option<IpAddr>,
-    /// Bytes of each packet of a GRO buffer.
-    pub(crate) segment_len: Option<usize>,
-    pub(crate) traffic_class: u8,
-    /// 0 when the kernel did not tell.
-    pub(crate) hop_limit: u8,
-    /// The kernel cut it off: it was larger than the buffer.
-    pub(crate) truncated: bool,
-    pub(crate) bytes: &'a [u8],
-}
-
-/// A fixed array on the heap that raw pointers may refer to for as long as it lives: unlike a box's, its contents are
-/// nobody's alone.
-struct Pinned<T>(NonNull<[T]>);
-
-impl<T: Clone> Pinned<T> {
-    fn new(value: T, count: usize) -> Self {
-        let boxed = vec![value; count].into_boxed_slice();
-        // A box is never null.
-        Self(NonNull::from(Box::leak(boxed)))
-    }
-
-    fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    /// Returns a pointer to element `i`.
-    fn at(&self, i: usize) -> *mut T {
-        assert!(i < self.len());
-        // SAFETY: inside of the array.
-        unsafe { self.0.as_ptr().cast::<T>().add(i) }
-    }
-}
-
-impl<T> Drop for Pinned<T> {
-    fn drop(&mut self) {
-        // SAFETY: made from a box in `new`, given back once.
-        drop(unsafe { Box::from_raw(self.0.as_ptr()) });
-    }
-}
-
 /// Buffers for receiving several messages with one system call.
 pub(crate) struct RecvRing {
-    headers: Pinned<mmsghdr>,
-    vectors: Pinned<iovec>,
-    names: Pinned<sockaddr_storage>,
-    controls: Pinned<Control>,
-    /// Mapped: it is large, and glibc keeps as much more in each arena once that much has been freed (mallopt(3), `M_MMAP_THRESHOLD`).
-    slab: MmapRaw,
+    messages: Messages,
     slot_len: usize,
     stride: usize,
     /// Headers that the kernel has written to since they were set.
     used: usize,
 }
-
-// SAFETY: everything that the pointers refer to belongs to the ring.
-unsafe impl Send for RecvRing {}
 
 impl RecvRing {
     /// Allocates `slots` buffers of `slot_len` bytes.
@@ -298,36 +233,29 @@ impl RecvRing {
     pub(crate) fn new(slots: usize, slot_len: usize) -> io::Result<Self> {
         // The extra line keeps the buffers' beginnings from falling into the same cache sets.
         let stride = slot_len + 64;
-        let none = iovec {
-            iov_base: std::ptr::null_mut(),
-            iov_len: slot_len,
-        };
         let ring = Self {
-            headers: Pinned::new(empty_header(), slots),
-            vectors: Pinned::new(none, slots),
-            names: Pinned::new(empty_name(), slots),
-            controls: Pinned::new(Control([0; CONTROL_LEN]), slots),
-            slab: MmapMut::map_anon(slots * stride)?.into(),
+            messages: Messages::new(slots, slots * stride)?,
             slot_len,
             stride,
             used: slots,
         };
         for i in 0..slots {
-            // SAFETY: all are elements of arrays of their own, to which there is no reference; the slab has `slots` strides.
-            unsafe {
-                (*ring.vectors.at(i)).iov_base = ring.slab.as_mut_ptr().add(i * stride).cast::<c_void>();
-                let header = &mut (*ring.headers.at(i)).msg_hdr;
-                header.msg_name = ring.names.at(i).cast::<c_void>();
-                header.msg_iov = ring.vectors.at(i);
-                header.msg_iovlen = 1;
-                header.msg_control = ring.controls.at(i).cast::<c_void>();
-            }
+            // SAFETY: the slot is this message's alone.
+            let slot = unsafe { &mut *ring.messages.slot(i) };
+            slot.vector.iov_base = ring.buffer(i).cast();
+            slot.vector.iov_len = slot_len;
         }
         Ok(ring)
     }
 
+    fn buffer(&self, i: usize) -> *mut u8 {
+        assert!(i < self.slots());
+        // SAFETY: there is room for a stride for each message.
+        unsafe { self.messages.data().add(i * self.stride) }
+    }
+
     pub(crate) fn slots(&self) -> usize {
-        self.headers.len()
+        self.messages.count
     }
 
     /// Receives at most `max` messages without waiting and returns how many.
@@ -338,8 +266,8 @@ impl RecvRing {
         // Only what the last call has changed is set again: an empty receive should cost a system call, no more.
         for i in 0..self.used {
             // SAFETY: no other reference to the element exists.
-            let header = unsafe { &mut (*self.headers.at(i)).msg_hdr };
-            header.msg_namelen = size_of::<sockaddr_storage>() as _;
+            let header = unsafe { &mut (*self.messages.header(i)).msg_hdr };
+            header.msg_namelen = size_of::<SockAddrStorage>() as _;
             header.msg_controllen = CONTROL_LEN as _;
             header.msg_flags = 0;
         }
@@ -350,58 +278,49 @@ impl RecvRing {
         let got = unsafe {
             libc::recvmmsg(
                 fd.as_raw_fd(),
-                self.headers.at(0),
+                self.messages.header(0),
                 count as _,
                 libc::MSG_DONTWAIT as _,
                 std::ptr::null_mut(),
             )
         };
-        let got = usize::try_from(got).map_err(|_| io::Error::last_os_error())?;
-        self.used = got;
-        Ok(got)
+        self.used = usize::try_from(got).map_err(|_| io::Error::last_os_error())?;
+        Ok(self.used)
     }
 
-    /// Message `i` of the last [`Self::receive`], which returned more than `i`.
-    pub(crate) fn slot(&self, i: usize) -> Slot<'_> {
-        // SAFETY: the kernel is done with them, and nothing writes to them while `self` is borrowed.
-        let (header, name) = unsafe { (&*self.headers.at(i), &*self.names.at(i)) };
+    /// Returns message `i` of the last [`Self::receive`], which returned more than `i`. `bound`: the address that its socket is bound to.
+    /// `None`: it is longer than the buffer, of an unknown family, or the kernel did not tell its destination.
+    pub(crate) fn slot(&self, i: usize, bound: Option<IpAddr>) -> Option<(RxMeta, &[u8])> {
+        // SAFETY: the kernel is done with it, and nothing writes to it while `self` is borrowed.
+        let header = unsafe { &*self.messages.header(i) };
         let len = (header.msg_len as usize).min(self.slot_len);
-        assert!(i < self.slots());
-        // SAFETY: as above; `len` bytes lie inside of slot `i`, and that inside of the slab.
-        let bytes = unsafe { std::slice::from_raw_parts(self.slab.as_ptr().add(i * self.stride), len) };
-        let mut slot = Slot {
-            remote: read_name(name, header.msg_hdr.msg_namelen as usize),
-            local: None,
-            segment_len: None,
-            traffic_class: 0,
-            hop_limit: 0,
-            truncated: header.msg_hdr.msg_flags & libc::MSG_TRUNC != 0,
-            bytes,
+        // SAFETY: as above; `len` bytes lie inside of the buffer.
+        let bytes = unsafe { std::slice::from_raw_parts(self.buffer(i), len) };
+        if header.msg_hdr.msg_flags & libc::MSG_TRUNC != 0 {
+            return None;
+        }
+        if header.msg_hdr.msg_namelen == 0 {
+            return None;
+        }
+        // SAFETY: the kernel has written a socket address of this length.
+        let name = unsafe {
+            let storage = (&raw const (*self.messages.slot(i)).name).read();
+            SockAddr::new(storage, header.msg_hdr.msg_namelen)
         };
-        read_control(&header.msg_hdr, &mut slot);
-        slot
+        let remote = name.as_socket()?;
+        // Without the scope of a link-local address: peers are known by their addresses alone.
+        let remote = SocketAddr::new(remote.ip(), remote.port());
+        let unspecified = Ipv4Addr::UNSPECIFIED.into();
+        let mut meta = RxMeta::new(bound.unwrap_or(unspecified), remote);
+        let told = read_control(&header.msg_hdr, &mut meta);
+        meta.local = bound.or(told)?;
+        Some((meta, bytes))
     }
 }
 
-pub(super) fn read_name(name: &sockaddr_storage, len: usize) -> Option<SocketAddr> {
-    match c_int::from(name.ss_family) {
-        libc::AF_INET if len >= size_of::<sockaddr_in>() => {
-            // SAFETY: the storage is larger and aligned, and holds this family.
-            let v4 = unsafe { (&raw const *name).cast::<sockaddr_in>().read() };
-            let ip = Ipv4Addr::from(u32::from_be(v4.sin_addr.s_addr));
-            Some(SocketAddr::new(ip.into(), u16::from_be(v4.sin_port)))
-        }
-        libc::AF_INET6 if len >= size_of::<sockaddr_in6>() => {
-            // SAFETY: as above.
-            let v6 = unsafe { (&raw const *name).cast::<sockaddr_in6>().read() };
-            let ip = Ipv6Addr::from(v6.sin6_addr.s6_addr);
-            Some(SocketAddr::new(ip.into(), u16::from_be(v6.sin6_port)))
-        }
-        _ => None,
-    }
-}
-
-fn read_control(header: &msghdr, slot: &mut Slot<'_>) {
+/// Reads control messages. Returns the destination address, if the kernel told.
+fn read_control(header: &msghdr, meta: &mut RxMeta) -> Option<IpAddr> {
+    let mut local = None;
     // SAFETY: the kernel has written well-formed control messages and set their total length, or cut the last one off,
     // which CMSG_NXTHDR sees. Values are read unaligned, each as long as its kind is.
     unsafe {
@@ -410,26 +329,27 @@ fn read_control(header: &msghdr, slot: &mut Slot<'_>) {
             let data = libc::CMSG_DATA(at);
             match ((*at).cmsg_level, (*at).cmsg_type) {
                 (libc::SOL_UDP, libc::UDP_GRO) => {
-                    slot.segment_len = usize::try_from(data.cast::<c_int>().read_unaligned()).ok();
+                    meta.segment_len = usize::try_from(data.cast::<c_int>().read_unaligned()).unwrap_or(0);
                 }
                 (libc::IPPROTO_IP, libc::IP_PKTINFO) => {
                     let info = data.cast::<libc::in_pktinfo>().read_unaligned();
-                    slot.local = Some(Ipv4Addr::from(u32::from_be(info.ipi_addr.s_addr)).into());
+                    local = Some(Ipv4Addr::from(u32::from_be(info.ipi_addr.s_addr)).into());
                 }
                 (libc::IPPROTO_IPV6, libc::IPV6_PKTINFO) => {
                     let info = data.cast::<libc::in6_pktinfo>().read_unaligned();
-                    slot.local = Some(Ipv6Addr::from(info.ipi6_addr.s6_addr).into());
+                    local = Some(Ipv6Addr::from(info.ipi6_addr.s6_addr).into());
                 }
                 (libc::IPPROTO_IP, libc::IP_TTL) | (libc::IPPROTO_IPV6, libc::IPV6_HOPLIMIT) => {
-                    slot.hop_limit = data.cast::<c_int>().read_unaligned() as u8;
+                    meta.hop_limit = data.cast::<c_int>().read_unaligned() as u8;
                 }
-                (libc::IPPROTO_IP, libc::IP_TOS) => slot.traffic_class = data.read(),
+                (libc::IPPROTO_IP, libc::IP_TOS) => meta.tos = data.read(),
                 (libc::IPPROTO_IPV6, libc::IPV6_TCLASS) => {
-                    slot.traffic_class = data.cast::<c_int>().read_unaligned() as u8;
+                    meta.tos = data.cast::<c_int>().read_unaligned() as u8;
                 }
                 _ => {}
             }
             at = libc::CMSG_NXTHDR(header, at);
         }
     }
+    local
 }

@@ -2,42 +2,37 @@
 
 use std::{
     io,
-    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
+    os::fd::{AsRawFd, BorrowedFd, OwnedFd},
 };
 
-use libc::{c_int, c_void, socklen_t};
-
-use super::check;
+use libc::c_int;
+use nix::{
+    errno::Errno,
+    sys::socket::{AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recv, send, socket},
+};
 
 /// Bytes of a message header (`struct nlmsghdr`).
 const HEADER: usize = size_of::<libc::nlmsghdr>();
+/// Bytes of `struct ifinfomsg`.
+const LINK: usize = 16;
 /// Room for an answer, of which only the beginning matters: a link's counters and virtual functions may be cut off.
 const ROOM: usize = 16_384;
 
-fn socket(groups: c_int) -> io::Result<OwnedFd> {
-    let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-    // SAFETY: no memory is passed.
-    let fd = check(unsafe { libc::socket(libc::AF_NETLINK, kind, libc::NETLINK_ROUTE) })?;
-    // SAFETY: the descriptor is new and nobody else's.
-    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-    // SAFETY: plain data, for which zero is a value.
-    let mut addr: libc::sockaddr_nl = unsafe { std::mem::zeroed() };
-    addr.nl_family = libc::AF_NETLINK as _;
-    addr.nl_groups = groups as u32;
-    let len = size_of::<libc::sockaddr_nl>() as socklen_t;
-    // SAFETY: the address lives on the stack and `len` is its size.
-    check(unsafe { libc::bind(fd.as_raw_fd(), (&raw const addr).cast::<libc::sockaddr>(), len) })?;
+fn rtnetlink(groups: c_int) -> io::Result<OwnedFd> {
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let fd = socket(AddressFamily::Netlink, SockType::Raw, flags, SockProtocol::NetlinkRoute)?;
+    bind(fd.as_raw_fd(), &NetlinkAddr::new(0, groups as u32))?;
     Ok(fd)
 }
 
 /// A netlink socket that becomes readable when a link or an address of this network namespace changes.
 pub(crate) fn watch_links() -> io::Result<OwnedFd> {
-    socket(libc::RTMGRP_LINK | libc::RTMGRP_IPV4_IFADDR | libc::RTMGRP_IPV6_IFADDR)
+    rtnetlink(libc::RTMGRP_LINK | libc::RTMGRP_IPV4_IFADDR | libc::RTMGRP_IPV6_IFADDR)
 }
 
 /// A netlink socket that becomes readable when the state of a neighbour of this network namespace changes.
 pub(crate) fn watch_neighbours() -> io::Result<OwnedFd> {
-    socket(libc::RTMGRP_NEIGH)
+    rtnetlink(libc::RTMGRP_NEIGH)
 }
 
 /// Takes everything out of a socket, and says whether there was something. What the messages are does not matter: a
@@ -46,21 +41,29 @@ pub(crate) fn drain(fd: BorrowedFd<'_>) -> bool {
     let mut scratch = [0u8; 8192];
     let mut any = false;
     loop {
-        match receive(fd, &mut scratch) {
-            Ok(_) => any = true,
-            Err(e) => match e.raw_os_error() {
-                Some(libc::EINTR) => {}
-                Some(libc::ENOBUFS) => any = true,
-                _ => return any,
-            },
+        match recv(fd.as_raw_fd(), &mut scratch, MsgFlags::empty()) {
+            Ok(_) | Err(Errno::ENOBUFS) => any = true,
+            Err(Errno::EINTR) => {}
+            Err(_) => return any,
         }
     }
 }
 
-fn receive(fd: BorrowedFd<'_>, into: &mut [u8]) -> io::Result<usize> {
-    // SAFETY: at most the length of `into` is written to it.
-    let got = unsafe { libc::recv(fd.as_raw_fd(), into.as_mut_ptr().cast::<c_void>(), into.len(), 0) };
-    usize::try_from(got).map_err(|_| io::Error::last_os_error())
+/// Finds an attribute.
+pub(crate) fn attribute(mut from: &[u8], wanted: u16) -> Option<&[u8]> {
+    loop {
+        let (head, _) = from.split_first_chunk::<4>()?;
+        let len = usize::from(u16::from_ne_bytes([head[0], head[1]]));
+        let value = from.get(4..len)?;
+        if u16::from_ne_bytes([head[2], head[3]]) == wanted {
+            return Some(value);
+        }
+        from = from.get(len.next_multiple_of(4)..)?;
+    }
+}
+
+pub(crate) fn number(bytes: &[u8]) -> Option<u32> {
+    Some(u32::from_ne_bytes(*bytes.first_chunk()?))
 }
 
 /// Requests to the kernel that each have one message for an answer. The kernel answers before the request returns.
@@ -69,7 +72,14 @@ pub(crate) struct Rtnetlink(OwnedFd);
 
 impl Rtnetlink {
     pub(crate) fn new() -> io::Result<Self> {
-        socket(0).map(Self)
+        rtnetlink(0).map(Self)
+    }
+
+    /// Returns an interface: `struct ifinfomsg`, then attributes.
+    pub(crate) fn link(&self, index: u32) -> io::Result<Vec<u8>> {
+        let mut request = [0; LINK];
+        request[4..8].copy_from_slice(&index.to_ne_bytes());
+        self.ask(libc::RTM_GETLINK, &request)
     }
 
     /// Sends a request of a type and returns the body of the answer, which may be cut short.
@@ -86,11 +96,9 @@ impl Rtnetlink {
         // Sequence number and port: one request at a time on a socket of its own.
         request.extend([0; 8]);
         request.extend(body);
-        // SAFETY: the request's bytes are read.
-        let sent = unsafe { libc::send(self.0.as_raw_fd(), request.as_ptr().cast::<c_void>(), request.len(), 0) };
-        usize::try_from(sent).map_err(|_| io::Error::last_os_error())?;
+        send(self.0.as_raw_fd(), &request, MsgFlags::empty())?;
         let mut answer = vec![0; ROOM];
-        let got = receive(self.0.as_fd(), &mut answer)?;
+        let got = recv(self.0.as_raw_fd(), &mut answer, MsgFlags::empty())?;
         answer.truncate(got);
         if answer.len() < HEADER {
             return Err(io::ErrorKind::UnexpectedEof.into());

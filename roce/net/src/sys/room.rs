@@ -2,17 +2,20 @@
 
 use std::{
     io,
-    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd},
 };
 
-use super::check;
+use nix::{
+    errno::Errno,
+    sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout},
+};
 
 /// Epoll instance that is readable once a watched socket can be written to.
 ///
 /// It is one descriptor for the sockets that a datapath sends from, which need not be those that it receives on.
 #[derive(Debug)]
 pub(crate) struct RoomWatch {
-    epoll: OwnedFd,
+    epoll: Epoll,
     armed: bool,
 }
 
@@ -22,10 +25,7 @@ impl RoomWatch {
     /// # Errors
     /// When the process has no descriptor left.
     pub(crate) fn new() -> io::Result<Self> {
-        // SAFETY: no memory is passed.
-        let fd = check(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
-        // SAFETY: the descriptor is new and owned by nothing else.
-        let epoll = unsafe { OwnedFd::from_raw_fd(fd) };
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         Ok(Self { epoll, armed: false })
     }
 
@@ -34,24 +34,14 @@ impl RoomWatch {
     /// # Errors
     /// When the kernel has no memory, or the user too many watches.
     pub(crate) fn arm(&mut self, socket: BorrowedFd<'_>) -> io::Result<()> {
-        let again = self.control(libc::EPOLL_CTL_MOD, socket);
-        match again {
-            Err(e) if e.raw_os_error() == Some(libc::ENOENT) => self.control(libc::EPOLL_CTL_ADD, socket)?,
-            other => other?,
+        // Once: a socket reports each packet that leaves its buffer.
+        let mut event = EpollEvent::new(EpollFlags::EPOLLOUT | EpollFlags::EPOLLONESHOT, 0);
+        match self.epoll.modify(socket, &mut event) {
+            Err(Errno::ENOENT) => self.epoll.add(socket, event)?,
+            done => done?,
         }
         self.armed = true;
         Ok(())
-    }
-
-    fn control(&self, action: libc::c_int, socket: BorrowedFd<'_>) -> io::Result<()> {
-        let mut event = libc::epoll_event {
-            // Once: a socket reports each packet that leaves its buffer.
-            events: (libc::EPOLLOUT | libc::EPOLLONESHOT) as u32,
-            u64: 0,
-        };
-        // SAFETY: one epoll_event on the stack; both descriptors are borrowed for the call.
-        let rc = unsafe { libc::epoll_ctl(self.epoll.as_raw_fd(), action, socket.as_raw_fd(), &raw mut event) };
-        check(rc).map(drop)
     }
 
     /// Takes the notification, if there is one.
@@ -60,22 +50,24 @@ impl RoomWatch {
         if !self.armed {
             return;
         }
-        let mut events = [libc::epoll_event { events: 0, u64: 0 }; SOCKETS];
-        // SAFETY: room for as many events as are asked for; a timeout of 0 does not wait.
-        let taken = unsafe { libc::epoll_wait(self.epoll.as_raw_fd(), events.as_mut_ptr(), SOCKETS as _, 0) };
-        self.armed = taken <= 0;
+        let mut events = [EpollEvent::empty(); SOCKETS];
+        let taken = self.epoll.wait(&mut events, EpollTimeout::ZERO);
+        self.armed = !taken.is_ok_and(|taken| taken > 0);
     }
 }
 
 impl AsFd for RoomWatch {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.epoll.as_fd()
+        self.epoll.0.as_fd()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::{io::Read, io::Write, os::unix::net::UnixStream};
+    use std::{
+        io::{Read, Write},
+        os::{fd::AsRawFd, unix::net::UnixStream},
+    };
 
     use super::*;
     use crate::sys::wait_any_readable;

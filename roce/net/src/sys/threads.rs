@@ -1,46 +1,25 @@
 //! Threads of this library within programs of others.
 
 use std::{
-    io,
-    marker::PhantomData,
-    mem, ptr,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    io, mem,
+    sync::{
+        Arc, Mutex, PoisonError,
+        mpsc::{Receiver, RecvTimeoutError, channel},
+    },
     thread,
     time::Duration,
 };
 
+use nix::sys::signal::{SigSet, SigmaskHow, Signal};
+
 /// Signals that a thread brings upon itself: blocked, they would end the process past the program's handler.
-const FAULTS: [libc::c_int; 5] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE, libc::SIGTRAP];
-
-/// All other signals are blocked on this thread while it lives.
-struct Blocked {
-    before: libc::sigset_t,
-    /// A mask belongs to a thread.
-    _here: PhantomData<*const ()>,
-}
-
-impl Blocked {
-    fn new() -> Self {
-        // SAFETY: plain data of this frame, which the calls fill and read.
-        unsafe {
-            let (mut wanted, mut before) = (mem::zeroed(), mem::zeroed());
-            libc::sigfillset(&raw mut wanted);
-            for signal in FAULTS {
-                libc::sigdelset(&raw mut wanted, signal);
-            }
-            libc::pthread_sigmask(libc::SIG_SETMASK, &raw const wanted, &raw mut before);
-            let _here = PhantomData;
-            Self { before, _here }
-        }
-    }
-}
-
-impl Drop for Blocked {
-    fn drop(&mut self) {
-        // SAFETY: the mask that was before.
-        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.before, ptr::null_mut()) };
-    }
-}
+const FAULTS: [Signal; 5] = [
+    Signal::SIGSEGV,
+    Signal::SIGBUS,
+    Signal::SIGILL,
+    Signal::SIGFPE,
+    Signal::SIGTRAP,
+];
 
 /// Starts a thread that gets no signals: they are the program's, which may have blocked them on all threads that it knows of
 /// to take them by `signalfd` or `sigwait`, and would be ended by one that finds another thread (`signal(7)`).
@@ -51,107 +30,52 @@ pub fn start_thread<T: Send + 'static>(
     name: impl Into<String>,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<thread::JoinHandle<T>> {
+    let mut blocked = SigSet::all();
+    FAULTS.iter().for_each(|signal| blocked.remove(*signal));
     // A thread begins with the mask of the one that starts it.
-    let _blocked = Blocked::new();
-    thread::Builder::new().name(name.into()).spawn(work)
+    let before = blocked.thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
+    let thread = thread::Builder::new().name(name.into()).spawn(work);
+    before.thread_set_mask()?;
+    thread
 }
 
 /// Slice of a thread that runs briefly and must run soon.
 const SHORT_SLICE: Duration = Duration::from_micros(100);
 
-/// Attributes of `sched_setattr(2)`, up to those of deadline scheduling.
-#[repr(C)]
-#[derive(Default)]
-struct SchedAttr {
-    size: u32,
-    policy: u32,
-    flags: u64,
-    nice: i32,
-    priority: u32,
-    runtime: u64,
-    deadline: u64,
-    period: u64,
-}
-
 /// Gives the calling thread short slices (Linux 6.12), so that it preempts threads that compute when it wakes. Best effort: older kernels
 /// and other scheduling policies are left as they are.
 pub(crate) fn shorten_slice() {
-    let size = size_of::<SchedAttr>() as u32;
-    let mut attr = SchedAttr::default();
+    let size = size_of::<libc::sched_attr>() as u32;
+    // SAFETY: integers, for which zero is a value.
+    let mut attr: libc::sched_attr = unsafe { mem::zeroed() };
     // SAFETY: the kernel writes at most `size` bytes to the stack.
     let read = unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut attr, size, 0) };
-    if read != 0 || attr.policy != libc::SCHED_OTHER as u32 {
+    if read != 0 || attr.sched_policy != libc::SCHED_OTHER as u32 {
         return;
     }
     attr.size = size;
-    attr.runtime = SHORT_SLICE.as_nanos() as u64;
+    attr.sched_runtime = SHORT_SLICE.as_nanos() as u64;
     // SAFETY: the kernel reads `size` bytes from the stack.
     unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attr, 0) };
 }
 
-/// How long [`Thread::finish`] waits for what is being done.
+/// Longest time that [`Thread::finish`] waits.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// How far a thread is.
-enum Stage {
-    /// It has not begun.
-    Starting(Box<dyn FnOnce() + Send>),
-    /// It was ended before.
-    Unwanted,
-    Working,
-    /// All is done, and what was done it with is dropped.
-    Done {
-        panicked: bool,
-    },
-}
+type Work = Box<dyn FnOnce() + Send>;
 
-struct Progress {
-    stage: Mutex<Stage>,
-    changed: Condvar,
-}
-
-impl Progress {
-    fn of(work: impl FnOnce() + Send + 'static) -> Arc<Self> {
-        Arc::new(Self {
-            stage: Mutex::new(Stage::Starting(Box::new(work))),
-            changed: Condvar::new(),
-        })
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Stage> {
-        self.stage.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Takes the work out if it has not begun; then this is the stage.
-    fn take(&self, next: Stage) -> Option<Box<dyn FnOnce() + Send>> {
-        let mut stage = self.lock();
-        match mem::replace(&mut *stage, next) {
-            Stage::Starting(work) => Some(work),
-            other => {
-                *stage = other;
-                None
-            }
-        }
-    }
-}
-
-/// Says that the work is done, or has panicked.
-struct AtEnd(Arc<Progress>);
-
-impl Drop for AtEnd {
-    fn drop(&mut self) {
-        *self.0.lock() = Stage::Done {
-            panicked: thread::panicking(),
-        };
-        self.0.changed.notify_all();
-    }
+/// Takes the work out, unless it has begun.
+fn take(work: &Mutex<Option<Work>>) -> Option<Work> {
+    work.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 
 /// A thread that is told to end and then waited for, also where the dynamic linker's lock is held: destructors of a library that a
 /// program unloads may close what the library has opened. A thread that begins, or has its first thread-local variable with a
 /// destructor, needs that lock (`__cxa_thread_atexit_impl`), so that waiting for it without end would be a deadlock.
 pub struct Thread {
-    progress: Arc<Progress>,
+    work: Arc<Mutex<Option<Work>>>,
+    /// Disconnected when the work is done and its captures are dropped.
+    alive: Receiver<()>,
     handle: thread::JoinHandle<()>,
 }
 
@@ -161,41 +85,35 @@ impl Thread {
     /// # Errors
     /// When there can be no more threads.
     pub fn start(name: impl Into<String>, work: impl FnOnce() + Send + 'static) -> io::Result<Self> {
-        let progress = Progress::of(work);
-        let theirs = progress.clone();
+        let work: Arc<Mutex<Option<Work>>> = Arc::new(Mutex::new(Some(Box::new(work))));
+        let theirs = work.clone();
+        let (lives, alive) = channel();
         let handle = start_thread(name, move || {
-            if let Some(work) = theirs.take(Stage::Working) {
-                let _end = AtEnd(theirs);
+            // Dropped last.
+            let _lives = lives;
+            if let Some(work) = take(&theirs) {
                 work();
             }
         })?;
-        Ok(Self { progress, handle })
+        Ok(Self { work, alive, handle })
     }
 
-    /// Its name among threads.
+    /// Returns its identifier.
     pub fn id(&self) -> thread::ThreadId {
         self.handle.thread().id()
     }
 
-    /// Waits until the work is done, which has been told to end. What has not begun is dropped without having been done. False if
-    /// it has panicked, or takes longer than five seconds, in which case it is left to itself, as it is if the thread itself calls.
+    /// Waits until the work is done, which has been told to end. Work that has not begun is dropped. False if it has panicked, or takes
+    /// longer than five seconds, in which case it is left to itself, as it is if the thread itself calls.
     pub fn finish(self) -> bool {
-        if self.id() == thread::current().id() {
+        if self.id() == thread::current().id() || take(&self.work).is_some() {
             return true;
         }
-        if self.progress.take(Stage::Unwanted).is_some() {
-            return true;
+        match self.alive.recv_timeout(PATIENCE) {
+            Err(RecvTimeoutError::Timeout) => false,
+            // The rest of the thread needs no lock of the dynamic linker.
+            _ => self.handle.join().is_ok(),
         }
-        let working = |stage: &mut Stage| matches!(stage, Stage::Working);
-        let (stage, changed) = (self.progress.lock(), &self.progress.changed);
-        let waited = changed.wait_timeout_while(stage, PATIENCE, working);
-        let (stage, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        let Stage::Done { panicked } = *stage else {
-            return false;
-        };
-        drop(stage);
-        // What is left of it needs no lock of the dynamic linker.
-        self.handle.join().is_ok() && !panicked
     }
 }
 
@@ -226,11 +144,13 @@ mod tests {
 
     #[test]
     fn a_thread_that_has_not_begun_never_works() {
-        let progress = Progress::of(|| panic!("worked"));
+        let work: Work = Box::new(|| panic!("worked"));
+        let work = Arc::new(Mutex::new(Some(work)));
         // One that hangs before its work, as if it waited for the dynamic linker.
         let (tell, told) = mpsc::channel::<()>();
         let handle = start_thread("hangs", move || _ = told.recv()).unwrap();
-        assert!(Thread { progress, handle }.finish());
+        let (_lives, alive) = channel();
+        assert!(Thread { work, alive, handle }.finish());
         drop(tell);
     }
 
@@ -259,7 +179,7 @@ mod tests {
         for signal in [libc::SIGUSR2, libc::SIGTERM, libc::SIGINT, libc::SIGALRM, libc::SIGCHLD] {
             assert!(is_blocked(signal), "{signal} of {inside:x}");
         }
-        for signal in FAULTS {
+        for signal in FAULTS.map(|signal| signal as libc::c_int) {
             assert!(!is_blocked(signal), "{signal} of {inside:x}");
         }
     }

@@ -1,40 +1,28 @@
 //! General service interface (QP1) of an address: the connection manager, and which queue pairs its connections have.
 //!
-//! [`Gsi`] moves no queue pair. It tells the queue pair's shard what to do ([`QpCommand`]), and holds the event of a connection back until
-//! the shard has done it ([`FromShard`]).
+//! [`Gsi`] moves no queue pair. It sends [`QpCommand`]s to the queue pair's shard, and holds an event of the connection back until the
+//! shard reports that it is done ([`FromShard`]).
 
-mod datagram;
-mod link;
 mod placement;
-mod terms;
 
-use core::net::IpAddr;
 use std::collections::{HashMap, VecDeque};
 
-use roce_bth::{Bth, Deth, Header, Opcode, Psn, QKey, Qpn};
-use roce_cm::{ConnId, Event, Manager, OutMad, Translation, TranslationWatch};
+use crate::cm::{ConnId, Event, Manager, Translation, TranslationWatch, datagram};
+use roce_bth::{Psn, Qpn};
 use roce_icrc::{Flow, IpPair};
 use roce_qp::{TxKind, TxSink};
 use roce_verbs::{
     Instant,
-    provider::{NoAnswer, RejectReason, VerbsError},
+    provider::{RejectReason, VerbsError},
 };
 
-pub(crate) use self::{datagram::pkey_matches, link::GsiLink, terms::Terms};
-pub use self::{
-    datagram::{GsiDrop, check_gsi},
-    placement::{Arrival, GsiRouter, Placement},
-    terms::Agreement,
-};
+pub use self::placement::{Arrival, GsiRouter, Placement};
 use crate::{
-    batch::{QpSink, Staged, TxBatch, TxPath},
+    batch::{QpSink, Staged, TxBatch},
     message::{FromShard, QpCommand, QpKey},
+    path::TxPath,
 };
 
-/// BTH and DETH, bytes.
-const MAD_OFFSET: usize = 12 + 8;
-/// Packet with a MAD, without its ICRC, bytes.
-pub(crate) const MAD_PACKET_LEN: usize = MAD_OFFSET + 256;
 /// Hop limit of management datagrams.
 const MAD_HOP_LIMIT: u8 = 64;
 
@@ -47,14 +35,15 @@ struct Bound {
 
 /// The connection manager of an address.
 pub(crate) struct Gsi {
-    cm: Manager,
+    pub(crate) cm: Manager,
     /// Connections whose queue pairs are moved for the application.
     bound: HashMap<ConnId, Bound>,
     psn: Psn,
     translations: TranslationWatch,
     /// Events for the application.
-    events: VecDeque<Event>,
-    commands: VecDeque<QpCommand>,
+    pub(crate) events: VecDeque<Event>,
+    /// Commands for shards.
+    pub(crate) commands: VecDeque<QpCommand>,
 }
 
 impl Gsi {
@@ -67,15 +56,6 @@ impl Gsi {
             events: VecDeque::new(),
             commands: VecDeque::new(),
         }
-    }
-
-    /// Returns the connection manager, for calls that concern no queue pair.
-    pub(crate) fn manager(&mut self) -> &mut Manager {
-        &mut self.cm
-    }
-
-    pub(crate) fn manager_ref(&self) -> &Manager {
-        &self.cm
     }
 
     /// Assigns a queue pair to a connection. Its shard moves it from now on.
@@ -108,13 +88,6 @@ impl Gsi {
     /// Takes a MAD whose packet has passed every check.
     pub(crate) fn handle_mad(&mut self, now: Instant, ip: IpPair, mad: &[u8]) {
         self.cm.handle_mad(now, ip.dst(), ip.src(), mad);
-    }
-
-    /// Takes an ICMP error about a packet sent to `remote`, of which it quotes the beginning.
-    pub(crate) fn handle_undeliverable(&mut self, now: Instant, remote: IpAddr, quoted: &[u8], why: NoAnswer) {
-        if let Some(mad) = quoted.get(MAD_OFFSET..) {
-            self.cm.handle_undeliverable(now, remote, mad, why);
-        }
     }
 
     /// Looks for address translation in a packet with a wrong ICRC, and reports it. Returns whether it is proven.
@@ -155,7 +128,7 @@ impl Gsi {
             Ok(()) => self.cm.qp_ready(now, conn).map_err(|e| e.to_string()),
             Err(e) => {
                 // An error here means that the peer has ended the connection and needs no REJ.
-                let _ = self.cm.qp_failed(now, conn, RejectReason::NO_QP);
+                let _ = self.cm.reject(now, conn, RejectReason::NO_QP, &[]);
                 Err(e.to_string())
             }
         };
@@ -172,14 +145,15 @@ impl Gsi {
             return false;
         };
         let conn = event.conn();
-        if let Some(bound) = self.bound.get_mut(&conn) {
-            bound.held.push_back(event);
-            if bound.held.len() == 1 {
-                self.advance(conn);
+        match self.bound.get_mut(&conn) {
+            None => self.events.push_back(event),
+            Some(bound) => {
+                bound.held.push_back(event);
+                if bound.held.len() == 1 {
+                    self.advance(conn);
+                }
             }
-            return true;
         }
-        self.events.push_back(event);
         true
     }
 
@@ -187,42 +161,38 @@ impl Gsi {
     fn advance(&mut self, conn: ConnId) {
         let Some(bound) = self.bound.get_mut(&conn) else { return };
         let qp = bound.qp;
-        while let Some(event) = bound.held.pop_front() {
-            let path = match &event {
-                Event::Reply { path, .. } => Some(Box::new(*path)),
-                _ => None,
+        while let Some(event) = bound.held.front() {
+            let command = match event {
+                Event::Reply { path, .. } => QpCommand::BringUp {
+                    qp,
+                    conn,
+                    path: Box::new(*path),
+                },
+                event if ends(event) => QpCommand::Fail { qp, conn },
+                _ => {
+                    self.events.extend(bound.held.pop_front());
+                    continue;
+                }
             };
-            if let Some(path) = path {
-                bound.held.push_front(event);
-                return self.commands.push_back(QpCommand::BringUp { qp, conn, path });
-            }
-            if ends(&event) {
-                bound.held.push_front(event);
-                return self.commands.push_back(QpCommand::Fail { qp, conn });
-            }
-            if matches!(event, Event::Established { .. }) {
-                self.commands.push_back(QpCommand::Established(qp));
-            }
-            self.events.push_back(event);
+            return self.commands.push_back(command);
         }
-    }
-
-    /// Returns the next event for the application.
-    pub(crate) fn poll_event(&mut self) -> Option<Event> {
-        self.events.pop_front()
-    }
-
-    /// Returns the next command for a shard.
-    pub(crate) fn poll_command(&mut self) -> Option<QpCommand> {
-        self.commands.pop_front()
     }
 
     /// Stages one MAD. `None`: there is none.
     pub(crate) fn stage(&mut self, batch: &mut TxBatch, src_port: u16) -> Option<Staged> {
         let out = self.cm.poll_mad()?;
-        let staged = stage_mad(&out, self.psn, src_port, batch);
+        let Ok(ip) = IpPair::try_from((out.local, out.remote)) else {
+            return Some(Staged::default());
+        };
+        let path = TxPath::new(ip, src_port, 0, MAD_HOP_LIMIT);
+        // Each in a train of its own: retransmission by the manager must not depend on GSO.
+        let mut sink = QpSink::new(batch, &path, [Qpn::GSI; 2], false, 1);
+        if let Some(bytes) = sink.reserve(TxKind::Request, datagram::PACKET_LEN) {
+            datagram::write(self.psn, &out.mad, bytes);
+            sink.commit();
+        }
         self.psn = self.psn.next();
-        Some(staged)
+        Some(sink.staged)
     }
 }
 
@@ -240,26 +210,4 @@ fn ends(event: &Event) -> bool {
         event,
         Event::Rejected { .. } | Event::Unreachable { .. } | Event::Disconnected { .. } | Event::Failed { .. }
     )
-}
-
-/// Wraps a MAD: UD SEND ONLY from QP1 to QP1 (IBA 13.5.1).
-fn stage_mad(out: &OutMad, psn: Psn, src_port: u16, batch: &mut TxBatch) -> Staged {
-    let Ok(ip) = IpPair::try_from((out.local, out.remote)) else {
-        return Staged::default();
-    };
-    let path = TxPath::new(ip, src_port, 0, MAD_HOP_LIMIT);
-    let mut header = Header::new(Bth::new(Opcode::UdSendOnly, Qpn::GSI, psn));
-    header.deth = Some(Deth {
-        qkey: QKey::GSI,
-        reserved: 0,
-        src_qp: Qpn::GSI,
-    });
-    // Each alone: a lost one is sent again by the manager, which must not depend on GSO.
-    let mut sink = QpSink::new(batch, &path, [Qpn::GSI; 2], false, 1);
-    if let Some(bytes) = sink.reserve(TxKind::Request, MAD_PACKET_LEN) {
-        let at = header.emit(bytes);
-        bytes[at..].copy_from_slice(&out.mad);
-        sink.commit();
-    }
-    sink.staged()
 }

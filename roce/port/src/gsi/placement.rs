@@ -3,17 +3,17 @@
 use core::{fmt, net::IpAddr, time::Duration};
 use std::sync::Arc;
 
-use roce_bth::Packet;
-use roce_cm::{
+use crate::cm::{
     cma::{HEADER_LEN, ServiceId},
+    datagram,
     mad::{Mad, Message, Req},
     requests::{RequestLimits, Requests},
 };
+use roce_bth::Packet;
 use roce_icrc::IdSolver;
 use roce_verbs::Instant;
 
-use super::check_gsi;
-use crate::{rx::RxMeta, steering::Numbers};
+use crate::{meta::RxMeta, steering::Numbers};
 
 /// Time for which the shard of a connect request is remembered: RDMA_CM repeats requests for a minute.
 const REMEMBERED: Duration = Duration::from_secs(90);
@@ -68,11 +68,12 @@ impl GsiRouter {
     ///
     /// Datagrams that the port is going to drop go to the first shard, which counts them. Nothing of them is placed or remembered.
     pub fn route(&mut self, now: Instant, meta: &RxMeta, bytes: &[u8]) -> Option<usize> {
-        let mad = Packet::parse(bytes).ok().and_then(|packet| check_gsi(&packet).ok()?);
+        let mad = Packet::parse(bytes)
+            .ok()
+            .and_then(|packet| datagram::check(&packet).ok()?);
         let Some(mad) = mad.and_then(|mad| Mad::parse(mad).ok()) else {
             return Some(0);
         };
-        let by_id = |id: u32| Some(self.numbers.of_comm_id(id));
         match &mad.message {
             Message::Req(_) if !meta.is_sound(&mut self.solver, bytes) => Some(0),
             Message::Req(m) => self.place(now, meta, m),
@@ -81,14 +82,7 @@ impl GsiRouter {
                 let key = (meta.remote.ip().to_canonical(), m.local_comm_id);
                 Some(self.placed.get(now, key).map_or(0, |placed| placed.shard))
             }
-            Message::Rej(m) => by_id(m.remote_comm_id),
-            Message::Mra(m) => by_id(m.remote_comm_id),
-            Message::Rep(m) => by_id(m.remote_comm_id),
-            Message::Rtu(m) => by_id(m.remote_comm_id),
-            Message::Dreq(m) => by_id(m.remote_comm_id),
-            Message::Drep(m) => by_id(m.remote_comm_id),
-            Message::SidrRep(m) => by_id(m.request_id),
-            Message::SidrReq(_) => Some(0),
+            message => Some(message.receiver_id().map_or(0, |id| self.numbers.of_comm_id(id))),
         }
     }
 

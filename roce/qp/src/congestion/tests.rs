@@ -113,7 +113,7 @@ fn losses_count_beside_senders_that_leave_no_queue_empty() {
     let size = w.size();
     for _ in 0..3 {
         // All of one round trip are one loss.
-        w.on_loss(at(now), Loss::Told, KB);
+        w.on_loss(at(now), Loss::Selective, KB);
     }
     assert!(w.size() < size * 3 / 4 && w.size() > size * 2 / 3);
     // And when the queue is found empty it gives way again.
@@ -148,10 +148,10 @@ fn what_one_overflow_loses_shrinks_it_once() {
     // What came last has waited in the full queue for longer than the rest. Heavy as it is, and told in pieces.
     w.on_acked(at(now), KB, Some(Duration::from_millis(30)));
     for i in 0..8 {
-        w.on_loss(at(now + i * 3_000), Loss::Told, 64 * KB);
+        w.on_loss(at(now + i * 3_000), Loss::Selective, 64 * KB);
     }
     assert!(w.size() > size * 2 / 3, "{} of {size}", w.size());
-    w.on_loss(at(now + 31_000), Loss::Told, KB);
+    w.on_loss(at(now + 31_000), Loss::Selective, KB);
     assert!(w.size() < size / 2, "{} of {size}", w.size());
 }
 
@@ -165,7 +165,7 @@ fn a_loss_during_a_look_is_one_of_the_whole_window() {
         size = w.size();
         now = round(&mut w, now, 8_000);
     }
-    w.on_loss(at(now), Loss::Told, KB);
+    w.on_loss(at(now), Loss::Selective, KB);
     assert!(w.size() > size * 2 / 3, "{} of {size}", w.size());
 }
 
@@ -177,7 +177,7 @@ fn one_long_round_trip_makes_no_loss_count() {
         let now = (0..8).fold(0, |now, _| round(&mut w, now, 2_000));
         let now = (0..=long).fold(now, |now, _| round(&mut w, now, 7_000));
         let size = w.size();
-        w.on_loss(at(now), Loss::Told, 4 * KB);
+        w.on_loss(at(now), Loss::Selective, 4 * KB);
         (size, w.size())
     };
     let (size, left) = lossy(1);
@@ -196,14 +196,14 @@ fn told_losses_shrink_it_only_when_they_are_heavy() {
             w.on_sent(n);
             now += 20_000;
             let lost = n * percent / 100;
-            w.on_loss(at(now), Loss::Told, lost);
+            w.on_loss(at(now), Loss::Selective, lost);
             w.on_acked(at(now), n - lost, Some(Duration::from_millis(20)));
             w.forget(w.in_flight());
         }
         w.size()
     };
     assert_eq!((lossy(0), lossy(3), lossy(12)), (CONFIG.max, CONFIG.max, CONFIG.max));
-    assert!(lossy(30) < TOLD_LEAST * 2, "{}", lossy(30));
+    assert!(lossy(30) < SELECTIVE_LEAST * 2, "{}", lossy(30));
 }
 
 #[test]

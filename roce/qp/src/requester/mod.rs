@@ -2,7 +2,6 @@
 //! acknowledged.
 
 mod completer;
-mod emit;
 mod phase;
 mod reads;
 mod retransmit;
@@ -12,22 +11,17 @@ mod timeout;
 mod timers;
 mod transmit;
 
-use core::{cmp::Ordering, time::Duration};
+use core::time::Duration;
 
-use roce_mem::KeyCache;
-use roce_verbs::{Instant, QpType, SendWr, Target, WcStatus};
+use roce_verbs::mem::KeyCache;
+use roce_verbs::{Instant, WcStatus};
 
 use self::{
     phase::{Probe, ReadRecovery, RecoveryPhase},
     scoreboard::Scoreboard,
     timers::{Rtt, Timers},
 };
-use crate::{
-    context::QpContext,
-    ctx::Ctx,
-    sendq::{Checked, SendQueue},
-    seq::Seq,
-};
+use crate::{context::Call, sendq::SendQueue, seq::Seq};
 
 /// Reason why window or pacing permitted no request at the last attempt.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -146,54 +140,33 @@ impl Requester {
     }
 
     /// Starts draining the send queue on the way to SQD.
-    pub(crate) fn drain(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>) {
+    pub(crate) fn drain(&mut self, call: &mut Call<'_>) {
         self.drained = false;
-        self.check_drained(qp, ctx);
-    }
-
-    /// Queues a checked work request. `path_mtu` limits a datagram, bytes.
-    #[inline]
-    pub(crate) fn post(&mut self, qp: &QpContext, wr: &SendWr<'_>, target: Target, checked: Checked, path_mtu: usize) {
-        match qp.config().qp_type {
-            QpType::Rc | QpType::Uc => self.sq.push(wr, checked, qp.mtu()),
-            _ => {
-                let mtu = match target {
-                    Target::Datagram(_) => path_mtu.min(qp.mtu()),
-                    _ => qp.mtu(),
-                };
-                self.sq.push_to(wr, target, checked, mtu);
-            }
-        }
+        self.check_drained(call);
     }
 
     /// Completes the work request just posted to an error state.
-    pub(crate) fn flush_posted(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>) {
+    pub(crate) fn flush_posted(&mut self, call: &mut Call<'_>) {
         if let Some(wqe) = self.sq.wqes.front() {
             // A flushed work request consumes no PSN.
             self.sq.tail = wqe.first;
-            self.complete_send(qp, ctx, WcStatus::FlushError);
+            self.complete_send(call, WcStatus::FlushError);
         }
     }
 
     /// Completes all work requests with a flush error and starts from idle.
-    pub(crate) fn flush(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>) {
+    pub(crate) fn flush(&mut self, call: &mut Call<'_>) {
         while !self.sq.wqes.is_empty() {
-            self.complete_send(qp, ctx, WcStatus::FlushError);
+            self.complete_send(call, WcStatus::FlushError);
         }
-        self.clear(ctx, self.sq.tail);
-    }
-
-    /// Drops all work requests without completing them. The next one has the PSN `first`.
-    pub(crate) fn clear(&mut self, ctx: &mut Ctx<'_>, first: Seq) {
-        ctx.window.forget(self.in_flight);
-        *self = Self::new(first);
+        call.window.forget(self.in_flight);
+        *self = Self::new(self.sq.tail);
     }
 
     /// Restarts timers and retry count after an answer that makes progress.
-    fn on_progress(&mut self, now: Instant, retries: u8) {
-        self.retries_left = retries;
-        self.timers.base = now;
-        self.timers.interval = now;
+    fn on_progress(&mut self, call: &Call<'_>) {
+        self.retries_left = call.qp.attr().retry_cnt.unwrap_or(0);
+        self.timers.restart(call.now);
         self.timers.backoff = 0;
         self.rtt.on_progress();
     }
@@ -208,16 +181,5 @@ impl Requester {
         let rtt = now.saturating_since(sent);
         self.rtt.sample(rtt);
         Some(rtt)
-    }
-}
-
-/// Compares a PSN with the outstanding ones, `una..next`. `Equal`: it is one of them.
-fn compare_outstanding(seq: Seq, una: Seq, next: Seq) -> Ordering {
-    if seq < una {
-        Ordering::Less
-    } else if seq >= next {
-        Ordering::Greater
-    } else {
-        Ordering::Equal
     }
 }

@@ -121,52 +121,17 @@ pub(super) enum Probe {
 #[derive(Clone, Copy, Default, Debug)]
 pub(super) struct ReadRecovery {
     /// READs were requested again in parts, so that responses may end at any packet.
-    in_parts: bool,
+    pub(super) in_parts: bool,
     /// End of the part that the last probe requested. A further probe timeout at that PSN means that the rest is lost.
-    probed: Option<Seq>,
+    pub(super) probed: Option<Seq>,
     /// Responses beyond a gap were dropped since the last go-back. They must be requested again.
-    skipped: bool,
+    pub(super) skipped: bool,
 }
 
 impl ReadRecovery {
     /// Records that a READ was requested again.
     pub(super) fn on_requested(&mut self, wqe: &SendWqe, from: Seq, to: Seq) {
         self.in_parts |= wqe.kind() == Kind::Read && to < wqe.request_end(from);
-    }
-
-    /// Returns whether responses may end at any packet.
-    pub(super) fn in_parts(&self) -> bool {
-        self.in_parts
-    }
-
-    /// Records a response beyond a gap, after which the rest is requested in parts.
-    pub(super) fn on_early_response(&mut self) {
-        self.in_parts = true;
-    }
-
-    /// Records a probe. `end`: that of the part of a READ that it requests.
-    pub(super) fn on_probed(&mut self, end: Option<Seq>) {
-        self.probed = end;
-    }
-
-    /// Returns whether the last probe requested exactly what has arrived before `una`.
-    pub(super) fn has_probed(&self, una: Seq) -> bool {
-        self.probed == Some(una)
-    }
-
-    /// Records a dropped response beyond a gap.
-    pub(super) fn on_skipped(&mut self) {
-        self.skipped = true;
-    }
-
-    /// Returns whether responses were dropped.
-    pub(super) fn has_skipped(&self) -> bool {
-        self.skipped
-    }
-
-    /// Records that everything dropped is requested again.
-    pub(super) fn end_skipped(&mut self) {
-        self.skipped = false;
     }
 }
 

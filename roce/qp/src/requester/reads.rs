@@ -1,11 +1,11 @@
 //! READs: which part of one is requested next, and where its responses belong.
 
-use roce_bth::{Aeth, Packet, Position, Syndrome};
+use roce_bth::{Packet, Position, Syndrome};
+use roce_verbs::WcStatus;
 
 use super::{Requester, scoreboard::Mark};
 use crate::{
-    context::QpContext,
-    ctx::Ctx,
+    context::{Call, QpContext},
     sendq::{Kind, PACKET_OVERHEAD, SendWqe},
     seq::Seq,
 };
@@ -17,7 +17,7 @@ impl Requester {
     /// Returns one past the last PSN that a READ request from `seq` on covers.
     ///
     /// Until a response has arrived, the request itself may have been lost: it is repeated unchanged then.
-    pub(super) fn read_end(&self, qp: &QpContext, ctx: &Ctx<'_>, wqe: &SendWqe, seq: Seq) -> Seq {
+    pub(super) fn read_end(&self, call: &Call<'_>, wqe: &SendWqe, seq: Seq) -> Seq {
         let all = wqe.request_end(seq);
         // An answer to something later shows that the request arrived: request only what is missing.
         let end = self.first_answered(seq, all);
@@ -26,26 +26,26 @@ impl Requester {
         }
         let bytes = match self.timers.backoff {
             // Parts are requested one at a time.
-            0 => ctx.window.piece_limit(),
-            _ => ctx.window.read_limit().min(PROBED_PART),
+            0 => call.window.piece_limit(),
+            _ => call.window.read_limit().min(PROBED_PART),
         };
-        let packets = bytes / (qp.mtu() + PACKET_OVERHEAD);
+        let packets = bytes / (call.qp.mtu() + PACKET_OVERHEAD);
         end.min(seq.plus(packets.max(1) as u64))
     }
 
     /// Returns how far to request a READ again from `seq` on.
     ///
     /// Repeats the whole READ if the peer may never have seen it, else only consecutive lost packets.
-    pub(super) fn lost_run(&self, qp: &QpContext, ctx: &Ctx<'_>, wqe: &SendWqe, seq: Seq) -> Seq {
-        if !qp.is_selective() {
-            return self.read_end(qp, ctx, wqe, seq);
+    pub(super) fn lost_run(&self, call: &Call<'_>, wqe: &SendWqe, seq: Seq) -> Seq {
+        if !call.qp.is_selective() {
+            return self.read_end(call, wqe, seq);
         }
         let end = wqe.request_end(seq);
         let at = self.first_answered(seq, end);
         if seq == wqe.request_start(seq) && at == end {
             return end;
         }
-        let most = (ctx.window.read_limit() / (qp.mtu() + PACKET_OVERHEAD)).max(1) as u64;
+        let most = (call.window.read_limit() / (call.qp.mtu() + PACKET_OVERHEAD)).max(1) as u64;
         self.scoreboard
             .run_end(seq, at.min(seq.plus(most)), |mark| mark == Mark::Lost)
     }
@@ -59,21 +59,44 @@ impl Requester {
     }
 
     /// Returns whether retransmitting the oldest packet would request more than [`PROBED_PART`] bytes of a READ.
-    pub(super) fn oldest_is_long_read(&self, qp: &QpContext, ctx: &Ctx<'_>) -> bool {
+    pub(super) fn oldest_is_long_read(&self, call: &Call<'_>) -> bool {
         let una = self.una;
-        let cost = |w: &SendWqe| w.cost(una, self.read_end(qp, ctx, w, una), qp.mtu());
+        let cost = |w: &SendWqe| w.cost(una, self.read_end(call, w, una), call.qp.mtu());
         self.oldest_read().is_some_and(|(_, w)| cost(w) > PROBED_PART)
     }
 
-    /// Returns offset and length of a READ response's payload in the memory of its work request. `None` if it does not fit.
-    pub(super) fn read_response_place(
+    /// Writes the data of a response to the memory of its work request.
+    ///
+    /// # Errors
+    /// The status with which the work request fails if the response does not fit, or the memory is gone.
+    pub(super) fn place_response(
         &self,
         qp: &QpContext,
         wqe: &SendWqe,
         seq: Seq,
-        aeth: Option<Aeth>,
         packet: &Packet<'_>,
-    ) -> Option<(usize, usize)> {
+    ) -> Result<(), WcStatus> {
+        let header = packet.header;
+        let value = header.atomic_ack().map(u64::to_ne_bytes);
+        let (fits, offset, data) = match &value {
+            Some(value) => (true, 0, &value[..]),
+            None => {
+                let (fits, offset) = self.fits_read(qp, wqe, seq, packet);
+                (fits, offset, packet.payload)
+            }
+        };
+        let acked = header.aeth().is_none_or(|a| matches!(a.syndrome, Syndrome::Ack(_)));
+        if !fits || !acked || !wqe.expects(header.bth.opcode.info().class) {
+            return Err(WcStatus::BadResponseError);
+        }
+        match data.is_empty() || wqe.data.write_at(offset, data).is_ok() {
+            true => Ok(()),
+            false => Err(WcStatus::LocalProtectionError),
+        }
+    }
+
+    /// Returns whether a READ response fits its work request, and the offset of its payload.
+    fn fits_read(&self, qp: &QpContext, wqe: &SendWqe, seq: Seq, packet: &Packet<'_>) -> (bool, usize) {
         let index = seq.since(wqe.first);
         let (offset, len) = match wqe.kind() {
             Kind::Read => wqe.slice(index, qp.mtu()),
@@ -83,14 +106,11 @@ impl Requester {
         let position = packet.header.bth.opcode.info().position;
         // After a repeated request the responses start again at its first packet or continue (rdma_rxe). They may end
         // early, because the READ may have been requested in parts.
-        let again = self.reads.in_parts();
-        let fits = wqe.expects(packet.header.bth.opcode.info().class)
-            && packet.payload.len() == len
+        let fits = packet.payload.len() == len
             && (position.ends() || !last)
-            && (!position.ends() || last || again)
+            && (!position.ends() || last || self.reads.in_parts)
             && (index > 0 || position.starts())
-            && aeth.is_none_or(|a| matches!(a.syndrome, Syndrome::Ack(_)))
-            && (position == Position::Middle || aeth.is_some());
-        fits.then_some((offset, len))
+            && (position == Position::Middle || packet.header.aeth().is_some());
+        (fits, offset)
     }
 }

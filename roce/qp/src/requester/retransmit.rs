@@ -7,14 +7,14 @@ use roce_verbs::Instant;
 
 use super::{
     Requester,
-    emit::{Request, Unsent},
     phase::{Caution, Event, Probe, RecoveryPhase},
     scoreboard::{Change, Mark},
+    transmit::{Request, Unsent},
 };
 use crate::{
     congestion::Loss,
-    context::QpContext,
-    ctx::{Ctx, WaitReason},
+    context::{Call, QpContext},
+    ctx::WaitReason,
     sendq::{Kind, Progress},
     seq::Seq,
     tx::{TxKind, TxSink},
@@ -42,35 +42,35 @@ impl GoBack {
 
 impl Requester {
     /// Declares packets lost, so that they are retransmitted.
-    pub(super) fn go_back(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>, reason: GoBack) {
-        ctx.counters.completer_retry_err += u64::from(reason != GoBack::Rnr);
+    pub(super) fn go_back(&mut self, call: &mut Call<'_>, reason: GoBack) {
+        call.counters.completer_retry_err += u64::from(reason != GoBack::Rnr);
         let caution = Caution {
             // Responses that were dropped can't be only late.
-            sent: if self.reads.has_skipped() {
+            sent: if self.reads.skipped {
                 self.una
             } else {
-                self.sent_end(qp)
+                self.sent_end(call.qp)
             },
             timed_out: reason == GoBack::Timeout,
         };
-        match qp.is_selective() {
-            true => self.lose_unreported(qp, ctx, reason),
-            false => self.lose_all(qp, ctx, reason),
+        match call.qp.is_selective() {
+            true => self.lose_unreported(call, reason),
+            false => self.lose_all(call, reason),
         }
         match reason {
             GoBack::ProbeTimeout | GoBack::Timeout => self.phase.on(Event::Silence(caution)),
-            GoBack::Gap if !qp.is_selective() => self.phase.on(Event::Gap),
+            GoBack::Gap if !call.qp.is_selective() => self.phase.on(Event::Gap),
             GoBack::Gap | GoBack::Rnr => {}
         }
         self.sample = None;
         self.probe = Probe::None;
-        self.timers.base = ctx.now;
+        self.timers.base = call.now;
     }
 
     /// Stops sending until `until`, because the peer has no receive work request.
-    pub(super) fn wait_for_receive(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>, until: Instant) {
-        self.go_back(qp, ctx, GoBack::Rnr);
-        let then = match qp.is_selective() {
+    pub(super) fn wait_for_receive(&mut self, call: &mut Call<'_>, until: Instant) {
+        self.go_back(call, GoBack::Rnr);
+        let then = match call.qp.is_selective() {
             true => self.phase.caution(),
             // The peer dropped all later packets, and may still have no receive work request.
             false => Some(Caution {
@@ -82,56 +82,57 @@ impl Requester {
     }
 
     /// Declares all outstanding packets lost: the peer drops everything after a gap.
-    fn lose_all(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>, reason: GoBack) {
+    fn lose_all(&mut self, call: &mut Call<'_>, reason: GoBack) {
         let weight = core::mem::take(&mut self.in_flight);
+        // Of what is behind a gap, only one packet is known to be lost.
+        let lost = if reason == GoBack::Gap {
+            weight.min(call.qp.mtu())
+        } else {
+            0
+        };
+        call.window.forget(weight - lost);
         match reason {
-            GoBack::Rnr | GoBack::ProbeTimeout => ctx.window.forget(weight),
-            GoBack::Timeout => {
-                ctx.window.forget(weight);
-                ctx.window.on_loss(ctx.now, Loss::Timeout, 0);
-            }
+            GoBack::Rnr | GoBack::ProbeTimeout => {}
+            GoBack::Timeout => call.window.on_loss(call.now, Loss::Timeout, 0),
             GoBack::Gap => {
-                // Only one packet is known to be lost.
-                let lost = weight.min(qp.mtu());
-                ctx.window.forget(weight - lost);
-                ctx.window.on_loss(ctx.now, Loss::Gap, lost);
+                call.window.on_loss(call.now, Loss::Gap, lost);
                 self.rtt.on_loss();
             }
         }
         if !reason.is_silence() {
-            self.reads.end_skipped();
+            self.reads.skipped = false;
         }
         self.scoreboard.lose_all(self.una, self.next);
         self.since_ack_req = 0;
-        self.timers.resent = Some((self.una, ctx.now));
+        self.timers.resent = Some((self.una, call.now));
     }
 
     /// Declares packets lost that no selective ACK has reported.
-    fn lose_unreported(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>, reason: GoBack) {
+    fn lose_unreported(&mut self, call: &mut Call<'_>, reason: GoBack) {
         let (una, next) = (self.una, self.next);
         if reason.is_silence() {
-            self.lose(qp, una, next);
+            self.lose(call.qp, una, next);
         }
         // Even if it arrived, the oldest packet was not executed, or its response was lost.
         self.scoreboard.lose(una, una);
         let changes = self.scoreboard.take_changes();
-        self.account(qp, ctx, changes, reason == GoBack::Gap);
+        self.account(call, changes, reason == GoBack::Gap);
         if reason == GoBack::Timeout {
-            ctx.window.on_loss(ctx.now, Loss::Timeout, 0);
+            call.window.on_loss(call.now, Loss::Timeout, 0);
         }
     }
 
     /// Schedules the unanswered rest of the oldest READ or atomic for retransmission.
-    pub(super) fn ask_again(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>) {
+    pub(super) fn ask_again(&mut self, call: &mut Call<'_>) {
         let una = self.una;
         let Some(index) = self.sq.index_of(una) else { return };
         let end = self.sq.wqes[index].request_end(una).min(self.next);
-        self.lose(qp, una, end);
+        self.lose(call.qp, una, end);
         let changes = self.scoreboard.take_changes();
-        self.account(qp, ctx, changes, true);
-        self.timers.resent = Some((una, ctx.now));
+        self.account(call, changes, true);
+        self.timers.resent = Some((una, call.now));
         self.sample = None;
-        self.timers.base = ctx.now;
+        self.timers.base = call.now;
     }
 
     /// Declares lost all packets of `from..to` that, or whose responses, are in flight.
@@ -148,40 +149,41 @@ impl Requester {
     }
 
     /// Declares packets lost that were sent before a retransmission that has been answered.
-    pub(super) fn lose_overtaken(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>) {
+    pub(super) fn lose_overtaken(&mut self, call: &mut Call<'_>) {
         if !self.scoreboard.has_returns() {
             return;
         }
         let (una, sq) = (self.una, &self.sq);
         self.scoreboard.judge_by_returns(una, |at| sq.is_answered(at));
         let changes = self.scoreboard.take_changes();
-        self.account(qp, ctx, changes, true);
+        self.account(call, changes, true);
     }
 
     /// Ends sending one packet at a time, after an acknowledgement.
     ///
     /// If it acknowledges more than was retransmitted, the first transmission was only late: the rest is not
     /// retransmitted (as in F-RTO, RFC 5682).
-    pub(super) fn end_caution(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>, acknowledged: Seq, resent: Seq) {
+    pub(super) fn end_caution(&mut self, call: &mut Call<'_>, acknowledged: Seq, resent: Seq) {
         if self.phase == RecoveryPhase::Steady {
             return;
         }
         let caution = self.phase.caution();
         self.phase.on(Event::Acknowledged);
-        let Some(Caution { sent, timed_out }) = caution.filter(|_| !qp.is_selective() && acknowledged > resent) else {
+        let Some(Caution { sent, timed_out }) = caution.filter(|_| !call.qp.is_selective() && acknowledged > resent)
+        else {
             return;
         };
         if timed_out {
-            ctx.counters.spurious_timeouts += 1;
-            ctx.window.on_spurious_timeout();
+            call.counters.spurious_timeouts += 1;
+            call.window.on_spurious_timeout();
         }
-        let from = self.sent_end(qp);
+        let from = self.sent_end(call.qp);
         if sent <= from {
             return;
         }
         let covered = self.sq.wqes.iter().take_while(|w| w.first < sent);
-        let weight: usize = covered.map(|w| w.cost(from, sent, qp.mtu())).sum();
-        ctx.window.on_sent(weight);
+        let weight: usize = covered.map(|w| w.cost(from, sent, call.qp.mtu())).sum();
+        call.window.on_sent(weight);
         self.in_flight += weight;
         self.scoreboard.resume(from, sent);
         self.timers.resent = None;
@@ -235,54 +237,48 @@ impl Requester {
     }
 
     /// Returns the request packet that retransmits a lost packet.
-    pub(super) fn lost_request(&self, qp: &QpContext, ctx: &Ctx<'_>, from: Seq) -> Option<Request> {
+    pub(super) fn lost_request(&self, call: &Call<'_>, from: Seq) -> Option<Request> {
         let index = self.sq.index_of(from)?;
         let wqe = &self.sq.wqes[index];
         let to = match wqe.kind() {
-            Kind::Read => self.lost_run(qp, ctx, wqe, from),
+            Kind::Read => self.lost_run(call, wqe, from),
             _ => from.plus(1),
         };
         Some(Request { index, from, to })
     }
 
     /// Retransmits a lost packet.
-    pub(super) fn resend(
-        &mut self,
-        qp: &mut QpContext,
-        ctx: &mut Ctx<'_>,
-        request: Request,
-        tx: &mut impl TxSink,
-    ) -> Result<(), Unsent> {
-        self.emit_request(qp, request, true, TxKind::Retransmission, tx)?;
+    pub(super) fn resend(&mut self, call: &mut Call<'_>, request: Request, tx: &mut impl TxSink) -> Result<(), Unsent> {
+        self.emit_request(call.qp, request, true, TxKind::Retransmission, tx)?;
         let Request { index, from, to } = request;
-        ctx.counters.retransmits += 1;
+        call.counters.retransmits += 1;
         self.reads.on_requested(&self.sq.wqes[index], from, to);
         if self.in_flight == 0 {
-            self.timers.base = ctx.now;
+            self.timers.base = call.now;
         }
         // After a silence the answer may be to either transmission (Karn's rule); after a reported gap it can't, because the
         // peer has dropped everything behind it.
-        if !qp.is_selective() && self.sample.is_none() && self.timers.backoff == 0 {
-            self.sample = Some((from.plus(1), ctx.now));
+        if !call.qp.is_selective() && self.sample.is_none() && self.timers.backoff == 0 {
+            self.sample = Some((from.plus(1), call.now));
         }
-        self.account_resent(qp, ctx, from, to, false);
+        self.account_resent(call, from, to, false);
         Ok(())
     }
 
     /// Accounts for a probe: `from..to` of the oldest READ was requested again after a probe timeout.
-    pub(super) fn note_probed(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, from: Seq, to: Seq) {
-        if qp.is_selective() {
+    pub(super) fn note_probed(&mut self, call: &mut Call<'_>, from: Seq, to: Seq) {
+        if call.qp.is_selective() {
             let to = self.first_answered(from, to);
-            self.account_resent(qp, ctx, from, to, true);
+            self.account_resent(call, from, to, true);
         }
     }
 
     /// Accounts for the retransmission of `from..to`. `probe`: sent after a probe timeout.
-    fn account_resent(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, from: Seq, to: Seq, probe: bool) {
+    fn account_resent(&mut self, call: &mut Call<'_>, from: Seq, to: Seq, probe: bool) {
         let (una, next) = (self.una, self.next);
         let (mut at, mut more) = (from, 0);
         while at < to {
-            let (cost, answered) = self.sq.weigh(at, qp.mtu());
+            let (cost, answered) = self.sq.weigh(at, call.qp.mtu());
             let counted = self.scoreboard.mark(at).is_in_flight(answered);
             more += if counted { 0 } else { cost };
             match probe {
@@ -291,14 +287,11 @@ impl Requester {
             }
             at = at.plus(1);
         }
-        ctx.window.on_sent(more);
+        call.window.on_sent(more);
         self.in_flight += more;
-        if !self
-            .sq
-            .index_of(from)
-            .is_some_and(|index| self.sq.wqes[index].kind() == Kind::Read)
-        {
-            qp.note_sent(more);
+        let index = self.sq.index_of(from);
+        if index.is_none_or(|index| self.sq.wqes[index].kind() != Kind::Read) {
+            call.qp.note_sent(more);
         }
     }
 
@@ -316,11 +309,11 @@ impl Requester {
     }
 
     /// Accounts for state changes of packets. `congested`: losses count as congestion.
-    pub(super) fn account(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>, changes: Vec<Change>, congested: bool) {
+    pub(super) fn account(&mut self, call: &mut Call<'_>, changes: Vec<Change>, congested: bool) {
         let (mut acked, mut lost, mut resumed, mut unsent) = (0, 0, 0, 0);
         let mut unsent_upto = self.una;
         for change in &changes {
-            let (cost, answered) = self.sq.weigh(change.seq, qp.mtu());
+            let (cost, answered) = self.sq.weigh(change.seq, call.qp.mtu());
             match (change.from.is_in_flight(answered), change.to.is_in_flight(answered)) {
                 (true, false) if change.to != Mark::Lost => acked += cost,
                 (true, false) if change.seq < unsent_upto => unsent += cost,
@@ -334,22 +327,22 @@ impl Requester {
         }
         self.scoreboard.reuse(changes);
         self.in_flight = (self.in_flight + resumed).saturating_sub(acked + lost + unsent);
-        ctx.window.forget(unsent);
+        call.window.forget(unsent);
         if unsent > 0 {
             // Later requests wait for the retransmission, so they don't measure a round trip.
             self.sample = None;
         }
-        ctx.window.on_sent(resumed);
+        call.window.on_sent(resumed);
         if acked > 0 {
-            ctx.window.on_acked(ctx.now, acked, None);
+            call.window.on_acked(call.now, acked, None);
         }
         match lost {
             0 => {}
             _ if congested => {
                 self.rtt.on_loss();
-                ctx.window.on_loss(ctx.now, Loss::Told, lost);
+                call.window.on_loss(call.now, Loss::Selective, lost);
             }
-            _ => ctx.window.forget(lost),
+            _ => call.window.forget(lost),
         }
     }
 

@@ -8,7 +8,11 @@ use std::collections::VecDeque;
 
 use roce_bth::Psn;
 
-use crate::{reorder::WORD, replies::EXPECTED_LEN, seq::Seq};
+use crate::{
+    replies::EXPECTED_LEN,
+    ring::{SeqRing, WORD},
+    seq::Seq,
+};
 
 /// Packets sent later that must arrive before a packet is lost (kPacketThreshold of RFC 9002).
 const TOLERANCE: u64 = 3;
@@ -98,8 +102,9 @@ fn low_bits(n: u64) -> u64 {
 }
 
 /// Entry of one packet.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 enum Slot {
+    #[default]
     InFlight,
     Arrived,
     /// Lost because packets sent from `sent` on have arrived. `None`: for another reason, such as a timeout. If the packet
@@ -151,11 +156,8 @@ struct Returns {
 /// States of the packets from the oldest unacknowledged one on. Empty while nothing is known of any of them.
 #[derive(Debug, Default)]
 pub(super) struct Scoreboard {
-    base: Option<Seq>,
-    /// Ring from `base` on. Packets beyond its end are in flight.
-    slots: VecDeque<Slot>,
-    /// Ring of bits from `base`, rounded down to a word, on: set for packets that are `Arrived` or `Answered`.
-    done: VecDeque<u64>,
+    /// Slots; those beyond the end are in flight. Bits are set for packets that are `Arrived` or `Answered`.
+    ring: SeqRing<Slot>,
     /// Numbers of packets that are `Lost` and `Resent`.
     lost: u64,
     resent: u64,
@@ -186,7 +188,7 @@ pub(super) struct Scoreboard {
 impl Scoreboard {
     /// Returns whether anything is known.
     pub(super) fn is_active(&self) -> bool {
-        self.base.is_some()
+        self.ring.base().is_some()
     }
 
     /// Takes the changes. Return the buffer with [`Scoreboard::reuse`], so that it is not allocated again.
@@ -205,17 +207,13 @@ impl Scoreboard {
     }
 
     fn slot(&self, seq: Seq) -> Slot {
-        let Some(base) = self.base.filter(|base| *base <= seq) else {
-            return Slot::InFlight;
-        };
-        let slot = self.slots.get(seq.since(base) as usize);
-        slot.copied().unwrap_or(Slot::InFlight)
+        self.ring.get(seq).copied().unwrap_or_default()
     }
 
     /// Returns the end, at most `to`, of the run of packets with such marks that begins at `from`.
     pub(super) fn run_end(&self, from: Seq, to: Seq, is: impl Fn(Mark) -> bool) -> Seq {
         // From here on all are in flight.
-        let unknown = self.base.map_or(from, |base| base.plus(self.slots.len() as u64));
+        let unknown = self.ring.end().unwrap_or(from);
         let mut seq = from;
         while seq < to && is(self.mark(seq)) {
             if seq >= unknown {
@@ -245,10 +243,7 @@ impl Scoreboard {
         if self.lost == 0 {
             return None;
         }
-        let base = self.base?;
-        let mut slots = self.slots.iter().skip(from.since(base) as usize);
-        let found = slots.position(|slot| matches!(slot, Slot::Lost { .. }))?;
-        Some(from.max(base).plus(found as u64))
+        self.ring.find(from, |slot| matches!(slot, Slot::Lost { .. }))
     }
 
     /// Returns the packet to retransmit next: the one that the peer expects if `may` permits it, else the oldest.
@@ -265,28 +260,25 @@ impl Scoreboard {
 
     /// Records the acknowledgement of everything before `una`. Account for the packets' marks before.
     pub(super) fn on_acked(&mut self, una: Seq) {
-        let Some(base) = self.base.filter(|base| *base < una) else {
+        if self.ring.base().is_none_or(|base| base >= una) {
             return;
-        };
-        let acked = (una.since(base) as usize).min(self.slots.len());
-        for _ in 0..acked {
-            match self.slots.pop_front() {
-                Some(Slot::Lost { .. }) => self.lost -= 1,
-                Some(Slot::Resent(resent)) => {
+        }
+        while let Some(slot) = self.ring.pop_before(una) {
+            match slot {
+                Slot::Lost { .. } => self.lost -= 1,
+                Slot::Resent(resent) => {
                     self.resent -= 1;
                     self.on_returned(resent);
                 }
-                _ => {}
+                Slot::InFlight | Slot::Arrived | Slot::Answered => {}
             }
         }
-        let words = una.round_down(WORD).since(base.round_down(WORD)) / WORD;
-        self.done.drain(..(words as usize).min(self.done.len()));
+        self.ring.advance(una);
         for queue in &mut self.queues {
             while queue.front().is_some_and(|(seq, _)| *seq < una) {
                 queue.pop_front();
             }
         }
-        self.base = Some(una);
         if self.first_lost.is_some_and(|first| first < una) {
             self.first_lost = self.find_lost(una);
         }
@@ -307,16 +299,13 @@ impl Scoreboard {
 
     /// Sets a packet's state. Returns the change, if any.
     fn set(&mut self, seq: Seq, to: Slot) -> Option<Change> {
-        let base = self.base?;
-        let index = seq.since(base) as usize;
-        if self.slots.len() <= index {
-            self.slots.resize(index + 1, Slot::InFlight);
-        }
-        let from = core::mem::replace(&mut self.slots[index], to);
+        self.ring.base()?;
+        let slot = self.ring.entry(seq);
+        let from = *slot;
         if from.mark() == to.mark() && !matches!(to, Slot::Resent(_)) {
-            self.slots[index] = from;
             return None;
         }
+        *slot = to;
         match from {
             Slot::Lost { .. } => {
                 self.lost -= 1;
@@ -335,7 +324,8 @@ impl Scoreboard {
             Slot::Resent(_) => self.resent += 1,
             Slot::InFlight | Slot::Arrived | Slot::Answered => {}
         }
-        self.set_done(seq, matches!(to, Slot::Arrived | Slot::Answered));
+        self.ring
+            .set_bits(seq, seq.plus(1), matches!(to, Slot::Arrived | Slot::Answered));
         if let Slot::Resent(resent) = from
             && !matches!(to, Slot::Lost { .. } | Slot::Resent(_))
         {
@@ -343,21 +333,6 @@ impl Scoreboard {
         }
         let (from, to) = (from.mark(), to.mark());
         Some(Change { seq, from, to })
-    }
-
-    fn set_done(&mut self, seq: Seq, is_done: bool) {
-        let Some(base) = self.base else { return };
-        let start = base.round_down(WORD);
-        let (index, bit) = (seq.since(start) / WORD, seq.since(start) % WORD);
-        match self.done.get_mut(index as usize) {
-            Some(word) if is_done => *word |= 1 << bit,
-            Some(word) => *word &= !(1 << bit),
-            None if is_done => {
-                self.done.resize(index as usize + 1, 0);
-                self.done[index as usize] |= 1 << bit;
-            }
-            None => {}
-        }
     }
 
     fn change(&mut self, seq: Seq, to: Slot) {
@@ -376,7 +351,7 @@ impl Scoreboard {
 
     /// Declares a packet lost for another reason than the order of arrivals.
     pub(super) fn lose(&mut self, una: Seq, seq: Seq) {
-        self.base.get_or_insert(una);
+        self.ring.begin(una);
         self.change(seq, Slot::Lost { sent: None });
     }
 
@@ -386,9 +361,8 @@ impl Scoreboard {
         self.clear();
         self.order = order;
         if una < next {
-            self.base = Some(una);
             self.lost = next.since(una);
-            self.slots.resize(self.lost as usize, Slot::Lost { sent: None });
+            self.ring.fill(una, self.lost as usize, Slot::Lost { sent: None });
             self.first_lost = Some(una);
         }
     }
@@ -420,13 +394,13 @@ impl Scoreboard {
         if una >= next || (upto <= una && from <= una) {
             return;
         }
-        self.base.get_or_insert(una);
+        self.ring.begin(una);
         let end = upto.max(from.min(next));
         let mut high = self.high.unwrap_or(una).max(una);
         let mut late = 0;
         let mut at = una.round_down(WORD);
         while at < end {
-            let mut news = report.word(at) & low_bits(end.since(at)) & !low_bits(una.since(at)) & !self.done_word(at);
+            let mut news = report.word(at) & low_bits(end.since(at)) & !low_bits(una.since(at)) & !self.ring.word(at);
             while news != 0 {
                 let seq = at.plus(u64::from(news.trailing_zeros()));
                 news &= news - 1;
@@ -442,13 +416,6 @@ impl Scoreboard {
         self.high = Some(high);
         self.tolerance = self.tolerance.max(TOLERANCE).max(late).min(MAX_TOLERANCE);
         self.judge(una, sure);
-    }
-
-    /// Returns which of the [`WORD`] packets from `at` on are `Arrived` or `Answered`.
-    fn done_word(&self, at: Seq) -> u64 {
-        let start = self.base.map_or(at, |base| base.round_down(WORD));
-        let word = self.done.get((at.since(start) / WORD) as usize);
-        word.copied().unwrap_or(0)
     }
 
     /// Records the arrival of a packet. Returns how many packets late it is if it was declared lost.
@@ -468,7 +435,7 @@ impl Scoreboard {
     /// Records a response beyond the oldest missing one: all packets sent before its request have been executed.
     /// `answered` returns which packets have a response.
     pub(super) fn on_response(&mut self, una: Seq, seq: Seq, answered: impl Fn(Seq) -> bool) {
-        self.base.get_or_insert(una);
+        self.ring.begin(una);
         self.change(seq, Slot::Answered);
         let end = seq.plus(1);
         self.high = Some(self.high.map_or(end, |high| high.max(end)));
@@ -573,7 +540,7 @@ impl Scoreboard {
 
     /// Records a retransmission for a response, after a probe timeout.
     pub(super) fn on_probed(&mut self, una: Seq, seq: Seq, after: Seq) {
-        self.base.get_or_insert(una);
+        self.ring.begin(una);
         self.resend(seq, after, true, true);
     }
 
@@ -590,7 +557,7 @@ impl Scoreboard {
             }),
         );
         let kind = usize::from(answered);
-        if self.queues[kind].len() > FEW + 2 * self.slots.len() {
+        if self.queues[kind].len() > FEW + 2 * self.ring.len() {
             let mut queue = core::mem::take(&mut self.queues[kind]);
             queue.retain(|(seq, order)| matches!(self.slot(*seq), Slot::Resent(resent) if resent.order == *order));
             self.queues[kind] = queue;

@@ -8,46 +8,45 @@ use super::{
     scoreboard::{Change, Mark, Report},
 };
 use crate::{
-    context::QpContext,
-    ctx::Ctx,
-    sendq::{Kind, Progress},
+    context::{Call, QpContext},
+    sendq::Progress,
     seq::Seq,
 };
 
 impl Requester {
     /// Processes a selective ACK.
-    pub(crate) fn handle_selective_ack(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, packet: &Packet<'_>) {
-        if !qp.is_sending() {
-            ctx.counters.dropped_state += 1;
+    pub(crate) fn handle_selective_ack(&mut self, call: &mut Call<'_>, packet: &Packet<'_>) {
+        if !call.qp.is_sending() {
+            call.counters.dropped_state += 1;
             return;
         }
         let una = self.una;
         let acked = una.nearest(packet.header.bth.psn);
         let Some(report) = Report::parse(una, packet.payload).filter(|r| r.expected() <= self.next) else {
-            ctx.counters.dropped_responses += 1;
+            call.counters.dropped_responses += 1;
             return;
         };
         if acked >= self.next || una >= self.next {
-            ctx.counters.dropped_responses += 1;
+            call.counters.dropped_responses += 1;
             return;
         }
-        qp.on_answer();
-        ctx.counters.selective_acks += 1;
+        call.qp.on_answer();
+        call.counters.selective_acks += 1;
         if acked >= una {
-            self.acknowledge_up_to(qp, ctx, acked.plus(1));
-            if !qp.is_sending() {
+            self.acknowledge_up_to(call, acked.plus(1));
+            if !call.qp.is_sending() {
                 return;
             }
         }
         // Otherwise the sides disagree about selective ACK: only the cumulative part counts.
-        if qp.is_selective() {
-            self.note_report(qp, ctx, &report);
+        if call.qp.is_selective() {
+            self.note_report(call, &report);
         }
     }
 
-    fn note_report(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>, report: &Report<'_>) {
+    fn note_report(&mut self, call: &mut Call<'_>, report: &Report<'_>) {
         let least = self.rtt.least();
-        let sure = matches!(self.probe, Probe::Sent(at) if ctx.now.saturating_since(at) >= least);
+        let sure = matches!(self.probe, Probe::Sent(at) if call.now.saturating_since(at) >= least);
         if sure {
             self.probe = Probe::None;
         }
@@ -57,26 +56,26 @@ impl Requester {
             .on_report(outstanding, report, |seq| sq.is_answered(seq), sure);
         let changes = self.scoreboard.take_changes();
         let arrived = changes.iter().any(|c| c.to == Mark::Arrived);
-        self.take_selective_sample(qp, ctx, &changes);
+        self.take_selective_sample(call, &changes);
         let timed_out = self.phase.caution().is_some_and(|caution| caution.timed_out);
         if timed_out && changes.iter().any(|c| (c.from, c.to) == (Mark::Lost, Mark::Arrived)) {
-            ctx.counters.spurious_timeouts += 1;
-            ctx.window.on_spurious_timeout();
+            call.counters.spurious_timeouts += 1;
+            call.window.on_spurious_timeout();
         }
-        self.account(qp, ctx, changes, true);
+        self.account(call, changes, true);
         if arrived {
-            self.note_progress_beyond(qp, ctx);
+            self.note_progress_beyond(call);
         }
         self.phase.on(Event::Arrived);
     }
 
     /// Samples the round trip of a packet beyond the gap.
-    fn take_selective_sample(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>, changes: &[Change]) {
+    fn take_selective_sample(&mut self, call: &mut Call<'_>, changes: &[Change]) {
         let Some((seq, sent)) = self.sample else { return };
         let Some(change) = changes.iter().find(|c| c.seq.plus(1) == seq) else {
             return;
         };
-        let (_, answered) = self.sq.weigh(change.seq, qp.mtu());
+        let (_, answered) = self.sq.weigh(change.seq, call.qp.mtu());
         let is_valid = match (change.from, change.to) {
             // The round trip ends with the response.
             (Mark::InFlight, Mark::Arrived) if answered => return,
@@ -86,9 +85,9 @@ impl Requester {
         };
         self.sample = None;
         if is_valid {
-            let rtt = ctx.now.saturating_since(sent);
+            let rtt = call.now.saturating_since(sent);
             self.rtt.sample(rtt);
-            ctx.window.on_acked(ctx.now, 0, Some(rtt));
+            call.window.on_acked(call.now, 0, Some(rtt));
         }
     }
 
@@ -111,46 +110,34 @@ impl Requester {
     /// Processes a response beyond a gap by writing its data to memory.
     ///
     /// Drops one that doesn't fit: it is resent in order, or fails then.
-    pub(super) fn take_early(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, seq: Seq, packet: &Packet<'_>) {
+    pub(super) fn take_early(&mut self, call: &mut Call<'_>, seq: Seq, packet: &Packet<'_>) {
         let missing = self.response_before(seq).unwrap_or(seq);
         self.implied = self.implied.max(seq);
-        self.advance(qp, ctx, missing);
-        let fits = qp.is_sending() && self.place_early(qp, seq, packet);
+        self.advance(call, missing);
+        let fits = call.qp.is_sending() && self.place_early(call.qp, seq, packet);
         if !fits || self.scoreboard.mark(seq) == Mark::Answered {
-            ctx.counters.dropped_responses += u64::from(!fits);
+            call.counters.dropped_responses += u64::from(!fits);
             return;
         }
         let (una, sq) = (self.una, &self.sq);
         self.scoreboard.on_response(una, seq, |at| sq.is_answered(at));
         let changes = self.scoreboard.take_changes();
-        self.take_selective_sample(qp, ctx, &changes);
-        self.account(qp, ctx, changes, true);
-        self.lose_overtaken(qp, ctx);
-        self.reads.on_early_response();
-        self.note_progress_beyond(qp, ctx);
+        self.take_selective_sample(call, &changes);
+        self.account(call, changes, true);
+        self.lose_overtaken(call);
+        self.reads.in_parts = true;
+        self.note_progress_beyond(call);
     }
 
     fn place_early(&self, qp: &QpContext, seq: Seq, packet: &Packet<'_>) -> bool {
-        let Some(wqe) = self.sq.index_of(seq).map(|index| &self.sq.wqes[index]) else {
-            return false;
-        };
-        if wqe.progress != Progress::Started {
-            return false;
-        }
-        let header = packet.header;
-        match (header.atomic_ack(), wqe.kind()) {
-            (Some(value), Kind::Atomic) => wqe.data.write_at(0, &value.to_ne_bytes()).is_ok(),
-            (None, Kind::Read | Kind::AtomicWrite | Kind::Flush) => {
-                let place = self.read_response_place(qp, wqe, seq, header.aeth(), packet);
-                place.is_some_and(|(offset, len)| len == 0 || wqe.data.write_at(offset, packet.payload).is_ok())
-            }
-            _ => false,
-        }
+        let wqe = self.sq.index_of(seq).map(|index| &self.sq.wqes[index]);
+        wqe.filter(|wqe| wqe.progress == Progress::Started)
+            .is_some_and(|wqe| self.place_response(qp, wqe, seq, packet).is_ok())
     }
 
     /// Advances past packets already acknowledged or answered, after the gap before them has closed.
-    pub(super) fn pass_answered(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>) {
-        while qp.is_selective() && qp.is_sending() && self.scoreboard.is_active() {
+    pub(super) fn pass_answered(&mut self, call: &mut Call<'_>) {
+        while call.qp.is_selective() && call.qp.is_sending() && self.scoreboard.is_active() {
             let una = self.una;
             let implied = self.implied.min(self.next);
             let to = self.response_before(implied).unwrap_or(implied).max(una);
@@ -158,13 +145,13 @@ impl Requester {
             if to == una {
                 return;
             }
-            self.advance(qp, ctx, to);
+            self.advance(call, to);
         }
     }
 
     /// Records progress beyond the oldest packet: resets its retry count, but not the RNR timer and count.
-    fn note_progress_beyond(&mut self, qp: &QpContext, ctx: &Ctx<'_>) {
-        self.on_progress(ctx.now, qp.attr().retry_cnt.unwrap_or(0));
+    fn note_progress_beyond(&mut self, call: &Call<'_>) {
+        self.on_progress(call);
         self.phase.on(Event::Arrived);
     }
 }

@@ -4,41 +4,39 @@ use roce_verbs::{Instant, WcStatus};
 
 use super::{
     Hold, Requester,
-    emit::{Request, Unsent},
     phase::{Event, Probe},
     retransmit::GoBack,
     timers::attribute,
+    transmit::{Request, Unsent},
 };
 use crate::{
-    context::QpContext,
-    ctx::Ctx,
+    context::{Call, QpContext},
     sendq::Kind,
     tx::{Step, TxKind, TxSink},
 };
 
-/// Last stage of probe timeouts, counted from 0, that leaves a long READ alone.
+/// Last stage of probe timeouts, counted from 0, that leaves a long READ alone; without and with selective ACKs.
 ///
-/// The responder may only be slow, and would send all of it twice.
-const LAST_IDLE_READ_STAGE: u32 = 3;
-/// [`LAST_IDLE_READ_STAGE`] with selective ACKs. The responder has reported its buffered packets: the rest is missing.
-const LAST_IDLE_SELECTIVE_READ_STAGE: u32 = 0;
+/// The responder may only be slow, and would send all of it twice. With selective ACKs it has reported its buffered packets, so
+/// that the rest is missing.
+const LAST_IDLE_READ_STAGE: [u32; 2] = [3, 0];
 
 impl Requester {
     /// Sends the newest packet again, so that the peer acknowledges all packets or reports a gap.
     ///
     /// If the oldest outstanding request is a READ, its next part is requested instead.
-    pub(crate) fn transmit_probe(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, tx: &mut impl TxSink) -> Step {
+    pub(crate) fn transmit_probe(&mut self, call: &mut Call<'_>, tx: &mut impl TxSink) -> Step {
         if self.probe != Probe::Due {
             return Step::Idle;
         }
         self.probe = Probe::None;
-        if !self.awaits_answer(qp) || self.phase.rnr_until().is_some() {
+        if !self.awaits_answer(call.qp) || self.phase.rnr_until().is_some() {
             return Step::Idle;
         }
-        let Some(request) = self.probe_target(qp, ctx) else {
+        let Some(request) = self.probe_target(call) else {
             return Step::Idle;
         };
-        match self.emit_request(qp, request, true, TxKind::Retransmission, tx) {
+        match self.emit_request(call.qp, request, true, TxKind::Retransmission, tx) {
             Err(Unsent::Full) => {
                 self.probe = Probe::Due;
                 return Step::Full;
@@ -46,16 +44,16 @@ impl Requester {
             // The memory was deregistered: the next retransmission fails the work request.
             Err(Unsent::Fault(_) | Unsent::Paced(_)) => {}
             Ok(()) => {
-                ctx.counters.tail_probes += 1;
-                ctx.counters.retransmits += 1;
+                call.counters.tail_probes += 1;
+                call.counters.retransmits += 1;
                 let Request { index, from, to } = request;
                 let wqe = &self.sq.wqes[index];
                 self.reads.on_requested(wqe, from, to);
                 let is_read = wqe.kind() == Kind::Read;
-                self.reads.on_probed(is_read.then_some(to));
+                self.reads.probed = is_read.then_some(to);
                 match is_read {
-                    true => self.note_probed(qp, ctx, from, to),
-                    false => self.probe = Probe::Sent(ctx.now),
+                    true => self.note_probed(call, from, to),
+                    false => self.probe = Probe::Sent(call.now),
                 }
             }
         }
@@ -63,12 +61,12 @@ impl Requester {
     }
 
     /// Returns the packet that a probe sends.
-    fn probe_target(&self, qp: &QpContext, ctx: &Ctx<'_>) -> Option<Request> {
+    fn probe_target(&self, call: &Call<'_>) -> Option<Request> {
         if let Some((index, wqe)) = self.oldest_read() {
-            let (from, to) = (self.una, self.read_end(qp, ctx, wqe, self.una));
+            let (from, to) = (self.una, self.read_end(call, wqe, self.una));
             return Some(Request { index, from, to });
         }
-        let last = self.sent_end(qp).prev();
+        let last = self.sent_end(call.qp).prev();
         let index = self.sq.index_of(last)?;
         // Responses to a READ that is not the oldest would be dropped.
         let (from, to) = (last, last.plus(1));
@@ -108,62 +106,54 @@ impl Requester {
     }
 
     /// Runs the timers that are due. Calling it early is harmless.
-    pub(crate) fn handle_timeout(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>) {
-        if matches!(self.hold, Hold::Pace(until) if until <= ctx.now) {
+    pub(crate) fn handle_timeout(&mut self, call: &mut Call<'_>) {
+        if matches!(self.hold, Hold::Pace(until) if until <= call.now) {
             self.hold = Hold::None;
         }
-        if self.next_request_timeout(qp).is_none_or(|at| at > ctx.now) {
+        if self.next_request_timeout(call.qp).is_none_or(|at| at > call.now) {
             return;
         }
         if self.phase.rnr_until().is_some() {
             self.phase.on(Event::RnrOver);
-            self.timers.base = ctx.now;
-            self.timers.interval = ctx.now;
+            self.timers.restart(call.now);
             return;
         }
-        let code = qp.attr().timeout.unwrap_or(0);
+        let code = call.qp.attr().timeout.unwrap_or(0);
         let mut timeout = self.rtt.is_timeout(self.timers.backoff);
-        if attribute(code).is_some_and(|t| self.timers.interval + t <= ctx.now) {
+        if attribute(code).is_some_and(|t| self.timers.interval + t <= call.now) {
             let Some(left) = self.retries_left.checked_sub(1) else {
-                ctx.counters.retry_exceeded_err += 1;
-                self.fail_head(qp, ctx, WcStatus::RetryExceeded);
+                call.counters.retry_exceeded_err += 1;
+                self.fail_head(call, WcStatus::RetryExceeded);
                 return;
             };
             self.retries_left = left;
-            self.timers.interval = ctx.now;
+            self.timers.interval = call.now;
             timeout = true;
         }
-        self.handle_probe_timeout(qp, ctx, timeout);
+        self.handle_probe_timeout(call, timeout);
     }
 
     /// Handles a probe timeout in stages: sends a probe, then goes back with one packet at a time.
     ///
     /// With `timeout` the wait was longer than packets can be late: all count as lost.
-    fn handle_probe_timeout(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>, timeout: bool) {
+    fn handle_probe_timeout(&mut self, call: &mut Call<'_>, timeout: bool) {
         let stage = self.timers.backoff;
         self.timers.backoff += 1;
         self.rtt.on_silence();
-        self.timers.base = ctx.now;
+        self.timers.base = call.now;
         // The next answer may be to either transmission (Karn's rule).
         self.sample = None;
         if timeout {
-            ctx.counters.timeouts += 1;
-            self.go_back(qp, ctx, GoBack::Timeout);
+            call.counters.timeouts += 1;
+            self.go_back(call, GoBack::Timeout);
         } else if self.is_recovering() {
-            self.go_back(qp, ctx, GoBack::ProbeTimeout);
-        } else if self.oldest_is_long_read(qp, ctx) && stage <= self.last_idle_read_stage(qp) {
+            self.go_back(call, GoBack::ProbeTimeout);
+        } else if self.oldest_is_long_read(call) && stage <= LAST_IDLE_READ_STAGE[usize::from(call.qp.is_selective())] {
             // The responses may only be late, and all of them would be sent twice.
-        } else if stage == 0 && !self.reads.has_probed(self.una) {
+        } else if stage == 0 && self.reads.probed != Some(self.una) {
             self.probe = Probe::Due;
         } else {
-            self.go_back(qp, ctx, GoBack::ProbeTimeout);
-        }
-    }
-
-    fn last_idle_read_stage(&self, qp: &QpContext) -> u32 {
-        match qp.is_selective() {
-            true => LAST_IDLE_SELECTIVE_READ_STAGE,
-            false => LAST_IDLE_READ_STAGE,
+            self.go_back(call, GoBack::ProbeTimeout);
         }
     }
 }

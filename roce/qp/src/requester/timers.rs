@@ -158,6 +158,13 @@ pub(crate) struct Timers {
     pub(crate) backoff: u32,
 }
 
+impl Timers {
+    /// Restarts both intervals.
+    pub(super) fn restart(&mut self, now: Instant) {
+        (self.base, self.interval) = (now, now);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,21 +1,19 @@
-//! Sending of requests: what may be sent next, and the bookkeeping of what is sent for the first time.
+//! Sending of requests: what may be sent next, its packets, and the bookkeeping of what is sent for the first time.
 
 use core::{
     net::{IpAddr, Ipv4Addr},
     ops::RangeInclusive,
 };
 
-use roce_verbs::{AccessFlags, QpState, SendFlags, SendOp, Target, WcStatus};
+use roce_bth::{AtomicEth, Bth, Deth, ExtHeader, Feth, HeaderWriter, OpcodeInfo, Reth, XrcEth};
+use roce_verbs::{Instant, QpState, QpType, RemoteAddr, SendFlags, SendOp, SendWr, Target, WcStatus};
 
-use super::{
-    Hold, Requester,
-    emit::{Request, Unsent},
-};
+use super::{Hold, Requester};
 use crate::{
-    context::QpContext,
-    ctx::{Ctx, WaitReason},
+    context::{Call, QpContext},
+    ctx::WaitReason,
     reorder::max_window,
-    sendq::{Data, Kind, PACKET_OVERHEAD, Progress, SendWqe, resolve},
+    sendq::{Checked, Data, Kind, PACKET_OVERHEAD, Progress, SendWqe, op_info, packets_for, resolve},
     seq::{MAX_OUTSTANDING, Seq},
     tx::{Step, TxKind, TxSink},
 };
@@ -27,23 +25,54 @@ const ACK_INTERVAL: RangeInclusive<usize> = 16..=64;
 /// Window, packets, below which every packet requests an acknowledgement.
 const SMALL_WINDOW: usize = 8;
 
-/// Request packet to send next.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Next {
-    /// For the first time.
-    New(Request),
-    Lost(Request),
+/// Reason why a packet was not sent: no space, an error that completes the work request, or pacing.
+pub(super) enum Unsent {
+    Full,
+    Fault(WcStatus),
+    /// Pacing permits no packet before this time.
+    Paced(Instant),
 }
 
-impl Next {
-    fn request(self) -> Request {
-        match self {
-            Self::New(request) | Self::Lost(request) => request,
-        }
-    }
+/// A request packet: index of its work request in the send queue, and its PSNs; of a READ, those of the response.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Request {
+    pub(super) index: usize,
+    pub(super) from: Seq,
+    /// One past the last PSN.
+    pub(super) to: Seq,
 }
 
 impl Requester {
+    /// Queues a checked work request. `path_mtu` limits a datagram, bytes.
+    pub(crate) fn post(&mut self, qp: &QpContext, wr: &SendWr<'_>, target: Target, checked: Checked, path_mtu: usize) {
+        let Checked { len, fault } = checked;
+        let row = op_info(&wr.op);
+        let packets = match target {
+            _ if fault.is_some() || row.kind == Kind::Local => 0,
+            // A datagram that is too long is not sent, without an error (IBA C10-93.1.1).
+            Target::Datagram(_) if len as usize > path_mtu.min(qp.mtu()) => 0,
+            _ => packets_for(len, qp.mtu()),
+        };
+        self.sq.wqes.push_back(SendWqe {
+            wr_id: wr.wr_id,
+            op: wr.op,
+            row,
+            flags: wr.flags,
+            progress: Progress::Posted,
+            fault,
+            key_error: None,
+            len,
+            packets,
+            stride: if row.kind == Kind::Read { packets } else { 1 },
+            first: self.sq.tail,
+            data: Data::new(&wr.payload),
+        });
+        self.sq.tail = self.sq.tail.plus(u64::from(packets));
+        if !matches!(qp.config().qp_type, QpType::Rc | QpType::Uc) {
+            self.sq.targets.push_back(target);
+        }
+    }
+
     /// Checks whether the requester may send the next packet, except for window and pacing.
     fn check_transmit(&self, qp: &QpContext) -> Result<(), WaitReason> {
         if !qp.is_sending() {
@@ -122,26 +151,26 @@ impl Requester {
     /// Returns the request packet to send next, after executing the local operations that are due before it.
     ///
     /// Lost packets precede new ones. The acknowledgement that is due is sent before the packet.
-    pub(crate) fn prepare(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>) -> Option<Next> {
+    pub(crate) fn prepare(&mut self, call: &mut Call<'_>) -> Option<Request> {
         self.hold = Hold::None;
-        if let Some(from) = self.next_resend(qp) {
-            self.check_lost(qp, from).ok()?;
-            return self.lost_request(qp, ctx, from).map(Next::Lost);
+        if let Some(from) = self.next_resend(call.qp) {
+            self.check_lost(call.qp, from).ok()?;
+            return self.lost_request(call, from);
         }
         loop {
-            self.check_transmit(qp).ok()?;
+            self.check_transmit(call.qp).ok()?;
             let index = self.cur;
             let wqe = &self.sq.wqes[index];
             match wqe.progress {
                 Progress::Executed => self.cur += 1,
                 Progress::Posted => {
-                    self.start(qp, ctx);
+                    self.start(call);
                     let wqe = &self.sq.wqes[index];
                     if wqe.progress == Progress::Started {
-                        self.check_continue(qp, wqe).ok()?;
+                        self.check_continue(call.qp, wqe).ok()?;
                         return Some(self.new_request(index));
                     }
-                    self.reap(qp, ctx);
+                    self.reap(call);
                 }
                 Progress::Started | Progress::Failed(_) => return Some(self.new_request(index)),
             }
@@ -149,50 +178,40 @@ impl Requester {
     }
 
     /// Returns the next request packet of a work request.
-    fn new_request(&self, index: usize) -> Next {
+    fn new_request(&self, index: usize) -> Request {
         let (wqe, from) = (&self.sq.wqes[index], self.next);
         let to = match wqe.kind() {
             Kind::Read => wqe.request_end(from),
             _ => from.plus(1),
         };
-        Next::New(Request { index, from, to })
+        Request { index, from, to }
     }
 
-    /// Returns whether a request completes a receive of the peer.
-    pub(crate) fn completes_receive(&self, next: Next) -> bool {
-        self.sq.wqes[next.request().index].completes_receive()
-    }
-
-    /// Returns the length of a request packet without its ICRC.
-    pub(crate) fn packet_len(&self, qp: &QpContext, next: Next) -> usize {
-        let Request { index, from, .. } = next.request();
-        let wqe = &self.sq.wqes[index];
-        let index = from.since(wqe.first);
+    /// Returns whether a request completes a receive of the peer, and the length of its packet without ICRC.
+    pub(crate) fn outline(&self, qp: &QpContext, request: Request) -> (bool, usize) {
+        let wqe = &self.sq.wqes[request.index];
+        let index = request.from.since(wqe.first);
         let (_, len) = wqe.payload(index, qp.mtu());
-        qp.wire(wqe.opcode(index)).info().header_len + len.next_multiple_of(4)
+        let head = qp.wire(wqe.opcode(index)).info().header_len;
+        (wqe.completes_receive(), head + len.next_multiple_of(4))
     }
 
     /// Sends a request packet. Returns `None` if its work request has failed, and another one may be due.
-    pub(crate) fn transmit(
-        &mut self,
-        qp: &mut QpContext,
-        ctx: &mut Ctx<'_>,
-        next: Next,
-        tx: &mut impl TxSink,
-    ) -> Option<Step> {
-        let Request { index, from, to } = next.request();
+    pub(crate) fn transmit(&mut self, call: &mut Call<'_>, request: Request, tx: &mut impl TxSink) -> Option<Step> {
+        let Request { index, from, to } = request;
         let wqe = &self.sq.wqes[index];
-        let cost = wqe.cost(from, to, qp.mtu());
-        let fits = !qp.is_reliable() || self.fits(qp, ctx, wqe.kind(), cost);
-        let sent = match next {
-            // The packet that the peer waits for ignores the window: READ responses that fill it may wait for that packet.
-            Next::Lost(request) if fits || self.scoreboard.is_wanted(from) => self.resend(qp, ctx, request, tx),
-            Next::New(request) if fits && qp.is_reliable() => self.send_new(qp, ctx, request, cost, tx),
-            Next::New(request) if fits => self.send_unreliable(qp, ctx, request, cost, tx),
-            Next::Lost(_) | Next::New(_) => {
-                self.hold = Hold::Window;
-                return Some(Step::Blocked);
-            }
+        let cost = wqe.cost(from, to, call.qp.mtu());
+        let fits = !call.qp.is_reliable() || self.fits(call, wqe.kind(), cost);
+        let is_lost = from < self.next;
+        // The packet that the peer waits for ignores the window: READ responses that fill it may wait for that packet.
+        if !(fits || is_lost && self.scoreboard.is_wanted(from)) {
+            self.hold = Hold::Window;
+            return Some(Step::Blocked);
+        }
+        let sent = match call.qp.is_reliable() {
+            true if is_lost => self.resend(call, request, tx),
+            true => self.send_new(call, request, cost, tx),
+            false => self.send_unreliable(call, request, cost, tx),
         };
         match sent {
             Ok(()) => Some(Step::Sent),
@@ -203,28 +222,25 @@ impl Requester {
             }
             Err(Unsent::Fault(status)) => {
                 // It completes in order.
-                ctx.counters.send_err += 1;
+                call.counters.send_err += 1;
                 self.sq.wqes[index].progress = Progress::Failed(status);
-                self.reap(qp, ctx);
+                self.reap(call);
                 None
             }
         }
     }
 
     /// Starts the current work request: checks its memory, or executes it if it is local.
-    fn start(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>) {
-        let (pd, qpn) = (qp.config().pd, qp.qpn());
+    fn start(&mut self, call: &mut Call<'_>) {
+        let (pd, qpn) = (call.qp.config().pd, call.qp.qpn());
         let wqe = &mut self.sq.wqes[self.cur];
         if let Some(status) = wqe.fault {
             wqe.progress = Progress::Failed(status);
             return;
         }
-        let need = match wqe.is_answered_with_data() {
-            true => AccessFlags::LOCAL_WRITE,
-            false => AccessFlags::empty(),
-        };
+        let need = wqe.local_rights();
         if let Data::Sges(sges) = &wqe.data {
-            match resolve(&mut self.keys, ctx.mem, pd, sges, need) {
+            match resolve(&mut self.keys, call.mem, pd, sges, need) {
                 Some(list) => wqe.data = Data::List(list),
                 None => {
                     wqe.progress = Progress::Failed(WcStatus::LocalProtectionError);
@@ -233,14 +249,14 @@ impl Requester {
             }
         }
         let (done, failure) = match &wqe.op {
-            SendOp::LocalInvalidate(key) => (ctx.mem.invalidate(pd, qpn, *key), WcStatus::LocalQpOperationError),
-            SendOp::FastRegister(args) => (ctx.mem.fast_register(pd, args), WcStatus::LocalQpOperationError),
-            SendOp::BindWindow(args) => (ctx.mem.bind_window(pd, qpn, args), WcStatus::MwBindError),
+            SendOp::LocalInvalidate(key) => (call.mem.invalidate(pd, qpn, *key), WcStatus::LocalQpOperationError),
+            SendOp::FastRegister(args) => (call.mem.fast_register(pd, args), WcStatus::LocalQpOperationError),
+            SendOp::BindWindow(args) => (call.mem.bind_window(pd, qpn, args), WcStatus::MwBindError),
             _ if wqe.packets == 0 => (Ok(()), WcStatus::Success),
             _ => {
                 wqe.progress = Progress::Started;
                 if wqe.kind() == Kind::Read {
-                    let packets = ctx.window.read_limit() / (qp.mtu() + PACKET_OVERHEAD);
+                    let packets = call.window.read_limit() / (call.qp.mtu() + PACKET_OVERHEAD);
                     wqe.stride = wqe.packets.min(packets.max(1) as u32);
                 }
                 return;
@@ -257,9 +273,9 @@ impl Requester {
     ///
     /// A queue pair may always have one packet in flight. A READ may exceed the window by one request, because a large
     /// one would otherwise never fit while other queue pairs send.
-    pub(super) fn fits(&self, qp: &QpContext, ctx: &Ctx<'_>, kind: Kind, cost: usize) -> bool {
-        let room = ctx.window.available();
-        let packet = qp.mtu() + PACKET_OVERHEAD;
+    pub(super) fn fits(&self, call: &Call<'_>, kind: Kind, cost: usize) -> bool {
+        let room = call.window.available();
+        let packet = call.qp.mtu() + PACKET_OVERHEAD;
         let alone = self.in_flight == 0 && cost <= packet;
         room >= cost || alone || (kind == Kind::Read && room >= packet)
     }
@@ -267,8 +283,7 @@ impl Requester {
     /// Sends a packet for the first time.
     fn send_new(
         &mut self,
-        qp: &mut QpContext,
-        ctx: &mut Ctx<'_>,
+        call: &mut Call<'_>,
         request: Request,
         cost: usize,
         tx: &mut impl TxSink,
@@ -276,14 +291,33 @@ impl Requester {
         let wqe = &self.sq.wqes[request.index];
         let ack_req = wqe.kind() == Kind::Read
             || request.to == wqe.end()
-            || !qp.knows_responder()
+            || !call.qp.knows_responder()
             // Without an answer to the packet that closes the window, it would stay closed until a timeout.
-            || ctx.window.available().saturating_sub(cost) < qp.mtu() * 2
+            || call.window.available().saturating_sub(cost) < call.qp.mtu() * 2
             // On a lossy path one lost acknowledgement must not cause a timeout.
-            || ctx.window.size() < SMALL_WINDOW * (qp.mtu() + PACKET_OVERHEAD)
-            || self.since_ack_req + 1 >= ack_interval(qp, ctx);
-        self.emit_request(qp, request, ack_req, TxKind::Request, tx)?;
-        self.on_sent(qp, ctx, request.to, cost, ack_req);
+            || call.window.size() < SMALL_WINDOW * (call.qp.mtu() + PACKET_OVERHEAD)
+            || self.since_ack_req + 1 >= ack_interval(call);
+        self.emit_request(call.qp, request, ack_req, TxKind::Request, tx)?;
+        let (is_read, ends) = (wqe.kind() == Kind::Read, request.to == wqe.end());
+        self.rd_outstanding += u32::from(wqe.has_response());
+        if self.una == self.next {
+            self.timers.restart(call.now);
+            self.timers.backoff = 0;
+            self.reads.skipped = false;
+        }
+        // After a silence the answer may be to another transmission (Karn's rule).
+        if ack_req && self.sample.is_none() && self.timers.backoff == 0 {
+            self.sample = Some((self.next.plus(1), call.now));
+        }
+        self.since_ack_req = if ack_req { 0 } else { self.since_ack_req + 1 };
+        call.window.on_sent(cost);
+        self.in_flight += cost;
+        self.next = request.to;
+        self.cur += usize::from(ends);
+        // The data of a READ counts against the peer's DCQCN rate.
+        if !is_read {
+            call.qp.note_sent(cost);
+        }
         Ok(())
     }
 
@@ -298,53 +332,126 @@ impl Requester {
     /// Sends the next packet of a service without acknowledgements. It is complete when sent.
     fn send_unreliable(
         &mut self,
-        qp: &mut QpContext,
-        ctx: &mut Ctx<'_>,
+        call: &mut Call<'_>,
         request: Request,
         cost: usize,
         tx: &mut impl TxSink,
     ) -> Result<(), Unsent> {
-        let dest = self.destination(qp);
-        ctx.paces.may_send(ctx.now, dest).map_err(Unsent::Paced)?;
-        self.emit_request(qp, request, false, TxKind::Request, tx)?;
-        ctx.paces.on_sent(ctx.now, dest, cost);
-        qp.note_sent(cost);
+        let dest = self.destination(call.qp);
+        call.paces.may_send(call.now, dest).map_err(Unsent::Paced)?;
+        self.emit_request(call.qp, request, false, TxKind::Request, tx)?;
+        call.paces.on_sent(call.now, dest, cost);
+        call.qp.note_sent(cost);
         let Request { index, to, .. } = request;
         self.cur += usize::from(to == self.sq.wqes[index].end());
         (self.una, self.next) = (to, to);
-        self.reap(qp, ctx);
+        self.reap(call);
         Ok(())
     }
 
-    /// Updates timers, counters and window after a packet was sent for the first time.
-    fn on_sent(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, to: Seq, cost: usize, ack_req: bool) {
-        let wqe = &self.sq.wqes[self.cur];
-        let is_read = wqe.kind() == Kind::Read;
-        if self.una == self.next {
-            self.timers.base = ctx.now;
-            self.timers.interval = ctx.now;
-            self.timers.backoff = 0;
-            self.reads.end_skipped();
+    /// Writes a request packet.
+    pub(super) fn emit_request(
+        &self,
+        qp: &QpContext,
+        request: Request,
+        ack_req: bool,
+        kind: TxKind,
+        tx: &mut impl TxSink,
+    ) -> Result<(), Unsent> {
+        let Request { index, from, to } = request;
+        let (wqe, target) = (&self.sq.wqes[index], self.sq.target(index));
+        let index = from.since(wqe.first);
+        let opcode = qp.wire(wqe.opcode(index));
+        let info = opcode.info();
+        let (offset, len) = wqe.payload(index, qp.mtu());
+        let pad = len.wrapping_neg() & 3;
+        let mut peer = qp.peer();
+        if let Target::Datagram(to) = target {
+            peer = to.qpn;
+            if !tx.direct(&to.av, peer) {
+                return Err(Unsent::Fault(WcStatus::LocalQpOperationError));
+            }
         }
-        self.rd_outstanding += u32::from(wqe.has_response());
-        // After a silence the answer may be to another transmission (Karn's rule).
-        if ack_req && self.sample.is_none() && self.timers.backoff == 0 {
-            self.sample = Some((self.next.plus(1), ctx.now));
+        let mut bth = Bth::new(opcode, peer, from.psn());
+        bth.ack_req = ack_req;
+        bth.pad = pad as u8;
+        bth.solicited = wqe.flags.contains(SendFlags::SOLICITED)
+            && info.position.ends()
+            && (wqe.kind() == Kind::Send || info.has(ExtHeader::Imm));
+        let head = info.header_len;
+        let out = tx.reserve(kind, head + len + pad).ok_or(Unsent::Full)?;
+        let mut header = HeaderWriter::new(&bth, out);
+        let requested = match wqe.kind() {
+            Kind::Read => {
+                let (last, len) = wqe.slice(to.prev().since(wqe.first), qp.mtu());
+                last + len - offset
+            }
+            _ => wqe.len as usize,
+        };
+        write_extended(&mut header, info, wqe, offset, requested as u32);
+        write_target(qp, &mut header, target);
+        if len > 0 {
+            // The pad, and payload that is written next.
+            if let Some(last) = out.last_chunk_mut::<4>() {
+                *last = [0; 4];
+            }
+            let filled = wqe.data.read_at(offset, &mut out[head..head + len]);
+            filled.map_err(|_| Unsent::Fault(WcStatus::LocalProtectionError))?;
         }
-        self.since_ack_req = if ack_req { 0 } else { self.since_ack_req + 1 };
-        ctx.window.on_sent(cost);
-        self.in_flight += cost;
-        self.next = to;
-        self.cur += usize::from(to == wqe.end());
-        // The data of a READ counts against the peer's DCQCN rate.
-        if !is_read {
-            qp.note_sent(cost);
-        }
+        tx.commit();
+        Ok(())
     }
 }
 
 /// Returns the distance between acknowledgement requests, packets.
-fn ack_interval(qp: &QpContext, ctx: &Ctx<'_>) -> u32 {
-    let window = ctx.window.size() / (qp.mtu() + PACKET_OVERHEAD);
+fn ack_interval(call: &Call<'_>) -> u32 {
+    let window = call.window.size() / (call.qp.mtu() + PACKET_OVERHEAD);
     (window / ACKS_PER_WINDOW).clamp(*ACK_INTERVAL.start(), *ACK_INTERVAL.end()) as u32
+}
+
+/// Writes the DETH of a datagram or the XRCETH of an XRC message.
+fn write_target(qp: &QpContext, header: &mut HeaderWriter<'_>, target: &Target) {
+    match *target {
+        Target::Peer => {}
+        Target::Datagram(to) => header.deth(Deth {
+            qkey: if to.qkey.is_controlled() { qp.qkey() } else { to.qkey },
+            reserved: 0,
+            src_qp: qp.qpn(),
+        }),
+        Target::Srq(srqn) => header.xrceth(XrcEth { reserved: 0, srqn }),
+    }
+}
+
+/// Writes the extended headers of a request for `len` bytes of the message from `offset` on.
+fn write_extended(header: &mut HeaderWriter<'_>, info: &OpcodeInfo, wqe: &SendWqe, offset: usize, len: u32) {
+    let RemoteAddr { addr, rkey } = wqe.remote().unwrap_or_default();
+    if info.has(ExtHeader::Reth) {
+        header.reth(Reth {
+            va: addr.wrapping_add(offset as u64),
+            rkey,
+            dma_len: match &wqe.op {
+                SendOp::Flush(flush) => flush.length,
+                _ => len,
+            },
+        });
+    }
+    let atomic = |swap_add, compare| AtomicEth {
+        va: addr,
+        rkey,
+        swap_add,
+        compare,
+    };
+    match wqe.op {
+        // Only the last packet of a message has them.
+        SendOp::SendWithImm(imm) | SendOp::WriteWithImm(_, imm) => header.imm(imm),
+        SendOp::SendWithInv(key) => header.ieth(key),
+        SendOp::Flush(flush) => header.feth(Feth {
+            placement: flush.placement,
+            selectivity: flush.selectivity,
+            reserved: 0,
+        }),
+        SendOp::CompareSwap { compare, swap, .. } => header.atomic_eth(atomic(swap, compare)),
+        SendOp::FetchAdd { add, .. } => header.atomic_eth(atomic(add, 0)),
+        _ => {}
+    }
 }

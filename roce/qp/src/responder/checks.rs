@@ -2,24 +2,22 @@
 
 use std::sync::Arc;
 
-use roce_bth::{Class, ExtHeader, Packet, Reth, Service};
-use roce_mem::{PdHandle, Span};
+use roce_bth::{Class, ExtHeader, Feth, Packet, Placement, Reth, Selectivity, Service};
+use roce_verbs::mem::{PdHandle, Span};
 use roce_verbs::{AccessFlags, AsyncEvent, QpType};
 
-use super::{Inbound, Responder, job::HiddenReceives};
+use super::{Inbound, Responder, execute::WORD};
 use crate::{
-    context::QpContext,
-    ctx::Ctx,
-    recvq::{ActiveRecv, ReceiveQueue},
+    context::{Call, QpContext},
+    recvq::ActiveRecv,
     refusal::Refusal,
-    replies::Replies,
-    rights::flush_rights,
     sendq::resolve,
     srq::SharedReceiveQueue,
 };
 
 impl Responder {
     /// CHK_OP_SEQ: checks that messages are complete and don't overlap.
+    #[inline]
     pub(super) fn chk_op_seq(&self, packet: &Packet<'_>) -> Result<(), Refusal> {
         let info = packet.header.bth.opcode.info();
         let starts = info.position.starts();
@@ -32,15 +30,13 @@ impl Responder {
     }
 
     /// Finds the shared receive queue that an XRC message names (IBA Annex A14). Its PD applies to keys.
+    #[inline]
     pub(super) fn chk_shared_queue(&mut self, qp: &QpContext, packet: &Packet<'_>) -> Result<(), Refusal> {
         if qp.service() != Service::Xrc || !packet.header.bth.opcode.info().position.starts() {
             return Ok(());
         }
         self.srq = self.named_queue(qp, packet);
-        match self.srq {
-            Some(_) => Ok(()),
-            None => Err(Refusal::SharedQueue),
-        }
+        require(self.srq.is_some(), Refusal::SharedQueue)
     }
 
     pub(super) fn named_queue(&self, qp: &QpContext, packet: &Packet<'_>) -> Option<Arc<SharedReceiveQueue>> {
@@ -53,38 +49,22 @@ impl Responder {
     }
 
     /// CHK_OP_VALID: checks that the queue pair permits the operation (IBA 9.7.4.1.3).
+    #[inline]
     pub(super) fn chk_op_valid(&self, qp: &QpContext, packet: &Packet<'_>) -> Result<(), Refusal> {
-        let need = match packet.header.bth.opcode.info().class {
-            Class::Flush => flush_rights(packet).ok_or(Refusal::Operation)?,
-            Class::Write | Class::AtomicWrite => AccessFlags::REMOTE_WRITE,
-            Class::ReadRequest => AccessFlags::REMOTE_READ,
-            Class::Atomic => AccessFlags::REMOTE_ATOMIC,
-            _ => AccessFlags::empty(),
-        };
-        match qp.access().contains(need) {
-            true => Ok(()),
-            false => Err(Refusal::Operation),
-        }
+        let need = needed_rights(packet).ok_or(Refusal::Operation)?;
+        require(qp.access().contains(need), Refusal::Operation)
     }
 
     /// CHK_RESOURCE: takes a receive work request, or makes room for a response.
-    pub(super) fn chk_resource(
-        &mut self,
-        qp: &QpContext,
-        replies: &mut Replies,
-        ctx: &mut Ctx<'_>,
-        packet: &Packet<'_>,
-    ) -> Result<(), Refusal> {
+    pub(super) fn chk_resource(&mut self, call: &mut Call<'_>, packet: &Packet<'_>) -> Result<(), Refusal> {
         let info = packet.header.bth.opcode.info();
         match info.class {
-            Class::Send if info.position.starts() => self.take_receive(qp, ctx, true),
-            Class::Write if info.has(ExtHeader::Imm) => self.take_receive(qp, ctx, false),
+            Class::Send if info.position.starts() => self.take_receive(call, true),
+            // `process` passes only one with immediate data.
+            Class::Write => self.take_receive(call, false),
             Class::ReadRequest | Class::Atomic | Class::Flush | Class::AtomicWrite => {
-                let max = usize::from(qp.attr().max_dest_rd_atomic.unwrap_or(0));
-                match replies.make_room(max) {
-                    true => Ok(()),
-                    false => Err(Refusal::TooManyRdAtomic),
-                }
+                let max = usize::from(call.qp.attr().max_dest_rd_atomic.unwrap_or(0));
+                require(self.replies.make_room(max), Refusal::TooManyRdAtomic)
             }
             _ => Ok(()),
         }
@@ -108,48 +88,43 @@ impl Responder {
             && self.chk_op_valid(qp, packet).is_ok()
     }
 
-    /// Takes the receive queues away if the packet would find a receive work request in them. `None`: it needs none.
-    pub(crate) fn hide_receives(&mut self, qp: &mut QpContext, packet: &Packet<'_>) -> Option<HiddenReceives> {
-        self.would_take_receive(qp, packet).then(|| HiddenReceives {
-            own: core::mem::replace(&mut self.receives, ReceiveQueue::new(&qp.config().caps)),
-            shared: qp.take_srq(),
-        })
-    }
-
-    /// Gives the receive queues back.
-    pub(crate) fn restore_receives(&mut self, qp: &mut QpContext, hidden: HiddenReceives) {
-        self.receives = hidden.own;
-        qp.restore_srq(hidden.shared);
+    /// Hides the receive work requests from a packet that would take one. `None` shows them again.
+    pub(crate) fn hide_receives(&mut self, qp: &QpContext, packet: Option<&Packet<'_>>) {
+        self.hides_receives = packet.is_some_and(|packet| self.would_take_receive(qp, packet));
     }
 
     /// Takes a receive work request; resolves its memory for a SEND (`with_memory`).
-    pub(super) fn take_receive(&mut self, qp: &QpContext, ctx: &mut Ctx<'_>, with_memory: bool) -> Result<(), Refusal> {
-        let shared = qp.config().srq.as_ref().or(self.srq.as_ref());
+    pub(super) fn take_receive(&mut self, call: &mut Call<'_>, with_memory: bool) -> Result<(), Refusal> {
+        if self.hides_receives {
+            return Err(Refusal::NoReceive);
+        }
+        let shared = call.qp.config().srq.as_ref().or(self.srq.as_ref());
         let (wqe, pd) = match shared {
-            None => (self.receives.pop().ok_or(Refusal::NoReceive)?, qp.config().pd),
+            None => (self.receives.pop().ok_or(Refusal::NoReceive)?, call.qp.config().pd),
             Some(srq) => {
                 let (wqe, low) = srq.take().ok_or(Refusal::NoReceive)?;
                 if low {
-                    ctx.events.push_back(AsyncEvent::SrqLimitReached(srq.handle()));
+                    call.events.push_back(AsyncEvent::SrqLimitReached(srq.handle()));
                 }
                 (wqe, srq.pd())
             }
         };
         let list = match with_memory {
-            true => resolve(&mut self.keys, ctx.mem, pd, &wqe.sges, AccessFlags::LOCAL_WRITE),
-            false => Some(roce_mem::SgList::new()),
+            true => resolve(&mut self.keys, call.mem, pd, &wqe.sges, AccessFlags::LOCAL_WRITE),
+            false => Some(roce_verbs::mem::SgList::new()),
         };
         let found = list.is_some();
         self.receive = Some(ActiveRecv {
             wqe,
             list: list.unwrap_or_default(),
         });
-        if found { Ok(()) } else { Err(Refusal::LocalProtection) }
+        require(found, Refusal::LocalProtection)
     }
 
     /// CHK_LENGTH: checks packet and message lengths (IBA 9.7.4.1.6).
     ///
     /// All packets but the last are full, and the last of several is not empty.
+    #[inline]
     pub(super) fn chk_length(&self, qp: &QpContext, packet: &Packet<'_>) -> Result<(), Refusal> {
         let info = packet.header.bth.opcode.info();
         let len = packet.payload.len();
@@ -159,53 +134,52 @@ impl Responder {
             (false, true) => len >= 1 && len <= qp.mtu(),
             (true, true) => len <= qp.mtu(),
         };
-        if !shape {
-            return Err(Refusal::Length);
-        }
-        match info.class {
+        let max = qp.config().max_msg_size;
+        let reth = packet.header.reth().filter(|reth| reth.dma_len <= max);
+        let fits = match info.class {
             Class::Send => {
-                let before = if let Inbound::Send(n) = self.inbound { n } else { 0 };
+                let all = len
+                    + if let Inbound::Send(before) = self.inbound {
+                        before
+                    } else {
+                        0
+                    };
                 let room = self.receive.as_ref().map_or(0, |r| r.list.len());
-                if before + len > qp.config().max_msg_size as usize {
-                    return Err(Refusal::Length);
+                if shape && all <= max as usize && all > room {
+                    return Err(Refusal::ReceiveTooShort);
                 }
-                match before + len <= room {
-                    true => Ok(()),
-                    false => Err(Refusal::ReceiveTooShort),
-                }
+                all <= max as usize
             }
             Class::Write => {
-                let left = match (&self.inbound, packet.header.reth()) {
-                    (Inbound::Write { received, len, .. }, _) => len - received,
-                    (_, Some(reth)) if reth.dma_len <= qp.config().max_msg_size => reth.dma_len,
-                    _ => return Err(Refusal::Length),
-                } as usize;
+                let left = match self.inbound {
+                    Inbound::Write { received, len, .. } => Some(len - received),
+                    _ => reth.map(|reth| reth.dma_len),
+                };
                 // The last packet completes the message, any other doesn't.
-                match if position.ends() { len == left } else { len < left } {
-                    true => Ok(()),
-                    false => Err(Refusal::Length),
-                }
+                left.is_some_and(|left| {
+                    if position.ends() {
+                        len == left as usize
+                    } else {
+                        len < left as usize
+                    }
+                })
             }
-            Class::ReadRequest => match packet.header.reth() {
-                Some(reth) if reth.dma_len <= qp.config().max_msg_size => Ok(()),
-                _ => Err(Refusal::Length),
-            },
-            Class::AtomicWrite => match packet.header.reth() {
-                Some(reth) if reth.dma_len == 8 && len == 8 => Ok(()),
-                _ => Err(Refusal::Length),
-            },
-            _ => Ok(()),
-        }
+            Class::ReadRequest => reth.is_some(),
+            Class::AtomicWrite => reth.is_some_and(|reth| reth.dma_len == WORD) && len == WORD as usize,
+            _ => true,
+        };
+        require(shape && fits, Refusal::Length)
     }
 
     /// CHK_RKEY: checks the whole range of a message with its first packet (IBA 9.7.4.1.5).
-    pub(super) fn chk_rkey(&mut self, qp: &QpContext, ctx: &Ctx<'_>, packet: &Packet<'_>) -> Result<(), Refusal> {
+    #[inline]
+    pub(super) fn chk_rkey(&mut self, call: &Call<'_>, packet: &Packet<'_>) -> Result<(), Refusal> {
         let info = packet.header.bth.opcode.info();
         if info.class == Class::Write
             && let Some(reth) = packet.header.reth()
         {
             self.inbound = Inbound::Write {
-                span: self.remote_span(qp, ctx, self.key_domain(qp), &reth, AccessFlags::REMOTE_WRITE)?,
+                span: self.remote_span(call, self.key_domain(call.qp), &reth, AccessFlags::REMOTE_WRITE)?,
                 received: 0,
                 len: reth.dma_len,
             };
@@ -214,10 +188,10 @@ impl Responder {
     }
 
     /// Resolves memory that the peer names. `None` if it is empty.
+    #[inline]
     pub(super) fn remote_span(
         &mut self,
-        qp: &QpContext,
-        ctx: &Ctx<'_>,
+        call: &Call<'_>,
         pd: PdHandle,
         reth: &Reth,
         need: AccessFlags,
@@ -225,7 +199,40 @@ impl Responder {
         if reth.dma_len == 0 {
             return Ok(None);
         }
-        let span = self.keys.resolve_remote(ctx.mem, pd, qp.qpn(), reth, need);
+        let span = self.keys.resolve_remote(call.mem, pd, call.qp.qpn(), reth, need);
         span.map(Some).map_err(|_| Refusal::RKey)
     }
+}
+
+fn require(ok: bool, refusal: Refusal) -> Result<(), Refusal> {
+    if ok { Ok(()) } else { Err(refusal) }
+}
+
+/// Returns the rights that a request needs. `None`: a FLUSH whose placement is empty, or with a reserved value in a field.
+#[inline]
+pub(super) fn needed_rights(packet: &Packet<'_>) -> Option<AccessFlags> {
+    Some(match packet.header.bth.opcode.info().class {
+        Class::Write | Class::AtomicWrite => AccessFlags::REMOTE_WRITE,
+        Class::ReadRequest => AccessFlags::REMOTE_READ,
+        Class::Atomic => AccessFlags::REMOTE_ATOMIC,
+        Class::Flush => {
+            let Feth {
+                placement, selectivity, ..
+            } = packet.header.feth()?;
+            let rights = [
+                (Placement::GLOBAL_VISIBILITY, AccessFlags::FLUSH_GLOBAL),
+                (Placement::PERSISTENT, AccessFlags::FLUSH_PERSISTENT),
+            ];
+            let known = rights[0].0.union(rights[1].0);
+            if placement == Placement::default() || !known.contains(placement) {
+                return None;
+            }
+            if matches!(selectivity, Selectivity::Reserved(_)) {
+                return None;
+            }
+            let needed = rights.into_iter().filter(|(place, _)| placement.contains(*place));
+            needed.map(|(_, right)| right).collect()
+        }
+        _ => AccessFlags::empty(),
+    })
 }

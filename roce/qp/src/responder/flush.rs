@@ -8,16 +8,14 @@ use std::sync::Arc;
 use core::cmp::Ordering;
 
 use roce_bth::{Packet, Placement, Selectivity};
-use roce_mem::FlushError;
+use roce_verbs::mem::FlushError;
 
 use super::{
     Responder,
+    checks::needed_rights,
     job::{Flush, Flushing, PersistJob},
 };
-use crate::{
-    context::QpContext, ctx::Ctx, refusal::Refusal, reorder::BufferedPacket, replies::Replies, rights::flush_rights,
-    seq::Seq,
-};
+use crate::{context::Call, refusal::Refusal, reorder::BufferedPacket, seq::Seq};
 
 impl Responder {
     /// Takes the pending job. Call [`Responder::persisted`] with its result to resume.
@@ -29,14 +27,7 @@ impl Responder {
     }
 
     /// Resumes after a job. Ignores a job that the queue pair no longer waits for.
-    pub(crate) fn persisted(
-        &mut self,
-        qp: &mut QpContext,
-        replies: &mut Replies,
-        ctx: &mut Ctx<'_>,
-        job: &PersistJob,
-        result: Result<(), FlushError>,
-    ) {
+    pub(crate) fn persisted(&mut self, call: &mut Call<'_>, job: &PersistJob, result: Result<(), FlushError>) {
         let flushing = match core::mem::replace(&mut self.flush, Flush::None) {
             Flush::Running(flushing) if Arc::ptr_eq(&flushing.ticket, &job.ticket) => flushing,
             other => {
@@ -44,12 +35,12 @@ impl Responder {
                 return;
             }
         };
-        if !qp.takes_requests() {
+        if !call.qp.takes_requests() {
             return;
         }
         self.flush = Flush::Finished(result);
         let seq = self.expected;
-        self.run_request(qp, replies, ctx, seq, &flushing.packet.packet(), flushing.last);
+        self.run_request(call, seq, &flushing.packet.packet(), flushing.last);
         if matches!(self.flush, Flush::Finished(_)) {
             self.flush = Flush::None;
         }
@@ -58,13 +49,7 @@ impl Responder {
     /// Executes a FLUSH or starts its job. Returns true if later requests must wait for the job.
     ///
     /// Earlier requests are already in memory. The FLUSH ensures their visibility and persistence.
-    pub(super) fn start_flush(
-        &mut self,
-        qp: &QpContext,
-        ctx: &Ctx<'_>,
-        seq: Seq,
-        packet: &Packet<'_>,
-    ) -> Result<bool, Refusal> {
+    pub(super) fn start_flush(&mut self, call: &Call<'_>, seq: Seq, packet: &Packet<'_>) -> Result<bool, Refusal> {
         let failed = |e| match e {
             FlushError::Access(_) => Refusal::RKey,
             FlushError::Failed => Refusal::Persist,
@@ -76,14 +61,14 @@ impl Responder {
         let (Some(reth), Some(feth)) = (packet.header.reth(), packet.header.feth()) else {
             return Err(Refusal::Operation);
         };
-        let need = flush_rights(packet).ok_or(Refusal::Operation)?;
+        let need = needed_rights(packet).ok_or(Refusal::Operation)?;
         let span = match feth.selectivity {
             Selectivity::Region => {
-                let (pd, qpn) = (self.key_domain(qp), qp.qpn());
-                let span = ctx.mem.resolve_whole(pd, qpn, reth.rkey, need);
+                let (pd, qpn) = (self.key_domain(call.qp), call.qp.qpn());
+                let span = call.mem.resolve_whole(pd, qpn, reth.rkey, need);
                 Some(span.map_err(|_| Refusal::RKey)?)
             }
-            _ => self.remote_span(qp, ctx, self.key_domain(qp), &reth, need)?,
+            _ => self.remote_span(call, self.key_domain(call.qp), &reth, need)?,
         };
         let Some(span) = span else { return Ok(false) };
         if !feth.placement.contains(Placement::PERSISTENT) {
@@ -100,26 +85,20 @@ impl Responder {
     }
 
     /// Buffers a request received during a FLUSH. Without room for it, the peer retransmits it.
-    pub(super) fn wait_for_flush(
-        &mut self,
-        qp: &QpContext,
-        replies: &mut Replies,
-        ctx: &mut Ctx<'_>,
-        packet: &Packet<'_>,
-    ) {
+    pub(super) fn wait_for_flush(&mut self, call: &mut Call<'_>, packet: &Packet<'_>) {
         let expected = self.expected;
         let seq = expected.nearest(packet.header.bth.psn);
         match seq.cmp(&expected) {
-            Ordering::Less => self.answer_duplicate(qp, replies, ctx, seq, packet),
-            Ordering::Equal => ctx.counters.duplicate_request += 1,
+            Ordering::Less => self.answer_duplicate(call, seq, packet),
+            Ordering::Equal => call.counters.duplicate_request += 1,
             Ordering::Greater => {
-                let mtu = qp.mtu();
+                let mtu = call.qp.mtu();
                 if let Flush::Running(flushing) = &mut self.flush {
                     flushing.last = seq;
                 }
                 let buffer = self.reorder.as_mut();
                 if !buffer.is_some_and(|buffer| buffer.insert(expected, seq, packet, mtu)) {
-                    ctx.counters.dropped_requests += 1;
+                    call.counters.dropped_requests += 1;
                 }
             }
         }

@@ -1,17 +1,10 @@
-//! Data that the parts of the responder share: a FLUSH in progress, and hidden receive queues.
+//! FLUSH in progress.
 
 use std::sync::Arc;
 
-use roce_mem::{FlushError, Span};
+use roce_verbs::mem::{FlushError, Span};
 
-use crate::{recvq::ReceiveQueue, reorder::BufferedPacket, seq::Seq, srq::SharedReceiveQueue};
-
-/// Receive queues that a queue pair does not see for the time of one packet.
-#[derive(Debug)]
-pub struct HiddenReceives {
-    pub(super) own: Arc<ReceiveQueue>,
-    pub(super) shared: Option<Arc<SharedReceiveQueue>>,
-}
+use crate::{reorder::BufferedPacket, seq::Seq};
 
 /// Pending request to make memory persistent.
 #[derive(Debug)]

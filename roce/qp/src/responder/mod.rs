@@ -12,21 +12,21 @@ use core::{cmp::Ordering, time::Duration};
 
 use std::sync::Arc;
 
-use roce_bth::{Class, Msn, NakCode, Packet, Psn, Syndrome};
-use roce_mem::{KeyCache, Span};
+use roce_bth::{Class, ExtHeader, Msn, NakCode, Packet, Psn, Syndrome};
+use roce_verbs::mem::{KeyCache, Span};
 use roce_verbs::{Completion, QpState, WcOpcode, WcStatus};
 
 use self::job::Flush;
-pub use self::job::{HiddenReceives, PersistJob};
+pub use self::job::PersistJob;
 use crate::{
-    context::QpContext,
-    ctx::Ctx,
+    context::{Call, QpContext},
     recvq::{ActiveRecv, ReceiveQueue},
     refusal::Refusal,
     reorder::{BufferedPacket, PACKETS, ReorderBudget, ReorderBuffer},
-    replies::{AckDue, Received, Replies},
+    replies::{AckDue, Acknowledgement, Replies},
     seq::Seq,
     srq::SharedReceiveQueue,
+    tx::{Step, TxSink},
 };
 
 /// Largest gap reported with a NAK, PSNs.
@@ -96,6 +96,9 @@ pub(crate) struct Responder {
     /// Packets beyond a gap, or behind a FLUSH in progress. `None`: they are dropped.
     reorder: Option<Box<ReorderBuffer>>,
     flush: Flush,
+    replies: Replies,
+    /// Receive work requests are hidden from the current packet: a fault on demand.
+    hides_receives: bool,
 }
 
 /// Progress of a request packet.
@@ -119,6 +122,8 @@ impl Responder {
             gap: Gap::None,
             reorder: None,
             flush: Flush::None,
+            replies: Replies::new(first),
+            hides_receives: false,
         }
     }
 
@@ -147,14 +152,33 @@ impl Responder {
         self.reorder = budget.map(|budget| Box::new(ReorderBuffer::new(budget.clone())));
     }
 
-    /// Returns the state that acknowledgements report.
-    pub(crate) fn received(&self) -> Received<'_> {
-        Received {
+    /// Returns the responses and acknowledgements still to be sent.
+    pub(crate) fn replies(&self) -> &Replies {
+        &self.replies
+    }
+
+    pub(crate) fn replies_mut(&mut self) -> &mut Replies {
+        &mut self.replies
+    }
+
+    /// Returns the acknowledgement that may be due, with the state that it reports.
+    pub(crate) fn acknowledgement(&mut self) -> Acknowledgement<'_> {
+        Acknowledgement {
+            replies: &mut self.replies,
             expected: self.expected,
             msn: self.msn,
             // During a FLUSH all packets behind it are buffered, although there may be no gap.
             buffered: self.reorder.as_deref().filter(|_| !self.flush.is_running()),
         }
+    }
+
+    /// Sends one READ response or atomic result.
+    pub(crate) fn transmit_reply(&mut self, call: &mut Call<'_>, tx: &mut impl TxSink) -> Step {
+        self.replies.transmit_reply(call, tx).unwrap_or_else(|(seq, refusal)| {
+            // The memory was revoked during the READ.
+            self.refuse(call, seq, refusal, None);
+            Step::Sent
+        })
     }
 
     /// Returns whether the PSN is that of a request expected here, or near it.
@@ -163,132 +187,131 @@ impl Responder {
     }
 
     /// Enters the error state: drops buffered packets and completes the receive work requests with a flush error.
-    pub(crate) fn stop(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>) {
+    pub(crate) fn stop(&mut self, call: &mut Call<'_>) {
+        self.replies.stop();
         self.reorder = None;
         self.flush = Flush::None;
-        self.flush_receives(qp, ctx);
+        self.inbound = Inbound::Idle;
+        if let Some(receive) = self.receive.take() {
+            self.complete_receive_error(call, receive.wqe.wr_id, WcStatus::FlushError);
+        }
+        let mut posted = self.receives.follow(QpState::Err);
+        while let Some(wqe) = posted.pop() {
+            self.complete_receive_error(call, wqe.wr_id, WcStatus::FlushError);
+        }
     }
 
     /// GET_REQ: processes a request packet.
     #[inline]
-    pub(crate) fn handle_request(
-        &mut self,
-        qp: &mut QpContext,
-        replies: &mut Replies,
-        ctx: &mut Ctx<'_>,
-        packet: &Packet<'_>,
-    ) {
-        if !self.may_receive(qp, ctx) {
+    pub(crate) fn handle_request(&mut self, call: &mut Call<'_>, packet: &Packet<'_>) {
+        if !self.may_receive(call) {
             return;
         }
         if self.flush.is_running() {
-            self.wait_for_flush(qp, replies, ctx, packet);
+            self.wait_for_flush(call, packet);
             return;
         }
-        let Some(seq) = self.chk_psn(qp, replies, ctx, packet) else {
+        let Some(seq) = self.chk_psn(call, packet) else {
             return;
         };
-        qp.note_established(ctx);
-        self.run_request(qp, replies, ctx, seq, packet, seq);
+        call.note_established();
+        self.run_request(call, seq, packet, seq);
     }
 
     /// Executes the expected packet and those buffered behind it. `arrived`: the packet received last.
     #[inline]
-    pub(crate) fn run_request(
-        &mut self,
-        qp: &mut QpContext,
-        replies: &mut Replies,
-        ctx: &mut Ctx<'_>,
-        seq: Seq,
-        packet: &Packet<'_>,
-        arrived: Seq,
-    ) {
-        match self.process(qp, replies, ctx, seq, packet) {
-            Ok(Processed::Done) => self.process_buffered(qp, replies, ctx, arrived),
+    pub(crate) fn run_request(&mut self, call: &mut Call<'_>, seq: Seq, packet: &Packet<'_>, arrived: Seq) {
+        match self.process(call, seq, packet) {
+            Ok(Processed::Done) => self.process_buffered(call, arrived),
             Ok(Processed::Started) => {}
-            Err(refusal) => self.refuse(qp, replies, ctx, seq, refusal, Some(packet)),
+            Err(refusal) => self.refuse(call, seq, refusal, Some(packet)),
         }
-        qp.fail_on_overflow(ctx);
+        call.fail_on_overflow();
     }
 
     /// Takes the expected packet through the stages from CHK_OP_SEQ to ACKNOWLEDGE.
-    fn process(
-        &mut self,
-        qp: &mut QpContext,
-        replies: &mut Replies,
-        ctx: &mut Ctx<'_>,
-        seq: Seq,
-        packet: &Packet<'_>,
-    ) -> Result<Processed, Refusal> {
+    fn process(&mut self, call: &mut Call<'_>, seq: Seq, packet: &Packet<'_>) -> Result<Processed, Refusal> {
+        let info = packet.header.bth.opcode.info();
+        let reliable = call.qp.is_reliable();
+        let takes = info.class != Class::Write || info.has(ExtHeader::Imm);
+        // A refused WRITE of an unreliable connection goes unreported, and a receive work request can't be put back into a shared
+        // queue: it is taken last.
+        let takes_last = takes && info.class == Class::Write && !reliable;
         self.chk_op_seq(packet)?;
-        self.chk_shared_queue(qp, packet)?;
-        self.chk_op_valid(qp, packet)?;
-        self.chk_resource(qp, replies, ctx, packet)?;
-        self.chk_length(qp, packet)?;
-        self.chk_rkey(qp, ctx, packet)?;
-        if packet.header.bth.opcode.info().class == Class::Flush && self.start_flush(qp, ctx, seq, packet)? {
+        self.chk_shared_queue(call.qp, packet)?;
+        self.chk_op_valid(call.qp, packet)?;
+        if takes && !takes_last {
+            self.chk_resource(call, packet)?;
+        }
+        self.chk_length(call.qp, packet)?;
+        self.chk_rkey(call, packet)?;
+        if takes_last {
+            self.chk_resource(call, packet)?;
+        }
+        if info.class == Class::Flush && self.start_flush(call, seq, packet)? {
             return Ok(Processed::Started);
         }
-        self.execute(qp, replies, ctx, seq, packet)?;
-        self.complete(qp, ctx, packet);
-        self.acknowledge(replies, ctx, packet);
+        self.execute(call, seq, packet)?;
+        if self.receive.is_some() {
+            self.complete(call, packet);
+        }
+        if reliable {
+            self.acknowledge(call, packet);
+        }
         Ok(Processed::Done)
     }
 
     /// Executes buffered packets if the packet just executed closed the gap. `arrived`: the packet received last.
     #[inline]
-    fn process_buffered(&mut self, qp: &mut QpContext, replies: &mut Replies, ctx: &mut Ctx<'_>, arrived: Seq) {
-        self.note_outstanding(replies);
+    fn process_buffered(&mut self, call: &mut Call<'_>, arrived: Seq) {
+        self.note_outstanding();
         if self.reorder.as_ref().is_none_or(|buffer| buffer.is_empty()) {
             return;
         }
-        let refused = self.execute_buffered(qp, replies, ctx);
-        self.note_outstanding(replies);
+        let refused = self.execute_buffered(call);
+        self.note_outstanding();
         let expected = self.expected;
         let Some(buffer) = &mut self.reorder else { return };
         match refused {
             // The peer resends the packet, which is refused then.
-            Some((Refusal::NoReceive, _)) if !qp.is_selective() => {}
+            Some((Refusal::NoReceive, _)) if !call.qp.is_selective() => {}
             Some((refusal @ Refusal::NoReceive, packet)) => {
                 buffer.put_back(expected, packet);
-                self.refuse(qp, replies, ctx, expected, refusal, None);
+                self.refuse(call, expected, refusal, None);
             }
-            Some((refusal, packet)) => self.refuse(qp, replies, ctx, expected, refusal, Some(&packet.packet())),
+            Some((refusal, packet)) => self.refuse(call, expected, refusal, Some(&packet.packet())),
             None => {}
         }
         if let Some(buffer) = &mut self.reorder {
             buffer.advance(expected);
         }
-        match (qp.is_selective(), replies.ack()) {
+        match (call.qp.is_selective(), self.replies.ack()) {
             (_, AckDue::Refuse(..)) => {}
             // The peer waits for a report that the gap is closed and where the next gap is.
-            (true, _) => replies.ack_due(ctx, Duration::ZERO),
+            (true, _) => self.replies.ack_due(call, Duration::ZERO),
             // Acknowledge only what the peer has resent: rdma_rxe never completes a message that is acknowledged as a
             // whole before it has resent all of it (specs/kernel.md).
-            (false, AckDue::Ack) if replies.executed() > arrived.plus(1) => replies.ack_now(AckDue::Duplicate(arrived)),
+            (false, AckDue::Ack) if self.replies.executed() > arrived.plus(1) => {
+                self.replies.ack_now(AckDue::Duplicate(arrived))
+            }
             (false, _) => {}
         }
     }
 
     /// Updates the reorder buffer's record of PSNs that the peer had outstanding.
-    fn note_outstanding(&mut self, replies: &Replies) {
-        let outstanding = self.expected.since(replies.acked());
+    fn note_outstanding(&mut self) {
+        let outstanding = self.expected.since(self.replies.acked());
         if let Some(buffer) = &mut self.reorder {
             buffer.note_outstanding(outstanding);
         }
     }
 
     /// Executes buffered packets up to the next gap or refusal. Returns the refused packet.
-    fn execute_buffered(
-        &mut self,
-        qp: &mut QpContext,
-        replies: &mut Replies,
-        ctx: &mut Ctx<'_>,
-    ) -> Option<(Refusal, BufferedPacket)> {
-        while qp.takes_requests() && !self.flush.is_running() {
+    fn execute_buffered(&mut self, call: &mut Call<'_>) -> Option<(Refusal, BufferedPacket)> {
+        while call.qp.takes_requests() && !self.flush.is_running() {
             let expected = self.expected;
             let buffered = self.reorder.as_mut()?.take(expected)?;
-            if let Err(refusal) = self.process(qp, replies, ctx, expected, &buffered.packet()) {
+            if let Err(refusal) = self.process(call, expected, &buffered.packet()) {
                 return Some((refusal, buffered));
             }
         }
@@ -296,51 +319,38 @@ impl Responder {
     }
 
     /// Buffers a packet beyond a gap. Returns true if a selective ACK reports the gap, so that it needs no NAK.
-    fn buffer_ahead(
-        &mut self,
-        qp: &QpContext,
-        replies: &mut Replies,
-        ctx: &mut Ctx<'_>,
-        seq: Seq,
-        packet: &Packet<'_>,
-    ) -> bool {
-        let (expected, mtu) = (self.expected, qp.mtu());
+    fn buffer_ahead(&mut self, call: &mut Call<'_>, seq: Seq, packet: &Packet<'_>) -> bool {
+        let (expected, mtu) = (self.expected, call.qp.mtu());
         // A response would implicitly acknowledge more than the peer has resent.
         let is_simple = matches!(packet.header.bth.opcode.info().class, Class::Send | Class::Write);
-        let Some(buffer) = self.reorder.as_mut().filter(|_| qp.is_selective() || is_simple) else {
+        let Some(buffer) = self.reorder.as_mut().filter(|_| call.qp.is_selective() || is_simple) else {
             return false;
         };
-        if !qp.is_selective() {
+        if !call.qp.is_selective() {
             buffer.insert(expected, seq, packet, mtu);
             return false;
         }
         match buffer.insert(expected, seq, packet, mtu) {
-            true => ctx.counters.out_of_seq_request += 1,
-            false => ctx.counters.dropped_requests += 1,
+            true => call.counters.out_of_seq_request += 1,
+            false => call.counters.dropped_requests += 1,
         }
         // Don't replace a pending refusal: it reports that the expected packet was not executed.
-        if !buffer.is_empty() && !replies.is_refusing() {
-            replies.ack_now(AckDue::Ack);
+        if !buffer.is_empty() && !self.replies.is_refusing() {
+            self.replies.ack_now(AckDue::Ack);
         }
         true
     }
 
     /// Returns whether the state accepts requests; counts a dropped packet if not.
-    pub(crate) fn may_receive(&self, qp: &QpContext, ctx: &mut Ctx<'_>) -> bool {
-        let may = qp.takes_requests();
-        ctx.counters.dropped_state += u64::from(!may);
+    pub(crate) fn may_receive(&self, call: &mut Call<'_>) -> bool {
+        let may = call.qp.takes_requests();
+        call.counters.dropped_state += u64::from(!may);
         may
     }
 
     /// CHK_PSN: passes only the expected packet, reports a gap once and answers duplicates.
     #[inline]
-    fn chk_psn(
-        &mut self,
-        qp: &QpContext,
-        replies: &mut Replies,
-        ctx: &mut Ctx<'_>,
-        packet: &Packet<'_>,
-    ) -> Option<Seq> {
+    fn chk_psn(&mut self, call: &mut Call<'_>, packet: &Packet<'_>) -> Option<Seq> {
         let expected = self.expected;
         let seq = expected.nearest(packet.header.bth.psn);
         match seq.cmp(&expected) {
@@ -350,55 +360,39 @@ impl Responder {
                     Gap::None | Gap::Closed => Gap::None,
                 };
                 // The gap closed before its NAK was sent. Send the acknowledgement that the NAK may have replaced.
-                if replies.is_refusing() {
-                    replies.ack_now(AckDue::Ack);
+                if self.replies.is_refusing() {
+                    self.replies.ack_now(AckDue::Ack);
                 }
                 Some(seq)
             }
-            Ordering::Greater if self.buffer_ahead(qp, replies, ctx, seq, packet) => None,
+            Ordering::Greater if self.buffer_ahead(call, seq, packet) => None,
             Ordering::Greater => {
                 if self.gap == Gap::Nak || seq.since(expected) > MAX_GAP {
-                    ctx.counters.dropped_requests += 1;
+                    call.counters.dropped_requests += 1;
                 } else {
-                    ctx.counters.out_of_seq_request += 1;
+                    call.counters.out_of_seq_request += 1;
                     self.gap = Gap::Nak;
                     let nak = Syndrome::Nak(NakCode::PsnSequenceError);
-                    replies.ack_now(AckDue::Refuse(expected, nak));
+                    self.replies.ack_now(AckDue::Refuse(expected, nak));
                 }
                 None
             }
             Ordering::Less => {
-                self.answer_duplicate(qp, replies, ctx, seq, packet);
+                self.answer_duplicate(call, seq, packet);
                 None
             }
         }
     }
 
-    fn complete_receive_error(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, wr_id: u64, status: WcStatus) {
+    /// Completes a receive work request with an error.
+    pub(crate) fn complete_receive_error(&mut self, call: &mut Call<'_>, wr_id: u64, status: WcStatus) {
         let completion = Completion {
             wr_id,
             status,
             opcode: WcOpcode::Recv,
-            qpn: qp.qpn(),
+            qpn: call.qp.qpn(),
             ..Completion::default()
         };
-        qp.push_recv(ctx, self.srq.as_ref(), completion);
-    }
-
-    /// Completes a receive work request posted to the error state.
-    pub(crate) fn flush_posted(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>, wr_id: u64) {
-        self.complete_receive_error(qp, ctx, wr_id, WcStatus::FlushError);
-    }
-
-    /// Completes the current and all posted receive work requests with a flush error.
-    fn flush_receives(&mut self, qp: &mut QpContext, ctx: &mut Ctx<'_>) {
-        self.inbound = Inbound::Idle;
-        if let Some(receive) = self.receive.take() {
-            self.complete_receive_error(qp, ctx, receive.wqe.wr_id, WcStatus::FlushError);
-        }
-        let mut rq = self.receives.follow(QpState::Err);
-        while let Some(wqe) = rq.pop() {
-            self.complete_receive_error(qp, ctx, wqe.wr_id, WcStatus::FlushError);
-        }
+        call.push_recv(self.srq.as_ref(), completion);
     }
 }

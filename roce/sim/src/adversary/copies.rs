@@ -3,49 +3,13 @@
 
 use std::net::SocketAddr;
 
-use roce_bth::{ICRC_LEN, Packet, Qpn, ROCE_UDP_PORT};
+use roce_bth::{ICRC_LEN, Packet, ROCE_UDP_PORT};
 use roce_icrc::Flow;
 
-use super::{
-    live::{Direction, Live},
-    packets::MARK,
-};
-use crate::{net::Frame, rng::Rng, world::World};
-
-/// The attacker and what it has seen.
-pub(crate) struct Copies {
-    rng: Rng,
-    live: Live,
-    left: u32,
-    pub(crate) sent: u64,
-}
-
-impl Copies {
-    pub(crate) fn new(mut rng: Rng) -> Self {
-        Self {
-            left: rng.pick(&[20, 100, 500]),
-            live: Live::default(),
-            sent: 0,
-            rng,
-        }
-    }
-}
+use super::{live::Direction, packets::MARK, state::Copies};
+use crate::{net::Frame, world::World};
 
 impl World {
-    /// Notes a genuine packet that is sent.
-    pub(crate) fn note_for_copies(&mut self, to: usize, src_port: u16, packet: &[u8]) {
-        let Some(mut copies) = self.copies.take() else { return };
-        copies.live.note(to, src_port, packet, |qpn| self.path_mtu(to, qpn));
-        self.copies = Some(copies);
-    }
-
-    /// Forgets what was sent to a queue pair that is made, or starts again.
-    pub(crate) fn forget_copies(&mut self, host: usize, qpn: Qpn) {
-        if let Some(copies) = &mut self.copies {
-            copies.live.forget(host, qpn);
-        }
-    }
-
     /// Gives a host a frame, and before it a forged copy if it is beyond a gap.
     pub(crate) fn take_after_copy(&mut self, h: usize, frame: &Frame) {
         let now = self.instant();
@@ -61,7 +25,7 @@ impl World {
         self.hosts[h].take(now, frame);
         // Of a damaged frame some packets may be sound.
         for packet in frame.packets() {
-            copies.live.deliver(h, packet);
+            self.live.deliver(h, packet);
         }
         self.copies = Some(copies);
     }
@@ -76,7 +40,7 @@ impl World {
             && packet.payload.len() >= 8
             && Direction::of(bth.opcode) == Direction::Request
             && self.agrees_on_ports(h, bth.dest_qp)
-            && copies.live.is_beyond_gap(h, bth.dest_qp, bth.psn)
+            && self.live.is_beyond_gap(h, bth.dest_qp, bth.psn)
             && copies.rng.chance(0.5);
         if !wanted {
             return None;

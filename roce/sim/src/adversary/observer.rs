@@ -6,15 +6,15 @@
 //! is that each work request completes once at most, in order, that everything comes to an end, and that no memory
 //! changes but what its keys open. All other connections are held to everything.
 
-use std::{collections::VecDeque, net::SocketAddr, sync::Arc};
+use std::{collections::VecDeque, net::SocketAddr};
 
 use roce_bth::{
     Aeth, AtomicEth, BTH_LEN, Bth, Header, ICRC_LEN, Msn, Opcode, Packet, Psn, Qpn, RKey, ROCE_UDP_PORT, Reth, Service,
     Syndrome,
 };
-use roce_cm::mad::{Drep, Dreq, Mad, Message, Mra, Rej, Rtu, Subject};
-use roce_mem::Region;
+use roce_port::cm::mad::{Drep, Dreq, Mad, Message, Mra, Rej, Rtu, Subject};
 
+use super::state::{Observer, Seen};
 use crate::{
     forge,
     life::RIGHTS,
@@ -22,59 +22,13 @@ use crate::{
     rng::Rng,
     runner::Check,
     scenario::{MS, US},
-    world::{Event, World},
+    world::World,
 };
 
 /// Packets that it remembers.
 const MEMORY: usize = 64;
 /// Bytes of a region that it must not reach.
 const GUARD: usize = 4096;
-
-/// Packet of the victim.
-#[derive(Clone, Debug)]
-struct Seen {
-    to: usize,
-    src: SocketAddr,
-    identification: u16,
-    bytes: Vec<u8>,
-}
-
-/// The observer.
-pub(crate) struct Observer {
-    rng: Rng,
-    pub(crate) victim: usize,
-    left: u32,
-    until: u64,
-    /// Share of the packets it sees after which it sends one.
-    zeal: f64,
-    seen: VecDeque<Seen>,
-    /// Places that keys open, of the victim or of others: address and key.
-    keys: VecDeque<(u64, RKey)>,
-    others: VecDeque<(u64, RKey)>,
-    /// Communication IDs of the victim's ends.
-    ids: [u32; 2],
-    /// In the victim's protection domains, with every right, and keys that never go over the network.
-    guards: Vec<(usize, u32, Arc<Region>, Vec<u8>)>,
-    pub(crate) sent: u64,
-}
-
-impl Observer {
-    pub(crate) fn new(mut rng: Rng, victim: usize, chaos_end: u64) -> Self {
-        Self {
-            victim,
-            left: rng.pick(&[5, 50, 300]),
-            until: chaos_end + rng.pick(&[0, 20 * MS, 200 * MS]),
-            zeal: rng.pick(&[0.01, 0.1, 0.5]),
-            seen: VecDeque::new(),
-            keys: VecDeque::new(),
-            others: VecDeque::new(),
-            ids: [0; 2],
-            guards: Vec::new(),
-            sent: 0,
-            rng,
-        }
-    }
-}
 
 fn remember<T>(list: &mut VecDeque<T>, item: T) {
     if list.len() == MEMORY {
@@ -170,7 +124,7 @@ impl World {
         if o.left > 0 && self.now < o.until && o.rng.chance(o.zeal) {
             o.left -= 1;
             let after = o.rng.pick(&[0, 0, US, 50 * US, MS]);
-            self.schedule(after, Event::Meddle);
+            self.schedule(after, "meddle", Self::meddle);
         }
     }
 

@@ -1,15 +1,16 @@
 //! Packets that an off-path attacker can make.
 
 use roce_bth::{AtomicEth, Bth, Class, Deth, Header, Opcode, Position, Psn, QKey, Qpn, Reth, Srqn, XrcEth};
-use roce_cm::{
-    cma::HEADER_LEN,
+use roce_port::cm::{
+    cma::{HEADER_LEN, PortSpace},
     mad::{Attribute, Mad},
 };
 
 use super::live::{Direction, Target};
 use crate::{
-    forge::{Endpoint, acceptable_req, any_header, any_opcode, comm_id, message, to_gsi, with_payload},
-    program::{PRIVATE_LEN, Program},
+    forge::{
+        Endpoint, PRIVATE_LEN, acceptable_req, any_header, any_opcode, comm_id, message, sidr_req, to_gsi, with_payload,
+    },
     rng::Rng,
 };
 
@@ -44,7 +45,7 @@ pub(super) enum What {
     Garbage,
     /// Requests that look like those of the program's clients.
     Sessions,
-    /// Requests to connect that the listener's program is given, and is slow to answer.
+    /// Requests to connect that the listener's program is given, and is slow to answer, and questions that it never forgets.
     Backlog,
     /// All of these in turns.
     Everything,
@@ -74,8 +75,14 @@ impl What {
     }
 }
 
-/// Forges one packet, with four bytes for its ICRC.
-pub(super) fn packet(what: What, from: &Place, to: &Place, program: Option<&dyn Program>, rng: &mut Rng) -> Vec<u8> {
+/// Forges one packet, with four bytes for its ICRC. `session` draws the private data of a program's client.
+pub(super) fn packet(
+    what: What,
+    from: &Place,
+    to: &Place,
+    session: &dyn Fn(&mut Rng) -> [u8; PRIVATE_LEN],
+    rng: &mut Rng,
+) -> Vec<u8> {
     match what {
         What::Mads(kind) => {
             let kind = kind.unwrap_or_else(|| rng.pick(&Attribute::ALL));
@@ -88,14 +95,20 @@ pub(super) fn packet(what: What, from: &Place, to: &Place, program: Option<&dyn 
             to_gsi(&mad.emit(), rng)
         }
         What::Sessions => {
-            let private_data = program.map_or([0; PRIVATE_LEN], |p| p.forged_request(rng));
+            let private_data = session(rng);
             let mut req = acceptable_req(&from.end, &to.end, rng);
             req.private_data[HEADER_LEN..].copy_from_slice(&private_data);
             to_gsi(&Mad::new(rng.number(), req).emit(), rng)
         }
         What::Backlog => {
             let transaction = rng.number();
-            let mad = Mad::new(transaction, acceptable_req(&from.end, &to.end, rng));
+            let mad = match transaction % 4 {
+                0 => Mad::new(
+                    transaction,
+                    sidr_req(comm_id(rng), PortSpace::Udp, &from.end, &to.end, rng),
+                ),
+                _ => Mad::new(transaction, acceptable_req(&from.end, &to.end, rng)),
+            };
             to_gsi(&mad.emit(), rng)
         }
         What::Opcodes => {
@@ -132,14 +145,14 @@ pub(super) fn packet(what: What, from: &Place, to: &Place, program: Option<&dyn 
                 let len = rng.range(0, 400) as usize;
                 return rng.bytes(len);
             }
-            let mut whole = packet(What::Mads(None), from, to, program, rng);
+            let mut whole = packet(What::Mads(None), from, to, session, rng);
             let keep = rng.index(whole.len());
             whole.truncate(keep);
             whole
         }
         What::Everything => {
             let kind = rng.pick(&KINDS);
-            packet(kind, from, to, program, rng)
+            packet(kind, from, to, session, rng)
         }
     }
 }

@@ -1,27 +1,18 @@
 //! Programs' handling of forged connect requests. They can't distinguish them: they accept, refuse or delay them, and clean
 //! up when the request is never confirmed.
 
-use roce_port::{CmEventKind, ConnId, QpInit};
+use roce_port::{CmEventKind, ConnId, SidrAnswer, cm::mad::sidr_status};
 use roce_verbs::{
-    QpCaps, QpType, Qpn,
+    QKey, QpCaps, Qpn,
     provider::{ConnParams, RejectReason},
 };
 
+use super::state::{Held, Stray};
 use crate::{
     runner::Check,
     scenario::{MS, SEC},
-    world::{Event, World},
+    world::World,
 };
-
-/// Forged request that a program has not refused.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Stray {
-    host: usize,
-    boot: u32,
-    id: ConnId,
-    /// The queue pair that it was accepted with.
-    qpn: Option<Qpn>,
-}
 
 /// Requests that a host's programs hold at a time.
 const MOST: usize = 16;
@@ -40,7 +31,8 @@ impl World {
         let boot = self.hosts[h].boot;
         blind.answered.retain(|(at, ..)| *at == self.now);
         blind.answered.push((self.now, h, id));
-        let held = blind.strays.iter().filter(|s| s.host == h).count();
+        let connections = blind.strays.iter().filter(|s| s.what != Held::Question);
+        let held = connections.filter(|s| s.host == h).count();
         let (choice, patience) = match blind.effort.fills_backlogs() {
             // The backlog bounds how many are held.
             true => (1, 2 * SEC),
@@ -58,12 +50,47 @@ impl World {
             return self.refuse(h, id, reason);
         }
         let qpn = (choice > 1).then(|| self.spare_qp(h)).transpose()?;
-        blind.strays.push(Stray { host: h, boot, id, qpn });
+        let what = Held::Connection(qpn);
+        blind.strays.push(Stray {
+            host: h,
+            boot,
+            id,
+            what,
+        });
         self.blind = Some(blind);
-        self.schedule(patience, Event::Dismiss { host: h, conn: id });
+        self.schedule(patience, "dismiss", move |w| w.dismiss(h, id));
         if let Some(qpn) = qpn {
             // A request that can't be accepted any more is dismissed all the same.
             let _ = self.hosts[h].port.accept_qp(now, id, qpn, params);
+        }
+        Ok(())
+    }
+
+    /// Handles a question for a queue pair, which no peer asks: the program answers every second one, and keeps all of them until the
+    /// attack is over, as one that forgets to destroy them.
+    pub(crate) fn on_question(&mut self, h: usize, id: ConnId) -> Check {
+        let (now, boot) = (self.instant(), self.hosts[h].boot);
+        let Some(blind) = &mut self.blind else {
+            return Err(format!("host {h}: a question that nobody asked"));
+        };
+        let what = Held::Question;
+        blind.strays.push(Stray {
+            host: h,
+            boot,
+            id,
+            what,
+        });
+        let kept = blind.effort.until.saturating_sub(self.now) + SEC;
+        self.schedule(kept, "dismiss", move |w| w.dismiss(h, id));
+        if id.0.is_multiple_of(2) {
+            let answer = SidrAnswer {
+                status: sidr_status::REJECT,
+                qpn: Qpn::new(0),
+                qkey: QKey(0),
+                private_data: vec![],
+            };
+            let answered = self.hosts[h].port.cm_answer(now, id, &answer);
+            answered.map_err(|e| format!("host {h}: answering a question: {e}"))?;
         }
         Ok(())
     }
@@ -87,18 +114,8 @@ impl World {
     /// When the host has too many.
     pub fn spare_qp(&mut self, h: usize) -> Result<Qpn, String> {
         let host = &mut self.hosts[h];
-        let cq = host.cqs[0].clone();
-        let qpn = host.port.create_qp(QpInit {
-            pd: host.pd,
-            qp_type: QpType::Rc,
-            send_cq: cq.clone(),
-            recv_cq: cq,
-            caps: QpCaps::default(),
-            signal_all: false,
-            srq: None,
-            xrcd: None,
-        });
-        qpn.map_err(|e| format!("host {h}: no queue pair for a request: {e}"))
+        let qpn = host.create_qp(host.pd, 0, QpCaps::default(), false);
+        qpn.map_err(|e| format!("host {h}: for a request: {e}"))
     }
 
     /// Whether a connection is none of the model's; then its event is dealt with.
@@ -132,7 +149,7 @@ impl World {
             return Ok(());
         }
         host.port.cm_destroy(now, id);
-        if let Some(qpn) = stray.qpn {
+        if let Held::Connection(Some(qpn)) = stray.what {
             let destroyed = host.port.destroy_qp(now, qpn);
             destroyed.map_err(|e| format!("host {h}: destroy: {e}"))?;
         }

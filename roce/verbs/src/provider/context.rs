@@ -6,13 +6,17 @@ use std::sync::Arc;
 use roce_bth::{LKey, RKey};
 
 use super::{
-    CmRef, ConnParams, CqId, DeviceCaps, DeviceIx, Event, GrantOf, Granted, KeyId, KeyKind, Lent, MrId, PdId, QpId,
-    RejectReason, Revoked, VerbsError,
+    caps::DeviceCaps,
+    connect::{ConnParams, RejectReason},
+    error::VerbsError,
+    event::Event,
+    ids::{CmRef, CqId, DeviceIx, KeyId, MrId, PdId, QpId},
+    keys::{GrantOf, Granted, KeyKind, Revoked},
 };
 use crate::{
-    attr::QpCaps,
+    attr::{AccessFlags, QpCaps},
     wc::Completion,
-    wr::{AccessFlags, PostError, RecvWr, SendWr},
+    wr::{PostError, RecvWr, SendWr},
 };
 
 /// Memory that its owner lends to devices. Peers may change it at any time, so nobody makes a reference to its bytes.
@@ -75,8 +79,6 @@ pub struct QpSpec {
     pub signal_all: bool,
 }
 
-const NOT_SHARED: VerbsError = VerbsError::Unsupported("objects that several loops use");
-
 /// All devices of a loop, with connection management: what RTRS is written against.
 ///
 /// One thread calls it. Nothing here waits. Whether a posted work request leaves at once or with the turn of the loop is the
@@ -106,50 +108,6 @@ pub trait Provider {
     fn alloc_key(&mut self, pd: PdId, kind: KeyKind) -> Result<KeyId, VerbsError>;
     /// Frees a key, and closes it.
     fn free_key(&mut self, key: KeyId);
-
-    /// Lets other loops' providers use a protection domain.
-    ///
-    /// # Errors
-    /// When the provider can't share.
-    fn lend_pd(&mut self, _pd: PdId) -> Result<Lent, VerbsError> {
-        Err(NOT_SHARED)
-    }
-    /// Gives another provider's protection domain a number here, until [`free_pd`](Self::free_pd).
-    ///
-    /// # Errors
-    /// When it is not one of this device, or at the limit of numbers.
-    fn borrow_pd(&mut self, _device: DeviceIx, _pd: &Lent) -> Result<PdId, VerbsError> {
-        Err(NOT_SHARED)
-    }
-    /// Lets other loops' providers use a registration.
-    ///
-    /// # Errors
-    /// When the provider can't share.
-    fn lend_mr(&mut self, _mr: MrId) -> Result<Lent, VerbsError> {
-        Err(NOT_SHARED)
-    }
-    /// Gives another provider's registration a number here, until [`deregister`](Self::deregister).
-    ///
-    /// # Errors
-    /// When it is not in this protection domain, or at the limit of numbers.
-    fn borrow_mr(&mut self, _pd: PdId, _mr: &Lent) -> Result<MrInfo, VerbsError> {
-        Err(NOT_SHARED)
-    }
-    /// Lets other loops' providers use a key. Only one of all loops may grant or revoke it at a time, and each knowing that the one
-    /// before is done; who may, the loops settle between them.
-    ///
-    /// # Errors
-    /// When the provider can't share.
-    fn lend_key(&mut self, _key: KeyId) -> Result<Lent, VerbsError> {
-        Err(NOT_SHARED)
-    }
-    /// Gives another provider's key a number here, until [`free_key`](Self::free_key), which does not close it.
-    ///
-    /// # Errors
-    /// When it is not in this protection domain, or at the limit of numbers.
-    fn borrow_key(&mut self, _pd: PdId, _key: &Lent) -> Result<KeyId, VerbsError> {
-        Err(NOT_SHARED)
-    }
 
     /// Makes a completion queue.
     ///

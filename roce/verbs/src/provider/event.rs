@@ -1,6 +1,9 @@
 //! Events of a provider besides completions.
 
-use super::{CmRef, DeviceIx, NoAnswer, QpId, RejectReason};
+use super::{
+    connect::{NoAnswer, RejectReason},
+    ids::{CmRef, DeviceIx, QpId},
+};
 use crate::event::AsyncEvent;
 
 /// An event.

@@ -13,22 +13,24 @@ macro_rules! ids {
         pub struct $name(pub u32);
 
         impl $name {
-            /// Bits of the slot.
+            /// Bits of the slot, the lowest; the others are the generation's.
             pub const SLOT_BITS: u32 = 20;
-
-            /// The number of a slot's object; of the generation what fits.
-            pub const fn new(slot: u32, generation: u32) -> Self {
-                Self(generation << Self::SLOT_BITS | (slot & ((1 << Self::SLOT_BITS) - 1)))
-            }
 
             /// The slot.
             pub const fn slot(self) -> u32 {
                 self.0 & ((1 << Self::SLOT_BITS) - 1)
             }
+        }
 
-            /// The generation.
-            pub const fn generation(self) -> u32 {
-                self.0 >> Self::SLOT_BITS
+        impl From<u32> for $name {
+            fn from(number: u32) -> Self {
+                Self(number)
+            }
+        }
+
+        impl From<$name> for u32 {
+            fn from(number: $name) -> Self {
+                number.0
             }
         }
     )*};
@@ -47,17 +49,4 @@ ids! {
     QpId;
     /// A connection or a listener.
     CmRef;
-}
-
-#[cfg(test)]
-mod tests {
-    use super::QpId;
-
-    #[test]
-    fn slot_and_generation_are_apart() {
-        let id = QpId::new(0xf_ffff, 0xfff);
-        assert_eq!((id.slot(), id.generation()), (0xf_ffff, 0xfff));
-        assert_ne!(QpId::new(7, 1), QpId::new(7, 2));
-        assert_eq!(QpId::new(0, 0x1000).generation(), 0, "generations begin again");
-    }
 }

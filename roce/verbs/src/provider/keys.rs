@@ -2,8 +2,8 @@
 
 use roce_bth::RKey;
 
-use super::MrId;
-use crate::wr::AccessFlags;
+use super::ids::MrId;
+use crate::attr::AccessFlags;
 
 /// Object that a key belongs to.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]

@@ -10,7 +10,6 @@ mod error;
 mod event;
 mod ids;
 mod keys;
-mod lent;
 
 pub use caps::{DeviceCaps, KeyStrategy};
 pub use connect::{ConnParams, NoAnswer, RejectReason};
@@ -19,4 +18,3 @@ pub use error::{RangeError, VerbsError};
 pub use event::{CmKind, Event};
 pub use ids::{CmRef, CqId, DeviceIx, KeyId, MrId, PdId, QpId};
 pub use keys::{GrantOf, Granted, KeyKind, Revoked};
-pub use lent::Lent;

@@ -16,7 +16,7 @@ use crate::{
         conn::Conn,
         env::{ConnKey, Names},
         policy::Policy,
-        share::Share,
+        stage::{Attempt, State, Up},
         status::PathCommand,
         terms::Terms,
     },
@@ -33,7 +33,7 @@ const CID: u16 = 1;
 
 struct Bed {
     provider: Scripted,
-    session: Session,
+    session: Session<u64>,
     names: Names,
     out: VecDeque<Output>,
     dirty: Vec<ConnKey>,
@@ -46,6 +46,13 @@ struct Bed {
 
 /// Message that a path has posted: request number, offset in the chunk, where to, and the bytes.
 type Sent = (u32, u64, Vec<u8>);
+
+/// A path is up, without heartbeats.
+fn connected(now: Instant, config: &SessionConfig) -> State {
+    let mut up = Up::new(now, config, None);
+    up.next_beat = now + Duration::from_secs(1 << 30);
+    State::Connected(up)
+}
 
 impl Bed {
     /// Both paths are up.
@@ -72,19 +79,16 @@ impl Bed {
             random: &mut |_| (),
         };
         let pd = lane.enter(&mut cx, DeviceIx(0), true).unwrap();
-        lane.furnish(&mut cx, DeviceIx(0), 0..DEPTH, 320).unwrap();
+        lane.furnish(&mut cx, DeviceIx(0), DEPTH, 320).unwrap();
         lane.buffers.set_limit(1 << 20);
         let (mut paths, mut qps) = (Vec::new(), Vec::new());
         for index in 0..2 {
             let cq = provider.create_cq(DeviceIx(0), 1000).unwrap();
-            let joining = Joining {
-                id: PathId::of_opening(index),
-                addr: config.paths[0],
-                uuid: Uuid::draw(&mut |_| ()),
-            };
-            let mut path = Path::new(ID, index, joining, &config, Share::default());
-            path.questions.latency = Some(Duration::from_micros(index.into()));
-            (path.state, path.terms) = (PathState::Connected, Some(terms));
+            let what = (PathId::of_opening(index), config.paths[0], Uuid::draw(&mut |_| ()));
+            let mut path = Path::new(ID, index, what);
+            path.state = connected(now, &config);
+            path.latency = Some(Duration::from_micros(index.into()));
+            path.terms = Some(terms);
             (path.device, path.pd, path.cq) = (Some(DeviceIx(0)), Some(pd), Some(cq));
             for _ in 0..2 {
                 let mut conn = Conn::new(provider.cm_resolve(None, dst).unwrap());
@@ -112,9 +116,8 @@ impl Bed {
             id: ID,
             uuid: Uuid::draw(&mut |_| ()),
             info: Some(terms.info(config.max_user_header)),
-            picker: Picker::of_share(0),
+            picker: Picker::default(),
             next_path: 2,
-            announced: true,
             given_up: false,
             config,
             state: SessionState::Open,
@@ -123,9 +126,7 @@ impl Bed {
             failure: None,
             why: PathError::Closed,
             lost_at: None,
-            ended: 0,
             look_at: None,
-            others_busy: None,
         };
         Self {
             provider,
@@ -139,7 +140,7 @@ impl Bed {
         }
     }
 
-    fn with<T>(&mut self, f: impl FnOnce(&mut Session, &mut Env<'_, '_>) -> T) -> T {
+    fn with<T>(&mut self, f: impl FnOnce(&mut Session<u64>, &mut Env<'_, '_, u64>) -> T) -> T {
         let mut cx = Cx {
             now: self.now,
             provider: &mut self.provider,
@@ -150,9 +151,7 @@ impl Bed {
             names: &mut self.names,
             out: &mut self.out,
             dirty: &mut self.dirty,
-            share: Share::default(),
             cpu: 0,
-            letters: &mut VecDeque::new(),
         };
         f(&mut self.session, &mut env)
     }
@@ -180,7 +179,7 @@ impl Bed {
     /// The end of a turn: what the path has posted in it.
     fn sent(&mut self, path: usize) -> Vec<Sent> {
         for key in core::mem::take(&mut self.dirty) {
-            self.with(|session, env| session.post(env, key.path, key.place));
+            self.with(|session, env| session.post(env, key.path, key.cid));
         }
         let layout = ChunkLayout::new(DEPTH, CHUNK).unwrap();
         let sends = self.provider.take_sends(self.qps[path][usize::from(CID)]);
@@ -337,7 +336,7 @@ fn a_path_that_was_up_is_connected_anew_a_second_after_its_end() {
         bed.session.paths[0].next_timeout(),
         Some(bed.now + Duration::from_secs(1))
     );
-    assert_eq!(bed.session.paths[0].state, PathState::Reconnecting);
+    assert_eq!(bed.session.paths[0].state(), PathState::Reconnecting);
     // Asked once more, it does not wait.
     bed.with(|session, env| session.command(env, id, PathCommand::Reconnect))
         .unwrap();
@@ -371,11 +370,11 @@ fn an_attempt_that_is_given_up_says_nothing_of_the_connections_before() {
     bed.with(|session, env| {
         let path = &mut session.paths[0];
         path.conns.push(Conn::new(cm));
-        path.state = PathState::Connecting;
+        path.state = State::Connecting(Attempt::default());
         path.meet(PathEvent::CloseAsked);
         session.settle(env, 0, Vec::new());
     });
-    assert_eq!(bed.session.paths[0].state, PathState::Closed);
+    assert_eq!(bed.session.paths[0].state(), PathState::Closed);
     assert_eq!(bed.done(), []);
     bed.later(PACKET_LIFETIME);
     assert_eq!(bed.done(), [(0, true)]);
@@ -478,10 +477,30 @@ fn permits_of_a_path_that_the_server_took_leave_of_rest_as_well() {
     for place in 0..2 {
         bed.with(|session, env| session.cm_event(env, 0, place, CmKind::Disconnected));
     }
-    assert_eq!(bed.session.paths[0].state, PathState::Closed);
+    assert_eq!(bed.session.paths[0].state(), PathState::Closed);
     assert_eq!(bed.done(), [(0, false)]);
     let free: Vec<_> = std::iter::from_fn(|| bed.session.lane.permits.take(bed.now)).collect();
     assert_eq!(free, [1, 2, 3]);
+}
+
+/// With the session the server has closed what was open: to it the request may mean another device.
+#[test]
+fn what_was_in_flight_when_the_session_was_lost_goes_by_no_path_that_comes_back() {
+    let mut bed = Bed::new();
+    bed.lose(1);
+    bed.write(0);
+    bed.sent(0);
+    let id = bed.session.paths[0].id;
+    bed.with(|session, env| session.command(env, id, PathCommand::Disconnect))
+        .unwrap();
+    for place in 0..2 {
+        bed.with(|session, env| session.cm_event(env, 0, place, CmKind::Disconnected));
+    }
+    let back = connected(bed.now, &bed.session.config);
+    bed.session.paths[1].state = back;
+    bed.drain(0);
+    assert_eq!(bed.session.paths[0].state(), PathState::Closed);
+    assert_eq!((bed.done(), bed.sent(1).len()), (vec![(0, false)], 0));
 }
 
 /// A path may be up and have none of this permit's chunk.
@@ -500,27 +519,24 @@ fn a_request_without_a_way_waits_for_one() {
 fn each_policy_chooses_as_it_says() {
     let mut bed = Bed::new();
     let paths = &mut bed.session.paths;
-    let pick = |share, policy, paths: &[Path], loads: &[u32]| Picker::of_share(share).pick(policy, paths, loads, 0);
-    // Of equals each loop begins with another: one with two requests would use a path only.
-    for (share, first) in [(0, 0), (1, 1), (2, 0)] {
-        assert_eq!(pick(share, Policy::MinInflight, paths, &[3, 3]), Some(first));
-        assert_eq!(pick(share, Policy::MinInflight, paths, &[3, 2]), Some(1));
-        assert_eq!(pick(share, Policy::MinInflight, paths, &[0, 1]), Some(0));
+    let pick = |policy, paths: &[Path], loads: &[u32]| Picker::default().pick(policy, paths, loads, 0);
+    for (loads, path) in [([3, 3], 0), ([3, 2], 1), ([0, 1], 0)] {
+        assert_eq!(pick(Policy::MinInflight, paths, &loads), Some(path));
     }
-    paths[0].questions.latency = None;
-    assert_eq!(pick(0, Policy::MinLatency, paths, &[]), Some(1), "it was measured");
-    paths[1].questions.latency = None;
-    assert_eq!(pick(0, Policy::MinLatency, paths, &[]), Some(0));
-    let mut turns = Picker::of_share(0);
+    paths[0].latency = None;
+    assert_eq!(pick(Policy::MinLatency, paths, &[]), Some(1), "it was measured");
+    paths[1].latency = None;
+    assert_eq!(pick(Policy::MinLatency, paths, &[]), Some(0));
+    let mut turns = Picker::default();
     let turns: Vec<_> = (0..4)
         .map(|_| turns.pick(Policy::RoundRobin, paths, &[9, 0], 0))
         .collect();
     assert_eq!(turns, [Some(0), Some(1), Some(0), Some(1)]);
-    paths[0].state = PathState::Reconnecting;
+    paths[0].state = State::Closed;
     for policy in Policy::ALL {
-        assert_eq!(pick(0, policy, paths, &[0, 9]), Some(1), "{policy:?}");
+        assert_eq!(pick(policy, paths, &[0, 9]), Some(1), "{policy:?}");
     }
     // A path with fewer chunks than this permit's.
     paths[1].chunks.clear();
-    assert_eq!(pick(0, Policy::MinInflight, paths, &[]), None);
+    assert_eq!(pick(Policy::MinInflight, paths, &[]), None);
 }

@@ -104,7 +104,6 @@ impl Bed {
             keys: &self.keys,
             renewal: self.renewal,
             info: Some(&self.info),
-            hold: None,
         };
         self.out.post(&mut cx, &ground, &mut done).unwrap();
         done

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use roce_mem::Pages;
+use roce_verbs::mem::Pages;
 use roce_verbs::{
     AccessFlags, Payload, RemoteAddr, SendOp,
     provider::{CmRef, CqId, DeviceIx, KeyId, KeyKind, MrId, PdId, QpId, QpSpec, Registration, VerbsError},

@@ -3,11 +3,11 @@
 use std::{net::IpAddr, path::Path};
 
 use roce_bth::{Opcode, Packet};
-use roce_cm::{
+use roce_pcap::{Capture, decode};
+use roce_port::cm::{
     cma,
     mad::{Mad, Message},
 };
-use roce_pcap::{Capture, decode};
 use rtrs::proto::{Uuid, conn::ConnReq};
 
 use crate::Error;

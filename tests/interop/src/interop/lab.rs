@@ -59,6 +59,8 @@ pub(crate) struct Places {
     pub(crate) rdma: PathBuf,
     /// The tarball of the conformance kit, if there is one.
     pub(crate) kit: Option<PathBuf>,
+    /// `ferroce-ublk`, if it was built.
+    pub(crate) ublk: Option<PathBuf>,
     /// Captures of scenarios that passed are kept, too.
     pub(crate) keep: bool,
 }

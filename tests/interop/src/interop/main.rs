@@ -145,6 +145,10 @@ pub(crate) struct Cli {
     /// the scenario is among those that run]
     #[arg(long, value_name = "FILE")]
     kit: Option<PathBuf>,
+    /// The program whose disk in memory is compared with one behind NBD (tests/ublk) [default: of `cargo xtask interop` one that it
+    /// builds, where the scenario is among those that run]
+    #[arg(long, value_name = "FILE")]
+    ublk: Option<PathBuf>,
     /// Only what runs beside the rest: for the second process of a run
     #[arg(long, hide = true)]
     beside: bool,
@@ -205,6 +209,7 @@ fn places(cli: &Cli, run: &mut RunDir) -> Result<Places, Error> {
         contract: beside("provider-contract"),
         rdma: beside("ferroce-rdma"),
         kit: cli.kit.clone(),
+        ublk: cli.ublk.clone(),
         keep: cli.keep,
     })
 }

@@ -272,7 +272,7 @@ impl Server<'_> {
             op: SendOp::Flush(Flush {
                 remote: RemoteAddr { addr, rkey: RKey(key) },
                 length,
-                placement: Placement::from_bits(placement),
+                placement: Placement::from_bits_retain(placement & 0xf),
                 selectivity: Selectivity::from_bits(selectivity),
             }),
             flags: SendFlags::SIGNALED,

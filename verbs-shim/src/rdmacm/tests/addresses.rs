@@ -21,7 +21,7 @@ fn ports_are_kept_from_other_processes() {
     p.run(Cmd::BindIp, bind(id, "0.0.0.0:0")).unwrap();
     assert_eq!(p.log.take(), ["reserve Udp 0 Some(0.0.0.0) -> 2"]);
     assert_eq!(p.ucma.get(p.fd, id).unwrap().local.port(), 40_000);
-    // Who only connects needs no port that others don't have.
+    // An id that only connects needs no port of its own.
     p.routed(3, PortSpace::Tcp);
     assert_eq!(p.log.take(), [""; 0]);
 }
@@ -101,7 +101,10 @@ fn addresses_without_device_or_route() {
     p.resolve(id, "0.0.0.0:7471").unwrap();
     p.expect(EventType::AddrResolved);
     let answer = p
-        .run(Cmd::Query, Bytes::default().u64(1).u32(id).u32(abi::query::ADDR))
+        .run(
+            Cmd::Query,
+            Bytes::default().u64(1).u32(id).u32(abi::option::USER_CM_QUERY_ADDR),
+        )
         .unwrap();
     let addrs = QueryAddrResp::read_from_bytes(&answer).unwrap();
     assert_eq!(
@@ -109,7 +112,7 @@ fn addresses_without_device_or_route() {
         Ok(sockaddr("10.0.0.1:7471")),
         "the host itself"
     );
-    assert_eq!((addrs.src_size, addrs.node_guid, addrs.pkey), (16, [9; 8], [0xff; 2]));
+    assert_eq!((addrs.src_size, addrs.node_guid, addrs.pkey), (16, [9; 8], 0xffff));
     let bind = |id: u32, addr: &str| Bytes::default().u64(0).raw(&sockaddr(addr).emit_in6()).u32(id);
     let id = p.create(2, PortSpace::Tcp);
     assert_eq!(

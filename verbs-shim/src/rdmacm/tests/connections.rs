@@ -185,9 +185,9 @@ fn who_connects_too_early_asks_again() {
     p.log.take();
     p.report(1, nobody());
     assert!(p.event().is_none());
-    let at = p.ucma.ask_again(Instant::now()).expect("something is planned");
+    let at = p.ucma.retry_due(Instant::now()).expect("something is planned");
     assert_eq!(p.log.take(), [""; 0], "not at once");
-    assert_eq!(p.ucma.ask_again(at), None);
+    assert_eq!(p.ucma.retry_due(at), None);
     assert_eq!(p.log.take(), ["connect 10.0.0.9:7471 Rc  -> 2", "end 1"]);
     // The answer to the second question counts, and there is an end to asking.
     let end = Instant::now() + Duration::from_secs(5);
@@ -195,14 +195,14 @@ fn who_connects_too_early_asks_again() {
     while Instant::now() < end {
         p.report(last, nobody());
         let Some(event) = p.event() else {
-            let at = p.ucma.ask_again(Instant::now()).expect("something is planned");
+            let at = p.ucma.retry_due(Instant::now()).expect("something is planned");
             std::thread::sleep(at.saturating_duration_since(Instant::now()));
-            p.ucma.ask_again(at);
+            p.ucma.retry_due(at);
             last += 1;
             continue;
         };
         assert_eq!((event.event, event.status), (EventType::Rejected as u32, 8));
-        assert_eq!(p.ucma.ask_again(Instant::now()), None);
+        assert_eq!(p.ucma.retry_due(Instant::now()), None);
         return;
     }
     panic!("no end to asking");
@@ -238,7 +238,7 @@ fn an_id_moves_to_another_channel_with_its_events() {
     p.ucma.close_channel(other);
     assert_eq!(
         p.simple(Cmd::ResolveRoute, id, 0),
-        Err(Errno(libc::ENOENT)),
+        Err(Errno::NOENT),
         "it went with its channel"
     );
 }

@@ -8,18 +8,19 @@ fn options() {
     let id = p.create(1, PortSpace::Tcp);
     let option =
         |level: u32, name: u32, value: u64, len: u32| Bytes::default().u64(value).u32(id).u32(level).u32(name).u32(len);
-    p.run(Cmd::SetOption, option(0, abi::option::ID_TOS, 0x20, 1)).unwrap();
-    p.run(Cmd::SetOption, option(0, abi::option::ID_ACK_TIMEOUT, 21, 1))
+    p.run(Cmd::SetOption, option(0, abi::option::OPTION_ID_TOS, 0x20, 1))
+        .unwrap();
+    p.run(Cmd::SetOption, option(0, abi::option::OPTION_ID_ACK_TIMEOUT, 21, 1))
         .unwrap();
     assert_eq!(
-        p.run(Cmd::SetOption, option(0, abi::option::ID_ACK_TIMEOUT, 40, 1)),
+        p.run(Cmd::SetOption, option(0, abi::option::OPTION_ID_ACK_TIMEOUT, 40, 1)),
         Err(Errno::INVAL)
     );
     assert_eq!(
-        p.run(Cmd::SetOption, option(0, abi::option::ID_TOS, 1, 4)),
+        p.run(Cmd::SetOption, option(0, abi::option::OPTION_ID_TOS, 1, 4)),
         Err(Errno::INVAL)
     );
-    assert_eq!(p.run(Cmd::SetOption, option(0, 99, 1, 4)), Err(Errno(libc::ENOSYS)));
+    assert_eq!(p.run(Cmd::SetOption, option(0, 99, 1, 4)), Err(Errno::NOSYS));
     p.resolve(id, "10.0.0.9:7471").unwrap();
     p.simple(Cmd::ResolveRoute, id, 0).unwrap();
     p.connect(id, b"").unwrap();
@@ -39,10 +40,10 @@ fn when_options_may_be_set() {
             .raw(&sockaddr("10.0.0.1:7471").emit_in6())
             .u32(id)
     };
-    let (afonly, reuse) = (abi::option::ID_AFONLY, abi::option::ID_REUSEADDR);
+    let (afonly, reuse) = (abi::option::OPTION_ID_AFONLY, abi::option::OPTION_ID_REUSEADDR);
     let id = p.create(1, PortSpace::Tcp);
     p.run(Cmd::BindIp, bind(id)).unwrap();
-    // Of a bound id the family may still be restricted; that it shares its port may be said, but not be taken back.
+    // A bound id may still be restricted to its family; sharing of its port may be turned on, but not off.
     p.run(Cmd::SetOption, option(id, afonly, 1, 4)).unwrap();
     assert_eq!(p.run(Cmd::SetOption, option(id, reuse, 0, 4)), Err(Errno::INVAL));
     p.run(Cmd::SetOption, option(id, reuse, 1, 4)).unwrap();
@@ -56,8 +57,8 @@ fn when_options_may_be_set() {
         Err(Errno(libc::EADDRINUSE)),
         "a listener's port is its own"
     );
-    // What nobody acknowledges has no timeout.
-    let timeout = |id: u32| option(id, abi::option::ID_ACK_TIMEOUT, 14, 1);
+    // Unacknowledged services have no timeout.
+    let timeout = |id: u32| option(id, abi::option::OPTION_ID_ACK_TIMEOUT, 14, 1);
     let datagrams = p.create(3, PortSpace::Udp);
     assert_eq!(p.run(Cmd::SetOption, timeout(datagrams)), Err(Errno::INVAL));
     let unreliable = Bytes::default()
@@ -79,7 +80,7 @@ fn each_ip_version_has_its_listener() {
             .u64(1)
             .u32(id)
             .u32(0)
-            .u32(abi::option::ID_AFONLY)
+            .u32(abi::option::OPTION_ID_AFONLY)
             .u32(4);
         p.run(Cmd::SetOption, option).unwrap();
         let bind = Bytes::default().u64(0).raw(&sockaddr(addr).emit_in6()).u32(id);
@@ -98,7 +99,7 @@ fn each_ip_version_has_its_listener() {
     }
 }
 
-/// Whatever is written, nothing breaks.
+/// Random commands are refused or executed without a panic.
 #[test]
 fn broken_commands_are_refused() {
     let mut p = Program::new();

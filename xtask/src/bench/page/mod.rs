@@ -173,8 +173,8 @@ const PARTS: [(&str, &str, &str, Form); 16] = [
     (
         "scale",
         "Queue pairs",
-        "64-byte WRITEs with 512 outstanding in all, on several queue pairs, compared with one queue pair; and on 64 \
-         of 10,000 connected ones. Memory of one of these with its connection.",
+        "64-byte WRITEs with 512 outstanding in all, or 64 on each, on several queue pairs, compared with one queue \
+         pair; and on 64 of 10,000 connected ones. Memory of one of these with its connection.",
         Form::Bars,
     ),
     (
@@ -182,8 +182,8 @@ const PARTS: [(&str, &str, &str, Form); 16] = [
         "Engines and loops",
         "On loopback, with both sides alike. Two engines of a device compared with one, driven by one thread and by \
          two with a queue pair and a completion queue each, 64 outstanding, or 16 of 1 MiB (`ferroce bench --shards \
-         --threads`). Two loops of `ferroce map --nbd` and `ferroce serve` compared with one, with 32 outstanding \
-         reads of each client.",
+         --threads`). Two loops of `ferroce serve`, each with a `ferroce map --nbd`, compared with one loop and one \
+         mapping, with 32 outstanding reads of each client.",
         Form::Bars,
     ),
     (

@@ -60,47 +60,49 @@ pub(super) fn engines(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// `ferroce serve` and `map` with so many loops each.
+/// `ferroce serve` with so many loops, and as many mappings.
 struct Chain {
-    socket: String,
-    processes: [Ferroce; 2],
+    sockets: Vec<String>,
+    processes: Vec<Ferroce>,
 }
 
 impl Chain {
     fn start(ferroce: &Path, image: &Path, scratch: &Path, loops: usize) -> Result<Self> {
-        let (server, client) = (format!("127.0.7.{loops}0"), format!("127.0.7.{loops}1"));
+        let server = format!("127.0.7.{loops}0");
         let threads = loops.to_string();
         let [a, b] = ["a", "b"].map(|name| format!("{name}={},ro", image.display()));
         let serve = ["serve", "--json", "--threads", &threads, "--addr", &server];
         let serve = [&serve[..], &["--export", &a, "--export", &b]].concat();
         let mut serve = Ferroce::start("ferroce serve", ferroce, &serve)?;
         serve.wait_for("listening")?;
-        let socket = scratch.join(format!("loops{loops}.sock"));
-        let (path, socket) = (format!("{client},{server}"), socket.to_string_lossy());
-        let map = [
-            "map",
-            "--json",
-            "--threads",
-            &threads,
-            "--session",
-            "loops",
-            "--path",
-            &path,
-        ];
-        let map = [&map[..], &["--device", "a,ro", "--device", "b,ro", "--nbd", &socket]].concat();
-        let mut map = Ferroce::start("ferroce map", ferroce, &map)?;
-        map.wait_for("mapped")?;
-        Ok(Self {
-            socket: socket.into_owned(),
-            processes: [map, serve],
-        })
+        let (mut sockets, mut processes) = (Vec::new(), vec![serve]);
+        for mapping in 1..=loops {
+            let session = format!("loops{loops}-{mapping}");
+            let socket = scratch.join(format!("{session}.sock"));
+            let (path, socket) = (format!("127.0.7.{loops}{mapping},{server}"), socket.to_string_lossy());
+            let map = [
+                "map",
+                "--json",
+                "--session",
+                &session,
+                "--path",
+                &path,
+                "--nbd",
+                &socket,
+            ];
+            let map = [&map[..], &["--device", "a,ro", "--device", "b,ro"]].concat();
+            let mut map = Ferroce::start("ferroce map", ferroce, &map)?;
+            map.wait_for("mapped")?;
+            sockets.push(socket.into_owned());
+            processes.push(map);
+        }
+        Ok(Self { sockets, processes })
     }
 
     /// Thousands of 4 KiB reads a second, 32 outstanding on each of these devices.
     fn reads(&mut self, devices: &[&str], seconds: f64) -> Result<f64> {
-        let uris = devices
-            .iter()
-            .map(|device| format!("nbd+unix:///{device}?socket={}", self.socket));
+        let ways = devices.iter().zip(self.sockets.iter().cycle());
+        let uris = ways.map(|(device, socket)| format!("nbd+unix:///{device}?socket={socket}"));
         let uris: Vec<String> = uris.collect();
         let uris: Vec<&str> = uris.iter().map(String::as_str).collect();
         let got = run_fio(&uris, "randread", 4 << 10, 32, seconds)?;
@@ -109,7 +111,7 @@ impl Chain {
     }
 }
 
-/// Loops of `ferroce serve` and `map`, with one NBD client and with two.
+/// Loops of `ferroce serve` with a mapping each, and one NBD client or two.
 pub(super) fn loops(ferroce: &Path, args: &PageArgs, scratch: &Path) -> Result<Vec<Figure>> {
     tools::ensure(&NEEDED)?;
     let image = scratch.join("loops.img");

@@ -150,11 +150,12 @@ fn program(row: &Value) -> Result<Figure> {
 
 /// Operations by size and depth.
 pub(super) fn operations(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
-    let rows: [Row; 9] = [
+    let rows: [Row; 10] = [
         ("packets of 64 bytes, raw", "ceiling", &["-s", "64"]),
         ("64 B WRITE, depth 64", "write", &["-s", "64", "-d", "64"]),
         ("64 B WRITE, depth 512", "write", &["-s", "64", "-d", "512"]),
         ("64 B SEND, depth 512", "send", &["-s", "64", "-d", "512"]),
+        ("64 B READ, depth 64", "read", &["-s", "64", "-d", "64"]),
         ("packets of 4 KiB, raw", "ceiling", &["-s", "4K"]),
         ("4 KiB WRITE, depth 64", "write", &["-s", "4K", "-d", "64"]),
         ("4 KiB READ, depth 64", "read", &["-s", "4K", "-d", "64"]),
@@ -167,15 +168,16 @@ pub(super) fn operations(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>>
         figure("64 B WRITE, depth 64", "packets of 64 bytes, raw", Target::None),
         figure("64 B WRITE, depth 512", "packets of 64 bytes, raw", Target::None),
         figure("64 B SEND, depth 512", "64 B WRITE, depth 512", Target::AtLeast(0.8)),
+        figure("64 B READ, depth 64", "64 B WRITE, depth 64", Target::None),
         figure("4 KiB WRITE, depth 64", "packets of 4 KiB, raw", Target::None),
         figure("4 KiB READ, depth 64", "packets of 4 KiB, raw", Target::None),
         figure("64 KiB WRITE, depth 16", "64 KiB, raw", Target::None),
     ])
 }
 
-/// The cost of an operation with more queue pairs, at the same number of operations outstanding.
+/// The cost of an operation with more queue pairs, at the same number of operations outstanding, in all and on each.
 pub(super) fn scale(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
-    let rows: [Row; 4] = [
+    let rows: [Row; 6] = [
         ("1 queue pair", "write", &["-s", "64", "-d", "512", "--qps", "1"]),
         ("8 queue pairs", "write", &["-s", "64", "-d", "64", "--qps", "8"]),
         ("64 queue pairs", "write", &["-s", "64", "-d", "8", "--qps", "64"]),
@@ -184,12 +186,27 @@ pub(super) fn scale(ferroce: &Path, args: &PageArgs) -> Result<Vec<Figure>> {
             "write",
             &["-s", "64", "-d", "8", "--qps", "64", "--idle-qps", "9936"],
         ),
+        (
+            "1 queue pair, 64 outstanding",
+            "write",
+            &["-s", "64", "-d", "64", "--qps", "1"],
+        ),
+        (
+            "64 queue pairs, 64 outstanding each",
+            "write",
+            &["-s", "64", "-d", "64", "--qps", "64"],
+        ),
     ];
     let columns = rounds(ferroce, args, &rows, "/msgs_per_s", 1e6)?;
     let figure = |ours, reference, target| columns.figure(ours, "M/s", ours, reference, target);
     Ok(vec![
         figure("8 queue pairs", "1 queue pair", Target::None),
         figure("64 queue pairs", "1 queue pair", Target::None),
+        figure(
+            "64 queue pairs, 64 outstanding each",
+            "1 queue pair, 64 outstanding",
+            Target::AtLeast(0.8),
+        ),
         // The same cost within 1.2.
         figure("64 of 10,000 queue pairs", "64 queue pairs", Target::AtLeast(0.83)),
         inner::idle()?,

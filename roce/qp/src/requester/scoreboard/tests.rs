@@ -37,6 +37,13 @@ struct World {
     words: Vec<u8>,
 }
 
+/// Returns the slots with their PSNs.
+fn slots(board: &Scoreboard) -> impl Iterator<Item = (Seq, Slot)> {
+    let base = board.ring.base().unwrap_or(at(0));
+    let seqs = (0..board.ring.len() as u64).map(move |n| base.plus(n));
+    seqs.map(|seq| (seq, board.slot(seq)))
+}
+
 impl World {
     fn new() -> Self {
         Self {
@@ -53,11 +60,11 @@ impl World {
         let board = &self.board;
         // Only how long ago a packet was resent makes a difference, and not even that beyond the tolerance.
         let ago = |at: u64| (board.order - at).min(2 * TOLERANCE);
-        let slots: Vec<Slot> = board.slots.iter().map(|slot| aged(*slot, ago)).collect();
+        let slots: Vec<Slot> = slots(board).map(|(_, slot)| aged(slot, ago)).collect();
         let returns = board.returns.map(|r| (ago(r.newest), r.probe, r.is_new));
         format!(
             "{:?} {slots:?} {returns:?} {:?} {:?} {:?} {} {} {} {:b} {:b} {:?}",
-            board.base,
+            board.ring.base(),
             board.high,
             board.judged,
             board.wanted.map(|seq| seq >= at(self.una)),
@@ -144,21 +151,24 @@ impl World {
             let mark = board.mark(at(n));
             let has = self.has >> n & 1 == 1;
             assert!(mark != Mark::Arrived || has, "{n} has not arrived: {}", self.key());
-            let done = board.done_word(at(n).round_down(WORD)) >> (at(n).since(at(n).round_down(WORD))) & 1 == 1;
+            let done = board.ring.word(at(n).round_down(WORD)) >> (at(n).since(at(n).round_down(WORD))) & 1 == 1;
             assert_eq!(done, matches!(mark, Mark::Arrived | Mark::Answered), "{}", self.key());
         }
-        let count = |mark| board.slots.iter().filter(|slot| slot.mark() == mark).count() as u64;
+        let count = |mark| slots(board).filter(|(_, slot)| slot.mark() == mark).count() as u64;
         assert_eq!(
             (board.lost, board.resent),
             (count(Mark::Lost), count(Mark::Resent)),
             "{}",
             self.key()
         );
-        let first = board.slots.iter().position(|slot| slot.mark() == Mark::Lost);
-        let first = first.map(|index| board.base.expect("a base").plus(index as u64));
-        assert_eq!(self.board.next_lost(at(self.una)), first, "{}", self.key());
-        for (index, slot) in board.slots.iter().enumerate() {
-            let seq = board.base.expect("a base").plus(index as u64);
+        let first = slots(board).find(|(_, slot)| slot.mark() == Mark::Lost);
+        assert_eq!(
+            self.board.next_lost(at(self.una)),
+            first.map(|(seq, _)| seq),
+            "{}",
+            self.key()
+        );
+        for (seq, slot) in slots(board) {
             if let Slot::Resent(resent) = slot {
                 let queue = &board.queues[usize::from(resent.answered)];
                 assert!(queue.contains(&(seq, resent.order)), "{}", self.key());
@@ -211,8 +221,7 @@ impl Scoreboard {
 impl Clone for Scoreboard {
     fn clone(&self) -> Self {
         Self {
-            slots: self.slots.clone(),
-            done: self.done.clone(),
+            ring: self.ring.clone(),
             queues: self.queues.clone(),
             changes: self.changes.clone(),
             ..*self

@@ -13,20 +13,18 @@ use crate::{
 pub(super) fn list() -> Vec<Scenario> {
     use Direction::{KernelToKernel, KernelToOurs, OursToKernel};
     vec![
-        Scenario::new(7, "errors-ours-asks", OursToKernel, |c| errors(c, Ip::V4, true, &[]))
-            .peer()
-            .ci(),
-        Scenario::new(7, "errors-kernel-asks", KernelToOurs, |c| errors(c, Ip::V4, false, &[]))
-            .peer()
-            .ci(),
+        Scenario::new(7, "errors-ours-asks", OursToKernel, |c| errors(c, Ip::V4, true, &[])).peer(),
+        Scenario::new(7, "errors-kernel-asks", KernelToOurs, |c| errors(c, Ip::V4, false, &[])).peer(),
         Scenario::new(7, "errors-ours-asks-v6", OursToKernel, |c| {
             errors(c, Ip::V6, true, &SHORT)
         })
-        .peer(),
+        .peer()
+        .ci(),
         Scenario::new(7, "errors-kernel-asks-v6", KernelToOurs, |c| {
             errors(c, Ip::V6, false, &SHORT)
         })
-        .peer(),
+        .peer()
+        .ci(),
         Scenario::new(7, "errors-ours-asks-mtu9000", OursToKernel, |c| {
             errors(c, Ip::V4, true, &[])
         })

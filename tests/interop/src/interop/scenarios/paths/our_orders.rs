@@ -19,7 +19,7 @@ use crate::{
 
 pub(super) fn list() -> Vec<Scenario> {
     let s = Scenario::new(10, "paths-orders-our-client", Direction::OursToKernel, orders);
-    vec![s.nets(2).waits().ci()]
+    vec![s.nets(2).waits()]
 }
 
 /// Several times as long as the client waits before it connects by itself what it has lost.

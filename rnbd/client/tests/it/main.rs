@@ -1,0 +1,5 @@
+//! Devices of a server, for programs.
+
+mod common;
+mod disk;
+mod in_loop;

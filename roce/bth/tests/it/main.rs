@@ -1,0 +1,5 @@
+//! Headers, opcodes and numbers.
+
+mod headers;
+mod numbers;
+mod spec;

@@ -1,0 +1,4 @@
+//! The invariant CRC.
+
+mod properties;
+mod vectors;

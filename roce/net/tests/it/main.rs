@@ -1,0 +1,7 @@
+//! Datapaths, drivers and files of sockets.
+
+mod driver;
+mod environment;
+mod socket_file;
+mod udp;
+mod undeliverable;

@@ -1,0 +1,6 @@
+//! Capture files and the frames in them.
+
+mod common;
+mod files;
+mod fixtures;
+mod frames;

@@ -1,0 +1,26 @@
+//! Packet-script tests of the engine through its public API.
+
+#[macro_use]
+mod harness;
+mod answers;
+mod connections;
+mod datagrams;
+mod expected;
+mod extended;
+mod failures;
+mod faults;
+mod hostile;
+mod lifecycle;
+mod long_paths;
+mod memory_placement;
+mod missing_pages;
+mod operations;
+mod quiet;
+mod recovery;
+mod refusals;
+mod selective;
+mod services;
+mod shared_queues;
+mod sharing;
+mod slow_flush;
+mod windows;

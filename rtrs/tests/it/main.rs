@@ -1,0 +1,10 @@
+//! Sessions, their messages and their admission.
+
+mod admission;
+mod capture;
+mod held;
+mod limits;
+mod proto;
+mod sessions;
+#[path = "../support/mod.rs"]
+mod support;

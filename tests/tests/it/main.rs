@@ -1,0 +1,22 @@
+//! The program as its users see it.
+
+mod addresses;
+mod cli;
+mod containers;
+mod cuts;
+mod device;
+mod devices;
+mod explain;
+mod failures;
+mod faults;
+mod ipv6;
+mod jobs;
+mod lost;
+mod names;
+mod nbd_front;
+mod paths;
+mod pcap;
+mod restarts;
+mod units;
+mod vhost;
+mod walkthrough;
