@@ -153,6 +153,7 @@ fn datagrams_go_back_and_forth_by_the_header_that_comes_with_them() {
 
 #[test]
 fn over_ipv6_the_header_is_a_grh() {
+    let _only = ferroce_loopback::only_one();
     let v6: IpAddr = std::net::Ipv6Addr::LOCALHOST.into();
     let side = Side::new(Device::open(DeviceConfig::new(v6)).expect("IPv6 on this host"));
     let (qa, qb) = (ud(&side), ud(&side));

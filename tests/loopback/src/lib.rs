@@ -105,9 +105,9 @@ pub struct OnlyOne(#[allow(dead_code, reason = "the socket is the mark")] UdpSoc
 /// they are the caller's as long as the value lives.
 ///
 /// # Panics
-/// When that takes longer than two minutes.
+/// When that takes longer than five minutes.
 pub fn only_one() -> OnlyOne {
-    let until = Instant::now() + Duration::from_secs(120);
+    let until = Instant::now() + Duration::from_secs(300);
     let wait = |what: &str, addr: IpAddr, port| loop {
         match UdpSocket::bind((addr, port)) {
             Err(e) if e.kind() == ErrorKind::AddrInUse => {

@@ -383,6 +383,7 @@ fn two_processes_can_not_listen_on_one_port_whatever_happens_to_the_broker() {
 
 #[test]
 fn over_ipv6_as_well() {
+    let _only = ferroce_loopback::only_one();
     let place = Place::new();
     let (server, mut client) = pair(&place, "::1", 7000);
     client.more_rounds(3);
