@@ -1,16 +1,21 @@
 //! A served image and its mapping, each in a process of its own.
 
 use std::{
-    fs::File,
+    fs::{self, File},
     io::Write,
     net::Ipv4Addr,
     path::{Path, PathBuf},
+    time::Instant,
 };
 
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::{fresh_address, nbd::Client, process::Running};
+use crate::{
+    fresh_address,
+    nbd::Client,
+    process::{PATIENCE, Running},
+};
 
 /// Makes an image file with these bytes.
 ///
@@ -77,6 +82,27 @@ pub fn map(src: Ipv4Addr, dst: &str, socket: &Path, more: &[&str]) -> (Running, 
     let mut running = Running::start(&map_args(src, dst, socket, more));
     let event = running.event("mapped");
     (running, event)
+}
+
+/// Starts `ferroce map`, again and again until a server has let go of a client that is gone, and of its devices; the event as well.
+///
+/// # Panics
+/// When it does not come so far, or fails for another reason.
+pub fn map_when_free(src: Ipv4Addr, dst: &str, socket: &Path, more: &[&str]) -> (Running, Value) {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        let _ = fs::remove_file(socket);
+        let mut running = Running::start(&map_args(src, dst, socket, more));
+        let event = running.next_event();
+        if event["event"] == "mapped" {
+            return (running, event);
+        }
+        let done = running.end();
+        let is_taken = ["open for writing", "session has this name"]
+            .iter()
+            .any(|why| done.stderr.contains(why));
+        assert!(is_taken && Instant::now() < end, "{}", done.stderr);
+    }
 }
 
 /// An image file, served and mapped.

@@ -407,10 +407,11 @@ fn a_reload_changes_what_has_changed_and_nothing_else() {
     assert!(a.read(0, 4096).is_ok());
     lab.is_up("map.b");
     reads(&lab.path("b.sock"), "");
-    let tasks = fs::read_dir(format!("/proc/{}/task", daemon.id())).unwrap();
-    let names = tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok());
-    let loops = names.filter(|name| name.trim() == "ferroce-io").count();
-    assert_eq!(loops, 3, "a server and two mappings, each with a loop of its own");
+    eventually("a server and two mappings, each with a loop of its own", || {
+        let tasks = fs::read_dir(format!("/proc/{}/task", daemon.id())).unwrap();
+        let names = tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok());
+        names.filter(|name| name.trim() == "ferroce-io").count() == 3
+    });
     drop((a, b));
     let ended = daemon.stop();
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);

@@ -8,7 +8,7 @@ use std::{
 
 use ferroce_tests::{
     checked::Checked,
-    device::{image, map, serve},
+    device::{image, map_when_free, serve},
     ferroce, fresh_address,
     process::{Running, kill_broker, run},
 };
@@ -39,7 +39,7 @@ fn mapped(from: Ipv4Addr, to: &str, dir: &Path, name: &str, more: &[&str]) -> De
     let socket = dir.join(format!("{name}.sock"));
     let mut args = vec!["--session", name, "--device", name];
     args.extend(more);
-    let (process, _) = map(from, to, &socket, &args);
+    let (process, _) = map_when_free(from, to, &socket, &args);
     // The first device is that without a name.
     let disk = Checked::new(&socket, "", &dir.join(name));
     Device { process, disk }
@@ -63,7 +63,7 @@ fn mappings_and_servers_share_an_address_and_go_on_when_one_of_them_or_the_broke
     a.process.signal(Signal::SIGKILL);
     a.process.wait();
     [&mut b, &mut d].into_iter().for_each(Device::works);
-    // Its session is over at once, as the broker has told the server: the name and the device are free.
+    // Its session is over, as the broker has told the server: the name and the device are free.
     let mut a = mapped(here, &far.to_string(), dir.path(), "a", &[]);
     [&mut a, &mut b, &mut d].into_iter().for_each(Device::works);
 

@@ -1,13 +1,13 @@
 //! Servers with several loops, mappings with several connections, and daemons with several mappings, as processes.
 
-use std::{fs, os::unix::fs::FileExt, sync::mpsc, thread, time::Instant};
+use std::{fs, os::unix::fs::FileExt, sync::mpsc, thread};
 
 use ferroce_tests::{
-    device::{image, map, map_args, serve},
+    device::{image, map, map_when_free, serve},
     fresh_address,
     nbd::Client,
     pattern,
-    process::{PATIENCE, Running, run},
+    process::{Running, run},
 };
 use nix::sys::signal::Signal;
 
@@ -178,7 +178,7 @@ fn a_client_is_killed_and_its_device_is_free_at_all_loops() {
     let dir = tempfile::tempdir().unwrap();
     let path = image(dir.path(), "i", &vec![0; 8 * MIB]);
     let addr = fresh_address();
-    let more = ["--threads", "3", "--heartbeat", "0.3"];
+    let more = ["--threads", "3", "--heartbeat", "1"];
     let (mut serve, _) = serve(addr, &[format!("disk={}", path.display())], &more);
     let socket = dir.path().join("s");
     let (first, _) = map(fresh_address(), &addr.to_string(), &socket, &["--connections", "5"]);
@@ -221,17 +221,7 @@ fn a_client_is_killed_and_its_device_is_free_at_all_loops() {
         }
     }
     // The writer's right is free as soon as all loops have closed the image.
-    let deadline = Instant::now() + PATIENCE;
-    let second = loop {
-        assert!(Instant::now() < deadline, "there is a writer still");
-        let _ = fs::remove_file(&socket);
-        let mut second = Running::start(&map_args(fresh_address(), &addr.to_string(), &socket, &[]));
-        let event = second.next_event();
-        if event["event"] == "mapped" {
-            break second;
-        }
-        assert_eq!(second.end().code, Some(1), "{event}");
-    };
+    let (second, _) = map_when_free(fresh_address(), &addr.to_string(), &socket, &[]);
     Client::connect(&socket).unwrap().write(0, &pattern(99, 4096)).unwrap();
     assert_eq!(second.stop().code, Some(0));
     let done = serve.stop();
@@ -256,7 +246,7 @@ fn mapping(connections: usize, at_the_server: usize, killed: bool) {
         "--connections",
         &count,
         "--heartbeat",
-        "0.3",
+        "1",
         "--pcap",
         &trace,
         "--max-reconnects",

@@ -206,9 +206,13 @@ impl Program {
         unsafe { libc::poll(&raw mut entry, 1, within.as_millis() as c_int) == 1 }
     }
 
+    fn next(&self) -> Event {
+        assert!(self.readable(Duration::from_secs(60)), "no event");
+        self.event().unwrap()
+    }
+
     fn expect(&self, kind: u32) -> Event {
-        assert!(self.readable(Duration::from_secs(60)), "no event, {kind} expected");
-        let event = self.event().unwrap();
+        let event = self.next();
         assert_eq!(event.kind, kind, "status {}", event.status);
         event
     }
@@ -287,19 +291,28 @@ fn refusals(p: &Program) {
     }
 }
 
-/// A connection to a listener that comes a little later succeeds.
+/// A connection to a listener that comes a little later succeeds. On a busy machine it may come too late.
 fn a_listener_that_comes_late(p: &Program) {
-    let active = p.routed(200, TCP, PORT);
-    p.connect(active, b"early");
-    let listener = p.listener(100, TCP);
-    let request = p.expect(event::CONNECT_REQUEST);
-    assert!(request.data().starts_with(b"early"));
-    for id in [active, request.id, listener] {
-        p.destroy(id);
-    }
-    while p.readable(Duration::ZERO) {
-        p.event().unwrap();
-    }
+    let succeeds = || {
+        let active = p.routed(200, TCP, PORT);
+        p.connect(active, b"early");
+        let listener = p.listener(100, TCP);
+        let first = p.next();
+        let succeeds = first.kind == event::CONNECT_REQUEST;
+        assert!(succeeds || first.kind == event::REJECTED, "{}", first.kind);
+        if succeeds {
+            assert!(first.data().starts_with(b"early"));
+            p.destroy(first.id);
+        }
+        for id in [active, listener] {
+            p.destroy(id);
+        }
+        while p.readable(Duration::ZERO) {
+            p.event().unwrap();
+        }
+        succeeds
+    };
+    assert!((0..20).any(|_| succeeds()));
 }
 
 fn resolves_datagram_services(p: &Program) {

@@ -23,6 +23,16 @@ pub const ALL: AccessFlags = AccessFlags::LOCAL_WRITE
 /// Longest time that anything takes.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
+/// Waits until that is so.
+#[track_caller]
+pub fn eventually(mut is_so: impl FnMut() -> bool) {
+    let until = Instant::now() + PATIENCE;
+    while !is_so() {
+        assert!(Instant::now() < until, "it does not come");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 /// An address that no other device uses.
 pub fn address() -> IpAddr {
     ferroce_loopback::address().into()

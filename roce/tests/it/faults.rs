@@ -90,9 +90,9 @@ fn delays_and_changes_of_order_change_no_data() {
 fn damaged_packets_are_seen_by_the_icrc_on_either_side() {
     let (pair, faults) = faulty("corrupt=3%,seed=7");
     works(&pair, 5);
-    let sides = [&pair.a, &pair.b].map(|side| side.device.stats());
     // A flipped bit may hit the number of the queue pair, or the length.
-    let dropped = sides.map(|stats| {
+    let dropped = |side: &Side| {
+        let stats = side.device.stats();
         let port = stats.port;
         let other = [
             port.drop_opcode,
@@ -108,9 +108,10 @@ fn damaged_packets_are_seen_by_the_icrc_on_either_side() {
             port.drop_qp0,
         ];
         stats.icrc_errors() + other.iter().sum::<u64>()
-    });
-    assert!(dropped[0] > 0 && dropped[1] > 0, "{dropped:?}");
-    assert_eq!(dropped[0] + dropped[1], counts(&faults)["corrupted"]);
+    };
+    assert!(dropped(&pair.a) > 0 && dropped(&pair.b) > 0);
+    // Packets that were sent again may still arrive.
+    eventually(|| dropped(&pair.a) + dropped(&pair.b) == counts(&faults)["corrupted"]);
 }
 
 /// A pair that was connected by hand.
@@ -167,7 +168,7 @@ fn congestion_marks_slow_the_sender_down() {
     let (a, b) = (pair.a.device.stats().port, pair.b.device.stats().port);
     assert!(b.np_ecn_marked_roce_packets > 0 && b.np_cnp_sent > 0, "{b:?}");
     assert!(a.rp_cnp_handled + a.rp_cnp_ignored > 0, "{a:?}");
-    assert_eq!(counts(&faults)["ecn_marked"], b.np_ecn_marked_roce_packets);
+    eventually(|| counts(&faults)["ecn_marked"] == pair.b.device.stats().port.np_ecn_marked_roce_packets);
 }
 
 #[test]

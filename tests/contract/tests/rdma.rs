@@ -65,7 +65,7 @@ fn map_args<'a>(paths: &[&'a str], nbd: &'a str, more: &[&'a str]) -> Vec<&'a st
     args.extend(paths.iter().flat_map(|path| ["--path", path]));
     args.extend(["--reconnect-delay", "0.2"]);
     if !more.contains(&"--connect-timeout") {
-        args.extend(["--connect-timeout", "3"]);
+        args.extend(["--connect-timeout", "10"]);
     }
     args.extend(more);
     args

@@ -15,7 +15,10 @@ use ferroce_hostile::{
     origin::Origin,
     planted::{MARK, Plant, QueuePair, queue_pairs, sweep},
 };
-use ferroce_tests::device::{Pair, map};
+use ferroce_tests::{
+    device::{Pair, map},
+    process::PATIENCE,
+};
 
 const DISK: usize = 64 << 20;
 /// Session data goes over several queue pairs; those with bulk data have payloads as long as this.
@@ -31,7 +34,7 @@ fn nothing_comes_of(at_server: &[Plant], at_client: &[Plant]) {
     let load = Load::start(&pair.socket, 2).unwrap();
     // Queue pair numbers are no secret. Here a capture shows them.
     let bulk = |qp: &&QueuePair| qp.longest >= BULK && qp.packets > 64;
-    let until = Instant::now() + Duration::from_secs(20);
+    let until = Instant::now() + PATIENCE;
     let known = loop {
         let known = queue_pairs(&capture).unwrap_or_default();
         let ends = [pair.server, pair.client].map(|end| known.iter().filter(bulk).any(|qp| qp.local == end));

@@ -3,8 +3,8 @@
 use super::*;
 
 /// Returns an HTTP server's answer to a request.
-fn http(port: u16, request: &str) -> String {
-    let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap();
+fn http(at: SocketAddr, request: &str) -> String {
+    let mut stream = TcpStream::connect(at).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     stream.write_all(request.as_bytes()).unwrap();
     let mut answer = String::new();
@@ -14,17 +14,12 @@ fn http(port: u16, request: &str) -> String {
 
 #[test]
 fn statistics_are_told_to_prometheus() {
-    // Free a moment ago.
-    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
-        .unwrap()
-        .local_addr()
-        .unwrap()
-        .port();
-    let lab = Lab::with(&["--metrics", &port.to_string()], &[]);
+    let at = SocketAddr::new(fresh_address().into(), 9100);
+    let lab = Lab::with(&["--metrics", &at.to_string()], &[]);
     let mut client = lab.nbd();
     client.write(0, &pattern(1, BLOCK)).unwrap();
     client.disconnect().unwrap();
-    let answer = http(port, "GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n");
+    let answer = http(at, "GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n");
     let (head, body) = answer.split_once("\r\n\r\n").unwrap();
     assert!(
         head.starts_with("HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4"),
@@ -32,13 +27,13 @@ fn statistics_are_told_to_prometheus() {
     );
     assert!(head.contains(&format!("Content-Length: {}", body.len())), "{head}");
     assert!(body.contains("\nferroce_server_written_bytes_total 4096\n"), "{body}");
-    assert!(http(port, "GET / HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404 "));
+    assert!(http(at, "GET / HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404 "));
     // Connections that say nothing hold up no scrape, also if whoever has them makes more of them.
     let mut silent = Vec::new();
     for scrape in 0..50 {
-        silent.extend((0..64).map(|_| TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap()));
+        silent.extend((0..64).map(|_| TcpStream::connect(at).unwrap()));
         silent.drain(..silent.len().saturating_sub(256));
-        let answer = http(port, "HEAD /metrics HTTP/1.1\r\n\r\n");
+        let answer = http(at, "HEAD /metrics HTTP/1.1\r\n\r\n");
         assert!(answer.starts_with("HTTP/1.1 200 "), "scrape {scrape}: {answer}");
     }
     drop(silent);

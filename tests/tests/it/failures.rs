@@ -3,7 +3,7 @@
 use std::{fs, net::UdpSocket, os::unix::fs::FileExt, path::Path, process::Command, sync::mpsc, thread, time::Instant};
 
 use ferroce_tests::{
-    device::{Pair, image, map, map_args, serve, serve_args},
+    device::{Pair, image, map, map_args, map_when_free, serve, serve_args},
     ferroce, fresh_address,
     nbd::{self, Client, EIO, ENOSPC, ESHUTDOWN, Error},
     pattern,
@@ -337,22 +337,6 @@ fn the_server_ends_orderly_under_a_mapping() {
     assert_error(&pair.map.end(), &[&pair.server.to_string()]);
 }
 
-/// Maps once the server has closed the image of the session that is gone, which takes a moment after its end.
-fn map_when_free(pair: &Pair) -> (Running, serde_json::Value) {
-    let end = Instant::now() + PATIENCE;
-    loop {
-        let args = map_args(fresh_address(), &pair.server.to_string(), &pair.socket, &[]);
-        let mut running = Running::start(&args);
-        let event = running.next_event();
-        if event["event"] == "mapped" {
-            return (running, event);
-        }
-        let done = running.end();
-        assert!(Instant::now() < end, "the device stays taken: {}", done.stderr);
-        assert!(done.stderr.contains("open for writing"), "{}", done.stderr);
-    }
-}
-
 #[test]
 fn the_client_is_killed_and_the_next_one_gets_the_device() {
     let mut pair = Pair::start_sparse(LARGE);
@@ -370,8 +354,7 @@ fn the_client_is_killed_and_the_next_one_gets_the_device() {
     assert_eq!(gone["session"], "test", "{gone}");
     assert_flushed(&pair.image, flushed);
     // The writer's right is free again, for the same session name.
-    fs::remove_file(&pair.socket).unwrap();
-    let (second, _) = map_when_free(&pair);
+    let (second, _) = map_when_free(fresh_address(), &pair.server.to_string(), &pair.socket, &[]);
     let mut client = pair.client();
     assert!(client.read(0, BLOCK).unwrap() == pattern(1, BLOCK));
     client.write(0, &pattern(99, BLOCK)).unwrap();

@@ -91,6 +91,11 @@ fn script(page: &str) -> String {
     script
 }
 
+/// Commands that sleep longer, for a machine that runs several pages at a time.
+fn slower(commands: &str) -> String {
+    commands.replace("\nsleep ", "\nsleep 2 ")
+}
+
 /// Returns the mistake in a block's mark. `explained`: whether contributors find a reason for not running commands explained.
 fn wrong(mark: &str, explained: impl Fn(&str) -> bool) -> Option<&'static str> {
     match mark.split_once(' ').unwrap_or((mark, "")) {
@@ -146,7 +151,7 @@ fn page_runs(page: &Path) -> Result<bool, String> {
         return Ok(false);
     }
     let dir = tempfile::tempdir().unwrap();
-    let output = run(&script, dir.path());
+    let output = run(&slower(&script), dir.path());
     let [out, err] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned());
     match output.status.success() {
         true => Ok(true),
@@ -242,19 +247,41 @@ fn two_hosts_with_two_networks_between_them() {
     fs::create_dir(&bin).unwrap();
     symlink(ferroce(), bin.join("ferroce")).unwrap();
     let document = fs::read_to_string(root().join(TWO_HOSTS)).unwrap();
-    let script = script(&document).replace("/tmp/", &format!("{place}/"));
+    let mut script = script(&document).replace("/tmp/", &format!("{place}/"));
     assert!(script.contains("ip netns add") && script.contains("ip netns del"));
-    // Requests are in flight when the cable is pulled, whatever the machine's load: the server answers none meanwhile.
-    let pulled = "ip -n client link set net1 down\n";
-    assert!(script.contains(pulled));
-    let script = script.replace(
-        pulled,
-        &format!("kill -STOP %1\nsleep 0.3\n{pulled}sleep 0.3\nkill -CONT %1\n"),
-    );
+    // Whatever the machine's load, paths are up by then, and requests are in flight when the cable is pulled: the server answers none
+    // meanwhile.
+    let until = |what: &str| format!("until {what}; do sleep 0.1; done\n");
+    let control = format!("ferroce ctl --socket {place}/client/ctl");
+    let up = |paths| {
+        until(&format!(
+            r#"[ "$({control} list paths | grep -c ' connected')" = {paths} ]"#
+        ))
+    };
+    let in_flight = until(&format!(
+        "{control} metrics | grep -q '^ferroce_path_in_flight{{.*ip:10.9.1.2@.*}} [1-9]'"
+    ));
+    for (commands, instead) in [
+        (
+            "\nsleep 3\nexport FERROCE_CONTROL",
+            format!("\n{}export FERROCE_CONTROL", up(2)),
+        ),
+        (
+            "ip -n client link set net1 down\n",
+            format!(
+                "kill -STOP %1\n{in_flight}ip -n client link set net1 down\n{}kill -CONT %1\n",
+                up(1)
+            ),
+        ),
+        ("sleep 5\n", up(2)),
+    ] {
+        assert_eq!(script.matches(commands).count(), 1, "{commands}");
+        script = script.replace(commands, &instead);
+    }
     // Names of namespaces are of this test alone, where they are mounts of its own.
     let script = format!("set -e\nmkdir -p /run/netns\nmount -t tmpfs tmpfs /run/netns\n{script}");
     let mut command = Command::new("unshare");
-    command.args(["--mount", "bash", "-c", &script]);
+    command.args(["--mount", "timeout", LIMIT, "bash", "-c", &script]);
     command.env("PATH", format!("{}:{}", bin.display(), std::env::var("PATH").unwrap()));
     let output = command.process_group(0).output().unwrap();
     let out = String::from_utf8_lossy(&output.stdout);

@@ -2,7 +2,7 @@
 
 use std::{fs, thread};
 
-use crate::common::{Lab, MIB, Mapped, eventually};
+use crate::common::{Lab, MIB, Mapped, PATIENCE, eventually};
 use ferroce_rig::{Host, Session};
 use rnbd::{
     Errno,
@@ -41,6 +41,7 @@ fn session(lab: &Lab, name: &str) -> Result<Session, rtrs::Error> {
     let path = lab.path();
     let config = SessionConfig {
         connections: 3,
+        connect_timeout: PATIENCE,
         ..SessionConfig::new(name, path)
     };
     Session::open(&Host::open(path.src.unwrap()), config)

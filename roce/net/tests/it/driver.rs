@@ -420,22 +420,23 @@ fn a_panic_of_the_program_elsewhere_leaves_the_device_open() {
     assert_eq!(a.driver.with_quiet(|_, _| ()), Ok(()));
 }
 
-/// Longest time from a peer's request to its completion: the lease of a poller, and wake-ups of a loaded machine.
-const TAKE_OVER: Duration = Duration::from_millis(20);
+/// Time from a peer's request to its completion: above the lease of a poller, below the port's timers, which take seconds.
+const TAKE_OVER: Duration = Duration::from_millis(100);
 
-/// Times writes to a program that polls an empty completion queue and then makes no call. Returns the median.
-fn write_after_polls(a: &Host, b: &Host, polls: u32) -> Duration {
-    let mut times: Vec<Duration> = (0..21)
-        .map(|_| {
-            (0..polls).for_each(|_| b.driver.poll());
-            let start = Instant::now();
-            a.write(b).unwrap();
-            assert!(a.completions(1)[0].is_ok());
-            start.elapsed()
-        })
-        .collect();
-    times.sort();
-    times[times.len() / 2]
+/// Writes to a program that polls an empty completion queue and then makes no call. A busy machine delays some writes, and none is quick
+/// if the progress thread sleeps until a timer expires.
+fn writes_after_polls(a: &Host, b: &Host, polls: u32) {
+    let is_quick = || {
+        (0..polls).for_each(|_| b.driver.poll());
+        let start = Instant::now();
+        a.write(b).unwrap();
+        assert!(a.completions(1)[0].is_ok());
+        start.elapsed() < TAKE_OVER
+    };
+    assert!(
+        (0..21).any(|_| is_quick()),
+        "none of 21 within {TAKE_OVER:?} after {polls} polls"
+    );
 }
 
 #[test]
@@ -444,8 +445,7 @@ fn the_progress_thread_takes_over_from_a_program_that_stops_polling() {
     a.raise(&b);
     b.raise(&a);
     for polls in [1, 20, 100] {
-        let time = write_after_polls(&a, &b, polls);
-        assert!(time < TAKE_OVER, "{time:?} after {polls} polls");
+        writes_after_polls(&a, &b, polls);
     }
 }
 
@@ -462,13 +462,12 @@ fn it_takes_over_as_soon_while_a_timer_is_pending() {
         .with(|port, now| port.connect_qp(now, local, nobody, b.spare, ConnParams::default()));
     asked.unwrap().unwrap();
     thread::sleep(Duration::from_millis(50));
-    let time = write_after_polls(&a, &b, 20);
-    assert!(time < TAKE_OVER, "{time:?}");
+    writes_after_polls(&a, &b, 20);
 }
 
 #[test]
 fn acknowledgements_leave_in_the_pass_that_received() {
-    let (a, b) = (plain(), host(Oddity::None, still()));
+    let [a, b] = [(); 2].map(|()| host(Oddity::None, still()));
     a.raise(&b);
     b.raise(&a);
     for _ in 0..40 {
@@ -478,7 +477,12 @@ fn acknowledgements_leave_in_the_pass_that_received() {
             b.driver.poll();
             b.driver.counters().0.rx_packets > before.rx_packets
         });
-        assert_eq!(b.driver.counters().0.tx_packets, before.tx_packets + 1);
+        assert!(b.driver.counters().0.tx_packets > before.tx_packets);
+        // On a busy machine the write is sent again.
+        wait_until(|| {
+            [&a, &b].iter().for_each(|host| host.driver.poll());
+            !a.cq.is_empty()
+        });
         assert!(a.completions(1)[0].is_ok());
     }
 }
