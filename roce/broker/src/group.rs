@@ -507,6 +507,7 @@ mod tests {
 
     #[test]
     fn the_same_over_ipv6() {
+        let _only = ferroce_loopback::only_one();
         check("::1");
     }
 

@@ -19,6 +19,8 @@ pub(crate) fn run(setup: &Setup, case: &Case) -> Outcome {
         Ok(dir) => dir,
         Err(text) => return Outcome::Failed(text),
     };
+    // There is one `::1` on this host, and other tests run next to this one.
+    let _only = (case.net.v6 && !case.net.ethernet).then(ferroce_loopback::only_one);
     let started = Instant::now();
     let done = match case.memcheck {
         true => checked(setup, case, &dir),

@@ -400,9 +400,9 @@ fn names(dir: &Path, prefix: &str) -> Vec<String> {
 #[test]
 fn devices_are_listed_for_a_program_that_looks_for_another_one() {
     let lab = Lab::new();
-    let program = lab.build("named", &[]);
+    let (program, addr) = (lab.build("named", &[]), fresh_address().to_string());
     let run = |options: &[&str], name: &str| {
-        let options = [&["--addr", "127.0.0.1", "--device-name", "rdma0"], options].concat();
+        let options = [&["--addr", &addr, "--device-name", "rdma0"], options].concat();
         let out = lab.command(&options, &program).arg(name).output().unwrap();
         (out.status.code(), String::from_utf8_lossy(&out.stderr).into_owned())
     };

@@ -247,18 +247,11 @@ impl Drop for Process {
     }
 }
 
-/// A process with the address open. Other tests on this machine may have it for a while: there is one `::1` only.
+/// A process with the address open.
 fn open(place: &Place, addr: &str) -> Process {
-    let deadline = Instant::now() + PATIENCE;
-    loop {
-        let process = place.start(addr, false);
-        let line = process.line();
-        if line == "open" {
-            return process;
-        }
-        assert!(line.contains("taken") && Instant::now() < deadline, "{line}");
-        thread::sleep(Duration::from_millis(200));
-    }
+    let process = place.start(addr, false);
+    process.expect("open");
+    process
 }
 
 /// A server and a client of it, connected.
