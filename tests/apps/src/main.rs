@@ -185,12 +185,7 @@ fn run(cli: &Cli) -> Result<bool> {
     for case in &cases {
         let outcome = match case.missing() {
             Some(why) => Outcome::NotRun(why),
-            None => {
-                // Other tests have devices at the one IPv6 loopback address.
-                let alone = case.net.v6 && cli.addr6.is_loopback();
-                let _only = alone.then(ferroce_loopback::only_one);
-                run::run(&setup, case)
-            }
+            None => run::run(&setup, case),
         };
         if process::interrupted() {
             setup.finish();
