@@ -1,23 +1,11 @@
 //! Counters of a port's queue pairs.
 
-macro_rules! counters {
-    ($( $(#[$doc:meta])* $name:ident, )*) => {
-        /// Counters; the names are rdma_rxe's where it has them (`rxe_hw_counters.c`).
-        #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-        pub struct Counters {
-            $( $(#[$doc])* pub $name: u64, )*
-        }
-
-        impl Counters {
-            /// Adds what another port's queue pairs have counted.
-            pub fn add(&mut self, other: &Self) {
-                $( self.$name += other.$name; )*
-            }
-        }
-    };
-}
+use roce_verbs::counters;
 
 counters! {
+    /// Counters; the names are rdma_rxe's where it has them (`rxe_hw_counters.c`).
+    pub struct Counters;
+
     /// Requests that had been received before.
     duplicate_request,
     /// Requests beyond a gap in the PSNs.
