@@ -1,26 +1,17 @@
 //! Devices that a program sees under `ferroce run`.
 
-use super::{Check, Status};
+use super::{Finding, fail, note, ok};
 use crate::sharing::link::{self, Link};
 
-const ID: &str = "devices";
-
 /// Lists the devices in their order.
-pub(super) fn check() -> Check {
+pub(super) fn check() -> Finding {
     match link::links(&[]) {
-        Ok(links) if links.is_empty() => Check::found(
-            ID,
-            Status::Fail,
+        Ok(links) if links.is_empty() => fail(
             "no interface is up and has an address: programs under `ferroce run` see no device",
             "configure one: `ip link set … up`, `ip addr add …`",
         ),
-        Ok(links) => Check::ok(ID, summary(&links)),
-        Err(e) => Check::found(
-            ID,
-            Status::Note,
-            format!("the devices can't be listed: {e}"),
-            "look at `ip addr`",
-        ),
+        Ok(links) => ok(summary(&links)),
+        Err(e) => note(format!("the devices can't be listed: {e}"), "look at `ip addr`"),
     }
 }
 
@@ -38,7 +29,7 @@ fn summary(links: &[Link]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::Status, *};
 
     #[test]
     fn every_device_is_named_with_its_interface() {

@@ -9,31 +9,28 @@ use nix::{
 };
 use roce_verbs::Mtu;
 
-use super::{Check, Status, System};
+use super::{Finding, System, fail, note, ok, warn};
 use crate::output;
 
 /// Bytes of socket buffer below which bursts of one peer are lost at full speed.
 const BUFFER: u64 = 4 << 20;
 
 /// Kernel RDMA devices that want the same packets. `usable`: this program can use them itself.
-pub(super) fn rdma(system: &System, usable: bool) -> Vec<Check> {
-    const ID: &str = "rdma-devices";
+pub(super) fn rdma(system: &System, usable: bool) -> Vec<Finding> {
     let devices: Vec<Device> = system
         .list("/sys/class/infiniband")
         .iter()
         .filter_map(|n| Device::read(system, n))
         .collect();
-    let mut checks: Vec<Check> = devices.iter().filter_map(|d| d.check(ID, usable)).collect();
+    let mut checks: Vec<Finding> = devices.iter().filter_map(|d| d.check(usable)).collect();
     if system.exists("/sys/module/rdma_rxe") && !devices.iter().any(|d| d.kind == Kind::Rxe) {
-        checks.push(Check::found(
-            ID,
-            Status::Warn,
+        checks.push(warn(
             "the module rdma_rxe is loaded and may hold port 4791 although it has no link",
             "`modprobe -r rdma_rxe`",
         ));
     }
     if checks.is_empty() {
-        checks.push(Check::ok(ID, "no rdma_rxe and no HCA in the way"));
+        checks.push(ok("no rdma_rxe and no HCA in the way"));
     }
     checks
 }
@@ -98,7 +95,7 @@ impl Device {
         })
     }
 
-    fn check(&self, id: &'static str, usable: bool) -> Option<Check> {
+    fn check(&self, usable: bool) -> Option<Finding> {
         let on = if self.interfaces.is_empty() {
             "?".to_owned()
         } else {
@@ -106,9 +103,7 @@ impl Device {
         };
         let (name, driver) = (&self.name, &self.driver);
         match self.kind {
-            Kind::Rxe if usable => Some(Check::found(
-                id,
-                Status::Note,
+            Kind::Rxe if usable => Some(note(
                 format!(
                     "{name} (rdma_rxe) on {on} takes UDP port 4791 of the whole network namespace: no address can be in software"
                 ),
@@ -116,19 +111,14 @@ impl Device {
                     "it is used at its addresses (`--rdma auto`, `--rdma {name}`); for software `rdma link delete {name}`"
                 ),
             )),
-            Kind::Hca if usable => Some(Check::ok(
-                id,
-                format!("{name} ({driver}) on {on} is used at its addresses (`--rdma auto`)"),
-            )),
-            Kind::Rxe => Some(Check::found(
-                id,
-                Status::Fail,
+            Kind::Hca if usable => Some(ok(format!(
+                "{name} ({driver}) on {on} is used at its addresses (`--rdma auto`)"
+            ))),
+            Kind::Rxe => Some(fail(
                 format!("{name} (rdma_rxe) on {on} takes UDP port 4791 of the whole network namespace"),
                 format!("`rdma link delete {name}` and `modprobe -r rdma_rxe`, or a network namespace of your own"),
             )),
-            Kind::Hca => Some(Check::found(
-                id,
-                Status::Warn,
+            Kind::Hca => Some(warn(
                 format!("{name} ({driver}) does RoCE in hardware on {on} and may take packets to port 4791 there"),
                 "use an address of another interface, or unload the RDMA driver (mlx5_ib for ConnectX), or use the \
                  hardware itself",
@@ -139,8 +129,7 @@ impl Device {
 }
 
 /// The kernel's limits for socket buffers.
-pub(super) fn socket_buffers(system: &System) -> Vec<Check> {
-    const ID: &str = "socket-buffers";
+pub(super) fn socket_buffers(system: &System) -> Finding {
     let mut low = Vec::new();
     let mut text = Vec::new();
     for name in ["rmem_max", "wmem_max"] {
@@ -156,31 +145,20 @@ pub(super) fn socket_buffers(system: &System) -> Vec<Check> {
     }
     let text = text.join(", ");
     if low.is_empty() {
-        return vec![Check::ok(ID, text)];
+        return ok(text);
     }
     let summary = format!("{text}: bursts will be lost and sent again");
-    vec![Check::found(
-        ID,
-        Status::Warn,
-        summary,
-        format!("as root: sysctl -w {}", low.join(" ")),
-    )]
+    warn(summary, format!("as root: sysctl -w {}", low.join(" ")))
 }
 
 /// Every interface that is up, with its RoCE path MTU.
-pub(super) fn interfaces(system: &System) -> Vec<Check> {
-    const ID: &str = "mtu";
+pub(super) fn interfaces(system: &System) -> Vec<Finding> {
     let mut addrs: BTreeMap<String, Vec<IpAddr>> = BTreeMap::new();
     let list = match getifaddrs() {
         Ok(list) => list,
         Err(e) => {
             let advice = "look at `ip link`: the interface needs an MTU of at least 352";
-            return vec![Check::found(
-                ID,
-                Status::Note,
-                format!("interfaces can't be listed: {e}"),
-                advice,
-            )];
+            return vec![note(format!("interfaces can't be listed: {e}"), advice)];
         }
     };
     for interface in list.filter(|i| i.flags.contains(InterfaceFlags::IFF_UP)) {
@@ -189,51 +167,36 @@ pub(super) fn interfaces(system: &System) -> Vec<Check> {
         }
     }
     if addrs.is_empty() {
-        return vec![Check::found(
-            ID,
-            Status::Fail,
-            "no interface has an address",
-            "configure one: `ip addr add …`",
-        )];
+        return vec![fail("no interface has an address", "configure one: `ip addr add …`")];
     }
     addrs
         .iter()
         .map(|(name, addrs)| {
             let mtu = system.number(&format!("/sys/class/net/{name}/mtu"));
-            mtu_check(ID, name, addrs, mtu.and_then(|m| u32::try_from(m).ok()))
+            mtu_check(name, addrs, mtu.and_then(|m| u32::try_from(m).ok()))
         })
         .collect()
 }
 
-fn mtu_check(id: &'static str, name: &str, addrs: &[IpAddr], mtu: Option<u32>) -> Check {
+fn mtu_check(name: &str, addrs: &[IpAddr], mtu: Option<u32>) -> Finding {
     let addrs: Vec<String> = addrs.iter().map(ToString::to_string).collect();
     let head = format!("{name} ({})", addrs.join(", "));
     let Some(mtu) = mtu else {
         let advice = format!("look at `ip link show {name}`");
-        return Check::found(id, Status::Note, format!("{head}: MTU not visible"), advice);
+        return note(format!("{head}: MTU not visible"), advice);
     };
     match Mtu::for_interface(mtu) {
         None => {
             let advice = format!("ip link set {name} mtu 1500");
-            Check::found(
-                id,
-                Status::Warn,
-                format!("{head}: MTU {mtu} is too small for RoCE"),
-                advice,
-            )
+            warn(format!("{head}: MTU {mtu} is too small for RoCE"), advice)
         }
-        Some(Mtu::B4096) => Check::ok(id, format!("{head}: MTU {mtu}, path MTU 4096")),
+        Some(Mtu::B4096) => ok(format!("{head}: MTU {mtu}, path MTU 4096")),
         Some(path) => {
             let need = Mtu::B4096.bytes() as u32 + Mtu::HEADERS;
             let advice = format!(
                 "where every hop can do it, `ip link set {name} mtu {need}` (or more) gives path MTU 4096 and more speed"
             );
-            Check::found(
-                id,
-                Status::Note,
-                format!("{head}: MTU {mtu}, path MTU {}", path.bytes()),
-                advice,
-            )
+            note(format!("{head}: MTU {mtu}, path MTU {}", path.bytes()), advice)
         }
     }
 }
@@ -261,7 +224,7 @@ pub(super) fn is_own(addr: IpAddr) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::Status, *};
 
     struct Tree(tempfile::TempDir);
 
@@ -333,7 +296,7 @@ mod tests {
             ("proc/sys/net/core/rmem_max", "212992\n"),
             ("proc/sys/net/core/wmem_max", "8388608\n"),
         ]);
-        let check = &socket_buffers(&tree.system())[0];
+        let check = socket_buffers(&tree.system());
         assert_eq!(check.status, Status::Warn);
         assert_eq!(
             check.advice.as_deref(),
@@ -344,7 +307,7 @@ mod tests {
     #[test]
     fn path_mtu_of_an_interface() {
         let status = |mtu| {
-            let check = mtu_check("mtu", "eth0", &["192.0.2.1".parse().unwrap()], mtu);
+            let check = mtu_check("eth0", &["192.0.2.1".parse().unwrap()], mtu);
             (check.status, check.summary)
         };
         assert!(status(Some(1500)).1.ends_with("path MTU 1024"));

@@ -1,4 +1,4 @@
-//! `ferroce doctor`: what stands in the way of RoCEv2 here, each with what to do.
+//! `ferroce doctor`: problems of this host with RoCEv2, each with a remedy.
 
 mod devices;
 mod host;
@@ -31,7 +31,7 @@ Exit status:
   0  no check failed (there may be warnings)
   1  a check failed")]
 pub(crate) struct DoctorArgs {
-    /// Address or name of this host that ferroce is to use [default: all addresses]
+    /// Address or name of this host to check [default: all addresses]
     #[arg(long, value_name = "HOST")]
     addr: Option<Host>,
     /// Check the route to this host as well: path MTU, firewall, address translation
@@ -56,41 +56,63 @@ enum Status {
     Fail,
 }
 
-/// The result of one check.
+/// Finding of a check.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
-struct Check {
-    /// Stable name.
-    id: &'static str,
+struct Finding {
     status: Status,
     summary: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     advice: Option<String>,
 }
 
-impl Check {
-    fn ok(id: &'static str, summary: impl Into<String>) -> Self {
-        Self {
-            id,
-            status: Status::Ok,
-            summary: summary.into(),
-            advice: None,
-        }
-    }
-
-    fn found(id: &'static str, status: Status, summary: impl Into<String>, advice: impl Into<String>) -> Self {
-        Self {
-            id,
-            status,
-            summary: summary.into(),
-            advice: Some(advice.into()),
-        }
+fn ok(summary: impl Into<String>) -> Finding {
+    Finding {
+        status: Status::Ok,
+        summary: summary.into(),
+        advice: None,
     }
 }
 
+fn found(status: Status, summary: impl Into<String>, advice: impl Into<String>) -> Finding {
+    Finding {
+        status,
+        summary: summary.into(),
+        advice: Some(advice.into()),
+    }
+}
+
+fn note(summary: impl Into<String>, advice: impl Into<String>) -> Finding {
+    found(Status::Note, summary, advice)
+}
+
+fn warn(summary: impl Into<String>, advice: impl Into<String>) -> Finding {
+    found(Status::Warn, summary, advice)
+}
+
+fn fail(summary: impl Into<String>, advice: impl Into<String>) -> Finding {
+    found(Status::Fail, summary, advice)
+}
+
 #[derive(Serialize)]
+struct Check {
+    /// Stable name.
+    id: &'static str,
+    #[serde(flatten)]
+    finding: Finding,
+}
+
+#[derive(Default, Serialize)]
 struct Diagnosis {
     ok: bool,
     checks: Vec<Check>,
+}
+
+impl Diagnosis {
+    /// Adds the findings of a check.
+    fn add(&mut self, id: &'static str, findings: impl IntoIterator<Item = Finding>) {
+        let checks = findings.into_iter().map(|finding| Check { id, finding });
+        self.checks.extend(checks);
+    }
 }
 
 /// `/proc` and `/sys`, below a root that tests can choose.
@@ -116,7 +138,7 @@ impl System {
         self.path(name).exists()
     }
 
-    /// Resolver in a folder, sorted; none if it isn't there.
+    /// Names in a folder, sorted; none if it isn't there.
     fn list(&self, name: &str) -> Vec<String> {
         let Ok(entries) = std::fs::read_dir(self.path(name)) else {
             return Vec::new();
@@ -137,46 +159,47 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
     let resolver = Resolver::default();
     let own = args.addr.as_ref().map(|host| resolver.own_addr(host)).transpose()?;
     let peer = args.peer.as_ref().map(|host| resolver.peer(host)).transpose()?;
-    let mut checks = vec![port::check(own), port::broker()];
-    checks.extend(port::translated());
-    checks.extend(host::rdma(&system, crate::rdma::is_built_in()));
+    let mut all = Diagnosis::default();
+    all.add("port-4791", [port::check(own)]);
+    all.add("broker", [port::broker()]);
+    all.add("translated", port::translated());
+    all.add("rdma-devices", host::rdma(&system, crate::rdma::is_built_in()));
     let addrs = own.map_or_else(host::own_addrs, |addr| vec![addr]);
-    checks.extend(rdma::checks(&system, &addrs));
-    checks.extend(host::socket_buffers(&system));
-    checks.extend(host::interfaces(&system));
-    checks.push(devices::check());
-    checks.push(offload::check());
+    rdma::check(&mut all, &system, &addrs);
+    all.add("socket-buffers", [host::socket_buffers(&system)]);
+    all.add("mtu", host::interfaces(&system));
+    all.add("devices", [devices::check()]);
+    all.add("gso-gro", [offload::check()]);
     if let Some(peer) = peer {
-        checks.extend(path::check(&system, own, peer));
+        path::check(&mut all, &system, own, peer);
     }
-    let ok = checks.iter().all(|c| c.status < Status::Fail);
-    let diagnosis = Diagnosis { ok, checks };
-    if args.json {
-        output::json(&diagnosis)?;
-    } else {
-        print(&diagnosis)?;
+    all.ok = all.checks.iter().all(|c| c.finding.status < Status::Fail);
+    match args.json {
+        true => output::json(&all)?,
+        false => print(&all)?,
     }
-    if ok { Ok(()) } else { Err(Failure::reported(1)) }
+    if all.ok { Ok(()) } else { Err(Failure::reported(1)) }
 }
 
 fn print(diagnosis: &Diagnosis) -> Result<(), Failure> {
-    for check in &diagnosis.checks {
-        let word = match check.status {
+    for Check { id, finding } in &diagnosis.checks {
+        let word = match finding.status {
             Status::Ok => "ok  ",
             Status::Note => "note",
             Status::Warn => "WARN",
             Status::Fail => "FAIL",
         };
-        output::line(&format!("{word}  {:<16} {}", check.id, check.summary))?;
-        if let Some(advice) = &check.advice {
+        output::line(&format!("{word}  {id:<16} {}", finding.summary))?;
+        if let Some(advice) = &finding.advice {
             output::line(&format!("      {:<16} -> {advice}", ""))?;
         }
     }
-    let count = |status| diagnosis.checks.iter().filter(|c| c.status == status).count();
+    let all = &diagnosis.checks;
+    let count = |status| all.iter().filter(|c| c.finding.status == status).count();
     output::line(&format!(
         "{} failed, {} warnings, {} checks",
         count(Status::Fail),
         count(Status::Warn),
-        diagnosis.checks.len()
+        all.len()
     ))
 }

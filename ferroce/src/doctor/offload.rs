@@ -4,9 +4,7 @@ use std::{net::UdpSocket, time::Duration};
 
 use nix::sys::socket::{setsockopt, sockopt};
 
-use super::{Check, Status};
-
-const ID: &str = "gso-gro";
+use super::{Finding, fail, ok, warn};
 /// Payload of a packet and packets of a send: like a run of RDMA packets at path MTU 1024.
 const SEGMENT: usize = 1024;
 const SEGMENTS: usize = 8;
@@ -22,24 +20,18 @@ enum Outcome {
 }
 
 /// Sends eight packets in one call and looks how they arrive.
-pub(super) fn check() -> Check {
+pub(super) fn check() -> Finding {
     match try_offload() {
-        Ok(Outcome::Merged) => Check::ok(ID, "UDP segmentation and merging work on loopback"),
-        Ok(Outcome::Single) => Check::found(
-            ID,
-            Status::Warn,
+        Ok(Outcome::Merged) => ok("UDP segmentation and merging work on loopback"),
+        Ok(Outcome::Single) => warn(
             "UDP segmentation (GSO) works, merging (GRO) does not: every packet costs a system call",
             "use Linux 5.0 or later; on an interface `ethtool -K DEV rx-udp-gro-forwarding on` may help",
         ),
-        Ok(Outcome::Incomplete) => Check::found(
-            ID,
-            Status::Fail,
+        Ok(Outcome::Incomplete) => fail(
             "packets of a segmented send (GSO) are lost on loopback",
             "run with --no-gso, and look at firewall rules for loopback (`nft list ruleset`)",
         ),
-        Err((what, e)) => Check::found(
-            ID,
-            Status::Warn,
+        Err((what, e)) => warn(
             format!("{what}: {e}"),
             "ferroce works without, at about a quarter of the speed; Linux 5.0 or later has UDP GSO and GRO",
         ),

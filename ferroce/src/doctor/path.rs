@@ -1,6 +1,7 @@
-//! The way to a peer: route, path MTU, and address translation, which the ICRC does not survive.
+//! The path to a peer: route, path MTU, and address translation, which the ICRC does not survive.
 
 use std::{
+    io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
     time::Duration,
 };
@@ -9,75 +10,56 @@ use nix::sys::socket::{getsockopt, sockopt};
 use roce::{CmEventKind, ConnParams, Device, DeviceConfig, Mtu, NoAnswer, QpCaps, QpInit, RejectReason, VerbsError};
 use roce_bth::ROCE_UDP_PORT;
 
-use super::{Check, Status, System, host};
+use super::{Diagnosis, Finding, System, fail, host, note, ok, warn};
 
 /// Time for the peer to answer.
 const ANSWER: Duration = Duration::from_secs(5);
 
-/// Everything about the way to `peer`.
-pub(super) fn check(system: &System, from: Option<IpAddr>, peer: IpAddr) -> Vec<Check> {
-    let any = if peer.is_ipv4() {
-        IpAddr::V4(Ipv4Addr::UNSPECIFIED)
-    } else {
-        IpAddr::V6(Ipv6Addr::UNSPECIFIED)
+/// Checks the path to `peer`.
+pub(super) fn check(all: &mut Diagnosis, system: &System, from: Option<IpAddr>, peer: IpAddr) {
+    let any = match peer {
+        IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
     };
-    let source = from.unwrap_or(any);
-    let route = UdpSocket::bind((source, 0)).and_then(|s| s.connect((peer, ROCE_UDP_PORT)).map(|()| s));
-    let socket = match route {
-        Ok(socket) => socket,
+    let route = || {
+        let socket = UdpSocket::bind((from.unwrap_or(any), 0))?;
+        socket.connect((peer, ROCE_UDP_PORT))?;
+        Ok::<_, io::Error>((socket.local_addr()?.ip(), socket))
+    };
+    let (local, socket) = match route() {
+        Ok(route) => route,
         Err(e) => {
-            let summary = format!("no way to {peer}: {e}");
             let advice = format!("`ip route get {peer}` shows what the kernel would do");
-            return vec![Check::found("route", Status::Fail, summary, advice)];
+            return all.add("route", [fail(format!("no route to {peer}: {e}"), advice)]);
         }
     };
-    let Ok(local) = socket.local_addr().map(|a: SocketAddr| a.ip()) else {
-        let advice = format!("`ip route get {peer}` shows what the kernel would do");
-        return vec![Check::found(
-            "route",
-            Status::Fail,
-            "the route has no source address",
-            advice,
-        )];
-    };
-    let mut checks = vec![Check::ok("route", format!("{local} to {peer}"))];
-    checks.extend(path_mtu(&socket, peer));
-    checks.push(nat(system, local, peer));
-    checks.push(answer(local, peer));
-    checks
+    all.add("route", [ok(format!("{local} to {peer}"))]);
+    all.add("path-mtu", path_mtu(&socket, peer));
+    all.add("nat", [nat(system, local, peer)]);
+    all.add("peer", [answer(local, peer)]);
 }
 
 /// Asks the peer's connection manager for a connection. Any answer, also a refusal, has come both ways with a right ICRC.
-fn answer(local: IpAddr, peer: IpAddr) -> Check {
-    const ID: &str = "peer";
+fn answer(local: IpAddr, peer: IpAddr) -> Finding {
     match ask(local, peer) {
-        Ok(Answer::Here(what)) => Check::ok(
-            ID,
-            format!("{peer} answers: packets and their ICRC come through both ways ({what})"),
-        ),
-        Ok(Answer::None(NoAnswer::PortUnreachable)) => Check::found(
-            ID,
-            Status::Warn,
+        Ok(Answer::Here(what)) => ok(format!(
+            "{peer} answers: packets and their ICRC come through both ways ({what})"
+        )),
+        Ok(Answer::None(NoAnswer::PortUnreachable)) => warn(
             format!("{peer} is there, but nothing receives on its UDP port {ROCE_UDP_PORT} (ICMP: port unreachable)"),
             "start ferroce there, or load rdma_rxe",
         ),
-        Ok(Answer::None(NoAnswer::Prohibited)) => Check::found(
-            ID,
-            Status::Fail,
+        Ok(Answer::None(NoAnswer::Prohibited)) => fail(
             format!("a firewall forbids UDP port {ROCE_UDP_PORT} of {peer} (ICMP: administratively prohibited)"),
             format!("open UDP port {ROCE_UDP_PORT} there and on the way, in both directions"),
         ),
-        Ok(Answer::None(NoAnswer::Timeout)) => Check::found(
-            ID,
-            Status::Warn,
+        Ok(Answer::None(NoAnswer::Timeout)) => warn(
             format!("{peer} does not answer on UDP port {ROCE_UDP_PORT}"),
             "start ferroce or load rdma_rxe there; if it runs, packets are dropped on the way (firewall) or because \
              their ICRC does not fit (NAT), which `ferroce doctor` there reports. For other peers: `tcpdump -i any -w trace.pcap udp \
              port 4791` there, then `ferroce pcap check trace.pcap`",
         ),
-        Err(e) => Check::found(
-            ID,
-            Status::Note,
+        Err(e) => note(
             format!("{peer} was not asked: {e}"),
             "see the check port-4791, and try again",
         ),
@@ -119,19 +101,14 @@ fn ask(local: IpAddr, peer: IpAddr) -> Result<Answer, VerbsError> {
     })
 }
 
-fn path_mtu(socket: &UdpSocket, peer: IpAddr) -> Option<Check> {
+fn path_mtu(socket: &UdpSocket, peer: IpAddr) -> Option<Finding> {
     let mtu = getsockopt(socket, sockopt::IpMtu)
         .ok()
         .and_then(|m| u32::try_from(m).ok())
         .filter(|_| peer.is_ipv4())?;
     Some(match Mtu::for_interface(mtu) {
-        Some(path) => Check::ok(
-            "path-mtu",
-            format!("{mtu} to {peer}: RoCE path MTU {} at most", path.bytes()),
-        ),
-        None => Check::found(
-            "path-mtu",
-            Status::Fail,
+        Some(path) => ok(format!("{mtu} to {peer}: RoCE path MTU {} at most", path.bytes())),
+        None => fail(
             format!("{mtu} to {peer}: too small for RoCE"),
             "raise the MTU of the interface and of every hop to at least 352",
         ),
@@ -139,25 +116,17 @@ fn path_mtu(socket: &UdpSocket, peer: IpAddr) -> Option<Check> {
 }
 
 /// Whether addresses are translated on the way. From one end it can only be told when there are signs of it.
-fn nat(system: &System, local: IpAddr, peer: IpAddr) -> Check {
-    const ID: &str = "nat";
+fn nat(system: &System, local: IpAddr, peer: IpAddr) -> Finding {
     const WHY: &str = "the ICRC covers the addresses, so translated packets are dropped as corrupt";
     if host::is_own(peer) {
-        return Check::ok(ID, "none: the peer is this machine");
+        return ok("none: the peer is this machine");
     }
     if let Some(translated) = translated_flow(system, local, peer) {
         let advice = format!("{WHY}: route between the two without translation");
-        return Check::found(
-            ID,
-            Status::Fail,
-            format!("conntrack shows {local} translated to {translated}"),
-            advice,
-        );
+        return fail(format!("conntrack shows {local} translated to {translated}"), advice);
     }
     if is_private(local) && !is_private(peer) {
-        return Check::found(
-            ID,
-            Status::Fail,
+        return fail(
             format!("{local} is a private address and {peer} a public one: there is translation between them"),
             format!("{WHY}: use a tunnel (WireGuard, IPsec, VXLAN) or addresses of one network"),
         );
@@ -165,9 +134,7 @@ fn nat(system: &System, local: IpAddr, peer: IpAddr) -> Check {
     if let Some(sign) = container(system, local)
         && !same_network(local, peer)
     {
-        return Check::found(
-            ID,
-            Status::Warn,
+        return warn(
             format!(
                 "{local} is in a container ({sign}) and {peer} is outside its network, which is usually translated"
             ),
@@ -185,14 +152,12 @@ fn nat(system: &System, local: IpAddr, peer: IpAddr) -> Check {
             .number("/proc/sys/net/netfilter/nf_conntrack_count")
             .is_some_and(|n| n > 0)
     {
-        return Check::found(
-            ID,
-            Status::Note,
+        return note(
             format!("no sign of translation between {local} and {peer}, but this machine tracks connections"),
             format!("if packets to {peer} are translated by a rule (`nft list ruleset`), except UDP port 4791: {WHY}"),
         );
     }
-    Check::ok(ID, format!("no sign of address translation between {local} and {peer}"))
+    ok(format!("no sign of address translation between {local} and {peer}"))
 }
 
 /// Returns the source address into which conntrack translates ours on the way to the peer, if it is another one.
@@ -255,7 +220,7 @@ fn same_network(a: IpAddr, b: IpAddr) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::Status, *};
 
     fn system(files: &[(&str, &str)]) -> (tempfile::TempDir, System) {
         let dir = tempfile::tempdir().unwrap();
@@ -305,7 +270,8 @@ mod tests {
     #[test]
     fn no_way_to_a_peer_of_the_other_family() {
         let (_dir, system) = system(&[]);
-        let checks = super::check(&system, Some(ip("127.0.0.1")), ip("::1"));
-        assert_eq!(checks[0].status, Status::Fail);
+        let mut all = Diagnosis::default();
+        super::check(&mut all, &system, Some(ip("127.0.0.1")), ip("::1"));
+        assert_eq!(all.checks[0].finding.status, Status::Fail);
     }
 }

@@ -1,4 +1,4 @@
-//! Who has UDP port 4791.
+//! Holder of UDP port 4791.
 
 use std::{
     io,
@@ -9,13 +9,11 @@ use roce::broker::{Isolation, Translated};
 use roce_bth::ROCE_UDP_PORT;
 use roce_net::holder::{Holder, Owner, port_holders};
 
-use super::{Check, Status};
+use super::{Finding, fail, note, ok, warn};
 use crate::sharing;
 
-const ID: &str = "port-4791";
-
 /// Tries to take the port; if that fails, finds out who has it.
-pub(super) fn check(addr: Option<IpAddr>) -> Check {
+pub(super) fn check(addr: Option<IpAddr>) -> Finding {
     let addrs = addr.map_or_else(
         || vec![IpAddr::V4(Ipv4Addr::UNSPECIFIED), IpAddr::V6(Ipv6Addr::UNSPECIFIED)],
         |a| vec![a],
@@ -32,11 +30,11 @@ pub(super) fn check(addr: Option<IpAddr>) -> Check {
             Err(_) if addr.is_ipv6() && addrs.len() > 1 => {}
             Err((e, _)) => {
                 let advice = "use an address of this machine: `ip addr` lists them";
-                return Check::found(ID, Status::Fail, format!("can't bind {socket}: {e}"), advice);
+                return fail(format!("can't bind {socket}: {e}"), advice);
             }
         }
     }
-    Check::ok(ID, format!("free ({})", free.join(", ")))
+    ok(format!("free ({})", free.join(", ")))
 }
 
 /// So often a port is tried that is taken by nobody: who had it has let it go before the kernel's tables were read.
@@ -60,7 +58,7 @@ fn bind(socket: SocketAddr) -> Result<UdpSocket, (io::Error, Vec<Holder>)> {
 }
 
 /// The port is our own broker's: more processes may use it.
-fn shared(wanted: IpAddr) -> Option<Check> {
+fn shared(wanted: IpAddr) -> Option<Finding> {
     let statistics = sharing::statistics().ok()??;
     let covers =
         |a: &IpAddr| wanted.is_unspecified() || *a == wanted || (a.is_unspecified() && a.is_ipv4() == wanted.is_ipv4());
@@ -79,7 +77,7 @@ fn shared(wanted: IpAddr) -> Option<Check> {
         statistics.pid,
         in_use_by(statistics.processes.len())
     );
-    Some(Check::ok(ID, text))
+    Some(ok(text))
 }
 
 /// Number of processes at a broker, in words.
@@ -89,8 +87,7 @@ fn in_use_by(processes: usize) -> String {
 }
 
 /// The broker of this user, or of the system.
-pub(super) fn broker() -> Check {
-    const ID: &str = "broker";
+pub(super) fn broker() -> Finding {
     let dir = sharing::directory();
     match roce::broker::statistics(&dir) {
         Ok(Some(s)) => {
@@ -101,27 +98,20 @@ pub(super) fn broker() -> Check {
                 in_use_by(s.processes.len())
             );
             match s.isolation {
-                Isolation::OneUser => Check::ok(ID, text),
-                Isolation::Isolated => Check::ok(ID, text + "; its users can't read what is another's"),
-                Isolation::TrustDomain => Check::found(
-                    ID,
-                    Status::Note,
+                Isolation::OneUser => ok(text),
+                Isolation::Isolated => ok(text + "; its users can't read what is another's"),
+                Isolation::TrustDomain => note(
                     text + "; its users can read each other's packets",
                     "to keep them apart it must be allowed to load a BPF program: `AmbientCapabilities=CAP_BPF`, as in \
                      ferroce's own unit",
                 ),
             }
         }
-        Ok(None) => Check::ok(
-            ID,
-            format!(
-                "none runs; the first of `ferroce serve`, `map` and `run` starts one ({})",
-                dir.display()
-            ),
-        ),
-        Err(e) => Check::found(
-            ID,
-            Status::Warn,
+        Ok(None) => ok(format!(
+            "none runs; the first of `ferroce serve`, `map` and `run` starts one ({})",
+            dir.display()
+        )),
+        Err(e) => warn(
             e.to_string(),
             "without a broker only one process can use an address: `FERROCE_BROKER=off` for that, or \
              FERROCE_BROKER_DIR to have it elsewhere",
@@ -130,18 +120,18 @@ pub(super) fn broker() -> Check {
 }
 
 /// A connect request from here or elsewhere that reached the broker with translated addresses. Nothing if there was none.
-pub(super) fn translated() -> Option<Check> {
+pub(super) fn translated() -> Option<Finding> {
     translation(&sharing::statistics().ok()??.translated?)
 }
 
-fn translation(found: &Translated) -> Option<Check> {
+fn translation(found: &Translated) -> Option<Finding> {
     /// Seconds after which the cause may have been removed.
     const RECENT: u64 = 24 * 3600;
     let summary = format!("{} s ago a connect request was {}", found.age, found.text);
-    (found.age < RECENT).then(|| Check::found("translated", Status::Warn, summary, Translated::ADVICE))
+    (found.age < RECENT).then(|| warn(summary, Translated::ADVICE))
 }
 
-fn taken(wanted: IpAddr, holders: &[Holder]) -> Check {
+fn taken(wanted: IpAddr, holders: &[Holder]) -> Finding {
     let names: Vec<String> = holders.iter().map(shown).collect();
     let who = if names.is_empty() {
         "somebody who can't be seen from here".to_owned()
@@ -152,19 +142,19 @@ fn taken(wanted: IpAddr, holders: &[Holder]) -> Check {
     // Sockets on single addresses leave the others free.
     if wanted.is_unspecified() && !holders.is_empty() && holders.iter().all(|h| !h.addr.is_unspecified()) {
         let advice = "the other addresses are free: give one with `--addr` or as source in `--path`";
-        return Check::found(ID, Status::Note, summary, advice);
+        return note(summary, advice);
     }
     let kernels = holders.iter().any(|h| h.owner == Owner::Kernel);
     if kernels && crate::rdma::is_built_in() {
         let advice =
             "RDMA devices are used at their addresses; for software `rdma link delete NAME` for each link of rdma_rxe";
-        return Check::found(ID, Status::Note, summary, advice);
+        return note(summary, advice);
     }
     let advice = match holders.first() {
         Some(holder) => holder.owner.remedy(),
         None => "run `ferroce doctor` as root to see who it is, or use another address".to_owned(),
     };
-    Check::found(ID, Status::Fail, summary, advice)
+    fail(summary, advice)
 }
 
 /// An owner with its address, and how many sockets it has there.
@@ -178,7 +168,7 @@ fn shown(holder: &Holder) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::Status, *};
 
     #[test]
     fn a_translation_of_late_is_reported() {

@@ -8,7 +8,7 @@ use nix::{
 };
 use roce_verbs::Mtu;
 
-use super::{Check, Status, System};
+use super::{Diagnosis, Finding, System, fail, note, ok, warn};
 use crate::{output, rdma};
 
 /// Memory that a server has to lock for one session: 512 chunks of 128 KiB.
@@ -72,55 +72,46 @@ impl Port {
         format!("{}:{}", self.device, self.number)
     }
 
-    fn gids(&self) -> Check {
-        const ID: &str = "rdma-gids";
+    fn gids(&self) -> Finding {
         let (name, on) = (self.name(), self.interfaces.join(", "));
         match (self.active, self.addrs.is_empty(), self.v1) {
             (true, false, _) => {
                 let addrs: Vec<String> = self.addrs.iter().map(ToString::to_string).collect();
-                Check::ok(ID, format!("{name} on {on} has {} (RoCE v2)", addrs.join(", ")))
+                ok(format!("{name} on {on} has {} (RoCE v2)", addrs.join(", ")))
             }
-            (false, ..) => Check::found(
-                ID,
-                Status::Warn,
+            (false, ..) => warn(
                 format!("the port of {name} is not active"),
                 "look at its link: `ip link`, `rdma link`",
             ),
-            (true, true, true) => Check::found(
-                ID,
-                Status::Fail,
+            (true, true, true) => fail(
                 format!("{name} has GIDs of RoCE v1 only, which is not RoCEv2"),
                 format!(
                     "have the adapter do RoCE v2: `cma_roce_mode -d {} -p {} -m 2`, or its driver's parameter",
                     self.device, self.number
                 ),
             ),
-            (true, true, false) => Check::found(
-                ID,
-                Status::Fail,
+            (true, true, false) => fail(
                 format!("{name} has no address"),
                 "give its interface one: `ip addr add`",
             ),
         }
     }
 
-    fn mtu(&self, system: &System) -> Option<Check> {
-        const ID: &str = "rdma-mtu";
+    fn mtu(&self, system: &System) -> Option<Finding> {
         let interface = self.interfaces.first()?;
         let bytes = system.number(&format!("/sys/class/net/{interface}/mtu"))?;
         let mtu = Mtu::for_interface(u32::try_from(bytes).ok()?)?;
         let text = format!("{} on {interface}, MTU {bytes}: path MTU {}", self.name(), mtu.bytes());
         if mtu == Mtu::B4096 {
-            return Some(Check::ok(ID, text));
+            return Some(ok(text));
         }
         let advice =
             format!("an MTU of 4200 or more, here and on the way, gives 4096: `ip link set {interface} mtu 4200`");
-        Some(Check::found(ID, Status::Note, text, advice))
+        Some(note(text, advice))
     }
 
     /// PFC is the switch's and the driver's, and not to be read from files; of ECN some drivers tell.
-    fn congestion(&self, system: &System) -> Option<Check> {
-        const ID: &str = "rdma-ecn";
+    fn congestion(&self, system: &System) -> Option<Finding> {
         let interface = self.interfaces.first()?;
         let dir = format!("/sys/class/net/{interface}/ecn");
         let on = |role: &str| {
@@ -130,9 +121,7 @@ impl Port {
         };
         let name = self.name();
         if !system.exists(&dir) {
-            return Some(Check::found(
-                ID,
-                Status::Note,
+            return Some(note(
                 format!("{name}: its driver does not tell of ECN here"),
                 format!(
                     "hardware loses much where packets are lost: `dcb pfc show dev {interface}` and the adapter's tools show PFC and ECN"
@@ -141,17 +130,12 @@ impl Port {
         }
         let (np, rp) = (on("roce_np"), on("roce_rp"));
         match np.is_empty() || rp.is_empty() {
-            false => Some(Check::ok(
-                ID,
-                format!(
-                    "{name}: marks are told for priorities {}, heeded for {}",
-                    np.join(","),
-                    rp.join(",")
-                ),
-            )),
-            true => Some(Check::found(
-                ID,
-                Status::Warn,
+            false => Some(ok(format!(
+                "{name}: marks are told for priorities {}, heeded for {}",
+                np.join(","),
+                rp.join(",")
+            ))),
+            true => Some(warn(
                 format!("{name}: ECN is off"),
                 format!(
                     "if switches mark packets: `echo 1` to {dir}/roce_np/enable/N and roce_rp/enable/N; else look at PFC (`dcb pfc show \
@@ -162,8 +146,8 @@ impl Port {
     }
 }
 
-/// All checks; none where there is no such device.
-pub(super) fn checks(system: &System, addrs: &[IpAddr]) -> Vec<Check> {
+/// Checks all RoCE ports; nothing where there is none.
+pub(super) fn check(all: &mut Diagnosis, system: &System, addrs: &[IpAddr]) {
     let devices = system.list("/sys/class/infiniband");
     let ports = |device: &String| {
         let numbers = system.list(&format!("/sys/class/infiniband/{device}/ports"));
@@ -172,27 +156,22 @@ pub(super) fn checks(system: &System, addrs: &[IpAddr]) -> Vec<Check> {
     };
     let ports: Vec<Port> = devices.iter().flat_map(ports).collect();
     if ports.is_empty() {
-        return Vec::new();
+        return;
     }
-    let mut checks = vec![owners(&ports, addrs)];
-    checks.extend(ports.iter().map(Port::gids));
-    checks.extend(ports.iter().filter_map(|p| p.mtu(system)));
-    checks.extend(ports.iter().filter_map(|p| p.congestion(system)));
-    checks.extend(nodes(system, &ports));
-    checks.push(lockable(
-        getrlimit(Resource::RLIMIT_MEMLOCK).map_or(u64::MAX, |(soft, _)| soft),
-    ));
-    checks
+    all.add("rdma-addresses", [owners(&ports, addrs)]);
+    all.add("rdma-gids", ports.iter().map(Port::gids));
+    all.add("rdma-mtu", ports.iter().filter_map(|p| p.mtu(system)));
+    all.add("rdma-ecn", ports.iter().filter_map(|p| p.congestion(system)));
+    all.add("rdma-files", nodes(system, &ports));
+    let limit = getrlimit(Resource::RLIMIT_MEMLOCK).map_or(u64::MAX, |(soft, _)| soft);
+    all.add("rdma-locked-memory", [lockable(limit)]);
 }
 
 /// Which of our addresses are RDMA devices', and which are in software.
-fn owners(ports: &[Port], addrs: &[IpAddr]) -> Check {
-    const ID: &str = "rdma-addresses";
+fn owners(ports: &[Port], addrs: &[IpAddr]) -> Finding {
     if !rdma::is_built_in() {
         let names: Vec<String> = ports.iter().map(Port::name).collect();
-        return Check::found(
-            ID,
-            Status::Note,
+        return note(
             format!("all in software: this ferroce can't use {}", names.join(", ")),
             "build it with `--features hardware` to use them (docs/hardware/devices.md)",
         );
@@ -206,12 +185,11 @@ fn owners(ports: &[Port], addrs: &[IpAddr]) -> Check {
     let text = by_owner
         .iter()
         .map(|(owner, addrs)| format!("{owner}: {}", addrs.join(", ")));
-    Check::ok(ID, text.collect::<Vec<_>>().join("; "))
+    ok(text.collect::<Vec<_>>().join("; "))
 }
 
 /// Files that have to be opened.
-fn nodes(system: &System, ports: &[Port]) -> Vec<Check> {
-    const ID: &str = "rdma-files";
+fn nodes(system: &System, ports: &[Port]) -> Vec<Finding> {
     let verbs = system.list("/sys/class/infiniband_verbs");
     let node = |device: &str| {
         let of = |n: &&String| {
@@ -231,18 +209,11 @@ fn nodes(system: &System, ports: &[Port]) -> Vec<Check> {
             let text = format!(
                 "a file of /dev/infiniband is missing: the module {module} is not loaded, or this is a container"
             );
-            return Check::found(
-                ID,
-                Status::Fail,
-                text,
-                format!("`modprobe {module}`, or pass /dev/infiniband in"),
-            );
+            return fail(text, format!("`modprobe {module}`, or pass /dev/infiniband in"));
         };
         match access(&system.path(&file), AccessFlags::R_OK | AccessFlags::W_OK) {
-            Ok(()) => Check::ok(ID, format!("{file} may be used")),
-            Err(e) => Check::found(
-                ID,
-                Status::Fail,
+            Ok(()) => ok(format!("{file} may be used")),
+            Err(e) => fail(
                 format!("{file}: {e}"),
                 format!("`chmod a+rw {file}`, or a rule of udev"),
             ),
@@ -252,14 +223,11 @@ fn nodes(system: &System, ports: &[Port]) -> Vec<Check> {
 }
 
 /// Registered memory is locked.
-fn lockable(limit: u64) -> Check {
-    const ID: &str = "rdma-locked-memory";
+fn lockable(limit: u64) -> Finding {
     match limit {
-        u64::MAX => Check::ok(ID, "no limit"),
-        n if n > 2 * SESSION => Check::ok(ID, format!("{} may be locked", output::bytes(n))),
-        n => Check::found(
-            ID,
-            Status::Warn,
+        u64::MAX => ok("no limit"),
+        n if n > 2 * SESSION => ok(format!("{} may be locked", output::bytes(n))),
+        n => warn(
             format!(
                 "{} may be locked: a session takes {} and more, unless the process has CAP_IPC_LOCK",
                 output::bytes(n),
@@ -274,7 +242,7 @@ fn lockable(limit: u64) -> Check {
 mod tests {
     use std::fs;
 
-    use super::*;
+    use super::{super::Status, *};
 
     /// A device with a port, its GIDs with their types, and an interface.
     fn system(gids: &[(&str, &str)], mtu: &str) -> (tempfile::TempDir, System) {
@@ -297,9 +265,15 @@ mod tests {
         (dir, System { root })
     }
 
-    fn found(checks: &[Check], id: &str) -> Vec<(Status, String)> {
-        let of = checks.iter().filter(|c| c.id == id);
-        of.map(|c| (c.status, c.summary.clone())).collect()
+    fn checks(system: &System, addrs: &[IpAddr]) -> Diagnosis {
+        let mut all = Diagnosis::default();
+        check(&mut all, system, addrs);
+        all
+    }
+
+    fn found(all: &Diagnosis, id: &str) -> Vec<(Status, String)> {
+        let of = all.checks.iter().filter(|c| c.id == id);
+        of.map(|c| (c.finding.status, c.finding.summary.clone())).collect()
     }
 
     const V4: &str = "0000:0000:0000:0000:0000:ffff:c000:0207";
@@ -362,6 +336,6 @@ mod tests {
     fn without_a_device_there_is_nothing_to_say() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().to_owned();
-        assert!(checks(&System { root }, &[]).is_empty());
+        assert!(checks(&System { root }, &[]).checks.is_empty());
     }
 }
