@@ -10,7 +10,7 @@ use rtrs::{
 
 use crate::{
     host::{Client, Host, Names},
-    text::{invalid, line, one, signed},
+    text::{invalid, line, signed},
     tree::{Attr, Entries, Node, dir, files},
 };
 
@@ -99,30 +99,15 @@ const PATH: &[Attr<Path>] = &[
         };
         Ok(format!("{state}\n"))
     }),
-    Attr::rw(
-        "reconnect",
-        |_| usage("reconnect"),
-        |path, text| {
-            one(text)?;
-            path.ask(MapRequest::Reconnect { path: path.status.addr })
-        },
-    ),
-    Attr::rw(
-        "disconnect",
-        |_| usage("disconnect"),
-        |path, text| {
-            one(text)?;
-            path.ask(MapRequest::Disconnect { path: path.status.addr })
-        },
-    ),
-    Attr::rw(
-        "remove_path",
-        |_| usage("remove_path"),
-        |path, text| {
-            one(text)?;
-            path.ask(MapRequest::RemovePath { path: path.status.addr })
-        },
-    ),
+    Attr::order("reconnect", |path| {
+        path.ask(MapRequest::Reconnect { path: path.status.addr })
+    }),
+    Attr::order("disconnect", |path| {
+        path.ask(MapRequest::Disconnect { path: path.status.addr })
+    }),
+    Attr::order("remove_path", |path| {
+        path.ask(MapRequest::RemovePath { path: path.status.addr })
+    }),
     Attr::ro("cur_latency", |path| {
         let latency = path.status.latency.unwrap_or_default();
         Ok(format!("{} ns\n", latency.as_nanos()))
@@ -130,30 +115,28 @@ const PATH: &[Attr<Path>] = &[
 ];
 
 const STATS: &[Attr<Path>] = &[
-    Attr::rw("rdma", rdma, |path, text| path.reset(PathCounters::Rdma, text)),
-    Attr::rw("reconnects", reconnects, |path, text| {
-        path.reset(PathCounters::Reconnects, text)
-    }),
-    Attr::rw(
+    Attr::order_with("rdma", rdma, |path| path.reset(PathCounters::Rdma)),
+    Attr::order_with("reconnects", reconnects, |path| path.reset(PathCounters::Reconnects)),
+    Attr::order_with(
         "cpu_migration_from",
         |path| Ok(per_cpu(&path.status.stats.cpu_migration.from)),
-        |path, text| path.reset(PathCounters::CpuMigration, text),
+        |path| path.reset(PathCounters::CpuMigration),
     ),
-    Attr::rw(
+    Attr::order_with(
         "cpu_migration_to",
         |path| Ok(per_cpu(&path.status.stats.cpu_migration.to)),
-        |path, text| path.reset(PathCounters::CpuMigration, text),
+        |path| path.reset(PathCounters::CpuMigration),
     ),
-    Attr::rw(
+    Attr::order_with(
         "cpu_migration",
         |path: &Path| Ok(migration_table(&path.status.stats.cpu_migration)),
-        |path, text| path.reset(PathCounters::CpuMigration, text),
+        |path| path.reset(PathCounters::CpuMigration),
     )
     .of_documents(),
-    Attr::rw(
+    Attr::order_with(
         "reset_all",
         |_| Ok(RESET_ALL.into()),
-        |path, text| path.reset(PathCounters::All, text),
+        |path| path.reset(PathCounters::All),
     ),
 ];
 
@@ -162,18 +145,12 @@ const ADD_PATH: &str =
 /// Also of a server's paths.
 pub(crate) const RESET_ALL: &str = "echo 1 to reset all statistics\n";
 
-/// Usage of a file that takes a `1`.
-pub(crate) fn usage(name: &str) -> Result<String, Refused> {
-    Ok(format!("Usage: echo 1 > {name}\n"))
-}
-
 impl Path {
     fn ask(&self, request: MapRequest) -> Result<(), Refused> {
         self.session.client.ask(request).map(|_| ())
     }
 
-    fn reset(&self, which: PathCounters, text: &str) -> Result<(), Refused> {
-        one(text)?;
+    fn reset(&self, which: PathCounters) -> Result<(), Refused> {
         let path = self.status.addr;
         self.ask(MapRequest::ResetPathStats { path, which })
     }

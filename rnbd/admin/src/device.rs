@@ -9,7 +9,7 @@ use crate::{
     host::{Client, Host, Names},
     order::{self, USAGE},
     server::{self, export_name},
-    text::{invalid, line, one, unsigned},
+    text::{invalid, line, unsigned},
     tree::{Attr, Entries, File, Node, dir, files},
 };
 
@@ -144,11 +144,10 @@ const RNBD: &[Attr<Mapped>] = &[
             mapped.ask(MapRequest::Resize { device, sectors })
         },
     ),
-    Attr::rw(
+    Attr::order_with(
         "remap_device",
         |_| Ok(REMAP.into()),
-        |mapped, text| {
-            one(text)?;
+        |mapped| {
             let device = mapped.device.name.clone();
             mapped.ask(MapRequest::Remap { device })
         },

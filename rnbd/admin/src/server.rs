@@ -13,9 +13,8 @@ use rtrs::{
 };
 
 use crate::{
-    client::{RESET_ALL, usage},
+    client::RESET_ALL,
     host::{Host, Names, Parameters, Server},
-    text::one,
     tree::{Attr, Entries, Node, dir, files},
 };
 
@@ -96,22 +95,14 @@ const PATH: &[Attr<Path>] = &[
     Attr::ro("hca_port", |_| Ok("1\n".into())),
     Attr::ro("src_addr", |path| Ok(format!("ip:{}\n", ends(&path.listing).0))),
     Attr::ro("dst_addr", |path| Ok(format!("ip:{}\n", ends(&path.listing).1))),
-    Attr::rw(
-        "disconnect",
-        |_| usage("disconnect"),
-        |path, text| {
-            one(text)?;
-            let (session, path_key) = (path.session, path.listing.path);
-            path.ask(ServeRequest::ClosePath {
-                session,
-                path: path_key,
-            })
-        },
-    ),
+    Attr::order("disconnect", |of| {
+        let (session, path) = (of.session, of.listing.path);
+        of.ask(ServeRequest::ClosePath { session, path })
+    }),
 ];
 
 const STATS: &[Attr<Path>] = &[
-    Attr::rw(
+    Attr::order_with(
         "rdma",
         |path| {
             let r = &path.listing.rdma;
@@ -119,7 +110,7 @@ const STATS: &[Attr<Path>] = &[
         },
         Path::reset,
     ),
-    Attr::rw("reset_all", |_| Ok(RESET_ALL.into()), Path::reset).of_documents(),
+    Attr::order_with("reset_all", |_| Ok(RESET_ALL.into()), Path::reset).of_documents(),
 ];
 
 impl Path {
@@ -127,8 +118,7 @@ impl Path {
         self.server.ask(request).map(|_| ())
     }
 
-    fn reset(&self, text: &str) -> Result<(), Refused> {
-        one(text)?;
+    fn reset(&self) -> Result<(), Refused> {
         let (session, path) = (self.session, self.listing.path);
         self.ask(ServeRequest::ResetPathStats { session, path })
     }
@@ -203,17 +193,11 @@ const OPENED: &[Attr<Opened>] = &[
     }),
     Attr::ro("access_mode", |opened| Ok(format!("{}\n", opened.device.mode))),
     Attr::ro("mapping_path", |opened| Ok(format!("{}\n", opened.device.name))),
-    Attr::rw(
-        "force_close",
-        |_| usage("force_close"),
-        |opened, text| {
-            one(text)?;
-            let device = &opened.device;
-            let (session, device) = (device.session, device.id);
-            let close = ServeRequest::ForceClose { session, device };
-            opened.server.ask(close).map(|_| ())
-        },
-    ),
+    Attr::order("force_close", |opened| {
+        let (session, device) = (opened.device.session, opened.device.id);
+        let close = ServeRequest::ForceClose { session, device };
+        opened.server.ask(close).map(|_| ())
+    }),
 ];
 
 /// `block/EXPORT` of what is open.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use rnbd::Errno;
 use rnbd_host::control::{Kind, Refused, Stat};
 
-use crate::host::Names;
+use crate::{host::Names, text::one};
 
 /// Links that a path may pass, as in the kernel (`MAXSYMLINKS`); ELOOP beyond.
 const MAX_LINKS: usize = 40;
@@ -19,8 +19,12 @@ pub(crate) type Children = Box<dyn FnOnce() -> Result<Entries, Refused>>;
 type Show = Box<dyn FnOnce() -> Result<String, Refused>>;
 /// Executes a write to a file.
 type Store = Box<dyn FnOnce(&str) -> Result<(), Refused>>;
+/// Reads the file of a `T`.
+type ShowOf<T> = fn(&T) -> Result<String, Refused>;
 /// Executes a write to the file of a `T`.
 type StoreOf<T> = fn(&T, &str) -> Result<(), Refused>;
+/// Executes the order that a `1` is.
+type RunOf<T> = fn(&T) -> Result<(), Refused>;
 
 /// A file.
 pub(crate) struct File {
@@ -56,28 +60,45 @@ pub(crate) fn dir(children: impl FnOnce() -> Result<Entries, Refused> + 'static)
 pub(crate) struct Attr<T: 'static> {
     name: &'static str,
     names: Names,
-    show: fn(&T) -> Result<String, Refused>,
-    store: Option<StoreOf<T>>,
+    /// `None`: its usage.
+    show: Option<ShowOf<T>>,
+    write: Write<T>,
+}
+
+enum Write<T> {
+    Refused,
+    Text(StoreOf<T>),
+    /// Only a `1` can be written.
+    Order(RunOf<T>),
 }
 
 impl<T> Attr<T> {
     /// A read-only attribute.
-    pub(crate) const fn ro(name: &'static str, show: fn(&T) -> Result<String, Refused>) -> Self {
-        Self {
-            name,
-            names: Names::Mainline,
-            show,
-            store: None,
-        }
+    pub(crate) const fn ro(name: &'static str, show: ShowOf<T>) -> Self {
+        Self::new(name, Some(show), Write::Refused)
     }
 
     /// A writable attribute.
-    pub(crate) const fn rw(name: &'static str, show: fn(&T) -> Result<String, Refused>, store: StoreOf<T>) -> Self {
+    pub(crate) const fn rw(name: &'static str, show: ShowOf<T>, store: StoreOf<T>) -> Self {
+        Self::new(name, Some(show), Write::Text(store))
+    }
+
+    /// An attribute that executes an order when a `1` is written, and shows its usage.
+    pub(crate) const fn order(name: &'static str, run: RunOf<T>) -> Self {
+        Self::new(name, None, Write::Order(run))
+    }
+
+    /// The same, but it shows something else.
+    pub(crate) const fn order_with(name: &'static str, show: ShowOf<T>, run: RunOf<T>) -> Self {
+        Self::new(name, Some(show), Write::Order(run))
+    }
+
+    const fn new(name: &'static str, show: Option<ShowOf<T>>, write: Write<T>) -> Self {
         Self {
             name,
             names: Names::Mainline,
             show,
-            store: Some(store),
+            write,
         }
     }
 
@@ -95,10 +116,15 @@ pub(crate) fn files<T: 'static>(of: &Arc<T>, attrs: &'static [Attr<T>], names: N
     let known = attrs.iter().filter(|attr| attr.names <= names);
     let file = |attr: &'static Attr<T>| {
         let (shown, stored) = (of.clone(), of.clone());
-        let show = Box::new(move || (attr.show)(&shown));
-        let store = attr
-            .store
-            .map(|store| -> Store { Box::new(move |text: &str| store(&stored, text)) });
+        let show = Box::new(move || match attr.show {
+            Some(show) => show(&shown),
+            None => Ok(format!("Usage: echo 1 > {}\n", attr.name)),
+        });
+        let store: Option<Store> = match attr.write {
+            Write::Refused => None,
+            Write::Text(store) => Some(Box::new(move |text| store(&stored, text))),
+            Write::Order(run) => Some(Box::new(move |text| one(text).and_then(|()| run(&stored)))),
+        };
         (attr.name.to_owned(), Node::File(File { show, store }))
     };
     known.map(file).collect()
