@@ -19,8 +19,8 @@ fn parse(text: &str) -> Result<Rules, String> {
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct FaultArgs {
-    /// Inject faults, for tests: lose, delay or damage packets, or make verbs fail, as `loss=1%,dir=tx,seed=7`; several times: the first
-    /// rule that applies decides. `none`: no faults until `ferroce fault set`. See docs/verbs/faults.md
+    /// Inject faults, for tests: lose, delay or damage packets, or make verbs fail, such as `loss=1%,dir=tx,seed=7`. Repeat it for several
+    /// rules, of which the first that applies decides. `none`: no faults until `ferroce fault set`. See docs/verbs/faults.md
     #[arg(long = "fault", value_name = "RULE", value_parser = parse)]
     faults: Vec<Rules>,
 }
@@ -71,8 +71,8 @@ impl FaultArgs {
 
 #[derive(Args)]
 #[command(after_help = "\
-Processes that were started with --fault (`ferroce run`, `serve`, `map`, `bench`, and tasks of a daemon with the key `fault`) take rules; `--fault none` \
-is for those that are to have none yet. They are those of this network namespace and this user; root changes anybody's.
+Processes that were started with --fault (`ferroce run`, `serve`, `map`, `bench`, and tasks of a daemon with the key `fault`) take rules; \
+start them with `--fault none` to have none at first. A user changes its own processes in this network namespace, root all of them.
 
 Examples:
   ferroce run --fault none -- ib_write_bw &
@@ -92,7 +92,7 @@ enum What {
     Show {
         #[command(flatten)]
         which: Which,
-        /// One JSON array
+        /// Print one JSON array
         #[arg(long)]
         json: bool,
     },
@@ -116,7 +116,7 @@ struct Which {
     /// Only this process
     #[arg(long, value_name = "PID")]
     pid: Option<u32>,
-    /// Only what is called so: the program under `run`, the session of a mapping, the first address of a server
+    /// Only processes of this name: the program under `run`, the session of a mapping, the first address of a server
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
 }

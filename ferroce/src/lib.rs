@@ -10,13 +10,14 @@ mod copy;
 mod ctl;
 mod daemon;
 mod doctor;
+mod event;
 mod fault;
 mod man;
 mod map;
-mod map_news;
 mod names;
 mod nbd;
 mod output;
+mod paths;
 mod pcap;
 mod place;
 mod printer;
@@ -45,7 +46,7 @@ const LOG_VARIABLE: &str = "FERROCE_LOG";
 #[command(
     name = "ferroce",
     version = env!("VERSION_AND_COMMIT"),
-    about = "RoCEv2, RTRS and RNBD block devices in userspace: no HCA, no kernel module, no privilege",
+    about = "RDMA without RDMA hardware: RoCEv2, RTRS and RNBD block devices in userspace",
     after_help = output::AFTER_HELP,
     max_term_width = 100
 )]
@@ -64,32 +65,31 @@ struct Cli {
 enum Command {
     /// Serve image files and block devices to RNBD clients: ferroce or Linux
     Serve(serve::ServeArgs),
-    /// Use a server's devices: map them to a unix socket for NBD clients
+    /// Map a server's devices: as NBD exports, disks of virtual machines, or /dev/nbdN
     Map(map::MapArgs),
-    /// Serve and map, any number of devices in one process, as a configuration file says
+    /// Run servers and mappings of a configuration file in one process
     Daemon(daemon::DaemonArgs),
-    /// Look at a running `serve` or `map`, and steer it
+    /// Inspect and control a running server, mapping or daemon
     Ctl(ctl::CtlArgs),
-    /// Run a program that was written for libibverbs or librdmacm, without RDMA hardware
+    /// Run a program for libibverbs or librdmacm without RDMA hardware
     Run(run::RunArgs),
-    /// Show the devices that programs see under `run`
+    /// List the devices that programs see under `run`
     Link(sharing::link::LinkArgs),
-    /// Show what the processes that share addresses have counted
+    /// Show counters of the processes that share addresses
     Stat(sharing::stat::StatArgs),
-    /// Let processes share addresses (started when a program needs it); several users are one trust domain unless it may load a
-    /// BPF program
+    /// Share addresses among processes; programs start it on demand
     Broker(sharing::broker::BrokerArgs),
-    /// Show and change the faults of running processes (--fault), for tests
+    /// Show and change the injected faults of running processes (--fault), for tests
     Fault(fault::FaultCommand),
-    /// Measure the transport, or RTRS on it: bandwidth and latency, within this process or between two
+    /// Measure bandwidth and latency of the transport or of RTRS, within this process or between two
     Bench(bench::BenchArgs),
-    /// Look for what stands in the way of RoCEv2 on this machine, and say what to do
+    /// Check this host for problems with RoCEv2, and name remedies
     Doctor(doctor::DoctorArgs),
-    /// Work with packet captures
+    /// Check packet captures
     Pcap(pcap::PcapArgs),
-    /// Print the completions of this command line for a shell
+    /// Print completions for a shell
     Completions(completions::CompletionsArgs),
-    /// Copy this program and its libraries into a folder, for containers that share it
+    /// Copy this program and its libraries into a folder that containers share
     Copy(copy::CopyArgs),
     /// Write manual pages into a folder
     #[command(hide = true)]
@@ -98,12 +98,12 @@ enum Command {
 
 pub use rdma::OpenRdma;
 
-/// Has the programs use RDMA devices of the host, which are opened so. To be called before [`run`].
+/// Sets the function that opens RDMA devices of the host. Call it before [`run`].
 pub fn use_rdma(open: OpenRdma) {
     rdma::open_by(open);
 }
 
-/// Runs the command that the process's arguments say.
+/// Runs the command of the process's arguments.
 pub fn run() -> ExitCode {
     let command = Cli::command();
     let matches = command.clone().get_matches();

@@ -23,18 +23,18 @@ use rtrs::{
     client::{SessionConfig, SessionInfo},
     proto::DEFAULT_PORT,
 };
-use serde_json::json;
 
 use crate::{
     attach::AttachArgs,
     control::ControlArgs,
+    event::{Event, Mapped, Moved},
     fault::Demanded,
-    map_news::{self, PathArgs},
     names::{self, Host, Resolver},
     nbd::NbdArgs,
-    output::{self, Failure},
+    output::Failure,
+    paths::PathArgs,
     place::{Place, Stage, foreground},
-    report::{Moved, ReportArgs, Reporter},
+    report::{ReportArgs, Reporter},
     transport::TransportArgs,
     units::{seconds, twice},
     vhost::VhostArgs,
@@ -55,22 +55,24 @@ Examples:
   ferroce map --session backup --path 192.0.2.7 --device disk --nbd /run/disk.sock
   ferroce map --session test --path 127.0.0.2,127.0.0.1 --device disk --nbd disk.sock --ro
   ferroce map --session copy --path 192.0.2.7 --device disk --nbd disk.sock
-  ferroce map --session two --path 192.0.2.1,192.0.2.7 --path 198.51.100.1,198.51.100.7 --device disk --nbd disk.sock --on-loss queue
+  ferroce map --session two --path 192.0.2.1,192.0.2.7 --path 198.51.100.1,198.51.100.7 \\
+    --device disk --nbd disk.sock --on-loss queue
   ferroce map --session many --path 192.0.2.7 --device disk --device system,ro --nbd disks.sock
-  ferroce map --session far --path 192.0.2.7 --device disk --nbd-listen 192.0.2.8 --tls require --tls-certificates /etc/pki/nbd --tls-verify-peer
+  ferroce map --session far --path 192.0.2.7 --device disk --nbd-listen 192.0.2.8 \\
+    --tls require --tls-certificates /etc/pki/nbd --tls-verify-peer
   ferroce map --session guest --path 192.0.2.7 --device disk --vhost-user /run/disk.vhost
   ferroce map --session local --path 192.0.2.7 --device disk --attach
   nbdinfo --list 'nbd+unix:///?socket=disks.sock'
   nbdinfo 'nbds://192.0.2.8/?tls-certificates=/etc/pki/client'
   qemu-img convert -p -O raw 'nbd+unix:///?socket=disk.sock' copy.img
 
-NBD clients find each device as an export of its name, and the first under the empty name, too. 16 clients at a time may use devices, 4 of \
-them at Unix sockets if there are TCP sockets, too. They connect to the sockets of --nbd and --nbd-listen, or, without these options, to those that systemd passes (LISTEN_FDS and LISTEN_PID).
-A socket for virtual machines takes one front end at a time.
+Each device is an NBD export of its name; the first is also the default export. 16 NBD clients may connect at a time; if there are TCP \
+sockets, 4 of these places are for Unix sockets. The sockets are those of --nbd and --nbd-listen, or without these options those that systemd \
+passes (LISTEN_FDS and LISTEN_PID). A vhost-user socket takes one front end at a time.
 
-With --attach devices become /dev/nbdN of this machine, to partition, format and mount. It needs the kernel's module nbd, which is loaded if \
-need be, and root in the host's network namespace; --nbd is not needed then. At SIGINT or SIGTERM what the kernel holds is written \
-back and the nodes are detached; while one is mounted or otherwise claimed the mapping waits for its end, and goes on serving. `ctl unmap --force` detaches one at once.
+With --attach devices become /dev/nbdN of this host, to partition, format and mount. It needs the kernel's module nbd, which is loaded if \
+necessary, and root in the host's network namespace; --nbd is not needed then. SIGINT or SIGTERM writes back what the kernel has cached and \
+detaches the nodes. While one is mounted or otherwise in use the mapping keeps serving. `ferroce ctl unmap DEVICE force` detaches one at once.
 
 Exits on SIGINT or SIGTERM, or when every path has used up its reconnect attempts. With --json, one event per line on standard output: \
 `mapped` (for each device), `stats` (with --stats-interval), `path_up`, `path_down`, `failover`, `reconnect_failed`, `path_closed`, `session_lost`, \
@@ -79,15 +81,15 @@ pub(crate) struct MapArgs {
     /// Name of the session, by which the server distinguishes its clients
     #[arg(long, value_name = "NAME")]
     session: String,
-    /// Path to the server: its address or name, optionally with a port, and before it optionally the address of this host; also as the
-    /// kernel writes it, ip:SRC,ip:DST. Repeat it for several paths, up to 128, from one or several addresses of this host. Requests are spread over them, and those of a lost
-    /// path move to the others
+    /// Path to the server: its address or name, optionally with a port, and before it optionally the address of this host; also in the
+    /// kernel's form, ip:SRC,ip:DST. Repeat it for several paths, up to 128. Requests are spread over them, and those of a lost path move
+    /// to the others
     #[arg(long = "path", value_name = "[SRC,]DST[:1234]", required = true)]
     paths: Vec<names::Path>,
     /// Address of this host for each --path that names none, one of IPv4 and one of IPv6 [default: the route's source address]
     #[arg(long, value_name = "HOST")]
     addr: Vec<Host>,
-    /// Device to open, by its name at the server, optionally with its own access mode. Where the name itself ends in `,ro`, add the mode:
+    /// Device to open, by its name at the server, optionally with an access mode. If the name itself ends in `,ro`, add the mode:
     /// NAME,ro,rw. Repeat it for several devices, which share the session
     #[arg(long = "device", value_name = "NAME[,ro|rw|migration]", value_parser = DeviceArg::parse, required = true)]
     devices: Vec<DeviceArg>,
@@ -95,13 +97,13 @@ pub(crate) struct MapArgs {
     attach: AttachArgs,
     #[command(flatten)]
     vhost: VhostArgs,
-    /// Access mode of devices; `migration`: write although there is another writer, if the server allows that
+    /// Access mode of devices without one of their own. `migration`: write although there is another writer, if the server allows that
     #[arg(long, value_name = "ro|rw|migration", default_value_t = AccessMode::ReadWrite)]
     access_mode: AccessMode,
     /// Open devices read-only, as with --access-mode ro
     #[arg(long, conflicts_with = "access_mode")]
     ro: bool,
-    /// Connections of each path for I/O. One batches best; a server that spreads a session's connections over threads uses more
+    /// I/O connections of each path. One batches best; a server that distributes a session's connections over threads uses more
     #[arg(long, value_name = "N", default_value_t = 1)]
     connections: u16,
     /// Timeout of each step of connecting. The default is the kernel client's: a kernel server on a busy machine may take more than 5 s
@@ -112,7 +114,7 @@ pub(crate) struct MapArgs {
     nbd: NbdArgs,
     #[command(flatten)]
     lasting: PathArgs,
-    /// Hand this to a running `ferroce daemon`, as a task that runs until `ferroce ctl stop` or the daemon's end
+    /// Start this as a task of a running `ferroce daemon`, which runs it until `ferroce ctl stop` or its own exit
     #[arg(long)]
     pub(crate) daemon: bool,
     #[command(flatten)]
@@ -251,7 +253,7 @@ impl MapArgs {
         }
     }
 
-    /// Checks what needs no network: session, devices, sockets and certificates. Resolver are not resolved.
+    /// Checks what needs no network: session, devices, sockets and certificates. Names are not resolved.
     pub(crate) fn check(&self) -> Result<(), Failure> {
         if let Some(path) = twice(&self.paths) {
             return Err(Failure::usage(format!("the path {path} is given twice")));
@@ -357,7 +359,7 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
     } = place;
     let ways = args.ways(&resolver)?;
     let server = ways[0].dst;
-    let mut inherited = activation::sockets().map_err(|e| Failure::failed(e.to_string()))?;
+    let mut inherited = activation::sockets().map_err(Failure::of)?;
     inherited.retain(|socket| sockets.as_ref().is_none_or(|name| socket.name == *name));
     let config = args.config(ways.clone(), args.listen(inherited, &resolver)?)?;
     let (vhost, tls) = (config.vhost.clone(), config.tls.clone());
@@ -366,7 +368,7 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
         .attach
         .prepare(&config.devices, tls.as_ref().is_some_and(Tls::is_required))?;
     let started = Mapping::start(args.local_device(&ways, faults.as_ref())?, config);
-    let mut mapping = started.map_err(|e| Failure::failed(e.to_string()))?;
+    let mut mapping = started.map_err(Failure::of)?;
     // Dropped before the mapping, whose end waits for NBD clients.
     let mut attachments = attachments;
     let _listed = services.add_client(mapping.control());
@@ -393,8 +395,9 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
             // Until then the log says what there is to say of paths.
             Some(MapEvent::News(_)) if !mapped => {}
             Some(MapEvent::News(news)) => {
-                map_news::tell(&reporter, &news)?;
-                attachments.news(&reporter, &news)?;
+                let event = news.into();
+                reporter.event(&event)?;
+                attachments.follow(&reporter, &event)?;
             }
             Some(MapEvent::Ended(result)) => break result,
             None if !mapped && !told && begun.elapsed() >= SILENCE => {
@@ -412,7 +415,7 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
     // Nothing is to be told of a device that never was.
     if mapped || ended.is_ok() {
         let (stats, moved) = counted(mapping.stats());
-        reporter.summary(&stats, &moved)?;
+        reporter.summary(&stats, moved)?;
     }
     ended.map_err(|e| failure(server, e)).and(ticks)
 }
@@ -425,10 +428,11 @@ fn counted(stats: MapStats) -> (LoopStats, Moved) {
         bytes_written: c.written_bytes,
         requests: c.completed,
         failed: c.failed,
-        refused: vec![
+        refused: [
             ("nbd_turned_away", stats.turned_away),
             ("vhost_malformed", stats.malformed),
-        ],
+        ]
+        .into(),
     };
     (stats.turns, moved)
 }
@@ -442,7 +446,7 @@ struct DeviceArg {
 }
 
 impl DeviceArg {
-    /// Reads `NAME[,ro|rw|migration]`. Resolver may have commas in them, as those of servers may.
+    /// Reads `NAME[,ro|rw|migration]`. Names may contain commas.
     fn parse(text: &str) -> Result<Self, String> {
         let with_mode = text
             .rsplit_once(',')
@@ -468,40 +472,26 @@ fn announce(
     info: &SessionInfo,
     geometry: &Geometry,
 ) -> Result<(), Failure> {
-    let access = if geometry.read_only { "read-only" } else { "read-write" };
     let name = Some(device.name.as_str()).filter(|name| *name != args.devices[0].name);
     let uris = args.nbd.uris(addresses, name);
     let vhost = vhost.iter().filter(|socket| socket.device == device.name);
-    let vhost: Vec<String> = vhost.map(|socket| socket.path.display().to_string()).collect();
-    let disks = vhost.iter().map(|path| format!("vhost-user {path}"));
-    let ways: Vec<String> = uris.iter().cloned().chain(disks).collect();
-    let mut text = format!(
-        "mapped {} of {} ({}, {access})",
-        device.name,
-        paths[0].dst,
-        output::bytes(geometry.size)
-    );
-    if !ways.is_empty() {
-        text.push_str(": ");
-        text.push_str(&ways.join(" "));
-    }
-    let fields = json!({
-        "session": args.session,
-        "server": paths[0].dst.to_string(),
-        "paths": paths.iter().map(PathAddr::to_string).collect::<Vec<_>>(),
-        "device": device.name,
-        "access_mode": device.mode.to_string(),
-        "bytes": geometry.size,
-        "block_size": geometry.logical_block_size,
-        "read_only": geometry.read_only,
-        "nbd": addresses.first().map(NbdAddress::to_string),
-        "uri": uris.first(),
-        "uris": uris,
-        "vhost_user": vhost,
-        "queue_depth": info.queue_depth,
-        "max_io_bytes": info.max_io_size,
+    let device = Box::new(Mapped {
+        session: args.session.clone(),
+        server: paths[0].dst,
+        paths: paths.iter().map(PathAddr::to_string).collect(),
+        device: device.name.clone(),
+        access_mode: device.mode.to_string(),
+        bytes: geometry.size,
+        block_size: geometry.logical_block_size,
+        read_only: geometry.read_only,
+        nbd: addresses.first().map(NbdAddress::to_string),
+        uri: uris.first().cloned(),
+        uris,
+        vhost_user: vhost.map(|socket| socket.path.display().to_string()).collect(),
+        queue_depth: info.queue_depth,
+        max_io_bytes: info.max_io_size,
     });
-    reporter.event("mapped", fields, &text)
+    reporter.event(&Event::Mapped { device })
 }
 
 #[cfg(test)]

@@ -123,24 +123,6 @@ impl FromStr for Path {
     }
 }
 
-impl From<SocketAddr> for Endpoint {
-    fn from(addr: SocketAddr) -> Self {
-        let scope = match addr {
-            SocketAddr::V4(_) => 0,
-            SocketAddr::V6(addr) => addr.scope_id(),
-        };
-        let port = Some(addr.port());
-        Self {
-            host: Host::Addr(EndAddr {
-                ip: addr.ip(),
-                scope,
-                port,
-            }),
-            port,
-        }
-    }
-}
-
 impl From<Endpoint> for Path {
     fn from(dst: Endpoint) -> Self {
         Self { src: None, dst }
@@ -236,8 +218,12 @@ impl Resolver {
     /// # Errors
     /// When a name can't be resolved, or has no address of this host.
     pub(crate) fn own(&self, endpoint: &Endpoint, port: u16) -> Result<Vec<SocketAddr>, Failure> {
-        let mut found = self.all(&endpoint.host, endpoint.port.unwrap_or(port))?;
-        let Host::Name(name) = &endpoint.host else {
+        self.own_host(&endpoint.host, endpoint.port.unwrap_or(port))
+    }
+
+    fn own_host(&self, host: &Host, port: u16) -> Result<Vec<SocketAddr>, Failure> {
+        let mut found = self.all(host, port)?;
+        let Host::Name(name) = host else {
             return Ok(found);
         };
         let all: Vec<String> = found.iter().map(|addr| addr.ip().to_string()).collect();
@@ -260,11 +246,7 @@ impl Resolver {
     /// # Errors
     /// As [`own`](Self::own).
     pub(crate) fn own_addr(&self, host: &Host) -> Result<IpAddr, Failure> {
-        let endpoint = Endpoint {
-            host: host.clone(),
-            port: None,
-        };
-        Ok(self.own(&endpoint, 0)?[0].ip())
+        Ok(self.own_host(host, 0)?[0].ip())
     }
 
     /// The first address of a peer.
@@ -284,13 +266,7 @@ impl Resolver {
         let dsts = self.all(&path.dst.host, path.dst.port.unwrap_or(port))?;
         let srcs = match &path.src {
             Some(Host::Addr(addr)) => vec![addr.ip],
-            Some(name) => {
-                let endpoint = Endpoint {
-                    host: name.clone(),
-                    port: None,
-                };
-                self.own(&endpoint, 0)?.iter().map(SocketAddr::ip).collect()
-            }
+            Some(name) => self.own_host(name, 0)?.iter().map(SocketAddr::ip).collect(),
             None => ours.to_vec(),
         };
         let fitting = |dst: &SocketAddr| srcs.iter().copied().find(|src| src.is_ipv4() == dst.is_ipv4());

@@ -23,7 +23,7 @@ pub(crate) struct NbdArgs {
     #[arg(long, value_name = "SOCKET")]
     nbd: Option<PathBuf>,
     /// TCP address or name of this host to listen at for NBD clients; 0.0.0.0 or [::] for all. Anyone who reaches it can use the
-    /// devices, unless --tls require and --tls-verify-peer keep them out. Repeat it to listen at several addresses
+    /// devices, unless --tls require and --tls-verify-peer are given. Repeat it to listen at several addresses
     #[arg(long, value_name = "HOST[:10809]")]
     nbd_listen: Vec<Endpoint>,
     /// TLS for NBD clients at all sockets: refused, offered, or required [default: on with --tls-certificates, else off]
@@ -40,7 +40,7 @@ pub(crate) struct NbdArgs {
     tls_psk: Option<PathBuf>,
 }
 
-/// What becomes of TLS.
+/// TLS mode.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 enum TlsArg {
     Off,
@@ -82,7 +82,7 @@ impl NbdArgs {
                 "no socket for NBD clients: --nbd SOCKET, --nbd-listen ADDR, or socket activation",
             )),
             (false, false) => Err(Failure::usage(
-                "started with sockets for NBD clients (LISTEN_FDS), beside which there are no --nbd and --nbd-listen",
+                "started with sockets for NBD clients (LISTEN_FDS): leave out --nbd and --nbd-listen",
             )),
         }
     }

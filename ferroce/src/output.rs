@@ -2,6 +2,7 @@
 
 use std::{
     borrow::Cow,
+    fmt,
     io::{self, Write},
     process::ExitCode,
 };
@@ -33,20 +34,17 @@ pub(crate) struct Failure {
 impl Failure {
     /// The arguments make no sense (status 2).
     pub(crate) fn usage(text: impl Into<String>) -> Self {
-        Self {
-            code: 2,
-            text: Some(text.into()),
-            errno: None,
-        }
+        Self::with_status(2, text)
     }
 
     /// Failure with status 1.
     pub(crate) fn failed(text: impl Into<String>) -> Self {
-        Self {
-            code: 1,
-            text: Some(text.into()),
-            errno: None,
-        }
+        Self::with_status(1, text)
+    }
+
+    /// Failure with status 1, with the text of an error.
+    pub(crate) fn of(e: impl fmt::Display) -> Self {
+        Self::failed(e.to_string())
     }
 
     /// Failure with a status of its own.
@@ -123,13 +121,22 @@ pub(crate) fn text(text: &str) -> Result<(), Failure> {
 
 /// Prints a value as one line of JSON.
 pub(crate) fn json(value: &impl Serialize) -> Result<(), Failure> {
-    let text = serde_json::to_string(value).map_err(|e| Failure::failed(format!("can't make JSON: {e}")))?;
-    line(&escape_json(&text))
+    line(&json_text(value))
+}
+
+/// Returns a value as JSON that does nothing to a terminal.
+pub(crate) fn json_text(value: &impl Serialize) -> String {
+    let json = serde_json::to_string(value).unwrap_or_else(|e| {
+        // Only of maps whose keys are no strings.
+        tracing::error!("a line has no JSON: {e}");
+        String::new()
+    });
+    escape_json(&json).into_owned()
 }
 
 /// Escapes in JSON what it allows in strings and a terminal may obey: DEL, the control characters above it (0x9b begins a
 /// terminal's command), other ends of lines, and what changes the direction of writing. Such characters are nowhere else.
-pub(crate) fn escape_json(text: &str) -> Cow<'_, str> {
+fn escape_json(text: &str) -> Cow<'_, str> {
     let acts = |c: char| matches!(c, '\u{7f}'..='\u{9f}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     if !text.contains(acts) {
         return text.into();

@@ -23,8 +23,8 @@ enum PcapCommand {
     /// Check every RoCEv2 frame of a capture: headers and invariant CRC
     ///
     /// Reads pcap and pcapng. Prints a line for each frame to UDP port 4791, also in VXLAN or GENEVE, with its headers and the
-    /// verdict on its ICRC, then what was found, then a summary of the file. Frames of which nothing can be told (their link
-    /// type or tunnel is not read, or they are cut too short) are counted as not read. With --json, one object per file and
+    /// verdict on its ICRC, then findings, then a summary of the file. Frames that can't be decoded (an unknown link
+    /// type or tunnel, or a frame that is cut too short) are counted as not read. With --json, one object per file and
     /// line, with at least `file`, `verdict` (`good`, `bad`, `not_checked`), `frames`, `roce_frames`, `icrc_ok`, `icrc_bad` and
     /// `findings` (each with `frame`, `kind`, `severity` and `text`), or `file` and `error` for a file that can't be read.
     #[command(after_help = "\
@@ -47,10 +47,10 @@ struct CheckArgs {
     /// The captures; `-` is standard input
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// No line per frame, only findings and the summary
+    /// Print only findings and the summary, no line per frame
     #[arg(long, conflicts_with = "json")]
     summary: bool,
-    /// One JSON object per file, a line each
+    /// Print one JSON object per file, a line each
     #[arg(long)]
     json: bool,
 }
@@ -95,7 +95,7 @@ fn check(args: &CheckArgs, file: &PathBuf) -> Result<Result<Report, String>, Fai
     let each = |frame: &FrameReport| {
         if !args.json && !args.summary && written.is_ok() {
             written = print_frame(&mut out, frame);
-            // Whoever pipes a live capture wants each line as it comes.
+            // A reader of a live capture wants each line as it comes.
             if is_input && written.is_ok() {
                 written = out.flush();
             }
@@ -119,8 +119,7 @@ fn check(args: &CheckArgs, file: &PathBuf) -> Result<Result<Report, String>, Fai
         }
     };
     if args.json {
-        let text = serde_json::to_string(&report).map_err(io::Error::from)?;
-        writeln!(out, "{}", output::escape_json(&text))?;
+        writeln!(out, "{}", output::json_text(&report))?;
     } else {
         print_summary(&mut out, &report, args.summary)?;
     }

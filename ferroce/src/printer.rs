@@ -12,9 +12,8 @@ use std::{
 };
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
-use serde_json::json;
 
-use crate::output::{Failure, escape_json};
+use crate::{event::Event, output::Failure};
 
 /// Lines that wait to be written at most; further events are dropped.
 const MAX_LINES: usize = 1024;
@@ -31,15 +30,12 @@ pub(crate) enum Format {
 }
 
 impl Format {
-    /// The lines, without the last end of line, that report dropped events.
+    /// The line that reports dropped events.
     fn notice(self, events: u64) -> String {
-        let text = format!("{events} events were lost, as standard output was not read");
+        let lost = Event::EventsLost { events };
         match self {
-            Self::Text => text,
-            Self::Json => {
-                let notice = json!({ "event": "events_lost", "events": events, "text": text });
-                escape_json(&notice.to_string()).into_owned()
-            }
+            Self::Text => format!("{lost}, as standard output was not read"),
+            Self::Json => lost.json(None, true),
         }
     }
 }

@@ -57,8 +57,8 @@ impl fmt::Display for Wanted {
 
 #[derive(Args, Clone, PartialEq, Eq, Debug)]
 pub(crate) struct RdmaArgs {
-    /// RDMA device of this host to use for the addresses that it has; other addresses are in software. `auto`: all devices, if this
-    /// ferroce was built with the feature `hardware`; `soft`: none. Repeat it for several devices
+    /// RDMA device of this host to use for its addresses; other addresses are in software. `auto`: all devices, if this ferroce was
+    /// built with the feature `hardware`; `soft`: none. Repeat it for several devices
     #[arg(long = "rdma", value_name = "NAME[:PORT]|auto|soft", default_value = "auto")]
     wanted: Vec<Wanted>,
 }
@@ -104,7 +104,7 @@ impl RdmaArgs {
         let (Some(named), Some(open)) = (self.named()?.filter(|named| !named.is_empty()), OPEN.get()) else {
             return Ok(None);
         };
-        let rdma = open(&named).map_err(|e| Failure::failed(e.to_string()))?;
+        let rdma = open(&named).map_err(Failure::of)?;
         Ok(rdma.addrs().first().copied())
     }
 
@@ -179,7 +179,7 @@ fn found(named: &[DeviceName], addrs: &[IpAddr]) -> Result<Option<Box<dyn Hardwa
             tracing::info!("in software: {e}");
             return Ok(None);
         }
-        Err(e) => return Err(Failure::failed(e.to_string())),
+        Err(e) => return Err(Failure::of(e)),
     };
     let owns = |addr: &IpAddr| addr.is_unspecified() || rdma.owner(*addr).is_some();
     if addrs.iter().any(owns) {

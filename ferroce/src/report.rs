@@ -1,21 +1,15 @@
 //! Events of `serve`, `map` and `daemon`: lines for people, or JSON.
 
-use std::{
-    borrow::Cow,
-    net::IpAddr,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use rnbd_host::LoopStats;
-use roce::DeviceStats;
-use serde_json::{Map, Value, json};
 
 use crate::{
     control::Events,
-    output::{self, Failure, escape_json},
+    event::{Event, Moved, OfAddress, Packets, Statistics, counters},
+    output::{self, Failure},
     printer::{Format, Printer},
-    transport::{packets_json, stats_json},
     units::seconds,
 };
 
@@ -56,39 +50,11 @@ impl ReportArgs {
         if let (true, Err(failure)) = (self.json, &outcome)
             && let Some(text) = failure.text()
         {
-            let error = json!({ "event": "error", "message": text }).to_string();
-            printer.event(escape_json(&error).into_owned(), Format::Json)?;
+            let message = text.to_owned();
+            printer.event(Event::Error { message }.json(None, false), Format::Json)?;
         }
         let finished = printer.finish();
         outcome.and(finished)
-    }
-}
-
-/// Bytes and requests of the users of devices.
-#[derive(Clone, PartialEq, Eq, Default, Debug)]
-pub(crate) struct Moved {
-    pub(crate) bytes_read: u64,
-    pub(crate) bytes_written: u64,
-    /// Requests answered, errors included.
-    pub(crate) requests: u64,
-    /// Requests answered with an error.
-    pub(crate) failed: u64,
-    /// Counts of rejected clients and requests, by name.
-    pub(crate) refused: Vec<(&'static str, u64)>,
-}
-
-impl Moved {
-    fn json(&self) -> Map<String, Value> {
-        [
-            ("bytes_read", self.bytes_read),
-            ("bytes_written", self.bytes_written),
-            ("requests", self.requests),
-            ("failed_requests", self.failed),
-        ]
-        .iter()
-        .chain(&self.refused)
-        .map(|(name, n)| ((*name).to_owned(), (*n).into()))
-        .collect()
     }
 }
 
@@ -114,28 +80,16 @@ impl Reporter {
         }
     }
 
-    /// Reports an event; `fields` is an object of its members. Never waits for the reader of standard output.
+    /// Reports an event. Never waits for the reader of standard output.
     ///
     /// # Errors
     /// When standard output could not be written.
-    pub(crate) fn event(&self, name: &str, fields: Value, text: &str) -> Result<(), Failure> {
-        let mut event = Map::new();
-        event.insert("event".into(), name.into());
-        let mut text = Cow::Borrowed(text);
-        if let Some(task) = &self.task {
-            event.insert("task".into(), task.clone().into());
-            text = format!("{task}: {text}").into();
-        }
-        if let Value::Object(fields) = fields {
-            event.extend(fields);
-        }
-        self.events.publish(&event, &text);
+    pub(crate) fn event(&self, event: &Event) -> Result<(), Failure> {
+        let task = self.task.as_deref();
+        self.events.publish(event, task);
         match self.json {
-            true => {
-                let line = Value::from(event).to_string();
-                self.printer.event(escape_json(&line).into_owned(), Format::Json)
-            }
-            false => self.printer.event(text.into_owned(), Format::Text),
+            true => self.printer.event(event.json(task, false), Format::Json),
+            false => self.printer.event(event.text(task), Format::Text),
         }
     }
 
@@ -166,11 +120,12 @@ impl Reporter {
             rate(moved.bytes_written, before.bytes_written),
             stats.device().retransmits()
         );
-        self.event("stats", self.numbers(&stats, &moved), &text)
+        let so_far = self.statistics(&stats, moved, text);
+        self.event(&Event::Stats { so_far })
     }
 
     /// Reports the statistics of the whole run.
-    pub(crate) fn summary(&self, stats: &LoopStats, moved: &Moved) -> Result<(), Failure> {
+    pub(crate) fn summary(&self, stats: &LoopStats, moved: Moved) -> Result<(), Failure> {
         let mut text = format!(
             "{:.1} s: read {}, written {}, {} requests ({} failed); {}",
             self.started.elapsed().as_secs_f64(),
@@ -178,37 +133,30 @@ impl Reporter {
             output::bytes(moved.bytes_written),
             moved.requests,
             moved.failed,
-            packets(&stats.device()),
+            Packets::from(&stats.device()),
         );
         if stats.devices.len() > 1 {
             for (addr, of_device) in &stats.devices {
-                text.push_str(&format!("\n{addr}: {}", packets(of_device)));
+                text.push_str(&format!("\n{addr}: {}", Packets::from(of_device)));
             }
         }
-        self.event("summary", self.numbers(stats, moved), &text)
+        let of_run = self.statistics(stats, moved, text);
+        self.event(&Event::Summary { of_run })
     }
 
-    fn numbers(&self, stats: &LoopStats, moved: &Moved) -> Value {
-        let mut json = Map::new();
-        json.insert("seconds".into(), self.started.elapsed().as_secs_f64().into());
-        json.extend(moved.json());
-        json.extend(stats_json(&stats.device()));
-        let of_device = |(addr, of_device): &(IpAddr, DeviceStats)| {
-            let mut json = packets_json(of_device);
-            json.insert("address".into(), addr.to_string().into());
-            Value::from(json)
-        };
-        json.insert("addresses".into(), stats.devices.iter().map(of_device).collect());
-        json.into()
+    fn statistics(&self, stats: &LoopStats, moved: Moved, text: String) -> Box<Statistics> {
+        let all = stats.device();
+        let addresses = stats.devices.iter().map(|(address, of_device)| OfAddress {
+            address: *address,
+            packets: of_device.into(),
+        });
+        Box::new(Statistics {
+            seconds: self.started.elapsed().as_secs_f64(),
+            moved,
+            packets: (&all).into(),
+            counters: counters(&all),
+            addresses: addresses.collect(),
+            text,
+        })
     }
-}
-
-fn packets(stats: &DeviceStats) -> String {
-    format!(
-        "packets sent {}, received {}, retransmissions {}, ICRC errors {}",
-        stats.port.tx_packets,
-        stats.port.rx_packets,
-        stats.retransmits(),
-        stats.icrc_errors()
-    )
 }

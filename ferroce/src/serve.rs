@@ -15,24 +15,23 @@ use rnbd_disk::{Caching, DiskConfig, ExportSpec, Exports, FolderSpec};
 use rnbd_host::{
     LoopStats,
     admission::ServerAdmission,
-    serve::{ServeConfig, ServeEvent, ServeStats, ServedPath, Serving},
+    serve::{ServeConfig, ServeEvent, ServeStats, Serving},
 };
 use roce::{LocalDevice, Mtu};
-use roce_verbs::shown;
 use rtrs::{
     admission::{AccessList, AccessRule},
     proto::DEFAULT_PORT,
-    server::{ServerConfig, request::SessionOpened},
+    server::ServerConfig,
 };
-use serde_json::{Value, json};
 
 use crate::{
     control::{ControlArgs, Served},
+    event::{Event, Export, Listener, Listening, Moved},
     fault::Demanded,
     names::{Endpoint, Resolver},
-    output::{self, Failure},
+    output::Failure,
     place::{Place, Stage, foreground},
-    report::{Moved, ReportArgs, Reporter},
+    report::{ReportArgs, Reporter},
     transport::TransportArgs,
     units::{size32, twice},
 };
@@ -57,24 +56,24 @@ Examples:
 On a Linux client, as root, with rdma_rxe or RoCE hardware and the module rnbd_client:
   echo 'sessname=test path=ip:192.0.2.7 device_path=disk' > /sys/class/rnbd-client/ctl/map_device
 
-Exits on SIGINT or SIGTERM, after it has ended its sessions and made all writes durable. With --json, one event per line on \
+Exits on SIGINT or SIGTERM, after it has closed its sessions and made all writes durable. With --json, one event per line on \
 standard output: `listening`, `session_opened` and `session_closed` (`session`, `peer`, and `connections`, how many the \
-client made for its first path), `path_up` and `path_down` (`session`, `path`, and `why` it is gone), \
+client made for its first path), `path_up` and `path_down` (`session`, `path`, and `why` it is down), \
 `stats` (with --stats-interval), `error`, and at the end `summary`.")]
 pub(crate) struct ServeArgs {
     /// Address or name of this host to listen at, optionally with a port; 0.0.0.0 or :: for all. Repeat it to listen at several
     /// addresses, IPv4 and IPv6; the paths of one session may lead to several of them
     #[arg(long, alias = "listen", value_name = "HOST[:1234]", value_parser = listen, required = true)]
     addr: Vec<Endpoint>,
-    /// Export an image file or block device under the name that clients ask for. `ro`: read-only; `migrate`: allow a second writer with
-    /// access mode `migration`, as the kernel's server always does; a comma in the path is written `,,`. Repeat it for several exports
+    /// Export an image file or block device under this name. `ro`: read-only; `migrate`: allow a second writer with access mode
+    /// `migration`, as the kernel's server always does. Write a comma in the path as `,,`. Repeat it for several exports
     #[arg(
         long = "export",
         value_name = "NAME=PATH[,ro][,migrate]",
         required_unless_present = "export_dir"
     )]
     exports: Vec<ExportSpec>,
-    /// Export all files and block devices of a folder under their names; %SESSNAME% in its path stands for the client's session.
+    /// Export all files and block devices of a folder under their names. %SESSNAME% in its path stands for the client's session.
     /// Options as for --export
     #[arg(long, value_name = "DIR[,ro][,migrate]")]
     export_dir: Option<FolderSpec>,
@@ -116,14 +115,14 @@ pub(crate) struct ServeArgs {
     /// it; requests are a little cheaper
     #[arg(long, value_name = "on|off", value_parser = on_off, default_value = "on", action = ArgAction::Set)]
     always_invalidate: bool,
-    /// Threads, each with an event loop; sessions are distributed over them. More than one pays with several sessions, and a processor
+    /// Threads, each with an event loop, over which sessions are distributed. More than one helps with several sessions and a processor
     /// for each thread
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     threads: u16,
-    /// Bypass the page cache (O_DIRECT), where the file system can do that
+    /// Bypass the page cache (O_DIRECT) where the file system supports that
     #[arg(long)]
     direct: bool,
-    /// Hand this to a running `ferroce daemon`, as a task that runs until `ferroce ctl stop` or the daemon's end
+    /// Start this as a task of a running `ferroce daemon`, which runs it until `ferroce ctl stop` or its own exit
     #[arg(long)]
     pub(crate) daemon: bool,
     #[command(flatten)]
@@ -167,17 +166,19 @@ impl ServeArgs {
 
     /// Returns the exports that have names.
     pub(crate) fn exports(&self) -> Result<Vec<ExportSpec>, Failure> {
-        let named = self.exports.iter().map(|export| {
-            let path = absolute(&export.path)?;
-            Ok(match self.root(&path)? {
-                None => export.clone(),
-                Some(root) => ExportSpec {
-                    path,
-                    read_only: export.read_only || root.read_only,
-                    migrate: export.migrate && !root.read_only,
-                    within: Some(root.path),
-                    ..export.clone()
-                },
+        let named = self.exports.iter().cloned().map(|export| {
+            let at = self.placed(FolderSpec {
+                path: export.path,
+                read_only: export.read_only,
+                migrate: export.migrate,
+                within: export.within,
+            })?;
+            Ok(ExportSpec {
+                name: export.name,
+                path: at.path,
+                read_only: at.read_only,
+                migrate: at.migrate,
+                within: at.within,
             })
         });
         named.collect()
@@ -193,41 +194,25 @@ impl ServeArgs {
         self.export_dir.as_ref().map(|folder| &*folder.path)
     }
 
-    /// The folder whose files are offered.
-    fn folder(&self) -> Result<Option<FolderSpec>, Failure> {
-        let Some(folder) = &self.export_dir else {
-            return Ok(None);
-        };
-        let path = absolute(&folder.path)?;
-        Ok(Some(match self.root(&path)? {
-            None => folder.clone(),
-            Some(root) => FolderSpec {
-                path,
-                read_only: folder.read_only || root.read_only,
-                migrate: folder.migrate && !root.read_only,
-                within: Some(root.path),
-            },
-        }))
-    }
-
-    /// The root that a path is below; `None`: it may be anywhere.
-    fn root(&self, path: &Path) -> Result<Option<FolderSpec>, Failure> {
+    /// Limits a file or folder to --export-within.
+    fn placed(&self, given: FolderSpec) -> Result<FolderSpec, Failure> {
         if self.export_within.is_empty() {
-            return Ok(None);
+            return Ok(given);
         }
+        let path = absolute(&given.path)?;
         for root in &self.export_within {
-            let root = FolderSpec {
-                path: absolute(&root.path)?,
-                ..root.clone()
-            };
-            if path.starts_with(&root.path) {
-                return Ok(Some(root));
+            let within = absolute(&root.path)?;
+            if path.starts_with(&within) {
+                return Ok(FolderSpec {
+                    path,
+                    read_only: given.read_only || root.read_only,
+                    migrate: given.migrate && !root.read_only,
+                    within: Some(within),
+                });
             }
         }
-        Err(Failure::usage(format!(
-            "{} is not below --export-within",
-            path.display()
-        )))
+        let text = format!("{} is not below --export-within", path.display());
+        Err(Failure::usage(text))
     }
 
     /// The capture file.
@@ -298,8 +283,8 @@ impl ServeArgs {
     }
 
     fn open_exports(&self) -> Result<Arc<Exports>, Failure> {
-        Exports::new(self.exports()?, self.folder()?.as_ref(), self.caching())
-            .map_err(|e| Failure::failed(e.to_string()))
+        let folder = self.export_dir.clone().map(|folder| self.placed(folder)).transpose()?;
+        Exports::new(self.exports()?, folder.as_ref(), self.caching()).map_err(Failure::of)
     }
 
     /// Addresses and names to listen at, as given, with their ports.
@@ -369,18 +354,18 @@ pub(crate) fn serve(args: &ServeArgs, place: Place<'_>) -> Result<(), Failure> {
     let mut told = Ok(());
     while !stop.requested() && told.is_ok() {
         told = match server.next(reporter.patience()) {
-            Some(event) => tell(&reporter, &event),
+            Some(event) => report(&reporter, event),
             None => reporter.tick(|| counted(server.stats().unwrap_or_default())),
         };
     }
     let last = server.stats().unwrap_or_default();
     // Answers requests in flight, ends the sessions and makes what they wrote durable.
     let events = server.stop();
-    for event in &events {
-        tell(&reporter, event)?;
+    for event in events {
+        report(&reporter, event)?;
     }
     let (stats, moved) = counted(last);
-    reporter.summary(&stats, &moved)?;
+    reporter.summary(&stats, moved)?;
     told
 }
 
@@ -411,37 +396,10 @@ fn start(
     Ok((server, mtus))
 }
 
-/// Reports who came and who went.
-fn tell(reporter: &Reporter, event: &ServeEvent) -> Result<(), Failure> {
-    match event {
-        ServeEvent::SessionOpened(session) => {
-            let text = format!(
-                "{} opened, {} connections",
-                described(&session.name, session.peer),
-                session.connections
-            );
-            reporter.event("session_opened", fields(session), &text)
-        }
-        ServeEvent::SessionClosed(session, _) => {
-            let text = format!("{} closed", described(&session.name, session.peer));
-            reporter.event("session_closed", fields(session), &text)
-        }
-        ServeEvent::PathUp(path) => {
-            let text = format!("path {path} of session {} is up", shown(&path.session));
-            reporter.event("path_up", path_fields(path), &text)
-        }
-        ServeEvent::PathDown(path, why) => {
-            let text = format!("path {path} of session {} is gone: {why}", shown(&path.session));
-            let mut fields = path_fields(path);
-            fields["why"] = why.to_string().into();
-            reporter.event("path_down", fields, &text)
-        }
-        ServeEvent::Lost(events) => {
-            let text = format!("{events} events were lost");
-            reporter.event("events_lost", json!({ "events": events }), &text)
-        }
-        ServeEvent::Stopped(Some(why)) => Err(Failure::failed(format!("the server has stopped: {why}"))),
-        ServeEvent::Stopped(None) => Ok(()),
+fn report(reporter: &Reporter, event: ServeEvent) -> Result<(), Failure> {
+    match Event::of_server(event)? {
+        Some(event) => reporter.event(&event),
+        None => Ok(()),
     }
 }
 
@@ -473,89 +431,39 @@ fn announce(
     mtus: &[(IpAddr, Mtu)],
 ) -> Result<(), Failure> {
     let config = args.config(listens);
-    let mut exports = Vec::new();
-    let mtu = |listen: &SocketAddr| {
+    let listener = |listen: &SocketAddr| {
         let found = mtus.iter().find(|(addr, _)| *addr == listen.ip());
-        found.map_or(Mtu::B1024, |(_, mtu)| *mtu).bytes()
+        Listener {
+            address: *listen,
+            path_mtu: found.map_or(Mtu::B1024, |(_, mtu)| *mtu).bytes(),
+        }
     };
-    let line = |listen: &SocketAddr| format!("listening on {listen}, path MTU {}", mtu(listen));
-    let mut text = listens.iter().map(line).collect::<Vec<_>>().join("\n");
-    let addresses = listens.iter().map(|listen| {
-        json!({
-            "address": listen.to_string(),
-            "path_mtu": mtu(listen),
-        })
-    });
-    for export in args.exports()? {
-        let size = export
+    let exports = args.exports()?.into_iter().map(|export| Export {
+        bytes: export
             .open(false, args.caching())
-            .map_or(0, |image| image.geometry().size);
-        exports.push(json!({
-            "name": export.name,
-            "path": export.path.display().to_string(),
-            "bytes": size,
-            "read_only": export.read_only,
-            "migrate": export.migrate,
-        }));
-        let access = match (export.read_only, export.migrate) {
-            (true, _) => "read-only",
-            (false, false) => "read-write",
-            (false, true) => "read-write, two writers while migrating",
-        };
-        text.push_str(&format!(
-            "\nexport {}: {} ({}, {access})",
-            export.name,
-            export.path.display(),
-            output::bytes(size)
-        ));
-    }
-    let folder = args.export_dir.as_ref().map(|f| f.path.display().to_string());
-    if let Some(folder) = &folder {
-        text.push_str(&format!("\nexport folder: {folder}"));
-    }
-    let fields = json!({
-        "address": listens[0].to_string(),
-        "path_mtu": mtu(&listens[0]),
-        "addresses": addresses.collect::<Vec<_>>(),
-        "exports": exports,
-        "export_dir": folder,
-        "queue_depth": config.queue_depth,
-        "max_chunk_size": config.max_chunk_size,
-        "session_bytes": config.session_bytes(),
-        "always_invalidate": config.always_invalidate,
-        "threads": args.threads,
+            .map_or(0, |image| image.geometry().size),
+        path: export.path.display().to_string(),
+        name: export.name,
+        read_only: export.read_only,
+        migrate: export.migrate,
     });
-    reporter.event("listening", fields, &text)
-}
-
-/// The client chose the name.
-fn described(name: &str, peer: impl std::fmt::Display) -> String {
-    format!("session {} of {peer}", shown(name))
-}
-
-fn path_fields(path: &ServedPath) -> Value {
-    json!({ "session": path.session, "path": path.to_string() })
-}
-
-fn fields(session: &SessionOpened) -> Value {
-    json!({
-        "session": session.name,
-        "peer": session.peer.to_string(),
-        "connections": session.connections,
-    })
+    let server = Box::new(Listening {
+        first: listener(&listens[0]),
+        addresses: listens.iter().map(listener).collect(),
+        exports: exports.collect(),
+        export_dir: args.folder_path().map(|folder| folder.display().to_string()),
+        queue_depth: config.queue_depth,
+        max_chunk_size: config.max_chunk_size,
+        session_bytes: config.session_bytes(),
+        always_invalidate: config.always_invalidate,
+        threads: args.threads,
+    });
+    reporter.event(&Event::Listening { server })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_session_can_not_write_on_the_terminal() {
-        let name = "a\u{1b}]0;title\u{7}\nlistening on 0.0.0.0\u{9b}31m\u{202e}";
-        let text = described(name, "192.0.2.1:1234");
-        assert!(!text.contains(char::is_control) && !text.contains('\u{202e}'), "{text}");
-        assert_eq!(described("größer", "x"), "session größer of x");
-    }
 
     #[test]
     fn listen_addresses() {

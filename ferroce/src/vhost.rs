@@ -9,8 +9,9 @@ use crate::output::Failure;
 
 #[derive(Args)]
 pub(crate) struct VhostArgs {
-    /// Unix socket to make for a virtual machine's front end, such as QEMU's vhost-user-blk-pci, which finds a device there as a disk
-    /// (mode 0600, removed at the end; in a folder that others can't write to). With several devices it says of which: DEVICE=SOCKET. Several times: as many sockets
+    /// Unix socket to create for a virtual machine, which gets a device as a disk (vhost-user-blk; QEMU's vhost-user-blk-pci). Mode 0600,
+    /// removed at the end, in a folder that others can't write to. With several devices name one: DEVICE=SOCKET. Repeat it for several
+    /// sockets
     #[arg(long = "vhost-user", value_name = "[DEVICE=]SOCKET", value_parser = VhostArg::parse)]
     vhost_user: Vec<VhostArg>,
 }

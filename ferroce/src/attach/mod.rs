@@ -16,10 +16,9 @@ use std::{
 
 use clap::Args;
 use rnbd::block::Geometry;
-use rnbd_host::map::{MapDevice, MapNews, Mapping};
-use serde_json::json;
+use rnbd_host::map::{MapDevice, Mapping};
 
-use crate::{output::Failure, report::Reporter};
+use crate::{event::Event, output::Failure, report::Reporter};
 use handshake::Export;
 use kernel::Kernel;
 
@@ -30,9 +29,8 @@ const FREE: &str = "auto";
 
 #[derive(Args)]
 pub(crate) struct AttachArgs {
-    /// Make devices block devices of this machine: /dev/nbdN, by the kernel's NBD (root). Alone: each at a node that is free; or at
-    /// this node, with several devices DEVICE=/dev/nbdN. Several times: as many nodes. Detached at the end, for which a device must not
-    /// be mounted
+    /// Attach devices to this host's kernel as /dev/nbdN (root). Without a value each gets a free node. With several devices name one:
+    /// DEVICE=/dev/nbdN. Repeat it for several nodes. They are detached at the end, unless they are mounted
     #[arg(long, value_name = "[DEVICE=]auto|/dev/nbdN", num_args = 0..=1, default_missing_value = FREE)]
     attach: Vec<String>,
 }
@@ -230,26 +228,22 @@ impl Attachments {
                 "{device} is attached, but there is no {path} here: `mknod {path} b 43 N` makes it, with N as in /sys/block/nbd{number}/dev"
             )));
         }
-        reporter.event(
-            "attached",
-            json!({ "device": device, "node": path }),
-            &format!("attached {device} as {path}"),
-        )
+        reporter.event(&Event::Attached { device, node: path })
     }
 
     /// Follows an event of the mapping: a node gets its device's new size.
-    pub(crate) fn news(&mut self, reporter: &Reporter, news: &MapNews) -> Result<(), Failure> {
-        match news {
-            MapNews::Changed { device, geometry } => {
+    pub(crate) fn follow(&mut self, reporter: &Reporter, event: &Event) -> Result<(), Failure> {
+        match event {
+            Event::Resized { device, bytes, .. } => {
                 let found = self.attached.iter().find(|a| a.device == *device && a.is_ours());
                 if let (Some(attached), Some(kernel)) = (found, &mut self.kernel)
-                    && let Err(e) = kernel.resize(attached.node, geometry.size)
+                    && let Err(e) = kernel.resize(attached.node, *bytes)
                 {
                     tracing::warn!("{} keeps its old size: {e}", attached.path());
                 }
                 Ok(())
             }
-            MapNews::Unmapped { device, .. } => {
+            Event::Unmapped { device, .. } => {
                 let at = self.attached.iter().position(|attached| attached.device == *device);
                 at.map_or(Ok(()), |at| self.detach(reporter, at))
             }
@@ -264,7 +258,7 @@ impl Attachments {
                 Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {
                     if !core::mem::replace(&mut self.warned, true) {
                         tracing::warn!(
-                            "{} is {}: it ends when that is unmounted; a second signal ends it at once, and the data that is not \
+                            "{} is {}: it exits once that is unmounted; a second signal ends it at once, and the data that is not \
                              written yet is lost",
                             attached.path(),
                             attached.mounts()
@@ -284,13 +278,9 @@ impl Attachments {
 
     fn detach(&mut self, reporter: &Reporter, at: usize) -> Result<(), Failure> {
         let attached = self.attached.remove(at);
-        let (device, path) = (attached.device.clone(), attached.path());
         self.disconnect(&attached);
-        reporter.event(
-            "detached",
-            json!({ "device": device, "node": path }),
-            &format!("detached {path}"),
-        )
+        let (node, device) = (attached.path(), attached.device);
+        reporter.event(&Event::Detached { device, node })
     }
 
     fn disconnect(&mut self, attached: &Attached) {

@@ -130,7 +130,7 @@ impl Loop {
     fn create(&mut self, id: CmRef, device: DeviceIx, shape: &Shape) -> Result<u32, Failure> {
         let Objects { pd, cq, .. } = self.objects(device)?;
         let provider = self.devices.provider();
-        let pages = Pages::allocate(shape.memory).map_err(|e| Failure::failed(e.to_string()))?;
+        let pages = Pages::allocate(shape.memory).map_err(Failure::of)?;
         let what = Registration {
             memory: pages.clone(),
             offset: 0,
@@ -337,12 +337,10 @@ impl Endpoint for Loop {
     }
 
     fn read(&self, connection: u32, at: usize, out: &mut [u8]) -> Result<(), Failure> {
-        let read = self.at(connection)?.pages.read(at, out);
-        read.map_err(|e| Failure::failed(e.to_string()))
+        self.at(connection)?.pages.read(at, out).map_err(Failure::of)
     }
 
     fn write(&self, connection: u32, at: usize, data: &[u8]) -> Result<(), Failure> {
-        let written = self.at(connection)?.pages.write(at, data);
-        written.map_err(|e| Failure::failed(e.to_string()))
+        self.at(connection)?.pages.write(at, data).map_err(Failure::of)
     }
 }

@@ -15,7 +15,6 @@ mod wire;
 
 use std::{
     net::{IpAddr, Ipv4Addr, SocketAddr},
-    path::PathBuf,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -25,16 +24,16 @@ use std::{
 };
 
 use clap::{Args, ValueEnum};
-use roce::reactor::{ReactorConfig, SpinMode};
 use roce::{Device, DeviceConfig, Faults, LocalDevice, Mtu, VerbsError, WindowConfig, iface};
 use serde_json::json;
 
 use crate::{
-    fault::{Demanded, FaultArgs},
+    fault::Demanded,
     names::{Endpoint, Resolver},
     output::{self, Failure},
     rdma::RdmaArgs,
     signals::Stop,
+    transport::DeviceArgs,
     units,
 };
 use active::{Bandwidth, Load, Stopped};
@@ -57,7 +56,7 @@ pub(crate) enum Operation {
     Read,
     /// SEND bandwidth
     Send,
-    /// Round trips of WRITE and SEND, 64 bytes unless --size is given, with both sides polling or (--events) sleeping; next to those of plain
+    /// Round trips of WRITE and SEND, 64 bytes unless --size is given, with both sides polling or (--events) sleeping; compared with plain
     /// UDP if the size fits in a datagram
     Latency,
     /// RTRS without a block device, client and server in two processes: IOPS, latency, CPU time and system calls
@@ -85,8 +84,8 @@ Examples:
   ferroce bench read --size 4K,64K,1M --qps 4 --json
   ferroce bench write --fault loss=1%,seed=7
 
-Without --server and --connect both sides run in this process, on 127.0.0.1 and 127.0.0.2. With --rdma NAME both are on that
-device, and the same in software follows, with the ratio:
+Without --server and --connect both sides run in this process, on 127.0.0.1 and 127.0.0.2. With --rdma NAME both are on that device; \
+the same measurement in software follows, with the ratio:
   ferroce bench write --rdma mlx5_0
 Between two processes or hosts, first on the one, then on the other:
   ferroce bench --server --addr 192.0.2.1
@@ -96,7 +95,7 @@ RTRS, with a server in a process of its own, or on another host:
   ferroce bench rtrs --server --addr 192.0.2.1
   ferroce bench rtrs --connect 192.0.2.1 --write")]
 pub(crate) struct BenchArgs {
-    /// What to measure
+    /// Measurement
     #[arg(value_enum, required_unless_present_any = ["server", "listen"])]
     operation: Option<Operation>,
     /// Serve `ferroce bench --connect` at --addr until ctrl-C: rtrs, or without an operation all others
@@ -132,35 +131,15 @@ pub(crate) struct BenchArgs {
     /// latency: both sides sleep until their completion queues have events (the WRITEs have immediate data)
     #[arg(long)]
     events: bool,
-    /// Largest path MTU: 256, 512, 1024, 2048 or 4096 [default: the largest that the interface carries]
-    #[arg(long, value_name = "BYTES")]
-    mtu: Option<Mtu>,
     /// Duration of each measurement
     #[arg(long, default_value = "2", value_parser = units::seconds)]
     seconds: Duration,
     /// Number of messages to send, instead of a duration (latency: round trips); not for rtrs
     #[arg(short = 'n', long, conflicts_with = "seconds")]
     iters: Option<u64>,
-    /// Send one packet per system call (no UDP segmentation offload)
-    #[arg(long)]
-    no_gso: bool,
-    /// Receive one packet per system call (no UDP receive offload)
-    #[arg(long)]
-    no_gro: bool,
-    /// Receive buffer of each socket
-    #[arg(long, value_name = "BYTES", default_value = "8M", value_parser = units::memory)]
-    socket_buffer: usize,
     /// Most bytes in flight towards the peer [default: by the receive buffer]
     #[arg(long, value_name = "BYTES", value_parser = units::memory)]
     window: Option<usize>,
-    /// Write all packets of this side to this capture file; only its owner may read it
-    #[arg(long, value_name = "FILE")]
-    pcap: Option<PathBuf>,
-    #[command(flatten)]
-    fault: FaultArgs,
-    /// The faults of `fault`, once started.
-    #[arg(skip)]
-    faults: Option<Faults>,
     /// rtrs: write instead of reading
     #[arg(long)]
     write: bool,
@@ -170,13 +149,7 @@ pub(crate) struct BenchArgs {
     /// rtrs: whether the server invalidates a chunk's key with every request
     #[arg(long, value_name = "on|off", value_parser = crate::serve::on_off, default_value = "on", action = clap::ArgAction::Set)]
     always_invalidate: bool,
-    /// Longest busy polling of loops (rtrs) and waiting threads (latency --events) before they sleep: microseconds, which the devices' own
-    /// threads do as well, auto (up to 50 as long as that finds work), or off
-    #[arg(long, value_name = "US|auto|off", default_value = "auto")]
-    spin: SpinMode,
-    #[command(flatten)]
-    rdma: RdmaArgs,
-    /// With --rdma and both sides here: first address to measure at in software, with the next ones
+    /// With --rdma and both sides here: first of the addresses for the same measurement in software
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1", conflicts_with_all = ["server", "listen", "connect"])]
     beside: Ipv4Addr,
     /// The passive side ends with its standard input
@@ -185,6 +158,11 @@ pub(crate) struct BenchArgs {
     /// Print one JSON object per measurement; with --server one event when ready
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    device: DeviceArgs,
+    /// The faults of `device`, once started.
+    #[arg(skip)]
+    faults: Option<Faults>,
 }
 
 /// Part of this process in a measurement.
@@ -233,21 +211,17 @@ impl BenchArgs {
 
     /// Returns the settings of a software device; `near`: of the side that measures, or of the only side here.
     fn config(&self, addr: IpAddr, near: bool) -> DeviceConfig {
+        let usual = self.device.config(addr, None);
         DeviceConfig {
-            addr,
-            mtu: self.mtu,
-            socket_buffer: self.socket_buffer,
             shards: self.shards,
-            spin: self.spin,
-            gso: !self.no_gso,
-            gro: !self.no_gro,
+            spin: self.device.spin,
             window: self.window.map(|max| WindowConfig {
                 max,
                 ..WindowConfig::default()
             }),
-            pcap: self.pcap.clone().filter(|_| near),
+            pcap: usual.pcap.filter(|_| near),
             faults: self.faults.clone().filter(|_| near),
-            ..DeviceConfig::default()
+            ..usual
         }
     }
 
@@ -255,17 +229,17 @@ impl BenchArgs {
     fn local_device(&self, addr: IpAddr) -> Result<LocalDevice, Failure> {
         let soft = |addrs: &[IpAddr]| {
             let configs: Vec<_> = addrs.iter().map(|addr| self.config(*addr, true)).collect();
-            let opened = LocalDevice::open(&configs).map_err(|e| Failure::failed(e.to_string()));
+            let opened = LocalDevice::open(&configs).map_err(Failure::of);
             Ok(vec![opened?])
         };
-        let mut opened = self.rdma.open(&[addr], soft, 1)?;
+        let mut opened = self.device.rdma.open(&[addr], soft, 1)?;
         opened.pop().ok_or_else(|| Failure::failed("no device has been opened"))
     }
 
     /// Opens the device at an address, for some threads.
     fn endpoints(&self, addr: IpAddr, near: bool, threads: u32) -> Result<Vec<Box<dyn Connections>>, Failure> {
-        if !self.rdma.owns(addr)? {
-            let device = Device::open(self.config(addr, near)).map_err(|e| Failure::failed(e.to_string()))?;
+        if !self.device.rdma.owns(addr)? {
+            let device = Device::open(self.config(addr, near)).map_err(Failure::of)?;
             let endpoint = |_| Ok(Box::new(threads::Threads::new(&device)?) as Box<dyn Connections>);
             return (0..threads).map(endpoint).collect();
         }
@@ -279,17 +253,21 @@ impl BenchArgs {
 
     /// Returns the options of the server of RTRS.
     fn server_options(&self) -> Vec<String> {
+        let DeviceArgs { no_gso, no_gro, .. } = self.device;
         let on_off = if self.always_invalidate { "on" } else { "off" };
-        let mut options: Vec<_> = ["--until-eof", "--always-invalidate", on_off, "--spin"]
-            .map(str::to_owned)
-            .into();
-        options.push(self.spin.to_string());
-        options.extend(self.rdma.options());
-        options.extend(["--socket-buffer".to_owned(), self.socket_buffer.to_string()]);
-        if let Some(mtu) = self.mtu {
-            options.extend(["--mtu".to_owned(), mtu.bytes().to_string()]);
-        }
-        let flags = [(self.no_gso, "--no-gso"), (self.no_gro, "--no-gro")];
+        let mut options = vec![
+            "--until-eof".to_owned(),
+            format!("--always-invalidate={on_off}"),
+            format!("--spin={}", self.device.spin),
+        ];
+        options.extend(self.device.rdma.options());
+        options.extend(
+            self.device
+                .socket_buffer
+                .map(|bytes| format!("--socket-buffer={bytes}")),
+        );
+        options.extend(self.device.mtu.map(|mtu| format!("--mtu={}", mtu.bytes())));
+        let flags = [(no_gso, "--no-gso"), (no_gro, "--no-gro")];
         options.extend(flags.iter().filter(|(set, _)| *set).map(|(_, flag)| (*flag).to_owned()));
         options
     }
@@ -315,11 +293,11 @@ impl BenchArgs {
             mtu: mtu.bytes(),
             bytes: bytes.max(1) as usize,
             window: 512 << 10,
-            gso: !self.no_gso,
-            gro: !self.no_gro,
+            gso: !self.device.no_gso,
+            gro: !self.device.no_gro,
             duration,
         };
-        ceiling::run(&config).map_err(|e| Failure::failed(e.to_string()))
+        ceiling::run(&config).map_err(Failure::of)
     }
 }
 
@@ -330,7 +308,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     let stop = Stop::on_signals()?;
     let stopped: Stopped<'_> = &|| stop.requested();
     let role = args.role()?;
-    let demanded = args.fault.start("bench")?;
+    let demanded = args.device.fault.start("bench")?;
     let args = &BenchArgs {
         faults: demanded.as_ref().map(Demanded::faults),
         ..args.clone()
@@ -338,6 +316,11 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     let mut emit = |m: &Measurement| match args.json {
         true => output::json(m),
         false => output::line(&m.to_string()),
+    };
+    let run = |operation| Run {
+        args,
+        operation,
+        stopped,
     };
     match (role, args.operation) {
         (role, Some(Operation::Rtrs)) => run_rtrs(args, role, stopped),
@@ -350,18 +333,18 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
             "--server serves any operation: omit the operation, unless it is rtrs",
         )),
         (_, None) => Err(Failure::usage(
-            "say what to measure: write, read, send, latency, rtrs or ceiling",
+            "name a measurement: write, read, send, latency, rtrs or ceiling",
         )),
         (Role::Client { .. }, Some(Operation::Ceiling)) => Err(Failure::usage(
             "the ceiling is measured within one process: omit --connect",
         )),
         (Role::Client { from, server }, Some(operation)) => {
             let endpoints = args.endpoints(from, true, args.threads)?;
-            measure(args, operation, endpoints, (from, server), None, stopped, &mut emit)
+            run(operation).measure(endpoints, (from, server), None, &mut emit)
         }
-        (Role::Both(own), Some(operation)) => match args.rdma.first_addr()? {
-            Some(addr) => on_rdma(args, operation, own.unwrap_or(addr), stopped, &mut emit),
-            None => in_software(args, operation, own, stopped, &mut emit),
+        (Role::Both(own), Some(operation)) => match args.device.rdma.first_addr()? {
+            Some(addr) => run(operation).on_rdma(own.unwrap_or(addr), &mut emit),
+            None => run(operation).in_software(own, &mut emit),
         },
     }
 }
@@ -396,148 +379,148 @@ fn on_one_host(own: Option<IpAddr>) -> Result<(IpAddr, impl Fn(u32) -> IpAddr), 
     Ok((first.into(), next))
 }
 
-/// Measures against a passive side. If that is in this process, in software, `ceiling` has the addresses for the ceiling.
-fn measure(
-    args: &BenchArgs,
+/// A measurement by this process.
+#[derive(Clone, Copy)]
+struct Run<'a> {
+    args: &'a BenchArgs,
     operation: Operation,
-    mut endpoints: Vec<Box<dyn Connections>>,
-    (from, peer): (IpAddr, SocketAddr),
-    ceiling: Option<[IpAddr; 2]>,
-    stopped: Stopped<'_>,
-    emit: Emit<'_>,
-) -> Result<(), Failure> {
-    let in_software = args.events || args.idle_qps > 0 || args.shards > 1 || args.threads > 1;
-    if endpoints[0].name().is_some() && in_software {
-        return Err(Failure::usage(
-            "--events, --idle-qps, --shards and --threads are measured in software: use --rdma soft",
-        ));
-    }
-    if operation == Operation::Latency {
-        for &bytes in &args.sizes(64) {
-            let how = (args.events, args.amount());
-            if ceiling.is_some() && bytes <= udp::LONGEST {
-                udp::run(from, peer.ip(), bytes, how, stopped, emit)?;
+    stopped: Stopped<'a>,
+}
+
+impl Run<'_> {
+    /// Measures against a passive side. If that is in this process, in software, `ceiling` has the addresses for the ceiling.
+    fn measure(
+        &self,
+        mut endpoints: Vec<Box<dyn Connections>>,
+        (from, peer): (IpAddr, SocketAddr),
+        ceiling: Option<[IpAddr; 2]>,
+        emit: Emit<'_>,
+    ) -> Result<(), Failure> {
+        let Self {
+            args,
+            operation,
+            stopped,
+        } = *self;
+        let in_software = args.events || args.idle_qps > 0 || args.shards > 1 || args.threads > 1;
+        if endpoints[0].name().is_some() && in_software {
+            return Err(Failure::usage(
+                "--events, --idle-qps, --shards and --threads are measured in software: use --rdma soft",
+            ));
+        }
+        if operation == Operation::Latency {
+            for &bytes in &args.sizes(64) {
+                let how = (args.events, args.amount());
+                if ceiling.is_some() && bytes <= udp::LONGEST {
+                    udp::run(from, peer.ip(), bytes, how, stopped, emit)?;
+                }
+                active::latency(&mut *endpoints[0], peer, bytes, how, stopped, emit)?;
             }
-            active::latency(&mut *endpoints[0], peer, bytes, how, stopped, emit)?;
+        } else {
+            for &bytes in &args.sizes(1 << 20) {
+                let load = Load {
+                    operation,
+                    bytes,
+                    depth: args.depth,
+                    qps: args.qps,
+                    idle: args.idle_qps,
+                };
+                let mut run = Bandwidth::connect(&mut endpoints, peer, load)?;
+                emit(&match (ceiling, args.amount()) {
+                    // The passive side of SENDs polls all the time, next to which no ceiling can be measured.
+                    (Some(addrs), Amount::Time(total)) if operation != Operation::Send => {
+                        self.with_ceiling(&mut run, (addrs, bytes, total))?
+                    }
+                    (_, amount) => {
+                        run.run(amount, stopped)?;
+                        run.measurement()
+                    }
+                })?;
+            }
         }
-    } else {
-        for &bytes in &args.sizes(1 << 20) {
-            let load = Load {
-                operation,
-                bytes,
-                depth: args.depth,
-                qps: args.qps,
-                idle: args.idle_qps,
+        tracing::debug!(stats = ?endpoints[0].stats(), "counters");
+        Ok(())
+    }
+
+    /// Measures in turns with the ceiling.
+    fn with_ceiling(
+        &self,
+        run: &mut Bandwidth<'_>,
+        (addrs, bytes, total): ([IpAddr; 2], u32, Duration),
+    ) -> Result<Measurement, Failure> {
+        let slice = total / ROUNDS;
+        let (mut best, mut sum) = (0f64, 0f64);
+        for _ in 0..ROUNDS {
+            let ceiling = self.args.ceiling(addrs, bytes, run.mtu(), slice)?;
+            best = best.max(ceiling.gbytes_per_s);
+            sum += ceiling.gbytes_per_s;
+            run.run(Amount::Time(slice), self.stopped)?;
+        }
+        let mut m = run.measurement();
+        m.set_ceiling(sum / f64::from(ROUNDS), best);
+        Ok(m)
+    }
+
+    /// Measures between two software devices of this process.
+    fn in_software(&self, own: Option<IpAddr>, emit: Emit<'_>) -> Result<(), Failure> {
+        let mut args = self.args.clone();
+        let (from, next) = on_one_host(own)?;
+        if self.operation == Operation::Ceiling {
+            for &bytes in &args.sizes(1 << 20) {
+                let mtu = args.device.mtu.unwrap_or(Mtu::B4096);
+                let result = args.ceiling([from, next(1)], bytes, mtu, args.seconds)?;
+                emit(&Measurement::of_ceiling(bytes, mtu, &result))?;
+            }
+            return Ok(());
+        }
+        let peer = SocketAddr::new(next(1), PORT);
+        args.device.rdma = RdmaArgs::soft();
+        let run = Run { args: &args, ..*self };
+        // Before the other side's, whose address is not the user's.
+        let endpoints = args.endpoints(from, true, args.threads)?;
+        let addrs = Some([next(2), next(3)]);
+        with_passive(args.passive(peer, false)?, || {
+            run.measure(endpoints, (from, peer), addrs, emit)
+        })
+    }
+
+    /// Measures between two ends on one RDMA device, and then in software, with the ratio.
+    fn on_rdma(&self, addr: IpAddr, emit: Emit<'_>) -> Result<(), Failure> {
+        let Self { args, operation, .. } = *self;
+        if operation == Operation::Ceiling {
+            return Err(Failure::usage("the ceiling is that of software: omit --rdma"));
+        }
+        if !args.device.rdma.owns(addr)? {
+            return Err(Failure::failed(format!("no RDMA device has {addr}")));
+        }
+        let peer = SocketAddr::new(addr, PORT);
+        let (mut hardware, mut software) = (Vec::new(), Vec::new());
+        let endpoints = args.endpoints(addr, true, args.threads)?;
+        with_passive(args.passive(peer, false)?, || {
+            let mut keep = |m: &Measurement| {
+                hardware.push(m.clone());
+                Ok(())
             };
-            let mut run = Bandwidth::connect(&mut endpoints, peer, load)?;
-            emit(&match (ceiling, args.amount()) {
-                // The passive side of SENDs polls all the time, next to which no ceiling can be measured.
-                (Some(addrs), Amount::Time(total)) if operation != Operation::Send => {
-                    with_ceiling(args, &mut run, (addrs, bytes, total), stopped)?
-                }
-                (_, amount) => {
-                    run.run(amount, stopped)?;
-                    run.measurement()
-                }
-            })?;
-        }
-    }
-    tracing::debug!(stats = ?endpoints[0].stats(), "counters");
-    Ok(())
-}
-
-/// Measures in turns with the ceiling.
-fn with_ceiling(
-    args: &BenchArgs,
-    run: &mut Bandwidth<'_>,
-    (addrs, bytes, total): ([IpAddr; 2], u32, Duration),
-    stopped: Stopped<'_>,
-) -> Result<Measurement, Failure> {
-    let slice = total / ROUNDS;
-    let (mut best, mut sum) = (0f64, 0f64);
-    for _ in 0..ROUNDS {
-        let ceiling = args.ceiling(addrs, bytes, run.mtu(), slice)?;
-        best = best.max(ceiling.gbytes_per_s);
-        sum += ceiling.gbytes_per_s;
-        run.run(Amount::Time(slice), stopped)?;
-    }
-    let mut m = run.measurement();
-    m.set_ceiling(sum / f64::from(ROUNDS), best);
-    Ok(m)
-}
-
-/// Measures between two software devices of this process.
-fn in_software(
-    args: &BenchArgs,
-    operation: Operation,
-    own: Option<IpAddr>,
-    stopped: Stopped<'_>,
-    emit: Emit<'_>,
-) -> Result<(), Failure> {
-    let (from, next) = on_one_host(own)?;
-    if operation == Operation::Ceiling {
-        for &bytes in &args.sizes(1 << 20) {
-            let mtu = args.mtu.unwrap_or(Mtu::B4096);
-            let result = args.ceiling([from, next(1)], bytes, mtu, args.seconds)?;
-            emit(&Measurement::of_ceiling(bytes, mtu, &result))?;
-        }
-        return Ok(());
-    }
-    let peer = SocketAddr::new(next(1), PORT);
-    let args = &BenchArgs {
-        rdma: RdmaArgs::soft(),
-        ..args.clone()
-    };
-    // Before the other side's, whose address is not the user's.
-    let endpoints = args.endpoints(from, true, args.threads)?;
-    let addrs = Some([next(2), next(3)]);
-    with_passive(args.passive(peer, false)?, || {
-        measure(args, operation, endpoints, (from, peer), addrs, stopped, emit)
-    })
-}
-
-/// Measures between two ends on one RDMA device, and then in software, with the ratio.
-fn on_rdma(
-    args: &BenchArgs,
-    operation: Operation,
-    addr: IpAddr,
-    stopped: Stopped<'_>,
-    emit: Emit<'_>,
-) -> Result<(), Failure> {
-    if operation == Operation::Ceiling {
-        return Err(Failure::usage("the ceiling is that of software: omit --rdma"));
-    }
-    if !args.rdma.owns(addr)? {
-        return Err(Failure::failed(format!("no RDMA device has {addr}")));
-    }
-    let peer = SocketAddr::new(addr, PORT);
-    let (mut hardware, mut software) = (Vec::new(), Vec::new());
-    let endpoints = args.endpoints(addr, true, args.threads)?;
-    with_passive(args.passive(peer, false)?, || {
+            self.measure(endpoints, (addr, peer), None, &mut keep)
+        })?;
         let mut keep = |m: &Measurement| {
-            hardware.push(m.clone());
+            software.push(m.clone());
             Ok(())
         };
-        measure(args, operation, endpoints, (addr, peer), None, stopped, &mut keep)
-    })?;
-    let mut keep = |m: &Measurement| {
-        software.push(m.clone());
-        Ok(())
-    };
-    if let Err(e) = in_software(args, operation, Some(args.beside.into()), stopped, &mut keep) {
-        // A kernel with rdma_rxe has the port at all addresses.
-        tracing::warn!("not measured in software: {}", e.text().unwrap_or_default());
+        if let Err(e) = self.in_software(Some(args.beside.into()), &mut keep) {
+            // A kernel with rdma_rxe has the port at all addresses.
+            tracing::warn!("not measured in software: {}", e.text().unwrap_or_default());
+        }
+        let of = |m: &Measurement| match operation {
+            Operation::Latency => m.latency_us.p50,
+            _ => m.gbytes_per_s,
+        };
+        for mut m in hardware {
+            let same = software.iter().find(|s| (s.op, s.bytes) == (m.op, m.bytes));
+            m.ratio_to_software = same.filter(|s| of(s) > 0.0).map(|s| of(&m) / of(s));
+            emit(&m)?;
+        }
+        software.iter().try_for_each(emit)
     }
-    let of = |m: &Measurement| match operation {
-        Operation::Latency => m.latency_us.p50,
-        _ => m.gbytes_per_s,
-    };
-    for mut m in hardware {
-        let same = software.iter().find(|s| (s.op, s.bytes) == (m.op, m.bytes));
-        m.ratio_to_software = same.filter(|s| of(s) > 0.0).map(|s| of(&m) / of(s));
-        emit(&m)?;
-    }
-    software.iter().try_for_each(emit)
 }
 
 /// Measures against a passive side in a thread of this process.
@@ -558,10 +541,7 @@ fn with_passive(passive: Passive, measure: impl FnOnce() -> Result<(), Failure>)
 
 /// Measures RTRS, or serves it.
 fn run_rtrs(args: &BenchArgs, role: Role, stopped: Stopped<'_>) -> Result<(), Failure> {
-    let reactor = ReactorConfig {
-        spin: args.spin,
-        ..ReactorConfig::default()
-    };
+    let reactor = args.device.reactor();
     let (from, server, _process) = match role {
         Role::Server(addr) => {
             let device = args.local_device(addr.ip())?;

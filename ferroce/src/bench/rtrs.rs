@@ -13,9 +13,7 @@ use ::rtrs::{
     Direction,
     addr::PathAddr,
     client::{Buffer, Client, ConType, Output, SessionConfig, SessionId, Submission},
-    cx::Cx,
 };
-use rand::{RngCore, SeedableRng, rngs::StdRng};
 use roce::reactor::{Handle, Reactor, ReactorConfig, Service, TurnCx};
 use roce::{Completion, LocalDevice};
 use roce_verbs::{
@@ -27,7 +25,7 @@ use serde::Serialize;
 use super::{
     report::Latency,
     rtrs_server::{HEADER, REPORT, Spent, header},
-    usage,
+    usage::{self, Random, cx, random},
 };
 use crate::output::{self, Failure};
 
@@ -140,7 +138,7 @@ struct Bench {
     rtrs: Client,
     session: SessionId,
     always_invalidate: bool,
-    rng: StdRng,
+    random: Random,
     opened: Option<Sender<Result<bool, String>>>,
     running: Option<Running>,
     stopping: bool,
@@ -149,16 +147,6 @@ struct Bench {
 }
 
 impl Bench {
-    fn with<T>(&mut self, turn: &mut TurnCx<'_, ()>, f: impl FnOnce(&mut Client, &mut Cx<'_>) -> T) -> T {
-        let rng = &mut self.rng;
-        let mut cx = Cx {
-            now: turn.now,
-            provider: turn.device.provider(),
-            random: &mut |out: &mut [u8]| rng.fill_bytes(out),
-        };
-        f(&mut self.rtrs, &mut cx)
-    }
-
     fn on_output(&mut self, turn: &mut TurnCx<'_, ()>, output: Output) {
         match output {
             Output::Opened(_, info) => {
@@ -191,28 +179,38 @@ impl Bench {
         }
     }
 
+    /// Submits a request for data at an offset. False: the run has failed.
+    fn submit(
+        &mut self,
+        turn: &mut TurnCx<'_, ()>,
+        (tag, con, direction): (u64, ConType, Direction),
+        (at, len): (u64, usize),
+    ) -> bool {
+        let (session, mut cx) = (self.session, cx(turn, &mut self.random));
+        let sent = match self.rtrs.take_buffer(&mut cx, session, len) {
+            Err(_) => Err((None, "no buffer".to_owned())),
+            Ok(data) => {
+                let request = Submission {
+                    tag,
+                    con,
+                    direction,
+                    header: header(at).into_iter().collect(),
+                    data: Some(data),
+                };
+                let sent = self.rtrs.submit(&mut cx, session, request);
+                sent.map_err(|(back, e)| (back.data, e.to_string()))
+            }
+        };
+        let Err((data, why)) = sent else { return true };
+        self.give(data);
+        self.fail(&why, turn);
+        false
+    }
+
     /// Requests the server's usage.
     fn ask_report(&mut self, turn: &mut TurnCx<'_, ()>) {
-        let (session, len) = (self.session, size_of::<Spent>());
-        let data = self.with(turn, |rtrs, cx| rtrs.take_buffer(cx, session, len));
-        let Ok(data) = data else {
-            return self.fail("no buffer for the server's report", turn);
-        };
-        let request = Submission {
-            tag: REPORT_TAG,
-            con: ConType::Admin,
-            direction: Direction::Read,
-            header: header(REPORT).into_iter().collect(),
-            data: Some(data),
-        };
-        let sent = self.with(turn, |rtrs, cx| {
-            let sent = rtrs.submit(cx, session, request);
-            sent.map_err(|(back, e)| (back.data, e))
-        });
-        if let Err((data, e)) = sent {
-            self.give(data);
-            self.fail(&e.to_string(), turn);
-        }
+        let of = (REPORT_TAG, ConType::Admin, Direction::Read);
+        self.submit(turn, of, (REPORT, size_of::<Spent>()));
     }
 
     fn give(&mut self, buffer: Option<Buffer>) {
@@ -255,37 +253,18 @@ impl Bench {
         let Some(load) = self.running.as_ref().map(|r| r.load) else {
             return;
         };
-        let session = self.session;
-        let data = self.with(turn, |rtrs, cx| rtrs.take_buffer(cx, session, load.bytes as usize));
-        let Ok(data) = data else {
-            return self.fail("no buffer", turn);
-        };
         let unit = u64::from(load.bytes).next_multiple_of(512);
-        let at = self.rng.next_u64() % (self.space / unit).max(1) * unit;
-        let request = Submission {
-            tag: slot,
-            con: ConType::Io(slot as usize),
-            direction: match load.write {
-                true => Direction::Write,
-                false => Direction::Read,
-            },
-            header: header(at).into_iter().collect(),
-            data: Some(data),
+        let at = cx(turn, &mut self.random).below((self.space / unit).max(1)) * unit;
+        let direction = match load.write {
+            true => Direction::Write,
+            false => Direction::Read,
         };
-        let sent = self.with(turn, |rtrs, cx| {
-            let sent = rtrs.submit(cx, session, request);
-            sent.map_err(|(back, e)| (back.data, e))
-        });
-        match (sent, &mut self.running) {
-            (Ok(()), Some(running)) => {
-                running.sent[slot as usize] = roce::now();
-                running.in_flight += 1;
-            }
-            (Err((data, e)), _) => {
-                self.give(data);
-                self.fail(&e.to_string(), turn);
-            }
-            (Ok(()), None) => {}
+        let of = (slot, ConType::Io(slot as usize), direction);
+        if self.submit(turn, of, (at, load.bytes as usize))
+            && let Some(running) = &mut self.running
+        {
+            running.sent[slot as usize] = roce::now();
+            running.in_flight += 1;
         }
     }
 
@@ -334,26 +313,24 @@ impl Service for Bench {
             Command::Stop if self.stopping => {}
             Command::Stop => {
                 self.stopping = true;
-                let session = self.session;
-                self.with(turn, |rtrs, cx| rtrs.close(cx, session));
+                self.rtrs.close(&mut cx(turn, &mut self.random), self.session);
             }
         }
     }
 
     fn completions(&mut self, turn: &mut TurnCx<'_, ()>, completions: &[(QpId, Completion)]) {
-        self.with(turn, |rtrs, cx| {
-            for (qp, wc) in completions {
-                rtrs.completion(cx, *qp, wc);
-            }
-        });
+        let cx = &mut cx(turn, &mut self.random);
+        for (qp, wc) in completions {
+            self.rtrs.completion(cx, *qp, wc);
+        }
     }
 
     fn event(&mut self, turn: &mut TurnCx<'_, ()>, event: Event) {
-        self.with(turn, |rtrs, cx| rtrs.event(cx, &event));
+        self.rtrs.event(&mut cx(turn, &mut self.random), &event);
     }
 
     fn timeout(&mut self, turn: &mut TurnCx<'_, ()>) {
-        self.with(turn, |rtrs, cx| rtrs.timeout(cx));
+        self.rtrs.timeout(&mut cx(turn, &mut self.random));
     }
 
     fn work(&mut self, turn: &mut TurnCx<'_, ()>) -> bool {
@@ -366,7 +343,7 @@ impl Service for Bench {
     }
 
     fn end(&mut self, turn: &mut TurnCx<'_, ()>) {
-        self.with(turn, |rtrs, cx| rtrs.end_batch(cx));
+        self.rtrs.end_batch(&mut cx(turn, &mut self.random));
     }
 
     fn next_timeout(&self) -> Option<Instant> {
@@ -379,10 +356,6 @@ pub(crate) struct Rtrs {
     handle: Handle<Command, ()>,
     thread: Option<JoinHandle<()>>,
     always_invalidate: bool,
-}
-
-fn system(e: impl std::fmt::Display) -> Failure {
-    Failure::failed(e.to_string())
 }
 
 impl Rtrs {
@@ -402,24 +375,23 @@ impl Rtrs {
         );
         config.connections = connections;
         config.max_user_header = HEADER as u16;
-        let reactor = Reactor::<Bench>::new(reactor).map_err(system)?;
+        let reactor = Reactor::<Bench>::new(reactor).map_err(Failure::of)?;
         let handle = reactor.handle();
         let (open, opened) = channel();
-        let mut seed = [0; 32];
-        getrandom::fill(&mut seed).map_err(system)?;
+        let random = random()?;
         let thread = Builder::new().name("ferroce-io".into()).spawn(move || {
             let ended = reactor.run(device, |turn| {
                 let mut bench = Bench {
                     rtrs: Client::new(),
                     session: SessionId(0),
                     always_invalidate: false,
-                    rng: StdRng::from_seed(seed),
+                    random,
                     opened: Some(open),
                     running: None,
                     stopping: false,
                     space: super::rtrs_server::SPACE as u64,
                 };
-                match bench.with(turn, |rtrs, cx| rtrs.open(cx, config)) {
+                match bench.rtrs.open(&mut cx(turn, &mut bench.random), config) {
                     Ok(session) => bench.session = session,
                     Err(e) => bench.fail(&e.to_string(), turn),
                 }
@@ -431,7 +403,7 @@ impl Rtrs {
         });
         let mut made = Self {
             handle,
-            thread: Some(thread.map_err(system)?),
+            thread: Some(thread.map_err(Failure::of)?),
             always_invalidate: false,
         };
         let opened = opened.recv().unwrap_or_else(|_| Err("the loop has ended".into()));
@@ -482,7 +454,7 @@ pub(crate) struct ServerProcess(Child);
 impl ServerProcess {
     /// Starts this program as a server.
     pub(crate) fn start(listen: SocketAddr, options: &[String]) -> Result<Self, Failure> {
-        let program = std::env::current_exe().map_err(system)?;
+        let program = std::env::current_exe().map_err(Failure::of)?;
         let mut child = process::Command::new(program)
             .args(["bench", "rtrs", "--server", "--addr", &listen.to_string()])
             .args(options)
@@ -494,7 +466,7 @@ impl ServerProcess {
         let made = Self(child);
         let mut line = String::new();
         if let Some(stdout) = stdout {
-            BufReader::new(stdout).read_line(&mut line).map_err(system)?;
+            BufReader::new(stdout).read_line(&mut line).map_err(Failure::of)?;
         }
         match line.is_empty() {
             true => Err(Failure::failed("the server did not start".to_owned())),

@@ -5,9 +5,10 @@ use std::{
     net::SocketAddr,
     sync::{
         Arc,
-        mpsc::{RecvTimeoutError, Sender, channel},
+        atomic::{AtomicBool, Ordering},
     },
-    thread::Builder,
+    thread::{self, Builder},
+    time::Duration,
 };
 
 use ::rtrs::{
@@ -20,7 +21,6 @@ use ::rtrs::{
         request::{Output, Request, Ticket},
     },
 };
-use rand::{RngCore, SeedableRng, rngs::StdRng};
 use roce::reactor::{JobResult, JobTicket, Reactor, ReactorConfig, Service, TurnCx};
 use roce::{Completion, LocalDevice};
 use roce_verbs::mem::{MemError, Pages};
@@ -29,7 +29,10 @@ use roce_verbs::{
     provider::{Event, QpId},
 };
 
-use super::usage;
+use super::{
+    active::Stopped,
+    usage::{self, Random, cx, random},
+};
 use crate::output::Failure;
 
 /// Bytes of data.
@@ -75,27 +78,17 @@ type Memory = (Ticket, Result<Arc<Pages>, MemError>);
 /// RTRS server on a loop, with data in memory.
 struct Memories {
     rtrs: Server,
-    rng: StdRng,
+    random: Random,
     data: Vec<u8>,
     jobs: u64,
     stopping: bool,
-}
-
-macro_rules! cx {
-    ($turn:expr, $rng:expr) => {
-        &mut Cx {
-            now: $turn.now,
-            provider: $turn.device.provider(),
-            random: &mut |out: &mut [u8]| $rng.fill_bytes(out),
-        }
-    };
 }
 
 impl Memories {
     fn answer(&mut self, turn: &mut TurnCx<'_, Memory>, request: &Request) {
         let done = self.transfer(turn, request);
         let errno = if done.is_some() { 0 } else { errno::EINVAL };
-        self.rtrs.answer(cx!(turn, self.rng), request.key, errno);
+        self.rtrs.answer(&mut cx(turn, &mut self.random), request.key, errno);
     }
 
     fn transfer(&mut self, turn: &mut TurnCx<'_, Memory>, request: &Request) -> Option<()> {
@@ -124,28 +117,28 @@ impl Service for Memories {
     /// Stops.
     fn command(&mut self, turn: &mut TurnCx<'_, Memory>, (): ()) {
         self.stopping = true;
-        self.rtrs.stop(cx!(turn, self.rng));
+        self.rtrs.stop(&mut cx(turn, &mut self.random));
     }
 
     fn completions(&mut self, turn: &mut TurnCx<'_, Memory>, completions: &[(QpId, Completion)]) {
-        let cx = cx!(turn, self.rng);
+        let cx = &mut cx(turn, &mut self.random);
         for (qp, wc) in completions {
             self.rtrs.completion(cx, *qp, wc);
         }
     }
 
     fn event(&mut self, turn: &mut TurnCx<'_, Memory>, event: Event) {
-        self.rtrs.event(cx!(turn, self.rng), &event);
+        self.rtrs.event(&mut cx(turn, &mut self.random), &event);
     }
 
     fn job_done(&mut self, turn: &mut TurnCx<'_, Memory>, done: JobResult<Memory>) {
         if let Ok((ticket, memory)) = done.result {
-            self.rtrs.ready(cx!(turn, self.rng), ticket, memory);
+            self.rtrs.ready(&mut cx(turn, &mut self.random), ticket, memory);
         }
     }
 
     fn timeout(&mut self, turn: &mut TurnCx<'_, Memory>) {
-        self.rtrs.timeout(cx!(turn, self.rng));
+        self.rtrs.timeout(&mut cx(turn, &mut self.random));
     }
 
     fn work(&mut self, turn: &mut TurnCx<'_, Memory>) -> bool {
@@ -160,7 +153,7 @@ impl Service for Memories {
                     let job = move || started.finish((ticket, Pages::allocate(bytes)));
                     if Builder::new().spawn(job).is_err() {
                         let refused = Err(MemError::Limit("threads"));
-                        self.rtrs.ready(cx!(turn, self.rng), ticket, refused);
+                        self.rtrs.ready(&mut cx(turn, &mut self.random), ticket, refused);
                     }
                 }
                 _ => {}
@@ -170,7 +163,7 @@ impl Service for Memories {
     }
 
     fn end(&mut self, turn: &mut TurnCx<'_, Memory>) {
-        self.rtrs.end_batch(cx!(turn, self.rng));
+        self.rtrs.end_batch(&mut cx(turn, &mut self.random));
         if self.stopping && self.rtrs.is_idle() {
             turn.stop();
         }
@@ -195,50 +188,21 @@ pub(crate) fn config(addr: SocketAddr, always_invalidate: bool) -> ServerConfig 
 
 /// Serves until `stopped`, and with `until_eof` until standard input ends. Calls `ready` when it listens.
 pub(crate) fn run(
-    device: LocalDevice,
+    mut device: LocalDevice,
     config: ServerConfig,
     reactor: ReactorConfig,
     until_eof: bool,
-    stopped: &dyn Fn() -> bool,
+    stopped: Stopped<'_>,
     ready: impl FnOnce() -> Result<(), Failure>,
 ) -> Result<(), Failure> {
-    let failed = |e: io::Error| Failure::failed(e.to_string());
-    let reactor = Reactor::<Memories>::new(reactor).map_err(failed)?;
-    let handle = reactor.handle();
-    let mut seed = [0; 32];
-    getrandom::fill(&mut seed).map_err(|e| Failure::failed(e.to_string()))?;
-    let (result, listens): (Sender<Result<SocketAddr, ::rtrs::Error>>, _) = channel();
-    let turns = Builder::new().name("ferroce-io".into()).spawn(move || {
-        let (mut device, mut rng) = (device, StdRng::from_seed(seed));
-        let cx = &mut Cx {
-            now: roce::now(),
-            provider: device.provider(),
-            random: &mut |out: &mut [u8]| rng.fill_bytes(out),
-        };
-        let rtrs = match Server::listen(cx, config) {
-            Ok((rtrs, local)) => {
-                let _ = result.send(Ok(local));
-                rtrs
-            }
-            Err(e) => {
-                let _ = result.send(Err(e));
-                return;
-            }
-        };
-        let memories = Memories {
-            rtrs,
-            rng,
-            data: vec![0x5a; SPACE],
-            jobs: 0,
-            stopping: false,
-        };
-        if let Err(e) = reactor.run(device, |_| memories) {
-            tracing::error!("the loop has ended: {e}");
-        }
-    });
-    let turns = turns.map_err(failed)?;
-    let bound = listens.recv().map_err(|e| Failure::failed(e.to_string()))?;
-    bound.map_err(|e| Failure::failed(e.to_string()))?;
+    let reactor = Reactor::<Memories>::new(reactor).map_err(Failure::of)?;
+    let (handle, mut random) = (reactor.handle(), random()?);
+    let mut cx = Cx {
+        now: roce::now(),
+        provider: device.provider(),
+        random: &mut random,
+    };
+    let (rtrs, _) = Server::listen(&mut cx, config).map_err(Failure::of)?;
     ready()?;
     if until_eof {
         let end = handle.clone();
@@ -247,16 +211,24 @@ pub(crate) fn run(
             let _ = io::stdin().read_to_end(&mut Vec::new());
             end.command(());
         });
-        input.map_err(failed)?;
+        input.map_err(Failure::of)?;
     }
-    let mut asked = false;
-    // The loop drops its end of the channel when it ends.
-    while let Err(RecvTimeoutError::Timeout) = listens.recv_timeout(std::time::Duration::from_millis(100)) {
-        if stopped() && !core::mem::replace(&mut asked, true) {
+    let ended = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !ended.load(Ordering::Relaxed) && !stopped() {
+                thread::sleep(Duration::from_millis(100));
+            }
             handle.command(());
-        }
-    }
-    turns
-        .join()
-        .map_err(|_| Failure::failed("the loop panicked".to_owned()))
+        });
+        let ran = reactor.run(device, |_| Memories {
+            rtrs,
+            random,
+            data: vec![0x5a; SPACE],
+            jobs: 0,
+            stopping: false,
+        });
+        ended.store(true, Ordering::Relaxed);
+        ran.map(drop).map_err(Failure::of)
+    })
 }

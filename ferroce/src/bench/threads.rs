@@ -279,12 +279,10 @@ impl Endpoint for Threads {
     }
 
     fn read(&self, connection: u32, at: usize, out: &mut [u8]) -> Result<(), Failure> {
-        let read = self.at(connection)?.mr.read(at, out);
-        read.map_err(|e| Failure::failed(e.to_string()))
+        self.at(connection)?.mr.read(at, out).map_err(Failure::of)
     }
 
     fn write(&self, connection: u32, at: usize, data: &[u8]) -> Result<(), Failure> {
-        let written = self.at(connection)?.mr.write(at, data);
-        written.map_err(|e| Failure::failed(e.to_string()))
+        self.at(connection)?.mr.write(at, data).map_err(Failure::of)
     }
 }

@@ -1,10 +1,33 @@
-//! Processor time and system calls of a loop and its process.
+//! Loops of RTRS: context, processor time and system calls.
 
+use ::rtrs::cx::Cx;
 use nix::sys::{
     resource::{UsageWho, getrusage},
     time::TimeValLike,
 };
+use rand::{RngCore, SeedableRng, rngs::StdRng};
 use roce::reactor::TurnCx;
+
+use crate::output::Failure;
+
+/// Source of random bytes.
+pub(crate) type Random = Box<dyn FnMut(&mut [u8]) + Send>;
+
+pub(crate) fn random() -> Result<Random, Failure> {
+    let mut seed = [0; 32];
+    getrandom::fill(&mut seed).map_err(Failure::of)?;
+    let mut rng = StdRng::from_seed(seed);
+    Ok(Box::new(move |out| rng.fill_bytes(out)))
+}
+
+/// Returns the context of a call in this turn.
+pub(crate) fn cx<'a, J>(turn: &'a mut TurnCx<'_, J>, random: &'a mut Random) -> Cx<'a> {
+    Cx {
+        now: turn.now,
+        provider: turn.device.provider(),
+        random,
+    }
+}
 
 /// Returns the system calls of the loop so far, as it counts them.
 pub(crate) fn calls<J>(turn: &mut TurnCx<'_, J>) -> u64 {

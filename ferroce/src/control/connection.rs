@@ -30,13 +30,13 @@ use serde_json::{Map, Value, json};
 use socket2::Socket;
 
 use super::{
-    events::{Subscription, as_line},
+    events::Subscription,
     execute::execute,
     peer::Authority,
     shared::Shared,
     sockets::{Place, write_within},
 };
-use crate::printer::Printer;
+use crate::{output::json_text, printer::Printer};
 
 /// Program that greets.
 const PROGRAM: &str = concat!("ferroce ", env!("CARGO_PKG_VERSION"));
@@ -272,13 +272,14 @@ fn answer_line(id: &Value, outcome: Result<Answer, Refused>) -> String {
         #[serde(flatten)]
         refused: Option<Refused>,
     }
-    as_line(&Line {
+    let line = Line {
         event: "answer",
         id,
         ok: outcome.is_ok(),
         refused: outcome.as_ref().err().cloned(),
         answer: outcome.ok(),
-    })
+    };
+    json_text(&line) + "\n"
 }
 
 /// Refuses the greeting of a client with another version.

@@ -6,10 +6,8 @@ use std::sync::{
 };
 
 use parking_lot::Mutex;
-use serde::Serialize;
-use serde_json::{Map, Value, json};
 
-use crate::output::escape_json;
+use crate::event::Event;
 
 /// The subscribers.
 #[derive(Clone, Default)]
@@ -55,16 +53,13 @@ impl Events {
         }
     }
 
-    /// Sends an event to all subscribers; `text` describes it for people.
-    pub(crate) fn publish(&self, event: &Map<String, Value>, text: &str) {
+    /// Sends an event to all subscribers; `task`: the daemon's task that reports it.
+    pub(crate) fn publish(&self, event: &Event, task: Option<&str>) {
         let subscribers = &mut self.0.lock().all;
-        if subscribers.is_empty() {
-            return;
+        if !subscribers.is_empty() {
+            let line = event.json(task, true) + "\n";
+            subscribers.retain_mut(|subscriber| subscriber.send(&line));
         }
-        let mut event = event.clone();
-        event.insert("text".into(), text.into());
-        let line = as_line(&event);
-        subscribers.retain_mut(|subscriber| subscriber.send(&line));
     }
 }
 
@@ -72,9 +67,8 @@ impl Subscriber {
     /// Sends a line; false: the subscriber is gone.
     fn send(&mut self, line: &str) -> bool {
         if self.lost > 0 {
-            let text = format!("{} events were lost, as they were not read", self.lost);
-            let notice = as_line(&json!({ "event": "events_lost", "events": self.lost, "text": text }));
-            match self.lines.try_send(notice) {
+            let notice = Event::EventsLost { events: self.lost };
+            match self.lines.try_send(notice.json(None, true) + "\n") {
                 Ok(()) => self.lost = 0,
                 Err(TrySendError::Full(_)) => {
                     self.lost += 1;
@@ -94,19 +88,11 @@ impl Subscriber {
     }
 }
 
-/// A value as a line of JSON.
-pub(super) fn as_line(value: &impl Serialize) -> String {
-    let json = serde_json::to_string(value).unwrap_or_else(|e| {
-        // Only of maps whose keys are no strings.
-        tracing::error!("a line has no JSON: {e}");
-        String::new()
-    });
-    escape_json(&json).into_owned() + "\n"
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc::sync_channel;
+
+    use serde_json::{Value, json};
 
     use super::*;
 
@@ -116,18 +102,19 @@ mod tests {
         let (send, receive) = sync_channel(2);
         let subscription = events.subscribe(send);
         let tell = |n: u64| {
-            let Value::Object(event) = json!({ "event": "stats", "n": n }) else {
-                unreachable!()
-            };
-            events.publish(&event, "text");
+            let task = n.to_string();
+            events.publish(&Event::TaskStarted { task }, None);
         };
         let next = || serde_json::from_str::<Value>(&receive.recv().unwrap()).unwrap();
         (0..5).for_each(tell);
-        assert_eq!((next()["n"].clone(), next()["n"].clone()), (json!(0), json!(1)));
+        assert_eq!(
+            (next()["task"].clone(), next()["task"].clone()),
+            (json!("0"), json!("1"))
+        );
         tell(5);
         let lost = next();
         assert_eq!((&lost["event"], &lost["events"]), (&json!("events_lost"), &json!(3)));
-        assert_eq!(next()["n"], 5);
+        assert_eq!(next()["task"], "5");
         drop(subscription);
         tell(6);
         assert!(receive.recv().is_err());

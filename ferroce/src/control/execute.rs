@@ -1,6 +1,6 @@
 //! Execution of requests.
 
-use rnbd_admin::{Host, Names};
+use rnbd_admin::{Host, Names, Server};
 use rnbd_host::control::{
     Answer, ClientSession, Entries, MapAnswer, MapListing, MapOrder, MapRequest, MappedDevice, Mappings, OpenDevice,
     OpenDevices, ProcessRequest, Refused, Request, ServeAnswer, Sessions, Text,
@@ -53,8 +53,12 @@ fn of_process(shared: &Shared, request: ProcessRequest, authority: Authority) ->
             text: metrics::text(services),
         }),
         ProcessRequest::Mappings {} => Answer::Mappings(mappings(shared)?),
-        ProcessRequest::Sessions {} => Answer::Sessions(sessions(shared)?),
-        ProcessRequest::Devices {} => Answer::Devices(devices(shared)?),
+        ProcessRequest::Sessions {} => Answer::Sessions(Sessions {
+            sessions: of_servers(shared, |server| server.sessions(), ClientSession::new)?,
+        }),
+        ProcessRequest::Devices {} => Answer::Devices(OpenDevices {
+            devices: of_servers(shared, |server| server.devices(), OpenDevice::new)?,
+        }),
         ProcessRequest::Map(order) => {
             map(shared, &order)?;
             Answer::Done {}
@@ -106,25 +110,19 @@ fn name_block_devices(shared: &Shared, mappings: &mut [MapListing]) -> Result<()
     Ok(())
 }
 
-fn sessions(shared: &Shared) -> Result<Sessions, Refused> {
+/// Lists what all servers have.
+fn of_servers<T, U>(
+    shared: &Shared,
+    list: impl Fn(&dyn Server) -> Result<Vec<T>, Refused>,
+    of: impl Fn(usize, T) -> U,
+) -> Result<Vec<U>, Refused> {
     // Refuses if there is no server.
     shared.services.server(Some(0))?;
-    let mut sessions = Vec::new();
-    for (place, server) in shared.services.servers().into_iter().enumerate() {
-        let listed = server.sessions()?.into_iter();
-        sessions.extend(listed.map(|session| ClientSession::new(place, session)));
+    let mut all = Vec::new();
+    for (place, server) in shared.services.servers().iter().enumerate() {
+        all.extend(list(&**server)?.into_iter().map(|listed| of(place, listed)));
     }
-    Ok(Sessions { sessions })
-}
-
-fn devices(shared: &Shared) -> Result<OpenDevices, Refused> {
-    shared.services.server(Some(0))?;
-    let mut devices = Vec::new();
-    for (place, server) in shared.services.servers().into_iter().enumerate() {
-        let listed = server.devices()?.into_iter();
-        devices.extend(listed.map(|device| OpenDevice::new(place, device)));
-    }
-    Ok(OpenDevices { devices })
+    Ok(all)
 }
 
 #[cfg(test)]

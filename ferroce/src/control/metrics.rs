@@ -16,10 +16,9 @@ use rtrs::{
     client::state::PathState,
     server::listing::{PathListing, SessionListing},
 };
-use serde_json::Value;
 
 use super::registry::ServiceRegistry;
-use crate::transport::stats_json;
+use crate::event::counters;
 
 /// Returns the metrics of all mappings and servers; those that end in between are missing.
 pub(super) fn text(services: &ServiceRegistry) -> String {
@@ -70,23 +69,14 @@ impl Metrics {
         };
     }
 
-    /// Writes counters of all objects.
-    fn counters<T>(&mut self, prefix: &str, metrics: &[Metric<T>], objects: &[(Labels, &T)]) {
+    /// Writes metrics of all objects.
+    fn all<T>(&mut self, (prefix, kind): (&str, &str), metrics: &[Metric<T>], objects: &[(Labels, &T)]) {
+        let suffix = if kind == "counter" { "_total" } else { "" };
         for (name, help, value) in metrics {
-            self.begin(&format!("ferroce_{prefix}_{name}_total"), help, "counter");
-            objects
-                .iter()
-                .for_each(|(labels, object)| self.value(labels, value(object)));
-        }
-    }
-
-    /// Writes gauges of all objects.
-    fn gauges<T>(&mut self, prefix: &str, metrics: &[Metric<T>], objects: &[(Labels, &T)]) {
-        for (name, help, value) in metrics {
-            self.begin(&format!("ferroce_{prefix}_{name}"), help, "gauge");
-            objects
-                .iter()
-                .for_each(|(labels, object)| self.value(labels, value(object)));
+            self.begin(&format!("ferroce_{prefix}_{name}{suffix}"), help, kind);
+            for (labels, object) in objects {
+                self.value(labels, value(object));
+            }
         }
     }
 }
@@ -147,8 +137,8 @@ fn paths(out: &mut Metrics, listings: &[MapListing]) {
     };
     let all = listings.iter().flat_map(|l| l.paths.iter().map(move |p| (of(l, p), p)));
     let all: Vec<_> = all.collect();
-    out.counters("path", PATH_COUNTERS, &all);
-    out.gauges("path", PATH_GAUGES, &all);
+    out.all(("path", "counter"), PATH_COUNTERS, &all);
+    out.all(("path", "gauge"), PATH_GAUGES, &all);
     out.begin(
         "ferroce_path_latency_seconds",
         "Round trip of the last heartbeat.",
@@ -194,8 +184,8 @@ fn devices(out: &mut Metrics, listings: &[MapListing]) {
         .iter()
         .flat_map(|l| l.devices.iter().map(move |d| (of(l, d), d)));
     let all: Vec<_> = all.collect();
-    out.counters("device", DEVICE_COUNTERS, &all);
-    out.gauges("device", DEVICE_GAUGES, &all);
+    out.all(("device", "counter"), DEVICE_COUNTERS, &all);
+    out.all(("device", "gauge"), DEVICE_GAUGES, &all);
 }
 
 const SERVER_COUNTERS: &[Metric<ServeStats>] = &[
@@ -251,8 +241,8 @@ fn servers(out: &mut Metrics, servers: &[Arc<dyn Server>]) -> Vec<LoopStats> {
         return Vec::new();
     }
     let stats: Vec<_> = all.iter().map(|(labels, stats)| (labels.clone(), &**stats)).collect();
-    out.counters("server", SERVER_COUNTERS, &stats);
-    out.gauges("server", SERVER_GAUGES, &stats);
+    out.all(("server", "counter"), SERVER_COUNTERS, &stats);
+    out.all(("server", "gauge"), SERVER_GAUGES, &stats);
     out.begin(
         "ferroce_server_rtrs_total",
         "Events of sessions and connections.",
@@ -274,7 +264,11 @@ fn servers(out: &mut Metrics, servers: &[Arc<dyn Server>]) -> Vec<LoopStats> {
     };
     let paths = sessions.iter();
     let paths = paths.flat_map(|(labels, s)| s.paths.iter().map(move |p| (of(labels, s, p), p)));
-    out.counters("server_path", SERVER_PATH_COUNTERS, &paths.collect::<Vec<_>>());
+    out.all(
+        ("server_path", "counter"),
+        SERVER_PATH_COUNTERS,
+        &paths.collect::<Vec<_>>(),
+    );
     all.into_iter().map(|(_, stats)| stats.turns).collect()
 }
 
@@ -285,13 +279,10 @@ fn packets(out: &mut Metrics, loops: &[LoopStats]) {
     let shown: Vec<_> = all
         .devices
         .iter()
-        .map(|(addr, stats)| (addr, stats_json(stats)))
+        .map(|(addr, stats)| (addr, counters(stats)))
         .collect();
     let Some((_, first)) = shown.first() else { return };
-    let Some(Value::Object(names)) = first.get("counters") else {
-        return;
-    };
-    for name in names.keys() {
+    for name in first.keys() {
         let metric: String = name
             .chars()
             .map(|c| if c.is_ascii_alphanumeric() { c } else { '_' })
@@ -302,7 +293,7 @@ fn packets(out: &mut Metrics, loops: &[LoopStats]) {
             "counter",
         );
         for (addr, counters) in &shown {
-            out.value(&[("address", addr.to_string())], &counters["counters"][name]);
+            out.value(&[("address", addr.to_string())], counters[name]);
         }
     }
 }

@@ -69,22 +69,22 @@ pub(crate) struct ControlArgs {
     /// Group of the socket and of the files of --sysfs, by name or number [default: group of the process]
     #[arg(long, value_name = "GROUP")]
     control_group: Option<String>,
-    /// Serve statistics for Prometheus over HTTP, at /metrics. With a port alone only this host can read them, with an address everybody
-    /// who reaches it
+    /// Serve statistics for Prometheus over HTTP, at /metrics. With a port alone only this host can read them, with an address every
+    /// host that reaches it
     #[arg(long, value_name = "[HOST:]PORT", value_parser = metrics_address)]
     metrics: Option<Endpoint>,
-    /// Mount the attribute tree there (FUSE), with the paths, texts and modes that Linux has under /sys, for the users of the control
+    /// Mount the attribute tree in this folder (FUSE), with the paths, texts and modes of Linux's /sys, for the users of the control
     /// socket. `ferroce run -- TOOL` finds it in /run/ferroce-daemon/sys
     #[arg(long, value_name = "DIR")]
     sysfs: Option<PathBuf>,
-    /// Mount only the attributes of the kernel's code, without those that only its documentation has
+    /// Mount only attributes that the kernel's code has, not those of its documentation alone
     #[arg(long, requires = "sysfs")]
     sysfs_strict: bool,
 }
 
 fn metrics_address(text: &str) -> Result<Endpoint, String> {
-    if let Ok(port) = text.trim_start_matches(':').parse() {
-        return Ok(SocketAddr::from((Ipv4Addr::LOCALHOST, port)).into());
+    if let Ok(port) = text.trim_start_matches(':').parse::<u16>() {
+        return format!("{}:{port}", Ipv4Addr::LOCALHOST).parse();
     }
     let endpoint = text.parse().ok().filter(|endpoint: &Endpoint| endpoint.port.is_some());
     endpoint.ok_or_else(|| format!("{text:?} is neither a port nor a host with one (9100, 192.0.2.7:9100, [::1]:9100)"))

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand, ValueEnum};
 use rtrs::client::{PathCounters, Policy};
 
-use crate::map_news;
+use crate::paths;
 
 #[derive(Args)]
 #[command(after_help = "\
@@ -113,7 +113,7 @@ pub(super) enum Verb {
     /// Show or set the path policy of a session
     Policy {
         /// round-robin (rr), min-inflight (mi) or min-latency (ml)
-        #[arg(value_parser = map_news::policy)]
+        #[arg(value_parser = paths::policy)]
         policy: Option<Policy>,
         /// Name of the session
         session: Option<String>,
@@ -176,6 +176,19 @@ pub(super) enum Force {
     Force,
 }
 
+#[derive(Args)]
+pub(super) struct SessionArg {
+    /// Name of the session
+    session: Option<String>,
+}
+
+impl SessionArg {
+    /// The session, if it is named.
+    pub(super) fn name(&self) -> Option<&str> {
+        self.session.as_deref()
+    }
+}
+
 #[derive(Subcommand)]
 pub(super) enum SessionVerb {
     /// List sessions
@@ -186,37 +199,25 @@ pub(super) enum SessionVerb {
         session: String,
     },
     /// Disconnect all paths. A client may connect a session of a server again
-    Disconnect {
-        /// Name of the session
-        session: Option<String>,
-    },
+    Disconnect(SessionArg),
     /// Reconnect all paths, one after the other
-    Reconnect {
-        /// Name of the session
-        session: Option<String>,
-    },
+    Reconnect(SessionArg),
     /// Open all devices again that the server has closed
-    Remap {
-        /// Name of the session
-        session: Option<String>,
-    },
+    Remap(SessionArg),
     /// Reconnect paths that are down, then open devices that are closed
-    Recover {
-        /// Name of the session
-        session: Option<String>,
-    },
+    Recover(SessionArg),
     /// Unmap all devices, which ends the session
     Delete {
-        /// Name of the session
-        session: Option<String>,
+        #[command(flatten)]
+        of: SessionArg,
         /// Force: disconnect NBD clients and skip the flush
         #[arg(long)]
         force: bool,
     },
     /// Change reconnect settings and loss policy
     Set {
-        /// Name of the session
-        session: Option<String>,
+        #[command(flatten)]
+        of: SessionArg,
         /// Attempts to reconnect a lost path: up to 9999, or -1 for no limit
         #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = clap::value_parser!(i64).range(-1..=9999))]
         max_reconnects: Option<i64>,

@@ -248,42 +248,40 @@ impl Change<'_> {
         let all = self.all()?;
         match verb {
             SessionVerb::List | SessionVerb::Show { .. } => Ok(()),
-            SessionVerb::Disconnect { session } if !all.is_of_mapping(session.as_deref()) => {
-                self.close_sessions(&all, session.as_deref())
-            }
-            SessionVerb::Disconnect { session } => {
-                let mapping = all.mapping(session.as_deref())?;
+            SessionVerb::Disconnect(of) if !all.is_of_mapping(of.name()) => self.close_sessions(&all, of.name()),
+            SessionVerb::Disconnect(of) => {
+                let mapping = all.mapping(of.name())?;
                 for path in mapping.paths.iter().filter(|p| p.state != PathState::Closed) {
                     let text = format!("path {} is down", path.addr);
                     self.of_mapping(&mapping.session, DISCONNECT(path.addr), text)?;
                 }
                 Ok(())
             }
-            SessionVerb::Reconnect { session } => {
-                let mapping = all.mapping(session.as_deref())?;
+            SessionVerb::Reconnect(of) => {
+                let mapping = all.mapping(of.name())?;
                 for path in &mapping.paths {
                     self.reconnect(&mapping.session, path)??;
                 }
                 Ok(())
             }
-            SessionVerb::Remap { session } => {
-                let mapping = all.mapping(session.as_deref())?;
+            SessionVerb::Remap(of) => {
+                let mapping = all.mapping(of.name())?;
                 let mut devices = mapping.devices.iter();
                 devices.try_for_each(|device| self.remap_one(&mapping.session, &device.name))
             }
-            SessionVerb::Recover { session } => self.recover(all.mapping(session.as_deref())?),
-            SessionVerb::Delete { session, force } => {
-                let mapping = all.mapping(session.as_deref())?;
+            SessionVerb::Recover(of) => self.recover(all.mapping(of.name())?),
+            SessionVerb::Delete { of, force } => {
+                let mapping = all.mapping(of.name())?;
                 let mut devices = mapping.devices.iter();
                 devices.try_for_each(|device| self.unmap_one(&mapping.session, &device.name, *force))
             }
             SessionVerb::Set {
-                session,
+                of,
                 max_reconnects,
                 reconnect_delay,
                 on_loss,
             } => {
-                let session = &all.mapping(session.as_deref())?.session;
+                let session = &all.mapping(of.name())?.session;
                 let (attempts, delay) = (*max_reconnects, *reconnect_delay);
                 let sets_reconnects = attempts.is_some() || delay.is_some();
                 if !sets_reconnects && on_loss.is_none() {

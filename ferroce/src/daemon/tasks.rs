@@ -20,7 +20,6 @@ use rnbd_host::{
     },
     tls::Tls,
 };
-use serde_json::{Value, json};
 
 use super::{
     change::{Change, change, still_to_do},
@@ -29,6 +28,7 @@ use super::{
 };
 use crate::{
     control::{Control, Events, ServiceRegistry, not_renewed},
+    event::Event,
     map,
     names::Resolver,
     output::Failure,
@@ -122,18 +122,6 @@ enum Next {
     Task(Task),
 }
 
-/// The result of a reload in words.
-fn reloaded_text(done: &Reloaded) -> String {
-    let lists = done.lists().into_iter().filter(|(_, tasks)| !tasks.is_empty());
-    let lists: Vec<_> = lists
-        .map(|(what, tasks)| format!("{what}: {}", tasks.join(", ")))
-        .collect();
-    match lists.is_empty() {
-        true => "reloaded: nothing to do".to_owned(),
-        false => format!("reloaded; {}", lists.join("; ")),
-    }
-}
-
 /// Changes a mapping to what its file says. Skips what is so already, as after a reload that has failed half-way.
 fn apply(control: &MapControl, requests: Vec<MapRequest>) -> Result<(), String> {
     let requests = match control.ask(MapRequest::List {}) {
@@ -194,25 +182,16 @@ impl Tasks {
         }
     }
 
-    fn report(&self, name: &str, fields: Value, text: &str) {
-        if let Err(e) = self.reporter.event(name, fields, text) {
+    fn report(&self, event: &Event) {
+        if let Err(e) = self.reporter.event(event) {
             tracing::debug!("the daemon's report is not read: {e:?}");
         }
     }
 
     /// Reports that there are no tasks yet, and how to start one.
     pub(super) fn announce_idle(&self, config: Option<&Path>, control: Option<&Path>) {
-        let why = match config {
-            None => "no --config FILE was given".to_owned(),
-            Some(file) => format!("{} has no [serve.NAME] and no [map.NAME]", file.display()),
-        };
-        let at = control.map(|path| format!(" (control socket {})", path.display()));
-        let text = format!(
-            "waiting for tasks, as {why}: `ferroce serve --daemon …` and `ferroce map --daemon …` start them{}; `ferroce daemon --help` has an \
-             example of a file",
-            at.unwrap_or_default()
-        );
-        self.report("idle", json!({ "config": config, "control": control }), &text);
+        let [config, control] = [config, control].map(|path| path.map(|path| path.display().to_string()));
+        self.report(&Event::Idle { config, control });
     }
 
     fn spawn(&self, name: &TaskName, task: &Task) -> Result<Running, Failure> {
@@ -255,8 +234,8 @@ impl Tasks {
     fn launch(&self, name: &TaskName, task: &Task, failures: u32) -> State {
         match self.spawn(name, task) {
             Ok(running) => {
-                let fields = json!({ "task": name.to_string() });
-                self.report("task_started", fields, &format!("{name} starts"));
+                let task = name.to_string();
+                self.report(&Event::TaskStarted { task });
                 State::Running(running)
             }
             Err(failure) => self.pause(name, failures, refused(&failure)),
@@ -266,9 +245,11 @@ impl Tasks {
     /// State after a failure.
     fn pause(&self, name: &TaskName, failures: u32, why: Refused) -> State {
         let pause = FIRST_PAUSE.saturating_mul(1 << failures.min(8)).min(LONGEST_PAUSE);
-        let fields = json!({ "task": name.to_string(), "why": why.text, "restart_in": pause.as_secs_f64() });
-        let text = format!("{name} failed, restart in {} s: {why}", pause.as_secs());
-        self.report("task_failed", fields, &text);
+        self.report(&Event::TaskFailed {
+            task: name.to_string(),
+            why: why.text.clone(),
+            restart_in: pause.as_secs_f64(),
+        });
         State::Waiting {
             until: Instant::now() + pause,
             why,
@@ -307,12 +288,8 @@ impl Tasks {
     /// The next state of a task that has exited, and why if it failed; false: it is removed.
     fn exited(&self, name: &TaskName, entry: &mut Entry, why: Option<Refused>, lasted: bool) -> bool {
         let report = |why: Option<Refused>| {
-            let why = why.map(|why| why.text);
-            let text = match &why {
-                None => format!("{name} has exited"),
-                Some(why) => format!("{name} has exited: {why}"),
-            };
-            self.report("task_exited", json!({ "task": name.to_string(), "why": why }), &text);
+            let (task, why) = (name.to_string(), why.map(|why| why.text));
+            self.report(&Event::TaskExited { task, why });
         };
         match (entry.next.take(), why) {
             (_, None) if self.is_ending() => false,
@@ -416,7 +393,7 @@ impl Tasks {
             done.failed
                 .push("[daemon] (changed: restart the daemon to apply it)".to_owned());
         }
-        self.report("reloaded", json!(done), &reloaded_text(&done));
+        self.report(&Event::Reloaded { done: done.clone() });
         done
     }
 
@@ -572,8 +549,8 @@ impl Tasks {
 
     /// Reports a refused reload.
     pub(super) fn not_reloaded(&self, why: &Refused) {
-        let text = format!("not reloaded: {}", why.text);
-        self.report("not_reloaded", json!({ "why": why.text }), &text);
+        let why = why.text.clone();
+        self.report(&Event::NotReloaded { why });
     }
 
     /// Lists the tasks.

@@ -61,69 +61,69 @@ Examples:
 
 The program, and what it starts in turn, uses ferroce instead of RDMA hardware: one device for each interface that is up and \
 has an address (ferroce0, ferroce1, …), whose GIDs are the interface's addresses. Interfaces that lead to other hosts come first, \
-then lo, last interfaces without a link; a program that is told no device takes the first. `ferroce link` lists them. \
-`rdma link` of iproute2 does not: it asks the kernel.
+then lo, last interfaces without a link. A program that names no device gets the first. `ferroce link` lists them; \
+`rdma link` of iproute2 does not, as it asks the kernel.
 
 With -v, one line on standard error says why a verb failed, a work request completed with an error, a queue pair failed (on \
 both sides: what the peer asked for, and how far it was beyond the region), or RDMA_CM reported an error.
 
-The library is preloaded (LD_PRELOAD), and found as libibverbs.so.1 and \
-librdmacm.so.1 (LD_LIBRARY_PATH); for most programs either is enough. A program that is built \
-with AddressSanitizer or ThreadSanitizer, whose runtime must be loaded first, gets the second alone. No privilege is needed. Any number of processes share the \
-addresses, by means of a small broker that the first one starts and that ends after the last (`ferroce stat` shows them); so do `ferroce daemon`, \
-serve and map, with or without --addr here.
+The library is preloaded (LD_PRELOAD), and found as libibverbs.so.1 and librdmacm.so.1 (LD_LIBRARY_PATH); for most programs either \
+is enough. A program that is built with AddressSanitizer or ThreadSanitizer, whose runtime must be loaded first, gets the second alone. \
+No privilege is needed. Any number of processes share the addresses through a small broker, which the first one starts and which exits \
+after the last (`ferroce stat` lists them). `ferroce daemon`, `serve` and `map` share them, too.
 
 Tools for rtrs and rnbd of Linux find what `ferroce serve`, `map` and `daemon` have mounted with --sysfs: paths below /sys/class/rnbd-client, \
-rnbd-server, rtrs-client and rtrs-server, /sys/module/rnbd_server and rtrs_server, and /sys/block/DEVICE lead there. It is looked for where the \
-process behind the control socket says ($FERROCE_CONTROL, or a daemon's), then in /run/ferroce-daemon/sys and $XDG_RUNTIME_DIR/ferroce/sys.
+rnbd-server, rtrs-client and rtrs-server, /sys/module/rnbd_server and rtrs_server, and /sys/block/DEVICE lead there. The mount point is that \
+of the process behind the control socket ($FERROCE_CONTROL, or a daemon's), else /run/ferroce-daemon/sys or $XDG_RUNTIME_DIR/ferroce/sys.
 
-Environment, also for programs that load the library on their own, but for those with rights that their user hasn't \
-(set-uid, capabilities):
-  FERROCE_SHIM        path of libferroce_verbs.so; default: beside this program
+Environment, also of programs that load the library without `ferroce run`. Programs with more rights than their user (set-uid, \
+capabilities) ignore it:
+  FERROCE_SHIM        path of libferroce_verbs.so; default: next to this program
   FERROCE_ADDR        addresses to use, separated by commas; default: all (--addr)
   FERROCE_DEVICE_NAME names of devices, separated by commas (--device-name)
-  FERROCE_LOG         what is logged on standard error: error (the default), warn, info (-v), debug (-vv), trace (-vvv),
-                      or by part, such as `roce_port=trace,info`
+  FERROCE_LOG         log level on standard error: error (default), warn, info (-v), debug (-vv),
+                      trace (-vvv), or by part, such as `roce_port=trace,info`
   FERROCE_MTU         largest path MTU: 256, 512, 1024, 2048, 4096 (--mtu)
   FERROCE_UNRELIABLE_RATE
                       bytes per second of UC and UD towards one peer, or `off` (--unreliable-rate)
   FERROCE_SHARDS      shards of each device, 1 to 64 (--shards)
-  FERROCE_SPIN        how long to look for packets before sleeping: microseconds, `auto` or `off` (--spin)
-  FERROCE_PCAP        capture file; %p stands for the process id (--pcap). A file that exists is another process's:
-                      FILE.PID is written then, and that is reported
-  FERROCE_FAULT       rules of injected faults, with `;` between (--fault)
+  FERROCE_SPIN        longest busy polling before sleeping: microseconds, `auto` or `off` (--spin)
+  FERROCE_PCAP        capture file; %p stands for the process id (--pcap). If the file exists, it
+                      is another process's: FILE.PID is written instead, and reported
+  FERROCE_FAULT       rules of injected faults, separated by `;` (--fault)
   FERROCE_SYS         where attributes are mounted (`ferroce map --sysfs`)
-  FERROCE_BROKER      the program to start as broker; `off`: have the address alone
-  FERROCE_BROKER_DIR  where the broker's socket is; default: one directory for each network namespace in
-                      $XDG_RUNTIME_DIR/ferroce or /tmp/ferroce-UID, or /run/ferroce if a system broker runs
+  FERROCE_BROKER      the program to start as broker; `off`: use addresses exclusively
+  FERROCE_BROKER_DIR  directory of the broker's socket; default: one for each network namespace
+                      in $XDG_RUNTIME_DIR/ferroce or /tmp/ferroce-UID, or /run/ferroce if a
+                      system broker runs
 
-Exit status: the program's; 126 if it can't be run, 127 if it isn't found, 1 or 2 if ferroce can't set it up")]
+Exit status: the program's; 126 if it can't be run, 127 if it isn't found, 1 or 2 if ferroce fails")]
 pub(crate) struct RunArgs {
-    /// Address or name of this host for the devices to have. Repeat it for several addresses [default: all addresses]
+    /// Address or name of this host for devices. Repeat it for several addresses [default: all addresses]
     #[arg(long, value_name = "HOST")]
     addr: Vec<Host>,
-    /// Name of the first device, or INTERFACE=NAME of an interface's, for scripts that hard-code one (mlx5_0); several times, or
-    /// separated by commas: several [default: ferroce0, ferroce1, …]
+    /// Name of the first device, or of an interface's device, for scripts that hard-code one (mlx5_0). Repeat it, or separate names by
+    /// commas, for several devices [default: ferroce0, ferroce1, …]
     #[arg(long, value_name = "[INTERFACE=]NAME")]
     device_name: Vec<DeviceNames>,
     /// Largest path MTU: 256, 512, 1024, 2048 or 4096 [default: the largest that the interface carries]
     #[arg(long, value_name = "BYTES")]
     mtu: Option<Mtu>,
-    /// Most bytes per second of UC and UD towards one peer, or `off`. They have no flow control: what arrives faster than the receiver's
-    /// process empties its socket is lost [default: 256M]
+    /// Most bytes per second of UC and UD towards one peer, or `off` for no limit. UC and UD have no flow control: what arrives faster than
+    /// the receiver's process reads its socket is lost [default: 256M]
     #[arg(long, value_name = "BYTES", value_parser = rate)]
     unreliable_rate: Option<String>,
-    /// Shards of each device, each with a socket, a lock and a thread, for programs with several busy threads. Reliable connected queue
-    /// pairs are distributed over them; those of a completion queue without a channel stay together, as the thread that polls it drives
-    /// them [default: 1]
+    /// Shards of each device, each with a socket, a lock and a thread, for programs with several busy threads. RC queue pairs are
+    /// distributed over them; those of one completion queue without a channel stay together, as the thread that polls it drives them
+    /// [default: 1]
     #[arg(long, value_name = "1..64", value_parser = units::shards)]
     shards: Option<usize>,
-    /// Longest busy polling of each shard's thread after packets, before it sleeps, where the program doesn't poll itself: microseconds,
-    /// `off`, or `auto`: 50 while that finds more packets, and off on a single processor [default: auto]
+    /// Longest busy polling of each shard's thread before it sleeps, where the program doesn't poll itself: microseconds, `off`, or
+    /// `auto`: 50 while that finds more packets, and off on a single processor [default: auto]
     #[arg(long, value_name = "US|auto|off")]
     spin: Option<SpinMode>,
-    /// Write every packet to this file, which only its owner may read. The first process that uses a device writes it, others
-    /// write FILE.PID and report that; `%p` in it becomes the process id
+    /// Write every packet to this file, which only its owner may read. The first process that uses a device writes it; others
+    /// write FILE.PID, and report that. `%p` stands for the process id
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
     #[command(flatten)]
@@ -205,23 +205,17 @@ fn add_settings(command: &mut Command, args: &RunArgs, addrs: String, level: Opt
     {
         command.env(LOG_VARIABLE, level);
     }
-    if !args.device_name.is_empty() {
-        command.env(DEVICE_NAME_VARIABLE, device_names(&args.device_name)?);
-    }
-    if !addrs.is_empty() {
-        command.env(ADDR_VARIABLE, addrs);
-    }
-    if let Some(mtu) = args.mtu {
-        command.env(MTU_VARIABLE, mtu.bytes().to_string());
-    }
-    if let Some(rate) = &args.unreliable_rate {
-        command.env(RATE_VARIABLE, rate);
-    }
-    if let Some(shards) = args.shards {
-        command.env(SHARDS_VARIABLE, shards.to_string());
-    }
-    if let Some(spin) = args.spin {
-        command.env(SPIN_VARIABLE, spin.to_string());
+    let given = [
+        (DEVICE_NAME_VARIABLE, Some(device_names(&args.device_name)?)),
+        (ADDR_VARIABLE, Some(addrs)),
+        (MTU_VARIABLE, args.mtu.map(|mtu| mtu.bytes().to_string())),
+        (RATE_VARIABLE, args.unreliable_rate.clone()),
+        (SHARDS_VARIABLE, args.shards.map(|shards| shards.to_string())),
+        (SPIN_VARIABLE, args.spin.map(|spin| spin.to_string())),
+        (FAULT_VARIABLE, args.fault.text()),
+    ];
+    for (name, value) in given {
+        command.envs(value.filter(|value| !value.is_empty()).map(|value| (name, value)));
     }
     if let Some(file) = &args.pcap {
         // The program may change its directory.
@@ -234,9 +228,6 @@ fn add_settings(command: &mut Command, args: &RunArgs, addrs: String, level: Opt
             )));
         }
         command.env(PCAP_VARIABLE, capture::prepare(file));
-    }
-    if let Some(rules) = args.fault.text() {
-        command.env(FAULT_VARIABLE, rules);
     }
     if environment::var_os(BROKER_VARIABLE).is_none()
         && let Ok(own) = std::env::current_exe()

@@ -21,16 +21,16 @@ use crate::{
 #[derive(Args)]
 #[command(after_help = "\
 One line for each device that programs see under `ferroce run`, in their order: one per interface that is up and has an \
-address. First come interfaces that lead to other hosts, then lo, last interfaces without a link. A program that is told no \
-device takes the first. Names are those of `ferroce run --device-name` where $FERROCE_DEVICE_NAME has them.
+address. First come interfaces that lead to other hosts, then lo, last interfaces without a link. A program that names no \
+device gets the first. Names are those of $FERROCE_DEVICE_NAME (`ferroce run --device-name`), if it is set.
 
 With --json: one array of objects with `ifname`, `port`, `state`, `physical_state`, `netdev`, `mtu` (the path MTU), \
 `gids` (index and address) and `processes` (ids of those that use it now).")]
 pub(crate) struct LinkArgs {
-    /// Also GIDs and processes
+    /// Show GIDs and processes, too
     #[arg(short, long)]
     details: bool,
-    /// One JSON array
+    /// Print one JSON array
     #[arg(long)]
     json: bool,
 }

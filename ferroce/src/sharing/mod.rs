@@ -17,5 +17,5 @@ pub(crate) fn directory() -> PathBuf {
 
 /// Returns the statistics of a running broker; `None` when none runs.
 pub(crate) fn statistics() -> Result<Option<Statistics>, Failure> {
-    roce::broker::statistics(&directory()).map_err(|e| Failure::failed(e.to_string()))
+    roce::broker::statistics(&directory()).map_err(Failure::of)
 }

@@ -11,25 +11,24 @@ use crate::output::{self, Failure};
 #[derive(Args)]
 #[command(after_help = "\
 One line for each process that uses an address through the broker, with the counters that `rdma statistic` shows for \
-rdma_rxe; then one for all that have ended since the broker was started, with their sums (one for each address, if they \
-had single ones); and one line with the broker's own, which says of a broker for several users whether it keeps them apart \
+rdma_rxe; then the sums of all processes that have exited since the broker started (a line for each address, if they \
+had single ones); then the broker's own counters, and of a broker for several users whether it isolates them \
 (`users isolated`) or they have to trust each other (`users one-trust-domain`). Counters that are zero are left out.
 
-Counters of a process that runs are 100 ms old at most, and so are those of one that was killed or has ended without closing its \
-device.
+Counters of a process are at most 100 ms old, also if it was killed or has exited without closing its device.
 
 With --json: one object with `pid` (the broker's), `isolation` (OneUser, Isolated or TrustDomain), `addrs`, `processes`, `ended` (an array of objects with `addrs`, \
 `processes`, their number, and `counters`), `ended_unknown` (how many have ended whose counters are unknown), \
 `counters` and `translated` (null, or `text` and `age` in seconds of the last connect request that proved address translation); `null` if no broker runs. Of the ports of a process `bindings` has 64 at most. \
 `report` is null while a process has no device.")]
 pub(crate) struct StatArgs {
-    /// Only this process
+    /// Show only this process
     #[arg(long, value_name = "PID")]
     pid: Option<u32>,
-    /// Also counters that are zero
+    /// Show counters that are zero, too
     #[arg(long)]
     all: bool,
-    /// One JSON object
+    /// Print one JSON object
     #[arg(long)]
     json: bool,
 }

@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeMap,
+    fmt::{self, Display, Formatter},
     net::{IpAddr, SocketAddr},
     time::Duration,
 };
@@ -150,6 +151,19 @@ impl Reloaded {
             ("unchanged", &self.unchanged),
             ("failed", &self.failed),
         ]
+    }
+}
+
+impl Display for Reloaded {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let lists = self.lists().into_iter().filter(|(_, tasks)| !tasks.is_empty());
+        let lists: Vec<_> = lists
+            .map(|(what, tasks)| format!("; {what}: {}", tasks.join(", ")))
+            .collect();
+        match lists.is_empty() {
+            true => f.write_str("reloaded: nothing to do"),
+            false => write!(f, "reloaded{}", lists.concat()),
+        }
     }
 }
 
