@@ -24,7 +24,7 @@ const CI_PROGRAMS: [Tool; 9] = [
     Tool::new("/usr/include/rdma/rdma_cma.h", "librdmacm-dev"),
     PYVERBS,
 ];
-/// What the whole matrix needs beside them.
+/// Programs that the whole matrix needs in addition.
 const PROGRAMS: [Tool; 22] = [
     Tool::new("fio", "fio"),
     Tool::new("ucx_perftest", "ucx-utils"),
@@ -50,7 +50,7 @@ const PROGRAMS: [Tool; 22] = [
     Tool::new("/usr/share/doc/libclang-dev/copyright", "libclang-dev"),
 ];
 
-/// What the set `ci` needs, or the whole matrix.
+/// Programs of the set `ci`, or of the whole matrix.
 pub(crate) fn needed(full: bool) -> Vec<Tool> {
     let mut needed = CI_PROGRAMS.to_vec();
     if full {

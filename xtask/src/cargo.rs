@@ -51,7 +51,7 @@ fn metadata() -> Result<Value> {
     serde_json::from_slice(&out.stdout).map_err(|e| format!("cargo metadata printed no JSON: {e}"))
 }
 
-/// Where cargo puts its output.
+/// Returns cargo's folder of output.
 pub(crate) fn target_dir() -> Result<PathBuf> {
     static FOUND: OnceLock<PathBuf> = OnceLock::new();
     if let Some(found) = FOUND.get() {
@@ -78,23 +78,17 @@ pub(crate) fn run_with(args: &[&str], env: &[(&str, &str)]) -> Result<()> {
         .chain(locked)
         .chain(rest.iter().copied())
         .collect();
-    println!("+ cargo {}", args.join(" "));
-    let mut command = command();
-    command.args(&args).envs(env.iter().copied());
-    let status = process::Guard::spawn("cargo", &mut command)?.wait()?;
-    if status.success() {
-        Ok(())
-    } else {
-        Err(format!("cargo {} ended with {status}", args.join(" ")))
-    }
+    let line = format!("cargo {}", args.join(" "));
+    println!("+ {line}");
+    process::run(&line, command().args(&args).envs(env.iter().copied()))
 }
 
-/// What one build of the whole workspace made. With all of its packages at once the dependencies have the same features in
+/// Result of one build of the whole workspace. With all of its packages at once the dependencies have the same features in
 /// every build, so that nothing is compiled again for another selection of them.
 pub(crate) struct Built {
     programs: BTreeMap<String, PathBuf>,
     pub(crate) tests: Vec<TestProgram>,
-    /// What the compiler, or clippy, has warned of in our crates.
+    /// Warnings of the compiler, or clippy, in our crates.
     pub(crate) warnings: usize,
 }
 
@@ -203,7 +197,7 @@ fn build_workspace(what: &[&str]) -> Result<Built> {
 
 /// The version of the workspace.
 pub(crate) fn version() -> Result<String> {
-    package("ferroce").map(|package| package["version"].as_str().unwrap_or_default().to_owned())
+    package("ferroce").map(|package| text(&package, "version"))
 }
 
 /// All packages that the workspace is made of, those of others too.
@@ -213,40 +207,43 @@ pub(crate) fn dependencies() -> Result<Vec<Value>> {
         "cargo metadata",
         metadata.args(["metadata", "--locked", "--format-version=1"]),
     )?;
-    let mut metadata: Value = serde_json::from_slice(&out.stdout).map_err(|e| format!("cargo metadata: {e}"))?;
+    packages_in(serde_json::from_slice(&out.stdout).map_err(|e| format!("cargo metadata: {e}"))?)
+}
+
+/// The packages of the workspace.
+fn own_packages() -> Result<Vec<Value>> {
+    packages_in(metadata()?)
+}
+
+/// The manifest of a package of the workspace.
+pub(crate) fn package(name: &str) -> Result<Value> {
+    let found = own_packages()?.into_iter().find(|package| package["name"] == name);
+    found.ok_or_else(|| format!("no package {name}"))
+}
+
+/// The packages of the workspace that crates.io may have.
+pub(crate) fn published() -> Result<Vec<String>> {
+    let packages = own_packages()?;
+    let published = packages.iter().filter(|package| package["publish"].is_null());
+    Ok(published.map(|package| text(package, "name")).collect())
+}
+
+/// The packages of the workspace by their manifests.
+fn package_names() -> Result<BTreeMap<String, String>> {
+    let packages = own_packages()?;
+    let named = packages.iter().map(|p| (text(p, "manifest_path"), text(p, "name")));
+    Ok(named.collect())
+}
+
+fn packages_in(mut metadata: Value) -> Result<Vec<Value>> {
     match metadata["packages"].take() {
         Value::Array(packages) => Ok(packages),
         _ => Err("cargo metadata has no packages".into()),
     }
 }
 
-/// What the manifest of a package of the workspace says.
-pub(crate) fn package(name: &str) -> Result<Value> {
-    let mut packages = metadata()?["packages"].take();
-    let packages = packages.as_array_mut().ok_or("cargo metadata has no packages")?;
-    let found = packages.iter_mut().find(|package| package["name"] == name);
-    found.map(Value::take).ok_or_else(|| format!("no package {name}"))
-}
-
-/// The packages of the workspace that crates.io may have.
-pub(crate) fn published() -> Result<Vec<String>> {
-    let packages = metadata()?["packages"].take();
-    let packages = packages.as_array().ok_or("cargo metadata has no packages")?;
-    let published = packages.iter().filter(|package| package["publish"].is_null());
-    Ok(published
-        .filter_map(|package| package["name"].as_str().map(str::to_owned))
-        .collect())
-}
-
-/// The packages of the workspace by their manifests.
-fn package_names() -> Result<BTreeMap<String, String>> {
-    let packages = metadata()?["packages"].take();
-    let packages = packages.as_array().ok_or("cargo metadata has no packages")?;
-    let text = |p: &Value, key: &str| p[key].as_str().unwrap_or_default().to_owned();
-    Ok(packages
-        .iter()
-        .map(|p| (text(p, "manifest_path"), text(p, "name")))
-        .collect())
+fn text(package: &Value, key: &str) -> String {
+    package[key].as_str().unwrap_or_default().to_owned()
 }
 
 /// Builds one executable and returns its path.
@@ -298,10 +295,7 @@ pub(crate) fn build_static(programs: &[(&str, &str)]) -> Result<Vec<PathBuf>> {
         command.args(["-p", package, "--bin", program]);
     }
     println!("+ cargo build --release (static)");
-    let status = process::Guard::spawn("cargo", &mut command)?.wait()?;
-    if !status.success() {
-        return Err(format!("cargo build ended with {status}"));
-    }
+    process::run("cargo build", &mut command)?;
     let built = folder.join(&target).join("release");
     Ok(programs.iter().map(|(_, program)| built.join(program)).collect())
 }
@@ -337,7 +331,7 @@ fn artifacts(args: &[&str]) -> Result<Vec<Value>> {
     }
 }
 
-/// Where a subcommand of cargo is. It is built if it is missing, and stays in cargo's folder of programs.
+/// Returns the path of a subcommand of cargo. It is built if it is missing, and stays in cargo's folder of programs.
 pub(crate) fn installed(name: &str, version: &str) -> Result<PathBuf> {
     if let Some(found) = subcommand(name, version) {
         return Ok(found);
@@ -348,10 +342,8 @@ pub(crate) fn installed(name: &str, version: &str) -> Result<PathBuf> {
     let mut install = command();
     install.args(["install", name]).args(args).args(["--force", "--quiet"]);
     install.env("CARGO_PROFILE_DEV_DEBUG", "0");
-    let status = process::Guard::spawn("cargo install", &mut install)?.wait()?;
-    subcommand(name, version)
-        .filter(|_| status.success())
-        .ok_or_else(|| format!("cargo install {name} {} ended with {status}", args.join(" ")))
+    process::run(&format!("cargo install {name}"), &mut install)?;
+    subcommand(name, version).ok_or_else(|| format!("cargo install {name}: version {version} is not there"))
 }
 
 fn subcommand(name: &str, version: &str) -> Option<PathBuf> {

@@ -17,12 +17,8 @@ pub(crate) fn check() -> Tally {
         Err(why) => return Tally::not_run(format!("rules for dependencies: {why}")),
     };
     let mut tally = Tally::default();
-    let mut count = |result| match result {
-        Ok(()) => tally.passed += 1,
-        Err(text) => tally.fail(text),
-    };
     for manifest in MANIFESTS {
-        count(run(&deny, manifest, &["check", "licenses", "sources", "bans"]));
+        tally.expect(run(&deny, manifest, &["check", "licenses", "sources", "bans"]));
     }
     let mut fetch = Command::new(&deny);
     if let Err(why) = process::capture("cargo deny fetch", fetch.args(["fetch", "db"])) {
@@ -31,7 +27,7 @@ pub(crate) fn check() -> Tally {
         return tally;
     }
     for manifest in MANIFESTS {
-        count(run(&deny, manifest, &["check", "advisories"]));
+        tally.expect(run(&deny, manifest, &["check", "advisories"]));
     }
     println!("advisories: checked");
     tally
@@ -41,10 +37,5 @@ fn run(deny: &PathBuf, manifest: &str, what: &[&str]) -> Result<()> {
     let args = ["--locked", "--manifest-path", manifest, "--config", "deny.toml"];
     let line = format!("cargo deny --manifest-path {manifest} {}", what.join(" "));
     println!("+ {line}");
-    let mut command = Command::new(deny);
-    let status = process::Guard::spawn("cargo deny", command.args(args).args(what))?.wait()?;
-    match status.success() {
-        true => Ok(()),
-        false => Err(format!("{line} ended with {status}")),
-    }
+    process::run(&line, Command::new(deny).args(args).args(what))
 }

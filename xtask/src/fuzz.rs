@@ -12,12 +12,12 @@ use crate::{Result, cargo, process};
 
 const DIR: &str = "fuzz/fuzz_targets";
 const MANIFEST: &str = "fuzz/Cargo.toml";
-/// What makes the compiler put libFuzzer's counters into the code (see fuzz/README.md).
+/// Flags that make the compiler put libFuzzer's counters into the code (see fuzz/README.md).
 const COVERAGE: &str = "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
                         -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
                         -Cllvm-args=-sanitizer-coverage-pc-table \
                         -Cllvm-args=-sanitizer-coverage-trace-compares -Ccodegen-units=1 --cfg fuzzing";
-/// What `--keep` keeps of a corpus: `tests/fuzz` refuses more.
+/// Limits of what `--keep` keeps of a corpus: `tests/fuzz` refuses more.
 const MAX_FILES: usize = 100;
 const MAX_BYTES: u64 = 200 << 10;
 
@@ -130,14 +130,8 @@ fn fuzzer(way: &Way, name: &str, dirs: &[&Path], args: &[&str]) -> Result<()> {
         .args(args)
         .arg(format!("-artifact_prefix={}/", artifacts.display()));
     println!("+ fuzz target {name}: {}", args.join(" "));
-    let status = process::Guard::spawn(name, &mut command)?.wait()?;
-    match status.success() {
-        true => Ok(()),
-        false => Err(format!(
-            "fuzz target {name} ended with {status}; its input is in {}",
-            artifacts.display()
-        )),
-    }
+    let ran = process::run(&format!("fuzz target {name}"), &mut command);
+    ran.map_err(|e| format!("{e}; its input is in {}", artifacts.display()))
 }
 
 /// Builds a target without cargo-fuzz: any toolchain will do, and a C++ compiler for libFuzzer.

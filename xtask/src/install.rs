@@ -18,7 +18,7 @@ use crate::{
 
 /// Of `lib/ferroce`, where the dynamic linker finds the library as libibverbs and librdmacm.
 pub(crate) const LIBRARIES: [&str; 3] = ["libferroce_verbs.so", "libibverbs.so.1", "librdmacm.so.1"];
-/// What a linker finds by `-l`: in which folder, by which name, what.
+/// Links that linkers find by `-l`: folder, name, target.
 const LINKS: [(&str, &str, &str); 3] = [
     ("lib", "libferroce_verbs.so", "ferroce/libferroce_verbs.so"),
     ("lib/ferroce", "libibverbs.so", "libibverbs.so.1"),
@@ -53,7 +53,7 @@ pub(crate) struct InstallArgs {
     destdir: Option<PathBuf>,
 }
 
-/// What was built.
+/// Built programs and libraries.
 pub(crate) struct Programs {
     /// The program as it is to be installed.
     pub(crate) ferroce: PathBuf,
@@ -75,7 +75,7 @@ impl Programs {
         })
     }
 
-    /// Those of cargo's folder of a profile.
+    /// The programs in cargo's folder of a profile.
     pub(crate) fn built(ferroce: PathBuf) -> Result<Self> {
         let libraries = ferroce.with_file_name("lib").join("ferroce");
         Self::new(ferroce, libraries)
@@ -84,9 +84,9 @@ impl Programs {
 
 /// An installed tree.
 pub(crate) struct Tree {
-    /// Where it is for those who use it.
+    /// Path of the tree for its users.
     pub(crate) prefix: PathBuf,
-    /// Where it is now.
+    /// Path of the tree now.
     pub(crate) root: PathBuf,
 }
 

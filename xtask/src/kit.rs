@@ -41,7 +41,7 @@ const LAB: &str = "tests/interop/lab";
 const INSTRUCTIONS: &str = "docs/hardware/kit.md";
 /// The other half of a run, as a script.
 const PEER_SCRIPT: &str = "ferroce-peer.sh";
-/// What programs may load: of rdma-core, and what each system has.
+/// Libraries that programs may load: of rdma-core, and of each system.
 const MAY_LOAD: [&str; 6] = [
     "libibverbs.so.1",
     "librdmacm.so.1",
@@ -125,7 +125,7 @@ fn compile(agent: &str, libraries: &[&str], dir: &Path) -> Result<()> {
     process::capture("gcc", &mut gcc).map(drop)
 }
 
-/// What the programs load: nothing but what is allowed to them. The glibc that they need, at least.
+/// Checks that programs load only allowed libraries. Returns the oldest glibc that they run with.
 fn check(dir: &Path) -> Result<String> {
     let mut glibc = (0, 0);
     for entry in fs::read_dir(dir).map_err(failed(dir))?.flatten() {

@@ -51,12 +51,8 @@ impl Long {
         if self.namespaces && !tools::may_make_namespaces() {
             return Ok(Tally::not_run(tools::NO_NAMESPACES.to_owned()));
         }
-        let status = process::Guard::spawn(self.program, &mut self.command(built)?)?.wait()?;
         let mut tally = Tally::default();
-        match status.success() {
-            true => tally.passed = 1,
-            false => tally.fail(format!("{} ended with {status}", self.program)),
-        }
+        tally.expect(process::run(self.program, &mut self.command(built)?));
         Ok(tally)
     }
 }

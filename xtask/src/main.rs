@@ -92,7 +92,7 @@ enum Task {
     /// Preprocessor of mdBook, which `mdbook build` runs: links out of the book lead to the repository
     #[command(hide = true)]
     Book { args: Vec<String> },
-    /// What CI runs: lint and test
+    /// Run CI: lint and test
     ///
     /// Tests are built, and the lints and the simulator run, at the lowest priority beside the lab and the tests.
     Ci(suites::TestArgs),
@@ -234,14 +234,7 @@ fn main() -> ExitCode {
 
 fn man(dir: &std::path::Path) -> Result<()> {
     let ferroce = cargo::build("ferroce", "ferroce", cargo::Profile::Dev)?;
-    let status = std::process::Command::new(&ferroce)
-        .arg("man")
-        .arg(dir)
-        .status()
-        .map_err(|e| format!("{}: {e}", ferroce.display()))?;
-    if !status.success() {
-        return Err(format!("ferroce man ended with {status}"));
-    }
+    process::run("ferroce man", std::process::Command::new(&ferroce).arg("man").arg(dir))?;
     println!("manual pages are in {}", dir.display());
     Ok(())
 }

@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use crate::{Result, process};
 
-/// What a process gets to open its device or to connect.
+/// Time for a process to open its device or to connect.
 const START: Duration = Duration::from_secs(30);
 
 /// The end-of-run numbers of a process that are shown.

@@ -203,6 +203,15 @@ fn lines_of(stream: Option<impl Read + Send + 'static>) -> Receiver<String> {
     receiver
 }
 
+/// Runs a program to its end.
+pub(crate) fn run(name: &str, command: &mut Command) -> Result<()> {
+    let status = Guard::spawn(name, command)?.wait()?;
+    match status.success() {
+        true => Ok(()),
+        false => Err(format!("{name} ended with {status}")),
+    }
+}
+
 /// Runs a program to its end. If it fails, exits with its status: it has printed the reason.
 pub(crate) fn hand_over(name: &str, command: &mut Command) -> Result<()> {
     let status = Guard::spawn(name, command)?.wait()?;

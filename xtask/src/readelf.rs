@@ -1,4 +1,4 @@
-//! What programs and libraries need, as `readelf` of binutils tells.
+//! Libraries that programs and libraries need, as `readelf` of binutils reports.
 
 use std::{collections::BTreeSet, path::Path, process::Command};
 

@@ -24,7 +24,7 @@ use crate::{
 /// Size of each suite.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Set {
-    /// What CI has time for
+    /// The part that CI has time for
     Ci,
     /// 20,000 simulated networks, 4096 cases a property, every scenario of the lab, every program, ten minutes of forged
     /// packets, and ten of cuts and restarts (more than an hour)
@@ -410,11 +410,11 @@ fn report(rows: &[Row], args: &TestArgs, took: Duration) -> Result<()> {
     Ok(())
 }
 
-/// What suites are made of.
+/// Programs and tests of the suites.
 #[derive(Clone, Copy)]
 struct Stage<'a> {
     args: &'a TestArgs,
-    /// Where the programs under test are.
+    /// The programs under test.
     programs: &'a Built,
     tests: &'a [TestProgram],
 }
@@ -425,7 +425,7 @@ impl<'a> Stage<'a> {
         Self { args, programs, tests }
     }
 
-    /// What runs after the lab, but beside other tests.
+    /// Runs suites after the lab, next to other tests.
     fn beside(&self, rows: &mut Vec<Row>) -> Result<()> {
         // Not root, or no packages: no guest would boot.
         if rows.iter().any(|(name, lab, _)| *name == LAB && lab.passed > 0) {
@@ -442,14 +442,14 @@ impl<'a> Stage<'a> {
         })
     }
 
-    /// What runs when all else is done.
+    /// Runs suites that need the machine to themselves.
     fn alone(&self, rows: &mut Vec<Row>) -> Result<()> {
         let last = self.run_each(&[UNIT, END_TO_END, REAL_CLIENTS, FLOOD, SOAK], true)?;
         last.into_iter().for_each(|row| add(rows, row));
         Ok(())
     }
 
-    /// Those of some suites that were chosen.
+    /// Runs the selected suites among these.
     fn run_each(&self, names: &[&'static str], alone: bool) -> Result<Vec<Row>> {
         let chosen = names.iter().filter(|n| self.args.runs(n));
         let chosen = chosen.filter(|n| early(self.args).all(|e| e != **n));

@@ -46,7 +46,7 @@ pub(crate) const IPTABLES: Tool = Tool::new("iptables", "iptables");
 /// Finds what a program uses of memory that it should not.
 pub(crate) const VALGRIND: Tool = Tool::new("valgrind", "valgrind");
 
-/// What our crates over libibverbs and librdmacm are built with.
+/// Build dependencies of our crates over libibverbs and librdmacm.
 const HARDWARE: [Tool; 4] = [
     Tool::new("pkg-config", "pkg-config"),
     Tool::new("/usr/include/infiniband/verbs.h", "libibverbs-dev"),
@@ -66,7 +66,7 @@ pub(crate) fn of_hardware() -> Vec<Tool> {
     HARDWARE.into_iter().chain([VALGRIND]).collect()
 }
 
-/// What the conformance kit is made with.
+/// Build dependencies of the conformance kit.
 pub(crate) fn of_kit() -> Vec<Tool> {
     let more = [
         Tool::new("gcc", "gcc"),
@@ -76,7 +76,7 @@ pub(crate) fn of_kit() -> Vec<Tool> {
     HARDWARE.into_iter().chain(more).collect()
 }
 
-/// What packages are made with.
+/// Build dependencies of packages.
 pub(crate) const OF_PACKAGES: [Tool; 4] = [
     Tool::new("strip", "binutils"),
     Tool::new("tar", "tar"),
@@ -85,7 +85,7 @@ pub(crate) const OF_PACKAGES: [Tool; 4] = [
 ];
 /// Tools that boot a root in a container.
 pub(crate) const OF_BOOTED_ROOTS: [Tool; 1] = [Tool::new("systemd-nspawn", "systemd-container")];
-/// What packages are tried with, in a fresh Debian.
+/// Programs that try packages in a fresh Debian.
 pub(crate) const OF_FRESH_ROOTS: [Tool; 6] = [
     Tool::new("mmdebstrap", "mmdebstrap"),
     Tool::new("unshare", "util-linux"),

@@ -1,4 +1,4 @@
-//! What a load goes through: our chain and those beside it.
+//! Chains of programs that a load passes: ours and those compared with it.
 
 use std::{
     net::{Ipv4Addr, SocketAddr, TcpListener},
@@ -14,7 +14,7 @@ use crate::{Result, peers::Ferroce, process, process::Guard, tools};
 
 const SERVER: &str = "127.0.0.1";
 const CLIENT: &str = "127.0.0.2";
-/// What a program gets to be ready.
+/// Time for a program to be ready.
 const START: Duration = Duration::from_secs(10);
 
 /// From an NBD client to a file in memory.
@@ -48,7 +48,7 @@ impl Kind {
     }
 }
 
-/// Where the programs are.
+/// Paths of the programs.
 pub(super) struct Programs {
     pub(super) ferroce: PathBuf,
     pub(super) bare: PathBuf,
@@ -95,7 +95,7 @@ impl Chain {
         Ok(chain)
     }
 
-    /// What each of its processes has used so far.
+    /// Resources that each of its processes has used so far.
     pub(super) fn usage(&self) -> Result<Vec<(&'static str, Usage)>> {
         let id = |p: &Process| match p {
             Process::Ferroce(ferroce) => ferroce.id(),

@@ -1,4 +1,4 @@
-//! What is asked of a chain: fio's jobs and whole copies.
+//! Loads of a chain: fio's jobs and whole copies.
 
 use std::{
     fs,
@@ -56,7 +56,7 @@ const fn fio(name: &'static str, pattern: &'static str, block: u32, depth: u32) 
     }
 }
 
-/// What a load came to.
+/// Result of a load.
 #[derive(Clone, Copy, Default, Debug, PartialEq)]
 pub(super) struct Figures {
     pub(super) requests: f64,

@@ -41,7 +41,7 @@ pub(crate) struct BenchArgs {
     task: Option<BenchTask>,
 }
 
-/// What to measure.
+/// Measurement.
 #[derive(Subcommand)]
 pub(crate) enum BenchTask {
     /// A mapped device beside NBD over TCP: `ferroce map` and `serve`, nbdkit in two hops and in one, and a bare chain
@@ -91,7 +91,7 @@ struct Sample {
     used: Vec<(&'static str, Usage)>,
 }
 
-/// What goes away at the end.
+/// Resources that are released at the end.
 struct Scratch(PathBuf);
 
 impl Drop for Scratch {
@@ -254,7 +254,7 @@ fn print(load: Load, samples: &[(Kind, Vec<Sample>)]) {
     }
 }
 
-/// What a process of a chain took for a request, or for a MiB.
+/// Resources that a process of a chain has used for a request, or for a MiB.
 fn used(load: Load, name: &str, samples: &[Sample], process: usize) -> String {
     let (per, unit): (fn(&Figures) -> f64, _) = match load.counts() {
         true => (|f| f.requests, "request"),

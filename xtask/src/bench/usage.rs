@@ -1,4 +1,4 @@
-//! What processes took of the machine, from /proc.
+//! Resources that processes have used, from /proc.
 
 use std::{fs, ops::Sub, path::Path};
 
@@ -20,7 +20,7 @@ pub(super) struct Usage {
 impl Sub for Usage {
     type Output = Self;
 
-    /// What came since; the threads of now. Threads that have ended take their switches along.
+    /// Resources used since an earlier time, with the present threads. Threads that have exited take their switches along.
     fn sub(self, earlier: Self) -> Self {
         Self {
             seconds: self.seconds - earlier.seconds,

@@ -76,7 +76,7 @@ impl Hosts {
         Ok(hosts)
     }
 
-    /// What a user needs to know of them.
+    /// Description for users.
     pub(super) const fn described(&self) -> &'static str {
         match self {
             Self::Namespaces { .. } => "two hosts: network namespaces with two links between them",

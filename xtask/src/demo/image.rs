@@ -14,7 +14,7 @@ const NOT_SOURCE: [&str; 2] = [".git", "node_modules"];
 /// Written into the image by [`change`].
 const NOTE: &str = "written through ferroce\n";
 
-/// What [`build`] made.
+/// Result of [`build`].
 pub(super) struct Image {
     /// Size of the image.
     pub(super) bytes: u64,

@@ -29,7 +29,7 @@ use crate::{
 };
 
 const MB: u64 = 1_000_000;
-/// Where perftest's server listens.
+/// Address of perftest's server.
 const PERFTEST_PORT: u16 = 18515;
 /// Time for perftest's server to listen, and for a path to go down or come up.
 const START: Duration = Duration::from_secs(30);
@@ -197,7 +197,7 @@ fn children(id: u32) -> Vec<String> {
         .collect()
 }
 
-/// What the summary shows.
+/// Figures of the summary.
 struct Report {
     perftest: Perftest,
     out: Leg,
@@ -207,7 +207,7 @@ struct Report {
     client: Counters,
 }
 
-/// What ib_write_bw found.
+/// Result of ib_write_bw.
 struct Perftest {
     message_bytes: u64,
     bytes_per_second: f64,
@@ -278,7 +278,7 @@ impl Report {
     }
 }
 
-/// What the steps share.
+/// State shared by the steps.
 struct Demo<'a> {
     screen: &'a Screen,
     hosts: Hosts,

@@ -14,7 +14,7 @@ pub(super) const COLUMNS: usize = 100;
 /// How a line looks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Kind {
-    /// What the next lines are about.
+    /// Title of the next lines.
     Title,
     /// A command as a user types it; the text begins with the prompt.
     Command,

@@ -21,7 +21,7 @@ const SCRIPTS: &str = "tests/packages";
 const SUITE: &str = "bookworm";
 const ARCHIVE: &str = "http://deb.debian.org/debian";
 const INCLUDED: &str = "ibverbs-utils,rdmacm-utils,libnbd-bin,man-db,procps,systemd-sysv,zsh,fish";
-/// What is tried in a root: as the script calls it, and how the file's name ends.
+/// Packages that are tried in a root: name in the script, and the end of the file's name.
 const IN_ROOTS: [(&str, &str); 3] = [("deb", ".deb"), ("tarball", ".tar.gz"), ("oci", ".oci.tar")];
 const WHEEL: &str = ".whl";
 const BILL: &str = ".cdx.json";
@@ -79,7 +79,7 @@ pub(super) fn run(out: &Path) -> Result<()> {
     }
 }
 
-/// Where the suite's packages are, and what they are made of.
+/// Folders of the suite's packages, and of what they are made of.
 fn folders() -> Result<(PathBuf, PathBuf)> {
     let target = cargo::target_dir()?;
     Ok((target.join("packages"), target.join("packages-work")))

@@ -12,7 +12,7 @@ use crate::{
 /// Scripts that dpkg runs.
 const SCRIPTS: [&str; 3] = ["postinst", "prerm", "postrm"];
 const SCRIPTS_FOLDER: &str = "xtask/src/dist/debian";
-/// Where zsh of Debian looks for completions of packages.
+/// Folder in which zsh of Debian looks for completions of packages.
 const ZSH: [&str; 2] = ["share/zsh/site-functions", "share/zsh/vendor-completions"];
 
 pub(super) fn package(release: &Release) -> Result<()> {

@@ -28,7 +28,7 @@ use crate::{
 
 /// The oldest glibc that the libraries run with: Debian 10, RHEL 8.
 const GLIBC: (u32, u32) = (2, 28);
-/// What the libraries may load: parts of glibc, and of the compiler.
+/// Libraries that ours may load: parts of glibc, and of the compiler.
 const MAY_LOAD: [&str; 8] = [
     "ld-linux-x86-64.so.2",
     "libc.so.6",
@@ -165,7 +165,7 @@ fn build() -> Result<Programs> {
     Ok(programs)
 }
 
-/// What is promised of released programs: the one loads nothing, the libraries run with [`GLIBC`], and the commit is known.
+/// Checks the promises of released programs: the program loads nothing, the libraries run with [`GLIBC`], and the commit is known.
 fn verify(programs: &Programs) -> Result<()> {
     if let Some(library) = readelf::needed(&programs.ferroce)?.first() {
         return Err(format!(
@@ -245,7 +245,7 @@ fn sums(out: &Path) -> Result<()> {
     files::put(&out.join(SUMS), text.as_bytes(), 0o644)
 }
 
-/// What was made, and how large it is.
+/// Prints the packages and their sizes.
 fn report(out: &Path) -> Result<()> {
     for path in files::below(out)? {
         let bytes = fs::metadata(out.join(&path)).map_err(failed(&path))?.len();

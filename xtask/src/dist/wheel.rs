@@ -12,9 +12,9 @@ use crate::{
 
 /// The Python package.
 const SOURCE: &str = "python/ferroce";
-/// What PyPI shows.
+/// Page of the project at PyPI.
 const README: &str = "python/README.md";
-/// What the installed tree gives to the folder of the environment: `bin` is of its own kind, and wheels have no links.
+/// Folders of the installed tree that go into the environment's: `bin` is of its own kind, and wheels have no links.
 const SHARED: [&str; 3] = ["share/man", "share/bash-completion", "share/fish"];
 
 pub(super) fn package(release: &Release) -> Result<()> {

@@ -1,10 +1,8 @@
 //! Docstrings begin with a noun or a verb: not with a question word, behind which a reader has to look for the subject.
 
-use std::{fs, path::Path};
-
 use crate::{
     Result,
-    lint::{CRATES, none, rust_files},
+    lint::{CRATES, none, sources},
 };
 
 /// First words that docstrings must not have.
@@ -22,7 +20,6 @@ const REFUSED: [&str; 10] = [
 ];
 /// Folders whose docstrings still have them. Delete each that is done: the lint asks for it.
 const UNDONE: &[&str] = &[
-    "ferroce",
     "rnbd",
     "rtrs",
     "tests/apps",
@@ -35,25 +32,21 @@ const UNDONE: &[&str] = &[
     "tests/src",
     "tests/tests",
     "tests/wire",
-    "xtask",
 ];
 
 /// Checks all crates but those that are undone.
 pub(super) fn check() -> Result<()> {
     let mut findings = Vec::new();
     let mut undone: Vec<_> = UNDONE.iter().map(|folder| (folder, 0)).collect();
-    for folder in CRATES {
-        for file in rust_files(Path::new(folder))? {
-            let text = fs::read_to_string(&file).map_err(|e| format!("{}: {e}", file.display()))?;
-            let found = refused(&text);
-            match undone.iter_mut().find(|(folder, _)| file.starts_with(folder)) {
-                Some((_, count)) => *count += found.len(),
-                None => findings.extend(
-                    found
-                        .iter()
-                        .map(|(line, word)| format!("{}:{line}: a docstring begins with \"{word}\"", file.display())),
-                ),
-            }
+    for (file, text) in sources(&CRATES)? {
+        let found = refused(&text);
+        match undone.iter_mut().find(|(folder, _)| file.starts_with(folder)) {
+            Some((_, count)) => *count += found.len(),
+            None => findings.extend(
+                found
+                    .iter()
+                    .map(|(line, word)| format!("{}:{line}: a docstring begins with \"{word}\"", file.display())),
+            ),
         }
     }
     let done = undone.iter().filter(|(_, count)| *count == 0);

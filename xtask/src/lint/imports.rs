@@ -2,7 +2,6 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs,
     path::{Path, PathBuf},
 };
 
@@ -12,17 +11,16 @@ use crate::Result;
 type Graph = BTreeMap<String, BTreeSet<String>>;
 
 /// Returns the cycles of a crate.
-pub(super) fn cycles(krate: &Path, files: &[PathBuf]) -> Result<Vec<String>> {
-    let src = krate.join("src");
+pub(super) fn cycles(krate: &str, files: Vec<(PathBuf, String)>) -> Result<Vec<String>> {
+    let src = Path::new(krate).join("src");
     let mut texts = BTreeMap::new();
-    for file in files {
-        let text = fs::read_to_string(file).map_err(|e| format!("{}: {e}", file.display()))?;
+    for (file, text) in files {
         let inside = file.strip_prefix(&src).map_err(|e| e.to_string())?;
         texts.insert(module(inside), text);
     }
     let cycles = components(&graph(&texts)).into_iter();
     Ok(cycles
-        .map(|files| format!("{}: these import each other: {}", krate.display(), files.join(", ")))
+        .map(|files| format!("{krate}: these import each other: {}", files.join(", ")))
         .collect())
 }
 

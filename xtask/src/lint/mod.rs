@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::{Result, cargo, deny, tally::Tally, tools};
+use crate::{Result, cargo, deny, files, tally::Tally, tools};
 
 mod docstrings;
 mod imports;
@@ -154,42 +154,33 @@ fn fuzz() -> Result<()> {
 fn sans_io() -> Result<()> {
     let mut findings = Vec::new();
     for krate in SANS_IO {
-        for file in rust_files(&Path::new(krate).join("src"))? {
-            let text = fs::read_to_string(&file).map_err(|e| format!("{}: {e}", file.display()))?;
+        for (file, text) in sources(&[&format!("{krate}/src")])? {
+            let machine = match MACHINES.contains(&krate) && file != Path::new(SHARED_BY_LOOPS) {
+                true => &FORBIDDEN_TO_MACHINES[..],
+                false => &[],
+            };
             // Tests may have threads.
             for (number, code) in code_lines(&text) {
-                let machine = if MACHINES.contains(&krate) && file != Path::new(SHARED_BY_LOOPS) {
-                    &FORBIDDEN_TO_MACHINES[..]
-                } else {
-                    &[]
-                };
                 if let Some(word) = FORBIDDEN.iter().chain(machine).find(|w| code.contains(**w)) {
                     findings.push(format!("{}:{number}: {word} in a sans-IO crate", file.display()));
                 }
             }
         }
     }
-    if findings.is_empty() {
-        Ok(())
-    } else {
-        Err(findings.join("\n"))
-    }
+    none(&findings)
 }
 
 /// Checks that socket files are created in one way.
 fn socket_files() -> Result<()> {
     let mut findings = Vec::new();
-    for folder in PRODUCT {
-        for file in rust_files(Path::new(folder))? {
-            let has = |name: &str| file.components().any(|part| part.as_os_str() == name);
-            if file == Path::new(SOCKET_FILES) || !has("src") || has("tests") || has("tests.rs") {
-                continue;
-            }
-            let text = fs::read_to_string(&file).map_err(|e| format!("{}: {e}", file.display()))?;
-            for (number, code) in code_lines(&text) {
-                if let Some(word) = BY_PATH.iter().find(|word| code.contains(**word)) {
-                    findings.push(format!("{}:{number}: {word}: {SOCKET_FILES} does it", file.display()));
-                }
+    for (file, text) in sources(&PRODUCT)? {
+        let has = |name: &str| file.components().any(|part| part.as_os_str() == name);
+        if file == Path::new(SOCKET_FILES) || !has("src") || has("tests") || has("tests.rs") {
+            continue;
+        }
+        for (number, code) in code_lines(&text) {
+            if let Some(word) = BY_PATH.iter().find(|word| code.contains(**word)) {
+                findings.push(format!("{}:{number}: {word}: {SOCKET_FILES} does it", file.display()));
             }
         }
     }
@@ -207,33 +198,29 @@ fn code_lines(text: &str) -> impl Iterator<Item = (usize, &str)> {
         .map(|(index, line)| (index + 1, line.split("//").next().unwrap_or_default()))
 }
 
-fn rust_files(dir: &Path) -> Result<Vec<PathBuf>> {
-    let mut files = Vec::new();
-    let mut folders = vec![dir.to_path_buf()];
-    while let Some(folder) = folders.pop() {
-        let entries = fs::read_dir(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
-        for entry in entries {
-            let path = entry.map_err(|e| format!("{}: {e}", folder.display()))?.path();
-            if path.is_dir() {
-                folders.push(path);
-            } else if path.extension().is_some_and(|e| e == "rs") {
-                files.push(path);
+/// Returns the Rust files of folders with their texts.
+fn sources(folders: &[&str]) -> Result<Vec<(PathBuf, String)>> {
+    let mut found = Vec::new();
+    for folder in folders.iter().map(Path::new) {
+        for file in files::below(folder)? {
+            if file.extension().is_some_and(|e| e == "rs") {
+                let file = folder.join(file);
+                let text = files::text(&file)?;
+                found.push((file, text));
             }
         }
     }
-    files.sort();
-    Ok(files)
+    Ok(found)
 }
 
 /// Checks that no two files of a crate import each other.
 fn import_cycles() -> Result<()> {
     let mut findings = Vec::new();
     for krate in crates()? {
-        let cycles = imports::cycles(&krate, &rust_files(&krate.join("src"))?)?;
-        let known = CYCLIC.iter().any(|cyclic| krate == Path::new(cyclic));
-        match (known, cycles.is_empty()) {
+        let cycles = imports::cycles(&krate, sources(&[&format!("{krate}/src")])?)?;
+        match (CYCLIC.contains(&krate.as_str()), cycles.is_empty()) {
             (false, _) => findings.extend(cycles),
-            (true, true) => findings.push(format!("{}: has no cycle: take it off the list", krate.display())),
+            (true, true) => findings.push(format!("{krate}: has no cycle: take it off the list")),
             (true, false) => {}
         }
     }
@@ -241,35 +228,28 @@ fn import_cycles() -> Result<()> {
 }
 
 /// Returns the folders of all crates, in [`CRATES`].
-fn crates() -> Result<Vec<PathBuf>> {
+fn crates() -> Result<Vec<String>> {
     let mut found = Vec::new();
-    let mut folders: Vec<PathBuf> = CRATES.iter().map(PathBuf::from).collect();
-    while let Some(folder) = folders.pop() {
-        let entries = fs::read_dir(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
-        for entry in entries {
-            let path = entry.map_err(|e| format!("{}: {e}", folder.display()))?.path();
-            if path.is_dir() && path.file_name().is_none_or(|name| name != "src") {
-                folders.push(path);
-            }
-        }
-        if folder.join("Cargo.toml").exists() && folder.join("src").exists() {
-            found.push(folder);
-        }
+    for folder in CRATES.map(Path::new) {
+        let manifests = files::below(folder)?
+            .into_iter()
+            .filter(|file| file.ends_with("Cargo.toml"));
+        let crates = manifests.map(|file| folder.join(file).with_file_name(""));
+        found.extend(crates.filter(|dir| dir.join("src").exists()));
     }
-    found.sort();
-    Ok(found)
+    Ok(found
+        .iter()
+        .map(|dir| dir.to_string_lossy().trim_end_matches('/').to_owned())
+        .collect())
 }
 
 /// Checks the length of files.
 fn lengths() -> Result<()> {
     let mut findings = Vec::new();
-    for folder in CRATES {
-        for file in rust_files(Path::new(folder))? {
-            let text = fs::read_to_string(&file).map_err(|e| format!("{}: {e}", file.display()))?;
-            let lines = text.lines().count();
-            if lines > LONGEST {
-                findings.push(format!("{}: {lines} lines, at most {LONGEST}", file.display()));
-            }
+    for (file, text) in sources(&CRATES)? {
+        let lines = text.lines().count();
+        if lines > LONGEST {
+            findings.push(format!("{}: {lines} lines, at most {LONGEST}", file.display()));
         }
     }
     none(&findings)
