@@ -221,6 +221,7 @@ impl LocalDriver {
                     now = clock::now().max(now);
                 }
                 more = self.port.poll_transmit(now, &mut self.batch);
+                self.batch.group();
                 if self.batch.is_empty() {
                     return Flush::Done;
                 }

@@ -143,6 +143,23 @@ impl TxBatch {
         self.trains.is_empty()
     }
 
+    /// Brings trains from the same UDP port together, so that one system call sends them. Trains from one port keep their order, and ports
+    /// that of their first trains.
+    pub fn group(&mut self) {
+        let port = |train: &TrainRecord| train.path.flow.src_port;
+        if self.trains.is_sorted_by(|a, b| port(a) == port(b)) {
+            return;
+        }
+        let mut ports: Vec<u16> = Vec::new();
+        for port in self.trains.iter().map(port) {
+            if !ports.contains(&port) {
+                ports.push(port);
+            }
+        }
+        self.trains
+            .sort_by_key(|train| ports.iter().position(|known| *known == port(train)));
+    }
+
     /// Removes all trains; the slab is reused.
     pub fn clear(&mut self) {
         self.used = 0;
@@ -413,6 +430,23 @@ mod tests {
             .trains()
             .map(|t| (t.segment_len, t.segments(), t.bytes.len()))
             .collect()
+    }
+
+    #[test]
+    fn trains_of_one_port_come_together_in_their_order() {
+        let mut b = TxBatch::new(TxConfig::default());
+        for (port, dest) in [(2, 1), (1, 2), (2, 3), (3, 4), (1, 5)] {
+            let mut path = path(1);
+            path.flow.src_port = port;
+            stage(&mut b, &path, dest, TxKind::Request, 40);
+        }
+        b.group();
+        let order: Vec<_> = b
+            .trains
+            .iter()
+            .map(|t| (t.path.flow.src_port, t.dest.value()))
+            .collect();
+        assert_eq!(order, [(2, 1), (2, 3), (1, 2), (1, 5), (3, 4)]);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use crate::cm::datagram::PACKET_LEN;
 use roce_bth::Qpn;
-use roce_qp::Poll;
+use roce_qp::{PACKET_OVERHEAD, Poll};
 use roce_verbs::Instant;
 
 use crate::{
@@ -82,9 +82,11 @@ impl Port {
             true => peer.gso.may_send(),
             false => peer.gso.is_proven() || self.config.is_on_host(&path.av),
         };
-        // The peer acknowledges a train as a whole. With two of them it executes one while the next one is made.
+        // The peer acknowledges a train as a whole. With two of them it executes one while the next one is made. Packets of other
+        // queue pairs do as well.
         let half = (entry.qp.outstanding_packets() / 2).max(MIN_CUT_TRAIN);
-        let cuts = gso && reliable && half < budget as u64;
+        let others = peer.window.in_flight().saturating_sub(entry.qp.in_flight());
+        let cuts = gso && reliable && half < budget as u64 && others < half as usize * PACKET_OVERHEAD;
         if cuts {
             budget = half as usize;
         }

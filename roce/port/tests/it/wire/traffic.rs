@@ -75,6 +75,23 @@ fn a_train_never_mixes_queue_pairs() {
     assert_eq!(a.completions().iter().filter(|c| c.is_ok()).count(), 8);
 }
 
+/// Posts so many WRITEs of 64 bytes, and returns the packets of each train.
+fn trains(a: &mut Host, b: &Host, qpn: Qpn, writes: u64) -> Vec<usize> {
+    let (src, dst) = (a.region(64), b.region(64));
+    for wr in 0..writes {
+        a.send(qpn, wr, SendOp::Write(remote(&dst)), &src, 64);
+    }
+    a.take().iter().map(|t| t.segments).collect()
+}
+
+#[test]
+fn a_list_is_cut_into_two_trains_unless_packets_of_others_are_under_way() {
+    let (mut a, mut b) = (Host::new(1), Host::new(2));
+    let [first, second] = [(); 2].map(|()| connected(&mut a, &mut b));
+    assert_eq!(trains(&mut a, &b, first, 48), [24, 24]);
+    assert_eq!(trains(&mut a, &b, second, 48), [48]);
+}
+
 #[test]
 fn one_acknowledgement_covers_a_drained_batch() {
     let (mut a, mut b, qa, qb) = pair();
