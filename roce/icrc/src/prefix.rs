@@ -130,6 +130,7 @@ impl IcrcPrefix {
     }
 
     /// [`Flow::recover_with`].
+    #[inline]
     pub fn recover_with(self, solver: &mut IdSolver, packet: &[u8], hint: u16) -> Recovery {
         let Some((body, icrc)) = split(packet) else {
             return Recovery::Corrupt;

@@ -219,6 +219,7 @@ impl Port {
             return;
         }
         if let Ident::Recovered(id) = ident
+            && !self.peers.get(key).ident.is_usual(id)
             && !self.judge_connected(rx.now, slot, key, packet, id)
         {
             self.counters.icrc_implausible += 1;
@@ -245,12 +246,8 @@ impl Port {
     /// Returns whether a connected queue pair's peer would send this Identification.
     ///
     /// Learns the peer's numbering only from packets with an expected PSN: others may be forged.
-    #[inline]
     fn judge_connected(&mut self, now: Instant, slot: usize, key: PeerKey, packet: &Packet<'_>, id: u16) -> bool {
         let ident = &mut self.peers.get_mut(key).ident;
-        if ident.is_usual(id) {
-            return true;
-        }
         let qp = &self.qps[slot].qp;
         if !qp.expects(packet) {
             return ident.judge(now, id);
@@ -353,6 +350,7 @@ impl Port {
     }
 
     /// Verifies a packet's ICRC. Recovers an unknown IPv4 Identification, trying `hint` first.
+    #[inline(always)]
     fn check_icrc(&mut self, rx: &Arrived<'_>, prefix: IcrcPrefix, hint: u16) -> Option<Ident> {
         let is_v6 = matches!(rx.flow.ip, IpPair::V6 { .. });
         let ident = if let Some(id) = rx.meta.identification.or(is_v6.then_some(0)) {

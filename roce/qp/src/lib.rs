@@ -61,6 +61,7 @@ pub use qp::{NO_RECEIVE_QUEUE, QueuePair};
 pub use recvq::ReceiveQueue;
 pub use reorder::ReorderBudget;
 pub use responder::PersistJob;
+pub use sendq::PACKET_OVERHEAD;
 pub use source::Origin;
 pub use srq::{SharedReceiveQueue, SrqConfig, SrqError, XrcDomain};
 pub use tx::{Poll, TxKind, TxSink};

@@ -119,7 +119,7 @@ impl Data {
 }
 
 /// Resolves scatter/gather elements. `None` if one is invalid.
-#[inline]
+#[inline(always)] // A list is long to copy.
 pub(crate) fn resolve(
     keys: &mut KeyCache,
     mem: &MemoryTable,
@@ -304,8 +304,8 @@ impl SendWqe {
     }
 }
 
-/// Weight of a packet beside its payload: headers, and the receiver's bookkeeping for one datagram.
-pub(crate) const PACKET_OVERHEAD: usize = 512;
+/// Weight of a packet in the window beside its payload, bytes: headers, and the receiver's bookkeeping for one datagram.
+pub const PACKET_OVERHEAD: usize = 512;
 
 /// Send queue.
 #[derive(Debug)]

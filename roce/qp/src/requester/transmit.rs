@@ -178,6 +178,7 @@ impl Requester {
     }
 
     /// Returns the next request packet of a work request.
+    #[inline]
     fn new_request(&self, index: usize) -> Request {
         let (wqe, from) = (&self.sq.wqes[index], self.next);
         let to = match wqe.kind() {
