@@ -9,12 +9,8 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use roce_verbs::mem::{FastRegion, NewRegion, PdHandle, Persist, PostedKey, Region, Window, WindowKind};
-use roce_verbs::{
-    AccessFlags, RKey, SendOp, Sge,
-    provider::VerbsError,
-    wr::{BindWindow, FastRegister},
-};
+use roce_verbs::mem::{NewRegion, PdHandle, Persist, Region, Renewable, RenewedKey, WindowKind};
+use roce_verbs::{AccessFlags, RKey, Sge, provider::VerbsError};
 
 use crate::{
     device::{Device, DeviceInner},
@@ -202,8 +198,7 @@ impl Device {
     pub fn alloc_revocable(&self, pd: &Pd) -> Result<Revocable, VerbsError> {
         pd.check(&self.0)?;
         let fast = self.0.mem.alloc_fast(pd.0.handle).map_err(mem_error)?;
-        let key = fast.rkey();
-        Ok(Revocable(Keyed::new(pd, Object::Fast(fast), key)))
+        Ok(Revocable(Keyed::new(pd, Renewable::Fast(fast))))
     }
 
     /// Registers memory of the program, whose first byte gets the address `iova` (zero with
@@ -291,55 +286,28 @@ impl Device {
     pub fn alloc_window(&self, pd: &Pd, kind: WindowKind) -> Result<Mw, VerbsError> {
         pd.check(&self.0)?;
         let window = self.0.mem.alloc_window(pd.0.handle, kind).map_err(mem_error)?;
-        let key = window.rkey();
-        Ok(Mw(Keyed::new(pd, Object::Window(window), key), kind))
+        Ok(Mw(Keyed::new(pd, Renewable::Window(window)), kind))
     }
 }
 
 /// Object whose key work requests of a queue pair change.
 #[derive(Debug)]
 pub(crate) struct Keyed {
-    object: Object,
     pd: Pd,
-    pub(crate) key: Mutex<PostedKey>,
-}
-
-#[derive(Debug)]
-enum Object {
-    Fast(Arc<FastRegion>),
-    Window(Arc<Window>),
+    pub(crate) key: Mutex<RenewedKey>,
 }
 
 impl Keyed {
-    fn new(pd: &Pd, object: Object, key: RKey) -> Arc<Self> {
+    fn new(pd: &Pd, object: Renewable) -> Arc<Self> {
         Arc::new(Self {
-            object,
             pd: pd.clone(),
-            key: Mutex::new(PostedKey::new(key)),
+            key: Mutex::new(RenewedKey::new(object)),
         })
-    }
-
-    pub(crate) fn is_window_1(&self) -> bool {
-        matches!(&self.object, Object::Window(window) if !window.kind().is_type2())
-    }
-
-    /// Returns the operation that opens a range.
-    pub(crate) fn open(&self, at: FastRegister) -> SendOp {
-        match self.object {
-            Object::Fast(_) => SendOp::FastRegister(at),
-            Object::Window(_) => SendOp::BindWindow(BindWindow {
-                key: at.key,
-                lkey: at.lkey,
-                addr: at.addr,
-                length: at.length,
-                access: at.access,
-            }),
-        }
     }
 
     /// Returns the key that it has once everything posted is executed.
     fn rkey(&self) -> RKey {
-        self.key.lock().key
+        self.key.lock().posted.key
     }
 }
 
@@ -347,11 +315,7 @@ impl Drop for Keyed {
     fn drop(&mut self) {
         let device = &self.pd.0.device;
         let Ok(engines) = device.live() else { return };
-        let done = match &self.object {
-            Object::Fast(fast) => device.mem.dealloc_fast(fast),
-            Object::Window(window) => device.mem.dealloc_window(window),
-        };
-        if let Err(e) = done {
+        if let Err(e) = self.key.get_mut().release(&device.mem) {
             tracing::error!("releasing a memory window or revocable region failed: {e}");
         }
         engines.pass_locks();

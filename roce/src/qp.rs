@@ -439,24 +439,23 @@ impl Qp {
 
     /// Posts the opening of a range under the object's next key.
     fn open(&self, object: &Keyed, grant: &Grant<'_>, wr_id: u64, flags: SendFlags) -> Result<RKey, PostError> {
-        let mut at = grant.range()?;
-        let mut posted = object.key.lock();
-        at.key = posted.next(&self.0.device.mem);
-        let unsignaled = flags.difference(SendFlags::SIGNALED);
-        let wrs = [
-            key_wr(wr_id, SendOp::LocalInvalidate(posted.key), unsignaled),
-            key_wr(wr_id, object.open(at), flags),
-        ];
-        // A window of type 1 is bound again without invalidation (IBA 10.6.7.2.1).
-        let skip = usize::from(!posted.granted || object.is_window_1());
-        match self.post_send(&wrs[skip..]) {
+        let at = grant.range()?;
+        let mut key = object.key.lock();
+        let (next, ops) = key.grant(&self.0.device.mem, at);
+        let last = ops.len() - 1;
+        let wr = |(i, op)| match i == last {
+            true => key_wr(wr_id, op, flags),
+            false => key_wr(wr_id, op, flags.difference(SendFlags::SIGNALED)),
+        };
+        let wrs: Vec<_> = ops.into_iter().enumerate().map(wr).collect();
+        match self.post_send(&wrs) {
             Ok(()) => {
-                (posted.key, posted.granted) = (at.key, true);
-                Ok(at.key)
+                (key.posted.key, key.posted.granted) = (next, true);
+                Ok(next)
             }
             Err((done, e)) => {
-                // The invalidation alone may have been taken.
-                posted.granted &= done == 0;
+                // The end of the former key alone may have been taken.
+                key.posted.granted &= done == 0;
                 Err(e)
             }
         }
@@ -464,23 +463,10 @@ impl Qp {
 
     /// Posts the end of the object's key.
     fn close(&self, object: &Keyed, wr_id: u64, flags: SendFlags) -> Result<(), PostError> {
-        let mut posted = object.key.lock();
-        let mut key = posted.key;
-        let mut close = SendOp::LocalInvalidate(key);
-        if object.is_window_1() {
-            // A binding of no length ends it.
-            key = posted.next(&self.0.device.mem);
-            close = object.open(FastRegister {
-                key,
-                lkey: LKey::default(),
-                addr: 0,
-                length: 0,
-                iova: 0,
-                access: AccessFlags::empty(),
-            });
-        }
+        let mut key = object.key.lock();
+        let (after, close) = key.revoke(&self.0.device.mem);
         self.post_send(&[key_wr(wr_id, close, flags)]).map_err(|(_, e)| e)?;
-        (posted.key, posted.granted) = (key, false);
+        (key.posted.key, key.posted.granted) = (after, false);
         Ok(())
     }
 

@@ -24,7 +24,7 @@ mod table;
 pub use error::{AccessError, AtomicError, FlushError, KeyError, MemError};
 pub use object::{FastRegion, PdHandle, Region, Window, WindowKind};
 pub use pages::Pages;
-pub use renew::PostedKey;
+pub use renew::{PostedKey, Renewable, RenewedKey};
 pub use sglist::SgList;
 pub use span::{Persist, Span};
 pub use table::{MemoryTable, NewRegion, cache::KeyCache};

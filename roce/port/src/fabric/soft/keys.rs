@@ -1,12 +1,10 @@
 //! Keys that are granted and taken back: at once, or by work requests as hardware does it.
 
-use std::sync::Arc;
-
-use roce_verbs::mem::{FastRegion, KeyError, MemoryTable, PdHandle, PostedKey, Window, WindowKind};
+use roce_verbs::mem::{KeyError, MemoryTable, PdHandle, Renewable, RenewedKey, WindowKind};
 use roce_verbs::{
-    AccessFlags, LKey, Payload, Qpn, RKey, SendFlags, SendOp, SendWr, Sge,
+    AccessFlags, Payload, Qpn, RKey, SendFlags, SendOp, SendWr, Sge,
     provider::{GrantOf, Granted, KeyId, KeyKind, PdId, QpId, Revoked, VerbsError},
-    wr::{BindWindow, FastRegister, PostError},
+    wr::{FastRegister, PostError},
 };
 
 use super::{Of, Qp, Soft, log_failed, mem_error};
@@ -19,57 +17,18 @@ const NO_KEY: PostError = PostError::Invalid("no such key");
 const OUTSIDE: PostError = PostError::Invalid("the range is outside the region");
 const NOT_LIKE_THIS: PostError = PostError::Invalid("the key can't be granted like this");
 
-/// Object of the memory table that a key belongs to.
-enum Object {
-    Fast(Arc<FastRegion>),
-    Window(Arc<Window>),
-}
-
 /// Remote key.
 pub(super) struct Key {
     port: usize,
     pd: PdHandle,
-    object: Object,
-    posted: PostedKey,
+    renewed: RenewedKey,
     /// Queue pair that it was granted through last.
     through: Option<QpId>,
 }
 
 impl Key {
-    fn is_window_1(&self) -> bool {
-        matches!(&self.object, Object::Window(w) if w.kind() == WindowKind::Type1)
-    }
-
-    /// Returns the operation that opens a range under another key.
-    fn open(&self, at: FastRegister) -> SendOp {
-        match self.object {
-            Object::Fast(_) => SendOp::FastRegister(at),
-            Object::Window(_) => SendOp::BindWindow(BindWindow {
-                key: at.key,
-                lkey: at.lkey,
-                addr: at.addr,
-                length: at.length,
-                access: at.access,
-            }),
-        }
-    }
-
-    /// Returns the operation that closes it, and its key after that. A type 1 window ends by being bound to nothing, under another key.
-    fn close(&mut self, mem: &MemoryTable) -> (SendOp, RKey) {
-        let (key, next) = (self.posted.key, self.posted.next(mem));
-        match self.is_window_1() {
-            true => {
-                let bind = BindWindow {
-                    key: next,
-                    lkey: LKey::default(),
-                    addr: 0,
-                    length: 0,
-                    access: AccessFlags::empty(),
-                };
-                (SendOp::BindWindow(bind), next)
-            }
-            false => (SendOp::LocalInvalidate(key), key),
-        }
+    fn set(&mut self, key: RKey, granted: bool) {
+        (self.renewed.posted.key, self.renewed.posted.granted) = (key, granted);
     }
 }
 
@@ -122,7 +81,7 @@ impl<P: Ports> Soft<P> {
 
     fn set_granted(&mut self, id: KeyId, next: RKey, through: QpId) {
         if let Some(key) = self.keys.get_mut(id) {
-            (key.posted.key, key.posted.granted) = (next, true);
+            key.set(next, true);
             key.through = Some(through);
         }
     }
@@ -147,7 +106,7 @@ impl<P: Ports> Soft<P> {
         self.post_send(through, &wrs).map_err(|(done, e)| {
             // The end of the former key alone may have been taken.
             if let Some(key) = self.keys.get_mut(id).filter(|_| done > 0) {
-                key.posted.granted = false;
+                key.renewed.posted.granted = false;
             }
             e
         })
@@ -166,7 +125,7 @@ impl<P: Ports> Soft<P> {
         let open = mem.resolve_whole(
             key.pd,
             self.qpn_of(key.through),
-            key.posted.key,
+            key.renewed.posted.key,
             AccessFlags::REMOTE_WRITE,
         );
         open.is_ok_and(|span| !span.is_empty())
@@ -190,15 +149,16 @@ impl<P: Ports> Soft<P> {
         };
         let sges: Vec<Sge> = ranges.iter().map(sge).collect::<Result<_, _>>()?;
         let (key, qp, mem) = self.key(through, id)?;
-        if !matches!(key.object, Object::Fast(_)) {
+        if !matches!(key.renewed.object, Renewable::Fast(_)) {
             return Err(PostError::Invalid(
                 "only fast registrations open several pieces of memory",
             ));
         }
-        if key.posted.granted {
-            execute(mem, qp.pd, qp.qpn, &SendOp::LocalInvalidate(key.posted.key))?;
+        let posted = &mut key.renewed.posted;
+        if posted.granted {
+            execute(mem, qp.pd, qp.qpn, &SendOp::LocalInvalidate(posted.key))?;
         }
-        let next = key.posted.next(mem);
+        let next = posted.next(mem);
         let made = mem.fast_register_list(qp.pd, next, &sges, first.iova, first.access);
         made.map_err(|e| refused(qp.qpn, &e))?;
         self.set_granted(id, next, through);
@@ -210,23 +170,17 @@ impl<P: Ports> Keys for Soft<P> {
     fn alloc_key(&mut self, pd: PdId, kind: KeyKind, id: KeyId) -> Result<(), VerbsError> {
         let &Of { port, object: pd, .. } = self.pd(pd)?;
         let mem = self.ports.memory(port);
-        let window = |kind| mem.alloc_window(pd, kind).map(Object::Window);
+        let window = |kind| mem.alloc_window(pd, kind).map(Renewable::Window);
         let made = match kind {
-            KeyKind::FastRegistration if self.config.fast_registration => mem.alloc_fast(pd).map(Object::Fast),
+            KeyKind::FastRegistration if self.config.fast_registration => mem.alloc_fast(pd).map(Renewable::Fast),
             KeyKind::Window1 if self.config.windows => window(WindowKind::Type1),
             KeyKind::Window2 if self.config.windows => window(WindowKind::Type2),
             _ => return Err(VerbsError::Unsupported("keys of this kind")),
         };
-        let object = made.map_err(mem_error)?;
-        let rkey = match &object {
-            Object::Fast(fast) => fast.rkey(),
-            Object::Window(window) => window.rkey(),
-        };
         let key = Key {
             port,
             pd,
-            object,
-            posted: PostedKey::new(rkey),
+            renewed: RenewedKey::new(made.map_err(mem_error)?),
             through: None,
         };
         self.keys.insert(id, key);
@@ -235,39 +189,31 @@ impl<P: Ports> Keys for Soft<P> {
 
     fn free_key(&mut self, key: KeyId) {
         if let Some(key) = self.keys.remove(key) {
-            let mem = self.ports.memory(key.port);
-            let done = match &key.object {
-                Object::Fast(fast) => mem.dealloc_fast(fast),
-                Object::Window(window) => mem.dealloc_window(window),
-            };
-            log_failed("releasing a key", done);
+            log_failed("releasing a key", key.renewed.release(self.ports.memory(key.port)));
         }
     }
 
     fn grant(&mut self, through: QpId, id: KeyId, grant: &GrantOf, wr_id: u64) -> Result<Granted, PostError> {
-        let mut at = self.range(grant)?;
+        let at = self.range(grant)?;
         let (key, _, mem) = self.key(through, id)?;
-        at.key = key.posted.next(mem);
-        // A type 1 window may be bound again while it is open; the others are closed first.
-        let first = usize::from(!key.posted.granted || key.is_window_1());
-        let ops = [SendOp::LocalInvalidate(key.posted.key), key.open(at)];
-        self.perform(through, id, &ops[first..], wr_id)?;
-        self.set_granted(id, at.key, through);
+        let (next, ops) = key.renewed.grant(mem, at);
+        self.perform(through, id, &ops, wr_id)?;
+        self.set_granted(id, next, through);
         Ok(match self.config.instant_keys {
-            true => Granted::Now(at.key),
-            false => Granted::Queued(at.key),
+            true => Granted::Now(next),
+            false => Granted::Queued(next),
         })
     }
 
     fn revoke(&mut self, through: QpId, id: KeyId, wr_id: u64) -> Result<Revoked, PostError> {
         let (key, _, mem) = self.key(through, id)?;
-        if !key.posted.granted {
+        if !key.renewed.posted.granted {
             return Ok(Revoked::Now);
         }
-        let (close, after) = key.close(mem);
+        let (after, close) = key.renewed.revoke(mem);
         self.perform(through, id, &[close], wr_id)?;
         if let Some(key) = self.keys.get_mut(id) {
-            (key.posted.key, key.posted.granted) = (after, false);
+            key.set(after, false);
         }
         Ok(match self.config.instant_keys {
             true => Revoked::Now,
@@ -281,12 +227,10 @@ impl<P: Ports> Keys for Soft<P> {
         let qpn = self.qpn_of(through);
         let Some(key) = self.keys.get_mut(id) else { return };
         let mem = self.ports.memory(key.port);
-        let (close, after) = key.close(mem);
+        let before = key.renewed.posted.key;
+        let (after, close) = key.renewed.revoke(mem);
         // It may be closed already, as a type 2 window is when its queue pair is gone.
-        let after = match execute(mem, key.pd, qpn, &close) {
-            Ok(()) => after,
-            Err(_) => key.posted.key,
-        };
-        (key.posted.key, key.posted.granted) = (after, false);
+        let done = execute(mem, key.pd, qpn, &close);
+        key.set(if done.is_ok() { after } else { before }, false);
     }
 }
