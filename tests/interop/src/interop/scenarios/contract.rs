@@ -1,14 +1,52 @@
 //! 7: the programs of `tests/apps` about the interface, over rdma_rxe, in a guest and without us: what they ask for is what the
-//! kernel does, but for the differences in [`differences`], which `specs/kernel.md` explains.
-
-mod differences;
+//! kernel does, but for the differences in `contract/differences.tsv`, which `specs/kernel.md` explains.
 
 use std::{collections::BTreeMap, fmt::Write as _};
 
 use super::{Ctx, Direction, Scenario};
 use crate::{Error, far::Ip};
 
-use differences::{DIFFERENCES, Difference, LEFT_OUT};
+/// A check that rdma_rxe fails.
+struct Difference {
+    /// Program and check.
+    check: (&'static str, &'static str),
+    /// Beginning of its message.
+    says: &'static str,
+    /// Why.
+    because: &'static str,
+}
+
+/// Checks that are not run over rdma_rxe.
+const LEFT_OUT: &[(&str, &str)] = &[
+    // Where a queue pair goes that has a bound window, rdma_rxe waits for 50 s, and then frees what the window goes on to
+    // name: the guest might not survive the next use of it.
+    ("posting", "windows_end_with_their_queue_pair"),
+    // libibverbs follows any pointer: what comes of these depends on what lies there.
+    ("strangers", "objects_that_were_changed_are_refused"),
+    ("strangers", "nothing_of_ours_is_refused"),
+    ("strangers", "what_was_destroyed_is_refused"),
+    ("strangers", "contexts_that_were_closed_are_refused"),
+];
+
+/// Reads a table of differences, one a line.
+fn read(table: &'static str) -> Vec<Difference> {
+    let lines = table.lines().filter(|line| !line.starts_with('#'));
+    let difference = |line: &'static str| {
+        let [program, check, says, because] = line.split('\t').collect::<Vec<_>>()[..] else {
+            panic!("not four columns: {line}");
+        };
+        Difference {
+            check: (program, check),
+            says,
+            because,
+        }
+    };
+    lines.map(difference).collect()
+}
+
+fn differences() -> Vec<Difference> {
+    read(include_str!("contract/differences.tsv"))
+}
 
 const COMMON: &str = include_str!("../../../../apps/c/common.h");
 
@@ -51,13 +89,11 @@ fn contract(c: &mut Ctx<'_>) -> Result<String, Error> {
         )?;
     }
     let said = c.guest()?.run(&script, 3600)?;
-    let wrong = compare(&said, &expected(), DIFFERENCES);
+    let known = differences();
+    let wrong = compare(&said, &expected(), &known);
     if wrong.is_empty() {
-        let same = expected().len() - DIFFERENCES.len();
-        return Ok(format!(
-            "passed: {same} as ours, {} otherwise as known",
-            DIFFERENCES.len()
-        ));
+        let same = expected().len() - known.len();
+        return Ok(format!("passed: {same} as ours, {} otherwise as known", known.len()));
     }
     Err(wrong.join("\n").into())
 }
@@ -115,13 +151,11 @@ fn compare(said: &str, checks: &[(&str, &str)], known: &[Difference]) -> Vec<Str
 
 #[cfg(test)]
 mod tests {
-    use super::{differences::differs, *};
+    use super::*;
 
     const CHECKS: [(&str, &str); 3] = [("one", "first"), ("one", "second"), ("two", "first")];
-    const KNOWN: [Difference; 1] = [differs("one", "second", "a == b", "of a reason")];
-
     fn told(said: &str) -> Vec<String> {
-        compare(said, &CHECKS, &KNOWN)
+        compare(said, &CHECKS, &read("one\tsecond\ta == b\tof a reason"))
     }
 
     #[test]
@@ -145,7 +179,7 @@ mod tests {
     #[test]
     fn every_difference_is_in_the_specification() {
         let specs = include_str!("../../../../../specs/kernel.md");
-        for d in DIFFERENCES {
+        for d in differences() {
             let test = format!("`tests/apps/c/{}.c::{}`", d.check.0, d.check.1);
             let told = |l: &str| l.contains("`kernel-contract`") && l.contains(&test);
             assert!(specs.lines().any(told), "{test}");
@@ -156,7 +190,7 @@ mod tests {
     fn every_difference_is_of_a_check() {
         let checks = expected();
         assert!(PROGRAMS.iter().all(|(name, _)| checks.iter().any(|c| c.0 == *name)));
-        for d in DIFFERENCES {
+        for d in differences() {
             assert!(checks.contains(&d.check), "{:?}", d.check);
         }
         for check in LEFT_OUT {
