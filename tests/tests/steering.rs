@@ -8,7 +8,6 @@ use std::{
         atomic::{AtomicBool, Ordering::Relaxed},
     },
     thread,
-    time::Duration,
 };
 
 use ferroce_tests::{
@@ -252,9 +251,9 @@ fn a_path_is_taken_down_and_connected_again() {
             client.write(0, &pattern(2, BLOCK)).unwrap();
             client
         });
-        thread::sleep(Duration::from_millis(700));
+        eventually("it waits", || lab.list()["devices"][0]["waiting"] == 1);
+        assert_eq!(lab.list()["paths"][0]["state"], "closed");
         assert!(!waiting.is_finished() && !lab.map.has_ended());
-        assert_eq!(lab.list()["devices"][0]["waiting"], 1);
         lab.reconnect();
         let mut client = waiting.join().unwrap();
         // One that is up is connected again.
@@ -324,9 +323,9 @@ fn a_mapping_moves_to_an_address_that_it_was_not_started_with() {
             let before = writes(&mut lab);
             eventually("requests go on", || writes(&mut lab) > before + 20);
             // An address stays open, but once.
-            let descriptors = || fs::read_dir(format!("/proc/{}/fd", lab.map.id())).unwrap().count();
-            let most = *most.get_or_insert_with(descriptors);
-            eventually("nothing more is open", || descriptors() <= most);
+            let own = |what: &str| fs::read_dir(format!("/proc/{}/{what}", lab.map.id())).unwrap().count();
+            let [files, threads] = *most.get_or_insert_with(|| ["fd", "task"].map(own));
+            eventually("nothing more is open", || own("fd") <= files && own("task") <= threads);
         }
         stop.store(true, Relaxed);
         let round = writer.join().unwrap();

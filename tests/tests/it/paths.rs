@@ -5,35 +5,24 @@ use std::{
     path::{Path, PathBuf},
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
         mpsc,
     },
     thread,
-    time::Duration,
 };
 
 use ferroce_tests::{
     device::{image, map, map_args, serve},
-    fresh_address,
+    eventually, fresh_address,
     nbd::{self, Client, EIO},
     pattern,
-    process::{Running, run},
+    process::run,
 };
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 const BLOCK: usize = 32 << 10;
 const BLOCKS: usize = 400;
-
-/// The next event of this name, whatever comes before.
-fn wait_for(process: &mut Running, name: &str) -> Value {
-    loop {
-        let event = process.next_event();
-        if event["event"] == name {
-            return event;
-        }
-    }
-}
 
 /// An image of zeroes, and how it is exported.
 fn exported(dir: &Path) -> (PathBuf, [String; 1]) {
@@ -73,11 +62,11 @@ fn a_copy_goes_on_when_its_server_was_killed_and_is_back() {
     for _ in 0..3 {
         come.recv().unwrap();
         serving.signal(Signal::SIGKILL);
-        wait_for(&mut map, "session_lost");
+        map.event("session_lost");
         serving.wait();
         serving = serve(server, &export, &[]).0;
-        wait_for(&mut map, "session_back");
-        wait_for(&mut map, "remapped");
+        map.event("session_back");
+        map.event("remapped");
     }
     come.recv().unwrap();
     writer.join().unwrap();
@@ -101,11 +90,11 @@ fn without_a_queue_requests_fail_meanwhile_and_work_again_later() {
     let (mut map, _) = map(fresh_address(), &server.to_string(), &socket, &more);
     let mut client = Client::connect(&socket).unwrap();
     serving.signal(Signal::SIGKILL);
-    wait_for(&mut map, "session_lost");
+    map.event("session_lost");
     assert!(matches!(client.read(0, 4096), Err(nbd::Error::Refused(EIO))));
     serving.wait();
     let (serving, _) = serve(server, &export, &[]);
-    wait_for(&mut map, "remapped");
+    map.event("remapped");
     assert_eq!(client.read(0, 4096).unwrap(), [7; 4096]);
     client.write(0, &[8; 4096]).unwrap();
     client.disconnect().unwrap();
@@ -171,7 +160,7 @@ fn paths_from_several_addresses_carry_load_together() {
         }
         client.disconnect().unwrap();
         assert_eq!(map.stop().code, Some(0));
-        let gone = wait_for(&mut serving, "session_closed");
+        let gone = serving.event("session_closed");
         assert_eq!(gone["session"], "test");
         let end = serving.stop();
         assert_eq!(end.code, Some(0));
@@ -208,7 +197,7 @@ fn ctrl_c_ends_a_mapping_whose_requests_wait_for_a_server() {
     let mut client = Client::connect(&socket).unwrap();
     serving.signal(Signal::SIGKILL);
     serving.wait();
-    wait_for(&mut map, "session_lost");
+    map.event("session_lost");
     let waiting = thread::spawn(move || client.read(0, 4096));
     let done = map.stop();
     // What was written may not be durable: that is no good end.
@@ -247,25 +236,33 @@ fn a_server_that_is_back_before_all_paths_are_known_to_be_lost_is_another() {
     let paths = [(); 3].map(|()| format!("{},{server}", fresh_address()));
     let mut more = vec!["--on-loss", "queue", "--reconnect-delay", "0.01"];
     paths.iter().for_each(|p| more.extend(["--path", p]));
-    let (map, _) = map(fresh_address(), &server.to_string(), &socket, &more);
+    let (mut map, _) = map(fresh_address(), &server.to_string(), &socket, &more);
     let stop = Arc::new(AtomicBool::new(false));
-    let asked = stop.clone();
+    let written = Arc::new(AtomicUsize::new(0));
+    let (asked, counted) = (stop.clone(), written.clone());
     let writer = thread::spawn(move || {
         let mut client = Client::connect(&socket).unwrap();
         let mut n = 0;
         while !asked.load(Relaxed) {
             n = (n + 1) % BLOCKS;
             client.write((n * BLOCK) as u64, &pattern(n as u64, BLOCK)).unwrap();
+            counted.fetch_add(1, Relaxed);
         }
     });
-    for round in 0..2 {
-        thread::sleep(Duration::from_millis(1300));
-        serving.signal(Signal::SIGKILL);
-        serving.wait();
-        serving = serve(server, &export, &[]).0;
-        for _ in 0..60 {
-            thread::sleep(Duration::from_millis(100));
+    for round in 0..3 {
+        // The paths are up again, and carry load.
+        if round > 0 {
+            (0..=paths.len()).for_each(|_| drop(map.event("path_up")));
+        }
+        let before = written.load(Relaxed);
+        eventually("the load", || {
             assert!(!writer.is_finished(), "round {round}: {}", map.stderr());
+            written.load(Relaxed) > before + BLOCKS
+        });
+        if round < 2 {
+            serving.signal(Signal::SIGKILL);
+            serving.wait();
+            serving = serve(server, &export, &[]).0;
         }
     }
     stop.store(true, Relaxed);
