@@ -320,3 +320,28 @@ fn a_server_ends_while_clients_come_and_work() {
         lab.end();
     }
 }
+
+#[test]
+fn limits_are_those_of_the_server() {
+    let lab = Lab::on_loops(2, |c| {
+        c.rtrs.max_sessions = 3;
+        c.limits.max_devices = 2;
+        c.limits.max_open = 3;
+    });
+    let open = |kernel: &Kernel, name| kernel.try_open(name, AccessMode::ReadOnly).map(|_| ());
+    let [a, b] = ["a", "b"].map(|name| Kernel::new(&lab, name).unwrap());
+    eventually("a session on each loop", || lab.stats().sessions == [1, 1]);
+    assert!(Kernel::new(&lab, "a").is_err(), "the name is another session's");
+    let c = Kernel::new(&lab, "c").unwrap();
+    assert!(Kernel::new(&lab, "d").is_err(), "there are three");
+    assert_eq!((open(&a, "disk"), open(&a, "second")), (Ok(()), Ok(())));
+    assert_eq!(open(&a, "ro"), Err(libc::EMFILE));
+    assert_eq!(open(&b, "disk"), Ok(()));
+    for other in [&b, &c] {
+        assert_eq!(open(other, "second"), Err(libc::ENFILE));
+    }
+    a.0.close();
+    eventually("its devices are closed", || open(&b, "second").is_ok());
+    eventually("both of them", || open(&c, "disk").is_ok());
+    eventually("there is room again", || Kernel::new(&lab, "a").is_ok());
+}

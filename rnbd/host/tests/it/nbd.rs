@@ -23,79 +23,6 @@ const EINVAL: u32 = 22;
 const ENOSPC: u32 = 28;
 
 #[test]
-fn options_are_answered_as_the_protocol_says() {
-    let s = serve(MIB, true);
-    let mut c = Client::connect(&s.socket);
-    for (o, kind) in [
-        (opt::STARTTLS, rep::ERR_POLICY),
-        (opt::LIST_META_CONTEXT, rep::ERR_INVALID),
-        (4711, rep::ERR_UNSUP),
-    ] {
-        c.option(o, &[]);
-        let r = c.opt_reply();
-        assert_eq!((r.option, r.kind), (o, kind));
-    }
-    c.option(opt::LIST, &[]);
-    assert_eq!(c.opt_reply().data[4..], b"image"[..]);
-    assert_eq!(c.opt_reply().kind, rep::ACK);
-    c.option(opt::LIST, &[1]);
-    assert_eq!(c.opt_reply().kind, rep::ERR_INVALID);
-
-    c.option(opt::INFO, &info_request("nothing", &[]));
-    assert_eq!(c.opt_reply().kind, rep::ERR_UNKNOWN);
-    for malformed in [
-        &b""[..],
-        &[0, 0, 0, 9, 1],
-        &[0xff; 8],
-        &info_request("disk", &[3])[..11],
-    ] {
-        c.option(opt::GO, malformed);
-        assert_eq!(c.opt_reply().kind, rep::ERR_INVALID);
-    }
-    c.option(opt::INFO, &vec![0; 100_000]);
-    assert_eq!(c.opt_reply().kind, rep::ERR_TOO_BIG);
-
-    c.option(opt::INFO, &info_request("", &[1, 2, 3]));
-    let export = c.opt_reply().data;
-    assert_eq!(export[..10], [&[0, 0][..], &MIB.to_be_bytes()].concat());
-    let blocks = c.opt_reply().data;
-    assert_eq!(
-        blocks,
-        [
-            &[0, 3][..],
-            &512u32.to_be_bytes(),
-            &4096u32.to_be_bytes(),
-            &(32u32 << 20).to_be_bytes()
-        ]
-        .concat()
-    );
-    assert_eq!(c.opt_reply().data, b"\0\x01image");
-    assert_eq!(c.opt_reply().kind, rep::ACK);
-
-    c.option(opt::ABORT, &[]);
-    assert_eq!(c.opt_reply().kind, rep::ACK);
-    assert!(c.closed());
-}
-
-#[test]
-fn the_old_export_name_option_works_with_and_without_zeroes() {
-    let s = serve(MIB, true);
-    for (flags, extra) in [(3u32, 0), (1, 124)] {
-        let mut c = Client::raw(&s.socket);
-        c.data(18);
-        c.s.write_all(&flags.to_be_bytes()).unwrap();
-        c.option(opt::EXPORT_NAME, b"");
-        let d = c.data(10 + extra);
-        assert_eq!(d[..8], MIB.to_be_bytes());
-        assert!(d[10..].iter().all(|b| *b == 0));
-        assert_eq!(c.read(1024, 512).unwrap(), sector(2));
-    }
-    let mut c = Client::connect(&s.socket);
-    c.option(opt::EXPORT_NAME, b"wrong");
-    assert!(c.closed());
-}
-
-#[test]
 fn flags_say_what_the_device_can_do() {
     let s = serve(MIB, true);
     let (_, size, flags) = Client::go(&s.socket, "");
@@ -123,23 +50,6 @@ fn reads_and_writes_of_every_size() {
     drop(c);
     s.map.end().unwrap();
     assert_eq!(fs::metadata(&s.image).unwrap().len(), 80 * MIB);
-}
-
-#[test]
-fn many_requests_in_flight_are_all_answered_once() {
-    let s = serve(16 * MIB, true);
-    let (mut c, ..) = Client::go(&s.socket, "");
-    let mut expected = std::collections::HashMap::new();
-    for n in 0..500u64 {
-        let offset = n * 7 % 1000 * 512;
-        expected.insert(c.send(cmd::READ, 0, offset, 1024, &[]), offset / 512);
-    }
-    for _ in 0..500 {
-        let (e, cookie) = c.reply();
-        assert_eq!(e, 0);
-        let n = expected.remove(&cookie).expect("each cookie once");
-        assert_eq!(c.data(1024), [sector(n), sector(n + 1)].concat());
-    }
 }
 
 /// From the file system of the server's image to the client of the mapping.
@@ -173,31 +83,6 @@ fn holes_of_the_servers_image_are_told() {
 }
 
 #[test]
-fn what_is_wrong_is_refused_and_the_connection_goes_on() {
-    let s = serve(MIB, true);
-    let (mut c, ..) = Client::go(&s.socket, "");
-    assert_eq!(c.read(MIB, 512), Err(EINVAL));
-    assert_eq!(c.read(u64::MAX - 511, 512), Err(EINVAL));
-    assert_eq!(c.read(MIB - 512, 1024), Err(EINVAL));
-    assert_eq!(c.read(1, 512), Err(EINVAL));
-    assert_eq!(c.read(0, 100), Err(EINVAL));
-    assert_eq!(c.read(0, 33 << 20), Err(EINVAL));
-    assert_eq!(c.write(MIB, &[1; 512], 0), ENOSPC);
-    assert_eq!(c.write(100, &[1; 512], 0), EINVAL);
-    assert_eq!(c.write(0, &[1; 512], 1 << 4), EINVAL);
-    assert_eq!(c.call(cmd::TRIM, 0, MIB, 512, &[]), EINVAL);
-    assert_eq!(c.call(cmd::WRITE_ZEROES, 0, MIB, 512, &[]), ENOSPC);
-    assert_eq!(c.call(cmd::READ, cmd_flag::NO_HOLE, 0, 512, &[]), EINVAL);
-    assert_eq!(c.call(cmd::BLOCK_STATUS, 0, 0, 512, &[]), EINVAL);
-    assert_eq!(c.call(cmd::CACHE, 0, MIB, 512, &[]), EINVAL);
-    assert_eq!(c.call(99, 0, 0, 512, &[]), EINVAL);
-    for zero in [cmd::READ, cmd::WRITE, cmd::TRIM, cmd::WRITE_ZEROES] {
-        assert_eq!(c.call(zero, 0, 0, 0, &[]), 0);
-    }
-    assert_eq!(c.read(512, 512).unwrap(), sector(1));
-}
-
-#[test]
 fn trim_and_write_zeroes_read_zero() {
     let s = serve(4 * MIB, true);
     let (mut c, ..) = Client::go(&s.socket, "");
@@ -219,44 +104,6 @@ fn trim_and_write_zeroes_read_zero() {
             sector((at + 4096 + 65536) / 512)
         );
     }
-}
-
-#[test]
-fn read_only_exports_refuse_changes() {
-    let s = serve(MIB, false);
-    let (mut c, ..) = Client::go(&s.socket, "");
-    assert_eq!(c.write(0, &[1; 4096], 0), EPERM);
-    assert_eq!(c.call(cmd::TRIM, 0, 0, 512, &[]), EPERM);
-    assert_eq!(c.call(cmd::WRITE_ZEROES, 0, 0, 512, &[]), EPERM);
-    assert_eq!(c.call(cmd::FLUSH, 0, 0, 0, &[]), 0);
-    assert_eq!(c.read(0, 512).unwrap(), sector(0));
-}
-
-#[test]
-fn a_truncated_image_is_an_error_for_the_client() {
-    let s = serve(4 * MIB, true);
-    let (mut c, ..) = Client::go(&s.socket, "");
-    fs::File::options()
-        .write(true)
-        .open(&s.image)
-        .unwrap()
-        .set_len(MIB)
-        .unwrap();
-    assert_eq!(c.read(2 * MIB, 4096), Err(EIO));
-    assert_eq!(c.read(0, (2 * MIB) as u32), Err(EIO));
-    assert_eq!(c.write(2 * MIB, &[1; 4096], 0), EIO);
-    assert_eq!(c.read(0, 512).unwrap(), sector(0));
-}
-
-#[test]
-fn several_connections_see_each_others_writes() {
-    let mut s = serve(MIB, true);
-    let (mut a, ..) = Client::go(&s.socket, "");
-    let (mut b, ..) = Client::go(&s.socket, "");
-    assert_eq!(a.write(4096, &[0xaa; 4096], 0), 0);
-    assert_eq!(b.call(cmd::FLUSH, 0, 0, 0, &[]), 0);
-    assert_eq!(b.read(4096, 4096).unwrap(), vec![0xaa; 4096]);
-    assert_eq!(s.map.mapping.stats().clients, 2);
 }
 
 #[test]
@@ -448,72 +295,4 @@ fn stopping_does_not_wait_for_ever_for_a_client_that_reads_nothing() {
     }
     s.map.end().unwrap();
     assert!(!s.socket.exists());
-}
-
-/// Well-formed and broken bytes in random order, in every phase of a connection.
-#[test]
-fn random_bytes_neither_crash_nor_hang_it() {
-    use proptest::{
-        prelude::*,
-        test_runner::{RngAlgorithm, TestRng},
-    };
-    let s = serve(4 * MIB, true);
-    let (mut good, ..) = Client::go(&s.socket, "");
-    for seed in 0..200u8 {
-        let mut rng = TestRng::from_seed(RngAlgorithm::ChaCha, &[seed; 32]);
-        let mut c = if seed % 2 == 0 {
-            Client::connect(&s.socket)
-        } else {
-            Client::go(&s.socket, "").0
-        };
-        let mut bytes = Vec::new();
-        for _ in 0..20 {
-            let mut part: Vec<u8> = match rng.random_range(0..3) {
-                0 => (0..rng.random_range(0..200)).map(|_| rng.random()).collect(),
-                1 => {
-                    let data = info_request("x", &[rng.random()]);
-                    let mut o = proto::OPT_MAGIC.to_be_bytes().to_vec();
-                    o.extend(rng.random_range(0u32..12).to_be_bytes());
-                    o.extend((data.len() as u32).to_be_bytes());
-                    o.extend(data);
-                    o
-                }
-                _ => {
-                    let command = rng.random_range(0..8);
-                    let len = rng.random_range(0..256u32) * 512;
-                    let flags = rng.random_range(0..4);
-                    let offset = rng.random_range(4..8192u64) * 512;
-                    let q = proto::Request {
-                        flags,
-                        command,
-                        cookie: rng.random(),
-                        offset,
-                        len: len.into(),
-                    };
-                    let mut q = q.to_bytes().to_vec();
-                    if command == cmd::WRITE {
-                        q.resize(q.len() + len as usize, 0xee);
-                    }
-                    q
-                }
-            };
-            if rng.random_bool(0.1) && !part.is_empty() {
-                let at = rng.random_range(0..part.len());
-                part[at] ^= 1 << rng.random_range(0..8);
-            }
-            bytes.extend(part);
-        }
-        // The server may have closed the connection already.
-        let mut writer = c.s.try_clone().unwrap();
-        let sender = std::thread::spawn(move || {
-            let _ = writer.write_all(&bytes);
-            let _ = writer.shutdown(Shutdown::Write);
-        });
-        match c.s.read_to_end(&mut Vec::new()) {
-            Ok(_) => {}
-            Err(e) => assert_eq!(e.kind(), std::io::ErrorKind::ConnectionReset, "seed {seed}: {e}"),
-        }
-        sender.join().unwrap();
-        assert_eq!(good.read(0, 512).unwrap(), sector(0), "seed {seed}");
-    }
 }
