@@ -31,7 +31,7 @@ pub mod heartbeat;
 pub mod mark;
 pub mod proto;
 #[cfg(test)]
-#[path = "../tests/machine/provider.rs"]
+#[path = "../tests/support/provider.rs"]
 mod provider;
 pub mod sendq;
 pub mod server;

@@ -1,28 +1,28 @@
-//! Connection requests that nobody stands behind: they get little, keep nobody out, and a client that has lost a message of
-//! its handshake still gets in. Measures the process, so its tests run one at a time.
+//! Connection requests without a client behind them: they get little, and keep nobody out. Measures the process, so its tests run
+//! one at a time.
 
 mod support;
 
 use std::{
-    net::{IpAddr, Ipv4Addr, SocketAddr},
+    net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket},
     sync::{
-        Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     thread,
     time::{Duration, Instant},
 };
 
-use roce_port::CmEventKind;
+use roce::{ConnParams, QpCaps};
+use roce_port::{Port, PortConfig, QpInit, TxBatch, TxConfig};
+use roce_qp::CompletionQueue;
+use roce_verbs::mem::{MemoryTable, PdHandle};
+use roce_verbs::{Mtu, QpType};
 use rtrs::{
-    proto::{ConnReq, InfoReq},
+    proto::{ConnReq, Uuid},
     server::ServerConfig,
 };
-use support::{
-    raw::Client,
-    stranger::{REQ, Stranger},
-    *,
-};
+use support::*;
 use zerocopy::IntoBytes;
 
 static ONE: Mutex<()> = Mutex::new(());
@@ -34,9 +34,77 @@ fn alone() -> MutexGuard<'static, ()> {
     one
 }
 
+fn uuid() -> Uuid {
+    Uuid(rand::random())
+}
+
 /// A connection request of a new session.
 fn hello() -> Vec<u8> {
     ConnReq::new(0, 2, 1, uuid(), uuid(), true).as_bytes().to_vec()
+}
+
+/// A port that sends requests in the name of an address, and hears no answer.
+struct Forger {
+    socket: UdpSocket,
+    port: Port,
+    pd: PdHandle,
+    cq: Arc<CompletionQueue>,
+    batch: TxBatch,
+}
+
+impl Forger {
+    fn new(addr: IpAddr) -> Self {
+        let socket = UdpSocket::bind(SocketAddr::new(addr, 0)).unwrap();
+        let seed: [u8; 32] = rand::random();
+        let mut config = PortConfig::new(vec![addr], Mtu::B1024, rand::random());
+        config.src_ports = vec![socket.local_addr().unwrap().port()];
+        let mem = Arc::new(MemoryTable::new(seed, &config.limits));
+        Self {
+            socket,
+            pd: mem.alloc_pd().unwrap(),
+            port: Port::new(config, mem, seed),
+            cq: CompletionQueue::new(0, 1000, None),
+            batch: TxBatch::new(TxConfig {
+                gso: false,
+                capacity: 0,
+                ..TxConfig::default()
+            }),
+        }
+    }
+
+    /// Sends the request of a new session.
+    fn send(&mut self, addr: IpAddr, to: SocketAddr) {
+        let init = QpInit {
+            pd: self.pd,
+            qp_type: QpType::Rc,
+            send_cq: self.cq.clone(),
+            recv_cq: self.cq.clone(),
+            caps: QpCaps::default(),
+            signal_all: true,
+            srq: None,
+            xrcd: None,
+        };
+        let qpn = self.port.create_qp(init).unwrap();
+        let params = ConnParams {
+            private_data: hello(),
+            ..ConnParams::default()
+        };
+        let now = roce_verbs::Instant::ZERO;
+        let from = SocketAddr::new(addr, 0);
+        self.port.connect_qp(now, from, to, qpn, params).unwrap();
+        loop {
+            let more = self.port.poll_transmit(now, &mut self.batch);
+            for train in self.batch.trains() {
+                for packet in train.packets() {
+                    self.socket.send_to(packet, train.remote).unwrap();
+                }
+            }
+            self.batch.clear();
+            if !more {
+                return;
+            }
+        }
+    }
 }
 
 /// What the process has.
@@ -92,10 +160,7 @@ fn forge(bed: &Bed, addresses: &[IpAddr]) {
     for some in addresses.chunks(16) {
         let before = dealt();
         for addr in some {
-            let mut s = Stranger::forger(*addr);
-            s.connect(bed.path.dst, hello());
-            s.work();
-            s.release();
+            Forger::new(*addr).send(*addr, bed.path.dst);
         }
         let until = Instant::now() + Duration::from_secs(2);
         while dealt() < before + some.len() as u64 && Instant::now() < until {
@@ -152,7 +217,10 @@ fn strangers_get_little_and_lock_nobody_out() {
 fn a_client_gets_in_while_strangers_come() {
     let _one = alone();
     let bed = Bed::new(usual());
-    let mut flood: Vec<_> = strangers(300).into_iter().map(Stranger::forger).collect();
+    let mut flood: Vec<_> = strangers(300)
+        .into_iter()
+        .map(|addr| (addr, Forger::new(addr)))
+        .collect();
     let over = AtomicBool::new(false);
     /// Also when the test fails.
     struct End<'a>(&'a AtomicBool);
@@ -166,10 +234,8 @@ fn a_client_gets_in_while_strangers_come() {
         scope.spawn(|| {
             while !over.load(Ordering::Relaxed) {
                 for some in flood.chunks_mut(10) {
-                    for s in some {
-                        s.connect(bed.path.dst, hello());
-                        s.work();
-                        s.release();
+                    for (addr, forger) in some {
+                        forger.send(*addr, bed.path.dst);
                     }
                     // A thousand in a second: ten times what stopped a server before.
                     thread::sleep(Duration::from_millis(10));
@@ -183,106 +249,4 @@ fn a_client_gets_in_while_strangers_come() {
         }
     });
     println!("{:?}", bed.server.counters());
-}
-
-/// Connection 1 asked for while the server does not know yet that connection 0 stands: it gets nothing, and waits.
-#[test]
-fn a_lost_message_of_the_handshake_is_made_up_for() {
-    let _one = alone();
-    let bed = Bed::new(config());
-    let mut s = Stranger::new(strangers(1)[0]);
-    let (session, path) = (uuid(), uuid());
-    let request = |cid| ConnReq::new(cid, 2, 1, path, session, true).as_bytes().to_vec();
-    let (zero, service) = s.connect(bed.path.dst, request(0));
-    s.work();
-    s.release_only(REQ);
-    let deadline = Instant::now() + PATIENCE;
-    while !matches!(s.event(), Some(CmEventKind::Established { conn, .. }) if conn == zero) {
-        assert!(Instant::now() < deadline, "no answer");
-        s.work();
-    }
-    // Its RTU is not sent; so to the server it may be anybody.
-    let before = held();
-    let (one, _) = s.connect(bed.path.dst, request(1));
-    s.work();
-    s.release_only(REQ);
-    eventually("the request", || bed.server.counters().requests_held == 1);
-    assert!(bed.server.sessions().is_empty());
-    assert_eq!(
-        (held().threads, held().descriptors),
-        (before.threads, before.descriptors)
-    );
-    assert!(s.event().is_none());
-    // The server repeats its answer; the RTU is repeated for it, or comes late.
-    s.until("connection 1", |s| {
-        s.event()
-            .filter(|e| matches!(e, CmEventKind::Established { conn, .. } if *conn == one))
-    });
-    let (out, back) = (s.region(4096), s.region(4096));
-    s.receive(service, &back);
-    s.send(service, &out, InfoReq::new("late").unwrap().as_bytes());
-    s.until("the session", |_| (bed.disk.opened.lock().len() == 1).then_some(()));
-}
-
-/// A handshake has one deadline, however many connections it makes on the way.
-#[test]
-fn a_slow_handshake_ends() {
-    let _one = alone();
-    let bed = Bed::new(ServerConfig {
-        handshake_timeout: Duration::from_secs(2),
-        ..config()
-    });
-    let mut c = Client::new(bed.stranger(), bed.path.src.unwrap(), bed.path.dst);
-    let mut made = 0;
-    while made < 60 && c.connect(c.request(made, 60)).is_ok() {
-        made += 1;
-        thread::sleep(Duration::from_millis(200));
-    }
-    assert!((2..60).contains(&made), "{made} connections");
-    eventually("its end", || bed.server.sessions().is_empty());
-    assert_eq!(bed.server.counters().handshakes_lost, 1);
-}
-
-/// A request that names the session and the path of another, from elsewhere or from the same address, changes nothing.
-#[test]
-fn a_request_with_anothers_uuids_changes_nothing() {
-    let _one = alone();
-    let bed = Bed::new(config());
-    let mut c = Client::new(bed.stranger(), bed.path.src.unwrap(), bed.path.dst);
-    let forge = |c: &Client, from: IpAddr, cid| {
-        let mut s = Stranger::forger(from);
-        s.connect(bed.path.dst, c.request(cid, 3));
-        s.work();
-        s.release();
-    };
-    let elsewhere = strangers(1)[0];
-    let dealt = |n: u64| {
-        eventually("the forged request", || {
-            let c = bed.server.counters();
-            c.connections_accepted + c.connections_refused >= n
-        });
-    };
-    // Before it comes, while it shakes hands, and when it is up.
-    forge(&c, elsewhere, 0);
-    dealt(1);
-    c.connect(c.request(0, 3)).unwrap();
-    forge(&c, elsewhere, 1);
-    forge(&c, bed.path.src.unwrap(), 0);
-    dealt(3);
-    c.connect(c.request(1, 3)).unwrap();
-    c.connect(c.request(2, 3)).unwrap();
-    assert!(c.information(InfoReq::new("mine").unwrap().as_bytes()));
-    for cid in 0..3 {
-        forge(&c, bed.path.src.unwrap(), cid);
-    }
-    dealt(8);
-    let SocketAddr::V4(_) = bed.server.sessions()[0].peer else {
-        panic!("an IPv4 session")
-    };
-    assert_eq!(bed.server.sessions().len(), 1);
-    let header = Ask::Count.header(0);
-    let message = rtrs::proto::RdmaWrite::new(header.len() as u16);
-    let bytes = [&header[..], message.as_bytes()].concat();
-    c.io(1, 0, 0, &bytes, header.len() as u32);
-    assert!(c.end.next(&c.cons[1].qp).is_some(), "an answer");
 }

@@ -56,12 +56,11 @@ fn suite_of(program: &TestProgram) -> &'static str {
 }
 
 /// Programs whose tests judge speed, or floods: nothing else may run next to them. Package and program.
-const ALONE: [(&str, &str); 5] = [
+const ALONE: [(&str, &str); 4] = [
     ("ferroce-hostile", "broker"),
     ("ferroce-hostile", "strangers"),
     ("ferroce-tests", "bench"),
     ("rtrs", "flood"),
-    ("rtrs", "hostile"),
 ];
 
 /// Packages whose ignored tests need other programs, or privileges.

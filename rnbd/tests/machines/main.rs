@@ -8,7 +8,7 @@ mod client_closed;
 mod client_lent;
 mod client_loss;
 mod lost;
-#[path = "../../../rtrs/tests/machine/provider.rs"]
+#[path = "../../../rtrs/tests/support/provider.rs"]
 mod provider;
 #[path = "../support/served.rs"]
 mod served;

@@ -2,8 +2,6 @@
 
 mod admission;
 mod capture;
-mod held;
-mod limits;
 mod proto;
 mod sessions;
 #[path = "../support/mod.rs"]

@@ -14,7 +14,8 @@ use rtrs::{
 };
 
 use crate::{
-    hosts::{KeyMode, Pair, addresses},
+    host::KeyMode,
+    hosts::{Pair, addresses},
     server,
 };
 
@@ -81,14 +82,14 @@ fn a_path_whose_device_is_gone_comes_back_by_another_try() {
         let mut pair = Pair::over(2, keys, server(true));
         pair.open_ways(2, |config| config.policy = Policy::RoundRobin);
         let objects = |pair: &Pair| {
-            let usage = pair.near.fabric.usage();
+            let usage = pair.near.usage();
             (usage.pds, usage.qps, usage.cqs)
         };
         let before = objects(&pair);
         pair.remove_device(DeviceIx(1));
         pair.pass(Duration::from_millis(100));
         assert_eq!(pair.states(), [PathState::Connected, PathState::Reconnecting]);
-        assert_eq!(pair.near.fabric.usage().pds, 1, "nothing is left on the device");
+        assert_eq!(pair.near.usage().pds, 1, "nothing is left on the device");
         // Buffers of a size that there were none of are not registered there.
         pair.store(0, 12_000);
         pair.request(Direction::Write, 0, Some(&[7; 12_000]), 12_000).0.unwrap();
@@ -110,7 +111,7 @@ fn each_io_connection_carries_requests() {
     for connections in [1, 3, 5] {
         let mut pair = Pair::new(KeyMode::Instant, server(true));
         pair.open(|config| config.connections = connections);
-        assert_eq!(pair.near.fabric.usage().qps, usize::from(connections) + 1);
+        assert_eq!(pair.near.usage().qps, usize::from(connections) + 1);
         pair.store(0, 512);
         for tag in 0..10 {
             let data = pair.buffer(512);
@@ -256,7 +257,7 @@ impl Chaos {
                 _ => "closed",
             });
             if self.seen == Seen::Over {
-                assert_eq!(self.pair.near.fabric.usage(), self.pair.empty[0], "it is over");
+                assert_eq!(self.pair.near.usage(), self.pair.empty[0], "it is over");
             }
         }
     }

@@ -1,66 +1,21 @@
-//! The two hosts, and what a test can do with them.
+//! A client's host and a server's, and what a test can do with them.
 
 use core::time::Duration;
 use std::{
     collections::BTreeMap,
     net::{IpAddr, SocketAddr},
-    sync::Arc,
 };
 
-use roce_port::fabric::{Fabric, FabricConfig, Several, Usage};
-use roce_port::{Port, PortConfig, RxMeta, TxBatch, TxConfig};
-use roce_verbs::mem::{MemoryTable, Pages};
-use roce_verbs::{
-    DeviceLimits, Instant, Mtu,
-    provider::{DeviceCaps, Provider},
-};
+use roce_port::fabric::Usage;
+use roce_verbs::{Instant, mem::Pages};
 use rtrs::{
     Direction, IoError,
     addr::PathAddr,
     client::{Buffer, Client, ConType, Output, PathId, PathNews, SessionConfig, SessionId, Submission},
-    cx::Cx,
     server::{Server, ServerConfig, request},
 };
 
-use crate::devices;
-
-/// What the devices can do with keys.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum KeyMode {
-    /// Everything, at once.
-    Instant,
-    /// Everything, by work requests.
-    Queued,
-    /// Windows only, by work requests.
-    Windows,
-    /// The same, without a word of those that a peer has closed.
-    SilentWindows,
-    /// Nothing.
-    Static,
-}
-
-impl KeyMode {
-    pub(crate) const ALL: [Self; 5] = [
-        Self::Instant,
-        Self::Queued,
-        Self::Windows,
-        Self::SilentWindows,
-        Self::Static,
-    ];
-
-    fn config(self) -> FabricConfig {
-        FabricConfig {
-            instant_keys: matches!(self, Self::Instant),
-            fast_registration: matches!(self, Self::Instant | Self::Queued),
-            windows: !matches!(self, Self::Static),
-            tells_invalidated: !matches!(self, Self::SilentWindows),
-        }
-    }
-
-    pub(crate) fn caps(self) -> DeviceCaps {
-        Host::new(1, self).fabric.devices()[0].clone()
-    }
-}
+use crate::host::{Host, KeyMode};
 
 fn ip(last: u8) -> IpAddr {
     IpAddr::from([192, 0, 2, last])
@@ -71,82 +26,12 @@ pub(crate) fn addresses(last: u8) -> Vec<IpAddr> {
     [last, last + 10, last + 20].map(ip).to_vec()
 }
 
-/// A loop with its devices.
-pub(crate) struct Host {
-    pub(crate) fabric: Fabric<Several>,
-    pub(crate) batch: TxBatch,
-    dice: u64,
-}
-
-impl Host {
-    fn new(last: u8, keys: KeyMode) -> Self {
-        Self::with_devices(last, keys, 1)
-    }
-
-    /// Its addresses are spread over so many devices.
-    fn with_devices(last: u8, keys: KeyMode, devices: usize) -> Self {
-        Self::seeded(last, keys, devices, [last; 32], u64::from(last))
-    }
-
-    /// A host that was started anew, with other numbers.
-    fn anew(last: u8, keys: KeyMode) -> Self {
-        Self::seeded(last, keys, 1, [last + 100; 32], u64::from(last) + 1000)
-    }
-
-    fn seeded(last: u8, keys: KeyMode, count: usize, seed: [u8; 32], guid: u64) -> Self {
-        let (mut ports, mut devices) = (Vec::new(), Vec::new());
-        for device in 0..count {
-            let addrs: Vec<IpAddr> = addresses(last).into_iter().skip(device).step_by(count).collect();
-            let config = PortConfig::new(addrs.clone(), Mtu::B1024, guid + 10_000 * device as u64);
-            let mut seed = seed;
-            seed[31] = seed[31].wrapping_add(device as u8);
-            let mem = Arc::new(MemoryTable::new(seed, &config.limits));
-            ports.push((Port::new(config, mem.clone(), seed), mem, addrs.clone()));
-            devices.push((DeviceLimits::software(last.into()), addrs));
-        }
-        Self {
-            fabric: Fabric::new(Several::new(ports), keys.config(), devices),
-            batch: TxBatch::new(TxConfig::default()),
-            dice: u64::from(last),
-        }
-    }
-
-    /// When a port wants to be called.
-    pub(crate) fn poll_timeout(&mut self) -> Option<Instant> {
-        devices::poll_timeout(self.fabric.ports())
-    }
-
-    /// A packet has come.
-    pub(crate) fn receive(&mut self, now: Instant, meta: &RxMeta, bytes: &[u8]) {
-        devices::receive(self.fabric.ports(), now, meta, bytes);
-    }
-
-    /// Everything that there is to send: `sent` gets it as the other side sees it.
-    pub(crate) fn drain(&mut self, now: Instant, sent: impl FnMut(&RxMeta, &[u8])) {
-        devices::drain(self.fabric.ports(), now, &mut self.batch, sent);
-    }
-
-    pub(crate) fn with<T>(&mut self, now: Instant, f: impl FnOnce(&mut Cx<'_>) -> T) -> T {
-        self.fabric.set_now(now);
-        let dice = &mut self.dice;
-        let mut random = |out: &mut [u8]| {
-            for byte in out {
-                *dice = dice
-                    .wrapping_mul(6_364_136_223_846_793_005)
-                    .wrapping_add(1_442_695_040_888_963_407);
-                *byte = (*dice >> 33) as u8;
-            }
-        };
-        f(&mut Cx {
-            now,
-            provider: &mut self.fabric,
-            random: &mut random,
-        })
-    }
-
-    pub(crate) fn timers(&mut self, now: Instant) {
-        devices::timers(self.fabric.ports(), now);
-    }
+/// A host whose addresses are spread over so many devices. Of the same number with another seed: as it is after a restart.
+fn host(last: u8, keys: KeyMode, devices: usize, seed: u64) -> Host {
+    let all = addresses(last);
+    let of = |device: usize| all.iter().copied().skip(device).step_by(devices).collect();
+    let devices: Vec<Vec<IpAddr>> = (0..devices).map(of).collect();
+    Host::new(keys, &devices, seed)
 }
 
 /// A client's host and a server's.
@@ -187,10 +72,10 @@ impl Pair {
 
     /// Both hosts' addresses are spread over so many devices; the server listens at all of its own.
     pub(crate) fn over(devices: usize, keys: KeyMode, config: ServerConfig) -> Self {
-        let near = Host::with_devices(1, keys, devices);
+        let near = host(1, keys, devices, 1);
         let now = Instant::from_nanos(1_000_000);
-        let mut far = Host::with_devices(2, keys, devices);
-        let empty = [near.fabric.usage(), far.fabric.usage()];
+        let mut far = host(2, keys, devices, 2);
+        let empty = [near.usage(), far.usage()];
         let at = |addr| SocketAddr::new(addr, config.port);
         let all = addresses(2).into_iter().map(at);
         let further: Vec<SocketAddr> = all.skip(1).filter(|_| devices > 1).collect();
@@ -226,8 +111,8 @@ impl Pair {
 
     /// The server dies, and another one is there at once.
     pub(crate) fn restart_server(&mut self, keys: KeyMode, config: ServerConfig) {
-        self.far = Host::anew(2, keys);
-        self.empty[1] = self.far.fabric.usage();
+        self.far = host(2, keys, 1, 1002);
+        self.empty[1] = self.far.usage();
         let config = ServerConfig { addr: ip(2), ..config };
         self.server = self.far.with(self.now, |cx| Server::listen(cx, config)).unwrap().0;
         self.listeners = 1;
@@ -293,6 +178,11 @@ impl Pair {
         self.files.insert(file as u8, vec![0; len]);
     }
 
+    /// What the server's user has under this number.
+    pub(crate) fn file(&self, file: usize) -> &[u8] {
+        &self.files[&(file as u8)]
+    }
+
     /// One request to its end; the data of a read.
     pub(crate) fn request(
         &mut self,
@@ -353,10 +243,10 @@ impl Pair {
     pub(crate) fn assert_empty(&mut self) {
         self.pass(Duration::from_secs(400));
         assert_eq!(self.client.sessions().count(), 0);
-        assert_eq!(self.near.fabric.usage(), self.empty[0]);
+        assert_eq!(self.near.usage(), self.empty[0]);
         let [_, mut far] = self.empty;
         far.cms += self.listeners;
-        assert_eq!(self.far.fabric.usage(), far);
+        assert_eq!(self.far.usage(), far);
     }
 
     /// Time passes, with everything that is due.
@@ -496,7 +386,7 @@ impl Pair {
 }
 
 /// Moves packets; those from or to an address for which `cut` is true are lost.
-fn carry(now: Instant, from: &mut Host, to: &mut Host, cut: impl Fn(IpAddr) -> bool) -> bool {
+pub(crate) fn carry(now: Instant, from: &mut Host, to: &mut Host, cut: impl Fn(IpAddr) -> bool) -> bool {
     let mut moved = false;
     from.drain(now, |meta, bytes| {
         if cut(meta.local) || cut(meta.remote.ip()) {

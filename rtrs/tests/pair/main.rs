@@ -1,23 +1,37 @@
 //! Client and server, each over a fabric of its own, and a wire between them that loses nothing: the whole of RTRS without a
 //! socket, a thread or a clock.
 
+mod bed;
 mod chaos;
-#[path = "../support/devices.rs"]
-mod devices;
+mod faulty;
+mod hand;
+mod held;
+mod host;
 mod hosts;
+mod lies;
 mod paths;
+mod server_admin;
+mod server_chaos;
+mod server_lies;
+mod server_matrix;
+mod server_sessions;
+mod server_waits;
 mod silence;
+mod station;
 mod stats;
 mod watch;
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
-use hosts::{KeyMode, Pair};
+use host::KeyMode;
+use hosts::Pair;
 use roce_verbs::mem::Pages;
 use roce_verbs::provider::KeyStrategy;
 use rtrs::{
     Direction, Error, IoError, PathError,
+    admission::AccessList,
     client::{Buffer, ConType, LentId, LentPiece, Output, SessionConfig, Submission},
+    errno,
     server::{Server, ServerConfig, request},
 };
 
@@ -60,14 +74,27 @@ fn data_goes_over_and_back_with_every_kind_of_key() {
 
 #[test]
 fn more_requests_than_permits_all_end_once() {
-    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    for keys in KeyMode::ALL {
+        // Also more than the send queues hold, which is 1024.
+        for (depth, connections, requests) in [(16, 3, 200), (600, 1, 1500)] {
+            all_end_once(keys, depth, connections, requests);
+        }
+    }
+}
+
+fn all_end_once(keys: KeyMode, depth: u32, connections: u16, requests: u64) {
+    let config = ServerConfig {
+        queue_depth: depth,
+        ..server(true)
+    };
+    let mut pair = Pair::new(keys, config);
     pair.open(|config| {
-        config.connections = 3;
-        config.buffer_bytes = Some(4 << 20);
+        config.connections = connections;
+        config.buffer_bytes = Some(requests as usize * (16 << 10));
     });
     pair.store(0, 512);
     let mut submitted = Vec::new();
-    for tag in 0..200 {
+    for tag in 0..requests {
         let direction = if tag % 2 == 0 {
             Direction::Read
         } else {
@@ -84,7 +111,7 @@ fn more_requests_than_permits_all_end_once() {
         })
         .unwrap();
     }
-    pair.settle();
+    pair.pass(Duration::from_secs(1));
     let mut done = Vec::new();
     for (tag, result, data) in std::mem::take(&mut pair.done) {
         assert!(result.is_ok(), "{tag}: {result:?}");
@@ -229,7 +256,21 @@ fn a_request_that_is_too_long_is_not_sent() {
     };
     let (back, error) = pair.submit(long).unwrap_err();
     assert!(matches!(error, IoError::TooLong { what: "data", .. }), "{error:?}");
+    assert_eq!(error.errno(), errno::EMSGSIZE);
     pair.give(back.data);
+    // The longest of both is fine.
+    pair.store(0, 12 << 10);
+    let data = pair.buffer(12 << 10);
+    let longest = Submission {
+        header: std::iter::repeat_n(0, 320).collect(),
+        data,
+        ..back
+    };
+    pair.submit(longest).unwrap();
+    pair.settle();
+    let (_, result, data) = pair.done.remove(0);
+    assert!(result.is_ok(), "{result:?}");
+    pair.give(data);
     pair.close();
     pair.assert_empty();
 }
@@ -318,7 +359,7 @@ fn closing_ends_requests_with_an_error_and_leaves_nothing() {
 #[test]
 fn a_server_listens_on_all_its_addresses_or_on_none() {
     let mut pair = Pair::over(2, KeyMode::Instant, server(true));
-    let before = pair.far.fabric.usage();
+    let before = pair.far.usage();
     let config = |last: u8| ServerConfig {
         addr: hosts::addresses(2)[0],
         port: 999,
@@ -328,12 +369,63 @@ fn a_server_listens_on_all_its_addresses_or_on_none() {
     let refused = pair.far.with(pair.now, |cx| Server::listen(cx, config(99)));
     let text = refused.unwrap_err().to_string();
     assert!(text.contains("192.0.2.99"), "{text}");
-    assert_eq!(pair.far.fabric.usage(), before);
+    assert_eq!(pair.far.usage(), before);
     let (mut other, local) = pair.far.with(pair.now, |cx| Server::listen(cx, config(12))).unwrap();
     assert_eq!(local, config(12).listen_addr());
-    assert_eq!(pair.far.fabric.usage().cms, before.cms + 2);
+    assert_eq!(pair.far.usage().cms, before.cms + 2);
     pair.far.with(pair.now, |cx| other.stop(cx));
-    assert_eq!(pair.far.fabric.usage(), before);
+    assert_eq!(pair.far.usage(), before);
+}
+
+#[test]
+fn a_configuration_that_can_not_be_is_refused() {
+    let mut pair = Pair::new(KeyMode::Instant, server(true));
+    let changes: [fn(&mut ServerConfig); 8] = [
+        |c| c.queue_depth = 0,
+        |c| c.max_chunk_size = 4096,
+        |c| c.max_chunk_size = 10_000,
+        |c| (c.queue_depth, c.max_chunk_size) = (512, 1 << 20),
+        |c| c.queue_depth = 60_000,
+        |c| c.max_sessions = 0,
+        |c| c.max_paths = 0,
+        |c| c.max_connections = 1,
+    ];
+    for change in changes {
+        let mut config = ServerConfig {
+            addr: hosts::addresses(2)[0],
+            port: 999,
+            ..server(true)
+        };
+        change(&mut config);
+        let refused = pair.far.with(pair.now, |cx| Server::listen(cx, config)).map(drop);
+        assert!(matches!(refused, Err(Error::Config(_))), "{refused:?}");
+    }
+}
+
+#[test]
+fn refusals_say_why() {
+    let limits = ServerConfig {
+        allow: AccessList::new(["192.0.2.0/24".parse().unwrap()]),
+        max_connections: 3,
+        max_sessions: 1,
+        ..server(true)
+    };
+    let mut pair = Pair::new(KeyMode::Instant, limits.clone());
+    let error = pair.open_fails(|config| config.connections = 3);
+    assert!(error.contains("ECONNRESET"), "{error}");
+    pair.open(|_| {});
+    let first = pair.session();
+    let error = pair.open_fails(|config| config.name = "another".into());
+    assert!(error.contains("as many sessions as it allows"), "{error}");
+    assert!(pair.client.state(first).is_ok());
+    let elsewhere = ServerConfig {
+        allow: AccessList::new(["10.0.0.0/8".parse().unwrap()]),
+        ..limits
+    };
+    let mut pair = Pair::new(KeyMode::Instant, elsewhere);
+    let error = pair.open_fails(|_| {});
+    assert!(error.contains("does not allow this address"), "{error}");
+    pair.assert_empty();
 }
 
 #[test]
@@ -350,7 +442,7 @@ fn a_silent_server_is_given_up() {
     pair.open(|_| {});
     let patience = SessionConfig::new("x", pair.path()).heartbeat.patience();
     pair.deaf = true;
-    pair.pass(patience + std::time::Duration::from_secs(6));
+    pair.pass(patience + Duration::from_secs(6));
     assert!(
         pair.told
             .iter()
@@ -364,7 +456,7 @@ fn a_silent_server_is_given_up() {
 fn an_idle_session_lives_by_its_heartbeats() {
     let mut pair = Pair::new(KeyMode::Instant, server(true));
     pair.open(|_| {});
-    pair.pass(std::time::Duration::from_secs(300));
+    pair.pass(Duration::from_secs(300));
     assert!(pair.told.is_empty(), "{:?}", pair.told);
     exchange(&mut pair, &[512]);
     pair.close();
@@ -393,6 +485,6 @@ fn a_server_that_is_gone_is_given_up() {
     let mut pair = Pair::new(KeyMode::Instant, server(true));
     pair.open(|_| {});
     pair.cut = true;
-    pair.pass(std::time::Duration::from_secs(60));
+    pair.pass(Duration::from_secs(60));
     assert!(matches!(pair.told[..], [Output::Down(..)]), "{:?}", pair.told);
 }

@@ -15,7 +15,8 @@ use rtrs::{
 };
 
 use crate::{
-    hosts::{KeyMode, Pair, addresses},
+    host::KeyMode,
+    hosts::{Pair, addresses},
     server,
 };
 
@@ -272,13 +273,13 @@ fn what_a_session_has_on_a_device_goes_with_the_last_path_there() {
         let ways = pair.ways(3);
         pair.send(0..4, Direction::Write);
         pair.assert_done(0..4);
-        let one = pair.near.fabric.usage();
+        let one = pair.near.usage();
         for next in [1, 2, 0, 1, 0] {
             let last = pair.statuses()[0].id;
             pair.add(ways[next]).unwrap();
             pair.pass(Duration::from_secs(1));
             assert!(matches!(pair.outcome(PathCommand::Add), Some(Ok(()))));
-            assert_eq!(pair.near.fabric.usage().pds, one.pds + 1);
+            assert_eq!(pair.near.usage().pds, one.pds + 1);
             // Those of the path that goes take the other, with keys of the other device.
             pair.hold = true;
             pair.send(0..8, Direction::Read);
@@ -289,7 +290,7 @@ fn what_a_session_has_on_a_device_goes_with_the_last_path_there() {
             pair.release();
             pair.pass(Duration::from_secs(3));
             pair.assert_done(0..8);
-            assert_eq!(pair.near.fabric.usage(), one, "{keys:?}");
+            assert_eq!(pair.near.usage(), one, "{keys:?}");
         }
         // One that can't be connected leaves nothing behind either.
         let mut nowhere = ways[2];
@@ -297,7 +298,7 @@ fn what_a_session_has_on_a_device_goes_with_the_last_path_there() {
         pair.add(nowhere).unwrap();
         pair.pass(Duration::from_secs(3));
         assert!(matches!(pair.outcome(PathCommand::Add), Some(Err(_))));
-        assert_eq!(pair.near.fabric.usage(), one, "{keys:?}");
+        assert_eq!(pair.near.usage(), one, "{keys:?}");
         pair.close();
         pair.assert_empty();
     }
@@ -678,6 +679,9 @@ fn what_can_not_be_is_refused_at_once() {
         config.check()
     };
     assert!(with(|_| ()).is_ok());
+    assert!(with(|c| c.name = "a/b".into()).is_err());
+    assert!(with(|c| c.name = String::new()).is_err());
+    assert!(with(|c| c.connections = 0).is_err());
     assert!(with(|c| c.paths.clear()).is_err());
     assert!(with(|c| c.paths = vec![c.paths[0]; 2]).is_err());
     assert!(with(|c| c.paths = (1..=128).map(|port| port_of(c, port)).collect()).is_ok());

@@ -8,7 +8,8 @@ use rtrs::{
 };
 
 use crate::{
-    hosts::{KeyMode, Pair, addresses},
+    host::KeyMode,
+    hosts::{Pair, addresses},
     server,
 };
 

@@ -14,7 +14,7 @@ mod input;
 pub mod nbd;
 pub mod pcap_check;
 mod peers;
-#[path = "../../../rtrs/tests/machine/provider.rs"]
+#[path = "../../../rtrs/tests/support/provider.rs"]
 mod provider;
 pub mod rnbd_server;
 pub mod rtrs_server;

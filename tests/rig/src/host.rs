@@ -13,11 +13,11 @@ use std::{
 
 use rand::{RngCore, SeedableRng, rngs::StdRng};
 use roce::reactor::{Handle, JobResult, JobTicket, Reactor, ReactorConfig, Service, TurnCx};
-use roce::{Completion, DeviceConfig, DeviceStats, LocalDevice};
+use roce::{Completion, DeviceConfig, LocalDevice};
 use roce_verbs::mem::Pages;
 use roce_verbs::{
     Instant,
-    provider::{Event, Provider, QpId},
+    provider::{Event, QpId},
 };
 use rtrs::{
     Error, IoError,
@@ -35,9 +35,6 @@ type Job = Box<dyn FnOnce() + Send>;
 /// Result of a job: memory that a server has requested.
 type Memory = (request::Ticket, Result<Arc<Pages>, roce_verbs::mem::MemError>);
 
-/// Called with the reason when a session is lost.
-type OnDown = Box<dyn FnOnce(&rtrs::PathError) + Send>;
-
 /// Called with the result of an open.
 pub(crate) type Opening = Box<dyn FnOnce(Result<SessionInfo, Error>) + Send>;
 
@@ -53,7 +50,6 @@ pub(crate) struct Seat {
     pub(crate) opening: Option<Opening>,
     pub(crate) requests: BTreeMap<u64, Pending>,
     pub(crate) next_tag: u64,
-    pub(crate) on_down: Vec<OnDown>,
     pub(crate) on_closed: Vec<Box<dyn FnOnce() + Send>>,
 }
 
@@ -118,13 +114,7 @@ impl Machines {
                     self.client.give_buffer(session, data);
                 }
             }
-            Output::Down(id, why) => {
-                let hooks = self.seats.get_mut(&id).map(|s| core::mem::take(&mut s.on_down));
-                for hook in hooks.into_iter().flatten() {
-                    hook(&why);
-                }
-            }
-            Output::Up(..) | Output::Path { .. } => {}
+            Output::Up(..) | Output::Down(..) | Output::Path { .. } => {}
             Output::Closed(id) => {
                 for hook in self.seats.remove(&id).into_iter().flat_map(|s| s.on_closed) {
                     hook();
@@ -278,28 +268,7 @@ impl Host {
     /// # Panics
     /// When the system refuses.
     pub fn open(addr: IpAddr) -> Self {
-        Self::open_all(&[addr])
-    }
-
-    /// A host with a device at each of these addresses.
-    ///
-    /// # Panics
-    /// When the system refuses.
-    pub fn open_all(addrs: &[IpAddr]) -> Self {
-        let configs: Vec<_> = addrs.iter().map(|addr| DeviceConfig::new(*addr)).collect();
-        Self::with_configs(&configs)
-    }
-
-    /// A host whose device is made like this.
-    ///
-    /// # Panics
-    /// When the system refuses.
-    pub fn with_config(config: DeviceConfig) -> Self {
-        Self::with_configs(&[config])
-    }
-
-    fn with_configs(configs: &[DeviceConfig]) -> Self {
-        let device = LocalDevice::open(configs).expect("devices");
+        let device = LocalDevice::open(&[DeviceConfig::new(addr)]).expect("a device");
         let reactor = Reactor::<Machines>::new(ReactorConfig::default()).expect("a loop");
         let handle = reactor.handle();
         let myself = handle.clone();
@@ -360,15 +329,5 @@ impl Host {
             let _ = tell.send(task(machines, turn));
         });
         answer.recv().expect("the loop runs")
-    }
-
-    /// Does something with its devices, on the loop.
-    pub fn provider<T: Send + 'static>(&self, f: impl FnOnce(&mut dyn Provider) -> T + Send + 'static) -> T {
-        self.ask(|_, turn| f(turn.provider()))
-    }
-
-    /// What its device has counted.
-    pub fn stats(&self) -> DeviceStats {
-        self.ask(|_, turn| turn.device.total_stats())
     }
 }

@@ -40,7 +40,6 @@ pub struct Request {
     host: Host,
     shop: usize,
     request: request::Request,
-    session: SessionHandle,
     pages: Option<Arc<Pages>>,
     answered: bool,
 }
@@ -52,19 +51,9 @@ impl fmt::Debug for Request {
 }
 
 impl Request {
-    /// The session.
-    pub fn session(&self) -> &SessionHandle {
-        &self.session
-    }
-
     /// Read or write, seen from the client.
     pub fn direction(&self) -> Direction {
         self.request.direction
-    }
-
-    /// The connection that it came over.
-    pub fn connection(&self) -> u16 {
-        self.request.connection
     }
 
     /// The user's header.
@@ -147,18 +136,14 @@ impl Ops {
                 }
             }
             Output::Request(request) => {
-                let session = self.open.iter().find(|s| s.session == request.key.session);
                 let pages = machine.memory(request.key.session).cloned();
-                if let Some(session) = session.cloned() {
-                    self.user.rdma_request(Request {
-                        host: host.weak(),
-                        shop,
-                        request,
-                        session,
-                        pages,
-                        answered: false,
-                    });
-                }
+                self.user.rdma_request(Request {
+                    host: host.weak(),
+                    shop,
+                    request,
+                    pages,
+                    answered: false,
+                });
             }
             Output::PathUp { .. } | Output::PathDown { .. } | Output::Allocate { .. } | Output::Free(_) => {}
         }
@@ -170,7 +155,6 @@ pub struct Server {
     host: Host,
     shop: usize,
     local: SocketAddr,
-    config: ServerConfig,
 }
 
 impl fmt::Debug for Server {
@@ -187,9 +171,8 @@ impl Server {
     /// # Errors
     /// When it can't.
     pub fn listen(host: &Host, config: ServerConfig, user: Arc<dyn ServerOps>) -> Result<Self, Error> {
-        let wanted = config.clone();
         let listens = host.ask(move |m, turn| {
-            let (machine, local) = m.with(turn, |_, _, cx| Machine::listen(cx, wanted))?;
+            let (machine, local) = m.with(turn, |_, _, cx| Machine::listen(cx, config))?;
             let mut ops = Ops { user, open: Vec::new() };
             let reports = move |host: &Host, shop, machine: &Machine, output| ops.report(host, shop, machine, output);
             m.shops.push(Some(Shop {
@@ -204,18 +187,12 @@ impl Server {
             host: host.clone(),
             shop,
             local,
-            config,
         })
     }
 
     /// Where it listens.
     pub fn local_addr(&self) -> SocketAddr {
         self.local
-    }
-
-    /// Its configuration.
-    pub fn config(&self) -> &ServerConfig {
-        &self.config
     }
 
     fn look<T: Send + 'static>(&self, f: impl FnOnce(&Machine) -> T + Send + 'static) -> Option<T> {
@@ -232,17 +209,6 @@ impl Server {
     /// Sessions that exist, also those still being opened.
     pub fn sessions(&self) -> Vec<SessionSummary> {
         self.look(Machine::sessions).unwrap_or_default()
-    }
-
-    /// Disconnects a session; false when there is none of this number.
-    pub fn close_session(&self, session: request::SessionKey) -> bool {
-        let shop = self.shop;
-        self.host.ask(move |m, turn| {
-            m.with(turn, |_, shops, cx| match shops.get_mut(shop) {
-                Some(Some(shop)) => shop.machine.close_session(cx, session),
-                _ => false,
-            })
-        })
     }
 
     /// Stops listening, disconnects all sessions and waits until their requests are answered.

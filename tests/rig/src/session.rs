@@ -10,9 +10,7 @@ use roce_verbs::mem::Pages;
 use roce_verbs::provider::RangeError;
 use rtrs::{
     Direction, Error, IoError, PathError,
-    client::{
-        Buffer, Client, ConType, PathCommand, PathId, PathStatus, SessionConfig, SessionId, SessionInfo, Submission,
-    },
+    client::{Buffer, Client, ConType, SessionConfig, SessionId, SessionInfo, Submission},
 };
 
 use crate::host::{Host, Opening, Pending, Seat};
@@ -157,33 +155,6 @@ impl Session {
     pub fn state(&self) -> Result<(), PathError> {
         let id = self.id;
         self.host.ask(move |m, _| m.client.state(id))
-    }
-
-    /// Asks for something for the path that was the nth when it was opened.
-    ///
-    /// # Errors
-    /// When that can't be asked now.
-    pub fn path_command(&self, path: u16, command: PathCommand) -> Result<(), Error> {
-        let (id, path) = (self.id, PathId::of_opening(path));
-        self.host
-            .ask(move |m, turn| m.with(turn, |client, _, cx| client.path_command(cx, id, path, command)))
-    }
-
-    /// Its paths as they are.
-    pub fn paths(&self) -> Vec<PathStatus> {
-        let id = self.id;
-        self.host.ask(move |m, _| m.client.paths(id))
-    }
-
-    /// Calls `f` once when it goes down, or now if it is down.
-    pub fn on_down(&self, f: impl FnOnce(&PathError) + Send + 'static) {
-        let id = self.id;
-        self.host
-            .run(move |m, _| match (m.client.state(id), m.seats.get_mut(&id)) {
-                (Ok(()), Some(seat)) => seat.on_down.push(Box::new(f)),
-                (Ok(()), None) => f(&PathError::Closed),
-                (Err(why), _) => f(&why),
-            });
     }
 
     /// A buffer of `len` bytes.

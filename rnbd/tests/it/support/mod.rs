@@ -1,6 +1,6 @@
 //! NBD connections without sockets: clients as queues of bytes, buffers of a session, and a device in memory.
 
-#[path = "../../../../rtrs/tests/machine/provider.rs"]
+#[path = "../../../../rtrs/tests/support/provider.rs"]
 mod provider;
 
 use std::{collections::VecDeque, ops::Range, time::Duration};

@@ -1,22 +1,20 @@
 //! The wire matrix of the handshake: which connection requests and information requests are taken in which state, and what a client
 //! is told. What the kernel's server does is said where ours does something else.
 
-use core::{net::IpAddr, time::Duration};
+use core::time::Duration;
 
 use rtrs::{
     errno,
-    proto::{Imm, InfoReq},
+    proto::Imm,
     server::{ServerConfig, state::PathState},
 };
-use zerocopy::IntoBytes;
 
-use crate::server_bed::{Bed, Client, config};
+use crate::{
+    bed::{Bed, OTHER_ADDRESS, config},
+    hand::{Client, name},
+};
 
 const RESET: Result<(), i32> = Err(errno::ECONNRESET);
-
-fn name(name: &str) -> Vec<u8> {
-    InfoReq::new(name).unwrap().as_bytes().to_vec()
-}
 
 /// Where a path is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -177,27 +175,19 @@ fn two_paths_between_the_same_addresses_are_refused_in_each_state() {
     for at in STATES {
         let mut bed = Bed::new(config());
         let client = path_at(&mut bed, at);
-        let twin = |port| {
-            let mut twin = client.second_path(2);
-            twin.peer = (client.peer.ip(), port).into();
-            twin
-        };
-        // Ports do not count. A path of which nobody knows whether there is a client has no session yet.
+        let mut twin = client.second_path(2);
+        twin.peer = client.peer;
+        // A path of which nobody knows whether there is a client has no session yet.
         let expected = if at == At::HalfOpen {
             errno::ENXIO
         } else {
             errno::EEXIST
         };
-        assert_eq!(twin(50_000).connect(&mut bed, 0), Err(expected), "{at:?}");
+        assert_eq!(twin.connect(&mut bed, 0), Err(expected), "{at:?}");
         finish(&mut bed, at);
-        let mut elsewhere = twin(50_000);
-        elsewhere.local.set_ip(IpAddr::from([192, 0, 2, 9]));
+        twin.local.set_ip(OTHER_ADDRESS);
         if matches!(at, At::Opening | At::Up) {
-            assert_eq!(
-                elsewhere.connect(&mut bed, 0),
-                Ok(()),
-                "to another address of ours: {at:?}"
-            );
+            assert_eq!(twin.connect(&mut bed, 0), Ok(()), "to another address of ours: {at:?}");
         }
     }
 }
@@ -253,6 +243,19 @@ fn connections_come_in_any_order_after_the_first_and_once() {
     assert!(client.informed(&mut bed));
     assert_eq!(client.clone().connect(&mut bed, 2), RESET, "after the handshake");
     assert!(!client.is_gone(&bed));
+}
+
+#[test]
+fn a_client_with_many_processors_and_a_deep_queue_gets_in() {
+    let mut bed = Bed::new(ServerConfig {
+        queue_depth: 4096,
+        ..config()
+    });
+    let mut client = Client {
+        connections: 257,
+        ..Client::new(1)
+    };
+    assert_eq!(client.connect(&mut bed, 0), Ok(()));
 }
 
 #[test]

@@ -3,25 +3,19 @@
 use core::{cell::RefCell, net::IpAddr, time::Duration};
 
 use proptest::{prelude::*, test_runner::TestRunner};
-use roce_verbs::{
-    WcStatus,
-    provider::{CmKind, NoAnswer},
-};
+use roce_verbs::SendOp;
 use rtrs::{
     errno,
-    proto::{Imm, InfoReq, IoReply, MsgFlags, RdmaRead, RdmaWrite, RkeyRsp, SgDesc},
+    proto::{Imm, IoReply, MsgFlags, RdmaRead, RdmaWrite, RkeyRsp, SgDesc},
     server::ServerConfig,
 };
 use zerocopy::IntoBytes;
 
 use crate::{
-    provider::Keys,
-    server_bed::{Bed, CHUNK, Client, DEPTH, config, fixed_keys},
+    bed::{Bed, CHUNK, DEPTH, config, fixed_keys},
+    hand::{Client, name},
+    host::KeyMode,
 };
-
-fn name(name: &str) -> Vec<u8> {
-    InfoReq::new(name).unwrap().as_bytes().to_vec()
-}
 
 fn still_serves(bed: &mut Bed) {
     assert!(bed.server.sessions().is_empty());
@@ -99,22 +93,18 @@ const AFTER_HANDSHAKE: &[Case] = &[
         c.announce(bed, 2, 10);
     }),
     ("a SEND on an I/O connection", |c, bed| {
-        let qp = c.qp(bed, 1);
-        bed.provider.deliver(qp, b"", None);
-        bed.turn();
+        c.send(bed, 1, SendOp::Send, b"hello");
     }),
     ("a SEND with immediate data on an I/O connection", |c, bed| {
-        let qp = c.qp(bed, 1);
-        bed.provider.deliver(qp, b"", Some(Imm::IoReq(0).encode()));
-        bed.turn();
+        c.send(bed, 1, SendOp::SendWithImm(Imm::IoReq(0).encode()), b"");
     }),
     ("a second information request", |c, bed| {
         c.inform(bed, &name("other"));
     }),
 ];
 
-fn cases(config: ServerConfig, device: Keys) {
-    let mut bed = Bed::with(config, &[device]);
+fn cases(config: ServerConfig, keys: KeyMode) {
+    let mut bed = Bed::with(config, keys);
     for (i, (what, bad)) in AFTER_HANDSHAKE.iter().enumerate() {
         let client = Client::opened(&mut bed, 1, "bad");
         bad(&client, &mut bed);
@@ -135,33 +125,32 @@ fn cases(config: ServerConfig, device: Keys) {
 
 #[test]
 fn a_client_that_breaks_the_protocol_with_new_keys() {
-    for device in [Keys::INSTANT, Keys::QUEUED, Keys::WINDOWS] {
-        cases(config(), device);
+    for keys in KeyMode::CLOSABLE {
+        cases(config(), keys);
     }
 }
 
 #[test]
 fn a_client_that_breaks_the_protocol_with_fixed_keys() {
-    cases(fixed_keys(), Keys::INSTANT);
+    cases(fixed_keys(), KeyMode::Instant);
 }
 
 #[test]
 fn keys_open_nothing_to_other_sessions() {
     let mut bed = Bed::new(config());
-    let mine = Client::opened(&mut bed, 1, "mine");
+    let mut mine = Client::opened(&mut bed, 1, "mine");
     let mut other = Client::opened(&mut bed, 2, "other");
     other.chunks.clone_from(&mine.chunks);
     assert!(!other.write(&mut bed, 0, 0, b"evil"));
-    // What a transport makes of it: the queue pair fails, and the client is told.
-    bed.provider.fail_qp(other.qp(&bed, 1), WcStatus::FlushError);
     other.leave(&mut bed);
+    assert!(other.is_gone(&bed));
     assert_eq!(bed.news()[0], "path down: the peer used a key that it had no right to");
     assert_eq!(bed.server.counters().access_errors, 1);
-    assert!(mine.write(&mut bed, 0, 0, b"fine"));
-    // As it shows when the refused WRITE has taken a receive.
-    bed.provider.fail_qp(mine.qp(&bed, 1), WcStatus::LocalAccessError);
-    bed.turn();
-    assert_eq!(bed.server.counters().access_errors, 2);
+    mine.send_write(&mut bed, 0, b"fine", b"h");
+    let request = bed.request();
+    bed.answer(request.key, 0);
+    assert_eq!(mine.answers(&mut bed, 1).len(), 1);
+    mine.leave(&mut bed);
     bed.outputs.clear();
     still_serves(&mut bed);
 }
@@ -178,7 +167,9 @@ fn whoever_tries_keys_again_and_again_has_to_wait() {
             continue;
         }
         client.connect(&mut bed, 1).unwrap();
-        bed.provider.violate(client.qp(&bed, 1));
+        client.inform(&mut bed, &name("bad"));
+        assert!(client.informed(&mut bed));
+        assert!(!client.write_by(&mut bed, 0, 0, b"evil", 0xff));
         client.leave(&mut bed);
     }
     assert!(refused > 0, "nothing slows it down");
@@ -258,7 +249,8 @@ fn connection_requests_that_can_not_be() {
         Err(errno::ECONNRESET),
         "after the handshake"
     );
-    assert_eq!(bed.server.counters().connections_refused, 12);
+    let counters = bed.server.counters();
+    assert_eq!((counters.connections_refused, counters.refused_connections), (12, 1));
     assert!(!client.is_gone(&bed));
 }
 
@@ -276,6 +268,7 @@ fn handshakes_that_go_wrong() {
         ("another type", spoilt(0, 1)),
         ("a slash in the name", spoilt(3, b'/')),
         ("no name", spoilt(2, 0)),
+        ("a name without end", [&good[..2], &[b'x'; 255], &good[257..]].concat()),
     ] {
         let mut client = Client::new(1);
         client.connect_all(&mut bed);
@@ -295,7 +288,7 @@ fn handshakes_that_go_wrong() {
     client.imm(&mut bed, 0, Imm::HbMsg.encode());
     assert!(client.is_gone(&bed), "an RDMA WRITE instead of the information request");
     let counters = bed.server.counters();
-    assert_eq!((counters.sessions_opened, counters.protocol_errors), (0, 7));
+    assert_eq!((counters.sessions_opened, counters.protocol_errors), (0, 8));
     assert!(bed.news().is_empty());
     still_serves(&mut bed);
 }
@@ -310,11 +303,20 @@ fn handshakes_that_are_not_finished_end() {
     half_open.ask(&mut bed, 0, half_open.request(0)).unwrap();
     let mut opening = Client::new(2);
     opening.connect(&mut bed, 0).unwrap();
-    bed.wait(Duration::from_millis(2900));
-    assert!(!half_open.is_gone(&bed) && !opening.is_gone(&bed));
+    // However many connections it makes on the way.
+    let mut slow = Client {
+        connections: 60,
+        ..Client::new(3)
+    };
+    for cid in 0..29 {
+        slow.connect(&mut bed, cid).unwrap();
+        bed.wait(Duration::from_millis(99));
+    }
+    assert!([&half_open, &opening, &slow].iter().all(|client| !client.is_gone(&bed)));
     bed.wait(Duration::from_millis(200));
-    assert!(half_open.is_gone(&bed) && opening.is_gone(&bed));
-    assert_eq!(bed.server.counters().handshakes_lost, 2);
+    // A client whose address is not proved is not told.
+    assert!(opening.is_gone(&bed) && slow.is_gone(&bed));
+    assert_eq!(bed.server.counters().handshakes_lost, 3);
     still_serves(&mut bed);
 }
 
@@ -326,53 +328,61 @@ fn further_connections_wait_for_the_first() {
     client.connections = 3;
     client.ask(&mut bed, 0, client.request(0)).unwrap();
     for cid in [1, 2] {
-        let cm = client.ask(&mut bed, cid, client.request(cid)).unwrap();
-        assert!(bed.provider.cms[&cm].qp.is_none());
+        client.ask(&mut bed, cid, client.request(cid)).unwrap();
+        assert!(client.accepted(&mut bed, cid).is_none());
     }
     // The client gives one of them up.
-    bed.provider
-        .tell(client.cms[&2], CmKind::Unreachable(NoAnswer::Timeout));
-    bed.turn();
-    assert!(!bed.provider.cms.contains_key(&client.cms[&2]));
-    let private_data = Vec::new();
-    bed.provider.tell(client.cms[&0], CmKind::Established { private_data });
-    bed.turn();
-    assert!(bed.provider.cms[&client.cms[&1]].qp.is_some());
+    client.forget(&mut bed, 2);
+    client.establish(&mut bed);
+    assert!(client.accepted(&mut bed, 1).is_some());
     client.connect(&mut bed, 2).unwrap();
     client.inform(&mut bed, &name("s1"));
     assert!(client.informed(&mut bed));
     assert_eq!(bed.server.counters().requests_held, 2);
     // Connection 1 is one of the path's, and the client ends the path by it.
     bed.news();
-    bed.provider.tell(client.cms[&1], CmKind::Disconnected);
+    client.disconnect(&mut bed, 1);
     bed.turn();
     assert_eq!(bed.news()[0], "path down: the peer disconnected");
     assert!(client.is_gone(&bed));
     bed.is_clean();
+}
 
-    // They go with their path.
-    let mut lost = Client::new(2);
-    for cid in 0..2 {
-        lost.ask(&mut bed, cid, lost.request(cid)).unwrap();
+/// Which are given up with their path: before anybody knows that there is a client, and just when that is known.
+#[test]
+fn further_connections_go_with_the_first() {
+    for established in [false, true] {
+        let mut bed = Bed::new(config());
+        let mut lost = Client::new(2);
+        lost.connections = 3;
+        for cid in 0..3 {
+            lost.ask(&mut bed, cid, lost.request(cid)).unwrap();
+        }
+        lost.disconnect(&mut bed, 0);
+        if established {
+            lost.establish(&mut bed);
+        }
+        bed.turn();
+        assert!(lost.is_gone(&bed), "established: {established}");
+        bed.is_clean();
+        assert!(bed.news().is_empty());
+        Client::opened(&mut bed, 1, "s1");
     }
-    bed.provider.tell(lost.cms[&0], CmKind::Unreachable(NoAnswer::Timeout));
-    bed.turn();
-    assert!(lost.is_gone(&bed));
 }
 
 #[test]
 fn strangers_get_little_and_give_way() {
     let mut bed = Bed::new(config());
-    let before = bed.provider.usage();
+    let before = bed.host.usage();
     let mut strangers: Vec<Client> = Vec::new();
     for n in 0..300u16 {
         let mut stranger = Client::new(1);
-        stranger.peer.set_ip(IpAddr::from([10, 1, (n >> 8) as u8, n as u8]));
+        stranger.peer = IpAddr::from([10, 1, (n >> 8) as u8, n as u8]);
         (stranger.session.0[0], stranger.session.0[1]) = (n as u8, (n >> 8) as u8);
         stranger.ask(&mut bed, 0, stranger.request(0)).unwrap();
         strangers.push(stranger);
     }
-    let usage = bed.provider.usage();
+    let usage = bed.host.usage();
     assert_eq!((usage.mrs, usage.keys, usage.qps), (before.mrs, before.keys, 256));
     assert_eq!(bed.server.counters().half_open_gave_way, 44);
     assert!(strangers[..44].iter().all(|s| s.is_gone(&bed)));
@@ -390,7 +400,7 @@ fn limits_refuse_and_give_back() {
     });
     let from = |n: u8, peer: u8| {
         let mut client = Client::new(n);
-        client.peer.set_ip(IpAddr::from([10, 0, 0, peer]));
+        client.peer = IpAddr::from([10, 0, 0, peer]);
         client
     };
     let mut first = from(1, 1);
@@ -414,12 +424,12 @@ fn limits_refuse_and_give_back() {
     // Both asked in time, but one was faster.
     second.leave(&mut bed);
     let (mut fast, mut slow) = (first.second_path(11), first.second_path(12));
-    let cms = [&mut fast, &mut slow].map(|c| c.ask(&mut bed, 0, c.request(0)).unwrap());
-    for cm in cms {
-        let private_data = Vec::new();
-        bed.provider.tell(cm, CmKind::Established { private_data });
+    for client in [&mut fast, &mut slow] {
+        client.ask(&mut bed, 0, client.request(0)).unwrap();
     }
-    bed.turn();
+    for client in [&fast, &slow] {
+        client.establish(&mut bed);
+    }
     assert!(!fast.is_gone(&bed) && slow.is_gone(&bed));
     assert_eq!(bed.server.counters().refused_paths, 2);
     bed.stop();

@@ -5,13 +5,10 @@ use core::time::Duration;
 use std::collections::BTreeSet;
 
 use proptest::prelude::*;
-use roce_verbs::{
-    Instant, WcStatus,
-    provider::{CmKind, CmRef},
-};
+use roce_verbs::{Instant, RemoteAddr, SendOp};
 use rtrs::{
     PACKET_LIFETIME,
-    proto::{Imm, InfoReq, RdmaWrite},
+    proto::{Imm, RdmaWrite},
     server::{
         ServerConfig,
         request::{Output, RequestKey},
@@ -20,8 +17,10 @@ use rtrs::{
 use zerocopy::IntoBytes;
 
 use crate::{
-    provider::{Faults, Keys, Scripted, Usage},
-    server_bed::{Bed, Client, config},
+    bed::{Bed, address, config},
+    faulty::Faults,
+    hand::{Client, name},
+    host::KeyMode,
 };
 
 #[derive(Clone, Copy, Debug)]
@@ -70,7 +69,8 @@ fn clients() -> Vec<Client> {
     let mut second = first.second_path(2);
     second.first = true;
     let mut third = first.second_path(3);
-    (third.first, third.device) = (true, 1);
+    third.first = true;
+    third.local.set_ip(address(1));
     vec![first, second, third, Client::new(4), Client::new(5)]
 }
 
@@ -94,14 +94,13 @@ struct World {
 }
 
 impl World {
-    fn new(keys: Keys, always_invalidate: bool) -> Self {
+    fn new(keys: KeyMode, always_invalidate: bool) -> Self {
         let config = ServerConfig {
             always_invalidate,
             ..config()
         };
-        let mut provider = Scripted::new(&[keys, Keys::INSTANT]);
-        provider.auto_drain = false;
-        let mut bed = Bed::on(config, provider);
+        let mut bed = Bed::over(config, keys, 2);
+        bed.host.fabric.hold_drains = true;
         bed.hold_memory = true;
         Self {
             bed,
@@ -117,50 +116,37 @@ impl World {
         }
     }
 
-    /// A connection of a client that can still receive.
-    fn receives(&self, who: usize, cid: u16) -> bool {
-        let cm = self.clients[who].cms.get(&cid);
-        let qp = cm.and_then(|cm| self.bed.provider.cms.get(cm)?.qp);
-        qp.is_some_and(|qp| self.bed.provider.recvs(qp) > 0)
-    }
-
-    fn living(&self, who: usize) -> Vec<CmRef> {
-        let cms = self.clients[who].cms.values().copied();
-        cms.filter(|cm| self.bed.provider.cms.contains_key(cm)).collect()
+    /// A connection of a client by which messages get to the server.
+    fn is_open(&mut self, who: usize, cid: u16) -> bool {
+        let client = &self.clients[who];
+        !client.has_lost(&self.bed, cid) && client.accepted(&mut self.bed, cid).is_some()
     }
 
     fn step(&mut self, who: usize, arg: u16, op: Op) {
-        let cms = self.living(who);
         let (bed, chunk) = (&mut self.bed, arg % 3);
         let client = &mut self.clients[who];
-        if cms.is_empty() {
-            client.cms.clear();
+        if client.is_gone(bed) {
+            client.cons.clear();
             client.chunks.clear();
             self.under_way[who].clear();
             self.asked[who] = None;
         }
         match op {
-            Op::Ask if client.cms.len() < 2 => {
-                let cid = client.cms.len() as u16;
+            Op::Ask if client.cons.len() < 2 => {
+                let cid = client.cons.len() as u16;
                 let _ = client.ask(bed, cid, client.request(cid));
             }
-            Op::Establish => {
-                for cm in cms {
-                    let private_data = Vec::new();
-                    if bed.provider.cms[&cm].qp.is_some() {
-                        bed.provider.tell(cm, CmKind::Established { private_data });
-                    }
-                }
-            }
-            Op::Leave => cms.iter().for_each(|cm| bed.provider.tell(*cm, CmKind::Disconnected)),
+            Op::Establish => client.establish(bed),
+            Op::Leave if client.cons.contains_key(&0) => client.leave(bed),
             Op::Answer(oldest) if !self.with_user.is_empty() && (!self.slow || arg.is_multiple_of(4)) => {
                 let last = self.with_user.len() - 1;
                 let (key, _) = self.with_user.remove(if oldest { 0 } else { last });
                 bed.answer(key, i32::from(arg % 3));
             }
-            Op::Drained if !bed.provider.draining.is_empty() => {
-                let qp = bed.provider.draining[usize::from(arg) % bed.provider.draining.len()];
-                bed.provider.finish_drain(qp);
+            Op::Drained if !bed.host.fabric.draining.is_empty() => {
+                let draining = &bed.host.fabric.draining;
+                let qp = draining[usize::from(arg) % draining.len()];
+                bed.host.fabric.finish_drain(qp);
             }
             Op::Memory(there) if bed.outputs.iter().any(|o| matches!(o, Output::Allocate { .. })) => {
                 bed.memory(there);
@@ -174,22 +160,21 @@ impl World {
             }
             Op::Fault(what) => {
                 let left = Some(usize::from(arg % 12));
-                let faults = &mut bed.provider.faults;
+                let faults = &mut bed.host.fabric.faults;
                 *[&mut faults.keys, &mut faults.registrations, &mut faults.qps][usize::from(what)] = left;
             }
             _ => self.send(who, chunk, op),
         }
         self.bed.turn();
         if !matches!(op, Op::Fault(_)) {
-            self.bed.provider.faults = Faults::default();
+            self.bed.host.fabric.faults = Faults::default();
         }
         self.look();
     }
 
-    /// What takes a queue pair that receives.
+    /// What takes a connection.
     fn send(&mut self, who: usize, chunk: u16, op: Op) {
-        let service = self.receives(who, 0);
-        let io = self.receives(who, 1);
+        let (service, io) = (self.is_open(who, 0), self.is_open(who, 1));
         let (bed, client) = (&mut self.bed, &self.clients[who]);
         let ready = io && !client.chunks.is_empty();
         // Requests of several paths may wait in a chunk: each path has a place of its own there, or headers would be another's.
@@ -203,16 +188,14 @@ impl World {
                     .iter()
                     .filter(|(_, of)| self.clients[*of].session == session);
                 self.before[who] = same.map(|(key, _)| *key).collect();
-                let name = format!("s{}", client.session);
-                client.inform(bed, InfoReq::new(&name).unwrap().as_bytes());
+                client.inform(bed, &name(&format!("s{}", client.session)));
             }
             Op::Again if service && !ready => client.inform(bed, b"again"),
+            // A connection whose WRITE the transport refuses has failed.
             Op::Write if ready && self.under_way[who].insert(chunk) => {
                 let bytes = [&[who as u8], RdmaWrite::new(1).as_bytes()].concat();
-                match client.write(bed, chunk, write_at, &bytes) {
-                    true => client.announce(bed, chunk, write_at + 1),
-                    // The transport ends a connection whose WRITE it refuses.
-                    false => bed.provider.fail_qp(client.qp(bed, 1), WcStatus::FlushError),
+                if client.write(bed, chunk, write_at, &bytes) {
+                    client.announce(bed, chunk, write_at + 1);
                 }
             }
             Op::Read if ready && self.under_way[who].insert(chunk) && client.write(bed, chunk, read_at, b"x") => {
@@ -226,15 +209,14 @@ impl World {
                 }
             }
             Op::Imm(imm) if io => client.imm(bed, 1, imm),
-            Op::Fail(flushed) if io => {
-                let status = if flushed {
-                    WcStatus::FlushError
-                } else {
-                    WcStatus::RetryExceeded
-                };
-                bed.provider.fail_qp(client.qp(bed, 1), status);
+            Op::Fail(silent) if io => {
+                let last = bed.host.fabric.accepted.last().copied();
+                match last.filter(|_| silent) {
+                    Some(qp) => bed.break_qp(qp),
+                    None => drop(client.send(bed, 1, SendOp::Send, b"too long")),
+                }
             }
-            Op::Violate if io => bed.provider.violate(client.qp(bed, 1)),
+            Op::Violate if io => drop(client.send(bed, 1, SendOp::Write(RemoteAddr::default()), b"evil")),
             _ => {}
         }
     }
@@ -275,7 +257,7 @@ impl World {
             assert!(self.closed <= self.opened);
         }
         for who in 0..self.clients.len() {
-            if self.receives(who, 0) && self.clients[who].chunks.is_empty() {
+            if self.is_open(who, 0) && self.clients[who].chunks.is_empty() {
                 let is_in = self.clients[who].informed(&mut self.bed);
                 assert!(
                     !is_in || !self.has_late_requests(who),
@@ -287,7 +269,7 @@ impl World {
                     "{who} may write where the user was at work when it asked"
                 );
             }
-            if self.receives(who, 1) && !self.clients[who].chunks.is_empty() {
+            if self.is_open(who, 1) && !self.clients[who].chunks.is_empty() {
                 for reply in self.clients[who].answers(&mut self.bed, 1) {
                     self.under_way[who].remove(&(reply.msg_id as u16));
                 }
@@ -298,8 +280,7 @@ impl World {
     /// Whether the user has requests of lost paths of a client's session.
     fn has_late_requests(&self, who: usize) -> bool {
         let session = self.clients[who].session;
-        let lost = |cm: &CmRef| self.bed.provider.cms[cm].disconnected;
-        let late = |of: usize| self.clients[of].session == session && self.living(of).iter().any(lost);
+        let late = |of: usize| self.clients[of].session == session && self.clients[of].has_lost(&self.bed, 1);
         self.with_user.iter().any(|(_, of)| late(*of))
     }
 
@@ -307,9 +288,8 @@ impl World {
     fn end(&mut self) {
         self.bed.call(|server, cx| server.stop(cx));
         self.look();
-        while let Some(qp) = self.bed.provider.draining.first().copied() {
-            self.bed.provider.finish_drain(qp);
-            self.bed.turn();
+        while !self.bed.host.fabric.draining.is_empty() {
+            self.bed.finish_drains();
             self.look();
         }
         for (key, _) in core::mem::take(&mut self.with_user) {
@@ -317,7 +297,7 @@ impl World {
         }
         self.look();
         assert!(self.bed.server.is_idle(), "{:?}", self.bed.server.sessions());
-        assert_eq!(self.bed.provider.usage(), Usage::default());
+        assert_eq!(self.bed.host.usage(), Default::default());
         assert_eq!(self.opened, self.closed);
     }
 }
@@ -331,7 +311,7 @@ const OPEN: [Op; 6] = [
     Op::Inform,
 ];
 
-fn play(steps: Vec<(usize, u16, Op)>, keys: Keys, always_invalidate: bool, open: usize, slow: bool) {
+fn play(steps: Vec<(usize, u16, Op)>, keys: KeyMode, always_invalidate: bool, open: usize, slow: bool) {
     let mut world = World::new(keys, always_invalidate);
     world.slow = slow;
     for who in 0..open {
@@ -346,7 +326,7 @@ fn play(steps: Vec<(usize, u16, Op)>, keys: Keys, always_invalidate: bool, open:
 /// A client that answers 268 ms after another path has asked has not given up its requests.
 #[test]
 fn who_lives_is_not_waited_for() {
-    let mut world = World::new(Keys::INSTANT, false);
+    let mut world = World::new(KeyMode::Instant, false);
     OPEN.into_iter().for_each(|op| world.step(0, 0, op));
     world.step(0, 0, Op::Write);
     for op in [
@@ -371,7 +351,7 @@ fn who_lives_is_not_waited_for() {
 /// How often the interesting things happen, so that the steps do not wear out unnoticed.
 #[test]
 fn the_steps_get_somewhere() {
-    let mut world = World::new(Keys::INSTANT, true);
+    let mut world = World::new(KeyMode::Instant, true);
     for who in 0..3 {
         OPEN.into_iter().for_each(|op| world.step(who, 0, op));
         assert!(!world.clients[who].chunks.is_empty(), "path {who}");
@@ -398,12 +378,7 @@ proptest! {
     #[test]
     fn whatever_happens_nothing_is_lost(
         steps in proptest::collection::vec((0usize..5, any::<u16>(), op()), 1..300),
-        keys in prop_oneof![
-            Just(Keys::INSTANT),
-            Just(Keys::QUEUED),
-            Just(Keys::WINDOWS),
-            Just(Keys::STATIC)
-        ],
+        keys in proptest::sample::select(&KeyMode::ALL[..]),
         always_invalidate in any::<bool>(),
         open in 0usize..4,
         slow in any::<bool>(),

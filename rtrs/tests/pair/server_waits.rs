@@ -4,7 +4,10 @@ use core::time::Duration;
 
 use rtrs::{PACKET_LIFETIME, proto::Imm, server::request::Request};
 
-use crate::server_bed::{Bed, Client, config};
+use crate::{
+    bed::{Bed, config},
+    hand::{Client, name},
+};
 
 const SOON: Duration = Duration::from_millis(1);
 
@@ -16,13 +19,12 @@ fn asks() -> (Bed, Client, Request, Client) {
     let request = bed.request();
     let mut next = first.second_path(2);
     next.connect_all(&mut bed);
-    next.inform(&mut bed, &crate::name("s1"));
+    next.inform(&mut bed, &name("s1"));
     (bed, first, request, next)
 }
 
-/// Questions that the server has sent to a client.
 fn questions(bed: &mut Bed, client: &Client) -> usize {
-    bed.provider.take_sends(client.qp(bed, 0)).len()
+    client.messages(bed, 0).len()
 }
 
 #[test]

@@ -7,7 +7,10 @@ use rtrs::{
     stats::RdmaStats,
 };
 
-use crate::server_bed::{Bed, Client, config};
+use crate::{
+    bed::{Bed, config},
+    hand::{Client, name},
+};
 
 fn paths(bed: &Bed) -> Vec<PathListing> {
     let mut sessions = bed.server.listing();
@@ -31,7 +34,7 @@ fn sessions_are_listed_with_their_paths() {
     assert_eq!((path.state, path.connections, path.made), (PathState::Connecting, 3, 1));
     first.connect(&mut bed, 1).unwrap();
     first.connect(&mut bed, 2).unwrap();
-    first.inform(&mut bed, rtrs_name("s1").as_slice());
+    first.inform(&mut bed, &name("s1"));
     assert!(first.informed(&mut bed));
     let mut second = first.second_path(3);
     second.open(&mut bed, "s1");
@@ -43,7 +46,7 @@ fn sessions_are_listed_with_their_paths() {
     };
     for (path, client) in [(one, &first), (two, &second)] {
         assert_eq!(
-            (path.uuid, path.client, path.server),
+            (path.uuid, path.client.ip(), path.server),
             (client.path, client.peer, client.local.ip())
         );
         assert_eq!(
@@ -53,11 +56,6 @@ fn sessions_are_listed_with_their_paths() {
         assert_eq!((path.rdma, path.requests), (RdmaStats::default(), 0));
     }
     assert_ne!(one.path, two.path);
-}
-
-fn rtrs_name(name: &str) -> Vec<u8> {
-    use zerocopy::IntoBytes;
-    rtrs::proto::InfoReq::new(name).unwrap().as_bytes().to_vec()
 }
 
 #[test]

@@ -1,52 +1,41 @@
-//! The server's state machine on a provider that does what the test says.
-
-mod provider;
-mod server_admin;
-mod server_bed;
-mod server_chaos;
-mod server_lies;
-mod server_matrix;
-mod server_waits;
+//! The server, with clients by hand.
 
 use core::time::Duration;
 
 use roce_verbs::{
-    RKey, RemoteAddr, SendOp, WcStatus,
-    provider::{CmKind, DeviceIx, Event},
+    RemoteAddr, SendOp,
+    provider::{DeviceIx, Event},
     wr::PostError,
 };
 use rtrs::{
     Direction,
     admission::AccessList,
     errno,
-    proto::{Imm, InfoReq, IoReply},
+    proto::{Imm, IoReply},
     server::{ServerConfig, request::Ticket},
 };
-use zerocopy::IntoBytes;
 
-use provider::{Keys, Posted, Scripted};
-use server_bed::{Bed, CHUNK, Client, DEPTH, config, dest};
-
-const ALL_KEYS: [Keys; 4] = [Keys::INSTANT, Keys::QUEUED, Keys::WINDOWS, Keys::STATIC];
-
-fn name(name: &str) -> Vec<u8> {
-    InfoReq::new(name).unwrap().as_bytes().to_vec()
-}
+use crate::{
+    bed::{Bed, CHUNK, DEPTH, address, config},
+    faulty::{Faulty, Posted},
+    hand::{Client, name},
+    host::KeyMode,
+};
 
 #[test]
 fn a_session_is_opened_used_and_closed_with_each_kind_of_keys() {
     for always_invalidate in [true, false] {
-        for device in ALL_KEYS {
+        for keys in KeyMode::ALL {
             let config = ServerConfig {
                 always_invalidate,
                 ..config()
             };
-            let mut bed = Bed::with(config, &[device]);
+            let mut bed = Bed::with(config, keys);
             let mut client = Client::new(1);
             client.open(&mut bed, "s1");
             assert_eq!(bed.news(), ["opened s1", "path up"]);
-            let renewed = always_invalidate && device != Keys::STATIC;
-            assert_eq!(client.has_new_keys(), renewed, "{device:?}");
+            let renewed = always_invalidate && keys != KeyMode::Static;
+            assert_eq!(client.has_new_keys(&mut bed), renewed, "{keys:?}");
             for round in 0..3 {
                 write_and_read(&mut bed, &mut client, renewed, round);
             }
@@ -62,6 +51,7 @@ fn a_session_is_opened_used_and_closed_with_each_kind_of_keys() {
 }
 
 fn write_and_read(bed: &mut Bed, client: &mut Client, renewed: bool, round: u8) {
+    let before = client.chunks[3].rkey;
     client.send_write(bed, 3, &[round; 100], b"where to");
     let request = bed.request();
     assert_eq!(
@@ -88,36 +78,38 @@ fn write_and_read(bed: &mut Bed, client: &mut Client, renewed: bool, round: u8) 
     assert!(bed.server.write_data(request.key, 1, &[0; 64]).is_err());
     bed.answer(request.key, 0);
     assert!(bed.server.write_data(request.key, 0, &[0]).is_err(), "it is answered");
-    let qp = client.qp(bed, 1);
-    let sends = bed.provider.log.clone();
-    let sent = |op: SendOp| {
-        sends
-            .iter()
-            .any(|(of, p)| *of == qp && matches!(p, Posted::Send { op: o, .. } if *o == op))
-    };
-    let remote = RemoteAddr {
-        addr: dest(64).addr.get(),
-        rkey: RKey(7),
-    };
-    assert!(sent(SendOp::Write(remote)) && sent(SendOp::SendWithInv(RKey(7))));
+    assert_eq!(client.data(bed, 64), [round + 1; 64]);
     assert_eq!(client.answers(bed, 1), [ok(true)]);
-    let key_changes = sends.iter().any(|(_, p)| matches!(p, Posted::Grant(..)));
-    assert_eq!(key_changes, renewed);
+    assert_eq!(client.chunks[3].rkey != before, renewed);
 }
 
+/// Nobody changes what the user reads, nor uses a chunk by its former key.
 #[test]
 fn a_chunk_is_closed_while_its_request_is_worked_on() {
-    for device in [Keys::INSTANT, Keys::QUEUED, Keys::WINDOWS] {
-        let mut bed = Bed::with(config(), &[device]);
-        let mut client = Client::opened(&mut bed, 1, "s1");
-        client.send_write(&mut bed, 2, b"data", b"header");
-        let request = bed.request();
-        assert!(!client.write(&mut bed, 2, 0, b"evil"), "{device:?}");
-        assert!(client.write(&mut bed, 1, 0, b"fine"), "other chunks are open");
-        bed.answer(request.key, 0);
-        assert!(!client.write(&mut bed, 2, 0, b"evil"), "by its former key");
-        client.answers(&mut bed, 1);
-        assert!(client.write(&mut bed, 2, 0, b"more"));
+    for keys in KeyMode::CLOSABLE {
+        for answered in [false, true] {
+            let mut bed = Bed::with(config(), keys);
+            let client = Client::opened(&mut bed, 1, "s1");
+            client.send_write(&mut bed, 2, b"data", b"header");
+            let request = bed.request();
+            assert!(client.write(&mut bed, 1, 0, b"fine"), "other chunks are open");
+            if answered {
+                bed.answer(request.key, 0);
+            }
+            assert!(!client.write(&mut bed, 2, 0, b"evil"), "{keys:?}");
+            if !answered {
+                let mut data = [0; 4];
+                let memory = bed.server.memory(request.key.session).unwrap();
+                memory.read(request.data_offset, &mut data).unwrap();
+                assert_eq!(&data, b"data");
+                bed.answer(request.key, 0);
+            }
+            // Where nothing says why the queue pair has failed, the server gives the client a moment to leave.
+            bed.wait(Duration::from_secs(3));
+            assert_eq!(bed.news()[0], "path down: the peer used a key that it had no right to");
+            assert_eq!(bed.server.counters().access_errors, 1, "{keys:?}");
+            bed.is_clean();
+        }
     }
 }
 
@@ -128,23 +120,13 @@ fn the_user_answers_once_and_by_errno() {
     let mut answer = |bed: &mut Bed, errno| {
         client.send_read(bed, 0, 64, b"h", true);
         let request = bed.request();
+        bed.server.write_data(request.key, 0, &[errno as u8 | 1; 64]).unwrap();
         bed.answer(request.key, errno);
         bed.answer(request.key, 0);
-        let qp = client.qp(bed, 1);
-        let data = bed.provider.log.iter().any(|(of, p)| {
-            *of == qp
-                && matches!(
-                    p,
-                    Posted::Send {
-                        op: SendOp::Write(_),
-                        ..
-                    }
-                )
-        });
         let answers = client.answers(bed, 1);
         assert_eq!(answers.len(), 1);
         assert!(answers[0].invalidated, "a read that fails ends its key all the same");
-        (answers[0].errno, data)
+        (answers[0].errno, client.data(bed, 64)[0] == errno as u8 | 1)
     };
     assert_eq!(answer(&mut bed, 28), (28, false));
     assert_eq!(answer(&mut bed, -30), (30, false));
@@ -153,28 +135,23 @@ fn the_user_answers_once_and_by_errno() {
     assert_eq!(bed.server.sessions()[0].requests, 0);
 }
 
+/// A client that sends as soon as it has its answer finds a receive.
 #[test]
 fn receives_are_back_before_answers_leave() {
     let mut bed = Bed::new(config());
     let client = Client::opened(&mut bed, 1, "s1");
-    let qp = client.qp(&bed, 1);
-    assert_eq!(bed.provider.recvs(qp), DEPTH as usize);
-    for chunk in 0..DEPTH as u16 {
-        client.send_write(&mut bed, chunk, b"data", b"header");
-        assert_eq!(bed.provider.recvs(qp), DEPTH as usize);
-    }
+    (0..DEPTH as u16).for_each(|chunk| client.send_write(&mut bed, chunk, b"data", b"header"));
     let keys: Vec<_> = bed.requests().iter().map(|r| r.key).collect();
-    bed.provider.take_log();
     // The turn in which the requests are answered brings a message over each connection.
     for cid in [0, 1] {
-        let payload = client.layout().pack(0, 10);
+        let payload = client.layout(&mut bed).pack(0, 10);
         let imm = if cid == 0 { Imm::HbMsg } else { Imm::IoReq(payload) };
         bed.answer_later(keys[usize::from(cid)], 0);
-        bed.provider.deliver_imm(client.qp(&bed, cid), imm.encode());
-        bed.turn();
-        let log = bed.provider.take_log();
-        let back = log.iter().position(|(_, p)| matches!(p, Posted::Recvs(1)));
-        let sent = log.iter().position(|(_, p)| matches!(p, Posted::Send { .. }));
+        bed.host.fabric.log = Some(Vec::new());
+        client.imm(&mut bed, cid, imm.encode());
+        let log = bed.host.fabric.log.take().unwrap();
+        let back = log.iter().position(|posted| *posted == Posted::Recvs(1));
+        let sent = log.iter().position(|posted| matches!(posted, Posted::Send { .. }));
         assert!(back.is_some() && back < sent, "{cid}: {log:?}");
     }
 }
@@ -187,16 +164,13 @@ fn answers_of_a_turn_leave_in_one_call() {
         client.send_read(&mut bed, chunk, 512, b"header", true);
     }
     let keys: Vec<_> = bed.requests().iter().map(|r| r.key).collect();
-    bed.provider.take_log();
+    bed.host.fabric.log = Some(Vec::new());
     bed.answer_all(&keys, 0);
-    let calls = bed
-        .provider
-        .take_log()
-        .into_iter()
-        .filter_map(|(_, posted)| match posted {
-            Posted::Send { call, op, .. } => Some((call, op.code() as u32)),
-            _ => None,
-        });
+    let log = bed.host.fabric.log.take().unwrap().into_iter();
+    let calls = log.filter_map(|posted| match posted {
+        Posted::Send { call, op } => Some((call, op.code() as u32)),
+        Posted::Recvs(_) => None,
+    });
     let calls: Vec<_> = calls.collect();
     assert_eq!(calls.len(), 18);
     assert!(calls.iter().all(|(call, _)| *call == calls[0].0), "{calls:?}");
@@ -208,28 +182,28 @@ fn answers_of_a_turn_leave_in_one_call() {
 
 #[test]
 fn many_more_answers_than_the_send_queue_holds() {
-    for device in ALL_KEYS {
+    for keys in KeyMode::ALL {
         let config = ServerConfig {
             queue_depth: 600,
             ..config()
         };
-        let mut bed = Bed::with(config, &[device]);
+        let mut bed = Bed::with(config, keys);
         let mut client = Client::opened(&mut bed, 1, "deep");
         for _ in 0..3 {
             for chunk in 0..600 {
                 client.send_read(&mut bed, chunk, 8, b"h", true);
             }
-            let keys: Vec<_> = bed.requests().iter().map(|r| r.key).collect();
-            assert_eq!(keys.len(), 600, "{device:?}");
-            // No completion of a send comes for a while.
-            bed.provider.auto_complete = false;
-            bed.answer_all(&keys, 0);
+            let requests: Vec<_> = bed.requests().iter().map(|r| r.key).collect();
+            assert_eq!(requests.len(), 600, "{keys:?}");
+            // No acknowledgement comes for a while.
+            bed.cut = true;
+            bed.answer_all(&requests, 0);
             let mut answers = client.answers(&mut bed, 1).len();
-            assert!((100..600).contains(&answers), "{answers} fit");
-            bed.provider.auto_complete = true;
-            bed.turn();
+            assert!(answers < 600, "all fit");
+            bed.cut = false;
+            bed.wait(Duration::from_secs(1));
             answers += client.answers(&mut bed, 1).len();
-            assert_eq!(answers, 600, "{device:?}");
+            assert_eq!(answers, 600, "{keys:?}");
         }
     }
 }
@@ -244,7 +218,7 @@ fn sessions_are_listed_with_what_they_are() {
         (listed.len(), listed[0].name.as_str(), listed[0].connections),
         (1, "", 0)
     );
-    assert_eq!((listed[0].uuid, listed[0].peer), (client.session, client.peer));
+    assert_eq!((listed[0].uuid, listed[0].peer.ip()), (client.session, client.peer));
     client.connect(&mut bed, 1).unwrap();
     client.inform(&mut bed, &name("s1"));
     let listed = &bed.server.sessions()[0];
@@ -256,12 +230,10 @@ fn memory_is_asked_for_when_the_client_has_proved_its_address() {
     let mut bed = Bed::new(config());
     bed.hold_memory = true;
     let mut client = Client::new(1);
-    let cm = client.ask(&mut bed, 0, client.request(0)).unwrap();
+    client.ask(&mut bed, 0, client.request(0)).unwrap();
     assert!(bed.outputs.is_empty() && bed.server.sessions().is_empty());
-    assert_eq!((bed.provider.usage().mrs, bed.provider.usage().qps), (0, 1));
-    let private_data = Vec::new();
-    bed.provider.tell(cm, CmKind::Established { private_data });
-    bed.turn();
+    assert_eq!((bed.host.usage().mrs, bed.host.usage().qps), (0, 1));
+    client.establish(&mut bed);
     assert_eq!(bed.outputs.len(), 1);
     // The handshake goes on, and is answered when there are chunks.
     client.connect(&mut bed, 1).unwrap();
@@ -344,7 +316,7 @@ fn a_session_that_is_closed_waits_for_its_requests() {
     let session = bed.session();
     assert!(bed.call(|server, cx| server.close_session(cx, session)));
     assert!(bed.news().is_empty());
-    assert!(bed.provider.cms[&client.cms[&0]].disconnected);
+    assert!(client.is_gone(&bed));
     bed.server.write_data(requests[1].key, 0, b"late").unwrap();
     bed.answer(requests[1].key, 0);
     assert!(bed.server.memory(session).is_some());
@@ -359,22 +331,21 @@ fn a_session_that_is_closed_waits_for_its_requests() {
 #[test]
 fn nothing_is_given_back_before_the_queue_pairs_are_drained() {
     let mut bed = Bed::new(config());
-    bed.provider.auto_drain = false;
+    bed.host.fabric.hold_drains = true;
     let client = Client::opened(&mut bed, 1, "s1");
     client.send_write(&mut bed, 0, b"data", b"h");
     let request = bed.request();
-    let before = bed.provider.usage();
+    let before = bed.host.usage();
     client.leave(&mut bed);
     bed.answer(request.key, 0);
-    assert_eq!(bed.provider.usage(), before);
+    assert_eq!(bed.host.usage(), before);
     assert!(bed.news().is_empty());
-    let qps = bed.provider.draining.clone();
+    let qps = bed.host.fabric.draining.clone();
     assert_eq!(qps.len(), 2);
-    bed.provider.finish_drain(qps[1]);
+    bed.host.fabric.finish_drain(qps[1]);
     bed.turn();
-    assert_eq!(bed.provider.usage(), before);
-    bed.provider.finish_drain(qps[0]);
-    bed.turn();
+    assert_eq!(bed.host.usage(), before);
+    bed.finish_drains();
     assert_eq!(bed.news().len(), 2);
     bed.is_clean();
 }
@@ -386,9 +357,11 @@ fn stopping_ends_everything_and_waits_for_the_user() {
     Client::new(2).ask(&mut bed, 0, Client::new(2).request(0)).unwrap();
     client.send_write(&mut bed, 0, b"data", b"h");
     let request = bed.request();
-    let late = Client::new(3);
-    bed.provider
-        .ask(bed.listener, 0, late.local, late.peer, late.request(0));
+    bed.cut = true;
+    let mut late = Client::new(3);
+    late.ask(&mut bed, 0, late.request(0)).unwrap();
+    bed.cut = false;
+    bed.to_server();
     bed.call(|server, cx| server.stop(cx));
     assert!(!bed.server.is_idle());
     bed.answer(request.key, 0);
@@ -400,23 +373,14 @@ fn stopping_ends_everything_and_waits_for_the_user() {
 fn a_client_that_is_silent_is_asked_and_then_given_up() {
     let mut bed = Bed::new(config());
     let client = Client::opened(&mut bed, 1, "s1");
-    let service = client.qp(&bed, 0);
-    let asked = |bed: &mut Bed| {
-        let ask = SendOp::WriteWithImm(RemoteAddr::default(), Imm::HbMsg.encode());
-        bed.provider
-            .take_sends(service)
-            .iter()
-            .filter(|(op, _)| *op == ask)
-            .count()
-    };
     // It answers, three times.
     for _ in 0..3 {
         bed.wait(Duration::from_secs(5));
-        assert_eq!(asked(&mut bed), 1);
+        assert_eq!(client.imms(&mut bed, 0), [Imm::HbMsg]);
         client.imm(&mut bed, 0, Imm::HbAck.encode());
     }
     bed.wait(Duration::from_secs(34));
-    assert_eq!(asked(&mut bed), 1, "one question is enough");
+    assert_eq!(client.imms(&mut bed, 0), [Imm::HbMsg], "one question is enough");
     assert!(bed.news().is_empty());
     bed.wait(Duration::from_secs(1));
     assert_eq!(bed.news()[0], "path down: no heartbeat within 35s");
@@ -428,14 +392,13 @@ fn a_client_that_is_silent_is_asked_and_then_given_up() {
 fn who_asks_without_end_gets_few_answers() {
     let mut bed = Bed::new(config());
     let client = Client::opened(&mut bed, 1, "s1");
-    let service = client.qp(&bed, 0);
-    bed.provider.take_log();
+    let ask = SendOp::WriteWithImm(RemoteAddr::default(), Imm::HbMsg.encode());
     let mut asked = |count: usize| {
-        for _ in 0..count {
-            bed.provider.deliver_imm(service, Imm::HbMsg.encode());
-        }
+        (0..count).for_each(|_| client.post(&mut bed, 0, ask, b""));
+        // All have come when the server has its turn.
+        while bed.to_server() {}
         bed.turn();
-        bed.provider.take_sends(service).len()
+        client.imms(&mut bed, 0).len()
     };
     assert_eq!(
         asked(20),
@@ -449,26 +412,28 @@ fn who_asks_without_end_gets_few_answers() {
 #[test]
 fn flushed_receives_wait_for_the_reason() {
     let mut bed = Bed::new(config());
+    let breaks = |bed: &mut Bed| {
+        let last = *bed.host.fabric.accepted.last().unwrap();
+        bed.break_qp(last);
+        bed.turn();
+        assert!(bed.news().is_empty());
+    };
     // It comes.
     let client = Client::opened(&mut bed, 1, "s1");
-    bed.provider.fail_qp(client.qp(&bed, 1), WcStatus::FlushError);
-    bed.turn();
-    assert!(bed.news().is_empty());
+    breaks(&mut bed);
     client.leave(&mut bed);
     assert_eq!(bed.news()[0], "path down: the peer disconnected");
     // It does not.
-    let client = Client::opened(&mut bed, 2, "s2");
-    bed.provider.fail_qp(client.qp(&bed, 1), WcStatus::FlushError);
-    bed.turn();
+    Client::opened(&mut bed, 2, "s2");
+    breaks(&mut bed);
     bed.wait(Duration::from_millis(1900));
     assert!(bed.news().is_empty());
     bed.wait(Duration::from_millis(200));
     assert_eq!(bed.news()[0], "path down: the queue pair failed");
     // There is one: the others are of no account.
     let client = Client::opened(&mut bed, 3, "s3");
-    bed.provider.fail_qp(client.qp(&bed, 1), WcStatus::RetryExceeded);
-    bed.turn();
-    assert_eq!(bed.news()[0], "path down: receive failed: RetryExceeded");
+    client.send(&mut bed, 1, SendOp::Send, &[0; 100]);
+    assert_eq!(bed.news()[0], "path down: receive failed: LocalLengthError");
     assert_eq!(bed.server.counters().transfer_errors, 2);
     bed.is_clean();
 }
@@ -479,7 +444,7 @@ fn what_cant_be_posted_ends_the_path() {
     let client = Client::opened(&mut bed, 1, "s1");
     client.send_write(&mut bed, 0, b"data", b"h");
     let request = bed.request();
-    bed.provider.faults.post = Some(PostError::Length(9));
+    bed.host.fabric.faults.post = Some(PostError::Length(9));
     bed.answer(request.key, 0);
     assert!(client.is_gone(&bed));
     assert_eq!(bed.server.counters().transfer_errors, 1);
@@ -488,7 +453,7 @@ fn what_cant_be_posted_ends_the_path() {
 
 #[test]
 fn a_device_without_room_for_a_path_leaves_nothing_behind() {
-    type Fault = fn(&mut Scripted, usize);
+    type Fault = fn(&mut Faulty, usize);
     let faults: [(Fault, usize); 3] = [
         (|p, n| p.faults.keys = Some(n), DEPTH as usize),
         (|p, n| p.faults.registrations = Some(n), 2),
@@ -497,7 +462,7 @@ fn a_device_without_room_for_a_path_leaves_nothing_behind() {
     for (i, (fault, enough)) in faults.into_iter().enumerate() {
         let mut bed = Bed::new(config());
         for n in 0..enough {
-            fault(&mut bed.provider, n);
+            fault(&mut bed.host.fabric, n);
             let mut client = Client::new(1);
             let refused = (0..2).find_map(|cid| client.connect(&mut bed, cid).err());
             assert!(client.is_gone(&bed), "fault {i}, {n}");
@@ -508,7 +473,7 @@ fn a_device_without_room_for_a_path_leaves_nothing_behind() {
             bed.is_clean();
             assert!(bed.news().is_empty());
         }
-        fault(&mut bed.provider, enough);
+        fault(&mut bed.host.fabric, enough);
         Client::opened(&mut bed, 1, "s1");
     }
 }
@@ -516,12 +481,12 @@ fn a_device_without_room_for_a_path_leaves_nothing_behind() {
 #[test]
 fn an_accept_that_fails_is_a_refusal() {
     let mut bed = Bed::new(config());
-    bed.provider.faults.accept = true;
+    bed.host.fabric.faults.accept = true;
     assert_eq!(Client::new(1).connect(&mut bed, 0), Err(errno::ENOMEM));
     bed.is_clean();
     let mut client = Client::new(1);
     client.connect(&mut bed, 0).unwrap();
-    bed.provider.faults.accept = true;
+    bed.host.fabric.faults.accept = true;
     assert_eq!(client.connect(&mut bed, 1), Err(errno::ENOMEM));
     assert!(client.is_gone(&bed));
     bed.is_clean();
@@ -529,18 +494,17 @@ fn an_accept_that_fails_is_a_refusal() {
 
 #[test]
 fn paths_through_a_device_that_is_gone_end() {
-    let mut bed = Bed::with(config(), &[Keys::INSTANT, Keys::WINDOWS]);
+    let mut bed = Bed::over(config(), KeyMode::Instant, 2);
     let mut first = Client::opened(&mut bed, 1, "s1");
     let mut second = first.second_path(2);
-    second.device = 1;
+    second.local.set_ip(address(1));
     second.open(&mut bed, "s1");
     assert_eq!(bed.news(), ["path up"]);
-    assert_eq!(bed.provider.usage().pds, 2);
-    bed.provider.events.push_back(Event::DeviceRemoved(DeviceIx(1)));
-    bed.turn();
+    assert_eq!(bed.host.usage().pds, 2);
+    bed.call(|server, cx| server.event(cx, &Event::DeviceRemoved(DeviceIx(1))));
     assert_eq!(bed.news(), ["path down: connection failed: the device is gone"]);
     assert!(second.is_gone(&bed));
-    assert_eq!(bed.provider.usage().pds, 1);
+    assert_eq!(bed.host.usage().pds, 1);
     write_and_read(&mut bed, &mut first, true, 0);
 }
 
@@ -580,17 +544,14 @@ fn a_chunk_is_not_handed_on_before_the_lost_path_is_drained() {
     let mut alive = lost.second_path(2);
     alive.open(&mut bed, "s1");
     bed.outputs.clear();
-    bed.provider.auto_drain = false;
+    bed.host.fabric.hold_drains = true;
     lost.send_write(&mut bed, 4, b"data", b"first");
     let first = bed.request();
     lost.leave(&mut bed);
     alive.send_write(&mut bed, 4, b"data", b"again");
     bed.answer(first.key, 0);
     assert!(bed.requests().is_empty());
-    for qp in bed.provider.draining.clone() {
-        bed.provider.finish_drain(qp);
-    }
-    bed.turn();
+    bed.finish_drains();
     assert_eq!(&bed.request().header[..], b"again");
 }
 
@@ -605,7 +566,7 @@ fn a_client_that_waits_to_be_let_in_may_ask_for_signs_of_life() {
     let mut next = lost.second_path(2);
     next.connect_all(&mut bed);
     next.inform(&mut bed, &name("s1"));
-    let acks = |bed: &mut Bed| bed.provider.take_sends(next.qp(bed, 0)).len();
+    let acks = |bed: &mut Bed| next.messages(bed, 0).len();
     for _ in 0..3 {
         next.imm(&mut bed, 0, Imm::HbMsg.encode());
         assert_eq!(acks(&mut bed), 1);
@@ -694,15 +655,12 @@ fn a_parked_request_goes_with_its_path() {
     let first = bed.request();
     waits.send_write(&mut bed, 4, b"data", b"again");
     // It takes its time to go.
-    bed.provider.auto_drain = false;
+    bed.host.fabric.hold_drains = true;
     waits.leave(&mut bed);
     bed.answer(first.key, 0);
     assert!(bed.outputs.is_empty());
-    bed.provider.auto_drain = true;
-    for qp in bed.provider.draining.clone() {
-        bed.provider.finish_drain(qp);
-    }
-    bed.turn();
+    bed.host.fabric.hold_drains = false;
+    bed.finish_drains();
     assert_eq!(bed.news(), ["path down: the peer disconnected"]);
     bed.stop();
 }
@@ -743,7 +701,7 @@ fn a_second_path_may_have_another_name_and_the_first_stays() {
 
 #[test]
 fn names_and_addresses_are_looked_up() {
-    let allow = AccessList::new(["db=10.0.0.1".parse().unwrap(), "10.0.0.0/30".parse().unwrap()]);
+    let allow = AccessList::new(["db=10.0.0.1", "10.0.0.2/31"].map(|rule| rule.parse().unwrap()));
     let mut bed = Bed::new(ServerConfig { allow, ..config() });
     assert_eq!(Client::new(9).connect(&mut bed, 0), Err(errno::EACCES));
     let mut thief = Client::new(2);
@@ -756,4 +714,5 @@ fn names_and_addresses_are_looked_up() {
     // Who knows its UUID may not join it from elsewhere.
     let mut thief = Client::new(1).second_path(2);
     assert_eq!(thief.connect(&mut bed, 0), Err(errno::EACCES));
+    assert_eq!(bed.server.counters().refused_name, 2);
 }
