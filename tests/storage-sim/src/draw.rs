@@ -16,7 +16,6 @@ use crate::{
     raw::RawPlan,
     server::{Names, ServerPlan},
     tally::Coverage,
-    wide::Wide,
 };
 
 /// Plan of a run.
@@ -35,6 +34,18 @@ pub(crate) struct Draw {
     pub(crate) raw: Option<RawPlan>,
     pub(crate) troubles: u32,
     pub(crate) wide: Option<Wide>,
+}
+
+/// Plan of a run with several networks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wide {
+    pub(crate) networks: usize,
+    /// Disks stall just before paths are cut, again and again: what was sent by one path is done when its repetition by another
+    /// has long ended, if nobody sees to it.
+    pub(crate) storms: bool,
+    /// Networks differ in their delay, and it jumps: what was sent by a path that is given up is still under way. By so much at most,
+    /// nanoseconds, which is below what RTRS takes a packet's lifetime for; 0: no.
+    pub(crate) lag: u64,
 }
 
 fn keys(rng: &mut Rng) -> FabricConfig {

@@ -4,8 +4,6 @@ use rnbd::block::BlockOp;
 
 use roce_sim::Check;
 
-use crate::program::is_forced;
-
 /// Losses that an operation's user knew of when it began: by the server's power failures, and by reports.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub(crate) struct Known {
@@ -24,6 +22,14 @@ pub(crate) struct Unflushed {
     lost: Known,
     /// Losses that flushes, and writes with FUA, have reported.
     reported: [Known; 2],
+}
+
+/// Whether success of an operation means that it is durable.
+pub(crate) fn is_forced(op: BlockOp) -> bool {
+    matches!(
+        op,
+        BlockOp::Write { fua: true } | BlockOp::WriteZeroes { fua: true, .. }
+    )
 }
 
 /// Whether only a flush makes an operation durable.

@@ -16,20 +16,13 @@ use crate::{
     client::{App, ClientEnv, ClientSide, Op, Place},
     disk::{BLOCK, bytes, contents},
     ledger::Change,
+    losses::is_forced,
 };
 
 /// Bytes of a buffer before it is read into.
 const UNREAD: u8 = 0xa5;
 /// Blocks of a read or write at most.
 const LONGEST: u64 = 16;
-
-/// Whether success of an operation means that it is durable.
-pub(crate) fn is_forced(op: BlockOp) -> bool {
-    matches!(
-        op,
-        BlockOp::Write { fua: true } | BlockOp::WriteZeroes { fua: true, .. }
-    )
-}
 
 fn name(op: BlockOp) -> &'static str {
     match op {

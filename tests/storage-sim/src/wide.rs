@@ -16,21 +16,9 @@ use roce_sim::{Check, MS, Rng, SEC};
 
 use crate::{
     client::{ClientEnv, ClientPlan, ClientSide, honest},
-    draw::Draw,
+    draw::{Draw, Wide},
     lan::address,
 };
-
-/// Plan of a run with several networks.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Wide {
-    pub(crate) networks: usize,
-    /// Disks stall just before paths are cut, again and again: what was sent by one path is done when its repetition by another
-    /// has long ended, if nobody sees to it.
-    pub(crate) storms: bool,
-    /// Networks differ in their delay, and it jumps: what was sent by a path that is given up is still under way. By so much at most,
-    /// nanoseconds, which is below what RTRS takes a packet's lifetime for; 0: no.
-    pub(crate) lag: u64,
-}
 
 impl Draw {
     /// Makes it a run with several networks.

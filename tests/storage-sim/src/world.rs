@@ -9,14 +9,14 @@ use roce_sim::{Check, Faults, Link, MS, Rng, SEC, Simulation, Trace};
 use crate::{
     client::{ClientEnv, ClientSide},
     disk::SimDisk,
-    draw::Draw,
+    draw::{Draw, Wide},
     lan::{Lan, LanEvent, Way},
     ledger::Ledger,
     raw::RawSide,
     server::{Job, Names, ServerEnv, ServerPlan, ServerSide},
     tally::{Coverage, StorageStats},
     turn::{self, ClientTurn, RawTurn, ServerTurn},
-    wide::{Wide, another_server},
+    wide::another_server,
 };
 
 /// The server's host.
@@ -594,6 +594,10 @@ impl World {
         let counters = server.rtrs.counters();
         self.coverage.note_if("request parked", counters.requests_parked > 0);
         self.coverage.note_if("path held back", counters.paths_held > 0);
+        self.coverage.note_if(
+            "connection asked for before its path stands",
+            counters.requests_held > 0,
+        );
     }
 
     fn client_dies(&mut self, client: usize, pause: u64) -> bool {
