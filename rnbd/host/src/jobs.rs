@@ -66,16 +66,6 @@ pub(crate) enum Done {
     Freed,
 }
 
-/// Jobs in flight, for those that panic.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Job {
-    Memory(MemoryTicket),
-    Open(Ticket),
-    Close(Ticket),
-    Sizes(FileSystem),
-    Free,
-}
-
 /// A device that a client opens.
 pub(crate) struct Opening {
     pub(crate) exports: Arc<Exports>,

@@ -45,7 +45,6 @@
 pub mod activation;
 mod addresses;
 pub mod admission;
-mod caught;
 pub mod control;
 mod entrance;
 mod events;
@@ -54,6 +53,7 @@ mod iov;
 mod jobs;
 mod links;
 pub mod listen;
+mod loops;
 pub mod map;
 mod mapper;
 mod nbd;

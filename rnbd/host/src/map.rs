@@ -1,17 +1,7 @@
 //! Devices of a server as exports at an NBD socket.
 
 use core::{convert::Infallible, time::Duration};
-use std::{
-    collections::BTreeSet,
-    io,
-    os::unix::net::UnixStream,
-    path::PathBuf,
-    sync::{
-        Arc,
-        mpsc::{RecvTimeoutError, channel},
-    },
-    thread::{Builder, JoinHandle},
-};
+use std::{collections::BTreeSet, io, os::unix::net::UnixStream, path::PathBuf, sync::Arc};
 
 use rnbd::{
     Errno,
@@ -29,11 +19,11 @@ use rtrs::{
 
 use crate::{
     addresses::Addresses,
-    caught::caught,
     control::map::MapControl,
     events::{EventReceiver, EventSender, queue},
     links::Links,
     listen::{Listen, NbdAddress},
+    loops::{Loops, catch_panic},
     mapper::{Command, Service},
     tls::Tls,
 };
@@ -296,8 +286,8 @@ impl Placement for Nobody {
 #[derive(Debug)]
 pub struct Mapping {
     handle: Handle<Command, ()>,
-    thread: Option<JoinHandle<MapStats>>,
-    /// At the end.
+    /// The loop, which ends with its last statistics.
+    loops: Loops<Command, (), MapStats>,
     last: MapStats,
     addresses: Arc<Addresses>,
     /// Notifies the loop of interfaces that go down.
@@ -319,17 +309,18 @@ impl Mapping {
         let addresses = Arc::new(Addresses::new(device.opener(), handle.clone()));
         let links = Links::watch(handle.clone());
         let (tell, events) = queue(|lost| MapEvent::News(MapNews::EventsLost(lost)));
-        let thread = Builder::new().name("ferroce-io".to_owned()).spawn(move || {
+        let mut loops = Loops::default();
+        loops.spawn(handle.clone(), move || {
             let told = tell.clone();
             let run = || Ok::<_, Infallible>(Service::run(reactor, device, config, tell));
-            caught(run).unwrap_or_else(|e| {
+            catch_panic(run).unwrap_or_else(|e| {
                 told.send(MapEvent::Ended(Err(MapFailure::Loop(e))));
                 MapStats::default()
             })
         })?;
         Ok(Self {
             handle,
-            thread: Some(thread),
+            loops,
             last: MapStats::default(),
             addresses,
             _links: links,
@@ -345,31 +336,17 @@ impl Mapping {
         Some(event)
     }
 
-    fn is_finished(&self) -> bool {
-        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    /// Returns the statistics.
+    pub fn stats(&mut self) -> MapStats {
+        if let Ok(stats) = self.control().stats() {
+            return stats;
+        }
+        self.join();
+        self.last.clone()
     }
 
     fn join(&mut self) {
-        if let Some(thread) = self.thread.take()
-            && let Ok(last) = thread.join()
-        {
-            self.last = last;
-        }
-    }
-
-    /// Returns the statistics.
-    pub fn stats(&mut self) -> MapStats {
-        let (send, answer) = channel();
-        self.handle.command(Command::Stats(send));
-        loop {
-            match answer.recv_timeout(Duration::from_millis(100)) {
-                Ok(stats) => return stats,
-                Err(RecvTimeoutError::Timeout) if !self.is_finished() => {}
-                Err(_) => break,
-            }
-        }
-        self.join();
-        answer.try_recv().unwrap_or_else(|_| self.last.clone())
+        self.last = self.loops.join().pop().unwrap_or_else(|| self.last.clone());
     }
 
     /// Steers it, from any thread.
@@ -398,7 +375,7 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         self.stop();
-        while !self.ended && !self.is_finished() {
+        while !self.ended && !self.loops.have_ended() {
             self.next(Duration::from_millis(50));
         }
         self.join();

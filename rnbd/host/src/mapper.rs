@@ -64,7 +64,6 @@ const AT_ONCE: usize = 32 << 10;
 
 /// Command of another thread.
 pub(crate) enum Command {
-    Stats(Sender<MapStats>),
     /// Request while the mapping runs.
     Steer(MapRequest, Reply<MapAnswer>),
     /// Connects an NBD client of this process.
@@ -393,9 +392,6 @@ impl Loop for Service {
 
     fn command(&mut self, turn: &mut TurnCx<'_, ()>, command: Command) {
         match command {
-            Command::Stats(to) => {
-                let _ = to.send(self.stats(turn));
-            }
             Command::Steer(request, reply) => self.steer(turn, request, reply),
             Command::Connect(stream) if self.phase == Phase::Serving => self.entrance.offer(stream.into()),
             // Its end sees that nobody is there.

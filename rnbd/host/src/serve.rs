@@ -3,120 +3,32 @@
 use core::time::Duration;
 use std::{
     io,
-    net::{IpAddr, SocketAddr},
-    sync::{
-        Arc,
-        mpsc::{Receiver, RecvTimeoutError, channel},
-    },
-    thread::{Builder, JoinHandle},
+    net::SocketAddr,
+    sync::{Arc, mpsc::channel},
     time::Instant,
 };
 
-use rnbd::server::Limits;
-use rnbd_disk::{DiskConfig, Exports};
-use roce::reactor::{Handle, Reactor, ReactorConfig, ReactorError};
-use roce::{LocalDevice, verbs::provider::VerbsError};
-use rtrs::{
-    PathError,
-    addr::PathAddr,
-    server::{ServerConfig, request::SessionOpened},
-};
+use roce::LocalDevice;
+use roce::reactor::Reactor;
 
 use crate::{
     admission::ServerAdmission,
-    caught::caught,
     control::serve::ServeControl,
     events::{EventReceiver, queue},
     jobs::{Done, Workers},
+    loops::{Loops, catch_panic},
     server::{Command, Plan, Service},
 };
 
+pub(crate) mod config;
+
+pub use self::config::{ServeConfig, ServeEvent, ServedPath, StartError};
 pub use crate::stats::ServeStats;
-
-/// How to serve.
-#[derive(Clone, Debug)]
-pub struct ServeConfig {
-    /// Sessions.
-    pub rtrs: ServerConfig,
-    /// Devices.
-    pub limits: Limits,
-    /// Exports.
-    pub exports: Arc<Exports>,
-    /// The disks.
-    pub disk: DiskConfig,
-    /// The loop.
-    pub reactor: ReactorConfig,
-    /// Time for sessions to end and files to be written back when it stops.
-    pub grace: Duration,
-}
-
-/// Event of a server.
-#[derive(Debug)]
-pub enum ServeEvent {
-    /// A client has opened a session.
-    SessionOpened(SessionOpened),
-    /// A session is over.
-    SessionClosed(SessionOpened, PathError),
-    /// A path of a session is up: its first one, or one more.
-    PathUp(ServedPath),
-    /// A path is gone, and why. A session is over after its last one.
-    PathDown(ServedPath, PathError),
-    /// So many events were dropped, as [`Serving::next`] was not called.
-    Lost(u64),
-    /// All loops have ended; or, with an error, one that nobody asked to. Then the others end as well.
-    Stopped(Option<String>),
-}
-
-/// A path of a session.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct ServedPath {
-    /// The session's name.
-    pub session: String,
-    /// The client's address.
-    pub client: SocketAddr,
-    /// Ours.
-    pub server: IpAddr,
-}
-
-impl core::fmt::Display for ServedPath {
-    /// As its client and the kernel name it, `ip:CLIENT@ip:SERVER`.
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        let path = PathAddr {
-            src: Some(self.client.ip().to_canonical()),
-            dst: SocketAddr::new(self.server.to_canonical(), 0),
-        };
-        path.fmt(f)
-    }
-}
-
-/// Why a server could not be started.
-#[derive(Debug, thiserror::Error)]
-pub enum StartError {
-    /// The address or the port can't be had, or an argument is wrong.
-    #[error(transparent)]
-    Rtrs(#[from] rtrs::Error),
-    /// The device refused.
-    #[error(transparent)]
-    Device(#[from] VerbsError),
-    /// The system gives no thread, descriptor or random bytes.
-    #[error("{0}")]
-    System(#[from] io::Error),
-    /// The loop ended at once.
-    #[error(transparent)]
-    Loop(#[from] ReactorError),
-}
-
-/// One loop of a server.
-#[derive(Debug)]
-struct Turning {
-    handle: Handle<Command, Done>,
-    thread: JoinHandle<()>,
-}
 
 /// A running server. Dropping it stops it, and waits for that.
 #[derive(Debug)]
 pub struct Serving {
-    loops: Vec<Turning>,
+    loops: Loops<Command, Done, ()>,
     events: EventReceiver<ServeEvent>,
     local: SocketAddr,
     /// Loops that have not said that they have ended.
@@ -158,8 +70,9 @@ impl Serving {
         let open = Arc::default();
         let (send, events) = queue(ServeEvent::Lost);
         let (ready, started) = channel();
+        // Loops that run are stopped when this is dropped.
         let mut this = Self {
-            loops: Vec::new(),
+            loops: Loops::default(),
             events,
             local: config.rtrs.listen_addr(),
             running: 0,
@@ -174,23 +87,16 @@ impl Serving {
                 index,
                 events: send.clone(),
             };
-            let handle = handles[index].clone();
             let (send, ready) = (send.clone(), ready.clone());
-            let name = match index {
-                0 => "ferroce-io".to_owned(),
-                _ => format!("ferroce-io-{index}"),
-            };
-            // Those that run already are stopped when this is dropped.
-            let thread = Builder::new().name(name).spawn(move || {
-                let ended = caught(|| Service::run(reactor, device, plan, ready));
+            let spawned = this.loops.spawn(handles[index].clone(), move || {
+                let ended = catch_panic(|| Service::run(reactor, device, plan, ready));
                 send.send(ServeEvent::Stopped(ended.err()));
             });
-            let thread = thread.inspect_err(|_| this.quit())?;
-            this.loops.push(Turning { handle, thread });
+            spawned.inspect_err(|_| this.quit())?;
             this.running += 1;
         }
         drop(ready);
-        for _ in 0..this.loops.len() {
+        for _ in 0..this.running {
             let listens = started.recv().unwrap_or_else(|_| {
                 let gone = io::Error::other("the loop ended at once");
                 Err(StartError::System(gone))
@@ -227,75 +133,38 @@ impl Serving {
 
     /// Returns the statistics. `None` when its loops have ended.
     pub fn stats(&self) -> Option<ServeStats> {
-        let asked: Vec<_> = self.loops.iter().map(|turning| (turning, turning.ask())).collect();
-        let answers = asked
-            .into_iter()
-            .filter_map(|(turning, answer)| turning.wait_for(&answer));
-        answers.reduce(|mut sum, of_loop| {
-            sum.add(&of_loop);
-            sum
-        })
+        self.control().stats().ok()
     }
 
-    /// Steers it, from any thread.
+    /// Controls it, from any thread.
     pub fn control(&self) -> ServeControl {
-        ServeControl::new(self.loops.iter().map(|turning| turning.handle.clone()).collect())
-    }
-
-    fn ask_to_stop(&self) {
-        for turning in &self.loops {
-            turning.handle.command(Command::Stop);
-        }
+        ServeControl::new(self.loops.handles().cloned().collect())
     }
 
     fn quit(&self) {
-        for turning in &self.loops {
-            turning.handle.command(Command::Quit);
-        }
+        self.loops.command(|| Command::Quit);
     }
 
     /// Ends the sessions in good order and waits until what they wrote is durable; the events of that.
     pub fn stop(&mut self) -> Vec<ServeEvent> {
-        self.ask_to_stop();
+        self.loops.command(|| Command::Stop);
         let mut events = Vec::new();
         while self.running > 0 {
-            let ended = self.loops.iter().all(|turning| turning.thread.is_finished());
+            let ended = self.loops.have_ended();
             match self.next(Duration::from_millis(50)) {
                 Some(event) => events.push(event),
                 None if ended => break,
                 None => {}
             }
         }
-        for turning in self.loops.drain(..) {
-            let _ = turning.thread.join();
-        }
+        self.loops.join();
         events
-    }
-}
-
-impl Turning {
-    fn ask(&self) -> Receiver<ServeStats> {
-        let (send, answer) = channel();
-        self.handle.command(Command::Stats(send));
-        answer
-    }
-
-    fn wait_for<T>(&self, answer: &Receiver<T>) -> Option<T> {
-        loop {
-            match answer.recv_timeout(Duration::from_millis(100)) {
-                Ok(answer) => return Some(answer),
-                Err(RecvTimeoutError::Timeout) if !self.thread.is_finished() => {}
-                Err(_) => return answer.try_recv().ok(),
-            }
-        }
     }
 }
 
 impl Drop for Serving {
     fn drop(&mut self) {
-        if !self.loops.is_empty() {
-            self.stop();
-        }
+        self.stop();
     }
 }
 
@@ -304,9 +173,10 @@ mod tests {
     use std::thread;
 
     use ferroce_rig::{Host, Session};
-    use rnbd_disk::Caching;
-    use roce::{DeviceConfig, LocalDevice};
-    use rtrs::{addr::PathAddr, client::SessionConfig};
+    use rnbd::server::Limits;
+    use rnbd_disk::{Caching, DiskConfig, Exports};
+    use roce::{DeviceConfig, LocalDevice, reactor::ReactorConfig};
+    use rtrs::{addr::PathAddr, client::SessionConfig, server::ServerConfig};
 
     use super::*;
 
@@ -353,7 +223,7 @@ mod tests {
             assert_eq!(server.stats().unwrap().sessions, [0; 3]);
             // One loop has its session: the one that fails, or another, which must end it.
             let _client = client(&mut server);
-            server.loops[failing].handle.command(Command::Panic);
+            server.loops.handles().nth(failing).unwrap().command(Command::Panic);
             let deadline = Instant::now() + Duration::from_secs(60);
             let why = loop {
                 assert!(Instant::now() < deadline);
@@ -362,7 +232,7 @@ mod tests {
                 }
             };
             assert!(why.contains("as intended"), "{why}");
-            while server.loops.iter().any(|turning| !turning.thread.is_finished()) {
+            while !server.loops.have_ended() {
                 assert!(Instant::now() < deadline);
                 server.next(Duration::from_millis(10));
             }

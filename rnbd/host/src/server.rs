@@ -38,10 +38,10 @@ use rtrs::{
 use crate::{
     control::{Refused, Reply, ServeAnswer, ServeRequest},
     events::EventSender,
-    jobs::{Done, Job, Opening, Queue, Workers, look_at_sizes},
+    jobs::{Done, Opening, Queue, Workers, look_at_sizes},
     rng::Rng,
-    serve::{ServeConfig, ServeEvent, ServeStats, ServedPath, StartError},
-    stats::LoopStats,
+    serve::config::{ServeConfig, ServeEvent, ServedPath, StartError},
+    stats::{LoopStats, ServeStats},
 };
 
 /// How often the sizes of open devices are looked at.
@@ -51,7 +51,6 @@ const DISK: Token = Token(0);
 
 /// Command of another thread.
 pub(crate) enum Command {
-    Stats(Sender<ServeStats>),
     Steer(ServeRequest, Reply<ServeAnswer>),
     /// To end in good order.
     Stop,
@@ -95,8 +94,8 @@ pub(crate) struct Service {
     events: EventSender<ServeEvent>,
     /// Sessions that were reported as opened.
     sessions: BTreeMap<SessionKey, SessionOpened>,
-    /// Jobs in flight.
-    jobs: BTreeMap<u64, Job>,
+    /// Jobs in flight, with their results if they panic.
+    jobs: BTreeMap<u64, Done>,
     next_job: u64,
     grace: Duration,
     /// When the sizes of open devices are looked at next.
@@ -111,16 +110,6 @@ pub(crate) struct Service {
     to_tell: Vec<Handle<Command, Done>>,
     /// Other loops with something left, whose packets may come to this one.
     busy_others: usize,
-}
-
-/// RTRS, in a call of RNBD.
-macro_rules! over_rtrs {
-    ($self:expr, $turn:expr) => {
-        &mut OverRtrs {
-            rtrs: &mut $self.rtrs,
-            cx: &mut $self.rng.cx($turn),
-        }
-    };
 }
 
 impl Service {
@@ -225,12 +214,13 @@ impl Service {
                 }
             }
             RtrsOutput::Allocate { ticket, bytes } => {
-                self.start(turn, Job::Memory(ticket), Queue::Memory, move || {
+                let failed = Done::Memory(ticket, Err(MemError::Limit("memory")));
+                self.start(turn, failed, Queue::Memory, move || {
                     Done::Memory(ticket, Pages::allocate(bytes))
                 });
             }
             RtrsOutput::Free(pages) => {
-                self.start(turn, Job::Free, Queue::Memory, move || {
+                self.start(turn, Done::Freed, Queue::Memory, move || {
                     drop(pages);
                     Done::Freed
                 });
@@ -249,40 +239,33 @@ impl Service {
         })
     }
 
-    /// Starts a job in the threads of its queue. Never waits.
-    fn start(&mut self, turn: &TurnCx<'_, Done>, job: Job, queue: Queue, work: impl FnOnce() -> Done + Send + 'static) {
-        let started = self.begin(turn, job);
+    /// Starts a job in the threads of its queue. Never waits. `failed` is its result if it panics.
+    fn start(
+        &mut self,
+        turn: &TurnCx<'_, Done>,
+        failed: Done,
+        queue: Queue,
+        work: impl FnOnce() -> Done + Send + 'static,
+    ) {
+        let started = self.begin(turn, failed);
         self.workers.start(queue, move || started.finish(work()));
     }
 
-    fn begin(&mut self, turn: &TurnCx<'_, Done>, job: Job) -> StartedJob<Done> {
+    fn begin(&mut self, turn: &TurnCx<'_, Done>, failed: Done) -> StartedJob<Done> {
         self.next_job += 1;
-        self.jobs.insert(self.next_job, job);
+        self.jobs.insert(self.next_job, failed);
         turn.jobs.begin(JobTicket(self.next_job))
     }
 
     /// Whether jobs are in flight that the end waits for.
     fn has_jobs(&self) -> bool {
-        self.jobs.values().any(|job| !matches!(job, Job::Sizes(_)))
+        self.jobs.values().any(|job| !matches!(job, Done::Sizes(_)))
     }
 
-    /// Completes a job that panicked, which is in the log.
-    fn job_failed(&mut self, turn: &mut TurnCx<'_, Done>, job: Job) {
-        match job {
-            Job::Memory(ticket) => {
-                let failed = Err(MemError::Limit("memory"));
-                self.rtrs.ready(&mut self.rng.cx(turn), ticket, failed);
-            }
-            Job::Open(ticket) => {
-                let failed = Err(Errno::EIO.into());
-                self.rnbd.opened(over_rtrs!(self, turn), ticket, failed);
-            }
-            Job::Close(ticket) => self.rnbd.closed(over_rtrs!(self, turn), ticket),
-            Job::Sizes(file_system) => {
-                self.looking.remove(&file_system);
-            }
-            Job::Free => {}
-        }
+    /// Calls RNBD over RTRS.
+    fn call_rnbd(&mut self, turn: &mut TurnCx<'_, Done>, call: impl FnOnce(&mut Rnbd<Disk>, &mut OverRtrs<'_, '_>)) {
+        let (rtrs, cx) = (&mut self.rtrs, &mut self.rng.cx(turn));
+        call(&mut self.rnbd, &mut OverRtrs { rtrs, cx });
     }
 
     /// Handles a report of RNBD, or starts a job for it.
@@ -298,7 +281,7 @@ impl Service {
                 let opening = Opening {
                     exports: self.exports.clone(),
                     workers: self.workers.clone(),
-                    started: self.begin(turn, Job::Open(ticket)),
+                    started: self.begin(turn, Done::Opened(ticket, Err(Errno::EIO.into()))),
                     ticket,
                     session_name,
                     name,
@@ -321,7 +304,8 @@ impl Service {
         }
         for (file_system, images) in images {
             if self.looking.insert(file_system) {
-                self.start(turn, Job::Sizes(file_system), Queue::Sizes(file_system), move || {
+                let done = Done::Sizes(file_system);
+                self.start(turn, done, Queue::Sizes(file_system), move || {
                     look_at_sizes(&images);
                     Done::Sizes(file_system)
                 });
@@ -333,11 +317,11 @@ impl Service {
     /// Has a device closed, which makes durable what was written.
     fn close(&mut self, turn: &mut TurnCx<'_, Done>, ticket: Ticket, store: StoreId) {
         let Some(mut export) = self.rnbd.disks_mut().take(store) else {
-            return self.rnbd.closed(over_rtrs!(self, turn), ticket);
+            return self.call_rnbd(turn, |rnbd, rtrs| rnbd.closed(rtrs, ticket));
         };
         export.begin_close();
         let queue = Queue::Close(export.file_system());
-        self.start(turn, Job::Close(ticket), queue, move || {
+        self.start(turn, Done::Closed(ticket), queue, move || {
             export.close();
             Done::Closed(ticket)
         });
@@ -414,9 +398,6 @@ impl Loop for Service {
 
     fn command(&mut self, turn: &mut TurnCx<'_, Done>, command: Command) {
         match command {
-            Command::Stats(to) => {
-                let _ = to.send(self.stats(turn));
-            }
             Command::Steer(request, reply) => {
                 let done = self.steer(turn, request);
                 reply.send(done);
@@ -447,10 +428,14 @@ impl Loop for Service {
     }
 
     fn job_done(&mut self, turn: &mut TurnCx<'_, Done>, done: JobResult<Done>) {
-        let job = self.jobs.remove(&done.ticket.0);
-        match done.result {
-            Ok(Done::Memory(ticket, memory)) => self.rtrs.ready(&mut self.rng.cx(turn), ticket, memory),
-            Ok(Done::Opened(ticket, opened)) => {
+        // A panic is in the log.
+        let failed = self.jobs.remove(&done.ticket.0);
+        let Some(done) = done.result.ok().or(failed) else {
+            return;
+        };
+        match done {
+            Done::Memory(ticket, memory) => self.rtrs.ready(&mut self.rng.cx(turn), ticket, memory),
+            Done::Opened(ticket, opened) => {
                 let opened = opened.map(|(identity, export)| {
                     let (geometry, label) = (export.image().geometry(), export.image().label().to_owned());
                     let instance = export.instance();
@@ -464,19 +449,14 @@ impl Loop for Service {
                         instance,
                     }
                 });
-                self.rnbd.opened(over_rtrs!(self, turn), ticket, opened);
+                self.call_rnbd(turn, |rnbd, rtrs| rnbd.opened(rtrs, ticket, opened));
             }
-            Ok(Done::Closed(ticket)) => self.rnbd.closed(over_rtrs!(self, turn), ticket),
-            Ok(Done::Sizes(file_system)) => {
+            Done::Closed(ticket) => self.call_rnbd(turn, |rnbd, rtrs| rnbd.closed(rtrs, ticket)),
+            Done::Sizes(file_system) => {
                 self.looking.remove(&file_system);
                 self.rnbd.disks_mut().note_sizes();
             }
-            Ok(Done::Freed) => {}
-            Err(_) => {
-                if let Some(job) = job {
-                    self.job_failed(turn, job);
-                }
-            }
+            Done::Freed => {}
         }
     }
 

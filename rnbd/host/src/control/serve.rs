@@ -59,31 +59,42 @@ impl ServeControl {
         sent.into_iter().map(Pending::wait).collect()
     }
 
+    /// Sends a request to each loop, and joins what `part` finds in their answers.
+    fn collect<T>(
+        &self,
+        request: ServeRequest,
+        part: impl Fn(ServeAnswer) -> Option<Vec<T>>,
+    ) -> Result<Vec<T>, Refused> {
+        let mut all = Vec::new();
+        for answer in self.send_all(request) {
+            all.extend(part(answer?).into_iter().flatten());
+        }
+        Ok(all)
+    }
+
     /// Returns the statistics.
     ///
     /// # Errors
     /// ENODEV when the server has ended.
     pub fn stats(&self) -> Result<ServeStats, Refused> {
+        let parts = self.collect(ServeRequest::Stats {}, |answer| match answer {
+            ServeAnswer::Stats(part) => Some(vec![*part]),
+            _ => None,
+        })?;
         let mut sum = ServeStats::default();
-        for answer in self.send_all(ServeRequest::Stats {}) {
-            if let ServeAnswer::Stats(part) = answer? {
-                sum.add(&part);
-            }
-        }
+        parts.iter().for_each(|part| sum.add(part));
         Ok(sum)
     }
 
-    /// Returns sessions and paths; the sum of all loops.
+    /// Returns sessions and paths of all loops.
     ///
     /// # Errors
     /// ENODEV when the server has ended.
     pub fn sessions(&self) -> Result<Vec<SessionListing>, Refused> {
-        let mut all = Vec::new();
-        for answer in self.send_all(ServeRequest::Sessions) {
-            if let ServeAnswer::Sessions(part) = answer? {
-                all.extend(part);
-            }
-        }
+        let mut all = self.collect(ServeRequest::Sessions, |answer| match answer {
+            ServeAnswer::Sessions(part) => Some(part),
+            _ => None,
+        })?;
         all.sort_by_key(|session| session.session);
         Ok(all)
     }
@@ -93,12 +104,10 @@ impl ServeControl {
     /// # Errors
     /// ENODEV when the server has ended.
     pub fn devices(&self) -> Result<Vec<DeviceListing>, Refused> {
-        let mut all = Vec::new();
-        for answer in self.send_all(ServeRequest::Devices) {
-            if let ServeAnswer::Devices(part) = answer? {
-                all.extend(part);
-            }
-        }
+        let mut all = self.collect(ServeRequest::Devices, |answer| match answer {
+            ServeAnswer::Devices(part) => Some(part),
+            _ => None,
+        })?;
         all.sort_by_key(|device| (device.session, device.id));
         Ok(all)
     }
