@@ -42,17 +42,8 @@ pub mod throttle;
 use core::time::Duration;
 
 pub use error::{Error, IoError, PathError};
-pub use proto::errno;
+pub use proto::{Direction, errno};
 
 /// How long a packet may be under way (`CMA_IBOE_PACKET_LIFETIME`, `cma.c`: 4.096 us * 2^16). What a lost path has sent last may come,
 /// and be done, so much later than its queue pairs stopped.
 pub const PACKET_LIFETIME: Duration = Duration::from_nanos(4096 << 16);
-
-/// Direction of a request's data, seen from the client.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Direction {
-    /// From the server's chunk into the client's buffer.
-    Read,
-    /// From the client's buffer into the server's chunk.
-    Write,
-}

@@ -1,11 +1,10 @@
-//! Log lines that a peer can cause as often as it likes: the first is written at once, then one line per interval says
-//! how many more there were.
+//! Log lines that a peer can cause as often as it likes: one line per interval, which says how many were suppressed before it.
 
 use core::time::Duration;
 
 use roce_verbs::Instant;
 
-/// How often a throttled line may come.
+/// Interval of lines that anybody can cause.
 pub const INTERVAL: Duration = Duration::from_secs(10);
 
 /// Decides when a line is written. The clock is the caller's.
@@ -14,7 +13,7 @@ pub struct Throttle {
     interval: Duration,
     /// When the interval of the last line ends.
     quiet_until: Option<Instant>,
-    more: u64,
+    suppressed: u64,
 }
 
 impl Throttle {
@@ -23,29 +22,18 @@ impl Throttle {
         Self {
             interval,
             quiet_until: None,
-            more: 0,
+            suppressed: 0,
         }
     }
 
-    /// It happened: `true` if the line shall be written now. Call [`Throttle::due`] before, or what was kept back stays
-    /// so until the next call of it.
-    pub fn hit(&mut self, now: Instant) -> bool {
+    /// Returns whether a line is to be written now: how many were suppressed since the last one.
+    pub fn pass(&mut self, now: Instant) -> Option<u64> {
         if self.quiet_until.is_some_and(|until| now < until) {
-            self.more += 1;
-            return false;
-        }
-        self.quiet_until = Some(now + self.interval);
-        true
-    }
-
-    /// How many were kept back, once the interval is over: a summary is to be written now.
-    pub fn due(&mut self, now: Instant) -> Option<u64> {
-        if self.quiet_until.is_none_or(|until| now < until) {
+            self.suppressed += 1;
             return None;
         }
-        let more = core::mem::take(&mut self.more);
-        self.quiet_until = (more > 0).then(|| now + self.interval);
-        (more > 0).then_some(more)
+        self.quiet_until = Some(now + self.interval);
+        Some(core::mem::take(&mut self.suppressed))
     }
 }
 
@@ -54,21 +42,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_at_once_then_one_summary_per_interval() {
-        let at = |s: u64| Instant::ZERO + Duration::from_secs(s);
-        let mut t = Throttle::new(Duration::from_secs(10));
-        assert_eq!(t.due(at(0)), None);
-        assert!(t.hit(at(0)));
-        for _ in 0..1000 {
-            assert!(!t.hit(at(5)));
+    fn one_line_per_interval_says_how_many_were_suppressed() {
+        let at = |ms: u64| Instant::ZERO + Duration::from_millis(ms);
+        let mut lines = Throttle::new(Duration::from_secs(1));
+        assert_eq!(lines.pass(at(0)), Some(0));
+        for _ in 0..5 {
+            assert_eq!(lines.pass(at(999)), None);
         }
-        assert_eq!(t.due(at(9)), None);
-        assert_eq!(t.due(at(10)), Some(1000));
-        // The summary was a line: the next has to wait as well.
-        assert!(!t.hit(at(11)));
-        assert_eq!(t.due(at(19)), None);
-        assert_eq!(t.due(at(20)), Some(1));
-        assert_eq!(t.due(at(30)), None);
-        assert!(t.hit(at(31)));
+        assert_eq!(lines.pass(at(1000)), Some(5));
+        assert_eq!(lines.pass(at(1500)), None);
+        assert_eq!(lines.pass(at(2000)), Some(1));
+        assert_eq!(lines.pass(at(3000)), Some(0));
     }
 }

@@ -210,7 +210,7 @@ fn strangers_get_little_and_lock_nobody_out() {
         let over = || bed.server.sessions().is_empty() && held().threads <= before.threads;
         eventually("its end", over);
     }
-    assert!(bed.server.counters().half_open_gave_way > 1000);
+    assert!(bed.server.counters().half_open_evicted > 1000);
 }
 
 #[test]
@@ -242,7 +242,7 @@ fn a_client_gets_in_while_strangers_come() {
                 }
             }
         });
-        eventually("the flood", || bed.server.counters().half_open_gave_way > 100);
+        eventually("the flood", || bed.server.counters().half_open_evicted > 100);
         for i in 0..5 {
             let session = bed.open(&format!("s{i}"), 2);
             write(&session, 0, b"here").result.unwrap();

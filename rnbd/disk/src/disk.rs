@@ -12,8 +12,7 @@ use rnbd::{
     block::BlockOp,
     server::{
         disk::{Disks, Op, StoreId},
-        queue::QueueLimits,
-        schedule::Schedule,
+        fair_queue::{QueueLimits, Schedule},
     },
 };
 use rtrs::server::request::SessionKey;
@@ -22,12 +21,11 @@ use crate::{
     exports::OpenExport,
     file_system::FileSystem,
     image::{Image, Look},
-    op::{Io, Part, Work},
+    op::{Io, Part, Task},
     pool::Pool,
     probe::{Way, Ways},
     ring::Ring,
     sys,
-    task::Task,
 };
 
 /// Times that one [`Disk::pump`] starts what there is room for, when it is over at once.
@@ -388,8 +386,7 @@ impl Disk {
         if store.look.0 != self.turn {
             store.look = (self.turn, Look::default());
         }
-        let image = store.export.share().clone();
-        let task = Task::new(&image, &op.disk, op.memory.as_ref(), &mut store.look.1);
+        let task = Task::new(store.export.share(), &op.disk, op.memory.as_ref(), &mut store.look.1);
         if store.is_resized() {
             self.resized.push(op.disk.store);
         }
@@ -398,12 +395,14 @@ impl Disk {
             Ok(None) => return self.finish(op, Ok(())),
             Err(e) => return self.finish(op, Err(e)),
         };
-        op.part.way = store.way(op.disk.op);
-        op.part.alone = task.is_patch();
-        let writes = task.writes();
-        op.part.work = Some(Work { image, task });
-        op.part.entered = writes && store.held.is_empty() && store.enter(op.part.alone);
-        match writes && !op.part.entered {
+        let writes = op.disk.op.writes();
+        let entered = writes && store.held.is_empty() && store.enter(task.is_patch());
+        op.part = Part {
+            way: store.way(op.disk.op),
+            entered,
+            task: Some(task),
+        };
+        match writes && !entered {
             true => store.held.push_back(op),
             false => self.ready.push_back(op),
         }
@@ -411,27 +410,26 @@ impl Disk {
 
     /// Makes the next call of an operation, or passes it on.
     fn go_on(&mut self, mut op: Io, budget: &mut Budget) {
-        let Some(work) = op.part.work.as_mut() else {
+        let Some(task) = op.part.task.as_mut() else {
             return self.finish(op, Err(Errno::EIO));
         };
         let cost = match op.part.way {
             // Another thread copies.
             Way::Pool => 0,
-            Way::Ring if work.image.is_direct() => 0,
-            Way::InPlace | Way::TryNow | Way::Ring => work.task.call().cost(),
+            Way::Ring if task.image.is_direct() => 0,
+            Way::InPlace | Way::TryNow | Way::Ring => task.call().cost(),
         };
         budget.charge(cost);
         match op.part.way {
             Way::InPlace => {
                 self.counters.in_place += 1;
-                let result = work.task.make_call(&work.image);
-                match work.returned(result) {
+                match task.advance() {
                     Some(result) => self.finish(op, result),
                     // A long one takes several turns.
                     None => self.ready.push_back(op),
                 }
             }
-            Way::TryNow => match work.task.read_now(&work.image) {
+            Way::TryNow => match task.read_now() {
                 Some(result) => {
                     self.counters.at_once += 1;
                     self.finish(op, result);
@@ -444,7 +442,7 @@ impl Disk {
 
     /// Gives an operation to the ring, or to a thread.
     fn pass_on(&mut self, op: Io) {
-        let call = op.part.work.as_ref().map(|work| work.task.call());
+        let call = op.part.task.as_ref().map(Task::call);
         if let RingState::Open(ring) = &mut self.ring
             && op.part.way != Way::Pool
             && call.is_some_and(|call| Ring::has(&call))
@@ -516,7 +514,7 @@ impl Disk {
         };
         store.leave();
         while let Some(mut next) = store.held.pop_front() {
-            if !store.enter(next.part.alone) {
+            if !store.enter(next.part.task.as_ref().is_some_and(Task::is_patch)) {
                 return store.held.push_front(next);
             }
             next.part.entered = true;

@@ -8,7 +8,7 @@ use std::{
     },
     path::Path,
     sync::{
-        Arc, LazyLock,
+        Arc,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
     time::UNIX_EPOCH,
@@ -27,9 +27,9 @@ use crate::{
 };
 
 /// For all images: a peer can have one opened again and again, so a throttle of each would let a line through each time.
-static LOG: LazyLock<Throttle> = LazyLock::new(Throttle::new);
-static ODD_SIZE_LOG: LazyLock<Throttle> = LazyLock::new(Throttle::new);
-static CACHED_LOG: LazyLock<Throttle> = LazyLock::new(Throttle::new);
+static LOG: Throttle = Throttle::new();
+static ODD_SIZE_LOG: Throttle = Throttle::new();
+static CACHED_LOG: Throttle = Throttle::new();
 
 /// Whether the page cache takes part.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]

@@ -8,11 +8,10 @@
 //!   there is none. The server submits operations (`rnbd::server::disk::Disks`), the loop calls [`Disk::pump`] once a round, and watches
 //!   [`Disk::descriptor`].
 //!
-//! Between the two halves stands the operation as a row of system calls (`task.rs`), which says what is checked, what follows
+//! Between the two halves is the operation as a row of system calls (`op.rs`), which says what is checked, what follows
 //! of each result, and what is remembered of a file: the same whichever way the calls are made.
 
 mod boot;
-mod call;
 mod disk;
 mod exports;
 mod extents;
@@ -27,7 +26,6 @@ mod probe;
 mod registered;
 mod ring;
 mod sys;
-mod task;
 mod throttle;
 mod workers;
 mod writers;

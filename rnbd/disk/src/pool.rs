@@ -124,9 +124,9 @@ impl Ended {
 
 /// Makes the calls of an operation, and releases its file.
 fn run(op: &mut Io) -> Result<(), Errno> {
-    let mut work = op.part.work.take().ok_or(Errno::EIO)?;
-    let result = catch_unwind(AssertUnwindSafe(|| work.task.run(&work.image)));
-    mem::drop(work);
+    let mut task = op.part.task.take().ok_or(Errno::EIO)?;
+    let result = catch_unwind(AssertUnwindSafe(|| task.run()));
+    mem::drop(task);
     result.unwrap_or_else(|_| {
         tracing::error!("a disk operation panicked; its request fails");
         Err(Errno::EIO)

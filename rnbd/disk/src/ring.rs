@@ -17,8 +17,7 @@ use rnbd::{Errno, server::disk::Op};
 use rtrs::server::request::SessionKey;
 
 use crate::{
-    call::Call,
-    op::{Io, Part, Work},
+    op::{Call, Io, Part, Task},
     registered::Registered,
     throttle::Throttle,
 };
@@ -181,14 +180,14 @@ impl Ring {
 
     /// The next call of an operation, as io_uring has it, without `user_data`.
     fn entry(&mut self, op: &Io) -> squeue::Entry {
-        let Some(Work { image, task }) = &op.part.work else {
+        let Some(task) = &op.part.task else {
             // `take` fails it.
             return opcode::Nop::new().build();
         };
         let call = task.call();
-        let slot = slot_of(&mut self.registered, &self.ring, op, &call);
+        let slot = slot_of(&mut self.registered, &self.ring, op.id.session, task, &call);
         self.fixed += u64::from(slot.is_some());
-        let fd = Fd(image.fd());
+        let fd = Fd(task.image.fd());
         let entry = match call {
             Call::Read { offset, to, len } => match slot {
                 Some(slot) => opcode::ReadFixed::new(fd, to, len as u32, slot).offset(offset).build(),
@@ -235,7 +234,7 @@ impl Ring {
                 Ok(n) => Ok(n),
                 Err(_) => Err(Errno::from(io::Error::from_raw_os_error(-result))),
             };
-            let ended = op.part.work.as_mut().map(|work| work.returned(result));
+            let ended = op.part.task.as_mut().map(|task| task.returned(result));
             match ended.unwrap_or(Some(Err(Errno::EIO))) {
                 None => self.waiting.push_back(op),
                 Some(result) => {
@@ -263,16 +262,15 @@ unsafe fn completed(user_data: u64) -> Io {
 }
 
 /// Returns the slot of a call's registered memory. Only direct I/O gains by that.
-fn slot_of(registered: &mut Registered, ring: &IoUring, op: &Io, call: &Call) -> Option<u16> {
-    let Work { image, task } = op.part.work.as_ref()?;
+fn slot_of(registered: &mut Registered, ring: &IoUring, session: SessionKey, task: &Task, call: &Call) -> Option<u16> {
     let (at, len) = match *call {
         Call::Read { to, len, .. } => (to.cast_const(), len),
         Call::Write { from, len, .. } => (from, len),
         _ => return None,
     };
-    let memory = task.memory().filter(|_| image.is_direct())?;
+    let memory = task.memory().filter(|_| task.image.is_direct())?;
     let at = (at as usize).checked_sub(memory.as_ptr() as usize)?;
-    registered.slot(&ring.submitter(), op.id.session, memory, at, len)
+    registered.slot(&ring.submitter(), session, memory, at, len)
 }
 
 impl Drop for Ring {

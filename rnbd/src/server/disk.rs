@@ -29,6 +29,17 @@ pub struct DiskOp {
 }
 
 impl DiskOp {
+    /// A flush of a device.
+    pub fn flush(store: StoreId) -> Self {
+        Self {
+            store,
+            op: BlockOp::Flush,
+            offset: 0,
+            len: 0,
+            data: 0,
+        }
+    }
+
     /// Bytes in the session's memory; `None`: it needs none there.
     pub fn data_len(&self) -> Option<u64> {
         match self.op {

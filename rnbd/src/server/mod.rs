@@ -3,12 +3,10 @@
 pub mod action;
 mod device;
 pub mod disk;
+pub mod fair_queue;
 mod limits;
 pub mod listing;
-mod logs;
-pub mod queue;
 mod request;
-pub mod schedule;
 #[expect(clippy::module_inception, reason = "the machine itself, beside its parts")]
 mod server;
 mod session;

@@ -1,33 +1,21 @@
 //! Block requests of clients, checked.
 
-use core::ops::Range;
-
 use rtrs::{Direction, server::request::Request};
 
 use crate::{
     block::{BlockOp, Geometry},
     errno::Errno,
     proto::{IoOp, MsgIo, Rw, SECTOR, status},
-    server::disk::{DiskOp, StoreId},
+    server::disk::{DiskOp, Op, StoreId},
 };
 
-/// A block request that makes sense.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) struct Io {
-    /// The operation, after the flush if one comes first.
-    pub(super) op: DiskOp,
-    /// A flush comes first, and the operation only if that succeeds.
-    pub(super) flush_first: bool,
-    /// Bytes of the client's room behind what it reads.
-    pub(super) tail: Range<usize>,
-}
-
-impl Io {
-    /// Checks what does not depend on the device.
+impl<P> Op<P> {
+    /// Fills in a client's request, and the flush that comes before it: the operation then follows only if that succeeds. Checks what
+    /// does not depend on the device.
     ///
     /// # Errors
     /// What the client is answered.
-    pub(super) fn check(m: &MsgIo, request: &Request, store: StoreId) -> Result<Self, Errno> {
+    pub(super) fn fill(&mut self, m: &MsgIo, request: &Request, store: StoreId) -> Result<(), Errno> {
         let rw = Rw::from_wire(m.rw.get()).ok_or(Errno::EINVAL)?;
         let asks = rw.op == IoOp::BlockStatus;
         let moved = u64::from(m.bi_size.get());
@@ -66,33 +54,34 @@ impl Io {
         };
         let tail = if read > 0 || rw.op == IoOp::Read { room } else { read };
         let in_memory = |at: u64| request.data_offset + at as usize;
-        Ok(Self {
-            op: DiskOp {
-                store,
-                op: operation(rw, len, extents),
-                offset,
-                len,
-                data: request.data_offset,
-            },
-            flush_first: match rw.op {
-                IoOp::Flush => len > 0,
-                _ => rw.preflush,
-            },
-            tail: in_memory(read)..in_memory(tail),
-        })
+        self.tail = in_memory(read)..in_memory(tail);
+        self.id = request.key;
+        self.disk = DiskOp {
+            store,
+            op: operation(rw, len, extents),
+            offset,
+            len,
+            data: request.data_offset,
+        };
+        self.next = None;
+        if rw.preflush && rw.op != IoOp::Flush || rw.op == IoOp::Flush && len > 0 {
+            self.next = Some(core::mem::replace(&mut self.disk, DiskOp::flush(store)));
+        }
+        Ok(())
     }
 
     /// Checks what depends on the device, all but its size.
     ///
     /// # Errors
     /// What the client is answered.
-    pub(super) fn permitted(&self, geometry: &Geometry) -> Result<(), Errno> {
-        if self.op.op.writes() && geometry.read_only {
+    pub(super) fn check(&self, geometry: &Geometry) -> Result<(), Errno> {
+        let disk = self.next.as_ref().unwrap_or(&self.disk);
+        if disk.op.writes() && geometry.read_only {
             return Err(Errno::EROFS);
         }
         // Zeroes that are written would keep the disk busy as long as a client likes.
-        let zeroes = matches!(self.op.op, BlockOp::WriteZeroes { .. });
-        if zeroes && self.op.len > geometry.max_write_zeroes {
+        let zeroes = matches!(disk.op, BlockOp::WriteZeroes { .. });
+        if zeroes && disk.len > geometry.max_write_zeroes {
             return Err(Errno::EOPNOTSUPP);
         }
         Ok(())

@@ -1,7 +1,7 @@
 //! The server's state machine: requests of clients become operations of its disks, and their ends become answers. Devices are opened
 //! and closed by the host.
 
-use core::{fmt::Display, ops::Range};
+use core::{fmt::Display, ops::Range, time::Duration};
 use std::{
     collections::{BTreeMap, VecDeque},
     sync::{
@@ -18,6 +18,7 @@ use rtrs::{
         Server as Rtrs,
         request::{Output as RtrsOutput, Request, RequestKey, SessionKey, SessionOpened},
     },
+    throttle::Throttle,
 };
 use zerocopy::IntoBytes;
 
@@ -26,8 +27,6 @@ use super::{
     device::{Device, Tenancy},
     disk::{DiskOp, Disks, Op, StoreId},
     limits::{Limits, ServerCounters},
-    logs::Logs,
-    request::Io,
     session::{OpenRequest, Session},
     transport::{OverRtrs, Transport},
 };
@@ -37,6 +36,9 @@ use crate::{
     proto::{AccessMode, ClientMsg, MsgIo, MsgOpen, MsgOpenRsp, MsgSessInfo, VERSION_MAJOR},
     slab::Slab,
 };
+
+/// One log line of a kind that clients can cause is written as often as this at most.
+const LOG_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Ended operations that are kept to be used again.
 const MAX_SPARE: usize = 256;
@@ -48,6 +50,15 @@ pub(super) enum Job {
     Open(Box<OpenRequest>, AccessMode, Tenancy),
     /// Closes it; then the request is answered, and whoever had it open may open it again.
     Close(Option<RequestKey>, Option<Tenancy>),
+}
+
+/// Log lines that clients can cause, of all sessions: those of one would start again with the next.
+#[derive(Debug)]
+struct Logs {
+    sessions: Throttle,
+    devices: Throttle,
+    refused: Throttle,
+    malformed: Throttle,
 }
 
 /// RNBD's part of a server, without I/O: takes requests from RTRS, gives operations to its disks, and answers. Each request is answered
@@ -92,7 +103,12 @@ impl<D: Disks> Server<D> {
             jobs: Slab::default(),
             leaving: Vec::new(),
             counters: ServerCounters::default(),
-            logs: Logs::new(),
+            logs: Logs {
+                sessions: Throttle::new(LOG_INTERVAL),
+                devices: Throttle::new(LOG_INTERVAL),
+                refused: Throttle::new(LOG_INTERVAL),
+                malformed: Throttle::new(LOG_INTERVAL),
+            },
             outputs: VecDeque::new(),
         }
     }
@@ -254,37 +270,30 @@ impl<D: Disks> Server<D> {
             self.complain(transport.now(), key.session, text);
             return answer(transport, key, Err(Errno::ENOTCONN));
         };
-        let io = match Io::check(m, request, device.store) {
-            Ok(io) => io,
-            Err(e) => {
-                self.counters.malformed += 1;
-                return self.refuse(transport, key, e);
-            }
-        };
-        if let Err(e) = io.permitted(&device.geometry) {
-            return self.refuse(transport, key, e);
-        }
+        let mut op = self.spare.pop().unwrap_or_else(|| {
+            let flush = DiskOp::flush(device.store);
+            Box::new(Op::new(key, flush, None))
+        });
+        let filled = op.fill(m, request, device.store);
+        self.counters.malformed += u64::from(filled.is_err());
         // A session has its memory as long as it has requests.
-        let Some(memory) = transport.memory(key.session) else {
-            return self.refuse(transport, key, Errno::ECONNABORTED);
-        };
-        device.begin();
-        let flush = DiskOp {
-            op: BlockOp::Flush,
-            offset: 0,
-            len: 0,
-            data: 0,
-            ..io.op
-        };
-        let (disk, next) = match io.flush_first {
-            true => (flush, Some(io.op)),
-            false => (io.op, None),
-        };
-        let mut op = self.spare.pop().unwrap_or_else(|| Box::new(Op::new(key, disk, None)));
-        (op.id, op.disk, op.next, op.device, op.tail) = (key, disk, next, found, io.tail);
-        op.memory = Some(Arc::clone(memory));
-        self.in_flight += 1;
-        self.disks.submit(op);
+        let memory = transport.memory(key.session).ok_or(Errno::ECONNABORTED);
+        let checked = filled.and_then(|()| op.check(&device.geometry)).and(memory);
+        match checked {
+            Ok(memory) => {
+                device.begin();
+                op.device = found;
+                op.memory = Some(Arc::clone(memory));
+                self.in_flight += 1;
+                self.disks.submit(op);
+            }
+            Err(e) => {
+                self.spare.push(op);
+                self.counters.requests += 1;
+                self.counters.failed += 1;
+                answer(transport, key, Err(e));
+            }
+        }
     }
 
     /// An operation has ended.
@@ -316,12 +325,6 @@ impl<D: Disks> Server<D> {
             op.memory = None;
             self.spare.push(op);
         }
-    }
-
-    fn refuse(&mut self, transport: &mut impl Transport, request: RequestKey, e: Errno) {
-        self.counters.requests += 1;
-        self.counters.failed += 1;
-        answer(transport, request, Err(e));
     }
 }
 

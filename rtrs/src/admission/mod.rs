@@ -574,9 +574,14 @@ impl Admission {
     pub fn up(&mut self, path: PathKey) {
         if let Some(entry) = self.paths.get_mut(&path).filter(|e| e.stage == Stage::Opening) {
             entry.stage = Stage::Up;
-            if let Some(deadline) = entry.deadline.take() {
-                self.loops[entry.at].deadlines.remove(&(deadline, path));
-            }
+            self.stop_deadline(path);
+        }
+    }
+
+    fn stop_deadline(&mut self, path: PathKey) {
+        let Some(entry) = self.paths.get_mut(&path) else { return };
+        if let Some(deadline) = entry.deadline.take() {
+            self.loops[entry.at].deadlines.remove(&(deadline, path));
         }
     }
 
@@ -587,9 +592,7 @@ impl Admission {
             return self.ended(path);
         }
         entry.stage = Stage::Closing;
-        if let Some(deadline) = entry.deadline.take() {
-            self.loops[entry.at].deadlines.remove(&(deadline, path));
-        }
+        self.stop_deadline(path);
     }
 
     /// Forgets a path of which nothing is left, and its session if that has no other.
@@ -599,11 +602,9 @@ impl Admission {
             Some(Stage::HalfOpen) => self.leave_half_open(path),
             Some(_) => self.leave_session(path),
         }
+        self.stop_deadline(path);
         let Some(entry) = self.paths.remove(&path) else { return };
         self.by_identity.remove(&entry.request.identity());
-        if let Some(deadline) = entry.deadline {
-            self.loops[entry.at].deadlines.remove(&(deadline, path));
-        }
         self.homes.remove_path(entry.request.session);
     }
 
@@ -636,23 +637,19 @@ impl Admission {
         of_loop.half_open.remove(&path);
         of_loop.held -= entry.held.len();
         entry.held.clear();
-        if let Some(tally) = self.clients.get_mut(&entry.client) {
+        let client = entry.client;
+        self.tally(client, |tally| {
             tally.half_open.remove(&path);
-        }
-        self.drop_tally(path);
+        });
     }
 
-    /// Forgets a client that has nothing.
-    fn drop_tally(&mut self, path: PathKey) {
-        let Some(client) = self.paths.get(&path).map(|e| e.client) else {
+    /// Takes something off a client, which is forgotten when it has nothing.
+    fn tally(&mut self, client: Client, take: impl FnOnce(&mut Tally)) {
+        let Some(tally) = self.clients.get_mut(&client) else {
             return;
         };
-        self.drop_client(client);
-    }
-
-    fn drop_client(&mut self, client: Client) {
-        let idle = |t: &Tally| t.sessions == 0 && t.half_open.is_empty();
-        if self.clients.get(&client).is_some_and(idle) {
+        take(tally);
+        if tally.sessions == 0 && tally.half_open.is_empty() {
             self.clients.remove(&client);
         }
     }
@@ -672,9 +669,6 @@ impl Admission {
         }
         let client = session.client;
         self.sessions.remove(&request.session);
-        if let Some(tally) = self.clients.get_mut(&client) {
-            tally.sessions -= 1;
-        }
-        self.drop_client(client);
+        self.tally(client, |tally| tally.sessions -= 1);
     }
 }

@@ -33,6 +33,15 @@ pub const MAX_HDR_SIZE: u32 = 4096;
 /// Bytes of a session name with its terminating zero (`NAME_MAX`).
 pub const NAME_MAX: usize = 255;
 
+/// Direction of a request's data, seen from the client.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Direction {
+    /// From the server's chunk into the client's buffer.
+    Read,
+    /// From the client's buffer into the server's chunk.
+    Write,
+}
+
 /// Type of a message (`enum rtrs_msg_types`).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(u16)]

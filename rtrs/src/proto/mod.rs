@@ -11,8 +11,8 @@ pub mod info;
 pub mod rdma;
 
 pub use common::{
-    DEFAULT_PORT, MAGIC, MAX_CONNECTIONS, MAX_HDR_SIZE, MAX_PATHS, MAX_QUEUE_DEPTH, MIN_CHUNK_SIZE, MsgFlags, MsgType,
-    NAME_MAX, ProtoError, SERVICE_QUEUE_DEPTH, SgDesc, Uuid, VERSION, VERSION_MAJOR, VERSION_MINOR,
+    DEFAULT_PORT, Direction, MAGIC, MAX_CONNECTIONS, MAX_HDR_SIZE, MAX_PATHS, MAX_QUEUE_DEPTH, MIN_CHUNK_SIZE,
+    MsgFlags, MsgType, NAME_MAX, ProtoError, SERVICE_QUEUE_DEPTH, SgDesc, Uuid, VERSION, VERSION_MAJOR, VERSION_MINOR,
 };
 pub use conn::{ConnReq, ConnRsp};
 pub use imm::{ChunkLayout, Imm, IoReply};

@@ -9,7 +9,7 @@ use zerocopy::{
 };
 
 use super::{
-    common::{MsgFlags, MsgType, ProtoError, SgDesc, take},
+    common::{Direction, MsgFlags, MsgType, ProtoError, SgDesc, take},
     info::check_type,
 };
 
@@ -71,25 +71,17 @@ impl RdmaRead {
 
 /// A request as the server sees it, checked against the chunk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Request {
-    /// Data and header are there.
-    Write {
-        /// Bytes of the user's header.
-        usr_len: u16,
-        /// Bytes of data at the start of the chunk.
-        data_len: u32,
-    },
-    /// Data is wanted.
-    Read {
-        /// Bytes of the user's header.
-        usr_len: u16,
-        /// Bytes of data, at the start of the chunk.
-        data_len: u32,
-        /// Destination at the client; `None` when only a status is wanted.
-        dest: Option<SgDesc>,
-        /// The client wants the destination's key revoked.
-        need_inval: bool,
-    },
+pub struct Request {
+    /// Whether data and header are there, or data is wanted.
+    pub direction: Direction,
+    /// Bytes of the user's header.
+    pub usr_len: u16,
+    /// Bytes of data at the start of the chunk; for a read only reserved.
+    pub data_len: u32,
+    /// Destination of a read at the client; `None` when only a status is wanted.
+    pub dest: Option<SgDesc>,
+    /// The client wants the destination's key revoked.
+    pub need_inval: bool,
 }
 
 impl Request {
@@ -106,7 +98,13 @@ impl Request {
         if kind.get() == MsgType::Write as u16 {
             let (m, _) = take::<RdmaWrite>("write request", msg)?;
             let (usr_len, data_len) = split(m.usr_len, offset, max_hdr_size)?;
-            return Ok(Self::Write { usr_len, data_len });
+            return Ok(Self {
+                direction: Direction::Write,
+                usr_len,
+                data_len,
+                dest: None,
+                need_inval: false,
+            });
         }
         if kind.get() != MsgType::Read as u16 {
             return Err(ProtoError::Type {
@@ -121,7 +119,8 @@ impl Request {
             1 => Some(*take::<SgDesc>("descriptor of a read request", rest)?.0),
             n => return Err(ProtoError::field("descriptors of a read request", n, "at most 1")),
         };
-        Ok(Self::Read {
+        Ok(Self {
+            direction: Direction::Read,
             usr_len,
             data_len,
             need_inval: dest.is_some() && m.flags().contains(MsgFlags::NEED_INVAL),

@@ -63,7 +63,7 @@ pub(crate) struct Conn {
     pub(crate) drained: bool,
     /// Receives that go back at the end of the turn.
     used: u32,
-    /// It stands on the list of those that the end of the turn is to look after.
+    /// It is on the list of connections for the end of the turn.
     listed: bool,
 }
 
@@ -113,22 +113,18 @@ impl Conn {
         self.used += 1;
     }
 
-    /// Posts the receives that were used.
+    /// Posts the receives that were used. The connection is not on the list of the turn any more.
     ///
     /// # Errors
     /// When the provider refuses.
     pub(crate) fn give_back(&mut self, cx: &mut Cx<'_>) -> Result<(), PostError> {
+        self.listed = false;
         let used = core::mem::take(&mut self.used);
         self.post_recvs(cx, used)
     }
 
-    /// The end of the turn is to look after it: false if it knows already.
+    /// Puts it on the list of connections for the end of the turn. False: it is there already.
     pub(crate) fn list(&mut self) -> bool {
         !core::mem::replace(&mut self.listed, true)
-    }
-
-    /// The end of the turn looks after it.
-    pub(crate) fn unlist(&mut self) {
-        self.listed = false;
     }
 }

@@ -40,8 +40,8 @@ counters! {
     refused_connections,
     /// Clients that have to wait because their sessions ended with access errors.
     refused_slowed_down,
-    /// Clients that had not answered and gave way to newcomers.
-    half_open_gave_way,
+    /// Clients that had not answered and were evicted for new ones.
+    half_open_evicted,
     /// Requests for further connections that waited until the first was known to stand.
     requests_held,
     /// Requests that waited for one that had come in the same chunk by another path.

@@ -40,3 +40,15 @@ pub(crate) struct Effects {
     /// When sessions are to be looked at.
     pub(crate) wake: Option<Instant>,
 }
+
+impl Effects {
+    /// Sessions are to be looked at, at this time at the latest.
+    pub(crate) fn wake(&mut self, at: Instant) {
+        self.wake = self.wake.into_iter().chain([at]).min();
+    }
+
+    /// Whether [`Server::settle`](super::Server::settle) has something to do.
+    pub(crate) fn is_unsettled(&self) -> bool {
+        self.wake.is_some() || !self.broken.is_empty() || !self.settled.is_empty()
+    }
+}

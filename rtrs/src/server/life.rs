@@ -8,11 +8,10 @@ use crate::{
     cx::Cx,
     server::{
         effects::Place,
-        phase::Phase,
         post::ServerWork,
         request::{Output, SessionKey, SessionOpened},
         server::Server,
-        state::{PATH, PathAction, PathEvent, PathState},
+        state::{PATH, PathAction, PathEvent, PathState, Phase},
     },
     table::step,
 };
@@ -40,18 +39,17 @@ impl Server {
         }
     }
 
-    /// Takes down the paths that can't go on, and notes when to look at the others.
+    /// Takes down the paths that can't go on, answers those that waited, and notes when to look at the others.
     pub(super) fn settle(&mut self, cx: &mut Cx<'_>) {
-        let wake = self.effects.wake.take();
-        self.wake(wake);
-        loop {
+        while self.effects.is_unsettled() {
+            let wake = self.effects.wake.take();
+            self.wake(wake);
             for session in core::mem::take(&mut self.effects.settled) {
                 self.name_waiting(cx, session);
             }
-            let Some((session, path, why)) = self.effects.broken.pop_front() else {
-                return;
-            };
-            self.fail(cx, session, path, why);
+            if let Some((session, path, why)) = self.effects.broken.pop_front() {
+                self.fail(cx, session, path, why);
+            }
         }
     }
 
@@ -188,7 +186,7 @@ impl Server {
         let Some(session) = self.sessions.get_mut(&key) else {
             return;
         };
-        let Some(path) = session.remove_path(path_key) else {
+        let Some(path) = session.paths.remove(&path_key) else {
             return;
         };
         session.deregister_unused(cx);

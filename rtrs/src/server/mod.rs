@@ -1,26 +1,23 @@
 //! The server: accepts sessions, keeps their chunks, and hands requests to its user.
 
 mod accept;
-mod awaited;
 mod chunks;
 mod config;
 mod conn;
 mod counters;
 mod domains;
 mod effects;
+mod half_open;
+mod keepalive;
 mod life;
 pub mod listing;
-mod log;
+mod liveness;
 mod path;
-mod phase;
 mod post;
-mod probe;
 pub mod request;
 #[allow(clippy::module_inception, reason = "the server itself")]
 mod server;
 mod session;
-mod signs;
-mod silence;
 pub mod state;
 
 pub use config::ServerConfig;

@@ -7,8 +7,7 @@ use roce_verbs::mem::Pages;
 use roce_verbs::{
     AccessFlags, Completion, Instant, QpCaps, RecvWr, Sge, WcStatus,
     provider::{
-        CmRef, ConnParams, CqId, DeviceIx, KeyId, KeyKind, KeyStrategy, MrInfo, PdId, QpId, Registration, Revoked,
-        VerbsError,
+        CmRef, ConnParams, CqId, DeviceIx, KeyId, KeyKind, KeyStrategy, MrInfo, PdId, QpId, Registration, VerbsError,
     },
     wr::PostError,
 };
@@ -20,14 +19,13 @@ use crate::{
     mark::{Mark, MarkKind},
     proto::{ChunkLayout, InfoReq, InfoRsp},
     server::{
-        accept::{HalfOpen, PathId},
-        awaited::Probe,
         config::ServerConfig,
         conn::{Conn, caps, cq_entries, device_caps},
+        half_open::{HalfOpen, PathId},
+        keepalive::Keepalive,
         listing::PathListing,
-        phase::Phase,
-        post::{Done, Ground, InfoMemory, Renewal, ServerWork, revoke_now},
-        signs::Signs,
+        post::{InfoMemory, NO_KEY, PostContext, Renewal, ServerWork},
+        state::Phase,
     },
     stats::RdmaStats,
 };
@@ -57,8 +55,7 @@ pub(crate) struct Path {
     info: Option<InfoMemory>,
     /// The session's chunks as its device knows them, once they are there.
     chunks: Option<MrInfo>,
-    /// Packets that came by it of late.
-    pub(crate) signs: Signs,
+    pub(crate) keepalive: Keepalive,
     /// When flushed work requests that nothing has explained end the path.
     flushed: Option<Instant>,
     /// Requests of it that are with the user.
@@ -104,7 +101,7 @@ impl Path {
         conns.resize_with(usize::from(id.connections).max(1), || None);
         Self {
             id,
-            phase: Phase::Connecting(None),
+            phase: Phase::Connecting { asked: false },
             conns,
             pd,
             cqs: Vec::new(),
@@ -115,7 +112,7 @@ impl Path {
             keys: Vec::new(),
             info: None,
             chunks: None,
-            signs: Signs::default(),
+            keepalive: Keepalive::default(),
             flushed: None,
             with_user: 0,
             rdma: RdmaStats::default(),
@@ -281,7 +278,7 @@ impl Path {
 
     /// Whether it takes requests, or will.
     pub(crate) fn is_alive(&self) -> bool {
-        matches!(self.phase, Phase::Connecting(_) | Phase::Connected(_))
+        matches!(self.phase, Phase::Connecting { .. } | Phase::Connected(_))
     }
 
     /// Whether the chunks can be given to the client.
@@ -306,7 +303,7 @@ impl Path {
 
     /// Records that a packet came from the peer.
     pub(crate) fn heard(&mut self) {
-        self.signs.heard();
+        self.keepalive.heard();
         self.phase.heard();
     }
 
@@ -340,8 +337,8 @@ impl Path {
 
     /// The client asks for the chunks.
     pub(crate) fn ask(&mut self) {
-        if let Phase::Connecting(probe @ None) = &mut self.phase {
-            *probe = Some(Probe::None);
+        if let Phase::Connecting { asked } = &mut self.phase {
+            *asked = true;
         }
     }
 
@@ -395,15 +392,14 @@ impl Path {
         self.renewal
     }
 
-    /// Takes the key of a chunk back at once, if the device does so.
+    /// The queue pair of a connection, and the key of a chunk.
     ///
     /// # Errors
-    /// When the provider refuses.
-    pub(crate) fn revoke_now(&self, cx: &mut Cx<'_>, cid: u16, chunk: u16) -> Result<Revoked, PathError> {
-        let conn = self
-            .conn(cid)
-            .ok_or(PathError::Unexpected("a request of no connection"))?;
-        Ok(revoke_now(cx, conn.qp, self.keys.get(usize::from(chunk)), chunk)?)
+    /// When there is no such connection or no key.
+    pub(crate) fn chunk_key(&self, cid: u16, chunk: u16) -> Result<(QpId, KeyId), PathError> {
+        let conn = self.conn(cid).ok_or(PostError::NoQueuePair)?;
+        let key = self.keys.get(usize::from(chunk)).ok_or(NO_KEY)?;
+        Ok((conn.qp, *key))
     }
 
     /// Adds work to a connection, which leaves with the turn. True: the end of the turn is to be told.
@@ -416,38 +412,27 @@ impl Path {
         Ok(conn.list())
     }
 
-    /// Whether a question for a sign of life waits to be posted.
-    pub(crate) fn asks(&self) -> bool {
-        let service = self.conns.first().and_then(Option::as_ref);
-        service.is_some_and(|conn| conn.out.asks())
+    /// Whether a heartbeat request waits to be posted.
+    pub(crate) fn has_heartbeat(&self) -> bool {
+        self.conn(0).is_some_and(|conn| conn.out.has_heartbeat())
     }
 
-    /// Posts what waits on a connection and fits.
-    ///
-    /// # Errors
-    /// When the provider refuses something.
-    pub(crate) fn post(
-        &mut self,
-        cx: &mut Cx<'_>,
+    /// A connection, and how it posts, once the chunks are there.
+    pub(crate) fn posting<'a>(
+        &'a mut self,
         cid: u16,
-        layout: &ChunkLayout,
-        done: &mut Done,
-    ) -> Result<(), PostError> {
-        let Some(chunks) = &self.chunks else {
-            return Ok(());
-        };
-        let Some(conn) = self.conns.get_mut(usize::from(cid)).and_then(Option::as_mut) else {
-            return Ok(());
-        };
-        let ground = Ground {
+        layout: &'a ChunkLayout,
+    ) -> Option<(&'a mut Conn, Option<PostContext<'a>>)> {
+        let conn = self.conns.get_mut(usize::from(cid))?.as_mut()?;
+        let at = self.chunks.as_ref().map(|chunks| PostContext {
             qp: conn.qp,
             chunks,
             layout,
             keys: &self.keys,
             renewal: self.renewal,
             info: self.info.as_ref(),
-        };
-        conn.out.post(cx, &ground, done)
+        });
+        Some((conn, at))
     }
 
     /// Moves the queue pairs to error; what was to be posted is dropped.
@@ -458,7 +443,7 @@ impl Path {
         }
     }
 
-    /// Takes leave of the peer, also by the ways of these connections.
+    /// Disconnects from the peer, also by the networks of these connections.
     pub(crate) fn disconnect(&self, cx: &mut Cx<'_>, ways: &[CmRef]) {
         for conn in self.conns() {
             cx.provider.cm_disconnect_by(conn.cm, ways);

@@ -1,8 +1,8 @@
 //! The work requests of a server's connection.
 //!
-//! What a turn of the loop brings forth is posted by kind: the data of all reads, the ends of all destinations' keys, the new
-//! keys of the chunks, all answers. Packets of one kind and length leave in one train, so that is much cheaper than one answer
-//! after the other. The data of a request and the end of its key still come before its answer.
+//! The work of a turn is posted by kind: the data of all reads, the ends of all destinations' keys, the new keys of the chunks, all
+//! answers. Packets of one kind and length leave in one train, which is much cheaper than one answer after the other. The data of a
+//! request and the end of its key still come before its answer.
 
 use core::slice;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::{
     cx::Cx,
     mark::{Mark, MarkKind},
     proto::{ChunkLayout, Imm, InfoReq, InfoRsp, IoReply, RkeyRsp, SgDesc},
-    sendq::{SendQueue, Work},
+    sendq::{Fitting, SendQueue, Work},
 };
 
 /// Slots that the renewal of a key may take: a provider may have to end the former key first.
@@ -65,39 +65,44 @@ impl Renewal {
 }
 
 /// Answer to a request that is done.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Answer {
-    /// The chunk.
-    pub(crate) chunk: u16,
-    /// 0, or a positive error number of 9 bits.
-    pub(crate) errno: u16,
+    reply: IoReply,
     /// Destination of the data of a read, also when it failed: its key may have to be revoked.
-    pub(crate) dest: Option<SgDesc>,
-    /// The client wants that.
-    pub(crate) need_inval: bool,
+    dest: Option<SgDesc>,
+    /// Its data in the chunk, once it is posted.
+    data: Sge,
+    /// The chunk's new key, once it is posted.
+    key: Option<RkeyRsp>,
 }
 
 impl Answer {
-    fn data(&self) -> Option<SgDesc> {
-        self.dest.filter(|_| self.errno == 0)
+    /// The answer to a request in a chunk. `status`: 0, or an error number of either sign.
+    pub(crate) fn new(chunk: u16, status: i32, dest: Option<SgDesc>, need_inval: bool) -> Self {
+        Self {
+            reply: IoReply::new(chunk.into(), status, need_inval),
+            dest,
+            data: Sge::default(),
+            key: None,
+        }
+    }
+
+    fn chunk(&self) -> u16 {
+        self.reply.msg_id as u16
+    }
+
+    /// Destination of data that is to be written.
+    fn written(&self) -> Option<SgDesc> {
+        self.dest.filter(|_| self.reply.errno == 0)
     }
 
     fn ended_key(&self) -> Option<RKey> {
-        let dest = self.dest.filter(|_| self.need_inval)?;
+        let dest = self.dest.filter(|_| self.reply.invalidated)?;
         Some(RKey(dest.key.get()))
-    }
-
-    fn imm(&self) -> u32 {
-        let reply = IoReply {
-            msg_id: self.chunk.into(),
-            errno: self.errno,
-            invalidated: self.need_inval,
-        };
-        Imm::IoRsp(reply).encode()
     }
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, Debug)]
 enum What {
     /// Takes the key of a chunk back, to work on its request.
     Revoke(u16),
@@ -105,12 +110,12 @@ enum What {
     Answer(Answer),
     /// A heartbeat message.
     Imm(Imm),
-    /// Opens all chunks and tells the client where they are.
-    Info,
+    /// Opens all chunks and tells the client where they are, by this message once they are open.
+    Info(Sge),
 }
 
 /// Work that a server posts.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct ServerWork {
     what: What,
     cost: u32,
@@ -125,7 +130,7 @@ impl ServerWork {
 
     /// The answer to a request.
     pub(crate) fn answer(answer: Answer, renewal: Renewal) -> Self {
-        let parts = 1 + u32::from(answer.data().is_some()) + u32::from(answer.ended_key().is_some());
+        let parts = 1 + u32::from(answer.written().is_some()) + u32::from(answer.ended_key().is_some());
         Self {
             what: What::Answer(answer),
             cost: parts + renewal.grant_slots(),
@@ -143,10 +148,55 @@ impl ServerWork {
     pub(crate) fn info(chunks: u32, renewal: Renewal) -> Self {
         let grants = if renewal == Renewal::Queued { chunks } else { 0 };
         Self {
-            what: What::Info,
+            what: What::Info(Sge::default()),
             cost: grants + 1,
         }
     }
+
+    /// A work request of it. An answer ends with a SEND that brings the chunk's new key, or with an empty RDMA WRITE; both with the
+    /// immediate value.
+    fn wr(&self, part: Part) -> Option<SendWr<'_>> {
+        const EMPTY: Payload<'static> = Payload::Sges(&[]);
+        let nowhere = RemoteAddr::default();
+        let (op, payload) = match (part, &self.what) {
+            (Part::Data, What::Answer(answer)) => {
+                let dest = answer.written()?;
+                let remote = RemoteAddr {
+                    addr: dest.addr.get(),
+                    rkey: RKey(dest.key.get()),
+                };
+                (SendOp::Write(remote), Payload::Sges(slice::from_ref(&answer.data)))
+            }
+            (Part::EndOfKey, What::Answer(answer)) => (SendOp::SendWithInv(answer.ended_key()?), EMPTY),
+            (Part::Last, What::Answer(answer)) => {
+                let imm = Imm::IoRsp(answer.reply).encode();
+                match &answer.key {
+                    Some(key) => (SendOp::SendWithImm(imm), Payload::Inline(key.as_bytes())),
+                    None => (SendOp::WriteWithImm(nowhere, imm), EMPTY),
+                }
+            }
+            (Part::Last, What::Imm(imm)) => (SendOp::WriteWithImm(nowhere, imm.encode()), EMPTY),
+            (Part::Last, What::Info(message)) => (SendOp::Send, Payload::Sges(slice::from_ref(message))),
+            _ => return None,
+        };
+        Some(SendWr {
+            wr_id: send_mark(0),
+            op,
+            flags: SendFlags::empty(),
+            payload,
+        })
+    }
+}
+
+/// Kind of a work request. A batch is posted kind by kind.
+#[derive(Clone, Copy, Debug)]
+enum Part {
+    /// The data of a read.
+    Data,
+    /// The end of its destination's key.
+    EndOfKey,
+    /// The answer itself, or a message.
+    Last,
 }
 
 impl Work for ServerWork {
@@ -171,7 +221,7 @@ pub(crate) struct InfoMemory {
 
 /// State of a path that posting needs.
 #[derive(Debug)]
-pub(crate) struct Ground<'a> {
+pub(crate) struct PostContext<'a> {
     pub(crate) qp: QpId,
     /// All chunks, one after the other.
     pub(crate) chunks: &'a MrInfo,
@@ -182,9 +232,9 @@ pub(crate) struct Ground<'a> {
     pub(crate) info: Option<&'a InfoMemory>,
 }
 
-const NO_KEY: PostError = PostError::Invalid("the chunk has no revocable key");
+pub(crate) const NO_KEY: PostError = PostError::Invalid("the chunk has no revocable key");
 
-impl Ground<'_> {
+impl PostContext<'_> {
     fn chunk_addr(&self, chunk: u16) -> u64 {
         let offset = u64::from(chunk) * u64::from(self.layout.chunk_size());
         self.chunks.addr.wrapping_add(offset)
@@ -205,6 +255,25 @@ impl Ground<'_> {
             access: CHUNK_ACCESS,
         };
         cx.provider.grant(self.qp, self.key(chunk)?, &grant, send_mark(0))
+    }
+
+    /// Gives the chunks that are answered new keys, and all chunks their first. Returns the slots that were set aside for nothing.
+    fn renew(&self, cx: &mut Cx<'_>, batch: &mut Fitting<ServerWork>) -> Result<u32, PostError> {
+        let mut unused = 0;
+        for (work, _) in batch {
+            match &mut work.what {
+                What::Info(message) => *message = self.describe(cx)?,
+                What::Answer(answer) if self.renewal != Renewal::Never => {
+                    let granted = self.grant(cx, answer.chunk())?;
+                    if matches!(granted, Granted::Now(_)) {
+                        unused += self.renewal.grant_slots();
+                    }
+                    answer.key = Some(RkeyRsp::new(answer.chunk(), granted.rkey().0));
+                }
+                _ => {}
+            }
+        }
+        Ok(unused)
     }
 
     /// Opens the chunks and writes down where they are: a piece per chunk, or one piece for all when the key never changes.
@@ -241,22 +310,13 @@ const fn send_mark(signals: u32) -> u64 {
 }
 
 /// The mark of the end of a chunk's key.
-const fn revoke_mark(chunk: u16, signals: u16) -> u64 {
+pub(crate) const fn revoke_mark(chunk: u16, signals: u16) -> u64 {
     Mark::new(MarkKind::Revoke, (signals as u32) << 16 | chunk as u32).encode()
 }
 
 /// Chunk and accounted batches of a revocation's mark.
 pub(crate) const fn revoked(index: u32) -> (u16, u32) {
     (index as u16, index >> 16)
-}
-
-/// Takes the key of a chunk back outside of the queue: for devices that do it at once.
-///
-/// # Errors
-/// When the provider refuses.
-pub(crate) fn revoke_now(cx: &mut Cx<'_>, qp: QpId, key: Option<&KeyId>, chunk: u16) -> Result<Revoked, PostError> {
-    let key = key.copied().ok_or(NO_KEY)?;
-    cx.provider.revoke(qp, key, revoke_mark(chunk, 0))
 }
 
 /// Result of posting.
@@ -293,8 +353,8 @@ impl Outgoing {
         self.queue.push(work).map_err(|_| PostError::State(QpState::Err))
     }
 
-    /// Whether a question for a sign of life waits.
-    pub(crate) fn asks(&self) -> bool {
+    /// Whether a heartbeat request waits.
+    pub(crate) fn has_heartbeat(&self) -> bool {
         self.queue.beats(Imm::HbMsg) > 0
     }
 
@@ -315,64 +375,89 @@ impl Outgoing {
         self.queue.close();
     }
 
-    /// Posts what fits.
+    /// Posts what fits. The last work request accounts for the slots that are owed.
     ///
     /// # Errors
     /// When the provider refuses something: the path can't go on.
-    pub(crate) fn post(&mut self, cx: &mut Cx<'_>, ground: &Ground<'_>, done: &mut Done) -> Result<(), PostError> {
+    pub(crate) fn post(&mut self, cx: &mut Cx<'_>, at: &PostContext<'_>, done: &mut Done) -> Result<(), PostError> {
         while self.queue.is_ready() {
-            let mut batch = Batch::default();
-            for (work, signal) in self.queue.take() {
-                self.owed += u32::from(signal);
-                batch.add(work, ground);
+            let mut batch = self.queue.take();
+            for (work, signal) in &mut batch {
+                self.owed += u32::from(*signal);
+                if let What::Answer(answer) = &mut work.what {
+                    answer.data = Sge {
+                        addr: at.chunk_addr(answer.chunk()),
+                        length: answer.dest.map_or(0, |dest| dest.len.get()),
+                        lkey: at.chunks.lkey,
+                    };
+                }
             }
-            batch.post(cx, ground, &mut self.owed, done)?;
-            self.queue.unused(batch.unused);
+            let (mut unused, queued) = (0, at.renewal == Renewal::Queued);
+            if queued {
+                unused += self.revoke(cx, at, &batch, done)?;
+                // New keys hold for what is posted behind them.
+                send(cx, at.qp, &wrs(&batch, &[Part::Data, Part::EndOfKey]))?;
+            }
+            unused += at.renew(cx, &mut batch)?;
+            let mut wrs = match queued {
+                true => wrs(&batch, &[Part::Last]),
+                false => wrs(&batch, &[Part::Data, Part::EndOfKey, Part::Last]),
+            };
+            if let Some(last) = wrs.last_mut().filter(|_| self.owed > 0) {
+                last.wr_id = send_mark(core::mem::take(&mut self.owed));
+                last.flags |= SendFlags::SIGNALED;
+            }
+            send(cx, at.qp, &wrs)?;
+            done.sent.extend(batch.iter().filter_map(|(work, _)| match &work.what {
+                What::Answer(answer) => Some(answer.chunk()),
+                _ => None,
+            }));
+            self.queue.unused(unused);
         }
         Ok(())
     }
-}
 
-/// An answer of a batch.
-#[derive(Debug)]
-struct Reply {
-    answer: Answer,
-    /// Its data in the chunk.
-    data: Sge,
-    /// The chunk's new key.
-    message: Option<RkeyRsp>,
-}
-
-/// The last work request of a piece of work.
-#[derive(Clone, Copy, Debug)]
-enum Last {
-    Reply(usize),
-    Imm(Imm),
-    Info(Sge),
-}
-
-/// Work that is posted together.
-#[derive(Debug, Default)]
-struct Batch {
-    revokes: SmallVec<[u16; 32]>,
-    replies: SmallVec<[Reply; 32]>,
-    /// In the order of the queue.
-    lasts: SmallVec<[Last; 32]>,
-    /// Slots that were set aside for nothing.
-    unused: u32,
+    /// Takes keys back. The last one accounts for the batch if nothing is posted behind it. Returns the slots that were set aside for
+    /// nothing.
+    fn revoke(
+        &mut self,
+        cx: &mut Cx<'_>,
+        at: &PostContext<'_>,
+        batch: &Fitting<ServerWork>,
+        done: &mut Done,
+    ) -> Result<u32, PostError> {
+        let revoked = |(work, _): &(ServerWork, bool)| match work.what {
+            What::Revoke(chunk) => Some(chunk),
+            _ => None,
+        };
+        let (mut number, mut unused) = (0, 0);
+        for chunk in batch.iter().filter_map(revoked) {
+            number += 1;
+            // The whole batch are revocations.
+            let signals = match number == batch.len() {
+                true => u16::try_from(self.owed).unwrap_or(u16::MAX),
+                false => 0,
+            };
+            match cx.provider.revoke(at.qp, at.key(chunk)?, revoke_mark(chunk, signals))? {
+                Revoked::Queued => self.owed -= u32::from(signals),
+                Revoked::Now => {
+                    unused += 1;
+                    done.revoked.push(chunk);
+                }
+            }
+        }
+        Ok(unused)
+    }
 }
 
 type Wrs<'a> = SmallVec<[SendWr<'a>; 32]>;
 
-const EMPTY: Payload<'static> = Payload::Sges(&[]);
-
-fn wr(op: SendOp, payload: Payload<'_>) -> SendWr<'_> {
-    SendWr {
-        wr_id: send_mark(0),
-        op,
-        flags: SendFlags::empty(),
-        payload,
+fn wrs<'a>(batch: &'a Fitting<ServerWork>, parts: &[Part]) -> Wrs<'a> {
+    let mut wrs = Wrs::new();
+    for part in parts {
+        wrs.extend(batch.iter().filter_map(|(work, _)| work.wr(*part)));
     }
+    wrs
 }
 
 fn send(cx: &mut Cx<'_>, qp: QpId, wrs: &[SendWr<'_>]) -> Result<(), PostError> {
@@ -380,139 +465,6 @@ fn send(cx: &mut Cx<'_>, qp: QpId, wrs: &[SendWr<'_>]) -> Result<(), PostError> 
         return Ok(());
     }
     cx.provider.post_send(qp, wrs).map_err(|(_, e)| e)
-}
-
-impl Batch {
-    fn add(&mut self, work: ServerWork, ground: &Ground<'_>) {
-        match work.what {
-            What::Revoke(chunk) => self.revokes.push(chunk),
-            What::Answer(answer) => {
-                self.lasts.push(Last::Reply(self.replies.len()));
-                self.replies.push(Reply {
-                    answer,
-                    data: Sge {
-                        addr: ground.chunk_addr(answer.chunk),
-                        length: answer.dest.map_or(0, |d| d.len.get()),
-                        lkey: ground.chunks.lkey,
-                    },
-                    message: None,
-                });
-            }
-            What::Imm(imm) => self.lasts.push(Last::Imm(imm)),
-            // Where it lies is known when the chunks are open.
-            What::Info => self.lasts.push(Last::Info(Sge::default())),
-        }
-    }
-
-    fn post(&mut self, cx: &mut Cx<'_>, ground: &Ground<'_>, owed: &mut u32, done: &mut Done) -> Result<(), PostError> {
-        self.revoke(cx, ground, owed, done)?;
-        if ground.renewal == Renewal::Queued {
-            // Keys are work requests of the provider's own, and hold for what is posted behind them.
-            send(cx, ground.qp, &self.data())?;
-            self.grant(cx, ground)?;
-            send(cx, ground.qp, &self.answers(owed))?;
-        } else {
-            self.grant(cx, ground)?;
-            let mut wrs = self.data();
-            wrs.extend(self.answers(owed));
-            send(cx, ground.qp, &wrs)?;
-        }
-        done.sent.extend(self.replies.iter().map(|reply| reply.answer.chunk));
-        Ok(())
-    }
-
-    /// Takes keys back. The last one accounts for the batch if nothing is posted behind it.
-    fn revoke(
-        &mut self,
-        cx: &mut Cx<'_>,
-        ground: &Ground<'_>,
-        owed: &mut u32,
-        done: &mut Done,
-    ) -> Result<(), PostError> {
-        let count = self.revokes.len();
-        for (i, chunk) in self.revokes.iter().enumerate() {
-            let is_last = i + 1 == count && self.lasts.is_empty();
-            let signals = if is_last {
-                u16::try_from(*owed).unwrap_or(u16::MAX)
-            } else {
-                0
-            };
-            let mark = revoke_mark(*chunk, signals);
-            match cx.provider.revoke(ground.qp, ground.key(*chunk)?, mark)? {
-                Revoked::Queued => *owed -= u32::from(signals),
-                Revoked::Now => {
-                    self.unused += 1;
-                    done.revoked.push(*chunk);
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Gives the chunks that are answered new keys, and all chunks their first.
-    fn grant(&mut self, cx: &mut Cx<'_>, ground: &Ground<'_>) -> Result<(), PostError> {
-        for last in &mut self.lasts {
-            if let Last::Info(sge) = last {
-                *sge = ground.describe(cx)?;
-            }
-        }
-        if ground.renewal == Renewal::Never {
-            return Ok(());
-        }
-        for reply in &mut self.replies {
-            let granted = ground.grant(cx, reply.answer.chunk)?;
-            if matches!(granted, Granted::Now(_)) {
-                self.unused += ground.renewal.grant_slots();
-            }
-            reply.message = Some(RkeyRsp::new(reply.answer.chunk, granted.rkey().0));
-        }
-        Ok(())
-    }
-
-    /// The data of all reads, then the ends of all destinations' keys.
-    fn data(&self) -> Wrs<'_> {
-        let data = self.replies.iter().filter_map(|reply| {
-            let dest = reply.answer.data()?;
-            let remote = RemoteAddr {
-                addr: dest.addr.get(),
-                rkey: RKey(dest.key.get()),
-            };
-            Some(wr(SendOp::Write(remote), Payload::Sges(slice::from_ref(&reply.data))))
-        });
-        let ends = self.replies.iter().filter_map(|reply| {
-            let key = reply.answer.ended_key()?;
-            Some(wr(SendOp::SendWithInv(key), EMPTY))
-        });
-        data.chain(ends).collect()
-    }
-
-    /// The answers, each as a SEND that brings the chunk's new key, or as an empty RDMA WRITE; both with the immediate value.
-    /// The last work request accounts for what is owed.
-    fn answers(&self, owed: &mut u32) -> Wrs<'_> {
-        let mut wrs: Wrs<'_> = self.lasts.iter().filter_map(|last| self.last(last)).collect();
-        if let Some(last) = wrs.last_mut().filter(|_| *owed > 0) {
-            last.wr_id = send_mark(*owed);
-            last.flags |= SendFlags::SIGNALED;
-            *owed = 0;
-        }
-        wrs
-    }
-
-    fn last<'a>(&'a self, last: &'a Last) -> Option<SendWr<'a>> {
-        let nowhere = RemoteAddr::default();
-        Some(match last {
-            Last::Imm(imm) => wr(SendOp::WriteWithImm(nowhere, imm.encode()), EMPTY),
-            Last::Info(sge) => wr(SendOp::Send, Payload::Sges(slice::from_ref(sge))),
-            Last::Reply(index) => {
-                let reply = self.replies.get(*index)?;
-                let imm = reply.answer.imm();
-                match &reply.message {
-                    Some(message) => wr(SendOp::SendWithImm(imm), Payload::Inline(message.as_bytes())),
-                    None => wr(SendOp::WriteWithImm(nowhere, imm), EMPTY),
-                }
-            }
-        })
-    }
 }
 
 #[cfg(test)]

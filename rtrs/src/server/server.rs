@@ -21,11 +21,11 @@ use crate::{
     cx::Cx,
     proto::ChunkLayout,
     server::{
-        accept::{Accept, Decision, Denied, Env, Established, Incoming, response},
         config::ServerConfig,
         counters::ServerCounters,
         domains::Domains,
         effects::{Effects, Place},
+        half_open::Accept,
         listing::SessionListing,
         path::Path,
         request::{Output, RequestKey, SessionKey, SessionSummary, Ticket},
@@ -42,7 +42,7 @@ const BACKLOG: u32 = 64;
 /// provider stays there.
 pub struct Server {
     pub(super) config: ServerConfig,
-    layout: ChunkLayout,
+    pub(super) layout: ChunkLayout,
     /// One for each address.
     listeners: Vec<CmRef>,
     /// It has not been stopped.
@@ -68,7 +68,7 @@ impl fmt::Debug for Server {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Server")
             .field("listens", &self.listens)
-            .field("half_open", &self.accept.half_open())
+            .field("half_open", &self.accept.half_open.len())
             .field("sessions", &self.sessions.len())
             .field("counters", &self.effects.counters)
             .finish_non_exhaustive()
@@ -195,12 +195,7 @@ impl Server {
             } => {
                 let mine = self.listeners.contains(listener);
                 match self.listens {
-                    true if mine => {
-                        let counters = &mut self.effects.counters;
-                        if let Some(incoming) = self.accept.read(cx, counters, *id, *device, private_data) {
-                            self.incoming(cx, &incoming);
-                        }
-                    }
+                    true if mine => self.connect_request(cx, *id, *device, private_data),
                     // It came before the listener went.
                     false if mine => cx.provider.cm_destroy(*id),
                     _ => {}
@@ -320,7 +315,7 @@ impl Server {
                 .iter()
                 .for_each(|listener| cx.provider.cm_destroy(*listener));
         }
-        self.accept.close_all(cx, &mut self.domains, None);
+        self.close_all_half_open(cx, None);
         let sessions: Vec<SessionKey> = self.sessions.keys().copied().collect();
         for session in sessions {
             self.close_session(cx, session);
@@ -329,19 +324,13 @@ impl Server {
 
     /// Whether nothing is left: it has been stopped, and all requests of its sessions have been answered.
     pub fn is_idle(&self) -> bool {
-        !self.listens && self.accept.is_idle() && self.sessions.is_empty() && self.domains.is_empty()
+        !self.listens && self.accept.half_open.is_empty() && self.sessions.is_empty() && self.domains.is_empty()
     }
 
-    /// The turn of the loop ends: receives go back first, so that a peer that is answered always finds them; then what has
-    /// gathered is posted.
+    /// The turn of the loop ends: receives and the turn's work are posted.
     pub fn end_batch(&mut self, cx: &mut Cx<'_>) {
         while !self.effects.dirty.is_empty() {
             let mut dirty = core::mem::replace(&mut self.effects.dirty, core::mem::take(&mut self.spare));
-            for place in &dirty {
-                if let Some(session) = self.sessions.get_mut(&place.session) {
-                    session.give_back(cx, *place, &mut self.effects);
-                }
-            }
             for place in &dirty {
                 if let Some(session) = self.sessions.get_mut(&place.session) {
                     session.post(cx, *place, &mut self.effects);
@@ -355,9 +344,7 @@ impl Server {
 
     /// Runs what is due.
     pub fn timeout(&mut self, cx: &mut Cx<'_>) {
-        let (accept, mut env) = self.accepting();
-        let expired = accept.expire(cx, &mut env);
-        self.effects.broken.extend(expired);
+        self.expire(cx);
         if self.due.is_some_and(|due| due <= cx.now) {
             for session in self.sessions.values_mut() {
                 session.tick(cx.now, &mut self.effects);
@@ -370,7 +357,7 @@ impl Server {
 
     /// When [`Server::timeout`] wants to be called.
     pub fn next_timeout(&self) -> Option<Instant> {
-        self.due.into_iter().chain(self.accept.next_timeout()).min()
+        self.due.into_iter().chain(self.accept.deadline).min()
     }
 
     /// The next thing that the user is to know or do.
@@ -390,115 +377,8 @@ impl Server {
         self.due = self.due.into_iter().chain(at).min();
     }
 
-    /// The accept path, and what it uses.
-    fn accepting(&mut self) -> (&mut Accept, Env<'_>) {
-        let env = Env {
-            config: &self.config,
-            domains: &mut self.domains,
-            counters: &mut self.effects.counters,
-        };
-        (&mut self.accept, env)
-    }
-
-    /// A connection request is accepted, held or refused.
-    fn incoming(&mut self, cx: &mut Cx<'_>, incoming: &Incoming) {
-        let (accept, mut env) = self.accepting();
-        let decided = match accept.admit(cx, &mut env, incoming) {
-            Ok(Decision::Done) => Ok(()),
-            Ok(Decision::Connect(path, session)) => self.connect(cx, session, path, incoming),
-            Ok(Decision::Lost(path, session)) => {
-                self.effects.broken.push_back((session, path, PathError::GivenUp));
-                Err(Refusal::Unexpected.into())
-            }
-            Err(denied) => Err(denied),
-        };
-        if let Err(denied) = decided {
-            let counters = &mut self.effects.counters;
-            self.accept
-                .deny(cx, counters, incoming.cm, Some(incoming.peer), &denied);
-        }
-    }
-
-    /// Connection 0 of a half-open path is established: the path gets what a session needs.
-    fn established(&mut self, cx: &mut Cx<'_>, path: PathKey) {
-        let (accept, mut env) = self.accepting();
-        let (established, held) = accept.established(cx, &mut env, path);
-        if let Some(established) = established {
-            let peer = established.half_open.id.peer;
-            if let Err(e) = self.open(cx, established) {
-                self.effects.counters.no_resources += 1;
-                tracing::error!(%peer, error = %e, "no room for a path: it is closed");
-            }
-        }
-        for incoming in held {
-            self.incoming(cx, &incoming);
-        }
-    }
-
-    /// Makes the path, and perhaps its session. If that fails nothing is left of it.
-    fn open(&mut self, cx: &mut Cx<'_>, established: Established) -> Result<(), PathError> {
-        let Established { opened, half_open } = established;
-        let (id, cm, qp) = (half_open.id, half_open.conn.cm, half_open.conn.qp);
-        let path = match Path::open(cx, half_open, &self.config) {
-            Ok(path) => path,
-            Err(e) => {
-                self.domains.leave(cx, id.session, id.device);
-                self.accept.admission(|admission| admission.ended(id.key));
-                return Err(e);
-            }
-        };
-        let (session, layout) = (opened.key, self.layout);
-        let place = Place {
-            session,
-            path: id.key,
-            cid: 0,
-        };
-        self.cms.insert(cm, place);
-        self.qps.insert(qp, place);
-        let make = || Session::new(session, opened.session, id.peer, layout);
-        let entry = self.sessions.entry(session).or_insert_with(make);
-        entry.paths.insert(id.key, path);
-        let registered = entry.register(cx, id.key);
-        self.ask_for_memory(session);
-        // From here on it ends as any other path does.
-        registered.inspect_err(|e| self.effects.broken.push_back((session, id.key, e.clone())))
-    }
-
-    /// Accepts a further connection of a path.
-    fn connect(
-        &mut self,
-        cx: &mut Cx<'_>,
-        session: SessionKey,
-        key: PathKey,
-        incoming: &Incoming,
-    ) -> Result<(), Denied> {
-        let (cid, device) = (incoming.request.cid, incoming.device);
-        let path = self.sessions.get_mut(&session).and_then(|s| s.paths.get_mut(&key));
-        let path = path.filter(|path| path.is_alive()).ok_or(Refusal::Unexpected)?;
-        let accepted = match path.id.device == device {
-            true => response(cx, device, &self.config)
-                .map_err(PathError::from)
-                .and_then(|params| path.add_connection(cx, cid, incoming.cm, &params)),
-            false => Err(PathError::Unexpected("a connection through another device")),
-        };
-        let qp = accepted.map_err(|e| {
-            self.effects.broken.push_back((session, key, e.clone()));
-            Denied::Failed(e)
-        })?;
-        let place = Place {
-            session,
-            path: key,
-            cid,
-        };
-        self.cms.insert(incoming.cm, place);
-        self.qps.insert(qp, place);
-        self.effects.counters.connections_accepted += 1;
-        tracing::debug!(cid, peer = %path.id.peer, "connection accepted");
-        Ok(())
-    }
-
     /// Asks for the memory of a session that has none and has not asked, or was told that there is none.
-    fn ask_for_memory(&mut self, key: SessionKey) {
+    pub(super) fn ask_for_memory(&mut self, key: SessionKey) {
         let Some(session) = self.sessions.get_mut(&key) else {
             return;
         };
@@ -523,10 +403,7 @@ impl Server {
     }
 
     fn cm_event(&mut self, cx: &mut Cx<'_>, id: CmRef, kind: &CmKind) -> bool {
-        if let Some(established) = self.accept.event(cx, &mut self.domains, id, kind) {
-            if let Some(path) = established {
-                self.established(cx, path);
-            }
+        if self.pending_event(cx, id, kind) {
             return true;
         }
         let Some(place) = self.cms.get(&id).copied() else {
@@ -548,7 +425,7 @@ impl Server {
     }
 
     fn device_removed(&mut self, cx: &mut Cx<'_>, device: DeviceIx) {
-        self.accept.close_all(cx, &mut self.domains, Some(device));
+        self.close_all_half_open(cx, Some(device));
         for (key, session) in &self.sessions {
             let paths = session.paths.values().filter(|path| path.id.device == device);
             let broken = paths.map(|path| (*key, path.id.key, PathError::Cm("the device is gone".into())));
@@ -561,7 +438,6 @@ impl Server {
         if let Err(why) = self.take_name(place, name) {
             return self.effects.broken.push_back((place.session, place.path, why));
         }
-        let now = cx.now;
         let Some(session) = self.sessions.get_mut(&place.session) else {
             return;
         };
@@ -571,7 +447,7 @@ impl Server {
         if let Some(path) = session.paths.get_mut(&place.path) {
             path.ask();
         }
-        session.begin_to_wait(now, place.path, &mut self.effects);
+        session.await_requests(cx.now, place.path, &mut self.effects);
         self.name_waiting(cx, place.session);
     }
 

@@ -11,21 +11,20 @@ use roce_verbs::{
 use smallvec::SmallVec;
 
 use crate::{
-    Direction, PathError,
+    PathError,
     admission::PathKey,
     cx::Cx,
     mark::{Mark, MarkKind},
-    proto::{self, ChunkLayout, Imm, InfoReq, IoReply, MAX_HDR_SIZE, ProtoError, Uuid},
+    proto::{self, ChunkLayout, Imm, InfoReq, MAX_HDR_SIZE, ProtoError, Uuid},
     server::{
-        awaited::Awaited,
-        chunks::{Chunks, Pending, Room},
+        chunks::{Chunks, Pending},
         effects::{Effects, Place},
+        keepalive::{Awaited, Watch},
         listing::SessionListing,
         path::Path,
-        post::{Answer, Done, Renewal, ServerWork, revoked},
+        post::{Answer, Done, Renewal, ServerWork, revoke_mark, revoked},
         request::{Output, Request, RequestKey, SessionKey, SessionSummary, Ticket},
-        signs::Watch,
-        state::{ChunkEvent, PathState},
+        state::PathState,
     },
 };
 
@@ -54,13 +53,12 @@ pub(crate) struct Session {
     memory: Option<Arc<Pages>>,
     /// The chunks' registrations, one for each device that paths lead through.
     mrs: SmallVec<[(DeviceIx, MrInfo); 1]>,
-    chunks: Chunks,
-    awaited: Awaited,
+    pub(super) chunks: Chunks,
+    pub(super) awaited: Awaited,
     pub(crate) paths: BTreeMap<PathKey, Path>,
     /// Paths that the user knows of.
     pub(crate) up: usize,
-    /// When its paths are compared.
-    pub(crate) watch: Watch,
+    pub(super) watch: Watch,
 }
 
 const NO_CONN: PathError = PathError::Unexpected("a completion of no connection");
@@ -120,35 +118,9 @@ impl Session {
         self.paths.values().any(|path| !path.is_alive() && path.with_user > 0)
     }
 
-    /// A path asks for the chunks. True: it waits for requests that are at work.
-    pub(crate) fn await_requests(&mut self, path: PathKey) -> bool {
-        self.awaited.begin(path, self.chunks.all_at_work())
-    }
-
-    /// Whether a path waits for requests that were at work when it asked.
+    /// Whether a path waits for requests that were executed when it asked for the chunks.
     pub(crate) fn awaits(&self, path: PathKey) -> bool {
         self.awaited.has(path)
-    }
-
-    /// A path is gone.
-    pub(crate) fn remove_path(&mut self, path: PathKey) -> Option<Path> {
-        self.awaited.forget(path);
-        self.paths.remove(&path)
-    }
-
-    /// The client of a path lives: a path that asks need not wait for its requests.
-    pub(crate) fn spare(&mut self, asker: PathKey, path: PathKey, effects: &mut Effects) {
-        if self.awaited.alive(asker, path) {
-            effects.settled.push(self.key);
-        }
-    }
-
-    /// Requests may be over, or have been forgotten.
-    fn look_at_awaited(&mut self, effects: &mut Effects) {
-        if !self.awaited.is_empty() {
-            let settled = self.awaited.keep(|request| self.chunks.at_work(request));
-            effects.settled.extend(settled.first().map(|_| self.key));
-        }
     }
 
     /// The chunks.
@@ -236,7 +208,12 @@ impl Session {
                         "a SEND where an RDMA WRITE with immediate belongs",
                     ));
                 }
-                self.message(cx, place, Imm::decode(wc.imm)?, effects)?;
+                match Imm::decode(wc.imm)? {
+                    Imm::IoReq(payload) if path.phase.state() == PathState::Connected => {
+                        self.request(cx, place, payload, effects)?;
+                    }
+                    imm => self.heartbeat(place, imm, effects)?,
+                }
             }
         }
         Ok(None)
@@ -272,24 +249,24 @@ impl Session {
         Ok(name.into())
     }
 
-    fn message(&mut self, cx: &mut Cx<'_>, place: Place, imm: Imm, effects: &mut Effects) -> Result<(), PathError> {
+    /// Any message but a request of a path that takes them.
+    fn heartbeat(&mut self, place: Place, imm: Imm, effects: &mut Effects) -> Result<(), PathError> {
         let Some(path) = self.paths.get(&place.path) else {
             return Ok(());
         };
-        let is_beat = place.cid == 0 && matches!(imm, Imm::HbMsg | Imm::HbAck);
-        // A client that waits for the chunks may ask for a sign of life meanwhile.
-        if path.phase.state() != PathState::Connected && !(path.phase.has_asked() && is_beat) {
+        let beat = matches!(imm, Imm::HbMsg | Imm::HbAck);
+        // A client that waits for the chunks may send heartbeats meanwhile.
+        if path.phase.state() != PathState::Connected && !(path.phase.has_asked() && beat && place.cid == 0) {
             return Err(PathError::Unexpected("a message before the handshake is done"));
         }
         match imm {
-            Imm::IoReq(payload) => self.io_request(cx, place, payload, effects),
-            Imm::HbMsg | Imm::HbAck if place.cid != 0 => Err(PathError::Unexpected("a heartbeat on an I/O connection")),
+            _ if beat && place.cid != 0 => Err(PathError::Unexpected("a heartbeat on an I/O connection")),
             Imm::HbMsg => self.push(place, ServerWork::imm(Imm::HbAck), effects),
             Imm::HbAck => {
-                self.answered_probe(place.path, effects);
+                self.heartbeat_answered(place.path, effects);
                 Ok(())
             }
-            Imm::IoRsp(_) => Err(PathError::Unexpected("an answer from the client")),
+            Imm::IoReq(_) | Imm::IoRsp(_) => Err(PathError::Unexpected("an answer from the client")),
         }
     }
 
@@ -307,67 +284,57 @@ impl Session {
         Ok(())
     }
 
-    fn io_request(
-        &mut self,
-        cx: &mut Cx<'_>,
-        place: Place,
-        payload: u32,
-        effects: &mut Effects,
-    ) -> Result<(), PathError> {
-        self.note_request(cx.now, effects);
-        let (chunk, offset) = self.layout.unpack(payload)?;
-        let (chunk, path) = (chunk as u16, place.path);
-        let asked = Pending::new(path, place.cid, offset);
-        match self.chunks.room(chunk, path)? {
-            Room::Free => self.start(cx, chunk, asked, effects),
-            Room::Busy => {
-                effects.counters.requests_parked += 1;
-                self.chunks.park(chunk, asked);
-                Ok(())
-            }
+    /// A request has come.
+    fn request(&mut self, cx: &mut Cx<'_>, place: Place, payload: u32, effects: &mut Effects) -> Result<(), PathError> {
+        if self.paths.len() > 1 {
+            self.note_request(cx.now, effects);
         }
+        let (chunk, offset) = self.layout.unpack(payload)?;
+        let (chunk, request) = (chunk as u16, Pending::new(place.path, place.cid, offset));
+        if self.chunks.claim(chunk, request)? {
+            return self.start(cx, chunk, request, effects);
+        }
+        effects.counters.requests_parked += 1;
+        Ok(())
     }
 
     /// A request gets its chunk, which is kept for it: first the client's key is taken back. If that fails the path is over, and with
     /// it the chunk is free.
-    fn start(&mut self, cx: &mut Cx<'_>, chunk: u16, asked: Pending, effects: &mut Effects) -> Result<(), PathError> {
-        let path = self.paths.get(&asked.path).filter(|path| path.is_alive());
+    fn start(&mut self, cx: &mut Cx<'_>, chunk: u16, request: Pending, effects: &mut Effects) -> Result<(), PathError> {
+        let path = self.paths.get(&request.path).filter(|path| path.is_alive());
         let Some(path) = path else { return Ok(()) };
         let queued = match path.renewal() {
             Renewal::Never => false,
-            Renewal::Instant => path.revoke_now(cx, asked.cid, chunk)? == Revoked::Queued,
+            Renewal::Instant => {
+                let (qp, key) = path.chunk_key(request.cid, chunk)?;
+                cx.provider.revoke(qp, key, revoke_mark(chunk, 0))? == Revoked::Queued
+            }
             Renewal::Queued => {
-                let place = self.place(asked.path, asked.cid);
+                let place = self.place(request.path, request.cid);
                 self.push(place, ServerWork::revoke(chunk), effects)?;
                 true
             }
         };
         match queued {
-            true => self.chunks.revoking(chunk, asked),
-            false => self.begin(chunk, ChunkEvent::AskedOpen, asked, effects),
+            true => self.chunks.revoking(chunk, request),
+            false => self.begin(chunk, request, effects),
         }
     }
 
     /// The key of a request's chunk is taken back.
     fn begin_revoked(&mut self, place: Place, chunk: u16, effects: &mut Effects) -> Result<(), PathError> {
-        let asked = self.chunks.revoked(chunk, place.path, place.cid);
-        let asked = asked.ok_or(PathError::Unexpected("the end of a key that no request waits for"))?;
-        self.begin(chunk, ChunkEvent::Revoked, asked, effects)
+        let request = self.chunks.revoked(chunk, place.path, place.cid);
+        let request = request.ok_or(PathError::Unexpected("the end of a key that no request waits for"))?;
+        self.begin(chunk, request, effects)
     }
 
     /// The chunk is ours: checks the request and hands it to the user.
-    fn begin(
-        &mut self,
-        chunk: u16,
-        event: ChunkEvent,
-        mut asked: Pending,
-        effects: &mut Effects,
-    ) -> Result<(), PathError> {
+    fn begin(&mut self, chunk: u16, mut request: Pending, effects: &mut Effects) -> Result<(), PathError> {
         let outside = |_| PathError::Unexpected("a message outside its chunk");
-        let (Some(memory), Some(path)) = (&self.memory, self.paths.get_mut(&asked.path)) else {
+        let (Some(memory), Some(path)) = (&self.memory, self.paths.get_mut(&request.path)) else {
             return Err(PathError::Unexpected("a request without memory"));
         };
-        let (size, offset) = (self.layout.chunk_size(), asked.offset);
+        let (size, offset) = (self.layout.chunk_size(), request.offset);
         let start = usize::from(chunk) * size as usize;
         // A copy: without always_invalidate the client could change the message while it is checked.
         let mut bytes = [0; proto::Request::MAX_LEN];
@@ -376,24 +343,28 @@ impl Session {
             .read(start + offset as usize, &mut bytes[..len])
             .map_err(outside)?;
         let message = proto::Request::parse(&bytes[..len], offset, MAX_HDR_SIZE)?;
-        let (direction, usr_len) = fill(&mut asked, message)?;
-        let mut header = SmallVec::from_elem(0, usr_len.into());
+        let too_long = |len: &u32| *len == 0 || *len > message.data_len;
+        if let Some(len) = message.dest.map(|dest| dest.len.get()).filter(too_long) {
+            return Err(ProtoError::field("length of a read", len, "1 to what the chunk sets aside").into());
+        }
+        let mut header = SmallVec::from_elem(0, message.usr_len.into());
         memory
-            .read(start + asked.data_len as usize, &mut header)
+            .read(start + message.data_len as usize, &mut header)
             .map_err(outside)?;
-        let serial = self.chunks.begin(chunk, event, asked)?;
+        request.message = Some(message);
+        let serial = self.chunks.begin(chunk, request)?;
         path.with_user += 1;
-        path.rdma.count(direction, asked.offset.into());
+        path.rdma.count(message.direction, offset.into());
         effects.outputs.push_back(Output::Request(Request {
             key: RequestKey {
                 session: self.key,
                 chunk,
                 serial,
             },
-            direction,
-            connection: asked.cid,
+            direction: message.direction,
+            connection: request.cid,
             header,
-            data_len: asked.data_len,
+            data_len: message.data_len,
             data_offset: start,
         }));
         Ok(())
@@ -422,60 +393,41 @@ impl Session {
         status: i32,
         effects: &mut Effects,
     ) -> Option<PathKey> {
-        let Some(asked) = self.chunks.request(key) else {
+        let Some(request) = self.chunks.request(key) else {
             tracing::debug!(?key, "an answer to no request");
             return None;
         };
-        let path = self.paths.get_mut(&asked.path)?;
+        let path = self.paths.get_mut(&request.path)?;
         path.with_user = path.with_user.saturating_sub(1);
         let (drained, alive, renewal) = (path.is_drained(), path.is_alive(), path.renewal());
-        match drained {
-            true => {
-                self.chunks.answered_in_vain(key.chunk);
-                self.release(cx, key.chunk, effects);
-            }
-            false => self.chunks.answered(key.chunk),
+        self.chunks.answered(key.chunk, request, drained);
+        if drained {
+            self.release(cx, key.chunk, effects);
         }
         self.look_at_awaited(effects);
         if !alive {
             // The chunk is idle when the path is drained: until then what it had posted may still read it.
-            return Some(asked.path);
+            return Some(request.path);
         }
-        let reply = IoReply::new(key.chunk.into(), status, asked.need_inval);
-        let answer = Answer {
-            chunk: key.chunk,
-            errno: reply.errno,
-            dest: asked.dest,
-            need_inval: asked.need_inval,
-        };
-        let work = ServerWork::answer(answer, renewal);
-        let place = self.place(asked.path, asked.cid);
-        if let Err(e) = self.push(place, work, effects) {
-            effects.broken.push_back((self.key, asked.path, e));
+        let (dest, need_inval) = request.message.map_or((None, false), |m| (m.dest, m.need_inval));
+        let work = ServerWork::answer(Answer::new(key.chunk, status, dest, need_inval), renewal);
+        if let Err(e) = self.push(self.place(request.path, request.cid), work, effects) {
+            effects.broken.push_back((self.key, request.path, e));
         }
         None
     }
 
-    /// The end of the turn: posts the receives that a connection has used.
-    pub(crate) fn give_back(&mut self, cx: &mut Cx<'_>, place: Place, effects: &mut Effects) {
-        let path = self.paths.get_mut(&place.path).filter(|path| path.is_alive());
-        let Some(conn) = path.and_then(|path| path.conn_mut(place.cid)) else {
-            return;
-        };
-        conn.unlist();
-        if let Err(e) = conn.give_back(cx) {
-            effects.broken.push_back((self.key, place.path, e.into()));
-        }
-    }
-
-    /// The end of the turn: posts what a connection has to send.
+    /// The end of the turn: posts the receives that a connection has used, so that a peer that is answered finds them, then what it
+    /// has to send and fits.
     pub(crate) fn post(&mut self, cx: &mut Cx<'_>, place: Place, effects: &mut Effects) {
         let path = self.paths.get_mut(&place.path).filter(|path| path.is_alive());
-        let Some(path) = path else { return };
+        let Some((conn, at)) = path.and_then(|path| path.posting(place.cid, &self.layout)) else {
+            return;
+        };
         let mut done = Done::default();
-        let posted = path
-            .post(cx, place.cid, &self.layout, &mut done)
-            .map_err(PathError::from);
+        let given_back = conn.give_back(cx);
+        let posted = given_back.and_then(|()| at.map_or(Ok(()), |at| conn.out.post(cx, &at, &mut done)));
+        let posted = posted.map_err(PathError::from);
         for chunk in done.sent {
             self.chunks.sent(chunk);
             self.release(cx, chunk, effects);
@@ -510,6 +462,7 @@ impl Session {
     /// Requests of a path that wait for their chunks are forgotten.
     pub(crate) fn drop_parked(&mut self, path: PathKey, effects: &mut Effects) {
         self.chunks.drop_parked(path);
+        self.awaited.forget(path);
         self.look_at_awaited(effects);
     }
 
@@ -517,26 +470,4 @@ impl Session {
     pub(crate) fn drop_answers(&mut self, path: PathKey) {
         self.chunks.path_gone(path);
     }
-}
-
-/// Fills in what a request's message says. Returns the direction, and the length of the user's header.
-fn fill(pending: &mut Pending, message: proto::Request) -> Result<(Direction, u16), PathError> {
-    Ok(match message {
-        proto::Request::Write { usr_len, data_len } => {
-            pending.data_len = data_len;
-            (Direction::Write, usr_len)
-        }
-        proto::Request::Read {
-            usr_len,
-            data_len,
-            dest,
-            need_inval,
-        } => {
-            if let Some(len) = dest.map(|d| d.len.get()).filter(|len| *len == 0 || *len > data_len) {
-                return Err(ProtoError::field("length of a read", len, "1 to what the chunk sets aside").into());
-            }
-            (pending.data_len, pending.dest, pending.need_inval) = (data_len, dest, need_inval);
-            (Direction::Read, usr_len)
-        }
-    })
 }

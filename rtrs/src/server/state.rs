@@ -1,6 +1,12 @@
-//! The states of a server's path and of a session's chunks, with every legal transition.
+//! The states of a server's path, with every legal transition.
 
-use crate::table::Table;
+use roce_verbs::Instant;
+
+use crate::{
+    PathError,
+    heartbeat::{Beat, Heartbeat, HeartbeatConfig},
+    table::Table,
+};
 
 /// States of a path (`enum rtrs_srv_state`, `__rtrs_srv_change_state`).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -84,54 +90,121 @@ pub const PATH: Table<PathState, PathEvent, PathAction> = {
     ]
 };
 
-/// States of a chunk, which is the session's: a request may come by another path than the one before.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub enum ChunkState {
-    /// The client's.
-    Idle,
-    /// The client's key is being taken back.
-    Revoking,
-    /// The server's user works on it.
-    User,
-    /// The answer is on its way.
-    Answering,
+/// The heartbeat, and when its next interval begins.
+#[derive(Debug)]
+pub(crate) struct Pulse {
+    heartbeat: Heartbeat,
+    next: Instant,
 }
 
-/// Event of a chunk.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum ChunkEvent {
-    /// A request came, and its key must be taken back first.
-    Asked,
-    /// A request came, and the key stays, or has been taken back at once.
-    AskedOpen,
-    /// The key is taken back.
-    Revoked,
-    /// The user has answered.
-    Answered,
-    /// The user has answered, and the request's path is gone: none of its work requests is under way.
-    AnsweredInVain,
-    /// The answer has left.
-    Sent,
-    /// The request's path is gone, and none of its work requests is under way.
-    PathGone,
+/// How a path ends.
+#[derive(Debug)]
+pub(crate) struct Ending {
+    pub(crate) why: PathError,
+    /// The user knows of the path.
+    pub(crate) was_up: bool,
+    /// None of its work requests is in flight.
+    pub(crate) drained: bool,
 }
 
-/// The life of a chunk, from [`ChunkState::Idle`].
-pub const CHUNK: Table<ChunkState, ChunkEvent, ()> = {
-    use ChunkEvent as E;
-    use ChunkState as S;
-    &[
-        (S::Idle, E::Asked, S::Revoking, &[]),
-        (S::Idle, E::AskedOpen, S::User, &[]),
-        (S::Revoking, E::Revoked, S::User, &[]),
-        (S::Revoking, E::PathGone, S::Idle, &[]),
-        (S::User, E::Answered, S::Answering, &[]),
-        // Not with the path: the user still works on it.
-        (S::User, E::AnsweredInVain, S::Idle, &[]),
-        (S::Answering, E::Sent, S::Idle, &[]),
-        (S::Answering, E::PathGone, S::Idle, &[]),
-    ]
-};
+/// State of a path, with what belongs to each. [`PATH`] has the transitions.
+#[derive(Debug)]
+pub(crate) enum Phase {
+    /// Its connections are being made.
+    Connecting {
+        /// The client has asked for the chunks, by the session's name. It is answered when they may be used.
+        asked: bool,
+    },
+    /// Takes requests.
+    Connected(Pulse),
+    /// Being taken down.
+    Closing(Ending),
+    /// Over.
+    Closed(Ending),
+}
+
+impl Phase {
+    /// Connected, from this time.
+    pub(crate) fn connected(config: HeartbeatConfig, now: Instant) -> Self {
+        Self::Connected(Pulse {
+            heartbeat: Heartbeat::new(config),
+            next: now + config.interval,
+        })
+    }
+
+    /// The state.
+    pub(crate) fn state(&self) -> PathState {
+        match self {
+            Self::Connecting { .. } => PathState::Connecting,
+            Self::Connected(_) => PathState::Connected,
+            Self::Closing(_) => PathState::Closing,
+            Self::Closed(_) => PathState::Closed,
+        }
+    }
+
+    /// Whether the client has asked for the chunks, and waits for the answer.
+    pub(crate) fn has_asked(&self) -> bool {
+        matches!(self, Self::Connecting { asked: true })
+    }
+
+    /// How the path ends, if it does.
+    pub(crate) fn ending(&self) -> Option<&Ending> {
+        match self {
+            Self::Closing(ending) | Self::Closed(ending) => Some(ending),
+            _ => None,
+        }
+    }
+
+    /// A packet came from the peer.
+    pub(crate) fn heard(&mut self) {
+        if let Self::Connected(pulse) = self {
+            pulse.heartbeat.heard();
+        }
+    }
+
+    /// When [`tick`](Self::tick) is due.
+    pub(crate) fn next_timeout(&self) -> Option<Instant> {
+        match self {
+            Self::Connected(pulse) => Some(pulse.next),
+            _ => None,
+        }
+    }
+
+    /// Looks at the clock. True: a heartbeat is due.
+    ///
+    /// # Errors
+    /// When the peer has been silent for too long.
+    pub(crate) fn tick(&mut self, now: Instant) -> Result<bool, PathError> {
+        let Self::Connected(pulse) = self else { return Ok(false) };
+        if now < pulse.next {
+            return Ok(false);
+        }
+        let config = *pulse.heartbeat.config();
+        // From now, not from the last beat: a process that was stopped must not count its own absence.
+        pulse.next = now + config.interval;
+        match pulse.heartbeat.tick() {
+            Beat::Send => Ok(true),
+            Beat::Wait => Ok(false),
+            Beat::Lost => Err(PathError::HeartbeatLost(config.patience())),
+        }
+    }
+
+    /// The path is over.
+    pub(crate) fn finish(&mut self) {
+        if let Self::Closing(ending) = core::mem::replace(self, Self::Connecting { asked: false }) {
+            *self = Self::Closed(ending);
+        }
+    }
+
+    /// The path ends.
+    pub(crate) fn close(&mut self, why: PathError) {
+        *self = Self::Closing(Ending {
+            why,
+            was_up: matches!(self, Self::Connected(_)),
+            drained: false,
+        });
+    }
+}
 
 #[cfg(test)]
 mod tests {
@@ -185,23 +258,6 @@ mod tests {
                 *to == PathState::Closed,
                 "{event:?}"
             );
-        }
-    }
-
-    #[test]
-    fn a_chunk_that_the_user_has_is_not_taken_away_with_the_path() {
-        let all = [
-            ChunkState::Idle,
-            ChunkState::Revoking,
-            ChunkState::User,
-            ChunkState::Answering,
-        ];
-        check::is_sound(CHUNK, ChunkState::Idle, &all);
-        assert_eq!(step(CHUNK, ChunkState::User, ChunkEvent::PathGone), None);
-        for state in [ChunkState::Revoking, ChunkState::User, ChunkState::Answering] {
-            for event in [ChunkEvent::Asked, ChunkEvent::AskedOpen] {
-                assert_eq!(step(CHUNK, state, event), None, "a second request for {state:?}");
-            }
         }
     }
 }

@@ -4,6 +4,7 @@ use std::{collections::HashMap, fs::File, path::Path};
 
 use pcap_file::pcap::PcapReader;
 use roce_bth::{Class, Packet, Service};
+use rtrs::Direction;
 use rtrs::proto::{
     ChunkLayout, ConnReq, ConnRsp, Imm, InfoReq, InfoRsp, MsgFlags, RdmaRead, RdmaWrite, Request, RkeyRsp, SgDesc,
     info::ChunkAddr, rdma,
@@ -131,17 +132,19 @@ impl Replay {
         let at = usize::try_from(chunk.addr + u64::from(offset) - m.va).unwrap();
         let message = &m.bytes[at..];
         let request = Request::parse(&message[..message.len().min(Request::MAX_LEN)], offset, 4096).unwrap();
-        let (ours, usr_len, data_len) = match request {
-            Request::Write { usr_len, data_len } => {
-                assert_eq!(m.va, chunk.addr);
-                (RdmaWrite::new(usr_len).as_bytes().to_vec(), usr_len, data_len)
+        let Request {
+            usr_len,
+            data_len,
+            dest,
+            need_inval,
+            ..
+        } = request;
+        let ours = match request.direction {
+            Direction::Write => {
+                assert_eq!((m.va, dest), (chunk.addr, None));
+                RdmaWrite::new(usr_len).as_bytes().to_vec()
             }
-            Request::Read {
-                usr_len,
-                data_len,
-                dest,
-                need_inval,
-            } => {
+            Direction::Read => {
                 assert_eq!(m.va, chunk.addr + u64::from(data_len));
                 assert_eq!(dest.map_or(0, |d| d.len.get()), data_len);
                 let flags = if need_inval {
@@ -150,19 +153,12 @@ impl Replay {
                     MsgFlags::empty()
                 };
                 let head = rdma::RdmaRead::new(usr_len, flags, u16::from(dest.is_some()));
-                (
-                    [head.as_bytes(), dest.as_slice().as_bytes()].concat(),
-                    usr_len,
-                    data_len,
-                )
+                [head.as_bytes(), dest.as_slice().as_bytes()].concat()
             }
         };
         assert_eq!(ours, message, "nothing lies behind the message");
         assert_eq!(u32::from(usr_len) + data_len, offset);
-        let dest = match request {
-            Request::Write { .. } => None,
-            Request::Read { dest, need_inval, .. } => dest.map(|d| (d, need_inval)),
-        };
+        let dest = dest.map(|d| (d, need_inval));
         assert!(
             self.inflight.insert(msg_id, dest).is_none(),
             "a chunk is used by one request at a time"
@@ -249,13 +245,8 @@ fn a_message_of_the_unmap_capture_has_no_data() {
     };
     let (_, offset) = layout.unpack(payload).unwrap();
     let request = Request::parse(&close.bytes[offset as usize..], offset, 4096).unwrap();
-    assert_eq!(
-        request,
-        Request::Write {
-            usr_len: offset as u16,
-            data_len: 0
-        }
-    );
+    assert_eq!(request.direction, Direction::Write);
+    assert_eq!((u32::from(request.usr_len), request.data_len), (offset, 0));
     assert_eq!(
         RdmaWrite::new(offset as u16).as_bytes(),
         &close.bytes[offset as usize..]

@@ -384,7 +384,7 @@ fn strangers_get_little_and_give_way() {
     }
     let usage = bed.host.usage();
     assert_eq!((usage.mrs, usage.keys, usage.qps), (before.mrs, before.keys, 256));
-    assert_eq!(bed.server.counters().half_open_gave_way, 44);
+    assert_eq!(bed.server.counters().half_open_evicted, 44);
     assert!(strangers[..44].iter().all(|s| s.is_gone(&bed)));
     Client::opened(&mut bed, 1, "s1");
     bed.stop();

@@ -416,12 +416,11 @@ fn layout(layout: &ChunkLayout, payload: u32) {
 }
 
 fn request(bytes: &[u8], offset: u32) {
-    use rtrs::proto::Request::{self, Read, Write};
+    use rtrs::proto::Request;
     let copy = &bytes[..bytes.len().min(Request::MAX_LEN)];
     let Ok(request) = Request::parse(copy, offset, rtrs::proto::MAX_HDR_SIZE) else {
         return;
     };
-    let (Write { usr_len, data_len } | Read { usr_len, data_len, .. }) = request;
-    assert!(u32::from(usr_len) <= rtrs::proto::MAX_HDR_SIZE);
-    assert_eq!(u32::from(usr_len) + data_len, offset);
+    assert!(u32::from(request.usr_len) <= rtrs::proto::MAX_HDR_SIZE);
+    assert_eq!(u32::from(request.usr_len) + request.data_len, offset);
 }

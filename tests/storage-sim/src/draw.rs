@@ -3,7 +3,7 @@
 use core::time::Duration;
 use std::net::{IpAddr, SocketAddr};
 
-use rnbd::{client::OnLoss, proto::AccessMode, server::queue::QueueLimits};
+use rnbd::{client::OnLoss, proto::AccessMode, server::fair_queue::QueueLimits};
 use roce_port::fabric::FabricConfig;
 use rtrs::{addr::PathAddr, client::SessionConfig, heartbeat::HeartbeatConfig, server::ServerConfig};
 

@@ -1,4 +1,4 @@
-//! The server's work on its disks: in the order, and with the answers, of the real one (`rnbd::server::schedule`), and done when the
+//! The server's work on its disks: in the order, and with the answers, of the real one (`rnbd::server::fair_queue`), and done when the
 //! disk has had its time.
 
 use std::collections::BTreeMap;
@@ -9,8 +9,7 @@ use rnbd::{
     proto::status,
     server::{
         disk::{DiskOp, Disks, Op, StoreId},
-        queue::QueueLimits,
-        schedule::Schedule,
+        fair_queue::{QueueLimits, Schedule},
         sync::{Covered, SyncState},
     },
 };

@@ -14,7 +14,7 @@ use rnbd::{
         Limits, Server as Rnbd,
         action::{Identity, OpenRefused, Opened, Output, Ticket},
         disk::StoreId,
-        queue::QueueLimits,
+        fair_queue::QueueLimits,
         transport::Transport,
     },
 };

@@ -12,7 +12,7 @@ use rnbd::{
     block::BlockOp,
     server::{
         disk::{DiskOp, Disks as _, StoreId},
-        queue::QueueLimits,
+        fair_queue::QueueLimits,
     },
 };
 use rnbd_disk::{Budget, Caching, Disk, DiskConfig, Image, Ring, Way, Ways};

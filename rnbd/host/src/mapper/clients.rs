@@ -283,8 +283,7 @@ impl Service {
     /// A client is rejected, or evicted.
     pub(super) fn turn_away(&mut self, now: Instant, why: &io::Error) {
         self.turned_away += 1;
-        let more = self.log.due(now).unwrap_or_default();
-        if self.log.hit(now) {
+        if let Some(more) = self.log.pass(now) {
             tracing::warn!(more, "an NBD client is rejected: {why}");
         }
     }

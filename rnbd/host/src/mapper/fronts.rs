@@ -268,8 +268,7 @@ impl Service {
                 self.fronts.all.insert(front);
             }
             Err(e) => {
-                let more = self.log.due(turn.now).unwrap_or_default();
-                if self.log.hit(turn.now) {
+                if let Some(more) = self.log.pass(turn.now) {
                     tracing::warn!(device, more, "a front end is rejected: {e}");
                 }
                 self.fronts.vacate(door);

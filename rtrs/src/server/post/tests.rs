@@ -80,12 +80,8 @@ impl Bed {
     }
 
     fn answer(&mut self, chunk: u16, errno: u16, read: Option<(u32, bool)>) {
-        let answer = Answer {
-            chunk,
-            errno,
-            dest: read.map(|(len, _)| SgDesc::new(0x1000 * u64::from(chunk), 0x100 + u32::from(chunk), len)),
-            need_inval: read.is_some_and(|(_, inval)| inval),
-        };
+        let dest = read.map(|(len, _)| SgDesc::new(0x1000 * u64::from(chunk), 0x100 + u32::from(chunk), len));
+        let answer = Answer::new(chunk, errno.into(), dest, read.is_some_and(|(_, inval)| inval));
         self.out.push(ServerWork::answer(answer, self.renewal)).unwrap();
     }
 
@@ -97,7 +93,7 @@ impl Bed {
             provider: &mut self.provider,
             random: &mut |_| (),
         };
-        let ground = Ground {
+        let at = PostContext {
             qp: self.qp,
             chunks: &self.chunks,
             layout: &layout,
@@ -105,7 +101,7 @@ impl Bed {
             renewal: self.renewal,
             info: Some(&self.info),
         };
-        self.out.post(&mut cx, &ground, &mut done).unwrap();
+        self.out.post(&mut cx, &at, &mut done).unwrap();
         done
     }
 
