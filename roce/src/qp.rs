@@ -8,7 +8,7 @@ use roce_net::{Closed, Driver};
 use roce_port::{Port, QpInit as PortQpInit};
 use roce_qp::{CompletionQueue as Queue, Failure, NO_RECEIVE_QUEUE, QueuePair, ReceiveQueue};
 use roce_verbs::{
-    AccessFlags, LKey, QpAttr, QpCaps, QpState, QpType, Qpn, RKey, RecvWr, SendFlags, SendOp, SendRequest, SendWr,
+    AccessFlags, QpAttr, QpCaps, QpState, QpType, Qpn, RKey, RecvWr, SendFlags, SendOp, SendRequest, SendWr,
     provider::VerbsError,
     wr::{FastRegister, Payload, PostError},
 };

@@ -11,16 +11,9 @@ use std::{
     time::Duration,
 };
 
-use crate::common::{
-    Client, MIB, Mapped, Served, eventually, info_request, sector, serve, serve_sparse, serve_thin, serve_with,
-};
+use crate::common::{Client, MIB, Mapped, Served, eventually, sector, serve, serve_sparse, serve_thin, serve_with};
 use rnbd::nbd::proto::{self, cmd, cmd_flag, opt, rep, tx};
 use rnbd_host::{listen::Listen, map::MapFailure};
-
-const EPERM: u32 = 1;
-const EIO: u32 = 5;
-const EINVAL: u32 = 22;
-const ENOSPC: u32 = 28;
 
 #[test]
 fn flags_say_what_the_device_can_do() {
