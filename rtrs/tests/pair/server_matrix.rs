@@ -4,6 +4,7 @@
 use core::time::Duration;
 
 use rtrs::{
+    admission::AccessList,
     errno,
     proto::Imm,
     server::{ServerConfig, state::PathState},
@@ -337,4 +338,22 @@ fn requests_of_two_paths_in_one_chunk_are_both_answered_one_after_the_other() {
     assert!(first.is_gone(&bed) && !second.is_gone(&bed));
     bed.wait(Duration::from_secs(1));
     bed.stop();
+}
+
+#[test]
+fn names_and_addresses_are_looked_up() {
+    let allow = AccessList::new(["db=10.0.0.1", "10.0.0.2/31"].map(|rule| rule.parse().unwrap()));
+    let mut bed = Bed::new(ServerConfig { allow, ..config() });
+    assert_eq!(Client::new(9).connect(&mut bed, 0), Err(errno::EACCES));
+    let mut thief = Client::new(2);
+    thief.connect_all(&mut bed);
+    thief.inform(&mut bed, &name("db"));
+    assert!(thief.is_gone(&bed));
+    Client::opened(&mut bed, 1, "db");
+    let counters = bed.server.counters();
+    assert_eq!((counters.refused_address, counters.refused_name), (1, 1));
+    // Who knows its UUID may not join it from elsewhere.
+    let mut thief = Client::new(1).second_path(2);
+    assert_eq!(thief.connect(&mut bed, 0), Err(errno::EACCES));
+    assert_eq!(bed.server.counters().refused_name, 2);
 }

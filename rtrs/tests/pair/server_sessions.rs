@@ -8,9 +8,7 @@ use roce_verbs::{
     wr::PostError,
 };
 use rtrs::{
-    Direction,
-    admission::AccessList,
-    errno,
+    Direction, errno,
     proto::{Imm, IoReply},
     server::{ServerConfig, request::Ticket},
 };
@@ -697,22 +695,4 @@ fn a_second_path_may_have_another_name_and_the_first_stays() {
     let news = bed.news();
     assert_eq!(news.len(), 3, "{news:?}");
     assert!(news[2].starts_with("closed"));
-}
-
-#[test]
-fn names_and_addresses_are_looked_up() {
-    let allow = AccessList::new(["db=10.0.0.1", "10.0.0.2/31"].map(|rule| rule.parse().unwrap()));
-    let mut bed = Bed::new(ServerConfig { allow, ..config() });
-    assert_eq!(Client::new(9).connect(&mut bed, 0), Err(errno::EACCES));
-    let mut thief = Client::new(2);
-    thief.connect_all(&mut bed);
-    thief.inform(&mut bed, &name("db"));
-    assert!(thief.is_gone(&bed));
-    Client::opened(&mut bed, 1, "db");
-    let counters = bed.server.counters();
-    assert_eq!((counters.refused_address, counters.refused_name), (1, 1));
-    // Who knows its UUID may not join it from elsewhere.
-    let mut thief = Client::new(1).second_path(2);
-    assert_eq!(thief.connect(&mut bed, 0), Err(errno::EACCES));
-    assert_eq!(bed.server.counters().refused_name, 2);
 }
