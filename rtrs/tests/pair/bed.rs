@@ -153,13 +153,13 @@ impl Bed {
     }
 
     fn round(&mut self) -> bool {
-        let mut moved = self.to_server();
+        let mut moved = self.carry_to_server();
         moved |= self.server_turn();
-        moved | self.to_clients()
+        moved | self.carry_to_clients()
     }
 
     /// Carries what clients have sent. Returns whether anything arrived.
-    pub(crate) fn to_server(&mut self) -> bool {
+    pub(crate) fn carry_to_server(&mut self) -> bool {
         let (now, mut moved) = (self.now, false);
         for (addr, station) in &mut self.stations {
             let held = self.unestablished.contains(addr);
@@ -179,7 +179,7 @@ impl Bed {
         moved
     }
 
-    fn to_clients(&mut self) -> bool {
+    fn carry_to_clients(&mut self) -> bool {
         let (now, mut moved) = (self.now, false);
         self.host.drain(now, |meta, bytes| {
             moved = true;

@@ -359,7 +359,7 @@ fn stopping_ends_everything_and_waits_for_the_user() {
     let mut late = Client::new(3);
     late.ask(&mut bed, 0, late.request(0)).unwrap();
     bed.cut = false;
-    bed.to_server();
+    bed.carry_to_server();
     bed.call(|server, cx| server.stop(cx));
     assert!(!bed.server.is_idle());
     bed.answer(request.key, 0);
@@ -394,7 +394,7 @@ fn who_asks_without_end_gets_few_answers() {
     let mut asked = |count: usize| {
         (0..count).for_each(|_| client.post(&mut bed, 0, ask, b""));
         // All have come when the server has its turn.
-        while bed.to_server() {}
+        while bed.carry_to_server() {}
         bed.turn();
         client.imms(&mut bed, 0).len()
     };
