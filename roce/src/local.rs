@@ -248,6 +248,8 @@ impl LocalDevice {
         let devices = members.iter().map(Member::device).collect();
         let mut fabric = Fabric::new(Members(members), FabricConfig::default(), devices);
         fabric.set_faults(opener.faults());
+        // A program may connect before its first iteration.
+        fabric.set_now(roce_net::now());
         Self {
             fabric,
             joined: None,
@@ -294,7 +296,13 @@ impl LocalDevice {
         &mut self.fabric.ports().0
     }
 
-    /// Returns the verbs provider of these devices.
+    /// Sets the time for what is asked of the provider before this iteration receives.
+    pub(crate) fn set_now(&mut self, now: Instant) {
+        self.fabric.set_now(now);
+    }
+
+    /// Returns the verbs provider of these devices. To it, the time is that of the last [`receive`](Self::receive) or
+    /// [`run_timers`](Self::run_timers).
     pub fn provider(&mut self) -> &mut dyn Provider {
         &mut self.fabric
     }

@@ -301,6 +301,8 @@ impl<S: Service> Loop<S> {
         self.counters.interests = self.changes.get();
         self.now = crate::now();
         let begun = self.now;
+        // A command may connect, after a long sleep.
+        self.device.set_now(begun);
         self.read_messages(service);
         if self.readable {
             self.counters.receives += 1;

@@ -1,9 +1,13 @@
 //! Devices that the test's own loop drives, with a device that has a thread, and with each other.
 
-use std::net::SocketAddr;
+use std::{
+    net::{SocketAddr, UdpSocket},
+    thread,
+    time::Duration,
+};
 
 use crate::common::{
-    Side, open,
+    Side, address, open,
     own_loop::{LEN, Loop, SERVICE},
 };
 use roce::{
@@ -114,4 +118,28 @@ fn two_loops_listen_connect_and_end() {
         let usage = l.device.usage();
         assert_eq!((usage.qps, usage.cms, usage.mrs), (0, 0, 1));
     }
+}
+
+#[test]
+fn a_connection_begun_before_the_first_iteration_has_its_whole_time() {
+    const TIME: Duration = Duration::from_millis(100);
+    // Longer than the process's clock has run when devices are opened early.
+    roce::now();
+    thread::sleep(2 * TIME);
+    let mut l = Loop::new();
+    let silent = UdpSocket::bind((address(), 4791)).unwrap();
+    let to = SocketAddr::new(silent.local_addr().unwrap().ip(), SERVICE);
+    let begun = roce::now();
+    let id = l.device.provider().cm_resolve(Some(l.addr), to).unwrap();
+    let qp = l.qp();
+    let params = ConnParams {
+        patience: Some(TIME),
+        ..ConnParams::default()
+    };
+    l.device.provider().cm_connect(id, qp, &params).unwrap();
+    l.until("given up", |l| {
+        let given_up = |e: &Event| matches!(e, Event::Cm { id: of, kind: CmKind::Unreachable(_) } if *of == id);
+        l.events.iter().any(given_up)
+    });
+    assert!(roce::now().saturating_since(begun) >= TIME);
 }
