@@ -74,7 +74,6 @@ pub(crate) fn beside_clippy() -> Tally {
     let mut tally = Tally::default();
     for lint in [
         format,
-        documentation,
         fuzz,
         sans_io,
         socket_files,
@@ -85,22 +84,21 @@ pub(crate) fn beside_clippy() -> Tally {
     ] {
         tally.expect(lint());
     }
-    tally.add(hardware());
+    tally.add(documentation_and_hardware());
     tally.add(deny::check());
     tally
 }
 
-/// Lints the code over libibverbs and librdmacm, which is compiled only where they are installed.
-fn hardware() -> Tally {
-    if let Err(why) = tools::ensure(&tools::of_hardware()).and_then(|()| tools::may_build_hardware()) {
-        return Tally::not_run(format!("roce-hw: {why}"));
-    }
+/// Lints the documentation, and the code over libibverbs and librdmacm, which is compiled only where they are installed.
+fn documentation_and_hardware() -> Tally {
     let mut tally = Tally::default();
+    if let Err(why) = tools::ensure(&tools::of_hardware()).and_then(|()| tools::may_build_hardware()) {
+        tally.expect(documentation(&[]));
+        tally.not_run.push((1, format!("roce-hw: {why}")));
+        return tally;
+    }
     let with = cargo::HARDWARE;
-    tally.expect(cargo::run_with(
-        &[&["doc", "--workspace", "--no-deps"], &with[..]].concat(),
-        &[("RUSTDOCFLAGS", "-D warnings")],
-    ));
+    tally.expect(documentation(&with));
     let clippy = [&["clippy", "--workspace"], &with[..], &["--", "-D", "warnings"]].concat();
     tally.expect(cargo::run(&clippy));
     tally
@@ -132,8 +130,9 @@ fn clippy() -> Result<()> {
     cargo::run(&args.concat())
 }
 
-fn documentation() -> Result<()> {
-    cargo::run_with(&["doc", "--workspace", "--no-deps"], &[("RUSTDOCFLAGS", "-D warnings")])
+fn documentation(features: &[&str]) -> Result<()> {
+    let args = [&["doc", "--workspace", "--no-deps"], features].concat();
+    cargo::run_with(&args, &[("RUSTDOCFLAGS", "-D warnings")])
 }
 
 /// Checks that the fuzz targets compile, with the versions of their lock file. libFuzzer is left out: it is C++, and nothing is linked.
