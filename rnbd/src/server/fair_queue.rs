@@ -324,17 +324,17 @@ mod tests {
     const FLUSH: (BlockOp, u64) = (BlockOp::Flush, 0);
     const DISCARD: (BlockOp, u64) = (BlockOp::Discard, 1 << 30);
 
-    fn next(s: &mut Order) -> Box<Op<()>> {
-        s.start().expect("its turn")
+    fn next(s: &mut Order) -> Op<()> {
+        *s.start().expect("its turn")
     }
 
-    fn started(s: &mut Order) -> Vec<Box<Op<()>>> {
-        std::iter::from_fn(|| s.start()).collect()
+    fn started(s: &mut Order) -> Vec<Op<()>> {
+        std::iter::from_fn(|| s.start()).map(|op| *op).collect()
     }
 
-    fn end(s: &mut Order, mut op: Box<Op<()>>, wrote: bool, result: Result<(), Errno>) {
+    fn end(s: &mut Order, mut op: Op<()>, wrote: bool, result: Result<(), Errno>) {
         op.result = result;
-        s.end(op, wrote);
+        s.end(Box::new(op), wrote);
     }
 
     fn ended(s: &mut Order) -> Vec<(u16, Result<(), Errno>)> {
