@@ -226,6 +226,14 @@ pub enum IoError {
 }
 
 impl IoError {
+    /// Result of a request that the server answered with this error number.
+    pub(crate) fn of_reply(errno: u16) -> Result<(), Self> {
+        match errno {
+            0 => Ok(()),
+            e => Err(Self::Remote(e.into())),
+        }
+    }
+
     /// A positive Linux error number for it.
     pub fn errno(&self) -> i32 {
         match self {

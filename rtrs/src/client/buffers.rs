@@ -156,16 +156,54 @@ struct Piece {
     offset: u32,
 }
 
+/// Memory, registered with devices.
 #[derive(Debug)]
-struct Memory {
-    pages: Arc<Pages>,
+pub(super) struct Memory {
+    pub(super) pages: Arc<Pages>,
     /// One registration for each device that has a path.
     mrs: SmallVec<[(DeviceIx, MrInfo); 1]>,
 }
 
 impl Memory {
-    fn deregister(&self, cx: &mut Cx<'_>) {
-        self.mrs.iter().for_each(|(_, mr)| cx.provider.deregister(mr.id));
+    /// Memory that is not registered.
+    pub(super) fn new(pages: Arc<Pages>) -> Self {
+        let mrs = SmallVec::new();
+        Self { pages, mrs }
+    }
+
+    /// Registers it with a device.
+    pub(super) fn register(
+        &mut self,
+        cx: &mut Cx<'_>,
+        device: DeviceIx,
+        pd: PdId,
+        access: AccessFlags,
+    ) -> Result<(), VerbsError> {
+        let what = Registration {
+            memory: self.pages.clone(),
+            offset: 0,
+            len: self.pages.len(),
+            iova: None,
+            access,
+        };
+        self.mrs.push((device, cx.provider.register(pd, &what)?));
+        Ok(())
+    }
+
+    /// Its registration with a device.
+    pub(super) fn on(&self, device: DeviceIx) -> Option<&MrInfo> {
+        self.mrs.iter().find_map(|(of, mr)| (*of == device).then_some(mr))
+    }
+
+    /// Ends its registration with a device, or all.
+    pub(super) fn deregister(&mut self, cx: &mut Cx<'_>, device: Option<DeviceIx>) {
+        self.mrs.retain(|(of, mr)| {
+            let stays = device.is_some_and(|device| *of != device);
+            if !stays {
+                cx.provider.deregister(mr.id);
+            }
+            stays
+        });
     }
 }
 
@@ -258,7 +296,7 @@ impl Buffers {
         }
         let domain = Domain { device, pd, access };
         if let Err(e) = self.register_all(cx, &domain) {
-            self.deregister(cx, device);
+            self.deregister(cx, Some(device));
             return Err(e);
         }
         self.domains.push(domain);
@@ -268,16 +306,15 @@ impl Buffers {
     /// No path leads through this device any more: nothing of the buffers stays registered with it.
     pub fn remove_device(&mut self, cx: &mut Cx<'_>, device: DeviceIx) {
         self.domains.retain(|d| d.device != device);
-        self.deregister(cx, device);
+        self.deregister(cx, Some(device));
     }
 
     fn register_all(&mut self, cx: &mut Cx<'_>, domain: &Domain) -> Result<(), VerbsError> {
         for slab in self.slabs.iter_mut().flatten() {
-            let memory = &mut slab.memory;
-            memory.mrs.push((domain.device, register(cx, domain, &memory.pages)?));
+            register(cx, domain, &mut slab.memory)?;
         }
         for lent in self.foreign.values_mut() {
-            lent.mrs.push((domain.device, register_lent(cx, domain, &lent.pages)?));
+            register_lent(cx, domain, lent)?;
         }
         Ok(())
     }
@@ -287,16 +324,8 @@ impl Buffers {
         own.chain(self.foreign.values_mut())
     }
 
-    fn deregister(&mut self, cx: &mut Cx<'_>, device: DeviceIx) {
-        for memory in self.memories() {
-            memory.mrs.retain(|(of, mr)| {
-                let stays = *of != device;
-                if !stays {
-                    cx.provider.deregister(mr.id);
-                }
-                stays
-            });
-        }
+    fn deregister(&mut self, cx: &mut Cx<'_>, device: Option<DeviceIx>) {
+        self.memories().for_each(|memory| memory.deregister(cx, device));
     }
 
     /// A buffer of `len` bytes.
@@ -338,9 +367,8 @@ impl Buffers {
             return Err(Error::NoBuffer { len, limit: self.limit });
         }
         let pages = Pages::allocate(bytes).map_err(|e| Error::Verbs(VerbsError::Invalid(e.to_string())))?;
-        let mrs = self.register_with_all(cx, &pages, register)?;
         let made = Slab {
-            memory: Memory { pages, mrs },
+            memory: self.registered(cx, pages, register)?,
             class,
             lent: 0,
         };
@@ -360,23 +388,20 @@ impl Buffers {
     }
 
     /// Registers memory with all devices.
-    fn register_with_all(
+    fn registered(
         &self,
         cx: &mut Cx<'_>,
-        pages: &Arc<Pages>,
-        register: fn(&mut Cx<'_>, &Domain, &Arc<Pages>) -> Result<MrInfo, VerbsError>,
-    ) -> Result<SmallVec<[(DeviceIx, MrInfo); 1]>, VerbsError> {
-        let mut mrs: SmallVec<[(DeviceIx, MrInfo); 1]> = SmallVec::new();
+        pages: Arc<Pages>,
+        register: fn(&mut Cx<'_>, &Domain, &mut Memory) -> Result<(), VerbsError>,
+    ) -> Result<Memory, VerbsError> {
+        let mut memory = Memory::new(pages);
         for domain in &self.domains {
-            match register(cx, domain, pages) {
-                Ok(mr) => mrs.push((domain.device, mr)),
-                Err(e) => {
-                    mrs.iter().for_each(|(_, mr)| cx.provider.deregister(mr.id));
-                    return Err(e);
-                }
+            if let Err(e) = register(cx, domain, &mut memory) {
+                memory.deregister(cx, None);
+                return Err(e);
             }
         }
-        Ok(mrs)
+        Ok(memory)
     }
 
     /// Registers memory of somebody else, until it is [taken back](Self::take_back): pieces of it may be
@@ -385,18 +410,18 @@ impl Buffers {
     /// # Errors
     /// When a device can't register it, or has no keys for pieces of memory.
     pub fn lend(&mut self, cx: &mut Cx<'_>, pages: Arc<Pages>) -> Result<LentId, VerbsError> {
-        let mrs = self.register_with_all(cx, &pages, register_lent)?;
+        let memory = self.registered(cx, pages, register_lent)?;
         let id = LentId(self.next_foreign);
         self.next_foreign += 1;
-        self.foreign.insert(id, Memory { pages, mrs });
+        self.foreign.insert(id, memory);
         Ok(id)
     }
 
     /// Ends the registration of lent memory. Buffers of it are of no use from here on: a request that is still under way with one
     /// ends with its path.
     pub fn take_back(&mut self, cx: &mut Cx<'_>, id: LentId) {
-        if let Some(lent) = self.foreign.remove(&id) {
-            lent.deregister(cx);
+        if let Some(mut lent) = self.foreign.remove(&id) {
+            lent.deregister(cx, None);
         }
     }
 
@@ -411,8 +436,8 @@ impl Buffers {
                 return;
             }
             let idle = self.slabs[index].take_if(|slab| slab.lent == 0);
-            let Some(slab) = idle else { continue };
-            slab.memory.deregister(cx);
+            let Some(mut slab) = idle else { continue };
+            slab.memory.deregister(cx, None);
             self.total -= slab.memory.pages.len();
             self.free[slab.class].retain(|piece| piece.slab as usize != index);
         }
@@ -512,17 +537,14 @@ impl Buffers {
     /// Parts of a device's registrations that a request with the buffer uses. `None`: the device has none of the buffers, or lent memory
     /// was taken back.
     pub(super) fn regions(&self, buffer: &Buffer, device: DeviceIx) -> Option<Regions<'_>> {
-        fn of(memory: &Memory, device: DeviceIx) -> Option<&MrInfo> {
-            memory.mrs.iter().find_map(|(of, mr)| (*of == device).then_some(mr))
-        }
         match &buffer.place {
             Place::Own { slab, offset, .. } => {
-                let mr = of(self.own(*slab), device)?;
+                let mr = self.own(*slab).on(device)?;
                 Some(SmallVec::from_elem((mr, *offset as usize, buffer.len), 1))
             }
             Place::Lent(pieces) => {
                 let region = |piece: &LentPiece| {
-                    let mr = of(self.foreign.get(&piece.memory)?, device)?;
+                    let mr = self.foreign.get(&piece.memory)?.on(device)?;
                     Some((mr, piece.offset, piece.len))
                 };
                 pieces.iter().map(region).collect()
@@ -533,11 +555,7 @@ impl Buffers {
     /// Ends all registrations. Buffers that are still lent are of no use any more, but their memory stays readable until they
     /// are given back and this value goes.
     pub fn close(&mut self, cx: &mut Cx<'_>) {
-        for memory in self.memories() {
-            for (_, mr) in memory.mrs.drain(..) {
-                cx.provider.deregister(mr.id);
-            }
-        }
+        self.deregister(cx, None);
         self.domains.clear();
     }
 }
@@ -553,30 +571,19 @@ fn check(buffer: &Buffer, offset: usize, len: usize) -> Result<(), RangeError> {
     Ok(())
 }
 
-fn register(cx: &mut Cx<'_>, domain: &Domain, pages: &Arc<Pages>) -> Result<MrInfo, VerbsError> {
-    register_for(cx, domain.pd, pages, domain.access)
+fn register(cx: &mut Cx<'_>, domain: &Domain, memory: &mut Memory) -> Result<(), VerbsError> {
+    memory.register(cx, domain.device, domain.pd, domain.access)
 }
 
 /// Registers memory that only keys of its requests may open.
-fn register_lent(cx: &mut Cx<'_>, domain: &Domain, pages: &Arc<Pages>) -> Result<MrInfo, VerbsError> {
+fn register_lent(cx: &mut Cx<'_>, domain: &Domain, memory: &mut Memory) -> Result<(), VerbsError> {
     let caps = cx.provider.devices().get(usize::from(domain.device.0));
     let fit = caps.is_some_and(|caps| caps.scattered_keys && caps.limits.max_sge as usize > MAX_PIECES);
     let open = domain.access.intersects(AccessFlags::REMOTE_WRITE);
     if !fit || open {
         return Err(VerbsError::Unsupported("memory of others as buffers"));
     }
-    register_for(cx, domain.pd, pages, domain.access)
-}
-
-fn register_for(cx: &mut Cx<'_>, pd: PdId, pages: &Arc<Pages>, access: AccessFlags) -> Result<MrInfo, VerbsError> {
-    let what = Registration {
-        memory: pages.clone(),
-        offset: 0,
-        len: pages.len(),
-        iova: None,
-        access,
-    };
-    cx.provider.register(pd, &what)
+    register(cx, domain, memory)
 }
 
 #[cfg(test)]

@@ -17,8 +17,8 @@ use crate::{
         config::SessionConfig,
         conn::{Conn, Post, caps},
         env::Env,
-        lane::Lane,
-        path::{Path, Region, Report},
+        inflight::InFlightTable,
+        path::{Path, Region},
         stage::{Reached, Step},
         state::PathEvent,
         terms::Terms,
@@ -35,7 +35,7 @@ const IO_SEND_WR: u32 = 1024;
 pub(super) struct Handshake<'a, 'b, 'c, U> {
     pub(super) path: &'a mut Path,
     pub(super) env: &'a mut Env<'b, 'c, U>,
-    pub(super) lane: &'a mut Lane<U>,
+    pub(super) inflight: &'a mut InFlightTable<U>,
     pub(super) config: &'a SessionConfig,
     /// The session's UUID.
     pub(super) uuid: Uuid,
@@ -101,7 +101,7 @@ impl<U> Handshake<'_, '_, '_, U> {
             let why = "the way to the server changed while the path was being connected";
             return Err(Error::Path(PathError::Cm(why.into())));
         }
-        let pd = self.lane.enter(self.env.cx, device, self.config.invalidate_reads)?;
+        let pd = self.inflight.pd_on(self.env.cx, device, self.config.invalidate_reads)?;
         (self.path.device, self.path.pd) = (Some(device), Some(pd));
         self.path.entered = Some(device);
         self.make_qp(cid, device, pd)?;
@@ -192,7 +192,7 @@ impl<U> Handshake<'_, '_, '_, U> {
             return Err(Error::OtherSizes);
         }
         self.path.terms = Some(terms);
-        self.furnish()
+        self.prepare_device()
     }
 
     /// All connections stand.
@@ -208,13 +208,14 @@ impl<U> Handshake<'_, '_, '_, U> {
     }
 
     /// Gets what requests of the path need.
-    fn furnish(&mut self) -> Result<(), Error> {
+    fn prepare_device(&mut self) -> Result<(), Error> {
         let (Some(terms), Some(device), Some(pd)) = (self.path.terms, self.path.device, self.path.pd) else {
             return Ok(());
         };
         let info = terms.info(self.config.max_user_header);
         let depth = self.depth();
-        self.lane.furnish(self.env.cx, device, depth, info.max_user_header)?;
+        self.inflight
+            .prepare_device(self.env.cx, device, depth, info.max_user_header)?;
         if terms.new_rkeys() {
             let service = self.path.conns.first().map_or(0, |conn| conn.receives.1);
             let io = 2 * u64::from(depth) * u64::from(self.config.connections);
@@ -311,9 +312,9 @@ impl<U> Handshake<'_, '_, '_, U> {
     }
 
     /// A failure ends the attempt.
-    pub(super) fn settle(&mut self, done: Result<(), Error>, reports: &mut Vec<Report<U>>) {
+    pub(super) fn settle(&mut self, done: Result<(), Error>) {
         if let Err(e) = done {
-            self.path.fail(e, reports);
+            self.path.fail(e);
         }
     }
 }

@@ -90,7 +90,7 @@ impl<U> Client<U> {
 
     /// Abilities of a session; `None` until it is open.
     pub fn info(&self, session: SessionId) -> Option<SessionInfo> {
-        self.sessions.get(&session)?.info()
+        self.sessions.get(&session)?.info
     }
 
     /// Whether a session takes requests.
@@ -157,12 +157,13 @@ impl<U> Client<U> {
 
     /// How a session's paths are chosen.
     pub fn policy(&self, session: SessionId) -> Option<Policy> {
-        self.sessions.get(&session).map(Session::policy)
+        self.sessions.get(&session).map(|session| session.config.policy)
     }
 
     /// How often at most, and after which time, a lost path of a session is connected again.
     pub fn reconnects(&self, session: SessionId) -> Option<(u32, Duration)> {
-        self.sessions.get(&session).map(Session::reconnects)
+        let config = &self.sessions.get(&session)?.config;
+        Some((config.max_reconnects, config.reconnect_delay))
     }
 
     /// Sets counters of a path to zero. What is in flight is none of them.
@@ -236,7 +237,9 @@ impl<U> Client<U> {
 
     /// The buffers themselves, for who takes and gives back many.
     pub fn buffers_mut(&mut self, session: SessionId) -> Option<&mut Buffers> {
-        self.sessions.get_mut(&session).map(Session::buffers_mut)
+        self.sessions
+            .get_mut(&session)
+            .map(|session| &mut session.inflight.buffers)
     }
 
     /// Sends a request: the user's header and, for a write, the data of the buffer; for a read its answer lands there. It ends

@@ -20,8 +20,7 @@ use crate::{
         config::SessionConfig,
         conn::{Conn, Post},
         env::{ConnKey, Env},
-        flight::Orphan,
-        lane::Lane,
+        inflight::InFlightTable,
         request::SessionId,
         stage::{Attempt, Reached, Retry, State, Step, Up},
         state::{PATH, PathAction, PathEvent, PathState},
@@ -33,30 +32,30 @@ use crate::{
     table,
 };
 
-/// How long a path that is closed waits for the server to confirm.
-const LEAVE: Duration = Duration::from_secs(1);
-/// How long after its end a path is connected anew that was up and is asked for (`RTRS_RECONNECT_BACKOFF`): the server may be
-/// closing it, and refuses it then.
+/// How long a path that is closed waits for the server to disconnect.
+const DISCONNECT_TIME: Duration = Duration::from_secs(1);
+/// Delay of a requested reconnect of a path that was up (`RTRS_RECONNECT_BACKOFF`): while the server closes the path it refuses
+/// it.
 const BACKOFF: Duration = Duration::from_secs(1);
 
 /// Report of a path to its session.
 #[derive(Debug)]
-pub(super) enum Report<U> {
-    /// The handshake is to begin.
+pub(super) enum Report {
+    /// The handshake has to begin.
     Begin,
     /// It carries requests; `again` if it has done so before.
     Up { again: bool },
-    /// It does so no longer, and why.
+    /// It does not any more, and why.
     Down(PathError),
     /// An attempt to connect failed.
     Failed(Error),
-    /// Its requests have left it. `outlived`: the session was lost while they were in flight.
-    Orphans { orphans: Vec<Orphan<U>>, outlived: bool },
-    /// It has nothing on a device that is gone any more.
+    /// Requests that it has not answered. `outlived`: the session was lost while they were in flight.
+    RequestsLost { permits: Vec<u16>, outlived: bool },
+    /// Its resources on a removed device are freed.
     LeftDevice,
     /// It is closed.
     Closed,
-    /// It is none of the session's any more.
+    /// It was removed from the session.
     Forgotten,
 }
 
@@ -72,7 +71,7 @@ pub(super) struct Region {
 pub(super) struct Path {
     pub(super) session: SessionId,
     pub(super) id: PathId,
-    /// Its place in the session.
+    /// Its index in the session.
     pub(super) index: u16,
     pub(super) addr: PathAddr,
     /// Stays the same over reconnects.
@@ -82,7 +81,7 @@ pub(super) struct Path {
     /// Counts attempts, for the server.
     pub(super) recon_cnt: u16,
     pub(super) device: Option<DeviceIx>,
-    /// The last device that it led through, which the session keeps what it has on for it.
+    /// The last device that it used, whose resources the session keeps for it.
     pub(super) entered: Option<DeviceIx>,
     /// The device is gone.
     lost_device: bool,
@@ -96,20 +95,22 @@ pub(super) struct Path {
     pub(super) key_messages: Option<Region>,
     /// Request and response of the session's information.
     pub(super) information: Option<Region>,
-    /// Keys that the server has revoked with a SEND, whose answers are still to come.
+    /// Keys that the server has revoked with a SEND, before it answers their requests.
     pub(super) revoked: BTreeSet<u32>,
-    /// Round trip of the last heartbeat, since the path came up last.
+    /// Round trip of the last heartbeat since the path is up.
     pub(super) latency: Option<Duration>,
     pub(super) stats: PathStats,
-    /// Commands whose end its user waits for.
+    /// Pending commands.
     pub(super) commands: SmallVec<[PathCommand; 1]>,
-    /// Why a path that was added could not be connected.
+    /// Why an added path could not be connected.
     pub(super) failure: Option<Error>,
     /// Attempts since the path was up.
     attempts: u32,
     /// Why it is not up.
     why: Option<PathError>,
     events: VecDeque<PathEvent>,
+    /// For the session, which takes them when it [settles](super::session::Session::settle) the path.
+    pub(super) reports: Vec<Report>,
 }
 
 impl Path {
@@ -141,6 +142,7 @@ impl Path {
             attempts: 0,
             why: None,
             events: VecDeque::new(),
+            reports: Vec::new(),
         }
     }
 
@@ -174,7 +176,7 @@ impl Path {
         }
     }
 
-    /// The attempt to connect that is under way, or one that has not begun.
+    /// The attempt to connect that is in progress, or one that has not begun.
     pub(super) fn attempt(&self) -> Attempt {
         match self.state {
             State::Connecting(attempt) => attempt,
@@ -195,7 +197,7 @@ impl Path {
         }
     }
 
-    /// Marks a connection that has work to post when the turn ends.
+    /// Marks a connection that has work to post at the end of the turn.
     pub(super) fn mark_dirty<U>(&mut self, env: &mut Env<'_, '_, U>, cid: u16) {
         let key = self.key(cid);
         if let Some(conn) = self.conns.get_mut(usize::from(cid))
@@ -213,13 +215,13 @@ impl Path {
         }
     }
 
-    /// The path meets an event. Afterwards [`run`](Self::run) does what follows of it.
+    /// Queues an event. [`run`](Self::run) does the actions.
     pub(super) fn meet(&mut self, event: PathEvent) {
         self.events.push_back(event);
     }
 
     /// A path that is up, or is being connected, can't go on.
-    pub(super) fn fail<U>(&mut self, error: Error, reports: &mut Vec<Report<U>>) {
+    pub(super) fn fail(&mut self, error: Error) {
         match self.state() {
             PathState::Connected => {
                 let why = match error {
@@ -235,34 +237,28 @@ impl Path {
                     Error::Path(why) => why.clone(),
                     other => PathError::Cm(other.to_string()),
                 });
-                reports.push(Report::Failed(error));
+                self.reports.push(Report::Failed(error));
                 self.meet(PathEvent::Broken);
             }
             _ => {}
         }
     }
 
-    pub(super) fn fail_path<U>(&mut self, why: PathError, reports: &mut Vec<Report<U>>) {
-        self.fail(Error::Path(why), reports);
+    pub(super) fn fail_path(&mut self, why: PathError) {
+        self.fail(Error::Path(why));
     }
 
-    /// Does what the events call for.
-    pub(super) fn run<U>(
-        &mut self,
-        env: &mut Env<'_, '_, U>,
-        lane: &mut Lane<U>,
-        config: &SessionConfig,
-        reports: &mut Vec<Report<U>>,
-    ) {
+    /// Does the actions of queued events.
+    pub(super) fn run<U>(&mut self, env: &mut Env<'_, '_, U>, inflight: &mut InFlightTable<U>, config: &SessionConfig) {
         while let Some(event) = self.events.pop_front() {
             let Some((next, actions)) = table::step(PATH, self.state(), event) else {
-                // An event that came when the path was beyond it.
+                // The path was past it.
                 tracing::trace!(state = ?self.state(), ?event, "not in this state");
                 continue;
             };
             self.state.enter(next, env.cx.now, config);
             for action in actions {
-                self.act(env, lane, config, *action, reports);
+                self.act(env, inflight, config, *action);
             }
         }
     }
@@ -270,38 +266,34 @@ impl Path {
     fn act<U>(
         &mut self,
         env: &mut Env<'_, '_, U>,
-        lane: &mut Lane<U>,
+        inflight: &mut InFlightTable<U>,
         config: &SessionConfig,
         action: PathAction,
-        reports: &mut Vec<Report<U>>,
     ) {
         match action {
-            PathAction::BeginHandshake => reports.push(Report::Begin),
+            PathAction::BeginHandshake => self.reports.push(Report::Begin),
             PathAction::CountAttempt => self.attempts = self.attempts.saturating_add(1),
-            PathAction::Pick => self.attempts = 0,
-            // The state has what these are about.
-            PathAction::StopHandshake | PathAction::Unpick | PathAction::StartHeartbeat | PathAction::StopHeartbeat => {
-            }
+            PathAction::ResetAttempts => self.attempts = 0,
             PathAction::DrainQps => self.drain(env),
             PathAction::Disconnect => self.disconnect(env),
             // The path may close before its session takes the report.
-            PathAction::Failover => reports.push(Report::Orphans {
-                orphans: lane.orphans(env.cx, self.index, self.device),
+            PathAction::Failover => self.reports.push(Report::RequestsLost {
+                permits: inflight.path_lost(env.cx, self.index, self.device, env.out),
                 outlived: self.state.outlived(),
             }),
             PathAction::ArmRetry => self.arm_retry(env, config),
             PathAction::RetryNow => self.retry_soon(env),
             PathAction::DestroyQps => {
                 self.destroy(env);
-                self.leave_lost_device(reports);
+                self.leave_lost_device();
             }
-            PathAction::Report => self.report(reports),
-            PathAction::Forget => reports.push(Report::Forgotten),
+            PathAction::Report => self.report(),
+            PathAction::Forget => self.reports.push(Report::Forgotten),
         }
     }
 
-    fn report<U>(&mut self, reports: &mut Vec<Report<U>>) {
-        reports.push(match self.state() {
+    fn report(&mut self) {
+        let report = match self.state() {
             PathState::Connected => {
                 (self.why, self.latency) = (None, None);
                 let again = core::mem::replace(&mut self.reached, Reached::Up) == Reached::Up;
@@ -309,7 +301,8 @@ impl Path {
             }
             PathState::Closed => Report::Closed,
             _ => Report::Down(self.why()),
-        });
+        };
+        self.reports.push(report);
     }
 
     fn drain<U>(&mut self, env: &mut Env<'_, '_, U>) {
@@ -325,23 +318,23 @@ impl Path {
         self.look_drained();
     }
 
-    /// Its device is gone. The attempts that follow find another one, perhaps that one when it is back.
-    pub(super) fn lose_device<U>(&mut self, reports: &mut Vec<Report<U>>) {
+    /// Its device is removed. Later attempts find another one, or the same when it is back.
+    pub(super) fn lose_device(&mut self) {
         self.lost_device = true;
         match self.device {
-            Some(_) => self.fail_path(PathError::Cm("the device is gone".into()), reports),
-            None => self.leave_lost_device(reports),
+            Some(_) => self.fail_path(PathError::Cm("the device is gone".into())),
+            None => self.leave_lost_device(),
         }
     }
 
-    fn leave_lost_device<U>(&mut self, reports: &mut Vec<Report<U>>) {
+    fn leave_lost_device(&mut self) {
         if core::mem::take(&mut self.lost_device) {
             self.entered = None;
-            reports.push(Report::LeftDevice);
+            self.reports.push(Report::LeftDevice);
         }
     }
 
-    /// A queue pair has nothing under way any more.
+    /// A queue pair is drained.
     pub(super) fn drained(&mut self, cid: u16) {
         if let Some(conn) = self.conns.get_mut(usize::from(cid)) {
             conn.drained = true;
@@ -356,7 +349,7 @@ impl Path {
         }
     }
 
-    /// All queue pairs are drained, and the server has taken leave everywhere: it is over.
+    /// Closed when all queue pairs are drained, and the server has disconnected all of them.
     fn look_gone(&mut self) {
         let State::Closing { until, .. } = &mut self.state else {
             return;
@@ -373,7 +366,7 @@ impl Path {
             env.cx.provider.cm_disconnect(conn.cm);
         }
         if let State::Closing { until, .. } = &mut self.state {
-            *until = (!self.conns.is_empty()).then(|| env.cx.now + LEAVE);
+            *until = (!self.conns.is_empty()).then(|| env.cx.now + DISCONNECT_TIME);
         }
         self.look_gone();
     }
@@ -413,13 +406,13 @@ impl Path {
         self.state.set_retry(Retry::At(env.cx.now + delay));
     }
 
-    /// An attempt has failed. A path's first one is none to connect it again.
+    /// Counts a failed attempt. A path's first attempt is no reconnect.
     pub(super) fn count_failure(&mut self) {
         self.stats.failed_reconnects += u32::from(self.attempts > 0);
     }
 
-    /// The attempt that has failed is followed by another one at once.
-    pub(super) fn come_again(&mut self) {
+    /// The next attempt follows at once.
+    pub(super) fn retry_at_once(&mut self) {
         if !matches!(
             self.state,
             State::Reconnecting {
@@ -441,34 +434,34 @@ impl Path {
         });
     }
 
-    /// Anything came from the server.
-    pub(super) fn heard(&mut self, now: Instant) {
+    /// A message has arrived.
+    pub(super) fn received(&mut self, now: Instant) {
         if let Some(up) = self.up_mut() {
             up.heartbeat.heard();
-            up.questions.heard(now);
+            up.keepalive.received(now);
         }
     }
 
-    /// The connection manager says that a connection is over.
-    pub(super) fn note_left(&mut self, cid: u16) {
+    /// A connection is disconnected.
+    pub(super) fn disconnected(&mut self, cid: u16) {
         if let Some(conn) = self.conns.get_mut(usize::from(cid)) {
             conn.left = true;
         }
         self.look_gone();
     }
 
-    /// Asks the server for a sign of life, unless it owes many, or a question has not left yet.
-    pub(super) fn ask<U>(&mut self, env: &mut Env<'_, '_, U>) {
+    /// Sends a heartbeat, unless many are unanswered, or one is still queued.
+    pub(super) fn send_heartbeat<U>(&mut self, env: &mut Env<'_, '_, U>) {
         let waits = |conn: &Conn| conn.queue.beats(Imm::HbMsg) > 0;
         if self.conns.first().is_some_and(waits) {
             return;
         }
-        if self.up_mut().is_some_and(|up| up.questions.ask(env.cx.now)) {
+        if self.up_mut().is_some_and(|up| up.keepalive.ask(env.cx.now)) {
             self.push(env, 0, Post::Imm(Imm::HbMsg));
         }
     }
 
-    /// Its round trip is to be known soon.
+    /// Its round trip will be measured soon.
     pub(super) fn measure(&mut self, now: Instant) {
         let measured = self.latency.is_some();
         if let Some(up) = self.up_mut().filter(|_| !measured) {
@@ -480,27 +473,22 @@ impl Path {
         self.why = Some(why);
     }
 
-    /// A work request was flushed. It tells only that the queue pair is in error: mostly the peer has disconnected, and the
-    /// event is on its way; if none comes, something else is wrong.
+    /// A work request was flushed: the queue pair is in error. Mostly the peer has disconnected, and the event follows; if none does,
+    /// something else is wrong.
     pub(super) fn flushed(&mut self, now: Instant) {
         if let State::Connected(Up { flushed, .. }) | State::Connecting(Attempt { flushed, .. }) = &mut self.state {
             flushed.get_or_insert(now + FLUSH_GRACE);
         }
     }
 
-    /// It may be time to ask for the chunks.
-    pub(super) fn has_rested(&mut self, now: Instant) -> bool {
+    /// Whether it is time to request the chunks.
+    pub(super) fn may_ask(&mut self, now: Instant) -> bool {
         let resting = self.attempt_mut().filter(|attempt| attempt.step == Step::Resting);
         resting.is_some_and(|attempt| attempt.due.take_if(|at| *at <= now).is_some())
     }
 
-    /// Does what is due.
-    pub(super) fn timeout<U>(
-        &mut self,
-        env: &mut Env<'_, '_, U>,
-        config: &SessionConfig,
-        reports: &mut Vec<Report<U>>,
-    ) {
+    /// Handles expired deadlines.
+    pub(super) fn timeout<U>(&mut self, env: &mut Env<'_, '_, U>, config: &SessionConfig) {
         let now = env.cx.now;
         let due = |at: &mut Option<Instant>| at.take_if(|at| *at <= now).is_some();
         match &mut self.state {
@@ -511,17 +499,17 @@ impl Path {
                     _ => "answer to the connection request",
                 };
                 if late {
-                    self.fail(Error::Timeout(what, config.connect_timeout), reports);
+                    self.fail(Error::Timeout(what, config.connect_timeout));
                 }
                 if flushed {
-                    self.fail_path(PathError::Flushed, reports);
+                    self.fail_path(PathError::Flushed);
                 }
             }
             State::Connected(up) => {
                 if due(&mut up.flushed) {
-                    self.fail_path(PathError::Flushed, reports);
+                    self.fail_path(PathError::Flushed);
                 }
-                self.beat(env, config, reports);
+                self.beat(env, config);
             }
             State::Reconnecting { retry, .. } => {
                 if matches!(*retry, Retry::At(at) if at <= now) {
@@ -540,7 +528,7 @@ impl Path {
     }
 
     /// Sends the heartbeat that is due, or misses its answer.
-    fn beat<U>(&mut self, env: &mut Env<'_, '_, U>, config: &SessionConfig, reports: &mut Vec<Report<U>>) {
+    fn beat<U>(&mut self, env: &mut Env<'_, '_, U>, config: &SessionConfig) {
         let now = env.cx.now;
         let Some(up) = self.up_mut().filter(|up| up.next_beat <= now) else {
             return;
@@ -548,9 +536,9 @@ impl Path {
         // From now, not from the last beat: a process that was stopped must not count its own absence.
         up.next_beat = now + config.heartbeat.interval;
         match up.heartbeat.tick() {
-            Beat::Send => self.ask(env),
+            Beat::Send => self.send_heartbeat(env),
             Beat::Wait => {}
-            Beat::Lost => self.fail_path(PathError::HeartbeatLost(config.heartbeat.patience()), reports),
+            Beat::Lost => self.fail_path(PathError::HeartbeatLost(config.heartbeat.patience())),
         }
     }
 

@@ -62,9 +62,8 @@ impl<U> Session<U> {
         let asked = |path: &Path| path.attempt().step == Step::Informing;
         for index in 0..self.paths.len() {
             if asked(&self.paths[index]) {
-                let mut reports = Vec::new();
-                self.paths[index].fail(Error::Overtaken, &mut reports);
-                self.settle(env, index, reports);
+                self.paths[index].fail(Error::Overtaken);
+                self.settle(env, index);
             }
         }
     }
@@ -136,14 +135,13 @@ impl<U> Session<U> {
         self.given_up = true;
         for index in 0..self.paths.len() {
             self.paths[index].meet(PathEvent::CloseAsked);
-            self.settle(env, index, Vec::new());
+            self.settle(env, index);
         }
     }
 
     fn begin_and_settle(&mut self, env: &mut Env<'_, '_, U>, index: usize) {
-        let mut reports = Vec::new();
-        self.begin(env, index, &mut reports);
-        self.settle(env, index, reports);
+        self.begin(env, index);
+        self.settle(env, index);
     }
 
     /// Begins to connect one more path.
@@ -194,7 +192,7 @@ impl<U> Session<U> {
             }
             path.meet(event);
         }
-        self.settle(env, index, Vec::new());
+        self.settle(env, index);
         Ok(())
     }
 
@@ -229,7 +227,7 @@ impl<U> Session<U> {
         let path = &mut self.paths[index];
         let (commands, mut failure) = (core::mem::take(&mut path.commands), path.failure.take());
         path.meet(PathEvent::RemoveAsked);
-        self.settle(env, index, Vec::new());
+        self.settle(env, index);
         for command in commands {
             let result = match command {
                 PathCommand::Add => Err(failure.take().unwrap_or(Error::Path(self.paths[index].why()))),
@@ -241,17 +239,17 @@ impl<U> Session<U> {
     }
 
     /// A path is gone: what only it needed of the session's devices goes too, as there may be no end of paths from ever other addresses.
-    pub(super) fn leave_devices(&mut self, env: &mut Env<'_, '_, U>) {
+    pub(super) fn free_devices(&mut self, env: &mut Env<'_, '_, U>) {
         let alive = self.paths.iter().filter(|path| path.state() != PathState::Dead);
         let used: SmallVec<[DeviceIx; 4]> = alive.filter_map(|path| path.entered).collect();
-        self.lane.leave_all_but(env.cx, &used);
+        self.inflight.retain_devices(env.cx, &used);
     }
 
     /// An attempt to connect a path has failed.
     pub(super) fn attempt_failed(&mut self, env: &mut Env<'_, '_, U>, index: usize, error: Error) {
         if matches!(error, Error::Overtaken) {
             tracing::debug!(session = %self.config.name, path = %self.paths[index].addr, "the path is connected again");
-            return self.paths[index].come_again();
+            return self.paths[index].retry_at_once();
         }
         tracing::warn!(session = %self.config.name, path = %self.paths[index].addr, %error, "connecting the path failed");
         self.paths[index].count_failure();
@@ -289,32 +287,24 @@ impl<U> Session<U> {
         Ok(())
     }
 
-    pub(super) fn reconnects(&self) -> (u32, Duration) {
-        (self.config.max_reconnects, self.config.reconnect_delay)
-    }
-
     pub(super) fn statuses(&self) -> Vec<PathStatus> {
         let alive = |(_, path): &(usize, &Path)| path.state() != PathState::Dead;
         let status = |(index, path): (usize, &Path)| {
-            let domain = path.device.and_then(|device| self.lane.domain(device));
+            let of = path.device.and_then(|device| self.inflight.device(device));
             PathStatus {
                 id: path.id,
                 addr: path.addr,
                 uuid: path.uuid,
                 state: path.state(),
                 device: path.device,
-                hca: domain.and_then(|domain| domain.name.clone()),
-                keys: domain.map(|domain| domain.strategy),
+                hca: of.and_then(|of| of.name.clone()),
+                keys: of.map(|of| of.strategy),
                 latency: path.latency,
-                in_flight: self.lane.loads.get(index).copied().unwrap_or(0),
+                in_flight: self.inflight.loads.get(index).copied().unwrap_or(0),
                 stats: path.stats.clone(),
             }
         };
         self.paths.iter().enumerate().filter(alive).map(status).collect()
-    }
-
-    pub(super) fn policy(&self) -> Policy {
-        self.config.policy
     }
 
     pub(super) fn reset_stats(&mut self, id: PathId, which: PathCounters) -> Result<(), Error> {

@@ -5,21 +5,20 @@ use std::collections::VecDeque;
 use roce_verbs::Instant;
 use smallvec::SmallVec;
 
-/// When a permit whose request was sent by a path that went down, and not answered there, may have another request: when the server
-/// is done with that path, or at this time at the latest. Until then something of the old one may still come to the server's chunk, or
-/// be at work in it.
+/// Quarantine of a permit whose request was sent by a lost path, and not answered there: until the server has closed that path, or until
+/// a deadline. Until then packets of the old request may still arrive at the server's chunk, or be processed there.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Rest<P> {
-    /// The paths; `None` for one that is not the session's any more, so that nothing is heard of its end.
+pub struct Quarantine<P> {
+    /// The paths; `None` for a removed one, whose end is not reported.
     paths: SmallVec<[Option<P>; 2]>,
     /// When the last of their queue pairs stopped.
     pub since: Instant,
-    /// When the server has long done with it.
+    /// When the server has certainly completed it.
     pub until: Instant,
 }
 
-impl<P: PartialEq> Rest<P> {
-    /// For one path.
+impl<P: PartialEq> Quarantine<P> {
+    /// Creates the quarantine of one path.
     pub fn new(path: P, since: Instant, until: Instant) -> Self {
         Self {
             paths: [Some(path)].into_iter().collect(),
@@ -28,7 +27,7 @@ impl<P: PartialEq> Rest<P> {
         }
     }
 
-    /// Until both are over.
+    /// Combines two: it lasts until both are over.
     #[must_use]
     pub fn and(mut self, other: Self) -> Self {
         for path in other.paths {
@@ -41,20 +40,20 @@ impl<P: PartialEq> Rest<P> {
         self
     }
 
-    /// The server is done with a path.
+    /// The server has closed a path.
     pub fn path_gone(&mut self, path: P) {
         let path = Some(path);
         self.paths.retain(|of| *of != path);
     }
 
-    /// There is no such path any more.
+    /// A path was removed.
     pub fn path_forgotten(&mut self, path: &P) {
         for of in &mut self.paths {
             of.take_if(|of| of == path);
         }
     }
 
-    /// Nothing is waited for.
+    /// Whether all paths are gone.
     pub fn is_over(&self) -> bool {
         self.paths.is_empty()
     }
@@ -64,10 +63,10 @@ impl<P: PartialEq> Rest<P> {
 #[derive(Debug)]
 pub struct Permits<P> {
     depth: u16,
-    /// The last returned is given out first, so that few chunks stay in use (and in caches).
+    /// LIFO: few chunks stay in use, and in caches.
     free: Vec<u16>,
-    /// In the order in which they wake.
-    resting: VecDeque<(Rest<P>, u16)>,
+    /// Ordered by deadline.
+    quarantined: VecDeque<(Quarantine<P>, u16)>,
 }
 
 impl<P: Copy + PartialEq> Permits<P> {
@@ -76,83 +75,84 @@ impl<P: Copy + PartialEq> Permits<P> {
         Self {
             depth,
             free: (0..depth).rev().collect(),
-            resting: VecDeque::new(),
+            quarantined: VecDeque::new(),
         }
     }
 
-    /// How many there are.
-    pub fn depth(&self) -> u16 {
-        self.depth
-    }
-
-    /// Takes one; `None` when all are in use.
+    /// Takes a permit; `None` when all are in use.
     pub fn take(&mut self, now: Instant) -> Option<u16> {
         self.wake(now);
         self.free.pop()
     }
 
-    /// Gives one back whose request was answered, or never sent.
+    /// Returns a permit whose request was answered, or never sent.
     pub fn give(&mut self, permit: u16) {
         debug_assert!(permit < self.depth && !self.free.contains(&permit));
         self.free.push(permit);
     }
 
-    /// Gives one back that has to rest.
-    pub fn give_later(&mut self, permit: u16, rest: Rest<P>) {
-        let at = self.resting.partition_point(|(other, _)| other.until <= rest.until);
-        self.resting.insert(at, (rest, permit));
+    /// Returns a permit that is quarantined first.
+    pub fn give_later(&mut self, permit: u16, quarantine: Quarantine<P>) {
+        let at = self
+            .quarantined
+            .partition_point(|(other, _)| other.until <= quarantine.until);
+        self.quarantined.insert(at, (quarantine, permit));
     }
 
-    /// The server is done with what came by this path.
+    /// The server has completed all that arrived by this path.
     pub fn path_gone(&mut self, path: P) {
         let free = &mut self.free;
-        self.resting.retain_mut(|(rest, permit)| {
-            rest.path_gone(path);
-            if rest.is_over() {
+        self.quarantined.retain_mut(|(quarantine, permit)| {
+            quarantine.path_gone(path);
+            if quarantine.is_over() {
                 free.push(*permit);
             }
-            !rest.is_over()
+            !quarantine.is_over()
         });
     }
 
-    /// There is no such path any more: what rests for it rests until its time is over.
+    /// A path was removed: its permits stay in quarantine until the deadline.
     pub fn path_forgotten(&mut self, path: P) {
-        for (rest, _) in &mut self.resting {
-            rest.path_forgotten(&path);
+        for (quarantine, _) in &mut self.quarantined {
+            quarantine.path_forgotten(&path);
         }
     }
 
     fn wake(&mut self, now: Instant) {
-        while let Some((_, permit)) = self.resting.front().filter(|(rest, _)| rest.until <= now) {
+        while let Some((_, permit)) = self
+            .quarantined
+            .front()
+            .filter(|(quarantine, _)| quarantine.until <= now)
+        {
             self.free.push(*permit);
-            self.resting.pop_front();
+            self.quarantined.pop_front();
         }
     }
 
-    /// When the next one that rests is free; `None` when none rests.
+    /// When the next quarantine ends; `None` without one.
     pub fn next_timeout(&self) -> Option<Instant> {
-        self.resting.front().map(|(rest, _)| rest.until)
+        self.quarantined.front().map(|(quarantine, _)| quarantine.until)
     }
 
-    /// The server has another queue depth than before. Of permits beyond it none may be in use.
+    /// The server's queue depth has changed. No permit beyond it may be in use.
     pub fn set_depth(&mut self, depth: u16) {
         if depth >= self.depth {
             self.free.extend((self.depth..depth).rev());
         } else {
             self.free.retain(|permit| *permit < depth);
-            self.resting.retain(|(_, permit)| *permit < depth);
+            self.quarantined.retain(|(_, permit)| *permit < depth);
         }
         self.depth = depth;
     }
 
-    /// How many are in use, or rest.
+    /// Permits in use, or in quarantine.
     pub fn in_use(&self) -> usize {
         usize::from(self.depth) - self.free.len()
     }
 
-    /// How many are in use.
+    /// Permits in use.
     pub fn held(&self) -> usize {
-        self.in_use().saturating_sub(self.resting.len())
+        self.in_use().saturating_sub(self.quarantined.len())
     }
 }
 
@@ -164,8 +164,8 @@ mod tests {
         Instant::from_nanos(ms * 1_000_000)
     }
 
-    fn rest<P: PartialEq>(path: P, ms: u64) -> Rest<P> {
-        Rest::new(path, at(0), at(ms))
+    fn quarantine<P: PartialEq>(path: P, ms: u64) -> Quarantine<P> {
+        Quarantine::new(path, at(0), at(ms))
     }
 
     #[test]
@@ -182,9 +182,9 @@ mod tests {
     fn what_a_dying_path_had_rests_until_it_is_gone_or_long_enough() {
         let mut permits = Permits::new(3);
         while permits.take(at(0)).is_some() {}
-        permits.give_later(1, rest('b', 2500));
-        permits.give_later(2, rest('b', 2500));
-        permits.give_later(0, rest('a', 2000));
+        permits.give_later(1, quarantine('b', 2500));
+        permits.give_later(2, quarantine('b', 2500));
+        permits.give_later(0, quarantine('a', 2000));
         assert_eq!((permits.take(at(1999)), permits.next_timeout()), (None, Some(at(2000))));
         permits.path_gone('b');
         assert_eq!((permits.take(at(1999)), permits.take(at(1999))), (Some(2), Some(1)));
@@ -196,8 +196,8 @@ mod tests {
     fn what_went_by_two_paths_rests_until_nothing_of_either_can_come() {
         let mut permits = Permits::new(2);
         while permits.take(at(0)).is_some() {}
-        permits.give_later(0, rest('a', 2000).and(rest('b', 1500)));
-        permits.give_later(1, rest('a', 1000).and(rest('a', 1500)));
+        permits.give_later(0, quarantine('a', 2000).and(quarantine('b', 1500)));
+        permits.give_later(1, quarantine('a', 1000).and(quarantine('a', 1500)));
         permits.path_gone('b');
         assert_eq!(permits.take(at(999)), None);
         permits.path_gone('a');
@@ -208,7 +208,7 @@ mod tests {
     fn what_went_by_a_path_that_is_no_more_rests_until_its_time_is_over() {
         let mut permits = Permits::new(2);
         while permits.take(at(0)).is_some() {}
-        permits.give_later(0, rest('a', 2000).and(rest('b', 1500)));
+        permits.give_later(0, quarantine('a', 2000).and(quarantine('b', 1500)));
         permits.path_forgotten('a');
         // Another in its place.
         permits.path_gone('a');

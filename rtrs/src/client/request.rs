@@ -28,6 +28,19 @@ pub struct Submission<U = u64> {
     pub data: Option<Buffer>,
 }
 
+impl<U> Submission<U> {
+    /// The same request with another tag.
+    pub fn with_tag<V>(self, tag: impl FnOnce(U) -> V) -> Submission<V> {
+        Submission {
+            tag: tag(self.tag),
+            con: self.con,
+            direction: self.direction,
+            header: self.header,
+            data: self.data,
+        }
+    }
+}
+
 /// Report of a client to its user.
 #[derive(Debug)]
 pub enum Output<U = u64> {

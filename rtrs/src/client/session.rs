@@ -16,11 +16,9 @@ use crate::{
         config::{ConType, SessionConfig, SessionInfo},
         conn::Post,
         env::Env,
-        flight::{Again, Flight, Orphan, Waits},
         handshake::Handshake,
-        lane::Lane,
+        inflight::InFlightTable,
         path::{Path, Report},
-        permits::Rest,
         pick::Picker,
         post,
         request::{Output, SessionId, Submission},
@@ -41,15 +39,15 @@ pub(super) struct Session<U> {
     uuid: Uuid,
     pub(super) config: SessionConfig,
     pub(super) state: SessionState,
-    /// Abilities of its paths; known once one has been up.
-    info: Option<SessionInfo>,
-    /// By place. One that is dead leaves its place to the next that is added.
+    /// Limits of its paths; known once one has been up.
+    pub(super) info: Option<SessionInfo>,
+    /// By index. A dead path's index is reused by the next that is added.
     pub(super) paths: Vec<Path>,
     pub(super) picker: Picker,
     /// Number of the next path.
     pub(super) next_path: u32,
-    pub(super) lane: Lane<U>,
-    /// It could not be opened, and its paths are taken down.
+    pub(super) inflight: InFlightTable<U>,
+    /// It could not be opened, and its paths are being closed.
     pub(super) given_up: bool,
     /// Why it could not be opened.
     pub(super) failure: Option<Error>,
@@ -62,7 +60,7 @@ pub(super) struct Session<U> {
 }
 
 impl<U> Session<U> {
-    /// Begins to connect its paths.
+    /// Starts to connect its paths.
     pub(super) fn open(env: &mut Env<'_, '_, U>, id: SessionId, config: SessionConfig) -> Self {
         let uuid = Uuid::draw(env.cx.random);
         let paths = config.paths.iter().zip(0..).map(|(addr, index)| {
@@ -80,7 +78,7 @@ impl<U> Session<U> {
             paths,
             given_up: false,
             config,
-            lane: Lane::new(id),
+            inflight: InFlightTable::new(id),
             failure: None,
             why: PathError::Closed,
             lost_at: None,
@@ -88,10 +86,6 @@ impl<U> Session<U> {
         };
         session.go_on_opening(env);
         session
-    }
-
-    pub(super) fn info(&self) -> Option<SessionInfo> {
-        self.info
     }
 
     /// Whether requests are taken; the reason why not.
@@ -102,41 +96,37 @@ impl<U> Session<U> {
         }
     }
 
-    /// Nothing is left of it but buffers that its user still holds.
+    /// Whether it is closed; its user may still hold buffers.
     pub(super) fn is_closed(&self) -> bool {
         self.state == SessionState::Closed
     }
 
     /// Permits that its requests have.
     pub(super) fn permits(&self) -> usize {
-        self.lane.permits.held()
+        self.inflight.permits.held()
     }
 
     pub(super) fn buffers(&self) -> &Buffers {
-        &self.lane.buffers
-    }
-
-    pub(super) fn buffers_mut(&mut self) -> &mut Buffers {
-        &mut self.lane.buffers
+        &self.inflight.buffers
     }
 
     pub(super) fn take_buffer(&mut self, cx: &mut Cx<'_>, len: usize) -> Result<Buffer, Error> {
-        // While no path is up, requests may be made ready for the time when one is.
+        // While no path is up, requests may be prepared.
         if !matches!(self.state, SessionState::Open | SessionState::Disconnected) {
             return Err(Error::Down(self.why.clone()));
         }
-        self.lane.buffers.take(cx, len)
+        self.inflight.buffers.take(cx, len)
     }
 
     pub(super) fn lend_memory(&mut self, cx: &mut Cx<'_>, memory: Arc<Pages>) -> Result<LentId, Error> {
         if !matches!(self.state, SessionState::Open | SessionState::Disconnected) {
             return Err(Error::Down(self.why.clone()));
         }
-        Ok(self.lane.buffers.lend(cx, memory)?)
+        Ok(self.inflight.buffers.lend(cx, memory)?)
     }
 
     pub(super) fn give_buffer(&mut self, buffer: Buffer) {
-        self.lane.give(buffer);
+        self.inflight.buffers.give(buffer);
     }
 
     pub(super) fn close(&mut self, env: &mut Env<'_, '_, U>) {
@@ -165,50 +155,57 @@ impl<U> Session<U> {
         if data > info.max_io_size as usize {
             return Err((request, too_long("data", data, info.max_io_size)));
         }
-        self.lane.waiting.push_back(request);
-        self.start(env);
+        if self.inflight.waiting.is_empty()
+            && let Some((permit, path)) = self.next_way(env)
+        {
+            self.inflight.insert(permit, request);
+            self.send(env, path, permit);
+        } else {
+            self.inflight.waiting.push_back(request);
+            self.start(env);
+        }
         self.watch(env);
         Ok(())
     }
 
-    /// Starts what waits, as far as there are permits and a path.
+    /// A permit and a path for the next request; `None`: it has to wait for one.
+    fn next_way(&mut self, env: &mut Env<'_, '_, U>) -> Option<(u16, usize)> {
+        if !self.paths.iter().any(Path::is_up) {
+            return None;
+        }
+        let permit = self.inflight.permits.take(env.cx.now)?;
+        let path = self.way_for(permit);
+        if path.is_none() {
+            self.inflight.permits.give(permit);
+        }
+        Some((permit, path?))
+    }
+
+    /// Starts requests that wait, as far as there are permits and a path.
     fn start(&mut self, env: &mut Env<'_, '_, U>) {
-        while !self.lane.waiting.is_empty() {
-            if !self.paths.iter().any(Path::is_up) {
+        while !self.inflight.waiting.is_empty() {
+            let Some((permit, path)) = self.next_way(env) else {
                 return;
+            };
+            if let Some(request) = self.inflight.waiting.pop_front() {
+                self.inflight.insert(permit, request);
+                self.send(env, path, permit);
             }
-            let Some(permit) = self.lane.permits.take(env.cx.now) else {
-                return;
-            };
-            // Without a way it stays the next.
-            let way = self.way_for(permit);
-            let next = way.and_then(|path| Some((path, self.lane.waiting.pop_front()?)));
-            let Some((path, request)) = next else {
-                return self.lane.permits.give(permit);
-            };
-            self.send(env, path, permit, request, None);
         }
     }
 
-    fn send(
-        &mut self,
-        env: &mut Env<'_, '_, U>,
-        path: usize,
-        permit: u16,
-        request: Submission<U>,
-        rest: Option<Rest<u16>>,
-    ) {
-        let header = self.lane.headers.as_ref().map(|h| h.write(permit, 0, &request.header));
-        if !matches!(header, Some(Ok(()))) {
-            // The sizes were checked: the path has another idea of them than the session.
-            self.lane.release(permit, rest);
-            let (len, max) = (request.header.len(), 0);
-            let error = IoError::TooLong {
-                what: "user header",
-                len,
-                max,
-            };
-            return self.lane.told(request, Err(error), env.out);
+    /// Sends a request of the in-flight table by a path.
+    fn send(&mut self, env: &mut Env<'_, '_, U>, path: usize, permit: u16) {
+        let Some(request) = self.inflight.get(permit).map(|entry| &entry.request) else {
+            return;
+        };
+        let headers = self.inflight.headers.as_ref();
+        let written = headers.map(|headers| headers.write(permit, 0, &request.header));
+        if !matches!(written, Some(Ok(()))) {
+            // The sizes were checked: those of the path differ from the session's.
+            let (what, len, max) = ("user header", request.header.len(), 0);
+            let error = IoError::TooLong { what, len, max };
+            return self.inflight.end(permit, Err(error), env.out);
         }
         let path = &mut self.paths[path];
         let io = path.conns.len().saturating_sub(1).max(1);
@@ -216,11 +213,10 @@ impl<U> Session<U> {
             ConType::Admin => 0,
             ConType::Io(hint) => 1 + (hint % io) as u16,
         };
-        let slots = post::slots(&self.lane, path.device, request.direction);
+        let slots = post::slots(&self.inflight, path.device, request.direction);
         let bytes = request.header.len() + request.data.as_ref().map_or(0, Buffer::len);
         path.stats.rdma.count(request.direction, bytes as u64);
-        self.lane
-            .launch(permit, Flight::new(request, path.index, cid, env.cpu, rest));
+        self.inflight.launch(permit, path.index, cid, env.cpu);
         path.push(env, cid, Post::Request { permit, slots });
     }
 
@@ -229,11 +225,10 @@ impl<U> Session<U> {
         let index = usize::from(path);
         let Some(path) = self.paths.get_mut(index) else { return };
         if !matches!(path.state(), PathState::Connecting | PathState::Connected) {
-            // What was under way when it went down.
+            // It was in flight when the path went down.
             return;
         }
         let was_up = path.is_up();
-        let mut reports = Vec::new();
         if wc.status == WcStatus::FlushError {
             return path.flushed(env.cx.now);
         }
@@ -244,24 +239,24 @@ impl<U> Session<U> {
             })),
             None => Err(Error::Path(PathError::Unexpected("a completion without our mark"))),
             Some(mark) if mark.kind == MarkKind::Info => {
-                path.heard(env.cx.now);
+                path.received(env.cx.now);
                 self.handshake(env, index).information(wc)
             }
             Some(mark) => Answers {
                 path,
                 env,
-                lane: &mut self.lane,
+                inflight: &mut self.inflight,
             }
             .completion(cid, mark, wc)
             .map_err(Error::Path),
         };
         match done {
             // The way of nearly all completions.
-            Ok(()) if was_up && self.lane.waiting.is_empty() => {}
-            Ok(()) => self.settle(env, index, reports),
+            Ok(()) if was_up && self.inflight.waiting.is_empty() => {}
+            Ok(()) => self.settle(env, index),
             Err(e) => {
-                self.paths[index].fail(e, &mut reports);
-                self.settle(env, index, reports);
+                self.paths[index].fail(e);
+                self.settle(env, index);
             }
         }
     }
@@ -273,13 +268,13 @@ impl<U> Session<U> {
             ask_at: self.ask_at(env.cx.now),
             path: &mut self.paths[index],
             env,
-            lane: &mut self.lane,
+            inflight: &mut self.inflight,
             config: &self.config,
             uuid: self.uuid,
         }
     }
 
-    pub(super) fn begin(&mut self, env: &mut Env<'_, '_, U>, index: usize, reports: &mut Vec<Report<U>>) {
+    pub(super) fn begin(&mut self, env: &mut Env<'_, '_, U>, index: usize) {
         let first = self.is_first(index);
         let path = &mut self.paths[index];
         path.reached = path.reached.max(Reached::Asked);
@@ -288,28 +283,27 @@ impl<U> Session<U> {
         }
         let mut handshake = self.handshake(env, index);
         let begun = handshake.begin();
-        handshake.settle(begun, reports);
+        handshake.settle(begun);
     }
 
     /// An event of one of its connections.
     pub(super) fn cm_event(&mut self, env: &mut Env<'_, '_, U>, path: u16, cid: u16, kind: CmKind) {
         let index = usize::from(path);
         let Some(path) = self.paths.get_mut(index) else { return };
-        let mut reports = Vec::new();
         if matches!(
             kind,
             CmKind::Disconnected | CmKind::Rejected { .. } | CmKind::Unreachable(_) | CmKind::ConnectError(_)
         ) {
-            path.note_left(cid);
+            path.disconnected(cid);
         }
         match (path.state(), kind) {
             (PathState::Connecting, CmKind::Disconnected) | (PathState::Connected, CmKind::Disconnected) => {
-                path.fail_path(PathError::PeerDisconnected, &mut reports);
+                path.fail_path(PathError::PeerDisconnected);
             }
             (PathState::Connecting, kind) => {
                 let mut handshake = self.handshake(env, index);
                 let done = handshake.event(cid, kind);
-                handshake.settle(done, &mut reports);
+                handshake.settle(done);
             }
             (PathState::Connected, kind) => {
                 let why = match kind {
@@ -319,44 +313,42 @@ impl<U> Session<U> {
                     CmKind::AddressChange => "our address is gone".into(),
                     _ => return,
                 };
-                path.fail_path(PathError::Cm(why), &mut reports);
+                path.fail_path(PathError::Cm(why));
             }
             _ => {}
         }
-        self.settle(env, index, reports);
+        self.settle(env, index);
     }
 
     pub(super) fn drained(&mut self, env: &mut Env<'_, '_, U>, path: u16, cid: u16) {
         let index = usize::from(path);
         if let Some(path) = self.paths.get_mut(index) {
             path.drained(cid);
-            self.settle(env, index, Vec::new());
+            self.settle(env, index);
         }
     }
 
-    /// A device is gone. Its paths try again, by whatever device has their address then; the kernel's client closes them.
+    /// A device is removed. Its paths reconnect by the device that has their address then; the kernel's client closes them.
     pub(super) fn device_removed(&mut self, env: &mut Env<'_, '_, U>, device: DeviceIx) {
         for index in 0..self.paths.len() {
             let path = &mut self.paths[index];
             if path.entered == Some(device) {
-                let mut reports = Vec::new();
-                path.lose_device(&mut reports);
-                self.settle(env, index, reports);
+                path.lose_device();
+                self.settle(env, index);
             }
         }
     }
 
-    /// Posts what a connection has.
+    /// Posts the work of a connection.
     pub(super) fn post(&mut self, env: &mut Env<'_, '_, U>, path: u16, cid: u16) {
         let index = usize::from(path);
         let Some(path) = self.paths.get_mut(index) else { return };
         if let Some(conn) = path.conns.get_mut(usize::from(cid)) {
             conn.dirty = false;
         }
-        if let Err(e) = post::post(env.cx, path, &mut self.lane, cid) {
-            let mut reports = Vec::new();
-            path.fail_path(PathError::Post(e), &mut reports);
-            self.settle(env, index, reports);
+        if let Err(e) = post::post(env.cx, path, &mut self.inflight, cid) {
+            path.fail_path(PathError::Post(e));
+            self.settle(env, index);
         }
     }
 
@@ -364,47 +356,51 @@ impl<U> Session<U> {
         for index in 0..self.paths.len() {
             let path = &mut self.paths[index];
             if path.next_timeout().is_some_and(|due| due <= env.cx.now) {
-                let mut reports = Vec::new();
-                if path.has_rested(env.cx.now) {
+                if path.may_ask(env.cx.now) {
                     let mut handshake = self.handshake(env, index);
                     let done = handshake.connected();
-                    handshake.settle(done, &mut reports);
+                    handshake.settle(done);
                 }
                 let path = &mut self.paths[index];
-                path.timeout(env, &self.config, &mut reports);
-                self.settle(env, index, reports);
+                path.timeout(env, &self.config);
+                self.settle(env, index);
             }
         }
         self.compare_paths(env);
-        let again = self.lane.let_go(env.cx.now, env.out);
-        if !again.is_empty() {
+        let resend = self.inflight.release_held(env.cx.now, env.out);
+        if !resend.is_empty() {
             let why = self.why.clone();
-            self.send_again(env, again, &why);
+            self.send_again(env, resend, &why);
         }
-        // Permits may have rested long enough.
+        // Permits may have come out of quarantine.
         self.start(env);
     }
 
     pub(super) fn next_timeout(&self) -> Option<Instant> {
-        let rest = self
-            .lane
+        let quarantine = self
+            .inflight
             .permits
             .next_timeout()
-            .filter(|_| !self.lane.waiting.is_empty());
-        let looks = self.look_at.into_iter().chain(rest).chain(self.lane.next_timeout());
+            .filter(|_| !self.inflight.waiting.is_empty());
+        let looks = self
+            .look_at
+            .into_iter()
+            .chain(quarantine)
+            .chain(self.inflight.next_timeout());
         self.paths.iter().filter_map(Path::next_timeout).chain(looks).min()
     }
 
-    /// Does what a path's events call for, there and here.
-    pub(super) fn settle(&mut self, env: &mut Env<'_, '_, U>, index: usize, mut reports: Vec<Report<U>>) {
+    /// Does the actions of a path's events, and handles its reports.
+    pub(super) fn settle(&mut self, env: &mut Env<'_, '_, U>, index: usize) {
         loop {
             let path = &mut self.paths[index];
-            path.run(env, &mut self.lane, &self.config, &mut reports);
+            path.run(env, &mut self.inflight, &self.config);
+            let reports = core::mem::take(&mut path.reports);
             if reports.is_empty() {
                 break;
             }
-            for report in core::mem::take(&mut reports) {
-                self.report(env, index, report, &mut reports);
+            for report in reports {
+                self.report(env, index, report);
             }
         }
         if !self.paths[index].commands.is_empty() {
@@ -414,9 +410,9 @@ impl<U> Session<U> {
         self.start(env);
     }
 
-    fn report(&mut self, env: &mut Env<'_, '_, U>, index: usize, report: Report<U>, reports: &mut Vec<Report<U>>) {
+    fn report(&mut self, env: &mut Env<'_, '_, U>, index: usize, report: Report) {
         match report {
-            Report::Begin => self.begin(env, index, reports),
+            Report::Begin => self.begin(env, index),
             Report::Up { again } => self.path_up(env, index, again),
             Report::Down(why) => {
                 let (session, path) = (&self.config.name, &self.paths[index].addr);
@@ -429,11 +425,11 @@ impl<U> Session<U> {
             }
             Report::Failed(error) => self.attempt_failed(env, index, error),
             Report::Forgotten => {
-                self.lane.path_forgotten(index as u16);
-                self.leave_devices(env);
+                self.inflight.path_forgotten(index as u16);
+                self.free_devices(env);
             }
-            Report::LeftDevice => self.leave_devices(env),
-            Report::Orphans { orphans, outlived } => self.orphaned(env, index, orphans, outlived),
+            Report::LeftDevice => self.free_devices(env),
+            Report::RequestsLost { permits, outlived } => self.requests_lost(env, index, permits, outlived),
             Report::Closed => {
                 let why = self.paths[index].why();
                 self.news(env, index, PathNews::Closed(why));
@@ -448,15 +444,17 @@ impl<U> Session<U> {
 
     fn path_up(&mut self, env: &mut Env<'_, '_, U>, index: usize, again: bool) {
         if again {
-            // A server refuses it as long as it is at work for the connections that were before.
-            self.lane.path_gone(index as u16);
+            // A server refuses it while it executes requests of its former connections.
+            self.inflight.path_gone(index as u16);
         }
         let path = &self.paths[index];
         let Some(terms) = path.terms else { return };
         let info = terms.info(self.config.max_user_header);
         self.info = Some(info);
         let full = Buffers::bytes_for(info.max_io_size as usize, info.queue_depth as usize);
-        self.lane.buffers.set_limit(self.config.buffer_bytes.unwrap_or(full));
+        self.inflight
+            .buffers
+            .set_limit(self.config.buffer_bytes.unwrap_or(full));
         tracing::info!(session = %self.config.name, path = %path.addr, ?info, "path is up");
         self.paths[index].stats.reconnects += 1;
         self.news(env, index, PathNews::Up { again });
@@ -482,81 +480,60 @@ impl<U> Session<U> {
         self.ask_again(env);
         self.meet(env, SessionEvent::LastPathDown);
         let why = self.why.clone();
-        for request in self.lane.unsent() {
-            self.ended(env, request, &why);
+        for permit in self.inflight.take_unsent() {
+            self.inflight.end_unanswered(env.cx.now, permit, &why, env.out);
         }
         self.fail_waiting(env);
     }
 
     /// Without a path what waits for a permit has nowhere to go.
     fn fail_waiting(&mut self, env: &mut Env<'_, '_, U>) {
-        for request in core::mem::take(&mut self.lane.waiting) {
-            self.lane.told(request, Err(IoError::Path(self.why.clone())), env.out);
+        for request in core::mem::take(&mut self.inflight.waiting) {
+            self.inflight
+                .report(request, Err(IoError::Path(self.why.clone())), env.out);
         }
     }
 
-    /// Requests whose path is drained go by another, or end. What is sent again keeps its permit: in the same chunk the server
-    /// can't do it a first time after it has done it a second time, and something else in between.
-    fn orphaned(&mut self, env: &mut Env<'_, '_, U>, index: usize, orphans: Vec<Orphan<U>>, outlived: bool) {
+    /// Requests of a drained path that have no answer go by another path, or end. A resent request keeps its permit: in the same chunk
+    /// the server can't execute it a first time after the second, with another request in between.
+    fn requests_lost(&mut self, env: &mut Env<'_, '_, U>, index: usize, mut permits: Vec<u16>, outlived: bool) {
         let why = self.paths[index].why();
-        // Of a path that was in order its last packets are under way now.
-        let closed = matches!(why, PathError::Closed) && self.has_other_up(index);
-        let mut again = Vec::new();
-        for Orphan { permit, flight } in orphans {
-            let Flight {
-                request, waits, rest, ..
-            } = flight;
-            let result = match waits {
-                // It was answered; the key ended with the queue pair.
-                Waits::Revocation(0) => Ok(()),
-                Waits::Revocation(errno) => Err(IoError::Remote(errno.into())),
-                Waits::Room | Waits::Answer => {
-                    again.push(Again { permit, request, rest });
-                    continue;
-                }
-            };
-            self.lane.release(permit, rest);
-            self.lane.told(request, result, env.out);
-        }
         // With the session the server has closed what its user had open there: even if another path is up by now, a request may mean
         // something else.
         if outlived {
-            return again.into_iter().for_each(|request| self.ended(env, request, &why));
+            for permit in permits {
+                self.inflight.end_unanswered(env.cx.now, permit, &why, env.out);
+            }
+            return;
         }
-        if closed {
-            again = self.lane.hold(again);
+        // The last packets of a path that was in order are under way now.
+        if matches!(why, PathError::Closed) && self.has_other_up(index) {
+            self.inflight.hold_reads(&mut permits);
         }
-        self.send_again(env, again, &why);
+        self.send_again(env, permits, &why);
     }
 
     /// Sends requests by another path, if there is one.
-    fn send_again(&mut self, env: &mut Env<'_, '_, U>, requests: Vec<Again<U>>, why: &PathError) {
+    fn send_again(&mut self, env: &mut Env<'_, '_, U>, permits: Vec<u16>, why: &PathError) {
         let mut taken = vec![0; self.paths.len()];
-        for request in requests {
-            let Some(path) = self.way_for(request.permit) else {
-                self.ended(env, request, why);
+        for permit in permits {
+            let Some(path) = self.way_for(permit) else {
+                self.inflight.end_unanswered(env.cx.now, permit, why, env.out);
                 continue;
             };
             taken[path] += 1;
             self.paths[path].stats.failovers += 1;
-            self.send(env, path, request.permit, request.request, request.rest);
+            self.send(env, path, permit);
         }
         for (path, requests) in taken.into_iter().enumerate().filter(|(_, n)| *n > 0) {
             self.news(env, path, PathNews::TookOver(requests));
         }
     }
 
-    /// A request ends with its path.
-    fn ended(&mut self, env: &mut Env<'_, '_, U>, request: Again<U>, why: &PathError) {
-        let Again { permit, request, rest } = request;
-        self.lane.release_unanswered(env.cx.now, permit, rest);
-        self.lane.told(request, Err(IoError::Path(why.clone())), env.out);
-    }
-
     /// A path that is up, and has this permit's chunk.
     fn way_for(&mut self, permit: u16) -> Option<usize> {
         self.picker
-            .pick(self.config.policy, &self.paths, &self.lane.loads, permit)
+            .pick(self.config.policy, &self.paths, &self.inflight.loads, permit)
     }
 
     fn path_closed(&mut self, env: &mut Env<'_, '_, U>, index: usize) {
@@ -610,8 +587,8 @@ impl<U> Session<U> {
             }
             SessionAction::ClosePaths => self.close_paths(env),
             SessionAction::GiveBack => {
-                self.lane.let_all_go(env.out);
-                self.lane.close(env.cx);
+                self.inflight.fail_held(env.out);
+                self.inflight.close(env.cx);
             }
             SessionAction::Tell => env.out.push_back(Output::Closed(self.id)),
         }
@@ -626,7 +603,7 @@ impl<U> Session<U> {
                 path.set_why(PathError::Closed);
             }
             path.meet(PathEvent::CloseAsked);
-            self.settle(env, index, Vec::new());
+            self.settle(env, index);
         }
         // All of them may have been closed before.
         self.look_over(env);

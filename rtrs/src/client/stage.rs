@@ -5,7 +5,7 @@ use core::time::Duration;
 use roce_verbs::Instant;
 
 use crate::{
-    client::{config::SessionConfig, policy::Policy, questions::Questions, state::PathState},
+    client::{config::SessionConfig, keepalive::Keepalive, policy::Policy, state::PathState},
     heartbeat::Heartbeat,
 };
 
@@ -43,7 +43,7 @@ pub(super) struct Up {
     pub(super) heartbeat: Heartbeat,
     pub(super) next_beat: Instant,
     /// Heartbeats and their answers.
-    pub(super) questions: Questions,
+    pub(super) keepalive: Keepalive,
     /// See [`Attempt`].
     pub(super) flushed: Option<Instant>,
 }
@@ -58,7 +58,7 @@ impl Up {
         Self {
             heartbeat: Heartbeat::new(config.heartbeat),
             next_beat: now + wait,
-            questions: Questions::default(),
+            keepalive: Keepalive::default(),
             flushed,
         }
     }

@@ -51,16 +51,8 @@ pub enum PathAction {
     BeginHandshake,
     /// One attempt fewer is left.
     CountAttempt,
-    /// Give the handshake up.
-    StopHandshake,
-    /// Requests may take it.
-    Pick,
-    /// Requests no longer take it.
-    Unpick,
-    /// Look after the peer.
-    StartHeartbeat,
-    /// Do so no longer.
-    StopHeartbeat,
+    /// All attempts are left again.
+    ResetAttempts,
     /// Move the queue pairs to error.
     DrainQps,
     /// Tell the peer.
@@ -89,14 +81,9 @@ pub const PATH: Table<PathState, PathEvent, PathAction> = {
             S::Connecting,
             E::Handshaken,
             S::Connected,
-            &[A::StartHeartbeat, A::Pick, A::Report],
+            &[A::ResetAttempts, A::Report],
         ),
-        (
-            S::Connecting,
-            E::Broken,
-            S::ConnectingErr,
-            &[A::StopHandshake, A::DrainQps],
-        ),
+        (S::Connecting, E::Broken, S::ConnectingErr, &[A::DrainQps]),
         // The first attempt of a new path: the session asks to close it instead.
         (
             S::ConnectingErr,
@@ -109,20 +96,13 @@ pub const PATH: Table<PathState, PathEvent, PathAction> = {
             S::Connected,
             E::Broken,
             S::Reconnecting,
-            &[A::Unpick, A::StopHeartbeat, A::DrainQps, A::Disconnect, A::Report],
+            &[A::DrainQps, A::Disconnect, A::Report],
         ),
         (
             S::Connected,
             E::ReconnectAsked,
             S::Reconnecting,
-            &[
-                A::Unpick,
-                A::StopHeartbeat,
-                A::DrainQps,
-                A::Disconnect,
-                A::RetryNow,
-                A::Report,
-            ],
+            &[A::DrainQps, A::Disconnect, A::RetryNow, A::Report],
         ),
         (
             S::Reconnecting,
@@ -138,12 +118,7 @@ pub const PATH: Table<PathState, PathEvent, PathAction> = {
             &[A::CountAttempt, A::BeginHandshake],
         ),
         (S::Reconnecting, E::Exhausted, S::Closing, &[A::DrainQps, A::Disconnect]),
-        (
-            S::Connecting,
-            E::CloseAsked,
-            S::Closing,
-            &[A::StopHandshake, A::DrainQps, A::Disconnect],
-        ),
+        (S::Connecting, E::CloseAsked, S::Closing, &[A::DrainQps, A::Disconnect]),
         (
             S::ConnectingErr,
             E::CloseAsked,
@@ -160,7 +135,7 @@ pub const PATH: Table<PathState, PathEvent, PathAction> = {
             S::Connected,
             E::CloseAsked,
             S::Closing,
-            &[A::Unpick, A::StopHeartbeat, A::DrainQps, A::Disconnect, A::Report],
+            &[A::DrainQps, A::Disconnect, A::Report],
         ),
         (S::Closing, E::Drained, S::Closing, &[A::Failover]),
         (S::Closing, E::Gone, S::Closed, &[A::DestroyQps, A::Report]),
@@ -271,15 +246,6 @@ mod tests {
         ];
         kernel.sort_unstable();
         assert_eq!(check::edges(PATH), kernel);
-    }
-
-    #[test]
-    fn a_path_that_may_be_picked_is_unpicked_before_anything_else() {
-        for (from, event, to, actions) in PATH {
-            if *from == PathState::Connected && *to != *from {
-                assert_eq!(actions.first(), Some(&PathAction::Unpick), "{event:?}");
-            }
-        }
     }
 
     /// Buffers may be given back only when nothing touches them any more.

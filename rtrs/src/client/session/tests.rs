@@ -72,15 +72,15 @@ impl Bed {
             max_hdr_size: 1024,
             flags: MsgFlags::empty(),
         };
-        let mut lane = Lane::new(ID);
+        let mut inflight = InFlightTable::new(ID);
         let mut cx = Cx {
             now,
             provider: &mut provider,
             random: &mut |_| (),
         };
-        let pd = lane.enter(&mut cx, DeviceIx(0), true).unwrap();
-        lane.furnish(&mut cx, DeviceIx(0), DEPTH, 320).unwrap();
-        lane.buffers.set_limit(1 << 20);
+        let pd = inflight.pd_on(&mut cx, DeviceIx(0), true).unwrap();
+        inflight.prepare_device(&mut cx, DeviceIx(0), DEPTH, 320).unwrap();
+        inflight.buffers.set_limit(1 << 20);
         let (mut paths, mut qps) = (Vec::new(), Vec::new());
         for index in 0..2 {
             let cq = provider.create_cq(DeviceIx(0), 1000).unwrap();
@@ -122,7 +122,7 @@ impl Bed {
             config,
             state: SessionState::Open,
             paths,
-            lane,
+            inflight,
             failure: None,
             why: PathError::Closed,
             lost_at: None,
@@ -196,10 +196,9 @@ impl Bed {
     /// The path breaks, and is drained.
     fn lose(&mut self, path: u16) {
         self.with(|session, env| {
-            let mut reports = Vec::new();
             let lost = &mut session.paths[usize::from(path)];
-            lost.fail_path(PathError::Unexpected("a test"), &mut reports);
-            session.settle(env, path.into(), reports);
+            lost.fail_path(PathError::Unexpected("a test"));
+            session.settle(env, path.into());
         });
         self.drain(path);
     }
@@ -316,7 +315,7 @@ fn a_write_that_was_sent_twice_is_told_of_when_nothing_is_under_way() {
     bed.later(PACKET_LIFETIME - Duration::from_nanos(1));
     assert_eq!(bed.done(), []);
     // Its disk may be at work on the first copy, whatever becomes of the path.
-    bed.session.lane.path_gone(0);
+    bed.session.inflight.path_gone(0);
     bed.later(Duration::ZERO);
     assert_eq!(bed.done(), []);
     bed.later(Duration::from_nanos(1));
@@ -372,7 +371,7 @@ fn an_attempt_that_is_given_up_says_nothing_of_the_connections_before() {
         path.conns.push(Conn::new(cm));
         path.state = State::Connecting(Attempt::default());
         path.meet(PathEvent::CloseAsked);
-        session.settle(env, 0, Vec::new());
+        session.settle(env, 0);
     });
     assert_eq!(bed.session.paths[0].state(), PathState::Closed);
     assert_eq!(bed.done(), []);
@@ -386,7 +385,7 @@ fn a_write_that_is_held_when_the_session_ends_is_not_told_of_as_done() {
     let mut bed = Bed::new();
     bed.write_twice(0..1);
     let Bed { session, out, .. } = &mut bed;
-    session.lane.let_all_go(out);
+    session.inflight.fail_held(out);
     assert_eq!(bed.done(), [(0, false)]);
 }
 
@@ -418,9 +417,8 @@ fn a_read_that_waits_for_another_path_ends_with_the_last_of_them() {
     bed.sent(0);
     bed.disconnect(0);
     bed.with(|session, env| {
-        let mut reports = Vec::new();
-        session.paths[1].fail_path(PathError::Unexpected("a test"), &mut reports);
-        session.settle(env, 1, reports);
+        session.paths[1].fail_path(PathError::Unexpected("a test"));
+        session.settle(env, 1);
     });
     assert_eq!(bed.done(), [(0, false)]);
     bed.later(PACKET_LIFETIME);
@@ -462,7 +460,7 @@ fn without_another_path_requests_end_and_their_permits_rest() {
     bed.lose(1);
     assert_eq!(bed.done(), [(0, false), (1, false)]);
     assert_eq!(bed.session.permits(), 0);
-    let free: Vec<_> = std::iter::from_fn(|| bed.session.lane.permits.take(bed.now)).collect();
+    let free: Vec<_> = std::iter::from_fn(|| bed.session.inflight.permits.take(bed.now)).collect();
     assert_eq!(free, [2, 3]);
 }
 
@@ -479,7 +477,7 @@ fn permits_of_a_path_that_the_server_took_leave_of_rest_as_well() {
     }
     assert_eq!(bed.session.paths[0].state(), PathState::Closed);
     assert_eq!(bed.done(), [(0, false)]);
-    let free: Vec<_> = std::iter::from_fn(|| bed.session.lane.permits.take(bed.now)).collect();
+    let free: Vec<_> = std::iter::from_fn(|| bed.session.inflight.permits.take(bed.now)).collect();
     assert_eq!(free, [1, 2, 3]);
 }
 
@@ -512,7 +510,7 @@ fn a_request_without_a_way_waits_for_one() {
     }
     bed.write(0);
     assert!(bed.done().is_empty() && bed.sent(0).is_empty() && bed.sent(1).is_empty());
-    assert_eq!((bed.session.lane.waiting.len(), bed.session.permits()), (1, 0));
+    assert_eq!((bed.session.inflight.waiting.len(), bed.session.permits()), (1, 0));
 }
 
 #[test]
