@@ -1,4 +1,8 @@
-//! Block devices: what they are like, and what is done with them.
+//! Block devices: geometry, requests and their completions.
+
+use rtrs::client::buffers::Buffer;
+
+use crate::errno::Errno;
 
 /// Size, limits and abilities of a block device. All counts in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -65,6 +69,91 @@ pub enum BlockOp {
         /// At most so many parts, from the beginning of the range.
         most: u32,
     },
+}
+
+/// Request to a block device. `U` is its owner's part, which comes back with the [`Completion`].
+#[derive(Debug)]
+pub struct BlockRequest<U> {
+    /// The owner's part.
+    pub user: U,
+    /// Operation.
+    pub op: BlockOp,
+    /// First byte on the device.
+    pub offset: u64,
+    /// Bytes.
+    pub len: u64,
+    /// The data of a write, or the buffer of a read; as long as the request.
+    pub data: Option<Buffer>,
+    /// This flush stands for the FUA of a write.
+    pub forces: bool,
+    /// Requests with equal hints (a CPU or queue number) take the same connection.
+    pub hint: usize,
+}
+
+impl<U> BlockRequest<U> {
+    /// A request without data.
+    pub fn new(user: U, op: BlockOp, offset: u64, len: u64) -> Self {
+        Self {
+            user,
+            op,
+            offset,
+            len,
+            data: None,
+            forces: false,
+            hint: 0,
+        }
+    }
+
+    /// A flush.
+    pub fn flush(user: U) -> Self {
+        Self::new(user, BlockOp::Flush, 0, 0)
+    }
+
+    /// The same request with data.
+    #[must_use]
+    pub fn with_data(self, data: Option<Buffer>) -> Self {
+        Self { data, ..self }
+    }
+
+    /// The same request of another owner.
+    pub fn owned_by<V>(self, owner: impl FnOnce(U) -> V) -> BlockRequest<V> {
+        BlockRequest {
+            user: owner(self.user),
+            op: self.op,
+            offset: self.offset,
+            len: self.len,
+            data: self.data,
+            forces: self.forces,
+            hint: self.hint,
+        }
+    }
+}
+
+/// End of a request. Nothing touches its buffer any more.
+#[derive(Debug)]
+pub struct Completion {
+    /// Result.
+    pub result: Result<(), Errno>,
+    /// The request's buffer.
+    pub data: Option<Buffer>,
+    /// Of a block status: extents of the range from its beginning on, at least one, no two neighbours alike. They may end before the
+    /// range does.
+    pub extents: Vec<Extent>,
+    /// How often the device had [lost](crate::client::output::Output::WritesLost) writes by then, for
+    /// [`Parts`](crate::client::Parts).
+    pub losses: u64,
+}
+
+impl Completion {
+    /// A completion that carries no extents.
+    pub fn new(result: Result<(), Errno>, data: Option<Buffer>) -> Self {
+        Self {
+            result,
+            data,
+            extents: Vec::new(),
+            losses: 0,
+        }
+    }
 }
 
 /// A part of a range, and what is known of it. Without either flag it may have any data.

@@ -10,7 +10,7 @@ use std::{
 use rand::{RngCore, SeedableRng, rngs::StdRng};
 use rnbd::{
     Errno,
-    block::{BlockOp, Geometry},
+    block::{BlockOp, BlockRequest, Geometry},
     client::{
         Client as RnbdClient, OnLoss, Opener, Unmap,
         output::{DeviceKey, Output},
@@ -252,8 +252,8 @@ impl DiskService {
             Some(opener) if writable && self.failure.is_none() => {
                 self.phase = Phase::Flushing;
                 self.operations += 1;
-                self.rnbd
-                    .submit(opener, Owner::LastFlush, BlockOp::Flush, 0, 0, None, 0);
+                let flush = BlockRequest::flush(Owner::LastFlush);
+                self.rnbd.submit(opener, flush);
             }
             _ => self.unmap(turn),
         }
@@ -384,9 +384,7 @@ impl DiskService {
                 self.device = None;
                 self.close_session(turn);
             }
-            Output::Done { user, result, data, .. } => self.done(turn, user, result, data),
-            // Nobody asks for it.
-            Output::Status { .. } => {}
+            Output::Done { user, completion, .. } => self.done(turn, user, completion.result, completion.data),
             Output::WritesLost { writes, cause, .. } => {
                 let name = &self.options.name;
                 tracing::error!("{writes} writes to {name} may be lost, the next flush fails: {cause}");
@@ -495,8 +493,8 @@ impl DiskService {
         if !op.has_data() {
             transfer.begin(&(0..0));
             self.operations += 1;
-            self.rnbd
-                .submit(opener, Owner::Part(index, 0..0), op, offset, len, None, 0);
+            let request = BlockRequest::new(Owner::Part(index, 0..0), op, offset, len);
+            self.rnbd.submit(opener, request);
             return Begun::All;
         }
         let Some(part) = transfer.next_part(most) else {
@@ -526,8 +524,8 @@ impl DiskService {
         transfer.begin(&part);
         let (at, bytes) = (offset + part.start as u64, part.len() as u64);
         self.operations += 1;
-        self.rnbd
-            .submit(opener, Owner::Part(index, part), op, at, bytes, Some(buffer), 0);
+        let request = BlockRequest::new(Owner::Part(index, part), op, at, bytes).with_data(Some(buffer));
+        self.rnbd.submit(opener, request);
         Begun::More
     }
 }

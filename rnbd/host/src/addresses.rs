@@ -12,10 +12,7 @@ use rnbd::Errno;
 use roce::reactor::Handle;
 use roce::{NewDevice, Opener, VerbsError};
 
-use crate::{control::Refused, mapper::Command};
-
-/// Whether a loop has taken a device, which else comes back.
-pub(crate) type Taken = Result<(), (io::Error, Box<NewDevice>)>;
+use crate::{control::Refused, mapper::command::Command};
 
 /// How an attempt to open an address has ended, once it has.
 type Attempt = Arc<OnceLock<Result<(), Refused>>>;

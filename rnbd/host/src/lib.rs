@@ -42,11 +42,11 @@
 //! # }
 //! ```
 
+mod accept;
 pub mod activation;
 mod addresses;
 pub mod admission;
 pub mod control;
-mod entrance;
 mod events;
 mod front;
 mod iov;

@@ -14,7 +14,7 @@ use mio::{Events, Interest, Poll, Token, Waker, unix::SourceFd};
 use roce::reactor::Handle;
 use roce_net::links::LinkWatch;
 
-use crate::mapper::Command;
+use crate::mapper::command::Command;
 
 const WATCH: Token = Token(0);
 const STOP: Token = Token(1);

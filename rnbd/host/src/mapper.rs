@@ -1,53 +1,52 @@
 //! The loop of a mapping: its session, its devices, NBD clients and virtual machines.
 
-use std::{collections::VecDeque, net::IpAddr, os::unix::net::UnixStream, sync::mpsc::Sender};
+use std::{collections::VecDeque, net::IpAddr};
 
 use mio::Token;
 use rnbd::{
-    Errno,
-    block::Extent,
+    block::Completion,
     client::{Client as RnbdClient, OnLoss, Request, output::Output},
 };
 use roce::reactor::{Reactor, Readiness, Service as Loop, TurnCx};
-use roce::{Completion, LocalDevice, NewDevice};
+use roce::{Completion as WorkCompletion, LocalDevice};
 use roce_verbs::{
     AsyncEvent, Instant,
     provider::{DeviceIx, Event, QpId},
 };
 use rtrs::{
     PathError,
-    client::{Buffer, Client as RtrsClient, PathId, PathNews, SessionId, SessionInfo, state::PathState},
+    client::{Client as RtrsClient, PathId, PathNews, SessionId, SessionInfo, state::PathState},
     throttle::{INTERVAL, Throttle},
 };
 use slab::Slab;
 use smallvec::SmallVec;
 
 use crate::{
-    addresses::Taken,
-    control::{MapAnswer, MapRequest, Reply},
-    entrance::Entrance,
-    front::{Completed, FrontEnd as _, Part},
-    map::{MapConfig, MapEvent, MapFailure, MapNews, MapStats, Tell},
+    accept::AcceptPath,
+    front::{FrontEnd as _, Part},
+    map::types::{MapConfig, MapEvent, MapFailure, MapNews, Tell},
     nbd::NbdSocket,
     rng::Rng,
-    stats::LoopStats,
+    stats::{LoopStats, MapStats},
 };
 
 type Rnbd = RnbdClient<Part>;
 type Rtrs = RtrsClient<Request<Part>>;
 
 mod clients;
+pub(crate) mod command;
+mod control;
 mod devices;
 mod ending;
 mod fronts;
 mod handshakes;
-mod steer;
 
 use clients::READS;
+use command::Command;
+use control::PendingCommands;
 use devices::Device;
 use fronts::Fronts;
 use handshakes::Handshakes;
-use steer::Orders;
 
 /// The listeners'.
 const LISTENER: Token = Token(0);
@@ -55,28 +54,12 @@ const LISTENER: Token = Token(0);
 const FIRST_CLIENT: usize = 1;
 /// Tokens of front ends, and of their listeners.
 const FIRST_FRONT: usize = 1 << 32;
-const FIRST_DOOR: usize = 1 << 48;
+const FIRST_LISTENER: usize = 1 << 48;
 /// Bytes that a turn reads from clients, and writes to one of them, about. What is larger leaves the processor's cache
 /// before it is sent, and keeps packets waiting.
 const TURN: usize = 256 << 10;
 /// Bytes of replies to one client that are written before packets are sent.
 const AT_ONCE: usize = 32 << 10;
-
-/// Command of another thread.
-pub(crate) enum Command {
-    /// Request while the mapping runs.
-    Steer(MapRequest, Reply<MapAnswer>),
-    /// Connects an NBD client of this process.
-    Connect(UnixStream),
-    /// Ends the mapping in an orderly way.
-    Stop,
-    /// An address of ours has no link any more.
-    LinkDown(IpAddr),
-    /// There is one more of our addresses.
-    Attach(Box<NewDevice>, Sender<Taken>),
-    #[cfg(test)]
-    Panic,
-}
 
 /// Phase of a mapping.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -111,13 +94,13 @@ pub(crate) struct Service {
     devices: Vec<Device>,
     /// Loss policy: the fate of requests while no path is up.
     on_loss: OnLoss,
-    entrance: Entrance,
+    accept_path: AcceptPath,
     clients: Slab<NbdSocket>,
     handshakes: Handshakes,
     fronts: Fronts,
     /// Clients that wait for a buffer, in the order in which they found none.
     starved: VecDeque<usize>,
-    orders: Orders,
+    pending: PendingCommands,
     turned_away: u64,
     /// The client that comes first in this turn.
     first: usize,
@@ -161,7 +144,7 @@ impl Service {
 
     fn new(config: MapConfig, rng: Rng, tell: Tell) -> Self {
         Self {
-            entrance: Entrance::new(config.max_clients),
+            accept_path: AcceptPath::new(config.max_clients),
             rnbd: Rnbd::new(),
             on_loss: config.on_loss,
             config,
@@ -176,7 +159,7 @@ impl Service {
             handshakes: Handshakes::default(),
             fronts: Fronts::default(),
             starved: VecDeque::new(),
-            orders: Orders::default(),
+            pending: PendingCommands::default(),
             turned_away: 0,
             first: 0,
             unread: TURN,
@@ -208,13 +191,7 @@ impl Service {
 
     fn output(&mut self, turn: &mut TurnCx<'_, ()>, output: Output<Part>) {
         match output {
-            Output::Done {
-                user,
-                result,
-                data,
-                losses,
-                ..
-            } => self.complete(turn, user, Completed { result, data, losses }),
+            Output::Done { user, completion, .. } => self.complete(turn, user, completion),
             Output::Opened(session, info) => self.opened(session, info),
             Output::OpenFailed(_, error) => self.end_with(turn, MapFailure::Session(error)),
             Output::Down(_, why) => self.down(turn, why),
@@ -230,7 +207,7 @@ impl Service {
 
     fn opened(&mut self, session: SessionId, info: SessionInfo) {
         (self.session, self.info) = (Some(session), Some(info));
-        self.orders.opened(&self.rnbd.rtrs().paths(session));
+        self.pending.opened(&self.rnbd.rtrs().paths(session));
         if self.phase == Phase::Opening {
             self.phase = Phase::Mapping;
             for device in self.config.devices.clone() {
@@ -248,17 +225,17 @@ impl Service {
 
     fn path_news(&mut self, turn: &mut TurnCx<'_, ()>, session: SessionId, id: PathId, news: PathNews) {
         if let PathNews::Done(command, result) = news {
-            return self.orders.path_done(id, command, result);
+            return self.pending.path_done(id, command, result);
         }
         let paths = self.rnbd.rtrs().paths(session);
         let listed = paths.iter().find(|p| p.id == id).map(|p| p.addr);
-        let Some(path) = listed.or_else(|| self.orders.addr(id)) else {
+        let Some(path) = listed.or_else(|| self.pending.addr(id)) else {
             return;
         };
         let all_closed = paths.iter().all(|path| path.state == PathState::Closed);
         match news {
             PathNews::Up { again } => {
-                self.orders.pathless = false;
+                self.pending.pathless = false;
                 self.tell(MapNews::PathUp { path, again });
             }
             PathNews::Down(why) => self.tell(MapNews::PathDown { path, why }),
@@ -269,8 +246,8 @@ impl Service {
                 if open {
                     self.tell(MapNews::PathClosed { path, why: why.clone() });
                 }
-                self.orders.pathless |= all_closed && self.orders.wants_closed(id);
-                if open && all_closed && !self.orders.pathless {
+                self.pending.pathless |= all_closed && self.pending.wants_closed(id);
+                if open && all_closed && !self.pending.pathless {
                     self.lost(turn, why);
                 }
             }
@@ -304,7 +281,7 @@ impl Service {
     fn all_mapped(&mut self, turn: &mut TurnCx<'_, ()>) {
         self.phase = Phase::Serving;
         let fronts = self.fronts.open(&turn.sockets, &self.config.vhost);
-        let opened = fronts.and_then(|()| self.entrance.open(&self.config.listen, &turn.sockets, LISTENER));
+        let opened = fronts.and_then(|()| self.accept_path.open(&self.config.listen, &turn.sockets, LISTENER));
         match opened {
             Ok(addresses) => {
                 self.tell.send(MapEvent::Listening(addresses));
@@ -317,38 +294,26 @@ impl Service {
         }
     }
 
-    /// An operation has ended.
-    fn complete(&mut self, turn: &mut TurnCx<'_, ()>, front: Part, completion: Completed) {
-        let unused = match front {
-            Part::Nbd(client, request) => match self.clients.get_mut(client) {
-                Some(client) => client.complete(turn.now, request, completion),
-                None => completion.data,
-            },
-            Part::Vhost(front, request) => match self.fronts.get_mut(front) {
-                Some(front) => front.complete(turn.now, request, completion),
-                None => completion.data,
-            },
-            Part::Flush(device) => {
-                self.flushed(turn, device, completion.result);
-                completion.data
+    /// A request has ended.
+    fn complete(&mut self, turn: &mut TurnCx<'_, ()>, part: Part, completion: Completion) {
+        match part {
+            // The client is gone.
+            Part::Nbd(client, _) if !self.clients.contains(client) => {
+                if let (Some(session), Some(buffer)) = (self.session, completion.data) {
+                    self.rnbd.rtrs_mut().give_buffer(session, buffer);
+                }
             }
-        };
-        self.give(unused);
-    }
-
-    /// A block status has ended, which only NBD clients ask for.
-    fn status(&mut self, now: Instant, front: Part, result: Result<Vec<Extent>, Errno>) {
-        if let Part::Nbd(client, key) = front
-            && let Some(client) = self.clients.get_mut(client)
-        {
-            let extents = result.as_deref().map_err(|e| *e);
-            client.connection.status(now, key, extents);
-        }
-    }
-
-    fn give(&mut self, buffer: Option<Buffer>) {
-        if let (Some(buffer), Some(session)) = (buffer, self.session) {
-            self.rnbd.rtrs_mut().give_buffer(session, buffer);
+            Part::Nbd(client, request) => {
+                self.with_client(turn, client, |client, now, backend| {
+                    client.complete(now, request, completion, backend);
+                });
+            }
+            Part::Vhost(front, request) => {
+                if let Some(front) = self.fronts.get_mut(front) {
+                    front.complete(turn.now, request, completion, &mut ());
+                }
+            }
+            Part::Flush(device) => self.flushed(turn, device, completion.result),
         }
     }
 
@@ -392,8 +357,8 @@ impl Loop for Service {
 
     fn command(&mut self, turn: &mut TurnCx<'_, ()>, command: Command) {
         match command {
-            Command::Steer(request, reply) => self.steer(turn, request, reply),
-            Command::Connect(stream) if self.phase == Phase::Serving => self.entrance.offer(stream.into()),
+            Command::Control(request, reply) => self.control(turn, request, reply),
+            Command::Connect(stream) if self.phase == Phase::Serving => self.accept_path.offer(stream.into()),
             // Its end sees that nobody is there.
             Command::Connect(_) => {}
             Command::Stop => self.stop(turn),
@@ -408,7 +373,7 @@ impl Loop for Service {
 
     fn ready(&mut self, _: &mut TurnCx<'_, ()>, token: Token, readiness: Readiness) {
         if token == LISTENER {
-            self.entrance.ready();
+            self.accept_path.ready();
         } else if token.0 >= FIRST_FRONT {
             self.fronts.ready(token, readiness);
         } else if let Some(client) = self.clients.get_mut(token.0 - FIRST_CLIENT) {
@@ -416,7 +381,7 @@ impl Loop for Service {
         }
     }
 
-    fn completions(&mut self, turn: &mut TurnCx<'_, ()>, completions: &[(QpId, Completion)]) {
+    fn completions(&mut self, turn: &mut TurnCx<'_, ()>, completions: &[(QpId, WorkCompletion)]) {
         self.note_cpu();
         let cx = &mut self.rng.cx(turn);
         for (qp, wc) in completions {
@@ -431,12 +396,9 @@ impl Loop for Service {
     fn timeout(&mut self, turn: &mut TurnCx<'_, ()>) {
         self.rnbd.rtrs_mut().timeout(&mut self.rng.cx(turn));
         self.rnbd.timeout(turn.now);
-        self.entrance.timeout(turn.now);
+        self.accept_path.timeout(turn.now);
         self.handshakes.timeout(turn.now);
-        for (_, client) in &mut self.clients {
-            client.connection.timeout(turn.now);
-        }
-        self.cut_off(turn.now);
+        self.client_timeouts(turn);
         self.look_left(turn);
         self.look_drained(turn);
     }
@@ -495,7 +457,7 @@ impl Loop for Service {
             self.rnbd.next_timeout(),
             clients,
             self.handshakes
-                .next_timeout(self.entrance.is_ready(), self.entrance.next_timeout()),
+                .next_timeout(self.accept_path.is_ready(), self.accept_path.next_timeout()),
             self.fronts.next_timeout(),
         ]
         .into_iter()

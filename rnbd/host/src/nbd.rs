@@ -10,18 +10,18 @@ use std::{
 
 use mio::Interest;
 use rnbd::{
-    block::Geometry,
+    block::{Completion, Geometry},
     client::{Opener, output::DeviceKey},
-    nbd::{self, BufferCopy, Connection, End, Export, Exports, NbdRequest, PendingKey, Phase, TlsMode, Want},
+    nbd::{self, Backend, Connection, End, Export, Exports, Phase, RequestPart, TlsMode, Want},
 };
 use roce::reactor::Readiness;
 use roce_verbs::Instant;
-use rtrs::client::{Buffer, Buffers};
+use rtrs::client::Buffers;
 use smallvec::SmallVec;
 use socket2::Socket;
 
 use crate::{
-    front::{Completed, FrontEnd},
+    front::FrontEnd,
     iov::{self, Piece},
     tls::{Session, Tls},
 };
@@ -219,27 +219,10 @@ impl NbdSocket {
         [self.connection.next_timeout(), until].into_iter().flatten().min()
     }
 
-    /// Copies that the connection asks for.
-    pub(crate) fn copy(&mut self, buffers: &Buffers) {
-        while let Some(copy) = self.connection.poll_copy() {
-            make(copy, buffers);
-        }
-    }
-
-    /// The next request, and the user of the device that it is for.
-    pub(crate) fn next_request(&mut self) -> Option<(&Opener, NbdRequest)> {
-        let opener = self.opener.as_ref()?;
-        Some((opener, self.connection.poll_request()?))
-    }
-
-    pub(crate) fn next_free(&mut self) -> Option<Buffer> {
-        self.connection.poll_free()
-    }
-
     /// Reads once. The bytes it got, 0 at the end of the stream; `None`: there is nothing to read, or it does not want to.
-    pub(crate) fn read(&mut self, now: Instant, buffers: Option<&Buffers>) -> Option<usize> {
+    pub(crate) fn read(&mut self, now: Instant, backend: &mut dyn Backend) -> Option<usize> {
         if self.session.is_some() {
-            return self.read_secured(now, buffers);
+            return self.read_secured(now, backend);
         }
         if !self.readable {
             return None;
@@ -247,27 +230,33 @@ impl NbdSocket {
         let (received, wanted) = match self.connection.want() {
             Want::Bytes(room) => (iov::receive(&self.stream, None, room), room.len()),
             Want::Payload { buffer, at, len, then } => {
-                let (pages, start) = buffers?.pages(buffer)?;
+                let (pages, start) = backend.buffers()?.pages(buffer)?;
                 let piece = Piece::pages(pages, start + at, len);
                 let wanted = len + then.len();
                 (iov::receive(&self.stream, Some(piece), then), wanted)
             }
             Want::Nothing(_) => return None,
         };
-        let n = match self.received(now, received, wanted) {
+        let n = match self.received(now, received, wanted, backend) {
             Received::Bytes(n) => n,
             Received::Nothing => return None,
             Received::Again => return Some(0),
         };
         match n {
-            0 => self.connection.eof(now),
-            n => self.connection.received(now, n),
+            0 => self.connection.eof(now, backend),
+            n => self.connection.received(now, n, backend),
         }
         Some(n)
     }
 
     /// Handles the result of a call that was to receive so many bytes.
-    fn received(&mut self, now: Instant, received: io::Result<usize>, wanted: usize) -> Received {
+    fn received(
+        &mut self,
+        now: Instant,
+        received: io::Result<usize>,
+        wanted: usize,
+        backend: &mut dyn Backend,
+    ) -> Received {
         match received {
             Ok(n) => {
                 // A stream that gave less than was asked for is empty; it will be told when there is more.
@@ -280,17 +269,17 @@ impl NbdSocket {
             }
             Err(e) if e.kind() == io::ErrorKind::Interrupted => Received::Again,
             Err(e) => {
-                self.fail(now, &e);
+                self.fail(now, &e, backend);
                 Received::Again
             }
         }
     }
 
     /// The socket has failed.
-    fn fail(&mut self, now: Instant, e: &io::Error) {
+    fn fail(&mut self, now: Instant, e: &io::Error, backend: &mut dyn Backend) {
         tracing::debug!("NBD client: {}{e}", self.origin());
         (self.readable, self.writable, self.is_broken) = (false, false, true);
-        self.connection.cut(now);
+        self.connection.cut(now, backend);
     }
 
     /// Sends once. Bytes that went, and that were to go.
@@ -311,41 +300,45 @@ impl NbdSocket {
 
     /// Sends what there is to send, as far as the socket takes it, until it is `most` bytes or somewhat more. Returns whether
     /// anything went.
-    pub(crate) fn write(&mut self, now: Instant, buffers: Option<&Buffers>, most: usize) -> bool {
+    pub(crate) fn write(&mut self, now: Instant, backend: &mut dyn Backend, most: usize) -> bool {
         if self.session.is_some() {
-            return self.write_secured(now, buffers, most);
+            return self.write_secured(now, backend, most);
         }
         let mut sent = 0;
         while self.writable && self.connection.has_output() && sent < most {
-            let (done, total) = self.send(buffers, most);
+            let (done, total) = self.send(backend.buffers().as_deref(), most);
             match done {
                 Ok(n) => {
                     sent += n;
                     self.writable = n >= total;
-                    self.connection.sent(now, n);
+                    self.connection.sent(now, n, backend);
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => self.writable = false,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) => {
-                    self.fail(now, &e);
+                    self.fail(now, &e, backend);
                     return true;
                 }
             }
         }
         if self.connection.wants_tls() {
-            self.begin_tls(now);
+            self.begin_tls(now, backend);
         }
         sent > 0
     }
 }
 
-impl FrontEnd for NbdSocket {
-    type Request = PendingKey;
+impl FrontEnd<dyn Backend + '_> for NbdSocket {
+    type Request = RequestPart;
 
-    fn complete(&mut self, now: Instant, request: PendingKey, completion: Completed) -> Option<Buffer> {
-        let Completed { result, data, losses } = completion;
-        self.connection.done(now, request, result, data, losses);
-        None
+    fn complete(
+        &mut self,
+        now: Instant,
+        request: RequestPart,
+        completion: Completion,
+        backend: &mut (dyn Backend + '_),
+    ) {
+        self.connection.done(now, request, completion, backend);
     }
 }
 
@@ -357,17 +350,6 @@ enum Received {
     Nothing,
     /// Nothing, but that may be otherwise at once.
     Again,
-}
-
-/// Makes a copy.
-fn make(copy: BufferCopy<'_>, buffers: &Buffers) {
-    let copied = match copy {
-        BufferCopy::Write { buffer, at, data } => buffers.write(buffer, at, data),
-        BufferCopy::Read { buffer, at, out } => buffers.read(buffer, at, out),
-    };
-    if let Err(e) = copied {
-        tracing::error!("a copy outside its buffer: {e}");
-    }
 }
 
 /// Returns the memory of a piece.

@@ -16,18 +16,17 @@ use rtrs::{
 use super::{
     device::{Device, DeviceCounters},
     error::MapError,
-    flight::{Kind, Message, Request},
-    losses::{Losses, Opener, Stake},
-    operation::{Operation, Span},
+    loss_policy::Timer,
+    losses::{Opener, Stake},
+    operation::{Kind, Message, Operation, Request, Span},
+    operations::Operations,
     output::{DeviceKey, Output},
-    patience::Alarm,
     session::Session,
     state::{DEVICE, DeviceAction, DeviceEvent, DeviceState},
     transport::Transport,
-    work::Work,
 };
 use crate::{
-    block::{BlockOp, Geometry},
+    block::{BlockRequest, Completion, Geometry},
     errno::Errno,
     proto::{AccessMode, MsgOpen, MsgOpenRsp},
     slab::Slab,
@@ -35,7 +34,7 @@ use crate::{
 
 /// Data of a device's event.
 #[derive(Debug)]
-pub(super) enum News {
+pub(super) enum EventData {
     Nothing,
     Opened(MsgOpenRsp),
     Failed(MapError),
@@ -63,7 +62,7 @@ pub enum Unmap {
 /// and [`timeout`](Self::timeout) in time.
 ///
 /// Sessions agree on a protocol version as soon as they are open. One that is lost and comes back opens its devices again, each for
-/// itself. The fate of operations meanwhile is each device's [`OnLoss`](super::patience::OnLoss).
+/// itself. The fate of operations meanwhile is each device's [`OnLoss`](super::OnLoss).
 #[derive(Debug)]
 pub struct Client<F = u64, T = rtrs::client::Client<Request<F>>> {
     pub(super) rtrs: T,
@@ -71,14 +70,14 @@ pub struct Client<F = u64, T = rtrs::client::Client<Request<F>>> {
     pub(super) devices: Slab<Device>,
     /// Counters of devices that are unmapped.
     unmapped: DeviceCounters,
-    pub(super) work: Work<F>,
+    pub(super) operations: Operations<F>,
     /// Messages to be sent, by their numbers.
     pub(super) messages: VecDeque<(u64, Message)>,
     pub(super) messages_begun: u64,
     /// Messages that RTRS has.
     pub(super) messages_in_flight: usize,
     /// There are alarms to be started, or reserves to be looked after.
-    pub(super) stirred: bool,
+    pub(super) needs_upkeep: bool,
     pub(super) outputs: VecDeque<Output<F>>,
 }
 
@@ -103,11 +102,11 @@ impl<F, T: Transport<F>> Client<F, T> {
             sessions: BTreeMap::new(),
             devices: Slab::default(),
             unmapped: DeviceCounters::default(),
-            work: Work::default(),
+            operations: Operations::default(),
             messages: VecDeque::new(),
             messages_begun: 0,
             messages_in_flight: 0,
-            stirred: false,
+            needs_upkeep: false,
             outputs: VecDeque::new(),
         }
     }
@@ -178,11 +177,11 @@ impl<F, T: Transport<F>> Client<F, T> {
             worked = true;
             self.receive(output);
         }
-        if self.stirred {
-            self.look_around(cx);
+        if self.needs_upkeep {
+            self.upkeep(cx);
         }
         worked |= self.send_messages(cx);
-        worked |= self.work.send(cx, &mut self.rtrs, &mut self.devices);
+        worked |= self.operations.send(cx, &mut self.rtrs, &mut self.devices);
         self.finish();
         worked
     }
@@ -224,19 +223,19 @@ impl<F, T: Transport<F>> Client<F, T> {
         let (operation, sent) = match kind {
             Kind::Message(number, message) => return self.message_done(session, number, message, result, data),
             Kind::Whole(operation, sent) => (Some(operation), sent),
-            Kind::Part(number, sent) => (self.work.of_part(number), sent),
+            Kind::Part(number, sent) => (self.operations.of_part(number), sent),
         };
         if let Err(IoError::TooLong { max, .. }) = result {
             self.shrink(session, max);
         }
-        self.stirred |= result.is_err();
+        self.needs_upkeep |= result.is_err();
         // Both are there as long as there are parts.
         let Some(operation) = operation else { return };
         let Some(device) = self.devices.get_mut(operation.device.0) else {
             return;
         };
         if self
-            .work
+            .operations
             .part_done(&mut self.rtrs, device, operation, sent, (result, data))
         {
             self.session_stale(session);
@@ -261,7 +260,7 @@ impl<F, T: Transport<F>> Client<F, T> {
         };
         session.down = Some(why.clone());
         session.version = None;
-        session.drain = Alarm::Off;
+        session.drain = Timer::Off;
         if let Some(tag) = session.asking.take() {
             self.cancel(tag);
         }
@@ -285,12 +284,12 @@ impl<F, T: Transport<F>> Client<F, T> {
             if let Some(device) = self.devices.get_mut(key.0) {
                 device.id = None;
                 device.lost = Some(why.clone());
-                (device.again, device.unasked) = (Alarm::Off, false);
+                (device.again, device.unasked) = (Timer::Off, false);
                 if let Some(tag) = device.message.take() {
                     self.cancel(tag);
                 }
             }
-            self.step(key, event, News::Failed(down(why)));
+            self.step(key, event, EventData::Failed(down(why)));
         }
     }
 
@@ -312,7 +311,7 @@ impl<F, T: Transport<F>> Client<F, T> {
         let error = self.unmappable(session, name, mode);
         let key = DeviceKey(self.devices.insert(Device::new(session, name.into(), mode)));
         match error {
-            Some(e) => self.step(key, DeviceEvent::Refused, News::Failed(e)),
+            Some(e) => self.step(key, DeviceEvent::Refused, EventData::Failed(e)),
             None => self.open_when_ready(session, key, DeviceEvent::LinkUp),
         }
         key
@@ -334,7 +333,7 @@ impl<F, T: Transport<F>> Client<F, T> {
 
     pub(super) fn open_when_ready(&mut self, session: SessionId, key: DeviceKey, event: DeviceEvent) {
         if self.sessions.get(&session).is_some_and(Session::is_ready) {
-            self.step(key, event, News::Nothing);
+            self.step(key, event, EventData::Nothing);
         } else {
             self.ask_version(session);
         }
@@ -355,7 +354,7 @@ impl<F, T: Transport<F>> Client<F, T> {
             DeviceState::MappedDisconnected => {}
         }
         // Somebody wants to know how the attempt ends that is under way, too.
-        (device.again, device.unasked) = (Alarm::Off, false);
+        (device.again, device.unasked) = (Timer::Off, false);
         let (session, under_way) = (device.session, device.message.is_some());
         match self.sessions.get(&session).and_then(|s| s.down.as_ref()) {
             Some(why) => self.outputs.push_back(Output::MapFailed(key, down(why))),
@@ -380,11 +379,11 @@ impl<F, T: Transport<F>> Client<F, T> {
             (_, Unmap::Normal { in_use: true }) => return Err(Errno::EBUSY),
             (_, how) => device.forced = how == Unmap::Force,
         }
-        self.step(key, DeviceEvent::UnmapAsked, News::Nothing);
+        self.step(key, DeviceEvent::UnmapAsked, EventData::Nothing);
         Ok(())
     }
 
-    pub(super) fn step(&mut self, key: DeviceKey, event: DeviceEvent, mut news: News) {
+    pub(super) fn step(&mut self, key: DeviceKey, event: DeviceEvent, mut data: EventData) {
         let Some(device) = self.devices.get_mut(key.0) else {
             return;
         };
@@ -393,7 +392,7 @@ impl<F, T: Transport<F>> Client<F, T> {
         };
         device.state = next;
         for action in actions {
-            self.act(key, *action, &mut news);
+            self.act(key, *action, &mut data);
         }
         self.finish();
         self.settle(key);
@@ -407,14 +406,14 @@ impl<F, T: Transport<F>> Client<F, T> {
             return;
         }
         if device.id.is_some() {
-            return self.step(key, DeviceEvent::Idle, News::Nothing);
+            return self.step(key, DeviceEvent::Idle, EventData::Nothing);
         }
         let lost = device.lost.clone();
         let result = lost.map_or(Ok(()), |why| Err(IoError::Path(why)));
-        self.step(key, DeviceEvent::Closed, News::Closed(result));
+        self.step(key, DeviceEvent::Closed, EventData::Closed(result));
     }
 
-    fn act(&mut self, key: DeviceKey, action: DeviceAction, news: &mut News) {
+    fn act(&mut self, key: DeviceKey, action: DeviceAction, data: &mut EventData) {
         let Some(device) = self.devices.get_mut(key.0) else {
             return;
         };
@@ -423,7 +422,7 @@ impl<F, T: Transport<F>> Client<F, T> {
             DeviceAction::SendClose => self.send(key, Message::Close(key)),
             DeviceAction::TakeOpen => {
                 let session = self.sessions.get(&device.session);
-                if let (News::Opened(rsp), Some(session)) = (news, session) {
+                if let (EventData::Opened(rsp), Some(session)) = (data, session) {
                     let lost = device.lose_unflushed(rsp);
                     let geometry = device.take_open(rsp, &session.info);
                     self.outputs.extend(lost.map(|(writes, cause)| Output::WritesLost {
@@ -444,23 +443,23 @@ impl<F, T: Transport<F>> Client<F, T> {
             DeviceAction::TellLost if !device.remapping => {}
             DeviceAction::TellFailed | DeviceAction::TellLost => {
                 device.remapping = false;
-                if let News::Failed(e) = core::mem::replace(news, News::Nothing) {
+                if let EventData::Failed(e) = core::mem::replace(data, EventData::Nothing) {
                     self.outputs.push_back(Output::MapFailed(key, e));
                 }
             }
             DeviceAction::TellUnmapped => {
-                if let News::Closed(result) = core::mem::replace(news, News::Nothing) {
+                if let EventData::Closed(result) = core::mem::replace(data, EventData::Nothing) {
                     self.outputs.push_back(Output::Unmapped(key, result));
                 }
             }
             DeviceAction::Wait => {
-                device.patience.lost();
-                self.stirred = true;
+                device.loss_policy.lost();
+                self.needs_upkeep = true;
             }
             DeviceAction::Resume => {
-                device.patience.back();
-                (device.again, device.unasked, device.remapping) = (Alarm::Off, false, false);
-                self.work.resume(key);
+                device.loss_policy.back();
+                (device.again, device.unasked, device.remapping) = (Timer::Off, false, false);
+                self.operations.resume(key);
             }
             DeviceAction::GiveUp => {
                 let why = if device.lost.is_some() {
@@ -468,11 +467,11 @@ impl<F, T: Transport<F>> Client<F, T> {
                 } else {
                     Errno::ESHUTDOWN
                 };
-                self.work.fail_held(key, why);
+                self.operations.fail_held(key, why);
             }
             DeviceAction::TryLater => self.try_later(key),
             DeviceAction::Forget => {
-                self.stirred = true;
+                self.needs_upkeep = true;
                 self.unmapped.add(&device.counters);
                 self.devices.remove(key.0);
             }
@@ -487,127 +486,73 @@ impl<F, T: Transport<F>> Client<F, T> {
         Opener::new(key, self.devices.get(key.0).map(|device| &device.losses))
     }
 
-    /// Starts an operation on `len` bytes from `offset`: ends with [`Output::Done`], which brings `data` back. Reads and writes
-    /// need a buffer of the device's session with just `len` bytes; others have none. Data of more than
-    /// [`Geometry::max_transfer`] moves part by part; what is in a buffer of the session's own after a write is no matter of interest then. Pieces of
-    /// [lent memory](rtrs::client::Buffers::lend) stay as they are, and parts of them may be under way together.
-    /// Operations with equal `hint` (a CPU or queue number) take the same connection.
+    /// Submits a request: ends with [`Output::Done`]. Reads and writes need a buffer of the device's session with just the request's
+    /// length; others have none. Data of more than [`Geometry::max_transfer`] is transferred in parts; the content of a buffer of the
+    /// session's own after a write is undefined. Pieces of [lent memory](rtrs::client::Buffers::lend) keep their content, and parts of
+    /// them may be in flight together.
     ///
-    /// A [block status](BlockOp::BlockStatus) ends with [`Output::Status`] instead. Of a server that does not answer it, or not as it
-    /// should, the whole range is data.
+    /// Of a server that does not answer [block status](crate::block::BlockOp::BlockStatus), or not as it should, the whole range is data.
     ///
-    /// What makes writes durable fails with EIO if the server has [lost](Output::WritesLost) some of which the opener has not been told.
-    #[expect(clippy::too_many_arguments, reason = "an operation as it is")]
-    pub fn submit(
-        &mut self,
-        opener: &Opener,
-        user: F,
-        op: BlockOp,
-        offset: u64,
-        len: u64,
-        data: Option<Buffer>,
-        hint: usize,
-    ) {
+    /// What makes writes durable fails with EIO if the server has [lost](Output::WritesLost) some that the opener does not know of.
+    pub fn submit(&mut self, opener: &Opener, request: BlockRequest<F>) {
         let key = opener.device();
-        let bytes = data.as_ref().map(Buffer::len);
-        let device = match self.admit(key, op, offset, len, bytes) {
+        let device = self.devices.get_mut(key.0).ok_or(Errno::ESHUTDOWN);
+        let device = match device.and_then(|device| device.takes(&request).map(|()| device)) {
             Ok(device) => device,
             Err(e) => {
-                return self.outputs.push_back(match (op, data) {
-                    (BlockOp::BlockStatus { .. }, None) => Output::Status {
-                        device: key,
-                        user,
-                        result: Err(e),
-                    },
-                    (_, data) => Output::Done {
-                        device: key,
-                        user,
-                        result: Err(e),
-                        data,
-                        losses: 0,
-                    },
+                return self.outputs.push_back(Output::Done {
+                    device: key,
+                    user: request.user,
+                    completion: Completion::new(Err(e), request.data),
                 });
             }
         };
         device.operations += 1;
-        let operation = Operation {
+        let (op, is_lent) = (request.op, request.data.as_ref().is_some_and(Buffer::is_lent));
+        self.operations.add(Operation {
             number: 0,
             device: key,
             opened: device.opened,
-            user,
-            hint,
-            op,
-            offset,
-            len,
-            span: Span::of(op, offset, len, data.as_ref().is_some_and(Buffer::is_lent)),
-            data,
+            span: Span::of(op, request.offset, request.len, is_lent),
             zeroes: device.zeroes_as_data(op),
             spare: Vec::new(),
             extents: Vec::new(),
             queued: false,
             waits: false,
-            stake: Stake::of(opener, op),
-        };
-        self.work.add(operation);
+            stake: Stake::of(opener, op, request.forces),
+            request,
+        });
         self.finish();
     }
 
-    /// The device, if it takes this operation.
-    fn admit(
-        &mut self,
-        key: DeviceKey,
-        op: BlockOp,
-        offset: u64,
-        len: u64,
-        data: Option<usize>,
-    ) -> Result<&mut Device, Errno> {
-        let device = self.devices.get_mut(key.0).ok_or(Errno::ESHUTDOWN)?;
-        match device.state {
-            DeviceState::Mapped => device.check(op, offset, len, data).map(|()| device),
-            DeviceState::Init => Err(Errno::ENOTCONN),
-            DeviceState::Unmapped => Err(Errno::ESHUTDOWN),
-            DeviceState::MappedDisconnected if device.waits() => device.check(op, offset, len, data).map(|()| device),
-            DeviceState::MappedDisconnected => {
-                device.counters.count_unsent();
-                Err(Errno::ECONNABORTED)
-            }
-        }
-    }
-
-    /// Tells of the operations that have ended.
+    /// Reports the operations that have ended.
     pub(super) fn finish(&mut self) {
-        while let Some(operation) = self.work.poll_ended() {
-            let result = operation.span.over().unwrap_or(Ok(()));
+        while let Some(operation) = self.operations.poll_ended() {
+            let mut result = operation.span.over().unwrap_or(Ok(()));
             let Operation {
-                device,
-                user,
-                op,
+                device: key,
+                request,
                 stake,
                 extents,
-                data,
                 ..
             } = *operation;
-            let mut losses = self.devices.get_mut(device.0).map(|d| &mut d.losses);
-            let count = losses.as_deref().map_or(0, Losses::count);
-            let result = losses.as_mut().map_or(result, |losses| stake.verdict(result, losses));
-            self.outputs.push_back(match op {
-                BlockOp::BlockStatus { .. } => Output::Status {
-                    device,
-                    user,
-                    result: result.map(|()| extents),
-                },
-                _ => Output::Done {
-                    device,
-                    user,
+            let mut losses = 0;
+            if let Some(device) = self.devices.get_mut(key.0) {
+                losses = device.losses.count();
+                result = stake.verdict(result, &mut device.losses);
+                device.operations = device.operations.saturating_sub(1);
+            }
+            self.outputs.push_back(Output::Done {
+                device: key,
+                user: request.user,
+                completion: Completion {
                     result,
-                    data,
-                    losses: count,
+                    data: request.data,
+                    extents,
+                    losses,
                 },
             });
-            if let Some(d) = self.devices.get_mut(device.0) {
-                d.operations = d.operations.saturating_sub(1);
-            }
-            self.settle(device);
+            self.settle(key);
         }
     }
 }

@@ -2,26 +2,48 @@
 
 use rtrs::{
     IoError, PathError,
-    client::{config::SessionInfo, request::SessionId},
+    client::{buffers::Buffer, config::SessionInfo, request::SessionId},
 };
 use zerocopy::little_endian::U32;
 
 use super::{
-    flight::{Admission, Fate, Sent},
+    loss_policy::{LossPolicy, Timer},
     losses::Losses,
-    operation::Operation,
+    operation::{Operation, Sent},
     output::LossCause,
-    patience::{Alarm, Patience},
     state::DeviceState,
 };
 use crate::{
-    block::{BlockOp, Geometry},
+    block::{BlockOp, BlockRequest, Geometry},
     errno::Errno,
     proto::{AccessMode, CACHE_FUA, CACHE_WRITEBACK, IoOp, MsgOpenRsp, Rw, SECTOR, instance::Instance, status},
 };
 
 /// Most bytes that one request without data can cover: its length field has 32 bits, sectors have 512 bytes.
 const MAX_LENGTH: u64 = (u32::MAX as u64) / SECTOR * SECTOR;
+
+/// Whether an operation may go on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Admission {
+    /// On the server's device of this number.
+    Now(u32),
+    /// It waits for the device.
+    Later,
+    /// It fails.
+    Never(Errno),
+}
+
+/// Next step of a part that has ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Fate {
+    Over(Result<(), Errno>),
+    /// It was too long, and is done in smaller parts.
+    Smaller,
+    /// It was lost, and waits for its device.
+    Again,
+    /// The same, because the server has closed the device.
+    Closed,
+}
 
 /// Requests of a device, counted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -109,9 +131,9 @@ pub(super) struct Device {
     /// Why its session was lost, since it was opened last.
     pub(super) lost: Option<PathError>,
     /// How long operations wait while it is lost.
-    pub(super) patience: Patience,
+    pub(super) loss_policy: LossPolicy,
     /// Time of the next attempt to open it, after the server refused one.
-    pub(super) again: Alarm,
+    pub(super) again: Timer,
     /// The attempt in progress was not requested.
     pub(super) unasked: bool,
     /// A requested remap waits for its end.
@@ -138,8 +160,8 @@ impl Device {
             in_flight: 0,
             message: None,
             lost: None,
-            patience: Patience::default(),
-            again: Alarm::Off,
+            loss_policy: LossPolicy::default(),
+            again: Timer::Off,
             unasked: false,
             remapping: false,
             forced: false,
@@ -173,7 +195,7 @@ impl Device {
 
     /// A part of an operation has succeeded.
     pub(super) fn part_succeeded<F>(&mut self, sent: &Sent, operation: &mut Operation<F>) {
-        match operation.op {
+        match operation.request.op {
             BlockOp::Flush => self.losses.flush_ends(sent.covers),
             op if self.leaves_volatile(op) => operation.stake.acknowledged(&mut self.losses),
             _ => {}
@@ -209,7 +231,7 @@ impl Device {
     /// Whether operations wait when it is lost.
     pub(super) fn waits(&self) -> bool {
         let there = matches!(self.state, DeviceState::Mapped | DeviceState::MappedDisconnected);
-        there && self.patience.lasts()
+        there && self.loss_policy.lasts()
     }
 
     /// Whether it is there, and has been opened again since.
@@ -238,8 +260,9 @@ impl Device {
         if operation.span.parts() > 0 || lost != Admission::Later {
             return lost;
         }
-        let data = operation.data.as_ref().map(|_| operation.len as usize);
-        if let Err(e) = self.check(operation.op, operation.offset, operation.len, data) {
+        let request = &operation.request;
+        let data = request.data.as_ref().map(|_| request.len as usize);
+        if let Err(e) = self.check(request.op, request.offset, request.len, data) {
             return Admission::Never(e);
         }
         // Else it fails when the rest is done.
@@ -247,7 +270,7 @@ impl Device {
             operation.stake.restart();
         }
         operation.opened = self.opened;
-        operation.zeroes = self.zeroes_as_data(operation.op);
+        operation.zeroes = self.zeroes_as_data(operation.request.op);
         Admission::Now(id)
     }
 
@@ -271,6 +294,22 @@ impl Device {
             Err(IoError::TooLong { .. }) if len > most => Fate::Smaller,
             Err(e) => Fate::Over(Err(Errno::from_wire(e.errno()))),
         }
+    }
+
+    /// Whether it takes this request.
+    pub(super) fn takes<F>(&mut self, request: &BlockRequest<F>) -> Result<(), Errno> {
+        match self.state {
+            DeviceState::Mapped => {}
+            DeviceState::Init => return Err(Errno::ENOTCONN),
+            DeviceState::Unmapped => return Err(Errno::ESHUTDOWN),
+            DeviceState::MappedDisconnected if self.waits() => {}
+            DeviceState::MappedDisconnected => {
+                self.counters.count_unsent();
+                return Err(Errno::ECONNABORTED);
+            }
+        }
+        let data = request.data.as_ref().map(Buffer::len);
+        self.check(request.op, request.offset, request.len, data)
     }
 
     /// Checks `op` without asking the server; its data has `data` bytes, if it has any.

@@ -65,8 +65,6 @@ impl Losses {
 pub struct Opener {
     device: DeviceKey,
     told: Rc<Told>,
-    /// Its flushes are parts of writes.
-    forces: bool,
 }
 
 impl Opener {
@@ -75,15 +73,6 @@ impl Opener {
         Self {
             device,
             told: Rc::new([told, told].map(Cell::new)),
-            forces: false,
-        }
-    }
-
-    /// The same user, for a flush that stands for the FUA of a write: who is told is told of the write.
-    pub fn forcing(&self) -> Self {
-        Self {
-            forces: true,
-            ..self.clone()
         }
     }
 
@@ -120,9 +109,10 @@ pub(super) struct Stake {
 }
 
 impl Stake {
-    pub(super) fn of(opener: &Opener, op: BlockOp) -> Self {
+    /// For an operation of an opener; `forces`: a flush that stands for the FUA of a write.
+    pub(super) fn of(opener: &Opener, op: BlockOp, forces: bool) -> Self {
         let by = match op {
-            BlockOp::Flush if !opener.forces => BY_FLUSH,
+            BlockOp::Flush if !forces => BY_FLUSH,
             _ => BY_WRITE,
         };
         Self {
@@ -183,7 +173,7 @@ mod tests {
     }
 
     fn ends(losses: &mut Losses, opener: &Opener, op: BlockOp) -> bool {
-        Stake::of(opener, op).verdict(Ok(()), losses).is_ok()
+        Stake::of(opener, op, false).verdict(Ok(()), losses).is_ok()
     }
 
     #[test]
@@ -210,7 +200,7 @@ mod tests {
     fn each_opener_is_told_once_by_a_flush() {
         let mut losses = Losses::default();
         let (one, two) = (opener(&losses), opener(&losses));
-        let early = Stake::of(&one, BlockOp::Flush);
+        let early = Stake::of(&one, BlockOp::Flush, false);
         losses.acknowledge();
         losses.lose();
         assert!(!ends(&mut losses, &one, FORCED) && ends(&mut losses, &one, FORCED));
@@ -239,8 +229,8 @@ mod tests {
         let opener = opener(&losses);
         losses.acknowledge();
         losses.lose();
-        let forcing = opener.forcing();
-        assert!(!ends(&mut losses, &forcing, BlockOp::Flush) && ends(&mut losses, &forcing, BlockOp::Flush));
+        let flush = || Stake::of(&opener, BlockOp::Flush, true);
+        assert!(flush().verdict(Ok(()), &mut losses).is_err() && flush().verdict(Ok(()), &mut losses).is_ok());
         assert!(ends(&mut losses, &opener, FORCED), "it has been told of a write");
         assert!(!ends(&mut losses, &opener, BlockOp::Flush));
     }
@@ -275,7 +265,7 @@ mod tests {
         losses.acknowledge();
         losses.lose();
         for e in [Errno::ECONNABORTED, Errno::EIO] {
-            let flush = Stake::of(&opener, BlockOp::Flush);
+            let flush = Stake::of(&opener, BlockOp::Flush, false);
             assert!(flush.verdict(Ok(()), &mut Losses::default()).is_ok());
             assert_eq!(flush.verdict(Err(e), &mut losses), Err(e));
         }
@@ -286,7 +276,7 @@ mod tests {
     fn an_operation_fails_that_has_lost_a_part() {
         let mut losses = Losses::default();
         let opener = opener(&losses);
-        let mut stake = Stake::of(&opener, WRITE);
+        let mut stake = Stake::of(&opener, WRITE, false);
         stake.acknowledged(&mut losses);
         assert_eq!(stake.verdict(Ok(()), &mut losses), Ok(()));
         losses.lose();
@@ -295,7 +285,7 @@ mod tests {
         stake.restart();
         stake.acknowledged(&mut losses);
         assert_eq!(stake.verdict(Ok(()), &mut losses), Ok(()));
-        let mut later = Stake::of(&opener, WRITE);
+        let mut later = Stake::of(&opener, WRITE, false);
         later.acknowledged(&mut losses);
         assert_eq!(later.verdict(Ok(()), &mut losses), Ok(()));
     }

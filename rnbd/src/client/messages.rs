@@ -13,11 +13,11 @@ use smallvec::SmallVec;
 use zerocopy::IntoBytes;
 
 use super::{
-    client::{Client, News},
+    client::{Client, EventData},
     device::Device,
     error::MapError,
-    flight::{Kind, Message, Request},
     memory,
+    operation::{Kind, Message, Request},
     output::DeviceKey,
     state::{DeviceEvent, DeviceState},
     transport::Transport,
@@ -62,7 +62,7 @@ impl<F, T: Transport<F>> Client<F, T> {
                 session.asking = None;
                 session.version = Some(m.ver.min(VERSION_MAJOR));
                 for key in self.waiting_devices(id) {
-                    self.step(key, DeviceEvent::LinkUp, News::Nothing);
+                    self.step(key, DeviceEvent::LinkUp, EventData::Nothing);
                 }
             }
             Ok(None) => self.version_failed(id, tag, || MapError::Malformed(SESS_INFO)),
@@ -82,7 +82,7 @@ impl<F, T: Transport<F>> Client<F, T> {
         session.asking = None;
         tracing::debug!(session = id.0, "no protocol version: {}", error());
         for key in self.waiting_devices(id) {
-            self.step(key, DeviceEvent::Refused, News::Failed(error()));
+            self.step(key, DeviceEvent::Refused, EventData::Failed(error()));
         }
     }
 }
@@ -207,7 +207,7 @@ impl<F, T: Transport<F>> Client<F, T> {
             Message::Close(key) => {
                 if let Some(device) = self.about(key, tag) {
                     device.id = None;
-                    self.step(key, DeviceEvent::Closed, News::Closed(result));
+                    self.step(key, DeviceEvent::Closed, EventData::Closed(result));
                 }
             }
         }
@@ -224,7 +224,7 @@ impl<F, T: Transport<F>> Client<F, T> {
         match answer.map(parse_open_rsp) {
             Ok(Ok(rsp)) => {
                 if self.about(key, tag).is_some() {
-                    self.step(key, DeviceEvent::Opened, News::Opened(rsp));
+                    self.step(key, DeviceEvent::Opened, EventData::Opened(rsp));
                     self.check_number(key);
                 }
             }
@@ -241,7 +241,7 @@ impl<F, T: Transport<F>> Client<F, T> {
     fn open_failed(&mut self, key: DeviceKey, tag: u64, error: impl FnOnce(&Device) -> MapError) {
         if let Some(device) = self.about(key, tag) {
             let error = error(device);
-            self.step(key, DeviceEvent::Refused, News::Failed(error));
+            self.step(key, DeviceEvent::Refused, EventData::Failed(error));
         }
     }
 }

@@ -2,25 +2,23 @@
 
 #[expect(clippy::module_inception, reason = "the machine itself, beside its parts")]
 mod client;
-mod closed;
 pub mod device;
 pub mod error;
-mod flight;
-mod hold;
+mod loss_policy;
 mod losses;
 pub mod memory;
 mod messages;
 mod operation;
+mod operations;
 pub mod output;
-pub mod patience;
+mod recovery;
 mod session;
 pub mod state;
 mod status;
 mod transport;
-mod work;
 
 pub use client::{Client, Unmap};
-pub use flight::Request;
+pub use loss_policy::OnLoss;
 pub use losses::{Opener, Parts};
-pub use patience::OnLoss;
+pub use operation::Request;
 pub use transport::Transport;

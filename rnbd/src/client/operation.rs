@@ -1,4 +1,4 @@
-//! Operations of a user: ranges that may take several requests, with one end.
+//! Operations: block requests of a front end, each of which may take several requests of RTRS.
 
 use rtrs::client::{buffers::Buffer, request::SessionId};
 use smallvec::SmallVec;
@@ -9,17 +9,55 @@ use super::{
     output::DeviceKey,
 };
 use crate::{
-    block::{BlockOp, Extent},
+    block::{BlockOp, BlockRequest, Extent},
     errno::Errno,
+    proto::IoOp,
 };
 
-/// Requests of one operation that are under way at a time; the next follow as they end.
+/// Requests in flight of one operation; the next follow as they end.
 const MAX_PARTS: u32 = 16;
-/// The same of one that takes a buffer for each.
+/// The same of an operation that takes a buffer for each.
 const MAX_BUFFERS: u32 = 4;
 
 /// Range of a part on the device: first byte, and bytes.
 pub(super) type Part = (u64, u64);
+
+/// A message that is no block request.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Message {
+    /// Version exchange.
+    Version(SessionId),
+    /// Open a device.
+    Open(DeviceKey),
+    /// Close one.
+    Close(DeviceKey),
+}
+
+/// RNBD's part of a request in RTRS's in-flight table. `F` is the front end's part.
+#[derive(Debug)]
+pub struct Request<F>(pub(super) Kind<F>);
+
+/// Content of a [`Request`].
+#[derive(Debug)]
+pub(super) enum Kind<F> {
+    /// A message, by its number.
+    Message(u64, Message),
+    /// The only request of an operation.
+    Whole(Box<Operation<F>>, Sent),
+    /// One of several requests of the operation of this number.
+    Part(u64, Sent),
+}
+
+/// A part of an operation in flight.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sent {
+    pub(super) op: IoOp,
+    pub(super) part: Part,
+    /// How often its device had been opened.
+    pub(super) opened: u32,
+    /// Acknowledged writes that a flush covers.
+    pub(super) covers: u64,
+}
 
 /// In which order a range is worked on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -182,42 +220,32 @@ impl Span {
 /// An operation of a user.
 #[derive(Debug)]
 pub(super) struct Operation<F> {
-    /// Its number, from which the order follows in which operations were begun.
+    /// Numbers follow the order of submission.
     pub(super) number: u64,
-    /// On this device,
     pub(super) device: DeviceKey,
-    /// which had been opened so often when it was [looked at](super::device::Device::check): the device may be another one since.
+    /// How often the device had been opened when the operation was [checked](super::device::Device::check): it may have changed since.
     pub(super) opened: u32,
-    /// The front end's part of the request.
-    pub(super) user: F,
-    /// Chooses the connection.
-    pub(super) hint: usize,
-    /// Kind of operation,
-    pub(super) op: BlockOp,
-    /// from this byte,
-    pub(super) offset: u64,
-    /// so many of them.
-    pub(super) len: u64,
+    /// The front end's request. Its buffer is here while no request of RTRS has it; one of lent memory stays here, and requests have
+    /// parts of it.
+    pub(super) request: BlockRequest<F>,
     /// Rest of the range.
     pub(super) span: Span,
-    /// The buffer of a read or write, when no request has it; one of lent memory stays here, and requests have parts of it.
-    pub(super) data: Option<Buffer>,
     /// Zeroes are written as data.
     pub(super) zeroes: bool,
-    /// Buffers of zeroes that are back from a part.
+    /// Buffers of zeroes that no request has.
     pub(super) spare: Vec<Buffer>,
-    /// Extents that a block status has found.
+    /// Extents that a block status found.
     pub(super) extents: Vec<Extent>,
-    /// With parts in flight it stands in the queue of those that can be sent.
+    /// It has parts in flight, and is in the queue of operations that can be sent.
     pub(super) queued: bool,
-    /// It waits for its device; once it has no part in flight nothing else is done for it.
+    /// It waits for its device, at the latest when it has no part in flight.
     pub(super) waits: bool,
-    /// State of the operation with respect to lost writes.
+    /// Record of lost writes.
     pub(super) stake: Stake,
 }
 
 impl<F> Operation<F> {
-    /// Whether a part of it may be begun at once.
+    /// Whether its next part may be sent at once.
     pub(super) fn wants_turn(&self) -> bool {
         let most = match self.zeroes {
             _ if self.span.is_sequence() => 1,
@@ -229,7 +257,7 @@ impl<F> Operation<F> {
 
     /// Whether its data is lent memory.
     pub(super) fn is_lent(&self) -> bool {
-        self.data.as_ref().is_some_and(Buffer::is_lent)
+        self.request.data.as_ref().is_some_and(Buffer::is_lent)
     }
 
     /// The buffer of its next part, of at most `step` bytes, from lent memory, on a device with such blocks.
@@ -237,9 +265,9 @@ impl<F> Operation<F> {
     /// # Errors
     /// EINVAL when a block is in too many pieces.
     pub(super) fn lent_part(&self, step: u64, block: usize) -> Result<Buffer, Errno> {
-        let at = (self.span.next() - self.offset) as usize;
+        let at = (self.span.next() - self.request.offset) as usize;
         let len = step.min(self.span.left()) as usize;
-        let part = self.data.as_ref().and_then(|data| data.part(at, len, block));
+        let part = self.request.data.as_ref().and_then(|data| data.part(at, len, block));
         part.ok_or(Errno::EINVAL)
     }
 
@@ -259,7 +287,7 @@ impl<F> Operation<F> {
 
     /// Bytes that its buffer has.
     fn data_len(&self) -> usize {
-        self.len as usize
+        self.request.len as usize
     }
 
     /// Makes its buffer what goes with a part: of a write that has the part's data at the beginning.
@@ -273,10 +301,10 @@ impl<F> Operation<F> {
         buffer: &mut Buffer,
         (at, len): Part,
     ) -> Result<(), Errno> {
-        if len < self.len && !buffer.is_lent() {
+        if len < self.request.len && !buffer.is_lent() {
             buffer.set_len(self.data_len());
             if self.span.order == Order::Forward {
-                let from = (at - self.offset) as usize;
+                let from = (at - self.request.offset) as usize;
                 memory::shift(memory, session, buffer, from, 0, len as usize)?;
             }
             buffer.set_len(len as usize);
@@ -299,14 +327,14 @@ impl<F> Operation<F> {
             return Ok(());
         };
         let mut moved = Ok(());
-        if len < self.len {
+        if len < self.request.len {
             buffer.set_len(self.data_len());
             if self.span.order == Order::Backward {
-                let to = (at - self.offset) as usize;
+                let to = (at - self.request.offset) as usize;
                 moved = memory::shift(memory, session, &buffer, 0, to, len as usize);
             }
         }
-        self.data = Some(buffer);
+        self.request.data = Some(buffer);
         moved
     }
 }

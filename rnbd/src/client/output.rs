@@ -5,7 +5,6 @@ use std::fmt;
 use rtrs::{
     IoError, PathError,
     client::{
-        buffers::Buffer,
         config::SessionInfo,
         request::SessionId,
         status::{PathId, PathNews},
@@ -13,10 +12,7 @@ use rtrs::{
 };
 
 use super::{error::MapError, state::DeviceState};
-use crate::{
-    block::{Extent, Geometry},
-    errno::Errno,
-};
+use crate::block::{Completion, Geometry};
 
 /// A device of a [`Client`](super::Client). No other has had the number; the default is none's.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
@@ -80,28 +76,14 @@ pub enum Output<F = u64> {
     /// The device could not be opened. If it had never been mapped it is gone; else it stays
     /// [`MappedDisconnected`](DeviceState::MappedDisconnected), and [`remap`](super::Client::remap) tries again.
     MapFailed(DeviceKey, MapError),
-    /// An operation has ended that is no block status. Nothing touches its buffer any more.
+    /// A request has ended.
     Done {
         /// The device.
         device: DeviceKey,
-        /// The front end's part of the operation.
+        /// The front end's part of the request.
         user: F,
-        /// How it went.
-        result: Result<(), Errno>,
-        /// The operation's buffer, which belongs to the device's session.
-        data: Option<Buffer>,
-        /// How often the device had [lost](Self::WritesLost) writes by then, for [`Parts`](super::Parts).
-        losses: u64,
-    },
-    /// A block status has ended.
-    Status {
-        /// The device.
-        device: DeviceKey,
-        /// The front end's part of the operation.
-        user: F,
-        /// Extents of the range from its beginning on: at least one, no two neighbours alike. They may end before the range
-        /// does.
-        result: Result<Vec<Extent>, Errno>,
+        /// Its end. The buffer belongs to the device's session.
+        completion: Completion,
     },
     /// The device was opened again, and the server may have lost writes that it had acknowledged: as many as this, of which
     /// no flush that succeeded covers any. The next flush of each [`Opener`](super::Opener) fails with EIO, and so does

@@ -5,7 +5,7 @@ use rtrs::{
     client::{buffers::Buffer, config::SessionInfo},
 };
 
-use super::patience::Alarm;
+use super::loss_policy::Timer;
 
 /// A session that has been opened.
 #[derive(Debug)]
@@ -20,9 +20,9 @@ pub(super) struct Session {
     pub(super) asking: Option<u64>,
     /// For answers, when operations that wait for devices have all other buffers.
     pub(super) reserve: Option<Buffer>,
-    /// When to look again whether requests are in flight from before the server [closed](super::closed) the session's devices.
-    /// [`Alarm::Off`]: nothing is waited for.
-    pub(super) drain: Alarm,
+    /// When to look again whether requests are in flight from before the server [closed](super::recovery) the session's devices.
+    /// [`Timer::Off`]: nothing is waited for.
+    pub(super) drain: Timer,
 }
 
 impl Session {
@@ -34,7 +34,7 @@ impl Session {
             version: None,
             asking: None,
             reserve: None,
-            drain: Alarm::Off,
+            drain: Timer::Off,
         }
     }
 
@@ -50,7 +50,7 @@ impl Session {
 
     /// Whether a version is to be agreed on before devices can be opened.
     pub(super) fn is_to_ask(&self) -> bool {
-        let drained = self.drain == Alarm::Off;
+        let drained = self.drain == Timer::Off;
         self.down.is_none() && self.version.is_none() && self.asking.is_none() && drained
     }
 }

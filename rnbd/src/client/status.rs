@@ -4,17 +4,20 @@ use core::fmt::Display;
 
 use rtrs::{
     Direction,
-    client::{buffers::Buffer, request::SessionId},
+    client::{
+        buffers::Buffer,
+        config::ConType,
+        request::{SessionId, Submission},
+    },
     cx::Cx,
 };
 use smallvec::SmallVec;
 use zerocopy::IntoBytes;
 
 use super::{
-    device::Device,
-    flight::{Fate, Prepared, Sent},
+    device::{Device, Fate},
     memory::{self, SessionBuffers},
-    operation::Operation,
+    operation::{Operation, Sent},
 };
 use crate::{
     block::{BlockOp, Extent},
@@ -24,12 +27,12 @@ use crate::{
 
 /// Whether an operation is one.
 pub(super) fn is_status<F>(operation: &Operation<F>) -> bool {
-    matches!(operation.op, BlockOp::BlockStatus { .. })
+    matches!(operation.request.op, BlockOp::BlockStatus { .. })
 }
 
 /// Extents that are wanted at most.
 fn most<F>(operation: &Operation<F>) -> u32 {
-    match operation.op {
+    match operation.request.op {
         BlockOp::BlockStatus { most } => most.clamp(1, status::MAX_EXTENTS),
         _ => 0,
     }
@@ -37,7 +40,7 @@ fn most<F>(operation: &Operation<F>) -> u32 {
 
 /// All of the range may have data.
 fn all_data<F>(operation: &Operation<F>) -> Vec<Extent> {
-    vec![Extent::data(operation.len)]
+    vec![Extent::data(operation.request.len)]
 }
 
 /// Nobody is asked.
@@ -57,23 +60,24 @@ pub(super) fn prepare<F>(
     operation: &mut Operation<F>,
     device: &Device,
     id: u32,
-) -> Result<Option<Prepared>, Errno> {
+) -> Result<Option<Submission<Sent>>, Errno> {
     let room = device.status_room();
     let largest = device.geometry.map_or(room, |g| g.max_transfer) as usize;
     let Some(buffer) = memory::for_answer(cx, memory, device.session, room as usize, largest)? else {
         return Ok(None);
     };
     let block = device.geometry.map_or(1, |g| u64::from(g.logical_block_size));
-    let len = operation.len.min(status::MAX_RANGE / block * block);
-    let message = status::request(id, operation.offset, len, room, most(operation));
+    let len = operation.request.len.min(status::MAX_RANGE / block * block);
+    let message = status::request(id, operation.request.offset, len, room, most(operation));
     operation.span.take(0);
-    Ok(Some(Prepared {
-        sent: Sent {
+    Ok(Some(Submission {
+        tag: Sent {
             op: IoOp::BlockStatus,
-            part: (operation.offset, room.into()),
+            part: (operation.request.offset, room.into()),
             opened: device.opened,
             covers: 0,
         },
+        con: ConType::Io(operation.request.hint),
         direction: Direction::Read,
         header: SmallVec::from_slice(message.as_bytes()),
         data: Some(buffer),
@@ -95,7 +99,7 @@ pub(super) fn ended<F>(
         Fate::Over(Ok(())) => match read(memory, session, data.as_ref()) {
             Ok(bytes) => {
                 let block = device.geometry.map_or(1, |g| u64::from(g.logical_block_size));
-                match status::parse(&bytes, operation.len, most(operation), block) {
+                match status::parse(&bytes, operation.request.len, most(operation), block) {
                     Ok(extents) => operation.extents = extents,
                     Err(why) => give_up(operation, device, sent, why),
                 }

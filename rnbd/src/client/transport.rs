@@ -8,7 +8,7 @@ use rtrs::{
     cx::Cx,
 };
 
-use super::{flight::Request, memory::SessionBuffers};
+use super::{memory::SessionBuffers, operation::Request};
 
 /// RTRS's client, which [`Client`](super::Client) owns and calls. A test can have another one.
 pub trait Transport<F>: SessionBuffers {

@@ -6,24 +6,23 @@ use roce_verbs::Instant;
 use rtrs::{client::buffers::Buffer, table};
 
 use crate::{
-    block::{Extent, Geometry},
+    block::{Completion, Geometry},
     errno::Errno,
     nbd::{
-        copy::BufferCopy,
         handshake::{Chosen, Export, Exports, Negotiation, Next, greeting},
         parse::ParseBuffer,
         payload::Target,
-        pending::{NbdRequest, PendingKey},
         reply::Piece,
+        request::{Backend, RequestPart},
         state::{End, PHASES, Phase, PhaseAction, PhaseEvent, Stall},
         tls::TlsMode,
-        transmission::{Step, Transmission},
+        transmission::{Stop, Transmission},
     },
 };
 
-/// A client has to finish its negotiation in this time.
+/// Time for the negotiation.
 const HANDSHAKE_TIME: Duration = Duration::from_secs(30);
-/// Answers of the negotiation that a client may leave lying before no more of its options are read, bytes.
+/// Unsent answers of the negotiation, in bytes, from which on no more options are read.
 const MAX_UNSENT_TEXT: usize = 64 << 10;
 
 /// Bytes that a connection wants to receive.
@@ -42,28 +41,23 @@ pub enum Want<'a> {
         /// Destination of the bytes behind these.
         then: &'a mut [u8],
     },
-    /// Nothing, for this reason. The end of the stream may be told all the same.
+    /// Nothing, for this reason. The end of the stream may still be reported.
     Nothing(Stall),
 }
 
 /// One client.
 ///
-/// It is given what the client sends and says what is to be sent. Requests come out of it and their results go
-/// into it. Payload is not copied: a write's is received into the buffer that it is written from, a read's is sent from the
-/// buffer that it was read into. Buffers are only numbers here; whoever does the I/O knows their memory.
+/// It is given what the client sends, submits requests to a [`Backend`], takes their [completions](Self::done), and says what to send.
+/// Payload is not copied: a write's is received into the buffer that it is written from, a read's is sent from the buffer that it was
+/// read into. [`want`](Self::want) says what to receive and [`gather`](Self::gather) what to send; then
+/// [`received`](Self::received) and [`sent`](Self::sent) say how much was. [`poll`](Self::poll) goes on when buffers are free again, or
+/// the geometry has changed.
 ///
-/// After each call that brings something in ([`received`](Connection::received), [`eof`](Connection::eof),
-/// [`give`](Connection::give), [`done`](Connection::done), [`sent`](Connection::sent), [`timeout`](Connection::timeout) and
-/// their like) everything is polled until nothing comes any more, in any order:
-/// - [`poll_need`](Connection::poll_need): a buffer is needed, which is given, lacking for now, or refused;
-/// - [`poll_copy`](Connection::poll_copy): bytes are to be copied into or out of a buffer, at once;
-/// - [`poll_request`](Connection::poll_request): a request to the device;
-/// - [`poll_free`](Connection::poll_free): a buffer goes back to the session;
+/// After the client has [chosen an export](Self::export) nothing is done before the next [`poll`](Self::poll), so that its loop can get
+/// the device.
 ///
-/// then [`want`](Connection::want) tells what to receive and [`gather`](Connection::gather) what to send.
-///
-/// With TLS all of that is what is in it. When [`wants_tls`](Connection::wants_tls) says so, whoever does the I/O makes the handshake, and
-/// says [`tls_established`](Connection::tls_established), after which nothing goes in the clear, or [`tls_failed`](Connection::tls_failed).
+/// With TLS this is the stream inside it. When [`wants_tls`](Self::wants_tls), its loop does the handshake, and reports
+/// [`tls_established`](Self::tls_established), after which nothing is sent in clear text, or [`tls_failed`](Self::tls_failed).
 #[derive(Debug)]
 pub struct Connection {
     phase: Phase,
@@ -76,8 +70,10 @@ pub struct Connection {
     /// Result of the negotiation.
     chosen: Option<Chosen>,
     input: ParseBuffer,
-    /// Nothing comes after what is in `input`, and why.
+    /// Nothing follows what is in `input`, and why.
     eof: Option<End>,
+    /// Why the transmission takes no more bytes.
+    stalled: Option<Stall>,
     transmission: Transmission,
 }
 
@@ -93,6 +89,7 @@ impl Connection {
             chosen: None,
             input: ParseBuffer::new(),
             eof: None,
+            stalled: None,
             transmission: Transmission::new(now, &greeting()),
         }
     }
@@ -143,7 +140,6 @@ impl Connection {
 
     /// Returns what to receive. When a call has brought `n` bytes, [`received`](Self::received) comes before any other call.
     pub fn want(&mut self) -> Want<'_> {
-        self.advance();
         if let Some(stall) = self.stall() {
             return Want::Nothing(stall);
         }
@@ -168,7 +164,7 @@ impl Connection {
             Phase::Greeting => None,
             Phase::Options | Phase::Secured => self.is_talked_at().then_some(Stall::Answers),
             Phase::Handshake => Some(Stall::Handshake),
-            Phase::Transmission => self.transmission.stall(&self.input),
+            Phase::Transmission => self.stalled,
             Phase::Draining | Phase::Ended => Some(Stall::Closing),
         }
     }
@@ -178,123 +174,64 @@ impl Connection {
         self.transmission.out().unsent_text() >= MAX_UNSENT_TEXT
     }
 
-    /// `n` bytes have come where [`want`](Self::want) said.
-    pub fn received(&mut self, now: Instant, n: usize) {
+    /// `n` bytes were received where [`want`](Self::want) said.
+    pub fn received(&mut self, now: Instant, n: usize, backend: &mut dyn Backend) {
         self.transmission.set_now(now);
-        let behind = self.transmission.received(n, &self.input);
+        let behind = self.transmission.received(n);
         self.input.filled(behind);
-        self.advance();
+        self.advance(backend);
     }
 
-    /// The client sends no more: what it has sent is done and answered.
-    pub fn eof(&mut self, now: Instant) {
-        self.end_of_input(now, End::Left);
+    /// Continues with what has arrived.
+    pub fn poll(&mut self, now: Instant, backend: &mut dyn Backend) {
+        self.transmission.set_now(now);
+        self.advance(backend);
     }
 
-    /// The server stops: nothing more is received. What has come whole is done and answered. So that what lies in the socket
+    /// The client sends no more. What it has sent is executed and answered.
+    pub fn eof(&mut self, now: Instant, backend: &mut dyn Backend) {
+        self.eof.get_or_insert(End::Left);
+        self.poll(now, backend);
+    }
+
+    /// The server stops: nothing more is received. What has arrived whole is executed and answered. So that what lies in the socket
     /// is answered as well, its receiving side can be shut down and read to its end instead ([`eof`](Self::eof)).
-    pub fn stop(&mut self, now: Instant) {
-        self.end_of_input(now, End::Stopped);
+    pub fn stop(&mut self, now: Instant, backend: &mut dyn Backend) {
+        self.eof.get_or_insert(End::Stopped);
+        self.poll(now, backend);
     }
 
-    fn end_of_input(&mut self, now: Instant, why: End) {
-        self.transmission.set_now(now);
-        self.eof.get_or_insert(why);
-        self.advance();
+    /// The socket has failed, or the client's time is over: nothing more is sent. Requests that the device has are waited for.
+    pub fn cut(&mut self, now: Instant, backend: &mut dyn Backend) {
+        self.cut_off(End::Broken, backend);
+        self.poll(now, backend);
     }
 
-    /// The socket has failed, or there is no more time for the client: nothing more is sent. Requests that the device has
-    /// begun with are waited for.
-    pub fn cut(&mut self, now: Instant) {
-        self.transmission.set_now(now);
-        self.cut_off(End::Broken);
-        self.advance();
-    }
-
-    /// The handshake of TLS is to begin: what is said in the clear has been sent. What comes from here on is not the connection's.
+    /// The handshake of TLS begins now: all clear text has been sent. What is received from here on is not the connection's.
     pub fn wants_tls(&self) -> bool {
         self.phase == Phase::Handshake && !self.has_output()
     }
 
-    /// Marks the TLS handshake as done: all bytes pass through TLS from here on. Nothing follows from it unless the
-    /// connection [wants](Self::wants_tls) it.
-    pub fn tls_established(&mut self, now: Instant) {
-        self.transmission.set_now(now);
+    /// The TLS handshake is complete: all bytes pass through TLS from here on. No effect unless the connection
+    /// [wants](Self::wants_tls) it.
+    pub fn tls_established(&mut self, now: Instant, backend: &mut dyn Backend) {
         if self.wants_tls() {
-            self.step(PhaseEvent::Secured);
+            self.step(PhaseEvent::Secured, backend);
         }
-        self.advance();
+        self.poll(now, backend);
     }
 
     /// TLS has failed, and with it the connection: as [`cut`](Self::cut).
-    pub fn tls_failed(&mut self, now: Instant, why: String) {
+    pub fn tls_failed(&mut self, now: Instant, why: String, backend: &mut dyn Backend) {
+        self.cut_off(End::Tls(why), backend);
+        self.poll(now, backend);
+    }
+
+    /// A request has ended.
+    pub fn done(&mut self, now: Instant, part: RequestPart, completion: Completion, backend: &mut dyn Backend) {
         self.transmission.set_now(now);
-        self.cut_off(End::Tls(why));
-        self.advance();
-    }
-
-    /// Bytes of a buffer that is needed. To be followed by [`give`](Self::give), [`lack`](Self::lack) or
-    /// [`refuse`](Self::refuse).
-    pub fn poll_need(&mut self) -> Option<usize> {
-        self.advance();
-        self.transmission.need(&self.input)
-    }
-
-    /// Here is a buffer. One that is not needed, or is too small, comes out of [`poll_free`](Self::poll_free).
-    pub fn give(&mut self, now: Instant, buffer: Buffer) {
-        self.transmission.set_now(now);
-        self.advance();
-        self.transmission.give(buffer, &self.input);
-        self.advance();
-    }
-
-    /// There is no buffer for now; it is asked for again. What would have to hold some buffers while it waits for more goes
-    /// another way: two clients could each hold what the other waits for.
-    pub fn lack(&mut self) {
-        self.transmission.lack();
-        self.advance();
-    }
-
-    /// There is no buffer, and will be none: the request fails.
-    pub fn refuse(&mut self, now: Instant, e: Errno) {
-        self.transmission.set_now(now);
-        self.transmission.refuse(e, &self.input);
-        self.advance();
-    }
-
-    /// A copy that is to be made before any other call.
-    pub fn poll_copy(&mut self) -> Option<BufferCopy<'_>> {
-        self.advance();
-        self.transmission.poll_copy(&mut self.input)
-    }
-
-    /// The next request. A read or write that is longer than the device's largest transfer comes in parts.
-    pub fn poll_request(&mut self) -> Option<NbdRequest> {
-        self.advance();
-        self.transmission.poll_request()
-    }
-
-    /// A request is over that is no [block status](Self::status). Its buffer comes along unless it was lost.
-    ///
-    /// `losses`: how often the device had lost acknowledged writes by then.
-    pub fn done(
-        &mut self,
-        now: Instant,
-        key: PendingKey,
-        result: Result<(), Errno>,
-        data: Option<Buffer>,
-        losses: u64,
-    ) {
-        self.transmission.set_now(now);
-        self.transmission.done(key, result, data, losses);
-        self.advance();
-    }
-
-    /// A block status is over. The device need not tell of all of the range, and if it tells of nothing, all may be data.
-    pub fn status(&mut self, now: Instant, key: PendingKey, result: Result<&[Extent], Errno>) {
-        self.transmission.set_now(now);
-        self.transmission.status(key, result);
-        self.advance();
+        self.transmission.done(part, completion, backend);
+        self.advance(backend);
     }
 
     /// Appends what is to be sent next: up to 64 replies, and until `out` has 1024 pieces.
@@ -308,19 +245,13 @@ impl Connection {
     }
 
     /// The first `n` bytes of what [`gather`](Self::gather) gave are sent.
-    pub fn sent(&mut self, now: Instant, n: usize) {
+    pub fn sent(&mut self, now: Instant, n: usize, backend: &mut dyn Backend) {
         self.transmission.set_now(now);
-        self.transmission.sent(n);
+        self.transmission.sent(n, backend);
         if self.chosen.is_some() && self.transmission.out().unsent_text() == 0 {
             self.deadline = None;
         }
-        self.advance();
-    }
-
-    /// A buffer that goes back to the session. They come out when the connection has [ended](Self::ended), too.
-    pub fn poll_free(&mut self) -> Option<Buffer> {
-        self.advance();
-        self.transmission.poll_free()
+        self.advance(backend);
     }
 
     /// When [`timeout`](Self::timeout) is to be called at the latest.
@@ -331,14 +262,14 @@ impl Connection {
             .min()
     }
 
-    /// Looks whether a time has come.
-    pub fn timeout(&mut self, now: Instant) {
+    /// Checks deadlines.
+    pub fn timeout(&mut self, now: Instant, backend: &mut dyn Backend) {
         self.transmission.set_now(now);
         if self.deadline.is_some_and(|due| due <= now) {
-            self.cut_off(End::TimedOut);
+            self.cut_off(End::TimedOut, backend);
         }
-        self.transmission.timeout();
-        self.advance();
+        self.transmission.timeout(backend);
+        self.advance(backend);
     }
 
     /// Why it has ended, once it has: nothing is under way, and the socket may be closed.
@@ -346,18 +277,18 @@ impl Connection {
         self.end.as_ref().filter(|_| self.phase == Phase::Ended)
     }
 
-    fn step(&mut self, event: PhaseEvent) {
+    fn step(&mut self, event: PhaseEvent, backend: &mut dyn Backend) {
         let Some((next, actions)) = table::step(PHASES, self.phase, event) else {
             debug_assert!(false, "{event:?} in {:?}", self.phase);
             return;
         };
         self.phase = next;
         for action in actions {
-            self.act(*action);
+            self.act(*action, backend);
         }
     }
 
-    fn act(&mut self, action: PhaseAction) {
+    fn act(&mut self, action: PhaseAction, backend: &mut dyn Backend) {
         match action {
             PhaseAction::TakeTerms => {
                 if let Some(chosen) = &self.chosen
@@ -370,10 +301,9 @@ impl Connection {
             PhaseAction::StopReading => {
                 let stopped = self.eof == Some(End::Stopped);
                 let why = if stopped { Errno::ESHUTDOWN } else { Errno::EIO };
-                self.transmission.give_up(why);
+                self.transmission.give_up(why, backend);
             }
-            PhaseAction::DropRequests => self.transmission.drop_requests(),
-            PhaseAction::DropReplies => self.transmission.close_output(),
+            PhaseAction::DropReplies => self.transmission.close_output(backend),
             PhaseAction::Report => {
                 self.deadline = None;
                 if let Some(end) = self.end.as_ref().filter(|e| e.is_fault()) {
@@ -384,53 +314,62 @@ impl Connection {
     }
 
     /// Reading ends, for this reason.
-    fn finish(&mut self, why: End) {
+    fn finish(&mut self, why: End, backend: &mut dyn Backend) {
         self.end.get_or_insert(why);
-        self.step(PhaseEvent::InputEnded);
+        self.step(PhaseEvent::InputEnded, backend);
     }
 
-    fn cut_off(&mut self, why: End) {
+    fn cut_off(&mut self, why: End, backend: &mut dyn Backend) {
         if self.phase != Phase::Ended {
             self.end.get_or_insert(why);
             self.deadline = None;
-            self.step(PhaseEvent::Cut);
+            self.step(PhaseEvent::Cut, backend);
         }
     }
 
-    /// More bytes of this are needed. If the client has left, none will come.
-    fn starved(&mut self, what: &'static str, begun: bool) -> bool {
+    /// More bytes of this are needed. If the client has left, none will arrive.
+    fn starved(&mut self, what: &'static str, begun: bool, backend: &mut dyn Backend) {
         if let Some(why) = self.eof.clone() {
-            self.finish(match why {
+            let why = match why {
                 End::Left if begun => End::CutShort(what),
                 why => why,
-            });
+            };
+            self.finish(why, backend);
         }
-        false
     }
 
-    /// Goes as far as what has come allows.
-    fn advance(&mut self) {
-        self.transmission.settle();
-        let mut on = true;
-        while on {
-            on = match self.phase {
-                Phase::Greeting | Phase::Options | Phase::Secured => self.negotiate(),
-                Phase::Handshake => self.starved("the handshake of TLS", true),
-                Phase::Transmission => self.transmit(),
-                Phase::Draining | Phase::Ended => false,
-            };
+    /// Works on what has arrived, as far as it goes.
+    fn advance(&mut self, backend: &mut dyn Backend) {
+        match self.phase {
+            Phase::Greeting | Phase::Options | Phase::Secured => {
+                while self.negotiate(backend) {}
+                if self.phase == Phase::Handshake {
+                    self.starved("the handshake of TLS", true, backend);
+                }
+            }
+            Phase::Handshake => self.starved("the handshake of TLS", true, backend),
+            Phase::Transmission => {
+                self.stalled = None;
+                match self.transmission.run(&mut self.input, backend) {
+                    Stop::Stall(stall) => self.stalled = Some(stall),
+                    Stop::Input(what, begun) => self.starved(what, begun, backend),
+                    Stop::End(why) => self.finish(why, backend),
+                }
+            }
+            Phase::Draining | Phase::Ended => {}
         }
         if self.phase == Phase::Draining && self.transmission.is_idle() {
-            self.step(PhaseEvent::Idle);
+            self.step(PhaseEvent::Idle, backend);
         }
     }
 
-    /// One step of the negotiation. `false`: it can't go on.
-    fn negotiate(&mut self) -> bool {
-        if self.is_talked_at() {
+    /// One step of the negotiation. Returns whether another one may follow.
+    fn negotiate(&mut self, backend: &mut dyn Backend) -> bool {
+        let greeting = self.phase == Phase::Greeting;
+        let negotiates = matches!(self.phase, Phase::Greeting | Phase::Options | Phase::Secured);
+        if !negotiates || self.is_talked_at() {
             return false;
         }
-        let greeting = self.phase == Phase::Greeting;
         let next = match greeting {
             true => self.negotiation.flags(&mut self.input),
             false => {
@@ -441,31 +380,20 @@ impl Connection {
         match next {
             Next::More => {
                 let begun = greeting || self.negotiation.has_begun(&self.input);
-                return self.starved("the negotiation", begun);
+                self.starved("the negotiation", begun, backend);
+                return false;
             }
-            Next::Option if greeting => self.step(PhaseEvent::Flags),
+            Next::Option if greeting => self.step(PhaseEvent::Flags, backend),
             Next::Option => {}
-            Next::StartTls => self.step(PhaseEvent::StartTls),
+            Next::StartTls => self.step(PhaseEvent::StartTls, backend),
             Next::Transmit(chosen) => {
                 self.chosen = Some(chosen);
-                self.step(PhaseEvent::Chosen);
+                self.stalled = Some(Stall::Work);
+                self.step(PhaseEvent::Chosen, backend);
             }
-            Next::Abort => self.finish(End::Left),
-            Next::Bad(why) => self.finish(End::Protocol(why)),
+            Next::Abort => self.finish(End::Left, backend),
+            Next::Bad(why) => self.finish(End::Protocol(why), backend),
         }
         true
-    }
-
-    /// One step of the transmission. `false`: it can't go on.
-    fn transmit(&mut self) -> bool {
-        match self.transmission.work(&mut self.input) {
-            Step::On => true,
-            Step::Wait => false,
-            Step::Starved(what, begun) => self.starved(what, begun),
-            Step::End(why) => {
-                self.finish(why);
-                true
-            }
-        }
     }
 }

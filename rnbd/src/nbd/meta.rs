@@ -1,8 +1,8 @@
 //! Metadata contexts: what a client may ask of the state of ranges.
 
 use crate::nbd::{
-    framing::ALLOCATION_ID,
     proto::{BASE_ALLOCATION, MAX_NAME, opt},
+    reply::ALLOCATION_ID,
 };
 
 /// LIST_META_CONTEXT or SET_META_CONTEXT.

@@ -1,4 +1,4 @@
-//! Output to a client: answers of the negotiation, then replies; and the account of its in-flight requests.
+//! Output to a client: answers of the negotiation, then replies; and the account of its requests in flight.
 
 use core::time::Duration;
 use std::collections::VecDeque;
@@ -7,18 +7,21 @@ use roce_verbs::Instant;
 use rtrs::client::buffers::Buffer;
 use smallvec::SmallVec;
 
-use crate::nbd::{
-    copy::{BufferCopy, zeroes},
-    framing::Head,
-    state::Stall,
+use crate::{
+    block::Extent,
+    nbd::{
+        memory::{Memory, copy_from, give, zeroes},
+        proto::{self, Framing, chunk, cmd, state},
+        state::Stall,
+    },
 };
 
 /// Replies that go out in one call.
 const BATCH: usize = 64;
 /// Pieces of one call (`UIO_MAXIOV`).
 const MAX_PIECES: usize = 1024;
-/// A client that takes nothing for so long no longer keeps buffers: its data moves to the heap.
-const PATIENCE: Duration = Duration::from_millis(100);
+/// Pause of a client that takes nothing after which its data moves from buffers to the heap.
+const PAUSE: Duration = Duration::from_millis(100);
 
 /// Read data on its way out.
 #[derive(Debug)]
@@ -72,7 +75,7 @@ impl Piece<'_> {
 /// A reply.
 #[derive(Debug)]
 pub(crate) struct Reply {
-    header: Head,
+    head: Head,
     data: SmallVec<[Data; 1]>,
     /// Bytes that the request counts for.
     charge: u64,
@@ -80,12 +83,12 @@ pub(crate) struct Reply {
 
 impl Reply {
     /// To a request that counts for `charge` bytes.
-    pub(crate) fn new(header: Head, data: SmallVec<[Data; 1]>, charge: u64) -> Self {
-        Self { header, data, charge }
+    pub(crate) fn new(head: Head, data: SmallVec<[Data; 1]>, charge: u64) -> Self {
+        Self { head, data, charge }
     }
 
     fn len(&self) -> usize {
-        self.header.len() + self.data.iter().map(Data::len).sum::<usize>()
+        self.head.len() + self.data.iter().map(Data::len).sum::<usize>()
     }
 
     fn lent(&self) -> usize {
@@ -94,8 +97,8 @@ impl Reply {
 
     /// Gathers the bytes after the first `skip`. `false`: there is no room for all of them.
     fn gather<'a>(&'a self, mut skip: usize, room: usize, out: &mut Vec<Piece<'a>>) -> bool {
-        let header = core::iter::once((None, self.header.len()));
-        for (data, len) in header.chain(self.data.iter().map(|d| (Some(d), d.len()))) {
+        let head = core::iter::once((None, self.head.len()));
+        for (data, len) in head.chain(self.data.iter().map(|d| (Some(d), d.len()))) {
             if skip >= len {
                 skip -= len;
                 continue;
@@ -104,7 +107,7 @@ impl Reply {
                 return false;
             }
             out.push(match data {
-                None => Piece::Bytes(&self.header[skip..]),
+                None => Piece::Bytes(&self.head[skip..]),
                 Some(Data::Heap(bytes)) => Piece::Bytes(&bytes[skip..]),
                 Some(Data::Device(buffer)) => Piece::Data {
                     buffer,
@@ -117,15 +120,16 @@ impl Reply {
         true
     }
 
-    fn free(self, free: &mut impl Extend<Buffer>) {
-        free.extend(self.data.into_iter().filter_map(|d| match d {
-            Data::Device(buffer) => Some(buffer),
-            Data::Heap(_) => None,
-        }));
+    fn free(self, memory: &mut dyn Memory) {
+        for data in self.data {
+            if let Data::Device(buffer) = data {
+                give(memory, Some(buffer));
+            }
+        }
     }
 }
 
-/// In-flight requests of a connection: read, and replies not sent yet.
+/// Limits of a connection's requests in flight: those that were read, and whose replies are not sent yet.
 #[derive(Debug)]
 pub(crate) struct Account {
     requests: usize,
@@ -187,10 +191,8 @@ pub(crate) struct Outbox {
     sent: usize,
     /// Buffers in `replies`.
     lent: usize,
-    /// Since when the client has taken nothing of what is there.
+    /// Since when the client has taken nothing.
     since: Instant,
-    /// The next reply whose buffers are to be copied to the heap.
-    spill: Option<usize>,
     /// Nothing is sent any more.
     closed: bool,
 }
@@ -205,7 +207,6 @@ impl Outbox {
             sent: 0,
             lent: 0,
             since: now,
-            spill: None,
             closed: false,
         }
     }
@@ -231,10 +232,10 @@ impl Outbox {
     }
 
     /// Queues a reply.
-    pub(crate) fn push(&mut self, now: Instant, reply: Reply, account: &mut Account, free: &mut impl Extend<Buffer>) {
+    pub(crate) fn push(&mut self, now: Instant, reply: Reply, account: &mut Account, memory: &mut dyn Memory) {
         if self.closed {
             account.settle(&reply);
-            return reply.free(free);
+            return reply.free(memory);
         }
         if self.is_empty() {
             self.since = now;
@@ -259,7 +260,7 @@ impl Outbox {
     }
 
     /// The client has taken `n` bytes.
-    pub(crate) fn sent(&mut self, now: Instant, n: usize, account: &mut Account, free: &mut impl Extend<Buffer>) {
+    pub(crate) fn sent(&mut self, now: Instant, n: usize, account: &mut Account, memory: &mut dyn Memory) {
         if n > 0 {
             self.since = now;
         }
@@ -276,87 +277,209 @@ impl Outbox {
                 return;
             }
             self.sent -= len;
-            self.pop(account, free);
+            self.pop(account, memory);
         }
         debug_assert_eq!(self.sent, 0, "more was sent than was there");
         self.sent = 0;
     }
 
-    fn pop(&mut self, account: &mut Account, free: &mut impl Extend<Buffer>) {
+    fn pop(&mut self, account: &mut Account, memory: &mut dyn Memory) {
         let Some(reply) = self.replies.pop_front() else { return };
         account.settle(&reply);
         self.lent -= reply.lent();
-        self.spill = self.spill.map(|i| i.saturating_sub(1));
-        reply.free(free);
+        reply.free(memory);
     }
 
     /// Drops what is there, and what will come.
-    pub(crate) fn close(&mut self, account: &mut Account, free: &mut impl Extend<Buffer>) {
+    pub(crate) fn close(&mut self, account: &mut Account, memory: &mut dyn Memory) {
         self.closed = true;
         self.text = Vec::new();
-        (self.text_sent, self.sent, self.spill) = (0, 0, None);
+        (self.text_sent, self.sent) = (0, 0);
         while !self.replies.is_empty() {
-            self.pop(account, free);
+            self.pop(account, memory);
         }
     }
 
-    /// When the client's buffers are to be copied, if it takes nothing until then.
+    /// When buffers are copied to the heap, if the client takes nothing until then.
     pub(crate) fn deadline(&self) -> Option<Instant> {
-        (self.lent > 0 && self.spill.is_none()).then(|| self.since + PATIENCE)
+        (self.lent > 0).then(|| self.since + PAUSE)
     }
 
-    /// Looks whether that time has come.
-    pub(crate) fn timeout(&mut self, now: Instant) {
-        if self.deadline().is_some_and(|due| due <= now) {
-            self.spill = Some(0);
-            // What has no memory for a copy, and what is queued from here on, has its time.
-            self.since = now;
+    /// Copies buffers to the heap when it is time. Without memory for that, they stay.
+    pub(crate) fn timeout(&mut self, now: Instant, memory: &mut dyn Memory) {
+        if self.deadline().is_none_or(|due| due > now) {
+            return;
         }
-    }
-
-    /// The next copy that gives a buffer back. Without memory for it, the buffer stays.
-    pub(crate) fn poll_spill<'a>(&'a mut self, free: &'a mut VecDeque<Buffer>) -> Option<BufferCopy<'a>> {
-        let (reply, part, bytes) = loop {
-            let i = self.spill?;
-            let Some(reply) = self.replies.get(i) else {
-                self.spill = None;
-                return None;
+        self.since = now;
+        for data in self.replies.iter_mut().flat_map(|reply| &mut reply.data) {
+            let Data::Device(buffer) = data else { continue };
+            let Some(mut bytes) = zeroes(buffer.len()) else {
+                continue;
             };
-            let lent = reply.data.iter().position(|d| matches!(d, Data::Device(_)));
-            let copy = lent.and_then(|part| Some((part, zeroes(reply.data.get(part)?.len())?)));
-            match copy {
-                Some((part, bytes)) => break (i, part, bytes),
-                None => self.spill = Some(i + 1),
+            copy_from(memory, buffer, &mut bytes);
+            if let Data::Device(buffer) = core::mem::replace(data, Data::Heap(bytes)) {
+                self.lent -= 1;
+                give(memory, Some(buffer));
             }
-        };
-        let place = self.replies.get_mut(reply)?.data.get_mut(part)?;
-        if let Data::Device(buffer) = core::mem::replace(place, Data::Heap(bytes)) {
-            self.lent -= 1;
-            free.push_back(buffer);
-        }
-        match (place, free.back()) {
-            (Data::Heap(out), Some(buffer)) => Some(BufferCopy::Read { buffer, at: 0, out }),
-            _ => None,
         }
     }
 }
 
+/// Head of a reply: the bytes before its data. The longest is that of extents in an extended chunk.
+type Head = SmallVec<[u8; 40]>;
+
+/// Answer to a request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Answer {
+    /// It is done.
+    Done,
+    /// It has failed: an error of the protocol, not 0.
+    Failed(u32),
+    /// So many bytes follow, from the request's offset on.
+    Data { len: u64 },
+    /// So many extents of the context that was chosen follow, from the request's offset on.
+    Status { extents: usize },
+}
+
+/// The client's number for the context `base:allocation`.
+pub(crate) const ALLOCATION_ID: u32 = 1;
+
+/// Header of a request, as far as its reply needs it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Header {
+    pub(crate) framing: Framing,
+    pub(crate) command: u16,
+    pub(crate) cookie: u64,
+    pub(crate) offset: u64,
+}
+
+/// The head of the reply to a request. A reply is one chunk: so `NBD_CMD_FLAG_DF` is always obeyed.
+pub(crate) fn head(request: Header, answer: Answer) -> Head {
+    let Header {
+        framing,
+        cookie,
+        offset,
+        ..
+    } = request;
+    let in_chunks = match framing {
+        Framing::Simple => false,
+        Framing::Structured => matches!(request.command, cmd::READ | cmd::BLOCK_STATUS),
+        Framing::Extended => true,
+    };
+    if !in_chunks {
+        let error = if let Answer::Failed(error) = answer { error } else { 0 };
+        return simple(cookie, error);
+    }
+    let extended = framing == Framing::Extended;
+    let mut body = Head::new();
+    let (kind, behind) = match answer {
+        Answer::Done => (chunk::NONE, 0),
+        Answer::Failed(error) => {
+            body.extend_from_slice(&error.to_be_bytes());
+            // No text.
+            body.extend_from_slice(&[0; 2]);
+            (chunk::ERROR, 0)
+        }
+        Answer::Data { len } => {
+            body.extend_from_slice(&offset.to_be_bytes());
+            (chunk::OFFSET_DATA, len)
+        }
+        Answer::Status { extents } => {
+            body.extend_from_slice(&ALLOCATION_ID.to_be_bytes());
+            let kind = if extended {
+                body.extend_from_slice(&(extents as u32).to_be_bytes());
+                chunk::BLOCK_STATUS_EXT
+            } else {
+                chunk::BLOCK_STATUS
+            };
+            (kind, (extents * extent_len(framing)) as u64)
+        }
+    };
+    let len = body.len() as u64 + behind;
+    let mut head = Head::new();
+    let magic = if extended {
+        proto::EXTENDED_REPLY_MAGIC
+    } else {
+        proto::STRUCTURED_REPLY_MAGIC
+    };
+    head.extend_from_slice(&magic.to_be_bytes());
+    head.extend_from_slice(&proto::CHUNK_DONE.to_be_bytes());
+    head.extend_from_slice(&kind.to_be_bytes());
+    head.extend_from_slice(&cookie.to_be_bytes());
+    if extended {
+        head.extend_from_slice(&offset.to_be_bytes());
+        head.extend_from_slice(&len.to_be_bytes());
+    } else {
+        head.extend_from_slice(&(len as u32).to_be_bytes());
+    }
+    head.extend_from_slice(&body);
+    head
+}
+
+fn simple(cookie: u64, error: u32) -> Head {
+    let mut head = Head::new();
+    head.extend_from_slice(&proto::SIMPLE_REPLY_MAGIC.to_be_bytes());
+    head.extend_from_slice(&error.to_be_bytes());
+    head.extend_from_slice(&cookie.to_be_bytes());
+    head
+}
+
+/// Bytes of an extent.
+const fn extent_len(framing: Framing) -> usize {
+    match framing {
+        Framing::Simple | Framing::Structured => 8,
+        Framing::Extended => 16,
+    }
+}
+
+/// The extents of a reply. A compact request is never longer than a compact extent can be.
+pub(crate) fn extents(framing: Framing, extents: &[Extent]) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(extents.len() * extent_len(framing));
+    for extent in extents {
+        let flags = [(extent.hole, state::HOLE), (extent.zero, state::ZERO)];
+        let set = flags.iter().filter(|(is_set, _)| *is_set);
+        let flags = set.fold(0, |all, (_, flag)| all | flag);
+        if framing == Framing::Extended {
+            bytes.extend_from_slice(&extent.len.to_be_bytes());
+            bytes.extend_from_slice(&u64::from(flags).to_be_bytes());
+        } else {
+            bytes.extend_from_slice(&u32::try_from(extent.len).unwrap_or(u32::MAX).to_be_bytes());
+            bytes.extend_from_slice(&flags.to_be_bytes());
+        }
+    }
+    bytes
+}
+
 #[cfg(test)]
 mod tests {
+    use rtrs::client::buffers::Buffers;
+
     use super::*;
+    use crate::errno::Errno;
+
+    struct Nothing;
+
+    impl Memory for Nothing {
+        fn take(&mut self, _: usize) -> Result<Option<Buffer>, Errno> {
+            Ok(None)
+        }
+
+        fn buffers(&mut self) -> Option<&mut Buffers> {
+            None
+        }
+    }
 
     #[test]
     fn text_that_is_taken_is_not_hoarded() {
         let mut account = Account::new(1, 1);
-        let mut free = VecDeque::new();
         let mut out = Outbox::new(Instant::ZERO, &[0; 1000]);
         for _ in 0..10_000 {
             out.text().extend([1; 1000]);
-            out.sent(Instant::ZERO, 1000, &mut account, &mut free);
+            out.sent(Instant::ZERO, 1000, &mut account, &mut Nothing);
             assert_eq!(out.unsent_text(), 1000);
         }
         assert!(out.text().capacity() < 64 << 10);
-        out.sent(Instant::ZERO, 1000, &mut account, &mut free);
+        out.sent(Instant::ZERO, 1000, &mut account, &mut Nothing);
         assert!(out.is_empty());
     }
 

@@ -47,8 +47,6 @@ pub enum PhaseAction {
     TakeTerms,
     /// Read no more; what has arrived only in part is given up.
     StopReading,
-    /// Requests that nobody has begun with are not begun.
-    DropRequests,
     /// Send no more.
     DropReplies,
     /// Log why it ended.
@@ -75,13 +73,8 @@ pub const PHASES: Table<Phase, PhaseEvent, PhaseAction> = {
         (P::Secured, E::InputEnded, P::Draining, &[A::StopReading]),
         (P::Secured, E::Cut, P::Draining, &[A::StopReading, A::DropReplies]),
         (P::Transmission, E::InputEnded, P::Draining, &[A::StopReading]),
-        (
-            P::Transmission,
-            E::Cut,
-            P::Draining,
-            &[A::StopReading, A::DropRequests, A::DropReplies],
-        ),
-        (P::Draining, E::Cut, P::Draining, &[A::DropRequests, A::DropReplies]),
+        (P::Transmission, E::Cut, P::Draining, &[A::StopReading, A::DropReplies]),
+        (P::Draining, E::Cut, P::Draining, &[A::DropReplies]),
         (P::Draining, E::Idle, P::Ended, &[A::Report]),
     ]
 };
@@ -89,7 +82,7 @@ pub const PHASES: Table<Phase, PhaseEvent, PhaseAction> = {
 /// Why nothing is read from the client: it is made to wait.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Stall {
-    /// There is work to poll for first.
+    /// [`poll`](super::Connection::poll) comes first.
     Work,
     /// The client has not taken the answers to earlier options.
     Answers,

@@ -1,36 +1,36 @@
 //! Requests of a client, from their first byte to the last byte of their reply.
 
-use std::collections::VecDeque;
+use core::{cell::RefCell, ops::ControlFlow};
+use std::rc::Rc;
 
 use roce_verbs::Instant;
 use rtrs::client::buffers::Buffer;
 use smallvec::SmallVec;
 
 use crate::{
-    block::{BlockOp, Extent, Geometry},
+    block::{BlockOp, BlockRequest, Completion, Geometry},
     errno::Errno,
     nbd::{
-        copy::BufferCopy,
-        framing::Asked,
         handshake::Chosen,
+        memory::give,
         parse::{ParseBuffer, check},
         payload::{Need, Part, Target},
-        pending::{NbdRequest, Pending, PendingKey, PendingTable, Release},
         proto::{self, Framing, Request, cmd, cmd_flag},
-        reply::{Account, Outbox},
+        reply::{Account, Header, Outbox},
+        request::{Backend, InFlight, RequestPart},
         state::{End, Stall},
     },
     proto::status,
 };
 
-/// Requests of one connection that may be in flight.
+/// Requests in flight of one connection at most.
 const MAX_REQUESTS: usize = 1024;
 /// Extents of a reply at most.
 const MAX_EXTENTS: u32 = status::MAX_EXTENTS;
-/// Bytes of one connection that may be in flight.
+/// Bytes in flight of one connection at most.
 const MAX_BYTES: u64 = 64 << 20;
 
-/// Stands for the device as long as none is chosen: every request is out of range.
+/// The device before one is chosen: every request is out of range.
 const NO_DEVICE: Geometry = Geometry {
     size: 0,
     logical_block_size: 512,
@@ -45,87 +45,61 @@ const NO_DEVICE: Geometry = Geometry {
     queue_depth: 0,
 };
 
-/// Bytes of one connection that may be in flight: half of the buffers is left to others.
-fn share(g: &Geometry) -> u64 {
+/// Bytes in flight of one connection at most: half of the buffers is left to others.
+fn most_bytes(g: &Geometry) -> u64 {
     (u64::from(g.queue_depth / 2) * u64::from(g.max_transfer)).clamp(1, MAX_BYTES)
 }
 
-/// A read that is given its buffers.
+type Shared = Rc<RefCell<InFlight>>;
+
+/// A read that takes its buffers.
 #[derive(Debug)]
 struct ReadJob {
-    key: PendingKey,
-    offset: u64,
-    /// Parts that are started.
+    request: Shared,
+    /// The next part that has no buffer.
     next: u32,
-    parts: u32,
-    /// Buffers of parts that are started only when there are enough for all.
+    /// Buffers of parts that are submitted only when there are enough for all.
     collected: SmallVec<[Buffer; 1]>,
-    /// The data is collected in the heap, or is not wanted: each part starts as soon as it has a buffer.
+    /// The data is collected in the heap, or dropped: each part is submitted as soon as it has a buffer.
     staged: bool,
 }
 
 /// A write whose payload is received.
 #[derive(Debug)]
 struct WriteJob {
-    key: PendingKey,
-    offset: u64,
+    request: Shared,
     fua: bool,
     index: u32,
     part: Part,
 }
 
-/// The request that is being received and started: the last one that was read.
+/// The request that is being received and submitted: the last one that was read.
 #[derive(Debug)]
 enum Job {
     /// None: the next bytes are a header.
     Idle,
-    /// A request that has failed. So many bytes of its payload are still to be thrown away.
-    Failed { key: PendingKey, left: usize },
+    /// A request that has failed. So many bytes of its payload are still to be skipped.
+    Failed { request: Shared, left: usize },
     /// A read.
     Read(ReadJob),
     /// A write.
     Write(WriteJob),
 }
 
-/// A part of a read whose data is to be copied to the heap.
+/// Why work on what has arrived stops.
 #[derive(Debug)]
-struct Landed {
-    key: PendingKey,
-    buffer: Buffer,
-}
-
-/// Outcome of a step.
-#[derive(Debug)]
-pub(crate) enum Step {
-    /// To the next one.
-    On,
-    /// Nowhere, until something is given, sent or done.
-    Wait,
-    /// Nowhere, until more bytes of this come; some of them have come.
-    Starved(&'static str, bool),
-    /// To the end of the input.
+pub(crate) enum Stop {
+    /// Something has to end first.
+    Stall(Stall),
+    /// More bytes of this have to arrive; some of them have.
+    Input(&'static str, bool),
+    /// The input has ended.
     End(End),
 }
 
-/// The data of a read is collected in the heap from here on. `false` without memory: the read has failed.
-fn stage(job: &mut ReadJob, pending: &mut PendingTable) -> bool {
-    let Some(pending) = pending.get_mut(job.key) else {
-        return false;
-    };
-    match pending.expect_heap() {
-        Ok(()) => job.staged = true,
-        Err(e) => pending.fail(e),
-    }
-    job.staged
-}
+type Step = ControlFlow<Stop>;
 
-/// The header that is next, or why there is none.
-fn head(input: &ParseBuffer, framing: Framing) -> Option<Result<Request, End>> {
-    let request = Request::parse(input.unread(), framing)?;
-    Some(request.ok_or_else(|| End::Protocol("request without its magic number".into())))
-}
-
-/// Bytes that a request moves between the device and memory. Of what is only to be cached the beginning will do.
+/// Bytes that a request moves between the device and memory. Of a range to be cached the beginning will do.
 fn moved(q: &Request) -> u32 {
     match q.command {
         cmd::READ | cmd::WRITE | cmd::CACHE => q.len.min(proto::MAX_PAYLOAD.into()) as u32,
@@ -133,37 +107,26 @@ fn moved(q: &Request) -> u32 {
     }
 }
 
-/// Bytes that a request counts for: those that it moves, if it is in order.
-fn charge(q: &Request, checked: Result<(), Errno>) -> u64 {
-    checked.map_or(0, |()| moved(q).into())
-}
-
-/// The requests of a client, and what is sent to it.
+/// The requests of a client, and its output.
 #[derive(Debug)]
 pub(crate) struct Transmission {
-    /// The latest time that was told.
+    /// The time of the last call.
     now: Instant,
     /// The transmission flags that the client knows.
     told: u16,
     framing: Framing,
     /// The client may ask what is allocated.
     allocation: bool,
-    /// The size that it knows, in bytes: the protocol has no word for another one.
+    /// The size that the client knows, in bytes: the protocol can't change it.
     told_size: u64,
     geometry: Geometry,
     job: Job,
-    pending: PendingTable,
     account: Account,
-    requests: VecDeque<NbdRequest>,
-    landed: VecDeque<Landed>,
-    /// This part's data will have been copied to the heap when the next call comes.
-    copied: Option<PendingKey>,
     out: Outbox,
-    free: VecDeque<Buffer>,
 }
 
 impl Transmission {
-    /// Nothing, with these bytes to be sent first.
+    /// Without requests, with these bytes to be sent first.
     pub(crate) fn new(now: Instant, text: &[u8]) -> Self {
         Self {
             now,
@@ -173,17 +136,12 @@ impl Transmission {
             told_size: 0,
             geometry: NO_DEVICE,
             job: Job::Idle,
-            pending: PendingTable::default(),
-            account: Account::new(MAX_REQUESTS, share(&NO_DEVICE)),
-            requests: VecDeque::new(),
-            landed: VecDeque::new(),
-            copied: None,
+            account: Account::new(MAX_REQUESTS, most_bytes(&NO_DEVICE)),
             out: Outbox::new(now, text),
-            free: VecDeque::new(),
         }
     }
 
-    /// It is so late.
+    /// Sets the time.
     pub(crate) fn set_now(&mut self, now: Instant) {
         self.now = now;
     }
@@ -194,17 +152,13 @@ impl Transmission {
         (self.framing, self.allocation) = (chosen.framing, chosen.allocation);
     }
 
-    fn check(&self, q: &Request) -> Result<(), Errno> {
-        check(q, self.told, self.framing, self.allocation, &self.geometry)
-    }
-
-    /// Sets the device's geometry. To a client it never becomes larger than it was told.
+    /// Sets the device's geometry. For a client it never becomes larger than it was told.
     pub(crate) fn set_geometry(&mut self, geometry: Geometry) {
         self.geometry = Geometry {
             size: geometry.size.min(self.told_size),
             ..geometry
         };
-        self.account.set_max_bytes(share(&geometry));
+        self.account.set_max_bytes(most_bytes(&geometry));
     }
 
     /// Requests and bytes in flight.
@@ -224,36 +178,10 @@ impl Transmission {
 
     /// Whether all requests are answered and all answers are sent.
     pub(crate) fn is_idle(&self) -> bool {
-        self.pending.is_empty() && self.out.is_empty()
+        self.in_flight().0 == 0 && self.out.is_empty()
     }
 
-    /// Whether something is to be polled for. Nothing new is begun with before: so a device that does everything at once is
-    /// asked, and its client answered, in the client's order.
-    fn has_work(&self) -> bool {
-        !self.requests.is_empty() || !self.landed.is_empty()
-    }
-
-    /// Why nothing is to be received.
-    pub(crate) fn stall(&self, input: &ParseBuffer) -> Option<Stall> {
-        if self.has_work() {
-            return Some(Stall::Work);
-        }
-        match &self.job {
-            Job::Idle => {
-                let q = head(input, self.framing)?.ok()?;
-                self.account.blocked(charge(&q, self.check(&q)))
-            }
-            Job::Failed { .. } => None,
-            Job::Read(_) => Some(Stall::Buffers),
-            Job::Write(job) => match job.part.need(input) {
-                Need::Buffer => Some(Stall::Buffers),
-                Need::Bytes => None,
-                Need::Copy | Need::Nothing => Some(Stall::Work),
-            },
-        }
-    }
-
-    /// Returns the destination of payload, and how much of it; only without a [`stall`](Self::stall).
+    /// Returns the destination of payload, and how much of it.
     pub(crate) fn target(&mut self) -> Option<(Target<'_>, usize)> {
         match &mut self.job {
             Job::Write(job) => {
@@ -265,147 +193,23 @@ impl Transmission {
     }
 
     /// Returns how many of `n` received bytes go behind the payload.
-    pub(crate) fn received(&mut self, n: usize, input: &ParseBuffer) -> usize {
+    pub(crate) fn received(&mut self, n: usize) -> usize {
         match &mut self.job {
-            Job::Write(job) if job.part.need(input) == Need::Bytes => job.part.received(self.now, n),
+            Job::Write(job) if job.part.need() == Need::Bytes => job.part.received(self.now, n),
             _ => n,
         }
     }
 
-    /// Bytes of a buffer that is needed.
-    pub(crate) fn need(&mut self, input: &ParseBuffer) -> Option<usize> {
-        if self.has_work() {
-            return None;
-        }
-        match &self.job {
-            Job::Read(job) => {
-                let index = job.next + job.collected.len() as u32;
-                let (_, len) = self.pending.get_mut(job.key)?.range(index);
-                Some(len as usize)
-            }
-            Job::Write(job) => (job.part.need(input) == Need::Buffer).then(|| job.part.len()),
-            Job::Idle | Job::Failed { .. } => None,
-        }
-    }
-
-    /// Here is a buffer.
-    pub(crate) fn give(&mut self, mut buffer: Buffer, input: &ParseBuffer) {
-        let Some(need) = self.need(input) else {
-            self.free.push_back(buffer);
-            return;
-        };
-        buffer.set_len(need);
-        if buffer.len() < need {
-            self.free.push_back(buffer);
-            return self.refuse(Errno::ENOMEM, input);
-        }
-        match &mut self.job {
-            Job::Read(job) => {
-                job.collected.push(buffer);
-                if job.staged || job.collected.len() == job.parts as usize {
-                    self.start_read();
-                }
-            }
-            Job::Write(job) => self.free.extend(job.part.give(self.now, buffer)),
-            Job::Idle | Job::Failed { .. } => self.free.push_back(buffer),
-        }
-    }
-
-    /// There is no buffer for now.
-    pub(crate) fn lack(&mut self) {
-        if let Job::Read(job) = &mut self.job
-            && !job.staged
-            && job.parts > 1
-            && stage(job, &mut self.pending)
-        {
-            self.start_read();
-        }
-    }
-
-    /// There will be no buffer.
-    pub(crate) fn refuse(&mut self, e: Errno, input: &ParseBuffer) {
-        match core::mem::replace(&mut self.job, Job::Idle) {
-            Job::Read(job) => {
-                self.fail(job.key, e);
-                self.free.extend(job.collected);
-                self.job = Job::Failed { key: job.key, left: 0 };
-            }
-            Job::Write(job) if job.part.need(input) == Need::Buffer => {
-                self.fail(job.key, e);
-                self.fail_write(job);
-            }
-            other => self.job = other,
-        }
-    }
-
-    /// A copy that is to be made before any other call.
-    pub(crate) fn poll_copy<'a>(&'a mut self, input: &'a mut ParseBuffer) -> Option<BufferCopy<'a>> {
-        if let Some(landed) = self.landed.pop_front() {
-            self.copied = Some(landed.key);
-            self.free.push_back(landed.buffer);
-            let (pending, part) = self.pending.part_mut(landed.key)?;
-            return Some(BufferCopy::Read {
-                buffer: self.free.back()?,
-                at: 0,
-                out: pending.heap(part),
-            });
-        }
-        if let Job::Write(job) = &mut self.job
-            && job.part.need(input) == Need::Copy
-        {
-            return job.part.poll_copy(input, &mut self.free);
-        }
-        self.out.poll_spill(&mut self.free)
-    }
-
-    /// The data that was last to be copied has been.
-    pub(crate) fn settle(&mut self) {
-        if let Some(key) = self.copied.take() {
-            self.release(key);
-        }
-    }
-
-    /// The next request.
-    pub(crate) fn poll_request(&mut self) -> Option<NbdRequest> {
-        self.requests.pop_front()
-    }
-
-    /// A block status is over.
-    pub(crate) fn status(&mut self, key: PendingKey, result: Result<&[Extent], Errno>) {
-        if let Some(pending) = self.pending.get_mut(key) {
-            match result {
-                Ok(extents) => pending.learn(extents),
-                Err(e) => pending.fail(e),
-            }
-        }
-        self.release(key);
-    }
-
-    /// A request is over.
-    pub(crate) fn done(&mut self, key: PendingKey, result: Result<(), Errno>, data: Option<Buffer>, losses: u64) {
-        let Some((pending, part)) = self.pending.part_mut(key) else {
-            self.free.extend(data);
-            return;
-        };
-        pending.part_ended(result, losses);
-        match pending.land(part, data, &mut self.free) {
-            Some(buffer) if self.out.is_closed() => {
-                self.free.push_back(buffer);
-                self.release(key);
-            }
-            Some(buffer) => self.landed.push_back(Landed { key, buffer }),
-            None => self.release(key),
-        }
+    /// A part has ended.
+    pub(crate) fn done(&mut self, part: RequestPart, completion: Completion, backend: &mut dyn Backend) {
+        let RequestPart { request, index } = part;
+        request.borrow_mut().part_ended(index, completion, backend);
+        self.release(request, backend);
     }
 
     /// The client has taken `n` bytes.
-    pub(crate) fn sent(&mut self, n: usize) {
-        self.out.sent(self.now, n, &mut self.account, &mut self.free);
-    }
-
-    /// A buffer that goes back.
-    pub(crate) fn poll_free(&mut self) -> Option<Buffer> {
-        self.free.pop_front()
+    pub(crate) fn sent(&mut self, n: usize, backend: &mut dyn Backend) {
+        self.out.sent(self.now, n, &mut self.account, backend);
     }
 
     /// When the client has kept buffers for too long.
@@ -417,105 +221,88 @@ impl Transmission {
         [part, self.out.deadline()].into_iter().flatten().min()
     }
 
-    /// Looks whether that time has come.
-    pub(crate) fn timeout(&mut self) {
+    /// Checks that deadline.
+    pub(crate) fn timeout(&mut self, backend: &mut dyn Backend) {
         if let Job::Write(job) = &mut self.job {
-            job.part.timeout(self.now, &mut self.free);
+            job.part.timeout(self.now, backend);
         }
-        self.out.timeout(self.now);
+        self.out.timeout(self.now, backend);
+    }
+
+    /// Stops sending.
+    pub(crate) fn close_output(&mut self, backend: &mut dyn Backend) {
+        self.out.close(&mut self.account, backend);
     }
 }
 
-/// Receiving and starting.
+/// Receiving and submitting.
 impl Transmission {
-    /// One step of the work on what has come.
-    pub(crate) fn work(&mut self, input: &mut ParseBuffer) -> Step {
-        match &mut self.job {
-            Job::Idle => self.next_request(input),
-            Job::Failed { key, left } => {
-                let key = *key;
-                *left -= input.skip(*left);
-                if *left > 0 {
-                    return Step::Starved("a write", true);
-                }
-                self.job = Job::Idle;
-                self.release(key);
-                Step::On
+    /// Works on what has arrived, as far as it goes.
+    pub(crate) fn run(&mut self, input: &mut ParseBuffer, backend: &mut dyn Backend) -> Stop {
+        loop {
+            let step = match core::mem::replace(&mut self.job, Job::Idle) {
+                Job::Idle => self.next_request(input, backend),
+                Job::Failed { request, left } => self.skip(request, left, input, backend),
+                Job::Read(job) => self.read(job, backend),
+                Job::Write(job) => self.write(job, input, backend),
+            };
+            if let ControlFlow::Break(stop) = step {
+                return stop;
             }
-            Job::Read(job) => {
-                let key = job.key;
-                if !self.failed(key) {
-                    return Step::Wait;
-                }
-                self.give_up(Errno::EIO);
-                Step::On
-            }
-            Job::Write(_) => self.receive_write(input),
         }
     }
 
-    fn next_request(&mut self, input: &mut ParseBuffer) -> Step {
-        if self.has_work() {
-            return Step::Wait;
-        }
-        let q = match head(input, self.framing) {
-            None => return Step::Starved("a request", !input.unread().is_empty()),
-            Some(Err(why)) => return Step::End(why),
-            Some(Ok(q)) => q,
+    fn next_request(&mut self, input: &mut ParseBuffer, backend: &mut dyn Backend) -> Step {
+        let end = |why: String| ControlFlow::Break(Stop::End(End::Protocol(why)));
+        let q = match Request::parse(input.unread(), self.framing) {
+            None => return ControlFlow::Break(Stop::Input("a request", !input.unread().is_empty())),
+            Some(None) => return end("request without its magic number".into()),
+            Some(Some(q)) => q,
         };
         if q.command == cmd::DISC {
-            return Step::End(End::Left);
+            return ControlFlow::Break(Stop::End(End::Left));
         }
         let payload = q.payload(self.framing);
         if payload > proto::MAX_PAYLOAD.into() {
-            return Step::End(End::Protocol(format!("a request with {payload} bytes of payload")));
+            return end(format!("a request with {payload} bytes of payload"));
         }
-        let checked = self.check(&q);
-        let charge = charge(&q, checked);
-        if self.account.blocked(charge).is_some() {
-            return Step::Wait;
+        let checked = check(&q, self.told, self.framing, self.allocation, &self.geometry);
+        // What is refused moves nothing.
+        let charge = checked.map_or(0, |()| moved(&q).into());
+        if let Some(stall) = self.account.blocked(charge) {
+            return ControlFlow::Break(Stop::Stall(stall));
         }
-        let asked = Asked {
+        self.account.admit(charge);
+        input.consume(self.framing.request_len());
+        input.expect_more_like(&q);
+        let header = Header {
             framing: self.framing,
             command: q.command,
             cookie: q.cookie,
             offset: q.offset,
         };
-        let pending = Pending::new(asked, charge, q.len, moved(&q), &self.geometry);
-        let Some(key) = self.pending.insert(pending) else {
-            return Step::Wait;
-        };
-        self.account.admit(charge);
-        input.consume(self.framing.request_len());
-        input.expect_more_like(&q);
+        let mut request = InFlight::new(header, charge, q.len, moved(&q), &self.geometry);
         match checked {
-            Ok(()) => self.begin(&q, key),
+            Ok(()) => self.begin(&q, request, backend),
             Err(e) => {
-                self.fail(key, e);
-                let left = payload as usize;
-                self.job = Job::Failed { key, left };
+                request.fail(e);
+                self.skip(share(request), payload as usize, input, backend)
             }
         }
-        Step::On
     }
 
     /// Begins with a request that is in order.
-    fn begin(&mut self, q: &Request, key: PendingKey) {
+    fn begin(&mut self, q: &Request, mut request: InFlight, backend: &mut dyn Backend) -> Step {
         // Without a write cache every write is as good as forced.
         let forced = q.flags & cmd_flag::FUA != 0 && self.geometry.write_cache;
         let fua = forced && self.geometry.fua;
         let op = match q.command {
             _ if q.command != cmd::FLUSH && q.len == 0 => None,
-            cmd::READ | cmd::CACHE => return self.begin_read(q, key),
+            cmd::READ | cmd::CACHE => return self.begin_read(q, request, backend),
             cmd::WRITE => Some(BlockOp::Write { fua }),
             cmd::FLUSH => Some(BlockOp::Flush),
-            cmd::BLOCK_STATUS => Some(BlockOp::BlockStatus {
-                most: if q.flags & cmd_flag::REQ_ONE != 0 {
-                    1
-                } else {
-                    MAX_EXTENTS
-                },
-            }),
+            cmd::BLOCK_STATUS if q.flags & cmd_flag::REQ_ONE != 0 => Some(BlockOp::BlockStatus { most: 1 }),
+            cmd::BLOCK_STATUS => Some(BlockOp::BlockStatus { most: MAX_EXTENTS }),
             cmd::TRIM => Some(BlockOp::Discard),
             cmd::WRITE_ZEROES => Some(BlockOp::WriteZeroes {
                 fua,
@@ -523,206 +310,230 @@ impl Transmission {
             }),
             _ => None,
         };
-        if let Some(pending) = self.pending.get_mut(key) {
-            // A discard knows no FUA, and the device may have lost it since the client was told.
-            let flush = op.is_some_and(|op| forced && op.writes() && (op == BlockOp::Discard || !fua));
-            pending.set_flush(flush);
-            if q.command == cmd::BLOCK_STATUS {
-                // Until the device says more.
-                pending.learn(&[]);
-            }
+        // A discard knows no FUA, and the device may have lost it since the client was told.
+        request.set_flush(op.is_some_and(|op| forced && op.writes() && (op == BlockOp::Discard || !fua)));
+        if q.command == cmd::BLOCK_STATUS {
+            // Until the device says more.
+            request.learn(&[]);
         }
+        let (_, len) = request.range(0);
+        let request = share(request);
         match op {
-            Some(BlockOp::Write { fua }) => return self.begin_write(q, key, fua),
-            Some(BlockOp::Flush) => self.start(key, BlockOp::Flush, 0, 0, None),
-            Some(op) => self.start(key, op, q.offset, q.len, None),
+            Some(BlockOp::Write { fua }) => {
+                self.job = Job::Write(WriteJob {
+                    request,
+                    fua,
+                    index: 0,
+                    part: Part::new(len as usize),
+                });
+                return ControlFlow::Continue(());
+            }
+            Some(BlockOp::Flush) => self.submit(&request, 0, BlockOp::Flush, (0, 0), None, backend),
+            Some(op) => self.submit(&request, 0, op, (q.offset, q.len), None, backend),
             None => {}
         }
-        self.release(key);
+        self.release(request, backend);
+        ControlFlow::Continue(())
     }
 
-    fn begin_read(&mut self, q: &Request, key: PendingKey) {
-        let Some(pending) = self.pending.get_mut(key) else {
-            return;
-        };
-        let parts = pending.parts();
-        let mut job = ReadJob {
-            key,
-            offset: q.offset,
-            next: 0,
-            parts,
-            collected: SmallVec::new(),
-            staged: q.command == cmd::CACHE,
-        };
+    fn begin_read(&mut self, q: &Request, mut request: InFlight, backend: &mut dyn Backend) -> Step {
         // One read does not take most of the buffers to itself.
-        if !job.staged && parts > (self.geometry.queue_depth / 4).max(1) && !stage(&mut job, &mut self.pending) {
-            return self.release(key);
+        let is_long = q.command == cmd::READ && request.parts() > (self.geometry.queue_depth / 4).max(1);
+        if is_long {
+            request.expect_heap();
         }
-        self.job = Job::Read(job);
+        let job = ReadJob {
+            request: share(request),
+            next: 0,
+            collected: SmallVec::new(),
+            staged: is_long || q.command == cmd::CACHE,
+        };
+        self.read(job, backend)
     }
 
-    fn begin_write(&mut self, q: &Request, key: PendingKey, fua: bool) {
-        let Some(pending) = self.pending.get_mut(key) else {
-            return;
-        };
-        let (_, len) = pending.range(0);
-        self.job = Job::Write(WriteJob {
-            key,
-            offset: q.offset,
+    /// Takes buffers for a read, and submits its parts.
+    fn read(&mut self, mut job: ReadJob, backend: &mut dyn Backend) -> Step {
+        let parts = job.request.borrow().parts();
+        while job.next < parts && !job.request.borrow().failed() {
+            let (_, len) = job.request.borrow().range(job.next);
+            match backend.take(len as usize) {
+                Ok(Some(buffer)) => {
+                    job.collected.push(buffer);
+                    job.next += 1;
+                    if job.staged {
+                        self.submit_reads(&mut job, backend);
+                    }
+                }
+                // Two clients could each hold what the other waits for.
+                Ok(None) if !job.staged && parts > 1 => {
+                    job.staged = true;
+                    if job.request.borrow_mut().expect_heap() {
+                        self.submit_reads(&mut job, backend);
+                    }
+                }
+                Ok(None) => {
+                    self.job = Job::Read(job);
+                    return ControlFlow::Break(Stop::Stall(Stall::Buffers));
+                }
+                Err(e) => job.request.borrow_mut().fail(e),
+            }
+        }
+        if !job.request.borrow().failed() {
+            if !job.staged {
+                job.request.borrow_mut().expect_buffers();
+            }
+            self.submit_reads(&mut job, backend);
+        }
+        job.collected.into_iter().for_each(|buffer| give(backend, Some(buffer)));
+        self.release(job.request, backend);
+        ControlFlow::Continue(())
+    }
+
+    /// Submits the parts of a read that have buffers.
+    fn submit_reads(&mut self, job: &mut ReadJob, backend: &mut dyn Backend) {
+        let buffers = core::mem::take(&mut job.collected);
+        let first = job.next - buffers.len() as u32;
+        for (index, mut buffer) in (first..).zip(buffers) {
+            let (at, len) = job.request.borrow().range(index);
+            buffer.set_len(len as usize);
+            let range = (job.request.borrow().header.offset + u64::from(at), len.into());
+            self.submit(&job.request, index, BlockOp::Read, range, Some(buffer), backend);
+        }
+    }
+
+    /// Receives the payload of a write, and submits its parts.
+    fn write(&mut self, mut job: WriteJob, input: &mut ParseBuffer, backend: &mut dyn Backend) -> Step {
+        loop {
+            job.part.absorb(input, backend);
+            match job.part.need() {
+                Need::Nothing => break,
+                Need::Bytes => {
+                    self.job = Job::Write(job);
+                    return ControlFlow::Break(Stop::Input("a write", true));
+                }
+                Need::Buffer if job.request.borrow().failed() => return self.fail_write(job, input, backend),
+                Need::Buffer => match backend.take(job.part.len()) {
+                    Ok(Some(mut buffer)) => {
+                        buffer.set_len(job.part.len());
+                        job.part.give(self.now, buffer, backend);
+                    }
+                    Ok(None) => {
+                        self.job = Job::Write(job);
+                        return ControlFlow::Break(Stop::Stall(Stall::Buffers));
+                    }
+                    Err(e) => job.request.borrow_mut().fail(e),
+                },
+            }
+        }
+        let WriteJob {
+            request,
             fua,
-            index: 0,
-            part: Part::new(len as usize),
-        });
-    }
-
-    /// Starts the parts of a read that have their buffers.
-    fn start_read(&mut self) {
-        let Job::Read(job) = &mut self.job else { return };
-        let (key, offset, first) = (job.key, job.offset, job.next);
-        let collected = core::mem::take(&mut job.collected);
-        job.next += collected.len() as u32;
-        let over = job.next >= job.parts;
-        if let Some(pending) = self.pending.get_mut(key)
-            && !job.staged
-        {
-            pending.expect_buffers();
-        }
-        for (index, buffer) in (first..).zip(collected) {
-            let (at, len) = self.pending.get_mut(key).map_or((0, 0), |p| p.range(index));
-            let offset = offset + u64::from(at);
-            self.start(key.part(index), BlockOp::Read, offset, len.into(), Some(buffer));
-        }
-        if over {
-            self.job = Job::Idle;
-            self.release(key);
-        }
-    }
-
-    fn receive_write(&mut self, input: &mut ParseBuffer) -> Step {
-        let Job::Write(mut job) = core::mem::replace(&mut self.job, Job::Idle) else {
-            return Step::On;
-        };
-        job.part.absorb(input);
-        let wait = match job.part.need(input) {
-            Need::Nothing => {
-                self.submit_write(job);
-                return Step::On;
+            index,
+            part,
+        } = job;
+        let ((at, len), (_, next)) = (request.borrow().range(index), request.borrow().range(index + 1));
+        let range = (request.borrow().header.offset + u64::from(at), len.into());
+        self.submit(
+            &request,
+            index,
+            BlockOp::Write { fua },
+            range,
+            part.into_buffer(),
+            backend,
+        );
+        match next {
+            0 => self.release(request, backend),
+            next => {
+                self.job = Job::Write(WriteJob {
+                    request,
+                    fua,
+                    index: index + 1,
+                    part: Part::new(next as usize),
+                });
             }
-            Need::Buffer if self.failed(job.key) => {
-                self.fail_write(job);
-                return Step::On;
-            }
-            Need::Buffer | Need::Copy => Step::Wait,
-            Need::Bytes => Step::Starved("a write", true),
-        };
-        self.job = Job::Write(job);
-        wait
-    }
-
-    /// A part of a write is in its buffer.
-    fn submit_write(&mut self, job: WriteJob) {
-        let (key, index) = (job.key, job.index);
-        let ranges = self.pending.get_mut(key).map(|p| (p.range(index), p.range(index + 1)));
-        let ((at, len), (_, next)) = ranges.unwrap_or_default();
-        let (op, offset) = (BlockOp::Write { fua: job.fua }, job.offset + u64::from(at));
-        self.start(key.part(index), op, offset, len.into(), job.part.into_buffer());
-        if next == 0 {
-            return self.release(key);
         }
-        self.job = Job::Write(WriteJob {
-            index: index + 1,
-            part: Part::new(next as usize),
-            ..job
-        });
+        ControlFlow::Continue(())
     }
 
-    /// The rest of a write that has failed is thrown away.
-    fn fail_write(&mut self, job: WriteJob) {
-        let behind = self.pending.get_mut(job.key).map_or(0, |p| p.behind(job.index));
-        self.job = Job::Failed {
-            key: job.key,
-            left: behind + job.part.left(),
-        };
-        self.free.extend(job.part.into_buffer());
+    /// A write has failed: the rest of its payload is skipped.
+    fn fail_write(&mut self, job: WriteJob, input: &mut ParseBuffer, backend: &mut dyn Backend) -> Step {
+        let left = job.request.borrow().behind(job.index) + job.part.left();
+        give(backend, job.part.into_buffer());
+        self.skip(job.request, left, input, backend)
     }
 
-    /// The request that is being received or started is not started any further, for this reason.
-    pub(crate) fn give_up(&mut self, why: Errno) {
-        let key = match core::mem::replace(&mut self.job, Job::Idle) {
+    /// Skips payload of a request that has failed.
+    fn skip(&mut self, request: Shared, left: usize, input: &mut ParseBuffer, backend: &mut dyn Backend) -> Step {
+        let left = left - input.skip(left);
+        if left > 0 {
+            self.job = Job::Failed { request, left };
+            return ControlFlow::Break(Stop::Input("a write", true));
+        }
+        self.release(request, backend);
+        ControlFlow::Continue(())
+    }
+
+    /// Ends the request that is being received or submitted, for this reason.
+    pub(crate) fn give_up(&mut self, why: Errno, backend: &mut dyn Backend) {
+        let request = match core::mem::replace(&mut self.job, Job::Idle) {
             Job::Idle => return,
-            Job::Failed { key, .. } => key,
+            Job::Failed { request, .. } => request,
             Job::Read(job) => {
-                self.free.extend(job.collected);
-                job.key
+                job.collected.into_iter().for_each(|buffer| give(backend, Some(buffer)));
+                job.request
             }
             Job::Write(job) => {
-                self.free.extend(job.part.into_buffer());
-                job.key
+                give(backend, job.part.into_buffer());
+                job.request
             }
         };
-        self.fail(key, why);
-        self.release(key);
+        request.borrow_mut().fail(why);
+        self.release(request, backend);
     }
 
-    /// Requests that nobody has begun with are over.
-    pub(crate) fn drop_requests(&mut self) {
-        self.settle();
-        let requests = core::mem::take(&mut self.requests).into_iter().map(|q| (q.key, q.data));
-        let landed = core::mem::take(&mut self.landed);
-        let landed = landed.into_iter().map(|l| (l.key, Some(l.buffer)));
-        for (key, data) in requests.chain(landed) {
-            self.free.extend(data);
-            self.fail(key, Errno::ECONNABORTED);
-            self.release(key);
-        }
-    }
-
-    /// Nothing is sent any more.
-    pub(crate) fn close_output(&mut self) {
-        self.out.close(&mut self.account, &mut self.free);
-    }
-
-    fn fail(&mut self, key: PendingKey, e: Errno) {
-        if let Some(pending) = self.pending.get_mut(key) {
-            pending.fail(e);
-        }
-    }
-
-    fn failed(&mut self, key: PendingKey) -> bool {
-        self.pending.get_mut(key).is_none_or(|p| p.failed())
-    }
-
-    /// Starts a part of a request.
-    fn start(&mut self, key: PendingKey, op: BlockOp, offset: u64, len: u64, data: Option<Buffer>) {
-        let Some(pending) = self.pending.get_mut(key) else {
-            self.free.extend(data);
-            return;
+    /// Submits a part of a request: so many bytes from there.
+    fn submit(
+        &mut self,
+        request: &Shared,
+        index: u32,
+        op: BlockOp,
+        (offset, len): (u64, u64),
+        data: Option<Buffer>,
+        backend: &mut dyn Backend,
+    ) {
+        let part = RequestPart {
+            request: request.clone(),
+            index,
         };
-        pending.open();
-        self.requests.push_back(NbdRequest {
-            key,
-            op,
-            offset,
-            len,
-            data,
-            forces: false,
-        });
-    }
-
-    /// Ends a part, or that parts are started.
-    fn release(&mut self, key: PendingKey) {
-        match self.pending.release(key, &mut self.free) {
-            Release::Open => {}
-            Release::Flush(key) if self.out.is_closed() => self.release(key),
-            Release::Flush(key) => self.requests.push_back(NbdRequest {
-                key,
-                op: BlockOp::Flush,
-                offset: 0,
-                len: 0,
-                data: None,
-                forces: true,
-            }),
-            Release::Over(reply) => self.out.push(self.now, reply, &mut self.account, &mut self.free),
+        let request = BlockRequest::new(part, op, offset, len).with_data(data);
+        if let Some((part, completion)) = backend.submit(request) {
+            self.done(part, completion, backend);
         }
     }
+
+    /// A part has ended, or all are submitted: with the last of that the request has.
+    fn release(&mut self, request: Shared, backend: &mut dyn Backend) {
+        let Some(request) = Rc::into_inner(request) else { return };
+        let mut request = request.into_inner();
+        if request.take_flush() && !self.out.is_closed() {
+            let part = RequestPart {
+                request: share(request),
+                index: 0,
+            };
+            let flush = BlockRequest {
+                forces: true,
+                ..BlockRequest::flush(part)
+            };
+            if let Some((part, completion)) = backend.submit(flush) {
+                self.done(part, completion, backend);
+            }
+            return;
+        }
+        let reply = request.into_reply(backend);
+        self.out.push(self.now, reply, &mut self.account, backend);
+    }
+}
+
+fn share(request: InFlight) -> Shared {
+    Rc::new(RefCell::new(request))
 }

@@ -5,7 +5,7 @@ use crate::support::{
 };
 use rnbd::{
     Errno,
-    block::{BlockOp, Extent, Geometry},
+    block::{BlockOp, Completion, Extent, Geometry},
     nbd::{
         End,
         proto::{self, BASE_ALLOCATION, Framing, chunk, cmd, cmd_flag, opt, rep, tx},
@@ -124,9 +124,9 @@ fn other_replies_are_simple_but_with_extended_headers() {
     let world = &mut World::new(GEOMETRY);
     let mut c = go(world, Framing::Structured);
     for command in [cmd::WRITE, cmd::FLUSH, cmd::TRIM, cmd::WRITE_ZEROES, cmd::CACHE] {
-        assert_eq!(c.call(world, command, 0, 0, 4096), 0, "{command}");
+        assert_eq!(c.ask(world, command, 0, 0, 4096), 0, "{command}");
     }
-    assert_eq!(c.call(world, cmd::TRIM, 0, 1, 4096), EINVAL);
+    assert_eq!(c.ask(world, cmd::TRIM, 0, 1, 4096), EINVAL);
     let mut c = go(world, Framing::Extended);
     for command in [cmd::FLUSH, cmd::TRIM, cmd::WRITE_ZEROES, cmd::CACHE] {
         let chunk = ask(&mut c, world, command, 0, 4096, 4096, &[]);
@@ -234,13 +234,14 @@ fn what_a_device_says_of_a_range_is_fitted_into_it() {
         c.request(cmd::BLOCK_STATUS, 0, 4096, 8192, &[]);
         c.settle(world);
         let q = c.held.pop_front().unwrap();
-        c.conn.status(world.now, q.key, Ok(&said));
+        let completion = Completion {
+            extents: said.clone(),
+            ..Completion::new(Ok(()), None)
+        };
+        c.done(world, q.user, completion);
         c.settle(world);
         let status = chunk_of(&mut c);
         assert_eq!(states(&c, &status), told, "{said:?}");
-        // Whose end has been told is nobody any more.
-        c.conn.status(world.now, q.key, Ok(&said));
-        c.settle(world);
         assert!(c.answers.is_empty());
     }
 }
@@ -356,13 +357,13 @@ fn a_flag_of_extended_headers_is_refused_without_them() {
         let world = &mut World::new(GEOMETRY);
         let mut c = go(world, framing);
         assert_eq!(
-            c.call(world, cmd::WRITE, cmd_flag::PAYLOAD_LEN, 0, 4096),
+            c.ask(world, cmd::WRITE, cmd_flag::PAYLOAD_LEN, 0, 4096),
             EINVAL,
             "{framing:?}"
         );
         assert_eq!(world.seen, []);
         // Its payload is no request.
-        assert_eq!(c.call(world, cmd::FLUSH, 0, 0, 0), 0, "{framing:?}");
+        assert_eq!(c.ask(world, cmd::FLUSH, 0, 0, 0), 0, "{framing:?}");
     }
 }
 
@@ -375,14 +376,14 @@ fn to_cache_is_to_read_without_sending() {
     let mut c = Peer::go(world);
     for len in [512, 64 * KIB + 512, 5 * MIB, 70 * MIB] {
         world.seen.clear();
-        assert_eq!(c.call(world, cmd::CACHE, 0, 512, len), 0);
+        assert_eq!(c.ask(world, cmd::CACHE, 0, 512, len), 0);
         assert!(c.answers.is_empty());
         let read: u64 = world.seen.iter().map(|s| s.len).sum();
         assert_eq!(read, len.min(32 * MIB) as u64);
         assert!(world.seen.iter().all(|s| s.op == BlockOp::Read));
     }
     world.fails = |s| (s.offset > 0).then_some(Errno::EIO);
-    assert_eq!(c.call(world, cmd::CACHE, 0, 0, 5 * MIB), EIO);
+    assert_eq!(c.ask(world, cmd::CACHE, 0, 0, 5 * MIB), EIO);
     assert_eq!((world.memory.lent(), c.conn.in_flight()), (0, (0, 0)));
 }
 
@@ -396,7 +397,7 @@ fn zeroes_that_are_to_be_fast_are_refused_where_they_are_written() {
         });
         let mut c = Peer::go(world);
         let flags = [0, cmd_flag::FAST_ZERO, cmd_flag::FAST_ZERO | cmd_flag::NO_HOLE];
-        errors.push(flags.map(|f| c.call(world, cmd::WRITE_ZEROES, f, 0, 4096)));
+        errors.push(flags.map(|f| c.ask(world, cmd::WRITE_ZEROES, f, 0, 4096)));
     }
     assert_eq!(errors, [[0, ENOTSUP, ENOTSUP], [0; 3]]);
 }

@@ -98,7 +98,7 @@ fn the_old_export_name_option_works_with_and_without_zeroes() {
         assert_eq!(answer[..8], GEOMETRY.size.to_be_bytes());
         assert!(answer[10..].iter().all(|b| *b == 0));
         assert!(c.answers.is_empty());
-        assert_eq!(c.call(world, cmd::FLUSH, 0, 0, 0), 0);
+        assert_eq!(c.ask(world, cmd::FLUSH, 0, 0, 0), 0);
     }
     let mut c = connect(world);
     c.option(opt::EXPORT_NAME, b"wrong");
@@ -151,7 +151,7 @@ fn exports_come_and_go_while_a_client_asks_for_options() {
         // Who has chosen it is let go by other means.
         c.conn.withdraw(index);
         c.answers.clear();
-        assert_eq!(c.call(world, cmd::READ, 0, 0, 512), 0);
+        assert_eq!(c.ask(world, cmd::READ, 0, 0, 512), 0);
     }
     c.option(opt::GO, &information("disk", &[]));
     c.settle(world);
@@ -245,7 +245,7 @@ fn a_negotiation_has_thirty_seconds() {
     }
     leaving.pass(world, Duration::ZERO);
     assert_eq!(ended_well(&mut leaving, world), End::Left);
-    assert_eq!(good.call(world, cmd::FLUSH, 0, 0, 0), 0);
+    assert_eq!(good.ask(world, cmd::FLUSH, 0, 0, 0), 0);
 }
 
 #[test]

@@ -33,7 +33,7 @@ fn before_handshake(world: &mut World, mode: TlsMode) -> Peer {
 /// A client with TLS.
 fn secured(world: &mut World, mode: TlsMode) -> Peer {
     let mut c = before_handshake(world, mode);
-    c.conn.tls_established(world.now);
+    c.call(world, |conn, now, device| conn.tls_established(now, device));
     assert_eq!(c.conn.phase(), Phase::Secured);
     assert!(!c.conn.wants_tls());
     c
@@ -59,8 +59,8 @@ fn with_tls_a_client_gets_what_one_without_it_gets() {
         c.settle(world);
         c.answers.clear();
         assert_eq!((c.conn.export(), c.conn.phase()), (Some(1), Phase::Transmission));
-        assert_eq!(c.call(world, cmd::WRITE, 0, 4096, 512), 0);
-        assert_eq!(c.call(world, cmd::FLUSH, 0, 0, 0), 0);
+        assert_eq!(c.ask(world, cmd::WRITE, 0, 4096, 512), 0);
+        assert_eq!(c.ask(world, cmd::FLUSH, 0, 0, 0), 0);
         c.request(cmd::DISC, 0, 0, 0, &[]);
         assert_eq!(ended_well(&mut c, world), End::Left);
     }
@@ -74,7 +74,7 @@ fn the_old_option_for_an_export_works_with_tls() {
         c.option(opt::EXPORT_NAME, b"other");
         c.settle(world);
         assert_eq!(c.take(10)[..8], GEOMETRY.size.to_be_bytes());
-        assert_eq!(c.call(world, cmd::FLUSH, 0, 0, 0), 0);
+        assert_eq!(c.ask(world, cmd::FLUSH, 0, 0, 0), 0);
     }
 }
 
@@ -119,7 +119,7 @@ fn where_tls_is_offered_a_client_may_do_without() {
     c.option(opt::GO, &information("", &[]));
     c.settle(world);
     c.answers.clear();
-    assert_eq!(c.call(world, cmd::FLUSH, 0, 0, 0), 0);
+    assert_eq!(c.ask(world, cmd::FLUSH, 0, 0, 0), 0);
 
     let mut c = connect_with(world, TlsMode::Off);
     assert_eq!(kind_of(&mut c, world, opt::STARTTLS, &[]), rep::ERR_POLICY);
@@ -139,7 +139,7 @@ fn what_was_agreed_on_before_tls_is_forgotten() {
         c.settle(world);
         c.answers.clear();
         assert_eq!(kind_of(&mut c, world, opt::STARTTLS, &[]), rep::ACK);
-        c.conn.tls_established(world.now);
+        c.call(world, |conn, now, device| conn.tls_established(now, device));
         assert_eq!(
             kind_of(&mut c, world, opt::LIST_META_CONTEXT, &query),
             rep::ERR_INVALID,
@@ -151,7 +151,7 @@ fn what_was_agreed_on_before_tls_is_forgotten() {
         assert_eq!(u16::from_be_bytes([export[10], export[11]]) & tx::SEND_DF, 0);
         c.answers.clear();
         // Compact requests and simple replies, and nobody may ask what is allocated.
-        assert_eq!(c.call(world, cmd::BLOCK_STATUS, 0, 0, 4096), 22);
+        assert_eq!(c.ask(world, cmd::BLOCK_STATUS, 0, 0, 4096), 22);
 
         // A context that was chosen before counts for nothing when structured replies are there again.
         let mut c = connect_with(world, TlsMode::On);
@@ -160,7 +160,7 @@ fn what_was_agreed_on_before_tls_is_forgotten() {
         c.settle(world);
         c.answers.clear();
         assert_eq!(kind_of(&mut c, world, opt::STARTTLS, &[]), rep::ACK);
-        c.conn.tls_established(world.now);
+        c.call(world, |conn, now, device| conn.tls_established(now, device));
         assert_eq!(kind_of(&mut c, world, opt::STRUCTURED_REPLY, &[]), rep::ACK);
         c.option(opt::GO, &information("disk", &[]));
         c.settle(world);
@@ -208,7 +208,7 @@ fn tls_begins_when_what_was_said_in_the_clear_is_sent() {
     c.option(opt::STARTTLS, &[]);
     c.settle(world);
     assert_eq!(c.conn.phase(), Phase::Handshake);
-    c.conn.tls_established(world.now);
+    c.call(world, |conn, now, device| conn.tls_established(now, device));
     assert_eq!(c.conn.phase(), Phase::Handshake, "nobody has shaken hands");
     let mut sent = 0;
     while !c.conn.wants_tls() {
@@ -216,7 +216,7 @@ fn tls_begins_when_what_was_said_in_the_clear_is_sent() {
         sent += c.transmit(world, 1);
     }
     assert!(sent > 20 && !c.conn.has_output());
-    c.conn.tls_established(world.now);
+    c.call(world, |conn, now, device| conn.tls_established(now, device));
     assert_eq!(c.conn.phase(), Phase::Secured);
 }
 
@@ -239,16 +239,18 @@ fn a_client_that_can_not_be_offered_tls_is_not() {
 fn a_handshake_that_fails_or_never_ends_ends_the_connection() {
     let world = &mut World::new(GEOMETRY);
     let mut c = before_handshake(world, TlsMode::Require);
-    c.conn.tls_failed(world.now, "no certificate".into());
+    c.call(world, |conn, now, device| {
+        conn.tls_failed(now, "no certificate".into(), device)
+    });
     assert_eq!(ended_well(&mut c, world), End::Tls("no certificate".into()));
 
     let mut c = before_handshake(world, TlsMode::Require);
     c.closed = true;
-    c.conn.eof(world.now);
+    c.call(world, |conn, now, device| conn.eof(now, device));
     assert_eq!(ended_well(&mut c, world), End::CutShort("the handshake of TLS"));
 
     let mut c = before_handshake(world, TlsMode::Require);
-    c.conn.stop(world.now);
+    c.call(world, |conn, now, device| conn.stop(now, device));
     assert_eq!(ended_well(&mut c, world), End::Stopped);
 
     let mut c = before_handshake(world, TlsMode::Require);
@@ -261,7 +263,7 @@ fn a_client_that_shakes_hands_and_does_no_more_has_thirty_seconds_altogether() {
     let world = &mut World::new(GEOMETRY);
     let mut c = before_handshake(world, TlsMode::On);
     c.pass(world, Duration::from_secs(29));
-    c.conn.tls_established(world.now);
+    c.call(world, |conn, now, device| conn.tls_established(now, device));
     assert_eq!(c.conn.phase(), Phase::Secured);
     c.pass(world, Duration::from_secs(1));
     assert_eq!(ended_well(&mut c, world), End::TimedOut);
@@ -277,7 +279,9 @@ fn tls_that_breaks_later_gives_back_what_is_under_way() {
     c.request(cmd::READ, 0, 0, 4096, &[]);
     c.settle(world);
     assert_eq!(world.memory.lent(), 1);
-    c.conn.tls_failed(world.now, "bad record".into());
+    c.call(world, |conn, now, device| {
+        conn.tls_failed(now, "bad record".into(), device)
+    });
     assert_eq!(c.conn.ended(), None, "the device still writes to the buffer");
     c.finish_one(world);
     assert_eq!(ended_well(&mut c, world), End::Tls("bad record".into()));

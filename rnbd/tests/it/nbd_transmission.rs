@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::support::{GEOMETRY, KIB, MIB, Peer, World, byte_at, connect, ended_well, stall};
 use rnbd::{
     Errno,
-    block::{BlockOp, Geometry},
+    block::{BlockOp, Completion, Geometry},
     nbd::{
         End, Piece, Stall, Want,
         proto::{cmd, cmd_flag, opt, tx},
@@ -142,17 +142,17 @@ fn what_is_wrong_is_refused_and_the_connection_goes_on() {
         (99, 0, 0, 512, EINVAL),
     ] {
         assert_eq!(
-            c.call(world, command, flags, offset, len),
+            c.ask(world, command, flags, offset, len),
             error,
             "{command} {offset} {len}"
         );
     }
     assert_eq!(world.seen, [], "the device hears of none");
     for zero in [cmd::READ, cmd::WRITE, cmd::TRIM, cmd::WRITE_ZEROES, cmd::CACHE] {
-        assert_eq!(c.call(world, zero, cmd_flag::FUA, 0, 0), 0);
+        assert_eq!(c.ask(world, zero, cmd_flag::FUA, 0, 0), 0);
     }
     assert_eq!(world.seen, [], "nothing is nothing");
-    assert_eq!(c.call(world, cmd::WRITE, 0, 512, 512), 0);
+    assert_eq!(c.ask(world, cmd::WRITE, 0, 512, 512), 0);
     assert_eq!(world.content[512..1024], [0x5a; 512]);
 }
 
@@ -164,10 +164,10 @@ fn read_only_devices_refuse_changes() {
     });
     let mut c = Peer::go(world);
     for change in [cmd::WRITE, cmd::TRIM, cmd::WRITE_ZEROES] {
-        assert_eq!(c.call(world, change, 0, 0, 512), EPERM);
+        assert_eq!(c.ask(world, change, 0, 0, 512), EPERM);
     }
-    assert_eq!(c.call(world, cmd::FLUSH, 0, 0, 0), 0);
-    assert_eq!(c.call(world, cmd::READ, cmd_flag::FUA, 0, 512), 0);
+    assert_eq!(c.ask(world, cmd::FLUSH, 0, 0, 0), 0);
+    assert_eq!(c.ask(world, cmd::READ, cmd_flag::FUA, 0, 512), 0);
 }
 
 #[test]
@@ -185,7 +185,7 @@ fn errors_of_the_device_reach_the_client_and_the_first_counts() {
     for (fail, error) in fails {
         world.fails = fail;
         for command in [cmd::READ, cmd::WRITE, cmd::TRIM, cmd::WRITE_ZEROES, cmd::FLUSH] {
-            assert_eq!(c.call(world, command, 0, 0, 64 * KIB), error, "{command}");
+            assert_eq!(c.ask(world, command, 0, 0, 64 * KIB), error, "{command}");
         }
     }
     // Some parts fail: no data is sent.
@@ -195,8 +195,8 @@ fn errors_of_the_device_reach_the_client_and_the_first_counts() {
         _ => None,
     };
     for len in [256 * KIB, MIB] {
-        assert_eq!(c.call(world, cmd::READ, 0, 0, len), ENOSPC);
-        assert_eq!(c.call(world, cmd::WRITE, 0, 0, len), ENOSPC);
+        assert_eq!(c.ask(world, cmd::READ, 0, 0, len), ENOSPC);
+        assert_eq!(c.ask(world, cmd::WRITE, 0, 0, len), ENOSPC);
         assert!(c.answers.is_empty());
     }
     assert_eq!(world.memory.lent(), 0);
@@ -206,13 +206,7 @@ fn errors_of_the_device_reach_the_client_and_the_first_counts() {
 fn a_session_that_is_gone_has_no_buffers() {
     let world = &mut World::new(GEOMETRY);
     let mut c = Peer::go(world);
-    let deny = |c: &mut Peer, world: &mut World| {
-        while c.receive(world, usize::MAX) + c.transmit(world, usize::MAX) > 0 {
-            while c.conn.poll_need().is_some() {
-                c.conn.refuse(world.now, Errno::ESHUTDOWN);
-            }
-        }
-    };
+    world.memory.refuses = Some(Errno::ESHUTDOWN);
     let mut cookies = Vec::new();
     for (command, len) in [
         (cmd::READ, 512),
@@ -223,7 +217,7 @@ fn a_session_that_is_gone_has_no_buffers() {
         let data = vec![1; if command == cmd::WRITE { len } else { 0 }];
         cookies.push(c.request(command, 0, 0, len, &data));
     }
-    deny(&mut c, world);
+    c.settle(world);
     cookies.push(c.request(cmd::FLUSH, 0, 0, 0, &[]));
     c.settle(world);
     for cookie in &cookies[..4] {
@@ -244,7 +238,7 @@ fn forced_writes_cost_only_where_there_is_a_cache() {
             world.geometry = later;
         }
         for command in [cmd::WRITE, cmd::WRITE_ZEROES, cmd::TRIM] {
-            assert_eq!(c.call(world, command, fua, 0, 512), 0);
+            assert_eq!(c.ask(world, command, fua, 0, 512), 0);
         }
         world.seen.iter().map(|s| s.op).collect::<Vec<_>>()
     };
@@ -305,7 +299,7 @@ fn a_forced_trim_is_a_discard_and_then_a_flush() {
     world.fails = |_| Some(Errno::EIO);
     c.hold = false;
     world.seen.clear();
-    assert_eq!(c.call(world, cmd::TRIM, cmd_flag::FUA, 0, 512), EIO);
+    assert_eq!(c.ask(world, cmd::TRIM, cmd_flag::FUA, 0, 512), EIO);
     assert_eq!(world.seen.len(), 1, "nothing to make durable");
 }
 
@@ -321,17 +315,17 @@ fn later_requests_go_by_what_the_device_has_become() {
         ..GEOMETRY
     };
     c.conn.set_geometry(1, now);
-    assert_eq!(c.call(world, cmd::READ, 0, 2 * MIB, 512), 0, "of another device");
+    assert_eq!(c.ask(world, cmd::READ, 0, 2 * MIB, 512), 0, "of another device");
     c.take(512);
     world.geometry = now;
     c.conn.set_geometry(0, now);
-    assert_eq!(c.call(world, cmd::READ, 0, MIB, 512), EINVAL);
-    assert_eq!(c.call(world, cmd::TRIM, 0, 0, 512), ENOTSUP);
+    assert_eq!(c.ask(world, cmd::READ, 0, MIB, 512), EINVAL);
+    assert_eq!(c.ask(world, cmd::TRIM, 0, 0, 512), ENOTSUP);
     world.seen.clear();
-    assert_eq!(c.call(world, cmd::WRITE, 0, 0, 16 * KIB), 0);
+    assert_eq!(c.ask(world, cmd::WRITE, 0, 0, 16 * KIB), 0);
     assert_eq!(world.seen.iter().map(|s| s.len).collect::<Vec<_>>(), [4096; 4]);
     c.conn.set_geometry(0, Geometry { read_only: true, ..now });
-    assert_eq!(c.call(world, cmd::WRITE, 0, 0, 512), EPERM);
+    assert_eq!(c.ask(world, cmd::WRITE, 0, 0, 512), EPERM);
     // A client that comes later is told so.
     c = connect(world);
     c.conn.set_geometry(0, now);
@@ -353,12 +347,12 @@ fn a_client_keeps_the_size_that_it_was_told_unless_there_is_less() {
     world.geometry = GEOMETRY;
     let mut c = Peer::go(world);
     let beyond = |c: &mut Peer, world: &mut World, at: usize| {
-        assert_eq!(c.call(world, cmd::READ, 0, at, 512), EINVAL);
-        assert_eq!(c.call(world, cmd::TRIM, 0, at, 512), EINVAL);
+        assert_eq!(c.ask(world, cmd::READ, 0, at, 512), EINVAL);
+        assert_eq!(c.ask(world, cmd::TRIM, 0, at, 512), EINVAL);
         for command in [cmd::WRITE, cmd::WRITE_ZEROES] {
-            assert_eq!(c.call(world, command, 0, at, 512), ENOSPC);
+            assert_eq!(c.ask(world, command, 0, at, 512), ENOSPC);
         }
-        assert_eq!(c.call(world, cmd::WRITE, 0, at - 512, 512), 0);
+        assert_eq!(c.ask(world, cmd::WRITE, 0, at - 512, 512), 0);
     };
     beyond(&mut c, world, size);
     for (now, end) in [(2 * size, size), (size / 2, size / 2), (4096, 4096), (2 * size, size)] {
@@ -518,17 +512,17 @@ fn a_read_that_lacks_buffers_goes_on_with_those_that_it_has() {
     world.memory.depth = 2;
     let mut clients = [Peer::go(world), Peer::go(world)];
     for c in &mut clients {
+        c.hold = true;
         c.request(cmd::READ, 0, 64 * KIB, 256 * KIB, &[]);
         c.receive(world, usize::MAX);
-        assert_eq!(c.conn.poll_need(), Some(64 * KIB));
-        let buffer = world.memory.take().expect("a buffer");
-        c.conn.give(world.now, buffer);
-        assert!(c.conn.poll_request().is_none(), "there might be enough");
     }
+    assert_eq!(clients.each_ref().map(|c| c.held.len()), [2, 0]);
+    assert_eq!(stall(&mut clients[1]), Some(Stall::Buffers));
     for c in &mut clients {
-        assert_eq!(c.conn.poll_need(), Some(64 * KIB));
-        c.conn.lack();
-        assert_eq!(c.conn.poll_need(), None, "before the part that can be started");
+        c.hold = false;
+        while !c.held.is_empty() {
+            c.finish_one(world);
+        }
     }
     for _ in 0..2 {
         clients.iter_mut().for_each(|c| c.settle(world));
@@ -605,7 +599,7 @@ fn a_server_that_stops_answers_what_has_come() {
     let write = c.request(cmd::WRITE, 0, 0, 4096, &[1; 4096]);
     let half = c.request(cmd::WRITE, 0, 8192, 4096, &[1; 100]);
     c.settle(world);
-    c.conn.stop(world.now);
+    c.call(world, |conn, now, device| conn.stop(now, device));
     c.send(&[1; 4096]);
     c.settle(world);
     assert_eq!(c.reply(), (ESHUTDOWN, half));
@@ -617,7 +611,7 @@ fn a_server_that_stops_answers_what_has_come() {
     assert_eq!(c.socket.len(), 4096, "no longer read");
 
     let mut c = connect(world);
-    c.conn.stop(world.now);
+    c.call(world, |conn, now, device| conn.stop(now, device));
     assert_eq!(ended_well(&mut c, world), End::Stopped);
 }
 
@@ -635,7 +629,7 @@ fn a_client_that_is_cut_off_is_over_when_the_device_is_done() {
     c.request(cmd::WRITE, 0, 0, 64 * KIB, &[2; 10]);
     c.settle(world);
     assert!(c.held.len() >= 3, "{:?}", c.held);
-    c.conn.cut(world.now);
+    c.call(world, |conn, now, device| conn.cut(now, device));
     c.poll(world);
     assert!(!c.conn.has_output());
     while !c.held.is_empty() {
@@ -646,64 +640,24 @@ fn a_client_that_is_cut_off_is_over_when_the_device_is_done() {
     assert_eq!(ended_well(&mut c, world), End::Broken);
     assert_eq!(world.memory.lent(), 0);
     assert!(world.seen.iter().all(|s| s.op != BlockOp::Flush), "for nobody");
-    c.conn.cut(world.now);
-    c.conn.eof(world.now);
-    c.conn.timeout(world.now);
+    c.call(world, |conn, now, device| conn.cut(now, device));
+    c.call(world, |conn, now, device| conn.eof(now, device));
+    c.call(world, |conn, now, device| conn.timeout(now, device));
     assert_eq!(ended_well(&mut c, world), End::Broken);
 }
 
 #[test]
-fn a_cut_drops_requests_that_nobody_has_begun_with() {
-    let world = &mut World::new(GEOMETRY);
-    let mut c = Peer::go(world);
-    c.request(cmd::READ, 0, 0, 256 * KIB, &[]);
-    c.receive(world, usize::MAX);
-    while c.conn.poll_need().is_some() {
-        let buffer = world.memory.take().expect("a buffer");
-        c.conn.give(world.now, buffer);
-    }
-    assert_eq!(world.memory.lent(), 4);
-    c.conn.cut(world.now);
-    assert_eq!(ended_well_after(&mut c, world), End::Broken);
-    assert_eq!(world.seen, []);
-}
-
-fn ended_well_after(c: &mut Peer, world: &mut World) -> End {
-    c.poll(world);
-    assert_eq!(world.memory.lent(), 0);
-    ended_well(c, world)
-}
-
-#[test]
-fn results_that_nobody_waits_for_do_no_harm() {
+fn a_read_whose_buffer_was_lost_fails() {
     let world = &mut World::new(GEOMETRY);
     let mut c = Peer::go(world);
     c.hold = true;
     let lost = c.request(cmd::READ, 0, 0, 512, &[]);
     c.settle(world);
     let q = c.held.pop_front().unwrap();
-    let buffer = q.data.expect("a buffer");
     // The session is gone, and the buffer with it.
-    c.conn.done(world.now, q.key, Ok(()), None, 0);
+    c.done(world, q.user, Completion::new(Ok(()), None));
     c.settle(world);
     assert_eq!(c.reply(), (EIO, lost));
-    c.conn.done(world.now, q.key, Ok(()), Some(buffer), 0);
-    c.poll(world);
-    assert_eq!(world.memory.lent(), 0, "it comes back all the same");
-    let spare = world.memory.take().unwrap();
-    c.conn.give(world.now, spare);
-    c.conn.lack();
-    c.conn.refuse(world.now, Errno::EIO);
-    c.poll(world);
-    assert_eq!(world.memory.lent(), 0);
-    // The slot has another request by now: an old key does not end it.
-    let flush = c.request(cmd::FLUSH, 0, 0, 0, &[]);
-    c.settle(world);
-    c.conn.done(world.now, q.key, Err(Errno::EIO), None, 0);
-    assert!(!c.conn.has_output());
-    c.finish_one(world);
-    c.settle(world);
-    assert_eq!(c.reply(), (0, flush));
 }
 
 #[test]
@@ -723,7 +677,7 @@ fn replies_go_out_many_at_a_time_but_not_all() {
     c.conn.gather(&mut pieces);
     assert_eq!(pieces.len(), 2 * 64);
     assert!(matches!(pieces[1], Piece::Data { at: 0, len: 4096, .. }));
-    c.conn.sent(world.now, 16 + 100);
+    c.call(world, |conn, now, device| conn.sent(now, 16 + 100, device));
     let mut pieces = Vec::new();
     c.conn.gather(&mut pieces);
     assert_eq!(pieces.len(), 2 * 64 - 1);

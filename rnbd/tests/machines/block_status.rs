@@ -38,7 +38,9 @@ impl Bench {
     /// How the only block status that has ended did so.
     fn status(&mut self, user: u64) -> Result<Vec<Extent>, Errno> {
         match self.output() {
-            Output::Status { user: u, result, .. } if u == user => result,
+            Output::Done {
+                user: u, completion, ..
+            } if u == user => completion.result.map(|()| completion.extents),
             other => panic!("{other:?}"),
         }
     }
@@ -46,7 +48,9 @@ impl Bench {
     /// The same, among news of the device.
     fn status_among(&mut self, user: u64) -> Result<Vec<Extent>, Errno> {
         let mut ends = self.outputs().into_iter().filter_map(|output| match output {
-            Output::Status { user: u, result, .. } if u == user => Some(result),
+            Output::Done {
+                user: u, completion, ..
+            } if u == user => Some(completion.result.map(|()| completion.extents)),
             Output::State(..) | Output::Geometry(..) => None,
             other => panic!("{other:?}"),
         });
@@ -255,7 +259,9 @@ fn a_session_that_moves_less_has_less_room_for_the_answer() {
     );
     bench.answer_with(s, &status::answer(&[Extent::hole(MIB)], 254));
     let ended = bench.outputs().into_iter().find_map(|output| match output {
-        Output::Status { user: u, result, .. } if u == user => Some(result),
+        Output::Done {
+            user: u, completion, ..
+        } if u == user => Some(completion.result.map(|()| completion.extents)),
         _ => None,
     });
     assert_eq!(ended, Some(Ok(vec![Extent::hole(MIB)])));

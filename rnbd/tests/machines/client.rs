@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use rnbd::{
     Errno,
-    block::{BlockOp, Geometry},
+    block::{BlockOp, Completion, Geometry},
     client::{error::MapError, output::Output, state::DeviceState},
     proto::{AccessMode, CACHE_WRITEBACK, ClientMsg, F_FUA, F_SYNC, IoOp, MsgOpenRsp, MsgSessInfo},
 };
@@ -293,7 +293,11 @@ fn a_session_that_comes_back_opens_its_devices_again() {
     let mut outputs = bench.outputs();
     assert!(matches!(outputs[0], Output::State(key, DeviceState::MappedDisconnected) if key == device));
     match outputs.pop() {
-        Some(Output::Done { user, result, data, .. }) if user == unsent => {
+        Some(Output::Done {
+            user,
+            completion: Completion { result, data, .. },
+            ..
+        }) if user == unsent => {
             assert_eq!((result, outputs.len()), (Err(Errno::ECONNABORTED), 1));
             bench.give(data);
         }
@@ -352,7 +356,9 @@ fn what_was_asked_for_before_is_not_for_what_is_opened_after() {
         panic!("{outputs:?}")
     };
     assert!(matches!(down, Output::State(_, DeviceState::MappedDisconnected)));
-    assert!(matches!(done, Output::Done { user, result: Err(Errno::ECONNABORTED), .. } if *user == unsent));
+    assert!(
+        matches!(done, Output::Done { user, completion: Completion { result: Err(Errno::ECONNABORTED), .. }, .. } if *user == unsent)
+    );
     assert!(
         matches!(up, Output::State(_, DeviceState::Mapped)),
         "nothing else has changed"
@@ -491,7 +497,9 @@ fn a_session_takes_its_devices_along() {
     let [done, unmapped] = &outputs[..] else {
         panic!("{outputs:?}")
     };
-    assert!(matches!(done, Output::Done { user, result: Err(Errno::ECONNABORTED), .. } if *user == unsent));
+    assert!(
+        matches!(done, Output::Done { user, completion: Completion { result: Err(Errno::ECONNABORTED), .. }, .. } if *user == unsent)
+    );
     assert!(matches!(unmapped, Output::Unmapped(key, Err(IoError::Path(PathError::Closed))) if *key == device));
     bench.client.map(S, "disk", RW);
     assert!(matches!(
@@ -542,7 +550,9 @@ fn answers_that_come_after_the_loss_are_of_no_interest() {
     assert_eq!((io(&flush).device_id.get(), bench.lent()), (2, 0));
     bench.answer(flush, Ok(()));
     let outputs = bench.outputs();
-    assert!(matches!(outputs[..], [Output::State(..), Output::Done { user: u, result: Ok(()), .. }] if u == user));
+    assert!(
+        matches!(outputs[..], [Output::State(..), Output::Done { user: u, completion: Completion { result: Ok(()), .. }, .. }] if u == user)
+    );
     assert_eq!(bench.lent(), 0);
 }
 
@@ -679,9 +689,9 @@ proptest! {
                 bench.answer(part, error.map_or(Ok(()), |e| Err(IoError::Remote(e))));
             }
             for output in bench.outputs() {
-                let Output::Done { user, result, data, .. } = output else { panic!("{output:?}") };
-                bench.give(data);
-                prop_assert_eq!(results.insert(user, result), None, "twice");
+                let Output::Done { user, completion, .. } = output else { panic!("{output:?}") };
+                bench.give(completion.data);
+                prop_assert_eq!(results.insert(user, completion.result), None, "twice");
             }
             if results.len() == model.len() {
                 break;

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, time::Duration};
 
 use rnbd::{
     Errno,
-    block::BlockOp,
+    block::{BlockOp, BlockRequest},
     client::{
         Client, Opener, Unmap,
         error::MapError,
@@ -232,7 +232,11 @@ impl Bench {
         data: Option<Buffer>,
     ) -> u64 {
         self.user += 1;
-        self.client.submit(opener, self.user, op, offset, len, data, 5);
+        let request = BlockRequest {
+            hint: 5,
+            ..BlockRequest::new(self.user, op, offset, len).with_data(data)
+        };
+        self.client.submit(opener, request);
         self.user
     }
 
@@ -240,10 +244,10 @@ impl Bench {
     pub(crate) fn done(&mut self, user: u64) -> Result<(), Errno> {
         match self.output() {
             Output::Done {
-                user: u, result, data, ..
+                user: u, completion, ..
             } if u == user => {
-                self.give(data);
-                result
+                self.give(completion.data);
+                completion.result
             }
             other => panic!("{other:?}"),
         }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use rnbd::{
     Errno,
-    block::BlockOp,
+    block::{BlockOp, Completion},
     client::{
         OnLoss,
         output::{LossCause, Output},
@@ -191,7 +191,10 @@ fn a_device_that_was_closed_can_be_unmapped_meanwhile() {
     let [
         Output::Done {
             user: u,
-            result: Err(Errno::ESHUTDOWN),
+            completion: Completion {
+                result: Err(Errno::ESHUTDOWN),
+                ..
+            },
             ..
         },
         Output::Unmapped(key, Ok(())),

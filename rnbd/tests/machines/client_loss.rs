@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use rnbd::{
     Errno,
-    block::BlockOp,
+    block::{BlockOp, Completion},
     client::{
         OnLoss, Unmap,
         error::MapError,
@@ -68,9 +68,9 @@ impl Bench {
         let mut ends = Vec::new();
         for output in self.outputs() {
             match output {
-                Output::Done { user, result, data, .. } => {
-                    self.give(data);
-                    ends.push((user, result));
+                Output::Done { user, completion, .. } => {
+                    self.give(completion.data);
+                    ends.push((user, completion.result));
                 }
                 Output::State(..) | Output::Geometry(..) | Output::WritesLost { .. } => {}
                 other => panic!("{other:?}"),
@@ -263,7 +263,7 @@ fn force_ends_what_is_under_way_without_touching_what_is_in_flight() {
     }
     let outputs = bench.outputs();
     assert!(
-        matches!(&outputs[..], [Output::Done { user, result: Err(Errno::ESHUTDOWN), .. }, Output::Unmapped(key, Ok(()))]
+        matches!(&outputs[..], [Output::Done { user, completion: Completion { result: Err(Errno::ESHUTDOWN), .. }, .. }, Output::Unmapped(key, Ok(()))]
             if *user == long && *key == device),
         "{outputs:?}"
     );
@@ -655,9 +655,9 @@ fn nothing_waits_for_what_will_not_come_back() {
         let ends: Vec<_> = outputs
             .into_iter()
             .map(|output| match output {
-                Output::Done { user, result, data, .. } => {
-                    bench.give(data);
-                    (user, result)
+                Output::Done { user, completion, .. } => {
+                    bench.give(completion.data);
+                    (user, completion.result)
                 }
                 other => panic!("{other:?}"),
             })

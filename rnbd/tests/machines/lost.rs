@@ -214,7 +214,9 @@ fn a_write_fails_that_has_lost_a_part() {
             bench.answer(request, Ok(()));
         }
         let ended = bench.outputs().into_iter().find_map(|output| match output {
-            Output::Done { user: of, result, .. } => Some((of, result)),
+            Output::Done {
+                user: of, completion, ..
+            } => Some((of, completion.result)),
             _ => None,
         });
         assert_eq!(ended, Some((user, end)));

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 use rnbd::{
     Errno,
-    block::{self, BlockOp, Extent, Geometry},
+    block::{self, BlockOp, BlockRequest, Completion, Extent, Geometry},
     client::{Client, OnLoss, Unmap, output::Output as ClientOutput},
     proto::{AccessMode, instance::Instance, status},
     server::{
@@ -214,15 +214,13 @@ impl World {
     }
 
     fn output(&mut self, output: ClientOutput) {
-        if let ClientOutput::Status { user, result, .. } = output {
-            let twice = self
-                .done
-                .insert(user, (result.as_ref().map(|_| ()).map_err(|e| *e), Vec::new()));
-            assert!(twice.is_none(), "operation {user} ended twice");
-            self.found.insert(user, result.unwrap_or_default());
-            return;
-        }
-        if let ClientOutput::Done { user, result, data, .. } = output {
+        if let ClientOutput::Done { user, completion, .. } = output {
+            let Completion {
+                result, data, extents, ..
+            } = completion;
+            if !extents.is_empty() {
+                self.found.insert(user, extents);
+            }
             let mut bytes = Vec::new();
             if let Some(buffer) = data {
                 let pool = self.client.rtrs_mut().pools.get_mut(&S).unwrap();
@@ -338,7 +336,11 @@ proptest! {
                 buffer
             });
             let opener = world.client.opener(device);
-            world.client.submit(&opener, n as u64, op, offset, len, data, n);
+            let request = BlockRequest {
+                hint: n,
+                ..BlockRequest::new(n as u64, op, offset, len).with_data(data)
+            };
+            world.client.submit(&opener, request);
         }
         world.settle();
         let mut lost = false;

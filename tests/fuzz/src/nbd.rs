@@ -126,7 +126,10 @@ pub fn run(data: &[u8]) {
         "TLS begins elsewhere when the bytes are cut"
     );
     assert!(server.answers == slowly.answers, "other answers when the bytes are cut");
-    assert!(server.content == slowly.content, "other content when the bytes are cut");
+    assert!(
+        server.device.content == slowly.device.content,
+        "other content when the bytes are cut"
+    );
     if let Some((at, answered)) = server.secured.filter(|(at, _)| changes.is_empty() && *at < sent.len()) {
         let mut hasty = Server::new(geometry, mode, &[], sent);
         hasty.serve(Manner::AT_ONCE);
@@ -141,18 +144,18 @@ pub fn run(data: &[u8]) {
 }
 
 fn check(server: &Server<'_>, sent: &[u8], mode: TlsMode, changes: &[(usize, Change)]) {
-    let mut reader = Reader::new(server.geometry, mode, changes, sent, &server.answers);
+    let mut reader = Reader::new(server.device.geometry, mode, changes, sent, &server.answers);
     let chosen = reader.negotiation();
     assert_eq!(reader.secured(), server.secured.map(|(at, _)| at), "where TLS begins");
     let mut models = NAMES.map(|_| content());
     if let Some((index, allowed)) = chosen {
         let whole = reader.transmission(index, allowed, &mut models[index]);
         if !whole {
-            models[index].clone_from(&server.content[index]);
+            models[index].clone_from(&server.device.content[index]);
         }
     }
     assert!(
-        server.content == models,
+        server.device.content == models,
         "the devices have other content than was written"
     );
     assert!(reader.is_done(), "answers to nothing");

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use rnbd::{
-    block::BlockOp,
+    block::{BlockOp, Completion},
     client::{
         Client as Rnbd, OnLoss, Opener, Unmap,
         output::{DeviceKey, Output},
@@ -514,15 +514,17 @@ impl ClientSide {
                 }
                 self.wake_at(again);
             }
-            Output::Done { user, result, data, .. } => {
-                self.done(now, user, result, data.as_ref(), env)?;
+            Output::Done { user, completion, .. } => {
+                let Completion { result, data, .. } = completion;
+                match self.in_flight.get(&user).map(|op| op.op) {
+                    Some(BlockOp::BlockStatus { .. }) => {
+                        self.on_block_status(now, user, result.map(|()| completion.extents), env)?;
+                    }
+                    _ => self.done(now, user, result, data.as_ref(), env)?,
+                }
                 if let (Some(session), Some(data)) = (self.session, data) {
                     self.give_back(now, session, data, env.rng)?;
                 }
-                self.wake_at(now + env.rng.range(0, self.plan.think));
-            }
-            Output::Status { user, result, .. } => {
-                self.on_block_status(now, user, result, env)?;
                 self.wake_at(now + env.rng.range(0, self.plan.think));
             }
             Output::State(device, DeviceState::Mapped) => {

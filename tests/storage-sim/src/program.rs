@@ -2,7 +2,7 @@
 
 use rnbd::{
     Errno,
-    block::{BlockOp, Extent, Geometry},
+    block::{BlockOp, BlockRequest, Extent, Geometry},
     client::Unmap,
 };
 use rtrs::{
@@ -208,7 +208,11 @@ impl ClientSide {
             },
         );
         let (offset, len) = (lba * BLOCK as u64, count * BLOCK as u64);
-        self.rnbd.submit(&opener, user, op, offset, len, data, user as usize);
+        let request = BlockRequest {
+            hint: user as usize,
+            ..BlockRequest::new(user, op, offset, len).with_data(data)
+        };
+        self.rnbd.submit(&opener, request);
         true
     }
 

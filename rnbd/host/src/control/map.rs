@@ -12,7 +12,7 @@ use super::{
     reply::{MapAnswer, reply},
     request::MapRequest,
 };
-use crate::{addresses::Addresses, mapper::Command, stats::MapStats};
+use crate::{addresses::Addresses, mapper::command::Command, stats::MapStats};
 
 /// Handle of a mapping, from [`Mapping::control`](crate::map::Mapping::control). Keeps nothing alive.
 #[derive(Clone, Debug)]
@@ -38,7 +38,7 @@ impl MapControl {
             other => other,
         };
         let (reply, pending) = reply();
-        self.handle.command(Command::Steer(request, reply));
+        self.handle.command(Command::Control(request, reply));
         pending.wait()
     }
 

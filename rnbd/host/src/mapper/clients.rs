@@ -5,17 +5,22 @@ use std::io;
 use mio::{Interest, Token};
 use rnbd::{
     Errno,
-    client::output::DeviceKey,
-    nbd::{End, Export, Exports},
+    block::{BlockRequest, Completion},
+    client::{Opener, output::DeviceKey},
+    nbd::{Backend, End, Export, Exports, Memory, RequestPart},
 };
 use roce::reactor::TurnCx;
 use roce_verbs::Instant;
-use rtrs::{Error, PathError};
+use rtrs::{
+    Error,
+    client::{Buffer, Buffers, SessionId, SessionInfo},
+    cx::Cx,
+};
 use smallvec::SmallVec;
 use socket2::Socket;
 
 use super::{
-    FIRST_CLIENT, Service,
+    FIRST_CLIENT, Rnbd, Service,
     devices::{Device, Stage},
 };
 use crate::{front::Part, nbd::NbdSocket};
@@ -38,7 +43,7 @@ impl Service {
     pub(super) fn admit(&mut self, turn: &mut TurnCx<'_, ()>, stream: Socket, id: u64) {
         if let Err(e) = self.begin(turn, stream, id) {
             self.turn_away(turn.now, &e);
-            self.entrance.left(id);
+            self.accept_path.left(id);
         }
     }
 
@@ -93,164 +98,99 @@ impl Service {
         }
     }
 
-    /// Cuts off clients that have not taken their replies in time after they were released.
-    pub(super) fn cut_off(&mut self, now: Instant) {
-        let late = self
-            .clients
-            .iter_mut()
-            .filter_map(|(_, client)| client.is_late(now).then_some(client));
-        let mut clients = 0;
-        for client in late {
-            client.connection.cut(now);
-            clients += 1;
+    /// Calls into a client with its backend. Returns the result, and whether it submitted requests; `None`: it is gone.
+    pub(super) fn with_client<T>(
+        &mut self,
+        turn: &mut TurnCx<'_, ()>,
+        index: usize,
+        f: impl FnOnce(&mut NbdSocket, Instant, &mut ClientBackend<'_>) -> T,
+    ) -> Option<(T, bool)> {
+        let client = self.clients.get_mut(index)?;
+        let (now, opener) = (turn.now, client.opener.clone());
+        let session = self.session.zip(self.info);
+        let mut backend = ClientBackend::new(index, opener, &mut self.rnbd, self.rng.cx(turn), session);
+        let done = f(client, now, &mut backend);
+        let worked = backend.worked;
+        if backend.starved && !core::mem::replace(&mut client.starved, true) {
+            self.starved.push_back(index);
         }
-        if clients > 0 {
-            tracing::warn!(clients, "NBD clients did not take their replies in time; cut off");
+        Some((done, worked))
+    }
+
+    /// Deadlines of clients. Those that have not taken their replies in time after they were released are cut off.
+    pub(super) fn client_timeouts(&mut self, turn: &mut TurnCx<'_, ()>) {
+        let due = |client: &NbdSocket| client.next_timeout().is_some_and(|at| at <= turn.now);
+        let due = self.clients.iter().filter(|(_, client)| due(client));
+        let due: SmallVec<[usize; 8]> = due.map(|(index, _)| index).collect();
+        let mut cut = 0;
+        for index in due {
+            self.with_client(turn, index, |client, now, backend| {
+                client.connection.timeout(now, backend);
+                if client.is_late(now) {
+                    client.connection.cut(now, backend);
+                    cut += 1;
+                }
+            });
+        }
+        if cut > 0 {
+            tracing::warn!(clients = cut, "NBD clients did not take their replies in time; cut off");
         }
     }
 
-    /// Everything that a client's socket and its requests need, with so many reads from the socket.
+    /// Serves a client's socket, with so many reads.
     pub(super) fn serve(&mut self, turn: &mut TurnCx<'_, ()>, index: usize, reads: usize) -> bool {
-        let mut worked = false;
+        let mut worked = self.poll_client(turn, index);
         for _ in 0..reads {
-            worked |= self.poll_client(turn, index);
-            let Some(client) = self.clients.get_mut(index) else {
-                return true;
-            };
             if self.unread == 0 {
                 break;
             }
-            let buffers = self.session.and_then(|session| self.rnbd.rtrs().buffers(session));
-            match client.read(turn.now, buffers) {
-                Some(bytes) => self.unread = self.unread.saturating_sub(bytes),
-                None => break,
-            }
+            let read = self.with_client(turn, index, |client, now, backend| client.read(now, backend));
+            let Some((Some(bytes), _)) = read else { break };
+            self.unread = self.unread.saturating_sub(bytes);
             worked = true;
         }
-        worked |= self.poll_client(turn, index);
-        worked
+        worked | self.poll_client(turn, index)
     }
 
-    /// Handles the requests of a connection: buffers, copies, operations.
+    /// Goes on with what a client has sent: it may have chosen a device, or there may be buffers again.
     fn poll_client(&mut self, turn: &mut TurnCx<'_, ()>, index: usize) -> bool {
-        let (Some(session), Some(info)) = (self.session, self.info) else {
-            return false;
-        };
-        self.look_chosen(turn.now, index);
-        // All of one size: the pool of the session can't be cut into pieces that are too small. And the messages of the
-        // service connection need some as well.
-        let size = info.max_io_size as usize;
-        let most = (info.queue_depth as usize).saturating_sub(4).max(1);
-        let mut worked = false;
-        loop {
-            let Some(client) = self.clients.get_mut(index) else {
-                return true;
-            };
-            let mut moved = false;
-            while let Some(buffer) = client.next_free() {
-                moved = true;
-                self.rnbd.rtrs_mut().give_buffer(session, buffer);
-            }
-            if let Some(buffers) = self.rnbd.rtrs().buffers(session) {
-                client.copy(buffers);
-            }
-            while let Some(len) = client.connection.poll_need() {
-                let taken = match self.rnbd.rtrs().buffers(session) {
-                    Some(buffers) if buffers.lent() < most => {
-                        self.rnbd
-                            .rtrs_mut()
-                            .take_buffer(&mut self.rng.cx(turn), session, size.max(len))
-                    }
-                    Some(buffers) => Err(Error::NoBuffer {
-                        len,
-                        limit: buffers.limit(),
-                    }),
-                    None => Err(Error::Down(PathError::Closed)),
-                };
-                match taken {
-                    Ok(buffer) => {
-                        moved = true;
-                        client.connection.give(turn.now, buffer);
-                    }
-                    Err(Error::NoBuffer { .. }) => {
-                        client.connection.lack();
-                        if !core::mem::replace(&mut client.starved, true) {
-                            self.starved.push_back(index);
-                        }
-                        break;
-                    }
-                    Err(Error::Down(_)) => client.connection.refuse(turn.now, Errno::ECONNABORTED),
-                    Err(e) => {
-                        tracing::warn!("no memory for a request: {e}");
-                        client.connection.refuse(turn.now, Errno::ENOMEM);
-                    }
-                }
-            }
-            while let Some((opener, request)) = client.next_request() {
-                moved = true;
-                let front = Part::Nbd(index, request.key);
-                let forcing = request.forces.then(|| opener.forcing());
-                self.rnbd.submit(
-                    forcing.as_ref().unwrap_or(opener),
-                    front,
-                    request.op,
-                    request.offset,
-                    request.len,
-                    request.data,
-                    index,
-                );
-            }
-            if !moved {
-                return worked;
-            }
-            worked = true;
-        }
+        self.look_chosen(turn, index);
+        let polled = self.with_client(turn, index, |client, now, backend| client.connection.poll(now, backend));
+        polled.is_none_or(|((), worked)| worked)
     }
 
-    /// Sends replies, and lets go of clients that are done. Returns whether there is more to do for it: what a client has taken
-    /// may let its next requests begin, which have been read already, or those of one that waits for a buffer.
+    /// Sends replies, and removes clients that are over. Returns whether there is more to do: with a reply the next request of the
+    /// client may begin, which has been read already, or that of a client that waits for a buffer.
     pub(super) fn reply(&mut self, turn: &mut TurnCx<'_, ()>, bytes: usize) -> bool {
-        let mut taken: SmallVec<[usize; 8]> = SmallVec::new();
-        let mut gone = Vec::new();
-        for (index, client) in &mut self.clients {
-            let buffers = self.session.and_then(|session| self.rnbd.rtrs().buffers(session));
-            if client.write(turn.now, buffers, bytes) {
-                taken.push(index);
-            }
+        let (mut sent, mut more) = (false, false);
+        let all: SmallVec<[usize; 8]> = self.clients.iter().map(|(index, _)| index).collect();
+        for index in all {
+            let written = self.with_client(turn, index, |client, now, backend| client.write(now, backend, bytes));
+            let Some((wrote, worked)) = written else { continue };
+            sent |= wrote;
+            more |= worked;
+            let client = &mut self.clients[index];
             if let Some(interest) = client.other_interest() {
                 let token = Token(FIRST_CLIENT + index);
                 if let Err(e) = turn.sockets.reregister(client.descriptor(), token, interest) {
                     tracing::warn!("an NBD client can't be watched: {e}");
-                    client.connection.cut(turn.now);
+                    self.with_client(turn, index, |client, now, backend| client.connection.cut(now, backend));
                 }
             }
-            while let Some(buffer) = client.next_free() {
-                if let Some(session) = self.session {
-                    self.rnbd.rtrs_mut().give_buffer(session, buffer);
-                }
-            }
+            let client = &mut self.clients[index];
+            more |= wrote && client.has_work();
             if client.is_over() {
-                gone.push(index);
+                self.part(turn, index);
+                more = true;
             }
         }
-        let mut more = !gone.is_empty() || (!taken.is_empty() && !self.starved.is_empty());
-        for index in gone {
-            self.part(turn, index);
-        }
-        for index in taken {
-            more |= self.poll_client(turn, index);
-            more |= self.clients.get_mut(index).is_some_and(NbdSocket::has_work);
-        }
-        more
+        more || (sent && !self.starved.is_empty())
     }
 
     fn part(&mut self, turn: &mut TurnCx<'_, ()>, index: usize) {
-        let Some(mut client) = self.clients.try_remove(index) else {
+        let Some(client) = self.clients.try_remove(index) else {
             return;
         };
-        while let Some(buffer) = client.next_free() {
-            self.give(Some(buffer));
-        }
         match client.connection.ended() {
             // That is for its operator to know, or for ours.
             Some(End::Tls(why)) if client.opener.is_none() => {
@@ -263,11 +203,11 @@ impl Service {
         self.starved.retain(|waits| *waits != index);
         self.handshakes.forget(index);
         let _ = turn.sockets.deregister(client.descriptor());
-        self.entrance.left(client.id);
+        self.accept_path.left(client.id);
         self.release(client.opener.map(|opener| opener.device()));
     }
 
-    /// Clients that found no buffer ask again, in their order.
+    /// Clients that found no buffer try again, in their order.
     pub(super) fn feed(&mut self, turn: &mut TurnCx<'_, ()>) -> bool {
         let mut worked = false;
         for _ in 0..self.starved.len() {
@@ -286,5 +226,89 @@ impl Service {
         if let Some(more) = self.log.pass(now) {
             tracing::warn!(more, "an NBD client is rejected: {why}");
         }
+    }
+}
+
+/// Memory and device of an NBD client, in a turn of the loop.
+pub(super) struct ClientBackend<'a> {
+    client: usize,
+    opener: Option<Opener>,
+    rnbd: &'a mut Rnbd,
+    cx: Cx<'a>,
+    session: Option<(SessionId, SessionInfo)>,
+    /// It found no buffer.
+    starved: bool,
+    /// It got a buffer, or submitted a request.
+    worked: bool,
+}
+
+impl<'a> ClientBackend<'a> {
+    pub(super) fn new(
+        client: usize,
+        opener: Option<Opener>,
+        rnbd: &'a mut Rnbd,
+        cx: Cx<'a>,
+        session: Option<(SessionId, SessionInfo)>,
+    ) -> Self {
+        Self {
+            client,
+            opener,
+            rnbd,
+            cx,
+            session,
+            starved: false,
+            worked: false,
+        }
+    }
+}
+
+impl Memory for ClientBackend<'_> {
+    fn take(&mut self, len: usize) -> Result<Option<Buffer>, Errno> {
+        let (session, info) = self.session.ok_or(Errno::ECONNABORTED)?;
+        // All of one size: the pool of the session can't be cut into pieces that are too small. And the messages of the
+        // service connection need some as well.
+        let size = len.max(info.max_io_size as usize);
+        let most = (info.queue_depth as usize).saturating_sub(4).max(1);
+        let lent = self.rnbd.rtrs().buffers(session).map(Buffers::lent);
+        let taken = match lent.ok_or(Errno::ECONNABORTED)? < most {
+            true => self.rnbd.rtrs_mut().take_buffer(&mut self.cx, session, size),
+            false => Err(Error::NoBuffer { len, limit: most }),
+        };
+        match taken {
+            Ok(buffer) => {
+                self.worked = true;
+                Ok(Some(buffer))
+            }
+            Err(Error::NoBuffer { .. }) => {
+                self.starved = true;
+                Ok(None)
+            }
+            Err(Error::Down(_)) => Err(Errno::ECONNABORTED),
+            Err(e) => {
+                tracing::warn!("no memory for a request: {e}");
+                Err(Errno::ENOMEM)
+            }
+        }
+    }
+
+    fn buffers(&mut self) -> Option<&mut Buffers> {
+        let (session, _) = self.session?;
+        self.rnbd.rtrs_mut().buffers_mut(session)
+    }
+}
+
+impl Backend for ClientBackend<'_> {
+    fn submit(&mut self, request: BlockRequest<RequestPart>) -> Option<(RequestPart, Completion)> {
+        self.worked = true;
+        let Some(opener) = &self.opener else {
+            return Some((request.user, Completion::new(Err(Errno::ESHUTDOWN), request.data)));
+        };
+        let client = self.client;
+        let request = BlockRequest {
+            hint: client,
+            ..request.owned_by(|part| Part::Nbd(client, part))
+        };
+        self.rnbd.submit(opener, request);
+        None
     }
 }

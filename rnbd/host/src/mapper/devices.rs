@@ -2,7 +2,7 @@
 
 use rnbd::{
     Errno,
-    block::{BlockOp, Geometry},
+    block::{BlockRequest, Geometry},
     client::{
         OnLoss, Unmap,
         error::MapError,
@@ -14,11 +14,11 @@ use roce::reactor::TurnCx;
 use rtrs::{IoError, client::SessionId};
 use smallvec::SmallVec;
 
-use super::{Phase, Service, steer};
+use super::{Phase, Service};
 use crate::{
-    control::{MapAnswer, Refused, Reply},
+    control::{MapAnswer, MapDevice, Refused, Reply},
     front::Part,
-    map::{MapDevice, MapEvent, MapFailure, MapNews},
+    map::types::{MapEvent, MapFailure, MapNews},
 };
 
 /// How far a device is.
@@ -75,6 +75,11 @@ impl Device {
     }
 }
 
+/// Answer to a request that ended with this failure.
+pub(super) fn refused(failure: &MapFailure) -> Refused {
+    Refused::new(failure.errno(), failure.to_string())
+}
+
 /// Finding them.
 impl Service {
     pub(super) fn device(&mut self, key: DeviceKey) -> Option<&mut Device> {
@@ -93,17 +98,16 @@ impl Service {
             Output::Mapped(key, geometry) => self.device_is_there(turn, key, geometry),
             Output::MapFailed(key, error) if self.rnbd.state(key).is_some() => {
                 let refused = Refused::new(error.errno(), error.to_string());
-                self.orders.remapped(key, &Err(refused));
+                self.pending.remapped(key, &Err(refused));
                 if let Some(device) = self.name_of(key) {
                     self.tell(MapNews::NotRemapped { device, error });
                 }
             }
             Output::MapFailed(key, error) => self.device_refused(turn, key, error),
-            Output::Status { user, result, .. } => self.status(turn.now, user, result),
             Output::WritesLost { device, writes, cause } => self.writes_lost(device, writes, cause),
             Output::Geometry(key, geometry) => self.device_changed(key, geometry),
             Output::State(key, DeviceState::Mapped) => {
-                self.orders.remapped(key, &Ok(()));
+                self.pending.remapped(key, &Ok(()));
                 if let Some(device) = self.name_of(key) {
                     self.tell(MapNews::Remapped { device });
                 }
@@ -245,8 +249,8 @@ impl Service {
         }
         device.stage = Stage::Flushing;
         let opener = self.rnbd.opener(key);
-        self.rnbd
-            .submit(&opener, Part::Flush(key), BlockOp::Flush, 0, 0, None, 0);
+        let flush = BlockRequest::flush(Part::Flush(key));
+        self.rnbd.submit(&opener, flush);
     }
 
     pub(super) fn flushed(&mut self, turn: &mut TurnCx<'_, ()>, key: DeviceKey, result: Result<(), Errno>) {
@@ -291,7 +295,7 @@ impl Service {
         }
         if let Some(reply) = device.unmapping.take() {
             let why = device.failure.as_ref().or(self.failure.as_ref());
-            let outcome = why.map_or(Ok(()), |why| Err(steer::refused(why)));
+            let outcome = why.map_or(Ok(()), |why| Err(refused(why)));
             reply.send(outcome.clone().map(|()| MapAnswer::Done));
             let why = outcome.err().map(|refused| refused.text);
             self.tell(MapNews::Unmapped { device: name, why });

@@ -4,7 +4,7 @@ use rnbd::client::OnLoss;
 use roce::reactor::TurnCx;
 
 use super::{Phase, Service};
-use crate::map::MapFailure;
+use crate::map::types::MapFailure;
 
 impl Service {
     /// It is over, for this reason, unless there was one before.
@@ -23,7 +23,7 @@ impl Service {
     /// No new clients, and no new requests of those that are there.
     pub(super) fn drain(&mut self, turn: &mut TurnCx<'_, ()>) {
         self.phase = Phase::Draining;
-        self.entrance.close(&turn.sockets);
+        self.accept_path.close(&turn.sockets);
         self.fronts.close(&turn.sockets);
         self.fronts.let_go(None);
         // Nobody waits for a lost device then.

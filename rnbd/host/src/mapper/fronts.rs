@@ -10,10 +10,7 @@ use std::{
 };
 
 use mio::{Interest, Token};
-use rnbd::{
-    block::Geometry,
-    client::{Opener, output::DeviceKey},
-};
+use rnbd::{block::Geometry, client::output::DeviceKey};
 use roce::reactor::{Readiness, Sockets, TurnCx};
 use roce_net::socket_file::{Access, Kind, SocketFile};
 use roce_verbs::Instant;
@@ -21,10 +18,10 @@ use roce_verbs::mem::Pages;
 use rtrs::client::{LentId, SessionId};
 use slab::Slab;
 
-use super::{FIRST_DOOR, FIRST_FRONT, Rtrs, Service, devices::Stage};
+use super::{FIRST_FRONT, FIRST_LISTENER, Rtrs, Service, devices::Stage};
 use crate::{
     front::Part,
-    map::VhostSocket,
+    map::types::VhostSocket,
     rng::Rng,
     vhost::{Front, FrontRequest, Lender, Surroundings, Watched},
 };
@@ -32,12 +29,12 @@ use crate::{
 /// Tokens of a front end: that of its socket, and those of its rings.
 const TOKENS: usize = 1024;
 
-/// A socket for the front ends of a device, one at a time.
+/// Listening socket for the front ends of a device, one at a time.
 #[derive(Debug)]
-struct Door {
+struct VhostListener {
     file: SocketFile,
     device: String,
-    /// Somebody has come, as far as is known.
+    /// A connection may be pending.
     accepts: bool,
     /// A front end is connected.
     taken: bool,
@@ -46,7 +43,7 @@ struct Door {
 /// The front ends, and their listeners.
 #[derive(Debug, Default)]
 pub(super) struct Fronts {
-    doors: Vec<Door>,
+    listeners: Vec<VhostListener>,
     all: Slab<Front>,
     /// Requests that made no sense, of those that are gone.
     malformed: u64,
@@ -61,9 +58,9 @@ impl Fronts {
         for (index, socket) in all.iter().enumerate() {
             let file = SocketFile::bind(&socket.path, Kind::Stream, Access::Owner)?;
             file.listener().set_nonblocking(true)?;
-            let token = Token(FIRST_DOOR + index);
+            let token = Token(FIRST_LISTENER + index);
             sockets.register(file.as_fd(), token, Interest::READABLE)?;
-            self.doors.push(Door {
+            self.listeners.push(VhostListener {
                 file,
                 device: socket.device.clone(),
                 accepts: true,
@@ -73,18 +70,18 @@ impl Fronts {
         Ok(())
     }
 
-    /// Lets nobody in any more.
+    /// Accepts no more.
     pub(super) fn close(&mut self, sockets: &Sockets<'_>) {
-        for door in self.doors.drain(..) {
-            let _ = sockets.deregister(door.file.as_fd());
+        for listener in self.listeners.drain(..) {
+            let _ = sockets.deregister(listener.file.as_fd());
         }
     }
 
     /// A descriptor of theirs is ready.
     pub(super) fn ready(&mut self, token: Token, readiness: Readiness) {
-        if let Some(door) = token.0.checked_sub(FIRST_DOOR) {
-            if let Some(door) = self.doors.get_mut(door) {
-                door.accepts = true;
+        if let Some(listener) = token.0.checked_sub(FIRST_LISTENER) {
+            if let Some(listener) = self.listeners.get_mut(listener) {
+                listener.accepts = true;
             }
             return;
         }
@@ -100,21 +97,26 @@ impl Fronts {
         }
     }
 
-    /// The next who has come by a socket where nobody is, and that socket.
-    fn next_comer(&mut self) -> Option<(usize, UnixStream)> {
-        for (index, door) in self.doors.iter_mut().enumerate().filter(|(_, door)| !door.taken) {
-            while door.accepts {
-                match door.file.listener().accept() {
+    /// The next connection to a socket without a front end, and that socket.
+    fn next_accepted(&mut self) -> Option<(usize, UnixStream)> {
+        for (index, listener) in self
+            .listeners
+            .iter_mut()
+            .enumerate()
+            .filter(|(_, listener)| !listener.taken)
+        {
+            while listener.accepts {
+                match listener.file.listener().accept() {
                     Ok((stream, _)) => {
-                        door.taken = true;
+                        listener.taken = true;
                         return Some((index, stream));
                     }
                     Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                     Err(e) => {
-                        // What has no descriptor comes again with the next who knocks.
-                        door.accepts = false;
+                        // A connection without a descriptor is accepted with the next one.
+                        listener.accepts = false;
                         if e.kind() != io::ErrorKind::WouldBlock {
-                            tracing::warn!(device = door.device, "a front end is not let in: {e}");
+                            tracing::warn!(device = listener.device, "a front end is not let in: {e}");
                         }
                     }
                 }
@@ -124,9 +126,9 @@ impl Fronts {
     }
 
     /// A listener's front end is gone, or was not taken: the next may come.
-    fn vacate(&mut self, door: usize) {
-        if let Some(door) = self.doors.get_mut(door) {
-            (door.taken, door.accepts) = (false, true);
+    fn vacate(&mut self, listener: usize) {
+        if let Some(listener) = self.listeners.get_mut(listener) {
+            (listener.taken, listener.accepts) = (false, true);
         }
     }
 
@@ -236,26 +238,26 @@ macro_rules! around {
 }
 
 impl Service {
-    /// Lets front ends in.
+    /// Accepts front ends.
     pub(super) fn accept_fronts(&mut self, turn: &mut TurnCx<'_, ()>) -> bool {
         let mut worked = false;
-        while let Some((door, stream)) = self.fronts.next_comer() {
+        while let Some((listener, stream)) = self.fronts.next_accepted() {
             worked = true;
-            self.admit_front(turn, stream, door);
+            self.admit_front(turn, stream, listener);
         }
         worked
     }
 
-    /// Takes a front end that was let in.
-    fn admit_front(&mut self, turn: &mut TurnCx<'_, ()>, stream: UnixStream, door: usize) {
-        let device = self.fronts.doors[door].device.clone();
+    /// Takes an accepted front end.
+    fn admit_front(&mut self, turn: &mut TurnCx<'_, ()>, stream: UnixStream, listener: usize) {
+        let device = self.fronts.listeners[listener].device.clone();
         let open = |d: &&super::Device| d.what.name == device && d.stage == Stage::Open;
         let found = self.devices.iter().find(open);
         let found = found.and_then(|d| Some((self.rnbd.opener(d.key), device.clone(), d.geometry?)));
         let begun = match found {
             Some(found) => {
                 let index = self.fronts.all.vacant_key();
-                Front::new(around!(self, turn, index), stream, door, found)
+                Front::new(around!(self, turn, index), stream, listener, found)
             }
             None => Err(io::Error::other("the device is not there")),
         };
@@ -271,7 +273,7 @@ impl Service {
                 if let Some(more) = self.log.pass(turn.now) {
                     tracing::warn!(device, more, "a front end is rejected: {e}");
                 }
-                self.fronts.vacate(door);
+                self.fronts.vacate(listener);
             }
         }
     }
@@ -289,7 +291,12 @@ impl Service {
             let opener = front.opener.clone();
             while let Some(request) = self.fronts.all.get_mut(index).and_then(Front::next_request) {
                 worked = true;
-                self.submit_for_front(index, &opener, request);
+                let request = FrontRequest {
+                    hint: index + request.hint,
+                    ..request
+                };
+                let request = request.owned_by(|slot| Part::Vhost(index, slot));
+                self.rnbd.submit(&opener, request);
             }
             if self.fronts.all.get(index).is_some_and(Front::is_over) {
                 over.push(index);
@@ -300,27 +307,11 @@ impl Service {
             let mut front = self.fronts.all.remove(index);
             front.notify();
             self.fronts.malformed += front.malformed;
-            self.fronts.vacate(front.door);
+            self.fronts.vacate(front.listener);
             self.release(Some(front.opener.device()));
             front.part(around!(self, turn, index));
             self.accept_fronts(turn);
         }
         worked
-    }
-
-    fn submit_for_front(&mut self, index: usize, opener: &Opener, request: FrontRequest) {
-        let FrontRequest {
-            slot,
-            op,
-            offset,
-            len,
-            data,
-            ring,
-            forces,
-        } = request;
-        let forcing = forces.then(|| opener.forcing());
-        let opener = forcing.as_ref().unwrap_or(opener);
-        self.rnbd
-            .submit(opener, Part::Vhost(index, slot), op, offset, len, data, index + ring);
     }
 }

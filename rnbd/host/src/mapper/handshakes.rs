@@ -7,7 +7,7 @@ use roce::reactor::TurnCx;
 use roce_verbs::Instant;
 
 use super::Service;
-use crate::entrance::Connected;
+use crate::accept::Connected;
 
 /// Connections that are accepted in a step.
 const ACCEPTS: usize = 4;
@@ -77,7 +77,7 @@ impl Service {
                 self.handshakes.push(index);
             }
         }
-        let waits = !self.handshakes.queue.is_empty() || self.entrance.is_ready();
+        let waits = !self.handshakes.queue.is_empty() || self.accept_path.is_ready();
         if !waits || !self.handshakes.is_due(turn.now) {
             return false;
         }
@@ -100,13 +100,13 @@ impl Service {
     /// Accepts connections.
     fn accept(&mut self, turn: &mut TurnCx<'_, ()>) -> bool {
         for count in 0..ACCEPTS {
-            let Some(connected) = self.entrance.next(turn.now) else {
+            let Some(connected) = self.accept_path.next(turn.now) else {
                 return count > 0;
             };
             match connected {
                 Connected::Client(id, stream, evicted) => {
                     if let Some(evicted) = evicted {
-                        self.evict(turn.now, evicted, "others came before it had chosen a device");
+                        self.evict(turn, evicted, "others came before it had chosen a device");
                     }
                     self.admit(turn, stream, id);
                 }
@@ -117,18 +117,16 @@ impl Service {
     }
 
     /// A client's connection is closed, for this reason.
-    fn evict(&mut self, now: Instant, id: u64, why: &str) {
-        let mut all = self.clients.iter_mut().map(|(_, client)| client);
-        let Some(client) = all.find(|client| client.id == id) else {
-            return;
-        };
-        client.connection.cut(now);
+    fn evict(&mut self, turn: &mut TurnCx<'_, ()>, id: u64, why: &str) {
+        let found = self.clients.iter().find(|(_, client)| client.id == id);
+        let Some((index, client)) = found else { return };
         let origin = client.origin();
-        self.turn_away(now, &io::Error::other(format!("{origin}{why}")));
+        self.with_client(turn, index, |client, now, backend| client.connection.cut(now, backend));
+        self.turn_away(turn.now, &io::Error::other(format!("{origin}{why}")));
     }
 
-    /// Takes note of the device that a client has chosen, once.
-    pub(super) fn look_chosen(&mut self, now: Instant, index: usize) {
+    /// Registers the device that a client has chosen, once.
+    pub(super) fn look_chosen(&mut self, turn: &mut TurnCx<'_, ()>, index: usize) {
         let Some(client) = self.clients.get_mut(index).filter(|c| c.is_half_open()) else {
             return;
         };
@@ -138,8 +136,8 @@ impl Service {
         if let Some(device) = self.device(key) {
             device.users += 1;
         }
-        if let Err(full) = self.entrance.chosen(id) {
-            self.evict(now, id, &full.to_string());
+        if let Err(full) = self.accept_path.chosen(id) {
+            self.evict(turn, id, &full.to_string());
         }
     }
 }

@@ -2,13 +2,13 @@
 
 use std::io::{self, IoSlice, Write};
 
-use rnbd::nbd::{self, BufferCopy, Connection, Want};
-use roce_verbs::Instant;
+use rnbd::nbd::{self, Backend, Connection, Want};
+use roce_verbs::{Instant, provider::RangeError};
 use rtrs::client::Buffers;
 use smallvec::SmallVec;
 use socket2::Socket;
 
-use super::{NbdSocket, Received, make};
+use super::{NbdSocket, Received};
 use crate::{
     iov::{self, Piece},
     tls::{ENCRYPTED, Plain, Tls},
@@ -16,16 +16,16 @@ use crate::{
 
 impl NbdSocket {
     /// TLS begins.
-    pub(super) fn begin_tls(&mut self, now: Instant) {
+    pub(super) fn begin_tls(&mut self, now: Instant, backend: &mut dyn Backend) {
         match self.tls.as_ref().map(Tls::session) {
             Some(Ok(session)) => self.session = Some(Box::new(session)),
-            Some(Err(e)) => self.connection.tls_failed(now, e.to_string()),
-            None => self.connection.tls_failed(now, "it was not offered".into()),
+            Some(Err(e)) => self.connection.tls_failed(now, e.to_string(), backend),
+            None => self.connection.tls_failed(now, "it was not offered".into(), backend),
         }
     }
 
     /// As [`read`](Self::read).
-    pub(super) fn read_secured(&mut self, now: Instant, buffers: Option<&Buffers>) -> Option<usize> {
+    pub(super) fn read_secured(&mut self, now: Instant, backend: &mut dyn Backend) -> Option<usize> {
         let handshake = self.in_handshake();
         let session = self.session.as_mut()?;
         let mut want = self.connection.want();
@@ -38,48 +38,48 @@ impl NbdSocket {
                 let taken = if handshake {
                     0
                 } else {
-                    deliver(&mut want, bytes, buffers)?
+                    deliver(&mut want, bytes, backend)?
                 };
                 session.consume(taken);
                 if taken > 0 {
-                    self.connection.received(now, taken);
+                    self.connection.received(now, taken, backend);
                 }
-                self.look_established(now);
+                self.look_established(now, backend);
                 Some(taken)
             }
             Ok(Plain::End) => {
-                self.look_established(now);
-                self.connection.eof(now);
+                self.look_established(now, backend);
+                self.connection.eof(now, backend);
                 Some(0)
             }
             Ok(Plain::More) => {
-                self.look_established(now);
-                self.fill(now)
+                self.look_established(now, backend);
+                self.fill(now, backend)
             }
             Err(e) => {
-                self.connection.tls_failed(now, e.to_string());
+                self.connection.tls_failed(now, e.to_string(), backend);
                 Some(0)
             }
         }
     }
 
     /// The connection goes on when the handshake is over.
-    fn look_established(&mut self, now: Instant) {
+    fn look_established(&mut self, now: Instant, backend: &mut dyn Backend) {
         if self.in_handshake() && self.session.as_ref().is_some_and(|session| !session.is_handshaking()) {
-            self.connection.tls_established(now);
+            self.connection.tls_established(now, backend);
         }
     }
 
     /// Receives what is to be decrypted.
-    fn fill(&mut self, now: Instant) -> Option<usize> {
+    fn fill(&mut self, now: Instant, backend: &mut dyn Backend) -> Option<usize> {
         if !self.readable {
             return None;
         }
         let session = self.session.as_mut()?;
         let room = session.room();
         let (received, wanted) = (iov::receive(&self.stream, None, room), room.len());
-        match self.received(now, received, wanted) {
-            Received::Bytes(0) => self.connection.eof(now),
+        match self.received(now, received, wanted, backend) {
+            Received::Bytes(0) => self.connection.eof(now, backend),
             Received::Bytes(n) => self.session.as_mut()?.filled(n),
             Received::Nothing => return None,
             Received::Again => {}
@@ -90,10 +90,10 @@ impl NbdSocket {
 
     /// As [`write`](Self::write). The connection is told that something is sent when it is encrypted: so much, and no more, is on its
     /// way between.
-    pub(super) fn write_secured(&mut self, now: Instant, buffers: Option<&Buffers>, most: usize) -> bool {
+    pub(super) fn write_secured(&mut self, now: Instant, backend: &mut dyn Backend, most: usize) -> bool {
         let (mut moved, mut sent) = (false, 0);
         loop {
-            moved |= self.push(now);
+            moved |= self.push(now, backend);
             let Some(session) = self.session.as_mut().filter(|session| !session.has_output()) else {
                 return moved;
             };
@@ -109,14 +109,14 @@ impl NbdSocket {
                 return moved;
             }
             let connection = &self.connection;
-            match session.encrypt(|out| gather(connection, buffers, out)) {
+            match session.encrypt(|out| gather(connection, backend.buffers().as_deref(), out)) {
                 Ok(0) => return moved,
                 Ok(n) => {
                     (moved, sent) = (true, sent + n);
-                    self.connection.sent(now, n);
+                    self.connection.sent(now, n, backend);
                 }
                 Err(e) => {
-                    self.fail(now, &e);
+                    self.fail(now, &e, backend);
                     return true;
                 }
             }
@@ -124,7 +124,7 @@ impl NbdSocket {
     }
 
     /// Sends what is encrypted, as far as the socket takes it. Returns whether anything went.
-    fn push(&mut self, now: Instant) -> bool {
+    fn push(&mut self, now: Instant, backend: &mut dyn Backend) -> bool {
         let mut moved = false;
         while let Some(session) = self.session.as_mut().filter(|session| session.has_output()) {
             if !self.writable {
@@ -135,7 +135,7 @@ impl NbdSocket {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => self.writable = false,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) => {
-                    self.fail(now, &e);
+                    self.fail(now, &e, backend);
                     return true;
                 }
             }
@@ -145,7 +145,7 @@ impl NbdSocket {
 }
 
 /// Puts bytes where the connection wants them, as many as it does; how many.
-fn deliver(want: &mut Want<'_>, bytes: &[u8], buffers: Option<&Buffers>) -> Option<usize> {
+fn deliver(want: &mut Want<'_>, bytes: &[u8], backend: &mut dyn Backend) -> Option<usize> {
     match want {
         Want::Bytes(room) => {
             let n = room.len().min(bytes.len());
@@ -154,8 +154,7 @@ fn deliver(want: &mut Want<'_>, bytes: &[u8], buffers: Option<&Buffers>) -> Opti
         }
         Want::Payload { buffer, at, len, .. } => {
             let n = bytes.len().min(*len);
-            let (at, data) = (*at, &bytes[..n]);
-            make(BufferCopy::Write { buffer, at, data }, buffers?);
+            logged(backend.buffers()?.write(buffer, *at, &bytes[..n]));
             Some(n)
         }
         Want::Nothing(_) => Some(0),
@@ -173,10 +172,15 @@ fn gather(connection: &Connection, buffers: Option<&Buffers>, out: &mut Vec<u8>)
             nbd::Piece::Data { buffer, at, .. } => {
                 let Some(buffers) = buffers else { return };
                 out.resize(begin + len, 0);
-                let (at, out) = (*at, &mut out[begin..]);
-                make(BufferCopy::Read { buffer, at, out }, buffers);
+                logged(buffers.read(buffer, *at, &mut out[begin..]));
             }
         }
+    }
+}
+
+fn logged(copied: Result<(), RangeError>) {
+    if let Err(e) = copied {
+        tracing::error!("a copy outside its buffer: {e}");
     }
 }
 

@@ -10,15 +10,14 @@ use std::{
 };
 
 use rnbd::{
-    block::Geometry,
+    block::{Completion, Geometry},
     client::Opener,
     virtio_blk::{self, feature},
 };
 use roce_verbs::Instant;
-use rtrs::client::Buffer;
 use vhost::vhost_user::message::{FrontendReq, VhostUserProtocolFeatures, VhostUserVringState};
 
-use crate::front::{Completed, FrontEnd};
+use crate::front::FrontEnd;
 
 use super::{
     inflight::Inflight,
@@ -104,7 +103,7 @@ pub(crate) struct Front {
     pub(super) wire: Wire,
     pub(crate) opener: Opener,
     /// The socket that it came by.
-    pub(crate) door: usize,
+    pub(crate) listener: usize,
     name: String,
     pub(super) geometry: Geometry,
     phase: Phase,
@@ -142,7 +141,7 @@ impl Front {
     pub(crate) fn new(
         around: &mut dyn Surroundings,
         stream: UnixStream,
-        door: usize,
+        listener: usize,
         device: (Opener, String, Geometry),
     ) -> io::Result<Self> {
         let wire = Wire::new(stream)?;
@@ -151,7 +150,7 @@ impl Front {
         Ok(Self {
             wire,
             opener,
-            door,
+            listener,
             name,
             geometry,
             phase: Phase::Serving,
@@ -409,18 +408,17 @@ impl Front {
     }
 }
 
-impl FrontEnd for Front {
+impl<Backend: ?Sized> FrontEnd<Backend> for Front {
     /// Its slot.
     type Request = usize;
 
-    fn complete(&mut self, _: Instant, slot: usize, completion: Completed) -> Option<Buffer> {
+    fn complete(&mut self, _: Instant, slot: usize, completion: Completion, _: &mut Backend) {
+        // Its data is the guest's own.
         match self.requests.done(slot, completion.result, completion.losses) {
             None => {}
-            // Nobody is left who would know.
+            // Nobody is left to report to.
             Some(Begun::Operations(operations)) => self.out.extend(operations),
             Some(Begun::Ended(ended)) => self.ended(&ended),
         }
-        // Its data is the guest's own.
-        None
     }
 }

@@ -13,7 +13,7 @@ use std::{
 
 use rnbd::{
     Errno,
-    block::Geometry,
+    block::{Completion, Geometry},
     client::{Client, output::DeviceKey},
     virtio_blk,
 };
@@ -28,7 +28,7 @@ use vhost::vhost_user::message::{FrontendReq, VhostUserMemoryRegion, VhostUserVr
 use vm_memory::ByteValued as _;
 
 use super::{Front, FrontRequest, Lender, Surroundings, Watched, mapped::Mapped, wire};
-use crate::front::{Completed, FrontEnd as _};
+use crate::front::FrontEnd as _;
 
 /// Bytes of the guest's memory, and of a ring.
 const MEMORY: u64 = 64 << 10;
@@ -289,10 +289,6 @@ fn end(front: &mut Front, around: &Around<'_>, request: FrontRequest, how: u8) {
         2 => Err(Errno::EOPNOTSUPP),
         _ => Ok(()),
     };
-    let completion = Completed {
-        result,
-        data: None,
-        losses: 0,
-    };
-    front.complete(Instant::ZERO, request.slot, completion);
+    let completion = Completion::new(result, None);
+    front.complete(Instant::ZERO, request.user, completion, &mut ());
 }

@@ -2,7 +2,7 @@
 
 use rnbd::{
     Errno,
-    block::{BlockOp, Geometry},
+    block::{BlockOp, BlockRequest, Geometry},
     client::Parts,
     virtio_blk::{self, RANGE, Request, Status},
 };
@@ -16,21 +16,8 @@ use super::{
     memory::GuestMemory,
 };
 
-/// Request to a device.
-#[derive(Debug)]
-pub(crate) struct FrontRequest {
-    /// Comes back when it is over.
-    pub(crate) slot: usize,
-    pub(crate) op: BlockOp,
-    pub(crate) offset: u64,
-    pub(crate) len: u64,
-    /// Pieces of the guest's memory.
-    pub(crate) data: Option<Buffer>,
-    /// The ring that it came by.
-    pub(crate) ring: usize,
-    /// This flush stands for the FUA of a write.
-    pub(crate) forces: bool,
-}
+/// Request to a device, by its slot.
+pub(crate) type FrontRequest = BlockRequest<usize>;
 
 /// Durability that the driver has chosen.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -163,13 +150,8 @@ impl Requests {
             losses: Parts::default(),
         });
         let request = |(op, offset, len, data)| FrontRequest {
-            slot,
-            op,
-            offset,
-            len,
-            data,
-            ring,
-            forces: false,
+            hint: ring,
+            ..FrontRequest::new(slot, op, offset, len).with_data(data)
         };
         operations.into_iter().map(request).collect()
     }
@@ -187,13 +169,9 @@ impl Requests {
         if core::mem::take(&mut under_way.flush) && under_way.error.is_none() {
             under_way.left = 1;
             let flush = FrontRequest {
-                slot,
-                op: BlockOp::Flush,
-                offset: 0,
-                len: 0,
-                data: None,
-                ring: under_way.ring,
+                hint: under_way.ring,
                 forces: true,
+                ..FrontRequest::flush(slot)
             };
             return Some(Begun::Operations(SmallVec::from_iter([flush])));
         }

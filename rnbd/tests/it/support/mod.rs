@@ -8,9 +8,9 @@ use std::{collections::VecDeque, ops::Range, time::Duration};
 use provider::Scripted;
 use rnbd::{
     Errno,
-    block::{self, BlockOp, Extent, Geometry},
+    block::{self, BlockOp, BlockRequest, Completion, Extent, Geometry},
     nbd::{
-        BufferCopy, Connection, End, Export, Exports, NbdRequest, Phase, Piece, Stall, TlsMode, Want,
+        Backend, Connection, End, Export, Exports, Phase, Piece, RequestPart, Stall, TlsMode, Want,
         proto::{self, Framing, Request, opt},
     },
 };
@@ -49,6 +49,8 @@ pub(crate) struct Memory {
     size: usize,
     /// So many may be lent at a time.
     pub(crate) depth: usize,
+    /// There are no buffers at all.
+    pub(crate) refuses: Option<Errno>,
 }
 
 impl Memory {
@@ -58,6 +60,7 @@ impl Memory {
             provider: Scripted::new(&[]),
             size,
             depth,
+            refuses: None,
         }
     }
 
@@ -89,13 +92,6 @@ impl Memory {
 
     pub(crate) fn write(&self, buffer: &Buffer, at: usize, data: &[u8]) {
         self.buffers.write(buffer, at, data).expect("inside the buffer");
-    }
-
-    fn copy(&self, copy: BufferCopy<'_>) {
-        match copy {
-            BufferCopy::Write { buffer, at, data } => self.write(buffer, at, data),
-            BufferCopy::Read { buffer, at, out } => self.buffers.read(buffer, at, out).expect("inside the buffer"),
-        }
     }
 }
 
@@ -175,7 +171,7 @@ impl World {
         joined
     }
 
-    fn run(&mut self, q: &NbdRequest) -> Result<(), Errno> {
+    fn run(&mut self, q: &BlockRequest<RequestPart>) -> Result<(), Errno> {
         let g = &self.geometry;
         let mut seen = Seen {
             op: q.op,
@@ -214,6 +210,54 @@ impl World {
         }
         Ok(())
     }
+
+    /// Does a request.
+    fn complete(&mut self, q: BlockRequest<RequestPart>) -> (RequestPart, Completion) {
+        let result = self.run(&q);
+        let extents = match q.op {
+            BlockOp::BlockStatus { most } if result.is_ok() => self.extents(q.offset, q.len, most),
+            _ => Vec::new(),
+        };
+        let completion = Completion {
+            result,
+            data: q.data,
+            extents,
+            losses: self.losses,
+        };
+        (q.user, completion)
+    }
+}
+
+/// Memory and device of a connection in a call.
+struct Device<'a> {
+    world: &'a mut World,
+    /// Requests go here instead of being done.
+    held: Option<&'a mut VecDeque<BlockRequest<RequestPart>>>,
+}
+
+impl rnbd::nbd::Memory for Device<'_> {
+    fn take(&mut self, len: usize) -> Result<Option<Buffer>, Errno> {
+        if let Some(e) = self.world.memory.refuses {
+            return Err(e);
+        }
+        let taken = self.world.memory.take();
+        assert!(taken.as_ref().is_none_or(|buffer| len <= buffer.capacity()));
+        Ok(taken)
+    }
+
+    fn buffers(&mut self) -> Option<&mut Buffers> {
+        Some(&mut self.world.memory.buffers)
+    }
+}
+
+impl Backend for Device<'_> {
+    fn submit(&mut self, request: BlockRequest<RequestPart>) -> Option<(RequestPart, Completion)> {
+        match &mut self.held {
+            Some(held) => held.push_back(request),
+            None => return Some(self.world.complete(request)),
+        }
+        None
+    }
 }
 
 /// One client and the connection that serves it.
@@ -230,7 +274,7 @@ pub(crate) struct Peer {
     pub(crate) answers: Vec<u8>,
     /// Requests are kept back here instead of being done.
     pub(crate) hold: bool,
-    pub(crate) held: VecDeque<NbdRequest>,
+    pub(crate) held: VecDeque<BlockRequest<RequestPart>>,
     /// How its requests are framed.
     pub(crate) framing: Framing,
     cookie: u64,
@@ -315,16 +359,27 @@ impl Peer {
             }
         }
         if all > 0 {
-            self.conn.received(world.now, all);
+            self.call(world, |conn, now, device| conn.received(now, all, device));
         } else if self.closed && self.socket.is_empty() && !self.eof {
             self.eof = true;
-            self.conn.eof(world.now);
+            self.call(world, |conn, now, device| conn.eof(now, device));
         }
         all
     }
 
+    /// Calls into the connection.
+    pub(crate) fn call<T>(
+        &mut self,
+        world: &mut World,
+        f: impl FnOnce(&mut Connection, Instant, &mut dyn Backend) -> T,
+    ) -> T {
+        let now = world.now;
+        let held = self.hold.then_some(&mut self.held);
+        f(&mut self.conn, now, &mut Device { world, held })
+    }
+
     /// One sending call of at most `max` bytes; how many it took.
-    pub(crate) fn transmit(&mut self, world: &World, max: usize) -> usize {
+    pub(crate) fn transmit(&mut self, world: &mut World, max: usize) -> usize {
         let mut pieces = Vec::new();
         self.conn.gather(&mut pieces);
         assert!(pieces.len() <= 1024 && pieces.iter().all(|p| !p.is_empty()));
@@ -344,63 +399,28 @@ impl Peer {
         if self.takes != usize::MAX {
             self.takes -= bytes.len();
         }
-        self.conn.sent(world.now, bytes.len());
+        self.call(world, |conn, now, device| conn.sent(now, bytes.len(), device));
         self.answers.extend(&bytes);
         bytes.len()
     }
 
-    /// Polls until nothing comes any more; whether anything came.
+    /// Goes on with what has come; whether a buffer was taken or a request begun.
     pub(crate) fn poll(&mut self, world: &mut World) -> bool {
-        let mut any = false;
-        loop {
-            let mut came = false;
-            while let Some(len) = self.conn.poll_need() {
-                let Some(buffer) = world.memory.take() else {
-                    self.conn.lack();
-                    break;
-                };
-                assert!(len <= buffer.capacity());
-                self.conn.give(world.now, buffer);
-                came = true;
-            }
-            while let Some(copy) = self.conn.poll_copy() {
-                world.memory.copy(copy);
-                came = true;
-            }
-            while let Some(q) = self.conn.poll_request() {
-                came = true;
-                if self.hold {
-                    self.held.push_back(q);
-                } else {
-                    self.finish(world, q);
-                }
-            }
-            while let Some(buffer) = self.conn.poll_free() {
-                world.memory.give(buffer);
-                came = true;
-            }
-            any |= came;
-            if !came {
-                return any;
-            }
-        }
+        let before = (world.memory.lent(), world.seen.len(), self.held.len());
+        self.call(world, |conn, now, device| conn.poll(now, device));
+        before != (world.memory.lent(), world.seen.len(), self.held.len())
     }
 
-    fn finish(&mut self, world: &mut World, q: NbdRequest) {
-        let result = world.run(&q);
-        if let BlockOp::BlockStatus { most } = q.op {
-            let extents = result.map(|()| world.extents(q.offset, q.len, most));
-            let extents = extents.as_deref().map_err(|e| *e);
-            return self.conn.status(world.now, q.key, extents);
-        }
-        self.conn.done(world.now, q.key, result, q.data, world.losses);
+    /// A request ends like this.
+    pub(crate) fn done(&mut self, world: &mut World, part: RequestPart, completion: Completion) {
+        self.call(world, |conn, now, device| conn.done(now, part, completion, device));
     }
 
     /// The device does the oldest request that is held back.
     pub(crate) fn finish_one(&mut self, world: &mut World) {
         let q = self.held.pop_front().expect("a request");
-        self.finish(world, q);
-        self.poll(world);
+        let (part, completion) = world.complete(q);
+        self.done(world, part, completion);
     }
 
     /// Everything that can happen without time passing.
@@ -431,7 +451,7 @@ impl Peer {
     pub(crate) fn pass(&mut self, world: &mut World, time: Duration) {
         world.pass(time);
         if self.conn.next_timeout().is_some_and(|due| due <= world.now) {
-            self.conn.timeout(world.now);
+            self.call(world, |conn, now, device| conn.timeout(now, device));
         }
         self.poll(world);
     }
@@ -451,7 +471,7 @@ impl Peer {
     }
 
     /// Sends a request, and the error of its reply.
-    pub(crate) fn call(&mut self, world: &mut World, command: u16, flags: u16, offset: usize, len: usize) -> u32 {
+    pub(crate) fn ask(&mut self, world: &mut World, command: u16, flags: u16, offset: usize, len: usize) -> u32 {
         let data = match command {
             proto::cmd::WRITE => vec![0x5a; len],
             _ => Vec::new(),
@@ -502,7 +522,7 @@ pub(crate) fn connect_with(world: &mut World, mode: TlsMode) -> Peer {
 pub(crate) fn ended_well(peer: &mut Peer, world: &mut World) -> End {
     peer.settle(world);
     let end = peer.conn.ended().expect("an end").clone();
-    assert!(!peer.conn.has_output() && peer.conn.poll_free().is_none());
+    assert!(!peer.conn.has_output());
     assert_eq!(peer.conn.in_flight(), (0, 0));
     assert_eq!(peer.conn.next_timeout(), None);
     assert!(matches!(peer.conn.want(), Want::Nothing(Stall::Closing)));

@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use rnbd::{
-    block::{BlockOp, Geometry},
-    nbd::{BufferCopy, Connection, End, Export, Exports, NbdRequest, Phase, Piece, TlsMode, Want},
+    Errno,
+    block::{BlockOp, BlockRequest, Completion, Extent, Geometry},
+    nbd::{Backend, Connection, End, Export, Exports, Memory, Phase, Piece, RequestPart, TlsMode, Want},
 };
 use roce_verbs::Instant;
 use rtrs::{
@@ -41,49 +42,24 @@ impl Manner {
     };
 }
 
-/// A connection with a device in memory that does everything at once and checks what it is asked for.
-pub(super) struct Server<'a> {
-    conn: Connection,
-    sent: &'a [u8],
-    /// Bytes of it that were received.
-    at: usize,
-    /// The client sends no more than this before TLS has begun.
-    pub(super) wait_at: Option<usize>,
-    /// TLS has begun after so many bytes, and so many of answers.
-    pub(super) secured: Option<(usize, usize)>,
-    /// What is still to happen to exports, and when.
-    changes: &'a [(usize, Change)],
-    pub(super) answers: Vec<u8>,
+/// A device in memory that does everything at once and checks what it is asked for.
+pub(super) struct Device {
+    /// The export that the client has chosen.
+    chosen: Option<usize>,
     pub(super) geometry: Geometry,
     pub(super) content: [Vec<u8>; NAMES.len()],
     buffers: Buffers,
     /// Without a device: no path leads anywhere.
     provider: Scripted,
     now: Instant,
+    requests: u64,
 }
 
-impl<'a> Server<'a> {
-    pub(super) fn new(geometry: Geometry, mode: TlsMode, changes: &'a [(usize, Change)], sent: &'a [u8]) -> Self {
-        let exports = (0..AT_FIRST).map(|index| export(index, geometry)).collect();
-        Self {
-            conn: Connection::with_tls(Instant::ZERO, Exports::new(exports), mode),
-            sent,
-            at: 0,
-            wait_at: None,
-            secured: None,
-            changes,
-            answers: Vec::new(),
-            geometry,
-            content: NAMES.map(|_| content()),
-            buffers: Buffers::new(1 << 20),
-            provider: Scripted::new(&[]),
-            now: Instant::ZERO,
-        }
-    }
-
-    fn buffer(&mut self) -> Option<Buffer> {
+impl Memory for Device {
+    fn take(&mut self, len: usize) -> Result<Option<Buffer>, Errno> {
+        assert!((1..=self.geometry.max_transfer as usize).contains(&len), "{len} bytes");
         if self.buffers.lent() >= self.geometry.queue_depth as usize {
-            return None;
+            return Ok(None);
         }
         let mut cx = Cx {
             now: self.now,
@@ -91,111 +67,31 @@ impl<'a> Server<'a> {
             random: &mut |_| {},
         };
         let len = self.geometry.max_transfer as usize;
-        Some(self.buffers.take(&mut cx, len).expect("memory"))
+        Ok(Some(self.buffers.take(&mut cx, len).expect("memory")))
     }
 
-    /// Serves until the connection has ended.
-    pub(super) fn serve(&mut self, manner: Manner) {
-        loop {
-            let mut came = self.poll();
-            came |= self.receive(match self.conn.phase() {
-                Phase::Transmission => manner.receive,
-                _ => manner.options,
-            });
-            came |= self.poll();
-            came |= self.send(manner.send);
-            let later = self.now + PAUSE;
-            if manner.pause && self.conn.phase() >= Phase::Transmission && later < NEGOTIATION {
-                self.now = later;
-                if self.conn.next_timeout().is_some_and(|due| due <= self.now) {
-                    self.conn.timeout(self.now);
-                }
-            }
-            if !came && !self.happen() {
-                break;
-            }
-        }
-        assert!(self.conn.ended().is_some(), "it waits for something");
-        assert_eq!(self.buffers.lent(), 0, "a buffer is not given back");
-        assert_eq!(self.conn.in_flight(), (0, 0));
+    fn buffers(&mut self) -> Option<&mut Buffers> {
+        Some(&mut self.buffers)
     }
+}
 
-    /// Why it has ended.
-    pub(super) fn ended(&self) -> &End {
-        self.conn.ended().expect("an end")
+impl Backend for Device {
+    fn submit(&mut self, q: BlockRequest<RequestPart>) -> Option<(RequestPart, Completion)> {
+        self.requests += 1;
+        let extents = self.run(&q);
+        let completion = Completion {
+            extents,
+            ..Completion::new(Ok(()), q.data)
+        };
+        Some((q.user, completion))
     }
+}
 
-    /// What happens when all that has come is answered; whether anything did.
-    fn happen(&mut self) -> bool {
-        if let Some(((at, change), rest)) = self.changes.split_first()
-            && *at == self.at
-        {
-            self.changes = rest;
-            match change {
-                Change::Withdraw(index) => self.conn.withdraw(*index),
-                Change::Offer => self.conn.offer(export(AT_FIRST, self.geometry)),
-            }
-            return true;
-        }
-        if !self.conn.wants_tls() {
-            return false;
-        }
-        assert_eq!(self.secured, None, "TLS begins once");
-        self.secured = Some((self.at, self.answers.len()));
-        self.wait_at = None;
-        self.conn.tls_established(self.now);
-        true
-    }
-
-    /// Bytes that the client sends before something happens.
-    fn within_reach(&self) -> usize {
-        let change = self.changes.first().map(|(at, _)| *at);
-        let most = [Some(self.sent.len()), change, self.wait_at]
-            .into_iter()
-            .flatten()
-            .min();
-        most.unwrap_or_default().saturating_sub(self.at)
-    }
-
-    fn poll(&mut self) -> bool {
-        let mut any = false;
-        loop {
-            let mut came = false;
-            while let Some(len) = self.conn.poll_need() {
-                assert!((1..=self.geometry.max_transfer as usize).contains(&len), "{len} bytes");
-                let Some(buffer) = self.buffer() else {
-                    self.conn.lack();
-                    break;
-                };
-                self.conn.give(self.now, buffer);
-                came = true;
-            }
-            while let Some(copy) = self.conn.poll_copy() {
-                let copied = match copy {
-                    BufferCopy::Write { buffer, at, data } => self.buffers.write(buffer, at, data),
-                    BufferCopy::Read { buffer, at, out } => self.buffers.read(buffer, at, out),
-                };
-                copied.expect("inside the buffer");
-                came = true;
-            }
-            while let Some(q) = self.conn.poll_request() {
-                self.run(q);
-                came = true;
-            }
-            while let Some(buffer) = self.conn.poll_free() {
-                self.buffers.give(buffer);
-                came = true;
-            }
-            if !came {
-                return any;
-            }
-            any = true;
-        }
-    }
-
-    fn run(&mut self, q: NbdRequest) {
+impl Device {
+    /// Does a request. Returns the extents of a block status.
+    fn run(&mut self, q: &BlockRequest<RequestPart>) -> Vec<Extent> {
         let g = &self.geometry;
-        let index = self.conn.export().expect("a choice");
+        let index = self.chosen.expect("a choice");
         let range = q.offset as usize..(q.offset + q.len) as usize;
         if q.op != BlockOp::Flush {
             let inside = q.len > 0 && g.contains(q.offset, q.len) && g.aligned(q.offset, q.len);
@@ -229,15 +125,124 @@ impl<'a> Server<'a> {
                 fua
             }
             BlockOp::BlockStatus { most } => {
-                let extents = extents(q.offset, q.len, most as usize);
-                return self.conn.status(self.now, q.key, Ok(&extents));
+                return extents(q.offset, q.len, most as usize);
             }
         };
         assert!(
             !forced || (g.fua && g.write_cache),
             "the device can't force, or need not"
         );
-        self.conn.done(self.now, q.key, Ok(()), q.data, 0);
+        Vec::new()
+    }
+}
+
+/// A connection to the device.
+pub(super) struct Server<'a> {
+    conn: Connection,
+    sent: &'a [u8],
+    /// Bytes of it that were received.
+    at: usize,
+    /// The client sends no more than this before TLS has begun.
+    pub(super) wait_at: Option<usize>,
+    /// TLS has begun after so many bytes, and so many of answers.
+    pub(super) secured: Option<(usize, usize)>,
+    /// What is still to happen to exports, and when.
+    changes: &'a [(usize, Change)],
+    pub(super) answers: Vec<u8>,
+    pub(super) device: Device,
+}
+
+impl<'a> Server<'a> {
+    pub(super) fn new(geometry: Geometry, mode: TlsMode, changes: &'a [(usize, Change)], sent: &'a [u8]) -> Self {
+        let exports = (0..AT_FIRST).map(|index| export(index, geometry)).collect();
+        Self {
+            conn: Connection::with_tls(Instant::ZERO, Exports::new(exports), mode),
+            sent,
+            at: 0,
+            wait_at: None,
+            secured: None,
+            changes,
+            answers: Vec::new(),
+            device: Device {
+                chosen: None,
+                geometry,
+                content: NAMES.map(|_| content()),
+                buffers: Buffers::new(1 << 20),
+                provider: Scripted::new(&[]),
+                now: Instant::ZERO,
+                requests: 0,
+            },
+        }
+    }
+
+    /// Serves until the connection has ended.
+    pub(super) fn serve(&mut self, manner: Manner) {
+        loop {
+            let mut came = self.poll();
+            came |= self.receive(match self.conn.phase() {
+                Phase::Transmission => manner.receive,
+                _ => manner.options,
+            });
+            came |= self.poll();
+            came |= self.send(manner.send);
+            let later = self.device.now + PAUSE;
+            if manner.pause && self.conn.phase() >= Phase::Transmission && later < NEGOTIATION {
+                self.device.now = later;
+                if self.conn.next_timeout().is_some_and(|due| due <= later) {
+                    self.conn.timeout(later, &mut self.device);
+                }
+            }
+            if !came && !self.happen() {
+                break;
+            }
+        }
+        assert!(self.conn.ended().is_some(), "it waits for something");
+        assert_eq!(self.device.buffers.lent(), 0, "a buffer is not given back");
+        assert_eq!(self.conn.in_flight(), (0, 0));
+    }
+
+    /// Why it has ended.
+    pub(super) fn ended(&self) -> &End {
+        self.conn.ended().expect("an end")
+    }
+
+    /// What happens when all that has come is answered; whether anything did.
+    fn happen(&mut self) -> bool {
+        if let Some(((at, change), rest)) = self.changes.split_first()
+            && *at == self.at
+        {
+            self.changes = rest;
+            match change {
+                Change::Withdraw(index) => self.conn.withdraw(*index),
+                Change::Offer => self.conn.offer(export(AT_FIRST, self.device.geometry)),
+            }
+            return true;
+        }
+        if !self.conn.wants_tls() {
+            return false;
+        }
+        assert_eq!(self.secured, None, "TLS begins once");
+        self.secured = Some((self.at, self.answers.len()));
+        self.wait_at = None;
+        self.conn.tls_established(self.device.now, &mut self.device);
+        true
+    }
+
+    /// Bytes that the client sends before something happens.
+    fn within_reach(&self) -> usize {
+        let change = self.changes.first().map(|(at, _)| *at);
+        let most = [Some(self.sent.len()), change, self.wait_at]
+            .into_iter()
+            .flatten()
+            .min();
+        most.unwrap_or_default().saturating_sub(self.at)
+    }
+
+    fn poll(&mut self) -> bool {
+        let before = (self.device.buffers.lent(), self.device.requests);
+        self.device.chosen = self.conn.export();
+        self.conn.poll(self.device.now, &mut self.device);
+        before != (self.device.buffers.lent(), self.device.requests)
     }
 
     /// One receiving call; whether it brought something.
@@ -257,14 +262,15 @@ impl<'a> Server<'a> {
             Want::Payload { buffer, at, len, then } => {
                 n = n.min(len + then.len());
                 let (payload, behind) = sent[..n].split_at(n.min(len));
-                self.buffers.write(buffer, at, payload).expect("inside the buffer");
+                let buffers = &self.device.buffers;
+                buffers.write(buffer, at, payload).expect("inside the buffer");
                 then[..behind.len()].copy_from_slice(behind);
             }
         }
         if n == 0 {
-            self.conn.eof(self.now);
+            self.conn.eof(self.device.now, &mut self.device);
         } else {
-            self.conn.received(self.now, n);
+            self.conn.received(self.device.now, n, &mut self.device);
             self.at += n;
         }
         true
@@ -281,13 +287,13 @@ impl<'a> Server<'a> {
                 Piece::Data { buffer, at, len } => {
                     let first = bytes.len();
                     bytes.resize(first + len, 0);
-                    let read = self.buffers.read(buffer, at, &mut bytes[first..]);
+                    let read = self.device.buffers.read(buffer, at, &mut bytes[first..]);
                     read.expect("inside the buffer");
                 }
             }
         }
         bytes.truncate(max);
-        self.conn.sent(self.now, bytes.len());
+        self.conn.sent(self.device.now, bytes.len(), &mut self.device);
         self.answers.extend(&bytes);
         !bytes.is_empty()
     }

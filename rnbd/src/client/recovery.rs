@@ -1,4 +1,16 @@
-//! Sizes, loss policies and timers of devices, and buffers reserved for answers.
+//! Recovery of lost devices: loss policies, timers, devices that the server has closed, and buffers reserved for answers.
+//!
+//! # Devices that the server has closed although the session is up
+//!
+//! A kernel's server closes all devices of a session when the session's last path closes there. If another path is up when the client
+//! sees the loss, the session was never down here, and requests are answered with ENOTCONN: their devices are not open. The same
+//! follows when an administrator closes one device there, which can't be told apart. A server that names its
+//! [instance](crate::proto::instance) keeps the session's devices while a path is being connected: there the administrator's
+//! command counts, and requests fail.
+//!
+//! The former device numbers may be given to other devices (`xa_alloc` takes the lowest that is free), so a request in flight could
+//! reach another device. Hence no device of the session is opened before all requests have been answered, and all of its devices are
+//! opened again.
 
 use roce_verbs::Instant;
 use rtrs::{
@@ -11,11 +23,11 @@ use rtrs::{
 };
 
 use super::{
-    client::Client,
+    client::{Client, EventData},
     device::Device,
+    loss_policy::{OnLoss, RETRY, Timer},
     memory,
     output::{DeviceKey, Output},
-    patience::{Alarm, OnLoss, RETRY},
     session::Session,
     state::{DeviceEvent, DeviceState},
     transport::Transport,
@@ -78,16 +90,16 @@ impl<F, T: Transport<F>> Client<F, T> {
     /// ENODEV when there is no such device.
     pub fn set_on_loss(&mut self, key: DeviceKey, on_loss: OnLoss) -> Result<(), Errno> {
         let device = self.devices.get_mut(key.0).ok_or(Errno::ENODEV)?;
-        if device.patience.on_loss() == on_loss {
+        if device.loss_policy.on_loss() == on_loss {
             return Ok(());
         }
         device
-            .patience
+            .loss_policy
             .set(on_loss, device.state == DeviceState::MappedDisconnected);
-        self.stirred = true;
+        self.needs_upkeep = true;
         if on_loss == OnLoss::Error {
-            device.again = Alarm::Off;
-            self.work.fail_held(key, Errno::ECONNABORTED);
+            device.again = Timer::Off;
+            self.operations.fail_held(key, Errno::ECONNABORTED);
             self.finish();
         } else if device.state == DeviceState::MappedDisconnected && device.message.is_none() {
             self.try_later(key);
@@ -97,12 +109,12 @@ impl<F, T: Transport<F>> Client<F, T> {
 
     /// Returns the loss policy of a device; `None` when it is gone.
     pub fn on_loss(&self, key: DeviceKey) -> Option<OnLoss> {
-        self.devices.get(key.0).map(|d| d.patience.on_loss())
+        self.devices.get(key.0).map(|d| d.loss_policy.on_loss())
     }
 
     /// Operations that wait for this device, or will, when it is lost.
     pub fn waiting(&self, key: DeviceKey) -> usize {
-        self.work.waiting(key)
+        self.operations.waiting(key)
     }
 
     /// The server has refused to open it again: that may be different in a while, if the server has just started, or has still to do
@@ -110,25 +122,25 @@ impl<F, T: Transport<F>> Client<F, T> {
     pub(super) fn try_later(&mut self, key: DeviceKey) {
         let device = self.devices.get_mut(key.0).filter(|d| d.waits());
         if let Some(device) = device {
-            device.again = Alarm::Set(RETRY);
-            self.stirred = true;
+            device.again = Timer::Set(RETRY);
+            self.needs_upkeep = true;
         }
     }
 
     /// When [`timeout`](Self::timeout) wants to be called.
     pub fn next_timeout(&self) -> Option<Instant> {
-        let devices = self.devices.iter().map(|(_, d)| [d.patience.end(), d.again.at()]);
+        let devices = self.devices.iter().map(|(_, d)| [d.loss_policy.end(), d.again.at()]);
         let drains = self.sessions.values().map(|s| s.drain.at());
-        let others = drains.chain([self.work.next_timeout()]);
+        let others = drains.chain([self.operations.next_timeout()]);
         devices.flatten().chain(others).flatten().min()
     }
 
     /// Looks whether a time has come.
     pub fn timeout(&mut self, now: Instant) {
-        for key in self.all_devices(|d| d.patience.end().is_some_and(|at| at <= now)) {
-            if self.devices.get_mut(key.0).is_some_and(|d| d.patience.ends(now)) {
+        for key in self.all_devices(|d| d.loss_policy.end().is_some_and(|at| at <= now)) {
+            if self.devices.get_mut(key.0).is_some_and(|d| d.loss_policy.ends(now)) {
                 tracing::warn!(device = self.name(key), "the device has been lost for too long");
-                self.work.fail_held(key, Errno::ECONNABORTED);
+                self.operations.fail_held(key, Errno::ECONNABORTED);
             }
         }
         self.finish();
@@ -136,12 +148,12 @@ impl<F, T: Transport<F>> Client<F, T> {
         for key in self.all_devices(|d| d.again.at().is_some_and(|at| at <= now)) {
             self.open_again(key, now);
         }
-        if self.work.alarm().rings(now) {
+        if self.operations.retry.is_due(now) {
             for key in self.all_devices(|d| d.state == DeviceState::Mapped) {
-                self.work.resume(key);
+                self.operations.resume(key);
             }
-            if self.work.holds() {
-                *self.work.alarm() = Alarm::At(now + RETRY);
+            if self.operations.holds() {
+                self.operations.retry = Timer::At(now + RETRY);
             }
         }
     }
@@ -150,7 +162,7 @@ impl<F, T: Transport<F>> Client<F, T> {
         let Some(device) = self.devices.get_mut(key.0) else {
             return;
         };
-        if !device.again.rings(now) {
+        if !device.again.is_due(now) {
             return;
         }
         let idle = device.state == DeviceState::MappedDisconnected && device.message.is_none();
@@ -174,13 +186,13 @@ impl<F, T: Transport<F>> Client<F, T> {
 /// Buffers for answers.
 impl<F, T: Transport<F>> Client<F, T> {
     /// Starts the alarms that were set, and looks after the reserves.
-    pub(super) fn look_around(&mut self, cx: &mut Cx<'_>) {
-        self.stirred = false;
-        self.work.alarm().start(cx.now);
+    pub(super) fn upkeep(&mut self, cx: &mut Cx<'_>) {
+        self.needs_upkeep = false;
+        self.operations.retry.start(cx.now);
         let keys = self.all_devices(|_| true);
         for key in keys {
             if let Some(device) = self.devices.get_mut(key.0) {
-                device.patience.alarm().start(cx.now);
+                device.loss_policy.timer().start(cx.now);
                 device.again.start(cx.now);
             }
         }
@@ -197,7 +209,7 @@ impl<F, T: Transport<F>> Client<F, T> {
                 match (session, taken) {
                     (Some(session), Ok(Some(buffer))) => session.reserve = Some(buffer),
                     // One may come back.
-                    (_, Ok(None)) => self.stirred = true,
+                    (_, Ok(None)) => self.needs_upkeep = true,
                     _ => {}
                 }
             }
@@ -206,7 +218,7 @@ impl<F, T: Transport<F>> Client<F, T> {
 
     /// Whether operations of a session's devices may come to have all buffers.
     fn keeps_reserve(&self, id: SessionId) -> bool {
-        let waits = |d: &Device| d.session == id && d.patience.on_loss() != OnLoss::Error;
+        let waits = |d: &Device| d.session == id && d.loss_policy.on_loss() != OnLoss::Error;
         self.devices.iter().any(|(_, d)| waits(d))
     }
 
@@ -223,6 +235,63 @@ impl<F, T: Transport<F>> Client<F, T> {
         let reserve = self.sessions.get_mut(&id).and_then(|s| s.reserve.take());
         if let Some(buffer) = reserve {
             memory::give(&mut self.rtrs, id, buffer);
+        }
+    }
+}
+
+/// Devices that the server has closed.
+impl<F, T: Transport<F>> Client<F, T> {
+    /// Handles the answer to a request that its device is not open, of a session that is up: stops sending requests to the session's
+    /// devices.
+    pub(super) fn session_stale(&mut self, id: SessionId) {
+        let session = self.sessions.get_mut(&id).filter(|s| s.down.is_none());
+        let Some(session) = session.filter(|s| s.drain == Timer::Off) else {
+            return;
+        };
+        tracing::warn!(session = id.0, "the server has closed devices: they are opened again");
+        session.drain = Timer::Set(RETRY);
+        session.version = None;
+        self.needs_upkeep = true;
+        // A message that is under way has been sent to the server as it is now, or is a close.
+        for key in self.devices_of(id, |d| d.id.is_some() && d.message.is_none()) {
+            if let Some(device) = self.devices.get_mut(key.0) {
+                device.id = None;
+            }
+            self.step(key, DeviceEvent::LinkDown, EventData::Nothing);
+        }
+    }
+
+    /// Looks whether the number of a device that was opened is another one's, too: that one is closed, and has not been used since.
+    pub(super) fn check_number(&mut self, key: DeviceKey) {
+        let Some(device) = self.devices.get(key.0).filter(|d| d.id.is_some()) else {
+            return;
+        };
+        let (session, id) = (device.session, device.id);
+        let is_it = |d: &Device| (d.session, d.id) == (session, id);
+        let twice = self.devices.iter().any(|(other, d)| other != key.0 && is_it(d));
+        if twice {
+            self.session_stale(session);
+        }
+    }
+
+    /// Whether requests or messages about a session's devices are in flight.
+    fn uses_devices(&self, id: SessionId) -> bool {
+        let mut devices = self.devices.iter().filter(|(_, d)| d.session == id);
+        devices.any(|(_, d)| d.message.is_some() || d.in_flight > 0)
+    }
+
+    /// Opens the devices of sessions again of which nothing is in flight any more.
+    pub(super) fn check_drains(&mut self, now: Instant) {
+        let sessions = self.sessions.iter_mut();
+        let due: Vec<SessionId> = sessions
+            .filter_map(|(id, s)| s.drain.is_due(now).then_some(*id))
+            .collect();
+        for id in due {
+            let drained = !self.uses_devices(id);
+            match self.sessions.get_mut(&id) {
+                Some(session) if !drained => session.drain = Timer::At(now + RETRY),
+                _ => self.ask_version(id),
+            }
         }
     }
 }

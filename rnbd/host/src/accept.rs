@@ -41,7 +41,7 @@ struct Waiting {
 
 /// A listening socket.
 #[derive(Debug)]
-struct Way {
+struct ListeningSocket {
     listener: Listener,
     /// Connections wait in its backlog, as far as is known.
     accepts: bool,
@@ -49,7 +49,7 @@ struct Way {
     waiting: Option<Waiting>,
 }
 
-impl Way {
+impl ListeningSocket {
     fn is_unix(&self) -> bool {
         !matches!(self.listener.address(), NbdAddress::Tcp(_))
     }
@@ -88,8 +88,8 @@ fn peer(stream: &Socket) -> Peer {
 
 /// The listening sockets, and who has a place.
 #[derive(Debug)]
-pub(crate) struct Entrance {
-    ways: Vec<Way>,
+pub(crate) struct AcceptPath {
+    sockets: Vec<ListeningSocket>,
     /// Connections that this process has made itself.
     offered: VecDeque<Socket>,
     /// The one that is asked first.
@@ -110,11 +110,11 @@ fn limits(most: usize, reserved: usize) -> Limits {
     }
 }
 
-impl Entrance {
+impl AcceptPath {
     /// Without listeners.
     pub(crate) fn new(most: usize) -> Self {
         Self {
-            ways: Vec::new(),
+            sockets: Vec::new(),
             offered: VecDeque::new(),
             first: 0,
             paused_until: None,
@@ -131,16 +131,16 @@ impl Entrance {
         for way in all {
             let listener = Listener::open(way)?;
             sockets.register(listener.as_fd(), token, Interest::READABLE)?;
-            self.ways.push(Way {
+            self.sockets.push(ListeningSocket {
                 listener,
                 accepts: true,
                 waiting: None,
             });
         }
-        if self.ways.iter().any(Way::is_unix) {
+        if self.sockets.iter().any(ListeningSocket::is_unix) {
             self.places = Places::new(limits(self.most, self.most / RESERVED));
         }
-        Ok(self.ways.iter().map(|way| way.listener.address().clone()).collect())
+        Ok(self.sockets.iter().map(|way| way.listener.address().clone()).collect())
     }
 
     /// Takes a connection that did not come by a listener.
@@ -151,19 +151,19 @@ impl Entrance {
     /// Accepts nobody any more.
     pub(crate) fn close(&mut self, sockets: &Sockets<'_>) {
         self.offered.clear();
-        for way in self.ways.drain(..) {
+        for way in self.sockets.drain(..) {
             let _ = sockets.deregister(way.listener.as_fd());
         }
     }
 
     /// A listener is readable.
     pub(crate) fn ready(&mut self) {
-        self.ways.iter_mut().for_each(|way| way.accepts = true);
+        self.sockets.iter_mut().for_each(|way| way.accepts = true);
     }
 
     /// A connection may be had at once.
     pub(crate) fn is_ready(&self) -> bool {
-        !self.offered.is_empty() || (self.paused_until.is_none() && self.ways.iter().any(Way::is_ready))
+        !self.offered.is_empty() || (self.paused_until.is_none() && self.sockets.iter().any(ListeningSocket::is_ready))
     }
 
     /// The next connection. Those at one socket don't hold up those at another.
@@ -173,10 +173,10 @@ impl Entrance {
             return Some(self.receive(stream, peer, now));
         }
         while self.paused_until.is_none() {
-            let count = self.ways.len();
+            let count = self.sockets.len();
             let mut order = (0..count).map(|i| (self.first + i) % count);
-            let index = order.find(|index| self.ways[*index].is_ready())?;
-            let way = &mut self.ways[index];
+            let index = order.find(|index| self.sockets[*index].is_ready())?;
+            let way = &mut self.sockets[index];
             match way.next() {
                 Ok((stream, peer)) => {
                     self.first = (index + 1) % count;
@@ -223,19 +223,19 @@ impl Entrance {
     /// An NBD client is gone, or was not taken.
     pub(crate) fn left(&mut self, id: u64) {
         self.places.leave(id);
-        let waiting = self.ways.iter_mut().filter_map(|way| way.waiting.as_mut());
+        let waiting = self.sockets.iter_mut().filter_map(|way| way.waiting.as_mut());
         waiting.for_each(|waiting| waiting.until = None);
     }
 
     /// When [`timeout`](Self::timeout) is due.
     pub(crate) fn next_timeout(&self) -> Option<Instant> {
-        let waiting = self.ways.iter().filter_map(|way| way.waiting.as_ref()?.until);
+        let waiting = self.sockets.iter().filter_map(|way| way.waiting.as_ref()?.until);
         waiting.chain(self.paused_until).min()
     }
 
     pub(crate) fn timeout(&mut self, now: Instant) {
         self.paused_until = self.paused_until.filter(|at| *at > now);
-        for waiting in self.ways.iter_mut().filter_map(|way| way.waiting.as_mut()) {
+        for waiting in self.sockets.iter_mut().filter_map(|way| way.waiting.as_mut()) {
             waiting.until = waiting.until.filter(|at| *at > now);
         }
     }
@@ -252,12 +252,12 @@ mod tests {
         trusted: true,
     };
 
-    fn connect(entrance: &mut Entrance) -> Connected {
+    fn connect(entrance: &mut AcceptPath) -> Connected {
         entrance.receive(UnixStream::pair().unwrap().0.into(), LOCAL, Instant::ZERO)
     }
 
     /// One that chooses a device at once.
-    fn open(entrance: &mut Entrance) -> Option<u64> {
+    fn open(entrance: &mut AcceptPath) -> Option<u64> {
         match connect(entrance) {
             Connected::Client(id, ..) => {
                 entrance.chosen(id).unwrap();
@@ -269,7 +269,7 @@ mod tests {
 
     #[test]
     fn as_many_clients_as_may_have_a_place() {
-        let mut entrance = Entrance::new(3);
+        let mut entrance = AcceptPath::new(3);
         let ids: Vec<_> = (0..4).map(|_| open(&mut entrance)).collect();
         assert!(ids[..3].iter().all(Option::is_some) && ids[3].is_none(), "{ids:?}");
         entrance.left(ids[1].unwrap());
@@ -281,7 +281,7 @@ mod tests {
 
     #[test]
     fn half_open_clients_are_evicted_and_take_no_place_of_others() {
-        let mut entrance = Entrance::new(2);
+        let mut entrance = AcceptPath::new(2);
         let (mut ids, mut evicted) = (Vec::new(), Vec::new());
         for _ in 0..40 {
             match connect(&mut entrance) {
@@ -304,7 +304,7 @@ mod tests {
 
     #[test]
     fn nobody_is_served_where_nobody_may_be() {
-        let mut entrance = Entrance::new(0);
+        let mut entrance = AcceptPath::new(0);
         assert!(matches!(connect(&mut entrance), Connected::Rejected(_)));
     }
 }

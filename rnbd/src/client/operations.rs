@@ -1,27 +1,22 @@
-//! Operations that no request of RTRS has: those that are to be sent, and those that wait.
+//! Operations that no request of RTRS has: those that can be sent, and those that wait.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use roce_verbs::Instant;
 use rtrs::{
     Direction, IoError,
-    client::{
-        buffers::Buffer,
-        config::ConType,
-        request::{SessionId, Submission},
-    },
+    client::{buffers::Buffer, config::ConType, request::Submission},
     cx::Cx,
 };
 use smallvec::SmallVec;
 use zerocopy::IntoBytes;
 
 use super::{
-    device::Device,
-    flight::{Admission, Fate, Kind, Prepared, Request, Sent},
+    device::{Admission, Device, Fate},
+    loss_policy::{RETRY, Timer},
     memory::{self, SessionBuffers},
-    operation::Operation,
+    operation::{Kind, Operation, Request, Sent},
     output::DeviceKey,
-    patience::{Alarm, RETRY},
     status,
     transport::Transport,
 };
@@ -31,9 +26,9 @@ use crate::{
     slab::Slab,
 };
 
-/// An operation whose turn comes.
+/// An operation with a part to be sent.
 #[derive(Debug)]
-enum Turn<F> {
+enum Ready<F> {
     Whole(Box<Operation<F>>),
     /// It has parts in flight.
     Split(u64),
@@ -41,42 +36,42 @@ enum Turn<F> {
 
 /// All operations of a client but those that lie in [requests](Request) of RTRS.
 #[derive(Debug)]
-pub(super) struct Work<F> {
-    /// Number of the next operation.
-    next: u64,
-    /// Operations of which a part can be sent, in turns.
-    ready: VecDeque<Turn<F>>,
+pub(super) struct Operations<F> {
+    /// Number of the last operation.
+    last: u64,
+    /// Operations of which a part can be sent, one after the other.
+    ready: VecDeque<Ready<F>>,
     /// Operations of which a part could be sent if there were a buffer.
     starved: VecDeque<Box<Operation<F>>>,
     /// Operations that have several requests in flight, by their numbers.
     split: BTreeMap<u64, Box<Operation<F>>>,
-    /// Operations that wait for their device, in the order in which they were begun.
+    /// Operations that wait for their device, in the order of submission.
     held: BTreeMap<u64, Box<Operation<F>>>,
-    /// When those are sent again whose device does not seem to be lost.
-    retry: Alarm,
+    /// Time of the next attempt for those whose device does not seem to be lost.
+    pub(super) retry: Timer,
     /// Operations that have ended.
     ended: VecDeque<Box<Operation<F>>>,
 }
 
-impl<F> Default for Work<F> {
+impl<F> Default for Operations<F> {
     fn default() -> Self {
         Self {
-            next: 0,
+            last: 0,
             ready: VecDeque::new(),
             starved: VecDeque::new(),
             split: BTreeMap::new(),
             held: BTreeMap::new(),
-            retry: Alarm::Off,
+            retry: Timer::Off,
             ended: VecDeque::new(),
         }
     }
 }
 
-impl<F> Work<F> {
-    /// Begins with an operation, on a device that is there until [it has ended](Self::poll_ended).
+impl<F> Operations<F> {
+    /// Adds an operation, on a device that outlives it.
     pub(super) fn add(&mut self, operation: Operation<F>) {
-        self.next += 1;
-        let number = self.next;
+        self.last += 1;
+        let number = self.last;
         self.place(Box::new(Operation { number, ..operation }));
     }
 
@@ -90,60 +85,61 @@ impl<F> Work<F> {
         if operation.span.over().is_some() {
             self.ended.push_back(operation);
         } else if operation.span.parts() > 0 {
-            let turn = operation.wants_turn() && !operation.waits;
-            if turn && !core::mem::replace(&mut operation.queued, true) {
-                self.ready.push_back(Turn::Split(operation.number));
+            let ready = operation.wants_turn() && !operation.waits;
+            if ready && !core::mem::replace(&mut operation.queued, true) {
+                self.ready.push_back(Ready::Split(operation.number));
             }
             self.split.insert(operation.number, operation);
         } else if operation.waits {
             self.held.insert(operation.number, operation);
         } else {
-            self.ready.push_back(Turn::Whole(operation));
+            self.ready.push_back(Ready::Whole(operation));
         }
     }
 
-    /// Sends as many requests as there are buffers for. Returns whether there was something to do.
+    /// Sends as many requests as there are buffers for. Returns whether any operation went on.
     pub(super) fn send<T: Transport<F>>(&mut self, cx: &mut Cx<'_>, rtrs: &mut T, devices: &mut Slab<Device>) -> bool {
         // Those that find no buffer below need not look again.
         let mut starved = self.starved.len();
         let mut worked = false;
         loop {
-            let turn = self.ready.pop_front().or_else(|| {
+            let ready = self.ready.pop_front().or_else(|| {
                 starved = starved.checked_sub(1)?;
-                self.starved.pop_front().map(Turn::Whole)
+                self.starved.pop_front().map(Ready::Whole)
             });
-            let operation = match turn {
-                Some(Turn::Whole(operation)) => Some(operation),
-                Some(Turn::Split(number)) => self.split.remove(&number),
+            let operation = match ready {
+                Some(Ready::Whole(operation)) => Some(operation),
+                Some(Ready::Split(number)) => self.split.remove(&number),
                 None => return worked,
             };
-            if let Some(operation) = operation {
-                worked |= self.turn(cx, rtrs, devices, operation);
+            let Some(mut operation) = operation else { continue };
+            operation.queued = false;
+            let Some(device) = devices.get_mut(operation.device.0) else {
+                // A device outlives its operations. One without must end: placed again, it would be ready at once.
+                operation.waits = false;
+                operation.span.fail(Errno::ESHUTDOWN);
+                self.place(operation);
+                worked = true;
+                continue;
+            };
+            // A part may have ended since: the device may be lost without our knowing yet.
+            if operation.wants_turn() && !operation.waits {
+                worked |= self.send_next(cx, rtrs, device, operation);
+            } else {
+                self.place(operation);
+                worked = true;
             }
         }
     }
 
-    /// Sends the next part of an operation. `false`: it waits for a buffer.
-    fn turn<T: Transport<F>>(
+    /// Sends the next part of an operation: with the operation, if it has no other. `false`: it waits for a buffer.
+    fn send_next<T: Transport<F>>(
         &mut self,
         cx: &mut Cx<'_>,
         rtrs: &mut T,
-        devices: &mut Slab<Device>,
+        device: &mut Device,
         mut operation: Box<Operation<F>>,
     ) -> bool {
-        operation.queued = false;
-        let Some(device) = devices.get_mut(operation.device.0) else {
-            // A device outlives its operations. One without must end: placed again, it would have its turn again at once.
-            operation.waits = false;
-            operation.span.fail(Errno::ESHUTDOWN);
-            self.place(operation);
-            return true;
-        };
-        // A part may have come back since: the device may be lost without our knowing yet.
-        if !operation.wants_turn() || operation.waits {
-            self.place(operation);
-            return true;
-        }
         let session = device.session;
         let prepared = match device.admits(&mut operation) {
             Admission::Now(_) if status::is_status(&operation) && !device.answers_status => {
@@ -153,7 +149,7 @@ impl<F> Work<F> {
             }
             Admission::Now(id) => prepare(cx, rtrs, &mut operation, device, id),
             Admission::Later => {
-                self.hold(rtrs, session, &mut operation);
+                self.hold(rtrs, device, &mut operation);
                 self.place(operation);
                 return true;
             }
@@ -163,12 +159,23 @@ impl<F> Work<F> {
             }
         };
         match prepared {
-            Ok(Some(prepared)) => {
+            Ok(Some(part)) => {
                 device.in_flight += 1;
-                self.send_part(cx, rtrs, session, operation, prepared);
+                let is_whole = operation.span.parts() == 1 && !operation.wants_turn();
+                let request = part.with_tag(|sent| {
+                    Request(match is_whole {
+                        true => Kind::Whole(operation, sent),
+                        false => {
+                            let number = operation.number;
+                            self.place(operation);
+                            Kind::Part(number, sent)
+                        }
+                    })
+                });
+                rtrs.send(cx, session, request);
                 true
             }
-            // A part that is under way brings a buffer back.
+            // A part in flight brings a buffer back.
             Ok(None) if operation.span.parts() > 0 => {
                 self.split.insert(operation.number, operation);
                 false
@@ -186,45 +193,17 @@ impl<F> Work<F> {
         }
     }
 
-    /// Sends the request for a part of an operation, with the operation if it has no other.
-    fn send_part<T: Transport<F>>(
-        &mut self,
-        cx: &mut Cx<'_>,
-        rtrs: &mut T,
-        session: SessionId,
-        operation: Box<Operation<F>>,
-        prepared: Prepared,
-    ) {
-        let con = ConType::Io(operation.hint);
-        let kind = match operation.span.parts() == 1 && !operation.wants_turn() {
-            true => Kind::Whole(operation, prepared.sent),
-            false => {
-                let number = operation.number;
-                self.place(operation);
-                Kind::Part(number, prepared.sent)
-            }
-        };
-        let submission = Submission {
-            tag: Request(kind),
-            con,
-            direction: prepared.direction,
-            header: prepared.header,
-            data: prepared.data,
-        };
-        rtrs.send(cx, session, submission);
-    }
-
-    /// An operation is to wait for its device.
-    fn hold(&mut self, memory: &mut dyn SessionBuffers, session: SessionId, operation: &mut Operation<F>) {
-        // Who opens the device again needs buffers, too.
-        operation.give_all_spare(memory, session);
+    /// An operation has to wait for its device.
+    fn hold(&mut self, memory: &mut dyn SessionBuffers, device: &Device, operation: &mut Operation<F>) {
+        // Opening the device again needs buffers, too.
+        operation.give_all_spare(memory, device.session);
         operation.waits = true;
-        if self.retry == Alarm::Off {
-            self.retry = Alarm::Set(RETRY);
+        if self.retry == Timer::Off {
+            self.retry = Timer::Set(RETRY);
         }
     }
 
-    /// The operation of a request that has come back.
+    /// The operation of a request that has ended.
     pub(super) fn of_part(&mut self, number: u64) -> Option<Box<Operation<F>>> {
         self.split.remove(&number)
     }
@@ -245,7 +224,7 @@ impl<F> Work<F> {
         let mut moved = Ok(());
         if status::is_status(&operation) {
             fate = status::ended(memory, &mut operation, device, &sent, fate, refused, data);
-        } else if operation.op.has_data() {
+        } else if operation.request.op.has_data() {
             moved = operation.take_back(memory, session, data, sent.part);
         } else {
             operation.spare.extend(data);
@@ -271,19 +250,19 @@ impl<F> Work<F> {
             let is_back = device.is_other_than(operation.opened) && operation.span.parts() == 0;
             match is_back || operation.span.over().is_some() {
                 true => operation.waits = false,
-                false => self.hold(memory, session, &mut operation),
+                false => self.hold(memory, device, &mut operation),
             }
         }
         self.place(operation);
         closed
     }
 
-    /// A device is back: what waits for it comes before what is begun now.
+    /// A device is back: operations that wait for it precede new ones.
     pub(super) fn resume(&mut self, device: DeviceKey) {
-        // An operation with a part that is still on its way back goes on with it when it is there.
+        // An operation with a part in flight goes on when that has ended.
         for mut operation in self.take_held(device).into_iter().rev() {
             operation.waits = false;
-            self.ready.push_front(Turn::Whole(operation));
+            self.ready.push_front(Ready::Whole(operation));
         }
     }
 
@@ -307,19 +286,14 @@ impl<F> Work<F> {
         numbers.iter().filter_map(|number| self.held.remove(number)).collect()
     }
 
-    /// How many operations wait for a device.
+    /// Number of operations that wait for a device.
     pub(super) fn waiting(&self, device: DeviceKey) -> usize {
         let all = self.held.values().chain(self.split.values());
         all.filter(|operation| operation.device == device && operation.waits)
             .count()
     }
 
-    /// When what waits is looked at again: a path can be lost without the device.
-    pub(super) fn alarm(&mut self) -> &mut Alarm {
-        &mut self.retry
-    }
-
-    /// When the alarm rings.
+    /// When [`retry`](Self::retry) is due.
     pub(super) fn next_timeout(&self) -> Option<Instant> {
         self.retry.at()
     }
@@ -340,11 +314,12 @@ fn prepare<F>(
     operation: &mut Operation<F>,
     device: &mut Device,
     id: u32,
-) -> Result<Option<Prepared>, Errno> {
+) -> Result<Option<Submission<Sent>>, Errno> {
     if status::is_status(operation) {
         return status::prepare(cx, memory, operation, device, id);
     }
-    let mut step = device.step(operation.op);
+    let op = operation.request.op;
+    let mut step = device.step(op);
     let mut data = None;
     if operation.is_lent() {
         let block = device.geometry.map_or(0, |g| g.logical_block_size as usize);
@@ -357,7 +332,7 @@ fn prepare<F>(
         };
         step = step.min(buffer.len() as u64);
         data = Some(buffer);
-    } else if let Some(buffer) = operation.data.take() {
+    } else if let Some(buffer) = operation.request.data.take() {
         data = Some(buffer);
     }
     let part = operation.span.take(step);
@@ -370,19 +345,20 @@ fn prepare<F>(
         None => Ok(()),
     };
     if let Err(e) = prepared {
-        operation.data = operation.data.take().or(data);
+        operation.request.data = operation.request.data.take().or(data);
         operation.span.ended(Err(e));
         return Err(e);
     }
-    let rw = device.rw(operation.op);
+    let rw = device.rw(op);
     let message = MsgIo::new(id, rw, part.0 / SECTOR, part.1 as u32);
-    Ok(Some(Prepared {
-        sent: Sent {
+    Ok(Some(Submission {
+        tag: Sent {
             op: rw.op,
             part,
             opened: device.opened,
             covers: device.losses.flush_begins(),
         },
+        con: ConType::Io(operation.request.hint),
         // The kernel's client sends a flush as a read without data.
         direction: match rw.op {
             IoOp::Read | IoOp::Flush => Direction::Read,

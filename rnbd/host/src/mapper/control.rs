@@ -16,16 +16,15 @@ use rtrs::{
 
 use super::{
     Phase, Service,
-    devices::{Device, Stage},
+    devices::{Device, Stage, refused},
 };
-use crate::{
-    control::{MapAnswer, MapListing, MapRequest, MappedDevice, MappedPath, Refused, Reply, signed_attempts},
-    map::{MapDevice, MapFailure},
+use crate::control::{
+    MapAnswer, MapDevice, MapListing, MapRequest, MappedDevice, MappedPath, Refused, Reply, signed_attempts,
 };
 
 /// Pending commands.
 #[derive(Default)]
-pub(super) struct Orders {
+pub(super) struct PendingCommands {
     /// Addresses of paths, those included that are removed but still referenced by queued events.
     addrs: BTreeMap<PathId, PathAddr>,
     paths: Vec<(PathId, PathCommand, Reply<MapAnswer>)>,
@@ -34,7 +33,7 @@ pub(super) struct Orders {
     pub(super) pathless: bool,
 }
 
-impl Orders {
+impl PendingCommands {
     pub(super) fn opened(&mut self, paths: &[PathStatus]) {
         self.addrs = paths.iter().map(|path| (path.id, path.addr)).collect();
     }
@@ -78,14 +77,9 @@ fn not_mapped(name: &str) -> Refused {
     Refused::new(Errno::ENOENT, format!("device {name:?} is not mapped"))
 }
 
-/// An end that is no good one, for who has asked for it.
-pub(super) fn refused(failure: &MapFailure) -> Refused {
-    Refused::new(failure.errno(), failure.to_string())
-}
-
 impl Service {
     /// Complies with a request, or sees to it that it is answered later.
-    pub(super) fn steer(&mut self, turn: &mut TurnCx<'_, ()>, request: MapRequest, reply: Reply<MapAnswer>) {
+    pub(super) fn control(&mut self, turn: &mut TurnCx<'_, ()>, request: MapRequest, reply: Reply<MapAnswer>) {
         let done = match request {
             MapRequest::AddPath { path } => return self.add_path(turn, path, reply),
             MapRequest::RemovePath { path } => return self.path_command(turn, path, PathCommand::Remove, reply),
@@ -169,8 +163,8 @@ impl Service {
         });
         match added {
             Ok(path) => {
-                self.orders.addrs.insert(path, addr);
-                self.orders.paths.push((path, PathCommand::Add, reply));
+                self.pending.addrs.insert(path, addr);
+                self.pending.paths.push((path, PathCommand::Add, reply));
             }
             Err(refused) => reply.send(Err(refused)),
         }
@@ -191,7 +185,7 @@ impl Service {
             taken.map(|()| path).map_err(Refused::from)
         });
         match taken {
-            Ok(path) => self.orders.paths.push((path, command, reply)),
+            Ok(path) => self.pending.paths.push((path, command, reply)),
             Err(refused) => reply.send(Err(refused)),
         }
     }
@@ -254,7 +248,7 @@ impl Service {
             asked.map(|()| device).map_err(Refused::from)
         });
         match asked {
-            Ok(device) => self.orders.remaps.push((device, reply)),
+            Ok(device) => self.pending.remaps.push((device, reply)),
             Err(refused) => reply.send(Err(refused)),
         }
     }

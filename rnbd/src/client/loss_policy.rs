@@ -33,25 +33,25 @@ pub enum OnLoss {
     Queue(Option<Duration>),
 }
 
-/// A moment that is so far away from the next look at a clock.
+/// A timer that starts at the next time that is known.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(super) enum Alarm {
+pub(super) enum Timer {
     #[default]
     Off,
-    /// The clock has not been looked at since.
+    /// Not started.
     Set(Duration),
     At(Instant),
 }
 
-impl Alarm {
-    /// So late is it.
+impl Timer {
+    /// Starts it, if it was set.
     pub(super) fn start(&mut self, now: Instant) {
         if let Self::Set(after) = *self {
             *self = Self::At(now + after);
         }
     }
 
-    /// When, once that is known.
+    /// When it is due, once it has started.
     pub(super) fn at(self) -> Option<Instant> {
         match self {
             Self::At(at) => Some(at),
@@ -59,32 +59,32 @@ impl Alarm {
         }
     }
 
-    /// Whether the moment has come: once.
-    pub(super) fn rings(&mut self, now: Instant) -> bool {
-        let rings = self.at().is_some_and(|at| at <= now);
-        if rings {
+    /// Whether it is due. It is so once.
+    pub(super) fn is_due(&mut self, now: Instant) -> bool {
+        let is_due = self.at().is_some_and(|at| at <= now);
+        if is_due {
             *self = Self::Off;
         }
-        rings
+        is_due
     }
 }
 
-/// How long a device's operations wait.
+/// Loss policy of a device, and its state.
 #[derive(Debug, Default)]
-pub(super) struct Patience {
+pub(super) struct LossPolicy {
     on_loss: OnLoss,
-    end: Alarm,
-    /// It is at its end.
+    end: Timer,
+    /// The time is over.
     over: bool,
 }
 
-impl Patience {
+impl LossPolicy {
     /// Returns the policy.
     pub(super) fn on_loss(&self) -> OnLoss {
         self.on_loss
     }
 
-    /// It is to be this; `lost`: the device is.
+    /// Sets the policy; `lost`: the device is.
     pub(super) fn set(&mut self, on_loss: OnLoss, lost: bool) {
         self.on_loss = on_loss;
         self.back();
@@ -96,13 +96,13 @@ impl Patience {
     /// The device is lost.
     pub(super) fn lost(&mut self) {
         if let OnLoss::Queue(Some(time)) = self.on_loss {
-            self.end = Alarm::Set(time);
+            self.end = Timer::Set(time);
         }
     }
 
     /// The device is back.
     pub(super) fn back(&mut self) {
-        (self.end, self.over) = (Alarm::Off, false);
+        (self.end, self.over) = (Timer::Off, false);
     }
 
     /// Whether operations wait while the device is lost.
@@ -110,8 +110,8 @@ impl Patience {
         self.on_loss != OnLoss::Error && !self.over
     }
 
-    /// Its clock.
-    pub(super) fn alarm(&mut self) -> &mut Alarm {
+    /// Its timer.
+    pub(super) fn timer(&mut self) -> &mut Timer {
         &mut self.end
     }
 
@@ -120,9 +120,9 @@ impl Patience {
         self.end.at()
     }
 
-    /// True: it ends now.
+    /// Whether it ends now.
     pub(super) fn ends(&mut self, now: Instant) -> bool {
-        let ends = self.end.rings(now);
+        let ends = self.end.is_due(now);
         self.over |= ends;
         ends
     }
@@ -137,24 +137,24 @@ mod tests {
     }
 
     #[test]
-    fn patience_begins_with_the_next_look_at_the_clock_and_ends_once() {
-        let mut patience = Patience::default();
-        assert!(!patience.lasts());
-        patience.set(OnLoss::Queue(Some(Duration::from_secs(3))), false);
-        assert!(patience.lasts() && !patience.ends(at(100)), "nothing is lost");
-        patience.lost();
-        assert_eq!(patience.end(), None);
-        patience.alarm().start(at(10));
-        patience.alarm().start(at(11));
-        assert_eq!(patience.end(), Some(at(13)));
-        assert!(!patience.ends(at(12)) && patience.lasts());
-        assert!(patience.ends(at(13)) && !patience.lasts() && !patience.ends(at(14)));
-        patience.back();
-        assert!(patience.lasts());
-        patience.set(OnLoss::Queue(None), true);
-        patience.alarm().start(at(20));
-        assert!(!patience.ends(at(1 << 30)) && patience.lasts());
-        patience.set(OnLoss::Error, true);
-        assert!(!patience.lasts());
+    fn policy_begins_with_the_next_look_at_the_clock_and_ends_once() {
+        let mut policy = LossPolicy::default();
+        assert!(!policy.lasts());
+        policy.set(OnLoss::Queue(Some(Duration::from_secs(3))), false);
+        assert!(policy.lasts() && !policy.ends(at(100)), "nothing is lost");
+        policy.lost();
+        assert_eq!(policy.end(), None);
+        policy.timer().start(at(10));
+        policy.timer().start(at(11));
+        assert_eq!(policy.end(), Some(at(13)));
+        assert!(!policy.ends(at(12)) && policy.lasts());
+        assert!(policy.ends(at(13)) && !policy.lasts() && !policy.ends(at(14)));
+        policy.back();
+        assert!(policy.lasts());
+        policy.set(OnLoss::Queue(None), true);
+        policy.timer().start(at(20));
+        assert!(!policy.ends(at(1 << 30)) && policy.lasts());
+        policy.set(OnLoss::Error, true);
+        assert!(!policy.lasts());
     }
 }
