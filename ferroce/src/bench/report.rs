@@ -31,7 +31,7 @@ impl Latency {
 }
 
 /// Result of a measurement. Field names are stable.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct Measurement {
     pub(crate) op: &'static str,
     /// RDMA device of the host; none in software.
@@ -82,7 +82,6 @@ impl Measurement {
         let rate = work.messages as f64 / seconds.max(1e-9);
         Self {
             op,
-            device: None,
             bytes,
             depth: 1,
             qps: 1,
@@ -92,13 +91,7 @@ impl Measurement {
             gbytes_per_s: rate * f64::from(bytes) / 1e9,
             msgs_per_s: rate,
             latency_us: Latency::of(samples),
-            packets: 0,
-            retransmits: 0,
-            icrc_errors: 0,
-            ceiling_gbytes_per_s: None,
-            ceiling_best_gbytes_per_s: None,
-            ratio_to_ceiling: None,
-            ratio_to_software: None,
+            ..Self::default()
         }
     }
 

@@ -89,15 +89,6 @@ pub(crate) struct Requests {
     subscription: Arc<Mutex<Option<Subscription>>>,
 }
 
-/// Result of a read.
-enum Input {
-    Line(String),
-    /// End of the input.
-    End,
-    /// Malformed; the start of the next request is unknown.
-    Wrong(Refused),
-}
-
 impl Requests {
     pub(crate) fn new(shared: Arc<Shared>, output: Output, authority: Authority) -> Self {
         Self {
@@ -112,21 +103,12 @@ impl Requests {
     /// Reads requests until there are no more, or one is no JSON object. Does not wait for the answers.
     fn read(&self, input: impl Read, mut greeting: Greeting<'_>) {
         let mut input = BufReader::new(input);
-        loop {
-            let text = match read_line(&mut input) {
-                Ok(Input::Line(text)) => text,
-                Ok(Input::End) | Err(_) => return,
-                Ok(Input::Wrong(refused)) => return self.answer(&Value::Null, Err(refused)),
-            };
-            if text.trim().is_empty() {
-                continue;
-            }
-            let mut fields: Map<String, Value> = match serde_json::from_str(&text) {
-                Ok(fields) => fields,
-                Err(e) => {
-                    let refused = wrong(format!("a request is a line with a JSON object: {e}"));
-                    return self.answer(&Value::Null, Err(refused));
-                }
+        while let Some(line) = read_line(&mut input) {
+            let mut fields = match line.and_then(|text| parse(&text)) {
+                Ok(Some(fields)) => fields,
+                Ok(None) => continue,
+                // The start of the next request is unknown.
+                Err(refused) => return self.answer(&Value::Null, Err(refused)),
             };
             let id = fields.remove("id").unwrap_or_default();
             // The version decides how the rest of the greeting is read.
@@ -299,22 +281,28 @@ fn wrong(text: impl Into<String>) -> Refused {
     Refused::new(Errno::EINVAL, text)
 }
 
-/// Reads a line of at most [`MAX_REQUEST`] bytes.
-fn read_line(input: &mut impl BufRead) -> io::Result<Input> {
+/// Reads the fields of a request; `None`: the line is empty.
+fn parse(text: &str) -> Result<Option<Map<String, Value>>, Refused> {
+    match text.trim().is_empty() {
+        true => Ok(None),
+        false => serde_json::from_str(text)
+            .map(Some)
+            .map_err(|e| wrong(format!("a request is a line with a JSON object: {e}"))),
+    }
+}
+
+/// Reads a line of at most [`MAX_REQUEST`] bytes; `None` at the end of the input.
+fn read_line(input: &mut impl BufRead) -> Option<Result<String, Refused>> {
     let mut bytes = Vec::new();
     let limit = MAX_REQUEST as u64 + 1;
-    input.by_ref().take(limit).read_until(b'\n', &mut bytes)?;
-    Ok(match bytes.pop() {
-        None => Input::End,
-        Some(b'\n') => match String::from_utf8(bytes) {
-            Ok(text) => Input::Line(text),
-            Err(_) => Input::Wrong(wrong("a request is UTF-8")),
-        },
-        Some(_) if bytes.len() >= MAX_REQUEST => {
+    input.by_ref().take(limit).read_until(b'\n', &mut bytes).ok()?;
+    Some(match bytes.pop()? {
+        b'\n' => String::from_utf8(bytes).map_err(|_| wrong("a request is UTF-8")),
+        _ if bytes.len() >= MAX_REQUEST => {
             let text = format!("a request has at most {MAX_REQUEST} bytes");
-            Input::Wrong(Refused::new(Errno::EMSGSIZE, text))
+            Err(Refused::new(Errno::EMSGSIZE, text))
         }
-        Some(_) => Input::Wrong(wrong("the last line has no newline")),
+        _ => Err(wrong("the last line has no newline")),
     })
 }
 
@@ -322,26 +310,23 @@ fn read_line(input: &mut impl BufRead) -> io::Result<Input> {
 mod tests {
     use super::*;
 
-    fn read(bytes: &[u8]) -> Input {
-        read_line(&mut BufReader::new(bytes)).unwrap()
+    fn read(bytes: &[u8]) -> Option<Result<String, Refused>> {
+        read_line(&mut BufReader::new(bytes))
     }
 
     #[test]
     fn a_request_is_a_line_that_is_not_too_long() {
-        assert!(matches!(read(b""), Input::End));
-        assert!(matches!(read(b"{}\n{}"), Input::Line(text) if text == "{}"));
+        assert_eq!(read(b""), None);
+        assert_eq!(read(b"{}\n{}"), Some(Ok("{}".to_owned())));
         let longest = [vec![b' '; MAX_REQUEST], vec![b'\n']].concat();
-        assert!(matches!(read(&longest), Input::Line(text) if text.len() == MAX_REQUEST));
+        assert_eq!(read(&longest).unwrap().unwrap().len(), MAX_REQUEST);
         for (bytes, errno) in [
             (vec![b' '; MAX_REQUEST + 1], Errno::EMSGSIZE),
             (vec![b' '; 10 * MAX_REQUEST], Errno::EMSGSIZE),
             (b"{\"do\"".to_vec(), Errno::EINVAL),
             (b"\xff\n".to_vec(), Errno::EINVAL),
         ] {
-            assert!(
-                matches!(read(&bytes), Input::Wrong(refused) if refused.errno == errno),
-                "{errno}"
-            );
+            assert_eq!(read(&bytes).unwrap().unwrap_err().errno, errno);
         }
     }
 }

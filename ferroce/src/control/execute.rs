@@ -45,10 +45,7 @@ fn of_process(shared: &Shared, request: ProcessRequest, authority: Authority) ->
         ProcessRequest::Read(at) => Answer::Text(Text {
             text: tree(at.strict).read(&at.file)?,
         }),
-        ProcessRequest::Write { file, strict, text } => {
-            tree(strict).write(&file, text.as_bytes())?;
-            Answer::Done {}
-        }
+        ProcessRequest::Write { file, strict, text } => tree(strict).write(&file, text.as_bytes()).map(done)?,
         ProcessRequest::Metrics {} => Answer::Text(Text {
             text: metrics::text(services),
         }),
@@ -59,23 +56,21 @@ fn of_process(shared: &Shared, request: ProcessRequest, authority: Authority) ->
         ProcessRequest::Devices {} => Answer::Devices(OpenDevices {
             devices: of_servers(shared, |server| server.devices(), OpenDevice::new)?,
         }),
-        ProcessRequest::Map(order) => {
-            map(shared, &order)?;
-            Answer::Done {}
-        }
+        ProcessRequest::Map(order) => map(shared, &order).map(done)?,
         ProcessRequest::Reload {} => Answer::Reloaded(services.reload()?),
         ProcessRequest::Tasks {} => Answer::Tasks(services.supervisor()?.tasks()),
         ProcessRequest::Start { task, options } => {
-            services.supervisor()?.start(&task, options, authority)?;
-            Answer::Done {}
+            let started = services.supervisor()?.start(&task, options, authority);
+            started.map(done)?
         }
-        ProcessRequest::Stop { task } => {
-            services.supervisor()?.stop(&task)?;
-            Answer::Done {}
-        }
+        ProcessRequest::Stop { task } => services.supervisor()?.stop(&task).map(done)?,
         // Answered by the connection.
         ProcessRequest::Hello { .. } | ProcessRequest::Subscribe {} => Answer::Done {},
     })
+}
+
+fn done((): ()) -> Answer {
+    Answer::Done {}
 }
 
 fn map(shared: &Shared, order: &MapOrder) -> Result<(), Refused> {

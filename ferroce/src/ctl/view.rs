@@ -179,8 +179,16 @@ impl Printer {
         }
     }
 
-    /// Prints objects as a table.
-    fn table<P, T>(&mut self, columns: &[Column<P, T>], view: Views, objects: &[(&P, &T)]) -> Result<(), Failure> {
+    /// Prints objects as a table, if they are wanted.
+    fn table<P, T>(
+        &mut self,
+        wanted: bool,
+        (columns, view): (&[Column<P, T>], Views),
+        objects: &[(&P, &T)],
+    ) -> Result<(), Failure> {
+        if !wanted {
+            return Ok(());
+        }
         self.next()?;
         let columns: Vec<_> = columns.iter().filter(|column| column.1 & view != 0).collect();
         let heads: Vec<_> = columns.iter().map(|column| column.0.to_uppercase()).collect();
@@ -198,30 +206,16 @@ pub(super) fn list(client: &mut Client, what: Option<What>, json: bool) -> Resul
             Some(what) => output::json(&listed(&all, what)),
         };
     }
-    let wants = |one: What| what.is_none_or(|what| what == one);
+    let [devices, sessions, paths] =
+        [What::Devices, What::Sessions, What::Paths].map(|one| what.is_none_or(|what| what == one));
+    let (maps, serves) = (client.greeting.maps, client.greeting.serves);
     let mut printer = Printer::default();
-    if client.greeting.maps {
-        if wants(What::Devices) {
-            printer.table(DEVICE, LIST, &all.all_mapped())?;
-        }
-        if wants(What::Sessions) {
-            printer.table(SESSION, LIST, &all.with(&all.mappings))?;
-        }
-        if wants(What::Paths) {
-            printer.table(PATH, LIST, &all.all_paths())?;
-        }
-    }
-    if client.greeting.serves {
-        if wants(What::Devices) {
-            printer.table(OPEN_DEVICE, LIST, &all.with(&all.open))?;
-        }
-        if wants(What::Sessions) {
-            printer.table(CLIENT_SESSION, LIST, &all.with(&all.sessions))?;
-        }
-        if wants(What::Paths) {
-            printer.table(CLIENT_PATH, LIST, &all.all_client_paths())?;
-        }
-    }
+    printer.table(maps && devices, (DEVICE, LIST), &all.all_mapped())?;
+    printer.table(maps && sessions, (SESSION, LIST), &all.with(&all.mappings))?;
+    printer.table(maps && paths, (PATH, LIST), &all.all_paths())?;
+    printer.table(serves && devices, (OPEN_DEVICE, LIST), &all.with(&all.open))?;
+    printer.table(serves && sessions, (CLIENT_SESSION, LIST), &all.with(&all.sessions))?;
+    printer.table(serves && paths, (CLIENT_PATH, LIST), &all.all_client_paths())?;
     match printer.printed {
         true => Ok(()),
         false => output::line("nothing is mapped or served by this process yet"),
@@ -259,12 +253,8 @@ pub(super) fn stats(client: &mut Client, json: bool) -> Result<(), Failure> {
         return output::json(&shown);
     }
     let mut printer = Printer::default();
-    if !all.mappings.is_empty() {
-        printer.table(PATH, STATS, &all.all_paths())?;
-    }
-    if !all.sessions.is_empty() {
-        printer.table(CLIENT_PATH, STATS, &all.all_client_paths())?;
-    }
+    printer.table(!all.mappings.is_empty(), (PATH, STATS), &all.all_paths())?;
+    printer.table(!all.sessions.is_empty(), (CLIENT_PATH, STATS), &all.all_client_paths())?;
     printer.next()?;
     let facts = loops.iter().map(|(of, totals)| {
         let counters = totals.0.iter().map(|(name, number)| format!("{name} {number}"));
