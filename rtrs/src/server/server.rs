@@ -327,10 +327,16 @@ impl Server {
         !self.listens && self.accept.half_open.is_empty() && self.sessions.is_empty() && self.domains.is_empty()
     }
 
-    /// The turn of the loop ends: receives and the turn's work are posted.
+    /// The turn of the loop ends: receives of all connections go back first, so that a peer that is answered finds them; then the
+    /// turn's work is posted.
     pub fn end_batch(&mut self, cx: &mut Cx<'_>) {
         while !self.effects.dirty.is_empty() {
             let mut dirty = core::mem::replace(&mut self.effects.dirty, core::mem::take(&mut self.spare));
+            for place in &dirty {
+                if let Some(session) = self.sessions.get_mut(&place.session) {
+                    session.give_back(cx, *place, &mut self.effects);
+                }
+            }
             for place in &dirty {
                 if let Some(session) = self.sessions.get_mut(&place.session) {
                     session.post(cx, *place, &mut self.effects);

@@ -417,17 +417,23 @@ impl Session {
         None
     }
 
-    /// The end of the turn: posts the receives that a connection has used, so that a peer that is answered finds them, then what it
-    /// has to send and fits.
+    /// The end of the turn: posts the receives that a connection has used.
+    pub(crate) fn give_back(&mut self, cx: &mut Cx<'_>, place: Place, effects: &mut Effects) {
+        let path = self.paths.get_mut(&place.path).filter(|path| path.is_alive());
+        let conn = path.and_then(|path| path.conn_mut(place.cid));
+        if let Some(Err(e)) = conn.map(|conn| conn.give_back(cx)) {
+            effects.broken.push_back((self.key, place.path, e.into()));
+        }
+    }
+
+    /// The end of the turn: posts what a connection has to send and fits.
     pub(crate) fn post(&mut self, cx: &mut Cx<'_>, place: Place, effects: &mut Effects) {
         let path = self.paths.get_mut(&place.path).filter(|path| path.is_alive());
-        let Some((conn, at)) = path.and_then(|path| path.posting(place.cid, &self.layout)) else {
+        let Some((conn, Some(at))) = path.and_then(|path| path.posting(place.cid, &self.layout)) else {
             return;
         };
         let mut done = Done::default();
-        let given_back = conn.give_back(cx);
-        let posted = given_back.and_then(|()| at.map_or(Ok(()), |at| conn.out.post(cx, &at, &mut done)));
-        let posted = posted.map_err(PathError::from);
+        let posted = conn.out.post(cx, &at, &mut done).map_err(PathError::from);
         for chunk in done.sent {
             self.chunks.sent(chunk);
             self.release(cx, chunk, effects);
