@@ -126,10 +126,11 @@ fn a_connection_begun_before_the_first_iteration_has_its_whole_time() {
     // Longer than the process's clock has run when devices are opened early.
     roce::now();
     thread::sleep(2 * TIME);
+    // The time of a device begins when it is opened.
+    let begun = roce::now();
     let mut l = Loop::new();
     let silent = UdpSocket::bind((address(), 4791)).unwrap();
     let to = SocketAddr::new(silent.local_addr().unwrap().ip(), SERVICE);
-    let begun = roce::now();
     let id = l.device.provider().cm_resolve(Some(l.addr), to).unwrap();
     let qp = l.qp();
     let params = ConnParams {

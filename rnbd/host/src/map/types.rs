@@ -261,7 +261,7 @@ pub enum MapNews {
         /// Error of the final flush.
         why: Option<String>,
     },
-    /// So many events were dropped, as [`Mapping::next`] was not called.
+    /// So many events were dropped, as `Mapping::next` was not called.
     EventsLost(u64),
 }
 
