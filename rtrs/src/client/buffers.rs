@@ -15,11 +15,11 @@ use std::{collections::BTreeMap, sync::Arc};
 use roce_verbs::mem::Pages;
 use roce_verbs::{
     AccessFlags,
-    provider::{DeviceIx, MrInfo, PdId, RangeError, Registration, VerbsError},
+    provider::{DeviceIx, MrInfo, PdId, RangeError, VerbsError},
 };
 use smallvec::SmallVec;
 
-use crate::{Error, cx::Cx};
+use crate::{Error, client::memory::Memory, cx::Cx};
 
 /// Smallest buffer, bytes.
 pub const MIN_BYTES: usize = 4096;
@@ -154,57 +154,6 @@ pub(super) type Regions<'a> = SmallVec<[(&'a MrInfo, usize, u32); 1]>;
 struct Piece {
     slab: u32,
     offset: u32,
-}
-
-/// Memory, registered with devices.
-#[derive(Debug)]
-pub(super) struct Memory {
-    pub(super) pages: Arc<Pages>,
-    /// One registration for each device that has a path.
-    mrs: SmallVec<[(DeviceIx, MrInfo); 1]>,
-}
-
-impl Memory {
-    /// Memory that is not registered.
-    pub(super) fn new(pages: Arc<Pages>) -> Self {
-        let mrs = SmallVec::new();
-        Self { pages, mrs }
-    }
-
-    /// Registers it with a device.
-    pub(super) fn register(
-        &mut self,
-        cx: &mut Cx<'_>,
-        device: DeviceIx,
-        pd: PdId,
-        access: AccessFlags,
-    ) -> Result<(), VerbsError> {
-        let what = Registration {
-            memory: self.pages.clone(),
-            offset: 0,
-            len: self.pages.len(),
-            iova: None,
-            access,
-        };
-        self.mrs.push((device, cx.provider.register(pd, &what)?));
-        Ok(())
-    }
-
-    /// Its registration with a device.
-    pub(super) fn on(&self, device: DeviceIx) -> Option<&MrInfo> {
-        self.mrs.iter().find_map(|(of, mr)| (*of == device).then_some(mr))
-    }
-
-    /// Ends its registration with a device, or all.
-    pub(super) fn deregister(&mut self, cx: &mut Cx<'_>, device: Option<DeviceIx>) {
-        self.mrs.retain(|(of, mr)| {
-            let stays = device.is_some_and(|device| *of != device);
-            if !stays {
-                cx.provider.deregister(mr.id);
-            }
-            stays
-        });
-    }
 }
 
 #[derive(Debug)]

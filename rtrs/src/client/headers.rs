@@ -7,7 +7,7 @@ use roce_verbs::{
     provider::{DeviceIx, PdId, RangeError, VerbsError},
 };
 
-use crate::{client::buffers::Memory, cx::Cx, proto::RdmaRead};
+use crate::{client::memory::Memory, cx::Cx, proto::RdmaRead};
 
 /// Alignment of a header with its message: a cache line.
 const LINE: usize = 64;

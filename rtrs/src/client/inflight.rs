@@ -62,7 +62,7 @@ pub(super) struct InFlight<U> {
     /// The key under which the server may write the buffer of a read, if it ends with the request.
     pub(super) key: Option<RKey>,
     pub(super) waits: Waits,
-    /// What its permit has to wait for when it ends: lost paths that it was sent by.
+    /// Lost paths that carried it, for which its permit waits after completion.
     quarantine: Option<Quarantine<u16>>,
 }
 

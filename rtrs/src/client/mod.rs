@@ -11,6 +11,7 @@ mod idle;
 mod inflight;
 mod keepalive;
 mod machine;
+mod memory;
 mod path;
 mod paths;
 pub mod permits;
