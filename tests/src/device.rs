@@ -84,7 +84,7 @@ pub fn map(src: Ipv4Addr, dst: &str, socket: &Path, more: &[&str]) -> (Running, 
     (running, event)
 }
 
-/// Starts `ferroce map`, again and again until a server has let go of a client that is gone, and of its devices; the event as well.
+/// Starts `ferroce map` and retries until the server has released the devices of an earlier client. Returns the event, too.
 ///
 /// # Panics
 /// When it does not come so far, or fails for another reason.

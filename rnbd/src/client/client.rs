@@ -493,7 +493,7 @@ impl<F, T: Transport<F>> Client<F, T> {
     ///
     /// Of a server that does not answer [block status](crate::block::BlockOp::BlockStatus), or not as it should, the whole range is data.
     ///
-    /// What makes writes durable fails with EIO if the server has [lost](Output::WritesLost) some that the opener does not know of.
+    /// Requests that make writes durable fail with EIO if the server has [lost](Output::WritesLost) writes and the opener was not notified.
     pub fn submit(&mut self, opener: &Opener, request: BlockRequest<F>) {
         let key = opener.device();
         let device = self.devices.get_mut(key.0).ok_or(Errno::ESHUTDOWN);

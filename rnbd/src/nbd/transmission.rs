@@ -89,7 +89,7 @@ enum Job {
 /// Why work on what has arrived stops.
 #[derive(Debug)]
 pub(crate) enum Stop {
-    /// Something has to end first.
+    /// A request in flight has to complete first.
     Stall(Stall),
     /// More bytes of this have to arrive; some of them have.
     Input(&'static str, bool),

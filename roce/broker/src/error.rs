@@ -53,8 +53,8 @@ pub enum Error {
     /// The broker does not answer.
     #[error("the broker does not answer")]
     Timeout,
-    /// The broker answers something else.
-    #[error("the broker's answer makes no sense")]
+    /// The broker sent an answer to another question, or a malformed one.
+    #[error("the broker sent an unexpected answer")]
     Protocol,
     /// The connection belongs to the process that this one was forked from.
     #[error("joined by the parent process, not by this one")]

@@ -32,7 +32,7 @@ pub(crate) const DEPTH: u32 = 8;
 pub(crate) const CHUNK: u32 = 8192;
 /// Messages follow each other at the latest after such a delay: of acknowledgements, or of a receiver that is not ready.
 const SOON: Duration = Duration::from_millis(2);
-/// What passes at least from timer to timer.
+/// Shortest time between two timers.
 const STEP: Duration = Duration::from_micros(1);
 /// Attribute of an RTU, the last message of a connection's handshake.
 const RTU: [u8; 2] = [0, 0x14];
@@ -73,7 +73,7 @@ pub(crate) struct Bed {
     pub(crate) server: Server,
     pub(crate) stations: BTreeMap<IpAddr, Station>,
     pub(crate) now: Instant,
-    /// What the server has reported, until the test takes it; memory it gets at once, unless the test says otherwise.
+    /// Reports of the server that the test has not taken. Memory is granted at once unless [`hold_memory`](Self::hold_memory) is set.
     pub(crate) outputs: Vec<Output>,
     pub(crate) hold_memory: bool,
     /// Nothing gets to the server.
@@ -304,7 +304,7 @@ impl Bed {
         });
     }
 
-    /// What happened to sessions and paths, as words; taken out.
+    /// Takes the events of sessions and paths, as words.
     pub(crate) fn news(&mut self) -> Vec<String> {
         let word = |output| match output {
             Output::SessionOpened(s) => format!("opened {}", s.name),

@@ -50,7 +50,7 @@ pub(crate) struct Faulty {
     pub(crate) draining: Vec<QpId>,
     /// Queue pairs of accepted connections.
     pub(crate) accepted: Vec<QpId>,
-    /// What was posted since a test has emptied it, if it wants to know.
+    /// Work requests posted since the test last emptied it; `None` records nothing.
     pub(crate) log: Option<Vec<Posted>>,
     calls: u32,
 }

@@ -101,7 +101,7 @@ impl Client {
         Ok(())
     }
 
-    /// What waits of its connections' handshakes arrives.
+    /// Delivers the RTUs of its connections that were held back.
     pub(crate) fn establish(&self, bed: &mut Bed) {
         bed.unestablished.remove(&self.peer);
         for (meta, bytes) in core::mem::take(&mut bed.rtus) {
@@ -126,7 +126,7 @@ impl Client {
         }
     }
 
-    /// What the server has accepted a connection with.
+    /// Private data with which the server accepted a connection.
     pub(crate) fn accepted(&self, bed: &mut Bed, cid: u16) -> Option<ConnRsp> {
         let con = self.cons.get(&cid)?;
         let events = &self.station(bed).events;
@@ -237,7 +237,7 @@ impl Client {
         self.announce(bed, chunk, len + header.len() as u32);
     }
 
-    /// What a read has brought.
+    /// Data that a read returned.
     pub(crate) fn data(&self, bed: &mut Bed, len: usize) -> Vec<u8> {
         self.station(bed).data(0, len)
     }

@@ -16,7 +16,7 @@ use rtrs::cx::Cx;
 
 use crate::faulty::Faulty;
 
-/// What the devices can do with keys.
+/// Ways in which the devices invalidate keys.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum KeyMode {
     /// Everything, at once.
@@ -39,7 +39,7 @@ impl KeyMode {
         Self::SilentWindows,
         Self::Static,
     ];
-    /// Those with keys that can be closed.
+    /// Modes with keys that can be invalidated.
     pub(crate) const CLOSABLE: [Self; 3] = [Self::Instant, Self::Queued, Self::Windows];
 
     fn config(self) -> FabricConfig {

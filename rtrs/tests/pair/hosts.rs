@@ -178,7 +178,7 @@ impl Pair {
         self.files.insert(file as u8, vec![0; len]);
     }
 
-    /// What the server's user has under this number.
+    /// Content of the server's file of this number.
     pub(crate) fn file(&self, file: usize) -> &[u8] {
         &self.files[&(file as u8)]
     }

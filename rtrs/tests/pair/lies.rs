@@ -29,9 +29,9 @@ struct Liar {
     pair: Pair,
     station: Station,
     listener: CmRef,
-    /// What it answers to connection requests.
+    /// Answer to connection requests.
     conn_rsp: Vec<u8>,
-    /// What it makes of the session information.
+    /// Converts the session information into the bytes that it sends.
     info_rsp: fn(InfoRsp) -> Vec<u8>,
     cons: Vec<Con>,
     informed: bool,

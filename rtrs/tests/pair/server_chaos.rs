@@ -172,7 +172,7 @@ impl World {
         self.look();
     }
 
-    /// What takes a connection.
+    /// Sends on a connection, if it is up.
     fn send(&mut self, who: usize, chunk: u16, op: Op) {
         let (service, io) = (self.is_open(who, 0), self.is_open(who, 1));
         let (bed, client) = (&mut self.bed, &self.clients[who]);

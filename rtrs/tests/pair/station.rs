@@ -21,7 +21,7 @@ use crate::host::{Host, KeyMode};
 /// Receives of the service connection, and of others; and their bytes.
 const SERVICE: (usize, usize) = (128, 16 << 10);
 const IO: (usize, usize) = (2048, 64);
-/// What a connection sends at once at most.
+/// Longest message of a connection, in bytes.
 const SEND_BYTES: usize = 16 << 10;
 /// Bytes that peers may write to.
 const DATA: usize = 64 << 10;
@@ -230,7 +230,7 @@ impl Station {
         SgDesc::new(mr.addr, granted.rkey().0, len)
     }
 
-    /// What peers have written there.
+    /// Data that peers have written there.
     pub(crate) fn data(&self, at: usize, len: usize) -> Vec<u8> {
         let mut data = vec![0; len];
         self.data.pages.read(at, &mut data).unwrap();

@@ -460,7 +460,7 @@ fn a_user_has_so_many_ports_and_connections() {
 }
 
 #[test]
-fn the_answer_to_a_killed_process_is_noticed_whoever_has_its_slot() {
+fn an_answer_to_a_killed_process_is_detected_when_another_has_its_slot() {
     let dir = tempfile::tempdir().unwrap();
     let mut broker = broker(dir.path());
     let (peer, place) = Peer::member(&mut broker);
