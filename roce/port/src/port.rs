@@ -15,7 +15,6 @@ use roce_verbs::{AsyncEvent, Instant, RecvWr, SendRequest, SendWr, Target, provi
 use slab::Slab;
 
 use crate::{
-    batch::MAX_TRAIN_BYTES,
     config::PortConfig,
     counters::PortCounters,
     entry::QpEntry,
@@ -28,9 +27,6 @@ use crate::{
     qpn::QpnTable,
     timers::TimerHeap,
 };
-
-/// Trains that share a window at least: queue pairs that wait for it are woken when there is room for one.
-const TRAINS_PER_WINDOW: usize = 8;
 
 /// RoCE port, sans-IO. The crate's documentation describes how to drive it.
 pub struct Port {
@@ -388,13 +384,8 @@ impl Port {
         }
     }
 
-    /// Makes the queue pair ready that has waited longest for this peer's window, if there is room for a train: more comes with the next
-    /// acknowledgements.
+    /// Makes the queue pair ready that has waited longest for this peer's window.
     pub(crate) fn wake_blocked(&mut self, key: PeerKey) {
-        let window = &self.peers.get(key).window;
-        if window.available() < (window.size() / TRAINS_PER_WINDOW).min(MAX_TRAIN_BYTES) {
-            return;
-        }
         while let Some(qpn) = self.peers.get_mut(key).blocked.pop_front() {
             let Some(slot) = self.qpns.get(qpn) else {
                 continue;

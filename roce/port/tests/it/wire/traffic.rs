@@ -1,5 +1,7 @@
 //! Data transfer between two ports: trains, GRO buffers, turns, timers, limits.
 
+use std::collections::{HashSet, VecDeque};
+
 use roce_bth::{Opcode, Packet};
 use roce_port::cm::guid;
 use roce_port::{QpnSlot, RxMeta};
@@ -256,6 +258,44 @@ fn queue_pairs_blocked_by_their_old_peer_s_window_are_woken_by_their_new_peer_s(
     filling.iter().for_each(|t| b.give(t));
     b.take().iter().for_each(|t| a.give(t));
     assert_eq!(packets(&a.take()), 3, "all resume");
+}
+
+/// A peer may acknowledge each message, as rdma_rxe does: then room in the window comes in small pieces, to the queue pair that is busy.
+#[test]
+fn a_busy_queue_pair_leaves_room_in_the_window_for_others() {
+    const SIZE: usize = 64 << 10;
+    let window = WindowConfig {
+        initial: SIZE,
+        min: SIZE,
+        max: SIZE,
+    };
+    let (mut a, mut b) = (Host::with(1, |p| p.window = window), Host::new(2));
+    let [busy, writer, reader] = [(); 3].map(|()| connected(&mut a, &mut b));
+    let (src, dst) = (a.region(SIZE), b.region(SIZE));
+    let small = |a: &mut Host| a.send(busy, 0, SendOp::Write(remote(&dst)), &src, 1000);
+    (0..100).for_each(|_| small(&mut a));
+    let mut wire: VecDeque<Datagram> = a.take().into();
+    a.send(writer, 1, SendOp::Write(remote(&dst)), &src, SIZE as u32 / 2);
+    a.send(reader, 2, SendOp::Read(remote(&dst)), &src, SIZE as u32 / 2);
+    let (mut waits, mut rounds) = (HashSet::from([1, 2]), 0);
+    while !waits.is_empty() {
+        wire.extend(a.take());
+        let train = wire.pop_front().expect("something is under way");
+        for packet in train.bytes.chunks(train.segment_len) {
+            let meta = RxMeta::new(train.dst, train.src);
+            b.port.handle_datagram(b.now, &meta, packet);
+            b.take().iter().for_each(|answer| a.give(answer));
+            wire.extend(a.take());
+            for done in a.completions() {
+                assert!(done.is_ok(), "{done:?}");
+                if !waits.remove(&done.wr_id) {
+                    small(&mut a);
+                }
+            }
+        }
+        rounds += 1;
+        assert!(rounds < 1000, "those wait for ever: {waits:?}");
+    }
 }
 
 #[test]
