@@ -346,6 +346,9 @@ fn a_mapping_moves_to_an_address_that_it_was_not_started_with() {
 fn a_path_from_an_address_that_can_not_be_opened_is_refused() {
     for threads in ["1", "2"] {
         let mut lab = Lab::new(threads, &[]);
+        let pid = lab.map.id();
+        let own = |what: &str| fs::read_dir(format!("/proc/{pid}/{what}")).unwrap().count();
+        let [files, threads] = ["fd", "task"].map(own);
         // A documentation network (RFC 5737).
         let path = format!("192.0.2.1,{}", lab.server);
         let answer = lab.map.ask(json!({ "do": "add_path", "path": path }));
@@ -361,6 +364,9 @@ fn a_path_from_an_address_that_can_not_be_opened_is_refused() {
         let text = answer["error"].as_str().unwrap_or_default();
         assert!(text.contains("UDP port 4791") && text.contains("taken"), "{answer}");
         assert_eq!(lab.list()["paths"].as_array().unwrap().len(), 1);
+        eventually("nothing is left of them", || {
+            own("fd") <= files && own("task") <= threads
+        });
         drop(holder);
         lab.map.done(json!({ "do": "add_path", "path": path }));
         assert_eq!(lab.list()["paths"].as_array().unwrap().len(), 2);

@@ -240,6 +240,11 @@ impl Lab {
         self.try_map(self.config(session, name)).unwrap()
     }
 
+    pub(crate) fn map_read_only(&self, session: &str, name: &str) -> Mapped {
+        self.try_map(self.config_for(session, name, AccessMode::ReadOnly))
+            .unwrap()
+    }
+
     /// Recent statistics of the server.
     pub(crate) fn stats(&self) -> ServeStats {
         self.stats.lock().unwrap().clone()

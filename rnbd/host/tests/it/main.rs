@@ -3,6 +3,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod kernel;
+mod loops;
 mod nbd;
 mod nbd_tls;
 mod nbd_tools;

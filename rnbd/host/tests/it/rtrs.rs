@@ -2,7 +2,7 @@
 
 use std::{thread, time::Duration};
 
-use crate::common::{Lab, MIB, Mapped, eventually, sector};
+use crate::common::{Client, Lab, MIB, Mapped, eventually, sector};
 use ferroce_rig::block::{Loop, dirty_pages, stays_in_memory};
 use rnbd::{
     Errno,
@@ -80,6 +80,42 @@ fn opens_are_refused_as_the_kernel_does() {
         let c = lab.stats().rnbd;
         (c.opens, c.refused, c.malformed) == (3, 7, 0)
     });
+}
+
+/// Returns the errors that clients get who write without end, when the server ends.
+fn errors_at_the_servers_end() -> Vec<u32> {
+    let mut lab = Lab::new();
+    let mut d = lab.map("a", "disk");
+    let threads: Vec<_> = (0..3u64)
+        .map(|t| {
+            let mut c: Client = d.client();
+            thread::spawn(move || {
+                let mut errors = Vec::new();
+                // One that has no request in flight only sees that the connection is over.
+                while let Ok(cookie) = c.try_send(cmd::WRITE, 0, t * MIB, 8192, &[t as u8; 8192]) {
+                    let (e, answered) = c.try_reply().expect("what could be sent is answered");
+                    assert_eq!(answered, cookie);
+                    errors.extend((e != 0).then_some(e));
+                }
+                errors
+            })
+        })
+        .collect();
+    thread::sleep(Duration::from_millis(100));
+    lab.end();
+    let errors: Vec<u32> = threads.into_iter().flat_map(|t| t.join().unwrap()).collect();
+    assert!(matches!(d.until_ended(), Err(MapFailure::Lost(_))));
+    errors
+}
+
+#[test]
+fn requests_end_when_the_server_does() {
+    // On a busy machine there may be none in flight at that moment.
+    let mut attempts = (0..20).map(|_| errors_at_the_servers_end());
+    let errors = attempts.find(|errors| !errors.is_empty());
+    let errors = errors.expect("requests that were in flight are answered");
+    assert!(errors.len() <= 3, "{errors:?}");
+    assert!(errors.iter().all(|e| *e == 5), "NBD knows no better error: {errors:?}");
 }
 
 #[test]
