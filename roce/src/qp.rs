@@ -12,6 +12,7 @@ use roce_verbs::{
     provider::VerbsError,
     wr::{FastRegister, Payload, PostError},
 };
+use smallvec::SmallVec;
 
 use crate::{
     cq::Cq,
@@ -447,7 +448,7 @@ impl Qp {
             true => key_wr(wr_id, op, flags),
             false => key_wr(wr_id, op, flags.difference(SendFlags::SIGNALED)),
         };
-        let wrs: Vec<_> = ops.into_iter().enumerate().map(wr).collect();
+        let wrs: SmallVec<[_; 2]> = ops.into_iter().enumerate().map(wr).collect();
         match self.post_send(&wrs) {
             Ok(()) => {
                 (key.posted.key, key.posted.granted) = (next, true);

@@ -6,6 +6,7 @@ use roce_bth::{ICRC_LEN, Qpn, ROCE_UDP_PORT};
 use roce_icrc::IpPair;
 use roce_qp::{TxKind, TxSink};
 use roce_verbs::AddressVector;
+use smallvec::SmallVec;
 
 use crate::{config::PortConfig, gso::Staging, path::TxPath, peer::Peers, qpn::udp_source_port};
 
@@ -150,7 +151,7 @@ impl TxBatch {
         if self.trains.is_sorted_by(|a, b| port(a) == port(b)) {
             return;
         }
-        let mut ports: Vec<u16> = Vec::new();
+        let mut ports = SmallVec::<[u16; 8]>::new();
         for port in self.trains.iter().map(port) {
             if !ports.contains(&port) {
                 ports.push(port);

@@ -6,6 +6,7 @@ use roce_verbs::{
     provider::{GrantOf, Granted, KeyId, KeyKind, PdId, QpId, Revoked, VerbsError},
     wr::{FastRegister, PostError},
 };
+use smallvec::SmallVec;
 
 use super::{Of, Qp, Soft, log_failed, mem_error};
 use crate::fabric::{
@@ -102,7 +103,7 @@ impl<P: Ports> Soft<P> {
             },
             payload: Payload::Sges(&[]),
         };
-        let wrs: Vec<_> = ops.iter().enumerate().map(wr).collect();
+        let wrs: SmallVec<[_; 2]> = ops.iter().enumerate().map(wr).collect();
         self.post_send(through, &wrs).map_err(|(done, e)| {
             // The end of the former key alone may have been taken.
             if let Some(key) = self.keys.get_mut(id).filter(|_| done > 0) {
