@@ -305,6 +305,7 @@ impl<U> InFlightTable<U> {
                 let result = core::mem::replace(result, Ok(()));
                 self.end(permit, result, out);
             } else {
+                debug_assert!(matches!(entry.waits, Waits::Resend), "it is nowhere else");
                 resend.push(permit);
             }
         }

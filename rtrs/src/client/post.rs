@@ -175,6 +175,7 @@ fn request<U>(
     drop(regions);
     // Before anything can fail: an open key is closed with the path.
     if let Some(entry) = inflight.get_mut(permit) {
+        debug_assert!(matches!(entry.waits, Waits::Room), "it is posted once");
         (entry.key, entry.waits) = (key, Waits::Answer);
     }
     let headers = inflight.headers.as_ref();

@@ -226,8 +226,10 @@ impl Chunks {
 
     /// The answer has left.
     pub(crate) fn sent(&mut self, chunk: u16) {
-        if let Ok(chunk) = self.get_mut(chunk) {
-            debug_assert!(matches!(chunk.state, State::Answering(_)), "{chunk:?}");
+        let Ok(chunk) = self.get_mut(chunk) else { return };
+        let is_answering = matches!(chunk.state, State::Answering(_));
+        debug_assert!(is_answering, "{chunk:?}");
+        if is_answering {
             chunk.state = State::Idle;
         }
     }
@@ -310,9 +312,11 @@ mod tests {
         assert_eq!(chunks.revoked(0, a.path, 1), Some(a));
         chunks.begin(0, a).unwrap();
         assert!(in_use(&mut chunks) && chunks.begin(0, a).is_err());
+        assert!(chunks.revoking(0, a).is_err(), "not while the user has it");
         assert_eq!(chunks.revoked(0, a.path, 1), None);
         chunks.answered(0, a, false);
         assert!(in_use(&mut chunks) && chunks.begin(0, a).is_err());
+        assert!(chunks.revoking(0, a).is_err(), "not before the answer has left");
         chunks.sent(0);
         assert!(!in_use(&mut chunks));
         assert!(chunks.claim(1, a).is_err(), "there is one chunk");

@@ -78,12 +78,12 @@ impl Awaited {
         self.0.contains_key(&asker)
     }
 
-    /// Removes requests of which `keep` is false. Returns whether a path waits for nothing any more.
-    pub(super) fn retain(&mut self, keep: impl Fn(&Waiting, AtWork) -> bool) -> bool {
+    /// Removes requests of which `keep` is false; it gets whether the clients of the other paths were sent a heartbeat. Returns whether a path waits for nothing any more.
+    pub(super) fn retain(&mut self, keep: impl Fn(bool, AtWork) -> bool) -> bool {
         let before = self.0.len();
         self.0.retain(|_, waiting| {
-            let left = waiting.requests.iter().filter(|request| keep(waiting, **request));
-            waiting.requests = left.copied().collect();
+            let probed = waiting.probe_at.is_none();
+            waiting.requests.retain(|request| keep(probed, *request));
             !waiting.requests.is_empty()
         });
         self.0.len() < before
@@ -91,7 +91,7 @@ impl Awaited {
 
     /// The client of a path lives: it has not given up its requests. True: a path waits for nothing any more.
     pub(super) fn alive(&mut self, path: PathKey) -> bool {
-        self.retain(|waiting, (_, of)| of != path || waiting.probe_at.is_some())
+        self.retain(|probed, (_, of)| of != path || !probed)
     }
 
     /// Whether the other paths are to be sent a heartbeat now.

@@ -422,16 +422,16 @@ impl Path {
         &'a mut self,
         cid: u16,
         layout: &'a ChunkLayout,
-    ) -> Option<(&'a mut Conn, Option<PostContext<'a>>)> {
+    ) -> Option<(&'a mut Conn, PostContext<'a>)> {
         let conn = self.conns.get_mut(usize::from(cid))?.as_mut()?;
-        let at = self.chunks.as_ref().map(|chunks| PostContext {
+        let at = PostContext {
             qp: conn.qp,
-            chunks,
+            chunks: self.chunks.as_ref()?,
             layout,
             keys: &self.keys,
             renewal: self.renewal,
             info: self.info.as_ref(),
-        });
+        };
         Some((conn, at))
     }
 

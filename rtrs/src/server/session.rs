@@ -429,7 +429,7 @@ impl Session {
     /// The end of the turn: posts what a connection has to send and fits.
     pub(crate) fn post(&mut self, cx: &mut Cx<'_>, place: Place, effects: &mut Effects) {
         let path = self.paths.get_mut(&place.path).filter(|path| path.is_alive());
-        let Some((conn, Some(at))) = path.and_then(|path| path.posting(place.cid, &self.layout)) else {
+        let Some((conn, at)) = path.and_then(|path| path.posting(place.cid, &self.layout)) else {
             return;
         };
         let mut done = Done::default();
