@@ -182,6 +182,11 @@ impl NbdSocket {
         self.opener.is_none()
     }
 
+    /// It has chosen a device, which it has not been given yet.
+    pub(crate) fn waits_for_device(&self) -> bool {
+        self.is_half_open() && self.device().is_some()
+    }
+
     /// Whether the next bytes are for the handshake of TLS.
     fn in_handshake(&self) -> bool {
         self.session.is_some() && self.connection.phase() == Phase::Handshake

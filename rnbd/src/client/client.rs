@@ -76,7 +76,7 @@ pub struct Client<F = u64, T = rtrs::client::Client<Request<F>>> {
     pub(super) messages_begun: u64,
     /// Messages that RTRS has.
     pub(super) messages_in_flight: usize,
-    /// There are alarms to be started, or reserves to be looked after.
+    /// There are timers to be started, or reserves to be looked after.
     pub(super) needs_upkeep: bool,
     pub(super) outputs: VecDeque<Output<F>>,
 }

@@ -185,7 +185,7 @@ impl<F, T: Transport<F>> Client<F, T> {
 
 /// Buffers for answers.
 impl<F, T: Transport<F>> Client<F, T> {
-    /// Starts the alarms that were set, and looks after the reserves.
+    /// Starts the timers that were set, and looks after the reserves.
     pub(super) fn upkeep(&mut self, cx: &mut Cx<'_>) {
         self.needs_upkeep = false;
         self.operations.retry.start(cx.now);

@@ -184,6 +184,12 @@ impl Connection {
 
     /// Continues with what has arrived.
     pub fn poll(&mut self, now: Instant, backend: &mut dyn Backend) {
+        // Its loop has the device now.
+        self.stalled.take_if(|stall| *stall == Stall::Work);
+        self.go_on(now, backend);
+    }
+
+    fn go_on(&mut self, now: Instant, backend: &mut dyn Backend) {
         self.transmission.set_now(now);
         self.advance(backend);
     }
@@ -191,14 +197,14 @@ impl Connection {
     /// The client sends no more. What it has sent is executed and answered.
     pub fn eof(&mut self, now: Instant, backend: &mut dyn Backend) {
         self.eof.get_or_insert(End::Left);
-        self.poll(now, backend);
+        self.go_on(now, backend);
     }
 
     /// The server stops: nothing more is received. What has arrived whole is executed and answered. So that what lies in the socket
     /// is answered as well, its receiving side can be shut down and read to its end instead ([`eof`](Self::eof)).
     pub fn stop(&mut self, now: Instant, backend: &mut dyn Backend) {
         self.eof.get_or_insert(End::Stopped);
-        self.poll(now, backend);
+        self.go_on(now, backend);
     }
 
     /// The socket has failed, or the client's time is over: nothing more is sent. Requests that the device has are waited for.
@@ -348,6 +354,8 @@ impl Connection {
                 }
             }
             Phase::Handshake => self.starved("the handshake of TLS", true, backend),
+            // Until the next poll.
+            Phase::Transmission if self.stalled == Some(Stall::Work) => {}
             Phase::Transmission => {
                 self.stalled = None;
                 match self.transmission.run(&mut self.input, backend) {

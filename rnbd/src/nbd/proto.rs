@@ -51,7 +51,6 @@ pub mod rep {
     pub const ERR_INVALID: u32 = 0x8000_0003;
     pub const ERR_TLS_REQD: u32 = 0x8000_0005;
     pub const ERR_UNKNOWN: u32 = 0x8000_0006;
-    pub const ERR_SHUTDOWN: u32 = 0x8000_0007;
     pub const ERR_TOO_BIG: u32 = 0x8000_0009;
     pub const ERR_EXT_HEADER_REQD: u32 = 0x8000_000a;
 }
@@ -109,7 +108,6 @@ pub mod chunk {
     #![allow(missing_docs)]
     pub const NONE: u16 = 0;
     pub const OFFSET_DATA: u16 = 1;
-    pub const OFFSET_HOLE: u16 = 2;
     pub const BLOCK_STATUS: u16 = 5;
     pub const BLOCK_STATUS_EXT: u16 = 6;
     pub const ERROR: u16 = 1 << 15 | 1;

@@ -59,6 +59,8 @@ pub(crate) struct InFlight {
     len: u32,
     /// Bytes of each part but the last.
     step: u32,
+    /// Parts that the device has.
+    open: u32,
     /// The first error.
     error: Option<Errno>,
     /// A flush follows the parts.
@@ -77,6 +79,7 @@ impl InFlight {
             span,
             len,
             step: g.max_transfer.max(MIN_PART),
+            open: 0,
             error: None,
             flush: false,
             losses: Parts::default(),
@@ -120,6 +123,18 @@ impl InFlight {
         core::mem::take(&mut self.flush) && !self.failed()
     }
 
+    /// The device gets a part.
+    pub(crate) fn part_begins(&mut self) {
+        self.open += 1;
+    }
+
+    /// No part can end any more: without the ends of all it has failed.
+    pub(crate) fn close(&mut self) {
+        if self.open > 0 {
+            self.fail(Errno::EIO);
+        }
+    }
+
     /// The buffers of a read are sent as they are.
     pub(crate) fn expect_buffers(&mut self) {
         self.landing = Landing::Buffers((0..self.parts()).map(|_| None).collect());
@@ -142,6 +157,7 @@ impl InFlight {
             extents,
             losses,
         } = completion;
+        self.open -= 1;
         if matches!(self.landing, Landing::Nowhere) {
             result = self.losses.ended(result, losses);
         }

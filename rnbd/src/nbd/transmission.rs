@@ -58,8 +58,6 @@ struct ReadJob {
     request: Shared,
     /// The next part that has no buffer.
     next: u32,
-    /// Buffers of parts that are submitted only when there are enough for all.
-    collected: SmallVec<[Buffer; 1]>,
     /// The data is collected in the heap, or dropped: each part is submitted as soon as it has a buffer.
     staged: bool,
 }
@@ -203,6 +201,10 @@ impl Transmission {
     /// A part has ended.
     pub(crate) fn done(&mut self, part: RequestPart, completion: Completion, backend: &mut dyn Backend) {
         let RequestPart { request, index } = part;
+        if self.out.is_closed() {
+            // Nobody gets the data.
+            request.borrow_mut().fail(Errno::ECONNABORTED);
+        }
         request.borrow_mut().part_ended(index, completion, backend);
         self.release(request, backend);
     }
@@ -345,7 +347,6 @@ impl Transmission {
         let job = ReadJob {
             request: share(request),
             next: 0,
-            collected: SmallVec::new(),
             staged: is_long || q.command == cmd::CACHE,
         };
         self.read(job, backend)
@@ -354,21 +355,23 @@ impl Transmission {
     /// Takes buffers for a read, and submits its parts.
     fn read(&mut self, mut job: ReadJob, backend: &mut dyn Backend) -> Step {
         let parts = job.request.borrow().parts();
+        // Of parts that are submitted only when there are enough for all: none when it has to wait.
+        let mut collected = SmallVec::<[Buffer; 1]>::new();
         while job.next < parts && !job.request.borrow().failed() {
             let (_, len) = job.request.borrow().range(job.next);
             match backend.take(len as usize) {
                 Ok(Some(buffer)) => {
-                    job.collected.push(buffer);
+                    collected.push(buffer);
                     job.next += 1;
                     if job.staged {
-                        self.submit_reads(&mut job, backend);
+                        self.submit_reads(&job, &mut collected, backend);
                     }
                 }
                 // Two clients could each hold what the other waits for.
                 Ok(None) if !job.staged && parts > 1 => {
                     job.staged = true;
                     if job.request.borrow_mut().expect_heap() {
-                        self.submit_reads(&mut job, backend);
+                        self.submit_reads(&job, &mut collected, backend);
                     }
                 }
                 Ok(None) => {
@@ -382,18 +385,17 @@ impl Transmission {
             if !job.staged {
                 job.request.borrow_mut().expect_buffers();
             }
-            self.submit_reads(&mut job, backend);
+            self.submit_reads(&job, &mut collected, backend);
         }
-        job.collected.into_iter().for_each(|buffer| give(backend, Some(buffer)));
+        collected.into_iter().for_each(|buffer| give(backend, Some(buffer)));
         self.release(job.request, backend);
         ControlFlow::Continue(())
     }
 
     /// Submits the parts of a read that have buffers.
-    fn submit_reads(&mut self, job: &mut ReadJob, backend: &mut dyn Backend) {
-        let buffers = core::mem::take(&mut job.collected);
+    fn submit_reads(&mut self, job: &ReadJob, buffers: &mut SmallVec<[Buffer; 1]>, backend: &mut dyn Backend) {
         let first = job.next - buffers.len() as u32;
-        for (index, mut buffer) in (first..).zip(buffers) {
+        for (index, mut buffer) in (first..).zip(buffers.drain(..)) {
             let (at, len) = job.request.borrow().range(index);
             buffer.set_len(len as usize);
             let range = (job.request.borrow().header.offset + u64::from(at), len.into());
@@ -478,10 +480,7 @@ impl Transmission {
         let request = match core::mem::replace(&mut self.job, Job::Idle) {
             Job::Idle => return,
             Job::Failed { request, .. } => request,
-            Job::Read(job) => {
-                job.collected.into_iter().for_each(|buffer| give(backend, Some(buffer)));
-                job.request
-            }
+            Job::Read(job) => job.request,
             Job::Write(job) => {
                 give(backend, job.part.into_buffer());
                 job.request
@@ -501,6 +500,7 @@ impl Transmission {
         data: Option<Buffer>,
         backend: &mut dyn Backend,
     ) {
+        request.borrow_mut().part_begins();
         let part = RequestPart {
             request: request.clone(),
             index,
@@ -515,7 +515,9 @@ impl Transmission {
     fn release(&mut self, request: Shared, backend: &mut dyn Backend) {
         let Some(request) = Rc::into_inner(request) else { return };
         let mut request = request.into_inner();
+        request.close();
         if request.take_flush() && !self.out.is_closed() {
+            request.part_begins();
             let part = RequestPart {
                 request: share(request),
                 index: 0,

@@ -275,6 +275,24 @@ fn a_client_that_asks_without_listening_is_not_read_from() {
 }
 
 #[test]
+fn a_device_that_is_chosen_when_answers_leave_gets_nothing_before_its_loop_has_it() {
+    let world = &mut World::new(GEOMETRY);
+    let mut c = connect(world);
+    // Answers without end: the choice behind them is read, but not looked at.
+    (0..900).for_each(|_| c.option(opt::LIST, &[]));
+    c.option(opt::GO, &information("", &[]));
+    c.request(cmd::READ, 0, 0, 4096, &[]);
+    assert!(c.receive(world, usize::MAX) > 0 && c.socket.is_empty());
+    assert_eq!((stall(&mut c), c.conn.export()), (Some(Stall::Answers), None));
+    while c.transmit(world, 20_000) > 0 {}
+    c.call(world, |conn, now, device| conn.timeout(now, device));
+    assert_eq!((stall(&mut c), c.conn.export()), (Some(Stall::Work), Some(0)));
+    assert!(world.seen.is_empty() && world.memory.lent() == 0);
+    c.settle(world);
+    assert_eq!(world.seen.len(), 1);
+}
+
+#[test]
 fn leaving_is_in_order_between_messages_only() {
     let world = &mut World::new(GEOMETRY);
     let mut c = Peer::new(world);

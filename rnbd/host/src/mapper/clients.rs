@@ -169,6 +169,10 @@ impl Service {
             let Some((wrote, worked)) = written else { continue };
             sent |= wrote;
             more |= worked;
+            // An option that was read long ago is looked at when the answers before it have left.
+            if self.clients.get(index).is_some_and(NbdSocket::waits_for_device) {
+                more |= self.poll_client(turn, index);
+            }
             let client = &mut self.clients[index];
             if let Some(interest) = client.other_interest() {
                 let token = Token(FIRST_CLIENT + index);
@@ -223,8 +227,8 @@ impl Service {
     /// A client is rejected, or evicted.
     pub(super) fn turn_away(&mut self, now: Instant, why: &io::Error) {
         self.turned_away += 1;
-        if let Some(more) = self.log.pass(now) {
-            tracing::warn!(more, "an NBD client is rejected: {why}");
+        if let Some(suppressed) = self.log.pass(now) {
+            tracing::warn!(suppressed, "an NBD client is rejected: {why}");
         }
     }
 }
