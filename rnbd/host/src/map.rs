@@ -94,7 +94,9 @@ impl Mapping {
     }
 
     fn join(&mut self) {
-        self.last = self.loops.join().pop().unwrap_or_else(|| self.last.clone());
+        if let Some(last) = self.loops.join().pop() {
+            self.last = last;
+        }
     }
 
     /// Steers it, from any thread.

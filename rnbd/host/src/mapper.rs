@@ -157,7 +157,7 @@ impl Service {
             devices: Vec::new(),
             clients: Slab::new(),
             handshakes: Handshakes::default(),
-            fronts: Fronts::default(),
+            fronts: Fronts::new(),
             starved: VecDeque::new(),
             pending: PendingCommands::default(),
             turned_away: 0,

@@ -131,9 +131,13 @@ impl Serving {
         }
     }
 
-    /// Returns the statistics. `None` when its loops have ended.
+    /// Returns the statistics of the loops that run. `None` when all have ended.
     pub fn stats(&self) -> Option<ServeStats> {
-        self.control().stats().ok()
+        let parts = self.control().stats_by_loop().into_iter().flatten();
+        parts.reduce(|mut sum, part| {
+            sum.add(&part);
+            sum
+        })
     }
 
     /// Controls it, from any thread.

@@ -77,13 +77,22 @@ impl ServeControl {
     /// # Errors
     /// ENODEV when the server has ended.
     pub fn stats(&self) -> Result<ServeStats, Refused> {
-        let parts = self.collect(ServeRequest::Stats {}, |answer| match answer {
-            ServeAnswer::Stats(part) => Some(vec![*part]),
-            _ => None,
-        })?;
-        let mut sum = ServeStats::default();
-        parts.iter().for_each(|part| sum.add(part));
-        Ok(sum)
+        self.stats_by_loop()
+            .into_iter()
+            .try_fold(ServeStats::default(), |mut sum, part| {
+                sum.add(&part?);
+                Ok(sum)
+            })
+    }
+
+    /// Returns the statistics of each loop.
+    pub(crate) fn stats_by_loop(&self) -> Vec<Result<ServeStats, Refused>> {
+        let part = |answer| match answer {
+            ServeAnswer::Stats(part) => *part,
+            _ => ServeStats::default(),
+        };
+        let answers = self.send_all(ServeRequest::Stats {}).into_iter();
+        answers.map(|answer| answer.map(part)).collect()
     }
 
     /// Returns sessions and paths of all loops.

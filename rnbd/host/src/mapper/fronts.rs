@@ -15,7 +15,10 @@ use roce::reactor::{Readiness, Sockets, TurnCx};
 use roce_net::socket_file::{Access, Kind, SocketFile};
 use roce_verbs::Instant;
 use roce_verbs::mem::Pages;
-use rtrs::client::{LentId, SessionId};
+use rtrs::{
+    client::{LentId, SessionId},
+    throttle::{INTERVAL, Throttle},
+};
 use slab::Slab;
 
 use super::{FIRST_FRONT, FIRST_LISTENER, Rtrs, Service, devices::Stage};
@@ -41,15 +44,26 @@ struct VhostListener {
 }
 
 /// The front ends, and their listeners.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Fronts {
     listeners: Vec<VhostListener>,
     all: Slab<Front>,
     /// Requests that made no sense, of those that are gone.
     malformed: u64,
+    /// Log lines of rejected front ends.
+    rejected: Throttle,
 }
 
 impl Fronts {
+    pub(super) fn new() -> Self {
+        Self {
+            listeners: Vec::new(),
+            all: Slab::new(),
+            malformed: 0,
+            rejected: Throttle::new(INTERVAL),
+        }
+    }
+
     /// Makes the sockets, and listens.
     ///
     /// # Errors
@@ -270,8 +284,8 @@ impl Service {
                 self.fronts.all.insert(front);
             }
             Err(e) => {
-                if let Some(more) = self.log.pass(turn.now) {
-                    tracing::warn!(device, more, "a front end is rejected: {e}");
+                if let Some(suppressed) = self.fronts.rejected.pass(turn.now) {
+                    tracing::warn!(device, suppressed, "a front end is rejected: {e}");
                 }
                 self.fronts.vacate(listener);
             }
