@@ -8,10 +8,11 @@ use roce_port::cm::Translation;
 use serde::Serialize;
 
 use crate::{
-    frame::{self, Datagram, FrameError, Ip, LinkType},
+    frame::{self, Carrier, Datagram, Dissected, Ip, Undissected},
+    frame_error::FrameError,
     reader::{Capture, Error, Frame},
-    segments::{self, Splitter},
-    summary, tunnel,
+    segments::{self, MIN_PACKET, Splitter},
+    summary,
 };
 
 /// How many findings a [`Report`] holds; more are only counted.
@@ -57,7 +58,7 @@ pub enum Kind {
     RoceV1,
     /// A link type that is not read.
     LinkType,
-    /// The packet was carried by another one (VXLAN, GENEVE), or may be (GRE, IP in IP, which are not read).
+    /// The packet was carried by others (VXLAN, GRE, IP in IP), or may be, in a tunnel that is not read.
     Tunnel,
     /// The file ends early or contradicts itself; what is behind was not seen.
     File,
@@ -175,7 +176,7 @@ pub struct Report {
     pub file: String,
     /// Frames in it.
     pub frames: u64,
-    /// Frames that are UDP to port 4791, as such or in VXLAN or GENEVE.
+    /// Frames that are UDP to port 4791, as such or in a tunnel.
     pub roce_frames: u64,
     /// RoCEv2 packets in those; more than frames where segmentation offloads were at work.
     pub roce_packets: u64,
@@ -298,51 +299,57 @@ enum Examined {
 }
 
 fn examine(frame: &Frame<'_>, splitter: &mut Splitter) -> Examined {
+    match frame::dissect(frame.link, frame.data) {
+        Ok(dissected) if dissected.datagram.dst.port() == ROCE_UDP_PORT => {
+            Examined::Roce(Box::new(roce_frame(frame, &dissected, splitter)))
+        }
+        Ok(_) => Examined::Other(None),
+        Err(unread) => undissected(frame, &unread),
+    }
+}
+
+/// A frame that could not be taken apart to its end.
+fn undissected(frame: &Frame<'_>, unread: &Undissected) -> Examined {
     let finding = |kind, text: String| Finding::new(frame.index, kind, text);
-    let dissected = match frame::dissect(frame.link, frame.data) {
-        Ok(dissected) => dissected,
-        Err(e @ FrameError::RoceV1) => return Examined::Other(Some(finding(Kind::RoceV1, e.to_string()))),
-        Err(e @ FrameError::LinkType(_)) => return Examined::Unread(finding(Kind::LinkType, e.to_string())),
-        Err(e @ FrameError::Tunnel(_)) => return Examined::Unread(finding(Kind::Tunnel, e.to_string())),
-        Err(e @ FrameError::Truncated { .. }) => {
-            let finding = finding(Kind::Truncated, format!("cannot be told apart: {e}"));
-            return match frame.is_cut() {
-                true => Examined::Unread(finding),
-                // The frame itself is too short for anything.
-                false => Examined::Other(Some(finding)),
+    let text = unread.error.to_string();
+    match unread.error {
+        FrameError::RoceV1 => Examined::Other(Some(finding(Kind::RoceV1, text))),
+        FrameError::LinkType(_) | FrameError::ErfType(_) => Examined::Unread(finding(Kind::LinkType, text)),
+        FrameError::Tunnel(_) => Examined::Unread(finding(Kind::Tunnel, text)),
+        FrameError::Truncated { .. } => {
+            let text = match unread.carriers.last() {
+                Some(carrier) => format!("what {} carries cannot be told apart: {text}", carrier.name),
+                None => format!("cannot be told apart: {text}"),
             };
+            let finding = finding(Kind::Truncated, text);
+            match (may_be_cut(frame, &unread.carriers), unread.carriers.is_empty()) {
+                (true, _) => Examined::Unread(finding),
+                // The frame itself is too short for anything.
+                (false, true) => Examined::Other(Some(finding)),
+                // To the port of a tunnel, and not in it.
+                (false, false) => Examined::Other(None),
+            }
         }
         // Later fragments, broken headers of some protocol, ARP and the rest.
-        Err(_) => return Examined::Other(None),
-    };
-    if dissected.datagram.dst.port() == ROCE_UDP_PORT {
-        return Examined::Roce(Box::new(roce_frame(frame, &dissected, splitter)));
-    }
-    tunnelled(frame, &dissected, splitter).unwrap_or(Examined::Other(None))
-}
-
-/// A RoCEv2 packet that another datagram carries.
-fn tunnelled(frame: &Frame<'_>, outer: &frame::Dissected<'_>, splitter: &mut Splitter) -> Option<Examined> {
-    let (carrier, inner) = tunnel::inner(&outer.datagram)?;
-    let (src, dst) = (outer.datagram.src.ip(), outer.datagram.dst.ip());
-    let finding = |kind, text: String| Finding::new(frame.index, kind, text);
-    match frame::dissect(LinkType::Ethernet, inner) {
-        Err(e @ FrameError::Tunnel(_)) => Some(Examined::Unread(finding(Kind::Tunnel, e.to_string()))),
-        Ok(dissected) if dissected.datagram.dst.port() == ROCE_UDP_PORT => {
-            let mut report = roce_frame(frame, &dissected, splitter);
-            let text = format!("in {carrier} from {src} to {dst}");
-            report.findings.insert(0, finding(Kind::Tunnel, text));
-            Some(Examined::Roce(Box::new(report)))
-        }
-        Err(e @ FrameError::Truncated { .. }) if frame.is_cut() => {
-            let text = format!("what {carrier} carries cannot be told apart: {e}");
-            Some(Examined::Unread(finding(Kind::Truncated, text)))
-        }
-        _ => None,
+        _ => Examined::Other(None),
     }
 }
 
-fn roce_frame(frame: &Frame<'_>, dissected: &frame::Dissected<'_>, splitter: &mut Splitter) -> FrameReport {
+/// Whether the capture cut the frame, or a switch that made a copy of it may have.
+fn may_be_cut(frame: &Frame<'_>, carriers: &[Carrier]) -> bool {
+    frame.is_cut() || carriers.iter().any(|carrier| carrier.is_mirror)
+}
+
+/// The tunnels that a packet was in, the innermost first.
+fn tunnels(carriers: &[Carrier]) -> String {
+    let each = carriers.iter().rev();
+    let texts: Vec<_> = each
+        .map(|c| format!("in {} from {} to {}", c.name, c.src, c.dst))
+        .collect();
+    texts.join(", ")
+}
+
+fn roce_frame(frame: &Frame<'_>, dissected: &Dissected<'_>, splitter: &mut Splitter) -> FrameReport {
     let datagram = &dissected.datagram;
     let mut report = FrameReport {
         index: frame.index,
@@ -359,12 +366,15 @@ fn roce_frame(frame: &Frame<'_>, dissected: &frame::Dissected<'_>, splitter: &mu
         icrc: Icrc::Unchecked,
         findings: vec![],
     };
+    if !dissected.carriers.is_empty() {
+        report.find(Kind::Tunnel, tunnels(&dissected.carriers));
+    }
     ip_findings(&mut report, &datagram.ip);
     match &dissected.problem {
         None => complete_packet(&mut report, datagram, splitter),
         Some(problem) => {
             let kind = match problem {
-                FrameError::Truncated { .. } if frame.is_cut() => Kind::Truncated,
+                FrameError::Truncated { .. } if may_be_cut(frame, &dissected.carriers) => Kind::Truncated,
                 FrameError::Fragment { .. } => Kind::Fragment,
                 _ => Kind::Malformed,
             };
@@ -402,7 +412,12 @@ fn ip_findings(report: &mut FrameReport, ip: &Ip) {
 /// The ICRC and the headers of a datagram that is all there.
 fn complete_packet(report: &mut FrameReport, datagram: &Datagram<'_>, splitter: &mut Splitter) {
     let Some(checked) = check_datagram(datagram.datagram) else {
-        // Too short for a BTH and an ICRC, which the parser puts into words.
+        // Too short for a BTH and an ICRC, which the parser puts into words; or with extension headers of IPv6, which
+        // senders do not have, so that the ICRC is right without.
+        let flow = Flow::try_from((datagram.src, datagram.dst)).ok();
+        if flow.is_some_and(|flow| datagram.payload.len() >= MIN_PACKET && flow.verify(0, datagram.payload)) {
+            report.icrc = Icrc::Ok;
+        }
         describe(report, datagram.payload);
         return;
     };

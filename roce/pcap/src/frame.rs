@@ -1,91 +1,23 @@
-//! From a captured frame to the UDP datagram in it.
+//! From a captured frame to the innermost UDP datagram in it.
 
 use std::net::{IpAddr, SocketAddr};
 
-use etherparse::{
-    EtherType, Ethernet2HeaderSlice, IpNumber, Ipv4HeaderSlice, Ipv6HeaderSlice, SingleVlanHeaderSlice, UdpHeaderSlice,
+use etherparse::{EtherType, IpNumber, Ipv4HeaderSlice, Ipv6HeaderSlice, UdpHeaderSlice};
+use roce_bth::ROCE_UDP_PORT;
+
+use crate::{
+    frame_error::{FrameError, need},
+    link::{self, LinkType},
+    tunnel::{self, Carried, Inner},
 };
-use thiserror::Error;
 
 const UDP_HEADER_LEN: usize = 8;
 /// Ethertype of RoCE version 1, which has no IP header.
 const ETHERTYPE_ROCE_V1: u16 = 0x8915;
-/// The most 802.1Q and 802.1ad tags that are skipped.
-const MAX_TAGS: usize = 4;
-const IPV6_FRAGMENT: u8 = 44;
-
-/// First header of a capture's frames (the numbers are those of <https://www.tcpdump.org/linktypes.html>).
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
-pub enum LinkType {
-    /// Ethernet II, with or without 802.1Q and 802.1ad tags.
-    Ethernet,
-    /// An IPv4 or IPv6 header at once.
-    RawIp,
-    /// Linux cooked capture, version 1 (`tcpdump -i any` of old).
-    LinuxSll,
-    /// Linux cooked capture, version 2.
-    LinuxSll2,
-    /// BSD loopback: four bytes of address family.
-    Loopback,
-    /// Any other.
-    Other(u16),
-}
-
-impl LinkType {
-    /// From the number in a capture file's header; the FCS bits above the low 16 are ignored.
-    pub const fn from_number(number: u32) -> Self {
-        match (number & 0xffff) as u16 {
-            1 => Self::Ethernet,
-            // 12 and 14 are what the BSDs wrote before the number was agreed on.
-            12 | 14 | 101 | 228 | 229 => Self::RawIp,
-            0 | 108 => Self::Loopback,
-            113 => Self::LinuxSll,
-            276 => Self::LinuxSll2,
-            other => Self::Other(other),
-        }
-    }
-}
-
-/// Why a frame is not a whole UDP datagram.
-#[derive(Clone, PartialEq, Eq, Debug, Error)]
-pub enum FrameError {
-    /// The link type is one that this crate does not read.
-    #[error("link type {0} is not supported")]
-    LinkType(u16),
-    /// The frame holds no IP packet.
-    #[error("ethertype {0:#06x} is not IP")]
-    NotIp(u16),
-    /// RoCE version 1.
-    #[error("RoCE version 1 (ethertype 0x8915), which has no IP header")]
-    RoceV1,
-    /// The IP packet holds no UDP datagram.
-    #[error("IP protocol {0} is not UDP")]
-    NotUdp(u8),
-    /// A tunnel that this crate does not read.
-    #[error("in {0}, which is not read")]
-    Tunnel(&'static str),
-    /// The frame ends before a header or the payload does.
-    #[error("{layer} needs {need} bytes, {have} are there")]
-    Truncated {
-        /// Which header, or the payload.
-        layer: &'static str,
-        /// Bytes that it takes.
-        need: usize,
-        /// Bytes there.
-        have: usize,
-    },
-    /// A header contradicts itself.
-    #[error("{0}")]
-    Malformed(String),
-    /// A part of a datagram.
-    #[error("fragment at offset {offset}{}", if *.more { ", more follow" } else { "" })]
-    Fragment {
-        /// In bytes.
-        offset: u16,
-        /// Whether it is not the last.
-        more: bool,
-    },
-}
+/// Most tunnel packets around a datagram that are read.
+const MAX_CARRIERS: usize = 4;
+/// Most extension headers of IPv6 that are skipped.
+const MAX_EXTENSIONS: usize = 8;
 
 /// Fields of the IP header beside the addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
@@ -135,188 +67,262 @@ impl Datagram<'_> {
     }
 }
 
-/// Takes a frame apart.
+/// Takes a frame apart, down to the UDP datagram in the innermost tunnel.
 ///
 /// # Errors
 /// When it is not a complete, unfragmented UDP datagram.
 pub fn decode(link: LinkType, frame: &[u8]) -> Result<Datagram<'_>, FrameError> {
-    let dissected = dissect(link, frame)?;
+    let dissected = dissect(link, frame).map_err(|unread| unread.error)?;
     match dissected.problem {
         Some(problem) => Err(problem),
         None => Ok(dissected.datagram),
     }
 }
 
-/// A datagram whose UDP header at least is there, and what is wrong with the rest.
+/// Tunnel packet around a datagram.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Carrier {
+    /// Kind of the tunnel.
+    pub(crate) name: &'static str,
+    pub(crate) src: IpAddr,
+    pub(crate) dst: IpAddr,
+    /// Whether a switch made it as a copy of a frame (ERSPAN), which it may have cut.
+    pub(crate) is_mirror: bool,
+}
+
+/// A datagram whose UDP header at least is there, and its fault.
 pub(crate) struct Dissected<'a> {
     /// With the payload as far as it goes.
     pub(crate) datagram: Datagram<'a>,
     pub(crate) problem: Option<FrameError>,
+    /// Tunnels that it is in, the outermost first.
+    pub(crate) carriers: Vec<Carrier>,
+}
+
+/// Reason why a frame has no datagram that can be read, and how far it was read.
+pub(crate) struct Undissected {
+    pub(crate) error: FrameError,
+    /// Tunnels before the fault, the outermost first.
+    pub(crate) carriers: Vec<Carrier>,
 }
 
 /// [`decode`], but a datagram that is cut off or a first fragment is returned with its problem.
-pub(crate) fn dissect(link: LinkType, frame: &[u8]) -> Result<Dissected<'_>, FrameError> {
-    let (ether_type, packet) = network_layer(link, frame)?;
-    match ether_type {
-        EtherType::IPV4 => ipv4(packet),
-        EtherType::IPV6 => ipv6(packet),
-        EtherType(ETHERTYPE_ROCE_V1) => Err(FrameError::RoceV1),
-        EtherType(other) => Err(FrameError::NotIp(other)),
+pub(crate) fn dissect(link: LinkType, frame: &[u8]) -> Result<Dissected<'_>, Undissected> {
+    let mut carriers = vec![];
+    match innermost(link, frame, &mut carriers) {
+        Ok((datagram, problem)) => Ok(Dissected {
+            datagram,
+            problem,
+            carriers,
+        }),
+        Err(error) => Err(Undissected { error, carriers }),
     }
 }
 
-fn need(layer: &'static str, need: usize, bytes: &[u8]) -> Result<(), FrameError> {
-    let have = bytes.len();
-    if have < need {
-        return Err(FrameError::Truncated { layer, need, have });
-    }
-    Ok(())
-}
+type Found<'a> = (Datagram<'a>, Option<FrameError>);
 
-/// The ethertype and what follows it.
-fn network_layer(link: LinkType, frame: &[u8]) -> Result<(EtherType, &[u8]), FrameError> {
-    let cooked = |type_at: usize, len: usize| {
-        need("Linux cooked header", len, frame)?;
-        let ether_type = u16::from_be_bytes([frame[type_at], frame[type_at + 1]]);
-        Ok((EtherType(ether_type), &frame[len..]))
-    };
-    let (mut ether_type, mut rest) = match link {
-        LinkType::Ethernet => {
-            need("Ethernet header", 14, frame)?;
-            let header = Ethernet2HeaderSlice::from_slice(frame)
-                .map_err(|e| FrameError::Malformed(format!("Ethernet header: {e}")))?;
-            (header.ether_type(), &frame[14..])
+fn innermost<'a>(link: LinkType, frame: &'a [u8], carriers: &mut Vec<Carrier>) -> Result<Found<'a>, FrameError> {
+    let mut layer = link::network_layer(link, frame)?;
+    loop {
+        let packet = match layer {
+            (EtherType::IPV4, bytes) => ipv4(bytes)?,
+            (EtherType::IPV6, bytes) => ipv6(bytes)?,
+            (EtherType(ETHERTYPE_ROCE_V1), _) => return Err(FrameError::RoceV1),
+            (EtherType(other), _) => return Err(FrameError::NotIp(other)),
+        };
+        let carried = match packet.contents()? {
+            Contents::Datagram(datagram, problem) => return Ok((datagram, problem)),
+            Contents::Tunnel(carried) => carried,
+        };
+        if carriers.len() == MAX_CARRIERS {
+            return Err(FrameError::Tunnel("more than 4 tunnels"));
         }
-        LinkType::LinuxSll => cooked(14, 16)?,
-        LinkType::LinuxSll2 => cooked(0, 20)?,
-        LinkType::RawIp => (by_version(frame)?, frame),
-        LinkType::Loopback => {
-            need("loopback header", 4, frame)?;
-            (by_version(&frame[4..])?, &frame[4..])
+        carriers.push(Carrier {
+            name: carried.name,
+            src: packet.src,
+            dst: packet.dst,
+            is_mirror: carried.is_mirror,
+        });
+        layer = carried.inner.network_layer()?;
+    }
+}
+
+/// An IP packet whose headers are there.
+struct IpPacket<'a> {
+    src: IpAddr,
+    dst: IpAddr,
+    ip: Ip,
+    /// Protocol of the payload.
+    protocol: IpNumber,
+    bytes: &'a [u8],
+    /// Beginning of the payload.
+    at: usize,
+    /// Length that the header states.
+    total: usize,
+    fragment: Option<FrameError>,
+}
+
+enum Contents<'a> {
+    Datagram(Datagram<'a>, Option<FrameError>),
+    Tunnel(Carried<'a>),
+}
+
+impl<'a> IpPacket<'a> {
+    /// The payload as far as it goes, without link-layer padding.
+    fn payload(&self) -> &'a [u8] {
+        let end = self.bytes.len().min(self.total);
+        self.bytes.get(self.at..end).unwrap_or_default()
+    }
+
+    fn contents(&self) -> Result<Contents<'a>, FrameError> {
+        let carried = match self.protocol {
+            IpNumber::UDP => return self.udp(),
+            IpNumber::GRE => self.unfragmented(tunnel::in_gre(self.payload()))?,
+            IpNumber::IPV4 | IpNumber::IPV6 => {
+                let ether_type = match self.protocol {
+                    IpNumber::IPV4 => EtherType::IPV4,
+                    _ => EtherType::IPV6,
+                };
+                let inner = Inner::Network(ether_type, self.payload());
+                self.unfragmented(Ok(Carried::new("IP in IP", inner)))?
+            }
+            other => return Err(FrameError::NotUdp(other.0)),
+        };
+        Ok(Contents::Tunnel(carried))
+    }
+
+    /// The contents of a tunnel packet, unless it is a fragment: those are not put together.
+    fn unfragmented(&self, carried: Result<Carried<'a>, FrameError>) -> Result<Carried<'a>, FrameError> {
+        match self.fragment {
+            Some(_) => Err(FrameError::Tunnel("a fragment of a tunnel packet")),
+            None => carried,
         }
-        LinkType::Other(number) => return Err(FrameError::LinkType(number)),
-    };
-    let tags = [
-        EtherType::VLAN_TAGGED_FRAME,
-        EtherType::PROVIDER_BRIDGING,
-        EtherType::VLAN_DOUBLE_TAGGED_FRAME,
-    ];
-    for _ in 0..MAX_TAGS {
-        if !tags.contains(&ether_type) {
-            break;
+    }
+
+    fn udp(&self) -> Result<Contents<'a>, FrameError> {
+        if let Some(fragment @ FrameError::Fragment { offset: 1.., .. }) = &self.fragment {
+            return Err(fragment.clone());
         }
-        need("802.1Q tag", 4, rest)?;
-        ether_type = SingleVlanHeaderSlice::from_slice(rest)
-            .map_err(|e| FrameError::Malformed(format!("802.1Q tag: {e}")))?
-            .ether_type();
-        rest = &rest[4..];
+        let payload = self.payload();
+        need("UDP header", UDP_HEADER_LEN, payload)?;
+        let header =
+            UdpHeaderSlice::from_slice(payload).map_err(|e| FrameError::Malformed(format!("UDP header: {e}")))?;
+        let (port, contents) = (header.destination_port(), &payload[UDP_HEADER_LEN..]);
+        if port != ROCE_UDP_PORT
+            && let Some(carried) = tunnel::in_udp(port, contents)
+        {
+            return self.unfragmented(Ok(carried)).map(Contents::Tunnel);
+        }
+        let (udp_len, room) = (usize::from(header.length()), self.total - self.at);
+        let problem = if self.fragment.is_some() {
+            self.fragment.clone()
+        } else if udp_len != room {
+            let text = format!("UDP length {udp_len} in an IP payload of {room} bytes");
+            Some(FrameError::Malformed(text))
+        } else {
+            need("UDP payload", room, payload).err()
+        };
+        let datagram = Datagram {
+            src: SocketAddr::new(self.src, header.source_port()),
+            dst: SocketAddr::new(self.dst, port),
+            ip: self.ip,
+            datagram: &self.bytes[..self.bytes.len().min(self.total)],
+            payload: contents,
+        };
+        Ok(Contents::Datagram(datagram, problem))
     }
-    Ok((ether_type, rest))
 }
 
-fn by_version(packet: &[u8]) -> Result<EtherType, FrameError> {
-    need("IP header", 1, packet)?;
-    match packet[0] >> 4 {
-        4 => Ok(EtherType::IPV4),
-        6 => Ok(EtherType::IPV6),
-        version => Err(FrameError::Malformed(format!("IP version {version}"))),
-    }
-}
-
-/// Returns the error for an IP packet that holds no UDP.
-fn not_udp(protocol: IpNumber) -> FrameError {
-    match protocol {
-        IpNumber::IPV4 | IpNumber::IPV6 => FrameError::Tunnel("IP in IP"),
-        IpNumber::GRE => FrameError::Tunnel("GRE (ERSPAN for instance)"),
-        other => FrameError::NotUdp(other.0),
-    }
-}
-
-fn ipv4(packet: &[u8]) -> Result<Dissected<'_>, FrameError> {
-    need("IPv4 header", 20, packet)?;
-    let header_len = usize::from(packet[0] & 0x0f) * 4;
+fn ipv4(bytes: &[u8]) -> Result<IpPacket<'_>, FrameError> {
+    need("IPv4 header", 20, bytes)?;
+    let header_len = usize::from(bytes[0] & 0x0f) * 4;
     if header_len >= 20 {
-        need("IPv4 header", header_len, packet)?;
+        need("IPv4 header", header_len, bytes)?;
     }
-    let header = Ipv4HeaderSlice::from_slice(packet).map_err(|e| FrameError::Malformed(format!("IPv4 header: {e}")))?;
-    if header.protocol() != IpNumber::UDP {
-        return Err(not_udp(header.protocol()));
-    }
+    let header = Ipv4HeaderSlice::from_slice(bytes).map_err(|e| FrameError::Malformed(format!("IPv4 header: {e}")))?;
     let total = usize::from(header.total_len());
     if total < header_len {
         let text = format!("IPv4 total length {total} is less than its header's {header_len}");
         return Err(FrameError::Malformed(text));
     }
     let (offset, more) = (header.fragments_offset().byte_offset(), header.more_fragments());
-    if offset != 0 {
-        return Err(FrameError::Fragment { offset, more });
-    }
     let ip = Ip::V4 {
         identification: header.identification(),
         dont_fragment: header.dont_fragment(),
         ihl: header.ihl(),
-        tos: packet[1],
+        tos: bytes[1],
         checksum_ok: header.to_header().calc_header_checksum() == header.header_checksum(),
     };
-    let addresses = (header.source_addr().into(), header.destination_addr().into());
-    let mut dissected = udp(packet, addresses, ip, header_len, total)?;
-    if more {
-        dissected.problem = Some(FrameError::Fragment { offset, more });
-    }
-    Ok(dissected)
-}
-
-fn ipv6(packet: &[u8]) -> Result<Dissected<'_>, FrameError> {
-    need("IPv6 header", 40, packet)?;
-    let header = Ipv6HeaderSlice::from_slice(packet).map_err(|e| FrameError::Malformed(format!("IPv6 header: {e}")))?;
-    match header.next_header() {
-        IpNumber::UDP => {}
-        IpNumber(IPV6_FRAGMENT) => {
-            need("IPv6 fragment header", 48, packet)?;
-            if packet[40] != IpNumber::UDP.0 {
-                return Err(FrameError::NotUdp(packet[40]));
-            }
-            let field = u16::from_be_bytes([packet[42], packet[43]]);
-            return Err(FrameError::Fragment {
-                offset: field & !7,
-                more: field & 1 != 0,
-            });
-        }
-        other => return Err(not_udp(other)),
-    }
-    let ip = Ip::V6 {
-        traffic_class: header.traffic_class(),
-    };
-    let addresses = (header.source_addr().into(), header.destination_addr().into());
-    let total = 40 + usize::from(header.payload_length());
-    udp(packet, addresses, ip, 40, total)
-}
-
-/// The UDP header at `at` of an IP packet that says it is `total` bytes long.
-fn udp(
-    packet: &[u8],
-    (src, dst): (IpAddr, IpAddr),
-    ip: Ip,
-    at: usize,
-    total: usize,
-) -> Result<Dissected<'_>, FrameError> {
-    let ip_payload = &packet[at..packet.len().min(total.max(at))];
-    need("UDP header", UDP_HEADER_LEN, ip_payload)?;
-    let header =
-        UdpHeaderSlice::from_slice(ip_payload).map_err(|e| FrameError::Malformed(format!("UDP header: {e}")))?;
-    let udp_len = usize::from(header.length());
-    let problem = if udp_len != total - at {
-        let text = format!("UDP length {udp_len} in an IP payload of {} bytes", total - at);
-        Some(FrameError::Malformed(text))
-    } else {
-        need("UDP payload", total - at, ip_payload).err()
-    };
-    let datagram = Datagram {
-        src: SocketAddr::new(src, header.source_port()),
-        dst: SocketAddr::new(dst, header.destination_port()),
+    Ok(IpPacket {
+        src: header.source_addr().into(),
+        dst: header.destination_addr().into(),
         ip,
-        datagram: &packet[..packet.len().min(total)],
-        payload: &ip_payload[UDP_HEADER_LEN..],
+        protocol: header.protocol(),
+        bytes,
+        at: header_len,
+        total,
+        fragment: (offset != 0 || more).then_some(FrameError::Fragment { offset, more }),
+    })
+}
+
+fn ipv6(bytes: &[u8]) -> Result<IpPacket<'_>, FrameError> {
+    need("IPv6 header", 40, bytes)?;
+    let header = Ipv6HeaderSlice::from_slice(bytes).map_err(|e| FrameError::Malformed(format!("IPv6 header: {e}")))?;
+    let mut packet = IpPacket {
+        src: header.source_addr().into(),
+        dst: header.destination_addr().into(),
+        ip: Ip::V6 {
+            traffic_class: header.traffic_class(),
+        },
+        protocol: header.next_header(),
+        bytes,
+        at: 40,
+        total: 40 + usize::from(header.payload_length()),
+        fragment: None,
     };
-    Ok(Dissected { datagram, problem })
+    for _ in 0..MAX_EXTENSIONS {
+        if !skip_extension(&mut packet)? {
+            break;
+        }
+    }
+    match packet.total.checked_sub(packet.at) {
+        Some(_) => Ok(packet),
+        None => {
+            let text = format!(
+                "IPv6 extension headers of {} bytes in a payload of {}",
+                packet.at - 40,
+                packet.total - 40
+            );
+            Err(FrameError::Malformed(text))
+        }
+    }
+}
+
+/// Skips the extension header at the beginning of the payload; whether there was one that more may follow.
+fn skip_extension(packet: &mut IpPacket<'_>) -> Result<bool, FrameError> {
+    const FIXED: usize = 8;
+    let (bytes, at) = (packet.bytes, packet.at);
+    let len = match packet.protocol {
+        IpNumber::IPV6_HEADER_HOP_BY_HOP | IpNumber::IPV6_ROUTE_HEADER | IpNumber::IPV6_DESTINATION_OPTIONS => {
+            need("IPv6 extension header", at + FIXED, bytes)?;
+            FIXED + usize::from(bytes[at + 1]) * 8
+        }
+        IpNumber::IPV6_FRAGMENTATION_HEADER => FIXED,
+        _ => return Ok(false),
+    };
+    need("IPv6 extension header", at + len, bytes)?;
+    let is_fragment = packet.protocol == IpNumber::IPV6_FRAGMENTATION_HEADER;
+    packet.protocol = IpNumber(bytes[at]);
+    packet.at += len;
+    if !is_fragment {
+        return Ok(true);
+    }
+    let field = u16::from_be_bytes([bytes[at + 2], bytes[at + 3]]);
+    let (offset, more) = (field & !7, field & 1 != 0);
+    // One fragment that is the whole packet is none (RFC 6946).
+    if offset != 0 || more {
+        packet.fragment = Some(FrameError::Fragment { offset, more });
+    }
+    // In a later fragment it is payload.
+    Ok(offset == 0)
 }

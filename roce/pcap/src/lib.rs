@@ -1,4 +1,4 @@
-//! Captures of RoCEv2 traffic: [`Capture`] reads pcap and pcapng files, [`decode`] takes a frame apart, [`check_file`]
+//! Captures of RoCEv2 traffic: [`Capture`] reads pcap and pcapng files, also compressed, [`decode`] takes a frame apart, [`check_file`]
 //! reports the faults of one, [`Writer`] creates one.
 //!
 //! It knows frames, headers and ICRCs, each packet by itself. It knows no connection: `tests/replay` judges whether a packet
@@ -10,6 +10,12 @@ mod check;
 mod create;
 #[cfg(feature = "reader")]
 mod frame;
+#[cfg(feature = "reader")]
+mod frame_error;
+#[cfg(feature = "reader")]
+mod input;
+#[cfg(feature = "reader")]
+mod link;
 #[cfg(feature = "reader")]
 mod pcapng;
 #[cfg(feature = "reader")]
@@ -29,7 +35,11 @@ pub use check::{
 };
 pub use create::{append_private, create_private};
 #[cfg(feature = "reader")]
-pub use frame::{Datagram, FrameError, Ip, LinkType, decode};
+pub use frame::{Datagram, Ip, decode};
+#[cfg(feature = "reader")]
+pub use frame_error::FrameError;
+#[cfg(feature = "reader")]
+pub use link::LinkType;
 #[cfg(feature = "reader")]
 pub use reader::{Capture, Error, Frame};
 pub use writer::Writer;

@@ -3,7 +3,7 @@
 
 use std::io::{self, BufRead, BufReader, ErrorKind, Read};
 
-use crate::frame::LinkType;
+use crate::link::LinkType;
 
 /// Longest frame that is read, bytes: more than IP packets have, merged ones (BIG TCP) included.
 pub(crate) const MAX_FRAME: u32 = 1 << 20;
@@ -43,6 +43,8 @@ impl From<io::Error> for Stop {
     fn from(e: io::Error) -> Self {
         match e.kind() {
             ErrorKind::UnexpectedEof => Self::Cut,
+            // A decompressor's.
+            ErrorKind::InvalidData => Self::Corrupt(e.to_string()),
             _ => Self::Io(e),
         }
     }

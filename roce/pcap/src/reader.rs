@@ -2,7 +2,7 @@
 
 use std::{
     fs::File,
-    io::{self, Chain, Cursor, Read},
+    io::{self, Read},
     path::{Path, PathBuf},
 };
 
@@ -10,7 +10,8 @@ use pcap_file::{PcapError, TsResolution, pcap::PcapReader};
 use thiserror::Error;
 
 use crate::{
-    frame::LinkType,
+    input::{Input, Rewound, peek},
+    link::LinkType,
     pcapng::{MAX_FRAME, Meta, PcapNg, Stop},
 };
 
@@ -94,15 +95,15 @@ impl Frame<'_> {
     }
 }
 
-type Rewound<R> = Chain<Cursor<Vec<u8>>, R>;
-
 enum Format<R: Read> {
-    Pcap(PcapReader<Rewound<R>>),
-    PcapNg(PcapNg<Rewound<R>>),
+    Pcap(PcapReader<Rewound<Input<R>>>),
+    PcapNg(PcapNg<Rewound<Input<R>>>),
 }
 
-/// A capture being read: classic pcap of either byte order and resolution, or pcapng. Takes 10 MB of memory at most,
-/// whatever the file says: frames of more than 1 MiB and sections of more than 4096 interfaces are errors.
+/// A capture being read: classic pcap of either byte order and resolution, or pcapng; as such or compressed with gzip or
+/// zstd, which its first bytes show. Takes 10 MB of memory at most, whatever the file says: frames of more than 1 MiB
+/// and sections of more than 4096 interfaces are errors. The window of a file of zstd is added, 8 MiB for most and at
+/// most 128 MiB.
 pub struct Capture<R: Read> {
     format: Format<R>,
     /// Frames returned so far.
@@ -133,22 +134,21 @@ impl<R: Read> Capture<R> {
     ///
     /// # Errors
     /// When the bytes are not a capture.
-    pub fn new(mut reader: R) -> Result<Self, Error> {
-        let mut magic = Vec::with_capacity(4);
-        let read = reader.by_ref().take(4).read_to_end(&mut magic);
-        read.map_err(|source| Error::Read { after: 0, source })?;
-        let known = magic.clone();
-        let rewound = Cursor::new(magic).chain(reader);
-        let format = match *known {
-            [0x0a, 0x0d, 0x0d, 0x0a] => PcapNg::new(rewound).map(Format::PcapNg),
+    pub fn new(reader: R) -> Result<Self, Error> {
+        let begin = || {
+            let input = Input::new(reader)?;
+            let is_compressed = input.is_compressed();
+            let (magic, input) = peek(input)?;
+            Ok((is_compressed, magic, input))
+        };
+        let (is_compressed, magic, input) = begin().map_err(|e: io::Error| Error::new(e.into(), 0))?;
+        let format = match *magic {
+            [0x0a, 0x0d, 0x0d, 0x0a] => PcapNg::new(input).map(Format::PcapNg),
             [0xa1, 0xb2, 0xc3, 0xd4]
             | [0xa1, 0xb2, 0x3c, 0x4d]
             | [0xd4, 0xc3, 0xb2, 0xa1]
-            | [0x4d, 0x3c, 0xb2, 0xa1] => PcapReader::new(rewound).map(Format::Pcap).map_err(Stop::from),
-            [] => return Err(Error::NotACapture(": it is empty")),
-            [0x1f, 0x8b, ..] => return Err(Error::NotACapture(": it is compressed, gunzip it first")),
-            [0x28, 0xb5, 0x2f, 0xfd] => return Err(Error::NotACapture(": it is compressed, unzstd it first")),
-            _ => return Err(Error::NotACapture("")),
+            | [0x4d, 0x3c, 0xb2, 0xa1] => PcapReader::new(input).map(Format::Pcap).map_err(Stop::from),
+            _ => return Err(Error::NotACapture(unknown(&magic, is_compressed))),
         };
         Ok(Self {
             format: format.map_err(|stop| Error::new(stop, 0))?,
@@ -182,6 +182,18 @@ impl<R: Read> Capture<R> {
             original_len: meta.original_len,
             data: &self.data,
         }))
+    }
+}
+
+/// More about a file that is no capture.
+const fn unknown(magic: &[u8], is_compressed: bool) -> &'static str {
+    match *magic {
+        [] => ": it is empty",
+        _ if is_compressed => ", decompressed",
+        [0xfd, b'7', b'z', b'X'] => ": it is compressed with xz; decompress it first",
+        [b'B', b'Z', b'h', _] => ": it is compressed with bzip2; decompress it first",
+        [0x04, 0x22, 0x4d, 0x18] => ": it is compressed with lz4; decompress it first",
+        _ => "",
     }
 }
 

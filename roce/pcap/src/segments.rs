@@ -11,7 +11,8 @@ use roce_icrc::{Flow, Recovery};
 
 /// The longest packet: the largest path MTU with headers, ICRC, and pad.
 const MAX_PACKET: usize = 4096 + MAX_HEADER_LEN + ICRC_LEN;
-const MIN_PACKET: usize = BTH_LEN + ICRC_LEN;
+/// Shortest packet.
+pub(crate) const MIN_PACKET: usize = BTH_LEN + ICRC_LEN;
 
 /// Finds segment sizes; remembers the last, which the next frame of the same transfer most likely has.
 #[derive(Default)]

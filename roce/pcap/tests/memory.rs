@@ -6,6 +6,7 @@ use std::{
     sync::atomic::{AtomicUsize, Ordering::Relaxed},
 };
 
+use flate2::{Compression, read::GzEncoder};
 use roce_pcap::{Report, Verdict, check_reader};
 
 /// Counts what is allocated.
@@ -68,20 +69,27 @@ const LEN: usize = 24 << 20;
 /// Also of what a finding takes, 10,000 of them.
 const BOUND: usize = 10 << 20;
 
-fn check(what: &str, begin: Vec<u8>, again: Vec<u8>) -> Report {
+fn endless(begin: Vec<u8>, again: Vec<u8>) -> Endless {
     // In few calls.
     let again = again.repeat((64 << 10) / again.len() + 1);
-    let file = Endless {
+    Endless {
         len: begin.len() + LEN / again.len() * again.len(),
         begin,
         again,
         at: 0,
-    };
+    }
+}
+
+fn check(what: &str, begin: Vec<u8>, again: Vec<u8>) -> Report {
+    check_within(what, endless(begin, again), BOUND)
+}
+
+fn check_within(what: &str, file: impl Read, bound: usize) -> Report {
     let before = NOW.load(Relaxed);
     MOST.store(before, Relaxed);
     let report = check_reader(what, file, |_| {}).unwrap();
     let took = MOST.load(Relaxed) - before;
-    assert!(took < BOUND, "{what}: {took} bytes of memory for a file of {LEN}");
+    assert!(took < bound, "{what}: {took} bytes of memory for a file of {LEN}");
     report
 }
 
@@ -142,11 +150,31 @@ fn memory_does_not_grow_with_the_file() {
     // Findings: each frame has one.
     let findings = check(
         "findings",
-        words(&[0xa1b2_c3d4, 0x0004_0002, 0, 0, 0x4_0000, 197]),
+        words(&[0xa1b2_c3d4, 0x0004_0002, 0, 0, 0x4_0000, 187]),
         words(&[0, 0, 4, 4, 0]),
     );
     assert_eq!(
         findings.findings.len() as u64 + findings.findings_left_out,
         findings.frames
     );
+
+    // A small file that decompresses to one long block, and to many frames; what the encoder takes is counted too.
+    for (begin, again) in [
+        ([begin(), words(&[0x0bad, 0xffff_fff0])].concat(), vec![0]),
+        (begin(), words(&[6, 36, 0, 0, 0, 4, 4, 0, 36])),
+    ] {
+        let file = GzEncoder::new(endless(begin, again), Compression::fast());
+        let report = check_within("gzip", file, BOUND + (1 << 20));
+        assert!(report.complete || reason(&report).contains("ends in the middle"));
+    }
+    let header = words(&[0xa1b2_c3d4, 0x0004_0002, 0, 0, 0x4_0000, 1, 0, 0, 1 << 20, 1 << 20]);
+    let file = GzEncoder::new(endless(header, vec![0; 16 + (1 << 20)]), Compression::fast());
+    let report = check_within("gzip, pcap", file, BOUND + (4 << 20));
+    assert!(report.frames > 0);
+    // Headers of members with names that do not end.
+    let member = [&[0x1f, 0x8b, 8, 8, 0, 0, 0, 0, 0, 3][..], &[b'n'; 100]].concat();
+    let before = NOW.load(Relaxed);
+    MOST.store(before, Relaxed);
+    check_reader("name", endless(member, vec![b'n']), |_| {}).unwrap_err();
+    assert!(MOST.load(Relaxed) - before < BOUND);
 }

@@ -270,8 +270,8 @@ fn other_traffic_is_counted_and_left_alone() {
 
 #[test]
 fn what_could_not_be_read_is_not_good() {
-    // ERF.
-    let report = report_of(&capture_of(197, &[(&[0; 50], None), (&[0; 50], None)]));
+    // Bluetooth.
+    let report = report_of(&capture_of(187, &[(&[0; 50], None), (&[0; 50], None)]));
     assert_eq!(kinds(&report), [Kind::LinkType, Kind::LinkType]);
     assert_eq!(
         (report.unread_frames, report.bad_frames, report.verdict),
@@ -290,14 +290,6 @@ fn what_could_not_be_read_is_not_good() {
         (report.icrc_ok, report.icrc_unchecked, report.verdict),
         (1, 1, Verdict::NotChecked)
     );
-    // GRE, ERSPAN among it, and IP in IP.
-    for protocol in [4, 41, 47] {
-        let mut tunnel = frame.clone();
-        tunnel[23] = protocol;
-        let report = report_of(&capture_of(1, &[(&tunnel, None)]));
-        assert_eq!(kinds(&report), [Kind::Tunnel]);
-        assert_eq!((report.unread_frames, report.verdict), (1, Verdict::NotChecked));
-    }
     let nothing = report_of(&capture_of(1, &[]));
     assert_eq!((nothing.frames, nothing.verdict), (0, Verdict::NotChecked));
 }
@@ -468,7 +460,7 @@ fn a_file_that_cannot_be_opened_says_which() {
     assert!(e.contains("neither a pcap nor a pcapng"), "{e}");
     std::fs::write(&path, [0x1f, 0x8b, 8, 0]).unwrap();
     let e = check_file(&path).unwrap_err().to_string();
-    assert!(e.contains("gunzip"), "{e}");
+    assert!(e.contains("ends in the middle"), "{e}");
     std::fs::write(&path, "").unwrap();
     let e = check_file(&path).unwrap_err().to_string();
     assert!(e.contains("empty"), "{e}");

@@ -1,6 +1,8 @@
 //! Capture files and the frames in them.
 
 mod common;
+mod compressed;
 mod files;
 mod fixtures;
 mod frames;
+mod tunnels;
