@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks the counts of manifest.toml with nothing but Python's standard library.
+"""Checks the counts of manifest.toml, here and in the folders, with nothing but Python's standard library.
 
 The ICRC is zlib's crc32 over eight 0xff bytes and the IP datagram with its variable fields set to ones. Written apart
 from the Rust code, so that one of the two being wrong shows. Plain Ethernet, IP without options and classic
@@ -67,15 +67,16 @@ def count(data):
 
 
 def main():
-    manifest = tomllib.loads((HERE / "manifest.toml").read_text())
     wrong = 0
-    for capture in manifest["capture"]:
-        if not capture["file"].endswith(".pcap"):
-            continue
-        got = count((HERE / capture["file"]).read_bytes())
-        want = {key: capture[key] for key in got}
-        wrong += got != want
-        print(f"{capture['file']}: {got}" + ("" if got == want else f", but the manifest says {want}"))
+    for manifest in [HERE / "manifest.toml", *sorted(HERE.glob("*/manifest.toml"))]:
+        for capture in tomllib.loads(manifest.read_text())["capture"]:
+            if not capture["file"].endswith(".pcap"):
+                continue
+            path = manifest.parent / capture["file"]
+            got = count(path.read_bytes())
+            want = {key: capture[key] for key in got}
+            wrong += got != want
+            print(f"{path.relative_to(HERE)}: {got}" + ("" if got == want else f", but the manifest says {want}"))
     sys.exit(wrong != 0)
 
 

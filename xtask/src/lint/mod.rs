@@ -13,18 +13,20 @@ mod imports;
 pub(crate) mod pages;
 
 /// Sans-IO crates: they take time and randomness as arguments, and their output is polled.
-const SANS_IO: [&str; 8] = [
+const SANS_IO: [&str; 10] = [
     "roce/fault",
     "roce/bth",
     "roce/icrc",
     "roce/verbs",
     "roce/qp",
     "roce/port",
+    "rds",
+    "lnet",
     "rtrs",
     "rnbd",
 ];
 /// Sans-IO crates with state machines only, which need no locks and nothing of random order.
-const MACHINES: [&str; 2] = ["rtrs", "rnbd"];
+const MACHINES: [&str; 4] = ["rds", "lnet", "rtrs", "rnbd"];
 /// The only file of theirs with a lock, for what the servers of several loops share.
 const SHARED_BY_LOOPS: &str = "rtrs/src/admission/shared.rs";
 /// Words that [`MACHINES`] must not contain.
@@ -45,13 +47,23 @@ const FORBIDDEN_TO_MACHINES: [&str; 14] = [
     "thread::",
 ];
 /// Folders of the crates that are installed.
-const PRODUCT: [&str; 5] = ["roce", "rtrs", "rnbd", "verbs-shim", "ferroce"];
+const PRODUCT: [&str; 7] = ["roce", "rds", "lnet", "rtrs", "rnbd", "verbs-shim", "ferroce"];
 /// The only file that creates socket files: elsewhere the owner of a folder could redirect them, and their modes.
 const SOCKET_FILES: &str = "roce/net/src/socket_file.rs";
 /// Calls that only [`SOCKET_FILES`] may make.
 const BY_PATH: [&str; 2] = ["UnixListener::bind(", "fs::set_permissions"];
 /// Folders of all crates.
-const CRATES: [&str; 7] = ["roce", "rtrs", "rnbd", "verbs-shim", "ferroce", "xtask", "tests"];
+const CRATES: [&str; 9] = [
+    "roce",
+    "rds",
+    "lnet",
+    "rtrs",
+    "rnbd",
+    "verbs-shim",
+    "ferroce",
+    "xtask",
+    "tests",
+];
 /// Longest file, in lines.
 const LONGEST: usize = 1000;
 /// Words that [`SANS_IO`] crates must not contain.

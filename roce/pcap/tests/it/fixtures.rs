@@ -38,6 +38,36 @@ fn the_manifest_lists_every_capture() {
     assert_eq!(listed, there);
 }
 
+/// Folders of captures that have a manifest of their own, with counts only.
+const FOLDERS: [&str; 2] = ["rds", "lnet"];
+
+#[test]
+fn the_manifests_of_the_folders_are_right() {
+    let folders = fs::read_dir(dir()).unwrap().map(|e| e.unwrap().path());
+    assert_eq!(folders.filter(|path| path.is_dir()).count(), FOLDERS.len());
+    for folder in FOLDERS.map(|name| dir().join(name)) {
+        let manifest: Table = fs::read_to_string(folder.join("manifest.toml"))
+            .unwrap()
+            .parse()
+            .unwrap();
+        let captures = manifest["capture"].as_array().unwrap();
+        let there = fs::read_dir(&folder).unwrap();
+        let there = there.filter(|e| e.as_ref().unwrap().path().extension().is_some_and(|e| e == "pcap"));
+        assert_eq!(there.count(), captures.len(), "{}", folder.display());
+        for entry in captures {
+            let file = entry["file"].as_str().unwrap();
+            let report = check_file_with(folder.join(file), |frame| {
+                assert!(!frame.is_bad(), "{file} frame {}: {:?}", frame.index, frame.findings);
+            })
+            .unwrap();
+            let counted = ["frames", "roce_frames", "icrc_ok", "icrc_bad"].map(|key| entry[key].as_integer().unwrap());
+            let found = [report.frames, report.roce_frames, report.icrc_ok, report.icrc_bad];
+            assert_eq!(found.map(|n| n as i64), counted, "{file}");
+            assert!(report.complete, "{file}");
+        }
+    }
+}
+
 #[test]
 fn every_capture_is_what_the_manifest_says() {
     for entry in manifest() {

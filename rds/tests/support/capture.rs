@@ -1,0 +1,79 @@
+//! Messages of a capture: private data of the connection manager, and SENDs put together from their packets.
+
+use std::{collections::HashMap, fs::File, path::Path};
+
+use pcap_file::pcap::PcapReader;
+use roce_bth::{Class, Packet, Psn, Service};
+
+/// Attribute of a connection manager's message.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Cm {
+    Req,
+    Rej,
+    Rep,
+}
+
+/// What a capture has.
+#[derive(Debug)]
+pub(crate) enum Item {
+    /// Frame, message, destination port of a REQ, and private data (without RDMA_CM's header).
+    Private(u64, Cm, u16, Vec<u8>),
+    /// Frame of the last packet, and bytes.
+    Send(u64, Vec<u8>),
+}
+
+/// Reads a capture of `pcap-fixtures`. A SEND that was repeated is there once.
+pub(crate) fn read(name: &str) -> Vec<Item> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../pcap-fixtures")
+        .join(name);
+    let mut pcap = PcapReader::new(File::open(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))).unwrap();
+    let (mut items, mut index) = (Vec::new(), 0);
+    let mut parts: HashMap<(Vec<u8>, u32), (Psn, Vec<u8>)> = HashMap::new();
+    let mut done: HashMap<(Vec<u8>, u32), Psn> = HashMap::new();
+    while let Some(frame) = pcap.next_packet() {
+        index += 1;
+        let frame = frame.unwrap();
+        let (head, to) = match frame.data[12..14] {
+            [0x08, 0x00] => (42, frame.data[30..34].to_vec()),
+            _ => (62, frame.data[38..54].to_vec()),
+        };
+        let packet = Packet::parse(&frame.data[head..]).unwrap();
+        let bth = packet.header.bth;
+        let info = bth.opcode.info();
+        if info.service == Service::Ud {
+            let mad = packet.payload;
+            let port = u16::from_be_bytes([mad[24 + 14], mad[24 + 15]]);
+            let item = |cm, at: usize, len| Item::Private(index, cm, port, mad[24 + at..24 + at + len].to_vec());
+            items.extend(match mad[17] {
+                0x10 => Some(item(Cm::Req, 140 + 36, 56)),
+                0x12 => Some(item(Cm::Rej, 84, 148)),
+                0x13 => Some(item(Cm::Rep, 36, 196)),
+                _ => None,
+            });
+            continue;
+        }
+        if info.class != Class::Send {
+            continue;
+        }
+        let key = (to, bth.dest_qp.value());
+        let psn = bth.psn;
+        if done.get(&key).is_some_and(|last| !psn.is_after(*last)) {
+            continue;
+        }
+        if info.position.starts() {
+            parts.insert(key.clone(), (psn, Vec::new()));
+        }
+        let Some((next, bytes)) = parts.get_mut(&key).filter(|(next, _)| *next == psn) else {
+            continue;
+        };
+        *next = psn.next();
+        bytes.extend_from_slice(packet.payload);
+        if info.position.ends() {
+            let (_, bytes) = parts.remove(&key).unwrap();
+            done.insert(key, psn);
+            items.push(Item::Send(index, bytes));
+        }
+    }
+    items
+}
