@@ -10,7 +10,7 @@ use std::{
 };
 
 use ::rtrs::{
-    Direction,
+    Direction, IoError,
     addr::PathAddr,
     client::{Buffer, Client, ConType, Output, SessionConfig, SessionId, Submission},
 };
@@ -159,6 +159,15 @@ impl Bench {
             Output::Down(_, why) => self.fail(&why.to_string(), turn),
             Output::Closed(_) => turn.stop(),
             Output::Up(..) | Output::Path { .. } => {}
+            // The server has not answered it.
+            Output::Done {
+                result: Err(e @ (IoError::Path(_) | IoError::TooLong { .. })),
+                data,
+                ..
+            } => {
+                self.give(data);
+                self.fail(&e.to_string(), turn);
+            }
             Output::Done { tag, result, data, .. } => {
                 if tag == REPORT_TAG {
                     self.reported(turn, data);
@@ -179,7 +188,7 @@ impl Bench {
         }
     }
 
-    /// Submits a request for data at an offset. False: the run has failed.
+    /// Submits a request for data at an offset. False: there is no buffer, and the run has failed.
     fn submit(
         &mut self,
         turn: &mut TurnCx<'_, ()>,
@@ -187,24 +196,19 @@ impl Bench {
         (at, len): (u64, usize),
     ) -> bool {
         let (session, mut cx) = (self.session, cx(turn, &mut self.random));
-        let sent = match self.rtrs.take_buffer(&mut cx, session, len) {
-            Err(_) => Err((None, "no buffer".to_owned())),
-            Ok(data) => {
-                let request = Submission {
-                    tag,
-                    con,
-                    direction,
-                    header: header(at).into_iter().collect(),
-                    data: Some(data),
-                };
-                let sent = self.rtrs.submit(&mut cx, session, request);
-                sent.map_err(|(back, e)| (back.data, e.to_string()))
-            }
+        let Ok(data) = self.rtrs.take_buffer(&mut cx, session, len) else {
+            self.fail("no buffer", turn);
+            return false;
         };
-        let Err((data, why)) = sent else { return true };
-        self.give(data);
-        self.fail(&why, turn);
-        false
+        let request = Submission {
+            tag,
+            con,
+            direction,
+            header: header(at).into_iter().collect(),
+            data: Some(data),
+        };
+        self.rtrs.submit(&mut cx, session, request);
+        true
     }
 
     /// Requests the server's usage.

@@ -509,8 +509,9 @@ impl<F, T: Transport<F>> Client<F, T> {
         };
         device.operations += 1;
         let (op, is_lent) = (request.op, request.data.as_ref().is_some_and(Buffer::is_lent));
-        self.operations.add(Operation {
-            number: 0,
+        let number = self.operations.next_number();
+        self.operations.place(Box::new(Operation {
+            number,
             device: key,
             opened: device.opened,
             span: Span::of(op, request.offset, request.len, is_lent),
@@ -521,7 +522,7 @@ impl<F, T: Transport<F>> Client<F, T> {
             waits: false,
             stake: Stake::of(opener, op, request.forces),
             request,
-        });
+        }));
         self.finish();
     }
 

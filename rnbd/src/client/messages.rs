@@ -136,7 +136,7 @@ impl<F, T: Transport<F>> Client<F, T> {
                 header,
                 data,
             };
-            self.rtrs.send(cx, session, submission);
+            self.rtrs.submit(cx, session, submission);
         }
         worked
     }

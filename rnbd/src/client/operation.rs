@@ -1,6 +1,9 @@
 //! Operations: block requests of a front end, each of which may take several requests of RTRS.
 
-use rtrs::client::{buffers::Buffer, request::SessionId};
+use rtrs::{
+    Direction,
+    client::{buffers::Buffer, request::SessionId},
+};
 use smallvec::SmallVec;
 
 use super::{
@@ -58,6 +61,19 @@ pub(super) struct Sent {
     /// Acknowledged writes that a flush covers.
     pub(super) covers: u64,
 }
+
+impl Sent {
+    /// Direction of the data. The kernel's client sends a flush as a read without data.
+    pub(super) fn direction(&self) -> Direction {
+        match self.op {
+            IoOp::Read | IoOp::Flush | IoOp::BlockStatus => Direction::Read,
+            _ => Direction::Write,
+        }
+    }
+}
+
+/// Request for a part of an operation: the part, the message and the buffer.
+pub(super) type Prepared = (Sent, SmallVec<[u8; 64]>, Option<Buffer>);
 
 /// In which order a range is worked on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

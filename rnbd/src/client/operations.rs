@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use roce_verbs::Instant;
 use rtrs::{
-    Direction, IoError,
+    IoError,
     client::{buffers::Buffer, config::ConType, request::Submission},
     cx::Cx,
 };
@@ -15,14 +15,14 @@ use super::{
     device::{Admission, Device, Fate},
     loss_policy::{RETRY, Timer},
     memory::{self, SessionBuffers},
-    operation::{Kind, Operation, Request, Sent},
+    operation::{Kind, Operation, Prepared, Request, Sent},
     output::DeviceKey,
     status,
     transport::Transport,
 };
 use crate::{
     errno::Errno,
-    proto::{IoOp, MsgIo, SECTOR},
+    proto::{MsgIo, SECTOR},
     slab::Slab,
 };
 
@@ -68,11 +68,10 @@ impl<F> Default for Operations<F> {
 }
 
 impl<F> Operations<F> {
-    /// Adds an operation, on a device that outlives it.
-    pub(super) fn add(&mut self, operation: Operation<F>) {
+    /// The number of the next operation.
+    pub(super) fn next_number(&mut self) -> u64 {
         self.last += 1;
-        let number = self.last;
-        self.place(Box::new(Operation { number, ..operation }));
+        self.last
     }
 
     /// The next operation that has ended.
@@ -80,8 +79,8 @@ impl<F> Operations<F> {
         self.ended.pop_front()
     }
 
-    /// Puts an operation where it stays until something can be done for it.
-    fn place(&mut self, mut operation: Box<Operation<F>>) {
+    /// Puts an operation where it stays until something can be done for it. Its device outlives it.
+    pub(super) fn place(&mut self, mut operation: Box<Operation<F>>) {
         if operation.span.over().is_some() {
             self.ended.push_back(operation);
         } else if operation.span.parts() > 0 {
@@ -159,20 +158,24 @@ impl<F> Operations<F> {
             }
         };
         match prepared {
-            Ok(Some(part)) => {
+            Ok(Some((sent, header, data))) => {
                 device.in_flight += 1;
-                let is_whole = operation.span.parts() == 1 && !operation.wants_turn();
-                let request = part.with_tag(|sent| {
-                    Request(match is_whole {
-                        true => Kind::Whole(operation, sent),
-                        false => {
-                            let number = operation.number;
-                            self.place(operation);
-                            Kind::Part(number, sent)
-                        }
-                    })
-                });
-                rtrs.send(cx, session, request);
+                let con = ConType::Io(operation.request.hint);
+                let kind = if operation.span.parts() == 1 && !operation.wants_turn() {
+                    Kind::Whole(operation, sent)
+                } else {
+                    let number = operation.number;
+                    self.place(operation);
+                    Kind::Part(number, sent)
+                };
+                let request = Submission {
+                    tag: Request(kind),
+                    con,
+                    direction: sent.direction(),
+                    header,
+                    data,
+                };
+                rtrs.submit(cx, session, request);
                 true
             }
             // A part in flight brings a buffer back.
@@ -304,7 +307,7 @@ impl<F> Operations<F> {
     }
 }
 
-/// The request for the next part of an operation, on the server's device `id`. `None`: a buffer has to come back first.
+/// Makes the request for the next part of an operation, on the server's device `id`. `None`: a buffer has to come back first.
 ///
 /// # Errors
 /// The memory's errors; EINVAL for lent memory that is in too many pieces.
@@ -314,7 +317,7 @@ fn prepare<F>(
     operation: &mut Operation<F>,
     device: &mut Device,
     id: u32,
-) -> Result<Option<Submission<Sent>>, Errno> {
+) -> Result<Option<Prepared>, Errno> {
     if status::is_status(operation) {
         return status::prepare(cx, memory, operation, device, id);
     }
@@ -351,22 +354,13 @@ fn prepare<F>(
     }
     let rw = device.rw(op);
     let message = MsgIo::new(id, rw, part.0 / SECTOR, part.1 as u32);
-    Ok(Some(Submission {
-        tag: Sent {
-            op: rw.op,
-            part,
-            opened: device.opened,
-            covers: device.losses.flush_begins(),
-        },
-        con: ConType::Io(operation.request.hint),
-        // The kernel's client sends a flush as a read without data.
-        direction: match rw.op {
-            IoOp::Read | IoOp::Flush => Direction::Read,
-            _ => Direction::Write,
-        },
-        header: SmallVec::from_slice(message.as_bytes()),
-        data,
-    }))
+    let sent = Sent {
+        op: rw.op,
+        part,
+        opened: device.opened,
+        covers: device.losses.flush_begins(),
+    };
+    Ok(Some((sent, SmallVec::from_slice(message.as_bytes()), data)))
 }
 
 /// A buffer of zeroes for a part of at most `step` bytes.

@@ -3,12 +3,7 @@
 use core::fmt::Display;
 
 use rtrs::{
-    Direction,
-    client::{
-        buffers::Buffer,
-        config::ConType,
-        request::{SessionId, Submission},
-    },
+    client::{buffers::Buffer, request::SessionId},
     cx::Cx,
 };
 use smallvec::SmallVec;
@@ -17,7 +12,7 @@ use zerocopy::IntoBytes;
 use super::{
     device::{Device, Fate},
     memory::{self, SessionBuffers},
-    operation::{Operation, Sent},
+    operation::{Operation, Prepared, Sent},
 };
 use crate::{
     block::{BlockOp, Extent},
@@ -60,7 +55,7 @@ pub(super) fn prepare<F>(
     operation: &mut Operation<F>,
     device: &Device,
     id: u32,
-) -> Result<Option<Submission<Sent>>, Errno> {
+) -> Result<Option<Prepared>, Errno> {
     let room = device.status_room();
     let largest = device.geometry.map_or(room, |g| g.max_transfer) as usize;
     let Some(buffer) = memory::for_answer(cx, memory, device.session, room as usize, largest)? else {
@@ -70,18 +65,13 @@ pub(super) fn prepare<F>(
     let len = operation.request.len.min(status::MAX_RANGE / block * block);
     let message = status::request(id, operation.request.offset, len, room, most(operation));
     operation.span.take(0);
-    Ok(Some(Submission {
-        tag: Sent {
-            op: IoOp::BlockStatus,
-            part: (operation.request.offset, room.into()),
-            opened: device.opened,
-            covers: 0,
-        },
-        con: ConType::Io(operation.request.hint),
-        direction: Direction::Read,
-        header: SmallVec::from_slice(message.as_bytes()),
-        data: Some(buffer),
-    }))
+    let sent = Sent {
+        op: IoOp::BlockStatus,
+        part: (operation.request.offset, room.into()),
+        opened: device.opened,
+        covers: 0,
+    };
+    Ok(Some((sent, SmallVec::from_slice(message.as_bytes()), Some(buffer))))
 }
 
 /// A request has ended like this; `refused`: by the server's answer. Its buffer goes back.

@@ -59,7 +59,7 @@ impl SessionBuffers for Script {
 }
 
 impl Transport<u64> for Script {
-    fn send(&mut self, _: &mut Cx<'_>, session: SessionId, request: Submission) {
+    fn submit(&mut self, _: &mut Cx<'_>, session: SessionId, request: Submission) {
         self.sent.push_back((session, request));
     }
 

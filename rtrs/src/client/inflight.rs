@@ -211,7 +211,7 @@ impl<U> InFlightTable<U> {
             None => self.permits.give(permit),
             Some(quarantine) => self.permits.give_later(permit, quarantine),
         }
-        self.report(entry.request, result, out);
+        out.push_back(entry.request.done(self.session, result));
     }
 
     /// Ends a request that no path has answered.
@@ -221,16 +221,6 @@ impl<U> InFlightTable<U> {
             quarantine.until = quarantine.until.max(now + LONG_QUARANTINE);
         }
         self.end(permit, Err(IoError::Path(why.clone())), out);
-    }
-
-    /// Reports that a request has ended.
-    pub(super) fn report(&self, request: Submission<U>, result: Result<(), IoError>, out: &mut VecDeque<Output<U>>) {
-        out.push_back(Output::Done {
-            session: self.session,
-            tag: request.tag,
-            result,
-            data: request.data,
-        });
     }
 
     /// A path is down and drained: nothing of it touches a buffer any more. Returns the permits of its requests that have no answer.
@@ -296,20 +286,25 @@ impl<U> InFlightTable<U> {
 
     /// Reports requests that have been held for long enough. Returns those to be sent again.
     pub(super) fn release_held(&mut self, now: Instant, out: &mut VecDeque<Output<U>>) -> Vec<u16> {
-        let mut resend = Vec::new();
-        for permit in core::mem::take(&mut self.held) {
-            let Some(entry) = self.get_mut(permit) else { continue };
-            if entry.settled_at() > now {
-                self.held.push(permit);
-            } else if let Waits::Report(result) = &mut entry.waits {
-                let result = core::mem::replace(result, Ok(()));
-                self.end(permit, result, out);
-            } else {
+        let entries = &self.entries;
+        let is_settled = |permit: &mut u16| {
+            let entry = entries[usize::from(*permit)].as_ref();
+            entry.is_some_and(|entry| entry.settled_at() <= now)
+        };
+        let mut settled: Vec<u16> = self.held.extract_if(.., is_settled).collect();
+        settled.retain(|permit| {
+            let Some(entry) = self.get_mut(*permit) else {
+                return false;
+            };
+            let Waits::Report(result) = &mut entry.waits else {
                 debug_assert!(matches!(entry.waits, Waits::Resend), "it is nowhere else");
-                resend.push(permit);
-            }
-        }
-        resend
+                return true;
+            };
+            let result = core::mem::replace(result, Ok(()));
+            self.end(*permit, result, out);
+            false
+        });
+        settled
     }
 
     /// No path is left: takes the requests out of those that are held that could be sent again.

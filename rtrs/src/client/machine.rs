@@ -203,13 +203,16 @@ impl<U> Client<U> {
     /// being closed; that no path is up is no reason.
     pub fn take_buffer(&mut self, cx: &mut Cx<'_>, session: SessionId, len: usize) -> Result<Buffer, Error> {
         let found = self.sessions.get_mut(&session);
-        found.ok_or(Error::Down(PathError::Closed))?.take_buffer(cx, len)
+        found
+            .ok_or(Error::Down(PathError::Closed))?
+            .usable_buffers()?
+            .take(cx, len)
     }
 
     /// Gives a buffer back to its session.
     pub fn give_buffer(&mut self, session: SessionId, buffer: Buffer) {
-        if let Some(found) = self.sessions.get_mut(&session) {
-            found.give_buffer(buffer);
+        if let Some(buffers) = self.buffers_mut(session) {
+            buffers.give(buffer);
         }
         self.sweep(session);
     }
@@ -220,7 +223,8 @@ impl<U> Client<U> {
     /// As there; [`Error::Down`] when the session is not open yet, or is being closed.
     pub fn lend_memory(&mut self, cx: &mut Cx<'_>, session: SessionId, memory: Arc<Pages>) -> Result<LentId, Error> {
         let found = self.sessions.get_mut(&session);
-        found.ok_or(Error::Down(PathError::Closed))?.lend_memory(cx, memory)
+        let buffers = found.ok_or(Error::Down(PathError::Closed))?.usable_buffers()?;
+        Ok(buffers.lend(cx, memory)?)
     }
 
     /// Ends the registration of memory that was lent to a session, which no request under way has a buffer of.
@@ -243,33 +247,14 @@ impl<U> Client<U> {
     }
 
     /// Sends a request: the user's header and, for a write, the data of the buffer; for a read its answer lands there. It ends
-    /// with [`Output::Done`], exactly once.
-    ///
-    /// # Errors
-    /// When it can't be sent; it comes back.
-    #[expect(clippy::result_large_err, reason = "the request comes back as it is")]
-    pub fn submit(
-        &mut self,
-        cx: &mut Cx<'_>,
-        session: SessionId,
-        request: Submission<U>,
-    ) -> Result<(), (Submission<U>, IoError)> {
+    /// with [`Output::Done`], exactly once, also if it can't be sent.
+    pub fn submit(&mut self, cx: &mut Cx<'_>, session: SessionId, request: Submission<U>) {
         let (sessions, mut env) = self.parts(cx);
         match sessions.get_mut(&session) {
             Some(found) => found.submit(&mut env, request),
-            None => Err((request, IoError::Path(PathError::Closed))),
-        }
-    }
-
-    /// Sends a request as [`submit`](Self::submit) does; one that can't be sent ends with its error.
-    pub fn send(&mut self, cx: &mut Cx<'_>, session: SessionId, request: Submission<U>) {
-        if let Err((back, error)) = self.submit(cx, session, request) {
-            self.out.push_back(Output::Done {
-                session,
-                tag: back.tag,
-                result: Err(error),
-                data: back.data,
-            });
+            None => env
+                .out
+                .push_back(request.done(session, Err(IoError::Path(PathError::Closed)))),
         }
     }
 

@@ -15,7 +15,6 @@ mod memory;
 mod path;
 mod paths;
 pub mod permits;
-mod pick;
 pub mod policy;
 mod post;
 pub mod request;

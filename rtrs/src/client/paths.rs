@@ -34,6 +34,24 @@ impl<U> Session<U> {
         });
     }
 
+    /// The path of a request: one that is up, and has this permit's chunk.
+    pub(super) fn pick_path(&mut self, permit: u16) -> Option<usize> {
+        let (paths, loads) = (&self.paths, &self.inflight.loads);
+        let fits = |index: &usize| paths[*index].is_up() && usize::from(permit) < paths[*index].chunks.len();
+        let mut all = (0..paths.len()).filter(fits);
+        match self.config.policy {
+            _ if paths.len() == 1 => all.next(),
+            Policy::RoundRobin => {
+                let turn = self.turn.min(paths.len());
+                let found = (turn..paths.len()).chain(0..turn).find(fits)?;
+                self.turn = found + 1;
+                Some(found)
+            }
+            Policy::MinInflight => all.min_by_key(|index| loads.get(*index).copied().unwrap_or(0)),
+            Policy::MinLatency => all.min_by_key(|index| paths[*index].latency.unwrap_or(Duration::MAX)),
+        }
+    }
+
     /// Terms that the other paths prescribe: those that are up or nearly so.
     pub(super) fn agreed(&self, index: usize) -> Option<Terms> {
         let counts = |path: &&Path| matches!(path.state(), PathState::Connected | PathState::Connecting);

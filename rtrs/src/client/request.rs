@@ -29,13 +29,12 @@ pub struct Submission<U = u64> {
 }
 
 impl<U> Submission<U> {
-    /// The same request with another tag.
-    pub fn with_tag<V>(self, tag: impl FnOnce(U) -> V) -> Submission<V> {
-        Submission {
-            tag: tag(self.tag),
-            con: self.con,
-            direction: self.direction,
-            header: self.header,
+    /// Its end.
+    pub(super) fn done(self, session: SessionId, result: Result<(), IoError>) -> Output<U> {
+        Output::Done {
+            session,
+            tag: self.tag,
+            result,
             data: self.data,
         }
     }

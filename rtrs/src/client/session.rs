@@ -1,8 +1,5 @@
 //! A session: its paths, and the requests that go by them.
 
-use std::sync::Arc;
-
-use roce_verbs::mem::Pages;
 use roce_verbs::{
     Completion, Instant, WcStatus,
     provider::{CmKind, DeviceIx},
@@ -12,21 +9,19 @@ use crate::{
     Error, IoError, PathError,
     client::{
         answer::Answers,
-        buffers::{Buffer, Buffers, LentId},
+        buffers::{Buffer, Buffers},
         config::{ConType, SessionConfig, SessionInfo},
         conn::Post,
         env::Env,
         handshake::Handshake,
         inflight::InFlightTable,
         path::{Path, Report},
-        pick::Picker,
         post,
         request::{Output, SessionId, Submission},
         stage::Reached,
         state::{PathEvent, PathState, SESSION, SessionAction, SessionEvent, SessionState},
         status::{PathId, PathNews},
     },
-    cx::Cx,
     mark::{Mark, MarkKind},
     proto::Uuid,
     table,
@@ -43,7 +38,8 @@ pub(super) struct Session<U> {
     pub(super) info: Option<SessionInfo>,
     /// By index. A dead path's index is reused by the next that is added.
     pub(super) paths: Vec<Path>,
-    pub(super) picker: Picker,
+    /// Path whose turn it is, if they take turns.
+    pub(super) turn: usize,
     /// Number of the next path.
     pub(super) next_path: u32,
     pub(super) inflight: InFlightTable<U>,
@@ -73,7 +69,7 @@ impl<U> Session<U> {
             uuid,
             state: SessionState::Opening,
             info: None,
-            picker: Picker::default(),
+            turn: 0,
             next_path: paths.len() as u32,
             paths,
             given_up: false,
@@ -110,82 +106,49 @@ impl<U> Session<U> {
         &self.inflight.buffers
     }
 
-    pub(super) fn take_buffer(&mut self, cx: &mut Cx<'_>, len: usize) -> Result<Buffer, Error> {
-        // While no path is up, requests may be prepared.
-        if !matches!(self.state, SessionState::Open | SessionState::Disconnected) {
-            return Err(Error::Down(self.why.clone()));
+    /// The buffers, to prepare requests. They may be prepared while no path is up.
+    pub(super) fn usable_buffers(&mut self) -> Result<&mut Buffers, Error> {
+        match self.state {
+            SessionState::Open | SessionState::Disconnected => Ok(&mut self.inflight.buffers),
+            _ => Err(Error::Down(self.why.clone())),
         }
-        self.inflight.buffers.take(cx, len)
-    }
-
-    pub(super) fn lend_memory(&mut self, cx: &mut Cx<'_>, memory: Arc<Pages>) -> Result<LentId, Error> {
-        if !matches!(self.state, SessionState::Open | SessionState::Disconnected) {
-            return Err(Error::Down(self.why.clone()));
-        }
-        Ok(self.inflight.buffers.lend(cx, memory)?)
-    }
-
-    pub(super) fn give_buffer(&mut self, buffer: Buffer) {
-        self.inflight.buffers.give(buffer);
     }
 
     pub(super) fn close(&mut self, env: &mut Env<'_, '_, U>) {
         self.meet(env, SessionEvent::CloseAsked);
     }
 
-    /// Takes a request, or gives it back with the reason.
-    #[expect(clippy::result_large_err, reason = "the request comes back as it is")]
-    pub(super) fn submit(
-        &mut self,
-        env: &mut Env<'_, '_, U>,
-        request: Submission<U>,
-    ) -> Result<(), (Submission<U>, IoError)> {
-        let Some(info) = self.info.filter(|_| self.state == SessionState::Open) else {
-            return Err((request, IoError::Path(self.why.clone())));
-        };
+    /// Takes a request. One that can't be sent ends at once.
+    pub(super) fn submit(&mut self, env: &mut Env<'_, '_, U>, request: Submission<U>) {
         let too_long = |what, len, max: u32| IoError::TooLong {
             what,
             len,
             max: max as usize,
         };
         let (header, data) = (request.header.len(), request.data.as_ref().map_or(0, Buffer::len));
-        if header > info.max_user_header as usize {
-            return Err((request, too_long("user header", header, info.max_user_header)));
-        }
-        if data > info.max_io_size as usize {
-            return Err((request, too_long("data", data, info.max_io_size)));
-        }
-        if self.inflight.waiting.is_empty()
-            && let Some((permit, path)) = self.next_way(env)
-        {
-            self.inflight.insert(permit, request);
-            self.send(env, path, permit);
-        } else {
-            self.inflight.waiting.push_back(request);
-            self.start(env);
-        }
-        self.watch(env);
-        Ok(())
+        let error = match self.info.filter(|_| self.state == SessionState::Open) {
+            None => IoError::Path(self.why.clone()),
+            Some(info) if header > info.max_user_header as usize => {
+                too_long("user header", header, info.max_user_header)
+            }
+            Some(info) if data > info.max_io_size as usize => too_long("data", data, info.max_io_size),
+            Some(_) => {
+                self.inflight.waiting.push_back(request);
+                self.start(env);
+                return self.watch(env);
+            }
+        };
+        env.out.push_back(request.done(self.id, Err(error)));
     }
 
-    /// A permit and a path for the next request; `None`: it has to wait for one.
-    fn next_way(&mut self, env: &mut Env<'_, '_, U>) -> Option<(u16, usize)> {
-        if !self.paths.iter().any(Path::is_up) {
-            return None;
-        }
-        let permit = self.inflight.permits.take(env.cx.now)?;
-        let path = self.way_for(permit);
-        if path.is_none() {
-            self.inflight.permits.give(permit);
-        }
-        Some((permit, path?))
-    }
-
-    /// Starts requests that wait, as far as there are permits and a path.
+    /// Sends requests that wait, as far as there are permits and a path.
     fn start(&mut self, env: &mut Env<'_, '_, U>) {
-        while !self.inflight.waiting.is_empty() {
-            let Some((permit, path)) = self.next_way(env) else {
+        while !self.inflight.waiting.is_empty() && self.paths.iter().any(Path::is_up) {
+            let Some(permit) = self.inflight.permits.take(env.cx.now) else {
                 return;
+            };
+            let Some(path) = self.pick_path(permit) else {
+                return self.inflight.permits.give(permit);
             };
             if let Some(request) = self.inflight.waiting.pop_front() {
                 self.inflight.insert(permit, request);
@@ -489,8 +452,8 @@ impl<U> Session<U> {
     /// Without a path what waits for a permit has nowhere to go.
     fn fail_waiting(&mut self, env: &mut Env<'_, '_, U>) {
         for request in core::mem::take(&mut self.inflight.waiting) {
-            self.inflight
-                .report(request, Err(IoError::Path(self.why.clone())), env.out);
+            let end = request.done(self.id, Err(IoError::Path(self.why.clone())));
+            env.out.push_back(end);
         }
     }
 
@@ -517,7 +480,7 @@ impl<U> Session<U> {
     fn send_again(&mut self, env: &mut Env<'_, '_, U>, permits: Vec<u16>, why: &PathError) {
         let mut taken = vec![0; self.paths.len()];
         for permit in permits {
-            let Some(path) = self.way_for(permit) else {
+            let Some(path) = self.pick_path(permit) else {
                 self.inflight.end_unanswered(env.cx.now, permit, why, env.out);
                 continue;
             };
@@ -528,12 +491,6 @@ impl<U> Session<U> {
         for (path, requests) in taken.into_iter().enumerate().filter(|(_, n)| *n > 0) {
             self.news(env, path, PathNews::TookOver(requests));
         }
-    }
-
-    /// A path that is up, and has this permit's chunk.
-    fn way_for(&mut self, permit: u16) -> Option<usize> {
-        self.picker
-            .pick(self.config.policy, &self.paths, &self.inflight.loads, permit)
     }
 
     fn path_closed(&mut self, env: &mut Env<'_, '_, U>, index: usize) {

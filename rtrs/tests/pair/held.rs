@@ -37,8 +37,7 @@ fn begin(pair: &mut Pair, direction: Direction, block: u8, byte: u8) {
         direction,
         header: [block].into_iter().collect(),
         data,
-    })
-    .unwrap();
+    });
     pair.settle();
 }
 

@@ -129,7 +129,7 @@ impl Liar {
             header: [b'x'].into_iter().collect(),
             data,
         };
-        self.pair.submit(request).unwrap();
+        self.pair.submit(request);
         self.settle();
         let messages = self.station.messages(self.cons[1].qp);
         let [(wc, _)] = &messages[..] else {

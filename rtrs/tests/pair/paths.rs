@@ -92,8 +92,7 @@ impl Pair {
                 direction,
                 header: [0].into_iter().collect(),
                 data,
-            })
-            .unwrap();
+            });
         }
         self.settle();
     }

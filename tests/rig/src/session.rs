@@ -201,13 +201,7 @@ impl Session {
                 header,
                 data,
             };
-            let mut refused = None;
-            m.with(turn, |client, _, cx| refused = client.submit(cx, id, submission).err());
-            if let Some((back, error)) = refused
-                && let Some(pending) = m.seats.get_mut(&id).and_then(|s| s.requests.remove(&tag))
-            {
-                pending(&m.client, Err(error), back.data);
-            }
+            m.with(turn, |client, _, cx| client.submit(cx, id, submission));
         });
     }
 

@@ -548,12 +548,7 @@ impl RawSide {
             header: want.header[..].into(),
             data,
         };
-        if let Err((back, error)) = entry.rtrs.submit(cx, session, submission) {
-            if let Some(buffer) = back.data {
-                entry.rtrs.give_buffer(session, buffer);
-            }
-            self.done(cx.now.as_nanos(), want.tag, Err(error), &[], env)?;
-        }
+        entry.rtrs.submit(cx, session, submission);
         Ok(())
     }
 

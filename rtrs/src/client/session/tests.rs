@@ -20,6 +20,7 @@ use crate::{
         status::PathCommand,
         terms::Terms,
     },
+    cx::Cx,
     proto::{ChunkLayout, Imm, IoReply, MsgFlags, info::ChunkAddr},
     provider::{Keys, Scripted},
     sendq::SendQueue,
@@ -116,7 +117,7 @@ impl Bed {
             id: ID,
             uuid: Uuid::draw(&mut |_| ()),
             info: Some(terms.info(config.max_user_header)),
-            picker: Picker::default(),
+            turn: 0,
             next_path: 2,
             given_up: false,
             config,
@@ -163,7 +164,7 @@ impl Bed {
 
     fn submit(&mut self, tag: u8, direction: Direction) {
         self.with(|session, env| {
-            let buffer = session.take_buffer(env.cx, 4).unwrap();
+            let buffer = session.usable_buffers().unwrap().take(env.cx, 4).unwrap();
             session.buffers().write(&buffer, 0, &[tag; 4]).unwrap();
             let request = Submission {
                 tag: tag.into(),
@@ -172,7 +173,7 @@ impl Bed {
                 header: [tag, tag].into_iter().collect(),
                 data: Some(buffer),
             };
-            session.submit(env, request).unwrap();
+            session.submit(env, request);
         });
     }
 
@@ -257,7 +258,7 @@ impl Bed {
         let mut done = Vec::new();
         for output in core::mem::take(&mut self.out) {
             if let Output::Done { tag, result, data, .. } = output {
-                self.session.give_buffer(data.unwrap());
+                self.session.inflight.buffers.give(data.unwrap());
                 done.push((tag, result.is_ok()));
             }
         }
@@ -516,25 +517,26 @@ fn a_request_without_a_way_waits_for_one() {
 #[test]
 fn each_policy_chooses_as_it_says() {
     let mut bed = Bed::new();
-    let paths = &mut bed.session.paths;
-    let pick = |policy, paths: &[Path], loads: &[u32]| Picker::default().pick(policy, paths, loads, 0);
+    let session = &mut bed.session;
+    let pick = |session: &mut Session<u64>, policy, loads: &[u32]| {
+        session.config.policy = policy;
+        session.inflight.loads = loads.to_vec();
+        session.pick_path(0)
+    };
     for (loads, path) in [([3, 3], 0), ([3, 2], 1), ([0, 1], 0)] {
-        assert_eq!(pick(Policy::MinInflight, paths, &loads), Some(path));
+        assert_eq!(pick(session, Policy::MinInflight, &loads), Some(path));
     }
-    paths[0].latency = None;
-    assert_eq!(pick(Policy::MinLatency, paths, &[]), Some(1), "it was measured");
-    paths[1].latency = None;
-    assert_eq!(pick(Policy::MinLatency, paths, &[]), Some(0));
-    let mut turns = Picker::default();
-    let turns: Vec<_> = (0..4)
-        .map(|_| turns.pick(Policy::RoundRobin, paths, &[9, 0], 0))
-        .collect();
+    session.paths[0].latency = None;
+    assert_eq!(pick(session, Policy::MinLatency, &[]), Some(1), "it was measured");
+    session.paths[1].latency = None;
+    assert_eq!(pick(session, Policy::MinLatency, &[]), Some(0));
+    let turns: Vec<_> = (0..4).map(|_| pick(session, Policy::RoundRobin, &[9, 0])).collect();
     assert_eq!(turns, [Some(0), Some(1), Some(0), Some(1)]);
-    paths[0].state = State::Closed;
+    session.paths[0].state = State::Closed;
     for policy in Policy::ALL {
-        assert_eq!(pick(policy, paths, &[0, 9]), Some(1), "{policy:?}");
+        assert_eq!(pick(session, policy, &[0, 9]), Some(1), "{policy:?}");
     }
     // A path with fewer chunks than this permit's.
-    paths[1].chunks.clear();
-    assert_eq!(pick(Policy::MinInflight, paths, &[]), None);
+    session.paths[1].chunks.clear();
+    assert_eq!(pick(session, Policy::MinInflight, &[]), None);
 }
