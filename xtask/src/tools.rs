@@ -37,6 +37,9 @@ pub(crate) const IBVERBS: Tool = Tool::new("ibv_devinfo", "ibverbs-utils");
 /// Makes the certificates of the book's example.
 pub(crate) const OPENSSL: Tool = Tool::new("openssl", "openssl");
 
+/// Reads captures.
+pub(crate) const TSHARK: Tool = Tool::new("tshark", "tshark");
+
 /// Connects by RDMA_CM.
 pub(crate) const RPING: Tool = Tool::new("rping", "rdmacm-utils");
 

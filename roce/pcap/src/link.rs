@@ -45,6 +45,30 @@ impl LinkType {
     }
 }
 
+/// Way of a frame through the interface at which it was captured.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub enum Direction {
+    /// Received.
+    Inbound,
+    /// Sent.
+    Outbound,
+}
+
+/// The direction that a link header states.
+pub(crate) fn direction(link: LinkType, frame: &[u8]) -> Option<Direction> {
+    let packet_type = match link {
+        LinkType::LinuxSll => u16::from_be_bytes(*frame.first_chunk()?),
+        LinkType::LinuxSll2 => u16::from(*frame.get(10)?),
+        _ => return None,
+    };
+    match packet_type {
+        // To this host, to all, to a group, to another host.
+        0..=3 => Some(Direction::Inbound),
+        4 => Some(Direction::Outbound),
+        _ => None,
+    }
+}
+
 /// The ethertype of the network layer and the bytes from there on.
 pub(crate) fn network_layer(link: LinkType, frame: &[u8]) -> Result<(EtherType, &[u8]), FrameError> {
     let cooked = |type_at: usize, len: usize| {

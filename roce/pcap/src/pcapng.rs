@@ -1,9 +1,15 @@
-//! The blocks of a pcapng file, one after the other, in memory that does not depend on the file: of an interface only what
-//! frames need is kept, options and blocks of no use are read past.
+//! The blocks of a pcapng file, one after the other, in memory that does not depend on the file: of interfaces and frames
+//! only the options that are used are kept, up to limits, and blocks of no use are read past.
 
-use std::io::{self, BufRead, BufReader, ErrorKind, Read};
+use std::{
+    io::{self, BufRead, BufReader, ErrorKind, Read},
+    mem,
+};
 
-use crate::link::LinkType;
+use crate::{
+    interface::{self, Interface, MAX_NAME},
+    link::{self, Direction},
+};
 
 /// Longest frame that is read, bytes: more than IP packets have, merged ones (BIG TCP) included.
 pub(crate) const MAX_FRAME: u32 = 1 << 20;
@@ -13,12 +19,26 @@ const INTERFACE_DESCRIPTION: u32 = 1;
 /// Obsolete.
 const PACKET: u32 = 2;
 const SIMPLE_PACKET: u32 = 3;
+const INTERFACE_STATISTICS: u32 = 5;
 const ENHANCED_PACKET: u32 = 6;
 const MAGIC: u32 = 0x1a2b_3c4d;
 
 const OPT_END: u16 = 0;
+const OPT_COMMENT: u16 = 1;
+/// Of an interface.
+const OPT_NAME: u16 = 2;
 const OPT_TSRESOL: u16 = 9;
 const OPT_TSOFFSET: u16 = 14;
+/// Of a packet.
+const OPT_FLAGS: u16 = 2;
+const OPT_DROPCOUNT: u16 = 4;
+/// Of statistics: dropped by the interface, and by the operating system.
+const OPT_IFDROP: u16 = 5;
+const OPT_OSDROP: u16 = 7;
+
+/// Comments of a frame that are kept, and their bytes together.
+const MAX_COMMENTS: usize = 256;
+const MAX_COMMENT_BYTES: usize = 128 << 10;
 
 /// Interfaces of a section that are taken; each frame names one.
 pub(crate) const MAX_INTERFACES: usize = 4096;
@@ -28,8 +48,40 @@ const FRAMING: u32 = 12;
 /// A frame without its bytes.
 pub(crate) struct Meta {
     pub(crate) time_ns: u64,
-    pub(crate) link: LinkType,
     pub(crate) original_len: u32,
+    /// Index of the section's interface.
+    pub(crate) interface: u32,
+    pub(crate) direction: Option<Direction>,
+}
+
+/// Bytes and comments of a frame, whose memory is used again.
+#[derive(Default)]
+pub(crate) struct Contents {
+    pub(crate) data: Vec<u8>,
+    pub(crate) comments: Vec<String>,
+}
+
+impl Contents {
+    fn add_comment(&mut self, text: &[u8]) {
+        if self.comments.len() == MAX_COMMENTS {
+            return;
+        }
+        let kept: usize = self.comments.iter().map(String::len).sum();
+        if kept + text.len() <= MAX_COMMENT_BYTES {
+            self.comments
+                .push(as_option(String::from_utf8_lossy(text).into_owned()));
+        }
+    }
+}
+
+/// Cuts a text to the length of an option: characters that stand for broken ones take more bytes than those.
+fn as_option(mut text: String) -> String {
+    let most = usize::from(u16::MAX);
+    if text.len() > most {
+        let end = (0..=most).rev().find(|&n| text.is_char_boundary(n));
+        text.truncate(end.unwrap_or(0));
+    }
+    text
 }
 
 /// Reason why a file can't be read further.
@@ -52,32 +104,6 @@ impl From<io::Error> for Stop {
 
 fn corrupt<T>(text: impl Into<String>) -> Result<T, Stop> {
     Err(Stop::Corrupt(text.into()))
-}
-
-/// Properties of an interface that a file describes.
-#[derive(Clone, Copy)]
-struct Interface {
-    link: LinkType,
-    snaplen: u32,
-    /// The exponent of `if_tsresol`: negative power of 10, or of 2 with the top bit set.
-    resolution: u8,
-    offset_secs: u64,
-}
-
-impl Interface {
-    fn time_ns(&self, ticks: u64) -> u64 {
-        const NANOS: u128 = 1_000_000_000;
-        let exponent = u32::from(self.resolution & 0x7f);
-        let scaled = u128::from(ticks) * NANOS;
-        let ns = if self.resolution & 0x80 != 0 {
-            scaled.checked_shr(exponent).unwrap_or(0)
-        } else {
-            10u128.checked_pow(exponent).map_or(0, |unit| scaled / unit)
-        };
-        // The offset is signed on paper and stored in 64 bits: additions modulo 2^64 do for both.
-        let offset = self.offset_secs.wrapping_mul(1_000_000_000);
-        u64::try_from(ns).unwrap_or(u64::MAX).wrapping_add(offset)
-    }
 }
 
 /// The rest of a block's body.
@@ -137,6 +163,21 @@ impl<R: Read> Body<'_, R> {
         }
     }
 
+    /// The code and the length of the next option; `None` behind the last one, and for one longer than the block.
+    fn option(&mut self) -> Result<Option<(u16, u16)>, Stop> {
+        if self.left < 4 {
+            return Ok(None);
+        }
+        let (code, len) = (self.u16()?, self.u16()?);
+        Ok((code != OPT_END && u32::from(len) <= self.left).then_some((code, len)))
+    }
+
+    /// Reads past the padding behind `len` bytes.
+    fn pad(&mut self, len: u32) -> Result<(), Stop> {
+        let padding = len.next_multiple_of(4) - len;
+        self.skip(padding.min(self.left))
+    }
+
     /// The bytes of a frame.
     fn frame(&mut self, len: u32, data: &mut Vec<u8>) -> Result<(), Stop> {
         if len > MAX_FRAME {
@@ -173,7 +214,11 @@ fn at_end(input: &mut impl BufRead) -> io::Result<bool> {
 pub(crate) struct PcapNg<R> {
     input: BufReader<R>,
     big: bool,
+    /// Sections before this one.
+    section: u64,
     interfaces: Vec<Interface>,
+    /// Dropped frames of the sections before.
+    past_drops: Option<u64>,
 }
 
 impl<R: Read> PcapNg<R> {
@@ -182,24 +227,43 @@ impl<R: Read> PcapNg<R> {
         let mut this = Self {
             input: BufReader::with_capacity(64 << 10, input),
             big: true,
+            section: 0,
             interfaces: vec![],
+            past_drops: None,
         };
-        this.block(&mut vec![])?;
+        this.block(&mut Contents::default())?;
+        this.section = 0;
         Ok(this)
     }
 
-    /// The next frame, its bytes in `data`; `None` at the end of the file.
-    pub(crate) fn next(&mut self, data: &mut Vec<u8>) -> Result<Option<Meta>, Stop> {
+    /// The next frame, its bytes in `contents`; `None` at the end of the file.
+    pub(crate) fn next(&mut self, contents: &mut Contents) -> Result<Option<Meta>, Stop> {
         while !at_end(&mut self.input)? {
-            if let Some(meta) = self.block(data)? {
+            if let Some(meta) = self.block(contents)? {
                 return Ok(Some(meta));
             }
         }
         Ok(None)
     }
 
+    /// Interfaces of the section that have been described so far.
+    pub(crate) fn interfaces(&self) -> &[Interface] {
+        &self.interfaces
+    }
+
+    /// Sections before that of the last frame.
+    pub(crate) const fn section(&self) -> u64 {
+        self.section
+    }
+
+    /// Frames that the file states to have been dropped, as far as it has been read.
+    pub(crate) fn dropped(&self) -> Option<u64> {
+        let present = self.interfaces.iter().map(Interface::dropped);
+        present.fold(self.past_drops, interface::sum)
+    }
+
     /// Reads a block; what it says, if it is a frame.
-    fn block(&mut self, data: &mut Vec<u8>) -> Result<Option<Meta>, Stop> {
+    fn block(&mut self, contents: &mut Contents) -> Result<Option<Meta>, Stop> {
         let (mut kind, mut len) = ([0; 4], [0; 4]);
         self.input.read_exact(&mut kind)?;
         self.input.read_exact(&mut len)?;
@@ -227,20 +291,32 @@ impl<R: Read> PcapNg<R> {
         };
         let mut meta = None;
         match kind {
-            _ if section => start_section(&mut body, &mut self.interfaces)?,
+            _ if section => {
+                start_section(&mut body)?;
+                let ended = mem::take(&mut self.interfaces);
+                self.past_drops = ended
+                    .iter()
+                    .map(Interface::dropped)
+                    .fold(self.past_drops, interface::sum);
+                self.section += 1;
+            }
             INTERFACE_DESCRIPTION => add_interface(&mut body, &mut self.interfaces)?,
+            INTERFACE_STATISTICS => statistics(&mut body, &mut self.interfaces)?,
             ENHANCED_PACKET => {
-                let interface = find(&self.interfaces, body.u32()?)?;
-                meta = Some(timed(&mut body, interface, data)?);
+                let index = body.u32()?;
+                meta = Some(timed(&mut body, &mut self.interfaces, index, contents)?);
             }
             PACKET => {
-                let interface = find(&self.interfaces, body.u16()?.into())?;
-                // The number of dropped packets.
-                body.skip(2)?;
-                meta = Some(timed(&mut body, interface, data)?);
+                let index = body.u16()?.into();
+                let drops = body.u16()?;
+                // All ones: not known.
+                if let Some(interface) = self.interfaces.get_mut(index as usize).filter(|_| drops != u16::MAX) {
+                    interface.counted_drops = interface::sum(interface.counted_drops, Some(drops.into()));
+                }
+                meta = Some(timed(&mut body, &mut self.interfaces, index, contents)?);
             }
-            SIMPLE_PACKET => meta = Some(simple(&mut body, &self.interfaces, data)?),
-            // Names, statistics, secrets, what others have added.
+            SIMPLE_PACKET => meta = Some(simple(&mut body, &self.interfaces, contents)?),
+            // Names, secrets, what others have added.
             _ => {}
         }
         let left = body.left;
@@ -254,8 +330,7 @@ impl<R: Read> PcapNg<R> {
     }
 }
 
-fn start_section<R: Read>(body: &mut Body<'_, R>, interfaces: &mut Vec<Interface>) -> Result<(), Stop> {
-    interfaces.clear();
+fn start_section<R: Read>(body: &mut Body<'_, R>) -> Result<(), Stop> {
     match body.u16()? {
         1 => Ok(()),
         major => corrupt(format!("version {major} of the format is not known")),
@@ -266,68 +341,110 @@ fn add_interface<R: Read>(body: &mut Body<'_, R>, interfaces: &mut Vec<Interface
     if interfaces.len() == MAX_INTERFACES {
         return corrupt(format!("more than {MAX_INTERFACES} interfaces"));
     }
-    let link = LinkType::from_number(u32::from(body.u16()?));
+    let number = body.u16()?;
     body.skip(2)?;
-    let mut interface = Interface {
-        link,
-        snaplen: body.u32()?,
-        resolution: 6,
-        offset_secs: 0,
-    };
-    while body.left >= 4 {
-        let (code, len) = (body.u16()?, body.u16()?);
-        let mut rest = u32::from(len).next_multiple_of(4);
-        match (code, len) {
-            (OPT_END, _) => break,
-            (OPT_TSRESOL, 1) => {
-                [interface.resolution] = body.array()?;
-                rest -= 1;
+    let mut interface = Interface::new(number, body.u32()?);
+    while let Some((code, len)) = body.option()? {
+        let before = body.left;
+        match (code, usize::from(len)) {
+            (OPT_NAME, 1..=MAX_NAME) => {
+                let mut name = vec![0; usize::from(len)];
+                body.fill(&mut name)?;
+                interface.name = Some(String::from_utf8_lossy(&name).into_owned());
             }
-            (OPT_TSOFFSET, 8) => {
-                interface.offset_secs = body.u64()?;
-                rest -= 8;
-            }
+            (OPT_TSRESOL, 1) => [interface.resolution] = body.array()?,
+            (OPT_TSOFFSET, 8) => interface.offset_secs = body.u64()?,
             _ => {}
         }
-        body.skip(rest)?;
+        body.skip(u32::from(len) - (before - body.left))?;
+        body.pad(len.into())?;
     }
     interfaces.push(interface);
     Ok(())
 }
 
-fn find(interfaces: &[Interface], id: u32) -> Result<Interface, Stop> {
-    let found = usize::try_from(id).ok().and_then(|id| interfaces.get(id)).copied();
-    found.map_or_else(
-        || corrupt(format!("a frame of interface {id}, which is not described")),
-        Ok,
-    )
+/// Reads numbers of dropped frames, which count from the beginning of the capture.
+fn statistics<R: Read>(body: &mut Body<'_, R>, interfaces: &mut [Interface]) -> Result<(), Stop> {
+    let index = body.u32()?;
+    // The time.
+    body.skip(8)?;
+    let mut drops = None;
+    while let Some((code, len)) = body.option()? {
+        match (code, len) {
+            (OPT_IFDROP | OPT_OSDROP, 8) => drops = interface::sum(drops, Some(body.u64()?)),
+            _ => body.skip(len.into())?,
+        }
+        body.pad(len.into())?;
+    }
+    // Statistics of an interface that is not described say nothing of frames.
+    if let (Some(interface), Some(_)) = (interfaces.get_mut(index as usize), drops) {
+        interface.stated_drops = drops;
+    }
+    Ok(())
 }
 
-/// Time stamp, lengths and the frame.
-fn timed<R: Read>(body: &mut Body<'_, R>, interface: Interface, data: &mut Vec<u8>) -> Result<Meta, Stop> {
+fn unknown_interface<T>(index: u32) -> Result<T, Stop> {
+    corrupt(format!("a frame of interface {index}, which is not described"))
+}
+
+/// Time stamp, lengths, the frame and its options.
+fn timed<R: Read>(
+    body: &mut Body<'_, R>,
+    interfaces: &mut [Interface],
+    index: u32,
+    contents: &mut Contents,
+) -> Result<Meta, Stop> {
+    let Some(interface) = interfaces.get_mut(index as usize) else {
+        return unknown_interface(index);
+    };
     // The high half comes first in either byte order.
     let (high, low) = (body.u32()?, body.u32()?);
     let (len, original_len) = (body.u32()?, body.u32()?);
-    body.frame(len, data)?;
-    Ok(Meta {
+    body.frame(len, &mut contents.data)?;
+    body.pad(len)?;
+    let mut meta = Meta {
         time_ns: interface.time_ns(u64::from(high) << 32 | u64::from(low)),
-        link: interface.link,
         original_len,
-    })
+        interface: index,
+        direction: link::direction(interface.link, &contents.data),
+    };
+    contents.comments.clear();
+    while let Some((code, len)) = body.option()? {
+        match (code, len) {
+            (OPT_COMMENT, _) => {
+                let mut text = vec![0; len.into()];
+                body.fill(&mut text)?;
+                contents.add_comment(&text);
+            }
+            (OPT_FLAGS, 4) => match body.u32()? & 3 {
+                1 => meta.direction = Some(Direction::Inbound),
+                2 => meta.direction = Some(Direction::Outbound),
+                _ => {}
+            },
+            (OPT_DROPCOUNT, 8) => interface.counted_drops = interface::sum(interface.counted_drops, Some(body.u64()?)),
+            _ => body.skip(len.into())?,
+        }
+        body.pad(len.into())?;
+    }
+    Ok(meta)
 }
 
-fn simple<R: Read>(body: &mut Body<'_, R>, interfaces: &[Interface], data: &mut Vec<u8>) -> Result<Meta, Stop> {
-    let interface = find(interfaces, 0)?;
+fn simple<R: Read>(body: &mut Body<'_, R>, interfaces: &[Interface], contents: &mut Contents) -> Result<Meta, Stop> {
+    let Some(interface) = interfaces.first() else {
+        return unknown_interface(0);
+    };
     let original_len = body.u32()?;
     // The block ends with padding: what was captured follows from the two lengths.
     let snaplen = match interface.snaplen {
         0 => u32::MAX,
         n => n,
     };
-    body.frame(original_len.min(snaplen).min(body.left), data)?;
+    body.frame(original_len.min(snaplen).min(body.left), &mut contents.data)?;
+    contents.comments.clear();
     Ok(Meta {
         time_ns: 0,
-        link: interface.link,
         original_len,
+        interface: 0,
+        direction: link::direction(interface.link, &contents.data),
     })
 }

@@ -4,6 +4,7 @@ use std::{
     fs::File,
     io::{self, Read},
     path::{Path, PathBuf},
+    slice,
 };
 
 use pcap_file::{PcapError, TsResolution, pcap::PcapReader};
@@ -11,8 +12,9 @@ use thiserror::Error;
 
 use crate::{
     input::{Input, Rewound, peek},
-    link::LinkType,
-    pcapng::{MAX_FRAME, Meta, PcapNg, Stop},
+    interface::Interface,
+    link::{self, Direction, LinkType},
+    pcapng::{Contents, MAX_FRAME, Meta, PcapNg, Stop},
 };
 
 /// Reason why a capture cannot be read, or not further.
@@ -86,9 +88,40 @@ pub struct Frame<'a> {
     pub original_len: u32,
     /// The captured bytes.
     pub data: &'a [u8],
+    /// Whether it was received or sent, if the file says so: by a flag of pcapng, or in the header of Linux cooked captures.
+    pub direction: Option<Direction>,
+    interface: u32,
+    section: u64,
+    interfaces: &'a [Interface],
+    comments: &'a [String],
 }
 
-impl Frame<'_> {
+impl<'a> Frame<'a> {
+    /// Index of its interface among those of its section.
+    pub const fn interface_index(&self) -> u32 {
+        self.interface
+    }
+
+    /// Sections of a pcapng file before its own: each describes its interfaces anew.
+    pub const fn section(&self) -> u64 {
+        self.section
+    }
+
+    /// Interface that it was captured at.
+    pub fn interface(&self) -> &'a Interface {
+        &self.interfaces[self.interface as usize]
+    }
+
+    /// Interfaces of its section that the file describes before it.
+    pub const fn interfaces(&self) -> &'a [Interface] {
+        self.interfaces
+    }
+
+    /// Comments on it in a pcapng file: at most 256, with 128 KiB together.
+    pub const fn comments(&self) -> &'a [String] {
+        self.comments
+    }
+
     /// Whether the capture cut the frame.
     pub fn is_cut(&self) -> bool {
         u64::from(self.original_len) > self.data.len() as u64
@@ -96,7 +129,8 @@ impl Frame<'_> {
 }
 
 enum Format<R: Read> {
-    Pcap(PcapReader<Rewound<Input<R>>>),
+    /// With its only interface.
+    Pcap(PcapReader<Rewound<Input<R>>>, Interface),
     PcapNg(PcapNg<Rewound<Input<R>>>),
 }
 
@@ -108,8 +142,8 @@ pub struct Capture<R: Read> {
     format: Format<R>,
     /// Frames returned so far.
     count: u64,
-    /// The last frame's bytes.
-    data: Vec<u8>,
+    /// Of the last frame.
+    contents: Contents,
     /// An error ends the file: nothing behind it can be trusted.
     failed: bool,
 }
@@ -147,13 +181,13 @@ impl<R: Read> Capture<R> {
             [0xa1, 0xb2, 0xc3, 0xd4]
             | [0xa1, 0xb2, 0x3c, 0x4d]
             | [0xd4, 0xc3, 0xb2, 0xa1]
-            | [0x4d, 0x3c, 0xb2, 0xa1] => PcapReader::new(input).map(Format::Pcap).map_err(Stop::from),
+            | [0x4d, 0x3c, 0xb2, 0xa1] => PcapReader::new(input).map(pcap).map_err(Stop::from),
             _ => return Err(Error::NotACapture(unknown(&magic, is_compressed))),
         };
         Ok(Self {
             format: format.map_err(|stop| Error::new(stop, 0))?,
             count: 0,
-            data: vec![],
+            contents: Contents::default(),
             failed: false,
         })
     }
@@ -164,8 +198,8 @@ impl<R: Read> Capture<R> {
             return None;
         }
         let next = match &mut self.format {
-            Format::Pcap(reader) => next_pcap(reader, &mut self.data),
-            Format::PcapNg(reader) => reader.next(&mut self.data),
+            Format::Pcap(reader, interface) => next_pcap(reader, interface.link, &mut self.contents.data),
+            Format::PcapNg(reader) => reader.next(&mut self.contents),
         };
         let meta = match next {
             Ok(meta) => meta?,
@@ -175,14 +209,47 @@ impl<R: Read> Capture<R> {
             }
         };
         self.count += 1;
+        let interfaces = self.interfaces();
         Some(Ok(Frame {
             index: self.count,
             time_ns: meta.time_ns,
-            link: meta.link,
+            link: interfaces[meta.interface as usize].link,
             original_len: meta.original_len,
-            data: &self.data,
+            data: &self.contents.data,
+            direction: meta.direction,
+            interface: meta.interface,
+            section: match &self.format {
+                Format::Pcap(..) => 0,
+                Format::PcapNg(reader) => reader.section(),
+            },
+            interfaces,
+            comments: &self.contents.comments,
         }))
     }
+
+    /// Interfaces that have been described so far, of the section that is being read.
+    pub fn interfaces(&self) -> &[Interface] {
+        match &self.format {
+            Format::Pcap(_, interface) => slice::from_ref(interface),
+            Format::PcapNg(reader) => reader.interfaces(),
+        }
+    }
+
+    /// Frames that the file states to have been dropped by the capture, as far as it has been read: programs write the
+    /// number to the end of pcapng files. `None` where the file states none, as in classic pcap.
+    pub fn dropped(&self) -> Option<u64> {
+        match &self.format {
+            Format::Pcap(..) => None,
+            Format::PcapNg(reader) => reader.dropped(),
+        }
+    }
+}
+
+fn pcap<R: Read>(reader: PcapReader<Rewound<Input<R>>>) -> Format<R> {
+    let header = reader.header();
+    // The bits above are about the FCS.
+    let number = (u32::from(header.datalink) & 0xffff) as u16;
+    Format::Pcap(reader, Interface::new(number, header.snaplen))
 }
 
 /// More about a file that is no capture.
@@ -197,7 +264,7 @@ const fn unknown(magic: &[u8], is_compressed: bool) -> &'static str {
     }
 }
 
-fn next_pcap<R: Read>(reader: &mut PcapReader<R>, data: &mut Vec<u8>) -> Result<Option<Meta>, Stop> {
+fn next_pcap<R: Read>(reader: &mut PcapReader<R>, link: LinkType, data: &mut Vec<u8>) -> Result<Option<Meta>, Stop> {
     let header = reader.header();
     // The raw packet: the cooked one refuses frames that `tcpdump -s` has cut.
     let Some(packet) = reader.next_raw_packet() else {
@@ -221,7 +288,8 @@ fn next_pcap<R: Read>(reader: &mut PcapReader<R>, data: &mut Vec<u8>) -> Result<
     data.extend_from_slice(&packet.data);
     Ok(Some(Meta {
         time_ns: u64::from(packet.ts_sec) * 1_000_000_000 + nanos,
-        link: LinkType::from_number(u32::from(header.datalink)),
         original_len: packet.orig_len,
+        interface: 0,
+        direction: link::direction(link, data),
     }))
 }

@@ -133,6 +133,30 @@ fn memory_does_not_grow_with_the_file() {
     let packets = check("packet options", begin(), words(&packet));
     assert!(packets.complete && packets.frames > 20);
 
+    // Comments: as many as fit, long ones, and empty ones.
+    for comment in [&[0xffff_0001, 0x2323_2323][..], &[1]] {
+        let mut packet = vec![6, 0, 0, 0, 0, 0, 0];
+        match comment {
+            [header, text] => packet.extend([&[*header][..], &[*text].repeat(0x4000)].concat().repeat(16)),
+            empty => packet.extend(empty.repeat(200_000)),
+        }
+        packet[1] = packet.len() as u32 * 4 + 4;
+        packet.push(packet[1]);
+        let report = check("comments", begin(), words(&packet));
+        assert!(report.complete && report.frames > 10);
+    }
+
+    // Interfaces with names, and statistics of them.
+    let mut named = vec![1, 0, 1, 0, 0x00ff_0002];
+    named.extend([0x6161_6161; 64]);
+    named[1] = named.len() as u32 * 4 + 4;
+    named.push(named[1]);
+    let statistics = [5, 36, 0, 0, 0, 0x0008_0005, 1, 0, 36];
+    let described = check("names of interfaces", begin(), words(&named));
+    assert!(reason(&described).contains("more than 4096 interfaces"));
+    let counted = check("statistics", begin(), words(&statistics));
+    assert!(counted.complete);
+
     // A block that says it has 4 GiB.
     let huge = check("huge block", [begin(), words(&[0x0bad, 0xffff_fff0])].concat(), vec![0]);
     assert!(reason(&huge).contains("ends in the middle"), "{}", reason(&huge));

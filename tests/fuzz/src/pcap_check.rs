@@ -1,6 +1,8 @@
-//! A capture file: the checker ends with an error or a report whose counts agree.
+//! A capture file: the checker ends with an error or a report whose counts agree, and every frame can be copied.
 
-use roce_pcap::check_reader;
+use std::io;
+
+use roce_pcap::{Capture, PcapNgWriter, check_reader};
 
 /// See the module.
 pub fn run(data: &[u8]) {
@@ -15,4 +17,12 @@ pub fn run(data: &[u8]) {
     );
     assert!(report.roce_packets >= report.roce_frames && report.roce_frames <= report.frames);
     assert!(report.bad_frames <= report.roce_frames);
+    let mut capture = Capture::new(data).expect("it has been read");
+    let mut writer = PcapNgWriter::new(io::sink()).expect("a sink takes all");
+    let mut copied = 0;
+    while let Some(Ok(frame)) = capture.next_frame() {
+        writer.copy(&frame, ["checked"]).expect("it has been read");
+        copied += 1;
+    }
+    assert_eq!(copied, report.frames);
 }

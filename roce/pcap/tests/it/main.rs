@@ -2,6 +2,7 @@
 
 mod common;
 mod compressed;
+mod copies;
 mod files;
 mod fixtures;
 mod frames;

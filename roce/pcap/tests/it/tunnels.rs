@@ -2,8 +2,10 @@
 
 use std::{fs, path::Path};
 
-use crate::common::{capture_of, ethernet, ip_datagram_sealed, report_of};
-use roce_pcap::{Capture, FrameError, Icrc, Kind, LinkType, Report, Verdict, check_reader, decode};
+use crate::common::{capture_of, ethernet, ip_datagram_sealed, report_of, tshark};
+use roce_pcap::{
+    Capture, FrameError, Icrc, Kind, LinkType, PcapNgWriter, Record, Report, Verdict, check_reader, decode,
+};
 
 /// The IP datagram of the first frame of a fixture.
 fn real() -> Vec<u8> {
@@ -87,6 +89,16 @@ fn tunnels() -> Vec<(&'static str, u16, Vec<u8>)> {
             "ERSPAN III",
             0x0800,
             gre(&[&[0x10, 0, 0x22, 0xeb, 0, 0, 0, 1], &erspan_iii_ip, &ip]),
+        ),
+        (
+            "ERSPAN III",
+            0x0800,
+            gre(&[
+                &[0x10, 0, 0x22, 0xeb, 0, 0, 0, 1],
+                &[0x20, 5, 0, 7, 0, 0, 0, 1, 0, 0, 0, 1],
+                &[0x10, 0, 0, 0, 0, 0, 0, 0],
+                &frame,
+            ]),
         ),
         ("IP in IP", 0x0800, ipv4(4, &ip)),
         ("IP in IP", 0x86dd, ipv6(4, &ip)),
@@ -283,10 +295,15 @@ fn extension_headers_of_ipv6_are_skipped() {
     assert_eq!(fragment(8), Err(FrameError::Fragment { offset: 8, more: false }));
 }
 
-/// Records of Endace's format: type, extension headers, and what follows.
+/// A record of Endace's format: type, extension headers, and the bytes behind those.
 fn erf(kind: u8, extensions: usize, rest: &[u8]) -> Vec<u8> {
+    let len = (16 + 8 * extensions + rest.len()) as u16;
+    let on_wire = rest.len() as u16 - if kind < 22 { 2 } else { 0 };
     let mut record = vec![0; 8];
-    record.extend([kind | u8::from(extensions > 0) << 7, 4, 0, 0, 0, 0, 0, 0]);
+    record.extend([kind | u8::from(extensions > 0) << 7, 4]);
+    for field in [len, 0, on_wire] {
+        record.extend(field.to_be_bytes());
+    }
     for n in 1..=extensions {
         record.extend([3 | u8::from(n < extensions) << 7, 0, 0, 0, 0, 0, 0, 0]);
     }
@@ -294,14 +311,14 @@ fn erf(kind: u8, extensions: usize, rest: &[u8]) -> Vec<u8> {
     record
 }
 
-#[test]
-fn a_real_packet_is_found_behind_every_link_header() {
+/// Frames of each link type around the packet: number and bytes.
+fn links() -> Vec<(u16, Vec<u8>)> {
     let ip = real();
     let head = |bytes: &[u8]| [bytes, &ip].concat();
     let padded = head(&[&[0, 0][..], &ethernet(0x0800, &[])].concat());
     let labels = ethernet(0x8847, &head(&[0, 1, 0, 64, 0, 2, 1, 64]));
     let tags = [0x88, 0xa8, 0, 9, 0x91, 0, 0, 5, 0x81, 0, 0, 6, 8, 0];
-    for (number, frame) in [
+    vec![
         (1, ethernet(0x0800, &ip)),
         (1, [&[2; 12][..], &tags, &ip].concat()),
         (1, labels),
@@ -322,7 +339,13 @@ fn a_real_packet_is_found_behind_every_link_header() {
         (197, erf(11, 1, &padded)),
         (197, erf(16, 3, &padded)),
         (197, erf(22, 0, &ip)),
-    ] {
+    ]
+}
+
+#[test]
+fn a_real_packet_is_found_behind_every_link_header() {
+    for (number, frame) in links() {
+        let number = number.into();
         let report = report_of(&capture_of(number, &[(&frame, None)]));
         assert_eq!(
             (report.icrc_ok, report.verdict),
@@ -340,7 +363,7 @@ fn a_real_packet_is_found_behind_every_link_header() {
             assert_eq!(seen, (0, 1, Verdict::NotChecked), "{number} cut at {cut}");
         }
     }
-    let v6 = ipv6(4, &ip);
+    let v6 = ipv6(4, &real());
     for (number, frame) in [(229, v6.clone()), (197, erf(23, 0, &v6))] {
         assert_eq!(report_of(&capture_of(number, &[(&frame, None)])).icrc_ok, 1, "{number}");
     }
@@ -359,4 +382,49 @@ fn erf_records_of_other_types_are_not_read() {
     // Metadata, which is not traffic.
     let report = report_of(&capture_of(197, &[(&erf(27, 0, &[0; 60]), None)]));
     assert_eq!((kinds(&report), report.unread_frames), (vec![], 0));
+}
+
+#[test]
+#[ignore = "needs tshark"]
+fn tshark_finds_the_packet_in_the_same_places() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("places.pcapng");
+    let tunnels = tunnels();
+    let tunnels = tunnels
+        .into_iter()
+        .map(|(_, ether_type, packet)| (1, ethernet(ether_type, &packet)));
+    let frames: Vec<_> = links().into_iter().chain(tunnels).collect();
+    let mut writer = PcapNgWriter::create(&path).unwrap();
+    for (number, data) in &frames {
+        let record = Record {
+            interface: writer.interface(*number, 0, None).unwrap(),
+            time_ns: 0,
+            original_len: data.len() as u32,
+            data,
+            direction: None,
+        };
+        writer.write(&record, []).unwrap();
+    }
+    writer.flush().unwrap();
+    let shown = tshark(
+        &[
+            "-dudp.port==8472,vxlan",
+            "-Tfields",
+            "-eframe.number",
+            "-einfiniband.bth.psn",
+            "-eframe.protocols",
+            "-r",
+        ],
+        &path,
+    );
+    assert_eq!(shown.lines().count(), frames.len());
+    let ip = real();
+    let psn = u32::from_be_bytes([0, ip[37], ip[38], ip[39]]).to_string();
+    // Of IP in ERSPAN III it shows no more.
+    let unread = |line: &&str| line.ends_with("erspan:data");
+    let others: Vec<_> = shown
+        .lines()
+        .filter(|line| line.split('\t').nth(1) != Some(&psn) && !unread(line))
+        .collect();
+    assert_eq!(others, [""; 0]);
 }

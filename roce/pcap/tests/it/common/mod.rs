@@ -1,6 +1,10 @@
 //! Frames and capture files built by hand.
 
-use std::net::{IpAddr, SocketAddr};
+use std::{
+    net::{IpAddr, SocketAddr},
+    path::Path,
+    process::Command,
+};
 
 use roce_bth::{Bth, Header, ICRC_LEN, Opcode, Psn, Qpn};
 use roce_icrc::{Flow, check_datagram};
@@ -109,4 +113,13 @@ pub(crate) fn capture_of(link: u32, frames: &[(&[u8], Option<u32>)]) -> Vec<u8> 
 
 pub(crate) fn report_of(file: &[u8]) -> Report {
     check_reader("test", file, |_| {}).unwrap()
+}
+
+/// The output of tshark for a file, with these arguments before its name.
+pub(crate) fn tshark(args: &[&str], file: &Path) -> String {
+    let out = Command::new("tshark").args(args).arg(file).output();
+    let out = out.unwrap_or_else(|e| panic!("tshark: {e}"));
+    let errors = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success(), "tshark {args:?}: {errors}");
+    String::from_utf8(out.stdout).unwrap()
 }
