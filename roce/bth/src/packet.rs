@@ -204,6 +204,26 @@ impl<'a> HeaderView<'a> {
         Self { bth, bytes }
     }
 
+    /// Reads the BTH of a packet of which a capture kept only the first bytes. Extended headers that are not there read as missing.
+    ///
+    /// # Errors
+    /// Fewer bytes than the BTH, an unknown opcode, another version.
+    pub fn of_cut(bytes: &'a [u8]) -> Result<Self, ParseError> {
+        let Some(bth) = bytes.first_chunk::<BTH_LEN>() else {
+            return Err(ParseError::TooShort {
+                need: BTH_LEN,
+                have: bytes.len(),
+            });
+        };
+        let opcode = Opcode::from_byte(bth[0]).ok_or(ParseError::UnknownOpcode(bth[0]))?;
+        let bth = Bth::read(bth, opcode);
+        if bth.version != 0 {
+            return Err(ParseError::Version(bth.version));
+        }
+        let len = opcode.info().header_len.min(bytes.len());
+        Ok(Self::new(bth, &bytes[..len]))
+    }
+
     /// Returns the headers in wire format.
     pub const fn bytes(&self) -> &'a [u8] {
         self.bytes

@@ -2,13 +2,18 @@
 //! frame apart, down to the datagram in the innermost tunnel; [`check_file`] reports the faults of a capture. [`Writer`] creates
 //! one of packets, [`PcapNgWriter`] one of frames, with copies of those of other captures and comments on them.
 //!
-//! It knows frames, headers and ICRCs, each packet by itself. It knows no connection: `tests/replay` judges whether a packet
-//! is the right one. A capture is untrusted input like any packet: whatever its bytes are, the answer is an error or a finding.
+//! Frames, headers and ICRCs are checked one by one; [`judge`] follows the conversations and tells which rule is broken, and by
+//! whom. It knows no engine: `tests/replay` compares what ours sends with a capture. A capture is untrusted input like any
+//! packet: whatever its bytes are, the answer is an error or a finding.
 #![forbid(unsafe_code)]
 
 #[cfg(feature = "reader")]
 mod check;
+#[cfg(feature = "reader")]
+mod checker;
 mod create;
+#[cfg(feature = "reader")]
+mod finding;
 #[cfg(feature = "reader")]
 mod frame;
 #[cfg(feature = "reader")]
@@ -18,6 +23,8 @@ mod input;
 #[cfg(feature = "reader")]
 mod interface;
 #[cfg(feature = "reader")]
+pub mod judge;
+#[cfg(feature = "reader")]
 mod link;
 #[cfg(feature = "reader")]
 mod pcapng;
@@ -26,19 +33,26 @@ mod pcapng_writer;
 #[cfg(feature = "reader")]
 mod reader;
 #[cfg(feature = "reader")]
+mod report;
+#[cfg(feature = "reader")]
+mod rule;
+#[cfg(feature = "reader")]
 mod segments;
+#[cfg(feature = "reader")]
+mod severity;
 #[cfg(feature = "reader")]
 mod summary;
 #[cfg(feature = "reader")]
 mod tunnel;
+#[cfg(feature = "reader")]
+mod verdict;
 mod writer;
 
 #[cfg(feature = "reader")]
-pub use check::{
-    Finding, FrameReport, Icrc, Kind, MAX_FINDINGS, Report, Severity, Verdict, check_file, check_file_with,
-    check_reader,
-};
+pub use checker::{Checker, check, check_file, check_file_with, check_reader};
 pub use create::{append_private, create_private};
+#[cfg(feature = "reader")]
+pub use finding::{Finding, Findings, MAX_FINDINGS};
 #[cfg(feature = "reader")]
 pub use frame::{Datagram, Ip, decode};
 #[cfg(feature = "reader")]
@@ -51,4 +65,12 @@ pub use link::{Direction, LinkType};
 pub use pcapng_writer::{PcapNgWriter, Record};
 #[cfg(feature = "reader")]
 pub use reader::{Capture, Error, Frame};
+#[cfg(feature = "reader")]
+pub use report::{FrameReport, Icrc, Report};
+#[cfg(feature = "reader")]
+pub use rule::Rule;
+#[cfg(feature = "reader")]
+pub use severity::{Fault, Severity};
+#[cfg(feature = "reader")]
+pub use verdict::Verdict;
 pub use writer::Writer;

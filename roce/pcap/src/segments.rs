@@ -21,6 +21,11 @@ pub(crate) struct Splitter {
 }
 
 impl Splitter {
+    /// Returns the size that was found last.
+    pub(crate) const fn last_size(&self) -> usize {
+        self.last
+    }
+
     /// The segment size of `payload`, when it begins with a packet whose ICRC is right and has more behind it.
     pub(crate) fn size(
         &mut self,

@@ -164,7 +164,7 @@ fn a_request_with_translated_addresses_is_reported_wherever_it_is_dropped() {
     let checked = docker.host.run(&["pcap", "check", "--json", &pcap]).end();
     let report: Value = checked.json().remove(0);
     let findings = report["findings"].as_array().unwrap();
-    let found = findings.iter().find(|finding| finding["kind"] == "translated");
+    let found = findings.iter().find(|finding| finding["rule"] == "frame-translated");
     let text = found
         .and_then(|finding| finding["text"].as_str())
         .unwrap_or_else(|| panic!("{report}"));

@@ -225,7 +225,12 @@ fn a_request_is_acknowledged_before_an_answer_that_says_it_failed() {
         drop(client);
         assert_eq!(pair.map.stop().code, Some(0));
         assert_eq!(pair.serve.stop().code, Some(0));
-        let shown = run(&["pcap".as_ref(), "check".as_ref(), served.as_os_str()]);
+        let shown = run(&[
+            "pcap".as_ref(),
+            "check".as_ref(),
+            "--frames".as_ref(),
+            served.as_os_str(),
+        ]);
         let from_server = format!("{}:", pair.server);
         let (mut asked, mut acknowledged, mut failed) = (None, None, 0);
         for line in shown.stdout.lines() {

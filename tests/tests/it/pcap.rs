@@ -8,8 +8,13 @@ fn fixtures() -> Vec<PathBuf> {
     let mut files: Vec<_> = fs::read_dir(root().join("pcap-fixtures"))
         .unwrap()
         .map(|e| e.unwrap().path())
-        // In that one rdma_rxe's FLUSHes have a wrong ICRC.
-        .filter(|p| p.extension().is_some_and(|e| e == "pcap") && !p.ends_with("annex-a19.pcap"))
+        // In the first rdma_rxe's FLUSHes have a wrong ICRC, of the others one direction is there.
+        .filter(|p| p.extension().is_some_and(|e| e == "pcap"))
+        .filter(|p| {
+            !["annex-a19", "retry-exceeded-client", "scapy-cnp"]
+                .iter()
+                .any(|name| p.file_stem().is_some_and(|s| s == *name))
+        })
         .collect();
     files.sort();
     assert!(files.len() > 10, "fixtures are missing");
@@ -40,7 +45,7 @@ fn kernel_captures_are_good() {
 
 #[test]
 fn every_frame_is_shown_with_its_headers_and_verdict() {
-    let done = run(&["pcap".into(), "check".into(), fixture("rping.pcap")]);
+    let done = run(&["pcap".into(), "check".into(), "--frames".into(), fixture("rping.pcap")]);
     assert_eq!(done.code, Some(0));
     let frames = done.stdout.lines().filter(|l| l.ends_with("[icrc ok]")).count();
     let summary = done.stdout.lines().last().unwrap();
@@ -78,8 +83,8 @@ fn a_spoiled_frame_is_found_and_the_status_says_so() {
     let report = &done.json()[0];
     assert_eq!(report["icrc_bad"], 1);
     assert_eq!(report["findings"][0]["frame"], report["frames"], "the last frame");
-    assert_eq!(report["findings"][0]["kind"], "icrc_bad");
-    let text = run(&["pcap".into(), "check".into(), "--summary".into(), bad]);
+    assert_eq!(report["findings"][0]["rule"], "frame-icrc");
+    let text = run(&["pcap".into(), "check".into(), bad]);
     assert_eq!(text.code, Some(1));
     assert!(text.stdout.contains("1 bad"), "{}", text.stdout);
 }

@@ -75,7 +75,9 @@ fn set_uid_programs_do_not_believe_their_users() {
 #[test]
 fn no_library_reads_the_environment_by_itself() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let mut todo: Vec<PathBuf> = ["roce", "rds", "lnet", "rtrs", "rnbd", "verbs-shim"].map(|c| root.join(c)).into();
+    let mut todo: Vec<PathBuf> = ["roce", "rds", "lnet", "rtrs", "rnbd", "verbs-shim"]
+        .map(|c| root.join(c))
+        .into();
     let mut found = Vec::new();
     while let Some(path) = todo.pop() {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();

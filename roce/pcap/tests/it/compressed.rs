@@ -8,7 +8,7 @@ use std::{
 
 use flate2::{Compression, write::GzEncoder};
 use proptest::{collection::vec, prelude::*};
-use roce_pcap::{Capture, Error, Kind, Report, Verdict, check_file, check_reader};
+use roce_pcap::{Capture, Error, Report, Rule, Verdict, check_file, check_reader};
 
 fn fixture(name: &str) -> Vec<u8> {
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../pcap-fixtures");
@@ -74,8 +74,8 @@ fn a_compressed_file_cut_anywhere_is_cut_off() {
                 Ok(report) if !report.complete => {
                     let last = report.findings.last().unwrap();
                     assert_eq!(
-                        (last.kind, report.verdict),
-                        (Kind::File, Verdict::Bad),
+                        (last.rule, report.verdict),
+                        (Rule::FileBroken, Verdict::Bad),
                         "{how} cut at {cut}"
                     );
                     assert!(

@@ -15,7 +15,7 @@ use pcap_file::{
 };
 use proptest::{collection::vec, prelude::*};
 use rand::{Rng, SeedableRng};
-use roce_pcap::{Capture, Error, Kind, LinkType, Verdict, check_reader};
+use roce_pcap::{Capture, Error, LinkType, Rule, Verdict, check_reader};
 
 fn fixture(name: &str) -> Vec<u8> {
     fs::read(
@@ -53,7 +53,7 @@ fn a_file_cut_anywhere_gives_the_whole_frames_and_an_error() {
                         assert_eq!(report.findings, []);
                     } else {
                         assert_eq!(report.verdict, Verdict::Bad);
-                        assert_eq!(report.findings.last().unwrap().kind, Kind::File);
+                        assert_eq!(report.findings.last().unwrap().rule, Rule::FileBroken);
                         assert_eq!(report.findings.last().unwrap().frame, report.frames + 1);
                         assert!(
                             report.findings[0].text.contains("ends in the middle"),

@@ -6,7 +6,7 @@ use std::{
 };
 
 use roce_bth::{BTH_LEN, Header, ICRC_LEN, MAX_HEADER_LEN, Opcode, Packet, Position};
-use roce_pcap::{Capture, Datagram, Finding, Kind, check_file_with, decode};
+use roce_pcap::{Capture, Datagram, Finding, Rule, check_file_with, decode};
 use toml::Table;
 
 fn dir() -> PathBuf {
@@ -75,7 +75,7 @@ fn every_capture_is_what_the_manifest_says() {
         let mtu = entry["path_mtu"].as_integer().unwrap() as usize;
         let mut flow_frames = 0;
         // rdma_rxe's FLUSH has a wrong ICRC; what is wrong must be that and as often as the manifest says.
-        let right = |findings: &[Finding]| findings.iter().all(|f| f.kind == Kind::IcrcBad);
+        let right = |findings: &[Finding]| findings.iter().all(|f| f.rule == Rule::FrameIcrc);
         let report = check_file_with(dir().join(file), |frame| {
             flow_frames += 1;
             let as_known = !frame.is_bad() || right(&frame.findings);

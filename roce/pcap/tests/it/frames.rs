@@ -1,12 +1,12 @@
 //! Frames of every link type and with every fault.
 
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 
 use crate::common::{capture_of, ethernet, ip_datagram, packet, report_of, v4, v6};
 use roce_bth::{Bth, Header, Opcode, Psn, Qpn};
 use roce_icrc::Flow;
 use roce_pcap::{
-    Capture, FrameError, Icrc, Kind, LinkType, Report, Severity, Verdict, Writer, check_file, check_reader, decode,
+    Capture, FrameError, Icrc, LinkType, Report, Rule, Severity, Verdict, Writer, check_file, check_reader, decode,
 };
 
 #[test]
@@ -160,8 +160,8 @@ fn one(ip: &[u8]) -> Report {
     report
 }
 
-fn kinds(report: &Report) -> Vec<Kind> {
-    report.findings.iter().map(|f| f.kind).collect()
+fn kinds(report: &Report) -> Vec<Rule> {
+    report.findings.iter().map(|f| f.rule).collect()
 }
 
 #[test]
@@ -175,24 +175,24 @@ fn each_fault_is_found_and_named() {
     *bad.last_mut().unwrap() ^= 1;
     let report = one(&bad);
     assert_eq!((report.icrc_ok, report.icrc_bad, report.bad_frames), (0, 1, 1));
-    assert_eq!((kinds(&report), report.verdict), (vec![Kind::IcrcBad], Verdict::Bad));
+    assert_eq!((kinds(&report), report.verdict), (vec![Rule::FrameIcrc], Verdict::Bad));
 
     // Any covered byte; here one of the payload.
     let mut bad = good.clone();
     bad[41] ^= 0x80;
-    assert_eq!(kinds(&one(&bad)), [Kind::IcrcBad]);
+    assert_eq!(kinds(&one(&bad)), [Rule::FrameIcrc]);
 
     let mut fragment = good.clone();
     fragment[6] = 0x20;
     let report = one(&fragment);
-    assert!(kinds(&report).contains(&Kind::Fragment));
+    assert!(kinds(&report).contains(&Rule::FrameFragment));
     assert_eq!((report.icrc_unchecked, report.verdict), (1, Verdict::Bad));
 
     // UDP length.
     let mut malformed = good.clone();
     malformed[25] -= 4;
     let report = one(&malformed);
-    assert_eq!(kinds(&report), [Kind::Malformed]);
+    assert_eq!(kinds(&report), [Rule::FrameMalformed]);
     assert_eq!((report.icrc_unchecked, report.verdict), (1, Verdict::Bad));
 
     // DF clear and everything right for that: only a note.
@@ -200,7 +200,7 @@ fn each_fault_is_found_and_named() {
     clear[6] = 0;
     crate::common::reseal(&mut clear);
     let report = one(&clear);
-    assert_eq!(kinds(&report), [Kind::DfClear]);
+    assert_eq!(kinds(&report), [Rule::FrameDfClear]);
     assert_eq!((report.icrc_ok, report.verdict), (1, Verdict::Good));
 
     let mut sum = good.clone();
@@ -208,7 +208,7 @@ fn each_fault_is_found_and_named() {
     let report = one(&sum);
     assert_eq!(
         (kinds(&report), report.verdict),
-        (vec![Kind::IpChecksum], Verdict::Good)
+        (vec![Rule::FrameIpChecksum], Verdict::Good)
     );
 
     // An IPv4 option word (no operation).
@@ -218,7 +218,7 @@ fn each_fault_is_found_and_named() {
     options[3] += 4;
     crate::common::reseal(&mut options);
     let report = one(&options);
-    assert_eq!(kinds(&report), [Kind::IpOptions]);
+    assert_eq!(kinds(&report), [Rule::FrameIpOptions]);
     assert_eq!((report.icrc_ok, report.verdict), (1, Verdict::Bad));
 }
 
@@ -229,22 +229,22 @@ fn faults_of_the_transport_headers_are_found() {
     let mut unknown = packet(b"");
     unknown[0] = 0xc1;
     let report = with_packet(&unknown);
-    assert_eq!(kinds(&report), [Kind::UnknownOpcode]);
+    assert_eq!(kinds(&report), [Rule::FrameOpcode]);
     assert_eq!((report.icrc_ok, report.verdict), (1, Verdict::Bad));
 
     let mut qp0 = packet(b"");
     qp0[5..8].fill(0);
-    assert_eq!(kinds(&with_packet(&qp0)), [Kind::Qp0]);
+    assert_eq!(kinds(&with_packet(&qp0)), [Rule::FrameQp0]);
 
     let mut version = packet(b"");
     version[1] |= 3;
-    assert_eq!(kinds(&with_packet(&version)), [Kind::Malformed]);
+    assert_eq!(kinds(&with_packet(&version)), [Rule::FrameMalformed]);
 
     // Ten bytes: neither BTH nor ICRC fits.
     let report = with_packet(&[4; 10]);
-    assert_eq!((kinds(&report), report.icrc_unchecked), (vec![Kind::Malformed], 1));
+    assert_eq!((kinds(&report), report.icrc_unchecked), (vec![Rule::FrameMalformed], 1));
     let report = with_packet(&[]);
-    assert_eq!((kinds(&report), report.icrc_unchecked), (vec![Kind::Malformed], 1));
+    assert_eq!((kinds(&report), report.icrc_unchecked), (vec![Rule::FrameMalformed], 1));
 }
 
 #[test]
@@ -260,7 +260,7 @@ fn other_traffic_is_counted_and_left_alone() {
     let listed: Vec<_> = frames.iter().map(|f| (&f[..], None)).collect();
     let report = report_of(&capture_of(1, &listed));
     assert_eq!((report.frames, report.roce_frames), (4, 0));
-    assert_eq!(kinds(&report), [Kind::RoceV1, Kind::Truncated]);
+    assert_eq!(kinds(&report), [Rule::FrameRoceV1, Rule::FrameCut]);
     assert_eq!(
         (report.unread_frames, report.verdict),
         (0, Verdict::NotChecked),
@@ -272,7 +272,10 @@ fn other_traffic_is_counted_and_left_alone() {
 fn what_could_not_be_read_is_not_good() {
     // Bluetooth.
     let report = report_of(&capture_of(187, &[(&[0; 50], None), (&[0; 50], None)]));
-    assert_eq!(kinds(&report), [Kind::LinkType, Kind::LinkType]);
+    assert_eq!(
+        (kinds(&report), report.findings[0].count),
+        (vec![Rule::FrameLinkType], 2)
+    );
     assert_eq!(
         (report.unread_frames, report.bad_frames, report.verdict),
         (2, 0, Verdict::NotChecked)
@@ -326,7 +329,7 @@ fn packets_in_tunnels_are_read() {
             (2, 1, 1),
             "{name}"
         );
-        assert_eq!(kinds(&report), [Kind::Tunnel, Kind::Tunnel, Kind::IcrcBad], "{name}");
+        assert_eq!(kinds(&report), [Rule::FrameTunnel, Rule::FrameIcrc], "{name}");
         let text = &report.findings[0].text;
         assert!(text.contains(name) && text.contains("192.0.2.1"), "{text}");
         let cut = &frames[0][..70];
@@ -360,12 +363,12 @@ fn a_frame_cut_by_the_capture_is_unchecked_but_not_bad() {
         (report.frames, report.roce_frames, report.icrc_ok, report.icrc_unchecked),
         (2, 2, 1, 1)
     );
-    assert_eq!(kinds(&report), [Kind::Truncated]);
+    assert_eq!(kinds(&report), [Rule::FrameCut]);
     assert_eq!(report.findings[0].severity, Severity::Note);
     assert_eq!(report.verdict, Verdict::NotChecked);
     // Without the capture having cut it, the frame itself is short.
     let report = report_of(&capture_of(1, &[(&frame[..96], None)]));
-    assert_eq!(kinds(&report), [Kind::Malformed]);
+    assert_eq!(kinds(&report), [Rule::FrameMalformed]);
     assert_eq!(report.verdict, Verdict::Bad);
 }
 
@@ -387,7 +390,10 @@ fn several_packets_in_one_frame_are_checked_one_by_one() {
         let report = one(&before_segmentation(v4(), 0xfffe, same_id));
         assert_eq!((report.roce_frames, report.roce_packets), (1, 5));
         assert_eq!((report.icrc_ok, report.icrc_bad), (1, 0));
-        assert_eq!((kinds(&report), report.verdict), (vec![Kind::Segments], Verdict::Good));
+        assert_eq!(
+            (kinds(&report), report.verdict),
+            (vec![Rule::FrameSegments], Verdict::Good)
+        );
     }
     let frame = ethernet(0x86dd, &before_segmentation(v6(), 0, true));
     let report = report_of(&capture_of(1, &[(&frame, None)]));
@@ -398,7 +404,7 @@ fn several_packets_in_one_frame_are_checked_one_by_one() {
     bad[at] ^= 1;
     let report = one(&bad);
     assert_eq!((report.icrc_ok, report.icrc_bad, report.verdict), (0, 1, Verdict::Bad));
-    assert_eq!(kinds(&report), [Kind::Segments, Kind::IcrcBad]);
+    assert_eq!(kinds(&report), [Rule::FrameSegments, Rule::FrameIcrc]);
     assert!(
         report.findings[1].text.contains("packet 3 of 5"),
         "{}",
@@ -411,7 +417,7 @@ fn several_packets_in_one_frame_are_checked_one_by_one() {
     let (src, dst) = v4();
     Flow::try_from((src, dst)).unwrap().seal(0x4444, &mut bad[second]);
     let report = one(&bad);
-    assert_eq!(kinds(&report), [Kind::Segments, Kind::IcrcBad]);
+    assert_eq!(kinds(&report), [Rule::FrameSegments, Rule::FrameIcrc]);
     assert!(
         report.findings[1].text.contains("packet 2 of 5"),
         "{}",
@@ -421,16 +427,26 @@ fn several_packets_in_one_frame_are_checked_one_by_one() {
 
 #[test]
 fn findings_are_bounded_and_the_rest_counted() {
-    let mut bad = ip_datagram(v4(), 1, &packet(b"hello"));
-    *bad.last_mut().unwrap() ^= 1;
-    let frame = ethernet(0x0800, &bad);
-    let frames = vec![(&frame[..], None); roce_pcap::MAX_FINDINGS + 5];
-    let report = report_of(&capture_of(1, &frames));
+    let count = roce_pcap::MAX_FINDINGS + 5;
+    let from = |n: usize| SocketAddr::new(Ipv4Addr::from(0x0b00_0000 + n as u32).into(), 50_000);
+    let malformed = |n: usize| {
+        let mut qp0 = packet(b"hello");
+        qp0[5..8].fill(0);
+        ethernet(0x0800, &ip_datagram((from(n), v4().1), 1, &qp0))
+    };
+    let frames: Vec<Vec<u8>> = (0..count).map(malformed).collect();
+    let twice: Vec<_> = frames.iter().chain(&frames).map(|frame| (&frame[..], None)).collect();
+    let report = report_of(&capture_of(1, &twice));
     assert_eq!(
         (report.findings.len(), report.findings_left_out),
-        (roce_pcap::MAX_FINDINGS, 5)
+        (roce_pcap::MAX_FINDINGS, 10),
+        "each peer's fault once"
     );
-    assert_eq!(report.bad_frames, frames.len() as u64);
+    assert_eq!(
+        (report.findings[0].count, report.findings[0].last_frame),
+        (2, count as u64 + 1)
+    );
+    assert_eq!(report.bad_frames, twice.len() as u64);
 }
 
 #[test]
@@ -444,7 +460,7 @@ fn the_json_keys_are_stable() {
     }
     assert_eq!(json["icrc_bad"], 1);
     let finding = &json["findings"][0];
-    assert_eq!((&finding["frame"], &finding["kind"]), (&1.into(), &"icrc_bad".into()));
+    assert_eq!((&finding["frame"], &finding["rule"]), (&1.into(), &"frame-icrc".into()));
     assert_eq!(finding["severity"], "error");
     assert!(finding["text"].is_string());
 }
@@ -472,7 +488,7 @@ fn a_written_file_is_checked_by_name() {
     let mut writer = Writer::create(&path).unwrap();
     let (src, dst) = v4();
     let mut bytes = vec![0; 16];
-    Header::new(Bth::new(Opcode::RcSendOnly, Qpn::new(5), Psn::new(6))).emit(&mut bytes);
+    Header::new(Bth::new(Opcode::UcSendOnly, Qpn::new(5), Psn::new(6))).emit(&mut bytes);
     Flow::try_from((src, dst)).unwrap().seal(0, &mut bytes);
     writer.write(1, src, dst, &bytes, 0).unwrap();
     writer.flush().unwrap();

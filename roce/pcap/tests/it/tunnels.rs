@@ -4,7 +4,7 @@ use std::{fs, path::Path};
 
 use crate::common::{capture_of, ethernet, ip_datagram_sealed, report_of, tshark};
 use roce_pcap::{
-    Capture, FrameError, Icrc, Kind, LinkType, PcapNgWriter, Record, Report, Verdict, check_reader, decode,
+    Capture, FrameError, Icrc, LinkType, PcapNgWriter, Record, Report, Rule, Verdict, check_reader, decode,
 };
 
 /// The IP datagram of the first frame of a fixture.
@@ -128,8 +128,8 @@ fn one(frame: &[u8], original: Option<u32>) -> Report {
     report_of(&capture_of(1, &[(frame, original)]))
 }
 
-fn kinds(report: &Report) -> Vec<Kind> {
-    report.findings.iter().map(|f| f.kind).collect()
+fn kinds(report: &Report) -> Vec<Rule> {
+    report.findings.iter().map(|f| f.rule).collect()
 }
 
 #[test]
@@ -140,8 +140,12 @@ fn a_real_packet_is_found_in_every_tunnel() {
         let frame = [ethernet(ether_type, &packet), vec![0xaa; 5]].concat();
         assert_eq!(decode(LinkType::Ethernet, &frame).unwrap().datagram, ip, "{n}: {name}");
         let report = one(&frame, None);
-        assert_eq!((report.icrc_ok, report.verdict), (1, Verdict::Good), "{n}: {name}");
-        assert_eq!(kinds(&report), [Kind::Tunnel], "{n}: {name}");
+        assert_eq!(
+            (report.icrc_ok, report.verdict),
+            (1, Verdict::NotChecked),
+            "{n}: {name}"
+        );
+        assert_eq!(kinds(&report), [Rule::FrameTunnel], "{n}: {name}");
         let text = &report.findings[0].text;
         let (src, dst) = match ether_type {
             0x0800 => ("192.0.2.1", "192.0.2.2"),
@@ -186,7 +190,7 @@ fn tunnels_in_tunnels_are_read_to_a_depth_of_four() {
             _ => udp(4789, &[&[8, 0, 0, 0, 0, 0, 5, 0], &ethernet(0x0800, &packet)]),
         };
         let report = one(&ethernet(0x0800, &packet), None);
-        assert_eq!(kinds(&report), [Kind::Tunnel], "{depth}");
+        assert_eq!(kinds(&report), [Rule::FrameTunnel], "{depth}");
         let text = &report.findings[0].text;
         if depth < 5 {
             assert_eq!(
@@ -216,13 +220,13 @@ fn a_copy_that_the_switch_cut_is_unchecked_but_not_bad() {
         ])
     };
     let report = one(&ethernet(0x0800, &short(60)), None);
-    assert_eq!(kinds(&report), [Kind::Tunnel, Kind::Truncated]);
+    assert_eq!(kinds(&report), [Rule::FrameTunnel, Rule::FrameCut]);
     assert_eq!((report.icrc_unchecked, report.verdict), (1, Verdict::NotChecked));
     let report = one(&ethernet(0x0800, &short(30)), None);
-    assert_eq!((kinds(&report), report.unread_frames), (vec![Kind::Truncated], 1));
+    assert_eq!((kinds(&report), report.unread_frames), (vec![Rule::FrameCut], 1));
     // In a tunnel of another kind it is the sender's fault.
     let report = one(&ethernet(0x0800, &ipv4(4, &real()[..50])), None);
-    assert_eq!(kinds(&report), [Kind::Tunnel, Kind::Malformed]);
+    assert_eq!(kinds(&report), [Rule::FrameTunnel, Rule::FrameMalformed]);
 }
 
 #[test]
@@ -246,7 +250,7 @@ fn tunnels_that_are_not_read_are_named() {
         let report = one(&ethernet(0x0800, &packet), None);
         assert_eq!(
             (kinds(&report), report.unread_frames),
-            (vec![Kind::Tunnel], 1),
+            (vec![Rule::FrameTunnel], 1),
             "{text}"
         );
         assert!(report.findings[0].text.contains(text), "{}", report.findings[0].text);
@@ -349,7 +353,7 @@ fn a_real_packet_is_found_behind_every_link_header() {
         let report = report_of(&capture_of(number, &[(&frame, None)]));
         assert_eq!(
             (report.icrc_ok, report.verdict),
-            (1, Verdict::Good),
+            (1, Verdict::NotChecked),
             "{number}: {report:?}"
         );
         assert_eq!(kinds(&report), [], "{number}");
@@ -373,7 +377,7 @@ fn a_real_packet_is_found_behind_every_link_header() {
 fn erf_records_of_other_types_are_not_read() {
     let infiniband = erf(21, 0, &[0; 60]);
     let report = report_of(&capture_of(197, &[(&infiniband, None)]));
-    assert_eq!((kinds(&report), report.unread_frames), (vec![Kind::LinkType], 1));
+    assert_eq!((kinds(&report), report.unread_frames), (vec![Rule::FrameLinkType], 1));
     assert!(
         report.findings[0].text.contains("InfiniBand"),
         "{}",

@@ -18,9 +18,9 @@ pub(crate) fn v6() -> (SocketAddr, SocketAddr) {
     ("[fd00::3]:50000".parse().unwrap(), "[fd00::4]:4791".parse().unwrap())
 }
 
-/// An RC SEND Only with an ICRC of zeros.
+/// A UC SEND Only with an ICRC of zeros: it needs no answer.
 pub(crate) fn packet(payload: &[u8]) -> Vec<u8> {
-    let mut bth = Bth::new(Opcode::RcSendOnly, Qpn::new(0x12), Psn::new(0x345));
+    let mut bth = Bth::new(Opcode::UcSendOnly, Qpn::new(0x12), Psn::new(0x345));
     bth.pad = (payload.len().wrapping_neg() & 3) as u8;
     let mut bytes = vec![0; 12];
     Header::new(bth).emit(&mut bytes);

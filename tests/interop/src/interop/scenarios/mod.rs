@@ -397,7 +397,9 @@ impl Ctx<'_> {
     /// The frames of the capture so far, a line each.
     pub(crate) fn frames(&self) -> Result<String, Error> {
         let mut command = Command::new(&self.places.ferroce);
-        command.args(["pcap", "check"]).arg(self.dir.join("wire.pcap"));
+        command
+            .args(["pcap", "check", "--frames"])
+            .arg(self.dir.join("wire.pcap"));
         let mut check = Proc::spawn("frames", &mut command, &self.dir)?;
         // The capture's end may be missing: it is still being written.
         check.wait_gone(Duration::from_secs(60))?;

@@ -1,0 +1,165 @@
+//! Checks of whole captures: each frame by itself, and the conversations.
+
+use std::{io::Read, path::Path};
+
+use roce_bth::Qpn;
+
+use crate::{
+    check::{Examined, Packets, examine},
+    finding::{Finding, Findings},
+    judge::{Event, Judge, Meta, Observed, Stated},
+    reader::{Capture, Error, Frame},
+    report::{FrameReport, Report},
+    rule::Rule,
+    segments::Splitter,
+};
+
+/// Checks the frames of a capture one by one, in the capture's order.
+#[derive(Default)]
+pub struct Checker {
+    report: Report,
+    findings: Findings,
+    splitter: Splitter,
+    judge: Judge,
+}
+
+impl Checker {
+    /// Creates a checker; `name` is what its report calls the capture.
+    pub fn new(name: impl Into<String>) -> Self {
+        Self {
+            report: Report {
+                file: name.into(),
+                complete: true,
+                ..Report::default()
+            },
+            ..Self::default()
+        }
+    }
+
+    /// Adds queue pairs that the user names.
+    pub fn state(&mut self, stated: &Stated) {
+        self.judge.state(stated);
+    }
+
+    /// Checks a frame, and calls `event` with each of its packets that belongs to a conversation. Returns a report if it is
+    /// RoCEv2; its findings are those of the frame, and those of conversations that it shows.
+    pub fn frame(&mut self, frame: &Frame<'_>, mut event: impl FnMut(&Event, &Observed<'_>)) -> Option<FrameReport> {
+        self.report.frames += 1;
+        let (mut report, packets) = match examine(frame, &mut self.splitter) {
+            Examined::Roce(report, packets) => (*report, packets),
+            Examined::Unread(finding) => {
+                self.report.unread_frames += 1;
+                self.findings.add(&finding);
+                return None;
+            }
+            Examined::Other(finding) => {
+                if let Some(finding) = finding {
+                    self.findings.add(&finding);
+                }
+                return None;
+            }
+        };
+        let meta = Meta {
+            frame: report.index,
+            time_ns: report.time_ns,
+            src: report.src,
+            dst: report.dst.ip(),
+            ecn: report.tos & 3,
+        };
+        let mut follow = |bytes: &[u8], len: usize| {
+            let Ok(o) = Observed::new(meta, bytes, len) else { return };
+            if o.header.bth.dest_qp == Qpn::SMI {
+                return;
+            }
+            if let Some(found) = self.judge.packet(&o) {
+                report.conversation.get_or_insert(found.conversation);
+                event(&found, &o);
+            }
+        };
+        match packets {
+            Packets::None => {}
+            Packets::Damaged(bytes) => {
+                if let Ok(o) = Observed::new(meta, bytes, bytes.len()) {
+                    self.judge.damaged(&o);
+                }
+            }
+            Packets::One(bytes, len) => follow(bytes, len),
+            Packets::Several(bytes, size) => bytes.chunks(size.max(1)).for_each(|bytes| follow(bytes, bytes.len())),
+        }
+        self.report.add_frame(&report);
+        report.findings.append(&mut self.judge.take_findings());
+        for finding in &mut report.findings {
+            finding.is_first = self.findings.add(finding);
+        }
+        Some(report)
+    }
+
+    /// Notes that the capture can't be read further.
+    pub fn broken(&mut self, error: &Error) {
+        self.report.complete = false;
+        let finding = Finding::of_file(self.report.frames + 1, Rule::FileBroken, error.to_string());
+        self.findings.add(&finding);
+    }
+
+    /// Notes how many frames the capture says it missed.
+    pub const fn dropped(&mut self, frames: Option<u64>) {
+        self.report.dropped = frames;
+    }
+
+    /// Judges what the end shows, and returns the report.
+    pub fn finish(mut self) -> Report {
+        self.judge.finish();
+        for mut finding in self.judge.take_findings() {
+            finding.at_end = true;
+            self.findings.add(&finding);
+        }
+        self.report.conversations = self.judge.conversations();
+        self.findings
+            .map_conversations(|index| self.judge.conversation_of(index));
+        self.report.packets_not_followed = self.judge.not_followed();
+        (self.report.findings, self.report.findings_left_out) = self.findings.into_parts();
+        self.report.judge();
+        self.report
+    }
+}
+
+/// Checks a capture file.
+///
+/// # Errors
+/// When the file cannot be opened or is not a capture. A file that breaks off later gives a report with a
+/// [`Rule::FileBroken`] finding.
+pub fn check_file(path: impl AsRef<Path>) -> Result<Report, Error> {
+    check_file_with(path, |_| {})
+}
+
+/// [`check_file`], handing each RoCEv2 frame to `each` as it is read.
+///
+/// # Errors
+/// Checks a file as [`check_file`] does, and reports each frame.
+pub fn check_file_with(path: impl AsRef<Path>, each: impl FnMut(&FrameReport)) -> Result<Report, Error> {
+    let name = path.as_ref().display().to_string();
+    Ok(check(Checker::new(name), Capture::open(path)?, each))
+}
+
+/// [`check_file_with`] for any reader; `name` is what the report calls it.
+///
+/// # Errors
+/// When the bytes are not a capture.
+pub fn check_reader(name: &str, reader: impl Read, each: impl FnMut(&FrameReport)) -> Result<Report, Error> {
+    Ok(check(Checker::new(name), Capture::new(reader)?, each))
+}
+
+/// Checks the rest of a capture with a checker that may know more.
+pub fn check<R: Read>(mut checker: Checker, mut capture: Capture<R>, mut each: impl FnMut(&FrameReport)) -> Report {
+    while let Some(frame) = capture.next_frame() {
+        match frame {
+            Ok(frame) => {
+                if let Some(report) = checker.frame(&frame, |_, _| {}) {
+                    each(&report);
+                }
+            }
+            Err(e) => checker.broken(&e),
+        }
+    }
+    checker.finish()
+}

@@ -1,0 +1,170 @@
+//! Requests of one direction in the order of their PSNs.
+
+use std::collections::VecDeque;
+
+use roce_bth::Opcode;
+
+/// Acknowledged spans that are kept to tell repetitions from PSNs that are used twice.
+const KEPT: usize = 4096;
+/// Spans that are kept at most.
+const MAX: usize = 1 << 16;
+
+/// Kind of a span.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Body {
+    /// Request packet: digest of its payload, unless the capture cut it.
+    Packet(Option<u32>),
+    /// READ request.
+    Read(Read),
+    /// Request that is answered by one packet of its own: atomics, FLUSH, ATOMIC WRITE.
+    Single(Option<u32>),
+    /// PSNs of which no packet was seen.
+    Hole,
+}
+
+/// READ request and how far it is answered.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Read {
+    /// Bytes; `None`: the capture cut the header.
+    pub(super) len: Option<u32>,
+    pub(super) va: u64,
+    pub(super) rkey: u32,
+    /// PSN of the next response.
+    pub(super) next: i64,
+    /// Responses are missing in the capture.
+    pub(super) gap: bool,
+    /// PSN of the last request for the rest, until it is answered.
+    pub(super) resume: Option<i64>,
+    /// A later READ was answered first.
+    pub(super) passed: bool,
+    /// The number of its PSNs was taken from the next request's PSN, because the path MTU was not known.
+    pub(super) assumed: bool,
+}
+
+/// PSNs of one request packet, of a READ, or of packets that were not seen.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Span {
+    pub(super) start: i64,
+    pub(super) count: i64,
+    pub(super) body: Body,
+    pub(super) opcode: Option<Opcode>,
+    /// Frame of its first transmission.
+    pub(super) frame: u64,
+    /// Times of its first and last transmission.
+    pub(super) first_ns: u64,
+    pub(super) last_ns: u64,
+    /// Transmissions.
+    pub(super) sent: u32,
+    /// Whether an answer was asked for.
+    pub(super) asks: bool,
+    /// Whether it ends a message.
+    pub(super) ends: bool,
+    /// Messages that end before it, counted from the direction's first.
+    pub(super) ends_before: i64,
+    /// PSNs before it of which no packet was seen.
+    pub(super) holes_before: i64,
+}
+
+impl Span {
+    pub(super) const fn end(&self) -> i64 {
+        self.start + self.count
+    }
+
+    /// Whether its answer is more than an acknowledgement, and has not come.
+    pub(super) const fn awaits_response(&self) -> bool {
+        match self.body {
+            Body::Read(read) => read.next < self.end() && !read.gap,
+            _ => false,
+        }
+    }
+
+    pub(super) const fn is_hole(&self) -> bool {
+        matches!(self.body, Body::Hole)
+    }
+}
+
+/// Spans end to end.
+#[derive(Default, Debug)]
+pub(super) struct Spans(VecDeque<Span>);
+
+impl Spans {
+    pub(super) fn find(&self, psn: i64) -> Option<usize> {
+        let at = self.0.partition_point(|span| span.end() <= psn);
+        self.0.get(at).filter(|span| span.start <= psn).map(|_| at)
+    }
+
+    pub(super) fn get(&self, at: usize) -> Option<&Span> {
+        self.0.get(at)
+    }
+
+    pub(super) fn get_mut(&mut self, at: usize) -> Option<&mut Span> {
+        self.0.get_mut(at)
+    }
+
+    pub(super) fn last_mut(&mut self) -> Option<&mut Span> {
+        self.0.back_mut()
+    }
+
+    pub(super) fn iter(&self) -> impl DoubleEndedIterator<Item = &Span> {
+        self.0.iter()
+    }
+
+    /// Spans from `psn` on.
+    pub(super) fn from(&self, psn: i64) -> impl Iterator<Item = &Span> {
+        let at = self.0.partition_point(|span| span.end() <= psn);
+        self.0.range(at..)
+    }
+
+    /// Adds a span at the end; forgets the oldest acknowledged ones.
+    pub(super) fn push(&mut self, mut span: Span, acked: i64) {
+        if let Some(last) = self.0.back() {
+            span.ends_before = last.ends_before + i64::from(last.ends);
+            span.holes_before = last.holes_before + if last.is_hole() { last.count } else { 0 };
+        }
+        self.0.push_back(span);
+        while self.0.len() > MAX || (self.0.len() > KEPT && self.0.front().is_some_and(|s| s.end() <= acked)) {
+            self.0.pop_front();
+        }
+    }
+
+    /// Puts a packet into the hole at `at`.
+    pub(super) fn fill(&mut self, at: usize, mut span: Span) {
+        let Some(&hole) = self.0.get(at) else { return };
+        span.ends_before = hole.ends_before;
+        span.holes_before = hole.holes_before + (span.start - hole.start);
+        let mut parts = vec![];
+        if hole.start < span.start {
+            parts.push(Span {
+                count: span.start - hole.start,
+                ..hole
+            });
+        }
+        parts.push(span);
+        if span.end() < hole.end() {
+            parts.push(Span {
+                start: span.end(),
+                count: hole.end() - span.end(),
+                ends_before: span.ends_before + i64::from(span.ends),
+                holes_before: span.holes_before,
+                ..hole
+            });
+        }
+        let filled = span.count.min(hole.count);
+        let (ends, rest) = (i64::from(span.ends), at + parts.len());
+        self.0.remove(at);
+        for (n, part) in parts.into_iter().enumerate() {
+            self.0.insert(at + n, part);
+        }
+        for later in self.0.range_mut(rest..) {
+            later.ends_before += ends;
+            later.holes_before -= filled;
+        }
+    }
+
+    /// Gives the READ at `at` its number of PSNs; later spans stay where they are.
+    pub(super) fn resize(&mut self, at: usize, count: i64) {
+        if let Some(span) = self.0.get_mut(at) {
+            span.count = count;
+        }
+    }
+}
