@@ -3,6 +3,7 @@
 use std::{fs, path::Path};
 
 use crate::common::{capture_of, ethernet, ip_datagram_sealed, report_of, tshark};
+use proptest::{collection::vec, prelude::*};
 use roce_pcap::{
     Capture, FrameError, Icrc, LinkType, PcapNgWriter, Record, Report, Rule, Verdict, check_reader, decode,
 };
@@ -431,4 +432,31 @@ fn tshark_finds_the_packet_in_the_same_places() {
         .filter(|line| line.split('\t').nth(1) != Some(&psn) && !unread(line))
         .collect();
     assert_eq!(others, [""; 0]);
+}
+
+proptest! {
+    /// Whatever becomes of the headers of a tunnel or a link: never a panic, and the counts agree.
+    #[test]
+    fn damaged_headers_never_panic(
+        which: prop::sample::Index,
+        changes in vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
+        cut: prop::sample::Index,
+        is_cut: bool,
+    ) {
+        let tunnels = tunnels().into_iter().map(|(_, ether_type, packet)| (1, ethernet(ether_type, &packet)));
+        let frames: Vec<_> = links().into_iter().chain(tunnels).collect();
+        let (number, mut frame) = which.get(&frames).clone();
+        let original = frame.len() as u32;
+        for (at, to) in changes {
+            // Those of the packet have tests of their own.
+            let at = at.index(frame.len().min(110));
+            frame[at] = to;
+        }
+        if is_cut {
+            frame.truncate(cut.index(frame.len()));
+        }
+        let report = report_of(&capture_of(number.into(), &[(&frame, Some(original))]));
+        prop_assert_eq!(report.icrc_ok + report.icrc_bad + report.icrc_unchecked, report.roce_frames);
+        prop_assert!(report.roce_frames + report.unread_frames <= 1);
+    }
 }
