@@ -13,7 +13,7 @@ pub(crate) enum Cm {
     Rep,
 }
 
-/// What a capture has.
+/// Item of a capture.
 #[derive(Debug)]
 pub(crate) enum Item {
     /// Frame, message, destination port of a REQ, and private data (without RDMA_CM's header).

@@ -7,6 +7,7 @@
 pub mod broker_records;
 pub mod bth_parse;
 pub mod cm;
+pub mod dissect;
 pub mod engine;
 mod host;
 pub mod ident;
@@ -31,6 +32,7 @@ macro_rules! for_each_target {
             broker_records,
             bth_parse,
             cm,
+            dissect,
             engine,
             ident,
             nbd,

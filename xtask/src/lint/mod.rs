@@ -13,7 +13,7 @@ mod imports;
 pub(crate) mod pages;
 
 /// Sans-IO crates: they take time and randomness as arguments, and their output is polled.
-const SANS_IO: [&str; 10] = [
+const SANS_IO: [&str; 11] = [
     "roce/fault",
     "roce/bth",
     "roce/icrc",
@@ -22,11 +22,12 @@ const SANS_IO: [&str; 10] = [
     "roce/port",
     "rds",
     "lnet",
+    "dissect",
     "rtrs",
     "rnbd",
 ];
 /// Sans-IO crates with state machines only, which need no locks and nothing of random order.
-const MACHINES: [&str; 4] = ["rds", "lnet", "rtrs", "rnbd"];
+const MACHINES: [&str; 5] = ["rds", "lnet", "dissect", "rtrs", "rnbd"];
 /// The only file of theirs with a lock, for what the servers of several loops share.
 const SHARED_BY_LOOPS: &str = "rtrs/src/admission/shared.rs";
 /// Words that [`MACHINES`] must not contain.
@@ -47,16 +48,26 @@ const FORBIDDEN_TO_MACHINES: [&str; 14] = [
     "thread::",
 ];
 /// Folders of the crates that are installed.
-const PRODUCT: [&str; 7] = ["roce", "rds", "lnet", "rtrs", "rnbd", "verbs-shim", "ferroce"];
+const PRODUCT: [&str; 8] = [
+    "roce",
+    "rds",
+    "lnet",
+    "dissect",
+    "rtrs",
+    "rnbd",
+    "verbs-shim",
+    "ferroce",
+];
 /// The only file that creates socket files: elsewhere the owner of a folder could redirect them, and their modes.
 const SOCKET_FILES: &str = "roce/net/src/socket_file.rs";
 /// Calls that only [`SOCKET_FILES`] may make.
 const BY_PATH: [&str; 2] = ["UnixListener::bind(", "fs::set_permissions"];
 /// Folders of all crates.
-const CRATES: [&str; 9] = [
+const CRATES: [&str; 10] = [
     "roce",
     "rds",
     "lnet",
+    "dissect",
     "rtrs",
     "rnbd",
     "verbs-shim",
