@@ -1,6 +1,6 @@
 //! Numbers and headers of the NBD protocol. Everything is big-endian.
 
-use crate::errno::Errno;
+use crate::{block::Geometry, errno::Errno};
 
 /// "NBDMAGIC", first of the server's greeting.
 pub const INIT_MAGIC: u64 = 0x4e42_444d_4147_4943;
@@ -225,6 +225,57 @@ impl Request {
             _ => 0,
         }
     }
+
+    /// Bytes that it moves between the device and memory. Of a range to be cached the beginning will do.
+    pub(crate) fn moved(&self) -> u32 {
+        match self.command {
+            cmd::READ | cmd::WRITE | cmd::CACHE => self.len.min(MAX_PAYLOAD.into()) as u32,
+            _ => 0,
+        }
+    }
+
+    /// Checks it against the protocol, and names the error. `told` are the transmission flags that the client
+    /// knows, `framing` is what it has asked for, `allocation` whether it may ask what is allocated; the device may have become
+    /// another one since.
+    pub(crate) fn check(&self, told: u16, framing: Framing, allocation: bool, g: &Geometry) -> Result<(), Errno> {
+        let known = match self.command {
+            cmd::WRITE_ZEROES => cmd_flag::FUA | cmd_flag::NO_HOLE | cmd_flag::FAST_ZERO,
+            cmd::READ if told & tx::SEND_DF != 0 => cmd_flag::FUA | cmd_flag::DF,
+            cmd::WRITE if framing == Framing::Extended => cmd_flag::FUA | cmd_flag::PAYLOAD_LEN,
+            cmd::BLOCK_STATUS => cmd_flag::FUA | cmd_flag::REQ_ONE,
+            _ => cmd_flag::FUA,
+        };
+        let fua_unknown = self.flags & cmd_flag::FUA != 0 && told & (tx::SEND_FUA | tx::READ_ONLY) == 0;
+        if self.flags & !known != 0 || fua_unknown {
+            return Err(Errno::EINVAL);
+        }
+        let changes = matches!(self.command, cmd::WRITE | cmd::TRIM | cmd::WRITE_ZEROES);
+        if changes && g.read_only {
+            return Err(Errno::EPERM);
+        }
+        let (offset, len) = (self.offset, self.len);
+        match self.command {
+            cmd::FLUSH => return Ok(()),
+            cmd::READ if self.len > MAX_PAYLOAD.into() => return Err(Errno::EINVAL),
+            cmd::BLOCK_STATUS if !allocation || len == 0 => return Err(Errno::EINVAL),
+            cmd::WRITE_ZEROES if self.flags & cmd_flag::FAST_ZERO != 0 && g.max_write_zeroes == 0 => {
+                return Err(Errno::EOPNOTSUPP);
+            }
+            cmd::TRIM if told & tx::SEND_TRIM == 0 => return Err(Errno::EINVAL),
+            cmd::TRIM if g.max_discard == 0 => return Err(Errno::EOPNOTSUPP),
+            cmd::READ | cmd::WRITE | cmd::TRIM | cmd::WRITE_ZEROES | cmd::CACHE | cmd::BLOCK_STATUS => {}
+            _ => return Err(Errno::EINVAL),
+        }
+        if !g.contains(offset, len) {
+            let full = matches!(self.command, cmd::WRITE | cmd::WRITE_ZEROES);
+            return Err(if full { Errno::ENOSPC } else { Errno::EINVAL });
+        }
+        if g.aligned(offset, len) {
+            Ok(())
+        } else {
+            Err(Errno::EINVAL)
+        }
+    }
 }
 
 /// The NBD error for a system error: the protocol knows few.
@@ -245,5 +296,125 @@ pub fn error_code(e: Errno) -> u32 {
             EOVERFLOW => 75,
             _ => 5,
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SIZE: u64 = 1 << 20;
+    const GEOMETRY: Geometry = Geometry {
+        size: SIZE,
+        logical_block_size: 512,
+        physical_block_size: 4096,
+        max_transfer: 128 << 10,
+        max_discard: 1 << 20,
+        discard_granularity: 4096,
+        read_only: false,
+        write_cache: true,
+        fua: true,
+        max_write_zeroes: 0,
+        queue_depth: 8,
+    };
+    const TOLD: u16 = tx::HAS_FLAGS | tx::SEND_FLUSH | tx::SEND_FUA | tx::SEND_TRIM | tx::SEND_WRITE_ZEROES;
+
+    fn request(command: u16, flags: u16, offset: u64, len: u64) -> Request {
+        Request {
+            flags,
+            command,
+            cookie: 7,
+            offset,
+            len,
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_is_refused_with_the_error_that_the_protocol_names() {
+        let refused = |command, flags, offset, len| {
+            let q = request(command, flags, offset, len);
+            q.check(TOLD, Framing::Structured, true, &GEOMETRY).err()
+        };
+        let (fua, no_hole) = (cmd_flag::FUA, cmd_flag::NO_HOLE);
+        for (command, flags, offset, len, error) in [
+            (cmd::READ, 0, 0, 512, None),
+            (cmd::READ, fua, SIZE - 512, 512, None),
+            (cmd::READ, 0, SIZE, 512, Some(Errno::EINVAL)),
+            (cmd::READ, 0, u64::MAX - 511, 512, Some(Errno::EINVAL)),
+            (cmd::READ, 0, SIZE - 512, 1024, Some(Errno::EINVAL)),
+            (cmd::READ, 0, 1, 512, Some(Errno::EINVAL)),
+            (cmd::READ, 0, 0, 100, Some(Errno::EINVAL)),
+            (cmd::READ, 0, 0, u64::from(MAX_PAYLOAD) + 512, Some(Errno::EINVAL)),
+            (cmd::READ, cmd_flag::DF, 0, 512, Some(Errno::EINVAL)),
+            (cmd::CACHE, 0, 0, SIZE, None),
+            (cmd::CACHE, 0, 512, SIZE, Some(Errno::EINVAL)),
+            (cmd::BLOCK_STATUS, cmd_flag::REQ_ONE, 0, SIZE, None),
+            (cmd::BLOCK_STATUS, 0, 0, 0, Some(Errno::EINVAL)),
+            (cmd::WRITE_ZEROES, cmd_flag::FAST_ZERO, 0, 512, Some(Errno::EOPNOTSUPP)),
+            (cmd::READ, no_hole, 0, 512, Some(Errno::EINVAL)),
+            (cmd::WRITE, fua, 0, 512, None),
+            (cmd::WRITE, 1 << 4, 0, 512, Some(Errno::EINVAL)),
+            (cmd::WRITE, cmd_flag::PAYLOAD_LEN, 0, 512, Some(Errno::EINVAL)),
+            (cmd::WRITE, 0, SIZE, 512, Some(Errno::ENOSPC)),
+            (cmd::WRITE, 0, 100, 512, Some(Errno::EINVAL)),
+            (cmd::WRITE_ZEROES, fua | no_hole, 0, 512, None),
+            (cmd::WRITE_ZEROES, 0, SIZE, 512, Some(Errno::ENOSPC)),
+            (cmd::TRIM, fua, 0, 512, None),
+            (cmd::TRIM, 0, SIZE, 512, Some(Errno::EINVAL)),
+            // Where, and how much, does not matter.
+            (cmd::FLUSH, 0, u64::MAX, 3, None),
+            (cmd::FLUSH, no_hole, 0, 0, Some(Errno::EINVAL)),
+            (8, 0, 0, 0, Some(Errno::EINVAL)),
+            (99, 0, 0, 512, Some(Errno::EINVAL)),
+        ] {
+            assert_eq!(
+                refused(command, flags, offset, len),
+                error,
+                "{command} {flags} {offset} {len}"
+            );
+        }
+        for command in [cmd::READ, cmd::WRITE, cmd::TRIM, cmd::WRITE_ZEROES] {
+            assert_eq!(refused(command, 0, SIZE, 0), None, "nothing at the end");
+        }
+    }
+
+    #[test]
+    fn what_counts_is_what_the_client_was_told_and_what_the_device_is() {
+        let error = |q: Request, told, g: &Geometry| q.check(told, Framing::Structured, false, g).err();
+        let read_only = Geometry {
+            read_only: true,
+            ..GEOMETRY
+        };
+        for command in [cmd::WRITE, cmd::TRIM, cmd::WRITE_ZEROES] {
+            let q = request(command, 0, 0, 512);
+            assert_eq!(error(q, TOLD, &read_only), Some(Errno::EPERM), "{command}");
+        }
+        let told = tx::HAS_FLAGS | tx::READ_ONLY;
+        // Harmless, and some clients do it.
+        assert_eq!(error(request(cmd::READ, cmd_flag::FUA, 0, 512), told, &read_only), None);
+        let write = request(cmd::WRITE, cmd_flag::FUA, 0, 512);
+        assert_eq!(error(write, TOLD & !tx::SEND_FUA, &GEOMETRY), Some(Errno::EINVAL));
+        let trim = request(cmd::TRIM, 0, 0, 512);
+        assert_eq!(error(trim, TOLD & !tx::SEND_TRIM, &GEOMETRY), Some(Errno::EINVAL));
+        let cannot = Geometry {
+            max_discard: 0,
+            ..GEOMETRY
+        };
+        assert_eq!(error(trim, TOLD, &cannot), Some(Errno::EOPNOTSUPP));
+        let fast = Geometry {
+            max_write_zeroes: 1 << 20,
+            ..GEOMETRY
+        };
+        let zero = request(cmd::WRITE_ZEROES, cmd_flag::FAST_ZERO | cmd_flag::NO_HOLE, 0, 512);
+        assert_eq!(error(zero, TOLD, &fast), None);
+        let read = request(cmd::READ, cmd_flag::DF, 0, 512);
+        assert_eq!(error(read, TOLD | tx::SEND_DF, &GEOMETRY), None);
+        let status = request(cmd::BLOCK_STATUS, 0, 0, 512);
+        assert_eq!(error(status, TOLD, &GEOMETRY), Some(Errno::EINVAL));
+        let smaller = Geometry { size: 4096, ..GEOMETRY };
+        assert_eq!(
+            error(request(cmd::READ, 0, 8192, 512), TOLD, &smaller),
+            Some(Errno::EINVAL)
+        );
     }
 }

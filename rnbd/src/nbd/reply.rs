@@ -154,19 +154,20 @@ impl Account {
         self.max_bytes = max_bytes;
     }
 
-    /// Returns what another request has to wait for. One alone may be larger than the limit.
-    pub(crate) fn blocked(&self, bytes: u64) -> Option<Stall> {
+    /// Counts another request. One alone may be larger than the limit.
+    ///
+    /// # Errors
+    /// Limit that the request has to wait for.
+    pub(crate) fn admit(&mut self, bytes: u64) -> Result<(), Stall> {
         if self.requests >= self.max_requests {
-            return Some(Stall::Requests);
+            return Err(Stall::Requests);
         }
-        let full = self.requests > 0 && self.bytes.saturating_add(bytes) > self.max_bytes;
-        full.then_some(Stall::Bytes)
-    }
-
-    /// Counts a request.
-    pub(crate) fn admit(&mut self, bytes: u64) {
+        if self.requests > 0 && self.bytes.saturating_add(bytes) > self.max_bytes {
+            return Err(Stall::Bytes);
+        }
         self.requests += 1;
         self.bytes += bytes;
+        Ok(())
     }
 
     fn settle(&mut self, reply: &Reply) {
@@ -485,14 +486,12 @@ mod tests {
 
     #[test]
     fn one_request_may_be_larger_than_all_others_together() {
+        assert_eq!(Account::new(3, 100).admit(1000), Ok(()));
         let mut account = Account::new(3, 100);
-        assert_eq!(account.blocked(1000), None);
-        account.admit(60);
-        assert_eq!(account.blocked(41), Some(Stall::Bytes));
-        assert_eq!(account.blocked(40), None);
-        account.admit(40);
-        assert_eq!(account.blocked(0), None, "what moves nothing goes on");
-        account.admit(0);
-        assert_eq!(account.blocked(0), Some(Stall::Requests));
+        assert_eq!(account.admit(60), Ok(()));
+        assert_eq!(account.admit(41), Err(Stall::Bytes));
+        assert_eq!(account.admit(40), Ok(()));
+        assert_eq!(account.admit(0), Ok(()), "what moves nothing goes on");
+        assert_eq!(account.admit(0), Err(Stall::Requests));
     }
 }

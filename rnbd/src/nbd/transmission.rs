@@ -13,7 +13,7 @@ use crate::{
     nbd::{
         handshake::Chosen,
         memory::give,
-        parse::{ParseBuffer, check},
+        parse::ParseBuffer,
         payload::{Need, Part, Target},
         proto::{self, Framing, Request, cmd, cmd_flag},
         reply::{Account, Header, Outbox},
@@ -96,14 +96,6 @@ pub(crate) enum Stop {
 }
 
 type Step = ControlFlow<Stop>;
-
-/// Bytes that a request moves between the device and memory. Of a range to be cached the beginning will do.
-fn moved(q: &Request) -> u32 {
-    match q.command {
-        cmd::READ | cmd::WRITE | cmd::CACHE => q.len.min(proto::MAX_PAYLOAD.into()) as u32,
-        _ => 0,
-    }
-}
 
 /// The requests of a client, and its output.
 #[derive(Debug)]
@@ -268,13 +260,12 @@ impl Transmission {
         if payload > proto::MAX_PAYLOAD.into() {
             return end(format!("a request with {payload} bytes of payload"));
         }
-        let checked = check(&q, self.told, self.framing, self.allocation, &self.geometry);
+        let checked = q.check(self.told, self.framing, self.allocation, &self.geometry);
         // What is refused moves nothing.
-        let charge = checked.map_or(0, |()| moved(&q).into());
-        if let Some(stall) = self.account.blocked(charge) {
+        let charge = checked.map_or(0, |()| q.moved().into());
+        if let Err(stall) = self.account.admit(charge) {
             return ControlFlow::Break(Stop::Stall(stall));
         }
-        self.account.admit(charge);
         input.consume(self.framing.request_len());
         input.expect_more_like(&q);
         let header = Header {
@@ -283,7 +274,7 @@ impl Transmission {
             cookie: q.cookie,
             offset: q.offset,
         };
-        let mut request = InFlight::new(header, charge, q.len, moved(&q), &self.geometry);
+        let mut request = InFlight::new(header, charge, q.len, q.moved(), &self.geometry);
         match checked {
             Ok(()) => self.begin(&q, request, backend),
             Err(e) => {
@@ -300,7 +291,19 @@ impl Transmission {
         let fua = forced && self.geometry.fua;
         let op = match q.command {
             _ if q.command != cmd::FLUSH && q.len == 0 => None,
-            cmd::READ | cmd::CACHE => return self.begin_read(q, request, backend),
+            cmd::READ | cmd::CACHE => {
+                // One read does not take most of the buffers to itself.
+                let is_long = q.command == cmd::READ && request.parts() > (self.geometry.queue_depth / 4).max(1);
+                if is_long {
+                    request.expect_heap();
+                }
+                self.job = Job::Read(ReadJob {
+                    request: share(request),
+                    next: 0,
+                    staged: is_long || q.command == cmd::CACHE,
+                });
+                return ControlFlow::Continue(());
+            }
             cmd::WRITE => Some(BlockOp::Write { fua }),
             cmd::FLUSH => Some(BlockOp::Flush),
             cmd::BLOCK_STATUS if q.flags & cmd_flag::REQ_ONE != 0 => Some(BlockOp::BlockStatus { most: 1 }),
@@ -338,20 +341,6 @@ impl Transmission {
         ControlFlow::Continue(())
     }
 
-    fn begin_read(&mut self, q: &Request, mut request: InFlight, backend: &mut dyn Backend) -> Step {
-        // One read does not take most of the buffers to itself.
-        let is_long = q.command == cmd::READ && request.parts() > (self.geometry.queue_depth / 4).max(1);
-        if is_long {
-            request.expect_heap();
-        }
-        let job = ReadJob {
-            request: share(request),
-            next: 0,
-            staged: is_long || q.command == cmd::CACHE,
-        };
-        self.read(job, backend)
-    }
-
     /// Takes buffers for a read, and submits its parts.
     fn read(&mut self, mut job: ReadJob, backend: &mut dyn Backend) -> Step {
         let parts = job.request.borrow().parts();
@@ -363,16 +352,11 @@ impl Transmission {
                 Ok(Some(buffer)) => {
                     collected.push(buffer);
                     job.next += 1;
-                    if job.staged {
-                        self.submit_reads(&job, &mut collected, backend);
-                    }
                 }
                 // Two clients could each hold what the other waits for.
                 Ok(None) if !job.staged && parts > 1 => {
                     job.staged = true;
-                    if job.request.borrow_mut().expect_heap() {
-                        self.submit_reads(&job, &mut collected, backend);
-                    }
+                    job.request.borrow_mut().expect_heap();
                 }
                 Ok(None) => {
                     self.job = Job::Read(job);
@@ -380,27 +364,23 @@ impl Transmission {
                 }
                 Err(e) => job.request.borrow_mut().fail(e),
             }
-        }
-        if !job.request.borrow().failed() {
+            if job.request.borrow().failed() || !(job.staged || job.next == parts) {
+                continue;
+            }
             if !job.staged {
                 job.request.borrow_mut().expect_buffers();
             }
-            self.submit_reads(&job, &mut collected, backend);
+            let first = job.next - collected.len() as u32;
+            for (index, mut buffer) in (first..).zip(collected.drain(..)) {
+                let (at, len) = job.request.borrow().range(index);
+                buffer.set_len(len as usize);
+                let range = (job.request.borrow().header.offset + u64::from(at), len.into());
+                self.submit(&job.request, index, BlockOp::Read, range, Some(buffer), backend);
+            }
         }
         collected.into_iter().for_each(|buffer| give(backend, Some(buffer)));
         self.release(job.request, backend);
         ControlFlow::Continue(())
-    }
-
-    /// Submits the parts of a read that have buffers.
-    fn submit_reads(&mut self, job: &ReadJob, buffers: &mut SmallVec<[Buffer; 1]>, backend: &mut dyn Backend) {
-        let first = job.next - buffers.len() as u32;
-        for (index, mut buffer) in (first..).zip(buffers.drain(..)) {
-            let (at, len) = job.request.borrow().range(index);
-            buffer.set_len(len as usize);
-            let range = (job.request.borrow().header.offset + u64::from(at), len.into());
-            self.submit(&job.request, index, BlockOp::Read, range, Some(buffer), backend);
-        }
     }
 
     /// Receives the payload of a write, and submits its parts.

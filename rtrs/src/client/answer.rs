@@ -9,7 +9,6 @@ use crate::{
         env::Env,
         inflight::{InFlightTable, Waits},
         path::Path,
-        post,
     },
     mark::{Mark, MarkKind},
     proto::{Imm, IoReply, ProtoError, RkeyRsp},
@@ -129,7 +128,7 @@ impl<U> Answers<'_, '_, '_, U> {
             self.path.push(self.env, cid, Post::Revoke(permit));
             return Ok(());
         }
-        let key = post::key_of(self.path, self.inflight, permit)?;
+        let key = self.inflight.key_of(self.path.device, permit)?;
         let qp = self.path.conns.get(usize::from(cid)).and_then(|conn| conn.qp);
         let Some(qp) = qp else { return Ok(()) };
         let mark = Mark::new(MarkKind::Revoke, permit.into());

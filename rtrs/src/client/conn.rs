@@ -28,9 +28,6 @@ pub(super) enum Post {
     Info(Sge),
 }
 
-/// Slots of granting a key by work request: a provider may have to end the former key first.
-pub(super) const GRANT_SLOTS: u32 = 2;
-
 impl Work for Post {
     fn cost(&self) -> u32 {
         match self {

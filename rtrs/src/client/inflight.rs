@@ -5,8 +5,10 @@ use core::time::Duration;
 use std::{collections::VecDeque, sync::Arc};
 
 use roce_verbs::{
-    AccessFlags, Instant, RKey,
-    provider::{DeviceIx, KeyId, KeyKind, KeyStrategy, PdId, VerbsError},
+    AccessFlags, Instant, RKey, Sge,
+    mem::Pages,
+    provider::{DeviceIx, KeyId, KeyKind, KeyStrategy, PdId, RangeError, VerbsError},
+    wr::PostError,
 };
 use smallvec::SmallVec;
 
@@ -14,11 +16,12 @@ use crate::{
     Direction, IoError, PACKET_LIFETIME, PathError,
     client::{
         buffers::Buffers,
-        headers::Headers,
+        memory::Memory,
         permits::{Permits, Quarantine},
         request::{Output, SessionId, Submission},
     },
     cx::Cx,
+    proto::RdmaRead,
 };
 
 /// How long packets of a lost path may still arrive at a server's chunk, or be processed there. Then the permits of requests that the
@@ -27,6 +30,8 @@ const QUARANTINE: Duration = Duration::from_secs(2);
 /// The same for requests that no path answered: a kernel's server accepts another path while its disk executes them (which Linux
 /// gives up after 30 s, by default).
 const LONG_QUARANTINE: Duration = Duration::from_secs(30);
+/// Slots of granting a key by work request: a provider may have to end the former key first.
+const GRANT_SLOTS: u32 = 2;
 /// Rights of memory that only keys of its requests open.
 const BOUND: AccessFlags = AccessFlags::LOCAL_WRITE.union(AccessFlags::MW_BIND);
 
@@ -76,6 +81,66 @@ impl<U> InFlight<U> {
     fn settled_at(&self) -> Instant {
         let since = self.quarantine.as_ref().map_or(Instant::ZERO, |q| q.since);
         since + PACKET_LIFETIME
+    }
+}
+
+/// Alignment of a header with its message: a cache line.
+const LINE: usize = 64;
+
+/// The headers of a session's requests, by permit.
+#[derive(Debug)]
+pub(super) struct Headers {
+    pub(super) memory: Memory,
+    stride: usize,
+}
+
+fn stride(max_user_header: u32) -> usize {
+    (max_user_header as usize + RdmaRead::LEN_ONE).next_multiple_of(LINE)
+}
+
+impl Headers {
+    /// For `depth` requests with user headers of at most `max_user_header` bytes.
+    pub(super) fn new(depth: u32, max_user_header: u32) -> Result<Self, VerbsError> {
+        let stride = stride(max_user_header);
+        let pages = Pages::allocate(stride * depth as usize).map_err(|e| VerbsError::Invalid(e.to_string()))?;
+        let memory = Memory::new(pages);
+        Ok(Self { memory, stride })
+    }
+
+    /// Whether there is room for as many requests with such headers.
+    pub(super) fn fits(&self, depth: u32, max_user_header: u32) -> bool {
+        stride(max_user_header) <= self.stride && self.stride * depth as usize <= self.memory.pages.len()
+    }
+
+    /// Registers them with a device, unless they are.
+    pub(super) fn add_device(&mut self, cx: &mut Cx<'_>, device: DeviceIx, pd: PdId) -> Result<(), VerbsError> {
+        match self.memory.on(device) {
+            Some(_) => Ok(()),
+            None => self.memory.register(cx, device, pd, AccessFlags::LOCAL_WRITE),
+        }
+    }
+
+    /// Writes bytes of a request's header.
+    pub(super) fn write(&self, permit: u16, offset: usize, bytes: &[u8]) -> Result<(), RangeError> {
+        if offset + bytes.len() > self.stride {
+            return Err(RangeError {
+                offset,
+                len: bytes.len(),
+                size: self.stride,
+            });
+        }
+        let at = usize::from(permit) * self.stride + offset;
+        self.memory.pages.write(at, bytes)
+    }
+
+    /// A request's header for a device.
+    pub(super) fn sge(&self, permit: u16, len: usize, device: DeviceIx) -> Option<Sge> {
+        let mr = self.memory.on(device)?;
+        Some(Sge {
+            addr: mr.addr + (usize::from(permit) * self.stride) as u64,
+            length: len as u32,
+            lkey: mr.lkey,
+        })
     }
 }
 
@@ -356,6 +421,24 @@ impl<U> InFlightTable<U> {
 impl<U> InFlightTable<U> {
     pub(super) fn device(&self, device: DeviceIx) -> Option<&PerDevice> {
         self.devices.iter().find(|d| d.device == device)
+    }
+
+    /// Slots of the send queue that a request on a device takes at most.
+    pub(super) fn slots(&self, device: Option<DeviceIx>, direction: Direction) -> u32 {
+        let of = device.and_then(|device| self.device(device));
+        match of {
+            Some(d) if direction == Direction::Read && d.strategy != KeyStrategy::Static && !d.instant => {
+                GRANT_SLOTS + 1
+            }
+            _ => 1,
+        }
+    }
+
+    /// The key that opens the buffer of a permit's read on a device.
+    pub(super) fn key_of(&self, device: Option<DeviceIx>, permit: u16) -> Result<KeyId, PostError> {
+        let of = device.and_then(|device| self.device(device));
+        let key = of.and_then(|d| d.keys.get(usize::from(permit))).copied();
+        key.ok_or(PostError::Invalid("the permit has no key of its own"))
     }
 
     /// The session's protection domain on a device.

@@ -6,7 +6,6 @@ pub mod config;
 mod conn;
 mod env;
 mod handshake;
-mod headers;
 mod idle;
 mod inflight;
 mod keepalive;

@@ -2,19 +2,21 @@
 
 use roce_verbs::{
     AccessFlags, RKey, RemoteAddr, SendFlags, SendOp, SendWr, Sge,
-    provider::{DeviceIx, GrantOf, KeyId, KeyStrategy, MrInfo, QpId},
+    provider::{GrantOf, KeyId, KeyStrategy, MrInfo, QpId},
     wr::{Payload, PostError, RecvWr},
 };
 use smallvec::SmallVec;
 use zerocopy::IntoBytes;
 
 use crate::{
-    Direction,
+    Direction, PathError,
     client::{
         buffers::MAX_PIECES,
-        conn::{GRANT_SLOTS, Post, key_sge},
+        conn::{Post, key_sge},
+        env::Env,
         inflight::{InFlightTable, Waits},
         path::Path,
+        session::Session,
     },
     cx::Cx,
     mark::{Mark, MarkKind},
@@ -28,25 +30,23 @@ struct Built {
     sges: SmallVec<[Sge; 2]>,
 }
 
-/// Slots that a request takes at most.
-pub(super) fn slots<U>(inflight: &InFlightTable<U>, device: Option<DeviceIx>, direction: Direction) -> u32 {
-    let of = device.and_then(|device| inflight.device(device));
-    match of {
-        Some(d) if direction == Direction::Read && d.strategy != KeyStrategy::Static && !d.instant => GRANT_SLOTS + 1,
-        _ => 1,
+impl<U> Session<U> {
+    /// Posts the work of a connection.
+    pub(super) fn post(&mut self, env: &mut Env<'_, '_, U>, path: u16, cid: u16) {
+        let index = usize::from(path);
+        let Some(path) = self.paths.get_mut(index) else { return };
+        if let Err(e) = post(env.cx, path, &mut self.inflight, cid) {
+            path.fail_path(PathError::Post(e));
+            self.settle(env, index);
+        }
     }
 }
 
-/// Posts the work of a connection.
-pub(super) fn post<U>(
-    cx: &mut Cx<'_>,
-    path: &mut Path,
-    inflight: &mut InFlightTable<U>,
-    cid: u16,
-) -> Result<(), PostError> {
+fn post<U>(cx: &mut Cx<'_>, path: &mut Path, inflight: &mut InFlightTable<U>, cid: u16) -> Result<(), PostError> {
     let Some(conn) = path.conns.get_mut(usize::from(cid)) else {
         return Ok(());
     };
+    conn.dirty = false;
     let Some(qp) = conn.qp else { return Ok(()) };
     let used = core::mem::take(&mut conn.used);
     let fitting = conn.queue.take();
@@ -61,7 +61,7 @@ pub(super) fn post<U>(
                 // The provider posts it itself: in its turn.
                 send(cx, qp, &built)?;
                 built.clear();
-                let key = key_of(path, inflight, *permit)?;
+                let key = inflight.key_of(path.device, *permit)?;
                 let mark = Mark::new(MarkKind::Revoke, u32::from(*permit));
                 // A provider that does it at once is not asked this way.
                 cx.provider.revoke(qp, key, mark.encode())?;
@@ -111,13 +111,6 @@ fn post_receives(cx: &mut Cx<'_>, path: &Path, qp: QpId, used: &[u32]) -> Result
     cx.provider.post_recv(qp, &wrs).map_err(|(_, e)| e)
 }
 
-/// The key that opens the buffer of a permit's read.
-pub(super) fn key_of<U>(path: &Path, inflight: &InFlightTable<U>, permit: u16) -> Result<KeyId, PostError> {
-    let of = path.device.and_then(|device| inflight.device(device));
-    let key = of.and_then(|d| d.keys.get(usize::from(permit))).copied();
-    key.ok_or(PostError::Invalid("the permit has no key of its own"))
-}
-
 /// Writes RTRS's message of a request, and opens the buffer of a read.
 fn request<U>(
     cx: &mut Cx<'_>,
@@ -160,7 +153,7 @@ fn request<U>(
             let (mut flags, mut desc) = (MsgFlags::empty(), None);
             if let Some((mr, at, _)) = regions.first() {
                 if of.strategy != KeyStrategy::Static {
-                    key = Some(open(cx, qp, key_of(path, inflight, permit)?, &regions)?);
+                    key = Some(open(cx, qp, inflight.key_of(path.device, permit)?, &regions)?);
                     if of.peer_invalidates {
                         flags = MsgFlags::NEED_INVAL;
                     }

@@ -16,7 +16,6 @@ use crate::{
         handshake::Handshake,
         inflight::InFlightTable,
         path::{Path, Report},
-        post,
         request::{Output, SessionId, Submission},
         stage::Reached,
         state::{PathEvent, PathState, SESSION, SessionAction, SessionEvent, SessionState},
@@ -176,7 +175,7 @@ impl<U> Session<U> {
             ConType::Admin => 0,
             ConType::Io(hint) => 1 + (hint % io) as u16,
         };
-        let slots = post::slots(&self.inflight, path.device, request.direction);
+        let slots = self.inflight.slots(path.device, request.direction);
         let bytes = request.header.len() + request.data.as_ref().map_or(0, Buffer::len);
         path.stats.rdma.count(request.direction, bytes as u64);
         self.inflight.launch(permit, path.index, cid, env.cpu);
@@ -299,19 +298,6 @@ impl<U> Session<U> {
                 path.lose_device();
                 self.settle(env, index);
             }
-        }
-    }
-
-    /// Posts the work of a connection.
-    pub(super) fn post(&mut self, env: &mut Env<'_, '_, U>, path: u16, cid: u16) {
-        let index = usize::from(path);
-        let Some(path) = self.paths.get_mut(index) else { return };
-        if let Some(conn) = path.conns.get_mut(usize::from(cid)) {
-            conn.dirty = false;
-        }
-        if let Err(e) = post::post(env.cx, path, &mut self.inflight, cid) {
-            path.fail_path(PathError::Post(e));
-            self.settle(env, index);
         }
     }
 

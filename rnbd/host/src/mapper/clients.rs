@@ -106,9 +106,16 @@ impl Service {
         f: impl FnOnce(&mut NbdSocket, Instant, &mut ClientBackend<'_>) -> T,
     ) -> Option<(T, bool)> {
         let client = self.clients.get_mut(index)?;
-        let (now, opener) = (turn.now, client.opener.clone());
-        let session = self.session.zip(self.info);
-        let mut backend = ClientBackend::new(index, opener, &mut self.rnbd, self.rng.cx(turn), session);
+        let now = turn.now;
+        let mut backend = ClientBackend {
+            client: index,
+            opener: client.opener.clone(),
+            rnbd: &mut self.rnbd,
+            cx: self.rng.cx(turn),
+            session: self.session.zip(self.info),
+            starved: false,
+            worked: false,
+        };
         let done = f(client, now, &mut backend);
         let worked = backend.worked;
         if backend.starved && !core::mem::replace(&mut client.starved, true) {
@@ -244,26 +251,6 @@ pub(super) struct ClientBackend<'a> {
     starved: bool,
     /// It got a buffer, or submitted a request.
     worked: bool,
-}
-
-impl<'a> ClientBackend<'a> {
-    pub(super) fn new(
-        client: usize,
-        opener: Option<Opener>,
-        rnbd: &'a mut Rnbd,
-        cx: Cx<'a>,
-        session: Option<(SessionId, SessionInfo)>,
-    ) -> Self {
-        Self {
-            client,
-            opener,
-            rnbd,
-            cx,
-            session,
-            starved: false,
-            worked: false,
-        }
-    }
 }
 
 impl Memory for ClientBackend<'_> {
