@@ -161,5 +161,6 @@ pub fn check<R: Read>(mut checker: Checker, mut capture: Capture<R>, mut each: i
             Err(e) => checker.broken(&e),
         }
     }
+    checker.dropped(capture.dropped());
     checker.finish()
 }

@@ -111,6 +111,8 @@ rules! {
     NakAcknowledged = "nak-acknowledged", Error, Sender;
     /// A gap is reported once, until the missing packet has come. (IBA 9.7.5.1.1)
     NakRepeated = "nak-repeated", Warning, Sender;
+    /// After an RNR NAK the responder is silent until the refused request comes again. (IBA 9.7.5.2.8)
+    NakAfterRnr = "nak-after-rnr", Warning, Sender;
     /// The responder refused a request for good; the connection is over. (IBA 9.7.5.2, table 47)
     NakFatal = "nak-fatal", Note, None;
     /// An RNR NAK answers a request that takes a receive: SEND, or WRITE with immediate. (IBA 9.7.5.2.8)

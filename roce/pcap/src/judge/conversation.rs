@@ -179,9 +179,9 @@ fn end_of_direction(d: &Direction, peers: (IpAddr, IpAddr), now_ns: u64, cx: &mu
     if let Some(beyond) = d.beyond.filter(|_| d.requests > 0 && !d.damaged)
         && let Some(next) = d.next
     {
-        // A capture that missed requests before may have missed this one, if it is near.
+        // The capture may have missed the request, unless the requester goes on as if it had not sent it.
         let far = beyond.psn - next >= 1 << 16;
-        if d.missed == 0 || far {
+        if beyond.doubted || far {
             let text = format!("{} of PSN {}, which was never sent", beyond.what, wrap(beyond.psn));
             cx.find_at(Rule::AckGhost, beyond.frame, backwards, text);
         }
@@ -203,7 +203,7 @@ fn end_of_direction(d: &Direction, peers: (IpAddr, IpAddr), now_ns: u64, cx: &mu
             .filter(|span| span.is_hole())
         && d.spans
             .from(nak.psn)
-            .any(|span| !span.is_hole() && span.last_ns > hole.last_ns && span.frame > nak.frame)
+            .any(|span| !span.is_hole() && span.last_ns > nak.time_ns && span.sent > 1)
     {
         let text = format!(
             "PSN {} was never sent; the peer asked for it in frame {}",

@@ -25,6 +25,19 @@ pub(super) struct Beyond {
     pub(super) psn: i64,
     pub(super) frame: u64,
     pub(super) what: &'static str,
+    /// Older requests were sent again since: the requester has not sent that PSN, or does not take the answer.
+    pub(super) doubted: bool,
+}
+
+impl Beyond {
+    pub(super) const fn new(psn: i64, frame: u64, what: &'static str) -> Self {
+        Self {
+            psn,
+            frame,
+            what,
+            doubted: false,
+        }
+    }
 }
 
 /// NAK for a gap.
@@ -32,6 +45,7 @@ pub(super) struct Beyond {
 pub(super) struct GapNak {
     pub(super) psn: i64,
     pub(super) frame: u64,
+    pub(super) time_ns: u64,
     /// The requester has sent that PSN again.
     pub(super) resent: bool,
 }

@@ -317,6 +317,9 @@ fn repeated(d: &mut Direction, o: &Observed<'_>, psn: i64, cx: &mut Context<'_>)
         ends: o.header.bth.opcode.info().position.ends(),
     };
     heed_naks(d, o, psn, cx);
+    if let Some(beyond) = &mut d.beyond {
+        beyond.doubted = true;
+    }
     let Some(at) = d.spans.find(psn) else {
         d.repeated += 1;
         return event(true, 1);

@@ -70,11 +70,7 @@ fn place(d: &mut Direction, o: &Observed<'_>, psn: i64, what: &'static str, cx: 
             .map_or(Place::Unsent, Place::Request);
     }
     if psn >= next {
-        d.beyond.get_or_insert(Beyond {
-            psn,
-            frame: o.meta.frame,
-            what,
-        });
+        d.beyond.get_or_insert(Beyond::new(psn, o.meta.frame, what));
         return Place::Unsent;
     }
     if psn < d.first {
@@ -240,6 +236,14 @@ fn nak(d: &mut Direction, o: &Observed<'_>, psn: i64, code: NakCode, cx: &mut Co
         advance(d, o, psn - 1, at, cx);
     }
     if code == NakCode::PsnSequenceError {
+        if let Some(rnr) = d.rnr.filter(|rnr| rnr.psn == psn) {
+            let text = format!(
+                "a sequence NAK of PSN {}, which the RNR NAK of frame {} refused",
+                wrap(psn),
+                rnr.frame
+            );
+            cx.find(Rule::NakAfterRnr, o, text);
+        }
         if let Some(before) = d.gap_nak.filter(|nak| nak.psn == psn && !nak.resent) {
             let text = format!(
                 "PSN {} again, as in frame {}, and it was not sent in between",
@@ -251,6 +255,7 @@ fn nak(d: &mut Direction, o: &Observed<'_>, psn: i64, code: NakCode, cx: &mut Co
         d.gap_nak = Some(GapNak {
             psn,
             frame: o.meta.frame,
+            time_ns: o.meta.time_ns,
             resent: false,
         });
     } else {
@@ -377,11 +382,8 @@ fn read_response(d: &mut Direction, o: &Observed<'_>, psn: i64, cx: &mut Context
         match d.spans.find(psn) {
             Some(found) => at = found,
             None => {
-                d.beyond.get_or_insert(Beyond {
-                    psn,
-                    frame: o.meta.frame,
-                    what: "a READ response",
-                });
+                d.beyond
+                    .get_or_insert(Beyond::new(psn, o.meta.frame, "a READ response"));
                 return event(false, None);
             }
         }
@@ -466,6 +468,7 @@ fn recount(d: &mut Direction, o: &Observed<'_>, start: i64, cx: &mut Context<'_>
                 text,
             );
         }
+        Some(_) if count < span.count => d.spans.resize(at, count),
         Some(_) => {}
     }
     if let Some(Span {

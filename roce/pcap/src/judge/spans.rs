@@ -161,10 +161,28 @@ impl Spans {
         }
     }
 
-    /// Gives the READ at `at` its number of PSNs; later spans stay where they are.
+    /// Gives the READ at `at` its number of PSNs. What it had beyond becomes a hole, as later spans stay where they are.
     pub(super) fn resize(&mut self, at: usize, count: i64) {
-        if let Some(span) = self.0.get_mut(at) {
-            span.count = count;
+        let Some(span) = self.0.get_mut(at) else { return };
+        let rest = span.count - count;
+        span.count = count;
+        let span = *span;
+        if rest <= 0 || at + 1 == self.0.len() {
+            return;
+        }
+        let hole = Span {
+            start: span.end(),
+            count: rest,
+            body: Body::Hole,
+            opcode: None,
+            asks: false,
+            ends: false,
+            ends_before: span.ends_before + i64::from(span.ends),
+            ..span
+        };
+        self.0.insert(at + 1, hole);
+        for later in self.0.range_mut(at + 2..) {
+            later.holes_before += rest;
         }
     }
 }

@@ -3,6 +3,7 @@
 mod common;
 mod compressed;
 mod copies;
+mod damage;
 mod files;
 mod fixtures;
 mod frames;

@@ -123,3 +123,10 @@ pub(crate) fn tshark(args: &[&str], file: &Path) -> String {
     assert!(out.status.success(), "tshark {args:?}: {errors}");
     String::from_utf8(out.stdout).unwrap()
 }
+
+/// Path of a capture of `pcap-fixtures`.
+pub(crate) fn fixture(name: &str) -> std::path::PathBuf {
+    std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../pcap-fixtures")
+        .join(name)
+}
