@@ -2,6 +2,7 @@
 
 use std::{collections::BTreeMap, net::IpAddr};
 
+use roce_bth::Psn;
 use roce_port::cm::{
     cma::{PortSpace, ServiceId},
     mad::{Rep, Req},
@@ -39,9 +40,9 @@ pub(crate) struct Conn {
     service_id: ServiceId,
     pub(crate) client: IpAddr,
     pub(crate) server: IpAddr,
-    client_qpn: u32,
+    client_qpn: Option<u32>,
     server_qpn: Option<u32>,
-    client_comm: u32,
+    client_comm: Option<u32>,
     server_comm: Option<u32>,
     /// Path MTU, bytes.
     pub(crate) mtu: u32,
@@ -55,8 +56,10 @@ pub(crate) struct Conn {
     pub(crate) cid: u16,
     /// RDS messages whose fragments are coming, by [`Direction`].
     pub(crate) rds: [Option<RdsPart>; 2],
-    /// Type of service of an RDS connection.
-    pub(crate) rds_tos: u8,
+    /// Type of service of an RDS connection. Of one that was recognized, a number of its own above those.
+    pub(crate) rds_tos: u64,
+    /// The service was recognized by a message: the connection request was not seen.
+    pub(crate) recognized: bool,
 }
 
 impl Conn {
@@ -96,7 +99,7 @@ impl Conns {
     ) -> (u64, Option<Vec<Conn>>) {
         let (comm, qpn) = ((client, req.local_comm_id), (client, req.local_qpn.value()));
         let same = |conn: &Conn| {
-            conn.client_qpn == qpn.1 && conn.server == server && conn.service_id == ServiceId(req.service_id)
+            conn.client_qpn == Some(qpn.1) && conn.server == server && conn.service_id == ServiceId(req.service_id)
         };
         if let Some(id) = self.comm.get(&comm)
             && self.all.get(id).is_some_and(same)
@@ -105,10 +108,7 @@ impl Conns {
         }
         let former = [self.comm.get(&comm).copied(), self.halves.get(&qpn).map(|(id, _)| *id)];
         let mut dropped: Vec<Conn> = former.into_iter().flatten().filter_map(|id| self.remove(id)).collect();
-        while self.all.len() >= MAX_CONNS {
-            let oldest = self.all.keys().next().copied();
-            dropped.extend(oldest.and_then(|id| self.remove(id)));
-        }
+        dropped.extend(self.make_room());
         self.last += 1;
         let id = self.last;
         self.comm.insert(comm, id);
@@ -119,9 +119,9 @@ impl Conns {
             service_id: ServiceId(req.service_id),
             client,
             server,
-            client_qpn: qpn.1,
+            client_qpn: Some(qpn.1),
             server_qpn: None,
-            client_comm: comm.1,
+            client_comm: Some(comm.1),
             server_comm: None,
             // Codes 1 to 5 are 256 to 4096 bytes.
             mtu: 128 << req.path_mtu.clamp(1, 5),
@@ -131,9 +131,79 @@ impl Conns {
             cid: 0,
             rds: Default::default(),
             rds_tos: 0,
+            recognized: false,
         };
         self.all.insert(id, conn);
         (id, Some(dropped))
+    }
+
+    /// Drops the oldest connections until there is room for another.
+    fn make_room(&mut self) -> Vec<Conn> {
+        let mut dropped = Vec::new();
+        while self.all.len() >= MAX_CONNS {
+            let oldest = self.all.keys().next().copied();
+            dropped.extend(oldest.and_then(|id| self.remove(id)));
+        }
+        dropped
+    }
+
+    /// Enters a connection of which a packet to `qpn` shows the service. If one between the same addresses is known in the other
+    /// direction only, it is taken for that. Returns the connections that were dropped for it.
+    pub(crate) fn recognize(
+        &mut self,
+        (src, dst): (IpAddr, IpAddr),
+        qpn: u32,
+        service: Service,
+        fresh: impl FnOnce() -> ExchangeId,
+    ) -> Vec<Conn> {
+        let mut all = self.all.values_mut();
+        let other_half = all.find(|c| {
+            c.recognized && c.service == service && c.client_qpn.is_none() && (c.server, c.client) == (src, dst)
+        });
+        if let Some(conn) = other_half {
+            conn.client_qpn = Some(qpn);
+            self.halves.insert((dst, qpn), (conn.id, Direction::ToClient));
+            return Vec::new();
+        }
+        let dropped = self.make_room();
+        self.last += 1;
+        let id = self.last;
+        self.halves.insert((dst, qpn), (id, Direction::ToServer));
+        let conn = Conn {
+            id,
+            service,
+            service_id: ServiceId(0),
+            client: src,
+            server: dst,
+            client_qpn: None,
+            server_qpn: Some(qpn),
+            client_comm: None,
+            server_comm: None,
+            mtu: 1024,
+            exchange: fresh(),
+            flows: Default::default(),
+            path: None,
+            cid: 1,
+            rds: Default::default(),
+            rds_tos: 0x100 + id,
+            recognized: true,
+        };
+        self.all.insert(id, conn);
+        dropped
+    }
+
+    /// Learns the other queue pair of a recognized connection from an acknowledgement: its PSN is that of a message of the connection.
+    /// Returns whether there is such a connection.
+    pub(crate) fn acknowledged(&mut self, (src, dst): (IpAddr, IpAddr), qpn: u32, psn: Psn) -> bool {
+        let mut all = self.all.values_mut();
+        let found = all.find(|c| {
+            let between = c.recognized && c.client_qpn.is_none() && (c.server, c.client) == (src, dst);
+            between && c.flows[Direction::ToServer as usize].is_done(psn)
+        });
+        let Some(conn) = found else { return false };
+        conn.client_qpn = Some(qpn);
+        self.halves.insert((dst, qpn), (conn.id, Direction::ToClient));
+        true
     }
 
     /// Enters the server's side of a connection. Returns the connections that were dropped for it.
@@ -170,13 +240,13 @@ impl Conns {
     /// Removes a connection from all tables.
     fn remove(&mut self, id: u64) -> Option<Conn> {
         let conn = self.all.remove(&id)?;
-        let halves = [(conn.client, Some(conn.client_qpn)), (conn.server, conn.server_qpn)];
+        let halves = [(conn.client, conn.client_qpn), (conn.server, conn.server_qpn)];
         for key in halves.into_iter().filter_map(|(ip, qpn)| Some((ip, qpn?))) {
             if self.halves.get(&key).is_some_and(|(owner, _)| *owner == id) {
                 self.halves.remove(&key);
             }
         }
-        let comms = [(conn.client, Some(conn.client_comm)), (conn.server, conn.server_comm)];
+        let comms = [(conn.client, conn.client_comm), (conn.server, conn.server_comm)];
         for key in comms.into_iter().filter_map(|(ip, comm)| Some((ip, comm?))) {
             if self.comm.get(&key) == Some(&id) {
                 self.comm.remove(&key);

@@ -1,5 +1,8 @@
 //! State of a dissection, and the way of a packet through the layers.
 
+use std::net::IpAddr;
+
+use ::rtrs::proto::Uuid;
 use roce_bth::{Class, Packet, Qpn, Service as Transport};
 use roce_port::cm::{
     cma::ServiceId,
@@ -14,6 +17,7 @@ use crate::{
     flow::{Message, Step},
     layers::{bth, lnet, mad, other, private, rds, rtrs},
     paths::Paths,
+    recognize,
     service::Service,
 };
 
@@ -51,12 +55,20 @@ impl Dissector {
             self.management(meta, packet, &mut dissection);
             return dissection;
         }
+        let (src, dst, qpn) = (meta.src.ip(), meta.dst.ip(), header.dest_qp.value());
+        if self.conns.of_packet(src, dst, qpn).is_none() {
+            let answers = matches!(header.opcode.info().class, Class::Acknowledge | Class::ReadResponse);
+            let known = answers && self.conns.acknowledged((src, dst), qpn, header.psn);
+            if let Some(service) = recognize::service(packet).filter(|_| !known) {
+                self.recognize((src, dst), qpn, service);
+            }
+        }
         let Self {
             conns,
             exchanges,
             paths,
         } = self;
-        let found = conns.of_packet(meta.src.ip(), meta.dst.ip(), header.dest_qp.value());
+        let found = conns.of_packet(src, dst, qpn);
         if let Some((conn, direction)) = found {
             let mut cx = Cx {
                 meta,
@@ -70,6 +82,24 @@ impl Dissector {
             connection(&mut cx, packet, &mut dissection);
         }
         dissection
+    }
+
+    /// Enters a connection whose request was not seen.
+    fn recognize(&mut self, (src, dst): (IpAddr, IpAddr), qpn: u32, service: Service) {
+        let dropped = self
+            .conns
+            .recognize((src, dst), qpn, service, || self.exchanges.fresh());
+        self.forget(dropped);
+        let Some((conn, _)) = self.conns.of_packet(src, dst, qpn) else {
+            return;
+        };
+        if service == Service::Rtrs && conn.path.is_none() {
+            // A path of its own, with a name that no session has.
+            let mut name = [0; 16];
+            name[8..].copy_from_slice(&conn.id.to_be_bytes());
+            conn.path = Some(Uuid(name));
+            self.paths.recognize(Uuid(name));
+        }
     }
 
     fn management(&mut self, meta: &Meta, packet: &Packet<'_>, dissection: &mut Dissection) {
@@ -185,7 +215,7 @@ fn learn_service(conn: &mut Conn, paths: &mut Paths, service_id: u64, private_da
         }
         Service::Rds => {
             if let Ok(data) = ::rds::proto::Private::parse(conn.port(), private_data) {
-                conn.rds_tos = data.common().tos;
+                conn.rds_tos = data.common().tos.into();
             }
         }
         _ => {}

@@ -35,6 +35,8 @@ pub(crate) enum Scope {
 pub(crate) enum Number {
     /// Chunk of an RTRS server.
     Chunk,
+    /// Bits of an RTRS immediate that have the chunk, if it is not known how many they are.
+    RawChunk,
     /// Remote key of memory that a request is about.
     RemoteKey,
     /// Sequence number of an RDS message.

@@ -127,7 +127,7 @@ pub struct Dissection {
     pub frame: u64,
     /// Time of the frame, as the caller gave it.
     pub time_ns: u64,
-    /// Number of the connection, from 1, if its connection request was seen.
+    /// Number of the connection, from 1, if its connection request was seen or its service recognized.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub connection: Option<u64>,
     /// Service of the connection.

@@ -1,7 +1,7 @@
 //! RoCE packets as fields and one-line summaries.
 //!
 //! [`Dissector`] takes the packets of a capture in their order. It learns connections and their services from the connection manager's
-//! messages, puts messages of several packets together, and returns a [`Dissection`] of each packet: its [`Layer`]s, the outermost first, and
+//! messages, or recognizes them by what they send, puts messages of several packets together, and returns a [`Dissection`] of each packet: its [`Layer`]s, the outermost first, and
 //! the number of the [exchange](ExchangeId) that it belongs to. All packets of a request have the same one: its data, its answer, and the
 //! acknowledgements.
 //!
@@ -28,6 +28,7 @@ mod flow;
 mod layers;
 mod paths;
 mod rds_part;
+mod recognize;
 mod service;
 
 pub use cx::Meta;

@@ -13,6 +13,10 @@ pub(crate) struct Path {
     pub(crate) max_hdr_size: u32,
     /// Memory of the chunks.
     pub(crate) memory: Vec<SgDesc>,
+    /// The connection response was not seen.
+    pub(crate) recognized: bool,
+    /// Bits of an immediate below the chunk, once they are found out.
+    pub(crate) shift: Option<u32>,
     /// Connections of the path.
     connections: usize,
 }
@@ -64,6 +68,15 @@ impl Paths {
     /// Adds a connection to a path.
     pub(crate) fn join(&mut self, path: Uuid) {
         self.all.entry(path).or_default().connections += 1;
+    }
+
+    /// Adds the path of a connection that was recognized by a message.
+    pub(crate) fn recognize(&mut self, path: Uuid) {
+        self.join(path);
+        if let Some(path) = self.all.get_mut(&path) {
+            path.recognized = true;
+            path.max_hdr_size = rtrs::proto::MAX_HDR_SIZE;
+        }
     }
 
     /// Takes a connection from a path.

@@ -20,11 +20,7 @@ const MAX_PORTS: usize = 16;
 /// Key of a message by its sequence number. A message that is sent again over a later connection has the same.
 fn sequence_key(cx: &Cx<'_>, direction: Direction, sequence: u64) -> Key {
     let (from, to) = cx.conn.ends(direction);
-    Key(
-        Scope::Pair(from, to, cx.conn.rds_tos.into()),
-        Number::Sequence,
-        sequence,
-    )
+    Key(Scope::Pair(from, to, cx.conn.rds_tos), Number::Sequence, sequence)
 }
 
 /// Key of memory of the receiver.

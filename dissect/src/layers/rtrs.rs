@@ -10,12 +10,16 @@ use super::{other::base, rnbd as rnbd_layer};
 use crate::{
     conns::Direction,
     cx::{Cx, Found},
-    exchange::{ExchangeId, Key, Note, Number, Scope},
+    exchange::{ExchangeId, Key, Note, Number, Open, Scope},
     field::{Field, Layer},
     flow::Message,
+    paths::Path,
+    recognize,
 };
 
 const NAME: &str = "RTRS";
+/// Bytes at the end of a WRITE in which a request is searched: the longest message of RNBD, and RTRS's.
+const MAX_TAIL: usize = 1024;
 
 /// Key of a request by its chunk.
 fn chunk_key(cx: &Cx<'_>, chunk: u32) -> Option<Key> {
@@ -27,13 +31,37 @@ fn sink_key(cx: &Cx<'_>, rkey: u32) -> Key {
     Key(Scope::Conn(cx.conn.id), Number::RemoteKey, rkey.into())
 }
 
+/// Key of a request whose chunk is not known.
+fn raw_key(cx: &Cx<'_>, raw: u32) -> Option<Key> {
+    Some(Key(Scope::Path(cx.conn.path?), Number::RawChunk, raw.into()))
+}
+
+/// Takes the request of an answered chunk, if the division of immediates was not known yet, and learns it from the answer.
+fn take_raw(cx: &mut Cx<'_>, chunk: u32) -> Option<Open> {
+    cx.paths.get(cx.conn.path).filter(|path| path.recognized)?;
+    // Chunks of 4 KiB to 128 MiB.
+    let shifts = 12..28u32;
+    let found = shifts.into_iter().find_map(|shift| {
+        let raw = chunk.checked_shl(shift).filter(|raw| raw >> shift == chunk)?;
+        Some((shift, cx.exchanges.take(raw_key(cx, raw)?)?))
+    });
+    let (shift, open) = found?;
+    if chunk != 0
+        && let Some(path) = cx.paths.get_mut(cx.conn.path)
+    {
+        path.shift = Some(shift);
+    }
+    Some(open)
+}
+
 /// Returns the exchange that a WRITE of several packets belongs to, when it begins.
 pub(crate) fn begin(cx: &mut Cx<'_>, reth: &Reth) -> Option<ExchangeId> {
     match cx.direction {
         // A request, which the immediate of the last packet will say.
         Direction::ToServer => {
-            cx.paths.get(cx.conn.path)?.chunk_at(reth.va)?;
-            Some(cx.exchanges.fresh())
+            let path = cx.paths.get(cx.conn.path)?;
+            let is_request = path.recognized || path.chunk_at(reth.va).is_some();
+            is_request.then(|| cx.exchanges.fresh())
         }
         Direction::ToClient => Some(cx.exchanges.get(sink_key(cx, reth.rkey.0))?.id),
     }
@@ -77,7 +105,10 @@ fn immediate(cx: &mut Cx<'_>, message: &Message<'_>, imm: u32) -> Found {
 
 /// Place of a request in a WRITE.
 struct Place {
-    chunk: u32,
+    /// Chunk, if it is known how the immediate is divided.
+    chunk: Option<u32>,
+    /// The immediate's payload without the offset.
+    raw: u32,
     /// Offset of RTRS's message in the chunk.
     offset: u32,
     /// Offset of RTRS's message in the WRITE.
@@ -87,6 +118,9 @@ struct Place {
 /// Finds the request in a WRITE: by the chunk's address, or, if that is not known, as the message that fits at the end.
 fn place(cx: &Cx<'_>, message: &Message<'_>, payload: u32) -> Result<Place, String> {
     let path = cx.paths.get(cx.conn.path).ok_or("the path is not known")?;
+    if path.recognized {
+        return recognized_place(path, message, payload);
+    }
     let layout = path.layout.ok_or("the connection response was not seen")?;
     let (chunk, offset) = layout.unpack(payload).map_err(|e| e.to_string())?;
     let va = message.reth.map_or(0, |reth| reth.va);
@@ -96,7 +130,12 @@ fn place(cx: &Cx<'_>, message: &Message<'_>, payload: u32) -> Result<Place, Stri
             .and_then(|at| usize::try_from(at).ok())
             .filter(|at| *at <= message.len());
         let at = at.ok_or_else(|| format!("the message is not at offset {offset} of chunk {chunk}"))?;
-        return Ok(Place { chunk, offset, at });
+        return Ok(Place {
+            chunk: Some(chunk),
+            raw: payload - offset,
+            offset,
+            at,
+        });
     }
     let lens = [RdmaWrite::LEN, RdmaRead::LEN_ONE, RdmaRead::LEN];
     let ends = lens.iter().filter_map(|len| message.len().checked_sub(*len));
@@ -112,7 +151,35 @@ fn place(cx: &Cx<'_>, message: &Message<'_>, payload: u32) -> Result<Place, Stri
         .into_iter()
         .find(fits)
         .ok_or("no request at the end of the WRITE")?;
-    Ok(Place { chunk, offset, at })
+    Ok(Place {
+        chunk: Some(chunk),
+        raw: payload - offset,
+        offset,
+        at,
+    })
+}
+
+/// Finds the request in a WRITE of a session whose beginning was not seen. The kernel's and our clients write to the beginning of a chunk,
+/// so that the offset follows from the lengths.
+fn recognized_place(path: &Path, message: &Message<'_>, payload: u32) -> Result<Place, String> {
+    let tail_len = message.len().min(MAX_TAIL);
+    let tail = message
+        .get(message.len() - tail_len, tail_len)
+        .ok_or("the end of the WRITE was not kept")?;
+    let at = recognize::rtrs_request(&tail).ok_or("no request at the end of the WRITE")?;
+    let request = Request::parse(&tail[at..], u32::MAX, u32::MAX).map_err(|e| e.to_string())?;
+    let at = message.len() - tail_len + at;
+    let offset = match request.dest {
+        Some(dest) => dest.len.get().checked_add(request.usr_len.into()),
+        None => u32::try_from(at).ok(),
+    };
+    let raw = offset.and_then(|offset| payload.checked_sub(offset));
+    let (Some(offset), Some(raw)) = (offset, raw) else {
+        return Err(format!("the request's lengths contradict the immediate {payload:#x}"));
+    };
+    // Chunk 0 is 0 whatever the division.
+    let chunk = path.shift.map(|shift| raw >> shift).or((raw == 0).then_some(0));
+    Ok(Place { chunk, raw, offset, at })
 }
 
 /// Bytes of RTRS's message.
@@ -131,7 +198,8 @@ fn request(cx: &mut Cx<'_>, message: &Message<'_>, mut layer: Layer, payload: u3
         Ok(place) => place,
         Err(why) => return failed(layer, "RTRS request", &why, message, Some(id)),
     };
-    let Place { chunk, offset, at } = place;
+    let Place { chunk, raw, offset, at } = place;
+    let name = chunk.map_or_else(|| "not known".to_owned(), |chunk| chunk.to_string());
     let room = (message.len() - at).min(Request::MAX_LEN);
     let header_room = cx.paths.get(cx.conn.path).map_or(0, |p| p.max_hdr_size);
     let bytes = message.get(at, room).unwrap_or_default();
@@ -143,8 +211,8 @@ fn request(cx: &mut Cx<'_>, message: &Message<'_>, mut layer: Layer, payload: u3
         Data::Write => "write",
         Data::Read => "read",
     };
-    layer.summary = format!("RTRS {kind} request, chunk {chunk}, {} bytes of data", request.data_len);
-    layer.fields.push(Field::learned("chunk", chunk));
+    layer.summary = format!("RTRS {kind} request, chunk {name}, {} bytes of data", request.data_len);
+    layer.fields.push(Field::learned("chunk", name));
     layer.fields.push(Field::learned("offset in the chunk", offset));
     let usr_len = usize::from(request.usr_len);
     let user_at = at.checked_sub(usr_len);
@@ -160,7 +228,11 @@ fn request(cx: &mut Cx<'_>, message: &Message<'_>, mut layer: Layer, payload: u3
         layers.push(user_layer);
     }
     let open = cx.meta.open(id, note);
-    if let Some(key) = chunk_key(cx, chunk) {
+    let key = match chunk {
+        Some(chunk) => chunk_key(cx, chunk),
+        None => raw_key(cx, raw),
+    };
+    if let Some(key) = key {
         cx.exchanges.enter(key, open);
     }
     if let Some(dest) = request.dest {
@@ -210,7 +282,9 @@ fn failed(mut layer: Layer, what: &str, why: &str, message: &Message<'_>, exchan
 }
 
 fn response(cx: &mut Cx<'_>, message: &Message<'_>, mut layer: Layer, reply: &IoReply) -> Found {
-    let open = chunk_key(cx, reply.msg_id).and_then(|key| cx.exchanges.take(key));
+    let open = chunk_key(cx, reply.msg_id)
+        .and_then(|key| cx.exchanges.take(key))
+        .or_else(|| take_raw(cx, reply.msg_id));
     let result = match reply.errno {
         0 => "OK".to_owned(),
         errno => format!("error {}", Errno::from_wire(errno.into())),

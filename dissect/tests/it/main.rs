@@ -5,4 +5,5 @@ mod common;
 mod exchanges;
 mod golden;
 mod odd;
+mod recognized;
 mod trees;

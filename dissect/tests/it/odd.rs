@@ -113,8 +113,6 @@ fn changed(name: &str, most: usize, changes: &[Change], lost: &[prop::sample::In
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
-
     #[test]
     fn changed_packets_never_panic(
         which in 0usize..8,
