@@ -83,12 +83,12 @@ rules! {
     RethLength = "reth-length", Error, Sender;
     /// No more READs and atomic operations are outstanding than the connection's initiator depth allows. (IBA 9.7.8, 12.7.29)
     ReadDepth = "read-depth", Error, Sender;
-    /// A READ that is asked for again from the middle asks for the rest of its range: address, length and key follow from its PSN. (IBA 9.7.5.1.1)
+    /// A READ that is asked for again asks for a part of its range: address and key follow from its PSN, and it does not go beyond the end. (IBA 9.7.5.1.1)
     ReadRetry = "read-retry", Error, Sender;
     /// The address of an atomic operation is a multiple of eight. (IBA 9.4.5, 9.7.4.1.6)
     AtomicAlignment = "atomic-alignment", Error, Sender;
     /// After an RNR NAK the request is repeated no earlier than the NAK's time. (IBA 9.7.5.2.8)
-    RnrEarly = "rnr-early", Warning, Sender;
+    RnrEarly = "rnr-early", Note, Sender;
     /// After a fatal NAK the queue pair is in error and sends no new request. (IBA 9.9.2.1, 10.3.1)
     RequestAfterNak = "request-after-nak", Error, Sender;
     /// No request follows the end of a connection (DREQ answered by DREP). (IBA 12.9.8)
@@ -103,7 +103,7 @@ rules! {
     AckGhost = "ack-ghost", Error, Sender;
     /// A READ or an atomic operation is answered before anything behind it is acknowledged; the requester must take it for lost. (IBA 9.7.5.1.2, 9.9.2.2)
     AckPassesRead = "ack-passes-read", Warning, Sender;
-    /// The MSN of an answer is the number of messages that the responder has completed. (IBA 9.7.7.1)
+    /// The MSN of an answer is the number of messages that the responder has completed: at least those before the answer's PSN, at most those that were sent. (IBA 9.7.7.1)
     Msn = "msn", Error, Sender;
     /// The syndrome of an AETH is none of the reserved ones. (IBA tables 45 to 47)
     Syndrome = "syndrome", Error, Sender;

@@ -87,6 +87,8 @@ pub(super) struct Direction {
     pub(super) next: Option<i64>,
     /// The last request is a READ of which the number of PSNs is not known yet.
     pub(super) loose: bool,
+    /// There are READs of which the number of PSNs is not certain.
+    pub(super) assumed: bool,
     pub(super) spans: Spans,
     pub(super) message: Message,
     /// Everything before this PSN is acknowledged.
@@ -125,6 +127,18 @@ impl Direction {
             acked: first,
             message: Message::Between,
             msn: Some(MsnBase { offset: 0, holes: 0 }),
+            ..Self::default()
+        };
+    }
+
+    /// Forgets the requests: the queue pair was connected again.
+    pub(super) fn restart(&mut self) {
+        *self = Self {
+            requests: self.requests,
+            repeated: self.repeated,
+            answers: self.answers,
+            missed: self.missed,
+            cut: self.cut,
             ..Self::default()
         };
     }

@@ -8,7 +8,7 @@ use super::{
     event::EventKind,
     message::{Message, check_length, check_reth},
     observed::Observed,
-    spans::{Body, Read, Span},
+    spans::{AGAIN, Body, Read, Span},
 };
 use crate::rule::Rule;
 
@@ -16,6 +16,9 @@ use crate::rule::Rule;
 const RNR_TOLERANCE_PERCENT: u64 = 95;
 /// Time after a fatal NAK within which a requester may not have heard of it, nanoseconds.
 const GRACE_NS: u64 = 100_000_000;
+
+/// Distance of PSNs that is no loss: the queue pair was connected again, in a way that the capture does not show.
+const RESTART: i64 = 1 << 17;
 
 /// Judges a request packet of a reliable connection.
 pub(super) fn reliable(d: &mut Direction, o: &Observed<'_>, cx: &mut Context<'_>) -> EventKind {
@@ -25,7 +28,11 @@ pub(super) fn reliable(d: &mut Direction, o: &Observed<'_>, cx: &mut Context<'_>
     check_reth(o, cx);
     check_atomic(o, cx);
     check_length_of_request(o, cx);
-    let psn = d.unwrap(o.header.bth.psn);
+    let mut psn = d.unwrap(o.header.bth.psn);
+    if d.next.is_some_and(|next| (psn - next).abs() > RESTART) && d.beginning == Beginning::Unknown {
+        d.restart();
+        psn = d.unwrap(o.header.bth.psn);
+    }
     let Some(next) = d.next else {
         (d.first, d.acked) = (psn, psn);
         return fresh(d, o, psn, 0, cx);
@@ -123,6 +130,7 @@ fn fresh(d: &mut Direction, o: &Observed<'_>, psn: i64, skipped: i64, cx: &mut C
         check_depth(d, o, psn, cx);
     }
     d.loose = count.is_none();
+    d.assumed |= d.loose;
     let count = count.unwrap_or(1);
     d.spans.push(
         Span {
@@ -239,8 +247,9 @@ fn body(o: &Observed<'_>, psn: i64, mtu: PathMtu) -> (Body, Option<i64>) {
                 va,
                 rkey: rkey.0,
                 next: psn,
+                seen: psn,
                 gap: false,
-                resume: None,
+                again: [None; AGAIN],
                 passed: false,
                 assumed: count.is_none(),
             };
@@ -340,8 +349,9 @@ fn repeated(d: &mut Direction, o: &Observed<'_>, psn: i64, cx: &mut Context<'_>)
         if let Body::Read(read) = &mut span.body
             && o.header.bth.opcode.info().class == Class::ReadRequest
         {
-            read.resume = Some(psn);
-            (read.next, read.gap) = (read.next.min(psn), false);
+            let rest = known.end() - psn;
+            let asked = o.header.reth().and_then(|reth| cx.mtu.packets(reth.dma_len));
+            read.ask_again(psn, psn + asked.map_or(rest, |asked| asked.min(rest)));
         }
     }
     event(true, 1)
@@ -441,9 +451,9 @@ fn check_read_again(known: &Span, read: &Read, o: &Observed<'_>, psn: i64, cx: &
     let done = (psn - known.start) as u64 * u64::from(mtu);
     let rest = u64::from(len).saturating_sub(done);
     let (va, rkey) = (read.va.wrapping_add(done), read.rkey);
-    if reth.va != va || u64::from(reth.dma_len) != rest || reth.rkey.0 != rkey {
+    if reth.va != va || u64::from(reth.dma_len) > rest || reth.rkey.0 != rkey {
         let text = format!(
-            "PSN {} of the READ in frame {} stands for {rest} bytes at {va:#x} with key {rkey:#x}, this asks for {} at {:#x} with {}",
+            "PSN {} of the READ in frame {} stands for at most {rest} bytes at {va:#x} with key {rkey:#x}, this asks for {} at {:#x} with {}",
             wrap(psn),
             known.frame,
             reth.dma_len,

@@ -144,14 +144,15 @@ fn stalled(span: &Span, o: &Observed<'_>, cx: &mut Context<'_>) {
     cx.find(Rule::Stall, o, text);
 }
 
-/// Checks an answer's MSN: messages before `psn` are completed, `extra` more may be.
-fn check_msn(d: &mut Direction, o: &Observed<'_>, through: i64, extra: i64, cx: &mut Context<'_>) {
+/// Checks an answer's MSN: the messages before `through` are completed, those behind it may be.
+fn check_msn(d: &mut Direction, o: &Observed<'_>, through: i64, cx: &mut Context<'_>) {
     let (Some(aeth), Some((ends, holes))) = (o.header.aeth(), d.completed(through)) else {
         return;
     };
+    let (all, all_holes) = d.next.and_then(|next| d.completed(next)).unwrap_or((ends, holes));
     let msn = aeth.msn.value();
     let Some(base) = d.msn else {
-        if extra == 0 {
+        if all == ends {
             d.msn = Some(MsnBase {
                 offset: msn.wrapping_sub(ends as u32) & 0x00ff_ffff,
                 holes,
@@ -160,7 +161,7 @@ fn check_msn(d: &mut Direction, o: &Observed<'_>, through: i64, extra: i64, cx: 
         return;
     };
     let lowest = base.offset.wrapping_add(ends as u32) & 0x00ff_ffff;
-    let room = (holes - base.holes).max(0) + extra;
+    let room = (all_holes - base.holes).max(0) + (all - ends);
     let above = i64::from(msn.wrapping_sub(lowest) & 0x00ff_ffff);
     if above > room {
         let names = if room == 0 {
@@ -171,7 +172,7 @@ fn check_msn(d: &mut Direction, o: &Observed<'_>, through: i64, extra: i64, cx: 
         cx.find(Rule::Msn, o, format!("MSN {msn}, {names} expected"));
         // Take the peer's count from here on: one fault is one finding.
         d.msn = None;
-    } else if room > extra && extra == 0 {
+    } else if holes > base.holes && all == ends {
         d.msn = Some(MsnBase {
             offset: msn.wrapping_sub(ends as u32) & 0x00ff_ffff,
             holes,
@@ -190,12 +191,7 @@ fn acknowledge(d: &mut Direction, o: &Observed<'_>, psn: i64, cx: &mut Context<'
         }
     };
     check_passed(d, o, psn, cx);
-    let again = (d.acked - (psn + 1)).max(0);
-    let extra = match d.completed(d.acked).zip(d.completed(psn + 1)) {
-        Some((now, then)) if again > 0 => now.0 - then.0,
-        _ => 0,
-    };
-    check_msn(d, o, psn + 1, extra, cx);
+    check_msn(d, o, psn + 1, cx);
     let round_trip_ns = advance(d, o, psn, at, cx);
     EventKind::Ack { psn, round_trip_ns }
 }
@@ -231,7 +227,7 @@ fn nak(d: &mut Direction, o: &Observed<'_>, psn: i64, code: NakCode, cx: &mut Co
         );
         return event;
     }
-    check_msn(d, o, psn, 0, cx);
+    check_msn(d, o, psn, cx);
     if psn > d.acked {
         advance(d, o, psn - 1, at, cx);
     }
@@ -305,7 +301,7 @@ fn rnr(d: &mut Direction, o: &Observed<'_>, psn: i64, wait: std::time::Duration,
         );
         return event;
     }
-    check_msn(d, o, psn, 0, cx);
+    check_msn(d, o, psn, cx);
     let takes_receive = d.spans.get(at).and_then(|span| span.opcode).is_none_or(|opcode| {
         let info = opcode.info();
         info.class == Class::Send || info.has(roce_bth::ExtHeader::Imm)
@@ -348,7 +344,7 @@ fn atomic(d: &mut Direction, o: &Observed<'_>, psn: i64, cx: &mut Context<'_>) -
     }
     check_passed(d, o, psn - 1, cx);
     if psn >= d.acked {
-        check_msn(d, o, psn + 1, 0, cx);
+        check_msn(d, o, psn + 1, cx);
     }
     event(advance(d, o, psn, at, cx))
 }
@@ -414,9 +410,11 @@ fn read_response(d: &mut Direction, o: &Observed<'_>, psn: i64, cx: &mut Context
 
 /// Takes the path MTU from a response that must be as long, and counts the PSNs of READs by it.
 fn learn_mtu(d: &mut Direction, o: &Observed<'_>, cx: &mut Context<'_>) {
-    let before = *cx.mtu;
     check_length(o, Rule::ResponseLength, cx);
-    if before != PathMtu::Unknown || *cx.mtu == PathMtu::Unknown {
+    if !d.assumed {
+        return;
+    }
+    if *cx.mtu == PathMtu::Unknown {
         let only = o.header.bth.opcode.info().position == Position::Only;
         if d.loose && only {
             // All of it in one packet.
@@ -433,7 +431,7 @@ fn learn_mtu(d: &mut Direction, o: &Observed<'_>, cx: &mut Context<'_>) {
     for start in starts {
         recount(d, o, start, cx);
     }
-    d.loose = false;
+    (d.loose, d.assumed) = (false, false);
 }
 
 const fn is_assumed(span: &Span) -> bool {
@@ -510,28 +508,28 @@ fn check_order(d: &mut Direction, o: &Observed<'_>, span: &Span, read: &Read, cx
 /// Checks position and length of a response.
 fn check_response(o: &Observed<'_>, span: &Span, read: &Read, psn: i64, mtu: PathMtu, cx: &mut Context<'_>) {
     let position = o.header.bth.opcode.info().position;
-    let (first, last) = (psn == span.start, psn + 1 == span.end());
-    let resumed = read.resume == Some(psn) || (span.sent > 1 && psn != read.next);
-    let expected = match (first || resumed, last) {
-        (true, true) => Position::Only,
-        (true, false) => Position::First,
-        (false, true) => Position::Last,
-        (false, false) => Position::Middle,
-    };
-    if position != expected {
+    let last = psn + 1 == span.end();
+    let expected = place_in(span.start, span.end(), psn);
+    let again = read.again.iter().flatten();
+    let asked = again.filter(|(from, to)| (*from..*to).contains(&psn));
+    if position != expected && !asked.clone().any(|(from, to)| place_in(*from, *to, psn) == position) {
         let name = o.header.bth.opcode.info().name;
         let text = format!("{name} with PSN {}, {expected:?} expected", wrap(psn));
+        cx.find(Rule::ResponseSequence, o, text);
+    } else if position == expected
+        && asked
+            .clone()
+            .any(|(from, to)| *from == psn && place_in(*from, *to, psn) != position)
+        && psn < read.seen
+        && psn != span.start
+    {
         // A responder that goes on where it was asked to is understood by all.
-        let goes_on = resumed && !first && position == if last { Position::Last } else { Position::Middle };
-        cx.find(
-            if goes_on {
-                Rule::ResponseResumed
-            } else {
-                Rule::ResponseSequence
-            },
-            o,
-            text,
+        let name = o.header.bth.opcode.info().name;
+        let text = format!(
+            "{name} with PSN {}, from which on the READ was asked for again",
+            wrap(psn)
         );
+        cx.find(Rule::ResponseResumed, o, text);
     }
     if psn < read.next && span.sent == 1 {
         let text = format!(
@@ -555,18 +553,26 @@ fn check_response(o: &Observed<'_>, span: &Span, read: &Read, psn: i64, mtu: Pat
     }
 }
 
+/// Position of a response among those to PSNs `from..to`.
+const fn place_in(from: i64, to: i64, psn: i64) -> Position {
+    match (psn == from, psn + 1 == to) {
+        (true, true) => Position::Only,
+        (true, false) => Position::First,
+        (false, true) => Position::Last,
+        (false, false) => Position::Middle,
+    }
+}
+
 /// Goes on with the READ at `at`. Returns the time since it was sent, with its last response.
 fn take_response(d: &mut Direction, o: &Observed<'_>, psn: i64, at: usize, cx: &mut Context<'_>) -> Option<u64> {
     let span = d.spans.get_mut(at)?;
     let (start, end, sent, first_ns) = (span.start, span.end(), span.sent, span.first_ns);
     let Body::Read(read) = &mut span.body else { return None };
     read.gap |= psn > read.next;
-    if read.resume == Some(psn) {
-        read.resume = None;
-    }
     read.next = read.next.max(psn + 1);
+    read.seen = read.seen.max(psn + 1);
     if o.header.aeth().is_some() && psn >= d.acked {
-        check_msn(d, o, start, 1, cx);
+        check_msn(d, o, start, cx);
     }
     let done = psn + 1 == end;
     let upto = if done { psn } else { start - 1 };

@@ -6,6 +6,8 @@ use roce_bth::Opcode;
 
 /// Acknowledged spans that are kept to tell repetitions from PSNs that are used twice.
 const KEPT: usize = 4096;
+/// Parts of a READ that were asked for again and are remembered.
+pub(super) const AGAIN: usize = 8;
 /// Spans that are kept at most.
 const MAX: usize = 1 << 16;
 
@@ -31,10 +33,12 @@ pub(super) struct Read {
     pub(super) rkey: u32,
     /// PSN of the next response.
     pub(super) next: i64,
+    /// Everything before this PSN was answered, or something behind it.
+    pub(super) seen: i64,
     /// Responses are missing in the capture.
     pub(super) gap: bool,
-    /// PSN of the last request for the rest, until it is answered.
-    pub(super) resume: Option<i64>,
+    /// PSNs that were asked for again, the last ones first: from, up to.
+    pub(super) again: [Option<(i64, i64)>; AGAIN],
     /// A later READ was answered first.
     pub(super) passed: bool,
     /// The number of its PSNs was taken from the next request's PSN, because the path MTU was not known.
@@ -63,6 +67,15 @@ pub(super) struct Span {
     pub(super) ends_before: i64,
     /// PSNs before it of which no packet was seen.
     pub(super) holes_before: i64,
+}
+
+impl Read {
+    /// Remembers that PSNs `from..to` were asked for again.
+    pub(super) fn ask_again(&mut self, from: i64, to: i64) {
+        self.again.rotate_right(1);
+        self.again[0] = Some((from, to));
+        (self.next, self.gap) = (self.next.min(from), false);
+    }
 }
 
 impl Span {
