@@ -7,7 +7,7 @@ use roce_bth::Opcode;
 /// Acknowledged spans that are kept to tell repetitions from PSNs that are used twice.
 const KEPT: usize = 4096;
 /// Parts of a READ that were asked for again and are remembered.
-pub(super) const AGAIN: usize = 8;
+pub(super) const AGAIN: usize = 4;
 /// Spans that are kept at most.
 const MAX: usize = 1 << 16;
 
