@@ -56,6 +56,8 @@ static MASKED: Table = products(gf2::inverse_of_zero_bytes(BTH_MASKED as u32));
 pub struct IcrcPrefix {
     state: u32,
     ipv4: bool,
+    /// Length of the last packet without ICRC, and the state with its lengths: most packets have the length of the one before.
+    last: (usize, u32),
 }
 
 impl IcrcPrefix {
@@ -84,30 +86,44 @@ impl IcrcPrefix {
         udp[4..6].fill(0);
         let mut crc = start();
         crc.update(&buf[..ip_len + UDP_LEN]);
-        Self {
+        let mut prefix = Self {
             state: crc.finalize(),
             ipv4: ip_len == IPV4_LEN,
-        }
+            last: (0, 0),
+        };
+        prefix.last.1 = prefix.with_lengths(0);
+        prefix
     }
 
-    /// Returns the state after the headers of a packet of `len` bytes without ICRC.
-    fn state(self, identification: u16, len: usize) -> u32 {
+    /// Returns the state after the headers of a packet of `len` bytes without ICRC, with Identification 0.
+    fn with_lengths(&self, len: usize) -> u32 {
         // No datagram is longer than its 16-bit length says, so the cast loses nothing that could be sent.
         let udp_len = (len + UDP_LEN + ICRC_LEN) as u16;
         let [high, low] = udp_len.to_be_bytes().map(usize::from);
         let ip = if self.ipv4 {
             let [length_high, length_low] = udp_len.wrapping_add(IPV4_LEN as u16).to_be_bytes().map(usize::from);
-            let [id_high, id_low] = identification.to_be_bytes().map(usize::from);
-            let [a, b, c, d] = &IPV4_LEN_AND_ID;
-            a[length_high] ^ b[length_low] ^ c[id_high] ^ d[id_low]
+            IPV4_LEN_AND_ID[0][length_high] ^ IPV4_LEN_AND_ID[1][length_low]
         } else {
             IPV6_LENGTH[0][high] ^ IPV6_LENGTH[1][low]
         };
         self.state ^ ip ^ UDP_LENGTH[0][high] ^ UDP_LENGTH[1][low]
     }
 
+    /// Returns the state after the headers of a packet of `len` bytes without ICRC.
+    #[inline]
+    fn state(&mut self, identification: u16, len: usize) -> u32 {
+        if self.last.0 != len {
+            self.last = (len, self.with_lengths(len));
+        }
+        let [high, low] = identification.to_be_bytes().map(usize::from);
+        match self.ipv4 {
+            true => self.last.1 ^ IPV4_LEN_AND_ID[2][high] ^ IPV4_LEN_AND_ID[3][low],
+            false => self.last.1,
+        }
+    }
+
     /// Computes the ICRC of a packet given without its last four bytes.
-    fn compute(self, identification: u16, packet_without_icrc: &[u8]) -> u32 {
+    fn compute(&mut self, identification: u16, packet_without_icrc: &[u8]) -> u32 {
         let mut state = self.state(identification, packet_without_icrc.len());
         if let Some(&byte) = packet_without_icrc.get(BTH_MASKED) {
             state ^= MASKED[usize::from(!byte)];
@@ -118,20 +134,20 @@ impl IcrcPrefix {
     }
 
     /// [`Flow::seal`].
-    pub fn seal(self, identification: u16, packet: &mut [u8]) {
+    pub fn seal(&mut self, identification: u16, packet: &mut [u8]) {
         if let Some((body, icrc)) = packet.split_last_chunk_mut::<ICRC_LEN>() {
             *icrc = self.compute(identification, body).to_le_bytes();
         }
     }
 
     /// [`Flow::verify`].
-    pub fn verify(self, identification: u16, packet: &[u8]) -> bool {
+    pub fn verify(&mut self, identification: u16, packet: &[u8]) -> bool {
         split(packet).is_some_and(|(body, icrc)| self.compute(identification, body) == icrc)
     }
 
     /// [`Flow::recover_with`].
     #[inline]
-    pub fn recover_with(self, solver: &mut IdSolver, packet: &[u8], hint: u16) -> Recovery {
+    pub fn recover_with(&mut self, solver: &mut IdSolver, packet: &[u8], hint: u16) -> Recovery {
         let Some((body, icrc)) = split(packet) else {
             return Recovery::Corrupt;
         };

@@ -222,7 +222,7 @@ impl TxBatch {
     }
 
     /// Seals the packet just written and adds it to the last train or a new one. Returns its index in the train.
-    fn commit(&mut self, path: &TxPath, [src, dest]: [Qpn; 2], packet: &Reserved) -> usize {
+    fn commit(&mut self, path: &mut TxPath, [src, dest]: [Qpn; 2], packet: &Reserved) -> usize {
         let total = packet.len + ICRC_LEN;
         let start = self.used;
         let index = match self.trains.last_mut().filter(|_| packet.joins) {
@@ -385,7 +385,7 @@ impl TxSink for QpSink<'_> {
 
     fn commit(&mut self) {
         let Some(packet) = self.reserved.take() else { return };
-        let index = self.batch.commit(&self.path, [self.src, self.dest], &packet);
+        let index = self.batch.commit(&mut self.path, [self.src, self.dest], &packet);
         self.continues = true;
         self.budget -= 1;
         self.staged.packets += 1;

@@ -50,11 +50,13 @@ pub(crate) struct QpPath {
 
 impl QpPath {
     /// Returns the ICRC prefix of the peer's packets in a flow.
-    pub(crate) fn rx_prefix(&mut self, flow: &Flow) -> IcrcPrefix {
-        match self.rx {
-            Some((port, prefix)) if port == flow.src_port => prefix,
-            _ => self.rx.insert((flow.src_port, flow.prefix())).1,
+    #[inline]
+    pub(crate) fn rx_prefix(&mut self, flow: &Flow) -> &mut IcrcPrefix {
+        if self.rx.as_ref().is_some_and(|(port, _)| *port != flow.src_port) {
+            self.rx = None;
         }
+        let (_, prefix) = self.rx.get_or_insert_with(|| (flow.src_port, flow.prefix()));
+        prefix
     }
 }
 

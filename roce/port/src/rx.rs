@@ -2,7 +2,7 @@
 
 use crate::cm::datagram::{self, GsiDrop, is_default_partition};
 use roce_bth::{Class, Packet, Qpn, Service};
-use roce_icrc::{Flow, IcrcPrefix, IpPair, Recovery};
+use roce_icrc::{Flow, IcrcPrefix, IdSolver, IpPair, Recovery};
 use roce_qp::{DatagramSource, Origin};
 use roce_verbs::Instant;
 
@@ -40,6 +40,20 @@ impl Arrived<'_> {
                 given => given,
             },
             ..default
+        }
+    }
+
+    /// Verifies the ICRC. Recovers an unknown IPv4 Identification, trying `hint` first.
+    #[inline(always)]
+    fn check_icrc(&self, prefix: &mut IcrcPrefix, solver: &mut IdSolver, hint: u16) -> Option<Ident> {
+        let is_v6 = matches!(self.flow.ip, IpPair::V6 { .. });
+        if let Some(id) = self.meta.identification.or(is_v6.then_some(0)) {
+            let id = id.wrapping_add(self.index);
+            return prefix.verify(id, self.bytes).then_some(Ident::Known(id));
+        }
+        match prefix.recover_with(solver, self.bytes, hint) {
+            Recovery::Exact(id) => Some(Ident::Recovered(id)),
+            Recovery::Corrupt => None,
         }
     }
 }
@@ -209,9 +223,9 @@ impl Port {
             return;
         }
         let key = path.peer;
-        let prefix = path.rx_prefix(&rx.flow);
         let hint = self.peers.get(key).ident.hint(rx.index);
-        let Some(ident) = self.check_icrc(rx, prefix, hint) else {
+        let Some(ident) = rx.check_icrc(path.rx_prefix(&rx.flow), &mut self.solver, hint) else {
+            self.counters.icrc_errors += 1;
             return;
         };
         if origin == Origin::Unproven && !self.qps[slot].qp.learn_source(packet, port) {
@@ -335,8 +349,10 @@ impl Port {
     fn check_stranger(&mut self, rx: &Arrived<'_>) -> Result<u16, Unproven> {
         let known = self.peers.find(rx.flow.ip.src());
         let hint = known.map_or(rx.index, |key| self.peers.get(key).ident.hint(rx.index));
-        let ident = self.check_icrc(rx, rx.flow.prefix(), hint);
-        let ident = ident.ok_or(Unproven::Corrupt)?;
+        let Some(ident) = rx.check_icrc(&mut rx.flow.prefix(), &mut self.solver, hint) else {
+            self.counters.icrc_errors += 1;
+            return Err(Unproven::Corrupt);
+        };
         let (id, key) = match (ident, known) {
             (Ident::Known(id), _) | (Ident::Recovered(id), None) => return Ok(id),
             (Ident::Recovered(id), Some(key)) => (id, key),
@@ -347,22 +363,5 @@ impl Port {
         }
         self.counters.icrc_implausible += 1;
         Err(Unproven::Implausible)
-    }
-
-    /// Verifies a packet's ICRC. Recovers an unknown IPv4 Identification, trying `hint` first.
-    #[inline(always)]
-    fn check_icrc(&mut self, rx: &Arrived<'_>, prefix: IcrcPrefix, hint: u16) -> Option<Ident> {
-        let is_v6 = matches!(rx.flow.ip, IpPair::V6 { .. });
-        let ident = if let Some(id) = rx.meta.identification.or(is_v6.then_some(0)) {
-            let id = id.wrapping_add(rx.index);
-            prefix.verify(id, rx.bytes).then_some(Ident::Known(id))
-        } else {
-            match prefix.recover_with(&mut self.solver, rx.bytes, hint) {
-                Recovery::Exact(id) => Some(Ident::Recovered(id)),
-                Recovery::Corrupt => None,
-            }
-        };
-        self.counters.icrc_errors += u64::from(ident.is_none());
-        ident
     }
 }

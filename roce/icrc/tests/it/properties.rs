@@ -72,10 +72,11 @@ proptest! {
 
     #[test]
     fn one_prefix_serves_all_identifications_and_lengths(
-        flow in flow(), packets in vec((any::<u16>(), any::<u8>(), 0usize..70_000), 1..8),
+        flow in flow(), packets in vec((any::<[u16; 2]>(), any::<u8>(), 0usize..70_000), 1..8),
     ) {
-        let prefix = flow.prefix();
-        for (id, fill, len) in packets {
+        let mut prefix = flow.prefix();
+        let pairs = packets.into_iter().flat_map(|(ids, fill, len)| ids.map(|id| (id, fill, len)));
+        for (id, fill, len) in pairs {
             let mut packet = vec![fill; len + ICRC_LEN];
             prefix.seal(id, &mut packet);
             let (body, icrc) = packet.split_last_chunk().unwrap();
