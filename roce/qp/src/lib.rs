@@ -45,6 +45,7 @@ mod responder;
 mod ring;
 mod sendq;
 mod seq;
+mod slots;
 mod source;
 mod srq;
 mod tx;

@@ -7,7 +7,7 @@ use roce_verbs::mem::SgList;
 use roce_verbs::{QpCaps, QpState, RecvWr, Sge, wr::PostError};
 use smallvec::SmallVec;
 
-use crate::sendq::KEEP_CAPACITY;
+use crate::slots::KEEP_CAPACITY;
 
 /// A receive work request in the queue.
 #[derive(Debug)]

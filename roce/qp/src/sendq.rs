@@ -2,12 +2,15 @@
 
 use std::collections::VecDeque;
 
-use roce_bth::{Class, Opcode};
+use roce_bth::{Class, Opcode, Psn};
 use roce_verbs::mem::{AccessError, KeyCache, KeyError, MemoryTable, PdHandle, SgList};
 use roce_verbs::{AccessFlags, Payload, RemoteAddr, SendFlags, SendOp, Sge, Target, WcOpcode, WcStatus};
 use smallvec::SmallVec;
 
-use crate::seq::Seq;
+use crate::{
+    seq::Seq,
+    slots::{KEEP_CAPACITY, SlotQueue},
+};
 
 /// Kind of a send work request, as far as packets go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -86,6 +89,13 @@ pub(crate) enum Data {
     List(SgList),
     /// Copied when the work request was posted.
     Inline(SmallVec<[u8; 32]>),
+}
+
+impl Default for Data {
+    /// No bytes.
+    fn default() -> Self {
+        Self::Sges(SmallVec::new())
+    }
 }
 
 impl Data {
@@ -176,6 +186,26 @@ pub(crate) struct SendWqe {
     /// First PSN.
     pub(crate) first: Seq,
     pub(crate) data: Data,
+}
+
+impl Default for SendWqe {
+    fn default() -> Self {
+        let op = SendOp::Send;
+        Self {
+            wr_id: 0,
+            row: op_info(&op),
+            op,
+            flags: SendFlags::empty(),
+            progress: Progress::Posted,
+            fault: None,
+            key_error: None,
+            len: 0,
+            packets: 0,
+            stride: 0,
+            first: Seq::start(Psn::new(0)),
+            data: Data::default(),
+        }
+    }
 }
 
 impl SendWqe {
@@ -310,20 +340,17 @@ pub const PACKET_OVERHEAD: usize = 512;
 /// Send queue.
 #[derive(Debug)]
 pub(crate) struct SendQueue {
-    pub(crate) wqes: VecDeque<SendWqe>,
+    pub(crate) wqes: SlotQueue<SendWqe>,
     /// Destination of each, in queue pairs without a peer or with a choice of queues there; else empty.
     pub(crate) targets: VecDeque<Target>,
     /// First PSN of the next work request.
     pub(crate) tail: Seq,
 }
 
-/// Queues longer than this free memory when they become empty.
-pub(crate) const KEEP_CAPACITY: usize = 32;
-
 impl SendQueue {
     pub(crate) fn new(first: Seq) -> Self {
         Self {
-            wqes: VecDeque::new(),
+            wqes: SlotQueue::default(),
             targets: VecDeque::new(),
             tail: first,
         }
@@ -357,10 +384,9 @@ impl SendQueue {
 
     /// Removes the oldest work request.
     pub(crate) fn pop(&mut self) {
-        self.wqes.pop_front();
+        self.wqes.pop(|wqe| wqe.data = Data::default());
         self.targets.pop_front();
-        if self.wqes.is_empty() && self.wqes.capacity() > KEEP_CAPACITY {
-            self.wqes.shrink_to(KEEP_CAPACITY);
+        if self.targets.is_empty() && self.targets.capacity() > KEEP_CAPACITY {
             self.targets.shrink_to(KEEP_CAPACITY);
         }
     }

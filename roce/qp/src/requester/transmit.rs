@@ -53,20 +53,20 @@ impl Requester {
             Target::Datagram(_) if len as usize > path_mtu.min(qp.mtu()) => 0,
             _ => packets_for(len, qp.mtu()),
         };
-        self.sq.wqes.push_back(SendWqe {
-            wr_id: wr.wr_id,
-            op: wr.op,
-            row,
-            flags: wr.flags,
-            progress: Progress::Posted,
-            fault,
-            key_error: None,
-            len,
-            packets,
-            stride: if row.kind == Kind::Read { packets } else { 1 },
-            first: self.sq.tail,
-            data: Data::new(&wr.payload),
-        });
+        // Field by field, because the whole would be made elsewhere and copied.
+        let wqe = self.sq.wqes.push();
+        wqe.wr_id = wr.wr_id;
+        wqe.op = wr.op;
+        wqe.row = row;
+        wqe.flags = wr.flags;
+        wqe.progress = Progress::Posted;
+        wqe.fault = fault;
+        wqe.key_error = None;
+        wqe.len = len;
+        wqe.packets = packets;
+        wqe.stride = if row.kind == Kind::Read { packets } else { 1 };
+        wqe.first = self.sq.tail;
+        wqe.data = Data::new(&wr.payload);
         self.sq.tail = self.sq.tail.plus(u64::from(packets));
         if !matches!(qp.config().qp_type, QpType::Rc | QpType::Uc) {
             self.sq.targets.push_back(target);
