@@ -83,14 +83,21 @@ impl Bth {
     }
 
     pub(crate) fn write(&self) -> [u8; 12] {
+        let flags =
+            u8::from(self.solicited) << 7 | u8::from(self.migreq) << 6 | (self.pad & 3) << 4 | (self.version & 0x0f);
+        let marks = u8::from(self.fecn) << 7 | u8::from(self.becn) << 6 | (self.reserved6 & 0x3f);
+        let request = u8::from(self.ack_req) << 7 | (self.reserved7 & 0x7f);
+        let [key0, key1] = self.pkey.0.to_be_bytes();
+        // Whole words: a store for each byte costs more.
+        let words = [
+            u32::from_be_bytes([self.opcode as u8, flags, key0, key1]),
+            u32::from(marks) << 24 | self.dest_qp.value(),
+            u32::from(request) << 24 | self.psn.value(),
+        ];
         let mut b = [0; 12];
-        b[0] = self.opcode as u8;
-        b[1] = u8::from(self.solicited) << 7 | u8::from(self.migreq) << 6 | (self.pad & 3) << 4 | (self.version & 0x0f);
-        b[2..4].copy_from_slice(&self.pkey.0.to_be_bytes());
-        b[4..8].copy_from_slice(&self.dest_qp.value().to_be_bytes());
-        b[4] = u8::from(self.fecn) << 7 | u8::from(self.becn) << 6 | (self.reserved6 & 0x3f);
-        b[8..12].copy_from_slice(&self.psn.value().to_be_bytes());
-        b[8] = u8::from(self.ack_req) << 7 | (self.reserved7 & 0x7f);
+        for (bytes, word) in b.as_chunks_mut::<4>().0.iter_mut().zip(words) {
+            *bytes = word.to_be_bytes();
+        }
         b
     }
 }

@@ -249,10 +249,11 @@ impl Requester {
 
     /// Retransmits a lost packet.
     pub(super) fn resend(&mut self, call: &mut Call<'_>, request: Request, tx: &mut impl TxSink) -> Result<(), Unsent> {
-        self.emit_request(call.qp, request, true, TxKind::Retransmission, tx)?;
         let Request { index, from, to } = request;
+        let wqe = &self.sq.wqes[index];
+        self.emit_request(call.qp, (wqe, request), true, TxKind::Retransmission, tx)?;
         call.counters.retransmits += 1;
-        self.reads.on_requested(&self.sq.wqes[index], from, to);
+        self.reads.on_requested(wqe, from, to);
         if self.in_flight == 0 {
             self.timers.base = call.now;
         }

@@ -36,7 +36,8 @@ impl Requester {
         let Some(request) = self.probe_target(call) else {
             return Step::Idle;
         };
-        match self.emit_request(call.qp, request, true, TxKind::Retransmission, tx) {
+        let wqe = &self.sq.wqes[request.index];
+        match self.emit_request(call.qp, (wqe, request), true, TxKind::Retransmission, tx) {
             Err(Unsent::Full) => {
                 self.probe = Probe::Due;
                 return Step::Full;
@@ -46,8 +47,7 @@ impl Requester {
             Ok(()) => {
                 call.counters.tail_probes += 1;
                 call.counters.retransmits += 1;
-                let Request { index, from, to } = request;
-                let wqe = &self.sq.wqes[index];
+                let Request { from, to, .. } = request;
                 self.reads.on_requested(wqe, from, to);
                 let is_read = wqe.kind() == Kind::Read;
                 self.reads.probed = is_read.then_some(to);

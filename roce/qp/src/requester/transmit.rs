@@ -73,8 +73,8 @@ impl Requester {
         }
     }
 
-    /// Checks whether the requester may send the next packet, except for window and pacing.
-    fn check_transmit(&self, qp: &QpContext) -> Result<(), WaitReason> {
+    /// Checks whether the requester may send the next packet, except for window and pacing. Returns its work request.
+    fn check_transmit(&self, qp: &QpContext) -> Result<&SendWqe, WaitReason> {
         if !qp.is_sending() {
             return Err(WaitReason::State(qp.state()));
         }
@@ -95,12 +95,13 @@ impl Requester {
             return Err(WaitReason::Psn);
         }
         match wqe.progress {
-            Progress::Failed(_) => Err(WaitReason::Local),
-            Progress::Executed => Ok(()),
-            Progress::Started => self.check_continue(qp, wqe),
-            Progress::Posted if qp.state() == QpState::Sqd => Err(WaitReason::Draining),
-            Progress::Posted => self.check_start(qp, wqe),
+            Progress::Failed(_) => return Err(WaitReason::Local),
+            Progress::Executed => {}
+            Progress::Started => self.check_continue(qp, wqe)?,
+            Progress::Posted if qp.state() == QpState::Sqd => return Err(WaitReason::Draining),
+            Progress::Posted => self.check_start(qp, wqe)?,
         }
+        Ok(wqe)
     }
 
     /// Checks whether the started work request may send its next packet.
@@ -137,7 +138,7 @@ impl Requester {
     pub(crate) fn wait_reason(&self, qp: &QpContext) -> WaitReason {
         let waits = match self.next_resend(qp) {
             Some(from) => self.check_lost(qp, from),
-            None => self.check_transmit(qp),
+            None => self.check_transmit(qp).map(drop),
         };
         match (waits, self.hold) {
             (Err(reason), _) => reason,
@@ -158,29 +159,27 @@ impl Requester {
             return self.lost_request(call, from);
         }
         loop {
-            self.check_transmit(call.qp).ok()?;
-            let index = self.cur;
-            let wqe = &self.sq.wqes[index];
+            let wqe = self.check_transmit(call.qp).ok()?;
             match wqe.progress {
                 Progress::Executed => self.cur += 1,
                 Progress::Posted => {
                     self.start(call);
-                    let wqe = &self.sq.wqes[index];
+                    let wqe = &self.sq.wqes[self.cur];
                     if wqe.progress == Progress::Started {
                         self.check_continue(call.qp, wqe).ok()?;
-                        return Some(self.new_request(index));
+                        return Some(self.new_request(wqe));
                     }
                     self.reap(call);
                 }
-                Progress::Started | Progress::Failed(_) => return Some(self.new_request(index)),
+                Progress::Started | Progress::Failed(_) => return Some(self.new_request(wqe)),
             }
         }
     }
 
-    /// Returns the next request packet of a work request.
+    /// Returns the next request packet of the current work request.
     #[inline]
-    fn new_request(&self, index: usize) -> Request {
-        let (wqe, from) = (&self.sq.wqes[index], self.next);
+    fn new_request(&self, wqe: &SendWqe) -> Request {
+        let (index, from) = (self.cur, self.next);
         let to = match wqe.kind() {
             Kind::Read => wqe.request_end(from),
             _ => from.plus(1),
@@ -298,7 +297,7 @@ impl Requester {
             // On a lossy path one lost acknowledgement must not cause a timeout.
             || call.window.size() < SMALL_WINDOW * (call.qp.mtu() + PACKET_OVERHEAD)
             || self.since_ack_req + 1 >= ack_interval(call);
-        self.emit_request(call.qp, request, ack_req, TxKind::Request, tx)?;
+        self.emit_request(call.qp, (wqe, request), ack_req, TxKind::Request, tx)?;
         let (is_read, ends) = (wqe.kind() == Kind::Read, request.to == wqe.end());
         self.rd_outstanding += u32::from(wqe.has_response());
         if self.una == self.next {
@@ -340,27 +339,28 @@ impl Requester {
     ) -> Result<(), Unsent> {
         let dest = self.destination(call.qp);
         call.paces.may_send(call.now, dest).map_err(Unsent::Paced)?;
-        self.emit_request(call.qp, request, false, TxKind::Request, tx)?;
+        let wqe = &self.sq.wqes[request.index];
+        self.emit_request(call.qp, (wqe, request), false, TxKind::Request, tx)?;
         call.paces.on_sent(call.now, dest, cost);
         call.qp.note_sent(cost);
-        let Request { index, to, .. } = request;
-        self.cur += usize::from(to == self.sq.wqes[index].end());
+        let to = request.to;
+        self.cur += usize::from(to == wqe.end());
         (self.una, self.next) = (to, to);
         self.reap(call);
         Ok(())
     }
 
-    /// Writes a request packet.
+    /// Writes a request packet of a work request.
     pub(super) fn emit_request(
         &self,
         qp: &QpContext,
-        request: Request,
+        (wqe, request): (&SendWqe, Request),
         ack_req: bool,
         kind: TxKind,
         tx: &mut impl TxSink,
     ) -> Result<(), Unsent> {
         let Request { index, from, to } = request;
-        let (wqe, target) = (&self.sq.wqes[index], self.sq.target(index));
+        let target = self.sq.target(index);
         let index = from.since(wqe.first);
         let opcode = qp.wire(wqe.opcode(index));
         let info = opcode.info();

@@ -303,7 +303,10 @@ impl Span {
     /// The range, which must lie within the mapping.
     #[inline]
     pub(crate) fn new(mapping: Arc<Mapping>, offset: usize, len: usize) -> Option<Self> {
-        mapping.holds(offset, len).then_some(Self { mapping, offset, len })
+        match mapping.holds(offset, len) {
+            true => Some(Self { mapping, offset, len }),
+            false => None,
+        }
     }
 
     /// Bytes.

@@ -60,15 +60,18 @@ impl KeyCache {
         sge: &Sge,
         need: AccessFlags,
     ) -> Result<Span, KeyError> {
-        let access = Access {
+        let access = || Access {
             pd,
             key: sge.lkey.0,
             addr: sge.addr,
             len: sge.length.into(),
             need,
         };
+        if let Some(span) = self.local.find(access()) {
+            return Ok(span);
+        }
         self.local
-            .resolve(table, &access, |inner| inner.find_local(pd, sge.lkey))
+            .look_up(table, access(), |inner| inner.find_local(pd, sge.lkey))
     }
 
     /// Does the same as [`MemoryTable::resolve_remote`].
@@ -84,38 +87,36 @@ impl KeyCache {
         reth: &Reth,
         need: AccessFlags,
     ) -> Result<Span, KeyError> {
-        let access = Access {
+        let access = || Access {
             pd,
             key: reth.rkey.0,
             addr: reth.va,
             len: reth.dma_len.into(),
             need,
         };
+        if let Some(span) = self.remote.find(access()) {
+            return Ok(span);
+        }
         self.remote
-            .resolve(table, &access, |inner| inner.find_remote(pd, qpn, reth.rkey))
+            .look_up(table, access(), |inner| inner.find_remote(pd, qpn, reth.rkey))
     }
 }
 
 impl Recent {
-    /// Resolves a range: by the cache if it has the key, still open, with the rights for the access.
-    #[inline]
-    fn resolve(
-        &mut self,
-        table: &MemoryTable,
-        access: &Access,
-        find: impl FnOnce(&Inner) -> Result<&Open, KeyError>,
-    ) -> Result<Span, KeyError> {
-        let mut cached = self.0.iter();
-        if let Some(cached) = cached.find(|c| c.key == access.key && c.pd == access.pd)
-            && cached.access.contains(access.need)
-            && let Some(mapping) = cached.mapping.upgrade()
-            && !mapping.is_revoked()
-            && let Ok(offset) = usize::try_from(access.addr.wrapping_sub(cached.iova))
-            && let Some(span) = Span::new(mapping, offset, access.len as usize)
-        {
-            return Ok(span);
+    /// Resolves a range if the cache has the key, still open, with the rights for the access.
+    #[inline(always)] // Its arguments stay in registers.
+    fn find(&self, access: Access) -> Option<Span> {
+        let mut keys = self.0.iter();
+        let cached = keys.find(|c| c.key == access.key && c.pd == access.pd)?;
+        if !cached.access.contains(access.need) {
+            return None;
         }
-        self.look_up(table, access, find)
+        let mapping = cached.mapping.upgrade()?;
+        if mapping.is_revoked() {
+            return None;
+        }
+        let offset = usize::try_from(access.addr.wrapping_sub(cached.iova)).ok()?;
+        Span::new(mapping, offset, access.len as usize)
     }
 
     /// Resolves a range by the table, and caches the key.
@@ -123,7 +124,7 @@ impl Recent {
     fn look_up(
         &mut self,
         table: &MemoryTable,
-        access: &Access,
+        access: Access,
         find: impl FnOnce(&Inner) -> Result<&Open, KeyError>,
     ) -> Result<Span, KeyError> {
         let inner = table.inner.read();
