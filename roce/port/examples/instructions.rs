@@ -1,4 +1,6 @@
-//! Operations between two ports in memory, for `cargo xtask bench` to count instructions of: `instructions OPERATION BYTES COUNT`.
+//! Operations between two ports in memory, for `cargo xtask bench` to count instructions of:
+//! `instructions OPERATION BYTES COUNT [QUEUE_PAIRS DEPTH]`.
+//!
 //! `bare` copies payloads twice, as the two ends do, and makes two ICRCs of each packet.
 
 mod ends;
@@ -15,34 +17,38 @@ use roce_verbs::{
 const RIGHTS: AccessFlags = AccessFlags::LOCAL_WRITE
     .union(AccessFlags::REMOTE_WRITE)
     .union(AccessFlags::REMOTE_READ);
-/// Operations outstanding.
+/// Operations outstanding on each queue pair.
 const DEPTH: u32 = 16;
 
-/// End with a queue pair and memory.
+/// End with queue pairs and memory.
 struct Host {
     end: End,
     region: Arc<Region>,
-    qpn: Qpn,
+    qpns: Vec<Qpn>,
 }
 
 impl Host {
-    fn new(last: u8) -> Self {
-        let mut end = End::new(last, Mtu::B4096, 4 * DEPTH);
+    fn new(last: u8, queue_pairs: u32, depth: u32) -> Self {
+        let mut end = End::new(last, Mtu::B4096, 4 * queue_pairs * depth);
         end.init.signal_all = true;
-        let qpn = end.port.create_qp(end.init.clone()).expect("a queue pair");
+        (end.init.caps.max_send_wr, end.init.caps.max_recv_wr) = (depth, depth);
+        let qpns = (0..queue_pairs).map(|_| end.port.create_qp(end.init.clone()).expect("a queue pair"));
+        let qpns = qpns.collect();
         let region = end.mem.alloc_region(end.init.pd, 1 << 20, RIGHTS).expect("memory");
-        Self { end, region, qpn }
+        Self { end, region, qpns }
     }
 
     fn raise(&mut self, peer: &Self) {
-        let way = QpAttr {
-            access: Some(RIGHTS),
-            max_rd_atomic: Some(16),
-            max_dest_rd_atomic: Some(16),
-            ..QpAttr::to_rts(AddressVector::new(self.end.addr, peer.end.addr), Mtu::B4096, peer.qpn)
-        };
-        for attr in way.steps(QpType::Rc) {
-            self.end.port.modify_qp(NOW, self.qpn, &attr).expect("a transition");
+        for (qpn, theirs) in self.qpns.iter().zip(&peer.qpns) {
+            let way = QpAttr {
+                access: Some(RIGHTS),
+                max_rd_atomic: Some(16),
+                max_dest_rd_atomic: Some(16),
+                ..QpAttr::to_rts(AddressVector::new(self.end.addr, peer.end.addr), Mtu::B4096, *theirs)
+            };
+            for attr in way.steps(QpType::Rc) {
+                self.end.port.modify_qp(NOW, *qpn, &attr).expect("a transition");
+            }
         }
     }
 
@@ -54,7 +60,7 @@ impl Host {
         }]
     }
 
-    fn post(&mut self, op: SendOp, bytes: u32) {
+    fn post(&mut self, qpn: Qpn, op: SendOp, bytes: u32) {
         let sges = self.sge(bytes);
         let wr = SendWr {
             wr_id: 1,
@@ -62,18 +68,18 @@ impl Host {
             flags: SendFlags::SIGNALED,
             payload: Payload::Sges(&sges),
         };
-        self.end.port.post_send(NOW, self.qpn, &[wr]).expect("posting");
+        self.end.port.post_send(NOW, qpn, &[wr]).expect("posting");
     }
 
-    fn post_recv(&mut self) {
+    fn post_recv(&mut self, qpn: Qpn) {
         let sges = self.sge(1 << 20);
         let wr = RecvWr { wr_id: 0, sges: &sges };
-        self.end.port.post_recv(NOW, self.qpn, &[wr]).expect("posting");
+        self.end.port.post_recv(NOW, qpn, &[wr]).expect("posting");
     }
 }
 
-fn operations(operation: &str, bytes: u32, count: u32) {
-    let (mut a, mut b) = (Host::new(1), Host::new(2));
+fn operations(operation: &str, bytes: u32, count: u32, [queue_pairs, depth]: [u32; 2]) {
+    let [mut a, mut b] = [1, 2].map(|last| Host::new(last, queue_pairs, depth));
     a.raise(&b);
     b.raise(&a);
     let remote = RemoteAddr {
@@ -89,12 +95,13 @@ fn operations(operation: &str, bytes: u32, count: u32) {
     let mut out = Vec::new();
     let mut done = 0;
     while done < count {
-        let turn = DEPTH.min(count - done);
-        for _ in 0..turn {
+        let turn = (queue_pairs * depth).min(count - done);
+        for i in 0..turn as usize {
+            let at = i / depth as usize;
             if op == SendOp::Send {
-                b.post_recv();
+                b.post_recv(b.qpns[at]);
             }
-            a.post(op, bytes);
+            a.post(a.qpns[at], op, bytes);
         }
         let mut completed = 0;
         while completed < turn {
@@ -126,12 +133,14 @@ fn bare(bytes: u32, count: u32) {
 
 fn main() {
     let words: Vec<String> = std::env::args().skip(1).collect();
-    let [operation, bytes, count] = &words[..] else {
-        panic!("usage: instructions OPERATION BYTES COUNT");
+    let number = |text: &String| text.parse().unwrap_or_else(|_| panic!("{text} is no number"));
+    let (operation, bytes, count, ends) = match &words[..] {
+        [operation, bytes, count] => (operation, bytes, count, [1, DEPTH]),
+        [operation, bytes, count, queue_pairs, depth] => (operation, bytes, count, [queue_pairs, depth].map(number)),
+        _ => panic!("usage: instructions OPERATION BYTES COUNT [QUEUE_PAIRS DEPTH]"),
     };
-    let number = |text: &str| text.parse().unwrap_or_else(|_| panic!("{text} is no number"));
     match &**operation {
         "bare" => bare(number(bytes), number(count)),
-        other => operations(other, number(bytes), number(count)),
+        other => operations(other, number(bytes), number(count), ends),
     }
 }

@@ -223,7 +223,8 @@ impl Port {
             return;
         }
         let key = path.peer;
-        let hint = self.peers.get(key).ident.hint(rx.index);
+        let known = &self.peers.get(key).ident;
+        let hint = known.hint(rx.index);
         let Some(ident) = rx.check_icrc(path.rx_prefix(&rx.flow), &mut self.solver, hint) else {
             self.counters.icrc_errors += 1;
             return;
@@ -233,7 +234,7 @@ impl Port {
             return;
         }
         if let Ident::Recovered(id) = ident
-            && !self.peers.get(key).ident.is_usual(id)
+            && !known.is_usual(id)
             && !self.judge_connected(rx.now, slot, key, packet, id)
         {
             self.counters.icrc_implausible += 1;

@@ -95,7 +95,11 @@ impl CompletionQueue {
     pub fn poll(&self, out: &mut Vec<Completion>, max: usize) -> Result<usize, CqOverflow> {
         let mut inner = self.inner.lock();
         let n = inner.entries.len().min(max);
-        out.extend(inner.entries.drain(..n));
+        let (first, wrapped) = inner.entries.as_slices();
+        let first = &first[..n.min(first.len())];
+        out.extend_from_slice(first);
+        out.extend_from_slice(&wrapped[..n - first.len()]);
+        inner.entries.drain(..n);
         match n == 0 && inner.overflowed {
             true => Err(CqOverflow),
             false => Ok(n),
@@ -165,5 +169,31 @@ impl CompletionQueue {
             notifier.notify(self.handle);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn polls_return_completions_in_their_order_across_the_rings_end() {
+        let cq = CompletionQueue::new(0, 8, None);
+        let (mut out, mut pushed) = (Vec::new(), 0);
+        for (more, max) in [(5, 3), (6, 4), (4, 1), (1, 8), (0, 8)] {
+            for _ in 0..more {
+                let wr_id = pushed;
+                cq.push(Completion {
+                    wr_id,
+                    ..Completion::default()
+                })
+                .expect("room");
+                pushed += 1;
+            }
+            let (held, before) = (cq.len(), out.len());
+            assert_eq!(cq.poll(&mut out, max), Ok(held.min(max)));
+            assert_eq!((cq.len(), out.len() - before), (held - held.min(max), held.min(max)));
+        }
+        assert!(out.iter().map(|c| c.wr_id).eq(0..pushed));
     }
 }

@@ -137,6 +137,13 @@ pub(crate) fn resolve(
     sges: &[Sge],
     need: AccessFlags,
 ) -> Option<SgList> {
+    if let [sge] = sges {
+        // The key of an empty element is not checked.
+        return match sge.length {
+            0 => Some(SgList::new()),
+            _ => Some(SgList::from(keys.resolve_local(mem, pd, sge, need).ok()?)),
+        };
+    }
     let mut list = SgList::new();
     for sge in sges.iter().filter(|s| s.length > 0) {
         list.push(keys.resolve_local(mem, pd, sge, need).ok()?);

@@ -99,14 +99,17 @@ impl<T: Default> SlotQueue<T> {
         vacate(&mut self.slots[self.head]);
         self.head = self.slot(1);
         self.len -= 1;
-        if self.is_empty() && self.slots.len() > KEEP_CAPACITY {
-            self.shrink();
+        if self.is_empty() {
+            // The first slots are those that a cache still holds.
+            self.head = 0;
+            if self.slots.len() > KEEP_CAPACITY {
+                self.shrink();
+            }
         }
     }
 
     #[cold]
     fn shrink(&mut self) {
-        self.head = 0;
         self.slots.truncate(KEEP_CAPACITY);
         self.slots.shrink_to_fit();
     }

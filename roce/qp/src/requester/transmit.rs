@@ -53,7 +53,7 @@ impl Requester {
             Target::Datagram(_) if len as usize > path_mtu.min(qp.mtu()) => 0,
             _ => packets_for(len, qp.mtu()),
         };
-        // Field by field, because the whole would be made elsewhere and copied.
+        // Field by field: a whole one would be built on the stack and copied. All fields are set.
         let wqe = self.sq.wqes.push();
         wqe.wr_id = wr.wr_id;
         wqe.op = wr.op;

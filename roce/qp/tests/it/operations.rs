@@ -54,6 +54,21 @@ fn a_send_lands_in_the_scattered_receive() {
 }
 
 #[test]
+fn the_key_of_an_element_without_bytes_is_not_checked() {
+    let mut p = Pair::new(setup(Mtu::B1024));
+    let no_key = Sge {
+        lkey: LKey(0x1234_5678),
+        ..Sge::default()
+    };
+    p.b.recv(7, &[no_key]);
+    p.a.send(9, SendOp::Send, &[no_key]);
+    p.run();
+    let status = |completions: Vec<roce_verbs::Completion>| completions.iter().map(|c| c.status).collect::<Vec<_>>();
+    assert_eq!(status(p.a.completions()), [WcStatus::Success]);
+    assert_eq!(status(p.b.received()), [WcStatus::Success]);
+}
+
+#[test]
 fn write_and_read_move_bytes_both_ways_at_every_mtu() {
     for mtu in Mtu::ALL {
         let m = mtu.bytes();

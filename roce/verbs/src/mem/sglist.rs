@@ -18,6 +18,18 @@ pub struct SgList {
     hint: Cell<(u32, usize)>,
 }
 
+impl From<Span> for SgList {
+    /// A list of one span.
+    #[inline]
+    fn from(span: Span) -> Self {
+        Self {
+            len: span.len(),
+            spans: SmallVec::from_buf([span]),
+            hint: Cell::default(),
+        }
+    }
+}
+
 impl SgList {
     /// An empty list.
     pub fn new() -> Self {

@@ -501,7 +501,11 @@ proptest! {
         for len in &lens {
             at -= len + 3;
             places.extend(at..at + len);
-            list.push(t.resolve_local(pd, &sge(&r, at as u64, *len as u32), AccessFlags::LOCAL_WRITE).unwrap());
+            let span = t.resolve_local(pd, &sge(&r, at as u64, *len as u32), AccessFlags::LOCAL_WRITE).unwrap();
+            match list.is_empty() {
+                true => list = SgList::from(span),
+                false => list.push(span),
+            }
         }
         prop_assert_eq!(list.len(), total);
         let mut model = vec![0u8; 4096];
