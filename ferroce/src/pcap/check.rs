@@ -7,7 +7,7 @@ use std::{
 
 use clap::Args;
 use roce_pcap::{
-    Capture, Checker, Error, Fault, Finding, FrameReport, Icrc, Report, Severity, Verdict,
+    Capture, Checker, Error, Finding, FrameReport, Icrc, Report, Verdict,
     judge::{Endpoint, Stated, Summary},
 };
 use roce_verbs::shown;
@@ -168,7 +168,7 @@ fn frame_line(out: &mut impl Write, frame: &FrameReport) -> io::Result<()> {
         writeln!(
             out,
             "       {} {}: {}",
-            severity(finding.severity),
+            finding.severity.word(),
             finding.rule.id(),
             finding.text
         )?;
@@ -177,20 +177,7 @@ fn frame_line(out: &mut impl Write, frame: &FrameReport) -> io::Result<()> {
 }
 
 fn print_finding(out: &mut impl Write, finding: &Finding) -> io::Result<()> {
-    write!(
-        out,
-        "frame {}: {} {}: {}",
-        finding.frame,
-        severity(finding.severity),
-        finding.rule.id(),
-        finding.text
-    )?;
-    match (finding.at_fault, finding.fault) {
-        (Some(addr), _) => write!(out, "; at fault: {addr}")?,
-        (None, Fault::Network) => write!(out, "; at fault: the network, or a device on the way")?,
-        (None, Fault::Capture) => write!(out, "; a matter of the capture")?,
-        (None, _) => {}
-    }
+    write!(out, "frame {}: {finding}", finding.frame)?;
     if finding.count > 1 {
         write!(out, " ({} times, last in frame {})", finding.count, finding.last_frame)?;
     }
@@ -314,14 +301,6 @@ fn verdict(report: &Report) -> String {
         Verdict::Bad => format!("bad: {}", faults.join(", ")),
         Verdict::NotChecked if faults.is_empty() => "not checked".to_owned(),
         Verdict::NotChecked => format!("not checked: {}", faults.join(", ")),
-    }
-}
-
-const fn severity(severity: Severity) -> &'static str {
-    match severity {
-        Severity::Error => "error",
-        Severity::Warning => "warning",
-        Severity::Note => "note",
     }
 }
 

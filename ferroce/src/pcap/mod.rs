@@ -1,6 +1,10 @@
 //! `ferroce pcap`.
 
+mod annotate;
 mod check;
+mod filter;
+mod source;
+mod split;
 mod stated;
 
 use clap::{Args, Subcommand};
@@ -16,11 +20,17 @@ pub(crate) struct PcapArgs {
 #[derive(Subcommand)]
 enum PcapCommand {
     Check(check::CheckArgs),
+    Annotate(annotate::AnnotateArgs),
+    Filter(filter::FilterArgs),
+    Split(split::SplitArgs),
 }
 
 /// Runs the command.
 pub(crate) fn run(args: &PcapArgs) -> Result<(), Failure> {
     match &args.command {
         PcapCommand::Check(args) => check::run(args),
+        PcapCommand::Annotate(args) => annotate::run(args),
+        PcapCommand::Filter(args) => filter::run(args),
+        PcapCommand::Split(args) => split::run(args),
     }
 }

@@ -35,7 +35,7 @@ pub(super) fn parse(text: &str) -> Result<Stated, String> {
 }
 
 /// Reads `ADDRESS:QPN`; IPv6 addresses may be in brackets.
-fn endpoint(text: &str) -> Result<(IpAddr, Qpn), String> {
+pub(super) fn endpoint(text: &str) -> Result<(IpAddr, Qpn), String> {
     let (addr, qpn) = text
         .rsplit_once(':')
         .ok_or_else(|| format!("{text}: expected ADDRESS:QPN"))?;

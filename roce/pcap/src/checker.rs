@@ -1,6 +1,6 @@
 //! Checks of whole captures: each frame by itself, and the conversations.
 
-use std::{io::Read, path::Path};
+use std::{io::Read, mem, path::Path};
 
 use roce_bth::Qpn;
 
@@ -21,6 +21,8 @@ pub struct Checker {
     findings: Findings,
     splitter: Splitter,
     judge: Judge,
+    /// All findings since they were taken, if they are to be kept.
+    kept: Option<Vec<Finding>>,
 }
 
 impl Checker {
@@ -41,6 +43,29 @@ impl Checker {
         self.judge.state(stated);
     }
 
+    /// Keeps all findings for [`Checker::take_findings`], also those that a report only counts.
+    pub fn keep_findings(&mut self) {
+        self.kept.get_or_insert_default();
+    }
+
+    /// Returns the findings since the last call, also of earlier frames.
+    pub fn take_findings(&mut self) -> Vec<Finding> {
+        self.kept.as_mut().map(mem::take).unwrap_or_default()
+    }
+
+    /// Returns the judge of the conversations.
+    pub const fn judge(&self) -> &Judge {
+        &self.judge
+    }
+
+    /// Adds a finding. Returns whether it is the first of its rule and peer.
+    fn add(&mut self, finding: &Finding) -> bool {
+        if let Some(kept) = &mut self.kept {
+            kept.push(finding.clone());
+        }
+        self.findings.add(finding)
+    }
+
     /// Checks a frame, and calls `event` with each of its packets that belongs to a conversation. Returns a report if it is
     /// RoCEv2; its findings are those of the frame, and those of conversations that it shows.
     pub fn frame(&mut self, frame: &Frame<'_>, mut event: impl FnMut(&Event, &Observed<'_>)) -> Option<FrameReport> {
@@ -49,12 +74,12 @@ impl Checker {
             Examined::Roce(report, packets) => (*report, packets),
             Examined::Unread(finding) => {
                 self.report.unread_frames += 1;
-                self.findings.add(&finding);
+                self.add(&finding);
                 return None;
             }
             Examined::Other(finding) => {
                 if let Some(finding) = finding {
-                    self.findings.add(&finding);
+                    self.add(&finding);
                 }
                 return None;
             }
@@ -80,7 +105,7 @@ impl Checker {
             Packets::None => {}
             Packets::Damaged(bytes) => {
                 if let Ok(o) = Observed::new(meta, bytes, bytes.len()) {
-                    self.judge.damaged(&o);
+                    report.conversation = self.judge.damaged(&o);
                 }
             }
             Packets::One(bytes, len) => follow(bytes, len),
@@ -89,7 +114,7 @@ impl Checker {
         self.report.add_frame(&report);
         report.findings.append(&mut self.judge.take_findings());
         for finding in &mut report.findings {
-            finding.is_first = self.findings.add(finding);
+            finding.is_first = self.add(finding);
         }
         Some(report)
     }
@@ -98,7 +123,7 @@ impl Checker {
     pub fn broken(&mut self, error: &Error) {
         self.report.complete = false;
         let finding = Finding::of_file(self.report.frames + 1, Rule::FileBroken, error.to_string());
-        self.findings.add(&finding);
+        self.add(&finding);
     }
 
     /// Notes how many frames the capture says it missed.
@@ -107,11 +132,16 @@ impl Checker {
     }
 
     /// Judges what the end shows, and returns the report.
-    pub fn finish(mut self) -> Report {
+    pub fn finish(self) -> Report {
+        self.finish_with_findings().0
+    }
+
+    /// Judges what the end shows, and returns the report, and the findings since they were taken, if they are kept.
+    pub fn finish_with_findings(mut self) -> (Report, Vec<Finding>) {
         self.judge.finish();
         for mut finding in self.judge.take_findings() {
             finding.at_end = true;
-            self.findings.add(&finding);
+            self.add(&finding);
         }
         self.report.conversations = self.judge.conversations();
         self.findings
@@ -119,7 +149,7 @@ impl Checker {
         self.report.packets_not_followed = self.judge.not_followed();
         (self.report.findings, self.report.findings_left_out) = self.findings.into_parts();
         self.report.judge();
-        self.report
+        (self.report, self.kept.unwrap_or_default())
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::{
     collections::{HashMap, hash_map::Entry},
+    fmt,
     net::IpAddr,
 };
 
@@ -84,6 +85,19 @@ impl Finding {
     pub(crate) fn of(mut self, conversation: usize) -> Self {
         self.conversation = Some(conversation);
         self
+    }
+}
+
+/// Severity, rule, description, and who is at fault: `error psn-reused: …; at fault: 10.0.0.2`.
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}: {}", self.severity.word(), self.rule.id(), self.text)?;
+        match (self.at_fault, self.fault) {
+            (Some(addr), _) => write!(f, "; at fault: {addr}"),
+            (None, Fault::Network) => write!(f, "; at fault: the network, or a device on the way"),
+            (None, Fault::Capture) => write!(f, "; a matter of the capture"),
+            (None, _) => Ok(()),
+        }
     }
 }
 

@@ -2,11 +2,16 @@
 //! frame apart, down to the datagram in the innermost tunnel; [`check_file`] reports the faults of a capture. [`Writer`] creates
 //! one of packets, [`PcapNgWriter`] one of frames, with copies of those of other captures and comments on them.
 //!
+//! [`Survey`] is the first of two readings of a file, whose findings the second one has for each frame: [`annotate`] writes them
+//! into a copy as comments, a [`Selection`] chooses frames, and [`split()`] makes a file of each conversation.
+//!
 //! Frames, headers and ICRCs are checked one by one; [`judge`] follows the conversations and tells which rule is broken, and by
 //! whom. It knows no engine: `tests/replay` compares what ours sends with a capture. A capture is untrusted input like any
 //! packet: whatever its bytes are, the answer is an error or a finding.
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "reader")]
+mod annotate;
 #[cfg(feature = "reader")]
 mod check;
 #[cfg(feature = "reader")]
@@ -39,15 +44,23 @@ mod rule;
 #[cfg(feature = "reader")]
 mod segments;
 #[cfg(feature = "reader")]
+mod select;
+#[cfg(feature = "reader")]
 mod severity;
 #[cfg(feature = "reader")]
+mod split;
+#[cfg(feature = "reader")]
 mod summary;
+#[cfg(feature = "reader")]
+mod survey;
 #[cfg(feature = "reader")]
 mod tunnel;
 #[cfg(feature = "reader")]
 mod verdict;
 mod writer;
 
+#[cfg(feature = "reader")]
+pub use annotate::{annotate, comments};
 #[cfg(feature = "reader")]
 pub use checker::{Checker, check, check_file, check_file_with, check_reader};
 pub use create::{append_private, create_private};
@@ -70,7 +83,13 @@ pub use report::{FrameReport, Icrc, Report};
 #[cfg(feature = "reader")]
 pub use rule::Rule;
 #[cfg(feature = "reader")]
+pub use select::Selection;
+#[cfg(feature = "reader")]
 pub use severity::{Fault, Severity};
+#[cfg(feature = "reader")]
+pub use split::{Part, split};
+#[cfg(feature = "reader")]
+pub use survey::{Reviewed, Survey};
 #[cfg(feature = "reader")]
 pub use verdict::Verdict;
 pub use writer::Writer;

@@ -187,6 +187,23 @@ impl<W: Write> PcapNgWriter<W> {
         self.end()
     }
 
+    /// Writes how many frames the interfaces dropped that copied frames are of, as their capture states it so far.
+    ///
+    /// # Errors
+    /// The underlying writer's.
+    pub fn copy_drops(&mut self, interfaces: &[Interface], time_ns: u64) -> io::Result<()> {
+        let numbers = self
+            .copied
+            .as_ref()
+            .map_or_else(Vec::new, |copied| copied.numbers.clone());
+        for (number, interface) in numbers.into_iter().zip(interfaces) {
+            if let Some(frames) = interface.dropped() {
+                self.dropped(number, time_ns, frames)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Flushes the underlying writer.
     ///
     /// # Errors

@@ -14,6 +14,17 @@ pub enum Severity {
     Error,
 }
 
+impl Severity {
+    /// Returns the word for it.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Note => "note",
+            Self::Warning => "warning",
+            Self::Error => "error",
+        }
+    }
+}
+
 /// Party at fault by a rule, seen from the packet that shows it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]

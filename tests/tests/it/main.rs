@@ -16,6 +16,7 @@ mod names;
 mod nbd_front;
 mod paths;
 mod pcap;
+mod pcap_copies;
 mod restarts;
 mod units;
 mod vhost;

@@ -17,6 +17,8 @@ use crate::{finding::Finding, rule::Rule};
 
 /// Connection requests that are remembered.
 const MAX: usize = 1 << 16;
+/// Frames with connection messages that are remembered.
+const MAX_MESSAGES: usize = 1 << 18;
 
 /// Queue pair and parameters of one side.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -54,6 +56,8 @@ struct Transaction {
     req: Box<Req>,
     answered: bool,
     conversation: Option<usize>,
+    /// Number among all connection requests.
+    serial: u64,
 }
 
 /// Connection requests by their senders' address and communication ID.
@@ -63,6 +67,12 @@ pub(super) struct Transactions {
     /// Acceptors' communication IDs, for disconnects.
     by_acceptor: HashMap<(IpAddr, u32), (IpAddr, u32)>,
     order: VecDeque<(IpAddr, u32)>,
+    /// Connection requests so far.
+    serials: u64,
+    /// Frames with messages, and the number of the request that each belongs to.
+    messages: Vec<(u64, u64)>,
+    /// Conversations by the numbers of the requests that made them.
+    made: HashMap<u64, usize>,
 }
 
 impl Transactions {
@@ -76,7 +86,11 @@ impl Transactions {
         };
         let text = match datagram::check(&packet) {
             Ok(Some(mad)) => match Mad::parse(mad) {
-                Ok(mad) => return self.message(o, &mad.message, findings),
+                Ok(mad) => {
+                    let change = self.message(o, &mad.message, findings);
+                    self.remember(o, &mad.message);
+                    return change;
+                }
                 // Other management classes are not judged.
                 Err(_) if payload.get(1) != Some(&CLASS) => return Change::None,
                 Err(reason) => format!("a management datagram that is dropped: {}", reason.name()),
@@ -130,6 +144,26 @@ impl Transactions {
         self.by_requester.get(key)?.conversation
     }
 
+    /// Remembers the frame of a message and the request that it belongs to.
+    fn remember(&mut self, o: &Observed<'_>, message: &Message) {
+        let id = match message {
+            Message::Req(req) => Some((o.meta.src.ip(), req.local_comm_id)),
+            other => other.receiver_id().map(|id| (o.meta.dst, id)),
+        };
+        let key = id.map(|id| *self.by_acceptor.get(&id).unwrap_or(&id));
+        if let Some(t) = key.and_then(|key| self.by_requester.get(&key))
+            && self.messages.len() < MAX_MESSAGES
+        {
+            self.messages.push((o.meta.frame, t.serial));
+        }
+    }
+
+    /// Returns the frames with messages of connections that were made, and their conversations.
+    pub(super) fn messages(&self) -> impl Iterator<Item = (u64, usize)> {
+        let conversation = |(frame, serial)| Some((frame, *self.made.get(&serial)?));
+        self.messages.iter().copied().filter_map(conversation)
+    }
+
     fn request(&mut self, o: &Observed<'_>, req: &Req) {
         let key = (o.meta.src.ip(), req.local_comm_id);
         if self.by_requester.get(&key).is_some_and(|known| *known.req == *req) {
@@ -149,7 +183,9 @@ impl Transactions {
             req: Box::new(*req),
             answered: false,
             conversation: None,
+            serial: self.serials,
         };
+        self.serials += 1;
         self.by_requester.insert(key, transaction);
     }
 
@@ -200,6 +236,7 @@ impl Transactions {
     pub(super) fn made(&mut self, key: (IpAddr, u32), conversation: usize) {
         if let Some(t) = self.by_requester.get_mut(&key) {
             t.conversation = Some(conversation);
+            self.made.insert(t.serial, conversation);
         }
     }
 

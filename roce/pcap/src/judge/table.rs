@@ -131,15 +131,16 @@ impl Judge {
         })
     }
 
-    /// Notes a packet with a wrong ICRC, which a receiver drops; some peers take it.
-    pub fn damaged(&mut self, o: &Observed<'_>) {
+    /// Notes a packet with a wrong ICRC, which a receiver drops; some peers take it. Returns the conversation that it seems to
+    /// belong to.
+    pub fn damaged(&mut self, o: &Observed<'_>) -> Option<usize> {
         let bth = &o.header.bth;
         let key = (o.meta.src.ip(), o.meta.dst, bth.dest_qp.value());
-        if let Some(&(index, sender)) = self.halves.get(&key)
-            && !is_answer(bth.opcode.info().class)
-        {
+        let &(index, sender) = self.halves.get(&key)?;
+        if !is_answer(bth.opcode.info().class) {
             self.conversations[index].directions[sender].damaged = true;
         }
+        Some(index)
     }
 
     /// Returns the findings since the last call.
@@ -167,6 +168,17 @@ impl Judge {
     /// Returns the conversation that a finding or an event with this index belongs to: two may turn out to be one.
     pub fn conversation_of(&self, index: usize) -> usize {
         self.conversations.get(index).and_then(|c| c.merged).unwrap_or(index)
+    }
+
+    /// Returns the conversations that turned out to be a part of another one, and that one.
+    pub fn merged(&self) -> impl Iterator<Item = (usize, usize)> {
+        let all = self.conversations.iter().enumerate();
+        all.filter_map(|(index, c)| Some((index, c.merged?)))
+    }
+
+    /// Returns the frames with messages of the connection manager, and the conversations that they made or ended.
+    pub fn connection_messages(&self) -> impl Iterator<Item = (u64, usize)> {
+        self.transactions.messages()
     }
 
     /// Returns how many packets belong to conversations that were too many to follow.

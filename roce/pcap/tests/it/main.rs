@@ -7,4 +7,5 @@ mod damage;
 mod files;
 mod fixtures;
 mod frames;
+mod survey;
 mod tunnels;

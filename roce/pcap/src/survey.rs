@@ -1,0 +1,162 @@
+//! Two readings of a capture: findings of a frame may follow from later ones.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    io::Read,
+};
+
+use roce_bth::Opcode;
+
+use crate::{
+    checker::Checker,
+    finding::Finding,
+    judge::{Stated, Summary},
+    reader::{Capture, Frame},
+    report::{FrameReport, Report},
+};
+
+/// Findings of earlier frames that are remembered; further ones are only counted.
+const MAX_LATE: usize = 1 << 20;
+
+/// First reading of a capture: the report, and what belongs to frames but shows later.
+pub struct Survey {
+    report: Report,
+    stated: Vec<Stated>,
+    /// Findings that show at later frames, or at the end, by frame.
+    late: BTreeMap<u64, Vec<Finding>>,
+    late_kept: usize,
+    late_left_out: u64,
+    /// Conversations that are a part of others.
+    merged: HashMap<usize, usize>,
+    /// Conversations that messages of the connection manager belong to, by frame.
+    messages: HashMap<u64, usize>,
+}
+
+/// Frame in the second reading.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Reviewed {
+    /// Number, from 1.
+    pub index: u64,
+    /// Report; `None`: the frame is not RoCEv2, or could not be read.
+    pub report: Option<FrameReport>,
+    /// All its findings, also those that later frames and the end of the capture show.
+    pub findings: Vec<Finding>,
+    /// Conversation, as in the survey's report.
+    pub conversation: Option<usize>,
+    /// Opcodes of its packets, each once.
+    pub opcodes: Vec<Opcode>,
+}
+
+impl Survey {
+    /// Reads a capture to its end; `name` is what the report calls it, `stated` what the user knows of its queue pairs.
+    pub fn new<R: Read>(name: impl Into<String>, stated: &[Stated], capture: &mut Capture<R>) -> Self {
+        let mut survey = Self {
+            report: Report::default(),
+            stated: stated.to_vec(),
+            late: BTreeMap::new(),
+            late_kept: 0,
+            late_left_out: 0,
+            merged: HashMap::new(),
+            messages: HashMap::new(),
+        };
+        let mut checker = survey.checker(name);
+        let mut last = 0;
+        while let Some(frame) = capture.next_frame() {
+            match frame {
+                Ok(frame) => {
+                    last = frame.index;
+                    checker.frame(&frame, |_, _| {});
+                    survey.keep(checker.take_findings(), |finding| finding.frame != last);
+                }
+                Err(e) => checker.broken(&e),
+            }
+        }
+        checker.dropped(capture.dropped());
+        survey.merged = checker.judge().merged().collect();
+        survey.messages = checker.judge().connection_messages().collect();
+        let (report, findings) = checker.finish_with_findings();
+        survey.keep(findings, |finding| finding.frame <= last);
+        survey.report = report;
+        survey
+    }
+
+    /// Returns the report on the whole capture.
+    pub const fn report(&self) -> &Report {
+        &self.report
+    }
+
+    /// Returns a conversation of the report.
+    pub fn conversation(&self, index: usize) -> Option<&Summary> {
+        // They are in the order of their indexes.
+        let at = self.report.conversations.binary_search_by_key(&index, |c| c.index);
+        self.report.conversations.get(at.ok()?)
+    }
+
+    /// Returns how many findings of earlier frames were too many to remember.
+    pub const fn findings_left_out(&self) -> u64 {
+        self.late_left_out
+    }
+
+    /// Reads the capture again, from its beginning, and hands each frame to `each`. Ends where the first reading did.
+    ///
+    /// # Errors
+    /// The first error of `each`.
+    pub fn review<R: Read, E>(
+        &self,
+        capture: &mut Capture<R>,
+        mut each: impl FnMut(&Frame<'_>, &Reviewed) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let mut checker = self.checker(self.report.file.as_str());
+        while let Some(Ok(frame)) = capture.next_frame() {
+            let reviewed = self.reviewed(&mut checker, &frame);
+            each(&frame, &reviewed)?;
+        }
+        Ok(())
+    }
+
+    fn checker(&self, name: impl Into<String>) -> Checker {
+        let mut checker = Checker::new(name);
+        checker.keep_findings();
+        self.stated.iter().for_each(|stated| checker.state(stated));
+        checker
+    }
+
+    fn keep(&mut self, findings: Vec<Finding>, is_late: impl Fn(&Finding) -> bool) {
+        for finding in findings.into_iter().filter(is_late) {
+            if self.late_kept < MAX_LATE {
+                self.late_kept += 1;
+                self.late.entry(finding.frame).or_default().push(finding);
+            } else {
+                self.late_left_out += 1;
+            }
+        }
+    }
+
+    fn reviewed(&self, checker: &mut Checker, frame: &Frame<'_>) -> Reviewed {
+        let mut opcodes = vec![];
+        let report = checker.frame(frame, |event, _| {
+            if !opcodes.contains(&event.opcode) {
+                opcodes.push(event.opcode);
+            }
+        });
+        let first = report.as_ref().and_then(|report| report.opcode_code);
+        if let Some(opcode) = first
+            .and_then(Opcode::from_byte)
+            .filter(|first| !opcodes.contains(first))
+        {
+            opcodes.push(opcode);
+        }
+        let mut findings = checker.take_findings();
+        findings.retain(|finding| finding.frame == frame.index);
+        findings.extend(self.late.get(&frame.index).into_iter().flatten().cloned());
+        let known = report.as_ref().and_then(|report| report.conversation);
+        let known = known.or_else(|| self.messages.get(&frame.index).copied());
+        Reviewed {
+            index: frame.index,
+            report,
+            findings,
+            conversation: known.map(|index| self.merged.get(&index).copied().unwrap_or(index)),
+            opcodes,
+        }
+    }
+}
