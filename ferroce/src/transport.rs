@@ -9,7 +9,7 @@ use std::{
 
 use clap::Args;
 use roce::reactor::{ReactorConfig, SpinMode};
-use roce::{DeviceConfig, JoinConfig, LocalDevice, Mtu, Placement, broker::running_broker};
+use roce::{DatapathKind, DeviceConfig, JoinConfig, LocalDevice, Mtu, Placement, broker::running_broker};
 use rtrs::heartbeat::HeartbeatConfig;
 
 use crate::{
@@ -31,6 +31,10 @@ pub(crate) struct DeviceArgs {
     /// Largest path MTU: 256, 512, 1024, 2048 or 4096 [default: the largest that the interface carries]
     #[arg(long, value_name = "BYTES")]
     pub(crate) mtu: Option<Mtu>,
+    /// Sockets that carry packets: `udp`, which needs no privilege; `raw`, raw IP; or `packet`, Ethernet frames, with `packet,vlan=ID` in
+    /// that VLAN. `raw` and `packet` need CAP_NET_RAW, and share no address with other processes
+    #[arg(long, value_name = "udp|raw|packet[,vlan=ID]", default_value = "udp")]
+    pub(crate) datapath: DatapathKind,
     /// Receive buffer of each socket; the system may grant less (net.core.rmem_max) [default: 8M]
     #[arg(long, value_name = "BYTES", value_parser = memory)]
     pub(crate) socket_buffer: Option<usize>,
@@ -56,6 +60,7 @@ impl DeviceArgs {
         let usual = DeviceConfig::new(addr);
         DeviceConfig {
             mtu: self.mtu,
+            datapath: self.datapath,
             socket_buffer: self.socket_buffer.unwrap_or(usual.socket_buffer),
             gso: !self.no_gso,
             gro: !self.no_gro,
@@ -97,7 +102,7 @@ impl TransportArgs {
     }
 
     /// Opens a device at each of these addresses for each of the loops; `placement` says which gets whose connections. Other processes
-    /// may have the addresses too, unless `FERROCE_BROKER` is `off`.
+    /// may have the addresses too, unless `FERROCE_BROKER` is `off` or the datapath is another than `udp`.
     pub(crate) fn open(
         &self,
         addrs: &[IpAddr],
@@ -109,7 +114,8 @@ impl TransportArgs {
             let configs: Vec<_> = addrs.iter().map(|addr| self.device.config(*addr, faults)).collect();
             let placement = placement.clone();
             // A process on RDMA devices alone needs no broker: it may get addresses in software later, shared if others share theirs.
-            let shared = JoinConfig::from_env().filter(|how| !addrs.is_empty() || running_broker(&how.dir));
+            let shares = self.device.datapath == DatapathKind::Udp;
+            let shared = JoinConfig::from_env().filter(|how| shares && (!addrs.is_empty() || running_broker(&how.dir)));
             let opened = match shared {
                 Some(how) => LocalDevice::open_shared(&configs, loops, placement, &how),
                 None => LocalDevice::open_shards(&configs, loops, placement),

@@ -3,7 +3,7 @@
 use std::{net::IpAddr, num::NonZeroU64, path::PathBuf, sync::Arc};
 
 use roce_fault::Faults;
-use roce_net::{OpenSockets, SpinMode, UdpConfig};
+use roce_net::{DatapathKind, OpenSockets, SpinMode, UdpConfig};
 use roce_port::{PortChange, QpnParts, QpnSlot, RxMeta, Steering};
 use roce_qp::{FreePaces, WindowConfig};
 use roce_verbs::{Mtu, provider::VerbsError};
@@ -17,6 +17,8 @@ pub struct DeviceConfig {
     pub addr: IpAddr,
     /// Path MTU to offer at most; `None`: the largest that the interface carries.
     pub mtu: Option<Mtu>,
+    /// Sockets that carry packets. With others than UDP sockets the process has its address alone, and needs CAP_NET_RAW.
+    pub datapath: DatapathKind,
     /// Receive buffer to ask the system for, bytes.
     pub socket_buffer: usize,
     /// Send several packets with one call (UDP_SEGMENT).
@@ -93,6 +95,7 @@ impl Default for DeviceConfig {
         Self {
             addr: udp.addr,
             mtu: None,
+            datapath: DatapathKind::default(),
             socket_buffer: udp.receive_buffer,
             gso: true,
             gro: true,

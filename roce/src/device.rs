@@ -9,7 +9,7 @@ use std::{
     },
 };
 
-use roce_net::{Driver, OpenError, iface};
+use roce_net::{DatapathKind, Driver, OpenError, iface};
 use roce_port::RxMeta;
 use roce_verbs::mem::MemoryTable;
 use roce_verbs::{AsyncEvent, DeviceLimits, Mtu, provider::VerbsError};
@@ -28,7 +28,7 @@ use crate::{
     view::PortView,
 };
 
-/// A RoCE device on UDP sockets. Cheap to clone; it closes when the last clone and the last object made from it are gone.
+/// A RoCE device on sockets. Cheap to clone; it closes when the last clone and the last object made from it are gone.
 #[derive(Clone, Debug)]
 pub struct Device(pub(crate) Arc<DeviceInner>);
 
@@ -99,6 +99,7 @@ impl Device {
         match open::bind(&config, steering) {
             Err(OpenError::PortTaken { .. })
                 if config.sockets.is_none()
+                    && config.datapath == DatapathKind::Udp
                     && let Some(how) = holder(config.addr) =>
             {
                 Self::open_shared(config, &how)
@@ -114,6 +115,7 @@ impl Device {
     /// As [`Device::open`], and when there is no broker and none can be started.
     pub fn open_shared(config: DeviceConfig, how: &JoinConfig) -> Result<Self, VerbsError> {
         open::check_shards(config.shards)?;
+        open::check_shareable(&config)?;
         let members = joined::join(how, config.shards)?;
         let device = Self::start(Sharing::of(&members).open(&config)?)?;
         for (index, member) in members.iter().enumerate() {

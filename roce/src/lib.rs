@@ -159,8 +159,8 @@ pub use opener::{NewDevice, Opener};
 pub use qp::{Grant, Qp, QpInit, QpOptions};
 pub use roce_fault::{self as fault, Faults};
 pub use roce_net::{
-    DatapathCounters, EventFd, FaultControl, FaultRequest, FaultTarget, Flush, OpenSockets, RuleStatus, Spin, SpinMode,
-    Thread, environment, gids, iface, links, names, neighbours, now,
+    DatapathCounters, DatapathKind, EventFd, FaultControl, FaultRequest, FaultTarget, Flush, OpenSockets, RuleStatus,
+    Spin, SpinMode, Thread, UnknownDatapath, VlanId, environment, gids, iface, links, names, neighbours, now,
 };
 pub use roce_port::fabric::{DeviceName, Hardware, Usage};
 pub use roce_port::{

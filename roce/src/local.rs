@@ -238,6 +238,7 @@ impl LocalDevice {
     ) -> Result<Vec<Self>, VerbsError> {
         // Before a broker is started.
         check_apart(configs)?;
+        configs.iter().try_for_each(open::check_shareable)?;
         let members = joined::join(join, loops.max(1))?;
         let opened = Self::several(configs, members.len(), Sharing::of(&members), Some(placement))?;
         let opened = opened.into_iter().zip(members);

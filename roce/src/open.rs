@@ -1,9 +1,9 @@
 //! Opening of devices: engines, addresses, memory tables.
 
-use std::{net::IpAddr, sync::Arc};
+use std::{io, net::IpAddr, sync::Arc};
 
 use roce_fault::Faults;
-use roce_net::{Datapath, LocalConfig, OpenError, Tap, UdpConfig, UdpDatapath, iface};
+use roce_net::{Datapath, DatapathKind, LocalConfig, OpenError, Tap, UdpConfig, UdpDatapath, iface, open_shards};
 use roce_port::{Numbers, Port, PortConfig, Steering};
 use roce_qp::WindowConfig;
 use roce_verbs::mem::MemoryTable;
@@ -14,6 +14,10 @@ use crate::{config::DeviceConfig, error::io_error, tap::SharedTap};
 pub(crate) fn error(e: OpenError) -> VerbsError {
     match e {
         OpenError::Io { context, source } => io_error(context)(source),
+        OpenError::NeedsNetRaw { datapath } => VerbsError::Io {
+            context: format!("the {datapath} datapath needs CAP_NET_RAW"),
+            source: io::Error::new(io::ErrorKind::PermissionDenied, OpenError::WITHOUT_NET_RAW),
+        },
         taken @ OpenError::PortTaken { .. } => VerbsError::Address(format!(
             "{taken}; processes share an address if each opens it with `open_shared`"
         )),
@@ -77,7 +81,7 @@ pub(crate) fn check_apart(addrs: impl Iterator<Item = IpAddr>) -> Result<(), Ver
 }
 
 /// Configurations and sockets of the loops or engines at an address.
-pub(crate) type Bound = Vec<(DeviceConfig, UdpDatapath)>;
+pub(crate) type Bound = Vec<(DeviceConfig, Box<dyn Datapath>)>;
 
 /// Checks a device's configuration.
 ///
@@ -91,6 +95,9 @@ pub(crate) fn check(config: &DeviceConfig, steering: Option<Steering>) -> Result
             "several loops or shards can't have {addr}, which is shared with other processes"
         )));
     }
+    if shared {
+        check_shareable(config)?;
+    }
     if let Some(slot) = config.qpn_slot.filter(|s| !s.is_valid()) {
         return Err(VerbsError::Invalid(format!(
             "no slot {} of {} bits",
@@ -98,6 +105,20 @@ pub(crate) fn check(config: &DeviceConfig, steering: Option<Steering>) -> Result
         )));
     }
     choose_mtus(config.addr, config.mtu).map(drop)
+}
+
+/// Checks that a device's address can be shared with other processes.
+///
+/// # Errors
+/// If only UDP sockets can be shared, and it has others.
+pub(crate) fn check_shareable(config: &DeviceConfig) -> Result<(), VerbsError> {
+    match config.datapath {
+        DatapathKind::Udp => Ok(()),
+        datapath => Err(VerbsError::Invalid(format!(
+            "processes share {} by the udp datapath alone: the {datapath} datapath has its address for itself",
+            config.addr
+        ))),
+    }
 }
 
 /// Opens the sockets of each of a device's shards.
@@ -113,8 +134,8 @@ pub(crate) fn bind(config: &DeviceConfig, steering: Option<Steering>) -> Result<
         ..UdpConfig::default()
     };
     let paths = match &config.sockets {
-        Some(sockets) => vec![UdpDatapath::from_sockets(&udp, sockets)?],
-        None => UdpDatapath::open_shards(&udp, steering)?,
+        Some(sockets) => vec![Box::new(UdpDatapath::from_sockets(&udp, sockets)?) as Box<dyn Datapath>],
+        None => open_shards(config.datapath, &udp, steering)?,
     };
     let of_shard = |(shard, path)| {
         let qpn_slot = steering.and_then(|s| s.slot(shard)).or(config.qpn_slot);
@@ -206,7 +227,7 @@ impl Parts {
 
     fn new(
         config: DeviceConfig,
-        path: UdpDatapath,
+        path: Box<dyn Datapath>,
         tap: Option<Box<dyn Tap>>,
         guid: u64,
         mem: Option<Arc<MemoryTable>>,
@@ -243,7 +264,7 @@ impl Parts {
         let port = Port::new(port, mem.clone(), random()?);
         Ok(Self {
             port,
-            path: Box::new(path),
+            path,
             local: LocalConfig {
                 tap,
                 recipients: None,

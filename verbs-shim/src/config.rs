@@ -10,7 +10,7 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use roce::{DeviceConfig, Faults, Mtu, environment, names::DeviceNames};
+use roce::{DatapathKind, DeviceConfig, Faults, Mtu, environment, names::DeviceNames};
 
 use crate::fork::Own;
 
@@ -24,6 +24,8 @@ const MTU: &str = "FERROCE_MTU";
 const UNRELIABLE_RATE: &str = "FERROCE_UNRELIABLE_RATE";
 /// Engines of the device.
 const SHARDS: &str = "FERROCE_SHARDS";
+/// Sockets that carry packets: `udp`, `raw`, `packet` or `packet,vlan=ID`.
+const DATAPATH: &str = "FERROCE_DATAPATH";
 /// How long threads look for packets before they sleep.
 const SPIN: &str = "FERROCE_SPIN";
 /// Capture file; `%p` stands for the process number.
@@ -70,10 +72,23 @@ pub(crate) fn mtu() -> Option<Mtu> {
     setting(MTU, str::parse)
 }
 
+/// Returns the requested datapath. A malformed value ends the process, so that a program does not run on other sockets than it was to.
+fn datapath() -> DatapathKind {
+    let text = environment::var(DATAPATH).unwrap_or_default();
+    match text.trim() {
+        "" => DatapathKind::default(),
+        text => text.parse().unwrap_or_else(|e| {
+            complain(format_args!("{DATAPATH}: {e}"));
+            std::process::exit(2);
+        }),
+    }
+}
+
 /// Makes the configuration of the transport.
 pub(crate) fn device(bind: IpAddr) -> DeviceConfig {
     let mut device = DeviceConfig::new(bind);
     device.mtu = mtu();
+    device.datapath = datapath();
     if let Some((file, begun)) = pcap() {
         (device.pcap, device.pcap_append) = (Some(file), begun);
     }

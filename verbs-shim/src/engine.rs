@@ -9,7 +9,8 @@ use std::{
 };
 
 use roce::{
-    AsyncEvent, Completion, Device, DeviceConfig, FaultControl, JoinConfig, VerbsError, WcStatus, verbs::EventSource,
+    AsyncEvent, Completion, DatapathKind, Device, DeviceConfig, FaultControl, JoinConfig, VerbsError, WcStatus,
+    verbs::EventSource,
 };
 
 use crate::{
@@ -117,8 +118,13 @@ fn program_name() -> String {
     exe.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// Opens the device, shared with other processes unless that is switched off or there is no program to be the broker.
+/// Opens the device, shared with other processes unless that is switched off, there is no program to be the broker, or the datapath
+/// can't be shared.
 fn open_device(wanted: DeviceConfig) -> std::result::Result<Device, VerbsError> {
+    if wanted.datapath != DatapathKind::Udp {
+        tracing::info!("the {} datapath: this process has its addresses alone", wanted.datapath);
+        return Device::open(wanted);
+    }
     let Some(mut how) = JoinConfig::from_env() else {
         tracing::info!("no broker (FERROCE_BROKER=off): this process has its addresses alone");
         return Device::open(wanted);

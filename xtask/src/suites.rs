@@ -72,6 +72,7 @@ const PRIVILEGED: &[&str] = &[
     "a_cut_network_is_left_for_the_other_and_taken_again",
     "a_cut_wire_is_silent_and_a_mended_one_is_not",
     "a_device_over_ipv6",
+    "a_device_over_raw_and_packet_sockets",
     "a_full_disk_is_an_error_and_what_was_flushed_stays",
     "a_host_where_nobody_listens_ends_the_wait_at_once",
     "a_lossy_wire_loses_what_it_counts",
@@ -89,13 +90,16 @@ const PRIVILEGED: &[&str] = &[
     "flaps_leave_nothing_behind",
     "flush_and_fua_leave_nothing_behind_in_memory",
     "flush_and_fua_reach_the_servers_device",
+    "frames_of_a_vlan_are_tagged",
     "hosts_have_names",
+    "hosts_on_a_cable_use_any_datapath",
     "members_of_the_group_start_what_the_file_allows",
     "one_member_of_the_group_does_not_hold_the_places_of_others",
     "programs_in_containers_on_one_bridge_use_each_other",
     "the_daemon_runs_as_a_user_of_its_own",
     "two_names_of_one_block_device_have_one_writer",
     "what_goes_into_a_wire_comes_out_on_the_same_network",
+    "without_the_capability_the_error_names_it",
 ];
 
 /// Tests of those that mount a FUSE file system.

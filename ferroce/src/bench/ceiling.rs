@@ -13,7 +13,7 @@ use std::{
 
 use roce_bth::{Bth, ExtHeader, Header, ICRC_LEN, Opcode, Packet, Psn, Qpn, ROCE_UDP_PORT, Reth};
 use roce_icrc::{Flow, IdSolver, Recovery};
-use roce_net::{DEFAULT_HOP_LIMIT, Datapath, OpenError, Train, UdpConfig, UdpDatapath, packets};
+use roce_net::{DEFAULT_HOP_LIMIT, Datapath, DatapathKind, OpenError, Train, UdpConfig, open_shards, packets};
 
 /// Settings of a measurement.
 #[derive(Clone, Debug)]
@@ -28,6 +28,8 @@ pub(crate) struct CeilingConfig {
     pub(crate) bytes: usize,
     /// Most bytes in flight.
     pub(crate) window: usize,
+    /// Sockets.
+    pub(crate) datapath: DatapathKind,
     /// Send many packets with one call.
     pub(crate) gso: bool,
     /// Receive many packets with one call.
@@ -80,7 +82,8 @@ pub(crate) fn run(config: &CeilingConfig) -> Result<Ceiling, OpenError> {
             gro: config.gro,
             ..UdpConfig::default()
         };
-        UdpDatapath::open(&udp)
+        let mut opened = open_shards(config.datapath, &udp, None)?;
+        opened.pop().ok_or(OpenError::NotLocal(addr))
     };
     let (mut tx, mut rx) = (open(config.from)?, open(config.to)?);
     let shared = Shared {
@@ -91,8 +94,8 @@ pub(crate) fn run(config: &CeilingConfig) -> Result<Ceiling, OpenError> {
         sent: AtomicU64::new(0),
     };
     let elapsed = thread::scope(|scope| {
-        let receiver = scope.spawn(|| receive(config, &mut rx, &shared));
-        let sender = scope.spawn(|| send(config, &mut tx, &shared));
+        let receiver = scope.spawn(|| receive(config, &mut *rx, &shared));
+        let sender = scope.spawn(|| send(config, &mut *tx, &shared));
         let elapsed = sender.join().unwrap_or_default();
         shared.stop.store(true, Ordering::Relaxed);
         let _ = receiver.join();
@@ -130,7 +133,7 @@ fn header(index: usize, count: usize, psn: u64, bytes: usize) -> Header {
 }
 
 /// Stages and sends messages, at most the window ahead of the receiver.
-fn send(config: &CeilingConfig, path: &mut UdpDatapath, shared: &Shared) -> Duration {
+fn send(config: &CeilingConfig, path: &mut dyn Datapath, shared: &Shared) -> Duration {
     let source = vec![0x5au8; config.bytes];
     let caps = path.capabilities();
     let src_port = caps.src_ports.first().copied().unwrap_or(ROCE_UDP_PORT);
@@ -238,7 +241,7 @@ impl Flight {
 }
 
 /// Checks every packet and copies its payload into place.
-fn receive(config: &CeilingConfig, path: &mut UdpDatapath, shared: &Shared) {
+fn receive(config: &CeilingConfig, path: &mut dyn Datapath, shared: &Shared) {
     let mut place = vec![0u8; config.bytes];
     let count = config.bytes.div_ceil(config.mtu);
     let mut solver = IdSolver::new();

@@ -259,6 +259,7 @@ impl BenchArgs {
             "--until-eof".to_owned(),
             format!("--always-invalidate={on_off}"),
             format!("--spin={}", self.device.spin),
+            format!("--datapath={}", self.device.datapath),
         ];
         options.extend(self.device.rdma.options());
         options.extend(
@@ -293,6 +294,7 @@ impl BenchArgs {
             mtu: mtu.bytes(),
             bytes: bytes.max(1) as usize,
             window: 512 << 10,
+            datapath: self.device.datapath,
             gso: !self.device.no_gso,
             gro: !self.device.no_gro,
             duration,

@@ -14,7 +14,7 @@ use std::{
 
 use clap::{Args, ValueHint};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use roce::{Mtu, SpinMode, environment, gids, iface, names::DeviceNames};
+use roce::{DatapathKind, Mtu, SpinMode, environment, gids, iface, names::DeviceNames};
 
 use crate::{
     LOG_VARIABLE,
@@ -29,6 +29,7 @@ const LIBRARY: &str = "libferroce_verbs.so";
 /// Variable for the library's path, if it is in an unusual place.
 const SHIM_VARIABLE: &str = "FERROCE_SHIM";
 const ADDR_VARIABLE: &str = "FERROCE_ADDR";
+const DATAPATH_VARIABLE: &str = "FERROCE_DATAPATH";
 const MTU_VARIABLE: &str = "FERROCE_MTU";
 const RATE_VARIABLE: &str = "FERROCE_UNRELIABLE_RATE";
 const SHARDS_VARIABLE: &str = "FERROCE_SHARDS";
@@ -80,6 +81,7 @@ Environment, also of programs that load the library without `ferroce run`. Progr
 capabilities) ignore it:
   FERROCE_SHIM        path of libferroce_verbs.so; default: next to this program
   FERROCE_ADDR        addresses to use, separated by commas; default: all (--addr)
+  FERROCE_DATAPATH    sockets that carry packets: udp, raw, packet or packet,vlan=ID (--datapath)
   FERROCE_DEVICE_NAME names of devices, separated by commas (--device-name)
   FERROCE_LOG         log level on standard error: error (default), warn, info (-v), debug (-vv),
                       trace (-vvv), or by part, such as `roce_port=trace,info`
@@ -106,6 +108,11 @@ pub(crate) struct RunArgs {
     /// commas, for several devices [default: ferroce0, ferroce1, …]
     #[arg(long, value_name = "[INTERFACE=]NAME")]
     device_name: Vec<DeviceNames>,
+    /// Sockets that carry packets: `udp`, which needs no privilege; `raw`, raw IP; or `packet`, Ethernet frames of the interface that has the
+    /// only --addr, with `packet,vlan=ID` in that VLAN. `raw` and `packet` need CAP_NET_RAW, and the first process has the addresses for
+    /// itself [default: udp]
+    #[arg(long, value_name = "udp|raw|packet[,vlan=ID]")]
+    datapath: Option<DatapathKind>,
     /// Largest path MTU: 256, 512, 1024, 2048 or 4096 [default: the largest that the interface carries]
     #[arg(long, value_name = "BYTES")]
     mtu: Option<Mtu>,
@@ -208,6 +215,7 @@ fn add_settings(command: &mut Command, args: &RunArgs, addrs: String, level: Opt
     let given = [
         (DEVICE_NAME_VARIABLE, Some(device_names(&args.device_name)?)),
         (ADDR_VARIABLE, Some(addrs)),
+        (DATAPATH_VARIABLE, args.datapath.map(|datapath| datapath.to_string())),
         (MTU_VARIABLE, args.mtu.map(|mtu| mtu.bytes().to_string())),
         (RATE_VARIABLE, args.unreliable_rate.clone()),
         (SHARDS_VARIABLE, args.shards.map(|shards| shards.to_string())),

@@ -8,7 +8,10 @@ use roce_icrc::Flow;
 use roce_port::{Port, RxMeta, Train, TxBatch};
 use roce_verbs::Instant;
 
-use crate::datapath::{Datapath, Tap, packets};
+use crate::{
+    datapath::{Datapath, Tap, packets},
+    outgoing::Outgoing,
+};
 
 /// Memory of packets that are under way, bytes: what does not fit is lost, as in a full queue.
 const MAX_HELD: usize = 64 << 20;
@@ -18,22 +21,6 @@ const ECN_CE: u8 = 3;
 const UNCOVERED: usize = 4;
 /// Offset of the DETH's source queue pair in a datagram without other extended headers, bytes.
 const DETH_SRC_QP: usize = 12 + 5;
-
-/// Packet on its way out.
-struct Outgoing {
-    /// All but the bytes.
-    head: Train<'static>,
-    bytes: Vec<u8>,
-}
-
-impl Outgoing {
-    fn train(&self) -> Train<'_> {
-        Train {
-            bytes: &self.bytes,
-            ..self.head
-        }
-    }
-}
 
 /// Packet on its way in.
 struct Incoming {
@@ -161,16 +148,8 @@ impl Faulty {
             if let Some(random) = passage.damage {
                 damage(&mut bytes, random);
             }
-            let head = Train {
-                local: train.local,
-                remote: train.remote,
-                src_port: train.src_port,
-                tos: train.tos | if passage.marked { ECN_CE } else { 0 },
-                ttl: train.ttl,
-                segment_len: bytes.len(),
-                bytes: &[],
-            };
-            let out = Outgoing { head, bytes };
+            let tos = train.tos | if passage.marked { ECN_CE } else { 0 };
+            let out = Outgoing::new(&Train { tos, ..*train }, bytes);
             // What is not held back stays in its order.
             if passage.due <= since_zero(now) {
                 self.ready.push_back(out);
@@ -188,10 +167,11 @@ impl Faulty {
         while !self.ready.is_empty() {
             let sent = path.send(&mut self.ready.iter().map(Outgoing::train));
             for packet in self.ready.drain(..sent.trains) {
+                let packet = packet.train();
                 self.held -= packet.bytes.len();
                 if let Some(tap) = tap {
-                    let from = SocketAddr::new(packet.head.local, packet.head.src_port);
-                    tap.packet(from, packet.head.remote, 0, &packet.bytes);
+                    let from = SocketAddr::new(packet.local, packet.src_port);
+                    tap.packet(from, packet.remote, 0, packet.bytes);
                 }
             }
             if sent.blocked {

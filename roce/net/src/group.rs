@@ -98,6 +98,11 @@ impl Groups {
         }
     }
 
+    /// The groups that were joined.
+    pub(crate) fn all(&self) -> impl Iterator<Item = IpAddr> {
+        self.joined.keys().map(|(group, _)| *group)
+    }
+
     /// The groups that have sockets of their own.
     pub(crate) fn sockets(&self) -> impl Iterator<Item = (IpAddr, BorrowedFd<'_>)> {
         self.sockets.iter().map(|(group, socket)| (*group, socket.as_fd()))

@@ -73,6 +73,15 @@ fn link_index(entry: &InterfaceAddress) -> Option<u32> {
     Some(link.ifindex() as u32)
 }
 
+/// Returns whether an interface has Ethernet frames.
+///
+/// # Errors
+/// When the kernel can't tell.
+pub(crate) fn is_ethernet(index: u32) -> io::Result<bool> {
+    let mut links = getifaddrs()?.filter_map(|entry| entry.address?.as_link_addr().copied());
+    Ok(links.any(|link| link.ifindex() as u32 == index && link.hatype() == libc::ARPHRD_ETHER))
+}
+
 /// The number of the interface that owns an address. Every address of 127.0.0.0/8 is the loopback interface's.
 ///
 /// # Errors

@@ -1,4 +1,4 @@
-//! Datapath and drivers of a port. A [`Datapath`] is UDP sockets today; raw IP and AF_PACKET fit behind the same trait. [`Driver`]
+//! Datapath and drivers of a port. A [`Datapath`] is UDP, raw IP or packet sockets ([`DatapathKind`]). [`Driver`]
 //! shares a port between threads, with a lock and a progress thread; [`LocalDriver`] is for one loop, and has neither.
 
 mod clock;
@@ -13,13 +13,19 @@ mod group;
 pub mod holder;
 pub mod iface;
 mod inbox;
+mod intake;
+mod kind;
 pub mod links;
 mod local;
+mod losses;
 pub mod names;
 pub mod neighbours;
+mod outgoing;
 mod persist;
 pub mod places;
 mod progress;
+mod raw;
+mod scopes;
 mod senders;
 mod sink;
 mod socket;
@@ -42,6 +48,7 @@ pub use datapath::{
 pub use driver::{Driver, DriverConfig};
 pub use fault_control::{FaultControl, FaultRequest, FaultTarget, RuleStatus};
 pub use inbox::Inbox;
+pub use kind::{DatapathKind, UnknownDatapath, VlanId, open_shards};
 pub use local::{Flush, Forward, LocalConfig, LocalDriver};
 pub use progress::Closed;
 pub use roce_port::Train;

@@ -56,10 +56,20 @@ fn put(to: &mut Vec<u8>, kind: u16, value: &[u8]) {
 }
 
 /// The first hop of a route.
-#[derive(Debug, PartialEq, Eq)]
-struct Hop {
-    interface: u32,
-    neighbour: IpAddr,
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Hop {
+    /// Number of the interface.
+    pub(crate) interface: u32,
+    /// The gateway, or the peer itself.
+    pub(crate) neighbour: IpAddr,
+}
+
+/// Link address of a neighbour, as the kernel's table has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LinkAddress {
+    pub(crate) bytes: [u8; 6],
+    /// It was confirmed a while ago: the kernel asks again when it sends there.
+    pub(crate) stale: bool,
 }
 
 /// The first hop towards a peer; `None` where none is looked up: the peer is this host, or a group.
@@ -114,6 +124,35 @@ impl Neighbours {
         Ok(!self.resolves(hop.interface)? || self.has(&hop)?)
     }
 
+    /// Returns the first hop from `local` to `remote`; `None`: the peer is this host. The ports do not matter.
+    ///
+    /// # Errors
+    /// When there is no route.
+    pub(crate) fn first_hop(&self, local: IpAddr, remote: SocketAddr) -> io::Result<Option<Hop>> {
+        Ok(hop(&self.route(local, remote)?, remote.ip()))
+    }
+
+    /// Returns the link address of a neighbour of an Ethernet interface; `None`: it is not known.
+    ///
+    /// # Errors
+    /// When the kernel does not answer.
+    pub(crate) fn link_address(&self, hop: &Hop) -> io::Result<Option<LinkAddress>> {
+        let Some(neighbour) = self.find(hop)? else {
+            return Ok(None);
+        };
+        let state = neighbour.get(8..10).ok_or(io::ErrorKind::UnexpectedEof)?;
+        let state = u16::from_ne_bytes([state[0], state[1]]);
+        let address = neighbour
+            .get(ROUTE..)
+            .and_then(|attributes| attribute(attributes, libc::NDA_LLADDR))
+            .and_then(|address| address.try_into().ok())
+            .filter(|_| state & VALID != 0);
+        Ok(address.map(|bytes| LinkAddress {
+            bytes,
+            stale: state & libc::NUD_STALE != 0,
+        }))
+    }
+
     fn route(&self, local: IpAddr, remote: SocketAddr) -> io::Result<Vec<u8>> {
         let peer = bytes(remote.ip());
         let bits = (8 * peer.len()) as u8;
@@ -140,21 +179,28 @@ impl Neighbours {
     }
 
     fn has(&self, hop: &Hop) -> io::Result<bool> {
+        match self.find(hop) {
+            Ok(None) => Ok(false),
+            Ok(Some(neighbour)) => {
+                let state = neighbour.get(8..10).ok_or(io::ErrorKind::UnexpectedEof)?;
+                Ok(u16::from_ne_bytes([state[0], state[1]]) & VALID != 0)
+            }
+            // Linux before 5.0 has no such request: the neighbour is resolved with the first packet.
+            Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(true),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Returns what the kernel's table has of a neighbour: `struct ndmsg`, then attributes.
+    fn find(&self, hop: &Hop) -> io::Result<Option<Vec<u8>>> {
         let mut request = vec![0; ROUTE];
         request[0] = family(hop.neighbour);
         request[4..8].copy_from_slice(&hop.interface.to_ne_bytes());
         put(&mut request, libc::NDA_DST, &bytes(hop.neighbour));
         match self.requests.ask(libc::RTM_GETNEIGH, &request) {
-            Ok(neighbour) => {
-                let state = neighbour.get(8..10).ok_or(io::ErrorKind::UnexpectedEof)?;
-                Ok(u16::from_ne_bytes([state[0], state[1]]) & VALID != 0)
-            }
-            Err(e) => match e.raw_os_error() {
-                Some(libc::ENOENT) => Ok(false),
-                // Linux before 5.0 has no such request: the neighbour is resolved with the first packet.
-                Some(libc::EOPNOTSUPP) => Ok(true),
-                _ => Err(e),
-            },
+            Ok(neighbour) => Ok(Some(neighbour)),
+            Err(e) if e.raw_os_error() == Some(libc::ENOENT) => Ok(None),
+            Err(e) => Err(e),
         }
     }
 }

@@ -2,18 +2,16 @@
 
 use std::{io, net::IpAddr};
 
-use nix::sys::socket::{setsockopt, sockopt::SndBufForce};
-use socket2::{SockFilter, Socket};
+use socket2::Socket;
 
 use crate::{
     iface,
-    socket::{OpenError, context, new_socket},
+    socket::{OpenError, accept_nothing, context, grow_send_buffer, new_socket},
     sys,
 };
 
 /// The source ports that RoCEv2 uses for entropy (`IB_ROCE_UDP_ENCAP_VALID_PORT_MIN` and up).
 const SPORT_MIN: u16 = 0xc000;
-const SEND_BUFFER: usize = 4 << 20;
 /// Ports that are tried.
 const TRIES: u32 = 256;
 
@@ -53,14 +51,8 @@ fn bind_one_of(addrs: &[IpAddr], ports: impl Iterator<Item = u16>) -> Result<(u1
 fn new_sender(addr: IpAddr) -> Result<Socket, OpenError> {
     let socket = new_socket(addr)?;
     // What arrives there is dropped before it is queued.
-    let accept_nothing = SockFilter::new((libc::BPF_RET | libc::BPF_K) as u16, 0, 0, 0);
-    let attached = socket.attach_filter(&[accept_nothing]);
-    attached.map_err(context("attaching a filter to a sending socket"))?;
-    // Past the system's limit with CAP_NET_ADMIN.
-    if setsockopt(&socket, SndBufForce, &SEND_BUFFER).is_err() {
-        let set = socket.set_send_buffer_size(SEND_BUFFER);
-        set.map_err(context("setting the send buffer"))?;
-    }
+    accept_nothing(&socket).map_err(context("attaching a filter to a sending socket"))?;
+    grow_send_buffer(&socket)?;
     Ok(socket)
 }
 

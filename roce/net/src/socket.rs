@@ -6,10 +6,18 @@ use std::{
     os::fd::{AsFd, OwnedFd},
 };
 
+use nix::sys::socket::{
+    setsockopt,
+    sockopt::{RcvBufForce, SndBufForce},
+};
 use roce_bth::ROCE_UDP_PORT;
-use socket2::{Socket, Type};
+use socket2::{SockFilter, SockRef, Socket, Type};
 
 use crate::{datapath::DEFAULT_HOP_LIMIT, holder, iface, sys};
+
+/// Below this a burst of a few messages overflows the receive buffer.
+const SMALL_BUFFER: usize = 1 << 20;
+const SEND_BUFFER: usize = 4 << 20;
 
 /// Configuration of a UDP datapath.
 #[derive(Clone, Debug)]
@@ -57,6 +65,22 @@ pub enum OpenError {
     /// No interface has the address.
     #[error("{0} is not an address of this host (`ip addr` lists them)")]
     NotLocal(IpAddr),
+    /// The process lacks a privilege.
+    #[error("the {datapath} datapath needs CAP_NET_RAW: {}", Self::WITHOUT_NET_RAW)]
+    NeedsNetRaw {
+        /// Name of the datapath.
+        datapath: &'static str,
+    },
+    /// The datapath can't be used at the address.
+    #[error("the {datapath} datapath can't have {addr}: {reason}")]
+    Unsuitable {
+        /// Name of the datapath.
+        datapath: &'static str,
+        /// Our address.
+        addr: IpAddr,
+        /// Reason, and what to do.
+        reason: String,
+    },
     /// A system call failed.
     #[error("{context}: {source}")]
     Io {
@@ -65,6 +89,12 @@ pub enum OpenError {
         /// Error of the system.
         source: io::Error,
     },
+}
+
+impl OpenError {
+    /// Remedies for [`NeedsNetRaw`](Self::NeedsNetRaw).
+    pub const WITHOUT_NET_RAW: &str = "run it as root, give it the capability (`setpriv --ambient-caps +net_raw`, \
+                                       AmbientCapabilities=CAP_NET_RAW of systemd), or use the udp datapath, which needs none";
 }
 
 pub(crate) fn context(context: &'static str) -> impl Fn(io::Error) -> OpenError {
@@ -135,6 +165,40 @@ pub(crate) fn bind_receiver(socket: &Socket, config: &UdpConfig, addr: IpAddr) -
     })
 }
 
+/// Sets the receive buffers of sockets, past the system's limit with CAP_NET_ADMIN. Warns if the system grants too little.
+pub(crate) fn grow_receive_buffers<'a>(
+    sockets: impl Iterator<Item = &'a Socket> + Clone,
+    wanted: usize,
+) -> Result<(), OpenError> {
+    // The kernel doubles the number, to make room for its own overhead.
+    let bytes = wanted.min(i32::MAX as usize / 2);
+    for socket in sockets.clone() {
+        if setsockopt(socket, RcvBufForce, &bytes).is_err() {
+            let set = socket.set_recv_buffer_size(bytes);
+            set.map_err(context("setting the receive buffer"))?;
+        }
+    }
+    let granted = receive_buffer(sockets);
+    if granted < wanted.min(SMALL_BUFFER) {
+        tracing::warn!(
+            "the receive buffer is only {granted} bytes of {wanted} asked for: packets will be lost under load; as root: \
+             `sysctl -w net.core.rmem_max={wanted}`",
+        );
+    }
+    Ok(())
+}
+
+/// Returns the size of the smallest receive buffer, as the kernel counts: twice the bytes that were asked for.
+pub(crate) fn receive_buffer<'a>(sockets: impl Iterator<Item = &'a Socket>) -> usize {
+    let sizes = sockets.filter_map(|socket| socket.recv_buffer_size().ok());
+    sizes.min().unwrap_or(0)
+}
+
+/// Has the kernel drop whatever arrives at a socket, before it is queued.
+pub(crate) fn accept_nothing(socket: &impl AsFd) -> io::Result<()> {
+    SockRef::from(socket).attach_filter(&[SockFilter::new((libc::BPF_RET | libc::BPF_K) as u16, 0, 0, 0)])
+}
+
 /// Creates a socket with the options that receiving and sending sockets need.
 pub(crate) fn new_socket(addr: IpAddr) -> Result<Socket, OpenError> {
     let socket = Socket::from(sys::udp_socket(addr.is_ipv4()).map_err(context("making a UDP socket"))?);
@@ -146,8 +210,17 @@ pub(crate) fn new_socket(addr: IpAddr) -> Result<Socket, OpenError> {
     Ok(socket)
 }
 
+/// Sets the send buffer of a socket, past the system's limit with CAP_NET_ADMIN.
+pub(crate) fn grow_send_buffer(socket: &Socket) -> Result<(), OpenError> {
+    if setsockopt(socket, SndBufForce, &SEND_BUFFER).is_err() {
+        let set = socket.set_send_buffer_size(SEND_BUFFER);
+        set.map_err(context("setting the send buffer"))?;
+    }
+    Ok(())
+}
+
 /// Sets the options of receiving and sending sockets that can be set at any time.
-fn set_up(socket: &Socket, addr: IpAddr) -> io::Result<()> {
+pub(crate) fn set_up(socket: &Socket, addr: IpAddr) -> io::Result<()> {
     let set = |level, name, value| sys::set_int(socket.as_fd(), level, name, value);
     let hops = i32::from(DEFAULT_HOP_LIMIT);
     // Groups that only other sockets have joined are not received.

@@ -4,48 +4,39 @@
 //! (segment *i* of a GSO send: *i*), which is what their ICRCs were made with.
 
 use std::{
-    collections::HashMap,
     io, mem,
     net::{IpAddr, SocketAddr},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::Arc,
-    time::Duration,
 };
 
 use nix::sys::socket::{
     setsockopt,
-    sockopt::{RcvBufForce, UdpGroSegment, UdpGsoSegment},
+    sockopt::{UdpGroSegment, UdpGsoSegment},
 };
 use roce_icrc::Flow;
 use roce_port::{MAX_SEGMENTS, MAX_TRAIN_BYTES, RxMeta, Steering, Train};
-use roce_verbs::Instant;
 use socket2::Socket;
 
 use crate::{
     clock,
-    datapath::{Capabilities, Datapath, DatapathCounters, Received, Sent, Undeliverable, packets},
+    datapath::{Capabilities, Datapath, DatapathCounters, Received, Sent, Undeliverable},
     group::Groups,
-    iface, senders,
-    socket::{Family, OpenError, UdpConfig, adopt, context},
+    intake::Intake,
+    losses::Losses,
+    scopes::Scopes,
+    senders,
+    socket::{Family, OpenError, UdpConfig, adopt, context, grow_receive_buffers, receive_buffer},
     steer,
-    sys::{self, Origin, RecvRing, SendQueue},
+    sys::{self, SendQueue},
     undeliverable,
     unsegmented::Unsegmented,
 };
 
 /// Trains of one system call.
 const SEND_BATCH: usize = 32;
-/// Buffers of one receive call. Merged buffers fill all 64 KiB, so fewer of those are taken at a time.
-const RECV_SLOTS: usize = 64;
-/// As many merged buffers as stay in a second-level cache until they are handled.
-const RECV_MERGED: usize = 4;
 /// The longest UDP payload.
 const MAX_DATAGRAM: usize = 65_536;
-/// Time for which the interface of a local address is not looked up again: an address may move to another one.
-const SCOPE_AGE: Duration = Duration::from_secs(1);
-/// Below this a burst of a few messages overflows the receive buffer.
-const SMALL_BUFFER: usize = 1 << 20;
-
 /// Sockets that somebody else (a broker) has opened: one member of each reuseport group, for one process of several
 /// behind one address.
 #[derive(Clone, Debug, Default)]
@@ -70,23 +61,18 @@ pub struct UdpDatapath {
     /// Room in the send buffer that was full last.
     room: sys::RoomWatch,
     queue: SendQueue,
-    ring: RecvRing,
-    /// Messages to ask for at a time: fewer while merged buffers come.
-    vlen: usize,
+    intake: Intake,
     gso: bool,
     unsegmented: Unsegmented,
     gro: bool,
     counters: DatapathCounters,
-    /// Kinds of send errors that were already reported in the log.
-    warned: u32,
+    losses: Losses,
     /// Packet that is sent on its own.
     scratch: Vec<u8>,
     /// Other members of the sockets' groups.
     _held: Vec<Arc<OwnedFd>>,
     groups: Groups,
-    /// Interfaces of local addresses from which link-local and multicast packets were sent, and the time when they were looked up.
-    scopes: HashMap<IpAddr, u32>,
-    scopes_since: Instant,
+    scopes: Scopes,
 }
 
 impl UdpDatapath {
@@ -166,18 +152,16 @@ impl UdpDatapath {
             hears: false,
             room: sys::RoomWatch::new().map_err(context("watching send buffers"))?,
             queue: SendQueue::new(SEND_BATCH).map_err(context("allocating send headers"))?,
-            ring: RecvRing::new(RECV_SLOTS, MAX_DATAGRAM).map_err(context("allocating receive buffers"))?,
-            vlen: RECV_MERGED,
+            intake: Intake::new(MAX_DATAGRAM).map_err(context("allocating receive buffers"))?,
             gso: config.gso,
             unsegmented: Unsegmented::default(),
             gro: config.gro,
             counters: DatapathCounters::default(),
-            warned: 0,
+            losses: Losses::default(),
             scratch: vec![],
             _held: held,
             groups: Groups::default(),
-            scopes: HashMap::new(),
-            scopes_since: Instant::ZERO,
+            scopes: Scopes::default(),
         };
         if this.gro {
             let merge = |f: &Family| setsockopt(&f.main, UdpGroSegment, &true);
@@ -190,17 +174,7 @@ impl UdpDatapath {
             tracing::info!("UDP_SEGMENT is refused: packets are sent one by one");
             this.gso = false;
         }
-        this.set_receive_buffer(config.receive_buffer)
-            .map_err(context("setting the receive buffer"))?;
-        let granted = this.receive_buffer();
-        if granted < config.receive_buffer.min(SMALL_BUFFER) {
-            tracing::warn!(
-                "the receive buffer is only {granted} bytes of {} asked for: packets will be lost under load; as root: \
-                 `sysctl -w net.core.rmem_max={}`",
-                config.receive_buffer,
-                config.receive_buffer,
-            );
-        }
+        grow_receive_buffers(this.receivers(), config.receive_buffer)?;
         Ok(this)
     }
 
@@ -212,28 +186,14 @@ impl UdpDatapath {
         })
     }
 
-    /// Sets the receive buffers, past the system's limit with CAP_NET_ADMIN.
-    fn set_receive_buffer(&self, bytes: usize) -> io::Result<()> {
-        // The kernel doubles the number, to make room for its own overhead.
-        let bytes = bytes.min(i32::MAX as usize / 2);
-        for family in &self.families {
-            if setsockopt(&family.main, RcvBufForce, &bytes).is_err() {
-                family.main.set_recv_buffer_size(bytes)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Returns the size of the smallest receive buffer, as the kernel counts: twice the bytes that were asked for.
-    fn receive_buffer(&self) -> usize {
-        let sizes = self.families.iter().filter_map(|f| f.main.recv_buffer_size().ok());
-        sizes.min().unwrap_or(0)
-    }
-
     /// Asks the kernel whether it knows UDP_SEGMENT, without keeping it set.
     fn segmentation_available(&self) -> bool {
         let all = |size| self.sockets().all(|s| setsockopt(s, UdpGsoSegment, &size).is_ok());
         all(1024) && all(0)
+    }
+
+    fn receivers(&self) -> impl Iterator<Item = &Socket> + Clone {
+        self.families.iter().map(|f| &f.main)
     }
 
     fn sockets(&self) -> impl Iterator<Item = &Socket> {
@@ -277,10 +237,7 @@ impl UdpDatapath {
 
     /// Sends as many trains as one system call takes.
     fn transmit(&mut self, route: Route, trains: &[Train<'_>]) -> io::Result<usize> {
-        let origin = Origin {
-            any: self.families[route.family].addr.is_unspecified(),
-            scopes: &self.scopes,
-        };
+        let origin = self.scopes.origin(self.families[route.family].addr.is_unspecified());
         let socket = route.socket(&self.families).as_fd();
         let sent = self.queue.send(socket, trains, &origin);
         // An earlier packet's error may have been reported, which a socket does once.
@@ -303,41 +260,8 @@ impl UdpDatapath {
             }
             return self.send_one_by_one(route, train);
         }
-        self.count_lost(train, error);
+        self.losses.count(&mut self.counters, train, error);
         true
-    }
-
-    /// Counts a train, or a packet of it, as lost.
-    fn count_lost(&mut self, train: &Train<'_>, error: &io::Error) {
-        let code = error.raw_os_error().unwrap_or(0);
-        let (counter, hint) = match code {
-            libc::EMSGSIZE => (
-                &mut self.counters.tx_too_long,
-                "the path MTU is larger than the interface's MTU less 96 bytes",
-            ),
-            libc::ENOBUFS | libc::ENOMEM | libc::EAGAIN => {
-                (&mut self.counters.tx_no_buffers, "the system's buffers are exhausted")
-            }
-            libc::ENETUNREACH | libc::EHOSTUNREACH | libc::ENETDOWN | libc::EADDRNOTAVAIL | libc::EHOSTDOWN => (
-                &mut self.counters.tx_unreachable,
-                "check routes and that the interface is up",
-            ),
-            libc::EPERM | libc::EACCES => (
-                &mut self.counters.tx_forbidden,
-                "a firewall rule forbids it: UDP port 4791 must be open",
-            ),
-            _ => (&mut self.counters.tx_errors, "the packets count as lost"),
-        };
-        *counter += 1;
-        let bit = 1u32 << (code.unsigned_abs() % 32);
-        if self.warned & bit == 0 {
-            self.warned |= bit;
-            tracing::warn!(
-                "sending to {} from {} failed: {error}; {hint}",
-                train.remote,
-                train.local
-            );
-        }
     }
 
     /// Sends the packets of a train each on its own. Each then carries Identification 0, so it is sealed again. False: the send
@@ -362,7 +286,7 @@ impl UdpDatapath {
             match sent {
                 Ok(_) => self.counters.tx_calls += 1,
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock && index == 0 => return false,
-                Err(e) => self.count_lost(train, &e),
+                Err(e) => self.losses.count(&mut self.counters, train, &e),
             }
         }
         self.counters.tx_unsegmented += 1;
@@ -380,23 +304,6 @@ impl UdpDatapath {
     /// Returns the place of the sockets that reach an address.
     fn position(&self, ip: IpAddr) -> Option<usize> {
         self.families.iter().position(|f| f.addr.is_ipv4() == ip.is_ipv4())
-    }
-
-    /// Notes the interface of a train's local address, if its destination needs one.
-    fn note_scope(&mut self, train: &Train<'_>) {
-        if !Origin::needs_scope(train.remote.ip()) {
-            return;
-        }
-        let now = clock::now();
-        if now.saturating_since(self.scopes_since) > SCOPE_AGE {
-            self.scopes_since = now;
-            self.scopes.clear();
-        }
-        if !self.scopes.contains_key(&train.local)
-            && let Ok(index) = iface::index_of(train.local)
-        {
-            self.scopes.insert(train.local, index);
-        }
     }
 }
 
@@ -424,7 +331,7 @@ impl Datapath for UdpDatapath {
             max_segments: if self.gso { MAX_SEGMENTS } else { 1 },
             max_train_bytes: MAX_TRAIN_BYTES,
             src_ports,
-            receive_buffer: self.receive_buffer(),
+            receive_buffer: receive_buffer(self.receivers()),
         }
     }
 
@@ -444,7 +351,7 @@ impl Datapath for UdpDatapath {
             {
                 chunk.push(next);
             }
-            chunk.iter().for_each(|train| self.note_scope(train));
+            chunk.iter().for_each(|train| self.scopes.note(train));
             let sent = self.send_chunk(route, &chunk);
             done += sent;
             blocked = sent < chunk.len();
@@ -459,42 +366,13 @@ impl Datapath for UdpDatapath {
         let groups = self.groups.sockets().map(|(group, socket)| (socket, Some(group)));
         for (socket, bound) in main.chain(groups) {
             // Each has its own budget, so that none starves another.
-            let (mut taken, mut emptied) = (0, false);
-            while taken < budget && !emptied {
-                // Looking for a further one costs as much as finding that there is none.
-                let asked = self.vlen.min(budget);
-                let got = match self.ring.receive(socket, asked) {
-                    Ok(n) => n,
-                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => 0,
-                    Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
-                    Err(e) => {
-                        // An ICMP error can't come here (unconnected); whatever it is, the next call tells.
-                        tracing::debug!("receiving failed: {e}");
-                        self.counters.rx_errors += 1;
-                        0
-                    }
-                };
-                emptied = got < asked;
-                if got == 0 {
-                    break;
-                }
-                let mut merged = false;
-                for i in 0..got {
-                    let Some((meta, bytes)) = self.ring.slot(i, bound) else {
-                        self.counters.rx_malformed += 1;
-                        taken += 1;
-                        continue;
-                    };
-                    merged |= meta.segment_len > 0;
-                    taken += packets(&meta, bytes).count().max(1);
-                    handle(&meta, bytes);
-                }
-                self.counters.rx_calls += 1;
-                self.counters.rx_datagrams += got as u64;
-                datagrams += got;
-                self.vlen = if merged { RECV_MERGED } else { self.ring.slots() };
-            }
-            more |= !emptied;
+            let got = self
+                .intake
+                .receive(socket, budget, &mut self.counters, handle, |ring, i| {
+                    ring.slot(i, bound)
+                });
+            datagrams += got.datagrams;
+            more |= got.more;
         }
         Received { datagrams, more }
     }

@@ -5,6 +5,7 @@ mod aio;
 mod common;
 mod connections;
 mod datagrams;
+mod datapaths;
 mod engines;
 mod examples;
 mod faults;

@@ -4,6 +4,7 @@ mod addresses;
 mod cli;
 mod containers;
 mod cuts;
+mod datapaths;
 mod device;
 mod devices;
 mod explain;

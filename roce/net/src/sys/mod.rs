@@ -4,6 +4,7 @@
 
 mod msg;
 mod netlink;
+mod raw;
 mod room;
 mod threads;
 
@@ -31,8 +32,9 @@ use nix::{
     unistd::{SysconfVar, sysconf},
 };
 
-pub(crate) use msg::{Origin, RecvRing, SendQueue};
+pub(crate) use msg::{Framed, MAX_HEAD, Origin, RecvRing, SendQueue, Way};
 pub(crate) use netlink::{Rtnetlink, attribute, drain, number, watch_links, watch_neighbours};
+pub(crate) use raw::{attach_filter, bind_link, packet_socket, raw_socket};
 pub(crate) use room::RoomWatch;
 pub(crate) use threads::shorten_slice;
 pub use threads::{Thread, start_thread};

@@ -12,6 +12,7 @@ use memmap2::{MmapMut, MmapRaw};
 use roce_port::{RxMeta, Train};
 use socket2::{SockAddr, SockAddrStorage};
 
+use super::raw::link_address;
 use crate::datapath::DEFAULT_HOP_LIMIT;
 
 /// Room for every control message that is sent or received at a time (PKTINFO, TOS, TTL, UDP_SEGMENT or UDP_GRO).
@@ -20,7 +21,8 @@ const CONTROL_LEN: usize = 128;
 /// Targets of the pointers in a message header, but for the data.
 #[repr(C)]
 struct Slot {
-    vector: iovec,
+    /// Headers of our own, if the kernel makes none, and payload: the second is of a [`Framed`] packet alone.
+    vectors: [iovec; 2],
     name: SockAddrStorage,
     control: Control,
 }
@@ -50,7 +52,7 @@ impl Messages {
             unsafe {
                 let header = &mut (*this.header(i)).msg_hdr;
                 header.msg_name = (&raw mut (*slot).name).cast();
-                header.msg_iov = &raw mut (*slot).vector;
+                header.msg_iov = (&raw mut (*slot).vectors).cast();
                 header.msg_iovlen = 1;
                 header.msg_control = (&raw mut (*slot).control).cast();
             }
@@ -113,8 +115,107 @@ impl SendQueue {
         header.msg_namelen = name.len();
         header.msg_controllen = write_control(&mut slot.control, train, pktinfo) as _;
         slot.name = name.as_storage();
-        slot.vector.iov_base = train.bytes.as_ptr().cast_mut().cast();
-        slot.vector.iov_len = train.bytes.len();
+        header.msg_iovlen = 1;
+        slot.vectors[0] = vector(train.bytes);
+    }
+
+    /// Sends the first [`Self::capacity`] packets, in order, until one fails. Returns how many were taken.
+    ///
+    /// # Errors
+    /// When the first of them failed.
+    pub(crate) fn send_framed(
+        &mut self,
+        fd: BorrowedFd<'_>,
+        packets: &[Framed<'_>],
+        from: &Origin<'_>,
+    ) -> io::Result<usize> {
+        let count = packets.len().min(self.capacity());
+        for (i, packet) in packets[..count].iter().enumerate() {
+            self.fill(i, &packet.train, from.pktinfo(&packet.train));
+            // SAFETY: both are this message's alone, and `self` is borrowed mutably.
+            let (header, slot) = unsafe { (&mut (*self.0.header(i)).msg_hdr, &mut *self.0.slot(i)) };
+            let name = match packet.way {
+                Way::Ip => without_port(packet.train.remote),
+                Way::Link(index) => link_address(index, packet.ether_type()),
+            };
+            header.msg_namelen = name.len();
+            slot.name = name.as_storage();
+            header.msg_iovlen = 2;
+            slot.vectors = [vector(packet.head()), vector(packet.train.bytes)];
+            if let Way::Link(_) = packet.way {
+                header.msg_controllen = 0;
+            }
+        }
+        // SAFETY: the first `count` headers point at slots of `self` and at bytes of `packets`, all of which live until the call
+        // returns. The kernel only reads the data.
+        let sent = unsafe { libc::sendmmsg(fd.as_raw_fd(), self.0.header(0), count as _, 0) };
+        usize::try_from(sent).map_err(|_| io::Error::last_os_error())
+    }
+}
+
+/// Returns where bytes are that the kernel reads.
+fn vector(bytes: &[u8]) -> iovec {
+    iovec {
+        iov_base: bytes.as_ptr().cast_mut().cast(),
+        iov_len: bytes.len(),
+    }
+}
+
+/// Returns the address of a peer for a raw IP socket, where the port stands for the protocol.
+fn without_port(remote: SocketAddr) -> SockAddr {
+    SocketAddr::new(remote.ip(), 0).into()
+}
+
+/// Longest headers in front of a packet: Ethernet with a VLAN tag, IPv6 and UDP, bytes.
+pub(crate) const MAX_HEAD: usize = 18 + 40 + 8;
+
+/// Where a packet with headers of its own leaves.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Way {
+    /// By the routing table, from a raw IP socket.
+    Ip,
+    /// By the interface with this number, as a frame.
+    Link(u32),
+}
+
+/// A packet with headers that the kernel does not make.
+pub(crate) struct Framed<'a> {
+    /// The packet, as a train of one.
+    pub(crate) train: Train<'a>,
+    pub(crate) way: Way,
+    /// IPv4 Identification that its ICRC was made with.
+    pub(crate) identification: u16,
+    head: [u8; MAX_HEAD],
+    head_len: usize,
+}
+
+impl<'a> Framed<'a> {
+    /// Takes a packet; `write` writes its headers and returns their length.
+    pub(crate) fn new(
+        train: Train<'a>,
+        way: Way,
+        identification: u16,
+        write: impl FnOnce(&mut [u8; MAX_HEAD]) -> usize,
+    ) -> Self {
+        let mut head = [0; MAX_HEAD];
+        let head_len = write(&mut head).min(MAX_HEAD);
+        Self {
+            train,
+            way,
+            identification,
+            head,
+            head_len,
+        }
+    }
+
+    /// Returns the headers.
+    pub(crate) fn head(&self) -> &[u8] {
+        &self.head[..self.head_len]
+    }
+
+    /// Returns the EtherType of a frame, of its VLAN tag if it has one.
+    fn ether_type(&self) -> u16 {
+        u16::from_be_bytes([self.head[12], self.head[13]])
     }
 }
 
@@ -242,8 +343,10 @@ impl RecvRing {
         for i in 0..slots {
             // SAFETY: the slot is this message's alone.
             let slot = unsafe { &mut *ring.messages.slot(i) };
-            slot.vector.iov_base = ring.buffer(i).cast();
-            slot.vector.iov_len = slot_len;
+            slot.vectors[0] = iovec {
+                iov_base: ring.buffer(i).cast(),
+                iov_len: slot_len,
+            };
         }
         Ok(ring)
     }
@@ -288,17 +391,22 @@ impl RecvRing {
         Ok(self.used)
     }
 
-    /// Returns message `i` of the last [`Self::receive`], which returned more than `i`. `bound`: the address that its socket is bound to.
-    /// `None`: it is longer than the buffer, of an unknown family, or the kernel did not tell its destination.
-    pub(crate) fn slot(&self, i: usize, bound: Option<IpAddr>) -> Option<(RxMeta, &[u8])> {
+    /// Returns the bytes of message `i` of the last [`Self::receive`], which returned more than `i`. `None`: it is longer than the buffer.
+    pub(crate) fn bytes(&self, i: usize) -> Option<&[u8]> {
         // SAFETY: the kernel is done with it, and nothing writes to it while `self` is borrowed.
         let header = unsafe { &*self.messages.header(i) };
         let len = (header.msg_len as usize).min(self.slot_len);
         // SAFETY: as above; `len` bytes lie inside of the buffer.
         let bytes = unsafe { std::slice::from_raw_parts(self.buffer(i), len) };
-        if header.msg_hdr.msg_flags & libc::MSG_TRUNC != 0 {
-            return None;
-        }
+        (header.msg_hdr.msg_flags & libc::MSG_TRUNC == 0).then_some(bytes)
+    }
+
+    /// Returns message `i` of the last [`Self::receive`], which returned more than `i`. `bound`: the address that its socket is bound to.
+    /// `None`: it is longer than the buffer, of an unknown family, or the kernel did not tell its destination.
+    pub(crate) fn slot(&self, i: usize, bound: Option<IpAddr>) -> Option<(RxMeta, &[u8])> {
+        let bytes = self.bytes(i)?;
+        // SAFETY: the kernel is done with it, and nothing writes to it while `self` is borrowed.
+        let header = unsafe { &*self.messages.header(i) };
         if header.msg_hdr.msg_namelen == 0 {
             return None;
         }

@@ -1,4 +1,4 @@
-//! Notification that a full send buffer has room again.
+//! Notification that a full send buffer has room again, or that what a packet waits for has changed.
 
 use std::{
     io,
@@ -10,7 +10,7 @@ use nix::{
     sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout},
 };
 
-/// Epoll instance that is readable once a watched socket can be written to.
+/// Epoll instance that is readable once a watched socket can be written to, or another descriptor be read.
 ///
 /// It is one descriptor for the sockets that a datapath sends from, which need not be those that it receives on.
 #[derive(Debug)]
@@ -34,25 +34,46 @@ impl RoomWatch {
     /// # Errors
     /// When the kernel has no memory, or the user too many watches.
     pub(crate) fn arm(&mut self, socket: BorrowedFd<'_>) -> io::Result<()> {
+        self.watch(socket, EpollFlags::EPOLLOUT)
+    }
+
+    /// Watches a descriptor until it can be read, once.
+    ///
+    /// # Errors
+    /// When the kernel has no memory, or the user too many watches.
+    pub(crate) fn arm_input(&mut self, fd: BorrowedFd<'_>) -> io::Result<()> {
+        self.watch(fd, EpollFlags::EPOLLIN)
+    }
+
+    /// Ends watching a descriptor.
+    pub(crate) fn disarm(&mut self, fd: BorrowedFd<'_>) {
+        // It fails only when the descriptor was never watched.
+        let _ = self.epoll.modify(fd, &mut EpollEvent::new(EpollFlags::empty(), 0));
+        self.armed = false;
+    }
+
+    fn watch(&mut self, fd: BorrowedFd<'_>, until: EpollFlags) -> io::Result<()> {
         // Once: a socket reports each packet that leaves its buffer.
-        let mut event = EpollEvent::new(EpollFlags::EPOLLOUT | EpollFlags::EPOLLONESHOT, 0);
-        match self.epoll.modify(socket, &mut event) {
-            Err(Errno::ENOENT) => self.epoll.add(socket, event)?,
+        let mut event = EpollEvent::new(until | EpollFlags::EPOLLONESHOT, 0);
+        match self.epoll.modify(fd, &mut event) {
+            Err(Errno::ENOENT) => self.epoll.add(fd, event)?,
             done => done?,
         }
         self.armed = true;
         Ok(())
     }
 
-    /// Takes the notification, if there is one.
-    pub(crate) fn clear(&mut self) {
+    /// Takes the notification. Returns whether there was one.
+    pub(crate) fn clear(&mut self) -> bool {
         const SOCKETS: usize = 4;
         if !self.armed {
-            return;
+            return false;
         }
         let mut events = [EpollEvent::empty(); SOCKETS];
         let taken = self.epoll.wait(&mut events, EpollTimeout::ZERO);
-        self.armed = !taken.is_ok_and(|taken| taken > 0);
+        let fired = taken.is_ok_and(|taken| taken > 0);
+        self.armed = !fired;
+        fired
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod driver;
 mod environment;
+mod raw;
 mod socket_file;
 mod udp;
 mod undeliverable;

@@ -50,6 +50,7 @@ impl Beside {
         command.args(set.iter().flat_map(|s| ["--set", s.get_name()]));
         let kernel = cli.kernel.and_then(|k| k.to_possible_value());
         command.args(kernel.iter().flat_map(|k| ["--kernel", k.get_name()]));
+        command.arg(format!("--datapath={}", places.datapath));
         if places.keep {
             command.arg("--keep");
         }

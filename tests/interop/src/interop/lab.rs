@@ -10,6 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use roce::DatapathKind;
 use serde_json::Value;
 
 use crate::{Error, guest::Kernel};
@@ -63,6 +64,8 @@ pub(crate) struct Places {
     pub(crate) ublk: Option<PathBuf>,
     /// Captures of scenarios that passed are kept, too.
     pub(crate) keep: bool,
+    /// Sockets that our programs use.
+    pub(crate) datapath: DatapathKind,
 }
 
 impl Places {

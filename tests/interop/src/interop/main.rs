@@ -31,6 +31,7 @@ use clap::{Parser, ValueEnum};
 use guest::Kernel;
 use lab::{Places, RunDir};
 use report::{Outcome, Verdict};
+use roce::DatapathKind;
 use scenarios::Scenario;
 
 /// Whatever ends a scenario.
@@ -110,6 +111,10 @@ pub(crate) struct Cli {
     /// Keep the captures of scenarios that passed, too
     #[arg(long)]
     keep: bool,
+    /// Sockets that our programs use here: `raw` and `packet` show what the kernel makes of Identifications of our own and UDP checksum 0.
+    /// Scenarios in which several of our programs share an address are for `udp` alone, and fail with others
+    #[arg(long, value_name = "udp|raw|packet", default_value = "udp")]
+    datapath: DatapathKind,
     /// The ferroce program [default: beside this one]
     #[arg(long, global = true, value_name = "PROGRAM")]
     ferroce: Option<PathBuf>,
@@ -211,6 +216,7 @@ fn places(cli: &Cli, run: &mut RunDir) -> Result<Places, Error> {
         kit: cli.kit.clone(),
         ublk: cli.ublk.clone(),
         keep: cli.keep,
+        datapath: cli.datapath,
     })
 }
 

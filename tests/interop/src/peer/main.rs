@@ -24,7 +24,7 @@ mod wrap;
 use std::{net::IpAddr, path::PathBuf, process::ExitCode};
 
 use clap::{Parser, Subcommand};
-use roce::{Device, DeviceConfig};
+use roce::{DatapathKind, Device, DeviceConfig};
 
 /// Whatever ends a test.
 pub(crate) type Error = Box<dyn std::error::Error + Send + Sync>;
@@ -36,6 +36,9 @@ struct Cli {
     /// Our address; needed by all that open a device.
     #[arg(long)]
     addr: Option<IpAddr>,
+    /// Sockets to use.
+    #[arg(long, value_name = "udp|raw|packet", default_value = "udp")]
+    datapath: DatapathKind,
     /// Write every packet into this capture.
     #[arg(long)]
     pcap: Option<PathBuf>,
@@ -101,6 +104,7 @@ fn run(cli: Cli) -> Result<(), Error> {
     }
     let device = Device::open(DeviceConfig {
         pcap: cli.pcap,
+        datapath: cli.datapath,
         ..DeviceConfig::new(addr)
     })?;
     let result = match cli.command {

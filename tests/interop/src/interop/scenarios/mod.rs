@@ -368,19 +368,35 @@ impl Ctx<'_> {
     /// Starts one of our own programs of `ferroce-lab`.
     pub(crate) fn ours(&self, ip: Ip, name: &str, args: &[&str]) -> Result<Proc, Error> {
         let mut command = self.sharing(&self.places.peer);
-        command.args(["--addr", &self.host(ip)?.to_string()]).args(args);
+        command.args(["--addr", &self.host(ip)?.to_string()]);
+        command.arg(self.datapath()).args(args);
         Proc::spawn(name, &mut command, &self.dir)
     }
 
     /// Starts the `ferroce` program.
     pub(crate) fn ferroce(&self, name: &str, args: &[&str]) -> Result<Proc, Error> {
-        Proc::spawn(name, self.sharing(&self.places.ferroce).args(args), &self.dir)
+        Proc::spawn(name, &mut self.command(args), &self.dir)
+    }
+
+    /// The `ferroce` program with these arguments.
+    fn command(&self, args: &[&str]) -> Command {
+        let mut command = self.sharing(&self.places.ferroce);
+        command.args(args);
+        if let Some(&("serve" | "map")) = args.first() {
+            command.arg(self.datapath());
+        }
+        command
+    }
+
+    /// The option for the sockets of our programs.
+    fn datapath(&self) -> String {
+        format!("--datapath={}", self.places.datapath)
     }
 
     /// Starts it for [`Proc::ask`].
     pub(crate) fn steered(&self, name: &str, args: &[&str]) -> Result<Proc, Error> {
-        let mut command = self.sharing(&self.places.ferroce);
-        command.args(args).args(["--control", "-"]);
+        let mut command = self.command(args);
+        command.args(["--control", "-"]);
         Proc::spawn_with_input(name, &mut command, &self.dir, Stdio::piped())
     }
 

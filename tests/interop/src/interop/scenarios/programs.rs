@@ -718,7 +718,8 @@ impl Ctx<'_> {
         command
             .arg("--")
             .args(words)
-            .env("FERROCE_BROKER_DIR", self.broker_dir());
+            .env("FERROCE_BROKER_DIR", self.broker_dir())
+            .env("FERROCE_DATAPATH", self.places.datapath.to_string());
         Proc::spawn(name, &mut command, &self.dir)
     }
 }
