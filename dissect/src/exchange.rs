@@ -60,6 +60,8 @@ pub(crate) enum Note {
     None,
     /// RNBD message of this type.
     Rnbd(u16),
+    /// Cookie of an LNet transfer.
+    Cookie(u64),
 }
 
 /// Open exchange.

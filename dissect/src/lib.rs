@@ -15,6 +15,19 @@
 //! | `message` | which part of a message the packet is |
 //! | other names | messages of services that have no dissector |
 //!
+//! ```
+//! use ferroce_dissect::{Dissector, Meta};
+//! use roce_bth::Packet;
+//!
+//! // An acknowledgement, with its ICRC.
+//! let payload = [0x11, 0, 0xff, 0xff, 0, 0, 0, 17, 0, 0, 0, 5, 0x1f, 0, 0, 3, 0, 0, 0, 0];
+//! let (src, dst) = ("10.0.0.1:50000".parse()?, "10.0.0.2:4791".parse()?);
+//! let meta = Meta { frame: 1, time_ns: 0, src, dst };
+//! let dissection = Dissector::new().packet(&meta, &Packet::parse(&payload)?);
+//! assert_eq!(dissection.summary(), "RC Acknowledge qp 17 psn 5 ack msn 3");
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
 //! Packets are untrusted input: no bytes panic, memory is bounded, and bytes that no layer understands are fields with the name
 //! [`NOT_UNDERSTOOD`].
 #![forbid(unsafe_code)]

@@ -83,3 +83,42 @@ pub(crate) fn describe(id: ServiceId) -> String {
         None => format!("{:#x}", id.0),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn services_have_their_ports() {
+        for (space, port, service, text) in [
+            (PortSpace::Tcp, 18634, Service::Rds, "0x10648ca (TCP port 18634, RDS)"),
+            (PortSpace::Tcp, 16385, Service::Rds, "0x1064001 (TCP port 16385, RDS)"),
+            (PortSpace::Tcp, 987, Service::Lnet, "0x10603db (TCP port 987, LNet)"),
+            (
+                PortSpace::Tcp,
+                4420,
+                Service::Nvme,
+                "0x1061144 (TCP port 4420, NVMe/RDMA)",
+            ),
+            (PortSpace::Tcp, 3260, Service::Iser, "0x1060cbc (TCP port 3260, iSER)"),
+            (
+                PortSpace::Tcp,
+                20049,
+                Service::NfsRdma,
+                "0x1064e51 (TCP port 20049, NFS/RDMA)",
+            ),
+            (
+                PortSpace::Tcp,
+                5445,
+                Service::SmbDirect,
+                "0x1061545 (TCP port 5445, SMB Direct)",
+            ),
+            (PortSpace::Tcp, 7, Service::Other, "0x1060007 (TCP port 7)"),
+            (PortSpace::Udp, 4420, Service::Other, "0x1111144 (Udp port 4420)"),
+        ] {
+            let id = ServiceId::new(space, port);
+            assert_eq!((Service::of(id), describe(id).as_str()), (service, text));
+        }
+        assert_eq!(describe(ServiceId(0x1000_0000_0000)), "0x100000000000");
+    }
+}

@@ -47,6 +47,22 @@ pub(crate) fn rdma(cx: &Cx<'_>, reth: &Reth) -> Option<ExchangeId> {
     Some(cx.exchanges.get(memory_key(cx, reth.rkey.0))?.id)
 }
 
+/// Dissects the data of a transfer.
+fn data(cx: &Cx<'_>, message: &Message<'_>, base: Base) -> Found {
+    let open = message
+        .reth
+        .and_then(|reth| cx.exchanges.get(memory_key(cx, reth.rkey.0)));
+    let len = message.len();
+    let mut layer = Layer::new(NAME, base);
+    layer.summary = format!("LNet data by WRITE, {len} bytes");
+    if let Some(Note::Cookie(cookie)) = open.map(|open| open.note) {
+        layer.summary += &format!(", cookie {cookie:#x}");
+        layer.fields.push(Field::learned("cookie", format!("{cookie:#x}")));
+    }
+    layer.push("data", format!("{len} bytes"), message.origin(), len);
+    Found::layer(layer, message.exchange.or(open.map(|open| open.id)))
+}
+
 /// Returns the exchange that a SEND of several packets belongs to, when it begins. All types have what names it in the first packet.
 pub(crate) fn begin_send(cx: &mut Cx<'_>, payload: &[u8]) -> ExchangeId {
     let hdr = peek(payload).ok().and_then(|head| {
@@ -69,11 +85,7 @@ pub(crate) fn begin_send(cx: &mut Cx<'_>, payload: &[u8]) -> ExchangeId {
 pub(crate) fn message(cx: &mut Cx<'_>, message: &Message<'_>) -> Found {
     let (at, base) = (message.origin(), base(message));
     if message.class == Class::Write {
-        let exchange = message.exchange.or_else(|| rdma(cx, &message.reth?));
-        let mut layer = Layer::new(NAME, base);
-        layer.summary = format!("LNet data by WRITE, {} bytes", message.len());
-        layer.push("data", format!("{} bytes", message.len()), at, message.len());
-        return Found::layer(layer, exchange);
+        return data(cx, message, base);
     }
     let bytes = message.head();
     let kib = match Kib::parse(bytes) {
@@ -98,7 +110,7 @@ fn exchange(cx: &mut Cx<'_>, body: &Body<'_>, begun: Option<ExchangeId>) -> Opti
         Body::GetReq { hdr, cookie, desc } => {
             let id = operation_exchange(cx, hdr, begun);
             enter(cx, cookie_key(cx, own, cookie), id);
-            enter(cx, memory_key(cx, desc.key), id);
+            enter_memory(cx, desc.key, cookie, id);
             Some(id)
         }
         Body::PutAck {
@@ -108,7 +120,7 @@ fn exchange(cx: &mut Cx<'_>, body: &Body<'_>, begun: Option<ExchangeId>) -> Opti
         } => {
             let id = cx.exchanges.take(cookie_key(cx, peer, src_cookie))?.id;
             enter(cx, cookie_key(cx, own, dst_cookie), id);
-            enter(cx, memory_key(cx, desc.key), id);
+            enter_memory(cx, desc.key, dst_cookie, id);
             Some(id)
         }
         // Cookies of the receiver: of its PUT_REQ, its memory, its GET_REQ.
@@ -121,6 +133,12 @@ fn exchange(cx: &mut Cx<'_>, body: &Body<'_>, begun: Option<ExchangeId>) -> Opti
 fn enter(cx: &mut Cx<'_>, key: Key, id: ExchangeId) {
     let open = cx.meta.open(id, Note::None);
     cx.exchanges.enter(key, open);
+}
+
+/// Enters memory that the peer will write to.
+fn enter_memory(cx: &mut Cx<'_>, rkey: u32, cookie: u64, id: ExchangeId) {
+    let open = cx.meta.open(id, Note::Cookie(cookie));
+    cx.exchanges.enter(memory_key(cx, rkey), open);
 }
 
 /// Returns the exchange of an LNet operation: a REPLY or ACK belongs to the GET or PUT whose handle it repeats.

@@ -312,3 +312,91 @@ pub(crate) const fn comm_ids(message: &Message) -> (u32, u32) {
 pub(crate) const fn has_cma(attribute: Attribute) -> bool {
     matches!(attribute, Attribute::Req | Attribute::SidrReq)
 }
+
+#[cfg(test)]
+mod tests {
+    use roce_bth::Qpn;
+    use roce_port::cm::mad::{Dreq, Rej};
+
+    use super::*;
+    use crate::field::NOT_UNDERSTOOD;
+
+    fn dreq() -> [u8; MAD_LEN] {
+        let dreq = Dreq {
+            local_comm_id: 0x1122_3344,
+            remote_comm_id: 0x5566_7788,
+            remote_qpn: Qpn::new(17),
+            ..Dreq::default()
+        };
+        Mad::new(9, dreq).emit()
+    }
+
+    fn with_attribute(attribute: u16) -> [u8; MAD_LEN] {
+        let mut mad = dreq();
+        mad[16..18].copy_from_slice(&attribute.to_be_bytes());
+        mad
+    }
+
+    #[test]
+    fn fields_have_their_bytes_and_values() {
+        let parsed = layer(&dreq(), 20);
+        assert_eq!(parsed.layer.summary, "CM DREQ 0x11223344 to 0x55667788 qp 17");
+        assert_eq!(parsed.private_at, HEADER_LEN + 12);
+        let field = |name| parsed.layer.fields.iter().find(|f| f.name == name).unwrap();
+        let id = field("remote_comm_id");
+        assert_eq!((id.value.as_str(), id.offset, id.len), ("0x55667788", 20 + 24 + 4, 4));
+        let qpn = field("remote_qpn");
+        assert_eq!((qpn.value.as_str(), qpn.offset, qpn.len), ("17", 20 + 24 + 8, 3));
+        assert_eq!(field("transaction ID").value, "0x9");
+    }
+
+    #[test]
+    fn alternate_paths_are_named() {
+        let mut lap = with_attribute(lap::LAP);
+        // Alternate GID of the sender: an IPv4 address.
+        lap[HEADER_LEN + 24..HEADER_LEN + 40].copy_from_slice(&[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 10, 0, 0, 7]);
+        let parsed = layer(&lap, 20);
+        assert_eq!(parsed.layer.summary, "CM LAP 0x11223344 to 0x55667788");
+        let gid = parsed
+            .layer
+            .fields
+            .iter()
+            .find(|f| f.name == "alternate_local_gid")
+            .unwrap();
+        assert_eq!((gid.value.as_str(), gid.len), ("10.0.0.7", 16));
+        let apr = layer(&with_attribute(lap::APR), 20);
+        assert!(apr.layer.summary.starts_with("CM APR") && apr.mad.is_none());
+        let last = apr.layer.fields.last().unwrap();
+        assert!(last.offset + last.len <= 20 + MAD_LEN);
+    }
+
+    #[test]
+    fn reasons_are_words() {
+        for (number, words) in [
+            (8, "invalid service ID: nothing listens there (8)"),
+            (10, "stale connection (10)"),
+            (28, "consumer reject (28)"),
+            (99, "reason 99"),
+        ] {
+            let rej = Rej {
+                reason: number,
+                ..Rej::default()
+            };
+            let parsed = layer(&Mad::new(1, rej).emit(), 20);
+            assert!(parsed.layer.summary.ends_with(words), "{}", parsed.layer.summary);
+        }
+    }
+
+    #[test]
+    fn other_mads_are_shown_and_wrong_ones_are_not_understood() {
+        let mut subnet = dreq();
+        subnet[1] = 0x81;
+        assert_eq!(layer(&subnet, 20).layer.summary, "MAD class 0x81 attribute 0x0015");
+        assert_eq!(layer(&with_attribute(1), 20).layer.summary, "CM ClassPortInfo");
+        let unknown = |parsed: &Parsed| parsed.layer.fields.iter().any(|f| f.name == NOT_UNDERSTOOD);
+        assert!(unknown(&layer(&with_attribute(0x77), 20)));
+        assert!(unknown(&layer(&dreq()[..200], 20)));
+        assert!(unknown(&layer(&[], 20)));
+        assert!(!unknown(&layer(&dreq(), 20)));
+    }
+}

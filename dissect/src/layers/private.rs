@@ -184,3 +184,33 @@ fn kib_reject(data: &[u8], at: usize) -> Layer {
     layer.fields.push(lnet::conn_params(&reject.params, at + 16));
     layer
 }
+
+#[cfg(test)]
+mod tests {
+    use zerocopy::IntoBytes;
+
+    use super::*;
+
+    #[test]
+    fn a_reject_of_rtrs_has_its_error() {
+        let mut data = ConnRsp::reject(104).as_bytes().to_vec();
+        data.resize(148, 0);
+        let found = layer(Service::Rtrs, 1234, Attribute::Rej, &data, 128).unwrap();
+        assert_eq!(found.summary, "RTRS reject, error 104");
+        assert!(
+            found
+                .fields
+                .iter()
+                .all(|f| f.offset >= 128 && f.offset + f.len <= 128 + ConnRsp::LEN)
+        );
+    }
+
+    #[test]
+    fn private_data_of_other_services_is_shown_as_bytes() {
+        let found = layer(Service::Other, 7, Attribute::Req, b"hello\0\0", 10).unwrap();
+        assert_eq!(found.fields[0].value, "68656c6c6f and 2 zero bytes");
+        assert!(layer(Service::Other, 7, Attribute::Req, &[0; 56], 10).is_none());
+        let rtrs = layer(Service::Rtrs, 7, Attribute::Rep, b"hello", 10).unwrap();
+        assert_eq!(rtrs.fields[0].name, crate::field::NOT_UNDERSTOOD);
+    }
+}

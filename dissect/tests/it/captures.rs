@@ -197,3 +197,26 @@ fn other_services_and_the_connection_manager_are_named() {
     let ucmatose = dissect("ucmatose.pcap");
     assert!(ucmatose.iter().any(|d| d.service == Some(Service::Other)));
 }
+
+#[test]
+fn messages_of_services_without_a_dissector_are_named() {
+    use ferroce_dissect::Dissector;
+    use roce_bth::Packet;
+
+    // The ucmatose capture, as if it were NVMe: its REQs name another port.
+    let mut dissector = Dissector::new();
+    let mut named = 0;
+    for mut frame in crate::common::frames("ucmatose.pcap") {
+        let mad = 20..20 + 256;
+        if frame.payload[0] == 0x64 && frame.payload[mad.start + 17] == 0x10 {
+            frame.payload[mad.start + 24 + 14..mad.start + 24 + 16].copy_from_slice(&4420u16.to_be_bytes());
+        }
+        let dissection = dissector.packet(&frame.meta, &Packet::parse(&frame.payload).unwrap());
+        if let Some(layer) = dissection.layer("NVMe/RDMA") {
+            assert!(layer.summary.starts_with("NVMe/RDMA message of "), "{}", layer.summary);
+            assert_eq!(dissection.service, Some(Service::Nvme));
+            named += 1;
+        }
+    }
+    assert!(named >= 1);
+}

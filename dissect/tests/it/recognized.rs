@@ -3,7 +3,7 @@
 use ferroce_dissect::{Dissection, Dissector, Service};
 use roce_bth::Packet;
 
-use crate::common::{count, frames, summaries};
+use crate::common::{count, dissect, frames, summaries};
 
 /// Dissects a capture without the frames before `first`.
 fn from(name: &str, first: u64) -> Vec<Dissection> {
@@ -15,7 +15,7 @@ fn from(name: &str, first: u64) -> Vec<Dissection> {
 
 /// Checks that all messages of a protocol are shown as if the capture were whole. Only numbers of exchanges and chunks may differ.
 fn same_messages(name: &str, layer: &str, first: u64, known_from: u64) {
-    let whole = crate::common::dissect(name);
+    let whole = dissect(name);
     let part = from(name, first);
     let texts = |all: &[Dissection]| -> Vec<(u64, String)> {
         let known = all.iter().filter(|d| d.frame >= known_from);
@@ -72,7 +72,7 @@ fn block_requests_are_recognized_within_a_session() {
         assert!(all.iter().all(|d| d.not_understood().is_empty()), "{name}");
         // The division of immediates is found out from the first answers.
         assert!(count(&rtrs, "request, chunk not known") < requests, "{name}: {rtrs:#?}");
-        let whole = summaries(&crate::common::dissect(name), "RTRS");
+        let whole = summaries(&dissect(name), "RTRS");
         let last = |all: &[String]| all.iter().rfind(|s| s.contains(" request, chunk")).cloned();
         assert_eq!(last(&rtrs), last(&whole), "{name}");
     }
@@ -88,7 +88,7 @@ fn other_programs_are_not_mistaken() {
         "rnr-write-imm.pcap",
         "made-connectx.pcap",
     ] {
-        for dissection in crate::common::dissect(name) {
+        for dissection in dissect(name) {
             assert_eq!(dissection.service, None, "{name} {}", dissection.summary());
         }
     }
