@@ -5,6 +5,7 @@
 
 use std::collections::VecDeque;
 
+use roce_verbs::{QpState, wr::PostError};
 use smallvec::SmallVec;
 
 use crate::proto::Imm;
@@ -62,10 +63,10 @@ impl<W: Work> SendQueue<W> {
     /// memory. All other work is bounded by the chunks.
     ///
     /// # Errors
-    /// When the queue is closed; the work comes back.
-    pub fn push(&mut self, work: W) -> Result<(), W> {
+    /// When the queue is closed: the connection is being taken down.
+    pub fn push(&mut self, work: W) -> Result<(), PostError> {
         if self.closed {
-            return Err(work);
+            return Err(PostError::State(QpState::Err));
         }
         if work.heartbeat().is_none_or(|beat| self.beats(beat) < MAX_BEATS) {
             self.waiting.push_back(work);
@@ -215,7 +216,10 @@ mod tests {
         let mut queue = SendQueue::new(MIN_SEND_WR);
         queue.push(Thing::Answer(1)).unwrap();
         assert_eq!(queue.close(), [Thing::Answer(1)]);
-        assert_eq!(queue.push(Thing::Answer(2)), Err(Thing::Answer(2)));
+        assert!(matches!(
+            queue.push(Thing::Answer(2)),
+            Err(PostError::State(QpState::Err))
+        ));
         assert!(queue.take().is_empty());
     }
 }

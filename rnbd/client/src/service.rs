@@ -12,7 +12,7 @@ use rnbd::{
     Errno,
     block::{BlockOp, BlockRequest, Geometry},
     client::{
-        Client as RnbdClient, OnLoss, Opener, Unmap,
+        Client as RnbdClient, OnLoss, Opener, Request as RnbdRequest, Unmap,
         output::{DeviceKey, Output},
     },
 };
@@ -24,7 +24,7 @@ use roce_verbs::{
 };
 use rtrs::{
     Error, PathError,
-    client::{Buffer, PathId, PathNews, SessionId, state::PathState},
+    client::{Buffer, Output as RtrsOutput, PathId, PathNews, SessionId, state::PathState},
     cx::Cx,
 };
 use slab::Slab;
@@ -358,14 +358,21 @@ impl DiskService {
         }
     }
 
+    fn session_output(&mut self, turn: &mut TurnCx<'_, ()>, output: RtrsOutput<RnbdRequest<Owner>>) {
+        match output {
+            RtrsOutput::Opened(session, _) => self.session_opened(session),
+            RtrsOutput::OpenFailed(_, error) => self.end_with(turn, self.options.no_session(error)),
+            RtrsOutput::Down(_, why) => self.session_down(turn, why),
+            RtrsOutput::Closed(_) => self.finish(turn),
+            RtrsOutput::Path { session, path, news } => self.path_news(turn, session, path, news),
+            // RNBD takes the ends of requests.
+            RtrsOutput::Up(..) | RtrsOutput::Done { .. } => {}
+        }
+    }
+
     fn output(&mut self, turn: &mut TurnCx<'_, ()>, output: Output<Owner>) {
         match output {
-            Output::Opened(session, _) => self.session_opened(session),
-            Output::OpenFailed(_, error) => self.end_with(turn, self.options.no_session(error)),
-            Output::Down(_, why) => self.session_down(turn, why),
-            Output::Up(..) => {}
-            Output::Closed(_) => self.finish(turn),
-            Output::Path { session, path, news } => self.path_news(turn, session, path, news),
+            Output::Rtrs(output) => self.session_output(turn, output),
             Output::Mapped(key, geometry) => {
                 self.status.with(|known| known.geometry = Some(geometry));
                 self.opener = Some(self.rnbd.opener(key));

@@ -15,7 +15,7 @@ use roce_verbs::{
 };
 use rtrs::{
     PathError,
-    client::{Client as RtrsClient, PathId, PathNews, SessionId, SessionInfo, state::PathState},
+    client::{Client as RtrsClient, Output as RtrsOutput, PathId, PathNews, SessionId, SessionInfo, state::PathState},
     throttle::{INTERVAL, Throttle},
 };
 use slab::Slab;
@@ -192,16 +192,24 @@ impl Service {
     fn output(&mut self, turn: &mut TurnCx<'_, ()>, output: Output<Part>) {
         match output {
             Output::Done { user, completion, .. } => self.complete(turn, user, completion),
-            Output::Opened(session, info) => self.opened(session, info),
-            Output::OpenFailed(_, error) => self.end_with(turn, MapFailure::Session(error)),
-            Output::Down(_, why) => self.down(turn, why),
-            Output::Up(_, info) => {
+            Output::Rtrs(output) => self.session_output(turn, output),
+            output => self.device_told(turn, output),
+        }
+    }
+
+    fn session_output(&mut self, turn: &mut TurnCx<'_, ()>, output: RtrsOutput<Request<Part>>) {
+        match output {
+            RtrsOutput::Opened(session, info) => self.opened(session, info),
+            RtrsOutput::OpenFailed(_, error) => self.end_with(turn, MapFailure::Session(error)),
+            RtrsOutput::Down(_, why) => self.down(turn, why),
+            RtrsOutput::Up(_, info) => {
                 self.info = Some(info);
                 self.tell(MapNews::Back(info));
             }
-            Output::Closed(_) => self.finish(turn),
-            Output::Path { session, path, news } => self.path_news(turn, session, path, news),
-            output => self.device_told(turn, output),
+            RtrsOutput::Closed(_) => self.finish(turn),
+            RtrsOutput::Path { session, path, news } => self.path_news(turn, session, path, news),
+            // RNBD takes the ends of requests.
+            RtrsOutput::Done { .. } => {}
         }
     }
 

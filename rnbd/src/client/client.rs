@@ -20,9 +20,9 @@ use super::{
     losses::{Opener, Stake},
     operation::{Kind, Message, Operation, Request, Span},
     operations::Operations,
-    output::{DeviceKey, Output},
+    output::Output,
     session::Session,
-    state::{DEVICE, DeviceAction, DeviceEvent, DeviceState},
+    state::{DEVICE, DeviceAction, DeviceEvent, DeviceKey, DeviceState},
     transport::Transport,
 };
 use crate::{
@@ -188,34 +188,26 @@ impl<F, T: Transport<F>> Client<F, T> {
 
     fn receive(&mut self, output: RtrsOutput<Request<F>>) {
         match output {
-            RtrsOutput::Opened(id, info) => {
-                self.sessions.insert(id, Session::new(info));
-                self.ask_version(id);
-                self.outputs.push_back(Output::Opened(id, info));
-            }
-            RtrsOutput::Up(id, info) => {
-                self.session_up(id, info);
-                self.outputs.push_back(Output::Up(id, info));
-            }
-            RtrsOutput::Down(id, why) => {
-                self.session_down(id, &why);
-                self.outputs.push_back(Output::Down(id, why));
-            }
-            RtrsOutput::Closed(id) => {
-                self.drop_reserve(id);
-                self.session_closed(id);
-                self.outputs.push_back(Output::Closed(id));
-            }
-            // Nothing was mapped over it.
-            RtrsOutput::OpenFailed(id, error) => self.outputs.push_back(Output::OpenFailed(id, error)),
-            RtrsOutput::Path { session, path, news } => self.outputs.push_back(Output::Path { session, path, news }),
             RtrsOutput::Done {
                 session,
                 tag: Request(kind),
                 result,
                 data,
-            } => self.ended(session, kind, result, data),
+            } => return self.ended(session, kind, result, data),
+            RtrsOutput::Opened(id, info) => {
+                self.sessions.insert(id, Session::new(info));
+                self.ask_version(id);
+            }
+            RtrsOutput::Up(id, info) => self.session_up(id, info),
+            RtrsOutput::Down(id, ref why) => self.session_down(id, why),
+            RtrsOutput::Closed(id) => {
+                self.drop_reserve(id);
+                self.session_closed(id);
+            }
+            // Nothing was mapped over the session.
+            RtrsOutput::OpenFailed(..) | RtrsOutput::Path { .. } => {}
         }
+        self.outputs.push_back(Output::Rtrs(output));
     }
 
     /// A request has ended.

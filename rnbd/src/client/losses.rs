@@ -6,7 +6,7 @@
 
 use std::{cell::Cell, rc::Rc};
 
-use super::output::DeviceKey;
+use super::state::DeviceKey;
 use crate::{block::BlockOp, errno::Errno};
 
 /// Counts of a device.

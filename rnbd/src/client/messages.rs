@@ -18,8 +18,7 @@ use super::{
     error::MapError,
     memory,
     operation::{Kind, Message, Request},
-    output::DeviceKey,
-    state::{DeviceEvent, DeviceState},
+    state::{DeviceEvent, DeviceKey, DeviceState},
     transport::Transport,
 };
 use crate::{

@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use super::{
     losses::Stake,
     memory::{self, SessionBuffers},
-    output::DeviceKey,
+    state::DeviceKey,
 };
 use crate::{
     block::{BlockOp, BlockRequest, Extent},

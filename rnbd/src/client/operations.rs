@@ -16,7 +16,7 @@ use super::{
     loss_policy::{RETRY, Timer},
     memory::{self, SessionBuffers},
     operation::{Kind, Operation, Prepared, Request, Sent},
-    output::DeviceKey,
+    state::DeviceKey,
     status,
     transport::Transport,
 };

@@ -2,21 +2,11 @@
 
 use std::fmt;
 
-use rtrs::{
-    IoError, PathError,
-    client::{
-        config::SessionInfo,
-        request::SessionId,
-        status::{PathId, PathNews},
-    },
-};
+use rtrs::IoError;
 
-use super::{error::MapError, state::DeviceState};
+pub use super::state::DeviceKey;
+use super::{error::MapError, operation::Request, state::DeviceState};
 use crate::block::{Completion, Geometry};
-
-/// A device of a [`Client`](super::Client). No other has had the number; the default is none's.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
-pub struct DeviceKey(pub(super) u64);
 
 /// Why acknowledged writes count as lost.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -52,25 +42,9 @@ impl fmt::Display for LossCause {
 /// Output of a client for its user. `F` is a front end's part of an operation.
 #[derive(Debug)]
 pub enum Output<F = u64> {
-    /// A session is open: devices can be mapped.
-    Opened(SessionId, SessionInfo),
-    /// A session could not be opened, and is gone.
-    OpenFailed(SessionId, rtrs::Error),
-    /// No path of a session is left, and why the last one went.
-    Down(SessionId, PathError),
-    /// A session has a path again. Its devices are opened again.
-    Up(SessionId, SessionInfo),
-    /// Event of a path of a session.
-    Path {
-        /// The session.
-        session: SessionId,
-        /// The path.
-        path: PathId,
-        /// The event.
-        news: PathNews,
-    },
-    /// A session has been closed, and is gone.
-    Closed(SessionId),
+    /// Report of RTRS about a session or a path: anything but the end of a request. Devices can be mapped once their session is
+    /// open, and are opened again when it has a path again.
+    Rtrs(rtrs::client::Output<Request<F>>),
     /// The device is mapped: operations are taken.
     Mapped(DeviceKey, Geometry),
     /// The device could not be opened. If it had never been mapped it is gone; else it stays

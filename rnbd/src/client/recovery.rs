@@ -27,9 +27,9 @@ use super::{
     device::Device,
     loss_policy::{OnLoss, RETRY, Timer},
     memory,
-    output::{DeviceKey, Output},
+    output::Output,
     session::Session,
-    state::{DeviceEvent, DeviceState},
+    state::{DeviceEvent, DeviceKey, DeviceState},
     transport::Transport,
 };
 use crate::{block::Geometry, errno::Errno, proto::SECTOR};

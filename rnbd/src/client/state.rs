@@ -2,6 +2,10 @@
 
 use rtrs::table::Table;
 
+/// A device of a [`Client`](super::Client). No other has had the number; the default is none's.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+pub struct DeviceKey(pub(super) u64);
+
 /// States of a device (`enum rnbd_clt_dev_state`).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum DeviceState {

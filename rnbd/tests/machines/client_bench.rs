@@ -161,13 +161,7 @@ impl Bench {
     pub(crate) fn outputs(&mut self) -> Vec<Output> {
         let outputs = std::iter::from_fn(|| self.client.poll_output());
         // The test has told of the session itself.
-        let session = |output: &Output| {
-            matches!(
-                output,
-                Output::Opened(..) | Output::Down(..) | Output::Up(..) | Output::Closed(_)
-            )
-        };
-        outputs.filter(|output| !session(output)).collect()
+        outputs.filter(|output| !matches!(output, Output::Rtrs(_))).collect()
     }
 
     pub(crate) fn output(&mut self) -> Output {

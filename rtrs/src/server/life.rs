@@ -120,8 +120,8 @@ impl Server {
                     path: path_key,
                     cid: 0,
                 };
-                if let Err(why) = session.push(place, work, &mut self.effects) {
-                    self.effects.broken.push_back((key, path_key, why));
+                if let Err(why) = path.push(place, work, &mut self.effects) {
+                    self.effects.broken.push_back((key, path_key, why.into()));
                 }
             }
             PathAction::DropParked => session.drop_parked(path_key, &mut self.effects),

@@ -158,9 +158,7 @@ fn send_heartbeat(session: SessionKey, path: &mut Path, effects: &mut Effects) {
         cid: 0,
     };
     path.keepalive.owed += 1;
-    match path.push(0, ServerWork::imm(Imm::HbMsg)) {
-        Ok(true) => effects.dirty.push(place),
-        Ok(false) => {}
-        Err(why) => effects.broken.push_back((session, place.path, why.into())),
+    if let Err(why) = path.push(place, ServerWork::imm(Imm::HbMsg), effects) {
+        effects.broken.push_back((session, place.path, why.into()));
     }
 }

@@ -17,10 +17,11 @@ use crate::{
     PathError,
     cx::Cx,
     mark::{Mark, MarkKind},
-    proto::{ChunkLayout, InfoReq, InfoRsp},
+    proto::{ChunkLayout, Imm, InfoReq, InfoRsp},
     server::{
         config::ServerConfig,
         conn::{Conn, caps, cq_entries, device_caps},
+        effects::{Effects, Place},
         half_open::{HalfOpen, PathId},
         keepalive::Keepalive,
         listing::PathListing,
@@ -402,19 +403,22 @@ impl Path {
         Ok((conn.qp, *key))
     }
 
-    /// Adds work to a connection, which leaves with the turn. True: the end of the turn is to be told.
+    /// Adds work to a connection, which leaves with the turn.
     ///
     /// # Errors
     /// When the connection is being taken down, or is not there.
-    pub(crate) fn push(&mut self, cid: u16, work: ServerWork) -> Result<bool, PostError> {
-        let conn = self.conn_mut(cid).ok_or(PostError::NoQueuePair)?;
-        conn.out.push(work)?;
-        Ok(conn.list())
+    pub(crate) fn push(&mut self, place: Place, work: ServerWork, effects: &mut Effects) -> Result<(), PostError> {
+        let conn = self.conn_mut(place.cid).ok_or(PostError::NoQueuePair)?;
+        conn.out.queue.push(work)?;
+        if conn.list() {
+            effects.dirty.push(place);
+        }
+        Ok(())
     }
 
     /// Whether a heartbeat request waits to be posted.
     pub(crate) fn has_heartbeat(&self) -> bool {
-        self.conn(0).is_some_and(|conn| conn.out.has_heartbeat())
+        self.conn(0).is_some_and(|conn| conn.out.queue.beats(Imm::HbMsg) > 0)
     }
 
     /// A connection, and how it posts, once the chunks are there.
@@ -438,7 +442,7 @@ impl Path {
     /// Moves the queue pairs to error; what was to be posted is dropped.
     pub(crate) fn drain(&mut self, cx: &mut Cx<'_>) {
         for conn in self.conns.iter_mut().flatten() {
-            conn.out.close();
+            conn.out.queue.close();
             cx.provider.drain(conn.qp);
         }
     }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use roce_verbs::mem::Pages;
 use roce_verbs::{
-    AccessFlags, Payload, QpState, RKey, RemoteAddr, SendFlags, SendOp, SendWr, Sge,
+    AccessFlags, Payload, RKey, RemoteAddr, SendFlags, SendOp, SendWr, Sge,
     provider::{DeviceCaps, GrantOf, Granted, KeyId, KeyStrategy, MrInfo, QpId, Revoked},
     wr::PostError,
 };
@@ -331,7 +331,7 @@ pub(crate) struct Done {
 /// The sending side of a connection.
 #[derive(Debug)]
 pub(crate) struct Outgoing {
-    queue: SendQueue<ServerWork>,
+    pub(crate) queue: SendQueue<ServerWork>,
     /// Batches of slots for which the next work request that can be signalled will account.
     owed: u32,
 }
@@ -345,34 +345,11 @@ impl Outgoing {
         }
     }
 
-    /// Adds work, for the end of the turn.
-    ///
-    /// # Errors
-    /// When the connection is being taken down.
-    pub(crate) fn push(&mut self, work: ServerWork) -> Result<(), PostError> {
-        self.queue.push(work).map_err(|_| PostError::State(QpState::Err))
-    }
-
-    /// Whether a heartbeat request waits.
-    pub(crate) fn has_heartbeat(&self) -> bool {
-        self.queue.beats(Imm::HbMsg) > 0
-    }
-
     /// A work request is done that accounts for so many batches of slots.
     pub(crate) fn reclaim(&mut self, signals: u32) {
         for _ in 0..signals {
             self.queue.reclaim();
         }
-    }
-
-    /// Whether something waits that fits.
-    pub(crate) fn is_ready(&self) -> bool {
-        self.queue.is_ready()
-    }
-
-    /// Takes nothing more; what waits is dropped.
-    pub(crate) fn close(&mut self) {
-        self.queue.close();
     }
 
     /// Posts what fits. The last work request accounts for the slots that are owed.

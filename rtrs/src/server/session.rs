@@ -224,7 +224,7 @@ impl Session {
         let path = self.paths.get_mut(&place.path);
         let conn = path.and_then(|path| path.conn_mut(place.cid)).ok_or(NO_CONN)?;
         conn.out.reclaim(signals);
-        if conn.out.is_ready() && conn.list() {
+        if conn.out.queue.is_ready() && conn.list() {
             effects.dirty.push(place);
         }
         Ok(())
@@ -251,7 +251,7 @@ impl Session {
 
     /// Any message but a request of a path that takes them.
     fn heartbeat(&mut self, place: Place, imm: Imm, effects: &mut Effects) -> Result<(), PathError> {
-        let Some(path) = self.paths.get(&place.path) else {
+        let Some(path) = self.paths.get_mut(&place.path) else {
             return Ok(());
         };
         let beat = matches!(imm, Imm::HbMsg | Imm::HbAck);
@@ -261,27 +261,13 @@ impl Session {
         }
         match imm {
             _ if beat && place.cid != 0 => Err(PathError::Unexpected("a heartbeat on an I/O connection")),
-            Imm::HbMsg => self.push(place, ServerWork::imm(Imm::HbAck), effects),
+            Imm::HbMsg => Ok(path.push(place, ServerWork::imm(Imm::HbAck), effects)?),
             Imm::HbAck => {
                 self.heartbeat_answered(place.path, effects);
                 Ok(())
             }
             Imm::IoReq(_) | Imm::IoRsp(_) => Err(PathError::Unexpected("an answer from the client")),
         }
-    }
-
-    /// Adds work to a connection.
-    ///
-    /// # Errors
-    /// When the connection is being taken down.
-    pub(crate) fn push(&mut self, place: Place, work: ServerWork, effects: &mut Effects) -> Result<(), PathError> {
-        let Some(path) = self.paths.get_mut(&place.path) else {
-            return Ok(());
-        };
-        if path.push(place.cid, work)? {
-            effects.dirty.push(place);
-        }
-        Ok(())
     }
 
     /// A request has come.
@@ -301,7 +287,8 @@ impl Session {
     /// A request gets its chunk, which is kept for it: first the client's key is taken back. If that fails the path is over, and with
     /// it the chunk is free.
     fn start(&mut self, cx: &mut Cx<'_>, chunk: u16, request: Pending, effects: &mut Effects) -> Result<(), PathError> {
-        let path = self.paths.get(&request.path).filter(|path| path.is_alive());
+        let place = self.place(request.path, request.cid);
+        let path = self.paths.get_mut(&request.path).filter(|path| path.is_alive());
         let Some(path) = path else { return Ok(()) };
         let queued = match path.renewal() {
             Renewal::Never => false,
@@ -310,8 +297,7 @@ impl Session {
                 cx.provider.revoke(qp, key, revoke_mark(chunk, 0))? == Revoked::Queued
             }
             Renewal::Queued => {
-                let place = self.place(request.path, request.cid);
-                self.push(place, ServerWork::revoke(chunk), effects)?;
+                path.push(place, ServerWork::revoke(chunk), effects)?;
                 true
             }
         };
@@ -397,24 +383,26 @@ impl Session {
             tracing::debug!(?key, "an answer to no request");
             return None;
         };
+        let place = self.place(request.path, request.cid);
         let path = self.paths.get_mut(&request.path)?;
         path.with_user = path.with_user.saturating_sub(1);
         let (drained, alive, renewal) = (path.is_drained(), path.is_alive(), path.renewal());
+        let (dest, need_inval) = request.message.map_or((None, false), |m| (m.dest, m.need_inval));
+        let work = ServerWork::answer(Answer::new(key.chunk, status, dest, need_inval), renewal);
+        let pushed = match alive {
+            true => path.push(place, work, effects),
+            // The chunk is idle when the path is drained: until then what it had posted may still read it.
+            false => Ok(()),
+        };
+        if let Err(e) = pushed {
+            effects.broken.push_back((self.key, request.path, e.into()));
+        }
         self.chunks.answered(key.chunk, request, drained);
         if drained {
             self.release(cx, key.chunk, effects);
         }
         self.look_at_awaited(effects);
-        if !alive {
-            // The chunk is idle when the path is drained: until then what it had posted may still read it.
-            return Some(request.path);
-        }
-        let (dest, need_inval) = request.message.map_or((None, false), |m| (m.dest, m.need_inval));
-        let work = ServerWork::answer(Answer::new(key.chunk, status, dest, need_inval), renewal);
-        if let Err(e) = self.push(self.place(request.path, request.cid), work, effects) {
-            effects.broken.push_back((self.key, request.path, e));
-        }
-        None
+        (!alive).then_some(request.path)
     }
 
     /// The end of the turn: posts the receives that a connection has used.

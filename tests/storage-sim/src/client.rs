@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use rnbd::{
     block::{BlockOp, Completion},
     client::{
-        Client as Rnbd, OnLoss, Opener, Unmap,
+        Client as Rnbd, OnLoss, Opener, Request, Unmap,
         output::{DeviceKey, Output},
         state::DeviceState,
     },
@@ -15,7 +15,7 @@ use roce_verbs::{Instant, WcStatus};
 use rtrs::{
     PathError,
     addr::PathAddr,
-    client::{Buffer, PathCommand, PathId, SessionConfig, SessionId},
+    client::{Buffer, Output as RtrsOutput, PathCommand, PathId, SessionConfig, SessionId},
     cx::Cx,
 };
 
@@ -440,20 +440,20 @@ impl ClientSide {
         }
     }
 
-    fn on_session_output(&mut self, output: &Output, now: u64, env: &mut ClientEnv<'_>) -> Check {
+    fn on_session_output(&mut self, output: &RtrsOutput<Request<u64>>, now: u64, env: &mut ClientEnv<'_>) -> Check {
         match output {
-            Output::Opened(..) => {
+            RtrsOutput::Opened(..) => {
                 (self.app, self.up_since) = (App::Open, now);
                 self.wake_at(now);
             }
-            Output::Up(..) => {
+            RtrsOutput::Up(..) => {
                 // The server takes no requests of a new path before it is done with those of the old.
                 env.ledger.session_over(now, self.life);
                 env.coverage.note("reconnected");
                 self.up_since = now + 1;
                 self.wake_at(now);
             }
-            Output::Down(_, why) => {
+            RtrsOutput::Down(_, why) => {
                 env.coverage.note("session lost");
                 honest(why)?;
                 if self.safe_from.is_some_and(|from| self.opened_at >= from) {
@@ -461,16 +461,16 @@ impl ClientSide {
                 }
                 self.wake_at(now);
             }
-            Output::OpenFailed(..) | Output::Closed(_) => {
+            RtrsOutput::OpenFailed(..) | RtrsOutput::Closed(_) => {
                 env.coverage
-                    .note_if("open failed", matches!(output, Output::OpenFailed(..)));
+                    .note_if("open failed", matches!(output, RtrsOutput::OpenFailed(..)));
                 self.app = App::Idle;
                 self.commanded.clear();
                 let rest = if self.quiet { 20 * MS } else { 500 * MS };
                 self.wake_at(now + env.rng.range(MS, rest));
             }
-            Output::Path { path, news, .. } => self.on_path_event(*path, news, env)?,
-            _ => {}
+            RtrsOutput::Path { path, news, .. } => self.on_path_event(*path, news, env)?,
+            RtrsOutput::Done { .. } => {}
         }
         Ok(())
     }
@@ -549,7 +549,7 @@ impl ClientSide {
                 reported.map_err(|e| format!("client {}: {e}", self.life.client))?;
             }
             Output::State(..) | Output::Geometry(..) => {}
-            output => self.on_session_output(&output, now, env)?,
+            Output::Rtrs(output) => self.on_session_output(&output, now, env)?,
         }
         Ok(())
     }

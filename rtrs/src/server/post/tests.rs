@@ -82,7 +82,7 @@ impl Bed {
     fn answer(&mut self, chunk: u16, errno: u16, read: Option<(u32, bool)>) {
         let dest = read.map(|(len, _)| SgDesc::new(0x1000 * u64::from(chunk), 0x100 + u32::from(chunk), len));
         let answer = Answer::new(chunk, errno.into(), dest, read.is_some_and(|(_, inval)| inval));
-        self.out.push(ServerWork::answer(answer, self.renewal)).unwrap();
+        self.out.queue.push(ServerWork::answer(answer, self.renewal)).unwrap();
     }
 
     fn post(&mut self) -> Done {
@@ -157,7 +157,7 @@ fn kinds(log: Vec<(QpId, Posted)>) -> Vec<&'static str> {
 fn mixed(bed: &mut Bed) -> Vec<&'static str> {
     bed.answer(3, 0, Some((100, true)));
     bed.answer(1, 0, None);
-    bed.out.push(ServerWork::imm(Imm::HbAck)).unwrap();
+    bed.out.queue.push(ServerWork::imm(Imm::HbAck)).unwrap();
     bed.answer(2, 5, Some((100, true)));
     bed.answer(0, 0, Some((200, false)));
     let done = bed.post();
@@ -230,7 +230,7 @@ fn the_information_names_each_chunk_or_all_at_once() {
         (Keys::STATIC, 1),
     ] {
         let mut bed = Bed::new(device, 64);
-        bed.out.push(ServerWork::info(CHUNKS, bed.renewal)).unwrap();
+        bed.out.queue.push(ServerWork::info(CHUNKS, bed.renewal)).unwrap();
         bed.post();
         let sends = bed.provider.take_sends(bed.qp);
         let [(SendOp::Send, bytes)] = &sends[..] else {
@@ -309,11 +309,11 @@ proptest! {
                     pushed += 1;
                 }
                 Step::Revoke(chunk) if busy.insert(chunk) => {
-                    bed.out.push(ServerWork::revoke(chunk)).unwrap();
+                    bed.out.queue.push(ServerWork::revoke(chunk)).unwrap();
                     pushed += 1;
                 }
                 Step::Answer(..) | Step::Revoke(_) => {}
-                Step::Beat => bed.out.push(ServerWork::imm(Imm::HbAck)).unwrap(),
+                Step::Beat => bed.out.queue.push(ServerWork::imm(Imm::HbAck)).unwrap(),
                 Step::Post => finish(&mut bed, &mut busy, &mut ended),
                 Step::Complete => for chunk in bed.complete() {
                     busy.remove(&chunk);
@@ -328,7 +328,7 @@ proptest! {
                 ended += 1;
             }
         }
-        prop_assert!(busy.is_empty() && !bed.out.is_ready(), "stuck: {:?}", bed.out);
+        prop_assert!(busy.is_empty() && !bed.out.queue.is_ready(), "stuck: {:?}", bed.out);
         prop_assert_eq!(pushed, ended);
         posted.extend(bed.provider.take_log());
         let mut before: BTreeSet<u32> = BTreeSet::new();
