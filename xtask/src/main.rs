@@ -21,6 +21,7 @@ mod process;
 mod readelf;
 mod results;
 mod sim;
+mod specs;
 mod suites;
 mod tally;
 mod test_program;
@@ -76,7 +77,7 @@ enum Task {
     /// fmt --check, clippy, docs (warnings are errors), rules for dependencies, and the rules for files
     ///
     /// The engine, RTRS and RNBD do no I/O; no two files of a crate import each other; no file is longer than 1000 lines; docstrings
-    /// don't begin with "What" and its like.
+    /// don't begin with "What" and its like; all that specs/ names exists.
     ///
     /// The rules for dependencies are in deny.toml; cargo-deny, which checks them, is built if it is missing. Known
     /// vulnerabilities are looked up where their database can be reached; it is told when not.
@@ -89,6 +90,16 @@ enum Task {
     ///
     /// `cargo xtask test --record` records the suites that it runs.
     Results,
+    /// Check the rules and points in specs/, and the file that is generated from them
+    ///
+    /// specs/rules.toml becomes roce/pcap/src/rule.rs. Each rule has a test, each refusal of the engine a rule or a reason, each point
+    /// of specs/points.toml a rule, a test or a reason, each fault in specs/rxe-faults.md a test or a reason. All that they name exists. `lint`
+    /// checks the same.
+    Specs {
+        /// Write the generated file before
+        #[arg(long)]
+        write: bool,
+    },
     /// Preprocessor of mdBook, which `mdbook build` runs: links out of the book lead to the repository
     #[command(hide = true)]
     Book { args: Vec<String> },
@@ -207,6 +218,7 @@ fn main() -> ExitCode {
         Task::Lint { pages: true } => lint::pages::check(),
         Task::Lint { pages: false } => lint::run(),
         Task::Results => results::run(),
+        Task::Specs { write } => specs::run(write),
         Task::Ci(args) => suites::ci(&args),
         Task::Interop { args } => interop::run(&args),
         Task::Kit(args) => kit::run(&args),

@@ -31,120 +31,138 @@ macro_rules! rules {
 }
 
 rules! {
-    /// The invariant CRC covers the packet and the invariant fields of its IP and UDP headers. A receiver drops a packet with a wrong one. (IBA 7.8.1, A17.3.3)
+    /// The invariant CRC covers the packet and the invariant fields of its IP and UDP headers. A receiver drops a
+    /// packet with a wrong one. (IBA 7.8.1, A17.3.3, CA17-22, CA17-24)
     FrameIcrc = "frame-icrc", Error, Network;
-    /// The ICRC is right for other addresses, which the request names as its own: a device on the way translates addresses. (IBA A17.3.3)
+    /// The ICRC is right for other addresses, which the request names as its own: a device on the way translates
+    /// addresses. (IBA A17.3.3, CA17-22)
     FrameTranslated = "frame-translated", Note, Network;
-    /// Lengths and headers agree: extended headers as the opcode says, payload and pad in whole words, transport header version 0. (IBA 9.2, 9.6.1, table 38)
+    /// Lengths and headers agree: extended headers as the opcode says, payload and pad in whole words, transport header
+    /// version 0. (IBA 9.6.1, A17.3.1, A17.3.2.3, CA17-2, CA17-6, CA17-15, CA17-21)
     FrameMalformed = "frame-malformed", Error, Sender;
-    /// The opcode is one of the table's. (IBA table 38)
+    /// The opcode is one of the table's. (IBA chapter 9, opcodes of the base transport header)
     FrameOpcode = "frame-opcode", Error, Sender;
-    /// RoCEv2 packets are not fragmented. (IBA A17.4.5.2)
+    /// RoCEv2 packets are not fragmented. (IBA A17.3.1.1.6, CA17-8)
     FrameFragment = "frame-fragment", Error, Sender;
-    /// The IPv4 header has no options. (IBA A17.4.5.2)
+    /// The IPv4 header has no options. (IBA A17.3.1.1.1, CA17-3)
     FrameIpOptions = "frame-ip-options", Error, Sender;
-    /// RoCE has no QP0. (IBA A17.9)
+    /// RoCE has no QP0. (IBA A17.6, CA17-33)
     FrameQp0 = "frame-qp0", Error, Sender;
-    /// DF is set in IPv4 headers, as packets are not fragmented. (IBA A17.4.5.2)
+    /// DF is set in IPv4 headers, as packets are not fragmented. (IBA A17.3.1.1.5, CA17-7)
     FrameDfClear = "frame-df-clear", Note, Sender;
-    /// The IPv4 header checksum is right. A capture on the sending host shows what the NIC has yet to fill in. (RFC 791 3.1)
+    /// The IPv4 header checksum is right. A capture on the sending host shows what the NIC has yet to fill in. (RFC 791
+    /// 3.1)
     FrameIpChecksum = "frame-ip-checksum", Note, Capture;
     /// The capture kept a part of the frame (tcpdump -s): its ICRC and payload can't be checked. (pcap file format)
     FrameCut = "frame-cut", Note, Capture;
-    /// Several packets are in one frame: it was captured before segmentation (GSO) or after merging (GRO). (Linux, UDP_SEGMENT and UDP_GRO)
+    /// Several packets are in one frame: it was captured before segmentation (GSO) or after merging (GRO). (Linux,
+    /// UDP_SEGMENT and UDP_GRO)
     FrameSegments = "frame-segments", Note, Capture;
-    /// RoCE version 1, Ethernet type 0x8915, is not judged. (IBA A16)
+    /// RoCE version 1, Ethernet type 0x8915, is not judged. (IBA A16, A17.8)
     FrameRoceV1 = "frame-roce-v1", Note, None;
     /// Frames of a link type that is not read are not judged. (pcap link types)
     FrameLinkType = "frame-link-type", Note, Capture;
-    /// The packet is carried by another one, or may be in one that is not read. (RFC 7348, RFC 8926, RFC 2784, RFC 2003)
+    /// The packet is carried by another one, or may be in one that is not read. (RFC 7348, RFC 8926, RFC 2784, RFC
+    /// 2003)
     FrameTunnel = "frame-tunnel", Note, None;
     /// The file ends early or contradicts itself; what follows is not seen. (pcap and pcapng file formats)
     FileBroken = "file-broken", Error, Capture;
-    /// The first request has the PSN that the peer named in its REQ or REP. (IBA 12.7.31, 9.7.3.1)
+    /// The first request has the PSN that the peer named in its REQ or REP. (IBA chapter 12, starting PSN of REQ and
+    /// REP (tables 106 and 110))
     PsnStart = "psn-start", Error, Sender;
-    /// Each request follows the one before without a gap: PSNs are not left out for good. (IBA 9.7.3.1)
+    /// Each request follows the one before without a gap: PSNs are not left out for good. (IBA 9.7)
     PsnSkipped = "psn-skipped", Error, Sender;
-    /// A PSN that has been sent is sent again only with the same request. (IBA 9.7.3.1, 9.7.6)
+    /// A PSN that has been sent is sent again only with the same request. (IBA 9.7)
     PsnReused = "psn-reused", Error, Sender;
-    /// A READ takes as many PSNs as its response has packets; the next request begins behind them. (IBA 9.7.3.1)
+    /// A READ takes as many PSNs as its response has packets; the next request begins behind them. (IBA 9.7)
     ReadSpanReused = "read-span-reused", Error, Sender;
-    /// A repeated packet has the payload of the first one; otherwise the program changed its buffer before the completion. (IBA 9.7.6, 10.7.2.2)
+    /// A repeated packet has the payload of the first one; otherwise the program changed its buffer before the
+    /// completion. (IBA 9.7, 10.7)
     RepeatDiffers = "repeat-differs", Warning, Sender;
-    /// A message's packets are FIRST, MIDDLE and LAST of one operation in a row, or one ONLY. (IBA 9.7.4.1.2, table 42)
+    /// A message's packets are FIRST, MIDDLE and LAST of one operation in a row, or one ONLY. (IBA 9.7.4.1)
     OpcodeSequence = "opcode-sequence", Error, Sender;
-    /// All packets of a queue pair are of one transport service, and an operation that the service has. (IBA 9.7.4.1.2, table 38)
+    /// All packets of a queue pair are of one transport service, and an operation that the service has. (IBA 9.7.4.1)
     OpcodeService = "opcode-service", Error, Sender;
-    /// FIRST and MIDDLE packets are as long as the path MTU, LAST and ONLY packets at most that long, and a LAST one not empty. (IBA 9.7.4.1.6)
+    /// FIRST and MIDDLE packets are as long as the path MTU, LAST and ONLY packets at most that long, and a LAST one
+    /// not empty. (IBA 9.7.4.1, C9-92)
     PayloadLength = "payload-length", Error, Sender;
-    /// The payload of an RDMA WRITE is together as long as its RETH says. (IBA 9.7.4.1.6)
+    /// The payload of an RDMA WRITE is together as long as its RETH says. (IBA 9.7.4.1)
     WriteLength = "write-length", Error, Sender;
-    /// The length in a RETH is at most 2^31 bytes. (IBA 9.7.4.1.6)
+    /// The length in a RETH is at most 2^31 bytes. (IBA 9.7.4.1, C9-94)
     RethLength = "reth-length", Error, Sender;
-    /// No more READs and atomic operations are outstanding than the connection's initiator depth allows. (IBA 9.7.8, 12.7.29)
+    /// No more READs and atomic operations are outstanding than the connection's initiator depth allows. (IBA 9.7,
+    /// chapter 12, initiator depth of REQ and REP (tables 106 and 110))
     ReadDepth = "read-depth", Error, Sender;
-    /// A READ that is asked for again asks for a part of its range: address and key follow from its PSN, and it does not go beyond the end. (IBA 9.7.5.1.1)
+    /// A READ that is asked for again asks for a part of its range: address and key follow from its PSN, and it does
+    /// not go beyond the end. (IBA 9.4.4)
     ReadRetry = "read-retry", Error, Sender;
-    /// The address of an atomic operation is a multiple of eight. (IBA 9.4.5, 9.7.4.1.6)
+    /// The address of an atomic operation is a multiple of eight. (IBA 9.4, 9.7.4.1)
     AtomicAlignment = "atomic-alignment", Error, Sender;
     /// After an RNR NAK the request is repeated no earlier than the NAK's time. (IBA 9.7.5.2.8)
     RnrEarly = "rnr-early", Note, Sender;
-    /// After a fatal NAK the queue pair is in error and sends no new request. (IBA 9.9.2.1, 10.3.1)
+    /// After a fatal NAK the queue pair is in error and sends no new request. (IBA 9.9, 10.3.1)
     RequestAfterNak = "request-after-nak", Error, Sender;
-    /// No request follows the end of a connection (DREQ answered by DREP). (IBA 12.9.8)
+    /// No request follows the end of a connection (DREQ answered by DREP). (IBA 12.10.8, communication release)
     RequestAfterDisconnect = "request-after-disconnect", Warning, Sender;
-    /// A request that asks for an answer gets one. The receiver, or the network between it and the capture, is silent. (IBA 9.7.5.1, 9.9.2.4)
+    /// A request that asks for an answer gets one. The receiver, or the network between it and the capture, is silent.
+    /// (IBA 9.7.6.1.3 (C9-140))
     NoAnswer = "no-answer", Warning, Receiver;
     /// A request was answered only a second or more after it was first sent. (ferroce)
     Stall = "stall", Note, None;
-    /// A datagram has at most 4096 bytes of payload. (IBA 9.8.3)
+    /// A datagram has at most 4096 bytes of payload. (IBA 9.8)
     DatagramLength = "datagram-length", Error, Sender;
-    /// An answer has the PSN of a request that was sent. (IBA 9.7.5.1.1, 9.7.6.1)
+    /// An answer has the PSN of a request that was sent. (IBA 9.7.5)
     AckGhost = "ack-ghost", Error, Sender;
-    /// A READ or an atomic operation is answered before anything behind it is acknowledged; the requester must take it for lost. (IBA 9.7.5.1.2, 9.9.2.2)
+    /// A READ or an atomic operation is answered before anything behind it is acknowledged; the requester must take it
+    /// for lost. (IBA 9.7.5.1.2)
     AckPassesRead = "ack-passes-read", Warning, Sender;
-    /// The MSN of an answer is the number of messages that the responder has completed: at least those before the answer's PSN, at most those that were sent. (IBA 9.7.7.1)
+    /// The MSN of an answer is the number of messages that the responder has completed: at least those before the
+    /// answer's PSN, at most those that were sent. (IBA 9.7, C9-148)
     Msn = "msn", Error, Sender;
-    /// The syndrome of an AETH is none of the reserved ones. (IBA tables 45 to 47)
+    /// The syndrome of an AETH is none of the reserved ones. (IBA 9.7.5.2)
     Syndrome = "syndrome", Error, Sender;
-    /// What has been acknowledged is not refused. (IBA 9.7.5.1.1, 9.7.5.2)
+    /// What has been acknowledged is not refused. (IBA 9.7.5.1.2, 9.7.5.2)
     NakAcknowledged = "nak-acknowledged", Error, Sender;
-    /// A gap is reported once, until the missing packet has come. (IBA 9.7.5.1.1)
+    /// A gap is reported once, until the missing packet has come. (IBA 9.7.5)
     NakRepeated = "nak-repeated", Warning, Sender;
     /// After an RNR NAK the responder is silent until the refused request comes again. (IBA 9.7.5.2.8)
     NakAfterRnr = "nak-after-rnr", Warning, Sender;
-    /// The responder refused a request for good; the connection is over. (IBA 9.7.5.2, table 47)
+    /// The responder refused a request for good; the connection is over. (IBA 9.7.5.2)
     NakFatal = "nak-fatal", Note, None;
     /// An RNR NAK answers a request that takes a receive: SEND, or WRITE with immediate. (IBA 9.7.5.2.8)
     RnrWithoutReceive = "rnr-without-receive", Warning, Sender;
-    /// A program posts receives for what it is sent: RNR NAKs end before the requester's retries do. (IBA 9.7.5.2.8, 9.9.2.4)
+    /// A program posts receives for what it is sent: RNR NAKs end before the requester's retries do. (IBA 9.7.5.2.8,
+    /// C9-132)
     RnrUnresolved = "rnr-unresolved", Warning, Sender;
-    /// After a fatal NAK the responder executes and answers nothing more. (IBA 9.9.3, 10.3.1)
+    /// After a fatal NAK the responder executes and answers nothing more. (IBA 9.9, 10.3.1)
     AnswerAfterNak = "answer-after-nak", Error, Sender;
-    /// READ responses and atomic acknowledgements answer a READ and an atomic operation with that PSN. (IBA 9.7.5.1.9)
+    /// READ responses and atomic acknowledgements answer a READ and an atomic operation with that PSN. (IBA 9.7.5.1)
     ResponseUnrequested = "response-unrequested", Error, Sender;
-    /// The responses to a READ are FIRST, MIDDLE and LAST by their PSNs, or one ONLY. (IBA 9.7.5.1.9)
+    /// The responses to a READ are FIRST, MIDDLE and LAST by their PSNs, or one ONLY. (IBA 9.7.5.1)
     ResponseSequence = "response-sequence", Error, Sender;
-    /// A READ that is asked for again from the middle is answered from FIRST to LAST. (IBA 9.7.5.1.9)
+    /// A READ that is asked for again from the middle is answered from FIRST to LAST. (IBA 9.7.5.1)
     ResponseResumed = "response-resumed", Warning, Sender;
-    /// READ responses are as long as the path MTU, the last one as long as what remains of the READ. (IBA 9.7.5.1.9)
+    /// READ responses are as long as the path MTU, the last one as long as what remains of the READ. (IBA 9.7.5.1)
     ResponseLength = "response-length", Error, Sender;
-    /// READs and atomic operations are answered in the order of their PSNs. (IBA 9.7.5.1.2, 9.5)
+    /// READs and atomic operations are answered in the order of their PSNs. (IBA 9.7.5.1.2, C9-110)
     ResponseOrder = "response-order", Error, Sender;
-    /// A READ is answered again only after it is asked for again. (IBA 9.7.5.1.4)
+    /// A READ is answered again only after it is asked for again. (IBA 9.7.5.1, C9-110)
     ResponseRepeated = "response-repeated", Warning, Network;
-    /// A receiver of packets that experienced congestion sends congestion notifications. (IBA A17.9.3)
+    /// A receiver of packets that experienced congestion sends congestion notifications. (IBA A17.9.3, CA17-44)
     EcnUnanswered = "ecn-unanswered", Warning, Receiver;
-    /// Management datagrams go to QP1 as UD SEND ONLY with QP1's Q_Key and the default partition. (IBA 13.5.1, A17.9)
+    /// Management datagrams go to QP1 as UD SEND ONLY with QP1's Q_Key and the default partition. (IBA 9.6.1.4.1,
+    /// C9-42, chapter 13, A17.6.1)
     GsiHeader = "gsi-header", Error, Sender;
-    /// The GIDs of a REQ's primary path are the addresses of the packets. (IBA 12.7.10, A17.4)
+    /// The GIDs of a REQ's primary path are the addresses of the packets. (IBA chapter 12, port GIDs of REQ (table
+    /// 106), A17.4.1.1)
     CmAddress = "cm-address", Warning, Sender;
-    /// The initiator depth of a REP is at most the responder resources of its REQ. (IBA 12.7.29)
+    /// The initiator depth of a REP is at most the responder resources of its REQ. (IBA chapter 12, initiator depth of
+    /// REP and responder resources of REQ (tables 106 and 110))
     CmDepth = "cm-depth", Error, Sender;
-    /// The path MTU code of a REQ is 1 (256) to 5 (4096). (IBA 12.7.23, table 106)
+    /// The path MTU code of a REQ is 1 (256) to 5 (4096). (IBA chapter 12, path packet payload MTU of REQ (table 106))
     CmMtu = "cm-mtu", Error, Sender;
-    /// A REQ is answered by REP, REJ or MRA, a DREQ by DREP. (IBA 12.9.5, 12.9.8)
+    /// A REQ is answered by REP, REJ or MRA, a DREQ by DREP. (IBA chapter 12, 12.10.8 for DREQ)
     CmNoAnswer = "cm-no-answer", Warning, Receiver;
-    /// A connection was rejected. (IBA 12.6.7, table 109)
+    /// A connection was rejected. (IBA chapter 12, REJ (table 108))
     CmRejected = "cm-rejected", Note, None;
 }

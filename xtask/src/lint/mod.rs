@@ -1,12 +1,12 @@
 //! Formatting, clippy, documentation, dependencies, the rules that engine and state machines are sans-IO and that socket files are created
-//! in one way, imports, lengths, first words of docstrings, and links of pages.
+//! in one way, imports, lengths, first words of docstrings, links of pages, and names in `specs/`.
 
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
-use crate::{Result, cargo, deny, files, tally::Tally, tools};
+use crate::{Result, cargo, deny, files, specs, tally::Tally, tools};
 
 mod docstrings;
 mod imports;
@@ -102,6 +102,7 @@ pub(crate) fn beside_clippy() -> Tally {
         lengths,
         docstrings::check,
         pages::check,
+        specs::check,
     ] {
         tally.expect(lint());
     }

@@ -2,7 +2,7 @@
 
 use std::net::{Ipv4Addr, SocketAddr};
 
-use crate::common::{capture_of, ethernet, ip_datagram, packet, report_of, v4, v6};
+use crate::common::{capture_of, ethernet, fixture, ip_datagram, ip_datagram_sealed, packet, report_of, v4, v6};
 use roce_bth::{Bth, Header, Opcode, Psn, Qpn};
 use roce_icrc::Flow;
 use roce_pcap::{
@@ -245,6 +245,23 @@ fn faults_of_the_transport_headers_are_found() {
     assert_eq!((kinds(&report), report.icrc_unchecked), (vec![Rule::FrameMalformed], 1));
     let report = with_packet(&[]);
     assert_eq!((kinds(&report), report.icrc_unchecked), (vec![Rule::FrameMalformed], 1));
+}
+
+#[test]
+fn a_translated_request_is_told_from_a_damaged_one() {
+    let mut capture = Capture::open(fixture("rping.pcap")).unwrap();
+    let frame = capture.next_frame().unwrap().unwrap();
+    let request = decode(frame.link, frame.data).unwrap();
+    let came_from = SocketAddr::new(Ipv4Addr::new(192, 0, 2, 77).into(), request.src.port());
+    let addresses = (came_from, request.dst);
+    let mut packet = request.payload.to_vec();
+    let report = |packet: &[u8]| {
+        let ip = ip_datagram_sealed(addresses, request.identification(), packet);
+        report_of(&capture_of(1, &[(&ethernet(0x0800, &ip), None)]))
+    };
+    assert_eq!(kinds(&report(&packet)), [Rule::FrameIcrc, Rule::FrameTranslated]);
+    packet[30] ^= 1;
+    assert_eq!(kinds(&report(&packet)), [Rule::FrameIcrc]);
 }
 
 #[test]

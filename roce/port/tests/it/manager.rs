@@ -442,6 +442,22 @@ fn requests_that_can_t_be() {
     request(&mut w);
 }
 
+/// RoCE has no LIDs: no request is rejected for them (reasons 13 and 19).
+#[test]
+fn lids_of_a_request_are_ignored() {
+    for lid in [0, 1, 0xbfff, 0xc000, 0xffff] {
+        let (mut w, _) = listening();
+        let req = lone_req(&mut w, 0x11);
+        let changed = with_req(req, |r| {
+            (r.primary_local_lid, r.primary_remote_lid) = (lid, lid ^ 1);
+            (r.alternate_local_lid, r.alternate_remote_lid) = (lid ^ 2, lid ^ 3);
+        });
+        again(&mut w, changed);
+        request(&mut w);
+        assert_eq!(w.m[S].counters().sent(Attribute::Rej), 0, "{lid:#x}");
+    }
+}
+
 /// As the kernel's: such a number says nothing about the request.
 #[test]
 fn a_request_without_a_queue_pair_is_answered_as_any() {

@@ -614,6 +614,38 @@ fn a_duplicate_read_must_be_part_of_the_first() {
     assert_eq!(p.b.qp.state(), QpState::Rts);
 }
 
+/// Duplicates are answered in the order of their PSNs, whatever order they come in (IBA C9-110).
+#[test]
+fn an_earlier_duplicate_ends_the_answer_to_a_later_one() {
+    let mut p = Pair::new(small());
+    let src = p.b.filled(2560, 1);
+    let first = p.setup.psn;
+    let read = |psn: u32| {
+        Raw::new(Opcode::RcReadRequest, B, psn)
+            .reth(src.addr(), src.rkey(), 2560)
+            .bytes()
+    };
+    let offsets = |p: &mut Pair| -> Vec<i32> {
+        let h = p.b.headers();
+        h.iter()
+            .map(|h| h.bth.psn.offset_from(Psn::new(first)) as i32)
+            .collect()
+    };
+    for psn in [first, first + 10] {
+        p.b.handle(&read(psn));
+    }
+    assert_eq!(offsets(&mut p), (0..20).collect::<Vec<_>>());
+    // The later one again; when three packets of its answer are sent, the earlier one comes.
+    p.b.sink.room = Some(3);
+    p.b.handle(&read(first + 10));
+    p.b.poll_transmit();
+    p.b.handle(&read(first));
+    p.b.sink.room = None;
+    let all = offsets(&mut p);
+    let expected = (10..13).chain(0..10).chain(13..20);
+    assert_eq!(all, expected.collect::<Vec<_>>());
+}
+
 #[test]
 fn a_read_of_no_bytes_is_answered_again_whatever_its_key() {
     let mut p = Pair::new(small());

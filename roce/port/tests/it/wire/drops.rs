@@ -21,6 +21,7 @@ pub(crate) fn sealed(src: SocketAddr, dst: IpAddr, header: &Header, payload: &[u
         segment_len: 0,
         segments: 1,
         tos: 0,
+        ttl: 64,
         bytes,
     }
 }

@@ -49,6 +49,7 @@ pub(crate) struct Datagram {
     pub(crate) segment_len: usize,
     pub(crate) segments: usize,
     pub(crate) tos: u8,
+    pub(crate) ttl: u8,
     pub(crate) bytes: Vec<u8>,
 }
 
@@ -119,6 +120,7 @@ impl Host {
                 segment_len: t.segment_len,
                 segments: t.segments(),
                 tos: t.tos,
+                ttl: t.ttl,
                 bytes: t.bytes.to_vec(),
             }));
             self.batch.clear();

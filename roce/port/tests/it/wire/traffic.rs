@@ -548,3 +548,34 @@ fn queue_pairs_of_one_address_acknowledge_selectively() {
     let ok = host.completions().iter().filter(|c| c.is_ok()).count();
     assert_eq!(ok, 3, "no timer is needed: {opcodes:?}");
 }
+
+/// As the address vector has them, and without ECT: the peer does not say that it slows down when it is notified.
+#[test]
+fn packets_have_the_traffic_class_and_hop_limit_of_the_address_vector() {
+    let v6 = |last: u16| IpAddr::from([0xfd00, 0, 0, 0, 0, 0, 0, last]);
+    for [local, remote] in [[ip(1), ip(2)], [v6(1), v6(2)]] {
+        for (traffic_class, hop_limit) in [(0, 64), (0x68, 1), (0xb8, 255)] {
+            let mut a = Host::with(1, |config| config.local = vec![local]);
+            let q = a.qp();
+            let av = AddressVector {
+                traffic_class,
+                hop_limit,
+                ..AddressVector::new(local, remote)
+            };
+            let steps = QpAttr {
+                rq_psn: Some(Psn::new(100)),
+                sq_psn: Some(Psn::new(100)),
+                ..QpAttr::to_rts(av, Mtu::B1024, Qpn::new(0x1234))
+            };
+            for attr in steps.steps(QpType::Rc) {
+                a.port.modify_qp(a.now, q, &attr).unwrap();
+            }
+            let src = a.region(64);
+            a.send(q, 1, SendOp::Send, &src, 64);
+            let sent = a.take();
+            assert_eq!(sent.len(), 1);
+            assert_eq!((sent[0].src.ip(), sent[0].dst), (local, remote));
+            assert_eq!((sent[0].tos, sent[0].ttl), (traffic_class, hop_limit));
+        }
+    }
+}
