@@ -7,13 +7,17 @@ use std::{
 
 use clap::Args;
 use roce_pcap::{
-    Capture, Checker, Error, Finding, FrameReport, Icrc, Report, Verdict,
-    judge::{Endpoint, Stated, Summary},
+    Capture, Checker, Finding, FrameReport, Icrc, Report, Verdict,
+    judge::{Stated, Summary},
 };
 use roce_verbs::shown;
 use serde::Serialize;
 
-use super::stated;
+use super::{
+    stated,
+    stream::{end, named},
+    table,
+};
 use crate::output::{self, Failure};
 
 /// Judge the conversations of a capture: which rule is broken, in which frame, and by whom
@@ -103,15 +107,6 @@ fn check(args: &CheckArgs, file: &Path) -> Result<Result<Report, String>, Failur
     match report {
         Ok(report) => report.map(Ok),
         Err(e) => Ok(Err(named(&name, &e))),
-    }
-}
-
-fn named(name: &str, e: &Error) -> String {
-    let text = e.to_string();
-    if text.contains(name) {
-        text
-    } else {
-        format!("{name}: {text}")
     }
 }
 
@@ -238,32 +233,8 @@ fn print_conversations(out: &mut impl Write, conversations: &[Summary]) -> io::R
             ]
         })
         .collect();
-    if rows.is_empty() {
-        return Ok(());
-    }
-    let head = ["SERVICE", "QP", "QP", "MTU", "PACKETS", "AGAIN", "VERDICT"].map(str::to_owned);
-    let width = |column: usize| {
-        rows.iter()
-            .chain([&head])
-            .map(|row| row[column].chars().count())
-            .max()
-            .unwrap_or(0)
-    };
-    let widths: Vec<usize> = (0..6).map(width).collect();
-    for row in [&head].into_iter().chain(&rows) {
-        for (text, width) in row.iter().zip(&widths) {
-            write!(out, "{text:width$}  ")?;
-        }
-        writeln!(out, "{}", row[6])?;
-    }
-    Ok(())
-}
-
-fn end(end: &Endpoint) -> String {
-    match end.qpn {
-        Some(qpn) => format!("{}:{qpn:#x}", end.addr),
-        None => format!("{}:?", end.addr),
-    }
+    let head = ["SERVICE", "QP", "QP", "MTU", "PACKETS", "AGAIN", "VERDICT"];
+    table::print(out, head, &rows)
 }
 
 /// In words, `good` or all that is not.

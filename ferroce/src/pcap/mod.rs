@@ -3,9 +3,12 @@
 mod annotate;
 mod check;
 mod filter;
+mod flows;
 mod source;
 mod split;
 mod stated;
+mod stream;
+mod table;
 
 use clap::{Args, Subcommand};
 
@@ -20,6 +23,7 @@ pub(crate) struct PcapArgs {
 #[derive(Subcommand)]
 enum PcapCommand {
     Check(check::CheckArgs),
+    Flows(flows::FlowsArgs),
     Annotate(annotate::AnnotateArgs),
     Filter(filter::FilterArgs),
     Split(split::SplitArgs),
@@ -32,5 +36,6 @@ pub(crate) fn run(args: &PcapArgs) -> Result<(), Failure> {
         PcapCommand::Annotate(args) => annotate::run(args),
         PcapCommand::Filter(args) => filter::run(args),
         PcapCommand::Split(args) => split::run(args),
+        PcapCommand::Flows(args) => flows::run(args),
     }
 }

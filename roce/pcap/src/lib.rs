@@ -6,7 +6,7 @@
 //! into a copy as comments, a [`Selection`] chooses frames, and [`split()`] makes a file of each conversation.
 //!
 //! Frames, headers and ICRCs are checked one by one; [`judge`] follows the conversations and tells which rule is broken, and by
-//! whom. It knows no engine: `tests/replay` compares what ours sends with a capture. A capture is untrusted input like any
+//! whom; [`Flows`] makes statistics of them. It knows no engine: `tests/replay` compares what ours sends with a capture. A capture is untrusted input like any
 //! packet: whatever its bytes are, the answer is an error or a finding.
 #![forbid(unsafe_code)]
 
@@ -19,6 +19,8 @@ mod checker;
 mod create;
 #[cfg(feature = "reader")]
 mod finding;
+#[cfg(feature = "reader")]
+mod flows;
 #[cfg(feature = "reader")]
 mod frame;
 #[cfg(feature = "reader")]
@@ -66,6 +68,8 @@ pub use checker::{Checker, check, check_file, check_file_with, check_reader};
 pub use create::{append_private, create_private};
 #[cfg(feature = "reader")]
 pub use finding::{Finding, Findings, MAX_FINDINGS};
+#[cfg(feature = "reader")]
+pub use flows::{Flow, FlowReport, Flows, Latency, MAX_FLOWS, MAX_PORTS, UdpPort};
 #[cfg(feature = "reader")]
 pub use frame::{Datagram, Ip, decode};
 #[cfg(feature = "reader")]

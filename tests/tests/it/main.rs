@@ -18,6 +18,7 @@ mod nbd_front;
 mod paths;
 mod pcap;
 mod pcap_copies;
+mod pcap_flows;
 mod restarts;
 mod units;
 mod vhost;

@@ -82,3 +82,34 @@ pub enum EventKind {
     /// Packet of which the part is not known: its conversation's other direction is not there, or its header is cut.
     Unknown,
 }
+
+impl EventKind {
+    /// Returns its name in output for programs.
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::Request { repeated: false, .. } => "request",
+            Self::Request { repeated: true, .. } => "retransmission",
+            Self::ReadResponse { repeated: false, .. } => "read_response",
+            Self::ReadResponse { repeated: true, .. } => "repeated_read_response",
+            Self::Ack { .. } => "ack",
+            Self::Nak {
+                code: NakCode::PsnSequenceError,
+                ..
+            } => "sequence_nak",
+            Self::Nak { .. } => "fatal_nak",
+            Self::Rnr { .. } => "rnr_nak",
+            Self::Cnp => "cnp",
+            Self::Datagram => "datagram",
+            Self::Unknown => "unknown",
+        }
+    }
+
+    /// Returns the latency that the packet shows: the round trip of an acknowledgement, or that of a READ with its last response.
+    pub const fn latency_ns(&self) -> Option<u64> {
+        match *self {
+            Self::Ack { round_trip_ns, .. } => round_trip_ns,
+            Self::ReadResponse { latency_ns, .. } => latency_ns,
+            _ => None,
+        }
+    }
+}

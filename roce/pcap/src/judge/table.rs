@@ -181,6 +181,16 @@ impl Judge {
         self.transactions.messages()
     }
 
+    /// Returns conversation and endpoint that an event with these belongs to: [`Judge::conversation_of`] with the endpoint's
+    /// index in it.
+    pub fn endpoint_of(&self, index: usize, sender: usize) -> (usize, usize) {
+        match self.conversations.get(index).and_then(|c| c.merged) {
+            // It had the requests of the other's second endpoint.
+            Some(whole) => (whole, 1 - sender.min(1)),
+            None => (index, sender),
+        }
+    }
+
     /// Returns how many packets belong to conversations that were too many to follow.
     pub const fn not_followed(&self) -> u64 {
         self.not_followed

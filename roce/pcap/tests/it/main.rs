@@ -6,6 +6,7 @@ mod copies;
 mod damage;
 mod files;
 mod fixtures;
+mod flows;
 mod frames;
 mod survey;
 mod tunnels;
