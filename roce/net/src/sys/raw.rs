@@ -9,14 +9,13 @@ use std::{
 };
 
 use libc::{c_int, c_void, sockaddr_ll, socklen_t};
+use nix::errno::Errno;
 use socket2::{SockAddr, SockAddrStorage};
-
-use super::check;
 
 fn open(domain: c_int, protocol: c_int) -> io::Result<OwnedFd> {
     let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     // SAFETY: no memory is passed.
-    let fd = check(unsafe { libc::socket(domain, kind, protocol) })?;
+    let fd = Errno::result(unsafe { libc::socket(domain, kind, protocol) })?;
     // SAFETY: the descriptor is new and nobody else's.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
@@ -57,7 +56,8 @@ pub(super) fn link_address(index: u32, protocol: u16) -> SockAddr {
 pub(crate) fn bind_link(socket: BorrowedFd<'_>, index: u32) -> io::Result<()> {
     let addr = link_address(index, libc::ETH_P_ALL as u16);
     // SAFETY: the address lives until the call returns, and has this length.
-    check(unsafe { libc::bind(socket.as_raw_fd(), addr.as_ptr().cast(), addr.len()) }).map(drop)
+    Errno::result(unsafe { libc::bind(socket.as_raw_fd(), addr.as_ptr().cast(), addr.len()) })?;
+    Ok(())
 }
 
 /// Replaces the filter of a socket.
@@ -75,5 +75,6 @@ pub(crate) fn attach_filter(socket: BorrowedFd<'_>, program: &mut [libc::sock_fi
     );
     // SAFETY: `value` points at a description of `len` bytes, whose program lives until the call returns.
     let rc = unsafe { libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_ATTACH_FILTER, value, len) };
-    check(rc).map(drop)
+    Errno::result(rc)?;
+    Ok(())
 }
