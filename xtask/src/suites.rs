@@ -96,6 +96,7 @@ const PRIVILEGED: &[&str] = &[
     "members_of_the_group_start_what_the_file_allows",
     "one_member_of_the_group_does_not_hold_the_places_of_others",
     "programs_in_containers_on_one_bridge_use_each_other",
+    "the_ceiling_over_raw_and_packet_sockets_has_sound_packets",
     "the_daemon_runs_as_a_user_of_its_own",
     "two_names_of_one_block_device_have_one_writer",
     "what_goes_into_a_wire_comes_out_on_the_same_network",

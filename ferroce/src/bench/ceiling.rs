@@ -254,10 +254,11 @@ fn receive(config: &CeilingConfig, path: &mut dyn Datapath, shared: &Shared) {
                 return;
             };
             for (i, packet) in packets(meta, bytes).enumerate() {
-                // Merged packets show their Identification; that of single ones must be solved for.
-                let sound = match config.gro {
-                    true => flow.verify(i as u16, packet),
-                    false => matches!(flow.recover_with(&mut solver, packet, 0), Recovery::Exact(_)),
+                // UDP sockets show the Identification of merged packets; that of single ones must be solved for.
+                let sound = match (meta.identification, config.gro) {
+                    (Some(id), _) => flow.verify(id.wrapping_add(i as u16), packet),
+                    (None, true) => flow.verify(i as u16, packet),
+                    (None, false) => matches!(flow.recover_with(&mut solver, packet, 0), Recovery::Exact(_)),
                 };
                 match Packet::parse(packet) {
                     Ok(p) if sound => {

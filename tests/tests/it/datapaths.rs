@@ -164,6 +164,29 @@ fn a_device_over_raw_and_packet_sockets() {
 }
 
 #[test]
+#[ignore = "needs CAP_NET_RAW"]
+fn the_ceiling_over_raw_and_packet_sockets_has_sound_packets() {
+    for datapath in &KINDS[1..] {
+        let addr = ferroce_loopback::addresses(2).to_string();
+        let done = run(&[
+            "bench",
+            "ceiling",
+            "--json",
+            "--addr",
+            &addr,
+            "--seconds",
+            "0.2",
+            "--datapath",
+            datapath,
+        ]);
+        assert_eq!(done.code, Some(0), "{}", done.stderr);
+        let m = &done.json()[0];
+        assert_eq!(m["icrc_errors"], 0, "{m}");
+        assert!(m["packets"].as_u64() > Some(0), "{m}");
+    }
+}
+
+#[test]
 #[ignore = "needs root, to give up CAP_NET_RAW"]
 fn without_the_capability_the_error_names_it() {
     for datapath in ["raw", "packet", "packet,vlan=7"] {
