@@ -7,7 +7,7 @@ use std::{
 };
 
 use roce_bth::{Class, Opcode, Packet, Service};
-use roce_pcap::{Capture, decode};
+use roce_pcap::{Capture, Finding, Rule, Severity, check_file, decode};
 
 use crate::Result;
 
@@ -105,6 +105,27 @@ pub(crate) fn check_order(dir: &Path) -> Result<()> {
                 file.display()
             )),
         })
+}
+
+/// Judges all captures in a directory, and removes those that break no rule but `known`.
+pub(crate) fn check_rules(dir: &Path, known: &[Rule]) -> Result<()> {
+    for file in files(dir) {
+        let report = check_file(&file).map_err(|e| e.to_string())?;
+        let broken = |finding: &&Finding| finding.severity == Severity::Error && !known.contains(&finding.rule);
+        let broken: Vec<_> = report.findings.iter().filter(broken).collect();
+        if let Some(first) = broken.first() {
+            let count = broken.len();
+            return Err(format!(
+                "{}: frame {} breaks {}: {} (of {count} such)",
+                file.display(),
+                first.frame,
+                first.rule.id(),
+                first.text
+            ));
+        }
+        fs::remove_file(&file).map_err(|e| format!("{}: {e}", file.display()))?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use roce_pcap::Rule;
+
 use crate::{memcheck, site::Net};
 
 /// Debian packages of several modules' programs.
@@ -122,6 +124,8 @@ pub(crate) struct Case {
     /// The crate whose tests it runs; `{programs}` in commands is where they are.
     pub(crate) source: Option<&'static Source>,
     pub(crate) plan: Plan,
+    /// Rules that its programs break on purpose.
+    pub(crate) breaks: &'static [Rule],
     /// Under valgrind, which must find nothing.
     pub(crate) memcheck: bool,
     /// Without `ferroce run`: LD_LIBRARY_PATH names the directory of the libraries, and that is all.
@@ -159,6 +163,7 @@ impl Case {
             wheels: &[],
             source: None,
             plan: Plan::Programs,
+            breaks: &[],
             memcheck: false,
             directory: false,
         }

@@ -11,6 +11,9 @@ use crate::{
     report::Outcome,
 };
 
+/// Variable with the name of the capture that each process writes.
+const CAPTURES: &str = "FERROCE_PCAP";
+
 pub(crate) fn run(setup: &Setup, case: &Case) -> Outcome {
     if let Err(why) = setup.prepare(case) {
         return Outcome::NotRun(why);
@@ -35,7 +38,9 @@ pub(crate) fn run(setup: &Setup, case: &Case) -> Outcome {
 
 fn once(setup: &Setup, case: &Case, dir: &Path) -> Result<()> {
     match case.plan {
-        Plan::Programs => setup.attempt(case, dir).map(drop),
+        // Under valgrind programs are too slow for timers to be as they should.
+        Plan::Programs if case.memcheck => setup.attempt(case, dir).map(drop),
+        Plan::Programs => judged(setup, case, dir),
         Plan::Captured => {
             setup.attempt(case, dir)?;
             capture::check_order(dir)
@@ -44,6 +49,14 @@ fn once(setup: &Setup, case: &Case, dir: &Path) -> Result<()> {
         Plan::Kill(kill) => killed::run(setup, case, dir, kill),
         Plan::Migrate(how) => migration::run(setup, case, dir, how),
     }
+}
+
+/// Runs a case that writes captures, and judges those.
+fn judged(setup: &Setup, case: &Case, dir: &Path) -> Result<()> {
+    let captures = case.env.iter().any(|(name, _)| *name == CAPTURES);
+    let case = if captures { case.clone() } else { case.clone().with(CAPTURES, "%p.pcap") };
+    setup.attempt(&case, dir)?;
+    capture::check_rules(dir, case.breaks)
 }
 
 /// Runs a case under valgrind, again if valgrind itself fails.
