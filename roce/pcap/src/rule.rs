@@ -121,7 +121,7 @@ rules! {
     Msn = "msn", Error, Sender;
     /// The syndrome of an AETH is none of the reserved ones. (IBA 9.7.5.2)
     Syndrome = "syndrome", Error, Sender;
-    /// What has been acknowledged is not refused. (IBA 9.7.5.1.2, 9.7.5.2)
+    /// Acknowledged requests are not refused. (IBA 9.7.5.1.2, 9.7.5.2)
     NakAcknowledged = "nak-acknowledged", Error, Sender;
     /// A gap is reported once, until the missing packet has come. (IBA 9.7.5)
     NakRepeated = "nak-repeated", Warning, Sender;

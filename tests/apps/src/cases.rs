@@ -225,6 +225,12 @@ impl Case {
         self
     }
 
+    /// Its programs break these rules on purpose.
+    pub(crate) fn breaks(mut self, rules: &'static [Rule]) -> Self {
+        self.breaks = rules;
+        self
+    }
+
     /// UCX has these of its transports alone, and our device.
     pub(crate) fn over_ucx(self, transports: &'static str) -> Self {
         self.with("UCX_TLS", transports)

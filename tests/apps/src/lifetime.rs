@@ -1,5 +1,7 @@
 //! Cases about object lifetimes and API contracts: memcheck, repeated creation, invalid use, killed peers.
 
+use roce_pcap::Rule;
+
 use crate::{
     cases::{Case, IBVERBS, Kill, Moment, PERFTEST, Plan, RDMACM, Ready, Side, one_pingpong},
     python,
@@ -80,6 +82,7 @@ fn limits(name: &str) -> Case {
 fn posting() -> Case {
     of_c("posting of work requests", "posting", "-libverbs", "")
         .says("work requests end as on hardware")
+        .breaks(&[Rule::AtomicAlignment])
         .ci()
 }
 

@@ -54,7 +54,11 @@ fn once(setup: &Setup, case: &Case, dir: &Path) -> Result<()> {
 /// Runs a case that writes captures, and judges those.
 fn judged(setup: &Setup, case: &Case, dir: &Path) -> Result<()> {
     let captures = case.env.iter().any(|(name, _)| *name == CAPTURES);
-    let case = if captures { case.clone() } else { case.clone().with(CAPTURES, "%p.pcap") };
+    let case = if captures {
+        case.clone()
+    } else {
+        case.clone().with(CAPTURES, "%p.pcap")
+    };
     setup.attempt(&case, dir)?;
     capture::check_rules(dir, case.breaks)
 }

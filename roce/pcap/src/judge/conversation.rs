@@ -139,7 +139,7 @@ impl Conversation {
         self.count(&own);
     }
 
-    /// What could not be checked, in words; the second of each pair says whether the verdict depends on it.
+    /// Returns checks that were not possible, in words; the second of each pair says whether the verdict depends on it.
     pub(super) fn unknown(&self) -> Vec<(String, bool)> {
         let mut unknown = vec![];
         let reliable = matches!(self.service, Service::Rc | Service::Xrc);

@@ -59,7 +59,7 @@ pub struct Summary {
     pub errors: u64,
     /// Broken rules of severity "warning".
     pub warnings: u64,
-    /// What could not be checked.
+    /// Checks that were not possible.
     pub not_checked: Vec<String>,
     /// Verdict.
     pub verdict: Verdict,

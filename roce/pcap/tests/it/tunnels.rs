@@ -435,7 +435,7 @@ fn tshark_finds_the_packet_in_the_same_places() {
 }
 
 proptest! {
-    /// Whatever becomes of the headers of a tunnel or a link: never a panic, and the counts agree.
+    /// Damaged headers of tunnels and links cause no panic, and the counts agree.
     #[test]
     fn damaged_headers_never_panic(
         which: prop::sample::Index,
