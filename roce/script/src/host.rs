@@ -1,0 +1,385 @@
+//! Host under test: a port with one queue pair, in virtual time.
+
+use core::{
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    time::Duration,
+};
+use std::{collections::VecDeque, sync::Arc};
+
+use roce_bth::{Psn, Qpn, RKey, RnrTimer};
+use roce_port::{Port, PortConfig, QpInit, RxMeta, TxBatch, TxConfig};
+use roce_qp::CompletionQueue;
+use roce_verbs::mem::{MemoryTable, PdHandle, Region};
+use roce_verbs::{
+    AccessFlags, AddressVector, AsyncEvent, Completion, Instant, Mtu, Payload, QpAttr, QpCaps, QpState, RecvWr,
+    RemoteAddr, SendFlags, SendOp, SendWr, Sge,
+};
+
+use crate::{
+    memory::Memory,
+    script::{Post, PostOp, Setup},
+};
+
+/// Queue pair of the script.
+pub(crate) const SCRIPT_QPN: Qpn = Qpn::new(0x51);
+/// Start of virtual time.
+pub(crate) const START: Instant = Instant::from_nanos(1_000_000_000);
+/// Largest number of timers that run within one step: a script that needs more does not end in a reasonable time.
+const MAX_TIMERS: u32 = 1_000_000;
+
+/// Returns the addresses of the host and of the script.
+pub(crate) fn addresses(is_v6: bool) -> [IpAddr; 2] {
+    let v6 = |last| IpAddr::V6(Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, last));
+    match is_v6 {
+        true => [v6(1), v6(2)],
+        false => [
+            IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1)),
+            IpAddr::V4(Ipv4Addr::new(192, 0, 2, 2)),
+        ],
+    }
+}
+
+/// Packet on the wire.
+#[derive(Clone, Debug)]
+pub struct Datagram {
+    /// Time since the start of the script.
+    pub at: Duration,
+    /// Sender.
+    pub src: SocketAddr,
+    /// Receiver.
+    pub dst: SocketAddr,
+    /// IPv4 Identification.
+    pub identification: u16,
+    /// UDP payload.
+    pub bytes: Vec<u8>,
+}
+
+/// Send and receive completion queue.
+#[derive(Debug)]
+struct Queue {
+    cq: Arc<CompletionQueue>,
+    taken: VecDeque<Completion>,
+}
+
+impl Queue {
+    fn new(handle: u32) -> Self {
+        Self {
+            cq: CompletionQueue::new(handle, 1 << 17, None),
+            taken: VecDeque::new(),
+        }
+    }
+
+    fn take(&mut self) -> Option<Completion> {
+        let mut polled = Vec::new();
+        // An overflow is an event of the port.
+        let _ = self.cq.poll(&mut polled, usize::MAX);
+        self.taken.extend(polled);
+        self.taken.pop_front()
+    }
+}
+
+/// Host under test.
+#[derive(Debug)]
+pub(crate) struct Host {
+    port: Port,
+    mem: Arc<MemoryTable>,
+    pd: PdHandle,
+    qpn: Qpn,
+    attr: QpAttr,
+    memory: Memory,
+    sends: Queue,
+    receives: Queue,
+    /// Memory of receive work requests, by their wr_id.
+    buffers: Vec<(u64, Arc<Region>)>,
+    /// Next wr_id of sends and of receives.
+    next_ids: [u64; 2],
+    batch: TxBatch,
+    sent: VecDeque<Datagram>,
+    events: VecDeque<AsyncEvent>,
+    now: Instant,
+}
+
+impl Host {
+    /// Creates a host as the `qp` lines say, so long after the start of the script.
+    pub(crate) fn new(setup: &Setup, elapsed: Duration) -> Result<Self, String> {
+        let failed = |e: &dyn core::fmt::Display| format!("the host can't be set up: {e}");
+        let [host, script] = addresses(setup.is_v6);
+        let mut config = PortConfig::new(vec![host], Mtu::B4096, 0x0200_0000_0000_0001);
+        config.reorder = setup.reorder;
+        let mem = Arc::new(MemoryTable::new([7; 32], &config.limits));
+        let mut port = Port::new(config, mem.clone(), [9; 32]);
+        let now = START + elapsed;
+        port.set_now(now);
+        let pd = mem.alloc_pd().map_err(|e| failed(&e))?;
+        let memory = Memory::new(&mem, pd, setup).map_err(|e| failed(&e))?;
+        let (sends, receives) = (Queue::new(1), Queue::new(2));
+        let qpn = port.create_qp(QpInit {
+            pd,
+            qp_type: setup.qp_type,
+            send_cq: sends.cq.clone(),
+            recv_cq: receives.cq.clone(),
+            caps: QpCaps {
+                max_send_wr: 1024,
+                max_recv_wr: 2048,
+                ..QpCaps::default()
+            },
+            signal_all: true,
+            srq: None,
+            xrcd: None,
+        });
+        let gso_off = TxConfig {
+            gso: false,
+            ..TxConfig::default()
+        };
+        let mut this = Self {
+            port,
+            mem,
+            pd,
+            qpn: qpn.map_err(|e| failed(&e))?,
+            attr: attributes(setup, host, script),
+            memory,
+            sends,
+            receives,
+            buffers: Vec::new(),
+            next_ids: [1; 2],
+            batch: TxBatch::new(gso_off),
+            sent: VecDeque::new(),
+            events: VecDeque::new(),
+            now,
+        };
+        this.bring_up(setup).map_err(|e| failed(&e))?;
+        Ok(this)
+    }
+
+    /// Takes the queue pair to its first state, and posts the receives of the `qp` lines.
+    fn bring_up(&mut self, setup: &Setup) -> Result<(), String> {
+        for state in [QpState::Init, QpState::Rtr, QpState::Rts] {
+            if state as u8 > setup.state as u8 {
+                break;
+            }
+            self.modify(state)?;
+            if state == QpState::Rtr
+                && let Some(port) = setup.source_port
+            {
+                self.port.set_peer_source(self.qpn, port).map_err(|e| e.to_string())?;
+            }
+        }
+        match setup.state {
+            QpState::Reset => Ok(()),
+            _ => setup.receives.iter().try_for_each(|len| self.post_recv(None, *len)),
+        }
+    }
+
+    pub(crate) fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    pub(crate) fn qpn(&self) -> Qpn {
+        self.qpn
+    }
+
+    /// Returns the time since the start.
+    pub(crate) fn elapsed(&self) -> Duration {
+        self.now.saturating_since(START)
+    }
+
+    /// Gives a packet to the port.
+    pub(crate) fn receive(&mut self, datagram: &Datagram) {
+        let meta = RxMeta {
+            identification: Some(datagram.identification),
+            ..RxMeta::new(datagram.dst.ip(), datagram.src)
+        };
+        self.port.handle_datagram(self.now, &meta, &datagram.bytes);
+        self.flush();
+    }
+
+    /// Takes out what the port has to send, and runs its jobs.
+    fn flush(&mut self) {
+        loop {
+            self.port.persist_here(self.now);
+            let more = self.port.poll_transmit(self.now, &mut self.batch);
+            let at = self.elapsed();
+            for train in self.batch.trains() {
+                let packets = train.packets().enumerate();
+                self.sent.extend(packets.map(|(index, bytes)| Datagram {
+                    at,
+                    src: SocketAddr::new(train.local, train.src_port),
+                    dst: train.remote,
+                    identification: index as u16,
+                    bytes: bytes.to_vec(),
+                }));
+            }
+            let idle = self.batch.is_empty();
+            self.batch.clear();
+            if idle && !more {
+                break;
+            }
+        }
+        self.events.extend(core::iter::from_fn(|| self.port.poll_async_event()));
+    }
+
+    /// Lets time go by until `end`, or until `until` is true. Returns whether it is.
+    pub(crate) fn run(&mut self, end: Duration, mut until: impl FnMut(&mut Self) -> bool) -> Result<bool, String> {
+        let end = START + end;
+        for _ in 0..MAX_TIMERS {
+            if until(self) {
+                return Ok(true);
+            }
+            let Some(at) = self.port.poll_timeout().filter(|at| *at <= end) else {
+                self.now = self.now.max(end);
+                self.port.set_now(self.now);
+                return Ok(false);
+            };
+            self.now = self.now.max(at);
+            self.port.handle_timeout(self.now);
+            self.flush();
+        }
+        Err(format!("more than {MAX_TIMERS} timers ran during this step"))
+    }
+
+    /// Returns whether a packet waits that the script has not seen.
+    pub(crate) fn has_sent(&self) -> bool {
+        !self.sent.is_empty()
+    }
+
+    /// Takes the oldest packet that the script has not seen.
+    pub(crate) fn take_sent(&mut self) -> Option<Datagram> {
+        self.sent.pop_front()
+    }
+
+    pub(crate) fn take_completion(&mut self, is_recv: bool) -> Option<Completion> {
+        match is_recv {
+            true => self.receives.take(),
+            false => self.sends.take(),
+        }
+    }
+
+    pub(crate) fn take_event(&mut self) -> Option<AsyncEvent> {
+        self.events.pop_front()
+    }
+
+    pub(crate) fn state(&self) -> Option<QpState> {
+        self.port.qp_state(self.qpn)
+    }
+
+    /// Changes the queue pair's state.
+    pub(crate) fn modify(&mut self, to: QpState) -> Result<(), String> {
+        let qp_type = self.port.qp(self.qpn).map(|qp| qp.config().qp_type);
+        let from = self.state();
+        let attr = match (to, from, qp_type) {
+            (QpState::Rts, Some(QpState::Sqd | QpState::Sqe), _) | (_, _, None) => QpAttr {
+                state: Some(to),
+                ..QpAttr::default()
+            },
+            (_, _, Some(qp_type)) => self.attr.step(qp_type, to),
+        };
+        let modified = self.port.modify_qp(self.now, self.qpn, &attr);
+        self.flush();
+        modified.map_err(|e| e.to_string())
+    }
+
+    /// Deregisters a region.
+    pub(crate) fn revoke(&mut self, index: usize) -> Result<(), String> {
+        let revoked = self.mem.revoke(self.memory.region(index));
+        self.flush();
+        revoked.map_err(|e| e.to_string())
+    }
+
+    fn post_recv(&mut self, id: Option<u64>, len: usize) -> Result<(), String> {
+        let wr_id = self.draw(id, 1);
+        let access = AccessFlags::LOCAL_WRITE;
+        let mut sges = Vec::new();
+        if len > 0 {
+            let region = self.mem.alloc_region(self.pd, len, access).map_err(|e| e.to_string())?;
+            sges.push(Sge {
+                addr: region.addr(),
+                length: len as u32,
+                lkey: region.lkey(),
+            });
+            self.buffers.push((wr_id, region));
+        }
+        let wr = RecvWr { wr_id, sges: &sges };
+        let posted = self.port.post_recv(self.now, self.qpn, &[wr]);
+        self.flush();
+        posted.map_err(|(_, e)| e.to_string())
+    }
+
+    /// Returns the wr_id of a work request, the next one if it has no other.
+    fn draw(&mut self, id: Option<u64>, queue: usize) -> u64 {
+        let id = id.unwrap_or(self.next_ids[queue]);
+        self.next_ids[queue] = id.wrapping_add(1);
+        id
+    }
+
+    /// Posts a work request.
+    pub(crate) fn post(&mut self, post: &Post) -> Result<(), String> {
+        if post.op == PostOp::Recv {
+            return self.post_recv(post.id, post.len);
+        }
+        let local = self.memory.region(post.local.region.unwrap_or(0));
+        let sge = Sge {
+            addr: self.memory.address(post.local),
+            length: post.len as u32,
+            lkey: local.lkey(),
+        };
+        let sges = [sge];
+        let mut flags = SendFlags::SIGNALED;
+        flags.set(SendFlags::SOLICITED, post.solicited);
+        flags.set(SendFlags::FENCE, post.fence);
+        let wr = SendWr {
+            wr_id: self.draw(post.id, 0),
+            op: operation(post),
+            flags,
+            payload: Payload::Sges(if post.len == 0 { &[] } else { &sges }),
+        };
+        let posted = self.port.post_send(self.now, self.qpn, &[wr]);
+        self.flush();
+        posted.map_err(|(_, e)| e.to_string())
+    }
+
+    /// Reads the first bytes of a receive's memory.
+    pub(crate) fn received(&self, wr_id: u64, len: usize) -> Option<Vec<u8>> {
+        let mut bytes = vec![0; len];
+        if len > 0 {
+            let (_, region) = self.buffers.iter().rev().find(|(id, _)| *id == wr_id)?;
+            region.read(0, &mut bytes).ok()?;
+        }
+        Some(bytes)
+    }
+}
+
+fn attributes(setup: &Setup, host: IpAddr, script: IpAddr) -> QpAttr {
+    QpAttr {
+        access: Some(setup.access),
+        rq_psn: Some(Psn::new(setup.peer_psn)),
+        sq_psn: Some(Psn::new(setup.psn)),
+        max_dest_rd_atomic: Some(setup.depth),
+        max_rd_atomic: Some(setup.depth),
+        min_rnr_timer: Some(RnrTimer::new(setup.rnr_timer)),
+        timeout: Some(setup.timeout),
+        retry_cnt: Some(setup.retry),
+        rnr_retry: Some(setup.rnr_retry),
+        ..QpAttr::to_rts(AddressVector::new(host, script), setup.mtu, SCRIPT_QPN)
+    }
+}
+
+fn operation(post: &Post) -> SendOp {
+    let remote = RemoteAddr {
+        addr: post.va,
+        rkey: RKey(post.rkey),
+    };
+    match (post.op, post.imm, post.inv) {
+        (PostOp::Send | PostOp::Recv, Some(imm), _) => SendOp::SendWithImm(imm),
+        (PostOp::Send | PostOp::Recv, None, Some(key)) => SendOp::SendWithInv(RKey(key)),
+        (PostOp::Send | PostOp::Recv, None, None) => SendOp::Send,
+        (PostOp::Write, Some(imm), _) => SendOp::WriteWithImm(remote, imm),
+        (PostOp::Write, None, _) => SendOp::Write(remote),
+        (PostOp::Read, ..) => SendOp::Read(remote),
+        (PostOp::CompareSwap, ..) => SendOp::CompareSwap {
+            remote,
+            compare: post.compare,
+            swap: post.swap,
+        },
+        (PostOp::FetchAdd, ..) => SendOp::FetchAdd { remote, add: post.add },
+    }
+}

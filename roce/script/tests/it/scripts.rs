@@ -1,0 +1,93 @@
+//! The scripts of specs/scripts, on our engine.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use roce_script::{Direction, Outcome, Script};
+
+fn specs() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../specs")
+}
+
+/// Returns names and texts of all scripts.
+fn scripts() -> Vec<(String, String)> {
+    let folder = specs().join("scripts");
+    let entries = fs::read_dir(folder).expect("specs/scripts");
+    let paths = entries.map(|entry| entry.expect("an entry").path());
+    let mut all: Vec<_> = paths
+        .filter(|path| path.extension().is_some_and(|e| e == "play"))
+        .map(|path| {
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            (name, fs::read_to_string(&path).expect("a readable script"))
+        })
+        .collect();
+    all.sort();
+    all
+}
+
+fn describe(name: &str, outcome: &Outcome) -> String {
+    let mut text = String::new();
+    for record in &outcome.records {
+        let sign = match record.direction {
+            Direction::Sent => '>',
+            Direction::Received => '<',
+        };
+        text += &format!("{:>12} {sign} {}\n", record.datagram.at.as_micros(), record.text);
+    }
+    if let Some(mismatch) = &outcome.mismatch {
+        text += &format!("{name}:{}: {}\n", mismatch.line, mismatch.text);
+    }
+    text
+}
+
+#[test]
+fn each_script_gets_the_answers_that_it_expects() {
+    let mut wrong = Vec::new();
+    let all = scripts();
+    for (name, text) in &all {
+        match Script::parse(text) {
+            Err(e) => wrong.push(format!("{name}:{e}")),
+            Ok(script) => {
+                let outcome = script.play();
+                if outcome.mismatch.is_some() {
+                    wrong.push(describe(name, &outcome));
+                }
+            }
+        }
+    }
+    assert!(
+        wrong.is_empty(),
+        "{} of {}:\n{}",
+        wrong.len(),
+        all.len(),
+        wrong.join("\n")
+    );
+    assert!(all.len() >= 60, "{} scripts", all.len());
+}
+
+/// Each script begins with `# RULE-ID: text` of the rule that it is about, or `# SECTION: text`.
+#[test]
+fn each_script_names_a_rule_or_a_section() {
+    let rules: toml::Table = fs::read_to_string(specs().join("rules.toml"))
+        .expect("specs/rules.toml")
+        .parse()
+        .expect("TOML");
+    let ids: Vec<&str> = rules["rule"]
+        .as_array()
+        .expect("rules")
+        .iter()
+        .filter_map(|rule| rule["id"].as_str())
+        .collect();
+    for (name, text) in scripts() {
+        let first = text
+            .lines()
+            .next()
+            .and_then(|line| line.strip_prefix("# "))
+            .unwrap_or_default();
+        let (subject, says) = first.split_once(": ").unwrap_or_default();
+        let known = ids.contains(&subject) || subject.starts_with("IBA ");
+        assert!(known && says.len() > 20, "{name} begins with {first:?}");
+    }
+}
