@@ -4,6 +4,7 @@ mod annotate;
 mod check;
 mod filter;
 mod flows;
+mod play;
 mod source;
 mod split;
 mod stated;
@@ -27,6 +28,7 @@ enum PcapCommand {
     Annotate(annotate::AnnotateArgs),
     Filter(filter::FilterArgs),
     Split(split::SplitArgs),
+    Play(play::PlayArgs),
 }
 
 /// Runs the command.
@@ -37,5 +39,6 @@ pub(crate) fn run(args: &PcapArgs) -> Result<(), Failure> {
         PcapCommand::Filter(args) => filter::run(args),
         PcapCommand::Split(args) => split::run(args),
         PcapCommand::Flows(args) => flows::run(args),
+        PcapCommand::Play(args) => play::run(args),
     }
 }

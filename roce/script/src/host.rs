@@ -20,8 +20,8 @@ use crate::{
     script::{Post, PostOp, Setup},
 };
 
-/// Queue pair of the script.
-pub(crate) const SCRIPT_QPN: Qpn = Qpn::new(0x51);
+/// Queue pair of the script in the first run; the next run has the next one.
+const FIRST_QPN: u32 = 0x51;
 /// Start of virtual time.
 pub(crate) const START: Instant = Instant::from_nanos(1_000_000_000);
 /// Largest number of timers that run within one step: a script that needs more does not end in a reasonable time.
@@ -85,6 +85,7 @@ pub(crate) struct Host {
     mem: Arc<MemoryTable>,
     pd: PdHandle,
     qpn: Qpn,
+    script_qpn: Qpn,
     attr: QpAttr,
     memory: Memory,
     sends: Queue,
@@ -100,14 +101,17 @@ pub(crate) struct Host {
 }
 
 impl Host {
-    /// Creates a host as the `qp` lines say, so long after the start of the script.
-    pub(crate) fn new(setup: &Setup, elapsed: Duration) -> Result<Self, String> {
+    /// Creates a host as the `qp` lines say, so long after the start of the script. Each run has queue pair numbers of its own.
+    pub(crate) fn new(setup: &Setup, elapsed: Duration, run: u32) -> Result<Self, String> {
         let failed = |e: &dyn core::fmt::Display| format!("the host can't be set up: {e}");
         let [host, script] = addresses(setup.is_v6);
         let mut config = PortConfig::new(vec![host], Mtu::B4096, 0x0200_0000_0000_0001);
         config.reorder = setup.reorder;
+        let mut seed = [9; 32];
+        seed[..4].copy_from_slice(&run.to_le_bytes());
+        let script_qpn = Qpn::new(FIRST_QPN.wrapping_add(run));
         let mem = Arc::new(MemoryTable::new([7; 32], &config.limits));
-        let mut port = Port::new(config, mem.clone(), [9; 32]);
+        let mut port = Port::new(config, mem.clone(), seed);
         let now = START + elapsed;
         port.set_now(now);
         let pd = mem.alloc_pd().map_err(|e| failed(&e))?;
@@ -136,7 +140,8 @@ impl Host {
             mem,
             pd,
             qpn: qpn.map_err(|e| failed(&e))?,
-            attr: attributes(setup, host, script),
+            script_qpn,
+            attr: attributes(setup, AddressVector::new(host, script), script_qpn),
             memory,
             sends,
             receives,
@@ -176,6 +181,11 @@ impl Host {
 
     pub(crate) fn qpn(&self) -> Qpn {
         self.qpn
+    }
+
+    /// Returns the script's queue pair.
+    pub(crate) fn script_qpn(&self) -> Qpn {
+        self.script_qpn
     }
 
     /// Returns the time since the start.
@@ -348,7 +358,7 @@ impl Host {
     }
 }
 
-fn attributes(setup: &Setup, host: IpAddr, script: IpAddr) -> QpAttr {
+fn attributes(setup: &Setup, path: AddressVector, peer: Qpn) -> QpAttr {
     QpAttr {
         access: Some(setup.access),
         rq_psn: Some(Psn::new(setup.peer_psn)),
@@ -359,7 +369,7 @@ fn attributes(setup: &Setup, host: IpAddr, script: IpAddr) -> QpAttr {
         timeout: Some(setup.timeout),
         retry_cnt: Some(setup.retry),
         rnr_retry: Some(setup.rnr_retry),
-        ..QpAttr::to_rts(AddressVector::new(host, script), setup.mtu, SCRIPT_QPN)
+        ..QpAttr::to_rts(path, setup.mtu, peer)
     }
 }
 

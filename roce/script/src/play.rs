@@ -9,7 +9,7 @@ use roce_verbs::{QpState, WcFlags};
 use crate::{
     build,
     expect::{compare, differs},
-    host::{Datagram, Host, SCRIPT_QPN, addresses},
+    host::{Datagram, Host, addresses},
     names,
     script::{Action, CompletionSpec, PacketSpec, SCRIPT_PORT, Script, Setup},
     show,
@@ -57,6 +57,8 @@ pub struct Outcome {
     pub mismatch: Option<Mismatch>,
     /// Steps that succeeded.
     pub steps: usize,
+    /// Hosts that were started.
+    pub runs: u32,
 }
 
 /// Run of a script.
@@ -67,12 +69,18 @@ struct Player<'a> {
     timeout: Duration,
     identification: u16,
     ignored: Vec<PacketSpec>,
+    run: u32,
 }
 
 impl Script {
     /// Plays the script on the engine, in virtual time.
     pub fn play(&self) -> Outcome {
-        let host = match Host::new(&self.setup, Duration::ZERO) {
+        self.play_from(0)
+    }
+
+    /// Plays the script with queue pair numbers that differ from those of other runs: `first` counts the hosts that were started before.
+    pub fn play_from(&self, first: u32) -> Outcome {
+        let host = match Host::new(&self.setup, Duration::ZERO, first) {
             Ok(host) => host,
             Err(text) => {
                 return Outcome {
@@ -88,6 +96,7 @@ impl Script {
             timeout: TIMEOUT,
             identification: 0,
             ignored: Vec::new(),
+            run: first,
         };
         let mut mismatch = None;
         let mut steps = 0;
@@ -109,6 +118,7 @@ impl Script {
             records: player.records,
             mismatch,
             steps,
+            runs: player.run.wrapping_sub(first).wrapping_add(1),
         }
     }
 }
@@ -161,7 +171,8 @@ impl Player<'_> {
 
     fn restart(&mut self) -> Result<(), String> {
         self.nothing_left()?;
-        self.host = Host::new(self.setup, self.host.elapsed())?;
+        self.run = self.run.wrapping_add(1);
+        self.host = Host::new(self.setup, self.host.elapsed(), self.run)?;
         self.ignored.clear();
         self.timeout = TIMEOUT;
         Ok(())
@@ -235,7 +246,13 @@ impl Player<'_> {
             Ok(packet) => packet,
             Err(e) => return vec![e.to_string()],
         };
-        let mut all = compare(spec, &packet, self.host.memory(), SCRIPT_QPN, datagram.src.port());
+        let mut all = compare(
+            spec,
+            &packet,
+            self.host.memory(),
+            self.host.script_qpn(),
+            datagram.src.port(),
+        );
         let [host, script] = addresses(self.setup.is_v6);
         if (datagram.src.ip(), datagram.dst) != (host, SocketAddr::new(script, ROCE_UDP_PORT)) {
             all.push(format!("it goes from {} to {}", datagram.src.ip(), datagram.dst));

@@ -13,13 +13,14 @@ mod imports;
 pub(crate) mod pages;
 
 /// Sans-IO crates: they take time and randomness as arguments, and their output is polled.
-const SANS_IO: [&str; 11] = [
+const SANS_IO: [&str; 12] = [
     "roce/fault",
     "roce/bth",
     "roce/icrc",
     "roce/verbs",
     "roce/qp",
     "roce/port",
+    "roce/script",
     "rds",
     "lnet",
     "dissect",

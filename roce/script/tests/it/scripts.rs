@@ -5,6 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use roce_pcap::{Severity, Writer, check_reader};
 use roce_script::{Direction, Outcome, Script};
 
 fn specs() -> PathBuf {
@@ -90,4 +91,36 @@ fn each_script_names_a_rule_or_a_section() {
         let known = ids.contains(&subject) || subject.starts_with("IBA ");
         assert!(known && says.len() > 20, "{name} begins with {first:?}");
     }
+}
+
+/// `ferroce pcap check` finds no error of the host in any script.
+#[test]
+fn the_judge_finds_no_fault_with_the_host() {
+    let (mut wrong, mut against_scripts) = (Vec::new(), 0);
+    for (name, text) in scripts() {
+        let outcome = Script::parse(&text).expect(&name).play();
+        let mut writer = Writer::new(Vec::new()).expect("a capture");
+        for record in &outcome.records {
+            let d = &record.datagram;
+            // A packet between addresses of two IP versions can't be written.
+            let _ = writer.write(d.at.as_nanos() as u64, d.src, d.dst, &d.bytes, d.identification);
+        }
+        let bytes = writer.finish().expect("a capture");
+        let report = check_reader(&name, &bytes[..], |_| {}).expect(&name);
+        against_scripts += usize::from(report.findings.iter().any(|f| f.severity == Severity::Error));
+        let host = ["192.0.2.1", "2001:db8::1"].map(|addr| addr.parse().ok());
+        for finding in report.findings.iter().filter(|f| host.contains(&f.at_fault)) {
+            if finding.severity == Severity::Error {
+                wrong.push(format!(
+                    "{name}: frame {}: {}: {}",
+                    finding.frame,
+                    finding.rule.id(),
+                    finding.text
+                ));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    // Scripts break rules: the judge sees that.
+    assert!(against_scripts >= 20, "{against_scripts}");
 }
