@@ -442,8 +442,13 @@ fn windows_bind_only_where_they_may() {
     let r = t.alloc_region(pd, 64, ALL).unwrap();
     let one = t.alloc_window(pd, WindowKind::Type1).unwrap();
     let two = t.alloc_window(pd, WindowKind::Type2).unwrap();
+    let other = t.alloc_pd().unwrap();
+    let foreign = t.alloc_region(other, 64, ALL).unwrap();
+    let stranger = t.alloc_window(other, WindowKind::Type2).unwrap();
     let write = AccessFlags::REMOTE_WRITE;
     for (args, error) in [
+        (bind(two.rkey(), &foreign, 0, 8, write), KeyError::WrongPd),
+        (bind(stranger.rkey(), &r, 0, 8, write), KeyError::WrongPd),
         (bind(two.rkey(), &plain, 0, 8, write), KeyError::Access),
         (bind(two.rkey(), &read_only, 0, 8, write), KeyError::Access),
         (bind(two.rkey(), &zero, 0, 8, write), KeyError::Access),
