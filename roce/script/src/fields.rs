@@ -53,15 +53,15 @@ pub(crate) struct Fields {
 enum Of {
     /// All with a BTH.
     Every,
-    /// Those with one of these headers.
+    /// Packets with one of these headers.
     Header(&'static [ExtHeader]),
     /// RNR NAKs.
     Rnr,
-    /// Atomic operations of this opcode.
+    /// Compare and Swap.
     Compare,
     /// Fetch and Add.
     Add,
-    /// Those that carry payload.
+    /// Packets that carry payload.
     Payload,
     /// All to send.
     Sent,

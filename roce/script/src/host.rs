@@ -277,6 +277,12 @@ impl Host {
         let qp_type = self.port.qp(self.qpn).map(|qp| qp.config().qp_type);
         let from = self.state();
         let attr = match (to, from, qp_type) {
+            // Reports when the send queue is drained.
+            (QpState::Sqd, ..) => QpAttr {
+                state: Some(to),
+                en_sqd_async_notify: Some(true),
+                ..QpAttr::default()
+            },
             (QpState::Rts, Some(QpState::Sqd | QpState::Sqe), _) | (_, _, None) => QpAttr {
                 state: Some(to),
                 ..QpAttr::default()

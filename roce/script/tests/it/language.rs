@@ -224,7 +224,7 @@ proptest! {
         }
     }
 
-    /// Whatever is read can be played to an end.
+    /// Scripts that can be read can be played to an end.
     #[test]
     fn any_words_are_a_script_that_can_be_played_or_an_error(words in prop::collection::vec(prop::sample::select(WORDS), 0..40)) {
         let text = words.join(" ");
