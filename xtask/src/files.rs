@@ -6,6 +6,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use serde::de::DeserializeOwned;
+
 use crate::Result;
 
 /// An error with the file that it is about.
@@ -68,4 +70,9 @@ pub(crate) fn below(dir: &Path) -> Result<Vec<PathBuf>> {
 /// Reads a file as text.
 pub(crate) fn text(path: &Path) -> Result<String> {
     fs::read_to_string(path).map_err(failed(path))
+}
+
+/// Reads a file in TOML.
+pub(crate) fn toml<T: DeserializeOwned>(path: &Path) -> Result<T> {
+    toml::from_str(&text(path)?).map_err(|e| format!("{}: {e}", path.display()))
 }

@@ -60,8 +60,3 @@ fn stale(rules: &Rules) -> Result<Option<String>> {
     let current = files::text(Path::new(GENERATED))? == generate::text(&rules.rules);
     Ok((!current).then(|| format!("{GENERATED} does not fit {RULES}: run `cargo xtask specs --write`")))
 }
-
-/// Reads a file in TOML.
-fn toml<T: serde::de::DeserializeOwned>(path: &str) -> Result<T> {
-    toml::from_str(&files::text(Path::new(path))?).map_err(|e| format!("{path}: {e}"))
-}

@@ -1,11 +1,14 @@
 //! `specs/points.toml`: compliance points of the specification, and what covers each.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::Path,
+};
 
 use serde::Deserialize;
 
 use super::{rules::Rules, test_functions::Tests};
-use crate::Result;
+use crate::{Result, files};
 
 /// Points whose text is known.
 #[derive(Deserialize)]
@@ -38,7 +41,7 @@ struct Point {
 
 impl Points {
     pub(super) fn read(path: &str) -> Result<Self> {
-        super::toml(path)
+        files::toml(Path::new(path))
     }
 
     /// Returns how many are covered, in one line.

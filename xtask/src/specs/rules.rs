@@ -1,11 +1,14 @@
 //! `specs/rules.toml`: the rules that captures are judged by.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::Path,
+};
 
 use serde::Deserialize;
 
 use super::test_functions::Tests;
-use crate::Result;
+use crate::{Result, files};
 
 /// Rules, and the refusals of the engine that no rule is about.
 #[derive(Deserialize)]
@@ -70,7 +73,7 @@ impl Rule {
 
 impl Rules {
     pub(super) fn read(path: &str) -> Result<Self> {
-        super::toml(path)
+        files::toml(Path::new(path))
     }
 
     /// Returns whether a rule has this ID.
