@@ -1,6 +1,7 @@
 //! `ferroce pcap`.
 
 mod annotate;
+mod anonymize;
 mod check;
 mod filter;
 mod flows;
@@ -29,6 +30,7 @@ enum PcapCommand {
     Filter(filter::FilterArgs),
     Split(split::SplitArgs),
     Play(play::PlayArgs),
+    Anonymize(anonymize::AnonymizeArgs),
 }
 
 /// Runs the command.
@@ -40,5 +42,6 @@ pub(crate) fn run(args: &PcapArgs) -> Result<(), Failure> {
         PcapCommand::Split(args) => split::run(args),
         PcapCommand::Flows(args) => flows::run(args),
         PcapCommand::Play(args) => play::run(args),
+        PcapCommand::Anonymize(args) => anonymize::run(args),
     }
 }

@@ -92,10 +92,12 @@ impl Source {
         }
         let broken = report.findings.iter().find(|f| f.rule == roce_pcap::Rule::FileBroken);
         let why = broken.map_or("it breaks off", |finding| finding.text.as_str());
-        Err(Failure::failed(format!(
-            "{}: {why}; the {} frames before are copied",
-            self.name, report.frames
-        )))
+        Err(self.broken(why, report.frames))
+    }
+
+    /// The failure of a capture that breaks off.
+    pub(super) fn broken(&self, why: &str, frames: u64) -> Failure {
+        Failure::failed(format!("{}: {why}; the {frames} frames before are copied", self.name))
     }
 }
 

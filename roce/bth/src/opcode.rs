@@ -111,7 +111,7 @@ impl OpcodeInfo {
 
     /// Returns the offset of an extended header, bytes. `None` if packets have none.
     #[inline]
-    pub(crate) const fn offset(&self, header: ExtHeader) -> Option<usize> {
+    pub const fn offset(&self, header: ExtHeader) -> Option<usize> {
         match self.offsets[header as usize] {
             0 => None,
             offset => Some(offset as usize),
@@ -222,8 +222,23 @@ pub enum ExtHeader {
 impl ExtHeader {
     const COUNT: usize = Self::CnpReserved as usize + 1;
 
+    /// All.
+    pub const ALL: [Self; Self::COUNT] = [
+        Self::Deth,
+        Self::Xrceth,
+        Self::Feth,
+        Self::Reth,
+        Self::AtomicEth,
+        Self::Aeth,
+        Self::AtomicAckEth,
+        Self::Imm,
+        Self::Ieth,
+        Self::CnpReserved,
+    ];
+
     /// Returns the bytes on the wire.
-    const fn len(self) -> usize {
+    #[allow(clippy::len_without_is_empty)]
+    pub const fn len(self) -> usize {
         match self {
             Self::Xrceth | Self::Feth | Self::Aeth | Self::Imm | Self::Ieth => 4,
             Self::Deth | Self::AtomicAckEth => 8,

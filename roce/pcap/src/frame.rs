@@ -90,6 +90,56 @@ pub(crate) struct Carrier {
     pub(crate) is_mirror: bool,
 }
 
+/// Beginning of a header in a frame.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Layer {
+    /// Ethernet header in a tunnel.
+    Ethernet(usize),
+    /// What follows link headers, tags and labels.
+    Network(usize),
+    /// IP header.
+    Ip(IpLayer),
+}
+
+/// IP header in a frame.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct IpLayer {
+    pub(crate) at: usize,
+    /// Beginning of the payload.
+    pub(crate) payload: usize,
+    /// End of the packet, which may be behind that of the frame.
+    pub(crate) end: usize,
+    /// Protocol of the payload.
+    pub(crate) protocol: u8,
+    /// Offset in the packet that it is a fragment of.
+    pub(crate) fragment: Option<u16>,
+}
+
+/// Headers of a frame, the outermost first.
+struct Trail<'a> {
+    frame: &'a [u8],
+    carriers: Vec<Carrier>,
+    layers: Vec<Layer>,
+}
+
+impl<'a> Trail<'a> {
+    const fn new(frame: &'a [u8]) -> Self {
+        Self {
+            frame,
+            carriers: vec![],
+            layers: vec![],
+        }
+    }
+
+    /// Adds a header that begins where a part of the frame does.
+    fn add(&mut self, part: &[u8], layer: impl FnOnce(usize) -> Layer) {
+        let at = part.as_ptr().addr().checked_sub(self.frame.as_ptr().addr());
+        if let Some(at) = at.filter(|&at| at <= self.frame.len()) {
+            self.layers.push(layer(at));
+        }
+    }
+}
+
 /// A datagram whose UDP header at least is there, and its fault.
 pub(crate) struct Dissected<'a> {
     /// With the payload as far as it goes.
@@ -108,41 +158,56 @@ pub(crate) struct Undissected {
 
 /// [`decode`], but a datagram that is cut off or a first fragment is returned with its problem.
 pub(crate) fn dissect(link: LinkType, frame: &[u8]) -> Result<Dissected<'_>, Undissected> {
-    let mut carriers = vec![];
-    match innermost(link, frame, &mut carriers) {
+    let mut trail = Trail::new(frame);
+    match innermost(link, &mut trail) {
         Ok((datagram, problem)) => Ok(Dissected {
             datagram,
             problem,
-            carriers,
+            carriers: trail.carriers,
         }),
-        Err(error) => Err(Undissected { error, carriers }),
+        Err(error) => Err(Undissected {
+            error,
+            carriers: trail.carriers,
+        }),
     }
+}
+
+/// Returns the headers of a frame as far as they can be read.
+pub(crate) fn layers(link: LinkType, frame: &[u8]) -> Vec<Layer> {
+    let mut trail = Trail::new(frame);
+    let _ = innermost(link, &mut trail);
+    trail.layers
 }
 
 type Found<'a> = (Datagram<'a>, Option<FrameError>);
 
-fn innermost<'a>(link: LinkType, frame: &'a [u8], carriers: &mut Vec<Carrier>) -> Result<Found<'a>, FrameError> {
-    let mut layer = link::network_layer(link, frame)?;
+fn innermost<'a>(link: LinkType, trail: &mut Trail<'a>) -> Result<Found<'a>, FrameError> {
+    let mut layer = link::network_layer(link, trail.frame)?;
     loop {
+        trail.add(layer.1, Layer::Network);
         let packet = match layer {
             (EtherType::IPV4, bytes) => ipv4(bytes)?,
             (EtherType::IPV6, bytes) => ipv6(bytes)?,
             (EtherType(ETHERTYPE_ROCE_V1), _) => return Err(FrameError::RoceV1),
             (EtherType(other), _) => return Err(FrameError::NotIp(other)),
         };
+        trail.add(packet.bytes, |at| Layer::Ip(packet.layer(at)));
         let carried = match packet.contents()? {
             Contents::Datagram(datagram, problem) => return Ok((datagram, problem)),
             Contents::Tunnel(carried) => carried,
         };
-        if carriers.len() == MAX_CARRIERS {
+        if trail.carriers.len() == MAX_CARRIERS {
             return Err(FrameError::Tunnel("more than 4 tunnels"));
         }
-        carriers.push(Carrier {
+        trail.carriers.push(Carrier {
             name: carried.name,
             src: packet.src,
             dst: packet.dst,
             is_mirror: carried.is_mirror,
         });
+        if let Inner::Ethernet(bytes) = carried.inner {
+            trail.add(bytes, Layer::Ethernet);
+        }
         layer = carried.inner.network_layer()?;
     }
 }
@@ -168,6 +233,20 @@ enum Contents<'a> {
 }
 
 impl<'a> IpPacket<'a> {
+    /// Its place in a frame in which it begins at `at`.
+    const fn layer(&self, at: usize) -> IpLayer {
+        IpLayer {
+            at,
+            payload: at + self.at,
+            end: at + self.total,
+            protocol: self.protocol.0,
+            fragment: match self.fragment {
+                Some(FrameError::Fragment { offset, .. }) => Some(offset),
+                _ => None,
+            },
+        }
+    }
+
     /// The payload as far as it goes, without link-layer padding.
     fn payload(&self) -> &'a [u8] {
         let end = self.bytes.len().min(self.total);

@@ -4,6 +4,7 @@
 //!
 //! [`Survey`] is the first of two readings of a file, whose findings the second one has for each frame: [`annotate`] writes them
 //! into a copy as comments, a [`Selection`] chooses frames, and [`split()`] makes a file of each conversation.
+//! [`anonymize()`] copies without addresses, keys and data.
 //!
 //! Frames, headers and ICRCs are checked one by one; [`judge`] follows the conversations and tells which rule is broken, and by
 //! whom; [`Flows`] makes statistics of them. It knows no engine: `tests/replay` compares what ours sends with a capture. A capture is untrusted input like any
@@ -12,6 +13,8 @@
 
 #[cfg(feature = "reader")]
 mod annotate;
+#[cfg(feature = "reader")]
+mod anonymize;
 #[cfg(feature = "reader")]
 mod check;
 #[cfg(feature = "reader")]
@@ -63,6 +66,8 @@ mod writer;
 
 #[cfg(feature = "reader")]
 pub use annotate::{annotate, comments};
+#[cfg(feature = "reader")]
+pub use anonymize::{Anonymized, Filling, Settings, anonymize};
 #[cfg(feature = "reader")]
 pub use checker::{Checker, check, check_file, check_file_with, check_reader};
 pub use create::{append_private, create_private};

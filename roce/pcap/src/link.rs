@@ -147,20 +147,26 @@ pub(crate) fn by_version(packet: &[u8]) -> Result<EtherType, FrameError> {
     }
 }
 
-/// A record of Endace's format: a header of 16 bytes, extension headers of 8, and what its type says.
-fn erf(record: &[u8]) -> Result<(EtherType, &[u8]), FrameError> {
-    /// Flag of a header that another one follows.
-    const MORE: u8 = 0x80;
+/// Flag of an ERF header that another one follows.
+const ERF_MORE: u8 = 0x80;
+
+/// The end of a record's ERF header and extension headers.
+pub(crate) fn erf_header(record: &[u8]) -> Result<usize, FrameError> {
     need("ERF header", 16, record)?;
-    let mut follows = record[8] & MORE != 0;
+    let mut follows = record[8] & ERF_MORE != 0;
     let mut at = 16;
     while follows {
         need("ERF extension header", at + 8, record)?;
-        follows = record[at] & MORE != 0;
+        follows = record[at] & ERF_MORE != 0;
         at += 8;
     }
-    let rest = &record[at..];
-    match record[8] & !MORE {
+    Ok(at)
+}
+
+/// A record of Endace's format: a header of 16 bytes, extension headers of 8, and what its type says.
+fn erf(record: &[u8]) -> Result<(EtherType, &[u8]), FrameError> {
+    let rest = &record[erf_header(record)?..];
+    match record[8] & !ERF_MORE {
         // Ethernet, with colours or hashes in the place of a counter; two bytes of offset and padding.
         2 | 11 | 16 | 20 => {
             need("ERF Ethernet padding", 2, rest)?;

@@ -61,6 +61,8 @@ pub struct PcapNgWriter<W: Write> {
     /// Interfaces of the section so far.
     interfaces: u32,
     copied: Option<Copied>,
+    /// Interfaces of copied frames lose their names.
+    nameless: bool,
 }
 
 impl PcapNgWriter<BufWriter<File>> {
@@ -84,6 +86,7 @@ impl<W: Write> PcapNgWriter<W> {
             block: vec![],
             interfaces: 0,
             copied: None,
+            nameless: false,
         };
         this.section()?;
         Ok(this)
@@ -170,6 +173,11 @@ impl<W: Write> PcapNgWriter<W> {
         self.write(&record, comments.chain(more))
     }
 
+    /// Leaves out the names of the interfaces of frames that are copied.
+    pub const fn omit_names(&mut self) {
+        self.nameless = true;
+    }
+
     /// Writes how many frames an interface dropped from its beginning to `time_ns`.
     ///
     /// # Errors
@@ -237,7 +245,8 @@ impl<W: Write> PcapNgWriter<W> {
     }
 
     fn describe(&mut self, interface: &Interface) -> io::Result<u32> {
-        self.interface(interface.link_number(), interface.snaplen(), interface.name())
+        let name = interface.name().filter(|_| !self.nameless);
+        self.interface(interface.link_number(), interface.snaplen(), name)
     }
 
     /// Begins a block with these fields.

@@ -97,6 +97,16 @@ pub struct Frame<'a> {
 }
 
 impl<'a> Frame<'a> {
+    /// Returns it with other bytes and another time, and without comments.
+    pub(crate) const fn replaced(&self, data: &'a [u8], time_ns: u64) -> Self {
+        Self {
+            data,
+            time_ns,
+            comments: &[],
+            ..*self
+        }
+    }
+
     /// Index of its interface among those of its section.
     pub const fn interface_index(&self) -> u32 {
         self.interface

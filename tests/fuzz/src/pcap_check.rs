@@ -1,8 +1,9 @@
-//! A capture file: the checker ends with an error or a report whose counts agree, and every frame can be copied.
+//! A capture file: the checker ends with an error or a report whose counts agree, and every frame can be copied,
+//! also with comments and without addresses.
 
 use std::io;
 
-use roce_pcap::{Capture, PcapNgWriter, check_reader};
+use roce_pcap::{Capture, PcapNgWriter, Settings, Survey, check_reader};
 
 /// See the module.
 pub fn run(data: &[u8]) {
@@ -25,4 +26,16 @@ pub fn run(data: &[u8]) {
         copied += 1;
     }
     assert_eq!(copied, report.frames);
+    copies(data, report.frames);
+}
+
+/// Copies with comments, and without addresses, have all frames.
+fn copies(data: &[u8], frames: u64) {
+    let capture = || Capture::new(data).expect("it has been read");
+    let writer = || PcapNgWriter::new(io::sink()).expect("a sink takes all");
+    let survey = Survey::new("fuzz", &[], &mut capture());
+    let annotated = roce_pcap::annotate(&survey, &mut capture(), &mut writer());
+    assert_eq!(annotated.expect("a sink takes all").0, frames);
+    let anonymized = roce_pcap::anonymize(&Settings::default(), &mut capture(), &mut writer());
+    assert_eq!(anonymized.expect("a sink takes all").frames, frames);
 }

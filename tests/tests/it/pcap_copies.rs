@@ -1,4 +1,4 @@
-//! `ferroce pcap annotate`, `filter` and `split`.
+//! `ferroce pcap annotate`, `filter`, `split` and `anonymize`.
 //!
 //! A test that needs tshark is ignored by default. To run it, install the package of this name, and:
 //!
@@ -118,6 +118,31 @@ fn conversations_become_files() {
     let again = run(&["pcap".into(), "split".into(), fixture("rnbd.pcap"), out]);
     assert_eq!(again.code, Some(1));
     assert!(again.stderr.contains("not empty"), "{}", again.stderr);
+}
+
+#[test]
+fn an_anonymized_copy_is_judged_as_the_capture_and_repeated_with_its_seed() {
+    let dir = tempfile::tempdir().unwrap();
+    let [first, again, other] = ["first", "again", "other"].map(|name| dir.path().join(name));
+    let input = fixture("nak-write-rkey.pcap");
+    for (out, more) in [
+        (&first, &["--seed", "x"][..]),
+        (&again, &["--seed", "x"]),
+        (&other, &[]),
+    ] {
+        let mut args: Vec<PathBuf> = vec!["pcap".into(), "anonymize".into(), input.clone(), out.clone()];
+        args.extend(more.iter().map(PathBuf::from));
+        let done = run(&args);
+        assert_eq!(done.code, Some(0), "{}", done.stderr);
+        assert_eq!(fs::metadata(out).unwrap().permissions().mode() & 0o777, 0o600);
+        let (old, new) = (report(&input), report(out));
+        for key in ["frames", "icrc_ok", "icrc_bad", "verdict"] {
+            assert_eq!(old[key], new[key], "{key}");
+        }
+        assert!(!fs::read(out).unwrap().windows(4).any(|bytes| bytes == [10, 77, 0, 1]));
+    }
+    let [first, again, other] = [first, again, other].map(|path| fs::read(path).unwrap());
+    assert!(first == again && first != other);
 }
 
 #[test]

@@ -79,7 +79,8 @@ fn load(name: &str) -> Vec<Sent> {
     packets
 }
 
-fn judge(packets: &[Sent]) -> Report {
+/// Returns a capture of the packets, sealed.
+fn written(packets: &[Sent]) -> Vec<u8> {
     let mut writer = Writer::new(Vec::new()).unwrap();
     for packet in packets {
         let mut packet = packet.clone();
@@ -88,7 +89,20 @@ fn judge(packets: &[Sent]) -> Report {
             .write(packet.time_ns, packet.src, packet.dst, &packet.bytes, packet.id)
             .unwrap();
     }
-    check_reader("damaged", &writer.finish().unwrap()[..], |_| {}).unwrap()
+    writer.finish().unwrap()
+}
+
+fn judge(packets: &[Sent]) -> Report {
+    check_reader("damaged", &written(packets)[..], |_| {}).unwrap()
+}
+
+/// Returns captures with each damage, and what it is.
+pub(crate) fn damaged_captures() -> impl Iterator<Item = (String, Vec<u8>)> {
+    DAMAGES.iter().map(|(name, what, damage, _, _)| {
+        let mut packets = load(&format!("{name}.pcap"));
+        damage(&mut packets);
+        (format!("{name}: {what}"), written(&packets))
+    })
 }
 
 /// Index of the `nth` packet with an opcode, from 0.

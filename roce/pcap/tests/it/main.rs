@@ -1,5 +1,6 @@
 //! Capture files and the frames in them.
 
+mod anonymize;
 mod common;
 mod compressed;
 mod copies;

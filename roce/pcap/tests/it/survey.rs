@@ -1,21 +1,14 @@
 //! Copies that need two readings: annotated captures, chosen frames, a file for each conversation.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::fs;
 
 use roce_bth::{Opcode, Qpn};
 use roce_pcap::{Capture, PcapNgWriter, Report, Rule, Selection, Survey, check_reader};
 
-use crate::common::{capture_of, ethernet, ip_datagram, packet, v4};
+use crate::common::{self, capture_of, ethernet, ip_datagram, packet, v4};
 
 fn fixture(name: &str) -> Vec<u8> {
-    fs::read(fixtures_dir().join(name)).unwrap()
-}
-
-fn fixtures_dir() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../pcap-fixtures")
+    fs::read(common::fixture(name)).unwrap()
 }
 
 fn survey(file: &[u8]) -> Survey {
@@ -163,7 +156,7 @@ fn a_queue_pair_brings_its_conversation_with_the_messages_that_made_it() {
 #[test]
 fn files_of_conversations_are_judged_as_the_whole_is() {
     let dir = tempfile::tempdir().unwrap();
-    let names = fs::read_dir(fixtures_dir()).unwrap().map(|e| e.unwrap().path());
+    let names = fs::read_dir(common::fixture("")).unwrap().map(|e| e.unwrap().path());
     let mut several = 0;
     for path in names.filter(|path| path.extension().is_some_and(|e| e == "pcap")) {
         let file = fs::read(&path).unwrap();
