@@ -23,7 +23,7 @@ const AGE: Duration = Duration::from_secs(1);
 /// The most next hops that are remembered; beyond them all are looked up again.
 const MOST: usize = 1024;
 
-/// Where a packet goes first.
+/// First receiver of a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Next {
     /// To this host.

@@ -73,7 +73,7 @@ impl Wires {
     }
 }
 
-/// What packets leave by.
+/// Socket that packets leave by.
 struct Senders {
     /// Raw IP sockets, by IP version.
     ip: Vec<(IpAddr, Socket)>,
@@ -91,7 +91,7 @@ struct Kept {
 /// Packets of one system call, all from one socket.
 type Batch<'a> = SmallVec<[Framed<'a>; SEND_BATCH]>;
 
-/// Where a packet leaves.
+/// Interface and link address that a packet leaves for.
 #[derive(Clone, Copy)]
 enum Exit {
     Ip,

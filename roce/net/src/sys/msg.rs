@@ -169,7 +169,7 @@ fn without_port(remote: SocketAddr) -> SockAddr {
 /// Longest headers in front of a packet: Ethernet with a VLAN tag, IPv6 and UDP, bytes.
 pub(crate) const MAX_HEAD: usize = 18 + 40 + 8;
 
-/// Where a packet with headers of its own leaves.
+/// Destination of a packet with headers of its own.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Way {
     /// By the routing table, from a raw IP socket.
