@@ -85,7 +85,7 @@ enum Command {
     Bench(bench::BenchArgs),
     /// Check this host for problems with RoCEv2, and name remedies
     Doctor(doctor::DoctorArgs),
-    /// Check and measure packet captures
+    /// Judge, show, measure and copy packet captures
     Pcap(pcap::PcapArgs),
     /// Print completions for a shell
     Completions(completions::CompletionsArgs),

@@ -3,9 +3,11 @@
 mod annotate;
 mod anonymize;
 mod check;
+mod choice;
 mod filter;
 mod flows;
 mod play;
+mod show;
 mod source;
 mod split;
 mod stated;
@@ -26,6 +28,7 @@ pub(crate) struct PcapArgs {
 enum PcapCommand {
     Check(check::CheckArgs),
     Flows(flows::FlowsArgs),
+    Show(show::ShowArgs),
     Annotate(annotate::AnnotateArgs),
     Filter(filter::FilterArgs),
     Split(split::SplitArgs),
@@ -37,6 +40,7 @@ enum PcapCommand {
 pub(crate) fn run(args: &PcapArgs) -> Result<(), Failure> {
     match &args.command {
         PcapCommand::Check(args) => check::run(args),
+        PcapCommand::Show(args) => show::run(args),
         PcapCommand::Annotate(args) => annotate::run(args),
         PcapCommand::Filter(args) => filter::run(args),
         PcapCommand::Split(args) => split::run(args),

@@ -44,6 +44,14 @@ pub(super) fn endpoint(text: &str) -> Result<(IpAddr, Qpn), String> {
     Ok((addr, Qpn::new(number24(qpn)?)))
 }
 
+/// Reads `QPN` or `ADDRESS:QPN`.
+pub(super) fn queue_pair(text: &str) -> Result<(Option<IpAddr>, Qpn), String> {
+    match text.contains(':') {
+        true => endpoint(text).map(|(addr, qpn)| (Some(addr), qpn)),
+        false => Ok((None, Qpn::new(number24(text)?))),
+    }
+}
+
 fn mtu(text: &str) -> Result<u32, String> {
     match text.parse() {
         Ok(mtu @ (256 | 512 | 1024 | 2048 | 4096)) => Ok(mtu),

@@ -98,7 +98,7 @@ pub use severity::{Fault, Severity};
 #[cfg(feature = "reader")]
 pub use split::{Part, split};
 #[cfg(feature = "reader")]
-pub use survey::{Reviewed, Survey};
+pub use survey::{Reviewed, Reviewer, Survey};
 #[cfg(feature = "reader")]
 pub use verdict::Verdict;
 pub use writer::Writer;

@@ -4,19 +4,13 @@ use std::{net::IpAddr, ops::RangeInclusive};
 
 use roce_bth::{Opcode, Qpn};
 
-use crate::{
-    judge::Endpoint,
-    report::FrameReport,
-    rule::Rule,
-    severity::Severity,
-    survey::{Reviewed, Survey},
-};
+use crate::{judge::Endpoint, report::FrameReport, rule::Rule, severity::Severity, survey::Reviewed};
 
 /// Conditions on frames. A frame matches if it meets all kinds of conditions that are there, and of each kind one.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Selection {
-    /// Queue pairs: all packets of their conversations, with the messages that make and end the connection.
-    pub queue_pairs: Vec<(IpAddr, Qpn)>,
+    /// Queue pairs, of one address or any: all packets of their conversations, with the messages that make and end the connection.
+    pub queue_pairs: Vec<(Option<IpAddr>, Qpn)>,
     /// Senders or receivers.
     pub addresses: Vec<IpAddr>,
     /// Conversations, as in the survey's report.
@@ -47,9 +41,9 @@ impl Default for Selection {
 
 impl Selection {
     /// Returns whether a frame matches.
-    pub fn matches(&self, survey: &Survey, frame: &Reviewed) -> bool {
+    pub fn matches(&self, frame: &Reviewed) -> bool {
         self.frames.contains(&frame.index)
-            && any(&self.queue_pairs, |queue_pair| is_of(*queue_pair, survey, frame))
+            && any(&self.queue_pairs, |queue_pair| is_of(*queue_pair, frame))
             && any(&self.addresses, |address| has_address(*address, frame))
             && any(&self.conversations, |index| frame.conversation == Some(*index))
             && any(&self.rules, |rule| frame.findings.iter().any(|f| f.rule == *rule))
@@ -68,9 +62,9 @@ fn has_address(address: IpAddr, frame: &Reviewed) -> bool {
     report.is_some_and(|report| report.src.ip() == address || report.dst.ip() == address)
 }
 
-fn is_of((address, qpn): (IpAddr, Qpn), survey: &Survey, frame: &Reviewed) -> bool {
-    let conversation = frame.conversation.and_then(|index| survey.conversation(index));
-    let is_end = |end: &Endpoint| end.addr == address && end.qpn == Some(qpn.value());
-    let to_it = |report: &FrameReport| report.dst.ip() == address && report.dest_qp == Some(qpn.value());
-    conversation.is_some_and(|c| c.ends.iter().any(is_end)) || frame.report.as_ref().is_some_and(to_it)
+fn is_of((address, qpn): (Option<IpAddr>, Qpn), frame: &Reviewed) -> bool {
+    let is = |addr: IpAddr, number: Option<u32>| address.is_none_or(|a| a == addr) && number == Some(qpn.value());
+    let is_end = |end: &Endpoint| is(end.addr, end.qpn);
+    let to_it = |report: &FrameReport| is(report.dst.ip(), report.dest_qp);
+    frame.ends.iter().flatten().any(is_end) || frame.report.as_ref().is_some_and(to_it)
 }

@@ -10,8 +10,8 @@ use roce_bth::Opcode;
 use crate::{
     checker::Checker,
     finding::Finding,
-    judge::{Stated, Summary},
-    reader::{Capture, Frame},
+    judge::{Endpoint, Event, Observed, Stated, Summary},
+    reader::{Capture, Error, Frame},
     report::{FrameReport, Report},
 };
 
@@ -43,6 +43,8 @@ pub struct Reviewed {
     pub findings: Vec<Finding>,
     /// Conversation, as in the survey's report.
     pub conversation: Option<usize>,
+    /// Queue pairs of the conversation.
+    pub ends: Option<[Endpoint; 2]>,
     /// Opcodes of its packets, each once.
     pub opcodes: Vec<Opcode>,
 }
@@ -59,7 +61,7 @@ impl Survey {
             merged: HashMap::new(),
             messages: HashMap::new(),
         };
-        let mut checker = survey.checker(name);
+        let mut checker = checker(name, stated);
         let mut last = 0;
         while let Some(frame) = capture.next_frame() {
             match frame {
@@ -106,19 +108,20 @@ impl Survey {
         capture: &mut Capture<R>,
         mut each: impl FnMut(&Frame<'_>, &Reviewed) -> Result<(), E>,
     ) -> Result<(), E> {
-        let mut checker = self.checker(self.report.file.as_str());
+        let mut reviewer = self.reviewer();
         while let Some(Ok(frame)) = capture.next_frame() {
-            let reviewed = self.reviewed(&mut checker, &frame);
+            let reviewed = reviewer.frame(&frame, |_, _| {});
             each(&frame, &reviewed)?;
         }
         Ok(())
     }
 
-    fn checker(&self, name: impl Into<String>) -> Checker {
-        let mut checker = Checker::new(name);
-        checker.keep_findings();
-        self.stated.iter().for_each(|stated| checker.state(stated));
-        checker
+    /// Begins the second reading.
+    pub fn reviewer(&self) -> Reviewer<'_> {
+        Reviewer {
+            checker: checker(self.report.file.as_str(), &self.stated),
+            survey: Some(self),
+        }
     }
 
     fn keep(&mut self, findings: Vec<Finding>, is_late: impl Fn(&Finding) -> bool) {
@@ -131,13 +134,40 @@ impl Survey {
             }
         }
     }
+}
 
-    fn reviewed(&self, checker: &mut Checker, frame: &Frame<'_>) -> Reviewed {
+fn checker(name: impl Into<String>, stated: &[Stated]) -> Checker {
+    let mut checker = Checker::new(name);
+    checker.keep_findings();
+    stated.iter().for_each(|stated| checker.state(stated));
+    checker
+}
+
+/// Second reading of a capture, frame by frame; or the only one, of a capture that goes on.
+pub struct Reviewer<'a> {
+    checker: Checker,
+    survey: Option<&'a Survey>,
+}
+
+impl Reviewer<'static> {
+    /// Begins the only reading. The findings of a frame are those that show with it, also of earlier frames.
+    pub fn live(name: impl Into<String>, stated: &[Stated]) -> Self {
+        Self {
+            checker: checker(name, stated),
+            survey: None,
+        }
+    }
+}
+
+impl Reviewer<'_> {
+    /// Checks the next frame, and calls `each` with its packets that belong to a conversation.
+    pub fn frame(&mut self, frame: &Frame<'_>, mut each: impl FnMut(&Event, &Observed<'_>)) -> Reviewed {
         let mut opcodes = vec![];
-        let report = checker.frame(frame, |event, _| {
+        let report = self.checker.frame(frame, |event, observed| {
             if !opcodes.contains(&event.opcode) {
                 opcodes.push(event.opcode);
             }
+            each(event, observed);
         });
         let first = report.as_ref().and_then(|report| report.opcode_code);
         if let Some(opcode) = first
@@ -146,17 +176,40 @@ impl Survey {
         {
             opcodes.push(opcode);
         }
-        let mut findings = checker.take_findings();
-        findings.retain(|finding| finding.frame == frame.index);
-        findings.extend(self.late.get(&frame.index).into_iter().flatten().cloned());
+        let mut findings = self.checker.take_findings();
         let known = report.as_ref().and_then(|report| report.conversation);
-        let known = known.or_else(|| self.messages.get(&frame.index).copied());
+        let (conversation, ends) = match self.survey {
+            Some(survey) => {
+                findings.retain(|finding| finding.frame == frame.index);
+                findings.extend(survey.late.get(&frame.index).into_iter().flatten().cloned());
+                let known = known.or_else(|| survey.messages.get(&frame.index).copied());
+                let found = known.map(|index| survey.merged.get(&index).copied().unwrap_or(index));
+                let summary = found.and_then(|index| survey.conversation(index));
+                (found, summary.map(|summary| summary.ends))
+            }
+            None => {
+                let judge = self.checker.judge();
+                let found = known.map(|index| judge.conversation_of(index));
+                (found, found.and_then(|index| judge.ends(index)))
+            }
+        };
         Reviewed {
             index: frame.index,
             report,
             findings,
-            conversation: known.map(|index| self.merged.get(&index).copied().unwrap_or(index)),
+            conversation,
+            ends,
             opcodes,
         }
+    }
+
+    /// Notes that the capture can't be read further.
+    pub fn broken(&mut self, error: &Error) {
+        self.checker.broken(error);
+    }
+
+    /// Judges what the end shows. Returns the report, and the findings since the last frame.
+    pub fn finish(self) -> (Report, Vec<Finding>) {
+        self.checker.finish_with_findings()
     }
 }

@@ -170,6 +170,11 @@ impl Judge {
         self.conversations.get(index).and_then(|c| c.merged).unwrap_or(index)
     }
 
+    /// Returns the two queue pairs of a conversation, as far as they are known by now.
+    pub fn ends(&self, index: usize) -> Option<[Endpoint; 2]> {
+        self.conversations.get(index).map(|c| c.ends)
+    }
+
     /// Returns the conversations that turned out to be a part of another one, and that one.
     pub fn merged(&self) -> impl Iterator<Item = (usize, usize)> {
         let all = self.conversations.iter().enumerate();

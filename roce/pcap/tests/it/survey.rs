@@ -42,7 +42,7 @@ fn selected(file: &[u8], selection: &Selection) -> Vec<u64> {
     let survey = survey(file);
     let mut found = vec![];
     let each = |_: &roce_pcap::Frame<'_>, frame: &roce_pcap::Reviewed| {
-        if selection.matches(&survey, frame) {
+        if selection.matches(frame) {
             found.push(frame.index);
         }
         Ok::<(), std::convert::Infallible>(())
@@ -135,7 +135,7 @@ fn a_queue_pair_brings_its_conversation_with_the_messages_that_made_it() {
     let whole = check(&file);
     let end = whole.conversations[1].ends[0];
     let by_qp = Selection {
-        queue_pairs: vec![(end.addr, Qpn::new(end.qpn.unwrap()))],
+        queue_pairs: vec![(Some(end.addr), Qpn::new(end.qpn.unwrap()))],
         ..Selection::default()
     };
     let by_number = Selection {
