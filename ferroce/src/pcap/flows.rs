@@ -267,7 +267,7 @@ fn time(ns: u64) -> String {
 }
 
 /// Bits per second with three digits: `1.25Gbit/s`.
-pub(super) fn bit_rate(bits: u64) -> String {
+fn bit_rate(bits: u64) -> String {
     const UNITS: [(&str, f64); 4] = [("bit/s", 1.0), ("kbit/s", 1e3), ("Mbit/s", 1e6), ("Gbit/s", 1e9)];
     scaled(bits as f64, &UNITS)
 }

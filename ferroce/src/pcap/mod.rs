@@ -7,6 +7,7 @@ mod choice;
 mod filter;
 mod flows;
 mod play;
+mod plot;
 mod show;
 mod source;
 mod split;
@@ -28,6 +29,7 @@ pub(crate) struct PcapArgs {
 enum PcapCommand {
     Check(check::CheckArgs),
     Flows(flows::FlowsArgs),
+    Plot(plot::PlotArgs),
     Show(show::ShowArgs),
     Annotate(annotate::AnnotateArgs),
     Filter(filter::FilterArgs),
@@ -46,6 +48,7 @@ pub(crate) fn run(args: &PcapArgs) -> Result<(), Failure> {
         PcapCommand::Split(args) => split::run(args),
         PcapCommand::Flows(args) => flows::run(args),
         PcapCommand::Play(args) => play::run(args),
+        PcapCommand::Plot(args) => plot::run(args),
         PcapCommand::Anonymize(args) => anonymize::run(args),
     }
 }

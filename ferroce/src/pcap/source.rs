@@ -65,7 +65,7 @@ impl Source {
     }
 
     /// Fails if a path is that of the capture.
-    fn refuse(&self, path: &Path) -> Result<(), Failure> {
+    pub(super) fn refuse(&self, path: &Path) -> Result<(), Failure> {
         let input = self.file.metadata().map_err(Failure::of)?;
         let same = |other: fs::Metadata| (other.dev(), other.ino()) == (input.dev(), input.ino());
         match fs::metadata(path).is_ok_and(same) {

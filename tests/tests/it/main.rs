@@ -19,6 +19,7 @@ mod paths;
 mod pcap;
 mod pcap_copies;
 mod pcap_flows;
+mod pcap_plot;
 mod pcap_show;
 mod restarts;
 mod units;
