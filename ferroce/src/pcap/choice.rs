@@ -34,7 +34,7 @@ pub(super) struct Choice {
     /// Frames up to this number
     #[arg(long, value_name = "FRAME", default_value_t = u64::MAX, hide_default_value = true)]
     to: u64,
-    /// Frames with a finding of severity "error"
+    /// Frames with a finding of severity "error" or "warning"
     #[arg(long)]
     bad: bool,
 }

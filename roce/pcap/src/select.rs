@@ -21,7 +21,7 @@ pub struct Selection {
     pub opcodes: Vec<Opcode>,
     /// Numbers of frames.
     pub frames: RangeInclusive<u64>,
-    /// Only frames with findings of severity "error".
+    /// Only frames with findings of severity "error" or "warning".
     pub bad: bool,
 }
 
@@ -48,7 +48,7 @@ impl Selection {
             && any(&self.conversations, |index| frame.conversation == Some(*index))
             && any(&self.rules, |rule| frame.findings.iter().any(|f| f.rule == *rule))
             && any(&self.opcodes, |opcode| frame.opcodes.contains(opcode))
-            && (!self.bad || frame.findings.iter().any(|f| f.severity == Severity::Error))
+            && (!self.bad || frame.findings.iter().any(|f| f.severity >= Severity::Warning))
     }
 }
 

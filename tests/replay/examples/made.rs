@@ -2,11 +2,12 @@
 
 use std::{error::Error, fs};
 
-use ferroce_replay::{fixtures, made};
+use ferroce_replay::{fixtures, made, made_stall};
 
 fn main() -> Result<(), Box<dyn Error>> {
     for (name, bytes) in [
         ("made-connectx.pcap", made::connectx()?),
+        ("made-read-span.pcap", made_stall::read_span()?),
         ("scapy-cnp.pcap", made::cnp()),
     ] {
         fs::write(fixtures().join(name), bytes)?;

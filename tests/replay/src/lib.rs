@@ -21,6 +21,7 @@ mod capture;
 mod compare;
 mod error;
 pub mod made;
+pub mod made_stall;
 mod manifest;
 mod model;
 mod player;

@@ -40,19 +40,12 @@ struct Maker<'a> {
 impl Maker<'_> {
     fn put(&mut self, from_client: bool, mut header: Header, payload: &[u8]) -> Result<(), Error> {
         header.bth.migreq = true;
-        let pad = payload.len().wrapping_neg() & 3;
-        header.bth.pad = pad as u8;
-        let mut bytes = vec![0; header.wire_len()];
-        header.emit(&mut bytes);
-        bytes.extend(payload);
-        bytes.resize(bytes.len() + pad + ICRC_LEN, 0);
         let (src, dst) = match from_client {
             true => (CLIENT.0, SERVER.0),
             false => (SERVER.0, CLIENT.0),
         };
         let (src, dst) = (SocketAddr::new(src, 0xc2d1), SocketAddr::new(dst, 4791));
-        let flow = Flow::try_from((src, dst)).map_err(|e| Error::Unsuitable(e.to_string()))?;
-        flow.seal(0, &mut bytes);
+        let bytes = sealed((src, dst), header, payload)?;
         self.time_ns += 2_000;
         let written = self.writer.write(self.time_ns, src, dst, &bytes, 0);
         written.map_err(|e| Error::Unsuitable(e.to_string()))
@@ -76,6 +69,19 @@ impl Maker<'_> {
         });
         self.put(false, Header { bth, aeth, ..more }, payload)
     }
+}
+
+/// Returns a packet with pad and ICRC, for Identification 0.
+pub(crate) fn sealed(ends: (SocketAddr, SocketAddr), mut header: Header, payload: &[u8]) -> Result<Vec<u8>, Error> {
+    let pad = payload.len().wrapping_neg() & 3;
+    header.bth.pad = pad as u8;
+    let mut bytes = vec![0; header.wire_len()];
+    header.emit(&mut bytes);
+    bytes.extend(payload);
+    bytes.resize(bytes.len() + pad + ICRC_LEN, 0);
+    let flow = Flow::try_from(ends).map_err(|e| Error::Unsuitable(e.to_string()))?;
+    flow.seal(0, &mut bytes);
+    Ok(bytes)
 }
 
 /// A capture of SEND, WRITE, READ and FetchAdd between two such cards.

@@ -181,3 +181,20 @@ fn standard_input_is_shown_as_files_are() {
         assert_eq!(packets(&piped), packets(&show(&[], name).stdout), "{name}");
     }
 }
+
+#[test]
+fn a_stall_is_shown_with_the_frames_around_it() {
+    let capture = "made-read-span.pcap";
+    assert_eq!(frames(&["--bad"], capture), [8, 9, 10]);
+    assert_eq!(frames(&["--bad", "--context", "2"], capture), [6, 7, 8, 9, 10]);
+    assert_eq!(frames(&["--rule", "ack-ghost"], capture), [9]);
+    let shown = lines(&["--bad", "--opcode", "acknowledge"], capture);
+    assert_eq!(
+        shown,
+        [
+            "    9   0.000160 192.0.2.2 > 192.0.2.1:0x21 Ack 16777200 ack msn 2",
+            "      ^ error ack-ghost: an acknowledgement of PSN 0xfffff0, which was never sent: the first request has 0xfffffe; \
+             at fault: 192.0.2.2",
+        ]
+    );
+}

@@ -129,13 +129,14 @@ fn pages() -> Vec<PathBuf> {
     pages
 }
 
-/// Runs a script in an empty folder and in namespaces of its own, with `ferroce` in the path.
+/// Runs a script in a folder that has only the captures, and in namespaces of its own, with `ferroce` in the path.
 fn run(script: &str, dir: &Path) -> Output {
     let bin = dir.join("bin");
     fs::create_dir(&bin).unwrap();
     symlink(ferroce(), bin.join("ferroce")).unwrap();
     let work = dir.join("work");
     fs::create_dir(&work).unwrap();
+    symlink(root().join("pcap-fixtures"), work.join("pcap-fixtures")).unwrap();
     let script = [PREPARE, script, FINISH].concat();
     let mut command = Command::new("unshare");
     command.args(["--mount", "--net", "timeout", LIMIT, "bash", "-c", &script]);

@@ -55,6 +55,6 @@ impl Wanted {
         of_rule
             && (wanted.conversations.is_empty() || of_one)
             && wanted.frames.contains(&finding.frame)
-            && (!wanted.bad || finding.severity == Severity::Error)
+            && (!wanted.bad || finding.severity >= Severity::Warning)
     }
 }

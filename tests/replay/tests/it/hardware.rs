@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use ferroce_replay::{fixtures, load, made};
+use ferroce_replay::{fixtures, load, made, made_stall};
 use roce_bth::ICRC_LEN;
 use roce_icrc::Flow;
 use roce_port::{Port, PortConfig, QpInit, RxMeta};
@@ -18,6 +18,7 @@ use roce_verbs::{AddressVector, Instant, Mtu, Psn, QpAttr, QpCaps, QpState, QpTy
 fn the_made_captures_are_what_the_generator_makes() {
     let read = |name: &str| fs::read(fixtures().join(name)).unwrap();
     assert!(read("made-connectx.pcap") == made::connectx().unwrap());
+    assert!(read("made-read-span.pcap") == made_stall::read_span().unwrap());
     assert!(read("scapy-cnp.pcap") == made::cnp());
 }
 
