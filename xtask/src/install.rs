@@ -32,7 +32,16 @@ const UNITS: [(&str, &str); 3] = [
     ("ferroce.service", "lib/systemd/system/ferroce.service"),
     ("ferroce.sysusers", "lib/sysusers.d/ferroce.conf"),
 ];
-const UNITS_FOLDER: &str = "ferroce/dist";
+const DIST_FOLDER: &str = "ferroce/dist";
+/// Files for Wireshark: source, where they are put, and mode.
+const WIRESHARK: [(&str, &str, u32); 2] = [
+    ("wireshark/ferroce.lua", "share/ferroce/wireshark/ferroce.lua", 0o644),
+    (
+        "wireshark/extcap/ferroce",
+        "share/ferroce/wireshark/extcap/ferroce",
+        0o755,
+    ),
+];
 /// Completions: shell, and where it looks for them.
 const COMPLETIONS: [(&str, &str); 3] = [
     ("bash", "share/bash-completion/completions/ferroce"),
@@ -125,9 +134,12 @@ impl Tree {
         put(&self.place("lib/pkgconfig/ferroce-verbs.pc"), pc.as_bytes(), 0o644)?;
         let program = self.prefix.join("bin/ferroce").display().to_string();
         for (name, at) in UNITS {
-            let unit = files::text(&Path::new(UNITS_FOLDER).join(name))?;
+            let unit = files::text(&Path::new(DIST_FOLDER).join(name))?;
             let unit = unit.replace("/usr/bin/ferroce", &program);
             put(&self.place(at), unit.as_bytes(), 0o644)?;
+        }
+        for (name, at, mode) in WIRESHARK {
+            copy(&Path::new(DIST_FOLDER).join(name), &self.place(at), mode)?;
         }
         for name in DOCUMENTS {
             copy(Path::new(name), &self.place("share/doc/ferroce").join(name), 0o644)?;

@@ -4,8 +4,10 @@ mod annotate;
 mod anonymize;
 mod check;
 mod choice;
+mod extcap;
 mod filter;
 mod flows;
+mod live;
 mod play;
 mod plot;
 mod show;
@@ -36,6 +38,7 @@ enum PcapCommand {
     Split(split::SplitArgs),
     Play(play::PlayArgs),
     Anonymize(anonymize::AnonymizeArgs),
+    Extcap(extcap::ExtcapArgs),
 }
 
 /// Runs the command.
@@ -50,5 +53,6 @@ pub(crate) fn run(args: &PcapArgs) -> Result<(), Failure> {
         PcapCommand::Play(args) => play::run(args),
         PcapCommand::Plot(args) => plot::run(args),
         PcapCommand::Anonymize(args) => anonymize::run(args),
+        PcapCommand::Extcap(args) => extcap::run(args),
     }
 }

@@ -12,12 +12,20 @@ const MAX_COMMENTS: usize = 64;
 /// Longest comment, bytes.
 const MAX_COMMENT: usize = 1024;
 
-/// Returns findings as comments: `ferroce error psn-reused: …; at fault: 10.0.0.2`.
-pub fn comments(findings: &[Finding]) -> Vec<String> {
+/// Returns findings as comments of frame `index`: `ferroce error psn-reused: …; at fault: 10.0.0.2`. One of another frame names that.
+pub fn comments(index: u64, findings: &[Finding]) -> Vec<String> {
     let mut seen = HashSet::new();
     let mut texts: Vec<String> = findings
         .iter()
-        .map(|finding| bounded(format!("ferroce {finding}")))
+        .map(|finding| {
+            let own = finding.frame == index;
+            let other = if own {
+                String::new()
+            } else {
+                format!("; frame {}", finding.frame)
+            };
+            bounded(format!("ferroce {finding}{other}"))
+        })
         .filter(|text| seen.insert(text.clone()))
         .collect();
     if texts.len() > MAX_COMMENTS {
@@ -49,7 +57,7 @@ pub fn annotate<R: Read, W: Write>(
 ) -> io::Result<(u64, u64)> {
     let (mut frames, mut commented, mut last_ns) = (0, 0, 0);
     survey.review(capture, |frame, reviewed| {
-        let mut texts = comments(&reviewed.findings);
+        let mut texts = comments(frame.index, &reviewed.findings);
         texts.retain(|text| !frame.comments().contains(text));
         frames += 1;
         commented += u64::from(!texts.is_empty());

@@ -36,6 +36,15 @@ impl Interface {
         }
     }
 
+    /// Creates an interface of this host, for frames that are captured now. `number` is one of
+    /// <https://www.tcpdump.org/linktypes.html>.
+    pub fn live(number: u16, name: impl Into<String>) -> Self {
+        Self {
+            name: Some(name.into()),
+            ..Self::new(number, 0)
+        }
+    }
+
     /// First header of its frames.
     pub const fn link(&self) -> LinkType {
         self.link

@@ -97,6 +97,29 @@ pub struct Frame<'a> {
 }
 
 impl<'a> Frame<'a> {
+    /// Creates a frame that is captured now: number from 1, time in nanoseconds since 1970, bytes that are captured of how many.
+    pub const fn live(
+        index: u64,
+        time_ns: u64,
+        interface: &'a Interface,
+        data: &'a [u8],
+        original_len: u32,
+        direction: Option<Direction>,
+    ) -> Self {
+        Self {
+            index,
+            time_ns,
+            link: interface.link,
+            original_len,
+            data,
+            direction,
+            interface: 0,
+            section: 0,
+            interfaces: slice::from_ref(interface),
+            comments: &[],
+        }
+    }
+
     /// Returns it with other bytes and another time, and without comments.
     pub(crate) const fn replaced(&self, data: &'a [u8], time_ns: u64) -> Self {
         Self {

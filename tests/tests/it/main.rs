@@ -25,3 +25,4 @@ mod restarts;
 mod units;
 mod vhost;
 mod walkthrough;
+mod wireshark;
