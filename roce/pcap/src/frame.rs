@@ -95,7 +95,7 @@ pub(crate) struct Carrier {
 pub(crate) enum Layer {
     /// Ethernet header in a tunnel.
     Ethernet(usize),
-    /// What follows link headers, tags and labels.
+    /// Network layer, behind link headers, tags and labels.
     Network(usize),
     /// IP header.
     Ip(IpLayer),

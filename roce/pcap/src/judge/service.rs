@@ -2,8 +2,10 @@
 
 use roce_port::cm::cma::{HEADER_LEN, PortSpace, ServiceId};
 
-/// Magic number of RTRS's connection requests, little-endian behind RDMA_CM's header (`RTRS_MAGIC` of rtrs-pri.h).
+/// Magic number of RTRS's connection requests, little-endian (`RTRS_MAGIC` of rtrs-pri.h).
 const RTRS_MAGIC: [u8; 2] = 0x1bbd_u16.to_le_bytes();
+/// Its offset: behind RDMA_CM's header, and two bytes that belong to that with addresses of InfiniBand.
+const RTRS_MAGIC_AT: usize = HEADER_LEN + 2;
 
 /// RDMA_CM ports of well-known services: RDS's and LNet's from their sources, the others from IANA.
 const PORTS: [(u16, &str); 8] = [
@@ -26,7 +28,7 @@ pub(super) fn name(service_id: u64, private_data: &[u8]) -> String {
             None => format!("service ID {service_id:#x}"),
         };
     };
-    if private_data.get(HEADER_LEN..HEADER_LEN + 2) == Some(&RTRS_MAGIC) {
+    if private_data.get(RTRS_MAGIC_AT..RTRS_MAGIC_AT + 2) == Some(&RTRS_MAGIC) {
         return "RTRS".to_owned();
     }
     match PORTS.iter().find(|(known, _)| *known == port) {

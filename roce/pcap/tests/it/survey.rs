@@ -133,6 +133,7 @@ fn conditions_of_one_kind_are_alternatives_and_of_different_kinds_all_hold() {
 fn a_queue_pair_brings_its_conversation_with_the_messages_that_made_it() {
     let file = fixture("rnbd.pcap");
     let whole = check(&file);
+    assert_eq!(whole.conversations[1].name.as_deref(), Some("RTRS"));
     let end = whole.conversations[1].ends[0];
     let by_qp = Selection {
         queue_pairs: vec![(Some(end.addr), Qpn::new(end.qpn.unwrap()))],
