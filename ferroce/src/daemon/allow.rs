@@ -341,6 +341,8 @@ mod tests {
             "control",
             "control-group",
             "daemon",
+            // Raw and packet sockets go past the firewall, by the daemon's rights.
+            "datapath",
             "export-within",
             "fault",
             "help",

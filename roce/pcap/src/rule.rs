@@ -158,7 +158,7 @@ rules! {
     CmAddress = "cm-address", Warning, Sender;
     /// The initiator depth of a REP is at most the responder resources of its REQ. (IBA chapter 12, initiator depth of
     /// REP and responder resources of REQ (tables 106 and 110))
-    CmDepth = "cm-depth", Error, Sender;
+    CmDepth = "cm-depth", Warning, Sender;
     /// The path MTU code of a REQ is 1 (256) to 5 (4096). (IBA chapter 12, path packet payload MTU of REQ (table 106))
     CmMtu = "cm-mtu", Error, Sender;
     /// A REQ is answered by REP, REJ or MRA, a DREQ by DREP. (IBA chapter 12, 12.10.8 for DREQ)

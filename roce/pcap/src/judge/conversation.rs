@@ -52,6 +52,8 @@ pub(super) struct Conversation {
     pub(super) name: Option<String>,
     /// Packets by the sender's endpoint.
     pub(super) packets: [u64; 2],
+    /// UDP source port of each endpoint's last packet.
+    pub(super) ports: [Option<u16>; 2],
     /// Packets that experienced congestion, and notifications, likewise.
     pub(super) marked: [u64; 2],
     pub(super) cnps: [u64; 2],
@@ -78,6 +80,7 @@ impl Conversation {
             depth: [None; 2],
             name: None,
             packets: [0; 2],
+            ports: [None; 2],
             marked: [0; 2],
             cnps: [0; 2],
             first_ns: 0,

@@ -18,6 +18,9 @@ use crate::{finding::Finding, rule::Rule, verdict::Verdict};
 /// Conversations that are remembered; packets of further ones are not judged.
 const MAX_CONVERSATIONS: usize = 1 << 16;
 
+/// Pause after which a queue pair number may have a new owner, nanoseconds.
+const PAUSE_NS: u64 = 500_000_000;
+
 /// Sender, receiver, destination queue pair.
 type Key = (IpAddr, IpAddr, u32);
 
@@ -418,6 +421,19 @@ impl Judge {
             return EventKind::Unknown;
         }
         let direction = &mut conversation.directions[requester];
+        // A queue pair keeps its source port: after a pause, another port and a jump of PSNs are another queue pair's.
+        let port = conversation.ports[sender].replace(o.meta.src.port());
+        let is_new = port.is_some_and(|port| port != o.meta.src.port())
+            && conversation.origin == Origin::Packets
+            && o.meta.time_ns.saturating_sub(direction.last_ns) > PAUSE_NS;
+        if is_new
+            && !answer
+            && direction
+                .next
+                .is_some_and(|next| direction.unwrap(o.header.bth.psn) != next)
+        {
+            direction.restart();
+        }
         match conversation.service {
             Service::Ud => {
                 if o.payload_len > 4096 {

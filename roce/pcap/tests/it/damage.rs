@@ -468,6 +468,28 @@ fn what_a_capture_lacks_is_held_against_nobody() {
     }
 }
 
+/// A queue pair number that belongs to a new queue pair after a pause: the same PSNs from another source port.
+#[test]
+fn a_new_owner_of_a_queue_pair_number_begins_again() {
+    let mut packets = load("verbs-ops.pcap");
+    let old_port = packets[0].src.port();
+    let mut first = packets[find(&packets, Opcode::RcSendOnly, 1)].clone();
+    // The PSN of a READ of the old owner.
+    first.set_psn(0x0c);
+    first.time_ns = packets.last().unwrap().time_ns + 8_000_000_000;
+    first.src.set_port(50_001);
+    packets.push(first);
+    let serious: Vec<_> = judge(&packets)
+        .findings
+        .into_iter()
+        .filter(|f| f.severity == Severity::Error)
+        .collect();
+    assert_eq!(serious, []);
+    // From the same port it is the old one's.
+    packets.last_mut().unwrap().src.set_port(old_port);
+    assert_eq!(judge(&packets).verdict, Verdict::Bad);
+}
+
 #[test]
 fn congestion_without_notification_is_the_receivers() {
     let frames: Vec<Vec<u8>> = (0..70u8)
