@@ -114,6 +114,8 @@ pub(super) struct Direction {
     /// Packets without their whole headers or payload.
     pub(super) cut: u64,
     pub(super) last_ns: u64,
+    /// Time of the last answer.
+    pub(super) answered_ns: u64,
 }
 
 impl Direction {

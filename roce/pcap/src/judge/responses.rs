@@ -20,6 +20,7 @@ const WINDOW: i64 = 1 << 23;
 /// Judges an answer to the requests of `d`.
 pub(super) fn answer(d: &mut Direction, o: &Observed<'_>, cx: &mut Context<'_>) -> EventKind {
     d.answers += 1;
+    d.answered_ns = o.meta.time_ns;
     d.last_ns = o.meta.time_ns;
     let psn = d.unwrap(o.header.bth.psn);
     let aeth = o.header.aeth();

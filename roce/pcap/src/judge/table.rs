@@ -281,6 +281,9 @@ impl Judge {
         if info.class == Class::Cnp {
             return None;
         }
+        if let Some(successor) = self.successor(o, key) {
+            return Some(successor);
+        }
         let src_qpn = o.header.deth().map(|deth| deth.src_qp.value());
         let ends = [
             Endpoint {
@@ -321,6 +324,37 @@ impl Judge {
         self.halves.insert(key, (index, 1));
         self.drop_unpaired((key.1, key.0), index);
         Some((index, 1))
+    }
+
+    /// Begins the conversation of a queue pair whose peer has the number of a queue pair that was answered last before a pause:
+    /// its answers go to another queue pair now.
+    fn successor(&mut self, o: &Observed<'_>, key: Key) -> Option<(usize, usize)> {
+        let bth = &o.header.bth;
+        if !is_answer(bth.opcode.info().class) {
+            return None;
+        }
+        let (answerer, requester) = (key.0, key.1);
+        let fits = |c: &Conversation, side: usize| {
+            let pause = o.meta.time_ns.saturating_sub(c.directions[side].answered_ns) > PAUSE_NS;
+            let between = c.ends[side].addr == requester && c.ends[1 - side].addr == answerer;
+            let live = c.origin == Origin::Packets && c.is_paired() && c.merged.is_none() && !c.closed;
+            between && live && pause && c.directions[side].requests > 0
+        };
+        let sides = self.conversations.iter().flat_map(|c| [(c, 0), (c, 1)]);
+        let old = sides.filter(|(c, side)| fits(c, *side));
+        let old: Vec<_> = old.take(2).map(|(c, side)| (c.ends[1 - side], c.service)).collect();
+        let [(peer, service)] = old[..] else {
+            return None;
+        };
+        let ends = [
+            peer,
+            Endpoint {
+                addr: requester,
+                qpn: Some(key.2),
+            },
+        ];
+        self.insert(Conversation::new(service, Origin::Packets, ends))
+            .map(|index| (index, 0))
     }
 
     /// Joins conversation `index`, whose answers of endpoint `sender` belong to no request, with the one that has the requests.

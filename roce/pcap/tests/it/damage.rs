@@ -485,6 +485,29 @@ fn a_new_owner_of_a_queue_pair_number_begins_again() {
         .filter(|f| f.severity == Severity::Error)
         .collect();
     assert_eq!(serious, []);
+    // Its peer answers another queue pair.
+    let at = find(&packets, ACK, 0);
+    let mut answer = Sent {
+        time_ns: packets.last().unwrap().time_ns + 1000,
+        ..packets[at].clone()
+    };
+    answer.set_psn(0x0c);
+    answer.bytes[5..8].copy_from_slice(&[0, 0, 0x99]);
+    let mut second = packets.last().unwrap().clone();
+    second.set_opcode(Opcode::RcSendOnlyImm);
+    second.bytes.splice(12..12, [0; 4]);
+    second.set_psn(0x0d);
+    second.time_ns += 2000;
+    let mut same_port = packets.clone();
+    same_port.pop();
+    second.src.set_port(old_port);
+    same_port.extend([answer, second]);
+    let serious: Vec<_> = judge(&same_port)
+        .findings
+        .into_iter()
+        .filter(|f| f.severity == Severity::Error)
+        .collect();
+    assert_eq!(serious, []);
     // From the same port it is the old one's.
     packets.last_mut().unwrap().src.set_port(old_port);
     assert_eq!(judge(&packets).verdict, Verdict::Bad);
