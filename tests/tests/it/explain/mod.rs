@@ -372,7 +372,9 @@ fn a_capture_is_in_the_file_that_was_asked_for() {
         .output()
         .unwrap();
     let text = String::from_utf8_lossy(&checked.stdout);
-    assert_eq!(checked.status.code(), Some(0), "{text}");
+    // 3: of some queue pairs it may have one direction.
+    assert!(matches!(checked.status.code(), Some(0 | 3)), "{text}");
+    assert!(text.contains("RoCEv2") && text.contains(" 0 bad"), "{text}");
     assert_eq!(names(lab.0.path(), "wire.pcap"), ["wire.pcap"], "{text}");
 
     // The second process of a run writes another file.

@@ -51,7 +51,7 @@ fn a_process_that_exits_leaves_its_counters() {
     assert_eq!((gone.processes, now.ended_unknown), (1, 0));
     assert_eq!(gone.addrs, [ADDR.parse::<IpAddr>().unwrap()]);
     assert!(gone.counters[SENDS] >= counted, "{gone:?}, not {counted}");
-    let both = gone.counters[SENDS] + own_sends(&mut server);
+    let both = gone.counters[SENDS] + published(&place, &mut server);
     assert!(sends(&place, ADDR) >= both);
     assert_eq!(sends(&place, "127.45.1.99"), 0, "of another address");
     // A second one is added.
