@@ -48,4 +48,4 @@ pub use cx::Meta;
 pub use dissector::Dissector;
 pub use exchange::ExchangeId;
 pub use field::{Base, Dissection, Field, Layer, NOT_UNDERSTOOD};
-pub use service::Service;
+pub use roce_pcap::Service;

@@ -1,72 +1,7 @@
-//! Services of connections.
+//! Service IDs in words.
 
-use std::fmt;
-
+pub(crate) use roce_pcap::Service;
 use roce_port::cm::cma::{PortSpace, ServiceId};
-use serde::Serialize;
-
-/// Service of a connection, by its service ID or private data.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Service {
-    /// RTRS, by the magic number in the private data: servers choose the port.
-    Rtrs,
-    /// RDS.
-    Rds,
-    /// LNet over o2iblnd.
-    Lnet,
-    /// NVMe over RDMA.
-    Nvme,
-    /// iSCSI extensions for RDMA.
-    Iser,
-    /// NFS over RDMA.
-    NfsRdma,
-    /// SMB Direct.
-    SmbDirect,
-    /// Another service.
-    Other,
-}
-
-/// Ports of TCP's port space.
-const PORTS: [(u16, Service); 8] = [
-    (rds::proto::PORT_V4, Service::Rds),
-    (rds::proto::PORT_V6, Service::Rds),
-    (lnet::proto::PORT, Service::Lnet),
-    (4420, Service::Nvme),
-    (3260, Service::Iser),
-    (20049, Service::NfsRdma),
-    (5445, Service::SmbDirect),
-    (445, Service::SmbDirect),
-];
-
-impl Service {
-    /// Returns the service of a port in TCP's port space.
-    pub(crate) fn of(id: ServiceId) -> Self {
-        let port = id.port(PortSpace::Tcp);
-        let known = PORTS.iter().find(|(number, _)| Some(*number) == port);
-        known.map_or(Self::Other, |(_, service)| *service)
-    }
-
-    /// Name of the protocol.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Rtrs => "RTRS",
-            Self::Rds => "RDS",
-            Self::Lnet => "LNet",
-            Self::Nvme => "NVMe/RDMA",
-            Self::Iser => "iSER",
-            Self::NfsRdma => "NFS/RDMA",
-            Self::SmbDirect => "SMB Direct",
-            Self::Other => "other",
-        }
-    }
-}
-
-impl fmt::Display for Service {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
 
 /// Returns a service ID in words.
 pub(crate) fn describe(id: ServiceId) -> String {
@@ -87,6 +22,15 @@ pub(crate) fn describe(id: ServiceId) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ports_are_those_of_the_protocols() {
+        for port in [rds::proto::PORT_V4, rds::proto::PORT_V6] {
+            assert_eq!(Service::of(ServiceId::new(PortSpace::Tcp, port)), Service::Rds);
+        }
+        let lnet = ServiceId::new(PortSpace::Tcp, lnet::proto::PORT);
+        assert_eq!(Service::of(lnet), Service::Lnet);
+    }
 
     #[test]
     fn services_have_their_ports() {

@@ -51,6 +51,8 @@ mod segments;
 #[cfg(feature = "reader")]
 mod select;
 #[cfg(feature = "reader")]
+mod service;
+#[cfg(feature = "reader")]
 mod severity;
 #[cfg(feature = "reader")]
 mod split;
@@ -93,6 +95,8 @@ pub use report::{FrameReport, Icrc, Report};
 pub use rule::Rule;
 #[cfg(feature = "reader")]
 pub use select::Selection;
+#[cfg(feature = "reader")]
+pub use service::Service;
 #[cfg(feature = "reader")]
 pub use severity::{Fault, Severity};
 #[cfg(feature = "reader")]

@@ -12,8 +12,8 @@ use roce_port::cm::{
     mad::{CLASS, Mad, Message, Rep, Req},
 };
 
-use super::{observed::Observed, service};
-use crate::{finding::Finding, rule::Rule};
+use super::observed::Observed;
+use crate::{finding::Finding, rule::Rule, service};
 
 /// Connection requests that are remembered.
 const MAX: usize = 1 << 16;

@@ -14,7 +14,6 @@ mod message;
 mod observed;
 mod requests;
 mod responses;
-mod service;
 mod spans;
 mod table;
 
