@@ -36,6 +36,8 @@ pub(super) struct Context<'a> {
     pub(super) mtu: &'a mut PathMtu,
     /// READs and atomics that the direction's requester may have outstanding.
     pub(super) depth: Option<u8>,
+    /// Requests that a direction remembers.
+    pub(super) room: usize,
     /// When the connection ended.
     pub(super) disconnected: Option<u64>,
     pub(super) findings: &'a mut Vec<Finding>,

@@ -123,6 +123,7 @@ impl Conversation {
                 conversation: index,
                 mtu: &mut mtu,
                 depth: None,
+                room: 0,
                 disconnected: None,
                 findings,
             };

@@ -118,6 +118,7 @@ fn fresh(d: &mut Direction, o: &Observed<'_>, psn: i64, skipped: i64, cx: &mut C
                 ..hole
             },
             d.acked,
+            cx.room,
         );
         d.message = Message::Unknown;
     }
@@ -139,6 +140,7 @@ fn fresh(d: &mut Direction, o: &Observed<'_>, psn: i64, skipped: i64, cx: &mut C
             ..span(o, psn)
         },
         d.acked,
+        cx.room,
     );
     d.next = Some(psn + count);
     EventKind::Request {

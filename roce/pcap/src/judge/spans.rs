@@ -10,6 +10,13 @@ const KEPT: usize = 4096;
 pub(super) const AGAIN: usize = 4;
 /// Spans that are kept at most.
 const MAX: usize = 1 << 16;
+/// Spans that the directions of all conversations share: with many conversations each keeps fewer.
+const BUDGET: usize = 1 << 19;
+
+/// Returns how many spans a direction keeps beside those of so many conversations.
+pub(super) fn room(conversations: usize) -> usize {
+    (BUDGET / conversations.max(1)).clamp(64, MAX)
+}
 
 /// Kind of a span.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -129,13 +136,13 @@ impl Spans {
     }
 
     /// Adds a span at the end; forgets the oldest acknowledged ones.
-    pub(super) fn push(&mut self, mut span: Span, acked: i64) {
+    pub(super) fn push(&mut self, mut span: Span, acked: i64, room: usize) {
         if let Some(last) = self.0.back() {
             span.ends_before = last.ends_before + i64::from(last.ends);
             span.holes_before = last.holes_before + if last.is_hole() { last.count } else { 0 };
         }
         self.0.push_back(span);
-        while self.0.len() > MAX || (self.0.len() > KEPT && self.0.front().is_some_and(|s| s.end() <= acked)) {
+        while self.0.len() > room || (self.0.len() > KEPT && self.0.front().is_some_and(|s| s.end() <= acked)) {
             self.0.pop_front();
         }
     }
@@ -197,5 +204,39 @@ impl Spans {
         for later in self.0.range_mut(at + 2..) {
             later.holes_before += rest;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_bounded_whether_answers_come_or_not() {
+        let span = Span {
+            start: 0,
+            count: 1,
+            body: Body::Packet(None),
+            opcode: None,
+            frame: 1,
+            first_ns: 0,
+            last_ns: 0,
+            sent: 1,
+            asks: true,
+            ends: true,
+            ends_before: 0,
+            holes_before: 0,
+        };
+        let (mut answered, mut silent) = (Spans::default(), Spans::default());
+        for start in 0..10_000 {
+            answered.push(Span { start, ..span }, start, MAX);
+            silent.push(Span { start, ..span }, 0, room(256));
+        }
+        assert_eq!((answered.0.len(), silent.0.len()), (KEPT, BUDGET / 256));
+        assert_eq!(
+            silent.find(9_999).map(|at| silent.get(at).unwrap().ends_before),
+            Some(9_999)
+        );
+        assert_eq!(silent.find(0), None);
     }
 }

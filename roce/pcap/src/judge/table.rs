@@ -12,6 +12,7 @@ use super::{
     event::{Event, EventKind},
     observed::Observed,
     requests, responses,
+    spans::room,
 };
 use crate::{finding::Finding, rule::Rule, verdict::Verdict};
 
@@ -423,6 +424,7 @@ impl Judge {
     }
 
     fn step(&mut self, index: usize, sender: usize, o: &Observed<'_>) -> EventKind {
+        let room = room(self.conversations.len());
         let conversation = &mut self.conversations[index];
         conversation.packets[sender] += 1;
         conversation.marked[sender] += u64::from(o.meta.ecn & 3 == 3);
@@ -438,6 +440,7 @@ impl Judge {
             conversation: index,
             mtu: &mut conversation.mtu,
             depth: conversation.depth[requester],
+            room,
             disconnected: conversation.disconnected,
             findings: &mut self.findings,
         };
