@@ -3,7 +3,7 @@
 //!
 //! [`client::Client`] and [`server::Server`] have no thread, clock, lock or socket. Whoever drives them, in turns of one loop,
 //!
-//! - gives each call the time, the provider and random bytes ([`cx::Cx`]);
+//! - gives each call the time, the provider and random bytes ([`Cx`]);
 //! - hands them completions and events of the provider, the user's requests or answers, and calls `timeout` when `next_timeout` says
 //!   so;
 //! - takes what they tell from `poll_output` until there is nothing more;
@@ -25,7 +25,6 @@
 pub mod addr;
 pub mod admission;
 pub mod client;
-pub mod cx;
 mod error;
 pub mod heartbeat;
 pub mod mark;
@@ -43,6 +42,7 @@ use core::time::Duration;
 
 pub use error::{Error, IoError, PathError};
 pub use proto::{Direction, errno};
+pub use roce_verbs::provider::Cx;
 
 /// How long a packet may be under way (`CMA_IBOE_PACKET_LIFETIME`, `cma.c`: 4.096 us * 2^16). What a lost path has sent last may come,
 /// and be done, so much later than its queue pairs stopped.

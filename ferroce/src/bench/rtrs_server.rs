@@ -12,9 +12,7 @@ use std::{
 };
 
 use ::rtrs::{
-    Direction,
-    cx::Cx,
-    errno,
+    Cx, Direction, errno,
     proto::MAX_HDR_SIZE,
     server::{
         Server, ServerConfig,

@@ -1,6 +1,6 @@
 //! Loops of RTRS: context, processor time and system calls.
 
-use ::rtrs::cx::Cx;
+use ::rtrs::Cx;
 use nix::sys::{
     resource::{UsageWho, getrusage},
     time::TimeValLike,

@@ -23,9 +23,8 @@ use roce_verbs::{
     provider::{Event, QpId},
 };
 use rtrs::{
-    Error, PathError,
+    Cx, Error, PathError,
     client::{Buffer, Output as RtrsOutput, PathId, PathNews, SessionId, state::PathState},
-    cx::Cx,
 };
 use slab::Slab;
 

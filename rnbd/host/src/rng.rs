@@ -5,7 +5,7 @@ use std::io;
 use rand::{RngCore, SeedableRng, rngs::StdRng};
 use roce::{LocalDevice, reactor::TurnCx};
 use roce_verbs::Instant;
-use rtrs::cx::Cx;
+use rtrs::Cx;
 
 /// Fills with random bytes, as [`Cx::random`] does.
 type Fill = dyn FnMut(&mut [u8]) + Send;

@@ -3,13 +3,12 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use rtrs::{
-    IoError, PathError,
+    Cx, IoError, PathError,
     client::{
         buffers::Buffer,
         config::SessionInfo,
         request::{Output as RtrsOutput, SessionId},
     },
-    cx::Cx,
     table,
 };
 

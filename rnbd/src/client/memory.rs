@@ -1,13 +1,12 @@
 //! Buffers for answers and for zeroes, from the sessions' memory.
 
 use rtrs::{
-    Error,
+    Cx, Error,
     client::{
         Client,
         buffers::{Buffer, Buffers, MIN_BYTES},
         request::SessionId,
     },
-    cx::Cx,
 };
 
 use crate::errno::Errno;

@@ -1,13 +1,12 @@
 //! Messages that are no block requests: the version exchange, opening and closing.
 
 use rtrs::{
-    Direction, IoError,
+    Cx, Direction, IoError,
     client::{
         buffers::Buffer,
         config::ConType,
         request::{SessionId, Submission},
     },
-    cx::Cx,
 };
 use smallvec::SmallVec;
 use zerocopy::IntoBytes;

@@ -4,9 +4,8 @@ use std::collections::{BTreeMap, VecDeque};
 
 use roce_verbs::Instant;
 use rtrs::{
-    IoError,
+    Cx, IoError,
     client::{buffers::Buffer, config::ConType, request::Submission},
-    cx::Cx,
 };
 use smallvec::SmallVec;
 use zerocopy::IntoBytes;

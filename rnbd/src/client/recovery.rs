@@ -14,12 +14,12 @@
 
 use roce_verbs::Instant;
 use rtrs::{
+    Cx,
     client::{
         buffers::{Buffer, MIN_BYTES},
         config::SessionInfo,
         request::SessionId,
     },
-    cx::Cx,
 };
 
 use super::{

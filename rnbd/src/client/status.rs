@@ -3,8 +3,8 @@
 use core::fmt::Display;
 
 use rtrs::{
+    Cx,
     client::{buffers::Buffer, request::SessionId},
-    cx::Cx,
 };
 use smallvec::SmallVec;
 use zerocopy::IntoBytes;

@@ -1,11 +1,11 @@
 //! RTRS's client, as RNBD's owns it: requests go down, outputs come up.
 
 use rtrs::{
+    Cx,
     client::{
         Client,
         request::{Output, SessionId, Submission},
     },
-    cx::Cx,
 };
 
 use super::{memory::SessionBuffers, operation::Request};

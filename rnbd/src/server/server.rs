@@ -12,8 +12,7 @@ use std::{
 
 use roce_verbs::Instant;
 use rtrs::{
-    Direction,
-    cx::Cx,
+    Cx, Direction,
     server::{
         Server as Rtrs,
         request::{Output as RtrsOutput, Request, RequestKey, SessionKey, SessionOpened},

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use roce_verbs::{Instant, mem::Pages};
 use rtrs::{
-    cx::Cx,
+    Cx,
     server::{
         Server as Rtrs,
         request::{RequestKey, SessionKey},

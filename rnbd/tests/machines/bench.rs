@@ -8,12 +8,12 @@ use rnbd::{
 };
 use roce_verbs::Instant;
 use rtrs::{
+    Cx,
     client::{
         buffers::Buffers,
         config::SessionInfo,
         request::{self, SessionId},
     },
-    cx::Cx,
 };
 
 use crate::provider::Scripted;

@@ -19,7 +19,7 @@ use roce_verbs::{
 };
 use smallvec::SmallVec;
 
-use crate::{Error, client::memory::Memory, cx::Cx};
+use crate::{Cx, Error, client::memory::Memory};
 
 /// Smallest buffer, bytes.
 pub const MIN_BYTES: usize = 4096;

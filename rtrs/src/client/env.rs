@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, VecDeque};
 use roce_verbs::provider::{CmRef, QpId};
 
 use crate::{
+    Cx,
     client::request::{Output, SessionId},
-    cx::Cx,
 };
 
 /// A connection of a path of a session.

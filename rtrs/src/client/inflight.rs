@@ -13,14 +13,13 @@ use roce_verbs::{
 use smallvec::SmallVec;
 
 use crate::{
-    Direction, IoError, PACKET_LIFETIME, PathError,
+    Cx, Direction, IoError, PACKET_LIFETIME, PathError,
     client::{
         buffers::Buffers,
         memory::Memory,
         permits::{Permits, Quarantine},
         request::{Output, SessionId, Submission},
     },
-    cx::Cx,
     proto::RdmaRead,
 };
 

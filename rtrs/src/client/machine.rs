@@ -11,7 +11,7 @@ use roce_verbs::{
 };
 
 use crate::{
-    Error, IoError, PathError,
+    Cx, Error, IoError, PathError,
     addr::PathAddr,
     client::{
         buffers::{Buffer, Buffers, LentId},
@@ -22,7 +22,6 @@ use crate::{
         session::Session,
         status::{PathCommand, PathCounters, PathId, PathStatus},
     },
-    cx::Cx,
 };
 
 /// The client's side of RTRS: sessions with servers. `U` is its user's part of each request, which comes back with the answer.

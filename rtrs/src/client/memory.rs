@@ -9,7 +9,7 @@ use roce_verbs::{
 };
 use smallvec::SmallVec;
 
-use crate::cx::Cx;
+use crate::Cx;
 
 /// Memory, registered with devices.
 #[derive(Debug)]

@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use zerocopy::IntoBytes;
 
 use crate::{
-    Direction, PathError,
+    Cx, Direction, PathError,
     client::{
         buffers::MAX_PIECES,
         conn::{Post, key_sge},
@@ -18,7 +18,6 @@ use crate::{
         path::Path,
         session::Session,
     },
-    cx::Cx,
     mark::{Mark, MarkKind},
     proto::{Imm, MsgFlags, RdmaRead, RdmaWrite, SgDesc},
 };

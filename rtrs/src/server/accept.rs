@@ -6,9 +6,8 @@ use roce_verbs::provider::{CmKind, CmRef, ConnParams, DeviceIx, KeyStrategy, Rej
 use zerocopy::IntoBytes;
 
 use crate::{
-    PathError,
+    Cx, PathError,
     admission::{Admitted, ConnectRequest, Opened, PathKey, Refusal, SessionKey},
-    cx::Cx,
     proto::{ConnReq, ConnRsp, MAX_HDR_SIZE, MsgFlags, ProtoError, errno},
     server::{
         config::ServerConfig,

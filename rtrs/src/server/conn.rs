@@ -8,7 +8,7 @@ use roce_verbs::{
 use smallvec::SmallVec;
 
 use crate::{
-    cx::Cx,
+    Cx,
     mark::{Mark, MarkKind},
     proto::SERVICE_QUEUE_DEPTH,
     sendq::MIN_SEND_WR,

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use roce_verbs::provider::{DeviceIx, PdId, VerbsError};
 
-use crate::{cx::Cx, proto::Uuid};
+use crate::{Cx, proto::Uuid};
 
 #[derive(Debug)]
 struct Domain {

@@ -10,8 +10,8 @@ use roce_verbs::{
 };
 
 use crate::{
+    Cx,
     admission::{Admission, ConnectRequest, PathKey, shared::SharedAdmission},
-    cx::Cx,
     proto::Uuid,
     server::conn::Conn,
     throttle::{INTERVAL, Throttle},

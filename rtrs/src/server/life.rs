@@ -3,9 +3,8 @@
 use roce_verbs::provider::QpId;
 
 use crate::{
-    PathError,
+    Cx, PathError,
     admission::PathKey,
-    cx::Cx,
     server::{
         effects::Place,
         post::ServerWork,

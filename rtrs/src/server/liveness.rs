@@ -21,9 +21,8 @@ use roce_verbs::{Instant, provider::CmRef};
 use smallvec::SmallVec;
 
 use crate::{
-    PACKET_LIFETIME, PathError,
+    Cx, PACKET_LIFETIME, PathError,
     admission::PathKey,
-    cx::Cx,
     proto::Imm,
     server::{
         effects::{Effects, Place},

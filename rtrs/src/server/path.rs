@@ -14,8 +14,7 @@ use roce_verbs::{
 use smallvec::SmallVec;
 
 use crate::{
-    PathError,
-    cx::Cx,
+    Cx, PathError,
     mark::{Mark, MarkKind},
     proto::{ChunkLayout, Imm, InfoReq, InfoRsp},
     server::{

@@ -17,7 +17,7 @@ use smallvec::SmallVec;
 use zerocopy::IntoBytes;
 
 use crate::{
-    cx::Cx,
+    Cx,
     mark::{Mark, MarkKind},
     proto::{ChunkLayout, Imm, InfoReq, InfoRsp, IoReply, RkeyRsp, SgDesc},
     sendq::{Fitting, SendQueue, Work},

@@ -16,9 +16,8 @@ use roce_verbs::{
 };
 
 use crate::{
-    Error, PathError,
+    Cx, Error, PathError,
     admission::{Admission, PathKey, Refusal, shared::SharedAdmission},
-    cx::Cx,
     proto::ChunkLayout,
     server::{
         config::ServerConfig,

@@ -11,9 +11,8 @@ use roce_verbs::{
 use smallvec::SmallVec;
 
 use crate::{
-    PathError,
+    Cx, PathError,
     admission::PathKey,
-    cx::Cx,
     mark::{Mark, MarkKind},
     proto::{self, ChunkLayout, Imm, InfoReq, MAX_HDR_SIZE, ProtoError, Uuid},
     server::{

@@ -14,7 +14,7 @@ use roce_verbs::{
     provider::{Provider, QpId},
 };
 use rtrs::{
-    cx::Cx,
+    Cx,
     heartbeat::HeartbeatConfig,
     server::{
         Server, ServerConfig,

@@ -12,7 +12,7 @@ use roce_verbs::{
     DeviceLimits, Instant, Mtu,
     provider::{DeviceCaps, Provider},
 };
-use rtrs::cx::Cx;
+use rtrs::Cx;
 
 use crate::faulty::Faulty;
 

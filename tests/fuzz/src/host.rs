@@ -7,7 +7,7 @@ use roce_verbs::{
     provider::{CmKind, CmRef, Provider},
 };
 use rtrs::{
-    cx::Cx,
+    Cx,
     server::{Server, ServerConfig, request::Output},
 };
 

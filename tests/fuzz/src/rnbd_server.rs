@@ -24,7 +24,7 @@ use rnbd::{
 use rnbd_disk::{Budget, Caching, Disk, DiskConfig, Exports, Way, Ways};
 use roce_verbs::{Instant, mem::Pages};
 use rtrs::{
-    cx::Cx,
+    Cx,
     proto::ChunkLayout,
     server::{
         Server as Rtrs, ServerConfig,

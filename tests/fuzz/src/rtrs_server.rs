@@ -14,8 +14,7 @@ use roce_verbs::{
     provider::{CmKind, NoAnswer, RejectReason},
 };
 use rtrs::{
-    Direction,
-    cx::Cx,
+    Cx, Direction,
     proto::{ChunkLayout, Imm, InfoReq, MAX_HDR_SIZE, info::check_name},
     server::{
         Server, ServerConfig,

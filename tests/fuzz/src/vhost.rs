@@ -7,8 +7,8 @@ use rnbd_host::fuzz::{self, Memories};
 use roce_verbs::Instant;
 use roce_verbs::mem::Pages;
 use rtrs::{
+    Cx,
     client::{Buffer, Buffers, LentId},
-    cx::Cx,
 };
 
 use crate::provider::Scripted;

@@ -20,9 +20,8 @@ use roce_verbs::{
     provider::{Event, QpId},
 };
 use rtrs::{
-    Error, IoError,
+    Cx, Error, IoError,
     client::{Buffer, Client, Output, SessionId, SessionInfo},
-    cx::Cx,
     server::{Server, request},
 };
 

@@ -13,10 +13,9 @@ use rnbd::{
 };
 use roce_verbs::{Instant, WcStatus};
 use rtrs::{
-    PathError,
+    Cx, PathError,
     addr::PathAddr,
     client::{Buffer, Output as RtrsOutput, PathCommand, PathId, SessionConfig, SessionId},
-    cx::Cx,
 };
 
 use roce_sim::{Check, MS, Notes, Rng, SEC};

@@ -6,8 +6,8 @@ use rnbd::{
     client::Unmap,
 };
 use rtrs::{
+    Cx,
     client::{Buffer, SessionId},
-    cx::Cx,
 };
 
 use roce_sim::{Check, MS, Rng};

@@ -9,9 +9,8 @@ use std::collections::BTreeMap;
 use rnbd::proto::{AccessMode, IoOp, MsgClose, MsgIo, MsgOpen, MsgSessInfo, Rw, parse_open_rsp, parse_sess_info_rsp};
 use roce_verbs::Instant;
 use rtrs::{
-    Direction, IoError,
+    Cx, Direction, IoError,
     client::{Buffer, Client as Rtrs, ConType, Output, SessionConfig, SessionId, Submission},
-    cx::Cx,
 };
 use zerocopy::IntoBytes;
 

@@ -23,7 +23,7 @@ use roce_verbs::{
     mem::{MemError, Pages},
 };
 use rtrs::{
-    cx::Cx,
+    Cx,
     server::{
         Server as Rtrs, ServerConfig,
         request::{Output as RtrsOutput, Request, RequestKey, SessionKey, Ticket as MemoryTicket},

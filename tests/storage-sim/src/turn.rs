@@ -4,7 +4,7 @@ use roce_verbs::{
     Completion, Instant,
     provider::{Event, QpId},
 };
-use rtrs::{client, cx::Cx, server};
+use rtrs::{Cx, client, server};
 
 use roce_sim::Check;
 

@@ -5,10 +5,9 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use rnbd::client::OnLoss;
 use rtrs::{
-    PathError,
+    Cx, PathError,
     addr::PathAddr,
     client::{PathCommand, PathId, PathNews, Policy, SessionConfig, SessionId, state::PathState},
-    cx::Cx,
     server::ServerConfig,
 };
 

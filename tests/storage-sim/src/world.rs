@@ -2,7 +2,7 @@
 
 use roce_port::fabric::Usage;
 use roce_verbs::Instant;
-use rtrs::{cx::Cx, server::ServerConfig};
+use rtrs::{Cx, server::ServerConfig};
 
 use roce_sim::{Check, Faults, Link, MS, Rng, SEC, Simulation, Trace};
 

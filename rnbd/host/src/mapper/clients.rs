@@ -12,9 +12,8 @@ use rnbd::{
 use roce::reactor::TurnCx;
 use roce_verbs::Instant;
 use rtrs::{
-    Error,
+    Cx, Error,
     client::{Buffer, Buffers, SessionId, SessionInfo},
-    cx::Cx,
 };
 use smallvec::SmallVec;
 use socket2::Socket;

@@ -16,8 +16,8 @@ use rnbd::{
 };
 use roce_verbs::Instant;
 use rtrs::{
+    Cx,
     client::buffers::{Buffer, Buffers},
-    cx::Cx,
 };
 
 pub(crate) const KIB: usize = 1 << 10;

@@ -6,6 +6,7 @@
 mod caps;
 mod connect;
 mod context;
+mod cx;
 mod error;
 mod event;
 mod ids;
@@ -14,6 +15,7 @@ mod keys;
 pub use caps::{DeviceCaps, KeyStrategy};
 pub use connect::{ConnParams, NoAnswer, RejectReason};
 pub use context::{Memory, MrInfo, Provider, QpSpec, Registration};
+pub use cx::Cx;
 pub use error::{RangeError, VerbsError};
 pub use event::{CmKind, Event};
 pub use ids::{CmRef, CqId, DeviceIx, KeyId, MrId, PdId, QpId};

@@ -10,7 +10,7 @@ use roce_verbs::{
 
 use super::*;
 use crate::{
-    Direction, PACKET_LIFETIME,
+    Cx, Direction, PACKET_LIFETIME,
     addr::PathAddr,
     client::{
         conn::Conn,
@@ -20,7 +20,6 @@ use crate::{
         status::PathCommand,
         terms::Terms,
     },
-    cx::Cx,
     proto::{ChunkLayout, Imm, IoReply, MsgFlags, info::ChunkAddr},
     provider::{Keys, Scripted},
     sendq::SendQueue,

@@ -9,8 +9,8 @@ use rnbd::{
 };
 use roce_verbs::Instant;
 use rtrs::{
+    Cx,
     client::buffers::{Buffer, Buffers},
-    cx::Cx,
 };
 
 use super::{AT_FIRST, Change, NAMES, NEGOTIATION, content, extents};

@@ -1,21 +1,22 @@
-//! Context of a call into the machines.
+//! Context of a call into a state machine.
 
 use core::fmt;
 
-use roce_verbs::{Instant, provider::Provider};
+use super::context::Provider;
+use crate::time::Instant;
 
-/// Time, devices and dice: all that the machines know of the world.
+/// Time, devices and random bytes: all that a state machine over a [`Provider`] knows of the world.
 pub struct Cx<'a> {
     /// Current time. It never goes back.
     pub now: Instant,
-    /// The devices of this loop.
+    /// Devices of the loop.
     pub provider: &'a mut dyn Provider,
     /// Fills with random bytes that nobody can guess.
     pub random: &'a mut dyn FnMut(&mut [u8]),
 }
 
 impl Cx<'_> {
-    /// A random number below `n`, nearly even; 0 if `n` is 0.
+    /// Returns a random number below `n`, nearly even; 0 if `n` is 0.
     pub fn below(&mut self, n: u64) -> u64 {
         let mut bytes = [0; 8];
         (self.random)(&mut bytes);
