@@ -215,7 +215,9 @@ impl Requester {
             // It reports an earlier transmission: the retransmission can't have been answered yet.
             return;
         }
-        self.go_back(call, GoBack::Gap);
+        if self.take_retry(call) {
+            self.go_back(call, GoBack::Gap);
+        }
     }
 
     /// A response is missing. Requests it once: the responses behind it that are still in flight must not repeat that.
@@ -223,7 +225,7 @@ impl Requester {
         let waiting = self.phase.rnr_until().is_some();
         self.reads.skipped = true;
         self.phase.on(Event::MissingResponse(self.una));
-        if waiting || self.went_back_within(call, self.rtt.settle()) {
+        if waiting || self.went_back_within(call, self.rtt.settle()) || !self.take_retry(call) {
             return;
         }
         match call.qp.is_selective() {

@@ -51,7 +51,7 @@ pub(crate) struct Requester {
     rd_outstanding: u32,
     /// Packets since the last acknowledgement request.
     since_ack_req: u32,
-    /// Retries left before the work request fails.
+    /// Retries left before the work request fails: timeouts and sequence NAKs (IBA 9.9.2.4.1).
     retries_left: u8,
     /// RNR retries left.
     rnr_left: u8,

@@ -121,16 +121,26 @@ impl Requester {
         let code = call.qp.attr().timeout.unwrap_or(0);
         let mut timeout = self.rtt.is_timeout(self.timers.backoff);
         if attribute(code).is_some_and(|t| self.timers.interval + t <= call.now) {
-            let Some(left) = self.retries_left.checked_sub(1) else {
-                call.counters.retry_exceeded_err += 1;
-                self.fail_head(call, WcStatus::RetryExceeded);
+            if !self.take_retry(call) {
                 return;
-            };
-            self.retries_left = left;
-            self.timers.interval = call.now;
+            }
             timeout = true;
         }
         self.handle_probe_timeout(call, timeout);
+    }
+
+    /// Takes a retry, for a timeout or a sequence NAK, also an implied one. Returns false if none was left, which fails the queue pair.
+    ///
+    /// Progress gives them back (`on_progress`).
+    pub(super) fn take_retry(&mut self, call: &mut Call<'_>) -> bool {
+        let Some(left) = self.retries_left.checked_sub(1) else {
+            call.counters.retry_exceeded_err += 1;
+            self.fail_head(call, WcStatus::RetryExceeded);
+            return false;
+        };
+        self.retries_left = left;
+        self.timers.interval = call.now;
+        true
     }
 
     /// Handles a probe timeout in stages: sends a probe, then goes back with one packet at a time.
