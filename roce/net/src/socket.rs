@@ -72,7 +72,7 @@ pub enum OpenError {
         datapath: &'static str,
     },
     /// The datapath can't be used at the address.
-    #[error("the {datapath} datapath can't have {addr}: {reason}")]
+    #[error("the {datapath} datapath does not work at address {addr}: {reason}")]
     Unsuitable {
         /// Name of the datapath.
         datapath: &'static str,

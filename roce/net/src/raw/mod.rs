@@ -384,7 +384,9 @@ fn accepted(addr: IpAddr, shard: Option<(Steering, usize)>, groups: &Groups) -> 
 fn interfaces(datapath: &'static str, addr: IpAddr) -> Result<Vec<(u32, bool)>, OpenError> {
     let unsuitable = |reason: String| OpenError::Unsuitable { datapath, addr, reason };
     if addr.is_unspecified() {
-        return Err(unsuitable("it needs an address of one interface".into()));
+        return Err(unsuitable(
+            "it needs an address of one interface; name a single one (`--addr`)".into(),
+        ));
     }
     let failed = context("finding the interface");
     let own = iface::index_of(addr).map_err(|_| OpenError::NotLocal(addr))?;

@@ -112,7 +112,8 @@ pub(crate) struct Cli {
     #[arg(long)]
     keep: bool,
     /// Sockets that our programs use here: `raw` and `packet` show what the kernel makes of Identifications of our own and UDP checksum 0.
-    /// Scenarios in which several of our programs share an address are for `udp` alone, and fail with others
+    /// Scenarios in which several of our programs share an address are for `udp` alone, those in which ours has all addresses
+    /// (`paths-*-kernel-client`) not for `packet`: they fail with others
     #[arg(long, value_name = "udp|raw|packet", default_value = "udp")]
     datapath: DatapathKind,
     /// The ferroce program [default: beside this one]

@@ -28,6 +28,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use roce::DatapathKind;
+
 use crate::{
     Error,
     facts::{Hosts, Want},
@@ -54,6 +56,8 @@ pub(crate) struct Ctx<'a> {
     /// Logs, captures and images of this scenario.
     pub(crate) dir: PathBuf,
     pub(crate) places: &'a Places,
+    /// Sockets of our programs.
+    pub(crate) datapath: DatapathKind,
     /// Packets are lost: less data will do.
     pub(crate) lossy: bool,
     /// What both hosts have, with a peer.
@@ -114,6 +118,8 @@ pub(crate) struct Scenario {
     pub(crate) wants: &'static [Want],
     /// It stands for what only another host can show: why the lab itself does not run it.
     pub(crate) elsewhere: Option<&'static str>,
+    /// Sockets of our programs, whatever `--datapath` says.
+    pub(crate) datapath: Option<DatapathKind>,
     /// Why it can't run with the programs that there are.
     pub(crate) lacks: fn(&Places) -> Option<String>,
     pub(crate) run: Run,
@@ -155,6 +161,7 @@ impl Scenario {
             peer_only: false,
             wants: &[Want::Software],
             elsewhere: None,
+            datapath: None,
             lacks: |_| None,
             run: Box::new(run),
         }
@@ -239,6 +246,11 @@ impl Scenario {
 
     fn lacks(mut self, lacks: fn(&Places) -> Option<String>) -> Self {
         self.lacks = lacks;
+        self
+    }
+
+    fn datapath(mut self, datapath: DatapathKind) -> Self {
+        self.datapath = Some(datapath);
         self
     }
 
@@ -390,7 +402,7 @@ impl Ctx<'_> {
 
     /// The option for the sockets of our programs.
     fn datapath(&self) -> String {
-        format!("--datapath={}", self.places.datapath)
+        format!("--datapath={}", self.datapath)
     }
 
     /// Starts it for [`Proc::ask`].

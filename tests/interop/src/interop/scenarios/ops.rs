@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use super::{Ctx, Direction, JUMBO, SMALL, Scenario, key_lines, verdict};
+use roce::DatapathKind;
+
+use super::{Ctx, Direction, JUMBO, SMALL, Scenario, key_lines, stall, verdict};
 use crate::{Error, facts::Want, far::Ip, guest::Kernel};
 
 pub(super) fn list() -> Vec<Scenario> {
@@ -33,7 +35,22 @@ pub(super) fn list() -> Vec<Scenario> {
     }
     // The MTU of a peer is what it is.
     let peer = |s: Scenario| if s.shape == SMALL { s.peer() } else { s };
-    all.into_iter().map(peer).collect()
+    all.into_iter().map(peer).chain(other_datapaths()).collect()
+}
+
+/// The operations by the datapaths of which the kernel sees that they are no UDP sockets: Identifications of our own, UDP
+/// checksum 0.
+fn other_datapaths() -> impl Iterator<Item = Scenario> {
+    [
+        (1, "ops-v4-raw", Ip::V4, DatapathKind::Raw),
+        (6, "ops-v6-packet", Ip::V6, DatapathKind::Packet { vlan: None }),
+    ]
+    .into_iter()
+    .map(|(number, name, ip, datapath)| {
+        Scenario::new(number, name, Direction::Both, move |c| ops(c, ip))
+            .datapath(datapath)
+            .ci()
+    })
 }
 
 const PINGPONG: [Want; 2] = [Want::Software, Want::Program("ibv_rc_pingpong")];
@@ -52,21 +69,26 @@ pub(super) fn ops(c: &mut Ctx<'_>, ip: Ip) -> Result<String, Error> {
         args.push("--lossy");
         args.extend(of_nothing(c)?);
     }
-    let mut early = 0;
+    let (mut again, mut tries, mut judged) = ("", 0, 0);
     let out = loop {
-        let name = if early == 0 { "ops" } else { "ops-again" };
+        let name = if tries == 0 { "ops" } else { "ops-again" };
         match c.ours(ip, name, &args)?.finish(Duration::from_secs(900)) {
-            Err(e) if early < MAX_EARLY && kernel_read_ended_early(c, &e)? => early += 1,
+            Err(e) if tries < MAX_EARLY && kernel_read_ended_early(c, &e)? => {
+                again = "; not at the first try: the kernel ended a READ early";
+            }
+            Err(e) if tries == 0 && e.to_string().contains(NO_COMPLETION) && stall::kernel_stopped(c, &mut judged) => {
+                again = "; not at the first try: the kernel stopped in the middle of a message";
+            }
             result => break result?,
         }
+        tries += 1;
     };
     agent.finish(Duration::from_secs(60))?;
-    let again = match early {
-        0 => "",
-        _ => "; not at the first try: the kernel ended a READ early",
-    };
     Ok(format!("{}{again}", verdict(&out)?))
 }
+
+/// Words of `ferroce-lab ops` on an operation of the agent that did not complete.
+const NO_COMPLETION: &str = "the agent saw []";
 
 /// How often a run may end by the fault of `read-late-ack-6.12`.
 const MAX_EARLY: usize = 4;

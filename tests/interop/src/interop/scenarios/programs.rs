@@ -9,6 +9,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use roce::DatapathKind;
+
 use super::{Ctx, Direction, JUMBO, SMALL, Scenario, stall};
 use crate::{
     Error,
@@ -536,15 +538,9 @@ fn run_program(c: &mut Ctx<'_>, program: &Program, ours: Ours) -> Result<String,
     }
 }
 
-/// Whether a run failed because the kernel stopped in the middle of a message, as it does now and then (`specs/kernel.md`). What
-/// excused one run does not excuse the next: the first `judged` lines of the capture are left out.
+/// Whether a run failed because the kernel stopped in the middle of a message: see [`stall::kernel_stopped`].
 fn kernel_stopped(c: &Ctx<'_>, e: &Error, judged: &mut usize) -> bool {
-    if !e.to_string().contains(lab::STILL_RUNS) {
-        return false;
-    }
-    let Ok(frames) = c.frames() else { return false };
-    let lines = frames.lines().count();
-    stall::stopped_within_a_message(frames.lines().skip(core::mem::replace(judged, lines)))
+    e.to_string().contains(lab::STILL_RUNS) && stall::kernel_stopped(c, judged)
 }
 
 /// Whether a run failed because its server did not listen yet.
@@ -599,7 +595,7 @@ impl Setting<'_> {
         let here = server == (self.ours == Ours::Server);
         let words = self.words(c, command, here)?;
         if here {
-            return c.preloaded(&name, &words);
+            return c.preloaded(&name, &words, self.ip);
         }
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
         c.theirs(&name, &words, PATIENCE.as_secs() as u32)
@@ -707,19 +703,20 @@ impl Ctx<'_> {
         self.places.run.join("broker")
     }
 
-    /// Starts a program under `ferroce run`, on our addresses of both families.
-    fn preloaded(&self, name: &str, words: &[String]) -> Result<Proc, Error> {
+    /// Starts a program under `ferroce run`, on our addresses of both families; by packet sockets on the one that it uses.
+    fn preloaded(&self, name: &str, words: &[String], ip: Ip) -> Result<Proc, Error> {
         // Lines shall come when they are written, as they do from the guest.
         let mut command = Command::new("stdbuf");
         command.args(["-o", "L"]).arg(&self.places.ferroce).arg("run");
-        for ip in Ip::BOTH {
+        let single = matches!(self.datapath, DatapathKind::Packet { .. });
+        for ip in Ip::BOTH.into_iter().filter(|each| !single || *each == ip) {
             command.args(["--addr", &self.host(ip)?.to_string()]);
         }
         command
             .arg("--")
             .args(words)
             .env("FERROCE_BROKER_DIR", self.broker_dir())
-            .env("FERROCE_DATAPATH", self.places.datapath.to_string());
+            .env("FERROCE_DATAPATH", self.datapath.to_string());
         Proc::spawn(name, &mut command, &self.dir)
     }
 }

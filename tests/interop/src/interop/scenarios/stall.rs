@@ -1,7 +1,11 @@
 //! Whether a kernel that does nothing any more waits for us.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    mem,
+};
 
+use super::Ctx;
 use crate::lab::{HOST_V4, HOST_V6};
 
 /// Bits of an RTRS immediate value that are not its type (`rtrs-pri.h`: `MAX_IMM_PAYL_BITS`).
@@ -53,10 +57,18 @@ pub(super) fn all_answered(frames: &str) -> Result<usize, String> {
     }
 }
 
+/// Returns whether the capture shows that the kernel stopped in the middle of a message, as it does now and then
+/// (`specs/kernel.md`). What excused one run does not excuse the next: the first `judged` lines of the capture are left out.
+pub(super) fn kernel_stopped(c: &Ctx<'_>, judged: &mut usize) -> bool {
+    let Ok(frames) = c.frames() else { return false };
+    let lines = frames.lines().count();
+    stopped_within_a_message(frames.lines().skip(mem::replace(judged, lines)))
+}
+
 /// Whether the kernel stopped in the middle of a message although we had acknowledged all of it that had come. In the lines of
 /// `ferroce pcap check` there is then a queue pair of ours to which its last packet is of a message that goes on, and what we
 /// last said to the other end of it is that this packet has come. Other queue pairs may have gone on meanwhile.
-pub(super) fn stopped_within_a_message<'a>(frames: impl Iterator<Item = &'a str>) -> bool {
+fn stopped_within_a_message<'a>(frames: impl Iterator<Item = &'a str>) -> bool {
     // By destination queue pair: what the kernel sent last, and what we did.
     let (mut sent, mut answered) = (BTreeMap::new(), BTreeMap::new());
     for (at, line) in frames.enumerate() {
