@@ -24,7 +24,7 @@
 //! let (src, dst) = ("10.0.0.1:50000".parse()?, "10.0.0.2:4791".parse()?);
 //! let meta = Meta { frame: 1, time_ns: 0, src, dst };
 //! let dissection = Dissector::new().packet(&meta, &Packet::parse(&payload)?);
-//! assert_eq!(dissection.summary(), "RC Acknowledge qp 17 psn 5 ack msn 3");
+//! assert_eq!(dissection.summary(), "RC Acknowledge qp 0x000011 psn 0x000005 ack msn 0x000003");
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!

@@ -233,16 +233,13 @@ fn summary(message: &Message) -> String {
             " {:#010x} service {} qp {} psn {}",
             m.local_comm_id,
             service::describe(ServiceId(m.service_id)),
-            m.local_qpn.value(),
-            m.starting_psn.value()
+            m.local_qpn,
+            m.starting_psn
         ),
         Message::Rep(m) => write!(
             out,
             " {:#010x} to {:#010x} qp {} psn {}",
-            m.local_comm_id,
-            m.remote_comm_id,
-            m.local_qpn.value(),
-            m.starting_psn.value()
+            m.local_comm_id, m.remote_comm_id, m.local_qpn, m.starting_psn
         ),
         Message::Rej(m) => write!(
             out,
@@ -264,9 +261,7 @@ fn summary(message: &Message) -> String {
         Message::Dreq(m) => write!(
             out,
             " {:#010x} to {:#010x} qp {}",
-            m.local_comm_id,
-            m.remote_comm_id,
-            m.remote_qpn.value()
+            m.local_comm_id, m.remote_comm_id, m.remote_qpn
         ),
         Message::Drep(m) => write!(out, " {:#010x} to {:#010x}", m.local_comm_id, m.remote_comm_id),
         Message::SidrReq(m) => write!(
@@ -279,7 +274,7 @@ fn summary(message: &Message) -> String {
             out,
             " {:#x} qp {} status {}",
             m.request_id,
-            m.qpn.value(),
+            m.qpn,
             sidr_status(m.status)
         ),
     };
@@ -340,7 +335,7 @@ mod tests {
     #[test]
     fn fields_have_their_bytes_and_values() {
         let parsed = layer(&dreq(), 20);
-        assert_eq!(parsed.layer.summary, "CM DREQ 0x11223344 to 0x55667788 qp 17");
+        assert_eq!(parsed.layer.summary, "CM DREQ 0x11223344 to 0x55667788 qp 0x000011");
         assert_eq!(parsed.private_at, HEADER_LEN + 12);
         let field = |name| parsed.layer.fields.iter().find(|f| f.name == name).unwrap();
         let id = field("remote_comm_id");

@@ -1,6 +1,6 @@
 //! ACK extended transport header (IBTA 9.7.5.2).
 
-use core::time::Duration;
+use core::{fmt, time::Duration};
 
 use crate::{
     psn::Msn,
@@ -33,6 +33,18 @@ impl NakCode {
             3 => Self::RemoteOperationalError,
             4 => Self::InvalidRdRequest,
             _ => return None,
+        })
+    }
+}
+
+impl fmt::Display for NakCode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::PsnSequenceError => "PSN sequence error",
+            Self::InvalidRequest => "invalid request",
+            Self::RemoteAccessError => "remote access error",
+            Self::RemoteOperationalError => "remote operational error",
+            Self::InvalidRdRequest => "invalid RD request",
         })
     }
 }
@@ -129,6 +141,20 @@ impl Syndrome {
             Self::Rnr(timer) => 0x20 | timer.0,
             Self::Nak(code) => 0x60 | code as u8,
             Self::Reserved(byte) => byte,
+        }
+    }
+}
+
+impl fmt::Display for Syndrome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ack(credits) => match credits.count() {
+                Some(count) => write!(f, "ack, {count} credits"),
+                None => f.write_str("ack"),
+            },
+            Self::Rnr(timer) => write!(f, "rnr-nak, wait {:?}", timer.duration()),
+            Self::Nak(code) => write!(f, "nak, {code}"),
+            Self::Reserved(byte) => write!(f, "reserved syndrome {byte:#04x}"),
         }
     }
 }

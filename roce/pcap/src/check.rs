@@ -1,5 +1,7 @@
 //! Checks of the frames of a capture: addresses, lengths, headers, ICRCs.
 
+use std::slice::Chunks;
+
 use roce_bth::{ICRC_LEN, MAX_HEADER_LEN, Opcode, Packet, ParseError, Psn, Qpn, ROCE_UDP_PORT};
 use roce_icrc::{Flow, check_datagram};
 use roce_port::cm::Translation;
@@ -12,7 +14,7 @@ use crate::{
     report::{FrameReport, Icrc},
     rule::Rule,
     segments::{self, MIN_PACKET, Splitter},
-    summary,
+    summary::{Excerpt, FrameSummary},
 };
 
 /// Bytes of the UDP header.
@@ -20,13 +22,11 @@ const UDP_HEADER_LEN: usize = 8;
 /// Most bytes of a packet: the largest path MTU with headers, pad and ICRC.
 const MAX_PACKET: usize = 4096 + MAX_HEADER_LEN + ICRC_LEN;
 
-/// Kind of a frame.
-pub(crate) enum Examined<'a> {
-    /// RoCEv2, with the packets that a receiver would take.
-    Roce(Box<FrameReport>, Packets<'a>),
-    /// Nobody knows.
+/// Reason why a frame is not judged.
+pub(crate) enum Skipped {
+    /// Nobody knows whether it is RoCEv2.
     Unread(Finding),
-    /// Not RoCEv2, as far as can be seen.
+    /// It is not RoCEv2, as far as can be seen.
     Other(Option<Finding>),
 }
 
@@ -35,55 +35,45 @@ pub(crate) enum Packets<'a> {
     /// None: they are damaged, or can't be told apart.
     None,
     /// One whose ICRC is wrong.
-    Damaged(&'a [u8]),
-    /// One of so many bytes on the wire, of which the capture has these.
-    One(&'a [u8], usize),
-    /// Packets of this size end to end; the last may be shorter.
-    Several(&'a [u8], usize),
+    Damaged(Packet<'a>),
+    /// One.
+    Whole(Packet<'a>),
+    /// The bytes that the capture has of one with so many on the wire.
+    Cut(&'a [u8], usize),
+    /// The first of several, if it can be read, and the bytes of the others.
+    Several(Option<Packet<'a>>, Chunks<'a, u8>),
 }
 
 /// Checks a frame by itself.
-pub(crate) fn examine<'a>(frame: &Frame<'a>, splitter: &mut Splitter) -> Examined<'a> {
+pub(crate) fn examine<'a>(frame: &Frame<'a>, splitter: &mut Splitter) -> Result<(FrameReport, Packets<'a>), Skipped> {
     match frame::dissect(frame.link, frame.data) {
-        Ok(dissected) if dissected.datagram.dst.port() == ROCE_UDP_PORT => {
-            let report = roce_frame(frame, &dissected, splitter);
-            let packets = packets(&report, &dissected, splitter);
-            Examined::Roce(Box::new(report), packets)
-        }
-        Ok(_) => Examined::Other(None),
-        Err(unread) => undissected(frame, &unread),
+        Ok(dissected) if dissected.datagram.dst.port() == ROCE_UDP_PORT => Ok(roce_frame(frame, &dissected, splitter)),
+        Ok(_) => Err(Skipped::Other(None)),
+        Err(unread) => Err(undissected(frame, &unread)),
     }
 }
 
-/// Returns the packets of a frame that a receiver would take.
-fn packets<'a>(report: &FrameReport, dissected: &Dissected<'a>, splitter: &Splitter) -> Packets<'a> {
-    let Datagram { datagram, payload, .. } = dissected.datagram;
-    match (&dissected.problem, report.icrc) {
-        (None, Icrc::Ok) if report.packets > 1 => Packets::Several(payload, splitter.last_size()),
-        (None, Icrc::Ok) => Packets::One(payload, payload.len()),
-        (None, Icrc::Bad) if report.packets == 1 => Packets::Damaged(payload),
-        (Some(FrameError::Truncated { .. }), _) => {
-            // The UDP header, which says how long it was, is right before the payload.
-            let header = datagram.len() - payload.len();
-            let udp_len = datagram.get(header - 4..).and_then(<[u8]>::first_chunk);
-            let len = udp_len.map_or(0, |len| usize::from(u16::from_be_bytes(*len)));
-            match len.checked_sub(UDP_HEADER_LEN) {
-                Some(len) if len <= MAX_PACKET && len > payload.len() => Packets::One(payload, len),
-                _ => Packets::None,
-            }
-        }
+/// Returns a packet of which the capture has only the first bytes, if its length can be known.
+fn cut_packet<'a>(datagram: &Datagram<'a>) -> Packets<'a> {
+    let Datagram { datagram, payload, .. } = *datagram;
+    // The UDP header, which says how long it was, is right before the payload.
+    let header = datagram.len() - payload.len();
+    let udp_len = datagram.get(header - 4..).and_then(<[u8]>::first_chunk);
+    let len = udp_len.map_or(0, |len| usize::from(u16::from_be_bytes(*len)));
+    match len.checked_sub(UDP_HEADER_LEN) {
+        Some(len) if len <= MAX_PACKET && len > payload.len() => Packets::Cut(payload, len),
         _ => Packets::None,
     }
 }
 
 /// A frame that could not be taken apart to its end.
-fn undissected<'a>(frame: &Frame<'_>, unread: &Undissected) -> Examined<'a> {
+fn undissected(frame: &Frame<'_>, unread: &Undissected) -> Skipped {
     let finding = |rule, text: String| Finding::of_file(frame.index, rule, text);
     let text = unread.error.to_string();
     match unread.error {
-        FrameError::RoceV1 => Examined::Other(Some(finding(Rule::FrameRoceV1, text))),
-        FrameError::LinkType(_) | FrameError::ErfType(_) => Examined::Unread(finding(Rule::FrameLinkType, text)),
-        FrameError::Tunnel(_) => Examined::Unread(finding(Rule::FrameTunnel, text)),
+        FrameError::RoceV1 => Skipped::Other(Some(finding(Rule::FrameRoceV1, text))),
+        FrameError::LinkType(_) | FrameError::ErfType(_) => Skipped::Unread(finding(Rule::FrameLinkType, text)),
+        FrameError::Tunnel(_) => Skipped::Unread(finding(Rule::FrameTunnel, text)),
         FrameError::Truncated { .. } => {
             let text = match unread.carriers.last() {
                 Some(carrier) => format!("what {} carries cannot be told apart: {text}", carrier.name),
@@ -91,15 +81,15 @@ fn undissected<'a>(frame: &Frame<'_>, unread: &Undissected) -> Examined<'a> {
             };
             let finding = finding(Rule::FrameCut, text);
             match (may_be_cut(frame, &unread.carriers), unread.carriers.is_empty()) {
-                (true, _) => Examined::Unread(finding),
+                (true, _) => Skipped::Unread(finding),
                 // The frame itself is too short for anything.
-                (false, true) => Examined::Other(Some(finding)),
+                (false, true) => Skipped::Other(Some(finding)),
                 // To the port of a tunnel, and not in it.
-                (false, false) => Examined::Other(None),
+                (false, false) => Skipped::Other(None),
             }
         }
         // Later fragments, broken headers of some protocol, ARP and the rest.
-        _ => Examined::Other(None),
+        _ => Skipped::Other(None),
     }
 }
 
@@ -117,7 +107,7 @@ fn tunnels(carriers: &[Carrier]) -> String {
     texts.join(", ")
 }
 
-fn roce_frame(frame: &Frame<'_>, dissected: &Dissected<'_>, splitter: &mut Splitter) -> FrameReport {
+fn roce_frame<'a>(frame: &Frame<'_>, dissected: &Dissected<'a>, splitter: &mut Splitter) -> (FrameReport, Packets<'a>) {
     let datagram = &dissected.datagram;
     let mut report = FrameReport {
         index: frame.index,
@@ -134,7 +124,7 @@ fn roce_frame(frame: &Frame<'_>, dissected: &Dissected<'_>, splitter: &mut Split
         dest_qp: None,
         psn: None,
         payload_len: None,
-        summary: String::new(),
+        summary: FrameSummary::Incomplete(None),
         packets: 1,
         icrc: Icrc::Unchecked,
         findings: vec![],
@@ -143,7 +133,7 @@ fn roce_frame(frame: &Frame<'_>, dissected: &Dissected<'_>, splitter: &mut Split
         report.find(Rule::FrameTunnel, tunnels(&dissected.carriers));
     }
     ip_findings(&mut report, &datagram.ip);
-    match &dissected.problem {
+    let packets = match &dissected.problem {
         None => complete_packet(&mut report, datagram, splitter),
         Some(problem) => {
             let rule = match problem {
@@ -151,14 +141,16 @@ fn roce_frame(frame: &Frame<'_>, dissected: &Dissected<'_>, splitter: &mut Split
                 FrameError::Fragment { .. } => Rule::FrameFragment,
                 _ => Rule::FrameMalformed,
             };
-            report.summary = match datagram.payload.first().copied().and_then(Opcode::from_byte) {
-                Some(opcode) => format!("{opcode}, incomplete"),
-                None => "incomplete".to_owned(),
-            };
+            let opcode = datagram.payload.first().copied().and_then(Opcode::from_byte);
+            report.summary = FrameSummary::Incomplete(opcode);
             report.find(rule, problem.to_string());
+            match problem {
+                FrameError::Truncated { .. } => cut_packet(datagram),
+                _ => Packets::None,
+            }
         }
-    }
-    report
+    };
+    (report, packets)
 }
 
 fn ip_findings(report: &mut FrameReport, ip: &Ip) {
@@ -182,30 +174,31 @@ fn ip_findings(report: &mut FrameReport, ip: &Ip) {
     }
 }
 
-/// The ICRC and the headers of a datagram that is all there.
-fn complete_packet(report: &mut FrameReport, datagram: &Datagram<'_>, splitter: &mut Splitter) {
+/// Checks ICRC and headers of a datagram that is all there. Returns its packets.
+fn complete_packet<'a>(report: &mut FrameReport, datagram: &Datagram<'a>, splitter: &mut Splitter) -> Packets<'a> {
+    let (src, dst, id) = (datagram.src, datagram.dst, datagram.identification());
     let Some(checked) = check_datagram(datagram.datagram) else {
         // Too short for a BTH and an ICRC, which the parser puts into words; or with extension headers of IPv6, which
         // senders do not have, so that the ICRC is right without.
-        let flow = Flow::try_from((datagram.src, datagram.dst)).ok();
+        let flow = Flow::try_from((src, dst)).ok();
         if flow.is_some_and(|flow| datagram.payload.len() >= MIN_PACKET && flow.verify(0, datagram.payload)) {
             report.icrc = Icrc::Ok;
         }
-        describe(report, datagram.payload);
-        return;
+        let packet = describe(report, datagram.payload);
+        return match report.icrc {
+            Icrc::Ok => packet.map_or(Packets::None, Packets::Whole),
+            _ => Packets::None,
+        };
     };
     if checked.is_ok() {
         report.icrc = Icrc::Ok;
-        describe(report, datagram.payload);
-        return;
+        return describe(report, datagram.payload).map_or(Packets::None, Packets::Whole);
     }
-    let (src, dst, id) = (datagram.src, datagram.dst, datagram.identification());
     if let Some(size) = splitter.size(src, dst, id, datagram.payload) {
-        segmented(report, datagram, size);
-        return;
+        return segmented(report, datagram, size);
     }
     report.icrc = Icrc::Bad;
-    describe(report, datagram.payload);
+    let packet = describe(report, datagram.payload);
     let text = format!(
         "ICRC {:08x} on the wire, {:08x} computed",
         checked.carried.swap_bytes(),
@@ -217,36 +210,47 @@ fn complete_packet(report: &mut FrameReport, datagram: &Datagram<'_>, splitter: 
         let text = format!("{found}: the ICRC is right for these addresses");
         report.find(Rule::FrameTranslated, text);
     }
+    packet.map_or(Packets::None, Packets::Damaged)
 }
 
-/// A frame with packets of `size` bytes end to end.
-fn segmented(report: &mut FrameReport, datagram: &Datagram<'_>, size: usize) {
-    let packets = datagram.payload.chunks(size);
+/// Checks a frame with packets of `size` bytes end to end. Returns them if all ICRCs are right.
+fn segmented<'a>(report: &mut FrameReport, datagram: &Datagram<'a>, size: usize) -> Packets<'a> {
+    let mut packets = datagram.payload.chunks(size);
     report.packets = packets.len() as u64;
     report.icrc = Icrc::Ok;
     let text = format!("{} packets of up to {size} bytes in one frame", packets.len());
     report.find(Rule::FrameSegments, text);
-    describe(report, &datagram.payload[..size.min(datagram.payload.len())]);
-    for (nth, packet) in packets.enumerate() {
-        let place = format!("packet {} of {}", nth + 1, report.packets);
+    for (nth, packet) in packets.clone().enumerate() {
         if !segments::segment_ok(datagram.src, datagram.dst, datagram.identification(), nth, packet) {
             report.icrc = Icrc::Bad;
-            let text = format!("{place}: wrong ICRC");
+            let text = format!("packet {} of {}: wrong ICRC", nth + 1, report.packets);
             report.find(Rule::FrameIcrc, text);
         }
-        // The first has been described.
-        if nth > 0
-            && let Some((rule, text)) = packet_finding(packet)
-        {
-            let text = format!("{place}: {text}");
-            report.find(rule, text);
+    }
+    let first = packets.next().and_then(|packet| describe(report, packet));
+    match report.icrc {
+        Icrc::Ok => Packets::Several(first, packets),
+        _ => {
+            for (nth, packet) in packets.enumerate() {
+                segment(report, nth, packet);
+            }
+            Packets::None
         }
     }
 }
 
+/// Reads one of several packets in a frame, the `nth` behind the first, and reports its faults.
+pub(crate) fn segment<'a>(report: &mut FrameReport, nth: usize, packet: &'a [u8]) -> Option<Packet<'a>> {
+    let parsed = Packet::parse(packet);
+    if let Some((rule, text)) = fault(&parsed) {
+        report.find(rule, format!("packet {} of {}: {text}", nth + 2, report.packets));
+    }
+    parsed.ok()
+}
+
 /// Returns the fault of a packet's headers.
-fn packet_finding(packet: &[u8]) -> Option<(Rule, String)> {
-    match Packet::parse(packet) {
+fn fault(packet: &Result<Packet<'_>, ParseError>) -> Option<(Rule, String)> {
+    match packet {
         Ok(packet) if packet.header.bth.dest_qp == Qpn::SMI => {
             Some((Rule::FrameQp0, "a packet for QP0, which RoCE drops".to_owned()))
         }
@@ -256,20 +260,23 @@ fn packet_finding(packet: &[u8]) -> Option<(Rule, String)> {
     }
 }
 
-fn describe(report: &mut FrameReport, packet: &[u8]) {
-    match Packet::parse(packet) {
-        Ok(parsed) => {
-            let bth = &parsed.header.bth;
+/// Reads a frame's first packet into its report.
+fn describe<'a>(report: &mut FrameReport, packet: &'a [u8]) -> Option<Packet<'a>> {
+    let parsed = Packet::parse(packet);
+    match parsed {
+        Ok(packet) => {
+            let bth = &packet.header.bth;
             report.opcode = Some(bth.opcode.info().name);
             report.opcode_code = Some(bth.opcode as u8);
             report.dest_qp = Some(bth.dest_qp.value());
             report.psn = Some(Psn::value(bth.psn));
-            report.payload_len = Some(parsed.payload.len());
-            report.summary = summary::line(&parsed);
+            report.payload_len = Some(packet.payload.len());
+            report.summary = FrameSummary::Packet(Excerpt::new(&packet));
         }
-        Err(e) => report.summary = e.to_string(),
+        Err(e) => report.summary = FrameSummary::Malformed(e),
     }
-    if let Some((rule, text)) = packet_finding(packet) {
+    if let Some((rule, text)) = fault(&parsed) {
         report.find(rule, text);
     }
+    parsed.ok()
 }

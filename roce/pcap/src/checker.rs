@@ -5,7 +5,7 @@ use std::{io::Read, mem, path::Path};
 use roce_bth::Qpn;
 
 use crate::{
-    check::{Examined, Packets, examine},
+    check::{Packets, Skipped, examine, segment},
     finding::{Finding, Findings},
     judge::{Event, Judge, Meta, Observed, Stated},
     reader::{Capture, Error, Frame},
@@ -71,19 +71,35 @@ impl Checker {
     pub fn frame(&mut self, frame: &Frame<'_>, mut event: impl FnMut(&Event, &Observed<'_>)) -> Option<FrameReport> {
         self.report.frames += 1;
         let (mut report, packets) = match examine(frame, &mut self.splitter) {
-            Examined::Roce(report, packets) => (*report, packets),
-            Examined::Unread(finding) => {
+            Ok(examined) => examined,
+            Err(Skipped::Unread(finding)) => {
                 self.report.unread_frames += 1;
                 self.add(&finding);
                 return None;
             }
-            Examined::Other(finding) => {
+            Err(Skipped::Other(finding)) => {
                 if let Some(finding) = finding {
                     self.add(&finding);
                 }
                 return None;
             }
         };
+        self.follow(&mut report, packets, &mut event);
+        self.report.add_frame(&report);
+        report.findings.append(&mut self.judge.take_findings());
+        for finding in &mut report.findings {
+            finding.is_first = self.add(finding);
+        }
+        Some(report)
+    }
+
+    /// Gives a frame's packets to the judge.
+    fn follow(
+        &mut self,
+        report: &mut FrameReport,
+        packets: Packets<'_>,
+        event: &mut impl FnMut(&Event, &Observed<'_>),
+    ) {
         let meta = Meta {
             frame: report.index,
             time_ns: report.time_ns,
@@ -91,32 +107,30 @@ impl Checker {
             dst: report.dst.ip(),
             ecn: report.tos & 3,
         };
-        let mut follow = |bytes: &[u8], len: usize| {
-            let Ok(o) = Observed::new(meta, bytes, len) else { return };
+        let mut judged = |o: Observed<'_>| {
+            // A receiver drops it.
             if o.header.bth.dest_qp == Qpn::SMI {
-                return;
+                return None;
             }
-            if let Some(found) = self.judge.packet(&o) {
-                report.conversation.get_or_insert(found.conversation);
-                event(&found, &o);
+            let found = self.judge.packet(&o)?;
+            event(&found, &o);
+            Some(found.conversation)
+        };
+        report.conversation = match packets {
+            Packets::None => None,
+            Packets::Damaged(packet) => self.judge.damaged(&Observed::new(meta, packet)),
+            Packets::Whole(packet) => judged(Observed::new(meta, packet)),
+            Packets::Cut(bytes, len) => Observed::cut(meta, bytes, len).ok().and_then(judged),
+            Packets::Several(first, rest) => {
+                let mut conversation = first.and_then(|packet| judged(Observed::new(meta, packet)));
+                for (nth, bytes) in rest.enumerate() {
+                    let packet = segment(report, nth, bytes);
+                    let found = packet.and_then(|packet| judged(Observed::new(meta, packet)));
+                    conversation = conversation.or(found);
+                }
+                conversation
             }
         };
-        match packets {
-            Packets::None => {}
-            Packets::Damaged(bytes) => {
-                if let Ok(o) = Observed::new(meta, bytes, bytes.len()) {
-                    report.conversation = self.judge.damaged(&o);
-                }
-            }
-            Packets::One(bytes, len) => follow(bytes, len),
-            Packets::Several(bytes, size) => bytes.chunks(size.max(1)).for_each(|bytes| follow(bytes, bytes.len())),
-        }
-        self.report.add_frame(&report);
-        report.findings.append(&mut self.judge.take_findings());
-        for finding in &mut report.findings {
-            finding.is_first = self.add(finding);
-        }
-        Some(report)
     }
 
     /// Notes that the capture can't be read further.
@@ -165,7 +179,7 @@ pub fn check_file(path: impl AsRef<Path>) -> Result<Report, Error> {
 /// [`check_file`], handing each RoCEv2 frame to `each` as it is read.
 ///
 /// # Errors
-/// Checks a file as [`check_file`] does, and reports each frame.
+/// As [`check_file`].
 pub fn check_file_with(path: impl AsRef<Path>, each: impl FnMut(&FrameReport)) -> Result<Report, Error> {
     let name = path.as_ref().display().to_string();
     Ok(check(Checker::new(name), Capture::open(path)?, each))

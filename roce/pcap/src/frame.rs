@@ -2,7 +2,7 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use etherparse::{EtherType, IpNumber, Ipv4HeaderSlice, Ipv6HeaderSlice, UdpHeaderSlice};
+use etherparse::{EtherType, IpNumber, Ipv4HeaderSlice, Ipv6HeaderSlice, UdpHeaderSlice, checksum::Sum16BitWords};
 use roce_bth::ROCE_UDP_PORT;
 
 use crate::{
@@ -115,27 +115,18 @@ pub(crate) struct IpLayer {
     pub(crate) fragment: Option<u16>,
 }
 
-/// Headers of a frame, the outermost first.
-struct Trail<'a> {
-    frame: &'a [u8],
-    carriers: Vec<Carrier>,
-    layers: Vec<Layer>,
-}
-
-impl<'a> Trail<'a> {
-    const fn new(frame: &'a [u8]) -> Self {
-        Self {
-            frame,
-            carriers: vec![],
-            layers: vec![],
-        }
-    }
-
-    /// Adds a header that begins where a part of the frame does.
-    fn add(&mut self, part: &[u8], layer: impl FnOnce(usize) -> Layer) {
-        let at = part.as_ptr().addr().checked_sub(self.frame.as_ptr().addr());
-        if let Some(at) = at.filter(|&at| at <= self.frame.len()) {
-            self.layers.push(layer(at));
+impl Layer {
+    /// Returns it with offsets in a frame of which it begins at `by`.
+    const fn moved(self, by: usize) -> Self {
+        match self {
+            Self::Ethernet(at) => Self::Ethernet(at + by),
+            Self::Network(at) => Self::Network(at + by),
+            Self::Ip(ip) => Self::Ip(IpLayer {
+                at: ip.at + by,
+                payload: ip.payload + by,
+                end: ip.end + by,
+                ..ip
+            }),
         }
     }
 }
@@ -158,55 +149,62 @@ pub(crate) struct Undissected {
 
 /// [`decode`], but a datagram that is cut off or a first fragment is returned with its problem.
 pub(crate) fn dissect(link: LinkType, frame: &[u8]) -> Result<Dissected<'_>, Undissected> {
-    let mut trail = Trail::new(frame);
-    match innermost(link, &mut trail) {
+    let mut carriers = vec![];
+    match innermost(link, frame, &mut carriers, |_, _| {}) {
         Ok((datagram, problem)) => Ok(Dissected {
             datagram,
             problem,
-            carriers: trail.carriers,
+            carriers,
         }),
-        Err(error) => Err(Undissected {
-            error,
-            carriers: trail.carriers,
-        }),
+        Err(error) => Err(Undissected { error, carriers }),
     }
 }
 
 /// Returns the headers of a frame as far as they can be read.
 pub(crate) fn layers(link: LinkType, frame: &[u8]) -> Vec<Layer> {
-    let mut trail = Trail::new(frame);
-    let _ = innermost(link, &mut trail);
-    trail.layers
+    let mut layers = vec![];
+    let _ = innermost(link, frame, &mut vec![], |part, layer| {
+        let at = part.as_ptr().addr().checked_sub(frame.as_ptr().addr());
+        layers.extend(at.filter(|&at| at <= frame.len()).map(|at| layer.moved(at)));
+    });
+    layers
 }
 
 type Found<'a> = (Datagram<'a>, Option<FrameError>);
 
-fn innermost<'a>(link: LinkType, trail: &mut Trail<'a>) -> Result<Found<'a>, FrameError> {
-    let mut layer = link::network_layer(link, trail.frame)?;
+/// Finds the innermost datagram. Adds the tunnels on the way, and calls `see` with each header: the part of the frame that it
+/// begins, and its layer with offsets in that part.
+fn innermost<'a>(
+    link: LinkType,
+    frame: &'a [u8],
+    carriers: &mut Vec<Carrier>,
+    mut see: impl FnMut(&[u8], Layer),
+) -> Result<Found<'a>, FrameError> {
+    let mut layer = link::network_layer(link, frame)?;
     loop {
-        trail.add(layer.1, Layer::Network);
+        see(layer.1, Layer::Network(0));
         let packet = match layer {
             (EtherType::IPV4, bytes) => ipv4(bytes)?,
             (EtherType::IPV6, bytes) => ipv6(bytes)?,
             (EtherType(ETHERTYPE_ROCE_V1), _) => return Err(FrameError::RoceV1),
             (EtherType(other), _) => return Err(FrameError::NotIp(other)),
         };
-        trail.add(packet.bytes, |at| Layer::Ip(packet.layer(at)));
+        see(packet.bytes, Layer::Ip(packet.layer()));
         let carried = match packet.contents()? {
             Contents::Datagram(datagram, problem) => return Ok((datagram, problem)),
             Contents::Tunnel(carried) => carried,
         };
-        if trail.carriers.len() == MAX_CARRIERS {
+        if carriers.len() == MAX_CARRIERS {
             return Err(FrameError::Tunnel("more than 4 tunnels"));
         }
-        trail.carriers.push(Carrier {
+        carriers.push(Carrier {
             name: carried.name,
             src: packet.src,
             dst: packet.dst,
             is_mirror: carried.is_mirror,
         });
         if let Inner::Ethernet(bytes) = carried.inner {
-            trail.add(bytes, Layer::Ethernet);
+            see(bytes, Layer::Ethernet(0));
         }
         layer = carried.inner.network_layer()?;
     }
@@ -233,12 +231,12 @@ enum Contents<'a> {
 }
 
 impl<'a> IpPacket<'a> {
-    /// Its place in a frame in which it begins at `at`.
-    const fn layer(&self, at: usize) -> IpLayer {
+    /// Its header, with offsets in the packet.
+    const fn layer(&self) -> IpLayer {
         IpLayer {
-            at,
-            payload: at + self.at,
-            end: at + self.total,
+            at: 0,
+            payload: self.at,
+            end: self.total,
             protocol: self.protocol.0,
             fragment: match self.fragment {
                 Some(FrameError::Fragment { offset, .. }) => Some(offset),
@@ -330,7 +328,7 @@ fn ipv4(bytes: &[u8]) -> Result<IpPacket<'_>, FrameError> {
         dont_fragment: header.dont_fragment(),
         ihl: header.ihl(),
         tos: bytes[1],
-        checksum_ok: header.to_header().calc_header_checksum() == header.header_checksum(),
+        checksum_ok: Sum16BitWords::new().add_slice(header.slice()).ones_complement() == 0,
     };
     Ok(IpPacket {
         src: header.source_addr().into(),

@@ -10,6 +10,9 @@ use zstd::stream::read::Decoder as ZstdDecoder;
 
 /// Largest window of zstd that is read, as a power of two: 128 MiB, as the program `zstd` reads without options.
 const WINDOW_LOG: u32 = 27;
+/// Most bytes of one read. The reader of pcap files has a buffer of 8 MB, of which it then uses a part that stays in the
+/// processor's cache.
+const MAX_READ: usize = 256 << 10;
 
 /// Bytes with the first ones put back.
 pub(crate) type Rewound<R> = Chain<Cursor<Vec<u8>>, R>;
@@ -52,7 +55,10 @@ impl<R: Read> Input<R> {
 impl<R: Read> Read for Input<R> {
     fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
         let (read, source) = match self {
-            Self::Plain(reader) => return reader.read(out),
+            Self::Plain(reader) => {
+                let len = out.len().min(MAX_READ);
+                return reader.read(&mut out[..len]);
+            }
             Self::Gzip(decoder) => (decoder.read(out), decoder.get_mut()),
             Self::Zstd(decoder) => (decoder.read(out), decoder.get_mut().get_mut()),
         };

@@ -102,6 +102,8 @@ pub use severity::{Fault, Severity};
 #[cfg(feature = "reader")]
 pub use split::{Part, split};
 #[cfg(feature = "reader")]
+pub use summary::{EXT_HEADERS, Excerpt, FrameSummary, HeaderSummary, PacketSummary};
+#[cfg(feature = "reader")]
 pub use survey::{Reviewed, Reviewer, Survey};
 #[cfg(feature = "reader")]
 pub use verdict::Verdict;

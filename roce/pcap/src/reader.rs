@@ -1,6 +1,7 @@
 //! Reading capture files frame by frame.
 
 use std::{
+    borrow::Cow,
     fs::File,
     io::{self, Read},
     path::{Path, PathBuf},
@@ -14,7 +15,7 @@ use crate::{
     input::{Input, Rewound, peek},
     interface::Interface,
     link::{self, Direction, LinkType},
-    pcapng::{Contents, MAX_FRAME, Meta, PcapNg, Stop},
+    pcapng::{Contents, MAX_FRAME, PcapNg, Stop},
 };
 
 /// Reason why a capture cannot be read, or not further.
@@ -231,33 +232,21 @@ impl<R: Read> Capture<R> {
             return None;
         }
         let next = match &mut self.format {
-            Format::Pcap(reader, interface) => next_pcap(reader, interface.link, &mut self.contents.data),
-            Format::PcapNg(reader) => reader.next(&mut self.contents),
+            Format::Pcap(reader, interface) => next_pcap(reader, interface, &mut self.contents.data),
+            Format::PcapNg(reader) => next_pcapng(reader, &mut self.contents),
         };
-        let meta = match next {
-            Ok(meta) => meta?,
+        match next {
+            Ok(frame) => {
+                let mut frame = frame?;
+                self.count += 1;
+                frame.index = self.count;
+                Some(Ok(frame))
+            }
             Err(stop) => {
                 self.failed = true;
-                return Some(Err(Error::new(stop, self.count)));
+                Some(Err(Error::new(stop, self.count)))
             }
-        };
-        self.count += 1;
-        let interfaces = self.interfaces();
-        Some(Ok(Frame {
-            index: self.count,
-            time_ns: meta.time_ns,
-            link: interfaces[meta.interface as usize].link,
-            original_len: meta.original_len,
-            data: &self.contents.data,
-            direction: meta.direction,
-            interface: meta.interface,
-            section: match &self.format {
-                Format::Pcap(..) => 0,
-                Format::PcapNg(reader) => reader.section(),
-            },
-            interfaces,
-            comments: &self.contents.comments,
-        }))
+        }
     }
 
     /// Interfaces that have been described so far, of the section that is being read.
@@ -297,7 +286,12 @@ const fn unknown(magic: &[u8], is_compressed: bool) -> &'static str {
     }
 }
 
-fn next_pcap<R: Read>(reader: &mut PcapReader<R>, link: LinkType, data: &mut Vec<u8>) -> Result<Option<Meta>, Stop> {
+/// Returns the next frame, without its number. `spare` is for bytes that the reader doesn't share.
+fn next_pcap<'a, R: Read>(
+    reader: &'a mut PcapReader<R>,
+    interface: &'a Interface,
+    spare: &'a mut Vec<u8>,
+) -> Result<Option<Frame<'a>>, Stop> {
     let header = reader.header();
     // The raw packet: the cooked one refuses frames that `tcpdump -s` has cut.
     let Some(packet) = reader.next_raw_packet() else {
@@ -317,12 +311,41 @@ fn next_pcap<R: Read>(reader: &mut PcapReader<R>, link: LinkType, data: &mut Vec
     if nanos >= 1_000_000_000 {
         return Err(PcapError::InvalidField("a time stamp with a fraction of more than a second").into());
     }
-    data.clear();
-    data.extend_from_slice(&packet.data);
-    Ok(Some(Meta {
-        time_ns: u64::from(packet.ts_sec) * 1_000_000_000 + nanos,
-        original_len: packet.orig_len,
-        interface: 0,
-        direction: link::direction(link, data),
+    let data = match packet.data {
+        Cow::Borrowed(data) => data,
+        Cow::Owned(data) => {
+            *spare = data;
+            spare
+        }
+    };
+    let time_ns = u64::from(packet.ts_sec) * 1_000_000_000 + nanos;
+    let direction = link::direction(interface.link, data);
+    Ok(Some(Frame::live(
+        0,
+        time_ns,
+        interface,
+        data,
+        packet.orig_len,
+        direction,
+    )))
+}
+
+/// Returns the next frame, without its number.
+fn next_pcapng<'a, R: Read>(reader: &'a mut PcapNg<R>, contents: &'a mut Contents) -> Result<Option<Frame<'a>>, Stop> {
+    let Some(meta) = reader.next(contents)? else {
+        return Ok(None);
+    };
+    let interfaces = reader.interfaces();
+    Ok(Some(Frame {
+        index: 0,
+        time_ns: meta.time_ns,
+        link: interfaces[meta.interface as usize].link,
+        original_len: meta.original_len,
+        data: &contents.data,
+        direction: meta.direction,
+        interface: meta.interface,
+        section: reader.section(),
+        interfaces,
+        comments: &contents.comments,
     }))
 }

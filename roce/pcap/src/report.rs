@@ -4,7 +4,9 @@ use std::net::SocketAddr;
 
 use serde::Serialize;
 
-use crate::{finding::Finding, judge::Summary, rule::Rule, severity::Severity, verdict::Verdict};
+use crate::{
+    finding::Finding, judge::Summary, rule::Rule, severity::Severity, summary::FrameSummary, verdict::Verdict,
+};
 
 /// A frame's ICRC.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize)]
@@ -44,7 +46,7 @@ pub struct FrameReport {
     /// Payload bytes without pad, likewise.
     pub payload_len: Option<usize>,
     /// One line: opcode, queue pair, PSN, extended headers; or why it does not parse.
-    pub summary: String,
+    pub summary: FrameSummary,
     /// How many RoCEv2 packets are in the frame: more than 1 when it was captured before segmentation or after GRO.
     pub packets: u64,
     /// Whether the ICRC is right; of several packets, whether all are.

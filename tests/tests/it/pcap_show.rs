@@ -32,16 +32,16 @@ fn a_packet_is_a_line_with_its_innermost_layer() {
     assert_eq!(
         lines(&["--from", "19", "--to", "21"], "rnbd.pcap"),
         [
-            "   19   0.344700 10.77.0.2 > 10.77.0.1:0x23 Write Only+imm 11088919 | RNBD session information, version 2",
-            "   20   0.345308 10.77.0.1 > 10.77.0.2:0x24 Ack 11088919 ack msn 2",
-            "   21   0.346634 10.77.0.1 > 10.77.0.2:0x24 Write Only 6975392 | RNBD session information answer, version 2",
+            "   19   0.344700 10.77.0.2 > 10.77.0.1:0x23 Write Only+imm 0xa93417 | RNBD session information, version 2",
+            "   20   0.345308 10.77.0.1 > 10.77.0.2:0x24 Ack 0xa93417 ack msn 0x000002",
+            "   21   0.346634 10.77.0.1 > 10.77.0.2:0x24 Write Only 0x6a6fa0 | RNBD session information answer, version 2",
         ]
     );
     assert_eq!(
         lines(&["--from", "3", "--to", "4"], "rping.pcap"),
         [
             "    3   0.022639 10.77.0.2 > 10.77.0.1:0x1 CM RTU 0x012a0958 to 0xe7f93761",
-            "    4   0.024551 10.77.0.2 > 10.77.0.1:0x20 Send Only 10871100 len 16 ack-req",
+            "    4   0.024551 10.77.0.2 > 10.77.0.1:0x20 Send Only 0xa5e13c len 16 ack-req",
         ]
     );
     let lnet = lines(&["--to", "1"], "lnet/ping.pcap");
@@ -89,7 +89,7 @@ fn a_request_is_followed_to_its_last_acknowledgement() {
         assert_eq!(shown.len(), 12, "{shown:#?}");
         assert!(
             shown[0]
-                .starts_with("   35   0.000000 10.77.0.2 > 10.77.0.1:0x24 Write Only+imm 9082495 | RNBD read of 4096")
+                .starts_with("   35   0.000000 10.77.0.2 > 10.77.0.1:0x24 Write Only+imm 0x8a967f | RNBD read of 4096")
         );
         assert!(shown[10].starts_with("   45   0.002422 "), "{}", shown[10]);
         assert_eq!(shown[11], "latency 1.824 ms, 11 packets, 0 retransmissions");
@@ -123,7 +123,7 @@ fn retransmissions_are_counted() {
 fn findings_are_below_their_frames_with_what_is_around() {
     let shown = lines(&["--rule", "no-answer", "--context", "1"], "retry-exceeded-client.pcap");
     assert_eq!(shown.len(), 3, "{shown:#?}");
-    assert!(shown[0].starts_with("    1   0.000000 10.77.0.2 > 10.77.0.1:0x12 Send Only 16777200 "));
+    assert!(shown[0].starts_with("    1   0.000000 10.77.0.2 > 10.77.0.1:0x12 Send Only 0xfffff0 "));
     assert!(shown[1].starts_with("      ^ warning no-answer: "), "{}", shown[1]);
     assert!(
         shown[2].starts_with("    2 ") && shown[2].contains("repeated: "),
@@ -192,7 +192,7 @@ fn a_stall_is_shown_with_the_frames_around_it() {
     assert_eq!(
         shown,
         [
-            "    9   0.000160 192.0.2.2 > 192.0.2.1:0x21 Ack 16777200 ack msn 2",
+            "    9   0.000160 192.0.2.2 > 192.0.2.1:0x21 Ack 0xfffff0 ack msn 0x000002",
             "      ^ error ack-ghost: an acknowledgement of PSN 0xfffff0, which was never sent: the first request has 0xfffffe; \
              at fault: 192.0.2.2",
         ]

@@ -27,7 +27,7 @@ fn head(packets: &Packets, seconds: f64) -> String {
 /// Line of a frame without a packet that a receiver would take.
 pub(super) fn of_frame(packets: &Packets, seconds: f64) -> String {
     let text = match packets.report() {
-        Some(report) => shown(&report.summary).to_string(),
+        Some(report) => report.summary.to_string(),
         None => "not read".to_owned(),
     };
     cut(format!("{} ", head(packets, seconds)), &text)
@@ -42,7 +42,7 @@ pub(super) fn of_part(packets: &Packets, part: &Part, seconds: f64) -> String {
 
 /// Opcode, PSN and the innermost layer.
 pub(super) fn summary(part: &Part) -> String {
-    let packet = format!("{} {}", short(part.bth.opcode), part.bth.psn.value());
+    let packet = format!("{} {}", short(part.bth.opcode), part.bth.psn);
     let Some(dissection) = &part.dissection else {
         return format!("{packet} | cut by the capture");
     };
@@ -78,7 +78,7 @@ fn management(dissection: &Dissection) -> Option<String> {
 
 /// Extended headers: what the line of the base transport header has behind opcode, queue pair and PSN.
 fn headers<'a>(dissection: &'a Dissection, bth: &Bth) -> &'a str {
-    let known = format!("{} qp {} psn {}", bth.opcode, bth.dest_qp.value(), bth.psn.value());
+    let known = format!("{} qp {} psn {}", bth.opcode, bth.dest_qp, bth.psn);
     let layer = dissection.layers.first();
     layer
         .and_then(|layer| layer.summary.strip_prefix(&known))

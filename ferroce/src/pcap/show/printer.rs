@@ -143,7 +143,7 @@ impl<W: Write> Printer<W> {
             psn: part.map(|part| part.bth.psn.value()),
             summary: match (dissection, report) {
                 (Some(dissection), _) => dissection.summary(),
-                (None, Some(report)) => report.summary.clone(),
+                (None, Some(report)) => report.summary.to_string(),
                 (None, None) => String::new(),
             },
             repeated: part.is_some_and(Part::is_repeated),

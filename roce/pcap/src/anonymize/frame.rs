@@ -10,7 +10,7 @@ use super::{
     secret::Secret,
 };
 use crate::{
-    check::{Examined, examine},
+    check::examine,
     frame::{self, Datagram, IpLayer, Layer},
     link::{LinkType, erf_header},
     reader::Frame,
@@ -60,17 +60,13 @@ impl Frames {
                 }
             }
         }
-        match examine(frame, &mut self.splitter) {
-            Examined::Roce(report, _) => {
-                if let Ok(dissected) = frame::dissect(frame.link, old)
-                    && let Some(header) = headers.last()
-                {
-                    let is_whole = dissected.problem.is_none();
-                    self.roce(&mut new, &dissected.datagram, header, is_whole, &report);
-                    known = header.end.min(new.len());
-                }
-            }
-            Examined::Unread(_) | Examined::Other(_) => {}
+        if let Ok((report, _)) = examine(frame, &mut self.splitter)
+            && let Ok(dissected) = frame::dissect(frame.link, old)
+            && let Some(header) = headers.last()
+        {
+            let is_whole = dissected.problem.is_none();
+            self.roce(&mut new, &dissected.datagram, header, is_whole, &report);
+            known = header.end.min(new.len());
         }
         let rest = known.min(new.len());
         new[rest..].fill(0);

@@ -53,6 +53,8 @@ struct Transaction {
     frame: u64,
     time_ns: u64,
     acceptor: IpAddr,
+    /// Communication ID of the acceptor's last REP.
+    acceptor_id: Option<u32>,
     req: Box<Req>,
     answered: bool,
     conversation: Option<usize>,
@@ -173,20 +175,30 @@ impl Transactions {
         if self.order.len() > MAX
             && let Some(oldest) = self.order.pop_front()
         {
-            self.by_requester.remove(&oldest);
-            self.by_acceptor.retain(|_, key| *key != oldest);
+            self.remove(oldest);
         }
         let transaction = Transaction {
             frame: o.meta.frame,
             time_ns: o.meta.time_ns,
             acceptor: o.meta.dst,
+            acceptor_id: None,
             req: Box::new(*req),
             answered: false,
             conversation: None,
             serial: self.serials,
         };
         self.serials += 1;
+        self.remove(key);
         self.by_requester.insert(key, transaction);
+    }
+
+    /// Forgets a connection request, and its acceptor's communication ID.
+    fn remove(&mut self, key: (IpAddr, u32)) {
+        if let Some(t) = self.by_requester.remove(&key)
+            && let Some(id) = t.acceptor_id
+        {
+            self.by_acceptor.remove(&(t.acceptor, id));
+        }
     }
 
     fn reply(&mut self, o: &Observed<'_>, rep: &Rep, findings: &mut Vec<Finding>) -> Change {
@@ -202,7 +214,10 @@ impl Transactions {
         if t.conversation.is_some() {
             return Change::None;
         }
-        self.by_acceptor.insert((o.meta.src.ip(), rep.local_comm_id), key);
+        if let Some(before) = t.acceptor_id.replace(rep.local_comm_id) {
+            self.by_acceptor.remove(&(t.acceptor, before));
+        }
+        self.by_acceptor.insert((t.acceptor, rep.local_comm_id), key);
         let req = &t.req;
         if rep.initiator_depth > req.responder_resources {
             let text = format!(
@@ -278,5 +293,53 @@ fn check_req(o: &Observed<'_>, req: &Req, findings: &mut Vec<Finding>) {
                 gids.0, gids.1, peers.0, peers.1
             ),
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use roce_bth::{Bth, Header, MAX_HEADER_LEN, Opcode};
+
+    use super::*;
+    use crate::judge::Meta;
+
+    #[test]
+    fn replies_to_one_request_are_one_transaction() {
+        let addr = |n| IpAddr::from(Ipv4Addr::new(10, 0, 0, n));
+        let mut bytes = [0; MAX_HEADER_LEN];
+        let header = Header::new(Bth::new(Opcode::UdSendOnly, Qpn::GSI, Psn::new(0)));
+        let header = header.view(&mut bytes);
+        let packet = Packet { header, payload: &[] };
+        let from = |src, dst| {
+            let meta = Meta {
+                frame: 1,
+                time_ns: 0,
+                src: (addr(src), 5000).into(),
+                dst: addr(dst),
+                ecn: 0,
+            };
+            Observed::new(meta, packet)
+        };
+        let mut known = Transactions::default();
+        let req = Req {
+            local_comm_id: 1,
+            ..Req::default()
+        };
+        known.request(&from(1, 2), &req);
+        for local_comm_id in 0..100 {
+            let rep = Rep {
+                local_comm_id,
+                remote_comm_id: 1,
+                ..Rep::default()
+            };
+            // Nobody makes a conversation of it: there are too many.
+            let change = known.reply(&from(2, 1), &rep, &mut vec![]);
+            assert!(matches!(change, Change::Made { .. }));
+        }
+        assert_eq!(known.by_acceptor.len(), 1);
+        known.remove((addr(1), 1));
+        assert!(known.by_acceptor.is_empty() && known.by_requester.is_empty());
     }
 }

@@ -33,20 +33,21 @@ pub struct Observed<'a> {
 }
 
 impl<'a> Observed<'a> {
-    /// Reads a packet of `len` bytes on the wire (BTH to ICRC), of which the capture has `bytes`.
+    /// Creates a packet that the capture has whole.
+    pub const fn new(meta: Meta, Packet { header, payload }: Packet<'a>) -> Self {
+        Self {
+            meta,
+            header,
+            payload_len: payload.len(),
+            payload: Some(payload),
+        }
+    }
+
+    /// Reads a packet of `len` bytes on the wire (BTH to ICRC), of which the capture has the first ones.
     ///
     /// # Errors
     /// Bytes that are no packet, or too few for a BTH.
-    pub fn new(meta: Meta, bytes: &'a [u8], len: usize) -> Result<Self, ParseError> {
-        if bytes.len() >= len {
-            let Packet { header, payload } = Packet::parse(&bytes[..len])?;
-            return Ok(Self {
-                meta,
-                header,
-                payload_len: payload.len(),
-                payload: Some(payload),
-            });
-        }
+    pub fn cut(meta: Meta, bytes: &'a [u8], len: usize) -> Result<Self, ParseError> {
         let header = HeaderView::of_cut(bytes)?;
         let rest = len.saturating_sub(header.bth.opcode.info().header_len.max(BTH_LEN) + ICRC_LEN);
         Ok(Self {

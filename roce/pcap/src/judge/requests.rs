@@ -131,7 +131,14 @@ fn fresh(d: &mut Direction, o: &Observed<'_>, psn: i64, skipped: i64, cx: &mut C
         check_depth(d, o, psn, cx);
     }
     d.loose = count.is_none();
-    d.assumed |= d.loose;
+    d.assumed |= matches!(
+        body,
+        Body::Read(Read {
+            len: Some(_),
+            assumed: true,
+            ..
+        })
+    );
     let count = count.unwrap_or(1);
     d.spans.push(
         Span {

@@ -147,9 +147,12 @@ impl Spans {
         }
     }
 
-    /// Puts a packet into the hole at `at`.
+    /// Puts a packet into the hole at `at`. A hole with more than [`KEPT`] spans behind it stays, as each of them would have to be
+    /// counted again for every packet.
     pub(super) fn fill(&mut self, at: usize, mut span: Span) {
-        let Some(&hole) = self.0.get(at) else { return };
+        let Some(&hole) = self.0.get(at).filter(|_| self.0.len() - at <= KEPT) else {
+            return;
+        };
         span.ends_before = hole.ends_before;
         span.holes_before = hole.holes_before + (span.start - hole.start);
         let mut parts = vec![];
@@ -238,5 +241,40 @@ mod tests {
             Some(9_999)
         );
         assert_eq!(silent.find(0), None);
+    }
+    #[test]
+    fn a_hole_is_filled_unless_too_much_follows() {
+        let hole = Span {
+            start: 0,
+            count: 2,
+            body: Body::Hole,
+            opcode: None,
+            frame: 1,
+            first_ns: 0,
+            last_ns: 0,
+            sent: 1,
+            asks: false,
+            ends: false,
+            ends_before: 0,
+            holes_before: 0,
+        };
+        let packet = Span {
+            count: 1,
+            body: Body::Packet(None),
+            ends: true,
+            ..hole
+        };
+        for (following, filled) in [(KEPT - 1, true), (KEPT, false)] {
+            let mut spans = Spans::default();
+            spans.push(hole, 0, MAX);
+            for n in 0..following {
+                let start = 2 + n as i64;
+                spans.push(Span { start, ..packet }, 0, MAX);
+            }
+            spans.fill(0, packet);
+            assert_eq!(spans.get(0).unwrap().is_hole(), !filled, "{following}");
+            let last = spans.last_mut().unwrap();
+            assert_eq!(last.holes_before, if filled { 1 } else { 2 });
+        }
     }
 }

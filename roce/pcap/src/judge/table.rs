@@ -22,6 +22,10 @@ const MAX_CONVERSATIONS: usize = 1 << 16;
 /// Pause after which a queue pair number may have a new owner, nanoseconds.
 const PAUSE_NS: u64 = 500_000_000;
 
+/// Conversations that may be compared with packets to find the ones that these answer: at the beginning, and more with each packet.
+const COMPARISONS: usize = 1 << 23;
+const COMPARISONS_PER_PACKET: usize = 32;
+
 /// Sender, receiver, destination queue pair.
 type Key = (IpAddr, IpAddr, u32);
 
@@ -70,7 +74,7 @@ pub struct Summary {
 }
 
 /// Follows the conversations of a capture.
-#[derive(Default, Debug)]
+#[derive(Debug)]
 pub struct Judge {
     conversations: Vec<Conversation>,
     halves: HashMap<Key, (usize, usize)>,
@@ -79,8 +83,26 @@ pub struct Judge {
     transactions: Transactions,
     findings: Vec<Finding>,
     now_ns: u64,
+    /// Comparisons that are left. Without any, queue pairs stay unpaired: a capture can't take time that grows with the square
+    /// of its length.
+    comparisons: usize,
     /// Packets of conversations beyond [`MAX_CONVERSATIONS`].
     not_followed: u64,
+}
+
+impl Default for Judge {
+    fn default() -> Self {
+        Self {
+            conversations: vec![],
+            halves: HashMap::new(),
+            unpaired: HashMap::new(),
+            transactions: Transactions::default(),
+            findings: vec![],
+            now_ns: 0,
+            comparisons: COMPARISONS,
+            not_followed: 0,
+        }
+    }
 }
 
 impl Judge {
@@ -111,6 +133,7 @@ impl Judge {
     /// Judges the next packet. Its findings are those of [`Judge::take_findings`]. `None`: it belongs to no conversation.
     pub fn packet(&mut self, o: &Observed<'_>) -> Option<Event> {
         self.now_ns = self.now_ns.max(o.meta.time_ns);
+        self.comparisons = COMPARISONS.min(self.comparisons + COMPARISONS_PER_PACKET);
         if o.header.bth.dest_qp == Qpn::GSI {
             let change = self.transactions.datagram(o, &mut self.findings);
             self.change(change, o);
@@ -334,6 +357,7 @@ impl Judge {
         if !is_answer(bth.opcode.info().class) {
             return None;
         }
+        self.comparisons = self.comparisons.checked_sub(self.conversations.len())?;
         let (answerer, requester) = (key.0, key.1);
         let fits = |c: &Conversation, side: usize| {
             let pause = o.meta.time_ns.saturating_sub(c.directions[side].answered_ns) > PAUSE_NS;
@@ -395,10 +419,11 @@ impl Judge {
     }
 
     /// The only unpaired conversation in the other direction that a packet can belong to.
-    fn candidate(&self, o: &Observed<'_>, except: Option<usize>) -> Option<usize> {
+    fn candidate(&mut self, o: &Observed<'_>, except: Option<usize>) -> Option<usize> {
         let bth = &o.header.bth;
         let class = bth.opcode.info().class;
         let unpaired = self.unpaired.get(&(o.meta.dst, o.meta.src.ip()))?;
+        self.comparisons = self.comparisons.checked_sub(unpaired.len())?;
         let fits = |index: &&usize| {
             let conversation = &self.conversations[**index];
             if Some(**index) == except || conversation.merged.is_some() || conversation.closed {

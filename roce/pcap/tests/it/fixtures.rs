@@ -164,7 +164,7 @@ fn pcapng_and_pcap_of_the_same_traffic_are_the_same() {
 #[test]
 fn summaries_say_what_happens() {
     let mut lines = vec![];
-    check_file_with(dir().join("rping.pcap"), |frame| lines.push(frame.summary.clone())).unwrap();
+    check_file_with(dir().join("rping.pcap"), |frame| lines.push(frame.summary.to_string())).unwrap();
     let text = lines.join("\n");
     for expected in [
         "(CM REQ)",

@@ -198,7 +198,7 @@ impl Wire {
             dst: dst.parse().unwrap(),
             ecn: self.ecn,
         };
-        let observed = Observed::new(meta, &bytes, bytes.len()).unwrap();
+        let observed = Observed::new(meta, Packet::parse(&bytes).unwrap());
         if let Some(event) = self.judge.packet(&observed) {
             self.flows.event(&event);
         }

@@ -9,5 +9,6 @@ mod files;
 mod fixtures;
 mod flows;
 mod frames;
+mod many;
 mod survey;
 mod tunnels;
