@@ -2,7 +2,7 @@
 
 use clap::{Args, Subcommand};
 use roce::{
-    FaultControl, FaultRequest, FaultTarget, Faults, RuleStatus,
+    FaultControl, FaultRequest, Faults, ProcessName, RuleStatus,
     fault::{Rule, rules},
 };
 use serde::Serialize;
@@ -26,6 +26,7 @@ pub(crate) struct FaultArgs {
 }
 
 /// Faults of a server or mapping, and what lets them be changed.
+#[derive(Debug)]
 pub(crate) struct Demanded {
     faults: Faults,
     _control: FaultControl,
@@ -123,9 +124,9 @@ struct Which {
 
 impl Which {
     /// Returns the selected processes, at least one.
-    fn targets(&self) -> Result<Vec<FaultTarget>, Failure> {
-        let all = FaultTarget::all().map_err(|e| Failure::failed(format!("/proc/net/unix: {e}")))?;
-        let is_meant = |target: &FaultTarget| {
+    fn targets(&self) -> Result<Vec<ProcessName>, Failure> {
+        let all = FaultRequest::processes().map_err(|e| Failure::failed(format!("/proc/net/unix: {e}")))?;
+        let is_meant = |target: &ProcessName| {
             self.pid.is_none_or(|pid| pid == target.pid) && self.name.as_ref().is_none_or(|name| *name == target.name)
         };
         let found: Vec<_> = all.into_iter().filter(is_meant).collect();
@@ -139,10 +140,10 @@ impl Which {
     }
 
     /// Asks all of them; those of other users only if nobody else is there.
-    fn ask(&self, request: &FaultRequest) -> Result<Vec<(FaultTarget, Vec<RuleStatus>)>, Failure> {
+    fn ask(&self, request: &FaultRequest) -> Result<Vec<(ProcessName, Vec<RuleStatus>)>, Failure> {
         let (mut done, mut failed) = (Vec::new(), None);
         for target in self.targets()? {
-            match target.ask(request) {
+            match request.ask(&target) {
                 Ok(rules) => done.push((target, rules)),
                 // It has ended meanwhile, or is another user's.
                 Err(e) => failed = Some(format!("process {} ({}): {e}", target.pid, target.name)),
@@ -168,7 +169,7 @@ struct TargetJson {
     rules: Vec<RuleJson>,
 }
 
-fn as_json((target, rules): (FaultTarget, Vec<RuleStatus>)) -> TargetJson {
+fn as_json((target, rules): (ProcessName, Vec<RuleStatus>)) -> TargetJson {
     let rule = |status: RuleStatus| RuleJson {
         rule: status.rule,
         counts: status.counts.into_iter().map(|(name, n)| (name, n.into())).collect(),
@@ -180,11 +181,11 @@ fn as_json((target, rules): (FaultTarget, Vec<RuleStatus>)) -> TargetJson {
     }
 }
 
-fn head(target: &FaultTarget) -> String {
+fn head(target: &ProcessName) -> String {
     format!("process {} {}", target.pid, target.name)
 }
 
-fn show(target: &FaultTarget, rules: &[RuleStatus]) -> Result<(), Failure> {
+fn show(target: &ProcessName, rules: &[RuleStatus]) -> Result<(), Failure> {
     output::line(&head(target))?;
     if rules.is_empty() {
         return output::line("  none");

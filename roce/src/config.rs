@@ -9,6 +9,8 @@ use roce_qp::{FreePaces, WindowConfig};
 use roce_verbs::{Mtu, provider::VerbsError};
 
 use crate::broker::Snapshot;
+#[cfg(feature = "pcap")]
+use crate::ring::Ring;
 
 /// How a device is opened.
 #[derive(Clone, Debug)]
@@ -39,6 +41,9 @@ pub struct DeviceConfig {
     pub pcap: Option<PathBuf>,
     /// Add to that file if it exists, instead of starting it again.
     pub pcap_append: bool,
+    /// Keep the last packets in memory, instead of a file of all.
+    #[cfg(feature = "pcap")]
+    pub ring: Option<Ring>,
     /// Identifies the device to connection managers; `None`: random. No two live devices may share one, unless they
     /// have distinct slots.
     pub guid: Option<u64>,
@@ -105,6 +110,8 @@ impl Default for DeviceConfig {
             unreliable_rate: FreePaces::USUAL,
             pcap: None,
             pcap_append: false,
+            #[cfg(feature = "pcap")]
+            ring: None,
             guid: None,
             sockets: None,
             shards: 1,

@@ -84,7 +84,7 @@
 //!
 //! A connection stays up as long as its [`Id`] or its queue pair. With the feature `tokio` completions and events are futures too
 //! (module `aio`). Two features are on by default: `broker` ([`Device::open_shared`]; without it there is no [`JoinConfig`], and one process
-//! has an address) and `pcap` ([`DeviceConfig::pcap`]; without it a device with a capture is refused). Without both, a program has 48 crates instead
+//! has an address) and `pcap` ([`DeviceConfig::pcap`] and [`ring`]; without it a device with a capture is refused). Without both, a program has 48 crates instead
 //! of 61.
 //!
 //! What a forked child has of its parent's devices is dead there: calls fail, and drops do nothing.
@@ -100,7 +100,7 @@
 //! - An event's `Display` tells why a connection failed: `rejected: nothing listens at the service ID`.
 //! - A SEND without completion may have met no receive ([`Qp::post_recv`]), or lacks [`SendFlags::SIGNALED`] ([`Qp::post_send`]).
 //! - A connection that ends at once had its [`Id`] and queue pair dropped on one side.
-//! - [`DeviceConfig::pcap`] writes all packets to a capture, and [tracing](https://docs.rs/tracing) events tell what was dropped.
+//! - [`DeviceConfig::pcap`] writes all packets to a capture, [`DeviceConfig::ring`] keeps the last ones for when something fails, and [tracing](https://docs.rs/tracing) events tell what was dropped.
 //!
 //! # Memory and locks
 //!
@@ -135,6 +135,8 @@ mod opener;
 mod qp;
 mod queue;
 pub mod reactor;
+#[cfg(feature = "pcap")]
+pub mod ring;
 mod router;
 mod shards;
 mod srq;
@@ -159,8 +161,9 @@ pub use opener::{NewDevice, Opener};
 pub use qp::{Grant, Qp, QpInit, QpOptions};
 pub use roce_fault::{self as fault, Faults};
 pub use roce_net::{
-    DatapathCounters, DatapathKind, EventFd, FaultControl, FaultRequest, FaultTarget, Flush, OpenSockets, RuleStatus,
-    Spin, SpinMode, Thread, UnknownDatapath, VlanId, environment, gids, iface, links, names, neighbours, now,
+    DatapathCounters, DatapathKind, EventFd, FaultControl, FaultRequest, Flush, OpenSockets, RuleStatus, Spin,
+    SpinMode, Thread, UnknownDatapath, VlanId, environment, gids, iface, links, names, neighbours, now,
+    process_socket::ProcessName,
 };
 pub use roce_port::fabric::{DeviceName, Hardware, Usage};
 pub use roce_port::{

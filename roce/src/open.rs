@@ -215,7 +215,7 @@ impl Parts {
         let guid = roce_port::cm::guid::keeping(u64::from_le_bytes([a, b, c, d, e, f, g, h]));
         let mut mem = None;
         let parts = bound.into_iter().map(|(config, path)| {
-            let tap = tap.cloned().map(|tap| Box::new(tap) as Box<dyn Tap>);
+            let tap = tap.map(SharedTap::to_tap);
             let parts = Self::new(config, path, tap, guid, mem.clone())?;
             if memory == Memory::Shared {
                 mem.get_or_insert_with(|| parts.mem.clone());

@@ -165,7 +165,7 @@ impl Opener {
 
     fn members(&self, config: &DeviceConfig, given: &[OpenSockets]) -> Result<Vec<Member>, VerbsError> {
         let tap = match &self.0.tap {
-            Some(tap) => Some(SharedTap::upgrade(tap).ok_or(VerbsError::Closed)?),
+            Some(tap) => Some(tap.upgrade().ok_or(VerbsError::Closed)?),
             None => None,
         };
         let bound = self.0.sharing.bind(config, given);

@@ -131,8 +131,19 @@ pub trait Datapath: Send {
     }
 }
 
+/// Trouble of a port that a capture may be taken for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Trouble {
+    /// A queue pair, or its send queue, has moved to an error state because of an error.
+    QueuePair,
+    /// A packet with a wrong ICRC has come.
+    Icrc,
+}
+
 /// Receives a copy of every packet. A driver calls it under the port's lock.
 pub trait Tap: Send {
     /// Takes a packet that was sent, or received (before any check). `index`: its position in a segmented send or merged buffer.
     fn packet(&mut self, from: SocketAddr, to: SocketAddr, index: u16, bytes: &[u8]);
+    /// Takes notice that something has gone wrong. The packets that show it came before.
+    fn trouble(&mut self, _what: Trouble) {}
 }

@@ -1,43 +1,32 @@
-//! Changing faults on demand while a process runs: a socket for each set of rules, and its client.
+//! Changing faults on demand while a process runs: a [socket](crate::process_socket) for each set of rules, and its client.
 //!
-//! The socket's name is abstract and says whose it is: `ferroce-fault/PID/NAME`. It goes with the process, and is seen in the process's
-//! network namespace. A connection is one request of one line, and one answer: `ok` or `error`, and lines of text. Only the process's own
-//! user and root are answered.
+//! A connection is one request of one line, and one answer: `ok` or `error`, and lines of text.
 
 use std::{
     io::{self, Read, Write},
     net::Shutdown,
     os::{
         fd::AsFd,
-        linux::net::SocketAddrExt,
-        unix::net::{SocketAddr, UnixListener, UnixStream},
+        unix::net::{UnixListener, UnixStream},
     },
     sync::Arc,
     thread::JoinHandle,
-    time::Duration,
 };
 
-use nix::{
-    sys::socket::{getsockopt, sockopt::PeerCredentials},
-    unistd::geteuid,
-};
 use roce_fault::{Faults, RuleReport};
 use roce_verbs::shown;
 use socket2::SockRef;
 
-use crate::{sys, unix_table};
+use crate::{
+    process_socket::{ProcessName, ProcessSockets},
+    sys,
+};
 
-/// The beginning of the sockets' names.
-const PREFIX: &str = "ferroce-fault/";
+/// Sockets of processes that take rules.
+const SOCKETS: ProcessSockets = ProcessSockets::new("ferroce-fault");
 /// Longest request and answer, bytes.
 const MAX_REQUEST: u64 = 64 << 10;
 const MAX_ANSWER: u64 = 1 << 20;
-/// Time that either side has.
-const TIMEOUT: Duration = Duration::from_secs(2);
-/// Sockets of one name and process.
-const SAME_NAME: u32 = 64;
-/// Longest name, bytes: that of a socket has 107 at most.
-const MAX_NAME: usize = 64;
 
 /// Lets `ferroce fault` show and change rules of this process, until it is dropped.
 #[derive(Debug)]
@@ -45,46 +34,6 @@ pub struct FaultControl {
     listener: Arc<UnixListener>,
     thread: Option<JoinHandle<()>>,
     generation: u32,
-}
-
-/// Whether the name of a socket may have this character.
-fn is_plain(c: char) -> bool {
-    c.is_ascii_alphanumeric() || "._-:".contains(c)
-}
-
-/// A name as a part of a socket's name.
-fn plain(name: &str) -> String {
-    let plain = name.chars().map(|c| if is_plain(c) { c } else { '_' });
-    plain.take(MAX_NAME).collect()
-}
-
-fn bind(name: &str) -> io::Result<UnixListener> {
-    let base = format!("{PREFIX}{}/{}", std::process::id(), plain(name));
-    let names = (1..=SAME_NAME).map(|n| match n {
-        1 => base.clone(),
-        _ => format!("{base}+{n}"),
-    });
-    let mut last = io::Error::from(io::ErrorKind::AddrInUse);
-    for name in names {
-        match UnixListener::bind_addr(&SocketAddr::from_abstract_name(name)?) {
-            Ok(listener) => return Ok(listener),
-            Err(e) if e.kind() == io::ErrorKind::AddrInUse => last = e,
-            Err(e) => return Err(e),
-        }
-    }
-    Err(last)
-}
-
-/// Whether the other side is our own user or root, or we are root.
-fn is_trusted(stream: &UnixStream) -> io::Result<bool> {
-    let peer = getsockopt(stream, PeerCredentials)?.uid();
-    let own = geteuid().as_raw();
-    Ok(peer == own || peer == 0)
-}
-
-fn set_timeouts(stream: &UnixStream) -> io::Result<()> {
-    stream.set_read_timeout(Some(TIMEOUT))?;
-    stream.set_write_timeout(Some(TIMEOUT))
 }
 
 fn listing(reports: &[RuleReport]) -> String {
@@ -118,9 +67,8 @@ fn answer(faults: &Faults, request: &str) -> String {
 }
 
 fn serve(faults: &Faults, mut stream: UnixStream) -> io::Result<()> {
-    set_timeouts(&stream)?;
-    if !is_trusted(&stream)? {
-        return stream.write_all(b"error\nit belongs to another user\n");
+    if let Err(e) = SOCKETS.admit(&stream) {
+        return stream.write_all(format!("error\n{e}\n").as_bytes());
     }
     let mut request = String::new();
     (&stream).take(MAX_REQUEST).read_to_string(&mut request)?;
@@ -133,7 +81,7 @@ impl FaultControl {
     /// # Errors
     /// When the system has no socket or thread left.
     pub fn start(name: &str, faults: &Faults) -> io::Result<Self> {
-        let listener = Arc::new(bind(name)?);
+        let listener = Arc::new(SOCKETS.listen(name)?);
         let (theirs, faults) = (listener.clone(), faults.clone());
         let thread = sys::start_thread("ferroce faults", move || {
             for stream in theirs.incoming() {
@@ -185,58 +133,25 @@ pub struct RuleStatus {
     pub counts: Vec<(String, u64)>,
 }
 
-/// Rules of a process that can be shown and changed.
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub struct FaultTarget {
-    /// Process id.
-    pub pid: u32,
-    /// Owner of the rules: the program's name, or that of a task.
-    pub name: String,
-}
-
-impl FaultTarget {
-    /// Lists those of this network namespace, of all users.
+impl FaultRequest {
+    /// Lists the processes of this network namespace that take rules, of all users.
     ///
     /// # Errors
     /// When the system's list of sockets can't be read.
-    pub fn all() -> io::Result<Vec<Self>> {
-        let mut found: Vec<Self> = unix_table::listening(&unix_table::read()?)
-            .filter_map(|(_, path)| Self::of_path(path))
-            .collect();
-        found.sort();
-        Ok(found)
+    pub fn processes() -> io::Result<Vec<ProcessName>> {
+        SOCKETS.all()
     }
 
-    /// Parses the path of a listening socket. Anybody can listen under such a name, so one that [`FaultControl::start`] does not make is
-    /// ignored.
-    fn of_path(path: &str) -> Option<Self> {
-        let (pid, name) = path.strip_prefix('@')?.strip_prefix(PREFIX)?.split_once('/')?;
-        let name = Some(name).filter(|name| name.chars().all(|c| is_plain(c) || c == '+'))?;
-        Some(Self {
-            pid: pid.parse().ok()?,
-            name: name.to_owned(),
-        })
-    }
-
-    /// Makes a request. Only [`FaultRequest::Show`] returns rules.
+    /// Makes the request. Only [`FaultRequest::Show`] returns rules.
     ///
     /// # Errors
     /// `PermissionDenied` when the process is another user's, `InvalidInput` with the text of a refusal, and those of the connection.
-    pub fn ask(&self, request: &FaultRequest) -> io::Result<Vec<RuleStatus>> {
-        let name = format!("{PREFIX}{}/{}", self.pid, self.name);
-        let mut stream = UnixStream::connect_addr(&SocketAddr::from_abstract_name(name)?)?;
-        set_timeouts(&stream)?;
-        // Anybody can take a name.
-        if !geteuid().is_root() && !is_trusted(&stream)? {
-            return Err(io::Error::new(
-                io::ErrorKind::PermissionDenied,
-                "it belongs to another user",
-            ));
-        }
-        let request = match request {
-            FaultRequest::Show => "show".to_owned(),
-            FaultRequest::Set(rules) => format!("set {rules}"),
-            FaultRequest::Clear => "clear".to_owned(),
+    pub fn ask(&self, process: &ProcessName) -> io::Result<Vec<RuleStatus>> {
+        let mut stream = SOCKETS.connect(process)?;
+        let request = match self {
+            Self::Show => "show".to_owned(),
+            Self::Set(rules) => format!("set {rules}"),
+            Self::Clear => "clear".to_owned(),
         };
         stream.write_all(request.as_bytes())?;
         stream.shutdown(Shutdown::Write)?;
@@ -277,8 +192,8 @@ fn read_answer(answer: &str) -> io::Result<Vec<RuleStatus>> {
 mod tests {
     use super::*;
 
-    fn own(name: &str) -> Vec<FaultTarget> {
-        let all = FaultTarget::all().unwrap().into_iter();
+    fn own(name: &str) -> Vec<ProcessName> {
+        let all = FaultRequest::processes().unwrap().into_iter();
         all.filter(|t| t.pid == std::process::id() && t.name.starts_with(name))
             .collect()
     }
@@ -289,7 +204,7 @@ mod tests {
         let control = FaultControl::start("a task", &faults).unwrap();
         let targets = own("a_task");
         assert_eq!(targets.len(), 1, "{targets:?}");
-        let ask = |request| targets[0].ask(&request);
+        let ask = |request: FaultRequest| request.ask(&targets[0]);
         assert_eq!(ask(FaultRequest::Show).unwrap(), []);
         ask(FaultRequest::Set("reg_mr=ENOMEM,nth=2; loss=1%".into())).unwrap();
         assert_eq!([faults.registering(), faults.registering()], [None, Some(12)]);
@@ -307,35 +222,11 @@ mod tests {
     }
 
     #[test]
-    fn several_of_a_name_are_told_apart() {
-        let faults = Faults::default();
-        let _controls = [(); 3].map(|()| FaultControl::start("same", &faults).unwrap());
-        let names: Vec<String> = own("same").into_iter().map(|t| t.name).collect();
-        assert_eq!(names, ["same", "same+2", "same+3"]);
-    }
-
-    #[test]
     fn answers_of_strangers_do_no_harm() {
         for answer in ["", "ok", "no\n", "ok\nx\n", "ok\nlost 5\n", "ok\nrule a\nlost x\n"] {
             assert!(read_answer(answer).is_err(), "{answer:?}");
         }
-        let target = |line: &str| unix_table::listening(line).find_map(|(_, path)| FaultTarget::of_path(path));
-        assert_eq!(target("Num RefCount Protocol Flags Type St Inode Path"), None);
-        let line = "0000000000000000: 00000002 00000000 00010000 0001 01 12345 @ferroce-fault/7/x";
-        assert_eq!(target(line).map(|t| (t.pid, t.name)), Some((7, "x".into())));
-        assert_eq!(target(&line.replace("00010000", "00000000")), None);
-        for name in ["\u{1b}[2J", "a\u{9b}31m", "a\u{202e}b", "\u{fffd}", "a/b"] {
-            assert_eq!(target(&line.replace("7/x", &format!("7/{name}"))), None, "{name:?}");
-        }
         let refused = read_answer("error\nno\u{1b}[2J\n").unwrap_err();
         assert_eq!(refused.to_string(), "no\\u{1b}[2J");
-    }
-
-    #[test]
-    fn a_socket_whose_name_is_no_text_hides_none() {
-        let name = [b"no text \xff ", std::process::id().to_string().as_bytes()].concat();
-        let _other = UnixListener::bind_addr(&SocketAddr::from_abstract_name(name).unwrap()).unwrap();
-        let _control = FaultControl::start("seen", &Faults::default()).unwrap();
-        assert_eq!(own("seen").len(), 1);
     }
 }

@@ -23,6 +23,7 @@ pub mod neighbours;
 mod outgoing;
 mod persist;
 pub mod places;
+pub mod process_socket;
 mod progress;
 mod raw;
 mod scopes;
@@ -43,10 +44,10 @@ mod wake;
 
 pub use clock::now;
 pub use datapath::{
-    Capabilities, DEFAULT_HOP_LIMIT, Datapath, DatapathCounters, Received, Sent, Tap, Undeliverable, packets,
+    Capabilities, DEFAULT_HOP_LIMIT, Datapath, DatapathCounters, Received, Sent, Tap, Trouble, Undeliverable, packets,
 };
 pub use driver::{Driver, DriverConfig};
-pub use fault_control::{FaultControl, FaultRequest, FaultTarget, RuleStatus};
+pub use fault_control::{FaultControl, FaultRequest, RuleStatus};
 pub use inbox::Inbox;
 pub use kind::{DatapathKind, UnknownDatapath, VlanId, open_shards};
 pub use local::{Flush, Forward, LocalConfig, LocalDriver};
@@ -56,6 +57,6 @@ pub use sink::EventSink;
 pub use socket::{OpenError, UdpConfig};
 pub use spin::{Spin, SpinMode, Spinning};
 pub use steer::steer_group;
-pub use sys::{EventFd, Thread, start_thread, udp_socket, wait_readable};
+pub use sys::{EventFd, Thread, generation, start_thread, udp_socket, wait_any_readable, wait_readable};
 pub use udp::{OpenSockets, UdpDatapath};
 pub use wait::{Waiter, wait};

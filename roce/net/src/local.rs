@@ -8,12 +8,14 @@ use std::{
 
 use roce_bth::ROCE_UDP_PORT;
 use roce_fault::Network;
-use roce_port::{Forwarded, HandedOver, Port, PortCounters, Recipient, Recipients, RxMeta, TxBatch, TxConfig};
+use roce_port::{
+    ErrorCounts, Forwarded, HandedOver, Port, PortCounters, Recipient, Recipients, RxMeta, TxBatch, TxConfig,
+};
 use roce_verbs::Instant;
 
 use crate::{
     clock,
-    datapath::{Datapath, DatapathCounters, Received, Tap, Undeliverable, packets},
+    datapath::{Datapath, DatapathCounters, Received, Tap, Trouble, Undeliverable, packets},
     faulty::Faulty,
 };
 
@@ -74,6 +76,8 @@ pub struct LocalDriver {
     /// Time of the last datagram, as the port knows it.
     read: Instant,
     tap: Option<Box<dyn Tap>>,
+    /// Errors of the port that the tap knows of.
+    errors: ErrorCounts,
     /// Recipients of packets at a shared address.
     recipients: Option<Recipients>,
     /// A connect request waits for an answer, and ICMP errors are kept.
@@ -109,6 +113,7 @@ impl LocalDriver {
             deferred: 0,
             read: Instant::ZERO,
             tap: config.tap,
+            errors: ErrorCounts::default(),
             recipients: config.recipients,
             hears: false,
             faults: config.faults.map(|network| Box::new(Faulty::new(network))),
@@ -204,6 +209,21 @@ impl LocalDriver {
 
     /// Sends the packets that are due.
     pub(crate) fn send(&mut self, now: Instant) -> Flush {
+        let flushed = self.send_batches(now);
+        if let Some(tap) = &mut self.tap {
+            let errors = self.port.error_counts();
+            let before = std::mem::replace(&mut self.errors, errors);
+            if errors.qp_failures > before.qp_failures {
+                tap.trouble(Trouble::QueuePair);
+            }
+            if errors.icrc_errors > before.icrc_errors {
+                tap.trouble(Trouble::Icrc);
+            }
+        }
+        flushed
+    }
+
+    fn send_batches(&mut self, now: Instant) -> Flush {
         let mut now = now.max(self.read);
         // Before a request leaves: the error may be there when the system call returns.
         if self.hears != self.port.awaits_answer() {

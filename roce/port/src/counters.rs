@@ -119,6 +119,15 @@ port_counters! {
     gso_switched_off,
 }
 
+/// Those counters of a port that show errors.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ErrorCounts {
+    /// [`Counters::qp_failures`].
+    pub qp_failures: u64,
+    /// [`PortCounters::icrc_errors`].
+    pub icrc_errors: u64,
+}
+
 impl PortCounters {
     /// Counts a packet that can't be read.
     pub(crate) fn count_unreadable(&mut self, e: &ParseError) {

@@ -53,7 +53,7 @@ pub use crate::cm::{
 pub use batch::{MAX_SEGMENTS, MAX_TRAIN_BYTES, Train, TxBatch, TxConfig};
 pub use config::{PortConfig, QpInit};
 pub use connections::PortChange;
-pub use counters::PortCounters;
+pub use counters::{ErrorCounts, PortCounters};
 pub use gsi::{Arrival, GsiRouter, Placement};
 pub use message::{FromShard, HandedOver, Offer, QpCommand, QpKey, ToShard};
 pub use meta::RxMeta;

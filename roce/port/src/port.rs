@@ -16,7 +16,7 @@ use slab::Slab;
 
 use crate::{
     config::PortConfig,
-    counters::PortCounters,
+    counters::{ErrorCounts, PortCounters},
     entry::QpEntry,
     gsi::Gsi,
     mcast::Groups,
@@ -203,6 +203,14 @@ impl Port {
         PortCounters {
             cm: self.gsi.as_ref().map(|gsi| *gsi.cm.counters()).unwrap_or_default(),
             ..self.counters
+        }
+    }
+
+    /// Returns the counts of errors.
+    pub fn error_counts(&self) -> ErrorCounts {
+        ErrorCounts {
+            qp_failures: self.counters.transport.qp_failures,
+            icrc_errors: self.counters.icrc_errors,
         }
     }
 

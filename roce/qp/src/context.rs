@@ -333,6 +333,7 @@ impl<'a> Call<'a> {
             let qpn = self.qp.qpn();
             self.qp.failure.get_or_insert_with(|| Failure::of_overflow(qpn));
             self.events.push_back(AsyncEvent::QpFatal(qpn));
+            self.counters.qp_failures += 1;
             self.qp.fail();
         }
     }
@@ -341,6 +342,7 @@ impl<'a> Call<'a> {
     pub(crate) fn note_send_failure(&mut self, wqe: &SendWqe, target: &Target, status: WcStatus) {
         let (config, attr) = (&self.qp.config, &self.qp.attr);
         let failure = || Failure::of_send(self.mem, config, attr, (wqe, target), status);
+        self.counters.qp_failures += 1;
         self.qp.failure.get_or_insert_with(failure);
     }
 

@@ -65,4 +65,6 @@ counters! {
     dropped_messages,
     /// Completion queue overflows.
     cq_overflow,
+    /// Errors that moved a queue pair to the error state, or its send queue to SQE.
+    qp_failures,
 }

@@ -7,9 +7,10 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use roce_icrc::{Flow, Recovery};
 use roce_net::Tap;
 use roce_pcap::{Writer, append_private, create_private};
+
+use crate::ring::identification;
 
 /// Writes packets to a file until the first error. Nothing is held back: the capture of a process that is killed is whole.
 pub(crate) struct PcapTap(Option<Writer<File>>);
@@ -36,11 +37,7 @@ impl PcapTap {
 impl Tap for PcapTap {
     fn packet(&mut self, from: SocketAddr, to: SocketAddr, index: u16, bytes: &[u8]) {
         let Some(writer) = &mut self.0 else { return };
-        // The Identification of a received packet is not seen; the ICRC tells it.
-        let id = match Flow::try_from((from, to)).map(|flow| flow.recover(bytes, index)) {
-            Ok(Recovery::Exact(id)) => id,
-            _ => index,
-        };
+        let id = identification(from, to, index, bytes);
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         if let Err(e) = writer.write(since.as_nanos() as u64, from, to, bytes, id) {
             tracing::error!("capture stopped: {e}");

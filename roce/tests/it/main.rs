@@ -17,6 +17,7 @@ mod raw_cm;
 #[path = "../../examples/rc_client.rs"]
 mod rc_client;
 mod reactor;
+mod ring;
 mod services;
 mod shards;
 mod sharing;

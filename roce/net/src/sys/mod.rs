@@ -50,7 +50,7 @@ extern "C" fn in_child() {
 }
 
 /// A number that is another one in every forked child.
-pub(crate) fn generation() -> u32 {
+pub fn generation() -> u32 {
     static WATCH: Once = Once::new();
     WATCH.call_once(|| {
         // SAFETY: the handler is a plain function, and only adds to an atomic number.
@@ -166,7 +166,10 @@ pub fn wait_readable(fd: BorrowedFd<'_>, timeout: Option<Duration>) -> io::Resul
 }
 
 /// Waits as [`wait_readable`] does for several. Returns which are readable, or are no descriptors any more.
-pub(crate) fn wait_any_readable(fds: &[RawFd], timeout: Option<Duration>) -> io::Result<Vec<bool>> {
+///
+/// # Errors
+/// When the system call fails.
+pub fn wait_any_readable(fds: &[RawFd], timeout: Option<Duration>) -> io::Result<Vec<bool>> {
     let entry = |fd: &RawFd| {
         // SAFETY: only its number is used, by this one system call, which reports a descriptor that another thread has closed meanwhile;
         // nothing is read, written or closed through it.

@@ -52,6 +52,7 @@ impl Responder {
         let class = packet.map_or(Class::ReadRequest, |packet| packet.header.bth.opcode.info().class);
         let reason = packet.and_then(|packet| self.reason(call, refusal, packet));
         let reason = reason.as_deref().unwrap_or(refusal.row().text);
+        call.counters.qp_failures += 1;
         call.qp.note_refusal(class, refusal, reason);
     }
 
