@@ -25,6 +25,7 @@ mod rdma;
 #[cfg(test)]
 mod reference;
 mod report;
+mod ring;
 mod run;
 mod serve;
 mod sharing;

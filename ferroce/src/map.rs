@@ -12,7 +12,7 @@ use rnbd::{block::Geometry, client::error::MapError, proto::AccessMode};
 use rnbd_host::{
     LoopStats, activation,
     listen::{Inherited, Listen, NbdAddress},
-    map::{MapConfig, MapDevice, MapEvent, MapFailure, MapStats, Mapping, Nobody, VhostSocket},
+    map::{MapConfig, MapDevice, MapEvent, MapFailure, MapNews, MapStats, Mapping, Nobody, VhostSocket},
     tls::Tls,
 };
 use roce::{LocalDevice, iface};
@@ -28,14 +28,13 @@ use crate::{
     attach::AttachArgs,
     control::ControlArgs,
     event::{Event, Mapped, Moved},
-    fault::Demanded,
     names::{self, Host, Resolver},
     nbd::NbdArgs,
     output::Failure,
     paths::PathArgs,
     place::{Place, Stage, foreground},
     report::{ReportArgs, Reporter},
-    transport::TransportArgs,
+    transport::{Instruments, TransportArgs},
     units::{seconds, twice},
     vhost::VhostArgs,
 };
@@ -220,11 +219,11 @@ impl MapArgs {
     }
 
     /// The loop's device, with all of our addresses.
-    fn local_device(&self, ways: &[PathAddr], faults: Option<&Demanded>) -> Result<LocalDevice, Failure> {
+    fn local_device(&self, ways: &[PathAddr], instruments: &Instruments) -> Result<LocalDevice, Failure> {
         let mut sources: Vec<IpAddr> = ways.iter().filter_map(|way| way.src).collect();
         sources.sort_unstable();
         sources.dedup();
-        let mut opened = self.transport.open(&sources, 1, Arc::new(Nobody), faults)?;
+        let mut opened = self.transport.open(&sources, 1, Arc::new(Nobody), instruments)?;
         opened.pop().ok_or_else(|| Failure::failed("no device is open"))
     }
 
@@ -363,11 +362,11 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
     inherited.retain(|socket| sockets.as_ref().is_none_or(|name| socket.name == *name));
     let config = args.config(ways.clone(), args.listen(inherited, &resolver)?)?;
     let (vhost, tls) = (config.vhost.clone(), config.tls.clone());
-    let faults = args.transport.faults(args.task_name())?;
+    let instruments = args.transport.instruments(args.task_name())?;
     let attachments = args
         .attach
         .prepare(&config.devices, tls.as_ref().is_some_and(Tls::is_required))?;
-    let started = Mapping::start(args.local_device(&ways, faults.as_ref())?, config);
+    let started = Mapping::start(args.local_device(&ways, &instruments)?, config);
     let mut mapping = started.map_err(Failure::of)?;
     // Dropped before the mapping, whose end waits for NBD clients.
     let mut attachments = attachments;
@@ -395,6 +394,9 @@ pub(crate) fn map(args: &MapArgs, place: Place<'_>) -> Result<(), Failure> {
             // Until then the log says what there is to say of paths.
             Some(MapEvent::News(_)) if !mapped => {}
             Some(MapEvent::News(news)) => {
+                if let MapNews::PathDown { why, .. } = &news {
+                    instruments.client_path_down(why);
+                }
                 let event = news.into();
                 reporter.event(&event)?;
                 attachments.follow(&reporter, &event)?;

@@ -27,12 +27,11 @@ use rtrs::{
 use crate::{
     control::{ControlArgs, Served},
     event::{Event, Export, Listener, Listening, Moved},
-    fault::Demanded,
     names::{Endpoint, Resolver},
     output::Failure,
     place::{Place, Stage, foreground},
     report::{ReportArgs, Reporter},
-    transport::TransportArgs,
+    transport::{Instruments, TransportArgs},
     units::{size32, twice},
 };
 
@@ -341,8 +340,8 @@ pub(crate) fn serve(args: &ServeArgs, place: Place<'_>) -> Result<(), Failure> {
         grace: GRACE,
     };
     let parameters = args.parameters(&config.rtrs);
-    let faults = args.transport.faults(&args.task_name())?;
-    let (mut server, mtus) = start(args, &listens, config, faults.as_ref())?;
+    let instruments = args.transport.instruments(&args.task_name())?;
+    let (mut server, mtus) = start(args, &listens, config, &instruments)?;
     let _listed = services.add_server(Served {
         control: server.control(),
         parameters,
@@ -354,7 +353,12 @@ pub(crate) fn serve(args: &ServeArgs, place: Place<'_>) -> Result<(), Failure> {
     let mut told = Ok(());
     while !stop.requested() && told.is_ok() {
         told = match server.next(reporter.patience()) {
-            Some(event) => report(&reporter, event),
+            Some(event) => {
+                if let ServeEvent::PathDown(_, why) = &event {
+                    instruments.server_path_down(why);
+                }
+                report(&reporter, event)
+            }
             None => reporter.tick(|| counted(server.stats().unwrap_or_default())),
         };
     }
@@ -374,7 +378,7 @@ fn start(
     args: &ServeArgs,
     listens: &[SocketAddr],
     config: ServeConfig,
-    faults: Option<&Demanded>,
+    instruments: &Instruments,
 ) -> Result<(Serving, Vec<(IpAddr, Mtu)>), Failure> {
     let loops = usize::from(args.threads);
     // One device for each address, whatever the ports.
@@ -385,7 +389,7 @@ fn start(
         }
     }
     let admission = ServerAdmission::new(&config.rtrs, loops);
-    let mut devices = args.transport.open(&addrs, loops, admission.clone(), faults)?;
+    let mut devices = args.transport.open(&addrs, loops, admission.clone(), instruments)?;
     let mtus = |device: &mut LocalDevice| {
         let all = addrs.iter();
         all.filter_map(|addr| Some((*addr, device.mtu(*addr).ok()?))).collect()

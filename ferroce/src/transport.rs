@@ -10,12 +10,13 @@ use std::{
 use clap::Args;
 use roce::reactor::{ReactorConfig, SpinMode};
 use roce::{DatapathKind, DeviceConfig, JoinConfig, LocalDevice, Mtu, Placement, broker::running_broker};
-use rtrs::heartbeat::HeartbeatConfig;
+use rtrs::{PathError, heartbeat::HeartbeatConfig};
 
 use crate::{
     fault::{Demanded, FaultArgs},
     output::Failure,
     rdma::RdmaArgs,
+    ring::{self, RingArgs},
     units::{memory, seconds},
 };
 
@@ -51,12 +52,49 @@ pub(crate) struct DeviceArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) pcap: Option<PathBuf>,
     #[command(flatten)]
+    pub(crate) ring: RingArgs,
+    #[command(flatten)]
     pub(crate) fault: FaultArgs,
 }
 
+/// Faults and ring of a process or task, by which others find it: dropped after its devices.
+#[derive(Debug)]
+pub(crate) struct Instruments {
+    faults: Option<Demanded>,
+    ring: Option<ring::Running>,
+}
+
+impl Instruments {
+    /// Reports to the ring that a path of a mapping is down, unless we have closed it.
+    pub(crate) fn client_path_down(&self, why: &PathError) {
+        self.path_down(!matches!(why, PathError::Closed));
+    }
+
+    /// Reports to the ring that a path of a server is down, unless either side has closed it.
+    pub(crate) fn server_path_down(&self, why: &PathError) {
+        use PathError::{Closed, GivenUp, PeerDisconnected};
+        self.path_down(!matches!(why, Closed | GivenUp | PeerDisconnected));
+    }
+
+    fn path_down(&self, has_failed: bool) {
+        if let Some(ring) = self.ring.as_ref().filter(|_| has_failed) {
+            ring.path_failed();
+        }
+    }
+}
+
 impl DeviceArgs {
-    /// Settings of a software device.
-    pub(crate) fn config(&self, addr: IpAddr, faults: Option<&Demanded>) -> DeviceConfig {
+    /// Starts what lets the faults be changed and writes the ring, if there are any; `name` is what `ferroce fault` and `ferroce pcap
+    /// capture` call it.
+    pub(crate) fn instruments(&self, name: &str) -> Result<Instruments, Failure> {
+        Ok(Instruments {
+            faults: self.fault.start(name)?,
+            ring: self.ring.start(name)?,
+        })
+    }
+
+    /// Settings of a software device. Without instruments it has neither faults nor a ring.
+    pub(crate) fn config(&self, addr: IpAddr, instruments: Option<&Instruments>) -> DeviceConfig {
         let usual = DeviceConfig::new(addr);
         DeviceConfig {
             mtu: self.mtu,
@@ -65,7 +103,8 @@ impl DeviceArgs {
             gso: !self.no_gso,
             gro: !self.no_gro,
             pcap: self.pcap.clone(),
-            faults: faults.map(Demanded::faults),
+            faults: instruments.and_then(|with| Some(with.faults.as_ref()?.faults())),
+            ring: instruments.and_then(|with| Some(with.ring.as_ref()?.ring())),
             ..usual
         }
     }
@@ -96,9 +135,9 @@ impl TransportArgs {
         self.device.pcap.as_deref()
     }
 
-    /// Faults on demand, which `ferroce fault` knows by this name.
-    pub(crate) fn faults(&self, name: &str) -> Result<Option<Demanded>, Failure> {
-        self.device.fault.start(name)
+    /// [`DeviceArgs::instruments`].
+    pub(crate) fn instruments(&self, name: &str) -> Result<Instruments, Failure> {
+        self.device.instruments(name)
     }
 
     /// Opens a device at each of these addresses for each of the loops; `placement` says which gets whose connections. Other processes
@@ -108,10 +147,13 @@ impl TransportArgs {
         addrs: &[IpAddr],
         loops: usize,
         placement: Arc<dyn Placement>,
-        faults: Option<&Demanded>,
+        instruments: &Instruments,
     ) -> Result<Vec<LocalDevice>, Failure> {
         let soft = |addrs: &[IpAddr]| {
-            let configs: Vec<_> = addrs.iter().map(|addr| self.device.config(*addr, faults)).collect();
+            let configs: Vec<_> = addrs
+                .iter()
+                .map(|addr| self.device.config(*addr, Some(instruments)))
+                .collect();
             let placement = placement.clone();
             // A process on RDMA devices alone needs no broker: it may get addresses in software later, shared if others share theirs.
             let shares = self.device.datapath == DatapathKind::Udp;

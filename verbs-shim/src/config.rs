@@ -10,7 +10,11 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use roce::{DatapathKind, DeviceConfig, Faults, Mtu, environment, names::DeviceNames};
+use roce::{
+    DatapathKind, DeviceConfig, Faults, Mtu, environment,
+    names::DeviceNames,
+    ring::{Ring, usual_file},
+};
 
 use crate::fork::Own;
 
@@ -30,6 +34,10 @@ const DATAPATH: &str = "FERROCE_DATAPATH";
 const SPIN: &str = "FERROCE_SPIN";
 /// Capture file; `%p` stands for the process number.
 const PCAP: &str = "FERROCE_PCAP";
+/// Bytes of a ring of packets, and with a comma behind them the file to write it to.
+const RING: &str = "FERROCE_PCAP_RING";
+/// `bad`: write the ring when something goes wrong.
+const RING_ON: &str = "FERROCE_PCAP_ON";
 /// Rules of faults on demand, with `;` between; `none`: none yet.
 const FAULT: &str = "FERROCE_FAULT";
 /// The tree of `--sysfs`.
@@ -115,6 +123,32 @@ pub(crate) fn device(bind: IpAddr) -> DeviceConfig {
     }
     device.faults = faults();
     device
+}
+
+/// Reads the ring of packets that is wanted: its bytes, its file, and whether to write it when something goes wrong. The default file is
+/// that of `ferroce serve --pcap-ring`.
+pub(crate) fn ring(program: &str) -> Option<(Ring, PathBuf, bool)> {
+    let parse = |text: &str| {
+        let (bytes, file) = text
+            .split_once(',')
+            .map_or((text, None), |(bytes, file)| (bytes, Some(file)));
+        let bytes = bytes
+            .parse()
+            .map_err(|_| format!("{bytes:?} is not a number of bytes"))?;
+        let ring = Ring::new(bytes).map_err(|e| e.to_string())?;
+        let file = match file {
+            Some(file) => file.replace("%p", &std::process::id().to_string()).into(),
+            None => usual_file(program),
+        };
+        let file = std::path::absolute(file).map_err(|e| e.to_string())?;
+        Ok::<_, String>((ring, file))
+    };
+    let (ring, file) = setting(RING, parse)?;
+    let on_bad = |text: &str| match text {
+        "bad" => Ok(true),
+        _ => Err(format!("{text:?} is not `bad`")),
+    };
+    Some((ring, file, setting(RING_ON, on_bad).unwrap_or(false)))
 }
 
 /// Reads the fault rules, if faults are allowed. A mistake in one of them ends the process, so that a test does not pass for want of

@@ -2,14 +2,16 @@
 
 use std::{
     collections::HashMap,
+    io,
     net::{IpAddr, Ipv6Addr},
     path::PathBuf,
     slice,
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak},
+    sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError, Weak},
 };
 
 use roce::{
     AsyncEvent, Completion, DatapathKind, Device, DeviceConfig, FaultControl, JoinConfig, VerbsError, WcStatus,
+    ring::{RingConfig, RingControl, Written},
     verbs::EventSource,
 };
 
@@ -18,7 +20,7 @@ use crate::{
     config,
     errno::{self, Errno, Result},
     events::{AsyncEvents, Entry, Target},
-    fork::Own,
+    fork::{self, Own},
     gids,
     singleton::Singleton,
     symbols,
@@ -32,6 +34,8 @@ pub(crate) struct Engine {
     pub(crate) device: Device,
     /// Lets `ferroce fault` change the rules.
     _faults: Option<FaultControl>,
+    /// Writes the ring of packets. Dropped after the device.
+    ring: Option<RingControl>,
     objects: Mutex<Objects>,
 }
 
@@ -139,6 +143,56 @@ fn open_device(wanted: DeviceConfig) -> std::result::Result<Device, VerbsError> 
     }
 }
 
+/// Starts the ring of packets that is wanted.
+fn start_ring(wanted: &mut DeviceConfig) -> Option<RingControl> {
+    let name = program_name();
+    let (ring, file, on_bad) = config::ring(&name)?;
+    let control = RingControl::start(
+        &ring,
+        RingConfig {
+            name,
+            file,
+            on_bad,
+            // Signals are the program's.
+            signals: None,
+            report: Box::new(report_ring),
+        },
+    );
+    let failed = |e: &io::Error| config::complain(format_args!("no ring of packets is kept: {e}"));
+    let control = control.inspect_err(failed).ok()?;
+    wanted.ring = Some(ring);
+    static AT_EXIT: Once = Once::new();
+    AT_EXIT.call_once(|| fork::at_exit(at_exit));
+    Some(control)
+}
+
+/// Reports a file of the ring to the user.
+fn report_ring(written: &Written) {
+    let Written { cause, result } = written;
+    match result {
+        Ok((path, packets)) => {
+            config::complain(format_args!(
+                "wrote the last {packets} packets to {}: {cause}",
+                path.display()
+            ));
+        }
+        Err(e) => config::complain(format_args!("the last packets can't be written: {e}")),
+    }
+}
+
+/// Lets the ring be written that a failure is the reason of, before the program that has seen the failure ends.
+extern "C" fn at_exit() {
+    // A child by vfork has its parent's memory.
+    let Some(engine) = fork::owns_memory().then(current).flatten() else {
+        return;
+    };
+    if let Some(ring) = &engine.ring {
+        // Waits for a thread that drives the device: it may be about to report the failure.
+        engine.device.stats();
+        ring.finish();
+    }
+}
+
 /// Returns the engine of this process if there is one.
 pub(crate) fn current() -> Option<Arc<Engine>> {
     ENGINE.get().current()
@@ -154,13 +208,14 @@ impl Engine {
     }
 
     fn open() -> Result<Arc<Self>> {
-        let wanted = config::device(bind_address()?);
+        let mut wanted = config::device(bind_address()?);
         let faults = wanted.faults.as_ref().and_then(|faults| {
             let control = FaultControl::start(&program_name(), faults);
             control
                 .map_err(|e| config::complain(format_args!("faults can't be changed while the program runs: {e}")))
                 .ok()
         });
+        let ring = start_ring(&mut wanted);
         let device = open_device(wanted).map_err(|e| {
             config::complain(format_args!("{e}"));
             Errno::from(e)
@@ -170,6 +225,7 @@ impl Engine {
             worker: OnceLock::new(),
             device,
             _faults: faults,
+            ring,
             objects: Mutex::default(),
         });
         let worker = Worker::on("ferroce events", events, &engine, Self::hand_out)?;

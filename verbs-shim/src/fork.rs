@@ -102,6 +102,14 @@ fn own_pid() -> i64 {
     unsafe { libc::syscall(libc::SYS_getpid) }
 }
 
+/// Has a function called when the process exits by `exit` or the return of `main`: in children of a fork, too.
+pub(crate) fn at_exit(call: extern "C" fn()) {
+    // SAFETY: a plain function of this library, which is never unloaded (it owns threads).
+    if unsafe { libc::atexit(call) } != 0 {
+        tracing::error!("atexit failed: what is to be done at the end of the process is left out");
+    }
+}
+
 extern "C" fn child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
     own_memory();

@@ -24,16 +24,15 @@ use std::{
 };
 
 use clap::{Args, ValueEnum};
-use roce::{Device, DeviceConfig, Faults, LocalDevice, Mtu, VerbsError, WindowConfig, iface};
+use roce::{Device, DeviceConfig, LocalDevice, Mtu, VerbsError, WindowConfig, iface};
 use serde_json::json;
 
 use crate::{
-    fault::Demanded,
     names::{Endpoint, Resolver},
     output::{self, Failure},
     rdma::RdmaArgs,
     signals::Stop,
-    transport::DeviceArgs,
+    transport::{DeviceArgs, Instruments},
     units,
 };
 use active::{Bandwidth, Load, Stopped};
@@ -160,9 +159,9 @@ pub(crate) struct BenchArgs {
     json: bool,
     #[command(flatten)]
     device: DeviceArgs,
-    /// The faults of `device`, once started.
+    /// The instruments of `device`, once started.
     #[arg(skip)]
-    faults: Option<Faults>,
+    instruments: Option<Arc<Instruments>>,
 }
 
 /// Part of this process in a measurement.
@@ -211,7 +210,7 @@ impl BenchArgs {
 
     /// Returns the settings of a software device; `near`: of the side that measures, or of the only side here.
     fn config(&self, addr: IpAddr, near: bool) -> DeviceConfig {
-        let usual = self.device.config(addr, None);
+        let usual = self.device.config(addr, self.instruments.as_deref().filter(|_| near));
         DeviceConfig {
             shards: self.shards,
             spin: self.device.spin,
@@ -220,7 +219,6 @@ impl BenchArgs {
                 ..WindowConfig::default()
             }),
             pcap: usual.pcap.filter(|_| near),
-            faults: self.faults.clone().filter(|_| near),
             ..usual
         }
     }
@@ -310,9 +308,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     let stop = Stop::on_signals()?;
     let stopped: Stopped<'_> = &|| stop.requested();
     let role = args.role()?;
-    let demanded = args.device.fault.start("bench")?;
     let args = &BenchArgs {
-        faults: demanded.as_ref().map(Demanded::faults),
+        instruments: Some(Arc::new(args.device.instruments("bench")?)),
         ..args.clone()
     };
     let mut emit = |m: &Measurement| match args.json {

@@ -347,6 +347,9 @@ mod tests {
             "fault",
             "help",
             "metrics",
+            // Memory of the daemon, and files that are not theirs.
+            "pcap-on",
+            "pcap-ring",
             "sysfs",
             "sysfs-strict",
             "tls-psk",

@@ -55,6 +55,10 @@ fn from_root(long: &str, value: &str) -> Result<String, Failure> {
     };
     match (long, value.split_once('=')) {
         ("nbd" | "pcap" | "export-dir" | "export-within" | "tls-certificates", _) => absolute(value),
+        ("pcap-ring", _) => match value.split_once(',') {
+            Some((size, file)) => Ok(format!("{size},{}", absolute(file)?)),
+            None => Ok(value.to_owned()),
+        },
         ("vhost-user", None) => absolute(value),
         ("export" | "vhost-user", Some((name, path))) => Ok(format!("{name}={}", absolute(path)?)),
         _ => Ok(value.to_owned()),

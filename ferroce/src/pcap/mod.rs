@@ -2,6 +2,7 @@
 
 mod annotate;
 mod anonymize;
+mod capture;
 mod check;
 mod choice;
 mod extcap;
@@ -29,6 +30,7 @@ pub(crate) struct PcapArgs {
 
 #[derive(Subcommand)]
 enum PcapCommand {
+    Capture(capture::CaptureArgs),
     Check(check::CheckArgs),
     Flows(flows::FlowsArgs),
     Plot(plot::PlotArgs),
@@ -44,6 +46,7 @@ enum PcapCommand {
 /// Runs the command.
 pub(crate) fn run(args: &PcapArgs) -> Result<(), Failure> {
     match &args.command {
+        PcapCommand::Capture(args) => capture::run(args),
         PcapCommand::Check(args) => check::run(args),
         PcapCommand::Show(args) => show::run(args),
         PcapCommand::Annotate(args) => annotate::run(args),

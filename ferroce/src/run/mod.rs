@@ -21,6 +21,7 @@ use crate::{
     fault::FaultArgs,
     names::{Host, Resolver},
     output::Failure,
+    ring::RingArgs,
     units,
 };
 
@@ -35,6 +36,8 @@ const RATE_VARIABLE: &str = "FERROCE_UNRELIABLE_RATE";
 const SHARDS_VARIABLE: &str = "FERROCE_SHARDS";
 const SPIN_VARIABLE: &str = "FERROCE_SPIN";
 const PCAP_VARIABLE: &str = "FERROCE_PCAP";
+const RING_VARIABLE: &str = "FERROCE_PCAP_RING";
+const RING_ON_VARIABLE: &str = "FERROCE_PCAP_ON";
 /// Names of devices.
 pub(crate) const DEVICE_NAME_VARIABLE: &str = "FERROCE_DEVICE_NAME";
 const FAULT_VARIABLE: &str = "FERROCE_FAULT";
@@ -92,6 +95,9 @@ capabilities) ignore it:
   FERROCE_SPIN        longest busy polling before sleeping: microseconds, `auto` or `off` (--spin)
   FERROCE_PCAP        capture file; %p stands for the process id (--pcap). If the file exists, it
                       is another process's: FILE.PID is written instead, and reported
+  FERROCE_PCAP_RING   bytes of memory for the last packets, and with a comma behind it a file
+                      to write them to (--pcap-ring)
+  FERROCE_PCAP_ON     `bad`: write them when something goes wrong (--pcap-on)
   FERROCE_FAULT       rules of injected faults, separated by `;` (--fault)
   FERROCE_SYS         where attributes are mounted (`ferroce map --sysfs`)
   FERROCE_BROKER      the program to start as broker; `off`: use addresses exclusively
@@ -133,6 +139,8 @@ pub(crate) struct RunArgs {
     /// write FILE.PID, and report that. `%p` stands for the process id
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
+    #[command(flatten)]
+    ring: RingArgs,
     #[command(flatten)]
     fault: FaultArgs,
     /// The program and its arguments
@@ -212,7 +220,10 @@ fn add_settings(command: &mut Command, args: &RunArgs, addrs: String, level: Opt
     {
         command.env(LOG_VARIABLE, level);
     }
+    let [ring, ring_on] = args.ring.texts()?;
     let given = [
+        (RING_VARIABLE, ring),
+        (RING_ON_VARIABLE, ring_on),
         (DEVICE_NAME_VARIABLE, Some(device_names(&args.device_name)?)),
         (ADDR_VARIABLE, Some(addrs)),
         (DATAPATH_VARIABLE, args.datapath.map(|datapath| datapath.to_string())),

@@ -22,6 +22,7 @@ mod pcap_flows;
 mod pcap_plot;
 mod pcap_show;
 mod restarts;
+mod ring;
 mod units;
 mod vhost;
 mod walkthrough;
