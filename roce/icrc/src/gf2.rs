@@ -24,7 +24,7 @@ pub(crate) const fn mul(a: u32, b: u32) -> u32 {
 }
 
 /// x^(-1): multiplied by x it gives 1.
-const X_INVERSE: u32 = ((ONE ^ POLY) << 1) | 1;
+const X_INVERSE: u32 = (POLY << 1) | 1;
 
 /// x^(-8·2^k) at index k.
 const INVERSE_BYTES: [u32; 32] = {

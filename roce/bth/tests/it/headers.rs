@@ -2,7 +2,10 @@
 
 use crate::spec::{any_header, fields, row, service, table};
 use proptest::{collection::vec, prelude::*};
-use roce_bth::{BTH_LEN, Bth, ExtHeader as E, Header, ICRC_LEN, MAX_HEADER_LEN, Opcode, Packet, ParseError, Psn, Qpn};
+use roce_bth::{
+    BTH_LEN, Bth, ExtHeader as E, Header, HeaderView, ICRC_LEN, MAX_HEADER_LEN, Opcode, Packet, ParseError, Position,
+    Psn, Qpn, Service,
+};
 
 /// A packet with payload filled up to whole words, the pad count set, and an ICRC of zeros.
 fn packet(mut header: Header, payload: &[u8]) -> (Header, Vec<u8>) {
@@ -81,6 +84,8 @@ fn the_opcode_table_is_the_specifications_for_all_256_codes() {
                 assert_eq!(opcode as u8, code);
                 assert_eq!(info.service, service(code), "{opcode}");
                 assert_eq!((info.class, info.position), (row.class, row.position), "{opcode}");
+                let ends = [Position::First, Position::Last].map(|at| [at, Position::Only].contains(&row.position));
+                assert_eq!([info.position.starts(), info.position.ends()], ends, "{opcode}");
                 assert_eq!(info.payload, row.payload, "{opcode}");
                 assert_eq!(info.header_len, row.header_len(), "{opcode}");
                 assert!(info.header_len <= MAX_HEADER_LEN, "{opcode}");
@@ -111,6 +116,55 @@ fn the_opcode_table_is_the_specifications_for_all_256_codes() {
         Opcode::ALL.iter().map(|o| o.info().header_len).max(),
         Some(MAX_HEADER_LEN)
     );
+}
+
+#[test]
+fn an_operation_has_the_same_code_in_each_service() {
+    let services = [
+        (Service::Rc, 0x00),
+        (Service::Uc, 0x20),
+        (Service::Ud, 0x60),
+        (Service::Xrc, 0xa0),
+    ];
+    for (service, bits) in services {
+        for opcode in Opcode::ALL {
+            let code = bits | (*opcode as u8 & 0x1f);
+            let there = opcode.in_service(service).map(|opcode| opcode as u8);
+            assert_eq!(there, row(code).map(|_| code), "{opcode} in {service:?}");
+            // RC queue pairs have selective acknowledgements too.
+            let accepted =
+                opcode.info().service == service || (*opcode, service) == (Opcode::SelectiveAck, Service::Rc);
+            assert_eq!(opcode.info().is_of(service), accepted, "{opcode} in {service:?}");
+        }
+    }
+}
+
+#[test]
+fn headers_that_a_capture_cut_off_are_missing() {
+    let mut bytes = vec![0; MAX_HEADER_LEN];
+    let mut header = Header::new(Bth::new(Opcode::RcWriteOnly, Qpn::new(5), Psn::new(7)));
+    header.reth = Some(Default::default());
+    let len = header.emit(&mut bytes);
+    for kept in 0..bytes.len() {
+        let view = HeaderView::of_cut(&bytes[..kept]);
+        if kept < BTH_LEN {
+            let error = ParseError::TooShort {
+                need: BTH_LEN,
+                have: kept,
+            };
+            assert_eq!(view.unwrap_err(), error);
+            continue;
+        }
+        let view = view.unwrap();
+        assert_eq!(
+            (view.bth, view.reth().is_some()),
+            (header.bth, kept >= len),
+            "{kept} bytes"
+        );
+        assert_eq!(view.bytes().len(), kept.min(len));
+    }
+    bytes[1] |= 1;
+    assert_eq!(HeaderView::of_cut(&bytes).unwrap_err(), ParseError::Version(1));
 }
 
 #[test]

@@ -26,6 +26,7 @@ fn rnr_timers_are_the_tables() {
             "code {code}"
         );
         assert_eq!(RnrTimer::new(code | 0xe0), RnrTimer::new(code), "only five bits count");
+        assert_eq!(RnrTimer::new(code).code(), code);
     }
 }
 
@@ -33,6 +34,7 @@ fn rnr_timers_are_the_tables() {
 fn credits_are_the_tables() {
     for (code, count) in (0u8..).zip(CREDITS) {
         assert_eq!(Credits::new(code).count(), Some(count), "code {code}");
+        assert_eq!(Credits::new(code).code(), code);
     }
     assert_eq!(Credits::INVALID.count(), None);
     assert_eq!(Credits::new(31), Credits::INVALID);
@@ -141,6 +143,8 @@ fn well_known_numbers() {
         (0, 1, 0xff_ffff)
     );
     assert_eq!(QKey::GSI.0, 0x8001_0000);
+    let controlled = [0, 0x7fff_ffff, 0x8000_0000, QKey::GSI.0].map(|key| QKey(key).is_controlled());
+    assert_eq!(controlled, [false, false, true, true]);
     assert_eq!(PKey::DEFAULT.0, 0xffff);
     assert_eq!(Qpn::new(0x11).to_string(), "0x000011");
     assert_eq!(format!("{:?}", Psn::new(0x11)), "Psn(0x000011)");

@@ -238,8 +238,16 @@ fn flow_catches_single_bits_with_the_identification_known() {
 }
 
 #[test]
-fn a_fragment_is_not_checked() {
-    let mut datagram = hex(CNP);
-    datagram[6] = 0x20;
-    assert_eq!(check_datagram(&datagram), None);
+fn only_whole_datagrams_of_udp_are_checked() {
+    let with = |at: usize, byte: u8| {
+        let mut datagram = hex(CNP);
+        datagram[at] = byte;
+        check_datagram(&datagram)
+    };
+    assert!(with(0, 0x45).is_some());
+    assert!(with(0, 0x46).is_some(), "four bytes of options");
+    assert_eq!(with(0, 0x44), None, "a header of 16 bytes");
+    assert_eq!(with(6, 0x20), None, "more fragments follow");
+    assert_eq!(with(7, 1), None, "the second fragment");
+    assert_eq!(with(9, 6), None, "TCP");
 }
