@@ -180,7 +180,7 @@ impl Conversation {
 
 fn end_of_direction(d: &Direction, peers: (IpAddr, IpAddr), now_ns: u64, cx: &mut Context<'_>) {
     let backwards = (peers.1, peers.0);
-    if let Some(beyond) = d.beyond.filter(|_| d.requests > 0 && !d.damaged)
+    if let Some(beyond) = d.beyond.filter(|_| !d.damaged)
         && let Some(next) = d.next
     {
         // The capture may have missed the request, unless the requester goes on as if it had not sent it.
@@ -194,12 +194,12 @@ fn end_of_direction(d: &Direction, peers: (IpAddr, IpAddr), now_ns: u64, cx: &mu
         let text = format!(
             "no receive was posted for PSN {} after {} RNR NAKs",
             wrap(rnr.psn),
-            d.rnrs
+            d.rnrs.1
         );
         cx.find_at(Rule::RnrUnresolved, rnr.frame, backwards, text);
         return;
     }
-    if let Some(nak) = d.gap_nak.filter(|nak| !nak.resent && nak.psn >= d.acked)
+    if let Some(nak) = d.gap_nak.filter(|nak| nak.psn >= d.acked)
         && let Some(hole) = d
             .spans
             .find(nak.psn)
@@ -221,7 +221,7 @@ fn end_of_direction(d: &Direction, peers: (IpAddr, IpAddr), now_ns: u64, cx: &mu
     }
     let silent = d.spans.from(d.acked).find(|span| {
         let waited = now_ns.saturating_sub(span.last_ns);
-        span.asks && !span.is_hole() && (span.sent > 2 || waited >= TIMEOUT_NS)
+        span.asks && (span.sent > 2 || waited >= TIMEOUT_NS)
     });
     if let Some(span) = silent {
         let text = format!(

@@ -103,12 +103,10 @@ pub(super) struct Direction {
     /// Request packets, and those that were sent before.
     pub(super) requests: u64,
     pub(super) repeated: u64,
-    /// Answers.
-    pub(super) answers: u64,
     /// A request with a wrong ICRC was seen: peers that take such packets answer it.
     pub(super) damaged: bool,
-    /// RNR NAKs in a row for the request that is still refused.
-    pub(super) rnrs: u32,
+    /// PSN of the last RNR NAK, and how many there were of it.
+    pub(super) rnrs: (i64, u32),
     /// PSNs that were acknowledged although the capture does not show them.
     pub(super) missed: u64,
     /// Packets without their whole headers or payload.
@@ -138,7 +136,6 @@ impl Direction {
         *self = Self {
             requests: self.requests,
             repeated: self.repeated,
-            answers: self.answers,
             missed: self.missed,
             cut: self.cut,
             ..Self::default()

@@ -45,7 +45,8 @@ pub(super) fn reliable(d: &mut Direction, o: &Observed<'_>, cx: &mut Context<'_>
     if psn >= next {
         return fresh(d, o, psn, psn - next, cx);
     }
-    if psn < d.first && d.beginning == Beginning::Named && d.requests == 1 {
+    // Without a named beginning the first request has the first PSN.
+    if psn < d.first && d.requests == 1 {
         let text = format!(
             "the first request has PSN {}, the peer asked for {}",
             wrap(psn),
@@ -414,6 +415,8 @@ fn check_same(known: &Span, o: &Observed<'_>, psn: i64, cx: &mut Context<'_>) {
     let opcode = o.header.bth.opcode;
     match known.body {
         Body::Read(read) if opcode.info().class == Class::ReadRequest => check_read_again(known, &read, o, psn, cx),
+        // How many PSNs the READ takes is not known.
+        Body::Read(read) if read.assumed && psn > known.start => {}
         Body::Read(read) => {
             let text = format!(
                 "{} has PSN {}, which belongs to the READ of {} bytes in frame {} (PSNs {} to {})",

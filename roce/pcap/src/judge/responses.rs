@@ -19,7 +19,6 @@ const WINDOW: i64 = 1 << 23;
 
 /// Judges an answer to the requests of `d`.
 pub(super) fn answer(d: &mut Direction, o: &Observed<'_>, cx: &mut Context<'_>) -> EventKind {
-    d.answers += 1;
     d.answered_ns = o.meta.time_ns;
     d.last_ns = o.meta.time_ns;
     let psn = d.unwrap(o.header.bth.psn);
@@ -207,7 +206,7 @@ fn check_passed(d: &Direction, o: &Observed<'_>, psn: i64, cx: &mut Context<'_>)
     if let Some(span) = passed {
         let text = format!(
             "an acknowledgement of PSN {} before the READ of frame {} (PSN {}) was answered",
-            wrap(psn),
+            o.header.bth.psn,
             span.frame,
             wrap(span.start)
         );
@@ -319,8 +318,8 @@ fn rnr(d: &mut Direction, o: &Observed<'_>, psn: i64, wait: std::time::Duration,
     }
     let (frame, time_ns) = (o.meta.frame, o.meta.time_ns);
     let wait_ns = wait.as_nanos() as u64;
-    let first = d.rnrs == 0 || psn > d.acked;
-    d.rnrs = if first { 1 } else { d.rnrs + 1 };
+    let before = if d.rnrs.0 == psn { d.rnrs.1 } else { 0 };
+    d.rnrs = (psn, before + 1);
     d.rnr = Some(Rnr {
         psn,
         frame,

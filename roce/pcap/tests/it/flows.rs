@@ -3,18 +3,17 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
-    net::{IpAddr, SocketAddr},
+    net::IpAddr,
     path::{Path, PathBuf},
 };
 
-use roce_bth::{
-    Aeth, Bth, Class, Credits, Header, ICRC_LEN, MAX_HEADER_LEN, Msn, NakCode, Opcode, Packet, Psn, Qpn, Reth, Service,
-    Syndrome,
-};
+use roce_bth::{Bth, Class, Credits, Header, NakCode, Opcode, Packet, Psn, Qpn, Reth, Service, Syndrome};
 use roce_pcap::{
     Capture, Checker, Flow, FlowReport, Flows, MAX_FLOWS, MAX_PORTS, decode,
-    judge::{Event, EventKind, Judge, Meta, Observed, Stated},
+    judge::{Event, EventKind, Judge},
 };
+
+use crate::common::wire::{A, B, QP_A, QP_B, Wire, ack, answer, request, write};
 
 fn flows_of(path: &Path) -> FlowReport {
     let (mut checker, mut flows) = (Checker::new("test"), Flows::new());
@@ -140,102 +139,6 @@ fn counts_are_those_of_the_packets() {
         compared > 60 && again > 50 && naks > 30,
         "{compared} flows, {again} sent again, {naks} NAKs"
     );
-}
-
-const A: &str = "10.0.0.1";
-const B: &str = "10.0.0.2";
-const QP_A: u32 = 0x11;
-const QP_B: u32 = 0x22;
-
-/// A judge and its statistics, fed by hand.
-struct Wire {
-    judge: Judge,
-    flows: Flows,
-    frame: u64,
-    port: u16,
-    ecn: u8,
-}
-
-impl Wire {
-    fn new() -> Self {
-        Self {
-            judge: Judge::new(),
-            flows: Flows::new(),
-            frame: 0,
-            port: 50_000,
-            ecn: 0,
-        }
-    }
-
-    /// One that knows the two queue pairs.
-    fn stated() -> Self {
-        let mut wire = Self::new();
-        wire.judge.state(&Stated {
-            ends: [
-                (A.parse().unwrap(), Qpn::new(QP_A)),
-                (B.parse().unwrap(), Qpn::new(QP_B)),
-            ],
-            mtu: Some(1024),
-            first_psn: [None; 2],
-            depth: [None; 2],
-        });
-        wire
-    }
-
-    /// Sends a packet to a queue pair at a time, microseconds.
-    fn send(&mut self, us: u64, to: u32, mut header: Header, payload: usize) {
-        header.bth.dest_qp = Qpn::new(to);
-        let mut bytes = vec![0; MAX_HEADER_LEN];
-        let len = header.emit(&mut bytes);
-        bytes.truncate(len);
-        bytes.resize(len + payload + ICRC_LEN, 7);
-        let (src, dst) = if to == QP_B { (A, B) } else { (B, A) };
-        self.frame += 1;
-        let meta = Meta {
-            frame: self.frame,
-            time_ns: 1_000_000 + us * 1000,
-            src: SocketAddr::new(src.parse().unwrap(), self.port),
-            dst: dst.parse().unwrap(),
-            ecn: self.ecn,
-        };
-        let observed = Observed::new(meta, Packet::parse(&bytes).unwrap());
-        if let Some(event) = self.judge.packet(&observed) {
-            self.flows.event(&event);
-        }
-    }
-
-    fn finish(self) -> Vec<Flow> {
-        self.flows.finish(&self.judge).flows
-    }
-}
-
-fn request(opcode: Opcode, psn: u32) -> Header {
-    let mut header = Header::new(Bth::new(opcode, Qpn::new(0), Psn::new(psn)));
-    header.bth.ack_req = true;
-    header
-}
-
-fn write(psn: u32, len: u32) -> Header {
-    let mut header = request(Opcode::RcWriteOnly, psn);
-    header.reth = Some(Reth {
-        dma_len: len,
-        ..Reth::default()
-    });
-    header
-}
-
-fn answer(opcode: Opcode, psn: u32, syndrome: Syndrome, msn: u32) -> Header {
-    let mut header = Header::new(Bth::new(opcode, Qpn::new(0), Psn::new(psn)));
-    header.aeth = Some(Aeth {
-        syndrome,
-        msn: Msn::new(msn),
-    });
-    header
-}
-
-fn ack(psn: u32, msn: u32) -> Header {
-    let syndrome = Syndrome::Ack(Credits::INVALID);
-    answer(Opcode::RcAcknowledge, psn, syndrome, msn)
 }
 
 #[test]

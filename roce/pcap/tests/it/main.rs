@@ -9,6 +9,8 @@ mod files;
 mod fixtures;
 mod flows;
 mod frames;
+mod judge;
+mod judged;
 mod many;
 mod survey;
 mod tunnels;

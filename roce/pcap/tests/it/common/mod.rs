@@ -1,5 +1,7 @@
 //! Frames and capture files built by hand.
 
+pub(crate) mod wire;
+
 use std::{
     net::{IpAddr, SocketAddr},
     path::Path,
