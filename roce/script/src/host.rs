@@ -8,7 +8,7 @@ use std::{collections::VecDeque, sync::Arc};
 
 use roce_bth::{Psn, Qpn, RKey, RnrTimer};
 use roce_port::{Port, PortConfig, QpInit, RxMeta, TxBatch, TxConfig};
-use roce_qp::CompletionQueue;
+use roce_qp::{CompletionQueue, Counters, Failure};
 use roce_verbs::mem::{MemoryTable, PdHandle, Region};
 use roce_verbs::{
     AccessFlags, AddressVector, AsyncEvent, Completion, Instant, Mtu, Payload, QpAttr, QpCaps, QpState, RecvWr,
@@ -266,6 +266,14 @@ impl Host {
 
     pub(crate) fn take_event(&mut self) -> Option<AsyncEvent> {
         self.events.pop_front()
+    }
+
+    pub(crate) fn counters(&self) -> Counters {
+        self.port.counters().transport
+    }
+
+    pub(crate) fn take_failure(&mut self) -> Option<Failure> {
+        self.port.take_failure(self.qpn)
     }
 
     pub(crate) fn state(&self) -> Option<QpState> {

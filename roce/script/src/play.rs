@@ -4,6 +4,7 @@ use core::{net::SocketAddr, time::Duration};
 
 use roce_bth::{Packet, ROCE_UDP_PORT};
 use roce_icrc::Flow;
+use roce_qp::{Counters, Failure};
 use roce_verbs::{QpState, WcFlags};
 
 use crate::{
@@ -59,6 +60,10 @@ pub struct Outcome {
     pub steps: usize,
     /// Hosts that were started.
     pub runs: u32,
+    /// Counts of all hosts.
+    pub counters: Counters,
+    /// Reasons for which queue pairs failed.
+    pub failures: Vec<Failure>,
 }
 
 /// Run of a script.
@@ -70,6 +75,8 @@ struct Player<'a> {
     identification: u16,
     ignored: Vec<PacketSpec>,
     run: u32,
+    counters: Counters,
+    failures: Vec<Failure>,
 }
 
 impl Script {
@@ -97,6 +104,8 @@ impl Script {
             identification: 0,
             ignored: Vec::new(),
             run: first,
+            counters: Counters::default(),
+            failures: Vec::new(),
         };
         let mut mismatch = None;
         let mut steps = 0;
@@ -114,11 +123,14 @@ impl Script {
             let line = self.steps.last().map_or(1, |step| step.line);
             mismatch = Some(Mismatch { line, text });
         }
+        player.collect();
         Outcome {
             records: player.records,
             mismatch,
             steps,
             runs: player.run.wrapping_sub(first).wrapping_add(1),
+            counters: player.counters,
+            failures: player.failures,
         }
     }
 }
@@ -169,8 +181,15 @@ impl Player<'_> {
         }
     }
 
+    /// Takes over what the host counted, and why its queue pair failed.
+    fn collect(&mut self) {
+        self.counters.add(&self.host.counters());
+        self.failures.extend(self.host.take_failure());
+    }
+
     fn restart(&mut self) -> Result<(), String> {
         self.nothing_left()?;
+        self.collect();
         self.run = self.run.wrapping_add(1);
         self.host = Host::new(self.setup, self.host.elapsed(), self.run)?;
         self.ignored.clear();

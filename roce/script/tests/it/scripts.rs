@@ -68,6 +68,61 @@ fn each_script_gets_the_answers_that_it_expects() {
     assert!(all.len() >= 100, "{} scripts", all.len());
 }
 
+/// Returns what the hosts of a script counted, and why their queue pairs failed.
+fn counts(name: &str, outcome: &Outcome) -> String {
+    let counted = outcome.counters.named().filter(|(_, n)| *n > 0);
+    let counted: Vec<_> = counted.map(|(counter, n)| format!("{counter} {n}")).collect();
+    let mut text = format!("{name}: {}\n", counted.join(", "));
+    let mut failures: Vec<String> = outcome
+        .failures
+        .iter()
+        .map(|failure| masked(&failure.to_string()))
+        .collect();
+    failures.dedup();
+    for failure in failures {
+        text += &format!("    {failure}\n");
+    }
+    text
+}
+
+/// Replaces numbers of queue pairs, which differ in each run of a script, and addresses in memory.
+fn masked(failure: &str) -> String {
+    let mut words: Vec<&str> = failure.split(' ').collect();
+    for at in 0..words.len() {
+        let address = words[at].len() >= 14 && words[at].starts_with(|c: char| c.is_ascii_digit());
+        if address || (at > 0 && words[at - 1] == "QP") {
+            words[at] = "…";
+        }
+    }
+    words.join(" ")
+}
+
+/// The counters and messages that `ferroce stat` and events show, as in `tests/counts.txt`. `UPDATE_GOLDEN=1` writes it; a script that is
+/// not in it is not compared.
+#[test]
+fn scripts_count_and_explain_what_happens() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/counts.txt");
+    let all: Vec<(String, String)> = scripts()
+        .into_iter()
+        .map(|(name, text)| {
+            let counts = counts(&name, &Script::parse(&text).expect(&name).play());
+            (name, counts)
+        })
+        .collect();
+    if std::env::var_os("UPDATE_GOLDEN").is_some() {
+        let text: String = all.iter().map(|(_, counts)| counts.as_str()).collect();
+        fs::write(&path, text).expect("tests/counts.txt");
+    }
+    let mut expected = fs::read_to_string(&path).expect("tests/counts.txt");
+    for (name, counts) in all {
+        if expected.contains(&format!("{name}:")) {
+            assert!(expected.contains(&counts), "tests/counts.txt does not have:\n{counts}");
+            expected = expected.replacen(&counts, "", 1);
+        }
+    }
+    assert_eq!(expected, "", "of no script");
+}
+
 /// Each script begins with `# RULE-ID: text` of the rule that it is about, or `# SECTION: text`.
 #[test]
 fn each_script_names_a_rule_or_a_section() {
