@@ -579,8 +579,5 @@ fn take_response(d: &mut Direction, o: &Observed<'_>, psn: i64, at: usize, cx: &
     if upto >= d.acked {
         advance(d, o, upto, at, cx);
     }
-    if done {
-        d.open.retain(|open| *open != start);
-    }
     (done && sent == 1).then(|| o.meta.time_ns.saturating_sub(first_ns))
 }

@@ -2,8 +2,9 @@
 
 use roce_bth::{AtomicEth, Bth, Header, NakCode, Opcode, Psn, Qpn};
 use roce_pcap::Verdict;
+use roce_port::cm::mad::{Drep, Dreq, Mad, Message, Mra, Rep, Req};
 
-use crate::common::wire::{QP_B, Wire, ack, nak, read, request, response, rnr, write};
+use crate::common::wire::{A, B, QP_A, QP_B, Wire, ack, nak, read, request, response, rnr, write};
 
 fn send(psn: u32) -> Header {
     request(Opcode::RcSendOnly, psn)
@@ -92,6 +93,15 @@ const CASES: &[Case] = &[
     ("an MSN of one more message than may be done", |w| { w.a(send(10), 8); w.b(ack(10, 1), 0); w.a(send(11), 8); w.a(send(12), 8); w.b(ack(11, 4), 0); }, &["5 msn B: MSN 4, 2 to 3 expected"]),
     ("an MSN with a packet that the capture lacks, which may have ended a message", |w| { w.a(send(10), 8); w.b(ack(10, 1), 0); w.a(send(12), 8); w.b(ack(12, 3), 0); w.a(send(13), 8); w.b(ack(13, 4), 0); }, &[]),
     ("an MSN with a packet that the capture lacks, which ended no message", |w| { w.a(send(10), 8); w.b(ack(10, 1), 0); w.a(send(12), 8); w.b(ack(12, 2), 0); w.a(send(13), 8); w.b(ack(13, 4), 0); }, &["6 msn B: MSN 4, 3 expected"]),
+    ("an MSN while packets are missing on both sides of one that came late", |w| { w.a(send(10), 8); w.b(ack(10, 1), 0); w.a(send(16), 8); w.a(send(13), 8); w.b(ack(13, 8), 0); }, &["5 msn B: MSN 8, 2 to 7 expected"]),
+    ("an MSN after the last of five packets has come late", |w| { w.a(send(10), 8); w.b(ack(10, 1), 0); for psn in [16, 13, 11, 15, 12, 14] { w.a(send(psn), 8); } w.b(ack(16, 8), 0); }, &["9 msn B: MSN 8, 7 expected"]),
+    ("packets that came late, with other bytes", |w| { w.a(send(10), 8); for psn in [16, 13, 11, 15, 12, 14] { w.a(send(psn), 8); } for psn in 10..17 { w.a(send(psn), 12); } }, &["8 repeat-differs A: RC Send Only with PSN 0x00000a has other bytes than in frame 1", "9 repeat-differs A: RC Send Only with PSN 0x00000b has other bytes than in frame 4", "10 repeat-differs A: RC Send Only with PSN 0x00000c has other bytes than in frame 6", "11 repeat-differs A: RC Send Only with PSN 0x00000d has other bytes than in frame 3", "12 repeat-differs A: RC Send Only with PSN 0x00000e has other bytes than in frame 7", "13 repeat-differs A: RC Send Only with PSN 0x00000f has other bytes than in frame 5", "14 repeat-differs A: RC Send Only with PSN 0x000010 has other bytes than in frame 2"]),
+    ("a READ that comes late", |w| { w.a(send(10), 8); w.a(send(14), 8); w.a(read(11, 2000), 0); w.a(send(12), 8); w.a(send(13), 8); w.b(response(Opcode::RcReadResponseFirst, 11, 2), 1024); w.b(response(Opcode::RcReadResponseLast, 12, 2), 976); w.b(ack(14, 4), 0); w.b(ack(14, 5), 0); }, &["4 read-span-reused A: RC Send Only has PSN 0x00000c, which belongs to the READ of 2000 bytes in frame 3 (PSNs 0x00000b to 0x00000c)", "9 msn B: MSN 5, 4 expected"]),
+    ("a READ's only response but one is missing in the capture", |w| { w.a(read(10, 3000), 0); w.b(request(Opcode::RcReadResponseMiddle, 11), 1024); w.a(send(13), 8); w.b(ack(13, 2), 0); }, &[]),
+    ("an MSN that is wrong in an atomic acknowledgement", |w| { w.a(fetch_add(10, 0), 0); w.b(response(Opcode::RcAtomicAcknowledge, 10, 1), 0); w.a(fetch_add(11, 0), 0); w.b(response(Opcode::RcAtomicAcknowledge, 11, 5), 0); }, &["4 msn B: MSN 5, 2 expected"]),
+    ("an atomic acknowledgement before the answer to a later READ", |w| { w.a(fetch_add(10, 0), 0); w.a(read(11, 8), 0); w.b(response(Opcode::RcAtomicAcknowledge, 10, 1), 0); w.b(response(Opcode::RcReadResponseOnly, 11, 2), 8); }, &[]),
+    ("an old atomic acknowledgement again", |w| { w.a(fetch_add(10, 0), 0); w.b(response(Opcode::RcAtomicAcknowledge, 10, 1), 0); w.a(send(11), 8); w.b(ack(11, 2), 0); w.a(fetch_add(10, 0), 0); w.b(response(Opcode::RcAtomicAcknowledge, 10, 1), 0); }, &[]),
+    ("two requests answered after a second: the first is reported", |w| { w.a(send(10), 8); w.a(send(11), 8); w.us += 1_000_000; w.b(ack(11, 2), 0); w.b(ack(11, 2), 0); }, &["3 stall -: RC Send Only of frame 1 was answered 1.0 s after it was first sent (1 transmissions)"]),
     ("a message of two packets counts once", |w| { w.a(request(Opcode::RcSendFirst, 10), 1024); w.b(ack(10, 7), 0); w.a(request(Opcode::RcSendLast, 11), 8); w.b(ack(11, 8), 0); }, &[]),
     ("the same PSN for other bytes", |w| { w.a(send(10), 8); w.a(send(10), 12); }, &["2 repeat-differs A: RC Send Only with PSN 0x00000a has other bytes than in frame 1"]),
     ("the same PSN for another operation", |w| { w.a(send(10), 8); w.a(write(10, 8), 8); }, &["2 psn-reused A: RC RDMA Write Only has PSN 0x00000a, which frame 1 used for RC Send Only"]),
@@ -144,6 +154,9 @@ const UNSIZED: &[Case] = &[
     ("a response shows that the next request has a READ's PSN", |w| { w.a(read(10, 2400), 0); w.a(send(12), 8); w.b(response(Opcode::RcReadResponseFirst, 10, 1), 1024); }, &["2 read-span-reused A: this request has PSN 0x00000c, which belongs to the READ of 2400 bytes in frame 1 (PSNs 0x00000a to 0x00000c)"]),
     ("a response shows that packets behind a READ are missing", |w| { w.a(read(10, 2000), 0); w.a(send(18), 8); w.b(response(Opcode::RcReadResponseFirst, 10, 1), 1024); w.b(response(Opcode::RcReadResponseLast, 11, 1), 976); w.b(ack(18, 8), 0); }, &[]),
     ("a response shows how many PSNs the last READ takes", |w| { w.a(read(10, 2400), 0); w.b(response(Opcode::RcReadResponseFirst, 10, 1), 1024); w.a(send(12), 8); }, &["3 read-span-reused A: RC Send Only has PSN 0x00000c, which belongs to the READ of 2400 bytes in frame 1 (PSNs 0x00000a to 0x00000c)"]),
+    ("an MSN behind a READ whose number of PSNs a response showed", |w| { w.a(read(10, 2000), 0); w.a(send(18), 8); w.b(response(Opcode::RcReadResponseFirst, 10, 1), 1024); w.b(response(Opcode::RcReadResponseLast, 11, 1), 976); w.b(ack(18, 8), 0); w.a(send(19), 8); w.b(ack(19, 99), 0); }, &["7 msn B: MSN 99, 9 expected"]),
+    ("a packet that comes late behind a READ whose number of PSNs a response showed", |w| { w.a(read(10, 2000), 0); w.a(send(18), 8); w.b(response(Opcode::RcReadResponseFirst, 10, 1), 1024); w.b(response(Opcode::RcReadResponseLast, 11, 1), 976); for psn in [12, 17, 14] { w.a(send(psn), 8); } w.a(send(11), 8); w.a(send(12), 12); }, &["8 read-span-reused A: RC Send Only has PSN 0x00000b, which belongs to the READ of 2000 bytes in frame 1 (PSNs 0x00000a to 0x00000b)", "9 repeat-differs A: RC Send Only with PSN 0x00000c has other bytes than in frame 5"]),
+    ("READs whose number of PSNs a response showed", |w| { w.a(read(10, 2000), 0); w.a(read(12, 4000), 0); w.b(response(Opcode::RcReadResponseFirst, 10, 1), 1024); w.b(response(Opcode::RcReadResponseLast, 11, 1), 976); w.a(send(15), 8); }, &["5 read-span-reused A: RC Send Only has PSN 0x00000f, which belongs to the READ of 4000 bytes in frame 2 (PSNs 0x00000c to 0x00000f)"]),
     ("a READ's ONLY response", |w| { w.a(read(10, 600), 0); w.b(response(Opcode::RcReadResponseOnly, 10, 1), 600); w.a(send(11), 8); w.b(ack(11, 2), 0); }, &[]),
     ("a packet before the request that a READ's number of PSNs was taken from", |w| { w.a(read(10, 3000), 0); w.a(send(16), 8); w.a(send(15), 8); w.a(write(10, 8), 8); }, &["4 read-span-reused A: RC RDMA Write Only has PSN 0x00000a, which belongs to the READ of 3000 bytes in frame 1 (PSNs 0x00000a to 0x00000f)", "1 no-answer B: RC RDMA Read Request with PSN 0x00000a of frame 1 was sent 3 times in 0.0 s and never answered"]),
     ("a READ of which the capture cut the length", |w| { w.cut = 20; w.a(read(10, 600), 0); w.cut = 0; w.a(send(17), 8); w.a(send(16), 8); w.b(ack(17, 2), 0); }, &["4 ack-passes-read B: an acknowledgement of PSN 0x000011 before the READ of frame 1 (PSN 0x00000a) was answered"]),
@@ -219,6 +232,25 @@ fn what_could_not_be_checked_is_said() {
     });
     let text = "2 packets are missing in the capture, but were answered".to_owned();
     assert_eq!(missing, (vec![text], Verdict::NotChecked));
+    let (a_part_of_them, _) = unknown(|w| {
+        w.a(send(10), 8);
+        w.a(send(16), 8);
+        w.b(ack(13, 4), 0);
+    });
+    assert_eq!(
+        a_part_of_them,
+        ["3 packets are missing in the capture, but were answered"]
+    );
+    let (behind_one_that_came_late, _) = unknown(|w| {
+        w.a(send(10), 8);
+        w.a(send(16), 8);
+        w.a(send(13), 8);
+        w.b(ack(16, 7), 0);
+    });
+    assert_eq!(
+        behind_one_that_came_late,
+        ["4 packets are missing in the capture, but were answered"]
+    );
 }
 
 /// A jump of PSNs is another connection of the queue pair; what was counted before still counts.
@@ -289,6 +321,22 @@ fn an_answer_to_a_damaged_request_is_no_ghost() {
         wire.a(send(10), 8);
         assert_eq!(wire.found().len(), usize::from(!damaged));
     }
+}
+
+#[test]
+fn packets_behind_a_read_are_missing_when_a_response_shows_its_number_of_psns() {
+    let mut wire = Wire::new();
+    wire.state(None, None, None);
+    wire.a(read(10, 2000), 0);
+    wire.a(send(18), 8);
+    wire.b(response(Opcode::RcReadResponseFirst, 10, 1), 1024);
+    wire.b(response(Opcode::RcReadResponseLast, 11, 1), 976);
+    wire.b(ack(18, 8), 0);
+    assert_eq!(wire.found(), [""; 0]);
+    assert_eq!(
+        wire.summary().not_checked,
+        ["6 packets are missing in the capture, but were answered"]
+    );
 }
 
 #[test]
@@ -368,6 +416,113 @@ fn requests_of_an_extended_connection_are_answered_too() {
     assert_eq!(found.len(), 1, "{found:?}");
     assert!(found[0].starts_with("1 no-answer B: XRC Send Only"), "{found:?}");
     assert_eq!(wire.summary().service, "XRC");
+}
+
+fn cm(message: impl Into<Message>) -> [u8; 256] {
+    Mad::new(1, message).emit()
+}
+
+/// A request for communication with this ID, by a queue pair of that number.
+fn req(id: u32, qpn: u32) -> Req {
+    Req {
+        local_comm_id: id,
+        local_qpn: Qpn::new(qpn),
+        path_mtu: 3,
+        primary_local_gid: A.parse().unwrap(),
+        primary_remote_gid: B.parse().unwrap(),
+        ..Req::default()
+    }
+}
+
+#[test]
+fn a_connection_request_is_answered_in_any_way() {
+    let answers: [(&str, Option<[u8; 256]>); 3] = [
+        ("none", None),
+        (
+            "later",
+            Some(cm(Mra {
+                remote_comm_id: 5,
+                ..Mra::default()
+            })),
+        ),
+        (
+            "of another request",
+            Some(cm(Mra {
+                remote_comm_id: 6,
+                ..Mra::default()
+            })),
+        ),
+    ];
+    for (answer, mad) in answers {
+        let mut wire = Wire::new();
+        wire.mad(true, &cm(req(5, QP_A)));
+        if let Some(mad) = mad {
+            wire.mad(false, &mad);
+        }
+        wire.us += 1_000_000;
+        // Repeated: its time counts from the first.
+        wire.mad(true, &cm(req(5, QP_A)));
+        let found = wire.found();
+        assert_eq!(found.len(), usize::from(answer != "later"), "{answer}: {found:?}");
+    }
+}
+
+#[test]
+fn a_disconnect_ends_its_own_connection() {
+    let mut wire = Wire::new();
+    for (id, more) in [(5, 0), (6, 0x10)] {
+        wire.mad(true, &cm(req(id, QP_A + more)));
+        let rep = Rep {
+            local_comm_id: id + 10,
+            remote_comm_id: id,
+            local_qpn: Qpn::new(QP_B + more),
+            ..Rep::default()
+        };
+        wire.mad(false, &cm(rep));
+    }
+    wire.mad(
+        true,
+        &cm(Dreq {
+            local_comm_id: 6,
+            remote_comm_id: 16,
+            ..Dreq::default()
+        }),
+    );
+    wire.mad(
+        false,
+        &cm(Drep {
+            local_comm_id: 16,
+            remote_comm_id: 6,
+            ..Drep::default()
+        }),
+    );
+    wire.us += 1_000_000;
+    wire.a(send(0), 8);
+    wire.send(wire.us + 10, QP_B + 0x10, send(0), 8);
+    let messages: Vec<_> = wire.judge.connection_messages().collect();
+    assert_eq!(messages, [(1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (6, 1)]);
+    assert_eq!(
+        wire.found(),
+        ["8 request-after-disconnect A: a new request 1000 ms after the disconnect"]
+    );
+}
+
+#[test]
+fn only_messages_of_the_connection_manager_are_judged() {
+    let mut mad = cm(req(5, QP_A));
+    // Attribute.
+    mad[16] = 0xff;
+    let mut wire = Wire::new();
+    wire.mad(true, &mad);
+    // Class: performance management.
+    mad[1] = 4;
+    wire.mad(true, &mad);
+    let found = wire.found();
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert!(
+        found[0].starts_with("1 gsi-header A: a management datagram that is dropped"),
+        "{found:?}"
+    );
 }
 
 /// Answers go to the conversation whose requests they can be of.

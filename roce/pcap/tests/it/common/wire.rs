@@ -10,6 +10,7 @@ use roce_pcap::{
     Finding, Flow, Flows,
     judge::{Event, Judge, Meta, Observed, Stated, Summary},
 };
+use roce_port::cm::datagram;
 
 pub(crate) const A: &str = "10.0.0.1";
 pub(crate) const B: &str = "10.0.0.2";
@@ -115,7 +116,18 @@ impl Wire {
         let len = header.emit(&mut bytes);
         bytes.truncate(len);
         bytes.resize(len + payload + ICRC_LEN, 7);
-        let (src, dst) = if to >= QP_B { (A, B) } else { (B, A) };
+        self.put(us, to >= QP_B, &bytes);
+    }
+
+    /// Sends a management datagram, ten microseconds after the packet before.
+    pub(crate) fn mad(&mut self, from_a: bool, mad: &[u8; 256]) {
+        let mut bytes = vec![0; datagram::PACKET_LEN + ICRC_LEN];
+        datagram::write(Psn::new(0), mad, &mut bytes);
+        self.put(self.us + 10, from_a, &bytes);
+    }
+
+    fn put(&mut self, us: u64, from_a: bool, bytes: &[u8]) {
+        let (src, dst) = if from_a { (A, B) } else { (B, A) };
         self.frame += 1;
         self.us = us;
         let meta = Meta {
@@ -126,7 +138,7 @@ impl Wire {
             ecn: self.ecn,
         };
         let observed = match self.cut {
-            0 => Observed::new(meta, Packet::parse(&bytes).unwrap()),
+            0 => Observed::new(meta, Packet::parse(bytes).unwrap()),
             cut => Observed::cut(meta, &bytes[..bytes.len() - cut], bytes.len()).unwrap(),
         };
         if self.damaged {
