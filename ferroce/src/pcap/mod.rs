@@ -11,6 +11,7 @@ mod flows;
 mod live;
 mod play;
 mod plot;
+mod replay;
 mod show;
 mod source;
 mod split;
@@ -39,6 +40,7 @@ enum PcapCommand {
     Filter(filter::FilterArgs),
     Split(split::SplitArgs),
     Play(play::PlayArgs),
+    Replay(replay::ReplayArgs),
     Anonymize(anonymize::AnonymizeArgs),
     Extcap(extcap::ExtcapArgs),
 }
@@ -54,6 +56,7 @@ pub(crate) fn run(args: &PcapArgs) -> Result<(), Failure> {
         PcapCommand::Split(args) => split::run(args),
         PcapCommand::Flows(args) => flows::run(args),
         PcapCommand::Play(args) => play::run(args),
+        PcapCommand::Replay(args) => replay::run(args),
         PcapCommand::Plot(args) => plot::run(args),
         PcapCommand::Anonymize(args) => anonymize::run(args),
         PcapCommand::Extcap(args) => extcap::run(args),

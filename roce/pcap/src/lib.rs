@@ -7,7 +7,7 @@
 //! [`anonymize()`] copies without addresses, keys and data.
 //!
 //! Frames, headers and ICRCs are checked one by one; [`judge`] follows the conversations and tells which rule is broken, and by
-//! whom; [`Flows`] makes statistics of them. It knows no engine: `tests/replay` compares what ours sends with a capture. A capture is untrusted input like any
+//! whom; [`Flows`] makes statistics of them. It knows no engine: `roce-replay` compares what ours sends with a capture. A capture is untrusted input like any
 //! packet: whatever its bytes are, the answer is an error or a finding.
 #![forbid(unsafe_code)]
 

@@ -94,6 +94,16 @@ impl Survey {
         self.report.conversations.get(at.ok()?)
     }
 
+    /// Returns conversation and endpoint that an event of the second reading with these belongs to: two conversations may turn
+    /// out to be one.
+    pub fn endpoint_of(&self, conversation: usize, sender: usize) -> (usize, usize) {
+        match self.merged.get(&conversation) {
+            // It had the requests of the other's second endpoint.
+            Some(whole) => (*whole, 1 - sender.min(1)),
+            None => (conversation, sender),
+        }
+    }
+
     /// Returns how many findings of earlier frames were too many to remember.
     pub const fn findings_left_out(&self) -> u64 {
         self.late_left_out

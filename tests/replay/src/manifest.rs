@@ -1,15 +1,11 @@
-//! What `pcap-fixtures/manifest.toml` says about replaying.
+//! Manifest of the captures, `pcap-fixtures/manifest.toml`, as far as it is about replaying.
 
-use std::{
-    collections::BTreeMap,
-    fs,
-    net::IpAddr,
-    path::{Path, PathBuf},
-};
+use std::{collections::BTreeMap, fs, net::IpAddr};
 
+use roce_replay::{Kind, Settings};
 use serde::Deserialize;
 
-use crate::{compare::Kind, error::Error, player::Settings};
+use crate::{error::Error, fixture::fixtures};
 
 /// The manifest.
 #[derive(Debug, Deserialize)]
@@ -20,7 +16,7 @@ pub struct Manifest {
     pub capture: Vec<Entry>,
 }
 
-/// A capture. What else the manifest says of it is the checker's business.
+/// Capture. The rest that the manifest says of it is for the checker.
 #[derive(Debug, Deserialize)]
 pub struct Entry {
     /// File name.
@@ -72,18 +68,6 @@ pub struct Common {
     pub kind: Kind,
     /// Why it is no fault of ours.
     pub reason: String,
-}
-
-/// The folder of the captures.
-pub fn fixtures() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../pcap-fixtures")
-}
-
-/// Where the tests take a capture from: the folder that `REPLAY_CAPTURES` names, if it is there, else the fixtures. So a
-/// new set of captures is judged by the same tests.
-pub fn locate(file: &str) -> PathBuf {
-    let other = std::env::var_os("REPLAY_CAPTURES").map(|dir| Path::new(&dir).join(file));
-    other.filter(|p| p.exists()).unwrap_or_else(|| fixtures().join(file))
 }
 
 impl Manifest {

@@ -1,4 +1,4 @@
-//! What the manifest says of a capture, compared with what a replay came to.
+//! Comparison of replays with the manifest.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -7,15 +7,15 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use roce_replay::{Connection, Difference, Kind, Outcome, play};
+
 use crate::{
-    capture::{Connection, connections, load},
-    compare::{Difference, Kind},
     error::Error,
+    fixture::connections,
     manifest::{Entry, Manifest},
-    player::{Outcome, play},
 };
 
-/// What is wrong with a side's replay, in words.
+/// Returns what is wrong with a side's replay, in words.
 fn judge(entry: &Entry, side: IpAddr, outcomes: &[Outcome], everywhere: &BTreeSet<Kind>) -> Vec<String> {
     let mut wrong = Vec::new();
     let differences: Vec<&Difference> = outcomes.iter().flat_map(|o| &o.differences).collect();
@@ -32,7 +32,7 @@ fn judge(entry: &Entry, side: IpAddr, outcomes: &[Outcome], everywhere: &BTreeSe
     for (kind, (found, allowed)) in counts {
         if found != allowed && !everywhere.contains(&kind) {
             let list = differences.iter().filter(|d| d.kind == kind).take(12);
-            let list: Vec<String> = list.map(|d| format!("\n    frame {}: {}", d.frame, d.detail)).collect();
+            let list: Vec<String> = list.map(|d| format!("\n    {d}")).collect();
             wrong.push(format!(
                 "{found} differences of kind {kind:?}, the manifest says {allowed}:{}",
                 list.concat()
@@ -56,7 +56,7 @@ fn judge(entry: &Entry, side: IpAddr, outcomes: &[Outcome], everywhere: &BTreeSe
     wrong
 }
 
-/// What became of the captures that were replayed.
+/// Result of all replays.
 #[derive(Debug, Default)]
 pub struct Verdict {
     /// A line for each side of each capture: how much was equal, and what was not.
@@ -88,8 +88,8 @@ fn replay(entry: &Entry, path: &Path, everywhere: &BTreeSet<Kind>) -> Verdict {
             _ => Verdict::default(),
         };
     }
-    let found = match load(path) {
-        Ok(events) => connections(&events, entry.path_mtu),
+    let found = match connections(path) {
+        Ok(found) => found,
         Err(e) => return Verdict::wrong(format!("{file}: {e}")),
     };
     if found.is_empty() {
@@ -107,6 +107,10 @@ fn replay_side(entry: &Entry, side: IpAddr, connections: &[Connection], everywhe
     let mut verdict = Verdict::default();
     let mut outcomes = Vec::new();
     for connection in connections {
+        let Some(side) = connection.side(side) else {
+            verdict.wrong.push(format!("{name}: it has no such end"));
+            continue;
+        };
         match play(connection, side, entry.path_mtu, &entry.replay.settings) {
             Ok(outcome) => outcomes.push(outcome),
             Err(e) => verdict.wrong.push(format!("{name}: {e}")),
@@ -155,7 +159,7 @@ pub fn replay_all(only: &str, locate: impl Fn(&str) -> Option<PathBuf>) -> Resul
     Ok(verdict)
 }
 
-/// Replays a folder of captures that were made anew, as the manifest says of those with the same names.
+/// Replays a folder of new captures, as the manifest says of those with the same names.
 ///
 /// # Errors
 /// When the folder or the manifest can't be read.

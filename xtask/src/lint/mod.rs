@@ -13,7 +13,7 @@ mod imports;
 pub(crate) mod pages;
 
 /// Sans-IO crates: they take time and randomness as arguments, and their output is polled.
-const SANS_IO: [&str; 12] = [
+const SANS_IO: [&str; 13] = [
     "roce/fault",
     "roce/bth",
     "roce/icrc",
@@ -21,6 +21,7 @@ const SANS_IO: [&str; 12] = [
     "roce/qp",
     "roce/port",
     "roce/script",
+    "roce/replay",
     "rds",
     "lnet",
     "dissect",

@@ -2,17 +2,16 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use ferroce_replay::{
-    Connection, Error, Event, Kind, Outcome, Settings, connections, fixtures, is_request, load, play,
-};
+use ferroce_replay::{connections, fixtures};
 use roce_bth::Packet;
 use roce_icrc::Flow;
+use roce_replay::{Connection, Error, Event, Kind, Outcome, Settings, is_request};
 use roce_verbs::WcStatus;
 
 const MTU: usize = 1024;
 
 fn one(file: &str) -> Connection {
-    let mut found = connections(&load(&fixtures().join(file)).unwrap(), MTU);
+    let mut found = connections(&fixtures().join(file)).unwrap();
     assert_eq!(found.len(), 1);
     found.remove(0)
 }
@@ -25,10 +24,14 @@ fn client() -> IpAddr {
     "10.77.0.2".parse().unwrap()
 }
 
+fn play(connection: &Connection, side: IpAddr, mtu: usize, settings: &Settings) -> Result<Outcome, Error> {
+    roce_replay::play(connection, connection.side(side).unwrap(), mtu, settings)
+}
+
 fn run(connection: &Connection, side: IpAddr) -> Result<Outcome, Error> {
     // Short, to save time: no SEND here is longer.
     let settings = Settings {
-        receive: 8192,
+        receive: Some(8192),
         ..Settings::default()
     };
     play(connection, side, MTU, &settings)
@@ -37,7 +40,7 @@ fn run(connection: &Connection, side: IpAddr) -> Result<Outcome, Error> {
 /// Gives an event the ICRC that its bytes should have.
 fn seal(event: &mut Event) {
     let flow = Flow::try_from((event.src, SocketAddr::new(event.dst.ip(), 4791))).unwrap();
-    flow.seal(event.identification, &mut event.bytes);
+    flow.seal(event.identification.unwrap(), &mut event.bytes);
 }
 
 /// Every bit of every third answer, changed with a right ICRC: the responder's replay notices, but for bits that it is told.

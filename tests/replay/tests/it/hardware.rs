@@ -29,7 +29,7 @@ fn made_frames_are_as_cards_send_them() {
     assert_eq!(events.len(), 14);
     for event in &events {
         assert!(event.packet().header.bth.migreq);
-        assert_eq!(event.identification, 0);
+        assert_eq!(event.identification, Some(0));
     }
     let mut at = 24;
     while at < bytes.len() {

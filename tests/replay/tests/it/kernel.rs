@@ -3,9 +3,10 @@
 
 use std::{collections::BTreeMap, net::IpAddr};
 
-use ferroce_replay::{Event, Manifest, fixtures, is_request, load};
+use ferroce_replay::{Manifest, fixtures, load};
 use roce_bth::{NakCode, Opcode, Position, Psn, Syndrome};
 use roce_pcap::{Capture, Ip, decode};
+use roce_replay::{Event, is_request};
 
 fn events(name: &str) -> Vec<Event> {
     load(&fixtures().join(name)).unwrap_or_else(|e| panic!("{name}: {e}"))

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use roce_bth::{Class, ExtHeader, HeaderView, Opcode, Psn};
 use roce_verbs::{Flush, RemoteAddr, SendFlags, SendOp};
 
-use crate::{capture::Event, error::Error};
+use crate::{connection::Event, error::Error, model::MAX_MEMORY};
 
-/// A message that a side sent.
+/// Message that a side sent.
 #[derive(Clone, Debug)]
 pub(crate) struct Message {
     pub(crate) psn: Psn,
@@ -20,18 +20,21 @@ pub(crate) struct Message {
     announced: Option<u32>,
 }
 
-/// The messages of a flow, each keyed by the index of the event that starts it.
+/// Messages of a flow, each keyed by the index of the event that starts it.
 #[derive(Debug, Default)]
 pub(crate) struct Messages {
     pub(crate) by_start: BTreeMap<usize, Message>,
     /// One past the last PSN used.
     pub(crate) end: Option<Psn>,
+    /// The last message has no end.
+    pub(crate) breaks_off: bool,
 }
 
 /// Puts the request packets of one direction together. Packets with a PSN from before are retransmissions.
 pub(crate) fn messages<'a>(events: impl Iterator<Item = (usize, &'a Event)>, mtu: usize) -> Result<Messages, Error> {
     let mut found = Messages::default();
     let mut open: Option<(usize, Message, bool)> = None;
+    let mut room = MAX_MEMORY as usize;
     for (index, event) in events {
         let packet = event.packet();
         let (header, bth) = (packet.header, packet.header.bth);
@@ -40,8 +43,8 @@ pub(crate) fn messages<'a>(events: impl Iterator<Item = (usize, &'a Event)>, mtu
             continue;
         }
         if bth.psn != next {
-            return Err(Error::Unsuitable(format!(
-                "frame {}: PSN {} where {} was due: the capture is not this side's view",
+            return Err(Error(format!(
+                "frame {}: PSN {} where {} was due: the capture is not this side's view, or the path MTU is another",
                 event.frame,
                 bth.psn.value(),
                 next.value()
@@ -52,13 +55,13 @@ pub(crate) fn messages<'a>(events: impl Iterator<Item = (usize, &'a Event)>, mtu
             if let Some((at, message, _)) = open.take() {
                 found.by_start.insert(at, message);
             }
+            // A READ's length is the peer's word.
+            let read = header.reth().filter(|_| info.class == Class::ReadRequest);
+            room = take(room, read.map_or(0, |reth| reth.dma_len as usize))?;
             open = Some((index, start(event, mtu), false));
         }
         let Some((_, message, complete)) = open.as_mut() else {
-            return Err(Error::Unsuitable(format!(
-                "frame {}: a message without its start",
-                event.frame
-            )));
+            return Err(Error(format!("frame {}: a message without its start", event.frame)));
         };
         found.end = Some(match info.class {
             Class::ReadRequest => bth.psn.add(message.packets),
@@ -80,11 +83,23 @@ pub(crate) fn messages<'a>(events: impl Iterator<Item = (usize, &'a Event)>, mtu
     // Cut off by an error: as long as the RETH says, or longer than what was seen.
     if let Some((at, mut message, _)) = open {
         let len = message.announced.map_or(message.data.len() + 1, |n| n as usize);
+        take(room, len)?;
+        found.breaks_off = true;
         message.data.resize(len, 0);
         message.packets = len.div_ceil(mtu).max(1) as u32;
         found.by_start.insert(at, message);
     }
     Ok(found)
+}
+
+/// Returns the room that is left for the data of work requests.
+fn take(room: usize, len: usize) -> Result<usize, Error> {
+    room.checked_sub(len).ok_or_else(|| {
+        Error(format!(
+            "READs of more than {} MiB together: a replay has no memory for them",
+            MAX_MEMORY >> 20
+        ))
+    })
 }
 
 fn start(event: &Event, mtu: usize) -> Message {
@@ -142,7 +157,7 @@ fn flush(header: HeaderView<'_>) -> Flush {
     }
 }
 
-/// What the last packet adds: immediate data, or a key to invalidate.
+/// Adds what the last packet has: immediate data, or a key to invalidate.
 fn closed(op: SendOp, opcode: Opcode, imm: Option<u32>, ieth: Option<roce_verbs::RKey>) -> SendOp {
     let info = opcode.info();
     match (

@@ -23,15 +23,12 @@ use roce_bth::{Aeth, Bth, Class, Credits, Header, MAX_HEADER_LEN, Msn, NakCode, 
 use roce_verbs::{Instant, Qpn};
 
 use super::Player;
-use crate::{
-    compare::{Kind, Sent},
-    model::read_packets,
-};
+use crate::{compare::Sent, kind::Kind, model::read_packets};
 
 /// Timers that may run out before something is sent: silence has stages.
 const STAGES: usize = 4;
 
-/// What is known about the requests of both sides. PSNs are counted from `first`.
+/// Requests of both sides so far. PSNs are counted from `first`.
 #[derive(Debug, Default)]
 pub(super) struct Asking {
     pub(super) first: Psn,
@@ -54,7 +51,7 @@ pub(super) struct Asking {
     refused: Option<u64>,
 }
 
-/// What a request of ours repeats.
+/// Repetition by a request of ours.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Repetition {
     /// It was sent before, and refused since.
@@ -63,7 +60,7 @@ pub(super) struct Repetition {
     pub(super) astray: bool,
 }
 
-/// The PSN of a request, and how many it takes.
+/// Returns the PSN of a request, and how many it takes.
 fn extent(packet: &Packet<'_>, mtu: usize) -> (Psn, u32) {
     let bth = packet.header.bth;
     let n = match (bth.opcode, packet.header.reth()) {
@@ -78,7 +75,7 @@ impl Asking {
         psn.offset_from(self.first)
     }
 
-    /// Ours sent this request.
+    /// Notes a request that ours sent.
     pub(super) fn sent(&mut self, body: &[u8], mtu: usize) -> Repetition {
         let whole = [body, &[0; 4]].concat();
         let Ok(packet) = Packet::parse(&whole) else {
@@ -95,32 +92,37 @@ impl Asking {
         Repetition { refused, astray }
     }
 
-    /// Whether this frame is behind the NAK that ends the connection.
+    /// Returns whether a NAK has ended the connection.
+    pub(super) fn is_refused(&self) -> bool {
+        self.refused.is_some()
+    }
+
+    /// Returns whether this frame is behind the NAK that ends the connection.
     pub(super) fn refused_before(&self, frame: u64) -> bool {
         self.refused.is_some_and(|at| frame > at)
     }
 
-    /// The captured side's first packet before `end` that ours has yet to send, or to send again.
+    /// Returns the captured side's first packet before `end` that ours has yet to send, or to send again.
     fn missing(&self, end: u32) -> Option<u32> {
         let due = self.theirs.range(self.acknowledged..end.max(self.acknowledged));
         due.map(|(at, _)| *at).find(|at| !self.under_way.contains(at))
     }
 
-    /// Whether ours has sent what the captured responder reports a gap for: something behind it, as often as the captured
+    /// Returns whether ours has sent what the captured responder reports a gap for: something behind it, as often as the captured
     /// side.
     fn caused_gap(&self, at: u32) -> bool {
         let mut behind = self.theirs.range(at.saturating_add(1)..);
         behind.any(|(at, n)| self.ours.get(at).is_some_and(|ours| ours >= n))
     }
 
-    /// Everything from there on was dropped.
+    /// Notes that everything from there on was dropped.
     fn drop_from(&mut self, at: u32) {
         self.under_way.split_off(&at);
     }
 }
 
 impl Player<'_> {
-    /// The captured side sent a request: ours may send one.
+    /// Lets ours send a request, because the captured side sent one.
     pub(super) fn they_request(&mut self, index: usize) {
         let event = &self.connection.events[index];
         let (at, packet) = (event.at, event.packet());
@@ -129,6 +131,7 @@ impl Player<'_> {
         }
         self.sent[1].push(Sent {
             frame: event.frame,
+            index,
             body: event.body().to_vec(),
             refused: false,
         });
@@ -145,11 +148,8 @@ impl Player<'_> {
         // What is acknowledged was repeated in vain, and after the end ours is silent.
         let vain = psn < self.asking.acknowledged || self.asking.refused.is_some();
         if goes_back && !vain && (!told || self.asking.pausing.is_some()) && !self.run_timer(at) {
-            let text = format!(
-                "PSN {}: the captured side's timer ran out",
-                packet.header.bth.psn.value()
-            );
-            self.differ(index, Kind::NotRepeated, text);
+            let expected = format!("PSN {} again, because the timer ran out", packet.header.bth.psn);
+            self.differ(index, Kind::NotRepeated, (Some(expected), None));
         }
     }
 
@@ -171,7 +171,7 @@ impl Player<'_> {
         false
     }
 
-    /// The captured side got an answer: so does ours, if it is one to what ours sent.
+    /// Gives ours an answer that the captured side got, if it is one to what ours sent.
     pub(super) fn get_answer(&mut self, index: usize) {
         let event = &self.connection.events[index];
         let packet = event.packet();
@@ -214,8 +214,8 @@ impl Player<'_> {
             self.catch_up(at, end);
             let missing = self.asking.missing(end);
             if let Some(psn) = missing.filter(|psn| self.asking.ours.contains_key(psn)) {
-                let text = format!("PSN {}: was refused", self.asking.first.add(psn).value());
-                self.differ(index, Kind::NotRepeated, text);
+                let expected = format!("PSN {} again, which was refused", self.asking.first.add(psn));
+                self.differ(index, Kind::NotRepeated, (Some(expected), None));
             }
             self.asking.acknowledged = end;
         }
@@ -246,7 +246,7 @@ impl Player<'_> {
         }
     }
 
-    /// The captured responder has everything up to this PSN, which is not one of a READ: ours is told so.
+    /// Acknowledges everything up to this PSN, which is not one of a READ: the captured responder has it.
     fn acknowledge(&mut self, at: Instant, psn: u32) {
         let (ours, psn) = (self.qp.qpn(), self.asking.first.add(psn));
         let mut header = Header::new(Bth::new(Opcode::RcAcknowledge, Qpn::new(ours.value()), psn));

@@ -1,20 +1,20 @@
-//! The responder's memory: regions of ours for the keys of the capture, and what they must contain in the end.
+//! Memory of the responder: regions of ours for the keys of the capture, and what they must contain in the end.
 
 use std::{collections::BTreeMap, sync::Arc};
 
 use roce_bth::{Class, Header, HeaderView, Packet};
 use roce_verbs::mem::{FastRegion, MemoryTable, PdHandle, Region};
-use roce_verbs::{AccessFlags, Psn, RKey, wr::FastRegister};
+use roce_verbs::{AccessFlags, RKey, wr::FastRegister};
 
 use crate::error::Error;
 
-/// Longer regions than this are taken for a mistake.
-const MAX_REGION: u64 = 256 << 20;
+/// Most bytes of all regions.
+pub(crate) const MAX_MEMORY: u64 = 256 << 20;
 const PAGE: u64 = 4096;
 
-/// A key of the capture and the memory that stands for it.
+/// Key of the capture and the memory that stands for it.
 #[derive(Debug)]
-struct Place {
+struct Mapped {
     /// The captured address of the region's first byte.
     base: u64,
     region: Arc<Region>,
@@ -24,7 +24,7 @@ struct Place {
     shadow: Vec<u8>,
 }
 
-/// Where the message that is coming in is being written.
+/// Destination of the message that is coming in.
 #[derive(Clone, Copy, Debug)]
 struct Cursor {
     key: RKey,
@@ -34,11 +34,11 @@ struct Cursor {
 /// Memory of the responder.
 #[derive(Debug, Default)]
 pub(crate) struct Model {
-    places: BTreeMap<u32, Place>,
+    places: BTreeMap<u32, Mapped>,
     cursor: Option<Cursor>,
 }
 
-/// The range that a request names: key, address, length.
+/// Returns the range that a request names: key, address, length.
 fn range(header: HeaderView<'_>) -> Option<(RKey, u64, u64)> {
     match (header.reth(), header.atomic_eth()) {
         (Some(r), _) => Some((r.rkey, r.va, u64::from(r.dma_len))),
@@ -61,8 +61,9 @@ impl Model {
             if let Some((key, va, len)) = range(packet.header)
                 && len > 0
             {
-                let entry = ranges.entry(key.0).or_insert((va, va + len));
-                *entry = (entry.0.min(va), entry.1.max(va + len));
+                let end = va.saturating_add(len);
+                let entry = ranges.entry(key.0).or_insert((va, end));
+                *entry = (entry.0.min(va), entry.1.max(end));
             }
         }
         for key in &revoked {
@@ -74,12 +75,17 @@ impl Model {
             | AccessFlags::REMOTE_ATOMIC
             | AccessFlags::FLUSH_GLOBAL;
         let mut model = Self::default();
+        let mut room = MAX_MEMORY;
         for (key, (start, end)) in ranges {
             let base = start & !(PAGE - 1);
-            if end - base > MAX_REGION {
-                return Err(Error::Unsuitable(format!("key {key:#x} spans {} bytes", end - base)));
-            }
-            let failed = |e: &dyn std::fmt::Display| Error::Unsuitable(format!("memory for key {key:#x}: {e}"));
+            room = room.checked_sub(end - base).ok_or_else(|| {
+                Error(format!(
+                    "the addresses of key {key:#x} span {} bytes; a replay has {} MiB of memory",
+                    end - base,
+                    MAX_MEMORY >> 20
+                ))
+            })?;
+            let failed = |e: &dyn std::fmt::Display| Error(format!("memory for key {key:#x}: {e}"));
             let len = (end - base) as usize;
             let region = mem.alloc_region(pd, len, all).map_err(|e| failed(&e))?;
             let (mut rkey, mut fast) = (region.rkey(), None);
@@ -98,7 +104,7 @@ impl Model {
                 fast = Some(target);
             }
             let shadow = vec![0; len];
-            let place = Place {
+            let place = Mapped {
                 base,
                 region,
                 rkey,
@@ -110,7 +116,7 @@ impl Model {
         Ok(model)
     }
 
-    /// A request with keys and addresses of ours. Keys that stand for nothing stay as they are: they are wrong here too.
+    /// Returns a request with keys and addresses of ours. Keys that stand for nothing stay as they are: they are wrong here too.
     pub(crate) fn translate(&self, packet: &Packet<'_>) -> Header {
         let mut header = Header::from(packet.header);
         let here = |key: RKey, va: u64| match self.places.get(&key.0) {
@@ -129,18 +135,18 @@ impl Model {
         header
     }
 
-    /// Puts bytes that the captured responder is known to have had to where it had them.
+    /// Writes bytes that the captured responder is known to have had.
     pub(crate) fn preset(&mut self, key: RKey, va: u64, bytes: &[u8]) {
         if let Some(place) = self.places.get_mut(&key.0) {
             let at = va.wrapping_sub(place.base) as usize;
-            if let Some(shadow) = place.shadow.get_mut(at..at + bytes.len()) {
+            if let Some(shadow) = place.shadow.get_mut(at..at.saturating_add(bytes.len())) {
                 shadow.copy_from_slice(bytes);
                 let _ = place.region.write(at, bytes);
             }
         }
     }
 
-    /// A request was accepted for the first time: what it does to memory.
+    /// Applies a request that was accepted for the first time.
     pub(crate) fn execute(&mut self, packet: &Packet<'_>, original: Option<u64>) {
         let (header, info) = (packet.header, packet.header.bth.opcode.info());
         match info.class {
@@ -180,13 +186,13 @@ impl Model {
     fn store(&mut self, key: RKey, va: u64, bytes: &[u8]) {
         if let Some(place) = self.places.get_mut(&key.0) {
             let at = va.wrapping_sub(place.base) as usize;
-            if let Some(shadow) = place.shadow.get_mut(at..at + bytes.len()) {
+            if let Some(shadow) = place.shadow.get_mut(at..at.saturating_add(bytes.len())) {
                 shadow.copy_from_slice(bytes);
             }
         }
     }
 
-    /// Keys whose memory is not what it should be.
+    /// Describes the keys whose memory is not what it should be.
     pub(crate) fn wrong(&self) -> Vec<String> {
         let mut wrong = Vec::new();
         for (key, place) in &self.places {
@@ -200,12 +206,7 @@ impl Model {
     }
 }
 
-/// PSNs of a READ: how many.
+/// Returns how many PSNs a READ takes.
 pub(crate) fn read_packets(len: u32, mtu: usize) -> u32 {
     len.div_ceil(mtu as u32).max(1)
-}
-
-/// Whether `psn` is one of the `n` from `first` on.
-pub(crate) fn within(psn: Psn, first: Psn, n: u32) -> bool {
-    psn.offset_from(first) < n
 }

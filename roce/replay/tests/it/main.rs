@@ -1,0 +1,3 @@
+//! Tests of the replay.
+
+mod damage;
