@@ -429,6 +429,9 @@ impl Judge {
             if Some(**index) == except || conversation.merged.is_some() || conversation.closed {
                 return false;
             }
+            if !bth.opcode.info().is_of(conversation.service) {
+                return false;
+            }
             match o.header.deth() {
                 Some(deth) => {
                     conversation.ends[0].qpn == Some(bth.dest_qp.value())
