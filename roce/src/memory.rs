@@ -115,7 +115,7 @@ impl Mr {
         Ok(())
     }
 
-    /// Registers the memory anew with something changed and the same keys, and ends this registration (`ibv_rereg_mr`).
+    /// Registers the memory again with something changed and the same keys, and ends this registration (`ibv_rereg_mr`).
     ///
     /// # Errors
     /// [`VerbsError::Busy`] while memory windows are bound to it, or why the new registration is not possible; the old one

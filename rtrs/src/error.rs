@@ -141,7 +141,7 @@ pub enum PathError {
     /// The peer closed it.
     #[error("the peer disconnected")]
     PeerDisconnected,
-    /// The client connects the path anew: it has given this one up.
+    /// The client connects the path again: it has given this one up.
     #[error("the client has given the path up")]
     GivenUp,
     /// The peer gave no sign of life.

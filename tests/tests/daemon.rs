@@ -397,7 +397,7 @@ fn a_reload_changes_what_has_changed_and_nothing_else() {
     daemon.signal(Signal::SIGHUP);
     eventually("map.c has ended", || lab.state("map.c").is_none());
     assert!(a.read(0, 4096).is_ok() && b.read(0, 4096).is_ok());
-    // What can't be changed while it runs begins anew.
+    // What can't be changed while it runs begins again.
     lab.write(&[
         lab.serves(&["one", "two", "three"]),
         lab.maps("a", &["one", "three"]),
@@ -466,7 +466,7 @@ fn a_reload_adds_a_path_from_another_address() {
     let mut expected = others.each_ref().map(|path| as_listed(path));
     expected.sort_unstable();
     assert_eq!(paths(), expected);
-    // The mapping has not begun anew.
+    // The mapping has not begun again.
     assert!(client.read(0, MIB).unwrap() == pattern(7, MIB));
     client.disconnect().unwrap();
     let ended = daemon.stop();

@@ -91,7 +91,7 @@ impl Lab {
         json!({ "do": what, "path": self.path })
     }
 
-    /// Connects the path anew.
+    /// Connects the path again.
     fn reconnect(&mut self) {
         let reconnect = self.path_command("reconnect");
         self.map.done(reconnect);
@@ -517,7 +517,7 @@ fn a_device_that_was_closed_is_opened_again() {
         // The server does not know it any more; the client does not know that.
         assert!(matches!(client.write(0, &pattern(2, BLOCK)), Err(Error::Refused(EIO))));
         client.disconnect().unwrap();
-        // Connected anew it is opened anew.
+        // Connected again it is opened again.
         lab.reconnect();
         lab.map.event("remapped");
         let mut client = lab.nbd();

@@ -247,7 +247,7 @@ fn the_mounted_tree_is_what_ctl_shows() {
     let once = numbers();
     assert_eq!(BTreeSet::from(once).len(), once.len());
     assert_eq!(numbers(), once);
-    // A text that is read in pieces is one text, and anew from its beginning.
+    // A text that is read in pieces is one text, and again from its beginning.
     let file = fs::File::open(lab.tree("class/rtrs-client/test/mpath_policy")).unwrap();
     let piece = |at| {
         let mut bytes = [0; 7];

@@ -1,4 +1,4 @@
-//! Lines of whole captures. `UPDATE_GOLDEN=1` writes the files anew.
+//! Lines of whole captures. `UPDATE_GOLDEN=1` writes the files again.
 
 use std::{fmt::Write, fs, path::Path};
 

@@ -282,7 +282,7 @@ impl<P: Advance, E: Environment> Progress<P, E> {
             .store(now.as_nanos().saturating_sub(kept.as_nanos() as u64), Ordering::Relaxed);
     }
 
-    /// Sets the end of the lease anew when a poll at `now` comes in its last quarter, which costs less than to wake the progress thread,
+    /// Sets the end of the lease again when a poll at `now` comes in its last quarter, which costs less than to wake the progress thread,
     /// or when the end is further away than a lease.
     fn renew_lease(&self, now: Instant) {
         let lease = self.lease(now);

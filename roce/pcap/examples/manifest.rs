@@ -1,4 +1,4 @@
-//! Measures the captures that `pcap-fixtures/manifest.toml` lists and prints the manifest anew: counts, addresses and
+//! Measures the captures that `pcap-fixtures/manifest.toml` lists and prints the manifest again: counts, addresses and
 //! flows are measured, all else is kept as it is.
 //!
 //! `cargo run -p roce-pcap --example manifest > /tmp/m && mv /tmp/m pcap-fixtures/manifest.toml`

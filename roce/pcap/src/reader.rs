@@ -136,7 +136,7 @@ impl<'a> Frame<'a> {
         self.interface
     }
 
-    /// Sections of a pcapng file before its own: each describes its interfaces anew.
+    /// Sections of a pcapng file before its own: each describes its interfaces again.
     pub const fn section(&self) -> u64 {
         self.section
     }

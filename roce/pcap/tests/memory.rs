@@ -159,7 +159,7 @@ fn memory_does_not_grow_with_the_file() {
     let many = check("interfaces", begin(), words(&[1, 20, 1, 0, 20]));
     assert!(reason(&many).contains("more than 4096 interfaces"), "{}", reason(&many));
 
-    // Sections begin anew: that is no error.
+    // Sections begin again: that is no error.
     let sections = check("sections", begin(), begin());
     assert!(sections.complete);
 

@@ -93,7 +93,7 @@ mod tests {
             assert!(!p.waits(at(now), client(2)));
             now += pause;
         }
-        // Long after, it begins anew.
+        // Long after, it begins again.
         now += 120 * 20;
         p.add(at(now), c);
         assert!(!p.waits(at(now), c));

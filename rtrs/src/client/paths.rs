@@ -75,7 +75,7 @@ impl<U> Session<U> {
     }
 
     /// The session is lost. A path that has asked for the chunks before may be let in while requests are at work that have ended here:
-    /// it begins anew.
+    /// it begins again.
     pub(super) fn ask_again(&mut self, env: &mut Env<'_, '_, U>) {
         let asked = |path: &Path| path.attempt().step == Step::Informing;
         for index in 0..self.paths.len() {
@@ -89,7 +89,7 @@ impl<U> Session<U> {
     /// Whether the server may make the session when this path comes (`first_conn`). With two such paths two servers could each have
     /// half of a session.
     ///
-    /// A path that was up once may if no other is up, or as good as that. A server that was started anew then does not make a
+    /// A path that was up once may if no other is up, or as good as that. A server that was started again then does not make a
     /// session beside paths that are not known to be lost yet, as it does for the kernel's client: it has opened no devices.
     ///
     /// Another path may if the session has none by which the server knows it, or will.

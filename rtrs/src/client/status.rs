@@ -33,7 +33,7 @@ pub enum PathCommand {
     Remove,
     /// Take it down, until it is asked for.
     Disconnect,
-    /// Connect it anew, at once. If that fails, further attempts follow by themselves.
+    /// Connect it again, at once. If that fails, further attempts follow by themselves.
     Reconnect,
 }
 

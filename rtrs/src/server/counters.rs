@@ -48,7 +48,7 @@ counters! {
     requests_parked,
     /// Paths whose handshake waited for requests of the session's lost paths to be answered.
     paths_held,
-    /// Paths that their client connected anew before it was noticed that it had lost them.
+    /// Paths that their client connected again before it was noticed that it had lost them.
     paths_given_up,
     /// Paths closed because memory, queue pairs or other resources ran out.
     no_resources,

@@ -603,7 +603,7 @@ fn min_latency_goes_by_the_last_heartbeat() {
         "{:?}",
         pair.statuses()
     );
-    // Measured anew when it is up again.
+    // Measured again when it is up again.
     let path = pair.statuses()[0].id;
     pair.command(path, PathCommand::Reconnect).unwrap();
     pair.settle();

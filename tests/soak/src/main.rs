@@ -26,7 +26,7 @@ use run::Run;
 use world::World;
 
 /// Serves devices to sessions with two paths and with one, over networks that are cut, lose, repeat, reorder and delay packets, while
-/// the server is killed and started anew, stopped, and image files grow and shrink. Nothing may be lost, and nothing may grow.
+/// the server is killed and started again, stopped, and image files grow and shrink. Nothing may be lost, and nothing may grow.
 ///
 /// Four times `ferroce map` and `ferroce serve` are in two network namespaces, between which a wire in user space carries two networks.
 /// NBD clients write and read all devices; each block is to hold what was written last. With `--on-loss queue` no request may fail, and

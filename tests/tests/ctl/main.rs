@@ -299,7 +299,7 @@ fn devices_come_and_go() {
     let forced = lab.ctl("map", &["remap", "other", "force"]);
     assert_eq!(forced, "unmapped other\nmapped other from test\n");
 
-    // The server closes what somebody has open: its client does not know until it is connected anew.
+    // The server closes what somebody has open: its client does not know until it is connected again.
     assert_eq!(
         lab.ctl("serve", &["close", "other", "test"]),
         "closed other for session test\n"

@@ -344,7 +344,7 @@ fn nonsense_of_a_guest_is_answered_or_ends_its_ring_and_touches_nothing_else() {
     guest.write(0, 0, &[(BUFFERS, 4096)], &bytes);
     assert!(guest.read(0, 0, &[(BUFFERS, 4096)]) == bytes, "the other ring goes on");
     assert!(lab.image()[4096..] == before[4096..]);
-    // A broken ring can begin anew.
+    // A broken ring can begin again.
     guest.stop(1);
     let mut again = guest.reconnect(&lab.socket(), None);
     assert!(again.read(0, 0, &[(BUFFERS, 4096)]) == bytes);

@@ -189,7 +189,7 @@ mod tests {
         let mut out = [0; 5];
         pages(&beside).read(0, &mut out).unwrap();
         assert_eq!((&out, beside.is_gone()), (b"stays", false));
-        // The guard is used again, and begins anew.
+        // The guard is used for another file, and starts over.
         drop(mapped);
         let again = Mapped::new(other.as_fd(), 0, 4096).unwrap();
         assert!(!again.is_gone());

@@ -446,7 +446,7 @@ fn nothing_piles_up() {
         w.m[0].destroy(w.now, c);
         w.settle();
         assert!(w.m.iter().all(|m: &Manager| m.usage().connections <= 9));
-        // Queue pair 0x200 is used anew at once.
+        // Queue pair 0x200 is used again at once.
         assert_eq!(w.m[0].counters().stale, 0);
     }
 }

@@ -170,7 +170,7 @@ fn a_peer_closes_a_key(bed: &mut Bed) {
         let link = bed.connect();
         let (qa, qb) = (link.qp(A), link.qp(B));
         let mut former = RKey::default();
-        // As RTRS uses the key of a read: granted, written, closed by the answer, and granted anew.
+        // As RTRS uses the key of a read: granted, written, closed by the answer, and granted again.
         for round in 0..4u64 {
             let rkey = bed.grant(qb, key, 0, 4096, WRITE);
             bed.receive(B, qb, 30 + round, &[]);

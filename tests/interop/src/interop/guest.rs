@@ -96,7 +96,7 @@ impl Guest {
         Ok(self)
     }
 
-    /// Boots the guest anew after [`Guest::kill`].
+    /// Boots the guest again after [`Guest::kill`].
     pub(crate) fn reboot(&mut self) -> Result<(), Error> {
         self.reboot_with(&[])
     }

@@ -135,7 +135,7 @@ pub(crate) fn table(outcomes: &[Outcome]) -> String {
 /// What stands around the README's table.
 const MARKS: [&str; 2] = ["<!-- interop results -->\n", "<!-- end of interop results -->"];
 
-/// The README with its table made anew; an error if it has no place for one.
+/// The README with its table made again; an error if it has no place for one.
 pub(crate) fn readme(text: &str, outcomes: &[Outcome]) -> Result<String, String> {
     let [start, end] = MARKS;
     let missing = || format!("it has no {start:?} … {end:?}");

@@ -1,5 +1,5 @@
 //! A requester whose peer goes away in the middle: its work must end with exhausted retries, nothing else. And two agents,
-//! one of them started anew, that work together again.
+//! one of them started again, that work together again.
 
 use std::time::Duration;
 

@@ -312,7 +312,7 @@ pub(super) const TREE: &str = "\
     diff -r /usr/include/rdma /mnt/r/rdma; umount /mnt/r; unmap rnbd0; echo 'trees equal: passed'\n";
 
 /// The kernel's RNBD client maps our server. One of several CPUs may stall (`specs/kernel.md`): if the capture proves that
-/// every request was answered, it gets a second chance, in a guest that is booted anew.
+/// every request was answered, it gets a second chance, in a guest that is booted again.
 pub(super) fn kernel_client(c: &mut Ctx<'_>, how: Serving) -> Result<String, Error> {
     let first = file_system(c, how, TREE, 64);
     let smp = c.guest()?.shape.cpus > 1;
@@ -636,7 +636,7 @@ pub(super) fn random_file(path: &Path, size: usize, seed: u64) -> Result<Vec<u8>
 }
 
 /// Our RNBD client uses the kernel's server. With always_invalidate=Y one lost packet may end the server's sending for ever: if
-/// its log says that this happened, it gets a second chance, in a guest that is booted anew.
+/// its log says that this happened, it gets a second chance, in a guest that is booted again.
 pub(super) fn our_client(c: &mut Ctx<'_>, ip: Ip, device: &'static str, invalidate: bool) -> Result<String, Error> {
     c.guest()?.run("dmesg -C", 30)?;
     let first = our_client_once(c, ip, device, invalidate);

@@ -316,7 +316,7 @@ fn read(usr_len: u16, pieces: &[SgDesc]) -> Vec<u8> {
     [head.as_bytes(), pieces.as_bytes()].concat()
 }
 
-/// A path that stands, of the fifth attempt, is connected anew; then the old one is looked at.
+/// A path that stands, of the fifth attempt, is connected again; then the old one is looked at.
 fn anew(ways: &[Way; 2], name: &str, recon_cnt: u16) -> Seen {
     let mut c = client(ways)?;
     c.recon_cnt = 5;

@@ -30,7 +30,7 @@ pub(super) fn list() -> Vec<Scenario> {
 const AWAY: Duration = Duration::from_secs(3);
 
 /// Until both paths carry load again: the kernel's server refuses one that it does not know to be lost for up to 35 s, and its client
-/// waits 30 s before it connects anew.
+/// waits 30 s before it connects again.
 const BACK: Duration = Duration::from_secs(120);
 
 fn away(c: &mut Ctx<'_>) -> Result<(), Error> {

@@ -80,7 +80,7 @@ impl Cut {
     }
 }
 
-/// The path on the second network was connected, and later anew: see [`attempts`].
+/// The path on the second network was connected, and later again: see [`attempts`].
 fn connected_anew(c: &Ctx<'_>) -> Result<u16, Error> {
     attempts(&connects::requests(Path::new(&c.path("wire-2.pcap")))?)
 }

@@ -98,7 +98,7 @@ fn in_turn(c: &mut Ctx<'_>) -> Result<(String, String), Error> {
     Ok((report, script(c, &format!("{head}{LAST}"), 120)?))
 }
 
-/// Longer than the 30 s after which a client connects anew what it has lost.
+/// Longer than the 30 s after which a client connects again what it has lost.
 const STAYS: &str = "\
     map_by path=$P0 path=$P1; up 2 100; echo 1 > $S/$P1/disconnect; up 1 1; sleep 36; up 1 0; [ -e $S/$P1 ]\n\
     dd if=/dev/rnbd0 of=/dev/null bs=64k count=16 iflag=direct status=none\n\

@@ -195,7 +195,7 @@ fn open_in_guest(c: &mut Ctx<'_>) -> Result<bool, Error> {
 }
 
 /// The path over the second network that was added counted its attempts. The one over the first that was added when there was no
-/// other may make the session anew; returns the attempts of the other.
+/// other may make the session again; returns the attempts of the other.
 fn on_the_wire(c: &Ctx<'_>) -> Result<u16, Error> {
     let of_last = |pcap: &str| -> Result<(Vec<Request>, usize), Error> {
         let requests = connects::requests(Path::new(&c.path(pcap)))?;

@@ -50,7 +50,7 @@ const BACK: &str = "\
         [ \"$(cut -d' ' -f1 < $S/$p/stats/reconnects)\" = 1 ]; done\n\
     equal; other; sum 64; echo normal > $B/unmap_device\n";
 
-/// The server is killed with both paths under load. The client's requests fail when it has noticed, and it connects anew
+/// The server is killed with both paths under load. The client's requests fail when it has noticed, and it connects again
 /// 30 s later.
 fn killed(c: &mut Ctx<'_>) -> Result<String, Error> {
     let out = with_server(c, |c, server, head| {

@@ -43,7 +43,7 @@ const CLOSED: &str = "\
         cat /tmp/err; grep -q 'Input/output error' /tmp/err; done\n\
     state open; refused 'already in progress' 1 $B/remap_device; paths; up 2 1\n";
 
-/// When all paths have gone and come back the device is opened anew.
+/// When all paths have gone and come back the device is opened again.
 const REMAPPED: &str = "\
     order() { for i in $(seq 100); do echo 1 2>/tmp/err > $S/$1/$2 && return; sleep 0.3; done; cat /tmp/err; return 1; }\n\
     order $P1 disconnect; order $P0 disconnect; state closed; order $P0 reconnect; order $P1 reconnect; up 2 100; state open\n\

@@ -203,7 +203,7 @@ const START: &str = "map_by path=$P0 path=$P1; up 2 100; load 4M 1800 100; carri
 /// What is down is connected by order, as the client waits 30 s before it does that by itself. It may not know yet that it is down,
 /// and our server not that a path is; so the orders are repeated. rdma_rxe may stop a queue pair while its path lives on, over a
 /// repeated registration, or with a local invalidation that never completes (`specs/kernel.md`). If nothing goes by a path, both are
-/// connected anew, and what they held goes over; it is forgiven only if the kernel's log then names one of the two. The client
+/// connected again, and what they held goes over; it is forgiven only if the kernel's log then names one of the two. The client
 /// invalidates when the answer has come, so an invalidation that is flushed after such a silence is of a request that we answered.
 const BACK: &str = "\
     moves() { for p in $P0 $P1; do echo 1 > $S/$p/stats/rdma; done\n\

@@ -26,7 +26,7 @@ use crate::{
 /// The longest that a request may take: until retries are used up, or heartbeats tell, and what emulated processors add.
 const PATIENCE: Duration = Duration::from_secs(40);
 /// Until a path is back: the kernel's server refuses one that it does not know to be lost for up to 35 s, and its client waits 30 s
-/// before it connects anew.
+/// before it connects again.
 const RETURN: Duration = Duration::from_secs(150);
 
 /// Which end is over roce-hw.

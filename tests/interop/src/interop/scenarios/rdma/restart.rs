@@ -108,7 +108,7 @@ fn server_killed(c: &mut Ctx<'_>) -> Result<String, Error> {
     ))
 }
 
-/// The kernel's client is told of errors until it has connected anew, 30 s later.
+/// The kernel's client is told of errors until it has connected again, 30 s later.
 fn server_killed_under_kernel(c: &mut Ctx<'_>) -> Result<String, Error> {
     const START: &str = "\
         map s1 disk; head -c 4194304 /dev/urandom > /tmp/a\n\
