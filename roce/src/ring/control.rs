@@ -35,7 +35,7 @@ const MAX_WAITING: usize = 16;
 /// Attempt to write a ring to a file.
 #[derive(Debug)]
 pub struct Written {
-    /// Why.
+    /// Cause of the attempt.
     pub cause: Cause,
     /// The file and the number of packets, or the error.
     pub result: io::Result<(PathBuf, u64)>,
@@ -52,7 +52,7 @@ pub struct RingConfig {
     pub on_bad: bool,
     /// Write the ring whenever a byte can be read from this descriptor, a pipe.
     pub signals: Option<OwnedFd>,
-    /// Is told of each file. Called by the thread that writes.
+    /// Called with each file, by the thread that writes.
     pub report: Box<dyn Fn(&Written) + Send>,
 }
 
@@ -286,7 +286,6 @@ impl Server {
 
     /// Writes the next file, and reports it. The error is a text.
     fn write_file(&self, cause: Cause, last: u64) -> Result<Sent, String> {
-        // Relative to the folder that the process was started in.
         let result = files::write_new(&self.config.file, |file| self.ring.write(file, last));
         let answer = match &result {
             Ok((path, packets)) => Ok(Sent {
