@@ -295,7 +295,9 @@ impl Server {
                 let half_open = self.accept.half_open.remove(&path);
                 if let Some(Err(e)) = half_open.map(|half_open| self.open(cx, opened, half_open)) {
                     self.effects.counters.no_resources += 1;
-                    tracing::error!(%peer, error = %e, "no room for a path: it is closed");
+                    if let Some(suppressed) = self.accept.no_room.pass(cx.now) {
+                        tracing::error!(%peer, error = %e, suppressed, "no room for a path: it is closed");
+                    }
                 }
             }
             Err(refusal) => {

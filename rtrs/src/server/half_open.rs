@@ -113,6 +113,7 @@ pub(crate) struct Accept {
     pub(crate) refused: Throttle,
     pub(crate) evicted: Throttle,
     pub(crate) timed_out: Throttle,
+    pub(crate) no_room: Throttle,
 }
 
 impl Accept {
@@ -127,6 +128,7 @@ impl Accept {
             refused: Throttle::new(INTERVAL),
             evicted: Throttle::new(INTERVAL),
             timed_out: Throttle::new(INTERVAL),
+            no_room: Throttle::new(INTERVAL),
         }
     }
 

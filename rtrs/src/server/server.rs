@@ -231,13 +231,13 @@ impl Server {
                 session.set_memory(pages);
                 for path in paths {
                     if let Some(Err(e)) = self.sessions.get_mut(&key).map(|s| s.register(cx, path)) {
-                        self.no_room(key, path, e);
+                        self.no_room(cx.now, key, path, e);
                     }
                 }
             }
             None => {
                 for path in paths {
-                    self.no_room(key, path, VerbsError::Limit("memory").into());
+                    self.no_room(cx.now, key, path, VerbsError::Limit("memory").into());
                 }
             }
         }
@@ -399,10 +399,13 @@ impl Server {
     }
 
     /// A path ends for want of memory or other resources.
-    fn no_room(&mut self, session: SessionKey, path: PathKey, why: PathError) {
+    fn no_room(&mut self, now: Instant, session: SessionKey, path: PathKey, why: PathError) {
         self.effects.counters.no_resources += 1;
-        if let Some(path) = self.path(session, path) {
-            tracing::error!(peer = %path.id.peer, error = %why, "no room for a path: it is closed");
+        let peer = self.path(session, path).map(|path| path.id.peer);
+        if let Some(peer) = peer
+            && let Some(suppressed) = self.accept.no_room.pass(now)
+        {
+            tracing::error!(%peer, error = %why, suppressed, "no room for a path: it is closed");
         }
         self.effects.broken.push_back((session, path, why));
     }
