@@ -153,7 +153,7 @@ impl Direction {
     /// Returns whether an answer with this PSN can belong to these requests.
     pub(super) fn awaits(&self, psn: Psn) -> bool {
         let psn = self.unwrap(psn);
-        self.requests > 0 && self.next.is_some_and(|next| psn < next) && psn >= self.acked.max(self.first)
+        self.next.is_some_and(|next| psn < next) && psn >= self.acked.max(self.first)
     }
 
     /// Returns how many messages end before a PSN, and how many PSNs before it were not seen.
