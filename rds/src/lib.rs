@@ -1,6 +1,26 @@
 //! RDS (Reliable Datagram Sockets) over RDMA, wire-compatible with Linux's `rds_rdma`.
 //!
-//! - [`proto`]: headers, extension headers, congestion maps, private data of connections.
+//! It knows the messages, the connections to peers, and sockets with their congestion. It knows nothing of the operating system: [`Node`]
+//! is a state machine over a [`Provider`](roce_verbs::provider::Provider), which a loop or the simulator drives. Time, the provider and
+//! random bytes come with each call.
+//!
+//! - [`proto`]: headers, extension headers, congestion maps, private data of connections;
+//! - [`Node`]: all sockets and connections of some addresses.
 #![forbid(unsafe_code)]
 
+mod config;
+mod conn;
+mod counters;
+mod error;
+mod key;
+mod node;
 pub mod proto;
+mod socket;
+
+pub use config::Config;
+pub use conn::{Broken, Refused, Rings};
+pub use counters::Counters;
+pub use error::Error;
+pub use key::PairKey;
+pub use node::{ConnectionInfo, Node, Output, PairState};
+pub use socket::{Message, Readiness, Received, SocketId};

@@ -197,7 +197,11 @@ pub(crate) struct SimArgs {
     /// Servers and clients with RTRS, RNBD and disks instead of transports alone
     #[arg(long, conflicts_with_all = ["adversary", "observer"])]
     pub(crate) storage: bool,
-    /// Further arguments for the simulator (see `cargo run -p roce-sim -- --help`, with --storage `-p ferroce-storage-sim`)
+    /// Nodes and sockets of RDS instead of transports alone
+    #[arg(long, conflicts_with_all = ["adversary", "observer", "storage"])]
+    pub(crate) rds: bool,
+    /// Further arguments for the simulator (see `cargo run -p roce-sim -- --help`; -p ferroce-storage-sim with --storage,
+    /// -p ferroce-rds-sim with --rds)
     #[arg(last = true)]
     pub(crate) rest: Vec<String>,
 }

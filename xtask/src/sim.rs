@@ -13,15 +13,54 @@ use crate::{
     tally::Tally,
 };
 
-/// Names of the programs, and of their packages: of transports, and of storage.
-const TRANSPORT: &str = "roce-sim";
-const STORAGE: &str = "ferroce-storage-sim";
+/// Simulators, each with a program of its own, which is named after its package.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) enum Simulator {
+    /// Transports alone.
+    #[default]
+    Transport,
+    /// RTRS, RNBD and disks.
+    Storage,
+    /// Nodes and sockets of RDS.
+    Rds,
+}
+
+impl Simulator {
+    pub(crate) const ALL: [Self; 3] = [Self::Transport, Self::Storage, Self::Rds];
+
+    fn of(args: &SimArgs) -> Self {
+        match (args.storage, args.rds) {
+            (true, _) => Self::Storage,
+            (_, true) => Self::Rds,
+            _ => Self::Transport,
+        }
+    }
+
+    /// Name of the program.
+    pub(crate) const fn program(self) -> &'static str {
+        match self {
+            Self::Transport => "roce-sim",
+            Self::Storage => "ferroce-storage-sim",
+            Self::Rds => "ferroce-rds-sim",
+        }
+    }
+
+    /// Option of `cargo xtask sim` that chooses it.
+    const fn option(self) -> &'static str {
+        match self {
+            Self::Transport => "",
+            Self::Storage => " --storage",
+            Self::Rds => " --rds",
+        }
+    }
+}
+
 /// Fresh seeds are above those that anybody counts to.
 const FRESH: std::ops::Range<u64> = 1 << 32..1 << 48;
 
 /// `cargo xtask sim`.
 pub(crate) fn run(args: &SimArgs) -> Result<()> {
-    let name = program(args.storage);
+    let name = Simulator::of(args).program();
     let bin = cargo::build(name, name, Profile::Release)?;
     let tally = simulate(&bin, args)?;
     println!("{} passed, {} failed", tally.passed, tally.failed);
@@ -32,26 +71,22 @@ pub(crate) fn run(args: &SimArgs) -> Result<()> {
     }
 }
 
-/// Returns the name of the program that runs these simulations.
-pub(crate) const fn program(storage: bool) -> &'static str {
-    if storage { STORAGE } else { TRANSPORT }
-}
-
-/// Runs the same seeds each time, from 1, and then as many `fresh` ones; of transports, or of storage. Each counts as a test.
-pub(crate) fn suite(bin: &Path, storage: bool, fixed: u64, fresh: u64) -> Result<Tally> {
+/// Runs the same seeds each time, from 1, and then as many `fresh` ones. Each counts as a test.
+pub(crate) fn suite(bin: &Path, simulator: Simulator, fixed: u64, fresh: u64) -> Result<Tally> {
     let args = |seed, seeds| SimArgs {
         seeds,
         seed,
         jobs: None,
         adversary: false,
         observer: false,
-        storage,
+        storage: simulator == Simulator::Storage,
+        rds: simulator == Simulator::Rds,
         rest: Vec::new(),
     };
     let mut tally = simulate(bin, &args(None, fixed))?;
     // The hasher's keys are random.
     let first = FRESH.start + RandomState::new().hash_one(0) % (FRESH.end - FRESH.start);
-    let option = if storage { " --storage" } else { "" };
+    let option = simulator.option();
     println!("fresh seeds: `cargo xtask sim --seed {first} --seeds {fresh}{option}` repeats them");
     tally.add(simulate(bin, &args(Some(first), fresh))?);
     Ok(tally)
@@ -59,7 +94,7 @@ pub(crate) fn suite(bin: &Path, storage: bool, fixed: u64, fresh: u64) -> Result
 
 /// Runs a simulator's program; each seed counts as a test.
 fn simulate(bin: &Path, args: &SimArgs) -> Result<Tally> {
-    let name = program(args.storage);
+    let name = Simulator::of(args).program();
     let mut command = process::command(bin);
     command.arg("--seeds").arg(args.seeds.to_string());
     if let Some(seed) = args.seed {

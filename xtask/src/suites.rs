@@ -15,7 +15,8 @@ use crate::{
     harness::{self, Job},
     interop, lint,
     long::{self, Long},
-    process, results, sim,
+    process, results,
+    sim::{self, Simulator},
     tally::{self, Tally},
     test_program::TestProgram,
     tools,
@@ -36,6 +37,8 @@ enum Set {
 const SIM_SEEDS: [(u64, u64); 3] = [(100, 20), (250, 50), (20_000, 2000)];
 /// Likewise of the simulator of storage, where beside a quarter of the runs there is one of a server under a flood.
 const STORAGE_SEEDS: [(u64, u64); 3] = [(60, 20), (300, 100), (4000, 400)];
+/// Likewise of the simulator of RDS.
+const RDS_SEEDS: [(u64, u64); 3] = [(40, 10), (100, 30), (5000, 500)];
 /// Cases of each property without a number of its own, in the set `full`.
 const FULL_CASES: (&str, &str) = ("PROPTEST_CASES", "4096");
 
@@ -505,14 +508,10 @@ impl<'a> Stage<'a> {
         } else {
             1 + usize::from(self.args.full())
         };
-        for (storage, seeds) in [(false, SIM_SEEDS), (true, STORAGE_SEEDS)] {
+        for (simulator, seeds) in Simulator::ALL.into_iter().zip([SIM_SEEDS, STORAGE_SEEDS, RDS_SEEDS]) {
             let (fixed, fresh) = seeds[set];
-            tally.add(sim::suite(
-                self.programs.program(sim::program(storage))?,
-                storage,
-                fixed,
-                fresh,
-            )?);
+            let program = self.programs.program(simulator.program())?;
+            tally.add(sim::suite(program, simulator, fixed, fresh)?);
         }
         Ok(tally)
     }

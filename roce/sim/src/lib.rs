@@ -19,9 +19,11 @@ mod adversary;
 mod chaos;
 pub mod cli;
 mod config;
+mod coverage;
 mod faulty;
 pub mod forge;
 mod host;
+pub mod lan;
 mod life;
 mod model;
 mod net;
@@ -43,6 +45,7 @@ use crate::config::Class;
 
 pub use crate::{
     config::{Runs, SimConfig},
+    coverage::{Coverage, RunsWith},
     forge::PRIVATE_LEN,
     host::LISTEN_PORT,
     net::{Faults, Frame, Link, NetStats},

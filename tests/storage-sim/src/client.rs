@@ -18,13 +18,12 @@ use rtrs::{
     client::{Buffer, Output as RtrsOutput, PathCommand, PathId, SessionConfig, SessionId},
 };
 
-use roce_sim::{Check, MS, Notes, Rng, SEC};
+use roce_sim::{Check, Coverage, MS, Notes, Rng, SEC};
 
 use crate::{
     disk::SimDisk,
     ledger::{Ledger, Life},
     losses::{Known, Unflushed},
-    tally::Coverage,
 };
 
 /// Networks and hosts that fail don't end a path like this: somebody has broken the rules.

@@ -7,15 +7,13 @@ use rnbd::{client::OnLoss, proto::AccessMode, server::fair_queue::QueueLimits};
 use roce_port::fabric::FabricConfig;
 use rtrs::{addr::PathAddr, client::SessionConfig, heartbeat::HeartbeatConfig, server::ServerConfig};
 
-use roce_sim::{Faults, HostPlan, MS, Rng, SEC, Scenario, US};
+use roce_sim::{Coverage, Faults, HostPlan, MS, Rng, SEC, Scenario, US, lan::LagPlan};
 
 use crate::{
     client::ClientPlan,
     disk::DiskFaults,
-    late::LagPlan,
     raw::RawPlan,
     server::{Names, ServerPlan},
-    tally::Coverage,
 };
 
 /// Plan of a run.

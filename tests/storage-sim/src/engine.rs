@@ -16,12 +16,11 @@ use rnbd::{
 use roce_verbs::mem::Pages;
 use rtrs::server::request::{RequestKey, SessionKey};
 
-use roce_sim::Rng;
+use roce_sim::{Coverage, Rng};
 
 use crate::{
     disk::{BLOCK, SimDisk, bytes, contents},
     ledger::Ledger,
-    tally::Coverage,
 };
 
 /// Bytes of memory that a read has not filled yet.

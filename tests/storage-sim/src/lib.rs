@@ -15,8 +15,6 @@ mod disk;
 mod draw;
 mod engine;
 mod history;
-mod lan;
-mod late;
 mod ledger;
 mod losses;
 mod program;

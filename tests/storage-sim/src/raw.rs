@@ -190,7 +190,11 @@ impl RawSide {
         )
     }
 
-    pub(crate) fn rtrs(&mut self, path: usize) -> &mut Rtrs {
+    pub(crate) fn rtrs(&self, path: usize) -> &Rtrs {
+        &self.paths[path].rtrs
+    }
+
+    pub(crate) fn rtrs_mut(&mut self, path: usize) -> &mut Rtrs {
         &mut self.paths[path].rtrs
     }
 

@@ -30,14 +30,13 @@ use rtrs::{
     },
 };
 
-use roce_sim::{Check, Notes, Rng};
+use roce_sim::{Check, Coverage, Notes, Rng};
 
 use crate::{
     client::honest,
     disk::{BLOCK, SimDisk},
     engine::{Engine, RunId},
     ledger::{Ledger, Life},
-    tally::Coverage,
 };
 
 /// Work of the server's helper threads.

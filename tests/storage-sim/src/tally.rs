@@ -1,31 +1,6 @@
-//! Counts of runs with storage, and the events that they met.
+//! Counts of runs with storage.
 
-use std::collections::BTreeMap;
-
-use roce_sim::{Stats, Total};
-
-/// Events of a run, and how often each happened.
-#[derive(Clone, PartialEq, Eq, Default, Debug)]
-pub(crate) struct Coverage(BTreeMap<&'static str, u64>);
-
-impl Coverage {
-    /// Counts an event.
-    pub(crate) fn note(&mut self, event: &'static str) {
-        *self.0.entry(event).or_default() += 1;
-    }
-
-    /// Counts an event if it happened.
-    pub(crate) fn note_if(&mut self, event: &'static str, happened: bool) {
-        if happened {
-            self.note(event);
-        }
-    }
-
-    /// Returns each event with the number of runs, which is one, and of its occurrences.
-    pub(crate) fn runs(&self) -> BTreeMap<&'static str, [u64; 2]> {
-        self.0.iter().map(|(event, n)| (*event, [1, *n])).collect()
-    }
-}
+use roce_sim::{Coverage, RunsWith, Stats, Total};
 
 /// Counts of runs with storage.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -45,7 +20,7 @@ pub struct StorageStats {
     /// Fingerprint of the run: times and headers of all packets received, and how operations ended. Of several runs: combined.
     pub trace_hash: u64,
     /// Number of runs with each event, and of the events.
-    pub coverage: BTreeMap<&'static str, [u64; 2]>,
+    pub coverage: RunsWith,
     /// Packets that adversaries forged.
     pub forged: u64,
     /// Clients accepted under a flood of requests.
@@ -75,10 +50,7 @@ impl Total for StorageStats {
         self.succeeded += other.succeeded;
         self.simulated_ns += other.simulated_ns;
         self.trace_hash ^= other.trace_hash;
-        for (event, [runs, times]) in &other.coverage {
-            let sum = self.coverage.entry(event).or_default();
-            *sum = [sum[0] + runs, sum[1] + times];
-        }
+        Coverage::sum(&mut self.coverage, &other.coverage);
         self.forged += other.forged;
         self.admitted += other.admitted;
         self.longest_admission_ns = self.longest_admission_ns.max(other.longest_admission_ns);

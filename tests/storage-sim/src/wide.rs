@@ -11,12 +11,11 @@ use rtrs::{
     server::ServerConfig,
 };
 
-use roce_sim::{Check, MS, Rng, SEC};
+use roce_sim::{Check, MS, Rng, SEC, lan::address};
 
 use crate::{
     client::{ClientEnv, ClientPlan, ClientSide, honest},
     draw::{Draw, Wide},
-    lan::address,
 };
 
 impl Draw {

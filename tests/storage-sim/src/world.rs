@@ -4,18 +4,20 @@ use roce_port::fabric::Usage;
 use roce_verbs::Instant;
 use rtrs::{Cx, server::ServerConfig};
 
-use roce_sim::{Check, Faults, Link, MS, Rng, SEC, Simulation, Trace};
+use roce_sim::{
+    Check, Coverage, Faults, Link, MS, Rng, SEC, Simulation, Trace,
+    lan::{Lan, LanEvent, Way, of_host},
+};
 
 use crate::{
     client::{ClientEnv, ClientSide},
     disk::SimDisk,
     draw::{Draw, Wide},
-    lan::{Lan, LanEvent, Way},
     ledger::Ledger,
     raw::RawSide,
     server::{Job, Names, ServerEnv, ServerPlan, ServerSide},
-    tally::{Coverage, StorageStats},
-    turn::{self, ClientTurn, RawTurn, ServerTurn},
+    tally::StorageStats,
+    turn::{ClientTurn, RawTurn, ServerTurn},
     wide::another_server,
 };
 
@@ -397,7 +399,7 @@ impl World {
                 plan: Vec::new(),
             },
         };
-        let next = turn::of_host(node, now, &mut random, &mut machines)?;
+        let next = of_host(node, now, &mut random, &mut machines)?;
         for (after, job) in machines.env.plan {
             self.lan.schedule(after, LanEvent::World(WorldEvent::Job { boot, job }));
         }
@@ -416,7 +418,7 @@ impl World {
                 silent: self.server_plan.names == Names::None,
             },
         };
-        turn::of_host(&mut self.lan.nodes[node], now, &mut random, &mut machines)
+        of_host(&mut self.lan.nodes[node], now, &mut random, &mut machines)
     }
 
     fn raw_turn(&mut self, now: Instant, node: usize) -> Result<Option<Instant>, String> {
@@ -436,7 +438,7 @@ impl World {
                 silent: self.server_plan.names == Names::None,
             },
         };
-        let next = turn::of_host(&mut self.lan.nodes[node], now, &mut random, &mut machines)?;
+        let next = of_host(&mut self.lan.nodes[node], now, &mut random, &mut machines)?;
         if machines.wakes {
             let after = self.rng.range(1, 2 * MS);
             self.lan.want_turn(other, now.as_nanos() + after);

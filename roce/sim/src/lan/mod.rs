@@ -12,14 +12,20 @@ use roce_port::{Port, PortConfig, RxMeta, TxBatch};
 use roce_verbs::mem::MemoryTable;
 use roce_verbs::{DeviceLimits, Instant, provider::Provider as _};
 
-use roce_sim::{Frame, HostPlan, Link, NetStats, Rng, Trace};
+use crate::{Frame, HostPlan, Link, NetStats, Rng, Trace};
 
-use crate::late::{Lag, LagPlan, Late};
+mod late;
+mod turn;
+
+pub use late::{Lag, LagPlan, Late};
+pub use turn::{Machines, of_host};
 
 /// A host's network side.
-pub(crate) struct Node {
-    pub(crate) fabric: Fabric<Several>,
-    pub(crate) lag: Lag,
+pub struct Node {
+    /// Its devices.
+    pub fabric: Fabric<Several>,
+    /// What its provider takes time for.
+    pub lag: Lag,
     plan: HostPlan,
     /// By network.
     addrs: Vec<IpAddr>,
@@ -27,8 +33,10 @@ pub(crate) struct Node {
     batch: Option<TxBatch>,
     rx: VecDeque<Frame>,
     rx_bytes: usize,
-    pub(crate) boot: u32,
-    pub(crate) alive: bool,
+    /// Its life, from 0.
+    pub boot: u32,
+    /// It runs.
+    pub alive: bool,
     /// The next turn, if one is planned.
     turn_at: Option<u64>,
     /// Time until which it stands still.
@@ -36,7 +44,7 @@ pub(crate) struct Node {
 }
 
 /// The address that a host has in a network; the first has the one that it was drawn with.
-pub(crate) fn address(addr: IpAddr, network: usize) -> IpAddr {
+pub fn address(addr: IpAddr, network: usize) -> IpAddr {
     match addr {
         IpAddr::V4(a) => (u32::from(a) | (network as u32) << 8).to_be_bytes().into(),
         IpAddr::V6(a) => (u128::from(a) | (network as u128) << 64).to_be_bytes().into(),
@@ -63,13 +71,13 @@ impl Node {
         0x0200_0000_0000_0000 | (index as u64) << 24 | u64::from(boot)
     }
     /// When the port, or its lag, wants a turn.
-    pub(crate) fn next_timeout(&mut self) -> Option<Instant> {
+    pub fn next_timeout(&mut self) -> Option<Instant> {
         let port = self.fabric.ports().port(0).poll_timeout();
         port.into_iter().chain(self.lag.next_timeout()).min()
     }
 
     /// Returns the provider of its state machines.
-    pub(crate) fn provider(&mut self, now: Instant) -> Late<'_, Several> {
+    pub fn provider(&mut self, now: Instant) -> Late<'_, Several> {
         self.fabric.set_now(now);
         Late::new(&mut self.fabric, &mut self.lag, now)
     }
@@ -77,15 +85,18 @@ impl Node {
 
 /// From a host to another, in all networks or with an end in one.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Way {
-    pub(crate) from: usize,
-    pub(crate) to: usize,
-    pub(crate) network: Option<usize>,
+pub struct Way {
+    /// Sending host.
+    pub from: usize,
+    /// Receiving host.
+    pub to: usize,
+    /// Network that one end is in; `None`: all.
+    pub network: Option<usize>,
 }
 
 /// Event at a point in time.
 #[derive(Debug)]
-pub(crate) enum LanEvent<E> {
+pub enum LanEvent<E> {
     /// A frame arrives.
     Arrive {
         /// Receiver.
@@ -105,25 +116,30 @@ pub(crate) enum LanEvent<E> {
 }
 
 /// Clock, hosts, links.
-pub(crate) struct Lan<E> {
-    pub(crate) now: u64,
-    pub(crate) nodes: Vec<Node>,
+pub struct Lan<E> {
+    /// Time, nanoseconds.
+    pub now: u64,
+    /// The hosts.
+    pub nodes: Vec<Node>,
     networks: usize,
     links: Vec<Link>,
     rng: Rng,
-    pub(crate) stats: NetStats,
-    pub(crate) packets: u64,
+    /// What the links did.
+    pub stats: NetStats,
+    /// Packets that were sent.
+    pub packets: u64,
     queue: BinaryHeap<Reverse<(u64, u64)>>,
     /// By place in the queue.
     events: BTreeMap<u64, LanEvent<E>>,
     seq: u64,
-    pub(crate) trace: Trace,
+    /// Capture and log.
+    pub trace: Trace,
 }
 
 impl<E> Lan<E> {
     /// Hosts with how they handle keys and how long a drain takes them, each in all of the networks, and from each address to each
     /// a link that `link` makes.
-    pub(crate) fn new(
+    pub fn new(
         plans: &[(HostPlan, FabricConfig, LagPlan)],
         networks: usize,
         mut link: impl FnMut(&mut Rng) -> Link,
@@ -169,31 +185,32 @@ impl<E> Lan<E> {
         }
     }
 
-    pub(crate) fn instant(&self) -> Instant {
+    /// Time.
+    pub fn instant(&self) -> Instant {
         Instant::from_nanos(self.now)
     }
 
     /// Schedules an event `after` nanoseconds from now.
-    pub(crate) fn schedule(&mut self, after: u64, what: LanEvent<E>) {
+    pub fn schedule(&mut self, after: u64, what: LanEvent<E>) {
         self.seq += 1;
         self.queue.push(Reverse((self.now + after, self.seq)));
         self.events.insert(self.seq, what);
     }
 
     /// The next thing to happen. The clock has moved there.
-    pub(crate) fn pop(&mut self) -> Option<LanEvent<E>> {
+    pub fn pop(&mut self) -> Option<LanEvent<E>> {
         let Reverse((at, seq)) = self.queue.pop()?;
         self.now = at;
         self.events.remove(&seq)
     }
 
     /// Cuts or mends what leads from a host to another.
-    pub(crate) fn set_cut(&mut self, way: Way, cut: bool) {
+    pub fn set_cut(&mut self, way: Way, cut: bool) {
         self.each_link(way, |link| link.cut = cut);
     }
 
     /// How much longer what leads from a host to another takes, nanoseconds.
-    pub(crate) fn set_lag(&mut self, way: Way, lag: u64) {
+    pub fn set_lag(&mut self, way: Way, lag: u64) {
         self.each_link(way, |link| link.lag = lag);
     }
 
@@ -212,12 +229,13 @@ impl<E> Lan<E> {
         ((a * self.networks + b) * n + from) * n + to
     }
 
-    pub(crate) fn links(&mut self) -> &mut [Link] {
+    /// Links of each address to each.
+    pub fn links(&mut self) -> &mut [Link] {
         &mut self.links
     }
 
-    /// A host's loop is to run at this time, or earlier if that is planned already.
-    pub(crate) fn want_turn(&mut self, node: usize, at: u64) {
+    /// Plans a turn of a host's loop at this time, unless an earlier one is planned.
+    pub fn want_turn(&mut self, node: usize, at: u64) {
         let (now, host) = (self.now, &mut self.nodes[node]);
         let at = at.max(now).max(host.stopped_until);
         if host.alive && host.turn_at.is_none_or(|planned| at < planned) {
@@ -228,7 +246,7 @@ impl<E> Lan<E> {
     }
 
     /// Whether a planned turn is still wanted; then it begins.
-    pub(crate) fn begin_turn(&mut self, node: usize, boot: u32) -> bool {
+    pub fn begin_turn(&mut self, node: usize, boot: u32) -> bool {
         let (now, host) = (self.now, &mut self.nodes[node]);
         if !host.alive || host.boot != boot || host.turn_at != Some(now) {
             return false;
@@ -243,17 +261,18 @@ impl<E> Lan<E> {
     }
 
     /// A host's process stands still for so long; packets for it wait.
-    pub(crate) fn stop(&mut self, node: usize, pause: u64) {
+    pub fn stop(&mut self, node: usize, pause: u64) {
         self.nodes[node].stopped_until = self.now + pause;
         self.want_turn(node, self.now + pause);
     }
 
     /// Whether a host stands still.
-    pub(crate) fn is_stopped(&self, node: usize) -> bool {
+    pub fn is_stopped(&self, node: usize) -> bool {
         self.now < self.nodes[node].stopped_until
     }
 
-    pub(crate) fn arrive(&mut self, node: usize, frame: Frame) {
+    /// A frame arrives at a host.
+    pub fn arrive(&mut self, node: usize, frame: Frame) {
         let host = &mut self.nodes[node];
         if !host.alive {
             return;
@@ -270,7 +289,7 @@ impl<E> Lan<E> {
     }
 
     /// First part of a turn: packets, then timers.
-    pub(crate) fn receive(&mut self, node: usize) {
+    pub fn receive(&mut self, node: usize) {
         let (now, host) = (Instant::from_nanos(self.now), &mut self.nodes[node]);
         host.fabric.set_now(now);
         while let Some(frame) = host.rx.pop_front() {
@@ -293,7 +312,7 @@ impl<E> Lan<E> {
     }
 
     /// Last part of a turn: everything leaves.
-    pub(crate) fn transmit(&mut self, node: usize) {
+    pub fn transmit(&mut self, node: usize) {
         let now = self.instant();
         let Some(mut batch) = self.nodes[node].batch.take() else {
             return;
@@ -360,7 +379,7 @@ impl<E> Lan<E> {
     }
 
     /// A host dies: what it had in its hands is gone.
-    pub(crate) fn kill(&mut self, node: usize) {
+    pub fn kill(&mut self, node: usize) {
         let host = &mut self.nodes[node];
         host.alive = false;
         (host.turn_at, host.stopped_until) = (None, 0);
@@ -370,7 +389,7 @@ impl<E> Lan<E> {
     }
 
     /// Starts a host again, without any memory of the past.
-    pub(crate) fn boot(&mut self, node: usize) {
+    pub fn boot(&mut self, node: usize) {
         let host = &mut self.nodes[node];
         host.boot += 1;
         host.alive = true;

@@ -14,7 +14,7 @@ use roce_verbs::{
     wr::PostError,
 };
 
-use roce_sim::{Check, Rng};
+use crate::{Check, Rng};
 
 /// Call that is carried out later.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -25,16 +25,16 @@ enum Later {
 
 /// How a host's provider differs from the loop's own.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct LagPlan {
+pub struct LagPlan {
     /// A drain, and taking a key back by a work request, take so long at most, nanoseconds.
-    pub(crate) most: u64,
+    pub most: u64,
     /// Only memory windows of type 1 are supported.
-    pub(crate) type_1_only: bool,
+    pub type_1_only: bool,
 }
 
 /// Calls that a host's provider carries out later, in their order.
 #[derive(Debug)]
-pub(crate) struct Lag {
+pub struct Lag {
     most: u64,
     caps: Vec<DeviceCaps>,
     rng: Rng,
@@ -42,13 +42,14 @@ pub(crate) struct Lag {
     /// Completions that nobody sees before their time; of a send queue in their order.
     held: VecDeque<(Instant, QpId, Completion)>,
     /// Queue pairs that were drained while a key was being taken back by them.
-    pub(crate) overtaken: u64,
+    pub overtaken: u64,
     /// A rule that was broken.
     broken: Option<&'static str>,
 }
 
 impl Lag {
-    pub(crate) fn new(plan: LagPlan, devices: &[DeviceCaps], rng: Rng) -> Self {
+    /// Returns it for these devices.
+    pub fn new(plan: LagPlan, devices: &[DeviceCaps], rng: Rng) -> Self {
         let mut caps = devices.to_vec();
         for caps in &mut caps {
             caps.window_2 &= !plan.type_1_only;
@@ -65,18 +66,18 @@ impl Lag {
     }
 
     /// Whether the machines have kept to the rules.
-    pub(crate) fn check(&mut self) -> Check {
+    pub fn check(&mut self) -> Check {
         self.broken.take().map_or(Ok(()), |what| Err(what.into()))
     }
 
     /// When something is to be done.
-    pub(crate) fn next_timeout(&self) -> Option<Instant> {
+    pub fn next_timeout(&self) -> Option<Instant> {
         let held = self.held.iter().map(|(at, ..)| *at);
         self.waiting.iter().map(|(at, _)| *at).chain(held).min()
     }
 
     /// Nothing of the past counts.
-    pub(crate) fn clear(&mut self) {
+    pub fn clear(&mut self) {
         self.waiting.clear();
         self.held.clear();
     }
@@ -114,7 +115,7 @@ fn is_receive(wc: &Completion) -> bool {
 }
 
 /// Provider over a `Fabric`, with delays.
-pub(crate) struct Late<'a, P> {
+pub struct Late<'a, P> {
     fabric: &'a mut Fabric<P>,
     lag: &'a mut Lag,
     now: Instant,
@@ -122,7 +123,7 @@ pub(crate) struct Late<'a, P> {
 
 impl<'a, P: Ports> Late<'a, P> {
     /// Creates a provider, and carries out the calls that are due.
-    pub(crate) fn new(fabric: &'a mut Fabric<P>, lag: &'a mut Lag, now: Instant) -> Self {
+    pub fn new(fabric: &'a mut Fabric<P>, lag: &'a mut Lag, now: Instant) -> Self {
         let mut late = Self { fabric, lag, now };
         late.run(|_, at| at <= now);
         late

@@ -1,0 +1,191 @@
+//! Connection to a peer.
+
+mod broken;
+mod link;
+mod outgoing;
+mod phase;
+mod queue;
+mod receiver;
+
+use core::{net::SocketAddr, time::Duration};
+use std::collections::VecDeque;
+
+use roce_verbs::{Instant, provider::Provider};
+
+pub use broken::{Broken, Refused};
+pub use link::Rings;
+pub(crate) use link::{Done, Link, LinkId};
+pub(crate) use outgoing::Outgoing;
+pub(crate) use phase::{Answer, Phase};
+pub(crate) use queue::{AckPolicy, SendQueue};
+pub(crate) use receiver::{Incoming, Receiver};
+
+use crate::{
+    config::Config,
+    key::PairKey,
+    proto::{BITMAP_FRAGMENTS, CongestionMap, Header},
+    socket::Message,
+};
+
+use link::Train;
+
+/// Port that pings of the node itself come from. No socket is bound to it (`RDS_FLAG_PROBE_PORT`).
+const PROBE_PORT: u16 = 1;
+
+/// Connection to a peer: what outlives its links, and the link that carries it now.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    pub(crate) key: PairKey,
+    pub(crate) phase: Phase,
+    pub(crate) queue: SendQueue,
+    pub(crate) receiver: Receiver,
+    /// SENDs that have come and wait for `held`: buffer and bytes. Their buffers are not posted meanwhile, so that the peer waits.
+    pub(crate) arrived: VecDeque<(u32, usize)>,
+    /// Message for which the node has no room.
+    pub(crate) held: Option<(SocketAddr, Message)>,
+    /// The map of our address is to be sent.
+    pub(crate) map_due: bool,
+    /// A socket was refused because of the peer's map, and waits for the next one.
+    pub(crate) map_wanted: bool,
+    /// Longest time to the next attempt to connect.
+    backoff: Duration,
+    /// When the peer is told of what has come, without being asked.
+    ack_at: Option<Instant>,
+    /// When the peer is asked for an acknowledgement.
+    probe_at: Option<Instant>,
+    /// It was asked, over this link.
+    probed: bool,
+}
+
+impl Connection {
+    /// Returns one that is down. `first`: the sequence number of its first message; `next`: that of the peer's next.
+    pub(crate) fn new(key: PairKey, config: &Config, now: Instant, first: u64, next: u64) -> Self {
+        Self {
+            key,
+            phase: Phase::Down(now),
+            queue: SendQueue::new(config.acks(), first),
+            receiver: Receiver::new(next),
+            arrived: VecDeque::new(),
+            held: None,
+            map_due: false,
+            map_wanted: false,
+            backoff: Duration::ZERO,
+            ack_at: None,
+            probe_at: None,
+            probed: false,
+        }
+    }
+
+    /// Returns when to connect, if there is something to send or to wait for, and neither a link nor an attempt to have one.
+    pub(crate) fn wants_link(&self) -> Option<Instant> {
+        match self.phase {
+            Phase::Down(due) if !self.queue.is_sent() || self.map_wanted => Some(due),
+            _ => None,
+        }
+    }
+
+    /// The link that it has now carries it from here on. The map of our address goes first.
+    pub(crate) fn up(&mut self) {
+        self.map_due = true;
+        self.backoff = Duration::ZERO;
+    }
+
+    /// What the last link carried is to be sent again.
+    pub(crate) fn restart(&mut self) {
+        self.queue.restart();
+        self.receiver.restart();
+        self.arrived.clear();
+        (self.ack_at, self.probe_at, self.probed) = (None, None, false);
+    }
+
+    /// Returns the longest time until the next attempt, which doubles from one to the next (`rds_queue_reconnect`).
+    pub(crate) fn next_backoff(&mut self, config: &Config) -> Duration {
+        let now = self.backoff;
+        self.backoff = (now * 2).clamp(config.reconnect_min, config.reconnect_max);
+        now
+    }
+
+    /// The peer has acknowledged something.
+    pub(crate) fn acknowledged(&mut self) {
+        (self.probe_at, self.probed) = (None, false);
+    }
+
+    /// When [`pump`](Self::pump) is due though nothing has happened.
+    pub(crate) fn next_timeout(&self) -> Option<Instant> {
+        match self.phase {
+            Phase::Up { .. } => self.ack_at.into_iter().chain(self.probe_at).min(),
+            _ => self.wants_link(),
+        }
+    }
+
+    /// Posts what there is and fits. `map`: that of our address.
+    ///
+    /// # Errors
+    /// The link has failed.
+    pub(crate) fn pump(
+        &mut self,
+        provider: &mut dyn Provider,
+        link: &mut Link,
+        map: &CongestionMap,
+        (now, config): (Instant, &Config),
+    ) -> Result<(), Broken> {
+        link.post_receives(provider)?;
+        if self.probe_at.is_some_and(|at| at <= now) {
+            (self.probe_at, self.probed) = (None, true);
+            self.queue
+                .push(Outgoing::new(None, (PROBE_PORT, 0), Box::default()), true);
+        }
+        let mut train = Train::new(link);
+        while train.room() > 0 {
+            if self.map_due && !self.queue.is_amid_message() {
+                if train.room() < BITMAP_FRAGMENTS as usize {
+                    break;
+                }
+                self.push_map(&mut train, map)?;
+                continue;
+            }
+            let Some(next) = self.queue.next_fragment(self.receiver.ack()) else {
+                break;
+            };
+            train.push(&next.header, next.data, next.is_last)?;
+            self.queue.posted();
+            self.receiver.ack_sent();
+        }
+        let is_due = self.receiver.is_asked() || self.ack_at.is_some_and(|at| at <= now);
+        if is_due && train.room() > 0 && !self.queue.is_amid_message() {
+            train.push(&Header::ack_only(self.receiver.ack()), &[], true)?;
+            self.receiver.ack_sent();
+        }
+        self.set_timers(now, config);
+        match train.is_empty() {
+            true => Ok(()),
+            false => train.post(provider).map_err(Broken::from),
+        }
+    }
+
+    fn push_map(&mut self, train: &mut Train<'_>, map: &CongestionMap) -> Result<(), Broken> {
+        let header = Header::bitmap(self.receiver.ack());
+        for index in 0..BITMAP_FRAGMENTS {
+            let Some(part) = map.fragment(index) else { break };
+            train.push(&header, part.bytes(), index + 1 == BITMAP_FRAGMENTS)?;
+        }
+        self.map_due = false;
+        self.receiver.ack_sent();
+        Ok(())
+    }
+
+    /// The kernel has no such timers: its last messages may stay unacknowledged for hours.
+    fn set_timers(&mut self, now: Instant, config: &Config) {
+        self.ack_at = match self.receiver.is_untold() {
+            true => self.ack_at.filter(|at| *at > now).or(Some(now + config.ack_delay)),
+            false => None,
+        };
+        // Who waits for a map would not notice otherwise that the peer has died with it.
+        let unacked = self.queue.is_sent() && !self.queue.is_acked();
+        let waits = (unacked || self.map_wanted) && !self.probed;
+        self.probe_at = match waits {
+            true => self.probe_at.or(Some(now + config.probe_delay)),
+            false => None,
+        };
+    }
+}

@@ -1,0 +1,305 @@
+//! Messages of a connection to its peer: those that wait, and those that the peer has not acknowledged.
+
+use std::collections::VecDeque;
+
+use super::outgoing::Outgoing;
+use crate::{
+    proto::{Flags, Header},
+    socket::SocketId,
+};
+
+/// When acknowledgements are asked for (`net.rds.max_unacked_packets`, `max_unacked_bytes`).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct AckPolicy {
+    /// Messages without a request for an acknowledgement, at most.
+    pub(crate) messages: u32,
+    /// Bytes of such messages, at most.
+    pub(crate) bytes: u64,
+}
+
+/// Message with its sequence number.
+#[derive(Debug)]
+struct Numbered {
+    sequence: u64,
+    /// It has been on a connection that is gone.
+    again: bool,
+    /// The peer is to acknowledge it.
+    ask: bool,
+    message: Outgoing,
+}
+
+/// Fragment to post.
+#[derive(Debug)]
+pub(crate) struct NextFragment<'a> {
+    pub(crate) header: Header,
+    pub(crate) data: &'a [u8],
+    /// The last one of its message.
+    pub(crate) is_last: bool,
+}
+
+/// See the module. Sequence numbers ascend, and outlive connections.
+#[derive(Debug)]
+pub(crate) struct SendQueue {
+    policy: AckPolicy,
+    next: u64,
+    waiting: VecDeque<Numbered>,
+    /// Fragment of the first waiting message that is next.
+    fragment: u32,
+    unacked: VecDeque<Numbered>,
+    /// Messages and bytes since the last request for an acknowledgement; `None`: the next message asks.
+    since: Option<(u32, u64)>,
+}
+
+impl SendQueue {
+    /// Returns an empty queue, whose first message has this sequence number.
+    pub(crate) fn new(policy: AckPolicy, first: u64) -> Self {
+        Self {
+            policy,
+            next: first.max(1),
+            waiting: VecDeque::new(),
+            fragment: 0,
+            unacked: VecDeque::new(),
+            since: None,
+        }
+    }
+
+    /// Sequence number of the next message.
+    pub(crate) fn next_sequence(&self) -> u64 {
+        self.next
+    }
+
+    /// Adds a message. `ask`: the peer is to acknowledge it soon, since its socket has little room left.
+    pub(crate) fn push(&mut self, message: Outgoing, ask: bool) -> u64 {
+        let sequence = self.next;
+        self.next += 1;
+        self.waiting.push_back(Numbered {
+            sequence,
+            again: false,
+            ask,
+            message,
+        });
+        sequence
+    }
+
+    /// Returns whether nothing waits to be sent.
+    pub(crate) fn is_sent(&self) -> bool {
+        self.waiting.is_empty()
+    }
+
+    /// Returns whether no message of a socket waits for an acknowledgement. Pings and pongs of the node do not matter: two nodes would ask
+    /// each other for ever.
+    pub(crate) fn is_acked(&self) -> bool {
+        self.unacked.iter().all(|sent| sent.message.socket.is_none())
+    }
+
+    /// Messages that wait, and that are not acknowledged.
+    pub(crate) fn lens(&self) -> (usize, usize) {
+        (self.waiting.len(), self.unacked.len())
+    }
+
+    /// Returns whether a message has some of its fragments sent, and the next ones must follow.
+    pub(crate) fn is_amid_message(&self) -> bool {
+        self.fragment > 0
+    }
+
+    /// Returns the next fragment to post, whose header acknowledges `ack`; [`posted`](Self::posted) must follow if it is.
+    pub(crate) fn next_fragment(&mut self, ack: u64) -> Option<NextFragment<'_>> {
+        let first = self.waiting.front_mut()?;
+        if self.fragment == 0 {
+            let len = first.message.data.len() as u64;
+            let due = self
+                .since
+                .is_none_or(|(messages, bytes)| messages >= self.policy.messages || bytes + len > self.policy.bytes);
+            first.ask |= due || first.again;
+        }
+        let mut flags = Flags::empty();
+        flags.set(Flags::ACK_REQUIRED, first.ask);
+        flags.set(Flags::RETRANSMITTED, first.again);
+        Some(NextFragment {
+            header: first.message.header(first.sequence, ack, flags),
+            data: first.message.fragment(self.fragment),
+            is_last: self.fragment + 1 == first.message.fragments(),
+        })
+    }
+
+    /// The fragment of [`next_fragment`](Self::next_fragment) was posted.
+    pub(crate) fn posted(&mut self) {
+        let Some(first) = self.waiting.front() else { return };
+        self.fragment += 1;
+        if self.fragment < first.message.fragments() {
+            return;
+        }
+        self.fragment = 0;
+        let Some(sent) = self.waiting.pop_front() else { return };
+        let len = sent.message.data.len() as u64;
+        self.since = match (sent.ask, self.since) {
+            (false, Some((messages, bytes))) => Some((messages + 1, bytes + len)),
+            _ => Some((0, 0)),
+        };
+        if !sent.message.canceled {
+            self.unacked.push_back(sent);
+        }
+    }
+
+    /// The peer has acknowledged all messages up to `sequence`: they leave the queue. Returns whether they were sent at all; an
+    /// acknowledgement of others counts for nothing, as it would lose them (`rds_send_path_drop_acked` believes it).
+    pub(crate) fn acknowledge(&mut self, sequence: u64, mut released: impl FnMut(&Outgoing)) -> bool {
+        let unsent = self.waiting.front().map_or(self.next, |first| first.sequence);
+        if sequence >= unsent {
+            return false;
+        }
+        while self.unacked.front().is_some_and(|first| first.sequence <= sequence) {
+            if let Some(first) = self.unacked.pop_front() {
+                released(&first.message);
+            }
+        }
+        true
+    }
+
+    /// The connection is gone: what it carried and is not acknowledged is to be sent again, from its first fragment.
+    pub(crate) fn restart(&mut self) {
+        if self.fragment > 0
+            && let Some(first) = self.waiting.front_mut()
+        {
+            first.again = true;
+        }
+        self.fragment = 0;
+        self.since = None;
+        while let Some(mut last) = self.unacked.pop_back() {
+            last.again = true;
+            self.waiting.push_front(last);
+        }
+        // A message that was canceled amid its fragments need not be finished any more.
+        self.waiting.retain(|kept| !kept.message.canceled);
+    }
+
+    /// Drops the messages of a socket, those to `port` only if one is named. Of one that is partly sent the rest still leaves.
+    pub(crate) fn cancel(&mut self, socket: SocketId, port: Option<u16>, mut released: impl FnMut(&Outgoing)) {
+        let is_meant =
+            |m: &Outgoing| m.socket == Some(socket) && !m.canceled && port.is_none_or(|port| m.ports.1 == port);
+        let partly_sent = self
+            .waiting
+            .front()
+            .filter(|_| self.is_amid_message())
+            .map(|m| m.sequence);
+        for queue in [&mut self.unacked, &mut self.waiting] {
+            queue.retain_mut(|kept| {
+                if !is_meant(&kept.message) {
+                    return true;
+                }
+                released(&kept.message);
+                kept.message.canceled = true;
+                Some(kept.sequence) == partly_sent
+            });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SOCKET: SocketId = SocketId(3);
+
+    fn queue(messages: u32) -> SendQueue {
+        SendQueue::new(
+            AckPolicy {
+                messages,
+                bytes: 1 << 20,
+            },
+            1,
+        )
+    }
+
+    fn push(queue: &mut SendQueue, lens: &[usize]) {
+        for len in lens {
+            queue.push(Outgoing::new(Some(SOCKET), (7, 9), vec![0; *len].into()), false);
+        }
+    }
+
+    /// Posts fragments; returns of each: sequence number, bytes, flags.
+    fn post(queue: &mut SendQueue, count: usize) -> Vec<(u64, usize, Flags)> {
+        let mut posted = Vec::new();
+        for _ in 0..count {
+            let Some(next) = queue.next_fragment(0) else { break };
+            posted.push((next.header.sequence.get(), next.data.len(), next.header.flags()));
+            queue.posted();
+        }
+        posted
+    }
+
+    #[test]
+    fn acknowledgements_are_asked_for_at_first_and_after_so_many_messages() {
+        let mut queue = queue(2);
+        push(&mut queue, &[1; 7]);
+        let asked = post(&mut queue, 9)
+            .into_iter()
+            .filter(|(.., flags)| flags.contains(Flags::ACK_REQUIRED));
+        assert_eq!(asked.map(|(sequence, ..)| sequence).collect::<Vec<_>>(), [1, 4, 7]);
+    }
+
+    #[test]
+    fn a_message_leaves_in_fragments_and_an_empty_one_in_one() {
+        let mut queue = queue(100);
+        push(&mut queue, &[0, 4096, 4097]);
+        let lens: Vec<_> = post(&mut queue, 9)
+            .into_iter()
+            .map(|(sequence, len, _)| (sequence, len))
+            .collect();
+        assert_eq!(lens, [(1, 0), (2, 4096), (3, 4096), (3, 1)]);
+        assert!(queue.is_sent() && !queue.is_acked());
+    }
+
+    #[test]
+    fn what_was_not_acknowledged_is_sent_again_from_its_first_fragment() {
+        let mut queue = queue(100);
+        push(&mut queue, &[1, 2, 9000, 3]);
+        assert_eq!(post(&mut queue, 4).len(), 4);
+        let mut released = 0;
+        assert!(queue.acknowledge(1, |message| released += message.data.len()));
+        assert_eq!(released, 1);
+        queue.restart();
+        let again = Flags::RETRANSMITTED | Flags::ACK_REQUIRED;
+        let posted = post(&mut queue, 9);
+        assert_eq!(
+            posted[..4],
+            [(2, 2, again), (3, 4096, again), (3, 4096, again), (3, 808, again)]
+        );
+        assert_eq!((posted[4].0, posted[4].2.contains(Flags::RETRANSMITTED)), (4, false));
+    }
+
+    #[test]
+    fn an_acknowledgement_of_what_was_not_sent_counts_for_nothing() {
+        let mut queue = queue(100);
+        push(&mut queue, &[1, 5000]);
+        post(&mut queue, 2);
+        // Half of the second one has left.
+        for sequence in [2, 3, u64::MAX] {
+            assert!(!queue.acknowledge(sequence, |_| panic!("released")));
+        }
+        assert!(queue.acknowledge(1, |_| {}) && queue.acknowledge(0, |_| panic!("released")));
+    }
+
+    #[test]
+    fn canceled_messages_are_gone_but_a_partly_sent_one_is_finished() {
+        let mut queue = queue(100);
+        push(&mut queue, &[1, 9000, 2]);
+        queue.push(Outgoing::new(Some(SOCKET), (7, 10), Box::default()), false);
+        post(&mut queue, 2);
+        let mut released = Vec::new();
+        queue.cancel(SOCKET, Some(9), |message| released.push(message.data.len()));
+        assert_eq!(released, [1, 9000, 2]);
+        let posted: Vec<_> = post(&mut queue, 9)
+            .into_iter()
+            .map(|(sequence, len, _)| (sequence, len))
+            .collect();
+        assert_eq!(posted, [(2, 4096), (2, 808), (4, 0)]);
+        assert_eq!(queue.lens(), (0, 1));
+        // Over another connection it need not be finished.
+        push(&mut queue, &[9000]);
+        post(&mut queue, 1);
+        queue.cancel(SOCKET, None, |_| {});
+        queue.restart();
+        assert_eq!(queue.lens(), (0, 0));
+    }
+}

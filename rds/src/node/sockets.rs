@@ -1,0 +1,274 @@
+//! Calls for sockets. None waits.
+
+use core::net::{IpAddr, SocketAddr};
+
+use roce_verbs::Instant;
+
+use super::Node;
+use crate::{
+    Error,
+    conn::Outgoing,
+    key::PairKey,
+    proto::MAX_MESSAGE,
+    socket::{Message, Readiness, Received, Socket, SocketId},
+};
+
+/// Lowest port that a socket may have: 0 is the ping's, 1 the node's.
+const LOWEST_PORT: u16 = 2;
+
+impl Node {
+    /// Creates a socket.
+    ///
+    /// # Errors
+    /// [`Error::Limit`].
+    pub fn socket(&mut self) -> Result<SocketId, Error> {
+        if self.sockets.len() >= self.config.max_sockets {
+            return Err(Error::Limit);
+        }
+        let id = self.sockets.insert(Socket::new(&self.config));
+        Ok(SocketId(id as u32))
+    }
+
+    fn get(&mut self, id: SocketId) -> Result<&mut Socket, Error> {
+        self.sockets.get_mut(id.0 as usize).ok_or(Error::BadSocket)
+    }
+
+    /// Closes a socket. Its messages that were not acknowledged may or may not have come.
+    ///
+    /// # Errors
+    /// [`Error::BadSocket`].
+    pub fn close(&mut self, id: SocketId) -> Result<(), Error> {
+        self.get(id)?;
+        for connection in self.connections.values_mut() {
+            connection.queue.cancel(id, None, |_| {});
+        }
+        let socket = self.sockets.remove(id.0 as usize);
+        self.was_read(socket.unread());
+        if let Some(bound) = socket.bound {
+            self.bound.remove(&bound);
+            let freed = socket.is_congested().then_some(crate::socket::PortChange::Freed);
+            self.port_changed(bound, freed);
+        }
+        Ok(())
+    }
+
+    /// Binds a socket to an address of the node. Port 0: a free one, which `random` chooses. Returns the address.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] of an address that is none, of port 1, and of a socket that is bound; [`Error::NotOurs`];
+    /// [`Error::InUse`].
+    pub fn bind(&mut self, id: SocketId, to: SocketAddr, random: u16) -> Result<SocketAddr, Error> {
+        if self.get(id)?.bound.is_some() || !is_unicast(to.ip()) || to.port() == 1 {
+            return Err(Error::Invalid);
+        }
+        if !self.addrs.contains(&to.ip()) {
+            return Err(Error::NotOurs);
+        }
+        let free = |port: &u16| *port >= LOWEST_PORT && !self.bound.contains_key(&SocketAddr::new(to.ip(), *port));
+        let port = match to.port() {
+            0 => (0..=u16::MAX).map(|n| random.wrapping_add(n)).find(free),
+            port => Some(port).filter(free),
+        };
+        let mut bound = to;
+        bound.set_port(port.ok_or(Error::InUse)?);
+        self.bound.insert(bound, id);
+        self.get(id)?.bound = Some(bound);
+        Ok(bound)
+    }
+
+    /// Sets where a socket's messages go that name no destination. It does not limit whose messages come.
+    ///
+    /// # Errors
+    /// [`Error::NoAddress`], [`Error::Invalid`].
+    pub fn connect(&mut self, id: SocketId, to: SocketAddr) -> Result<(), Error> {
+        let socket = self.get(id)?;
+        if to.ip().is_unspecified() {
+            return Err(Error::NoAddress);
+        }
+        if !is_unicast(to.ip()) {
+            return Err(Error::Invalid);
+        }
+        socket.peer = Some(to);
+        Ok(())
+    }
+
+    /// Address of a socket, and that of [`connect`](Self::connect).
+    ///
+    /// # Errors
+    /// [`Error::BadSocket`].
+    pub fn names(&self, id: SocketId) -> Result<(Option<SocketAddr>, Option<SocketAddr>), Error> {
+        let socket = self.sockets.get(id.0 as usize).ok_or(Error::BadSocket)?;
+        Ok((socket.bound, socket.peer))
+    }
+
+    /// Sets the type of service, once, of a socket that is bound and has sent nothing.
+    ///
+    /// # Errors
+    /// [`Error::State`] of a socket that is not bound, [`Error::Invalid`] of another.
+    pub fn set_tos(&mut self, id: SocketId, tos: u8) -> Result<(), Error> {
+        let socket = self.get(id)?;
+        if socket.bound.is_none() {
+            return Err(Error::State);
+        }
+        if core::mem::replace(&mut socket.tos_is_fixed, true) {
+            return Err(Error::Invalid);
+        }
+        socket.tos = tos;
+        Ok(())
+    }
+
+    /// Sets the buffer sizes, effective bytes; `None`: as before.
+    ///
+    /// # Errors
+    /// [`Error::BadSocket`].
+    pub fn set_buffers(&mut self, id: SocketId, send: Option<usize>, recv: Option<usize>) -> Result<(), Error> {
+        let socket = self.get(id)?;
+        socket.send_buffer = send.unwrap_or(socket.send_buffer);
+        socket.recv_buffer = recv.unwrap_or(socket.recv_buffer);
+        Ok(())
+    }
+
+    /// Switches reports of ports that refused the socket and are free again on or off (`RDS_CONG_MONITOR`).
+    ///
+    /// # Errors
+    /// [`Error::BadSocket`].
+    pub fn set_congestion_monitor(&mut self, id: SocketId, on: bool) -> Result<(), Error> {
+        self.get(id)?.set_monitor(on);
+        Ok(())
+    }
+
+    /// Queues a message, to where the socket is connected if no destination is named. That there is no connection is no error: it is begun.
+    ///
+    /// # Errors
+    /// [`Error::NotConnected`], [`Error::Family`], [`Error::TooLong`], [`Error::Congested`], [`Error::WouldBlock`],
+    /// [`Error::Limit`].
+    pub fn send(&mut self, now: Instant, id: SocketId, to: Option<SocketAddr>, data: &[u8]) -> Result<(), Error> {
+        let socket = self.get(id)?;
+        let (from, to) = socket.bound.zip(to.or(socket.peer)).ok_or(Error::NotConnected)?;
+        if from.is_ipv4() != to.is_ipv4() {
+            return Err(Error::Family);
+        }
+        if data.len() > socket.send_buffer || data.len() > MAX_MESSAGE as usize {
+            return Err(Error::TooLong);
+        }
+        let (tos, is_full) = (socket.tos, socket.unacked >= socket.send_buffer);
+        let is_ours = self.addrs.contains(&to.ip());
+        let maps = if is_ours { &self.maps } else { &self.peers };
+        if maps.get(&to.ip()).is_some_and(|map| map.is_congested(to.port())) {
+            self.counters.cong_send_error += 1;
+            self.get(id)?.refused_by(to.port());
+            for connection in self.connections.values_mut().filter(|c| c.key.remote == to.ip()) {
+                connection.map_wanted = true;
+                self.dirty.insert(connection.key);
+            }
+            return Err(Error::Congested);
+        }
+        if is_full {
+            return Err(Error::WouldBlock);
+        }
+        self.get(id)?.tos_is_fixed = true;
+        if is_ours {
+            return self.send_here(id, from, to, data);
+        }
+        let key = PairKey {
+            local: from.ip(),
+            remote: to.ip(),
+            tos,
+        };
+        let (ports, len) = ((from.port(), to.port()), data.len());
+        let socket = self.get(id)?;
+        let is_half_full = socket.unacked + len >= socket.send_buffer / 2;
+        let connection = self.connection(key, now).ok_or(Error::Limit)?;
+        connection
+            .queue
+            .push(Outgoing::new(Some(id), ports, data.into()), is_half_full);
+        self.get(id)?.unacked += len;
+        self.counters.send_queued += 1;
+        self.dirty.insert(key);
+        Ok(())
+    }
+
+    /// Delivers a message to another socket of this node.
+    fn send_here(&mut self, id: SocketId, from: SocketAddr, to: SocketAddr, data: &[u8]) -> Result<(), Error> {
+        let (from, to, data) = match to.port() {
+            // A ping.
+            0 => (to, from, Vec::new()),
+            _ => (from, to, data.to_vec()),
+        };
+        let message = Message {
+            from,
+            data,
+            cookie: None,
+        };
+        self.deliver(to, message).map_err(|_| {
+            self.starved.push(id);
+            Error::WouldBlock
+        })
+    }
+
+    /// Bytes of a socket were read, or are gone with it.
+    fn was_read(&mut self, len: usize) {
+        self.unread -= len;
+        self.dirty.append(&mut self.stalled);
+        for id in core::mem::take(&mut self.starved) {
+            if let Some(socket) = self.sockets.get_mut(id.0 as usize) {
+                Self::tell(&mut self.out, (id, socket));
+            }
+        }
+    }
+
+    /// Receives what is next.
+    ///
+    /// # Errors
+    /// [`Error::WouldBlock`].
+    pub fn receive(&mut self, id: SocketId) -> Result<Received, Error> {
+        let socket = self.get(id)?;
+        let bound = socket.bound;
+        let (received, change) = socket.pop().ok_or(Error::WouldBlock)?;
+        if let Received::Message(message) = &received {
+            self.was_read(message.data.len());
+        }
+        if let Some(bound) = bound {
+            self.port_changed(bound, change);
+        }
+        Ok(received)
+    }
+
+    /// Returns what is next, and leaves it there.
+    ///
+    /// # Errors
+    /// [`Error::WouldBlock`].
+    pub fn peek(&mut self, id: SocketId) -> Result<Received, Error> {
+        self.get(id)?.peek().ok_or(Error::WouldBlock)
+    }
+
+    /// Returns what a socket can do without waiting. From now on [`Output::Changed`](super::Output::Changed) tells of changes.
+    ///
+    /// # Errors
+    /// [`Error::BadSocket`].
+    pub fn poll(&mut self, id: SocketId) -> Result<Readiness, Error> {
+        let maps = self.maps_received;
+        Ok(self.get(id)?.poll(maps))
+    }
+
+    /// Drops a socket's messages to an address that were not acknowledged (`RDS_CANCEL_SENT_TO`). They may or may not have come.
+    ///
+    /// # Errors
+    /// [`Error::NotConnected`] of a socket that is not bound.
+    pub fn cancel_sent_to(&mut self, id: SocketId, to: SocketAddr) -> Result<(), Error> {
+        self.get(id)?.bound.ok_or(Error::NotConnected)?;
+        let socket = &mut self.sockets[id.0 as usize];
+        for connection in self.connections.values_mut().filter(|c| c.key.remote == to.ip()) {
+            connection
+                .queue
+                .cancel(id, Some(to.port()), |message| socket.unacked -= message.data.len());
+        }
+        Self::tell(&mut self.out, (id, socket));
+        Ok(())
+    }
+}
+
+/// Returns whether a host can have this address.
+fn is_unicast(addr: IpAddr) -> bool {
+    !addr.is_unspecified() && !addr.is_multicast() && addr != IpAddr::V4(core::net::Ipv4Addr::BROADCAST)
+}

@@ -1,0 +1,247 @@
+//! Sockets.
+
+use core::net::SocketAddr;
+use std::collections::VecDeque;
+
+use crate::{config::Config, proto::RdmaCookie};
+
+/// Number of a socket. That of a closed one may be another's later.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct SocketId(pub u32);
+
+/// Message that has come.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Message {
+    /// Sender.
+    pub from: SocketAddr,
+    /// Bytes.
+    pub data: Vec<u8>,
+    /// Memory of the sender that the receiver may use.
+    pub cookie: Option<RdmaCookie>,
+}
+
+/// What a socket can do without waiting.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Readiness {
+    /// There is something to receive (`POLLIN`).
+    pub readable: bool,
+    /// The send buffer has room (`POLLOUT`).
+    pub writable: bool,
+    /// A congestion map has come since the last poll (`POLLIN`, `POLLRDNORM` and `POLLWRBAND`, once).
+    pub uncongested: bool,
+}
+
+/// Result of receiving.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Received {
+    /// A message.
+    Message(Message),
+    /// Ports that are no longer congested, modulo 64 (`RDS_CMSG_CONG_UPDATE`).
+    Uncongested(u64),
+}
+
+/// Change of a socket's port.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum PortChange {
+    /// It has more unread bytes than it may.
+    Congested,
+    /// It has less than half of them.
+    Freed,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Socket {
+    pub(crate) bound: Option<SocketAddr>,
+    pub(crate) peer: Option<SocketAddr>,
+    /// Type of service: set once, before the first send.
+    pub(crate) tos: u8,
+    pub(crate) tos_is_fixed: bool,
+    pub(crate) send_buffer: usize,
+    pub(crate) recv_buffer: usize,
+    /// Bytes of messages that are not acknowledged.
+    pub(crate) unacked: usize,
+    inbox: VecDeque<Message>,
+    /// Bytes in the inbox.
+    unread: usize,
+    congested: bool,
+    /// It wants to know of ports that refused it and are free again.
+    monitors: bool,
+    /// Ports that have refused it, modulo 64.
+    refused: u64,
+    /// Those of them that are free again.
+    freed: u64,
+    /// A send was refused or waited because of congestion.
+    pub(crate) has_seen_congestion: bool,
+    /// Maps that have come when it was polled last.
+    maps_seen: u64,
+    /// Its user was told that it has changed, and has not asked since.
+    told: bool,
+}
+
+impl Socket {
+    /// Returns a socket that is not bound.
+    pub(crate) fn new(config: &Config) -> Self {
+        Self {
+            bound: None,
+            peer: None,
+            tos: 0,
+            tos_is_fixed: false,
+            send_buffer: config.send_buffer,
+            recv_buffer: config.recv_buffer,
+            unacked: 0,
+            inbox: VecDeque::new(),
+            unread: 0,
+            congested: false,
+            monitors: false,
+            refused: 0,
+            freed: 0,
+            has_seen_congestion: false,
+            maps_seen: 0,
+            told: false,
+        }
+    }
+
+    /// Bytes that were not read.
+    pub(crate) fn unread(&self) -> usize {
+        self.unread
+    }
+
+    /// Adds a message.
+    pub(crate) fn push(&mut self, message: Message) -> Option<PortChange> {
+        self.unread += message.data.len();
+        self.inbox.push_back(message);
+        let becomes = !self.congested && self.unread > self.recv_buffer;
+        self.congested |= becomes;
+        becomes.then_some(PortChange::Congested)
+    }
+
+    /// Returns what would be received next.
+    pub(crate) fn peek(&self) -> Option<Received> {
+        match self.freed {
+            0 => self.inbox.front().cloned().map(Received::Message),
+            freed => Some(Received::Uncongested(freed)),
+        }
+    }
+
+    /// Takes what is next: congestion before messages, as the kernel does.
+    pub(crate) fn pop(&mut self) -> Option<(Received, Option<PortChange>)> {
+        if self.freed != 0 {
+            return Some((Received::Uncongested(core::mem::take(&mut self.freed)), None));
+        }
+        let message = self.inbox.pop_front()?;
+        self.unread -= message.data.len();
+        let becomes = self.congested && self.unread < self.recv_buffer / 2;
+        self.congested &= !becomes;
+        Some((Received::Message(message), becomes.then_some(PortChange::Freed)))
+    }
+
+    /// Returns whether its port is congested.
+    pub(crate) fn is_congested(&self) -> bool {
+        self.congested
+    }
+
+    /// Switches reports of ports on or off. Ports that refused it before are not reported.
+    pub(crate) fn set_monitor(&mut self, on: bool) {
+        self.monitors = on;
+        if !on {
+            (self.refused, self.freed) = (0, 0);
+        }
+    }
+
+    /// A destination was congested.
+    pub(crate) fn refused_by(&mut self, port: u16) {
+        self.has_seen_congestion = true;
+        if self.monitors {
+            self.refused |= 1 << (port % 64);
+        }
+    }
+
+    /// Ports have become free, modulo 64. Returns whether its user is to hear of it.
+    pub(crate) fn note_freed(&mut self, freed: u64) -> bool {
+        if !self.monitors {
+            return self.has_seen_congestion;
+        }
+        let news = freed & self.refused;
+        self.refused &= !news;
+        self.freed |= news;
+        news != 0
+    }
+
+    /// Returns what can be done. `maps`: those that have come to the node so far.
+    pub(crate) fn poll(&mut self, maps: u64) -> Readiness {
+        self.told = false;
+        let is_new = core::mem::replace(&mut self.maps_seen, maps) != maps;
+        Readiness {
+            readable: self.freed != 0 || !self.inbox.is_empty(),
+            writable: self.unacked < self.send_buffer,
+            uncongested: is_new && !self.monitors,
+        }
+    }
+
+    /// Returns whether its user is to be told that it has changed, once until the next poll.
+    pub(crate) fn tell(&mut self) -> bool {
+        !core::mem::replace(&mut self.told, true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(len: usize) -> Message {
+        Message {
+            from: ([192, 0, 2, 1], 9).into(),
+            data: vec![0; len],
+            cookie: None,
+        }
+    }
+
+    fn socket(recv_buffer: usize) -> Socket {
+        Socket::new(&Config {
+            recv_buffer,
+            ..Config::default()
+        })
+    }
+
+    #[test]
+    fn a_port_is_congested_above_its_buffer_and_free_below_half_of_it() {
+        let mut socket = socket(8192);
+        let changes: Vec<_> = (0..3).map(|_| socket.push(message(4096))).collect();
+        assert_eq!(changes, [None, None, Some(PortChange::Congested)]);
+        let changes: Vec<_> = (0..3).map(|_| socket.pop().unwrap().1).collect();
+        // With 8192 and 4096 bytes it still is.
+        assert_eq!(changes, [None, None, Some(PortChange::Freed)]);
+        assert!(!socket.is_congested() && socket.pop().is_none());
+    }
+
+    #[test]
+    fn only_ports_that_refused_it_while_it_watched_are_reported() {
+        let mut socket = socket(8192);
+        socket.refused_by(4002);
+        socket.set_monitor(true);
+        assert!(!socket.note_freed(u64::MAX));
+        socket.refused_by(4002);
+        assert!(!socket.note_freed(1) && socket.note_freed(1 << 34));
+        socket.push(message(1));
+        assert_eq!(socket.pop(), Some((Received::Uncongested(1 << 34), None)));
+        assert!(matches!(socket.pop(), Some((Received::Message(_), None))));
+        assert!(!socket.note_freed(1 << 34), "once");
+    }
+
+    #[test]
+    fn a_map_is_news_once_unless_ports_are_watched() {
+        let mut socket = socket(8192);
+        assert!(socket.poll(1).uncongested && !socket.poll(1).uncongested && socket.poll(2).uncongested);
+        socket.set_monitor(true);
+        assert!(!socket.poll(3).uncongested);
+    }
+
+    #[test]
+    fn a_change_is_told_once_until_it_is_asked_for() {
+        let mut socket = socket(8192);
+        assert!(socket.tell() && !socket.tell());
+        socket.poll(0);
+        assert!(socket.tell());
+    }
+}

@@ -1,0 +1,34 @@
+//! `ferroce-rds-sim`: runs seeds and prints what failed. `cargo xtask sim --rds` builds and calls it.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use roce_sim::cli::RunArgs;
+
+/// Runs RDS nodes and programs with sockets on simulated networks with every fault.
+#[derive(Parser)]
+#[command(version)]
+struct Cli {
+    #[command(flatten)]
+    run: RunArgs,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let outcome = cli.run.run_seeds(|config| ferroce_rds_sim::run(&config));
+    let total = &outcome.total;
+    println!(
+        "{} packets, {} lost; {} messages sent, {} received; {:.1} s of virtual time",
+        total.packets,
+        total.lost,
+        total.sent,
+        total.received,
+        total.simulated_ns as f64 / 1e9
+    );
+    let coverage = total
+        .coverage
+        .iter()
+        .map(|(event, [runs, _])| format!("{event} {runs}"));
+    println!("runs with: {}", coverage.collect::<Vec<_>>().join(", "));
+    outcome.finish(true)
+}

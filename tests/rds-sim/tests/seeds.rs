@@ -1,0 +1,65 @@
+//! A few nodes of RDS in every `cargo test`; `cargo xtask sim --rds` runs thousands.
+
+use ferroce_rds_sim::{RdsStats, run};
+use roce_sim::{Failure, RunConfig, run_many};
+
+/// Seeds that once showed a bug. A change of what a seed draws takes their meaning away.
+const NOTABLE: &[(u64, &str)] = &[
+    (118, "a message for which the node has no room is counted as received"),
+    (
+        264,
+        "a peer dies while its port is congested, and nobody asks the next one for its map",
+    ),
+    (
+        465,
+        "a sender that waits for a map does not notice that the peer has died",
+    ),
+    (
+        1,
+        "two nodes ask each other for acknowledgements of their pings for ever",
+    ),
+];
+
+fn run_seeds(seeds: impl IntoIterator<Item = u64>) -> (RdsStats, Vec<Failure>) {
+    run_many(seeds, 2, |seed| run(&RunConfig::new(seed)), |_| {})
+}
+
+#[test]
+fn notable_seeds_pass() {
+    for (seed, what) in NOTABLE {
+        if let Err(failure) = run(&RunConfig::new(*seed)) {
+            panic!("{failure}\n  notable for: {what}");
+        }
+    }
+}
+
+#[test]
+fn some_nodes_and_programs() {
+    let (total, failures) = run_seeds(1..=40);
+    let failed: String = failures.iter().map(|f| format!("{f}\n")).collect();
+    assert!(failures.is_empty(), "{failed}");
+    assert_eq!(total.runs, 40);
+    // The runs must have met what they are for.
+    for what in [
+        "both connected at once",
+        "canceled",
+        "connection lost",
+        "connection replaced",
+        "crash",
+        "destination congested",
+        "no socket",
+        "one-way cut",
+        "partition",
+        "socket closed",
+        "socket full",
+        "told of ports that are free again",
+    ] {
+        assert!(total.coverage.contains_key(what), "no {what} in 40 runs: {total:?}");
+    }
+}
+
+#[test]
+fn a_seed_gives_the_same_run_each_time() {
+    let run = || run(&RunConfig::new(7)).unwrap();
+    assert_eq!(run(), run());
+}
