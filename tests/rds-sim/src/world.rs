@@ -120,7 +120,7 @@ impl World {
             random: &mut random,
         };
         let config = Config {
-            first_sequence: 1 + (now.as_nanos() / MS) << 10,
+            first_sequence: (1 + now.as_nanos() / MS) << 10,
             ..self.config.clone()
         };
         let former = core::mem::take(&mut self.kept[host]);
