@@ -59,10 +59,10 @@ pub(crate) struct Connection {
 
 impl Connection {
     /// Returns one that is down. `first`: the sequence number of its first message; `next`: that of the peer's next.
-    pub(crate) fn new(key: PairKey, config: &Config, now: Instant, first: u64, next: u64) -> Self {
+    pub(crate) fn new(key: PairKey, config: &Config, first: u64, next: u64) -> Self {
         Self {
             key,
-            phase: Phase::Down(now),
+            phase: Phase::Down(Instant::ZERO),
             queue: SendQueue::new(config.acks(), first),
             receiver: Receiver::new(next),
             arrived: VecDeque::new(),

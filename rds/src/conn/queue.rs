@@ -97,6 +97,13 @@ impl SendQueue {
         (self.waiting.len(), self.unacked.len())
     }
 
+    /// Messages of a socket.
+    pub(crate) fn messages_of(&self, socket: SocketId) -> usize {
+        let all = self.waiting.iter().chain(&self.unacked);
+        all.filter(|kept| kept.message.socket == Some(socket) && !kept.message.canceled)
+            .count()
+    }
+
     /// Returns whether a message has some of its fragments sent, and the next ones must follow.
     pub(crate) fn is_amid_message(&self) -> bool {
         self.fragment > 0

@@ -159,7 +159,7 @@ impl Node {
         let (local, peer) = cx.provider.cm_addrs(request.cm).ok_or(Refused::Short)?;
         let peer = peer.ok_or(Refused::Short)?.ip();
         let (key, version) = read(local.ip(), peer, request.private_data)?;
-        let connection = self.connection(key, cx.now).ok_or(Refused::Limit)?;
+        let connection = self.connection(key).ok_or(Refused::Limit)?;
         let instead_of = match connection.phase.answer(key.local > key.remote) {
             Answer::Accept { instead_of } => instead_of,
             Answer::Reject => {

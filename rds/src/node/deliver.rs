@@ -2,8 +2,6 @@
 
 use core::net::{IpAddr, SocketAddr};
 
-use roce_verbs::Instant;
-
 use super::Node;
 use crate::{
     conn::{Incoming, Outgoing},
@@ -41,7 +39,7 @@ impl Node {
     }
 
     /// Handles a message of a peer.
-    pub(super) fn incoming(&mut self, key: PairKey, message: Incoming, now: Instant) {
+    pub(super) fn incoming(&mut self, key: PairKey, message: Incoming) {
         match message {
             Incoming::Data { header, data } => {
                 let flags = header.flags();
@@ -56,7 +54,7 @@ impl Node {
             }
             Incoming::Ping(port) => {
                 self.counters.recv_ping += 1;
-                self.pong(key, port, now);
+                self.pong(key, port);
             }
             Incoming::Map(map) => self.new_map(key.remote, map),
             Incoming::Dropped => self.counters.recv_drop_old_seq += 1,
@@ -64,12 +62,12 @@ impl Node {
     }
 
     /// Answers a ping, unless the port is congested: nobody waits for that.
-    fn pong(&mut self, key: PairKey, port: u16, now: Instant) {
+    fn pong(&mut self, key: PairKey, port: u16) {
         let congested = self.peers.get(&key.remote).is_some_and(|map| map.is_congested(port));
         if !self.config.answers_pings || congested {
             return;
         }
-        if let Some(connection) = self.connection(key, now) {
+        if let Some(connection) = self.connection(key) {
             connection
                 .queue
                 .push(Outgoing::new(None, (0, port), Box::default()), false);

@@ -48,11 +48,11 @@ impl Node {
             return Ok(());
         };
         connection.arrived.push_back((buffer, len));
-        self.take_arrived(key, id, cx.now)
+        self.take_arrived(key, id)
     }
 
     /// Takes what has come, until there is no room for a message.
-    fn take_arrived(&mut self, key: PairKey, id: LinkId, now: Instant) -> Result<(), Broken> {
+    fn take_arrived(&mut self, key: PairKey, id: LinkId) -> Result<(), Broken> {
         while self.deliver_held(key) {
             let (Some(connection), link) = (self.connections.get_mut(&key), &mut self.links[id]) else {
                 break;
@@ -64,7 +64,7 @@ impl Node {
             link.give_back(buffer);
             self.acknowledged(key, taken.ack);
             if let Some(message) = taken.message {
-                self.incoming(key, message, now);
+                self.incoming(key, message);
             }
         }
         Ok(())
@@ -126,7 +126,7 @@ impl Node {
             }
             return;
         };
-        let pumped = self.take_arrived(key, id, cx.now).and_then(|()| {
+        let pumped = self.take_arrived(key, id).and_then(|()| {
             let Some(connection) = self.connections.get_mut(&key) else {
                 return Ok(());
             };

@@ -8,10 +8,7 @@ mod sockets;
 use core::net::{IpAddr, SocketAddr};
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
-use roce_verbs::{
-    Instant,
-    provider::{CmRef, Cx, DeviceIx, PdId, Provider, QpId, VerbsError},
-};
+use roce_verbs::provider::{CmRef, Cx, DeviceIx, PdId, Provider, QpId, VerbsError};
 use slab::Slab;
 
 use crate::{
@@ -195,6 +192,11 @@ impl Node {
         self.connections.values().all(done)
     }
 
+    /// Returns whether something was asked of it that [`end_batch`](Self::end_batch) has to do.
+    pub fn wants_turn(&self) -> bool {
+        !self.dirty.is_empty()
+    }
+
     /// The next thing to tell its user.
     pub fn poll_output(&mut self) -> Option<Output> {
         self.out.pop_front()
@@ -230,7 +232,7 @@ impl Node {
     }
 
     /// The connection of a pair, a new one if there is none; `None` if there may be no more.
-    fn connection(&mut self, key: PairKey, now: Instant) -> Option<&mut Connection> {
+    fn connection(&mut self, key: PairKey) -> Option<&mut Connection> {
         if !self.connections.contains_key(&key) {
             if self.connections.len() >= self.config.max_connections {
                 return None;
@@ -240,7 +242,7 @@ impl Node {
                 .map_or(0, |former| former.next_send)
                 .max(self.config.first_sequence);
             let next = former.map_or(1, |former| former.next_receive);
-            let connection = Connection::new(key, &self.config, now, first, next);
+            let connection = Connection::new(key, &self.config, first, next);
             self.connections.insert(key, connection);
         }
         self.connections.get_mut(&key)

@@ -2,8 +2,6 @@
 
 use core::net::{IpAddr, SocketAddr};
 
-use roce_verbs::Instant;
-
 use super::Node;
 use crate::{
     Error,
@@ -142,7 +140,7 @@ impl Node {
     /// # Errors
     /// [`Error::NotConnected`], [`Error::Family`], [`Error::TooLong`], [`Error::Congested`], [`Error::WouldBlock`],
     /// [`Error::Limit`].
-    pub fn send(&mut self, now: Instant, id: SocketId, to: Option<SocketAddr>, data: &[u8]) -> Result<(), Error> {
+    pub fn send(&mut self, id: SocketId, to: Option<SocketAddr>, data: &[u8]) -> Result<(), Error> {
         let socket = self.get(id)?;
         let (from, to) = socket.bound.zip(to.or(socket.peer)).ok_or(Error::NotConnected)?;
         if from.is_ipv4() != to.is_ipv4() {
@@ -178,7 +176,7 @@ impl Node {
         let (ports, len) = ((from.port(), to.port()), data.len());
         let socket = self.get(id)?;
         let is_half_full = socket.unacked + len >= socket.send_buffer / 2;
-        let connection = self.connection(key, now).ok_or(Error::Limit)?;
+        let connection = self.connection(key).ok_or(Error::Limit)?;
         connection
             .queue
             .push(Outgoing::new(Some(id), ports, data.into()), is_half_full);
@@ -249,6 +247,16 @@ impl Node {
     pub fn poll(&mut self, id: SocketId) -> Result<Readiness, Error> {
         let maps = self.maps_received;
         Ok(self.get(id)?.poll(maps))
+    }
+
+    /// Messages of a socket that peers have not acknowledged.
+    ///
+    /// # Errors
+    /// [`Error::BadSocket`].
+    pub fn unacked(&mut self, id: SocketId) -> Result<usize, Error> {
+        self.get(id)?;
+        let of = |connection: &crate::conn::Connection| connection.queue.messages_of(id);
+        Ok(self.connections.values().map(of).sum())
     }
 
     /// Drops a socket's messages to an address that were not acknowledged (`RDS_CANCEL_SENT_TO`). They may or may not have come.

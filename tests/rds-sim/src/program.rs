@@ -125,7 +125,7 @@ impl Side {
                 chance if chance < self.plan.closes => self.close(now, env)?,
                 chance if chance < self.plan.closes + self.plan.cancels => self.cancel(env)?,
                 _ => {
-                    if !self.send(cx.now, env)? {
+                    if !self.send(env)? {
                         break;
                     }
                 }
@@ -171,7 +171,7 @@ impl Side {
     }
 
     /// Sends a message. Returns whether there was a socket that can.
-    fn send(&mut self, now: Instant, env: &mut Env<'_>) -> Result<bool, String> {
+    fn send(&mut self, env: &mut Env<'_>) -> Result<bool, String> {
         let ready: Vec<usize> = (0..self.open.len()).filter(|i| !self.open[*i].waits).collect();
         if ready.is_empty() {
             return Ok(false);
@@ -187,7 +187,7 @@ impl Side {
         let index = env.rng.index(MOST);
         let to = SocketAddr::new(addr, FIRST_PORT + index as u16);
         let (number, len) = (env.ledger.number(), env.rng.pick(&self.plan.lens));
-        match self.node.send(now, open.id, Some(to), &content(number, len)) {
+        match self.node.send(open.id, Some(to), &content(number, len)) {
             Ok(()) => {
                 self.plan.messages -= 1;
                 // Without a socket it is dropped.

@@ -80,7 +80,7 @@ impl Outcome {
 }
 
 /// Kinds of scenarios, by number. README.md lists them, too.
-const TITLES: [&str; 15] = [
+const TITLES: [&str; 16] = [
     "",
     "Operations and ibv_rc_pingpong",
     "Connection manager",
@@ -96,6 +96,7 @@ const TITLES: [&str; 15] = [
     "roce-hw on rdma_rxe",
     "RTRS with another host's RDMA device",
     "Block devices by the kernel's NBD",
+    "RDS sockets",
 ];
 
 /// The table of all scenarios, one a line.

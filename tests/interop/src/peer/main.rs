@@ -15,6 +15,7 @@ mod link;
 mod ops;
 mod packets;
 mod pingpong;
+mod rds;
 mod rping;
 mod serve;
 mod ucmatose;
@@ -78,6 +79,8 @@ enum Command {
     Handshakes(handshakes::Args),
     /// An RNBD server whose disk holds a request until it is told to go on.
     Held(held::Args),
+    /// A node of RDS that sends messages or sends back what comes.
+    Rds(rds::Args),
     /// Work on a device at an NBD socket, or a look at the image behind it.
     Disk(disk::Args),
     /// Runs a program on a host with host-agent.
@@ -100,6 +103,7 @@ fn run(cli: Cli) -> Result<(), Error> {
         Command::LateAck(args) => return late_ack::run(addr, args),
         Command::Jump(args) => return jump::run(addr, args),
         Command::Held(args) => return held::run(addr, args),
+        Command::Rds(args) => return rds::run(addr, cli.datapath, args),
         _ => {}
     }
     let device = Device::open(DeviceConfig {
@@ -125,6 +129,7 @@ fn run(cli: Cli) -> Result<(), Error> {
         Command::LateAck(args) => late_ack::run(addr, &args),
         Command::Jump(args) => jump::run(addr, &args),
         Command::Held(args) => held::run(addr, &args),
+        Command::Rds(args) => rds::run(addr, cli.datapath, &args),
     };
     println!("counters: {:?}", device.stats());
     result

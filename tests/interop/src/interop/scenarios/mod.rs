@@ -14,6 +14,7 @@ mod paths;
 mod peer;
 mod programs;
 mod rdma;
+mod rds;
 mod remote;
 mod rnbd;
 mod services;
@@ -310,6 +311,7 @@ pub(crate) fn all() -> Vec<Scenario> {
             programs::list(),
             strangers::list(),
             rdma::list(),
+            rds::list(),
         ];
         all.extend(
             lists

@@ -1,0 +1,195 @@
+//! State that the thread of a node and its sockets share.
+
+use std::{
+    collections::HashMap,
+    io,
+    task::Waker,
+    time::{Duration, Instant},
+};
+
+use parking_lot::{Condvar, Mutex};
+use rds::{Error, Node, Output, SocketId};
+use roce::reactor::Handle;
+
+/// Command to the thread of a node.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Command {
+    /// There is something to post.
+    Work,
+    /// End the connections, then the thread.
+    Stop,
+}
+
+/// See the module.
+pub(crate) struct Shared {
+    state: Mutex<State>,
+    /// Somebody's socket may have changed.
+    changed: Condvar,
+    handle: Handle<Command, ()>,
+}
+
+/// What the lock is for. It is never held while something waits.
+#[derive(Debug, Default)]
+pub(crate) struct State {
+    /// `None` before the first turn and after the last.
+    pub(crate) node: Option<Node>,
+    /// Tasks to wake when a socket changes.
+    wakers: HashMap<SocketId, Vec<Waker>>,
+    /// Why the node has ended.
+    ended: Option<(io::ErrorKind, String)>,
+}
+
+impl State {
+    /// The node.
+    ///
+    /// # Errors
+    /// Why it has ended.
+    pub(crate) fn node(&mut self) -> io::Result<&mut Node> {
+        match (&mut self.node, &self.ended) {
+            (Some(node), _) => Ok(node),
+            (None, Some((kind, text))) => Err(io::Error::new(*kind, text.clone())),
+            (None, None) => Err(io::ErrorKind::NotConnected.into()),
+        }
+    }
+
+    /// Takes what the node has to tell. Returns whether a socket has changed.
+    pub(crate) fn take_outputs(&mut self) -> bool {
+        let Some(node) = &mut self.node else { return false };
+        let mut changed = false;
+        while let Some(output) = node.poll_output() {
+            match output {
+                Output::Changed(id) => {
+                    changed = true;
+                    // From now on it is told again.
+                    let _ = node.poll(id);
+                    self.wakers.remove(&id).into_iter().flatten().for_each(Waker::wake);
+                }
+                Output::Up(key) => tracing::info!("RDS: connected, {key}"),
+                Output::Down(key, why) => tracing::info!("RDS: not connected, {key}: {why}"),
+                Output::Refused { peer, why } => tracing::debug!("RDS: a request of {peer} was refused: {why}"),
+            }
+        }
+        changed
+    }
+}
+
+impl Shared {
+    pub(crate) fn new(handle: Handle<Command, ()>) -> Self {
+        Self {
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            handle,
+        }
+    }
+
+    /// Works on the node in a turn of its thread.
+    pub(crate) fn in_turn<T>(&self, f: impl FnOnce(&mut State) -> T) -> T {
+        let mut state = self.state.lock();
+        let result = f(&mut state);
+        if state.take_outputs() {
+            self.changed.notify_all();
+        }
+        result
+    }
+
+    /// Works on the node for a socket. What is to be posted leaves by the node's thread.
+    ///
+    /// # Errors
+    /// Those of `f`, and why the node has ended.
+    pub(crate) fn call<T>(&self, f: impl FnOnce(&mut Node) -> Result<T, Error>) -> io::Result<T> {
+        let mut state = self.state.lock();
+        let result = f(state.node()?);
+        let wants_turn = state.node.as_ref().is_some_and(Node::wants_turn);
+        let changed = state.take_outputs();
+        drop(state);
+        if wants_turn {
+            self.handle.command(Command::Work);
+        }
+        if changed {
+            self.changed.notify_all();
+        }
+        result.map_err(errno)
+    }
+
+    /// Calls `f` until it no longer would block, or the time is over.
+    ///
+    /// # Errors
+    /// `TimedOut`, and those of [`call`](Self::call).
+    pub(crate) fn wait<T>(
+        &self,
+        timeout: Option<Duration>,
+        mut f: impl FnMut(&mut Node) -> Result<T, Error>,
+    ) -> io::Result<T> {
+        let end = timeout.map(|timeout| Instant::now() + timeout);
+        loop {
+            match self.call(&mut f) {
+                Err(e) if would_block(&e) => {}
+                result => return result,
+            }
+            let mut state = self.state.lock();
+            // It may have changed since: then nobody tells again.
+            match f(state.node()?) {
+                Err(Error::WouldBlock | Error::Congested) => {}
+                result => {
+                    drop(state);
+                    self.handle.command(Command::Work);
+                    return result.map_err(errno);
+                }
+            }
+            let is_over = match end {
+                Some(end) => self.changed.wait_until(&mut state, end).timed_out(),
+                None => {
+                    self.changed.wait(&mut state);
+                    false
+                }
+            };
+            if is_over {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+        }
+    }
+
+    /// Has a task woken when a socket changes.
+    pub(crate) fn wake(&self, id: SocketId, waker: &Waker) {
+        let mut state = self.state.lock();
+        let wakers = state.wakers.entry(id).or_default();
+        if !wakers.iter().any(|known| known.will_wake(waker)) {
+            wakers.push(waker.clone());
+        }
+    }
+
+    /// Forgets the tasks of a socket.
+    pub(crate) fn forget(&self, id: SocketId) {
+        self.state.lock().wakers.remove(&id);
+    }
+
+    /// The node has ended.
+    pub(crate) fn end(&self, why: &io::Error) {
+        let mut state = self.state.lock();
+        state.node = None;
+        state.ended.get_or_insert_with(|| (why.kind(), why.to_string()));
+        state
+            .wakers
+            .drain()
+            .flat_map(|(_, wakers)| wakers)
+            .for_each(Waker::wake);
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Ends the node.
+    pub(crate) fn stop(&self) {
+        self.handle.command(Command::Stop);
+    }
+}
+
+/// Returns an error as the kernel's.
+fn errno(error: Error) -> io::Error {
+    io::Error::from_raw_os_error(error.errno())
+}
+
+/// Whether a call is to be tried again once the socket has changed.
+pub(crate) fn would_block(e: &io::Error) -> bool {
+    let of = |error: Error| Some(error.errno());
+    e.raw_os_error() == of(Error::WouldBlock) || e.raw_os_error() == of(Error::Congested)
+}

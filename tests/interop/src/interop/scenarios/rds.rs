@@ -1,0 +1,56 @@
+//! 15: RDS between a node of ours and the kernel's.
+
+use std::time::Duration;
+
+use super::{Ctx, Direction, Scenario, verdict};
+use crate::{Error, far::Ip};
+
+/// Lengths of the messages: none, around a fragment, many fragments, the longest.
+const LENS: &str = "0,1,4095,4096,4097,100000,1048576";
+const PORT: &str = "4000";
+const SECONDS: u32 = 240;
+
+pub(super) fn list() -> Vec<Scenario> {
+    let mut all = Vec::new();
+    for ip in Ip::BOTH {
+        let (tag, v4) = (ip.tag(), ip == Ip::V4);
+        let mut add = |name: &str, direction, ci, tos: Option<&'static str>, run: Run| {
+            let run = move |c: &mut Ctx<'_>| run(c, ip, tos);
+            all.push(Scenario::new(15, format!("rds-{name}-{tag}"), direction, run).ci_if(ci && v4));
+        };
+        add("our-client", Direction::OursToKernel, true, None, our_client);
+        add("our-server", Direction::KernelToOurs, true, None, our_server);
+        add("our-client-tos", Direction::OursToKernel, false, Some("8"), our_client);
+    }
+    all
+}
+
+type Run = fn(&mut Ctx<'_>, Ip, Option<&'static str>) -> Result<String, Error>;
+
+/// Loads the kernel's RDS; the program is of the lab.
+const LOAD: &str = "modprobe rds && modprobe rds_rdma || exit 1\n";
+
+fn our_client(c: &mut Ctx<'_>, ip: Ip, tos: Option<&str>) -> Result<String, Error> {
+    let far = c.far.addr(ip)?.to_string();
+    let serve = format!("{LOAD}setsid $LAB/rds-echo serve {far} {PORT} >/tmp/rds-echo.log 2>&1 </dev/null &\nsleep 1");
+    c.guest()?.run(&serve, SECONDS)?;
+    let mut args = vec!["rds", "--connect", &far, "--port", PORT, "--lens", LENS];
+    args.extend(tos.iter().flat_map(|tos| ["--tos", tos]));
+    let ours = c.ours(ip, "rds", &args)?.finish(Duration::from_secs(SECONDS.into()));
+    let theirs = c.guest()?.run("pkill rds-echo; cat /tmp/rds-echo.log", 60)?;
+    let ours = ours.map_err(|e| format!("{e}\nkernel:\n{theirs}"))?;
+    let count = theirs.lines().filter(|line| line.ends_with("bytes sent back")).count();
+    Ok(format!("{}; kernel: {count} messages sent back", verdict(&ours)?))
+}
+
+fn our_server(c: &mut Ctx<'_>, ip: Ip, _: Option<&str>) -> Result<String, Error> {
+    let (host, far) = (c.host(ip)?.to_string(), c.far.addr(ip)?.to_string());
+    let mut ours = c.ours(ip, "rds", &["rds", "--port", PORT, "--lens", LENS])?;
+    ours.wait_for("waiting", Duration::from_secs(30))?;
+    let lens = LENS.replace(',', " ");
+    let call = format!("{LOAD}$LAB/rds-echo call {far} {host} {PORT} {lens}\n");
+    let theirs = c.guest()?.run(&call, SECONDS)?;
+    let count = theirs.lines().filter(|line| line.ends_with("bytes came back")).count();
+    let ours = ours.finish(Duration::from_secs(SECONDS.into()))?;
+    Ok(format!("{}; kernel: {count} messages came back", verdict(&ours)?))
+}
