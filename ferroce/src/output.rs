@@ -16,7 +16,8 @@ Exit status:
   0    done, or ended cleanly by ctrl-C or SIGTERM
   1    failed: the message says what and what to do
   2    wrong usage; in `pcap` also a file that can't be read
-  3    `pcap check`: not all could be checked; `filter`, `show`: no frame matches; `anonymize`: some are judged differently
+  3    `pcap check`: not all could be checked; `filter`, `show`: no frame matches; `anonymize`: some are judged differently;
+       `play`: a script was not run
   130  ended by a second ctrl-C
 
 Environment:

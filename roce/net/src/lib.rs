@@ -52,6 +52,7 @@ pub use inbox::Inbox;
 pub use kind::{DatapathKind, UnknownDatapath, VlanId, open_shards};
 pub use local::{Flush, Forward, LocalConfig, LocalDriver};
 pub use progress::Closed;
+pub use raw::AnySource;
 pub use roce_port::Train;
 pub use sink::EventSink;
 pub use socket::{OpenError, UdpConfig};

@@ -1,43 +1,15 @@
-//! Host under test: a port with one queue pair, in virtual time.
+//! Host under test: the other end of a script's connection.
 
 use core::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     time::Duration,
 };
-use std::{collections::VecDeque, sync::Arc};
 
-use roce_bth::{Psn, Qpn, RKey, RnrTimer};
-use roce_port::{Port, PortConfig, QpInit, RxMeta, TxBatch, TxConfig};
-use roce_qp::{CompletionQueue, Counters, Failure};
-use roce_verbs::mem::{MemoryTable, PdHandle, Region};
-use roce_verbs::{
-    AccessFlags, AddressVector, AsyncEvent, Completion, Instant, Mtu, Payload, QpAttr, QpCaps, QpState, RecvWr,
-    RemoteAddr, SendFlags, SendOp, SendWr, Sge,
-};
+use roce_bth::Qpn;
+use roce_qp::{Counters, Failure};
+use roce_verbs::{QpState, WcStatus};
 
-use crate::{
-    memory::Memory,
-    script::{Post, PostOp, Setup},
-};
-
-/// Queue pair of the script in the first run; the next run has the next one.
-const FIRST_QPN: u32 = 0x51;
-/// Start of virtual time.
-pub(crate) const START: Instant = Instant::from_nanos(1_000_000_000);
-/// Largest number of timers that run within one step: a script that needs more does not end in a reasonable time.
-const MAX_TIMERS: u32 = 1_000_000;
-
-/// Returns the addresses of the host and of the script.
-pub(crate) fn addresses(is_v6: bool) -> [IpAddr; 2] {
-    let v6 = |last| IpAddr::V6(Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, last));
-    match is_v6 {
-        true => [v6(1), v6(2)],
-        false => [
-            IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1)),
-            IpAddr::V4(Ipv4Addr::new(192, 0, 2, 2)),
-        ],
-    }
-}
+use crate::{memory::Memory, script::Post, value::Place};
 
 /// Packet on the wire.
 #[derive(Clone, Debug)]
@@ -54,356 +26,106 @@ pub struct Datagram {
     pub bytes: Vec<u8>,
 }
 
-/// Send and receive completion queue.
-#[derive(Debug)]
-struct Queue {
-    cq: Arc<CompletionQueue>,
-    taken: VecDeque<Completion>,
+/// Completion of the host.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Completed {
+    pub(crate) wr_id: u64,
+    pub(crate) status: WcStatus,
+    pub(crate) byte_len: u32,
+    pub(crate) imm: Option<u32>,
 }
 
-impl Queue {
-    fn new(handle: u32) -> Self {
-        Self {
-            cq: CompletionQueue::new(handle, 1 << 17, None),
-            taken: VecDeque::new(),
-        }
-    }
+/// Reason why a step does not succeed.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum Stop {
+    /// The host does something else.
+    Mismatch(String),
+    /// The step, and so the script, can't be played on this host.
+    NotRun(String),
+}
 
-    fn take(&mut self) -> Option<Completion> {
-        let mut polled = Vec::new();
-        // An overflow is an event of the port.
-        let _ = self.cq.poll(&mut polled, usize::MAX);
-        self.taken.extend(polled);
-        self.taken.pop_front()
+impl From<String> for Stop {
+    fn from(text: String) -> Self {
+        Self::Mismatch(text)
     }
 }
 
-/// Host under test.
-#[derive(Debug)]
-pub(crate) struct Host {
-    port: Port,
-    mem: Arc<MemoryTable>,
-    pd: PdHandle,
-    qpn: Qpn,
-    script_qpn: Qpn,
-    attr: QpAttr,
-    memory: Memory,
-    sends: Queue,
-    receives: Queue,
-    /// Memory of receive work requests, by their wr_id.
-    buffers: Vec<(u64, Arc<Region>)>,
-    /// Next wr_id of sends and of receives.
-    next_ids: [u64; 2],
-    batch: TxBatch,
-    sent: VecDeque<Datagram>,
-    events: VecDeque<AsyncEvent>,
-    now: Instant,
-}
-
-impl Host {
-    /// Creates a host as the `qp` lines say, so long after the start of the script. Each run has queue pair numbers of its own.
-    pub(crate) fn new(setup: &Setup, elapsed: Duration, run: u32) -> Result<Self, String> {
-        let failed = |e: &dyn core::fmt::Display| format!("the host can't be set up: {e}");
-        let [host, script] = addresses(setup.is_v6);
-        let mut config = PortConfig::new(vec![host], Mtu::B4096, 0x0200_0000_0000_0001);
-        config.reorder = setup.reorder;
-        let mut seed = [9; 32];
-        seed[..4].copy_from_slice(&run.to_le_bytes());
-        let script_qpn = Qpn::new(FIRST_QPN.wrapping_add(run));
-        let mem = Arc::new(MemoryTable::new([7; 32], &config.limits));
-        let mut port = Port::new(config, mem.clone(), seed);
-        let now = START + elapsed;
-        port.set_now(now);
-        let pd = mem.alloc_pd().map_err(|e| failed(&e))?;
-        let memory = Memory::new(&mem, pd, setup).map_err(|e| failed(&e))?;
-        let (sends, receives) = (Queue::new(1), Queue::new(2));
-        let qpn = port.create_qp(QpInit {
-            pd,
-            qp_type: setup.qp_type,
-            send_cq: sends.cq.clone(),
-            recv_cq: receives.cq.clone(),
-            caps: QpCaps {
-                max_send_wr: 1024,
-                max_recv_wr: 2048,
-                ..QpCaps::default()
-            },
-            signal_all: true,
-            srq: None,
-            xrcd: None,
-        });
-        let gso_off = TxConfig {
-            gso: false,
-            ..TxConfig::default()
-        };
-        let mut this = Self {
-            port,
-            mem,
-            pd,
-            qpn: qpn.map_err(|e| failed(&e))?,
-            script_qpn,
-            attr: attributes(setup, AddressVector::new(host, script), script_qpn),
-            memory,
-            sends,
-            receives,
-            buffers: Vec::new(),
-            next_ids: [1; 2],
-            batch: TxBatch::new(gso_off),
-            sent: VecDeque::new(),
-            events: VecDeque::new(),
-            now,
-        };
-        this.bring_up(setup).map_err(|e| failed(&e))?;
-        Ok(this)
-    }
-
-    /// Takes the queue pair to its first state, and posts the receives of the `qp` lines.
-    fn bring_up(&mut self, setup: &Setup) -> Result<(), String> {
-        for state in [QpState::Init, QpState::Rtr, QpState::Rts] {
-            if state as u8 > setup.state as u8 {
-                break;
-            }
-            self.modify(state)?;
-            if state == QpState::Rtr
-                && let Some(port) = setup.source_port
-            {
-                self.port.set_peer_source(self.qpn, port).map_err(|e| e.to_string())?;
-            }
-        }
-        match setup.state {
-            QpState::Reset => Ok(()),
-            _ => setup.receives.iter().try_for_each(|len| self.post_recv(None, *len)),
-        }
-    }
-
-    pub(crate) fn memory(&self) -> &Memory {
-        &self.memory
-    }
-
-    pub(crate) fn qpn(&self) -> Qpn {
-        self.qpn
-    }
-
+/// Host under test. Times count from the start of the script.
+pub(crate) trait Host {
+    /// Starts again as the `qp` lines say, with another queue pair.
+    fn restart(&mut self) -> Result<(), Stop>;
+    /// Returns its regions.
+    fn memory(&self) -> &Memory;
+    /// Returns its queue pair.
+    fn qpn(&self) -> Qpn;
     /// Returns the script's queue pair.
-    pub(crate) fn script_qpn(&self) -> Qpn {
-        self.script_qpn
+    fn script_qpn(&self) -> Qpn;
+    /// Returns the address on its network of one that a script names.
+    fn address(&self, named: IpAddr) -> Result<IpAddr, Stop>;
+    /// Returns whether the addresses that stand for it and for the script are of IPv6.
+    fn is_v6(&self) -> bool;
+    /// Returns the time.
+    fn elapsed(&self) -> Duration;
+    /// Returns the time that it may be later than a script says.
+    fn lateness(&self) -> Duration;
+    /// Returns the time that packets are under way. `None`: none at all, so that nothing is repeated while a step is taken.
+    fn transit(&self) -> Option<Duration>;
+    /// Lets time go by until what was sent has had its effect.
+    fn settle(&mut self) -> Result<(), Stop>;
+    /// Takes a packet of the script.
+    fn receive(&mut self, datagram: &Datagram) -> Result<(), Stop>;
+    /// Lets time go by.
+    fn wait(&mut self, end: Duration) -> Result<(), Stop>;
+    /// Waits for the oldest packet that the script has not seen.
+    fn wait_sent(&mut self, end: Duration) -> Result<Option<Datagram>, Stop>;
+    /// Waits for the next completion of a queue.
+    fn wait_completion(&mut self, is_recv: bool, end: Duration) -> Result<Option<Completed>, Stop>;
+    /// Waits for the next asynchronous event: its number in `ibv_event_type`.
+    fn wait_event(&mut self, end: Duration) -> Result<Option<u32>, Stop>;
+    /// Returns its queue pair's state. `None`: the queue pair is gone.
+    fn state(&mut self) -> Result<Option<QpState>, Stop>;
+    /// Returns what it counted since it started, and why its queue pair failed, if it tells.
+    fn counts(&mut self) -> (Counters, Option<Failure>) {
+        (Counters::default(), None)
     }
-
-    /// Returns the time since the start.
-    pub(crate) fn elapsed(&self) -> Duration {
-        self.now.saturating_since(START)
-    }
-
-    /// Gives a packet to the port.
-    pub(crate) fn receive(&mut self, datagram: &Datagram) {
-        let meta = RxMeta {
-            identification: Some(datagram.identification),
-            ..RxMeta::new(datagram.dst.ip(), datagram.src)
-        };
-        self.port.handle_datagram(self.now, &meta, &datagram.bytes);
-        self.flush();
-    }
-
-    /// Takes out what the port has to send, and runs its jobs.
-    fn flush(&mut self) {
-        loop {
-            self.port.persist_here(self.now);
-            let more = self.port.poll_transmit(self.now, &mut self.batch);
-            let at = self.elapsed();
-            for train in self.batch.trains() {
-                let packets = train.packets().enumerate();
-                self.sent.extend(packets.map(|(index, bytes)| Datagram {
-                    at,
-                    src: SocketAddr::new(train.local, train.src_port),
-                    dst: train.remote,
-                    identification: index as u16,
-                    bytes: bytes.to_vec(),
-                }));
-            }
-            let idle = self.batch.is_empty();
-            self.batch.clear();
-            if idle && !more {
-                break;
-            }
-        }
-        self.events.extend(core::iter::from_fn(|| self.port.poll_async_event()));
-    }
-
-    /// Lets time go by until `end`, or until `until` is true. Returns whether it is.
-    pub(crate) fn run(&mut self, end: Duration, mut until: impl FnMut(&mut Self) -> bool) -> Result<bool, String> {
-        let end = START + end;
-        for _ in 0..MAX_TIMERS {
-            if until(self) {
-                return Ok(true);
-            }
-            let Some(at) = self.port.poll_timeout().filter(|at| *at <= end) else {
-                self.now = self.now.max(end);
-                self.port.set_now(self.now);
-                return Ok(false);
-            };
-            self.now = self.now.max(at);
-            self.port.handle_timeout(self.now);
-            self.flush();
-        }
-        Err(format!("more than {MAX_TIMERS} timers ran during this step"))
-    }
-
-    /// Returns whether a packet waits that the script has not seen.
-    pub(crate) fn has_sent(&self) -> bool {
-        !self.sent.is_empty()
-    }
-
-    /// Takes the oldest packet that the script has not seen.
-    pub(crate) fn take_sent(&mut self) -> Option<Datagram> {
-        self.sent.pop_front()
-    }
-
-    pub(crate) fn take_completion(&mut self, is_recv: bool) -> Option<Completion> {
-        match is_recv {
-            true => self.receives.take(),
-            false => self.sends.take(),
-        }
-    }
-
-    pub(crate) fn take_event(&mut self) -> Option<AsyncEvent> {
-        self.events.pop_front()
-    }
-
-    pub(crate) fn counters(&self) -> Counters {
-        self.port.counters().transport
-    }
-
-    pub(crate) fn take_failure(&mut self) -> Option<Failure> {
-        self.port.take_failure(self.qpn)
-    }
-
-    pub(crate) fn state(&self) -> Option<QpState> {
-        self.port.qp_state(self.qpn)
-    }
-
-    /// Changes the queue pair's state.
-    pub(crate) fn modify(&mut self, to: QpState) -> Result<(), String> {
-        let qp_type = self.port.qp(self.qpn).map(|qp| qp.config().qp_type);
-        let from = self.state();
-        let attr = match (to, from, qp_type) {
-            // Reports when the send queue is drained.
-            (QpState::Sqd, ..) => QpAttr {
-                state: Some(to),
-                en_sqd_async_notify: Some(true),
-                ..QpAttr::default()
-            },
-            (QpState::Rts, Some(QpState::Sqd | QpState::Sqe), _) | (_, _, None) => QpAttr {
-                state: Some(to),
-                ..QpAttr::default()
-            },
-            (_, _, Some(qp_type)) => self.attr.step(qp_type, to),
-        };
-        let modified = self.port.modify_qp(self.now, self.qpn, &attr);
-        self.flush();
-        modified.map_err(|e| e.to_string())
-    }
-
+    /// Changes its queue pair's state.
+    fn modify(&mut self, to: QpState) -> Result<(), Stop>;
     /// Deregisters a region.
-    pub(crate) fn revoke(&mut self, index: usize) -> Result<(), String> {
-        let revoked = self.mem.revoke(self.memory.region(index));
-        self.flush();
-        revoked.map_err(|e| e.to_string())
-    }
+    fn revoke(&mut self, index: usize) -> Result<(), Stop>;
+    /// Posts a work request.
+    fn post(&mut self, post: &Post) -> Result<(), Stop>;
+    /// Reads bytes of a region.
+    fn read(&mut self, place: Place, len: usize) -> Result<Vec<u8>, Stop>;
+    /// Reads the first bytes of a receive's memory. `None`: it has fewer.
+    fn received(&mut self, wr_id: u64, len: usize) -> Result<Option<Vec<u8>>, Stop>;
+}
 
-    fn post_recv(&mut self, id: Option<u64>, len: usize) -> Result<(), String> {
-        let wr_id = self.draw(id, 1);
-        let access = AccessFlags::LOCAL_WRITE;
-        let mut sges = Vec::new();
-        if len > 0 {
-            let region = self.mem.alloc_region(self.pd, len, access).map_err(|e| e.to_string())?;
-            sges.push(Sge {
-                addr: region.addr(),
-                length: len as u32,
-                lkey: region.lkey(),
-            });
-            self.buffers.push((wr_id, region));
-        }
-        let wr = RecvWr { wr_id, sges: &sges };
-        let posted = self.port.post_recv(self.now, self.qpn, &[wr]);
-        self.flush();
-        posted.map_err(|(_, e)| e.to_string())
+/// Returns the addresses that stand for the host and for the script.
+pub(crate) fn addresses(is_v6: bool) -> [IpAddr; 2] {
+    let v6 = |last| IpAddr::V6(Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, last));
+    match is_v6 {
+        true => [v6(1), v6(2)],
+        false => [
+            IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1)),
+            IpAddr::V4(Ipv4Addr::new(192, 0, 2, 2)),
+        ],
+    }
+}
+
+/// Work requests of the host, by queue: sends and receives.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct NextIds([u64; 2]);
+
+impl NextIds {
+    pub(crate) const fn new() -> Self {
+        Self([1; 2])
     }
 
     /// Returns the wr_id of a work request, the next one if it has no other.
-    fn draw(&mut self, id: Option<u64>, queue: usize) -> u64 {
-        let id = id.unwrap_or(self.next_ids[queue]);
-        self.next_ids[queue] = id.wrapping_add(1);
+    pub(crate) fn draw(&mut self, id: Option<u64>, is_recv: bool) -> u64 {
+        let next = &mut self.0[usize::from(is_recv)];
+        let id = id.unwrap_or(*next);
+        *next = id.wrapping_add(1);
         id
-    }
-
-    /// Posts a work request.
-    pub(crate) fn post(&mut self, post: &Post) -> Result<(), String> {
-        if post.op == PostOp::Recv {
-            return self.post_recv(post.id, post.len);
-        }
-        let local = self.memory.region(post.local.region.unwrap_or(0));
-        let sge = Sge {
-            addr: self.memory.address(post.local),
-            length: post.len as u32,
-            lkey: local.lkey(),
-        };
-        let sges = [sge];
-        let mut flags = SendFlags::SIGNALED;
-        flags.set(SendFlags::SOLICITED, post.solicited);
-        flags.set(SendFlags::FENCE, post.fence);
-        let wr = SendWr {
-            wr_id: self.draw(post.id, 0),
-            op: operation(post),
-            flags,
-            payload: Payload::Sges(if post.len == 0 { &[] } else { &sges }),
-        };
-        let posted = self.port.post_send(self.now, self.qpn, &[wr]);
-        self.flush();
-        posted.map_err(|(_, e)| e.to_string())
-    }
-
-    /// Reads the first bytes of a receive's memory.
-    pub(crate) fn received(&self, wr_id: u64, len: usize) -> Option<Vec<u8>> {
-        let mut bytes = vec![0; len];
-        if len > 0 {
-            let (_, region) = self.buffers.iter().rev().find(|(id, _)| *id == wr_id)?;
-            region.read(0, &mut bytes).ok()?;
-        }
-        Some(bytes)
-    }
-}
-
-fn attributes(setup: &Setup, path: AddressVector, peer: Qpn) -> QpAttr {
-    QpAttr {
-        access: Some(setup.access),
-        rq_psn: Some(Psn::new(setup.peer_psn)),
-        sq_psn: Some(Psn::new(setup.psn)),
-        max_dest_rd_atomic: Some(setup.depth),
-        max_rd_atomic: Some(setup.depth),
-        min_rnr_timer: Some(RnrTimer::new(setup.rnr_timer)),
-        timeout: Some(setup.timeout),
-        retry_cnt: Some(setup.retry),
-        rnr_retry: Some(setup.rnr_retry),
-        ..QpAttr::to_rts(path, setup.mtu, peer)
-    }
-}
-
-fn operation(post: &Post) -> SendOp {
-    let remote = RemoteAddr {
-        addr: post.va,
-        rkey: RKey(post.rkey),
-    };
-    match (post.op, post.imm, post.inv) {
-        (PostOp::Send | PostOp::Recv, Some(imm), _) => SendOp::SendWithImm(imm),
-        (PostOp::Send | PostOp::Recv, None, Some(key)) => SendOp::SendWithInv(RKey(key)),
-        (PostOp::Send | PostOp::Recv, None, None) => SendOp::Send,
-        (PostOp::Write, Some(imm), _) => SendOp::WriteWithImm(remote, imm),
-        (PostOp::Write, None, _) => SendOp::Write(remote),
-        (PostOp::Read, ..) => SendOp::Read(remote),
-        (PostOp::CompareSwap, ..) => SendOp::CompareSwap {
-            remote,
-            compare: post.compare,
-            swap: post.swap,
-        },
-        (PostOp::FetchAdd, ..) => SendOp::FetchAdd { remote, add: post.add },
     }
 }

@@ -1,9 +1,7 @@
-//! Regions of the host.
-
-use std::sync::Arc;
+//! Regions of the host: their names, addresses and keys.
 
 use roce_bth::RKey;
-use roce_verbs::mem::{MemError, MemoryTable, PdHandle, Region};
+use roce_verbs::mem::Region;
 
 use crate::{
     pattern,
@@ -11,47 +9,55 @@ use crate::{
     value::{Data, Place, Source},
 };
 
+/// Address and key of a region.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Area {
+    pub(crate) addr: u64,
+    pub(crate) rkey: RKey,
+}
+
+impl Area {
+    /// Returns those of a region of the engine.
+    pub(crate) fn of(region: &Region) -> Self {
+        Self {
+            addr: region.addr(),
+            rkey: region.rkey(),
+        }
+    }
+}
+
 /// Regions of the host with their names.
 #[derive(Debug)]
 pub(crate) struct Memory {
-    regions: Vec<(String, Arc<Region>)>,
+    regions: Vec<(String, Area)>,
     mtu: usize,
 }
 
 impl Memory {
-    /// Creates the regions of a script.
-    pub(crate) fn new(mem: &MemoryTable, pd: PdHandle, setup: &Setup) -> Result<Self, MemError> {
-        let mut regions = Vec::new();
-        for (index, (name, spec)) in setup.names.iter().zip(&setup.regions).enumerate() {
-            let region = mem.alloc_region(pd, spec.len, spec.access)?;
-            let bytes: Vec<u8> = (0..spec.len as u64).map(|at| pattern::of_region(index, at)).collect();
-            region.write(0, &bytes).map_err(|_| MemError::Range(spec.len as u64))?;
-            regions.push((name.clone(), region));
+    /// Names the regions of a script, which are in the order of its `qp` lines.
+    pub(crate) fn new(setup: &Setup, areas: impl IntoIterator<Item = Area>) -> Self {
+        Self {
+            regions: setup.names.iter().cloned().zip(areas).collect(),
+            mtu: setup.mtu.bytes(),
         }
-        let mtu = setup.mtu.bytes();
-        Ok(Self { regions, mtu })
-    }
-
-    pub(crate) fn region(&self, index: usize) -> &Region {
-        &self.regions[index].1
     }
 
     /// Returns the address that a place stands for.
     pub(crate) fn address(&self, place: Place) -> u64 {
-        let base = place.region.map_or(0, |index| self.region(index).addr());
+        let base = place.region.map_or(0, |index| self.regions[index].1.addr);
         base.wrapping_add(place.offset)
     }
 
     /// Returns the key that a place stands for.
     pub(crate) fn key(&self, place: Place) -> RKey {
-        let base = place.region.map_or(0, |index| self.region(index).rkey().0);
+        let base = place.region.map_or(0, |index| self.regions[index].1.rkey.0);
         RKey(base.wrapping_add(place.offset as u32))
     }
 
     /// Returns an address as a script names it, of the region with this key.
     pub(crate) fn show_address(&self, key: RKey, va: u64) -> String {
-        match self.regions.iter().find(|(_, region)| region.rkey() == key) {
-            Some((name, region)) => match va.wrapping_sub(region.addr()) as i64 {
+        match self.regions.iter().find(|(_, region)| region.rkey == key) {
+            Some((name, region)) => match va.wrapping_sub(region.addr) as i64 {
                 offset if offset >= 0 => format!("{name}+{offset}"),
                 offset => format!("{name}{offset}"),
             },
@@ -61,7 +67,7 @@ impl Memory {
 
     /// Returns a key as a script names it.
     pub(crate) fn show_key(&self, key: RKey) -> String {
-        let named = self.regions.iter().find(|(_, region)| region.rkey() == key);
+        let named = self.regions.iter().find(|(_, region)| region.rkey == key);
         named.map_or_else(|| format!("{:#x}", key.0), |(name, _)| name.clone())
     }
 
@@ -81,15 +87,5 @@ impl Memory {
             Source::Fill(byte) => vec![byte; data.len],
             Source::Bytes(bytes) => bytes,
         })
-    }
-
-    /// Reads bytes of a region.
-    pub(crate) fn read(&self, place: Place, len: usize) -> Result<Vec<u8>, String> {
-        let mut bytes = vec![0; len];
-        let index = place.region.unwrap_or(0);
-        let at = usize::try_from(place.offset).unwrap_or(usize::MAX);
-        let read = self.region(index).read(at, &mut bytes);
-        read.map_err(|e| e.to_string())?;
-        Ok(bytes)
     }
 }

@@ -5,9 +5,20 @@ pub(crate) const fn of_psn(psn: u32, offset: usize) -> u8 {
     mix(psn ^ 0x0100_0000, offset as u32)
 }
 
-/// Returns the byte that a region has at an offset in the beginning.
+/// Returns the byte that a region has at an offset in the beginning: that of `fill` with [`seed`] in the agent's protocol
+/// (tests/interop/README.md).
 pub(crate) const fn of_region(region: usize, offset: u64) -> u8 {
-    mix(region as u32 ^ 0x0200_0000, offset as u32)
+    let mut x = seed(region)
+        .wrapping_mul(0x9e37_79b9_7f4a_7c15)
+        .wrapping_add(offset / 8);
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    (x ^ (x >> 31)).to_le_bytes()[(offset % 8) as usize]
+}
+
+/// Returns the seed of a region's bytes.
+pub(crate) const fn seed(region: usize) -> u64 {
+    region as u64 + 1
 }
 
 const fn mix(stream: u32, offset: u32) -> u8 {

@@ -24,11 +24,19 @@ pub(crate) struct RegionSpec {
     pub(crate) access: AccessFlags,
 }
 
+/// IP version.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Ip {
+    V4,
+    V6,
+}
+
 /// Settings of the host's queue pair.
 #[derive(Clone, Debug)]
 pub(crate) struct Setup {
     pub(crate) qp_type: QpType,
-    pub(crate) is_v6: bool,
+    /// IP version over which the script is played. `None`: either.
+    pub(crate) ip: Option<Ip>,
     pub(crate) mtu: Mtu,
     /// First PSN of the host's requests.
     pub(crate) psn: u32,
@@ -62,7 +70,7 @@ impl Default for Setup {
         let remote = AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_READ | AccessFlags::REMOTE_ATOMIC;
         Self {
             qp_type: QpType::Rc,
-            is_v6: false,
+            ip: None,
             mtu: Mtu::B1024,
             psn: 0,
             peer_psn: 0,
@@ -82,6 +90,13 @@ impl Default for Setup {
                 access: AccessFlags::LOCAL_WRITE,
             }],
         }
+    }
+}
+
+impl Setup {
+    /// Returns whether the script is played over IPv6 where either will do.
+    pub(crate) fn is_v6(&self) -> bool {
+        self.ip == Some(Ip::V6)
     }
 }
 

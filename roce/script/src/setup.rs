@@ -4,7 +4,7 @@ use roce_verbs::{AccessFlags, Mtu, QpState, QpType};
 
 use crate::{
     error::ScriptError,
-    script::{LOCAL, RegionSpec, Setup},
+    script::{Ip, LOCAL, RegionSpec, Setup},
     value::{self, state},
     words::{Word, Words},
 };
@@ -27,9 +27,9 @@ pub(crate) fn parse(setup: &mut Setup, words: &mut Words<'_>) -> Result<(), Scri
         match key.text {
             "type" => setup.qp_type = qp_type(value)?,
             "ip" => {
-                setup.is_v6 = match value.text {
-                    "4" => false,
-                    "6" => true,
+                setup.ip = match value.text {
+                    "4" => Some(Ip::V4),
+                    "6" => Some(Ip::V6),
                     _ => return Err(value.error("4 or 6")),
                 }
             }

@@ -20,6 +20,7 @@ mod python;
 mod report;
 mod rsocket;
 mod run;
+mod scripts;
 mod site;
 mod speed;
 mod stalls;

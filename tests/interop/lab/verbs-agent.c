@@ -1,4 +1,5 @@
-/* A verbs program that is driven over TCP, line by line: the peer of `ferroce-lab ops` on any host with libibverbs.
+/* A verbs program that is driven over TCP, line by line: the peer of `ferroce-lab ops` and of `ferroce pcap play --agent`, on any
+ * host with libibverbs.
  *
  *   verbs-agent [-d DEVICE] [-p TCP-PORT] [-g IPV4-OR-IPV6-ADDRESS] [-l | -c]
  *
@@ -12,6 +13,7 @@
 #include <infiniband/verbs.h>
 #include <inttypes.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,7 +24,7 @@
 #include "listen.h"
 #include "rxe-flush.h"
 
-#define MAX_MEM 16
+#define MAX_MEM 2048
 #define MAX_MW 16
 
 struct mem { uint8_t *buf; size_t len; struct ibv_mr *mr; };
@@ -34,6 +36,7 @@ static struct ibv_qp_ex *qpx; /* the same, where the device has work requests be
 static struct mem mems[MAX_MEM];
 static struct ibv_mw *mws[MAX_MW];
 static int nmem, nmw, gid_index, port_num;
+static unsigned qp_access;
 static union ibv_gid my_gid;
 static struct ibv_device_attr attr;
 static FILE *out;
@@ -73,30 +76,37 @@ static struct mem *get_mem(unsigned id, uint64_t off, uint64_t len)
 }
 
 /* ATOMIC WRITE and (rxe-flush.h) FLUSH take the newer interface, which not every device has. */
-static void create_qp(const struct ibv_qp_cap *cap)
+static void create_qp(enum ibv_qp_type type, const struct ibv_qp_cap *cap)
 {
-	struct ibv_qp_init_attr_ex ex = { .send_cq = scq, .recv_cq = rcq, .qp_type = IBV_QPT_RC, .cap = *cap, .pd = pd,
+	struct ibv_qp_init_attr_ex ex = { .send_cq = scq, .recv_cq = rcq, .qp_type = type, .cap = *cap, .pd = pd,
 		.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
 		.send_ops_flags = IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_ATOMIC_WRITE };
-	struct ibv_qp_init_attr ia = { .send_cq = scq, .recv_cq = rcq, .qp_type = IBV_QPT_RC, .cap = *cap };
-	qp = ibv_create_qp_ex(ctx, &ex);
+	struct ibv_qp_init_attr ia = { .send_cq = scq, .recv_cq = rcq, .qp_type = type, .cap = *cap };
+	qp = type == IBV_QPT_RC ? ibv_create_qp_ex(ctx, &ex) : NULL;
 	qpx = qp ? ibv_qp_to_qp_ex(qp) : NULL;
 	if (!qp) qp = ibv_create_qp(pd, &ia);
 }
 
+static int to_init(void)
+{
+	struct ibv_qp_attr a = { .qp_state = IBV_QPS_INIT, .port_num = port_num, .qp_access_flags = can_grant(qp_access) };
+	return ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
+}
+
+/* create SEND-WRS RECV-WRS SGES INLINE [ACCESS [TYPE]]: TYPE is the number of ibv_qp_type. */
 static void cmd_create(char *line)
 {
-	unsigned swr, rwr, sge, inl, access = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC;
-	if (sscanf(line, "%u %u %u %u %u", &swr, &rwr, &sge, &inl, &access) < 4) { fprintf(out, "err usage\n"); return; }
+	unsigned swr, rwr, sge, inl, type = IBV_QPT_RC, access = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC;
+	if (sscanf(line, "%u %u %u %u %u %u", &swr, &rwr, &sge, &inl, &access, &type) < 4) { fprintf(out, "err usage\n"); return; }
 	teardown();
 	scq = ibv_create_cq(ctx, swr + 16, NULL, NULL, 0);
 	rcq = ibv_create_cq(ctx, rwr + 16, NULL, NULL, 0);
 	if (!scq || !rcq) { fail("create_cq"); return; }
-	create_qp(&(struct ibv_qp_cap){ .max_send_wr = swr, .max_recv_wr = rwr, .max_send_sge = sge, .max_recv_sge = sge,
+	create_qp(type, &(struct ibv_qp_cap){ .max_send_wr = swr, .max_recv_wr = rwr, .max_send_sge = sge, .max_recv_sge = sge,
 		.max_inline_data = inl });
 	if (!qp) { fail("create_qp"); return; }
-	struct ibv_qp_attr a = { .qp_state = IBV_QPS_INIT, .port_num = port_num, .qp_access_flags = can_grant(access) };
-	if (ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS)) { fail("init"); return; }
+	qp_access = access;
+	if (to_init()) { fail("init"); return; }
 	char g[INET6_ADDRSTRLEN];
 	inet_ntop(AF_INET6, my_gid.raw, g, sizeof g);
 	fprintf(out, "ok %u %s\n", qp->qp_num, g);
@@ -123,8 +133,9 @@ static void cmd_rtr(char *line)
 		.max_dest_rd_atomic = rd, .min_rnr_timer = rnr,
 		.ah_attr = { .is_global = 1, .port_num = port_num, .grh = { .hop_limit = 64, .sgid_index = gid_index } } };
 	if (inet_pton(AF_INET6, g, a.ah_attr.grh.dgid.raw) != 1) { fprintf(out, "err gid\n"); return; }
-	if (ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
-			  IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER)) { fail("rtr"); return; }
+	int mask = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
+	if (qp->qp_type == IBV_QPT_RC) mask |= IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
+	if (ibv_modify_qp(qp, &a, mask)) { fail("rtr"); return; }
 	fprintf(out, "ok\n");
 }
 
@@ -134,8 +145,9 @@ static void cmd_rts(char *line)
 	if (sscanf(line, "%u %u %u %u %u", &psn, &timeout, &retry, &rnr, &rd) != 5) { fprintf(out, "err usage\n"); return; }
 	struct ibv_qp_attr a = { .qp_state = IBV_QPS_RTS, .sq_psn = psn, .timeout = timeout, .retry_cnt = retry,
 		.rnr_retry = rnr, .max_rd_atomic = rd };
-	if (ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
-			  IBV_QP_MAX_QP_RD_ATOMIC)) { fail("rts"); return; }
+	int mask = IBV_QP_STATE | IBV_QP_SQ_PSN;
+	if (qp->qp_type == IBV_QPT_RC) mask |= IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC;
+	if (ibv_modify_qp(qp, &a, mask)) { fail("rts"); return; }
 	fprintf(out, "ok\n");
 }
 
@@ -145,7 +157,7 @@ static void cmd_recv(char *line)
 	uint64_t id, off; unsigned mem, len, key = 0;
 	if (sscanf(line, "%" SCNu64 " %u %" SCNu64 " %u %u", &id, &mem, &off, &len, &key) < 4) { fprintf(out, "err usage\n"); return; }
 	struct mem *m = get_mem(mem, off, len);
-	if (!m) { fail("recv"); return; }
+	if (!m || !m->mr) { errno = EINVAL; fail("recv"); return; }
 	struct ibv_sge sge = { .addr = (uintptr_t)m->buf + off, .length = len, .lkey = m->mr->lkey + key };
 	struct ibv_recv_wr wr = { .wr_id = id, .sg_list = &sge, .num_sge = len ? 1 : 0 }, *bad;
 	int e = ibv_post_recv(qp, &wr, &bad);
@@ -173,14 +185,14 @@ static void cmd_flush(char *line)
 }
 
 /* post ID OP FLAGS MEM OFF LEN RADDR RKEY IMM COMPARE SWAP [KEY]; OP is the number of ibv_wr_opcode, KEY is added to the
- * local key. */
+ * local key. The range may be outside the memory: the device refuses that. */
 static void cmd_post(char *line)
 {
 	uint64_t id, off, raddr, cmp, swap; unsigned op, flags, mem, len, rkey, imm, key = 0;
 	if (sscanf(line, "%" SCNu64 " %u %u %u %" SCNu64 " %u %" SCNu64 " %u %u %" SCNu64 " %" SCNu64 " %u", &id, &op, &flags, &mem, &off,
 		   &len, &raddr, &rkey, &imm, &cmp, &swap, &key) < 11) { fprintf(out, "err usage\n"); return; }
-	struct mem *m = get_mem(mem, off, len);
-	if (!m) { fail("post"); return; }
+	struct mem *m = get_mem(mem, 0, 0);
+	if (!m || !m->mr) { errno = EINVAL; fail("post"); return; }
 	struct ibv_sge sge = { .addr = (uintptr_t)m->buf + off, .length = len, .lkey = m->mr->lkey + key };
 	struct ibv_send_wr wr = { .wr_id = id, .opcode = op, .send_flags = flags, .sg_list = &sge, .num_sge = len ? 1 : 0 }, *bad;
 	switch (op) {
@@ -193,7 +205,9 @@ static void cmd_post(char *line)
 	} else {
 		wr.wr.rdma.remote_addr = raddr; wr.wr.rdma.rkey = rkey;
 	}
-	int e = op != IBV_WR_ATOMIC_WRITE ? ibv_post_send(qp, &wr, &bad)
+	/* What is copied at once has to be there. */
+	int here = (op != IBV_WR_ATOMIC_WRITE && !(flags & IBV_SEND_INLINE)) || get_mem(mem, off, len);
+	int e = !here ? ERANGE : op != IBV_WR_ATOMIC_WRITE ? ibv_post_send(qp, &wr, &bad)
 		: len == 8 ? atomic_write(id, flags, m->buf + off, raddr, rkey) : EINVAL;
 	if (e) { errno = e; fail("post_send"); return; }
 	fprintf(out, "ok\n");
@@ -205,7 +219,7 @@ static void cmd_mw(char *line)
 	unsigned mem, access; uint64_t off, len;
 	if (sscanf(line, "%u %" SCNu64 " %" SCNu64 " %u", &mem, &off, &len, &access) != 4 || nmw == MAX_MW) { fprintf(out, "err usage\n"); return; }
 	struct mem *m = get_mem(mem, off, len);
-	if (!m) { fail("mw"); return; }
+	if (!m || !m->mr) { errno = EINVAL; fail("mw"); return; }
 	struct ibv_mw *mw = ibv_alloc_mw(pd, IBV_MW_TYPE_2);
 	if (!mw) { fail("alloc_mw"); return; }
 	mws[nmw++] = mw;
@@ -257,6 +271,29 @@ static void cmd_fill(char *line, int check)
 	fprintf(out, "ok\n");
 }
 
+/* read MEM OFF LEN: the bytes in hexadecimal. */
+static void cmd_read(char *line)
+{
+	unsigned mem; uint64_t off, len;
+	if (sscanf(line, "%u %" SCNu64 " %" SCNu64, &mem, &off, &len) != 3) { fprintf(out, "err usage\n"); return; }
+	struct mem *m = get_mem(mem, off, len);
+	if (!m) { fail("range"); return; }
+	fprintf(out, "ok ");
+	for (uint64_t i = 0; i < len; i++) fprintf(out, "%02x", m->buf[off + i]);
+	fprintf(out, "\n");
+}
+
+/* dereg MEM: its key goes, the bytes stay. */
+static void cmd_dereg(char *line)
+{
+	unsigned mem;
+	if (sscanf(line, "%u", &mem) != 1 || mem >= (unsigned)nmem || !mems[mem].mr) { fprintf(out, "err usage\n"); return; }
+	int e = ibv_dereg_mr(mems[mem].mr);
+	if (e) { errno = e; fail("dereg_mr"); return; }
+	mems[mem].mr = NULL;
+	fprintf(out, "ok\n");
+}
+
 static void cmd_word(char *line)
 {
 	unsigned mem; uint64_t off, value; int n = sscanf(line, "%u %" SCNu64 " %" SCNu64, &mem, &off, &value);
@@ -290,11 +327,33 @@ static void cmd_destroy(void)
 	fprintf(out, "ok\n");
 }
 
-static void cmd_error(void)
+/* modify STATE: a number of ibv_qp_state, where nothing else is needed: RESET, INIT, RTS (from SQD), SQD, ERR. */
+static void cmd_modify(char *line)
 {
-	struct ibv_qp_attr a = { .qp_state = IBV_QPS_ERR };
-	if (ibv_modify_qp(qp, &a, IBV_QP_STATE)) { fail("error"); return; }
+	int state = -1, e;
+	sscanf(line, "%d", &state);
+	if (state == IBV_QPS_INIT) e = to_init();
+	else {
+		struct ibv_qp_attr a = { .qp_state = state, .en_sqd_async_notify = 1 };
+		e = ibv_modify_qp(qp, &a, IBV_QP_STATE | (state == IBV_QPS_SQD ? IBV_QP_EN_SQD_ASYNC_NOTIFY : 0));
+	}
+	if (e) { fail("modify"); return; }
 	fprintf(out, "ok\n");
+}
+
+/* event MILLISECONDS: the number in ibv_event_type of the queue pair's next event; those of devices and ports are passed over. */
+static void cmd_event(char *line)
+{
+	int ms = 0, found = -1;
+	sscanf(line, "%d", &ms);
+	for (struct pollfd p = { .fd = ctx->async_fd, .events = POLLIN }; found < 0 && poll(&p, 1, ms) > 0;) {
+		struct ibv_async_event e;
+		if (ibv_get_async_event(ctx, &e)) { fail("get_async_event"); return; }
+		if (e.event_type < IBV_EVENT_PATH_MIG) found = e.event_type;
+		ibv_ack_async_event(&e);
+	}
+	if (found < 0) fprintf(out, "ok none\n");
+	else fprintf(out, "ok %d\n", found);
 }
 
 /* device: its name, the index of the GID in use, the MTU that its port carries, the port's number. */
@@ -309,7 +368,11 @@ static void cmd_device(void)
 static void cmd_caps(void)
 {
 	unsigned f = attr.device_cap_flags;
-	fprintf(out, "ok fw=%s vendor=%#x part=%u atomics=%d windows1=%d windows2=%d reads=%d sge=%d qp_wr=%d cqe=%d mr_size=%" PRIu64
+	struct ibv_device_attr_ex ex = { .device_cap_flags_ex = 0 };
+	if (ibv_query_device_ex(ctx, NULL, &ex)) ex.device_cap_flags_ex = 0;
+	/* Bits of <rdma/ib_user_verbs.h>: FLUSH for visibility, ATOMIC WRITE (Annex A19). */
+	fprintf(out, "ok flush=%d atomic_write=%d ", (int)(ex.device_cap_flags_ex >> 38 & 1), (int)(ex.device_cap_flags_ex >> 40 & 1));
+	fprintf(out, "fw=%s vendor=%#x part=%u atomics=%d windows1=%d windows2=%d reads=%d sge=%d qp_wr=%d cqe=%d mr_size=%" PRIu64
 		"\n", *attr.fw_ver ? attr.fw_ver : "-", attr.vendor_id, attr.vendor_part_id, attr.atomic_cap != IBV_ATOMIC_NONE,
 		!!(f & IBV_DEVICE_MEM_WINDOW), !!(f & (IBV_DEVICE_MEM_WINDOW_TYPE_2A | IBV_DEVICE_MEM_WINDOW_TYPE_2B)),
 		attr.max_qp_rd_atom < attr.max_qp_init_rd_atom ? attr.max_qp_rd_atom : attr.max_qp_init_rd_atom, attr.max_sge,
@@ -343,7 +406,10 @@ static void serve(int fd)
 		else if (!strncmp(line, "state", 5)) cmd_state();
 		else if (!strncmp(line, "psn", 3)) cmd_psn();
 		else if (!strncmp(line, "destroy", 7)) cmd_destroy();
-		else if (!strncmp(line, "error", 5)) cmd_error();
+		else if (!strncmp(line, "modify ", 7)) cmd_modify(rest);
+		else if (!strncmp(line, "event ", 6)) cmd_event(rest);
+		else if (!strncmp(line, "read ", 5)) cmd_read(rest);
+		else if (!strncmp(line, "dereg ", 6)) cmd_dereg(rest);
 		else fprintf(out, "err unknown command\n");
 		fflush(out);
 	}

@@ -64,7 +64,7 @@ impl LinkHeader {
 }
 
 /// Writes the IP and UDP headers of a packet. Returns their length.
-fn write_ip(head: &mut [u8], packet: &Train<'_>, identification: u16) -> usize {
+pub(super) fn write_ip(head: &mut [u8], packet: &Train<'_>, identification: u16) -> usize {
     match (packet.local, packet.remote.ip()) {
         (IpAddr::V4(_), IpAddr::V4(_)) => write_ipv4(head, packet, identification),
         _ => {

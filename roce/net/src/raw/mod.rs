@@ -7,6 +7,7 @@
 //! Packet sockets send to neighbours; to addresses of this host a raw IP socket does, because the IP layer takes no frame from `lo`
 //! for a loopback address. Both kinds of sockets see what the other sends there.
 
+mod any_source;
 mod filter;
 mod frame;
 mod hops;
@@ -27,6 +28,8 @@ use roce_port::{MAX_SEGMENTS, MAX_TRAIN_BYTES, RxMeta, Steering, Train};
 use roce_verbs::Instant;
 use smallvec::SmallVec;
 use socket2::Socket;
+
+pub use any_source::AnySource;
 
 use self::{
     filter::{Accepted, Layer},

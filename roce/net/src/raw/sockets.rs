@@ -4,7 +4,7 @@ use std::{
     io,
     mem::MaybeUninit,
     net::{IpAddr, Ipv4Addr},
-    os::fd::{AsFd, OwnedFd},
+    os::fd::AsFd,
 };
 
 use roce_port::RxMeta;
@@ -21,8 +21,8 @@ use crate::{
 };
 
 /// Turns the error of a socket that needs a privilege into the datapath's.
-fn opened(datapath: &'static str, socket: io::Result<OwnedFd>) -> Result<Socket, OpenError> {
-    socket.map(Socket::from).map_err(|e| match e.kind() {
+pub(super) fn opened(datapath: &'static str, socket: io::Result<impl Into<Socket>>) -> Result<Socket, OpenError> {
+    socket.map(Into::into).map_err(|e| match e.kind() {
         io::ErrorKind::PermissionDenied => OpenError::NeedsNetRaw { datapath },
         _ => context("opening a raw socket")(e),
     })

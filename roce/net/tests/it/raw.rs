@@ -6,7 +6,9 @@ use std::{
 };
 
 use roce_icrc::Flow;
-use roce_net::{DEFAULT_HOP_LIMIT, Datapath, DatapathKind, OpenError, Train, UdpConfig, open_shards, packets};
+use roce_net::{
+    AnySource, DEFAULT_HOP_LIMIT, Datapath, DatapathKind, OpenError, Train, UdpConfig, open_shards, packets,
+};
 use roce_port::Steering;
 use roce_verbs::provider::NoAnswer;
 
@@ -292,4 +294,27 @@ fn icmp_errors_about_requests_are_heard() {
         }
         assert_eq!(heard, [(nobody, NoAnswer::PortUnreachable, bytes)]);
     }
+}
+
+/// The sender of a packet may be any address of the network, and its port and Identification any numbers.
+#[test]
+fn packets_of_any_source_arrive_as_they_were_made() {
+    let v4 = (address(), ferroce_loopback::address().into());
+    for (to, from) in [
+        v4,
+        (IpAddr::from(Ipv6Addr::LOCALHOST), IpAddr::from(Ipv6Addr::LOCALHOST)),
+    ] {
+        let _only = to.is_ipv6().then(ferroce_loopback::only_one);
+        let mut path = open(DatapathKind::Raw, to);
+        let (from, to) = (SocketAddr::new(from, 50_000), SocketAddr::new(to, PORT));
+        let sender = AnySource::open(to.is_ipv6()).unwrap();
+        let packet = sealed(&Flow::try_from((from, to)).unwrap(), 7, 1, 64);
+        sender.send(from, to, 0xbeef, &packet).unwrap();
+        let arrived = &receive(&mut *path, 1)[0];
+        assert_eq!((arrived.from, arrived.to, &arrived.packet), (from, to.ip(), &packet));
+        assert_eq!(arrived.identification, to.is_ipv4().then_some(0xbeef));
+    }
+    let other = SocketAddr::new(Ipv6Addr::LOCALHOST.into(), 1);
+    let to = SocketAddr::new(Ipv4Addr::LOCALHOST.into(), PORT);
+    assert!(AnySource::open(false).unwrap().send(other, to, 0, &[0; 16]).is_err());
 }

@@ -68,12 +68,13 @@ fn errors_say_where_they_are_and_what_is_expected() {
 
 fn good(text: &str) {
     let script = Script::parse(text).expect(text);
-    assert_eq!(script.play().mismatch, None, "{text}");
+    assert_eq!(script.play().mismatches, [], "{text}");
 }
 
 fn bad(text: &str, line: usize, found: &str) {
     let script = Script::parse(text).expect(text);
-    let mismatch = script.play().mismatch.expect(text);
+    let mismatches = script.play().mismatches;
+    let mismatch = mismatches.first().expect(text);
     assert_eq!(mismatch.line, line, "{}", mismatch.text);
     assert!(mismatch.text.contains(found), "{}", mismatch.text);
 }
@@ -118,6 +119,22 @@ fn a_step_that_fails_ends_the_run_and_says_what_was_found() {
         5,
         "no event",
     );
+}
+
+#[test]
+fn after_a_failed_step_the_script_goes_on_at_its_next_restart() {
+    let text = "qp recv=64
+> send-only psn=0 payload=8 ackreq
+< ack psn=1
+state err
+restart
+> send-only psn=0 payload=8 ackreq
+< ack psn=0
+restart
+state err";
+    let outcome = Script::parse(text).expect("a script").play();
+    let lines: Vec<usize> = outcome.mismatches.iter().map(|m| m.line).collect();
+    assert_eq!((lines, outcome.runs, outcome.not_run), (vec![3, 9], 3, None));
 }
 
 #[test]

@@ -37,7 +37,7 @@ fn describe(name: &str, outcome: &Outcome) -> String {
         };
         text += &format!("{:>12} {sign} {}\n", record.datagram.at.as_micros(), record.text);
     }
-    if let Some(mismatch) = &outcome.mismatch {
+    for mismatch in &outcome.mismatches {
         text += &format!("{name}:{}: {}\n", mismatch.line, mismatch.text);
     }
     text
@@ -52,7 +52,7 @@ fn each_script_gets_the_answers_that_it_expects() {
             Err(e) => wrong.push(format!("{name}:{e}")),
             Ok(script) => {
                 let outcome = script.play();
-                if outcome.mismatch.is_some() {
+                if !outcome.is_good() {
                     wrong.push(describe(name, &outcome));
                 }
             }

@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 use crate::{
     Error,
     agent::{
-        ALL_ACCESS, Agent, AgentMem, AgentPost, CMP_SWAP, Ends, FETCH_ADD, READ, SEND, SEND_IMM, SEND_INV, WRITE,
-        WRITE_IMM,
+        ALL_ACCESS, Agent, AgentMem, AgentPost, CMP_SWAP, Ends, FETCH_ADD, IN_ERROR, READ, SEND, SEND_IMM, SEND_INV,
+        WRITE, WRITE_IMM,
     },
     wrap::{packets, start},
 };
@@ -459,7 +459,7 @@ impl<'a> Pair<'a> {
         }
         match case.twist {
             Twist::Destroyed => self.responder.call("destroy").map(drop)?,
-            Twist::InError => self.responder.call("error").map(drop)?,
+            Twist::InError => self.responder.call(&format!("modify {IN_ERROR}")).map(drop)?,
             _ => {}
         }
         let refused = self.post_sends(case);

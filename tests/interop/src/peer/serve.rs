@@ -116,7 +116,11 @@ impl Server<'_> {
                 self.link = None;
                 Ok(String::new())
             }
-            "error" => {
+            "modify" => {
+                let to: u32 = w.get()?;
+                if to != QpState::Err as u32 {
+                    return Err("only ERR (6)".into());
+                }
                 self.link()?.qp.modify(&QpAttr {
                     state: Some(QpState::Err),
                     ..QpAttr::default()
