@@ -38,6 +38,8 @@ const AGENTS: [(&str, &[&str]); 3] = [
 /// Scripts of the lab.
 const SCRIPTS: [&str; 2] = ["rdma-end", "host-facts"];
 const LAB: &str = "tests/interop/lab";
+/// Packet scripts to play on the device.
+const PACKET_SCRIPTS: &str = "specs/scripts";
 const INSTRUCTIONS: &str = "docs/hardware/kit.md";
 /// The other half of a run, as a script.
 const PEER_SCRIPT: &str = "ferroce-peer.sh";
@@ -84,6 +86,16 @@ pub(crate) fn make(out: Option<PathBuf>) -> Result<PathBuf> {
     let script = process::capture("ferroce-interop", print.arg("--peer-script"))?;
     put(&dir.join(PEER_SCRIPT), &script.stdout, 0o755)?;
     let glibc = check(&dir)?;
+    let scripts = dir.join("scripts");
+    fs::create_dir(&scripts).map_err(failed(&scripts))?;
+    for entry in fs::read_dir(PACKET_SCRIPTS)
+        .map_err(failed(PACKET_SCRIPTS.as_ref()))?
+        .flatten()
+    {
+        if entry.path().extension().is_some_and(|extension| extension == "play") {
+            files::copy(&entry.path(), &scripts.join(entry.file_name()), 0o644)?;
+        }
+    }
     let version = format!("{commit}, {}, glibc {glibc} or later\n", std::env::consts::ARCH);
     put(&dir.join("VERSION"), version.as_bytes(), 0o644)?;
 

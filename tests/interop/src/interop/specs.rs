@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, fs, path::Path};
 
-use crate::scenarios;
+use crate::scenarios::{self, scripts::Known};
 
 fn read(root: &Path, path: &str) -> String {
     fs::read_to_string(root.join(path)).unwrap_or_else(|e| panic!("{path}: {e}"))
@@ -22,7 +22,7 @@ fn references(cell: &str) -> Vec<(&str, &str)> {
     found
 }
 
-const KINDS: [&str; 4] = ["scenario", "case", "replay", "test"];
+const KINDS: [&str; 5] = ["scenario", "case", "replay", "test", "script"];
 
 /// Files of captures in which our engine takes a side.
 fn replayed(manifest: &str) -> BTreeSet<String> {
@@ -42,6 +42,7 @@ fn everything_that_specs_name_exists() {
     let exists = |kind: &str, name: &str| match kind {
         "scenario" => scenarios.contains(name),
         "case" => cases.get(name).is_some(),
+        "script" => root.join(format!("specs/scripts/{name}.play")).exists(),
         "replay" => captures.iter().any(|c| c == name),
         "test" => name.split_once("::").is_some_and(|(file, function)| {
             let text = fs::read_to_string(root.join(file)).unwrap_or_default();
@@ -74,4 +75,21 @@ fn everything_that_specs_name_exists() {
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     assert!(lines > 20, "{lines}");
+}
+
+/// What is known of the kernel and the scripts names scripts that exist, and rows that say more.
+#[test]
+fn each_difference_of_a_script_has_its_row() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let text = read(&root, "specs/kernel.md");
+    let known = Known::read().expect("specs/scripts/kernel.toml");
+    let exists = |script: &&str| root.join(format!("specs/scripts/{script}.play")).exists();
+    let lost: Vec<&str> = known.scripts().filter(|script| !exists(script)).collect();
+    assert!(lost.is_empty(), "no scripts {lost:?}");
+    let is_row = |row: &&str| {
+        text.lines()
+            .any(|line| line.strip_prefix("| ").is_some_and(|line| line.starts_with(*row)))
+    };
+    let missing: BTreeSet<&str> = known.rows().filter(|row| !is_row(row)).collect();
+    assert!(missing.is_empty(), "no rows {missing:#?}");
 }

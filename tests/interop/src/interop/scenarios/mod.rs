@@ -17,6 +17,7 @@ mod rdma;
 mod rds;
 mod remote;
 mod rnbd;
+pub(crate) mod scripts;
 mod services;
 mod stall;
 mod strangers;
@@ -105,7 +106,7 @@ pub(crate) struct Scenario {
     pub(crate) guests: u8,
     /// The kernels that it runs on.
     pub(crate) kernels: &'static [Kernel],
-    /// Networks that it uses, each of which is captured; without any it sends nothing.
+    /// Networks that it uses, each of which is captured. 0: it sends nothing, or captures by itself.
     pub(crate) nets: u8,
     /// The packet whose ICRC rdma_rxe computes wrongly (`specs/kernel.md`): it comes, and all others are right.
     pub(crate) wrong_icrc: Option<&'static str>,
@@ -301,6 +302,7 @@ pub(crate) fn all() -> Vec<Scenario> {
             annex::list(),
             cm::list(),
             errors::list(),
+            scripts::list(),
             rnbd::list(),
             attributes::list(),
             blktests::list(),
