@@ -180,7 +180,7 @@ impl Conversation {
 
 fn end_of_direction(d: &Direction, peers: (IpAddr, IpAddr), now_ns: u64, cx: &mut Context<'_>) {
     let backwards = (peers.1, peers.0);
-    if let Some(beyond) = d.beyond.filter(|_| !d.damaged)
+    if let Some(beyond) = d.beyond.filter(|_| !d.damaged && d.missed == 0)
         && let Some(next) = d.next
     {
         // The capture may have missed the request, unless the requester goes on as if it had not sent it.

@@ -260,6 +260,7 @@ fn body(o: &Observed<'_>, psn: i64, mtu: PathMtu) -> (Body, Option<i64>) {
                 seen: psn,
                 gap: false,
                 again: [None; AGAIN],
+                forgotten: false,
                 passed: false,
                 assumed: count.is_none(),
             };
@@ -313,7 +314,8 @@ fn settle_beyond(d: &mut Direction, psn: i64, o: &Observed<'_>, cx: &mut Context
         return;
     }
     d.beyond = None;
-    if psn > beyond.psn {
+    // Where the capture misses requests, this one may be there a second time.
+    if psn > beyond.psn || d.missed > 0 {
         d.missed += 1;
         return;
     }

@@ -46,6 +46,8 @@ pub(super) struct Read {
     pub(super) gap: bool,
     /// PSNs that were asked for again, the last ones first: from, up to.
     pub(super) again: [Option<(i64, i64)>; AGAIN],
+    /// Parts of it were asked for again that `again` doesn't have: responses may have any position.
+    pub(super) forgotten: bool,
     /// A later READ was answered first.
     pub(super) passed: bool,
     /// The number of its PSNs was taken from the next request's PSN, because the path MTU was not known.
@@ -79,6 +81,7 @@ pub(super) struct Span {
 impl Read {
     /// Remembers that PSNs `from..to` were asked for again.
     pub(super) fn ask_again(&mut self, from: i64, to: i64) {
+        self.forgotten |= self.again[AGAIN - 1].is_some();
         self.again.rotate_right(1);
         self.again[0] = Some((from, to));
         (self.next, self.gap) = (self.next.min(from), false);

@@ -9,6 +9,7 @@ mod files;
 mod fixtures;
 mod flows;
 mod frames;
+mod gaps;
 mod judge;
 mod judged;
 mod many;
