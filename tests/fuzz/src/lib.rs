@@ -19,6 +19,7 @@ mod peers;
 mod provider;
 pub mod rnbd_server;
 pub mod rtrs_server;
+pub mod script;
 pub mod vhost;
 
 /// A target: it is given one input.
@@ -39,6 +40,7 @@ macro_rules! for_each_target {
             pcap_check,
             rnbd_server,
             rtrs_server,
+            script,
             vhost,
         }
     };
