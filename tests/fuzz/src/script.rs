@@ -12,7 +12,7 @@ pub fn run(data: &[u8]) {
     match Script::parse(&text) {
         Ok(script) if data.len() <= MAX_PLAYED => {
             let outcome = script.play();
-            if let Some(mismatch) = outcome.mismatch {
+            for mismatch in outcome.mismatches {
                 assert!((1..=lines.len().max(1)).contains(&mismatch.line), "{mismatch:?}");
                 assert!(!mismatch.text.is_empty());
             }
