@@ -146,6 +146,8 @@ pub(crate) struct Replies {
     acked: Seq,
     /// Time before which no READ response is sent: they are paced by the peer's window.
     paced_until: Option<Instant>,
+    /// First PSN of the peer's requests.
+    first: Seq,
     /// One past the last PSN of the last SEND, WRITE or atomic executed, and the MSN for its acknowledgement.
     executed: (Seq, Msn),
     /// The queue pair is in error, and only the acknowledgement that is due may still be sent.
@@ -162,6 +164,7 @@ impl Replies {
             policy: AckPolicy::default(),
             acked: first,
             paced_until: None,
+            first,
             executed: (first, Msn::new(0)),
             closing: false,
         }
@@ -508,6 +511,9 @@ impl Acknowledgement<'_> {
             (Syndrome::Ack(_), Some(buffer)) if !buffer.is_empty() || len >= SELECTIVE_ACK_LEN => {
                 emit_selective(qp, self.expected, buffer, (seq, aeth, len), tx)
             }
+            // There is nothing to acknowledge yet, and the gap that was to be reported is closed. The PSN before the first request's
+            // acknowledges nothing that was ever sent.
+            (Syndrome::Ack(_), _) if replies.ack == AckDue::Ack && seq < replies.first => true,
             _ => {
                 let bth = Bth::new(qp.wire(Opcode::RcAcknowledge), qp.peer(), seq.psn());
                 emit_head(&bth, aeth, None, TxKind::Ack, tx)

@@ -67,6 +67,27 @@ fn what_is_missing_is_sent_again_and_nothing_else() {
     assert_eq!((p.a.qp.in_flight(), p.a.window.in_flight()), (0, 0));
 }
 
+#[test]
+fn before_anything_is_executed_nothing_is_acknowledged() {
+    let mut p = Pair::new(keeping());
+    let (src, dst) = (p.b.filled(512, 1), p.a.region(512));
+    for n in 0..2 {
+        p.a.send(n, SendOp::Read(at(&src, 0)), &[sge(&dst, 0, 256)]);
+    }
+    let sent = p.a.drain();
+    // The second one comes first, and its gap is closed before it is reported.
+    p.b.handle(&sent[1].1);
+    p.b.handle(&sent[0].1);
+    let said = p.b.drain();
+    let opcode = |(_, bytes): &(TxKind, Vec<u8>)| Packet::parse(bytes).expect("a packet").header.bth.opcode;
+    let opcodes: Vec<Opcode> = said.iter().map(opcode).collect();
+    // The PSN before the first one acknowledges nothing that was ever sent.
+    assert_eq!(opcodes, [Opcode::RcReadResponseOnly; 2]);
+    said.iter().for_each(|(_, bytes)| p.a.handle(bytes));
+    p.run();
+    assert_eq!(p.a.completions().len(), 2);
+}
+
 /// The window is closed by other queue pairs, and a READ is longer than the packet that a queue pair may always send.
 #[test]
 fn a_probe_requests_a_lost_read_for_which_the_window_has_no_room() {
