@@ -76,6 +76,12 @@ impl Connection {
         }
     }
 
+    /// Returns whether there is nothing to remember: it never carried a message, and has none to send.
+    pub(crate) fn is_blank(&self, config: &Config) -> bool {
+        let unused = self.queue.next_sequence() == config.first_sequence.max(1) && self.receiver.next() == 1;
+        unused && matches!(self.phase, Phase::Down(_)) && !self.map_wanted
+    }
+
     /// Returns when to connect, if there is something to send or to wait for, and neither a link nor an attempt to have one.
     pub(crate) fn wants_link(&self) -> Option<Instant> {
         match self.phase {

@@ -245,8 +245,17 @@ impl Node {
             connection.restart();
             self.counters.conn_reset += 1;
         }
-        self.dirty.insert(key);
         self.out.push_back(Output::Down(key, why));
+        self.forget_blank(key);
+        self.dirty.insert(key);
+    }
+
+    /// Forgets a connection of which there is nothing to remember: anybody can ask for one in the name of any address.
+    fn forget_blank(&mut self, key: PairKey) {
+        if self.connections.get(&key).is_some_and(|c| c.is_blank(&self.config)) {
+            self.connections.remove(&key);
+            self.dirty.remove(&key);
+        }
     }
 
     /// Ends a link, whatever becomes of its connection. It goes when it is drained.

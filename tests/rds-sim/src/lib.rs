@@ -3,13 +3,14 @@
 //!
 //! Hosts die and come back, links are cut, processes stand still, readers are slow or stop, sockets are closed and messages canceled.
 //! Messages of a socket to another come in order, once, and whole; none is missing but those that died with a host or a socket, or were
-//! canceled. Who was told that a socket is full, or a destination congested, is told when that is over. In the end everything is
+//! canceled. In some runs a stranger asks for connections in the name of hosts. Who was told that a socket is full, or a destination congested, is told when that is over. In the end everything is
 //! acknowledged, and all queue pairs and memory have come back.
 #![forbid(unsafe_code)]
 
 mod draw;
 mod ledger;
 mod program;
+mod stranger;
 mod world;
 
 use roce_sim::{Coverage, Failure, RunConfig, RunsWith, Total, simulate};

@@ -15,6 +15,7 @@ use crate::{
     draw::Draw,
     ledger::Ledger,
     program::{Env, PATIENCE, Side, Turn},
+    stranger,
 };
 
 /// Events without progress of the clock after which something spins.
@@ -31,6 +32,8 @@ enum WorldEvent {
     Boot(usize),
     /// The link carries packets again.
     Heal(Way),
+    /// A stranger asks for a connection.
+    Forge,
     /// From here on nothing goes wrong any more.
     Quiet,
 }
@@ -106,6 +109,10 @@ impl World {
             let at = world.chaos.range(0, end);
             world.lan.schedule(at, LanEvent::World(WorldEvent::Trouble));
         }
+        for _ in 0..draw.forged {
+            let at = world.chaos.range(0, end + SEC);
+            world.lan.schedule(at, LanEvent::World(WorldEvent::Forge));
+        }
         world.lan.schedule(end, LanEvent::World(WorldEvent::Quiet));
         world
     }
@@ -160,18 +167,14 @@ impl World {
 
     /// All programs are done: nodes end, and what they had is given back.
     fn rest(&mut self) -> Check {
+        self.pass(400 * SEC)?;
+        self.check_known()?;
         self.stopping = true;
         for host in 0..self.sides.len() {
             self.note_counters(host);
             self.lan.want_turn(host, self.lan.now);
         }
-        let end = self.lan.now + 400 * SEC;
-        while let Some(what) = self.lan.pop() {
-            if self.lan.now > end {
-                break;
-            }
-            self.step(what)?;
-        }
+        self.pass(400 * SEC)?;
         for (host, side) in self.sides.iter().enumerate() {
             if side.as_ref().is_some_and(|side| !side.node.is_stopped()) {
                 return Err(format!("the node of host {host} does not end"));
@@ -181,6 +184,29 @@ impl World {
             let (left, empty) = (node.fabric.usage(), self.empty[host]);
             if left != empty {
                 return Err(format!("host {host} is left with {left:?} instead of {empty:?}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Time goes by.
+    fn pass(&mut self, time: u64) -> Check {
+        let end = self.lan.now + time;
+        while let Some(what) = self.lan.pop() {
+            self.step(what)?;
+            if self.lan.now > end {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Requests that a stranger forged leave nothing: nodes know the connections of hosts only.
+    fn check_known(&self) -> Check {
+        for (host, kept) in self.kept.iter().enumerate() {
+            let known = |key: &PairKey| self.hosts.iter().any(|(addr, _)| *addr == key.remote);
+            if let Some(key) = kept.keys().find(|key| !known(key)) {
+                return Err(format!("host {host} remembers {key}"));
             }
         }
         Ok(())
@@ -205,6 +231,7 @@ impl World {
                 self.lan.boot(host);
                 self.start(host)?;
             }
+            LanEvent::World(WorldEvent::Forge) => self.forge(),
             LanEvent::World(WorldEvent::Heal(way)) => self.lan.set_cut(way, false),
             LanEvent::World(WorldEvent::Quiet) => self.enter_quiet(),
         }
@@ -262,6 +289,22 @@ impl World {
             }
         }
         Ok(())
+    }
+
+    /// A request in the name of a host, or of an address that nobody has.
+    fn forge(&mut self) {
+        let hosts = self.hosts.len();
+        let to = self.chaos.index(hosts);
+        let from = match self.hosts[(to + 1 + self.chaos.index(hosts - 1)) % hosts].0 {
+            addr if self.chaos.chance(0.7) => addr,
+            IpAddr::V4(_) => IpAddr::from((0x0a00_0100 | self.chaos.range(1, 200) as u32).to_be_bytes()),
+            IpAddr::V6(_) => {
+                IpAddr::from((0xfd_u128 << 120 | u128::from(self.chaos.range(0x100, 0x200))).to_be_bytes())
+            }
+        };
+        let frame = stranger::request(from, self.hosts[to].0, &mut self.chaos);
+        self.coverage.note("forged request to connect");
+        self.lan.schedule(0, LanEvent::Arrive { node: to, frame });
     }
 
     fn cut(&mut self, from: usize, to: usize, pause: u64) {

@@ -96,12 +96,16 @@ static void connecting(void)
 	MISTAKE("destroyed twice", ibv_destroy_qp(qp), ENOENT);
 }
 
+/* Bytes of a gap between mappings. */
+#define HOLE (256UL << 20)
+
 static void objects(void)
 {
 	struct ibv_qp_init_attr huge = sizes(1 << 30, IBV_QPT_RC);
-	char *hole = mmap(NULL, 2 * 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	/* So large that what other threads map meanwhile does not begin right behind the page that is left. */
+	char *hole = mmap(NULL, 4096 + HOLE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 
-	MUST(hole != MAP_FAILED && !munmap(hole + 4096, 4096));
+	MUST(hole != MAP_FAILED && !munmap(hole + 4096, HOLE));
 	MISTAKE("memory that ends early", !ibv_reg_mr(pd, hole, 8192, IBV_ACCESS_LOCAL_WRITE), EFAULT);
 	MISTAKE("remote write alone", !ibv_reg_mr(pd, memory, 4096, IBV_ACCESS_REMOTE_WRITE), EINVAL);
 	MISTAKE("no entries", !ibv_create_cq(context, 0, NULL, NULL, 0), EINVAL);
