@@ -33,7 +33,7 @@ fn parse(text: &str) -> Result<RingSpec, String> {
 /// Occasion to write a ring.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub(crate) enum Occasion {
-    /// Something goes wrong
+    /// A queue pair or a path fails, or an ICRC is wrong
     Bad,
 }
 

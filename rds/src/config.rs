@@ -2,10 +2,16 @@
 
 use core::time::Duration;
 
-use crate::{
-    conn::{AckPolicy, Rings},
-    proto::{MAX_FRAGMENT, MAX_MESSAGE},
-};
+use crate::proto::{MAX_FRAGMENT, MAX_MESSAGE};
+
+/// Numbers of buffers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Rings {
+    /// Fragments that may be on their way.
+    pub send: u32,
+    /// Receives that are posted.
+    pub recv: u32,
+}
 
 /// Settings of a node. The defaults are the kernel's where it has the same (`/proc/sys/net/rds`).
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -63,14 +69,6 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Rules for asking for acknowledgements.
-    pub(crate) fn acks(&self) -> AckPolicy {
-        AckPolicy {
-            messages: self.unacked_messages,
-            bytes: self.unacked_bytes,
-        }
-    }
-
     /// Checks the settings.
     ///
     /// # Errors

@@ -2,7 +2,7 @@
 
 use core::{fmt, net::IpAddr};
 
-/// What a connection is known by: there is one for each pair of addresses and type of service.
+/// Name of a connection: there is one for each pair of addresses and type of service.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct PairKey {
     /// Address of this node.

@@ -17,8 +17,8 @@ mod node;
 pub mod proto;
 mod socket;
 
-pub use config::Config;
-pub use conn::{Broken, Refused, Rings};
+pub use config::{Config, Rings};
+pub use conn::{Broken, Refused};
 pub use counters::Counters;
 pub use error::Error;
 pub use key::PairKey;

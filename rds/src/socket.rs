@@ -20,7 +20,7 @@ pub struct Message {
     pub cookie: Option<RdmaCookie>,
 }
 
-/// What a socket can do without waiting.
+/// Abilities of a socket without waiting.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Readiness {
     /// There is something to receive (`POLLIN`).
@@ -69,7 +69,7 @@ pub(crate) struct Socket {
     monitors: bool,
     /// Ports that have refused it, modulo 64.
     refused: u64,
-    /// Those of them that are free again.
+    /// Refusing ports that are free again, modulo 64.
     freed: u64,
     /// A send was refused or waited because of congestion.
     pub(crate) has_seen_congestion: bool,

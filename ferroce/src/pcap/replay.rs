@@ -107,7 +107,7 @@ struct SideReport {
     verdict: Verdict,
     /// Why it was not replayed.
     reason: Option<String>,
-    /// What the capture does not tell.
+    /// Facts that the capture does not tell.
     notes: Vec<String>,
     packets: usize,
     equal: usize,

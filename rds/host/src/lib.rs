@@ -24,6 +24,7 @@ mod node;
 mod service;
 mod shared;
 mod socket;
+mod thread;
 
 pub use node::{NodeOptions, RdsNode};
 pub use rds::{Config, ConnectionInfo, Message, PairKey};

@@ -4,7 +4,7 @@ use std::{
     fmt, io,
     net::IpAddr,
     sync::{Arc, mpsc::channel},
-    thread::{Builder, JoinHandle},
+    thread::Builder,
     time::{SystemTime, UNIX_EPOCH},
 };
 
@@ -16,7 +16,7 @@ use roce::{
 };
 use roce_verbs::provider::{Cx, VerbsError};
 
-use crate::{service::NodeService, shared::Shared, socket::Socket};
+use crate::{service::NodeService, shared::Shared, socket::Socket, thread::Thread};
 
 /// Options of a node.
 #[derive(Clone, Debug)]
@@ -55,24 +55,7 @@ pub struct RdsNode(Arc<Thread>);
 
 impl fmt::Debug for RdsNode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RdsNode").field("addr", &self.0.addr).finish()
-    }
-}
-
-/// Thread of a node, which ends with it.
-pub(crate) struct Thread {
-    pub(crate) shared: Arc<Shared>,
-    addr: IpAddr,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Drop for Thread {
-    fn drop(&mut self) {
-        self.shared.stop();
-        if let Some(thread) = self.thread.take() {
-            // A panic there has been printed.
-            let _ = thread.join();
-        }
+        f.debug_struct("RdsNode").field("addr", &self.0.addr()).finish()
     }
 }
 
@@ -117,11 +100,7 @@ impl RdsNode {
             );
         };
         let thread = Builder::new().name("rds-node".into()).spawn(run)?;
-        let node = Thread {
-            shared,
-            addr,
-            thread: Some(thread),
-        };
+        let node = Thread::new(shared, addr, thread);
         opened
             .recv()
             .unwrap_or_else(|_| Err(io::ErrorKind::NotConnected.into()))?;
@@ -130,7 +109,7 @@ impl RdsNode {
 
     /// Address of the node.
     pub fn addr(&self) -> IpAddr {
-        self.0.addr
+        self.0.addr()
     }
 
     /// Creates a socket.

@@ -28,7 +28,7 @@ pub(crate) struct Shared {
     handle: Handle<Command, ()>,
 }
 
-/// What the lock is for. It is never held while something waits.
+/// State behind the lock, which is never held while something waits.
 #[derive(Debug, Default)]
 pub(crate) struct State {
     /// `None` before the first turn and after the last.

@@ -12,7 +12,7 @@ use std::{
 
 use rds::{Error, Message, Node, Received, SocketId};
 
-use crate::{node::Thread, shared::would_block};
+use crate::{shared::would_block, thread::Thread};
 
 /// Socket of a node. It may be used by several threads and tasks at once; it is closed when it is dropped. Errors have the kernel's numbers.
 ///

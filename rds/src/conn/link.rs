@@ -8,8 +8,9 @@ use roce_verbs::{
     provider::{CmRef, CqId, DeviceIx, MrInfo, PdId, Provider, QpId, QpSpec, Registration, VerbsError},
 };
 
-use super::Broken;
+use super::broken::Broken;
 use crate::{
+    config::Rings,
     key::PairKey,
     proto::{Header, MAX_SEND},
 };
@@ -23,15 +24,6 @@ const STRIDE: usize = MAX_SEND.next_multiple_of(64);
 const RECV: u64 = 1 << 63;
 /// Work requests after which one is signaled.
 const SIGNAL_EACH: u64 = 16;
-
-/// Numbers of buffers.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Rings {
-    /// Fragments that may be on their way.
-    pub send: u32,
-    /// Receives that are posted.
-    pub recv: u32,
-}
 
 /// Verbs objects of a link.
 #[derive(Debug)]

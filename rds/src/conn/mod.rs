@@ -13,11 +13,10 @@ use std::collections::VecDeque;
 use roce_verbs::{Instant, provider::Provider};
 
 pub use broken::{Broken, Refused};
-pub use link::Rings;
 pub(crate) use link::{Done, Link, LinkId};
 pub(crate) use outgoing::Outgoing;
 pub(crate) use phase::{Answer, Phase};
-pub(crate) use queue::{AckPolicy, SendQueue};
+pub(crate) use queue::SendQueue;
 pub(crate) use receiver::{Incoming, Receiver};
 
 use crate::{
@@ -63,7 +62,7 @@ impl Connection {
         Self {
             key,
             phase: Phase::Down(Instant::ZERO),
-            queue: SendQueue::new(config.acks(), first),
+            queue: SendQueue::new(config.into(), first),
             receiver: Receiver::new(next),
             arrived: VecDeque::new(),
             held: None,
@@ -96,7 +95,7 @@ impl Connection {
         self.backoff = Duration::ZERO;
     }
 
-    /// What the last link carried is to be sent again.
+    /// Messages that the last link carried are to be sent again.
     pub(crate) fn restart(&mut self) {
         self.queue.restart();
         self.receiver.restart();

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 
 use super::outgoing::Outgoing;
 use crate::{
+    config::Config,
     proto::{Flags, Header},
     socket::SocketId,
 };
@@ -15,6 +16,15 @@ pub(crate) struct AckPolicy {
     pub(crate) messages: u32,
     /// Bytes of such messages, at most.
     pub(crate) bytes: u64,
+}
+
+impl From<&Config> for AckPolicy {
+    fn from(config: &Config) -> Self {
+        Self {
+            messages: config.unacked_messages,
+            bytes: config.unacked_bytes,
+        }
+    }
 }
 
 /// Message with its sequence number.

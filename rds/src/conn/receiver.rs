@@ -1,6 +1,6 @@
 //! Messages of a connection from its peer: fragments to messages, duplicates, acknowledgements.
 
-use super::Broken;
+use super::broken::Broken;
 use crate::proto::{BITMAP_LEN, BitmapFragment, CongestionMap, Flags, Fragment, Header, Kind, MAX_FRAGMENT, MAX_SEND};
 
 /// Message that has come whole.

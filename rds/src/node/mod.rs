@@ -6,7 +6,7 @@ mod drive;
 mod sockets;
 
 use core::net::{IpAddr, SocketAddr};
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use roce_verbs::provider::{CmRef, Cx, DeviceIx, PdId, Provider, QpId, VerbsError};
 use slab::Slab;
@@ -20,7 +20,7 @@ use crate::{
     socket::{Socket, SocketId},
 };
 
-/// What a node tells its user.
+/// Report of a node to its user.
 #[derive(Debug)]
 pub enum Output {
     /// A socket has become readable or writable, perhaps; once until [`Node::poll`] is asked.
@@ -38,7 +38,7 @@ pub enum Output {
     },
 }
 
-/// What of a connection has to outlive the node, so that after a restart messages come neither twice nor not at all.
+/// State of a connection that has to outlive the node, so that after a restart messages come neither twice nor not at all.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PairState {
     /// Sequence number of the next message to the peer.
@@ -83,10 +83,10 @@ pub struct Node {
     /// Of connections that were known before this node was started.
     former: BTreeMap<PairKey, PairState>,
     links: Slab<Link>,
-    by_qp: HashMap<QpId, LinkId>,
-    by_cm: HashMap<CmRef, LinkId>,
+    by_qp: BTreeMap<QpId, LinkId>,
+    by_cm: BTreeMap<CmRef, LinkId>,
     sockets: Slab<Socket>,
-    bound: HashMap<SocketAddr, SocketId>,
+    bound: BTreeMap<SocketAddr, SocketId>,
     /// Congested ports of our addresses.
     maps: BTreeMap<IpAddr, CongestionMap>,
     /// Congested ports of peers.
@@ -124,10 +124,10 @@ impl Node {
             connections: BTreeMap::new(),
             former: former.into_iter().collect(),
             links: Slab::new(),
-            by_qp: HashMap::new(),
-            by_cm: HashMap::new(),
+            by_qp: BTreeMap::new(),
+            by_cm: BTreeMap::new(),
             sockets: Slab::new(),
-            bound: HashMap::new(),
+            bound: BTreeMap::new(),
             maps: addrs.iter().map(|addr| (*addr, CongestionMap::default())).collect(),
             peers: BTreeMap::new(),
             maps_received: 0,
@@ -157,12 +157,12 @@ impl Node {
         &self.addrs
     }
 
-    /// What it has counted.
+    /// Its counters.
     pub fn counters(&self) -> &Counters {
         &self.counters
     }
 
-    /// What has to outlive it.
+    /// States of its connections that have to outlive it.
     pub fn pair_states(&self) -> impl Iterator<Item = (PairKey, PairState)> {
         self.connections().map(|info| (info.key, info.sequences))
     }

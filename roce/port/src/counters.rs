@@ -119,7 +119,7 @@ port_counters! {
     gso_switched_off,
 }
 
-/// Those counters of a port that show errors.
+/// Counters of a port that show errors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ErrorCounts {
     /// [`Counters::qp_failures`].

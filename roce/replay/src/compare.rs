@@ -19,9 +19,9 @@ pub struct Difference {
     pub frame: u64,
     /// Kind.
     pub kind: Kind,
-    /// What the captured side sent; `None`: nothing.
+    /// Packet of the captured side; `None`: it sent nothing.
     pub expected: Option<String>,
-    /// What ours sent; `None`: nothing.
+    /// Packet of ours; `None`: it sent nothing.
     pub ours: Option<String>,
 }
 
@@ -224,9 +224,9 @@ fn is_resumed(theirs: &[u8], ours: &[u8]) -> bool {
 pub(crate) struct Answers {
     /// Ours, not matched yet; with the PSN of the duplicate that it answers, if it is one.
     pub(crate) ready: VecDeque<(Vec<u8>, Option<Psn>)>,
-    /// What ours asked for with its last NAK.
+    /// PSN that ours asked for with its last NAK.
     asked: Option<Psn>,
-    /// What the captured side has acknowledged and ours has not.
+    /// PSNs that the captured side has acknowledged and ours has not.
     owed: Option<Psn>,
 }
 

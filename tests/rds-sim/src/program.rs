@@ -21,7 +21,7 @@ const TOS: u8 = 8;
 /// Most sockets of a program.
 const MOST: usize = 4;
 
-/// What a socket of a program does.
+/// Socket of a program.
 #[derive(Debug)]
 struct Open {
     id: SocketId,
@@ -34,7 +34,7 @@ struct Open {
     waits: bool,
 }
 
-/// What a program works with.
+/// State of the world that a program works with.
 pub(crate) struct Env<'a> {
     pub(crate) ledger: &'a mut Ledger,
     pub(crate) rng: &'a mut Rng,

@@ -46,7 +46,7 @@ pub(crate) struct World {
     hosts: Vec<(IpAddr, usize)>,
     /// By host; `None` while it is dead.
     sides: Vec<Option<Side>>,
-    /// What each node has kept over its deaths, and its program's plan.
+    /// States that each node has kept over its deaths, and its program's plan.
     kept: Vec<BTreeMap<PairKey, PairState>>,
     plans: Vec<crate::draw::ProgramPlan>,
     empty: Vec<Usage>,
@@ -60,7 +60,7 @@ pub(crate) struct World {
     stopping: bool,
 }
 
-/// What a program works with.
+/// State of the world that a program works with.
 macro_rules! env {
     ($self:ident) => {
         Env {

@@ -14,7 +14,7 @@ use crate::{
     server::{Job, ServerEnv, ServerSide},
 };
 
-/// What goes to the host's RTRS as it is, and when that, or the program above it (`app`), wants to go on.
+/// Calls that go to the host's RTRS as they are, and when that, or the program above it (`app`), wants to go on.
 macro_rules! rtrs {
     ($self:ident, $rtrs_mut:expr, $rtrs:expr, $app:expr) => {
         fn completion(&mut $self, cx: &mut Cx<'_>, qp: QpId, wc: &Completion) {

@@ -303,7 +303,7 @@ mod tests {
     use roce_bth::{Bth, Header, MAX_HEADER_LEN, Opcode};
 
     use super::*;
-    use crate::judge::Meta;
+    use crate::judge::observed::Meta;
 
     #[test]
     fn replies_to_one_request_are_one_transaction() {

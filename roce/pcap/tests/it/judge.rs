@@ -1,4 +1,4 @@
-//! What the judge makes of a few packets, word for word.
+//! The judge's findings about a few packets, word for word.
 
 use roce_bth::{AtomicEth, Bth, Header, NakCode, Opcode, Psn, Qpn};
 use roce_pcap::Verdict;

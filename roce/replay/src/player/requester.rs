@@ -41,7 +41,7 @@ pub(super) struct Asking {
     under_way: BTreeSet<u32>,
     /// PSNs before it are acknowledged.
     acknowledged: u32,
-    /// What the captured side sent last.
+    /// Packet that the captured side sent last.
     last: Option<u32>,
     /// The captured side has got a reason to go back.
     told: bool,

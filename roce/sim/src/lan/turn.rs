@@ -5,7 +5,7 @@ use roce_verbs::{
     provider::{Cx, Event, QpId},
 };
 
-use super::Node;
+use super::node::Node;
 use crate::Check;
 
 /// Rounds of a turn.
