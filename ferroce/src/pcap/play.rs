@@ -265,7 +265,10 @@ impl Captured {
             }
         }
         self.start += last + BETWEEN;
-        Ok(())
+        // After ctrl-C the scripts so far are there.
+        self.writer
+            .flush()
+            .map_err(|e| Failure::failed(format!("{}: {e}", self.name)))
     }
 
     fn finish(self) -> Result<(), Failure> {
