@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::{Ctx, Direction, Scenario, verdict};
-use crate::{Error, far::Ip};
+use crate::{Error, far::Ip, lab::Proc};
 
 /// Lengths of the messages: none, around a fragment, many fragments, the longest.
 const LENS: &str = "0,1,4095,4096,4097,100000,1048576";
@@ -22,6 +22,16 @@ pub(super) fn list() -> Vec<Scenario> {
         add("our-server", Direction::KernelToOurs, true, None, our_server);
         add("our-client-tos", Direction::OursToKernel, false, Some("8"), our_client);
     }
+    for loss in ["loss 1%", "loss 5%"] {
+        let name = format!("rds-{}", loss.replace(' ', "").replace('%', ""));
+        let run = |c: &mut Ctx<'_>| our_client(c, Ip::V4, None);
+        all.push(
+            Scenario::new(15, name, Direction::OursToKernel, run)
+                .netem(loss)
+                .waits(),
+        );
+    }
+    all.push(Scenario::new(15, "rds-our-node-restarts", Direction::KernelToOurs, our_node_restarts).waits());
     all
 }
 
@@ -53,4 +63,26 @@ fn our_server(c: &mut Ctx<'_>, ip: Ip, _: Option<&str>) -> Result<String, Error>
     let count = theirs.lines().filter(|line| line.ends_with("bytes came back")).count();
     let ours = ours.finish(Duration::from_secs(SECONDS.into()))?;
     Ok(format!("{}; kernel: {count} messages came back", verdict(&ours)?))
+}
+
+/// Our node is killed, and started again, between messages of the kernel's socket, which stays.
+fn our_node_restarts(c: &mut Ctx<'_>) -> Result<String, Error> {
+    let (host, far) = (c.host(Ip::V4)?.to_string(), c.far.addr(Ip::V4)?.to_string());
+    let serve = |c: &Ctx<'_>, name: &str| -> Result<Proc, Error> {
+        let mut ours = c.ours(Ip::V4, name, &["rds", "--port", PORT, "--lens", LENS])?;
+        ours.wait_for("waiting", Duration::from_secs(30))?;
+        Ok(ours)
+    };
+    let call = format!("{LOAD}$LAB/rds-echo call {far} {host} {PORT} 1 100\n");
+    let mut messages = 0;
+    for round in 0..4 {
+        let mut ours = serve(c, &format!("rds-{round}"))?;
+        let theirs = c.guest()?.run(&call, SECONDS)?;
+        messages += theirs.lines().filter(|line| line.ends_with("bytes came back")).count();
+        ours.kill();
+    }
+    match messages {
+        8 => Ok("passed: 8 messages there and back over 4 lives of our node".into()),
+        _ => Err(format!("{messages} messages of 8 came back").into()),
+    }
 }
