@@ -305,29 +305,34 @@ mod tests {
     use super::*;
     use crate::judge::observed::Meta;
 
-    #[test]
-    fn replies_to_one_request_are_one_transaction() {
-        let addr = |n| IpAddr::from(Ipv4Addr::new(10, 0, 0, n));
+    fn addr(n: u8) -> IpAddr {
+        Ipv4Addr::new(10, 0, 0, n).into()
+    }
+
+    /// Calls `each` with a packet to QP1 from one host to another.
+    fn with_packet<T>(src: u8, dst: u8, each: impl FnOnce(&Observed<'_>) -> T) -> T {
         let mut bytes = [0; MAX_HEADER_LEN];
         let header = Header::new(Bth::new(Opcode::UdSendOnly, Qpn::GSI, Psn::new(0)));
         let header = header.view(&mut bytes);
         let packet = Packet { header, payload: &[] };
-        let from = |src, dst| {
-            let meta = Meta {
-                frame: 1,
-                time_ns: 0,
-                src: (addr(src), 5000).into(),
-                dst: addr(dst),
-                ecn: 0,
-            };
-            Observed::new(meta, packet)
+        let meta = Meta {
+            frame: 1,
+            time_ns: 0,
+            src: (addr(src), 5000).into(),
+            dst: addr(dst),
+            ecn: 0,
         };
+        each(&Observed::new(meta, packet))
+    }
+
+    #[test]
+    fn replies_to_one_request_are_one_transaction() {
         let mut known = Transactions::default();
         let req = Req {
             local_comm_id: 1,
             ..Req::default()
         };
-        known.request(&from(1, 2), &req);
+        with_packet(1, 2, |o| known.request(o, &req));
         for local_comm_id in 0..100 {
             let rep = Rep {
                 local_comm_id,
@@ -335,11 +340,35 @@ mod tests {
                 ..Rep::default()
             };
             // Nobody makes a conversation of it: there are too many.
-            let change = known.reply(&from(2, 1), &rep, &mut vec![]);
+            let change = with_packet(2, 1, |o| known.reply(o, &rep, &mut vec![]));
             assert!(matches!(change, Change::Made { .. }));
         }
         assert_eq!(known.by_acceptor.len(), 1);
         known.remove((addr(1), 1));
         assert!(known.by_acceptor.is_empty() && known.by_requester.is_empty());
+    }
+
+    #[test]
+    fn memory_for_requests_and_frames_is_bounded() {
+        let mut known = Transactions::default();
+        let req = |id| Req {
+            local_comm_id: id,
+            ..Req::default()
+        };
+        with_packet(1, 2, |o| {
+            for id in 0..=MAX as u32 {
+                known.request(o, &req(id));
+            }
+            assert_eq!((known.by_requester.len(), known.order.len()), (1 << 16, 1 << 16));
+            assert!(
+                !known.by_requester.contains_key(&(addr(1), 0)),
+                "the oldest is forgotten"
+            );
+            known.messages = vec![(0, 0); MAX_MESSAGES - 1];
+            for _ in 0..2 {
+                known.remember(o, &Message::from(req(1)));
+            }
+            assert_eq!(known.messages.len(), 1 << 18);
+        });
     }
 }

@@ -156,17 +156,16 @@ impl Direction {
         self.next.is_some_and(|next| psn < next) && psn >= self.acked.max(self.first)
     }
 
-    /// Returns how many messages end before a PSN, and how many PSNs before it were not seen.
+    /// Returns how many messages end before a PSN of a request that is remembered, or before the next request's; and how many
+    /// PSNs before it were not seen.
     pub(super) fn completed(&self, psn: i64) -> Option<(i64, i64)> {
         let span = self.spans.find(psn).and_then(|at| self.spans.get(at));
         match span {
             Some(span) => Some((span.ends_before, span.holes_before)),
-            None if self.next == Some(psn) => {
+            None => {
                 let last = self.spans.iter().next_back()?;
-                let holes = if last.is_hole() { last.count } else { 0 };
-                Some((last.ends_before + i64::from(last.ends), last.holes_before + holes))
+                Some((last.ends_before + i64::from(last.ends), last.holes_before))
             }
-            None => None,
         }
     }
 }

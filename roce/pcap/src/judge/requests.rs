@@ -60,7 +60,6 @@ pub(super) fn reliable(d: &mut Direction, o: &Observed<'_>, cx: &mut Context<'_>
 
 /// Judges a request packet of an unreliable connection: nothing is repeated, and what is lost is gone.
 pub(super) fn unreliable(d: &mut Direction, o: &Observed<'_>, cx: &mut Context<'_>) -> EventKind {
-    d.requests += 1;
     d.last_ns = o.meta.time_ns;
     d.cut += u64::from(o.payload.is_none());
     check_reth(o, cx);
@@ -132,14 +131,7 @@ fn fresh(d: &mut Direction, o: &Observed<'_>, psn: i64, skipped: i64, cx: &mut C
         check_depth(d, o, psn, cx);
     }
     d.loose = count.is_none();
-    d.assumed |= matches!(
-        body,
-        Body::Read(Read {
-            len: Some(_),
-            assumed: true,
-            ..
-        })
-    );
+    d.assumed |= body.is_assumed();
     let count = count.unwrap_or(1);
     d.spans.push(
         Span {
@@ -260,7 +252,7 @@ fn body(o: &Observed<'_>, psn: i64, mtu: PathMtu) -> (Body, Option<i64>) {
                 seen: psn,
                 gap: false,
                 again: [None; AGAIN],
-                forgotten: false,
+                forgotten: reth.is_none(),
                 passed: false,
                 assumed: count.is_none(),
             };
@@ -372,6 +364,7 @@ fn repeated(d: &mut Direction, o: &Observed<'_>, psn: i64, cx: &mut Context<'_>)
 /// A packet that was overtaken by later ones, or sent again after it was lost before the capture.
 fn late(d: &mut Direction, o: &Observed<'_>, psn: i64, at: usize, cx: &mut Context<'_>) -> EventKind {
     let (body, count) = body(o, psn, *cx.mtu);
+    d.assumed |= body.is_assumed();
     let room = d.spans.get(at).map_or(1, |hole| hole.end() - psn);
     let count = count.unwrap_or(room).min(room);
     d.spans.fill(

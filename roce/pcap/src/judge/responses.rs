@@ -62,7 +62,7 @@ fn place(d: &mut Direction, o: &Observed<'_>, psn: i64, what: &'static str, cx: 
         }
         return Place::Unsent;
     };
-    if d.loose && psn >= next && psn - next < 1 << 23 {
+    if d.loose && psn >= next {
         // The READ at the end takes more PSNs than are counted yet.
         let last = d.spans.iter().next_back().map(|span| span.start);
         return last
@@ -146,6 +146,10 @@ fn stalled(span: &Span, o: &Observed<'_>, cx: &mut Context<'_>) {
 
 /// Checks an answer's MSN: the messages before `through` are completed, those behind it may be.
 fn check_msn(d: &mut Direction, o: &Observed<'_>, through: i64, cx: &mut Context<'_>) {
+    if d.loose && d.next.is_some_and(|next| through >= next) {
+        // Whether the READ at the end is before it is not known.
+        return;
+    }
     let (Some(aeth), Some((ends, holes))) = (o.header.aeth(), d.completed(through)) else {
         return;
     };
@@ -342,7 +346,7 @@ fn atomic(d: &mut Direction, o: &Observed<'_>, psn: i64, cx: &mut Context<'_>) -
         unrequested(d, o, psn, at, cx);
         return event(None);
     }
-    check_passed(d, o, psn - 1, cx);
+    check_passed(d, o, psn, cx);
     if psn >= d.acked {
         check_msn(d, o, psn + 1, cx);
     }
@@ -378,8 +382,14 @@ fn read_response(d: &mut Direction, o: &Observed<'_>, psn: i64, cx: &mut Context
         match d.spans.find(psn) {
             Some(found) => at = found,
             None => {
-                d.beyond
-                    .get_or_insert(Beyond::new(psn, o.meta.frame, "a READ response"));
+                match d.spans.get_mut(at).map(|span| &mut span.body) {
+                    // Responses before it are missing, which would show how long the READ is.
+                    Some(Body::Read(read)) if d.loose => read.gap = true,
+                    _ => {
+                        d.beyond
+                            .get_or_insert(Beyond::new(psn, o.meta.frame, "a READ response"));
+                    }
+                }
                 return event(false, None);
             }
         }
@@ -427,17 +437,13 @@ fn learn_mtu(d: &mut Direction, o: &Observed<'_>, cx: &mut Context<'_>) {
     let starts: Vec<i64> = d
         .spans
         .iter()
-        .filter(|span| is_assumed(span))
+        .filter(|span| span.body.is_assumed())
         .map(|span| span.start)
         .collect();
     for start in starts {
         recount(d, o, start, cx);
     }
     (d.loose, d.assumed) = (false, false);
-}
-
-const fn is_assumed(span: &Span) -> bool {
-    matches!(span.body, Body::Read(Read { assumed: true, .. }))
 }
 
 /// Gives the READ at `start` the number of PSNs that the path MTU asks for.
@@ -448,12 +454,13 @@ fn recount(d: &mut Direction, o: &Observed<'_>, start: i64, cx: &mut Context<'_>
         return;
     };
     let Some(count) = cx.mtu.packets(len) else { return };
-    match d.spans.get(at + 1).copied() {
+    let following = d.spans.from(span.end()).find(|span| !span.is_hole()).copied();
+    match following {
         None => {
             d.spans.resize(at, count);
             d.next = Some(start + count);
         }
-        Some(following) if count > following.start - start && !following.is_hole() => {
+        Some(following) if count > following.start - start => {
             let text = format!(
                 "this request has PSN {}, which belongs to the READ of {len} bytes in frame {} (PSNs {} to {})",
                 wrap(following.start),
@@ -468,8 +475,7 @@ fn recount(d: &mut Direction, o: &Observed<'_>, start: i64, cx: &mut Context<'_>
                 text,
             );
         }
-        Some(_) if count < span.count => d.spans.resize(at, count),
-        Some(_) => {}
+        Some(_) => d.spans.resize(at, count),
     }
     if let Some(Span {
         body: Body::Read(read), ..

@@ -46,7 +46,7 @@ pub(super) struct Read {
     pub(super) gap: bool,
     /// PSNs that were asked for again, the last ones first: from, up to.
     pub(super) again: [Option<(i64, i64)>; AGAIN],
-    /// Parts of it were asked for again that `again` doesn't have: responses may have any position.
+    /// Its length is not known, or parts of it were asked for again that `again` doesn't have: responses may have any position.
     pub(super) forgotten: bool,
     /// A later READ was answered first.
     pub(super) passed: bool,
@@ -76,6 +76,20 @@ pub(super) struct Span {
     pub(super) ends_before: i64,
     /// PSNs before it of which no packet was seen.
     pub(super) holes_before: i64,
+}
+
+impl Body {
+    /// Whether the number of PSNs is not certain, but can be counted when the path MTU is known.
+    pub(super) const fn is_assumed(&self) -> bool {
+        matches!(
+            self,
+            Self::Read(Read {
+                len: Some(_),
+                assumed: true,
+                ..
+            })
+        )
+    }
 }
 
 impl Read {
@@ -187,28 +201,35 @@ impl Spans {
         }
     }
 
-    /// Gives the READ at `at` its number of PSNs. What it had beyond becomes a hole, as later spans stay where they are.
+    /// Gives the READ at `at` its number of PSNs, which ends before the next request. What is between them becomes a hole.
     pub(super) fn resize(&mut self, at: usize, count: i64) {
-        let Some(span) = self.0.get_mut(at) else { return };
-        let rest = span.count - count;
+        let Some(span) = self.0.get_mut(at).filter(|span| span.count != count) else {
+            return;
+        };
         span.count = count;
         let span = *span;
-        if rest <= 0 || at + 1 == self.0.len() {
-            return;
+        let mut before = 0;
+        while let Some(hole) = self.0.get(at + 1).filter(|span| span.is_hole()) {
+            before += hole.count;
+            self.0.remove(at + 1);
         }
-        let hole = Span {
-            start: span.end(),
-            count: rest,
-            body: Body::Hole,
-            opcode: None,
-            asks: false,
-            ends: false,
-            ends_before: span.ends_before + i64::from(span.ends),
-            ..span
-        };
-        self.0.insert(at + 1, hole);
-        for later in self.0.range_mut(at + 2..) {
-            later.holes_before += rest;
+        let Some(following) = self.0.get(at + 1) else { return };
+        let rest = following.start - span.end();
+        for later in self.0.range_mut(at + 1..) {
+            later.holes_before += rest - before;
+        }
+        if rest > 0 {
+            let hole = Span {
+                start: span.end(),
+                count: rest,
+                body: Body::Hole,
+                opcode: None,
+                asks: false,
+                ends: false,
+                ends_before: span.ends_before + i64::from(span.ends),
+                ..span
+            };
+            self.0.insert(at + 1, hole);
         }
     }
 }
@@ -219,20 +240,7 @@ mod tests {
 
     #[test]
     fn memory_is_bounded_whether_answers_come_or_not() {
-        let span = Span {
-            start: 0,
-            count: 1,
-            body: Body::Packet(None),
-            opcode: None,
-            frame: 1,
-            first_ns: 0,
-            last_ns: 0,
-            sent: 1,
-            asks: true,
-            ends: true,
-            ends_before: 0,
-            holes_before: 0,
-        };
+        let span = PACKET;
         let (mut answered, mut silent) = (Spans::default(), Spans::default());
         for start in 0..10_000 {
             answered.push(Span { start, ..span }, start, MAX);
@@ -245,28 +253,84 @@ mod tests {
         );
         assert_eq!(silent.find(0), None);
     }
+
+    const PACKET: Span = Span {
+        start: 0,
+        count: 1,
+        body: Body::Packet(None),
+        opcode: Some(Opcode::RcReadRequest),
+        frame: 1,
+        first_ns: 0,
+        last_ns: 0,
+        sent: 1,
+        asks: true,
+        ends: true,
+        ends_before: 0,
+        holes_before: 0,
+    };
+    const HOLE: Span = Span {
+        body: Body::Hole,
+        opcode: None,
+        asks: false,
+        ends: false,
+        ..PACKET
+    };
+
+    /// Spans of these lengths from 0 on, holes where the length is negative.
+    fn spans(lengths: &[i64]) -> Spans {
+        let (mut spans, mut start) = (Spans::default(), 0);
+        for length in lengths {
+            let kind = if *length < 0 { HOLE } else { PACKET };
+            let count = length.abs();
+            spans.push(Span { start, count, ..kind }, 0, MAX);
+            start += count;
+        }
+        spans
+    }
+
+    /// Filled and resized spans are as if they had been pushed so.
+    fn assert_same(spans: &Spans, lengths: &[i64]) {
+        assert_eq!(spans.0, self::spans(lengths).0);
+    }
+
+    #[test]
+    fn a_packet_in_a_hole_leaves_holes_on_both_sides() {
+        let cases: [(i64, i64, &[i64]); 4] = [
+            (3, 1, &[1, -1, 1, 1, -3, 1, -2, 1]),
+            (5, 1, &[1, -1, 1, -2, 1, -1, 1, -2, 1]),
+            (6, 1, &[1, -1, 1, -3, 1, 1, -2, 1]),
+            (3, 4, &[1, -1, 1, 4, 1, -2, 1]),
+        ];
+        for (start, count, lengths) in cases {
+            let mut spans = spans(&[1, -1, 1, -4, 1, -2, 1]);
+            spans.fill(3, Span { start, count, ..PACKET });
+            assert_same(&spans, lengths);
+        }
+    }
+
+    #[test]
+    fn a_read_takes_psns_from_the_hole_behind_it_and_leaves_some() {
+        let cases: [(usize, i64, &[i64]); 6] = [
+            (2, 1, &[1, -1, 1, -4, 1, -2, 1]),
+            (2, 2, &[1, -1, 2, -3, 1, -2, 1]),
+            (2, 3, &[1, -1, 3, -2, 1, -2, 1]),
+            (2, 4, &[1, -1, 4, -1, 1, -2, 1]),
+            (2, 5, &[1, -1, 5, 1, -2, 1]),
+            (6, 9, &[1, -1, 3, -2, 1, -2, 9]),
+        ];
+        for (at, count, lengths) in cases {
+            let mut spans = spans(&[1, -1, 3, -2, 1, -2, 1]);
+            spans.resize(at, count);
+            assert_same(&spans, lengths);
+        }
+        let mut spans = spans(&[3, 1]);
+        spans.resize(0, 2);
+        assert_same(&spans, &[2, -1, 1]);
+    }
+
     #[test]
     fn a_hole_is_filled_unless_too_much_follows() {
-        let hole = Span {
-            start: 0,
-            count: 2,
-            body: Body::Hole,
-            opcode: None,
-            frame: 1,
-            first_ns: 0,
-            last_ns: 0,
-            sent: 1,
-            asks: false,
-            ends: false,
-            ends_before: 0,
-            holes_before: 0,
-        };
-        let packet = Span {
-            count: 1,
-            body: Body::Packet(None),
-            ends: true,
-            ..hole
-        };
+        let (hole, packet) = (Span { count: 2, ..HOLE }, PACKET);
         for (following, filled) in [(KEPT - 1, true), (KEPT, false)] {
             let mut spans = Spans::default();
             spans.push(hole, 0, MAX);

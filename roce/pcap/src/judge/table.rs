@@ -260,7 +260,7 @@ impl Judge {
         self.insert(conversation)
     }
 
-    /// Adds a conversation; one that had its queue pairs before is over.
+    /// Adds a conversation of which both queue pairs are known; one that had them before is over.
     fn insert(&mut self, conversation: Conversation) -> Option<usize> {
         if self.conversations.len() >= MAX_CONVERSATIONS {
             return None;
@@ -268,14 +268,7 @@ impl Judge {
         let index = self.conversations.len();
         for sender in 0..2 {
             let (from, to) = (conversation.ends[sender].addr, conversation.ends[1 - sender]);
-            let Some(qpn) = to.qpn else {
-                let from_known = conversation.ends[1 - sender].addr;
-                self.unpaired
-                    .entry((conversation.ends[sender].addr, from_known))
-                    .or_default()
-                    .push(index);
-                continue;
-            };
+            let Some(qpn) = to.qpn else { continue };
             if let Some((old, _)) = self.halves.insert((from, to.addr, qpn), (index, sender)) {
                 let now = self.now_ns;
                 self.conversations[old].close(old, now, &mut self.findings);
@@ -426,7 +419,7 @@ impl Judge {
         self.comparisons = self.comparisons.checked_sub(unpaired.len())?;
         let fits = |index: &&usize| {
             let conversation = &self.conversations[**index];
-            if Some(**index) == except || conversation.merged.is_some() || conversation.closed {
+            if Some(**index) == except || conversation.closed {
                 return false;
             }
             if !bth.opcode.info().is_of(conversation.service) {

@@ -19,6 +19,21 @@ fn fetch_add(psn: u32, va: u64) -> Header {
     header
 }
 
+/// A READ that is asked for again from an address on.
+fn read_at(psn: u32, va: u64, len: u32) -> Header {
+    let mut header = read(psn, len);
+    header.reth.as_mut().unwrap().va = va;
+    header
+}
+
+/// The responses to a READ of four packets with PSN 10.
+fn whole_read(w: &mut Wire) {
+    w.b(response(Opcode::RcReadResponseFirst, 10, 1), 1024);
+    w.b(request(Opcode::RcReadResponseMiddle, 11), 1024);
+    w.b(request(Opcode::RcReadResponseMiddle, 12), 1024);
+    w.b(response(Opcode::RcReadResponseLast, 13, 1), 1024);
+}
+
 const SEQUENCE: NakCode = NakCode::PsnSequenceError;
 const ACCESS: NakCode = NakCode::RemoteAccessError;
 
@@ -117,6 +132,19 @@ const CASES: &[Case] = &[
     ("a WRITE of 2^31 bytes, and one of more", |w| { let mut first = write(10, 1 << 31); first.bth.opcode = Opcode::RcWriteFirst; w.a(first, 1024); let mut next = write(12, (1 << 31) + 1); next.bth.opcode = Opcode::RcWriteFirst; w.a(next, 1024); }, &["2 reth-length A: RC RDMA Write First of 2147483649 bytes, more than 2^31"]),
     ("lengths of ONLY", |w| { w.a(send(10), 1024); w.a(send(11), 1028); w.a(send(12), 0); }, &["2 payload-length A: RC Send Only has 1028 bytes, more than the path MTU of 1024"]),
     ("lengths of FIRST, MIDDLE and LAST", |w| { w.a(request(Opcode::RcSendFirst, 10), 1020); w.a(request(Opcode::RcSendMiddle, 11), 1024); w.a(request(Opcode::RcSendLast, 12), 0); w.a(request(Opcode::RcSendFirst, 13), 1024); w.a(request(Opcode::RcSendLast, 14), 1028); }, &["1 payload-length A: RC Send First has 1020 bytes, the path MTU is 1024", "3 payload-length A: RC Send Last without payload", "5 payload-length A: RC Send Last has 1028 bytes, more than the path MTU of 1024"]),
+    ("a request that asks for no answer is acknowledged, the next one waits", |w| { let mut quiet = send(10); quiet.bth.ack_req = false; w.a(quiet, 8); w.a(send(11), 8); w.us += 1_000_000; w.b(ack(10, 1), 0); }, &[]),
+    ("a gap, and what is behind it was sent again when the NAK came", |w| { w.a(send(10), 8); w.a(send(12), 8); w.a(send(12), 8); w.us -= 10; w.b(nak(SEQUENCE, 11, 1), 0); }, &[]),
+    ("a gap, and what is behind it is not answered for two seconds", |w| { w.a(send(10), 8); w.b(ack(10, 1), 0); w.a(send(12), 8); w.us += 2_000_000; w.a(send(13), 8); }, &["3 no-answer B: RC Send Only with PSN 0x00000c of frame 3 was sent 1 times in 0.0 s and never answered"]),
+    ("an RNR NAK of a packet that the capture lacks, before a WRITE", |w| { w.a(send(10), 8); w.a(write(12, 8), 8); w.b(rnr(1, 11, 1), 0); w.us += 20; w.a(send(11), 8); w.a(write(12, 8), 8); w.b(ack(12, 3), 0); }, &[]),
+    ("no answer is asked for, but by a repetition of the second packet", |w| { let quiet = |psn| { let mut header = send(psn); header.bth.ack_req = false; header }; w.a(quiet(10), 8); for _ in 0..3 { w.a(quiet(11), 8); } w.a(send(11), 8); }, &["2 no-answer B: RC Send Only with PSN 0x00000b of frame 2 was sent 4 times in 0.0 s and never answered"]),
+    ("an MSN before a gap, with messages in it", |w| { w.a(send(10), 8); w.b(ack(10, 1), 0); w.a(request(Opcode::RcSendFirst, 13), 1024); w.b(ack(10, 3), 0); w.a(request(Opcode::RcSendLast, 14), 8); w.b(ack(14, 5), 0); }, &["6 msn B: MSN 5, 2 to 4 expected"]),
+    ("an MSN behind a gap, of a message that is acknowledged later", |w| { w.a(send(10), 8); w.b(ack(10, 1), 0); w.a(send(12), 8); w.a(send(13), 8); w.b(ack(12, 4), 0); w.b(ack(13, 4), 0); }, &[]),
+    ("a READ answered again with its MSN of the first time, behind it packets that the capture lacks", |w| { w.a(read(10, 8), 0); w.b(response(Opcode::RcReadResponseOnly, 10, 1), 8); w.a(send(13), 8); w.b(ack(13, 4), 0); w.a(read(10, 8), 0); w.b(response(Opcode::RcReadResponseOnly, 10, 1), 8); }, &[]),
+    ("a READ asked for again in pieces, then from the same packet to its end", |w| { w.a(read(10, 4096), 0); whole_read(w); w.a(read_at(11, 1024, 2048), 0); w.a(read_at(11, 1024, 3072), 0); w.b(response(Opcode::RcReadResponseFirst, 11, 1), 1024); w.b(request(Opcode::RcReadResponseMiddle, 12), 1024); w.b(response(Opcode::RcReadResponseLast, 13, 1), 1024); }, &[]),
+    ("a READ asked for again while its next response is on its way", |w| { w.a(read(10, 3072), 0); w.b(response(Opcode::RcReadResponseFirst, 10, 1), 1024); w.a(read_at(11, 1024, 2048), 0); w.b(request(Opcode::RcReadResponseMiddle, 11), 1024); w.b(response(Opcode::RcReadResponseLast, 12, 1), 1024); }, &[]),
+    ("a READ asked for again from its last response, which goes on in the middle", |w| { w.a(read(10, 3072), 0); w.b(response(Opcode::RcReadResponseFirst, 10, 1), 1024); w.b(request(Opcode::RcReadResponseMiddle, 11), 1024); w.a(read_at(11, 1024, 2048), 0); w.b(request(Opcode::RcReadResponseMiddle, 11), 1024); w.b(response(Opcode::RcReadResponseLast, 12, 1), 1024); }, &["5 response-resumed B: RC RDMA Read Response Middle with PSN 0x00000b, from which on the READ was asked for again"]),
+    ("a READ that comes late and asks for more than the gap has room for", |w| { w.a(send(10), 8); w.a(send(14), 8); w.a(read(13, 4096), 0); w.a(send(14), 8); }, &[]),
+    ("256 READs, the last of which is answered first", |w| { for n in 0..256 { w.a(read(10 + n, 8), 0); } w.b(response(Opcode::RcReadResponseOnly, 265, 256), 8); w.b(response(Opcode::RcReadResponseOnly, 10, 1), 8); }, &["258 response-order B: a response to the READ of frame 1 after one to a later READ"]),
     ("a queue pair that is connected again far away", |w| { w.a(send(10), 8); w.b(ack(10, 1), 0); w.a(send(11 + (1 << 17)), 8); w.b(ack(11 + (1 << 17), 9), 0); w.a(send(13 + (1 << 18)), 8); w.b(ack(13 + (1 << 18), 99), 0); }, &[]),
 ];
 
@@ -135,6 +163,7 @@ const NAMED: &[Case] = &[
     ("an atomic next to a READ", |w| { w.a(fetch_add(10, 0), 0); w.a(read(11, 8), 0); }, &["2 read-depth A: 2 READs and atomics are outstanding, the connection allows 1"]),
     ("a READ after an atomic that is acknowledged", |w| { w.a(fetch_add(10, 0), 0); w.b(response(Opcode::RcAtomicAcknowledge, 10, 1), 0); w.a(read(11, 8), 0); }, &[]),
     ("a READ after one of which the last response has not come", |w| { w.a(read(10, 2000), 0); w.b(response(Opcode::RcReadResponseFirst, 10, 1), 1024); w.a(read(12, 8), 0); }, &["3 read-depth A: 2 READs and atomics are outstanding, the connection allows 1"]),
+    ("an MSN behind a packet that the capture lacks", |w| { w.a(send(10), 8); w.a(send(12), 8); w.b(ack(12, 9), 0); }, &["3 msn B: MSN 9, 2 to 3 expected"]),
     ("RNR NAKs of the first packet", |w| { for _ in 0..2 { w.a(send(10), 8); w.b(rnr(1, 10, 0), 0); w.us += 20; } }, &["4 rnr-unresolved B: no receive was posted for PSN 0x00000a after 2 RNR NAKs"]),
 ];
 
@@ -158,8 +187,18 @@ const UNSIZED: &[Case] = &[
     ("a packet that comes late behind a READ whose number of PSNs a response showed", |w| { w.a(read(10, 2000), 0); w.a(send(18), 8); w.b(response(Opcode::RcReadResponseFirst, 10, 1), 1024); w.b(response(Opcode::RcReadResponseLast, 11, 1), 976); for psn in [12, 17, 14] { w.a(send(psn), 8); } w.a(send(11), 8); w.a(send(12), 12); }, &["8 read-span-reused A: RC Send Only has PSN 0x00000b, which belongs to the READ of 2000 bytes in frame 1 (PSNs 0x00000a to 0x00000b)", "9 repeat-differs A: RC Send Only with PSN 0x00000c has other bytes than in frame 5"]),
     ("READs whose number of PSNs a response showed", |w| { w.a(read(10, 2000), 0); w.a(read(12, 4000), 0); w.b(response(Opcode::RcReadResponseFirst, 10, 1), 1024); w.b(response(Opcode::RcReadResponseLast, 11, 1), 976); w.a(send(15), 8); }, &["5 read-span-reused A: RC Send Only has PSN 0x00000f, which belongs to the READ of 4000 bytes in frame 2 (PSNs 0x00000c to 0x00000f)"]),
     ("a READ's second response first", |w| { w.a(read(10, 3000), 0); w.b(request(Opcode::RcReadResponseMiddle, 11), 1024); w.b(response(Opcode::RcReadResponseLast, 12, 1), 952); w.a(send(13), 8); w.b(ack(13, 2), 0); }, &[]),
+    ("a response beyond a READ that has the path MTU", |w| { w.a(read(10, 2000), 0); w.b(request(Opcode::RcReadResponseMiddle, 13), 1024); w.a(read(10, 2000), 0); }, &["2 ack-ghost B: a READ response of PSN 0x00000d, which was never sent"]),
+    ("a READ's last response only", |w| { w.a(read(10, 3000), 0); w.b(response(Opcode::RcReadResponseLast, 12, 1), 952); w.a(send(13), 8); w.b(ack(13, 2), 0); }, &[]),
+    ("a READ's last response only, and it is asked for again", |w| { w.a(read(10, 3000), 0); w.b(response(Opcode::RcReadResponseLast, 12, 1), 952); w.a(read(10, 3000), 0); }, &[]),
+    ("a READ's last response is asked for again", |w| { w.a(read(10, 600), 0); w.a(send(13), 8); w.a(read_at(12, 512, 88), 0); w.b(response(Opcode::RcReadResponseOnly, 12, 1), 88); w.b(ack(13, 2), 0); }, &[]),
+    ("an answer a little beyond a READ of one packet", |w| { w.a(read(10, 256), 0); w.b(ack(11, 1), 0); }, &[]),
+    ("a fatal NAK of a READ's second and third packet", |w| { w.a(send(9), 8); w.b(ack(9, 5), 0); w.a(read(10, 3000), 0); w.b(nak(ACCESS, 11, 5), 0); w.b(nak(ACCESS, 12, 5), 0); }, &["4 nak-fatal -: RC RDMA Read Request of frame 3 (PSN 0x00000b) was refused: remote access error: key, range or right", "5 nak-fatal -: RC RDMA Read Request of frame 3 (PSN 0x00000c) was refused: remote access error: key, range or right"]),
+    ("a READ of 3000 bytes, and packets behind it are missing", |w| { w.a(read(10, 3000), 0); w.a(send(18), 8); w.b(response(Opcode::RcReadResponseFirst, 10, 1), 1024); w.b(request(Opcode::RcReadResponseMiddle, 11), 1024); w.b(response(Opcode::RcReadResponseLast, 12, 1), 952); w.b(ack(18, 7), 0); w.a(send(12), 8); }, &["7 read-span-reused A: RC Send Only has PSN 0x00000c, which belongs to the READ of 3000 bytes in frame 1 (PSNs 0x00000a to 0x00000c)"]),
+    ("a response shows that a request behind missing packets has a READ's PSN", |w| { w.a(read(10, 8000), 0); w.a(send(13), 8); w.b(response(Opcode::RcReadResponseFirst, 10, 1), 1024); }, &["2 read-span-reused A: this request has PSN 0x00000d, which belongs to the READ of 8000 bytes in frame 1 (PSNs 0x00000a to 0x000011)"]),
+    ("a READ of 2000 bytes comes late", |w| { w.a(send(10), 8); w.a(send(14), 8); w.a(read(11, 2000), 0); w.b(response(Opcode::RcReadResponseFirst, 11, 2), 1024); w.b(response(Opcode::RcReadResponseLast, 12, 2), 976); w.b(ack(14, 4), 0); }, &[]),
     ("a READ's ONLY response", |w| { w.a(read(10, 600), 0); w.b(response(Opcode::RcReadResponseOnly, 10, 1), 600); w.a(send(11), 8); w.b(ack(11, 2), 0); }, &[]),
     ("a packet before the request that a READ's number of PSNs was taken from", |w| { w.a(read(10, 3000), 0); w.a(send(16), 8); w.a(send(15), 8); w.a(write(10, 8), 8); }, &["4 read-span-reused A: RC RDMA Write Only has PSN 0x00000a, which belongs to the READ of 3000 bytes in frame 1 (PSNs 0x00000a to 0x00000f)", "1 no-answer B: RC RDMA Read Request with PSN 0x00000a of frame 1 was sent 3 times in 0.0 s and never answered"]),
+    ("packets that may belong to a READ of which the capture cut the length", |w| { w.cut = 20; w.a(read(10, 600), 0); w.cut = 0; w.a(send(17), 8); w.a(send(16), 8); w.a(send(16), 12); w.b(ack(17, 2), 0); }, &["5 ack-passes-read B: an acknowledgement of PSN 0x000011 before the READ of frame 1 (PSN 0x00000a) was answered"]),
     ("a READ of which the capture cut the length", |w| { w.cut = 20; w.a(read(10, 600), 0); w.cut = 0; w.a(send(17), 8); w.a(send(16), 8); w.b(ack(17, 2), 0); }, &["4 ack-passes-read B: an acknowledgement of PSN 0x000011 before the READ of frame 1 (PSN 0x00000a) was answered"]),
 ];
 
@@ -303,6 +342,13 @@ fn the_end_of_a_connection_is_judged_once() {
     let found = wire.found();
     assert_eq!(found.len(), 1, "{found:?}");
     assert!(found[0].starts_with("1 no-answer B"), "{found:?}");
+    let mut wire = Wire::stated();
+    wire.a(send(10), 8);
+    wire.b(rnr(1, 10, 0), 0);
+    wire.state(Some(1024), None, None);
+    let found = wire.found();
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert!(found[0].starts_with("2 rnr-unresolved B"), "{found:?}");
 }
 
 #[test]
@@ -340,6 +386,22 @@ fn packets_behind_a_read_are_missing_when_a_response_shows_its_number_of_psns() 
     );
 }
 
+/// The next request shows how many PSNs it took.
+#[test]
+fn a_read_of_which_the_capture_cut_the_length_has_any_number_of_responses() {
+    let mut wire = Wire::stated();
+    wire.cut = 20;
+    wire.a(read(10, 3000), 0);
+    wire.cut = 0;
+    wire.b(response(Opcode::RcReadResponseFirst, 10, 1), 1024);
+    wire.b(request(Opcode::RcReadResponseMiddle, 11), 1024);
+    wire.b(response(Opcode::RcReadResponseLast, 12, 1), 952);
+    wire.a(send(13), 8);
+    wire.b(ack(13, 2), 0);
+    assert_eq!(wire.found(), [""; 0]);
+    assert_eq!(wire.summary().not_checked, ["1 packets are cut"]);
+}
+
 #[test]
 fn each_packet_plays_its_part() {
     let mut wire = Wire::stated();
@@ -353,6 +415,9 @@ fn each_packet_plays_its_part() {
     wire.a(read(13, 8), 0);
     wire.b(response(Opcode::RcReadResponseOnly, 13, 4), 8);
     wire.b(response(Opcode::RcReadResponseOnly, 13, 4), 8);
+    wire.a(read(14, 2000), 0);
+    wire.b(response(Opcode::RcReadResponseFirst, 14, 5), 1024);
+    wire.b(response(Opcode::RcReadResponseLast, 15, 5), 976);
     wire.b(nak(ACCESS, 13, 4), 0);
     wire.b(Header::new(Bth::new(Opcode::Cnp, Qpn::new(0), Psn::new(0))), 0);
     let parts: Vec<_> = wire
@@ -371,6 +436,9 @@ fn each_packet_plays_its_part() {
         ("request", None),
         ("read_response", Some(10_000)),
         ("repeated_read_response", Some(20_000)),
+        ("request", None),
+        ("read_response", None),
+        ("read_response", Some(20_000)),
         ("fatal_nak", None),
         ("cnp", None),
     ];
@@ -497,14 +565,17 @@ fn a_disconnect_ends_its_own_connection() {
             ..Drep::default()
         }),
     );
-    wire.us += 1_000_000;
+    let ended = wire.us;
     wire.a(send(0), 8);
-    wire.send(wire.us + 10, QP_B + 0x10, send(0), 8);
+    // As long after the disconnect as a request may have been on its way.
+    wire.send(ended + 100_000, QP_B + 0x10, send(0), 8);
+    wire.us += 900_000;
+    wire.send(wire.us, QP_B + 0x10, send(1), 8);
     let messages: Vec<_> = wire.judge.connection_messages().collect();
     assert_eq!(messages, [(1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (6, 1)]);
     assert_eq!(
         wire.found(),
-        ["8 request-after-disconnect A: a new request 1000 ms after the disconnect"]
+        ["9 request-after-disconnect A: a new request 1000 ms after the disconnect"]
     );
 }
 

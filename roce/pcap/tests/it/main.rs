@@ -13,5 +13,6 @@ mod gaps;
 mod judge;
 mod judged;
 mod many;
+mod pairing;
 mod survey;
 mod tunnels;

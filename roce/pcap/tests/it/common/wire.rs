@@ -27,6 +27,8 @@ pub(crate) struct Wire {
     /// Time of the last packet, microseconds.
     pub(crate) us: u64,
     pub(crate) port: u16,
+    /// Address of the host that A talks to.
+    pub(crate) peer: &'static str,
     pub(crate) ecn: u8,
     /// Bytes that the capture cuts off.
     pub(crate) cut: usize,
@@ -43,6 +45,7 @@ impl Wire {
             frame: 0,
             us: 0,
             port: 50_000,
+            peer: B,
             ecn: 0,
             cut: 0,
             damaged: false,
@@ -127,7 +130,7 @@ impl Wire {
     }
 
     fn put(&mut self, us: u64, from_a: bool, bytes: &[u8]) {
-        let (src, dst) = if from_a { (A, B) } else { (B, A) };
+        let (src, dst) = if from_a { (A, self.peer) } else { (self.peer, A) };
         self.frame += 1;
         self.us = us;
         let meta = Meta {
