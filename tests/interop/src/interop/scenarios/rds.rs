@@ -23,7 +23,7 @@ pub(super) fn list() -> Vec<Scenario> {
         add("our-client-tos", Direction::OursToKernel, false, Some("8"), our_client);
     }
     for loss in ["loss 1%", "loss 5%"] {
-        let name = format!("rds-{}", loss.replace(' ', "").replace('%', ""));
+        let name = format!("rds-{}", loss.replace([' ', '%'], ""));
         let run = |c: &mut Ctx<'_>| our_client(c, Ip::V4, None);
         all.push(
             Scenario::new(15, name, Direction::OursToKernel, run)
