@@ -27,6 +27,12 @@ impl Coverage {
         self.0.iter().map(|(event, n)| (*event, [1, *n])).collect()
     }
 
+    /// Returns events and numbers of runs as a line for people.
+    pub fn text(total: &RunsWith) -> String {
+        let events = total.iter().map(|(event, [runs, _])| format!("{event} {runs}"));
+        events.collect::<Vec<_>>().join(", ")
+    }
+
     /// Adds runs to others.
     pub fn sum(total: &mut RunsWith, other: &RunsWith) {
         for (event, [runs, times]) in other {

@@ -24,6 +24,7 @@ mod faulty;
 pub mod forge;
 mod host;
 pub mod lan;
+mod lan_world;
 mod life;
 mod model;
 mod net;
@@ -48,6 +49,7 @@ pub use crate::{
     coverage::{Coverage, RunsWith},
     forge::PRIVATE_LEN,
     host::LISTEN_PORT,
+    lan_world::LanWorld,
     net::{Faults, Frame, Link, NetStats},
     program::simulate_program,
     rng::Rng,

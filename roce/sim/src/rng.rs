@@ -55,6 +55,12 @@ impl Rng {
         self.0.random()
     }
 
+    /// Returns a source of random bytes for machines, with a seed of this one's.
+    pub fn source(&mut self) -> impl FnMut(&mut [u8]) + use<> {
+        let mut rng = Self::from_seed(self.seed());
+        move |out: &mut [u8]| out.copy_from_slice(&rng.bytes(out.len()))
+    }
+
     /// Draws bytes that are unlikely to be found anywhere else.
     pub fn bytes(&mut self, len: usize) -> Vec<u8> {
         let mut state = self.number();

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use roce_sim::cli::RunArgs;
+use roce_sim::{Coverage, cli::RunArgs};
 
 /// Runs RDS nodes and programs with sockets on simulated networks with every fault.
 #[derive(Parser)]
@@ -25,10 +25,6 @@ fn main() -> ExitCode {
         total.received,
         total.simulated_ns as f64 / 1e9
     );
-    let coverage = total
-        .coverage
-        .iter()
-        .map(|(event, [runs, _])| format!("{event} {runs}"));
-    println!("runs with: {}", coverage.collect::<Vec<_>>().join(", "));
+    println!("runs with: {}", Coverage::text(&total.coverage));
     outcome.finish(true)
 }

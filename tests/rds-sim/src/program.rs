@@ -3,7 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 
 use rds::{Error, Node, Output, Received, SocketId};
-use roce_sim::{Check, Coverage, Rng, SEC};
+use roce_sim::{Check, Coverage, Rng};
 use roce_verbs::{
     Completion, Instant,
     provider::{Cx, Event, QpId},
@@ -289,9 +289,6 @@ impl Side {
         )
     }
 }
-
-/// Time in which a run has to end once nothing disturbs it.
-pub(crate) const PATIENCE: u64 = 600 * SEC;
 
 /// A host's turn.
 pub(crate) struct Turn<'a> {

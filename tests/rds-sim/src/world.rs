@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, net::IpAddr};
 use rds::{Config, Node, PairKey, PairState};
 use roce_port::fabric::Usage;
 use roce_sim::{
-    Check, Coverage, Faults, Link, MS, Rng, SEC, Simulation, Trace,
+    Check, Coverage, Faults, LanWorld, Link, MS, Rng, SEC, Simulation, Trace,
     lan::{Lan, LanEvent, Way, of_host},
 };
 use roce_verbs::provider::Cx;
@@ -14,18 +14,13 @@ use crate::{
     RdsStats,
     draw::Draw,
     ledger::Ledger,
-    program::{Env, PATIENCE, Side, Turn},
+    program::{Env, Side, Turn},
     stranger,
 };
 
-/// Events without progress of the clock after which something spins.
-const SPIN: u32 = 100_000;
-/// Events of a whole run.
-const MAX_EVENTS: u64 = 5_000_000;
-
 /// Event that is none of the network's.
 #[derive(Debug)]
-enum WorldEvent {
+pub(crate) enum WorldEvent {
     /// A trouble begins.
     Trouble,
     /// A host starts again.
@@ -119,7 +114,7 @@ impl World {
 
     fn start(&mut self, host: usize) -> Check {
         let now = self.lan.instant();
-        let mut random = random(&mut self.rng);
+        let mut random = self.rng.source();
         let mut provider = self.lan.nodes[host].provider(now);
         let mut cx = Cx {
             now,
@@ -139,32 +134,6 @@ impl World {
         Ok(())
     }
 
-    fn run_to_end(&mut self) -> Check {
-        let (mut at_once, mut events, mut last) = (0, 0, 0);
-        let mut quiet_since = None;
-        while !self.is_done() {
-            let Some(what) = self.lan.pop() else {
-                return Err(format!("nothing left to happen, but not done: {}", self.situation()));
-            };
-            at_once = if self.lan.now > last { 0 } else { at_once + 1 };
-            last = self.lan.now;
-            events += 1;
-            if at_once > SPIN || events > MAX_EVENTS {
-                return Err(format!("it spins at {what:?}: {}", self.situation()));
-            }
-            if self.quiet && self.lan.now > *quiet_since.get_or_insert(self.lan.now) + PATIENCE {
-                return Err(format!("stuck in the quiet phase: {}", self.situation()));
-            }
-            self.step(what)?;
-        }
-        self.rest()
-    }
-
-    fn is_done(&self) -> bool {
-        let done = |side: &Option<Side>| side.as_ref().is_some_and(Side::is_done);
-        self.quiet && self.ledger.is_settled() && self.sides.iter().all(done)
-    }
-
     /// All programs are done: nodes end, and what they had is given back.
     fn rest(&mut self) -> Check {
         self.pass(400 * SEC)?;
@@ -180,25 +149,7 @@ impl World {
                 return Err(format!("the node of host {host} does not end"));
             }
         }
-        for (host, node) in self.lan.nodes.iter().enumerate() {
-            let (left, empty) = (node.fabric.usage(), self.empty[host]);
-            if left != empty {
-                return Err(format!("host {host} is left with {left:?} instead of {empty:?}"));
-            }
-        }
-        Ok(())
-    }
-
-    /// Time goes by.
-    fn pass(&mut self, time: u64) -> Check {
-        let end = self.lan.now + time;
-        while let Some(what) = self.lan.pop() {
-            self.step(what)?;
-            if self.lan.now > end {
-                break;
-            }
-        }
-        Ok(())
+        self.lan.check_usage(&self.empty)
     }
 
     /// Requests that a stranger forged leave nothing: nodes know the connections of hosts only.
@@ -212,38 +163,12 @@ impl World {
         Ok(())
     }
 
-    fn situation(&self) -> String {
-        let sides = self.sides.iter().flatten().map(Side::situation);
-        sides.chain([self.ledger.situation()]).collect::<Vec<_>>().join("; ")
-    }
-
-    fn step(&mut self, what: LanEvent<WorldEvent>) -> Check {
-        match what {
-            LanEvent::Arrive { node, frame } => self.lan.arrive(node, frame),
-            LanEvent::Turn { node, boot } => {
-                if self.lan.begin_turn(node, boot) {
-                    self.turn(node)?;
-                }
-            }
-            LanEvent::World(WorldEvent::Trouble) if self.quiet => {}
-            LanEvent::World(WorldEvent::Trouble) => self.trouble()?,
-            LanEvent::World(WorldEvent::Boot(host)) => {
-                self.lan.boot(host);
-                self.start(host)?;
-            }
-            LanEvent::World(WorldEvent::Forge) => self.forge(),
-            LanEvent::World(WorldEvent::Heal(way)) => self.lan.set_cut(way, false),
-            LanEvent::World(WorldEvent::Quiet) => self.enter_quiet(),
-        }
-        Ok(())
-    }
-
     fn turn(&mut self, host: usize) -> Check {
         self.lan.receive(host);
         let now = self.lan.instant();
         let mut next = None;
         if let Some(side) = &mut self.sides[host] {
-            let mut random = random(&mut self.rng);
+            let mut random = self.rng.source();
             let mut turn = Turn { side, env: env!(self) };
             next = of_host(&mut self.lan.nodes[host], now, &mut random, &mut turn)?;
             // What it has to remember is on its way to the disk before anything leaves that says so.
@@ -360,11 +285,55 @@ impl World {
     }
 }
 
+impl LanWorld for World {
+    type Event = WorldEvent;
+
+    fn lan(&mut self) -> &mut Lan<WorldEvent> {
+        &mut self.lan
+    }
+
+    fn is_quiet(&self) -> bool {
+        self.quiet
+    }
+
+    fn is_done(&self) -> bool {
+        let done = |side: &Option<Side>| side.as_ref().is_some_and(Side::is_done);
+        self.quiet && self.ledger.is_settled() && self.sides.iter().all(done)
+    }
+
+    fn situation(&self) -> String {
+        let sides = self.sides.iter().flatten().map(Side::situation);
+        sides.chain([self.ledger.situation()]).collect::<Vec<_>>().join("; ")
+    }
+
+    fn step(&mut self, what: LanEvent<WorldEvent>) -> Check {
+        match what {
+            LanEvent::Arrive { node, frame } => self.lan.arrive(node, frame),
+            LanEvent::Turn { node, boot } => {
+                if self.lan.begin_turn(node, boot) {
+                    self.turn(node)?;
+                }
+            }
+            LanEvent::World(WorldEvent::Trouble) if self.quiet => {}
+            LanEvent::World(WorldEvent::Trouble) => self.trouble()?,
+            LanEvent::World(WorldEvent::Boot(host)) => {
+                self.lan.boot(host);
+                self.start(host)?;
+            }
+            LanEvent::World(WorldEvent::Forge) => self.forge(),
+            LanEvent::World(WorldEvent::Heal(way)) => self.lan.set_cut(way, false),
+            LanEvent::World(WorldEvent::Quiet) => self.enter_quiet(),
+        }
+        Ok(())
+    }
+}
+
 impl Simulation for World {
     type Counts = RdsStats;
 
     fn run(&mut self) -> Check {
-        self.run_to_end()
+        self.run_until_done()?;
+        self.rest()
     }
 
     fn now(&self) -> u64 {
@@ -383,10 +352,4 @@ impl Simulation for World {
             coverage: self.coverage.runs(),
         }
     }
-}
-
-/// Bytes that nodes draw.
-fn random(rng: &mut Rng) -> impl FnMut(&mut [u8]) + use<> {
-    let mut rng = Rng::from_seed(rng.seed());
-    move |out: &mut [u8]| out.copy_from_slice(&rng.bytes(out.len()))
 }

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use ferroce_storage_sim::{StorageConfig, run};
-use roce_sim::cli::RunArgs;
+use roce_sim::{Coverage, cli::RunArgs};
 
 /// Runs servers and clients with RTRS, RNBD and disks on simulated networks with every fault.
 #[derive(Parser)]
@@ -40,10 +40,6 @@ fn main() -> ExitCode {
         total.admitted,
         total.longest_admission_ns as f64 / 1e6
     );
-    let coverage = total
-        .coverage
-        .iter()
-        .map(|(event, [runs, _])| format!("{event} {runs}"));
-    println!("runs with: {}", coverage.collect::<Vec<_>>().join(", "));
+    println!("runs with: {}", Coverage::text(&total.coverage));
     outcome.finish(true)
 }

@@ -5,7 +5,7 @@ use roce_verbs::Instant;
 use rtrs::{Cx, server::ServerConfig};
 
 use roce_sim::{
-    Check, Coverage, Faults, Link, MS, Rng, SEC, Simulation, Trace,
+    Check, Coverage, Faults, LanWorld, Link, MS, Rng, SEC, Simulation, Trace,
     lan::{Lan, LanEvent, Way, of_host},
 };
 
@@ -23,12 +23,6 @@ use crate::{
 
 /// The server's host.
 const SERVER: usize = 0;
-/// Events without progress of the clock after which something spins.
-const SPIN: u32 = 100_000;
-/// Events of a whole run.
-const MAX_EVENTS: u64 = 5_000_000;
-/// How long a run may take once nothing disturbs it.
-const PATIENCE: u64 = 600 * SEC;
 /// How long what went wrong before may still have an effect then.
 const AFTERMATH: u64 = 40 * SEC;
 
@@ -251,7 +245,7 @@ impl World {
             plan.no_memory = 0.0;
         }
         let (notes, now) = (self.lan.trace.notes(), self.lan.instant());
-        let mut random = random(&mut self.rng);
+        let mut random = self.rng.source();
         let mut provider = self.lan.nodes[SERVER].provider(now);
         let mut cx = Cx {
             now,
@@ -261,41 +255,9 @@ impl World {
         self.server = Some(ServerSide::new(&mut cx, config, plan, notes));
     }
 
-    fn run_to_end(&mut self) -> Check {
-        let (mut at_once, mut events, mut last) = (0, 0, 0);
-        let mut quiet_since = None;
-        while !self.is_done() {
-            let Some(what) = self.lan.pop() else {
-                return Err(format!("nothing left to happen, but not done: {}", self.situation()));
-            };
-            at_once = if self.lan.now > last { 0 } else { at_once + 1 };
-            last = self.lan.now;
-            events += 1;
-            if at_once > SPIN || events > MAX_EVENTS {
-                return Err(format!("it spins at {what:?}: {}", self.situation()));
-            }
-            if self.quiet && self.lan.now > *quiet_since.get_or_insert(self.lan.now) + PATIENCE {
-                return Err(format!("stuck in the quiet phase: {}", self.situation()));
-            }
-            self.step(what)?;
-        }
-        self.rest()
-    }
-
-    fn is_done(&self) -> bool {
-        let raw = self.raw.as_ref().is_none_or(RawSide::is_done);
-        self.quiet && raw && self.clients.iter().all(ClientSide::is_done)
-    }
-
     /// All clients are done: what they had is given back.
     fn rest(&mut self) -> Check {
-        let end = self.lan.now + 400 * SEC;
-        while let Some(what) = self.lan.pop() {
-            if self.lan.now > end {
-                break;
-            }
-            self.step(what)?;
-        }
+        self.pass(400 * SEC)?;
         self.note_server();
         let overtaken: u64 = self.lan.nodes.iter().map(|node| node.lag.overtaken).sum();
         self.coverage
@@ -310,55 +272,7 @@ impl World {
             server.check_empty()?;
             self.empty[SERVER].cms = 1;
         }
-        for (i, node) in self.lan.nodes.iter().enumerate() {
-            let (left, empty) = (node.fabric.usage(), self.empty[i]);
-            if left != empty {
-                return Err(format!("host {i} is left with {left:?} instead of {empty:?}"));
-            }
-        }
-        Ok(())
-    }
-
-    fn situation(&self) -> String {
-        let clients = self.clients.iter().map(ClientSide::situation);
-        let all = clients.chain(self.raw.as_ref().map(RawSide::situation));
-        all.collect::<Vec<_>>().join("; ")
-    }
-
-    fn step(&mut self, what: LanEvent<WorldEvent>) -> Check {
-        match what {
-            LanEvent::Arrive { node, frame } => self.lan.arrive(node, frame),
-            LanEvent::Turn { node, boot } => {
-                if self.lan.begin_turn(node, boot) {
-                    self.turn(node, None)?;
-                }
-            }
-            LanEvent::World(WorldEvent::Job { boot, job }) => {
-                let server = &self.lan.nodes[SERVER];
-                if !server.alive || server.boot != boot {
-                    return Ok(());
-                }
-                if self.lan.is_stopped(SERVER) {
-                    // It hears of it when it goes on.
-                    self.lan.schedule(MS, LanEvent::World(WorldEvent::Job { boot, job }));
-                    return Ok(());
-                }
-                self.turn(SERVER, Some(job))?;
-            }
-            LanEvent::World(WorldEvent::Trouble) if self.quiet => {}
-            LanEvent::World(WorldEvent::Trouble) => self.trouble()?,
-            LanEvent::World(WorldEvent::Boot { node }) => self.boot(node),
-            LanEvent::World(WorldEvent::Cut { .. }) if self.quiet => {}
-            LanEvent::World(WorldEvent::Cut { way, pause }) => self.cut(way, pause),
-            LanEvent::World(WorldEvent::Heal(way)) => self.lan.set_cut(way, false),
-            LanEvent::World(WorldEvent::Lag { way, lag }) => self.lan.set_lag(way, if self.quiet { 0 } else { lag }),
-            LanEvent::World(WorldEvent::Leave { client, network }) => self.leave(client, network),
-            LanEvent::World(WorldEvent::Recover { disk, stall }) => {
-                self.disks[disk].faults.stall = if self.quiet { (0.0, 0) } else { stall };
-            }
-            LanEvent::World(WorldEvent::Quiet) => self.enter_quiet(),
-        }
-        Ok(())
+        self.lan.check_usage(&self.empty)
     }
 
     /// A turn of a host's loop, in the order in which loops do it.
@@ -385,7 +299,7 @@ impl World {
         let Some(server) = &mut self.server else {
             return Ok(None);
         };
-        let mut random = random(&mut self.rng);
+        let mut random = self.rng.source();
         let node = &mut self.lan.nodes[SERVER];
         let boot = node.boot;
         let mut machines = ServerTurn {
@@ -407,7 +321,7 @@ impl World {
     }
 
     fn client_turn(&mut self, now: Instant, node: usize) -> Result<Option<Instant>, String> {
-        let mut random = random(&mut self.rng);
+        let mut random = self.rng.source();
         let mut machines = ClientTurn {
             client: &mut self.clients[node - 1],
             env: ClientEnv {
@@ -425,7 +339,7 @@ impl World {
         let first = 1 + self.clients.len();
         let (path, other) = (node - first, 2 * first + 1 - node);
         let Some(raw) = &mut self.raw else { return Ok(None) };
-        let mut random = random(&mut self.rng);
+        let mut random = self.rng.source();
         let mut machines = RawTurn {
             raw,
             path,
@@ -623,7 +537,7 @@ impl World {
         let Some(server) = &mut self.server else {
             return Ok(false);
         };
-        let mut random = random(&mut self.rng);
+        let mut random = self.rng.source();
         let mut provider = self.lan.nodes[SERVER].provider(now);
         let mut cx = Cx {
             now,
@@ -670,11 +584,71 @@ impl World {
     }
 }
 
+impl LanWorld for World {
+    type Event = WorldEvent;
+
+    fn lan(&mut self) -> &mut Lan<WorldEvent> {
+        &mut self.lan
+    }
+
+    fn is_quiet(&self) -> bool {
+        self.quiet
+    }
+
+    fn is_done(&self) -> bool {
+        let raw = self.raw.as_ref().is_none_or(RawSide::is_done);
+        self.quiet && raw && self.clients.iter().all(ClientSide::is_done)
+    }
+
+    fn situation(&self) -> String {
+        let clients = self.clients.iter().map(ClientSide::situation);
+        let all = clients.chain(self.raw.as_ref().map(RawSide::situation));
+        all.collect::<Vec<_>>().join("; ")
+    }
+
+    fn step(&mut self, what: LanEvent<WorldEvent>) -> Check {
+        match what {
+            LanEvent::Arrive { node, frame } => self.lan.arrive(node, frame),
+            LanEvent::Turn { node, boot } => {
+                if self.lan.begin_turn(node, boot) {
+                    self.turn(node, None)?;
+                }
+            }
+            LanEvent::World(WorldEvent::Job { boot, job }) => {
+                let server = &self.lan.nodes[SERVER];
+                if !server.alive || server.boot != boot {
+                    return Ok(());
+                }
+                if self.lan.is_stopped(SERVER) {
+                    // It hears of it when it goes on.
+                    self.lan.schedule(MS, LanEvent::World(WorldEvent::Job { boot, job }));
+                    return Ok(());
+                }
+                self.turn(SERVER, Some(job))?;
+            }
+            LanEvent::World(WorldEvent::Trouble) if self.quiet => {}
+            LanEvent::World(WorldEvent::Trouble) => self.trouble()?,
+            LanEvent::World(WorldEvent::Boot { node }) => self.boot(node),
+            LanEvent::World(WorldEvent::Cut { .. }) if self.quiet => {}
+            LanEvent::World(WorldEvent::Cut { way, pause }) => self.cut(way, pause),
+            LanEvent::World(WorldEvent::Heal(way)) => self.lan.set_cut(way, false),
+            LanEvent::World(WorldEvent::Lag { way, lag }) => self.lan.set_lag(way, if self.quiet { 0 } else { lag }),
+            LanEvent::World(WorldEvent::Leave { client, network }) => self.leave(client, network),
+            LanEvent::World(WorldEvent::Recover { disk, stall }) => {
+                self.disks[disk].faults.stall = if self.quiet { (0.0, 0) } else { stall };
+            }
+            LanEvent::World(WorldEvent::Quiet) => self.enter_quiet(),
+        }
+        Ok(())
+    }
+}
+
 impl Simulation for World {
     type Counts = StorageStats;
 
     fn run(&mut self) -> Check {
-        self.run_to_end()
+        self.run_until_done()?;
+        self.rest()
     }
 
     fn now(&self) -> u64 {
@@ -694,10 +668,4 @@ impl Simulation for World {
             ..StorageStats::default()
         }
     }
-}
-
-/// Bytes that machines draw.
-fn random(rng: &mut Rng) -> impl FnMut(&mut [u8]) + use<> {
-    let mut rng = Rng::from_seed(rng.seed());
-    move |out: &mut [u8]| out.copy_from_slice(&rng.bytes(out.len()))
 }

@@ -6,11 +6,11 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use roce_port::fabric::{FabricConfig, Ports as _};
+use roce_port::fabric::{FabricConfig, Ports as _, Usage};
 use roce_port::{RxMeta, TxBatch};
 use roce_verbs::{Instant, provider::Provider as _};
 
-use crate::{Frame, HostPlan, Link, NetStats, Rng, Trace};
+use crate::{Check, Frame, HostPlan, Link, NetStats, Rng, Trace};
 
 mod late;
 mod node;
@@ -127,6 +127,20 @@ impl<E> Lan<E> {
     /// Time.
     pub fn instant(&self) -> Instant {
         Instant::from_nanos(self.now)
+    }
+
+    /// Checks that each host's provider has as many objects as this.
+    ///
+    /// # Errors
+    /// Names the host that has others.
+    pub fn check_usage(&self, expected: &[Usage]) -> Check {
+        for (i, (node, expected)) in self.nodes.iter().zip(expected).enumerate() {
+            let left = node.fabric.usage();
+            if left != *expected {
+                return Err(format!("host {i} is left with {left:?} instead of {expected:?}"));
+            }
+        }
+        Ok(())
     }
 
     /// Schedules an event `after` nanoseconds from now.
