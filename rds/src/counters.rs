@@ -9,10 +9,7 @@ pub struct Counters {
     pub recv_drop_old_seq: u64,
     pub recv_drop_no_sock: u64,
     pub recv_ack_required: u64,
-    pub recv_rdma_bytes: u64,
     pub recv_ping: u64,
-    pub send_queue_empty: u64,
-    pub send_ack_required: u64,
     pub send_queued: u64,
     pub send_pong: u64,
     pub cong_update_queued: u64,
@@ -22,5 +19,4 @@ pub struct Counters {
     pub recv_bad_ack: u64,
     pub ib_connect_raced: u64,
     pub ib_listen_closed_stale: u64,
-    pub ib_rx_ring_empty: u64,
 }

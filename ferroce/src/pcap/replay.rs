@@ -31,7 +31,7 @@ const UNKNOWN_MTU: usize = 4096;
 /// the requester, it has work requests like those that the capture shows, and sends when the captured side did; its timers run out
 /// when the captured side repeats itself.
 ///
-/// What the specification leaves to the implementation is a choice and no difference: which packets ask for an acknowledgement,
+/// Differences that the specification permits are choices: which packets ask for an acknowledgement,
 /// which acknowledgements are merged, how much is repeated, credits, the migration bit. Choices are counted; --all prints
 /// them.
 ///

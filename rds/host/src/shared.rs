@@ -92,59 +92,56 @@ impl Shared {
         result
     }
 
-    /// Works on the node for a socket. What is to be posted leaves by the node's thread.
+    /// Works on the node for a socket.
     ///
     /// # Errors
-    /// Those of `f`, and why the node has ended.
+    /// The errors of `f`, and why the node has ended.
     pub(crate) fn call<T>(&self, f: impl FnOnce(&mut Node) -> Result<T, Error>) -> io::Result<T> {
-        let mut state = self.state.lock();
-        let result = f(state.node()?);
-        let wants_turn = state.node.as_ref().is_some_and(Node::wants_turn);
-        let changed = state.take_outputs();
-        drop(state);
-        if wants_turn {
+        self.attempt(&mut self.state.lock(), f)?.map_err(errno)
+    }
+
+    /// Works on the node once. What is to be posted leaves by the node's thread.
+    ///
+    /// # Errors
+    /// Why the node has ended.
+    fn attempt<T>(
+        &self,
+        state: &mut State,
+        f: impl FnOnce(&mut Node) -> Result<T, Error>,
+    ) -> io::Result<Result<T, Error>> {
+        let node = state.node()?;
+        let result = f(node);
+        if node.wants_turn() {
             self.handle.command(Command::Work);
         }
-        if changed {
+        if state.take_outputs() {
             self.changed.notify_all();
         }
-        result.map_err(errno)
+        Ok(result)
     }
 
     /// Calls `f` until it no longer would block, or the time is over.
     ///
     /// # Errors
-    /// `TimedOut`, and those of [`call`](Self::call).
+    /// `TimedOut`, and the errors of [`call`](Self::call).
     pub(crate) fn wait<T>(
         &self,
         timeout: Option<Duration>,
         mut f: impl FnMut(&mut Node) -> Result<T, Error>,
     ) -> io::Result<T> {
         let end = timeout.map(|timeout| Instant::now() + timeout);
+        let mut state = self.state.lock();
         loop {
-            match self.call(&mut f) {
-                Err(e) if would_block(&e) => {}
-                result => return result,
-            }
-            let mut state = self.state.lock();
-            // It may have changed since: then nobody tells again.
-            match f(state.node()?) {
+            match self.attempt(&mut state, &mut f)? {
                 Err(Error::WouldBlock | Error::Congested) => {}
-                result => {
-                    drop(state);
-                    self.handle.command(Command::Work);
-                    return result.map_err(errno);
-                }
+                result => return result.map_err(errno),
             }
-            let is_over = match end {
-                Some(end) => self.changed.wait_until(&mut state, end).timed_out(),
-                None => {
-                    self.changed.wait(&mut state);
-                    false
+            match end {
+                Some(end) if self.changed.wait_until(&mut state, end).timed_out() => {
+                    return Err(io::ErrorKind::TimedOut.into());
                 }
-            };
-            if is_over {
-                return Err(io::ErrorKind::TimedOut.into());
+                Some(_) => {}
+                None => self.changed.wait(&mut state),
             }
         }
     }

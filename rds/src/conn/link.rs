@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use roce_verbs::mem::Pages;
 use roce_verbs::{
-    AccessFlags, Completion, DeviceLimits, Payload, QpCaps, RecvWr, SendFlags, SendOp, SendWr, Sge,
+    AccessFlags, Completion, Payload, QpCaps, RecvWr, SendFlags, SendOp, SendWr, Sge,
     provider::{CmRef, CqId, DeviceIx, MrInfo, PdId, Provider, QpId, QpSpec, Registration, VerbsError},
 };
 
@@ -82,15 +82,14 @@ impl Link {
     /// Creates the queue pair and posts the receives.
     ///
     /// # Errors
-    /// Those of the device.
+    /// The device's.
     pub(crate) fn create(
         &mut self,
         provider: &mut dyn Provider,
         (device, pd): (DeviceIx, PdId),
     ) -> Result<QpId, VerbsError> {
-        let limits = provider.devices()[usize::from(device.0)].limits.clone();
-        self.rings.send = self.rings.send.min(limits.max_qp_wr);
-        self.rings.recv = self.rings.recv.min(limits.max_qp_wr);
+        let most = provider.devices()[usize::from(device.0)].limits.max_qp_wr;
+        (self.rings.send, self.rings.recv) = (self.rings.send.min(most), self.rings.recv.min(most));
         let Rings { send, recv } = self.rings;
         let memory =
             Pages::allocate((send + recv) as usize * STRIDE).map_err(|e| VerbsError::Invalid(e.to_string()))?;
@@ -112,7 +111,7 @@ impl Link {
         let spec = QpSpec {
             pd,
             cq,
-            caps: caps(&limits, self.rings),
+            caps: caps(self.rings),
             signal_all: false,
         };
         let qp = match provider.create_qp(&spec) {
@@ -185,7 +184,9 @@ impl Link {
     /// # Errors
     /// The device's.
     pub(crate) fn post_receives(&mut self, provider: &mut dyn Provider) -> Result<(), VerbsError> {
-        let Some(objects) = &self.objects else { return Ok(()) };
+        let Some(objects) = self.objects.as_ref().filter(|_| !self.used.is_empty()) else {
+            return Ok(());
+        };
         let sge = |buffer: &u32| Sge {
             addr: objects.mr.addr + u64::from(self.rings.send + buffer) * STRIDE as u64,
             length: MAX_SEND as u32,
@@ -292,10 +293,10 @@ impl<'a> Train<'a> {
 }
 
 /// Returns the queue sizes.
-fn caps(limits: &DeviceLimits, rings: Rings) -> QpCaps {
+fn caps(rings: Rings) -> QpCaps {
     QpCaps {
-        max_send_wr: rings.send.min(limits.max_qp_wr),
-        max_recv_wr: rings.recv.min(limits.max_qp_wr),
+        max_send_wr: rings.send,
+        max_recv_wr: rings.recv,
         max_send_sge: 1,
         max_recv_sge: 1,
         max_inline_data: 0,

@@ -103,9 +103,12 @@ impl Node {
 
     fn create(&mut self, provider: &mut dyn Provider, id: LinkId, device: DeviceIx) -> Result<QpId, VerbsError> {
         let pd = self.domain(provider, device)?;
-        let qp = self.links[id].create(provider, (device, pd))?;
-        self.by_qp.insert(qp, id);
-        Ok(qp)
+        let created = self.links[id].create(provider, (device, pd));
+        // Also of a queue pair whose receives could not be posted: it is drained.
+        if let Some(qp) = self.links[id].qp() {
+            self.by_qp.insert(qp, id);
+        }
+        created
     }
 
     fn domain(&mut self, provider: &mut dyn Provider, device: DeviceIx) -> Result<PdId, VerbsError> {

@@ -129,7 +129,7 @@ impl Node {
             }
         }
         if change == PortChange::Freed {
-            self.freed(1 << (of.port() % 64), of.ip());
+            self.freed(1 << (of.port() % 64));
         }
     }
 
@@ -142,11 +142,11 @@ impl Node {
         let old = self.peers.entry(peer).or_default();
         let freed = map.freed_since(old);
         *old = map;
-        self.freed(freed, peer);
+        self.freed(freed);
     }
 
     /// Ports of an address are free again, modulo 64. As in the kernel a socket hears of all addresses.
-    fn freed(&mut self, ports: u64, _: IpAddr) {
+    fn freed(&mut self, ports: u64) {
         for (id, socket) in &mut self.sockets {
             if socket.note_freed(ports) {
                 Self::tell(&mut self.out, (SocketId(id as u32), socket));

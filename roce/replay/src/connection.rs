@@ -125,7 +125,7 @@ impl Connection {
     /// Checks that the capture has the packets that a replay in place of a side needs.
     ///
     /// # Errors
-    /// What it lacks, in words.
+    /// The error says what it lacks.
     pub(crate) fn check(&self, side: usize, mtu: usize) -> Result<(), Error> {
         if let Some(lack) = &self.lack {
             return Err(Error(lack.clone()));

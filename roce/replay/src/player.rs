@@ -154,7 +154,7 @@ struct Player<'a> {
 /// Puts our engine in the place of the endpoint with this index.
 ///
 /// # Errors
-/// What the capture lacks for a replay.
+/// The error says what the capture lacks for a replay.
 pub fn play(connection: &Connection, side: usize, mtu: usize, settings: &Settings) -> Result<Outcome, Error> {
     connection.check(side, mtu)?;
     let mut player = Player::new(connection, side, mtu, settings)?;

@@ -37,7 +37,7 @@ fn numbered(path: &Path, n: u32) -> PathBuf {
 /// no symbolic link is followed. A file that can't be written to its end is removed. Returns the path, and the result of `write`.
 ///
 /// # Errors
-/// Those of `open(2)` and `write`, and `AlreadyExists` when there are [`MAX_FILES`].
+/// The errors of `open(2)` and `write`, and `AlreadyExists` when there are [`MAX_FILES`].
 pub(super) fn write_new<T>(path: &Path, write: impl FnOnce(&File) -> io::Result<T>) -> io::Result<(PathBuf, T)> {
     for path in (1..=MAX_FILES).map(|n| numbered(path, n)) {
         let file = match File::options().write(true).create_new(true).mode(0o600).open(&path) {

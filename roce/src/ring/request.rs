@@ -57,7 +57,7 @@ pub struct Sent {
 }
 
 fn invalid() -> io::Error {
-    io::Error::new(ErrorKind::InvalidData, "the answer makes no sense")
+    io::Error::new(ErrorKind::InvalidData, "the answer can't be understood")
 }
 
 /// Reads a line of at most 8 KiB.

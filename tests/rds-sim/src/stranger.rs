@@ -1,4 +1,4 @@
-//! Somebody who knows addresses and the protocol, sees nothing, and asks nodes for connections in the name of others.
+//! Stranger: knows addresses and the protocol, sees nothing, and asks nodes for connections in the name of others.
 
 use std::net::{IpAddr, SocketAddr};
 

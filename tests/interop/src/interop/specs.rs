@@ -77,7 +77,7 @@ fn everything_that_specs_name_exists() {
     assert!(lines > 20, "{lines}");
 }
 
-/// What is known of the kernel and the scripts names scripts that exist, and rows that say more.
+/// The table of known differences names scripts that exist, and rows that say more.
 #[test]
 fn each_difference_of_a_script_has_its_row() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
