@@ -76,8 +76,10 @@ static void meet(void)
 	exchange(&none);
 }
 
-static void connect(struct ibv_qp *qp, const struct side *peer, int access)
+static void connect(struct ibv_qp *qp, const struct side *peer, int access, const struct mistake *of)
 {
+	/* Only who waits for an answer that never comes gives up soon: others' answers may be late on a busy machine. */
+	int nobody = of->requester == IBV_WC_RETRY_EXC_ERR;
 	struct ibv_qp_attr attr = { .qp_state = IBV_QPS_INIT, .port_num = 1, .qp_access_flags = access };
 
 	MUST(!ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS));
@@ -87,8 +89,8 @@ static void connect(struct ibv_qp *qp, const struct side *peer, int access)
 						  .grh = { .dgid = peer->gid, .sgid_index = own_index } } };
 	MUST(!ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
 					       IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER));
-	attr = (struct ibv_qp_attr){ .qp_state = IBV_QPS_RTS, .timeout = 8, .retry_cnt = 1, .rnr_retry = 1,
-				     .max_rd_atomic = 1 };
+	attr = (struct ibv_qp_attr){ .qp_state = IBV_QPS_RTS, .timeout = nobody ? 8 : 14,
+				     .retry_cnt = nobody ? 1 : 7, .rnr_retry = 1, .max_rd_atomic = 1 };
 	MUST(!ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
 					       IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC));
 }
@@ -150,7 +152,7 @@ static void make(const struct mistake *of, int asks)
 	fprintf(stderr, "## %s\n", of->name);
 	mine = (struct side){ qp->qp_num, mr->rkey, (uintptr_t)memory, own };
 	peer = exchange(&mine);
-	connect(qp, &peer, asks ? ALL : of->queue_pair);
+	connect(qp, &peer, asks ? ALL : of->queue_pair, of);
 	if (!asks && of->receive) {
 		struct ibv_sge sge = { .addr = (uintptr_t)memory, .length = of->receive,
 				       .lkey = mr->lkey + of->receive_key };
