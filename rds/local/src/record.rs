@@ -1,0 +1,104 @@
+//! Packets of unix sockets, with descriptors.
+
+use std::{
+    io::{self, IoSlice, IoSliceMut},
+    mem::MaybeUninit,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::Path,
+};
+
+use rustix::{
+    io::Errno,
+    net::{
+        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+        SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    },
+    process::geteuid,
+};
+
+/// Most descriptors of a packet.
+pub const MAX_FDS: usize = 2;
+
+/// Packet that has come.
+#[derive(Debug)]
+pub struct Record {
+    /// Its bytes in the buffer.
+    pub len: usize,
+    /// The buffer was too short for it.
+    pub is_cut: bool,
+    /// Descriptors that came with it, close-on-exec.
+    pub fds: Vec<OwnedFd>,
+}
+
+/// Sends a packet.
+///
+/// # Errors
+/// Those of `sendmsg`; `EINTR` is not one.
+pub fn send(
+    socket: impl AsFd,
+    parts: &[IoSlice<'_>],
+    fds: &[BorrowedFd<'_>],
+    flags: SendFlags,
+) -> rustix::io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(Errno::INVAL);
+    }
+    loop {
+        match rustix::net::sendmsg(&socket, parts, &mut control, flags | SendFlags::NOSIGNAL) {
+            Ok(_) => return Ok(()),
+            Err(Errno::INTR) => {}
+            Err(e) => return Err(e),
+        }
+    }
+}
+
+/// Receives a packet. `None`: the other side has closed its end.
+///
+/// # Errors
+/// Those of `recvmsg`; `EINTR` is not one.
+pub fn receive(socket: impl AsFd, buffer: &mut [u8], flags: RecvFlags) -> rustix::io::Result<Option<Record>> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut parts = [IoSliceMut::new(buffer)];
+    let got = loop {
+        match rustix::net::recvmsg(&socket, &mut parts, &mut control, flags | RecvFlags::CMSG_CLOEXEC) {
+            // The other side closed its end before it read all. What it sent before comes next.
+            Err(Errno::INTR | Errno::CONNRESET) => {}
+            got => break got?,
+        }
+    };
+    let rights = control.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(list) => Some(list),
+        _ => None,
+    });
+    let fds: Vec<OwnedFd> = rights.flatten().collect();
+    Ok((got.bytes > 0).then_some(Record {
+        len: got.bytes,
+        is_cut: got.flags.contains(ReturnFlags::TRUNC),
+        fds,
+    }))
+}
+
+/// Connects to the node of a socket file; `None` when none is running.
+///
+/// # Errors
+/// When another user serves the file, who would get what the program sends; those of `connect`.
+pub fn connect(path: &Path) -> io::Result<Option<OwnedFd>> {
+    let addr = SocketAddrUnix::new(path)?;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    match rustix::net::connect(&socket, &addr) {
+        Ok(()) => {}
+        Err(Errno::NOENT | Errno::CONNREFUSED | Errno::NOTDIR) => return Ok(None),
+        Err(e) => return Err(e.into()),
+    }
+    let peer = rustix::net::sockopt::socket_peercred(&socket)?;
+    match peer.uid == geteuid() {
+        true => Ok(Some(socket)),
+        false => Err(io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            format!("{} is served by user {}", path.display(), peer.uid),
+        )),
+    }
+}

@@ -1,0 +1,4 @@
+//! Packets between programs and their node.
+
+mod packets;
+mod records;
