@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use crate::{MAGIC, addr::RawAddr, error::ProtocolError, key::SocketKey};
+use crate::{addr::RawAddr, error::ProtocolError, key::SocketKey, limits::MAGIC};
 
 /// Option of a socket that is the node's.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

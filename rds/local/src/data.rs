@@ -4,7 +4,12 @@ use std::net::SocketAddr;
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use crate::{MAGIC, MAX_MESSAGE, addr::RawAddr, error::ProtocolError, op::Op};
+use crate::{
+    addr::RawAddr,
+    error::ProtocolError,
+    limits::{MAGIC, MAX_MESSAGE},
+    op::Op,
+};
 
 /// First bytes of a packet from a program: a message to send. The operation's bytes and the data follow.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]

@@ -19,6 +19,7 @@ mod control;
 mod data;
 mod error;
 mod key;
+mod limits;
 mod op;
 mod page;
 mod record;
@@ -28,13 +29,7 @@ pub use control::{Answer, Request, SocketOption};
 pub use data::{Notification, RecvHeader, RecvKind, SendHeader};
 pub use error::ProtocolError;
 pub use key::SocketKey;
+pub use limits::{MAGIC, MAX_MESSAGE, SOCKET};
 pub use op::{AtomicKind, AtomicOp, MAX_LOCAL, Op, RdmaOp};
 pub use page::{Page, SocketFlags};
 pub use record::{MAX_FDS, Record, connect, receive, send};
-
-/// Name of the node's socket in the broker's directory.
-pub const SOCKET: &str = "rds.sock";
-/// Longest message, data only (`RDS_MAX_MSG_SIZE`).
-pub const MAX_MESSAGE: usize = 1 << 20;
-/// First word of every packet: `RDS` and the version of these messages. Another version is an error ([`ProtocolError::Version`]).
-pub const MAGIC: u32 = u32::from_be_bytes(*b"RDS\x01");

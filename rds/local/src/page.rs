@@ -14,7 +14,7 @@ use memmap2::MmapRaw;
 use rustix::fs::{MemfdFlags, SealFlags};
 use zerocopy::{FromBytes, IntoBytes};
 
-use crate::{MAGIC, addr::RawAddr};
+use crate::{addr::RawAddr, limits::MAGIC};
 
 /// Bytes of the file.
 const LEN: usize = 4096;
