@@ -21,11 +21,13 @@
 #![forbid(unsafe_code)]
 
 mod node;
+mod process;
 mod service;
 mod shared;
 mod socket;
 mod thread;
 
 pub use node::{NodeOptions, RdsNode};
+pub use process::ProcessMemory;
 pub use rds::{Config, ConnectionInfo, Message, PairKey};
 pub use socket::Socket;

@@ -55,7 +55,7 @@ impl Mr {
     /// Registers a range of memory, at an address of the caller's choice.
     ///
     /// # Errors
-    /// If the range is outside the memory; errors of the system.
+    /// If the range is outside the memory, or the memory another process's; errors of the system.
     pub(crate) fn register(
         pd: &Arc<Pd>,
         memory: &Arc<dyn Memory>,
@@ -65,6 +65,12 @@ impl Mr {
     ) -> io::Result<Self> {
         if range.start > range.end || range.end > memory.len() {
             return Err(io::ErrorKind::InvalidInput.into());
+        }
+        if memory.foreign().is_some() {
+            return Err(io::Error::new(
+                io::ErrorKind::Unsupported,
+                "hardware can't access memory of another process",
+            ));
         }
         let first = memory.as_ptr().wrapping_add(range.start);
         let addr = iova.unwrap_or(first as u64);

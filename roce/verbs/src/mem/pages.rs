@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::provider::{Memory, RangeError};
+use crate::provider::{Foreign, Memory, RangeError};
 
 use crate::mem::{error::MemError, span::Mapping};
 
@@ -28,7 +28,15 @@ impl Pages {
     /// # Errors
     /// When it has no address.
     pub fn of(memory: &Arc<dyn Memory>) -> Result<Arc<Self>, MemError> {
-        let mapping = Mapping::share(memory, 0, memory.len()).ok_or(MemError::Range(memory.len() as u64))?;
+        Self::part_of(memory, 0..memory.len())
+    }
+
+    /// A part of memory of somebody else, which lives as long as these pages.
+    ///
+    /// # Errors
+    /// When it is outside the memory.
+    pub fn part_of(memory: &Arc<dyn Memory>, range: core::ops::Range<usize>) -> Result<Arc<Self>, MemError> {
+        let mapping = Mapping::share(memory, range.start, range.len()).ok_or(MemError::Range(range.len() as u64))?;
         Ok(Arc::new(Self { mapping }))
     }
 
@@ -72,5 +80,9 @@ unsafe impl Memory for Pages {
 
     fn len(&self) -> usize {
         Self::len(self)
+    }
+
+    fn foreign(&self) -> Option<&Foreign> {
+        self.mapping.foreign()
     }
 }

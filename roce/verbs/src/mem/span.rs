@@ -9,7 +9,7 @@ use std::{
     },
 };
 
-use crate::provider::{Memory, RangeError};
+use crate::provider::{Foreign, Memory, RangeError};
 use memmap2::{MmapMut, MmapRaw};
 
 use crate::mem::{
@@ -50,6 +50,19 @@ enum Owner {
     View(Arc<Mapping>),
     /// The mappings that this one consists of, in order. It has no memory of its own.
     Pieces(Box<[Extent]>),
+    /// Another process. The mapping may be a part of another one, whose end is ours as well.
+    Foreign {
+        memory: Arc<dyn Memory>,
+        origin: Option<Arc<Mapping>>,
+    },
+}
+
+/// Place of some bytes.
+enum Place<'a> {
+    /// Memory of this process.
+    Here(*mut u8),
+    /// Address in another process.
+    Foreign(&'a Foreign, usize),
 }
 
 /// Memory that was opened at one moment, and can be closed for good.
@@ -97,9 +110,19 @@ impl Mapping {
             return None;
         }
         let ptr = NonNull::new(memory.as_ptr().wrapping_add(offset))?;
-        fault::install();
-        let _memory = memory.clone();
-        Some(Self::new(ptr, len, Owner::Shared { _memory }))
+        let owner = match memory.foreign() {
+            Some(_) => Owner::Foreign {
+                memory: memory.clone(),
+                origin: None,
+            },
+            None => {
+                fault::install();
+                Owner::Shared {
+                    _memory: memory.clone(),
+                }
+            }
+        };
+        Some(Self::new(ptr, len, owner))
     }
 
     /// Memory of the program.
@@ -140,7 +163,14 @@ impl Mapping {
             return None;
         }
         let ptr = NonNull::new(self.as_ptr().wrapping_add(offset))?;
-        Some(Self::new(ptr, len, Owner::View(self.clone())))
+        let owner = match &self.owner {
+            Owner::Foreign { memory, .. } => Owner::Foreign {
+                memory: memory.clone(),
+                origin: Some(self.clone()),
+            },
+            _ => Owner::View(self.clone()),
+        };
+        Some(Self::new(ptr, len, owner))
     }
 
     pub(crate) fn revoke(&self) {
@@ -155,13 +185,19 @@ impl Mapping {
     /// Returns whether the mapping was opened over others, and ends with them.
     #[inline]
     pub(crate) fn is_view(&self) -> bool {
-        matches!(self.owner, Owner::View(_) | Owner::Pieces(_))
+        matches!(
+            self.owner,
+            Owner::View(_) | Owner::Pieces(_) | Owner::Foreign { origin: Some(_), .. }
+        )
     }
 
     #[inline(never)]
     fn is_origin_revoked(&self) -> bool {
         match &self.owner {
-            Owner::View(origin) => origin.is_revoked(),
+            Owner::View(origin)
+            | Owner::Foreign {
+                origin: Some(origin), ..
+            } => origin.is_revoked(),
             Owner::Pieces(pieces) => pieces.iter().any(|piece| piece.mapping.is_revoked()),
             _ => false,
         }
@@ -199,7 +235,15 @@ impl Mapping {
         offset <= self.len && len <= self.len - offset
     }
 
-    /// Calls `f` for the pieces of a range, in order: with the address of each, and which bytes of the range it holds.
+    /// Memory of another process that it is, if so.
+    pub(crate) fn foreign(&self) -> Option<&Foreign> {
+        match &self.owner {
+            Owner::Foreign { memory, .. } => memory.foreign(),
+            _ => None,
+        }
+    }
+
+    /// Calls `f` for the pieces of a range, in order: with the place of each, and which bytes of the range it holds.
     ///
     /// # Errors
     /// When the range is outside, and those of `f`.
@@ -208,31 +252,35 @@ impl Mapping {
         &self,
         offset: usize,
         len: usize,
-        mut f: impl FnMut(*mut u8, Range<usize>) -> Result<(), Fault>,
+        mut f: impl FnMut(Place<'_>, Range<usize>) -> Result<(), Fault>,
     ) -> Result<(), AccessError> {
         if !self.holds(offset, len) {
             return Err(OUTSIDE);
         }
         match &self.owner {
-            Owner::Pieces(pieces) => Self::for_scattered(pieces, offset, len, f),
-            _ => Ok(f(self.as_ptr().wrapping_add(offset), 0..len)?),
+            Owner::Pieces(_) | Owner::Foreign { .. } => self.for_remote(offset, len, f),
+            _ => Ok(f(Place::Here(self.as_ptr().wrapping_add(offset)), 0..len)?),
         }
     }
 
+    /// [`for_pieces`](Self::for_pieces) of memory that is not in one piece here.
     // Not inlined, for the sake of the registers of what is.
     #[inline(never)]
-    fn for_scattered(
-        pieces: &[Extent],
+    fn for_remote(
+        &self,
         offset: usize,
         len: usize,
-        mut f: impl FnMut(*mut u8, Range<usize>) -> Result<(), Fault>,
+        mut f: impl FnMut(Place<'_>, Range<usize>) -> Result<(), Fault>,
     ) -> Result<(), AccessError> {
+        let Owner::Pieces(pieces) = &self.owner else {
+            return Ok(f(self.place(offset), 0..len)?);
+        };
         let first = pieces.partition_point(|piece| piece.at <= offset).saturating_sub(1);
         let mut done = 0;
         for piece in &pieces[first..] {
             let within = offset + done - piece.at;
             let n = (piece.mapping.len - within).min(len - done);
-            f(piece.mapping.as_ptr().wrapping_add(within), done..done + n)?;
+            f(piece.mapping.place(within), done..done + n)?;
             done += n;
             if done == len {
                 break;
@@ -241,28 +289,51 @@ impl Mapping {
         Ok(())
     }
 
+    /// Place of a range, if all of it is in one piece.
+    fn in_one_piece(&self, offset: usize, len: usize) -> Option<Place<'_>> {
+        let (mapping, within) = match &self.owner {
+            Owner::Pieces(pieces) => {
+                let piece = pieces.iter().rfind(|piece| piece.at <= offset)?;
+                (&*piece.mapping, offset - piece.at)
+            }
+            _ => (self, offset),
+        };
+        mapping.holds(within, len).then(|| mapping.place(within))
+    }
+
+    /// Place of a byte of a mapping that is not scattered.
+    fn place(&self, offset: usize) -> Place<'_> {
+        let at = self.as_ptr().wrapping_add(offset);
+        match self.foreign() {
+            Some(foreign) => Place::Foreign(foreign, at as usize),
+            None => Place::Here(at),
+        }
+    }
+
     /// Copies out, whether revoked or not: the caller knows that no Rust object is in the place of the memory.
     ///
     /// # Errors
     /// When the range is outside, or the memory missing. Some bytes may have been copied.
     #[inline]
     fn copy_out(&self, offset: usize, out: &mut [u8]) -> Result<(), AccessError> {
-        self.for_pieces(offset, out.len(), |at, part| {
+        self.for_pieces(offset, out.len(), |place, part| match place {
             // SAFETY: bytes of the mapping, whose memory lives as long as `self` or is the program's.
-            unsafe { fault::read(at, &mut out[part]) }
+            Place::Here(at) => unsafe { fault::read(at, &mut out[part]) },
+            Place::Foreign(memory, at) => fault_unless(memory.read(at, &mut out[part])),
         })
     }
 
     /// Copies in, as [`Mapping::copy_out`]. The last byte comes after all others: although no order is promised (IBA 9.5),
-    /// HCAs write from the front, and programs wait for the last byte of what a peer WRITEs.
+    /// HCAs write from the front, and programs wait for the last byte of what a peer WRITEs. In other processes the order is the kernel's.
     ///
     /// # Errors
     /// As [`Mapping::copy_out`].
     #[inline]
     fn copy_in(&self, offset: usize, data: &[u8]) -> Result<(), AccessError> {
-        self.for_pieces(offset, data.len(), |at, part| {
+        self.for_pieces(offset, data.len(), |place, part| match place {
             // SAFETY: as in `copy_out`.
-            unsafe { fault::write(at, &data[part]) }
+            Place::Here(at) => unsafe { fault::write(at, &data[part]) },
+            Place::Foreign(memory, at) => fault_unless(memory.write(at, &data[part])),
         })
     }
 
@@ -355,20 +426,18 @@ impl Span {
         self.mapping.copy_in(at, data)
     }
 
-    /// Address of the aligned word that the span is.
-    fn word(&self) -> Result<*mut u64, AtomicError> {
+    /// Place of the aligned word that the span is.
+    fn word(&self) -> Result<Place<'_>, AtomicError> {
         if self.len != 8 {
             return Err(AtomicError::Misaligned);
         }
         let at = self.check(0, 8)?;
-        let mut word: Option<*mut u64> = None;
-        self.mapping.for_pieces(at, 8, |ptr, part| {
-            word = (part.len() == 8).then_some(ptr.cast());
-            Ok(())
-        })?;
-        // `None`: it is in several pieces.
-        let word = word.ok_or(OUTSIDE)?;
-        match word.is_aligned() {
+        let word = self.mapping.in_one_piece(at, 8).ok_or(OUTSIDE)?;
+        let address = match word {
+            Place::Here(at) => at as usize,
+            Place::Foreign(_, at) => at,
+        };
+        match address.is_multiple_of(8) {
             true => Ok(word),
             false => Err(AtomicError::Misaligned),
         }
@@ -379,9 +448,13 @@ impl Span {
     /// # Errors
     /// When the span is not one aligned word, or the memory was taken back or is missing.
     pub fn store(&self, bytes: [u8; 8]) -> Result<(), AtomicError> {
-        let word = self.word()?;
-        // SAFETY: 8 bytes of the mapping, on an aligned address, as in `Mapping::copy_out`.
-        Ok(unsafe { fault::store(word, u64::from_ne_bytes(bytes)) }.map_err(AccessError::from)?)
+        let new = u64::from_ne_bytes(bytes);
+        let done = match self.word()? {
+            // SAFETY: 8 bytes of the mapping, on an aligned address, as in `Mapping::copy_out`.
+            Place::Here(word) => unsafe { fault::store(word.cast(), new) },
+            Place::Foreign(memory, at) => fault_unless(memory.update(at, |_| Some(new)).is_some()),
+        };
+        Ok(done.map_err(AccessError::from)?)
     }
 
     /// Makes what was written to the span before visible to everybody, and if asked persistent (FLUSH).
@@ -406,9 +479,12 @@ impl Span {
     /// # Errors
     /// When the span is not one aligned word, or the memory was taken back or is missing.
     pub fn fetch_add(&self, add: u64) -> Result<u64, AtomicError> {
-        let word = self.word()?;
-        // SAFETY: as in `store`.
-        Ok(unsafe { fault::fetch_add(word, add) }.map_err(AccessError::from)?)
+        let former = match self.word()? {
+            // SAFETY: as in `store`.
+            Place::Here(word) => unsafe { fault::fetch_add(word.cast(), add) },
+            Place::Foreign(memory, at) => memory.update(at, |former| Some(former.wrapping_add(add))).ok_or(Fault),
+        };
+        Ok(former.map_err(AccessError::from)?)
     }
 
     /// Stores `swap` if the word equals `compare`, and returns the former value either way.
@@ -416,8 +492,21 @@ impl Span {
     /// # Errors
     /// When the span is not one aligned word, or the memory was taken back or is missing.
     pub fn compare_swap(&self, compare: u64, swap: u64) -> Result<u64, AtomicError> {
-        let word = self.word()?;
-        // SAFETY: as in `store`.
-        Ok(unsafe { fault::compare_swap(word, compare, swap) }.map_err(AccessError::from)?)
+        let former = match self.word()? {
+            // SAFETY: as in `store`.
+            Place::Here(word) => unsafe { fault::compare_swap(word.cast(), compare, swap) },
+            Place::Foreign(memory, at) => {
+                let new = |former| (former == compare).then_some(swap);
+                memory.update(at, new).ok_or(Fault)
+            }
+        };
+        Ok(former.map_err(AccessError::from)?)
+    }
+}
+
+fn fault_unless(done: bool) -> Result<(), Fault> {
+    match done {
+        true => Ok(()),
+        false => Err(Fault),
     }
 }

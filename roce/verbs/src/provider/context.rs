@@ -12,29 +12,13 @@ use super::{
     event::Event,
     ids::{CmRef, CqId, DeviceIx, KeyId, MrId, PdId, QpId},
     keys::{GrantOf, Granted, KeyKind, Revoked},
+    memory::Memory,
 };
 use crate::{
     attr::{AccessFlags, QpCaps},
     wc::Completion,
     wr::{PostError, RecvWr, SendWr},
 };
-
-/// Memory that its owner lends to devices. Peers may change it at any time, so nobody makes a reference to its bytes.
-///
-/// # Safety
-/// `as_ptr` is the same all the time. As long as the value lives, the `len` bytes there are its memory, for reads and writes from any
-/// thread. Pages of it may be missing or protected: an access to one fails.
-#[allow(unsafe_code, reason = "a promise that implementors make; nothing here uses it")]
-pub unsafe trait Memory: Send + Sync + core::fmt::Debug + 'static {
-    /// First byte.
-    fn as_ptr(&self) -> *mut u8;
-    /// Bytes.
-    fn len(&self) -> usize;
-    /// Whether there are none.
-    fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-}
 
 /// Memory to register.
 #[derive(Debug)]

@@ -11,12 +11,14 @@ mod error;
 mod event;
 mod ids;
 mod keys;
+mod memory;
 
 pub use caps::{DeviceCaps, KeyStrategy};
 pub use connect::{ConnParams, NoAnswer, RejectReason};
-pub use context::{Memory, MrInfo, Provider, QpSpec, Registration};
+pub use context::{MrInfo, Provider, QpSpec, Registration};
 pub use cx::Cx;
 pub use error::{RangeError, VerbsError};
 pub use event::{CmKind, Event};
 pub use ids::{CmRef, CqId, DeviceIx, KeyId, MrId, PdId, QpId};
 pub use keys::{GrantOf, Granted, KeyKind, Revoked};
+pub use memory::{Foreign, ForeignMemory, Memory};

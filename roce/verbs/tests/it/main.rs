@@ -2,5 +2,6 @@
 
 mod cache;
 mod faults;
+mod foreign;
 mod keys;
 mod order;
