@@ -4,8 +4,8 @@ use std::{io, path::PathBuf};
 
 use crate::proto::Refusal;
 
-/// Message of a broker that found another one alive.
-pub(crate) const RUNS_ALREADY: &str = "another broker runs";
+/// Message of a helper that found another one alive.
+pub(crate) const RUNS_ALREADY: &str = "another one runs";
 
 /// Reason why a process is no member, or why there is no broker.
 #[derive(Debug, thiserror::Error)]
@@ -31,15 +31,15 @@ pub enum Error {
     /// No broker runs, and there is no program to start.
     #[error("no broker runs, and the program `ferroce` that would be one is not found: set FERROCE_BROKER to its path")]
     NoProgram,
-    /// The broker did not start.
-    #[error("starting the broker ({} broker) failed: {text}", program.display())]
+    /// The broker, or another helper, did not start.
+    #[error("`{command}` did not start: {text}")]
     Failed {
-        /// The program.
-        program: PathBuf,
+        /// The program and its subcommand.
+        command: String,
         /// Its message.
         text: String,
     },
-    /// Another broker has the directory.
+    /// Another one has the directory.
     #[error("{RUNS_ALREADY} in {}", .0.display())]
     Runs(PathBuf),
     /// The broker refuses.

@@ -23,6 +23,7 @@ mod bpf;
 mod client;
 mod error;
 mod group;
+pub mod helper;
 mod page;
 pub mod proto;
 pub mod server;
@@ -37,4 +38,5 @@ pub use page::{COUNTERS, MAX_ADDRS, Report, Snapshot};
 pub use proto::{Ended, Isolation, Place, ProcessReport, Statistics, Translated};
 #[doc(hidden)]
 pub use server::fuzz;
-pub use start::{JoinConfig, make_home, runtime_dir};
+pub use start::{JoinConfig, PRIVATE, make_home, prepare_dir, private_dir, runtime_dir};
+pub use sys::peer_credentials;

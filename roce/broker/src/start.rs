@@ -1,16 +1,13 @@
 //! Joining: search for the broker, and its start: one per user, by the first process that needs it.
 
 use std::{
-    ffi::OsStr,
-    fs::{self, DirBuilder, File, TryLockError},
-    io::{self, BufRead, BufReader},
+    fs::{self, DirBuilder},
+    io,
     os::{
         fd::{AsFd, OwnedFd},
-        unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt},
+        unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt},
     },
     path::{Path, PathBuf},
-    process::{Command, Stdio},
-    thread,
     time::{Duration, Instant},
 };
 
@@ -25,41 +22,29 @@ use rustix::{
 };
 
 use crate::{
-    error::{Error, RUNS_ALREADY, context},
+    error::{Error, context},
+    helper::{Kind, Lock},
     proto::Place,
 };
 
+/// The broker as a program that is started in the background.
+pub(crate) const BROKER: Kind = Kind {
+    command: &["broker"],
+    start_lock: START_LOCK,
+    log: "broker.log",
+};
 /// The socket's name in the broker's directory.
 pub(crate) const SOCKET: &str = BROKER_SOCKET;
 /// Held by the broker as long as it lives.
 pub(crate) const LIFE_LOCK: &str = "broker.lock";
 /// Held by a process that starts a broker.
 const START_LOCK: &str = "start.lock";
-/// Name of the broker's log.
-const LOG: &str = "broker.log";
 /// Directory of a system broker.
 pub(crate) const SYSTEM_DIR: &str = "/run/ferroce";
-/// Line that a broker writes to standard output when it accepts connections.
-pub(crate) const READY: &str = "ready";
-/// Time that starting may take.
-const PATIENCE: Duration = Duration::from_secs(20);
 /// Prefix of the directories of network namespaces.
 const NETWORK: &str = "net-";
 /// After so long without a broker such a directory is of no use.
 const UNUSED: Duration = Duration::from_secs(24 * 3600);
-/// Variables that a broker does not get: a library to load, and those of a service manager, which are for this process.
-const NOT_ITS_OWN: [&str; 7] = [
-    "LD_PRELOAD",
-    "NOTIFY_SOCKET",
-    "WATCHDOG_PID",
-    "WATCHDOG_USEC",
-    "LISTEN_PID",
-    "LISTEN_FDS",
-    "LISTEN_FDNAMES",
-];
-/// Pause between two attempts.
-const PAUSE: Duration = Duration::from_millis(10);
-
 /// Parameters of joining.
 #[derive(Clone, Debug)]
 pub struct JoinConfig {
@@ -111,6 +96,14 @@ pub fn runtime_dir() -> PathBuf {
         return system.into();
     }
     home().join(network())
+}
+
+/// Returns this user's directory for other helpers than the broker: that of the broker, unless it serves several users.
+pub fn private_dir(broker: &Path) -> PathBuf {
+    match is_of_others(broker) || broker == Path::new(SYSTEM_DIR) {
+        true => home().join(network()),
+        false => broker.into(),
+    }
 }
 
 /// Returns whether the directory of a broker belongs to another user, who runs it for several.
@@ -165,12 +158,15 @@ pub fn make_home() -> Result<PathBuf, Error> {
 }
 
 /// Permissions of a directory for this user alone.
-pub(crate) const PRIVATE: u32 = 0o700;
+pub const PRIVATE: u32 = 0o700;
 /// Permissions of a directory whose socket others may use.
 pub(crate) const SHARED: u32 = 0o755;
 
 /// Makes the directory with these permissions if need be, and checks that no other user can write to it.
-pub(crate) fn prepare_dir(dir: &Path, mode: u32) -> Result<(), Error> {
+///
+/// # Errors
+/// When it can't be made, or another user could write to it.
+pub fn prepare_dir(dir: &Path, mode: u32) -> Result<(), Error> {
     let fail = |text: String| Err(Error::Directory { dir: dir.into(), text });
     if let Some(parent) = dir.parent().filter(|parent| *parent == home()) {
         prepare_dir(parent, PRIVATE)?;
@@ -266,32 +262,6 @@ fn check_server(dir: &Path, path: &Path, socket: OwnedFd) -> Result<OwnedFd, Err
     }
 }
 
-/// An exclusive lock that ends with the process, or with the value.
-pub(crate) struct Lock(#[allow(dead_code, reason = "held, not used")] File);
-
-impl Lock {
-    /// Takes it, waiting until `deadline`; `None` when another has it for longer.
-    pub(crate) fn take(dir: &Path, name: &str, deadline: Instant) -> io::Result<Option<Self>> {
-        let file = File::options()
-            .create(true)
-            .truncate(false)
-            .read(true)
-            .write(true)
-            .mode(0o600)
-            .custom_flags(libc::O_NOFOLLOW)
-            .open(dir.join(name))?;
-        loop {
-            match file.try_lock() {
-                Ok(()) => return Ok(Some(Self(file))),
-                Err(TryLockError::WouldBlock) if Instant::now() < deadline => thread::sleep(PAUSE),
-                Err(TryLockError::WouldBlock) => return Ok(None),
-                Err(TryLockError::Error(e)) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(TryLockError::Error(e)) => return Err(e),
-            }
-        }
-    }
-}
-
 /// Connects to the broker of a directory, starting it if need be.
 pub(crate) fn connect_or_start(dir: &Path, program: Option<&Path>) -> Result<OwnedFd, Error> {
     if let Some(socket) = connect(dir)? {
@@ -304,89 +274,7 @@ pub(crate) fn connect_or_start(dir: &Path, program: Option<&Path>) -> Result<Own
         });
     }
     prepare_dir(dir, PRIVATE)?;
-    let deadline = Instant::now() + PATIENCE;
-    let lock = Lock::take(dir, START_LOCK, deadline)
-        .map_err(context(format!("locking {}", dir.join(START_LOCK).display())))?;
-    // The process that had the lock has started one.
-    let mut last = None;
-    while Instant::now() < deadline {
-        if let Some(socket) = connect(dir)? {
-            return Ok(socket);
-        }
-        if lock.is_some() {
-            match spawn(dir, program) {
-                Ok(()) => continue,
-                // It has found another one about to exit: then there is none a moment later.
-                Err(e) if is_transient(&e) => last = Some(e),
-                Err(e) => return Err(e),
-            }
-        }
-        thread::sleep(PAUSE);
-    }
-    Err(last.unwrap_or_else(|| context(dir.display().to_string())(io::ErrorKind::TimedOut.into())))
-}
-
-fn is_transient(e: &Error) -> bool {
-    matches!(e, Error::Failed { text, .. } if text.contains(RUNS_ALREADY))
-}
-
-/// Starts a broker and waits until it can be connected to.
-fn spawn(dir: &Path, program: Option<&Path>) -> Result<(), Error> {
-    let program = find_program(program).ok_or(Error::NoProgram)?;
-    let failed = |text: String| Error::Failed {
-        program: program.clone(),
-        text,
-    };
-    let log = File::options()
-        .create(true)
-        .append(true)
-        .mode(0o600)
-        .custom_flags(libc::O_NOFOLLOW)
-        .open(dir.join(LOG))
-        .map_err(context(format!("opening {}", dir.join(LOG).display())))?;
-    // Once more to get away from our child processes: a program may wait for any of its own.
-    let mut command = Command::new(&program);
-    if environment::is_secure() {
-        // The broker has our rights, and the environment is our user's.
-        command.env_clear();
-    }
-    for name in NOT_ITS_OWN {
-        command.env_remove(name);
-    }
-    let mut child = command
-        .args(["broker", "--detach", "--dir"])
-        .arg(dir)
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(log)
-        .spawn()
-        .map_err(|e| failed(e.to_string()))?;
-    let mut said = String::new();
-    if let Some(out) = child.stdout.take() {
-        // Ends when the broker has closed its end, in either case.
-        let _ = BufReader::new(out).read_line(&mut said);
-    }
-    // The program's own handler may have been faster.
-    let _ = child.wait();
-    match said.trim() {
-        READY => Ok(()),
-        "" => Err(failed(format!("it says nothing; see {}", dir.join(LOG).display()))),
-        text => Err(failed(text.into())),
-    }
-}
-
-/// The program that is given, or that we are, or that the search path has.
-fn find_program(given: Option<&Path>) -> Option<PathBuf> {
-    if let Some(given) = given {
-        return Some(given.into());
-    }
-    let own = std::env::current_exe()
-        .ok()
-        .filter(|p| p.file_name() == Some(OsStr::new("ferroce")));
-    own.or_else(|| {
-        let mut programs = environment::search_path().into_iter().map(|dir| dir.join("ferroce"));
-        programs.find(|p| p.is_file())
-    })
+    BROKER.start(dir, program, || connect(dir))
 }
 
 #[cfg(test)]

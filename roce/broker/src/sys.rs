@@ -39,7 +39,10 @@ pub(crate) unsafe fn close_from(first: RawFd) -> io::Result<()> {
 
 /// Returns the process at the other end of a unix socket: process id and user id. The former is 0 when it has none here, which the type of
 /// `rustix` does not allow.
-pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> io::Result<(u32, u32)> {
+///
+/// # Errors
+/// Those of `getsockopt`.
+pub fn peer_credentials(socket: BorrowedFd<'_>) -> io::Result<(u32, u32)> {
     let ucred = libc::ucred { pid: 0, uid: 0, gid: 0 };
     // SAFETY: three integers.
     let ucred = unsafe { get(socket, libc::SO_PEERCRED, ucred) }?;

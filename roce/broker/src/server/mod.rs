@@ -25,10 +25,9 @@ pub use quota::Quotas;
 pub use systemd::Notify;
 
 use std::{
-    fs, io,
+    io,
     io::Write,
     os::fd::{AsFd, OwnedFd},
-    process::{Command, Stdio},
     time::{Duration, Instant},
 };
 
@@ -37,8 +36,8 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::{
     error::{Error, context},
-    start::{self, LIFE_LOCK, Lock, PRIVATE, READY, SHARED, SOCKET},
-    sys,
+    helper::{self, Lock},
+    start::{self, LIFE_LOCK, PRIVATE, SHARED, SOCKET},
 };
 
 /// Time that a predecessor may take to exit.
@@ -50,7 +49,7 @@ const PREDECESSOR: Duration = Duration::from_secs(3);
 /// When another one runs in the directory or the system refuses something.
 pub fn run(config: &Config) -> Result<(), Error> {
     if config.detach {
-        return detach(config);
+        return start::BROKER.detach(&config.dir);
     }
     let kept = systemd::kept_descriptors();
     let outcome = serve(config, kept);
@@ -80,7 +79,7 @@ fn serve(config: &Config, kept: Vec<OwnedFd>) -> Result<(), Error> {
     let mut broker = broker::Broker::new(config, listener, kept, notify).map_err(context("starting"))?;
     broker.notify_ready();
     if config.announce {
-        announce().map_err(context("telling that it is ready"))?;
+        helper::announce().map_err(context("telling that it is ready"))?;
     }
     tracing::info!(dir = %config.dir.display(), "the broker is ready");
     let outcome = broker.run().map_err(context("waiting for events"));
@@ -109,32 +108,4 @@ fn listen(config: &Config) -> io::Result<SocketFile> {
     let file = SocketFile::bind(&config.dir.join(SOCKET), Kind::Records, access)?;
     file.listener().set_nonblocking(true)?;
     Ok(file)
-}
-
-/// Notifies the process that started this one, and closes standard output.
-fn announce() -> io::Result<()> {
-    let mut out = io::stdout();
-    writeln!(out, "{READY}")?;
-    out.flush()?;
-    let null = fs::File::options().write(true).open("/dev/null")?;
-    rustix::stdio::dup2_stdout(null)?;
-    Ok(())
-}
-
-fn detach(config: &Config) -> Result<(), Error> {
-    // SAFETY: `Config::detach` says that this program has opened nothing.
-    unsafe { sys::close_from(3) }.map_err(context("closing what the starting program left open"))?;
-    // Not of the terminal, so that its ctrl-C is none of ours.
-    let _ = rustix::process::setsid();
-    let program = std::env::current_exe().map_err(context("finding the own program"))?;
-    let child = Command::new(program)
-        .args(["broker", "--announce", "--dir"])
-        .arg(&config.dir)
-        // It outlives the process that needed it first, and must keep no file system busy.
-        .current_dir("/")
-        .stdin(Stdio::null())
-        .stdout(Stdio::inherit())
-        .stderr(Stdio::inherit())
-        .spawn();
-    child.map(drop).map_err(context("starting the broker"))
 }
