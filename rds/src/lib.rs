@@ -22,5 +22,5 @@ pub use conn::{Broken, Refused};
 pub use counters::Counters;
 pub use error::Error;
 pub use key::PairKey;
-pub use node::{ConnectionInfo, Node, Output, PairState};
+pub use node::{ConnectionInfo, Node, Output, PairState, check_peer, is_unicast};
 pub use socket::{Message, Readiness, Received, SocketId};

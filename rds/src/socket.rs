@@ -62,7 +62,7 @@ pub(crate) struct Socket {
     /// Bytes of messages that are not acknowledged.
     pub(crate) unacked: usize,
     inbox: VecDeque<Message>,
-    /// Bytes in the inbox.
+    /// Bytes in the inbox, and of messages that were taken but not read.
     unread: usize,
     congested: bool,
     /// It wants to know of ports that refused it and are free again.
@@ -124,16 +124,21 @@ impl Socket {
         }
     }
 
-    /// Takes what is next: congestion before messages, as the kernel does.
-    pub(crate) fn pop(&mut self) -> Option<(Received, Option<PortChange>)> {
-        if self.freed != 0 {
-            return Some((Received::Uncongested(core::mem::take(&mut self.freed)), None));
+    /// Takes what is next: congestion before messages, as the kernel does. A message counts as unread until [`read`](Self::read).
+    pub(crate) fn pop(&mut self) -> Option<Received> {
+        match core::mem::take(&mut self.freed) {
+            0 => self.inbox.pop_front().map(Received::Message),
+            freed => Some(Received::Uncongested(freed)),
         }
-        let message = self.inbox.pop_front()?;
-        self.unread -= message.data.len();
+    }
+
+    /// Bytes of messages that were taken are read. Returns how many, which is not more than there are.
+    pub(crate) fn read(&mut self, len: usize) -> (usize, Option<PortChange>) {
+        let len = len.min(self.unread);
+        self.unread -= len;
         let becomes = self.congested && self.unread < self.recv_buffer / 2;
         self.congested &= !becomes;
-        Some((Received::Message(message), becomes.then_some(PortChange::Freed)))
+        (len, becomes.then_some(PortChange::Freed))
     }
 
     /// Returns whether its port is congested.
@@ -209,7 +214,11 @@ mod tests {
         let mut socket = socket(8192);
         let changes: Vec<_> = (0..3).map(|_| socket.push(message(4096))).collect();
         assert_eq!(changes, [None, None, Some(PortChange::Congested)]);
-        let changes: Vec<_> = (0..3).map(|_| socket.pop().unwrap().1).collect();
+        assert!(
+            (0..3).all(|_| socket.pop().is_some()) && socket.is_congested(),
+            "taken is not read"
+        );
+        let changes: Vec<_> = (0..3).map(|_| socket.read(4096).1).collect();
         // With 8192 and 4096 bytes it still is.
         assert_eq!(changes, [None, None, Some(PortChange::Freed)]);
         assert!(!socket.is_congested() && socket.pop().is_none());
@@ -224,8 +233,8 @@ mod tests {
         socket.refused_by(4002);
         assert!(!socket.note_freed(1) && socket.note_freed(1 << 34));
         socket.push(message(1));
-        assert_eq!(socket.pop(), Some((Received::Uncongested(1 << 34), None)));
-        assert!(matches!(socket.pop(), Some((Received::Message(_), None))));
+        assert_eq!(socket.pop(), Some(Received::Uncongested(1 << 34)));
+        assert!(matches!(socket.pop(), Some(Received::Message(_))));
         assert!(!socket.note_freed(1 << 34), "once");
     }
 

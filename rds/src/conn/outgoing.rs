@@ -20,6 +20,8 @@ pub(crate) struct Outgoing {
     pub(crate) flags: Flags,
     /// Its socket does not want it any more. It is not accounted to it, and sent only because its first fragments were.
     pub(super) canceled: bool,
+    /// Its socket was closed after it was queued: it leaves, or comes again, over this link only.
+    pub(super) orphan: bool,
 }
 
 impl Outgoing {
@@ -32,6 +34,7 @@ impl Outgoing {
             ext: [0; EXT_LEN],
             flags: Flags::empty(),
             canceled: false,
+            orphan: false,
         }
     }
 

@@ -9,6 +9,11 @@ use crate::{
     socket::SocketId,
 };
 
+/// Bytes of messages of closed sockets that a connection keeps.
+const MAX_ORPHANS: usize = 16 << 20;
+/// Bytes that each of them counts beside its data.
+const ORPHAN: usize = 256;
+
 /// When acknowledgements are asked for (`net.rds.max_unacked_packets`, `max_unacked_bytes`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct AckPolicy {
@@ -96,10 +101,11 @@ impl SendQueue {
         self.waiting.is_empty()
     }
 
-    /// Returns whether no message of a socket waits for an acknowledgement. Pings and pongs of the node do not matter: two nodes would ask
+    /// Returns whether no message of a socket, open or closed, waits for an acknowledgement. Pings and pongs of the node do not matter: two nodes would ask
     /// each other for ever.
     pub(crate) fn is_acked(&self) -> bool {
-        self.unacked.iter().all(|sent| sent.message.socket.is_none())
+        let is_own = |message: &Outgoing| message.socket.is_none() && !message.orphan;
+        self.unacked.iter().all(|sent| is_own(&sent.message))
     }
 
     /// Messages that wait, and that are not acknowledged.
@@ -187,7 +193,26 @@ impl SendQueue {
             self.waiting.push_front(last);
         }
         // A message that was canceled amid its fragments need not be finished any more.
-        self.waiting.retain(|kept| !kept.message.canceled);
+        self.waiting
+            .retain(|kept| !kept.message.canceled && !kept.message.orphan);
+    }
+
+    /// A socket is closed. Its messages are accounted to nobody from now on, and those that are too many for that are canceled.
+    pub(crate) fn orphan(&mut self, socket: SocketId) {
+        let all = || self.waiting.iter().chain(&self.unacked).map(|kept| &kept.message);
+        let kept: usize = all()
+            .filter(|m| m.orphan || m.socket == Some(socket))
+            .map(|m| m.data.len() + ORPHAN)
+            .sum();
+        if kept > MAX_ORPHANS {
+            return self.cancel(socket, None, |_| {});
+        }
+        let all = self.waiting.iter_mut().chain(&mut self.unacked);
+        for message in all.map(|kept| &mut kept.message) {
+            if message.socket == Some(socket) && !message.canceled {
+                (message.socket, message.orphan) = (None, true);
+            }
+        }
     }
 
     /// Drops the messages of a socket, those to `port` only if one is named. Of one that is partly sent the rest still leaves.
@@ -318,5 +343,20 @@ mod tests {
         queue.cancel(SOCKET, None, |_| {});
         queue.restart();
         assert_eq!(queue.lens(), (0, 0));
+    }
+    #[test]
+    fn messages_of_a_closed_socket_leave_over_the_link_that_there_is() {
+        let mut queue = queue(100);
+        push(&mut queue, &[1, 2]);
+        post(&mut queue, 1);
+        queue.orphan(SOCKET);
+        assert_eq!(post(&mut queue, 9).len(), 1);
+        assert!(queue.is_sent() && !queue.is_acked());
+        assert!(queue.acknowledge(1, |message| assert_eq!(message.socket, None)));
+        queue.restart();
+        assert_eq!(queue.lens(), (0, 0), "not over another one");
+        push(&mut queue, &[MAX_ORPHANS]);
+        queue.orphan(SOCKET);
+        assert_eq!(queue.lens(), (0, 0), "too many");
     }
 }

@@ -121,6 +121,7 @@ impl Node {
         if !map.set(of.port(), change == PortChange::Congested) {
             return;
         }
+        Self::note_map(&mut self.congested, of.ip(), map);
         for connection in self.connections.values_mut().filter(|c| c.key.local == of.ip()) {
             if connection.phase.link().is_some() {
                 connection.map_due = true;
@@ -141,6 +142,7 @@ impl Node {
         }
         let old = self.peers.entry(peer).or_default();
         let freed = map.freed_since(old);
+        Self::note_map(&mut self.congested, peer, &map);
         *old = map;
         self.freed(freed);
     }

@@ -5,6 +5,8 @@ mod deliver;
 mod drive;
 mod sockets;
 
+pub use sockets::{check_peer, is_unicast};
+
 use core::net::{IpAddr, SocketAddr};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -91,6 +93,8 @@ pub struct Node {
     maps: BTreeMap<IpAddr, CongestionMap>,
     /// Congested ports of peers.
     peers: BTreeMap<IpAddr, CongestionMap>,
+    /// Addresses that have a congested port.
+    congested: BTreeSet<IpAddr>,
     maps_received: u64,
     /// Bytes that sockets have not read.
     unread: usize,
@@ -130,6 +134,7 @@ impl Node {
             bound: BTreeMap::new(),
             maps: addrs.iter().map(|addr| (*addr, CongestionMap::default())).collect(),
             peers: BTreeMap::new(),
+            congested: BTreeSet::new(),
             maps_received: 0,
             unread: 0,
             starved: Vec::new(),
@@ -246,6 +251,14 @@ impl Node {
             self.connections.insert(key, connection);
         }
         self.connections.get_mut(&key)
+    }
+
+    /// Notes whether a map has a congested port now.
+    fn note_map(congested: &mut BTreeSet<IpAddr>, addr: IpAddr, map: &CongestionMap) {
+        match map.is_empty() {
+            true => congested.remove(&addr),
+            false => congested.insert(addr),
+        };
     }
 
     fn tell(out: &mut VecDeque<Output>, (id, socket): (SocketId, &mut Socket)) {

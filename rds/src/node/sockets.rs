@@ -31,14 +31,18 @@ impl Node {
         self.sockets.get_mut(id.0 as usize).ok_or(Error::BadSocket)
     }
 
-    /// Closes a socket. Its messages that were not acknowledged may or may not have come.
+    /// Closes a socket. Its messages that were not acknowledged may or may not have come: those for peers to which there is no link are
+    /// dropped.
     ///
     /// # Errors
     /// [`Error::BadSocket`].
     pub fn close(&mut self, id: SocketId) -> Result<(), Error> {
         self.get(id)?;
         for connection in self.connections.values_mut() {
-            connection.queue.cancel(id, None, |_| {});
+            match connection.phase.link() {
+                Some(_) => connection.queue.orphan(id),
+                None => connection.queue.cancel(id, None, |_| {}),
+            }
         }
         let socket = self.sockets.remove(id.0 as usize);
         self.was_read(socket.unread());
@@ -79,14 +83,8 @@ impl Node {
     /// # Errors
     /// [`Error::NoAddress`], [`Error::Invalid`].
     pub fn connect(&mut self, id: SocketId, to: SocketAddr) -> Result<(), Error> {
-        let socket = self.get(id)?;
-        if to.ip().is_unspecified() {
-            return Err(Error::NoAddress);
-        }
-        if !is_unicast(to.ip()) {
-            return Err(Error::Invalid);
-        }
-        socket.peer = Some(to);
+        check_peer(to)?;
+        self.get(id)?.peer = Some(to);
         Ok(())
     }
 
@@ -141,15 +139,30 @@ impl Node {
     /// [`Error::NotConnected`], [`Error::Family`], [`Error::TooLong`], [`Error::Congested`], [`Error::WouldBlock`],
     /// [`Error::Limit`].
     pub fn send(&mut self, id: SocketId, to: Option<SocketAddr>, data: &[u8]) -> Result<(), Error> {
+        let (_, to) = self.route(id, to, data.len())?;
+        self.check_congestion(id, to)?;
+        self.queue(id, Some(to), data)
+    }
+
+    /// Returns from where to where a message goes.
+    fn route(&mut self, id: SocketId, to: Option<SocketAddr>, len: usize) -> Result<(SocketAddr, SocketAddr), Error> {
         let socket = self.get(id)?;
         let (from, to) = socket.bound.zip(to.or(socket.peer)).ok_or(Error::NotConnected)?;
         if from.is_ipv4() != to.is_ipv4() {
             return Err(Error::Family);
         }
-        if data.len() > socket.send_buffer || data.len() > MAX_MESSAGE as usize {
+        if len > socket.send_buffer || len > MAX_MESSAGE as usize {
             return Err(Error::TooLong);
         }
-        let (tos, is_full) = (socket.tos, socket.unacked >= socket.send_buffer);
+        Ok((from, to))
+    }
+
+    /// Checks whether the port of a destination is congested. If it is, the socket is a waiting one from now on: it is told when ports are
+    /// free.
+    ///
+    /// # Errors
+    /// [`Error::Congested`].
+    pub fn check_congestion(&mut self, id: SocketId, to: SocketAddr) -> Result<(), Error> {
         let is_ours = self.addrs.contains(&to.ip());
         let maps = if is_ours { &self.maps } else { &self.peers };
         if maps.get(&to.ip()).is_some_and(|map| map.is_congested(to.port())) {
@@ -161,11 +174,27 @@ impl Node {
             }
             return Err(Error::Congested);
         }
-        if is_full {
+        Ok(())
+    }
+
+    /// Returns whether some port is congested, of peers or of this node.
+    pub fn some_port_is_congested(&self) -> bool {
+        !self.congested.is_empty()
+    }
+
+    /// Queues a message whatever the state of the destination's port, which was asked for earlier.
+    ///
+    /// # Errors
+    /// As of [`send`](Self::send), without [`Error::Congested`].
+    pub fn queue(&mut self, id: SocketId, to: Option<SocketAddr>, data: &[u8]) -> Result<(), Error> {
+        let (from, to) = self.route(id, to, data.len())?;
+        let socket = self.get(id)?;
+        if socket.unacked >= socket.send_buffer {
             return Err(Error::WouldBlock);
         }
-        self.get(id)?.tos_is_fixed = true;
-        if is_ours {
+        let tos = socket.tos;
+        socket.tos_is_fixed = true;
+        if self.addrs.contains(&to.ip()) {
             return self.send_here(id, from, to, data);
         }
         let key = PairKey {
@@ -220,16 +249,34 @@ impl Node {
     /// # Errors
     /// [`Error::WouldBlock`].
     pub fn receive(&mut self, id: SocketId) -> Result<Received, Error> {
+        let received = self.take(id)?;
+        if let Received::Message(message) = &received {
+            self.read(id, message.data.len())?;
+        }
+        Ok(received)
+    }
+
+    /// Takes what is next on behalf of a program that has not read it: a message counts for congestion until [`read`](Self::read).
+    ///
+    /// # Errors
+    /// [`Error::WouldBlock`].
+    pub fn take(&mut self, id: SocketId) -> Result<Received, Error> {
+        self.get(id)?.pop().ok_or(Error::WouldBlock)
+    }
+
+    /// So many bytes of messages that were [taken](Self::take) are read.
+    ///
+    /// # Errors
+    /// [`Error::BadSocket`].
+    pub fn read(&mut self, id: SocketId, len: usize) -> Result<(), Error> {
         let socket = self.get(id)?;
         let bound = socket.bound;
-        let (received, change) = socket.pop().ok_or(Error::WouldBlock)?;
-        if let Received::Message(message) = &received {
-            self.was_read(message.data.len());
-        }
+        let (len, change) = socket.read(len);
+        self.was_read(len);
         if let Some(bound) = bound {
             self.port_changed(bound, change);
         }
-        Ok(received)
+        Ok(())
     }
 
     /// Returns what is next, and leaves it there.
@@ -276,7 +323,19 @@ impl Node {
     }
 }
 
+/// Checks whether a socket may be connected to an address.
+///
+/// # Errors
+/// [`Error::NoAddress`], [`Error::Invalid`].
+pub fn check_peer(to: SocketAddr) -> Result<(), Error> {
+    match to.ip() {
+        addr if addr.is_unspecified() => Err(Error::NoAddress),
+        addr if !is_unicast(addr) => Err(Error::Invalid),
+        _ => Ok(()),
+    }
+}
+
 /// Returns whether a host can have this address.
-fn is_unicast(addr: IpAddr) -> bool {
+pub fn is_unicast(addr: IpAddr) -> bool {
     !addr.is_unspecified() && !addr.is_multicast() && addr != IpAddr::V4(core::net::Ipv4Addr::BROADCAST)
 }

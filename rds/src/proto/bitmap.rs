@@ -86,6 +86,11 @@ impl CongestionMap {
         self.bits[usize::from(port / 8)] >> (port % 8) & 1 != 0
     }
 
+    /// Returns whether no port is congested.
+    pub fn is_empty(&self) -> bool {
+        self.bits.iter().all(|byte| *byte == 0)
+    }
+
     /// Congested ports, ascending.
     pub fn ports(&self) -> impl Iterator<Item = u16> + use<'_> {
         ports(&self.bits[..], 0)
