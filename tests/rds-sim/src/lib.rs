@@ -8,14 +8,17 @@
 #![forbid(unsafe_code)]
 
 mod draw;
+mod kernel;
 mod ledger;
 mod program;
+mod race;
 mod stranger;
 mod world;
 
 use roce_sim::{Coverage, Failure, RunConfig, RunsWith, Total, simulate};
 
-use crate::world::World;
+pub use crate::race::RACES;
+use crate::{race::Race, world::World};
 
 /// Counts of runs.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -58,4 +61,15 @@ impl Total for RdsStats {
 pub fn run(config: &RunConfig) -> Result<RdsStats, Failure> {
     let (seed, scale) = (config.seed, config.scale);
     simulate(config, "rds", " --rds", |trace| World::new(seed, scale, trace))
+}
+
+/// Runs a race of two nodes that connect to each other; the seed, below [`RACES`], is its number. A failing run is repeated to write its
+/// capture.
+///
+/// # Errors
+/// When a rule is broken or the code under test panics.
+pub fn run_race(config: &RunConfig) -> Result<RdsStats, Failure> {
+    simulate(config, "rds-race", " --rds -- --races", |trace| {
+        Race::new(config.seed % RACES, trace)
+    })
 }

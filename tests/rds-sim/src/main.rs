@@ -9,13 +9,19 @@ use roce_sim::{Coverage, cli::RunArgs};
 #[derive(Parser)]
 #[command(version)]
 struct Cli {
+    /// Have two nodes connect to each other at about the same time: seeds are the numbers of the orders that there are, 0 to 28124
+    #[arg(long)]
+    races: bool,
     #[command(flatten)]
     run: RunArgs,
 }
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    let outcome = cli.run.run_seeds(|config| ferroce_rds_sim::run(&config));
+    let outcome = cli.run.run_seeds(|config| match cli.races {
+        true => ferroce_rds_sim::run_race(&config),
+        false => ferroce_rds_sim::run(&config),
+    });
     let total = &outcome.total;
     println!(
         "{} packets, {} lost; {} messages sent, {} received; {:.1} s of virtual time",

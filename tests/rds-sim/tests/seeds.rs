@@ -1,6 +1,6 @@
 //! A few nodes of RDS in every `cargo test`; `cargo xtask sim --rds` runs thousands.
 
-use ferroce_rds_sim::{RdsStats, run};
+use ferroce_rds_sim::{RACES, RdsStats, run, run_race};
 use roce_sim::{Failure, RunConfig, run_many};
 
 /// Seeds that once showed a bug. A change of what a seed draws takes their meaning away.
@@ -62,4 +62,18 @@ fn some_nodes_and_programs() {
 fn a_seed_gives_the_same_run_each_time() {
     let run = || run(&RunConfig::new(7)).unwrap();
     assert_eq!(run(), run());
+}
+
+/// All fates of the first three datagrams.
+#[test]
+fn who_connects_at_once_gets_one_connection() {
+    let (total, failures) = run_many(0..1125, 2, |seed| run_race(&RunConfig::new(seed)), |_| {});
+    let failed: String = failures.iter().map(|f| format!("{f}\n")).collect();
+    assert!(failures.is_empty(), "{failed}");
+    assert!(total.coverage.contains_key("both connected at once"), "{total:?}");
+}
+
+#[test]
+fn the_program_says_how_many_orders_there_are() {
+    assert_eq!(RACES, 28_125);
 }
