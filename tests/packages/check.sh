@@ -182,6 +182,12 @@ units() {
     done
 }
 
+# Where `tshark -G folders` of Debian says.
+wireshark() {
+    libraries=$(echo /usr/lib/*-linux-gnu/wireshark)
+    grep -q ferroce.icrc "$libraries/plugins/ferroce.lua" && "$libraries/extcap/ferroce" --extcap-interfaces | grep -q ferroce
+}
+
 copied() {
     ferroce copy /tmp/work/volume && volume/bin/ferroce run -- ibv_devinfo | grep -q ferroce0
 }
@@ -205,6 +211,7 @@ check 'completion of bash' completion_of_bash
 check 'completion of zsh' completion_of_zsh
 check 'completion of fish' completion_of_fish
 check 'units of systemd' units
+[ "$kind" = deb ] && check 'files of Wireshark' wireshark
 check 'copy for another container' copied
 check 'is removed' remove_it
 check 'leaves no trace' no_trace

@@ -30,8 +30,10 @@ pub(crate) fn copy(from: &Path, to: &Path, mode: u32) -> Result<()> {
     put(to, &fs::read(from).map_err(failed(from))?, mode)
 }
 
-/// Makes a symbolic link in one step.
+/// Makes a symbolic link in one step, and the folder that it is in.
 pub(crate) fn link(target: &str, at: &Path) -> Result<()> {
+    let dir = at.parent().ok_or("no folder")?;
+    fs::create_dir_all(dir).map_err(failed(dir))?;
     let fresh = fresh(at);
     let _ = fs::remove_file(&fresh);
     symlink(target, &fresh).map_err(failed(&fresh))?;

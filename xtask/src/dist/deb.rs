@@ -15,12 +15,24 @@ const SCRIPTS_FOLDER: &str = "xtask/src/dist/debian";
 /// Folder in which zsh of Debian looks for completions of packages.
 const ZSH: [&str; 2] = ["share/zsh/site-functions", "share/zsh/vendor-completions"];
 
+/// Folder in which Debian's Wireshark looks for what packages bring, below that of the machine's libraries.
+const WIRESHARK: &str = "wireshark";
+/// Links in it, and the files that all packages have.
+const WIRESHARK_LINKS: [(&str, &str); 2] = [
+    ("plugins/ferroce.lua", "/usr/share/ferroce/wireshark/ferroce.lua"),
+    ("extcap/ferroce", "/usr/share/ferroce/wireshark/extcap/ferroce"),
+];
+
 pub(super) fn package(release: &Release) -> Result<()> {
     let (dir, usr) = release.tree("deb", "/usr")?;
     let [from, to] = ZSH.map(|folder| usr.join(folder));
     fs::create_dir_all(usr.join("share/zsh")).map_err(failed(&usr))?;
     fs::rename(&from, &to).map_err(failed(&to))?;
     documents(release, &usr)?;
+    let libraries = usr.join(format!("lib/{}-linux-gnu", std::env::consts::ARCH));
+    for (name, target) in WIRESHARK_LINKS {
+        files::link(target, &libraries.join(WIRESHARK).join(name))?;
+    }
     let control = dir.join("DEBIAN");
     for name in SCRIPTS {
         files::copy(&Path::new(SCRIPTS_FOLDER).join(name), &control.join(name), 0o755)?;
