@@ -76,11 +76,14 @@ pub struct RecvHeader {
     magic: u32,
     kind: u32,
     data_len: u32,
-    has_cookie: u32,
+    flags: u32,
     from: RawAddr,
     value: u64,
     time: i64,
 }
+
+const HAS_COOKIE: u32 = 1;
+const IN_FILE: u32 = 2;
 
 const MESSAGE: u32 = 0;
 const NOTIFICATIONS: u32 = 1;
@@ -103,7 +106,7 @@ impl RecvHeader {
             magic: MAGIC,
             kind: number,
             data_len: data_len as u32,
-            has_cookie: cookie.into(),
+            flags: if cookie { HAS_COOKIE } else { 0 },
             from: from.into(),
             value,
             time,
@@ -121,7 +124,7 @@ impl RecvHeader {
             return Err(ProtocolError::Version(header.magic));
         }
         let kind = match header.kind {
-            MESSAGE => RecvKind::Message((header.has_cookie != 0).then_some(header.value)),
+            MESSAGE => RecvKind::Message((header.flags & HAS_COOKIE != 0).then_some(header.value)),
             NOTIFICATIONS => RecvKind::Notifications,
             CONGESTION => RecvKind::Congestion(header.value),
             WAKE => RecvKind::Wake,
@@ -129,6 +132,19 @@ impl RecvHeader {
         };
         header.from.get()?;
         Ok((header, kind))
+    }
+
+    /// Returns the header of data that is in a file: the descriptor of a sealed memory file comes with the packet, which has no data. So
+    /// come messages that are longer than the system lets a packet be (`net.core.wmem_max`), of peers that let theirs be longer.
+    #[must_use]
+    pub fn in_file(mut self) -> Self {
+        self.flags |= IN_FILE;
+        self
+    }
+
+    /// Returns whether the data is [in a file](Self::in_file).
+    pub fn is_in_file(&self) -> bool {
+        self.flags & IN_FILE != 0
     }
 
     /// Full length of the data that follows.

@@ -15,6 +15,7 @@
 //! [`connect`] checks who serves the socket.
 
 mod addr;
+mod client;
 mod control;
 mod data;
 mod error;
@@ -23,8 +24,10 @@ mod limits;
 mod op;
 mod page;
 mod record;
+mod start;
 
 pub use addr::RawAddr;
+pub use client::{Control, Received, Socket};
 pub use control::{Answer, Request, SocketOption};
 pub use data::{Notification, RecvHeader, RecvKind, SendHeader};
 pub use error::ProtocolError;
@@ -32,4 +35,5 @@ pub use key::SocketKey;
 pub use limits::{MAGIC, MAX_MESSAGE, SOCKET};
 pub use op::{AtomicKind, AtomicOp, MAX_LOCAL, Op, RdmaOp};
 pub use page::{Page, SocketFlags};
-pub use record::{MAX_FDS, Record, connect, receive, send};
+pub use record::{MAX_FDS, Record, connect, memory_file, read_memory_file, receive, send, unread};
+pub use start::{NODE, connect_or_start, directory};

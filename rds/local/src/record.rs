@@ -8,6 +8,7 @@ use std::{
 };
 
 use rustix::{
+    fs::{MemfdFlags, SealFlags},
     io::Errno,
     net::{
         AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
@@ -79,6 +80,54 @@ pub fn receive(socket: impl AsFd, buffer: &mut [u8], flags: RecvFlags) -> rustix
         is_cut: got.flags.contains(ReturnFlags::TRUNC),
         fds,
     }))
+}
+
+/// Memory that packets take which `socket` has sent and the other side has not read, as the system counts it: 0 if there are none.
+///
+/// # Errors
+/// Those of `ioctl`.
+pub fn unread(socket: impl AsFd) -> rustix::io::Result<usize> {
+    // SAFETY: `SIOCOUTQ` writes an int.
+    let bytes: i32 = unsafe {
+        let getter = rustix::ioctl::Getter::<{ libc::TIOCOUTQ as rustix::ioctl::Opcode }, i32>::new();
+        rustix::ioctl::ioctl(socket, getter)
+    }?;
+    Ok(usize::try_from(bytes).unwrap_or(0))
+}
+
+/// Makes a sealed memory file of bytes.
+///
+/// # Errors
+/// When the system has no memory or descriptors.
+pub fn memory_file(bytes: &[u8]) -> io::Result<OwnedFd> {
+    let file = rustix::fs::memfd_create("ferroce-rds", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    let mut rest = bytes;
+    while !rest.is_empty() {
+        let written = rustix::io::write(&file, rest)?;
+        rest = rest.get(written..).unwrap_or_default();
+    }
+    rustix::fs::fcntl_add_seals(
+        &file,
+        SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE | SealFlags::SEAL,
+    )?;
+    Ok(file)
+}
+
+/// Reads `len` bytes of a memory file, fewer if it has fewer.
+///
+/// # Errors
+/// Those of `pread`.
+pub fn read_memory_file(file: impl AsFd, len: usize) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; len];
+    let mut done = 0;
+    while let Some(rest) = bytes.get_mut(done..).filter(|rest| !rest.is_empty()) {
+        match rustix::io::pread(&file, rest, done as u64)? {
+            0 => break,
+            read => done += read,
+        }
+    }
+    bytes.truncate(done);
+    Ok(bytes)
 }
 
 /// Connects to the node of a socket file; `None` when none is running.

@@ -56,6 +56,25 @@ fn a_packet_longer_than_the_buffer_is_told_and_so_is_the_end() {
 }
 
 #[test]
+fn what_was_not_read_is_counted() {
+    let (a, b) = pair();
+    assert_eq!(rds_local::unread(&a), Ok(0));
+    send(&a, &[IoSlice::new(&[1; 1000])], &[], SendFlags::empty()).unwrap();
+    assert!(rds_local::unread(&a).unwrap() >= 1000);
+    receive(&b, &mut [0; 8], RecvFlags::empty()).unwrap();
+    assert_eq!(rds_local::unread(&a), Ok(0));
+}
+
+#[test]
+fn a_memory_file_has_its_bytes_and_keeps_them() {
+    let bytes: Vec<u8> = (0..100_000).map(|n| n as u8).collect();
+    let file = rds_local::memory_file(&bytes).unwrap();
+    assert_eq!(rds_local::read_memory_file(&file, bytes.len()).unwrap(), bytes);
+    assert_eq!(rds_local::read_memory_file(&file, bytes.len() + 9).unwrap(), bytes);
+    assert!(rustix::io::pwrite(&file, b"x", 0).is_err());
+}
+
+#[test]
 fn a_node_is_found_at_its_file_or_there_is_none() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join(rds_local::SOCKET);
