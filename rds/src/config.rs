@@ -40,6 +40,10 @@ pub struct Config {
     pub max_connections: usize,
     /// Sockets at most.
     pub max_sockets: usize,
+    /// Operations of a socket that have not ended, with reports that it has not read, at most. Beyond it sends wait.
+    pub max_operations: usize,
+    /// Regions of a socket at most.
+    pub max_regions: usize,
     /// Bytes that all sockets together have not read, at most, and a message for each connection. Peers that send more wait (RNR).
     pub max_unread: usize,
     /// Sequence number of the first message to a peer. It has to be greater than those of former nodes at this address, since peers drop
@@ -62,6 +66,8 @@ impl Default for Config {
             rings: Rings { send: 256, recv: 1024 },
             max_connections: 4096,
             max_sockets: 65_536,
+            max_operations: 1024,
+            max_regions: 4096,
             max_unread: 256 << 20,
             first_sequence: 1,
         }

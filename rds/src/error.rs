@@ -38,6 +38,15 @@ pub enum Error {
     /// The node's limit of sockets or connections is reached.
     #[error("limit reached")]
     Limit,
+    /// The range is outside the memory, or can't be registered.
+    #[error("bad memory")]
+    Fault,
+    /// No device has the address of the socket.
+    #[error("no device")]
+    NoDevice,
+    /// Neither the device nor this node can do it.
+    #[error("not supported")]
+    Unsupported,
     /// The call comes too early or too late for this socket.
     #[error("not possible in this state of the socket")]
     State,
@@ -47,18 +56,20 @@ impl Error {
     /// Linux's error number.
     pub const fn errno(self) -> i32 {
         match self {
-            Self::BadSocket => 9,      // EBADF
-            Self::WouldBlock => 11,    // EAGAIN
-            Self::Invalid => 22,       // EINVAL
-            Self::Limit => 23,         // ENFILE
-            Self::State => 25,         // ENOTTY
-            Self::NoAddress => 89,     // EDESTADDRREQ
-            Self::TooLong => 90,       // EMSGSIZE
-            Self::Family => 95,        // EOPNOTSUPP
-            Self::InUse => 98,         // EADDRINUSE
-            Self::NotOurs => 99,       // EADDRNOTAVAIL
-            Self::Congested => 105,    // ENOBUFS
-            Self::NotConnected => 107, // ENOTCONN
+            Self::BadSocket => 9,                   // EBADF
+            Self::WouldBlock => 11,                 // EAGAIN
+            Self::Fault => 14,                      // EFAULT
+            Self::NoDevice => 19,                   // ENODEV
+            Self::Invalid => 22,                    // EINVAL
+            Self::Limit => 23,                      // ENFILE
+            Self::State => 25,                      // ENOTTY
+            Self::NoAddress => 89,                  // EDESTADDRREQ
+            Self::TooLong => 90,                    // EMSGSIZE
+            Self::Family | Self::Unsupported => 95, // EOPNOTSUPP
+            Self::InUse => 98,                      // EADDRINUSE
+            Self::NotOurs => 99,                    // EADDRNOTAVAIL
+            Self::Congested => 105,                 // ENOBUFS
+            Self::NotConnected => 107,              // ENOTCONN
         }
     }
 }

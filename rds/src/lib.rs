@@ -15,6 +15,7 @@ mod error;
 mod key;
 mod node;
 pub mod proto;
+mod rdma;
 mod socket;
 
 pub use config::{Config, Rings};
@@ -23,4 +24,5 @@ pub use counters::Counters;
 pub use error::Error;
 pub use key::PairKey;
 pub use node::{ConnectionInfo, Node, Output, PairState, check_peer, is_unicast};
+pub use rdma::{Attachment, Operation, OperationFlags, OperationKind, RdmaNotice, RdmaStatus, RegionRights};
 pub use socket::{Message, Readiness, Received, SocketId};

@@ -3,7 +3,12 @@
 use core::net::SocketAddr;
 use std::collections::VecDeque;
 
-use crate::{config::Config, proto::RdmaCookie};
+use crate::{
+    config::Config,
+    conn::Ticket,
+    proto::RdmaCookie,
+    rdma::{RdmaNotice, RdmaStatus},
+};
 
 /// Number of a socket. That of a closed one may be another's later.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -38,6 +43,8 @@ pub enum Received {
     Message(Message),
     /// Ports that are no longer congested, modulo 64 (`RDS_CMSG_CONG_UPDATE`).
     Uncongested(u64),
+    /// An operation has ended (`RDS_CMSG_RDMA_STATUS`).
+    Rdma(RdmaNotice),
 }
 
 /// Change of a socket's port.
@@ -61,6 +68,14 @@ pub(crate) struct Socket {
     pub(crate) recv_buffer: usize,
     /// Bytes of messages that are not acknowledged.
     pub(crate) unacked: usize,
+    /// Operations that have not ended, and reports that were not read.
+    pub(crate) operations: usize,
+    /// Regions.
+    pub(crate) regions: usize,
+    /// It wants to know of operations that failed (`RDS_RECVERR`).
+    pub(crate) reports_errors: bool,
+    max_operations: usize,
+    notices: VecDeque<RdmaNotice>,
     inbox: VecDeque<Message>,
     /// Bytes in the inbox, and of messages that were taken but not read.
     unread: usize,
@@ -90,6 +105,11 @@ impl Socket {
             send_buffer: config.send_buffer,
             recv_buffer: config.recv_buffer,
             unacked: 0,
+            operations: 0,
+            regions: 0,
+            reports_errors: false,
+            max_operations: config.max_operations,
+            notices: VecDeque::new(),
             inbox: VecDeque::new(),
             unread: 0,
             congested: false,
@@ -118,14 +138,54 @@ impl Socket {
 
     /// Returns what would be received next.
     pub(crate) fn peek(&self) -> Option<Received> {
+        if let Some(notice) = self.notices.front() {
+            return Some(Received::Rdma(*notice));
+        }
         match self.freed {
             0 => self.inbox.front().cloned().map(Received::Message),
             freed => Some(Received::Uncongested(freed)),
         }
     }
 
-    /// Takes what is next: congestion before messages, as the kernel does. A message counts as unread until [`read`](Self::read).
+    /// An operation has ended; `None`: it was reported before.
+    pub(crate) fn operation_ended(&mut self, ticket: &Ticket, status: Option<RdmaStatus>) {
+        let Some(status) = status else { return };
+        let is_reported = match status {
+            RdmaStatus::Success => ticket.on_success,
+            _ => ticket.on_failure,
+        };
+        match is_reported {
+            true => self.notices.push_back(RdmaNotice {
+                token: ticket.token,
+                status,
+            }),
+            false => self.operations -= 1,
+        }
+    }
+
+    /// Adds a report of an operation that ended at once.
+    pub(crate) fn notify(&mut self, notice: RdmaNotice) {
+        self.operations += 1;
+        self.notices.push_back(notice);
+    }
+
+    /// Takes the next report of an operation.
+    pub(crate) fn pop_notice(&mut self) -> Option<RdmaNotice> {
+        let notice = self.notices.pop_front()?;
+        self.operations -= 1;
+        Some(notice)
+    }
+
+    /// Returns whether it has as many operations as it may have.
+    pub(crate) fn is_operating_fully(&self) -> bool {
+        self.operations >= self.max_operations
+    }
+
+    /// Takes what is next: reports of operations, then congestion, then messages, as the kernel does. A message counts as unread until [`read`](Self::read).
     pub(crate) fn pop(&mut self) -> Option<Received> {
+        if let Some(notice) = self.pop_notice() {
+            return Some(Received::Rdma(notice));
+        }
         match core::mem::take(&mut self.freed) {
             0 => self.inbox.pop_front().map(Received::Message),
             freed => Some(Received::Uncongested(freed)),
@@ -178,8 +238,8 @@ impl Socket {
         self.told = false;
         let is_new = core::mem::replace(&mut self.maps_seen, maps) != maps;
         Readiness {
-            readable: self.freed != 0 || !self.inbox.is_empty(),
-            writable: self.unacked < self.send_buffer,
+            readable: self.freed != 0 || !self.inbox.is_empty() || !self.notices.is_empty(),
+            writable: self.unacked < self.send_buffer && !self.is_operating_fully(),
             uncongested: is_new && !self.monitors,
         }
     }

@@ -1,14 +1,19 @@
 //! Queue pair of a connection, with its memory and what is posted.
 
+use core::ops::Range;
 use std::sync::Arc;
 
 use roce_verbs::mem::Pages;
 use roce_verbs::{
-    AccessFlags, Completion, Payload, QpCaps, RecvWr, SendFlags, SendOp, SendWr, Sge,
+    AccessFlags, Completion, Payload, QpCaps, RecvWr, SendFlags, SendOp, SendWr, Sge, WcStatus,
     provider::{CmRef, CqId, DeviceIx, MrInfo, PdId, Provider, QpId, QpSpec, Registration, VerbsError},
 };
 
-use super::broken::Broken;
+use super::{
+    broken::Broken,
+    operation::{Ended, Operations, Prepared},
+    queue::NextFragment,
+};
 use crate::{
     config::Rings,
     key::PairKey,
@@ -24,14 +29,19 @@ const STRIDE: usize = MAX_SEND.next_multiple_of(64);
 const RECV: u64 = 1 << 63;
 /// Work requests after which one is signaled.
 const SIGNAL_EACH: u64 = 16;
+/// Local elements of a work request, unless the device has fewer. The kernel has as many.
+const MAX_SGES: u32 = 8;
 
 /// Verbs objects of a link.
 #[derive(Debug)]
 struct Objects {
     qp: QpId,
     cq: CqId,
+    pd: PdId,
     mr: MrInfo,
     memory: Arc<Pages>,
+    /// Local elements of a work request.
+    sges: u32,
 }
 
 /// Connection of the connection manager, with its queue pair once the device is known.
@@ -41,9 +51,13 @@ pub(crate) struct Link {
     pub(crate) cm: CmRef,
     rings: Rings,
     objects: Option<Objects>,
-    /// Fragments that were posted, and of these completed, since the beginning.
+    /// Work requests of fragments and operations that were posted, and of these completed, since the beginning.
     posted: u64,
     completed: u64,
+    /// Operations that were posted.
+    pub(crate) operations: Operations,
+    /// Work request that has failed, and how.
+    failed: Option<(u64, WcStatus)>,
     /// Receive buffers to post again.
     used: Vec<u32>,
     /// Nothing of it counts any more; it goes once it is drained.
@@ -74,6 +88,8 @@ impl Link {
             objects: None,
             posted: 0,
             completed: 0,
+            operations: Operations::default(),
+            failed: None,
             used: Vec::new(),
             is_closing: false,
         }
@@ -88,7 +104,11 @@ impl Link {
         provider: &mut dyn Provider,
         (device, pd): (DeviceIx, PdId),
     ) -> Result<QpId, VerbsError> {
-        let most = provider.devices()[usize::from(device.0)].limits.max_qp_wr;
+        let limits = &provider.devices()[usize::from(device.0)].limits;
+        let (most, sges) = (
+            limits.max_qp_wr,
+            MAX_SGES.min(limits.max_sge).min(limits.max_sge_rd).max(1),
+        );
         (self.rings.send, self.rings.recv) = (self.rings.send.min(most), self.rings.recv.min(most));
         let Rings { send, recv } = self.rings;
         let memory =
@@ -111,7 +131,7 @@ impl Link {
         let spec = QpSpec {
             pd,
             cq,
-            caps: caps(self.rings),
+            caps: caps(self.rings, sges),
             signal_all: false,
         };
         let qp = match provider.create_qp(&spec) {
@@ -122,7 +142,14 @@ impl Link {
                 return Err(e);
             }
         };
-        self.objects = Some(Objects { qp, cq, mr, memory });
+        self.objects = Some(Objects {
+            qp,
+            cq,
+            pd,
+            mr,
+            memory,
+            sges,
+        });
         self.used = (0..recv).collect();
         self.post_receives(provider)?;
         Ok(qp)
@@ -135,6 +162,7 @@ impl Link {
             provider.destroy_cq(cq);
             provider.deregister(mr.id);
         }
+        self.operations.free(provider);
         provider.cm_destroy(self.cm);
     }
 
@@ -143,7 +171,7 @@ impl Link {
         self.objects.as_ref().map(|objects| objects.qp)
     }
 
-    /// Fragments that may be posted now.
+    /// Work requests that may be posted now.
     pub(crate) fn room(&self) -> usize {
         (u64::from(self.rings.send) - (self.posted - self.completed)) as usize
     }
@@ -154,6 +182,7 @@ impl Link {
     /// The work request failed, and with it the link.
     pub(crate) fn completed(&mut self, wc: &Completion) -> Result<Done, Broken> {
         if !wc.is_ok() {
+            self.failed = Some((wc.wr_id, wc.status));
             return Err(Broken::Completion(wc.status));
         }
         if wc.wr_id & RECV != 0 {
@@ -164,6 +193,16 @@ impl Link {
         }
         self.completed = wc.wr_id;
         Ok(Done::Sent)
+    }
+
+    /// Returns the operations that have ended well since it was asked last.
+    pub(crate) fn ended(&mut self, provider: &mut dyn Provider) -> Vec<Ended> {
+        self.operations.completed(self.completed, provider)
+    }
+
+    /// Returns its operations, which end with it.
+    pub(crate) fn fail(&mut self) -> Vec<Ended> {
+        self.operations.failed(self.failed)
     }
 
     /// Copies what has come out of its buffer.
@@ -204,12 +243,21 @@ impl Link {
     }
 }
 
-/// Fragments of a turn, to be posted at once.
+/// Work request of a train.
+#[derive(Debug)]
+struct Car {
+    op: SendOp,
+    flags: SendFlags,
+    /// Its elements among the train's.
+    sges: Range<usize>,
+}
+
+/// Work requests of a turn, to be posted at once.
 #[derive(Debug)]
 pub(crate) struct Train<'a> {
     link: &'a mut Link,
-    /// Length of each, and whether the peer is to be woken.
-    fragments: Vec<(u32, bool)>,
+    cars: Vec<Car>,
+    sges: Vec<Sge>,
 }
 
 impl<'a> Train<'a> {
@@ -217,22 +265,28 @@ impl<'a> Train<'a> {
     pub(crate) fn new(link: &'a mut Link) -> Self {
         Self {
             link,
-            fragments: Vec::new(),
+            cars: Vec::new(),
+            sges: Vec::new(),
         }
     }
 
-    /// Fragments for which there is room.
+    /// Work requests for which there is room.
     pub(crate) fn room(&self) -> usize {
-        self.link.room() - self.fragments.len()
+        self.link.room() - self.cars.len()
     }
 
     /// Returns whether there are none.
     pub(crate) fn is_empty(&self) -> bool {
-        self.fragments.is_empty()
+        self.cars.is_empty()
     }
 
-    /// Copies a fragment into a free buffer. `is_last`: it ends its message, and the kernel looks at what has come (its receive queue is
-    /// armed for solicited events only).
+    /// Number of the next work request, from 1.
+    fn next_number(&self) -> u64 {
+        self.link.posted + self.cars.len() as u64 + 1
+    }
+
+    /// Copies a header and data into a free buffer. `is_last`: they end their message, and the kernel looks at what has come (its receive
+    /// queue is armed for solicited events only).
     ///
     /// # Errors
     /// Without a buffer, or without memory.
@@ -244,13 +298,81 @@ impl<'a> Train<'a> {
             .as_ref()
             .filter(|_| self.room() > 0)
             .ok_or(Broken::Memory)?;
-        let number = self.link.posted + self.fragments.len() as u64;
-        let at = (number % u64::from(self.link.rings.send)) as usize * STRIDE;
-        let written = objects.memory.write(at, header.as_bytes());
-        let written = written.and_then(|()| objects.memory.write(at + Header::LEN, data));
+        let buffer = (self.next_number() % u64::from(self.link.rings.send)) as usize * STRIDE;
+        let written = objects.memory.write(buffer, header.as_bytes());
+        let written = written.and_then(|()| objects.memory.write(buffer + Header::LEN, data));
         written.map_err(|_| Broken::Memory)?;
-        self.fragments.push(((Header::LEN + data.len()) as u32, is_last));
+        let sge = Sge {
+            addr: objects.mr.addr + buffer as u64,
+            length: (Header::LEN + data.len()) as u32,
+            lkey: objects.mr.lkey,
+        };
+        let mut flags = SendFlags::empty();
+        flags.set(SendFlags::SOLICITED, is_last);
+        self.add(SendOp::Send, flags, &[sge]);
         Ok(())
+    }
+
+    /// Copies a fragment of a message, as [`push`](Self::push).
+    ///
+    /// # Errors
+    /// As [`push`](Self::push).
+    pub(crate) fn push_fragment(&mut self, next: &NextFragment<'_>) -> Result<(), Broken> {
+        self.push(&next.header, next.data, next.is_last)?;
+        if next.is_fenced
+            && let Some(car) = self.cars.last_mut()
+        {
+            car.flags |= SendFlags::FENCE;
+        }
+        if next.has_operation && next.is_last {
+            self.end_operation();
+        }
+        Ok(())
+    }
+
+    /// Adds a work request of an operation, which begins with it if `from` is 0. Returns how many pieces it has.
+    ///
+    /// # Errors
+    /// The operation's memory can't be registered.
+    pub(crate) fn push_operation(
+        &mut self,
+        provider: &mut dyn Provider,
+        operation: &mut Prepared,
+        from: usize,
+    ) -> Result<usize, VerbsError> {
+        let gone = || VerbsError::State("no queue pair".into());
+        let (pd, most) = self
+            .link
+            .objects
+            .as_ref()
+            .map(|o| (o.pd, o.sges as usize))
+            .ok_or_else(gone)?;
+        let number = self.next_number();
+        if from == 0 {
+            let posted = operation.begin(provider, pd, number)?;
+            self.link.operations.push(posted);
+        }
+        let posted = self.link.operations.current().ok_or_else(gone)?;
+        let end = operation.pieces().min(from + most);
+        let (op, sges) = operation.request(posted, from..end);
+        posted.own.end = number + 1;
+        self.add(op, SendFlags::empty(), &sges);
+        Ok(end - from)
+    }
+
+    /// What was added last ends the operation that was added last, and its message.
+    pub(crate) fn end_operation(&mut self) {
+        let last = self.next_number() - 1;
+        if let Some(posted) = self.link.operations.current() {
+            posted.last = Some(last);
+        }
+    }
+
+    fn add(&mut self, op: SendOp, flags: SendFlags, sges: &[Sge]) {
+        let first = self.sges.len();
+        self.sges.extend_from_slice(sges);
+        let sges = first..self.sges.len();
+        self.cars.push(Car { op, flags, sges });
     }
 
     /// Posts them.
@@ -258,46 +380,32 @@ impl<'a> Train<'a> {
     /// # Errors
     /// The device's.
     pub(crate) fn post(self, provider: &mut dyn Provider) -> Result<(), VerbsError> {
-        let Self { link, fragments } = self;
+        let Self { link, cars, sges } = self;
         let Some(objects) = &link.objects else { return Ok(()) };
-        let (first, ring) = (link.posted, u64::from(link.rings.send));
-        let numbers = first..;
-        let sges: Vec<Sge> = numbers
-            .clone()
-            .zip(&fragments)
-            .map(|(number, (length, _))| Sge {
-                addr: objects.mr.addr + number % ring * STRIDE as u64,
-                length: *length,
-                lkey: objects.mr.lkey,
-            })
-            .collect();
-        let last = first + fragments.len() as u64;
-        let wrs: Vec<SendWr<'_>> = numbers
-            .zip(fragments.iter().zip(&sges))
-            .map(|(number, ((_, is_last), sge))| {
-                // Of the last one the completion says that all before it have gone.
-                let mut flags = SendFlags::empty();
-                flags.set(SendFlags::SIGNALED, number % SIGNAL_EACH == 0 || number + 1 == last);
-                flags.set(SendFlags::SOLICITED, *is_last);
-                SendWr {
-                    wr_id: number + 1,
-                    op: SendOp::Send,
-                    flags,
-                    payload: Payload::Sges(core::slice::from_ref(sge)),
-                }
-            })
-            .collect();
+        let (first, last) = (link.posted + 1, link.posted + cars.len() as u64);
+        let wr = |(wr_id, car): (u64, &Car)| {
+            // Of the last one the completion says that all before it have gone.
+            let mut flags = car.flags;
+            flags.set(SendFlags::SIGNALED, wr_id % SIGNAL_EACH == 0 || wr_id == last);
+            SendWr {
+                wr_id,
+                op: car.op,
+                flags,
+                payload: Payload::Sges(&sges[car.sges.clone()]),
+            }
+        };
+        let wrs: Vec<SendWr<'_>> = (first..).zip(&cars).map(wr).collect();
         link.posted = last;
         provider.post_send(objects.qp, &wrs).map_err(|(_, e)| e.into())
     }
 }
 
 /// Returns the queue sizes.
-fn caps(rings: Rings) -> QpCaps {
+fn caps(rings: Rings, sges: u32) -> QpCaps {
     QpCaps {
         max_send_wr: rings.send,
         max_recv_wr: rings.recv,
-        max_send_sge: 1,
+        max_send_sge: sges,
         max_recv_sge: 1,
         max_inline_data: 0,
     }

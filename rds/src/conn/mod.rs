@@ -2,6 +2,7 @@
 
 mod broken;
 mod link;
+mod operation;
 mod outgoing;
 mod phase;
 mod queue;
@@ -14,6 +15,7 @@ use roce_verbs::{Instant, provider::Provider};
 
 pub use broken::{Broken, Refused};
 pub(crate) use link::{Done, Link, LinkId};
+pub(crate) use operation::{Ended, Prepared, Ticket};
 pub(crate) use outgoing::Outgoing;
 pub(crate) use phase::{Answer, Phase};
 pub(crate) use queue::SendQueue;
@@ -27,6 +29,7 @@ use crate::{
 };
 
 use link::Train;
+use queue::Next;
 
 /// Port that pings of the node itself come from. No socket is bound to it (`RDS_FLAG_PROBE_PORT`).
 const PROBE_PORT: u16 = 1;
@@ -42,6 +45,8 @@ pub(crate) struct Connection {
     pub(crate) arrived: VecDeque<(u32, usize)>,
     /// Message for which the node has no room.
     pub(crate) held: Option<(SocketAddr, Message)>,
+    /// Messages whose operation could not begin.
+    pub(crate) refused: Vec<Outgoing>,
     /// The map of our address is to be sent.
     pub(crate) map_due: bool,
     /// A socket was refused because of the peer's map, and waits for the next one.
@@ -66,6 +71,7 @@ impl Connection {
             receiver: Receiver::new(next),
             arrived: VecDeque::new(),
             held: None,
+            refused: Vec::new(),
             map_due: false,
             map_wanted: false,
             backoff: Duration::ZERO,
@@ -95,12 +101,13 @@ impl Connection {
         self.backoff = Duration::ZERO;
     }
 
-    /// Messages that the last link carried are to be sent again.
-    pub(crate) fn restart(&mut self) {
-        self.queue.restart();
+    /// Messages that the last link carried are to be sent again, but for those that are returned.
+    pub(crate) fn restart(&mut self) -> Vec<Outgoing> {
+        let dropped = self.queue.restart();
         self.receiver.restart();
         self.arrived.clear();
         (self.ack_at, self.probe_at, self.probed) = (None, None, false);
+        dropped
     }
 
     /// Returns the longest time until the next attempt, which doubles from one to the next (`rds_queue_reconnect`).
@@ -149,12 +156,22 @@ impl Connection {
                 self.push_map(&mut train, map)?;
                 continue;
             }
-            let Some(next) = self.queue.next_fragment(self.receiver.ack()) else {
-                break;
-            };
-            train.push(&next.header, next.data, next.is_last)?;
-            self.queue.posted();
-            self.receiver.ack_sent();
+            match self.queue.next(self.receiver.ack()) {
+                None => break,
+                Some(Next::Operation(operation, from)) => match train.push_operation(provider, operation, from) {
+                    Ok(pieces) => {
+                        if self.queue.operated(pieces) {
+                            train.end_operation();
+                        }
+                    }
+                    Err(_) => self.refused.extend(self.queue.drop_first()),
+                },
+                Some(Next::Fragment(next)) => {
+                    train.push_fragment(&next)?;
+                    self.queue.posted();
+                    self.receiver.ack_sent();
+                }
+            }
         }
         let is_due = self.receiver.is_asked() || self.ack_at.is_some_and(|at| at <= now);
         if is_due && train.room() > 0 && !self.queue.is_amid_message() {

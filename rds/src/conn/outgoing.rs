@@ -1,7 +1,8 @@
 //! Messages to send.
 
+use super::operation::{Prepared, Ticket};
 use crate::{
-    proto::{EXT_LEN, Flags, Header, MAX_FRAGMENT},
+    proto::{EXT_LEN, Extension, Flags, Header, MAX_FRAGMENT, pack},
     socket::SocketId,
 };
 
@@ -12,6 +13,10 @@ pub(crate) struct Outgoing {
     pub(crate) socket: Option<SocketId>,
     /// Ports of sender and receiver.
     pub(crate) ports: (u16, u16),
+    /// Operation before its SENDs.
+    pub(crate) operation: Option<Box<Prepared>>,
+    /// It has no SENDs: its operation is all.
+    pub(crate) is_silent: bool,
     /// Bytes of the program.
     pub(crate) data: Box<[u8]>,
     /// Extension headers.
@@ -30,6 +35,8 @@ impl Outgoing {
         Self {
             socket,
             ports,
+            operation: None,
+            is_silent: false,
             data,
             ext: [0; EXT_LEN],
             flags: Flags::empty(),
@@ -40,7 +47,15 @@ impl Outgoing {
 
     /// SENDs that it takes.
     pub(crate) fn fragments(&self) -> u32 {
-        (self.data.len().div_ceil(MAX_FRAGMENT) as u32).max(1)
+        match self.is_silent {
+            true => 0,
+            false => (self.data.len().div_ceil(MAX_FRAGMENT) as u32).max(1),
+        }
+    }
+
+    /// Addressee of the report of its operation, if that has not begun.
+    pub(crate) fn ticket(&self) -> Option<Ticket> {
+        self.operation.as_ref()?.ticket
     }
 
     /// Bytes of fragment `index`.
@@ -48,6 +63,11 @@ impl Outgoing {
         let first = index as usize * MAX_FRAGMENT;
         let end = self.data.len().min(first + MAX_FRAGMENT);
         self.data.get(first..end).unwrap_or(&[])
+    }
+
+    /// Sets its extension header. One always fits.
+    pub(crate) fn extend(&mut self, extension: Extension) {
+        self.ext = pack(&[extension]).unwrap_or_default();
     }
 
     /// Returns its header.

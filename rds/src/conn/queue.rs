@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use super::outgoing::Outgoing;
+use super::{operation::Prepared, outgoing::Outgoing};
 use crate::{
     config::Config,
     proto::{Flags, Header},
@@ -43,6 +43,15 @@ struct Numbered {
     message: Outgoing,
 }
 
+/// Next thing to post.
+#[derive(Debug)]
+pub(crate) enum Next<'a> {
+    /// Pieces of an operation, from this one on.
+    Operation(&'a mut Prepared, usize),
+    /// Fragment of a message.
+    Fragment(NextFragment<'a>),
+}
+
 /// Fragment to post.
 #[derive(Debug)]
 pub(crate) struct NextFragment<'a> {
@@ -50,6 +59,10 @@ pub(crate) struct NextFragment<'a> {
     pub(crate) data: &'a [u8],
     /// The last one of its message.
     pub(crate) is_last: bool,
+    /// The message has an operation.
+    pub(crate) has_operation: bool,
+    /// It waits for the operation.
+    pub(crate) is_fenced: bool,
 }
 
 /// See the module. Sequence numbers ascend, and outlive connections.
@@ -58,6 +71,8 @@ pub(crate) struct SendQueue {
     policy: AckPolicy,
     next: u64,
     waiting: VecDeque<Numbered>,
+    /// Pieces of the first waiting message's operation that were posted.
+    pieces: usize,
     /// Fragment of the first waiting message that is next.
     fragment: u32,
     unacked: VecDeque<Numbered>,
@@ -72,6 +87,7 @@ impl SendQueue {
             policy,
             next: first.max(1),
             waiting: VecDeque::new(),
+            pieces: 0,
             fragment: 0,
             unacked: VecDeque::new(),
             since: None,
@@ -120,14 +136,24 @@ impl SendQueue {
             .count()
     }
 
-    /// Returns whether a message has some of its fragments sent, and the next ones must follow.
+    /// Returns whether a message has some of its operation or fragments sent, and the next ones must follow.
     pub(crate) fn is_amid_message(&self) -> bool {
-        self.fragment > 0
+        self.fragment > 0 || self.pieces > 0
     }
 
-    /// Returns the next fragment to post, whose header acknowledges `ack`; [`posted`](Self::posted) must follow if it is.
-    pub(crate) fn next_fragment(&mut self, ack: u64) -> Option<NextFragment<'_>> {
+    /// Returns what to post next, a fragment with a header that acknowledges `ack`. [`operated`](Self::operated) or
+    /// [`posted`](Self::posted) must follow if it is, or [`drop_first`](Self::drop_first) if it can't be.
+    pub(crate) fn next(&mut self, ack: u64) -> Option<Next<'_>> {
         let first = self.waiting.front_mut()?;
+        let pieces = first
+            .message
+            .operation
+            .as_ref()
+            .map_or(0, |operation| operation.pieces());
+        if self.pieces < pieces {
+            let operation = first.message.operation.as_deref_mut()?;
+            return Some(Next::Operation(operation, self.pieces));
+        }
         if self.fragment == 0 {
             let len = first.message.data.len() as u64;
             let due = self
@@ -138,21 +164,49 @@ impl SendQueue {
         let mut flags = Flags::empty();
         flags.set(Flags::ACK_REQUIRED, first.ask);
         flags.set(Flags::RETRANSMITTED, first.again);
-        Some(NextFragment {
+        let operation = first.message.operation.as_deref();
+        Some(Next::Fragment(NextFragment {
             header: first.message.header(first.sequence, ack, flags),
             data: first.message.fragment(self.fragment),
             is_last: self.fragment + 1 == first.message.fragments(),
-        })
+            has_operation: operation.is_some(),
+            is_fenced: self.fragment == 0 && operation.is_some_and(Prepared::is_fenced),
+        }))
     }
 
-    /// The fragment of [`next_fragment`](Self::next_fragment) was posted.
+    /// So many pieces of the operation of [`next`](Self::next) were posted. Returns whether its message ends with it.
+    pub(crate) fn operated(&mut self, pieces: usize) -> bool {
+        self.pieces += pieces;
+        let is_end = |first: &Numbered| {
+            let posted = first
+                .message
+                .operation
+                .as_ref()
+                .map_or(0, |operation| operation.pieces())
+                == self.pieces;
+            posted && first.message.is_silent
+        };
+        let ends = self.waiting.front().is_some_and(is_end);
+        if ends {
+            self.waiting.pop_front();
+            self.pieces = 0;
+        }
+        ends
+    }
+
+    /// Takes the message of [`next`](Self::next) out, of which nothing was posted.
+    pub(crate) fn drop_first(&mut self) -> Option<Outgoing> {
+        self.waiting.pop_front().map(|first| first.message)
+    }
+
+    /// The fragment of [`next`](Self::next) was posted.
     pub(crate) fn posted(&mut self) {
         let Some(first) = self.waiting.front() else { return };
         self.fragment += 1;
         if self.fragment < first.message.fragments() {
             return;
         }
-        self.fragment = 0;
+        (self.fragment, self.pieces) = (0, 0);
         let Some(sent) = self.waiting.pop_front() else { return };
         let len = sent.message.data.len() as u64;
         self.since = match (sent.ask, self.since) {
@@ -179,26 +233,38 @@ impl SendQueue {
         true
     }
 
-    /// The connection is gone: what it carried and is not acknowledged is to be sent again, from its first fragment.
-    pub(crate) fn restart(&mut self) {
-        if self.fragment > 0
-            && let Some(first) = self.waiting.front_mut()
+    /// The connection is gone: what it carried and is not acknowledged is to be sent again, from its first fragment. Messages with
+    /// operations are not, as those must not be done twice; these are returned.
+    pub(crate) fn restart(&mut self) -> Vec<Outgoing> {
+        let mut dropped = Vec::new();
+        if self.is_amid_message()
+            && let Some(mut first) = self.waiting.pop_front()
         {
             first.again = true;
+            self.unacked.push_back(first);
         }
-        self.fragment = 0;
+        (self.fragment, self.pieces) = (0, 0);
         self.since = None;
         while let Some(mut last) = self.unacked.pop_back() {
-            last.again = true;
-            self.waiting.push_front(last);
+            // A message that was canceled amid its fragments need not be finished any more.
+            match (last.message.canceled || last.message.orphan, &last.message.operation) {
+                (true, _) => {}
+                (false, Some(_)) => dropped.push(last.message),
+                (false, None) => {
+                    last.again = true;
+                    self.waiting.push_front(last);
+                }
+            }
         }
-        // A message that was canceled amid its fragments need not be finished any more.
-        self.waiting
-            .retain(|kept| !kept.message.canceled && !kept.message.orphan);
+        self.waiting.retain(|kept| !kept.message.orphan);
+        dropped
     }
 
-    /// A socket is closed. Its messages are accounted to nobody from now on, and those that are too many for that are canceled.
+    /// A socket is closed. Its messages are accounted to nobody from now on, and those that are too many for that are canceled, as are
+    /// those whose operation has not begun: the operation's memory goes with the socket.
     pub(crate) fn orphan(&mut self, socket: SocketId) {
+        self.waiting
+            .retain(|kept| kept.message.socket != Some(socket) || kept.message.ticket().is_none());
         let all = || self.waiting.iter().chain(&self.unacked).map(|kept| &kept.message);
         let kept: usize = all()
             .filter(|m| m.orphan || m.socket == Some(socket))
@@ -263,7 +329,9 @@ mod tests {
     fn post(queue: &mut SendQueue, count: usize) -> Vec<(u64, usize, Flags)> {
         let mut posted = Vec::new();
         for _ in 0..count {
-            let Some(next) = queue.next_fragment(0) else { break };
+            let Some(Next::Fragment(next)) = queue.next(0) else {
+                break;
+            };
             posted.push((next.header.sequence.get(), next.data.len(), next.header.flags()));
             queue.posted();
         }

@@ -111,7 +111,7 @@ impl Node {
         created
     }
 
-    fn domain(&mut self, provider: &mut dyn Provider, device: DeviceIx) -> Result<PdId, VerbsError> {
+    pub(super) fn domain(&mut self, provider: &mut dyn Provider, device: DeviceIx) -> Result<PdId, VerbsError> {
         if let Some(pd) = self.pds.get(&device) {
             return Ok(*pd);
         }
@@ -212,7 +212,8 @@ impl Node {
         connection.phase = phase;
         if let Some(old) = replaced {
             self.counters.ib_listen_closed_stale += 1;
-            connection.restart();
+            let dropped = connection.restart();
+            self.release(&dropped);
             self.out.push_back(Output::Down(key, Broken::Replaced));
             self.close_link(cx.provider, old);
         }
@@ -245,7 +246,8 @@ impl Node {
             connection.phase = phase;
         }
         if carried {
-            connection.restart();
+            let dropped = connection.restart();
+            self.release(&dropped);
             self.counters.conn_reset += 1;
         }
         self.out.push_back(Output::Down(key, why));
@@ -267,7 +269,11 @@ impl Node {
             return;
         };
         link.is_closing = true;
-        match link.qp() {
+        let ended = link.fail();
+        let qp = link.qp();
+        self.operations_ended(ended);
+        let link = &self.links[id];
+        match qp {
             Some(qp) => {
                 provider.cm_disconnect(link.cm);
                 provider.drain(qp);

@@ -47,6 +47,7 @@ impl Node {
                 let from = SocketAddr::new(key.remote, header.sport.get());
                 let to = SocketAddr::new(key.local, header.dport.get());
                 let cookie = cookie(&header);
+                self.operated_by_peer(to, &header);
                 if let Some(connection) = self.connections.get_mut(&key) {
                     connection.held = Some((to, Message { from, data, cookie }));
                 }

@@ -24,7 +24,11 @@ impl Node {
         let key = link.key;
         let done = link.completed(wc);
         let result = match done {
-            Ok(Done::Sent) => Ok(()),
+            Ok(Done::Sent) => {
+                let ended = link.ended(cx.provider);
+                self.operations_ended(ended);
+                Ok(())
+            }
             Ok(Done::Received { buffer, len }) => self.received(cx, id, buffer, len),
             Err(e) => Err(e),
         };
@@ -114,6 +118,7 @@ impl Node {
         while let Some(key) = self.dirty.pop_first() {
             self.pump(cx, key);
         }
+        self.deregister_freed(cx.provider);
     }
 
     fn pump(&mut self, cx: &mut Cx<'_>, key: PairKey) {
@@ -131,7 +136,10 @@ impl Node {
                 return Ok(());
             };
             let map = self.maps.entry(key.local).or_default();
-            connection.pump(cx.provider, &mut self.links[id], map, (cx.now, &self.config))
+            let pumped = connection.pump(cx.provider, &mut self.links[id], map, (cx.now, &self.config));
+            let refused = core::mem::take(&mut connection.refused);
+            self.could_not_begin(&refused);
+            pumped
         });
         if let Err(why) = pumped {
             self.lose(cx, id, why);

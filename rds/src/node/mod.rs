@@ -3,6 +3,7 @@
 mod connect;
 mod deliver;
 mod drive;
+mod rdma;
 mod sockets;
 
 pub use sockets::{check_peer, is_unicast};
@@ -10,7 +11,7 @@ pub use sockets::{check_peer, is_unicast};
 use core::net::{IpAddr, SocketAddr};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use roce_verbs::provider::{CmRef, Cx, DeviceIx, PdId, Provider, QpId, VerbsError};
+use roce_verbs::provider::{CmRef, Cx, DeviceIx, MrId, PdId, Provider, QpId, VerbsError};
 use slab::Slab;
 
 use crate::{
@@ -21,6 +22,8 @@ use crate::{
     proto::{CongestionMap, PORT_V4, PORT_V6},
     socket::{Socket, SocketId},
 };
+
+use rdma::Region;
 
 /// Report of a node to its user.
 #[derive(Debug)]
@@ -87,6 +90,10 @@ pub struct Node {
     links: Slab<Link>,
     by_qp: BTreeMap<QpId, LinkId>,
     by_cm: BTreeMap<CmRef, LinkId>,
+    /// Memory of sockets that peers may use, by address of the node and key.
+    regions: BTreeMap<(IpAddr, u32), Region>,
+    /// Registrations of regions that are freed.
+    freed_regions: Vec<MrId>,
     sockets: Slab<Socket>,
     bound: BTreeMap<SocketAddr, SocketId>,
     /// Congested ports of our addresses.
@@ -130,6 +137,8 @@ impl Node {
             links: Slab::new(),
             by_qp: BTreeMap::new(),
             by_cm: BTreeMap::new(),
+            regions: BTreeMap::new(),
+            freed_regions: Vec::new(),
             sockets: Slab::new(),
             bound: BTreeMap::new(),
             maps: addrs.iter().map(|addr| (*addr, CongestionMap::default())).collect(),
@@ -194,12 +203,13 @@ impl Node {
     /// Returns whether it has nothing to send, and no acknowledgement to wait for.
     pub fn is_idle(&self) -> bool {
         let done = |c: &Connection| c.queue.is_sent() && c.queue.is_acked();
-        self.connections.values().all(done)
+        let operates = |link: &Link| !link.is_closing && !link.operations.is_empty();
+        self.connections.values().all(done) && !self.links.iter().any(|(_, link)| operates(link))
     }
 
     /// Returns whether something was asked of it that [`end_batch`](Self::end_batch) has to do.
     pub fn wants_turn(&self) -> bool {
-        !self.dirty.is_empty()
+        !self.dirty.is_empty() || !self.freed_regions.is_empty()
     }
 
     /// The next thing to tell its user.
@@ -220,6 +230,9 @@ impl Node {
         for link in links {
             self.close_link(cx.provider, link);
         }
+        let regions = core::mem::take(&mut self.regions);
+        self.freed_regions.extend(regions.into_values().map(|region| region.mr));
+        self.deregister_freed(cx.provider);
         self.free_domains(cx.provider);
     }
 

@@ -5,9 +5,10 @@ use core::net::{IpAddr, SocketAddr};
 use super::Node;
 use crate::{
     Error,
-    conn::Outgoing,
+    conn::{Outgoing, Prepared, Ticket},
     key::PairKey,
-    proto::MAX_MESSAGE,
+    proto::{Extension, MAX_MESSAGE},
+    rdma::{Attachment, Operation, OperationFlags, RdmaStatus},
     socket::{Message, Readiness, Received, Socket, SocketId},
 };
 
@@ -27,7 +28,7 @@ impl Node {
         Ok(SocketId(id as u32))
     }
 
-    fn get(&mut self, id: SocketId) -> Result<&mut Socket, Error> {
+    pub(super) fn get(&mut self, id: SocketId) -> Result<&mut Socket, Error> {
         self.sockets.get_mut(id.0 as usize).ok_or(Error::BadSocket)
     }
 
@@ -44,6 +45,10 @@ impl Node {
                 None => connection.queue.cancel(id, None, |_| {}),
             }
         }
+        for (_, link) in &mut self.links {
+            link.operations.forget(id);
+        }
+        self.free_regions_of(id);
         let socket = self.sockets.remove(id.0 as usize);
         self.was_read(socket.unread());
         if let Some(bound) = socket.bound {
@@ -139,9 +144,28 @@ impl Node {
     /// [`Error::NotConnected`], [`Error::Family`], [`Error::TooLong`], [`Error::Congested`], [`Error::WouldBlock`],
     /// [`Error::Limit`].
     pub fn send(&mut self, id: SocketId, to: Option<SocketAddr>, data: &[u8]) -> Result<(), Error> {
+        self.send_with(id, to, data, Attachment::Nothing)
+    }
+
+    /// Queues a message with memory of ours that the receiver may use, or with an operation that is done before the message arrives.
+    ///
+    /// Messages with an operation are not sent again over another connection: the operation is reported as
+    /// [`Dropped`](crate::RdmaStatus::Dropped) then.
+    ///
+    /// # Errors
+    /// As [`send`](Self::send), and those of the operation: [`Error::TooLong`], [`Error::Invalid`], [`Error::Fault`];
+    /// [`Error::WouldBlock`] also while the socket has [`Config::max_operations`](crate::Config::max_operations);
+    /// [`Error::Unsupported`] for atomics on memory of this node itself.
+    pub fn send_with(
+        &mut self,
+        id: SocketId,
+        to: Option<SocketAddr>,
+        data: &[u8],
+        attachment: Attachment,
+    ) -> Result<(), Error> {
         let (_, to) = self.route(id, to, data.len())?;
         self.check_congestion(id, to)?;
-        self.queue(id, Some(to), data)
+        self.queue_with(id, Some(to), data, attachment)
     }
 
     /// Returns from where to where a message goes.
@@ -187,15 +211,33 @@ impl Node {
     /// # Errors
     /// As of [`send`](Self::send), without [`Error::Congested`].
     pub fn queue(&mut self, id: SocketId, to: Option<SocketAddr>, data: &[u8]) -> Result<(), Error> {
+        self.queue_with(id, to, data, Attachment::Nothing)
+    }
+
+    /// Queues a message with what goes with it, whatever the state of the destination's port.
+    ///
+    /// # Errors
+    /// As of [`send_with`](Self::send_with), without [`Error::Congested`].
+    pub fn queue_with(
+        &mut self,
+        id: SocketId,
+        to: Option<SocketAddr>,
+        data: &[u8],
+        attachment: Attachment,
+    ) -> Result<(), Error> {
         let (from, to) = self.route(id, to, data.len())?;
         let socket = self.get(id)?;
-        if socket.unacked >= socket.send_buffer {
+        let operates = matches!(attachment, Attachment::Operation(_));
+        if let Attachment::Operation(operation) = &attachment {
+            operation.check()?;
+        }
+        if socket.unacked >= socket.send_buffer || operates && socket.is_operating_fully() {
             return Err(Error::WouldBlock);
         }
         let tos = socket.tos;
         socket.tos_is_fixed = true;
         if self.addrs.contains(&to.ip()) {
-            return self.send_here(id, from, to, data);
+            return self.send_here(id, (from, to), data, &attachment);
         }
         let key = PairKey {
             local: from.ip(),
@@ -205,28 +247,46 @@ impl Node {
         let (ports, len) = ((from.port(), to.port()), data.len());
         let socket = self.get(id)?;
         let is_half_full = socket.unacked + len >= socket.send_buffer / 2;
+        let message = outgoing((id, socket), ports, data, attachment);
         let connection = self.connection(key).ok_or(Error::Limit)?;
-        connection
-            .queue
-            .push(Outgoing::new(Some(id), ports, data.into()), is_half_full);
-        self.get(id)?.unacked += len;
+        connection.queue.push(message, is_half_full);
+        let socket = self.get(id)?;
+        socket.unacked += len;
+        socket.operations += usize::from(operates);
         self.counters.send_queued += 1;
         self.dirty.insert(key);
         Ok(())
     }
 
-    /// Delivers a message to another socket of this node.
-    fn send_here(&mut self, id: SocketId, from: SocketAddr, to: SocketAddr, data: &[u8]) -> Result<(), Error> {
+    /// Delivers a message to another socket of this node, after its operation.
+    fn send_here(
+        &mut self,
+        id: SocketId,
+        (from, to): (SocketAddr, SocketAddr),
+        data: &[u8],
+        attachment: &Attachment,
+    ) -> Result<(), Error> {
+        let mut cookie = None;
+        match attachment {
+            Attachment::Nothing => {}
+            Attachment::Cookie(of) => cookie = Some(*of),
+            Attachment::Operation(operation) => {
+                if self.unread + data.len() > self.config.max_unread {
+                    self.starved.push(id);
+                    return Err(Error::WouldBlock);
+                }
+                let is_done = self.operate_here(id, to, operation)?;
+                if !is_done || operation.flags.contains(OperationFlags::SILENT) && data.is_empty() {
+                    return Ok(());
+                }
+            }
+        }
         let (from, to, data) = match to.port() {
             // A ping.
             0 => (to, from, Vec::new()),
             _ => (from, to, data.to_vec()),
         };
-        let message = Message {
-            from,
-            data,
-            cookie: None,
-        };
+        let message = Message { from, data, cookie };
         self.deliver(to, message).map_err(|_| {
             self.starved.push(id);
             Error::WouldBlock
@@ -296,17 +356,18 @@ impl Node {
         Ok(self.get(id)?.poll(maps))
     }
 
-    /// Messages of a socket that peers have not acknowledged.
+    /// Messages of a socket that peers have not acknowledged, and operations of it that devices work on.
     ///
     /// # Errors
     /// [`Error::BadSocket`].
     pub fn unacked(&mut self, id: SocketId) -> Result<usize, Error> {
-        self.get(id)?;
         let of = |connection: &crate::conn::Connection| connection.queue.messages_of(id);
-        Ok(self.connections.values().map(of).sum())
+        let operations = self.operating(id)?;
+        Ok(self.connections.values().map(of).sum::<usize>() + operations)
     }
 
-    /// Drops a socket's messages to an address that were not acknowledged (`RDS_CANCEL_SENT_TO`). They may or may not have come.
+    /// Drops a socket's messages to an address that were not acknowledged (`RDS_CANCEL_SENT_TO`). They may or may not have come. Of their
+    /// operations those that have begun are still done: [`operating`](Self::operating) says until when their memory is used.
     ///
     /// # Errors
     /// [`Error::NotConnected`] of a socket that is not bound.
@@ -314,9 +375,17 @@ impl Node {
         self.get(id)?.bound.ok_or(Error::NotConnected)?;
         let socket = &mut self.sockets[id.0 as usize];
         for connection in self.connections.values_mut().filter(|c| c.key.remote == to.ip()) {
-            connection
-                .queue
-                .cancel(id, Some(to.port()), |message| socket.unacked -= message.data.len());
+            connection.queue.cancel(id, Some(to.port()), |message| {
+                socket.unacked -= message.data.len();
+                if let Some(ticket) = message.ticket() {
+                    socket.operation_ended(&ticket, Some(RdmaStatus::Canceled));
+                }
+            });
+        }
+        for (_, link) in self.links.iter_mut().filter(|(_, link)| link.key.remote == to.ip()) {
+            for ticket in link.operations.cancel(id, to.port()) {
+                socket.operation_ended(&ticket, Some(RdmaStatus::Canceled));
+            }
         }
         Self::tell(&mut self.out, (id, socket));
         Ok(())
@@ -333,6 +402,37 @@ pub fn check_peer(to: SocketAddr) -> Result<(), Error> {
         addr if !is_unicast(addr) => Err(Error::Invalid),
         _ => Ok(()),
     }
+}
+
+/// Returns a message of a socket with what goes with it.
+fn outgoing((id, socket): (SocketId, &Socket), ports: (u16, u16), data: &[u8], attachment: Attachment) -> Outgoing {
+    let mut message = Outgoing::new(Some(id), ports, data.into());
+    match attachment {
+        Attachment::Nothing => {}
+        Attachment::Cookie(cookie) => message.extend(Extension::RdmaDest(cookie)),
+        Attachment::Operation(operation) => {
+            let Operation {
+                cookie, flags, token, ..
+            } = *operation;
+            if !operation.kind.is_atomic() {
+                message.extend(Extension::Rdma { rkey: cookie.rkey() });
+            }
+            message.is_silent = flags.contains(OperationFlags::SILENT) && data.is_empty();
+            let on_success = flags.contains(OperationFlags::NOTIFY);
+            let ticket = Ticket {
+                socket: id,
+                port: ports.1,
+                token,
+                on_success,
+                on_failure: on_success || socket.reports_errors,
+            };
+            message.operation = Some(Box::new(Prepared {
+                operation: *operation,
+                ticket: Some(ticket),
+            }));
+        }
+    }
+    message
 }
 
 /// Returns whether a host can have this address.

@@ -24,7 +24,7 @@ impl RdmaCookie {
 
     /// Virtual address on the wire of a byte of the memory.
     pub const fn address(self, byte: u64) -> u64 {
-        self.offset() as u64 + byte
+        (self.offset() as u64).wrapping_add(byte)
     }
 }
 

@@ -80,8 +80,8 @@ impl Ledger {
         self.next
     }
 
-    /// A node has accepted a message.
-    pub(crate) fn accepted(&mut self, stream: Stream, number: u64, len: usize) {
+    /// A node has accepted a message. `operates`: it has an operation, and is not sent again over another connection.
+    pub(crate) fn accepted(&mut self, stream: Stream, number: u64, len: usize, operates: bool) {
         self.sent += 1;
         let messages = self.streams.entry(stream).or_default();
         if messages.sent.is_empty() {
@@ -90,7 +90,7 @@ impl Ledger {
         messages.sent.push(Sent {
             number,
             len,
-            may_be_lost: false,
+            may_be_lost: operates,
         });
     }
 

@@ -7,6 +7,7 @@
 //! acknowledged, and all queue pairs and memory have come back.
 #![forbid(unsafe_code)]
 
+mod board;
 mod draw;
 mod kernel;
 mod ledger;

@@ -2,7 +2,7 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use rds::{Error, Node, Output, Received, SocketId};
+use rds::{Attachment, Error, Node, OperationFlags, Output, Received, SocketId};
 use roce_sim::{Check, Coverage, Rng};
 use roce_verbs::{
     Completion, Instant,
@@ -10,6 +10,7 @@ use roce_verbs::{
 };
 
 use crate::{
+    board::Board,
     draw::ProgramPlan,
     ledger::{Ledger, content},
 };
@@ -32,11 +33,14 @@ struct Open {
     readable: bool,
     /// It can't send until it is told that it has changed.
     waits: bool,
+    /// It is told of operations that failed.
+    reports_errors: bool,
 }
 
 /// State of the world that a program works with.
 pub(crate) struct Env<'a> {
     pub(crate) ledger: &'a mut Ledger,
+    pub(crate) board: &'a mut Board,
     pub(crate) rng: &'a mut Rng,
     pub(crate) coverage: &'a mut Coverage,
     /// Address of each host, and sockets of its program.
@@ -81,6 +85,8 @@ impl Side {
         }
         let monitors = env.rng.chance(self.plan.monitors);
         self.node.set_congestion_monitor(id, monitors)?;
+        let reports_errors = index.is_multiple_of(2);
+        self.node.set_reports_errors(id, reports_errors)?;
         self.node.poll(id)?;
         let sleeps = env.rng.chance(self.plan.sleepers) && !env.quiet;
         env.coverage.note_if("socket that is not read", sleeps);
@@ -90,6 +96,7 @@ impl Side {
             reads_at: (!sleeps).then_some(now),
             readable: true,
             waits: false,
+            reports_errors,
         })
     }
 
@@ -120,6 +127,7 @@ impl Side {
         for index in 0..self.open.len() {
             self.read(index, now, env)?;
         }
+        self.offer(cx, env)?;
         while self.plan.messages > 0 && self.sends_at <= now {
             match env.rng.unit() {
                 chance if chance < self.plan.closes => self.close(now, env)?,
@@ -158,13 +166,42 @@ impl Side {
                 return Err(format!("{peeked:?} is next, then {received:?}"));
             }
             match received {
-                Ok(Received::Message(message)) => env.ledger.received((message.from, at), &message.data)?,
+                Ok(Received::Message(message)) => {
+                    env.ledger.received((message.from, at), &message.data)?;
+                    let used = env.board.received(&message, env.coverage)?;
+                    if let Some(used) = used
+                        && self.node.free_region(used.id, used.cookie) != Err(Error::Invalid)
+                    {
+                        return Err(format!("{used:?} was used, and is not freed"));
+                    }
+                }
+                Ok(Received::Rdma(notice)) => env.board.notice(at, notice, env.coverage)?,
                 Ok(Received::Uncongested(_)) => env.coverage.note("told of ports that are free again"),
                 Err(Error::WouldBlock) => {
                     // From here on it is told.
                     open.readable = self.node.poll(id).map_err(|e| e.to_string())?.readable;
                 }
                 Err(e) => return Err(format!("receiving: {e}")),
+            }
+        }
+        Ok(())
+    }
+
+    /// Offers memory to others, or takes it back.
+    fn offer(&mut self, cx: &mut Cx<'_>, env: &mut Env<'_>) -> Check {
+        if let Some((memory, rights)) = env.board.wants_offer(self.addr) {
+            let open = &self.open[env.board.index(self.open.len())];
+            let range = 0..memory.len();
+            let cookie = self.node.register(cx, open.id, memory.clone(), range, rights);
+            let cookie = cookie.map_err(|e| format!("registering: {e}"))?;
+            env.board.offered(open.at, open.id, cookie, (memory, rights));
+        }
+        if let Some(offer) = env.board.withdraw(self.addr) {
+            match self.node.free_region(offer.id, offer.cookie) {
+                Ok(()) => env.coverage.note("memory taken back"),
+                // The message that says so may be unread.
+                Err(Error::Invalid) if offer.rights.use_once => {}
+                Err(e) => return Err(format!("taking memory back: {e}")),
             }
         }
         Ok(())
@@ -187,12 +224,23 @@ impl Side {
         let index = env.rng.index(MOST);
         let to = SocketAddr::new(addr, FIRST_PORT + index as u16);
         let (number, len) = (env.ledger.number(), env.rng.pick(&self.plan.lens));
-        match self.node.send(open.id, Some(to), &content(number, len)) {
+        let (attachment, operates) = env.board.attach(number, (open.at, to), open.reports_errors);
+        let is_silent = match &attachment {
+            Attachment::Operation(operation) => operation.flags.contains(OperationFlags::SILENT) && len == 0,
+            _ => false,
+        };
+        let sent = self
+            .node
+            .send_with(open.id, Some(to), &content(number, len), attachment);
+        if sent.is_err() {
+            env.board.refused(number);
+        }
+        match sent {
             Ok(()) => {
                 self.plan.messages -= 1;
                 // Without a socket it is dropped.
-                if index < sockets {
-                    env.ledger.accepted((open.at, to), number, len);
+                if index < sockets && !is_silent {
+                    env.ledger.accepted((open.at, to), number, len, operates);
                 }
             }
             Err(Error::TooLong) => self.plan.messages -= 1,
@@ -215,6 +263,7 @@ impl Side {
         let (id, at) = (self.open[index].id, self.open[index].at);
         self.node.close(id).map_err(|e| e.to_string())?;
         env.ledger.may_lose(|(from, to)| *from == at || *to == at);
+        env.board.gone(|gone| gone == at);
         env.coverage.note("socket closed");
         // What it was told before it was closed.
         self.drop_news(id);

@@ -12,6 +12,7 @@ use roce_verbs::provider::Cx;
 
 use crate::{
     RdsStats,
+    board::Board,
     draw::Draw,
     ledger::Ledger,
     program::{Env, Side, Turn},
@@ -46,6 +47,7 @@ pub(crate) struct World {
     plans: Vec<crate::draw::ProgramPlan>,
     empty: Vec<Usage>,
     ledger: Ledger,
+    board: Board,
     coverage: Coverage,
     rng: Rng,
     chaos: Rng,
@@ -60,6 +62,7 @@ macro_rules! env {
     ($self:ident) => {
         Env {
             ledger: &mut $self.ledger,
+            board: &mut $self.board,
             rng: &mut $self.rng,
             coverage: &mut $self.coverage,
             hosts: &$self.hosts,
@@ -89,6 +92,7 @@ impl World {
             kept: vec![BTreeMap::new(); count],
             plans: draw.programs,
             ledger: Ledger::default(),
+            board: Board::new(Rng::new(seed, 64)),
             coverage: Coverage::default(),
             rng: Rng::new(seed, 62),
             chaos: Rng::new(seed, 63),
@@ -138,6 +142,7 @@ impl World {
     fn rest(&mut self) -> Check {
         self.pass(400 * SEC)?;
         self.check_known()?;
+        self.board.end()?;
         self.stopping = true;
         for host in 0..self.sides.len() {
             self.note_counters(host);
@@ -249,6 +254,8 @@ impl World {
         };
         self.coverage.note("crash");
         side.die(&mut self.ledger)?;
+        let addr = self.hosts[host].0;
+        self.board.gone(|at| at.ip() == addr);
         self.plans[host] = side.plan;
         self.lan.kill(host);
         self.lan.schedule(pause, LanEvent::World(WorldEvent::Boot(host)));

@@ -1,0 +1,203 @@
+//! Operations on their way through a queue pair.
+
+use core::ops::Range;
+use std::collections::VecDeque;
+
+use roce_verbs::{
+    AccessFlags, RKey, RemoteAddr, SendOp, Sge, WcStatus,
+    provider::{MrId, PdId, Provider, Registration, VerbsError},
+};
+
+use crate::{
+    rdma::{Operation, OperationFlags, OperationKind, RdmaStatus},
+    socket::SocketId,
+};
+
+/// Addressee of an operation's report.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Ticket {
+    pub(crate) socket: SocketId,
+    /// Port of the receiver.
+    pub(crate) port: u16,
+    pub(crate) token: u64,
+    /// Report success.
+    pub(crate) on_success: bool,
+    /// Report failure.
+    pub(crate) on_failure: bool,
+}
+
+/// Operation of a message.
+#[derive(Debug)]
+pub(crate) struct Prepared {
+    pub(crate) operation: Operation,
+    /// `None` once it is posted: [`Posted`] has it.
+    pub(crate) ticket: Option<Ticket>,
+}
+
+impl Prepared {
+    /// Pieces of local memory, which are posted in order.
+    pub(super) fn pieces(&self) -> usize {
+        self.operation.pieces.len()
+    }
+
+    /// Returns whether the SENDs of the message have to wait for it.
+    pub(super) fn is_fenced(&self) -> bool {
+        self.operation.kind.fetches() || self.operation.flags.contains(OperationFlags::FENCE)
+    }
+
+    /// Registers the local memory, with which `first` becomes the number of the first work request.
+    pub(super) fn begin(&mut self, provider: &mut dyn Provider, pd: PdId, first: u64) -> Result<Posted, VerbsError> {
+        let hull = self.operation.hull();
+        let access = match self.operation.kind.fetches() {
+            true => AccessFlags::LOCAL_WRITE,
+            false => AccessFlags::empty(),
+        };
+        let what = Registration {
+            memory: self.operation.memory.clone(),
+            offset: hull.start,
+            len: hull.len(),
+            iova: None,
+            access,
+        };
+        let mr = provider.register(pd, &what)?;
+        Ok(Posted {
+            own: first..first,
+            last: None,
+            mr: mr.id,
+            base: (mr.addr.wrapping_sub(hull.start as u64), mr.lkey),
+            ticket: self.ticket.take(),
+            is_reported: false,
+        })
+    }
+
+    /// Returns a work request of `pieces`, with its local elements.
+    pub(super) fn request(&self, posted: &Posted, pieces: Range<usize>) -> (SendOp, Vec<Sge>) {
+        let Operation { cookie, remote, .. } = self.operation;
+        let before: usize = self.operation.pieces[..pieces.start].iter().map(Range::len).sum();
+        let remote = RemoteAddr {
+            addr: cookie.address(remote.wrapping_add(before as u64)),
+            rkey: RKey(cookie.rkey()),
+        };
+        let op = match self.operation.kind {
+            OperationKind::Write => SendOp::Write(remote),
+            OperationKind::Read => SendOp::Read(remote),
+            OperationKind::FetchAdd { add } => SendOp::FetchAdd { remote, add },
+            OperationKind::CompareSwap { compare, swap } => SendOp::CompareSwap { remote, compare, swap },
+        };
+        let (base, lkey) = posted.base;
+        let sge = |piece: &Range<usize>| Sge {
+            addr: base.wrapping_add(piece.start as u64),
+            length: piece.len() as u32,
+            lkey,
+        };
+        (op, self.operation.pieces[pieces].iter().map(sge).collect())
+    }
+}
+
+/// Operation of which some work requests were posted.
+#[derive(Debug)]
+pub(crate) struct Posted {
+    /// Numbers of its work requests.
+    pub(super) own: Range<u64>,
+    /// Number of the last work request of its message; `None`: not posted yet.
+    pub(super) last: Option<u64>,
+    mr: MrId,
+    /// Address of the memory's offset 0, and local key.
+    base: (u64, roce_verbs::LKey),
+    /// `None`: the socket is closed.
+    ticket: Option<Ticket>,
+    is_reported: bool,
+}
+
+/// End of an operation for its socket. `None`: the report was made before.
+pub(crate) type Ended = (Ticket, Option<RdmaStatus>);
+
+/// Operations that a queue pair works on, in order.
+#[derive(Debug, Default)]
+pub(crate) struct Operations(VecDeque<Posted>);
+
+impl Operations {
+    pub(super) fn push(&mut self, posted: Posted) {
+        self.0.push_back(posted);
+    }
+
+    /// The one that was posted last.
+    pub(super) fn current(&mut self) -> Option<&mut Posted> {
+        self.0.back_mut()
+    }
+
+    /// Returns whether there are none.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Those of a socket.
+    pub(crate) fn of(&self, socket: SocketId) -> usize {
+        let is_its = |posted: &&Posted| posted.ticket.is_some_and(|ticket| ticket.socket == socket);
+        self.0.iter().filter(is_its).count()
+    }
+
+    /// Ends those whose work requests, up to this number, are done.
+    pub(super) fn completed(&mut self, number: u64, provider: &mut dyn Provider) -> Vec<Ended> {
+        let mut ended = Vec::new();
+        while self
+            .0
+            .front()
+            .and_then(|first| first.last)
+            .is_some_and(|last| last <= number)
+        {
+            let Some(posted) = self.0.pop_front() else { break };
+            provider.deregister(posted.mr);
+            let status = (!posted.is_reported).then_some(RdmaStatus::Success);
+            ended.extend(posted.ticket.map(|ticket| (ticket, status)));
+        }
+        ended
+    }
+
+    /// The queue pair has failed, with a work request of this number if one is the cause. Their memory stays until it is drained.
+    pub(super) fn failed(&mut self, cause: Option<(u64, WcStatus)>) -> Vec<Ended> {
+        let status = |posted: &Posted| match cause {
+            Some((number, _))
+                if posted
+                    .last
+                    .is_some_and(|last| (posted.own.end..=last).contains(&number)) =>
+            {
+                RdmaStatus::OtherError
+            }
+            Some((number, status)) if posted.own.contains(&number) => match status {
+                WcStatus::RemoteAccessError
+                | WcStatus::RemoteInvalidRequestError
+                | WcStatus::RemoteOperationError
+                | WcStatus::RemoteInvalidRdRequest => RdmaStatus::RemoteError,
+                _ => RdmaStatus::OtherError,
+            },
+            _ => RdmaStatus::Dropped,
+        };
+        let end = |posted: &mut Posted| {
+            let status = (!posted.is_reported).then(|| status(posted));
+            posted.ticket.take().map(|ticket| (ticket, status))
+        };
+        self.0.iter_mut().filter_map(end).collect()
+    }
+
+    /// Reports those of a socket to this port as canceled. They are still done.
+    pub(crate) fn cancel(&mut self, socket: SocketId, port: u16) -> Vec<Ticket> {
+        let canceled = |posted: &mut Posted| {
+            let ticket = posted.ticket.filter(|t| (t.socket, t.port) == (socket, port))?;
+            (!core::mem::replace(&mut posted.is_reported, true)).then_some(ticket)
+        };
+        self.0.iter_mut().filter_map(canceled).collect()
+    }
+
+    /// A socket is closed: nothing is reported to it.
+    pub(crate) fn forget(&mut self, socket: SocketId) {
+        for posted in &mut self.0 {
+            posted.ticket = posted.ticket.filter(|ticket| ticket.socket != socket);
+        }
+    }
+
+    /// Nothing of the queue pair is under way.
+    pub(super) fn free(self, provider: &mut dyn Provider) {
+        self.0.into_iter().for_each(|posted| provider.deregister(posted.mr));
+    }
+}

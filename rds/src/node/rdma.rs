@@ -1,0 +1,261 @@
+//! Regions of sockets, and operations on their way or on memory of the node itself.
+
+use core::{net::SocketAddr, ops::Range};
+use std::sync::Arc;
+
+use roce_verbs::{
+    AccessFlags,
+    mem::Pages,
+    provider::{Cx, DeviceIx, Memory, MrId, Provider, Registration, VerbsError},
+};
+
+use super::Node;
+use crate::{
+    Error,
+    conn::{Ended, Outgoing},
+    proto::{Extension, Header, MAX_FRAGMENT, MAX_MESSAGE, RdmaCookie},
+    rdma::{Operation, OperationFlags, OperationKind, RdmaNotice, RdmaStatus, RegionRights},
+    socket::SocketId,
+};
+
+/// Bytes of a region at most: those of an operation, and of a page for its beginning and end, as in the kernel.
+const MAX_REGION: usize = MAX_MESSAGE as usize + 4096;
+/// Bytes that are copied at a time between sockets of the node.
+const COPY: usize = 16 * MAX_FRAGMENT;
+
+/// Memory of a socket that peers may use.
+#[derive(Debug)]
+pub(super) struct Region {
+    pub(super) mr: MrId,
+    socket: SocketId,
+    memory: Arc<dyn Memory>,
+    range: Range<usize>,
+    rights: RegionRights,
+}
+
+impl Node {
+    /// Registers memory of a socket that is bound, for all peers that get the cookie. Its addresses begin at 0, as those of the kernel's
+    /// regions do. Hardware can't register memory of other processes.
+    ///
+    /// # Errors
+    /// [`Error::NotConnected`] if the socket is not bound, [`Error::TooLong`] above 1 MiB and a page, [`Error::Invalid`] of an empty
+    /// range, [`Error::Fault`], [`Error::NoDevice`], [`Error::Unsupported`]; [`Error::Limit`] of the socket or the device.
+    pub fn register(
+        &mut self,
+        cx: &mut Cx<'_>,
+        id: SocketId,
+        memory: Arc<dyn Memory>,
+        range: Range<usize>,
+        rights: RegionRights,
+    ) -> Result<RdmaCookie, Error> {
+        let max_regions = self.config.max_regions;
+        let socket = self.get(id)?;
+        let local = socket.bound.ok_or(Error::NotConnected)?.ip();
+        match range.len() {
+            0 => return Err(Error::Invalid),
+            len if len > MAX_REGION => return Err(Error::TooLong),
+            _ if range.end > memory.len() => return Err(Error::Fault),
+            _ if socket.regions >= max_regions => return Err(Error::Limit),
+            _ => {}
+        }
+        let devices = cx.provider.devices();
+        let device = devices.iter().position(|device| device.addrs.contains(&local));
+        let device = DeviceIx(device.ok_or(Error::NoDevice)? as u16);
+        let pd = self.domain(cx.provider, device).map_err(register_error)?;
+        let mut access = AccessFlags::LOCAL_WRITE | AccessFlags::REMOTE_READ;
+        if rights.writable {
+            access |= AccessFlags::REMOTE_WRITE | AccessFlags::REMOTE_ATOMIC;
+        }
+        let what = Registration {
+            memory: memory.clone(),
+            offset: range.start,
+            len: range.len(),
+            iova: Some(0),
+            access,
+        };
+        let mr = cx.provider.register(pd, &what).map_err(register_error)?;
+        self.get(id)?.regions += 1;
+        let region = Region {
+            mr: mr.id,
+            socket: id,
+            memory,
+            range,
+            rights,
+        };
+        self.regions.insert((local, mr.rkey.0), region);
+        Ok(RdmaCookie::new(mr.rkey.0, 0))
+    }
+
+    /// Frees a region of a socket. At the end of the turn the memory is left alone, and a peer that uses the key loses its connection.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the socket has no such region, perhaps since it was for use once.
+    pub fn free_region(&mut self, id: SocketId, cookie: RdmaCookie) -> Result<(), Error> {
+        let local = self.get(id)?.bound.ok_or(Error::NotConnected)?;
+        match self.free(id, local, cookie.rkey(), |_| true) {
+            true => Ok(()),
+            false => Err(Error::Invalid),
+        }
+    }
+
+    fn free(&mut self, id: SocketId, local: SocketAddr, rkey: u32, is_meant: impl FnOnce(&Region) -> bool) -> bool {
+        let key = (local.ip(), rkey);
+        let region = self.regions.get(&key).filter(|region| region.socket == id);
+        if !region.is_some_and(is_meant) {
+            return false;
+        }
+        if let Some(region) = self.regions.remove(&key) {
+            self.freed_regions.push(region.mr);
+        }
+        if let Ok(socket) = self.get(id) {
+            socket.regions -= 1;
+        }
+        true
+    }
+
+    /// A socket is closed.
+    pub(super) fn free_regions_of(&mut self, id: SocketId) {
+        let Self {
+            regions, freed_regions, ..
+        } = self;
+        regions.retain(|_, region| {
+            let stays = region.socket != id;
+            if !stays {
+                freed_regions.push(region.mr);
+            }
+            stays
+        });
+    }
+
+    pub(super) fn deregister_freed(&mut self, provider: &mut dyn Provider) {
+        self.freed_regions.drain(..).for_each(|mr| provider.deregister(mr));
+    }
+
+    /// Switches reports of operations that failed on or off, also of those without [`OperationFlags::NOTIFY`] (`RDS_RECVERR`).
+    ///
+    /// # Errors
+    /// [`Error::BadSocket`].
+    pub fn set_reports_errors(&mut self, id: SocketId, on: bool) -> Result<(), Error> {
+        self.get(id)?.reports_errors = on;
+        Ok(())
+    }
+
+    /// Takes the next report of an operation, and leaves all else that the socket could receive.
+    ///
+    /// # Errors
+    /// [`Error::WouldBlock`].
+    pub fn notice(&mut self, id: SocketId) -> Result<RdmaNotice, Error> {
+        self.get(id)?.pop_notice().ok_or(Error::WouldBlock)
+    }
+
+    /// Operations of a socket whose memory devices use, canceled ones among them.
+    ///
+    /// # Errors
+    /// [`Error::BadSocket`].
+    pub fn operating(&mut self, id: SocketId) -> Result<usize, Error> {
+        self.get(id)?;
+        Ok(self.links.iter().map(|(_, link)| link.operations.of(id)).sum())
+    }
+
+    /// A message has come: an operation of its sender on this region was done before.
+    pub(super) fn operated_by_peer(&mut self, to: SocketAddr, header: &Header) {
+        let rkey = header.extensions().find_map(|extension| match extension {
+            Extension::Rdma { rkey } => Some(rkey),
+            _ => None,
+        });
+        if let (Some(rkey), Some(&id)) = (rkey, self.bound.get(&to)) {
+            self.free(id, to, rkey, |region| region.rights.use_once);
+        }
+    }
+
+    pub(super) fn operations_ended(&mut self, ended: Vec<Ended>) {
+        for (ticket, status) in ended {
+            if let Some(socket) = self.sockets.get_mut(ticket.socket.0 as usize) {
+                socket.operation_ended(&ticket, status);
+                Self::tell(&mut self.out, (ticket.socket, socket));
+            }
+        }
+    }
+
+    /// Messages leave the queue that were not acknowledged.
+    pub(super) fn release(&mut self, messages: &[Outgoing]) {
+        for message in messages {
+            let Some(id) = message.socket else { continue };
+            if let Some(socket) = self.sockets.get_mut(id.0 as usize) {
+                socket.unacked -= message.data.len();
+                Self::tell(&mut self.out, (id, socket));
+            }
+        }
+    }
+
+    /// Messages leave the queue whose operation could not begin.
+    pub(super) fn could_not_begin(&mut self, messages: &[Outgoing]) {
+        self.release(messages);
+        let tickets = messages.iter().filter_map(Outgoing::ticket);
+        self.operations_ended(tickets.map(|ticket| (ticket, Some(RdmaStatus::OtherError))).collect());
+    }
+
+    /// Does an operation on memory of another socket of this node. Returns whether it could.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for atomics: the device has no part in it, so they would exclude none of its own.
+    pub(super) fn operate_here(&mut self, id: SocketId, to: SocketAddr, operation: &Operation) -> Result<bool, Error> {
+        if operation.kind.is_atomic() {
+            return Err(Error::Unsupported);
+        }
+        let status = match self.copy_here(to, operation) {
+            Some(()) => RdmaStatus::Success,
+            None => RdmaStatus::RemoteError,
+        };
+        let is_done = status == RdmaStatus::Success;
+        let socket = self.get(id)?;
+        let notifies = operation.flags.contains(OperationFlags::NOTIFY);
+        if notifies || !is_done && socket.reports_errors {
+            socket.notify(RdmaNotice {
+                token: operation.token,
+                status,
+            });
+            Self::tell(&mut self.out, (id, &mut self.sockets[id.0 as usize]));
+        }
+        if is_done && let Some(&peer) = self.bound.get(&to) {
+            self.free(peer, to, operation.cookie.rkey(), |region| region.rights.use_once);
+        }
+        Ok(is_done)
+    }
+
+    /// `None`: the key, the range or the right is wrong, or memory is missing.
+    fn copy_here(&self, to: SocketAddr, operation: &Operation) -> Option<()> {
+        let region = self.regions.get(&(to.ip(), operation.cookie.rkey()))?;
+        let first = usize::try_from(operation.cookie.address(operation.remote)).ok()?;
+        let writes = operation.kind == OperationKind::Write;
+        let end = first.checked_add(operation.bytes())?;
+        if end > region.range.len() || writes && !region.rights.writable {
+            return None;
+        }
+        let remote = Pages::part_of(&region.memory, region.range.clone()).ok()?;
+        let (mut at, mut buffer) = (first, vec![0; COPY.min(operation.bytes())]);
+        for piece in &operation.pieces {
+            let local = Pages::part_of(&operation.memory, piece.clone()).ok()?;
+            for from in (0..piece.len()).step_by(COPY) {
+                let bytes = &mut buffer[..(piece.len() - from).min(COPY)];
+                match writes {
+                    true => local.read(from, bytes).and_then(|()| remote.write(at, bytes)),
+                    false => remote.read(at, bytes).and_then(|()| local.write(from, bytes)),
+                }
+                .ok()?;
+                at += bytes.len();
+            }
+        }
+        Some(())
+    }
+}
+
+/// Returns why memory could not be registered.
+fn register_error(error: VerbsError) -> Error {
+    match error {
+        VerbsError::Limit(_) => Error::Limit,
+        VerbsError::Unsupported(_) => Error::Unsupported,
+        VerbsError::Io { source, .. } if source.kind() == std::io::ErrorKind::Unsupported => Error::Unsupported,
+        _ => Error::Fault,
+    }
+}
