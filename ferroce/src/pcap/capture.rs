@@ -1,14 +1,17 @@
 //! `ferroce pcap capture`.
 
 use std::{
-    fs,
+    fs::{self, File},
     io::{self, ErrorKind, Write},
     os::unix::{fs::FileTypeExt, net::UnixStream},
     path::{Path, PathBuf},
 };
 
 use clap::Args;
-use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
+use nix::{
+    sys::socket::{getsockopt, sockopt::PeerCredentials},
+    unistd::{AccessFlags, access},
+};
 use roce::{
     ProcessName,
     ring::{RingRequest, Sent},
@@ -66,14 +69,51 @@ pub(super) fn run(args: &CaptureArgs) -> Result<(), Failure> {
         let text = format!("-o is for one process: choose one with --of, of {}", all.join(", "));
         return Err(Failure::usage(text));
     };
-    let failed = |e| Failure::failed(format!("{}: {e}", file.display()));
     let mut out: Box<dyn Write> = match file.as_os_str() == "-" {
         true => Box::new(io::stdout().lock()),
-        false => Box::new(roce_pcap::create_private(file).map_err(failed)?),
+        false => Box::new(OutputFile::new(file).map_err(|e| Failure::failed(named_file(file, &e).to_string()))?),
     };
     let sent = request.read(process, &mut out).map_err(|e| why(process, &e))?;
     note(&format!("{}: {} packets", named(process), sent.packets));
     Ok(())
+}
+
+/// File that is made with its first bytes: who waits with `--on bad` and gives up has left no empty one, and has emptied none.
+struct OutputFile<'a> {
+    path: &'a Path,
+    file: Option<File>,
+}
+
+impl<'a> OutputFile<'a> {
+    /// Checks that the file can be written.
+    fn new(path: &'a Path) -> io::Result<Self> {
+        match fs::symlink_metadata(path) {
+            Ok(_) => drop(roce_pcap::append_private(path)?),
+            Err(_) => {
+                let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+                access(folder.unwrap_or(Path::new(".")), AccessFlags::W_OK | AccessFlags::X_OK)?;
+            }
+        }
+        Ok(Self { path, file: None })
+    }
+}
+
+impl Write for OutputFile<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let file = match &mut self.file {
+            Some(file) => file,
+            none => none.insert(roce_pcap::create_private(self.path).map_err(|e| named_file(self.path, &e))?),
+        };
+        file.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn named_file(path: &Path, e: &io::Error) -> io::Error {
+    io::Error::new(e.kind(), format!("{}: {e}", path.display()))
 }
 
 /// Has each process write its ring, all at the same time: with `--on bad` the first may be any of them.

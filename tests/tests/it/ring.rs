@@ -14,7 +14,10 @@ use ferroce_tests::{
     perftest::{Sides, WriteBw},
     process::{Finished, Running, run},
 };
-use nix::sys::signal::Signal;
+use nix::{
+    sys::signal::{self, Signal},
+    unistd::Pid,
+};
 use serde_json::Value;
 
 const MIB: usize = 1 << 20;
@@ -23,6 +26,15 @@ const MIB: usize = 1 << 20;
 fn written(done: &Finished) -> PathBuf {
     assert_eq!(done.code, Some(0), "{}", done.stderr);
     done.stdout.trim_end().into()
+}
+
+/// Returns whether a process has a socket open.
+fn has_socket(pid: u32) -> bool {
+    let open = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    let targets = open.filter_map(|entry| fs::read_link(entry.path()).ok());
+    targets
+        .into_iter()
+        .any(|target| target.to_string_lossy().starts_with("socket:"))
 }
 
 /// Checks that a file is good. Returns the judge's report.
@@ -119,6 +131,37 @@ fn servers_and_mappings_are_captured_while_they_run() {
     assert!(
         judged["frames"].as_u64() < report["frames"].as_u64(),
         "a smaller ring has fewer packets: {judged}"
+    );
+
+    // Who gives up waiting has changed no file, and is told at once of one that can't be.
+    let kept = dir.path().join("kept.pcap");
+    fs::write(&kept, "kept").unwrap();
+    for (out, after) in [(&kept, Some("kept")), (&dir.path().join("new.pcap"), None)] {
+        let mut waiting = Command::new(ferroce())
+            .args(["pcap", "capture", "--of", "captured", "--on", "bad", "-o"])
+            .arg(out)
+            .spawn()
+            .unwrap();
+        eventually("it asks the process", || has_socket(waiting.id()));
+        signal::kill(Pid::from_raw(waiting.id() as i32), Signal::SIGINT).unwrap();
+        assert!(!waiting.wait().unwrap().success());
+        assert_eq!(fs::read_to_string(out).ok().as_deref(), after);
+    }
+    let nowhere = dir.path().join("none/new.pcap");
+    let done = run(&[
+        "pcap",
+        "capture",
+        "--of",
+        "captured",
+        "--on",
+        "bad",
+        "-o",
+        nowhere.to_str().unwrap(),
+    ]);
+    assert!(
+        done.code == Some(1) && done.stderr.contains("none/new.pcap"),
+        "{}",
+        done.stderr
     );
 
     // By a signal, into the next file.
