@@ -61,8 +61,13 @@ impl SendHeader {
 pub enum RecvKind {
     /// A message; the data follows. With the cookie of memory of the sender, if it has sent one.
     Message(Option<u64>),
-    /// Operations that have ended: [`Notification`]s follow. `recvmsg` returns 0 with `RDS_CMSG_RDMA_STATUS`.
-    Notifications,
+    /// An operation has ended. `recvmsg` returns 0 with `RDS_CMSG_RDMA_STATUS`.
+    Notification {
+        /// The program's value.
+        token: u64,
+        /// `RDS_RDMA_SUCCESS`, …
+        status: i32,
+    },
     /// Ports modulo 64 that are free again. `recvmsg` returns 0 with `RDS_CMSG_CONG_UPDATE`.
     Congestion(u64),
     /// Nothing to receive: it only makes the descriptor readable, as a congestion map does in the kernel. To be skipped.
@@ -78,7 +83,9 @@ pub struct RecvHeader {
     data_len: u32,
     flags: u32,
     from: RawAddr,
+    /// The cookie, the ports, or the token.
     value: u64,
+    /// Or the status.
     time: i64,
 }
 
@@ -86,7 +93,7 @@ const HAS_COOKIE: u32 = 1;
 const IN_FILE: u32 = 2;
 
 const MESSAGE: u32 = 0;
-const NOTIFICATIONS: u32 = 1;
+const NOTIFICATION: u32 = 1;
 const CONGESTION: u32 = 2;
 const WAKE: u32 = 3;
 
@@ -98,9 +105,13 @@ impl RecvHeader {
     pub fn new(kind: RecvKind, from: Option<SocketAddr>, time: i64, data_len: usize) -> Self {
         let (number, cookie, value) = match kind {
             RecvKind::Message(cookie) => (MESSAGE, cookie.is_some(), cookie.unwrap_or_default()),
-            RecvKind::Notifications => (NOTIFICATIONS, false, 0),
+            RecvKind::Notification { token, .. } => (NOTIFICATION, false, token),
             RecvKind::Congestion(ports) => (CONGESTION, false, ports),
             RecvKind::Wake => (WAKE, false, 0),
+        };
+        let time = match kind {
+            RecvKind::Notification { status, .. } => status.into(),
+            _ => time,
         };
         Self {
             magic: MAGIC,
@@ -125,7 +136,10 @@ impl RecvHeader {
         }
         let kind = match header.kind {
             MESSAGE => RecvKind::Message((header.flags & HAS_COOKIE != 0).then_some(header.value)),
-            NOTIFICATIONS => RecvKind::Notifications,
+            NOTIFICATION => RecvKind::Notification {
+                token: header.value,
+                status: i32::try_from(header.time).map_err(|_| ProtocolError::Value)?,
+            },
             CONGESTION => RecvKind::Congestion(header.value),
             WAKE => RecvKind::Wake,
             other => return Err(ProtocolError::Kind(other)),
@@ -160,42 +174,5 @@ impl RecvHeader {
     /// Time when it came, nanoseconds since 1970.
     pub fn time(&self) -> i64 {
         self.time
-    }
-}
-
-/// Operation that has ended (`struct rds_rdma_notify`).
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
-#[repr(C)]
-pub struct Notification {
-    /// The program's value.
-    pub token: u64,
-    /// `RDS_RDMA_SUCCESS`, …
-    pub status: i32,
-    reserved: u32,
-}
-
-impl Notification {
-    /// Bytes of one.
-    pub const LEN: usize = size_of::<Self>();
-
-    /// Returns the notification of an operation.
-    pub fn new(token: u64, status: i32) -> Self {
-        Self {
-            token,
-            status,
-            reserved: 0,
-        }
-    }
-
-    /// Parses the data of a packet.
-    ///
-    /// # Errors
-    /// It is not a number of notifications.
-    pub fn parse_all(data: &[u8]) -> Result<Vec<Self>, ProtocolError> {
-        let (all, rest) = data.as_chunks::<{ Self::LEN }>();
-        match rest {
-            [] => Ok(all.iter().map(|bytes| zerocopy::transmute!(*bytes)).collect()),
-            _ => Err(ProtocolError::Length(data.len())),
-        }
     }
 }

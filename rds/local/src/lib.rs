@@ -29,7 +29,7 @@ mod start;
 pub use addr::RawAddr;
 pub use client::{Control, Received, Socket};
 pub use control::{Answer, Request, SocketOption};
-pub use data::{Notification, RecvHeader, RecvKind, SendHeader};
+pub use data::{RecvHeader, RecvKind, SendHeader};
 pub use error::ProtocolError;
 pub use key::SocketKey;
 pub use limits::{MAGIC, MAX_MESSAGE, SOCKET};
