@@ -24,6 +24,7 @@ agents() {
     gcc -Wall -O2 -o "$new/cm-agent" "$HERE/cm-agent.c" -lrdmacm -libverbs
     gcc -Wall -O2 -o "$new/host-agent" "$HERE/host-agent.c"
     gcc -Wall -O2 -o "$new/rds-echo" "$HERE/rds-echo.c"
+    gcc -Wall -O2 -o "$new/rds-conformance" "$HERE/rds-conformance.c"
     cp "$HERE/guest.sh" "$new/"
     mv "$new"/* .
     echo "$stamp" > agents-ready

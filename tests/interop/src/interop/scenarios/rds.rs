@@ -1,6 +1,6 @@
 //! 15: RDS between a node of ours and the kernel's.
 
-use std::time::Duration;
+use std::{fs, time::Duration};
 
 use super::{Ctx, Direction, Scenario, verdict};
 use crate::{Error, far::Ip, lab::Proc};
@@ -29,6 +29,7 @@ pub(super) fn list() -> Vec<Scenario> {
             .waits(),
     );
     all.push(Scenario::new(15, "rds-our-node-restarts", Direction::KernelToOurs, our_node_restarts).waits());
+    all.push(Scenario::new(15, "rds-conformance", Direction::KernelToKernel, conformance).waits());
     all
 }
 
@@ -82,4 +83,52 @@ fn our_node_restarts(c: &mut Ctx<'_>) -> Result<String, Error> {
         8 => Ok("passed: 8 messages there and back over 4 lives of our node".into()),
         _ => Err(format!("{messages} messages of 8 came back").into()),
     }
+}
+
+/// What the kernels print, by the address that the program uses, and what 6.12 prints otherwise.
+const FACTS: [(&str, &str); 2] = [
+    ("loopback", include_str!("../../../expect/rds-loopback.txt")),
+    ("rxe", include_str!("../../../expect/rds-rxe.txt")),
+];
+
+/// The facts of `lab/rds-conformance.c` are what `expect` has. With `FERROCE_INTEROP_RECORD=FOLDER` they are written there.
+fn conformance(c: &mut Ctx<'_>) -> Result<String, Error> {
+    let own = c.far.addr(Ip::V4)?.to_string();
+    let record = std::env::var("FERROCE_INTEROP_RECORD").ok();
+    let mut differences = Vec::new();
+    let mut count = 0;
+    for ((name, expected), [own, absent]) in FACTS
+        .into_iter()
+        .zip([["127.0.0.1", "127.0.0.9"], [&own, "10.77.0.250"]])
+    {
+        let said = c
+            .guest()?
+            .run(&format!("{LOAD}$LAB/rds-conformance {own} {absent}\n"), SECONDS)?;
+        fs::write(c.dir.join(format!("{name}.txt")), &said)?;
+        if let Some(folder) = &record {
+            fs::write(format!("{folder}/rds-{name}.txt"), &said)?;
+        }
+        count += said.lines().count();
+        differences.extend(
+            compare(&said, expected)
+                .into_iter()
+                .map(|line| format!("{name}: {line}")),
+        );
+    }
+    match differences.is_empty() {
+        true => Ok(format!("passed: {count} facts as recorded")),
+        false => Err(differences.join("\n").into()),
+    }
+}
+
+/// Lines that are on one side only.
+fn compare(said: &str, expected: &str) -> Vec<String> {
+    let only = |of: &str, than: &str, sign: char| -> Vec<String> {
+        let other: Vec<&str> = than.lines().collect();
+        of.lines()
+            .filter(|line| !other.contains(line))
+            .map(|line| format!("{sign} {line}"))
+            .collect()
+    };
+    [only(expected, said, '-'), only(said, expected, '+')].concat()
 }
