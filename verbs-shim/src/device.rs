@@ -168,12 +168,17 @@ fn interfaces() -> Result<Vec<(String, Vec<IpAddr>)>> {
     Ok(out)
 }
 
+/// Has forked children begin anew.
+pub(crate) fn watch_forks() {
+    fork::watch(hold, release);
+}
+
 /// The devices that there are now.
 ///
 /// # Errors
 /// When a query fails: EMFILE without a descriptor left.
 pub(crate) fn list() -> Result<Vec<&'static VerbsDevice>> {
-    fork::watch(hold, release);
+    watch_forks();
     log::start();
     let (wanted, names) = (interfaces()?, config::device_names());
     let all: Vec<&str> = wanted.iter().map(|(interface, _)| interface.as_str()).collect();

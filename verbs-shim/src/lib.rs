@@ -44,6 +44,7 @@ mod qpattr;
 mod query;
 mod queue;
 pub mod rdmacm;
+mod rds;
 mod ready_fd;
 mod rebind;
 mod ret;

@@ -32,15 +32,29 @@ use crate::{
 };
 
 /// Paths that are answered from the private directory: these, and everything below them.
-const OURS: [&str; 4] = [
+const OURS: [&str; 5] = [
     "/sys/class/infiniband",
     "/sys/class/infiniband_verbs",
     "/sys/class/misc/rdma_cm",
     "/dev/infiniband",
+    "/proc/sys/net/rds",
 ];
 
 /// Changed when the same tree is written otherwise.
-const FORMAT: u32 = 3;
+const FORMAT: u32 = 4;
+/// Settings of RDS, as Linux has them by default; nothing depends on what is written there.
+const RDS_SETTINGS: [(&str, &str); 10] = [
+    ("reconnect_min_delay_ms", "4\n"),
+    ("reconnect_max_delay_ms", "1000\n"),
+    ("max_unacked_packets", "8\n"),
+    ("max_unacked_bytes", "16777216\n"),
+    ("ping_enable", "1\n"),
+    ("ib/max_send_wr", "256\n"),
+    ("ib/max_recv_wr", "1024\n"),
+    ("ib/max_unsignaled_wr", "16\n"),
+    ("ib/max_recv_allocation", "81920\n"),
+    ("ib/flow_control", "0\n"),
+];
 /// Directory of a device's counters.
 const HW_COUNTERS: &str = "ports/1/hw_counters";
 /// Counters that rdma_rxe has (`rxe_hw_counters.c`): the first of those that processes share.
@@ -142,6 +156,9 @@ fn tree() -> Tree {
     tree.insert("sys/class/infiniband_verbs/abi_version".into(), "6\n".into());
     tree.insert("sys/class/misc/rdma_cm/abi_version".into(), "4\n".into());
     tree.insert("dev/infiniband/rdma_cm".into(), String::new());
+    for (name, value) in RDS_SETTINGS {
+        tree.insert(format!("proc/sys/net/rds/{name}"), value.into());
+    }
     for device in device::list().unwrap_or_default() {
         add_device(&mut tree, device);
     }

@@ -20,7 +20,7 @@ use crate::{
     cancel::{self, Wait},
     engine::Engine,
     fork::{self, Own},
-    log, ret,
+    log, rds, ret,
     symbols::{Call, Next, calls, libc_write},
 };
 
@@ -118,6 +118,9 @@ unsafe extern "C-unwind" fn close(fd: c_int) -> c_int {
     if is_channel(fd) {
         forget_channel(fd);
     }
+    if rds::was_socket(fd) && fork::owns_memory() {
+        ret::value((), || rds::closing(fd));
+    }
     // SAFETY: the caller's.
     unsafe { NEXT_CLOSE.get().unwrap_or(libc_close)(fd) }
 }
@@ -129,6 +132,10 @@ unsafe extern "C-unwind" fn close(fd: c_int) -> c_int {
 #[unsafe(no_mangle)]
 unsafe extern "C-unwind" fn write(fd: c_int, buf: *const c_void, len: usize) -> isize {
     if !is_channel(fd) || !ret::value(false, || takes_commands(fd)) {
+        if let Some(key) = rds::key(fd) {
+            // SAFETY: the caller's.
+            return unsafe { rds::write(key, fd, buf, len) };
+        }
         // SAFETY: the caller's.
         return unsafe { NEXT_WRITE.get().unwrap_or(libc_write)(fd, buf, len) };
     }

@@ -1,0 +1,77 @@
+//! Memory that the program names in calls that are not for data. What can't be accessed is `EFAULT`, as it is with the kernel.
+
+use libc::{c_void, iovec};
+use zerocopy::{FromBytes, Immutable, IntoBytes};
+
+use crate::ret::{Errno, Result};
+
+/// Result of copying so many bytes.
+fn copied(result: isize, len: usize) -> Result<()> {
+    match usize::try_from(result) {
+        Ok(copied) if copied == len => Ok(()),
+        Ok(_) => Err(Errno::FAULT),
+        Err(_) => Err(Errno::last()),
+    }
+}
+
+fn piece(base: *const c_void, len: usize) -> iovec {
+    iovec {
+        iov_base: base.cast_mut(),
+        iov_len: len,
+    }
+}
+
+/// Reads a value from the program's memory.
+pub(crate) fn read<T: FromBytes + IntoBytes>(from: *const c_void) -> Result<T> {
+    let mut value = T::new_zeroed();
+    let bytes = value.as_mut_bytes();
+    let (ours, theirs) = (piece(bytes.as_mut_ptr().cast(), bytes.len()), piece(from, bytes.len()));
+    // SAFETY: the kernel writes to the value, and looks whether the other memory may be read.
+    let result = unsafe { libc::process_vm_readv(libc::getpid(), &raw const ours, 1, &raw const theirs, 1, 0) };
+    copied(result, bytes.len()).map(|()| value)
+}
+
+/// Writes bytes to the program's memory.
+///
+/// # Safety
+/// The program expects them there.
+pub(crate) unsafe fn write(to: *mut c_void, bytes: &[u8]) -> Result<()> {
+    if bytes.is_empty() {
+        return Ok(());
+    }
+    let (ours, theirs) = (piece(bytes.as_ptr().cast(), bytes.len()), piece(to, bytes.len()));
+    // SAFETY: the kernel reads the bytes, and looks whether the other memory may be written; the caller's promise.
+    let result = unsafe { libc::process_vm_writev(libc::getpid(), &raw const ours, 1, &raw const theirs, 1, 0) };
+    copied(result, bytes.len())
+}
+
+/// Writes a value to the program's memory.
+///
+/// # Safety
+/// As for [`write`].
+pub(crate) unsafe fn write_value<T: IntoBytes + Immutable>(to: *mut c_void, value: T) -> Result<()> {
+    // SAFETY: the caller's promise.
+    unsafe { write(to, value.as_bytes()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ptr;
+
+    use super::*;
+
+    #[test]
+    fn memory_that_can_t_be_accessed_is_efault() {
+        let mut value = 5u32;
+        assert_eq!(read::<u32>((&raw const value).cast()), Ok(5));
+        let nowhere = ptr::without_provenance_mut(8);
+        assert_eq!(read::<u32>(nowhere), Err(Errno::FAULT));
+        // SAFETY: a local, and memory that can't be written.
+        unsafe {
+            assert_eq!(write_value((&raw mut value).cast(), 7u32), Ok(()));
+            assert_eq!(write_value(nowhere, 7u32), Err(Errno::FAULT));
+            assert_eq!(write(nowhere, &[]), Ok(()));
+        }
+        assert_eq!(value, 7);
+    }
+}
