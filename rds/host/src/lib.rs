@@ -22,6 +22,7 @@
 
 mod node;
 mod process;
+mod rdma;
 mod service;
 mod shared;
 mod socket;
@@ -29,5 +30,6 @@ mod thread;
 
 pub use node::{NodeOptions, RdsNode};
 pub use process::ProcessMemory;
-pub use rds::{Config, ConnectionInfo, Message, PairKey};
+pub use rdma::{Buffer, Pending, Rdma, Region};
+pub use rds::{Config, ConnectionInfo, Message, PairKey, RegionRights, proto::RdmaCookie};
 pub use socket::Socket;

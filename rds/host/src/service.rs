@@ -12,7 +12,7 @@ use roce_verbs::{
     provider::{Cx, Event, QpId},
 };
 
-use crate::shared::{Command, Shared};
+use crate::shared::{Command, Register, Shared};
 
 /// Node on its loop.
 pub(crate) struct NodeService {
@@ -45,9 +45,23 @@ impl Service for NodeService {
 
     fn command(&mut self, turn: &mut TurnCx<'_, ()>, command: Command) {
         // What there is to post leaves at the turn's end.
-        if command == Command::Stop {
-            self.stopping = true;
-            self.with(turn, |node, cx| node.stop(cx));
+        match command {
+            Command::Work => {}
+            Command::Register(register) => self.with(turn, |node, cx| {
+                let Register {
+                    socket,
+                    memory,
+                    rights,
+                    answer,
+                } = *register;
+                let range = 0..memory.len();
+                // It is waited for.
+                let _ = answer.send(node.register(cx, socket, memory, range, rights));
+            }),
+            Command::Stop => {
+                self.stopping = true;
+                self.with(turn, |node, cx| node.stop(cx));
+            }
         }
     }
 

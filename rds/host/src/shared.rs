@@ -3,21 +3,37 @@
 use std::{
     collections::HashMap,
     io,
+    sync::{
+        Arc,
+        mpsc::{Sender, channel},
+    },
     task::Waker,
     time::{Duration, Instant},
 };
 
 use parking_lot::{Condvar, Mutex};
-use rds::{Error, Node, Output, SocketId};
+use rds::{Error, Node, Output, RdmaStatus, RegionRights, SocketId, proto::RdmaCookie};
 use roce::reactor::Handle;
+use roce_verbs::mem::Pages;
 
 /// Command to the thread of a node.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Debug)]
 pub(crate) enum Command {
     /// There is something to post.
     Work,
+    /// Register memory.
+    Register(Box<Register>),
     /// End the connections, then the thread.
     Stop,
+}
+
+/// Memory to register, all of it.
+#[derive(Debug)]
+pub(crate) struct Register {
+    pub(crate) socket: SocketId,
+    pub(crate) memory: Arc<Pages>,
+    pub(crate) rights: RegionRights,
+    pub(crate) answer: Sender<Result<RdmaCookie, Error>>,
 }
 
 /// See the module.
@@ -35,6 +51,9 @@ pub(crate) struct State {
     pub(crate) node: Option<Node>,
     /// Tasks to wake when a socket changes.
     wakers: HashMap<SocketId, Vec<Waker>>,
+    /// Operations that a program wants to know the end of, with that.
+    operations: HashMap<u64, Option<RdmaStatus>>,
+    next_operation: u64,
     /// Why the node has ended.
     ended: Option<(io::ErrorKind, String)>,
 }
@@ -52,6 +71,17 @@ impl State {
         }
     }
 
+    /// Returns the end of an operation, if it has ended.
+    ///
+    /// # Errors
+    /// Why the node has ended.
+    fn operation(&mut self, token: u64) -> io::Result<Option<RdmaStatus>> {
+        match self.operations.get(&token).copied().flatten() {
+            None => self.node().map(|_| None),
+            status => Ok(status),
+        }
+    }
+
     /// Takes what the node has to tell. Returns whether a socket has changed.
     pub(crate) fn take_outputs(&mut self) -> bool {
         let Some(node) = &mut self.node else { return false };
@@ -62,6 +92,11 @@ impl State {
                     changed = true;
                     // From now on it is told again.
                     let _ = node.poll(id);
+                    while let Ok(notice) = node.notice(id) {
+                        if let Some(end) = self.operations.get_mut(&notice.token) {
+                            *end = Some(notice.status);
+                        }
+                    }
                     self.wakers.remove(&id).into_iter().flatten().for_each(Waker::wake);
                 }
                 Output::Up(key) => tracing::info!("RDS: connected, {key}"),
@@ -141,6 +176,64 @@ impl Shared {
                     return Err(io::ErrorKind::TimedOut.into());
                 }
                 Some(_) => {}
+                None => self.changed.wait(&mut state),
+            }
+        }
+    }
+
+    /// Registers memory for a socket, in a turn of the node's thread.
+    ///
+    /// # Errors
+    /// Those of the node, and `NotConnected` when it has ended.
+    pub(crate) fn register(
+        &self,
+        socket: SocketId,
+        memory: Arc<Pages>,
+        rights: RegionRights,
+    ) -> io::Result<RdmaCookie> {
+        let (answer, registered) = channel();
+        let register = Register {
+            socket,
+            memory,
+            rights,
+            answer,
+        };
+        self.handle.command(Command::Register(Box::new(register)));
+        let registered = registered.recv().map_err(|_| io::ErrorKind::NotConnected)?;
+        registered.map_err(errno)
+    }
+
+    /// Returns the number of a new operation.
+    pub(crate) fn new_operation(&self) -> u64 {
+        let mut state = self.state.lock();
+        let token = state.next_operation;
+        state.next_operation += 1;
+        state.operations.insert(token, None);
+        token
+    }
+
+    /// Forgets an operation, ended or not.
+    pub(crate) fn forget_operation(&self, token: u64) {
+        self.state.lock().operations.remove(&token);
+    }
+
+    /// Returns the end of an operation, if it has ended.
+    ///
+    /// # Errors
+    /// Why the node has ended.
+    pub(crate) fn operation(&self, token: u64) -> io::Result<Option<RdmaStatus>> {
+        self.state.lock().operation(token)
+    }
+
+    /// Waits for the end of an operation.
+    ///
+    /// # Errors
+    /// Why the node has ended.
+    pub(crate) fn wait_for_operation(&self, token: u64) -> io::Result<RdmaStatus> {
+        let mut state = self.state.lock();
+        loop {
+            match state.operation(token)? {
+                Some(status) => return Ok(status),
                 None => self.changed.wait(&mut state),
             }
         }

@@ -19,8 +19,8 @@ use crate::{shared::would_block, thread::Thread};
 /// A message is sent when the peer has it: its socket may never read it, and nobody is told whether there is one. While the destination
 /// is congested, because its socket has more unread bytes than it wants, messages to it wait, and only those.
 pub struct Socket {
-    node: Arc<Thread>,
-    id: SocketId,
+    pub(crate) node: Arc<Thread>,
+    pub(crate) id: SocketId,
 }
 
 impl fmt::Debug for Socket {
@@ -42,7 +42,7 @@ impl Socket {
         Self { node, id }
     }
 
-    fn call<T>(&self, f: impl FnOnce(&mut Node) -> Result<T, Error>) -> io::Result<T> {
+    pub(crate) fn call<T>(&self, f: impl FnOnce(&mut Node) -> Result<T, Error>) -> io::Result<T> {
         self.node.shared.call(f)
     }
 
@@ -157,7 +157,7 @@ impl Socket {
         poll_fn(|cx| self.poll(cx, || self.try_recv())).await
     }
 
-    fn poll<T>(&self, cx: &Context<'_>, f: impl Fn() -> io::Result<T>) -> Poll<io::Result<T>> {
+    pub(crate) fn poll<T>(&self, cx: &Context<'_>, f: impl Fn() -> io::Result<T>) -> Poll<io::Result<T>> {
         // First, so that no change between is missed.
         self.node.shared.wake(self.id, cx.waker());
         match f() {

@@ -1,5 +1,7 @@
 //! Sockets of nodes on loopback addresses.
 
+mod rdma;
+
 use std::{io::ErrorKind, net::SocketAddr, thread, time::Duration};
 
 use ferroce_loopback::address;
