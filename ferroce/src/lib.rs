@@ -22,6 +22,7 @@ mod pcap;
 mod place;
 mod printer;
 mod rdma;
+mod rds;
 #[cfg(test)]
 mod reference;
 mod report;
@@ -78,6 +79,8 @@ enum Command {
     Link(sharing::link::LinkArgs),
     /// Show counters of the processes that share addresses
     Stat(sharing::stat::StatArgs),
+    /// RDS sockets: show them, ping others, and the node that has their connections
+    Rds(rds::RdsCommand),
     /// Share addresses among processes; programs start it on demand
     Broker(sharing::broker::BrokerArgs),
     /// Show and change the injected faults of running processes (--fault), for tests
@@ -120,6 +123,7 @@ pub fn run() -> ExitCode {
         Command::Run(args) => run::run(&args, (cli.verbose > 0).then(|| level(cli.verbose, false))),
         Command::Link(args) => sharing::link::run(&args),
         Command::Stat(args) => sharing::stat::run(&args),
+        Command::Rds(args) => rds::run(&args),
         Command::Broker(args) => sharing::broker::run(&args),
         Command::Fault(args) => fault::run(&args),
         Command::Bench(args) => bench::run(&args),

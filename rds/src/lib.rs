@@ -23,6 +23,6 @@ pub use conn::{Broken, Refused};
 pub use counters::Counters;
 pub use error::Error;
 pub use key::PairKey;
-pub use node::{ConnectionInfo, Node, Output, PairState, check_peer, is_unicast};
+pub use node::{ConnectionInfo, MessageInfo, Node, Output, PairState, check_peer, is_unicast};
 pub use rdma::{Attachment, Operation, OperationFlags, OperationKind, RdmaNotice, RdmaStatus, RegionRights};
 pub use socket::{Message, Readiness, Received, SocketId};

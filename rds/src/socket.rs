@@ -23,6 +23,8 @@ pub struct Message {
     pub data: Vec<u8>,
     /// Memory of the sender that the receiver may use.
     pub cookie: Option<RdmaCookie>,
+    /// Sequence number of its connection; 0 of a socket of the same node.
+    pub sequence: u64,
 }
 
 /// Abilities of a socket without waiting.
@@ -34,6 +36,8 @@ pub struct Readiness {
     pub writable: bool,
     /// A congestion map has come since the last poll (`POLLIN`, `POLLRDNORM` and `POLLWRBAND`, once).
     pub uncongested: bool,
+    /// And a message was refused because of congestion before it came.
+    pub was_refused: bool,
 }
 
 /// Result of receiving.
@@ -125,6 +129,11 @@ impl Socket {
     /// Bytes that were not read.
     pub(crate) fn unread(&self) -> usize {
         self.unread
+    }
+
+    /// Messages that were not taken.
+    pub(crate) fn inbox(&self) -> impl Iterator<Item = &Message> {
+        self.inbox.iter()
     }
 
     /// Adds a message.
@@ -237,7 +246,9 @@ impl Socket {
     pub(crate) fn poll(&mut self, maps: u64) -> Readiness {
         self.told = false;
         let is_new = core::mem::replace(&mut self.maps_seen, maps) != maps;
+        let was_refused = is_new && core::mem::take(&mut self.has_seen_congestion);
         Readiness {
+            was_refused,
             readable: self.freed != 0 || !self.inbox.is_empty() || !self.notices.is_empty(),
             writable: self.unacked < self.send_buffer && !self.is_operating_fully(),
             uncongested: is_new && !self.monitors,
@@ -259,6 +270,7 @@ mod tests {
             from: ([192, 0, 2, 1], 9).into(),
             data: vec![0; len],
             cookie: None,
+            sequence: 0,
         }
     }
 

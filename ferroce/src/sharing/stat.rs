@@ -5,21 +5,27 @@ use std::fmt::Write;
 use clap::Args;
 use roce::broker::{Ended, Isolation, ProcessReport, Statistics};
 use roce_verbs::shown;
+use serde::Serialize;
 
-use crate::output::{self, Failure};
+use crate::{
+    output::{self, Failure},
+    rds::info::{self, Summary},
+};
 
 #[derive(Args)]
 #[command(after_help = "\
 One line for each process that uses an address through the broker, with the counters that `rdma statistic` shows for \
 rdma_rxe; then the sums of all processes that have exited since the broker started (a line for each address, if they \
 had single ones); then the broker's own counters, and of a broker for several users whether it isolates them \
-(`users isolated`) or they have to trust each other (`users one-trust-domain`). Counters that are zero are left out.
+(`users isolated`) or they have to trust each other (`users one-trust-domain`); then the RDS node of this user, if one runs, with its sockets, connections and counters. Counters that are \
+zero are left out.
 
 Counters of a process are at most 100 ms old, also if it was killed or has exited without closing its device.
 
 With --json: one object with `pid` (the broker's), `isolation` (OneUser, Isolated or TrustDomain), `addrs`, `processes`, `ended` (an array of objects with `addrs`, \
 `processes`, their number, and `counters`), `ended_unknown` (how many have ended whose counters are unknown), \
-`counters` and `translated` (null, or `text` and `age` in seconds of the last connect request that proved address translation); `null` if no broker runs. Of the ports of a process `bindings` has 64 at most. \
+`counters` and `translated` (null, or `text` and `age` in seconds of the last connect request that proved address translation), `rds` (null, or `sockets`, `connections` and `counters` of the RDS node); \
+`null` if no broker runs. Of the ports of a process `bindings` has 64 at most. \
 `report` is null while a process has no device.")]
 pub(crate) struct StatArgs {
     /// Show only this process
@@ -33,6 +39,14 @@ pub(crate) struct StatArgs {
     json: bool,
 }
 
+/// Everything that is known.
+#[derive(Serialize)]
+struct All {
+    #[serde(flatten)]
+    statistics: Statistics,
+    rds: Option<Summary>,
+}
+
 /// Shows what there is.
 pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
     let mut found = super::statistics()?;
@@ -41,8 +55,12 @@ pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
         statistics.ended.clear();
         statistics.ended_unknown = 0;
     }
+    let rds = match args.pid {
+        None => info::summary()?,
+        Some(_) => None,
+    };
     if args.json {
-        return output::json(&found);
+        return output::json(&found.map(|statistics| All { statistics, rds }));
     }
     let Some(statistics) = found else {
         return output::line("no broker runs: no process shares an address");
@@ -56,7 +74,20 @@ pub(crate) fn run(args: &StatArgs) -> Result<(), Failure> {
     if statistics.ended_unknown > 0 {
         output::line(&format!("{} (not counted)", ended(statistics.ended_unknown)))?;
     }
-    output::line(&broker_line(&statistics, args.all))
+    output::line(&broker_line(&statistics, args.all))?;
+    match rds {
+        Some(rds) => output::line(&rds_line(&rds, args.all)),
+        None => Ok(()),
+    }
+}
+
+fn rds_line(rds: &Summary, zeroes: bool) -> String {
+    format!(
+        "rds sockets {} connections {}{}",
+        rds.sockets,
+        rds.connections,
+        counters(rds.counters.iter(), zeroes)
+    )
 }
 
 fn counters<'a>(all: impl Iterator<Item = (&'a String, &'a u64)>, zeroes: bool) -> String {
@@ -150,6 +181,17 @@ mod tests {
         process.name = "a\x1b[2J\nb".into();
         assert!(!process_line(&process, false).contains(char::is_control));
         assert!(process_line(&process, true).contains("rcvd_pkts 0"));
+    }
+
+    #[test]
+    fn a_line_for_the_rds_node() {
+        let rds = Summary {
+            sockets: 2,
+            connections: 1,
+            counters: [("send_queued".to_owned(), 5), ("send_pong".to_owned(), 0)].into(),
+        };
+        assert_eq!(rds_line(&rds, false), "rds sockets 2 connections 1 send_queued 5");
+        assert!(rds_line(&rds, true).contains("send_pong 0"));
     }
 
     #[test]

@@ -19,6 +19,7 @@ mod client;
 mod control;
 mod data;
 mod error;
+pub mod info;
 mod key;
 mod limits;
 mod op;

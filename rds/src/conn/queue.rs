@@ -129,6 +129,12 @@ impl SendQueue {
         (self.waiting.len(), self.unacked.len())
     }
 
+    /// Messages with their sequence numbers: those that wait, or those that are not acknowledged.
+    pub(crate) fn messages(&self, are_sent: bool) -> impl Iterator<Item = (u64, &Outgoing)> {
+        let queue = if are_sent { &self.unacked } else { &self.waiting };
+        queue.iter().map(|kept| (kept.sequence, &kept.message))
+    }
+
     /// Messages of a socket.
     pub(crate) fn messages_of(&self, socket: SocketId) -> usize {
         let all = self.waiting.iter().chain(&self.unacked);

@@ -49,7 +49,13 @@ impl Node {
                 let cookie = cookie(&header);
                 self.operated_by_peer(to, &header);
                 if let Some(connection) = self.connections.get_mut(&key) {
-                    connection.held = Some((to, Message { from, data, cookie }));
+                    let message = Message {
+                        from,
+                        data,
+                        cookie,
+                        sequence: header.sequence.get(),
+                    };
+                    connection.held = Some((to, message));
                 }
                 self.deliver_held(key);
             }

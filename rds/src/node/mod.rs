@@ -3,9 +3,11 @@
 mod connect;
 mod deliver;
 mod drive;
+mod list;
 mod rdma;
 mod sockets;
 
+pub use list::MessageInfo;
 pub use sockets::{check_peer, is_unicast};
 
 use core::net::{IpAddr, SocketAddr};
@@ -192,10 +194,7 @@ impl Node {
                 is_stalled: connection.held.is_some(),
                 waiting,
                 unacked,
-                sequences: PairState {
-                    next_send: connection.queue.next_sequence(),
-                    next_receive: connection.receiver.next(),
-                },
+                sequences: connection.sequences(),
             }
         })
     }
@@ -205,6 +204,18 @@ impl Node {
         let done = |c: &Connection| c.queue.is_sent() && c.queue.is_acked();
         let operates = |link: &Link| !link.is_closing && !link.operations.is_empty();
         self.connections.values().all(done) && !self.links.iter().any(|(_, link)| operates(link))
+    }
+
+    /// Connections that have something to post, or have received something, since [`end_batch`](Self::end_batch). Their states are to be
+    /// recorded before their messages are handed out, and before that call.
+    pub fn touched(&self) -> impl Iterator<Item = (PairKey, PairState)> + use<'_> {
+        let states = self.dirty.iter().filter_map(|key| self.connections.get(key));
+        states.map(|connection| (connection.key, connection.sequences()))
+    }
+
+    /// State of a connection that has to outlive the node.
+    pub fn pair_state(&self, key: PairKey) -> Option<PairState> {
+        self.connections.get(&key).map(Connection::sequences)
     }
 
     /// Returns whether something was asked of it that [`end_batch`](Self::end_batch) has to do.

@@ -286,7 +286,12 @@ impl Node {
             0 => (to, from, Vec::new()),
             _ => (from, to, data.to_vec()),
         };
-        let message = Message { from, data, cookie };
+        let message = Message {
+            from,
+            data,
+            cookie,
+            sequence: 0,
+        };
         self.deliver(to, message).map_err(|_| {
             self.starved.push(id);
             Error::WouldBlock
@@ -345,6 +350,12 @@ impl Node {
     /// [`Error::WouldBlock`].
     pub fn peek(&mut self, id: SocketId) -> Result<Received, Error> {
         self.get(id)?.peek().ok_or(Error::WouldBlock)
+    }
+
+    /// Returns whether a socket's send buffer has room.
+    pub fn is_writable(&self, id: SocketId) -> bool {
+        let socket = self.sockets.get(id.0 as usize);
+        socket.is_some_and(|socket| socket.unacked < socket.send_buffer && !socket.is_operating_fully())
     }
 
     /// Returns what a socket can do without waiting. From now on [`Output::Changed`](super::Output::Changed) tells of changes.

@@ -1,0 +1,433 @@
+//! `ferroce rds info`: what the node has, in the columns of rds-info.
+
+use std::{
+    collections::BTreeMap,
+    fmt::Write,
+    io,
+    net::{IpAddr, Ipv6Addr},
+};
+
+use clap::Args;
+use rds_local::{
+    Control,
+    info::{self as raw, elements},
+};
+use serde::Serialize;
+
+use crate::output::{self, Failure};
+
+#[derive(Args)]
+#[command(after_help = "\
+Without options all tables are shown. Columns are those of rds-info, and Tos. Flags of a connection: s sending, c connecting, C connected. \
+Programs under `ferroce run` can use rds-info itself.
+
+With --json: one object with an array for each table that was asked for (`counters` is an object); null if no node runs.")]
+pub(crate) struct InfoArgs {
+    /// Counters
+    #[arg(short, long)]
+    counters: bool,
+    /// Sockets
+    #[arg(short = 'k', long)]
+    sockets: bool,
+    /// Connections
+    #[arg(short = 'n', long)]
+    connections: bool,
+    /// Messages that were not read
+    #[arg(short, long)]
+    receive: bool,
+    /// Messages that wait to be sent
+    #[arg(short, long)]
+    send: bool,
+    /// Messages that were not acknowledged
+    #[arg(short = 't', long)]
+    retransmit: bool,
+    /// Connections of the transport
+    #[arg(short = 'I', long)]
+    ib: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Socket {
+    bound_addr: IpAddr,
+    bound_port: u16,
+    connected_addr: IpAddr,
+    connected_port: u16,
+    sndbuf: u32,
+    rcvbuf: u32,
+    inode: u64,
+}
+
+#[derive(Serialize)]
+struct Connection {
+    local_addr: IpAddr,
+    remote_addr: IpAddr,
+    tos: Option<u8>,
+    next_tx: u64,
+    next_rx: u64,
+    flags: String,
+}
+
+#[derive(Serialize)]
+struct Message {
+    local_addr: IpAddr,
+    local_port: u16,
+    remote_addr: IpAddr,
+    remote_port: u16,
+    tos: u8,
+    sequence: u64,
+    bytes: u32,
+}
+
+#[derive(Serialize)]
+struct IbConnection {
+    local_addr: IpAddr,
+    remote_addr: IpAddr,
+    tos: u8,
+    sl: u8,
+    local_gid: Ipv6Addr,
+    remote_gid: Ipv6Addr,
+    send_wr: u32,
+    recv_wr: u32,
+}
+
+/// Tables that were asked for.
+#[derive(Serialize, Default)]
+struct Tables {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    counters: Option<BTreeMap<String, u64>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    sockets: Option<Vec<Socket>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    connections: Option<Vec<Connection>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    receive: Option<Vec<Message>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    send: Option<Vec<Message>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    retransmit: Option<Vec<Message>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ib: Option<Vec<IbConnection>>,
+}
+
+/// Summary for `ferroce stat`.
+#[derive(Serialize)]
+pub(crate) struct Summary {
+    pub(crate) sockets: usize,
+    pub(crate) connections: usize,
+    pub(crate) counters: BTreeMap<String, u64>,
+}
+
+/// Returns the summary of the node that runs, if one does.
+///
+/// # Errors
+/// When it does not answer.
+pub(crate) fn summary() -> Result<Option<Summary>, Failure> {
+    let Some(control) = find()? else { return Ok(None) };
+    let get = || {
+        Ok::<_, io::Error>(Summary {
+            sockets: count(&control, raw::SOCKETS6)?,
+            connections: count(&control, raw::CONNECTIONS6)?,
+            counters: counters(&control)?,
+        })
+    };
+    get().map(Some).map_err(unanswered)
+}
+
+fn unanswered(e: io::Error) -> Failure {
+    Failure::failed(format!("the RDS node does not answer: {e}"))
+}
+
+fn find() -> Result<Option<Control>, Failure> {
+    Control::find(&rds_local::directory()).map_err(Failure::of)
+}
+
+fn count(control: &Control, number: u32) -> io::Result<usize> {
+    let (bytes, size) = control.info(number)?;
+    Ok(bytes.len() / size.max(1))
+}
+
+fn addr(octets: [u8; 16]) -> IpAddr {
+    IpAddr::V6(octets.into()).to_canonical()
+}
+
+fn counters(control: &Control) -> io::Result<BTreeMap<String, u64>> {
+    let (bytes, _) = control.info(raw::COUNTERS)?;
+    let all = elements::<raw::Counter>(&bytes).map(|counter| {
+        let name = String::from_utf8_lossy(&counter.name);
+        (name.trim_end_matches('\0').to_owned(), counter.value)
+    });
+    Ok(all.collect())
+}
+
+fn sockets(control: &Control) -> io::Result<Vec<Socket>> {
+    let (bytes, _) = control.info(raw::SOCKETS6)?;
+    let all = elements::<raw::Socket6>(&bytes).map(|socket| Socket {
+        bound_addr: addr(socket.bound_addr),
+        bound_port: u16::from_be_bytes(socket.bound_port),
+        connected_addr: addr(socket.connected_addr),
+        connected_port: u16::from_be_bytes(socket.connected_port),
+        sndbuf: socket.sndbuf,
+        rcvbuf: socket.rcvbuf,
+        inode: socket.inum,
+    });
+    Ok(all.collect())
+}
+
+fn flags(bits: u8) -> String {
+    let all = [(raw::SENDING, 's'), (raw::CONNECTING, 'c'), (raw::CONNECTED, 'C')];
+    all.map(|(bit, letter)| if bits & bit != 0 { letter } else { '-' })
+        .iter()
+        .collect()
+}
+
+fn connections(control: &Control) -> io::Result<Vec<Connection>> {
+    let (four, _) = control.info(raw::CONNECTIONS)?;
+    let (six, _) = control.info(raw::CONNECTIONS6)?;
+    let four = elements::<raw::Connection>(&four).map(|c| Connection {
+        local_addr: c.laddr.into(),
+        remote_addr: c.faddr.into(),
+        tos: Some(c.tos),
+        next_tx: c.next_tx_seq,
+        next_rx: c.next_rx_seq,
+        flags: flags(c.flags),
+    });
+    // The kernel's structure has no type of service there.
+    let six = elements::<raw::Connection6>(&six).map(|c| Connection {
+        local_addr: addr(c.laddr),
+        remote_addr: addr(c.faddr),
+        tos: None,
+        next_tx: c.next_tx_seq,
+        next_rx: c.next_rx_seq,
+        flags: flags(c.flags),
+    });
+    Ok(four.chain(six.filter(|c| c.local_addr.is_ipv6())).collect())
+}
+
+fn messages(control: &Control, number: u32) -> io::Result<Vec<Message>> {
+    let (bytes, _) = control.info(number)?;
+    let all = elements::<raw::Message6>(&bytes).map(|m| Message {
+        local_addr: addr(m.laddr),
+        local_port: u16::from_be_bytes(m.lport),
+        remote_addr: addr(m.faddr),
+        remote_port: u16::from_be_bytes(m.fport),
+        tos: m.tos,
+        sequence: m.seq,
+        bytes: m.len,
+    });
+    Ok(all.collect())
+}
+
+fn ib(control: &Control) -> io::Result<Vec<IbConnection>> {
+    let (bytes, _) = control.info(raw::IB_CONNECTIONS6)?;
+    let all = elements::<raw::IbConnection6>(&bytes).map(|c| IbConnection {
+        local_addr: addr(c.src_addr),
+        remote_addr: addr(c.dst_addr),
+        tos: c.tos,
+        sl: c.sl,
+        local_gid: c.src_gid.into(),
+        remote_gid: c.dst_gid.into(),
+        send_wr: c.max_send_wr,
+        recv_wr: c.max_recv_wr,
+    });
+    Ok(all.collect())
+}
+
+fn tables(control: &Control, args: &InfoArgs) -> io::Result<Tables> {
+    let given = [
+        args.counters,
+        args.sockets,
+        args.connections,
+        args.receive,
+        args.send,
+        args.retransmit,
+        args.ib,
+    ];
+    let is_all = !given.contains(&true);
+    let wanted = |given: bool| (given || is_all).then_some(control);
+    Ok(Tables {
+        counters: wanted(args.counters).map(counters).transpose()?,
+        sockets: wanted(args.sockets).map(sockets).transpose()?,
+        connections: wanted(args.connections).map(connections).transpose()?,
+        receive: wanted(args.receive)
+            .map(|control| messages(control, raw::RECV_MESSAGES6))
+            .transpose()?,
+        send: wanted(args.send)
+            .map(|control| messages(control, raw::SEND_MESSAGES6))
+            .transpose()?,
+        retransmit: wanted(args.retransmit)
+            .map(|control| messages(control, raw::RETRANS_MESSAGES6))
+            .transpose()?,
+        ib: wanted(args.ib).map(ib).transpose()?,
+    })
+}
+
+/// Shows the tables.
+pub(super) fn run(args: &InfoArgs) -> Result<(), Failure> {
+    let found = match find()? {
+        Some(control) => Some(tables(&control, args).map_err(unanswered)?),
+        None => None,
+    };
+    if args.json {
+        return output::json(&found);
+    }
+    match found {
+        Some(tables) => output::text(&text(&tables)),
+        None => output::line("no RDS node runs: no program has an RDS socket"),
+    }
+}
+
+/// Writes the tables as rds-info does.
+fn text(tables: &Tables) -> String {
+    let mut out = String::new();
+    if let Some(counters) = &tables.counters {
+        let _ = writeln!(out, "\nCounters:\n{:>25} {:>16}", "CounterName", "Value");
+        for (name, value) in counters {
+            let _ = writeln!(out, "{name:>25} {value:>16}");
+        }
+    }
+    if let Some(sockets) = &tables.sockets {
+        let _ = writeln!(
+            out,
+            "\nRDS Sockets:\n{:>15} {:>5} {:>15} {:>5} {:>10} {:>10} {:>8}",
+            "BoundAddr", "BPort", "ConnAddr", "CPort", "SndBuf", "RcvBuf", "Inode"
+        );
+        for s in sockets {
+            // An address that is not set is that of the other's family.
+            let unset = |of: IpAddr| {
+                if of == IpAddr::V6(Ipv6Addr::UNSPECIFIED) {
+                    [0; 4].into()
+                } else {
+                    of
+                }
+            };
+            let _ = writeln!(
+                out,
+                "{:>15} {:>5} {:>15} {:>5} {:>10} {:>10} {:>8}",
+                unset(s.bound_addr).to_string(),
+                s.bound_port,
+                unset(s.connected_addr).to_string(),
+                s.connected_port,
+                s.sndbuf,
+                s.rcvbuf,
+                s.inode
+            );
+        }
+    }
+    if let Some(connections) = &tables.connections {
+        let _ = writeln!(
+            out,
+            "\nRDS Connections:\n{:>15} {:>15} {:>3} {:>20} {:>20} {:>3}",
+            "LocalAddr", "RemoteAddr", "Tos", "NextTX", "NextRX", "Flg"
+        );
+        for c in connections {
+            let _ = writeln!(
+                out,
+                "{:>15} {:>15} {:>3} {:>20} {:>20} {}",
+                c.local_addr.to_string(),
+                c.remote_addr.to_string(),
+                c.tos.map_or_else(|| "-".to_owned(), |tos| tos.to_string()),
+                c.next_tx,
+                c.next_rx,
+                c.flags
+            );
+        }
+    }
+    let queues = [
+        ("Receive", &tables.receive),
+        ("Send", &tables.send),
+        ("Retransmit", &tables.retransmit),
+    ];
+    for (name, queue) in queues {
+        if let Some(messages) = queue {
+            queue_text(&mut out, name, messages);
+        }
+    }
+    if let Some(connections) = &tables.ib {
+        let _ = writeln!(
+            out,
+            "\nRDS IB Connections:\n{:>15} {:>15} {:>3} {:>2} {:>32} {:>32}",
+            "LocalAddr", "RemoteAddr", "Tos", "SL", "LocalDev", "RemoteDev"
+        );
+        for c in connections {
+            let _ = writeln!(
+                out,
+                "{:>15} {:>15} {:>3} {:>2} {:>32} {:>32}",
+                c.local_addr.to_string(),
+                c.remote_addr.to_string(),
+                c.tos,
+                c.sl,
+                c.local_gid.to_string(),
+                c.remote_gid.to_string()
+            );
+        }
+    }
+    out
+}
+
+fn queue_text(out: &mut String, name: &str, messages: &[Message]) {
+    let _ = writeln!(
+        out,
+        "\n{name} Message Queue:\n{:>15} {:>5} {:>15} {:>5} {:>3} {:>20} {:>10}",
+        "LocalAddr", "LPort", "RemoteAddr", "RPort", "Tos", "Seq", "Bytes"
+    );
+    for m in messages {
+        let _ = writeln!(
+            out,
+            "{:>15} {:>5} {:>15} {:>5} {:>3} {:>20} {:>10}",
+            m.local_addr.to_string(),
+            m.local_port,
+            m.remote_addr.to_string(),
+            m.remote_port,
+            m.tos,
+            m.sequence,
+            m.bytes
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tables_have_the_columns_of_rds_info() {
+        let tables = Tables {
+            counters: Some([("send_queued".to_owned(), 7)].into()),
+            sockets: Some(vec![Socket {
+                bound_addr: [192, 0, 2, 1].into(),
+                bound_port: 4000,
+                connected_addr: Ipv6Addr::UNSPECIFIED.into(),
+                connected_port: 0,
+                sndbuf: 106_496,
+                rcvbuf: 106_496,
+                inode: 9,
+            }]),
+            connections: Some(vec![Connection {
+                local_addr: [192, 0, 2, 1].into(),
+                remote_addr: [192, 0, 2, 2].into(),
+                tos: Some(8),
+                next_tx: 5,
+                next_rx: 6,
+                flags: flags(raw::CONNECTED),
+            }]),
+            ..Tables::default()
+        };
+        let expected = "
+Counters:
+              CounterName            Value
+              send_queued                7
+
+RDS Sockets:
+      BoundAddr BPort        ConnAddr CPort     SndBuf     RcvBuf    Inode
+      192.0.2.1  4000         0.0.0.0     0     106496     106496        9
+
+RDS Connections:
+      LocalAddr      RemoteAddr Tos               NextTX               NextRX Flg
+      192.0.2.1       192.0.2.2   8                    5                    6 --C
+";
+        assert_eq!(text(&tables), expected);
+    }
+}

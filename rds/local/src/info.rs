@@ -1,0 +1,211 @@
+//! Information of the node as `getsockopt(RDS_INFO_*)` has it: arrays of the kernel's structures.
+//!
+//! Ports and IPv4 addresses are big-endian, numbers the host's.
+
+use std::net::IpAddr;
+
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+/// `RDS_INFO_COUNTERS`: [`Counter`].
+pub const COUNTERS: u32 = 10_000;
+/// `RDS_INFO_CONNECTIONS`: [`Connection`] of IPv4.
+pub const CONNECTIONS: u32 = 10_001;
+/// `RDS_INFO_SEND_MESSAGES`: [`Message`]s that wait to be sent.
+pub const SEND_MESSAGES: u32 = 10_003;
+/// `RDS_INFO_RETRANS_MESSAGES`: [`Message`]s that were not acknowledged.
+pub const RETRANS_MESSAGES: u32 = 10_004;
+/// `RDS_INFO_RECV_MESSAGES`: [`Message`]s that were not read.
+pub const RECV_MESSAGES: u32 = 10_005;
+/// `RDS_INFO_SOCKETS`: [`Socket`].
+pub const SOCKETS: u32 = 10_006;
+/// `RDS_INFO_TCP_SOCKETS`: always empty.
+pub const TCP_SOCKETS: u32 = 10_007;
+/// `RDS_INFO_IB_CONNECTIONS`: [`IbConnection`] of IPv4.
+pub const IB_CONNECTIONS: u32 = 10_008;
+/// `RDS6_INFO_CONNECTIONS`: [`Connection6`], as all that follow of both families.
+pub const CONNECTIONS6: u32 = 10_011;
+/// `RDS6_INFO_SEND_MESSAGES`: [`Message6`].
+pub const SEND_MESSAGES6: u32 = 10_012;
+/// `RDS6_INFO_RETRANS_MESSAGES`: [`Message6`].
+pub const RETRANS_MESSAGES6: u32 = 10_013;
+/// `RDS6_INFO_RECV_MESSAGES`: [`Message6`].
+pub const RECV_MESSAGES6: u32 = 10_014;
+/// `RDS6_INFO_SOCKETS`: [`Socket6`].
+pub const SOCKETS6: u32 = 10_015;
+/// `RDS6_INFO_IB_CONNECTIONS`: [`IbConnection6`].
+pub const IB_CONNECTIONS6: u32 = 10_017;
+
+/// A connection sends at the moment.
+pub const SENDING: u8 = 1;
+/// It is being connected.
+pub const CONNECTING: u8 = 2;
+/// It stands.
+pub const CONNECTED: u8 = 4;
+
+/// Name of the transport of all connections.
+pub const TRANSPORT: &str = "infiniband";
+
+macro_rules! raw {
+    ($($(#[$meta:meta])* $name:ident { $($(#[$field_meta:meta])* $field:ident: $type:ty,)* })*) => {$(
+        $(#[$meta])*
+        #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+        #[repr(C, packed)]
+        #[allow(missing_docs, reason = "names of the kernel")]
+        pub struct $name { $($(#[$field_meta])* pub $field: $type,)* }
+    )*};
+}
+
+raw! {
+    /// `struct rds_info_counter`.
+    Counter {
+        name: [u8; 32],
+        value: u64,
+    }
+    /// `struct rds_info_connection`.
+    Connection {
+        next_tx_seq: u64,
+        next_rx_seq: u64,
+        laddr: [u8; 4],
+        faddr: [u8; 4],
+        transport: [u8; 16],
+        flags: u8,
+        tos: u8,
+    }
+    /// `struct rds6_info_connection`.
+    Connection6 {
+        next_tx_seq: u64,
+        next_rx_seq: u64,
+        laddr: [u8; 16],
+        faddr: [u8; 16],
+        transport: [u8; 16],
+        flags: u8,
+    }
+    /// `struct rds_info_message`.
+    Message {
+        seq: u64,
+        len: u32,
+        laddr: [u8; 4],
+        faddr: [u8; 4],
+        lport: [u8; 2],
+        fport: [u8; 2],
+        flags: u8,
+        tos: u8,
+    }
+    /// `struct rds6_info_message`.
+    Message6 {
+        seq: u64,
+        len: u32,
+        laddr: [u8; 16],
+        faddr: [u8; 16],
+        lport: [u8; 2],
+        fport: [u8; 2],
+        flags: u8,
+        tos: u8,
+    }
+    /// `struct rds_info_socket`.
+    Socket {
+        sndbuf: u32,
+        bound_addr: [u8; 4],
+        connected_addr: [u8; 4],
+        bound_port: [u8; 2],
+        connected_port: [u8; 2],
+        rcvbuf: u32,
+        inum: u64,
+    }
+    /// `struct rds6_info_socket`.
+    Socket6 {
+        sndbuf: u32,
+        bound_addr: [u8; 16],
+        connected_addr: [u8; 16],
+        bound_port: [u8; 2],
+        connected_port: [u8; 2],
+        rcvbuf: u32,
+        inum: u64,
+    }
+    /// `struct rds_info_rdma_connection`.
+    IbConnection {
+        src_addr: [u8; 4],
+        dst_addr: [u8; 4],
+        src_gid: [u8; 16],
+        dst_gid: [u8; 16],
+        max_send_wr: u32,
+        max_recv_wr: u32,
+        max_send_sge: u32,
+        rdma_mr_max: u32,
+        rdma_mr_size: u32,
+        tos: u8,
+        sl: u8,
+        padding: [u8; 2],
+        cache_allocs: u32,
+    }
+    /// `struct rds6_info_rdma_connection`.
+    IbConnection6 {
+        src_addr: [u8; 16],
+        dst_addr: [u8; 16],
+        src_gid: [u8; 16],
+        dst_gid: [u8; 16],
+        max_send_wr: u32,
+        max_recv_wr: u32,
+        max_send_sge: u32,
+        rdma_mr_max: u32,
+        rdma_mr_size: u32,
+        tos: u8,
+        sl: u8,
+        padding: [u8; 2],
+        cache_allocs: u32,
+    }
+}
+
+const _: () = {
+    assert!(size_of::<Counter>() == 40 && size_of::<Connection>() == 42 && size_of::<Connection6>() == 65);
+    assert!(size_of::<Message>() == 26 && size_of::<Message6>() == 50);
+    assert!(size_of::<Socket>() == 28 && size_of::<Socket6>() == 52);
+    assert!(size_of::<IbConnection>() == 68 && size_of::<IbConnection6>() == 92);
+};
+
+/// Size of an element of this information; `None`: there is no such information.
+pub fn element_size(number: u32) -> Option<usize> {
+    Some(match number {
+        COUNTERS => size_of::<Counter>(),
+        CONNECTIONS => size_of::<Connection>(),
+        SEND_MESSAGES | RETRANS_MESSAGES | RECV_MESSAGES => size_of::<Message>(),
+        SOCKETS => size_of::<Socket>(),
+        IB_CONNECTIONS => size_of::<IbConnection>(),
+        CONNECTIONS6 => size_of::<Connection6>(),
+        SEND_MESSAGES6 | RETRANS_MESSAGES6 | RECV_MESSAGES6 => size_of::<Message6>(),
+        SOCKETS6 => size_of::<Socket6>(),
+        IB_CONNECTIONS6 => size_of::<IbConnection6>(),
+        _ => return None,
+    })
+}
+
+/// The bytes of an IPv4 address; `None` of another.
+pub fn octets4(addr: IpAddr) -> Option<[u8; 4]> {
+    match addr {
+        IpAddr::V4(v4) => Some(v4.octets()),
+        IpAddr::V6(_) => None,
+    }
+}
+
+/// The bytes of an address, an IPv4 one mapped.
+pub fn octets6(addr: IpAddr) -> [u8; 16] {
+    match addr {
+        IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
+        IpAddr::V6(v6) => v6.octets(),
+    }
+}
+
+/// Bytes of a name, followed by zeros.
+pub fn name<const N: usize>(text: &str) -> [u8; N] {
+    let mut out = [0; N];
+    let len = text.len().min(N - 1);
+    out[..len].copy_from_slice(&text.as_bytes()[..len]);
+    out
+}
+
+/// The elements of an array; bytes that are no whole element are left out.
+pub fn elements<T: FromBytes + Immutable>(bytes: &[u8]) -> impl Iterator<Item = T> + use<'_, T> {
+    bytes
+        .chunks_exact(size_of::<T>().max(1))
+        .filter_map(|bytes| T::read_from_bytes(bytes).ok())
+}

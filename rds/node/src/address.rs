@@ -1,0 +1,84 @@
+//! Address with its node.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use rds::{Node, Output, PairKey, PairState, SocketId};
+use roce_verbs::provider::{Cx, VerbsError};
+
+use crate::state::StateFile;
+
+/// Address that is open.
+#[derive(Debug)]
+pub(crate) struct Address {
+    pub(crate) node: Node,
+    /// Programs' sockets by the node's.
+    pub(crate) sockets: BTreeMap<SocketId, usize>,
+    state: StateFile,
+    /// Connections that may have received since they were recorded.
+    unrecorded: BTreeSet<PairKey>,
+    /// The pages of its sockets say that a port is congested.
+    pub(crate) is_congested: bool,
+}
+
+/// Sequence numbers grow over restarts: a peer drops what seems to have come before.
+fn first_sequence() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    (since.as_millis() as u64) << 20
+}
+
+impl Address {
+    /// Listens at an address whose device is open.
+    ///
+    /// # Errors
+    /// When another process has a node there; the state file comes back.
+    pub(crate) fn listen(
+        cx: &mut Cx<'_>,
+        addr: IpAddr,
+        config: &rds::Config,
+        (state, former): (StateFile, BTreeMap<PairKey, PairState>),
+    ) -> Result<Self, VerbsError> {
+        let config = rds::Config {
+            first_sequence: first_sequence(),
+            ..config.clone()
+        };
+        Ok(Self {
+            node: Node::listen(cx, config, &[addr], former)?,
+            sockets: BTreeMap::new(),
+            state,
+            unrecorded: BTreeSet::new(),
+            is_congested: false,
+        })
+    }
+
+    /// Records the numbers that this turn uses, before it does.
+    pub(crate) fn record(&mut self) {
+        // `end_batch` may have taken messages after the last call.
+        for key in std::mem::take(&mut self.unrecorded) {
+            if let Some(state) = self.node.pair_state(key) {
+                self.state.record(key, state);
+            }
+        }
+        for (key, state) in self.node.touched() {
+            self.state.record(key, state);
+            self.unrecorded.insert(key);
+        }
+    }
+
+    /// Takes what the node reports. Returns the sockets that have changed.
+    pub(crate) fn take_outputs(&mut self) -> Vec<usize> {
+        let mut changed = Vec::new();
+        while let Some(output) = self.node.poll_output() {
+            match output {
+                Output::Changed(id) => changed.extend(self.sockets.get(&id)),
+                Output::Up(key) => tracing::info!("connected: {key}"),
+                Output::Down(key, why) => tracing::info!("not connected: {key}: {why}"),
+                Output::Refused { peer, why } => tracing::info!("a request of {peer} was refused: {why}"),
+            }
+        }
+        changed
+    }
+}

@@ -1,0 +1,168 @@
+//! The process as a service of a loop.
+
+use std::{collections::BTreeMap, io, net::IpAddr, thread};
+
+use rds::{PairKey, PairState};
+use roce::{
+    Completion, NewDevice,
+    reactor::{JobResult, JobTicket, Readiness, Service, Token, TurnCx},
+};
+use roce_verbs::{
+    Instant,
+    provider::{Event, QpId, VerbsError},
+};
+use rustix::io::Errno;
+
+use crate::{
+    address::Address,
+    config::Config,
+    errno,
+    server::{Server, with_cx},
+    state::StateFile,
+};
+
+/// Command of another thread.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Command {
+    /// End the connections, then the loop.
+    Stop,
+}
+
+/// Address that a thread has opened.
+#[derive(Debug)]
+pub(crate) struct Opened {
+    addr: IpAddr,
+    /// `None`: it was open.
+    device: Option<Result<Box<NewDevice>, VerbsError>>,
+    state: io::Result<(StateFile, BTreeMap<PairKey, PairState>)>,
+}
+
+/// Opens an address in another thread: it waits for the broker and for files.
+pub(crate) fn open(turn: &TurnCx<'_, Opened>, config: &Config, addr: IpAddr, has_device: bool) {
+    let (opener, dir) = (turn.device.opener(), config.dir.clone());
+    let job = turn.jobs.begin(JobTicket(0));
+    let work = move || {
+        let device = (!has_device).then(|| {
+            let opened = opener.open(addr)?.pop();
+            opened.map(Box::new).ok_or(VerbsError::Closed)
+        });
+        let state = StateFile::open(&dir, addr);
+        job.finish(Opened { addr, device, state });
+    };
+    if let Err(e) = thread::Builder::new().name("rds-open".into()).spawn(work) {
+        // The job is over: that is reported.
+        tracing::warn!("no thread to open {addr}: {e}");
+    }
+}
+
+impl Server {
+    /// Listens at an address whose device is open. Returns why not.
+    fn listen(&mut self, turn: &mut TurnCx<'_, Opened>, opened: Opened) -> Result<(), Errno> {
+        let addr = opened.addr;
+        let failed = |what: &str, e: &dyn std::fmt::Display| tracing::warn!("{addr} can't be {what}: {e}");
+        match opened.device {
+            None => {}
+            Some(Ok(device)) => {
+                turn.attach(device).map_err(|(e, _)| {
+                    failed("watched", &e);
+                    Errno::ADDRNOTAVAIL
+                })?;
+                self.devices.insert(addr);
+            }
+            Some(Err(e)) => {
+                failed("opened", &e);
+                return Err(errno::of_open(&e));
+            }
+        }
+        let state = opened.state.map_err(|e| {
+            failed("used without its state file", &e);
+            Errno::IO
+        })?;
+        let rds = self.config.rds.clone();
+        let address = with_cx(turn, &mut self.rng, |cx| Address::listen(cx, addr, &rds, state));
+        let address = address.map_err(|e| {
+            failed("listened at", &e);
+            errno::of_open(&e)
+        })?;
+        self.addrs.insert(addr, address);
+        Ok(())
+    }
+
+    fn opened(&mut self, turn: &mut TurnCx<'_, Opened>, opened: Opened) {
+        let addr = opened.addr;
+        let result = self.listen(turn, opened);
+        for waiting in self.opening.remove(&addr).unwrap_or_default() {
+            let bound = match result {
+                Ok(()) => self.bind(waiting.key, waiting.addr),
+                Err(e) => {
+                    self.bind_failed(waiting.key);
+                    Err(e)
+                }
+            };
+            self.answer(turn, waiting.client, bound.map(|answer| (answer, Vec::new())));
+            self.ready.insert(waiting.client);
+        }
+    }
+}
+
+impl Service for Server {
+    type Command = Command;
+    type Output = Opened;
+
+    fn command(&mut self, turn: &mut TurnCx<'_, Opened>, Command::Stop: Command) {
+        self.stop(turn);
+    }
+
+    fn ready(&mut self, _: &mut TurnCx<'_, Opened>, token: Token, now: Readiness) {
+        self.note_ready(token, now.readable || now.closed, now.writable);
+    }
+
+    fn completions(&mut self, turn: &mut TurnCx<'_, Opened>, completions: &[(QpId, Completion)]) {
+        let addrs = &mut self.addrs;
+        with_cx(turn, &mut self.rng, |cx| {
+            for (qp, wc) in completions {
+                // Numbers are those of one node.
+                addrs.values_mut().any(|address| address.node.completion(cx, *qp, wc));
+            }
+        });
+    }
+
+    fn event(&mut self, turn: &mut TurnCx<'_, Opened>, event: Event) {
+        let addrs = &mut self.addrs;
+        with_cx(turn, &mut self.rng, |cx| {
+            addrs.values_mut().any(|address| address.node.event(cx, &event));
+        });
+    }
+
+    fn job_done(&mut self, turn: &mut TurnCx<'_, Opened>, done: JobResult<Opened>) {
+        match done.result {
+            Ok(opened) => self.opened(turn, opened),
+            // Its address is not known: those that wait are refused.
+            Err(_) => {
+                for (addr, waiting) in std::mem::take(&mut self.opening) {
+                    tracing::warn!("{addr} can't be opened: the thread for that is gone");
+                    for waiting in waiting {
+                        self.bind_failed(waiting.key);
+                        self.answer(turn, waiting.client, Err(Errno::NOMEM));
+                    }
+                }
+            }
+        }
+    }
+
+    fn timeout(&mut self, turn: &mut TurnCx<'_, Opened>) {
+        Server::timeout(self, turn);
+    }
+
+    fn end(&mut self, turn: &mut TurnCx<'_, Opened>) {
+        self.end_turn(turn);
+    }
+
+    fn sent(&mut self, _: &mut TurnCx<'_, Opened>) -> bool {
+        !self.ready.is_empty()
+    }
+
+    fn next_timeout(&self) -> Option<Instant> {
+        Server::next_timeout(self, roce::now())
+    }
+}

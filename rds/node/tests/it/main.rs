@@ -1,0 +1,6 @@
+//! A node process and its programs, on loopback addresses.
+
+mod crash;
+mod limits;
+mod sockets;
+mod support;

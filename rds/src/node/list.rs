@@ -1,0 +1,67 @@
+//! Lists of messages, for people (`RDS_INFO_*_MESSAGES`).
+
+use core::net::SocketAddr;
+
+use super::{Node, PairState};
+use crate::conn::Connection;
+
+/// Message that a node has.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct MessageInfo {
+    /// Sequence number of its connection.
+    pub sequence: u64,
+    /// Bytes of data.
+    pub len: usize,
+    /// Sender.
+    pub from: SocketAddr,
+    /// Receiver.
+    pub to: SocketAddr,
+    /// Type of service of its connection.
+    pub tos: u8,
+}
+
+impl Connection {
+    /// State that has to outlive it.
+    pub(super) fn sequences(&self) -> PairState {
+        PairState {
+            next_send: self.queue.next_sequence(),
+            next_receive: self.receiver.next(),
+        }
+    }
+}
+
+impl Node {
+    /// Messages that wait to be sent, or, with `are_sent`, those that peers have not acknowledged.
+    pub fn outgoing(&self, are_sent: bool) -> impl Iterator<Item = MessageInfo> + use<'_> {
+        self.connections.values().flat_map(move |connection| {
+            let key = connection.key;
+            connection
+                .queue
+                .messages(are_sent)
+                .map(move |(sequence, message)| MessageInfo {
+                    sequence,
+                    len: message.data.len(),
+                    from: SocketAddr::new(key.local, message.ports.0),
+                    to: SocketAddr::new(key.remote, message.ports.1),
+                    tos: key.tos,
+                })
+        })
+    }
+
+    /// Messages that sockets have not taken.
+    pub fn unread(&self) -> impl Iterator<Item = MessageInfo> + use<'_> {
+        let bound = self.bound.iter().filter_map(|(to, id)| {
+            let socket = self.sockets.get(id.0 as usize)?;
+            Some((to, socket))
+        });
+        bound.flat_map(|(to, socket)| {
+            socket.inbox().map(|message| MessageInfo {
+                sequence: message.sequence,
+                len: message.data.len(),
+                from: message.from,
+                to: *to,
+                tos: socket.tos,
+            })
+        })
+    }
+}
