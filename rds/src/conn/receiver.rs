@@ -58,9 +58,10 @@ impl Receiver {
         self.messages.next
     }
 
-    /// Acknowledgement for the next header: the highest sequence number that has come, 0 if none.
+    /// Acknowledgement for the next header: the highest sequence number that has come, 0 if none has over this connection. A peer that was
+    /// started again takes an older one for that of messages that it has only just sent, and would not send them again.
     pub(crate) fn ack(&self) -> u64 {
-        self.messages.next - 1
+        self.messages.ack()
     }
 
     /// The acknowledgement has left, with whatever header.
@@ -80,12 +81,12 @@ impl Receiver {
 
     /// The connection is gone, with the message that was not whole.
     pub(crate) fn restart(&mut self) {
-        let Messages { next, .. } = self.messages;
+        let next = self.messages.next;
         self.messages = Messages {
             next,
             is_first: true,
             partial: None,
-            told: self.ack(),
+            told: 0,
             asked: false,
         };
     }
@@ -125,6 +126,13 @@ struct Messages {
 }
 
 impl Messages {
+    fn ack(&self) -> u64 {
+        match self.is_first {
+            true => 0,
+            false => self.next - 1,
+        }
+    }
+
     fn fragment(&mut self, bytes: &[u8]) -> Result<Taken, Broken> {
         let (header, _) = Header::parse(bytes)?;
         let ack = header.ack.get();
@@ -219,6 +227,17 @@ mod tests {
         assert_eq!(receiver.ack(), 9);
         receiver.restart();
         assert!(!delivered(&mut receiver, 9, again) && delivered(&mut receiver, 10, again));
+    }
+
+    #[test]
+    fn nothing_is_acknowledged_over_a_connection_before_something_has_come_over_it() {
+        let (mut receiver, again) = (Receiver::new(5), Flags::RETRANSMITTED);
+        assert_eq!(receiver.ack(), 0, "a former node got the messages before");
+        assert!(delivered(&mut receiver, 5, Flags::empty()));
+        receiver.restart();
+        assert_eq!((receiver.ack(), receiver.is_untold()), (0, false));
+        assert!(!delivered(&mut receiver, 5, again));
+        assert_eq!((receiver.ack(), receiver.is_untold()), (5, true));
     }
 
     #[test]
