@@ -1,6 +1,10 @@
 //! Messages of a capture: private data of the connection manager, and SENDs put together from their packets.
 
-use std::{collections::HashMap, fs::File, path::Path};
+use std::{
+    collections::HashMap,
+    fs::File,
+    path::{Path, PathBuf},
+};
 
 use pcap_file::pcap::PcapReader;
 use roce_bth::{Class, Packet, Psn, Service};
@@ -22,11 +26,19 @@ pub(crate) enum Item {
     Send(u64, Vec<u8>),
 }
 
-/// Reads a capture of `pcap-fixtures`. A SEND that was repeated is there once.
+/// Returns the folder of captures.
+pub(crate) fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../pcap-fixtures")
+}
+
+/// Reads a capture. A SEND that was repeated is there once.
 pub(crate) fn read(name: &str) -> Vec<Item> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../pcap-fixtures")
-        .join(name);
+    read_of(name, None)
+}
+
+/// Reads what a sender has sent, or all.
+pub(crate) fn read_of(name: &str, sender: Option<[u8; 4]>) -> Vec<Item> {
+    let path = folder().join(name);
     let mut pcap = PcapReader::new(File::open(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))).unwrap();
     let (mut items, mut index) = (Vec::new(), 0);
     let mut parts: HashMap<(Vec<u8>, u32), (Psn, Vec<u8>)> = HashMap::new();
@@ -38,6 +50,10 @@ pub(crate) fn read(name: &str) -> Vec<Item> {
             [0x08, 0x00] => (42, frame.data[30..34].to_vec()),
             _ => (62, frame.data[38..54].to_vec()),
         };
+        let from = &frame.data[26..30];
+        if sender.is_some_and(|sender| head != 42 || from != sender) {
+            continue;
+        }
         let packet = Packet::parse(&frame.data[head..]).unwrap();
         let bth = packet.header.bth;
         let info = bth.opcode.info();
