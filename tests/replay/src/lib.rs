@@ -8,9 +8,11 @@ mod fixture;
 pub mod made;
 pub mod made_stall;
 mod manifest;
+mod rds;
 mod verdict;
 
 pub use error::Error;
 pub use fixture::{connections, fixtures, load, locate};
 pub use manifest::{Allowed, Common, Entry, Manifest, Replay};
+pub use rds::replay_rds;
 pub use verdict::{Verdict, replay_all, replay_folder};

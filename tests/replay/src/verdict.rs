@@ -66,12 +66,12 @@ pub struct Verdict {
 }
 
 impl Verdict {
-    fn extend(&mut self, other: Self) {
+    pub(crate) fn extend(&mut self, other: Self) {
         self.seen.extend(other.seen);
         self.wrong.extend(other.wrong);
     }
 
-    fn wrong(finding: String) -> Self {
+    pub(crate) fn wrong(finding: String) -> Self {
         Self {
             seen: Vec::new(),
             wrong: vec![finding],
